@@ -1,0 +1,1 @@
+"""What every room agrees on: argument checks, their wording, and when a call may be read."""

@@ -1,0 +1,162 @@
+"""Argument checks. Each error says who, what must hold, what came, and the way out."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from posenc._contract.tracing import is_readable
+
+FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+INT_DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+
+
+def message(who: str, rule: str, got: object, way_out: str) -> str:
+    """Text of every error: one line for the rule, one for what to do about it."""
+    return f"{who}: {rule}, got {got}.\n  {way_out}"
+
+
+def describe(value: object) -> str:
+    """A value short enough for an error message."""
+    if isinstance(value, Tensor):
+        return f"a {value.dtype} tensor of shape {tuple(value.shape)}"
+    return f"{value!r} ({type(value).__name__})"
+
+
+def integer(who: str, name: str, value: Any, *, least: int = 1) -> int:
+    """``value`` as an int of at least ``least``; bools and floats are not counts."""
+    if not isinstance(value, (int, torch.SymInt)) or isinstance(value, bool):
+        # numpy's integers arrive here; a float or a bool has no place in a count.
+        if isinstance(value, (bool, Tensor)) or not hasattr(value, "__index__"):
+            raise TypeError(
+                message(who, f"{name} must be an int", describe(value), f"Pass int({name}).")
+            )
+        value = operator.index(value)
+    if value < least:
+        rule = f"{name} must be at least {least}"
+        raise ValueError(message(who, rule, value, f"Pass a {name} of {least} or more."))
+    return value  # type: ignore[no-any-return]
+
+
+def even(who: str, name: str, value: Any) -> int:
+    """``value`` as a positive even int: channels are rotated in pairs."""
+    value = integer(who, name, value)
+    if value % 2:
+        rule = f"{name} must be even, because channels are rotated in pairs"
+        raise ValueError(message(who, rule, value, f"Pad to {value + 1} or drop one channel."))
+    return value  # type: ignore[no-any-return]
+
+
+def positive_float(who: str, name: str, value: Any) -> float:
+    """``value`` as a finite float above zero."""
+    if isinstance(value, (bool, Tensor)) or not hasattr(value, "__float__"):
+        rule = f"{name} must be a number"
+        raise TypeError(message(who, rule, describe(value), f"Pass {name} as a float."))
+    number = float(value)
+    if not (number > 0 and math.isfinite(number)):
+        rule = f"{name} must be finite and above zero"
+        raise ValueError(message(who, rule, value, "The original encodings use 10000.0."))
+    return number
+
+
+def boolean(who: str, name: str, value: Any) -> bool:
+    """``value`` as a real bool, so that a misplaced argument does not pass for one."""
+    if not isinstance(value, bool):
+        rule = f"{name} must be True or False"
+        raise TypeError(message(who, rule, describe(value), f"Pass {name} by keyword."))
+    return value
+
+
+def float_dtype(who: str, name: str, dtype: Any) -> torch.dtype:
+    """``dtype`` if encodings can be computed in it."""
+    if dtype not in FLOAT_DTYPES:
+        rule = f"{name} must be one of float16, bfloat16, float32, float64"
+        raise TypeError(message(who, rule, dtype, "Pass for example torch.float32."))
+    return dtype  # type: ignore[no-any-return]
+
+
+def float_tensor(who: str, name: str, x: Any) -> Tensor:
+    """``x`` if it is a tensor of a real floating dtype."""
+    if not isinstance(x, Tensor):
+        rule = f"{name} must be a torch.Tensor"
+        raise TypeError(message(who, rule, type(x).__name__, f"Pass torch.as_tensor({name})."))
+    if x.dtype not in FLOAT_DTYPES:
+        rule = f"{name} must be a float16, bfloat16, float32 or float64 tensor"
+        raise TypeError(message(who, rule, x.dtype, f"Call {name}.float() first."))
+    return x
+
+
+def rank(who: str, name: str, x: Tensor, ranks: Sequence[int], axes: str) -> None:
+    """Refuse a tensor whose number of dimensions is not among ``ranks``."""
+    if x.dim() not in ranks:
+        rule = f"{name} must have shape {axes}"
+        got = f"shape {tuple(x.shape)}"
+        raise ValueError(message(who, rule, got, "Add or merge dimensions with reshape."))
+
+
+def equal(who: str, name: str, got: int, wanted: int, way_out: str) -> None:
+    """Refuse a size that differs from the one that was fixed."""
+    if got != wanted:
+        raise ValueError(message(who, f"{name} must be {wanted}", got, way_out))
+
+
+def covered(who: str, last: int, limit_name: str, limit: int, instead: str) -> None:
+    """Refuse a last position at or past ``limit``; ``instead`` is the way out beside raising it."""
+    if last >= limit:
+        rule = f"positions must stay below {limit_name}={limit}"
+        raise ValueError(message(who, rule, last, f"Raise {limit_name}, or pass {instead}."))
+
+
+def exclusive_offset(who: str, offset: int) -> None:
+    """Refuse an offset beside position_ids: they would say the same thing twice."""
+    if offset != 0:
+        rule = "offset and position_ids exclude each other"
+        raise ValueError(message(who, rule, f"offset={offset}", "Add offset to position_ids."))
+
+
+def position_ids(
+    who: str,
+    ids: Any,
+    shape: Sequence[int],
+    device: torch.device,
+    *,
+    limit_name: str = "",
+    limit: int | None = None,
+) -> tuple[Tensor, int | None]:
+    """Positions as int64 on ``device``, and how many table rows they need, if that can be read.
+
+    ``ids`` is ``(L,)`` or ``(B, L)`` for a tensor of ``shape`` ``(B, ..., L, D)``. Values on the
+    CPU are read and refused here; values on a device, or inside a compiled graph, are refused
+    there, so that nobody waits and no graph breaks.
+    """
+    if not isinstance(ids, Tensor) or ids.dtype not in INT_DTYPES:
+        rule = "position_ids must be an integer tensor"
+        raise TypeError(message(who, rule, describe(ids), "Pass torch.tensor(ids) of int64."))
+    length = shape[-2]
+    batched = ids.dim() == 2 and len(shape) >= 3 and ids.shape[0] == shape[0]
+    if not (ids.dim() == 1 or batched) or ids.shape[-1] != length:
+        allowed = f"({length},)" + (f" or ({shape[0]}, {length})" if len(shape) >= 3 else "")
+        rule = f"position_ids must have shape {allowed}"
+        got = f"shape {tuple(ids.shape)}"
+        raise ValueError(message(who, rule, got, "Give one position to each token."))
+
+    moved = ids.to(device=device, dtype=torch.int64)
+    if not is_readable(ids):
+        inside = moved >= 0 if limit is None else (moved >= 0) & (moved < limit)
+        rule = "at least 0" if limit is None else f"in [0, {limit_name}={limit})"
+        torch._assert_async(inside.all(), f"{who}: position_ids must be {rule}.")
+        return moved, None
+    if ids.numel() == 0:
+        return moved, 0
+    low, high = (int(end) for end in torch.aminmax(ids))
+    if low < 0:
+        rule = "position_ids must not be negative"
+        raise ValueError(message(who, rule, low, "Count positions from zero."))
+    if limit is not None:
+        covered(who, high, limit_name, limit, "smaller position_ids")
+    return moved, high + 1
