@@ -1,0 +1,75 @@
+"""From positions to cosines and sines, all in float64."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from posenc.numerics.frequencies import Spectrum, turn_steps
+
+
+def angles(positions: Tensor, spectrum: Spectrum) -> Tensor:
+    r"""Angle of each pair at each position, brought into one turn, in float64.
+
+    .. math:: \phi_{p,i} = p\,\theta_i \bmod 2\pi
+
+    The product is counted in 64-bit fixed point, which wraps at exactly one turn: the error is
+    below 1e-15 rad at every int64 position, where a float64 product is off by 1e-7 rad at
+    :math:`2^{31}`.
+
+    Args:
+        positions: int64, any shape.
+        spectrum: The rates.
+
+    Returns:
+        float64 of shape ``[*positions.shape, P]``, within a hair of :math:`[-\pi, \pi]`.
+
+    Examples:
+        >>> angles(torch.tensor([0, 1, 7]), Spectrum(4))
+        tensor([[0.0000, 0.0000],
+                [1.0000, 0.0100],
+                [0.7168, 0.0700]], dtype=torch.float64)
+    """
+    steps, rests = turn_steps(spectrum)
+    step = torch.tensor(steps, dtype=torch.int64, device=positions.device)
+    rest = torch.tensor(rests, dtype=torch.float64, device=positions.device)
+    at = positions.unsqueeze(-1)
+    units = (at * step).to(torch.float64) + at.to(torch.float64) * rest
+    return units * (math.tau / 2**64)
+
+
+def cos_sin(positions: Tensor, spectrum: Spectrum) -> tuple[Tensor, Tensor]:
+    """Rotary tables ``[*positions.shape, P]``, in float64 wherever the device has it.
+
+    Examples:
+        >>> cos, sin = cos_sin(torch.arange(3), Spectrum(4))
+        >>> cos.shape, cos.dtype
+        (torch.Size([3, 2]), torch.float64)
+    """
+    phi = angles(_where_float64_is(positions), spectrum)
+    dtype, device = widest(positions.device), positions.device
+    return phi.cos().to(dtype).to(device), phi.sin().to(dtype).to(device)
+
+
+def sinusoid(positions: Tensor, spectrum: Spectrum, dtype: torch.dtype) -> Tensor:
+    """Sinusoidal table ``[*positions.shape, D]``: sine in even channels, cosine in odd ones.
+
+    Examples:
+        >>> sinusoid(torch.tensor([0]), Spectrum(5), torch.float32)
+        tensor([[0., 1., 0., 1., 0.]])
+    """
+    phi = angles(_where_float64_is(positions), spectrum)
+    table = torch.stack((phi.sin(), phi.cos()), dim=-1).flatten(-2)
+    return table[..., : spectrum.dim].to(dtype).to(positions.device)
+
+
+def widest(device: torch.device) -> torch.dtype:
+    """The widest float of a device: float64, but for Apple's GPUs."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
+def _where_float64_is(positions: Tensor) -> Tensor:
+    # Without float64 the table is made on the CPU, and moved once it is rounded.
+    return positions if widest(positions.device) == torch.float64 else positions.cpu()
