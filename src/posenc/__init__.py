@@ -1,0 +1,28 @@
+"""Positional encodings for transformers: sinusoidal, learned, rotary (RoPE) and ALiBi.
+
+Exact at any position, in any floating dtype, on any device that PyTorch runs on.
+"""
+
+from posenc import functional, nn
+from posenc.nn import (
+    ALiBi,
+    LearnedPosEmbedding,
+    RoPE,
+    RotaryPosEmbedding,
+    SinusoidalPE,
+    SinusoidalPosEmbedding,
+)
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "ALiBi",
+    "LearnedPosEmbedding",
+    "RoPE",
+    "RotaryPosEmbedding",
+    "SinusoidalPE",
+    "SinusoidalPosEmbedding",
+    "__version__",
+    "functional",
+    "nn",
+]

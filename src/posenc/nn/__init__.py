@@ -1,0 +1,17 @@
+"""Modules: the functional forms with their tables kept."""
+
+from posenc.nn import functional
+from posenc.nn.alibi import ALiBi
+from posenc.nn.learned import LearnedPosEmbedding
+from posenc.nn.rotary import RoPE, RotaryPosEmbedding
+from posenc.nn.sinusoidal import SinusoidalPE, SinusoidalPosEmbedding
+
+__all__ = [
+    "ALiBi",
+    "LearnedPosEmbedding",
+    "RoPE",
+    "RotaryPosEmbedding",
+    "SinusoidalPE",
+    "SinusoidalPosEmbedding",
+    "functional",
+]

@@ -1,0 +1,158 @@
+"""Sinusoidal position encoding as modules that add it to their input."""
+
+from __future__ import annotations
+
+import operator
+
+import torch
+from torch import Tensor
+
+from posenc import kernels
+from posenc._contract import checks
+from posenc.nn._tables import TableModule
+from posenc.numerics.frequencies import Spectrum
+from posenc.numerics.tables import sinusoid
+
+
+class _SinusoidTable(TableModule):
+    """A table ``[T, D]`` in a buffer that no cast rounds and no checkpoint holds."""
+
+    encodings: Tensor | None
+
+    def __init__(self, capacity: int | None) -> None:
+        super().__init__("encodings", capacity=capacity)
+
+    def _tabulate(
+        self, positions: Tensor, spectrum: Spectrum, dtype: torch.dtype
+    ) -> tuple[Tensor, ...]:
+        return (sinusoid(positions, spectrum, dtype),)
+
+    def _table_dtype(self, x: Tensor) -> torch.dtype:
+        return torch.promote_types(x.dtype, torch.float32)
+
+
+class SinusoidalPosEmbedding(_SinusoidTable):
+    """Add the sinusoidal encoding to embeddings ``(L, D)`` or ``(N, L, D)``.
+
+    The sum is rounded once to the input's dtype. Nothing is learned and nothing is saved.
+
+    Args:
+        seq_len: Fixed ``L``; inferred from each input if None.
+        embed_dim: Fixed ``D``; inferred from each input if None.
+        base: The wavelengths run from ``2π`` to ``2π · base``.
+
+    Examples:
+        >>> pos = SinusoidalPosEmbedding()
+        >>> pos(torch.zeros(1, 4))
+        tensor([[0., 1., 0., 1.]])
+
+    References:
+        Vaswani et al., *Attention Is All You Need*, 2017, section 3.5.
+    """
+
+    def __init__(
+        self,
+        seq_len: int | None = None,
+        embed_dim: int | None = None,
+        *,
+        base: float = 10_000.0,
+    ) -> None:
+        who = type(self).__name__
+        super().__init__(capacity=None)
+        self.seq_len = None if seq_len is None else checks.integer(who, "seq_len", seq_len)
+        self.embed_dim = None if embed_dim is None else checks.integer(who, "embed_dim", embed_dim)
+        self.base = checks.positive_float(who, "base", base)
+
+    def forward(self, input_: Tensor, *, offset: int = 0) -> Tensor:
+        """Add the encoding of positions ``offset .. offset + L - 1``.
+
+        Args:
+            input_: Floating tensor of shape ``(L, D)`` or ``(N, L, D)``.
+            offset: Position of the first token.
+
+        Returns:
+            A new tensor with the shape and dtype of ``input_``.
+        """
+        who = type(self).__name__
+        checks.float_tensor(who, "input_", input_)
+        checks.rank(who, "input_", input_, (2, 3), "(L, D) or (N, L, D)")
+        length, width = input_.shape[-2:]
+        if self.seq_len is not None:
+            checks.equal(who, "seq_len", length, self.seq_len, "Pass seq_len=None to take any.")
+        if self.embed_dim is not None:
+            way_out = "Pass embed_dim=None to take any."
+            checks.equal(who, "embed_dim", width, self.embed_dim, way_out)
+        start = checks.integer(who, "offset", offset, least=0)
+        width = checks.integer(who, "the last dimension of input_", operator.index(width))
+        spectrum = Spectrum(width, self.base)
+        (rows,) = self._rows(input_, spectrum, (start, length), start + length)
+        return kernels.add(input_, rows)
+
+    def extra_repr(self) -> str:
+        """Shown by ``print(module)``."""
+        return f"seq_len={self.seq_len}, embed_dim={self.embed_dim}, base={self.base:g}"
+
+
+class SinusoidalPE(_SinusoidTable):
+    """Sinusoidal encoding with a table of ``max_seq_len`` positions, built at construction.
+
+    Args:
+        max_seq_len: Rows of the table.
+        embed_dim: Channels ``D``.
+        base: The wavelengths run from ``2π`` to ``2π · base``.
+
+    Examples:
+        >>> pe = SinusoidalPE(max_seq_len=128, embed_dim=64)
+        >>> pe.get_encoding(10).shape
+        torch.Size([10, 64])
+        >>> pe(torch.randn(2, 10, 64)).shape
+        torch.Size([2, 10, 64])
+
+    References:
+        Vaswani et al., *Attention Is All You Need*, 2017, section 3.5.
+    """
+
+    def __init__(self, max_seq_len: int, embed_dim: int, *, base: float = 10_000.0) -> None:
+        who = type(self).__name__
+        max_seq_len = checks.integer(who, "max_seq_len", max_seq_len)
+        super().__init__(capacity=max_seq_len)
+        self.max_seq_len = max_seq_len
+        self.embed_dim = checks.integer(who, "embed_dim", embed_dim)
+        self.base = checks.positive_float(who, "base", base)
+        spectrum = Spectrum(self.embed_dim, self.base)
+        self._build(spectrum, max_seq_len, torch.get_default_device(), torch.float32)
+
+    def get_encoding(self, seq_len: int) -> Tensor:
+        """The first ``seq_len`` rows of the table, float32 of shape ``(seq_len, embed_dim)``."""
+        who = type(self).__name__
+        length = checks.integer(who, "seq_len", seq_len, least=0)
+        checks.covered(who, length - 1, "max_seq_len", self.max_seq_len, "a smaller seq_len")
+        assert self.encodings is not None
+        return self.encodings[:length].to(torch.float32, copy=True)
+
+    def forward(self, input: Tensor, *, offset: int = 0) -> Tensor:
+        """Add the encoding of positions ``offset .. offset + L - 1``.
+
+        Args:
+            input: Floating tensor of shape ``(L, D)`` or ``(N, L, D)``.
+            offset: Position of the first token.
+
+        Returns:
+            A new tensor with the shape and dtype of ``input``.
+        """
+        who = type(self).__name__
+        checks.float_tensor(who, "input", input)
+        checks.rank(who, "input", input, (2, 3), "(L, D) or (N, L, D)")
+        length, width = input.shape[-2:]
+        way_out = f"Build SinusoidalPE({self.max_seq_len}, {width})."
+        checks.equal(who, "embed_dim", width, self.embed_dim, way_out)
+        start = checks.integer(who, "offset", offset, least=0)
+        last = start + length - 1
+        checks.covered(who, last, "max_seq_len", self.max_seq_len, "a shorter input")
+        spectrum = Spectrum(self.embed_dim, self.base)
+        (rows,) = self._rows(input, spectrum, (start, length), start + length)
+        return kernels.add(input, rows)
+
+    def extra_repr(self) -> str:
+        """Shown by ``print(module)``."""
+        return f"max_seq_len={self.max_seq_len}, embed_dim={self.embed_dim}, base={self.base:g}"
