@@ -54,11 +54,11 @@ def even(who: str, name: str, value: Any) -> int:
 
 def positive_float(who: str, name: str, value: Any) -> float:
     """``value`` as a finite float above zero."""
-    if isinstance(value, (bool, Tensor)) or not hasattr(value, "__float__"):
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
         rule = f"{name} must be a number"
-        raise TypeError(message(who, rule, describe(value), f"Pass {name} as a float."))
+        raise TypeError(message(who, rule, describe(value), f"Pass float({name})."))
     number = float(value)
-    if not (number > 0 and math.isfinite(number)):
+    if not 0 < number < math.inf:
         rule = f"{name} must be finite and above zero"
         raise ValueError(message(who, rule, value, "The original encodings use 10000.0."))
     return number

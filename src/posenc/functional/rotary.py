@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import operator
-
 import torch
 from torch import Tensor
 
@@ -50,9 +48,7 @@ def rotary_pos_embedding(
     who = "rotary_pos_embedding"
     check_rotary_input(who, "input_", input_)
     checks.boolean(who, "interleaved", interleaved)
-    # index() settles a length that torch.compile would otherwise leave open.
-    dim = operator.index(input_.shape[-1])
-    spectrum = Spectrum(dim, checks.positive_float(who, "base", base))
+    spectrum = Spectrum(input_.shape[-1], checks.positive_float(who, "base", base))
     if position_ids is None:
         at = torch.arange(input_.shape[-2], device=input_.device)
     else:

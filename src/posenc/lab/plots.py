@@ -54,7 +54,7 @@ def gallery(length: int = 96, dim: int = 64) -> Figure:
 
 
 def _heat(ax: Axes, table: Tensor, title: str) -> None:
-    ax.imshow(table, aspect="auto", cmap="RdBu", interpolation="nearest")
+    ax.imshow(table.numpy(), aspect="auto", cmap="RdBu", interpolation="nearest")
     ax.set(title=title, xlabel="channel", ylabel="position")
 
 
@@ -62,7 +62,7 @@ def _turns(ax: Axes, dim: int) -> None:
     start = torch.tensor([1.0, 0.0]).repeat(dim // 2)
     turned = nn.RotaryPosEmbedding()(start.expand(25, dim))
     for pair, colour in ((0, "C0"), (3, "C1"), (6, "C2")):
-        x, y = turned[:, 2 * pair], turned[:, 2 * pair + 1]
+        x, y = turned[:, 2 * pair : 2 * pair + 2].numpy().T
         radius = 1 - pair / 12
         ax.plot(radius * x, radius * y, "o-", color=colour, lw=0.5, ms=3, label=f"pair {pair}")
     ax.set(title="Rotary: pairs turned, 25 positions", aspect="equal", xticks=[], yticks=[])
@@ -72,7 +72,7 @@ def _turns(ax: Axes, dim: int) -> None:
 def _wavelengths(ax: Axes, dim: int, length: int) -> None:
     for base in (10_000.0, 500_000.0):
         wavelength = torch.pi * 2 / inverse_frequencies(dim, base)
-        ax.semilogy(wavelength, label=f"base {base:g}")
+        ax.semilogy(wavelength.numpy(), label=f"base {base:g}")
     ax.axhline(length, color="grey", ls="--", lw=1, label=f"context of {length}")
     ax.set(title="Rotary: positions for a full turn", xlabel="pair", ylabel="positions")
     ax.legend(fontsize=8)
@@ -82,7 +82,7 @@ def _decay(ax: Axes, dim: int, length: int) -> None:
     rope = nn.RoPE(dim, max_seq_len=length)
     ones = torch.ones(1, 1, length, dim)
     q, k = rope.apply(ones, ones)
-    ax.plot((k @ q[:, :, :1].transpose(-1, -2)).flatten() / dim, lw=1)
+    ax.plot((k @ q[:, :, :1].transpose(-1, -2)).flatten().numpy() / dim, lw=1)
     ax.set(title="Rotary: score of equal vectors", xlabel="distance", ylabel="q·k / D")
 
 
@@ -90,7 +90,8 @@ def _alibi(ax: Axes, length: int) -> None:
     alibi = nn.ALiBi(8)
     bias = alibi.get_bias(length)
     for head in (0, 2, 4, 7):
-        ax.plot(bias[head, -1].flip(0), label=f"head {head}, slope {alibi.slopes[head]:.4f}")
+        label = f"head {head}, slope {alibi.slopes[head]:.4f}"
+        ax.plot(bias[head, -1].flip(0).numpy(), label=label)
     ax.set(title="ALiBi: subtracted from the score", xlabel="distance", ylabel="bias")
     ax.set_ylim(-12, 0.5)
     ax.legend(fontsize=8)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from posenc import kernels
 from posenc._contract import checks
 from posenc.functional.alibi import alibi_bias, alibi_slopes
 from posenc.nn._tables import DerivedBuffers
@@ -85,10 +86,11 @@ class ALiBi(DerivedBuffers):
             raise ValueError(checks.message(who, rule, got, "Put the heads third from last."))
         queries, keys = scores.shape[-2:]
         wide = torch.promote_types(scores.dtype, torch.float32)
-        slopes = self.slopes.to(scores.device)
-        return (scores + alibi_bias(slopes, queries, keys, causal=self.causal, dtype=wide)).to(
-            scores.dtype
-        )
+        slopes = self.slopes
+        if slopes.device != scores.device:
+            slopes = self._slopes(scores.device, torch.float32)
+        bias = alibi_bias(slopes, queries, keys, causal=self.causal, dtype=wide)
+        return kernels.add(scores, bias)
 
     def extra_repr(self) -> str:
         """Shown by ``print(module)``."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable
 from typing import Any, overload
 
@@ -118,8 +117,7 @@ class RotaryPosEmbedding(_RotaryTables):
             )
         elif self.max_seq_len is not None:
             checks.covered(who, length - 1, "max_seq_len", self.max_seq_len, "a shorter input_")
-        # index() settles a width that torch.compile would otherwise leave open.
-        spectrum = Spectrum(self.embed_dim or operator.index(width), self.base)
+        spectrum = Spectrum(width, self.base)
         cos, sin = self._rows(input_, spectrum, at, need)
         return rotate_rows(input_, cos, sin, interleaved=self.interleaved)
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import operator
-
 import torch
 from torch import Tensor
 
@@ -83,7 +81,7 @@ class SinusoidalPosEmbedding(_SinusoidTable):
             way_out = "Pass embed_dim=None to take any."
             checks.equal(who, "embed_dim", width, self.embed_dim, way_out)
         start = checks.integer(who, "offset", offset, least=0)
-        width = checks.integer(who, "the last dimension of input_", operator.index(width))
+        checks.integer(who, "the last dimension of input_", width)
         spectrum = Spectrum(width, self.base)
         (rows,) = self._rows(input_, spectrum, (start, length), start + length)
         return kernels.add(input_, rows)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import decimal
+import operator
 from dataclasses import dataclass
 from decimal import Decimal
 from functools import lru_cache
@@ -12,7 +13,7 @@ from torch import Tensor
 
 # Enough for 64 bits of turn, 53 bits of residual and a safe margin.
 _CONTEXT = decimal.Context(prec=60)
-_TAU = 2 * Decimal("3.14159265358979323846264338327950288419716939937510582097494459230781640629")
+_TAU = Decimal("6.283185307179586476925286766559005768394338798750211641949889184615632812572")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +57,6 @@ def inverse_frequencies(dim: int, base: float = 10_000.0) -> Tensor:
     return torch.tensor(rates, dtype=torch.float64)
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def turn_steps(spectrum: Spectrum) -> tuple[tuple[int, ...], tuple[float, ...]]:
     r"""Rates in units of :math:`2^{-64}` turns per position: whole units, and what is left.
 
@@ -70,7 +70,16 @@ def turn_steps(spectrum: Spectrum) -> tuple[tuple[int, ...], tuple[float, ...]]:
         >>> steps[0] / 2**64  # one radian, in turns
         0.15915494309189535
     """
-    return _turn_steps(spectrum)
+    # index() and hex() settle numbers that torch.compile would otherwise leave open.
+    return _constant_steps(operator.index(spectrum.dim), spectrum.base.hex())
+
+
+def _constant_steps(dim: int, base: str) -> tuple[tuple[int, ...], tuple[float, ...]]:
+    return _turn_steps(Spectrum(dim, float.fromhex(base)))
+
+
+# What torch.compiler.assume_constant_result does, without importing the compiler for it.
+_constant_steps._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 # Memoised on the whole description: 128 numbers each, and a few milliseconds to work out.

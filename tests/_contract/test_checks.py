@@ -1,0 +1,110 @@
+import numpy as np
+import pytest
+import torch
+
+from posenc._contract import checks
+
+
+def test_messages_say_who_what_came_and_the_way_out():
+    with pytest.raises(ValueError, match="below") as caught:
+        checks.covered("RotaryPosEmbedding", 4095, "max_seq_len", 2048, "smaller position_ids")
+    assert str(caught.value) == (
+        "RotaryPosEmbedding: positions must stay below max_seq_len=2048, got 4095.\n"
+        "  Raise max_seq_len, or pass smaller position_ids."
+    )
+
+
+@pytest.mark.parametrize("value", [True, 2.0, "3", None, torch.tensor(3), [3]], ids=str)
+def test_only_integers_are_counts(value):
+    with pytest.raises(TypeError, match="Thing: size must be an int"):
+        checks.integer("Thing", "size", value)
+
+
+def test_numpy_integers_are_counts():
+    assert checks.integer("Thing", "size", np.int32(7)) == 7
+
+
+@pytest.mark.parametrize("value", [0, -1])
+def test_counts_have_a_least(value):
+    with pytest.raises(ValueError, match="size must be at least 1, got"):
+        checks.integer("Thing", "size", value)
+    assert checks.integer("Thing", "size", value, least=-1) == value
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf")])
+def test_bases_are_finite_and_positive(value):
+    with pytest.raises(ValueError, match="base must be finite and above zero"):
+        checks.positive_float("Thing", "base", value)
+
+
+@pytest.mark.parametrize("value", [True, "10000", None, torch.tensor(1.0)], ids=str)
+def test_bases_are_numbers(value):
+    with pytest.raises(TypeError, match="base must be a number"):
+        checks.positive_float("Thing", "base", value)
+
+
+@pytest.mark.parametrize(
+    "x",
+    [
+        torch.ones(2, 2, dtype=torch.int64),
+        torch.ones(2, 2, dtype=torch.bool),
+        torch.ones(2, 2, dtype=torch.complex64),
+        torch.ones(2, 2).to(torch.float8_e4m3fn),
+        [[1.0, 2.0]],
+    ],
+    ids=["int", "bool", "complex", "float8", "list"],
+)
+def test_only_real_floats_are_encoded(x):
+    with pytest.raises(TypeError, match="Thing: x must be"):
+        checks.float_tensor("Thing", "x", x)
+
+
+def read(ids, shape=(2, 3, 4), **limit):
+    return checks.position_ids("Thing", ids, shape, torch.device("cpu"), **limit)
+
+
+@pytest.mark.parametrize(
+    "ids",
+    [torch.zeros(3), torch.zeros(3, dtype=torch.bool), [0, 1, 2]],
+    ids=["float", "bool", "list"],
+)
+def test_positions_are_integers(ids):
+    with pytest.raises(TypeError, match="position_ids must be an integer tensor"):
+        read(ids)
+
+
+@pytest.mark.parametrize("shape", [(), (2,), (4,), (1, 3), (3, 3), (2, 4), (2, 1, 3)])
+def test_positions_match_the_tokens(shape):
+    with pytest.raises(ValueError, match=r"shape \(3,\) or \(2, 3\), got"):
+        read(torch.zeros(shape, dtype=torch.int64))
+
+
+def test_a_two_dimensional_input_has_no_batch_of_positions():
+    with pytest.raises(ValueError, match=r"must have shape \(3,\), got"):
+        read(torch.zeros(1, 3, dtype=torch.int64), shape=(3, 4))
+
+
+@pytest.mark.parametrize("where", [0, 1, 2])
+def test_a_negative_position_is_refused_anywhere(where):
+    ids = torch.tensor([5, 6, 7])
+    ids[where] = -1
+    with pytest.raises(ValueError, match="must not be negative, got -1"):
+        read(ids)
+
+
+def test_a_position_past_the_limit_is_refused():
+    assert read(torch.tensor([0, 2, 9]), limit_name="max_len", limit=10)[1] == 10
+    with pytest.raises(ValueError, match="below max_len=9, got 9"):
+        read(torch.tensor([0, 9, 2]), limit_name="max_len", limit=9)
+
+
+@pytest.mark.parametrize("dtype", checks.INT_DTYPES, ids=str)
+def test_every_integer_dtype_becomes_int64(dtype):
+    moved, need = read(torch.tensor([1, 2, 3], dtype=dtype))
+    assert moved.dtype == torch.int64
+    assert moved.tolist() == [1, 2, 3]
+    assert need == 4
+
+
+def test_no_positions_need_no_rows():
+    assert read(torch.zeros(0, dtype=torch.int64), shape=(2, 0, 4))[1] == 0

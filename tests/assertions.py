@@ -1,0 +1,40 @@
+"""Assertions several test files share."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch._dynamo.utils import counters
+
+import oracles
+
+
+def assert_within_ulps(got: Tensor, exact: Tensor, ulps: float, magnitude: Tensor) -> None:
+    """``got`` is within ``ulps`` of ``exact``, spacings counted at ``magnitude``."""
+    assert got.shape == exact.shape
+    assert not got.isnan().any()
+    if got.numel():
+        off = (got.double() - exact).abs() / oracles.ulp(magnitude, got.dtype)
+        assert off.max() <= ulps, f"off by {off.max():.4f} ulp"
+
+
+def assert_rotated(
+    got: Tensor, x: Tensor, positions, *, interleaved: bool, base: float = 1e4, ulps: float = 1.0
+) -> None:
+    """``got`` is ``x`` rotated by ``positions``, to ``ulps`` at the magnitude of each pair."""
+    cos, sin = oracles.exact_cos_sin(positions, x.shape[-1], base)
+    exact = oracles.rotate(x, cos, sin, interleaved=interleaved)
+    size = oracles.pair_magnitude(exact, cos.shape[-1], interleaved=interleaved)
+    assert got.dtype == x.dtype
+    assert_within_ulps(got, exact, ulps, size)
+
+
+def compilations(function, calls, **options) -> int:
+    """How many graphs ``torch.compile(fullgraph=True)`` makes for ``calls``, each checked."""
+    torch.compiler.reset()
+    counters.clear()
+    compiled = torch.compile(function, fullgraph=True, **options)
+    for arguments in calls:
+        wanted, got = function(*arguments), compiled(*arguments)
+        torch.testing.assert_close(got, wanted, rtol=1e-6, atol=1e-6)
+    return counters["stats"]["unique_graphs"]

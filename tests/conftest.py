@@ -1,0 +1,20 @@
+import os
+
+import pytest
+import torch
+from hypothesis import settings
+
+# Time on a shared machine says nothing about a property.
+settings.register_profile("default", deadline=None, max_examples=40, derandomize=True)
+settings.register_profile("thorough", deadline=None, max_examples=400)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
+
+
+@pytest.fixture(autouse=True)
+def _fresh_state():
+    """Fixed seed, and NaN in fresh memory: an output nobody wrote cannot hide."""
+    torch.manual_seed(0)
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+    torch.compiler.reset()

@@ -1,0 +1,185 @@
+import itertools
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.autograd import gradcheck, gradgradcheck
+
+import oracles
+from assertions import assert_rotated, compilations
+from posenc.functional import rotary_pos_embedding
+
+LAYOUTS = pytest.mark.parametrize("interleaved", [True, False], ids=["interleaved", "half"])
+DTYPES = pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"]
+)
+FAR = [0, 1, 4095, 131_071, 1_000_003, 2**24 + 1, 2**31 - 1, 2**31]
+
+
+@LAYOUTS
+@DTYPES
+@pytest.mark.parametrize("dim", [2, 64, 128])
+@pytest.mark.parametrize("base", [10_000.0, 500_000.0])
+def test_one_ulp_at_any_position_to_two_to_the_31(interleaved, dtype, dim, base):
+    x = torch.randn(16, len(FAR), dim).to(dtype)
+    got = rotary_pos_embedding(x, torch.tensor(FAR), interleaved, base=base)
+    assert_rotated(got, x, FAR, interleaved=interleaved, base=base)
+
+
+@LAYOUTS
+def test_float64_is_right_to_fourteen_digits_below_two_to_the_20(interleaved):
+    positions = [0, 1, 4095, 2**20 - 1]
+    x = torch.randn(8, 4, 128, dtype=torch.float64)
+    got = rotary_pos_embedding(x, torch.tensor(positions), interleaved)
+    exact = oracles.rotate(x, *oracles.exact_cos_sin(positions, 128), interleaved=interleaved)
+    size = oracles.pair_magnitude(exact, 64, interleaved=interleaved)
+    assert ((got - exact).abs() / size).max() < 1e-14
+
+
+def test_defaults_are_positions_from_zero_and_interleaved():
+    x = torch.randn(2, 5, 8)
+    explicit = rotary_pos_embedding(x, torch.arange(5), True, base=10_000.0)
+    assert torch.equal(rotary_pos_embedding(x), explicit)
+
+
+@pytest.mark.parametrize(
+    "shape", [(5, 8), (2, 5, 8), (2, 3, 5, 8), (2, 3, 4, 5, 8), (0, 5, 8), (2, 0, 8), (2, 1, 2)]
+)
+@LAYOUTS
+def test_any_leading_shape(shape, interleaved):
+    x = torch.randn(shape)
+    got = rotary_pos_embedding(x, interleaved=interleaved)
+    assert got.shape == shape
+    for lead in itertools.product(*map(range, shape[:-2])):
+        assert torch.equal(got[lead], rotary_pos_embedding(x[lead], interleaved=interleaved))
+
+
+@pytest.mark.parametrize("middle", [(), (3,), (3, 2)], ids=str)
+def test_each_sequence_of_a_batch_may_have_its_own_positions(middle):
+    x = torch.randn(2, *middle, 4, 8)
+    ids = torch.tensor([[0, 1, 2, 3], [7, 5, 5, 0]])
+    got = rotary_pos_embedding(x, ids)
+    for row in range(2):
+        assert torch.equal(got[row], rotary_pos_embedding(x[row], ids[row]))
+
+
+@given(st.integers(1, 16), st.integers(0, 2**31 - 1), st.booleans())
+def test_norms_are_kept(pairs, position, interleaved):
+    x = torch.randn(3, 2 * pairs)
+    y = rotary_pos_embedding(x, torch.full((3,), position), interleaved)
+    # Half an ulp on each channel, and float64 norms.
+    torch.testing.assert_close(y.double().norm(dim=-1), x.double().norm(dim=-1), rtol=1e-7, atol=0)
+
+
+@given(st.integers(0, 2**30), st.integers(-1000, 1000), st.integers(0, 2**30), st.booleans())
+def test_scores_depend_on_the_distance_alone(start, distance, elsewhere, interleaved):
+    q, k = torch.randn(2, 1, 32, dtype=torch.float64)
+
+    def score(m):
+        turned = [
+            rotary_pos_embedding(x, torch.tensor([p]), interleaved)
+            for x, p in ((q, m), (k, m + distance))
+        ]
+        return (turned[0] * turned[1]).sum()
+
+    here, there = score(start + 1000), score(elsewhere + 1000)
+    # 32 products of roundings near 1e-15 each.
+    assert abs(here - there) < 1e-13 * q.norm() * k.norm()
+
+
+@given(st.integers(1, 12), st.integers(1, 12))
+def test_interleaved_is_half_after_the_permutation(length, pairs):
+    x = torch.randn(length, 2 * pairs)
+    to_half = torch.cat((torch.arange(0, 2 * pairs, 2), torch.arange(1, 2 * pairs, 2)))
+    interleaved = rotary_pos_embedding(x, interleaved=True)
+    assert torch.equal(
+        interleaved[:, to_half], rotary_pos_embedding(x[:, to_half], interleaved=False)
+    )
+
+
+def test_the_input_is_never_written():
+    x = torch.randn(2, 5, 8)
+    before = x.clone()
+    rotary_pos_embedding(x)
+    assert torch.equal(x, before)
+
+
+def test_strides_do_not_matter():
+    x = torch.randn(2, 5, 3, 8).transpose(1, 2)
+    gaps = torch.randn(2, 3, 5, 24)[..., 8:16]
+    last = torch.randn(2, 3, 8, 5).transpose(-1, -2)
+    channels_last = torch.randn(2, 3, 5, 8).to(memory_format=torch.channels_last)
+    for view in (x, gaps, last, channels_last, torch.randn(1, 1, 8).expand(4, 5, 8)):
+        assert torch.equal(rotary_pos_embedding(view), rotary_pos_embedding(view.contiguous()))
+
+
+@LAYOUTS
+def test_gradients(interleaved):
+    x = torch.randn(2, 3, 4, dtype=torch.float64, requires_grad=True)
+    ids = torch.tensor([[0, 3, 9], [1, 1, 2]])
+
+    def turn(x):
+        return rotary_pos_embedding(x, ids, interleaved)
+
+    assert gradcheck(turn, x, check_forward_ad=True, check_batched_grad=True)
+    assert gradgradcheck(turn, x)
+
+
+def test_vmap_and_jvp():
+    x, tangent = torch.randn(2, 3, 5, 8)
+    assert torch.equal(torch.func.vmap(rotary_pos_embedding)(x), rotary_pos_embedding(x))
+    value, moved = torch.func.jvp(rotary_pos_embedding, (x,), (tangent,))
+    assert torch.equal(value, rotary_pos_embedding(x))
+    assert torch.equal(moved, rotary_pos_embedding(tangent))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_one_graph_for_all_lengths(dtype):
+    calls = [(torch.randn(2, length, 8).to(dtype),) for length in (5, 3, 17, 64)]
+    assert compilations(rotary_pos_embedding, calls, dynamic=True) == 1
+
+
+def test_positions_compile_without_a_break():
+    calls = [(torch.randn(2, n, 8), torch.randint(0, 99, (2, n))) for n in (5, 9, 33)]
+    assert compilations(rotary_pos_embedding, calls, dynamic=True) == 1
+
+
+def test_a_compiled_call_still_refuses_negative_positions():
+    compiled = torch.compile(rotary_pos_embedding, fullgraph=True)
+    compiled(torch.randn(3, 4), torch.tensor([0, 1, 2]))
+    with pytest.raises(RuntimeError, match="position_ids must be at least 0"):
+        compiled(torch.randn(3, 4), torch.tensor([0, -1, 2]))
+
+
+@pytest.mark.parametrize("x", [torch.ones(2, 2).long(), torch.ones(2, 2).cfloat()], ids=str)
+def test_non_floating_input_is_a_type_error(x):
+    with pytest.raises(TypeError, match="rotary_pos_embedding: input_ must be"):
+        rotary_pos_embedding(x)
+
+
+def test_odd_width_is_a_value_error():
+    with pytest.raises(ValueError, match=r"must be even.*got 7"):
+        rotary_pos_embedding(torch.ones(2, 7))
+
+
+def test_no_channels_is_a_value_error():
+    with pytest.raises(ValueError, match="at least 1, got 0"):
+        rotary_pos_embedding(torch.ones(2, 0))
+
+
+@pytest.mark.parametrize("shape", [(), (8,)])
+def test_a_token_alone_is_a_value_error(shape):
+    with pytest.raises(ValueError, match=r"must have shape \(\.\.\., L, D\)"):
+        rotary_pos_embedding(torch.ones(shape))
+
+
+@pytest.mark.parametrize("base", [0, -1.0, float("nan"), float("inf")])
+def test_base_must_be_positive(base):
+    with pytest.raises(ValueError, match="base must be finite and above zero"):
+        rotary_pos_embedding(torch.ones(2, 4), base=base)
+
+
+def test_interleaved_must_be_a_bool():
+    with pytest.raises(TypeError, match="interleaved must be True or False"):
+        rotary_pos_embedding(torch.ones(2, 4), None, 10_000.0)

@@ -1,0 +1,168 @@
+"""What every module with derived tables owes its owner, whatever is done to it."""
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+
+import posenc
+from assertions import assert_rotated
+
+MODULES = {
+    "SinusoidalPosEmbedding": (lambda: posenc.SinusoidalPosEmbedding(), (2, 5, 8)),
+    "SinusoidalPE": (lambda: posenc.SinusoidalPE(16, 8), (2, 5, 8)),
+    "RotaryPosEmbedding": (lambda: posenc.RotaryPosEmbedding(), (2, 5, 8)),
+    "RotaryPosEmbedding-fixed": (lambda: posenc.RotaryPosEmbedding(8, 16, False), (2, 5, 8)),
+    "RoPE": (lambda: posenc.RoPE(8, 16), (2, 3, 5, 8)),
+    "ALiBi": (lambda: posenc.ALiBi(3), (2, 3, 5, 8)),
+}
+
+
+@pytest.fixture(params=MODULES)
+def case(request):
+    make, shape = MODULES[request.param]
+    return make, torch.randn(shape)
+
+
+def call(module, x):
+    return module(x, x)[0] if isinstance(module, posenc.RoPE) else module(x)
+
+
+def test_a_cast_rounds_no_table(case):
+    make, x = case
+    for cast in (torch.bfloat16, torch.float16, torch.float64):
+        module = make()
+        wanted = call(module, x)
+        module.to(cast)
+        assert torch.equal(call(module, x), wanted)
+
+
+def test_nothing_is_saved_and_nothing_is_trained(case):
+    make, x = case
+    module = make()
+    call(module, x)
+    assert module.state_dict() == {}
+    assert list(module.parameters()) == []
+    module.load_state_dict({})
+
+
+@pytest.mark.parametrize(
+    "duplicate",
+    [
+        copy.deepcopy,
+        lambda module: pickle.loads(pickle.dumps(module)),
+        lambda module: torch.load(_saved(module), weights_only=False),
+    ],
+    ids=["deepcopy", "pickle", "torch.save"],
+)
+@pytest.mark.parametrize("used", [False, True], ids=["fresh", "used"])
+def test_copies_are_equal(case, duplicate, used):
+    make, x = case
+    module = make()
+    wanted = call(make(), x)
+    if used:
+        call(module, x)
+    assert torch.equal(call(duplicate(module), x), wanted)
+
+
+def _saved(module):
+    buffer = io.BytesIO()
+    torch.save(module, buffer)
+    buffer.seek(0)
+    return buffer
+
+
+def test_meta_and_to_empty_give_the_right_numbers(case):
+    make, x = case
+    with torch.device("meta"):
+        module = make()
+        assert call(module, x.to("meta")).is_meta
+    assert all(buffer.is_meta for buffer in module.buffers())
+    module.to_empty(device="cpu")
+    assert not any(buffer.is_meta for buffer in module.buffers())
+    assert torch.equal(call(module, x), call(make(), x))
+
+
+def test_to_empty_on_the_same_device_keeps_the_numbers(case):
+    make, x = case
+    module = make()
+    wanted = call(module, x)
+    module.to_empty(device="cpu")
+    assert torch.equal(call(module, x), wanted)
+
+
+def test_a_module_left_on_meta_works_once_called(case):
+    """`load_state_dict(assign=True)` never touches derived buffers: the first call must."""
+    make, x = case
+    with torch.device("meta"):
+        module = make()
+    assert torch.equal(call(module, x), call(make(), x))
+
+
+def test_inside_a_larger_model(case):
+    make, x = case
+    model = torch.nn.ModuleDict({"position": make(), "other": torch.nn.Linear(2, 2)})
+    wanted = call(model["position"], x)
+    model.half().float().bfloat16()
+    assert torch.equal(call(model["position"], x), wanted)
+    assert model["other"].weight.dtype == torch.bfloat16
+
+
+def test_autocast_and_inference_mode_change_nothing(case):
+    make, x = case
+    wanted = call(make(), x)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(call(make(), x), wanted)
+    with torch.inference_mode():
+        assert torch.equal(call(make(), x), wanted)
+
+
+def test_the_default_dtype_changes_nothing(case):
+    make, x = case
+    wanted = call(make(), x)
+    torch.set_default_dtype(torch.float64)
+    try:
+        got = call(make(), x)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert torch.equal(got, wanted)
+
+
+def test_it_says_what_it_is(case):
+    make, _ = case
+    text = repr(make())
+    assert text.startswith(type(make()).__name__ + "(")
+    assert "=" in text
+
+
+@pytest.mark.parametrize("interleaved", [True, False], ids=["interleaved", "half"])
+def test_a_bfloat16_model_is_right_at_position_4095(interleaved):
+    """The promise of the library in one line: peers are off by up to 2.0 here."""
+    x = torch.randn(3, 1, 1, 128).bfloat16()
+    rope = posenc.RoPE(128, 4096, interleaved=interleaved).bfloat16()
+    assert_rotated(rope.apply(x, x, 4095)[0], x, [4095], interleaved=interleaved)
+    embedding = posenc.RotaryPosEmbedding(interleaved=interleaved).bfloat16()
+    got = embedding(x, torch.tensor([4095]))
+    assert_rotated(got, x, [4095], interleaved=interleaved)
+
+
+def test_fake_tensors_leave_no_trace():
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    rope = posenc.RotaryPosEmbedding()
+    with FakeTensorMode():
+        assert rope(torch.randn(4, 8)).shape == (4, 8)
+    assert rope.cos_cached is None
+
+
+def test_vmap_leaves_no_trace():
+    rope, x = posenc.RotaryPosEmbedding(), torch.randn(3, 4, 8)
+    assert torch.equal(torch.func.vmap(rope)(x), rope(x))
+
+
+def test_positions_on_another_device_are_moved():
+    rope = posenc.RotaryPosEmbedding()
+    out = rope(torch.randn(4, 8, device="meta"), torch.arange(4))
+    assert out.is_meta

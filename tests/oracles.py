@@ -1,0 +1,87 @@
+"""Truths that share nothing with `src`: closed forms in mpmath, complex numbers, plain loops."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import mpmath
+import torch
+from torch import Tensor
+
+mpmath.mp.prec = 160
+
+
+def angle(position: int, pair: int, dim: int, base: float = 10_000.0) -> mpmath.mpf:
+    return mpmath.mpf(position) * mpmath.power(mpmath.mpf(base), mpmath.mpf(-2 * pair) / dim)
+
+
+def exact_cos_sin(
+    positions: Sequence[int], dim: int, base: float = 10_000.0
+) -> tuple[Tensor, Tensor]:
+    """cos and sin of the exact angles, correctly rounded to float64, ``[T, P]``."""
+    pairs = (dim + 1) // 2
+    phi = [[angle(p, i, dim, base) for i in range(pairs)] for p in positions]
+    cos = [[float(mpmath.cos(a)) for a in row] for row in phi]
+    sin = [[float(mpmath.sin(a)) for a in row] for row in phi]
+    return torch.tensor(cos, dtype=torch.float64), torch.tensor(sin, dtype=torch.float64)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool) -> Tensor:
+    """Rotation by complex multiplication, in complex128."""
+    pairs = cos.shape[-1]
+    turned = x[..., : 2 * pairs].double()
+    if interleaved:
+        a, b = turned[..., 0::2], turned[..., 1::2]
+    else:
+        a, b = turned[..., :pairs], turned[..., pairs:]
+    z = torch.complex(a, b) * torch.complex(cos.double(), sin.double())
+    out = torch.empty_like(turned)
+    if interleaved:
+        out[..., 0::2], out[..., 1::2] = z.real, z.imag
+    else:
+        out[..., :pairs], out[..., pairs:] = z.real, z.imag
+    return torch.cat((out, x[..., 2 * pairs :].double()), dim=-1)
+
+
+def pair_magnitude(x: Tensor, pairs: int, *, interleaved: bool) -> Tensor:
+    """Length of the pair each rotated channel belongs to, in the shape of ``x``."""
+    turned = x[..., : 2 * pairs].double()
+    grid, axis = ((pairs, 2), -1) if interleaved else ((2, pairs), -2)
+    length = turned.unflatten(-1, grid).norm(dim=axis, keepdim=True)
+    spread = length.expand_as(turned.unflatten(-1, grid)).flatten(-2)
+    return torch.cat((spread, x[..., 2 * pairs :].double().abs()), dim=-1)
+
+
+def ulp(magnitude: Tensor, dtype: torch.dtype) -> Tensor:
+    """Distance between neighbouring numbers of ``dtype`` at ``magnitude``, in float64."""
+    info = torch.finfo(dtype)
+    # frexp puts the mantissa in [0.5, 1): the spacing there is eps / 2 times the power of two.
+    _, exponent = torch.frexp(magnitude.double())
+    spacing = info.eps / 2 * torch.exp2(exponent.double())
+    return spacing.clamp(min=info.tiny * info.eps)
+
+
+def sinusoid(positions: Sequence[int], dim: int, base: float = 10_000.0) -> Tensor:
+    """The sinusoidal table, channel by channel, correctly rounded to float64."""
+    rows = []
+    for p in positions:
+        row = []
+        for channel in range(dim):
+            phi = angle(p, channel // 2, dim, base)
+            row.append(float(mpmath.sin(phi) if channel % 2 == 0 else mpmath.cos(phi)))
+        rows.append(row)
+    return torch.tensor(rows, dtype=torch.float64)
+
+
+def alibi_bias(slopes: Sequence[float], queries: int, keys: int, *, causal: bool) -> Tensor:
+    """ALiBi's bias entry by entry, in float64."""
+    bias = torch.empty(len(slopes), queries, keys, dtype=torch.float64)
+    for h, slope in enumerate(slopes):
+        for i in range(queries):
+            for j in range(keys):
+                distance = i + keys - queries - j
+                if causal and distance < 0:
+                    bias[h, i, j] = float("-inf")
+                else:
+                    bias[h, i, j] = -slope * abs(distance)
+    return bias
