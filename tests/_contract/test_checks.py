@@ -59,8 +59,8 @@ def test_only_real_floats_are_encoded(x):
         checks.float_tensor("Thing", "x", x)
 
 
-def read(ids, shape=(2, 3, 4), **limit):
-    return checks.position_ids("Thing", ids, shape, torch.device("cpu"), **limit)
+def shaped(ids, shape=(2, 3, 4)):
+    return checks.position_ids("Thing", ids, shape, torch.device("cpu"))
 
 
 @pytest.mark.parametrize(
@@ -70,18 +70,25 @@ def read(ids, shape=(2, 3, 4), **limit):
 )
 def test_positions_are_integers(ids):
     with pytest.raises(TypeError, match="position_ids must be an integer tensor"):
-        read(ids)
+        shaped(ids)
 
 
-@pytest.mark.parametrize("shape", [(), (2,), (4,), (1, 3), (3, 3), (2, 4), (2, 1, 3)])
+@pytest.mark.parametrize("shape", [(), (2,), (4,), (1, 4), (3, 3), (2, 4), (2, 1, 3)])
 def test_positions_match_the_tokens(shape):
     with pytest.raises(ValueError, match=r"shape \(3,\) or \(2, 3\), got"):
-        read(torch.zeros(shape, dtype=torch.int64))
+        shaped(torch.zeros(shape, dtype=torch.int64))
 
 
 def test_a_two_dimensional_input_has_no_batch_of_positions():
     with pytest.raises(ValueError, match=r"must have shape \(3,\), got"):
-        read(torch.zeros(1, 3, dtype=torch.int64), shape=(3, 4))
+        shaped(torch.zeros(1, 3, dtype=torch.int64), shape=(3, 4))
+
+
+@pytest.mark.parametrize("dtype", checks.INT_DTYPES, ids=str)
+def test_every_integer_dtype_becomes_int64(dtype):
+    moved = shaped(torch.tensor([1, 2, 3], dtype=dtype))
+    assert moved.dtype == torch.int64
+    assert moved.tolist() == [1, 2, 3]
 
 
 @pytest.mark.parametrize("where", [0, 1, 2])
@@ -89,22 +96,23 @@ def test_a_negative_position_is_refused_anywhere(where):
     ids = torch.tensor([5, 6, 7])
     ids[where] = -1
     with pytest.raises(ValueError, match="must not be negative, got -1"):
-        read(ids)
+        checks.extent("Thing", ids)
 
 
 def test_a_position_past_the_limit_is_refused():
-    assert read(torch.tensor([0, 2, 9]), limit_name="max_len", limit=10)[1] == 10
+    assert checks.extent("Thing", torch.tensor([0, 2, 9]), "max_len", 10) == 10
     with pytest.raises(ValueError, match="below max_len=9, got 9"):
-        read(torch.tensor([0, 9, 2]), limit_name="max_len", limit=9)
-
-
-@pytest.mark.parametrize("dtype", checks.INT_DTYPES, ids=str)
-def test_every_integer_dtype_becomes_int64(dtype):
-    moved, need = read(torch.tensor([1, 2, 3], dtype=dtype))
-    assert moved.dtype == torch.int64
-    assert moved.tolist() == [1, 2, 3]
-    assert need == 4
+        checks.extent("Thing", torch.tensor([0, 9, 2]), "max_len", 9)
 
 
 def test_no_positions_need_no_rows():
-    assert read(torch.zeros(0, dtype=torch.int64), shape=(2, 0, 4))[1] == 0
+    assert checks.extent("Thing", torch.zeros(0, dtype=torch.int64)) == 0
+
+
+def test_offsets_belong_to_the_sequences():
+    device = torch.device("cpu")
+    assert checks.offsets("Thing", torch.tensor([3, 4]), (2, 1, 5, 8), device).tolist() == [3, 4]
+    with pytest.raises(ValueError, match=r"offset must be an int, or have shape \(2,\)"):
+        checks.offsets("Thing", torch.tensor([3]), (2, 1, 5, 8), device)
+    with pytest.raises(TypeError, match="an integer tensor"):
+        checks.offsets("Thing", torch.tensor([3.0, 4.0]), (2, 1, 5, 8), device)

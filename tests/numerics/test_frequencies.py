@@ -24,7 +24,7 @@ def test_steps_and_rests_hold_the_rate_to_117_bits(dim, base):
     for i, (step, rest) in enumerate(zip(steps, rests, strict=True)):
         turns = oracles.angle(1, i, dim, base) / (2 * mpmath.pi) * mpmath.mpf(2) ** 64
         off = (mpmath.mpf(step) + mpmath.mpf(rest) - turns) / mpmath.mpf(2) ** 64
-        assert -(2**63) <= step < 2**63
+        assert 0 <= step < 2**64
         assert abs(rest) <= 0.5
         assert abs(off - mpmath.nint(off)) < mpmath.mpf(2) ** -117
 

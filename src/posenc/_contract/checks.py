@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-import math
 import operator
+import sys
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from posenc._contract.tracing import is_readable
+from posenc._contract.tracing import in_transform, is_readable
 
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+# Angles are exact up to here, and two thousand million tokens are enough.
+FARTHEST = 2**31
+
 INT_DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+
+
+_LARGEST = sys.float_info.max
 
 
 def message(who: str, rule: str, got: object, way_out: str) -> str:
@@ -25,21 +31,24 @@ def describe(value: object) -> str:
     """A value short enough for an error message."""
     if isinstance(value, Tensor):
         return f"a {value.dtype} tensor of shape {tuple(value.shape)}"
-    return f"{value!r} ({type(value).__name__})"
+    text = repr(value)
+    return f"{text if len(text) <= 60 else text[:57] + '...'} ({type(value).__name__})"
 
 
 def integer(who: str, name: str, value: Any, *, least: int = 1) -> int:
     """``value`` as an int of at least ``least``; bools and floats are not counts."""
     if not isinstance(value, (int, torch.SymInt)) or isinstance(value, bool):
         # numpy's integers arrive here; a float or a bool has no place in a count.
-        if isinstance(value, (bool, Tensor)) or not hasattr(value, "__index__"):
-            raise TypeError(
-                message(who, f"{name} must be an int", describe(value), f"Pass int({name}).")
-            )
-        value = operator.index(value)
-    if value < least:
-        rule = f"{name} must be at least {least}"
-        raise ValueError(message(who, rule, value, f"Pass a {name} of {least} or more."))
+        try:
+            if isinstance(value, (bool, Tensor)):
+                raise TypeError
+            value = operator.index(value)
+        except TypeError:
+            got, way_out = describe(value), "Pass a Python int."
+            raise TypeError(message(who, f"{name} must be an int", got, way_out)) from None
+    if not least <= value <= FARTHEST:
+        rule = f"{name} must be at least {least}" if value < least else f"{name} must be at most 2**31"
+        raise ValueError(message(who, rule, value, f"Pass {least} or more, up to 2**31."))
     return value  # type: ignore[no-any-return]
 
 
@@ -57,11 +66,10 @@ def positive_float(who: str, name: str, value: Any) -> float:
     if not isinstance(value, (int, float)) or isinstance(value, bool):
         rule = f"{name} must be a number"
         raise TypeError(message(who, rule, describe(value), f"Pass float({name})."))
-    number = float(value)
-    if not 0 < number < math.inf:
+    if not 0 < value < _LARGEST:
         rule = f"{name} must be finite and above zero"
-        raise ValueError(message(who, rule, value, "The original encodings use 10000.0."))
-    return number
+        raise ValueError(message(who, rule, describe(value), f"Pass a positive {name}."))
+    return float(value)
 
 
 def boolean(who: str, name: str, value: Any) -> bool:
@@ -87,7 +95,7 @@ def float_tensor(who: str, name: str, x: Any) -> Tensor:
         raise TypeError(message(who, rule, type(x).__name__, f"Pass torch.as_tensor({name})."))
     if x.dtype not in FLOAT_DTYPES:
         rule = f"{name} must be a float16, bfloat16, float32 or float64 tensor"
-        raise TypeError(message(who, rule, x.dtype, f"Call {name}.float() first."))
+        raise TypeError(message(who, rule, x.dtype, f"Convert {name} to one of these first."))
     return x
 
 
@@ -112,51 +120,68 @@ def covered(who: str, last: int, limit_name: str, limit: int, instead: str) -> N
         raise ValueError(message(who, rule, last, f"Raise {limit_name}, or pass {instead}."))
 
 
-def exclusive_offset(who: str, offset: int) -> None:
+def exclusive_offset(who: str, offset: int | Tensor) -> None:
     """Refuse an offset beside position_ids: they would say the same thing twice."""
-    if offset != 0:
+    if isinstance(offset, Tensor) or integer(who, "offset", offset, least=0) != 0:
         rule = "offset and position_ids exclude each other"
         raise ValueError(message(who, rule, f"offset={offset}", "Add offset to position_ids."))
 
 
-def position_ids(
-    who: str,
-    ids: Any,
-    shape: Sequence[int],
-    device: torch.device,
-    *,
-    limit_name: str = "",
-    limit: int | None = None,
-) -> tuple[Tensor, int | None]:
-    """Positions as int64 on ``device``, and how many table rows they need, if that can be read.
+def position_ids(who: str, ids: Any, shape: Sequence[int], device: torch.device) -> Tensor:
+    """Positions as int64 ``(L,)`` or ``(B, L)`` on ``device``; their values are not looked at.
 
-    ``ids`` is ``(L,)`` or ``(B, L)`` for a tensor of ``shape`` ``(B, ..., L, D)``. Values on the
-    CPU are read and refused here; values on a device, or inside a compiled graph, are refused
-    there, so that nobody waits and no graph breaks.
+    ``shape`` is that of the tensor to encode, ``(B, ..., L, D)``.
     """
     if not isinstance(ids, Tensor) or ids.dtype not in INT_DTYPES:
         rule = "position_ids must be an integer tensor"
         raise TypeError(message(who, rule, describe(ids), "Pass torch.tensor(ids) of int64."))
     length = shape[-2]
-    batched = ids.dim() == 2 and len(shape) >= 3 and ids.shape[0] == shape[0]
+    batched = ids.dim() == 2 and len(shape) >= 3 and ids.shape[0] in (1, shape[0])
     if not (ids.dim() == 1 or batched) or ids.shape[-1] != length:
         allowed = f"({length},)" + (f" or ({shape[0]}, {length})" if len(shape) >= 3 else "")
         rule = f"position_ids must have shape {allowed}"
         got = f"shape {tuple(ids.shape)}"
         raise ValueError(message(who, rule, got, "Give one position to each token."))
+    return ids.to(device=device, dtype=torch.int64)
 
-    moved = ids.to(device=device, dtype=torch.int64)
+
+def offsets(who: str, offset: Tensor, shape: Sequence[int], device: torch.device) -> Tensor:
+    """A first position for each sequence as int64 ``(B,)`` on ``device``; values unread."""
+    if offset.dtype not in INT_DTYPES:
+        rule = "offset must be an int, or an integer tensor of shape (B,)"
+        raise TypeError(message(who, rule, describe(offset), "Call offset.long() first."))
+    if tuple(offset.shape) != (shape[0],):
+        rule = f"offset must be an int, or have shape ({shape[0]},)"
+        got = f"shape {tuple(offset.shape)}"
+        raise ValueError(message(who, rule, got, "Give one offset to each sequence."))
+    return offset.to(device=device, dtype=torch.int64)
+
+
+def extent(who: str, ids: Tensor, limit_name: str = "", limit: int | None = None) -> int | None:
+    """One past the largest of ``ids``, or None where that cannot be read without waiting.
+
+    Values on the CPU are read and refused here; values on a device, or inside a compiled graph,
+    are refused there, so that nobody waits and no graph breaks.
+    """
+    if limit is None:
+        limit_name, limit = "2**31 + 1", FARTHEST + 1
     if not is_readable(ids):
-        inside = moved >= 0 if limit is None else (moved >= 0) & (moved < limit)
-        rule = "at least 0" if limit is None else f"in [0, {limit_name}={limit})"
-        torch._assert_async(inside.all(), f"{who}: position_ids must be {rule}.")
-        return moved, None
+        if not in_transform(ids):
+            inside = (ids >= 0) & (ids < limit)
+            rule = f"{who}: position_ids must be in [0, {limit})."
+            torch._assert_async(inside.all(), rule)
+        return None
     if ids.numel() == 0:
-        return moved, 0
+        return 0
     low, high = (int(end) for end in torch.aminmax(ids))
-    if low < 0:
+    position(who, low, limit_name, limit)
+    position(who, high, limit_name, limit)
+    return high + 1
+
+
+def position(who: str, value: int, limit_name: str, limit: int) -> None:
+    """Refuse one of the positions: below zero, or at or past ``limit``."""
+    if value < 0:
         rule = "position_ids must not be negative"
-        raise ValueError(message(who, rule, low, "Count positions from zero."))
-    if limit is not None:
-        covered(who, high, limit_name, limit, "smaller position_ids")
-    return moved, high + 1
+        raise ValueError(message(who, rule, value, "Count positions from zero."))
+    covered(who, value, limit_name, limit, "smaller position_ids")

@@ -16,7 +16,18 @@ def is_plain(x: Tensor) -> bool:
         not torch.compiler.is_compiling()
         and type(x) in (Tensor, torch.nn.Parameter)
         and torch._C._len_torch_dispatch_stack() == 0
-        and torch._C._functorch.peek_interpreter_stack() is None
+        and not in_transform(x)
+    )
+
+
+def in_transform(x: Tensor) -> bool:
+    """Whether torch.func (vmap, jvp, grad) is at work, whose tensors have no values to look at."""
+    if torch.compiler.is_compiling():
+        return False
+    # The second is what torch.autograd.grad(is_grads_batched=True) still uses.
+    return (
+        torch._C._functorch.peek_interpreter_stack() is not None
+        or torch._C._functorch.is_legacy_batchedtensor(x)
     )
 
 

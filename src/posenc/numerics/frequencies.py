@@ -11,8 +11,6 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-# Enough for 64 bits of turn, 53 bits of residual and a safe margin.
-_CONTEXT = decimal.Context(prec=60)
 _TAU = Decimal("6.283185307179586476925286766559005768394338798750211641949889184615632812572")
 
 
@@ -54,16 +52,16 @@ def inverse_frequencies(dim: int, base: float = 10_000.0) -> Tensor:
         Su et al., *RoFormer*, 2021, section 3.2.2.
     """
     rates = [float(rate) for rate in _exact_rates(Spectrum(dim, base))]
-    return torch.tensor(rates, dtype=torch.float64)
+    return torch.tensor(rates, dtype=torch.float64, device="cpu")
 
 
 def turn_steps(spectrum: Spectrum) -> tuple[tuple[int, ...], tuple[float, ...]]:
-    r"""Rates in units of :math:`2^{-64}` turns per position: whole units, and what is left.
+    r"""Rates in units of :math:`2^{-64}` turns per position: whole units below a turn, and a rest.
 
     .. math:: 2^{64} \theta_i / 2\pi = \text{step}_i + \text{rest}_i, \quad |\text{rest}_i| \le 1/2
 
-    ``position * step`` in int64 wraps at exactly one turn, so it loses nothing at any position;
-    ``rest`` is a float64 correction worth at most ``position / 2**65`` turns.
+    Whole turns are left out, so ``step`` is in :math:`[0, 2^{64})` and ``position * step`` modulo
+    :math:`2^{64}` is exact; ``rest`` is a correction worth at most ``position / 2**65`` turns.
 
     Examples:
         >>> steps, rests = turn_steps(Spectrum(2))
@@ -86,16 +84,21 @@ _constant_steps._dynamo_marked_constant = True  # type: ignore[attr-defined]
 @lru_cache(maxsize=256)
 def _turn_steps(spectrum: Spectrum) -> tuple[tuple[int, ...], tuple[float, ...]]:
     rates = _exact_rates(spectrum)
-    with decimal.localcontext(_CONTEXT):
+    with decimal.localcontext(_context(spectrum)):
         units = [rate * 2**64 / _TAU for rate in rates]
         whole = [int(unit.to_integral_value(decimal.ROUND_HALF_EVEN)) for unit in units]
         rests = tuple(float(unit - step) for unit, step in zip(units, whole, strict=True))
-    # A step of half a turn or more (base < 1) is stored as the negative it wraps to.
-    return tuple((step + 2**63) % 2**64 - 2**63 for step in whole), rests
+    return tuple(step % 2**64 for step in whole), rests
 
 
 def _exact_rates(spectrum: Spectrum) -> list[Decimal]:
     pairs = (spectrum.dim + 1) // 2
-    with decimal.localcontext(_CONTEXT):
+    with decimal.localcontext(_context(spectrum)):
         log_base = Decimal(spectrum.base).ln()
         return [(log_base * (-2 * i) / spectrum.dim).exp() for i in range(pairs)]
+
+
+def _context(spectrum: Spectrum) -> decimal.Context:
+    # 60 digits hold 64 bits of turn, 53 of rest and a margin; a base below 1 has rates above it,
+    # whose whole turns need digits too.
+    return decimal.Context(prec=60 + max(0, -Decimal(spectrum.base).adjusted()))

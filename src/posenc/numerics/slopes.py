@@ -34,4 +34,4 @@ def head_slopes(num_heads: int, bias_max: float = 8.0, *, plain: bool = False) -
     slopes = [2.0 ** (-bias_max * h / whole) for h in range(1, whole + 1)]
     odd = range(1, 2 * (num_heads - whole), 2)
     slopes += [2.0 ** (-bias_max * h / (2 * whole)) for h in odd]
-    return torch.tensor(slopes, dtype=torch.float64)
+    return torch.tensor(slopes, dtype=torch.float64, device="cpu")

@@ -9,18 +9,20 @@ from torch import Tensor
 
 from posenc.numerics.frequencies import Spectrum, turn_steps
 
+_HALF = 2**32 - 1
+
 
 def angles(positions: Tensor, spectrum: Spectrum) -> Tensor:
     r"""Angle of each pair at each position, brought into one turn, in float64.
 
     .. math:: \phi_{p,i} = p\,\theta_i \bmod 2\pi
 
-    The product is counted in 64-bit fixed point, which wraps at exactly one turn: the error is
-    below 1e-15 rad at every int64 position, where a float64 product is off by 1e-7 rad at
-    :math:`2^{31}`.
+    The product is counted in 64-bit fixed point modulo one turn, in two 32-bit halves, so that
+    nothing overflows and nothing is lost: the error is below 1e-15 rad up to position
+    :math:`2^{31}`, where a float64 product is off by 1e-7 rad.
 
     Args:
-        positions: int64, any shape.
+        positions: int64 within :math:`\pm 2^{31}`, any shape.
         spectrum: The rates.
 
     Returns:
@@ -33,11 +35,15 @@ def angles(positions: Tensor, spectrum: Spectrum) -> Tensor:
                 [0.7168, 0.0700]], dtype=torch.float64)
     """
     steps, rests = turn_steps(spectrum)
-    step = torch.tensor(steps, dtype=torch.int64, device=positions.device)
+    upper = torch.tensor([step >> 32 for step in steps], device=positions.device)
+    lower = torch.tensor([step & _HALF for step in steps], device=positions.device)
     rest = torch.tensor(rests, dtype=torch.float64, device=positions.device)
     at = positions.unsqueeze(-1)
-    units = (at * step).to(torch.float64) + at.to(torch.float64) * rest
-    return units * (math.tau / 2**64)
+    low = at * lower
+    high = (at * upper + (low >> 32)) & _HALF
+    # The upper half as a signed number puts the angle between minus and plus half a turn.
+    units = ((high - ((high >> 31) << 32)) << 32) + (low & _HALF)
+    return (units.to(torch.float64) + at.to(torch.float64) * rest) * (math.tau / 2**64)
 
 
 def cos_sin(positions: Tensor, spectrum: Spectrum) -> tuple[Tensor, Tensor]:
