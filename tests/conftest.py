@@ -4,6 +4,10 @@ import pytest
 import torch
 from hypothesis import settings
 
+# Read when triton is first imported: without a GPU its kernels run in the interpreter.
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
+
 # Time on a shared machine says nothing about a property.
 settings.register_profile("default", deadline=None, max_examples=40, derandomize=True)
 settings.register_profile("thorough", deadline=None, max_examples=400)

@@ -5,6 +5,7 @@ from torch.autograd import gradcheck, gradgradcheck
 import oracles
 from assertions import assert_within_ulps
 from posenc.kernels import reference
+from posenc.kernels.spec import Rows, Turn
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
@@ -24,7 +25,7 @@ def tables(length, pairs):
         pytest.param((2, 2, 17, 64), 8, id="partial"),
         pytest.param((0, 2, 5, 8), 4, id="empty-batch"),
         pytest.param((2, 2, 0, 8), 4, id="no-tokens"),
-        pytest.param((7, 2), 1, id="one-pair"),
+        pytest.param((1, 1, 7, 2), 1, id="one-pair"),
     ],
 )
 def test_matches_float64(dtype, shape, pairs, interleaved):
@@ -32,7 +33,7 @@ def test_matches_float64(dtype, shape, pairs, interleaved):
     x = torch.randn(shape, dtype=torch.float64).to(dtype)
     cos, sin = tables(shape[-2], pairs) if shape[-2] else (torch.empty(0, pairs),) * 2
 
-    got = reference.rotate(x, cos, sin, interleaved=interleaved)
+    got = reference.rotate(x, cos, sin, Rows(), Turn(interleaved, interleaved))
 
     exact = oracles.rotate(x, cos, sin, interleaved=interleaved)
     size = oracles.pair_magnitude(exact, pairs, interleaved=interleaved)
@@ -43,24 +44,25 @@ def test_matches_float64(dtype, shape, pairs, interleaved):
 
 @pytest.mark.parametrize("interleaved", [False, True], ids=["half", "interleaved"])
 def test_transposed_undoes_it_and_is_its_gradient(interleaved):
-    x = torch.randn(3, 5, 8, dtype=torch.float64, requires_grad=True)
-    upstream = torch.randn(3, 5, 8, dtype=torch.float64)
+    x = torch.randn(3, 2, 5, 8, dtype=torch.float64, requires_grad=True)
+    upstream = torch.randn(3, 2, 5, 8, dtype=torch.float64)
     cos, sin = tables(5, 4)
-    y = reference.rotate(x, cos, sin, interleaved=interleaved)
+    turn = Turn(interleaved, interleaved)
+    y = reference.rotate(x, cos, sin, Rows(), turn)
     (gradient,) = torch.autograd.grad(y, x, upstream)
-    transposed = reference.rotate(upstream, cos, sin, interleaved=interleaved, transposed=True)
+    transposed = reference.rotate(upstream, cos, sin, Rows(), turn.back())
     torch.testing.assert_close(gradient, transposed, rtol=1e-14, atol=1e-15)
-    back = reference.rotate(y, cos, sin, interleaved=interleaved, transposed=True)
+    back = reference.rotate(y, cos, sin, Rows(), turn.back())
     torch.testing.assert_close(back, x, rtol=1e-14, atol=1e-14)
 
 
 @pytest.mark.parametrize("interleaved", [False, True], ids=["half", "interleaved"])
 def test_gradients(interleaved):
-    x = torch.randn(2, 3, 8, dtype=torch.float64, requires_grad=True)
+    x = torch.randn(2, 1, 3, 8, dtype=torch.float64, requires_grad=True)
     cos, sin = (t.requires_grad_() for t in tables(3, 3))
 
     def turn(*arguments):
-        return reference.rotate(*arguments, interleaved=interleaved)
+        return reference.rotate(*arguments, Rows(), Turn(interleaved, interleaved))
 
     assert gradcheck(turn, (x, cos, sin))
     assert gradgradcheck(turn, (x, cos, sin))

@@ -1,5 +1,20 @@
 """Your dtype, your device: what touches the user's tensors. Tensors and flags, never a rule."""
 
-from posenc.kernels.reference import add, rotate
+from posenc.kernels.backend import Backend, backends
+from posenc.kernels.eager import rotate, rotate_
+from posenc.kernels.norm import norm_rotate
+from posenc.kernels.reference import add
+from posenc.kernels.spec import Norm, RowOutOfRange, Rows, Turn
 
-__all__ = ["add", "rotate"]
+__all__ = [
+    "Backend",
+    "Norm",
+    "RowOutOfRange",
+    "Rows",
+    "Turn",
+    "add",
+    "backends",
+    "norm_rotate",
+    "rotate",
+    "rotate_",
+]

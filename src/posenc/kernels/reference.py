@@ -5,11 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from posenc._contract.tracing import in_transform, is_readable
+from posenc.kernels.spec import Norm, RowOutOfRange, Rows, Turn
 
-def rotate(
-    x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool, transposed: bool = False
-) -> Tensor:
-    r"""Rotate the first ``2P`` channels of ``x`` pair by pair.
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, rows: Rows, turn: Turn) -> Tensor:
+    r"""Rotate ``2P`` channels of ``x`` pair by pair.
 
     .. math:: (a, b) \mapsto (a \cos\phi - b \sin\phi,\; a \sin\phi + b \cos\phi)
 
@@ -17,25 +18,98 @@ def rotate(
     once to the dtype of ``x``: the result is within a hair of half an ulp of the exact one.
 
     Args:
-        x: ``[..., T, D]``.
-        cos: ``[T, P]``, or any shape that broadcasts over ``[..., T, P]``.
+        x: ``[B, H, T, D]``.
+        cos: ``[R, P]``, or ``[B, R, P]``.
         sin: As ``cos``.
-        interleaved: Pairs are ``(2i, 2i + 1)`` if true, ``(i, P + i)`` if false.
-        transposed: Rotate by the negative angle: the gradient of this function.
+        rows: Which table row each token takes.
+        turn: Which channels form pairs, and which way they turn.
 
     Returns:
-        A new tensor like ``x``; channels past ``2P`` are copied.
+        A new tensor like ``x``; the other channels are copied.
     """
-    pairs = cos.shape[-1]
-    grid, axis = ((pairs, 2), -1) if interleaved else ((2, pairs), -2)
     wide = one_up(x)
-    c, s = cos.to(wide), sin.to(wide)
-    if transposed:
+    c, s = (take(table, rows, x.shape[2]).to(wide) for table in (cos, sin))
+    if turn.transposed:
         s = -s
-    turned, rest = x[..., : 2 * pairs].to(wide), x[..., 2 * pairs :]
-    a, b = turned.unflatten(-1, grid).unbind(axis)
-    y = torch.stack((a * c - b * s, a * s + b * c), dim=axis).flatten(-2)
-    return torch.cat((y.to(x.dtype), rest), dim=-1)
+    before, turned, after = x.tensor_split((turn.column, turn.column + 2 * cos.shape[-1]), dim=-1)
+    a, b = pairs(turned.to(wide), turn.interleaved)
+    y = join(a * c - b * s, a * s + b * c, turn.interleaved_out)
+    return torch.cat((before, y.to(x.dtype), after), dim=-1)
+
+
+def table_gradients(
+    x: Tensor, g: Tensor, cos: Tensor, sin: Tensor, rows: Rows, turn: Turn
+) -> tuple[Tensor, Tensor]:
+    """Gradients of :func:`rotate` to its tables, given ``g``, the gradient to its output."""
+    wide, span = one_up(x), slice(turn.column, turn.column + 2 * cos.shape[-1])
+    a, b = pairs(x[..., span].to(wide), turn.interleaved)
+    ga, gb = pairs(g[..., span].to(wide), turn.interleaved_out)
+    sign = -1 if turn.transposed else 1
+    to_cos, to_sin = ((ga * a + gb * b).sum(1), sign * (gb * a - ga * b).sum(1))
+    return _scatter(to_cos, cos, rows), _scatter(to_sin, sin, rows)
+
+
+def norm_rotate(
+    x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, rows: Rows, turn: Turn, norm: Norm
+) -> Tensor:
+    """RMSNorm of each head of ``x``, or of all together, then :func:`rotate`."""
+    wide = x.to(one_up(x))
+    over = (1, 3) if norm.whole else (3,)
+    scale = torch.rsqrt(wide.square().mean(dim=over, keepdim=True) + norm.eps)
+    factor = weight.to(wide.dtype) + norm.shift
+    if norm.whole:
+        factor = factor.view(x.shape[1], 1, x.shape[3])
+    return rotate(wide * scale * factor, cos, sin, rows, turn).to(x.dtype)
+
+
+def take(table: Tensor, rows: Rows, length: int) -> Tensor:
+    """Rows of ``table`` for each token: ``[B or 1, 1, T, P]``."""
+    held = table.shape[-2]
+    if rows.positions is None:
+        if rows.start < 0 or rows.start + length > held:
+            raise RowOutOfRange(rows.start if rows.start < 0 else rows.start + length - 1, held)
+        picked = table[..., rows.start : rows.start + length, :]
+        return picked if picked.dim() == 2 else picked.unsqueeze(1)
+    index = rows.numbers(length, table.device)
+    outside = (index < 0) | (index >= held)
+    if in_transform(index):
+        pass
+    elif not is_readable(index):
+        torch._assert_async(~outside.any(), f"positions must be in [0, {held}).")
+    elif outside.any():
+        raise RowOutOfRange(int(index[outside][0]), held)
+    if table.dim() == 2:
+        return table[index].unsqueeze(1)
+    batch = torch.arange(table.shape[0], device=table.device)[:, None]
+    return table[batch, index].unsqueeze(1)
+
+
+def _scatter(gradient: Tensor, table: Tensor, rows: Rows) -> Tensor:
+    """Add ``[B, T, P]`` onto the rows that :func:`take` took from ``table``."""
+    full = torch.zeros_like(table)
+    index = rows.numbers(gradient.shape[1], table.device)
+    gradient = gradient.to(table.dtype)
+    if table.dim() == 2:
+        flat = index.expand(gradient.shape[:2]).reshape(-1)
+        return full.index_add(0, flat, gradient.flatten(0, 1))
+    batch = torch.arange(table.shape[0], device=table.device)[:, None]
+    where = (batch.expand(gradient.shape[:2]), index.expand(gradient.shape[:2]))
+    return full.index_put(where, gradient, accumulate=True)
+
+
+def pairs(x: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
+    """First and second channel of each pair."""
+    if interleaved:
+        return x[..., 0::2], x[..., 1::2]
+    half = x.shape[-1] // 2
+    return x[..., :half], x[..., half:]
+
+
+def join(a: Tensor, b: Tensor, interleaved: bool) -> Tensor:
+    """Undo :func:`pairs`."""
+    return torch.stack((a, b), dim=-1 if interleaved else -2).reshape(
+        *a.shape[:-1], 2 * a.shape[-1]
+    )
 
 
 def one_up(x: Tensor) -> torch.dtype:
@@ -46,10 +120,10 @@ def one_up(x: Tensor) -> torch.dtype:
 
 
 def add(x: Tensor, table: Tensor) -> Tensor:
-    """``x + table`` with one rounding, to the dtype of ``x``.
+    """``x + table`` in the dtype of ``x``, within one ulp at the magnitude of the larger term.
 
-    A half-precision ``x`` is added in float32: rounding the table first would leave an error
-    larger than one ulp wherever the two cancel.
+    A half-precision ``x`` is added in float32 and rounded once. Rounding the table to half
+    precision first would leave its rounding in the sum wherever the two cancel.
     """
     wide = torch.promote_types(x.dtype, torch.float32)
     return (x.to(wide) + table.to(wide)).to(x.dtype)

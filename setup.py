@@ -1,0 +1,36 @@
+"""The one thing that pyproject.toml cannot say: a C extension that an install may do without."""
+
+import sys
+
+from setuptools import Extension, setup
+from setuptools.command.bdist_wheel import bdist_wheel
+
+SOURCE = "src/posenc/kernels/c/"
+
+
+class StableAbiWheel(bdist_wheel):
+    """One wheel for every Python from 3.10 on."""
+
+    def get_tag(self):
+        """The tag of the stable ABI, where the extension was built at all."""
+        python, abi, platform = super().get_tag()
+        return ("cp310", "abi3", platform) if python.startswith("cp") else (python, abi, platform)
+
+
+setup(
+    ext_modules=[
+        Extension(
+            "posenc.kernels.c._rotate",
+            [SOURCE + "rotate.c"],
+            depends=[SOURCE + name for name in ("formats.h", "neon.h", "rows.h", "turn.h")],
+            extra_compile_args=[]
+            if sys.platform == "win32"
+            else ["-std=c99", "-O3", "-ffp-contract=fast"],
+            libraries=["dl"] if sys.platform.startswith("linux") else [],
+            py_limited_api=True,
+            # Without a C compiler the install goes on, and plain torch serves.
+            optional=True,
+        )
+    ],
+    cmdclass={"bdist_wheel": StableAbiWheel},
+)

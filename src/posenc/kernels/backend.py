@@ -1,0 +1,66 @@
+"""Which implementation runs: C on the CPU, Triton on CUDA, the reference elsewhere."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from posenc.kernels import c, reference, triton
+from posenc.kernels.spec import Rows, Turn
+
+
+class Backend(NamedTuple):
+    """One implementation of the kernels, and whether it can run here."""
+
+    name: str
+    serves: str
+    available: bool
+    why: str
+
+
+def backends() -> list[Backend]:
+    """The implementations of the kernels, which devices they serve, and why one is missing.
+
+    Examples:
+        >>> for backend in backends():
+        ...     print(backend.name, "serves", backend.serves)
+        c serves cpu
+        triton serves cuda
+        reference serves every device
+    """
+    return [
+        Backend("c", "cpu", c.available, c.why),
+        Backend("triton", "cuda", triton.available(), triton.why()),
+        Backend("reference", "every device", True, "plain torch operations"),
+    ]
+
+
+def rotate(xs: list[Tensor], cos: Tensor, sin: Tensor, rows: Rows, turn: Turn) -> list[Tensor]:
+    """Rotate each of ``xs`` into a new tensor that keeps its strides."""
+    into = _into(xs[0])
+    if into is None:
+        return [reference.rotate(x, cos, sin, rows, turn) for x in xs]
+    ys = [torch.empty_like(x) for x in xs]
+    into(xs, ys, cos, sin, rows, turn)
+    return ys
+
+
+def rotate_(xs: list[Tensor], cos: Tensor, sin: Tensor, rows: Rows, turn: Turn) -> None:
+    """Rotate each of ``xs`` where it stands."""
+    into = _into(xs[0])
+    # Other pairs in the output than in the input would overwrite what is still to be read.
+    if into is None or turn.interleaved != turn.interleaved_out:
+        for x, y in zip(xs, rotate(xs, cos, sin, rows, turn), strict=True):
+            x.copy_(y)
+    else:
+        into(xs, xs, cos, sin, rows, turn)
+
+
+def _into(x: Tensor):  # type: ignore[no-untyped-def]
+    if x.device.type == "cpu":
+        return c.rotate_into if c.available else None
+    if x.device.type == "cuda":
+        return triton.rotate_into if triton.available() else None
+    return None

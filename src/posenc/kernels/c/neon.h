@@ -1,0 +1,59 @@
+/* Half precision on 64-bit ARM, eight pairs at a time between memory and float registers. What the
+ * compiler makes of the plain loops is 1.5 to 3 times slower on a Neoverse N1. */
+#include <arm_neon.h>
+
+#define BITS(v) vreinterpretq_u16_f32(v)
+#define FLOATS(v) vreinterpretq_f32_u16(v)
+
+INLINE void take_bf16(const uint16_t *x, size_t P, int interleaved, float32x4_t *a, float32x4_t *b)
+{
+    const uint16x8_t zero = vdupq_n_u16(0);
+    const uint16x8_t u = vld1q_u16(x), v = vld1q_u16(x + (interleaved ? 8 : P));
+    if (interleaved) {
+        a[0] = FLOATS(vtrn1q_u16(zero, u)), b[0] = FLOATS(vtrn2q_u16(zero, u));
+        a[1] = FLOATS(vtrn1q_u16(zero, v)), b[1] = FLOATS(vtrn2q_u16(zero, v));
+    } else {
+        a[0] = FLOATS(vzip1q_u16(zero, u)), a[1] = FLOATS(vzip2q_u16(zero, u));
+        b[0] = FLOATS(vzip1q_u16(zero, v)), b[1] = FLOATS(vzip2q_u16(zero, v));
+    }
+}
+
+/* Upper and lower halves of eight floats to bfloat16. A lower half of exactly one half must not round
+ * an even upper half up, so there it is taken one down first. A NaN of all ones would carry into
+ * zero, but none comes here: bfloat16 inputs have zeros below, and tables are cleared of them. */
+INLINE uint16x8_t round8_bf16(uint16x8_t upper, uint16x8_t lower)
+{
+    const uint16x8_t even = vbicq_u16(vdupq_n_u16(1), upper);
+    return vrsraq_n_u16(upper, vqsubq_u16(lower, even), 16);
+}
+
+INLINE void give_bf16(uint16_t *y, size_t P, int interleaved, const float32x4_t *p,
+                      const float32x4_t *q)
+{
+    const uint16x8_t p0 = BITS(p[0]), p1 = BITS(p[1]), q0 = BITS(q[0]), q1 = BITS(q[1]);
+    if (interleaved) {
+        vst1q_u16(y, round8_bf16(vtrn2q_u16(p0, q0), vtrn1q_u16(p0, q0)));
+        vst1q_u16(y + 8, round8_bf16(vtrn2q_u16(p1, q1), vtrn1q_u16(p1, q1)));
+    } else {
+        vst1q_u16(y, round8_bf16(vuzp2q_u16(p0, p1), vuzp1q_u16(p0, p1)));
+        vst1q_u16(y + P, round8_bf16(vuzp2q_u16(q0, q1), vuzp1q_u16(q0, q1)));
+    }
+}
+
+INLINE void take_f16(const half *x, size_t P, int interleaved, float32x4_t *a, float32x4_t *b)
+{
+    const float16x8_t u = vld1q_f16(x), v = vld1q_f16(x + (interleaved ? 8 : P));
+    const float16x8_t first = interleaved ? vuzp1q_f16(u, v) : u;
+    const float16x8_t second = interleaved ? vuzp2q_f16(u, v) : v;
+    a[0] = vcvt_f32_f16(vget_low_f16(first)), a[1] = vcvt_high_f32_f16(first);
+    b[0] = vcvt_f32_f16(vget_low_f16(second)), b[1] = vcvt_high_f32_f16(second);
+}
+
+INLINE void give_f16(half *y, size_t P, int interleaved, const float32x4_t *p,
+                     const float32x4_t *q)
+{
+    const float16x8_t first = vcvt_high_f16_f32(vcvt_f16_f32(p[0]), p[1]);
+    const float16x8_t second = vcvt_high_f16_f32(vcvt_f16_f32(q[0]), q[1]);
+    vst1q_f16(y, interleaved ? vzip1q_f16(first, second) : first);
+    vst1q_f16(y + (interleaved ? 8 : P), interleaved ? vzip2q_f16(first, second) : second);
+}

@@ -1,0 +1,59 @@
+/* The rotation of one row, for each dtype, compiled once for every instruction set.
+ *
+ * Included with ISA (a name) and TARGET (the attribute that turns the set on). Loops are plain C for
+ * the compiler to vectorise. A row is turned into `out`, which stays in the first-level cache, and
+ * then copied: a core that streams past its caches does so only for lines that are written whole and
+ * in order, and the two halves of a row are apart. */
+
+#define NAME3(a, b, c) a##_##b##_##c
+#define NAME2(a, b, c) NAME3(a, b, c)
+#define FN(name) NAME2(name, KIND, ISA)
+
+#define KIND f32
+#define ELEM float
+#define REAL double
+#define LOAD(v) ((double)(v))
+#define STORE(v) ((float)(v))
+#include "turn.h"
+
+#define KIND f64
+#define ELEM double
+#define REAL double
+#define LOAD(v) (v)
+#define STORE(v) (v)
+#include "turn.h"
+
+#define KIND bf16
+#define ELEM uint16_t
+#define REAL float
+#define LOAD(v) load_bf16(v)
+#define STORE(v) store_bf16(v)
+#define PACKED 1
+#ifdef NEON
+#define TAKE take_bf16
+#define GIVE give_bf16
+#endif
+#include "turn.h"
+#undef PACKED
+
+#define KIND f16
+#define ELEM half
+#define REAL float
+#define LOAD(v) load_f16(v)
+#define STORE(v) store_f16(v)
+#ifdef NEON
+#define TAKE take_f16
+#define GIVE give_f16
+#endif
+#include "turn.h"
+
+#define KIND all
+static const Row FN(rows)[DTYPES] = {NAME2(row, f32, ISA), NAME2(row, bf16, ISA),
+                                     NAME2(row, f16, ISA), NAME2(row, f64, ISA)};
+#undef KIND
+
+#undef NAME3
+#undef NAME2
+#undef FN
+#undef ISA
+#undef TARGET

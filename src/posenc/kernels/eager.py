@@ -1,0 +1,96 @@
+"""The way in: a plain call goes straight to its kernel, everything else through the ops."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from posenc._contract.tracing import in_transform, is_plain
+from posenc.kernels import backend, ops, reference
+from posenc.kernels.spec import Rows, Turn
+
+
+def rotate(xs: list[Tensor], cos: Tensor, sin: Tensor, rows: Rows, turn: Turn) -> list[Tensor]:
+    """Rotate one tensor, or queries and keys, ``[B, H, T, D]`` each, into new tensors.
+
+    At decode the dispatcher costs more than the rotation, so a call that records no gradient
+    goes to the kernel by the shortest way.
+
+    Args:
+        xs: One or two tensors of one device.
+        cos: ``[R, P]`` or ``[B, R, P]``.
+        sin: As ``cos``.
+        rows: Which table row each token takes.
+        turn: Which channels form pairs, and which way they turn.
+    """
+    if torch.compiler.is_compiling():
+        # An exported program must run where this package is not installed.
+        if torch.compiler.is_exporting():
+            return [reference.rotate(x, cos, sin, rows, turn) for x in xs]
+        return _through_op(xs, cos, sin, rows, turn)
+    if not all(is_plain(x) for x in xs):
+        if any(in_transform(x) for x in xs):
+            return [reference.rotate(x, cos, sin, rows, turn) for x in xs]
+        return _through_op(xs, cos, sin, rows, turn)
+    if forward_ad._current_level >= 0:
+        return [reference.rotate(x, cos, sin, rows, turn) for x in xs]
+    if torch.is_grad_enabled():
+        if cos.requires_grad or sin.requires_grad:
+            return [reference.rotate(x, cos, sin, rows, turn) for x in xs]
+        if any(x.requires_grad for x in xs):
+            return list(_Rotate.apply(cos, sin, rows, turn, *xs))
+    return backend.rotate(xs, cos, sin, rows, turn)
+
+
+def rotate_(xs: list[Tensor], cos: Tensor, sin: Tensor, rows: Rows, turn: Turn) -> None:
+    """Rotate one tensor, or queries and keys, where they stand; arguments as :func:`rotate`."""
+    if torch.compiler.is_compiling() or not all(is_plain(x) for x in xs):
+        for x, y in zip(xs, rotate(xs, cos, sin, rows, turn), strict=True):
+            x.copy_(y)
+    elif torch.is_grad_enabled() and any(x.requires_grad for x in xs):
+        for x in xs:
+            _RotateInPlace.apply(x, cos, sin, rows, turn)
+    else:
+        backend.rotate_(xs, cos, sin, rows, turn)
+
+
+def _through_op(xs: list[Tensor], cos: Tensor, sin: Tensor, rows: Rows, turn: Turn) -> list[Tensor]:
+    op = ops.rotate if len(xs) == 1 else ops.rotate_qk
+    ys = op(*xs, cos, sin, *ops.flat(rows, turn))
+    return [ys] if len(xs) == 1 else list(ys)
+
+
+class _Rotate(torch.autograd.Function):
+    """The op's gradient, at a third of its dispatch."""
+
+    @staticmethod
+    def forward(ctx: Any, cos: Tensor, sin: Tensor, rows: Rows, turn: Turn, *xs: Tensor) -> Any:
+        ctx.save_for_backward(cos, sin, rows.positions)
+        ctx.start, ctx.turn = rows.start, turn
+        return tuple(backend.rotate(list(xs), cos, sin, rows, turn))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        cos, sin, positions = ctx.saved_tensors
+        rows = Rows(ctx.start, positions)
+        return (None, None, None, None, *rotate(list(gradients), cos, sin, rows, ctx.turn.back()))
+
+
+class _RotateInPlace(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, rows: Rows, turn: Turn) -> Any:
+        ctx.save_for_backward(cos, sin, rows.positions)
+        ctx.start, ctx.turn = rows.start, turn
+        ctx.mark_dirty(x)
+        backend.rotate_([x], cos, sin, rows, turn)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        cos, sin, positions = ctx.saved_tensors
+        rows = Rows(ctx.start, positions)
+        (back,) = rotate([gradient], cos, sin, rows, ctx.turn.back())
+        return back, None, None, None, None

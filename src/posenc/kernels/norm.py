@@ -1,0 +1,88 @@
+"""RMSNorm of queries and keys, fused with their rotation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from posenc._contract.tracing import is_plain
+from posenc.kernels import reference, triton
+from posenc.kernels.ops import LIBRARY
+from posenc.kernels.spec import Norm, Rows, Turn
+
+_ARGUMENTS = (
+    "Tensor x, Tensor weight, Tensor cos, Tensor sin, Tensor? positions, SymInt start, "
+    "bool interleaved, bool interleaved_out, SymInt column, bool transposed, "
+    "float eps, float shift, bool whole"
+)
+LIBRARY.define(f"norm_rotate({_ARGUMENTS}) -> Tensor")
+LIBRARY.define(f"norm_rotate_backward(Tensor g, {_ARGUMENTS}) -> (Tensor, Tensor)")
+_forward = torch.ops.posenc.norm_rotate.default
+_backward = torch.ops.posenc.norm_rotate_backward.default
+
+
+def norm_rotate(
+    x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, rows: Rows, turn: Turn, norm: Norm
+) -> Tensor:
+    """Normalise and rotate ``x`` of ``[B, H, T, D]`` into a new tensor.
+
+    One pass over memory where Triton runs; elsewhere plain torch operations, which a compiler
+    fuses.
+
+    Args:
+        x: ``[B, H, T, D]``.
+        weight: ``[D]``, or ``[H * D]`` for a norm over all heads.
+        cos: ``[R, P]`` or ``[B, R, P]``.
+        sin: As ``cos``.
+        rows: Which table row each token takes.
+        turn: Which channels form pairs, and which way they turn.
+        norm: What kind of RMSNorm.
+    """
+    fused = x.device.type == "cuda" and triton.available() and not torch.compiler.is_exporting()
+    differentiable_tables = cos.requires_grad or sin.requires_grad
+    if not fused or differentiable_tables or not (is_plain(x) or torch.compiler.is_compiling()):
+        return reference.norm_rotate(x, weight, cos, sin, rows, turn, norm)
+    result: Tensor = _forward(x, weight, cos, sin, rows.positions, rows.start, *turn, *norm)
+    return result
+
+
+def _split(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    cos, sin, positions, start, *rest = arguments
+    return cos, sin, Rows(start, positions), Turn(*rest[:4]), Norm(*rest[4:])
+
+
+def _run_forward(x: Tensor, weight: Tensor, *arguments: Any) -> Tensor:
+    return triton.norm_rotate(x, weight, *_split(arguments))
+
+
+def _run_backward(g: Tensor, x: Tensor, weight: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
+    return triton.norm_rotate_backward(g, x, weight, *_split(arguments))
+
+
+LIBRARY.impl("norm_rotate", _run_forward, "CUDA")
+LIBRARY.impl("norm_rotate_backward", _run_backward, "CUDA")
+
+
+@torch.library.register_fake("posenc::norm_rotate", lib=LIBRARY)
+def _(x: Tensor, *rest: Any) -> Tensor:
+    return torch.empty_like(x)
+
+
+@torch.library.register_fake("posenc::norm_rotate_backward", lib=LIBRARY)
+def _(g: Tensor, x: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(x), torch.empty_like(weight)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    x, weight, cos, sin, positions, *ctx.rest = inputs
+    ctx.save_for_backward(x, weight, cos, sin, positions)
+
+
+def _back(ctx: Any, g: Tensor) -> tuple[Any, ...]:
+    to_x, to_weight = _backward(g, *ctx.saved_tensors, *ctx.rest)
+    return (to_x, to_weight, *[None] * 11)
+
+
+torch.library.register_autograd("posenc::norm_rotate", _back, setup_context=_keep, lib=LIBRARY)

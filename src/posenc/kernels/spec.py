@@ -1,0 +1,74 @@
+"""What a rotation is told besides its tensors: which rows, and which way to turn."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Rows(NamedTuple):
+    """Which table row each token takes: ``start + positions[b, t]``, plus ``t`` in a sequence.
+
+    Attributes:
+        start: Row of the first token.
+        positions: None for a sequence from ``start`` on; int64 ``[1 or B, T]`` for a row of each
+            token's own; ``[1 or B, 1]`` for the first row of each sequence.
+    """
+
+    start: int = 0
+    positions: Tensor | None = None
+
+    def advances(self) -> bool:
+        """Whether the row moves on with the token."""
+        return self.positions is None or self.positions.shape[1] == 1
+
+    def numbers(self, length: int, device: torch.device) -> Tensor:
+        """Rows as a tensor ``[1 or B, T]``."""
+        index = torch.full((1, 1), self.start, device=device)
+        if self.positions is not None:
+            index = index + self.positions
+        return index + torch.arange(length, device=device) if self.advances() else index
+
+
+class Turn(NamedTuple):
+    """Which channels form pairs, and which way they turn.
+
+    Attributes:
+        interleaved: Pairs of the input are ``(2i, 2i + 1)`` if true, ``(i, P + i)`` if false.
+        interleaved_out: The same for the output.
+        column: First channel that is rotated.
+        transposed: Turn by the negative angle: the gradient.
+    """
+
+    interleaved: bool = True
+    interleaved_out: bool = True
+    column: int = 0
+    transposed: bool = False
+
+    def back(self) -> Turn:
+        """The rotation that a gradient takes: from the output's layout to the input's."""
+        return Turn(self.interleaved_out, self.interleaved, self.column, not self.transposed)
+
+
+class Norm(NamedTuple):
+    """RMSNorm before the rotation: ``x / sqrt(mean(x^2) + eps) * (weight + shift)``.
+
+    Attributes:
+        eps: Added to the mean square.
+        shift: Added to the weight: 1 for weights that are stored around zero (Gemma).
+        whole: Take the mean over all heads of a token together (OLMo 2), not over each.
+    """
+
+    eps: float = 1e-6
+    shift: float = 0.0
+    whole: bool = False
+
+
+class RowOutOfRange(ValueError):
+    """A position points outside the table; ``row`` is the row it asked for."""
+
+    def __init__(self, row: int, rows: int) -> None:
+        super().__init__(f"positions must be in [0, {rows}), got {row}.")
+        self.row = row

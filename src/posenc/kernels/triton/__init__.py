@@ -1,0 +1,58 @@
+"""The rotation in Triton. Triton itself is imported when the first CUDA tensor comes."""
+
+from __future__ import annotations
+
+import importlib.util
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from posenc.kernels.spec import Norm, Rows, Turn
+
+
+@cache
+def available() -> bool:
+    """Whether Triton is installed and torch sees a CUDA device."""
+    return importlib.util.find_spec("triton") is not None and torch.cuda.is_available()
+
+
+def why() -> str:
+    """The reason for :func:`available`, in words."""
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed"
+    return "ready" if torch.cuda.is_available() else "torch sees no CUDA device"
+
+
+def rotate_into(
+    xs: list[Tensor], ys: list[Tensor], cos: Tensor, sin: Tensor, rows: Rows, turn: Turn
+) -> None:
+    """Rotate each of ``xs`` into the tensor of ``ys`` beside it, which may be itself."""
+    from posenc.kernels.triton import rotate
+
+    rotate.rotate_into(xs, ys, cos, sin, rows, turn)
+
+
+def norm_rotate(
+    x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, rows: Rows, turn: Turn, norm: Norm
+) -> Tensor:
+    """Normalise and rotate ``x`` into a new tensor."""
+    from posenc.kernels.triton import norm as kernel
+
+    return kernel.norm_rotate(x, weight, cos, sin, rows, turn, norm)
+
+
+def norm_rotate_backward(
+    g: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    rows: Rows,
+    turn: Turn,
+    norm: Norm,
+) -> tuple[Tensor, Tensor]:
+    """Gradients of :func:`norm_rotate` to ``x`` and ``weight``."""
+    from posenc.kernels.triton import norm as kernel
+
+    return kernel.norm_rotate_backward(g, x, weight, cos, sin, rows, turn, norm)

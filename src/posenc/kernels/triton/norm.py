@@ -1,0 +1,277 @@
+"""RMSNorm and rotation in one pass, and the gradient of both in another."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from posenc.kernels.spec import Norm, Rows, Turn
+from posenc.kernels.triton.rotate import (
+    ASSERTING,
+    as_words,
+    layout,
+    load_pairs,
+    load_tables,
+    on_device,
+    row_arguments,
+    store_pairs,
+    strides,
+    table_arguments,
+    wide,
+)
+
+# Programs of the backward pass: enough to fill a large GPU, few enough to add up their shares.
+_SHARES = 1056
+
+
+def norm_rotate(
+    x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, rows: Rows, turn: Turn, norm: Norm
+) -> Tensor:
+    """Normalise and rotate ``x`` into a new tensor."""
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    y = torch.empty_like(x)
+    batch, heads, length, _ = x.shape
+    if y.numel() == 0:
+        return y
+    block = _heads(x, norm)
+    inner, outer = layout(turn.interleaved, turn, x), layout(turn.interleaved_out, turn, y)
+    grid = (batch * length * triton.cdiv(heads, block),)
+    with on_device(x):
+        _forward[grid](
+            x, y, *strides(x, inner), *strides(y, outer),
+            *_common(x, weight, cos, sin, rows, norm),
+            **_constants(x, cos, rows, turn, norm, block), IN=inner, OUT=outer,
+        )  # fmt: skip
+    return y
+
+
+def norm_rotate_backward(
+    g: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    rows: Rows,
+    turn: Turn,
+    norm: Norm,
+) -> tuple[Tensor, Tensor]:
+    """Gradients to ``x`` and ``weight``, given ``g``, the gradient to the result."""
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    g = g if g.stride(-1) == 1 else g.contiguous()
+    dx = torch.empty_like(x)
+    batch, heads, length, width = x.shape
+    if x.numel() == 0:
+        return dx, torch.zeros_like(weight)
+    block = _heads(x, norm)
+    blocks = triton.cdiv(heads, block)
+    shares = min(batch * length, max(1, _SHARES // blocks))
+    share_type = torch.promote_types(weight.dtype, torch.float32)
+    partial = torch.empty(
+        (shares * blocks, heads * width if norm.whole else width), device=x.device, dtype=share_type
+    )
+    inner, outer = layout(turn.interleaved, turn, x, dx), layout(turn.interleaved_out, turn, g)
+    with on_device(x):
+        _backward[(shares * blocks,)](
+            g, x, dx, partial,
+            *strides(g, outer), *strides(x, inner), *strides(dx, inner), shares,
+            *_common(x, weight, cos, sin, rows, norm),
+            **_constants(x, cos, rows, turn, norm, block), IN=inner, OUT=outer,
+        )  # fmt: skip
+    return dx, partial.sum(0).to(weight.dtype).view_as(weight)
+
+
+def _heads(x: Tensor, norm: Norm) -> int:
+    """Heads of one program: all that a shared norm needs, else about 2048 channels' worth."""
+    heads = int(triton.next_power_of_2(x.shape[1]))
+    if norm.whole:
+        return heads
+    return min(heads, max(1, 2048 // int(triton.next_power_of_2(x.shape[3]))))
+
+
+def _common(
+    x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, rows: Rows, norm: Norm
+) -> tuple[Any, ...]:
+    batch, heads, length, _ = x.shape
+    return (
+        weight.contiguous(),
+        *table_arguments(cos, sin),
+        *row_arguments(rows, x),
+        batch,
+        heads,
+        length,
+        norm.eps,
+        norm.shift,
+    )
+
+
+def _constants(
+    x: Tensor, cos: Tensor, rows: Rows, turn: Turn, norm: Norm, block: int
+) -> dict[str, Any]:
+    pairs, width = cos.shape[-1], x.shape[-1]
+    return {
+        "WIDTH": width,
+        "PAIRS": pairs,
+        "COLUMN": turn.column,
+        "REST": width - 2 * pairs,
+        "HAS_POSITIONS": rows.positions is not None,
+        "ADVANCES": rows.advances(),
+        "TRANSPOSED": turn.transposed,
+        "WHOLE": norm.whole,
+        "WIDE": wide(x),
+        "BLOCK_P": triton.next_power_of_2(pairs),
+        "BLOCK_REST": triton.next_power_of_2(max(width - 2 * pairs, 1)),
+        "BLOCK_H": block,
+        "num_warps": 8 if block * width >= 4096 else 4,
+        **ASSERTING,
+    }
+
+
+@triton.jit
+def _load(
+    x, x_at, weight, h, at, mask, other, keep, shift,
+    WIDTH: tl.constexpr, PAIRS: tl.constexpr, COLUMN: tl.constexpr, REST: tl.constexpr,
+    IN: tl.constexpr, WHOLE: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """Channels of a token as pairs and rest, with the factor that the norm gives each."""
+    base = weight + (h * WIDTH if WHOLE else h * 0)[None, :, None]
+    words = as_words(x, IN) + x_at
+    a, b = load_pairs(words, at, mask, COLUMN, PAIRS, IN, x.dtype.element_ty, WIDE)
+    flat: tl.constexpr = 1 if IN == 2 else IN
+    wa, wb = load_pairs(base, at, mask, COLUMN, PAIRS, flat, weight.dtype.element_ty, WIDE)
+    rest = a * 0
+    wr = a * 0
+    if REST > 0:
+        rest = tl.load(x + x_at * (2 if IN == 2 else 1) + other, mask=keep, other=0.0).to(WIDE)
+        wr = tl.load(base + other, mask=keep, other=0.0).to(WIDE) + shift
+    return a, b, rest, wa + shift, wb + shift, wr
+
+
+@triton.jit
+def _total(a, b, rest, REST: tl.constexpr, WHOLE: tl.constexpr):
+    """Sum over the channels that share a norm, ``[1, H or 1, 1]``."""
+    total = tl.sum(a + b, axis=2, keep_dims=True)
+    if REST > 0:
+        total += tl.sum(rest, axis=2, keep_dims=True)
+    if WHOLE:
+        total = tl.sum(total, axis=1, keep_dims=True)
+    return total
+
+
+@triton.jit
+def _forward(
+    x, y, x_b, x_h, x_t, y_b, y_h, y_t, weight,
+    cos, sin, rows, table_b, table_t, positions, positions_b, positions_t, start,
+    batch, heads, length, eps, shift,
+    WIDTH: tl.constexpr, PAIRS: tl.constexpr, COLUMN: tl.constexpr, REST: tl.constexpr,
+    HAS_POSITIONS: tl.constexpr, ADVANCES: tl.constexpr, IN: tl.constexpr, OUT: tl.constexpr,
+    TRANSPOSED: tl.constexpr, WHOLE: tl.constexpr, WIDE: tl.constexpr,
+    BLOCK_P: tl.constexpr, BLOCK_REST: tl.constexpr, BLOCK_H: tl.constexpr,
+):  # fmt: skip
+    blocks = tl.cdiv(heads, BLOCK_H)
+    program = tl.program_id(0)
+    h = program % blocks * BLOCK_H + tl.arange(0, BLOCK_H).to(tl.int64)
+    b = (program // blocks % batch).to(tl.int64)
+    t = (program // blocks // batch).to(tl.int64) + tl.arange(0, 1)
+
+    at = tl.arange(0, BLOCK_P)[None, None, :]
+    other = (2 * PAIRS if COLUMN == 0 else 0) + tl.arange(0, BLOCK_REST)[None, None, :]
+    present = (h < heads)[None, :, None]
+    mask = present & (at < PAIRS)
+    keep = present & (tl.arange(0, BLOCK_REST)[None, None, :] < REST)
+    c, s = load_tables(
+        cos, sin, rows, table_b, table_t, positions, positions_b, positions_t, start,
+        b, t, t < length, at, at < PAIRS, HAS_POSITIONS, ADVANCES, TRANSPOSED, WIDE,
+    )  # fmt: skip
+    x_at = (b * x_b + t[:, None] * x_t + h[None, :] * x_h)[:, :, None]
+    y_at = (b * y_b + t[:, None] * y_t + h[None, :] * y_h)[:, :, None]
+    p, q, rest, wp, wq, wr = _load(
+        x, x_at, weight, h, at, mask, other, keep, shift,
+        WIDTH, PAIRS, COLUMN, REST, IN, WHOLE, WIDE,
+    )  # fmt: skip
+    count = WIDTH * heads if WHOLE else WIDTH
+    scale = tl.rsqrt(_total(p * p, q * q, rest * rest, REST, WHOLE) / count + eps).to(WIDE)
+    p, q = p * scale * wp, q * scale * wq
+    element: tl.constexpr = y.dtype.element_ty
+    turned = as_words(y, OUT) + y_at
+    store_pairs(turned, at, mask, p * c - q * s, p * s + q * c, COLUMN, PAIRS, OUT, element)
+    if REST > 0:
+        kept = y + y_at * (2 if OUT == 2 else 1) + other
+        tl.store(kept, (rest * scale * wr).to(element), mask=keep)
+
+
+@triton.jit
+def _backward(
+    g, x, dx, partial, g_b, g_h, g_t, x_b, x_h, x_t, dx_b, dx_h, dx_t, shares, weight,
+    cos, sin, rows, table_b, table_t, positions, positions_b, positions_t, start,
+    batch, heads, length, eps, shift,
+    WIDTH: tl.constexpr, PAIRS: tl.constexpr, COLUMN: tl.constexpr, REST: tl.constexpr,
+    HAS_POSITIONS: tl.constexpr, ADVANCES: tl.constexpr, IN: tl.constexpr, OUT: tl.constexpr,
+    TRANSPOSED: tl.constexpr, WHOLE: tl.constexpr, WIDE: tl.constexpr,
+    BLOCK_P: tl.constexpr, BLOCK_REST: tl.constexpr, BLOCK_H: tl.constexpr,
+):  # fmt: skip
+    blocks = tl.cdiv(heads, BLOCK_H)
+    program = tl.program_id(0)
+    h = program % blocks * BLOCK_H + tl.arange(0, BLOCK_H).to(tl.int64)
+    at = tl.arange(0, BLOCK_P)[None, None, :]
+    other = (2 * PAIRS if COLUMN == 0 else 0) + tl.arange(0, BLOCK_REST)[None, None, :]
+    present = (h < heads)[None, :, None]
+    mask = present & (at < PAIRS)
+    keep = present & (tl.arange(0, BLOCK_REST)[None, None, :] < REST)
+    count = WIDTH * heads if WHOLE else WIDTH
+    element: tl.constexpr = x.dtype.element_ty
+    share: tl.constexpr = partial.dtype.element_ty
+    flat: tl.constexpr = 1 if IN == 2 else IN
+    to_wp = tl.zeros((1, BLOCK_H, BLOCK_P), WIDE)
+    to_wq = tl.zeros((1, BLOCK_H, BLOCK_P), WIDE)
+    to_wr = tl.zeros((1, BLOCK_H, BLOCK_REST), WIDE)
+    # A program takes every `shares`-th token, so that neighbours read neighbouring memory.
+    for token in range(program // blocks, batch * length, shares):
+        b = (token % batch).to(tl.int64)
+        t = (token // batch).to(tl.int64) + tl.arange(0, 1)
+        c, s = load_tables(
+            cos, sin, rows, table_b, table_t, positions, positions_b, positions_t, start,
+            b, t, t < length, at, at < PAIRS, HAS_POSITIONS, ADVANCES, TRANSPOSED, WIDE,
+        )  # fmt: skip
+        x_at = (b * x_b + t[:, None] * x_t + h[None, :] * x_h)[:, :, None]
+        p, q, rest, wp, wq, wr = _load(
+            x, x_at, weight, h, at, mask, other, keep, shift,
+            WIDTH, PAIRS, COLUMN, REST, IN, WHOLE, WIDE,
+        )  # fmt: skip
+        g_at = (b * g_b + t[:, None] * g_t + h[None, :] * g_h)[:, :, None]
+        gp, gq = load_pairs(as_words(g, OUT) + g_at, at, mask, COLUMN, PAIRS, OUT, element, WIDE)
+        gp, gq = gp * c + gq * s, gq * c - gp * s
+        gr = rest * 0
+        if REST > 0:
+            above = g + g_at * (2 if OUT == 2 else 1) + other
+            gr = tl.load(above, mask=keep, other=0.0).to(WIDE)
+        scale = tl.rsqrt(_total(p * p, q * q, rest * rest, REST, WHOLE) / count + eps).to(WIDE)
+        p, q, rest = p * scale, q * scale, rest * scale
+        to_wp += gp * p
+        to_wq += gq * q
+        gp, gq = gp * wp, gq * wq
+        if REST > 0:
+            to_wr += gr * rest
+            gr = gr * wr
+        dot = _total(gp * p, gq * q, gr * rest, REST, WHOLE) / count
+        dx_at = (b * dx_b + t[:, None] * dx_t + h[None, :] * dx_h)[:, :, None]
+        gp, gq = (gp - p * dot) * scale, (gq - q * dot) * scale
+        store_pairs(as_words(dx, IN) + dx_at, at, mask, gp, gq, COLUMN, PAIRS, IN, element)
+        if REST > 0:
+            back = ((gr - rest * dot) * scale).to(element)
+            tl.store(dx + dx_at * (2 if IN == 2 else 1) + other, back, mask=keep)
+    if WHOLE:
+        mine = (partial + program * heads * WIDTH + h * WIDTH)[None, :, None]
+        store_pairs(mine, at, mask, to_wp, to_wq, COLUMN, PAIRS, flat, share)
+        if REST > 0:
+            tl.store(mine + other, to_wr.to(share), mask=keep)
+    else:
+        mine = partial + program * WIDTH + tl.zeros((1, 1, 1), tl.int64)
+        wp, wq = tl.sum(to_wp, axis=1, keep_dims=True), tl.sum(to_wq, axis=1, keep_dims=True)
+        store_pairs(mine, at, at < PAIRS, wp, wq, COLUMN, PAIRS, flat, share)
+        if REST > 0:
+            left = tl.sum(to_wr, axis=1, keep_dims=True).to(share)
+            tl.store(mine + other, left, mask=tl.arange(0, BLOCK_REST)[None, None, :] < REST)
