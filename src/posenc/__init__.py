@@ -4,6 +4,7 @@ Exact at any position, in any floating dtype, on any device that PyTorch runs on
 """
 
 from posenc import functional, nn
+from posenc.kernels import backends
 from posenc.nn import (
     ALiBi,
     LearnedPosEmbedding,
@@ -23,6 +24,7 @@ __all__ = [
     "SinusoidalPE",
     "SinusoidalPosEmbedding",
     "__version__",
+    "backends",
     "functional",
     "nn",
 ]

@@ -2,6 +2,7 @@ import pytest
 import torch
 
 import oracles
+from assertions import compilations
 from posenc.nn import ALiBi
 
 
@@ -16,7 +17,7 @@ def test_bias_is_slope_times_distance(heads, causal):
 
 def test_slopes_are_a_buffer_that_is_not_saved():
     alibi = ALiBi(8)
-    assert dict(alibi.named_buffers()).keys() == {"slopes"}
+    assert "slopes" in dict(alibi.named_buffers())
     assert alibi.state_dict() == {}
 
 
@@ -58,7 +59,28 @@ def test_bad_input_is_named():
         alibi.get_bias(3.0)
     with pytest.raises(ValueError, match=r"scores must have shape \(\.\.\., 4, Q, K\)"):
         alibi(torch.zeros(2, 3, 5, 5))
-    with pytest.raises(ValueError, match="k_len must be at least q_len=5, got 4"):
+    with pytest.raises(
+        ValueError, match="ALiBi: scores must have at least as many keys as queries, 5, got 4"
+    ):
         alibi(torch.zeros(4, 5, 4))
     with pytest.raises(TypeError, match="scores must be a float16"):
         alibi(torch.zeros(4, 5, 5).long())
+
+
+@pytest.mark.parametrize(
+    "sizes", [[(5, 5), (3, 3), (17, 17)], [(3, 9), (5, 6), (2, 64)]], ids=["square", "cache"]
+)
+def test_one_graph_for_all_lengths(sizes):
+    calls = [(torch.randn(2, 4, q, k),) for q, k in sizes]
+    assert compilations(ALiBi(4), calls, dynamic=True) == 1
+
+
+def test_float64_scores_get_exact_slopes():
+    alibi = ALiBi(12)
+    wanted = oracles.alibi_bias([2 ** (-8 * h / 8) for h in range(1, 9)], 9, 9, causal=True)
+    assert torch.equal(alibi(torch.zeros(12, 9, 9, dtype=torch.float64))[:8], wanted)
+
+
+def test_slopes_are_made_where_the_device_context_says():
+    with torch.device("meta"):
+        assert ALiBi(8).slopes.is_meta

@@ -204,8 +204,8 @@ def test_decoding_token_by_token_equals_the_whole(offset, length, interleaved):
 @pytest.mark.parametrize(
     ("q_shape", "k_shape", "problem"),
     [
-        ((1, 2, 3, 8), (1, 2, 4, 8), "agree in batch, length and device"),
-        ((2, 2, 3, 8), (1, 2, 3, 8), "agree in batch, length and device"),
+        ((1, 2, 3, 8), (1, 2, 4, 8), "agree in batch, length, head_dim and device"),
+        ((2, 2, 3, 8), (1, 2, 3, 8), "agree in batch, length, head_dim and device"),
         ((1, 2, 3, 8), (1, 2, 3, 6), "head_dim of k must be 8, got 6"),
         ((1, 2, 3, 6), (1, 2, 3, 8), "head_dim of q must be 8, got 6"),
         ((2, 3, 8), (1, 2, 3, 8), r"q must have shape \(B, H, L, D\)"),
@@ -278,7 +278,7 @@ def test_a_compiled_call_still_refuses_positions_outside_the_table():
     compiled = torch.compile(rope, fullgraph=True)
     compiled(torch.randn(3, 4), torch.tensor([0, 1, 2]))
     for bad in (-1, 8):
-        with pytest.raises(RuntimeError, match="position_ids must be in"):
+        with pytest.raises(ValueError, match="positions must be in"):
             compiled(torch.randn(3, 4), torch.tensor([0, bad, 2]))
 
 

@@ -123,7 +123,7 @@ def test_pe_is_precomputed_and_handed_out_as_a_copy():
 
 def test_pe_is_held_to_its_length():
     pe = SinusoidalPE(32, 6)
-    with pytest.raises(ValueError, match="below max_seq_len=32, got 32"):
+    with pytest.raises(ValueError, match="seq_len must be at most max_seq_len=32, got 33"):
         pe.get_encoding(33)
     with pytest.raises(ValueError, match="below max_seq_len=32, got 33"):
         pe(torch.zeros(4, 6), offset=30)

@@ -3,6 +3,7 @@
 import copy
 import io
 import pickle
+import threading
 
 import pytest
 import torch
@@ -166,3 +167,73 @@ def test_positions_on_another_device_are_moved():
     rope = posenc.RotaryPosEmbedding()
     out = rope(torch.randn(4, 8, device="meta"), torch.arange(4))
     assert out.is_meta
+
+
+def test_threads_share_a_module():
+    """A thread must never pair the cosines of one table with the sines of another."""
+    rope, wrong = posenc.RotaryPosEmbedding(), []
+    inputs = [torch.randn(n, d) for n in (1, 7, 40, 300) for d in (8, 12)]
+    wanted = [posenc.functional.rotary_pos_embedding(x) for x in inputs]
+
+    def work():
+        for _ in range(15):
+            for x, y in zip(inputs, wanted, strict=True):
+                if not torch.equal(rope(x), y):
+                    wrong.append(x.shape)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+
+
+def test_moving_between_devices_does_not_grow_the_cache():
+    rope = posenc.RotaryPosEmbedding()
+    for device in ("cpu", "meta", "cpu", "meta"):
+        rope(torch.randn(4, 8, device=device))
+        assert rope.cos_cached.shape[0] == 4
+
+
+def test_max_seq_len_may_be_raised_later():
+    rope, x = posenc.RoPE(8, 16), torch.randn(1, 1, 4, 8)
+    rope.max_seq_len = 32
+    assert torch.equal(rope.apply(x, x, 15)[0], posenc.RoPE(8, 64).apply(x, x, 15)[0])
+    assert rope.cos_cached.shape[0] == 32
+
+
+def test_a_copy_made_in_inference_mode_serves_training(case):
+    make, x = case
+    with torch.inference_mode():
+        module = copy.deepcopy(make())
+    y = call(module, x.clone().requires_grad_())
+    y.nan_to_num().sum().backward()
+
+
+def test_a_failed_move_loses_nothing():
+    class Stuck(posenc.ALiBi):
+        def __init__(self):
+            super().__init__(4)
+            self.child = torch.nn.Linear(2, 2)
+
+    module = Stuck()
+    with pytest.raises(ZeroDivisionError):
+        module._apply(lambda tensor: 1 / 0)
+    assert module.slopes.tolist() == posenc.ALiBi(4).slopes.tolist()
+
+
+def test_a_subclass_keeps_its_own_buffers_as_torch_would():
+    class Scaled(posenc.RoPE):
+        def __init__(self):
+            super().__init__(8, 16)
+            self.register_buffer("scale", torch.ones(3))
+
+    module = Scaled().bfloat16()
+    assert module.scale.dtype == torch.bfloat16
+    assert module.cos_cached.dtype == torch.float64
+
+
+def test_vmap_over_positions():
+    rope, x, ids = posenc.RotaryPosEmbedding(), torch.randn(5, 3, 4), torch.arange(15).view(5, 3)
+    assert torch.equal(torch.func.vmap(rope)(x, ids), rope(x, ids))

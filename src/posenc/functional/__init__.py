@@ -1,7 +1,20 @@
 """Stateless forms: the numbers of `numerics` meeting the tensors of `kernels`."""
 
 from posenc.functional.alibi import alibi_bias, alibi_slopes
-from posenc.functional.rotary import rotary_pos_embedding
+from posenc.functional.rotary import (
+    qk_norm_rope,
+    rotary_pos_embedding,
+    rotate,
+    rotate_,
+)
 from posenc.functional.sinusoidal import sinusoidal_pos_embedding
 
-__all__ = ["alibi_bias", "alibi_slopes", "rotary_pos_embedding", "sinusoidal_pos_embedding"]
+__all__ = [
+    "alibi_bias",
+    "alibi_slopes",
+    "qk_norm_rope",
+    "rotary_pos_embedding",
+    "rotate",
+    "rotate_",
+    "sinusoidal_pos_embedding",
+]

@@ -100,4 +100,6 @@ def alibi_bias(
     line = slopes.to(where, torch.float64)[:, None] * (ahead if causal else -ahead.abs())
     if causal:
         line = line.masked_fill(ahead > 0, float("-inf"))
-    return line.to(dtype).unfold(-1, keys, 1).flip(1).to(slopes.device)
+    line = line.to(dtype).contiguous()
+    windows = line.as_strided((len(slopes), queries, keys), (queries + keys - 1, 1, 1))
+    return windows.flip(1).to(slopes.device)

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from posenc import kernels
 from posenc._contract import checks
+from posenc.kernels import Rows, Turn
 from posenc.numerics.frequencies import Spectrum
 from posenc.numerics.tables import cos_sin
 
@@ -52,9 +53,159 @@ def rotary_pos_embedding(
     if position_ids is None:
         at = torch.arange(input_.shape[-2], device=input_.device)
     else:
-        at, _ = checks.position_ids(who, position_ids, input_.shape, input_.device)
+        at = checks.position_ids(who, position_ids, input_.shape, input_.device)
+        checks.extent(who, at)
     cos, sin = cos_sin(at, spectrum)
-    return rotate_rows(input_, cos, sin, interleaved=interleaved)
+    return turn_one(input_, cos, sin, Rows(), Turn(interleaved, interleaved))
+
+
+def rotate(
+    q: Tensor,
+    k: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    *,
+    offset: int | Tensor = 0,
+    position_ids: Tensor | None = None,
+    interleaved: bool = True,
+    interleaved_out: bool | None = None,
+    last: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Rotate queries and keys by tables of your own.
+
+    For tables from another source: learned frequencies, a scaling rule of yours, another
+    library's cache. Gradients reach ``q``, ``k``, ``cos`` and ``sin``.
+
+    Args:
+        q: Queries ``(B, H, L, D)``.
+        k: Keys ``(B, H', L, D)``.
+        cos: ``(T, P)``, or ``(B, T, P)`` for tables of each sequence's own. ``2P`` channels of
+            the ``D`` are rotated.
+        sin: As ``cos``.
+        offset: Table row of the first token, or an integer tensor ``(B,)`` of them.
+        position_ids: Table row of each token, ``(L,)`` or ``(B, L)``, instead of ``offset``.
+        interleaved: Pairs are ``(2i, 2i + 1)`` if true, ``(i, P + i)`` if false.
+        interleaved_out: Pairs of the result, if they are to differ (DeepSeek's checkpoints are
+            interleaved and come out in halves).
+        last: Rotate the last ``2P`` channels instead of the first.
+
+    Returns:
+        New tensors like ``q`` and ``k``; channels that are not rotated are copied.
+
+    Examples:
+        >>> x = torch.tensor([1.0, 0.0, 5.0]).view(1, 1, 1, 3)
+        >>> quarter = torch.tensor([[0.0]]), torch.tensor([[1.0]])
+        >>> rotate(x, x, *quarter)[0].flatten()
+        tensor([0., 1., 5.])
+    """
+    rows, turn = _arguments(
+        "rotate", (q, k), cos, sin, offset, position_ids, interleaved, interleaved_out, last
+    )
+    a, b = kernels.rotate([q, k], cos, sin, rows, turn)
+    return a, b
+
+
+def rotate_(
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    *,
+    offset: int | Tensor = 0,
+    position_ids: Tensor | None = None,
+    interleaved: bool = True,
+    interleaved_out: bool | None = None,
+    last: bool = False,
+) -> Tensor:
+    """Rotate ``x`` of ``(B, H, L, D)`` in place, and return it; arguments as :func:`rotate`.
+
+    Safe for autograd: the rotation needs nothing of what it overwrites.
+
+    Examples:
+        >>> x = torch.tensor([1.0, 0.0]).view(1, 1, 1, 2)
+        >>> rotate_(x, torch.tensor([[0.0]]), torch.tensor([[1.0]])) is x
+        True
+        >>> x.flatten()
+        tensor([0., 1.])
+    """
+    rows, turn = _arguments(
+        "rotate_", (x,), cos, sin, offset, position_ids, interleaved, interleaved_out, last
+    )
+    if any(size > 1 and stride == 0 for size, stride in zip(x.shape, x.stride(), strict=True)):
+        rule = "x must not share memory with itself to be written in place"
+        got = f"strides {x.stride()}"
+        raise ValueError(checks.message("rotate_", rule, got, "Call x.contiguous() first."))
+    kernels.rotate_([x], cos, sin, rows, turn)
+    return x
+
+
+def qk_norm_rope(
+    q: Tensor,
+    k: Tensor,
+    q_weight: Tensor,
+    k_weight: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    *,
+    eps: float = 1e-6,
+    zero_centered: bool = False,
+    offset: int | Tensor = 0,
+    position_ids: Tensor | None = None,
+    interleaved: bool = True,
+    interleaved_out: bool | None = None,
+    last: bool = False,
+) -> tuple[Tensor, Tensor]:
+    r"""RMSNorm of queries and keys, then rotation, in one pass over memory.
+
+    .. math:: x \mapsto R_\phi \left( \frac{x}{\sqrt{\text{mean}(x^2) + \epsilon}} \odot w \right)
+
+    As Qwen3, Gemma 3 and OLMo 2 normalise before they rotate. Computed one precision up and
+    rounded once; gradients reach ``q``, ``k`` and the weights.
+
+    Args:
+        q: Queries ``(B, H, L, D)``.
+        k: Keys ``(B, H', L, D)``.
+        q_weight: ``(D,)`` for a norm of each head, ``(H * D,)`` for one over all heads of a
+            token (OLMo 2).
+        k_weight: ``(D,)`` or ``(H' * D,)``.
+        cos: ``(T, P)`` or ``(B, T, P)``, as in :func:`rotate`.
+        sin: As ``cos``.
+        eps: Added to the mean square.
+        zero_centered: Multiply by ``1 + weight`` (Gemma).
+        offset: As in :func:`rotate`, and so are the arguments after it.
+        position_ids: Table row of each token, instead of ``offset``.
+        interleaved: Pairs are ``(2i, 2i + 1)`` if true, ``(i, P + i)`` if false.
+        interleaved_out: Pairs of the result, if they are to differ.
+        last: Rotate the last ``2P`` channels instead of the first.
+
+    Returns:
+        New tensors like ``q`` and ``k``.
+
+    Examples:
+        >>> x = torch.tensor([3.0, 4.0]).view(1, 1, 1, 2)
+        >>> still = torch.ones(1, 1), torch.zeros(1, 1)
+        >>> qk_norm_rope(x, x, torch.ones(2), torch.ones(2), *still)[0].flatten()
+        tensor([0.8485, 1.1314])
+
+    References:
+        Henry et al., *Query-Key Normalization for Transformers*, 2020.
+    """
+    who = "qk_norm_rope"
+    rows, turn = _arguments(
+        who, (q, k), cos, sin, offset, position_ids, interleaved, interleaved_out, last
+    )
+    eps = checks.positive_float(who, "eps", eps)
+    shift = 1.0 if checks.boolean(who, "zero_centered", zero_centered) else 0.0
+    turned = []
+    for name, x, weight in (("q_weight", q, q_weight), ("k_weight", k, k_weight)):
+        checks.float_tensor(who, name, weight)
+        heads, width = x.shape[1], x.shape[3]
+        if tuple(weight.shape) not in ((width,), (heads * width,)):
+            rule = f"{name} must have shape ({width},) or ({heads * width},)"
+            got = f"shape {tuple(weight.shape)}"
+            raise ValueError(checks.message(who, rule, got, "One weight serves one channel."))
+        norm = kernels.Norm(eps, shift, weight.shape[0] != width)
+        turned.append(kernels.norm_rotate(x, weight, cos, sin, rows, turn, norm))
+    return turned[0], turned[1]
 
 
 def check_rotary_input(who: str, name: str, x: Tensor) -> None:
@@ -67,10 +218,73 @@ def check_rotary_input(who: str, name: str, x: Tensor) -> None:
     checks.even(who, f"the last dimension of {name}", x.shape[-1])
 
 
-def rotate_rows(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool) -> Tensor:
-    """Rotate ``x`` of ``(..., L, D)`` by rows ``[L, P]``, or ``[B, L, P]`` for its first axis."""
-    if cos.dim() == 3:
-        between = (1,) * (x.dim() - 3)
-        shape = (cos.shape[0], *between, *cos.shape[1:])
-        cos, sin = cos.view(shape), sin.view(shape)
-    return kernels.rotate(x, cos, sin, interleaved=interleaved)
+def check_queries_and_keys(who: str, q: Tensor, k: Tensor) -> None:
+    """Refuse q and k that do not belong together."""
+    if q.shape[0] != k.shape[0] or q.shape[2:] != k.shape[2:] or q.device != k.device:
+        rule = "q and k must agree in batch, length, head_dim and device"
+        got = f"{tuple(q.shape)} on {q.device} and {tuple(k.shape)} on {k.device}"
+        raise ValueError(checks.message(who, rule, got, "Only the head counts may differ."))
+
+
+def turn_one(x: Tensor, cos: Tensor, sin: Tensor, rows: Rows, turn: Turn) -> Tensor:
+    """Rotate ``x`` of ``(..., L, D)``; positions and 3-D tables belong to its first axis."""
+    if x.dim() == 2:
+        four = x[None, None]
+    elif x.dim() == 3:
+        four = x.unsqueeze(1)
+    else:
+        four = x.flatten(1, -3)
+    (y,) = kernels.rotate([four], cos, sin, rows, turn)
+    return y.view(x.shape) if x.dim() <= 4 else y.unflatten(1, x.shape[1:-2])
+
+
+def rows_of(who: str, x: Tensor, offset: int | Tensor, position_ids: Tensor | None) -> Rows:
+    """Table rows from what a user may say: an offset, one for each sequence, or positions."""
+    if position_ids is None:
+        if isinstance(offset, Tensor):
+            return Rows(0, checks.offsets(who, offset, x.shape, x.device)[:, None])
+        return Rows(checks.integer(who, "offset", offset, least=0))
+    checks.exclusive_offset(who, offset)
+    ids = checks.position_ids(who, position_ids, x.shape, x.device)
+    return Rows(0, ids if ids.dim() == 2 else ids[None])
+
+
+def _arguments(
+    who: str,
+    xs: tuple[Tensor, ...],
+    cos: Tensor,
+    sin: Tensor,
+    offset: int | Tensor,
+    position_ids: Tensor | None,
+    interleaved: bool,
+    interleaved_out: bool | None,
+    last: bool,
+) -> tuple[Rows, Turn]:
+    for name, x in zip(("q", "k") if len(xs) == 2 else ("x",), xs, strict=True):
+        checks.float_tensor(who, name, x)
+        checks.rank(who, name, x, (4,), "(B, H, L, D)")
+    if len(xs) == 2:
+        check_queries_and_keys(who, *xs)
+    for name, table in (("cos", cos), ("sin", sin)):
+        checks.float_tensor(who, name, table)
+        checks.rank(who, name, table, (2, 3), "(T, P) or (B, T, P)")
+    batch, _, length, width = xs[0].shape
+    pairs = cos.shape[-1]
+    if cos.shape != sin.shape or cos.device != xs[0].device or sin.device != xs[0].device:
+        rule = f"cos and sin must have one shape, on {xs[0].device}"
+        got = f"{tuple(cos.shape)} on {cos.device} and {tuple(sin.shape)} on {sin.device}"
+        raise ValueError(checks.message(who, rule, got, "Build both from the same angles."))
+    if pairs == 0 or 2 * pairs > width or (cos.dim() == 3 and cos.shape[0] != batch):
+        rule = f"cos must have shape (T, P) or ({batch}, T, P) with 1 <= P <= {width // 2}"
+        got = f"shape {tuple(cos.shape)}"
+        raise ValueError(checks.message(who, rule, got, "One column serves a pair of channels."))
+    rows = rows_of(who, xs[0], offset, position_ids)
+    if rows.positions is None:
+        last_row = rows.start + length - 1
+        checks.covered(who, last_row, "the rows of cos", cos.shape[-2], "a smaller offset")
+    checks.boolean(who, "interleaved", interleaved)
+    if interleaved_out is None:
+        interleaved_out = interleaved
+    checks.boolean(who, "interleaved_out", interleaved_out)
+    column = width - 2 * pairs if checks.boolean(who, "last", last) else 0
+    return rows, Turn(interleaved, interleaved_out, column)

@@ -23,16 +23,28 @@ class DerivedBuffers(nn.Module):
     `.to(torch.bfloat16)`) leaves them as they are, and coming off the meta device rebuilds them.
     """
 
+    _derived: tuple[str, ...] = ()
+
+    def _derive(self, *names: str) -> None:
+        """Declare the buffers of these names, empty for now."""
+        self._derived = names
+        for name in names:
+            self.register_buffer(name, None, persistent=False)
+
     def _rebuild(self, device: torch.device) -> None:
-        """Work every buffer out again on ``device``."""
+        """Work every derived buffer out again on ``device``."""
         raise NotImplementedError
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        kept = {name: table for name, table in self._buffers.items() if table is not None}
-        self._buffers.update(dict.fromkeys(kept))
-        super()._apply(fn, recurse)
-        self._buffers.update(kept)
-        for table in kept.values():
+        held = {name: self._buffers[name] for name in self._derived}
+        self._buffers.update(dict.fromkeys(held))
+        try:
+            super()._apply(fn, recurse)
+        finally:
+            self._buffers.update(held)
+        for table in held.values():
+            if table is None:
+                continue
             # Only the device is followed: `fn` may round, or hand out memory nobody has written.
             device = fn(torch.empty(0, device=table.device)).device
             if device != table.device:
@@ -41,29 +53,31 @@ class DerivedBuffers(nn.Module):
         return self
 
     def _move(self, device: torch.device) -> None:
-        old = {name: table for name, table in self._buffers.items() if table is not None}
-        if device.type == "mps" or any(table.is_meta for table in old.values()):
+        held = {name: self._buffers[name] for name in self._derived}
+        if device.type == "mps" or any(table is None or table.is_meta for table in held.values()):
             self._rebuild(device)
         else:
-            self._buffers.update({name: table.to(device) for name, table in old.items()})
+            self._buffers.update(
+                {name: table.to(device) for name, table in held.items() if table is not None}
+            )
 
 
 class TableModule(DerivedBuffers):
     """A module with a row of numbers for each position, built once and reused.
 
+    With ``max_seq_len`` the tables have that many rows; without, they grow with what is asked.
+
     Args:
         names: Buffers that hold the tables, ``[T, ...]`` each.
-        capacity: Rows to build at once; None lets the tables grow with what is asked for.
     """
 
-    def __init__(self, *names: str, capacity: int | None) -> None:
+    max_seq_len: int | None
+
+    def __init__(self, *names: str) -> None:
         super().__init__()
-        self._names = names
-        self._capacity = capacity
-        # Which rates the tables hold; None before the first one is built.
+        self._derive(*names)
+        # Which rates the tables hold; None while there are none.
         self._spectrum: Spectrum | None = None
-        for name in names:
-            self.register_buffer(name, None, persistent=False)
 
     def _tabulate(
         self, positions: Tensor, spectrum: Spectrum, dtype: torch.dtype
@@ -77,56 +91,64 @@ class TableModule(DerivedBuffers):
 
     def _build(
         self, spectrum: Spectrum, rows: int, device: torch.device, dtype: torch.dtype
-    ) -> None:
+    ) -> tuple[Tensor, ...]:
         # A table born in inference mode could not serve a training step later.
         with torch.inference_mode(False), torch.no_grad():
             tables = self._tabulate(torch.arange(rows, device=device), spectrum, dtype)
-        for name, table in zip(self._names, tables, strict=True):
-            self._buffers[name] = table
+        # In this order a thread that reads the tables and then the spectrum never pairs old
+        # tables with new rates.
+        self._spectrum = None
+        self._buffers.update(zip(self._derived, tables, strict=True))
         self._spectrum = spectrum
+        return tables
 
     def _rebuild(self, device: torch.device) -> None:
-        held = self._buffers[self._names[0]]
+        held = self._buffers[self._derived[0]]
         assert held is not None
         assert self._spectrum is not None
         self._build(self._spectrum, held.shape[0], device, held.dtype)
 
-    def _rows(
-        self, x: Tensor, spectrum: Spectrum, at: Tensor | tuple[int, int], need: int | None
-    ) -> tuple[Tensor, ...]:
-        """Table rows for ``x``: of the kept tables where they serve, worked out where not.
+    def _kept(self, x: Tensor, spectrum: Spectrum, rows: int | None) -> tuple[Tensor, ...] | None:
+        """The tables, if they hold ``rows`` rows that serve ``x`` or can be made to.
+
+        None means that the caller works its rows out itself: the table would be too large to
+        keep, how many rows it needs cannot be known without waiting, or the call is traced and
+        a graph that read a growing table would be tied to the size it had.
 
         Args:
             x: The tensor to encode; decides device and precision.
             spectrum: The rates wanted.
-            at: Positions as a tensor, or as ``(start, length)``.
-            need: Rows that have to exist, None where that cannot be known without waiting.
+            rows: Rows that have to exist; a module with ``max_seq_len`` has that many.
         """
-        rows = need if self._capacity is None else self._capacity
-        dtype = self._table_dtype(x)
-        if is_plain(x) and rows is not None and not self._covers(x, spectrum, rows):
-            held = self._buffers[self._names[0]]
-            if self._capacity is None and held is not None and spectrum == self._spectrum:
-                rows = max(rows, min(2 * held.shape[0], GROWTH_LIMIT))
-            if self._capacity is not None or rows <= GROWTH_LIMIT:
-                self._build(spectrum, rows, x.device, dtype)
-        # A graph that read a growing table would be tied to the size it had when traced.
-        steady = is_plain(x) or self._capacity is not None
-        if rows is not None and steady and self._covers(x, spectrum, rows):
-            tables = [self._buffers[name] for name in self._names]
-            if isinstance(at, Tensor):
-                return tuple(table[at] for table in tables if table is not None)
-            return tuple(table[at[0] : at[0] + at[1]] for table in tables if table is not None)
-        if not isinstance(at, Tensor):
-            at = torch.arange(at[0], at[0] + at[1], device=x.device)
-        return self._tabulate(at, spectrum, dtype)
+        if self.max_seq_len is not None:
+            rows = self.max_seq_len
+        elif rows is None or not is_plain(x):
+            return None
+        tables = self._covering(x, spectrum, rows)
+        if tables is None and is_plain(x):
+            held = self._buffers[self._derived[0]]
+            if self.max_seq_len is None:
+                if rows > GROWTH_LIMIT:
+                    return None
+                if held is not None and spectrum == self._spectrum:
+                    length = held.shape[0]
+                    longer = min(2 * length, GROWTH_LIMIT) if length < rows else length
+                    rows = max(rows, longer)
+            tables = self._build(spectrum, rows, x.device, self._table_dtype(x))
+        return tables
 
-    def _covers(self, x: Tensor, spectrum: Spectrum, rows: int) -> bool:
-        held = self._buffers[self._names[0]]
-        return (
-            held is not None
-            and spectrum == self._spectrum
-            and held.shape[0] >= rows
-            and held.device == x.device
-            and held.dtype in (torch.float64, self._table_dtype(x))
-        )
+    def _covering(self, x: Tensor, spectrum: Spectrum, rows: int) -> tuple[Tensor, ...] | None:
+        tables = tuple([self._buffers[name] for name in self._derived])
+        if not spectrum == self._spectrum:  # noqa: SIM201 (torch.compile traces == alone)
+            return None
+        for held in tables:
+            if (
+                held is None
+                or held.shape[0] < rows
+                or held.device != x.device
+                or held.dtype not in (torch.float64, self._table_dtype(x))
+                # A copy made in inference mode cannot be saved for a gradient.
+                or (is_plain(held) and held.is_inference() and torch.is_grad_enabled())
+            ):
+                return None
+        return tables  # type: ignore[return-value]

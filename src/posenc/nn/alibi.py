@@ -9,6 +9,7 @@ from posenc import kernels
 from posenc._contract import checks
 from posenc.functional.alibi import alibi_bias, alibi_slopes
 from posenc.nn._tables import DerivedBuffers
+from posenc.numerics.tables import widest
 
 
 class ALiBi(DerivedBuffers):
@@ -38,6 +39,7 @@ class ALiBi(DerivedBuffers):
     """
 
     slopes: Tensor
+    _exact_slopes: Tensor
 
     def __init__(
         self,
@@ -53,11 +55,14 @@ class ALiBi(DerivedBuffers):
         self.causal = checks.boolean(who, "causal", causal)
         self.bias_max = checks.positive_float(who, "bias_max", bias_max)
         self.plain = checks.boolean(who, "plain", plain)
-        self.register_buffer("slopes", None, persistent=False)
+        # The bias is made of exact slopes; `slopes` is for the kernels of others, in float32.
+        self._derive("slopes", "_exact_slopes")
         self._rebuild(torch.get_default_device())
 
     def _rebuild(self, device: torch.device) -> None:
-        self._buffers["slopes"] = self._slopes(device, torch.float32)
+        with torch.inference_mode(False):
+            self.slopes = self._slopes(device, torch.float32)
+            self._exact_slopes = self._slopes(device, widest(device))
 
     def _slopes(self, device: torch.device, dtype: torch.dtype) -> Tensor:
         return alibi_slopes(
@@ -67,7 +72,7 @@ class ALiBi(DerivedBuffers):
     def get_bias(self, seq_len: int) -> Tensor:
         """Bias for ``seq_len`` queries and keys, float32 of shape ``(H, L, L)``."""
         length = checks.integer(type(self).__name__, "seq_len", seq_len, least=0)
-        return alibi_bias(self.slopes, length, causal=self.causal)
+        return alibi_bias(self._exact_slopes, length, causal=self.causal)
 
     def forward(self, scores: Tensor) -> Tensor:
         """Add the bias to attention scores.
@@ -85,13 +90,19 @@ class ALiBi(DerivedBuffers):
             got = f"shape {tuple(scores.shape)}"
             raise ValueError(checks.message(who, rule, got, "Put the heads third from last."))
         queries, keys = scores.shape[-2:]
+        if keys < queries:
+            rule = f"scores must have at least as many keys as queries, {queries}"
+            raise ValueError(checks.message(who, rule, keys, "Queries are the last of the keys."))
         wide = torch.promote_types(scores.dtype, torch.float32)
-        slopes = self.slopes
+        slopes = self._exact_slopes
         if slopes.device != scores.device:
-            slopes = self._slopes(scores.device, torch.float32)
+            slopes = self._slopes(scores.device, widest(scores.device))
         bias = alibi_bias(slopes, queries, keys, causal=self.causal, dtype=wide)
         return kernels.add(scores, bias)
 
     def extra_repr(self) -> str:
         """Shown by ``print(module)``."""
-        return f"num_heads={self.num_heads}, causal={self.causal}, bias_max={self.bias_max:g}"
+        return (
+            f"num_heads={self.num_heads}, causal={self.causal}, bias_max={self.bias_max}, "
+            f"plain={self.plain}"
+        )

@@ -3,8 +3,19 @@
 from posenc.functional import (
     alibi_bias,
     alibi_slopes,
+    qk_norm_rope,
     rotary_pos_embedding,
+    rotate,
+    rotate_,
     sinusoidal_pos_embedding,
 )
 
-__all__ = ["alibi_bias", "alibi_slopes", "rotary_pos_embedding", "sinusoidal_pos_embedding"]
+__all__ = [
+    "alibi_bias",
+    "alibi_slopes",
+    "qk_norm_rope",
+    "rotary_pos_embedding",
+    "rotate",
+    "rotate_",
+    "sinusoidal_pos_embedding",
+]

@@ -13,7 +13,7 @@ class LearnedPosEmbedding(nn.Module):
     """Add a trained vector for each position to embeddings ``(L, D)`` or ``(N, L, D)``.
 
     The table is ``self.pos_emb``, a :class:`torch.nn.Embedding`: the one thing in this library
-    that is learned and saved. The sum is rounded once to the input's dtype.
+    that is learned and saved. The sum keeps the input's dtype.
 
     Args:
         max_len: Rows of the table.
@@ -52,17 +52,16 @@ class LearnedPosEmbedding(nn.Module):
         length, width = x.shape[-2:]
         way_out = f"Build LearnedPosEmbedding({self.max_len}, {width})."
         checks.equal(who, "embed_dim", width, self.embed_dim, way_out)
-        start = checks.integer(who, "offset", offset, least=0)
         device = self.pos_emb.weight.device
         if position_ids is None:
+            start = checks.integer(who, "offset", offset, least=0)
             last = start + length - 1
             checks.covered(who, last, "max_len", self.max_len, "a smaller offset")
             at = torch.arange(start, start + length, device=device)
         else:
-            checks.exclusive_offset(who, start)
-            at, _ = checks.position_ids(
-                who, position_ids, x.shape, device, limit_name="max_len", limit=self.max_len
-            )
+            checks.exclusive_offset(who, offset)
+            at = checks.position_ids(who, position_ids, x.shape, device)
+            checks.extent(who, at, "max_len", self.max_len)
         return kernels.add(x, self.pos_emb(at))
 
     def extra_repr(self) -> str:

@@ -8,8 +8,15 @@ from typing import Any, overload
 import torch
 from torch import Tensor
 
+from posenc import kernels
 from posenc._contract import checks
-from posenc.functional.rotary import check_rotary_input, rotate_rows
+from posenc.functional.rotary import (
+    check_queries_and_keys,
+    check_rotary_input,
+    rows_of,
+    turn_one,
+)
+from posenc.kernels import RowOutOfRange, Rows, Turn
 from posenc.nn._tables import TableModule
 from posenc.numerics.frequencies import Spectrum
 from posenc.numerics.tables import cos_sin, widest
@@ -24,8 +31,8 @@ class _RotaryTables(TableModule):
     cos_cached: Tensor | None
     sin_cached: Tensor | None
 
-    def __init__(self, capacity: int | None) -> None:
-        super().__init__("cos_cached", "sin_cached", capacity=capacity)
+    def __init__(self) -> None:
+        super().__init__("cos_cached", "sin_cached")
 
     def _tabulate(
         self, positions: Tensor, spectrum: Spectrum, dtype: torch.dtype
@@ -35,6 +42,25 @@ class _RotaryTables(TableModule):
     def _table_dtype(self, x: Tensor) -> torch.dtype:
         return widest(x.device)
 
+    def _cos_sin(
+        self, who: str, x: Tensor, spectrum: Spectrum, rows: Rows, need: int | None
+    ) -> tuple[Tensor, Tensor, Rows]:
+        """Tables, and the rows in them: of the kept ones, or worked out for this call."""
+        limit = self.max_seq_len
+        if (
+            limit is not None
+            and rows.positions is not None
+            and self._covering(x, spectrum, limit) is None
+        ):
+            # A table that has to be rebuilt must not be when the call is refused afterwards.
+            at = rows.numbers(x.shape[-2], x.device)
+            checks.extent(who, at, "max_seq_len", limit)
+        kept = self._kept(x, spectrum, need)
+        if kept is not None:
+            return kept[0], kept[1], rows
+        at = rows.numbers(x.shape[-2], x.device)
+        return *cos_sin(at[0] if at.shape[0] == 1 else at, spectrum), Rows()
+
 
 class RotaryPosEmbedding(_RotaryTables):
     """Rotate ``(..., L, D)`` by position, keeping cosines and sines between calls.
@@ -42,9 +68,10 @@ class RotaryPosEmbedding(_RotaryTables):
     The tables are reused while they cover the positions asked for, and rebuilt when the length
     grows, or the device or the embedding dimension changes. Growth doubles, so decoding token by
     token rebuilds only now and then. With ``max_seq_len`` they are built at that capacity and
-    every call is held to it; give it under DistributedDataParallel, where each rank must hold
-    tables of one size, and under ``torch.compile``, where a growing table is worked out in the
-    graph instead.
+    every call is held to it. Give both sizes under ``torch.compile``, where a table that is not
+    there yet, or may grow, is worked out in the graph instead; and under DistributedDataParallel,
+    where each rank must hold tables of one size. Without ``max_seq_len``, positions past 131 072
+    are worked out at each call and not kept.
 
     Args:
         embed_dim: Fixed, even ``D``; inferred from each input if None.
@@ -78,7 +105,7 @@ class RotaryPosEmbedding(_RotaryTables):
             embed_dim = checks.even(who, "embed_dim", embed_dim)
         if max_seq_len is not None:
             max_seq_len = checks.integer(who, "max_seq_len", max_seq_len)
-        super().__init__(capacity=max_seq_len)
+        super().__init__()
         self.embed_dim = embed_dim
         self.max_seq_len = max_seq_len
         self.interleaved = checks.boolean(who, "interleaved", interleaved)
@@ -104,22 +131,21 @@ class RotaryPosEmbedding(_RotaryTables):
         if self.embed_dim is not None:
             way_out = "Pass embed_dim=None to take any width."
             checks.equal(who, "embed_dim", width, self.embed_dim, way_out)
-        at: Tensor | tuple[int, int] = (0, length)
+        rows = rows_of(who, input_, 0, position_ids)
         need: int | None = length
-        if position_ids is not None:
-            at, need = checks.position_ids(
-                who,
-                position_ids,
-                input_.shape,
-                input_.device,
-                limit_name="max_seq_len",
-                limit=self.max_seq_len,
-            )
-        elif self.max_seq_len is not None:
-            checks.covered(who, length - 1, "max_seq_len", self.max_seq_len, "a shorter input_")
+        if rows.positions is None:
+            if self.max_seq_len is not None:
+                limit = self.max_seq_len
+                checks.covered(who, length - 1, "max_seq_len", limit, "a shorter input_")
+        elif self.max_seq_len is None:
+            need = checks.extent(who, rows.positions)
         spectrum = Spectrum(width, self.base)
-        cos, sin = self._rows(input_, spectrum, at, need)
-        return rotate_rows(input_, cos, sin, interleaved=self.interleaved)
+        cos, sin, rows = self._cos_sin(who, input_, spectrum, rows, need)
+        try:
+            return turn_one(input_, cos, sin, rows, Turn(self.interleaved, self.interleaved))
+        except RowOutOfRange as error:
+            checks.position(who, error.row, "max_seq_len", cos.shape[-2])
+            raise
 
     def extra_repr(self) -> str:
         """Shown by ``print(module)``."""
@@ -150,6 +176,8 @@ class RoPE(_RotaryTables):
         Su et al., *RoFormer*, 2021.
     """
 
+    max_seq_len: int
+
     def __init__(
         self,
         head_dim: int,
@@ -160,7 +188,7 @@ class RoPE(_RotaryTables):
     ) -> None:
         who = type(self).__name__
         max_seq_len = checks.integer(who, "max_seq_len", max_seq_len)
-        super().__init__(capacity=max_seq_len)
+        super().__init__()
         self.head_dim = checks.even(who, "head_dim", head_dim)
         self.max_seq_len = max_seq_len
         self.base = checks.positive_float(who, "base", base)
@@ -173,10 +201,10 @@ class RoPE(_RotaryTables):
 
     @overload
     def apply(
-        self, q: Tensor, k: Tensor, offset: int = 0, *, position_ids: Tensor | None = None
+        self, q: Tensor, k: Tensor, offset: int | Tensor = 0, *, position_ids: Tensor | None = None
     ) -> tuple[Tensor, Tensor]: ...
 
-    def apply(self, q: Any, k: Any = None, offset: int = 0, **keywords: Any) -> Any:
+    def apply(self, q: Any, k: Any = None, offset: int | Tensor = 0, **keywords: Any) -> Any:
         """Rotate queries and keys; the same as calling the module.
 
         ``model.apply(fn)`` of a surrounding model reaches this method too, with a function and
@@ -187,14 +215,15 @@ class RoPE(_RotaryTables):
         return self(q, k, offset, **keywords)
 
     def forward(
-        self, q: Tensor, k: Tensor, offset: int = 0, *, position_ids: Tensor | None = None
+        self, q: Tensor, k: Tensor, offset: int | Tensor = 0, *, position_ids: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """Rotate queries and keys.
 
         Args:
             q: Queries ``(B, H, L, D)``.
             k: Keys ``(B, H', L, D)``; the head count may differ from that of ``q``.
-            offset: Position of the first token: what a cache already holds.
+            offset: Position of the first token: what a cache already holds. An integer tensor
+                ``(B,)`` gives each sequence its own.
             position_ids: Integers of shape ``(L,)`` or ``(B, L)``, instead of ``offset``.
 
         Returns:
@@ -206,32 +235,19 @@ class RoPE(_RotaryTables):
             checks.rank(who, name, x, (4,), "(B, H, L, D)")
             way_out = f"Build RoPE(head_dim={x.shape[-1]})."
             checks.equal(who, f"head_dim of {name}", x.shape[-1], self.head_dim, way_out)
-        if q.shape[0] != k.shape[0] or q.shape[2] != k.shape[2] or q.device != k.device:
-            rule = "q and k must agree in batch, length and device"
-            got = f"{tuple(q.shape)} on {q.device} and {tuple(k.shape)} on {k.device}"
-            raise ValueError(checks.message(who, rule, got, "Only the head counts may differ."))
-        length = q.shape[2]
-        start = checks.integer(who, "offset", offset, least=0)
-        at: Tensor | tuple[int, int] = (start, length)
-        if position_ids is None:
-            last = start + length - 1
+        check_queries_and_keys(who, q, k)
+        rows = rows_of(who, q, offset, position_ids)
+        if rows.positions is None:
+            last = rows.start + q.shape[2] - 1
             checks.covered(who, last, "max_seq_len", self.max_seq_len, "a smaller offset")
-        else:
-            checks.exclusive_offset(who, start)
-            at, _ = checks.position_ids(
-                who,
-                position_ids,
-                q.shape,
-                q.device,
-                limit_name="max_seq_len",
-                limit=self.max_seq_len,
-            )
         spectrum = Spectrum(self.head_dim, self.base)
-        cos, sin = self._rows(q, spectrum, at, self.max_seq_len)
-        return (
-            rotate_rows(q, cos, sin, interleaved=self.interleaved),
-            rotate_rows(k, cos, sin, interleaved=self.interleaved),
-        )
+        cos, sin, rows = self._cos_sin(who, q, spectrum, rows, self.max_seq_len)
+        try:
+            a, b = kernels.rotate([q, k], cos, sin, rows, Turn(self.interleaved, self.interleaved))
+        except RowOutOfRange as error:
+            checks.position(who, error.row, "max_seq_len", cos.shape[-2])
+            raise
+        return a, b
 
     def extra_repr(self) -> str:
         """Shown by ``print(module)``."""

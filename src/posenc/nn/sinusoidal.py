@@ -17,8 +17,8 @@ class _SinusoidTable(TableModule):
 
     encodings: Tensor | None
 
-    def __init__(self, capacity: int | None) -> None:
-        super().__init__("encodings", capacity=capacity)
+    def __init__(self) -> None:
+        super().__init__("encodings")
 
     def _tabulate(
         self, positions: Tensor, spectrum: Spectrum, dtype: torch.dtype
@@ -28,11 +28,20 @@ class _SinusoidTable(TableModule):
     def _table_dtype(self, x: Tensor) -> torch.dtype:
         return torch.promote_types(x.dtype, torch.float32)
 
+    def _add(self, x: Tensor, spectrum: Spectrum, start: int) -> Tensor:
+        end = start + x.shape[-2]
+        kept = self._kept(x, spectrum, end)
+        if kept is not None:
+            return kernels.add(x, kept[0][start:end])
+        at = torch.arange(start, end, device=x.device)
+        return kernels.add(x, sinusoid(at, spectrum, self._table_dtype(x)))
+
 
 class SinusoidalPosEmbedding(_SinusoidTable):
     """Add the sinusoidal encoding to embeddings ``(L, D)`` or ``(N, L, D)``.
 
-    The sum is rounded once to the input's dtype. Nothing is learned and nothing is saved.
+    The sum keeps the input's dtype and is within one ulp at the magnitude of the larger term.
+    Nothing is learned and nothing is saved.
 
     Args:
         seq_len: Fixed ``L``; inferred from each input if None.
@@ -56,7 +65,8 @@ class SinusoidalPosEmbedding(_SinusoidTable):
         base: float = 10_000.0,
     ) -> None:
         who = type(self).__name__
-        super().__init__(capacity=None)
+        super().__init__()
+        self.max_seq_len = None
         self.seq_len = None if seq_len is None else checks.integer(who, "seq_len", seq_len)
         self.embed_dim = None if embed_dim is None else checks.integer(who, "embed_dim", embed_dim)
         self.base = checks.positive_float(who, "base", base)
@@ -82,9 +92,7 @@ class SinusoidalPosEmbedding(_SinusoidTable):
             checks.equal(who, "embed_dim", width, self.embed_dim, way_out)
         start = checks.integer(who, "offset", offset, least=0)
         checks.integer(who, "the last dimension of input_", width)
-        spectrum = Spectrum(width, self.base)
-        (rows,) = self._rows(input_, spectrum, (start, length), start + length)
-        return kernels.add(input_, rows)
+        return self._add(input_, Spectrum(width, self.base), start)
 
     def extra_repr(self) -> str:
         """Shown by ``print(module)``."""
@@ -110,10 +118,12 @@ class SinusoidalPE(_SinusoidTable):
         Vaswani et al., *Attention Is All You Need*, 2017, section 3.5.
     """
 
+    max_seq_len: int
+
     def __init__(self, max_seq_len: int, embed_dim: int, *, base: float = 10_000.0) -> None:
         who = type(self).__name__
         max_seq_len = checks.integer(who, "max_seq_len", max_seq_len)
-        super().__init__(capacity=max_seq_len)
+        super().__init__()
         self.max_seq_len = max_seq_len
         self.embed_dim = checks.integer(who, "embed_dim", embed_dim)
         self.base = checks.positive_float(who, "base", base)
@@ -124,7 +134,9 @@ class SinusoidalPE(_SinusoidTable):
         """The first ``seq_len`` rows of the table, float32 of shape ``(seq_len, embed_dim)``."""
         who = type(self).__name__
         length = checks.integer(who, "seq_len", seq_len, least=0)
-        checks.covered(who, length - 1, "max_seq_len", self.max_seq_len, "a smaller seq_len")
+        if length > self.max_seq_len:
+            rule = f"seq_len must be at most max_seq_len={self.max_seq_len}"
+            raise ValueError(checks.message(who, rule, length, "Raise max_seq_len."))
         assert self.encodings is not None
         return self.encodings[:length].to(torch.float32, copy=True)
 
@@ -147,9 +159,7 @@ class SinusoidalPE(_SinusoidTable):
         start = checks.integer(who, "offset", offset, least=0)
         last = start + length - 1
         checks.covered(who, last, "max_seq_len", self.max_seq_len, "a shorter input")
-        spectrum = Spectrum(self.embed_dim, self.base)
-        (rows,) = self._rows(input, spectrum, (start, length), start + length)
-        return kernels.add(input, rows)
+        return self._add(input, Spectrum(self.embed_dim, self.base), start)
 
     def extra_repr(self) -> str:
         """Shown by ``print(module)``."""
