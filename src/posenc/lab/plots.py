@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -26,7 +26,8 @@ def characters(table: Tensor, *, rows: int = 12, columns: int = 64) -> str:
         *#%
     """
     finite = table.float().nan_to_num(neginf=float("nan"))
-    low, high = finite[~finite.isnan()].aminmax()
+    seen = finite[~finite.isnan()]
+    low, high = seen.aminmax() if len(seen) else torch.zeros(2)
     pick_row = torch.linspace(0, len(table) - 1, min(rows, len(table))).round().long()
     pick_column = torch.linspace(0, table.shape[1] - 1, min(columns, table.shape[1])).round()
     scaled = (finite - low) / (high - low).clamp(min=1e-30)
@@ -51,6 +52,60 @@ def gallery(length: int = 96, dim: int = 64) -> Figure:
     _decay(axes[1, 1], dim, 4 * length)
     _alibi(axes[1, 2], length)
     return figure
+
+
+def timings(report: dict[str, Any]) -> Figure:
+    """Bars of a benchmark, one panel for each workload: how many copies of q and k a call takes.
+
+    Args:
+        report: What :func:`posenc.lab.bench.report` gives, or a results file that holds it.
+    """
+    from matplotlib.figure import Figure
+
+    shown = report["measurements"]
+    columns = min(2, len(shown))
+    rows = -(-len(shown) // columns)
+    lines = max(sum(r["status"] != "missing" for r in m["results"]) for m in shown)
+    size = (6.5 * columns, rows * (0.28 * lines + 1.1) + 0.5)
+    figure = Figure(figsize=size, layout="constrained")
+    machine = report["machine"]
+    where = f"{machine['cpu']}, {report['settings'].get('threads')} threads"
+    if shown[0]["device"] == "cuda":
+        where = machine["gpu"]
+    figure.suptitle(f"How many copies a rotation costs, 1 is the memory's own speed\n{where}")
+    for ax in figure.subplots(rows, columns, squeeze=False).flat[len(shown) :]:
+        ax.set_axis_off()
+    for ax, measurement in zip(figure.axes, shown, strict=False):
+        _bars(ax, measurement)
+    return figure
+
+
+def _bars(ax: Axes, measurement: dict[str, Any]) -> None:
+    case = measurement["case"]
+    names: list[str] = []
+    for result in measurement["results"]:
+        if result["status"] == "missing":
+            continue
+        y = len(names)
+        names.append(result["contestant"] + (" (graph)" if result["via"] == "graph" else ""))
+        if result["status"] != "timed":
+            ax.text(1, y, f" {result['status']}", va="center", fontsize=8, color="C3")
+            continue
+        ratio, low, high = result["ratio"], result["ratio_low"], result["ratio_high"]
+        ours = result["contestant"].startswith("posenc")
+        ax.barh(y, ratio, color="C0" if ours else "0.7", height=0.7)
+        ax.plot((low, high), (y, y), color="black", lw=1)
+        ax.text(max(ratio, high), y, f" {ratio:.3g}", va="center", fontsize=8)
+    words = (case["name"], measurement["dtype"], measurement["layout"], case["mode"])
+    ax.set_title(" ".join(words), fontsize=10)
+    ax.set_yticks(range(len(names)), names, fontsize=8)
+    ax.set_ylim(len(names) - 0.4, -0.6)
+    ax.set_xscale("log")
+    ax.xaxis.set_major_formatter("{x:g}")
+    copied = "q and k" if measurement["copies"] == 1 else "q, k and their gradients"
+    ax.set_xlabel(f"time / time of a copy of {copied}", fontsize=8)
+    ax.margins(x=0.15)
+    ax.axvline(1, color="black", lw=0.8, ls=":")
 
 
 def _heat(ax: Axes, table: Tensor, title: str) -> None:

@@ -1,0 +1,44 @@
+"""The command `posenc`: one file for each sub-command, each a thin skin over `lab`."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from typer import Typer
+
+_EXTRA = ("typer", "rich")
+
+
+def application() -> Typer:
+    """The typer app, with every sub-command."""
+    import typer
+
+    from posenc.cli import _root, bench
+
+    app = typer.Typer(
+        name="posenc",
+        cls=_root.OneLineErrors,
+        add_completion=False,
+        rich_markup_mode="markdown",
+        pretty_exceptions_enable=False,
+    )
+    # Also what keeps the one sub-command there is from becoming the whole command.
+    app.callback(invoke_without_command=True)(_root.root)
+    app.command("bench")(bench.bench)
+    return app
+
+
+def main() -> None:
+    """Entry point of the script; without the extra it says how to get it."""
+    try:
+        app = application()
+    except ModuleNotFoundError as missing:
+        package = (missing.name or "").split(".")[0]
+        if package not in _EXTRA:
+            raise
+        way_out = "pip install 'posenc[cli]'"
+        print(f"posenc: the command line needs {package}: {way_out}", file=sys.stderr)
+        raise SystemExit(2) from None
+    app()

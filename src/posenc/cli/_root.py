@@ -1,0 +1,40 @@
+"""What every sub-command shares: errors as one line on stderr, with exit code 2."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import typer
+from typer.core import TyperGroup
+
+# Newer typers carry their own click, older ones use the package.
+_BAD_USAGE: Any = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
+
+
+class Refused(Exception):
+    """What was asked for cannot be done; the message says why, in one line."""
+
+
+class OneLineErrors(TyperGroup):
+    """A group that says what is wrong in one line: no usage, no box, no traceback."""
+
+    def main(self, *args: Any, **keywords: Any) -> Any:
+        """Run, and turn every error of the user's into its line."""
+        keywords["standalone_mode"] = False
+        try:
+            code = super().main(*args, **keywords)
+        except (Refused, _BAD_USAGE) as wrong:
+            message = wrong.format_message() if isinstance(wrong, _BAD_USAGE) else str(wrong)
+            typer.echo(f"posenc: {' '.join(message.split())}", err=True)
+            code = 2
+        except typer.Abort:
+            typer.echo("posenc: interrupted", err=True)
+            code = 130
+        sys.exit(code if isinstance(code, int) else 0)
+
+
+def root(context: typer.Context) -> None:
+    """Look at positional encodings, and measure them."""
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())

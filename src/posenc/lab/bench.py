@@ -1,0 +1,281 @@
+"""Time posenc and its peers on one workload, after checking that each of them is right."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+import posenc
+from posenc.lab import machine, peers
+from posenc.lab.cases import DTYPES, Workload
+from posenc.lab.peers import Call, Contestant, Missing
+from posenc.lab.timing import Lane, Step, graph_lane, loop_lane, quartiles, race
+from posenc.lab.truth import Verdict, judge
+
+ROUNDS = 15
+COPY, CLONE = "copy_", "clone"
+Tell: TypeAlias = Callable[[str, float], None]
+
+
+@dataclass(slots=True)
+class Result:
+    """What became of one contestant, on one clock.
+
+    ``status`` is ``timed``; ``wrong``, refused by the check against float64; ``missing``, not
+    installed or not made for the workload; or ``failed``, it raised. All but the first have a
+    ``reason``. ``via`` is ``loop``, called from Python, or ``graph``, replayed from a CUDA graph.
+    Times are seconds of one call; ``ratio`` is the median over the rounds of the time divided by
+    that of copying q and k (twice in training) in the same round.
+    """
+
+    contestant: str
+    status: str
+    reason: str = ""
+    via: str = "loop"
+    version: str | None = None
+    error_ulps: float | None = None
+    allowed_ulps: float | None = None
+    allowed_radians: float | None = None
+    median: float | None = None
+    low: float | None = None
+    high: float | None = None
+    ratio: float | None = None
+    ratio_low: float | None = None
+    ratio_high: float | None = None
+    seconds: list[float] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Measurement:
+    """Results of everyone on one workload; ``copies`` is how many of q and k the ratio is to."""
+
+    work: Workload
+    copies: int
+    input_sets: int
+    results: list[Result]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        work = self.work
+        return {
+            "case": asdict(work.case),
+            "dtype": next(name for name, dtype in DTYPES.items() if dtype is work.dtype),
+            "layout": work.layout,
+            "device": work.device,
+            "positions": "ids" if work.ids else "offset",
+            "bytes": work.nbytes,
+            "copies": self.copies,
+            "input_sets": self.input_sets,
+            "results": [asdict(result) for result in self.results],
+        }
+
+
+class Inputs(NamedTuple):
+    """Queries and keys, and the gradients that come back to them."""
+
+    q: Tensor
+    k: Tensor
+    dq: Tensor
+    dk: Tensor
+
+
+def measure(
+    work: Workload,
+    *,
+    rounds: int = ROUNDS,
+    loop_seconds: float = 0.02,
+    peers_too: bool = True,
+    tell: Tell = lambda message, done: None,
+) -> Measurement:
+    """Check everyone who can run ``work``, then time them in interleaved rounds.
+
+    Args:
+        work: What to run.
+        rounds: How often each is timed.
+        loop_seconds: Least length of one timing.
+        peers_too: Whether anyone but posenc takes part.
+        tell: Called with what is being done and the part of it that is done.
+    """
+    # A compiled peer gets one graph for this workload, not the leftovers of the last one.
+    torch.compiler.reset()
+    training = work.case.mode == "train"
+    sets = [_inputs(work, seed) for seed in range(_set_count(work))]
+    results, lanes = [], _copies(work, sets)
+    everyone = peers.contestants(work, peers=peers_too)
+    for i, contestant in enumerate(everyone):
+        tell(f"checking {contestant.name}", i / len(everyone) / 2)
+        result, call = _admit(contestant, work)
+        results.append(result)
+        if call is None:
+            continue
+        steps = [_step(call, inputs, training=training) for inputs in sets]
+        lanes.append(loop_lane(contestant.name, steps, device=work.device, grad=training))
+        # From Python a short call is timed with its launch, and a model may spare itself that.
+        if work.device == "cuda":
+            try:
+                lanes.append(graph_lane(contestant.name, steps, grad=training))
+            except Exception as broken:
+                reason = f"not captured: {_one_line(broken)}"
+                results.append(Result(contestant.name, "failed", reason, via="graph"))
+    for lane in list(lanes):
+        tell(f"warming up {lane.name}", 0.5)
+        try:
+            lane.calibrate(loop_seconds)
+        except Exception as broken:
+            lanes.remove(lane)
+            results.append(Result(lane.name, "failed", _one_line(broken), via=lane.via))
+    race(lanes, rounds, lambda r: tell(f"round {r + 1} of {rounds}", 0.5 + r / rounds / 2))
+    copies = 2 if training else 1
+    return Measurement(work, copies, len(sets), _summarize(lanes, results, copies))
+
+
+def report(measurements: list[Measurement], **settings: Any) -> dict[str, Any]:
+    """Everything measured, with the machine and the versions, as JSON takes it."""
+    versions = {
+        result.contestant: result.version
+        for measurement in measurements
+        for result in measurement.results
+        if result.version
+    }
+    return {
+        "posenc": posenc.__version__,
+        "kernels": [backend._asdict() for backend in getattr(posenc, "backends", list)()],
+        "machine": machine.describe(),
+        "settings": settings,
+        "versions": versions,
+        "measurements": [measurement.as_dict() for measurement in measurements],
+    }
+
+
+@contextlib.contextmanager
+def threads(count: int | None) -> Iterator[None]:
+    """Run with ``count`` CPU threads, or as many as torch has."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _admit(contestant: Contestant, work: Workload) -> tuple[Result, Call | None]:
+    """Whether a contestant may be timed, and its call if so."""
+    result = Result(contestant.name, "timed", version=contestant.version())
+    try:
+        call = contestant.prepare(work)
+        verdict = _check(contestant, call, work)
+    except Missing as missing:
+        result.status, result.reason = "missing", str(missing)
+        return result, None
+    except Exception as broken:
+        result.status, result.reason = "failed", _one_line(broken)
+        return result, None
+    result.error_ulps = verdict.ulps if math.isfinite(verdict.ulps) else None
+    result.allowed_ulps, result.allowed_radians = verdict.allowed_ulps, verdict.allowed_radians
+    if verdict.reason:
+        result.status, result.reason = "wrong", verdict.reason
+        return result, None
+    return result, call
+
+
+def _check(contestant: Contestant, call: Call, work: Workload) -> Verdict:
+    """Compare outputs, and gradients in training, with float64."""
+    training = work.case.mode == "train"
+    inputs = _inputs(work, seed=1000)
+    before = Inputs(*(x.detach().clone() for x in inputs))
+    wide = {"float32_angles": contestant.float32_angles}
+    with torch.set_grad_enabled(training):
+        outputs = call(inputs.q, inputs.k)
+    found = tuple(y.detach().clone() for y in outputs)
+    verdicts = [judge(work, before[:2], found, **wide)]
+    if training:
+        gradients = torch.autograd.grad(outputs, inputs[:2], inputs[2:])
+        verdicts.append(judge(work, before[2:], gradients, **wide, transposed=True))
+    if not (contestant.in_place and not training):
+        untouched = torch.equal(inputs.q, before.q) and torch.equal(inputs.k, before.k)
+        if not untouched:
+            return Verdict(math.nan, 0.0, 0.0, "wrote into its inputs")
+    # A refusal comes first, then the larger error.
+    return max(verdicts, key=lambda verdict: (bool(verdict.reason), verdict.ulps))
+
+
+def _inputs(work: Workload, seed: int) -> Inputs:
+    q, k = work.pair(2 * seed)
+    dq, dk = work.pair(2 * seed + 1) if work.case.mode == "train" else (q, k)
+    if work.case.mode == "train":
+        q.requires_grad_()
+        k.requires_grad_()
+    return Inputs(q, k, dq, dk)
+
+
+def _step(call: Call, inputs: Inputs, *, training: bool) -> Step:
+    if not training:
+        return partial(call, inputs.q, inputs.k)
+    leaves, gradients = inputs[:2], inputs[2:]
+    return lambda: torch.autograd.grad(call(*leaves), leaves, gradients)
+
+
+def _set_count(work: Workload) -> int:
+    """Sets of inputs to take turns with, so that a GPU's cache holds none of them by then.
+
+    At decode q and k do come from the cache in a model: the projection has just written them.
+    """
+    if work.device != "cuda" or work.case.decode:
+        return 1
+    cache = torch.cuda.get_device_properties(0).L2_cache_size
+    return 1 if work.nbytes >= 2 * cache else math.ceil(4 * cache / work.nbytes)
+
+
+def _copies(work: Workload, sets: list[Inputs]) -> list[Lane]:
+    """The bytes of q and k as one copy: into memory in use, and on the CPU into fresh memory."""
+    sources = [torch.cat((s.q.detach().flatten(), s.k.detach().flatten())) for s in sets]
+    steps: list[Step] = [partial(torch.empty_like(x).copy_, x) for x in sources]
+    lanes = [loop_lane(COPY, steps, device=work.device, grad=False)]
+    if work.device == "cpu":
+        fresh: list[Step] = [x.clone for x in sources]
+        lanes.append(loop_lane(CLONE, fresh, device=work.device, grad=False))
+    else:
+        lanes.append(graph_lane(COPY, steps, grad=False))
+    return lanes
+
+
+def _summarize(lanes: list[Lane], results: list[Result], copies: int) -> list[Result]:
+    copy = {lane.via: lane.seconds for lane in lanes if lane.name == COPY}
+    if "graph" in copy:
+        # Inside a graph a large copy can be the slower one (0.50 instead of 0.32 ms for 671 MB on
+        # an H200); nobody's ratio should look better for that.
+        copy["graph"] = [min(pair) for pair in zip(copy["graph"], copy["loop"], strict=True)]
+    known = {result.contestant: result for result in results if result.status == "timed"}
+    timed = []
+    for lane in lanes:
+        base = known.get(lane.name, Result(lane.name, "timed"))
+        result = Result(
+            lane.name,
+            "timed",
+            via=lane.via,
+            version=base.version,
+            error_ulps=base.error_ulps,
+            allowed_ulps=base.allowed_ulps,
+            allowed_radians=base.allowed_radians,
+            seconds=lane.seconds,
+        )
+        result.low, result.median, result.high = quartiles(lane.seconds)
+        # Paired by round, so that a drift of the machine cancels. A copy is one copy.
+        times = 1 if lane.name in (COPY, CLONE) else copies
+        ratios = [t / (times * c) for t, c in zip(lane.seconds, copy[lane.via], strict=True)]
+        result.ratio_low, result.ratio, result.ratio_high = quartiles(ratios)
+        timed.append(result)
+    return timed + [result for result in results if result.status != "timed"]
+
+
+def _one_line(broken: BaseException) -> str:
+    """The first line of an error that says something."""
+    lines = [line.strip() for line in str(broken).splitlines() if line.strip()]
+    return f"{type(broken).__name__}: {lines[0]}" if lines else type(broken).__name__

@@ -1,0 +1,51 @@
+"""The machine that numbers came from."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import platform
+import shutil
+import subprocess
+from datetime import datetime, timezone
+from importlib import metadata
+from pathlib import Path
+
+import torch
+
+
+def describe() -> dict[str, str | int | None]:
+    """What a reader needs to judge a time by."""
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    return {
+        "cpu": _cpu(),
+        "cores": _cores(),
+        "architecture": platform.machine(),
+        "system": f"{platform.system()} {platform.release()}",
+        "gpu": gpu,
+        "cuda": torch.version.cuda,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "triton": metadata.version("triton") if importlib.util.find_spec("triton") else None,
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+    }
+
+
+def _cores() -> int:
+    # A container is often given fewer cores than the machine has.
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _cpu() -> str:
+    """Model name as the kernel gives it; lscpu knows the names that ARM kernels do not."""
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    if not any(line.lower().startswith("model name") for line in lines) and shutil.which("lscpu"):
+        lines = subprocess.run(["lscpu"], capture_output=True, text=True).stdout.splitlines()
+    for line in lines:
+        key, _, value = line.partition(":")
+        if key.strip().lower() == "model name":
+            return value.strip()
+    return platform.processor() or platform.machine()

@@ -1,0 +1,278 @@
+"""Who is measured: posenc, plain torch, and one small adapter for each peer.
+
+An adapter gets a workload, does outside the clock what a model does once (tables, modules), and
+returns what a model calls in every layer. It raises :class:`Missing` where it has nothing to run.
+"""
+
+from __future__ import annotations
+
+import importlib
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from importlib import metadata
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from posenc import functional, nn
+from posenc.lab import truth
+from posenc.lab.cases import BASE, EPS, Workload
+
+Call: TypeAlias = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+class Missing(Exception):
+    """Why a contestant does not take part."""
+
+
+@dataclass(frozen=True, slots=True)
+class Contestant:
+    """Somebody who rotates q and k.
+
+    Attributes:
+        name: What the tables call it.
+        prepare: From a workload to the call that is timed.
+        package: Whose code it is; None for posenc and for formulas in plain torch.
+        in_place: Whether the call writes into q and k.
+        float32_angles: Whether it computes angles in float32, as its own code has them.
+        compiled: Whether the call goes through :func:`torch.compile`.
+    """
+
+    name: str
+    prepare: Callable[[Workload], Call]
+    package: str | None = None
+    in_place: bool = False
+    float32_angles: bool = False
+    compiled: bool = False
+
+    def version(self) -> str | None:
+        """Installed version of the package, None if there is none."""
+        try:
+            return metadata.version(self.package) if self.package else None
+        except metadata.PackageNotFoundError:
+            return None
+
+
+def contestants(work: Workload, *, peers: bool = True) -> list[Contestant]:
+    """Everyone who may take part in ``work``, present or not; without ``peers``, posenc alone."""
+    everyone = _QK_NORM if work.case.qk_norm else _ROTARY
+    return [c for c in everyone if peers or c.name.startswith("posenc")]
+
+
+def posenc_forward(work: Workload) -> Call:
+    """``RoPE.forward``: new tensors, positions checked, table rows picked."""
+    rope, offset = _rope(work), work.case.offset
+    if work.ids:
+        ids = work.positions()
+        return lambda q, k: rope(q, k, position_ids=ids)
+    return lambda q, k: rope(q, k, offset)
+
+
+def posenc_in_place(work: Workload) -> Call:
+    """``functional.rotate_`` on q, then on k."""
+    rotate_ = getattr(functional, "rotate_", None)
+    if rotate_ is None:
+        raise Missing("this posenc has no functional.rotate_")
+    if work.case.mode == "train":
+        raise Missing("in place is measured without gradients")
+    rope = _rope(work)
+    at = {"position_ids": work.positions()} if work.ids else {"offset": work.case.offset}
+    turn = partial(rotate_, **at, interleaved=work.interleaved)
+
+    def call(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        turn(q, rope.cos_cached, rope.sin_cached)
+        turn(k, rope.cos_cached, rope.sin_cached)
+        return q, k
+
+    return call
+
+
+def posenc_qk_norm(work: Workload) -> Call:
+    """``functional.qk_norm_rope``: norm and rotation in one pass."""
+    fused = getattr(functional, "qk_norm_rope", None)
+    if fused is None:
+        raise Missing("this posenc has no functional.qk_norm_rope")
+    weights, (cos, sin) = work.weights(), _rows(work)
+    return lambda q, k: fused(q, k, *weights, cos, sin, eps=EPS, interleaved=work.interleaved)
+
+
+def transformers_eager(work: Workload) -> Call:
+    """Llama's function for the half layout, Cohere's for the interleaved one."""
+    name = "Cohere" if work.interleaved else "Llama"
+    folder = f"transformers.models.{name.lower()}"
+    modeling = _load(f"{folder}.modeling_{name.lower()}")
+    config = getattr(_load(f"{folder}.configuration_{name.lower()}"), f"{name}Config")(
+        hidden_size=work.case.heads * work.case.dim,
+        num_attention_heads=work.case.heads,
+        max_position_embeddings=work.max_seq_len,
+        rope_parameters={"rope_type": "default", "rope_theta": BASE},
+    )
+    tables = getattr(modeling, f"{name}RotaryEmbedding")(config).to(work.device)
+    like = torch.empty(0, dtype=work.dtype, device=work.device)
+    cos, sin = tables(like, torch.atleast_2d(work.positions()))
+    apply = modeling.apply_rotary_pos_emb
+    return lambda q, k: apply(q, k, cos, sin)
+
+
+def rotary_embedding_torch(work: Workload) -> Call:
+    """Its ``rotate_queries_or_keys``, with the cache it keeps by default."""
+    _needs_interleaved(work)
+    if work.ids:
+        raise Missing("takes an offset, not positions")
+    peer = _load("rotary_embedding_torch").RotaryEmbedding(work.case.dim, theta=BASE)
+    rotate, offset = peer.to(work.device).rotate_queries_or_keys, work.case.offset
+    return lambda q, k: (rotate(q, offset=offset), rotate(k, offset=offset))
+
+
+def torchtune(work: Workload) -> Call:
+    """Its ``RotaryPositionalEmbeddings``, which wants ``[B, T, H, D]``."""
+    _needs_interleaved(work)
+    module = _load("torchtune.modules.position_embeddings").RotaryPositionalEmbeddings
+    peer = module(work.case.dim, max_seq_len=work.max_seq_len, base=BASE).to(work.device)
+    at = torch.atleast_2d(work.positions()) if work.ids or work.case.offset else None
+
+    def turn(x: Tensor) -> Tensor:
+        y: Tensor = peer(x.transpose(1, 2), input_pos=at)
+        return y.transpose(1, 2)
+
+    return lambda q, k: (turn(q), turn(k))
+
+
+def complex_multiply(work: Workload) -> Call:
+    """Neighbouring channels seen as complex numbers, times a complex64 table."""
+    _needs_interleaved(work)
+    table = _over_heads(truth.cis(work)).to(torch.complex64)
+
+    def turn(x: Tensor) -> Tensor:
+        z = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))
+        return torch.view_as_real(z * table).flatten(-2).to(x.dtype)
+
+    return lambda q, k: (turn(q), turn(k))
+
+
+def liger(work: Workload) -> Call:
+    """Its Triton kernel, in place; in training on clones, or it would overwrite the leaves."""
+    _needs_half(work)
+    _needs_cuda(work)
+    turn = _load("liger_kernel.ops.rope").LigerRopeFunction.apply
+    turns = truth.cis(work)
+    turns = torch.cat((turns, turns), dim=-1)
+    turns = turns if work.ids else turns[None]
+    cos, sin = turns.real.to(work.dtype), turns.imag.to(work.dtype)
+    if work.case.mode == "train":
+        return lambda q, k: turn(q.clone(), k.clone(), cos, sin)
+    return lambda q, k: turn(q, k, cos, sin)
+
+
+def flash_attn(work: Workload) -> Call:
+    """Its Triton ``apply_rotary_emb``, which wants ``[B, T, H, D]``."""
+    _needs_cuda(work)
+    if work.ids:
+        raise Missing("takes offsets, not positions")
+    apply = _load("flash_attn.layers.rotary").apply_rotary_emb
+    turns = truth.cis(work)
+    cos, sin = turns.real.to(work.dtype).contiguous(), turns.imag.to(work.dtype).contiguous()
+
+    def turn(x: Tensor) -> Tensor:
+        y: Tensor = apply(x.transpose(1, 2), cos, sin, interleaved=work.interleaved)
+        return y.transpose(1, 2)
+
+    return lambda q, k: (turn(q), turn(k))
+
+
+def norm_then_rotate(work: Workload) -> Call:
+    """``rms_norm`` of torch, then the rotation as a formula in float32."""
+    turns = _over_heads(truth.cis(work))
+    cos, sin = turns.real.float(), turns.imag.float()
+    grid, axis = ((-1, 2), -1) if work.interleaved else ((2, -1), -2)
+
+    def turn(x: Tensor, weight: Tensor) -> Tensor:
+        x = torch.nn.functional.rms_norm(x, weight.shape, weight, EPS)
+        a, b = x.float().unflatten(-1, grid).unbind(axis)
+        y = torch.stack((a * cos - b * sin, a * sin + b * cos), dim=axis)
+        return y.flatten(-2).to(x.dtype)
+
+    q_weight, k_weight = work.weights()
+    return lambda q, k: (turn(q, q_weight), turn(k, k_weight))
+
+
+def _compiled(contestant: Contestant, name: str) -> Contestant:
+    def prepare(work: Workload) -> Call:
+        # Shapes are fixed, as they are for the kernels it is compared with.
+        return torch.compile(contestant.prepare(work), dynamic=False)
+
+    return replace(contestant, name=name, prepare=prepare, compiled=True)
+
+
+def _rope(work: Workload) -> nn.RoPE:
+    rope = nn.RoPE(work.case.dim, work.max_seq_len, BASE, interleaved=work.interleaved)
+    return rope.to(work.device)
+
+
+def _rows(work: Workload) -> tuple[Tensor, Tensor]:
+    """posenc's own table rows of the workload, ``[T, P]`` or ``[B, T, P]``."""
+    rope, at = _rope(work), work.positions()
+    assert rope.cos_cached is not None
+    assert rope.sin_cached is not None
+    if work.ids:
+        return rope.cos_cached[at], rope.sin_cached[at]
+    here = slice(work.case.offset, work.case.offset + work.case.length)
+    return rope.cos_cached[here], rope.sin_cached[here]
+
+
+def _over_heads(table: Tensor) -> Tensor:
+    return table if table.dim() == 2 else table[:, None]
+
+
+def _load(module: str) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            return importlib.import_module(module)
+        except Exception as broken:
+            # Peers fail to import in ways of their own, a missing package being one of them.
+            why = " ".join(str(broken).split()) or type(broken).__name__
+            raise Missing(f"cannot import {module}: {why}") from broken
+
+
+def _needs_interleaved(work: Workload) -> None:
+    if not work.interleaved:
+        raise Missing("interleaved only")
+
+
+def _needs_half(work: Workload) -> None:
+    if work.interleaved:
+        raise Missing("half only")
+
+
+def _needs_cuda(work: Workload) -> None:
+    if work.device != "cuda":
+        raise Missing("CUDA only")
+
+
+_HF = Contestant("transformers eager", transformers_eager, "transformers", float32_angles=True)
+_NORM = Contestant("torch eager", norm_then_rotate)
+_ROTARY = (
+    Contestant("posenc", posenc_forward),
+    Contestant("posenc in place", posenc_in_place, in_place=True),
+    _HF,
+    _compiled(_HF, "transformers compiled"),
+    Contestant(
+        "rotary-embedding-torch",
+        rotary_embedding_torch,
+        "rotary-embedding-torch",
+        float32_angles=True,
+    ),
+    Contestant("torchtune", torchtune, "torchtune", float32_angles=True),
+    Contestant("complex multiply", complex_multiply),
+    Contestant("Liger in place", liger, "liger-kernel", in_place=True),
+    Contestant("flash-attn Triton", flash_attn, "flash-attn"),
+)
+_QK_NORM = (
+    Contestant("posenc", posenc_qk_norm),
+    _NORM,
+    _compiled(_NORM, "torch compiled"),
+)

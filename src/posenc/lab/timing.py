@@ -1,0 +1,150 @@
+"""Clocks: a loop timed on the host or by CUDA events, a CUDA graph replayed, rounds interleaved."""
+
+from __future__ import annotations
+
+import gc
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import torch
+
+Step: TypeAlias = Callable[[], Any]
+# A long inner loop of a fast call costs nothing, so this only keeps a broken clock from hanging.
+_MOST_PASSES = 1_000_000
+_CALLS_PER_GRAPH = 20
+
+
+@dataclass(slots=True)
+class Lane:
+    """One contestant on one clock.
+
+    Attributes:
+        name: The contestant's.
+        via: ``loop``, called from Python, or ``graph``, replayed from a CUDA graph.
+        run: Makes so many passes and returns the seconds they took.
+        calls: Calls in one pass.
+        passes: Passes in one round; see :meth:`calibrate`.
+        seconds: Of one call, for each round.
+    """
+
+    name: str
+    via: str
+    run: Callable[[int], float]
+    calls: int
+    passes: int = 1
+    seconds: list[float] = field(default_factory=list)
+
+    def calibrate(self, least: float) -> None:
+        """Warm up, then choose the passes of a round so that it takes ``least`` seconds."""
+        self.run(2)
+        once = max(self.run(1), 1e-7)
+        # One pass is a poor estimate of a fast one: it carries the clock and a cold cache.
+        some = math.ceil(least / once / 8)
+        once = self.run(some) / some
+        self.passes = min(math.ceil(least / max(once, 1e-9)), _MOST_PASSES)
+
+    def time_round(self) -> None:
+        """Time one round."""
+        self.seconds.append(self.run(self.passes) / (self.passes * self.calls))
+
+
+def loop_lane(name: str, steps: Sequence[Step], *, device: str, grad: bool) -> Lane:
+    """Call ``steps`` in turn from Python.
+
+    With several steps each has memory of its own, and results are kept for a whole turn, so that
+    fresh outputs do not land where the last ones are still in the cache.
+    """
+    kept: list[Any] = [None] * len(steps)
+
+    def turns(passes: int) -> None:
+        if len(steps) == 1:
+            (step,) = steps
+            for _ in range(passes):
+                step()
+            return
+        for _ in range(passes):
+            for i, step in enumerate(steps):
+                kept[i] = step()
+
+    clock = _by_events if device == "cuda" else _by_host
+
+    def run(passes: int) -> float:
+        with torch.set_grad_enabled(grad):
+            return clock(turns, passes)
+
+    return Lane(name, "loop", run, calls=len(steps))
+
+
+def graph_lane(name: str, steps: Sequence[Step], *, grad: bool) -> Lane:
+    """Capture ``steps`` in a CUDA graph and replay it: the device's own time, without Python."""
+    graph = torch.cuda.CUDAGraph()
+    # Replaying costs a few microseconds, so one replay holds many calls.
+    repeats = max(1, _CALLS_PER_GRAPH // len(steps))
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.set_grad_enabled(grad):
+        with torch.cuda.stream(side):
+            for step in steps:
+                step()
+        torch.cuda.current_stream().wait_stream(side)
+        kept: list[Any] = [None] * len(steps)
+        with torch.cuda.graph(graph):
+            for _ in range(repeats):
+                for i, step in enumerate(steps):
+                    kept[i] = step()
+
+    def replay(passes: int) -> None:
+        for _ in range(passes):
+            graph.replay()
+
+    return Lane(name, "graph", lambda n: _by_events(replay, n), calls=repeats * len(steps))
+
+
+def race(lanes: Sequence[Lane], rounds: int, tell: Callable[[int], None]) -> None:
+    """Time every lane once a round, so that a slow minute of the machine is everybody's.
+
+    Each round starts with another lane: nobody always runs behind the same neighbour.
+    """
+    was_on = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        for r in range(rounds):
+            tell(r)
+            for i in range(len(lanes)):
+                lanes[(r + i) % len(lanes)].time_round()
+    finally:
+        if was_on:
+            gc.enable()
+
+
+def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
+    """Lower quartile, median, upper quartile.
+
+    Examples:
+        >>> quartiles([1.0, 2.0, 3.0, 4.0, 10.0])
+        (2.0, 3.0, 4.0)
+    """
+    if len(values) == 1:
+        return values[0], values[0], values[0]
+    low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
+    return low, middle, high
+
+
+def _by_host(work: Callable[[int], None], passes: int) -> float:
+    start = time.perf_counter()
+    work(passes)
+    return time.perf_counter() - start
+
+
+def _by_events(work: Callable[[int], None], passes: int) -> float:
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    work(passes)
+    end.record()
+    end.synchronize()
+    return float(start.elapsed_time(end)) / 1e3

@@ -1,0 +1,114 @@
+"""What a rotation must give: complex multiplication in float64, and how far off is still right."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from posenc.lab.cases import BASE, EPS, Workload
+
+# Rounding cos and sin, the two products and the sum to the dtype costs 3 half ulps at the
+# magnitude of the pair; rounding the normalized input and its product with a weight, 2 more.
+ULPS = 4.0
+# Rates and angles in float32: power and reciprocal cost 3 half ulps of the angle, the product
+# with the position one more. That is 2e-3 radians at position 8192.
+RADIANS_PER_POSITION = 2.0**-22
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """How far a contestant is off, and what it was allowed.
+
+    Attributes:
+        ulps: Largest error, in ulps of the dtype at the magnitude of the pair.
+        allowed_ulps: Part of the bound for rounding.
+        allowed_radians: Part of the bound for float32 angles; 0 for whoever claims exact ones.
+        reason: Why it is refused; empty if it is right.
+    """
+
+    ulps: float
+    allowed_ulps: float
+    allowed_radians: float
+    reason: str = ""
+
+
+def judge(
+    work: Workload,
+    inputs: tuple[Tensor, ...],
+    outputs: tuple[Tensor, ...],
+    *,
+    float32_angles: bool,
+    transposed: bool = False,
+) -> Verdict:
+    """Compare what a contestant made of ``inputs`` with the exact rotation.
+
+    Args:
+        work: Says positions, layout, and whether q and k are normalized first.
+        inputs: q and k, or the gradients of the outputs.
+        outputs: Rotated q and k, or the gradients of the inputs.
+        float32_angles: Allow for angles computed in float32.
+        transposed: Expect the rotation by the negative angle: a gradient.
+    """
+    radians = RADIANS_PER_POSITION * work.max_seq_len if float32_angles else 0.0
+    weights = work.weights() if work.case.qk_norm else (None, None)
+    worst, over = 0.0, 0.0
+    for x, y, weight in zip(inputs, outputs, weights, strict=True):
+        if y.shape != x.shape or y.dtype != x.dtype:
+            got = f"{tuple(y.shape)} {y.dtype} for {tuple(x.shape)} {x.dtype}"
+            return Verdict(float("nan"), ULPS, radians, f"wrong kind of output: {got}")
+        # One sequence at a time: float64 of a whole batch would need many times its memory.
+        for b, turn in enumerate(_turns(work, transposed=transposed)):
+            wide = x[b].double() if weight is None else _normalized(x[b].double(), weight)
+            exact = _pairs(wide, work.interleaved) * turn
+            off = torch.view_as_real(_pairs(y[b], work.interleaved) - exact).abs().amax(-1)
+            size = exact.abs()
+            spacing = ulp(size, work.dtype)
+            # maximum() lets a NaN through, where max() of Python may not.
+            worst = float(torch.maximum((off / spacing).amax(), off.new_tensor(worst)))
+            bound = ULPS * spacing + radians * size
+            over = float(torch.maximum((off / bound).amax(), off.new_tensor(over)))
+    reason = ""
+    if not over <= 1:
+        spare = f" and {radians:.1e} radians" if radians else ""
+        reason = f"off by {worst:.3g} ulp, {ULPS:g} ulp{spare} allowed"
+    return Verdict(worst, ULPS, radians, reason)
+
+
+def cis(work: Workload) -> Tensor:
+    """cos + i·sin of every angle, complex128 ``[T, P]`` or ``[B, T, P]``, from the formula."""
+    pairs = torch.arange(work.case.dim // 2, dtype=torch.float64)
+    rates = BASE ** (-2 * pairs / work.case.dim)
+    angles = work.positions().cpu()[..., None] * rates
+    return torch.polar(torch.ones_like(angles), angles).to(work.device)
+
+
+def ulp(magnitude: Tensor, dtype: torch.dtype) -> Tensor:
+    """Distance between neighbouring numbers of ``dtype`` at ``magnitude``.
+
+    Examples:
+        >>> ulp(torch.tensor([1.0, 1.9, 2.0], dtype=torch.float64), torch.bfloat16)
+        tensor([0.0078, 0.0078, 0.0156], dtype=torch.float64)
+    """
+    info = torch.finfo(dtype)
+    _, exponent = torch.frexp(magnitude)
+    # frexp's mantissa is in [0.5, 1): the exponent is one above the number's own.
+    return (info.eps / 2 * torch.exp2(exponent.double())).clamp(min=info.tiny * info.eps)
+
+
+def _turns(work: Workload, *, transposed: bool) -> list[Tensor]:
+    turns = cis(work)
+    turns = turns.conj() if transposed else turns
+    return list(turns) if work.ids else [turns] * work.case.batch
+
+
+def _pairs(x: Tensor, interleaved: bool) -> Tensor:
+    """Channel pairs of ``[H, T, D]`` as complex128 ``[H, T, P]``."""
+    grid, axis = ((-1, 2), -1) if interleaved else ((2, -1), -2)
+    return torch.complex(*x.double().unflatten(-1, grid).unbind(axis))
+
+
+def _normalized(x: Tensor, weight: Tensor) -> Tensor:
+    scale = (x.square().mean(-1, keepdim=True) + EPS).rsqrt()
+    return x * scale * weight.double()
