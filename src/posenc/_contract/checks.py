@@ -12,7 +12,7 @@ from torch import Tensor
 
 from posenc._contract.tracing import in_transform, is_readable
 
-FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+FLOAT_DTYPES = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
 # Angles are exact up to here, and two thousand million tokens are enough.
 FARTHEST = 2**31
 
@@ -47,7 +47,9 @@ def integer(who: str, name: str, value: Any, *, least: int = 1) -> int:
             got, way_out = describe(value), "Pass a Python int."
             raise TypeError(message(who, f"{name} must be an int", got, way_out)) from None
     if not least <= value <= FARTHEST:
-        rule = f"{name} must be at least {least}" if value < least else f"{name} must be at most 2**31"
+        rule = (
+            f"{name} must be at least {least}" if value < least else f"{name} must be at most 2**31"
+        )
         raise ValueError(message(who, rule, value, f"Pass {least} or more, up to 2**31."))
     return value  # type: ignore[no-any-return]
 

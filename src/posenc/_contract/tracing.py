@@ -5,30 +5,29 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+_PLAIN_TYPES = frozenset((Tensor, torch.nn.Parameter))
+_modes = torch._C._len_torch_dispatch_stack
+_transforms = torch._C._functorch.peek_interpreter_stack
+_is_legacy_batched = torch._C._functorch.is_legacy_batchedtensor
 
-def is_plain(x: Tensor) -> bool:
-    """Whether ``x`` holds its own numbers: no compiler, transform, mode or subclass around it.
 
-    Only then may a module store a table it built for ``x``: a traced, batched or fake table
-    would outlive the trace it belongs to.
+def is_plain(*xs: Tensor) -> bool:
+    """Whether ``xs`` hold their own numbers: no compiler, transform, mode or subclass around them.
+
+    Only then may a module store a table it built for one: a traced, batched or fake table would
+    outlive the trace it belongs to.
     """
-    return (
-        not torch.compiler.is_compiling()
-        and type(x) in (Tensor, torch.nn.Parameter)
-        and torch._C._len_torch_dispatch_stack() == 0
-        and not in_transform(x)
-    )
+    if torch.compiler.is_compiling() or _modes() != 0 or _transforms() is not None:
+        return False
+    return all(type(x) in _PLAIN_TYPES and not _is_legacy_batched(x) for x in xs)
 
 
-def in_transform(x: Tensor) -> bool:
+def in_transform(*xs: Tensor) -> bool:
     """Whether torch.func (vmap, jvp, grad) is at work, whose tensors have no values to look at."""
     if torch.compiler.is_compiling():
         return False
     # The second is what torch.autograd.grad(is_grads_batched=True) still uses.
-    return (
-        torch._C._functorch.peek_interpreter_stack() is not None
-        or torch._C._functorch.is_legacy_batchedtensor(x)
-    )
+    return _transforms() is not None or any(_is_legacy_batched(x) for x in xs)
 
 
 def is_readable(x: Tensor) -> bool:

@@ -220,7 +220,8 @@ def check_rotary_input(who: str, name: str, x: Tensor) -> None:
 
 def check_queries_and_keys(who: str, q: Tensor, k: Tensor) -> None:
     """Refuse q and k that do not belong together."""
-    if q.shape[0] != k.shape[0] or q.shape[2:] != k.shape[2:] or q.device != k.device:
+    (batch, _, *rest), (k_batch, _, *k_rest) = q.shape, k.shape
+    if batch != k_batch or rest != k_rest or q.device != k.device:
         rule = "q and k must agree in batch, length, head_dim and device"
         got = f"{tuple(q.shape)} on {q.device} and {tuple(k.shape)} on {k.device}"
         raise ValueError(checks.message(who, rule, got, "Only the head counts may differ."))

@@ -26,13 +26,10 @@ def rotate(xs: list[Tensor], cos: Tensor, sin: Tensor, rows: Rows, turn: Turn) -
         rows: Which table row each token takes.
         turn: Which channels form pairs, and which way they turn.
     """
-    if torch.compiler.is_compiling():
-        # An exported program must run where this package is not installed.
-        if torch.compiler.is_exporting():
-            return [reference.rotate(x, cos, sin, rows, turn) for x in xs]
-        return _through_op(xs, cos, sin, rows, turn)
-    if not all(is_plain(x) for x in xs):
-        if any(in_transform(x) for x in xs):
+    if not is_plain(*xs):
+        # An exported program must run where this package is not installed, and torch.func has
+        # rules for torch's own operations alone.
+        if torch.compiler.is_exporting() or in_transform(*xs):
             return [reference.rotate(x, cos, sin, rows, turn) for x in xs]
         return _through_op(xs, cos, sin, rows, turn)
     if forward_ad._current_level >= 0:
@@ -47,7 +44,7 @@ def rotate(xs: list[Tensor], cos: Tensor, sin: Tensor, rows: Rows, turn: Turn) -
 
 def rotate_(xs: list[Tensor], cos: Tensor, sin: Tensor, rows: Rows, turn: Turn) -> None:
     """Rotate one tensor, or queries and keys, where they stand; arguments as :func:`rotate`."""
-    if torch.compiler.is_compiling() or not all(is_plain(x) for x in xs):
+    if not is_plain(*xs):
         for x, y in zip(xs, rotate(xs, cos, sin, rows, turn), strict=True):
             x.copy_(y)
     elif torch.is_grad_enabled() and any(x.requires_grad for x in xs):

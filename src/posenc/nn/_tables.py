@@ -139,16 +139,18 @@ class TableModule(DerivedBuffers):
 
     def _covering(self, x: Tensor, spectrum: Spectrum, rows: int) -> tuple[Tensor, ...] | None:
         tables = tuple([self._buffers[name] for name in self._derived])
-        if not spectrum == self._spectrum:  # noqa: SIM201 (torch.compile traces == alone)
+        if not (spectrum is self._spectrum or spectrum == self._spectrum):
             return None
+        device, wanted = x.device, self._table_dtype(x)
         for held in tables:
             if (
                 held is None
                 or held.shape[0] < rows
-                or held.device != x.device
-                or held.dtype not in (torch.float64, self._table_dtype(x))
-                # A copy made in inference mode cannot be saved for a gradient.
-                or (is_plain(held) and held.is_inference() and torch.is_grad_enabled())
+                or held.device != device
+                or (held.dtype != wanted and held.dtype != torch.float64)
             ):
+                return None
+            # A copy made in inference mode cannot be saved for a gradient.
+            if torch.is_grad_enabled() and is_plain(held) and held.is_inference():
                 return None
         return tables  # type: ignore[return-value]

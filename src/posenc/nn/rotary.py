@@ -230,17 +230,21 @@ class RoPE(_RotaryTables):
             New tensors with the shapes and dtypes of ``q`` and ``k``.
         """
         who = type(self).__name__
-        for name, x in (("q", q), ("k", k)):
-            checks.float_tensor(who, name, x)
-            checks.rank(who, name, x, (4,), "(B, H, L, D)")
-            way_out = f"Build RoPE(head_dim={x.shape[-1]})."
-            checks.equal(who, f"head_dim of {name}", x.shape[-1], self.head_dim, way_out)
+        checks.float_tensor(who, "q", q)
+        checks.float_tensor(who, "k", k)
+        checks.rank(who, "q", q, (4,), "(B, H, L, D)")
+        checks.rank(who, "k", k, (4,), "(B, H, L, D)")
+        way_out = "Build RoPE with that head_dim."
+        checks.equal(who, "head_dim of q", q.shape[3], self.head_dim, way_out)
+        checks.equal(who, "head_dim of k", k.shape[3], self.head_dim, way_out)
         check_queries_and_keys(who, q, k)
         rows = rows_of(who, q, offset, position_ids)
         if rows.positions is None:
             last = rows.start + q.shape[2] - 1
             checks.covered(who, last, "max_seq_len", self.max_seq_len, "a smaller offset")
-        spectrum = Spectrum(self.head_dim, self.base)
+        spectrum = self._spectrum
+        if spectrum is None or spectrum.base != self.base:
+            spectrum = Spectrum(self.head_dim, self.base)
         cos, sin, rows = self._cos_sin(who, q, spectrum, rows, self.max_seq_len)
         try:
             a, b = kernels.rotate([q, k], cos, sin, rows, Turn(self.interleaved, self.interleaved))

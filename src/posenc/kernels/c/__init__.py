@@ -21,47 +21,49 @@ def rotate_into(
     xs: list[Tensor], ys: list[Tensor], cos: Tensor, sin: Tensor, rows: Rows, turn: Turn
 ) -> None:
     """Rotate each of ``xs`` into the tensor of ``ys`` beside it, which may be itself."""
-    if cos.dtype is not torch.float64 or not (cos.stride(-1) == 1 == sin.stride(-1)):
+    steps = cos.stride()
+    if cos.dtype is not torch.float64 or steps[-1] != 1 or sin.stride() != steps:
         cos, sin = cos.double().contiguous(), sin.double().contiguous()
-    if cos.stride() != sin.stride():
-        cos, sin = cos.contiguous(), sin.contiguous()
-    batched = cos.dim() == 3
-    table = (
+        steps = cos.stride()
+    *batched, held, pairs = cos.shape
+    start, positions = rows
+    if positions is None:
+        where = (start, 0, 0, 0, 1)
+    else:
+        (many, each), (by_sequence, by_token) = positions.shape, positions.stride()
+        if each == 1:
+            by_token = 0
+        where = (start, positions.data_ptr(), by_sequence if many > 1 else 0, by_token, each == 1)
+    interleaved, interleaved_out, column, transposed = turn
+    after = (
         cos.data_ptr(),
         sin.data_ptr(),
-        cos.shape[-2],
-        cos.stride(0) if batched else 0,
-        cos.stride(-2),
+        held,
+        steps[0] if batched else 0,
+        steps[-2],
+        *where,
+        pairs,
+        column,
+        interleaved,
+        interleaved_out,
+        transposed,
+        0,
     )
-    positions = rows.positions
-    if positions is None:
-        where = (rows.start, 0, 0, 0, 1)
-    else:
-        many, each = positions.shape[0] > 1, positions.shape[1] > 1
-        where = (
-            rows.start,
-            positions.data_ptr(),
-            positions.stride(0) if many else 0,
-            positions.stride(1) if each else 0,
-            0 if each else 1,
-        )
-    how = (cos.shape[-1], turn.column, turn.interleaved, turn.interleaved_out, turn.transposed)
-    for x, y in zip(xs, ys, strict=True):
-        source = x if x.stride(3) == 1 else x.contiguous()
-        target = y if y.stride(3) == 1 else torch.empty_like(source)
+    for x, y in zip(xs, ys):  # noqa: B905 (a list beside its copy, on the path of every token)
+        x_steps, y_steps = x.stride(), y.stride()
+        if x_steps[3] != 1 or y_steps[3] != 1:
+            made = torch.empty(x.shape, dtype=x.dtype)
+            rotate_into([x.contiguous()], [made], cos, sin, rows, turn)
+            y.copy_(made)
+            continue
         bad = _rotate.rotate(
-            source.data_ptr(),
-            target.data_ptr(),
+            x.data_ptr(),
+            y.data_ptr(),
             _CODES[x.dtype],
             *x.shape,
-            *source.stride()[:3],
-            *target.stride()[:3],
-            *table,
-            *where,
-            *how,
-            0,
+            *x_steps[:3],
+            *y_steps[:3],
+            *after,
         )
         if bad is not None:
-            raise RowOutOfRange(bad, cos.shape[-2])
-        if target is not y:
-            y.copy_(target)
+            raise RowOutOfRange(bad, held)

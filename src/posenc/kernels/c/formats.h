@@ -16,6 +16,19 @@
 #define PACKS_PAIRS 0
 #endif
 
+/* In place, x and y are the same row, so `restrict` would lie; but a pair depends on no other. */
+#if defined(__clang__)
+#define INDEPENDENT _Pragma("clang loop vectorize(assume_safety)")
+#elif defined(__GNUC__)
+#define INDEPENDENT _Pragma("GCC ivdep")
+#elif defined(_MSC_VER)
+#define INDEPENDENT __pragma(loop(ivdep))
+#else
+#define INDEPENDENT
+#endif
+
+enum { BLOCK = 16 };
+
 typedef int64_t i64;
 
 INLINE uint32_t bits_of(float f)

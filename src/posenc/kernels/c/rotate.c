@@ -19,12 +19,19 @@
 enum { FLOAT32, BFLOAT16, FLOAT16, FLOAT64, DTYPES };
 static const i64 element_size[DTYPES] = {4, 2, 2, 8};
 
-typedef void (*Row)(const void *x, void *y, const void *c, const void *s, void *out, size_t P,
-                    int layout);
+/* Rows at equal steps, from the first rotated channel on, and the table rows they take. */
+typedef struct {
+    const void *x;
+    void *y;
+    const void *c, *s;
+    i64 count, x_step, y_step, table_step;
+} Rows;
+
+typedef void (*Kernel)(const Rows *rows, size_t P, int layout);
 
 #if defined(__GNUC__) && defined(__x86_64__)
 #define ISA avx512
-#define TARGET __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,f16c,fma")))
+#define TARGET __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,f16c,fma,prefer-vector-width=512")))
 #include "rows.h"
 #define ISA avx2
 #define TARGET __attribute__((target("avx2,f16c,fma")))
@@ -40,16 +47,16 @@ typedef void (*Row)(const void *x, void *y, const void *c, const void *s, void *
 
 static const struct {
     const char *name;
-    const Row *rows;
+    const Kernel *kernels;
 } isas[] = {
 #if defined(__GNUC__) && defined(__x86_64__)
-    {"avx512", rows_all_avx512},
-    {"avx2", rows_all_avx2},
+    {"avx512", kernels_all_avx512},
+    {"avx2", kernels_all_avx2},
 #endif
 #ifdef NEON
-    {"neon", rows_all_baseline},
+    {"neon", kernels_all_baseline},
 #else
-    {"baseline", rows_all_baseline},
+    {"baseline", kernels_all_baseline},
 #endif
 };
 enum { ISAS = sizeof isas / sizeof isas[0] };
@@ -138,53 +145,51 @@ static void ready_tables(const Job *j, i64 b, i64 t, i64 nt, void *c, void *s)
     }
 }
 
-static void turn_row(const Job *j, Row row, const char *x, char *y, const char *c, const char *s,
-                     void *out)
+/* The channels that are not rotated. */
+static void copy_rest(const Job *j, const char *x, char *y, i64 count, i64 x_step, i64 y_step)
 {
     const i64 size = element_size[j->dtype], from = j->column * size, to = from + 2 * j->P * size;
-    if (x != y) {
+    for (; count > 0; count--, x += x_step * size, y += y_step * size) {
         memcpy(y, x, (size_t)from);
         memcpy(y + to, x + to, (size_t)(j->D * size - to));
     }
-    row(x + from, y + from, c, s, out, (size_t)j->P,
-        2 * (int)j->interleaved_in + (int)j->interleaved_out);
 }
 
 /* Units first .. last-1; a unit is a tile of tokens of one sequence, with all its heads. */
 static void run_units(Plan *p, i64 first, i64 last)
 {
     const Job *j = p->job;
-    const i64 size = element_size[j->dtype], real = size == 2 ? 4 : 8;
-    const i64 step = j->P * real;
-    const Row row = isas[isa].rows[j->dtype];
-    char *scratch = malloc((size_t)(2 * p->tile * step + 2 * j->P * size));
-    if (!scratch) {
+    const i64 size = element_size[j->dtype], step = j->P * (size == 2 ? 4 : 8);
+    const int layout = 2 * (int)j->interleaved_in + (int)j->interleaved_out;
+    const int rest = j->x != j->y && j->D > 2 * j->P;
+    const Kernel kernel = isas[isa].kernels[j->dtype];
+    char *const c = malloc((size_t)(2 * p->tile * step)), *const s = c + p->tile * step;
+    if (!c) {
         p->failed = 1;
         return;
     }
-    char *c = scratch, *s = c + p->tile * step, *out = s + p->tile * step;
+    /* Memory is walked in the order it lies in: the heads of a token, or the tokens of a head. */
     const int heads_together = j->x_sh <= j->x_st;
     for (i64 unit = first; unit < last; unit++) {
         const i64 b = unit / p->tiles, t = unit % p->tiles * p->tile;
         const i64 nt = j->T - t < p->tile ? j->T - t : p->tile;
         const char *x = (const char *)(intptr_t)j->x + (b * j->x_sb + t * j->x_st) * size;
         char *y = (char *)(intptr_t)j->y + (b * j->y_sb + t * j->y_st) * size;
+        const i64 outer = heads_together ? nt : j->H, inner = heads_together ? j->H : nt;
+        const i64 x_outer = heads_together ? j->x_st : j->x_sh;
+        const i64 y_outer = heads_together ? j->y_st : j->y_sh;
+        const i64 x_inner = heads_together ? j->x_sh : j->x_st;
+        const i64 y_inner = heads_together ? j->y_sh : j->y_st;
         ready_tables(j, b, t, nt, c, s);
-        /* Memory is walked in the order it lies in. */
-        if (heads_together)
-            for (i64 n = 0; n < nt; n++)
-                for (i64 h = 0; h < j->H; h++)
-                    turn_row(j, row, x + (n * j->x_st + h * j->x_sh) * size,
-                             y + (n * j->y_st + h * j->y_sh) * size, c + n * step, s + n * step,
-                             out);
-        else
-            for (i64 h = 0; h < j->H; h++)
-                for (i64 n = 0; n < nt; n++)
-                    turn_row(j, row, x + (n * j->x_st + h * j->x_sh) * size,
-                             y + (n * j->y_st + h * j->y_sh) * size, c + n * step, s + n * step,
-                             out);
+        for (i64 n = 0; n < outer; n++, x += x_outer * size, y += y_outer * size) {
+            const i64 row = heads_together ? n * step : 0;
+            const Rows rows = {x + j->column * size, y + j->column * size, c + row, s + row,
+                               inner, x_inner, y_inner, heads_together ? 0 : j->P};
+            if (rest) copy_rest(j, x, y, inner, x_inner, y_inner);
+            kernel(&rows, (size_t)j->P, layout);
+        }
     }
-    free(scratch);
+    free(c);
 }
 
 static void run_share(void *plan)

@@ -1,9 +1,7 @@
-/* The rotation of one row, for each dtype, compiled once for every instruction set.
+/* The rotation of rows, for each dtype, compiled once for every instruction set.
  *
  * Included with ISA (a name) and TARGET (the attribute that turns the set on). Loops are plain C for
- * the compiler to vectorise. A row is turned into `out`, which stays in the first-level cache, and
- * then copied: a core that streams past its caches does so only for lines that are written whole and
- * in order, and the two halves of a row are apart. */
+ * the compiler to vectorise. */
 
 #define NAME3(a, b, c) a##_##b##_##c
 #define NAME2(a, b, c) NAME3(a, b, c)
@@ -48,8 +46,8 @@
 #include "turn.h"
 
 #define KIND all
-static const Row FN(rows)[DTYPES] = {NAME2(row, f32, ISA), NAME2(row, bf16, ISA),
-                                     NAME2(row, f16, ISA), NAME2(row, f64, ISA)};
+static const Kernel FN(kernels)[DTYPES] = {NAME2(rows, f32, ISA), NAME2(rows, bf16, ISA),
+                                           NAME2(rows, f16, ISA), NAME2(rows, f64, ISA)};
 #undef KIND
 
 #undef NAME3

@@ -26,8 +26,8 @@ INLINE void FN(put)(ELEM *y, size_t i, size_t P, int interleaved, REAL a, REAL b
     y[interleaved ? 2 * i : i] = STORE(a), y[interleaved ? 2 * i + 1 : P + i] = STORE(b);
 }
 
-TARGET INLINE void FN(turn)(const ELEM *restrict x, ELEM *restrict y, const REAL *restrict c,
-                            const REAL *restrict s, size_t P, int in, int out)
+TARGET INLINE void FN(turn)(const ELEM *x, ELEM *y, const REAL *c, const REAL *s, size_t P, int in,
+                            int out)
 {
     size_t i = 0;
 #ifdef TAKE
@@ -42,6 +42,13 @@ TARGET INLINE void FN(turn)(const ELEM *restrict x, ELEM *restrict y, const REAL
         GIVE(y + (out ? 2 * i : i), P, out, p, q);
     }
 #endif
+    /* Blocks of a fixed size need no loop for what is left over, which short rows would feel. */
+    for (; i + BLOCK <= P; i += BLOCK)
+        INDEPENDENT for (size_t n = i; n < i + BLOCK; n++) {
+            REAL a, b;
+            FN(get)(x, n, P, in, &a, &b);
+            FN(put)(y, n, P, out, a * c[n] - b * s[n], a * s[n] + b * c[n]);
+        }
     for (; i < P; i++) {
         REAL a, b;
         FN(get)(x, i, P, in, &a, &b);
@@ -49,17 +56,25 @@ TARGET INLINE void FN(turn)(const ELEM *restrict x, ELEM *restrict y, const REAL
     }
 }
 
-/* `x` and `y` point at the first rotated channel; `out` has room for 2P elements. */
-TARGET static void FN(row)(const void *x, void *y, const void *c, const void *s, void *out,
-                           size_t P, int layout)
+TARGET INLINE void FN(layout)(const Rows *r, size_t P, int in, int out)
+{
+    const ELEM *x = r->x;
+    ELEM *y = r->y;
+    const REAL *c = r->c, *s = r->s;
+    for (i64 n = r->count; n > 0; n--) {
+        FN(turn)(x, y, c, s, P, in, out);
+        x += r->x_step, y += r->y_step, c += r->table_step, s += r->table_step;
+    }
+}
+
+TARGET static void FN(rows)(const Rows *r, size_t P, int layout)
 {
     switch (layout) {
-    case 0: FN(turn)(x, out, c, s, P, 0, 0); break;
-    case 1: FN(turn)(x, out, c, s, P, 0, 1); break;
-    case 2: FN(turn)(x, out, c, s, P, 1, 0); break;
-    default: FN(turn)(x, out, c, s, P, 1, 1); break;
+    case 0: FN(layout)(r, P, 0, 0); break;
+    case 1: FN(layout)(r, P, 0, 1); break;
+    case 2: FN(layout)(r, P, 1, 0); break;
+    default: FN(layout)(r, P, 1, 1); break;
     }
-    memcpy(y, out, 2 * P * sizeof(ELEM));
 }
 
 #undef KIND

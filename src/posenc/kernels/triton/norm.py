@@ -17,10 +17,10 @@ from posenc.kernels.triton.rotate import (
     load_pairs,
     load_tables,
     on_device,
-    row_arguments,
+    row_strides,
     store_pairs,
     strides,
-    table_arguments,
+    table_sizes,
     wide,
 )
 
@@ -34,12 +34,12 @@ def norm_rotate(
     """Normalise and rotate ``x`` into a new tensor."""
     x = x if x.stride(-1) == 1 else x.contiguous()
     y = torch.empty_like(x)
-    batch, heads, length, _ = x.shape
+    batch, _, length, _ = x.shape
     if y.numel() == 0:
         return y
     block = _heads(x, norm)
     inner, outer = layout(turn.interleaved, turn, x), layout(turn.interleaved_out, turn, y)
-    grid = (batch * length * triton.cdiv(heads, block),)
+    grid = (batch * length,)
     with on_device(x):
         _forward[grid](
             x, y, *strides(x, inner), *strides(y, outer),
@@ -85,27 +85,24 @@ def norm_rotate_backward(
 
 
 def _heads(x: Tensor, norm: Norm) -> int:
-    """Heads of one program: all that a shared norm needs, else about 2048 channels' worth."""
+    """Heads of one program: all that a shared norm needs, else about 1024 channels' worth."""
     heads = int(triton.next_power_of_2(x.shape[1]))
     if norm.whole:
         return heads
-    return min(heads, max(1, 2048 // int(triton.next_power_of_2(x.shape[3]))))
+    return min(heads, max(1, 1024 // int(triton.next_power_of_2(x.shape[3]))))
 
 
 def _common(
     x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, rows: Rows, norm: Norm
 ) -> tuple[Any, ...]:
-    batch, heads, length, _ = x.shape
+    batch, _, length, _ = x.shape
+    if cos.stride(-1) != 1 or cos.stride() != sin.stride():
+        cos, sin = cos.contiguous(), sin.contiguous()
+    ids = x if rows.positions is None else rows.positions
     return (
-        weight.contiguous(),
-        *table_arguments(cos, sin),
-        *row_arguments(rows, x),
-        batch,
-        heads,
-        length,
-        norm.eps,
-        norm.shift,
-    )
+        weight.contiguous(), cos, sin, *table_sizes(cos), ids, *row_strides(rows), rows.start,
+        batch, length, norm.eps, norm.shift,
+    )  # fmt: skip
 
 
 def _constants(
@@ -113,6 +110,7 @@ def _constants(
 ) -> dict[str, Any]:
     pairs, width = cos.shape[-1], x.shape[-1]
     return {
+        "HEADS": x.shape[1],
         "WIDTH": width,
         "PAIRS": pairs,
         "COLUMN": turn.column,
@@ -132,22 +130,39 @@ def _constants(
 
 @triton.jit
 def _load(
-    x, x_at, weight, h, at, mask, other, keep, shift,
-    WIDTH: tl.constexpr, PAIRS: tl.constexpr, COLUMN: tl.constexpr, REST: tl.constexpr,
-    IN: tl.constexpr, WHOLE: tl.constexpr, WIDE: tl.constexpr,
+    x, x_at, at, mask, other, keep,
+    PAIRS: tl.constexpr, COLUMN: tl.constexpr, REST: tl.constexpr,
+    IN: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Channels of a token as pairs and rest, with the factor that the norm gives each."""
-    base = weight + (h * WIDTH if WHOLE else h * 0)[None, :, None]
+    """Channels of a token as pairs and rest."""
     words = as_words(x, IN) + x_at
     a, b = load_pairs(words, at, mask, COLUMN, PAIRS, IN, x.dtype.element_ty, WIDE)
-    flat: tl.constexpr = 1 if IN == 2 else IN
-    wa, wb = load_pairs(base, at, mask, COLUMN, PAIRS, flat, weight.dtype.element_ty, WIDE)
     rest = a * 0
-    wr = a * 0
     if REST > 0:
         rest = tl.load(x + x_at * (2 if IN == 2 else 1) + other, mask=keep, other=0.0).to(WIDE)
+    return a, b, rest
+
+
+@triton.jit
+def _weights(
+    weight, h, at, other, shift,
+    WIDTH: tl.constexpr, PAIRS: tl.constexpr, COLUMN: tl.constexpr, REST: tl.constexpr,
+    IN: tl.constexpr, WHOLE: tl.constexpr, WIDE: tl.constexpr, HEADS: tl.constexpr,
+):  # fmt: skip
+    """The factor that the norm gives each channel: ``[1, 1, P]``, or ``[1, H, P]`` for all."""
+    base = weight + tl.zeros((1, 1, 1), tl.int64)
+    mask = at < PAIRS
+    keep = other < WIDTH
+    if WHOLE:
+        base = weight + (h * WIDTH)[None, :, None]
+        mask = mask & (h < HEADS)[None, :, None]
+        keep = keep & (h < HEADS)[None, :, None]
+    flat: tl.constexpr = 1 if IN == 2 else IN
+    wa, wb = load_pairs(base, at, mask, COLUMN, PAIRS, flat, weight.dtype.element_ty, WIDE)
+    wr = wa * 0
+    if REST > 0:
         wr = tl.load(base + other, mask=keep, other=0.0).to(WIDE) + shift
-    return a, b, rest, wa + shift, wb + shift, wr
+    return wa + shift, wb + shift, wr
 
 
 @triton.jit
@@ -165,69 +180,75 @@ def _total(a, b, rest, REST: tl.constexpr, WHOLE: tl.constexpr):
 def _forward(
     x, y, x_b, x_h, x_t, y_b, y_h, y_t, weight,
     cos, sin, rows, table_b, table_t, positions, positions_b, positions_t, start,
-    batch, heads, length, eps, shift,
-    WIDTH: tl.constexpr, PAIRS: tl.constexpr, COLUMN: tl.constexpr, REST: tl.constexpr,
+    batch, length, eps, shift,
+    HEADS: tl.constexpr, WIDTH: tl.constexpr,
+    PAIRS: tl.constexpr, COLUMN: tl.constexpr, REST: tl.constexpr,
     HAS_POSITIONS: tl.constexpr, ADVANCES: tl.constexpr, IN: tl.constexpr, OUT: tl.constexpr,
     TRANSPOSED: tl.constexpr, WHOLE: tl.constexpr, WIDE: tl.constexpr,
     BLOCK_P: tl.constexpr, BLOCK_REST: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
-    blocks = tl.cdiv(heads, BLOCK_H)
     program = tl.program_id(0)
-    h = program % blocks * BLOCK_H + tl.arange(0, BLOCK_H).to(tl.int64)
-    b = (program // blocks % batch).to(tl.int64)
-    t = (program // blocks // batch).to(tl.int64) + tl.arange(0, 1)
-
+    b = (program % batch).to(tl.int64)
+    t = (program // batch).to(tl.int64) + tl.arange(0, 1)
     at = tl.arange(0, BLOCK_P)[None, None, :]
     other = (2 * PAIRS if COLUMN == 0 else 0) + tl.arange(0, BLOCK_REST)[None, None, :]
-    present = (h < heads)[None, :, None]
-    mask = present & (at < PAIRS)
-    keep = present & (tl.arange(0, BLOCK_REST)[None, None, :] < REST)
+    element: tl.constexpr = y.dtype.element_ty
+    count: tl.constexpr = WIDTH * HEADS if WHOLE else WIDTH
     c, s = load_tables(
         cos, sin, rows, table_b, table_t, positions, positions_b, positions_t, start,
         b, t, t < length, at, at < PAIRS, HAS_POSITIONS, ADVANCES, TRANSPOSED, WIDE,
     )  # fmt: skip
-    x_at = (b * x_b + t[:, None] * x_t + h[None, :] * x_h)[:, :, None]
-    y_at = (b * y_b + t[:, None] * y_t + h[None, :] * y_h)[:, :, None]
-    p, q, rest, wp, wq, wr = _load(
-        x, x_at, weight, h, at, mask, other, keep, shift,
-        WIDTH, PAIRS, COLUMN, REST, IN, WHOLE, WIDE,
+    # A norm over all heads has them in one block; otherwise blocks share the token's tables.
+    wp, wq, wr = _weights(
+        weight, tl.arange(0, BLOCK_H), at, other, shift,
+        WIDTH, PAIRS, COLUMN, REST, IN, WHOLE, WIDE, HEADS,
     )  # fmt: skip
-    count = WIDTH * heads if WHOLE else WIDTH
-    scale = tl.rsqrt(_total(p * p, q * q, rest * rest, REST, WHOLE) / count + eps).to(WIDE)
-    p, q = p * scale * wp, q * scale * wq
-    element: tl.constexpr = y.dtype.element_ty
-    turned = as_words(y, OUT) + y_at
-    store_pairs(turned, at, mask, p * c - q * s, p * s + q * c, COLUMN, PAIRS, OUT, element)
-    if REST > 0:
-        kept = y + y_at * (2 if OUT == 2 else 1) + other
-        tl.store(kept, (rest * scale * wr).to(element), mask=keep)
+    for block in tl.static_range((HEADS + BLOCK_H - 1) // BLOCK_H):
+        h = (block * BLOCK_H + tl.arange(0, BLOCK_H)).to(tl.int64)
+        present = (h < HEADS)[None, :, None]
+        mask = present & (at < PAIRS)
+        keep = present & (tl.arange(0, BLOCK_REST)[None, None, :] < REST)
+        x_at = (b * x_b + t[:, None] * x_t + h[None, :] * x_h)[:, :, None]
+        y_at = (b * y_b + t[:, None] * y_t + h[None, :] * y_h)[:, :, None]
+        p, q, rest = _load(x, x_at, at, mask, other, keep, PAIRS, COLUMN, REST, IN, WIDE)
+        scale = tl.rsqrt(_total(p * p, q * q, rest * rest, REST, WHOLE) / count + eps).to(WIDE)
+        p, q = p * scale * wp, q * scale * wq
+        turned = as_words(y, OUT) + y_at
+        store_pairs(turned, at, mask, p * c - q * s, p * s + q * c, COLUMN, PAIRS, OUT, element)
+        if REST > 0:
+            kept = y + y_at * (2 if OUT == 2 else 1) + other
+            tl.store(kept, (rest * scale * wr).to(element), mask=keep)
 
 
 @triton.jit
 def _backward(
     g, x, dx, partial, g_b, g_h, g_t, x_b, x_h, x_t, dx_b, dx_h, dx_t, shares, weight,
     cos, sin, rows, table_b, table_t, positions, positions_b, positions_t, start,
-    batch, heads, length, eps, shift,
-    WIDTH: tl.constexpr, PAIRS: tl.constexpr, COLUMN: tl.constexpr, REST: tl.constexpr,
+    batch, length, eps, shift,
+    HEADS: tl.constexpr, WIDTH: tl.constexpr,
+    PAIRS: tl.constexpr, COLUMN: tl.constexpr, REST: tl.constexpr,
     HAS_POSITIONS: tl.constexpr, ADVANCES: tl.constexpr, IN: tl.constexpr, OUT: tl.constexpr,
     TRANSPOSED: tl.constexpr, WHOLE: tl.constexpr, WIDE: tl.constexpr,
     BLOCK_P: tl.constexpr, BLOCK_REST: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
-    blocks = tl.cdiv(heads, BLOCK_H)
+    blocks = (HEADS + BLOCK_H - 1) // BLOCK_H
     program = tl.program_id(0)
     h = program % blocks * BLOCK_H + tl.arange(0, BLOCK_H).to(tl.int64)
     at = tl.arange(0, BLOCK_P)[None, None, :]
     other = (2 * PAIRS if COLUMN == 0 else 0) + tl.arange(0, BLOCK_REST)[None, None, :]
-    present = (h < heads)[None, :, None]
+    present = (h < HEADS)[None, :, None]
     mask = present & (at < PAIRS)
     keep = present & (tl.arange(0, BLOCK_REST)[None, None, :] < REST)
-    count = WIDTH * heads if WHOLE else WIDTH
+    count = WIDTH * HEADS if WHOLE else WIDTH
     element: tl.constexpr = x.dtype.element_ty
     share: tl.constexpr = partial.dtype.element_ty
     flat: tl.constexpr = 1 if IN == 2 else IN
     to_wp = tl.zeros((1, BLOCK_H, BLOCK_P), WIDE)
     to_wq = tl.zeros((1, BLOCK_H, BLOCK_P), WIDE)
     to_wr = tl.zeros((1, BLOCK_H, BLOCK_REST), WIDE)
+    wp, wq, wr = _weights(
+        weight, h, at, other, shift, WIDTH, PAIRS, COLUMN, REST, IN, WHOLE, WIDE, HEADS
+    )
     # A program takes every `shares`-th token, so that neighbours read neighbouring memory.
     for token in range(program // blocks, batch * length, shares):
         b = (token % batch).to(tl.int64)
@@ -237,10 +258,7 @@ def _backward(
             b, t, t < length, at, at < PAIRS, HAS_POSITIONS, ADVANCES, TRANSPOSED, WIDE,
         )  # fmt: skip
         x_at = (b * x_b + t[:, None] * x_t + h[None, :] * x_h)[:, :, None]
-        p, q, rest, wp, wq, wr = _load(
-            x, x_at, weight, h, at, mask, other, keep, shift,
-            WIDTH, PAIRS, COLUMN, REST, IN, WHOLE, WIDE,
-        )  # fmt: skip
+        p, q, rest = _load(x, x_at, at, mask, other, keep, PAIRS, COLUMN, REST, IN, WIDE)
         g_at = (b * g_b + t[:, None] * g_t + h[None, :] * g_h)[:, :, None]
         gp, gq = load_pairs(as_words(g, OUT) + g_at, at, mask, COLUMN, PAIRS, OUT, element, WIDE)
         gp, gq = gp * c + gq * s, gq * c - gp * s
@@ -264,7 +282,7 @@ def _backward(
             back = ((gr - rest * dot) * scale).to(element)
             tl.store(dx + dx_at * (2 if IN == 2 else 1) + other, back, mask=keep)
     if WHOLE:
-        mine = (partial + program * heads * WIDTH + h * WIDTH)[None, :, None]
+        mine = (partial + program * HEADS * WIDTH + h * WIDTH)[None, :, None]
         store_pairs(mine, at, mask, to_wp, to_wq, COLUMN, PAIRS, flat, share)
         if REST > 0:
             tl.store(mine + other, to_wr.to(share), mask=keep)

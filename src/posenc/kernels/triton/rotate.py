@@ -34,40 +34,82 @@ def rotate_into(
         for y, made in zip(ys, fresh, strict=True):
             y.copy_(made)
         return
+    if cos.stride(-1) != 1 or cos.stride() != sin.stride():
+        cos, sin = cos.contiguous(), sin.contiguous()
     q, k, q_out, k_out = xs[0], xs[-1], ys[0], ys[-1]
-    batch, q_heads, length, width = q.shape
-    k_heads = k.shape[1] if len(xs) == 2 else 0
-    if batch * length * (q_heads + k_heads) == 0:
+    start, positions = rows
+    ids = q if positions is None else positions
+    # All that Triton specialises a kernel on, so that a known call goes straight to its launch.
+    key = (
+        len(xs), q is q_out, turn, q.dtype, q.device,
+        q.shape, q.stride(), k.shape, k.stride(), q_out.stride(), k_out.stride(),
+        cos.shape, cos.stride(), cos.dtype, positions is None, ids.shape, ids.stride(),
+        *[t.data_ptr() % 16 for t in (q, k, q_out, k_out, cos, sin, ids)],
+    )  # fmt: skip
+    plan = _PLANS.get(key)
+    if plan is None:
+        if len(_PLANS) >= 4096:
+            _PLANS.clear()
+        plan = _PLANS[key] = _Plan(xs, ys, cos, rows, turn)
+    if plan.grid[0] * plan.grid[1] == 0:
         return
-    pairs = cos.shape[-1]
-    inner, outer = layout(turn.interleaved, turn, *xs), layout(turn.interleaved_out, turn, *ys)
-    heads, tokens, warps, split = tile(batch, length, q_heads, k_heads, pairs, q)
-    blocks = triton.cdiv(q_heads, heads) + triton.cdiv(k_heads, heads)
+    arguments = (
+        q, k, q_out, k_out, *plan.strides, cos, sin, *plan.tables, ids, *plan.ids, start,
+        *plan.sizes,
+    )  # fmt: skip
     with on_device(q):
-        _rotate[triton.cdiv(length, tokens) * batch, blocks if split else 1](
-            q, k, q_out, k_out,
-            *strides(q, inner), *strides(k, inner), *strides(q_out, outer), *strides(k_out, outer),
-            *table_arguments(cos, sin), *row_arguments(rows, q), batch, length,
-            Q_HEADS=q_heads,
-            K_HEADS=k_heads,
-            PAIRS=pairs,
-            COLUMN=turn.column,
-            REST=0 if q is q_out else width - 2 * pairs,
-            HAS_POSITIONS=rows.positions is not None,
-            ADVANCES=rows.advances(),
-            IN=inner,
-            OUT=outer,
-            TRANSPOSED=turn.transposed,
-            WIDE=wide(q),
-            BATCH_FIRST=batch > 4,
-            SPLIT=split,
-            BLOCK_P=triton.next_power_of_2(pairs),
-            BLOCK_REST=triton.next_power_of_2(max(width - 2 * pairs, 1)),
-            BLOCK_H=heads,
-            BLOCK_T=tokens,
-            num_warps=warps,
-            **ASSERTING,
-        )  # fmt: skip
+        if plan.compiled is None:
+            plan.compiled = _rotate[plan.grid[:2]](*arguments, **plan.constants, **plan.options)
+        else:
+            plan.compiled[plan.grid](*arguments, *plan.constants.values())
+
+
+class _Plan:
+    """What a launch needs besides its pointers, worked out once for calls of one kind."""
+
+    def __init__(
+        self, xs: list[Tensor], ys: list[Tensor], cos: Tensor, rows: Rows, turn: Turn
+    ) -> None:
+        q, k, q_out, k_out = xs[0], xs[-1], ys[0], ys[-1]
+        batch, q_heads, length, width = q.shape
+        k_heads = k.shape[1] if len(xs) == 2 else 0
+        pairs = cos.shape[-1]
+        inner, outer = layout(turn.interleaved, turn, *xs), layout(turn.interleaved_out, turn, *ys)
+        heads, tokens, warps, split = tile(batch, length, q_heads, k_heads, pairs, q)
+        blocks = triton.cdiv(q_heads, heads) + triton.cdiv(k_heads, heads)
+        self.compiled: Any = None
+        self.grid = (triton.cdiv(length, tokens) * batch, blocks if split else min(blocks, 1), 1)
+        self.strides = tuple(
+            stride
+            for t, how in ((q, inner), (k, inner), (q_out, outer), (k_out, outer))
+            for stride in strides(t, how)
+        )
+        self.tables = table_sizes(cos)
+        self.ids = row_strides(rows)
+        self.sizes = (batch, length)
+        self.options = {"num_warps": warps, **ASSERTING}
+        self.constants = {
+            "Q_HEADS": q_heads,
+            "K_HEADS": k_heads,
+            "PAIRS": pairs,
+            "COLUMN": turn.column,
+            "REST": 0 if q is q_out else width - 2 * pairs,
+            "HAS_POSITIONS": rows.positions is not None,
+            "ADVANCES": rows.advances(),
+            "IN": inner,
+            "OUT": outer,
+            "TRANSPOSED": turn.transposed,
+            "WIDE": wide(q),
+            "BATCH_FIRST": batch > 4,
+            "SPLIT": split,
+            "BLOCK_P": triton.next_power_of_2(pairs),
+            "BLOCK_REST": triton.next_power_of_2(max(width - 2 * pairs, 1)),
+            "BLOCK_H": heads,
+            "BLOCK_T": tokens,
+        }
+
+
+_PLANS: dict[Any, _Plan] = {}
 
 
 def on_device(x: Tensor) -> contextlib.AbstractContextManager[Any]:
@@ -84,15 +126,16 @@ def tile(
 
     Measured on an H200; benchmarks/README.md says how.
     """
-    # About 512 pairs a step: each thread of a warp or two moves 16 bytes at a time.
-    budget = max(1, 512 // triton.next_power_of_2(pairs))
+    # Up to 1024 pairs a step: each thread of four warps moves 16 bytes at a time.
+    budget = min(16, max(1, 1024 // int(triton.next_power_of_2(pairs))))
     if length > 1 and q.stride(1) > q.stride(2):
         # Each head is a stretch of its own: take neighbouring tokens, and heads side by side.
-        tokens = min(triton.next_power_of_2(length), budget)
-        return max(1, budget // tokens), tokens, 2, True
-    heads = min(triton.next_power_of_2(max(q_heads, k_heads)), budget)
+        tokens = min(int(triton.next_power_of_2(length)), budget)
+        return max(1, budget // tokens), tokens, 4, True
+    heads = min(int(triton.next_power_of_2(max(q_heads, k_heads))), budget)
     # A short call needs all its loads under way at once more than it needs to share tables.
-    return heads, 1, 2, batch * length < 2048
+    short = batch * length < 2048
+    return heads, 1, 2 if short else 4, short
 
 
 def layout(interleaved: bool, turn: Turn, *tensors: Tensor) -> int:
@@ -119,21 +162,17 @@ def wide(x: Tensor) -> Any:
     return tl.float64 if x.dtype in (torch.float32, torch.float64) else tl.float32
 
 
-def table_arguments(cos: Tensor, sin: Tensor) -> tuple[Any, ...]:
-    """Both tables as pointers with common strides: ``cos, sin, rows, batch stride, row stride``."""
-    if cos.stride(-1) != 1 or cos.stride() != sin.stride():
-        cos, sin = cos.contiguous(), sin.contiguous()
-    return cos, sin, cos.shape[-2], cos.stride(0) if cos.dim() == 3 else 0, cos.stride(-2)
+def table_sizes(cos: Tensor) -> tuple[int, int, int]:
+    """Rows of a table, its batch stride and its row stride."""
+    return cos.shape[-2], cos.stride(0) if cos.dim() == 3 else 0, cos.stride(-2)
 
 
-def row_arguments(rows: Rows, q: Tensor) -> tuple[Any, ...]:
-    """Positions as ``pointer, batch stride, token stride, start``."""
+def row_strides(rows: Rows) -> tuple[int, int]:
+    """Batch and token stride of the positions."""
     if rows.positions is None:
-        return q, 0, 0, rows.start
-    batch, token = rows.positions.shape
-    batch_stride = rows.positions.stride(0) if batch > 1 else 0
-    token_stride = rows.positions.stride(1) if token > 1 else 0
-    return rows.positions, batch_stride, token_stride, rows.start
+        return 0, 0
+    (batch, token), (by_sequence, by_token) = rows.positions.shape, rows.positions.stride()
+    return by_sequence if batch > 1 else 0, by_token if token > 1 else 0
 
 
 @triton.jit
@@ -218,31 +257,39 @@ def load_tables(
 
 
 @triton.jit
-def _turn(
-    source, target, x_b, x_h, x_t, y_b, y_h, y_t, block, b, t, alive, at, c, s,
-    HEADS: tl.constexpr, PAIRS: tl.constexpr, COLUMN: tl.constexpr, REST: tl.constexpr,
-    IN: tl.constexpr, OUT: tl.constexpr, WIDE: tl.constexpr,
-    BLOCK_REST: tl.constexpr, BLOCK_H: tl.constexpr,
+def _take(
+    source, x_b, x_h, x_t, block, b, t, alive, at,
+    heads, PAIRS: tl.constexpr, COLUMN: tl.constexpr, IN: tl.constexpr,
+    WIDE: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
-    """Rotate one block of heads."""
-    element: tl.constexpr = source.dtype.element_ty
+    """The pairs of one block of heads."""
     h = (block * BLOCK_H + tl.arange(0, BLOCK_H)).to(tl.int64)
-    present = alive[:, None, None] & (h < HEADS)[None, :, None]
+    mask = alive[:, None, None] & (h < heads)[None, :, None] & (at < PAIRS)
     # int64 offsets: tensors pass 2^31 elements.
-    x_at = (b * x_b + t[:, None] * x_t + h[None, :] * x_h)[:, :, None]
+    where = as_words(source, IN) + (b * x_b + t[:, None] * x_t + h[None, :] * x_h)[:, :, None]
+    return load_pairs(where, at, mask, COLUMN, PAIRS, IN, source.dtype.element_ty, WIDE)
+
+
+@triton.jit
+def _give(
+    p, q, c, s, source, target, x_b, x_h, x_t, y_b, y_h, y_t, block, b, t, alive, at,
+    heads, PAIRS: tl.constexpr, COLUMN: tl.constexpr, REST: tl.constexpr,
+    IN: tl.constexpr, OUT: tl.constexpr, BLOCK_REST: tl.constexpr, BLOCK_H: tl.constexpr,
+):  # fmt: skip
+    """Turn them, store them, and copy the channels beside them."""
+    h = (block * BLOCK_H + tl.arange(0, BLOCK_H)).to(tl.int64)
+    present = alive[:, None, None] & (h < heads)[None, :, None]
     y_at = (b * y_b + t[:, None] * y_t + h[None, :] * y_h)[:, :, None]
-    mask = present & (at < PAIRS)
-    p, q = load_pairs(as_words(source, IN) + x_at, at, mask, COLUMN, PAIRS, IN, element, WIDE)
-    turned = as_words(target, OUT) + y_at
-    store_pairs(turned, at, mask, p * c - q * s, p * s + q * c, COLUMN, PAIRS, OUT, element)
+    element: tl.constexpr = source.dtype.element_ty
+    where, mask = as_words(target, OUT) + y_at, present & (at < PAIRS)
+    store_pairs(where, at, mask, p * c - q * s, p * s + q * c, COLUMN, PAIRS, OUT, element)
     if REST > 0:
         # The channels that are not rotated: all after the pairs, or all before.
         other = (2 * PAIRS if COLUMN == 0 else 0) + tl.arange(0, BLOCK_REST)[None, None, :]
         keep = present & (tl.arange(0, BLOCK_REST)[None, None, :] < REST)
-        from_x = source + x_at * (2 if IN == 2 else 1) + other
-        tl.store(
-            target + y_at * (2 if OUT == 2 else 1) + other, tl.load(from_x, mask=keep), mask=keep
-        )
+        x_at = (b * x_b + t[:, None] * x_t + h[None, :] * x_h)[:, :, None]
+        rest = tl.load(source + x_at * (2 if IN == 2 else 1) + other, mask=keep)
+        tl.store(target + y_at * (2 if OUT == 2 else 1) + other, rest, mask=keep)
 
 
 @triton.jit(do_not_specialize=["start"])
@@ -271,32 +318,49 @@ def _rotate(
     t = step.to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     alive = t < length
     at = tl.arange(0, BLOCK_P)[None, None, :]
-    c, s = load_tables(
-        cos, sin, rows, table_b, table_t, positions, positions_b, positions_t, start,
-        b, t, alive, at, at < PAIRS, HAS_POSITIONS, ADVANCES, TRANSPOSED, WIDE,
-    )  # fmt: skip
     q_blocks: tl.constexpr = (Q_HEADS + BLOCK_H - 1) // BLOCK_H
     k_blocks: tl.constexpr = (K_HEADS + BLOCK_H - 1) // BLOCK_H
     if SPLIT:
+        # One block of heads: its loads are under way before those of the tables are waited for.
         block = tl.program_id(1)
-        if block < q_blocks:
-            _turn(
-                q, q_out, q_b, q_h, q_t, qo_b, qo_h, qo_t, block, b, t, alive, at, c, s,
-                Q_HEADS, PAIRS, COLUMN, REST, IN, OUT, WIDE, BLOCK_REST, BLOCK_H,
-            )  # fmt: skip
-        else:
-            _turn(
-                k, k_out, k_b, k_h, k_t, ko_b, ko_h, ko_t, block - q_blocks, b, t, alive, at, c, s,
-                K_HEADS, PAIRS, COLUMN, REST, IN, OUT, WIDE, BLOCK_REST, BLOCK_H,
-            )  # fmt: skip
+        heads = Q_HEADS
+        if block >= q_blocks:
+            block, heads = block - q_blocks, K_HEADS
+            q, q_b, q_h, q_t = k, k_b, k_h, k_t
+            q_out, qo_b, qo_h, qo_t = k_out, ko_b, ko_h, ko_t
+        x, y = _take(
+            q, q_b, q_h, q_t, block, b, t, alive, at,
+            heads, PAIRS, COLUMN, IN, WIDE, BLOCK_H,
+        )  # fmt: skip
+        c, s = load_tables(
+            cos, sin, rows, table_b, table_t, positions, positions_b, positions_t, start,
+            b, t, alive, at, at < PAIRS, HAS_POSITIONS, ADVANCES, TRANSPOSED, WIDE,
+        )  # fmt: skip
+        _give(
+            x, y, c, s, q, q_out, q_b, q_h, q_t, qo_b, qo_h, qo_t, block, b, t, alive, at,
+            heads, PAIRS, COLUMN, REST, IN, OUT, BLOCK_REST, BLOCK_H,
+        )  # fmt: skip
     else:
+        # All heads of a token, which share its table row.
+        c, s = load_tables(
+            cos, sin, rows, table_b, table_t, positions, positions_b, positions_t, start,
+            b, t, alive, at, at < PAIRS, HAS_POSITIONS, ADVANCES, TRANSPOSED, WIDE,
+        )  # fmt: skip
         for block in tl.static_range(q_blocks):
-            _turn(
-                q, q_out, q_b, q_h, q_t, qo_b, qo_h, qo_t, block, b, t, alive, at, c, s,
-                Q_HEADS, PAIRS, COLUMN, REST, IN, OUT, WIDE, BLOCK_REST, BLOCK_H,
+            x, y = _take(
+                q, q_b, q_h, q_t, block, b, t, alive, at,
+                Q_HEADS, PAIRS, COLUMN, IN, WIDE, BLOCK_H,
+            )  # fmt: skip
+            _give(
+                x, y, c, s, q, q_out, q_b, q_h, q_t, qo_b, qo_h, qo_t, block, b, t, alive, at,
+                Q_HEADS, PAIRS, COLUMN, REST, IN, OUT, BLOCK_REST, BLOCK_H,
             )  # fmt: skip
         for block in tl.static_range(k_blocks):
-            _turn(
-                k, k_out, k_b, k_h, k_t, ko_b, ko_h, ko_t, block, b, t, alive, at, c, s,
-                K_HEADS, PAIRS, COLUMN, REST, IN, OUT, WIDE, BLOCK_REST, BLOCK_H,
+            x, y = _take(
+                k, k_b, k_h, k_t, block, b, t, alive, at,
+                K_HEADS, PAIRS, COLUMN, IN, WIDE, BLOCK_H,
+            )  # fmt: skip
+            _give(
+                x, y, c, s, k, k_out, k_b, k_h, k_t, ko_b, ko_h, ko_t, block, b, t, alive, at,
+                K_HEADS, PAIRS, COLUMN, REST, IN, OUT, BLOCK_REST, BLOCK_H,
             )  # fmt: skip
