@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-.PHONY: demo test test-all check format clean
+.PHONY: demo test test-all check format sanitize clean
 
 demo: $(INSTALLED)
 	$(BIN)/python examples/tour.py -o out/tour.png
@@ -25,7 +25,18 @@ format: $(INSTALLED)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-$(INSTALLED): pyproject.toml constraints.txt
+SANITIZED := build/sanitized
+sanitize: $(INSTALLED)
+	rm -rf $(SANITIZED) && mkdir -p $(SANITIZED) && cp -r src/posenc $(SANITIZED)
+	rm -f $(SANITIZED)/posenc/kernels/c/*.so
+	gcc -std=c99 -O1 -g -fsanitize=address,undefined -fno-sanitize-recover=undefined -fPIC -shared \
+	  -I$$($(BIN)/python -c "import sysconfig; print(sysconfig.get_paths()['include'])") \
+	  src/posenc/kernels/c/rotate.c -o $(SANITIZED)/posenc/kernels/c/_rotate.abi3.so -ldl
+	LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so)" \
+	  ASAN_OPTIONS=detect_leaks=0 PYTHONPATH=$(SANITIZED) \
+	  $(BIN)/python -m pytest tests/kernels/test_rotate.py -k "c and not triton and not opcheck"
+
+$(INSTALLED): pyproject.toml constraints.txt setup.py $(wildcard src/posenc/kernels/c/*.[ch])
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	touch $@
