@@ -371,3 +371,22 @@ def test_compiled_calls_run_the_op_and_agree():
         for got, x in zip(turned(q, k, start), (q, k), strict=True):
             wanted = reference.rotate(x, cos, sin, Rows(start), Turn(False, False))
             torch.testing.assert_close(got, wanted, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("grad", [False, True], ids=["inference", "training"])
+def test_compiled_calls_write_in_place(grad):
+    cos, sin = tables(4, 4)
+
+    @torch.compile(fullgraph=True)
+    def turned(x):
+        y = x * 2
+        kernels.rotate_([y], cos, sin, Rows(), Turn())
+        return y
+
+    x = torch.randn(2, 2, 4, 8, requires_grad=grad)
+    y = turned(x)
+    torch.testing.assert_close(y, reference.rotate(x * 2, cos, sin, Rows(), Turn()))
+    if grad:
+        y.sum().backward()
+        (wanted,) = torch.autograd.grad(reference.rotate(x * 2, cos, sin, Rows(), Turn()).sum(), x)
+        torch.testing.assert_close(x.grad, wanted)

@@ -45,8 +45,13 @@ def rotate(xs: list[Tensor], cos: Tensor, sin: Tensor, rows: Rows, turn: Turn) -
 def rotate_(xs: list[Tensor], cos: Tensor, sin: Tensor, rows: Rows, turn: Turn) -> None:
     """Rotate one tensor, or queries and keys, where they stand; arguments as :func:`rotate`."""
     if not is_plain(*xs):
-        for x, y in zip(xs, rotate(xs, cos, sin, rows, turn), strict=True):
-            x.copy_(y)
+        records = torch.is_grad_enabled() and any(x.requires_grad for x in xs)
+        if records or torch.compiler.is_exporting() or in_transform(*xs):
+            for x, y in zip(xs, rotate(xs, cos, sin, rows, turn), strict=True):
+                x.copy_(y)
+        else:
+            op = ops.rotate_ if len(xs) == 1 else ops.rotate_qk_
+            op(*xs, cos, sin, *ops.flat(rows, turn))
     elif torch.is_grad_enabled() and any(x.requires_grad for x in xs):
         for x in xs:
             _RotateInPlace.apply(x, cos, sin, rows, turn)

@@ -1,0 +1,142 @@
+"""Rotation by tables of the caller's own, and QK-norm with it."""
+
+import pytest
+import torch
+from torch.autograd import gradcheck
+
+import oracles
+import posenc
+from posenc.functional import qk_norm_rope, rotate, rotate_
+
+
+def tables(rows, pairs):
+    return oracles.exact_cos_sin(range(rows), 2 * pairs)
+
+
+def test_it_is_what_rope_does():
+    rope = posenc.RoPE(8, 16, interleaved=False)
+    q, k = torch.randn(2, 4, 5, 8), torch.randn(2, 2, 5, 8)
+    got = rotate(q, k, rope.cos_cached, rope.sin_cached, offset=3, interleaved=False)
+    for a, b in zip(got, rope(q, k, 3), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_offsets_and_positions_say_the_same():
+    q, k = torch.randn(2, 3, 4, 8), torch.randn(2, 1, 4, 8)
+    cos, sin = tables(12, 4)
+    offsets = torch.tensor([2, 7], dtype=torch.int32)
+    ids = offsets[:, None] + torch.arange(4)
+    by_offsets = rotate(q, k, cos, sin, offset=offsets)
+    for a, b in zip(by_offsets, rotate(q, k, cos, sin, position_ids=ids), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_packed_sequences_are_positions_that_start_again():
+    q = torch.randn(1, 2, 7, 8)
+    cos, sin = tables(4, 4)
+    packed, _ = rotate(q, q, cos, sin, position_ids=torch.tensor([0, 1, 2, 0, 1, 2, 3]))
+    first, _ = rotate(q[:, :, :3], q[:, :, :3], cos, sin)
+    second, _ = rotate(q[:, :, 3:], q[:, :, 3:], cos, sin)
+    assert torch.equal(packed, torch.cat((first, second), dim=2))
+
+
+def test_deepseek_takes_interleaved_and_gives_halves():
+    x = torch.randn(1, 2, 3, 8)
+    cos, sin = tables(3, 4)
+    got, _ = rotate(x, x, cos, sin, interleaved=True, interleaved_out=False)
+    halves = torch.cat((x[..., 0::2], x[..., 1::2]), dim=-1)
+    wanted, _ = rotate(halves, halves, cos, sin, interleaved=False)
+    assert torch.equal(got, wanted)
+
+
+def test_last_rotates_the_last_channels():
+    x = torch.randn(1, 2, 3, 12)
+    cos, sin = tables(3, 4)
+    got, _ = rotate(x, x, cos, sin, last=True)
+    inner, _ = rotate(x[..., 4:], x[..., 4:], cos, sin)
+    assert torch.equal(got, torch.cat((x[..., :4], inner), dim=-1))
+
+
+def test_learned_frequencies_get_gradients():
+    rates = torch.rand(3, dtype=torch.float64, requires_grad=True)
+    q = torch.randn(1, 2, 4, 6, dtype=torch.float64)
+
+    def turned(rates):
+        angles = torch.arange(4)[:, None] * rates
+        return rotate(q, q, angles.cos(), angles.sin())
+
+    assert gradcheck(turned, rates)
+
+
+def test_in_place_returns_its_input():
+    x = torch.randn(2, 2, 3, 8)
+    cos, sin = tables(3, 4)
+    wanted, _ = rotate(x, x, cos, sin)
+    assert rotate_(x, cos, sin) is x
+    assert torch.equal(x, wanted)
+
+
+def test_float32_tables_are_taken_as_they_are():
+    x = torch.randn(1, 1, 3, 8)
+    cos, sin = tables(3, 4)
+    got, _ = rotate(x, x, cos.float(), sin.float())
+    wanted, _ = rotate(x, x, cos.float().double(), sin.float().double())
+    assert torch.equal(got, wanted)
+
+
+@pytest.mark.parametrize("whole", [False, True], ids=["each-head", "all-heads"])
+def test_qk_norm_is_norm_then_rotation(whole):
+    q, k = torch.randn(2, 4, 5, 8), torch.randn(2, 2, 5, 8)
+    cos, sin = tables(9, 4)
+    weights = [torch.randn(x.shape[1] * 8 if whole else 8) for x in (q, k)]
+    got = qk_norm_rope(q, k, *weights, cos, sin, offset=2, eps=1e-5, zero_centered=True)
+    for x, weight, y in zip((q, k), weights, got, strict=True):
+        wide = x.double()
+        if whole:
+            flat = wide.transpose(1, 2).flatten(2)
+            normed = torch.nn.functional.rms_norm(flat, flat.shape[2:], 1 + weight.double(), 1e-5)
+            normed = normed.unflatten(2, (-1, 8)).transpose(1, 2)
+        else:
+            normed = torch.nn.functional.rms_norm(wide, (8,), 1 + weight.double(), 1e-5)
+        exact = oracles.rotate(normed, cos[2:7], sin[2:7], interleaved=True)
+        torch.testing.assert_close(y.double(), exact, rtol=1e-6, atol=1e-7)
+
+
+def test_qk_norm_has_gradients():
+    q = torch.randn(1, 2, 3, 4, dtype=torch.float64, requires_grad=True)
+    w = torch.randn(4, dtype=torch.float64, requires_grad=True)
+    cos, sin = tables(3, 2)
+    assert gradcheck(lambda q, w: qk_norm_rope(q, q, w, w, cos, sin), (q, w))
+
+
+def test_bad_input_is_named():
+    q, k = torch.randn(2, 4, 5, 8), torch.randn(2, 2, 5, 8)
+    cos, sin = tables(6, 4)
+    with pytest.raises(ValueError, match="rotate: q and k must agree"):
+        rotate(q, k[:, :, :4], cos, sin)
+    with pytest.raises(ValueError, match=r"x must have shape \(B, H, L, D\)"):
+        rotate_(q[0], cos, sin)
+    with pytest.raises(ValueError, match="cos and sin must have one shape"):
+        rotate(q, k, cos, sin[:5])
+    with pytest.raises(ValueError, match="1 <= P <= 4"):
+        rotate(q, k, *tables(6, 5))
+    with pytest.raises(ValueError, match=r"\(2, T, P\)"):
+        rotate(q, k, cos.expand(3, 6, 4), sin.expand(3, 6, 4))
+    with pytest.raises(ValueError, match="stay below the rows of cos=6, got 6"):
+        rotate(q, k, cos, sin, offset=2)
+    with pytest.raises(ValueError, match=r"in \[0, 6\), got 9"):
+        rotate(q, k, cos, sin, position_ids=torch.tensor([0, 1, 9, 2, 3]))
+    with pytest.raises(ValueError, match=r"offset must be an int, or have shape \(2,\)"):
+        rotate(q, k, cos, sin, offset=torch.tensor([1, 2, 3]))
+    with pytest.raises(ValueError, match="exclude each other"):
+        rotate(q, k, cos, sin, offset=torch.tensor([0, 0]), position_ids=torch.arange(5))
+    with pytest.raises(TypeError, match="cos must be a float16"):
+        rotate(q, k, cos.long(), sin.long())
+    with pytest.raises(TypeError, match="last must be True or False"):
+        rotate(q, k, cos, sin, last=1)
+    with pytest.raises(ValueError, match="must not share memory with itself"):
+        rotate_(q[:1].expand(2, 4, 5, 8), cos, sin)
+    with pytest.raises(ValueError, match=r"q_weight must have shape \(8,\) or \(32,\)"):
+        qk_norm_rope(q, k, torch.ones(7), torch.ones(8), cos, sin)
+    with pytest.raises(ValueError, match="eps must be finite and above zero"):
+        qk_norm_rope(q, k, torch.ones(8), torch.ones(8), cos, sin, eps=0.0)
