@@ -126,16 +126,16 @@ def tile(
 
     Measured on an H200; benchmarks/README.md says how.
     """
-    # Up to 1024 pairs a step: each thread of four warps moves 16 bytes at a time.
-    budget = min(16, max(1, 1024 // int(triton.next_power_of_2(pairs))))
+    width = int(triton.next_power_of_2(pairs))
+    most = int(triton.next_power_of_2(max(q_heads, k_heads)))
     if length > 1 and q.stride(1) > q.stride(2):
         # Each head is a stretch of its own: take neighbouring tokens, and heads side by side.
-        tokens = min(int(triton.next_power_of_2(length)), budget)
-        return max(1, budget // tokens), tokens, 4, True
-    heads = min(int(triton.next_power_of_2(max(q_heads, k_heads))), budget)
-    # A short call needs all its loads under way at once more than it needs to share tables.
-    short = batch * length < 2048
-    return heads, 1, 2 if short else 4, short
+        tokens = min(int(triton.next_power_of_2(length)), 16, max(1, 1024 // width))
+        return max(1, 512 // width // tokens), tokens, 4, True
+    if batch * length < 16384:
+        # A short call needs all its loads under way at once more than it needs to share tables.
+        return min(most, max(1, 512 // width)), 1, 4, True
+    return min(most, 16, max(1, 1024 // width)), 1, 4, False
 
 
 def layout(interleaved: bool, turn: Turn, *tensors: Tensor) -> int:
@@ -259,12 +259,12 @@ def load_tables(
 @triton.jit
 def _take(
     source, x_b, x_h, x_t, block, b, t, alive, at,
-    heads, PAIRS: tl.constexpr, COLUMN: tl.constexpr, IN: tl.constexpr,
+    HEADS: tl.constexpr, PAIRS: tl.constexpr, COLUMN: tl.constexpr, IN: tl.constexpr,
     WIDE: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     """The pairs of one block of heads."""
     h = (block * BLOCK_H + tl.arange(0, BLOCK_H)).to(tl.int64)
-    mask = alive[:, None, None] & (h < heads)[None, :, None] & (at < PAIRS)
+    mask = alive[:, None, None] & (h < HEADS)[None, :, None] & (at < PAIRS)
     # int64 offsets: tensors pass 2^31 elements.
     where = as_words(source, IN) + (b * x_b + t[:, None] * x_t + h[None, :] * x_h)[:, :, None]
     return load_pairs(where, at, mask, COLUMN, PAIRS, IN, source.dtype.element_ty, WIDE)
@@ -273,12 +273,12 @@ def _take(
 @triton.jit
 def _give(
     p, q, c, s, source, target, x_b, x_h, x_t, y_b, y_h, y_t, block, b, t, alive, at,
-    heads, PAIRS: tl.constexpr, COLUMN: tl.constexpr, REST: tl.constexpr,
+    HEADS: tl.constexpr, PAIRS: tl.constexpr, COLUMN: tl.constexpr, REST: tl.constexpr,
     IN: tl.constexpr, OUT: tl.constexpr, BLOCK_REST: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     """Turn them, store them, and copy the channels beside them."""
     h = (block * BLOCK_H + tl.arange(0, BLOCK_H)).to(tl.int64)
-    present = alive[:, None, None] & (h < heads)[None, :, None]
+    present = alive[:, None, None] & (h < HEADS)[None, :, None]
     y_at = (b * y_b + t[:, None] * y_t + h[None, :] * y_h)[:, :, None]
     element: tl.constexpr = source.dtype.element_ty
     where, mask = as_words(target, OUT) + y_at, present & (at < PAIRS)
@@ -290,6 +290,30 @@ def _give(
         x_at = (b * x_b + t[:, None] * x_t + h[None, :] * x_h)[:, :, None]
         rest = tl.load(source + x_at * (2 if IN == 2 else 1) + other, mask=keep)
         tl.store(target + y_at * (2 if OUT == 2 else 1) + other, rest, mask=keep)
+
+
+@triton.jit
+def _one_block(
+    source, target, x_b, x_h, x_t, y_b, y_h, y_t, block,
+    cos, sin, rows, table_b, table_t, positions, positions_b, positions_t, start,
+    b, t, alive, at,
+    HEADS: tl.constexpr, PAIRS: tl.constexpr, COLUMN: tl.constexpr, REST: tl.constexpr,
+    HAS_POSITIONS: tl.constexpr, ADVANCES: tl.constexpr, IN: tl.constexpr, OUT: tl.constexpr,
+    TRANSPOSED: tl.constexpr, WIDE: tl.constexpr, BLOCK_REST: tl.constexpr, BLOCK_H: tl.constexpr,
+):  # fmt: skip
+    """A block on its own: its loads are under way before those of the tables are waited for."""
+    p, q = _take(
+        source, x_b, x_h, x_t, block, b, t, alive, at,
+        HEADS, PAIRS, COLUMN, IN, WIDE, BLOCK_H,
+    )  # fmt: skip
+    c, s = load_tables(
+        cos, sin, rows, table_b, table_t, positions, positions_b, positions_t, start,
+        b, t, alive, at, at < PAIRS, HAS_POSITIONS, ADVANCES, TRANSPOSED, WIDE,
+    )  # fmt: skip
+    _give(
+        p, q, c, s, source, target, x_b, x_h, x_t, y_b, y_h, y_t, block, b, t, alive, at,
+        HEADS, PAIRS, COLUMN, REST, IN, OUT, BLOCK_REST, BLOCK_H,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["start"])
@@ -321,25 +345,21 @@ def _rotate(
     q_blocks: tl.constexpr = (Q_HEADS + BLOCK_H - 1) // BLOCK_H
     k_blocks: tl.constexpr = (K_HEADS + BLOCK_H - 1) // BLOCK_H
     if SPLIT:
-        # One block of heads: its loads are under way before those of the tables are waited for.
         block = tl.program_id(1)
-        heads = Q_HEADS
-        if block >= q_blocks:
-            block, heads = block - q_blocks, K_HEADS
-            q, q_b, q_h, q_t = k, k_b, k_h, k_t
-            q_out, qo_b, qo_h, qo_t = k_out, ko_b, ko_h, ko_t
-        x, y = _take(
-            q, q_b, q_h, q_t, block, b, t, alive, at,
-            heads, PAIRS, COLUMN, IN, WIDE, BLOCK_H,
-        )  # fmt: skip
-        c, s = load_tables(
-            cos, sin, rows, table_b, table_t, positions, positions_b, positions_t, start,
-            b, t, alive, at, at < PAIRS, HAS_POSITIONS, ADVANCES, TRANSPOSED, WIDE,
-        )  # fmt: skip
-        _give(
-            x, y, c, s, q, q_out, q_b, q_h, q_t, qo_b, qo_h, qo_t, block, b, t, alive, at,
-            heads, PAIRS, COLUMN, REST, IN, OUT, BLOCK_REST, BLOCK_H,
-        )  # fmt: skip
+        if block < q_blocks:
+            _one_block(
+                q, q_out, q_b, q_h, q_t, qo_b, qo_h, qo_t, block,
+                cos, sin, rows, table_b, table_t, positions, positions_b, positions_t, start,
+                b, t, alive, at, Q_HEADS, PAIRS, COLUMN, REST, HAS_POSITIONS, ADVANCES, IN, OUT,
+                TRANSPOSED, WIDE, BLOCK_REST, BLOCK_H,
+            )  # fmt: skip
+        else:
+            _one_block(
+                k, k_out, k_b, k_h, k_t, ko_b, ko_h, ko_t, block - q_blocks,
+                cos, sin, rows, table_b, table_t, positions, positions_b, positions_t, start,
+                b, t, alive, at, K_HEADS, PAIRS, COLUMN, REST, HAS_POSITIONS, ADVANCES, IN, OUT,
+                TRANSPOSED, WIDE, BLOCK_REST, BLOCK_H,
+            )  # fmt: skip
     else:
         # All heads of a token, which share its table row.
         c, s = load_tables(
