@@ -1,0 +1,54 @@
+"""Compile every Triton kernel for an H100 without having one: types and layouts show here."""
+
+import warnings
+
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, compile
+
+from posenc.kernels.triton import norm, rotate
+
+POINTERS = {"q", "k", "q_out", "k_out", "x", "y", "g", "dx", "weight"}
+ROTATE = {
+    "Q_HEADS": 32, "K_HEADS": 8, "PAIRS": 64, "COLUMN": 0, "REST": 0, "HAS_POSITIONS": False,
+    "ADVANCES": True, "IN": 0, "OUT": 0, "TRANSPOSED": False, "WIDE": tl.float32,
+    "BATCH_FIRST": False, "SPLIT": True, "BLOCK_P": 64, "BLOCK_REST": 1, "BLOCK_H": 8, "BLOCK_T": 1,
+}  # fmt: skip
+ONE_PAIR = {**ROTATE, "Q_HEADS": 2, "K_HEADS": 0, "PAIRS": 1, "BLOCK_P": 1, "IN": 2, "OUT": 2}
+NORM = {
+    "HEADS": 8, "WIDTH": 128, "PAIRS": 32, "COLUMN": 0, "REST": 64, "HAS_POSITIONS": True,
+    "ADVANCES": False, "IN": 2, "OUT": 0, "TRANSPOSED": False, "WHOLE": False, "WIDE": tl.float32,
+    "BLOCK_P": 32, "BLOCK_REST": 64, "BLOCK_H": 8,
+}  # fmt: skip
+CASES = {
+    "loop over heads": (rotate._rotate, {**ROTATE, "SPLIT": False}, (), "bf16"),
+    "interleaved to half": (rotate._rotate, {**ROTATE, "IN": 2, "SPLIT": False}, ("q_h",), "fp16"),
+    "rest": (rotate._rotate, {**ROTATE, "REST": 16, "BLOCK_REST": 16}, (), "bf16"),
+    "float64": (rotate._rotate, {**ROTATE, "IN": 1, "OUT": 1, "WIDE": tl.float64}, (), "fp64"),
+    "strides of one": (rotate._rotate, ONE_PAIR, ("q_t", "k_t", "qo_t", "ko_t"), "bf16"),
+    "norm": (norm._forward, NORM, (), "bf16"),
+    "norm of all heads": (norm._forward, {**NORM, "WHOLE": True}, (), "bf16"),
+    "norm backward": (norm._backward, NORM, (), "bf16"),
+    "norm of all heads backward": (norm._backward, {**NORM, "WHOLE": True}, (), "bf16"),
+}
+
+
+def types(kernel, constants, ones, element):
+    """Signature and constants as a launch would find them; ``ones`` are arguments that are 1."""
+    known = {"cos": "*fp64", "sin": "*fp64", "partial": "*fp32", "positions": "*i64"}
+    known |= {"eps": "fp32", "shift": "fp32"} | dict.fromkeys(POINTERS, "*" + element)
+    fixed = {**constants, **dict.fromkeys(ones, 1)}
+    names = kernel.arg_names
+    signature = {n: "constexpr" if n in fixed else known.get(n, "i32") for n in names}
+    return signature, {(i,): fixed[n] for i, n in enumerate(names) if n in fixed}
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")
+    for title, (kernel, constants, ones, element) in CASES.items():
+        signature, fixed = types(kernel, constants, ones, element)
+        source = ASTSource(fn=kernel, signature=signature, constexprs=fixed)
+        options = {"num_warps": 4, **rotate.ASSERTING}
+        done = compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+        assert "ret;" in done.asm["ptx"]
+        print(f"{title}: compiled")
