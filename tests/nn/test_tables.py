@@ -8,6 +8,7 @@ import threading
 import pytest
 import torch
 
+import oracles
 import posenc
 from assertions import assert_rotated
 
@@ -147,6 +148,21 @@ def test_a_bfloat16_model_is_right_at_position_4095(interleaved):
     embedding = posenc.RotaryPosEmbedding(interleaved=interleaved).bfloat16()
     got = embedding(x, torch.tensor([4095]))
     assert_rotated(got, x, [4095], interleaved=interleaved)
+
+
+def test_added_encodings_are_right_in_bfloat16_at_position_4095():
+    """Half an ulp of the sum, and float32 noise at the magnitude of the terms."""
+    x = torch.randn(64, 1, 128).bfloat16()
+    truth = x.double() + oracles.sinusoid([4095], 128)
+    budget = 0.5 * oracles.ulp(truth.abs(), torch.bfloat16) + 4e-7
+    fixed = posenc.SinusoidalPE(4096, 128).bfloat16()
+    free = posenc.SinusoidalPosEmbedding().bfloat16()
+    for module in (fixed, free):
+        assert ((module(x, offset=4095).double() - truth).abs() <= budget).all()
+    learned = posenc.LearnedPosEmbedding(4096, 128).bfloat16()
+    truth = x.double() + learned.pos_emb.weight[4095].double()
+    budget = 0.5 * oracles.ulp(truth.abs(), torch.bfloat16) + 4e-7
+    assert ((learned(x, offset=4095).double() - truth).abs() <= budget).all()
 
 
 def test_fake_tensors_leave_no_trace():

@@ -21,7 +21,7 @@ def describe() -> dict[str, str | int | None]:
         "cpu": _cpu(),
         "cores": _cores(),
         "architecture": platform.machine(),
-        "system": f"{platform.system()} {platform.release()}",
+        "system": platform.system(),
         "gpu": gpu,
         "cuda": torch.version.cuda,
         "python": platform.python_version(),
