@@ -267,6 +267,37 @@ def test_rope_compiles_to_one_graph_for_all_lengths_and_offsets():
     assert compilations(rope, calls, dynamic=True) == 1
 
 
+@pytest.mark.parametrize("how", ["ids", "shared-ids", "offsets"])
+def test_rope_compiles_to_one_graph_for_all_positions(how):
+    rope = RoPE(8, 128)
+
+    def turned(q, k, positions):
+        if how == "offsets":
+            return rope(q, k, positions)
+        return rope(q, k, position_ids=positions)
+
+    calls = []
+    for n in (5, 3, 17):
+        positions = {
+            "ids": torch.randint(0, 128, (2, n)),
+            "shared-ids": torch.arange(n),
+            "offsets": torch.tensor([3, 100]),
+        }[how]
+        calls.append((torch.randn(2, 4, n, 8), torch.randn(2, 2, n, 8), positions))
+    assert compilations(turned, calls, dynamic=True) == 1
+
+
+def test_a_compiled_model_makes_its_own_positions():
+    rope = RoPE(8, 128)
+
+    def turned(q):
+        ids = torch.arange(q.shape[2]).expand(2, -1) + 3
+        return rope(q, q, position_ids=ids)[0]
+
+    calls = [(torch.randn(2, 4, n, 8),) for n in (5, 3, 17)]
+    assert compilations(turned, calls, dynamic=True) == 1
+
+
 def test_a_compiled_call_leaves_the_cache_alone():
     rope = RotaryPosEmbedding()
     torch.compile(rope, fullgraph=True)(torch.randn(4, 8))

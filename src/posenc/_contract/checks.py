@@ -138,8 +138,10 @@ def position_ids(who: str, ids: Any, shape: Sequence[int], device: torch.device)
         rule = "position_ids must be an integer tensor"
         raise TypeError(message(who, rule, describe(ids), "Pass torch.tensor(ids) of int64."))
     length = shape[-2]
-    batched = ids.dim() == 2 and len(shape) >= 3 and ids.shape[0] in (1, shape[0])
-    if not (ids.dim() == 1 or batched) or ids.shape[-1] != length:
+    fits = ids.dim() == 1
+    if ids.dim() == 2 and len(shape) >= 3:
+        fits = ids.shape[0] == shape[0] or ids.shape[0] == 1
+    if not fits or ids.shape[-1] != length:
         allowed = f"({length},)" + (f" or ({shape[0]}, {length})" if len(shape) >= 3 else "")
         rule = f"position_ids must have shape {allowed}"
         got = f"shape {tuple(ids.shape)}"
@@ -152,7 +154,7 @@ def offsets(who: str, offset: Tensor, shape: Sequence[int], device: torch.device
     if offset.dtype not in INT_DTYPES:
         rule = "offset must be an int, or an integer tensor of shape (B,)"
         raise TypeError(message(who, rule, describe(offset), "Call offset.long() first."))
-    if tuple(offset.shape) != (shape[0],):
+    if offset.dim() != 1 or offset.shape[0] != shape[0]:
         rule = f"offset must be an int, or have shape ({shape[0]},)"
         got = f"shape {tuple(offset.shape)}"
         raise ValueError(message(who, rule, got, "Give one offset to each sequence."))
