@@ -335,16 +335,78 @@ def test_in_place_is_safe_for_autograd():
 
     def turned(x):
         y = x * 1
-        kernels.rotate_([y], cos, sin, Rows(), Turn())
+        kernels.rotate_(y, cos, sin, Rows(), Turn())
         return y * y
 
     assert gradcheck(turned, x)
+    before = x.detach().clone()
     with pytest.raises(RuntimeError, match="leaf"):
-        kernels.rotate_([x], cos, sin, Rows(), Turn())
+        kernels.rotate_(x, cos, sin, Rows(), Turn())
+    assert torch.equal(x.detach(), before)
 
 
-@pytest.mark.parametrize("in_place", [False, True], ids=["out-of-place", "in-place"])
-@pytest.mark.parametrize("count", [1, 2], ids=["one", "q-and-k"])
+def test_in_place_is_seen_by_autograd():
+    cos, sin = tables(4, 4)
+    w, x = torch.randn(2, 2, 4, 8, requires_grad=True), torch.randn(2, 2, 4, 8)
+    product = (w * x).sum()
+    kernels.rotate_(x, cos, sin, Rows(), Turn())
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        product.backward()
+
+
+def test_in_place_gives_gradients_to_tables_and_tangents():
+    cos, sin = (t.requires_grad_() for t in tables(4, 4))
+    x = torch.randn(2, 2, 4, 8, dtype=torch.float64)
+
+    def turned(cos, sin):
+        y = x.clone()
+        kernels.rotate_(y, cos, sin, Rows(), Turn())
+        return y
+
+    assert gradcheck(turned, (cos, sin), check_forward_ad=True)
+
+
+@pytest.mark.parametrize("shape", [(1, 2, 0, 8), (0, 2, 4, 8), (1, 0, 4, 8)])
+def test_empty_tensors_have_gradients(shape):
+    x = torch.randn(shape, requires_grad=True)
+    (y,) = kernels.rotate([x], *tables(4, 4), Rows(), Turn())
+    y.sum().backward()
+    assert x.grad.shape == shape
+
+
+@pytest.mark.skipif(not c.available, reason="the extension was not built")
+def test_c_refuses_pairs_that_do_not_fit():
+    x = torch.randn(1, 1, 4, 8)
+    with pytest.raises(ValueError, match="do not fit"):
+        c.rotate_into([x], [torch.empty_like(x)], *tables(4, 5), Rows(), Turn())
+
+
+def test_a_default_device_and_a_lazy_sign_change_nothing():
+    cos, sin = tables(4, 4)
+    x = torch.randn(1, 2, 8, 4).transpose(-1, -2)
+    wanted = reference.rotate(x, cos, sin, Rows(), Turn())
+    with torch.device("meta"):
+        (got,) = kernels.rotate([x], cos, sin, Rows(), Turn())
+    assert torch.equal(got, wanted)
+    (negated,) = kernels.rotate([torch._neg_view(x)], cos, sin, Rows(), Turn())
+    assert torch.equal(negated, -wanted)
+
+
+def test_without_the_extension_compiled_strides_are_as_promised(monkeypatch):
+    monkeypatch.setattr(c, "available", False)
+    cos, sin = tables(5, 4)
+    x = torch.randn(2, 5, 3, 8).transpose(1, 2)
+
+    @torch.compile(fullgraph=True)
+    def turned(x):
+        return kernels.rotate([x], cos, sin, Rows(), Turn())[0].contiguous() + 1
+
+    torch.testing.assert_close(turned(x), reference.rotate(x, cos, sin, Rows(), Turn()) + 1)
+
+
+@pytest.mark.parametrize(
+    ("count", "in_place"), [(1, False), (2, False), (1, True)], ids=["one", "q-and-k", "in-place"]
+)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_opcheck(dtype, count, in_place):
     device = GPU
@@ -380,7 +442,7 @@ def test_compiled_calls_write_in_place(grad):
     @torch.compile(fullgraph=True)
     def turned(x):
         y = x * 2
-        kernels.rotate_([y], cos, sin, Rows(), Turn())
+        kernels.rotate_(y, cos, sin, Rows(), Turn())
         return y
 
     x = torch.randn(2, 2, 4, 8, requires_grad=grad)

@@ -4,6 +4,7 @@ import copy
 import io
 import pickle
 import threading
+import warnings
 
 import pytest
 import torch
@@ -217,6 +218,29 @@ def test_max_seq_len_may_be_raised_later():
     rope.max_seq_len = 32
     assert torch.equal(rope.apply(x, x, 15)[0], posenc.RoPE(8, 64).apply(x, x, 15)[0])
     assert rope.cos_cached.shape[0] == 32
+
+
+def test_max_seq_len_and_head_dim_may_change_later():
+    rope = posenc.RoPE(8, 64)
+    rope.max_seq_len = 16
+    x = torch.randn(1, 1, 2, 8)
+    for bad in ({"offset": 20}, {"position_ids": torch.tensor([3, 20])}):
+        with pytest.raises(ValueError, match="below max_seq_len=16"):
+            rope(x, x, **bad)
+    rope.head_dim, wide = 16, torch.randn(1, 1, 2, 16)
+    assert torch.equal(rope(wide, wide)[0], posenc.RoPE(16, 64)(wide, wide)[0])
+
+
+def test_a_traced_call_records_the_rotation():
+    rope, (x, other) = posenc.RoPE(8, 64), torch.randn(2, 1, 1, 4, 8)
+
+    def turned(q):
+        return posenc.functional.rotate(q, q, rope.cos_cached, rope.sin_cached)[0]
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        traced = torch.jit.trace(turned, (x,))
+    assert torch.equal(traced(other), rope(other, other)[0])
 
 
 def test_a_copy_made_in_inference_mode_serves_training(case):

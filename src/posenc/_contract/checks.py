@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 import operator
 import sys
 from collections.abc import Sequence
@@ -65,7 +66,9 @@ def even(who: str, name: str, value: Any) -> int:
 
 def positive_float(who: str, name: str, value: Any) -> float:
     """``value`` as a finite float above zero."""
-    if not isinstance(value, (int, float)) or isinstance(value, bool):
+    # Plain numbers come first, because torch.compile knows them; numpy's are numbers too.
+    plain = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not plain and (isinstance(value, (bool, Tensor)) or not isinstance(value, numbers.Real)):
         rule = f"{name} must be a number"
         raise TypeError(message(who, rule, describe(value), f"Pass float({name})."))
     if not 0 < value < _LARGEST:

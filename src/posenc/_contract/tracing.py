@@ -9,6 +9,7 @@ _PLAIN_TYPES = frozenset((Tensor, torch.nn.Parameter))
 _modes = torch._C._len_torch_dispatch_stack
 _transforms = torch._C._functorch.peek_interpreter_stack
 _is_legacy_batched = torch._C._functorch.is_legacy_batchedtensor
+_jit_trace = torch._C._get_tracing_state
 
 
 def is_plain(*xs: Tensor) -> bool:
@@ -17,17 +18,19 @@ def is_plain(*xs: Tensor) -> bool:
     Only then may a module store a table it built for one: a traced, batched or fake table would
     outlive the trace it belongs to.
     """
-    if torch.compiler.is_compiling() or _modes() != 0 or _transforms() is not None:
+    if torch.compiler.is_compiling() or _modes() != 0 or _transforms() or _jit_trace():
         return False
     return all(type(x) in _PLAIN_TYPES and not _is_legacy_batched(x) for x in xs)
 
 
 def in_transform(*xs: Tensor) -> bool:
-    """Whether torch.func (vmap, jvp, grad) is at work, whose tensors have no values to look at."""
+    """Whether torch.func or torch.jit.trace is at work, which know torch's own operations alone.
+
+    The last is what torch.autograd.grad(is_grads_batched=True) still uses.
+    """
     if torch.compiler.is_compiling():
         return False
-    # The second is what torch.autograd.grad(is_grads_batched=True) still uses.
-    return _transforms() is not None or any(_is_legacy_batched(x) for x in xs)
+    return bool(_transforms() or _jit_trace()) or any(_is_legacy_batched(x) for x in xs)
 
 
 def is_readable(x: Tensor) -> bool:

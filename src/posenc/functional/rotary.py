@@ -7,9 +7,12 @@ from torch import Tensor
 
 from posenc import kernels
 from posenc._contract import checks
-from posenc.kernels import Rows, Turn
+from posenc.kernels import RowOutOfRange, Rows, Turn
 from posenc.numerics.frequencies import Spectrum
 from posenc.numerics.tables import cos_sin
+
+# What a caller's own table is called in an error.
+_ROWS = "the rows of cos"
 
 
 def rotary_pos_embedding(
@@ -56,7 +59,7 @@ def rotary_pos_embedding(
         at = checks.position_ids(who, position_ids, input_.shape, input_.device)
         checks.extent(who, at)
     cos, sin = cos_sin(at, spectrum)
-    return turn_one(input_, cos, sin, Rows(), Turn(interleaved, interleaved))
+    return turn_one(who, _ROWS, input_, cos, sin, Rows(), Turn(interleaved, interleaved))
 
 
 def rotate(
@@ -101,7 +104,7 @@ def rotate(
     rows, turn = _arguments(
         "rotate", (q, k), cos, sin, offset, position_ids, interleaved, interleaved_out, last
     )
-    a, b = kernels.rotate([q, k], cos, sin, rows, turn)
+    a, b = turn_all("rotate", _ROWS, [q, k], cos, sin, rows, turn)
     return a, b
 
 
@@ -118,7 +121,8 @@ def rotate_(
 ) -> Tensor:
     """Rotate ``x`` of ``(B, H, L, D)`` in place, and return it; arguments as :func:`rotate`.
 
-    Safe for autograd: the rotation needs nothing of what it overwrites.
+    One pass without a new tensor where nothing is recorded for a gradient; where something is,
+    autograd sees the write as it sees torch's own.
 
     Examples:
         >>> x = torch.tensor([1.0, 0.0]).view(1, 1, 1, 2)
@@ -134,7 +138,11 @@ def rotate_(
         rule = "x must not share memory with itself to be written in place"
         got = f"strides {x.stride()}"
         raise ValueError(checks.message("rotate_", rule, got, "Call x.contiguous() first."))
-    kernels.rotate_([x], cos, sin, rows, turn)
+    try:
+        kernels.rotate_(x, cos, sin, rows, turn)
+    except RowOutOfRange as error:
+        checks.position("rotate_", error.row, _ROWS, cos.shape[-2])
+        raise
     return x
 
 
@@ -154,7 +162,7 @@ def qk_norm_rope(
     interleaved_out: bool | None = None,
     last: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    r"""RMSNorm of queries and keys, then rotation, in one pass over memory.
+    r"""RMSNorm of queries and keys, then rotation: one pass over memory on CUDA.
 
     .. math:: x \mapsto R_\phi \left( \frac{x}{\sqrt{\text{mean}(x^2) + \epsilon}} \odot w \right)
 
@@ -204,7 +212,11 @@ def qk_norm_rope(
             got = f"shape {tuple(weight.shape)}"
             raise ValueError(checks.message(who, rule, got, "One weight serves one channel."))
         norm = kernels.Norm(eps, shift, weight.shape[0] != width)
-        turned.append(kernels.norm_rotate(x, weight, cos, sin, rows, turn, norm))
+        try:
+            turned.append(kernels.norm_rotate(x, weight, cos, sin, rows, turn, norm))
+        except RowOutOfRange as error:
+            checks.position(who, error.row, _ROWS, cos.shape[-2])
+            raise
     return turned[0], turned[1]
 
 
@@ -227,7 +239,26 @@ def check_queries_and_keys(who: str, q: Tensor, k: Tensor) -> None:
         raise ValueError(checks.message(who, rule, got, "Only the head counts may differ."))
 
 
-def turn_one(x: Tensor, cos: Tensor, sin: Tensor, rows: Rows, turn: Turn) -> Tensor:
+def turn_all(
+    who: str,
+    limit_name: str,
+    xs: list[Tensor],
+    cos: Tensor,
+    sin: Tensor,
+    rows: Rows,
+    turn: Turn,
+) -> list[Tensor]:
+    """Rotate ``xs`` of ``(B, H, L, D)``; a row that the tables lack is a user's error."""
+    try:
+        return kernels.rotate(xs, cos, sin, rows, turn)
+    except RowOutOfRange as error:
+        checks.position(who, error.row, limit_name, cos.shape[-2])
+        raise
+
+
+def turn_one(
+    who: str, limit_name: str, x: Tensor, cos: Tensor, sin: Tensor, rows: Rows, turn: Turn
+) -> Tensor:
     """Rotate ``x`` of ``(..., L, D)``; positions and 3-D tables belong to its first axis."""
     if x.dim() == 2:
         four = x[None, None]
@@ -235,7 +266,7 @@ def turn_one(x: Tensor, cos: Tensor, sin: Tensor, rows: Rows, turn: Turn) -> Ten
         four = x.unsqueeze(1)
     else:
         four = x.flatten(1, -3)
-    (y,) = kernels.rotate([four], cos, sin, rows, turn)
+    (y,) = turn_all(who, limit_name, [four], cos, sin, rows, turn)
     return y.view(x.shape) if x.dim() <= 4 else y.unflatten(1, x.shape[1:-2])
 
 
@@ -282,7 +313,7 @@ def _arguments(
     rows = rows_of(who, xs[0], offset, position_ids)
     if rows.positions is None:
         last_row = rows.start + length - 1
-        checks.covered(who, last_row, "the rows of cos", cos.shape[-2], "a smaller offset")
+        checks.covered(who, last_row, _ROWS, cos.shape[-2], "a smaller offset")
     checks.boolean(who, "interleaved", interleaved)
     if interleaved_out is None:
         interleaved_out = interleaved

@@ -41,21 +41,26 @@ def rotate(xs: list[Tensor], cos: Tensor, sin: Tensor, rows: Rows, turn: Turn) -
     """Rotate each of ``xs`` into a new tensor that keeps its strides."""
     into = _into(xs[0])
     if into is None:
-        return [reference.rotate(x, cos, sin, rows, turn) for x in xs]
+        return [_like(x, reference.rotate(x, cos, sin, rows, turn)) for x in xs]
     ys = [torch.empty_like(x) for x in xs]
     into(xs, ys, cos, sin, rows, turn)
     return ys
 
 
-def rotate_(xs: list[Tensor], cos: Tensor, sin: Tensor, rows: Rows, turn: Turn) -> None:
-    """Rotate each of ``xs`` where it stands."""
-    into = _into(xs[0])
+def _like(x: Tensor, y: Tensor) -> Tensor:
+    # What the ops promise a compiler about the strides of their results.
+    wanted = torch.empty_like(x)
+    return y if y.stride() == wanted.stride() else wanted.copy_(y)
+
+
+def rotate_(x: Tensor, cos: Tensor, sin: Tensor, rows: Rows, turn: Turn) -> None:
+    """Rotate ``x`` where it stands."""
+    into = _into(x)
     # Other pairs in the output than in the input would overwrite what is still to be read.
     if into is None or turn.interleaved != turn.interleaved_out:
-        for x, y in zip(xs, rotate(xs, cos, sin, rows, turn), strict=True):
-            x.copy_(y)
+        x.copy_(rotate([x], cos, sin, rows, turn)[0])
     else:
-        into(xs, xs, cos, sin, rows, turn)
+        into([x], [x], cos, sin, rows, turn)
 
 
 def _into(x: Tensor):  # type: ignore[no-untyped-def]

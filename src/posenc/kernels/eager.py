@@ -42,21 +42,25 @@ def rotate(xs: list[Tensor], cos: Tensor, sin: Tensor, rows: Rows, turn: Turn) -
     return backend.rotate(xs, cos, sin, rows, turn)
 
 
-def rotate_(xs: list[Tensor], cos: Tensor, sin: Tensor, rows: Rows, turn: Turn) -> None:
-    """Rotate one tensor, or queries and keys, where they stand; arguments as :func:`rotate`."""
-    if not is_plain(*xs):
-        records = torch.is_grad_enabled() and any(x.requires_grad for x in xs)
-        if records or torch.compiler.is_exporting() or in_transform(*xs):
-            for x, y in zip(xs, rotate(xs, cos, sin, rows, turn), strict=True):
-                x.copy_(y)
-        else:
-            op = ops.rotate_ if len(xs) == 1 else ops.rotate_qk_
-            op(*xs, cos, sin, *ops.flat(rows, turn))
-    elif torch.is_grad_enabled() and any(x.requires_grad for x in xs):
-        for x in xs:
-            _RotateInPlace.apply(x, cos, sin, rows, turn)
+def rotate_(x: Tensor, cos: Tensor, sin: Tensor, rows: Rows, turn: Turn) -> None:
+    """Rotate ``x`` where it stands; arguments as :func:`rotate`.
+
+    Where a derivative is recorded the result is worked out beside ``x`` and copied, so that
+    autograd sees, and may refuse, the write.
+    """
+    to_tables = cos.requires_grad or sin.requires_grad
+    recorded = torch.is_grad_enabled() and (x.requires_grad or to_tables)
+    if recorded or forward_ad._current_level >= 0 or in_transform(x):
+        # A gradient to the tables needs what stood here before.
+        source = x.clone() if to_tables else x
+        x.copy_(rotate([source], cos, sin, rows, turn)[0])
+    elif torch.compiler.is_exporting():
+        x.copy_(reference.rotate(x, cos, sin, rows, turn))
+    elif not is_plain(x):
+        ops.rotate_(x, cos, sin, *ops.flat(rows, turn))
     else:
-        backend.rotate_(xs, cos, sin, rows, turn)
+        backend.rotate_(x, cos, sin, rows, turn)
+        torch.autograd.graph.increment_version(x)
 
 
 def _through_op(xs: list[Tensor], cos: Tensor, sin: Tensor, rows: Rows, turn: Turn) -> list[Tensor]:
@@ -79,20 +83,3 @@ class _Rotate(torch.autograd.Function):
         cos, sin, positions = ctx.saved_tensors
         rows = Rows(ctx.start, positions)
         return (None, None, None, None, *rotate(list(gradients), cos, sin, rows, ctx.turn.back()))
-
-
-class _RotateInPlace(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, rows: Rows, turn: Turn) -> Any:
-        ctx.save_for_backward(cos, sin, rows.positions)
-        ctx.start, ctx.turn = rows.start, turn
-        ctx.mark_dirty(x)
-        backend.rotate_([x], cos, sin, rows, turn)
-        return x
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        cos, sin, positions = ctx.saved_tensors
-        rows = Rows(ctx.start, positions)
-        (back,) = rotate([gradient], cos, sin, rows, ctx.turn.back())
-        return back, None, None, None, None

@@ -28,8 +28,8 @@ def norm_rotate(
 ) -> Tensor:
     """Normalise and rotate ``x`` of ``[B, H, T, D]`` into a new tensor.
 
-    One pass over memory where Triton runs; elsewhere plain torch operations, which a compiler
-    fuses.
+    One pass over memory where Triton runs, with a gradient of the first order; elsewhere plain
+    torch operations, which a compiler fuses.
 
     Args:
         x: ``[B, H, T, D]``.
@@ -44,6 +44,7 @@ def norm_rotate(
     differentiable_tables = cos.requires_grad or sin.requires_grad
     if not fused or differentiable_tables or not (is_plain(x) or torch.compiler.is_compiling()):
         return reference.norm_rotate(x, weight, cos, sin, rows, turn, norm)
+    x = x if x.stride(-1) == 1 else x.contiguous()
     result: Tensor = _forward(x, weight, cos, sin, rows.positions, rows.start, *turn, *norm)
     return result
 

@@ -1,7 +1,7 @@
 """The rotation as PyTorch ops, for everything that is not a plain eager call.
 
-``posenc::rotate`` and ``posenc::rotate_qk`` return new tensors; ``posenc::rotate_`` and
-``posenc::rotate_qk_`` write into theirs. Their gradient is the op itself, transposed.
+``posenc::rotate`` and ``posenc::rotate_qk`` return new tensors, and their gradient is the op
+itself, transposed; ``posenc::rotate_`` writes into its tensor and has none.
 """
 
 from __future__ import annotations
@@ -20,12 +20,10 @@ _TURN = "bool interleaved, bool interleaved_out, SymInt column, bool transposed"
 LIBRARY.define(f"rotate(Tensor x, {_TABLES}, {_TURN}) -> Tensor")
 LIBRARY.define(f"rotate_qk(Tensor q, Tensor k, {_TABLES}, {_TURN}) -> (Tensor, Tensor)")
 LIBRARY.define(f"rotate_(Tensor(a!) x, {_TABLES}, {_TURN}) -> ()")
-LIBRARY.define(f"rotate_qk_(Tensor(a!) q, Tensor(b!) k, {_TABLES}, {_TURN}) -> ()")
 
 rotate = torch.ops.posenc.rotate.default
 rotate_qk = torch.ops.posenc.rotate_qk.default
 rotate_ = torch.ops.posenc.rotate_.default
-rotate_qk_ = torch.ops.posenc.rotate_qk_.default
 
 
 def flat(rows: Rows, turn: Turn) -> tuple[Any, ...]:
@@ -47,20 +45,13 @@ def _rotate_qk(
 def _rotate_inplace(
     x: Tensor, cos: Tensor, sin: Tensor, positions: Any, start: int, *turn: Any
 ) -> None:
-    backend.rotate_([x], cos, sin, Rows(start, positions), Turn(*turn))
-
-
-def _rotate_qk_inplace(
-    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, positions: Any, start: int, *turn: Any
-) -> None:
-    backend.rotate_([q, k], cos, sin, Rows(start, positions), Turn(*turn))
+    backend.rotate_(x, cos, sin, Rows(start, positions), Turn(*turn))
 
 
 for _name, _run in (
     ("rotate", _rotate),
     ("rotate_qk", _rotate_qk),
     ("rotate_", _rotate_inplace),
-    ("rotate_qk_", _rotate_qk_inplace),
 ):
     LIBRARY.impl(_name, _run, "CompositeExplicitAutograd")
 
@@ -77,11 +68,6 @@ def _(q: Tensor, k: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
 
 @torch.library.register_fake("posenc::rotate_", lib=LIBRARY)
 def _(x: Tensor, *rest: Any) -> None:
-    return None
-
-
-@torch.library.register_fake("posenc::rotate_qk_", lib=LIBRARY)
-def _(q: Tensor, k: Tensor, *rest: Any) -> None:
     return None
 
 

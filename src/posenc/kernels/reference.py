@@ -73,7 +73,8 @@ def take(table: Tensor, rows: Rows, length: int) -> Tensor:
     index = rows.numbers(length, table.device)
     outside = (index < 0) | (index >= held)
     if in_transform(index):
-        pass
+        # Values cannot be looked at here; indexing itself refuses what is past the end.
+        index = torch.where(index < 0, held, index)
     elif not is_readable(index):
         torch._assert_async(~outside.any(), f"positions must be in [0, {held}).")
     elif outside.any():

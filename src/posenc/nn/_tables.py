@@ -95,8 +95,8 @@ class TableModule(DerivedBuffers):
         # A table born in inference mode could not serve a training step later.
         with torch.inference_mode(False), torch.no_grad():
             tables = self._tabulate(torch.arange(rows, device=device), spectrum, dtype)
-        # In this order a thread that reads the tables and then the spectrum never pairs old
-        # tables with new rates.
+        # A thread that finds the same spectrum before and after reading the tables has read
+        # tables that belong together.
         self._spectrum = None
         self._buffers.update(zip(self._derived, tables, strict=True))
         self._spectrum = spectrum
@@ -125,6 +125,8 @@ class TableModule(DerivedBuffers):
         elif rows is None or not is_plain(x):
             return None
         tables = self._covering(x, spectrum, rows)
+        if tables is not None and self.max_seq_len is not None and tables[0].shape[0] > rows:
+            return tuple([table[:rows] for table in tables])
         if tables is None and is_plain(x):
             held = self._buffers[self._derived[0]]
             if self.max_seq_len is None:
@@ -138,13 +140,16 @@ class TableModule(DerivedBuffers):
         return tables
 
     def _covering(self, x: Tensor, spectrum: Spectrum, rows: int) -> tuple[Tensor, ...] | None:
+        found = self._spectrum
         tables = tuple([self._buffers[name] for name in self._derived])
-        if not (spectrum is self._spectrum or spectrum == self._spectrum):
+        if found is not self._spectrum or not (spectrum is found or spectrum == found):
             return None
         device, wanted = x.device, self._table_dtype(x)
         for held in tables:
             if (
                 held is None
+                or tables[0] is None
+                or held.shape != tables[0].shape
                 or held.shape[0] < rows
                 or held.device != device
                 or (held.dtype != wanted and held.dtype != torch.float64)

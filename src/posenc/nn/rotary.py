@@ -8,15 +8,15 @@ from typing import Any, overload
 import torch
 from torch import Tensor
 
-from posenc import kernels
 from posenc._contract import checks
 from posenc.functional.rotary import (
     check_queries_and_keys,
     check_rotary_input,
     rows_of,
+    turn_all,
     turn_one,
 )
-from posenc.kernels import RowOutOfRange, Rows, Turn
+from posenc.kernels import Rows, Turn
 from posenc.nn._tables import TableModule
 from posenc.numerics.frequencies import Spectrum
 from posenc.numerics.tables import cos_sin, widest
@@ -141,11 +141,8 @@ class RotaryPosEmbedding(_RotaryTables):
             need = checks.extent(who, rows.positions)
         spectrum = Spectrum(width, self.base)
         cos, sin, rows = self._cos_sin(who, input_, spectrum, rows, need)
-        try:
-            return turn_one(input_, cos, sin, rows, Turn(self.interleaved, self.interleaved))
-        except RowOutOfRange as error:
-            checks.position(who, error.row, "max_seq_len", cos.shape[-2])
-            raise
+        turn = Turn(self.interleaved, self.interleaved)
+        return turn_one(who, "max_seq_len", input_, cos, sin, rows, turn)
 
     def extra_repr(self) -> str:
         """Shown by ``print(module)``."""
@@ -243,14 +240,11 @@ class RoPE(_RotaryTables):
             last = rows.start + q.shape[2] - 1
             checks.covered(who, last, "max_seq_len", self.max_seq_len, "a smaller offset")
         spectrum = self._spectrum
-        if spectrum is None or spectrum.base != self.base:
+        if spectrum is None or spectrum.base != self.base or spectrum.dim != self.head_dim:
             spectrum = Spectrum(self.head_dim, self.base)
         cos, sin, rows = self._cos_sin(who, q, spectrum, rows, self.max_seq_len)
-        try:
-            a, b = kernels.rotate([q, k], cos, sin, rows, Turn(self.interleaved, self.interleaved))
-        except RowOutOfRange as error:
-            checks.position(who, error.row, "max_seq_len", cos.shape[-2])
-            raise
+        turn = Turn(self.interleaved, self.interleaved)
+        a, b = turn_all(who, "max_seq_len", [q, k], cos, sin, rows, turn)
         return a, b
 
     def extra_repr(self) -> str:

@@ -246,6 +246,9 @@ static PyObject *py_rotate(PyObject *self, PyObject *const *args, Py_ssize_t giv
         if ((fields[i] = PyLong_AsLongLong(args[i])) == -1 && PyErr_Occurred()) return NULL;
     if (job.dtype < 0 || job.dtype >= DTYPES)
         return PyErr_Format(PyExc_ValueError, "no dtype has code %lld", (long long)job.dtype);
+    if (job.P < 1 || job.column < 0 || job.column + 2 * job.P > job.D)
+        return PyErr_Format(PyExc_ValueError, "%lld pairs from channel %lld on do not fit %lld",
+                            (long long)job.P, (long long)job.column, (long long)job.D);
     const i64 elements = job.B * job.H * job.T * job.D;
     if (elements == 0) Py_RETURN_NONE;
     if (!in_range(&job, &bad)) return PyLong_FromLongLong(bad);

@@ -31,8 +31,7 @@ _SHARES = 1056
 def norm_rotate(
     x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, rows: Rows, turn: Turn, norm: Norm
 ) -> Tensor:
-    """Normalise and rotate ``x`` into a new tensor."""
-    x = x if x.stride(-1) == 1 else x.contiguous()
+    """Normalise and rotate ``x``, whose last dimension is dense, into a new tensor."""
     y = torch.empty_like(x)
     batch, _, length, _ = x.shape
     if y.numel() == 0:
@@ -60,7 +59,6 @@ def norm_rotate_backward(
     norm: Norm,
 ) -> tuple[Tensor, Tensor]:
     """Gradients to ``x`` and ``weight``, given ``g``, the gradient to the result."""
-    x = x if x.stride(-1) == 1 else x.contiguous()
     g = g if g.stride(-1) == 1 else g.contiguous()
     dx = torch.empty_like(x)
     batch, heads, length, width = x.shape

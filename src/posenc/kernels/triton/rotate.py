@@ -28,14 +28,16 @@ def rotate_into(
         for x, y in zip(xs, ys, strict=True):
             rotate_into([x], [y], cos, sin, rows, turn)
         return
-    if any(t.stride(-1) != 1 for t in (*xs, *ys)):
+    if all(x.numel() == 0 for x in xs):
+        return
+    if any(t.stride(-1) != 1 or t.is_neg() for t in (*xs, *ys)):
         fresh = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in xs]
-        rotate_into([x.contiguous() for x in xs], fresh, cos, sin, rows, turn)
+        rotate_into([x.resolve_neg().contiguous() for x in xs], fresh, cos, sin, rows, turn)
         for y, made in zip(ys, fresh, strict=True):
             y.copy_(made)
         return
-    if cos.stride(-1) != 1 or cos.stride() != sin.stride():
-        cos, sin = cos.contiguous(), sin.contiguous()
+    if cos.stride(-1) != 1 or cos.stride() != sin.stride() or cos.is_neg() or sin.is_neg():
+        cos, sin = cos.resolve_neg().contiguous(), sin.resolve_neg().contiguous()
     q, k, q_out, k_out = xs[0], xs[-1], ys[0], ys[-1]
     start, positions = rows
     ids = q if positions is None else positions
