@@ -76,6 +76,14 @@ def test_in_place_returns_its_input():
     assert torch.equal(x, wanted)
 
 
+def test_tables_with_a_lazy_sign_are_resolved():
+    x = torch.randn(1, 1, 3, 8)
+    cos, sin = tables(3, 4)
+    backwards, _ = rotate(x, x, cos, torch._neg_view(sin))
+    there_and_back, _ = rotate(backwards.double(), backwards.double(), cos, sin)
+    torch.testing.assert_close(there_and_back, x.double(), rtol=1e-6, atol=1e-6)
+
+
 def test_float32_tables_are_taken_as_they_are():
     x = torch.randn(1, 1, 3, 8)
     cos, sin = tables(3, 4)

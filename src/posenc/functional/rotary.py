@@ -104,6 +104,7 @@ def rotate(
     rows, turn = _arguments(
         "rotate", (q, k), cos, sin, offset, position_ids, interleaved, interleaved_out, last
     )
+    cos, sin = cos.resolve_neg(), sin.resolve_neg()
     a, b = turn_all("rotate", _ROWS, [q, k], cos, sin, rows, turn)
     return a, b
 
@@ -139,7 +140,7 @@ def rotate_(
         got = f"strides {x.stride()}"
         raise ValueError(checks.message("rotate_", rule, got, "Call x.contiguous() first."))
     try:
-        kernels.rotate_(x, cos, sin, rows, turn)
+        kernels.rotate_(x, cos.resolve_neg(), sin.resolve_neg(), rows, turn)
     except RowOutOfRange as error:
         checks.position("rotate_", error.row, _ROWS, cos.shape[-2])
         raise
@@ -201,6 +202,7 @@ def qk_norm_rope(
     rows, turn = _arguments(
         who, (q, k), cos, sin, offset, position_ids, interleaved, interleaved_out, last
     )
+    cos, sin = cos.resolve_neg(), sin.resolve_neg()
     eps = checks.positive_float(who, "eps", eps)
     shift = 1.0 if checks.boolean(who, "zero_centered", zero_centered) else 0.0
     turned = []

@@ -22,14 +22,8 @@ def rotate_into(
 ) -> None:
     """Rotate each of ``xs`` into the tensor of ``ys`` beside it, which may be itself."""
     steps = cos.stride()
-    if (
-        cos.dtype is not torch.float64
-        or steps[-1] != 1
-        or sin.stride() != steps
-        or cos.is_neg()
-        or sin.is_neg()
-    ):
-        cos, sin = (t.double().resolve_neg().contiguous() for t in (cos, sin))
+    if cos.dtype is not torch.float64 or steps[-1] != 1 or sin.stride() != steps:
+        cos, sin = cos.double().contiguous(), sin.double().contiguous()
         steps = cos.stride()
     *batched, held, pairs = cos.shape
     start, positions = rows
@@ -56,10 +50,10 @@ def rotate_into(
         0,
     )
     for x, y in zip(xs, ys):  # noqa: B905 (a list beside its copy, on the path of every token)
-        if x.numel() == 0:
-            continue
         x_steps, y_steps = x.stride(), y.stride()
         if x_steps[3] != 1 or y_steps[3] != 1 or x.is_neg():
+            if x.numel() == 0:
+                continue
             made = torch.empty(x.shape, dtype=x.dtype, device=x.device)
             rotate_into([x.resolve_neg().contiguous()], [made], cos, sin, rows, turn)
             y.copy_(made)

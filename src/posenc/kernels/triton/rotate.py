@@ -36,8 +36,8 @@ def rotate_into(
         for y, made in zip(ys, fresh, strict=True):
             y.copy_(made)
         return
-    if cos.stride(-1) != 1 or cos.stride() != sin.stride() or cos.is_neg() or sin.is_neg():
-        cos, sin = cos.resolve_neg().contiguous(), sin.resolve_neg().contiguous()
+    if cos.stride(-1) != 1 or cos.stride() != sin.stride():
+        cos, sin = cos.contiguous(), sin.contiguous()
     q, k, q_out, k_out = xs[0], xs[-1], ys[0], ys[-1]
     start, positions = rows
     ids = q if positions is None else positions
