@@ -26,6 +26,11 @@ def exact_cos_sin(
     return torch.tensor(cos, dtype=torch.float64), torch.tensor(sin, dtype=torch.float64)
 
 
+def tables(rows: int, pairs: int, device: str = "cpu") -> list[Tensor]:
+    """cos and sin of positions ``0 .. rows - 1``, on a device."""
+    return [table.to(device) for table in exact_cos_sin(range(rows), 2 * pairs)]
+
+
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool) -> Tensor:
     """Rotation by complex multiplication, in complex128."""
     pairs = cos.shape[-1]

@@ -4,14 +4,11 @@ from torch.autograd import gradcheck, gradgradcheck
 
 import oracles
 from assertions import assert_within_ulps
+from oracles import tables
 from posenc.kernels import reference
 from posenc.kernels.spec import Rows, Turn
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
-
-
-def tables(length, pairs):
-    return oracles.exact_cos_sin(range(length), 2 * pairs)
 
 
 @pytest.mark.parametrize("interleaved", [False, True], ids=["half", "interleaved"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -63,7 +64,7 @@ def rotate_(x: Tensor, cos: Tensor, sin: Tensor, rows: Rows, turn: Turn) -> None
         into([x], [x], cos, sin, rows, turn)
 
 
-def _into(x: Tensor):  # type: ignore[no-untyped-def]
+def _into(x: Tensor) -> Callable[..., None] | None:
     if x.device.type == "cpu":
         return c.rotate_into if c.available else None
     if x.device.type == "cuda":

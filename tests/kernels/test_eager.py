@@ -1,0 +1,126 @@
+"""The way in: gradients of every order, in place, compiled, and what must not confuse it."""
+
+import itertools
+
+import pytest
+import torch
+from torch.autograd import gradcheck, gradgradcheck
+
+from oracles import tables
+from posenc import kernels
+from posenc.kernels import c, reference
+from posenc.kernels.spec import Rows, Turn
+
+
+@pytest.mark.parametrize("inner", [True, False], ids=["interleaved", "half"])
+@pytest.mark.parametrize("outer", [True, False], ids=["interleaved-out", "half-out"])
+def test_the_way_in_has_gradients_of_every_order(inner, outer):
+    turn = Turn(inner, outer, 2)
+    q = torch.randn(2, 3, 3, 8, dtype=torch.float64, requires_grad=True)
+    k = torch.randn(2, 1, 3, 8, dtype=torch.float64, requires_grad=True)
+    cos, sin = tables(9, 3)
+    rows = Rows(0, torch.tensor([[3, 1, 4], [1, 5, 8]]))
+    assert gradcheck(lambda q, k: tuple(kernels.rotate([q, k], cos, sin, rows, turn)), (q, k))
+    assert gradgradcheck(lambda q, k: tuple(kernels.rotate([q, k], cos, sin, rows, turn)), (q, k))
+
+
+def test_in_place_is_safe_for_autograd():
+    cos, sin = tables(4, 4)
+    x = torch.randn(2, 2, 4, 8, dtype=torch.float64, requires_grad=True)
+
+    def turned(x):
+        y = x * 1
+        kernels.rotate_(y, cos, sin, Rows(), Turn())
+        return y * y
+
+    assert gradcheck(turned, x)
+    before = x.detach().clone()
+    with pytest.raises(RuntimeError, match="leaf"):
+        kernels.rotate_(x, cos, sin, Rows(), Turn())
+    assert torch.equal(x.detach(), before)
+
+
+def test_in_place_is_seen_by_autograd():
+    cos, sin = tables(4, 4)
+    w, x = torch.randn(2, 2, 4, 8, requires_grad=True), torch.randn(2, 2, 4, 8)
+    product = (w * x).sum()
+    kernels.rotate_(x, cos, sin, Rows(), Turn())
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        product.backward()
+
+
+def test_in_place_gives_gradients_to_tables_and_tangents():
+    cos, sin = (t.requires_grad_() for t in tables(4, 4))
+    x = torch.randn(2, 2, 4, 8, dtype=torch.float64)
+
+    def turned(cos, sin):
+        y = x.clone()
+        kernels.rotate_(y, cos, sin, Rows(), Turn())
+        return y
+
+    assert gradcheck(turned, (cos, sin), check_forward_ad=True)
+
+
+@pytest.mark.parametrize("shape", [(1, 2, 0, 8), (0, 2, 4, 8), (1, 0, 4, 8)])
+def test_empty_tensors_have_gradients(shape):
+    x = torch.randn(shape, requires_grad=True)
+    (y,) = kernels.rotate([x], *tables(4, 4), Rows(), Turn())
+    y.sum().backward()
+    assert x.grad.shape == shape
+
+
+def test_a_default_device_and_a_lazy_sign_change_nothing():
+    cos, sin = tables(4, 4)
+    x = torch.randn(1, 2, 8, 4).transpose(-1, -2)
+    wanted = reference.rotate(x, cos, sin, Rows(), Turn())
+    with torch.device("meta"):
+        (got,) = kernels.rotate([x], cos, sin, Rows(), Turn())
+    assert torch.equal(got, wanted)
+    (negated,) = kernels.rotate([torch._neg_view(x)], cos, sin, Rows(), Turn())
+    assert torch.equal(negated, -wanted)
+
+
+def test_without_the_extension_compiled_strides_are_as_promised(monkeypatch):
+    monkeypatch.setattr(c, "available", False)
+    cos, sin = tables(5, 4)
+    x = torch.randn(2, 5, 3, 8).transpose(1, 2)
+
+    @torch.compile(fullgraph=True)
+    def turned(x):
+        return kernels.rotate([x], cos, sin, Rows(), Turn())[0].contiguous() + 1
+
+    torch.testing.assert_close(turned(x), reference.rotate(x, cos, sin, Rows(), Turn()) + 1)
+
+
+def test_compiled_calls_run_the_op_and_agree():
+    cos, sin = tables(64, 8)
+    torch.compiler.reset()
+
+    @torch.compile(fullgraph=True, dynamic=True)
+    def turned(q, k, start):
+        return kernels.rotate([q, k], cos, sin, Rows(start), Turn(False, False))
+
+    for length, start in itertools.product((3, 9), (0, 5)):
+        q, k = torch.randn(2, 4, length, 16), torch.randn(2, 2, length, 16)
+        for got, x in zip(turned(q, k, start), (q, k), strict=True):
+            wanted = reference.rotate(x, cos, sin, Rows(start), Turn(False, False))
+            torch.testing.assert_close(got, wanted, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("grad", [False, True], ids=["inference", "training"])
+def test_compiled_calls_write_in_place(grad):
+    cos, sin = tables(4, 4)
+
+    @torch.compile(fullgraph=True)
+    def turned(x):
+        y = x * 2
+        kernels.rotate_(y, cos, sin, Rows(), Turn())
+        return y
+
+    x = torch.randn(2, 2, 4, 8, requires_grad=grad)
+    y = turned(x)
+    torch.testing.assert_close(y, reference.rotate(x * 2, cos, sin, Rows(), Turn()))
+    if grad:
+        y.sum().backward()
+        (wanted,) = torch.autograd.grad(reference.rotate(x * 2, cos, sin, Rows(), Turn()).sum(), x)
+        torch.testing.assert_close(x.grad, wanted)
