@@ -8,11 +8,13 @@ from torch import Tensor
 from posenc.kernels.spec import RowOutOfRange, Rows, Turn
 
 try:
-    from posenc.kernels.c import _rotate
+    import posenc.kernels.c._rotate as _rotate
 
     available, why = True, f"compiled, using {_rotate.isa()}"
-except ImportError as missing:
-    available, why = False, f"the extension was not built at install ({missing})"
+except ModuleNotFoundError:
+    available, why = False, "not built: no C compiler served at install"
+except ImportError as broken:
+    available, why = False, f"built, but it does not load: {broken}"
 
 _CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}
 
