@@ -1,6 +1,6 @@
 """Positional encodings for transformers: sinusoidal, learned, rotary (RoPE) and ALiBi.
 
-Exact at any position, in any floating dtype, on any device that PyTorch runs on.
+Exact at any position, in float16, bfloat16, float32 and float64, on any device of PyTorch's.
 """
 
 from posenc import functional, nn

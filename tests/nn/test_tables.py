@@ -213,6 +213,29 @@ def test_moving_between_devices_does_not_grow_the_cache():
         assert rope.cos_cached.shape[0] == 4
 
 
+@pytest.mark.parametrize("bad", [-1, 16], ids=["negative", "past-the-end"])
+def test_positions_are_refused_before_they_are_moved(bad):
+    """The meta device stands for any that cannot be read without waiting."""
+    ids, x = torch.tensor([0, bad, 1]), torch.zeros(1, 1, 3, 8, device="meta")
+    with torch.device("meta"):
+        rope, learned = posenc.RoPE(8, 16), posenc.LearnedPosEmbedding(16, 8)
+    calls = (
+        lambda: rope(x, x, position_ids=ids),
+        lambda: posenc.RotaryPosEmbedding(8, 16)(x, ids),
+        lambda: learned(x[0], position_ids=ids),
+        lambda: posenc.functional.rotate_(x, rope.cos_cached, rope.sin_cached, position_ids=ids),
+    )
+    for call_it in calls:
+        with pytest.raises(ValueError, match=r"must not be negative|must stay below"):
+            call_it()
+
+
+def test_a_longer_sinusoid_is_handed_out_once_max_seq_len_is_raised():
+    pe = posenc.SinusoidalPE(16, 8)
+    pe.max_seq_len = 32
+    assert torch.equal(pe.get_encoding(32), posenc.SinusoidalPE(32, 8).get_encoding(32))
+
+
 def test_max_seq_len_may_be_raised_later():
     rope, x = posenc.RoPE(8, 16), torch.randn(1, 1, 4, 8)
     rope.max_seq_len = 32

@@ -112,6 +112,13 @@ def rank(who: str, name: str, x: Tensor, ranks: Sequence[int], axes: str) -> Non
         raise ValueError(message(who, rule, got, "Add or merge dimensions with reshape."))
 
 
+def embeddings(who: str, name: str, x: Any) -> tuple[int, int]:
+    """Length and width of ``x``, a floating tensor of ``(L, D)`` or ``(N, L, D)``."""
+    float_tensor(who, name, x)
+    rank(who, name, x, (2, 3), "(L, D) or (N, L, D)")
+    return x.shape[-2], x.shape[-1]
+
+
 def equal(who: str, name: str, got: int, wanted: int, way_out: str) -> None:
     """Refuse a size that differs from the one that was fixed."""
     if got != wanted:
@@ -132,10 +139,18 @@ def exclusive_offset(who: str, offset: int | Tensor) -> None:
         raise ValueError(message(who, rule, f"offset={offset}", "Add offset to position_ids."))
 
 
-def position_ids(who: str, ids: Any, shape: Sequence[int], device: torch.device) -> Tensor:
-    """Positions as int64 ``(L,)`` or ``(B, L)`` on ``device``; their values are not looked at.
+def position_ids(
+    who: str,
+    ids: Any,
+    shape: Sequence[int],
+    device: torch.device,
+    limit_name: str = "",
+    limit: int | None = None,
+) -> Tensor:
+    """Positions as int64 ``(L,)`` or ``(B, L)`` on ``device``.
 
-    ``shape`` is that of the tensor to encode, ``(B, ..., L, D)``.
+    ``shape`` is that of the tensor to encode, ``(B, ..., L, D)``. Values are looked at only on
+    their way from the CPU to a device: once there, they cannot be without waiting.
     """
     if not isinstance(ids, Tensor) or ids.dtype not in INT_DTYPES:
         rule = "position_ids must be an integer tensor"
@@ -149,6 +164,8 @@ def position_ids(who: str, ids: Any, shape: Sequence[int], device: torch.device)
         rule = f"position_ids must have shape {allowed}"
         got = f"shape {tuple(ids.shape)}"
         raise ValueError(message(who, rule, got, "Give one position to each token."))
+    if ids.device != device and is_readable(ids):
+        extent(who, ids, limit_name, limit)
     return ids.to(device=device, dtype=torch.int64)
 
 

@@ -272,14 +272,21 @@ def turn_one(
     return y.view(x.shape) if x.dim() <= 4 else y.unflatten(1, x.shape[1:-2])
 
 
-def rows_of(who: str, x: Tensor, offset: int | Tensor, position_ids: Tensor | None) -> Rows:
+def rows_of(
+    who: str,
+    x: Tensor,
+    offset: int | Tensor,
+    position_ids: Tensor | None,
+    limit_name: str,
+    limit: int | None,
+) -> Rows:
     """Table rows from what a user may say: an offset, one for each sequence, or positions."""
     if position_ids is None:
         if isinstance(offset, Tensor):
             return Rows(0, checks.offsets(who, offset, x.shape, x.device)[:, None])
         return Rows(checks.integer(who, "offset", offset, least=0))
     checks.exclusive_offset(who, offset)
-    ids = checks.position_ids(who, position_ids, x.shape, x.device)
+    ids = checks.position_ids(who, position_ids, x.shape, x.device, limit_name, limit)
     return Rows(0, ids if ids.dim() == 2 else ids[None])
 
 
@@ -312,7 +319,7 @@ def _arguments(
         rule = f"cos must have shape (T, P) or ({batch}, T, P) with 1 <= P <= {width // 2}"
         got = f"shape {tuple(cos.shape)}"
         raise ValueError(checks.message(who, rule, got, "One column serves a pair of channels."))
-    rows = rows_of(who, xs[0], offset, position_ids)
+    rows = rows_of(who, xs[0], offset, position_ids, _ROWS, cos.shape[-2])
     if rows.positions is None:
         last_row = rows.start + length - 1
         checks.covered(who, last_row, _ROWS, cos.shape[-2], "a smaller offset")

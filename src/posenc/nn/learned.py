@@ -47,9 +47,7 @@ class LearnedPosEmbedding(nn.Module):
             A new tensor with the shape and dtype of ``x``.
         """
         who = type(self).__name__
-        checks.float_tensor(who, "x", x)
-        checks.rank(who, "x", x, (2, 3), "(L, D) or (N, L, D)")
-        length, width = x.shape[-2:]
+        length, width = checks.embeddings(who, "x", x)
         way_out = f"Build LearnedPosEmbedding({self.max_len}, {width})."
         checks.equal(who, "embed_dim", width, self.embed_dim, way_out)
         device = self.pos_emb.weight.device
@@ -60,8 +58,9 @@ class LearnedPosEmbedding(nn.Module):
             at = torch.arange(start, start + length, device=device)
         else:
             checks.exclusive_offset(who, offset)
-            at = checks.position_ids(who, position_ids, x.shape, device)
-            checks.extent(who, at, "max_len", self.max_len)
+            limit = self.max_len
+            at = checks.position_ids(who, position_ids, x.shape, device, "max_len", limit)
+            checks.extent(who, at, "max_len", limit)
         return kernels.add(x, self.pos_emb(at))
 
     def extra_repr(self) -> str:

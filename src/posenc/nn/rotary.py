@@ -131,7 +131,7 @@ class RotaryPosEmbedding(_RotaryTables):
         if self.embed_dim is not None:
             way_out = "Pass embed_dim=None to take any width."
             checks.equal(who, "embed_dim", width, self.embed_dim, way_out)
-        rows = rows_of(who, input_, 0, position_ids)
+        rows = rows_of(who, input_, 0, position_ids, "max_seq_len", self.max_seq_len)
         need: int | None = length
         if rows.positions is None:
             if self.max_seq_len is not None:
@@ -235,7 +235,7 @@ class RoPE(_RotaryTables):
         checks.equal(who, "head_dim of q", q.shape[3], self.head_dim, way_out)
         checks.equal(who, "head_dim of k", k.shape[3], self.head_dim, way_out)
         check_queries_and_keys(who, q, k)
-        rows = rows_of(who, q, offset, position_ids)
+        rows = rows_of(who, q, offset, position_ids, "max_seq_len", self.max_seq_len)
         if rows.positions is None:
             last = rows.start + q.shape[2] - 1
             checks.covered(who, last, "max_seq_len", self.max_seq_len, "a smaller offset")

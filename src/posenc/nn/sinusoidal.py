@@ -82,9 +82,7 @@ class SinusoidalPosEmbedding(_SinusoidTable):
             A new tensor with the shape and dtype of ``input_``.
         """
         who = type(self).__name__
-        checks.float_tensor(who, "input_", input_)
-        checks.rank(who, "input_", input_, (2, 3), "(L, D) or (N, L, D)")
-        length, width = input_.shape[-2:]
+        length, width = checks.embeddings(who, "input_", input_)
         if self.seq_len is not None:
             checks.equal(who, "seq_len", length, self.seq_len, "Pass seq_len=None to take any.")
         if self.embed_dim is not None:
@@ -138,7 +136,8 @@ class SinusoidalPE(_SinusoidTable):
             rule = f"seq_len must be at most max_seq_len={self.max_seq_len}"
             raise ValueError(checks.message(who, rule, length, "Raise max_seq_len."))
         assert self.encodings is not None
-        return self.encodings[:length].to(torch.float32, copy=True)
+        nothing = self.encodings.new_zeros((length, self.embed_dim), dtype=torch.float32)
+        return self._add(nothing, Spectrum(self.embed_dim, self.base), 0)
 
     def forward(self, input: Tensor, *, offset: int = 0) -> Tensor:
         """Add the encoding of positions ``offset .. offset + L - 1``.
@@ -151,9 +150,7 @@ class SinusoidalPE(_SinusoidTable):
             A new tensor with the shape and dtype of ``input``.
         """
         who = type(self).__name__
-        checks.float_tensor(who, "input", input)
-        checks.rank(who, "input", input, (2, 3), "(L, D) or (N, L, D)")
-        length, width = input.shape[-2:]
+        length, width = checks.embeddings(who, "input", input)
         way_out = f"Build SinusoidalPE({self.max_seq_len}, {width})."
         checks.equal(who, "embed_dim", width, self.embed_dim, way_out)
         start = checks.integer(who, "offset", offset, least=0)
