@@ -11,6 +11,9 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from posenc.numerics.axes import Axes
+from posenc.numerics.scaling import Rule
+
 _TAU = Decimal("6.283185307179586476925286766559005768394338798750211641949889184615632812572")
 
 
@@ -23,10 +26,18 @@ class Spectrum:
     Attributes:
         dim: :math:`d`, the channels. Odd for a sinusoid whose last sine has no cosine.
         base: :math:`b`.
+        scaling: What is done to the rates; the table is multiplied with its gain.
+        axes: Which coordinate each pair follows, where positions have several.
     """
 
     dim: int
     base: float = 10_000.0
+    scaling: Rule | None = None
+    axes: Axes | None = None
+
+    def gain(self) -> float:
+        """What cosines and sines are multiplied with."""
+        return 1.0 if self.scaling is None else self.scaling.gain()
 
 
 def inverse_frequencies(dim: int, base: float = 10_000.0) -> Tensor:
@@ -55,6 +66,25 @@ def inverse_frequencies(dim: int, base: float = 10_000.0) -> Tensor:
     return torch.tensor(rates, dtype=torch.float64, device="cpu")
 
 
+def scaled_rates(spectrum: Spectrum, device: torch.device | None = None) -> Tensor:
+    """The rate of each pair, after its rule and in the order of its axes, float64 ``[..., P]``.
+
+    A rule is applied in float64; without one each rate is correctly rounded.
+
+    Examples:
+        >>> from posenc.numerics.scaling import Linear
+        >>> scaled_rates(Spectrum(4, scaling=Linear(2.0)))
+        tensor([0.5000, 0.0050], dtype=torch.float64)
+    """
+    dim, axes = spectrum.dim, spectrum.axes
+    rates = inverse_frequencies(dim if axes is None else axes.width(dim), spectrum.base)
+    if device is not None:
+        rates = rates.to(device)
+    if spectrum.scaling is not None:
+        rates = spectrum.scaling(rates, spectrum.base)
+    return rates if axes is None else rates[..., list(axes.rates(dim // 2))]
+
+
 def turn_steps(spectrum: Spectrum) -> tuple[tuple[int, ...], tuple[float, ...]]:
     r"""Rates in units of :math:`2^{-64}` turns per position: whole units below a turn, and a rest.
 
@@ -69,11 +99,14 @@ def turn_steps(spectrum: Spectrum) -> tuple[tuple[int, ...], tuple[float, ...]]:
         0.15915494309189535
     """
     # index() and hex() settle numbers that torch.compile would otherwise leave open.
-    return _constant_steps(operator.index(spectrum.dim), spectrum.base.hex())
+    dim, base = operator.index(spectrum.dim), spectrum.base.hex()
+    return _constant_steps(dim, base, spectrum.scaling, spectrum.axes)
 
 
-def _constant_steps(dim: int, base: str) -> tuple[tuple[int, ...], tuple[float, ...]]:
-    return _turn_steps(Spectrum(dim, float.fromhex(base)))
+def _constant_steps(
+    dim: int, base: str, scaling: Rule | None, axes: Axes | None
+) -> tuple[tuple[int, ...], tuple[float, ...]]:
+    return _turn_steps(Spectrum(dim, float.fromhex(base), scaling, axes))
 
 
 # What torch.compiler.assume_constant_result does, without importing the compiler for it.
@@ -83,7 +116,13 @@ _constant_steps._dynamo_marked_constant = True  # type: ignore[attr-defined]
 # Memoised on the whole description: 128 numbers each, and a few milliseconds to work out.
 @lru_cache(maxsize=256)
 def _turn_steps(spectrum: Spectrum) -> tuple[tuple[int, ...], tuple[float, ...]]:
-    rates = _exact_rates(spectrum)
+    if spectrum.scaling is None:
+        rates, axes = _exact_rates(spectrum), spectrum.axes
+        if axes is not None:
+            rates = _exact_rates(Spectrum(axes.width(spectrum.dim), spectrum.base))
+            rates = [rates[i] for i in axes.rates(spectrum.dim // 2)]
+    else:
+        rates = [Decimal(rate) for rate in scaled_rates(spectrum).tolist()]
     with decimal.localcontext(_context(spectrum)):
         units = [rate * 2**64 / _TAU for rate in rates]
         whole = [int(unit.to_integral_value(decimal.ROUND_HALF_EVEN)) for unit in units]

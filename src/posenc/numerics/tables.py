@@ -7,38 +7,50 @@ import math
 import torch
 from torch import Tensor
 
-from posenc.numerics.frequencies import Spectrum, turn_steps
+from posenc.numerics.frequencies import Spectrum, scaled_rates, turn_steps
 
 _HALF = 2**32 - 1
 
 
-def angles(positions: Tensor, spectrum: Spectrum) -> Tensor:
-    r"""Angle of each pair at each position, brought into one turn, in float64.
+def angles(positions: Tensor, rates: Spectrum | Tensor) -> Tensor:
+    r"""Angle of each pair at each position, in float64.
 
-    .. math:: \phi_{p,i} = p\,\theta_i \bmod 2\pi
+    .. math:: \phi_{p,i} = p\,\theta_i
 
-    The product is counted in 64-bit fixed point modulo one turn, in two 32-bit halves, so that
-    nothing overflows and nothing is lost: the error is below 1e-15 rad up to position
-    :math:`2^{31}`, where a float64 product is off by 1e-7 rad.
+    Whole positions and the rates of a `Spectrum` are multiplied in 64-bit fixed point modulo one
+    turn, in two 32-bit halves, so that nothing overflows and nothing is lost: the error is below
+    1e-15 rad up to position :math:`2^{31}`, where a float64 product is off by 1e-7 rad. Positions
+    that are not whole, and rates in a tensor (learned ones, say), are multiplied in float64, and
+    gradients reach them.
 
     Args:
-        positions: int64 within :math:`\pm 2^{31}`, any shape.
-        spectrum: The rates.
+        positions: int64 within :math:`\pm 2^{31}`, or floating, of any shape; where the spectrum
+            has several axes, with one for the coordinates before it.
+        rates: A spectrum, or a tensor whose shape ends in ``P``.
 
     Returns:
-        float64 of shape ``[*positions.shape, P]``, within a hair of :math:`[-\pi, \pi]`.
+        float64 of shape ``[*positions.shape, P]``; in fixed point within a hair of
+        :math:`[-\pi, \pi]`.
 
     Examples:
         >>> angles(torch.tensor([0, 1, 7]), Spectrum(4))
         tensor([[0.0000, 0.0000],
                 [1.0000, 0.0100],
                 [0.7168, 0.0700]], dtype=torch.float64)
+        >>> angles(torch.tensor([0.5]), torch.tensor([1.0, 0.25], dtype=torch.float64))
+        tensor([[0.5000, 0.1250]], dtype=torch.float64)
     """
-    steps, rests = turn_steps(spectrum)
+    at = positions.unsqueeze(-1)
+    if isinstance(rates, Spectrum) and rates.axes is not None:
+        at = positions[list(rates.axes.followed(rates.dim // 2))].movedim(0, -1)
+    if isinstance(rates, Tensor) or positions.is_floating_point():
+        if isinstance(rates, Spectrum):
+            rates = scaled_rates(rates, positions.device)
+        return at.to(torch.float64) * rates.to(torch.float64)
+    steps, rests = turn_steps(rates)
     upper = torch.tensor([step >> 32 for step in steps], device=positions.device)
     lower = torch.tensor([step & _HALF for step in steps], device=positions.device)
     rest = torch.tensor(rests, dtype=torch.float64, device=positions.device)
-    at = positions.unsqueeze(-1)
     low = at * lower
     high = (at * upper + (low >> 32)) & _HALF
     # The upper half as a signed number puts the angle between minus and plus half a turn.
@@ -46,17 +58,32 @@ def angles(positions: Tensor, spectrum: Spectrum) -> Tensor:
     return (units.to(torch.float64) + at.to(torch.float64) * rest) * (math.tau / 2**64)
 
 
-def cos_sin(positions: Tensor, spectrum: Spectrum) -> tuple[Tensor, Tensor]:
+def cos_sin(positions: Tensor, rates: Spectrum | Tensor) -> tuple[Tensor, Tensor]:
     """Rotary tables ``[*positions.shape, P]``, in float64 wherever the device has it.
+
+    Those of a spectrum are multiplied with the gain of its rule.
 
     Examples:
         >>> cos, sin = cos_sin(torch.arange(3), Spectrum(4))
         >>> cos.shape, cos.dtype
         (torch.Size([3, 2]), torch.float64)
     """
-    phi = angles(_where_float64_is(positions), spectrum)
-    dtype, device = widest(positions.device), positions.device
-    return phi.cos().to(dtype).to(device), phi.sin().to(dtype).to(device)
+    if isinstance(rates, Tensor):
+        rates = _where_float64_is(rates)
+    phi = angles(_where_float64_is(positions), rates)
+    gain = rates.gain() if isinstance(rates, Spectrum) else 1.0
+    return of_angles(phi, positions.device, gain)
+
+
+def of_angles(
+    phi: Tensor, device: torch.device, gain: float | Tensor = 1.0
+) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of float64 angles, times ``gain``, on ``device``."""
+    cos, sin = phi.cos(), phi.sin()
+    if not isinstance(gain, float) or gain != 1.0:
+        cos, sin = cos * gain, sin * gain
+    dtype = widest(device)
+    return cos.to(dtype).to(device), sin.to(dtype).to(device)
 
 
 def sinusoid(positions: Tensor, spectrum: Spectrum, dtype: torch.dtype) -> Tensor:

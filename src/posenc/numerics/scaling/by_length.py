@@ -1,0 +1,148 @@
+"""Rules that depend on the length of the sequence: functions of it, with no state."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from posenc._contract import checks
+from posenc.numerics.scaling.fixed import NTK, PerPair
+from posenc.numerics.scaling.rule import Length, Rule
+
+
+@dataclass(frozen=True, slots=True)
+class DynamicNTK(Rule):
+    r"""NTK with a factor that grows with the sequence, and nothing changed while it fits.
+
+    .. math:: s' = s\,L/M - (s - 1), \qquad L = \max(\text{seq\_len}, M)
+
+    Args:
+        factor: :math:`s`.
+        original_length: :math:`M`, the length the model was trained on.
+
+    Examples:
+        >>> DynamicNTK(2.0, original_length=100).at(300)
+        NTK(factor=5.0)
+        >>> DynamicNTK(2.0, original_length=100).at(80)
+        NTK(factor=1.0)
+
+    References:
+        emozilla, *Dynamically Scaled RoPE*, 2023; Peng et al., *YaRN*, 2023, section 3.3.
+    """
+
+    factor: float
+    original_length: int
+
+    def __post_init__(self) -> None:
+        self._positive("factor")
+        self._count("original_length")
+
+    def __call__(self, rates: Tensor, base: float) -> Tensor:
+        """Rates for a sequence that fits the trained length: as they were."""
+        return rates
+
+    def at(self, seq_len: Length | None) -> Rule:
+        """The rule for a sequence of this length."""
+        if seq_len is None:
+            return NTK(1.0)
+        if isinstance(seq_len, Tensor):
+            ratio = (seq_len.to(torch.float64) / self.original_length).clamp(min=1)[..., None]
+            return NTK(self.factor * ratio - (self.factor - 1))
+        longest = max(seq_len, self.original_length)
+        return NTK(self.factor * longest / self.original_length - (self.factor - 1))
+
+    def trained_length(self) -> int:
+        """The longest sequence that leaves the rates as they were."""
+        return self.original_length
+
+
+@dataclass(frozen=True, slots=True)
+class LongRoPE(Rule):
+    r"""A factor found by search for each pair; another set once the sequence is long.
+
+    .. math:: \theta_i \mapsto \theta_i / \lambda_i, \qquad \lambda = \text{long\_factor}
+        \text{ if seq\_len} > M \text{ else short\_factor}
+
+    Args:
+        short_factor: :math:`\lambda` of each pair up to the trained length.
+        long_factor: :math:`\lambda` of each pair past it.
+        original_length: :math:`M`, the length the model was trained on.
+        factor: How many times longer the sequences may be; decides the gain
+            :math:`\sqrt{1 + \ln s / \ln M}`, which short sequences get too.
+        attention_factor: The gain, if it is not that.
+        short_attention_factor: The gain up to the trained length, if it differs from the one
+            past it (PhiMoE's ``short_mscale``).
+
+    Examples:
+        >>> rule = LongRoPE((1.0, 1.0), (1.0, 4.0), original_length=4096, factor=32.0)
+        >>> rule.at(4096).factors, rule.at(4097).factors
+        ((1.0, 1.0), (1.0, 4.0))
+        >>> round(rule.gain(), 4)
+        1.1902
+
+    References:
+        Ding et al., *LongRoPE*, 2024; the configs of Phi-3.
+    """
+
+    short_factor: tuple[float, ...]
+    long_factor: tuple[float, ...]
+    original_length: int
+    factor: float = 1.0
+    attention_factor: float | None = None
+    short_attention_factor: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("short_factor", "long_factor"):
+            values = getattr(self, name)
+            if isinstance(values, Tensor):
+                values = values.tolist()
+            if not isinstance(values, (list, tuple)) or not values:
+                rule = f"{name} must be a list of numbers"
+                got = checks.describe(values)
+                raise TypeError(checks.message("LongRoPE", rule, got, "One for each pair."))
+            numbers = [checks.positive_float("LongRoPE", name, value) for value in values]
+            object.__setattr__(self, name, tuple(numbers))
+        if len(self.short_factor) != len(self.long_factor):
+            rule = "short_factor and long_factor must be equally long"
+            got = f"{len(self.short_factor)} and {len(self.long_factor)}"
+            raise ValueError(checks.message("LongRoPE", rule, got, "One for each pair."))
+        self._positive("factor")
+        self._count("original_length")
+        for name in ("attention_factor", "short_attention_factor"):
+            if getattr(self, name) is not None:
+                self._positive(name)
+
+    def __call__(self, rates: Tensor, base: float) -> Tensor:
+        """Rates for a sequence that fits the trained length."""
+        return self.at(None)(rates, base)
+
+    def gain(self) -> float:
+        """What cosines and sines are multiplied with, past the trained length."""
+        if self.attention_factor is not None:
+            return self.attention_factor
+        if self.factor <= 1 or self.original_length == 1:
+            return 1.0
+        return math.sqrt(1 + math.log(self.factor) / math.log(self.original_length))
+
+    def at(self, seq_len: Length | None) -> Rule:
+        """The rule for a sequence of this length."""
+        long = self.gain()
+        short = long if self.short_attention_factor is None else self.short_attention_factor
+        if isinstance(seq_len, Tensor):
+            is_long = (seq_len > self.original_length)[..., None]
+            factors = [
+                torch.tensor(each, dtype=torch.float64, device=seq_len.device)
+                for each in (self.long_factor, self.short_factor)
+            ]
+            gain = long if short == long else torch.where(is_long, long, short).to(torch.float64)
+            return PerPair(torch.where(is_long, *factors), gain)
+        if seq_len is not None and seq_len > self.original_length:
+            return PerPair(self.long_factor, long)
+        return PerPair(self.short_factor, short)
+
+    def trained_length(self) -> int:
+        """The longest sequence that takes the short factors."""
+        return self.original_length

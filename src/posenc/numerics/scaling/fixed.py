@@ -1,0 +1,267 @@
+"""Rules that are the same for sequences of every length."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from posenc._contract import checks
+from posenc.numerics.scaling.rule import Rule
+
+
+@dataclass(frozen=True, slots=True)
+class Linear(Rule):
+    r"""Position interpolation: every pair turns slower by ``factor``.
+
+    .. math:: \theta_i \mapsto \theta_i / s
+
+    Examples:
+        >>> Linear(2.0)(torch.tensor([1.0, 0.5]), 4.0)
+        tensor([0.5000, 0.2500])
+
+    References:
+        Chen et al., *Extending Context Window of Large Language Models via Position
+        Interpolation*, 2023.
+    """
+
+    factor: float
+
+    def __post_init__(self) -> None:
+        self._positive("factor")
+
+    def __call__(self, rates: Tensor, base: float) -> Tensor:
+        """Rates to turn by."""
+        return rates / self.factor
+
+
+@dataclass(frozen=True, slots=True)
+class NTK(Rule):
+    r"""A larger base: the slowest pair turns slower by ``factor``, the fastest as before.
+
+    .. math:: b \mapsto b\,s^{d/(d-2)}, \qquad \theta_i \mapsto \theta_i\, s^{-2i/(d-2)}
+
+    Examples:
+        >>> NTK(4.0)(torch.tensor([1.0, 0.5, 0.25], dtype=torch.float64), 8.0)
+        tensor([1.0000, 0.2500, 0.0625], dtype=torch.float64)
+
+    References:
+        bloc97, *NTK-Aware Scaled RoPE*, 2023; Peng et al., *YaRN*, 2023, definition 1.
+    """
+
+    # Inside a graph, and for lengths of each sequence's own, a tensor ``[..., 1]``.
+    factor: float | Tensor
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.factor, Tensor):
+            self._positive("factor")
+
+    def __call__(self, rates: Tensor, base: float) -> Tensor:
+        """Rates to turn by."""
+        pairs = rates.shape[-1]
+        exponents = torch.arange(pairs, dtype=torch.float64, device=rates.device)
+        return rates * self.factor ** (exponents / -max(pairs - 1, 1))
+
+
+@dataclass(frozen=True, slots=True)
+class YaRN(Rule):
+    r"""Slow the slow pairs by ``factor``, leave the fast ones, blend linearly in the pair index.
+
+    .. math::
+        \theta_i \mapsto (1 - \gamma_i)\,\theta_i + \gamma_i\,\theta_i / s, \qquad
+        \gamma_i = \text{clamp}\left(\frac{i - l}{h - l}, 0, 1\right), \qquad
+        l, h = \frac{d \ln(M / 2\pi\beta)}{2 \ln b}
+
+    with :math:`l` at ``beta_fast`` turns over the trained length, rounded down and at least 0, and
+    :math:`h` at ``beta_slow``, rounded up and at most :math:`d - 1`.
+
+    Args:
+        factor: :math:`s`: how many times longer the sequences may be.
+        original_length: :math:`M`, the length the model was trained on.
+        attention_factor: What cos and sin are multiplied with. If None it is
+            :math:`m(\text{mscale}) / m(\text{mscale\_all\_dim})` where both are given and not
+            zero, and :math:`m(1)` otherwise, with :math:`m(x) = 0.1\,x \ln s + 1`.
+        mscale: See above; DeepSeek's checkpoints have it.
+        mscale_all_dim: See above.
+        beta_fast: Pairs that turn more often than this over :math:`M` stay.
+        beta_slow: Pairs that turn less often than this over :math:`M` are slowed all the way.
+        truncate: Whether :math:`l` and :math:`h` are rounded to whole pairs.
+
+    Examples:
+        >>> rates = torch.tensor([1.0, 0.1, 0.01, 0.001])
+        >>> YaRN(4.0, original_length=2048)(rates, 10_000.0)
+        tensor([1.0000e+00, 1.0000e-01, 6.2500e-03, 2.5000e-04])
+        >>> round(YaRN(4.0, original_length=2048).gain(), 4)
+        1.1386
+
+    References:
+        Peng et al., *YaRN: Efficient Context Window Extension of Large Language Models*, 2023,
+        section 3.4, and the authors' code.
+    """
+
+    factor: float
+    original_length: int
+    attention_factor: float | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+
+    def __post_init__(self) -> None:
+        self._positive("factor", "beta_fast", "beta_slow")
+        self._count("original_length")
+        if self.attention_factor is not None:
+            self._positive("attention_factor")
+        for name in ("mscale", "mscale_all_dim"):
+            # Published configs write 0 for "not used".
+            if getattr(self, name):
+                self._positive(name)
+            else:
+                object.__setattr__(self, name, None)
+        checks.boolean("YaRN", "truncate", self.truncate)
+
+    def __call__(self, rates: Tensor, base: float) -> Tensor:
+        """Rates to turn by."""
+        pairs = rates.shape[-1]
+        low, high = self.blend_range(2 * pairs, base)
+        index = torch.arange(pairs, dtype=torch.float64, device=rates.device)
+        slowed = ((index - low) / (high - low)).clamp(0, 1).to(rates.dtype)
+        return rates * (1 - slowed) + rates / self.factor * slowed
+
+    def blend_range(self, dim: int, base: float) -> tuple[float, float]:
+        """First pair that is slowed at all, and first that is slowed all the way."""
+        if base <= 1:
+            rule = "YaRN: base must be above 1, because rates must fall"
+            raise ValueError(f"{rule}, got {base}.\n  Pass the base the model was trained with.")
+
+        def turning(times: float) -> float:
+            length = self.original_length / (times * math.tau)
+            return dim * math.log(length) / (2 * math.log(base))
+
+        low, high = turning(self.beta_fast), turning(self.beta_slow)
+        if self.truncate:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, dim - 1)
+        return low, high if high != low else high + 0.001
+
+    def gain(self) -> float:
+        """What cosines and sines are multiplied with."""
+        if self.attention_factor is not None:
+            return self.attention_factor
+        if self.mscale and self.mscale_all_dim:
+            return self._gain(self.mscale) / self._gain(self.mscale_all_dim)
+        return self._gain(1.0)
+
+    def _gain(self, scale: float) -> float:
+        return 0.1 * scale * math.log(self.factor) + 1.0 if self.factor > 1 else 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Llama3(Rule):
+    r"""Slow the slow pairs by ``factor``, leave the fast ones, blend between.
+
+    .. math:: \theta_i \mapsto (1 - \kappa_i)\,\theta_i / s + \kappa_i\,\theta_i, \qquad
+        \kappa_i = \text{clamp}\left(\frac{M\theta_i/2\pi - l}{h - l}, 0, 1\right)
+
+    Args:
+        factor: :math:`s`.
+        original_length: :math:`M`, the length the model was trained on.
+        low_freq_factor: :math:`l`: pairs that turn less often over :math:`M` are slowed fully.
+        high_freq_factor: :math:`h`: pairs that turn more often stay. Equal to ``low_freq_factor``
+            it is a step: pairs at or above it stay.
+
+    Examples:
+        >>> Llama3(8.0, original_length=8192)(torch.tensor([1.0, 0.002, 0.0001]), 5e5)
+        tensor([1.0000e+00, 1.1878e-03, 1.2500e-05])
+
+    References:
+        Grattafiori et al., *The Llama 3 Herd of Models*, 2024, and the authors' code.
+    """
+
+    factor: float
+    original_length: int
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+
+    def __post_init__(self) -> None:
+        self._positive("factor", "low_freq_factor", "high_freq_factor")
+        self._count("original_length")
+        if self.high_freq_factor < self.low_freq_factor:
+            rule = f"high_freq_factor must be at least low_freq_factor={self.low_freq_factor}"
+            way_out = "Fast pairs turn more often than slow ones."
+            raise ValueError(checks.message("Llama3", rule, self.high_freq_factor, way_out))
+
+    def __call__(self, rates: Tensor, base: float) -> Tensor:
+        """Rates to turn by."""
+        turns = rates * (self.original_length / math.tau)
+        band = self.high_freq_factor - self.low_freq_factor
+        if band == 0:
+            return torch.where(turns < self.low_freq_factor, rates / self.factor, rates)
+        keep = ((turns - self.low_freq_factor) / band).clamp(0, 1)
+        return rates / self.factor * (1 - keep) + rates * keep
+
+
+@dataclass(frozen=True, slots=True)
+class Proportional(Rule):
+    r"""Only the fastest share of the pairs turns; the others stand still.
+
+    .. math:: \theta_i \mapsto \theta_i / s \text{ for } i < \lfloor p\,d/2 \rfloor,
+        \text{ else } 0
+
+    Unlike a partial ``rotary_dim``, the exponents are over the whole width, and in the half layout
+    the still channels are in the middle.
+
+    Args:
+        share: :math:`p`, from 0 to 1.
+        factor: :math:`s`.
+
+    Examples:
+        >>> Proportional(0.5)(torch.tensor([1.0, 0.5, 0.25, 0.125]), 16.0)
+        tensor([1.0000, 0.5000, 0.0000, 0.0000])
+
+    References:
+        The configs of Gemma 4.
+    """
+
+    share: float
+    factor: float = 1.0
+
+    def __post_init__(self) -> None:
+        self._positive("share", "factor")
+        if self.share > 1:
+            raise ValueError(
+                checks.message("Proportional", "share must be at most 1", self.share, "1 is all.")
+            )
+
+    def __call__(self, rates: Tensor, base: float) -> Tensor:
+        """Rates to turn by."""
+        pairs = rates.shape[-1]
+        turning = torch.arange(pairs, device=rates.device) < int(self.share * 2 * pairs // 2)
+        return torch.where(turning, rates / self.factor, 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class PerPair(Rule):
+    """Each pair slowed by a factor of its own: what LongRoPE comes down to at one length."""
+
+    # Inside a graph, and for lengths of each sequence's own, a tensor ``[..., P]``.
+    factors: tuple[float, ...] | Tensor
+    attention_factor: float | Tensor = 1.0
+
+    def __call__(self, rates: Tensor, base: float) -> Tensor:
+        """Rates to turn by."""
+        factors = self.factors
+        if not isinstance(factors, Tensor):
+            factors = torch.tensor(factors, dtype=torch.float64, device=rates.device)
+        if factors.shape[-1] != rates.shape[-1]:
+            rule = f"short_factor and long_factor must have {rates.shape[-1]} numbers"
+            way_out = "One for each rotated pair: rotary_dim / 2."
+            raise ValueError(checks.message("LongRoPE", rule, factors.shape[-1], way_out))
+        return rates / factors
+
+    def gain(self) -> float:
+        """What cosines and sines are multiplied with."""
+        return self.attention_factor  # type: ignore[return-value]
