@@ -3,7 +3,7 @@
 Exact at any position, in float16, bfloat16, float32 and float64, on any device of PyTorch's.
 """
 
-from posenc import functional, nn
+from posenc import axes, functional, nn, positions, scaling
 from posenc.kernels import backends
 from posenc.nn import (
     ALiBi,
@@ -24,7 +24,10 @@ __all__ = [
     "SinusoidalPE",
     "SinusoidalPosEmbedding",
     "__version__",
+    "axes",
     "backends",
     "functional",
     "nn",
+    "positions",
+    "scaling",
 ]

@@ -169,16 +169,68 @@ def position_ids(
     return ids.to(device=device, dtype=torch.int64)
 
 
-def offsets(who: str, offset: Tensor, shape: Sequence[int], device: torch.device) -> Tensor:
+def offsets(
+    who: str, offset: Tensor, shape: Sequence[int], device: torch.device, name: str = "offset"
+) -> Tensor:
     """A first position for each sequence as int64 ``(B,)`` on ``device``; values unread."""
     if offset.dtype not in INT_DTYPES:
-        rule = "offset must be an int, or an integer tensor of shape (B,)"
-        raise TypeError(message(who, rule, describe(offset), "Call offset.long() first."))
+        rule = f"{name} must be an int, or an integer tensor of shape (B,)"
+        raise TypeError(message(who, rule, describe(offset), f"Call {name}.long() first."))
     if offset.dim() != 1 or offset.shape[0] != shape[0]:
-        rule = f"offset must be an int, or have shape ({shape[0]},)"
+        rule = f"{name} must be an int, or have shape ({shape[0]},)"
         got = f"shape {tuple(offset.shape)}"
-        raise ValueError(message(who, rule, got, "Give one offset to each sequence."))
+        raise ValueError(message(who, rule, got, "Give one to each sequence."))
     return offset.to(device=device, dtype=torch.int64)
+
+
+def positions(who: str, name: str, at: Any) -> Tensor:
+    """``at`` if it is a tensor of whole or floating positions, with at least one dimension."""
+    if (
+        not isinstance(at, Tensor)
+        or at.dim() == 0
+        or (at.dtype not in INT_DTYPES and at.dtype not in FLOAT_DTYPES)
+    ):
+        rule = f"{name} must be a tensor of positions, (L,) or (B, L)"
+        raise TypeError(message(who, rule, describe(at), "Pass torch.arange(L), say."))
+    return at
+
+
+def coordinates(
+    who: str,
+    name: str,
+    at: Any,
+    shape: Sequence[int],
+    device: torch.device,
+    axes: int | None,
+) -> Tensor:
+    """Positions as int64 or float64: ``(L,)`` or ``(B, L)``, after ``axes`` coordinates if any.
+
+    ``shape`` is that of the tensor to encode, ``(B, ..., L, D)``. One position for all of the
+    coordinates of a token is spread over them.
+    """
+    ids = positions(who, name, at)
+    batch, length = shape[0], shape[-2]
+    if axes is not None and ids.dim() == 1:
+        ids = ids.expand(axes, *ids.shape)
+    lead = () if axes is None else (axes,)
+    if ids.shape not in ((*lead, length), (*lead, batch, length), (*lead, 1, length)):
+        start = "" if axes is None else f"{axes}, "
+        rule = f"{name} must have shape ({start}{length}) or ({start}{batch}, {length})"
+        got = f"shape {tuple(ids.shape)}"
+        raise ValueError(message(who, rule, got, "Give one position to each token."))
+    if ids.dtype in INT_DTYPES:
+        if is_readable(ids):
+            extent(who, ids)
+        return ids.to(device=device, dtype=torch.int64)
+    return ids.to(device=device, dtype=torch.float32 if device.type == "mps" else torch.float64)
+
+
+def instance(who: str, name: str, value: Any, kind: type, way_out: str) -> Any:
+    """``value`` if it is None or of this kind."""
+    if value is not None and not isinstance(value, kind):
+        rule = f"{name} must be a {kind.__name__} or None"
+        raise TypeError(message(who, rule, describe(value), way_out))
+    return value
 
 
 def extent(who: str, ids: Tensor, limit_name: str = "", limit: int | None = None) -> int | None:

@@ -3,7 +3,8 @@
 from posenc.nn import functional
 from posenc.nn.alibi import ALiBi
 from posenc.nn.learned import LearnedPosEmbedding
-from posenc.nn.rotary import RoPE, RotaryPosEmbedding
+from posenc.nn.rope import RoPE
+from posenc.nn.rotary import RotaryPosEmbedding
 from posenc.nn.sinusoidal import SinusoidalPE, SinusoidalPosEmbedding
 
 __all__ = [

@@ -2,27 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, overload
-
 import torch
 from torch import Tensor
 
 from posenc._contract import checks
-from posenc.functional.rotary import (
-    check_queries_and_keys,
-    check_rotary_input,
-    rows_of,
-    turn_all,
-    turn_one,
-)
+from posenc.functional.rotary import check_rotary_input, rows_of, turn_one
 from posenc.kernels import Rows, Turn
 from posenc.nn._tables import TableModule
 from posenc.numerics.frequencies import Spectrum
 from posenc.numerics.tables import cos_sin, widest
 
 
-class _RotaryTables(TableModule):
+class RotaryTables(TableModule):
     """Cosines and sines ``[T, P]``, in float64 buffers that no cast rounds and no checkpoint holds.
 
     The kernel rounds them as it reads them: one table serves every dtype.
@@ -37,6 +28,9 @@ class _RotaryTables(TableModule):
     def _tabulate(
         self, positions: Tensor, spectrum: Spectrum, dtype: torch.dtype
     ) -> tuple[Tensor, ...]:
+        if spectrum.axes is not None:
+            # A row stands for a token whose coordinates are all the same.
+            positions = positions.expand(spectrum.axes.count(), *positions.shape)
         return cos_sin(positions, spectrum)
 
     def _table_dtype(self, x: Tensor) -> torch.dtype:
@@ -59,10 +53,11 @@ class _RotaryTables(TableModule):
         if kept is not None:
             return kept[0], kept[1], rows
         at = rows.numbers(x.shape[-2], x.device)
-        return *cos_sin(at[0] if at.shape[0] == 1 else at, spectrum), Rows()
+        cos, sin = self._tabulate(at[0] if at.shape[0] == 1 else at, spectrum, widest(x.device))
+        return cos, sin, Rows()
 
 
-class RotaryPosEmbedding(_RotaryTables):
+class RotaryPosEmbedding(RotaryTables):
     """Rotate ``(..., L, D)`` by position, keeping cosines and sines between calls.
 
     The tables are reused while they cover the positions asked for, and rebuilt when the length
@@ -149,107 +144,4 @@ class RotaryPosEmbedding(_RotaryTables):
         return (
             f"embed_dim={self.embed_dim}, max_seq_len={self.max_seq_len}, "
             f"interleaved={self.interleaved}, base={self.base:g}"
-        )
-
-
-class RoPE(_RotaryTables):
-    """Rotate queries and keys of ``(B, H, L, D)``, with tables precomputed at construction.
-
-    Args:
-        head_dim: Channels ``D`` of a head, even.
-        max_seq_len: Positions are ``0 .. max_seq_len - 1``.
-        base: Raising it slows every pair but the first.
-        interleaved: Pairs are ``(0, 1), (2, 3), ...`` if true, ``(0, D/2), (1, D/2 + 1), ...``
-            if false, as most checkpoints on the Hugging Face hub have them.
-
-    Examples:
-        >>> rope = RoPE(head_dim=64)
-        >>> q, k = torch.randn(2, 8, 16, 64), torch.randn(2, 2, 16, 64)
-        >>> q_turned, k_turned = rope.apply(q, k, offset=100)
-        >>> q_turned.shape, k_turned.shape
-        (torch.Size([2, 8, 16, 64]), torch.Size([2, 2, 16, 64]))
-
-    References:
-        Su et al., *RoFormer*, 2021.
-    """
-
-    max_seq_len: int
-
-    def __init__(
-        self,
-        head_dim: int,
-        max_seq_len: int = 2048,
-        base: float = 10_000.0,
-        *,
-        interleaved: bool = True,
-    ) -> None:
-        who = type(self).__name__
-        max_seq_len = checks.integer(who, "max_seq_len", max_seq_len)
-        super().__init__()
-        self.head_dim = checks.even(who, "head_dim", head_dim)
-        self.max_seq_len = max_seq_len
-        self.base = checks.positive_float(who, "base", base)
-        self.interleaved = checks.boolean(who, "interleaved", interleaved)
-        device = torch.get_default_device()
-        self._build(Spectrum(self.head_dim, self.base), max_seq_len, device, widest(device))
-
-    @overload
-    def apply(self, q: Callable[[torch.nn.Module], None]) -> RoPE: ...
-
-    @overload
-    def apply(
-        self, q: Tensor, k: Tensor, offset: int | Tensor = 0, *, position_ids: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]: ...
-
-    def apply(self, q: Any, k: Any = None, offset: int | Tensor = 0, **keywords: Any) -> Any:
-        """Rotate queries and keys; the same as calling the module.
-
-        ``model.apply(fn)`` of a surrounding model reaches this method too, with a function and
-        nothing else, and then does what :meth:`torch.nn.Module.apply` does.
-        """
-        if k is None and callable(q):
-            return super().apply(q)
-        return self(q, k, offset, **keywords)
-
-    def forward(
-        self, q: Tensor, k: Tensor, offset: int | Tensor = 0, *, position_ids: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """Rotate queries and keys.
-
-        Args:
-            q: Queries ``(B, H, L, D)``.
-            k: Keys ``(B, H', L, D)``; the head count may differ from that of ``q``.
-            offset: Position of the first token: what a cache already holds. An integer tensor
-                ``(B,)`` gives each sequence its own.
-            position_ids: Integers of shape ``(L,)`` or ``(B, L)``, instead of ``offset``.
-
-        Returns:
-            New tensors with the shapes and dtypes of ``q`` and ``k``.
-        """
-        who = type(self).__name__
-        checks.float_tensor(who, "q", q)
-        checks.float_tensor(who, "k", k)
-        checks.rank(who, "q", q, (4,), "(B, H, L, D)")
-        checks.rank(who, "k", k, (4,), "(B, H, L, D)")
-        way_out = "Build RoPE with that head_dim."
-        checks.equal(who, "head_dim of q", q.shape[3], self.head_dim, way_out)
-        checks.equal(who, "head_dim of k", k.shape[3], self.head_dim, way_out)
-        check_queries_and_keys(who, q, k)
-        rows = rows_of(who, q, offset, position_ids, "max_seq_len", self.max_seq_len)
-        if rows.positions is None:
-            last = rows.start + q.shape[2] - 1
-            checks.covered(who, last, "max_seq_len", self.max_seq_len, "a smaller offset")
-        spectrum = self._spectrum
-        if spectrum is None or spectrum.base != self.base or spectrum.dim != self.head_dim:
-            spectrum = Spectrum(self.head_dim, self.base)
-        cos, sin, rows = self._cos_sin(who, q, spectrum, rows, self.max_seq_len)
-        turn = Turn(self.interleaved, self.interleaved)
-        a, b = turn_all(who, "max_seq_len", [q, k], cos, sin, rows, turn)
-        return a, b
-
-    def extra_repr(self) -> str:
-        """Shown by ``print(module)``."""
-        return (
-            f"head_dim={self.head_dim}, max_seq_len={self.max_seq_len}, base={self.base:g}, "
-            f"interleaved={self.interleaved}"
         )

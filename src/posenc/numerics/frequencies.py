@@ -39,6 +39,10 @@ class Spectrum:
         """What cosines and sines are multiplied with."""
         return 1.0 if self.scaling is None else self.scaling.gain()
 
+    def is_fixed(self) -> bool:
+        """Whether every rate is a number, and none a tensor."""
+        return self.scaling is None or self.scaling.is_fixed()
+
 
 def inverse_frequencies(dim: int, base: float = 10_000.0) -> Tensor:
     r"""Turning rate of each channel pair in radians per position, fastest first.
@@ -62,7 +66,8 @@ def inverse_frequencies(dim: int, base: float = 10_000.0) -> Tensor:
     References:
         Su et al., *RoFormer*, 2021, section 3.2.2.
     """
-    rates = [float(rate) for rate in _exact_rates(Spectrum(dim, base))]
+    # index() and hex() settle numbers that torch.compile would otherwise leave open.
+    rates = _constant_rates(operator.index(dim), float(base).hex())
     return torch.tensor(rates, dtype=torch.float64, device="cpu")
 
 
@@ -82,6 +87,9 @@ def scaled_rates(spectrum: Spectrum, device: torch.device | None = None) -> Tens
         rates = rates.to(device)
     if spectrum.scaling is not None:
         rates = spectrum.scaling(rates, spectrum.base)
+        if spectrum.is_fixed() and not rates.isfinite().all():
+            rule = f"{spectrum.scaling} makes rates that are not finite, with base {spectrum.base}"
+            raise ValueError(f"{rule}.\n  Pass a factor closer to 1.")
     return rates if axes is None else rates[..., list(axes.rates(dim // 2))]
 
 
@@ -98,7 +106,6 @@ def turn_steps(spectrum: Spectrum) -> tuple[tuple[int, ...], tuple[float, ...]]:
         >>> steps[0] / 2**64  # one radian, in turns
         0.15915494309189535
     """
-    # index() and hex() settle numbers that torch.compile would otherwise leave open.
     dim, base = operator.index(spectrum.dim), spectrum.base.hex()
     return _constant_steps(dim, base, spectrum.scaling, spectrum.axes)
 
@@ -109,11 +116,21 @@ def _constant_steps(
     return _turn_steps(Spectrum(dim, float.fromhex(base), scaling, axes))
 
 
+# Memoised on the whole description: 128 numbers each, and a few milliseconds to work out.
+@lru_cache(maxsize=256)
+def _rounded_rates(dim: int, base: str) -> tuple[float, ...]:
+    return tuple(float(rate) for rate in _exact_rates(Spectrum(dim, float.fromhex(base))))
+
+
+def _constant_rates(dim: int, base: str) -> tuple[float, ...]:
+    return _rounded_rates(dim, base)
+
+
 # What torch.compiler.assume_constant_result does, without importing the compiler for it.
 _constant_steps._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_constant_rates._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-# Memoised on the whole description: 128 numbers each, and a few milliseconds to work out.
 @lru_cache(maxsize=256)
 def _turn_steps(spectrum: Spectrum) -> tuple[tuple[int, ...], tuple[float, ...]]:
     if spectrum.scaling is None:
@@ -123,7 +140,9 @@ def _turn_steps(spectrum: Spectrum) -> tuple[tuple[int, ...], tuple[float, ...]]
             rates = [rates[i] for i in axes.rates(spectrum.dim // 2)]
     else:
         rates = [Decimal(rate) for rate in scaled_rates(spectrum).tolist()]
-    with decimal.localcontext(_context(spectrum)):
+    # 60 digits hold 64 bits of turn, 53 of rest and a margin; a rate above 1 has whole turns too.
+    digits = max(0, *(rate.adjusted() for rate in rates))
+    with decimal.localcontext(decimal.Context(prec=60 + digits)):
         units = [rate * 2**64 / _TAU for rate in rates]
         whole = [int(unit.to_integral_value(decimal.ROUND_HALF_EVEN)) for unit in units]
         rests = tuple(float(unit - step) for unit, step in zip(units, whole, strict=True))
@@ -132,12 +151,7 @@ def _turn_steps(spectrum: Spectrum) -> tuple[tuple[int, ...], tuple[float, ...]]
 
 def _exact_rates(spectrum: Spectrum) -> list[Decimal]:
     pairs = (spectrum.dim + 1) // 2
-    with decimal.localcontext(_context(spectrum)):
+    digits = max(0, -Decimal(spectrum.base).adjusted())
+    with decimal.localcontext(decimal.Context(prec=60 + digits)):
         log_base = Decimal(spectrum.base).ln()
         return [(log_base * (-2 * i) / spectrum.dim).exp() for i in range(pairs)]
-
-
-def _context(spectrum: Spectrum) -> decimal.Context:
-    # 60 digits hold 64 bits of turn, 53 of rest and a margin; a base below 1 has rates above it,
-    # whose whole turns need digits too.
-    return decimal.Context(prec=60 + max(0, -Decimal(spectrum.base).adjusted()))

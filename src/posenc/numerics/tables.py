@@ -43,9 +43,9 @@ def angles(positions: Tensor, rates: Spectrum | Tensor) -> Tensor:
     at = positions.unsqueeze(-1)
     if isinstance(rates, Spectrum) and rates.axes is not None:
         at = positions[list(rates.axes.followed(rates.dim // 2))].movedim(0, -1)
-    if isinstance(rates, Tensor) or positions.is_floating_point():
-        if isinstance(rates, Spectrum):
-            rates = scaled_rates(rates, positions.device)
+    if isinstance(rates, Spectrum) and (positions.is_floating_point() or not rates.is_fixed()):
+        rates = scaled_rates(rates, positions.device)
+    if isinstance(rates, Tensor):
         return at.to(torch.float64) * rates.to(torch.float64)
     steps, rests = turn_steps(rates)
     upper = torch.tensor([step >> 32 for step in steps], device=positions.device)

@@ -49,7 +49,7 @@ class DynamicNTK(Rule):
         if seq_len is None:
             return NTK(1.0)
         if isinstance(seq_len, Tensor):
-            ratio = (seq_len.to(torch.float64) / self.original_length).clamp(min=1)[..., None]
+            ratio = (seq_len.to(torch.float64) / self.original_length).clamp(min=1)[..., None, None]
             return NTK(self.factor * ratio - (self.factor - 1))
         longest = max(seq_len, self.original_length)
         return NTK(self.factor * longest / self.original_length - (self.factor - 1))
@@ -132,13 +132,13 @@ class LongRoPE(Rule):
         long = self.gain()
         short = long if self.short_attention_factor is None else self.short_attention_factor
         if isinstance(seq_len, Tensor):
-            is_long = (seq_len > self.original_length)[..., None]
-            factors = [
+            is_long = (seq_len > self.original_length)[..., None, None]
+            far, near = (
                 torch.tensor(each, dtype=torch.float64, device=seq_len.device)
                 for each in (self.long_factor, self.short_factor)
-            ]
+            )
             gain = long if short == long else torch.where(is_long, long, short).to(torch.float64)
-            return PerPair(torch.where(is_long, *factors), gain)
+            return PerPair(torch.where(is_long, far, near), gain)
         if seq_len is not None and seq_len > self.original_length:
             return PerPair(self.long_factor, long)
         return PerPair(self.short_factor, short)

@@ -51,7 +51,7 @@ class NTK(Rule):
         bloc97, *NTK-Aware Scaled RoPE*, 2023; Peng et al., *YaRN*, 2023, definition 1.
     """
 
-    # Inside a graph, and for lengths of each sequence's own, a tensor ``[..., 1]``.
+    # Inside a graph, and for lengths of each sequence's own, a tensor ``[..., 1, 1]``.
     factor: float | Tensor
 
     def __post_init__(self) -> None:
@@ -63,6 +63,10 @@ class NTK(Rule):
         pairs = rates.shape[-1]
         exponents = torch.arange(pairs, dtype=torch.float64, device=rates.device)
         return rates * self.factor ** (exponents / -max(pairs - 1, 1))
+
+    def is_fixed(self) -> bool:
+        """Whether its numbers are known."""
+        return not isinstance(self.factor, Tensor)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,8 +142,8 @@ class YaRN(Rule):
             raise ValueError(f"{rule}, got {base}.\n  Pass the base the model was trained with.")
 
         def turning(times: float) -> float:
-            length = self.original_length / (times * math.tau)
-            return dim * math.log(length) / (2 * math.log(base))
+            length = math.log(self.original_length) - math.log(times) - math.log(math.tau)
+            return dim * length / (2 * math.log(base))
 
         low, high = turning(self.beta_fast), turning(self.beta_slow)
         if self.truncate:
@@ -247,7 +251,7 @@ class Proportional(Rule):
 class PerPair(Rule):
     """Each pair slowed by a factor of its own: what LongRoPE comes down to at one length."""
 
-    # Inside a graph, and for lengths of each sequence's own, a tensor ``[..., P]``.
+    # Inside a graph, and for lengths of each sequence's own, a tensor ``[..., 1, P]``.
     factors: tuple[float, ...] | Tensor
     attention_factor: float | Tensor = 1.0
 
@@ -265,3 +269,7 @@ class PerPair(Rule):
     def gain(self) -> float:
         """What cosines and sines are multiplied with."""
         return self.attention_factor  # type: ignore[return-value]
+
+    def is_fixed(self) -> bool:
+        """Whether its numbers are known."""
+        return not isinstance(self.factors, Tensor)

@@ -34,6 +34,10 @@ class Rule:
         """The rule for a sequence of this length; None for one that fits the trained length."""
         return self
 
+    def is_fixed(self) -> bool:
+        """Whether its numbers are known, and not tensors that a length was put into."""
+        return True
+
     def trained_length(self) -> int | None:
         """The longest sequence that :meth:`at` treats as None; None if it treats all alike."""
         return None

@@ -1,0 +1,182 @@
+"""Which cosines and sines a call of `RoPE` takes: kept ones, or ones worked out for it alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from posenc._contract import checks
+from posenc._contract.tracing import is_plain, is_readable
+from posenc.functional.rotary import rows_of, turn_all
+from posenc.kernels import Rows, Turn
+from posenc.nn.rotary import RotaryTables
+from posenc.numerics.axes import Axes
+from posenc.numerics.frequencies import Spectrum, scaled_rates
+from posenc.numerics.scaling import Length, Rule
+from posenc.numerics.tables import angles, of_angles, widest
+
+
+class RopeTables(RotaryTables):
+    """The arguments of `RoPE`, checked, and the tables that follow from them.
+
+    Tables are kept for sequences that fit the trained length, whose tokens have one position
+    each. Lengths that a rule slows further, several coordinates, and coordinates that are not
+    whole have their cosines and sines worked out at each call.
+    """
+
+    def __init__(
+        self,
+        *,
+        head_dim: int,
+        max_seq_len: int | None,
+        base: float,
+        interleaved: bool,
+        interleaved_out: bool | None,
+        rotary_dim: int | None,
+        last: bool,
+        scaling: Rule | None,
+        axes: Axes | None,
+    ) -> None:
+        who = type(self).__name__
+        if max_seq_len is not None:
+            max_seq_len = checks.integer(who, "max_seq_len", max_seq_len)
+        super().__init__()
+        self.head_dim = checks.even(who, "head_dim", head_dim)
+        self.max_seq_len = max_seq_len
+        self.base = checks.positive_float(who, "base", base)
+        self.interleaved = checks.boolean(who, "interleaved", interleaved)
+        if interleaved_out is not None:
+            checks.boolean(who, "interleaved_out", interleaved_out)
+        self.interleaved_out = interleaved_out
+        if rotary_dim is not None and checks.even(who, "rotary_dim", rotary_dim) > self.head_dim:
+            rule = f"rotary_dim must be at most head_dim={self.head_dim}"
+            way_out = "Pass None to rotate all of a head."
+            raise ValueError(checks.message(who, rule, rotary_dim, way_out))
+        self.rotary_dim = rotary_dim
+        self.last = checks.boolean(who, "last", last)
+        self.scaling = checks.instance(who, "scaling", scaling, Rule, "Pass scaling.Linear(2.0).")
+        self.axes = checks.instance(who, "axes", axes, Axes, "Pass axes.Axial(2), say.")
+        if axes is not None:
+            axes.check(who, self._width())
+        self._resting = self._at(None)
+        # What the rule cannot scale is refused now, and not at the first call.
+        scaled_rates(self._resting)
+        if max_seq_len is not None:
+            device = torch.get_default_device()
+            self._build(self._resting, max_seq_len, device, widest(device))
+
+    def _check(self, who: str, name: str, x: Tensor) -> None:
+        checks.float_tensor(who, name, x)
+        checks.rank(who, name, x, (4,), "(B, H, L, D)")
+        way_out = "Build RoPE with that head_dim."
+        checks.equal(who, f"head_dim of {name}", x.shape[3], self.head_dim, way_out)
+
+    def _turn(self) -> Turn:
+        out = self.interleaved if self.interleaved_out is None else self.interleaved_out
+        return Turn(self.interleaved, out, self.head_dim - self._width() if self.last else 0)
+
+    def _width(self) -> int:
+        return self.head_dim if self.rotary_dim is None else self.rotary_dim
+
+    def _count(self) -> int | None:
+        return None if self.axes is None else self.axes.count()
+
+    def _spread(self, at: Tensor) -> Tensor:
+        """Positions as coordinates that are all the same, where there are several."""
+        return at if self.axes is None else at.expand(self.axes.count(), *at.shape)
+
+    def _at(self, seq_len: Length | None) -> Spectrum:
+        """What is turned by in a sequence of this length."""
+        rule = None if self.scaling is None else self.scaling.at(seq_len)
+        return Spectrum(self._width(), self.base, rule, self.axes)
+
+    def _length(self, who: str, x: Tensor | None, seq_len: Any) -> Any:
+        """The length to take the rule at; None where that makes no difference to a short one."""
+        trained = None if self.scaling is None else self.scaling.trained_length()
+        if trained is None or seq_len is None:
+            return None
+        if isinstance(seq_len, Tensor):
+            if seq_len.dtype not in checks.INT_DTYPES or seq_len.dim() > 1:
+                rule = "seq_len must be an int, or an integer tensor of shape (B,)"
+                raise TypeError(checks.message(who, rule, checks.describe(seq_len), "Pass len(x)."))
+            if seq_len.dim() != 0 or not is_readable(seq_len):
+                return seq_len if x is None else seq_len.to(x.device)
+            seq_len = int(seq_len)
+        else:
+            seq_len = checks.integer(who, "seq_len", seq_len, least=0)
+        if x is not None and not is_plain(x):
+            # One graph for every length: the comparison is made inside it.
+            return torch.full((), seq_len, dtype=torch.int64, device=x.device)
+        return None if seq_len <= trained else seq_len
+
+    def _last(self, x: Tensor, rows: Rows) -> Any:
+        """One past the last position, if the rule asks for it."""
+        if self.scaling is None or self.scaling.trained_length() is None:
+            return None
+        end = rows.start + (x.shape[2] if rows.advances() else 1)
+        return end if rows.positions is None or x.shape[2] == 0 else rows.positions.max() + end
+
+    def _tables_for(
+        self,
+        who: str,
+        x: Tensor,
+        offset: int | Tensor,
+        position_ids: Tensor | None,
+        seq_len: Any,
+        *,
+        inverse: bool = False,
+    ) -> tuple[Tensor, Tensor, Rows]:
+        """Cosines, sines, and the rows of them that the tokens of ``x`` take."""
+        if isinstance(position_ids, Tensor) and (
+            position_ids.is_floating_point() or (self.axes is not None and position_ids.dim() > 1)
+        ):
+            checks.exclusive_offset(who, offset)
+            phi, gain = self._own_angles(who, x, position_ids, seq_len)
+            return *of_angles(phi, x.device, 1 / gain if inverse else gain), Rows()
+        limit, need = self.max_seq_len, None
+        rows = rows_of(who, x, offset, position_ids, "max_seq_len", limit)
+        if rows.positions is None:
+            need = rows.start + x.shape[2]
+            if limit is not None:
+                checks.covered(who, need - 1, "max_seq_len", limit, "a smaller offset")
+        elif limit is None:
+            need = checks.extent(who, rows.positions)
+            if need is not None and rows.advances():
+                need += x.shape[2] - 1
+        length = self._length(who, x, self._last(x, rows) if seq_len is None else seq_len)
+        if self._resting.base != self.base or self._resting.dim != self._width():
+            self._resting = self._at(None)
+        spectrum = self._resting if length is None else self._at(length)
+        gain = spectrum.gain()
+        if length is None and (not inverse or gain == 1.0):
+            return self._cos_sin(who, x, spectrum, rows, need)
+        at = rows.numbers(x.shape[2], x.device)
+        checks.extent(who, at, "max_seq_len", limit)
+        phi = self._angles(self._spread(at[0] if at.shape[0] == 1 else at), spectrum)
+        return *of_angles(phi, x.device, 1 / gain if inverse else gain), Rows()
+
+    def _own_angles(
+        self, who: str, x: Tensor, position_ids: Tensor, seq_len: Any
+    ) -> tuple[Tensor, float]:
+        """Angles and gain of tokens that have coordinates of their own."""
+        at = checks.coordinates(who, "position_ids", position_ids, x.shape, x.device, self._count())
+        if seq_len is None and at.numel():
+            seq_len = at.max().floor().to(torch.int64) + 1
+        spectrum = self._at(self._length(who, x, seq_len))
+        return self._angles(at, spectrum), spectrum.gain()
+
+    def _angles(self, at: Tensor, spectrum: Spectrum) -> Tensor:
+        if widest(at.device) != torch.float64:
+            at = at.cpu()
+        return angles(at, spectrum)
+
+    def _turned_by(self, who: str, k: Tensor, phi: Tensor, gain: float | Tensor) -> Tensor:
+        cos, sin = of_angles(phi, k.device, gain)
+        if cos.dim() == 3 and cos.shape[0] == 1:
+            cos, sin = cos[0], sin[0]
+        turn = self._turn()
+        # Keys that were rotated before are in the layout of the output.
+        turn = Turn(turn.interleaved_out, turn.interleaved_out, turn.column)
+        return turn_all(who, "max_seq_len", [k], cos, sin, Rows(), turn)[0]

@@ -1,0 +1,327 @@
+"""Rotary position embedding (RoPE) of queries and keys, as models and their caches need it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, overload
+
+import torch
+from torch import Tensor
+
+from posenc._contract import checks
+from posenc.functional.rotary import check_queries_and_keys, turn_all
+from posenc.nn._rope import RopeTables
+from posenc.numerics import configs
+from posenc.numerics.axes import Axes
+from posenc.numerics.frequencies import scaled_rates
+from posenc.numerics.scaling import Rule
+from posenc.numerics.tables import of_angles
+
+
+class RoPE(RopeTables):
+    """Rotate queries and keys of ``(B, H, L, D)``, with tables precomputed at construction.
+
+    Args:
+        head_dim: Channels ``D`` of a head, even.
+        max_seq_len: Positions are ``0 .. max_seq_len - 1``. None for no limit: the tables then
+            grow with what is asked.
+        base: Raising it slows every pair but the first.
+        interleaved: Pairs are ``(0, 1), (2, 3), ...`` if true, ``(0, D/2), (1, D/2 + 1), ...``
+            if false, as most checkpoints on the Hugging Face hub have them.
+        interleaved_out: Pairs of the result, if they are to differ (DeepSeek-V3).
+        rotary_dim: Channels of each head that are rotated, even; the others pass. All if None.
+        last: Rotate the last ``rotary_dim`` channels instead of the first.
+        scaling: A rule of `posenc.scaling`, for sequences longer than those trained on.
+        axes: An arrangement of `posenc.axes`, for positions with several coordinates.
+
+    Examples:
+        >>> rope = RoPE(head_dim=64)
+        >>> q, k = torch.randn(2, 8, 16, 64), torch.randn(2, 2, 16, 64)
+        >>> q_turned, k_turned = rope.apply(q, k, offset=100)
+        >>> q_turned.shape, k_turned.shape
+        (torch.Size([2, 8, 16, 64]), torch.Size([2, 2, 16, 64]))
+
+    References:
+        Su et al., *RoFormer*, 2021.
+    """
+
+    def __init__(
+        self,
+        head_dim: int,
+        max_seq_len: int | None = 2048,
+        base: float = 10_000.0,
+        *,
+        interleaved: bool = True,
+        interleaved_out: bool | None = None,
+        rotary_dim: int | None = None,
+        last: bool = False,
+        scaling: Rule | None = None,
+        axes: Axes | None = None,
+    ) -> None:
+        super().__init__(
+            head_dim=head_dim,
+            max_seq_len=max_seq_len,
+            base=base,
+            interleaved=interleaved,
+            interleaved_out=interleaved_out,
+            rotary_dim=rotary_dim,
+            last=last,
+            scaling=scaling,
+            axes=axes,
+        )
+
+    @classmethod
+    def from_config(
+        cls,
+        config: dict[str, Any] | str | Path | Any,
+        *,
+        layer_type: str | None = None,
+        **keywords: Any,
+    ) -> RoPE:
+        """The rotation of a model, from its Hugging Face config.
+
+        Every spelling that published configs use is understood; what is not, and what contradicts
+        itself, is an error that names the key. `posenc explain config.json` shows what was read
+        from which key.
+
+        Args:
+            config: A dict, the path of a ``config.json`` or of a model's folder, or a config
+                object of transformers.
+            layer_type: Which layers, for models that rotate some differently, such as
+                ``"sliding_attention"``.
+            **keywords: Arguments of the constructor, which then win over the config.
+
+        Returns:
+            A module without a ``max_seq_len``, unless one is given.
+
+        Examples:
+            >>> rope = RoPE.from_config(
+            ...     {
+            ...         "hidden_size": 4096,
+            ...         "num_attention_heads": 32,
+            ...         "rope_theta": 500000.0,
+            ...         "rope_scaling": {"type": "linear", "factor": 4.0},
+            ...     }
+            ... )
+            >>> rope.head_dim, rope.base, rope.scaling
+            (128, 500000.0, Linear(factor=4.0))
+        """
+        recipe = configs.read(config, layer_type=layer_type)
+        return cls(**{"max_seq_len": None, **recipe.arguments(), **keywords})
+
+    def inv_freq(self, seq_len: int | None = None) -> Tensor:
+        """Rates that pairs turn by in a sequence of this length, float64 ``[P]``, radians."""
+        return scaled_rates(self._at(self._length("RoPE.inv_freq", None, seq_len)))
+
+    def attention_factor(self, seq_len: int | None = None) -> float:
+        """What cosines and sines are multiplied with in a sequence of this length."""
+        return self._at(self._length("RoPE.attention_factor", None, seq_len)).gain()
+
+    @overload
+    def apply(self, q: Callable[[torch.nn.Module], None]) -> RoPE: ...
+
+    @overload
+    def apply(
+        self,
+        q: Tensor,
+        k: Tensor,
+        offset: int | Tensor = 0,
+        *,
+        position_ids: Tensor | None = None,
+        seq_len: int | Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]: ...
+
+    def apply(self, q: Any, k: Any = None, offset: int | Tensor = 0, **keywords: Any) -> Any:
+        """Rotate queries and keys; the same as calling the module.
+
+        ``model.apply(fn)`` of a surrounding model reaches this method too, with a function and
+        nothing else, and then does what :meth:`torch.nn.Module.apply` does.
+        """
+        if k is None and callable(q):
+            return super().apply(q)
+        return self(q, k, offset, **keywords)
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        offset: int | Tensor = 0,
+        *,
+        position_ids: Tensor | None = None,
+        seq_len: int | Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Rotate queries and keys.
+
+        Args:
+            q: Queries ``(B, H, L, D)``.
+            k: Keys ``(B, H', L, D)``; the head count may differ from that of ``q``.
+            offset: Position of the first token: what a cache already holds. An integer tensor
+                ``(B,)`` gives each sequence its own.
+            position_ids: Integers of shape ``(L,)`` or ``(B, L)``, instead of ``offset``; with
+                several axes also ``(A, L)`` or ``(A, B, L)``. Floating ones are coordinates
+                between the whole ones.
+            seq_len: Length of the whole sequence, for a rule that depends on it; an integer
+                tensor ``(B,)`` gives each its own. One past the last position if None.
+
+        Returns:
+            New tensors with the shapes and dtypes of ``q`` and ``k``.
+        """
+        who = type(self).__name__
+        self._check(who, "q", q)
+        self._check(who, "k", k)
+        check_queries_and_keys(who, q, k)
+        cos, sin, rows = self._tables_for(who, q, offset, position_ids, seq_len)
+        a, b = turn_all(who, "max_seq_len", [q, k], cos, sin, rows, self._turn())
+        return a, b
+
+    def rotate(
+        self,
+        x: Tensor,
+        offset: int | Tensor = 0,
+        *,
+        position_ids: Tensor | None = None,
+        seq_len: int | Tensor | None = None,
+    ) -> Tensor:
+        """Rotate one tensor ``(B, H, L, D)``; arguments as :meth:`forward`."""
+        who = f"{type(self).__name__}.rotate"
+        self._check(who, "x", x)
+        cos, sin, rows = self._tables_for(who, x, offset, position_ids, seq_len)
+        return turn_all(who, "max_seq_len", [x], cos, sin, rows, self._turn())[0]
+
+    def unrotate(
+        self,
+        x: Tensor,
+        offset: int | Tensor = 0,
+        *,
+        position_ids: Tensor | None = None,
+        seq_len: int | Tensor | None = None,
+    ) -> Tensor:
+        """Undo :meth:`rotate`, the gain of a rule included; arguments as :meth:`forward`.
+
+        Examples:
+            >>> rope, k = RoPE(8), torch.randn(1, 1, 4, 8)
+            >>> torch.allclose(rope.unrotate(rope.rotate(k, 7), 7), k, atol=1e-6)
+            True
+        """
+        who = f"{type(self).__name__}.unrotate"
+        self._check(who, "x", x)
+        cos, sin, rows = self._tables_for(who, x, offset, position_ids, seq_len, inverse=True)
+        return turn_all(who, "max_seq_len", [x], cos, sin, rows, self._turn().back())[0]
+
+    def rerotate(
+        self,
+        k: Tensor,
+        from_positions: Tensor,
+        to_positions: Tensor,
+        *,
+        from_seq_len: int | Tensor | None = None,
+        to_seq_len: int | Tensor | None = None,
+    ) -> Tensor:
+        """Move rotated keys to other positions: one rotation by the difference of the angles.
+
+        For caches that evict and close the gap, sinks, and rules that change their rates once the
+        sequence is long. The keys are rounded once more, and no more than that.
+
+        Args:
+            k: Rotated keys ``(B, H, L, D)``.
+            from_positions: The positions they were rotated by, ``(L,)`` or ``(B, L)``; with
+                several axes ``(A, L)`` or ``(A, B, L)``.
+            to_positions: The positions they are to have.
+            from_seq_len: The length their rule was taken at, if it depends on it: an int, or
+                ``(B,)`` for each sequence's own. None for one that fits the trained length.
+            to_seq_len: The length to take it at now.
+
+        Returns:
+            A new tensor like ``k``, in the layout of the rotated keys.
+
+        Examples:
+            >>> rope, k = RoPE(8), torch.randn(1, 1, 4, 8)
+            >>> old, new = torch.tensor([0, 5, 6, 7]), torch.arange(4)
+            >>> moved = rope.rerotate(rope.rotate(k, position_ids=old), old, new)
+            >>> torch.allclose(moved, rope.rotate(k), atol=1e-6)
+            True
+        """
+        who = f"{type(self).__name__}.rerotate"
+        self._check(who, "k", k)
+        shape, device, axes = k.shape, k.device, self._count()
+        target = checks.coordinates(who, "to_positions", to_positions, shape, device, axes)
+        origin = checks.coordinates(who, "from_positions", from_positions, shape, device, axes)
+        new = self._at(self._length(who, k, to_seq_len))
+        old = self._at(self._length(who, k, from_seq_len))
+        phi = self._angles(target, new) - self._angles(origin, old)
+        return self._turned_by(who, k, phi, new.gain() / old.gain())
+
+    def shift(self, k: Tensor, by: int | Tensor, *, seq_len: int | Tensor | None = None) -> Tensor:
+        """Move rotated keys by a number of positions, back if it is negative.
+
+        Args:
+            k: Rotated keys ``(B, H, L, D)``.
+            by: An int, or an integer tensor ``(B,)`` for each sequence's own.
+            seq_len: The length their rule was taken at, if it depends on it.
+
+        Examples:
+            >>> rope, k = RoPE(8), torch.randn(1, 1, 4, 8)
+            >>> torch.allclose(rope.shift(rope.rotate(k, 7), -3), rope.rotate(k, 4), atol=1e-6)
+            True
+        """
+        who = f"{type(self).__name__}.shift"
+        self._check(who, "k", k)
+        if isinstance(by, Tensor):
+            at = checks.offsets(who, by, k.shape, k.device, name="by")
+        else:
+            by = checks.integer(who, "by", by, least=-checks.FARTHEST)
+            at = torch.full((1,), by, device=k.device)
+        # One angle serves every token of a sequence.
+        at = at[:, None].expand(-1, k.shape[2])
+        spectrum = self._at(self._length(who, k, seq_len))
+        return self._turned_by(who, k, self._angles(self._spread(at), spectrum), 1.0)
+
+    def tables(
+        self, position_ids: Tensor, *, seq_len: int | Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Cosines and sines at these positions, to be worked out once and used by every layer.
+
+        Args:
+            position_ids: Integers or floats, ``(L,)`` or ``(B, L)``; with several axes ``(A, L)``
+                or ``(A, B, L)``.
+            seq_len: As in :meth:`forward`.
+
+        Returns:
+            Tables ``(L, P)`` or ``(B, L, P)`` for :func:`posenc.functional.rotate`, float64.
+
+        Examples:
+            >>> from posenc.functional import rotate
+            >>> rope, q, k = RoPE(8), torch.randn(1, 4, 3, 8), torch.randn(1, 2, 3, 8)
+            >>> cos, sin = rope.tables(torch.arange(3))
+            >>> turned = rotate(q, k, cos, sin)
+            >>> torch.equal(turned[0], rope(q, k)[0])
+            True
+        """
+        who = f"{type(self).__name__}.tables"
+        checks.positions(who, "position_ids", position_ids)
+        *batch, length = (
+            position_ids.shape[-2:] if position_ids.dim() > 1 else (1, *position_ids.shape)
+        )
+        like = torch.empty((*batch, 1, length, 0), device=position_ids.device)
+        phi, gain = self._own_angles(who, like, position_ids, seq_len)
+        return of_angles(phi, position_ids.device, gain)
+
+    def extra_repr(self) -> str:
+        """Shown by ``print(module)``."""
+        shown = (
+            f"head_dim={self.head_dim}, max_seq_len={self.max_seq_len}, base={self.base:g}, "
+            f"interleaved={self.interleaved}"
+        )
+        defaults = {
+            "interleaved_out": None,
+            "rotary_dim": None,
+            "last": False,
+            "scaling": None,
+            "axes": None,
+        }
+        for name, usual in defaults.items():
+            value = getattr(self, name)
+            if value != usual:
+                shown += f", {name}={value}"
+        return shown

@@ -1,0 +1,288 @@
+"""Reading a config key by key: where each value came from, and what contradicts what."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from posenc._contract import checks
+from posenc.numerics import scaling
+from posenc.numerics.axes import Axes, Sections
+
+# Model types whose queries and keys are rotated in adjacent pairs. `rope_interleave` in a config
+# says the same of DeepSeek's family, which puts the result out in halves.
+INTERLEAVED = frozenset(
+    "blt codegen cohere cohere2 cohere2_moe deepseek_v2 ernie4_5 ernie4_5_moe ernie4_5_vl_moe "
+    "ernie4_5_vl_moe_text glm glm4 glm4v glm4v_text glm_ocr glm_ocr_text gptj helium llama4 "
+    "llama4_text moonshine moonshine_streaming openai_privacy_filter roformer".split()
+)
+INTERLEAVED_TO_HALVES = frozenset(
+    "axk1 axk2 bailing_hybrid deepseek_v3 deepseek_v32 glm4_moe_lite glm_moe_dsa longcat_flash "
+    "mistral4 mistral_large4 youtu".split()
+)
+
+_KEYS = frozenset(
+    "rope_type type rope_theta partial_rotary_factor factor original_max_position_embeddings "
+    "attention_factor beta_fast beta_slow short_factor long_factor low_freq_factor "
+    "high_freq_factor mscale mscale_all_dim truncate mrope_section mrope_interleaved interleaved "
+    "short_mscale long_mscale alpha finetuned llama_4_scaling_beta max_position_embeddings".split()
+)
+# Values of rope_type that scale nothing.
+_PLAIN = ("default", "mrope")
+_RULES = ("linear", "dynamic", "yarn", "longrope", "llama3", "proportional")
+# One head is not wider than this in any model; a larger number is not a width.
+_WIDEST_HEAD = 2**16
+
+
+class Config:
+    """A config that remembers which of its keys were asked, and refuses two answers to one."""
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        self.sources: dict[str, str] = {}
+        self.prefix = ""
+        for name in ("text_config", "llm_config", "language_config"):
+            inner = config.get(name)
+            if isinstance(inner, Mapping) and "hidden_size" not in config:
+                config, self.prefix = inner, f"{name}."
+        self.top = config
+        self.where = ""
+        self.rope: Mapping[str, Any] = {}
+
+    def layer(self, layer_type: str | None) -> str | None:
+        """Find the dict of parameters, that of ``layer_type`` if each has its own."""
+        dicts = {name: self.top.get(name) for name in ("rope_parameters", "rope_scaling")}
+        given = {name: value for name, value in dicts.items() if value is not None}
+        for name, value in given.items():
+            if not isinstance(value, Mapping):
+                got = checks.describe(value)
+                raise TypeError(self._text(f"{name} must be a dict", got, "Or leave it out."))
+        if len(given) == 2 and given["rope_parameters"] != given["rope_scaling"]:
+            raise self._contradiction("rope_parameters", "rope_scaling", "different contents")
+        if layer_type is not None and not isinstance(layer_type, str):
+            got = checks.describe(layer_type)
+            raise TypeError(self._text("layer_type must be a string", got, "Or None."))
+        if given:
+            self.where, self.rope = next(iter(given.items()))
+        types = self.top.get("layer_types")
+        known = set(types) if isinstance(types, list) and all(map(_is_text, types)) else None
+        nested = {
+            k: v for k, v in self.rope.items() if isinstance(v, Mapping) or k in (known or ())
+        }
+        if nested:
+            return self._nested(nested, layer_type)
+        local = [key for key in ("rope_local_base_freq", "local_rope_theta") if key in self.top]
+        if layer_type is None and local:
+            way_out = "Pass layer_type='full_attention' or 'sliding_attention'."
+            rule = f"layer_type must be given, because {local[0]} is for some layers alone"
+            raise ValueError(self._text(rule, layer_type, way_out))
+        if layer_type is not None and known is not None and layer_type not in known:
+            raise ValueError(self._text(f"layer_type must be one of {sorted(known)}", layer_type))
+        if layer_type == "sliding_attention" and local:
+            # Local layers are not scaled.
+            self.rope, self.where = {}, ""
+        return layer_type
+
+    def _nested(self, nested: Mapping[str, Any], layer_type: str | None) -> str:
+        if layer_type is None:
+            first, *others = nested
+            if any(nested[other] != nested[first] for other in others):
+                rule = f"layer_type must be given, one of {list(nested)}"
+                raise ValueError(self._text(rule, layer_type, "Their rotations differ."))
+            layer_type = first
+        if layer_type not in nested:
+            raise ValueError(self._text(f"layer_type must be one of {list(nested)}", layer_type))
+        if nested[layer_type] is None:
+            rule = f"{self.where}.{layer_type} must not be null"
+            raise ValueError(self._text(rule, None, "Those layers do not rotate."))
+        self.rope, self.where = nested[layer_type], f"{self.where}.{layer_type}"
+        return layer_type
+
+    def head_dim(self, layer_type: str | None) -> int:
+        """Channels of a head, or those of the part that is rotated where it is kept apart."""
+        names = ["qk_rope_head_dim", "head_dim", "attention_head_size", "kv_channels"]
+        if layer_type == "full_attention":
+            names.insert(0, "global_head_dim")
+        for name in names:
+            if self.top.get(name) is not None:
+                return self._width(name, self.top[name], name)
+        for size, heads in (
+            ("hidden_size", "num_attention_heads"),
+            ("n_embd", "n_head"),
+            ("d_model", "n_heads"),
+            ("dim", "n_heads"),
+        ):
+            if self.top.get(size) is not None and self.top.get(heads) is not None:
+                whole = checks.integer("from_config", size, self.top[size])
+                parts = checks.integer("from_config", heads, self.top[heads])
+                return self._width("head_dim", whole // parts, f"{size} / {heads}")
+        rule = "head_dim must be in the config, or hidden_size and num_attention_heads"
+        keys = ", ".join(sorted(map(str, self.top)))
+        got = f"keys {keys if len(keys) <= 200 else keys[:197] + '...'}"
+        raise ValueError(self._text(rule, got, "Add head_dim."))
+
+    def _width(self, name: str, value: Any, source: str) -> int:
+        width = checks.even("from_config", name, value)
+        if width > _WIDEST_HEAD:
+            raise ValueError(self._text(f"{name} must be at most {_WIDEST_HEAD}", width))
+        self.sources["head_dim"] = self.prefix + source
+        return width
+
+    def base(self, layer_type: str | None) -> float:
+        """The base of the rates."""
+        keys = ["rope_theta", "rotary_emb_base", "rope_base", "rotary_embedding_base"]
+        if layer_type == "sliding_attention":
+            keys = ["rope_local_base_freq", "local_rope_theta", *keys]
+            if any(self.top.get(key) is not None for key in keys[:2]):
+                keys = keys[:2]
+        elif "global_rope_theta" in self.top:
+            keys = ["global_rope_theta"]
+        value = self._one("base", ["rope_theta"], keys)
+        return 10_000.0 if value is None else checks.positive_float("from_config", "base", value)
+
+    def rotary_dim(self, head_dim: int) -> int:
+        """Channels of a head that are rotated."""
+        name = "partial_rotary_factor"
+        share = self._one("rotary_dim", [name], [name, "rotary_pct"])
+        count = self.top.get("rotary_dim")
+        if share is None and count is None:
+            return head_dim
+        if share is not None:
+            share = checks.positive_float("from_config", name, share)
+            width = int(head_dim * share) if share <= 1 else 0
+            if width < 2 or width % 2:
+                rule = f"{name} must leave an even number of the {head_dim} channels to rotate"
+                got = f"{share:g}"
+                raise ValueError(self._text(rule, got, "Shares are above 0, up to 1."))
+            if count is not None and count != width:
+                raise self._contradiction("rotary_dim", name, f"{count} and {width} channels")
+            return width
+        self.sources["rotary_dim"] = f"{self.prefix}rotary_dim"
+        return checks.even("from_config", "rotary_dim", count)
+
+    def layout(self) -> tuple[bool, bool | None]:
+        """Whether pairs are adjacent, in the input and, if it differs, in the output."""
+        kind = self.top.get("model_type")
+        flag = self.top.get("rope_interleave")
+        if flag is None and kind in INTERLEAVED_TO_HALVES:
+            flag = True
+        if flag is not None:
+            source = "rope_interleave" if "rope_interleave" in self.top else "model_type"
+            self.sources["interleaved"] = self.prefix + source
+            adjacent = checks.boolean("from_config", "rope_interleave", flag)
+            return adjacent, False if adjacent else None
+        if "model_type" in self.top:
+            self.sources["interleaved"] = f"{self.prefix}model_type"
+        return isinstance(kind, str) and kind in INTERLEAVED, None
+
+    def axes(self) -> Axes | None:
+        """Coordinates of M-RoPE."""
+        sizes = self.rope.get("mrope_section")
+        if sizes is None:
+            return None
+        self.sources["axes"] = f"{self.prefix}{self.where}.mrope_section"
+        dealt = self.rope.get("mrope_interleaved") or self.rope.get("interleaved") or False
+        return Sections(sizes, checks.boolean("from_config", "mrope_interleaved", dealt))
+
+    def rule(self, head_dim: int) -> scaling.Rule | None:
+        """The scaling rule."""
+        for key in self.rope:
+            if key not in _KEYS:
+                rule = f"{self.where}.{key} must be a key of rotation"
+                raise ValueError(self._text(rule, key, f"Known are {', '.join(sorted(_KEYS))}."))
+        kinds = {key: self.rope[key] for key in ("rope_type", "type") if self.rope.get(key)}
+        names = {"default" if kind in _PLAIN else kind for kind in map(str, kinds.values())}
+        names = {"longrope" if kind == "su" else kind for kind in names}
+        if len(names) == 2:
+            raise self._contradiction("type", "rope_type", " and ".join(sorted(names)))
+        name = names.pop() if names else "default"
+        if name == "default":
+            return None
+        build = getattr(self, f"_{name}", None) if name in _RULES else None
+        if build is None:
+            rule = f"{self.where}.{next(iter(kinds))} must be one of default, {', '.join(_RULES)}"
+            raise ValueError(self._text(rule, name))
+        self.sources["scaling"] = f"{self.prefix}{self.where}.{next(iter(kinds))}"
+        return build()  # type: ignore[no-any-return]
+
+    def _linear(self) -> scaling.Rule:
+        return scaling.Linear(self._need("factor"))
+
+    def _dynamic(self) -> scaling.Rule:
+        if self.rope.get("alpha") is not None:
+            return scaling.NTK(self.rope["alpha"])
+        return scaling.DynamicNTK(self._need("factor"), self._need("max_position_embeddings"))
+
+    def _yarn(self) -> scaling.Rule:
+        names = ("attention_factor", "mscale", "mscale_all_dim", "beta_fast", "beta_slow")
+        given = {name: self.rope[name] for name in names if self.rope.get(name)}
+        if self.rope.get("truncate") is not None:
+            given["truncate"] = self.rope["truncate"]
+        return scaling.YaRN(self._stretch(), self._original(), **given)
+
+    def _longrope(self) -> scaling.Rule:
+        gain = self.rope.get("attention_factor")
+        if gain is None:
+            gain = self.rope.get("long_mscale")
+        return scaling.LongRoPE(
+            self._need("short_factor"),
+            self._need("long_factor"),
+            self._original(),
+            self._stretch(),
+            gain,
+            self.rope.get("short_mscale"),
+        )
+
+    def _llama3(self) -> scaling.Rule:
+        names = ("low_freq_factor", "high_freq_factor")
+        bands = [self._need(name) for name in names]
+        return scaling.Llama3(self._need("factor"), self._original(), *bands)
+
+    def _proportional(self) -> scaling.Rule:
+        name = "partial_rotary_factor"
+        share = self._one("scaling", [name], [name])
+        return scaling.Proportional(1.0 if share is None else share, self.rope.get("factor") or 1.0)
+
+    def _original(self) -> Any:
+        name = "original_max_position_embeddings"
+        value = self._one("original_length", [name], [name])
+        return self._need("max_position_embeddings") if value is None else value
+
+    def _stretch(self) -> Any:
+        if self.rope.get("factor") is not None:
+            return self.rope["factor"]
+        longest = checks.integer("from_config", "max", self._need("max_position_embeddings"))
+        return longest / checks.integer("from_config", "original", self._original())
+
+    def _need(self, name: str) -> Any:
+        value = self.rope.get(name)
+        if value is None and name == "max_position_embeddings":
+            value = self.top.get(name)
+        if value is None:
+            where = name if name == "max_position_embeddings" else f"{self.where}.{name}"
+            raise ValueError(self._text(f"{where} must be given for this rope_type", None))
+        return value
+
+    def _one(self, what: str, inner: list[str], outer: list[str]) -> Any:
+        """The value that any of the keys gives; two that differ are refused."""
+        given = {f"{self.where}.{key}": self.rope[key] for key in inner if key in self.rope}
+        given |= {key: self.top[key] for key in outer if key in self.top}
+        given = {key: value for key, value in given.items() if value is not None}
+        if not given:
+            return None
+        (first, value), *others = given.items()
+        for other, different in others:
+            if different != value:
+                raise self._contradiction(first, other, f"{value} and {different}")
+        self.sources[what] = self.prefix + first
+        return value
+
+    def _contradiction(self, a: str, b: str, got: str) -> ValueError:
+        rule = f"{self.prefix}{a} and {self.prefix}{b} must agree"
+        return ValueError(self._text(rule, got, "Leave one of them out."))
+
+    def _text(self, rule: str, got: object, way_out: str = "See posenc explain.") -> str:
+        return checks.message("from_config", rule, got, way_out)
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str)

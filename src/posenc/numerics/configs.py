@@ -1,0 +1,84 @@
+"""What a Hugging Face config says about rotation, in every spelling that published files use."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from posenc._contract import checks
+from posenc.numerics import scaling
+from posenc.numerics._config import Config
+from posenc.numerics.axes import Axes
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """The arguments of a `RoPE`, and the key of the config that each one came from."""
+
+    head_dim: int
+    base: float
+    rotary_dim: int
+    interleaved: bool
+    interleaved_out: bool | None
+    scaling: scaling.Rule | None
+    axes: Axes | None
+    sources: Mapping[str, str] = field(compare=False)
+
+    def arguments(self) -> dict[str, Any]:
+        """Keywords for `RoPE`."""
+        return {name: getattr(self, name) for name in self.__slots__ if name != "sources"}
+
+
+def read(config: Any, *, layer_type: str | None = None) -> Recipe:
+    """The rotation that a config describes.
+
+    Args:
+        config: A dict, the path of a ``config.json`` or of a folder with one, or an object with
+            ``to_dict``, as the configs of transformers are.
+        layer_type: Which layers, where some rotate differently.
+
+    Examples:
+        >>> recipe = read({"head_dim": 64, "rope_theta": 1e6, "rotary_pct": 0.5})
+        >>> recipe.base, recipe.rotary_dim, recipe.sources["rotary_dim"]
+        (1000000.0, 32, 'rotary_pct')
+    """
+    found = Config(_as_dict(config))
+    layer_type = found.layer(layer_type)
+    head_dim = found.head_dim(layer_type)
+    rule = found.rule(head_dim)
+    # Proportional rules leave pairs still instead of leaving channels out.
+    proportional = isinstance(rule, scaling.Proportional)
+    rotary_dim = head_dim if proportional else found.rotary_dim(head_dim)
+    interleaved, interleaved_out = found.layout()
+    return Recipe(
+        head_dim,
+        found.base(layer_type),
+        rotary_dim,
+        interleaved,
+        interleaved_out,
+        rule,
+        found.axes(),
+        found.sources,
+    )
+
+
+def _as_dict(config: Any) -> Mapping[str, Any]:
+    if isinstance(config, (str, Path)):
+        path = Path(config)
+        path = path / "config.json" if path.is_dir() else path
+        try:
+            config = json.loads(path.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise ValueError(f"from_config: cannot read {path}: {error.strerror}.") from error
+        except ValueError as error:
+            raise ValueError(f"from_config: {path} is not JSON: {error}.") from error
+    elif hasattr(config, "to_dict"):
+        config = config.to_dict()
+    if not isinstance(config, Mapping):
+        rule = "config must be a dict, a path, or an object with to_dict()"
+        way_out = "Pass the model's config.json."
+        raise TypeError(checks.message("from_config", rule, checks.describe(config), way_out))
+    return config
