@@ -8,10 +8,12 @@ from posenc.kernels import backends
 from posenc.nn import (
     ALiBi,
     LearnedPosEmbedding,
+    MixedRoPE,
     RoPE,
     RotaryPosEmbedding,
     SinusoidalPE,
     SinusoidalPosEmbedding,
+    XPos,
 )
 
 __version__ = "0.1.0"
@@ -19,10 +21,12 @@ __version__ = "0.1.0"
 __all__ = [
     "ALiBi",
     "LearnedPosEmbedding",
+    "MixedRoPE",
     "RoPE",
     "RotaryPosEmbedding",
     "SinusoidalPE",
     "SinusoidalPosEmbedding",
+    "XPos",
     "__version__",
     "axes",
     "backends",

@@ -1,10 +1,17 @@
+import math
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 import oracles
-from posenc.functional import sinusoidal_pos_embedding
+from posenc import positions
+from posenc.functional import (
+    sinusoidal_grid_embedding,
+    sinusoidal_pos_embedding,
+    timestep_embedding,
+)
 
 
 def test_shape_dtype_and_device_by_default():
@@ -82,3 +89,53 @@ def test_dtype_must_be_floating(dtype):
 def test_offset_must_not_be_negative():
     with pytest.raises(ValueError, match="offset must be at least 0"):
         sinusoidal_pos_embedding(4, 4, offset=-1)
+
+
+class TestGrid:
+    """Several coordinates, an equal run of channels each."""
+
+    @pytest.mark.parametrize("concatenated", [False, True], ids=["by-turns", "concatenated"])
+    def test_each_coordinate_has_its_own_sinusoid(self, concatenated):
+        at = positions.grid(2, 2, 3)
+        got = sinusoidal_grid_embedding(at, 24, dtype=torch.float64, concatenated=concatenated)
+        for a in range(3):
+            wanted = oracles.sinusoid(at[a].tolist(), 8)
+            if concatenated:
+                wanted = torch.cat((wanted[:, 0::2], wanted[:, 1::2]), dim=1)
+            assert torch.allclose(got[:, 8 * a : 8 * a + 8], wanted, rtol=0, atol=1e-15)
+
+    def test_what_does_not_fit_is_refused(self):
+        with pytest.raises(ValueError, match="multiple of twice the coordinates"):
+            sinusoidal_grid_embedding(positions.grid(2, 2), 6)
+        with pytest.raises(ValueError, match="multiple of twice the coordinates"):
+            sinusoidal_grid_embedding(torch.arange(4), 8)
+
+
+class TestTimesteps:
+    """Diffusion's form, with the conventions that its models differ in."""
+
+    @pytest.mark.parametrize("shift", [0.0, 1.0])
+    @pytest.mark.parametrize("flip", [False, True])
+    @pytest.mark.parametrize("dim", [8, 9])
+    def test_it_is_the_formula(self, dim, flip, shift):
+        steps, half = [0.0, 1.0, 999.0, 0.25], dim // 2
+        got = timestep_embedding(
+            torch.tensor(steps),
+            dim,
+            flip_sin_to_cos=flip,
+            downscale_freq_shift=shift,
+            scale=2.0,
+            dtype=torch.float64,
+        )
+        for row, t in enumerate(steps):
+            phi = [2 * t * math.exp(-math.log(10_000) * i / (half - shift)) for i in range(half)]
+            sin, cos = [math.sin(a) for a in phi], [math.cos(a) for a in phi]
+            wanted = (cos + sin if flip else sin + cos) + [0.0] * (dim % 2)
+            wanted = torch.tensor(wanted, dtype=torch.float64)
+            assert torch.allclose(got[row], wanted, rtol=0, atol=1e-12)
+
+    def test_bad_input_is_refused(self):
+        with pytest.raises(ValueError, match="downscale_freq_shift must be below"):
+            timestep_embedding(torch.arange(3), 2)
+        with pytest.raises(ValueError, match=r"timesteps must have shape \(N,\)"):
+            timestep_embedding(torch.ones(2, 2), 8)

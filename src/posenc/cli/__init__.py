@@ -15,7 +15,7 @@ def application() -> Typer:
     """The typer app, with every sub-command."""
     import typer
 
-    from posenc.cli import _root, bench
+    from posenc.cli import _root, bench, explain
 
     app = typer.Typer(
         name="posenc",
@@ -27,6 +27,7 @@ def application() -> Typer:
     # Also what keeps the one sub-command there is from becoming the whole command.
     app.callback(invoke_without_command=True)(_root.root)
     app.command("bench")(bench.bench)
+    app.command("explain")(explain.explain)
     return app
 
 

@@ -7,7 +7,11 @@ from posenc.functional.rotary import (
     rotate,
     rotate_,
 )
-from posenc.functional.sinusoidal import sinusoidal_pos_embedding
+from posenc.functional.sinusoidal import (
+    sinusoidal_grid_embedding,
+    sinusoidal_pos_embedding,
+    timestep_embedding,
+)
 
 __all__ = [
     "alibi_bias",
@@ -16,5 +20,7 @@ __all__ = [
     "rotary_pos_embedding",
     "rotate",
     "rotate_",
+    "sinusoidal_grid_embedding",
     "sinusoidal_pos_embedding",
+    "timestep_embedding",
 ]

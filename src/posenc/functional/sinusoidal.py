@@ -7,7 +7,7 @@ from torch import Tensor
 
 from posenc._contract import checks
 from posenc.numerics.frequencies import Spectrum
-from posenc.numerics.tables import sinusoid
+from posenc.numerics.tables import angles, sinusoid
 
 
 def sinusoidal_pos_embedding(
@@ -52,3 +52,102 @@ def sinusoidal_pos_embedding(
     dtype = torch.float32 if dtype is None else checks.float_dtype(who, "dtype", dtype)
     spectrum = Spectrum(dim, checks.positive_float(who, "base", base))
     return sinusoid(torch.arange(start, start + length, device=device), spectrum, dtype)
+
+
+def sinusoidal_grid_embedding(
+    position_ids: Tensor,
+    embed_dim: int,
+    *,
+    dtype: torch.dtype = torch.float32,
+    base: float = 10_000.0,
+    concatenated: bool = False,
+) -> Tensor:
+    """Sinusoidal encoding of positions with several coordinates: an equal run of channels each.
+
+    Args:
+        position_ids: Coordinates ``(A, ..., L)``, whole or floating, as
+            :func:`posenc.positions.grid` gives them.
+        embed_dim: Channels ``D``, a multiple of ``2 A``.
+        dtype: A floating dtype.
+        base: As in :func:`sinusoidal_pos_embedding`, of each coordinate's ``D / A`` channels.
+        concatenated: Within a coordinate, all sines and then all cosines (MAE, DiT), instead of
+            sine and cosine by turns.
+
+    Returns:
+        Tensor of shape ``(..., L, embed_dim)``.
+
+    Examples:
+        >>> from posenc.positions import grid
+        >>> sinusoidal_grid_embedding(grid(2, 3), embed_dim=16).shape
+        torch.Size([6, 16])
+
+    References:
+        Vaswani et al., 2017, section 3.5; He et al., *Masked Autoencoders*, 2022, appendix A.
+    """
+    who = "sinusoidal_grid_embedding"
+    at = checks.positions(who, "position_ids", position_ids)
+    checks.float_dtype(who, "dtype", dtype)
+    checks.boolean(who, "concatenated", concatenated)
+    width = checks.even(who, "embed_dim", embed_dim)
+    if at.dim() < 2 or width % (2 * at.shape[0]):
+        rule = "embed_dim must be a multiple of twice the coordinates of position_ids, (A, ..., L)"
+        got = f"{width} and shape {tuple(at.shape)}"
+        raise ValueError(checks.message(who, rule, got, "One coordinate is position_ids[None]."))
+    spectrum = Spectrum(width // at.shape[0], checks.positive_float(who, "base", base))
+    parts = [sinusoid(line, spectrum, dtype) for line in at.unbind(0)]
+    if concatenated:
+        parts = [torch.cat((part[..., 0::2], part[..., 1::2]), dim=-1) for part in parts]
+    return torch.cat(parts, dim=-1)
+
+
+def timestep_embedding(
+    timesteps: Tensor,
+    embed_dim: int,
+    *,
+    max_period: float = 10_000.0,
+    flip_sin_to_cos: bool = False,
+    downscale_freq_shift: float = 1.0,
+    scale: float = 1.0,
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    r"""Sinusoidal encoding of the steps of a diffusion, all sines and then all cosines.
+
+    .. math:: \theta_i = P^{-i/(D/2 - \delta)}, \qquad
+              t \mapsto (\sin s\,t\,\theta_0, \dots, \cos s\,t\,\theta_0, \dots)
+
+    Args:
+        timesteps: ``(N,)``, whole or floating.
+        embed_dim: Channels ``D``. If odd, the last one is zero.
+        max_period: :math:`P`.
+        flip_sin_to_cos: Cosines first (ADM, DiT, Stable Diffusion).
+        downscale_freq_shift: :math:`\delta`: 1 as in DDPM, 0 as in ADM, DiT and Stable Diffusion.
+        scale: :math:`s`.
+        dtype: A floating dtype.
+
+    Returns:
+        Tensor of shape ``(N, embed_dim)``.
+
+    Examples:
+        >>> timestep_embedding(torch.tensor([1.0]), 4)
+        tensor([[8.4147e-01, 1.0000e-04, 5.4030e-01, 1.0000e+00]])
+
+    References:
+        Ho et al., *Denoising Diffusion Probabilistic Models*, 2020.
+    """
+    who = "timestep_embedding"
+    at = checks.positions(who, "timesteps", timesteps)
+    checks.rank(who, "timesteps", at, (1,), "(N,)")
+    half = checks.integer(who, "embed_dim", embed_dim, least=2) // 2
+    checks.float_dtype(who, "dtype", dtype)
+    checks.boolean(who, "flip_sin_to_cos", flip_sin_to_cos)
+    span = half - downscale_freq_shift
+    if not span > 0:
+        rule = f"downscale_freq_shift must be below embed_dim / 2 = {half}"
+        raise ValueError(checks.message(who, rule, downscale_freq_shift, "Pass 0 or 1."))
+    period = checks.positive_float(who, "max_period", max_period)
+    where = torch.device("cpu") if at.device.type == "mps" else at.device
+    index = torch.arange(half, dtype=torch.float64, device=where)
+    phi = angles(at.to(where), scale * period ** (-index / span))
+    parts = (phi.cos(), phi.sin()) if flip_sin_to_cos else (phi.sin(), phi.cos())
+    encoded = torch.cat(parts, dim=-1).to(dtype).to(at.device)
+    return torch.nn.functional.pad(encoded, (0, embed_dim % 2))

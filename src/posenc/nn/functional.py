@@ -7,7 +7,9 @@ from posenc.functional import (
     rotary_pos_embedding,
     rotate,
     rotate_,
+    sinusoidal_grid_embedding,
     sinusoidal_pos_embedding,
+    timestep_embedding,
 )
 
 __all__ = [
@@ -17,5 +19,7 @@ __all__ = [
     "rotary_pos_embedding",
     "rotate",
     "rotate_",
+    "sinusoidal_grid_embedding",
     "sinusoidal_pos_embedding",
+    "timestep_embedding",
 ]

@@ -31,7 +31,7 @@ _KEYS = frozenset(
 _PLAIN = ("default", "mrope")
 _RULES = ("linear", "dynamic", "yarn", "longrope", "llama3", "proportional")
 # One head is not wider than this in any model; a larger number is not a width.
-_WIDEST_HEAD = 2**16
+_WIDEST_HEAD = 2**13
 
 
 class Config:
@@ -48,8 +48,35 @@ class Config:
         self.where = ""
         self.rope: Mapping[str, Any] = {}
 
+    def rotations(self) -> tuple[str | None, ...]:
+        """The layer types whose rotations differ; None alone if there is one for all."""
+        self._find()
+        nested = self._nested()
+        if nested:
+            return tuple(nested)
+        return ("full_attention", "sliding_attention") if self._local() else (None,)
+
     def layer(self, layer_type: str | None) -> str | None:
         """Find the dict of parameters, that of ``layer_type`` if each has its own."""
+        if layer_type is not None and not isinstance(layer_type, str):
+            got = checks.describe(layer_type)
+            raise TypeError(self._text("layer_type must be a string", got, "Or None."))
+        self._find()
+        nested, local, known = self._nested(), self._local(), self._known()
+        if nested:
+            return self._choose(nested, layer_type)
+        if layer_type is None and local:
+            way_out = "Pass layer_type='full_attention' or 'sliding_attention'."
+            rule = f"layer_type must be given, because {local} is for some layers alone"
+            raise ValueError(self._text(rule, layer_type, way_out))
+        if layer_type is not None and known and layer_type not in known:
+            raise ValueError(self._text(f"layer_type must be one of {sorted(known)}", layer_type))
+        if layer_type == "sliding_attention" and local:
+            # Local layers are not scaled.
+            self.rope, self.where = {}, ""
+        return layer_type
+
+    def _find(self) -> None:
         dicts = {name: self.top.get(name) for name in ("rope_parameters", "rope_scaling")}
         given = {name: value for name, value in dicts.items() if value is not None}
         for name, value in given.items():
@@ -58,31 +85,27 @@ class Config:
                 raise TypeError(self._text(f"{name} must be a dict", got, "Or leave it out."))
         if len(given) == 2 and given["rope_parameters"] != given["rope_scaling"]:
             raise self._contradiction("rope_parameters", "rope_scaling", "different contents")
-        if layer_type is not None and not isinstance(layer_type, str):
-            got = checks.describe(layer_type)
-            raise TypeError(self._text("layer_type must be a string", got, "Or None."))
         if given:
             self.where, self.rope = next(iter(given.items()))
-        types = self.top.get("layer_types")
-        known = set(types) if isinstance(types, list) and all(map(_is_text, types)) else None
-        nested = {
-            k: v for k, v in self.rope.items() if isinstance(v, Mapping) or k in (known or ())
-        }
-        if nested:
-            return self._nested(nested, layer_type)
-        local = [key for key in ("rope_local_base_freq", "local_rope_theta") if key in self.top]
-        if layer_type is None and local:
-            way_out = "Pass layer_type='full_attention' or 'sliding_attention'."
-            rule = f"layer_type must be given, because {local[0]} is for some layers alone"
-            raise ValueError(self._text(rule, layer_type, way_out))
-        if layer_type is not None and known is not None and layer_type not in known:
-            raise ValueError(self._text(f"layer_type must be one of {sorted(known)}", layer_type))
-        if layer_type == "sliding_attention" and local:
-            # Local layers are not scaled.
-            self.rope, self.where = {}, ""
-        return layer_type
 
-    def _nested(self, nested: Mapping[str, Any], layer_type: str | None) -> str:
+    def _known(self) -> frozenset[str]:
+        types = self.top.get("layer_types")
+        types = types if isinstance(types, (list, tuple)) else ()
+        return frozenset(name for name in types if isinstance(name, str))
+
+    def _nested(self) -> dict[str, Any]:
+        known = self._known()
+        return {
+            key: value
+            for key, value in self.rope.items()
+            if isinstance(value, Mapping) or key in known
+        }
+
+    def _local(self) -> str | None:
+        keys = ("rope_local_base_freq", "local_rope_theta")
+        return next((key for key in keys if self.top.get(key) is not None), None)
+
+    def _choose(self, nested: Mapping[str, Any], layer_type: str | None) -> str:
         if layer_type is None:
             first, *others = nested
             if any(nested[other] != nested[first] for other in others):
@@ -91,9 +114,10 @@ class Config:
             layer_type = first
         if layer_type not in nested:
             raise ValueError(self._text(f"layer_type must be one of {list(nested)}", layer_type))
-        if nested[layer_type] is None:
-            rule = f"{self.where}.{layer_type} must not be null"
-            raise ValueError(self._text(rule, None, "Those layers do not rotate."))
+        if not isinstance(nested[layer_type], Mapping):
+            rule = f"{self.where}.{layer_type} must be a dict"
+            got = checks.describe(nested[layer_type])
+            raise ValueError(self._text(rule, got, "Layers with null do not rotate."))
         self.rope, self.where = nested[layer_type], f"{self.where}.{layer_type}"
         return layer_type
 
@@ -131,9 +155,8 @@ class Config:
         """The base of the rates."""
         keys = ["rope_theta", "rotary_emb_base", "rope_base", "rotary_embedding_base"]
         if layer_type == "sliding_attention":
-            keys = ["rope_local_base_freq", "local_rope_theta", *keys]
-            if any(self.top.get(key) is not None for key in keys[:2]):
-                keys = keys[:2]
+            local = self._local()
+            keys = [local] if local else keys
         elif "global_rope_theta" in self.top:
             keys = ["global_rope_theta"]
         value = self._one("base", ["rope_theta"], keys)
@@ -282,7 +305,3 @@ class Config:
 
     def _text(self, rule: str, got: object, way_out: str = "See posenc explain.") -> str:
         return checks.message("from_config", rule, got, way_out)
-
-
-def _is_text(value: object) -> bool:
-    return isinstance(value, str)

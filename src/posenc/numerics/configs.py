@@ -65,6 +65,16 @@ def read(config: Any, *, layer_type: str | None = None) -> Recipe:
     )
 
 
+def layer_types(config: Any) -> tuple[str | None, ...]:
+    """The layer types that rotate differently; ``(None,)`` if all rotate alike.
+
+    Examples:
+        >>> layer_types({"head_dim": 64, "rope_theta": 1e6, "rope_local_base_freq": 1e4})
+        ('full_attention', 'sliding_attention')
+    """
+    return Config(_as_dict(config)).rotations()
+
+
 def _as_dict(config: Any) -> Mapping[str, Any]:
     if isinstance(config, (str, Path)):
         path = Path(config)

@@ -1,0 +1,135 @@
+"""Rotation by learned frequencies, each head with its own: RoPE-ViT's mixed form."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from posenc._contract import checks
+from posenc.functional.rotary import turn_all
+from posenc.kernels import Rows, Turn
+from posenc.numerics.frequencies import inverse_frequencies
+from posenc.numerics.tables import of_angles, widest
+
+
+class MixedRoPE(nn.Module):
+    r"""Rotate queries and keys by learned mixtures of their coordinates.
+
+    .. math:: \phi_{h,i} = \sum_a p_a f_{a,h,i}
+
+    Every head has frequencies of its own, for every coordinate and pair. They start as those of
+    an axial encoding, turned by a random angle for each head. Angles are worked out in float64,
+    and gradients reach the frequencies.
+
+    Args:
+        head_dim: Channels ``D`` of a head, a multiple of twice ``coordinates``.
+        num_heads: Key heads. Queries may have a multiple of them; each group shares one's.
+        coordinates: How many a position has: 2 for rows and columns of an image, 1 for text.
+        base: Of the frequencies at the start; images, being short, take a small one.
+        interleaved: Pairs are ``(0, 1), (2, 3), ...`` if true, ``(0, D/2), ...`` if false.
+
+    Attributes:
+        freqs: Parameter of shape ``(coordinates, num_heads, head_dim / 2)``.
+
+    Examples:
+        >>> from posenc.positions import grid
+        >>> rope = MixedRoPE(head_dim=64, num_heads=4)
+        >>> q = k = torch.randn(2, 4, 6, 64)
+        >>> q, k = rope(q, k, grid(2, 3))
+
+    References:
+        Heo et al., *Rotary Position Embedding for Vision Transformer*, 2024, section 3.2.
+    """
+
+    def __init__(
+        self,
+        head_dim: int,
+        num_heads: int,
+        *,
+        coordinates: int = 2,
+        base: float = 10.0,
+        interleaved: bool = True,
+    ) -> None:
+        super().__init__()
+        who = type(self).__name__
+        self.head_dim = checks.even(who, "head_dim", head_dim)
+        self.num_heads = checks.integer(who, "num_heads", num_heads)
+        self.coordinates = checks.integer(who, "coordinates", coordinates)
+        self.base = checks.positive_float(who, "base", base)
+        self.interleaved = checks.boolean(who, "interleaved", interleaved)
+        if self.head_dim % (2 * self.coordinates):
+            rule = f"head_dim must be a multiple of {2 * self.coordinates}"
+            way_out = "Each coordinate starts with as many pairs as the others."
+            raise ValueError(checks.message(who, rule, head_dim, way_out))
+        self.freqs = nn.Parameter(torch.empty(self.coordinates, self.num_heads, head_dim // 2))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Start again: axial frequencies, turned at random in each head."""
+        if self.freqs.is_meta:
+            return
+        rates = inverse_frequencies(self.head_dim // self.coordinates, self.base)
+        noise = torch.randn(self.num_heads, self.coordinates, self.coordinates)
+        # An orthogonal matrix for each head: column g is the direction that group g follows.
+        directions = torch.linalg.qr(noise.double()).Q
+        with torch.no_grad():
+            self.freqs.copy_((directions[..., None] * rates.cpu()).flatten(2).transpose(0, 1))
+
+    def forward(self, q: Tensor, k: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Rotate queries and keys.
+
+        Args:
+            q: Queries ``(B, H, L, D)``.
+            k: Keys ``(B, num_heads, L, D)``.
+            position_ids: Whole or floating coordinates ``(coordinates, L)``, or with a batch
+                ``(coordinates, B, L)``; ``(L,)`` for all of them the same.
+
+        Returns:
+            New tensors with the shapes and dtypes of ``q`` and ``k``.
+        """
+        who = type(self).__name__
+        at = None
+        for name, x in (("q", q), ("k", k)):
+            checks.float_tensor(who, name, x)
+            checks.rank(who, name, x, (4,), "(B, H, L, D)")
+            way_out = "Build MixedRoPE with that head_dim."
+            checks.equal(who, f"head_dim of {name}", x.shape[3], self.head_dim, way_out)
+            at = checks.coordinates(
+                who, "position_ids", position_ids, x.shape, x.device, self.coordinates
+            )
+        way_out = "Build MixedRoPE with that num_heads."
+        checks.equal(who, "heads of k", k.shape[1], self.num_heads, way_out)
+        if q.shape[1] % self.num_heads:
+            rule = f"heads of q must be a multiple of {self.num_heads}"
+            raise ValueError(checks.message(who, rule, q.shape[1], "Each key head serves a group."))
+        assert at is not None
+        wide = widest(q.device)
+        # [A, (B,) 1, L, 1] times [A, H, 1, P], added up over the coordinates.
+        phi = (at.to(wide)[..., None, :, None] * self._spread(at, wide)).sum(0)
+        cos, sin = of_angles(phi, q.device)
+        return self._turned(who, q, cos, sin), self._turned(who, k, cos, sin)
+
+    def _spread(self, at: Tensor, wide: torch.dtype) -> Tensor:
+        freqs = self.freqs.to(at.device, wide)[:, :, None]
+        return freqs if at.dim() == 2 else freqs[:, None]
+
+    def _turned(self, who: str, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        group = x.shape[1] // self.num_heads
+        if group != 1:
+            cos, sin = (table.repeat_interleave(group, dim=-3) for table in (cos, sin))
+        turn = Turn(self.interleaved, self.interleaved)
+        if cos.dim() == 3:
+            # The op has tables for each of its first axis: heads take the place of the batch.
+            return turn_all(who, "cos", [x.transpose(0, 1)], cos, sin, Rows(), turn)[0].transpose(
+                0, 1
+            )
+        rows = x.flatten(0, 1).unsqueeze(1)
+        cos, sin = (table.expand(x.shape[0], -1, -1, -1).flatten(0, 1) for table in (cos, sin))
+        return turn_all(who, "cos", [rows], cos, sin, Rows(), turn)[0].view(x.shape)
+
+    def extra_repr(self) -> str:
+        """Shown by ``print(module)``."""
+        return (
+            f"head_dim={self.head_dim}, num_heads={self.num_heads}, "
+            f"coordinates={self.coordinates}, base={self.base:g}, interleaved={self.interleaved}"
+        )

@@ -1,0 +1,109 @@
+"""Extrapolatable position embedding (xPos): rotation with a decay."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from posenc._contract import checks
+from posenc.functional.rotary import check_queries_and_keys, rows_of, turn_all
+from posenc.kernels import Turn
+from posenc.nn._tables import TableModule
+from posenc.numerics.frequencies import Spectrum
+from posenc.numerics.tables import cos_sin, widest
+
+
+class XPos(TableModule):
+    r"""Rotate queries and keys, and let their product decay with the distance.
+
+    .. math:: q \mapsto \zeta^{(p - c)/s} R_{p\theta}\,q, \qquad
+              k \mapsto \zeta^{-(p - c)/s} R_{p\theta}\,k, \qquad
+              \zeta_i = \frac{2i/d + 0.4}{1.4}
+
+    The product of a query at ``m`` and a key at ``n`` is scaled by :math:`\zeta^{(m-n)/s}`: for
+    causal attention only. :math:`c` is the middle of ``max_seq_len`` and cancels; it keeps the
+    numbers near one, and does not move with the sequence, so that cached keys stay right.
+
+    Args:
+        head_dim: Channels ``D`` of a head, even.
+        max_seq_len: Positions are ``0 .. max_seq_len - 1``.
+        base: Raising it slows every pair but the first.
+        scale_base: :math:`s`: raising it makes the decay slower.
+        interleaved: Pairs are ``(0, 1), (2, 3), ...`` if true, ``(0, D/2), ...`` if false.
+
+    Examples:
+        >>> xpos = XPos(head_dim=64)
+        >>> q, k = torch.randn(2, 8, 16, 64), torch.randn(2, 2, 16, 64)
+        >>> q, k = xpos(q, k, offset=100)
+
+    References:
+        Sun et al., *A Length-Extrapolatable Transformer*, 2022.
+    """
+
+    max_seq_len: int
+
+    def __init__(
+        self,
+        head_dim: int,
+        max_seq_len: int = 2048,
+        base: float = 10_000.0,
+        *,
+        scale_base: float = 512.0,
+        interleaved: bool = True,
+    ) -> None:
+        who = type(self).__name__
+        super().__init__("q_cos", "q_sin", "k_cos", "k_sin")
+        self.head_dim = checks.even(who, "head_dim", head_dim)
+        self.max_seq_len = checks.integer(who, "max_seq_len", max_seq_len)
+        self.base = checks.positive_float(who, "base", base)
+        self.scale_base = checks.positive_float(who, "scale_base", scale_base)
+        self.interleaved = checks.boolean(who, "interleaved", interleaved)
+        device = torch.get_default_device()
+        spectrum = Spectrum(self.head_dim, self.base)
+        self._build(spectrum, self.max_seq_len, device, widest(device))
+
+    def _tabulate(
+        self, positions: Tensor, spectrum: Spectrum, dtype: torch.dtype
+    ) -> tuple[Tensor, ...]:
+        cos, sin = cos_sin(positions, spectrum)
+        channel = torch.arange(0, spectrum.dim, 2, dtype=cos.dtype, device=cos.device)
+        decay = (channel / spectrum.dim + 0.4) / 1.4
+        power = (positions - self.max_seq_len // 2)[:, None] / self.scale_base
+        grown, shrunk = decay ** power.to(cos.dtype), decay ** -power.to(cos.dtype)
+        return cos * grown, sin * grown, cos * shrunk, sin * shrunk
+
+    def _table_dtype(self, x: Tensor) -> torch.dtype:
+        return widest(x.device)
+
+    def forward(
+        self, q: Tensor, k: Tensor, offset: int | Tensor = 0, *, position_ids: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Rotate and scale queries and keys; arguments as of :meth:`posenc.RoPE.forward`."""
+        who = type(self).__name__
+        for name, x in (("q", q), ("k", k)):
+            checks.float_tensor(who, name, x)
+            checks.rank(who, name, x, (4,), "(B, H, L, D)")
+            way_out = "Build XPos with that head_dim."
+            checks.equal(who, f"head_dim of {name}", x.shape[3], self.head_dim, way_out)
+        check_queries_and_keys(who, q, k)
+        limit = self.max_seq_len
+        rows = rows_of(who, q, offset, position_ids, "max_seq_len", limit)
+        if rows.positions is None:
+            last = rows.start + q.shape[2] - 1
+            checks.covered(who, last, "max_seq_len", limit, "a smaller offset")
+        tables = self._kept(q, Spectrum(self.head_dim, self.base), limit)
+        if tables is None:
+            at = torch.arange(limit, device=q.device)
+            tables = self._tabulate(at, Spectrum(self.head_dim, self.base), widest(q.device))
+        q_cos, q_sin, k_cos, k_sin = tables
+        turn = Turn(self.interleaved, self.interleaved)
+        (a,) = turn_all(who, "max_seq_len", [q], q_cos, q_sin, rows, turn)
+        (b,) = turn_all(who, "max_seq_len", [k], k_cos, k_sin, rows, turn)
+        return a, b
+
+    def extra_repr(self) -> str:
+        """Shown by ``print(module)``."""
+        return (
+            f"head_dim={self.head_dim}, max_seq_len={self.max_seq_len}, base={self.base:g}, "
+            f"scale_base={self.scale_base:g}, interleaved={self.interleaved}"
+        )

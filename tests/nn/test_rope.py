@@ -1,0 +1,297 @@
+"""RoPE as models use it: rules, axes, parts of a head, and keys that are in a cache already."""
+
+import pytest
+import torch
+from torch.autograd import gradcheck
+
+import oracles
+from assertions import assert_within_ulps, compilations
+from posenc import RoPE, axes, positions, scaling
+
+LONG = scaling.LongRoPE((1.0, 1.5, 2.0, 3.0), (2.0, 3.0, 5.0, 8.0), 16, 4.0)
+BY_LENGTH = [scaling.DynamicNTK(4.0, 16), LONG]
+RULES = [
+    None,
+    scaling.Linear(4.0),
+    scaling.YaRN(4.0, 16),
+    scaling.Llama3(4.0, 16),
+    scaling.Proportional(0.5),
+    *BY_LENGTH,
+]
+
+
+def name(rule):
+    return "plain" if rule is None else type(rule).__name__
+
+
+ALL = pytest.mark.parametrize("rule", RULES, ids=name)
+DEPENDENT = pytest.mark.parametrize("rule", BY_LENGTH, ids=name)
+
+
+def exact(x, positions, rates, gain, *, interleaved=True):
+    """``x`` of (B, H, L, D) rotated in float64, by positions [.., L] and rates [.., P]."""
+    phi = positions.double()[..., None] * rates
+    cos, sin = gain * phi.cos(), gain * phi.sin()
+    if cos.dim() == 3:
+        cos, sin = cos[:, None], sin[:, None]
+    return oracles.rotate(x, cos, sin, interleaved=interleaved)
+
+
+def assert_turned(got, x, at, rates, gain=1.0, *, ulps=1.0, interleaved=True):
+    wanted = exact(x, at, rates, gain, interleaved=interleaved)
+    size = oracles.pair_magnitude(wanted, rates.shape[-1], interleaved=interleaved)
+    assert_within_ulps(got, wanted, ulps, size)
+
+
+@ALL
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_a_rule_decides_rates_and_gain(rule, dtype):
+    rope = RoPE(8, 256, scaling=rule)
+    q, k = torch.randn(2, 3, 10, 8).to(dtype), torch.randn(2, 1, 10, 8).to(dtype)
+    for offset in (0, 3, 40):
+        at, seq_len = torch.arange(offset, offset + 10), offset + 10
+        rates, gain = rope.inv_freq(seq_len), rope.attention_factor(seq_len)
+        for got, x in zip(rope(q, k, offset), (q, k), strict=True):
+            assert_turned(got, x, at, rates, gain)
+
+
+@DEPENDENT
+def test_the_length_is_what_counts_and_not_the_calls_before(rule):
+    rope, fresh = RoPE(8, 256, scaling=rule), RoPE(8, 256, scaling=rule)
+    x = torch.randn(1, 1, 4, 8)
+    rope(x, x, 100)
+    assert torch.equal(rope.rotate(x), fresh.rotate(x))
+    assert not torch.equal(rope.rotate(x, 2, seq_len=100), rope.rotate(x, 2))
+    ids = torch.tensor([0, 5, 99, 3])
+    assert torch.equal(
+        rope.rotate(x, position_ids=ids), rope.rotate(x, position_ids=ids, seq_len=100)
+    )
+
+
+@DEPENDENT
+def test_each_sequence_may_have_its_own_length(rule):
+    rope, x = RoPE(8, 256, scaling=rule), torch.randn(3, 2, 4, 8)
+    lengths = [8, 17, 90]
+    got = rope.rotate(x, 2, seq_len=torch.tensor(lengths))
+    for b, length in enumerate(lengths):
+        alone = rope.rotate(x[b : b + 1], 2, seq_len=length)
+        assert torch.allclose(got[b : b + 1], alone, rtol=0, atol=1e-6)
+
+
+@ALL
+def test_one_graph_for_every_length(rule):
+    rope = RoPE(8, 256, scaling=rule)
+    calls = [(torch.randn(2, 3, n, 8), torch.randn(2, 1, n, 8)) for n in (4, 9, 15, 16, 17, 64)]
+    # Inductor's own arithmetic is tried on the rule that asks the most of it.
+    backend = "inductor" if isinstance(rule, scaling.DynamicNTK) else "aot_eager"
+    assert compilations(rope, calls, dynamic=True, backend=backend) == 1
+
+
+@ALL
+@pytest.mark.filterwarnings("ignore")
+def test_every_rule_is_exported(rule):
+    rope = RoPE(8, 256, scaling=rule)
+    length = torch.export.Dim("length", min=2, max=256)
+    q, k = torch.randn(2, 3, 5, 8), torch.randn(2, 1, 5, 8)
+    program = torch.export.export(rope, (q, k), dynamic_shapes=({2: length}, {2: length}))
+    for n in (3, 16, 17, 200):
+        q, k = torch.randn(2, 3, n, 8), torch.randn(2, 1, n, 8)
+        for got, wanted in zip(program.module()(q, k), rope(q, k), strict=True):
+            assert torch.allclose(got, wanted, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("last", [False, True], ids=["first", "last"])
+def test_part_of_a_head_turns_and_the_rest_passes(last):
+    rope, x = RoPE(16, 64, rotary_dim=8, last=last), torch.randn(1, 2, 5, 16)
+    got = rope.rotate(x, 3)
+    turned, rest = (slice(8, 16), slice(0, 8)) if last else (slice(0, 8), slice(8, 16))
+    assert torch.equal(got[..., rest], x[..., rest])
+    assert torch.equal(got[..., turned], RoPE(8, 64).rotate(x[..., turned], 3))
+
+
+def test_deepseek_goes_in_interleaved_and_comes_out_in_halves():
+    x = torch.randn(1, 2, 5, 8)
+    got = RoPE(8, 64, interleaved_out=False).rotate(x, 3)
+    plain = RoPE(8, 64).rotate(x, 3)
+    assert torch.equal(got, torch.cat((plain[..., 0::2], plain[..., 1::2]), dim=-1))
+
+
+def test_tables_without_a_limit_grow():
+    rope, x = RoPE(8, None), torch.randn(1, 1, 3, 8)
+    assert rope.cos_cached is None
+    assert torch.equal(rope.rotate(x, 500), RoPE(8, 1024).rotate(x, 500))
+    assert torch.equal(
+        rope.rotate(x, torch.tensor([700])), rope.rotate(x, position_ids=torch.arange(700, 703))
+    )
+    assert rope.cos_cached.shape[0] >= 703
+
+
+class TestCachedKeys:
+    """Keys in a cache are moved by one rotation more."""
+
+    @ALL
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+    @pytest.mark.parametrize("interleaved", [True, False], ids=["interleaved", "half"])
+    def test_rerotating_is_rotating_from_scratch(self, rule, dtype, interleaved):
+        """The first rounding turns too: up to 0.71 ulp in a channel, and 0.5 of its own."""
+        rope = RoPE(8, 256, scaling=rule, interleaved=interleaved)
+        k = torch.randn(2, 3, 6, 8).to(dtype)
+        old = torch.tensor([[0, 1, 2, 9, 10, 11], [3, 4, 5, 6, 7, 8]])
+        new = torch.tensor([[0, 1, 2, 3, 4, 5], [40, 41, 42, 43, 44, 45]])
+        cached = rope.rotate(k, position_ids=old, seq_len=12)
+        got = rope.rerotate(cached, old, new, from_seq_len=12, to_seq_len=46)
+        rates, gain = rope.inv_freq(46), rope.attention_factor(46)
+        assert_turned(got, k, new, rates, gain, ulps=1.21, interleaved=interleaved)
+
+    @pytest.mark.parametrize("rule", RULES[:5], ids=name)
+    @pytest.mark.parametrize("by", [-3, 0, 17])
+    def test_shifting_is_rotating_elsewhere(self, rule, by):
+        rope, k = RoPE(8, 256, scaling=rule), torch.randn(2, 1, 5, 8)
+        got = rope.shift(rope.rotate(k, 10), by)
+        at = torch.arange(10 + by, 15 + by)
+        assert_turned(got, k, at, rope.inv_freq(), rope.attention_factor(), ulps=1.21)
+
+    def test_each_sequence_shifts_by_its_own(self):
+        rope, k = RoPE(8, 256), torch.randn(2, 1, 5, 8)
+        got = rope.shift(rope.rotate(k, 10), torch.tensor([-10, 5]))
+        at = torch.stack((torch.arange(5), torch.arange(15, 20)))
+        assert_turned(got, k, at, rope.inv_freq(), ulps=1.21)
+
+    @ALL
+    def test_unrotating_gives_the_keys_back(self, rule):
+        rope, k = RoPE(8, 256, scaling=rule), torch.randn(2, 1, 5, 8)
+        for keywords in ({"offset": 7}, {"position_ids": torch.tensor([3, 50, 2, 0, 9])}):
+            back = rope.unrotate(rope.rotate(k, **keywords), **keywords)
+            size = oracles.pair_magnitude(k, 4, interleaved=True)
+            assert_within_ulps(back, k.double(), 1.21, size)
+
+    def test_deepseek_keys_stay_in_halves(self):
+        rope, k = RoPE(8, 64, interleaved_out=False), torch.randn(1, 1, 5, 8)
+        assert torch.allclose(rope.shift(rope.rotate(k, 3), 4), rope.rotate(k, 7), atol=1e-6)
+        assert torch.allclose(rope.unrotate(rope.rotate(k, 3), 3), k, atol=1e-6)
+
+    def test_gradients_pass(self):
+        rope, k = RoPE(4, 64), torch.randn(1, 1, 3, 4, dtype=torch.float64, requires_grad=True)
+        at = torch.arange(3)
+        assert gradcheck(lambda x: rope.rerotate(rope.rotate(x), at, at + 5), k)
+
+
+class TestAxes:
+    """Several coordinates, against the models that have them."""
+
+    at = torch.tensor([[0, 1, 2, 2, 2, 2, 4], [0, 1, 2, 2, 3, 3, 4], [0, 1, 2, 3, 2, 3, 4]])
+
+    @pytest.mark.parametrize("interleaved", [False, True], ids=["qwen2-vl", "qwen3-vl"])
+    @pytest.mark.filterwarnings("ignore")
+    def test_sections_agree_with_qwen(self, interleaved):
+        from transformers.models.qwen2_vl import Qwen2VLTextConfig, modeling_qwen2_vl
+        from transformers.models.qwen3_vl import Qwen3VLTextConfig, modeling_qwen3_vl
+
+        q, k = torch.randn(2, 4, 7, 16), torch.randn(2, 2, 7, 16)
+        at = torch.stack((self.at, self.at + 3), dim=1)
+        kind = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]}
+        if interleaved:
+            config = Qwen3VLTextConfig(head_dim=16, rope_parameters=kind)
+            tables = modeling_qwen3_vl.Qwen3VLTextRotaryEmbedding(config)(q, at)
+        else:
+            sizes = {"hidden_size": 64, "num_attention_heads": 4}
+            config = Qwen2VLTextConfig(**sizes, rope_parameters=kind)
+            tables = modeling_qwen2_vl.Qwen2VLRotaryEmbedding(config)(q, at)
+        wanted = modeling_qwen3_vl.apply_rotary_pos_emb(q, k, *tables)
+        rope = RoPE(16, 64, axes=axes.Sections((4, 2, 2), interleaved), interleaved=False)
+        for got, other in zip(rope(q, k, position_ids=at), wanted, strict=True):
+            assert torch.allclose(got, other, atol=2e-6)
+
+    def test_equal_coordinates_are_one_position(self):
+        q, k = torch.randn(2, 4, 7, 16), torch.randn(2, 2, 7, 16)
+        plain = RoPE(16, 64)
+        for arrangement in (axes.Sections((4, 2, 2)), axes.Sections((4, 2, 2), interleaved=True)):
+            rope = RoPE(16, 64, axes=arrangement)
+            assert torch.equal(rope(q, k, 5)[0], plain(q, k, 5)[0])
+            ids = torch.arange(5, 12)
+            assert torch.equal(rope(q, k, position_ids=ids)[1], plain(q, k, 5)[1])
+            spread = ids.expand(3, 2, 7)
+            assert torch.equal(rope(q, k, position_ids=spread)[1], plain(q, k, 5)[1])
+
+    @pytest.mark.parametrize("dealt", [False, True], ids=["qwen2-vl-vision", "pixtral"])
+    @pytest.mark.filterwarnings("ignore")
+    def test_axial_agrees_with_vision_models(self, dealt):
+        from transformers import PixtralVisionConfig
+        from transformers.models.pixtral import modeling_pixtral
+        from transformers.models.qwen2_vl import modeling_qwen2_vl
+        from transformers.models.qwen2_vl.configuration_qwen2_vl import Qwen2VLVisionConfig
+
+        at = positions.grid(3, 4)
+        q, k = torch.randn(1, 2, 12, 16), torch.randn(1, 2, 12, 16)
+        if dealt:
+            config = PixtralVisionConfig(head_dim=16, hidden_size=32, num_attention_heads=2)
+            made = modeling_pixtral.PixtralVisionRotaryEmbedding(config)
+        else:
+            config = Qwen2VLVisionConfig(embed_dim=32, num_heads=2)
+            made = modeling_qwen2_vl.Qwen2VLVisionRotaryEmbedding(config)
+        cos, sin = (table[None] for table in made(q, at.T))
+        wanted = modeling_pixtral.apply_rotary_pos_emb(q, k, cos, sin)
+        rope = RoPE(16, None, axes=axes.Axial(2, dealt=dealt), interleaved=False)
+        for mine, other in zip(rope(q, k, position_ids=at), wanted, strict=True):
+            assert torch.allclose(mine, other, atol=2e-6)
+
+    def test_coordinates_between_whole_ones_turn_in_between(self):
+        """DINOv3: coordinates in [-1, 1], angles of 2 pi times them over the periods."""
+        at = torch.rand(2, 6, dtype=torch.float64) * 2 - 1
+        rope = RoPE(16, None, 100.0, axes=axes.Axial(2), scaling=scaling.Linear(1 / torch.pi / 2))
+        x = torch.randn(1, 2, 6, 16)
+        periods = 100.0 ** (2 * torch.arange(4, dtype=torch.float64) / 8)
+        phi = torch.cat([2 * torch.pi * line[:, None] / periods for line in at], dim=-1)
+        wanted = oracles.rotate(x, phi.cos(), phi.sin(), interleaved=True)
+        size = oracles.pair_magnitude(wanted, 8, interleaved=True)
+        assert_within_ulps(rope.rotate(x, position_ids=at), wanted, 1.0, size)
+
+    def test_keys_with_coordinates_move(self):
+        rope, k = RoPE(16, 64, axes=axes.Sections((4, 2, 2))), torch.randn(1, 1, 7, 16)
+        moved = rope.rerotate(rope.rotate(k, position_ids=self.at), self.at, self.at + 9)
+        assert torch.allclose(moved, rope.rotate(k, position_ids=self.at + 9), atol=1e-6)
+        moved = rope.shift(rope.rotate(k, position_ids=self.at), 9)
+        assert torch.allclose(moved, rope.rotate(k, position_ids=self.at + 9), atol=1e-6)
+
+    def test_shapes_that_do_not_fit_are_refused(self):
+        rope, x = RoPE(16, 64, axes=axes.Sections((4, 2, 2))), torch.randn(2, 1, 7, 16)
+        with pytest.raises(ValueError, match=r"must have shape \(3, 7\) or \(3, 2, 7\)"):
+            rope.rotate(x, position_ids=torch.zeros(2, 7).long())
+        with pytest.raises(ValueError, match="add up to 8 pairs"):
+            RoPE(16, axes=axes.Sections((4, 4, 4)))
+        with pytest.raises(ValueError, match="multiple of 6"):
+            RoPE(16, axes=axes.Axial(3))
+        with pytest.raises(ValueError, match="must not be negative"):
+            rope.rotate(x, position_ids=-self.at)
+
+
+def test_tables_serve_every_layer():
+    from posenc.functional import rotate
+
+    rope, q, k = RoPE(8, 64, scaling=LONG), torch.randn(2, 4, 5, 8), torch.randn(2, 2, 5, 8)
+    ids = torch.tensor([[0, 1, 2, 3, 4], [20, 21, 22, 23, 24]])
+    cos, sin = rope.tables(ids)
+    for got, wanted in zip(rotate(q, k, cos, sin), rope(q, k, position_ids=ids), strict=True):
+        assert torch.equal(got, wanted)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "text"),
+    [
+        (lambda r, x: r.rerotate(x, [0], torch.arange(3)), TypeError, "from_positions must be"),
+        (lambda r, x: r.rerotate(x, torch.arange(3), torch.arange(2)), ValueError, "to_positions"),
+        (lambda r, x: r.shift(x, 1.5), TypeError, "by must be an int"),
+        (lambda r, x: r.shift(x, torch.arange(5)), ValueError, "by must be an int, or have shape"),
+        (lambda r, x: r.rotate(x, 63), ValueError, "below max_seq_len=64"),
+        (lambda r, x: r.rotate(x[..., :4]), ValueError, "head_dim of x must be 8"),
+        (lambda r, x: r.tables([1, 2]), TypeError, "position_ids must be a tensor"),
+        (lambda r, x: r.rotate(x, 1, position_ids=torch.rand(3)), ValueError, "exclude each other"),
+        (lambda r, x: r.inv_freq(2.5), TypeError, "seq_len must be an int"),
+        (lambda r, x: RoPE(8, rotary_dim=10), ValueError, "rotary_dim must be at most head_dim=8"),
+        (lambda r, x: RoPE(8, axes="mrope"), TypeError, "axes must be a Axes or None"),
+    ],
+)
+def test_bad_input_is_refused(call, error, text):
+    rope = RoPE(8, 64, scaling=LONG)
+    with pytest.raises(error, match=text):
+        call(rope, torch.randn(1, 1, 3, 8))

@@ -1,0 +1,68 @@
+import pytest
+import torch
+
+import oracles
+from assertions import assert_within_ulps, compilations
+from posenc import XPos
+
+
+def expected(x, positions, sign, *, max_seq_len=64, scale_base=512.0, interleaved=True):
+    """The paper's definition, channel by channel in float64."""
+    dim = x.shape[-1]
+    cos, sin = oracles.exact_cos_sin(positions, dim)
+    zeta = torch.tensor([(2 * i / dim + 0.4) / 1.4 for i in range(dim // 2)], dtype=torch.float64)
+    power = (torch.tensor(positions, dtype=torch.float64) - max_seq_len // 2) / scale_base
+    scale = zeta ** (sign * power[:, None])
+    return oracles.rotate(x, cos * scale, sin * scale, interleaved=interleaved)
+
+
+@pytest.mark.parametrize("interleaved", [True, False], ids=["interleaved", "half"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_queries_grow_as_keys_shrink(dtype, interleaved):
+    xpos = XPos(8, 64, interleaved=interleaved)
+    q, k = torch.randn(2, 3, 5, 8).to(dtype), torch.randn(2, 1, 5, 8).to(dtype)
+    at = list(range(20, 25))
+    for got, x, sign in zip(xpos(q, k, 20), (q, k), (1, -1), strict=True):
+        wanted = expected(x, at, sign, interleaved=interleaved)
+        size = oracles.pair_magnitude(wanted, 4, interleaved=interleaved)
+        assert_within_ulps(got, wanted, 1.0, size)
+
+
+def test_scores_depend_on_the_distance_alone():
+    xpos = XPos(8, 4096, scale_base=16.0)
+    q, k = (
+        torch.randn(1, 1, 1, 8, dtype=torch.float64),
+        torch.randn(1, 1, 1, 8, dtype=torch.float64),
+    )
+    scores = []
+    for start in (0, 7, 900):
+        a, b = xpos(q, k, start + 3)[0], xpos(q, k, start)[1]
+        scores.append((a * b).sum())
+    assert torch.allclose(scores[0], torch.stack(scores), rtol=1e-12)
+
+
+def test_decay_makes_far_keys_weaker():
+    xpos = XPos(64, 2048)
+    x = torch.ones(1, 1, 1, 64, dtype=torch.float64)
+    size = [(xpos(x, x, p)[0].norm() * xpos(x, x, 0)[1].norm()).item() for p in (0, 256, 1024)]
+    assert size[0] > size[1] > size[2]
+
+
+def test_casts_compilation_and_state():
+    xpos = XPos(8, 64)
+    q, k = torch.randn(1, 2, 5, 8), torch.randn(1, 2, 5, 8)
+    before = xpos(q, k)
+    assert torch.equal(xpos.bfloat16()(q, k)[0], before[0])
+    assert not xpos.state_dict()
+    calls = [(torch.randn(1, 2, n, 8), torch.randn(1, 2, n, 8)) for n in (3, 5, 9)]
+    assert compilations(xpos, calls, dynamic=True, backend="aot_eager") == 1
+
+
+def test_bad_input_is_refused():
+    xpos, x = XPos(8, 16), torch.randn(1, 1, 4, 8)
+    with pytest.raises(ValueError, match="below max_seq_len=16, got 18"):
+        xpos(x, x, 15)
+    with pytest.raises(ValueError, match="head_dim of k must be 8"):
+        xpos(x, x[..., :4])
+    with pytest.raises(ValueError, match="scale_base must be finite"):
+        XPos(8, scale_base=0.0)

@@ -1,0 +1,316 @@
+import json
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from posenc import RoPE, axes, scaling
+from posenc.numerics import configs
+
+SIZES = {"hidden_size": 512, "num_attention_heads": 8}
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        pytest.param({"rope_theta": 5e5}, {"base": 5e5}, id="rope_theta"),
+        pytest.param({}, {"base": 1e4, "head_dim": 64, "rotary_dim": 64}, id="llama-1"),
+        pytest.param(
+            {"rotary_emb_base": 2e4, "rotary_pct": 0.25},
+            {"base": 2e4, "rotary_dim": 16},
+            id="gpt-neox",
+        ),
+        pytest.param({"partial_rotary_factor": 0.5, "head_dim": 80}, {"rotary_dim": 40}, id="phi"),
+        pytest.param(
+            {
+                "n_embd": 256,
+                "n_head": 4,
+                "rotary_dim": 32,
+                "model_type": "gptj",
+                "hidden_size": None,
+            },
+            {"head_dim": 64, "rotary_dim": 32, "interleaved": True},
+            id="gptj",
+        ),
+        pytest.param(
+            {"rope_scaling": {"type": "linear", "factor": 2}},
+            {"scaling": scaling.Linear(2.0)},
+            id="legacy-type",
+        ),
+        pytest.param({"rope_scaling": None}, {"scaling": None}, id="null"),
+        pytest.param(
+            {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
+            {"base": 1e6},
+            id="rope_parameters",
+        ),
+        pytest.param(
+            {"rope_scaling": {"type": "dynamic", "factor": 4.0}, "max_position_embeddings": 2048},
+            {"scaling": scaling.DynamicNTK(4.0, 2048)},
+            id="dynamic",
+        ),
+        pytest.param(
+            {"rope_scaling": {"type": "dynamic", "alpha": 1000.0, "factor": 1.0, "beta_fast": 32}},
+            {"scaling": scaling.NTK(1000.0)},
+            id="hunyuan-alpha",
+        ),
+        pytest.param(
+            {
+                "rope_scaling": {
+                    "type": "su",
+                    "short_factor": [1.0] * 32,
+                    "long_factor": [2.0] * 32,
+                },
+                "original_max_position_embeddings": 4096,
+                "max_position_embeddings": 131072,
+            },
+            {"scaling": scaling.LongRoPE((1.0,) * 32, (2.0,) * 32, 4096, 32.0)},
+            id="phi3-su",
+        ),
+        pytest.param(
+            {
+                "rope_scaling": {
+                    "type": "longrope",
+                    "short_factor": [1.0] * 32,
+                    "long_factor": [2.0] * 32,
+                    "short_mscale": 1.2,
+                    "long_mscale": 1.3,
+                    "original_max_position_embeddings": 4096,
+                },
+                "max_position_embeddings": 131072,
+            },
+            {"scaling": scaling.LongRoPE((1.0,) * 32, (2.0,) * 32, 4096, 32.0, 1.3, 1.2)},
+            id="phimoe-mscale",
+        ),
+        pytest.param(
+            {
+                "rope_scaling": {
+                    "type": "yarn",
+                    "factor": 40,
+                    "beta_fast": 32,
+                    "beta_slow": 1,
+                    "mscale": 1.0,
+                    "mscale_all_dim": 1.0,
+                    "original_max_position_embeddings": 4096,
+                },
+                "model_type": "deepseek_v3",
+                "qk_rope_head_dim": 64,
+                "qk_nope_head_dim": 128,
+            },
+            {
+                "scaling": scaling.YaRN(40.0, 4096, mscale=1.0, mscale_all_dim=1.0),
+                "head_dim": 64,
+                "interleaved": True,
+                "interleaved_out": False,
+            },
+            id="deepseek-v3",
+        ),
+        pytest.param(
+            {
+                "rope_scaling": {
+                    "rope_type": "yarn",
+                    "factor": 32.0,
+                    "truncate": False,
+                    "original_max_position_embeddings": 4096,
+                }
+            },
+            {"scaling": scaling.YaRN(32.0, 4096, truncate=False)},
+            id="gpt-oss",
+        ),
+        pytest.param(
+            {
+                "rope_parameters": {
+                    "rope_type": "proportional",
+                    "partial_rotary_factor": 0.25,
+                    "rope_theta": 1e6,
+                }
+            },
+            {"scaling": scaling.Proportional(0.25), "rotary_dim": 64},
+            id="gemma4",
+        ),
+        pytest.param(
+            {
+                "rope_scaling": {
+                    "type": "mrope",
+                    "rope_type": "default",
+                    "mrope_section": [8, 12, 12],
+                }
+            },
+            {"axes": axes.Sections((8, 12, 12)), "scaling": None},
+            id="qwen2-vl",
+        ),
+        pytest.param(
+            {
+                "rope_parameters": {
+                    "rope_type": "default",
+                    "mrope_section": [12, 10, 10],
+                    "mrope_interleaved": True,
+                }
+            },
+            {"axes": axes.Sections((12, 10, 10), interleaved=True)},
+            id="qwen3-vl",
+        ),
+        pytest.param(
+            {"model_type": "cohere"}, {"interleaved": True, "interleaved_out": None}, id="cohere"
+        ),
+        pytest.param({"model_type": "llama"}, {"interleaved": False}, id="llama"),
+        pytest.param(
+            {"model_type": "deepseek_v3", "rope_interleave": False},
+            {"interleaved": False},
+            id="rope_interleave",
+        ),
+    ],
+)
+def test_every_spelling_is_read(config, expected):
+    recipe = configs.read({**SIZES, **config})
+    assert {name: getattr(recipe, name) for name in expected} == expected
+    assert RoPE.from_config({**SIZES, **config}).head_dim == recipe.head_dim
+
+
+def test_layer_types_have_their_own():
+    full = {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6}
+    local = {"rope_type": "default", "rope_theta": 1e4}
+    config = {**SIZES, "rope_parameters": {"full_attention": full, "sliding_attention": local}}
+    assert configs.layer_types(config) == ("full_attention", "sliding_attention")
+    assert configs.read(config, layer_type="full_attention").scaling == scaling.Linear(8.0)
+    assert configs.read(config, layer_type="sliding_attention").base == 1e4
+    with pytest.raises(ValueError, match="layer_type must be given"):
+        configs.read(config)
+    with pytest.raises(ValueError, match=r"layer_type must be one of .*full_attention"):
+        configs.read(config, layer_type="global")
+    config["rope_parameters"]["sliding_attention"] = None
+    config["layer_types"] = ["full_attention", "sliding_attention"]
+    with pytest.raises(ValueError, match="Layers with null do not rotate"):
+        configs.read(config, layer_type="sliding_attention")
+
+
+def test_gemma3_legacy_layers_are_told_apart():
+    scale = {"rope_type": "linear", "factor": 8.0}
+    config = {**SIZES, "rope_theta": 1e6, "rope_local_base_freq": 1e4, "rope_scaling": scale}
+    full = configs.read(config, layer_type="full_attention")
+    local = configs.read(config, layer_type="sliding_attention")
+    assert (full.base, full.scaling) == (1e6, scaling.Linear(8.0))
+    assert (local.base, local.scaling) == (1e4, None)
+    assert local.sources["base"] == "rope_local_base_freq"
+
+
+def test_files_folders_and_objects_are_read(tmp_path):
+    config = {"text_config": {**SIZES, "rope_theta": 3e4}, "model_type": "some_vl"}
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config))
+
+    class Config:
+        def to_dict(self):
+            return config
+
+    for source in (path, str(path), tmp_path, config, Config()):
+        recipe = configs.read(source)
+        assert recipe.base == 3e4
+        assert recipe.sources["base"] == "text_config.rope_theta"
+
+
+@pytest.mark.parametrize(
+    ("config", "text"),
+    [
+        ({"rope_scaling": {"type": "linear", "fctor": 2.0}}, "rope_scaling.fctor"),
+        ({"rope_scaling": {"type": "cubic", "factor": 2.0}}, "rope_scaling.type must be one of"),
+        ({"rope_scaling": {"type": "linear", "rope_type": "yarn", "factor": 2.0}}, "rope_type"),
+        ({"rope_scaling": {"type": "linear"}}, "rope_scaling.factor must be given"),
+        ({"rope_theta": 1e4, "rope_parameters": {"rope_theta": 1e6}}, "must agree"),
+        ({"rope_theta": 1e4, "rotary_emb_base": 1e5}, "rope_theta and rotary_emb_base"),
+        ({"rope_scaling": {"factor": 2.0}, "rope_parameters": {"factor": 3.0}}, "must agree"),
+        ({"rotary_dim": 32, "partial_rotary_factor": 0.25}, "rotary_dim and partial"),
+        ({"partial_rotary_factor": 1.5}, "even number of the 64"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "max_position_embeddings"),
+        ({"hidden_size": None}, "head_dim must be in the config"),
+        ({"head_dim": 2**20}, "at most"),
+        ({"head_dim": 7}, "must be even"),
+        ({"rope_scaling": {"mrope_section": [8, 8, 8]}}, "add up to 32"),
+        ({"layer_types": ["a"], "layer": 1}, None),
+    ],
+)
+def test_unknown_and_contradictory_keys_are_named(config, text):
+    if text is None:
+        with pytest.raises(ValueError, match=r"layer_type must be one of \['a'\]"):
+            RoPE.from_config({**SIZES, **config}, layer_type="b")
+        return
+    with pytest.raises(ValueError, match=text):
+        RoPE.from_config({**SIZES, **config})
+
+
+def test_what_is_no_config_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="cannot read"):
+        RoPE.from_config(tmp_path / "none.json")
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ValueError, match="is not JSON"):
+        RoPE.from_config(tmp_path)
+    for wrong in (3, None, [SIZES]):
+        with pytest.raises(TypeError, match="config must be a dict"):
+            RoPE.from_config(wrong)
+
+
+scalar = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-4, 300),
+    st.floats(),
+    st.sampled_from([1.0, 2.0, 0.5, 32, 64, 128, 4096, 1e4, 1e300, 1e-300, "4", "", "linear"]),
+)
+numbers = st.lists(st.floats(0.5, 4.0), min_size=0, max_size=40)
+kinds = st.sampled_from(
+    "default linear dynamic yarn longrope su llama3 proportional mrope axial cubic".split()
+)
+rope = st.fixed_dictionaries(
+    {},
+    optional={
+        "rope_type": st.one_of(kinds, kinds, scalar),
+        "type": st.one_of(kinds, scalar),
+        "factor": st.one_of(st.floats(1.0, 64.0), scalar),
+        "original_max_position_embeddings": st.one_of(st.integers(1, 8192), scalar),
+        "short_factor": st.one_of(numbers, scalar),
+        "long_factor": st.one_of(numbers, scalar),
+        "low_freq_factor": st.one_of(st.floats(0.1, 8.0), scalar),
+        "high_freq_factor": st.one_of(st.floats(0.1, 8.0), scalar),
+        "mrope_section": st.one_of(st.lists(st.integers(0, 20), max_size=4), scalar),
+        **dict.fromkeys(
+            "rope_theta partial_rotary_factor attention_factor beta_fast beta_slow mscale "
+            "mscale_all_dim truncate mrope_interleaved short_mscale alpha unknown".split(),
+            scalar,
+        ),
+    },
+)
+nested = st.dictionaries(st.sampled_from(["full_attention", "sliding_attention"]), rope | scalar)
+top = st.fixed_dictionaries(
+    {},
+    optional={
+        "hidden_size": st.one_of(st.sampled_from([64, 512, 4096]), scalar),
+        "num_attention_heads": st.one_of(st.sampled_from([1, 8, 32]), scalar),
+        "head_dim": st.one_of(st.none(), st.sampled_from([4, 64, 128]), scalar),
+        "rope_scaling": rope | nested | scalar,
+        "rope_parameters": rope | nested | scalar,
+        "layer_types": st.lists(st.sampled_from(["full_attention", "b"])) | scalar,
+        "model_type": st.sampled_from(["llama", "cohere", "deepseek_v3"]) | scalar,
+        **dict.fromkeys(
+            "rope_theta rotary_pct rotary_dim partial_rotary_factor max_position_embeddings "
+            "rope_local_base_freq rotary_emb_base qk_rope_head_dim rope_interleave".split(),
+            scalar,
+        ),
+    },
+)
+layer = st.sampled_from([None, None, "full_attention", "sliding_attention", 3])
+
+
+# Ten thousand in `make test-all`.
+MANY = settings.default.max_examples * 25
+
+
+@settings(max_examples=MANY, suppress_health_check=list(HealthCheck))
+@given(config=top | st.dictionaries(st.text(max_size=4), scalar), layer_type=layer)
+def test_any_dict_ends_in_a_rope_or_a_clear_error(config, layer_type):
+    """No KeyError, no OverflowError, no half-built module."""
+    try:
+        made = RoPE.from_config(config, layer_type=layer_type)
+    except (ValueError, TypeError):
+        return
+    assert made.inv_freq().isfinite().all()
+    assert torch.isfinite(torch.tensor(made.attention_factor(10_000)))

@@ -1,0 +1,207 @@
+import math
+import pickle
+
+import mpmath
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from posenc import RoPE, scaling
+from posenc.numerics.frequencies import Spectrum, inverse_frequencies, scaled_rates
+from posenc.numerics.tables import cos_sin
+
+RULES = [
+    scaling.Linear(4.0),
+    scaling.NTK(4.0),
+    scaling.DynamicNTK(4.0, 64),
+    scaling.YaRN(4.0, 64),
+    scaling.LongRoPE((1.0,) * 8, (2.0,) * 8, 64, 4.0),
+    scaling.Llama3(4.0, 64),
+    scaling.Proportional(0.5),
+]
+IDS = [type(rule).__name__ for rule in RULES]
+
+even = st.integers(2, 64).map(lambda n: 2 * n)
+factor = st.floats(1.0, 64.0)
+length = st.integers(16, 2**17)
+
+
+@st.composite
+def parameters(draw, kind, dim, positions):
+    found = {"rope_type": kind, "factor": draw(factor)}
+    if kind == "yarn":
+        optional = {
+            "beta_fast": st.floats(4.0, 64.0),
+            "beta_slow": st.floats(0.25, 4.0),
+            "attention_factor": st.floats(0.5, 2.0),
+            "mscale": st.floats(0.1, 2.0),
+            "mscale_all_dim": st.floats(0.1, 2.0),
+            "truncate": st.booleans(),
+        }
+        found |= draw(st.fixed_dictionaries({}, optional=optional))
+    if kind == "longrope":
+        numbers = st.lists(st.floats(1.0, 50.0), min_size=dim // 2, max_size=dim // 2)
+        found |= {"short_factor": draw(numbers), "long_factor": draw(numbers)}
+    if kind == "llama3":
+        low = draw(st.floats(0.5, 4.0))
+        found |= {"low_freq_factor": low, "high_freq_factor": low + draw(st.floats(0.5, 8.0))}
+    if kind in ("yarn", "longrope", "llama3"):
+        found["original_max_position_embeddings"] = draw(st.integers(16, positions))
+    return found
+
+
+@st.composite
+def configs(draw, kind):
+    head_dim, positions = draw(even), draw(length)
+    share = draw(st.sampled_from([1.0, 0.5])) if head_dim % 4 == 0 else 1.0
+    dim = int(head_dim * share)
+    config = LlamaConfig(
+        hidden_size=4 * head_dim,
+        num_attention_heads=4,
+        head_dim=head_dim,
+        max_position_embeddings=positions,
+        rope_parameters={
+            "rope_theta": draw(st.floats(100.0, 1e7)),
+            "partial_rotary_factor": share,
+            **draw(parameters(kind, dim, positions)),
+        },
+    )
+    return config, draw(st.sampled_from([None, positions, positions + 1, 4 * positions]))
+
+
+def as_they_say(config, kind, seq_len):
+    """inv_freq and attention factor of transformers, which works in float32."""
+    if kind == "default":
+        made = LlamaRotaryEmbedding(config)
+        return made.inv_freq, made.attention_scaling
+    return ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"), seq_len=seq_len)
+
+
+@pytest.mark.parametrize(
+    "kind", ["linear", "dynamic", "yarn", "longrope", "llama3", "proportional"]
+)
+@pytest.mark.filterwarnings("ignore")
+def test_every_rope_type_agrees_with_transformers(kind):
+    """Fifty random configs of each type, to the rounding of float32 in which they compute."""
+
+    @given(configs(kind))
+    def agree(drawn):
+        config, seq_len = drawn
+        theirs, gain = as_they_say(config, kind, seq_len)
+        rope = RoPE.from_config(config)
+        ours = rope.inv_freq(seq_len)
+        assert rope.attention_factor(seq_len) == pytest.approx(gain, rel=1e-12)
+        # float32 powers and quotients: a few ulps of each rate; blends cancel no digits.
+        assert torch.allclose(ours, theirs.double(), rtol=1e-5, atol=1e-12)
+
+    agree()
+
+
+def test_the_tables_are_those_of_transformers_up_to_its_float32_angles():
+    config = LlamaConfig(hidden_size=512, num_attention_heads=4, rope_theta=5e5)
+    theirs = LlamaRotaryEmbedding(config)
+    positions = torch.arange(4096)
+    cos, sin = theirs(torch.empty(1, dtype=torch.float32), positions[None])
+    ours = RoPE.from_config(config).tables(positions)
+    # Their angle is p * theta in float32: off by an ulp of the angle itself, and of its rate.
+    allowed = 3 * 2.0**-24 * positions[:, None].double() * theirs.inv_freq.double() + 1e-7
+    for mine, other in zip(ours, (cos, sin), strict=True):
+        assert ((mine - other[0, :, :64].double()).abs() <= allowed).all()
+
+
+class TestFormulas:
+    """The published formulas, worked out pair by pair."""
+
+    rates = inverse_frequencies(16, 10_000.0)
+
+    def test_ntk_is_a_larger_base(self):
+        larger = 10_000.0 * 4.0 ** (16 / 14)
+        assert torch.allclose(
+            scaling.NTK(4.0)(self.rates, 10_000.0), inverse_frequencies(16, larger), rtol=1e-14
+        )
+
+    def test_dynamic_ntk_leaves_short_sequences_alone(self):
+        rule = scaling.DynamicNTK(4.0, 64)
+        assert torch.equal(rule.at(64)(self.rates, 1e4), self.rates)
+        assert rule.at(None) == rule.at(1) == rule.at(64)
+        assert rule.at(128) == scaling.NTK(4.0 * 2 - 3)
+
+    def test_longrope_changes_strictly_past_the_trained_length(self):
+        rule = scaling.LongRoPE((1.0,) * 8, (2.0,) * 8, 64, 4.0)
+        assert rule.at(64).factors == (1.0,) * 8
+        assert rule.at(65).factors == (2.0,) * 8
+        assert rule.gain() == math.sqrt(1 + math.log(4) / math.log(64))
+
+    def test_llama3_with_one_border_is_a_step(self):
+        rule = scaling.Llama3(8.0, 64, 2.0, 2.0)
+        turns = self.rates * 64 / math.tau
+        expected = torch.where(turns < 2, self.rates / 8, self.rates)
+        assert torch.equal(rule(self.rates, 1e4), expected)
+
+    def test_yarn_leaves_the_fast_pairs_and_slows_the_slow_ones(self):
+        rule = scaling.YaRN(8.0, 4096)
+        low, high = rule.blend_range(16, 1e4)
+        turned = rule(self.rates, 1e4)
+        assert torch.equal(turned[: int(low) + 1], self.rates[: int(low) + 1])
+        assert torch.allclose(turned[int(high) :], self.rates[int(high) :] / 8, rtol=1e-15)
+
+    def test_yarn_gain_of_both_mscales_is_their_ratio(self):
+        rule = scaling.YaRN(40.0, 4096, mscale=0.5, mscale_all_dim=2.0)
+        one, two = (0.1 * m * math.log(40) + 1 for m in (0.5, 2.0))
+        assert rule.gain() == pytest.approx(one / two, rel=1e-15)
+        assert scaling.YaRN(40.0, 4096, mscale=0.5).gain() == 0.1 * math.log(40) + 1
+        assert scaling.YaRN(40.0, 4096, mscale=0, mscale_all_dim=1.0).gain() == pytest.approx(
+            0.1 * math.log(40) + 1
+        )
+
+
+@pytest.mark.parametrize("rule", RULES, ids=IDS)
+def test_scaled_angles_stay_exact_at_far_positions(rule):
+    """A rule's rate is a float64 number; its multiples are counted exactly."""
+    spectrum = Spectrum(16, 10_000.0, rule.at(None))
+    rates, positions = scaled_rates(spectrum).tolist(), [1, 12345, 2**20 + 3, 2**31]
+    cos, sin = cos_sin(torch.tensor(positions), spectrum)
+    gain = rule.at(None).gain()
+    with mpmath.workprec(160):
+        for row, position in enumerate(positions):
+            for pair, rate in enumerate(rates):
+                phi = mpmath.mpf(position) * mpmath.mpf(rate)
+                assert abs(cos[row, pair].item() - float(gain * mpmath.cos(phi))) < 2e-15
+                assert abs(sin[row, pair].item() - float(gain * mpmath.sin(phi))) < 2e-15
+
+
+@pytest.mark.parametrize("rule", RULES, ids=IDS)
+def test_a_rule_is_a_value(rule):
+    assert pickle.loads(pickle.dumps(rule)) == rule
+    assert len({rule, pickle.loads(pickle.dumps(rule))}) == 1
+    with pytest.raises(AttributeError):
+        rule.factor = 2.0
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "text"),
+    [
+        (lambda: scaling.Linear(0.0), ValueError, "Linear: factor must be finite and above zero"),
+        (lambda: scaling.Linear("4"), TypeError, "Linear: factor must be a number"),
+        (lambda: scaling.YaRN(4.0, 0), ValueError, "original_length must be at least 1"),
+        (lambda: scaling.YaRN(4.0, 64)(inverse_frequencies(8), 1.0), ValueError, "base must be"),
+        (lambda: scaling.LongRoPE((), (), 64), TypeError, "short_factor must be a list"),
+        (lambda: scaling.LongRoPE((1.0,), (1.0, 2.0), 64), ValueError, "equally long"),
+        (lambda: scaling.Llama3(8.0, 64, 4.0, 1.0), ValueError, "high_freq_factor must be"),
+        (lambda: scaling.Proportional(1.5), ValueError, "share must be at most 1"),
+        (lambda: RoPE(8, scaling=4.0), TypeError, "scaling must be a Rule or None"),
+        (
+            lambda: RoPE(16, scaling=scaling.LongRoPE((1.0,), (2.0,), 64)),
+            ValueError,
+            "must have 8 numbers",
+        ),
+        (lambda: RoPE(16, scaling=scaling.Linear(1e-308), base=1e-10), ValueError, "not finite"),
+    ],
+)
+def test_bad_rules_are_refused(make, error, text):
+    with pytest.raises(error, match=text):
+        make()
