@@ -1,4 +1,4 @@
-"""The command `posenc`: one file for each sub-command, each a thin skin over `lab`."""
+"""The command `posenc`: one file for each sub-command, each a thin skin over `lab` or `interop`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def application() -> Typer:
     """The typer app, with every sub-command."""
     import typer
 
-    from posenc.cli import _root, bench, explain
+    from posenc.cli import _root, bench, convert, explain
 
     app = typer.Typer(
         name="posenc",
@@ -24,9 +24,9 @@ def application() -> Typer:
         rich_markup_mode="markdown",
         pretty_exceptions_enable=False,
     )
-    # Also what keeps the one sub-command there is from becoming the whole command.
     app.callback(invoke_without_command=True)(_root.root)
     app.command("bench")(bench.bench)
+    app.command("convert")(convert.convert)
     app.command("explain")(explain.explain)
     return app
 

@@ -35,6 +35,6 @@ class OneLineErrors(TyperGroup):
 
 
 def root(context: typer.Context) -> None:
-    """Look at positional encodings, and measure them."""
+    """Look at positional encodings, measure them, and convert checkpoints."""
     if context.invoked_subcommand is None:
         typer.echo(context.get_help())

@@ -1,0 +1,112 @@
+"""`posenc convert`: a checkpoint in the other pair layout."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+from posenc.cli._root import Refused
+from posenc.interop import checkpoints
+from posenc.interop.checkpoints import Tell
+
+_FROM_CONFIG = "the config's"
+_HELP = """Write a checkpoint again with its queries and keys in the other pair layout.
+
+IN is a .safetensors file or a folder of them, a model's or an adapter's. One tensor is in memory at
+a time, no bit of any row changes, and OUT appears whole after a self-test of the attention logits,
+or not at all. IN is never written to.
+
+Example: posenc convert model -o model-interleaved --to interleaved
+"""
+
+
+def convert(
+    source: Annotated[Path, typer.Argument(metavar="IN", help="A file or a folder.")],
+    target: Annotated[
+        Path, typer.Option("--output", "-o", metavar="OUT", help="The file or folder to write.")
+    ],
+    to: Annotated[str, typer.Option(help="half or interleaved.")],
+    config: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="config.json.", show_default="beside the weights"),
+    ] = None,
+    layout: Annotated[
+        str | None,
+        typer.Option(help="half or interleaved: what IN has.", show_default="the family's"),
+    ] = None,
+    num_heads: Annotated[
+        int | None, typer.Option(min=1, help="Heads of queries.", show_default=_FROM_CONFIG)
+    ] = None,
+    num_kv_heads: Annotated[
+        int | None, typer.Option(min=1, help="Heads of keys.", show_default=_FROM_CONFIG)
+    ] = None,
+    head_dim: Annotated[
+        int | None, typer.Option(min=1, help="Channels of a head.", show_default=_FROM_CONFIG)
+    ] = None,
+    rotary_dim: Annotated[
+        int | None, typer.Option(min=2, help="Of them rotated.", show_default=_FROM_CONFIG)
+    ] = None,
+    fused: Annotated[
+        str | None,
+        typer.Option(help="qkv or qkv_grouped.", show_default="the family's"),
+    ] = None,
+    check: Annotated[int, typer.Option(min=0, help="Attention modules to self-test.")] = 3,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUT.")] = False,
+    json_: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+) -> None:
+    """Convert; the help text is set below, where its example can be tested."""
+    # The words are checked where they are used.
+    words: dict[str, Any] = {"to": to, "layout": layout, "fused": fused}
+    try:
+        with _progress() as tell:
+            report = checkpoints.convert(
+                source,
+                target,
+                config=config,
+                num_heads=num_heads,
+                num_kv_heads=num_kv_heads,
+                head_dim=head_dim,
+                rotary_dim=rotary_dim,
+                check=check,
+                overwrite=overwrite,
+                tell=tell,
+                **words,
+            )
+    except (ValueError, TypeError, OSError) as wrong:
+        raise Refused(str(wrong)) from None
+    if json_:
+        typer.echo(json.dumps(report.as_dict(), indent=1))
+        return
+    typer.echo(
+        f"{report.target}: {report.layout}, {len(report.moved)} of {report.tensors} tensors moved"
+    )
+    if report.checked:
+        typer.echo(
+            f"  logits of {len(report.checked)} attention modules differ"
+            f" by {report.difference:.1g} of the largest"
+        )
+    for name in report.left_out:
+        typer.echo(f"  left out: {name}, weights in the old layout")
+
+
+convert.__doc__ = _HELP
+
+
+@contextlib.contextmanager
+def _progress() -> Iterator[Tell | None]:
+    """A bar on stderr while somebody looks; nothing in a pipe."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield None
+        return
+    words = BarColumn(), TextColumn("{task.description}"), TimeRemainingColumn()
+    with Progress(*words, console=console, transient=True) as bar:
+        task = bar.add_task("", total=1.0)
+        yield lambda name, done: bar.update(task, description=name, completed=done)

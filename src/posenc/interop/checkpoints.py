@@ -1,0 +1,273 @@
+"""Checkpoints between the half and the interleaved layout: tensors, files and folders."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from posenc._contract import checks
+from posenc.interop import families, folders, layouts, logits, streams
+from posenc.interop.families import Config, Model
+from posenc.interop.layouts import Heads, Layout, permute
+from posenc.interop.learned import resize_learned
+from posenc.interop.streams import Source
+
+__all__ = ["Heads", "Report", "convert", "convert_state", "permute", "resize_learned"]
+
+Tell = Callable[[str, float], None]
+# The key of a file's metadata that says which layout its queries and keys have.
+METADATA = "posenc.rope_layout"
+# Float64 rounding of a dot product is near 1e-14; a row in the wrong place is near 1.
+_TOLERANCE = 1e-9
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What a conversion did.
+
+    Args:
+        source: What was read.
+        target: What was written.
+        layout: The layout it has now.
+        family: The config's ``model_type``, if there was one.
+        tensors: How many tensors the checkpoint has.
+        moved: Names of those whose rows moved.
+        nbytes: Bytes of all tensors.
+        checked: Attention modules whose logits were compared.
+        difference: The largest difference found, relative to the largest logit.
+        left_out: Files of the folder that were not carried over: weights in the old layout.
+    """
+
+    source: str
+    target: str
+    layout: Layout
+    family: str | None
+    tensors: int
+    moved: tuple[str, ...]
+    nbytes: int
+    checked: tuple[str, ...]
+    difference: float
+    left_out: tuple[str, ...]
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self)
+
+
+def convert(
+    source: str | os.PathLike[str],
+    target: str | os.PathLike[str],
+    *,
+    to: Layout,
+    config: Config | str | os.PathLike[str] | None = None,
+    layout: Layout | None = None,
+    num_heads: int | None = None,
+    num_kv_heads: int | None = None,
+    head_dim: int | None = None,
+    rotary_dim: int | None = None,
+    fused: str | None = None,
+    check: int = 3,
+    overwrite: bool = False,
+    tell: Tell | None = None,
+) -> Report:
+    """Write a checkpoint again with its queries and keys in the other pair layout.
+
+    Rows of the q and k projections (separate, fused, latent), their biases, scales and LoRA
+    factors, and the weights of q and k norms move; no bit of them changes. One tensor is in
+    memory at a time. The target appears whole, under its name, after the self-test has passed,
+    or not at all; the source is never written to.
+
+    The new layout is in the config where the family's code has a key for it
+    (``rope_interleave``), and otherwise in each file's metadata as ``posenc.rope_layout``.
+
+    Args:
+        source: A ``.safetensors`` file, or a folder: a model's, sharded or not, or an adapter's.
+        target: The file or folder to write.
+        to: ``"interleaved"`` or ``"half"``.
+        config: A config's dict, ``config.json`` or its folder. None looks beside the weights.
+        layout: The layout of the source. None takes it from the files' metadata, or the
+            family; with neither config nor metadata it is the one that ``to`` is not.
+        num_heads: Heads of queries, instead of the config's. So are the next three.
+        num_kv_heads: Heads of keys.
+        head_dim: Channels of a head.
+        rotary_dim: Channels of a head that are rotated.
+        fused: ``"qkv"`` or ``"qkv_grouped"``, as in :func:`permute`, for a fused projection of a
+            family unknown here.
+        check: Attention modules to self-test, spread over the depth. 0 tests none.
+        overwrite: Whether an existing target may be replaced.
+        tell: Called with a name and the share done.
+
+    Returns:
+        A :class:`Report`.
+    """
+    layouts.check_layout("convert", "to", to)
+    checks.integer("convert", "check", check, least=0)
+    source, target = Path(source), Path(target)
+    folders.refuse_paths(source, target, overwrite)
+    shards = [Source(file) for file in folders.weights(source)]
+    folders.check_index(source, {s.path.name: s.entries for s in shards})
+    described = folders.config(source, config)
+    given = {
+        "num_heads": num_heads,
+        "num_kv_heads": num_kv_heads,
+        "head_dim": head_dim,
+        "rotary_dim": rotary_dim,
+        "fused": fused,
+    }
+    model = families.from_config(described, **given)
+    _check_layout(shards, model, layout, to)
+    plan = _plan(((n, e.shape) for s in shards for n, e in s.entries.items()), model, to)
+    total = sum(entry.nbytes for shard in shards for entry in shard.entries.values())
+    folders.check_space(target, total)
+    left_out: tuple[str, ...] = ()
+    with folders.whole(target, overwrite) as draft:
+        note = {} if model.layout == to else {METADATA: to}
+        if source.is_dir():
+            left_out = folders.copy_others(source, draft, [s.path for s in shards])
+            if folders.switch(draft, to):
+                note = {}
+        drafts = {s.path: draft / s.path.name if source.is_dir() else draft for s in shards}
+        advance = _progress(tell, total)
+        for shard in shards:
+            metadata = {k: v for k, v in shard.metadata.items() if k != METADATA} | note
+            streams.write(shard, drafts[shard.path], metadata, plan, advance)
+        written = [Source(path) for path in drafts.values()]
+        off = _self_test(shards, written, plan, model, to, check)
+    return Report(
+        source=str(source),
+        target=str(target),
+        layout=to,
+        family=model.family,
+        tensors=sum(len(shard.entries) for shard in shards),
+        moved=tuple(plan),
+        nbytes=total,
+        checked=tuple(off),
+        difference=max(off.values(), default=0.0),
+        left_out=left_out,
+    )
+
+
+def convert_state(
+    state: Mapping[str, Tensor],
+    *,
+    to: Layout,
+    config: Config | str | os.PathLike[str] | None = None,
+    num_heads: int | None = None,
+    num_kv_heads: int | None = None,
+    head_dim: int | None = None,
+    rotary_dim: int | None = None,
+    fused: str | None = None,
+) -> dict[str, Tensor]:
+    """A state dict with its queries and keys in the other pair layout.
+
+    As :func:`convert`, in memory: tensors that move are new, the others are the same objects.
+    Nothing in a state dict says which layout it has; it is taken to be the one ``to`` is not.
+
+    Examples:
+        >>> import torch
+        >>> state = {"layers.0.attn.q_proj.bias": torch.arange(4), "head.bias": torch.arange(4)}
+        >>> convert_state(state, to="interleaved", num_heads=1, head_dim=4)
+        {'layers.0.attn.q_proj.bias': tensor([0, 2, 1, 3]), 'head.bias': tensor([0, 1, 2, 3])}
+    """
+    layouts.check_layout("convert_state", "to", to)
+    given = {
+        "num_heads": num_heads,
+        "num_kv_heads": num_kv_heads,
+        "head_dim": head_dim,
+        "rotary_dim": rotary_dim,
+        "fused": fused,
+    }
+    model = families.from_config(folders.config(None, config), **given)
+    plan = _plan(((name, tensor.shape) for name, tensor in state.items()), model, to)
+    return {
+        name: layouts.take(tensor, plan[name]) if name in plan else tensor
+        for name, tensor in state.items()
+    }
+
+
+def _plan(
+    shapes: Iterable[tuple[str, tuple[int, ...]]], model: Model, to: Layout
+) -> dict[str, Tensor]:
+    """The order of the rows of every tensor that moves."""
+    orders = {name: model.order(name, shape, to) for name, shape in shapes}
+    plan = {name: rows for name, rows in orders.items() if rows is not None}
+    for names in logits.modules(plan, model).values():
+        # A projection under a name unknown here would stay behind its norm.
+        if all(model.kind(name) == "norm" for name in names):
+            rule = "a norm of queries or keys must come with their projection"
+            way_out = "Convert the whole folder, or use permute on each tensor."
+            raise ValueError(checks.message("convert", rule, names[0], way_out))
+    if not plan:
+        rule = "a checkpoint must have projections of queries or keys"
+        got = f"{len(orders)} tensors, such as {', '.join(list(orders)[:3])}"
+        way_out = "Rename them as transformers does, or use permute on each."
+        raise ValueError(checks.message("convert", rule, got, way_out))
+    return plan
+
+
+def _check_layout(shards: list[Source], model: Model, layout: Layout | None, to: Layout) -> None:
+    """Refuse a source that is, or may be, in the wanted layout already."""
+    noted = {shard.metadata[METADATA] for shard in shards if METADATA in shard.metadata}
+    if layout is not None:
+        noted.add(layouts.check_layout("convert", "layout", layout))
+    if len(noted) > 1:
+        rule = "the metadata of all files and layout= must agree"
+        got, way_out = " and ".join(sorted(noted)), "Leave layout out, or convert each file."
+        raise ValueError(checks.message("convert", rule, got, way_out))
+    was = noted.pop() if noted else model.layout
+    if was is None and model.family is not None:
+        rule = "the layout of the source must be known"
+        got = f"the unknown family {model.family!r}"
+        way_out = 'Pass layout="half" or layout="interleaved", after reading how it rotates.'
+        raise ValueError(checks.message("convert", rule, got, way_out))
+    if was == to:
+        other = "half" if to == "interleaved" else "interleaved"
+        rule = f"the source must be in the other layout, {other}"
+        way_out = f"It needs no conversion; if it is {other}, pass layout={other!r}."
+        raise ValueError(checks.message("convert", rule, to, way_out))
+
+
+def _self_test(
+    old: list[Source],
+    new: list[Source],
+    plan: Mapping[str, Tensor],
+    model: Model,
+    to: Layout,
+    check: int,
+) -> dict[str, float]:
+    """How far the logits of a few attention modules are off; too far is an error."""
+    modules = logits.modules(plan, model)
+    names = list(modules)
+    wanted = min(check, len(names))
+    spread = {round(i * (len(names) - 1) / max(1, wanted - 1)) for i in range(wanted)}
+
+    def reader(sources: list[Source]) -> Callable[[str], Tensor]:
+        return lambda name: next(s for s in sources if name in s.entries).tensor(name)
+
+    off = {}
+    for at in sorted(spread):
+        parts = modules[names[at]]
+        off[names[at]] = logits.difference(parts, model, reader(old), reader(new), to)
+        if not off[names[at]] <= _TOLERANCE:
+            rule = f"logits of {names[at]} must stay the same"
+            got = f"a difference of {off[names[at]]:.2g}"
+            way_out = "Nothing was written. Check num_heads, head_dim and the fused layout."
+            raise ValueError(checks.message("convert", rule, got, way_out))
+    return off
+
+
+def _progress(tell: Tell | None, total: int) -> Callable[[str, int], None]:
+    done = 0
+
+    def advance(name: str, nbytes: int) -> None:
+        nonlocal done
+        done += nbytes
+        if tell is not None:
+            tell(name, done / total if total else 1.0)
+
+    return advance

@@ -1,0 +1,261 @@
+"""Model families: what a config says about heads, and what a tensor's name says about its rows."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from posenc._contract import checks
+from posenc.interop import layouts
+from posenc.interop.layouts import Heads, Layout
+
+Config = Mapping[str, Any]
+
+# Each of these was built from its config class and converted, and its logits stayed the same.
+HALF = frozenset(
+    """
+    afmoe apertus arcee aria_text bamba beam bitnet cosmos3_edge_text cwm dbrx diffllama doge dots1
+    esm esmc eurobert exaone4 exaone_moe falcon falcon_h1 flex_olmo flint gemma gemma2 gemma3_text
+    gemma3n_text glm4_moe glm4v_moe_text glm_image_text gpt_neox gpt_neox_japanese gpt_oss granite
+    granite_swa granitemoe granitemoe_swa granitemoehybrid granitemoeshared gte higgs_audio_v2
+    hunyuan_v1_dense hunyuan_v1_moe hy_v3 hyperclovax jais2 jina_embeddings_v3 kolibri1 lfm2
+    lfm2_moe llama mellum minicpm3 minimax_m2 ministral ministral3 mistral mixtral modernbert
+    modernbert-decoder muse_glimmer_text nanochat nemotron nomic_bert olmo olmo2 olmo3 olmoe
+    persimmon phi phi3 phimoe qwen2 qwen2_5_vl qwen2_5_vl_text qwen2_moe qwen2_vl qwen2_vl_text
+    qwen3 qwen3_5_moe_text qwen3_5_text qwen3_moe qwen3_next qwen3_vl_moe_text qwen3_vl_text
+    recurrent_gemma seed_oss smollm3 solar_open stablelm starcoder2 ultrabert vaultgemma
+    """.split()
+)
+INTERLEAVED = frozenset(
+    """
+    codegen cohere cohere2 cohere2_moe deepseek_v2 ernie4_5 ernie4_5_moe glm glm4 glm4v_text
+    glm_ocr_text gptj helium llama4_text openai_privacy_filter
+    """.split()
+)
+# Here the config decides; interleaved unless it says otherwise.
+SWITCH = "rope_interleave"
+SWITCHED = frozenset(("axk1", "deepseek_v3", "glm4_moe_lite", "mistral4", "youtu"))
+# `query_key_value` and the like go key head by key head; elsewhere queries, keys, values.
+_GROUPED = frozenset(("falcon", "gpt_neox", "gpt_neox_japanese", "internlm2", "persimmon"))
+_GATED = frozenset(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"))
+# The share of a head that rotates, where it is not all and the config leaves it out.
+_PARTIAL = {
+    **dict.fromkeys(("gpt_neox", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"), 0.25),
+    **dict.fromkeys(("bamba", "glm", "glm4", "glm4_moe", "glm4v_moe_text", "nemotron"), 0.5),
+    **dict.fromkeys(("persimmon", "phi", "recurrent_gemma"), 0.5),
+    "stablelm": 0.25,
+}
+
+_ROLES = {
+    **dict.fromkeys(("q_proj", "q_b_proj", "query", "wq"), "q"),
+    **dict.fromkeys(("k_proj", "key", "wk"), "k"),
+    **dict.fromkeys(("qkv_proj", "query_key_value", "Wqkv", "wqkv", "W_pack", "c_attn"), "qkv"),
+    "kv_a_proj_with_mqa": "kv_a",
+    **dict.fromkeys(("q_norm", "q_layernorm", "query_layernorm", "q_layer_norm"), "norm"),
+    **dict.fromkeys(("k_norm", "k_layernorm", "key_layernorm", "k_layer_norm"), "norm"),
+}
+# What a projection may be made of. The first are divided into its rows, the second are not.
+_BY_ROWS = re.compile(
+    r"(base_layer\.)?(weight|bias|weight_scale|weight_scale_inv|weight_packed|SCB)"
+    r"|lora_B(\.\w+)?(\.weight|\.bias)?|lora_magnitude_vector(\.\w+)*|ia3_l(\.\w+)?"
+)
+_BY_OTHERS = re.compile(
+    r"lora_A(\.\w+)?(\.weight)?"
+    r"|(base_layer\.)?(weight_shape|weight_g_idx|weight_format)|(input|activation|output|[qkv])_scale"
+)
+_WORDS = re.compile(r"(norms\.\d+\.)?(weight|bias)")
+_LAYER = re.compile(r"(?:^|\.)(?:layers|layer|h|blocks|block)\.(\d+)\.")
+# Where a checkpoint has several towers, the one that the text config describes.
+_TEXT = re.compile(r"(^|\.)(language_model|text_model)\.|^(base_model\.model\.)?model\.layers\.")
+
+
+@dataclass(frozen=True)
+class Model:
+    """What is known about a checkpoint before its tensors are looked at.
+
+    Args:
+        heads: Heads of each layer, by its number.
+        family: The ``model_type``, or None for a checkpoint described by arguments.
+        layout: The layout that the family's own code reads, or None if unknown.
+        fused: The kind of a fused projection.
+        towers: There are other towers than the text's.
+    """
+
+    heads: Callable[[int], Heads]
+    family: str | None = None
+    layout: Layout | None = None
+    fused: str = "qkv"
+    towers: bool = False
+
+    def kind(self, name: str) -> str | None:
+        """What a tensor's rows are, or None for those that stay."""
+        found = _role(name)
+        if found is None or (self.towers and not _TEXT.search(name)):
+            return None
+        role, part = found
+        if role == "norm":
+            return "norm" if _WORDS.fullmatch(part) else None
+        if _BY_OTHERS.fullmatch(part):
+            return None
+        if not _BY_ROWS.fullmatch(part):
+            rule = "a projection must be stored by rows, because rows are what moves"
+            raise ValueError(checks.message("convert", rule, name, _DEQUANTISE))
+        if role == "qkv":
+            return self.fused
+        return "q_gated" if role == "q" and self.family in _GATED else role
+
+    def order(self, name: str, shape: Sequence[int], to: Layout) -> Tensor | None:
+        """Where each row of a tensor comes from, or None for a tensor that stays."""
+        kind = self.kind(name)
+        size = torch.Size(shape).numel()
+        if kind is None or (size == 1 and name.endswith(("_scale", "_scale_inv"))):
+            return None
+        heads = self.heads(layer_of(name))
+        if kind == "norm":
+            return layouts.order(layouts.norm_blocks(shape, heads), heads, to)
+        rows = layouts.count(kind, heads)
+        if shape and shape[0] == rows:
+            return layouts.order(layouts.blocks(kind, heads), heads, to)
+        rule = f"{name} must have {rows} rows by {heads}"
+        way_out = "Check the config or the arguments."
+        if not name.endswith((".weight", ".bias")) or (len(shape) == 2 and shape[1] == 1):
+            way_out = _DEQUANTISE
+        raise ValueError(checks.message("convert", rule, f"shape {tuple(shape)}", way_out))
+
+
+_DEQUANTISE = "Where it is quantised in blocks, convert the original and quantise the result."
+
+
+def layer_of(name: str) -> int:
+    """The layer a tensor belongs to."""
+    found = _LAYER.search(name)
+    return int(found[1]) if found else 0
+
+
+def module_of(name: str) -> tuple[str, str] | None:
+    """The attention module a tensor of queries or keys is in, and the name in it."""
+    words = name.split(".")
+    if "linear_attn" in words:
+        return None
+    at = next((i for i in range(len(words) - 1, -1, -1) if words[i] in _ROLES), None)
+    return None if at is None else (".".join(words[:at]), ".".join(words[at:]))
+
+
+def _role(name: str) -> tuple[str, str] | None:
+    found = module_of(name)
+    if found is None:
+        return None
+    word, _, part = found[1].partition(".")
+    return _ROLES[word], part
+
+
+def from_config(config: Config, **given: Any) -> Model:
+    """The model that a config describes; what is ``given`` and not None wins over it."""
+    towers = any(key in config for key in ("vision_config", "audio_config", "text_config"))
+    text = text_config(config)
+    family = text.get("model_type")
+    _refuse(text)
+
+    def heads(layer: int) -> Heads:
+        return _heads(text, family, layer, given)
+
+    layout: Layout | None = None
+    if family in SWITCHED:
+        layout = "interleaved" if text.get(SWITCH, True) else "half"
+    elif family in HALF:
+        layout = "half"
+    elif family in INTERLEAVED:
+        layout = "interleaved"
+    fused = "qkv_grouped" if family in _GROUPED else "qkv"
+    if family == "codegen":
+        fused = "qkv_codegen"
+    return Model(heads, family, layout, given.get("fused") or fused, towers)
+
+
+def text_config(config: Config) -> Config:
+    """The part of a config that describes the text model."""
+    for key in ("text_config", "llm_config", "thinker_config"):
+        if isinstance(config.get(key), Mapping):
+            return text_config(config[key])
+    return config
+
+
+def _heads(config: Config, family: str | None, layer: int, given: Mapping[str, Any]) -> Heads:
+    def first(*keys: str) -> Any:
+        for key in keys:
+            value = config.get(key)
+            if isinstance(value, (list, tuple)):
+                value = value[layer] if layer < len(value) else None
+            if value is not None:
+                return value
+        return None
+
+    num_heads = given.get("num_heads") or first("num_attention_heads", "n_head", "n_heads")
+    if num_heads is None:
+        rule = "the config must say num_attention_heads"
+        got, way_out = f"only {sorted(config)[:8]}", "Pass num_heads and head_dim."
+        raise ValueError(checks.message("convert", rule, got, way_out))
+    kv_heads = given.get("num_kv_heads") or _kv_heads(config, family, first)
+    rope, latent = first("qk_rope_head_dim"), first("kv_lora_rank")
+    if latent is not None and rope is not None:
+        width = first("qk_nope_head_dim") + rope
+        return Heads(num_heads, width, num_heads, rope, last=True, latent=latent)
+    width = given.get("head_dim") or first("head_dim")
+    if width is None:
+        hidden = first("hidden_size", "n_embd", "d_model", "dim")
+        if hidden is None or hidden % num_heads:
+            rule = f"the config must say head_dim, or a hidden_size in {num_heads} heads"
+            got = f"hidden_size={hidden}"
+            raise ValueError(checks.message("convert", rule, got, "Pass head_dim."))
+        width = hidden // num_heads
+    rotary = given.get("rotary_dim") or first("rotary_dim")
+    if rotary is None:
+        rotary = int(width * _partial(config, family, layer))
+    return Heads(num_heads, width, kv_heads, rotary)
+
+
+def _kv_heads(config: Config, family: str | None, first: Callable[..., Any]) -> Any:
+    if family == "falcon" and not config.get("new_decoder_architecture"):
+        return 1 if config.get("multi_query", True) else None
+    if isinstance(config.get("attn_config"), Mapping):
+        return config["attn_config"].get("kv_n_heads")
+    return first("num_key_value_heads", "num_kv_heads")
+
+
+def _partial(config: Config, family: str | None, layer: int) -> float:
+    """The share of a head that rotates, wherever the config says it."""
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    types = config.get("layer_types") or []
+    if rope and all(isinstance(value, Mapping) for value in rope.values()):
+        rope = rope.get(types[layer] if layer < len(types) else "", next(iter(rope.values())))
+    if rope.get("rope_type") == "proportional":
+        # Every pair of the head takes part; the slow ones turn at rate zero.
+        return 1.0
+    for place in (rope, config):
+        for key in ("partial_rotary_factor", "rotary_pct", "rope_pct"):
+            if place.get(key) is not None:
+                return float(place[key])
+    return _PARTIAL.get(family or "", 1.0)
+
+
+def _refuse(config: Config) -> None:
+    """What ties values to the order of the keys' channels cannot be permuted row by row."""
+    kind = config.get("position_embedding_type")
+    if kind not in (None, "rope", "rotary"):
+        rule = "positions must be rotary"
+        got, way_out = f"position_embedding_type={kind!r}", "There is nothing to convert."
+        raise ValueError(checks.message("convert", rule, got, way_out))
+    for key, why in (
+        ("attention_k_eq_v", "values are the keys"),
+        ("rotary_value", "values are rotated too"),
+        ("alibi", "nothing is rotated"),
+    ):
+        if config.get(key):
+            rule = f"queries and keys alone must depend on the layout ({key}: {why})"
+            got, way_out = f"{key}={config[key]}", "This model cannot be converted."
+            raise ValueError(checks.message("convert", rule, got, way_out))

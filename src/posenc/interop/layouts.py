@@ -1,0 +1,207 @@
+"""Pair layouts: which rows of a projection form pairs, and how they move between layouts."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from posenc._contract import checks
+
+Layout = Literal["half", "interleaved"]
+LAYOUTS: tuple[Layout, ...] = ("half", "interleaved")
+# A run of rows: a head of queries "q" or of keys "k", or rows "" that stay where they are.
+Block = tuple[str, int]
+# Moving rows moves bits: any dtype can be indexed as the integer of its size.
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """How a projection's rows are divided into heads, and which of their channels rotate.
+
+    Args:
+        num_heads: Heads of queries.
+        head_dim: Channels of a head.
+        num_kv_heads: Heads of keys; None means ``num_heads``.
+        rotary_dim: Channels of a head that are rotated; None means all.
+        last: The rotated channels are a head's last ones (multi-head latent attention).
+        latent: Rows before the shared rotated key, for kind ``"kv_a"``: DeepSeek's
+            ``kv_lora_rank``.
+    """
+
+    num_heads: int
+    head_dim: int
+    num_kv_heads: int | None = None
+    rotary_dim: int | None = None
+    last: bool = False
+    latent: int = 0
+
+    def __post_init__(self) -> None:
+        checks.integer("Heads", "num_heads", self.num_heads)
+        checks.integer("Heads", "head_dim", self.head_dim)
+        checks.integer("Heads", "num_kv_heads", self.kv_heads)
+        checks.even("Heads", "rotary_dim", self.turned)
+        checks.integer("Heads", "latent", self.latent, least=0)
+        if self.turned > self.head_dim:
+            rule = f"rotary_dim must be at most head_dim={self.head_dim}"
+            raise ValueError(checks.message("Heads", rule, self.turned, "Check the config."))
+        if self.num_heads % self.kv_heads:
+            rule = f"num_heads must be a multiple of num_kv_heads={self.kv_heads}"
+            raise ValueError(checks.message("Heads", rule, self.num_heads, "Check the config."))
+
+    @property
+    def kv_heads(self) -> int:
+        """Heads of keys."""
+        return self.num_heads if self.num_kv_heads is None else self.num_kv_heads
+
+    @property
+    def turned(self) -> int:
+        """Channels of a head that are rotated."""
+        return self.head_dim if self.rotary_dim is None else self.rotary_dim
+
+
+def _grouped(h: Heads) -> list[Block]:
+    group: list[Block] = [("q", h.head_dim)] * (h.num_heads // h.kv_heads)
+    return [*group, ("k", h.head_dim), ("", h.head_dim)] * h.kv_heads
+
+
+def _codegen(h: Heads) -> list[Block]:
+    # Written for four accelerators: each quarter of the rows has its own queries, values, keys.
+    quarter = h.num_heads // 4
+    part: list[Block] = [("q", h.head_dim)] * quarter
+    return (part + [("", quarter * h.head_dim)] + [("k", h.head_dim)] * quarter) * 4
+
+
+KINDS: dict[str, Callable[[Heads], Sequence[Block]]] = {
+    # q_proj, q_b_proj; a gated one has a gate after each head (Qwen3-Next).
+    "q": lambda h: [("q", h.head_dim)] * h.num_heads,
+    "q_gated": lambda h: [("q", h.head_dim), ("", h.head_dim)] * h.num_heads,
+    "k": lambda h: [("k", h.head_dim)] * h.kv_heads,
+    # All queries, all keys, all values (Phi-3, Baichuan, DBRX).
+    "qkv": lambda h: [
+        *[("q", h.head_dim)] * h.num_heads,
+        *[("k", h.head_dim)] * h.kv_heads,
+        ("", h.kv_heads * h.head_dim),
+    ],
+    # For each key head: its queries, the key, the value (GPT-NeoX, Falcon, InternLM2).
+    "qkv_grouped": _grouped,
+    "qkv_codegen": _codegen,
+    # The latent, then one key that every head shares (DeepSeek's kv_a_proj_with_mqa).
+    "kv_a": lambda h: [("", h.latent), ("k", h.turned)],
+}
+
+
+def blocks(kind: str, heads: Heads) -> Sequence[Block]:
+    """The rows of a projection, run by run."""
+    if kind not in KINDS:
+        rule = f"kind must be one of {', '.join((*KINDS, 'norm'))}"
+        raise ValueError(checks.message("permute", rule, repr(kind), "Pick the fused layout."))
+    return KINDS[kind](heads)
+
+
+def count(kind: str, heads: Heads) -> int:
+    """Rows that a projection of this kind has."""
+    return sum(width for _, width in blocks(kind, heads))
+
+
+def order(runs: Sequence[Block], heads: Heads, to: Layout) -> Tensor:
+    """Where each row of the result comes from: ``new = old[order]``."""
+    return _order(tuple(runs), heads, to)
+
+
+# The layers of a model are mostly alike.
+@functools.lru_cache(maxsize=16)
+def _order(runs: tuple[Block, ...], heads: Heads, to: Layout) -> Tensor:
+    rows = torch.arange(sum(width for _, width in runs))
+    # Half holds all first channels of the pairs, then all second: a transpose away.
+    grid = (2, heads.turned // 2) if to == "interleaved" else (heads.turned // 2, 2)
+    start = 0
+    for name, width in runs:
+        if name:
+            first = start + (width - heads.turned if heads.last else 0)
+            turned = rows[first : first + heads.turned]
+            turned.copy_(turned.clone().view(grid).T.flatten())
+        start += width
+    return rows
+
+
+def permute(tensor: Tensor, kind: str, heads: Heads, *, to: Layout, dim: int = 0) -> Tensor:
+    r"""Move the channels of queries and keys from the other layout ``to`` this one.
+
+    .. math:: \text{half } (i, P + i) \longleftrightarrow \text{interleaved } (2i, 2i + 1),
+              \qquad i = 0, \dots, P - 1
+
+    Rows move and no bit of them changes, so the way back is exact, in every dtype. Weights,
+    biases, ``lora_B`` and scales for each row take the same ``kind``; ``lora_A`` stays as it is.
+
+    Args:
+        tensor: A weight ``(rows, in)``, a bias ``(rows,)``, or anything else with those rows.
+        kind: ``"q"``, ``"k"``, ``"q_gated"``; fused ``"qkv"`` (all queries, all keys, all
+            values), ``"qkv_grouped"`` (key head by key head: GPT-NeoX, Falcon),
+            ``"qkv_codegen"``; ``"kv_a"`` (DeepSeek's latent and shared key); ``"norm"`` for the
+            weight of a norm of queries or keys, ``(D,)``, ``(H * D,)`` or ``(H, D)``.
+        heads: How the rows are divided.
+        to: The layout the result has; the input has the other one.
+        dim: The axis of the rows.
+
+    Returns:
+        A new tensor like ``tensor``.
+
+    Examples:
+        >>> bias = torch.arange(8)
+        >>> permute(bias, "q", Heads(num_heads=1, head_dim=8), to="interleaved")
+        tensor([0, 4, 1, 5, 2, 6, 3, 7])
+        >>> permute(bias, "k", Heads(num_heads=2, head_dim=4, rotary_dim=2), to="half")
+        tensor([0, 1, 2, 3, 4, 5, 6, 7])
+
+    References:
+        Su et al., *RoFormer*, 2021, section 3.4.2, pairs neighbours; Wang & Komatsuzaki's GPT-J
+        does too, and Black et al., *GPT-NeoX-20B*, 2022, pairs halves.
+    """
+    check_layout("permute", "to", to)
+    if not isinstance(tensor, Tensor):
+        got, way_out = type(tensor).__name__, "Pass one weight at a time."
+        raise TypeError(checks.message("permute", "tensor must be a torch.Tensor", got, way_out))
+    if kind == "norm":
+        runs = norm_blocks(tensor.shape, heads)
+        return take(tensor, order(runs, heads, to))
+    runs = blocks(kind, heads)
+    rows = sum(width for _, width in runs)
+    if not -tensor.dim() <= dim < tensor.dim() or tensor.shape[dim] != rows:
+        rule = f"a tensor of kind {kind!r} must have {rows} rows in dimension {dim}"
+        got = f"shape {tuple(tensor.shape)}"
+        raise ValueError(checks.message("permute", rule, got, f"Check kind, dim and {heads}."))
+    return take(tensor, order(runs, heads, to), dim)
+
+
+def norm_blocks(shape: Sequence[int], heads: Heads) -> Sequence[Block]:
+    """The channels of a norm's weight, head by head."""
+    size = torch.Size(shape).numel()
+    if size not in (heads.head_dim * n for n in (1, heads.num_heads, heads.kv_heads)):
+        wanted = sorted({heads.head_dim * n for n in (1, heads.num_heads, heads.kv_heads)})
+        rule = f"a norm of queries or keys must have {' or '.join(map(str, wanted))} weights"
+        got = f"shape {tuple(shape)}"
+        raise ValueError(checks.message("permute", rule, got, f"Check {heads}."))
+    return [("q", heads.head_dim)] * (size // heads.head_dim)
+
+
+def check_layout(who: str, name: str, value: Any) -> Layout:
+    """``value`` if it names a layout."""
+    if value not in LAYOUTS:
+        rule, way_out = f'{name} must be "half" or "interleaved"', "Pass one of the two."
+        raise ValueError(checks.message(who, rule, checks.describe(value), way_out))
+    return value  # type: ignore[no-any-return]
+
+
+def take(tensor: Tensor, rows: Tensor, dim: int = 0) -> Tensor:
+    """``tensor`` with its rows in this order, or its elements where they are what is counted."""
+    bits = tensor.detach().contiguous().view(_BITS[tensor.element_size()])
+    if tensor.shape[dim] != len(rows):
+        bits, dim = bits.flatten(), 0
+    moved = bits.index_select(dim, rows.to(tensor.device))
+    return moved.view(tensor.shape).view(tensor.dtype)

@@ -1,0 +1,190 @@
+"""Learned position tables for another length, by interpolation or by extension."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from typing import Literal, overload
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from posenc._contract import checks
+
+_WHO = "resize_learned"
+# How models call their table, with or without the `.weight` of an Embedding.
+_TABLE = re.compile(
+    r"(.*\.)?(pos_emb|pos_embed|wpe|embed_positions|position_embeddings?|pos_embedding)(\.weight)?"
+)
+
+
+@overload
+def resize_learned(
+    table: Tensor,
+    length: int | tuple[int, int],
+    *,
+    method: Literal["interpolate", "extend"] = "interpolate",
+    fill: Literal["normal", "repeat"] = "normal",
+    extra: int = 0,
+    grid: tuple[int, int] | None = None,
+    std: float = 0.02,
+    generator: torch.Generator | None = None,
+    key: str | None = None,
+) -> Tensor: ...
+
+
+@overload
+def resize_learned(
+    table: Mapping[str, Tensor],
+    length: int | tuple[int, int],
+    *,
+    method: Literal["interpolate", "extend"] = "interpolate",
+    fill: Literal["normal", "repeat"] = "normal",
+    extra: int = 0,
+    grid: tuple[int, int] | None = None,
+    std: float = 0.02,
+    generator: torch.Generator | None = None,
+    key: str | None = None,
+) -> dict[str, Tensor]: ...
+
+
+def resize_learned(
+    table: Tensor | Mapping[str, Tensor],
+    length: int | tuple[int, int],
+    *,
+    method: Literal["interpolate", "extend"] = "interpolate",
+    fill: Literal["normal", "repeat"] = "normal",
+    extra: int = 0,
+    grid: tuple[int, int] | None = None,
+    std: float = 0.02,
+    generator: torch.Generator | None = None,
+    key: str | None = None,
+) -> Tensor | dict[str, Tensor]:
+    r"""Resize a learned position table to another length.
+
+    Interpolation stretches the trained positions over the new ones. A line is interpolated
+    linearly with both ends kept, so that no two positions become one (``align_corners=True``):
+
+    .. math:: \text{new}_i = \text{old}\left(i\,\tfrac{T - 1}{L - 1}\right)
+
+    A grid is interpolated bicubically between the centres of its cells
+    (``align_corners=False``), as vision transformers are moved to another resolution. Both are
+    computed in float64 and rounded once.
+
+    Extension keeps every trained row, and fills the rest with small noise (``"normal"``, to be
+    trained) or with the trained rows again (``"repeat"``: row ``i`` is row ``i mod T``).
+
+    Args:
+        table: ``(T, D)`` or ``(1, T, D)``, or a state dict that has it.
+        length: Positions afterwards, or ``(height, width)`` for a table over a grid.
+        method: ``"interpolate"`` or ``"extend"``.
+        fill: How an extension fills its rows.
+        extra: Leading rows that are no positions and stay as they are: class tokens of a vision
+            transformer, the two rows of RoBERTa's and OPT's offset. Not counted in ``length``.
+        grid: Height and width of the trained grid; None means it is square.
+        std: Standard deviation of ``"normal"``.
+        generator: Source of ``"normal"``.
+        key: Name of the table in the state dict, where it is not evident.
+
+    Returns:
+        A new table, or a new dict with it in place of the old.
+
+    Examples:
+        >>> resize_learned(torch.tensor([[0.0], [1.0], [2.0]]), 5).flatten()
+        tensor([0.0000, 0.5000, 1.0000, 1.5000, 2.0000])
+        >>> from posenc import LearnedPosEmbedding
+        >>> state = LearnedPosEmbedding(max_len=512, embed_dim=8).state_dict()
+        >>> resize_learned(state, 2048, method="extend", fill="repeat")["pos_emb.weight"].shape
+        torch.Size([2048, 8])
+
+    References:
+        Dosovitskiy et al., *An Image is Worth 16x16 Words*, 2021, section 3.2 (the grid).
+        Beltagy et al., *Longformer*, 2020, section 5 (repeating).
+    """
+    if isinstance(table, Mapping):
+        name = _find(table, key)
+        new = resize_learned(
+            table[name],
+            length,
+            method=method,
+            fill=fill,
+            extra=extra,
+            grid=grid,
+            std=std,
+            generator=generator,
+        )
+        return {**table, name: new}
+    checks.float_tensor(_WHO, "table", table)
+    checks.rank(_WHO, "table", table, (2, 3), "(T, D) or (1, T, D)")
+    if table.dim() == 3:
+        checks.equal(_WHO, "the first dimension of table", table.shape[0], 1, "Pass one table.")
+    rows = table.detach().reshape(table.shape[-2:])
+    checks.integer(_WHO, "extra", extra, least=0)
+    checks.integer(_WHO, "the positions of table", len(rows) - extra)
+    kept, trained = rows[:extra], rows[extra:]
+    _one_of("method", method, ("interpolate", "extend"))
+    _one_of("fill", fill, ("normal", "repeat"))
+    if isinstance(length, tuple):
+        if method != "interpolate":
+            rule, way_out = "a grid can only be interpolated", 'Pass method="interpolate".'
+            raise ValueError(checks.message(_WHO, rule, f"method={method!r}", way_out))
+        new = _grid(trained, length, grid)
+    elif method == "interpolate":
+        new = _line(trained, checks.integer(_WHO, "length", length))
+    else:
+        new = _extend(trained, checks.integer(_WHO, "length", length), fill, std, generator)
+    return torch.cat((kept, new)).view(*table.shape[:-2], -1, table.shape[-1])
+
+
+def _line(trained: Tensor, length: int) -> Tensor:
+    columns = trained.double().T[None]
+    if length == 1:
+        return trained[:1].clone()
+    new = F.interpolate(columns, size=length, mode="linear", align_corners=True)
+    return new[0].T.to(trained.dtype)
+
+
+def _grid(trained: Tensor, size: tuple[int, int], grid: tuple[int, int] | None) -> Tensor:
+    side = math.isqrt(len(trained))
+    height, width = grid or (side, side)
+    if height * width != len(trained):
+        rule = "the trained positions must fill a grid" if grid else "grid must be given"
+        got = f"{len(trained)} rows" + (f" for {height} x {width}" if grid else ", not a square")
+        way_out = "Pass grid=(height, width), and extra=1 if there is a class token."
+        raise ValueError(checks.message(_WHO, rule, got, way_out))
+    for value in size:
+        checks.integer(_WHO, "length", value)
+    cells = trained.double().view(1, height, width, -1).permute(0, 3, 1, 2)
+    new = F.interpolate(cells, size=size, mode="bicubic", align_corners=False)
+    return new[0].flatten(1).T.to(trained.dtype)
+
+
+def _extend(
+    trained: Tensor, length: int, fill: str, std: float, generator: torch.Generator | None
+) -> Tensor:
+    if length < len(trained):
+        rule = f"an extension must have at least {len(trained)} positions"
+        way_out = 'Slice the table, or pass method="interpolate".'
+        raise ValueError(checks.message(_WHO, rule, length, way_out))
+    if fill == "repeat":
+        return trained[torch.arange(length, device=trained.device) % len(trained)]
+    new = trained.new_empty(length - len(trained), trained.shape[1])
+    new.normal_(0.0, checks.positive_float(_WHO, "std", std), generator=generator)
+    return torch.cat((trained, new))
+
+
+def _find(state: Mapping[str, Tensor], key: str | None) -> str:
+    found = [name for name in state if (_TABLE.fullmatch(name) if key is None else name == key)]
+    if len(found) != 1:
+        rule = "the state must have one position table" if key is None else "key must be in it"
+        got = f"{len(found)}: {', '.join(found[:4])}" if key is None else repr(key)
+        raise ValueError(checks.message(_WHO, rule, got, "Pass key, the table's name."))
+    return found[0]
+
+
+def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        rule = f"{name} must be {' or '.join(map(repr, allowed))}"
+        raise ValueError(checks.message(_WHO, rule, checks.describe(value), "Pass one of them."))

@@ -1,0 +1,113 @@
+import io
+import json
+import os
+
+import pytest
+import torch
+from rich.console import Console
+from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
+
+import posenc.cli
+from posenc.cli import convert as command
+from posenc.interop.checkpoints import Heads, permute
+
+SIZES = ["--num-heads", "4", "--num-kv-heads", "2", "--head-dim", "8"]
+NAMES = {"layers.0.attn.q_proj.weight": "q", "layers.0.attn.k_proj.weight": "k"}
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """The command, in a folder with a model."""
+    monkeypatch.chdir(tmp_path)
+    os.mkdir("model")
+    tensors = {name: torch.randn(32 if kind == "q" else 16, 6) for name, kind in NAMES.items()}
+    save_file({**tensors, "embed.weight": torch.randn(5, 6)}, "model/model.safetensors")
+    config = {"model_type": "llama", "hidden_size": 32, "num_attention_heads": 4}
+    with open("model/config.json", "w") as file:
+        json.dump({**config, "num_key_value_heads": 2}, file)
+    runner = CliRunner()
+    app = posenc.cli.application()
+    return lambda *arguments: runner.invoke(app, ["convert", *arguments])
+
+
+def check(target):
+    old, new = load_file("model/model.safetensors"), load_file(target)
+    for name, kind in NAMES.items():
+        heads = Heads(4, 8, num_kv_heads=2)
+        assert torch.equal(new[name], permute(old[name], kind, heads, to="interleaved"))
+    assert torch.equal(new["embed.weight"], old["embed.weight"])
+
+
+def test_the_example_in_the_help_runs(run):
+    help_text = " ".join(run("--help").stdout.split())
+    example = help_text.split("Example: posenc convert ")[1].split("--to interleaved")[0]
+    done = run(*example.split(), "--to", "interleaved")
+    assert done.exit_code == 0, done.output
+    assert done.stdout.startswith("model-interleaved: interleaved, 2 of 3 tensors moved\n")
+    assert "logits of 1 attention modules differ by" in done.stdout
+    assert done.stderr == "", "quiet in a pipe"
+    check("model-interleaved/model.safetensors")
+
+
+def test_a_file_is_converted_by_sizes_alone(run):
+    os.rename("model/config.json", "elsewhere.json")
+    done = run("model/model.safetensors", "-o", "out", "--to", "interleaved", *SIZES)
+    assert done.exit_code == 0, done.output
+    check("out")
+
+
+def test_the_report_is_json_on_request(run):
+    done = run("model", "-o", "out", "--to", "interleaved", "--json")
+    report = json.loads(done.stdout)
+    assert report["layout"] == "interleaved"
+    assert report["family"] == "llama"
+    assert sorted(report["moved"]) == sorted(NAMES)
+    assert report["difference"] < 1e-13
+    assert report["checked"] == ["layers.0.attn"]
+
+
+def test_a_terminal_sees_a_bar_and_a_pipe_does_not(run, monkeypatch):
+    seen = io.StringIO()
+    console = Console(file=seen, force_terminal=True, width=100)
+    monkeypatch.setattr(command, "Console", lambda stderr: console)
+    done = run("model", "-o", "out", "--to", "interleaved")
+    assert done.exit_code == 0, done.output
+    assert "━" in seen.getvalue()
+
+
+def test_weights_left_out_are_named(run):
+    with open("model/pytorch_model.bin", "wb") as file:
+        file.write(b"x")
+    done = run("model", "-o", "out", "--to", "interleaved")
+    assert "left out: pytorch_model.bin, weights in the old layout" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        pytest.param(["model", "--to", "half"], "must be in the other layout", id="already"),
+        pytest.param(["model", "--to", "sideways"], "to must be", id="to"),
+        pytest.param(["gone", "--to", "half"], "source must be", id="source"),
+        pytest.param(["model"], "--to", id="no-to"),
+        pytest.param(["model", "--to", "interleaved", "--head-dim", "4"], "rows", id="shape"),
+        pytest.param(["model", "--to", "interleaved", "--config", "no.json"], "no.json", id="file"),
+        pytest.param(["model", "--to", "interleaved", "--check", "-1"], "--check", id="check"),
+    ],
+)
+def test_an_error_is_one_line_and_exit_code_2_and_leaves_nothing(run, arguments, words):
+    done = run(*arguments, "-o", "out")
+    assert done.exit_code == 2
+    assert done.stdout == ""
+    assert done.stderr.startswith("posenc: ")
+    assert done.stderr.count("\n") == 1
+    assert words in done.stderr
+    assert os.listdir() == ["model"]
+
+
+def test_an_existing_target_is_replaced_only_on_request(run):
+    arguments = ("model", "-o", "out", "--to", "interleaved")
+    assert run(*arguments).exit_code == 0
+    assert run(*arguments).exit_code == 2
+    assert run(*arguments, "--overwrite").exit_code == 0
+    check("out/model.safetensors")

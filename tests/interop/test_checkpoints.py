@@ -1,0 +1,369 @@
+import gc
+import json
+import os
+import signal
+import subprocess
+import sys
+import tracemalloc
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+import tiny_models as models
+from posenc.interop import checkpoints, streams
+from posenc.interop.checkpoints import Heads, convert, convert_state, permute
+
+OTHER = {"half": "interleaved", "interleaved": "half"}
+# Two float32 models that differ in the order of some additions.
+ROUNDING = 64 * torch.finfo(torch.float32).eps
+SIZES = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 8}
+HEADS = Heads(4, 8, num_kv_heads=2)
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """A checkpoint of two layers in one file, with metadata."""
+    tensors = {"embed.weight": torch.randn(10, 16)}
+    for layer in range(2):
+        tensors[f"layers.{layer}.attn.q_proj.weight"] = torch.randn(32, 16)
+        tensors[f"layers.{layer}.attn.k_proj.weight"] = torch.randn(16, 16)
+        tensors[f"layers.{layer}.attn.v_proj.weight"] = torch.randn(16, 16)
+    path = tmp_path / "old.safetensors"
+    save_file(tensors, path, metadata={"format": "pt", "who": "größer"})
+    return path
+
+
+def same(a, b):
+    return a.keys() == b.keys() and all(
+        torch.equal(a[name].view(torch.uint8), b[name].view(torch.uint8)) for name in a
+    )
+
+
+@pytest.mark.parametrize("name", models.FAMILIES)
+def test_a_converted_model_has_the_same_logits_and_comes_back_bit_for_bit(
+    name, tmp_path, monkeypatch
+):
+    """Its attention rotates in the new layout, by our rotation; then the way back."""
+    family, sizes, native = models.FAMILIES[name]
+    model = models.build(family, sizes)
+    before = models.logits(model)
+    old, new, back = tmp_path / "old", tmp_path / "new", tmp_path / "back"
+    model.save_pretrained(old)
+
+    report = convert(old, new, to=OTHER[native])
+
+    converted = models.load(family, new)
+    confused = models.logits(converted)
+    models.rotate_in(monkeypatch, converted, OTHER[native])
+    after = models.logits(converted)
+    scale = before.abs().max()
+    assert (after - before).abs().max() <= ROUNDING * scale
+    assert (confused - before).abs().max() > 1e-2 * scale, "the layout makes a difference"
+    assert 0 <= report.difference < 1e-13
+    assert len(report.checked) == 2
+    convert(new, back, to=native)
+    for file in sorted(path.name for path in old.iterdir()):
+        assert (back / file).read_bytes() == (old / file).read_bytes(), file
+
+
+@pytest.mark.parametrize("interleave", [True, False], ids=["from-interleaved", "from-half"])
+@pytest.mark.parametrize("rank", [24, None], ids=["q-latent", "q-plain"])
+def test_deepseek_says_in_its_config_what_it_is_and_runs_as_it_is(interleave, rank, tmp_path):
+    """The family has a key for the layout, so nothing needs to be patched."""
+    sizes = {**models.LATENT, "q_lora_rank": rank, "rope_interleave": interleave}
+    model = models.build("DeepseekV3", sizes)
+    model.save_pretrained(tmp_path / "old")
+    native = "interleaved" if interleave else "half"
+
+    convert(tmp_path / "old", tmp_path / "new", to=OTHER[native])
+
+    converted = models.load("DeepseekV3", tmp_path / "new")
+    assert converted.config.rope_interleave is not interleave
+    before, after = models.logits(model), models.logits(converted)
+    assert (after - before).abs().max() <= ROUNDING * before.abs().max()
+    convert(tmp_path / "new", tmp_path / "back", to=native)
+    weights = "model.safetensors"
+    assert (tmp_path / "back" / weights).read_bytes() == (tmp_path / "old" / weights).read_bytes()
+
+
+def test_a_sharded_folder_keeps_its_shards_and_other_files(tmp_path):
+    model = models.build("Llama", models.GQA)
+    old, new = tmp_path / "old", tmp_path / "new"
+    model.save_pretrained(old, max_shard_size="40KB")
+    (old / "tokenizer").mkdir()
+    (old / "tokenizer" / "merges.txt").write_text("a b")
+    (old / "pytorch_model.bin").write_bytes(b"old layout")
+    shards = sorted(path.name for path in old.glob("*.safetensors"))
+    assert len(shards) > 2
+
+    report = convert(old, new, to="interleaved")
+
+    assert sorted(path.name for path in new.glob("*.safetensors")) == shards
+    assert (new / "tokenizer" / "merges.txt").read_text() == "a b"
+    assert report.left_out == ("pytorch_model.bin",)
+    assert not (new / "pytorch_model.bin").exists()
+    for shard in shards:
+        with safe_open(new / shard, "pt") as file:
+            assert file.metadata() == {"format": "pt", "posenc.rope_layout": "interleaved"}
+    config = json.loads((old / "config.json").read_text())
+    state = convert_state(model.state_dict(), to="interleaved", config=config)
+    assert same(models.load("Llama", new).state_dict(), state)
+
+
+def test_only_the_text_tower_moves(tmp_path):
+    """A vision tower may have heads of the same shape, and rotates in its own way."""
+    parts = {"q_proj.weight": torch.randn(32, 16), "k_proj.weight": torch.randn(16, 16)}
+    names = ["model.language_model.layers.0.self_attn.", "model.visual.blocks.0.attn."]
+    save_file({a + b: t.clone() for a in names for b, t in parts.items()}, tmp_path / "a")
+    text = {"model_type": "llama", "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = {"text_config": {**text, "hidden_size": 32}, "vision_config": {}}
+    report = convert(tmp_path / "a", tmp_path / "b", to="interleaved", config=config)
+    assert sorted(report.moved) == [names[0] + "k_proj.weight", names[0] + "q_proj.weight"]
+
+
+def test_an_adapter_moves_its_second_factor_alone(tmp_path):
+    """Even where the first has as many rows as the projection."""
+    stem = "base_model.model.model.layers.0.self_attn.q_proj"
+    adapter = {
+        f"{stem}.lora_A.weight": torch.randn(32, 16),
+        f"{stem}.lora_B.weight": torch.randn(32, 32),
+        f"{stem}.lora_magnitude_vector": torch.randn(32),
+    }
+    folder = tmp_path / "old"
+    folder.mkdir()
+    save_file(adapter, folder / "adapter_model.safetensors")
+    (folder / "adapter_config.json").write_text("{}")
+
+    report = convert(folder, tmp_path / "new", to="interleaved", **SIZES)
+
+    found = load_file(tmp_path / "new" / "adapter_model.safetensors")
+    moved = {"q_proj.lora_B.weight", "q_proj.lora_magnitude_vector"}
+    for name, tensor in adapter.items():
+        moves = any(name.endswith(end) for end in moved)
+        expected = permute(tensor, "q", HEADS, to="interleaved") if moves else tensor
+        assert torch.equal(found[name], expected), name
+    assert report.difference < 1e-13
+    assert (tmp_path / "new" / "adapter_config.json").exists()
+
+
+def test_quantised_rows_move_with_their_scales(tmp_path):
+    stem = "layers.0.attn"
+    tensors = {
+        f"{stem}.q_proj.weight": torch.randint(-128, 128, (32, 16), dtype=torch.int8),
+        f"{stem}.q_proj.weight_scale": torch.rand(32, 1),
+        f"{stem}.k_proj.weight": torch.randn(16, 16).to(torch.float8_e4m3fn),
+        f"{stem}.k_proj.weight_scale": torch.tensor(0.5),
+        f"{stem}.k_proj.input_scale": torch.rand(16),
+    }
+    save_file(tensors, tmp_path / "a")
+    report = convert(tmp_path / "a", tmp_path / "b", to="half", **SIZES)
+    found = load_file(tmp_path / "b")
+    assert len(report.moved) == 3
+    for name, kind in ((f"{stem}.q_proj.weight", "q"), (f"{stem}.q_proj.weight_scale", "q")):
+        assert torch.equal(found[name], permute(tensors[name], kind, HEADS, to="half"))
+    key = f"{stem}.k_proj.weight"
+    assert same({key: found[key]}, {key: permute(tensors[key], "k", HEADS, to="half")})
+    for name in (f"{stem}.k_proj.weight_scale", f"{stem}.k_proj.input_scale"):
+        assert torch.equal(found[name], tensors[name])
+
+
+@pytest.mark.parametrize(
+    ("part", "tensor"),
+    [
+        pytest.param("weight_scale_inv", torch.ones(1, 2), id="fp8-blocks"),
+        pytest.param("qweight", torch.ones(2, 32, dtype=torch.int32), id="gptq"),
+        pytest.param("weight.absmax", torch.ones(8), id="4-bit-statistics"),
+        pytest.param("weight", torch.ones(256, 1, dtype=torch.uint8), id="4-bit-packed"),
+        pytest.param("weight_zero_point", torch.ones(4, 1, dtype=torch.int32), id="packed-zeros"),
+    ],
+)
+def test_blocks_that_rows_cannot_leave_are_refused(part, tensor, tmp_path):
+    name = f"layers.0.attn.q_proj.{part}"
+    save_file({name: tensor}, tmp_path / "a")
+    with pytest.raises(ValueError, match="quantised in blocks"):
+        convert(tmp_path / "a", tmp_path / "b", to="half", **SIZES)
+    assert os.listdir(tmp_path) == ["a"]
+
+
+def test_a_file_says_what_it_is_and_is_not_converted_twice(saved, tmp_path):
+    new = tmp_path / "new.safetensors"
+    convert(saved, new, to="interleaved", **SIZES)
+    with safe_open(new, "pt") as file:
+        noted = {"posenc.rope_layout": "interleaved"}
+        assert file.metadata() == {"format": "pt", "who": "größer"} | noted
+    with pytest.raises(ValueError, match="must be in the other layout, half"):
+        convert(new, tmp_path / "twice", to="interleaved", **SIZES)
+    with pytest.raises(ValueError, match="must agree"):
+        convert(new, tmp_path / "twice", to="interleaved", layout="half", **SIZES)
+    convert(new, tmp_path / "back", to="half", **SIZES)
+    assert same(load_file(tmp_path / "back"), load_file(saved))
+
+
+@pytest.mark.parametrize(
+    ("config", "arguments", "words"),
+    [
+        pytest.param({}, {}, "num_attention_heads", id="no-sizes"),
+        pytest.param({"model_type": "bert"}, SIZES, "unknown family 'bert'", id="family"),
+        pytest.param({"model_type": "cohere"}, SIZES, "other layout, half", id="already"),
+        pytest.param({}, {**SIZES, "head_dim": 4}, "must have 8 rows", id="shape"),
+        pytest.param({"attention_k_eq_v": True}, SIZES, "values are the keys", id="values"),
+        pytest.param({"position_embedding_type": "absolute"}, SIZES, "rotary", id="absolute"),
+        pytest.param({}, {**SIZES, "layout": "x"}, "layout must be", id="layout"),
+        pytest.param({}, {**SIZES, "to": "x"}, "to must be", id="to"),
+        pytest.param({}, {**SIZES, "check": -1}, "check must be", id="check"),
+    ],
+)
+def test_what_cannot_be_is_refused_and_leaves_nothing(config, arguments, words, saved, tmp_path):
+    arguments = {"to": "interleaved", **arguments}
+    with pytest.raises(ValueError, match=words):
+        convert(saved, tmp_path / "new", config=config, **arguments)
+    assert os.listdir(tmp_path) == [saved.name]
+
+
+@pytest.mark.parametrize(
+    "names",
+    [["layers.0.mlp.up.weight"], ["layers.0.attn.q_norm.weight", "layers.0.attn.strange.weight"]],
+    ids=["nothing", "a-norm-alone"],
+)
+def test_a_checkpoint_of_which_nothing_is_recognised_is_an_error(names, tmp_path):
+    save_file({name: torch.randn(8) for name in names}, tmp_path / "a")
+    with pytest.raises(ValueError, match="projection"):
+        convert(tmp_path / "a", tmp_path / "b", to="interleaved", **SIZES)
+
+
+def test_paths_that_would_lose_something_are_refused(saved, tmp_path):
+    there = tmp_path / "there"
+    there.write_text("mine")
+    with pytest.raises(FileExistsError, match="overwrite"):
+        convert(saved, there, to="half", **SIZES)
+    assert there.read_text() == "mine"
+    for target in (saved, tmp_path):
+        with pytest.raises(ValueError, match="lie apart"):
+            convert(saved, target, to="half", overwrite=True, **SIZES)
+    with pytest.raises(FileNotFoundError, match="a folder that exists"):
+        convert(saved, tmp_path / "no" / "where", to="half", **SIZES)
+    with pytest.raises(FileNotFoundError, match="source must be"):
+        convert(tmp_path / "gone", tmp_path / "new", to="half", **SIZES)
+    convert(saved, there, to="half", overwrite=True, **SIZES)
+    assert load_file(there).keys() == load_file(saved).keys()
+
+
+def test_a_folder_is_replaced_only_when_asked(saved, tmp_path):
+    old, new = tmp_path / "old", tmp_path / "new"
+    old.mkdir()
+    saved.rename(old / "model.safetensors")
+    new.mkdir()
+    (new / "mine").touch()
+    with pytest.raises(FileExistsError):
+        convert(old, new, to="half", **SIZES)
+    assert os.listdir(new) == ["mine"]
+    convert(old, new, to="half", overwrite=True, **SIZES)
+    assert os.listdir(new) == ["model.safetensors"]
+    assert sorted(os.listdir(tmp_path)) == ["new", "old"]
+
+
+def test_an_index_that_leads_out_of_the_folder_is_refused(tmp_path):
+    (tmp_path / "old").mkdir()
+    save_file({"q_proj.weight": torch.ones(32, 2)}, tmp_path / "x.safetensors")
+    index = tmp_path / "old" / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"q_proj.weight": "../x.safetensors"}}))
+    with pytest.raises(ValueError, match="its own folder"):
+        convert(tmp_path / "old", tmp_path / "new", to="half", **SIZES)
+
+
+def test_the_self_test_finds_rows_that_did_not_move(saved, tmp_path, monkeypatch):
+    """Written in their old order, they would be taken for the new one."""
+    stay = lambda file, data, rows: file.write(bytes(data.flatten().tolist()))  # noqa: E731
+    monkeypatch.setattr(streams, "_write_rows", stay)
+    with pytest.raises(ValueError, match=r"logits of layers\.0\.attn must stay the same"):
+        convert(saved, tmp_path / "new", to="interleaved", **SIZES)
+    assert os.listdir(tmp_path) == [saved.name]
+    assert convert(saved, tmp_path / "new", to="interleaved", check=0, **SIZES).checked == ()
+
+
+@pytest.mark.parametrize("wrong", ["k", "bias", "norm"])
+def test_the_self_test_sees_every_kind_of_part(wrong):
+    """One part left behind is enough."""
+    from posenc.interop import families, logits
+
+    stem = "layers.0.attn."
+    old = {
+        f"{stem}q_proj.weight": torch.randn(32, 16),
+        f"{stem}q_proj.bias": torch.randn(32),
+        f"{stem}k_proj.weight": torch.randn(16, 16),
+        f"{stem}k_norm.weight": torch.randn(8),
+    }
+    model = families.from_config({}, **SIZES)
+    new = convert_state(old, to="interleaved", **SIZES)
+    arguments = (list(old), model, old.__getitem__)
+    assert logits.difference(*arguments, new.__getitem__, "interleaved") < 1e-13
+    for name in old:
+        if wrong in name.replace("k_norm", "norm").replace("k_proj.weight", "k"):
+            new[name] = old[name]
+    assert logits.difference(*arguments, new.__getitem__, "interleaved") > 1e-2
+
+
+def test_memory_is_bounded_by_the_largest_tensor_that_moves(tmp_path, monkeypatch):
+    """However many tensors there are, and however large those that stay."""
+    monkeypatch.setattr(streams, "CHUNK", 1 << 14)
+    tensors = {"embed.weight": torch.zeros(1 << 22, dtype=torch.uint8)}
+    for layer in range(8):
+        tensors[f"layers.{layer}.q_proj.weight"] = torch.randn(32, 1 << 13)
+    save_file(tensors, tmp_path / "a")
+    largest = 32 * (1 << 13) * 4
+    del tensors
+    gc.collect()
+
+    tracemalloc.start()
+    convert(tmp_path / "a", tmp_path / "b", to="half", check=0, **SIZES)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+
+    assert largest <= peak < 1.2 * largest
+
+
+def test_progress_is_told_tensor_by_tensor(saved, tmp_path):
+    told = []
+    convert(saved, tmp_path / "b", to="half", tell=lambda *step: told.append(step), **SIZES)
+    assert [name for name, _ in told] == sorted(
+        load_file(saved), key=[name for name, _ in told].index
+    )
+    shares = [share for _, share in told]
+    assert shares == sorted(shares)
+    assert shares[-1] == 1.0
+
+
+def test_an_interruption_leaves_nothing(saved, tmp_path):
+    def interrupt(name, share):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        convert(saved, tmp_path / "new", to="half", tell=interrupt, **SIZES)
+    assert os.listdir(tmp_path) == [saved.name]
+
+
+def test_a_kill_leaves_no_half_written_target(saved, tmp_path):
+    """The name appears with the last byte behind it, or not at all."""
+    before = saved.read_bytes()
+    script = (
+        "import sys, time; from posenc.interop.checkpoints import convert\n"
+        "def hang(name, share):\n"
+        "    print(name, flush=True); time.sleep(600)\n"
+        f"convert(sys.argv[1], sys.argv[2], to='half', tell=hang, **{SIZES})"
+    )
+    target = tmp_path / "new.safetensors"
+    command = [sys.executable, "-c", script, str(saved), str(target)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+        assert process.stdout.readline()
+        process.send_signal(signal.SIGKILL)
+    assert not target.exists()
+    assert saved.read_bytes() == before
+    convert(saved, target, to="half", **SIZES)
+    assert load_file(target).keys() == load_file(saved).keys()
+
+
+def test_public_names_exist():
+    for name in checkpoints.__all__:
+        assert hasattr(checkpoints, name)

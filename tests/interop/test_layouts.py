@@ -1,0 +1,156 @@
+import pytest
+import torch
+
+import oracles
+from posenc.interop.layouts import KINDS, Heads, permute
+
+FORMS = [
+    pytest.param(Heads(4, 8), id="all-channels"),
+    pytest.param(Heads(8, 6, num_kv_heads=2), id="grouped-queries"),
+    pytest.param(Heads(4, 8, num_kv_heads=1, rotary_dim=4), id="multi-query-partial"),
+    pytest.param(Heads(4, 10, rotary_dim=6, last=True, latent=5), id="latent-last"),
+]
+DTYPES = [
+    torch.float64,
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+    torch.int8,
+    torch.int32,
+    torch.bool,
+]
+
+
+def rows_of(kind, heads):
+    """Which rows of a projection are queries and which are keys, written out by the models' code.
+
+    Each entry is the view and the pick that the model's own forward does on its output.
+    """
+    h, hk, d = heads.num_heads, heads.kv_heads, heads.head_dim
+    group = h // hk
+    if kind == "q":
+        return torch.arange(h * d).view(h, d), None
+    if kind == "q_gated":
+        return torch.arange(2 * h * d).view(h, 2 * d)[:, :d], None
+    if kind == "k":
+        return None, torch.arange(hk * d).view(hk, d)
+    if kind == "qkv":
+        q, k, _ = torch.arange((h + 2 * hk) * d).split((h * d, hk * d, hk * d))
+        return q.view(h, d), k.view(hk, d)
+    if kind == "qkv_grouped":
+        every = torch.arange((h + 2 * hk) * d).view(hk, group + 2, d)
+        return every[:, :group].reshape(h, d), every[:, group]
+    if kind == "qkv_codegen":
+        q, _, k = torch.arange(3 * h * d).view(4, -1).chunk(3, dim=1)
+        return q.reshape(h, d), k.reshape(h, d)
+    _, k = torch.arange(heads.latent + heads.turned).split((heads.latent, heads.turned))
+    return None, k.view(1, -1)
+
+
+def turned(x, heads, layout):
+    """Rotation by complex multiplication of the channels that rotate."""
+    x = x[None]
+    angles = torch.randn(
+        x.shape[2],
+        heads.turned // 2,
+        dtype=torch.float64,
+        generator=torch.Generator().manual_seed(3),
+    )
+    still = x.shape[-1] - heads.turned if heads.last else 0
+    rotated = oracles.rotate(
+        x[..., still:], angles.cos(), angles.sin(), interleaved=layout == "interleaved"
+    )
+    return torch.cat((x[..., :still], rotated), dim=-1)[0]
+
+
+@pytest.mark.parametrize("to", ["half", "interleaved"])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("heads", FORMS)
+def test_rotated_heads_keep_their_products(kind, heads, to):
+    """q·k of any two heads is the same after rotation in the new layout, for every kind."""
+    if kind == "qkv_codegen" and heads.kv_heads != heads.num_heads:
+        heads = Heads(heads.num_heads, heads.head_dim, rotary_dim=heads.rotary_dim)
+    was = "half" if to == "interleaved" else "interleaved"
+    q_rows, k_rows = rows_of(kind, heads)
+    rows = max(int(part.max()) for part in (q_rows, k_rows) if part is not None) + 1
+    if kind in ("q_gated", "qkv", "qkv_grouped", "qkv_codegen"):
+        rows = sum(width for _, width in KINDS[kind](heads))
+    weight = torch.randn(rows, 7, dtype=torch.float64)
+    hidden = torch.randn(7, 5, dtype=torch.float64)
+
+    moved = permute(weight, kind, heads, to=to)
+
+    for part in (q_rows, k_rows):
+        if part is not None:
+            old = turned((weight @ hidden)[part].mT, heads, was)
+            new = turned((moved @ hidden)[part].mT, heads, to)
+            products = torch.einsum("htd,gsd->hgts", old, old)
+            torch.testing.assert_close(torch.einsum("htd,gsd->hgts", new, new), products)
+    others = torch.ones(rows, dtype=torch.bool)
+    for part in (q_rows, k_rows):
+        if part is not None:
+            others[part.flatten()] = False
+    assert torch.equal(moved[others], weight[others]), "values, gates and latents stay"
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_there_and_back_is_the_same_bits_in_every_dtype(dtype):
+    """Rows move as bits, so that NaN payloads and dtypes without arithmetic survive."""
+    heads = Heads(4, 8, num_kv_heads=2, rotary_dim=6)
+    raw = torch.randint(0, 256, (32, 16), dtype=torch.uint8)
+    weight = raw.bool() if dtype == torch.bool else raw.view(dtype)
+    there = permute(weight, "q", heads, to="interleaved")
+    back = permute(there, "q", heads, to="half")
+    assert there.dtype == dtype
+    assert not torch.equal(there.view(torch.uint8), weight.view(torch.uint8))
+    assert torch.equal(back.view(torch.uint8), weight.view(torch.uint8))
+
+
+@pytest.mark.parametrize("shape", [(8,), (32,), (16,), (4, 8)], ids=str)
+def test_a_norm_moves_with_the_channels_it_scales(shape):
+    heads = Heads(4, 8, num_kv_heads=2, rotary_dim=4)
+    weight = torch.randn(shape)
+    moved = permute(weight, "norm", heads, to="interleaved")
+    expected = weight.reshape(-1, 8)[:, [0, 2, 1, 3, 4, 5, 6, 7]]
+    assert torch.equal(moved, expected.reshape(shape))
+
+
+def test_a_lora_pair_moves_as_the_product_does():
+    heads = Heads(4, 8)
+    a, b = torch.randn(2, 16, dtype=torch.float64), torch.randn(32, 2, dtype=torch.float64)
+    whole = permute(b @ a, "q", heads, to="half")
+    assert torch.equal(permute(b, "q", heads, to="half") @ a, whole)
+
+
+def test_rows_may_lie_in_another_dimension():
+    heads = Heads(2, 4)
+    weight = torch.randn(3, 8)
+    moved = permute(weight, "k", heads, to="half", dim=1)
+    assert torch.equal(moved, permute(weight.T, "k", heads, to="half").T)
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        pytest.param(lambda: Heads(4, 8, num_kv_heads=3), "a multiple of num_kv_heads=3", id="kv"),
+        pytest.param(lambda: Heads(4, 8, rotary_dim=10), "at most head_dim=8", id="rotary-dim"),
+        pytest.param(lambda: Heads(4, 8, rotary_dim=5), "must be even", id="odd"),
+        pytest.param(
+            lambda: permute(torch.ones(8), "v", Heads(1, 8), to="half"), "kind must be", id="kind"
+        ),
+        pytest.param(
+            lambda: permute(torch.ones(8), "q", Heads(1, 8), to="x"), "to must be", id="to"
+        ),
+        pytest.param(
+            lambda: permute(torch.ones(9), "q", Heads(1, 8), to="half"), "8 rows", id="rows"
+        ),
+        pytest.param(
+            lambda: permute(torch.ones(9), "norm", Heads(2, 8), to="half"), "8 or 16", id="norm"
+        ),
+    ],
+)
+def test_what_cannot_be_is_refused(call, words):
+    with pytest.raises(ValueError, match=words):
+        call()

@@ -1,0 +1,112 @@
+import math
+
+import pytest
+import torch
+
+from posenc import LearnedPosEmbedding
+from posenc.interop.checkpoints import resize_learned
+
+
+def linear(table, length):
+    """Row by row: both ends kept, the others on the line between their two neighbours."""
+    rows = []
+    for i in range(length):
+        at = i * (len(table) - 1) / (length - 1)
+        low = min(int(at), len(table) - 2)
+        rows.append(table[low] + (at - low) * (table[low + 1] - table[low]))
+    return torch.stack(rows)
+
+
+def cubic(x, a=-0.75):
+    """Keys' kernel, as image libraries choose its parameter."""
+    x = abs(x)
+    if x < 1:
+        return (a + 2) * x**3 - (a + 3) * x**2 + 1
+    return a * x**3 - 5 * a * x**2 + 8 * a * x - 4 * a if x < 2 else 0.0
+
+
+def bicubic(cells, size):
+    """Cell by cell: centres to centres, the border repeated."""
+    height, width, channels = cells.shape
+    new = torch.zeros(*size, channels, dtype=torch.float64)
+    for i in range(size[0]):
+        for j in range(size[1]):
+            y, x = (i + 0.5) * height / size[0] - 0.5, (j + 0.5) * width / size[1] - 0.5
+            for r in range(math.floor(y) - 1, math.floor(y) + 3):
+                for c in range(math.floor(x) - 1, math.floor(x) + 3):
+                    cell = cells[min(max(r, 0), height - 1), min(max(c, 0), width - 1)]
+                    new[i, j] += cubic(y - r) * cubic(x - c) * cell
+    return new
+
+
+@pytest.mark.parametrize("length", [2, 5, 7, 20])
+def test_a_line_is_interpolated_between_its_ends(length):
+    table = torch.randn(7, 3, dtype=torch.float64)
+    got = resize_learned(table, length)
+    torch.testing.assert_close(got, linear(table, length), rtol=0, atol=1e-14)
+
+
+def test_interpolation_is_computed_in_float64_and_rounded_once():
+    table = torch.randn(100, 4).bfloat16()
+    got = resize_learned(table, 333)
+    assert torch.equal(got, linear(table.double(), 333).bfloat16())
+
+
+@pytest.mark.parametrize(
+    ("grid", "size"), [((4, 4), (7, 7)), ((4, 4), (3, 5)), ((2, 6), (4, 4))], ids=str
+)
+@pytest.mark.parametrize("extra", [0, 1, 2])
+def test_a_grid_is_interpolated_bicubically_and_class_tokens_stay(grid, size, extra):
+    table = torch.randn(1, extra + grid[0] * grid[1], 3, dtype=torch.float64)
+    got = resize_learned(table, size, grid=grid, extra=extra)
+    exact = bicubic(table[0, extra:].view(*grid, 3), size).view(-1, 3)
+    assert torch.equal(got[0, :extra], table[0, :extra])
+    torch.testing.assert_close(got[0, extra:], exact, rtol=0, atol=1e-13)
+
+
+def test_an_extension_keeps_the_trained_rows_and_repeats_them():
+    table = torch.randn(6, 3)
+    got = resize_learned(table, 11, method="extend", fill="repeat", extra=2)
+    assert torch.equal(got, table[[0, 1, 2, 3, 4, 5, 2, 3, 4, 5, 2, 3, 4]])
+
+
+def test_an_extension_fills_with_small_noise():
+    table = torch.randn(10, 64)
+    generator = torch.Generator().manual_seed(0)
+    got = resize_learned(table, 1000, method="extend", generator=generator)
+    assert torch.equal(got[:10], table)
+    # 63 360 draws: the mean and the spread are known to 1 part in 170.
+    assert abs(got[10:].mean()) < 5 * 0.02 / 63_360**0.5
+    assert abs(got[10:].std() / 0.02 - 1) < 5 / (2 * 63_360) ** 0.5
+
+
+def test_a_state_dict_is_resized_and_loads():
+    small = LearnedPosEmbedding(max_len=16, embed_dim=4)
+    state = resize_learned(small.state_dict(), 64, method="extend", fill="repeat")
+    large = LearnedPosEmbedding(max_len=64, embed_dim=4)
+    large.load_state_dict(state)
+    assert torch.equal(large.pos_emb.weight[16:32], small.pos_emb.weight)
+
+
+def test_other_tensors_of_a_state_are_the_same_objects():
+    state = {"wte.weight": torch.randn(3, 2), "transformer.wpe.weight": torch.randn(4, 2)}
+    new = resize_learned(state, 8)
+    assert new["wte.weight"] is state["wte.weight"]
+    assert new["transformer.wpe.weight"].shape == (8, 2)
+
+
+@pytest.mark.parametrize(
+    ("table", "arguments", "words"),
+    [
+        pytest.param(torch.ones(5, 2), {"length": 3, "method": "extend"}, "at least 5", id="cut"),
+        pytest.param(torch.ones(5, 2), {"length": (3, 3)}, "extra=1", id="not-square"),
+        pytest.param(torch.ones(5, 2), {"length": (3, 3), "grid": (2, 3)}, "2 x 3", id="grid"),
+        pytest.param(torch.ones(5, 2), {"length": 9, "method": "x"}, "method must", id="method"),
+        pytest.param(torch.ones(5, 2), {"length": 9, "extra": 5}, "positions of table", id="extra"),
+        pytest.param({"a": torch.ones(5, 2)}, {"length": 9}, "Pass key", id="no-table"),
+        pytest.param({"a": torch.ones(5, 2)}, {"length": 9, "key": "b"}, "'b'", id="key"),
+    ],
+)
+def test_what_cannot_be_is_refused(table, arguments, words):
+    with pytest.raises(ValueError, match=words):
+        resize_learned(table, arguments.pop("length"), **arguments)
