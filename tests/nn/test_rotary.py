@@ -309,7 +309,8 @@ def test_a_compiled_call_still_refuses_positions_outside_the_table():
     compiled = torch.compile(rope, fullgraph=True)
     compiled(torch.randn(3, 4), torch.tensor([0, 1, 2]))
     for bad in (-1, 8):
-        with pytest.raises(ValueError, match="positions must be in"):
+        # By the kernel, or by an assertion where Inductor wrote the rotation itself.
+        with pytest.raises((ValueError, RuntimeError), match="positions must be in"):
             compiled(torch.randn(3, 4), torch.tensor([0, bad, 2]))
 
 

@@ -14,7 +14,7 @@ from posenc.kernels import Rows, Turn
 from posenc.nn.rotary import RotaryTables
 from posenc.numerics.axes import Axes
 from posenc.numerics.frequencies import Spectrum, scaled_rates
-from posenc.numerics.scaling import Length, Rule
+from posenc.numerics.scaling import Rule
 from posenc.numerics.tables import angles, of_angles, widest
 
 
@@ -87,9 +87,11 @@ class RopeTables(RotaryTables):
         """Positions as coordinates that are all the same, where there are several."""
         return at if self.axes is None else at.expand(self.axes.count(), *at.shape)
 
-    def _at(self, seq_len: Length | None) -> Spectrum:
-        """What is turned by in a sequence of this length."""
-        rule = None if self.scaling is None else self.scaling.at(seq_len)
+    def _at(self, seq_len: int | Tensor | None) -> Spectrum:
+        """What is turned by in a sequence of this length; lengths in a tensor are left open."""
+        rule = self.scaling
+        if rule is not None and not isinstance(seq_len, Tensor):
+            rule = rule.at(seq_len)
         return Spectrum(self._width(), self.base, rule, self.axes)
 
     def _length(self, who: str, x: Tensor | None, seq_len: Any) -> Any:
@@ -148,29 +150,29 @@ class RopeTables(RotaryTables):
         length = self._length(who, x, self._last(x, rows) if seq_len is None else seq_len)
         if self._resting.base != self.base or self._resting.dim != self._width():
             self._resting = self._at(None)
-        spectrum = self._resting if length is None else self._at(length)
-        gain = spectrum.gain()
-        if length is None and (not inverse or gain == 1.0):
-            return self._cos_sin(who, x, spectrum, rows, need)
+        if length is None and (not inverse or self._resting.gain() == 1.0):
+            return self._cos_sin(who, x, self._resting, rows, need)
         at = rows.numbers(x.shape[2], x.device)
         checks.extent(who, at, "max_seq_len", limit)
-        phi = self._angles(self._spread(at[0] if at.shape[0] == 1 else at), spectrum)
+        at = self._spread(at[0] if at.shape[0] == 1 else at)
+        phi, gain = self._angles_and_gain(at, length)
         return *of_angles(phi, x.device, 1 / gain if inverse else gain), Rows()
 
     def _own_angles(
         self, who: str, x: Tensor, position_ids: Tensor, seq_len: Any
-    ) -> tuple[Tensor, float]:
+    ) -> tuple[Tensor, float | Tensor]:
         """Angles and gain of tokens that have coordinates of their own."""
         at = checks.coordinates(who, "position_ids", position_ids, x.shape, x.device, self._count())
         if seq_len is None and at.numel():
             seq_len = at.max().floor().to(torch.int64) + 1
-        spectrum = self._at(self._length(who, x, seq_len))
-        return self._angles(at, spectrum), spectrum.gain()
+        return self._angles_and_gain(at, self._length(who, x, seq_len))
 
-    def _angles(self, at: Tensor, spectrum: Spectrum) -> Tensor:
+    def _angles_and_gain(self, at: Tensor, length: Any) -> tuple[Tensor, float | Tensor]:
+        spectrum = self._at(length)
+        length = length if isinstance(length, Tensor) else None
         if widest(at.device) != torch.float64:
-            at = at.cpu()
-        return angles(at, spectrum)
+            at, length = at.cpu(), None if length is None else length.cpu()
+        return angles(at, spectrum, length), spectrum.gain(length)
 
     def _turned_by(self, who: str, k: Tensor, phi: Tensor, gain: float | Tensor) -> Tensor:
         cos, sin = of_angles(phi, k.device, gain)

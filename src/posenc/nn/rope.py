@@ -116,7 +116,7 @@ class RoPE(RopeTables):
 
     def attention_factor(self, seq_len: int | None = None) -> float:
         """What cosines and sines are multiplied with in a sequence of this length."""
-        return self._at(self._length("RoPE.attention_factor", None, seq_len)).gain()
+        return float(self._at(self._length("RoPE.attention_factor", None, seq_len)).gain())
 
     @overload
     def apply(self, q: Callable[[torch.nn.Module], None]) -> RoPE: ...
@@ -247,10 +247,9 @@ class RoPE(RopeTables):
         shape, device, axes = k.shape, k.device, self._count()
         target = checks.coordinates(who, "to_positions", to_positions, shape, device, axes)
         origin = checks.coordinates(who, "from_positions", from_positions, shape, device, axes)
-        new = self._at(self._length(who, k, to_seq_len))
-        old = self._at(self._length(who, k, from_seq_len))
-        phi = self._angles(target, new) - self._angles(origin, old)
-        return self._turned_by(who, k, phi, new.gain() / old.gain())
+        phi, gain = self._angles_and_gain(target, self._length(who, k, to_seq_len))
+        old, old_gain = self._angles_and_gain(origin, self._length(who, k, from_seq_len))
+        return self._turned_by(who, k, phi - old, gain / old_gain)
 
     def shift(self, k: Tensor, by: int | Tensor, *, seq_len: int | Tensor | None = None) -> Tensor:
         """Move rotated keys by a number of positions, back if it is negative.
@@ -274,8 +273,8 @@ class RoPE(RopeTables):
             at = torch.full((1,), by, device=k.device)
         # One angle serves every token of a sequence.
         at = at[:, None].expand(-1, k.shape[2])
-        spectrum = self._at(self._length(who, k, seq_len))
-        return self._turned_by(who, k, self._angles(self._spread(at), spectrum), 1.0)
+        phi, _ = self._angles_and_gain(self._spread(at), self._length(who, k, seq_len))
+        return self._turned_by(who, k, phi, 1.0)
 
     def tables(
         self, position_ids: Tensor, *, seq_len: int | Tensor | None = None

@@ -35,13 +35,9 @@ class Spectrum:
     scaling: Rule | None = None
     axes: Axes | None = None
 
-    def gain(self) -> float:
+    def gain(self, seq_len: Tensor | None = None) -> float | Tensor:
         """What cosines and sines are multiplied with."""
-        return 1.0 if self.scaling is None else self.scaling.gain()
-
-    def is_fixed(self) -> bool:
-        """Whether every rate is a number, and none a tensor."""
-        return self.scaling is None or self.scaling.is_fixed()
+        return 1.0 if self.scaling is None else self.scaling.gain(seq_len)
 
 
 def inverse_frequencies(dim: int, base: float = 10_000.0) -> Tensor:
@@ -71,10 +67,13 @@ def inverse_frequencies(dim: int, base: float = 10_000.0) -> Tensor:
     return torch.tensor(rates, dtype=torch.float64, device="cpu")
 
 
-def scaled_rates(spectrum: Spectrum, device: torch.device | None = None) -> Tensor:
-    """The rate of each pair, after its rule and in the order of its axes, float64 ``[..., P]``.
+def scaled_rates(
+    spectrum: Spectrum, device: torch.device | None = None, seq_len: Tensor | None = None
+) -> Tensor:
+    """The rate of each pair, after its rule and in the order of its axes, float64 ``[P]``.
 
-    A rule is applied in float64; without one each rate is correctly rounded.
+    A rule is applied in float64; without one each rate is correctly rounded. With lengths in a
+    tensor ``[...]``, which rules may depend on, the rates are ``[..., 1, P]``.
 
     Examples:
         >>> from posenc.numerics.scaling import Linear
@@ -86,8 +85,8 @@ def scaled_rates(spectrum: Spectrum, device: torch.device | None = None) -> Tens
     if device is not None:
         rates = rates.to(device)
     if spectrum.scaling is not None:
-        rates = spectrum.scaling(rates, spectrum.base)
-        if spectrum.is_fixed() and not rates.isfinite().all():
+        rates = spectrum.scaling(rates, spectrum.base, seq_len)
+        if seq_len is None and not rates.isfinite().all():
             rule = f"{spectrum.scaling} makes rates that are not finite, with base {spectrum.base}"
             raise ValueError(f"{rule}.\n  Pass a factor closer to 1.")
     return rates if axes is None else rates[..., list(axes.rates(dim // 2))]

@@ -12,7 +12,7 @@ from posenc.numerics.frequencies import Spectrum, scaled_rates, turn_steps
 _HALF = 2**32 - 1
 
 
-def angles(positions: Tensor, rates: Spectrum | Tensor) -> Tensor:
+def angles(positions: Tensor, rates: Spectrum | Tensor, seq_len: Tensor | None = None) -> Tensor:
     r"""Angle of each pair at each position, in float64.
 
     .. math:: \phi_{p,i} = p\,\theta_i
@@ -27,6 +27,8 @@ def angles(positions: Tensor, rates: Spectrum | Tensor) -> Tensor:
         positions: int64 within :math:`\pm 2^{31}`, or floating, of any shape; where the spectrum
             has several axes, with one for the coordinates before it.
         rates: A spectrum, or a tensor whose shape ends in ``P``.
+        seq_len: Length of the sequence, or of each, in a tensor, for rules that depend on it;
+            float64 then serves.
 
     Returns:
         float64 of shape ``[*positions.shape, P]``; in fixed point within a hair of
@@ -43,8 +45,8 @@ def angles(positions: Tensor, rates: Spectrum | Tensor) -> Tensor:
     at = positions.unsqueeze(-1)
     if isinstance(rates, Spectrum) and rates.axes is not None:
         at = positions[list(rates.axes.followed(rates.dim // 2))].movedim(0, -1)
-    if isinstance(rates, Spectrum) and (positions.is_floating_point() or not rates.is_fixed()):
-        rates = scaled_rates(rates, positions.device)
+    if isinstance(rates, Spectrum) and (positions.is_floating_point() or seq_len is not None):
+        rates = scaled_rates(rates, positions.device, seq_len)
     if isinstance(rates, Tensor):
         return at.to(torch.float64) * rates.to(torch.float64)
     steps, rests = turn_steps(rates)

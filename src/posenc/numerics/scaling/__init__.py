@@ -8,12 +8,11 @@ a sequence of some length; most do not depend on it and give themselves.
 
 from posenc.numerics.scaling.by_length import DynamicNTK, LongRoPE
 from posenc.numerics.scaling.fixed import NTK, Linear, Llama3, PerPair, Proportional, YaRN
-from posenc.numerics.scaling.rule import Length, Rule
+from posenc.numerics.scaling.rule import Rule
 
 __all__ = [
     "NTK",
     "DynamicNTK",
-    "Length",
     "Linear",
     "Llama3",
     "LongRoPE",

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from posenc._contract import checks
-from posenc.numerics.scaling.fixed import NTK, PerPair
-from posenc.numerics.scaling.rule import Length, Rule
+from posenc.numerics.scaling.fixed import NTK, PerPair, with_larger_base
+from posenc.numerics.scaling.rule import Rule
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,17 +40,17 @@ class DynamicNTK(Rule):
         self._positive("factor")
         self._count("original_length")
 
-    def __call__(self, rates: Tensor, base: float) -> Tensor:
-        """Rates for a sequence that fits the trained length: as they were."""
-        return rates
+    def __call__(self, rates: Tensor, base: float, seq_len: Tensor | None = None) -> Tensor:
+        """Rates to turn by, as they were unless a longer sequence is named."""
+        if seq_len is None:
+            return rates
+        ratio = (seq_len.to(torch.float64) / self.original_length).clamp(min=1)[..., None, None]
+        return with_larger_base(rates, self.factor * ratio - (self.factor - 1))
 
-    def at(self, seq_len: Length | None) -> Rule:
+    def at(self, seq_len: int | None) -> Rule:
         """The rule for a sequence of this length."""
         if seq_len is None:
             return NTK(1.0)
-        if isinstance(seq_len, Tensor):
-            ratio = (seq_len.to(torch.float64) / self.original_length).clamp(min=1)[..., None, None]
-            return NTK(self.factor * ratio - (self.factor - 1))
         longest = max(seq_len, self.original_length)
         return NTK(self.factor * longest / self.original_length - (self.factor - 1))
 
@@ -115,33 +115,36 @@ class LongRoPE(Rule):
             if getattr(self, name) is not None:
                 self._positive(name)
 
-    def __call__(self, rates: Tensor, base: float) -> Tensor:
-        """Rates for a sequence that fits the trained length."""
-        return self.at(None)(rates, base)
+    def __call__(self, rates: Tensor, base: float, seq_len: Tensor | None = None) -> Tensor:
+        """Rates to turn by, those of short sequences unless a longer one is named."""
+        short = self.at(None)(rates, base)
+        if seq_len is None:
+            return short
+        long = self.at(self.original_length + 1)(rates, base)
+        return torch.where((seq_len > self.original_length)[..., None, None], long, short)
 
-    def gain(self) -> float:
-        """What cosines and sines are multiplied with, past the trained length."""
+    def gain(self, seq_len: Tensor | None = None) -> float | Tensor:
+        """What cosines and sines are multiplied with; past the trained length unless named."""
         if self.attention_factor is not None:
-            return self.attention_factor
-        if self.factor <= 1 or self.original_length == 1:
-            return 1.0
-        return math.sqrt(1 + math.log(self.factor) / math.log(self.original_length))
+            long = self.attention_factor
+        elif self.factor <= 1 or self.original_length == 1:
+            long = 1.0
+        else:
+            long = math.sqrt(1 + math.log(self.factor) / math.log(self.original_length))
+        short = self.short_attention_factor
+        if seq_len is None or short is None:
+            return long
+        is_long = (seq_len > self.original_length)[..., None, None]
+        return torch.where(is_long, long, short).to(torch.float64)
 
-    def at(self, seq_len: Length | None) -> Rule:
+    def at(self, seq_len: int | None) -> Rule:
         """The rule for a sequence of this length."""
-        long = self.gain()
-        short = long if self.short_attention_factor is None else self.short_attention_factor
-        if isinstance(seq_len, Tensor):
-            is_long = (seq_len > self.original_length)[..., None, None]
-            far, near = (
-                torch.tensor(each, dtype=torch.float64, device=seq_len.device)
-                for each in (self.long_factor, self.short_factor)
-            )
-            gain = long if short == long else torch.where(is_long, long, short).to(torch.float64)
-            return PerPair(torch.where(is_long, far, near), gain)
+        gain = self.gain()
+        assert isinstance(gain, float)
         if seq_len is not None and seq_len > self.original_length:
-            return PerPair(self.long_factor, long)
-        return PerPair(self.short_factor, short)
+            return PerPair(self.long_factor, gain)
+        short = self.short_attention_factor
+        return PerPair(self.short_factor, gain if short is None else short)
 
     def trained_length(self) -> int:
         """The longest sequence that takes the short factors."""

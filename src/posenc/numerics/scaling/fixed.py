@@ -32,7 +32,7 @@ class Linear(Rule):
     def __post_init__(self) -> None:
         self._positive("factor")
 
-    def __call__(self, rates: Tensor, base: float) -> Tensor:
+    def __call__(self, rates: Tensor, base: float, seq_len: Tensor | None = None) -> Tensor:
         """Rates to turn by."""
         return rates / self.factor
 
@@ -51,22 +51,14 @@ class NTK(Rule):
         bloc97, *NTK-Aware Scaled RoPE*, 2023; Peng et al., *YaRN*, 2023, definition 1.
     """
 
-    # Inside a graph, and for lengths of each sequence's own, a tensor ``[..., 1, 1]``.
-    factor: float | Tensor
+    factor: float
 
     def __post_init__(self) -> None:
-        if not isinstance(self.factor, Tensor):
-            self._positive("factor")
+        self._positive("factor")
 
-    def __call__(self, rates: Tensor, base: float) -> Tensor:
+    def __call__(self, rates: Tensor, base: float, seq_len: Tensor | None = None) -> Tensor:
         """Rates to turn by."""
-        pairs = rates.shape[-1]
-        exponents = torch.arange(pairs, dtype=torch.float64, device=rates.device)
-        return rates * self.factor ** (exponents / -max(pairs - 1, 1))
-
-    def is_fixed(self) -> bool:
-        """Whether its numbers are known."""
-        return not isinstance(self.factor, Tensor)
+        return with_larger_base(rates, self.factor)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +119,7 @@ class YaRN(Rule):
                 object.__setattr__(self, name, None)
         checks.boolean("YaRN", "truncate", self.truncate)
 
-    def __call__(self, rates: Tensor, base: float) -> Tensor:
+    def __call__(self, rates: Tensor, base: float, seq_len: Tensor | None = None) -> Tensor:
         """Rates to turn by."""
         pairs = rates.shape[-1]
         low, high = self.blend_range(2 * pairs, base)
@@ -151,7 +143,7 @@ class YaRN(Rule):
         low, high = max(low, 0), min(high, dim - 1)
         return low, high if high != low else high + 0.001
 
-    def gain(self) -> float:
+    def gain(self, seq_len: Tensor | None = None) -> float:
         """What cosines and sines are multiplied with."""
         if self.attention_factor is not None:
             return self.attention_factor
@@ -198,7 +190,7 @@ class Llama3(Rule):
             way_out = "Fast pairs turn more often than slow ones."
             raise ValueError(checks.message("Llama3", rule, self.high_freq_factor, way_out))
 
-    def __call__(self, rates: Tensor, base: float) -> Tensor:
+    def __call__(self, rates: Tensor, base: float, seq_len: Tensor | None = None) -> Tensor:
         """Rates to turn by."""
         turns = rates * (self.original_length / math.tau)
         band = self.high_freq_factor - self.low_freq_factor
@@ -240,7 +232,7 @@ class Proportional(Rule):
                 checks.message("Proportional", "share must be at most 1", self.share, "1 is all.")
             )
 
-    def __call__(self, rates: Tensor, base: float) -> Tensor:
+    def __call__(self, rates: Tensor, base: float, seq_len: Tensor | None = None) -> Tensor:
         """Rates to turn by."""
         pairs = rates.shape[-1]
         turning = torch.arange(pairs, device=rates.device) < int(self.share * 2 * pairs // 2)
@@ -251,25 +243,25 @@ class Proportional(Rule):
 class PerPair(Rule):
     """Each pair slowed by a factor of its own: what LongRoPE comes down to at one length."""
 
-    # Inside a graph, and for lengths of each sequence's own, a tensor ``[..., 1, P]``.
-    factors: tuple[float, ...] | Tensor
-    attention_factor: float | Tensor = 1.0
+    factors: tuple[float, ...]
+    attention_factor: float = 1.0
 
-    def __call__(self, rates: Tensor, base: float) -> Tensor:
+    def __call__(self, rates: Tensor, base: float, seq_len: Tensor | None = None) -> Tensor:
         """Rates to turn by."""
-        factors = self.factors
-        if not isinstance(factors, Tensor):
-            factors = torch.tensor(factors, dtype=torch.float64, device=rates.device)
+        factors = torch.tensor(self.factors, dtype=torch.float64, device=rates.device)
         if factors.shape[-1] != rates.shape[-1]:
             rule = f"short_factor and long_factor must have {rates.shape[-1]} numbers"
             way_out = "One for each rotated pair: rotary_dim / 2."
             raise ValueError(checks.message("LongRoPE", rule, factors.shape[-1], way_out))
         return rates / factors
 
-    def gain(self) -> float:
+    def gain(self, seq_len: Tensor | None = None) -> float:
         """What cosines and sines are multiplied with."""
-        return self.attention_factor  # type: ignore[return-value]
+        return self.attention_factor
 
-    def is_fixed(self) -> bool:
-        """Whether its numbers are known."""
-        return not isinstance(self.factors, Tensor)
+
+def with_larger_base(rates: Tensor, factor: float | Tensor) -> Tensor:
+    """Rates whose slowest is slower by ``factor``, and whose fastest is as before."""
+    pairs = rates.shape[-1]
+    exponents = torch.arange(pairs, dtype=torch.float64, device=rates.device)
+    return rates * factor ** (exponents / -max(pairs - 1, 1))

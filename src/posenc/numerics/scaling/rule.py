@@ -4,39 +4,33 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from posenc._contract import checks
-
-# A length that is known, that is being traced, or that each sequence has its own of.
-Length = int | torch.SymInt | Tensor
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
     """What every rule is: a function of the rates, with a gain of one unless it says otherwise."""
 
-    def __call__(self, rates: Tensor, base: float) -> Tensor:
+    def __call__(self, rates: Tensor, base: float, seq_len: Tensor | None = None) -> Tensor:
         """Rates to turn by.
 
         Args:
             rates: float64 of shape ``[P]``, fastest first.
             base: The base they were made of.
+            seq_len: Length that a graph finds out, or one for each sequence, ``[...]``, for rules
+                that depend on it; the rates are then ``[..., 1, P]``.
         """
         raise NotImplementedError
 
-    def gain(self) -> float:
+    def gain(self, seq_len: Tensor | None = None) -> float | Tensor:
         """What cosines and sines are multiplied with."""
         return 1.0
 
-    def at(self, seq_len: Length | None) -> Rule:
+    def at(self, seq_len: int | None) -> Rule:
         """The rule for a sequence of this length; None for one that fits the trained length."""
         return self
-
-    def is_fixed(self) -> bool:
-        """Whether its numbers are known, and not tensors that a length was put into."""
-        return True
 
     def trained_length(self) -> int | None:
         """The longest sequence that :meth:`at` treats as None; None if it treats all alike."""
