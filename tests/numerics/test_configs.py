@@ -154,6 +154,7 @@ SIZES = {"hidden_size": 512, "num_attention_heads": 8}
             {"model_type": "cohere"}, {"interleaved": True, "interleaved_out": None}, id="cohere"
         ),
         pytest.param({"model_type": "llama"}, {"interleaved": False}, id="llama"),
+        pytest.param({"model_type": "stablelm"}, {"rotary_dim": 16}, id="share-of-the-family"),
         pytest.param(
             {"model_type": "deepseek_v3", "rope_interleave": False},
             {"interleaved": False},

@@ -13,6 +13,7 @@ from torch import Tensor
 from posenc._contract import checks
 from posenc.interop import layouts
 from posenc.interop.layouts import Heads, Layout
+from posenc.numerics.configs import SHARES
 
 Config = Mapping[str, Any]
 
@@ -43,13 +44,6 @@ SWITCHED = frozenset(("axk1", "deepseek_v3", "glm4_moe_lite", "mistral4", "youtu
 # `query_key_value` and the like go key head by key head; elsewhere queries, keys, values.
 _GROUPED = frozenset(("falcon", "gpt_neox", "gpt_neox_japanese", "internlm2", "persimmon"))
 _GATED = frozenset(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"))
-# The share of a head that rotates, where it is not all and the config leaves it out.
-_PARTIAL = {
-    **dict.fromkeys(("gpt_neox", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"), 0.25),
-    **dict.fromkeys(("bamba", "glm", "glm4", "glm4_moe", "glm4v_moe_text", "nemotron"), 0.5),
-    **dict.fromkeys(("persimmon", "phi", "recurrent_gemma"), 0.5),
-    "stablelm": 0.25,
-}
 
 _ROLES = {
     **dict.fromkeys(("q_proj", "q_b_proj", "query", "wq"), "q"),
@@ -240,7 +234,7 @@ def _partial(config: Config, family: str | None, layer: int) -> float:
         for key in ("partial_rotary_factor", "rotary_pct", "rope_pct"):
             if place.get(key) is not None:
                 return float(place[key])
-    return _PARTIAL.get(family or "", 1.0)
+    return SHARES.get(family or "", 1.0)
 
 
 def _refuse(config: Config) -> None:

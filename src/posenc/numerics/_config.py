@@ -21,6 +21,14 @@ INTERLEAVED_TO_HALVES = frozenset(
     "mistral4 mistral_large4 youtu".split()
 )
 
+# The share of a head that rotates, where it is not all and the config leaves it out.
+SHARES = {
+    **dict.fromkeys(("gpt_neox", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"), 0.25),
+    **dict.fromkeys(("bamba", "glm", "glm4", "glm4_moe", "glm4v_moe_text", "nemotron"), 0.5),
+    **dict.fromkeys(("persimmon", "phi", "recurrent_gemma"), 0.5),
+    "stablelm": 0.25,
+}
+
 _KEYS = frozenset(
     "rope_type type rope_theta partial_rotary_factor factor original_max_position_embeddings "
     "attention_factor beta_fast beta_slow short_factor long_factor low_freq_factor "
@@ -167,6 +175,9 @@ class Config:
         name = "partial_rotary_factor"
         share = self._one("rotary_dim", [name], [name, "rotary_pct"])
         count = self.top.get("rotary_dim")
+        kind = self.top.get("model_type")
+        if share is None and count is None and isinstance(kind, str) and kind in SHARES:
+            share, self.sources["rotary_dim"] = SHARES[kind], f"{self.prefix}model_type"
         if share is None and count is None:
             return head_dim
         if share is not None:

@@ -10,8 +10,10 @@ from typing import Any
 
 from posenc._contract import checks
 from posenc.numerics import scaling
-from posenc.numerics._config import Config
+from posenc.numerics._config import SHARES, Config
 from posenc.numerics.axes import Axes
+
+__all__ = ["SHARES", "Recipe", "layer_types", "read"]
 
 
 @dataclass(frozen=True, slots=True)
