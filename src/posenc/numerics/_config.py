@@ -12,8 +12,8 @@ from posenc.numerics.axes import Axes, Sections
 # Model types whose queries and keys are rotated in adjacent pairs. `rope_interleave` in a config
 # says the same of DeepSeek's family, which puts the result out in halves.
 INTERLEAVED = frozenset(
-    "blt codegen cohere cohere2 cohere2_moe deepseek_v2 ernie4_5 ernie4_5_moe ernie4_5_vl_moe "
-    "ernie4_5_vl_moe_text glm glm4 glm4v glm4v_text glm_ocr glm_ocr_text gptj helium llama4 "
+    "blt codegen cohere cohere2 cohere2_moe deepseek_v2 ernie4_5 ernie4_5_moe "
+    "glm glm4 glm4v glm4v_text glm_ocr glm_ocr_text gptj helium llama4 "
     "llama4_text moonshine moonshine_streaming openai_privacy_filter roformer".split()
 )
 INTERLEAVED_TO_HALVES = frozenset(
@@ -21,6 +21,14 @@ INTERLEAVED_TO_HALVES = frozenset(
     "mistral4 mistral_large4 youtu".split()
 )
 
+# Rotations that no RoPE has, whatever their configs say.
+UNLIKE = {
+    "eomt_dinov3": "its coordinates are fractions of an image",
+    "ernie4_5_vl_moe": "its pairs are in an order of their own",
+    "ernie4_5_vl_moe_text": "its pairs are in an order of their own",
+    "musicflamingo": "its positions are times of an audio",
+    "nanochat": "it turns the other way",
+}
 # The share of a head that rotates, where it is not all and the config leaves it out.
 SHARES = {
     **dict.fromkeys(("gpt_neox", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"), 0.25),
@@ -52,6 +60,10 @@ class Config:
             inner = config.get(name)
             if isinstance(inner, Mapping) and "hidden_size" not in config:
                 config, self.prefix = inner, f"{name}."
+        kind = config.get("model_type")
+        if isinstance(kind, str) and kind in UNLIKE:
+            rule, way_out = "model_type must rotate as RoPE does", f"Here, {UNLIKE[kind]}."
+            raise ValueError(self._text(rule, kind, way_out))
         self.top = config
         self.where = ""
         self.rope: Mapping[str, Any] = {}
@@ -131,9 +143,12 @@ class Config:
 
     def head_dim(self, layer_type: str | None) -> int:
         """Channels of a head, or those of the part that is rotated where it is kept apart."""
-        names = ["qk_rope_head_dim", "head_dim", "attention_head_size", "kv_channels"]
+        names = ["qk_rope_head_dim", "head_dim", "attention_head_dim", "kv_channels"]
         if layer_type == "full_attention":
             names.insert(0, "global_head_dim")
+        own = self._of_layers(layer_type, "head_dim")
+        if own is not None:
+            return self._width("head_dim", own, "per_layer_config")
         for name in names:
             if self.top.get(name) is not None:
                 return self._width(name, self.top[name], name)
@@ -151,6 +166,22 @@ class Config:
         keys = ", ".join(sorted(map(str, self.top)))
         got = f"keys {keys if len(keys) <= 200 else keys[:197] + '...'}"
         raise ValueError(self._text(rule, got, "Add head_dim."))
+
+    def _of_layers(self, layer_type: str | None, key: str) -> Any:
+        """What ``per_layer_config`` says of the layers of one type, by their indices."""
+        types, layers = self.top.get("layer_types"), self.top.get("per_layer_config")
+        if not isinstance(types, (list, tuple)) or not isinstance(layers, Mapping):
+            return None
+        indices = [index for index, kind in enumerate(types) if kind == layer_type]
+        found = [
+            value.get(key)
+            for name, value in layers.items()
+            if isinstance(value, Mapping) and str(name).isdigit() and int(name) in indices
+        ]
+        if any(value != found[0] for value in found):
+            rule = f"per_layer_config must give all {layer_type} layers one {key}"
+            raise ValueError(self._text(rule, found))
+        return found[0] if found else None
 
     def _width(self, name: str, value: Any, source: str) -> int:
         width = checks.even("from_config", name, value)
@@ -172,6 +203,9 @@ class Config:
 
     def rotary_dim(self, head_dim: int) -> int:
         """Channels of a head that are rotated."""
+        if self.top.get("qk_rope_head_dim") is not None:
+            # They are kept apart from the others, and rotated all.
+            return head_dim
         name = "partial_rotary_factor"
         share = self._one("rotary_dim", [name], [name, "rotary_pct"])
         count = self.top.get("rotary_dim")
@@ -299,8 +333,10 @@ class Config:
     def _one(self, what: str, inner: list[str], outer: list[str]) -> Any:
         """The value that any of the keys gives; two that differ are refused."""
         given = {f"{self.where}.{key}": self.rope[key] for key in inner if key in self.rope}
-        given |= {key: self.top[key] for key in outer if key in self.top}
         given = {key: value for key, value in given.items() if value is not None}
+        if not given or "." not in self.where:
+            # What one layer type says of itself comes before what is said of all.
+            given |= {key: self.top[key] for key in outer if self.top.get(key) is not None}
         if not given:
             return None
         (first, value), *others = given.items()
