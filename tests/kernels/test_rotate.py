@@ -124,7 +124,7 @@ def test_every_shape_and_stride(name, shape, dtype, interleaved):
 def test_every_number_of_pairs_first_and_last(name, pairs, width, column, interleaved):
     cos, sin = tables(4, pairs)
     turn = Turn(interleaved, interleaved, column)
-    for dtype in (torch.float32, torch.float16):
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
         x = torch.randn(2, 2, 3, width).to(dtype)
         check(name, [x], cos, sin, Rows(1), turn, slice(1, 4))
 
@@ -273,6 +273,48 @@ def test_every_bfloat16_and_float16_rounds_as_torch_does():
         assert same.float().mean() > 0.999
         near = (y.double() - wanted.double()).abs() <= oracles.ulp(wanted.double().abs(), dtype)
         assert (same | near | (y.isinf() | wanted.isinf())).all()
+
+
+@pytest.mark.skipif(not c.available, reason="the extension was not built")
+@pytest.mark.parametrize("dtype", DTYPES)
+@LAYOUTS
+def test_every_instruction_set_is_right(dtype, inner, outer):
+    """A machine runs the best set it has; the others are for older machines, and run here too."""
+    from posenc.kernels.c import _rotate
+
+    best, ran = _rotate.isa(), []
+    try:
+        for isa in ("avx512", "avx2", "neon", "baseline"):
+            try:
+                _rotate.set_isa(isa)
+            except ValueError:
+                continue
+            ran.append(isa)
+            for pairs in (1, 31, 32, 50, 96):
+                x = torch.randn(2, 3, 5, 2 * pairs).to(DTYPES[dtype])
+                check("c", [x], *tables(5, pairs), Rows(), Turn(inner, outer), slice(0, 5))
+    finally:
+        _rotate.set_isa(best)
+    assert best == ran[0]
+
+
+@pytest.mark.skipif(not c.available, reason="the extension was not built")
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("own", [False, True], ids=["rows-shared", "rows-of-each-sequence"])
+def test_queries_and_keys_share_the_rows_made_ready_for_them(dtype, own):
+    """More tokens than one tile of table rows, which serves all heads of both, and all sequences
+    where they take the same rows."""
+    q, k = (torch.randn(2, heads, 700, 64).to(DTYPES[dtype]) for heads in (3, 1))
+    rows, index = Rows(5), torch.arange(5, 705)
+    if own:
+        rows, index = Rows(0, torch.tensor([[5], [9]])), torch.tensor([[5], [9]]) + index - 5
+    check("c", [q, k], *tables(720, 32), rows, Turn(False, False), index)
+
+
+@pytest.mark.skipif(not c.available, reason="the extension was not built")
+def test_queries_and_keys_may_differ_in_dtype_and_strides():
+    q, k = torch.randn(2, 3, 5, 16).bfloat16(), torch.randn(2, 2, 16, 5).transpose(-1, -2)
+    check("c", [q, k], *tables(5, 8), Rows(), Turn(), slice(0, 5))
 
 
 @pytest.mark.skipif(not c.available, reason="the extension was not built")

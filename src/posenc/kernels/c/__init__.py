@@ -27,6 +27,8 @@ def rotate_into(
     if cos.dtype is not torch.float64 or steps[-1] != 1 or sin.stride() != steps:
         cos, sin = cos.double().contiguous(), sin.double().contiguous()
         steps = cos.stride()
+    x = xs[0]
+    batch, _, length, width = x.shape
     *batched, held, pairs = cos.shape
     start, positions = rows
     if positions is None:
@@ -37,7 +39,11 @@ def rotate_into(
             by_token = 0
         where = (start, positions.data_ptr(), by_sequence if many > 1 else 0, by_token, each == 1)
     interleaved, interleaved_out, column, transposed = turn
-    after = (
+    arguments = [
+        _CODES[x.dtype],
+        batch,
+        length,
+        width,
         cos.data_ptr(),
         sin.data_ptr(),
         held,
@@ -49,25 +55,30 @@ def rotate_into(
         interleaved,
         interleaved_out,
         transposed,
-        0,
-    )
+    ]
     for x, y in zip(xs, ys):  # noqa: B905 (a list beside its copy, on the path of every token)
-        x_steps, y_steps = x.stride(), y.stride()
-        if x_steps[3] != 1 or y_steps[3] != 1 or x.is_neg():
-            if x.numel() == 0:
-                continue
-            made = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-            rotate_into([x.resolve_neg().contiguous()], [made], cos, sin, rows, turn)
-            y.copy_(made)
+        x_sb, x_sh, x_st, x_sd = x.stride()
+        y_sb, y_sh, y_st, y_sd = y.stride()
+        if x_sd != 1 or y_sd != 1 or x.is_neg() or x.dtype is not xs[0].dtype:
+            _one_by_one(xs, ys, cos, sin, rows, turn)
+            return
+        heads = x.shape[1]
+        arguments += (x.data_ptr(), y.data_ptr(), heads, x_sb, x_sh, x_st, y_sb, y_sh, y_st)
+    bad = _rotate.rotate(*arguments)
+    if bad is not None:
+        raise RowOutOfRange(bad, held)
+
+
+def _one_by_one(
+    xs: list[Tensor], ys: list[Tensor], cos: Tensor, sin: Tensor, rows: Rows, turn: Turn
+) -> None:
+    """Tensors that differ in dtype, or that the kernel cannot read or write as they lie."""
+    for x, y in zip(xs, ys, strict=True):
+        if x.numel() == 0:
             continue
-        bad = _rotate.rotate(
-            x.data_ptr(),
-            y.data_ptr(),
-            _CODES[x.dtype],
-            *x.shape,
-            *x_steps[:3],
-            *y_steps[:3],
-            *after,
-        )
-        if bad is not None:
-            raise RowOutOfRange(bad, held)
+        dense, made = x.resolve_neg().contiguous(), y
+        if y.stride(3) != 1:
+            made = torch.empty(y.shape, dtype=y.dtype, device=y.device)
+        rotate_into([dense], [made], cos, sin, rows, turn)
+        if made is not y:
+            y.copy_(made)

@@ -6,13 +6,13 @@
 #define Py_LIMITED_API 0x030A0000
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
+#include <stddef.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
 #ifndef _WIN32
 #include <dlfcn.h>
 #include <sys/mman.h>
-#include <unistd.h>
 #endif
 #include "formats.h"
 
@@ -30,11 +30,16 @@ typedef struct {
 typedef void (*Kernel)(const Rows *rows, size_t P, int layout);
 
 #if defined(__GNUC__) && defined(__x86_64__)
+#ifdef __clang__
+#define AVX512 "avx512f,avx512bw,avx512vl,avx512dq,fma"
+#else
+#define AVX512 "avx512f,avx512bw,avx512vl,avx512dq,fma,prefer-vector-width=512"
+#endif
 #define ISA avx512
-#define TARGET __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,f16c,fma,prefer-vector-width=512")))
+#define TARGET __attribute__((target(AVX512)))
 #include "rows.h"
 #define ISA avx2
-#define TARGET __attribute__((target("avx2,f16c,fma")))
+#define TARGET __attribute__((target("avx2,fma")))
 #include "rows.h"
 #endif
 #if defined(__GNUC__) && defined(__aarch64__) && PACKS_PAIRS
@@ -68,27 +73,36 @@ static int runs_here(int i)
     if (i == 0)
         return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
-               __builtin_cpu_supports("f16c");
+               __builtin_cpu_supports("fma");
     if (i == 1)
-        return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
-               __builtin_cpu_supports("f16c");
+        return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
 #endif
     return i < ISAS;
 }
 
+typedef struct {
+    i64 x, y, H, x_sb, x_sh, x_st, y_sb, y_sh, y_st;
+} Tensor;
+
 /* The arguments of rotate() in their order. Pointers are integers and strides count elements. */
 typedef struct {
-    i64 x, y, dtype, B, H, T, D, x_sb, x_sh, x_st, y_sb, y_sh, y_st;
+    i64 dtype, B, T, D;
     i64 cos, sin, rows, table_sb, table_st; /* float64 */
     i64 start, pos, pos_sb, pos_st, advance;
-    i64 P, column, interleaved_in, interleaved_out, transposed, threads;
+    i64 P, column, interleaved_in, interleaved_out, transposed;
+    Tensor tensors[2];
+    i64 count;
 } Job;
-enum { ARGUMENTS = sizeof(Job) / sizeof(i64) };
+enum {
+    SHARED_ARGUMENTS = offsetof(Job, tensors) / sizeof(i64),
+    TENSOR_ARGUMENTS = sizeof(Tensor) / sizeof(i64),
+};
 
 enum {
+    CACHE_LINE = 64,
     PARALLEL_ELEMENTS = 1 << 18, /* below this, waking threads costs more than they bring */
-    HUGE_BYTES = 32 << 20,       /* malloc maps anything larger afresh */
-    TILE_BYTES = 32 << 10,       /* of table rows, made ready once for all heads of their tokens */
+    HUGE_PAGE = 2 << 20,
+    TILE_BYTES = 128 << 10, /* of table rows, made ready once for all heads of their tokens */
 };
 
 static struct {
@@ -123,24 +137,38 @@ typedef struct {
     int failed;
 } Plan;
 
+/* Bytes of a number in the precision of the computation. */
+static i64 real_size(const Job *j) { return j->dtype == FLOAT32 || j->dtype == FLOAT64 ? 8 : 4; }
+
+/* Whether the kernel takes two pairs of the half layout at a time, from even and odd columns. */
+static int splits_tables(const Job *j)
+{
+#ifdef WORDS_OF_PAIRS
+    return j->dtype == BFLOAT16 && !j->interleaved_in && !j->interleaved_out && j->P % 2 == 0;
+#else
+    return (void)j, 0;
+#endif
+}
+
 /* The table rows of nt tokens, in the precision of the computation, one after the other. */
 static void ready_tables(const Job *j, i64 b, i64 t, i64 nt, void *c, void *s)
 {
     const double *cos = (const double *)(intptr_t)j->cos + b * j->table_sb;
     const double *sin = (const double *)(intptr_t)j->sin + b * j->table_sb;
     const double sign = j->transposed ? -1 : 1;
-    const int wide = j->dtype == FLOAT32 || j->dtype == FLOAT64;
+    const int split = splits_tables(j);
     for (i64 n = 0; n < nt; n++) {
         const i64 at = table_row(j, b, t + n) * j->table_st, to = n * j->P;
-        if (wide)
+        if (real_size(j) == 8)
             for (i64 i = 0; i < j->P; i++) {
                 ((double *)c)[to + i] = cos[at + i];
                 ((double *)s)[to + i] = sign * sin[at + i];
             }
         else
             for (i64 i = 0; i < j->P; i++) {
-                ((float *)c)[to + i] = plain_nan((float)cos[at + i]);
-                ((float *)s)[to + i] = plain_nan((float)(sign * sin[at + i]));
+                const i64 k = to + (split ? i / 2 + i % 2 * (j->P / 2) : i);
+                ((float *)c)[k] = plain_nan((float)cos[at + i]);
+                ((float *)s)[k] = plain_nan((float)(sign * sin[at + i]));
             }
     }
 }
@@ -155,41 +183,59 @@ static void copy_rest(const Job *j, const char *x, char *y, i64 count, i64 x_ste
     }
 }
 
+/* Rows that start at channel 0, with the channels that are not rotated. */
+static void turn_rows(const Job *j, Rows rows)
+{
+    const i64 column = j->column * element_size[j->dtype];
+    if (rows.x != rows.y && j->D > 2 * j->P)
+        copy_rest(j, rows.x, rows.y, rows.count, rows.x_step, rows.y_step);
+    rows.x = (const char *)rows.x + column;
+    rows.y = (char *)rows.y + column;
+    isas[isa].kernels[j->dtype](&rows, (size_t)j->P,
+                                2 * (int)j->interleaved_in + (int)j->interleaved_out);
+}
+
+/* One tensor's heads of the tokens t .. t+nt-1 of sequence b, whose table rows are in c and s. */
+static void turn_tile(const Job *j, const Tensor *a, i64 b, i64 t, i64 nt, const char *c,
+                      const char *s)
+{
+    const i64 size = element_size[j->dtype], table = j->P * real_size(j);
+    const char *x = (const char *)(intptr_t)a->x + (b * a->x_sb + t * a->x_st) * size;
+    char *y = (char *)(intptr_t)a->y + (b * a->y_sb + t * a->y_st) * size;
+    /* Memory is walked in the order it lies in: the heads of a token, or the tokens of a head. */
+    const int heads_together = a->x_sh <= a->x_st;
+    const i64 outer = heads_together ? nt : a->H, inner = heads_together ? a->H : nt;
+    const i64 x_outer = heads_together ? a->x_st : a->x_sh;
+    const i64 y_outer = heads_together ? a->y_st : a->y_sh;
+    const i64 x_inner = heads_together ? a->x_sh : a->x_st;
+    const i64 y_inner = heads_together ? a->y_sh : a->y_st;
+    for (i64 n = 0; n < outer; n++, x += x_outer * size, y += y_outer * size) {
+        const i64 row = heads_together ? n * table : 0;
+        const Rows rows = {x, y, c + row, s + row, inner, x_inner, y_inner,
+                           heads_together ? 0 : j->P};
+        turn_rows(j, rows);
+    }
+}
+
 /* Units first .. last-1; a unit is a tile of tokens of one sequence, with all its heads. */
 static void run_units(Plan *p, i64 first, i64 last)
 {
     const Job *j = p->job;
-    const i64 size = element_size[j->dtype], step = j->P * (size == 2 ? 4 : 8);
-    const int layout = 2 * (int)j->interleaved_in + (int)j->interleaved_out;
-    const int rest = j->x != j->y && j->D > 2 * j->P;
-    const Kernel kernel = isas[isa].kernels[j->dtype];
-    char *const c = malloc((size_t)(2 * p->tile * step)), *const s = c + p->tile * step;
-    if (!c) {
+    const i64 tables = p->tile * j->P * real_size(j);
+    const int every_sequence = j->table_sb == 0 && j->pos_sb == 0;
+    char *const block = malloc((size_t)(2 * tables + CACHE_LINE));
+    if (!block) {
         p->failed = 1;
         return;
     }
-    /* Memory is walked in the order it lies in: the heads of a token, or the tokens of a head. */
-    const int heads_together = j->x_sh <= j->x_st;
-    for (i64 unit = first; unit < last; unit++) {
-        const i64 b = unit / p->tiles, t = unit % p->tiles * p->tile;
+    char *const c = block + (-(uintptr_t)block & (CACHE_LINE - 1)), *const s = c + tables;
+    for (i64 unit = first, ready = -1; unit < last; unit++) {
+        const i64 b = unit % j->B, tile = unit / j->B, t = tile * p->tile;
         const i64 nt = j->T - t < p->tile ? j->T - t : p->tile;
-        const char *x = (const char *)(intptr_t)j->x + (b * j->x_sb + t * j->x_st) * size;
-        char *y = (char *)(intptr_t)j->y + (b * j->y_sb + t * j->y_st) * size;
-        const i64 outer = heads_together ? nt : j->H, inner = heads_together ? j->H : nt;
-        const i64 x_outer = heads_together ? j->x_st : j->x_sh;
-        const i64 y_outer = heads_together ? j->y_st : j->y_sh;
-        const i64 x_inner = heads_together ? j->x_sh : j->x_st;
-        const i64 y_inner = heads_together ? j->y_sh : j->y_st;
-        ready_tables(j, b, t, nt, c, s);
-        for (i64 n = 0; n < outer; n++, x += x_outer * size, y += y_outer * size) {
-            const i64 row = heads_together ? n * step : 0;
-            const Rows rows = {x + j->column * size, y + j->column * size, c + row, s + row,
-                               inner, x_inner, y_inner, heads_together ? 0 : j->P};
-            if (rest) copy_rest(j, x, y, inner, x_inner, y_inner);
-            kernel(&rows, (size_t)j->P, layout);
-        }
+        if (tile != ready || !every_sequence) ready_tables(j, b, t, nt, c, s), ready = tile;
+        for (i64 n = 0; n < j->count; n++) turn_tile(j, &j->tensors[n], b, t, nt, c, s);
     }
-    free(c);
+    free(block);
 }
 
 static void run_share(void *plan)
@@ -199,28 +245,28 @@ static void run_share(void *plan)
     run_units(p, units * i / n, units * (i + 1) / n);
 }
 
-/* A large output is mapped afresh, and small pages would fault one by one as it is written. */
-static void advise_huge_pages(const Job *j, i64 bytes)
+/* A large output is often memory that nobody has touched yet: malloc maps a block over 32 MiB afresh
+ * and hands the end of its heap back. Small pages would fault one by one as they are written; whole
+ * huge pages around the output do not, also where it shares one with its neighbour. */
+static void advise_huge_pages(const Job *j, const Tensor *a)
 {
 #ifdef MADV_HUGEPAGE
-    const i64 span = (j->B - 1) * j->y_sb + (j->H - 1) * j->y_sh + (j->T - 1) * j->y_st + j->D;
-    if (bytes >= HUGE_BYTES && j->y != j->x && span == j->B * j->H * j->T * j->D) {
-        const i64 page = sysconf(_SC_PAGESIZE), from = (j->y + page - 1) & -page;
-        madvise((void *)(intptr_t)from, (size_t)((j->y + bytes - from) & -page), MADV_HUGEPAGE);
-    }
+    const i64 elements = j->B * a->H * j->T * j->D, bytes = elements * element_size[j->dtype];
+    const i64 span = (j->B - 1) * a->y_sb + (a->H - 1) * a->y_sh + (j->T - 1) * a->y_st + j->D;
+    if (bytes < 2 * HUGE_PAGE || a->y == a->x || span != elements) return;
+    const i64 from = a->y & -(i64)HUGE_PAGE, to = (a->y + bytes + HUGE_PAGE - 1) & -(i64)HUGE_PAGE;
+    madvise((void *)(intptr_t)from, (size_t)(to - from), MADV_HUGEPAGE);
 #else
-    (void)j, (void)bytes;
+    (void)j, (void)a;
 #endif
 }
 
-static int run(const Job *j)
+static int run(const Job *j, i64 elements)
 {
-    const i64 elements = j->B * j->H * j->T * j->D, size = element_size[j->dtype];
-    advise_huge_pages(j, elements * size);
     i64 threads = 1;
-    if (pool.parallel && elements >= PARALLEL_ELEMENTS)
-        threads = j->threads > 0 ? j->threads : pool.max_threads();
-    Plan p = {j, TILE_BYTES / (2 * j->P * (size == 2 ? 4 : 8)), 0, 0};
+    if (pool.parallel && elements >= PARALLEL_ELEMENTS) threads = pool.max_threads();
+    for (i64 n = 0; n < j->count; n++) advise_huge_pages(j, &j->tensors[n]);
+    Plan p = {j, TILE_BYTES / (2 * j->P * real_size(j)), 0, 0};
     if (p.tile < 1) p.tile = 1;
     /* At least four units for each thread. */
     const i64 fair = (j->B * j->T + 4 * threads - 1) / (4 * threads);
@@ -234,29 +280,34 @@ static int run(const Job *j)
     return p.failed;
 }
 
+/* rotate(shared arguments, arguments of one tensor[, of another]): None, or a row that is missing. */
 static PyObject *py_rotate(PyObject *self, PyObject *const *args, Py_ssize_t given)
 {
     Job job;
-    i64 *fields = &job.x, bad = 0;
+    i64 *fields = &job.dtype, heads = 0, bad = 0;
     int failed = 0;
     (void)self;
-    if (given != ARGUMENTS)
-        return PyErr_Format(PyExc_TypeError, "%zd arguments given, %d wanted", given, ARGUMENTS);
-    for (int i = 0; i < ARGUMENTS; i++)
+    job.count = (given - SHARED_ARGUMENTS) / TENSOR_ARGUMENTS;
+    if (job.count < 1 || job.count > 2 ||
+        given != SHARED_ARGUMENTS + job.count * TENSOR_ARGUMENTS)
+        return PyErr_Format(PyExc_TypeError, "%zd arguments given, %d wanted, and %d a tensor", given,
+                            SHARED_ARGUMENTS, TENSOR_ARGUMENTS);
+    for (int i = 0; i < given; i++)
         if ((fields[i] = PyLong_AsLongLong(args[i])) == -1 && PyErr_Occurred()) return NULL;
     if (job.dtype < 0 || job.dtype >= DTYPES)
         return PyErr_Format(PyExc_ValueError, "no dtype has code %lld", (long long)job.dtype);
     if (job.P < 1 || job.column < 0 || job.column + 2 * job.P > job.D)
         return PyErr_Format(PyExc_ValueError, "%lld pairs from channel %lld on do not fit %lld",
                             (long long)job.P, (long long)job.column, (long long)job.D);
-    const i64 elements = job.B * job.H * job.T * job.D;
+    for (i64 n = 0; n < job.count; n++) heads += job.tensors[n].H;
+    const i64 elements = job.B * heads * job.T * job.D;
     if (elements == 0) Py_RETURN_NONE;
     if (!in_range(&job, &bad)) return PyLong_FromLongLong(bad);
     if (elements < PARALLEL_ELEMENTS) {
-        failed = run(&job);
+        failed = run(&job, elements);
     } else {
         Py_BEGIN_ALLOW_THREADS
-        failed = run(&job);
+        failed = run(&job, elements);
         Py_END_ALLOW_THREADS
     }
     if (failed) return PyErr_NoMemory();

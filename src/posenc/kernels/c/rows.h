@@ -12,6 +12,13 @@
 #define REAL double
 #define LOAD(v) ((double)(v))
 #define STORE(v) ((float)(v))
+#ifdef NEON
+#define TAKE take_f32
+#define GIVE give_f32
+#define VECTOR float64x2_t
+#define LANES 4
+#define TABLE vld1q_f64
+#endif
 #include "turn.h"
 
 #define KIND f64
@@ -26,13 +33,17 @@
 #define REAL float
 #define LOAD(v) load_bf16(v)
 #define STORE(v) store_bf16(v)
-#define PACKED 1
 #ifdef NEON
 #define TAKE take_bf16
 #define GIVE give_bf16
+#define VECTOR float32x4_t
+#define LANES 8
+#define TABLE vld1q_f32
+#elif PACKS_PAIRS
+#define WORDS
+#define WORDS_OF_PAIRS
 #endif
 #include "turn.h"
-#undef PACKED
 
 #define KIND f16
 #define ELEM half
@@ -42,6 +53,9 @@
 #ifdef NEON
 #define TAKE take_f16
 #define GIVE give_f16
+#define VECTOR float32x4_t
+#define LANES 8
+#define TABLE vld1q_f32
 #endif
 #include "turn.h"
 
