@@ -38,4 +38,4 @@ def in_transform(*xs: Tensor) -> bool:
 
 def is_readable(x: Tensor) -> bool:
     """Whether the values of ``x`` can be looked at now without waiting on a device."""
-    return x.device.type == "cpu" and is_plain(x)
+    return x.is_cpu and is_plain(x)

@@ -234,8 +234,9 @@ def check_rotary_input(who: str, name: str, x: Tensor) -> None:
 
 def check_queries_and_keys(who: str, q: Tensor, k: Tensor) -> None:
     """Refuse q and k that do not belong together."""
-    (batch, _, *rest), (k_batch, _, *k_rest) = q.shape, k.shape
-    if batch != k_batch or rest != k_rest or q.device != k.device:
+    (batch, _, length, width), (k_batch, _, k_length, k_width) = q.shape, k.shape
+    fits = batch == k_batch and length == k_length and width == k_width
+    if not fits or q.device != k.device:
         rule = "q and k must agree in batch, length, head_dim and device"
         got = f"{tuple(q.shape)} on {q.device} and {tuple(k.shape)} on {k.device}"
         raise ValueError(checks.message(who, rule, got, "Only the head counts may differ."))

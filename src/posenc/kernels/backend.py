@@ -65,8 +65,8 @@ def rotate_(x: Tensor, cos: Tensor, sin: Tensor, rows: Rows, turn: Turn) -> None
 
 
 def _into(x: Tensor) -> Callable[..., None] | None:
-    if x.device.type == "cpu":
+    if x.is_cpu:
         return c.rotate_into if c.available else None
-    if x.device.type == "cuda":
+    if x.is_cuda:
         return triton.rotate_into if triton.available() else None
     return None

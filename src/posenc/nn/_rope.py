@@ -70,8 +70,9 @@ class RopeTables(RotaryTables):
     def _check(self, who: str, name: str, x: Tensor) -> None:
         checks.float_tensor(who, name, x)
         checks.rank(who, name, x, (4,), "(B, H, L, D)")
-        way_out = "Build RoPE with that head_dim."
-        checks.equal(who, f"head_dim of {name}", x.shape[3], self.head_dim, way_out)
+        if x.shape[3] != self.head_dim:
+            way_out = "Build RoPE with that head_dim."
+            checks.equal(who, f"head_dim of {name}", x.shape[3], self.head_dim, way_out)
 
     def _turn(self) -> Turn:
         out = self.interleaved if self.interleaved_out is None else self.interleaved_out
@@ -147,7 +148,9 @@ class RopeTables(RotaryTables):
             need = checks.extent(who, rows.positions)
             if need is not None and rows.advances():
                 need += x.shape[2] - 1
-        length = self._length(who, x, self._last(x, rows) if seq_len is None else seq_len)
+        length = None
+        if self.scaling is not None:
+            length = self._length(who, x, self._last(x, rows) if seq_len is None else seq_len)
         if self._resting.base != self.base or self._resting.dim != self._width():
             self._resting = self._at(None)
         if length is None and (not inverse or self._resting.gain() == 1.0):

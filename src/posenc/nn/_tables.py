@@ -144,16 +144,15 @@ class TableModule(DerivedBuffers):
         tables = tuple([self._buffers[name] for name in self._derived])
         if found is not self._spectrum or not (spectrum is found or spectrum == found):
             return None
-        device, wanted = x.device, self._table_dtype(x)
+        shape, device = None, x.device
         for held in tables:
-            if (
-                held is None
-                or tables[0] is None
-                or held.shape != tables[0].shape
-                or held.shape[0] < rows
-                or held.device != device
-                or (held.dtype != wanted and held.dtype != torch.float64)
-            ):
+            if held is None or held.device != device:
+                return None
+            # float64 comes first: what a device would take instead costs more to ask.
+            if held.dtype is not torch.float64 and held.dtype is not self._table_dtype(x):
+                return None
+            shape, before = held.shape, shape
+            if shape[0] < rows or (before is not None and shape != before):
                 return None
             # A copy made in inference mode cannot be saved for a gradient.
             if torch.is_grad_enabled() and is_plain(held) and held.is_inference():
