@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,6 +16,12 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _SHADES = " .:-=+*#%@"
+_MARKS: dict[str, dict[str, str]] = {
+    "posenc": {"marker": "o", "color": "C0"},
+    "posenc in place": {"marker": "o", "color": "C0", "mfc": "none"},
+    "transformers eager": {"marker": "x", "color": "0.4"},
+    "transformers compiled": {"marker": "+", "color": "0.4"},
+}
 
 
 def characters(table: Tensor, *, rows: int = 12, columns: int = 64) -> str:
@@ -78,6 +85,51 @@ def timings(report: dict[str, Any]) -> Figure:
     for ax, measurement in zip(figure.axes, shown, strict=False):
         _bars(ax, measurement)
     return figure
+
+
+def overview(reports: Iterable[dict[str, Any]]) -> Figure:
+    """Every workload of several benchmarks as dots on one line: how many copies a call takes.
+
+    Args:
+        reports: What :func:`posenc.lab.bench.report` gives; those of one machine share a panel.
+    """
+    from matplotlib.figure import Figure
+
+    panels: dict[str, list[tuple[str, dict[str, Any]]]] = {}
+    for report in reports:
+        machine = report["machine"]
+        for measurement in report["measurements"]:
+            place = machine["gpu"] if measurement["device"] == "cuda" else machine["cpu"]
+            case, threads = measurement["case"], report["settings"].get("threads")
+            words = [case["name"], measurement["dtype"], measurement["layout"], case["mode"]]
+            words.append(measurement["positions"] if place == machine["gpu"] else f"{threads}t")
+            panels.setdefault(place, []).append((" ".join(words), measurement))
+    heights = [len(lines) + 3 for lines in panels.values()]
+    figure = Figure(figsize=(10, 0.19 * sum(heights) + 0.8), layout="constrained")
+    figure.suptitle("Time as a multiple of a copy of the same bytes: 1 is the speed of memory")
+    axes = figure.subplots(len(panels), 1, squeeze=False, height_ratios=heights, sharex=True)
+    for ax, (place, lines) in zip(axes.flat, panels.items(), strict=True):
+        for y, (_, measurement) in enumerate(lines):
+            for name, ratio in ratios(measurement).items():
+                if name in _MARKS:
+                    ax.plot(ratio, y, label=name, ls="", ms=5, **_MARKS[name])
+        ax.set_title(place, fontsize=10)
+        ax.set_yticks(range(len(lines)), [words for words, _ in lines], fontsize=7)
+        ax.set_ylim(len(lines) - 0.4, -0.6)
+        ax.set_xscale("log")
+        ax.xaxis.set_major_formatter("{x:g}")
+        ax.axvline(1, color="black", lw=0.8)
+        ax.grid(axis="both", lw=0.3)
+        once = dict(zip(*reversed(ax.get_legend_handles_labels()), strict=True))
+        ax.legend(once.values(), once.keys(), fontsize=7, loc="upper right")
+    return figure
+
+
+def ratios(measurement: dict[str, Any]) -> dict[str, float]:
+    """Copies that each contestant took: from the CUDA graph where there is one."""
+    timed = [result for result in measurement["results"] if result["status"] == "timed"]
+    via = "graph" if any(result["via"] == "graph" for result in timed) else "loop"
+    return {r["contestant"]: r["ratio"] for r in timed if r["via"] == via and r["ratio"]}
 
 
 def _bars(ax: Axes, measurement: dict[str, Any]) -> None:
