@@ -7,7 +7,7 @@ from torch.autograd import gradcheck
 import oracles
 import posenc
 from oracles import tables
-from posenc.functional import qk_norm_rope, rotate, rotate_
+from posenc.functional import qk_norm_rope, rotate, rotate_, rotate_qk_
 
 
 def test_it_is_what_rope_does():
@@ -147,3 +147,38 @@ def test_bad_input_is_named():
         qk_norm_rope(q, k, torch.ones(7), torch.ones(8), cos, sin)
     with pytest.raises(ValueError, match="eps must be finite and above zero"):
         qk_norm_rope(q, k, torch.ones(8), torch.ones(8), cos, sin, eps=0.0)
+
+
+@pytest.mark.parametrize("recorded", [False, True], ids=["plain", "gradient"])
+@pytest.mark.parametrize("interleaved", [True, False], ids=["interleaved", "half"])
+def test_queries_and_keys_are_rotated_where_they_stand(interleaved, recorded):
+    """Slices of one packed projection: each is written, and what lies between is not."""
+    packed = torch.randn(2, 5, 8, 8)
+    cos, sin = oracles.tables(9, 4)
+    source = packed.clone().requires_grad_() if recorded else packed.clone()
+    whole = source * 1.0
+    q, k = whole[:, :, :4].transpose(1, 2), whole[:, :, 4:6].transpose(1, 2)
+    wanted = rotate(
+        q.detach().clone(), k.detach().clone(), cos, sin, offset=3, interleaved=interleaved
+    )
+    assert rotate_qk_(q, k, cos, sin, offset=3, interleaved=interleaved)[1] is k
+    for got, expected in zip((q, k), wanted, strict=True):
+        assert torch.equal(got, expected)
+    assert torch.equal(whole[:, :, 6:], packed[:, :, 6:])
+    if recorded:
+        whole.sum().backward()
+        still = torch.ones(2, 5, 2, 8)
+        assert torch.equal(source.grad[:, :, 6:], still)
+        assert not torch.equal(source.grad[:, :, :6], torch.ones(2, 5, 6, 8))
+
+
+def test_one_tensor_is_not_rotated_twice_in_place():
+    x, before = torch.ones(1, 1, 1, 2), torch.ones(1, 1, 1, 2)
+    cos, sin = oracles.tables(1, 1)
+    with pytest.raises(ValueError, match="q and k must be two tensors"):
+        rotate_qk_(x, x, cos, sin)
+    q, k = torch.ones(1, 1, 3, 2), torch.ones(1, 1, 3, 2)
+    with pytest.raises(ValueError, match="must stay below the rows of cos"):
+        rotate_qk_(q, k, cos, sin, position_ids=torch.tensor([0, 0, 4]))
+    assert torch.equal(x, before)
+    assert torch.equal(q, torch.ones(1, 1, 3, 2))

@@ -30,13 +30,13 @@ def test_in_place_is_safe_for_autograd():
 
     def turned(x):
         y = x * 1
-        kernels.rotate_(y, cos, sin, Rows(), Turn())
+        kernels.rotate_([y], cos, sin, Rows(), Turn())
         return y * y
 
     assert gradcheck(turned, x)
     before = x.detach().clone()
     with pytest.raises(RuntimeError, match="leaf"):
-        kernels.rotate_(x, cos, sin, Rows(), Turn())
+        kernels.rotate_([x], cos, sin, Rows(), Turn())
     assert torch.equal(x.detach(), before)
 
 
@@ -44,7 +44,7 @@ def test_in_place_is_seen_by_autograd():
     cos, sin = tables(4, 4)
     w, x = torch.randn(2, 2, 4, 8, requires_grad=True), torch.randn(2, 2, 4, 8)
     product = (w * x).sum()
-    kernels.rotate_(x, cos, sin, Rows(), Turn())
+    kernels.rotate_([x], cos, sin, Rows(), Turn())
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         product.backward()
 
@@ -55,7 +55,7 @@ def test_in_place_gives_gradients_to_tables_and_tangents():
 
     def turned(cos, sin):
         y = x.clone()
-        kernels.rotate_(y, cos, sin, Rows(), Turn())
+        kernels.rotate_([y], cos, sin, Rows(), Turn())
         return y
 
     assert gradcheck(turned, (cos, sin), check_forward_ad=True)
@@ -114,7 +114,7 @@ def test_compiled_calls_write_in_place(grad):
     @torch.compile(fullgraph=True)
     def turned(x):
         y = x * 2
-        kernels.rotate_(y, cos, sin, Rows(), Turn())
+        kernels.rotate_([y], cos, sin, Rows(), Turn())
         return y
 
     x = torch.randn(2, 2, 4, 8, requires_grad=grad)

@@ -56,7 +56,7 @@ def test_without_peers_there_is_posenc_alone():
 def test_functions_this_posenc_lacks_are_missing_by_name(monkeypatch):
     """Results of an older posenc can be repeated with a newer bench."""
     for name, prepare in (
-        ("rotate_", peers.posenc_in_place),
+        ("rotate_qk_", peers.posenc_in_place),
         ("qk_norm_rope", peers.posenc_qk_norm),
     ):
         monkeypatch.delattr(functional, name, raising=False)

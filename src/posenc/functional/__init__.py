@@ -6,6 +6,7 @@ from posenc.functional.rotary import (
     rotary_pos_embedding,
     rotate,
     rotate_,
+    rotate_qk_,
 )
 from posenc.functional.sinusoidal import (
     sinusoidal_grid_embedding,
@@ -20,6 +21,7 @@ __all__ = [
     "rotary_pos_embedding",
     "rotate",
     "rotate_",
+    "rotate_qk_",
     "sinusoidal_grid_embedding",
     "sinusoidal_pos_embedding",
     "timestep_embedding",

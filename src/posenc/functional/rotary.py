@@ -135,16 +135,35 @@ def rotate_(
     rows, turn = _arguments(
         "rotate_", (x,), cos, sin, offset, position_ids, interleaved, interleaved_out, last
     )
-    if any(size > 1 and stride == 0 for size, stride in zip(x.shape, x.stride(), strict=True)):
-        rule = "x must not share memory with itself to be written in place"
-        got = f"strides {x.stride()}"
-        raise ValueError(checks.message("rotate_", rule, got, "Call x.contiguous() first."))
-    try:
-        kernels.rotate_(x, cos.resolve_neg(), sin.resolve_neg(), rows, turn)
-    except RowOutOfRange as error:
-        checks.position("rotate_", error.row, _ROWS, cos.shape[-2])
-        raise
+    _turn_in_place("rotate_", [x], cos, sin, rows, turn)
     return x
+
+
+def rotate_qk_(
+    q: Tensor,
+    k: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    *,
+    offset: int | Tensor = 0,
+    position_ids: Tensor | None = None,
+    interleaved: bool = True,
+    interleaved_out: bool | None = None,
+    last: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Rotate queries and keys in place, in one pass, and return them; arguments as :func:`rotate`.
+
+    Examples:
+        >>> q, k = torch.eye(2).view(2, 1, 1, 1, 2)
+        >>> turned = rotate_qk_(q, k, torch.tensor([[0.0]]), torch.tensor([[1.0]]))
+        >>> q.flatten(), k.flatten()
+        (tensor([0., 1.]), tensor([-1.,  0.]))
+    """
+    rows, turn = _arguments(
+        "rotate_qk_", (q, k), cos, sin, offset, position_ids, interleaved, interleaved_out, last
+    )
+    _turn_in_place("rotate_qk_", [q, k], cos, sin, rows, turn)
+    return q, k
 
 
 def qk_norm_rope(
@@ -220,6 +239,24 @@ def qk_norm_rope(
             checks.position(who, error.row, _ROWS, cos.shape[-2])
             raise
     return turned[0], turned[1]
+
+
+def _turn_in_place(
+    who: str, xs: list[Tensor], cos: Tensor, sin: Tensor, rows: Rows, turn: Turn
+) -> None:
+    for x in xs:
+        if any(size > 1 and step == 0 for size, step in zip(x.shape, x.stride(), strict=True)):
+            rule = "a tensor must not share memory with itself to be written in place"
+            got = f"strides {x.stride()}"
+            raise ValueError(checks.message(who, rule, got, "Call contiguous() first."))
+    if xs[0] is xs[-1] and len(xs) == 2:
+        rule, way_out = "q and k must be two tensors", "Call rotate_ for one."
+        raise ValueError(checks.message(who, rule, "one", way_out))
+    try:
+        kernels.rotate_(xs, cos.resolve_neg(), sin.resolve_neg(), rows, turn)
+    except RowOutOfRange as error:
+        checks.position(who, error.row, _ROWS, cos.shape[-2])
+        raise
 
 
 def check_rotary_input(who: str, name: str, x: Tensor) -> None:

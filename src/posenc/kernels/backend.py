@@ -54,14 +54,15 @@ def _like(x: Tensor, y: Tensor) -> Tensor:
     return y if y.stride() == wanted.stride() else wanted.copy_(y)
 
 
-def rotate_(x: Tensor, cos: Tensor, sin: Tensor, rows: Rows, turn: Turn) -> None:
-    """Rotate ``x`` where it stands."""
-    into = _into(x)
+def rotate_(xs: list[Tensor], cos: Tensor, sin: Tensor, rows: Rows, turn: Turn) -> None:
+    """Rotate each of ``xs`` where it stands."""
+    into = _into(xs[0])
     # Other pairs in the output than in the input would overwrite what is still to be read.
     if into is None or turn.interleaved != turn.interleaved_out:
-        x.copy_(rotate([x], cos, sin, rows, turn)[0])
+        for x, y in zip(xs, rotate(xs, cos, sin, rows, turn), strict=True):
+            x.copy_(y)
     else:
-        into([x], [x], cos, sin, rows, turn)
+        into(xs, xs, cos, sin, rows, turn)
 
 
 def _into(x: Tensor) -> Callable[..., None] | None:

@@ -42,25 +42,29 @@ def rotate(xs: list[Tensor], cos: Tensor, sin: Tensor, rows: Rows, turn: Turn) -
     return backend.rotate(xs, cos, sin, rows, turn)
 
 
-def rotate_(x: Tensor, cos: Tensor, sin: Tensor, rows: Rows, turn: Turn) -> None:
-    """Rotate ``x`` where it stands; arguments as :func:`rotate`.
+def rotate_(xs: list[Tensor], cos: Tensor, sin: Tensor, rows: Rows, turn: Turn) -> None:
+    """Rotate each of ``xs`` where it stands; arguments as :func:`rotate`.
 
-    Where a derivative is recorded the result is worked out beside ``x`` and copied, so that
-    autograd sees, and may refuse, the write.
+    Where a derivative is recorded the result is worked out beside it and copied, so that autograd
+    sees, and may refuse, the write.
     """
     to_tables = cos.requires_grad or sin.requires_grad
-    recorded = torch.is_grad_enabled() and (x.requires_grad or to_tables)
-    if recorded or forward_ad._current_level >= 0 or in_transform(x):
+    recorded = torch.is_grad_enabled() and (to_tables or any(x.requires_grad for x in xs))
+    if recorded or forward_ad._current_level >= 0 or in_transform(*xs):
         # A gradient to the tables needs what stood here before.
-        source = x.clone() if to_tables else x
-        x.copy_(rotate([source], cos, sin, rows, turn)[0])
+        sources = [x.clone() for x in xs] if to_tables else xs
+        for x, y in zip(xs, rotate(sources, cos, sin, rows, turn), strict=True):
+            x.copy_(y)
     elif torch.compiler.is_exporting():
-        x.copy_(reference.rotate(x, cos, sin, rows, turn))
-    elif not is_plain(x):
-        ops.rotate_(x, cos, sin, *ops.flat(rows, turn))
+        for x in xs:
+            x.copy_(reference.rotate(x, cos, sin, rows, turn))
+    elif not is_plain(*xs):
+        for x in xs:
+            ops.rotate_(x, cos, sin, *ops.flat(rows, turn))
     else:
-        backend.rotate_(x, cos, sin, rows, turn)
-        torch.autograd.graph.increment_version(x)
+        backend.rotate_(xs, cos, sin, rows, turn)
+        for x in xs:
+            torch.autograd.graph.increment_version(x)
 
 
 def _through_op(xs: list[Tensor], cos: Tensor, sin: Tensor, rows: Rows, turn: Turn) -> list[Tensor]:

@@ -45,7 +45,7 @@ def _rotate_qk(
 def _rotate_inplace(
     x: Tensor, cos: Tensor, sin: Tensor, positions: Any, start: int, *turn: Any
 ) -> None:
-    backend.rotate_(x, cos, sin, Rows(start, positions), Turn(*turn))
+    backend.rotate_([x], cos, sin, Rows(start, positions), Turn(*turn))
 
 
 for _name, _run in (

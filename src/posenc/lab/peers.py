@@ -72,22 +72,16 @@ def posenc_forward(work: Workload) -> Call:
 
 
 def posenc_in_place(work: Workload) -> Call:
-    """``functional.rotate_`` on q, then on k."""
-    rotate_ = getattr(functional, "rotate_", None)
-    if rotate_ is None:
-        raise Missing("this posenc has no functional.rotate_")
+    """``functional.rotate_qk_``: q and k in one pass, where they stand."""
+    rotate_qk_ = getattr(functional, "rotate_qk_", None)
+    if rotate_qk_ is None:
+        raise Missing("this posenc has no functional.rotate_qk_")
     if work.case.mode == "train":
         raise Missing("in place is measured without gradients")
     rope = _rope(work)
     at = {"position_ids": work.positions()} if work.ids else {"offset": work.case.offset}
-    turn = partial(rotate_, **at, interleaved=work.interleaved)
-
-    def call(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        turn(q, rope.cos_cached, rope.sin_cached)
-        turn(k, rope.cos_cached, rope.sin_cached)
-        return q, k
-
-    return call
+    turn = partial(rotate_qk_, **at, interleaved=work.interleaved)
+    return lambda q, k: turn(q, k, rope.cos_cached, rope.sin_cached)
 
 
 def posenc_qk_norm(work: Workload) -> Call:
