@@ -1,0 +1,244 @@
+"""A loaded transformers model made to run on our rotation, and made itself again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import FunctionType, MethodType
+from typing import Any, NoReturn
+
+from torch import nn
+
+from posenc._contract import checks
+from posenc.interop.huggingface import variants
+from posenc.interop.huggingface.rewrite import NotUnderstood, Rewriter, rotates
+
+_RECORD = "_posenc_patch"
+_ABSENT = object()
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """One rotating function that one module no longer calls.
+
+    Attributes:
+        module: Path of the module in the model, as in ``named_modules``.
+        cls: Its class.
+        function: The function that made way for ours.
+        variant: How the model's tables hold their numbers.
+        layout: ``half``, ``interleaved``, or ``interleaved to half``.
+    """
+
+    module: str
+    cls: str
+    function: str
+    variant: str
+    layout: str
+
+    def __str__(self) -> str:
+        return f"{self.module} ({self.cls}): {self.function} [{self.variant}; {self.layout}]"
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Every place that was replaced.
+
+    Attributes:
+        places: One for each module and function.
+    """
+
+    places: tuple[Place, ...]
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self.places))
+
+
+def patch(model: nn.Module) -> Report:
+    """Make ``model`` run on our rotation and tables, until :func:`unpatch`.
+
+    Each function that rotates is tried on small random tensors, and replaced where one of ours
+    agrees with it. The modules that call it get a ``forward`` of their own, whose code is the
+    model's and whose rotation is ours: other models of the class stay as they are, and the
+    weights, the state dict and the classes are untouched. All or nothing: if any function is not
+    understood, the model is left as it was. Patch first, then compile.
+
+    Args:
+        model: A transformers model, or any part of one.
+
+    Returns:
+        What was replaced, and where.
+
+    Raises:
+        ValueError: If the model is patched already, if nothing in it rotates, or if one of its
+            functions rotates in a way that is not understood; the message names it.
+    """
+    if not isinstance(model, nn.Module):
+        rule = "model must be a torch.nn.Module"
+        raise TypeError(checks.message("patch", rule, type(model).__name__, "Pass the model."))
+    for path, module in model.named_modules():
+        if _RECORD in vars(module):
+            got = f"a patched {type(module).__name__} at '{path}'"
+            way_out = "Call unpatch on that module first."
+            raise ValueError(checks.message("patch", "model must not be patched", got, way_out))
+    classes: dict[type, list[_Method]] = {}
+    slots: list[tuple[nn.Module, str, Any]] = []
+    places: list[Place] = []
+    for path, module in model.named_modules():
+        kind = type(module)
+        if kind not in classes:
+            classes[kind] = _methods(kind, path)
+        for method in classes[kind]:
+            slots.append((module, *_slot(module, path, method)))
+            places += [Place(path, kind.__name__, *gone) for gone in method.gone]
+    if not places:
+        got = f"{type(model).__name__}, which calls no function that rotates"
+        way_out = "Nothing was changed. Models without rotary positions need no patch."
+        raise ValueError(checks.message("patch", "model must rotate", got, way_out))
+    record = _Record(Report(tuple(places)), model, [])
+    for module, name, value in slots:
+        record.before.append((module, name, vars(module).get(name, _ABSENT)))
+        vars(module)[name] = value
+    vars(model)[_RECORD] = record
+    return record.report
+
+
+def unpatch(model: nn.Module) -> None:
+    """Give ``model`` back its own rotation: outputs are again what they were, bit for bit.
+
+    Args:
+        model: What :func:`patch` was called on.
+    """
+    record = vars(model).pop(_RECORD, None) if isinstance(model, nn.Module) else None
+    if record is None:
+        got, way_out = type(model).__name__, "Pass what patch was called on."
+        raise ValueError(checks.message("unpatch", "model must be patched", got, way_out))
+    for module, name, value in reversed(record.before):
+        if value is _ABSENT:
+            vars(module).pop(name, None)
+        else:
+            vars(module)[name] = value
+
+
+@contextmanager
+def patched(model: nn.Module) -> Iterator[Report]:
+    """Patch ``model`` for a ``with`` block.
+
+    Yields:
+        The report of :func:`patch`.
+    """
+    report = patch(model)
+    try:
+        yield report
+    finally:
+        unpatch(model)
+
+
+class _Record:
+    """What a patched model remembers: its report, and what stood where."""
+
+    def __init__(
+        self, report: Report, model: nn.Module, before: list[tuple[nn.Module, str, Any]]
+    ) -> None:
+        self.report, self.model, self.before = report, model, before
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Record:
+        from copy import deepcopy
+
+        before = [
+            (deepcopy(module, memo), name, value if value is _ABSENT else deepcopy(value, memo))
+            for module, name, value in self.before
+        ]
+        return _Record(self.report, deepcopy(self.model, memo), before)
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        rule = "a patched model cannot be pickled: its functions have no name to be found by"
+        raise TypeError(f"patch: {rule}.\n  Call unpatch first, or use save_pretrained.")
+
+
+@dataclass(frozen=True, slots=True)
+class _Method:
+    """A method to bind to instances, and the functions that it no longer calls."""
+
+    name: str
+    function: Callable[..., Any]
+    bound: bool
+    gone: tuple[tuple[str, str, str], ...]
+
+
+def _methods(kind: type, path: str) -> list[_Method]:
+    """What the instances of a class need to rotate by our op."""
+    found: dict[str, _Method] = {}
+    seen: dict[str, Any] = {}
+    for owner in kind.__mro__:
+        if owner.__module__.split(".")[0] in ("torch", "builtins"):
+            continue
+        if owner.__module__.startswith("transformers.") and ".models." not in owner.__module__:
+            continue
+        for name, value in vars(owner).items():
+            static = isinstance(value, staticmethod)
+            function = value.__func__ if static else value
+            if name.startswith("__") or not isinstance(function, FunctionType):
+                continue
+            method = _method(name, function, not static, kind, path)
+            if name in seen:
+                # A method behind another is reached by super(), which no instance overrides.
+                if method is not None and "super" in seen[name].__code__.co_names:
+                    _refuse(kind, path, f"{owner.__name__}.{name}, called by super()")
+                continue
+            seen[name] = function
+            if method is not None:
+                found[name] = method
+    return list(found.values())
+
+
+def _method(
+    name: str, function: FunctionType, bound: bool, kind: type, path: str
+) -> _Method | None:
+    if rotates(name):
+        known = variants.recognise(function)
+        if known is not None:
+            gone = ((name, known.variant, known.layout),)
+            return _Method(name, known.function, bound, gone)
+    rewriter = Rewriter(_ours)
+    try:
+        made, replaced = rewriter.rewrite(function)
+    except NotUnderstood as error:
+        _refuse(kind, path, str(error))
+    if replaced:
+        gone = tuple(dict.fromkeys(map(_described, replaced)))
+        return _Method(name, made, bound, gone)
+    if rotates(name):
+        _refuse(kind, path, f"the method {name}")
+    return None
+
+
+def _ours(original: Callable[..., Any]) -> Callable[..., Any] | None:
+    known = variants.recognise(original)
+    return None if known is None else known.function
+
+
+def _described(original: Any) -> tuple[str, str, str]:
+    known = variants.recognise(original)
+    assert known is not None
+    name = getattr(original, "__name__", None) or type(original).kernel_layer_name
+    return name, known.variant, known.layout
+
+
+def _refuse(kind: type, path: str, what: str) -> NoReturn:
+    rule = "every function that rotates must be one that is understood"
+    got = f"{what} in {kind.__module__}.{kind.__name__} at '{path}'"
+    raise ValueError(checks.message("patch", rule, got, "The model is left as it was."))
+
+
+def _slot(module: nn.Module, path: str, method: _Method) -> tuple[str, Any]:
+    """Where on the instance a method goes, and the method bound."""
+    name = method.name
+    # accelerate wraps forward in its hooks and calls what it keeps under this name.
+    if name == "forward" and "_old_forward" in vars(module):
+        name = "_old_forward"
+    elif name in vars(module):
+        rule = f"'{path}' must have the {name} of its class"
+        got = repr(vars(module)[name])[:80]
+        raise ValueError(checks.message("patch", rule, got, "Patch before wrapping methods."))
+    return name, MethodType(method.function, module) if method.bound else method.function

@@ -1,0 +1,112 @@
+"""Functions rebuilt so that the names they look up mean something else, and nothing else changes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from types import CellType, CodeType, FunctionType
+from typing import Any
+
+# Names of functions that rotate; those that only make positions or rates have other endings.
+_ROTATES = re.compile(r"rotary|rotate|rope")
+_DOES_NOT = re.compile(r"get_rope_index|rope_(parameters|deltas|index)|_init")
+
+
+class NotUnderstood(Exception):
+    """A function that rotates, in a way that none of ours does."""
+
+
+def rotates(name: str) -> bool:
+    """Whether a function's name says that it rotates."""
+    return bool(_ROTATES.search(name)) and not _DOES_NOT.search(name)
+
+
+class Rewriter:
+    """Rebuilds functions over ``replace``, which maps a rotating function to ours or to None.
+
+    A function that none of this concerns is returned as it is. ``replaced`` gathers the functions
+    that made way.
+    """
+
+    def __init__(self, replace: Callable[[Callable[..., Any]], Callable[..., Any] | None]) -> None:
+        self._replace = replace
+        self._rebuilt: dict[FunctionType, tuple[FunctionType, tuple[Any, ...]]] = {}
+
+    def rewrite(self, function: FunctionType) -> tuple[FunctionType, tuple[Any, ...]]:
+        """``function`` over our rotation, and the rotating functions that it no longer calls."""
+        if function not in self._rebuilt:
+            # A function that calls itself meets itself unchanged.
+            self._rebuilt[function] = function, ()
+            self._rebuilt[function] = self._rebuild(function)
+        return self._rebuilt[function]
+
+    def _rebuild(self, function: FunctionType) -> tuple[FunctionType, tuple[Any, ...]]:
+        gone: list[Any] = []
+        names: dict[str, Any] = {}
+        for name in _names(function.__code__):
+            value = function.__globals__.get(name)
+            if _is_function(value):
+                near = value is not function and _is_near(value, function)
+                names[name] = self._instead(name, value, near, gone)
+        cells = [self._cell(cell, gone) for cell in function.__closure__ or ()]
+        if not gone:
+            return function, ()
+        scope = {**function.__globals__, **names}
+        # Under its old name a compiler would look for these values in the old module.
+        scope.pop("__name__", None)
+        made = FunctionType(
+            function.__code__,
+            scope,
+            function.__name__,
+            function.__defaults__,
+            tuple(cells) if cells else None,
+        )
+        made.__kwdefaults__ = function.__kwdefaults__
+        made.__dict__.update(function.__dict__)
+        made.__qualname__, made.__module__ = function.__qualname__, function.__module__
+        made.__doc__, made.__annotations__ = function.__doc__, function.__annotations__
+        return made, tuple(gone)
+
+    def _cell(self, cell: CellType, gone: list[Any]) -> CellType:
+        try:
+            value = cell.cell_contents
+        except ValueError:
+            return cell
+        if not isinstance(value, FunctionType):
+            return cell
+        # What a decorator holds is the model's own code, wherever the decorator comes from.
+        instead = self._instead(value.__name__, value, True, gone)
+        return cell if instead is value else CellType(instead)
+
+    def _instead(self, name: str, value: Any, near: bool, gone: list[Any]) -> Any:
+        turns = rotates(name) and value.__module__ != "transformers.modeling_rope_utils"
+        if turns:
+            ours = self._replace(value)
+            if ours is not None:
+                gone.append(value)
+                return ours
+        if near and isinstance(value, FunctionType):
+            made, inner = self.rewrite(value)
+            gone.extend(inner)
+            if inner or not turns:
+                return made
+        if turns:
+            raise NotUnderstood(f"{value.__module__}.{name}")
+        return value
+
+
+def _is_function(value: Any) -> bool:
+    # With the `kernels` package a decorated function is a module that calls it.
+    return isinstance(value, FunctionType) or hasattr(type(value), "kernel_layer_name")
+
+
+def _is_near(value: Any, owner: FunctionType) -> bool:
+    """Whether ``value`` is code of the model, rather than of a library."""
+    return value.__module__ == owner.__module__ or ".models." in (value.__module__ or "")
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names(constant)

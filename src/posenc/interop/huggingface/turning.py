@@ -1,0 +1,93 @@
+"""Tables and tensors in the shapes that models pass them, brought to the one rotation."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from posenc._contract import checks
+from posenc.functional.rotary import turn_all
+from posenc.kernels import Rows, Turn
+
+_WHO = "the patched model"
+
+
+def turn(
+    xs: list[Tensor],
+    cos: Tensor,
+    sin: Tensor,
+    *,
+    interleaved: bool,
+    interleaved_out: bool,
+    last: bool = False,
+    backwards: bool = False,
+) -> list[Tensor]:
+    """Rotate ``xs`` by tables that broadcast against them.
+
+    Args:
+        xs: Tensors ``[..., D]``, with heads before tokens, after them, or not yet split.
+        cos: ``[..., P]``, whose other axes broadcast against those of ``xs``.
+        sin: As ``cos``.
+        interleaved: Pairs of the input are ``(2i, 2i + 1)``, else ``(i, P + i)``.
+        interleaved_out: The same for the output.
+        last: Rotate the last ``2P`` channels instead of the first.
+        backwards: Turn by the negative angle.
+    """
+    # Tokens before heads: the op wants them after, and does not mind the strides.
+    swapped = cos.dim() > 2 and cos.shape[-2] == 1 and cos.shape[-3] != 1
+    if swapped:
+        cos, sin = cos.transpose(-2, -3), sin.transpose(-2, -3)
+        xs = [x.transpose(-2, -3) for x in xs]
+    column = xs[0].shape[-1] - 2 * cos.shape[-1] if last else 0
+    how = Turn(interleaved, interleaved_out, column, backwards)
+    first, *others = xs
+    together = cos.dim() < 4 or cos.shape[-3] == 1
+    for x in others:
+        together = together and x.dim() == first.dim() == 4 and _alike(first, x)
+    if together and first.dim() == 4:
+        tables = _tables(first, cos, sin)
+        ys = turn_all(_WHO, "the rows of cos", xs, *tables, Rows(), how)
+    else:
+        ys = [_turn_one(x, cos, sin, how) for x in xs]
+    return [y.transpose(-2, -3) for y in ys] if swapped else ys
+
+
+def _alike(q: Tensor, k: Tensor) -> bool:
+    return q.shape[0] == k.shape[0] and q.shape[2:] == k.shape[2:]
+
+
+def _turn_one(x: Tensor, cos: Tensor, sin: Tensor, how: Turn) -> Tensor:
+    four = x[(None,) * (4 - x.dim())] if x.dim() < 4 else x.flatten(0, -4)
+    if x.dim() > 4 and cos.dim() > 3:
+        lead = (*x.shape[:-3], *cos.shape[-3:])
+        cos, sin = cos.expand(lead).flatten(0, -4), sin.expand(lead).flatten(0, -4)
+    if cos.dim() > 2 and cos.shape[-3] != 1:
+        # A table for each head: every head is a sequence of its own.
+        lead = (*four.shape[:2], *cos.shape[-2:])
+        cos, sin = cos.expand(lead).flatten(0, 1), sin.expand(lead).flatten(0, 1)
+        four = four.flatten(0, 1).unsqueeze(1)
+        tables = cos, sin
+    else:
+        tables = _tables(four, cos, sin)
+    (y,) = turn_all(_WHO, "the rows of cos", [four], *_rows(four, *tables), Rows(), how)
+    return y.reshape(x.shape)
+
+
+def _tables(x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """Tables ``[T, P]`` or ``[B, T, P]`` for ``x`` of ``[B, H, T, D]``."""
+    if cos.dim() > 2:
+        cos, sin = cos.squeeze(-3), sin.squeeze(-3)
+    if cos.dim() == 3 and cos.shape[0] == 1:
+        cos, sin = cos[0], sin[0]
+    return _rows(x, cos, sin)
+
+
+def _rows(x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    rows, length = cos.shape[-2], x.shape[-2]
+    if rows == 1 and length != 1:
+        wide = (*cos.shape[:-2], length, cos.shape[-1])
+        return cos.expand(wide), sin.expand(wide)
+    if rows != length or (cos.dim() == 3 and cos.shape[0] != x.shape[0]):
+        rule = f"cos and sin must broadcast against queries and keys of shape {tuple(x.shape)}"
+        got = f"shape {tuple(cos.shape)}"
+        raise ValueError(checks.message(_WHO, rule, got, "Unpatch it, and report the model."))
+    return cos, sin

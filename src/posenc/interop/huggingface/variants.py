@@ -1,0 +1,235 @@
+"""What a rotating function of a model means, found by trying it.
+
+One name means several things (``rotate_half`` takes adjacent pairs in Cohere, halves in Llama), so
+a function is known by what it does: it is called on small random tensors, and the `Variant` whose
+result agrees to rounding is its meaning. What agrees with none is not understood, and not replaced.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from posenc.interop.huggingface import special
+from posenc.interop.huggingface.turning import turn
+
+# What model code calls the tensors that it rotates, and the tables that it rotates them by.
+_TURNED = {"q", "k", "x", "xq", "xk", "query", "key", "tensor", "hidden_states"}
+_COMPLEX = {"freqs_cis", "freqs_ci"}
+_IGNORED = {"position_ids", "kwargs"}
+_AXIS = "unsqueeze_dim"
+
+# How pairs of channels share the entries of a table row that was made for all channels.
+_PAIRS: dict[str, Callable[[Tensor], Tensor]] = {
+    "doubled": lambda table: table[..., : table.shape[-1] // 2],
+    "repeated": lambda table: table[..., ::2],
+    "single": lambda table: table,
+}
+_WIDEN: dict[str, Callable[[Tensor], Tensor]] = {
+    "doubled": lambda pairs: torch.cat((pairs, pairs), dim=-1),
+    "repeated": lambda pairs: pairs.repeat_interleave(2, dim=-1),
+    "single": lambda pairs: pairs,
+    "complex": lambda pairs: pairs,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """The meaning of a rotating function.
+
+    Attributes:
+        tables: How a row of cos holds its ``P`` numbers: ``doubled`` (0 1 … 0 1 …), ``repeated``
+            (0 0 1 1 …), ``single`` or ``complex``.
+        layout: ``half``, ``interleaved``, or ``interleaved to half``.
+        axis: Where the tables get an axis for the heads: an index, ``unsqueeze_dim`` if the caller
+            says, or None if they come with one.
+        tokens: ``all``; ``patches`` if tokens before the table's are left alone; ``latest`` if
+            fewer queries than rows take the last ones.
+        last: Whether the last channels are rotated, rather than the first.
+        backwards: Whether the angle is negated.
+        bare: Whether queries alone, with None for keys, come back without the None.
+    """
+
+    tables: str
+    layout: str
+    axis: int | str | None
+    tokens: str = "all"
+    last: bool = False
+    backwards: bool = False
+    bare: bool = False
+
+
+def function(names: tuple[str, ...], variant: Variant, default_axis: int = 1) -> Callable[..., Any]:
+    """A function of the given parameter names that rotates as ``variant`` says, by our op."""
+    turned = [name for name in names if name in _TURNED]
+    flags = {
+        "interleaved": variant.layout != "half",
+        "interleaved_out": variant.layout == "interleaved",
+        "last": variant.last,
+        "backwards": variant.backwards,
+    }
+    freqs = next((name for name in names if name in _COMPLEX), None)
+    pick = None if freqs else _PAIRS[variant.tables]
+    asks, fixed, tokens, bare = variant.axis == _AXIS, variant.axis, variant.tokens, variant.bare
+
+    def rotated(*args: Any, **kwargs: Any) -> Any:
+        given = dict(zip(names, args, strict=False))
+        given.update(kwargs)
+        if pick is None:
+            cos, sin = given[freqs].real, given[freqs].imag
+        else:
+            cos, sin = pick(given["cos"]), pick(given["sin"])
+        axis = given.get(_AXIS, default_axis) if asks else fixed
+        if axis is not None:
+            cos, sin = cos.unsqueeze(axis), sin.unsqueeze(axis)
+        xs = [given.get(name) for name in turned]
+        present = [x for x in xs if x is not None]
+        if tokens == "all":
+            ys = turn(present, cos, sin, **flags)
+        elif tokens == "patches":
+            ys = [_patches(x, cos, sin, flags) for x in present]
+        else:
+            ys = [_latest(x, cos, sin, flags) for x in present]
+        if len(ys) == len(turned):
+            return tuple(ys) if len(ys) > 1 else ys[0]
+        return ys[0] if bare else (ys[0], None)
+
+    return rotated
+
+
+def _patches(x: Tensor, cos: Tensor, sin: Tensor, flags: dict[str, bool]) -> Tensor:
+    before = x.shape[-2] - cos.shape[-2]
+    (y,) = turn([x[..., before:, :]], cos, sin, **flags)
+    return torch.cat((x[..., :before, :], y), dim=-2) if before else y
+
+
+def _latest(x: Tensor, cos: Tensor, sin: Tensor, flags: dict[str, bool]) -> Tensor:
+    length = x.shape[-2]
+    (y,) = turn([x], cos[..., -length:, :], sin[..., -length:, :], **flags)
+    return y
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """A function that was recognised: what it does, in words, and ours."""
+
+    variant: str
+    layout: str
+    function: Callable[..., Any]
+
+
+_known: dict[Any, Known | None] = {}
+
+
+def recognise(original: Callable[..., Any]) -> Known | None:
+    """Variant, layout and our function for ``original``, or None if nothing of ours agrees."""
+    if original not in _known:
+        _known[original] = _search(original)
+    return _known[original]
+
+
+def _search(original: Callable[..., Any]) -> Known | None:
+    parameters = inspect.signature(original).parameters
+    names = tuple(parameters)
+    if names in special.PROBES:
+        ours, variant, layout, probes = special.PROBES[names]
+        agrees = all(_same(ours(*probe), original(*probe)) for probe in probes)
+        return Known(variant, layout, ours) if agrees else None
+    turned = [name for name in names if name in _TURNED]
+    complexes = [name for name in names if name in _COMPLEX]
+    tables = set(complexes) or {"cos", "sin"}
+    extra = set(names) - set(turned) - tables - _IGNORED - {_AXIS}
+    if not turned or not tables <= set(names) or extra:
+        return None
+    asks = _AXIS in parameters
+    default = parameters[_AXIS].default if asks else 1
+    for kind in _variants(bool(complexes), asks):
+        probes = list(_probes(kind.tables, turned, tables, asks))
+        answers = [(given, _try(original, given)) for given in probes]
+        ours = function(names, kind, default)
+        if any(answer is not None for _, answer in answers) and all(
+            answer is None or _same(_try(ours, given), answer) for given, answer in answers
+        ):
+            return Known(_named(kind), kind.layout, ours)
+    return None
+
+
+def _named(variant: Variant) -> str:
+    said = [variant.tables]
+    said += [f"{variant.tokens} tokens"] * (variant.tokens != "all")
+    said += ["last channels"] * variant.last + ["backwards"] * variant.backwards
+    return ", ".join(said)
+
+
+def _variants(is_complex: bool, asks: bool) -> Iterator[Variant]:
+    forms = ("complex",) if is_complex else tuple(_PAIRS)
+    axes: tuple[int | str | None, ...] = (_AXIS,) if asks else (None, 1, -2)
+    layouts = ("half", "interleaved", "interleaved to half")
+    tokens, no = ("all", "patches", "latest"), (False, True)
+    for rare in itertools.product(no, no, no, tokens):
+        for form, layout, axis in itertools.product(forms, layouts, axes):
+            bare, backwards, last, which = rare
+            yield Variant(form, layout, axis, which, last, backwards, bare)
+
+
+# Shapes of what is rotated and of its tables, but for the channels: heads 3, tokens 5.
+_SHAPES = (
+    ((2, 3, 5), (2, 5), 1),
+    ((2, 5, 3), (2, 5), 2),
+    ((5, 3), (5,), -2),
+    ((1, 5, 3), (5,), None),
+    ((2, 3, 5), (5,), None),
+    ((2, 3, 5), (2, 1, 5), None),
+    ((2, 5), (2, 5), None),
+)
+
+
+def _probes(form: str, turned: list[str], tables: set[str], asks: bool) -> Iterator[dict[str, Any]]:
+    """Arguments to try a function on; those that it does not take, it refuses."""
+    made = torch.Generator().manual_seed(0)
+    for (shape, rows, axis), width in itertools.product(_SHAPES, (8, 12)):
+        if asks and axis is None:
+            continue
+        phi = torch.rand(*rows, 4, generator=made) * 6
+        if form == "complex":
+            given: dict[str, Any] = {
+                name: torch.polar(torch.ones_like(phi), phi) for name in tables
+            }
+        else:
+            given = {"cos": _WIDEN[form](phi.cos()), "sin": _WIDEN[form](phi.sin())}
+        if asks:
+            given[_AXIS] = axis
+        xs = {name: torch.randn(*shape, width, generator=made) for name in turned}
+        yield {**given, **xs}
+        yield {**given, **{name: torch.cat((x, x), dim=-2) for name, x in xs.items()}}
+        if len(xs) == 2:
+            first, second = xs
+            yield {**given, **xs, first: xs[first][..., -2:, :]}
+            yield {**given, **xs, second: None}
+
+
+def _try(function: Callable[..., Any], given: dict[str, Any]) -> Any:
+    """What a function answers, or None where it raises or gives other shapes than it got."""
+    try:
+        answer = function(**given)
+    except (RuntimeError, ValueError, IndexError, TypeError, AttributeError):
+        return None
+    got = [answer] if isinstance(answer, Tensor) else answer
+    asked = [x for name, x in given.items() if name in _TURNED]
+    fits = all(y is None or y.shape == x.shape for x, y in zip(asked, got, strict=False))
+    return answer if fits else None
+
+
+def _same(got: Any, expected: Any) -> bool:
+    if isinstance(expected, Tensor):
+        alike = isinstance(got, Tensor) and got.shape == expected.shape
+        return alike and torch.allclose(got, expected, rtol=0, atol=1e-5)
+    if expected is None or isinstance(got, Tensor) or got is None:
+        return got is expected
+    return len(got) == len(expected) and all(map(_same, got, expected))
