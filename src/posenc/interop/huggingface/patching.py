@@ -81,13 +81,13 @@ def patch(model: nn.Module) -> Report:
             got = f"a patched {type(module).__name__} at '{path}'"
             way_out = "Call unpatch on that module first."
             raise ValueError(checks.message("patch", "model must not be patched", got, way_out))
-    classes: dict[type, list[_Method]] = {}
+    classes: dict[type, list[Replacement]] = {}
     slots: list[tuple[nn.Module, str, Any]] = []
     places: list[Place] = []
     for path, module in model.named_modules():
         kind = type(module)
         if kind not in classes:
-            classes[kind] = _methods(kind, path)
+            classes[kind] = replacements(kind, path)
         for method in classes[kind]:
             slots.append((module, *_slot(module, path, method)))
             places += [Place(path, kind.__name__, *gone) for gone in method.gone]
@@ -157,7 +157,7 @@ class _Record:
 
 
 @dataclass(frozen=True, slots=True)
-class _Method:
+class Replacement:
     """A method to bind to instances, and the functions that it no longer calls."""
 
     name: str
@@ -166,9 +166,9 @@ class _Method:
     gone: tuple[tuple[str, str, str], ...]
 
 
-def _methods(kind: type, path: str) -> list[_Method]:
+def replacements(kind: type, path: str = "") -> list[Replacement]:
     """What the instances of a class need to rotate by our op."""
-    found: dict[str, _Method] = {}
+    found: dict[str, Replacement] = {}
     seen: dict[str, Any] = {}
     for owner in kind.__mro__:
         if owner.__module__.split(".")[0] in ("torch", "builtins"):
@@ -194,12 +194,11 @@ def _methods(kind: type, path: str) -> list[_Method]:
 
 def _method(
     name: str, function: FunctionType, bound: bool, kind: type, path: str
-) -> _Method | None:
+) -> Replacement | None:
     if rotates(name):
         known = variants.recognise(function)
         if known is not None:
-            gone = ((name, known.variant, known.layout),)
-            return _Method(name, known.function, bound, gone)
+            return Replacement(name, known.function, bound, ((name, known.variant, known.layout),))
     rewriter = Rewriter(_ours)
     try:
         made, replaced = rewriter.rewrite(function)
@@ -207,7 +206,7 @@ def _method(
         _refuse(kind, path, str(error))
     if replaced:
         gone = tuple(dict.fromkeys(map(_described, replaced)))
-        return _Method(name, made, bound, gone)
+        return Replacement(name, made, bound, gone)
     if rotates(name):
         _refuse(kind, path, f"the method {name}")
     return None
@@ -231,7 +230,7 @@ def _refuse(kind: type, path: str, what: str) -> NoReturn:
     raise ValueError(checks.message("patch", rule, got, "The model is left as it was."))
 
 
-def _slot(module: nn.Module, path: str, method: _Method) -> tuple[str, Any]:
+def _slot(module: nn.Module, path: str, method: Replacement) -> tuple[str, Any]:
     """Where on the instance a method goes, and the method bound."""
     name = method.name
     # accelerate wraps forward in its hooks and calls what it keeps under this name.

@@ -1,4 +1,4 @@
-"""Functions rebuilt so that the names they look up mean something else, and nothing else changes."""
+"""Functions rebuilt so that names in them mean something else, and nothing else changes."""
 
 from __future__ import annotations
 

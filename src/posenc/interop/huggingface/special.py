@@ -1,4 +1,4 @@
-"""Rotating functions with a form of their own: found by their parameters, then tried like any other.
+"""Rotating functions with a form of their own: found by their parameters, then tried like any.
 
 Each of ours keeps the parameters of the one it replaces. ``PROBES`` holds, for those parameters,
 our function, its variant and layout in words, and arguments to compare the two on.
@@ -156,4 +156,4 @@ def _probes() -> Iterator[tuple[Callable[..., Any], str, str, list[tuple[Any, ..
     )
 
 
-PROBES = {tuple(inspect.signature(ours).parameters): (ours, *rest) for ours, *rest in _probes()}
+PROBES = {tuple(inspect.signature(probe[0]).parameters): probe for probe in _probes()}

@@ -75,13 +75,13 @@ def function(names: tuple[str, ...], variant: Variant, default_axis: int = 1) ->
         "backwards": variant.backwards,
     }
     freqs = next((name for name in names if name in _COMPLEX), None)
-    pick = None if freqs else _PAIRS[variant.tables]
+    pick = _PAIRS[variant.tables if freqs is None else "single"]
     asks, fixed, tokens, bare = variant.axis == _AXIS, variant.axis, variant.tokens, variant.bare
 
     def rotated(*args: Any, **kwargs: Any) -> Any:
         given = dict(zip(names, args, strict=False))
         given.update(kwargs)
-        if pick is None:
+        if freqs is not None:
             cos, sin = given[freqs].real, given[freqs].imag
         else:
             cos, sin = pick(given["cos"]), pick(given["sin"])
@@ -138,8 +138,8 @@ def _search(original: Callable[..., Any]) -> Known | None:
     parameters = inspect.signature(original).parameters
     names = tuple(parameters)
     if names in special.PROBES:
-        ours, variant, layout, probes = special.PROBES[names]
-        agrees = all(_same(ours(*probe), original(*probe)) for probe in probes)
+        ours, variant, layout, tried = special.PROBES[names]
+        agrees = all(_same(ours(*given), original(*given)) for given in tried)
         return Known(variant, layout, ours) if agrees else None
     turned = [name for name in names if name in _TURNED]
     complexes = [name for name in names if name in _COMPLEX]

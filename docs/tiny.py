@@ -1,0 +1,134 @@
+"""Tiny random models of transformers, from configuration classes alone, and inputs for them."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+# Sizes by the name of the field: 64 channels in 4 heads of 16, two layers, 128 words.
+SIZES: dict[str, Any] = {}
+for _size, _names in {
+    1: "n_group topk_group first_k_dense_replace num_expert_group",
+    2: """num_hidden_layers n_layer n_layers num_layers encoder_layers decoder_layers depth kv_heads
+       num_encoder_layers num_decoder_layers num_key_value_heads n_shared_experts moe_topk moe_k
+       num_experts_per_tok top_k_experts num_experts_per_token top_k moe_top_k n_kv_heads
+       encoder_num_hidden_layers decoder_num_hidden_layers num_encoder_hidden_layers
+       num_decoder_hidden_layers encoder_num_key_value_heads decoder_num_key_value_heads""",
+    4: """num_attention_heads n_head n_heads num_heads encoder_attention_heads mamba_n_heads
+       decoder_attention_heads encoder_num_attention_heads decoder_num_attention_heads
+       num_experts n_routed_experts num_local_experts moe_num_experts linear_num_value_heads
+       attention_heads index_n_heads linear_num_key_heads num_query_heads mamba_num_heads""",
+    8: "patch_size",
+    16: """head_dim attention_head_dim qk_rope_head_dim qk_nope_head_dim v_head_dim rotary_dim
+        global_head_dim linear_key_head_dim linear_value_head_dim index_head_dim index_topk
+        swa_head_dim mamba_d_head mamba_head_dim kv_channels hidden_size_per_layer_input
+        mamba_d_state ssm_state_size""",
+    32: "moe_intermediate_size q_lora_rank kv_lora_rank image_size o_lora_rank",
+    64: """hidden_size d_model n_embd dim embed_dim intermediate_size ffn_dim encoder_ffn_dim
+        decoder_ffn_dim n_inner hidden_dim shared_expert_intermediate_size d_ff out_hidden_size
+        encoder_intermediate_size decoder_intermediate_size projection_dim ffn_hidden_size
+        shared_intermediate_size feed_forward_size expert_ffn_hidden_size encoder_hidden_size
+        decoder_hidden_size projector_hidden_size""",
+    128: "vocab_size max_position_embeddings n_positions vocab_size_per_layer_input",
+}.items():
+    SIZES |= dict.fromkeys(_names.split(), _size)
+
+# Parameters of a model that is small enough to be built.
+LARGEST = 30_000_000
+
+
+def tiny(kind: type, **changes: Any) -> Any:
+    """A configuration of class ``kind`` with small sizes, sub-configurations included."""
+    from transformers import PreTrainedConfig
+
+    try:
+        default = kind()
+    except Exception:
+        default = None
+    chosen: dict[str, Any] = {}
+    marks = 0
+    for field in dataclasses.fields(kind):
+        name, value = field.name, field.default
+        size = SIZES.get(name)
+        inside = getattr(default, name, None)
+        if (size is not None and isinstance(value, int) and value > size) or (
+            name == "num_key_value_heads" and value is None
+        ):
+            chosen[name] = size
+        elif name.endswith("token_id") and isinstance(value, int) and value > 100:
+            chosen[name] = 100 + marks
+            marks += 1
+        elif name.endswith("token_id") and isinstance(value, list):
+            chosen[name] = 2
+        elif isinstance(inside, PreTrainedConfig):
+            chosen[name] = tiny(type(inside), **changes.pop(name, {}))
+    return kind(**{**chosen, **changes})
+
+
+def build(kind: type, config: Any) -> nn.Module:
+    """A model of class ``kind`` in evaluation mode, its weights random and not too small."""
+    with torch.device("meta"):
+        count = sum(p.numel() for p in kind(config).parameters())
+    if count > LARGEST:
+        raise RuntimeError(f"{kind.__name__} is not tiny: {count} parameters")
+    torch.manual_seed(0)
+    model = kind(config).eval()
+    # Fresh weights are so small that attention would be flat, and a wrong rotation would not show.
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1 and parameter.is_floating_point():
+                parameter.normal_(0, parameter.shape[-1] ** -0.5)
+    return model
+
+
+def inputs(model: nn.Module) -> Iterator[dict[str, Any]]:
+    """Arguments that ``model`` may take, likeliest first."""
+    made = torch.Generator().manual_seed(1)
+    takes = inspect.signature(model.forward).parameters
+    config = model.config
+
+    def noise(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=made)
+
+    def size(*names: str, default: int = 0) -> int:
+        for name in names:
+            value = getattr(config, name, None)
+            if isinstance(value, (list, tuple)):
+                value = value[0]
+            if isinstance(value, int):
+                return value
+        return default
+
+    width = size("hidden_size", "d_model", "embed_dim", "n_embd", default=64)
+    ids = torch.randint(3, 90, (2, 9), generator=made)
+    grid = next((n for n in ("grid_thw", "image_grid_thw") if n in takes), None)
+    channels = size("in_channels", "num_channels", "in_chans", default=3)
+    patch, side = size("patch_size", default=8), size("image_size", default=32)
+    if grid is not None:
+        first = next(iter(takes))
+        volume = channels * patch**2 * size("temporal_patch_size", default=1)
+        yield {first: noise(32, volume), grid: torch.tensor([[1, 4, 4], [1, 4, 4]])}
+    if "input_ids" in takes and "decoder_input_ids" not in takes:
+        yield {"input_ids": ids}
+    if "decoder_input_ids" in takes and "input_ids" in takes:
+        yield {"input_ids": ids, "decoder_input_ids": ids}
+    if "inputs_embeds" in takes:
+        yield {"inputs_embeds": noise(2, 9, width)}
+    if "pixel_values" in takes:
+        yield {"pixel_values": noise(2, channels, side, side)}
+    for name in ("input_features", "input_values", "audio_values"):
+        if name in takes:
+            bins = size(
+                "num_mel_bins", "feature_projection_input_dim", "input_feat_dim", default=80
+            )
+            yield {name: noise(2, 64, bins)}
+            yield {name: noise(2, bins, 64)}
+            yield {name: noise(2, 1600)}
+            yield {name: noise(2, 1, 1600)}
+    if "hidden_states" in takes:
+        yield {"hidden_states": noise(2, 9, width)}
