@@ -1,4 +1,4 @@
-"""What a folder needs besides small sizes: fields of its configuration, inputs, classes."""
+"""What models need besides small sizes: fields of configurations, inputs, parts to drive alone."""
 
 from __future__ import annotations
 
@@ -9,40 +9,249 @@ from typing import Any
 
 import tiny
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-# Changes to a configuration, by folder or by the name of the model's class.
-CONFIGS: dict[str, dict[str, Any]] = {}
-# Configuration classes of models that do not name their own.
-CONFIG_CLASSES: dict[str, Any] = {}
-# Models to build, where not every model of the folder is to be tried in turn.
-CLASSES: dict[str, list[str]] = {}
-# Classes that nothing makes on this machine, and why they are left out of the count.
+_DEFAULT = {"rope_type": "default", "rope_theta": 10_000.0}
+_SECTIONS = {**_DEFAULT, "mrope_section": [2, 3, 3]}
+_BOTH = ["sliding_attention", "full_attention"]
+_BY_LAYER = {"layer_types": _BOTH, "rope_parameters": dict.fromkeys(_BOTH, _DEFAULT)}
+
+# Changes to small sizes, by the class of the configuration.
+CONFIGS: dict[str, dict[str, Any]] = {
+    "BailingHybridConfig": {"num_hidden_layers": 6},
+    "BltConfig": {"encoder_hash_byte_group_vocab": 128},
+    "BambaConfig": {"attn_layer_indices": [1]},
+    "ChameleonConfig": {"vocabulary_map": {"<image>": 5, "IMGIMGA": 6}},
+    "ClvpEncoderConfig": {"hidden_size": 128, "projection_dim": 128},
+    "CohereCompassTextConfig": {
+        "layer_types": _BOTH,
+        "rope_parameters": dict.fromkeys(_BOTH, _SECTIONS),
+    },
+    "DbrxAttentionConfig": {"rope_theta": 10_000.0},
+    "DeepseekV2Config": {"num_experts_per_tok": 2},
+    "DeepseekV4Config": {
+        "layer_types": ["compressed_sparse_attention", "heavily_compressed_attention"],
+        "compress_rates": {"compressed_sparse_attention": 2, "heavily_compressed_attention": 4},
+    },
+    "DiffusionGemmaTextConfig": {
+        "num_experts": 4,
+        "top_k_experts": 2,
+        "moe_intermediate_size": 32,
+    },
+    "EsmFold2AtomEncoderConfig": {"hidden_size": 128},
+    "MiniMaxM3VLTextConfig": {"layer_types": ["minimax_m3_sparse", "full_attention"]},
+    "MoonshineStreamingConfig": {"num_key_value_heads": 4, "head_dim": 16},
+    "Qwen4ExpTextConfig": {
+        "num_hidden_layers": 4,
+        "ple_layer_ids": [],
+        "indexer_n_heads": 2,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 16,
+        "indexer_budget": 4,
+        "indexer_compress_ratio": 2,
+    },
+    "Cosmos3EdgeTextConfig": {"rope_parameters": _SECTIONS},
+    "DeepseekOcr2TextConfig": {"num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "mlp_layer_types": ["dense", "sparse"]},
+    "DeepseekOcr2SamVisionConfig": {"downsample_channels": [32, 64]},
+    "Dots1Config": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
+    "EfficientLoFTRConfig": {"out_features": [32, 32, 64, 64], "stage_num_blocks": [1, 1, 1, 1], "num_attention_heads": 8},
+    "Ernie4_5_VLMoeTextConfig": {"moe_intermediate_size": [32, 32], "rope_parameters": _SECTIONS},
+    "EsmConfig": {"vocab_size": 128, "position_embedding_type": "rotary"},
+    "EsmcConfig": {"num_key_value_heads": 4},
+    "FlintConfig": {"num_hidden_layers": 4},
+    "Gemma3nTextConfig": {"layer_types": [*_BOTH, *_BOTH], "num_hidden_layers": 4,
+                          "num_kv_shared_layers": 2},
+    "Glm4vTextConfig": {"rope_parameters": _SECTIONS},
+    "GlmOcrTextConfig": {"rope_parameters": _SECTIONS},
+    "GradiumPhononTTSFlowHeadConfig": {"condition_dim": 64},
+    "GraniteMoeHybridConfig": {"layer_types": ["mamba", "attention"],
+                               "position_embedding_type": "rope"},
+    "HunYuanDenseV1Config": {"head_dim": 16},
+    "HunYuanMoEV1Config": {"head_dim": 16},
+    "HunYuanVLTextConfig": {"head_dim": 16},
+    "Lfm2MoeConfig": {"layer_types": ["conv", "full_attention"]},
+    "Llama4VisionConfig": {"vision_output_dim": 64, "projector_input_dim": 64,
+                           "projector_output_dim": 64, "intermediate_size": 256},
+    "MinistralConfig": {"head_dim": 16},
+    "PaddleOCRTextConfig": {"rope_parameters": _SECTIONS},
+    "PocketTTSFlowHeadConfig": {"condition_dim": 64},
+    "Qwen2VLTextConfig": {"rope_parameters": _SECTIONS},
+    "Qwen2_5_VLTextConfig": {"rope_parameters": _SECTIONS},
+    "Qwen2_5OmniTextConfig": {"rope_parameters": _SECTIONS},
+    "Qwen2_5OmniTalkerConfig": {"rope_parameters": _SECTIONS},
+    "Qwen3NextConfig": {"num_hidden_layers": 4},
+    "Qwen3_5TextConfig": {"num_hidden_layers": 4},
+    "Qwen3_5MoeTextConfig": {"num_hidden_layers": 4},
+    "RecurrentGemmaConfig": {"num_hidden_layers": 3},
+    "SeamlessM4TConfig": {"position_embeddings_type": "rotary", "speech_encoder_layers": 2,
+                          "speech_encoder_attention_heads": 4},
+    "VJEPA2Config": {"crop_size": 32, "frames_per_clip": 4, "pred_hidden_size": 64,
+                     "pred_num_attention_heads": 4, "pred_num_hidden_layers": 2},
+    "Wav2Vec2BertConfig": {"position_embeddings_type": "rotary", "vocab_size": 128},
+    "Wav2Vec2ConformerConfig": {"position_embeddings_type": "rotary", "vocab_size": 128},
+    "Zamba2Config": {"use_mem_rope": True, "layers_block_type": ["mamba", "hybrid"],
+                     "intermediate_size": 64},
+}  # fmt: skip
+# Configuration classes of models that name another's.
+CONFIG_CLASSES: dict[str, str] = {
+    "DiaDecoder": "DiaDecoderConfig",
+    "DiaEncoder": "DiaEncoderConfig",
+    "EomtDinov3Attention": "EomtDinov3Config",
+    "MistralLarge4TextModel": "MistralLarge4TextConfig",
+    "PeAudioVideoEncoderAttention": "PeAudioVideoEncoderConfig",
+    "PeVideoEncoderAttention": "PeVideoEncoderConfig",
+    "Qwen3OmniMoeCode2WavTransformerModel": "Qwen3OmniMoeCode2WavConfig",
+}
+# Models to build, where not every model of the folder is to be tried in turn. A part stands for a
+# model that another package is needed to build.
+CLASSES: dict[str, list[str]] = {
+    "blt": ["BltForCausalLM"],
+    "eomt_dinov3": ["EomtDinov3Attention"],
+    "pe_audio_video": ["PeAudioVideoEncoderAttention"],
+    "pe_video": ["PeVideoEncoderAttention"],
+}
+# Classes that only run with another package, on a GPU.
 UNREACHABLE: dict[str, set[str]] = {
     "falcon": {"FalconFlashAttention2"},
     "gptj": {"GPTJFlashAttention2"},
 }
 
 
+def _noise(*shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+def _kimi(model: nn.Module) -> dict[str, Any]:
+    return {"pixel_values": _noise(32, 3, 8, 8), "grid_thw": torch.tensor([[1, 4, 4], [1, 4, 4]])}
+
+
+# Arguments by the class of the model, where no guess fits.
+INPUTS: dict[str, Callable[[nn.Module], dict[str, Any]]] = {
+    "Kimi_K25VisionModel": _kimi,
+    "LightGlueForKeypointMatching": lambda m: {"pixel_values": _noise(1, 2, 3, 64, 64)},
+    "MuseGlimmerAssistantModel": lambda m: {
+        "noise_embeds": _noise(2, 4, 64),
+        "context_hidden_states": _noise(2, 5, m.encoder.fc.in_features),
+    },
+    "MuseGlimmerVisionModel": lambda m: {
+        "pixel_values": _noise(32, 384),
+        "grid_thw": torch.tensor([[1, 4, 4], [1, 4, 4]]),
+    },
+    "MuseSparkVisionModel": lambda m: {
+        "pixel_values": _noise(32, 384),
+        "grid_thw": torch.tensor([[1, 4, 4], [1, 4, 4]]),
+    },
+    "PaddleOCRVisionTransformer": lambda m: {
+        "pixel_values": _noise(1, 16, 3, 8, 8),
+        "grid_thw": torch.tensor([[1, 4, 4]]),
+        "cu_seqlens": torch.tensor([0, 16], dtype=torch.int32),
+    },
+    "VideoLlama3VisionModel": lambda m: {
+        "pixel_values": _noise(32, 192),
+        "grid_thw": torch.tensor([[1, 4, 4], [1, 4, 4]]),
+        "merge_sizes": torch.tensor([2, 2]),
+    },
+    "VJEPA2Model": lambda m: {"pixel_values_videos": _noise(1, 4, 3, 32, 32)},
+    "EfficientLoFTRModel": lambda m: {"pixel_values": _noise(1, 2, 3, 64, 64)},
+    "IdeficsModel": lambda m: {
+        "input_ids": torch.arange(3, 12)[None],
+        "pixel_values": _noise(1, 1, 3, 32, 32),
+        "image_attention_mask": torch.ones(1, 9, 1),
+    },
+    "Gemma4VisionModel": lambda m: {
+        "pixel_values": torch.rand(1, 36, 192),
+        "pixel_position_ids": torch.cartesian_prod(torch.arange(6), torch.arange(6))[None],
+    },
+    "MusicFlamingoModel": lambda m: {
+        "input_ids": torch.tensor([[3] + [m.config.audio_token_id] * 16 + [4]]),
+        "input_features": _noise(1, 128, 64),
+        "input_features_mask": torch.ones(1, 64, dtype=torch.long),
+    },
+    "MimiEncoderModel": lambda m: {"input_values": _noise(1, 1, 16 * 1920)},
+    "PocketTTSAudioTokenizerEncoderModel": lambda m: {"input_values": _noise(1, 1, 16 * 1920)},
+    "PeAudioEncoder": lambda m: {"input_values": _noise(1, 1, 16 * 1920)},
+    "NeuCodecModel": lambda m: {
+        "input_values": _noise(1, 1, 16 * 320),
+        "input_features": _noise(1, 16, 160),
+    },
+    "Xcodec2Model": lambda m: {
+        "input_values": _noise(1, 1, 16 * 320),
+        "input_features": _noise(1, 16, 160),
+    },
+    "EomtDinov3Attention": lambda m: {
+        "hidden_states": _noise(2, 9, 64),
+        "position_embeddings": _tables("doubled", 5, m.head_dim),
+    },
+    "EdgeTamVideoRoPESelfAttention": lambda m: {
+        **dict.fromkeys(("query", "key", "value"), _noise(1, 1, 16, m.q_proj.in_features)),
+        "position_embeddings": _tables("repeated", 1, 1, 16, m.head_dim),
+    },
+    "EdgeTamVideoRoPECrossAttention": lambda m: {
+        "query": _noise(1, 1, 16, m.q_proj.in_features),
+        **dict.fromkeys(("key", "value"), _noise(1, 1, 27, m.k_proj.in_features)),
+        "position_embeddings": _tables("repeated", 1, 1, 16, m.head_dim),
+        "position_embeddings_k": _tables("repeated", 1, 1, 9, m.head_dim),
+        "num_k_exclude_rope": 3,
+        "rope_k_repeat": 2,
+    },
+    "Sam2VideoRoPEAttention": lambda m: _memories(m),
+    "Sam3TrackerVideoRoPEAttention": lambda m: _memories(m),
+}
+
+
+def _memories(module: nn.Module) -> dict[str, Any]:
+    several = module.rope_k_repeat
+    keys = _noise(1, 1, 35 if several else 16, module.k_proj.in_features)
+    return {
+        "query": _noise(1, 1, 16, module.q_proj.in_features),
+        "key": keys,
+        "value": keys,
+        "position_embeddings": _tables("repeated", 1, 1, 16, module.head_dim),
+        "num_k_exclude_rope": 3 if several else 0,
+    }
+
+
+def _tables(form: str, *shape: int) -> tuple[Tensor, Tensor]:
+    """cos and sin of random angles, each number held as the form says."""
+    phi = torch.rand(*shape[:-1], shape[-1] // 2, generator=torch.Generator().manual_seed(1)) * 6
+    if form == "doubled":
+        phi = torch.cat((phi, phi), dim=-1)
+    elif form == "repeated":
+        phi = phi.repeat_interleave(2, dim=-1)
+    return phi.cos(), phi.sin()
+
+
 def calls(name: str, model: nn.Module, wanted: set[str]) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """Ways to run a model, whole first, then module by module."""
-    for given in tiny.inputs(model):
-        yield "the whole", partial(model, **given)
-    for path, module in model.named_modules():
-        if type(module).__name__ in wanted:
-            yield path, lambda m=module: m(**layer_inputs(m))
-            break
+    """Ways to run a model, whole first, then the first module of each class that rotates."""
+    if name in INPUTS:
+        yield "the whole", partial(model, **INPUTS[name](model))
+    elif hasattr(model, "config_class"):
+        for given in tiny.inputs(model):
+            yield "the whole", partial(model, **given)
+    for kind in sorted(wanted):
+        found = [(p, m) for p, m in model.named_modules() if type(m).__name__ == kind]
+        for path, module in found[:1]:
+            yield path, partial(_alone, module)
 
 
-def layer_inputs(module: nn.Module) -> dict[str, Any]:
-    """Random states and tables for an attention module alone."""
-    made = torch.Generator().manual_seed(1)
+def _alone(module: nn.Module) -> Any:
+    """Run an attention module on random states and tables of the form that it takes."""
+    if type(module).__name__ in INPUTS:
+        return module(**INPUTS[type(module).__name__](module))
+    from posenc.interop.huggingface.patching import replacements
+
     takes = inspect.signature(module.forward).parameters
     linear = next(m for m in module.modules() if isinstance(m, nn.Linear))
-    states = torch.randn(2, 9, linear.in_features, generator=made)
-    phi = torch.rand(2, 9, module.head_dim // 2, generator=made) * 6
-    tables = tuple(torch.cat((t, t), dim=-1) for t in (phi.cos(), phi.sin()))
-    given: dict[str, Any] = {"hidden_states": states, "position_embeddings": tables}
+    form = replacements(type(module))[0].gone[0][1].split(",")[0]
+    width = getattr(module, "head_dim", None) or module.config.head_dim
+    flat = "cu_seqlens" in takes
+    lead = (18,) if flat else (2, 9)
+    given: dict[str, Any] = {
+        "hidden_states": _noise(*lead, linear.in_features),
+        "position_embeddings": _tables(form, *lead, width),
+    }
+    if flat:
+        given["cu_seqlens"] = torch.tensor([0, 9, 18], dtype=torch.int32)
     if "attention_mask" in takes and takes["attention_mask"].default is inspect.Parameter.empty:
         given["attention_mask"] = None
-    return given
+    return module(**given)

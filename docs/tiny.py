@@ -39,45 +39,47 @@ for _size, _names in {
     SIZES |= dict.fromkeys(_names.split(), _size)
 
 # Parameters of a model that is small enough to be built.
-LARGEST = 30_000_000
+LARGEST = 60_000_000
 
 
-def tiny(kind: type, **changes: Any) -> Any:
+def tiny(kind: type) -> Any:
     """A configuration of class ``kind`` with small sizes, sub-configurations included."""
+    from recipes import CONFIGS
     from transformers import PreTrainedConfig
 
     try:
-        default = kind()
+        default = vars(kind())
     except Exception:
-        default = None
+        default = {}
+    latent = any(field.name == "kv_lora_rank" for field in dataclasses.fields(kind))
     chosen: dict[str, Any] = {}
     marks = 0
     for field in dataclasses.fields(kind):
         name, value = field.name, field.default
         size = SIZES.get(name)
-        inside = getattr(default, name, None)
-        if (size is not None and isinstance(value, int) and value > size) or (
-            name == "num_key_value_heads" and value is None
-        ):
+        if name == "num_key_value_heads" and (value is None or latent):
+            chosen[name] = SIZES["num_attention_heads"] if latent else size
+        elif size is not None and isinstance(value, int) and value > size:
             chosen[name] = size
-        elif name.endswith("token_id") and isinstance(value, int) and value > 100:
+        elif name.endswith(("token_id", "token_index")) and isinstance(value, int) and value > 100:
             chosen[name] = 100 + marks
             marks += 1
         elif name.endswith("token_id") and isinstance(value, list):
             chosen[name] = 2
-        elif isinstance(inside, PreTrainedConfig):
-            chosen[name] = tiny(type(inside), **changes.pop(name, {}))
-    return kind(**{**chosen, **changes})
+        elif isinstance(default.get(name), PreTrainedConfig):
+            chosen[name] = tiny(type(default[name]))
+    return kind(**{**chosen, **CONFIGS.get(kind.__name__, {})})
 
 
 def build(kind: type, config: Any) -> nn.Module:
     """A model of class ``kind`` in evaluation mode, its weights random and not too small."""
+    more = {"layer_idx": 0} if "layer_idx" in inspect.signature(kind).parameters else {}
     with torch.device("meta"):
-        count = sum(p.numel() for p in kind(config).parameters())
+        count = sum(p.numel() for p in kind(config, **more).parameters())
     if count > LARGEST:
         raise RuntimeError(f"{kind.__name__} is not tiny: {count} parameters")
     torch.manual_seed(0)
-    model = kind(config).eval()
+    model = kind(config, **more).eval()
     # Fresh weights are so small that attention would be flat, and a wrong rotation would not show.
     with torch.no_grad():
         for parameter in model.parameters():

@@ -23,6 +23,8 @@ def turn(
 ) -> list[Tensor]:
     """Rotate ``xs`` by tables that broadcast against them.
 
+    Raises ValueError where they do not.
+
     Args:
         xs: Tensors ``[..., D]``, with heads before tokens, after them, or not yet split.
         cos: ``[..., P]``, whose other axes broadcast against those of ``xs``.
@@ -83,11 +85,11 @@ def _tables(x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
 
 def _rows(x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     rows, length = cos.shape[-2], x.shape[-2]
-    if rows == 1 and length != 1:
-        wide = (*cos.shape[:-2], length, cos.shape[-1])
-        return cos.expand(wide), sin.expand(wide)
-    if rows != length or (cos.dim() == 3 and cos.shape[0] != x.shape[0]):
+    if rows not in (1, length) or (cos.dim() == 3 and cos.shape[0] != x.shape[0]) or cos.dim() > 3:
         rule = f"cos and sin must broadcast against queries and keys of shape {tuple(x.shape)}"
         got = f"shape {tuple(cos.shape)}"
-        raise ValueError(checks.message(_WHO, rule, got, "Unpatch it, and report the model."))
+        raise ValueError(checks.message(_WHO, rule, got, "Call unpatch, and report the model."))
+    if rows != length:
+        wide = (*cos.shape[:-2], length, cos.shape[-1])
+        return cos.expand(wide), sin.expand(wide)
     return cos, sin

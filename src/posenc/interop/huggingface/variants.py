@@ -48,7 +48,8 @@ class Variant:
             (0 0 1 1 …), ``single`` or ``complex``.
         layout: ``half``, ``interleaved``, or ``interleaved to half``.
         axis: Where the tables get an axis for the heads: an index, ``unsqueeze_dim`` if the caller
-            says, or None if they come with one.
+            says, ``tokens`` if any table is read as one row for each token before the heads, or
+            None if they come with one.
         tokens: ``all``; ``patches`` if tokens before the table's are left alone; ``latest`` if
             fewer queries than rows take the last ones.
         last: Whether the last channels are rotated, rather than the first.
@@ -86,7 +87,9 @@ def function(names: tuple[str, ...], variant: Variant, default_axis: int = 1) ->
         else:
             cos, sin = pick(given["cos"]), pick(given["sin"])
         axis = given.get(_AXIS, default_axis) if asks else fixed
-        if axis is not None:
+        if axis == "tokens":
+            cos, sin = (t.reshape(-1, 1, t.shape[-1]) for t in (cos, sin))
+        elif axis is not None:
             cos, sin = cos.unsqueeze(axis), sin.unsqueeze(axis)
         xs = [given.get(name) for name in turned]
         present = [x for x in xs if x is not None]
@@ -169,7 +172,7 @@ def _named(variant: Variant) -> str:
 
 def _variants(is_complex: bool, asks: bool) -> Iterator[Variant]:
     forms = ("complex",) if is_complex else tuple(_PAIRS)
-    axes: tuple[int | str | None, ...] = (_AXIS,) if asks else (None, 1, -2)
+    axes: tuple[int | str | None, ...] = (_AXIS,) if asks else (None, 1, -2, "tokens")
     layouts = ("half", "interleaved", "interleaved to half")
     tokens, no = ("all", "patches", "latest"), (False, True)
     for rare in itertools.product(no, no, no, tokens):
@@ -184,6 +187,7 @@ _SHAPES = (
     ((2, 5, 3), (2, 5), 2),
     ((5, 3), (5,), -2),
     ((1, 5, 3), (5,), None),
+    ((2, 5, 3), (5, 1), None),
     ((2, 3, 5), (5,), None),
     ((2, 3, 5), (2, 1, 5), None),
     ((2, 5), (2, 5), None),
