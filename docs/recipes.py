@@ -27,7 +27,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "layer_types": _BOTH,
         "rope_parameters": dict.fromkeys(_BOTH, _SECTIONS),
     },
-    "DbrxAttentionConfig": {"rope_theta": 10_000.0},
+    "DbrxAttentionConfig": {"rope_theta": 10_000.0, "clip_qkv": 8},
     "DeepseekV2Config": {"num_experts_per_tok": 2},
     "DeepseekV4Config": {
         "layer_types": ["compressed_sparse_attention", "heavily_compressed_attention"],
@@ -40,6 +40,9 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
     "EsmFold2AtomEncoderConfig": {"hidden_size": 128},
     "MiniMaxM3VLTextConfig": {"layer_types": ["minimax_m3_sparse", "full_attention"]},
+    "AudioFlamingo3EncoderConfig": {"max_source_positions": 32},
+    "NeuCodecConfig": {"quantization_dim": 128, "num_key_value_heads": 4},
+    "Xcodec2Config": {"quantization_dim": 128, "num_key_value_heads": 4},
     "MoonshineStreamingConfig": {"num_key_value_heads": 4, "head_dim": 16},
     "Qwen4ExpTextConfig": {
         "num_hidden_layers": 4,
@@ -51,10 +54,19 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "indexer_compress_ratio": 2,
     },
     "Cosmos3EdgeTextConfig": {"rope_parameters": _SECTIONS},
-    "DeepseekOcr2TextConfig": {"num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "mlp_layer_types": ["dense", "sparse"]},
+    "DeepseekOcr2TextConfig": {
+        "num_experts_per_tok": 2,
+        "n_group": 1,
+        "topk_group": 1,
+        "mlp_layer_types": ["dense", "sparse"],
+    },
     "DeepseekOcr2SamVisionConfig": {"downsample_channels": [32, 64]},
     "Dots1Config": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
-    "EfficientLoFTRConfig": {"out_features": [32, 32, 64, 64], "stage_num_blocks": [1, 1, 1, 1], "num_attention_heads": 8},
+    "EfficientLoFTRConfig": {
+        "out_features": [32, 32, 64, 64],
+        "stage_num_blocks": [1, 1, 1, 1],
+        "num_attention_heads": 8,
+    },
     "Ernie4_5_VLMoeTextConfig": {"moe_intermediate_size": [32, 32], "rope_parameters": _SECTIONS},
     "EsmConfig": {"vocab_size": 128, "position_embedding_type": "rotary"},
     "EsmcConfig": {"num_key_value_heads": 4},
@@ -97,6 +109,7 @@ CONFIG_CLASSES: dict[str, str] = {
     "DiaDecoder": "DiaDecoderConfig",
     "DiaEncoder": "DiaEncoderConfig",
     "EomtDinov3Attention": "EomtDinov3Config",
+    "EsmFold2AtomAttention": "EsmFold2AtomEncoderConfig",
     "MistralLarge4TextModel": "MistralLarge4TextConfig",
     "PeAudioVideoEncoderAttention": "PeAudioVideoEncoderConfig",
     "PeVideoEncoderAttention": "PeVideoEncoderConfig",
@@ -107,11 +120,13 @@ CONFIG_CLASSES: dict[str, str] = {
 CLASSES: dict[str, list[str]] = {
     "blt": ["BltForCausalLM"],
     "eomt_dinov3": ["EomtDinov3Attention"],
+    "esmfold2": ["EsmFold2AtomAttention"],
     "pe_audio_video": ["PeAudioVideoEncoderAttention"],
     "pe_video": ["PeVideoEncoderAttention"],
 }
-# Classes that only run with another package, on a GPU.
+# Classes that only run with another package, on a GPU, or that nothing makes.
 UNREACHABLE: dict[str, set[str]] = {
+    "exaone4_5": {"Exaone4_5_Attention"},
     "falcon": {"FalconFlashAttention2"},
     "gptj": {"GPTJFlashAttention2"},
 }

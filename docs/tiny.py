@@ -73,18 +73,25 @@ def tiny(kind: type) -> Any:
 
 def build(kind: type, config: Any) -> nn.Module:
     """A model of class ``kind`` in evaluation mode, its weights random and not too small."""
-    more = {"layer_idx": 0} if "layer_idx" in inspect.signature(kind).parameters else {}
+    takes = inspect.signature(kind).parameters
+    more = {"layer_idx": 0} if "layer_idx" in takes else {}
+    more |= {"atom_config": config} if "atom_config" in takes else {}
     with torch.device("meta"):
         count = sum(p.numel() for p in kind(config, **more).parameters())
     if count > LARGEST:
         raise RuntimeError(f"{kind.__name__} is not tiny: {count} parameters")
     torch.manual_seed(0)
     model = kind(config, **more).eval()
-    # Fresh weights are so small that attention would be flat, and a wrong rotation would not show.
+    # Fresh weights make attention flat and its share in the output small: a wrong rotation would
+    # not show.
     with torch.no_grad():
         for parameter in model.parameters():
-            if parameter.dim() > 1 and parameter.is_floating_point():
+            if parameter.dim() == 2:
                 parameter.normal_(0, parameter.shape[-1] ** -0.5)
+            elif parameter.dim() > 2:
+                parameter.normal_(0, parameter[0].numel() ** -0.5)
+            else:
+                parameter.add_(torch.rand_like(parameter), alpha=0.5)
     return model
 
 
