@@ -160,6 +160,7 @@ def judge(model: Any, call: Any) -> dict[str, Any]:
         "restored": all(map(torch.equal, back, out)),
         "owners": sorted(before.owners),
         "places": sorted({(p.cls, p.function, p.variant, p.layout) for p in report.places}),
+        "tables": sorted({(t.cls, t.form, t.rates) for t in report.tables}),
         "moved": _moved(model, call, out),
     }
 

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 from torch import nn
 
 from posenc._contract import checks
-from posenc.interop.huggingface import variants
+from posenc.interop.huggingface import tables, variants
 from posenc.interop.huggingface.rewrite import NotUnderstood, Rewriter, rotates
 
 _RECORD = "_posenc_patch"
@@ -41,17 +41,39 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
-    """Every place that was replaced.
+class Table:
+    """One rotary module whose cosines and sines are now exact.
 
     Attributes:
-        places: One for each module and function.
+        module: Path of the module in the model.
+        cls: Its class.
+        form: How a row holds its numbers.
+        rates: ``from the config``, worked out in float64; or ``its own``, as the module holds them.
+    """
+
+    module: str
+    cls: str
+    form: str
+    rates: str
+
+    def __str__(self) -> str:
+        return f"{self.module} ({self.cls}): tables [{self.form}; rates {self.rates}]"
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Everything that was replaced.
+
+    Attributes:
+        places: One for each module and function that rotates.
+        tables: One for each rotary module that gives exact tables; others keep their own.
     """
 
     places: tuple[Place, ...]
+    tables: tuple[Table, ...] = ()
 
     def __str__(self) -> str:
-        return "\n".join(map(str, self.places))
+        return "\n".join(map(str, (*self.places, *self.tables)))
 
 
 def patch(model: nn.Module) -> Report:
@@ -84,6 +106,7 @@ def patch(model: nn.Module) -> Report:
     classes: dict[type, list[Replacement]] = {}
     slots: list[tuple[nn.Module, str, Any]] = []
     places: list[Place] = []
+    exact: list[Table] = []
     for path, module in model.named_modules():
         kind = type(module)
         if kind not in classes:
@@ -91,11 +114,15 @@ def patch(model: nn.Module) -> Report:
         for method in classes[kind]:
             slots.append((module, *_slot(module, path, method)))
             places += [Place(path, kind.__name__, *gone) for gone in method.gone]
+        ours = tables.forward_for(module) if _makes_tables(module) else None
+        if ours is not None:
+            exact.append(Table(path, kind.__name__, *ours[:2]))
+            slots.append((module, *_slot(module, path, Replacement("forward", ours[2], True, ()))))
     if not places:
         got = f"{type(model).__name__}, which calls no function that rotates"
         way_out = "Nothing was changed. Models without rotary positions need no patch."
         raise ValueError(checks.message("patch", "model must rotate", got, way_out))
-    record = _Record(Report(tuple(places)), model, [])
+    record = _Record(Report(tuple(places), tuple(exact)), model, [])
     for module, name, value in slots:
         record.before.append((module, name, vars(module).get(name, _ABSENT)))
         vars(module)[name] = value
@@ -205,7 +232,7 @@ def _method(
     except NotUnderstood as error:
         _refuse(kind, path, str(error))
     if replaced:
-        gone = tuple(dict.fromkeys(map(_described, replaced)))
+        gone = tuple(dict.fromkeys(_described(*one) for one in replaced))
         return Replacement(name, made, bound, gone)
     if rotates(name):
         _refuse(kind, path, f"the method {name}")
@@ -217,10 +244,9 @@ def _ours(original: Callable[..., Any]) -> Callable[..., Any] | None:
     return None if known is None else known.function
 
 
-def _described(original: Any) -> tuple[str, str, str]:
+def _described(name: str, original: Callable[..., Any]) -> tuple[str, str, str]:
     known = variants.recognise(original)
     assert known is not None
-    name = getattr(original, "__name__", None) or type(original).kernel_layer_name
     return name, known.variant, known.layout
 
 
@@ -228,6 +254,10 @@ def _refuse(kind: type, path: str, what: str) -> NoReturn:
     rule = "every function that rotates must be one that is understood"
     got = f"{what} in {kind.__module__}.{kind.__name__} at '{path}'"
     raise ValueError(checks.message("patch", rule, got, "The model is left as it was."))
+
+
+def _makes_tables(module: nn.Module) -> bool:
+    return any(name.endswith("inv_freq") for name, _ in module.named_buffers(recurse=False))
 
 
 def _slot(module: nn.Module, path: str, method: Replacement) -> tuple[str, Any]:

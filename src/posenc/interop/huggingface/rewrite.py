@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable, Iterator
 from types import CellType, CodeType, FunctionType
@@ -54,18 +55,7 @@ class Rewriter:
         scope = {**function.__globals__, **names}
         # Under its old name a compiler would look for these values in the old module.
         scope.pop("__name__", None)
-        made = FunctionType(
-            function.__code__,
-            scope,
-            function.__name__,
-            function.__defaults__,
-            tuple(cells) if cells else None,
-        )
-        made.__kwdefaults__ = function.__kwdefaults__
-        made.__dict__.update(function.__dict__)
-        made.__qualname__, made.__module__ = function.__qualname__, function.__module__
-        made.__doc__, made.__annotations__ = function.__doc__, function.__annotations__
-        return made, tuple(gone)
+        return _copied(function, scope, cells), tuple(gone)
 
     def _cell(self, cell: CellType, gone: list[Any]) -> CellType:
         try:
@@ -83,7 +73,7 @@ class Rewriter:
         if turns:
             ours = self._replace(value)
             if ours is not None:
-                gone.append(value)
+                gone.append((name, value))
                 return ours
         if near and isinstance(value, FunctionType):
             made, inner = self.rewrite(value)
@@ -93,6 +83,29 @@ class Rewriter:
         if turns:
             raise NotUnderstood(f"{value.__module__}.{name}")
         return value
+
+
+def rewrapped(function: Any, inner: FunctionType, ours: FunctionType) -> FunctionType:
+    """The decorators that ``function`` puts around ``inner``, put around ``ours``."""
+    if function is inner:
+        return ours
+    cells = []
+    for cell in function.__closure__ or ():
+        held = cell.cell_contents
+        wraps = isinstance(held, FunctionType) and inspect.unwrap(held) is inner
+        cells.append(CellType(rewrapped(held, inner, ours)) if wraps else cell)
+    return _copied(function, function.__globals__, cells)
+
+
+def _copied(function: FunctionType, scope: dict[str, Any], cells: list[CellType]) -> FunctionType:
+    made = FunctionType(
+        function.__code__, scope, function.__name__, function.__defaults__, tuple(cells) or None
+    )
+    made.__kwdefaults__ = function.__kwdefaults__
+    made.__dict__.update(function.__dict__)
+    made.__qualname__, made.__module__ = function.__qualname__, function.__module__
+    made.__doc__, made.__annotations__ = function.__doc__, function.__annotations__
+    return made
 
 
 def _is_function(value: Any) -> bool:

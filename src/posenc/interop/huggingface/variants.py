@@ -138,7 +138,8 @@ def recognise(original: Callable[..., Any]) -> Known | None:
 
 
 def _search(original: Callable[..., Any]) -> Known | None:
-    parameters = inspect.signature(original).parameters
+    # A function that the kernels package wrapped is a module, and says this of its forward alone.
+    parameters = inspect.signature(getattr(original, "forward", original)).parameters
     names = tuple(parameters)
     if names in special.PROBES:
         ours, variant, layout, tried = special.PROBES[names]

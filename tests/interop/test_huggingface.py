@@ -1,0 +1,497 @@
+"""Models of transformers on our rotation. `docs/models.py` does this for every rotary folder."""
+
+import copy
+import io
+import math
+import pickle
+import re
+import sys
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+from posenc.interop.huggingface import patch, patched, unpatch
+
+SMALL = {
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 99,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+}
+LATENT = {
+    **SMALL,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 16,
+    "q_lora_rank": 16,
+    "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 16,
+    "moe_intermediate_size": 16,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+}
+SECTIONS = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [2, 3, 3]}
+GPT = {"n_embd": 64, "n_layer": 2, "n_head": 4, "rotary_dim": 8, "vocab_size": 99}
+VISION = {
+    "depth": 2,
+    "num_heads": 4,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "out_hidden_size": 64,
+    "patch_size": 4,
+    "temporal_patch_size": 1,
+    "deepstack_visual_indexes": [],
+}
+EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+
+# Class, configuration, changes to it, and how the model rotates.
+FAMILIES = {
+    "llama": ("LlamaModel", SMALL, "half"),
+    "cohere": ("CohereModel", SMALL, "interleaved"),
+    "gpt_neox-partial": ("GPTNeoXModel", SMALL, "half"),
+    "gptj": ("GPTJModel", GPT, "interleaved"),
+    "glm": ("GlmModel", {**SMALL, "head_dim": 16}, "interleaved"),
+    "deepseek_v2-complex": ("DeepseekV2Model", LATENT, "interleaved"),
+    "deepseek_v3": ("DeepseekV3Model", LATENT, "interleaved to half"),
+    "deepseek_v3-not-interleaved": (
+        "DeepseekV3Model",
+        {**LATENT, "rope_interleave": False},
+        "half",
+    ),
+    "olmo2": ("Olmo2Model", SMALL, "half"),
+    "modernbert": ("ModernBertModel", {**SMALL, "global_attn_every_n_layers": 2}, "half"),
+    "esm": ("EsmModel", {**SMALL, "position_embedding_type": "rotary"}, "half"),
+    "qwen2_vl-text": ("Qwen2VLTextModel", {**SMALL, "rope_parameters": SECTIONS}, "half"),
+    "qwen3_vl-text": (
+        "Qwen3VLTextModel",
+        {**SMALL, "head_dim": 16, "rope_parameters": SECTIONS},
+        "half",
+    ),
+    "gemma3-by-layer": (
+        "Gemma3TextModel",
+        {**SMALL, "head_dim": 16, "layer_types": ["sliding_attention", "full_attention"]},
+        "half",
+    ),
+    "gpt_oss-single": ("GptOssModel", {**SMALL, **EXPERTS, "head_dim": 16}, "half"),
+    "llama4-text": ("Llama4TextModel", {**SMALL, **EXPERTS, "head_dim": 16}, "interleaved"),
+    "nanochat-backwards": ("NanoChatModel", SMALL, "half"),
+    "qwen3_vl-vision": ("Qwen3VLVisionModel", VISION, "half"),
+    "roformer": ("RoFormerModel", {**SMALL, "embedding_size": 64}, "interleaved"),
+}
+
+
+def tiny(name, **changes):
+    torch.manual_seed(0)
+    kind = getattr(transformers, name)
+    model = kind(kind.config_class(**changes)).eval()
+    with torch.no_grad():
+        # Fresh weights are so small that attention is flat, and would hide a wrong rotation.
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0, parameter[0].numel() ** -0.5)
+    return model
+
+
+def llama(**changes):
+    return tiny("LlamaForCausalLM", **{**SMALL, **changes})
+
+
+def tokens(batch=2, length=9):
+    return torch.randint(1, 99, (batch, length), generator=torch.Generator().manual_seed(1))
+
+
+def call(model):
+    if "Vision" in type(model).__name__:
+        patches = torch.randn(32, 48, generator=torch.Generator().manual_seed(1))
+        return model(patches, grid_thw=torch.tensor([[1, 4, 4], [1, 4, 4]]))[0]
+    return model(tokens())[0]
+
+
+def run(model):
+    """Output, and the gradient of every parameter."""
+    model.zero_grad()
+    out = call(model)
+    (out * torch.linspace(-1, 1, out.numel()).view(out.shape)).sum().backward()
+    return out.detach(), [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+def apart(a, b):
+    return ((a - b).abs().max() / a.abs().max()).item()
+
+
+class Calls:
+    """Names of the rotating functions of transformers that run."""
+
+    def __enter__(self):
+        self.names = set()
+        sys.setprofile(self.see)
+        return self
+
+    def __exit__(self, *_):
+        sys.setprofile(None)
+
+    def see(self, frame, event, _):
+        code = frame.f_code
+        turns = re.search("rotary_(pos|emb)|rotate_", code.co_name)
+        if event == "call" and turns and "modeling_" in code.co_filename:
+            self.names.add(code.co_name)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_outputs_and_gradients_stay_and_its_own_rotation_rests(family):
+    """What a patched model may owe the original is fp32 rounding, and nothing else."""
+    name, changes, layout = FAMILIES[family]
+    model = tiny(name, **changes)
+    with Calls() as before:
+        out, gradients = run(model)
+
+    report = patch(model)
+    with Calls() as after:
+        ours, our_gradients = run(model)
+    unpatch(model)
+
+    assert before.names
+    assert not after.names
+    assert layout in {place.layout for place in report.places}
+    assert apart(out, ours) < 2e-5
+    top = max(g.abs().max() for g in gradients)
+    assert (
+        max((a - b).abs().max() for a, b in zip(gradients, our_gradients, strict=True)) < 2e-5 * top
+    )
+    assert torch.equal(call(model), out)
+
+
+def test_the_report_names_every_place():
+    report = patch(llama())
+
+    assert [(p.module, p.cls, p.function) for p in report.places] == [
+        ("model.layers.0.self_attn", "LlamaAttention", "apply_rotary_pos_emb"),
+        ("model.layers.1.self_attn", "LlamaAttention", "apply_rotary_pos_emb"),
+    ]
+    assert [(t.module, t.form, t.rates) for t in report.tables] == [
+        ("model.rotary_emb", "doubled", "from the config")
+    ]
+    assert "model.layers.0.self_attn (LlamaAttention): apply_rotary_pos_emb" in str(report)
+
+
+def test_another_model_of_the_class_stays_as_it_was():
+    one, other = llama(), llama()
+    patch(one)
+
+    with Calls() as calls:
+        other(tokens())
+
+    assert "apply_rotary_pos_emb" in calls.names
+    assert not any("forward" in vars(module) for module in other.modules())
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_both_attentions_run_patched(attention):
+    model = llama(attn_implementation=attention)
+    expected = model(tokens()).logits
+
+    with patched(model):
+        assert apart(expected, model(tokens()).logits) < 2e-5
+
+
+def test_the_model_is_itself_again_when_the_block_fails():
+    model = llama()
+    expected = model(tokens()).logits
+
+    with pytest.raises(ZeroDivisionError), patched(model):
+        raise ZeroDivisionError
+
+    assert torch.equal(model(tokens()).logits, expected)
+
+
+def test_patching_twice_is_refused_also_from_inside():
+    model = llama()
+    patch(model)
+    with pytest.raises(ValueError, match="must not be patched, got a patched LlamaForCausalLM"):
+        patch(model)
+
+    unpatch(model)
+    patch(model.model.layers[1])
+    with pytest.raises(ValueError, match=r"got a patched LlamaDecoderLayer at 'model.layers.1'"):
+        patch(model)
+
+
+def test_unpatching_what_is_not_patched_is_refused():
+    with pytest.raises(ValueError, match="unpatch: model must be patched, got LlamaForCausalLM"):
+        unpatch(llama())
+
+
+def test_a_model_without_rotation_is_refused():
+    model = tiny("BertModel", **SMALL)
+    with pytest.raises(ValueError, match="model must rotate, got BertModel"):
+        patch(model)
+
+
+def test_what_is_not_a_model_is_refused():
+    with pytest.raises(TypeError, match=r"must be a torch\.nn\.Module, got dict"):
+        patch({})
+
+
+def apply_rotary_pos_emb(q, k, cos, sin):
+    return q * cos + k * sin, k * cos - q * sin
+
+
+class Odd(nn.Module):
+    def forward(self, q, cos, sin):
+        return apply_rotary_pos_emb(q, q, cos, sin)
+
+
+def test_a_rotation_that_is_not_understood_is_named_and_nothing_changes():
+    """All or nothing: the layers before it were understood."""
+    model = llama()
+    model.odd = Odd()
+    expected = model(tokens()).logits
+
+    with pytest.raises(ValueError, match=r"apply_rotary_pos_emb in .*\.Odd at 'odd'"):
+        patch(model)
+
+    assert torch.equal(model(tokens()).logits, expected)
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_a_rotation_behind_super_is_refused():
+    """super() looks at classes, and would find the original."""
+    attention = transformers.models.llama.modeling_llama.LlamaAttention
+
+    class Loud(attention):
+        def forward(self, *args, **kwargs):
+            return super().forward(*args, **kwargs)
+
+    model = llama()
+    model.model.layers[0].self_attn.__class__ = Loud
+    with pytest.raises(ValueError, match=r"LlamaAttention.forward, called by super\(\)"):
+        patch(model)
+
+
+def test_a_method_that_was_wrapped_on_the_instance_is_refused():
+    model = llama()
+    inner = model.model.layers[0].self_attn
+    inner.forward = inner.forward
+    with pytest.raises(ValueError, match="must have the forward of its class"):
+        patch(model)
+
+
+def test_hooks_that_keep_the_old_forward_stay():
+    """accelerate's device maps call what they keep in ``_old_forward``."""
+    model, seen = llama(), []
+    expected = model(tokens()).logits
+    inner = model.model.layers[0].self_attn
+    inner._old_forward = inner.forward
+    inner.forward = lambda *args, **kwargs: seen.append(1) or inner._old_forward(*args, **kwargs)
+
+    patch(model)
+    with Calls() as calls:
+        ours = model(tokens()).logits
+    unpatch(model)
+
+    assert seen
+    assert not calls.names
+    assert apart(expected, ours) < 2e-5
+    assert torch.equal(model(tokens()).logits, expected)
+
+
+def test_the_state_dict_and_the_saved_model_are_the_same(tmp_path):
+    model = llama()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    expected = model(tokens()).logits
+    patch(model)
+
+    model.save_pretrained(tmp_path)
+
+    assert list(model.state_dict()) == list(before)
+    again = transformers.LlamaForCausalLM.from_pretrained(tmp_path).eval()
+    assert torch.equal(again(tokens()).logits, expected)
+
+
+def test_a_copy_is_patched_and_on_its_own():
+    model = llama()
+    expected = model(tokens()).logits
+    patch(model)
+
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        twin.model.layers[0].self_attn.q_proj.weight.zero_()
+    assert apart(expected, model(tokens()).logits) < 2e-5
+    assert apart(expected, twin(tokens()).logits) > 1e-2
+
+    unpatch(twin)
+    with Calls() as calls:
+        twin(tokens())
+    assert calls.names
+    with Calls() as calls:
+        model(tokens())
+    assert not calls.names
+
+
+def test_pickling_a_patched_model_says_what_to_do():
+    model = llama()
+    patch(model)
+    with pytest.raises(TypeError, match=r"cannot be pickled.*\n  Call unpatch first"):
+        pickle.dumps(model)
+    with pytest.raises(TypeError, match="Call unpatch first"):
+        torch.save(model, io.BytesIO())
+
+
+def test_generation_with_a_cache_gives_the_same_tokens():
+    model = llama()
+    asked = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
+    mask = torch.ones(2, 9, dtype=torch.long)
+    mask[0, :4] = 0  # left padding
+    expected = model.generate(tokens(), attention_mask=mask, **asked)
+
+    with patched(model), Calls() as calls:
+        got = model.generate(tokens(), attention_mask=mask, **asked)
+
+    assert not calls.names
+    assert torch.equal(got, expected)
+
+
+def test_gradient_checkpointing_gives_the_same_gradients():
+    model = llama()
+    _, expected = run(model)
+    model.train()
+    model.gradient_checkpointing_enable()
+
+    with patched(model), Calls() as calls:
+        _, got = run(model)
+
+    assert not calls.names
+    top = max(g.abs().max() for g in expected)
+    assert max((a - b).abs().max() for a, b in zip(expected, got, strict=True)) < 2e-5 * top
+
+
+def test_a_patched_model_compiles_whole():
+    model = llama()
+    expected = model(tokens()).logits
+    patch(model)
+
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+
+    assert apart(expected, compiled(tokens()).logits) < 2e-5
+    assert apart(expected[:, :6], compiled(tokens()[:, :6]).logits) < 2e-5
+
+
+def test_tables_are_exact_where_those_of_the_model_are_not():
+    """At a million a float32 angle is off by thousandths of a radian, or more."""
+    model = llama(max_position_embeddings=2**20)
+    at = torch.tensor([[0, 1, 4097, 131_071, 1_000_003]])
+    rates = [10_000.0 ** (-2 * i / 16) for i in range(8)]
+    exact = torch.tensor([[math.cos(p * rate) for rate in rates] for p in at[0].tolist()])
+    x = torch.zeros(1)
+    before = model.model.rotary_emb(x, at)[0][0, :, :8]
+    patch(model)
+
+    cos = model.model.rotary_emb(x, at)[0][0]
+
+    assert (cos[:, :8] - exact).abs().max() < 1e-7
+    assert torch.equal(cos[:, 8:], cos[:, :8])
+    assert (before - exact).abs().max() > 1e-3
+
+
+def test_tables_outlive_a_cast_of_the_model():
+    """Casting rounds the model's own rates to halves; the patch does not read them."""
+    model = llama()
+    patch(model)
+    x, at = torch.zeros(1), torch.arange(64)[None]
+    expected = model.model.rotary_emb(x, at)
+
+    model.to(torch.float16)
+    got = model.model.rotary_emb(x.half(), at)
+
+    assert all(map(torch.equal, got, expected))
+    logits = model(tokens()).logits
+    assert logits.dtype == torch.float16
+    assert logits.isfinite().all()
+
+
+SCALED = {
+    "linear": {"factor": 4.0},
+    "dynamic": {"factor": 4.0},
+    "yarn": {"factor": 4.0, "original_max_position_embeddings": 16},
+    "llama3": {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 16,
+    },
+    "longrope": {
+        "short_factor": [1.0] * 8,
+        "long_factor": [4.0] * 8,
+        "original_max_position_embeddings": 16,
+        "factor": 4.0,
+    },
+}
+
+
+@pytest.mark.parametrize("rule", SCALED)
+def test_scaling_rules_keep_their_meaning_short_then_long_then_short(rule):
+    """The rates of dynamic and longrope change with the length, in the module's own code."""
+    rope = {"rope_type": rule, "rope_theta": 10_000.0, **SCALED[rule]}
+    longest = 16 if rule == "dynamic" else 64
+    model = llama(rope_parameters=rope, max_position_embeddings=longest)
+    lengths = (9, 40, 9)
+    expected = [model(tokens(length=length)).logits for length in lengths]
+
+    with patched(model) as report:
+        got = [model(tokens(length=length)).logits for length in lengths]
+
+    own = rule in ("dynamic", "longrope")
+    assert report.tables[0].rates == ("its own" if own else "from the config")
+    for a, b in zip(expected, got, strict=True):
+        assert apart(a, b) < 2e-5
+    again = [model(tokens(length=length)).logits for length in lengths]
+    assert all(map(torch.equal, again, expected))
+
+
+def rotate_half(x):
+    a, b = x.chunk(2, dim=-1)
+    return torch.cat((-b, a), dim=-1)
+
+
+def apply_rotary_pos_emb_kernel(q, k, cos, sin):
+    return q * cos + rotate_half(q) * sin, k * cos + rotate_half(k) * sin
+
+
+class Kernel(nn.Module):
+    """What the kernels package makes of a function."""
+
+    kernel_layer_name = "rotary_pos_emb"
+
+    def forward(self, q, k, cos, sin):
+        return apply_rotary_pos_emb_kernel(q, k, cos, sin)
+
+
+kernelized_rotary = Kernel()
+
+
+class Kernelized(nn.Module):
+    def forward(self, q, cos, sin):
+        return kernelized_rotary(q, q, cos, sin)
+
+
+def test_a_function_that_the_kernels_package_made_a_module_is_replaced():
+    model = Kernelized()
+    q = torch.randn(2, 3, 5, 8)
+    phi = torch.rand(5, 4)
+    tables = [torch.cat((t, t), dim=-1) for t in (phi.cos(), phi.sin())]
+    expected = model(q, *tables)
+
+    with patched(model) as report:
+        got = model(q, *tables)
+
+    assert [p.function for p in report.places] == ["kernelized_rotary"]
+    assert all(apart(a, b) < 1e-6 for a, b in zip(expected, got, strict=True))
