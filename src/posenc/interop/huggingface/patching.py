@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass
 from types import FunctionType, MethodType
 from typing import Any, NoReturn
@@ -94,6 +95,15 @@ def patch(model: nn.Module) -> Report:
     Raises:
         ValueError: If the model is patched already, if nothing in it rotates, or if one of its
             functions rotates in a way that is not understood; the message names it.
+
+    Examples:
+        >>> from transformers import LlamaConfig, LlamaModel
+        >>> sizes = {"hidden_size": 8, "num_attention_heads": 2, "intermediate_size": 8}
+        >>> model = LlamaModel(LlamaConfig(**sizes, num_hidden_layers=1, vocab_size=9))
+        >>> print(patch(model))
+        layers.0.self_attn (LlamaAttention): apply_rotary_pos_emb [doubled; half]
+        rotary_emb (LlamaRotaryEmbedding): tables [doubled; rates from the config]
+        >>> unpatch(model)
     """
     if not isinstance(model, nn.Module):
         rule = "model must be a torch.nn.Module"
@@ -170,8 +180,6 @@ class _Record:
         self.report, self.model, self.before = report, model, before
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Record:
-        from copy import deepcopy
-
         before = [
             (deepcopy(module, memo), name, value if value is _ABSENT else deepcopy(value, memo))
             for module, name, value in self.before

@@ -122,7 +122,8 @@ def _repeated(cos: Tensor, sin: Tensor, times: int) -> tuple[Tensor, Tensor]:
 
 
 def _random(*shape: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
+    made = torch.Generator("cpu").manual_seed(sum(shape))
+    return torch.randn(shape, generator=made, dtype=torch.float32, device="cpu")
 
 
 def _tables(*shape: int, doubled: bool = False) -> tuple[Tensor, Tensor]:
@@ -156,4 +157,6 @@ def _probes() -> Iterator[tuple[Callable[..., Any], str, str, list[tuple[Any, ..
     )
 
 
-PROBES = {tuple(inspect.signature(probe[0]).parameters): probe for probe in _probes()}
+# Whatever device is the default where this is first imported.
+with torch.device("cpu"):
+    PROBES = {tuple(inspect.signature(probe[0]).parameters): probe for probe in _probes()}

@@ -34,7 +34,7 @@ _WIDEN: dict[str, Callable[[Tensor], Tensor]] = {
     "single": lambda table: table,
 }
 # Positions to compare on; a float32 angle is off by some millionths of the position.
-_NEAR = torch.tensor([[0, 1, 2, 3, 7], [5, 4, 9, 1, 0]])
+_NEAR = torch.tensor([[0, 1, 2, 3, 7], [5, 4, 9, 1, 0]], device="cpu")
 _FAR = _NEAR * 40_009
 
 
@@ -48,6 +48,9 @@ def forward_for(module: nn.Module) -> tuple[str, str, FunctionType] | None:
     if names not in (["self", "x", "position_ids"], ["self", "x", "position_ids", "layer_type"]):
         return None
     kinds = _layer_types(module) if len(names) == 4 else [None]
+    held = [getattr(module, f"{_prefix(kind)}inv_freq", None) for kind in kinds]
+    if any(rates is None or rates.is_meta for rates in held):
+        return None
     spectra = {kind: _spectrum(module, kind) for kind in kinds}
     for form, ours in _candidates(module, spectra):
         if all(_agree(module, inner, ours, kind) for kind in kinds):
@@ -67,11 +70,11 @@ def _prefix(layer_type: str | None) -> str:
 
 def _spectrum(module: nn.Module, layer_type: str | None) -> Spectrum | None:
     """The float64 rates that the config asks for, if they are what the module rounded."""
-    held = getattr(module, f"{_prefix(layer_type)}inv_freq", None)
+    held = getattr(module, f"{_prefix(layer_type)}inv_freq")
     kind = getattr(module, "rope_type", None)
     kind = kind.get(layer_type) if isinstance(kind, dict) else kind
     # These change with the length of the sequence, in the module's own forward.
-    if held is None or held.is_meta or kind in ("dynamic", "longrope"):
+    if kind in ("dynamic", "longrope"):
         return None
     try:
         recipe = configs.read(module.config, layer_type=layer_type)
@@ -137,7 +140,7 @@ def _agree(module: nn.Module, inner: FunctionType, ours: Any, kind: str | None) 
     """Whether ``ours`` gives what ``inner`` gives, up to float32's error in the angle."""
     named = {} if kind is None else {"layer_type": kind}
     held = getattr(module, f"{_prefix(kind)}inv_freq")
-    x = torch.zeros(1, device=held.device)
+    x = torch.zeros(1, dtype=torch.float32, device=held.device)
     taken = 0
     for positions in (_NEAR, _FAR):
         for at in (positions, positions.T, torch.stack((positions, positions + 1, positions * 2))):

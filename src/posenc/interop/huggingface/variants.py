@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import inspect
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, MutableMapping
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -127,13 +128,14 @@ class Known:
     function: Callable[..., Any]
 
 
-_known: dict[Any, Known | None] = {}
+_known: MutableMapping[Any, Known | None] = WeakKeyDictionary()
 
 
 def recognise(original: Callable[..., Any]) -> Known | None:
     """Variant, layout and our function for ``original``, or None if nothing of ours agrees."""
     if original not in _known:
-        _known[original] = _search(original)
+        with torch.device("cpu"), torch.no_grad():
+            _known[original] = _search(original)
     return _known[original]
 
 
@@ -201,7 +203,7 @@ def _probes(form: str, turned: list[str], tables: set[str], asks: bool) -> Itera
     for (shape, rows, axis), width in itertools.product(_SHAPES, (8, 12)):
         if asks and axis is None:
             continue
-        phi = torch.rand(*rows, 4, generator=made) * 6
+        phi = torch.rand(*rows, 4, generator=made, dtype=torch.float32) * 6
         if form == "complex":
             given: dict[str, Any] = {
                 name: torch.polar(torch.ones_like(phi), phi) for name in tables
@@ -210,7 +212,9 @@ def _probes(form: str, turned: list[str], tables: set[str], asks: bool) -> Itera
             given = {"cos": _WIDEN[form](phi.cos()), "sin": _WIDEN[form](phi.sin())}
         if asks:
             given[_AXIS] = axis
-        xs = {name: torch.randn(*shape, width, generator=made) for name in turned}
+        xs = {
+            name: torch.randn(*shape, width, generator=made, dtype=torch.float32) for name in turned
+        }
         yield {**given, **xs}
         yield {**given, **{name: torch.cat((x, x), dim=-2) for name, x in xs.items()}}
         if len(xs) == 2:

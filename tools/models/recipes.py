@@ -131,6 +131,30 @@ UNREACHABLE: dict[str, set[str]] = {
     "gptj": {"GPTJFlashAttention2"},
 }
 
+# Folders whose rotation cannot be seen in the output: queries and keys turn alike, by the number of
+# their head, and their products do not change.
+CANCELS = {"neucodec", "xcodec2"}
+# What a reader should know besides.
+NOTES = {
+    "exaone4_5": "Exaone4_5_Attention is made by nothing: its text model is exaone4's",
+    "falcon": "FalconFlashAttention2 not driven: needs flash-attn",
+    "gptj": "GPTJFlashAttention2 not driven: needs flash-attn",
+    "neucodec": "its rotation cancels: queries and keys turn by the number of their head",
+    "xcodec2": "its rotation cancels: queries and keys turn by the number of their head",
+}
+
+
+def _lightglue(model: nn.Module) -> Any:
+    """Scores of matches hardly move with anything: a layer, with the angles that it learns."""
+    tables = model.positional_encoder(_noise(2, 9, 2))[0]
+    return model.transformer_layers[0](_noise(2, 9, model.config.descriptor_dim), tables, None)
+
+
+# Parts of a model to drive together instead of the whole.
+PARTS: dict[str, tuple[str, Callable[[nn.Module], Any]]] = {
+    "LightGlueForKeypointMatching": ("a layer and the positional encoder", _lightglue),
+}
+
 
 def _noise(*shape: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
@@ -143,7 +167,6 @@ def _kimi(model: nn.Module) -> dict[str, Any]:
 # Arguments by the class of the model, where no guess fits.
 INPUTS: dict[str, Callable[[nn.Module], dict[str, Any]]] = {
     "Kimi_K25VisionModel": _kimi,
-    "LightGlueForKeypointMatching": lambda m: {"pixel_values": _noise(1, 2, 3, 64, 64)},
     "MuseGlimmerAssistantModel": lambda m: {
         "noise_embeds": _noise(2, 4, 64),
         "context_hidden_states": _noise(2, 5, m.encoder.fc.in_features),
@@ -238,6 +261,8 @@ def _tables(form: str, *shape: int) -> tuple[Tensor, Tensor]:
 
 def calls(name: str, model: nn.Module, wanted: set[str]) -> Iterator[tuple[str, Callable[[], Any]]]:
     """Ways to run a model, whole first, then the first module of each class that rotates."""
+    if name in PARTS:
+        yield PARTS[name][0], partial(PARTS[name][1], model)
     if name in INPUTS:
         yield "the whole", partial(model, **INPUTS[name](model))
     elif hasattr(model, "config_class"):

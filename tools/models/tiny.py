@@ -85,13 +85,15 @@ def build(kind: type, config: Any) -> nn.Module:
     # Fresh weights make attention flat and its share in the output small: a wrong rotation would
     # not show.
     with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() == 2:
-                parameter.normal_(0, parameter.shape[-1] ** -0.5)
-            elif parameter.dim() > 2:
-                parameter.normal_(0, parameter[0].numel() ** -0.5)
+        for name, parameter in model.named_parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0, 0.5 * max(parameter[0].numel(), 1) ** -0.5)
             else:
-                parameter.add_(torch.rand_like(parameter), alpha=0.5)
+                parameter.add_(torch.rand_like(parameter), alpha=0.1)
+            # Gemma 4 does not divide its scores by the width of a head: without this they are so
+            # sharp that gradients magnify any rounding fifty times.
+            if "q_norm" in name or "k_norm" in name:
+                parameter.mul_(0.5)
     return model
 
 

@@ -1,0 +1,113 @@
+"""The page that says what became of each folder."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import recipes
+import transformers
+
+LIMIT = 2e-5
+
+
+def verdict(result: dict[str, Any]) -> str:
+    """What a row of the table says about a folder."""
+    driven = result["driven"]
+    if not result["need"] and not driven and not result["trouble"]:
+        return _IDLE
+    missing = set(result["need"]) - {owner for d in driven for owner in d["owners"]}
+    if missing or not driven:
+        return f"not driven: {', '.join(sorted(missing)) or result['trouble'][-1]}"
+    for d in driven:
+        if d["moved"] < 100 * max(d["outputs"], 1e-7) and not result.get("cancels"):
+            return f"not driven: {d['model']} does not depend on the rotation"
+        if d["still"]:
+            return f"still calls {', '.join(d['still'])}"
+        if not d["restored"]:
+            return "unpatch does not restore it"
+        if max(d["outputs"], d["gradients"]) > LIMIT:
+            return f"differs: outputs {d['outputs']:.1e}, gradients {d['gradients']:.1e}"
+    return "patched"
+
+
+def summary(results: list[dict[str, Any]]) -> str:
+    """How many folders were patched, in a sentence."""
+    said = [verdict(result) for result in results]
+    done, idle = said.count("patched"), said.count(_IDLE)
+    rest = len(said) - done - idle
+    return (
+        f"{done} of {len(said)} folders are patched; in {idle} no code that rotates runs; "
+        f"{rest or 'no'} other{'s are' if rest != 1 else ' is'} not."
+    )
+
+
+def page(results: list[dict[str, Any]]) -> str:
+    """The whole page, in Markdown."""
+    places = Counter(
+        (variant, layout)
+        for result in results
+        for variant, layout in {
+            (variant, layout) for d in result["driven"] for _, _, variant, layout in d["places"]
+        }
+    )
+    kinds = [f"| {v} | {lay} | {n} |" for (v, lay), n in places.most_common()]
+    exact = sum(1 for result in results if any(d["tables"] for d in result["driven"]))
+    worst = [d for r in results if verdict(r) == "patched" for d in r["driven"]]
+    return _PAGE.format(
+        version=transformers.__version__,
+        summary=summary(results),
+        outputs=max(d["outputs"] for d in worst),
+        gradients=max(d["gradients"] for d in worst),
+        limit=LIMIT,
+        exact=exact,
+        kinds="\n".join(kinds),
+        rows="\n".join(map(_row, results)),
+    )
+
+
+def _row(result: dict[str, Any]) -> str:
+    driven = result["driven"]
+    what = "; ".join(
+        d["model"] + (f": {d['by']}" if d["by"] not in ("the whole", "") else "") for d in driven
+    )
+    how = sorted({f"{v}, {lay}" for d in driven for _, _, v, lay in d["places"]})
+    tables = sorted({f"{form}" for d in driven for _, form, _ in d["tables"]})
+    outputs = f"{max(d['outputs'] for d in driven):.0e}" if driven else ""
+    gradients = f"{max(d['gradients'] for d in driven):.0e}" if driven else ""
+    said = verdict(result)
+    if result["folder"] in recipes.NOTES:
+        said += f" ({recipes.NOTES[result['folder']]})"
+    cells = (result["folder"], said, what, "; ".join(how), ", ".join(tables), outputs, gradients)
+    return "| " + " | ".join(cells) + " |"
+
+
+_IDLE = "no code that rotates runs"
+_PAGE = """# Models of transformers {version} on our rotation
+
+{summary}
+
+`posenc.interop.huggingface.patch(model)` was tried on a tiny random model of every folder of
+transformers that has rotary code. A folder is *patched* if every class of it that rotates was driven
+and, patched,
+
+- outputs and gradients of all parameters are those of the original to {limit:.0e} of their largest
+  value, in float32 (the largest difference of all: {outputs:.1e} and {gradients:.1e});
+- none of the original rotating functions is called any more;
+- the outputs would move if nothing turned, by a hundred times the difference at least;
+
+and, unpatched again, outputs are bit for bit what they were. In {exact} of them rotary modules give
+our exact tables as well; the others make tables of a form of their own, and keep them.
+
+The page is written by `python tools/models`, which downloads nothing and takes about five minutes on
+two cores. Where a whole model is hard to feed, the modules that rotate are driven alone: *driven*
+says what was. *How* is how the model's tables hold their numbers, and its layout.
+
+| tables | layout | folders |
+|---|---|---|
+{kinds}
+
+| folder | verdict | driven | how | our tables | outputs | gradients |
+|---|---|---|---|---|---|---|
+{rows}
+"""
