@@ -304,6 +304,21 @@ def test_hooks_that_keep_the_old_forward_stay():
     assert torch.equal(model(tokens()).logits, expected)
 
 
+def test_what_was_wrapped_since_is_not_unpatched():
+    """Putting the class's forward back would throw the wrapper away."""
+    model = llama()
+    patch(model)
+    inner = model.model.layers[1].self_attn
+    ours, inner.forward = inner.forward, lambda *args, **kwargs: ours(*args, **kwargs)
+
+    with pytest.raises(ValueError, match="LlamaAttention must still have the forward"):
+        unpatch(model)
+
+    inner.forward = ours
+    unpatch(model)
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
 def test_the_state_dict_and_the_saved_model_are_the_same(tmp_path):
     model = llama()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -382,7 +397,6 @@ def test_a_patched_model_compiles_whole():
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
 
     assert apart(expected, compiled(tokens()).logits) < 2e-5
-    assert apart(expected[:, :6], compiled(tokens()[:, :6]).logits) < 2e-5
 
 
 def test_tables_are_exact_where_those_of_the_model_are_not():

@@ -88,8 +88,8 @@ _PAGE = """# Models of transformers {version} on our rotation
 {summary}
 
 `posenc.interop.huggingface.patch(model)` was tried on a tiny random model of every folder of
-transformers that has rotary code. A folder is *patched* if every class of it that rotates was driven
-and, patched,
+transformers that has rotary code. A folder is *patched* if every class of it that rotates was
+driven and, patched,
 
 - outputs and gradients of all parameters are those of the original to {limit:.0e} of their largest
   value, in float32 (the largest difference of all: {outputs:.1e} and {gradients:.1e});
@@ -99,9 +99,9 @@ and, patched,
 and, unpatched again, outputs are bit for bit what they were. In {exact} of them rotary modules give
 our exact tables as well; the others make tables of a form of their own, and keep them.
 
-The page is written by `python tools/models`, which downloads nothing and takes about five minutes on
-two cores. Where a whole model is hard to feed, the modules that rotate are driven alone: *driven*
-says what was. *How* is how the model's tables hold their numbers, and its layout.
+The page is written by `python tools/models`, which downloads nothing and takes about five minutes
+on two cores. Where a whole model is hard to feed, the modules that rotate are driven alone:
+*driven* says what was. *How* is how the model's tables hold their numbers, and its layout.
 
 | tables | layout | folders |
 |---|---|---|

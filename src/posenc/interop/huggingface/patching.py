@@ -132,10 +132,10 @@ def patch(model: nn.Module) -> Report:
         got = f"{type(model).__name__}, which calls no function that rotates"
         way_out = "Nothing was changed. Models without rotary positions need no patch."
         raise ValueError(checks.message("patch", "model must rotate", got, way_out))
-    record = _Record(Report(tuple(places), tuple(exact)), model, [])
+    before = [(*slot, vars(slot[0]).get(slot[1], _ABSENT)) for slot in slots]
     for module, name, value in slots:
-        record.before.append((module, name, vars(module).get(name, _ABSENT)))
         vars(module)[name] = value
+    record = _Record(Report(tuple(places), tuple(exact)), before)
     vars(model)[_RECORD] = record
     return record.report
 
@@ -146,15 +146,21 @@ def unpatch(model: nn.Module) -> None:
     Args:
         model: What :func:`patch` was called on.
     """
-    record = vars(model).pop(_RECORD, None) if isinstance(model, nn.Module) else None
+    record = vars(model).get(_RECORD) if isinstance(model, nn.Module) else None
     if record is None:
         got, way_out = type(model).__name__, "Pass what patch was called on."
         raise ValueError(checks.message("unpatch", "model must be patched", got, way_out))
-    for module, name, value in reversed(record.before):
+    for module, name, ours, _ in record.slots:
+        if vars(module).get(name) != ours:
+            rule = f"{type(module).__name__} must still have the {name} that patch gave it"
+            got, way_out = repr(vars(module).get(name))[:80], "Remove what wraps it first."
+            raise ValueError(checks.message("unpatch", rule, got, way_out))
+    for module, name, _, value in record.slots:
         if value is _ABSENT:
-            vars(module).pop(name, None)
+            del vars(module)[name]
         else:
             vars(module)[name] = value
+    del vars(model)[_RECORD]
 
 
 @contextmanager
@@ -172,19 +178,14 @@ def patched(model: nn.Module) -> Iterator[Report]:
 
 
 class _Record:
-    """What a patched model remembers: its report, and what stood where."""
+    """What a patched model remembers: its report, and module, name, ours and theirs by turns."""
 
-    def __init__(
-        self, report: Report, model: nn.Module, before: list[tuple[nn.Module, str, Any]]
-    ) -> None:
-        self.report, self.model, self.before = report, model, before
+    def __init__(self, report: Report, slots: list[tuple[nn.Module, str, Any, Any]]) -> None:
+        self.report, self.slots = report, slots
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Record:
-        before = [
-            (deepcopy(module, memo), name, value if value is _ABSENT else deepcopy(value, memo))
-            for module, name, value in self.before
-        ]
-        return _Record(self.report, deepcopy(self.model, memo), before)
+        memo[id(_ABSENT)] = _ABSENT
+        return _Record(self.report, deepcopy(self.slots, memo))
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         rule = "a patched model cannot be pickled: its functions have no name to be found by"
@@ -206,9 +207,9 @@ def replacements(kind: type, path: str = "") -> list[Replacement]:
     found: dict[str, Replacement] = {}
     seen: dict[str, Any] = {}
     for owner in kind.__mro__:
-        if owner.__module__.split(".")[0] in ("torch", "builtins"):
-            continue
-        if owner.__module__.startswith("transformers.") and ".models." not in owner.__module__:
+        library = owner.__module__.split(".")[0] in ("builtins", "torch", "accelerate", "peft")
+        inside = owner.__module__.startswith("transformers.")
+        if library or (inside and ".models." not in owner.__module__):
             continue
         for name, value in vars(owner).items():
             static = isinstance(value, staticmethod)

@@ -76,7 +76,12 @@ class Rewriter:
                 gone.append((name, value))
                 return ours
         if near and isinstance(value, FunctionType):
-            made, inner = self.rewrite(value)
+            try:
+                made, inner = self.rewrite(value)
+            except NotUnderstood:
+                if turns:
+                    raise NotUnderstood(f"{value.__module__}.{name}") from None
+                raise
             gone.extend(inner)
             if inner or not turns:
                 return made

@@ -155,13 +155,14 @@ def _search(original: Callable[..., Any]) -> Known | None:
         return None
     asks = _AXIS in parameters
     default = parameters[_AXIS].default if asks else 1
+    answers: dict[str, list[tuple[dict[str, Any], Any]]] = {}
     for kind in _variants(bool(complexes), asks):
-        probes = list(_probes(kind.tables, turned, tables, asks))
-        answers = [(given, _try(original, given)) for given in probes]
+        if kind.tables not in answers:
+            asked = [(g, _try(original, g)) for g in _probes(kind.tables, turned, tables, asks)]
+            answers[kind.tables] = [(g, answer) for g, answer in asked if answer is not None]
         ours = function(names, kind, default)
-        if any(answer is not None for _, answer in answers) and all(
-            answer is None or _same(_try(ours, given), answer) for given, answer in answers
-        ):
+        known = answers[kind.tables]
+        if known and all(_same(_try(ours, given), answer) for given, answer in known):
             return Known(_named(kind), kind.layout, ours)
     return None
 
