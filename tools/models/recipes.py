@@ -19,7 +19,7 @@ _BY_LAYER = {"layer_types": _BOTH, "rope_parameters": dict.fromkeys(_BOTH, _DEFA
 # Changes to small sizes, by the class of the configuration.
 CONFIGS: dict[str, dict[str, Any]] = {
     "BailingHybridConfig": {"num_hidden_layers": 6},
-    "BltConfig": {"encoder_hash_byte_group_vocab": 128},
+    "BltConfig": {"encoder_hash_byte_group_vocab": 128, "use_cache": False},
     "BambaConfig": {"attn_layer_indices": [1]},
     "ChameleonConfig": {"vocabulary_map": {"<image>": 5, "IMGIMGA": 6}},
     "ClvpEncoderConfig": {"hidden_size": 128, "projection_dim": 128},
@@ -67,20 +67,29 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "stage_num_blocks": [1, 1, 1, 1],
         "num_attention_heads": 8,
     },
-    "Ernie4_5_VLMoeTextConfig": {"moe_intermediate_size": [32, 32], "rope_parameters": _SECTIONS},
+    "Ernie4_5_VLMoeTextConfig": {
+        "moe_intermediate_size": [32, 32],
+        "rope_parameters": {**_SECTIONS, "mrope_section": [3, 3, 2]},
+    },
     "EsmConfig": {"vocab_size": 128, "position_embedding_type": "rotary"},
-    "EsmcConfig": {"num_key_value_heads": 4},
+    "EsmcConfig": {"num_key_value_heads": 4, "vocab_size": 128},
     "FlintConfig": {"num_hidden_layers": 4},
     "Gemma3nTextConfig": {"layer_types": [*_BOTH, *_BOTH], "num_hidden_layers": 4,
                           "num_kv_shared_layers": 2},
     "Glm4vTextConfig": {"rope_parameters": _SECTIONS},
+    "Glm4vMoeTextConfig": {"rope_parameters": {**_SECTIONS, "mrope_section": [1, 1, 2]}},
+    "GlmImageTextConfig": {"rope_parameters": _SECTIONS},
+    "Step3p7TextConfig": {"sliding_window": 4},
     "GlmOcrTextConfig": {"rope_parameters": _SECTIONS},
     "GradiumPhononTTSFlowHeadConfig": {"condition_dim": 64},
     "GraniteMoeHybridConfig": {"layer_types": ["mamba", "attention"],
                                "position_embedding_type": "rope"},
     "HunYuanDenseV1Config": {"head_dim": 16},
     "HunYuanMoEV1Config": {"head_dim": 16},
-    "HunYuanVLTextConfig": {"head_dim": 16},
+    "HunYuanVLTextConfig": {
+        "head_dim": 16,
+        "rope_parameters": {**_DEFAULT, "mrope_section": [2, 2, 2, 2]},
+    },
     "Lfm2MoeConfig": {"layer_types": ["conv", "full_attention"]},
     "Llama4VisionConfig": {"vision_output_dim": 64, "projector_input_dim": 64,
                            "projector_output_dim": 64, "intermediate_size": 256},
@@ -150,9 +159,17 @@ def _lightglue(model: nn.Module) -> Any:
     return model.transformer_layers[0](_noise(2, 9, model.config.descriptor_dim), tables, None)
 
 
+def _sam(model: nn.Module) -> Any:
+    """Attention to the picture, and to what is remembered of several."""
+    layer = model.memory_attention.layers[0]
+    return [part(**_memories(part)) for part in (layer.self_attn, layer.cross_attn_image)]
+
+
 # Parts of a model to drive together instead of the whole.
 PARTS: dict[str, tuple[str, Callable[[nn.Module], Any]]] = {
     "LightGlueForKeypointMatching": ("a layer and the positional encoder", _lightglue),
+    "Sam2VideoModel": ("a layer's self- and cross-attention", _sam),
+    "Sam3TrackerVideoModel": ("a layer's self- and cross-attention", _sam),
 }
 
 
@@ -232,8 +249,6 @@ INPUTS: dict[str, Callable[[nn.Module], dict[str, Any]]] = {
         "num_k_exclude_rope": 3,
         "rope_k_repeat": 2,
     },
-    "Sam2VideoRoPEAttention": lambda m: _memories(m),
-    "Sam3TrackerVideoRoPEAttention": lambda m: _memories(m),
 }
 
 

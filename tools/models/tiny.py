@@ -33,7 +33,7 @@ for _size, _names in {
         decoder_ffn_dim n_inner hidden_dim shared_expert_intermediate_size d_ff out_hidden_size
         encoder_intermediate_size decoder_intermediate_size projection_dim ffn_hidden_size
         shared_intermediate_size feed_forward_size expert_ffn_hidden_size encoder_hidden_size
-        decoder_hidden_size projector_hidden_size""",
+        decoder_hidden_size projector_hidden_size hidden_size_global""",
     128: "vocab_size max_position_embeddings n_positions vocab_size_per_layer_input",
 }.items():
     SIZES |= dict.fromkeys(_names.split(), _size)
