@@ -78,8 +78,8 @@ def test_bad_arguments_are_named():
         alibi_bias(slopes, True)
     with pytest.raises(ValueError, match="k_len must be at least q_len=4, got 3"):
         alibi_bias(slopes, 4, 3)
-    with pytest.raises(ValueError, match=r"slopes must have shape \(H,\)"):
-        alibi_bias(slopes[None], 4)
+    with pytest.raises(ValueError, match=r"slopes must have shape \(H,\) or \(B, H\)"):
+        alibi_bias(slopes[None, None], 4)
     with pytest.raises(TypeError, match=r"slopes must be a torch.Tensor"):
         alibi_bias(8, 4)
     with pytest.raises(TypeError, match="dtype must be one of"):

@@ -6,7 +6,9 @@ import torch
 from torch import Tensor
 
 from posenc._contract import checks
+from posenc._contract import keys as keys_of
 from posenc.numerics.slopes import head_slopes
+from posenc.numerics.spans import pick, spans
 
 
 def alibi_slopes(
@@ -52,6 +54,9 @@ def alibi_bias(
     k_len: int | None = None,
     *,
     causal: bool = True,
+    offset: int | Tensor | None = None,
+    position_ids: Tensor | None = None,
+    documents: Tensor | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
     r"""Bias to add to the attention scores, before the softmax.
@@ -60,17 +65,24 @@ def alibi_bias(
 
     The last query sees the last key, so one query against a cache of keys gets the last row.
     Causal: ``-inf`` where the key is in the future. Otherwise the distance is taken absolute.
-    Products are formed in float64 and rounded once.
+    Products are formed in float64 and rounded once. It is also the ``attn_mask`` of
+    ``scaled_dot_product_attention``.
 
     Args:
-        slopes: :math:`m`, shape ``(H,)``, as :func:`alibi_slopes` gives them.
+        slopes: :math:`m`, shape ``(H,)`` or ``(B, H)``, as :func:`alibi_slopes` gives them.
         q_len: Queries ``Q``.
         k_len: Keys ``K``, at least ``Q``; ``Q`` if None.
-        causal: Whether a query sees only keys up to its own position.
+        causal: Whether a query sees only keys up to its own.
+        offset: Key of the first query, ``K - Q`` if None: an int, or a tensor ``()`` or ``(B,)``.
+        position_ids: Position of each key, ``(K,)`` or ``(B, K)``; distances are then between
+            positions. What is in the future is still decided by the order of the keys.
+        documents: Ids ``(K,)`` or ``(B, K)``. A run of equal ids is a document, and a query sees
+            its own alone.
         dtype: A floating dtype for the result.
 
     Returns:
-        Tensor of shape ``(H, Q, K)`` on the device of ``slopes``.
+        Tensor of shape ``(H, Q, K)``, or ``(B, H, Q, K)`` if an argument has a batch axis, on the
+        device of ``slopes``.
 
     Examples:
         >>> alibi_bias(alibi_slopes(8), 3)[0]
@@ -82,24 +94,90 @@ def alibi_bias(
         Press et al., *Train Short, Test Long*, 2022, section 3.
     """
     who = "alibi_bias"
-    checks.float_tensor(who, "slopes", slopes)
-    checks.rank(who, "slopes", slopes, (1,), "(H,)")
-    queries = checks.integer(who, "q_len", q_len, least=0)
-    keys = queries if k_len is None else checks.integer(who, "k_len", k_len, least=0)
+    slopes = keys_of.slopes(who, slopes)
+    queries, keys = keys_of.lengths(who, q_len, k_len)
     checks.boolean(who, "causal", causal)
     checks.float_dtype(who, "dtype", dtype)
-    if keys < queries:
-        rule = f"k_len must be at least q_len={queries}"
-        raise ValueError(checks.message(who, rule, keys, "Queries are the last of the keys."))
-    if queries == 0 or keys == 0:
-        return slopes.new_empty((len(slopes), queries, keys), dtype=dtype)
+    where = torch.device("cpu") if slopes.device.type == "mps" else slopes.device
+    start = keys_of.offset(who, offset, queries, keys, where)
+    positions = keys_of.ids(who, "position_ids", position_ids, keys, where)
+    documents = keys_of.ids(who, "documents", documents, keys, where)
+    exact = slopes.to(where, torch.float64)
+    plain = positions is None and documents is None and slopes.dim() == 1
+    if plain and queries and keys and not isinstance(start, Tensor):
+        return _from_line(exact, queries, keys, start, causal, dtype).to(slopes.device)
+    at, first, last = spans(
+        queries, keys, causal=causal, offset=start, documents=documents, device=where
+    )
+    index = torch.arange(keys, device=where)
+    own, far = at, index[None]
+    if positions is not None:
+        far = positions if positions.dim() == 2 else positions[None]
+        own = pick(far, at)
+    # Zeros stay positive, whatever the slope.
+    distance = 0.0 - (own[:, None, :, None] - far[:, None, None]).abs().double()
+    bias = distance * (exact if exact.dim() == 2 else exact[None])[..., None, None]
+    hidden = (index < first[:, None, :, None]) | (index > last[:, None, :, None])
+    bias = bias.masked_fill(hidden, float("-inf")).to(dtype)
+    batched = any(
+        isinstance(x, Tensor) and x.dim() == axes
+        for x, axes in ((slopes, 2), (start, 1), (positions, 2), (documents, 2))
+    )
+    return (bias if batched else bias[0]).to(slopes.device)
+
+
+def _from_line(
+    slopes: Tensor, queries: int, keys: int, start: int, causal: bool, dtype: torch.dtype
+) -> Tensor:
     # The bias depends on j - i alone, so one line of Q + K - 1 values holds every row: row i is
     # the K values that start Q - 1 - i in. Copying windows out of it runs at the speed of a fill.
-    where = "cpu" if slopes.device.type == "mps" else slopes.device
-    ahead = torch.arange(1 - keys, queries, device=where)
-    line = slopes.to(where, torch.float64)[:, None] * (ahead if causal else -ahead.abs())
+    ahead = torch.arange(1 - queries, keys, device=slopes.device) - start
+    line = slopes[:, None] * (ahead if causal else -ahead.abs())
     if causal:
         line = line.masked_fill(ahead > 0, float("-inf"))
     line = line.to(dtype).contiguous()
     windows = line.as_strided((len(slopes), queries, keys), (queries + keys - 1, 1, 1))
-    return windows.flip(1).to(slopes.device)
+    return windows.flip(1)
+
+
+def alibi_key_bias(
+    slopes: Tensor,
+    k_len: int,
+    *,
+    position_ids: Tensor | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    r"""The causal bias without its row terms, one number for each head and key.
+
+    .. math:: \text{bias}_{h,j} = m_h\,(j - K + 1)
+
+    It differs from :func:`alibi_bias` by a constant in each row, which softmax takes away. It
+    hides nothing: a causal mask has to, and without one it is wrong.
+
+    Args:
+        slopes: :math:`m`, shape ``(H,)`` or ``(B, H)``.
+        k_len: Keys ``K``.
+        position_ids: Position of each key, ``(K,)`` or ``(B, K)``, instead of its index; the
+            bias is then zero at the largest.
+        dtype: A floating dtype for the result.
+
+    Returns:
+        Tensor of shape ``(H, 1, K)``, or ``(B, H, 1, K)`` if an argument has a batch axis.
+
+    Examples:
+        >>> alibi_key_bias(alibi_slopes(8), 4)[0]
+        tensor([[-1.5000, -1.0000, -0.5000,  0.0000]])
+    """
+    who = "alibi_key_bias"
+    slopes = keys_of.slopes(who, slopes)
+    keys = checks.integer(who, "k_len", k_len, least=0)
+    checks.float_dtype(who, "dtype", dtype)
+    where = torch.device("cpu") if slopes.device.type == "mps" else slopes.device
+    positions = keys_of.ids(who, "position_ids", position_ids, keys, where)
+    if positions is None or not keys:
+        behind = torch.arange(1 - keys, 1, device=where)
+    else:
+        behind = positions - positions.amax(-1, keepdim=True)
+    batched = slopes.dim() == 2 or behind.dim() == 2
+    bias = slopes.to(where, torch.float64)[..., None, None] * behind[..., None, None, :]
+    return (bias if batched else bias.reshape(-1, 1, keys)).to(dtype).to(slopes.device)

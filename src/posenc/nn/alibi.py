@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
 import torch
 from torch import Tensor
 
-from posenc import kernels
+from posenc import attention, kernels
 from posenc._contract import checks
-from posenc.functional.alibi import alibi_bias, alibi_slopes
+from posenc._contract import keys as keys_of
+from posenc.functional.alibi import alibi_bias, alibi_key_bias, alibi_slopes
+from posenc.functional.conventions import model_slopes
 from posenc.nn._tables import DerivedBuffers
 from posenc.numerics.tables import widest
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
+
+    from posenc.attention.mods import MaskMod, ScoreMod
 
 
 class ALiBi(DerivedBuffers):
     """Lower each attention score in proportion to the distance it spans.
+
+    It holds ``H`` numbers. :meth:`attention` is the whole of it in one call; the other methods
+    give the bias in the form that an attention of your own takes. ``docs/alibi.md`` is the manual.
 
     Args:
         num_heads: Heads ``H``.
@@ -21,9 +34,12 @@ class ALiBi(DerivedBuffers):
         bias_max: The last head's slope is ``2**-bias_max``.
         plain: Slopes ``2**(-bias_max * h / H)`` for every ``H``, also where the paper's code
             takes others (``H`` not a power of two).
+        slopes: Slopes of your own, ``(H,)`` or ``(B, H)``, instead. Zero is a head that sees no
+            distance, and is never windowed; below zero is refused.
 
     Attributes:
-        slopes: float32 of shape ``(H,)``, in the paper's head order.
+        slopes: float32 of shape ``(H,)`` or ``(B, H)``, in the paper's head order: what
+            flash-attn takes as ``alibi_slopes``.
 
     Examples:
         >>> alibi = ALiBi(num_heads=8)
@@ -48,6 +64,7 @@ class ALiBi(DerivedBuffers):
         causal: bool = True,
         bias_max: float = 8.0,
         plain: bool = False,
+        slopes: Tensor | Sequence[Any] | None = None,
     ) -> None:
         super().__init__()
         who = type(self).__name__
@@ -55,9 +72,41 @@ class ALiBi(DerivedBuffers):
         self.causal = checks.boolean(who, "causal", causal)
         self.bias_max = checks.positive_float(who, "bias_max", bias_max)
         self.plain = checks.boolean(who, "plain", plain)
+        # Numbers, not a tensor: they survive the meta device and any cast.
+        self._given = None if slopes is None else _given(who, slopes, self.num_heads)
         # The bias is made of exact slopes; `slopes` is for the kernels of others, in float32.
         self._derive("slopes", "_exact_slopes")
         self._rebuild(torch.get_default_device())
+
+    @classmethod
+    def like(
+        cls, model: str, num_heads: int, *, head_dim: int | None = None, bias_max: float = 8.0
+    ) -> ALiBi:
+        """ALiBi as ``bloom``, ``mpt`` or ``falcon`` has it; see :func:`model_slopes`.
+
+        Examples:
+            >>> ALiBi.like("falcon", 2, head_dim=64).slopes
+            tensor([0.0078, 0.0005])
+        """
+        slopes = model_slopes(model, num_heads, head_dim=head_dim, bias_max=bias_max)
+        return cls(num_heads, slopes=slopes)
+
+    def heads(self, start: int, stop: int) -> ALiBi:
+        """The heads from ``start`` up to ``stop``, for a rank that has no others.
+
+        Examples:
+            >>> ALiBi(8).heads(2, 4).slopes
+            tensor([0.1250, 0.0625])
+        """
+        who = type(self).__name__
+        first = checks.integer(who, "start", start, least=0)
+        last = checks.integer(who, "stop", stop)
+        if not first < last <= self.num_heads:
+            rule = f"heads must be at least one of the {self.num_heads} there are"
+            got, way_out = f"{first} up to {last}", "Give the first, and one past the last."
+            raise ValueError(checks.message(who, rule, got, way_out))
+        slopes = self._slopes(torch.device("cpu"), torch.float64)[..., first:last]
+        return type(self)(last - first, causal=self.causal, slopes=slopes).to(self.slopes.device)
 
     def _rebuild(self, device: torch.device) -> None:
         with torch.inference_mode(False):
@@ -65,14 +114,154 @@ class ALiBi(DerivedBuffers):
             self._exact_slopes = self._slopes(device, widest(device))
 
     def _slopes(self, device: torch.device, dtype: torch.dtype) -> Tensor:
+        if self._given is not None:
+            exact = torch.tensor(self._given, dtype=torch.float64, device="cpu")
+            return exact.to(dtype).to(device)
         return alibi_slopes(
             self.num_heads, bias_max=self.bias_max, plain=self.plain, device=device, dtype=dtype
         )
+
+    def _exact(self, device: torch.device | str | None) -> Tensor:
+        held = self._exact_slopes
+        where = held.device if device is None else torch.device(device)
+        return held if where == held.device else self._slopes(where, widest(where))
 
     def get_bias(self, seq_len: int) -> Tensor:
         """Bias for ``seq_len`` queries and keys, float32 of shape ``(H, L, L)``."""
         length = checks.integer(type(self).__name__, "seq_len", seq_len, least=0)
         return alibi_bias(self._exact_slopes, length, causal=self.causal)
+
+    def bias(
+        self,
+        q_len: int,
+        k_len: int | None = None,
+        *,
+        offset: int | Tensor | None = None,
+        position_ids: Tensor | None = None,
+        documents: Tensor | None = None,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str | None = None,
+    ) -> Tensor:
+        """The whole bias, ``(H, Q, K)`` or ``(B, H, Q, K)``: an ``attn_mask`` for SDPA.
+
+        See :func:`posenc.functional.alibi_bias` for the arguments.
+        """
+        return alibi_bias(
+            self._exact(device),
+            q_len,
+            k_len,
+            causal=self.causal,
+            offset=offset,
+            position_ids=position_ids,
+            documents=documents,
+            dtype=dtype,
+        )
+
+    def key_bias(
+        self,
+        k_len: int,
+        *,
+        position_ids: Tensor | None = None,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str | None = None,
+    ) -> Tensor:
+        """The bias without its row terms, ``(H, 1, K)``, to go with a causal mask.
+
+        See :func:`posenc.functional.alibi_key_bias`.
+        """
+        if not self.causal:
+            rule = "a bias of keys alone is right only under a causal softmax"
+            way_out = "Use bias(), which has the absolute distance."
+            who = type(self).__name__
+            raise ValueError(checks.message(who, rule, "causal=False", way_out))
+        return alibi_key_bias(self._exact(device), k_len, position_ids=position_ids, dtype=dtype)
+
+    def score_mod(
+        self,
+        *,
+        offset: int | Tensor = 0,
+        position_ids: Tensor | None = None,
+        documents: Tensor | None = None,
+        head_offset: int = 0,
+        masked: bool = True,
+        base: ScoreMod | None = None,
+    ) -> ScoreMod:
+        """For ``flex_attention``; see :func:`posenc.attention.alibi_score_mod`."""
+        return attention.alibi_score_mod(
+            self.slopes,
+            causal=self.causal,
+            offset=offset,
+            position_ids=position_ids,
+            documents=documents,
+            head_offset=head_offset,
+            masked=masked,
+            base=base,
+        )
+
+    def mask_mod(
+        self,
+        *,
+        offset: int | Tensor = 0,
+        documents: Tensor | None = None,
+        base: MaskMod | None = None,
+    ) -> MaskMod:
+        """For ``create_block_mask``; see :func:`posenc.attention.alibi_mask_mod`."""
+        return attention.alibi_mask_mod(
+            causal=self.causal,
+            offset=offset,
+            documents=documents,
+            device=self.slopes.device,
+            base=base,
+        )
+
+    def block_mask(
+        self,
+        q_len: int,
+        k_len: int | None = None,
+        *,
+        score_bound: float | Tensor,
+        dtype: torch.dtype,
+        offset: int | Tensor | None = None,
+        documents: Tensor | None = None,
+    ) -> BlockMask:
+        """For ``flex_attention``, without far keys; see :func:`posenc.attention.alibi_block_mask`.
+
+        Examples:
+            >>> mask = ALiBi(8).block_mask(4096, score_bound=8.0, dtype=torch.bfloat16)
+            >>> mask.shape
+            (1, 8, 4096, 4096)
+        """
+        return attention.alibi_block_mask(
+            self.slopes,
+            q_len,
+            k_len,
+            score_bound=score_bound,
+            dtype=dtype,
+            causal=self.causal,
+            offset=offset,
+            documents=documents,
+        )
+
+    def attention(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+        """Attention with this bias, without far keys.
+
+        Args:
+            q: ``(B, H, Q, D)``.
+            k: ``(B, Hk, K, D)``.
+            v: ``(B, Hk, K, Dv)``.
+            options: ``scale``, ``offset``, ``documents``, ``windows``, ``score_bound`` and
+                ``path`` of :func:`posenc.attention.alibi_attention`.
+
+        Returns:
+            ``(B, H, Q, Dv)`` in the dtype of ``q``.
+
+        Examples:
+            >>> q, k, v = torch.randn(3, 1, 8, 512, 64).unbind()
+            >>> ALiBi(8).attention(q, k, v).shape
+            torch.Size([1, 8, 512, 64])
+        """
+        slopes = self._exact(q.device) if isinstance(q, Tensor) else self._exact_slopes
+        return attention.alibi_attention(q, k, v, slopes, causal=self.causal, **options)
 
     def forward(self, scores: Tensor) -> Tensor:
         """Add the bias to attention scores.
@@ -94,15 +283,34 @@ class ALiBi(DerivedBuffers):
             rule = f"scores must have at least as many keys as queries, {queries}"
             raise ValueError(checks.message(who, rule, keys, "Queries are the last of the keys."))
         wide = torch.promote_types(scores.dtype, torch.float32)
-        slopes = self._exact_slopes
-        if slopes.device != scores.device:
-            slopes = self._slopes(scores.device, widest(scores.device))
+        slopes = self._exact(scores.device)
         bias = alibi_bias(slopes, queries, keys, causal=self.causal, dtype=wide)
         return kernels.add(scores, bias)
 
     def extra_repr(self) -> str:
         """Shown by ``print(module)``."""
+        if self._given is not None:
+            return f"num_heads={self.num_heads}, causal={self.causal}, slopes=..."
         return (
             f"num_heads={self.num_heads}, causal={self.causal}, bias_max={self.bias_max}, "
             f"plain={self.plain}"
         )
+
+
+def _given(who: str, slopes: Any, heads: int) -> list[Any]:
+    """Slopes of the caller's as numbers, ``[H]`` or ``[B][H]``."""
+    try:
+        found = torch.as_tensor(slopes, dtype=torch.float64, device="cpu").detach()
+    except (TypeError, ValueError, RuntimeError):
+        rule, got = "slopes must be numbers", checks.describe(slopes)
+        raise TypeError(checks.message(who, rule, got, "Pass one for each head.")) from None
+    keys_of.slopes(who, found)
+    if found.shape[-1] != heads:
+        rule = f"slopes must have one number for each of the {heads} heads"
+        got = f"shape {tuple(found.shape)}"
+        raise ValueError(checks.message(who, rule, got, "Give (H,) or (B, H)."))
+    if not bool(((found >= 0) & found.isfinite()).all()):
+        rule = "slopes must be finite and not below zero"
+        way_out = "A slope lowers far keys; zero leaves a head without distance."
+        raise ValueError(checks.message(who, rule, found.tolist(), way_out))
+    return found.tolist()

@@ -2,7 +2,10 @@
 
 from posenc.functional import (
     alibi_bias,
+    alibi_key_bias,
     alibi_slopes,
+    model_bias,
+    model_slopes,
     qk_norm_rope,
     rotary_pos_embedding,
     rotate,
@@ -15,7 +18,10 @@ from posenc.functional import (
 
 __all__ = [
     "alibi_bias",
+    "alibi_key_bias",
     "alibi_slopes",
+    "model_bias",
+    "model_slopes",
     "qk_norm_rope",
     "rotary_pos_embedding",
     "rotate",

@@ -1,6 +1,8 @@
-"""ALiBi's slope of each head."""
+"""ALiBi's slope of each head, and how far each head has to look."""
 
 from __future__ import annotations
+
+import math
 
 import torch
 from torch import Tensor
@@ -35,3 +37,44 @@ def head_slopes(num_heads: int, bias_max: float = 8.0, *, plain: bool = False) -
     odd = range(1, 2 * (num_heads - whole), 2)
     slopes += [2.0 ** (-bias_max * h / (2 * whole)) for h in odd]
     return torch.tensor(slopes, dtype=torch.float64, device="cpu")
+
+
+def far_enough(
+    slopes: Tensor, gap: Tensor | float, keys: int, dtype: torch.dtype, *, causal: bool = True
+) -> Tensor:
+    r"""Distance from which keys may be left out of the softmax, in tokens.
+
+    With a query's own key among those it sees, and no score more than :math:`g` above that
+    key's, the keys at distance :math:`w` and more have together at most the weight
+
+    .. math:: \delta \le s \, e^{g - m w} \min\!\left(K, \frac{1}{1 - e^{-m}}\right)
+
+    for ``s`` sides. Here :math:`\delta \le \epsilon / 8`, with :math:`\epsilon` the spacing of
+    ``dtype`` at one, so the output moves by less than half an ulp at the largest value it
+    averages; ``docs/alibi.md`` has the proof.
+
+    Args:
+        slopes: :math:`m`. Where it is not above zero, nothing may be left out.
+        gap: :math:`g`, to broadcast with ``slopes``. Where it is not finite, likewise.
+        keys: ``K``, which bounds how many are left out.
+        dtype: Of the output.
+        causal: Whether keys are on one side of the query only.
+
+    Returns:
+        :math:`w`, whole numbers from 1 to ``keys`` in the dtype of ``slopes``.
+
+    Examples:
+        >>> slopes = head_slopes(4)
+        >>> far_enough(slopes, 20.0, 32_768, torch.bfloat16)
+        tensor([ 114.,  476., 1991., 8315.], dtype=torch.float64)
+        >>> far_enough(slopes, 20.0, 1_000, torch.bfloat16)
+        tensor([ 114.,  476., 1000., 1000.], dtype=torch.float64)
+    """
+    sides = 1 if causal else 2
+    spare = math.log(8 * sides / torch.finfo(dtype).eps)
+    count = (-torch.expm1(-slopes)).clamp(min=1 / max(keys, 1)).log().neg()
+    # The factor covers the roundings of this line in float32.
+    distance = ((gap + spare + count) / slopes * (1 + 2**-20)).ceil()
+    # A comparison with NaN is false: whatever cannot be bounded keeps every key.
+    bounded = (slopes > 0) & (distance < keys)
+    return torch.where(bounded, distance, torch.full_like(distance, keys)).clamp(min=1)

@@ -1,0 +1,153 @@
+"""ALiBi as FlexAttention takes it: functions of one score, and of one pair of places."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from posenc._contract import checks
+from posenc._contract import keys as keys_of
+from posenc.numerics.spans import Spans, run_ends
+
+ScoreMod: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+MaskMod: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+_Read: TypeAlias = Callable[[Tensor, Tensor], Tensor]
+
+
+def alibi_score_mod(
+    slopes: Tensor,
+    *,
+    causal: bool = True,
+    offset: int | Tensor = 0,
+    position_ids: Tensor | None = None,
+    documents: Tensor | None = None,
+    head_offset: int = 0,
+    masked: bool = True,
+    base: ScoreMod | None = None,
+) -> ScoreMod:
+    """Score modification for ``flex_attention``: adds the bias, and hides what is not seen.
+
+    Everything it needs is held in tensors, so another offset, or another document, does not
+    compile another kernel.
+
+    Args:
+        slopes: Shape ``(H,)`` or ``(B, H)``, on the device of the attention.
+        causal: Whether a query sees only keys up to its own.
+        offset: Key of the first query: an int, or a tensor ``()`` or ``(B,)``.
+        position_ids: Position of each key, ``(K,)`` or ``(B, K)``, instead of its index.
+        documents: Ids ``(K,)`` or ``(B, K)``; a run of equal ids is a document.
+        head_offset: Where the attention's heads begin among those of ``slopes``.
+        masked: Whether to hide the future and other documents here. False leaves that to a
+            block mask made with :func:`alibi_mask_mod`, which is faster.
+        base: A score_mod of your own, applied first.
+
+    Examples:
+        >>> from posenc.functional import alibi_slopes
+        >>> mod = alibi_score_mod(alibi_slopes(8))
+        >>> one = torch.tensor(1)
+        >>> mod(torch.tensor(0.0), 0 * one, 0 * one, 5 * one, 3 * one)
+        tensor(-1.)
+    """
+    who = "alibi_score_mod"
+    slopes = keys_of.slopes(who, slopes)
+    steep = _by_sequence(slopes[..., checks.integer(who, "head_offset", head_offset, least=0) :])
+    own = _own_key(who, offset, slopes.device)
+    place = _ids(who, "position_ids", position_ids, slopes.device)
+    sees = alibi_mask_mod(causal=causal, offset=offset, documents=documents, device=slopes.device)
+
+    def score_mod(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        if base is not None:
+            score = base(score, b, h, q, k)
+        ahead = k - own(b, q) if place is None else place(b, k) - place(b, own(b, q))
+        biased = score - steep(b, h) * ahead.abs()
+        return torch.where(sees(b, h, q, k), biased, float("-inf")) if masked else biased
+
+    return score_mod
+
+
+def alibi_mask_mod(
+    *,
+    causal: bool = True,
+    offset: int | Tensor = 0,
+    documents: Tensor | None = None,
+    device: torch.device | str = "cpu",
+    base: MaskMod | None = None,
+) -> MaskMod:
+    """Mask for ``create_block_mask``: what a query sees.
+
+    Args:
+        causal: Whether a query sees only keys up to its own.
+        offset: Key of the first query: an int, or a tensor ``()`` or ``(B,)``.
+        documents: Ids ``(K,)`` or ``(B, K)``; a run of equal ids is a document.
+        device: Of the attention.
+        base: A mask_mod of your own; a pair has to pass both.
+
+    Examples:
+        >>> mod = alibi_mask_mod(offset=2)
+        >>> place = torch.tensor(0)
+        >>> mod(place, place, place, place + 2), mod(place, place, place, place + 3)
+        (tensor(True), tensor(False))
+    """
+    who = "alibi_mask_mod"
+    checks.boolean(who, "causal", causal)
+    own = _own_key(who, offset, device)
+    ids = _checked(who, "documents", documents, device)
+    first, last = (None, None) if ids is None else map(_by_sequence, run_ends(ids))
+
+    def mask_mod(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        at = own(b, q)
+        seen = k <= at if causal else k == k
+        if first is not None and last is not None:
+            seen = seen & (k >= first(b, at)) & (k <= last(b, at))
+        return seen if base is None else seen & base(b, h, q, k)
+
+    return mask_mod
+
+
+def span_mod(seen: Spans) -> MaskMod:
+    """The same mask from spans that are already worked out."""
+    first, last = (_by_sequence(x.int()) for x in (seen.first, seen.last))
+    return lambda b, h, q, k: (k >= first(b, q)) & (k <= last(b, q))
+
+
+def bias_mod(slopes: Tensor, offset: Tensor, *, causal: bool) -> ScoreMod:
+    """The bare bias where a mask hides the rest: the least work for each score."""
+    steep, own = _by_sequence(slopes), _own_key("alibi", offset, slopes.device)
+    if causal:
+        return lambda score, b, h, q, k: score + steep(b, h) * (k - own(b, q))
+    return lambda score, b, h, q, k: score - steep(b, h) * (k - own(b, q)).abs()
+
+
+def _by_sequence(table: Tensor) -> _Read:
+    """Read ``table`` at a place; a leading axis of more than one is the sequence's."""
+    if table.dim() == 2 and table.shape[0] == 1:
+        table = table[0]
+    if table.dim() == 1:
+        return lambda b, i: table[i]
+    return lambda b, i: table[b, i]
+
+
+def _own_key(who: str, offset: int | Tensor, device: torch.device | str) -> _Read:
+    """The key of a query. The offset is always a tensor: a number would be compiled in."""
+    if isinstance(offset, Tensor):
+        checks.rank(who, "offset", offset, (0, 1), "() or (B,)")
+        start = offset.to(device=device, dtype=torch.int32)
+    else:
+        number = checks.integer(who, "offset", offset, least=0)
+        start = torch.full((), number, dtype=torch.int32, device=device)
+    if start.dim() == 1:
+        return lambda b, q: q + start[b]
+    return lambda b, q: q + start
+
+
+def _checked(who: str, name: str, ids: Tensor | None, device: torch.device | str) -> Tensor | None:
+    keys = ids.shape[-1] if isinstance(ids, Tensor) and ids.dim() else 0
+    return keys_of.ids(who, name, ids, keys, device)
+
+
+def _ids(who: str, name: str, ids: Tensor | None, device: torch.device | str) -> _Read | None:
+    found = _checked(who, name, ids, device)
+    return None if found is None else _by_sequence(found)

@@ -1,0 +1,111 @@
+"""ALiBi as published models write it, for checkpoints that were trained so."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from posenc._contract import checks
+from posenc.numerics.slopes import head_slopes
+
+MODELS = ("bloom", "falcon", "mpt")
+
+
+def model_slopes(
+    model: str, num_heads: int, *, head_dim: int | None = None, bias_max: float = 8.0
+) -> Tensor:
+    r"""Slopes that a model's bias amounts to, float64 of shape ``(H,)``.
+
+    BLOOM and MPT have the paper's. Falcon rounds them to bfloat16 and adds its bias before the
+    scores are scaled by :math:`1/\sqrt{D}`, so its slopes are :math:`m_h / \sqrt{D}`.
+
+    Args:
+        model: ``bloom``, ``mpt`` or ``falcon``.
+        num_heads: Heads ``H``.
+        head_dim: Falcon's ``D``; the others do not need it.
+        bias_max: MPT's ``alibi_bias_max``.
+
+    Examples:
+        >>> model_slopes("bloom", 2)
+        tensor([0.0625, 0.0039], dtype=torch.float64)
+        >>> model_slopes("falcon", 2, head_dim=64)
+        tensor([0.0078, 0.0005], dtype=torch.float64)
+    """
+    who = "model_slopes"
+    heads = checks.integer(who, "num_heads", num_heads)
+    if _known(who, model) != "falcon":
+        return head_slopes(heads, checks.positive_float(who, "bias_max", bias_max))
+    return head_slopes(heads).bfloat16().double() / math.sqrt(_head_dim(who, head_dim))
+
+
+def model_bias(
+    model: str,
+    num_heads: int,
+    attention_mask: Tensor,
+    *,
+    head_dim: int | None = None,
+    bias_max: float = 8.0,
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    r"""Key-only bias of a model, with its own roundings, to add to scaled scores.
+
+    BLOOM and Falcon count positions over the tokens that ``attention_mask`` keeps, MPT over all
+    keys up to the last. Falcon multiplies bfloat16 slopes by bfloat16 positions, so that keys
+    past 256 share theirs, and divides by :math:`\sqrt{D}`. All are for causal softmax alone, and
+    hide nothing by themselves.
+
+    Args:
+        model: ``bloom``, ``mpt`` or ``falcon``.
+        num_heads: Heads ``H``.
+        attention_mask: ``(B, K)``, one for tokens and zero for padding.
+        head_dim: Falcon's ``D``; the others do not need it.
+        bias_max: MPT's ``alibi_bias_max``.
+        dtype: A floating dtype for the result.
+
+    Returns:
+        Tensor of shape ``(B, H, 1, K)`` on the device of ``attention_mask``.
+
+    Examples:
+        >>> model_bias("bloom", 1, torch.tensor([[0, 1, 1, 1]])) * 256
+        tensor([[[[0., 0., 1., 2.]]]])
+        >>> model_bias("mpt", 1, torch.tensor([[0, 1, 1, 1]])) * 256
+        tensor([[[[-3., -2., -1.,  0.]]]])
+    """
+    who = "model_bias"
+    _known(who, model)
+    heads = checks.integer(who, "num_heads", num_heads)
+    checks.float_dtype(who, "dtype", dtype)
+    if not isinstance(attention_mask, Tensor) or attention_mask.dim() != 2:
+        got, way_out = checks.describe(attention_mask), "Pass ones where nothing is padded."
+        rule = "attention_mask must be a tensor of shape (B, K)"
+        raise ValueError(checks.message(who, rule, got, way_out))
+    mask = attention_mask.long()
+    device, (batch, keys) = mask.device, mask.shape
+    if model == "mpt":
+        slopes = head_slopes(heads, checks.positive_float(who, "bias_max", bias_max))
+        behind = torch.arange(1 - keys, 1, device=device)
+        bias = slopes.to(device, torch.float32)[:, None, None] * behind
+        return bias.expand(batch, heads, 1, keys).to(dtype)
+    positions = ((mask.cumsum(-1) - 1) * mask)[:, None, None]
+    slopes = head_slopes(heads).float()[:, None, None].to(device)
+    if model == "bloom":
+        return (slopes * positions).to(dtype)
+    root = math.sqrt(_head_dim(who, head_dim))
+    return (slopes.bfloat16() * positions).to(dtype) / root
+
+
+def _known(who: str, model: Any) -> str:
+    if model not in MODELS:
+        rule = "model must be one of bloom, falcon, mpt"
+        raise ValueError(checks.message(who, rule, checks.describe(model), "Pass one of these."))
+    return str(model)
+
+
+def _head_dim(who: str, head_dim: Any) -> int:
+    if head_dim is None:
+        way_out = "Pass the width of one head: Falcon adds its bias before scaling by it."
+        raise ValueError(checks.message(who, "falcon needs head_dim", None, way_out))
+    return checks.integer(who, "head_dim", head_dim)
