@@ -12,8 +12,8 @@ from posenc._contract import keys as keys_of
 from posenc.attention import arguments, blocks, chunked, flex
 from posenc.attention import windows as windows_of
 from posenc.attention.blocks import BLOCK
-from posenc.attention.mods import span_mod
-from posenc.numerics.spans import pick, spans
+from posenc.attention.mods import pair_mod
+from posenc.numerics.spans import pick, run_ends, spans
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -85,20 +85,25 @@ def alibi_attention(
         rule = "path='flex' needs CUDA, Triton, at most float32 and heads of 16 and wider"
         got = f"{q.dtype} on {q.device}, {q.shape[-1]} wide"
         raise ValueError(checks.message(who, rule, got, "Leave path out."))
+    ends = None if ids is None else run_ends(ids)
     out = None
     if path != "chunked" and flex.can_run(q, k, v):
-        # None keeps the usual offset symbolic; any other is a tensor, and compiled once.
-        at = None if offset is None else torch.as_tensor(start, device=q.device)
+        if not isinstance(start, Tensor):
+            place = torch.full((), start, dtype=torch.int32, device=q.device)
+        else:
+            place = start.int()
         grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
         out = flex.attend_compiled(
-            *(q, k, v, slopes.float(), at, ids, bound, scale),
+            *(q, k, v, slopes.float(), place, ends, bound, scale),
+            aligned=offset is None,
             causal=causal,
             windowed=windows,
             grad=grad,
+            insist=path == "flex",
         )
     if out is None:
         seen, low, high = windows_of.needed(
-            q, k, slopes, start, ids, bound, scale, causal=causal, windowed=windows
+            q, k, slopes, start, ends, bound, scale, causal=causal, windowed=windows
         )
         wide = torch.promote_types(q.dtype, torch.float32)
         steep = (slopes if slopes.dim() == 2 else slopes[None]).to(wide)
@@ -161,9 +166,12 @@ def alibi_block_mask(
         rule = "q_len must be at least 1"
         raise ValueError(checks.message(who, rule, 0, "There is nothing to mask."))
     gap = 2 * windows_of.SLACK * arguments.bound(who, score_bound, slopes)[..., None]
-    seen = spans(queries, keys, causal=causal, offset=start, documents=ids, device=slopes.device)
+    ends = None if ids is None else run_ends(ids)
+    seen = spans(queries, keys, causal=causal, offset=start, ends=ends, device=slopes.device)
     low, high = windows_of.narrowed(seen, slopes, gap, keys, dtype, causal=causal)
-    return blocks.block_mask(seen, low, high, keys, span_mod(seen), block=block, grad=True)
+    place = torch.as_tensor(start, dtype=torch.int32, device=slopes.device)
+    sees = pair_mod(place, ends, causal)
+    return blocks.block_mask(seen, low, high, keys, sees, block=block, grad=True)
 
 
 def score_bound(q: Tensor, k: Tensor, *, scale: float | None = None) -> Tensor:

@@ -109,14 +109,14 @@ def _lists(ranges: _Ranges, width: int, *, backward: bool = False) -> tuple[Tens
     full_index = top[..., None] - n
     if backward:
         masked_index, full_index = -masked_index, -full_index
-    shape = torch.broadcast_shapes(full.shape[:2], masked.shape[:2])
+    shape = full.shape[:2]
 
-    def spread(index: Tensor) -> Tensor:
-        index = index.clamp(0, width - 1).int()
-        alike = index.shape[0] == index.shape[1] == 1
-        index = index.expand(*shape, -1, -1)
-        # The kernels step through heads and sequences with one stride: all alike, or none.
-        return index if alike else index.contiguous()
+    def spread(x: Tensor) -> Tensor:
+        alike = x.dim() == 4 and x.shape[0] == x.shape[1] == 1
+        x = x.expand(*shape, *x.shape[2:])
+        # The kernels step through sequences and heads with one stride, that of the heads, also
+        # where there is one head and its stride means nothing: all alike, or laid out as one.
+        return x if alike else x.flatten(0, 1).contiguous().unflatten(0, shape)
 
-    counts = (x.int().expand(*shape, -1).contiguous() for x in (masked, full))
-    return next(counts), spread(masked_index), next(counts), spread(full_index)
+    lists = (masked, masked_index.clamp(0, width - 1), full, full_index.clamp(0, width - 1))
+    return tuple(spread(x.int()) for x in lists)

@@ -11,8 +11,12 @@ import torch
 from torch import Tensor
 
 from posenc.attention.blocks import BLOCK, block_mask
-from posenc.attention.mods import bias_mod, span_mod
+from posenc.attention.mods import bias_mod, pair_mod
 from posenc.attention.windows import needed
+from posenc.numerics.spans import Ends
+
+# Graphs that may be compiled before a call falls back to chunks.
+LIMIT = 64
 
 
 def can_run(q: Tensor, k: Tensor, v: Tensor) -> bool:
@@ -38,43 +42,52 @@ def attend(
     k: Tensor,
     v: Tensor,
     slopes: Tensor,
-    offset: Tensor | None,
-    documents: Tensor | None,
+    offset: Tensor,
+    ends: Ends | None,
     bound: Tensor | None,
     scale: float,
     *,
+    aligned: bool,
     causal: bool,
     windowed: bool,
     grad: bool,
+    inlined: bool = False,
 ) -> Tensor:
     """Attention as one graph; what it takes is checked.
+
+    Everything that the kernel reads beside ``q``, ``k`` and ``v`` is a tensor from outside: the
+    decoding kernel of torch 2.11 does not compile with one made in the graph.
 
     Args:
         q: ``[B, H, Q, D]``.
         k: ``[B, Hk, K, D]``.
         v: ``[B, Hk, K, Dv]``.
         slopes: float32 ``[H]`` or ``[B, H]``.
-        offset: Key of the first query, ``[]`` or ``[B]``; None puts the last at the last.
-        documents: Ids ``[K]`` or ``[B, K]``.
+        offset: Key of the first query, int32 ``[]`` or ``[B]``.
+        ends: First and last key of each key's document, ``[K]`` or ``[B, K]``.
         bound: Of the scores, ``[1 or B, 1 or H]``; None computes one for each query.
         scale: Of the scores.
+        aligned: Whether the offset is ``K - Q``, so that a query's own key is a slice.
         causal: Whether a query sees only keys up to its own.
         windowed: Whether far keys are left out.
         grad: Whether a backward pass may follow.
+        inlined: Whether this is part of a larger graph, which makes the tensors itself.
     """
     from torch.nn.attention.flex_attention import flex_attention
 
     queries, keys = q.shape[2], k.shape[2]
-    start = keys - queries if offset is None else offset
+    start = keys - queries if aligned else offset
     seen, low, high = needed(
-        q, k, slopes, start, documents, bound, scale, causal=causal, windowed=windowed
+        q, k, slopes, start, ends, bound, scale, causal=causal, windowed=windowed
     )
-    mask = block_mask(seen, low, high, keys, span_mod(seen), block=BLOCK, grad=grad)
-    if offset is None:
-        offset = torch.full((), keys - queries, dtype=torch.int32, device=q.device)
+    sees = pair_mod(offset, ends, causal)
+    mask = block_mask(seen, low, high, keys, sees, block=BLOCK, grad=grad)
     score_mod = bias_mod(slopes, offset, causal=causal)
+    options: Any = {"FORCE_USE_FLEX_ATTENTION": True} if inlined else None
     gqa = q.shape[1] != k.shape[1]
-    return flex_attention(q, k, v, score_mod, mask, scale=scale, enable_gqa=gqa)
+    return flex_attention(
+        q, k, v, score_mod, mask, scale=scale, enable_gqa=gqa, kernel_options=options
+    )
 
 
 @functools.cache
@@ -83,15 +96,23 @@ def _compiled() -> Callable[..., Tensor]:
     return torch.compile(attend, fullgraph=True)
 
 
-def attend_compiled(*args: Any, **flags: Any) -> Tensor | None:
-    """:func:`attend`, compiled; None where the compiler gives up, with a warning."""
+def attend_compiled(*args: Any, insist: bool, **flags: Any) -> Tensor | None:
+    """:func:`attend`, compiled; None and a warning where the compiler gives up.
+
+    With ``insist`` its error comes through.
+    """
     if torch.compiler.is_compiling():
-        return attend(*args, **flags)
+        return attend(*args, **flags, inlined=True)
+    from torch._dynamo import config
     from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 
     try:
-        return _compiled()(*args, **flags)
+        # Each kind of call is a graph of its own: causal or not, documents, gradients.
+        with config.patch(recompile_limit=LIMIT):
+            return _compiled()(*args, **flags)
     except (TorchDynamoException, FailOnRecompileLimitHit) as error:
+        if insist:
+            raise
         reason = str(error).strip().splitlines()
         warnings.warn(
             "FlexAttention did not compile, and attention runs in chunks instead: "

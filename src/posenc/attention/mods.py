@@ -10,7 +10,7 @@ from torch import Tensor
 
 from posenc._contract import checks
 from posenc._contract import keys as keys_of
-from posenc.numerics.spans import Spans, run_ends
+from posenc.numerics.spans import Ends, run_ends
 
 ScoreMod: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 MaskMod: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -54,7 +54,7 @@ def alibi_score_mod(
     who = "alibi_score_mod"
     slopes = keys_of.slopes(who, slopes)
     steep = _by_sequence(slopes[..., checks.integer(who, "head_offset", head_offset, least=0) :])
-    own = _own_key(who, offset, slopes.device)
+    own = _own_key(_place(who, offset, slopes.device))
     place = _ids(who, "position_ids", position_ids, slopes.device)
     sees = alibi_mask_mod(causal=causal, offset=offset, documents=documents, device=slopes.device)
 
@@ -93,29 +93,31 @@ def alibi_mask_mod(
     """
     who = "alibi_mask_mod"
     checks.boolean(who, "causal", causal)
-    own = _own_key(who, offset, device)
     ids = _checked(who, "documents", documents, device)
-    first, last = (None, None) if ids is None else map(_by_sequence, run_ends(ids))
+    sees = pair_mod(_place(who, offset, device), None if ids is None else run_ends(ids), causal)
+    if base is None:
+        return sees
+    return lambda b, h, q, k: sees(b, h, q, k) & base(b, h, q, k)
+
+
+def pair_mod(offset: Tensor, ends: Ends | None, causal: bool) -> MaskMod:
+    """What a query sees, from tensors that are already checked."""
+    own = _own_key(offset)
+    first, last = (None, None) if ends is None else map(_by_sequence, ends)
 
     def mask_mod(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         at = own(b, q)
         seen = k <= at if causal else k == k
         if first is not None and last is not None:
             seen = seen & (k >= first(b, at)) & (k <= last(b, at))
-        return seen if base is None else seen & base(b, h, q, k)
+        return seen
 
     return mask_mod
 
 
-def span_mod(seen: Spans) -> MaskMod:
-    """The same mask from spans that are already worked out."""
-    first, last = (_by_sequence(x.int()) for x in (seen.first, seen.last))
-    return lambda b, h, q, k: (k >= first(b, q)) & (k <= last(b, q))
-
-
 def bias_mod(slopes: Tensor, offset: Tensor, *, causal: bool) -> ScoreMod:
     """The bare bias where a mask hides the rest: the least work for each score."""
-    steep, own = _by_sequence(slopes), _own_key("alibi", offset, slopes.device)
+    steep, own = _by_sequence(slopes), _own_key(offset)
     if causal:
         return lambda score, b, h, q, k: score + steep(b, h) * (k - own(b, q))
     return lambda score, b, h, q, k: score - steep(b, h) * (k - own(b, q)).abs()
@@ -130,17 +132,21 @@ def _by_sequence(table: Tensor) -> _Read:
     return lambda b, i: table[b, i]
 
 
-def _own_key(who: str, offset: int | Tensor, device: torch.device | str) -> _Read:
-    """The key of a query. The offset is always a tensor: a number would be compiled in."""
+def _own_key(offset: Tensor) -> _Read:
+    """The key of a query."""
+    if offset.dim() == 1 and len(offset) > 1:
+        return lambda b, q: q + offset[b]
+    start = offset.reshape(())
+    return lambda b, q: q + start
+
+
+def _place(who: str, offset: int | Tensor, device: torch.device | str) -> Tensor:
+    """The offset as a tensor, always: a number would be compiled in."""
     if isinstance(offset, Tensor):
         checks.rank(who, "offset", offset, (0, 1), "() or (B,)")
-        start = offset.to(device=device, dtype=torch.int32)
-    else:
-        number = checks.integer(who, "offset", offset, least=0)
-        start = torch.full((), number, dtype=torch.int32, device=device)
-    if start.dim() == 1:
-        return lambda b, q: q + start[b]
-    return lambda b, q: q + start
+        return offset.to(device=device, dtype=torch.int32)
+    number = checks.integer(who, "offset", offset, least=0)
+    return torch.full((), number, dtype=torch.int32, device=device)
 
 
 def _checked(who: str, name: str, ids: Tensor | None, device: torch.device | str) -> Tensor | None:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from posenc.numerics.slopes import far_enough
-from posenc.numerics.spans import Spans, spans
+from posenc.numerics.spans import Ends, Spans, spans
 
 # Norms, products and the kernels' own scores are sums in float32: each is off by at most a
 # 2^-10th of |q|·|k|, up to 2^14 channels, and the three together by less than this.
@@ -18,7 +18,7 @@ def needed(
     k: Tensor,
     slopes: Tensor,
     offset: int | Tensor,
-    documents: Tensor | None,
+    ends: Ends | None,
     bound: Tensor | None,
     scale: float,
     *,
@@ -30,7 +30,7 @@ def needed(
     The bound is taken from ``q`` and ``k`` if there is none; both cost one reading of them.
     """
     queries, keys = q.shape[2], k.shape[2]
-    seen = spans(queries, keys, causal=causal, offset=offset, documents=documents, device=q.device)
+    seen = spans(queries, keys, causal=causal, offset=offset, ends=ends, device=q.device)
     gap = None
     if windowed and queries:
         with torch.no_grad():

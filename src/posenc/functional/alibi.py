@@ -8,7 +8,7 @@ from torch import Tensor
 from posenc._contract import checks
 from posenc._contract import keys as keys_of
 from posenc.numerics.slopes import head_slopes
-from posenc.numerics.spans import pick, spans
+from posenc.numerics.spans import pick, run_ends, spans
 
 
 def alibi_slopes(
@@ -106,9 +106,8 @@ def alibi_bias(
     plain = positions is None and documents is None and slopes.dim() == 1
     if plain and queries and keys and not isinstance(start, Tensor):
         return _from_line(exact, queries, keys, start, causal, dtype).to(slopes.device)
-    at, first, last = spans(
-        queries, keys, causal=causal, offset=start, documents=documents, device=where
-    )
+    ends = None if documents is None else run_ends(documents)
+    at, first, last = spans(queries, keys, causal=causal, offset=start, ends=ends, device=where)
     index = torch.arange(keys, device=where)
     own, far = at, index[None]
     if positions is not None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
+
+Ends: TypeAlias = tuple[Tensor, Tensor]
 
 
 class Spans(NamedTuple):
@@ -25,7 +27,7 @@ def spans(
     *,
     causal: bool,
     offset: int | Tensor,
-    documents: Tensor | None = None,
+    ends: Ends | None = None,
     device: torch.device | str = "cpu",
 ) -> Spans:
     """Keys that each query sees.
@@ -35,12 +37,13 @@ def spans(
         k_len: Keys ``K``.
         causal: Whether a query sees only keys up to its own.
         offset: Key of the first query; a tensor ``[]`` or ``[B]`` may differ by sequence.
-        documents: Ids ``[K]`` or ``[B, K]``. A run of equal ids is a document, and a query sees
-            its own document alone.
+        ends: First and last key of each key's document, as :func:`run_ends` gives them; a
+            query sees its own document alone.
         device: Where the result lives.
 
     Examples:
-        >>> for row in spans(2, 4, causal=True, offset=2, documents=torch.tensor([5, 5, 7, 7])):
+        >>> ends = run_ends(torch.tensor([5, 5, 7, 7]))
+        >>> for row in spans(2, 4, causal=True, offset=2, ends=ends):
         ...     print(row)
         tensor([[2, 3]])
         tensor([[2, 2]])
@@ -49,14 +52,14 @@ def spans(
     start = offset.reshape(-1, 1) if isinstance(offset, Tensor) else offset
     at = torch.arange(q_len, device=device)[None] + start
     first, last = torch.zeros_like(at), at if causal else torch.full_like(at, k_len - 1)
-    if documents is not None and q_len:
+    if ends is not None and q_len:
         # A wrong offset is refused elsewhere; here it must not read past the end.
-        begins, ends = (pick(end, at.clamp(0, k_len - 1)) for end in run_ends(documents))
-        first, last = begins, torch.minimum(last, ends)
+        first, end = (pick(x, at.clamp(0, k_len - 1)) for x in ends)
+        last = torch.minimum(last, end)
     return Spans(at, first, last)
 
 
-def run_ends(ids: Tensor) -> tuple[Tensor, Tensor]:
+def run_ends(ids: Tensor) -> Ends:
     """First and last index of the run of equal ``ids`` that each one is in, along the last axis.
 
     Examples:
