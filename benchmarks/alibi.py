@@ -124,13 +124,17 @@ def once(name: str, length: int) -> None:
     print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024)
 
 
-def measure(device: str, length: int, mode: str, rounds: int, threads: int) -> list[dict]:
+def measure(
+    device: str, length: int, mode: str, rounds: int, threads: int, only: list[str] | None = None
+) -> list[dict]:
     """Every contestant at one length: checked, then timed."""
     heads, width, dtype, _ = CASES[device]
     alibi = posenc.ALiBi(heads).to(device)
     xs = inputs(heads, length, width, dtype, device)
     results, lanes = [], []
     for name, make in contestants(alibi, length, device, dtype).items():
+        if only and name not in only:
+            continue
         run = make()
         with torch.no_grad():
             slopes = alibi.slopes * (name != REFERENCE)
@@ -163,6 +167,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--length", type=int)
     parser.add_argument("--modes", nargs="+", default=["forward", "train"])
+    parser.add_argument("--only", nargs="+", help="contestants; all by default")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--once", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -176,7 +181,7 @@ def main() -> None:
     for length in lengths:
         for mode in args.modes:
             torch.compiler.reset()  # each length as its own model would compile it
-            found += measure(args.device, length, mode, args.rounds, args.threads)
+            found += measure(args.device, length, mode, args.rounds, args.threads, args.only)
             for r in found[-5:]:
                 if r["length"] == length and r["mode"] == mode and "median" in r:
                     memory = f"{r['memory'] / 2**20:9.1f} MiB" if "memory" in r else ""

@@ -78,6 +78,14 @@ def sinusoid(positions: Sequence[int], dim: int, base: float = 10_000.0) -> Tens
     return torch.tensor(rows, dtype=torch.float64)
 
 
+def attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float) -> Tensor:
+    """Attention with every score written down, in float64; key heads serve groups of heads."""
+    q, k, v = (x.double() for x in (q, k, v))
+    group = q.shape[1] // k.shape[1]
+    k, v = (x.repeat_interleave(group, 1) for x in (k, v))
+    return (q @ k.mT * scale + bias.double()).softmax(-1) @ v
+
+
 def alibi_bias(slopes: Sequence[float], queries: int, keys: int, *, causal: bool) -> Tensor:
     """ALiBi's bias entry by entry, in float64."""
     bias = torch.empty(len(slopes), queries, keys, dtype=torch.float64)

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 import oracles
-from posenc.functional import alibi_bias, alibi_slopes
+from posenc.functional import alibi_bias, alibi_key_bias, alibi_slopes
 
 HEADS = [1, 7, 8, 12, 20, 32, 40, 71, 112]
 
@@ -84,3 +84,77 @@ def test_bad_arguments_are_named():
         alibi_bias(8, 4)
     with pytest.raises(TypeError, match="dtype must be one of"):
         alibi_bias(slopes, 4, dtype=torch.int32)
+
+
+@pytest.mark.parametrize("heads", HEADS)
+def test_every_form_gives_the_same_softmax(heads):
+    """Whole, keys alone, and by positions: what is added to a row as a whole does not count."""
+    slopes = alibi_slopes(heads, dtype=torch.float64)
+    scores = torch.randn(heads, 12, 40, dtype=torch.float64)
+    exact = scores + oracles.alibi_bias(slopes.tolist(), 12, 40, causal=True)
+    wanted = exact.softmax(-1)
+    future = torch.ones(12, 40, dtype=torch.bool).triu(29)
+
+    forms = {
+        "whole": alibi_bias(slopes, 12, 40, dtype=torch.float64),
+        "keys": alibi_key_bias(slopes, 40, dtype=torch.float64),
+        "positions": alibi_bias(
+            slopes, 12, 40, position_ids=torch.arange(40) + 5, dtype=torch.float64
+        ),
+        "key positions": alibi_key_bias(
+            slopes, 40, position_ids=torch.arange(40) + 5, dtype=torch.float64
+        ),
+    }
+    for name, bias in forms.items():
+        got = (scores + bias).masked_fill(future, float("-inf")).softmax(-1)
+        assert (got - wanted).abs().max() <= 1e-12, name
+
+
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "symmetric"])
+@pytest.mark.parametrize("offset", [0, 3, torch.tensor(3)], ids=str)
+def test_an_offset_picks_rows_of_the_square(offset, causal):
+    slopes = alibi_slopes(3)
+    square = alibi_bias(slopes, 9, causal=causal)
+    got = alibi_bias(slopes, 4, 9, offset=offset, causal=causal)
+    assert torch.equal(got, square[:, int(offset) : int(offset) + 4])
+
+
+def test_sequences_may_have_offsets_and_slopes_of_their_own():
+    slopes = torch.stack((alibi_slopes(3), alibi_slopes(3, plain=True)))
+    got = alibi_bias(slopes, 2, 6, offset=torch.tensor([1, 4]))
+    assert got.shape == (2, 3, 2, 6)
+    for b, start in enumerate((1, 4)):
+        assert torch.equal(got[b], alibi_bias(slopes[b], 2, 6, offset=start))
+
+
+def test_left_padding_leaves_a_sequence_as_it_is_alone():
+    """Positions begin at its first token; nothing before that is seen."""
+    slopes, mask = alibi_slopes(3), torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]])
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    bias = alibi_bias(slopes, 5, position_ids=positions, documents=mask)
+    assert torch.equal(bias[0, :, 2:, 2:], alibi_bias(slopes, 3))
+    assert bias[0, :, 2:, :2].eq(float("-inf")).all()
+    assert torch.equal(bias[1], alibi_bias(slopes, 5))
+
+
+def test_packed_documents_do_not_see_each_other():
+    slopes, ids = alibi_slopes(3), torch.tensor([0, 0, 0, 1, 1])
+    bias = alibi_bias(slopes, 5, documents=ids, causal=False)
+    assert torch.equal(bias[:, :3, :3], alibi_bias(slopes, 3, causal=False))
+    assert torch.equal(bias[:, 3:, 3:], alibi_bias(slopes, 2, causal=False))
+    assert bias[:, :3, 3:].eq(float("-inf")).all()
+    assert bias[:, 3:, :3].eq(float("-inf")).all()
+
+
+def test_bad_places_are_named():
+    slopes = alibi_slopes(2)
+    with pytest.raises(ValueError, match=r"offset must be at most k_len - q_len = 2, got 3"):
+        alibi_bias(slopes, 3, 5, offset=3)
+    with pytest.raises(ValueError, match="offset must be at least 0"):
+        alibi_bias(slopes, 3, 5, offset=torch.tensor([0, -1]))
+    with pytest.raises(TypeError, match="offset must be an int, or an integer tensor"):
+        alibi_bias(slopes, 3, 5, offset=torch.tensor(1.0))
+    with pytest.raises(ValueError, match=r"documents must have shape \(5,\) or \(B, 5\)"):
+        alibi_bias(slopes, 3, 5, documents=torch.zeros(3).long())
+    with pytest.raises(TypeError, match="position_ids must be an integer tensor"):
+        alibi_key_bias(slopes, 5, position_ids=torch.zeros(5))

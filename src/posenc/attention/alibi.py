@@ -99,8 +99,10 @@ def alibi_attention(
             causal=causal,
             windowed=windows,
             grad=grad,
-            insist=path == "flex",
         )
+        if out is None and path == "flex":
+            rule, way_out = "path='flex' must compile", "Leave path out to run in chunks."
+            raise RuntimeError(checks.message(who, rule, "the compiler's refusal", way_out))
     if out is None:
         seen, low, high = windows_of.needed(
             q, k, slopes, start, ends, bound, scale, causal=causal, windowed=windows

@@ -109,7 +109,9 @@ def _of_rows(
             torch.addcmul(veil[:, c, :, n], behind[:, c, :, n], steep, value=-1)
             for c, n in enumerate(near)
         ]
-        yield _Piece(h, rows, starts[h], width, torch.stack(bias, 1))
+        yield _Piece(
+            h, rows, starts[h], width, bias[0][:, None] if len(bias) == 1 else torch.stack(bias, 1)
+        )
 
 
 def _slices(length: int, step: int) -> list[slice]:

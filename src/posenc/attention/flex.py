@@ -13,6 +13,7 @@ from torch import Tensor
 from posenc.attention.blocks import BLOCK, block_mask
 from posenc.attention.mods import bias_mod, pair_mod
 from posenc.attention.windows import needed
+from posenc.kernels import triton
 from posenc.numerics.spans import Ends
 
 # Graphs that may be compiled before a call falls back to chunks.
@@ -26,15 +27,9 @@ def can_run(q: Tensor, k: Tensor, v: Tensor) -> bool:
         and q.dtype != torch.float64
         and min(q.shape[-1], v.shape[-1]) >= 16
         and min(q.shape[:3]) > 0
-        and _has_triton()
+        # A compiler that is at work has what it needs.
+        and (torch.compiler.is_compiling() or triton.available())
     )
-
-
-@functools.cache
-def _has_triton() -> bool:
-    from torch.utils._triton import has_triton
-
-    return bool(has_triton())
 
 
 def attend(
@@ -96,28 +91,36 @@ def _compiled() -> Callable[..., Tensor]:
     return torch.compile(attend, fullgraph=True)
 
 
-def attend_compiled(*args: Any, insist: bool, **flags: Any) -> Tensor | None:
+# Kinds of call that did not compile, so that nobody waits for it again.
+_refused: set[object] = set()
+
+
+def attend_compiled(q: Tensor, k: Tensor, v: Tensor, *rest: Any, **flags: Any) -> Tensor | None:
     """:func:`attend`, compiled; None and a warning where the compiler gives up.
 
-    With ``insist`` its error comes through.
+    A short query gets FlexAttention's decoding kernel. If that does not compile, the other one
+    is tried, which costs more and takes everything.
     """
     if torch.compiler.is_compiling():
-        return attend(*args, **flags, inlined=True)
+        return attend(q, k, v, *rest, **flags, inlined=True)
     from torch._dynamo import config
     from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 
-    try:
-        # Each kind of call is a graph of its own: causal or not, documents, gradients.
-        with config.patch(recompile_limit=LIMIT):
-            return _compiled()(*args, **flags)
-    except (TorchDynamoException, FailOnRecompileLimitHit) as error:
-        if insist:
-            raise
-        reason = str(error).strip().splitlines()
-        warnings.warn(
-            "FlexAttention did not compile, and attention runs in chunks instead: "
-            + (reason[0] if reason else type(error).__name__),
-            RuntimeWarning,
-            stacklevel=4,
-        )
-        return None
+    shape = q.shape[2] < BLOCK, q.shape[3], v.shape[3], q.shape[1] // k.shape[1]
+    for inlined in (False, True):
+        kind = q.dtype, shape, tuple(flags.items()), inlined
+        if kind in _refused:
+            continue
+        try:
+            # Each kind of call is a graph of its own: causal or not, documents, gradients.
+            with config.patch(recompile_limit=LIMIT):
+                return _compiled()(q, k, v, *rest, **flags, inlined=inlined)
+        except TorchDynamoException as error:
+            _refused.add(kind)
+            reason = [*str(error).strip().splitlines(), type(error).__name__][0]
+        except FailOnRecompileLimitHit:
+            reason = f"there are {LIMIT} graphs already"
+        if inlined:
+            start = "FlexAttention did not compile, and attention runs in chunks instead"
+            warnings.warn(f"{start}: {reason}", RuntimeWarning, stacklevel=4)
+    return None

@@ -102,4 +102,6 @@ def narrowed(
         return first, last
     steep = (slopes if slopes.dim() == 2 else slopes[None]).to(gap.dtype)[..., None]
     reach = far_enough(steep, gap, keys, dtype, causal=causal).long()
-    return torch.maximum(first, at - reach + 1), torch.minimum(last, at + reach - 1)
+    low = torch.maximum(first, at - reach + 1)
+    # What ends at the own key ends there for every head.
+    return low, last if causal else torch.minimum(last, at + reach - 1)
