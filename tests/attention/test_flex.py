@@ -16,7 +16,7 @@ HEADS, WIDTH = 4, 16
 @pytest.fixture(autouse=True)
 def _on_the_cpu(monkeypatch):
     """torch's own dense form of FlexAttention, traced as the compiled one is."""
-    compiled = torch.compile(flex.attend, backend="aot_eager", fullgraph=True)
+    compiled = torch.compile(flex.attend, backend="eager", fullgraph=True)
     monkeypatch.setattr(flex, "_compiled", lambda: compiled)
     monkeypatch.setattr(flex, "_refused", set())
 
@@ -66,9 +66,9 @@ def test_another_offset_does_not_compile_again():
 
 def test_lengths_share_a_graph():
     counters.clear()
-    for length in (130, 150, 170, 190, 230):
+    for length in (130, 150, 230):
         run(length, length)
-    assert counters["stats"]["unique_graphs"] <= 3
+    assert counters["stats"]["unique_graphs"] == 2
 
 
 def test_a_kernel_that_does_not_compile_is_tried_once_then_the_other(monkeypatch):

@@ -84,3 +84,59 @@ def test_float64_scores_get_exact_slopes():
 def test_slopes_are_made_where_the_device_context_says():
     with torch.device("meta"):
         assert ALiBi(8).slopes.is_meta
+
+
+def test_slopes_of_ones_own():
+    alibi = ALiBi(3, slopes=[0.5, 0.0, 0.1])
+    assert alibi.slopes.dtype == torch.float32
+    assert torch.equal(alibi.slopes, torch.tensor([0.5, 0.0, 0.1]))
+    wanted = oracles.alibi_bias([0.5, 0.0, 0.1], 4, 4, causal=True)
+    assert torch.equal(alibi.bias(4, dtype=torch.float64), wanted)
+    assert ALiBi(3, slopes=torch.rand(2, 3)).bias(4).shape == (2, 3, 4, 4)
+
+
+def test_slopes_of_ones_own_survive_the_meta_device_and_a_cast():
+    with torch.device("meta"):
+        alibi = ALiBi(2, slopes=[0.3, 0.2])
+    assert alibi.slopes.is_meta
+    alibi = alibi.to_empty(device="cpu").half()
+    assert torch.equal(alibi.slopes, torch.tensor([0.3, 0.2]))
+
+
+def test_a_rank_takes_a_slice_of_the_global_heads():
+    whole = ALiBi(12)
+    parts = [whole.heads(n, n + 4) for n in (0, 4, 8)]
+    assert torch.equal(torch.cat([p.get_bias(9) for p in parts]), whole.get_bias(9))
+    assert [p.num_heads for p in parts] == [4, 4, 4]
+
+
+@pytest.mark.parametrize("model", ["bloom", "mpt", "falcon"])
+def test_a_models_convention_by_name(model):
+    """Its scores, biased as it does it, have our softmax."""
+    from posenc.functional import model_bias
+
+    scores = torch.randn(1, 4, 50, 50)
+    future = torch.ones(50, 50, dtype=torch.bool).triu(1)
+    theirs = scores + model_bias(model, 4, torch.ones(1, 50), head_dim=64)
+    ours = scores + ALiBi.like(model, 4, head_dim=64).bias(50)
+    # Falcon rounds each product to bfloat16: half a spacing of what it adds, here up to 49 / 32.
+    torch.testing.assert_close(
+        theirs.masked_fill(future, float("-inf")).softmax(-1),
+        ours.softmax(-1),
+        rtol=49 / 32 * 2**-8 if model == "falcon" else 1e-5,
+        atol=0,
+    )
+
+
+def test_bad_slopes_are_named():
+    for slopes in ([0.5, -0.1], [0.5, float("nan")], [0.5, float("inf")]):
+        with pytest.raises(ValueError, match="slopes must be finite and not below zero"):
+            ALiBi(2, slopes=slopes)
+    with pytest.raises(ValueError, match="one number for each of the 3 heads"):
+        ALiBi(3, slopes=[0.5, 0.1])
+    with pytest.raises(TypeError, match="slopes must be numbers"):
+        ALiBi(2, slopes="ab")
+    with pytest.raises(ValueError, match="heads must be at least one of the 8"):
+        ALiBi(8).heads(4, 9)
+    with pytest.raises(ValueError, match="right only under a causal softmax"):
+        ALiBi(8, causal=False).key_bias(4)
