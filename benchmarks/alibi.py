@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import resource
 import subprocess
 import sys
 from collections.abc import Callable
@@ -118,10 +117,16 @@ def once(name: str, length: int) -> None:
     small = contestants(alibi, 512, "cpu", dtype)[name]()
     small(*(x[:, :, :512] for x in xs))
     kept = torch.ones_like(xs[0])  # the result's place
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    before = high_water()
     del kept
     contestants(alibi, length, "cpu", dtype)[name]()(*xs)
-    print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024)
+    print(high_water() - before)
+
+
+def high_water() -> int:
+    """Most memory this process ever had, in bytes; getrusage would count its parent's, too."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
 
 
 def measure(
@@ -150,7 +155,8 @@ def measure(
             result["memory"] = cpu_memory(name, length, threads)
         step = train(run, *xs) if mode == "train" else (lambda run=run: run(*xs))
         lanes.append(timing.loop_lane(name, [step], device=device, grad=mode == "train"))
-        lanes[-1].calibrate(0.02)
+        # On the CPU a call takes seconds, and one is a round.
+        lanes[-1].calibrate(0.02) if device == "cuda" else lanes[-1].run(1)
     timing.race(lanes, rounds, lambda r: None)
     for lane in lanes:
         low, median, high = timing.quartiles(lane.seconds)

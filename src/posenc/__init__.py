@@ -3,7 +3,7 @@
 Exact at any position, in float16, bfloat16, float32 and float64, on any device of PyTorch's.
 """
 
-from posenc import axes, functional, nn, positions, scaling
+from posenc import attention, axes, functional, nn, positions, scaling
 from posenc.kernels import backends
 from posenc.nn import (
     ALiBi,
@@ -28,6 +28,7 @@ __all__ = [
     "SinusoidalPosEmbedding",
     "XPos",
     "__version__",
+    "attention",
     "axes",
     "backends",
     "functional",

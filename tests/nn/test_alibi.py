@@ -113,11 +113,11 @@ def test_a_rank_takes_a_slice_of_the_global_heads():
 @pytest.mark.parametrize("model", ["bloom", "mpt", "falcon"])
 def test_a_models_convention_by_name(model):
     """Its scores, biased as it does it, have our softmax."""
-    from posenc.functional import model_bias
+    from posenc.functional import alibi_model_bias
 
     scores = torch.randn(1, 4, 50, 50)
     future = torch.ones(50, 50, dtype=torch.bool).triu(1)
-    theirs = scores + model_bias(model, 4, torch.ones(1, 50), head_dim=64)
+    theirs = scores + alibi_model_bias(model, 4, torch.ones(1, 50), head_dim=64)
     ours = scores + ALiBi.like(model, 4, head_dim=64).bias(50)
     # Falcon rounds each product to bfloat16: half a spacing of what it adds, here up to 49 / 32.
     torch.testing.assert_close(

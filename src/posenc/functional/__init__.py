@@ -1,7 +1,7 @@
 """Stateless forms: the numbers of `numerics` meeting the tensors of `kernels`."""
 
 from posenc.functional.alibi import alibi_bias, alibi_key_bias, alibi_slopes
-from posenc.functional.conventions import model_bias, model_slopes
+from posenc.functional.conventions import alibi_model_bias, alibi_model_slopes
 from posenc.functional.rotary import (
     qk_norm_rope,
     rotary_pos_embedding,
@@ -18,9 +18,9 @@ from posenc.functional.sinusoidal import (
 __all__ = [
     "alibi_bias",
     "alibi_key_bias",
+    "alibi_model_bias",
+    "alibi_model_slopes",
     "alibi_slopes",
-    "model_bias",
-    "model_slopes",
     "qk_norm_rope",
     "rotary_pos_embedding",
     "rotate",

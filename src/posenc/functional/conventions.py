@@ -14,7 +14,7 @@ from posenc.numerics.slopes import head_slopes
 MODELS = ("bloom", "falcon", "mpt")
 
 
-def model_slopes(
+def alibi_model_slopes(
     model: str, num_heads: int, *, head_dim: int | None = None, bias_max: float = 8.0
 ) -> Tensor:
     r"""Slopes that a model's bias amounts to, float64 of shape ``(H,)``.
@@ -29,19 +29,19 @@ def model_slopes(
         bias_max: MPT's ``alibi_bias_max``.
 
     Examples:
-        >>> model_slopes("bloom", 2)
+        >>> alibi_model_slopes("bloom", 2)
         tensor([0.0625, 0.0039], dtype=torch.float64)
-        >>> model_slopes("falcon", 2, head_dim=64)
+        >>> alibi_model_slopes("falcon", 2, head_dim=64)
         tensor([0.0078, 0.0005], dtype=torch.float64)
     """
-    who = "model_slopes"
+    who = "alibi_model_slopes"
     heads = checks.integer(who, "num_heads", num_heads)
     if _known(who, model) != "falcon":
         return head_slopes(heads, checks.positive_float(who, "bias_max", bias_max))
     return head_slopes(heads).bfloat16().double() / math.sqrt(_head_dim(who, head_dim))
 
 
-def model_bias(
+def alibi_model_bias(
     model: str,
     num_heads: int,
     attention_mask: Tensor,
@@ -69,12 +69,12 @@ def model_bias(
         Tensor of shape ``(B, H, 1, K)`` on the device of ``attention_mask``.
 
     Examples:
-        >>> model_bias("bloom", 1, torch.tensor([[0, 1, 1, 1]])) * 256
+        >>> alibi_model_bias("bloom", 1, torch.tensor([[0, 1, 1, 1]])) * 256
         tensor([[[[0., 0., 1., 2.]]]])
-        >>> model_bias("mpt", 1, torch.tensor([[0, 1, 1, 1]])) * 256
+        >>> alibi_model_bias("mpt", 1, torch.tensor([[0, 1, 1, 1]])) * 256
         tensor([[[[-3., -2., -1.,  0.]]]])
     """
-    who = "model_bias"
+    who = "alibi_model_bias"
     _known(who, model)
     heads = checks.integer(who, "num_heads", num_heads)
     checks.float_dtype(who, "dtype", dtype)

@@ -12,7 +12,7 @@ from posenc import attention, kernels
 from posenc._contract import checks
 from posenc._contract import keys as keys_of
 from posenc.functional.alibi import alibi_bias, alibi_key_bias, alibi_slopes
-from posenc.functional.conventions import model_slopes
+from posenc.functional.conventions import alibi_model_slopes
 from posenc.nn._tables import DerivedBuffers
 from posenc.numerics.tables import widest
 
@@ -82,13 +82,13 @@ class ALiBi(DerivedBuffers):
     def like(
         cls, model: str, num_heads: int, *, head_dim: int | None = None, bias_max: float = 8.0
     ) -> ALiBi:
-        """ALiBi as ``bloom``, ``mpt`` or ``falcon`` has it; see :func:`model_slopes`.
+        """ALiBi as ``bloom``, ``mpt`` or ``falcon`` has it; see :func:`alibi_model_slopes`.
 
         Examples:
             >>> ALiBi.like("falcon", 2, head_dim=64).slopes
             tensor([0.0078, 0.0005])
         """
-        slopes = model_slopes(model, num_heads, head_dim=head_dim, bias_max=bias_max)
+        slopes = alibi_model_slopes(model, num_heads, head_dim=head_dim, bias_max=bias_max)
         return cls(num_heads, slopes=slopes)
 
     def heads(self, start: int, stop: int) -> ALiBi:

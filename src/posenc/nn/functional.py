@@ -3,9 +3,9 @@
 from posenc.functional import (
     alibi_bias,
     alibi_key_bias,
+    alibi_model_bias,
+    alibi_model_slopes,
     alibi_slopes,
-    model_bias,
-    model_slopes,
     qk_norm_rope,
     rotary_pos_embedding,
     rotate,
@@ -19,9 +19,9 @@ from posenc.functional import (
 __all__ = [
     "alibi_bias",
     "alibi_key_bias",
+    "alibi_model_bias",
+    "alibi_model_slopes",
     "alibi_slopes",
-    "model_bias",
-    "model_slopes",
     "qk_norm_rope",
     "rotary_pos_embedding",
     "rotate",
