@@ -6,7 +6,8 @@ from pathlib import Path
 import torch
 
 import posenc
-from posenc.lab.plots import characters, gallery
+from posenc.lab.pictures.characters import characters
+from posenc.lab.pictures.gallery import gallery
 
 
 def tour() -> None:

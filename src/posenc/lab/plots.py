@@ -1,64 +1,20 @@
-"""Pictures of the encodings, drawn from the modules themselves."""
+"""Charts of what was measured."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
-
-from posenc import nn
-from posenc.numerics.frequencies import inverse_frequencies
-
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_SHADES = " .:-=+*#%@"
 _MARKS: dict[str, dict[str, str]] = {
     "posenc": {"marker": "o", "color": "C0"},
     "posenc in place": {"marker": "o", "color": "C0", "mfc": "none"},
     "transformers eager": {"marker": "x", "color": "0.4"},
     "transformers compiled": {"marker": "+", "color": "0.4"},
 }
-
-
-def characters(table: Tensor, *, rows: int = 12, columns: int = 64) -> str:
-    """A matrix as a coarse picture in characters, dark for small and bright for large.
-
-    Examples:
-        >>> print(characters(torch.tensor([[3.0, 0.0, 9.0], [6.0, 7.0, 8.0]])))
-        - @
-        *#%
-    """
-    finite = table.float().nan_to_num(neginf=float("nan"))
-    seen = finite[~finite.isnan()]
-    low, high = seen.aminmax() if len(seen) else torch.zeros(2)
-    pick_row = torch.linspace(0, len(table) - 1, min(rows, len(table))).round().long()
-    pick_column = torch.linspace(0, table.shape[1] - 1, min(columns, table.shape[1])).round()
-    scaled = (finite - low) / (high - low).clamp(min=1e-30)
-    level = (
-        (scaled.nan_to_num(0) * (len(_SHADES) - 1)).floor().long()[pick_row][:, pick_column.long()]
-    )
-    return "\n".join("".join(_SHADES[i] for i in line) for line in level.tolist())
-
-
-def gallery(length: int = 96, dim: int = 64) -> Figure:
-    """One figure of every encoding: what is added, what is turned, what is subtracted."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(12, 7), layout="constrained")
-    figure.suptitle("posenc: where a token is, four ways", fontsize=14)
-    axes = figure.subplots(2, 3)
-    _heat(axes[0, 0], nn.SinusoidalPE(length, dim).get_encoding(length), "Sinusoidal: added")
-    learned = nn.LearnedPosEmbedding(length, dim).pos_emb.weight.detach()
-    _heat(axes[0, 1], learned, "Learned: added, before training")
-    _turns(axes[0, 2], dim)
-    _wavelengths(axes[1, 0], dim, length)
-    _decay(axes[1, 1], dim, 4 * length)
-    _alibi(axes[1, 2], length)
-    return figure
 
 
 def timings(report: dict[str, Any]) -> Figure:
@@ -158,47 +114,3 @@ def _bars(ax: Axes, measurement: dict[str, Any]) -> None:
     ax.set_xlabel(f"time / time of a copy of {copied}", fontsize=8)
     ax.margins(x=0.15)
     ax.axvline(1, color="black", lw=0.8, ls=":")
-
-
-def _heat(ax: Axes, table: Tensor, title: str) -> None:
-    ax.imshow(table.numpy(), aspect="auto", cmap="RdBu", interpolation="nearest")
-    ax.set(title=title, xlabel="channel", ylabel="position")
-
-
-def _turns(ax: Axes, dim: int) -> None:
-    start = torch.tensor([1.0, 0.0]).repeat(dim // 2)
-    turned = nn.RotaryPosEmbedding()(start.expand(25, dim))
-    for pair, colour in ((0, "C0"), (3, "C1"), (6, "C2")):
-        x, y = turned[:, 2 * pair : 2 * pair + 2].numpy().T
-        radius = 1 - pair / 12
-        ax.plot(radius * x, radius * y, "o-", color=colour, lw=0.5, ms=3, label=f"pair {pair}")
-    ax.set(title="Rotary: pairs turned, 25 positions", aspect="equal", xticks=[], yticks=[])
-    ax.legend(fontsize=8, loc="center")
-
-
-def _wavelengths(ax: Axes, dim: int, length: int) -> None:
-    for base in (10_000.0, 500_000.0):
-        wavelength = torch.pi * 2 / inverse_frequencies(dim, base)
-        ax.semilogy(wavelength.numpy(), label=f"base {base:g}")
-    ax.axhline(length, color="grey", ls="--", lw=1, label=f"context of {length}")
-    ax.set(title="Rotary: positions for a full turn", xlabel="pair", ylabel="positions")
-    ax.legend(fontsize=8)
-
-
-def _decay(ax: Axes, dim: int, length: int) -> None:
-    rope = nn.RoPE(dim, max_seq_len=length)
-    ones = torch.ones(1, 1, length, dim)
-    q, k = rope.apply(ones, ones)
-    ax.plot((k @ q[:, :, :1].transpose(-1, -2)).flatten().numpy() / dim, lw=1)
-    ax.set(title="Rotary: score of equal vectors", xlabel="distance", ylabel="q·k / D")
-
-
-def _alibi(ax: Axes, length: int) -> None:
-    alibi = nn.ALiBi(8)
-    bias = alibi.get_bias(length)
-    for head in (0, 2, 4, 7):
-        label = f"head {head}, slope {alibi.slopes[head]:.4f}"
-        ax.plot(bias[head, -1].flip(0).numpy(), label=label)
-    ax.set(title="ALiBi: subtracted from the score", xlabel="distance", ylabel="bias")
-    ax.set_ylim(-12, 0.5)
-    ax.legend(fontsize=8)

@@ -1,0 +1,140 @@
+"""The look of every picture: colours that differ for every eye, labels on the lines themselves."""
+
+from __future__ import annotations
+
+import html
+import io
+import re
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+INK, FAINT = "#24292f", "#d0d7de"
+# Okabe and Ito's, with a grey; each also has a marker, so colour is never alone.
+COLOURS = {
+    "none": ("#8c8c8c", "o"),
+    "sinusoidal": ("#e69f00", "s"),
+    "learned": ("#d55e00", "^"),
+    "rope": ("#0072b2", "D"),
+    "rope-yarn": ("#56b4e9", "v"),
+    "rope-linear": ("#cc79a7", "<"),
+    "rope-ntk": ("#7d6bb0", ">"),
+    "alibi": ("#009e73", "o"),
+}
+SERIES = ("#0072b2", "#d55e00", "#009e73", "#cc79a7")
+_DPI = 144
+
+
+def figure(width: float, height: float) -> Figure:
+    """An empty figure, in inches."""
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def plain(ax: Axes, title: str, x: str, y: str) -> None:
+    """Two axes, a faint grid, and words where they are needed."""
+    ax.set_title(title, fontsize=11, color=INK, loc="left", pad=8)
+    ax.set_xlabel(x, fontsize=9, color=INK)
+    ax.set_ylabel(y, fontsize=9, color=INK)
+    ax.tick_params(labelsize=8, colors=INK, length=3)
+    for side in ("top", "right"):
+        ax.spines[side].set_visible(False)
+    for side in ("left", "bottom"):
+        ax.spines[side].set_color(INK)
+    ax.grid(visible=True, color=FAINT, lw=0.6)
+    ax.set_axisbelow(True)
+    ax.patch.set_alpha(0)
+
+
+class End(NamedTuple):
+    """A label for the right end of a line."""
+
+    y: float
+    text: str
+    colour: str
+
+
+def label_ends(ax: Axes, ends: Sequence[End], *, apart: float = 0.065, size: float = 8.5) -> None:
+    """Write each label right of the axes at the height of its line, pushed apart if need be."""
+    low, high = ax.get_ylim()
+    scale = ax.transData.transform
+    span = scale((0, high))[1] - scale((0, low))[1]
+    at = [(scale((0, end.y))[1] - scale((0, low))[1]) / span for end in ends]
+    for end, height in zip(ends, spread(at, apart), strict=True):
+        ax.annotate(
+            end.text,
+            (1, height),
+            xytext=(6, 0),
+            xycoords="axes fraction",
+            textcoords="offset points",
+            va="center",
+            fontsize=size,
+            color=end.colour,
+            annotation_clip=False,
+        )
+
+
+def spread(heights: Sequence[float], apart: float) -> list[float]:
+    """Heights in [0, 1] moved as little as it takes to be ``apart``, in their order.
+
+    Examples:
+        >>> [round(h, 2) for h in spread([0.5, 0.52, 0.9], 0.1)]
+        [0.46, 0.56, 0.9]
+    """
+    order = sorted(range(len(heights)), key=lambda i: heights[i])
+    # Neighbours that would touch become a group, spaced evenly around its mean.
+    groups: list[list[int]] = []
+    centres: list[float] = []
+    for i in order:
+        groups.append([i])
+        centres.append(min(max(heights[i], 0.0), 1.0))
+        while len(groups) > 1:
+            reach = (len(groups[-2]) + len(groups[-1])) * apart / 2
+            if centres[-1] - centres[-2] >= reach - 1e-12:
+                break
+            joined = groups.pop(-2) + groups.pop()
+            del centres[-2:]
+            groups.append(joined)
+            centres.append(sum(min(max(heights[j], 0.0), 1.0) for j in joined) / len(joined))
+    moved = [0.0] * len(heights)
+    for group, centre in zip(groups, centres, strict=True):
+        for place, i in enumerate(group):
+            moved[i] = centre + (place - (len(group) - 1) / 2) * apart
+    return moved
+
+
+def image(picture: Figure, suffix: str) -> bytes:
+    """The content of a file with this suffix, the same bytes every time."""
+    import matplotlib as mpl
+
+    content = io.BytesIO()
+    when = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}.get(suffix)
+    with mpl.rc_context({"svg.hashsalt": "posenc", "svg.fonttype": "none"}):
+        picture.savefig(content, format=suffix[1:], dpi=_DPI, metadata=when)
+    return content.getvalue()
+
+
+def inline_svg(picture: Figure, name: str, description: str) -> str:
+    """An SVG element for a page: its ink is the page's, so it is readable on light and dark.
+
+    Args:
+        picture: What to draw.
+        name: Put before every id, since a page may hold several pictures.
+        description: Read aloud instead of it.
+    """
+    picture.patch.set_alpha(0)
+    drawn = image(picture, ".svg").decode()
+    drawn = drawn[drawn.index("<svg") :]
+    drawn = re.sub(r"<metadata>.*?</metadata>", "", drawn, flags=re.DOTALL)
+    drawn = re.sub(r'\bid="', f'id="{name}-', drawn)
+    drawn = re.sub(r'(href="#|url\(#)', rf"\g<1>{name}-", drawn)
+    drawn = drawn.replace(INK, "currentColor").replace(FAINT, "var(--faint)")
+    said = html.escape(description, quote=True)
+    tag = re.search(r"<svg [^>]*>", drawn)
+    assert tag is not None
+    kept = re.sub(r'\s(?:width|height)="[^"]*"', "", tag.group())
+    return drawn.replace(tag.group(), kept[:-1] + f' role="img" aria-label="{said}">', 1)

@@ -1,0 +1,79 @@
+import math
+
+import pytest
+import torch
+
+import posenc
+from posenc.lab.pictures import panels, show
+from posenc.lab.pictures.gallery import gallery
+
+VIEWS = {
+    "sinusoidal": show.View("sinusoidal", dim=16, length=12, trained=64, farthest=256),
+    "learned": show.View("learned", dim=16, length=12),
+    "rope": show.rope_view(16, length=12, trained=64),
+    "rope-rules": show.rope_view(16, trained=64, rules=("yarn", "linear", "ntk")),
+    "alibi": show.View("alibi", heads=4, length=12, trained=64),
+    "alibi-12": show.View("alibi", heads=12, length=12, trained=64),
+}
+
+
+@pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
+def test_every_view_is_drawn_without_a_word_cut_off(view):
+    """Labels beside the axes are the legend: they must be on the sheet."""
+    figure = show.figure(view)
+    figure.canvas.draw()
+    sheet = figure.bbox
+    titled = [ax for ax in figure.axes if ax.get_title(loc="left")]
+    assert len(titled) == 4
+    for ax in titled:
+        for text in ax.texts:
+            box = text.get_window_extent()
+            assert box.x0 >= sheet.x0 - 1, text
+            assert box.x1 <= sheet.x1 + 1, text
+
+
+@pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
+def test_every_view_has_a_cover_and_fits_a_terminal(view):
+    assert show.cover(view).axes
+    lines = show.terminal(view, columns=72).split("\n")
+    assert lines[0] == view.title
+    assert max(map(len, lines)) <= 80
+
+
+def test_scores_are_those_of_the_module():
+    """The picture of decay is what q·k of the module itself is, not a formula beside it."""
+    view = show.rope_view(32, trained=64, rules=("yarn",), factor=4.0)
+    turning = view.turnings[1]
+    distance, score = panels.scores(turning, 256)
+    rule = posenc.scaling.YaRN(4.0, original_length=64)
+    rope = posenc.RoPE(32, 300, interleaved=False, scaling=rule)
+    ones = torch.ones(1, 1, 257, 32, dtype=torch.float64)
+    q, k = rope(ones, ones)
+    exact = (k[0, 0] @ q[0, 0, 0]) / 32
+    assert torch.allclose(score, exact[distance.long()], rtol=0, atol=1e-12)
+
+
+def test_numbers_of_rope_are_rates_and_wavelengths():
+    found = show.numbers(show.rope_view(8, trained=64, rules=("linear",), factor=2.0))
+    assert [each["label"] for each in found["rates"]] == ["as trained", "linear × 2"]
+    plain, halved = (each["rates"] for each in found["rates"])
+    assert plain == pytest.approx([1.0, 0.1, 0.01, 0.001])
+    assert halved == pytest.approx([0.5, 0.05, 0.005, 0.0005])
+    assert found["rates"][1]["wavelengths"][0] == pytest.approx(4 * math.pi)
+
+
+def test_a_config_is_shown_beside_the_same_rates_without_its_rule():
+    scaling = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
+    config = {"head_dim": 16, "rope_theta": 100.0, "rope_scaling": scaling}
+    rope = posenc.RoPE.from_config(config)
+    view = show.config_view(rope, 128, 512, against="linear")
+    labels = [turning.label for turning in view.turnings]
+    assert labels == ["without a rule", "YaRN", "linear × 4"]
+    assert torch.equal(view.turnings[1].rates, rope.inv_freq(512))
+
+
+def test_the_gallery_has_a_panel_for_every_encoding():
+    figure = gallery(length=16, dim=16)
+    titles = " ".join(ax.get_title(loc="left") for ax in figure.axes)
+    for name in ("Sinusoidal", "Learned", "Rotary", "Subtracted"):
+        assert name in titles
