@@ -1,0 +1,74 @@
+"""The encodings that are compared: what each is trained as, and how it goes past that length."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from posenc.numerics import scaling
+
+# The rule for sequences this many times longer than the trained length, and that length.
+Stretch: TypeAlias = Callable[[float, int], scaling.Rule]
+
+
+@dataclass(frozen=True, slots=True)
+class Encoding:
+    """One line of the comparison.
+
+    Attributes:
+        name: As on the command line.
+        label: As in pictures.
+        trains: The encoding it is trained as; several may share one training.
+        past: What happens to it past the training length.
+        stretch: The scaling rule it is tested with, if any.
+    """
+
+    name: str
+    label: str
+    trains: str
+    past: str
+    stretch: Stretch | None = None
+
+
+def _rotary(name: str, label: str, past: str, stretch: Stretch) -> Encoding:
+    return Encoding(name, label, "rope", past, stretch)
+
+
+ENCODINGS = {
+    encoding.name: encoding
+    for encoding in (
+        Encoding("none", "none", "none", "The causal mask alone tells where a token is."),
+        Encoding(
+            "sinusoidal", "sinusoidal", "sinusoidal", "The formula goes on; no model saw it there."
+        ),
+        Encoding(
+            "learned",
+            "learned",
+            "learned",
+            "The table has rows for the longest test, and the later ones were never trained: "
+            "they are as LearnedPosEmbedding made them.",
+        ),
+        Encoding("rope", "RoPE", "rope", "The pairs turn on, slow ones to angles never seen."),
+        _rotary(
+            "rope-yarn",
+            "RoPE + YaRN",
+            "RoPE's model, tested with YaRN of factor length / training length.",
+            lambda factor, trained: scaling.YaRN(factor, original_length=trained),
+        ),
+        _rotary(
+            "rope-linear",
+            "RoPE + linear",
+            "RoPE's model, every pair slowed by length / training length.",
+            lambda factor, trained: scaling.Linear(factor),
+        ),
+        _rotary(
+            "rope-ntk",
+            "RoPE + NTK",
+            "RoPE's model, its base raised for length / training length.",
+            lambda factor, trained: scaling.NTK(factor),
+        ),
+        Encoding("alibi", "ALiBi", "alibi", "The same slopes over longer distances."),
+    )
+}
+COMPARED = ("none", "sinusoidal", "learned", "rope", "rope-yarn", "alibi")

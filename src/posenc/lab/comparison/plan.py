@@ -1,0 +1,104 @@
+"""What is trained and tested: all that decides the numbers, apart from the text."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from posenc.lab.comparison.encodings import COMPARED, ENCODINGS
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """All that decides the numbers of a comparison, apart from the text.
+
+    Attributes:
+        encodings: Names from `posenc.lab.encodings`.
+        seeds: Each encoding is trained once for each.
+        text: A file, or None for Python's help.
+        train_length: Symbols of a training sequence.
+        times: Tested lengths, in training lengths.
+        steps: Of the optimizer.
+        batch: Sequences of a step.
+        width: Channels of the model.
+        layers: Blocks.
+        heads: Attention heads.
+        learning_rate: The largest.
+        base: Of RoPE and of the sinusoid; a quarter of the training length if None. The slowest
+            pair then turns about once in a training sequence. With 10 000, made for thousands of
+            positions, most pairs never do, and RoPE fails at 4 times the length as the others do.
+        windows: Sequences of held-out text that are tested.
+        threads: Of the CPU; sums are rounded differently with another count.
+    """
+
+    encodings: tuple[str, ...] = COMPARED
+    seeds: tuple[int, ...] = (0,)
+    text: str | None = None
+    train_length: int = 64
+    times: tuple[int, ...] = (1, 2, 4, 8)
+    steps: int = 1000
+    batch: int = 32
+    width: int = 96
+    layers: int = 3
+    heads: int = 4
+    learning_rate: float = 8e-3
+    base: float | None = None
+    windows: int = 64
+    threads: int = dataclasses.field(default_factory=torch.get_num_threads)
+
+    def __post_init__(self) -> None:
+        for name in self.encodings:
+            if name not in ENCODINGS:
+                raise ValueError(f"--encodings must be among {', '.join(ENCODINGS)}; got {name}.")
+        if not self.encodings:
+            raise ValueError("--encodings must name one at least.")
+        if self.width % (2 * self.heads):
+            raise ValueError(f"--width must be a multiple of 2 × {self.heads} heads.")
+        if self.base is None:
+            object.__setattr__(self, "base", max(2.0, self.train_length / 4))
+        elif not 1 < self.base < math.inf:
+            raise ValueError(f"--base must be above 1, got {self.base:g}.")
+        if not 0 < self.learning_rate < math.inf:
+            raise ValueError(f"--learning-rate must be above 0, got {self.learning_rate:g}.")
+        if not self.times or min(self.times) < 1:
+            raise ValueError("--times must be whole numbers, 1 or more.")
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tested lengths, in symbols."""
+        return [self.train_length * times for times in self.times]
+
+    @property
+    def longest(self) -> int:
+        """Positions a model must take."""
+        return max(*self.lengths, self.train_length)
+
+    @classmethod
+    def of(cls, fields: dict[str, Any]) -> Plan:
+        """The plan that JSON holds."""
+        known: dict[str, Any] = {
+            k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()
+        }
+        return cls(**known)
+
+    def units(self) -> list[Unit]:
+        """What is trained, seed by seed, so that an early end has every encoding of some seeds."""
+        trained = dict.fromkeys(ENCODINGS[name].trains for name in self.encodings)
+        return [Unit(name, seed) for seed in self.seeds for name in trained]
+
+
+QUICK = {"train_length": 32, "steps": 400, "width": 64, "layers": 2, "learning_rate": 2e-2}
+
+
+class Unit(NamedTuple):
+    """One training."""
+
+    trains: str
+    seed: int
+
+    def __str__(self) -> str:
+        return f"{self.trains}-{self.seed}"

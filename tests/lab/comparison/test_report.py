@@ -1,0 +1,120 @@
+import dataclasses
+import re
+from html.parser import HTMLParser
+
+import pytest
+
+from posenc.lab.comparison import figures, report
+from posenc.lab.comparison.plan import Plan
+from posenc.lab.comparison.run import Run
+from posenc.lab.pictures.style import image
+
+TINY = Plan(
+    encodings=("none", "learned", "rope-yarn", "alibi"),
+    train_length=8,
+    steps=3,
+    batch=2,
+    width=16,
+    layers=1,
+    heads=2,
+    windows=2,
+    threads=1,
+)
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    run = Run(tmp_path_factory.mktemp("run"), TINY, "posenc compare --text '<b>.txt'")
+    run.begin()
+    run.go()
+    return run.results
+
+
+@pytest.fixture(scope="module")
+def page(results):
+    return report.page(results)
+
+
+class Page(HTMLParser):
+    """Tags that are open, text that is seen, and addresses that are asked for."""
+
+    def __init__(self, page):
+        super().__init__()
+        self.open, self.text, self.addresses, self.ids = [], [], [], []
+        self.feed(page)
+
+    def handle_starttag(self, tag, attributes):
+        if tag not in ("meta", "link", "br"):
+            self.open.append(tag)
+        for name, value in attributes:
+            if name == "id":
+                self.ids.append(value)
+            if name in ("src", "href", "xlink:href", "srcset", "action", "data"):
+                self.addresses.append(value)
+
+    def handle_startendtag(self, tag, attributes):
+        self.handle_starttag(tag, attributes)
+        if tag not in ("meta", "link", "br"):
+            self.open.pop()
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.text.append(data)
+
+
+def test_the_page_needs_nothing_from_anywhere(page):
+    """It is opened from a disk, without a network."""
+    read = Page(page)
+    assert read.open == []
+    inside = ("#", "data:")
+    assert read.addresses
+    assert all(address.startswith(inside) for address in read.addresses), read.addresses
+    assert "@import" not in page
+    assert not re.search(r"url\((?!#)", page)
+    assert "<script" not in page
+
+
+def test_every_id_of_the_page_is_there_once(page):
+    ids = Page(page).ids
+    assert ids
+    assert len(ids) == len(set(ids))
+
+
+def test_the_page_has_every_number_and_the_command(results, page):
+    text = " ".join("".join(Page(page).text).split())
+    for row in results["summary"]:
+        assert row["label"] in text
+        assert row["past"] in text
+        for loss in row["tail"]:
+            assert f"{loss:.3f}" in text
+        assert f"{row['parameters']:,}" in text
+    assert "posenc compare --text '<b>.txt'" in text
+    assert "Not finished" not in text
+
+
+def test_a_run_that_is_not_finished_says_so(tmp_path):
+    run = Run(tmp_path, TINY)
+    run.begin()
+    assert "Not finished" in report.page(run.results)
+
+
+def test_the_sheet_labels_every_line_at_its_end(results):
+    sheet = figures.overview(results)
+    sheet.canvas.draw()
+    by_length = sheet.axes[0]
+    labels = {text.get_text(): text for text in by_length.texts}
+    for row in results["summary"]:
+        box = labels[row["label"]].get_window_extent()
+        assert box.x0 >= by_length.get_window_extent().x1
+        assert box.x1 <= sheet.bbox.x1 + 1
+    assert image(sheet, ".svg").startswith(b"<?xml")
+
+
+def test_one_length_alone_is_drawn(tmp_path):
+    run = Run(tmp_path, dataclasses.replace(TINY, times=(1,), encodings=("none",)))
+    run.begin()
+    run.go()
+    assert figures.overview(run.results).axes
+    assert "1 ×" in report.page(run.results)

@@ -1,0 +1,205 @@
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from posenc.lab.comparison.plan import QUICK, Plan
+from posenc.lab.comparison.run import CHECKPOINT, RESULTS, Run
+
+TINY = {
+    "train_length": 8,
+    "steps": 6,
+    "batch": 2,
+    "width": 16,
+    "layers": 1,
+    "heads": 2,
+    "windows": 3,
+    "threads": 1,
+}
+
+
+def numbers(folder):
+    """Everything of a run but the times, which differ."""
+    results = json.loads((folder / RESULTS).read_text())
+    assert results["complete"]
+    return {
+        name: {key: value for key, value in unit.items() if key != "cost"}
+        for name, unit in results["units"].items()
+    }
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A run that nobody stopped."""
+    folder = tmp_path_factory.mktemp("whole")
+    run = Run(folder, Plan(**TINY))
+    run.begin()
+    run.go()
+    return numbers(folder)
+
+
+def test_a_run_tests_every_encoding_at_every_length(whole):
+    assert list(whole) == [
+        f"{name}-0" for name in ("none", "sinusoidal", "learned", "rope", "alibi")
+    ]
+    assert list(whole["rope-0"]["tests"]) == ["rope", "rope-yarn"]
+    for unit in whole.values():
+        for test in unit["tests"].values():
+            assert len(test["tail"]) == len(test["whole"]) == 4
+            assert len(test["by_position"]) == 32
+        assert len(unit["curve"]["loss"]) == 6
+    plain, yarn = (whole["rope-0"]["tests"][name] for name in ("rope", "rope-yarn"))
+    assert plain["tail"][0] == yarn["tail"][0]
+    assert plain["tail"][3] != yarn["tail"][3]
+
+
+@pytest.mark.parametrize(
+    ("unit", "step"),
+    [
+        pytest.param("none-0", 0, id="before-the-first-step"),
+        pytest.param("sinusoidal-0", 4, id="within-a-training"),
+        pytest.param("rope-0", 0, id="between-trainings"),
+        pytest.param("alibi-0", 6, id="after-the-last-step"),
+    ],
+)
+@pytest.mark.parametrize("every", [0.0, 1e9], ids=["checkpoint-each-step", "no-checkpoint"])
+def test_a_run_that_was_stopped_goes_on_to_the_same_numbers(tmp_path, whole, unit, step, every):
+    def stop(event):
+        if str(event.unit) == unit and round(event.done * 6) == step:
+            raise KeyboardInterrupt
+
+    run = Run(tmp_path, Plan(**TINY))
+    run.begin()
+    with pytest.raises(KeyboardInterrupt):
+        run.go(stop, every=every)
+    Run.resume(tmp_path).go(every=every)
+    assert numbers(tmp_path) == whole
+    assert os.listdir(tmp_path) == [RESULTS]
+
+
+SCRIPT = """
+import sys
+from pathlib import Path
+from posenc.lab.comparison.plan import Plan
+from posenc.lab.comparison.run import Run
+run = Run(Path(sys.argv[1]), Plan(**eval(sys.argv[2])))
+run.begin()
+print("begun", flush=True)
+run.go(every=0.0)
+print("ended", flush=True)
+"""
+
+
+def test_a_killed_run_leaves_whole_files_and_goes_on_to_the_same_numbers(tmp_path, whole):
+    """SIGKILL at no chosen moment: nothing gets to clean up."""
+    command = [sys.executable, "-c", SCRIPT, str(tmp_path), repr(TINY)]
+    for wait in (0.0, 0.15):
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout.readline() == "begun\n"
+            time.sleep(wait)
+            process.send_signal(signal.SIGKILL)
+        left = [name for name in os.listdir(tmp_path) if not name.startswith(".")]
+        assert set(left) <= {RESULTS, CHECKPOINT}
+        json.loads((tmp_path / RESULTS).read_text())
+        if CHECKPOINT in left:
+            torch.load(tmp_path / CHECKPOINT, weights_only=True)
+    Run.resume(tmp_path).go()
+    assert numbers(tmp_path) == whole
+
+
+def test_a_new_run_replaces_what_the_folder_had(tmp_path):
+    for name in (CHECKPOINT, "report.html", "figure.png"):
+        (tmp_path / name).write_text("old")
+    Run(tmp_path, Plan(**TINY)).begin()
+    assert os.listdir(tmp_path) == [RESULTS]
+    assert json.loads((tmp_path / RESULTS).read_text())["complete"] is False
+
+
+def test_seeds_are_averaged_and_their_range_is_kept(tmp_path):
+    run = Run(tmp_path, Plan(**TINY, encodings=("none",), seeds=(0, 1), times=(1, 2)))
+    run.begin()
+    run.go()
+    first, second = (run.results["units"][f"none-{seed}"] for seed in (0, 1))
+    (row,) = run.results["summary"]
+    for i in range(2):
+        both = [unit["tests"]["none"]["tail"][i] for unit in (first, second)]
+        assert both[0] != both[1]
+        assert row["tail"][i] == pytest.approx(sum(both) / 2)
+        assert [row["low"][i], row["high"][i]] == sorted(both)
+    assert row["rise"] == pytest.approx([0.0, row["tail"][1] - row["tail"][0]])
+
+
+def test_the_last_symbols_are_the_same_at_every_length(tmp_path):
+    """Only what is before them may differ, or a length would be compared on other text."""
+    run = Run(tmp_path, Plan(**{**TINY, "steps": 1}, encodings=("none",)))
+    seen = []
+    original = run.text.held
+
+    class Spy:
+        def __len__(self):
+            return len(original)
+
+        def __getitem__(self, at):
+            picked = original[at]
+            if picked.dim() == 2 and picked.shape[0] == 3:
+                seen.append(picked[:, -8:])
+            return picked
+
+    run.text = run.text._replace(held=Spy())
+    run.begin()
+    run.go()
+    assert len(seen) == 4
+    assert all(torch.equal(each, seen[0]) for each in seen)
+
+
+def test_a_text_that_changed_is_not_gone_on_with(tmp_path):
+    file = tmp_path / "text"
+    file.write_bytes(bytes(range(256)) * 40)
+    out = tmp_path / "out"
+    Run(out, Plan(**TINY, text=str(file))).begin()
+    file.write_bytes(bytes(range(255, -1, -1)) * 40)
+    with pytest.raises(ValueError, match="has changed since"):
+        Run.resume(out)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        pytest.param(None, "has no results.json", id="nothing"),
+        pytest.param("{", "was not written by posenc", id="not-json"),
+        pytest.param('{"plan": {"frob": 1}}', "was not written by posenc", id="another-program"),
+    ],
+)
+def test_a_folder_of_something_else_is_not_gone_on_with(tmp_path, content, words):
+    if content is not None:
+        (tmp_path / RESULTS).write_text(content)
+    with pytest.raises(ValueError, match=words):
+        Run.resume(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        pytest.param({"encodings": ("rope", "nope")}, "got nope", id="encoding"),
+        pytest.param({"encodings": ()}, "name one at least", id="no-encoding"),
+        pytest.param({"width": 12, "heads": 4}, "multiple of 2 × 4", id="width"),
+        pytest.param({"times": (0, 2)}, "1 or more", id="times"),
+        pytest.param({"base": 0.5}, "--base", id="base"),
+        pytest.param({"learning_rate": 0.0}, "--learning-rate", id="rate"),
+    ],
+)
+def test_a_plan_that_cannot_be_is_refused(fields, words):
+    with pytest.raises(ValueError, match=words):
+        Plan(**fields)
+
+
+def test_the_quick_plan_differs_in_size_alone():
+    assert not QUICK.keys() & {"encodings", "times", "seeds", "text"}
+    assert Plan(**QUICK).base == 8.0
+    assert Path(Plan(text="x").text) == Path("x")
