@@ -15,7 +15,7 @@ def application() -> Typer:
     """The typer app, with every sub-command."""
     import typer
 
-    from posenc.cli import _root, bench, convert, explain
+    from posenc.cli import _root, bench, compare, convert, explain, show
 
     app = typer.Typer(
         name="posenc",
@@ -25,6 +25,8 @@ def application() -> Typer:
         pretty_exceptions_enable=False,
     )
     app.callback(invoke_without_command=True)(_root.root)
+    app.command("compare")(compare.compare)
+    app.command("show")(show.show)
     app.command("bench")(bench.bench)
     app.command("convert")(convert.convert)
     app.command("explain")(explain.explain)

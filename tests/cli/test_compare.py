@@ -1,0 +1,173 @@
+import json
+import os
+
+import pytest
+from typer.testing import CliRunner
+
+import posenc.cli
+from posenc.lab.comparison.plan import Plan
+from posenc.lab.comparison.run import Run
+
+TINY = (
+    "--train-length 8 --steps 3 --batch 2 --width 16 --layers 1 --heads 2 --windows 2 --threads 1"
+).split()
+
+
+@pytest.fixture
+def run():
+    app = posenc.cli.application()
+    return lambda *arguments: CliRunner().invoke(app, ["compare", *map(str, arguments)])
+
+
+def test_a_run_writes_page_figures_and_numbers_and_says_where(run, tmp_path):
+    out = tmp_path / "out"
+    done = run(*TINY, "--encodings", "none,alibi", "--seeds", 2, "-o", out)
+    assert done.exit_code == 0, done.output
+    assert sorted(os.listdir(out)) == ["figure.png", "figure.svg", "report.html", "results.json"]
+    assert "\x1b" not in done.stdout
+    assert done.stderr == ""
+    lines = done.stdout.splitlines()
+    assert lines[1].split() == [
+        "1",
+        "×",
+        "(8)",
+        "2",
+        "×",
+        "(16)",
+        "4",
+        "×",
+        "(32)",
+        "8",
+        "×",
+        "(64)",
+    ]
+    assert [line.split()[0] for line in lines[2:4]] == ["none", "ALiBi"]
+    for name, file in [
+        ("report", "report.html"),
+        ("figure", "figure.png"),
+        ("numbers", "results.json"),
+    ]:
+        assert f"{name}: {out / file}" in lines
+    found = json.loads((out / "results.json").read_text())
+    assert found["complete"]
+    assert found["command"].startswith("posenc compare --output")
+    assert "--encodings none,alibi --seeds 2 --train-length 8" in found["command"]
+
+
+def test_json_has_the_plan_and_a_row_for_each_encoding(run, tmp_path):
+    out = tmp_path / "out"
+    done = run(*TINY, "--encodings", "rope,rope-yarn", "--times", "2,1", "-o", out, "--json")
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.stdout)
+    assert found.keys() == {
+        "posenc", "command", "machine", "plan", "text", "complete", "units", "summary"
+    }  # fmt: skip
+    assert found["plan"]["times"] == [1, 2]
+    assert [row["encoding"] for row in found["summary"]] == ["rope", "rope-yarn"]
+    for row in found["summary"]:
+        assert row.keys() == {
+            "encoding", "label", "past", "seeds", "tail", "low", "high", "rise", "whole",
+            "by_position", "curve", "parameters", "cost",
+        }  # fmt: skip
+        assert len(row["tail"]) == 2
+        assert row["cost"].keys() == {
+            "train_tokens_per_second", "test_tokens_per_second", "train_bytes", "test_bytes"
+        }  # fmt: skip
+        assert all(value > 0 for value in row["cost"].values())
+
+
+def test_ctrl_c_keeps_what_is_done_and_resume_goes_on(run, tmp_path, monkeypatch):
+    out = tmp_path / "out"
+    go = Run.go
+
+    def interrupted(self, tell, every=10.0):
+        def stop(event):
+            if event.unit.trains == "alibi":
+                raise KeyboardInterrupt
+
+        go(self, stop, every)
+
+    monkeypatch.setattr(Run, "go", interrupted)
+    stopped = run(*TINY, "--encodings", "none,alibi", "-o", out)
+    assert stopped.exit_code == 130
+    assert stopped.stderr == (
+        f"posenc: stopped after 1 of 2 trainings; posenc compare --resume -o {out} goes on\n"
+    )
+    assert "Not finished" in (out / "report.html").read_text()
+    monkeypatch.setattr(Run, "go", go)
+    before = json.loads((out / "results.json").read_text())["units"]["none-0"]
+    done = run("--resume", "-o", out, *TINY)
+    assert done.exit_code == 0, done.output
+    found = json.loads((out / "results.json").read_text())
+    assert found["complete"]
+    assert found["units"]["none-0"] == before
+    assert list(found["units"]) == ["none-0", "alibi-0"]
+    assert "Not finished" not in (out / "report.html").read_text()
+
+
+def test_resume_refuses_another_plan(run, tmp_path):
+    Run(tmp_path, Plan(train_length=8, steps=3, encodings=("none",))).begin()
+    other = run("--resume", "-o", tmp_path, "--steps", 4)
+    assert other.exit_code == 2
+    assert other.stderr == (
+        f"posenc: {tmp_path} was begun with another --steps: leave it out to resume.\n"
+    )
+
+
+def test_the_example_in_the_help_is_accepted(run, tmp_path):
+    """Only made small: what it would do is what the flags of every other test do."""
+    text = " ".join(run("--help").stdout.split())
+    example = text.split("Example: posenc compare ")[1].split(" ╭")[0].split()
+    assert example == ["--quick", "-o", "compared"]
+    done = run("--quick", "-o", tmp_path / "compared", *TINY, "--encodings", "none")
+    assert done.exit_code == 0, done.output
+
+
+def test_help_names_every_flag(run):
+    text = run("--help").stdout
+    for flag in ("--quick", "--encodings", "--seeds", "--text", "--resume", "--times", "--json"):
+        assert flag in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        pytest.param(["--encodings", "rope,x"], "--encodings must be among none", id="encoding"),
+        pytest.param(["--encodings", ","], "name one at least", id="no-encoding"),
+        pytest.param(["--times", "1,x"], "--times must be whole numbers", id="times"),
+        pytest.param(["--times", "0"], "--times must be whole numbers", id="zero-times"),
+        pytest.param(["--text", "no-such-file"], "cannot be read: No such file", id="no-text"),
+        pytest.param(["--text", os.devnull], "is too short", id="short-text"),
+        pytest.param(["--times", "100000"], "is too short", id="too-long"),
+        pytest.param(["--width", "30"], "--width must be a multiple of", id="width"),
+        pytest.param(["--steps", "0"], "--steps", id="steps"),
+        pytest.param(["--base", "1"], "--base must be above 1", id="base"),
+        pytest.param(["--learning-rate", "nan"], "--learning-rate must be above", id="rate"),
+        pytest.param(["--seeds", "0"], "--seeds", id="seeds"),
+        pytest.param(["--resume"], "has no results.json to resume", id="nothing-to-resume"),
+        pytest.param(["--frob"], "--frob", id="option"),
+    ],
+)
+def test_an_error_is_one_line_and_exit_code_2(run, tmp_path, arguments, words):
+    done = run("-o", tmp_path / "out", *arguments)
+    assert done.exit_code == 2
+    assert done.stdout == ""
+    assert done.stderr.startswith("posenc: ")
+    assert done.stderr.count("\n") == 1
+    assert words in done.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_output_that_is_a_file_is_an_error(run, tmp_path):
+    file = tmp_path / "file"
+    file.touch()
+    done = run("-o", file)
+    assert done.exit_code == 2
+    assert done.stderr == f"posenc: {file} is not a folder.\n"
+
+
+def test_a_missing_matplotlib_names_the_command_that_brings_it(run, tmp_path, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    done = run("-o", tmp_path / "out")
+    assert done.exit_code == 2
+    assert done.stderr == "posenc: compare needs matplotlib: pip install 'posenc[cli]'\n"

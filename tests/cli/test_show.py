@@ -1,0 +1,158 @@
+import json
+import shlex
+
+import pytest
+from typer.testing import CliRunner
+
+import posenc.cli
+
+YARN = {
+    "hidden_size": 512,
+    "num_attention_heads": 8,
+    "max_position_embeddings": 16384,
+    "rope_theta": 5e5,
+    "rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096},
+}
+
+
+@pytest.fixture
+def run():
+    app = posenc.cli.application()
+    return lambda *arguments: CliRunner().invoke(app, ["show", *map(str, arguments)])
+
+
+@pytest.fixture
+def config(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(YARN))
+    return path
+
+
+@pytest.mark.parametrize("encoding", ["sinusoidal", "learned", "rope", "alibi"])
+def test_without_a_file_it_draws_in_the_terminal(run, encoding):
+    done = run(encoding)
+    assert done.exit_code == 0, done.output
+    assert done.stdout.lower().startswith(encoding)
+    assert len(done.stdout.splitlines()) > 12
+    assert "\x1b" not in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("name", "start"), [("x.png", b"\x89PNG"), ("x.svg", b"<?xml"), ("x.pdf", b"%PDF")]
+)
+def test_with_a_file_it_draws_there_and_says_so(run, tmp_path, name, start):
+    done = run("alibi", "--heads", 4, "-o", tmp_path / name)
+    assert done.exit_code == 0, done.output
+    assert done.stdout == f"picture: {tmp_path / name}\n"
+    assert (tmp_path / name).read_bytes().startswith(start)
+
+
+def test_the_example_in_the_help_runs(run, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    text = " ".join(run("--help").stdout.split())
+    example = text.split("Example: posenc show ")[1].split(" ╭")[0]
+    done = run(*shlex.split(example))
+    assert done.exit_code == 0, done.output
+    assert (tmp_path / "rope.png").exists()
+
+
+def test_rule_against_rule_as_numbers(run):
+    done = run(
+        "rope", "--scaling", "ntk", "--factor", 4, "--against", "linear", "--dim", 8, "--json"
+    )
+    found = json.loads(done.stdout)
+    assert found.keys() == {"encoding", "trained", "dim", "base", "rates"}
+    labels = [each["label"] for each in found["rates"]]
+    assert labels == ["as trained", "ntk × 4", "linear × 4"]
+    plain, ntk, linear = (each["rates"] for each in found["rates"])
+    assert [a / b for a, b in zip(plain, linear, strict=True)] == pytest.approx([4.0] * 4)
+    assert plain[0] / ntk[0] == pytest.approx(1.0)
+    assert plain[-1] / ntk[-1] == pytest.approx(4.0)
+
+
+@pytest.mark.parametrize("rule", ["linear", "ntk", "dynamic", "yarn", "llama3"])
+def test_every_rule_slows_some_pair(run, rule):
+    found = json.loads(run("rope", "--scaling", rule, "--factor", 4, "--json").stdout)
+    plain, slowed = (each["rates"] for each in found["rates"])
+    assert min(b / a for a, b in zip(plain, slowed, strict=True)) < 0.9
+
+
+def test_json_of_alibi_has_the_slopes(run):
+    found = json.loads(run("alibi", "--heads", 4, "--json").stdout)
+    assert found == {
+        "encoding": "alibi", "trained": 4096, "heads": 4, "slopes": [0.25, 0.0625, 2**-6, 2**-8]
+    }  # fmt: skip
+
+
+def test_json_of_the_others_has_their_sizes(run):
+    assert json.loads(run("learned", "--json").stdout)["dim"] == 128
+    assert len(json.loads(run("sinusoidal", "--json").stdout)["rates"][0]["rates"]) == 64
+
+
+@pytest.mark.parametrize("folder", [False, True], ids=["file", "folder"])
+def test_a_config_is_read_for_rule_base_and_context(run, config, folder):
+    done = run("--config", config.parent if folder else config, "--against", "linear", "--json")
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.stdout)
+    assert found["trained"] == 4096
+    assert found["dim"] == 64
+    assert found["base"] == 5e5
+    labels = [each["label"] for each in found["rates"]]
+    assert labels == ["without a rule", "YaRN", "linear × 4"]
+    assert found["rates"][1]["gain"] == pytest.approx(1.1386, abs=1e-4)
+
+
+def test_a_config_without_a_rule_is_drawn(run, tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"head_dim": 32, "rope_theta": 1e4, "max_position_embeddings": 512}))
+    done = run("rope", "--config", path)
+    assert done.exit_code == 0, done.output
+    assert "trained context, 512" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        pytest.param([], "ENCODING must be one of sinusoidal", id="nothing"),
+        pytest.param(["nope"], "got nope", id="encoding"),
+        pytest.param(["alibi", "--dim", "8"], "--dim is not for alibi", id="dim-of-alibi"),
+        pytest.param(
+            ["learned", "--scaling", "yarn"], "--scaling is not for", id="rule-of-learned"
+        ),
+        pytest.param(["rope", "--heads", "8"], "--heads is not for rope", id="heads-of-rope"),
+        pytest.param(["rope", "--scaling", "x"], "must be one of linear", id="rule"),
+        pytest.param(["rope", "--scaling", "yarn", "--against", "x"], "got x", id="against"),
+        pytest.param(["rope", "--factor", "2"], "--factor needs --scaling", id="factor-alone"),
+        pytest.param(["rope", "--scaling", "yarn", "--factor", "-1"], "factor must", id="factor"),
+        pytest.param(["rope", "--dim", "7"], "must be even", id="odd"),
+        pytest.param(["rope", "--base", "0"], "base must", id="base"),
+        pytest.param(["rope", "-o", "x.gif"], ".png, .svg or .pdf", id="suffix"),
+        pytest.param(["rope", "-o", "no/such/x.png"], "folder that exists", id="folder"),
+        pytest.param(["--config", "no-such.json"], "no-such.json", id="no-config"),
+        pytest.param(["alibi", "--config", "x"], "describes rope, not alibi", id="config-of-alibi"),
+        pytest.param(["--config", "x", "--dim", "8"], "exclude each other", id="config-and-dim"),
+        pytest.param(["rope", "--frob"], "--frob", id="option"),
+    ],
+)
+def test_an_error_is_one_line_and_exit_code_2(run, arguments, words):
+    done = run(*arguments)
+    assert done.exit_code == 2
+    assert done.stdout == ""
+    assert done.stderr.startswith("posenc: ")
+    assert done.stderr.count("\n") == 1
+    assert words in done.stderr
+
+
+def test_a_config_that_is_no_json_is_an_error(run, tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text("{")
+    done = run("--config", path)
+    assert done.exit_code == 2
+    assert done.stderr.count("\n") == 1
+
+
+def test_a_missing_matplotlib_names_the_command_that_brings_it(run, tmp_path, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    done = run("rope", "-o", tmp_path / "x.png")
+    assert done.exit_code == 2
+    assert done.stderr == "posenc: -o needs matplotlib: pip install 'posenc[cli]'\n"
