@@ -6,7 +6,7 @@ INSTALLED := .venv/.installed
 .PHONY: demo test test-all check format sanitize clean
 
 demo: $(INSTALLED)
-	$(BIN)/python examples/tour.py -o out/tour.png
+	$(BIN)/posenc compare --quick -o out/compare
 
 test: $(INSTALLED)
 	$(BIN)/pytest -n 2

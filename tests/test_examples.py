@@ -5,12 +5,36 @@ from pathlib import Path
 import pytest
 
 EXAMPLES = sorted((Path(__file__).parent.parent / "examples").glob("*.py"))
+# What each must have said: the claim it makes, as a number small enough to be rounding.
+CLAIMS = {
+    "decode_with_cache": ["off from reading all at once by", "are those of new positions, to"],
+    "packed_sequences": ["text 2,  9 tokens: packed and alone differ by"],
+    "rotary_block": ["3000 positions later differs by"],
+    "tour": [],
+}
+
+
+def run(script, *arguments):
+    command = [sys.executable, "-W", "error", str(script), *arguments]
+    return subprocess.run(command, check=True, timeout=300, capture_output=True, text=True).stdout
 
 
 @pytest.mark.parametrize("script", EXAMPLES, ids=lambda path: path.stem)
-def test_example_runs(script, tmp_path):
+def test_an_example_is_short(script):
+    assert len(script.read_text().splitlines()) < 60
+
+
+@pytest.mark.parametrize(
+    "script", [p for p in EXAMPLES if p.stem != "tour"], ids=lambda path: path.stem
+)
+def test_an_example_runs_and_its_claims_hold(script):
+    said = run(script)
+    for claim in CLAIMS[script.stem]:
+        assert float(said.split(f"{claim} ")[1].split()[0]) < 2e-5, said
+
+
+def test_the_tour_draws_its_picture(tmp_path):
     picture = tmp_path / "picture.png"
-    command = [sys.executable, str(script), "-o", str(picture)]
-    done = subprocess.run(command, check=True, timeout=300, capture_output=True, text=True)
-    assert str(picture) in done.stdout
+    said = run(Path(EXAMPLES[0].parent, "tour.py"), "-o", str(picture))
+    assert str(picture) in said
     assert picture.read_bytes().startswith(b"\x89PNG")
