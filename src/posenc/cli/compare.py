@@ -231,7 +231,8 @@ def _show(results: dict[str, Any]) -> None:
             padded += [cell.rjust(width) for cell, width in zip(line[1:], widths[1:], strict=True)]
             typer.echo(f"  {'  '.join(padded)}".rstrip())
         return
-    table = Table(title=title, title_justify="left", title_style="bold")
+    console.print(title, style="bold", highlight=False)
+    table = Table()
     for i, name in enumerate(["", *heads]):
         table.add_column(name, justify="right" if i else "left")
     for row, line in zip(rows, cells, strict=True):

@@ -47,7 +47,7 @@ def by_length(ax: Axes, results: dict[str, Any]) -> None:
     ax.set_xticks(lengths, names)
     ax.minorticks_off()
     _past(ax, plan["train_length"], lengths[-1])
-    label_ends(ax, ends, apart=0.045)
+    label_ends(ax, ends)
 
 
 def by_position(ax: Axes, results: dict[str, Any]) -> None:
@@ -65,7 +65,7 @@ def by_position(ax: Axes, results: dict[str, Any]) -> None:
         ends.append(End(sum(losses[-4:]) / len(losses[-4:]), row["label"], colour))
     ax.set_xlim(0, longest)
     _past(ax, plan["train_length"], longest)
-    label_ends(ax, ends, apart=0.085)
+    label_ends(ax, ends)
 
 
 def training(ax: Axes, results: dict[str, Any]) -> None:
@@ -82,7 +82,7 @@ def training(ax: Axes, results: dict[str, Any]) -> None:
         ends.append(End(losses[-1], row["label"].split(" + ")[0], colour))
     ax.set_xlim(left=0)
     _zoom(ax, [row["curve"]["loss"] for row in results["summary"]])
-    label_ends(ax, ends, apart=0.085)
+    label_ends(ax, ends)
 
 
 def _past(ax: Axes, trained: int, longest: int) -> None:

@@ -30,7 +30,7 @@ svg { display: block; width: 100%; height: auto; }
 svg text { font-family: system-ui, -apple-system, "Segoe UI", Roboto, sans-serif; }
 .pair { display: grid; gap: 1rem 2rem;
   grid-template-columns: repeat(auto-fit, minmax(19rem, 1fr)); }
-.wide { max-width: 46rem; }
+.wide { max-width: 40rem; }
 .scroll { overflow-x: auto; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: .95rem; }
 th, td { padding: .35rem .7rem; text-align: right; border-bottom: 1px solid var(--faint);
@@ -40,6 +40,8 @@ td small { color: var(--quiet); }
 .dot { display: inline-block; width: .7em; height: .7em; border-radius: 50%; margin-right: .45em; }
 pre { background: var(--soft); padding: .8rem 1rem; border-radius: 6px; white-space: pre-wrap;
   overflow-wrap: anywhere; font-size: .9rem; }
+@media (max-width: 34rem) { th, td { padding: .35rem .3rem; font-size: .85rem; }
+  .losses td small { display: block; } }
 dt { font-weight: 600; margin-top: .6rem; } dd { margin: 0; max-width: 46rem; }
 """
 
@@ -82,7 +84,7 @@ def _body(results: dict[str, Any]) -> list[str]:
     if seeds > 1:
         tail += f" Means of {seeds} seeds; the bands are their range."
     return [
-        _chart("length", figures.by_length, results, tail, size=(7.4, 4.6), css="wide"),
+        _chart("length", figures.by_length, results, tail, size=(4.9, 3.7), css="wide"),
         _losses(results),
         "<h2>Where it breaks, and how it learned</h2>",
         '<div class="pair">',
@@ -111,7 +113,7 @@ def _chart(
     results: dict[str, Any],
     caption: str,
     *,
-    size: tuple[float, float] = (5.4, 3.7),
+    size: tuple[float, float] = (4.9, 3.5),
     css: str = "",
 ) -> str:
     drawn = figure(*size)
@@ -131,7 +133,7 @@ def _losses(results: dict[str, Any]) -> str:
         for loss, rise in zip(row["tail"][1:], row["rise"][1:], strict=True):
             cells.append(f"{loss:.3f} <small>{rise:+.2f}</small>")
         rows.append([_name(row), *cells])
-    return _table(["nats per symbol", *heads], rows)
+    return _table(["nats per symbol", *heads], rows, "losses")
 
 
 def _costs(results: dict[str, Any]) -> str:
@@ -206,11 +208,11 @@ def _origin(results: dict[str, Any]) -> str:
     )
 
 
-def _table(heads: list[str], rows: list[list[str]]) -> str:
+def _table(heads: list[str], rows: list[list[str]], css: str = "costs") -> str:
     top = "".join(f"<th>{head}</th>" for head in heads)
     body = "".join(f"<tr>{''.join(f'<td>{c}</td>' for c in row)}</tr>" for row in rows)
     return (
-        f'<div class="scroll"><table><thead><tr>{top}</tr></thead>'
+        f'<div class="scroll"><table class="{css}"><thead><tr>{top}</tr></thead>'
         f"<tbody>{body}</tbody></table></div>"
     )
 

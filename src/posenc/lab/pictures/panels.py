@@ -226,7 +226,7 @@ def _shade(head: int, heads: int) -> str:
     from matplotlib import colormaps
     from matplotlib.colors import to_hex
 
-    return str(to_hex(colormaps["viridis"](0.85 * head / max(heads - 1, 1))))
+    return str(to_hex(colormaps["viridis"](0.78 * head / max(heads - 1, 1))))
 
 
 def _scale(ax: Axes, shown: AxesImage) -> None:

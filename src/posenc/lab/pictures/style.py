@@ -58,8 +58,10 @@ class End(NamedTuple):
     colour: str
 
 
-def label_ends(ax: Axes, ends: Sequence[End], *, apart: float = 0.065, size: float = 8.5) -> None:
+def label_ends(ax: Axes, ends: Sequence[End], *, size: float = 8.5) -> None:
     """Write each label right of the axes at the height of its line, pushed apart if need be."""
+    # A line of text and some air, in parts of the axes' height; layout will take a tenth of that.
+    apart = 1.35 * size / (0.9 * ax.bbox.height / ax.figure.dpi * 72)
     low, high = ax.get_ylim()
     scale = ax.transData.transform
     span = scale((0, high))[1] - scale((0, low))[1]
