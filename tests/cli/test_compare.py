@@ -1,5 +1,6 @@
 import json
 import os
+import sys
 
 import pytest
 from typer.testing import CliRunner
@@ -54,6 +55,13 @@ def test_a_run_writes_page_figures_and_numbers_and_says_where(run, tmp_path):
     assert "--encodings none,alibi --seeds 2 --train-length 8" in found["command"]
 
 
+@pytest.fixture
+def undrawn(monkeypatch):
+    """Pictures take longer than the training of a tiny model; where they do not matter, none."""
+    monkeypatch.setattr("posenc.cli.compare._draw", lambda run: {})
+
+
+@pytest.mark.usefixtures("undrawn")
 def test_json_has_the_plan_and_a_row_for_each_encoding(run, tmp_path):
     out = tmp_path / "out"
     done = run(*TINY, "--encodings", "rope,rope-yarn", "--times", "2,1", "-o", out, "--json")
@@ -114,6 +122,7 @@ def test_resume_refuses_another_plan(run, tmp_path):
     )
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_the_example_in_the_help_is_accepted(run, tmp_path):
     """Only made small: what it would do is what the flags of every other test do."""
     text = " ".join(run("--help").stdout.split())
@@ -156,6 +165,20 @@ def test_an_error_is_one_line_and_exit_code_2(run, tmp_path, arguments, words):
     assert done.stderr.count("\n") == 1
     assert words in done.stderr
     assert not (tmp_path / "out").exists()
+
+
+def test_a_training_that_diverges_says_so_in_one_line(run, tmp_path):
+    done = run("-o", tmp_path, *TINY, "--learning-rate", "1e30", "--encodings", "none")
+    assert done.exit_code == 2
+    assert done.stderr.startswith("posenc: the training of none-0 diverged at step ")
+    assert done.stderr.endswith(": lower --learning-rate.\n")
+
+
+def test_a_python_without_its_help_asks_for_a_text(run, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pydoc_data.topics", None)
+    done = run("-o", tmp_path / "out")
+    assert done.exit_code == 2
+    assert done.stderr == "posenc: this Python has no pydoc_data.topics: name a --text file.\n"
 
 
 def test_an_output_that_is_a_file_is_an_error(run, tmp_path):

@@ -121,6 +121,8 @@ def compare(
             run.go(tell)
     except KeyboardInterrupt:
         stopped = True
+    except ValueError as wrong:
+        raise Refused(str(wrong)) from None
     written = _draw(run)
     if as_json:
         typer.echo(json.dumps(run.results, indent=1))

@@ -88,6 +88,9 @@ def train(
         optimizer.step()
         done.step = step + 1
         done.losses.append(loss.item())
+        if not math.isfinite(done.losses[-1]):
+            rule = f"the training of {name} diverged at step {done.step}"
+            raise ValueError(f"{rule}: lower --learning-rate.")
         done.seconds.append(time.perf_counter() - began)
         tell(done)
         if time.monotonic() - saved >= every and done.step < steps:
