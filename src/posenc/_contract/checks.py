@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from posenc._contract import sharding
 from posenc._contract.tracing import in_transform, is_readable
 
 FLOAT_DTYPES = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
@@ -241,6 +242,10 @@ def extent(who: str, ids: Tensor, limit_name: str = "", limit: int | None = None
     """
     if limit is None:
         limit_name, limit = "2**31 + 1", FARTHEST + 1
+    if sharding.is_sharded(ids):
+        # Each process looks at its own; the largest of all would have to be asked for.
+        extent(who, sharding.local(ids), limit_name, limit)
+        return None
     if not is_readable(ids):
         if not in_transform(ids):
             inside = (ids >= 0) & (ids < limit)

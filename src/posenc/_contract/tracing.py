@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from posenc._contract.sharding import is_sharded
+
 _PLAIN_TYPES = frozenset((Tensor, torch.nn.Parameter))
 _modes = torch._C._len_torch_dispatch_stack
 _transforms = torch._C._functorch.peek_interpreter_stack
@@ -24,6 +26,14 @@ def is_plain(*xs: Tensor) -> bool:
         if type(x) not in _PLAIN_TYPES or _is_legacy_batched(x):
             return False
     return True
+
+
+def may_keep(x: Tensor) -> bool:
+    """Whether a table worked out for ``x`` now may be stored.
+
+    What is spread over processes asks for tables of plain numbers all the same.
+    """
+    return is_plain() if is_sharded(x) else is_plain(x)
 
 
 def in_transform(*xs: Tensor) -> bool:

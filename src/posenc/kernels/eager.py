@@ -8,8 +8,10 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from posenc._contract.sharding import is_sharded
 from posenc._contract.tracing import in_transform, is_plain
 from posenc.kernels import backend, ops, reference
+from posenc.kernels.sharded import shardable
 from posenc.kernels.spec import Rows, Turn
 
 
@@ -31,6 +33,8 @@ def rotate(xs: list[Tensor], cos: Tensor, sin: Tensor, rows: Rows, turn: Turn) -
         # rules for torch's own operations alone.
         if torch.compiler.is_exporting() or in_transform(*xs):
             return [reference.rotate(x, cos, sin, rows, turn) for x in xs]
+        if any(is_sharded(x) for x in xs):
+            return [_rotate_sharded(x, cos, sin, rows, turn) for x in xs]
         return _through_op(xs, cos, sin, rows, turn)
     if forward_ad._current_level >= 0:
         return [reference.rotate(x, cos, sin, rows, turn) for x in xs]
@@ -60,7 +64,8 @@ def rotate_(xs: list[Tensor], cos: Tensor, sin: Tensor, rows: Rows, turn: Turn) 
             x.copy_(reference.rotate(x, cos, sin, rows, turn))
     elif not is_plain(*xs):
         for x in xs:
-            ops.rotate_(x, cos, sin, *ops.flat(rows, turn))
+            tables = shardable(x, cos, sin, rows) if is_sharded(x) else (cos, sin, rows)
+            ops.rotate_(x, *tables[:2], *ops.flat(tables[2], turn))
     else:
         backend.rotate_(xs, cos, sin, rows, turn)
         for x in xs:
@@ -71,6 +76,15 @@ def _through_op(xs: list[Tensor], cos: Tensor, sin: Tensor, rows: Rows, turn: Tu
     op = ops.rotate if len(xs) == 1 else ops.rotate_qk
     ys = op(*xs, cos, sin, *ops.flat(rows, turn))
     return [ys] if len(xs) == 1 else list(ys)
+
+
+def _rotate_sharded(x: Tensor, cos: Tensor, sin: Tensor, rows: Rows, turn: Turn) -> Tensor:
+    to_tables = torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad)
+    cos, sin, rows = shardable(x, cos, sin, rows)
+    if to_tables:
+        return reference.rotate(x, cos, sin, rows, turn)
+    result: Tensor = ops.rotate(x, cos, sin, *ops.flat(rows, turn))
+    return result
 
 
 class _Rotate(torch.autograd.Function):

@@ -7,9 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from posenc._contract.sharding import alongside, is_sharded
 from posenc._contract.tracing import is_plain
 from posenc.kernels import reference, triton
 from posenc.kernels.ops import LIBRARY
+from posenc.kernels.sharded import shardable
 from posenc.kernels.spec import Norm, Rows, Turn
 
 _ARGUMENTS = (
@@ -40,6 +42,9 @@ def norm_rotate(
         turn: Which channels form pairs, and which way they turn.
         norm: What kind of RMSNorm.
     """
+    if is_sharded(x):
+        cos, sin, rows = shardable(x, cos, sin, rows)
+        weight = alongside(x, weight)
     fused = x.device.type == "cuda" and triton.available() and not torch.compiler.is_exporting()
     differentiable_tables = cos.requires_grad or sin.requires_grad
     if not fused or differentiable_tables or not (is_plain(x) or torch.compiler.is_compiling()):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from posenc._contract.sharding import alongside, local
 from posenc._contract.tracing import in_transform, is_readable
 from posenc.kernels.spec import Norm, RowOutOfRange, Rows, Turn
 
@@ -71,17 +72,18 @@ def take(table: Tensor, rows: Rows, length: int) -> Tensor:
         picked = table[..., rows.start : rows.start + length, :]
         return picked if picked.dim() == 2 else picked.unsqueeze(1)
     index = rows.numbers(length, table.device)
-    outside = (index < 0) | (index >= held)
+    seen = local(index)
+    outside = (seen < 0) | (seen >= held)
     if in_transform(index):
         # Values cannot be looked at here; indexing itself refuses what is past the end.
         index = torch.where(index < 0, held, index)
-    elif not is_readable(index):
+    elif not is_readable(seen):
         torch._assert_async(~outside.any(), f"positions must be in [0, {held}).")
     elif outside.any():
-        raise RowOutOfRange(int(index[outside][0]), held)
+        raise RowOutOfRange(int(seen[outside][0]), held)
     if table.dim() == 2:
         return table[index].unsqueeze(1)
-    batch = torch.arange(table.shape[0], device=table.device)[:, None]
+    batch = alongside(index, torch.arange(table.shape[0], device=table.device)[:, None])
     return table[batch, index].unsqueeze(1)
 
 
@@ -127,4 +129,4 @@ def add(x: Tensor, table: Tensor) -> Tensor:
     precision first would leave its rounding in the sum wherever the two cancel.
     """
     wide = torch.promote_types(x.dtype, torch.float32)
-    return (x.to(wide) + table.to(wide)).to(x.dtype)
+    return (x.to(wide) + alongside(x, table.to(wide))).to(x.dtype)

@@ -7,6 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from posenc._contract.sharding import alongside
+
 
 class Rows(NamedTuple):
     """Which table row each token takes: ``start + positions[b, t]``, plus ``t`` in a sequence.
@@ -26,10 +28,12 @@ class Rows(NamedTuple):
 
     def numbers(self, length: int, device: torch.device) -> Tensor:
         """Rows as a tensor ``[1 or B, T]``."""
-        index = torch.full((1, 1), self.start, device=device)
-        if self.positions is not None:
-            index = index + self.positions
-        return index + torch.arange(length, device=device) if self.advances() else index
+        if self.positions is None:
+            return torch.arange(length, device=device)[None] + self.start
+        index = self.positions + self.start
+        if self.advances():
+            index = index + alongside(index, torch.arange(length, device=device))
+        return index
 
 
 class Turn(NamedTuple):

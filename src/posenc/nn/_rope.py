@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from posenc._contract import checks
-from posenc._contract.tracing import is_plain, is_readable
+from posenc._contract.tracing import is_readable, may_keep
 from posenc.functional.rotary import rows_of, turn_all
 from posenc.kernels import Rows, Turn
 from posenc.nn.rotary import RotaryTables
@@ -109,7 +109,7 @@ class RopeTables(RotaryTables):
             seq_len = int(seq_len)
         else:
             seq_len = checks.integer(who, "seq_len", seq_len, least=0)
-        if x is not None and not is_plain(x):
+        if x is not None and not may_keep(x):
             # One graph for every length: the comparison is made inside it.
             return torch.full((), seq_len, dtype=torch.int64, device=x.device)
         return None if seq_len <= trained else seq_len

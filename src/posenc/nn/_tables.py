@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from posenc._contract.tracing import is_plain
+from posenc._contract.tracing import is_plain, may_keep
 from posenc.numerics.frequencies import Spectrum
 
 # A cache that grows by itself stops here: 128 MiB of cos and sin at 128 channels. Positions past
@@ -122,12 +122,12 @@ class TableModule(DerivedBuffers):
         """
         if self.max_seq_len is not None:
             rows = self.max_seq_len
-        elif rows is None or not is_plain(x):
+        elif rows is None or not may_keep(x):
             return None
         tables = self._covering(x, spectrum, rows)
         if tables is not None and self.max_seq_len is not None and tables[0].shape[0] > rows:
             return tuple([table[:rows] for table in tables])
-        if tables is None and is_plain(x):
+        if tables is None and may_keep(x):
             held = self._buffers[self._derived[0]]
             if self.max_seq_len is None:
                 if rows > GROWTH_LIMIT:

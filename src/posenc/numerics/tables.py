@@ -7,9 +7,12 @@ import math
 import torch
 from torch import Tensor
 
+from posenc._contract.sharding import alongside
 from posenc.numerics.frequencies import Spectrum, scaled_rates, turn_steps
 
 _HALF = 2**32 - 1
+# Written as >> and <<, a DTensor takes them for writes in place, and does nothing.
+_right, _left = torch.bitwise_right_shift, torch.bitwise_left_shift
 
 
 def angles(positions: Tensor, rates: Spectrum | Tensor, seq_len: Tensor | None = None) -> Tensor:
@@ -48,15 +51,16 @@ def angles(positions: Tensor, rates: Spectrum | Tensor, seq_len: Tensor | None =
     if isinstance(rates, Spectrum) and (positions.is_floating_point() or seq_len is not None):
         rates = scaled_rates(rates, positions.device, seq_len)
     if isinstance(rates, Tensor):
-        return at.to(torch.float64) * rates.to(torch.float64)
+        return at.to(torch.float64) * alongside(at, rates.to(torch.float64))
     steps, rests = turn_steps(rates)
-    upper = torch.tensor([step >> 32 for step in steps], device=positions.device)
-    lower = torch.tensor([step & _HALF for step in steps], device=positions.device)
-    rest = torch.tensor(rests, dtype=torch.float64, device=positions.device)
+    device = positions.device
+    upper = alongside(at, torch.tensor([step >> 32 for step in steps], device=device))
+    lower = alongside(at, torch.tensor([step & _HALF for step in steps], device=device))
+    rest = alongside(at, torch.tensor(rests, dtype=torch.float64, device=device))
     low = at * lower
-    high = (at * upper + (low >> 32)) & _HALF
+    high = (at * upper + _right(low, 32)) & _HALF
     # The upper half as a signed number puts the angle between minus and plus half a turn.
-    units = ((high - ((high >> 31) << 32)) << 32) + (low & _HALF)
+    units = _left(high - _left(_right(high, 31), 32), 32) + (low & _HALF)
     return (units.to(torch.float64) + at.to(torch.float64) * rest) * (math.tau / 2**64)
 
 

@@ -1,0 +1,262 @@
+"""What the ranks of test_distributed.py run. Each case is a claim, held against one process."""
+
+from __future__ import annotations
+
+import os
+import signal
+from functools import partial
+from itertools import product
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
+from torch.distributed.tensor.debug import CommDebugMode
+
+import posenc
+import posenc.interop.distributed
+from posenc import axes, functional, positions, scaling
+from processes import each
+
+R, BATCH, HEADS, LENGTH = Replicate(), Shard(0), Shard(1), Shard(2)
+
+
+def equal_to_one_process(function, tensors, placements, mesh, *, collectives=0):
+    """``function`` of DTensors is that of plain tensors, and so are the gradients: to the bit."""
+    plain = [x.clone().requires_grad_() for x in tensors]
+    spread = [
+        distribute_tensor(x, mesh, p).requires_grad_()
+        for x, p in zip(tensors, placements, strict=True)
+    ]
+    wanted = _tuple(function(*plain))
+    with CommDebugMode() as communication:
+        got = _tuple(function(*spread))
+    assert communication.get_total_counts() == collectives, communication.get_comm_counts()
+    generator = torch.Generator().manual_seed(1)
+    for a, b, x in zip(wanted, got, spread, strict=False):
+        assert b.placements == x.placements, f"{x.placements} became {b.placements}"
+        assert torch.equal(b.full_tensor(), a)
+    seeds = [torch.randn(y.shape, generator=generator) for y in wanted]
+    torch.autograd.backward(wanted, seeds)
+    spread_seeds = [
+        distribute_tensor(s, mesh, y.placements) for s, y in zip(seeds, got, strict=True)
+    ]
+    with CommDebugMode() as communication:
+        torch.autograd.backward(got, spread_seeds)
+    assert communication.get_total_counts() == collectives, communication.get_comm_counts()
+    for a, b in zip(plain, spread, strict=True):
+        assert torch.equal(b.grad.full_tensor(), a.grad)
+
+
+def _tuple(y):
+    return y if isinstance(y, tuple) else (y,)
+
+
+def queries_and_keys(length=8):
+    g = torch.Generator().manual_seed(0)
+    q, k = (torch.randn(4, heads, length, 8, generator=g) for heads in (8, 4))
+    return q, k
+
+
+def ropes():
+    """Every way to say where tokens are: a module, and what it is called with."""
+    each_its_own = torch.tensor([[3 * b + t * (b + 1) for t in range(8)] for b in range(4)])
+    yield "plain", posenc.RoPE(8, 64), {}
+    yield "growing", posenc.RoPE(8, None), {}
+    yield "half-partial", posenc.RoPE(8, 64, interleaved=False, rotary_dim=4), {}
+    yield "last", posenc.RoPE(8, 64, rotary_dim=4, last=True, interleaved_out=False), {}
+    yield "offset", posenc.RoPE(8, 64), {"offset": 5}
+    yield "offsets", posenc.RoPE(8, None), {"offset": torch.tensor([0, 9, 4, 2])}
+    yield "ids", posenc.RoPE(8, 64), {"position_ids": torch.arange(8).flip(0)}
+    yield "ids-of-each", posenc.RoPE(8, None), {"position_ids": each_its_own}
+    yield "dynamic", posenc.RoPE(8, None, scaling=scaling.DynamicNTK(2.0, 4)), {}
+    mrope = posenc.RoPE(8, None, axes=axes.Sections((2, 1, 1)))
+    yield "coordinates", mrope, {"position_ids": positions.mrope([2, (1, 2, 2), 2])}
+
+
+def on_a_line() -> dict:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    q, k = queries_and_keys()
+    cases = {}
+    for placement in (R, BATCH, HEADS, LENGTH):
+        for name, rope, kw in ropes():
+            cases[f"rope {name} {placement}"] = partial(
+                equal_to_one_process, partial(rope, **kw), (q, k), ([placement],) * 2, mesh
+            )
+        cases |= other_functions(mesh, placement)
+    return cases | special(mesh)
+
+
+def other_functions(mesh, placement) -> dict:
+    x = queries_and_keys()[0]
+    cos, sin = posenc.RoPE(8).tables(torch.arange(20))
+    ids = torch.tensor([4, 7, 1, 0, 3, 3, 2, 19])
+    weight = torch.linspace(0.5, 1.5, 8)
+    rope = posenc.RoPE(8, 64)
+
+    def rotate_in_place(x):
+        x = x * 1.0
+        with torch.no_grad():
+            functional.rotate_(x, cos, sin, offset=3)
+        return x
+
+    called = {
+        "rotate_ in place": rotate_in_place,
+        "functional.rotate": lambda x: functional.rotate(x, x, cos, sin, offset=2)[0],
+        "functional.rotate ids": lambda x: functional.rotate(x, x, cos, sin, position_ids=ids)[1],
+        "rotary_pos_embedding": lambda x: functional.rotary_pos_embedding(x, ids),
+        "RotaryPosEmbedding": posenc.RotaryPosEmbedding(),
+        "RoPE.rotate": lambda x: rope.rotate(x, 9),
+        "RoPE.unrotate": lambda x: rope.unrotate(x, 9),
+        "RoPE.shift": lambda x: rope.shift(x, -2),
+        "RoPE.rerotate": lambda x: rope.rerotate(x, ids, torch.arange(8)),
+        "qk_norm_rope": lambda x: functional.qk_norm_rope(x, x, weight, weight, cos, sin)[0],
+        "qk_norm_rope ids": lambda x: functional.qk_norm_rope(
+            x, x, weight, weight, cos, sin, position_ids=ids
+        )[0],
+    }
+    return {
+        f"{name} {placement}": partial(equal_to_one_process, f, (x,), ([placement],), mesh)
+        for name, f in called.items()
+    }
+
+
+def special(mesh) -> dict:
+    world, rank = mesh.size(), mesh.get_local_rank()
+    q, k = queries_and_keys()
+    rope = posenc.RoPE(8, 64)
+
+    def added():
+        x = torch.randn(4, 8, 16, generator=torch.Generator().manual_seed(3))
+        for placement in (R, Shard(0), Shard(1)):
+            for module in (posenc.SinusoidalPosEmbedding(), posenc.SinusoidalPE(64, 16)):
+                for kw in ({}, {"offset": 7}):
+                    f = partial(module, **kw)
+                    equal_to_one_process(f, (x,), ([placement],), mesh)
+
+    def scores():
+        x = torch.randn(4, 8, 8, 8, generator=torch.Generator().manual_seed(3))
+        for placement in (R, BATCH, HEADS, LENGTH, Shard(3)):
+            equal_to_one_process(posenc.ALiBi(8), (x,), ([placement],), mesh)
+
+    def learned():
+        x = torch.randn(4, 8, 16, generator=torch.Generator().manual_seed(3))
+        module = posenc.LearnedPosEmbedding(32, 16)
+        nn.init.normal_(module.pos_emb.weight, generator=torch.Generator().manual_seed(4))
+        module(x, 3).square().sum().backward()
+        wanted, module.pos_emb.weight.grad = module.pos_emb.weight.grad, None
+        for placement in (R, Shard(0), Shard(1)):
+            y = module(distribute_tensor(x, mesh, [placement]), 3)
+            assert torch.equal(y.full_tensor(), module(x, 3))
+            y.square().sum().backward()
+            got, module.pos_emb.weight.grad = module.pos_emb.weight.grad, None
+            torch.testing.assert_close(got, wanted)
+
+    def keys_on_every_rank():
+        equal_to_one_process(rope, (q, k), ([HEADS], [R]), mesh)
+        equal_to_one_process(rope, (q, k), ([LENGTH], [R]), mesh)
+
+    def uneven():
+        for length in (5, 7):
+            tensors = queries_and_keys(length)
+            equal_to_one_process(partial(rope, offset=3), tensors, ([LENGTH],) * 2, mesh)
+            ids = torch.arange(length) * 2 + 1
+            equal_to_one_process(partial(rope, position_ids=ids), tensors, ([LENGTH],) * 2, mesh)
+
+    def sharded_ids():
+        for module in (rope, posenc.RoPE(8, None)):
+            for zigzag in (False, True):
+                mine = (
+                    positions.context_parallel(8, rank, world, zigzag=zigzag)
+                    if not zigzag or 8 % (2 * world) == 0
+                    else None
+                )
+                order = torch.cat(
+                    [positions.context_parallel(8, r, world, zigzag=zigzag) for r in range(world)]
+                )
+                ids = DTensor.from_local(mine, mesh, [Shard(0)], run_check=False)
+                a, b = module(q, k)
+                a, b = a[:, :, order], b[:, :, order]
+                shards = [distribute_tensor(x[:, :, order], mesh, [LENGTH]) for x in (q, k)]
+                with CommDebugMode() as communication:
+                    c, d = module(*shards, position_ids=ids)
+                assert communication.get_total_counts() == 0
+                assert torch.equal(c.full_tensor(), a)
+                assert torch.equal(d.full_tensor(), b)
+                # The same with no DTensor at all: this rank's tokens, and where they are.
+                e, f = module(q[:, :, mine], k[:, :, mine], position_ids=mine)
+                assert torch.equal(e, c.to_local())
+                assert torch.equal(f, d.to_local())
+
+    def learned_tables():
+        cos, sin = (t.float() for t in posenc.RoPE(8).tables(torch.arange(8)))
+        plain = [t.clone().requires_grad_() for t in (cos, sin)]
+        functional.rotate(q, k, *plain)[0].square().sum().backward()
+        for placement in (R, BATCH, HEADS, LENGTH):
+            mine = [t.clone().requires_grad_() for t in (cos, sin)]
+            shards = [distribute_tensor(x, mesh, [placement]) for x in (q, k)]
+            functional.rotate(*shards, *mine)[0].square().sum().backward()
+            for a, b in zip(plain, mine, strict=True):
+                torch.testing.assert_close(b.grad, a.grad)
+
+    def out_of_range():
+        shards = [distribute_tensor(x, mesh, [LENGTH]) for x in (q, k)]
+        try:
+            rope(*shards, offset=60)
+        except ValueError as error:
+            assert "below max_seq_len=64, got 67" in str(error)
+        else:
+            raise AssertionError("position 67 of 64 was rotated")
+
+    def fewer_tokens_than_ranks():
+        one = queries_and_keys(1)
+        for shards in ([LENGTH], [HEADS]):
+            a, b = rope(*(distribute_tensor(x, mesh, shards) for x in one), offset=6)
+            assert torch.equal(a.full_tensor(), rope(*one, 6)[0])
+            assert torch.equal(b.full_tensor(), rope(*one, 6)[1])
+
+    def compiled():
+        f = torch.compile(partial(rope, offset=2), fullgraph=True, backend="aot_eager")
+        wanted = rope(q, k, 2)
+        for placement in (HEADS, LENGTH):
+            shards = [distribute_tensor(x, mesh, [placement]) for x in (q, k)]
+            for a, b in zip(f(*shards), wanted, strict=True):
+                assert a.placements == (placement,)
+                assert torch.equal(a.full_tensor(), b)
+
+    local = locals()
+    names = (
+        "added scores learned keys_on_every_rank uneven sharded_ids learned_tables "
+        "out_of_range fewer_tokens_than_ranks compiled"
+    )
+    return {name: local[name] for name in names.split()}
+
+
+def on_a_grid() -> dict:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    q, k = queries_and_keys()
+    cases = {}
+    for pair in product((R, BATCH, HEADS, LENGTH), repeat=2):
+        for name, rope, kw in ropes():
+            if name not in ("growing", "offset", "offsets", "ids-of-each"):
+                continue
+            f = partial(rope, **kw)
+            cases[f"{name} {pair}"] = partial(equal_to_one_process, f, (q, k), (pair,) * 2, mesh)
+    return cases
+
+
+def layouts(folder: Path) -> dict[str, str]:
+    return each(on_a_line())
+
+
+def more_layouts(folder: Path) -> dict[str, str]:
+    return each(special(init_device_mesh("cpu", (4,))) | on_a_grid())
+
+
+def one_is_killed(folder: Path) -> dict[str, str]:
+    dist.barrier()
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.all_reduce(torch.ones(1))
+    return {}
