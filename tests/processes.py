@@ -96,7 +96,9 @@ def each(cases: dict[str, Callable[[], None]]) -> dict[str, str]:
     return failures
 
 
-def _rank(rank: int, world: int, job: Callable[[Path], dict[str, str]], folder: Path) -> None:
+def _rank(
+    rank: int, world: int, store: Path, job: Callable[[Path], dict[str, str]], folder: Path
+) -> None:
     import torch
     import torch.distributed as dist
 
@@ -104,7 +106,7 @@ def _rank(rank: int, world: int, job: Callable[[Path], dict[str, str]], folder: 
     torch.manual_seed(0)
     dist.init_process_group(
         "gloo",
-        init_method=f"file://{folder}/store",
+        init_method=f"file://{store}",
         rank=rank,
         world_size=world,
         timeout=timedelta(seconds=PATIENCE),
@@ -119,13 +121,13 @@ def _main(world: int, job: str, folder: Path) -> None:
     sys.path.insert(0, str(TESTS))
     module, function = job.split(":")
     work = getattr(importlib.import_module(module), function)
-    pids = []
+    store, pids = folder / f"store-{os.getpid()}", []
     for rank in range(world):
         pid = os.fork()
         if pid == 0:
             code = 1
             try:
-                _rank(rank, world, work, folder)
+                _rank(rank, world, store, work, folder)
                 code = 0
             except BaseException:
                 traceback.print_exc()

@@ -1,0 +1,9 @@
+"""FSDP2 and torch.distributed.checkpoint. What the ranks do is in fsdp.py."""
+
+from processes import assert_passed, run
+
+
+def test_a_model_born_on_meta_trains_and_loads_on_another_number_of_ranks(tmp_path):
+    """Tables hold garbage after to_empty unless they are worked out again, on every rank."""
+    assert_passed(run(2, "interop.fsdp:train_and_save", tmp_path))
+    assert_passed(run(4, "interop.fsdp:load_elsewhere", tmp_path))
