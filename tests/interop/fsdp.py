@@ -14,39 +14,8 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_mo
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor, init_device_mesh
 
-import posenc
+from interop.models import Model
 from processes import each
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.qkv = nn.Linear(32, 96, bias=False)
-        self.rope = posenc.RoPE(8, 64)
-        self.alibi = posenc.ALiBi(4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.qkv(x).unflatten(-1, (12, 8)).transpose(1, 2).chunk(3, dim=1)
-        q, k = self.rope(q, k)
-        scores = self.alibi(q @ k.transpose(-1, -2) / 8**0.5)
-        return x + (scores.softmax(-1) @ v).transpose(1, 2).flatten(2)
-
-
-class Model(nn.Module):
-    """Every module of the library, around one block of attention."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tokens = nn.Embedding(11, 32)
-        self.learned = posenc.LearnedPosEmbedding(48, 32)
-        self.fixed = posenc.SinusoidalPE(64, 32)
-        self.growing = posenc.SinusoidalPosEmbedding()
-        self.rotary = posenc.RotaryPosEmbedding(32, 64)
-        self.block = Block()
-
-    def forward(self, ids: Tensor) -> Tensor:
-        x = self.growing(self.fixed(self.learned(self.tokens(ids))))
-        return self.block(self.rotary(x)) @ self.tokens.weight.T
 
 
 def in_one_process() -> tuple[Model, Tensor]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -13,6 +15,23 @@ from posenc._contract.tracing import in_transform, is_plain
 from posenc.kernels import backend, ops, reference
 from posenc.kernels.sharded import shardable
 from posenc.kernels.spec import Rows, Turn
+
+Rotation = Callable[[Tensor, Tensor, Tensor, Rows, Turn], Tensor]
+
+
+# What a program is exported with: torch's own operations, unless its format has a rotation.
+_exported: Rotation = reference.rotate
+
+
+@contextmanager
+def exported_as(rotation: Rotation) -> Iterator[None]:
+    """Export programs with ``rotation`` for the time being; arguments as `reference.rotate`."""
+    global _exported
+    before, _exported = _exported, rotation
+    try:
+        yield
+    finally:
+        _exported = before
 
 
 def rotate(xs: list[Tensor], cos: Tensor, sin: Tensor, rows: Rows, turn: Turn) -> list[Tensor]:
@@ -31,8 +50,10 @@ def rotate(xs: list[Tensor], cos: Tensor, sin: Tensor, rows: Rows, turn: Turn) -
     if not is_plain(*xs):
         # An exported program must run where this package is not installed, and torch.func has
         # rules for torch's own operations alone.
-        if torch.compiler.is_exporting() or in_transform(*xs):
+        if in_transform(*xs):
             return [reference.rotate(x, cos, sin, rows, turn) for x in xs]
+        if torch.compiler.is_exporting():
+            return [_exported(x, cos, sin, rows, turn) for x in xs]
         if any(is_sharded(x) for x in xs):
             return [_rotate_sharded(x, cos, sin, rows, turn) for x in xs]
         return _through_op(xs, cos, sin, rows, turn)
@@ -61,7 +82,7 @@ def rotate_(xs: list[Tensor], cos: Tensor, sin: Tensor, rows: Rows, turn: Turn) 
             x.copy_(y)
     elif torch.compiler.is_exporting():
         for x in xs:
-            x.copy_(reference.rotate(x, cos, sin, rows, turn))
+            x.copy_(_exported(x, cos, sin, rows, turn))
     elif not is_plain(*xs):
         for x in xs:
             tables = shardable(x, cos, sin, rows) if is_sharded(x) else (cos, sin, rows)

@@ -13,7 +13,7 @@ from posenc.functional.rotary import rows_of, turn_all
 from posenc.kernels import Rows, Turn
 from posenc.nn.rotary import RotaryTables
 from posenc.numerics.axes import Axes
-from posenc.numerics.frequencies import Spectrum, scaled_rates
+from posenc.numerics.frequencies import Spectrum, turn_steps
 from posenc.numerics.scaling import Rule
 from posenc.numerics.tables import angles, of_angles, widest
 
@@ -61,8 +61,9 @@ class RopeTables(RotaryTables):
         if axes is not None:
             axes.check(who, self._width())
         self._resting = self._at(None)
-        # What the rule cannot scale is refused now, and not at the first call.
-        scaled_rates(self._resting)
+        # What the rule cannot scale is refused now, and not at the first call; and what it makes
+        # is remembered, because torch.export cannot work it out.
+        turn_steps(self._resting)
         if max_seq_len is not None:
             device = torch.get_default_device()
             self._build(self._resting, max_seq_len, device, widest(device))
