@@ -132,7 +132,7 @@ def special(mesh) -> dict:
         x = torch.randn(4, 8, 16, generator=torch.Generator().manual_seed(3))
         for placement in (R, Shard(0), Shard(1)):
             for module in (posenc.SinusoidalPosEmbedding(), posenc.SinusoidalPE(64, 16)):
-                for kw in ({}, {"offset": 7}):
+                for kw in ({}, {"offset": 7}, {"position_ids": torch.arange(8).flip(0)}):
                     f = partial(module, **kw)
                     equal_to_one_process(f, (x,), ([placement],), mesh)
 

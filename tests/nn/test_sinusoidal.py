@@ -141,6 +141,23 @@ def test_one_graph_for_all_lengths(make):
 
 
 @BOTH
+def test_positions_may_be_given_for_all_or_for_each_sequence(make):
+    x = torch.zeros(2, 3, 8)
+    rows = oracles.sinusoid(range(50), 8).float()
+    for ids in (torch.tensor([4, 0, 31]), torch.tensor([[0, 1, 2], [9, 8, 7]])):
+        assert torch.equal(make(8)(x, position_ids=ids), rows[ids].expand(2, 3, 8))
+    with pytest.raises(ValueError, match="offset and position_ids exclude each other"):
+        make(8)(x, offset=2, position_ids=torch.arange(3))
+    with pytest.raises(ValueError, match="must not be negative, got -1"):
+        make(8)(x, position_ids=torch.tensor([0, -1, 2]))
+
+
+def test_positions_are_held_to_the_length():
+    with pytest.raises(ValueError, match="below max_seq_len=32, got 32"):
+        SinusoidalPE(32, 8)(torch.zeros(2, 8), position_ids=torch.tensor([0, 32]))
+
+
+@BOTH
 def test_gradient_passes_through(make):
     x = torch.randn(3, 8, requires_grad=True)
     make(8)(x).sum().backward()

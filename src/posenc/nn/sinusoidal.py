@@ -28,7 +28,10 @@ class _SinusoidTable(TableModule):
     def _table_dtype(self, x: Tensor) -> torch.dtype:
         return torch.promote_types(x.dtype, torch.float32)
 
-    def _add(self, x: Tensor, spectrum: Spectrum, start: int) -> Tensor:
+    def _add(self, x: Tensor, spectrum: Spectrum, start: int, ids: Tensor | None = None) -> Tensor:
+        if ids is not None:
+            # Worked out for these positions, as the table may be long and they few.
+            return kernels.add(x, sinusoid(ids, spectrum, self._table_dtype(x)))
         end = start + x.shape[-2]
         kept = self._kept(x, spectrum, end)
         if kept is not None:
@@ -71,12 +74,15 @@ class SinusoidalPosEmbedding(_SinusoidTable):
         self.embed_dim = None if embed_dim is None else checks.integer(who, "embed_dim", embed_dim)
         self.base = checks.positive_float(who, "base", base)
 
-    def forward(self, input_: Tensor, *, offset: int = 0) -> Tensor:
+    def forward(
+        self, input_: Tensor, *, offset: int = 0, position_ids: Tensor | None = None
+    ) -> Tensor:
         """Add the encoding of positions ``offset .. offset + L - 1``.
 
         Args:
             input_: Floating tensor of shape ``(L, D)`` or ``(N, L, D)``.
             offset: Position of the first token.
+            position_ids: Integers of shape ``(L,)`` or ``(N, L)``, instead of ``offset``.
 
         Returns:
             A new tensor with the shape and dtype of ``input_``.
@@ -90,7 +96,8 @@ class SinusoidalPosEmbedding(_SinusoidTable):
             checks.equal(who, "embed_dim", width, self.embed_dim, way_out)
         start = checks.integer(who, "offset", offset, least=0)
         checks.integer(who, "the last dimension of input_", width)
-        return self._add(input_, Spectrum(width, self.base), start)
+        ids = _ids(who, input_, offset, position_ids, None)
+        return self._add(input_, Spectrum(width, self.base), start, ids)
 
     def extra_repr(self) -> str:
         """Shown by ``print(module)``."""
@@ -139,12 +146,15 @@ class SinusoidalPE(_SinusoidTable):
         nothing = self.encodings.new_zeros((length, self.embed_dim), dtype=torch.float32)
         return self._add(nothing, Spectrum(self.embed_dim, self.base), 0)
 
-    def forward(self, input: Tensor, *, offset: int = 0) -> Tensor:
+    def forward(
+        self, input: Tensor, *, offset: int = 0, position_ids: Tensor | None = None
+    ) -> Tensor:
         """Add the encoding of positions ``offset .. offset + L - 1``.
 
         Args:
             input: Floating tensor of shape ``(L, D)`` or ``(N, L, D)``.
             offset: Position of the first token.
+            position_ids: Integers of shape ``(L,)`` or ``(N, L)``, instead of ``offset``.
 
         Returns:
             A new tensor with the shape and dtype of ``input``.
@@ -153,11 +163,25 @@ class SinusoidalPE(_SinusoidTable):
         length, width = checks.embeddings(who, "input", input)
         way_out = f"Build SinusoidalPE({self.max_seq_len}, {width})."
         checks.equal(who, "embed_dim", width, self.embed_dim, way_out)
+        ids = _ids(who, input, offset, position_ids, self.max_seq_len)
         start = checks.integer(who, "offset", offset, least=0)
-        last = start + length - 1
-        checks.covered(who, last, "max_seq_len", self.max_seq_len, "a shorter input")
-        return self._add(input, Spectrum(self.embed_dim, self.base), start)
+        if ids is None:
+            last = start + length - 1
+            checks.covered(who, last, "max_seq_len", self.max_seq_len, "a shorter input")
+        return self._add(input, Spectrum(self.embed_dim, self.base), start, ids)
 
     def extra_repr(self) -> str:
         """Shown by ``print(module)``."""
         return f"max_seq_len={self.max_seq_len}, embed_dim={self.embed_dim}, base={self.base:g}"
+
+
+def _ids(
+    who: str, x: Tensor, offset: int, position_ids: Tensor | None, limit: int | None
+) -> Tensor | None:
+    if position_ids is None:
+        return None
+    checks.exclusive_offset(who, offset)
+    name = "" if limit is None else "max_seq_len"
+    ids = checks.position_ids(who, position_ids, x.shape, x.device, name, limit)
+    checks.extent(who, ids, name, limit)
+    return ids
