@@ -1,0 +1,68 @@
+"""Formulas as MathML, which browsers draw by themselves: nothing is loaded, nothing runs.
+
+Pages write them as GitHub reads them, a fence named ``math`` or $`x`$; docstrings as Sphinx does,
+``.. math::`` and ``:math:``. Both become MathML here, and the other roles become links.
+"""
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+_FENCE = re.compile(r"^(?P<indent> *)```math\n(?P<tex>.*?)\n *```$", re.DOTALL | re.MULTILINE)
+_DIRECTIVE = re.compile(
+    r"^(?P<indent> *)\.\. math::(?P<tex>[^\n]*(?:\n(?P=indent) +[^\n]+)*)$", re.MULTILINE
+)
+_INLINE = re.compile(r"\$`(?P<tex>[^`]+)`\$|:math:`(?P<role>[^`]+)`")
+_REFERENCE = re.compile(r":(?:func|class|meth):`(?P<name>[^`]+)`")
+
+
+def mathml(tex: str, *, block: bool = False) -> str:
+    """One formula as MathML."""
+    from latex2mathml.converter import convert
+
+    drawn = convert(re.sub(r"\s+", " ", tex).strip(), display="block" if block else "inline")
+    # Underscores of argument names, and brackets that are taken for identifiers.
+    drawn = drawn.replace(r"\_", "_")
+    return re.sub(r"<mi>(&#x0230[89AB];)</mi>", r'<mo stretchy="false">\1</mo>', drawn)
+
+
+def translate(text: str, store: Callable[[str], str]) -> str:
+    """Put what ``store`` gives for each formula in its place, and a link for each reference.
+
+    Examples:
+        >>> translate("see :meth:`forward` and :func:`posenc.functional.rotate`", str)
+        'see `forward` and [`rotate`][posenc.functional.rotate]'
+    """
+
+    def block(found: re.Match[str]) -> str:
+        drawn = mathml(found["tex"], block=True)
+        return f"\n{found['indent']}{store(drawn)}\n"
+
+    text = _DIRECTIVE.sub(block, _FENCE.sub(block, text))
+    text = _INLINE.sub(lambda found: store(mathml(found["tex"] or found["role"])), text)
+    return _REFERENCE.sub(lambda found: _link(found["name"]), text)
+
+
+def _link(name: str) -> str:
+    if not name.startswith("posenc."):
+        return f"`{name}`"
+    return f"[`{name.rpartition('.')[2]}`][{name}]"
+
+
+def on_config(config: Any) -> None:
+    """Translate before Markdown reads the text, of pages and docstrings alike."""
+    # Imported here, because the suite reads this file without the docs extra.
+    from markdown import Markdown
+    from markdown.extensions import Extension
+    from markdown.preprocessors import Preprocessor
+
+    class Formulas(Preprocessor):
+        def run(self, lines: list[str]) -> list[str]:
+            return translate("\n".join(lines), self.md.htmlStash.store).split("\n")
+
+    class Translation(Extension):
+        def extendMarkdown(self, md: Markdown) -> None:  # noqa: N802
+            # Ahead of fenced code, which has priority 25.
+            md.preprocessors.register(Formulas(md), "formulas", 28)
+
+    config.markdown_extensions.append(Translation())
