@@ -2,8 +2,9 @@
 PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
+DOCUMENTED := .venv/.documented
 
-.PHONY: demo test test-all check format sanitize clean
+.PHONY: demo test test-all check docs format sanitize clean
 
 demo: $(INSTALLED)
 	$(BIN)/posenc compare --quick -o out/compare
@@ -20,6 +21,10 @@ check: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
+
+docs: $(DOCUMENTED)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo "manual: $(CURDIR)/site/index.html"
 
 format: $(INSTALLED)
 	$(BIN)/ruff format .
@@ -41,5 +46,10 @@ $(INSTALLED): pyproject.toml constraints.txt setup.py $(wildcard src/posenc/kern
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	touch $@
 
+# What the manual needs, which the suite does not.
+$(DOCUMENTED): $(INSTALLED)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	touch $@
+
 clean:
-	rm -rf .venv build dist out src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv build dist out site src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

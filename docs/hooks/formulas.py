@@ -15,31 +15,44 @@ _DIRECTIVE = re.compile(
 _INLINE = re.compile(r"\$`(?P<tex>[^`]+)`\$|:math:`(?P<role>[^`]+)`")
 _REFERENCE = re.compile(r":(?:func|class|meth):`(?P<name>[^`]+)`")
 
+_FUNCTION = re.compile(
+    r"(?P<before></mi>|</mn>|</msub>|<mrow>|<mo>[^<]*</mo>|/>)(?P<name><mi>(?:sin|cos|ln|max|min)</mi>)"
+    r"(?!<mo stretchy)"
+)
+_THIN = '<mspace width="0.167em" />'
+
 
 def mathml(tex: str, *, block: bool = False) -> str:
     """One formula as MathML."""
     from latex2mathml.converter import convert
 
     drawn = convert(re.sub(r"\s+", " ", tex).strip(), display="block" if block else "inline")
-    # Underscores of argument names, and brackets that are taken for identifiers.
+    # Left undone by the converter: underscores in words, brackets that are no identifiers, and the
+    # thin spaces around a function's name.
     drawn = drawn.replace(r"\_", "_")
-    return re.sub(r"<mi>(&#x0230[89AB];)</mi>", r'<mo stretchy="false">\1</mo>', drawn)
+    drawn = re.sub(r"<mi>(&#x0230[89AB];)</mi>", r'<mo stretchy="false">\1</mo>', drawn)
+    return _FUNCTION.sub(rf"\g<before>{_THIN}\g<name>{_THIN}", drawn)
 
 
-def translate(text: str, store: Callable[[str], str]) -> str:
-    """Put what ``store`` gives for each formula in its place, and a link for each reference.
+def translate(text: str, put: Callable[[str, bool], str]) -> str:
+    """Put a formula's picture in its place, and a link for each reference.
+
+    Args:
+        text: Markdown of a page, or of a docstring.
+        put: What stands for a formula, given its TeX and whether it is a block of its own.
 
     Examples:
         >>> translate("see :meth:`forward` and :func:`posenc.functional.rotate`", str)
         'see `forward` and [`rotate`][posenc.functional.rotate]'
+        >>> translate("with :math:`b` and $`c`$", lambda tex, block: f"<{tex}>")
+        'with <b> and <c>'
     """
 
     def block(found: re.Match[str]) -> str:
-        drawn = mathml(found["tex"], block=True)
-        return f"\n{found['indent']}{store(drawn)}\n"
+        return f"\n{found['indent']}{put(found['tex'], True)}\n"
 
     text = _DIRECTIVE.sub(block, _FENCE.sub(block, text))
-    text = _INLINE.sub(lambda found: store(mathml(found["tex"] or found["role"])), text)
+    text = _INLINE.sub(lambda found: put(found["tex"] or found["role"], False), text)
     return _REFERENCE.sub(lambda found: _link(found["name"]), text)
 
 
@@ -58,7 +71,10 @@ def on_config(config: Any) -> None:
 
     class Formulas(Preprocessor):
         def run(self, lines: list[str]) -> list[str]:
-            return translate("\n".join(lines), self.md.htmlStash.store).split("\n")
+            def put(tex: str, block: bool) -> str:
+                return str(self.md.htmlStash.store(mathml(tex, block=block)))
+
+            return translate("\n".join(lines), put).split("\n")
 
     class Translation(Extension):
         def extendMarkdown(self, md: Markdown) -> None:  # noqa: N802

@@ -1,0 +1,141 @@
+"""The pages of what was measured, made from `benchmarks/*.json`; no number on them is typed."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parents[2] / "benchmarks"
+_MARK = "<!-- measured -->"
+_COPIES = ("copy_", "clone")
+
+
+def reports(folder: Path = RESULTS) -> dict[str, dict[str, Any]]:
+    """The results of `posenc bench`, by the name of their file."""
+    found = {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}
+    return {name: each for name, each in found.items() if _is_bench(each)}
+
+
+def speed(found: Mapping[str, dict[str, Any]]) -> str:
+    """The page of times: for each file its machine, a picture where there are peers, a table."""
+    parts = []
+    for name, report in found.items():
+        rows = [(_case(each), _ratios(each)) for each in report["measurements"]]
+        names = list(dict.fromkeys(name for _, ratios in rows for name in ratios))
+        cells = [[*case, *(_number(ratios.get(each)) for each in names)] for case, ratios in rows]
+        parts.append(f"\n## {name}\n\n{_machine(report)}\n")
+        if contested(report)["measurements"]:
+            parts.append(f"![Times of {name}](../pictures/{name}.svg)\n")
+        parts.append(_table(("case", "shape", "what"), names, cells))
+    return "\n".join(parts)
+
+
+def accuracy(found: Mapping[str, dict[str, Any]]) -> str:
+    """The page of errors: the worst of each contestant in each dtype, and who was refused."""
+    worst: dict[str, dict[str, float]] = {}
+    wrong, farthest = [], 0
+    for name, report in found.items():
+        for measurement in report["measurements"]:
+            dtype, size = measurement["dtype"], measurement["case"]
+            farthest = max(farthest, size["offset"] + size["length"] - 1)
+            for result in measurement["results"]:
+                who, error = result["contestant"], result["error_ulps"]
+                if result["status"] == "wrong":
+                    case, _, what = _case(measurement)
+                    wrong.append([who, name, case, what, result["reason"]])
+                if error is not None:
+                    held = worst.setdefault(who, {})
+                    held[dtype] = max(error, held.get(dtype, 0.0))
+    dtypes = sorted({dtype for held in worst.values() for dtype in held})
+    cells = [
+        [who, *(_number(held.get(dtype)) for dtype in dtypes)]
+        for who, held in sorted(worst.items(), key=lambda each: max(each[1].values()))
+    ]
+    parts = [f"Positions go up to {farthest}.\n", _table(("ulp",), dtypes, cells)]
+    if wrong:
+        parts += ["## Not timed, because wrong\n"]
+        parts += [_table(("who", "file", "case", "what", "why"), [], wrong)]
+    return "\n".join(parts)
+
+
+def contested(report: dict[str, Any]) -> dict[str, Any]:
+    """A report of those measurements alone in which a peer was timed."""
+    ours = (*_COPIES, "posenc", "posenc in place")
+    kept = [each for each in report["measurements"] if set(_ratios(each)) - set(ours)]
+    return {**report, "measurements": kept}
+
+
+PAGES = {"measured/speed.md": speed, "measured/accuracy.md": accuracy}
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """Put the numbers at their mark."""
+    write = PAGES.get(page.file.src_uri)
+    return markdown if write is None else markdown.replace(_MARK, write(reports()))
+
+
+def on_files(files: Any, config: Any) -> Any:
+    """Put a picture of each file among the files of the site."""
+    from mkdocs.structure.files import File
+
+    from posenc.lab.plots import timings
+
+    for name, report in reports().items():
+        drawn = contested(report)
+        if drawn["measurements"]:
+            content = io.BytesIO()
+            timings(drawn).savefig(content, format="svg", metadata={"Date": None})
+            path = f"pictures/{name}.svg"
+            files.append(File.generated(config, path, content=content.getvalue()))
+    return files
+
+
+def _is_bench(found: Any) -> bool:
+    # Other tools may leave their results there, in a form of their own.
+    listed = found.get("measurements") if isinstance(found, dict) else None
+    return bool(listed) and "case" in listed[0] and "results" in listed[0]
+
+
+def _ratios(measurement: dict[str, Any]) -> dict[str, float]:
+    timed = [each for each in measurement["results"] if each["status"] == "timed"]
+    via = "graph" if any(each["via"] == "graph" for each in timed) else "loop"
+    return {
+        each["contestant"]: each["ratio"]
+        for each in timed
+        if each["via"] == via and each["contestant"] not in _COPIES
+    }
+
+
+def _case(measurement: dict[str, Any]) -> tuple[str, str, str]:
+    case = measurement["case"]
+    words = [measurement["layout"], case["mode"]]
+    if measurement["positions"] != "offset":
+        words.append(measurement["positions"])
+    if case.get("qk_norm"):
+        words.append("norm")
+    shape = "·".join(str(case[key]) for key in ("batch", "heads", "key_heads", "length", "dim"))
+    return case["name"], shape, " ".join(words)
+
+
+def _machine(report: dict[str, Any]) -> str:
+    machine, first = report["machine"], report["measurements"][0]
+    where = machine["gpu"] if first["device"] == "cuda" else machine["cpu"]
+    threads = "" if first["device"] == "cuda" else f", {report['settings']['threads']} threads"
+    versions = [f"{name} {version}" for name, version in (report.get("versions") or {}).items()]
+    words = [f"{where}{threads}", first["dtype"], f"torch {machine['torch']}", *versions]
+    return f"{', '.join(words)}; {machine['date'][:10]}."
+
+
+def _number(value: float | None) -> str:
+    if value is None:
+        return ""
+    return f"{value:.2f}" if value < 100 else f"{value:.0f}"
+
+
+def _table(words: Sequence[str], numbers: Sequence[str], rows: list[list[str]]) -> str:
+    lines = [f"| {' | '.join(cells)} |" for cells in ((*words, *numbers), *rows)]
+    lines.insert(1, "|---" * len(words) + "|--:" * len(numbers) + "|")
+    return '<div class="numbers" markdown>\n\n' + "\n".join(lines) + "\n\n</div>\n"

@@ -1,0 +1,129 @@
+"""The manual's pictures, drawn when it is built: by the code of `posenc show` where it has them."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from importlib import import_module
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7")
+
+
+def show(encoding: str, *rules: str) -> Figure:
+    """What `posenc show` draws of an encoding, or of RoPE as trained and by each of ``rules``."""
+    if not find_spec("posenc.lab.pictures"):
+        return gallery()
+    from posenc.lab.pictures import show as lab
+
+    view = lab.rope_view(128, rules=rules) if encoding == "rope" else lab.View(encoding)
+    return lab.figure(view)
+
+
+def gallery() -> Figure:
+    """All four encodings."""
+    where = "pictures.gallery" if find_spec("posenc.lab.pictures") else "plots"
+    return import_module(f"posenc.lab.{where}").gallery()
+
+
+def layouts() -> Figure:
+    """Eight channels and which of them turn together, in both layouts."""
+    figure = _figure(7.2, 3.4)
+    upper, lower = figure.subplots(2, 1)
+    _channels(upper, "interleaved: neighbours", [(0, 1), (2, 3), (4, 5), (6, 7)])
+    _channels(lower, "half: each with the one D/2 further on", [(0, 4), (1, 5), (2, 6), (3, 7)])
+    return figure
+
+
+def precision() -> Figure:
+    """How far cosines are from the truth, by position: the usual ways, and ours."""
+    from mpmath import mp, mpf
+
+    import posenc
+
+    dim, octaves = 128, range(4, 31)
+    at = [int(2**octave * part) for octave in octaves for part in (1.17, 1.43, 1.91)]
+    with mp.workprec(200):
+        rates = [mpf(10_000) ** (mpf(-2 * i) / dim) for i in range(0, dim // 2, 4)]
+        truth = [[float(mp.cos(p * rate)) for rate in rates] for p in at]
+    exact = torch.tensor(truth, dtype=torch.float64)
+    single = (10_000.0 ** -(torch.arange(0, dim, 2).float() / dim))[::4]
+    double = (10_000.0 ** -(torch.arange(0, dim, 2).double() / dim))[::4]
+    whole = torch.tensor(at)
+    found = {
+        "positions in bfloat16": (whole.bfloat16().float()[:, None] * single).cos(),
+        "angles in float32": (whole.float()[:, None] * single).cos(),
+        "angles in float64": (whole.double()[:, None] * double).cos(),
+        "posenc": posenc.RoPE(dim, None).tables(whole)[0][:, ::4],
+    }
+    figure = _figure(7.2, 4)
+    ax = figure.subplots()
+    x = [2.0**octave for octave in octaves]
+    for (name, cos), colour in zip(found.items(), _COLOURS, strict=True):
+        error = (cos.double() - exact).abs().amax(1).view(len(x), -1).amax(1).clamp(min=1e-17)
+        ax.loglog(x, error.numpy(), color=colour, lw=2)
+        place = (x[-1], float(error[-1]))
+        above = (0, -14 if name.endswith("float32") else 6)
+        ax.annotate(name, place, above, textcoords="offset points", color=colour, ha="right")
+    ax.set(xlabel="position", ylabel="largest error of a cosine", ylim=(1e-17, 300))
+    ax.grid(visible=True, color="#d0d7de", lw=0.6)
+    return figure
+
+
+PICTURES: dict[str, Callable[[], Figure]] = {
+    "gallery": gallery,
+    "sinusoidal": lambda: show("sinusoidal"),
+    "learned": lambda: show("learned"),
+    "rope": lambda: show("rope"),
+    "alibi": lambda: show("alibi"),
+    "scaling": lambda: show("rope", "yarn", "linear"),
+    "layouts": layouts,
+    "precision": precision,
+}
+
+
+def svg(figure: Figure) -> bytes:
+    """The figure as a file that is the same at each build."""
+    import matplotlib as mpl
+
+    content = io.BytesIO()
+    with mpl.rc_context({"svg.hashsalt": "posenc"}):
+        figure.savefig(content, format="svg", metadata={"Date": None})
+    return content.getvalue()
+
+
+def on_files(files: Any, config: Any) -> Any:
+    """Put the pictures among the files of the site."""
+    from mkdocs.structure.files import File
+
+    for name, draw in PICTURES.items():
+        files.append(File.generated(config, f"pictures/{name}.svg", content=svg(draw())))
+    return files
+
+
+def _figure(width: float, height: float) -> Figure:
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def _channels(ax: Axes, title: str, pairs: list[tuple[int, int]]) -> None:
+    from matplotlib.patches import Arc, Rectangle
+
+    for pair, ((left, right), colour) in enumerate(zip(pairs, _COLOURS, strict=True)):
+        for channel in (left, right):
+            ax.add_patch(Rectangle((channel, 0), 0.92, 0.92, color=colour))
+            ax.text(channel + 0.46, 0.46, channel, color="white", ha="center", va="center")
+        middle, wide = (left + right) / 2 + 0.46, right - left
+        ax.add_patch(Arc((middle, 1), wide, 1.1, theta1=0, theta2=180, color=colour, lw=2))
+        ax.text(middle, 1.6, rf"$\theta_{pair}$", color=colour, ha="center", va="bottom")
+    ax.set_title(title, loc="left", fontsize=11)
+    ax.set(xlim=(-0.1, 8), ylim=(-0.05, 2.3), aspect="equal")
+    ax.set_axis_off()

@@ -1,0 +1,168 @@
+"""The manual: what holds without building it. `make docs` builds it, with warnings as errors."""
+
+import copy
+import importlib.util
+import pkgutil
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+PAGES = sorted(path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md"))
+LINK = re.compile(r"\]\((?!https?:)([^)\s#]*)(?:#([\w-]+))?\)")
+REFERENCE = re.compile(r"\]\[(posenc[\w.]*)\]|^::: (posenc[\w.]*)", re.MULTILINE)
+
+
+def hook(name):
+    """A hook of the build, which is not in a package."""
+    spec = importlib.util.spec_from_file_location(name, DOCS / "hooks" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+measured, pictures, coming, formulas = map(hook, ("measured", "pictures", "coming", "formulas"))
+SETTINGS = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
+
+
+def listed(nav):
+    for entry in nav:
+        (target,) = entry.values()
+        yield from listed(target) if isinstance(target, list) else [target]
+
+
+def headings(page):
+    found = re.findall(r"^#+ (.+)$", (DOCS / page).read_text(), re.MULTILINE)
+    words = [re.sub(r"[^\w\s-]", "", heading).strip().lower() for heading in found]
+    return {re.sub(r"\s+", "-", each) for each in words}
+
+
+def test_the_navigation_has_every_page_once():
+    """A page that nobody can reach, and an entry that leads nowhere, are both lost."""
+    in_nav = list(listed(SETTINGS["nav"]))
+    later = coming.missing(DOCS)
+
+    assert len(set(in_nav)) == len(in_nav)
+    assert set(in_nav) - later == set(PAGES)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_somewhere(page):
+    """To a page and a heading of it, a picture that the build draws, or a file."""
+    for target, anchor in LINK.findall((DOCS / page).read_text()):
+        where = (DOCS / page).parent / target if target else DOCS / page
+        inside = where.resolve().relative_to(DOCS).as_posix()
+        if inside.startswith("pictures/"):
+            assert inside in {f"pictures/{name}.svg" for name in pictures.PICTURES}
+        elif inside not in coming.missing(DOCS):
+            assert where.is_file(), target
+            assert not anchor or anchor in headings(inside), f"{target}#{anchor}"
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_names_exist(page):
+    """References become links to the API, and ``:::`` becomes its pages."""
+    for pair in REFERENCE.findall((DOCS / page).read_text()):
+        pkgutil.resolve_name("".join(pair))
+
+
+def test_every_picture_of_a_page_is_drawn_and_every_drawing_shown():
+    """Save that of ALiBi, while its page is not there."""
+    shown = {
+        Path(target).stem
+        for page in PAGES
+        for target, _ in LINK.findall((DOCS / page).read_text())
+        if "pictures/" in target
+    }
+
+    assert shown | {"alibi"} == set(pictures.PICTURES)
+
+
+@pytest.fixture
+def report():
+    """One file of results, its numbers replaced by ones that are found nowhere else."""
+    found = copy.deepcopy(measured.reports())
+    name = "neoverse-n1-fp32"
+    for measurement in found[name]["measurements"]:
+        for result in measurement["results"]:
+            if result["status"] == "timed":
+                result["ratio"] = 7.25
+            if result["error_ulps"] is not None:
+                result["error_ulps"] = 3.75
+    return {name: found[name]}
+
+
+def numbers(page):
+    cells = [cell for line in page.splitlines() if line[:1] == "|" for cell in line.split("|")]
+    return {cell.strip() for cell in cells if re.fullmatch(r" *[\d.]+ *", cell)}
+
+
+def test_times_come_from_the_results(report):
+    """Change the file and every number of the table has changed: none is typed."""
+    assert numbers(measured.speed(report)) == {"7.25"}
+
+
+def test_errors_come_from_the_results(report):
+    """The same, for errors."""
+    assert numbers(measured.accuracy(report)) == {"3.75"}
+
+
+@pytest.mark.parametrize("page", measured.PAGES)
+def test_pages_of_numbers_have_none_of_their_own(page):
+    """They have a mark where the numbers go."""
+    text = (DOCS / page).read_text()
+
+    assert text.count("<!-- measured -->") == 1
+    assert not numbers(text)
+
+
+def test_every_file_of_results_is_shown():
+    """A machine that was measured has its place."""
+    found = measured.reports()
+
+    assert set(found) == {path.stem for path in measured.RESULTS.glob("*-*.json")}
+    assert re.findall(r"^## (.+)$", measured.speed(found), re.MULTILINE) == list(found)
+
+
+def test_who_was_wrong_is_named():
+    """A contestant that is not timed must not vanish."""
+    found = measured.reports()
+    wrong = {
+        result["contestant"]
+        for report in found.values()
+        for measurement in report["measurements"]
+        for result in measurement["results"]
+        if result["status"] == "wrong"
+    }
+
+    refused = measured.accuracy(found).partition("## Not timed")[2]
+
+    assert wrong
+    assert all(f"| {who} |" in refused for who in wrong)
+
+
+def test_formulas_are_found_in_pages_and_docstrings():
+    """A fence, a directive over several lines, and both ways of writing one in a line."""
+    text = "a\n```math\nx\n```\nb $`y`$ :math:`z`\n\n.. math:: u,\n    v\n\nc ``$ ls``"
+    found = []
+
+    rest = formulas.translate(text, lambda tex, block: found.append((tex, block)) or "")
+
+    assert [(tex.split(), block) for tex, block in found] == [
+        (["x"], True),
+        (["u,", "v"], True),
+        (["y"], False),
+        (["z"], False),
+    ]
+    assert rest.split() == ["a", "b", "c", "``$", "ls``"]
+
+
+def test_nothing_is_fetched():
+    """The manual is read without a network: no web fonts, no scripts of others."""
+    assert SETTINGS["theme"]["font"] is False
+    assert "offline" in SETTINGS["plugins"]
+    assert "http" not in (ROOT / "mkdocs.yml").read_text()
+    assert not [path for path in (DOCS / "assets").iterdir() if "http" in path.read_text()]
