@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 RESULTS = Path(__file__).parents[2] / "benchmarks"
-_MARK = "<!-- measured -->"
 _COPIES = ("copy_", "clone")
 
 
@@ -68,13 +67,42 @@ def contested(report: dict[str, Any]) -> dict[str, Any]:
     return {**report, "measurements": kept}
 
 
-PAGES = {"measured/speed.md": speed, "measured/accuracy.md": accuracy}
+def attention(found: Mapping[str, dict[str, Any]]) -> str:
+    """Times of attention with ALiBi, in milliseconds: a table for each file."""
+    parts = []
+    for name, report in found.items():
+        case, times = report["case"], report["results"]
+        names = list(dict.fromkeys(each["contestant"] for each in times))
+        held = {
+            (each["length"], each["mode"], each["contestant"]): 1000 * each["median"]
+            for each in times
+            if each.get("median")
+        }
+        cells = [
+            [f"{length}", mode, *(_number(held.get((length, mode, each))) for each in names)]
+            for length, mode in dict.fromkeys(key[:2] for key in held)
+        ]
+        what = f"batch {case['batch']}, {case['heads']} heads of {case['width']} channels"
+        where = report["machine"]["gpu"] or report["machine"]["cpu"]
+        parts.append(f"## ALiBi attention, {name}\n\n{where}, {what}, milliseconds.\n")
+        parts.append(_table(("length", "what"), names, cells))
+    return "\n".join(parts)
+
+
+def fill(markdown: str, folder: Path = RESULTS) -> str:
+    """Put the numbers of ``folder`` at the marks of a page."""
+    found, biased = reports(folder), {}
+    for path in sorted((folder / "alibi").glob("*.json")):
+        biased[path.stem] = json.loads(path.read_text())
+    written = {"speed": speed(found), "accuracy": accuracy(found), "attention": attention(biased)}
+    for name, text in written.items():
+        markdown = markdown.replace(f"<!-- {name} -->", text)
+    return markdown
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Put the numbers at their mark."""
-    write = PAGES.get(page.file.src_uri)
-    return markdown if write is None else markdown.replace(_MARK, write(reports()))
+    """Fill the pages of what was measured."""
+    return fill(markdown) if page.file.src_uri.startswith("measured/") else markdown
 
 
 def on_files(files: Any, config: Any) -> Any:
