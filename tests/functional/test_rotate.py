@@ -175,10 +175,46 @@ def test_queries_and_keys_are_rotated_where_they_stand(interleaved, recorded):
 def test_one_tensor_is_not_rotated_twice_in_place():
     x, before = torch.ones(1, 1, 1, 2), torch.ones(1, 1, 1, 2)
     cos, sin = oracles.tables(1, 1)
-    with pytest.raises(ValueError, match="q and k must be two tensors"):
+    with pytest.raises(ValueError, match="q and k must not share memory"):
         rotate_qk_(x, x, cos, sin)
     q, k = torch.ones(1, 1, 3, 2), torch.ones(1, 1, 3, 2)
     with pytest.raises(ValueError, match="must stay below the rows of cos"):
         rotate_qk_(q, k, cos, sin, position_ids=torch.tensor([0, 0, 4]))
     assert torch.equal(x, before)
     assert torch.equal(q, torch.ones(1, 1, 3, 2))
+
+
+@pytest.mark.parametrize(
+    ("parts", "meets"),
+    [
+        pytest.param(lambda x: (x[:, :, :4], x[:, :, 4:6]), False, id="side-by-side"),
+        pytest.param(lambda x: (x[:, :, 4:6], x[:, :, :4]), False, id="the-other-way"),
+        pytest.param(lambda x: (x[:, :, :4], x[:, :, 3:6]), True, id="one-head-shared"),
+        pytest.param(lambda x: (x[:, :, :4], x[:, :, :4]), True, id="views-of-one"),
+        pytest.param(lambda x: (x[..., :4], x[..., 4:]), False, id="channels"),
+    ],
+)
+def test_what_shares_memory_is_not_written_in_place(parts, meets):
+    whole = torch.randn(2, 5, 6, 8)
+    before = whole.clone()
+    q, k = (part.transpose(1, 2) for part in parts(whole))
+    cos, sin = tables(9, 2)
+    if not meets:
+        wanted = rotate(q.clone(), k.clone(), cos, sin)
+        got = rotate_qk_(q, k, cos, sin)
+        assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))
+        return
+    with pytest.raises(ValueError, match="must not share memory"):
+        rotate_qk_(q, k, cos, sin)
+    assert torch.equal(whole, before)
+
+
+def test_a_leaf_is_refused_before_anything_is_written():
+    q, k = torch.randn(1, 2, 3, 4), torch.randn(1, 2, 3, 4, requires_grad=True)
+    before = q.clone()
+    with pytest.raises(ValueError, match="a leaf that requires a gradient"):
+        rotate_qk_(q, k, *tables(9, 2))
+    assert torch.equal(q, before)
+    overlapping = torch.arange(20.0).as_strided((1, 1, 6, 8), (0, 0, 2, 1))
+    with pytest.raises(ValueError, match="must not share memory with itself"):
+        rotate_(overlapping, *tables(9, 2))

@@ -135,7 +135,7 @@ class TestTimesteps:
             assert torch.allclose(got[row], wanted, rtol=0, atol=1e-12)
 
     def test_bad_input_is_refused(self):
-        with pytest.raises(ValueError, match="downscale_freq_shift must be below"):
+        with pytest.raises(ValueError, match="downscale_freq_shift must be from 0"):
             timestep_embedding(torch.arange(3), 2)
         with pytest.raises(ValueError, match=r"timesteps must have shape \(N,\)"):
             timestep_embedding(torch.ones(2, 2), 8)

@@ -295,3 +295,68 @@ def test_bad_input_is_refused(call, error, text):
     rope = RoPE(8, 64, scaling=LONG)
     with pytest.raises(error, match=text):
         call(rope, torch.randn(1, 1, 3, 8))
+
+
+@DEPENDENT
+@pytest.mark.parametrize("lengths", [[9], [9, 20], [9, 20, 40, 80]], ids=str)
+def test_a_length_for_each_sequence_means_each(rule, lengths):
+    """Tables of fewer sequences than there are would be read past their end."""
+    rope, x = RoPE(8, scaling=rule), torch.randn(3, 2, 4, 8)
+    at = torch.arange(4)
+    for call in (
+        lambda n: rope.rotate(x, seq_len=n),
+        lambda n: rope.shift(x, 1, seq_len=n),
+        lambda n: rope.rerotate(x, at, at, to_seq_len=n),
+    ):
+        with pytest.raises(ValueError, match=r"seq_len must be an int, or have shape \(3,\)"):
+            call(torch.tensor(lengths))
+        with pytest.raises(ValueError, match="seq_len must be at least 0"):
+            call(torch.tensor([3, -5, 4]))
+
+
+def test_changed_arguments_are_followed():
+    x = torch.randn(1, 1, 4, 8)
+    rope = RoPE(8)
+    rope.scaling = scaling.Linear(4.0)
+    assert torch.equal(rope.rotate(x), RoPE(8, scaling=scaling.Linear(4.0)).rotate(x))
+    rope.scaling, rope.axes = None, axes.Axial(2)
+    assert torch.equal(rope.rotate(x), RoPE(8, axes=axes.Axial(2)).rotate(x))
+    rope.axes = None
+    assert torch.equal(rope.rotate(x), RoPE(8).rotate(x))
+
+
+@DEPENDENT
+def test_the_length_of_cached_keys_is_that_of_their_positions(rule):
+    rope, k, old = RoPE(8, scaling=rule), torch.randn(1, 1, 4, 8), torch.arange(4) + 30
+    moved = rope.rerotate(rope.rotate(k, position_ids=old), old, old + 1)
+    assert torch.allclose(moved, rope.rotate(k, position_ids=old + 1), atol=2e-6)
+    with pytest.raises(ValueError, match="seq_len must be given"):
+        rope.shift(k, 1)
+
+
+@DEPENDENT
+def test_an_empty_batch_is_an_empty_batch(rule):
+    rope, x = RoPE(8, scaling=rule), torch.randn(0, 2, 4, 8)
+    assert rope.rotate(x, torch.zeros(0, dtype=torch.long)).shape == x.shape
+    assert rope.rotate(x, position_ids=torch.zeros(0, 4, dtype=torch.long)).shape == x.shape
+
+
+def test_the_limit_holds_for_coordinates_too():
+    x, far = torch.randn(1, 1, 4, 8), torch.arange(4) + 100
+    rope, planar = RoPE(8, 16), RoPE(8, 16, axes=axes.Axial(2))
+    for call in (
+        lambda: planar.rotate(x, position_ids=torch.stack((far, far))),
+        lambda: rope.rerotate(x, far, far),
+        lambda: rope.tables(far),
+        lambda: rope.rotate(x, position_ids=far.double()),
+        lambda: rope.rotate(x, position_ids=torch.tensor([0.0, 1.0, 2.0, float("nan")])),
+    ):
+        with pytest.raises(ValueError, match="below max_seq_len=16"):
+            call()
+    assert rope.rotate(x, position_ids=torch.arange(4.0) - 2).shape == x.shape
+
+
+def test_a_config_gives_way_to_keywords():
+    rope = RoPE.from_config({"head_dim": 64}, head_dim=128)
+    assert (rope.head_dim, rope.rotary_dim) == (128, None)
+    assert RoPE.from_config({"head_dim": 64}, head_dim=32).inv_freq().shape == (16,)

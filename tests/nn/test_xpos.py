@@ -29,7 +29,7 @@ def test_queries_grow_as_keys_shrink(dtype, interleaved):
 
 
 def test_scores_depend_on_the_distance_alone():
-    xpos = XPos(8, 4096, scale_base=16.0)
+    xpos = XPos(8, 4096, scale_base=64.0)
     q, k = (
         torch.randn(1, 1, 1, 8, dtype=torch.float64),
         torch.randn(1, 1, 1, 8, dtype=torch.float64),
@@ -66,3 +66,17 @@ def test_bad_input_is_refused():
         xpos(x, x[..., :4])
     with pytest.raises(ValueError, match="scale_base must be finite"):
         XPos(8, scale_base=0.0)
+
+
+def test_a_range_that_would_overflow_is_refused():
+    with pytest.raises(ValueError, match="Raise scale_base to 745 or more"):
+        XPos(8, 65536)
+    assert XPos(8, 65536, scale_base=745.0).q_cos.isfinite().all()
+
+
+def test_changed_arguments_are_followed():
+    xpos, x = XPos(8, 64), torch.randn(1, 1, 4, 8)
+    xpos.scale_base = 64.0
+    assert torch.equal(xpos(x, x)[0], XPos(8, 64, scale_base=64.0)(x, x)[0])
+    xpos.max_seq_len = 32
+    assert torch.equal(xpos(x, x)[1], XPos(8, 32, scale_base=64.0)(x, x)[1])

@@ -165,6 +165,10 @@ def position_ids(
         rule = f"position_ids must have shape {allowed}"
         got = f"shape {tuple(ids.shape)}"
         raise ValueError(message(who, rule, got, "Give one position to each token."))
+    if ids.is_meta and device.type != "meta":
+        raise ValueError(
+            message(who, "position_ids must hold numbers", "a meta tensor", "Move it.")
+        )
     if ids.device != device and is_readable(ids):
         extent(who, ids, limit_name, limit)
     return ids.to(device=device, dtype=torch.int64)
@@ -203,11 +207,14 @@ def coordinates(
     shape: Sequence[int],
     device: torch.device,
     axes: int | None,
+    limit_name: str = "",
+    limit: int | None = None,
 ) -> Tensor:
     """Positions as int64 or float64: ``(L,)`` or ``(B, L)``, after ``axes`` coordinates if any.
 
     ``shape`` is that of the tensor to encode, ``(B, ..., L, D)``. One position for all of the
-    coordinates of a token is spread over them.
+    coordinates of a token is spread over them. Floating ones may be below zero: coordinates are
+    often counted from the middle.
     """
     ids = positions(who, name, at)
     batch, length = shape[0], shape[-2]
@@ -219,10 +226,19 @@ def coordinates(
         rule = f"{name} must have shape ({start}{length}) or ({start}{batch}, {length})"
         got = f"shape {tuple(ids.shape)}"
         raise ValueError(message(who, rule, got, "Give one position to each token."))
+    if ids.is_meta and device.type != "meta":
+        raise ValueError(message(who, f"{name} must hold numbers", "a meta tensor", "Move it."))
     if ids.dtype in INT_DTYPES:
         if is_readable(ids):
-            extent(who, ids)
+            extent(who, ids, limit_name, limit)
         return ids.to(device=device, dtype=torch.int64)
+    if is_readable(ids) and ids.numel():
+        low, high = (float(end) for end in torch.aminmax(ids))
+        most = FARTHEST + 1 if limit is None else limit
+        if not (low >= -FARTHEST and high < most):
+            rule = f"{name} must be finite and below {limit_name or '2**31 + 1'}={most}"
+            got = f"{low:g} to {high:g}"
+            raise ValueError(message(who, rule, got, "Pass smaller coordinates."))
     return ids.to(device=device, dtype=torch.float32 if device.type == "mps" else torch.float64)
 
 

@@ -7,6 +7,8 @@ from torch import Tensor
 
 from posenc import kernels
 from posenc._contract import checks
+from posenc._contract.memory import meet, meets_itself
+from posenc._contract.tracing import is_plain
 from posenc.kernels import RowOutOfRange, Rows, Turn
 from posenc.numerics.frequencies import Spectrum
 from posenc.numerics.tables import cos_sin
@@ -245,13 +247,17 @@ def _turn_in_place(
     who: str, xs: list[Tensor], cos: Tensor, sin: Tensor, rows: Rows, turn: Turn
 ) -> None:
     for x in xs:
-        if any(size > 1 and step == 0 for size, step in zip(x.shape, x.stride(), strict=True)):
+        if meets_itself(x):
             rule = "a tensor must not share memory with itself to be written in place"
             got = f"strides {x.stride()}"
             raise ValueError(checks.message(who, rule, got, "Call contiguous() first."))
-    if xs[0] is xs[-1] and len(xs) == 2:
-        rule, way_out = "q and k must be two tensors", "Call rotate_ for one."
-        raise ValueError(checks.message(who, rule, "one", way_out))
+        if x.requires_grad and x.is_leaf and torch.is_grad_enabled():
+            rule = "a leaf that requires a gradient must not be written in place"
+            raise ValueError(checks.message(who, rule, "one", "Rotate what is made of it."))
+    if len(xs) == 2 and is_plain(*xs) and meet(*xs):
+        rule = "q and k must not share memory to be written in place"
+        got = f"{tuple(xs[0].shape)} and {tuple(xs[1].shape)}"
+        raise ValueError(checks.message(who, rule, got, "Call clone() on one of them."))
     try:
         kernels.rotate_(xs, cos.resolve_neg(), sin.resolve_neg(), rows, turn)
     except RowOutOfRange as error:
@@ -289,6 +295,7 @@ def turn_all(
     turn: Turn,
 ) -> list[Tensor]:
     """Rotate ``xs`` of ``(B, H, L, D)``; a row that the tables lack is a user's error."""
+    assert cos.dim() == 2 or cos.shape[0] == xs[0].shape[0], "a table for each sequence"
     try:
         return kernels.rotate(xs, cos, sin, rows, turn)
     except RowOutOfRange as error:

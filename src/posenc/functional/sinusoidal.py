@@ -89,7 +89,7 @@ def sinusoidal_grid_embedding(
     checks.float_dtype(who, "dtype", dtype)
     checks.boolean(who, "concatenated", concatenated)
     width = checks.even(who, "embed_dim", embed_dim)
-    if at.dim() < 2 or width % (2 * at.shape[0]):
+    if at.dim() < 2 or at.shape[0] == 0 or width % (2 * at.shape[0]):
         rule = "embed_dim must be a multiple of twice the coordinates of position_ids, (A, ..., L)"
         got = f"{width} and shape {tuple(at.shape)}"
         raise ValueError(checks.message(who, rule, got, "One coordinate is position_ids[None]."))
@@ -140,10 +140,13 @@ def timestep_embedding(
     half = checks.integer(who, "embed_dim", embed_dim, least=2) // 2
     checks.float_dtype(who, "dtype", dtype)
     checks.boolean(who, "flip_sin_to_cos", flip_sin_to_cos)
+    scale = checks.positive_float(who, "scale", scale)
+    plain = isinstance(downscale_freq_shift, (int, float))
+    if not plain or not 0 <= downscale_freq_shift < half:
+        rule = f"downscale_freq_shift must be from 0 to below embed_dim / 2 = {half}"
+        got = checks.describe(downscale_freq_shift)
+        raise ValueError(checks.message(who, rule, got, "Pass 0 or 1."))
     span = half - downscale_freq_shift
-    if not span > 0:
-        rule = f"downscale_freq_shift must be below embed_dim / 2 = {half}"
-        raise ValueError(checks.message(who, rule, downscale_freq_shift, "Pass 0 or 1."))
     period = checks.positive_float(who, "max_period", max_period)
     where = torch.device("cpu") if at.device.type == "mps" else at.device
     index = torch.arange(half, dtype=torch.float64, device=where)

@@ -183,7 +183,14 @@ def convert_state(
         "fused": fused,
     }
     model = families.from_config(folders.config(None, config), **given)
-    plan = _plan(((name, tensor.shape) for name, tensor in state.items()), model, to)
+    if not isinstance(state, Mapping) or not all(isinstance(name, str) for name in state):
+        got, way_out = checks.describe(state), "Pass model.state_dict()."
+        raise TypeError(
+            checks.message("convert_state", "state must be a dict by name", got, way_out)
+        )
+    # Step counts and the like pass.
+    tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
+    plan = _plan(((name, tensor.shape) for name, tensor in tensors.items()), model, to)
     return {
         name: layouts.take(tensor, plan[name]) if name in plan else tensor
         for name, tensor in state.items()

@@ -167,6 +167,10 @@ def permute(tensor: Tensor, kind: str, heads: Heads, *, to: Layout, dim: int = 0
     if not isinstance(tensor, Tensor):
         got, way_out = type(tensor).__name__, "Pass one weight at a time."
         raise TypeError(checks.message("permute", "tensor must be a torch.Tensor", got, way_out))
+    if not isinstance(kind, str) or not isinstance(heads, Heads):
+        got = f"{checks.describe(kind)} and {checks.describe(heads)}"
+        rule, way_out = "kind must be a string, and heads a Heads", "Pass 'q' and Heads(32, 128)."
+        raise TypeError(checks.message("permute", rule, got, way_out))
     if kind == "norm":
         runs = norm_blocks(tensor.shape, heads)
         return take(tensor, order(runs, heads, to))

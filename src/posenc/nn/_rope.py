@@ -50,7 +50,9 @@ class RopeTables(RotaryTables):
         if interleaved_out is not None:
             checks.boolean(who, "interleaved_out", interleaved_out)
         self.interleaved_out = interleaved_out
-        if rotary_dim is not None and checks.even(who, "rotary_dim", rotary_dim) > self.head_dim:
+        if rotary_dim is not None:
+            rotary_dim = checks.even(who, "rotary_dim", rotary_dim)
+        if rotary_dim is not None and rotary_dim > self.head_dim:
             rule = f"rotary_dim must be at most head_dim={self.head_dim}"
             way_out = "Pass None to rotate all of a head."
             raise ValueError(checks.message(who, rule, rotary_dim, way_out))
@@ -60,7 +62,7 @@ class RopeTables(RotaryTables):
         self.axes = checks.instance(who, "axes", axes, Axes, "Pass axes.Axial(2), say.")
         if axes is not None:
             axes.check(who, self._width())
-        self._resting = self._at(None)
+        self._rest()
         # What the rule cannot scale is refused now, and not at the first call; and what it makes
         # is remembered, because torch.export cannot work it out.
         turn_steps(self._resting)
@@ -96,20 +98,34 @@ class RopeTables(RotaryTables):
             rule = rule.at(seq_len)
         return Spectrum(self._width(), self.base, rule, self.axes)
 
+    def _rest(self) -> None:
+        """Work out what the kept tables are made of, again if an argument was changed since."""
+        self._resting, self._made_of = self._at(None), (self.scaling, self.axes)
+
     def _length(self, who: str, x: Tensor | None, seq_len: Any) -> Any:
         """The length to take the rule at; None where that makes no difference to a short one."""
+        if seq_len is None:
+            return None
+        each = isinstance(seq_len, Tensor) and seq_len.dim() != 0
+        if isinstance(seq_len, Tensor):
+            if seq_len.dtype not in checks.INT_DTYPES or (each and x is None):
+                rule = "seq_len must be an int" + (
+                    ", or an integer tensor" if x is not None else ""
+                )
+                raise TypeError(checks.message(who, rule, checks.describe(seq_len), "Pass len(x)."))
+            if each and x is not None:
+                seq_len = checks.offsets(who, seq_len, x.shape, x.device, name="seq_len")
+            if is_readable(seq_len) and seq_len.numel():
+                checks.integer(who, "seq_len", int(seq_len.min()), least=0)
+            if not each and is_readable(seq_len):
+                seq_len = int(seq_len)
+        if not isinstance(seq_len, Tensor):
+            seq_len = checks.integer(who, "seq_len", seq_len, least=0)
         trained = None if self.scaling is None else self.scaling.trained_length()
-        if trained is None or seq_len is None:
+        if trained is None:
             return None
         if isinstance(seq_len, Tensor):
-            if seq_len.dtype not in checks.INT_DTYPES or seq_len.dim() > 1:
-                rule = "seq_len must be an int, or an integer tensor of shape (B,)"
-                raise TypeError(checks.message(who, rule, checks.describe(seq_len), "Pass len(x)."))
-            if seq_len.dim() != 0 or not is_readable(seq_len):
-                return seq_len if x is None else seq_len.to(x.device)
-            seq_len = int(seq_len)
-        else:
-            seq_len = checks.integer(who, "seq_len", seq_len, least=0)
+            return seq_len if x is None else seq_len.to(x.device)
         if x is not None and not may_keep(x):
             # One graph for every length: the comparison is made inside it.
             return torch.full((), seq_len, dtype=torch.int64, device=x.device)
@@ -120,7 +136,9 @@ class RopeTables(RotaryTables):
         if self.scaling is None or self.scaling.trained_length() is None:
             return None
         end = rows.start + (x.shape[2] if rows.advances() else 1)
-        return end if rows.positions is None or x.shape[2] == 0 else rows.positions.max() + end
+        if rows.positions is None or rows.positions.numel() == 0:
+            return end
+        return rows.positions.max() + end
 
     def _tables_for(
         self,
@@ -152,8 +170,14 @@ class RopeTables(RotaryTables):
         length = None
         if self.scaling is not None:
             length = self._length(who, x, self._last(x, rows) if seq_len is None else seq_len)
-        if self._resting.base != self.base or self._resting.dim != self._width():
-            self._resting = self._at(None)
+        rest, (scaling, axes) = self._resting, self._made_of
+        if (
+            rest.base != self.base
+            or rest.dim != self._width()
+            or scaling is not self.scaling
+            or axes is not self.axes
+        ):
+            self._rest()
         if length is None and (not inverse or self._resting.gain() == 1.0):
             return self._cos_sin(who, x, self._resting, rows, need)
         at = rows.numbers(x.shape[2], x.device)
@@ -166,10 +190,19 @@ class RopeTables(RotaryTables):
         self, who: str, x: Tensor, position_ids: Tensor, seq_len: Any
     ) -> tuple[Tensor, float | Tensor]:
         """Angles and gain of tokens that have coordinates of their own."""
-        at = checks.coordinates(who, "position_ids", position_ids, x.shape, x.device, self._count())
-        if seq_len is None and at.numel():
-            seq_len = at.max().floor().to(torch.int64) + 1
-        return self._angles_and_gain(at, self._length(who, x, seq_len))
+        at = self._coordinates(who, "position_ids", x, position_ids)
+        return self._angles_and_gain(at, self._length(who, x, self._span(at, seq_len)))
+
+    def _coordinates(self, who: str, name: str, x: Tensor, at: Tensor) -> Tensor:
+        return checks.coordinates(
+            who, name, at, x.shape, x.device, self._count(), "max_seq_len", self.max_seq_len
+        )
+
+    def _span(self, at: Tensor, seq_len: Any) -> Any:
+        """The length that positions speak of, unless another is given."""
+        if seq_len is not None or at.numel() == 0:
+            return seq_len
+        return at.max().floor().to(torch.int64).clamp(min=-1) + 1
 
     def _angles_and_gain(self, at: Tensor, length: Any) -> tuple[Tensor, float | Tensor]:
         spectrum = self._at(length)

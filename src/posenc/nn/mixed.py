@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from posenc._contract import checks
-from posenc.functional.rotary import turn_all
+from posenc.functional.rotary import check_queries_and_keys, turn_all
 from posenc.kernels import Rows, Turn
 from posenc.numerics.frequencies import inverse_frequencies
 from posenc.numerics.tables import of_angles, widest
@@ -97,6 +97,7 @@ class MixedRoPE(nn.Module):
             at = checks.coordinates(
                 who, "position_ids", position_ids, x.shape, x.device, self.coordinates
             )
+        check_queries_and_keys(who, q, k)
         way_out = "Build MixedRoPE with that num_heads."
         checks.equal(who, "heads of k", k.shape[1], self.num_heads, way_out)
         if q.shape[1] % self.num_heads:

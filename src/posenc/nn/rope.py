@@ -159,8 +159,8 @@ class RoPE(RopeTables):
             offset: Position of the first token: what a cache already holds. An integer tensor
                 ``(B,)`` gives each sequence its own.
             position_ids: Integers of shape ``(L,)`` or ``(B, L)``, instead of ``offset``; with
-                several axes also ``(A, L)`` or ``(A, B, L)``. Floating ones are coordinates
-                between the whole ones.
+                several axes ``(L,)``, ``(A, L)`` or ``(A, B, L)``. Floating ones are coordinates
+                between the whole ones, and may be negative.
             seq_len: Length of the whole sequence, for a rule that depends on it; an integer
                 tensor ``(B,)`` gives each its own. One past the last position if None.
 
@@ -229,8 +229,10 @@ class RoPE(RopeTables):
                 several axes ``(A, L)`` or ``(A, B, L)``.
             to_positions: The positions they are to have.
             from_seq_len: The length their rule was taken at, if it depends on it: an int, or
-                ``(B,)`` for each sequence's own. None for one that fits the trained length.
-            to_seq_len: The length to take it at now.
+                ``(B,)`` for each sequence's own. One past the last of ``from_positions`` if None,
+                as :meth:`rotate` would have taken it.
+            to_seq_len: The length to take it at now; one past the last of ``to_positions`` if
+                None.
 
         Returns:
             A new tensor like ``k``, in the layout of the rotated keys.
@@ -244,12 +246,13 @@ class RoPE(RopeTables):
         """
         who = f"{type(self).__name__}.rerotate"
         self._check(who, "k", k)
-        shape, device, axes = k.shape, k.device, self._count()
-        target = checks.coordinates(who, "to_positions", to_positions, shape, device, axes)
-        origin = checks.coordinates(who, "from_positions", from_positions, shape, device, axes)
-        phi, gain = self._angles_and_gain(target, self._length(who, k, to_seq_len))
-        old, old_gain = self._angles_and_gain(origin, self._length(who, k, from_seq_len))
-        return self._turned_by(who, k, phi - old, gain / old_gain)
+        target = self._coordinates(who, "to_positions", k, to_positions)
+        origin = self._coordinates(who, "from_positions", k, from_positions)
+        new = self._length(who, k, self._span(target, to_seq_len))
+        old = self._length(who, k, self._span(origin, from_seq_len))
+        phi, gain = self._angles_and_gain(target, new)
+        before, old_gain = self._angles_and_gain(origin, old)
+        return self._turned_by(who, k, phi - before, gain / old_gain)
 
     def shift(self, k: Tensor, by: int | Tensor, *, seq_len: int | Tensor | None = None) -> Tensor:
         """Move rotated keys by a number of positions, back if it is negative.
@@ -257,7 +260,7 @@ class RoPE(RopeTables):
         Args:
             k: Rotated keys ``(B, H, L, D)``.
             by: An int, or an integer tensor ``(B,)`` for each sequence's own.
-            seq_len: The length their rule was taken at, if it depends on it.
+            seq_len: The length their rule was taken at; must be given if it depends on it.
 
         Examples:
             >>> rope, k = RoPE(8), torch.randn(1, 1, 4, 8)
@@ -271,6 +274,11 @@ class RoPE(RopeTables):
         else:
             by = checks.integer(who, "by", by, least=-checks.FARTHEST)
             at = torch.full((1,), by, device=k.device)
+        if seq_len is None and self.scaling is not None and self.scaling.trained_length():
+            rule = f"seq_len must be given, because {type(self.scaling).__name__} depends on it"
+            raise ValueError(
+                checks.message(who, rule, None, "Pass the length they were rotated at.")
+            )
         # One angle serves every token of a sequence.
         at = at[:, None].expand(-1, k.shape[2])
         phi, _ = self._angles_and_gain(self._spread(at), self._length(who, k, seq_len))

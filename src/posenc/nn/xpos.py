@@ -12,6 +12,9 @@ from posenc.nn._tables import TableModule
 from posenc.numerics.frequencies import Spectrum
 from posenc.numerics.tables import cos_sin, widest
 
+# The largest power of 1 / 0.2857 that leaves float32 room: 1e24.
+_POWER = 44
+
 
 class XPos(TableModule):
     r"""Rotate queries and keys, and let their product decay with the distance.
@@ -21,8 +24,10 @@ class XPos(TableModule):
               \zeta_i = \frac{2i/d + 0.4}{1.4}
 
     The product of a query at ``m`` and a key at ``n`` is scaled by :math:`\zeta^{(m-n)/s}`: for
-    causal attention only. :math:`c` is the middle of ``max_seq_len`` and cancels; it keeps the
-    numbers near one, and does not move with the sequence, so that cached keys stay right.
+    causal attention only. :math:`c` is the middle of ``max_seq_len`` and cancels; it does not move
+    with the sequence, so that cached keys stay right. At the ends of the range the first pair is
+    scaled by :math:`3.5^{L/2s}`, up and down: a range that float32 could not hold is refused, and
+    float16 wants ``scale_base`` to be an eighth of ``max_seq_len`` or more.
 
     Args:
         head_dim: Channels ``D`` of a head, even.
@@ -58,9 +63,18 @@ class XPos(TableModule):
         self.base = checks.positive_float(who, "base", base)
         self.scale_base = checks.positive_float(who, "scale_base", scale_base)
         self.interleaved = checks.boolean(who, "interleaved", interleaved)
+        self._check_range()
         device = torch.get_default_device()
         spectrum = Spectrum(self.head_dim, self.base)
         self._build(spectrum, self.max_seq_len, device, widest(device))
+
+    def _check_range(self) -> None:
+        power = self.max_seq_len / 2 / self.scale_base
+        if power > _POWER:
+            rule = f"max_seq_len must be at most {2 * _POWER} times scale_base={self.scale_base:g}"
+            way_out = f"Raise scale_base to {self.max_seq_len / 2 / _POWER:.0f} or more."
+            raise ValueError(checks.message("XPos", rule, self.max_seq_len, way_out))
+        self._made_of = (self.scale_base, self.max_seq_len)
 
     def _tabulate(
         self, positions: Tensor, spectrum: Spectrum, dtype: torch.dtype
@@ -91,6 +105,9 @@ class XPos(TableModule):
         if rows.positions is None:
             last = rows.start + q.shape[2] - 1
             checks.covered(who, last, "max_seq_len", limit, "a smaller offset")
+        if self._made_of != (self.scale_base, limit):
+            self._check_range()
+            self._spectrum = None
         tables = self._kept(q, Spectrum(self.head_dim, self.base), limit)
         if tables is None:
             at = torch.arange(limit, device=q.device)

@@ -231,7 +231,7 @@ class Config:
         """Whether pairs are adjacent, in the input and, if it differs, in the output."""
         kind = self.top.get("model_type")
         flag = self.top.get("rope_interleave")
-        if flag is None and kind in INTERLEAVED_TO_HALVES:
+        if flag is None and isinstance(kind, str) and kind in INTERLEAVED_TO_HALVES:
             flag = True
         if flag is not None:
             source = "rope_interleave" if "rope_interleave" in self.top else "model_type"

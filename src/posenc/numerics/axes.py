@@ -112,7 +112,8 @@ class Axial(Axes):
     dealt: bool = False
 
     def __post_init__(self) -> None:
-        checks.integer("Axial", "coordinates", self.coordinates)
+        count = checks.integer("Axial", "coordinates", self.coordinates)
+        object.__setattr__(self, "coordinates", count)
         checks.boolean("Axial", "dealt", self.dealt)
 
     def count(self) -> int:

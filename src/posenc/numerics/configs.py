@@ -31,7 +31,9 @@ class Recipe:
 
     def arguments(self) -> dict[str, Any]:
         """Keywords for `RoPE`."""
-        return {name: getattr(self, name) for name in self.__slots__ if name != "sources"}
+        given = {name: getattr(self, name) for name in self.__slots__ if name != "sources"}
+        # All of a head, whatever its width is made to be.
+        return {**given, "rotary_dim": None} if self.rotary_dim == self.head_dim else given
 
 
 def read(config: Any, *, layer_type: str | None = None) -> Recipe:

@@ -37,6 +37,7 @@ def from_offset(
         start = checks.integer(who, "offset", offset, least=0)
         return torch.arange(start, start + count, device=device)
     first = checks.offsets(who, offset, (offset.numel(),), torch.device(device or offset.device))
+    checks.extent(who, first)
     return first[:, None] + torch.arange(count, device=first.device)
 
 
@@ -58,6 +59,8 @@ def from_cu_seqlens(cu_seqlens: Tensor, total: int | None = None) -> Tensor:
     who = "from_cu_seqlens"
     starts = _integers(who, "cu_seqlens", cu_seqlens)
     checks.rank(who, "cu_seqlens", starts, (1,), "(N + 1,)")
+    if total is not None:
+        total = checks.integer(who, "total", total, least=0)
     if total is None or starts.device.type == "cpu":
         values = starts.tolist()
         if not values or values[0] != 0 or any(b < a for a, b in pairwise(values)):
@@ -68,7 +71,7 @@ def from_cu_seqlens(cu_seqlens: Tensor, total: int | None = None) -> Tensor:
             rule = f"total must be at least {values[-1]}, the last of cu_seqlens"
             raise ValueError(checks.message(who, rule, total, "Pass the number of tokens."))
         total = values[-1] if total is None else total
-    token = torch.arange(checks.integer(who, "total", total, least=0), device=starts.device)
+    token = torch.arange(total, device=starts.device)
     # A token belongs to the last sequence that begins at it or before it; empty ones own none.
     owner = torch.searchsorted(starts, token, right=True) - 1
     return token - starts[owner]
