@@ -36,9 +36,9 @@ def summary(results: list[dict[str, Any]]) -> str:
     said = [verdict(result) for result in results]
     done, idle = said.count("patched"), said.count(_IDLE)
     rest = len(said) - done - idle
+    others = f"; {rest} could not be" if rest else ""
     return (
-        f"{done} of {len(said)} folders are patched; in {idle} no code that rotates runs; "
-        f"{rest or 'no'} other{'s are' if rest != 1 else ' is'} not."
+        f"{done} of {len(said)} folders are patched; in {idle} no code that rotates runs{others}."
     )
 
 

@@ -169,7 +169,8 @@ def _search(original: Callable[..., Any]) -> Known | None:
 
 def _named(variant: Variant) -> str:
     said = [variant.tables]
-    said += [f"{variant.tokens} tokens"] * (variant.tokens != "all")
+    said += ["patches only"] * (variant.tokens == "patches")
+    said += ["last rows for queries"] * (variant.tokens == "latest")
     said += ["last channels"] * variant.last + ["backwards"] * variant.backwards
     return ", ".join(said)
 
