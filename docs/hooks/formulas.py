@@ -15,10 +15,9 @@ _DIRECTIVE = re.compile(
 _INLINE = re.compile(r"\$`(?P<tex>[^`]+)`\$|:math:`(?P<role>[^`]+)`")
 _REFERENCE = re.compile(r":(?:func|class|meth):`(?P<name>[^`]+)`")
 
-_FUNCTION = re.compile(
-    r"(?P<before></mi>|</mn>|</msub>|<mrow>|<mo>[^<]*</mo>|/>)(?P<name><mi>(?:sin|cos|ln|max|min)</mi>)"
-    r"(?!<mo stretchy)"
-)
+_NAME = r"<mi>(?:sin|cos|ln|max|min)</mi>"
+_BEFORE = re.compile(rf"(?:(?<=</m[in]>)|(?<=</msu[bp]>))(?={_NAME})")
+_AFTER = re.compile(rf"({_NAME})(?!<mo stretchy)")
 _THIN = '<mspace width="0.167em" />'
 
 
@@ -31,7 +30,7 @@ def mathml(tex: str, *, block: bool = False) -> str:
     # thin spaces around a function's name.
     drawn = drawn.replace(r"\_", "_")
     drawn = re.sub(r"<mi>(&#x0230[89AB];)</mi>", r'<mo stretchy="false">\1</mo>', drawn)
-    return _FUNCTION.sub(rf"\g<before>{_THIN}\g<name>{_THIN}", drawn)
+    return _AFTER.sub(rf"\1{_THIN}", _BEFORE.sub(_THIN, drawn))
 
 
 def translate(text: str, put: Callable[[str, bool], str]) -> str:
