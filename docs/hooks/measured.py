@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -109,15 +108,14 @@ def on_files(files: Any, config: Any) -> Any:
     """Put a picture of each file among the files of the site."""
     from mkdocs.structure.files import File
 
+    from posenc.lab.pictures.style import image
     from posenc.lab.plots import timings
 
     for name, report in reports().items():
         drawn = contested(report)
         if drawn["measurements"]:
-            content = io.BytesIO()
-            timings(drawn).savefig(content, format="svg", metadata={"Date": None})
-            path = f"pictures/{name}.svg"
-            files.append(File.generated(config, path, content=content.getvalue()))
+            content = image(timings(drawn), ".svg")
+            files.append(File.generated(config, f"pictures/{name}.svg", content=content))
     return files
 
 

@@ -2,44 +2,34 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable
-from importlib import import_module
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import torch
+
+from posenc.lab.pictures.gallery import gallery
+from posenc.lab.pictures.style import SERIES, figure, image, plain
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7")
-
 
 def show(encoding: str, *rules: str) -> Figure:
     """What `posenc show` draws of an encoding, or of RoPE as trained and by each of ``rules``."""
-    if not find_spec("posenc.lab.pictures"):
-        return gallery()
     from posenc.lab.pictures import show as lab
 
     view = lab.rope_view(128, rules=rules) if encoding == "rope" else lab.View(encoding)
     return lab.figure(view)
 
 
-def gallery() -> Figure:
-    """All four encodings."""
-    where = "pictures.gallery" if find_spec("posenc.lab.pictures") else "plots"
-    return import_module(f"posenc.lab.{where}").gallery()
-
-
 def layouts() -> Figure:
     """Eight channels and which of them turn together, in both layouts."""
-    figure = _figure(7.2, 3.4)
-    upper, lower = figure.subplots(2, 1)
+    drawn = figure(7.2, 3.4)
+    upper, lower = drawn.subplots(2, 1)
     _channels(upper, "interleaved: neighbours", [(0, 1), (2, 3), (4, 5), (6, 7)])
     _channels(lower, "half: each with the one D/2 further on", [(0, 4), (1, 5), (2, 6), (3, 7)])
-    return figure
+    return drawn
 
 
 def precision() -> Figure:
@@ -63,18 +53,18 @@ def precision() -> Figure:
         "angles in float64": (whole.double()[:, None] * double).cos(),
         "posenc": posenc.RoPE(dim, None).tables(whole)[0][:, ::4],
     }
-    figure = _figure(7.2, 4)
-    ax = figure.subplots()
+    drawn = figure(7.2, 4)
+    ax = drawn.subplots()
     x = [2.0**octave for octave in octaves]
-    for (name, cos), colour in zip(found.items(), _COLOURS, strict=True):
+    for (name, cos), colour in zip(found.items(), SERIES, strict=True):
         error = (cos.double() - exact).abs().amax(1).view(len(x), -1).amax(1).clamp(min=1e-17)
         ax.loglog(x, error.numpy(), color=colour, lw=2)
         place = (x[-1], float(error[-1]))
         above = (0, -14 if name.endswith("float32") else 6)
         ax.annotate(name, place, above, textcoords="offset points", color=colour, ha="right")
-    ax.set(xlabel="position", ylabel="largest error of a cosine", ylim=(1e-17, 300))
-    ax.grid(visible=True, color="#d0d7de", lw=0.6)
-    return figure
+    plain(ax, "Largest error of a cosine", "position", "")
+    ax.set_ylim(1e-17, 300)
+    return drawn
 
 
 PICTURES: dict[str, Callable[[], Figure]] = {
@@ -89,35 +79,19 @@ PICTURES: dict[str, Callable[[], Figure]] = {
 }
 
 
-def svg(figure: Figure) -> bytes:
-    """The figure as a file that is the same at each build."""
-    import matplotlib as mpl
-
-    content = io.BytesIO()
-    with mpl.rc_context({"svg.hashsalt": "posenc"}):
-        figure.savefig(content, format="svg", metadata={"Date": None})
-    return content.getvalue()
-
-
 def on_files(files: Any, config: Any) -> Any:
     """Put the pictures among the files of the site."""
     from mkdocs.structure.files import File
 
     for name, draw in PICTURES.items():
-        files.append(File.generated(config, f"pictures/{name}.svg", content=svg(draw())))
+        files.append(File.generated(config, f"pictures/{name}.svg", content=image(draw(), ".svg")))
     return files
-
-
-def _figure(width: float, height: float) -> Figure:
-    from matplotlib.figure import Figure
-
-    return Figure(figsize=(width, height), layout="constrained")
 
 
 def _channels(ax: Axes, title: str, pairs: list[tuple[int, int]]) -> None:
     from matplotlib.patches import Arc, Rectangle
 
-    for pair, ((left, right), colour) in enumerate(zip(pairs, _COLOURS, strict=True)):
+    for pair, ((left, right), colour) in enumerate(zip(pairs, SERIES, strict=True)):
         for channel in (left, right):
             ax.add_patch(Rectangle((channel, 0), 0.92, 0.92, color=colour))
             ax.text(channel + 0.46, 0.46, channel, color="white", ha="center", va="center")
