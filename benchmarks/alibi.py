@@ -165,6 +165,17 @@ def measure(
     return results
 
 
+def save(args: argparse.Namespace, results: list[dict]) -> None:
+    """Write what there is so far."""
+    heads, width, dtype, _ = CASES[args.device]
+    case = {"batch": 1, "heads": heads, "width": width, "dtype": str(dtype)}
+    settings = {"threads": args.threads, "rounds": args.rounds}
+    report = {"machine": machine.describe(), "case": case, "settings": settings, "results": results}
+    if args.json:
+        args.json.parent.mkdir(parents=True, exist_ok=True)
+        args.json.write_text(json.dumps(report, indent=1) + "\n")
+
+
 def main() -> None:
     """Measure, print a table and write the file."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -193,13 +204,7 @@ def main() -> None:
                     memory = f"{r['memory'] / 2**20:9.1f} MiB" if "memory" in r else ""
                     line = f"{length:7} {mode:8} {r['contestant']:24} {r['median'] * 1e3:10.3f} ms"
                     print(f"{line} {memory} off by {r['error']:.2f}", flush=True)
-    heads, width, dtype, _ = CASES[args.device]
-    case = {"batch": 1, "heads": heads, "width": width, "dtype": str(dtype)}
-    settings = {"threads": args.threads, "rounds": args.rounds}
-    report = {"machine": machine.describe(), "case": case, "settings": settings, "results": found}
-    if args.json:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps(report, indent=1) + "\n")
+            save(args, found)
 
 
 if __name__ == "__main__":

@@ -64,13 +64,6 @@ def test_another_offset_does_not_compile_again():
     assert counters["stats"]["unique_graphs"] == 2
 
 
-def test_lengths_share_a_graph():
-    counters.clear()
-    for length in (130, 150, 230):
-        run(length, length)
-    assert counters["stats"]["unique_graphs"] == 2
-
-
 def test_a_kernel_that_does_not_compile_is_tried_once_then_the_other(monkeypatch):
     tried = []
 
