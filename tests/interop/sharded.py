@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
 from torch.distributed.tensor.debug import CommDebugMode
+from torch.testing import assert_close
 
 import posenc
 import posenc.interop.distributed
@@ -23,7 +24,7 @@ from processes import each
 R, BATCH, HEADS, LENGTH = Replicate(), Shard(0), Shard(1), Shard(2)
 
 
-def equal_to_one_process(function, tensors, placements, mesh, *, collectives=0):
+def equal_to_one_process(function, tensors, placements, mesh):
     """``function`` of DTensors is that of plain tensors, and so are the gradients: to the bit."""
     plain = [x.clone().requires_grad_() for x in tensors]
     spread = [
@@ -33,7 +34,7 @@ def equal_to_one_process(function, tensors, placements, mesh, *, collectives=0):
     wanted = _tuple(function(*plain))
     with CommDebugMode() as communication:
         got = _tuple(function(*spread))
-    assert communication.get_total_counts() == collectives, communication.get_comm_counts()
+    assert not communication.get_total_counts(), communication.get_comm_counts()
     generator = torch.Generator().manual_seed(1)
     for a, b, x in zip(wanted, got, spread, strict=False):
         assert b.placements == x.placements, f"{x.placements} became {b.placements}"
@@ -45,7 +46,7 @@ def equal_to_one_process(function, tensors, placements, mesh, *, collectives=0):
     ]
     with CommDebugMode() as communication:
         torch.autograd.backward(got, spread_seeds)
-    assert communication.get_total_counts() == collectives, communication.get_comm_counts()
+    assert not communication.get_total_counts(), communication.get_comm_counts()
     for a, b in zip(plain, spread, strict=True):
         assert torch.equal(b.grad.full_tensor(), a.grad)
 
@@ -141,6 +142,39 @@ def special(mesh) -> dict:
         for placement in (R, BATCH, HEADS, LENGTH, Shard(3)):
             equal_to_one_process(posenc.ALiBi(8), (x,), ([placement],), mesh)
 
+    def alibi_attention():
+        g = torch.Generator().manual_seed(6)
+        tensors = [torch.randn(4, heads, 40, 8, generator=g) for heads in (8, 4, 4)]
+        few = [torch.randn(4, heads, 5, 8, generator=g) for heads in (8, 1, 1)]
+        own = torch.rand(4, 8, generator=g)
+        for placement in (R, BATCH, HEADS, LENGTH):
+            for alibi, inputs in (
+                (posenc.ALiBi(8), tensors),
+                (posenc.ALiBi(8, causal=False), tensors),
+                (posenc.ALiBi(8, slopes=own), few),
+            ):
+                plain = [x.clone().requires_grad_() for x in inputs]
+                at = [placement if x.shape[1] > 1 or placement != HEADS else R for x in inputs]
+                spread = [
+                    distribute_tensor(x, mesh, [p]).requires_grad_()
+                    for x, p in zip(inputs, at, strict=True)
+                ]
+                wanted = alibi.attention(*plain)
+                with CommDebugMode() as communication:
+                    got = alibi.attention(*spread)
+                # Only a sequence that is cut has its keys and values gathered, once each.
+                gathered = communication.get_total_counts()
+                assert gathered == (2 if placement == LENGTH else 0), gathered
+                assert got.placements == (placement,)
+                # SDPA adds up in another order for another number of queries.
+                assert_close(got.full_tensor(), wanted, rtol=1e-5, atol=1e-6)
+                assert placement == LENGTH or torch.equal(got.full_tensor(), wanted)
+                wanted.backward(wanted.detach())
+                got.backward(distribute_tensor(wanted.detach(), mesh, [placement]))
+                for a, b in zip(plain, spread, strict=True):
+                    # Where several ranks saw a key, its gradient is a sum in another order.
+                    assert_close(b.grad.full_tensor(), a.grad, rtol=1e-5, atol=1e-6)
+
     def learned():
         x = torch.randn(4, 8, 16, generator=torch.Generator().manual_seed(3))
         module = posenc.LearnedPosEmbedding(32, 16)
@@ -152,7 +186,7 @@ def special(mesh) -> dict:
             assert torch.equal(y.full_tensor(), module(x, 3))
             y.square().sum().backward()
             got, module.pos_emb.weight.grad = module.pos_emb.weight.grad, None
-            torch.testing.assert_close(got, wanted)
+            assert_close(got, wanted)
 
     def keys_on_every_rank():
         equal_to_one_process(rope, (q, k), ([HEADS], [R]), mesh)
@@ -194,7 +228,7 @@ def special(mesh) -> dict:
             shards = [distribute_tensor(x, mesh, [placement]) for x in (q, k)]
             functional.rotate(*shards, *mine)[0].square().sum().backward()
             for a, b in zip(plain, mine, strict=True):
-                torch.testing.assert_close(b.grad, a.grad)
+                assert_close(b.grad, a.grad)
 
     def out_of_range():
         shards = [distribute_tensor(x, mesh, [LENGTH]) for x in (q, k)]
@@ -219,7 +253,7 @@ def special(mesh) -> dict:
 
     local = locals()
     names = (
-        "added scores learned keys_on_every_rank uneven sharded_ids learned_tables "
+        "added scores alibi_attention learned keys_on_every_rank uneven sharded_ids learned_tables "
         "out_of_range fewer_tokens_than_ranks compiled"
     )
     return {name: local[name] for name in names.split()}

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor
 
@@ -21,11 +21,13 @@ class Sharding(NamedTuple):
         kind: The class.
         replicate: Makes one of a tensor that every process has the whole of, beside another.
         local: The part that this process has.
+        attend: Runs an attention, given first, on what each process has of the queries.
     """
 
     kind: type[Tensor]
     replicate: Callable[[Tensor, Tensor], Tensor]
     local: Callable[[Tensor], Tensor]
+    attend: Callable[..., Tensor]
 
 
 known: Sharding | None = None
@@ -57,3 +59,9 @@ def alongside(x: Tensor, table: Held) -> Held:
         return table
     assert known is not None
     return known.replicate(table, x)
+
+
+def attend_shards(attend: Callable[..., Tensor], *tensors: Tensor, **options: Any) -> Tensor:
+    """``attend`` for what each process has of the queries, the first of ``tensors``."""
+    assert known is not None
+    return known.attend(attend, *tensors, **options)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from posenc._contract import checks
 from posenc._contract import keys as keys_of
+from posenc._contract.sharding import attend_shards, is_sharded
 from posenc.attention import arguments, blocks, chunked, flex
 from posenc.attention import windows as windows_of
 from posenc.attention.blocks import BLOCK
@@ -68,6 +69,17 @@ def alibi_attention(
         torch.Size([1, 8, 512, 64])
     """
     who = "alibi_attention"
+    if is_sharded(q):
+        return attend_shards(
+            *(alibi_attention, q, k, v, slopes),
+            causal=causal,
+            scale=scale,
+            offset=offset,
+            documents=documents,
+            windows=windows,
+            score_bound=score_bound,
+            path=path,
+        )
     slopes = arguments.inputs(who, q, k, v, slopes)
     checks.boolean(who, "causal", causal)
     checks.boolean(who, "windows", windows)

@@ -8,10 +8,13 @@ positions that its tokens have in the whole sequence.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor.experimental import register_sharding
 
 from posenc._contract import sharding
@@ -20,7 +23,7 @@ from posenc.kernels import ops
 Placements = list[Placement | None]
 
 
-def _replicate(table: Tensor, x: Tensor) -> Tensor:
+def _replicate(table: Tensor, x: Tensor) -> DTensor:
     assert isinstance(x, DTensor)
     everywhere = [Replicate()] * x.device_mesh.ndim
     return DTensor.from_local(table, x.device_mesh, everywhere, run_check=False)
@@ -81,4 +84,70 @@ def _(x: Any, cos: Any, sin: Any, positions: Any, start: int, *turn: Any) -> lis
     return [([], inputs) for _, inputs in _rules((x,), cos, sin, positions, start)]
 
 
-sharding.known = sharding.Sharding(DTensor, _replicate, _local)
+def _attend(
+    attend: Callable[..., Tensor],
+    q: Any,
+    k: Any,
+    v: Any,
+    slopes: Tensor,
+    *,
+    offset: int | Tensor | None = None,
+    **options: Any,
+) -> Tensor:
+    """Attention of this rank's queries: its batch, its heads' slopes, its place in the sequence.
+
+    Keys and values are sharded with the batch and the heads of ``q``, and gathered where it is
+    sharded along the sequence; their gradients are then summed over the ranks that saw them.
+    """
+    at = [p if p in (Shard(0), Shard(1), Shard(2)) else Replicate() for p in q.placements]
+    q = q.redistribute(placements=at)
+    batch, heads, tokens = (_here(q, dim) for dim in range(3))
+    ranks = math.prod(q.device_mesh.size(i) for i, p in enumerate(at) if p == Shard(1))
+    apart = [Shard(0)] if k.shape[1] % ranks else [Shard(0), Shard(1)]
+    beside = [p if p in apart else Replicate() for p in at]
+    # A rank whose queries are not those of another has but a part of the gradient.
+    part = [p if p == b else Partial() for p, b in zip(at, beside, strict=True)]
+    group = q.shape[1] // k.shape[1]
+    k, v = (x.redistribute(placements=beside).to_local(grad_placements=part) for x in (k, v))
+    if k.shape[1] * group != len(heads):
+        served = [head // group for head in heads]
+        k, v = k[:, served], v[:, served]
+    if tokens:
+        first = v.shape[2] - q.shape[2] if offset is None else offset
+        options = {name: _of(batch, heads, name, value) for name, value in options.items()}
+        start = _of(batch, heads, "offset", first) + tokens[0]
+        slopes = _of(batch, heads, "slopes", slopes)
+        y = attend(q.to_local(), k, v, slopes, offset=start, **options)
+    else:
+        # No queries here, but others wait for this rank's part of the gradients.
+        y = q.to_local()[..., :1] * (k.sum() + v.sum())
+        y = y.expand(-1, -1, -1, v.shape[3])
+    shape = torch.Size((*q.shape[:3], v.shape[3]))
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(y, q.device_mesh, at, run_check=False, shape=shape, stride=stride)
+
+
+def _here(x: DTensor, dim: int) -> range:
+    """Which entries of the whole along ``dim`` this rank has."""
+    found = range(x.shape[dim])
+    where = x.device_mesh.get_coordinate()
+    assert where is not None
+    for placement, ranks, rank in zip(x.placements, x.device_mesh.shape, where, strict=True):
+        if placement == Shard(dim):
+            step = -(-len(found) // ranks)
+            found = found[rank * step : (rank + 1) * step]
+    return found
+
+
+def _of(batch: range, heads: range, name: str, value: Any) -> Any:
+    """The part of an option that belongs to this rank's sequences and heads."""
+    if not isinstance(value, Tensor):
+        return value
+    if value.dim() == (1 if name == "offset" else 2) and value.shape[0] > 1:
+        value = value[batch.start : batch.stop]
+    if name in ("slopes", "score_bound") and value.dim() and value.shape[-1] > 1:
+        value = value[..., heads.start : heads.stop]
+    return value
+
+
+sharding.known = sharding.Sharding(DTensor, _replicate, _local, _attend)
