@@ -7,6 +7,7 @@ import pytest
 EXAMPLES = sorted((Path(__file__).parent.parent / "examples").glob("*.py"))
 # What each must have said: the claim it makes, as a number small enough to be rounding.
 CLAIMS = {
+    "alibi_attention": ["off from the bias matrix by", "as in decoding: off by"],
     "context_parallel": ["losses of four processes are those of one to"],
     "decode_with_cache": ["off from reading all at once by", "are those of new positions, to"],
     "packed_sequences": ["text 2,  9 tokens: packed and alone differ by"],
@@ -41,3 +42,7 @@ def test_the_tour_draws_its_picture(tmp_path):
     said = run(Path(EXAMPLES[0].parent, "tour.py"), "-o", str(picture))
     assert str(picture) in said
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_every_example_is_known():
+    assert sorted(CLAIMS) == [path.stem for path in EXAMPLES]

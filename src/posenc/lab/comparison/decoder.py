@@ -116,8 +116,7 @@ class _Attention(nn.Module):
         if self.rope is not None:
             q, k = self.rope(q, k)
         if self.alibi is not None:
-            bias = self.alibi.get_bias(q.shape[2])
-            y = F.scaled_dot_product_attention(q, k, v, attn_mask=bias[None])
+            y = self.alibi.attention(q, k, v)
         else:
             y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.out(y.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]

@@ -101,8 +101,8 @@ def _body(results: dict[str, Any]) -> list[str]:
         "</div>",
         "<h2>What each costs</h2>",
         _costs(results),
-        '<p class="quiet">Memory is the most that tensors held at one time: of a training step, '
-        "and of reading one sequence of the longest length. Speeds are medians on this machine, "
+        '<p class="quiet">Memory is the most that was allocated at one time: in a training step, '
+        "and in reading one sequence of the longest length. Speeds are medians on this machine, "
         "shared with whatever else it was doing.</p>",
     ]
 
