@@ -113,6 +113,14 @@ def test_a_killed_run_leaves_whole_files_and_goes_on_to_the_same_numbers(tmp_pat
     assert numbers(tmp_path) == whole
 
 
+def test_a_run_writes_nothing_but_its_files(tmp_path, capfd):
+    """The profiler warns about memory it did not see being taken; there must be none."""
+    run = Run(tmp_path, Plan(**TINY))
+    run.begin()
+    run.go()
+    assert capfd.readouterr() == ("", "")
+
+
 def test_a_new_run_replaces_what_the_folder_had(tmp_path):
     for name in (CHECKPOINT, "report.html", "figure.png"):
         (tmp_path / name).write_text("old")

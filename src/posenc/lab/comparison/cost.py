@@ -29,6 +29,9 @@ def cost(model: Decoder, text: Text, plan: Plan, done: Progress) -> dict[str, fl
         with torch.no_grad():
             next_token_loss(model, long)
 
+    # Gradients and tables that were there before are not part of what is watched.
+    model.zero_grad()
+    learn()
     seconds = []
     for _ in range(3):
         began = time.perf_counter()
