@@ -10,7 +10,7 @@ from posenc.lab.comparison.plan import Plan
 from posenc.lab.comparison.run import Run
 
 TINY = (
-    "--train-length 8 --steps 3 --batch 2 --width 16 --layers 1 --heads 2 --windows 2 --threads 1"
+    "--train-length 8 --steps 3 --batch 2 --width 16 --layers 1 --heads 2 --windows 2 --jobs 1"
 ).split()
 
 
@@ -88,12 +88,12 @@ def test_ctrl_c_keeps_what_is_done_and_resume_goes_on(run, tmp_path, monkeypatch
     out = tmp_path / "out"
     go = Run.go
 
-    def interrupted(self, tell, every=10.0):
+    def interrupted(self, tell, **options):
         def stop(event):
             if event.unit.trains == "alibi":
                 raise KeyboardInterrupt
 
-        go(self, stop, every)
+        go(self, stop, **options)
 
     monkeypatch.setattr(Run, "go", interrupted)
     stopped = run(*TINY, "--encodings", "none,alibi", "-o", out)

@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.progress import (
     BarColumn,
     Progress,
+    TaskID,
     TextColumn,
     TimeElapsedColumn,
     TimeRemainingColumn,
@@ -24,7 +25,7 @@ from rich.table import Table
 from posenc.cli._root import Refused
 from posenc.lab import store
 from posenc.lab.comparison.encodings import COMPARED, ENCODINGS
-from posenc.lab.comparison.plan import QUICK, Plan
+from posenc.lab.comparison.plan import QUICK, Plan, Unit
 from posenc.lab.comparison.run import RESULTS, Event, Run
 
 _HELP = """Train the same small transformer with each encoding, and test it on longer sequences.
@@ -85,8 +86,9 @@ def compare(
         typer.Option(help="Of RoPE and sinusoid.", show_default="a quarter of the train length"),
     ] = None,
     windows: Annotated[int | None, _flag("Sequences tested.", "windows", min=1)] = None,
-    threads: Annotated[
-        int | None, typer.Option(min=1, help="CPU threads.", show_default="torch's")
+    threads: Annotated[int | None, _flag("CPU threads of a training.", "threads", min=1)] = None,
+    jobs: Annotated[
+        int | None, typer.Option(min=1, help="Trainings at a time.", show_default="one a core")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the numbers as JSON.")] = False,
 ) -> None:
@@ -118,7 +120,7 @@ def compare(
     stopped = False
     try:
         with _progress(run) as tell:
-            run.go(tell)
+            run.go(tell, jobs=jobs)
     except KeyboardInterrupt:
         stopped = True
     except ValueError as wrong:
@@ -192,29 +194,32 @@ def _draw(run: Run) -> dict[str, Path]:
 
 @contextlib.contextmanager
 def _progress(run: Run) -> Iterator[Callable[[Event], None]]:
-    """Two bars on stderr while somebody looks; nothing in a pipe."""
+    """Bars on stderr while somebody looks, one for each training; nothing in a pipe."""
     console = Console(stderr=True)
     if not console.is_terminal:
         yield lambda event: None
         return
     units = run.plan.units()
-    todo = [unit for unit in units if str(unit) not in run.results["units"]]
-    words = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()
+    done = {str(unit): float(str(unit) in run.results["units"]) for unit in units}
+    words = TextColumn("{task.description:24}"), BarColumn(), TimeElapsedColumn()
     with Progress(*words, TimeRemainingColumn(), console=console, transient=True) as bars:
-        whole = bars.add_task("all", total=len(units), completed=len(units) - len(todo))
-        one = bars.add_task("", total=1.0)
-        current: list[Any] = [None]
+        whole = bars.add_task("all", total=len(units))
+        tasks: dict[Unit, TaskID] = {}
 
         def tell(event: Event) -> None:
-            if current[0] != event.unit:
-                current[0] = event.unit
-                bars.reset(one)
+            if event.unit not in tasks:
+                tasks[event.unit] = bars.add_task("", total=1.0)
             loss = "" if event.loss is None else f", loss {event.loss:.2f}"
-            seed = f" seed {event.unit.seed}" if len(run.plan.seeds) > 1 else ""
+            seed = f" {event.unit.seed}" if len(run.plan.seeds) > 1 else ""
             label = f"{ENCODINGS[event.unit.trains].label}{seed}{loss}"
-            bars.update(one, description=f"{label:22}", completed=event.done)
-            before = len(units) - len(todo) + todo.index(event.unit)
-            bars.update(whole, completed=before + event.done)
+            bars.update(
+                tasks[event.unit],
+                description=label,
+                completed=event.done,
+                visible=event.done < 1,
+            )
+            done[str(event.unit)] = event.done
+            bars.update(whole, completed=sum(done.values()))
 
         yield tell
 

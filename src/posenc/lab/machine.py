@@ -19,7 +19,7 @@ def describe() -> dict[str, str | int | None]:
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     return {
         "cpu": _cpu(),
-        "cores": _cores(),
+        "cores": cores(),
         "architecture": platform.machine(),
         "system": platform.system(),
         "gpu": gpu,
@@ -31,7 +31,8 @@ def describe() -> dict[str, str | int | None]:
     }
 
 
-def _cores() -> int:
+def cores() -> int:
+    """Cores that this process may use."""
     # A container is often given fewer cores than the machine has.
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))

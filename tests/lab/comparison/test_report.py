@@ -18,7 +18,6 @@ TINY = Plan(
     layers=1,
     heads=2,
     windows=2,
-    threads=1,
 )
 
 

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
-
-import torch
 
 from posenc.lab.comparison.encodings import COMPARED, ENCODINGS
 
@@ -32,7 +29,7 @@ class Plan:
             pair then turns about once in a training sequence. With 10 000, made for thousands of
             positions, most pairs never do, and RoPE fails at 4 times the length as the others do.
         windows: Sequences of held-out text that are tested.
-        threads: Of the CPU; sums are rounded differently with another count.
+        threads: Of the CPU, for each training; sums are rounded differently with another count.
     """
 
     encodings: tuple[str, ...] = COMPARED
@@ -48,7 +45,7 @@ class Plan:
     learning_rate: float = 8e-3
     base: float | None = None
     windows: int = 64
-    threads: int = dataclasses.field(default_factory=torch.get_num_threads)
+    threads: int = 1
 
     def __post_init__(self) -> None:
         for name in self.encodings:

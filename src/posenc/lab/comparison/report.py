@@ -102,8 +102,8 @@ def _body(results: dict[str, Any]) -> list[str]:
         "<h2>What each costs</h2>",
         _costs(results),
         '<p class="quiet">Memory is the most that was allocated at one time: in a training step, '
-        "and in reading one sequence of the longest length. Speeds are medians on this machine, "
-        "shared with whatever else it was doing.</p>",
+        "and in reading one sequence of the longest length. Speeds are medians, with other "
+        "trainings on the other cores.</p>",
     ]
 
 
@@ -199,10 +199,11 @@ def _missing(results: dict[str, Any]) -> list[str]:
 
 def _origin(results: dict[str, Any]) -> str:
     machine, text = results["machine"], results["text"]
-    threads = results["plan"]["threads"]
+    count = results["plan"]["threads"]
+    threads = f"{count} thread{'s' if count > 1 else ''} for each training"
     return (
         f"posenc {results['posenc']}, torch {machine['torch']}, Python {machine['python']}, "
-        f"{machine['cpu']}, {threads} threads, {machine['date']}. Text: {text['name']}, "
+        f"{machine['cpu']}, {threads}, {machine['date']}. Text: {text['name']}, "
         f"{text['train']:,} symbols to learn from and {text['held']:,} to test on, "
         f"SHA-256 {text['sha256'][:16]}. Seeds: {', '.join(map(str, results['plan']['seeds']))}."
     )

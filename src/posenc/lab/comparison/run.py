@@ -6,7 +6,9 @@ import dataclasses
 import json
 import math
 import statistics
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,12 +19,13 @@ from posenc.lab import machine, store
 from posenc.lab.comparison.cost import cost
 from posenc.lab.comparison.decoder import Decoder
 from posenc.lab.comparison.encodings import ENCODINGS
+from posenc.lab.comparison.memory import peak_bytes
 from posenc.lab.comparison.plan import Plan, Unit
 from posenc.lab.comparison.summary import summarize
 from posenc.lab.comparison.text import Text, load
 from posenc.lab.comparison.training import Progress, batches, next_token_loss, train
 
-RESULTS, CHECKPOINT = "results.json", "checkpoint.pt"
+RESULTS = "results.json"
 # Points of a training curve that are kept, and parts of a training length told apart.
 _CURVE, _PARTS = 50, 4
 
@@ -35,8 +38,12 @@ class Event(NamedTuple):
     loss: float | None
 
 
+class Stopped(Exception):
+    """Another training was interrupted or failed, so this one ends too."""
+
+
 class Run:
-    """A comparison in a folder: finished units in ``results.json``, the current in a checkpoint.
+    """A comparison in a folder: finished units in ``results.json``, current ones in checkpoints.
 
     Args:
         folder: Where results go.
@@ -60,8 +67,9 @@ class Run:
 
     def begin(self) -> None:
         """Make the folder this run's: what another left in it goes first."""
-        for name in (CHECKPOINT, RESULTS, "report.html", "figure.png", "figure.svg"):
+        for name in (RESULTS, "report.html", "figure.png", "figure.svg"):
             (self.folder / name).unlink(missing_ok=True)
+        self._tidy("checkpoint-*.pt")
         self._write()
 
     @classmethod
@@ -80,24 +88,67 @@ class Run:
             raise ValueError(f"{run.text.name} has changed since {file} was written.")
         run.results["units"] = units
         run._write()
+        run._tidy()
         return run
 
-    def go(self, tell: Callable[[Event], None] = lambda event: None, every: float = 10.0) -> None:
-        """Train and test what is not finished; ``every`` so many seconds there is a checkpoint."""
-        before = torch.get_num_threads()
-        torch.set_num_threads(self.plan.threads)
+    def go(
+        self,
+        tell: Callable[[Event], None] = lambda event: None,
+        *,
+        every: float = 10.0,
+        jobs: int | None = None,
+    ) -> None:
+        """Train and test what is not finished.
+
+        Several trainings side by side use the cores better than one that is split over them:
+        the operations of a small model are too short to share. The numbers are the same.
+
+        Args:
+            tell: Called after each step, from the thread of its training.
+            every: Seconds between checkpoints of a training.
+            jobs: Trainings at a time; as many as there are cores for if None.
+        """
+        todo = [unit for unit in self.plan.units() if str(unit) not in self.results["units"]]
+        before, stop = torch.get_num_threads(), threading.Event()
+        if jobs is None:
+            jobs = max(1, machine.cores() // self.plan.threads)
+
+        def tell_or_stop(event: Event) -> None:
+            if stop.is_set():
+                raise Stopped
+            tell(event)
+
+        # The profiler complains on stderr unless its first use is in the thread that loaded torch.
+        peak_bytes(lambda: None)
+        pool = ThreadPoolExecutor(
+            jobs, initializer=torch.set_num_threads, initargs=(self.plan.threads,)
+        )
         try:
-            for unit in self.plan.units():
-                if str(unit) not in self.results["units"]:
-                    self.results["units"][str(unit)] = self._unit(unit, tell, every)
-                    self._write()
-                    (self.folder / CHECKPOINT).unlink(missing_ok=True)
+            running = {pool.submit(self._unit, unit, tell_or_stop, every): unit for unit in todo}
+            for finished in as_completed(running):
+                self.results["units"][str(running[finished])] = finished.result()
+                self._write()
+                self._checkpoint(running[finished]).unlink(missing_ok=True)
         finally:
+            # What a training cannot be told while it works, it is told at its next step.
+            stop.set()
+            pool.shutdown(cancel_futures=True)
             torch.set_num_threads(before)
 
+    def _checkpoint(self, unit: Unit) -> Path:
+        return self.folder / f"checkpoint-{unit}.pt"
+
+    def _tidy(self, *patterns: str) -> None:
+        """Remove what a killed run was writing, and what else is named."""
+        for pattern in (".*.partial", *patterns):
+            for path in self.folder.glob(pattern):
+                path.unlink(missing_ok=True)
+
     def _write(self) -> None:
-        done = self.results["units"]
-        self.results["complete"] = all(str(unit) in done for unit in self.plan.units())
+        done, names = self.results["units"], [str(unit) for unit in self.plan.units()]
+        # In the order of the plan, whichever was finished first.
+        self.results["units"] = {name: done[name] for name in names if name in done}
+        self.results["complete"] = len(self.results["units"]) == len(names)
         self.results["summary"] = summarize(self.results)
         content = json.dumps(self.results, indent=1, allow_nan=False)
         store.write(self.folder / RESULTS, f"{content}\n".encode())
@@ -123,7 +174,7 @@ class Run:
             starts,
             length=plan.train_length,
             peak=plan.learning_rate,
-            checkpoint=self.folder / CHECKPOINT,
+            checkpoint=self._checkpoint(unit),
             name=str(unit),
             every=every,
             tell=lambda p: tell(Event(unit, p.step / plan.steps, p.losses[-1])),
