@@ -25,7 +25,8 @@ RULES = [
 ]
 IDS = [type(rule).__name__ for rule in RULES]
 
-even = st.integers(2, 64).map(lambda n: 2 * n)
+# transformers divides by d - 2 in dynamic NTK, so half a head has 4 channels or more.
+even = st.integers(4, 64).map(lambda n: 2 * n)
 factor = st.floats(1.0, 64.0)
 length = st.integers(16, 2**17)
 
@@ -95,8 +96,14 @@ def test_every_rope_type_agrees_with_transformers(kind):
         rope = RoPE.from_config(config)
         ours = rope.inv_freq(seq_len)
         assert rope.attention_factor(seq_len) == pytest.approx(gain, rel=1e-12)
-        # float32 powers and quotients: a few ulps of each rate; blends cancel no digits.
-        assert torch.allclose(ours, theirs.double(), rtol=1e-5, atol=1e-12)
+        # float32 powers and quotients: a few ulps of each rate.
+        allowed = 1e-5 * theirs.double() + 1e-12
+        if kind == "llama3":
+            # Its blend is a difference of turns in float32, which loses digits where they meet.
+            rope.scaling, p = None, config.rope_parameters
+            band = p["high_freq_factor"] - p["low_freq_factor"]
+            allowed += rope.inv_freq() * 16 * 2.0**-24 * p["high_freq_factor"] / band
+        assert ((ours - theirs.double()).abs() <= allowed).all()
 
     agree()
 
