@@ -49,7 +49,9 @@ ENCODINGS = {
             "The table has rows for the longest test, and the later ones were never trained: "
             "they are as LearnedPosEmbedding made them.",
         ),
-        Encoding("rope", "RoPE", "rope", "The pairs turn on, slow ones to angles never seen."),
+        Encoding(
+            "rope", "RoPE", "rope", "The pairs turn on, to distances that no model was trained on."
+        ),
         _rotary(
             "rope-yarn",
             "RoPE + YaRN",

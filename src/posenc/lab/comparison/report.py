@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -92,6 +93,8 @@ def _body(results: dict[str, Any]) -> list[str]:
         _chart("training", figures.training, results, "Means of stretches of steps."),
         "</div>",
         "<h2>How each goes past the training length</h2>",
+        f"<p>RoPE and the sinusoid have base {plan['base']:g}: the slowest pair turns once in "
+        f"{_slowest(plan):.0f} positions.</p>",
         "<dl>",
         *(f"<dt>{_name(row)}</dt><dd>{_e(row['past'])}</dd>" for row in results["summary"]),
         "</dl>",
@@ -105,6 +108,12 @@ def _body(results: dict[str, Any]) -> list[str]:
         "and in reading one sequence of the longest length. Speeds are medians, with other "
         "trainings on the other cores.</p>",
     ]
+
+
+def _slowest(plan: dict[str, Any]) -> float:
+    """Positions of a full turn of RoPE's slowest pair."""
+    dim = plan["width"] // plan["heads"]
+    return float(math.tau * plan["base"] ** ((dim - 2) / dim))
 
 
 def _chart(
@@ -166,7 +175,10 @@ def _looks(plan: dict[str, Any], shown: set[str]) -> list[str]:
     """The pictures of `posenc show`, for the sizes of this model."""
     length, longest = plan["train_length"], plan["train_length"] * max(plan["times"])
     drawn = {
-        "sinusoidal": (show.View("sinusoidal", plan["width"], length, longest), "Sinusoidal"),
+        "sinusoidal": (
+            show.View("sinusoidal", plan["width"], length, longest, plan["base"]),
+            "Sinusoidal",
+        ),
         "learned": (show.View("learned", plan["width"], length, longest), "Learned"),
         "rope": (
             show.rope_view(
