@@ -314,6 +314,12 @@ def test_a_length_for_each_sequence_means_each(rule, lengths):
             call(torch.tensor([3, -5, 4]))
 
 
+@pytest.mark.parametrize("wrong", ["a", -1, 1.5, torch.tensor([5.0])], ids=str)
+def test_a_length_is_checked_where_no_rule_asks_for_it_too(wrong):
+    with pytest.raises((TypeError, ValueError), match="seq_len must be"):
+        RoPE(8).rotate(torch.randn(1, 1, 4, 8), seq_len=wrong)
+
+
 def test_changed_arguments_are_followed():
     x = torch.randn(1, 1, 4, 8)
     rope = RoPE(8)

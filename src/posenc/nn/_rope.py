@@ -168,7 +168,7 @@ class RopeTables(RotaryTables):
             if need is not None and rows.advances():
                 need += x.shape[2] - 1
         length = None
-        if self.scaling is not None:
+        if self.scaling is not None or seq_len is not None:
             length = self._length(who, x, self._last(x, rows) if seq_len is None else seq_len)
         rest, (scaling, axes) = self._resting, self._made_of
         if (
