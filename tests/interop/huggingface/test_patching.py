@@ -1,8 +1,7 @@
-"""Models of transformers on our rotation. `docs/models.py` does this for every rotary folder."""
+"""Models of transformers on our rotation; `tools/models` does this for every rotary folder."""
 
 import copy
 import io
-import math
 import pickle
 import re
 import sys
@@ -12,18 +11,9 @@ import torch
 import transformers
 from torch import nn
 
+from hf_models import SMALL, apart, llama, tiny, tokens
 from posenc.interop.huggingface import patch, patched, unpatch
 
-SMALL = {
-    "hidden_size": 64,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 99,
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
-}
 LATENT = {
     **SMALL,
     "num_key_value_heads": 4,
@@ -89,26 +79,6 @@ FAMILIES = {
 }
 
 
-def tiny(name, **changes):
-    torch.manual_seed(0)
-    kind = getattr(transformers, name)
-    model = kind(kind.config_class(**changes)).eval()
-    with torch.no_grad():
-        # Fresh weights are so small that attention is flat, and would hide a wrong rotation.
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                parameter.normal_(0, parameter[0].numel() ** -0.5)
-    return model
-
-
-def llama(**changes):
-    return tiny("LlamaForCausalLM", **{**SMALL, **changes})
-
-
-def tokens(batch=2, length=9):
-    return torch.randint(1, 99, (batch, length), generator=torch.Generator().manual_seed(1))
-
-
 def call(model):
     if "Vision" in type(model).__name__:
         patches = torch.randn(32, 48, generator=torch.Generator().manual_seed(1))
@@ -122,10 +92,6 @@ def run(model):
     out = call(model)
     (out * torch.linspace(-1, 1, out.numel()).view(out.shape)).sum().backward()
     return out.detach(), [p.grad.clone() for p in model.parameters() if p.grad is not None]
-
-
-def apart(a, b):
-    return ((a - b).abs().max() / a.abs().max()).item()
 
 
 class Calls:
@@ -397,115 +363,3 @@ def test_a_patched_model_compiles_whole():
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
 
     assert apart(expected, compiled(tokens()).logits) < 2e-5
-
-
-def test_tables_are_exact_where_those_of_the_model_are_not():
-    """At a million a float32 angle is off by thousandths of a radian, or more."""
-    model = llama(max_position_embeddings=2**20)
-    at = torch.tensor([[0, 1, 4097, 131_071, 1_000_003]])
-    rates = [10_000.0 ** (-2 * i / 16) for i in range(8)]
-    exact = torch.tensor([[math.cos(p * rate) for rate in rates] for p in at[0].tolist()])
-    x = torch.zeros(1)
-    before = model.model.rotary_emb(x, at)[0][0, :, :8]
-    patch(model)
-
-    cos = model.model.rotary_emb(x, at)[0][0]
-
-    assert (cos[:, :8] - exact).abs().max() < 1e-7
-    assert torch.equal(cos[:, 8:], cos[:, :8])
-    assert (before - exact).abs().max() > 1e-3
-
-
-def test_tables_outlive_a_cast_of_the_model():
-    """Casting rounds the model's own rates to halves; the patch does not read them."""
-    model = llama()
-    patch(model)
-    x, at = torch.zeros(1), torch.arange(64)[None]
-    expected = model.model.rotary_emb(x, at)
-
-    model.to(torch.float16)
-    got = model.model.rotary_emb(x.half(), at)
-
-    assert all(map(torch.equal, got, expected))
-    logits = model(tokens()).logits
-    assert logits.dtype == torch.float16
-    assert logits.isfinite().all()
-
-
-SCALED = {
-    "linear": {"factor": 4.0},
-    "dynamic": {"factor": 4.0},
-    "yarn": {"factor": 4.0, "original_max_position_embeddings": 16},
-    "llama3": {
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 16,
-    },
-    "longrope": {
-        "short_factor": [1.0] * 8,
-        "long_factor": [4.0] * 8,
-        "original_max_position_embeddings": 16,
-        "factor": 4.0,
-    },
-}
-
-
-@pytest.mark.parametrize("rule", SCALED)
-def test_scaling_rules_keep_their_meaning_short_then_long_then_short(rule):
-    """The rates of dynamic and longrope change with the length, in the module's own code."""
-    rope = {"rope_type": rule, "rope_theta": 10_000.0, **SCALED[rule]}
-    longest = 16 if rule == "dynamic" else 64
-    model = llama(rope_parameters=rope, max_position_embeddings=longest)
-    lengths = (9, 40, 9)
-    expected = [model(tokens(length=length)).logits for length in lengths]
-
-    with patched(model) as report:
-        got = [model(tokens(length=length)).logits for length in lengths]
-
-    own = rule in ("dynamic", "longrope")
-    assert report.tables[0].rates == ("its own" if own else "from the config")
-    for a, b in zip(expected, got, strict=True):
-        assert apart(a, b) < 2e-5
-    again = [model(tokens(length=length)).logits for length in lengths]
-    assert all(map(torch.equal, again, expected))
-
-
-def rotate_half(x):
-    a, b = x.chunk(2, dim=-1)
-    return torch.cat((-b, a), dim=-1)
-
-
-def apply_rotary_pos_emb_kernel(q, k, cos, sin):
-    return q * cos + rotate_half(q) * sin, k * cos + rotate_half(k) * sin
-
-
-class Kernel(nn.Module):
-    """What the kernels package makes of a function."""
-
-    kernel_layer_name = "rotary_pos_emb"
-
-    def forward(self, q, k, cos, sin):
-        return apply_rotary_pos_emb_kernel(q, k, cos, sin)
-
-
-kernelized_rotary = Kernel()
-
-
-class Kernelized(nn.Module):
-    def forward(self, q, cos, sin):
-        return kernelized_rotary(q, q, cos, sin)
-
-
-def test_a_function_that_the_kernels_package_made_a_module_is_replaced():
-    model = Kernelized()
-    q = torch.randn(2, 3, 5, 8)
-    phi = torch.rand(5, 4)
-    tables = [torch.cat((t, t), dim=-1) for t in (phi.cos(), phi.sin())]
-    expected = model(q, *tables)
-
-    with patched(model) as report:
-        got = model(q, *tables)
-
-    assert [p.function for p in report.places] == ["kernelized_rotary"]
-    assert all(apart(a, b) < 1e-6 for a, b in zip(expected, got, strict=True))
