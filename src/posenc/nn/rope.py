@@ -112,7 +112,7 @@ class RoPE(RopeTables):
 
     def inv_freq(self, seq_len: int | None = None) -> Tensor:
         """Rates that pairs turn by in a sequence of this length, float64 ``[P]``, radians."""
-        return scaled_rates(self._at(self._length("RoPE.inv_freq", None, seq_len)))
+        return scaled_rates(self._at(self._length("RoPE.inv_freq", None, seq_len))).clone()
 
     def attention_factor(self, seq_len: int | None = None) -> float:
         """What cosines and sines are multiplied with in a sequence of this length."""

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import decimal
+import math
 import operator
 from dataclasses import dataclass
 from decimal import Decimal
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from posenc.numerics.axes import Axes
+from posenc.numerics.constants import constant
 from posenc.numerics.scaling import Rule
 
 _TAU = Decimal("6.283185307179586476925286766559005768394338798750211641949889184615632812572")
@@ -34,6 +37,10 @@ class Spectrum:
     base: float = 10_000.0
     scaling: Rule | None = None
     axes: Axes | None = None
+
+    def width(self) -> int:
+        """:math:`d` of the rates that the axes choose from."""
+        return self.dim if self.axes is None else self.axes.width(self.dim)
 
     def gain(self, seq_len: Tensor | None = None) -> float | Tensor:
         """What cosines and sines are multiplied with."""
@@ -62,9 +69,7 @@ def inverse_frequencies(dim: int, base: float = 10_000.0) -> Tensor:
     References:
         Su et al., *RoFormer*, 2021, section 3.2.2.
     """
-    # index() and hex() settle numbers that torch.compile would otherwise leave open.
-    rates = _constant_rates(operator.index(dim), float(base).hex())
-    return torch.tensor(rates, dtype=torch.float64, device="cpu")
+    return scaled_rates(Spectrum(dim, float(base))).clone()
 
 
 def scaled_rates(
@@ -73,23 +78,26 @@ def scaled_rates(
     """The rate of each pair, after its rule and in the order of its axes, float64 ``[P]``.
 
     A rule is applied in float64; without one each rate is correctly rounded. With lengths in a
-    tensor ``[...]``, which rules may depend on, the rates are ``[..., 1, P]``.
+    tensor ``[...]``, which rules may depend on, the rates are ``[..., 1, P]``. They are not to be
+    written to.
 
     Examples:
         >>> from posenc.numerics.scaling import Linear
         >>> scaled_rates(Spectrum(4, scaling=Linear(2.0)))
         tensor([0.5000, 0.0050], dtype=torch.float64)
     """
-    dim, axes = spectrum.dim, spectrum.axes
-    rates = inverse_frequencies(dim if axes is None else axes.width(dim), spectrum.base)
-    if device is not None:
-        rates = rates.to(device)
-    if spectrum.scaling is not None:
-        rates = spectrum.scaling(rates, spectrum.base, seq_len)
-        if seq_len is None and not rates.isfinite().all():
-            rule = f"{spectrum.scaling} makes rates that are not finite, with base {spectrum.base}"
-            raise ValueError(f"{rule}.\n  Pass a factor closer to 1.")
-    return rates if axes is None else rates[..., list(axes.rates(dim // 2))]
+    device = torch.device("cpu") if device is None else device
+    if seq_len is None or spectrum.scaling is None:
+        if torch.compiler.is_compiling():
+            rates = _constant_rates(*_settled(spectrum)[1:])
+        else:
+            rates = _rounded_rates(spectrum)
+        return constant(rates, torch.float64, device)
+    plain = scaled_rates(Spectrum(spectrum.width(), spectrum.base), device)
+    scaled, axes = spectrum.scaling(plain, spectrum.base, seq_len), spectrum.axes
+    if axes is None:
+        return scaled
+    return scaled[..., constant(axes.rates(spectrum.dim // 2), torch.int64, device)]
 
 
 def turn_steps(spectrum: Spectrum) -> tuple[tuple[int, ...], tuple[float, ...]]:
@@ -105,24 +113,47 @@ def turn_steps(spectrum: Spectrum) -> tuple[tuple[int, ...], tuple[float, ...]]:
         >>> steps[0] / 2**64  # one radian, in turns
         0.15915494309189535
     """
-    dim, base = operator.index(spectrum.dim), spectrum.base.hex()
-    return _constant_steps(dim, base, spectrum.scaling, spectrum.axes)
+    if torch.compiler.is_compiling():
+        return _constant_steps(*_settled(spectrum)[1:])
+    return _turn_steps(spectrum)
 
 
-def _constant_steps(
-    dim: int, base: str, scaling: Rule | None, axes: Axes | None
-) -> tuple[tuple[int, ...], tuple[float, ...]]:
-    return _turn_steps(Spectrum(dim, float.fromhex(base), scaling, axes))
+def _settled(part: Any) -> Any:
+    """A description in numbers and names that torch.compile takes for constants.
+
+    Examples:
+        >>> from posenc.numerics.scaling import Linear
+        >>> _settled(Linear(2.0))
+        (<class 'posenc.numerics.scaling.fixed.Linear'>, '0x1.0000000000000p+1')
+    """
+    if isinstance(part, tuple):
+        return tuple([_settled(item) for item in part])
+    if isinstance(part, float):
+        # hex() and index() settle numbers that torch.compile would otherwise leave open.
+        return part.hex()
+    if part is None or isinstance(part, bool):
+        return part
+    if isinstance(part, int):
+        return operator.index(part)
+    return type(part), *[_settled(getattr(part, name)) for name in part.__match_args__]
 
 
-# Memoised on the whole description: 128 numbers each, and a few milliseconds to work out.
-@lru_cache(maxsize=256)
-def _rounded_rates(dim: int, base: str) -> tuple[float, ...]:
-    return tuple(float(rate) for rate in _exact_rates(Spectrum(dim, float.fromhex(base))))
+def _restored(part: Any) -> Any:
+    """What :func:`_settled` was given."""
+    if isinstance(part, str):
+        return float.fromhex(part)
+    if not isinstance(part, tuple):
+        return part
+    items = [_restored(item) for item in part]
+    return items[0](*items[1:]) if part and isinstance(part[0], type) else tuple(items)
 
 
-def _constant_rates(dim: int, base: str) -> tuple[float, ...]:
-    return _rounded_rates(dim, base)
+def _constant_steps(*settled: Any) -> tuple[tuple[int, ...], tuple[float, ...]]:
+    return _turn_steps(_restored((Spectrum, *settled)))
+
+
+def _constant_rates(*settled: Any) -> tuple[float, ...]:
+    return _rounded_rates(_restored((Spectrum, *settled)))
 
 
 # What torch.compiler.assume_constant_result does, without importing the compiler for it.
@@ -130,15 +161,28 @@ _constant_steps._dynamo_marked_constant = True  # type: ignore[attr-defined]
 _constant_rates._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
+# Memoised on the whole description: 128 numbers each, and a few milliseconds to work out.
+@lru_cache(maxsize=256)
+def _rounded_rates(spectrum: Spectrum) -> tuple[float, ...]:
+    rates = [float(rate) for rate in _exact_rates(Spectrum(spectrum.width(), spectrum.base))]
+    rule = spectrum.scaling
+    if rule is not None:
+        rates = rule(torch.tensor(rates, dtype=torch.float64, device="cpu"), spectrum.base).tolist()
+        if not all(map(math.isfinite, rates)):
+            problem = f"{rule} makes rates that are not finite, with base {spectrum.base}"
+            raise ValueError(f"{problem}.\n  Pass a factor closer to 1.")
+    axes = spectrum.axes
+    return tuple(rates if axes is None else [rates[i] for i in axes.rates(spectrum.dim // 2)])
+
+
 @lru_cache(maxsize=256)
 def _turn_steps(spectrum: Spectrum) -> tuple[tuple[int, ...], tuple[float, ...]]:
     if spectrum.scaling is None:
-        rates, axes = _exact_rates(spectrum), spectrum.axes
+        rates, axes = _exact_rates(Spectrum(spectrum.width(), spectrum.base)), spectrum.axes
         if axes is not None:
-            rates = _exact_rates(Spectrum(axes.width(spectrum.dim), spectrum.base))
             rates = [rates[i] for i in axes.rates(spectrum.dim // 2)]
     else:
-        rates = [Decimal(rate) for rate in scaled_rates(spectrum).tolist()]
+        rates = [Decimal(rate) for rate in _rounded_rates(spectrum)]
     # 60 digits hold 64 bits of turn, 53 of rest and a margin; a rate above 1 has whole turns too.
     digits = max(0, *(rate.adjusted() for rate in rates))
     with decimal.localcontext(decimal.Context(prec=60 + digits)):

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from posenc._contract.sharding import alongside
+from posenc.numerics.constants import constant
 from posenc.numerics.frequencies import Spectrum, scaled_rates, turn_steps
 
 _HALF = 2**32 - 1
@@ -47,21 +48,24 @@ def angles(positions: Tensor, rates: Spectrum | Tensor, seq_len: Tensor | None =
     """
     at = positions.unsqueeze(-1)
     if isinstance(rates, Spectrum) and rates.axes is not None:
-        at = positions[list(rates.axes.followed(rates.dim // 2))].movedim(0, -1)
+        followed = rates.axes.followed(rates.dim // 2)
+        at = positions[constant(followed, torch.int64, positions.device)].movedim(0, -1)
     if isinstance(rates, Spectrum) and (positions.is_floating_point() or seq_len is not None):
         rates = scaled_rates(rates, positions.device, seq_len)
     if isinstance(rates, Tensor):
         return at.to(torch.float64) * alongside(at, rates.to(torch.float64))
     steps, rests = turn_steps(rates)
     device = positions.device
-    upper = alongside(at, torch.tensor([step >> 32 for step in steps], device=device))
-    lower = alongside(at, torch.tensor([step & _HALF for step in steps], device=device))
-    rest = alongside(at, torch.tensor(rests, dtype=torch.float64, device=device))
+    upper = alongside(at, constant(tuple([n >> 32 for n in steps]), torch.int64, device))
+    lower = alongside(at, constant(tuple([n & _HALF for n in steps]), torch.int64, device))
+    rest = alongside(at, constant(rests, torch.float64, device))
     low = at * lower
     high = (at * upper + _right(low, 32)) & _HALF
     # The upper half as a signed number puts the angle between minus and plus half a turn.
     units = _left(high - _left(_right(high, 31), 32), 32) + (low & _HALF)
-    return (units.to(torch.float64) + at.to(torch.float64) * rest) * (math.tau / 2**64)
+    # A tensor, since exporters round a number to float32.
+    unit = alongside(at, constant((math.tau / 2**64,), torch.float64, device))
+    return (units.to(torch.float64) + at.to(torch.float64) * rest) * unit
 
 
 def cos_sin(positions: Tensor, rates: Spectrum | Tensor) -> tuple[Tensor, Tensor]:
@@ -86,7 +90,9 @@ def of_angles(
 ) -> tuple[Tensor, Tensor]:
     """Cosines and sines of float64 angles, times ``gain``, on ``device``."""
     cos, sin = phi.cos(), phi.sin()
-    if not isinstance(gain, float) or gain != 1.0:
+    if isinstance(gain, float) and gain != 1.0:
+        gain = alongside(phi, constant((gain,), torch.float64, phi.device))
+    if isinstance(gain, Tensor):
         cos, sin = cos * gain, sin * gain
     dtype = widest(device)
     return cos.to(dtype).to(device), sin.to(dtype).to(device)

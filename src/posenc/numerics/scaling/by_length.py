@@ -135,7 +135,7 @@ class LongRoPE(Rule):
         if seq_len is None or short is None:
             return long
         is_long = (seq_len > self.original_length)[..., None, None]
-        return torch.where(is_long, long, short).to(torch.float64)
+        return torch.full_like(is_long, short, dtype=torch.float64).masked_fill(is_long, long)
 
     def at(self, seq_len: int | None) -> Rule:
         """The rule for a sequence of this length."""

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from posenc._contract import checks
+from posenc.numerics.constants import constant
 from posenc.numerics.scaling.rule import Rule
 
 
@@ -248,7 +249,7 @@ class PerPair(Rule):
 
     def __call__(self, rates: Tensor, base: float, seq_len: Tensor | None = None) -> Tensor:
         """Rates to turn by."""
-        factors = torch.tensor(self.factors, dtype=torch.float64, device=rates.device)
+        factors = constant(self.factors, torch.float64, rates.device)
         if factors.shape[-1] != rates.shape[-1]:
             rule = f"short_factor and long_factor must have {rates.shape[-1]} numbers"
             way_out = "One for each rotated pair: rotary_dim / 2."

@@ -1,0 +1,75 @@
+"""Numbers that a device is given once: a CUDA graph could not hold the copy."""
+
+import pytest
+import torch
+
+import posenc
+from posenc import axes, scaling
+from posenc.numerics import constants
+from posenc.numerics.frequencies import Spectrum, scaled_rates
+from posenc.numerics.tables import angles
+
+SPECTRA = {
+    "plain": Spectrum(8),
+    "sections": Spectrum(8, axes=axes.Sections((2, 1, 1))),
+    "axial": Spectrum(8, scaling=scaling.Linear(3.0), axes=axes.Axial()),
+    "by-length": Spectrum(8, scaling=scaling.DynamicNTK(2.0, 16)),
+    "per-pair": Spectrum(8, scaling=scaling.LongRoPE((1.0,) * 4, (2.0,) * 4, 16)),
+}
+
+
+@pytest.mark.parametrize("lengths", [False, True], ids=["any-length", "lengths"])
+@pytest.mark.parametrize("name", SPECTRA)
+def test_a_second_call_copies_nothing(name, lengths, monkeypatch):
+    spectrum = SPECTRA[name]
+    count = 1 if spectrum.axes is None else spectrum.axes.count()
+    at = torch.arange(5).expand(count, 5) if spectrum.axes else torch.arange(5)
+    length = torch.tensor(40) if lengths else None
+    first = angles(at, spectrum, length)
+
+    def refuse(*args, **keywords):
+        raise AssertionError("a tensor was made of numbers")
+
+    monkeypatch.setattr(torch, "tensor", refuse)
+    assert torch.equal(angles(at, spectrum, length), first)
+
+
+def test_they_serve_training_after_inference():
+    constants._kept.cache_clear()
+    at = torch.tensor([0.5], dtype=torch.float64)
+    with torch.inference_mode():
+        angles(at.clone(), Spectrum(4))
+    angles(at.requires_grad_(), Spectrum(4)).sum().backward()
+    assert at.grad == scaled_rates(Spectrum(4)).sum()
+
+
+def test_a_traced_call_does_not_leave_its_own_behind():
+    constants._kept.cache_clear()
+    with torch._subclasses.FakeTensorMode():
+        angles(torch.arange(3), Spectrum(6))
+    assert type(angles(torch.arange(3), Spectrum(6))) is torch.Tensor
+    assert constants._kept.cache_info().currsize > 0
+
+
+def test_what_users_get_is_their_own():
+    """Written to, it must not change what the next table is made of."""
+    rope = posenc.RoPE(8, None)
+    rope.inv_freq().zero_()
+    assert rope.inv_freq()[0] == 1.0
+
+
+@pytest.mark.parametrize("rule", [scaling.YaRN(4.0, 64), scaling.Llama3(8.0, 64), None], ids=str)
+@pytest.mark.parametrize("where", [axes.Sections((2, 1, 1)), None], ids=str)
+def test_a_rule_is_a_constant_to_the_compiler(rule, where):
+    """In numbers and names: not every torch takes a frozen dataclass for one."""
+    from posenc.numerics.frequencies import _restored, _settled
+
+    spectrum = Spectrum(8, 500.0, rule, where)
+    parts = [_settled(spectrum)]
+    while parts:
+        part = parts.pop()
+        if isinstance(part, tuple):
+            parts.extend(part)
+        else:
+            assert part is None or isinstance(part, (str, int, type))
+    assert _restored(_settled(spectrum)) == spectrum
