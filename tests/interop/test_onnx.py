@@ -5,9 +5,12 @@ import sys
 
 import onnx
 import onnxruntime
+import pytest
 import torch
 
 import oracles
+import posenc
+from assertions import assert_within_ulps
 from interop.models import Model, Rotations, dynamic_rotations, rotations_at
 from posenc.interop.onnx import export
 
@@ -18,32 +21,64 @@ def run(path, *arguments):
     return [torch.from_numpy(y) for y in session.run(None, feed)]
 
 
-def test_every_rotation_is_the_standard_operator_within_three_roundings(tmp_path):
+def rotations(path, model, batch, length):
+    """Each result of the file and of the model, and the length of each pair."""
+    arguments = rotations_at(batch, length)
+    wanted = model(*arguments)
+    got = dict(zip(wanted, run(path, *arguments), strict=True))
+    for name, exact in wanted.items():
+        interleaved = name not in ("halves", "partial-halves", "halves-out")
+        pairs = 2 if "partial" in name or name == "last" else 4
+        y = exact.flip(-1) if name == "last" else exact
+        size = oracles.pair_magnitude(y, pairs, interleaved=interleaved)
+        yield name, got[name], exact, size.flip(-1) if name == "last" else size
+
+
+def operators(path):
+    file = onnx.load(path)
+    assert {opset.version for opset in file.opset_import if opset.domain == ""} == {23}
+    return sum(node.op_type == "RotaryEmbedding" for node in file.graph.node)
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_every_rotation_is_the_standard_operator(tmp_path, exact):
     """RotaryEmbedding multiplies float32 by float32 tables: two products and a sum, each rounded.
 
     With the tables' own rounding that is ``2u (|a c| + |b s|) + u |y|``, at most three times
-    ``u = 2**-24`` of the length of the pair.
+    ``u = 2**-24`` of the length of the pair. In parts it is the eager result, or its neighbour.
     """
     path, model = tmp_path / "rotations.onnx", Rotations().eval()
-    export(model, rotations_at(2, 6), path, dynamic_shapes=dynamic_rotations())
-    file = onnx.load(path)
-    nodes = [node for node in file.graph.node if node.op_type == "RotaryEmbedding"]
+    shapes = dynamic_rotations()
+    export(model, rotations_at(2, 6), path, dynamic_shapes=shapes, exact=exact)
     # All but the one whose result is in another layout.
-    assert len(nodes) == 14
-    assert {opset.version for opset in file.opset_import if opset.domain == ""} == {23}
+    assert operators(path) == (3 * 14 if exact else 14)
     for batch, length in ((3, 41), (1, 17)):
-        arguments = rotations_at(batch, length)
-        wanted = model(*arguments)
-        got = dict(zip(wanted, run(path, *arguments), strict=True))
-        for name, exact in wanted.items():
-            interleaved = name not in ("halves", "partial-halves", "halves-out")
-            pairs = 2 if "partial" in name or name == "last" else 4
-            y = exact.flip(-1) if name == "last" else exact
-            size = oracles.pair_magnitude(y, pairs, interleaved=interleaved)
-            size = size.flip(-1) if name == "last" else size
+        for name, got, wanted, size in rotations(path, model, batch, length):
+            off = (got.double() - wanted.double()).abs()
+            if exact:
+                assert_within_ulps(got, wanted.double(), 1.0, size)
             # Half a rounding more is owed by the eager result.
-            off = (got[name].double() - exact.double()).abs() / size
-            assert off.max() <= 3.5 * 2.0**-24, f"{name} is off by {off.max() * 2**24} roundings"
+            off = (off / size).max() * 2**24
+            assert off <= 3.5, f"{name} is off by {off} roundings"
+
+
+@pytest.mark.parametrize("interleaved", [True, False])
+def test_a_million_values_are_within_one_ulp(tmp_path, interleaved):
+    """Of any size, and where the two products all but cancel."""
+    path, rope = tmp_path / "rope.onnx", posenc.RoPE(64, 4096, interleaved=interleaved).eval()
+    length = torch.export.Dim("length", max=4096)
+    x = torch.randn(1, 4, 4096, 64) * torch.logspace(-9, 9, 4)[:, None, None]
+    small = torch.randn(2, 1, 4, 6, 64).unbind()
+    export(rope, small, path, dynamic_shapes=({2: length},) * 2)
+    for got, wanted in zip(run(path, x, x.flip(2)), rope(x, x.flip(2)), strict=True):
+        size = oracles.pair_magnitude(wanted, 32, interleaved=interleaved)
+        assert_within_ulps(got, wanted.double(), 1.0, size)
+
+
+def test_half_precision_takes_one_operator(tmp_path):
+    path, x = tmp_path / "rope.onnx", torch.randn(1, 2, 6, 8, dtype=torch.float16)
+    export(posenc.RoPE(8).eval(), (x, x), path)
+    assert operators(path) == 2
 
 
 def test_tables_are_rounded_in_the_file_and_not_at_every_run(tmp_path):
