@@ -114,9 +114,13 @@ def _lists(ranges: _Ranges, width: int, *, backward: bool = False) -> tuple[Tens
     def spread(x: Tensor) -> Tensor:
         alike = x.dim() == 4 and x.shape[0] == x.shape[1] == 1
         x = x.expand(*shape, *x.shape[2:])
+        if alike:
+            return x
         # The kernels step through sequences and heads with one stride, that of the heads, also
-        # where there is one head and its stride means nothing: all alike, or laid out as one.
-        return x if alike else x.flatten(0, 1).contiguous().unflatten(0, shape)
+        # where there is one head: named here, since a compiler is free to choose another for it.
+        x = x.flatten(0, 1).contiguous()
+        step = x[0].numel()
+        return x.as_strided((*shape, *x.shape[1:]), (shape[1] * step, step, *x.stride()[1:]))
 
     lists = (masked, masked_index.clamp(0, width - 1), full, full_index.clamp(0, width - 1))
     return tuple(spread(x.int()) for x in lists)
