@@ -7,18 +7,20 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 
 from posenc.kernels.triton import norm, rotate
+from posenc.kernels.triton.launch import ASSERTING
 
 POINTERS = {"q", "k", "q_out", "k_out", "x", "y", "g", "dx", "weight"}
 ROTATE = {
     "Q_HEADS": 32, "K_HEADS": 8, "PAIRS": 64, "COLUMN": 0, "REST": 0, "HAS_POSITIONS": False,
     "ADVANCES": True, "IN": 0, "OUT": 0, "TRANSPOSED": False, "WIDE": tl.float32,
-    "BATCH_FIRST": False, "SPLIT": True, "BLOCK_P": 64, "BLOCK_REST": 1, "BLOCK_H": 8, "BLOCK_T": 1,
+    "BATCH_FIRST": False, "SPLIT": True, "EARLY": True,
+    "BLOCK_P": 64, "BLOCK_REST": 1, "BLOCK_H": 8, "BLOCK_T": 1,
 }  # fmt: skip
 ONE_PAIR = {**ROTATE, "Q_HEADS": 2, "K_HEADS": 0, "PAIRS": 1, "BLOCK_P": 1, "IN": 2, "OUT": 2}
 NORM = {
     "HEADS": 8, "WIDTH": 128, "PAIRS": 32, "COLUMN": 0, "REST": 64, "HAS_POSITIONS": True,
-    "ADVANCES": False, "IN": 2, "OUT": 0, "TRANSPOSED": False, "WHOLE": False, "WIDE": tl.float32,
-    "BLOCK_P": 32, "BLOCK_REST": 64, "BLOCK_H": 8,
+    "ADVANCES": False, "IN": 2, "OUT": 0, "WEIGHT": 2, "TRANSPOSED": False, "WHOLE": False,
+    "WIDE": tl.float32, "BLOCK_P": 32, "BLOCK_REST": 64, "BLOCK_H": 8,
 }  # fmt: skip
 CASES = {
     "loop over heads": (rotate._rotate, {**ROTATE, "SPLIT": False}, (), "bf16"),
@@ -48,7 +50,7 @@ if __name__ == "__main__":
     for title, (kernel, constants, ones, element) in CASES.items():
         signature, fixed = types(kernel, constants, ones, element)
         source = ASTSource(fn=kernel, signature=signature, constexprs=fixed)
-        options = {"num_warps": 4, **rotate.ASSERTING}
+        options = {"num_warps": 4, **ASSERTING}
         done = compile(source, target=GPUTarget("cuda", 90, 32), options=options)
         assert "ret;" in done.asm["ptx"]
         print(f"{title}: compiled")

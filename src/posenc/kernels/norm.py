@@ -49,7 +49,12 @@ def norm_rotate(
     differentiable_tables = cos.requires_grad or sin.requires_grad
     if not fused or differentiable_tables or not (is_plain(x) or torch.compiler.is_compiling()):
         return reference.norm_rotate(x, weight, cos, sin, rows, turn, norm)
+    x, weight = x.resolve_neg(), weight.resolve_neg()
     x = x if x.stride(-1) == 1 else x.contiguous()
+    recorded = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
+    if not recorded and is_plain(x, weight):
+        # The dispatcher has nothing to add.
+        return triton.norm_rotate(x, weight, cos, sin, rows, turn, norm)
     result: Tensor = _forward(x, weight, cos, sin, rows.positions, rows.start, *turn, *norm)
     return result
 

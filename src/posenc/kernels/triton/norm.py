@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,13 +11,12 @@ import triton.language as tl
 from torch import Tensor
 
 from posenc.kernels.spec import Norm, Rows, Turn
-from posenc.kernels.triton.rotate import (
-    ASSERTING,
+from posenc.kernels.triton.launch import Launch, known
+from posenc.kernels.triton.pairs import (
     as_words,
     layout,
     load_pairs,
     load_tables,
-    on_device,
     row_strides,
     store_pairs,
     strides,
@@ -33,18 +33,13 @@ def norm_rotate(
 ) -> Tensor:
     """Normalise and rotate ``x``, whose last dimension is dense, into a new tensor."""
     y = torch.empty_like(x)
-    batch, _, length, _ = x.shape
     if y.numel() == 0:
         return y
-    block = _heads(x, norm)
-    inner, outer = layout(turn.interleaved, turn, x), layout(turn.interleaved_out, turn, y)
-    grid = (batch * length,)
-    with on_device(x):
-        _forward[grid](
-            x, y, *strides(x, inner), *strides(y, outer),
-            *_common(x, weight, cos, sin, rows, norm),
-            **_constants(x, cos, rows, turn, norm, block), IN=inner, OUT=outer,
-        )  # fmt: skip
+    weight, cos, sin, ids = _read(x, weight, cos, sin, rows)
+    tensors = (x, y, weight, cos, sin, ids)
+    make = partial(_forward_launch, x, y, weight, cos, rows, turn, norm)
+    run = known(_LAUNCHES, ("forward", rows.positions is None, turn, norm), tensors, make)
+    run(tensors, rows.start)
     return y
 
 
@@ -61,50 +56,90 @@ def norm_rotate_backward(
     """Gradients to ``x`` and ``weight``, given ``g``, the gradient to the result."""
     g = g if g.stride(-1) == 1 else g.contiguous()
     dx = torch.empty_like(x)
-    batch, heads, length, width = x.shape
     if x.numel() == 0:
         return dx, torch.zeros_like(weight)
-    block = _heads(x, norm)
-    blocks = triton.cdiv(heads, block)
-    shares = min(batch * length, max(1, _SHARES // blocks))
+    tokens, (_, heads, _, width) = x.shape[0] * x.shape[2], x.shape
+    blocks = triton.cdiv(heads, _heads(x, norm))
+    programs = min(tokens, max(1, _SHARES // blocks)) * blocks
     share_type = torch.promote_types(weight.dtype, torch.float32)
-    partial = torch.empty(
-        (shares * blocks, heads * width if norm.whole else width), device=x.device, dtype=share_type
-    )
+    share = heads * width if norm.whole else width
+    shares = torch.empty((programs, share), device=x.device, dtype=share_type)
+    weight, cos, sin, ids = _read(x, weight, cos, sin, rows)
+    tensors = (g, x, dx, shares, weight, cos, sin, ids)
+    make = partial(_backward_launch, g, x, dx, shares, weight, cos, rows, turn, norm)
+    run = known(_LAUNCHES, ("backward", rows.positions is None, turn, norm), tensors, make)
+    run(tensors, rows.start)
+    return dx, shares.sum(0).to(weight.dtype).view_as(weight)
+
+
+_LAUNCHES: dict[Any, Launch] = {}
+
+
+def _read(
+    x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, rows: Rows
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """What both kernels read beside their rows: weight, tables and positions."""
+    if cos.stride(-1) != 1 or cos.stride() != sin.stride():
+        cos, sin = cos.contiguous(), sin.contiguous()
+    return weight.contiguous(), cos, sin, x if rows.positions is None else rows.positions
+
+
+def _forward_launch(
+    x: Tensor, y: Tensor, weight: Tensor, cos: Tensor, rows: Rows, turn: Turn, norm: Norm
+) -> Launch:
+    inner, outer = layout(turn.interleaved, turn, x), layout(turn.interleaved_out, turn, y)
+    numbers = *strides(x, inner), *strides(y, outer), *_sizes(x, cos, rows, norm)
+    constants = _constants(x, weight, cos, rows, turn, norm, inner, outer)
+    # One program takes all heads of a token. Measured on an H200: benchmarks/README.md.
+    warps = min(max(constants["BLOCK_H"] * x.shape[3] // 1024, 2), 8)
+    grid = (x.shape[0] * x.shape[2], 1, 1)
+    return Launch(_forward, grid, numbers, constants, num_warps=warps)
+
+
+def _backward_launch(
+    g: Tensor,
+    x: Tensor,
+    dx: Tensor,
+    shares: Tensor,
+    weight: Tensor,
+    cos: Tensor,
+    rows: Rows,
+    turn: Turn,
+    norm: Norm,
+) -> Launch:
     inner, outer = layout(turn.interleaved, turn, x, dx), layout(turn.interleaved_out, turn, g)
-    with on_device(x):
-        _backward[(shares * blocks,)](
-            g, x, dx, partial,
-            *strides(g, outer), *strides(x, inner), *strides(dx, inner), shares,
-            *_common(x, weight, cos, sin, rows, norm),
-            **_constants(x, cos, rows, turn, norm, block), IN=inner, OUT=outer,
-        )  # fmt: skip
-    return dx, partial.sum(0).to(weight.dtype).view_as(weight)
+    constants = _constants(x, weight, cos, rows, turn, norm, inner, outer)
+    programs, block = shares.shape[0], constants["BLOCK_H"]
+    numbers = (
+        *strides(g, outer), *strides(x, inner), *strides(dx, inner),
+        programs // triton.cdiv(x.shape[1], block), *_sizes(x, cos, rows, norm),
+    )  # fmt: skip
+    warps = 8 if block * x.shape[3] >= 4096 else 4
+    return Launch(_backward, (programs, 1, 1), numbers, constants, num_warps=warps)
 
 
 def _heads(x: Tensor, norm: Norm) -> int:
-    """Heads of one program: all that a shared norm needs, else about 1024 channels' worth."""
+    """Heads of one block: all that a shared norm needs, else about 1024 channels' worth."""
     heads = int(triton.next_power_of_2(x.shape[1]))
     if norm.whole:
         return heads
     return min(heads, max(1, 1024 // int(triton.next_power_of_2(x.shape[3]))))
 
 
-def _common(
-    x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, rows: Rows, norm: Norm
-) -> tuple[Any, ...]:
-    batch, _, length, _ = x.shape
-    if cos.stride(-1) != 1 or cos.stride() != sin.stride():
-        cos, sin = cos.contiguous(), sin.contiguous()
-    ids = x if rows.positions is None else rows.positions
-    return (
-        weight.contiguous(), cos, sin, *table_sizes(cos), ids, *row_strides(rows), rows.start,
-        batch, length, norm.eps, norm.shift,
-    )  # fmt: skip
+def _sizes(x: Tensor, cos: Tensor, rows: Rows, norm: Norm) -> tuple[float, ...]:
+    sizes = x.shape[0], x.shape[2]
+    return *table_sizes(cos), *row_strides(rows), *sizes, norm.eps, norm.shift
 
 
 def _constants(
-    x: Tensor, cos: Tensor, rows: Rows, turn: Turn, norm: Norm, block: int
+    x: Tensor,
+    weight: Tensor,
+    cos: Tensor,
+    rows: Rows,
+    turn: Turn,
+    norm: Norm,
+    inner: int,
+    outer: int,
 ) -> dict[str, Any]:
     pairs, width = cos.shape[-1], x.shape[-1]
     return {
@@ -115,14 +150,15 @@ def _constants(
         "REST": width - 2 * pairs,
         "HAS_POSITIONS": rows.positions is not None,
         "ADVANCES": rows.advances(),
+        "IN": inner,
+        "OUT": outer,
+        "WEIGHT": layout(turn.interleaved, turn, weight.view(1, 1, -1, width)),
         "TRANSPOSED": turn.transposed,
         "WHOLE": norm.whole,
         "WIDE": wide(x),
         "BLOCK_P": triton.next_power_of_2(pairs),
         "BLOCK_REST": triton.next_power_of_2(max(width - 2 * pairs, 1)),
-        "BLOCK_H": block,
-        "num_warps": 8 if block * width >= 4096 else 4,
-        **ASSERTING,
+        "BLOCK_H": _heads(x, norm),
     }
 
 
@@ -145,21 +181,21 @@ def _load(
 def _weights(
     weight, h, at, other, shift,
     WIDTH: tl.constexpr, PAIRS: tl.constexpr, COLUMN: tl.constexpr, REST: tl.constexpr,
-    IN: tl.constexpr, WHOLE: tl.constexpr, WIDE: tl.constexpr, HEADS: tl.constexpr,
+    LAYOUT: tl.constexpr, WHOLE: tl.constexpr, WIDE: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
     """The factor that the norm gives each channel: ``[1, 1, P]``, or ``[1, H, P]`` for all."""
-    base = weight + tl.zeros((1, 1, 1), tl.int64)
+    first = tl.zeros((1, 1, 1), tl.int64)
     mask = at < PAIRS
     keep = other < WIDTH
     if WHOLE:
-        base = weight + (h * WIDTH)[None, :, None]
+        first = (h * WIDTH)[None, :, None]
         mask = mask & (h < HEADS)[None, :, None]
         keep = keep & (h < HEADS)[None, :, None]
-    flat: tl.constexpr = 1 if IN == 2 else IN
-    wa, wb = load_pairs(base, at, mask, COLUMN, PAIRS, flat, weight.dtype.element_ty, WIDE)
+    words = as_words(weight, LAYOUT) + first // (2 if LAYOUT == 2 else 1)
+    wa, wb = load_pairs(words, at, mask, COLUMN, PAIRS, LAYOUT, weight.dtype.element_ty, WIDE)
     wr = wa * 0
     if REST > 0:
-        wr = tl.load(base + other, mask=keep, other=0.0).to(WIDE) + shift
+        wr = tl.load(weight + first + other, mask=keep, other=0.0).to(WIDE) + shift
     return wa + shift, wb + shift, wr
 
 
@@ -174,15 +210,15 @@ def _total(a, b, rest, REST: tl.constexpr, WHOLE: tl.constexpr):
     return total
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["start"])
 def _forward(
-    x, y, x_b, x_h, x_t, y_b, y_h, y_t, weight,
-    cos, sin, rows, table_b, table_t, positions, positions_b, positions_t, start,
-    batch, length, eps, shift,
+    x, y, weight, cos, sin, positions, start,
+    x_b, x_h, x_t, y_b, y_h, y_t,
+    rows, table_b, table_t, positions_b, positions_t, batch, length, eps, shift,
     HEADS: tl.constexpr, WIDTH: tl.constexpr,
     PAIRS: tl.constexpr, COLUMN: tl.constexpr, REST: tl.constexpr,
     HAS_POSITIONS: tl.constexpr, ADVANCES: tl.constexpr, IN: tl.constexpr, OUT: tl.constexpr,
-    TRANSPOSED: tl.constexpr, WHOLE: tl.constexpr, WIDE: tl.constexpr,
+    WEIGHT: tl.constexpr, TRANSPOSED: tl.constexpr, WHOLE: tl.constexpr, WIDE: tl.constexpr,
     BLOCK_P: tl.constexpr, BLOCK_REST: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
@@ -199,7 +235,7 @@ def _forward(
     # A norm over all heads has them in one block; otherwise blocks share the token's tables.
     wp, wq, wr = _weights(
         weight, tl.arange(0, BLOCK_H), at, other, shift,
-        WIDTH, PAIRS, COLUMN, REST, IN, WHOLE, WIDE, HEADS,
+        WIDTH, PAIRS, COLUMN, REST, WEIGHT, WHOLE, WIDE, HEADS,
     )  # fmt: skip
     for block in tl.static_range((HEADS + BLOCK_H - 1) // BLOCK_H):
         h = (block * BLOCK_H + tl.arange(0, BLOCK_H)).to(tl.int64)
@@ -218,15 +254,15 @@ def _forward(
             tl.store(kept, (rest * scale * wr).to(element), mask=keep)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["start"])
 def _backward(
-    g, x, dx, partial, g_b, g_h, g_t, x_b, x_h, x_t, dx_b, dx_h, dx_t, shares, weight,
-    cos, sin, rows, table_b, table_t, positions, positions_b, positions_t, start,
-    batch, length, eps, shift,
+    g, x, dx, partial, weight, cos, sin, positions, start,
+    g_b, g_h, g_t, x_b, x_h, x_t, dx_b, dx_h, dx_t, shares,
+    rows, table_b, table_t, positions_b, positions_t, batch, length, eps, shift,
     HEADS: tl.constexpr, WIDTH: tl.constexpr,
     PAIRS: tl.constexpr, COLUMN: tl.constexpr, REST: tl.constexpr,
     HAS_POSITIONS: tl.constexpr, ADVANCES: tl.constexpr, IN: tl.constexpr, OUT: tl.constexpr,
-    TRANSPOSED: tl.constexpr, WHOLE: tl.constexpr, WIDE: tl.constexpr,
+    WEIGHT: tl.constexpr, TRANSPOSED: tl.constexpr, WHOLE: tl.constexpr, WIDE: tl.constexpr,
     BLOCK_P: tl.constexpr, BLOCK_REST: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     blocks = (HEADS + BLOCK_H - 1) // BLOCK_H
@@ -245,7 +281,7 @@ def _backward(
     to_wq = tl.zeros((1, BLOCK_H, BLOCK_P), WIDE)
     to_wr = tl.zeros((1, BLOCK_H, BLOCK_REST), WIDE)
     wp, wq, wr = _weights(
-        weight, h, at, other, shift, WIDTH, PAIRS, COLUMN, REST, IN, WHOLE, WIDE, HEADS
+        weight, h, at, other, shift, WIDTH, PAIRS, COLUMN, REST, WEIGHT, WHOLE, WIDE, HEADS
     )
     # A program takes every `shares`-th token, so that neighbours read neighbouring memory.
     for token in range(program // blocks, batch * length, shares):

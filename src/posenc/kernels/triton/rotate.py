@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
-import contextlib
+from functools import partial
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from posenc.kernels.spec import Rows, Turn
+from posenc.kernels.triton.launch import Launch, known, starts_early
+from posenc.kernels.triton.pairs import (
+    as_words,
+    layout,
+    load_pairs,
+    load_tables,
+    row_strides,
+    store_pairs,
+    strides,
+    table_sizes,
+    wide,
+)
 
-# Out-of-range rows stop the kernel as torch's own indexing does; the overflow checks that Triton
-# would add to every index along with it are not wanted.
-ASSERTING: dict[str, Any] = {"debug": True, "sanitize_overflow": False}
-
-# How the pairs of a row lie in memory. A packed pair is one word, so that loads stay wide.
-HALVES, STRIDED, PACKED = 0, 1, 2
+# Tokens of a call that takes no longer than its launch, which then overlaps the kernel before it.
+SHORT = 1024
 
 
 def rotate_into(
@@ -38,87 +47,52 @@ def rotate_into(
         return
     if cos.stride(-1) != 1 or cos.stride() != sin.stride():
         cos, sin = cos.contiguous(), sin.contiguous()
+    ids = xs[0] if rows.positions is None else rows.positions
+    tensors = (xs[0], xs[-1], ys[0], ys[-1], cos, sin, ids)
+    described = (len(xs), xs[0] is ys[0], turn, rows.positions is None)
+    make = partial(_launch, xs, ys, cos, rows, turn)
+    known(_LAUNCHES, described, tensors, make)(tensors, rows.start)
+
+
+_LAUNCHES: dict[Any, Launch] = {}
+
+
+def _launch(xs: list[Tensor], ys: list[Tensor], cos: Tensor, rows: Rows, turn: Turn) -> Launch:
     q, k, q_out, k_out = xs[0], xs[-1], ys[0], ys[-1]
-    start, positions = rows
-    ids = q if positions is None else positions
-    # All that Triton specialises a kernel on, so that a known call goes straight to its launch.
-    key = (
-        len(xs), q is q_out, turn, q.dtype, q.device,
-        q.shape, q.stride(), k.shape, k.stride(), q_out.stride(), k_out.stride(),
-        cos.shape, cos.stride(), cos.dtype, positions is None, ids.shape, ids.stride(),
-        *[t.data_ptr() % 16 for t in (q, k, q_out, k_out, cos, sin, ids)],
+    batch, q_heads, length, width = q.shape
+    k_heads = k.shape[1] if len(xs) == 2 else 0
+    pairs = cos.shape[-1]
+    inner, outer = layout(turn.interleaved, turn, *xs), layout(turn.interleaved_out, turn, *ys)
+    heads, tokens, warps, split = tile(batch, length, q_heads, k_heads, pairs, q)
+    early = warps == 1 and starts_early(q.device)
+    blocks = triton.cdiv(q_heads, heads) + triton.cdiv(k_heads, heads)
+    numbers = (
+        *strides(q, inner), *strides(k, inner), *strides(q_out, outer), *strides(k_out, outer),
+        *table_sizes(cos), *row_strides(rows), batch, length,
     )  # fmt: skip
-    plan = _PLANS.get(key)
-    if plan is None:
-        if len(_PLANS) >= 4096:
-            _PLANS.clear()
-        plan = _PLANS[key] = _Plan(xs, ys, cos, rows, turn)
-    if plan.grid[0] * plan.grid[1] == 0:
-        return
-    arguments = (
-        q, k, q_out, k_out, *plan.strides, cos, sin, *plan.tables, ids, *plan.ids, start,
-        *plan.sizes,
-    )  # fmt: skip
-    with on_device(q):
-        if plan.compiled is None:
-            plan.compiled = _rotate[plan.grid[:2]](*arguments, **plan.constants, **plan.options)
-        else:
-            plan.compiled[plan.grid](*arguments, *plan.constants.values())
-
-
-class _Plan:
-    """What a launch needs besides its pointers, worked out once for calls of one kind."""
-
-    def __init__(
-        self, xs: list[Tensor], ys: list[Tensor], cos: Tensor, rows: Rows, turn: Turn
-    ) -> None:
-        q, k, q_out, k_out = xs[0], xs[-1], ys[0], ys[-1]
-        batch, q_heads, length, width = q.shape
-        k_heads = k.shape[1] if len(xs) == 2 else 0
-        pairs = cos.shape[-1]
-        inner, outer = layout(turn.interleaved, turn, *xs), layout(turn.interleaved_out, turn, *ys)
-        heads, tokens, warps, split = tile(batch, length, q_heads, k_heads, pairs, q)
-        blocks = triton.cdiv(q_heads, heads) + triton.cdiv(k_heads, heads)
-        self.compiled: Any = None
-        self.grid = (triton.cdiv(length, tokens) * batch, blocks if split else min(blocks, 1), 1)
-        self.strides = tuple(
-            stride
-            for t, how in ((q, inner), (k, inner), (q_out, outer), (k_out, outer))
-            for stride in strides(t, how)
-        )
-        self.tables = table_sizes(cos)
-        self.ids = row_strides(rows)
-        self.sizes = (batch, length)
-        self.options = {"num_warps": warps, **ASSERTING}
-        self.constants = {
-            "Q_HEADS": q_heads,
-            "K_HEADS": k_heads,
-            "PAIRS": pairs,
-            "COLUMN": turn.column,
-            "REST": 0 if q is q_out else width - 2 * pairs,
-            "HAS_POSITIONS": rows.positions is not None,
-            "ADVANCES": rows.advances(),
-            "IN": inner,
-            "OUT": outer,
-            "TRANSPOSED": turn.transposed,
-            "WIDE": wide(q),
-            "BATCH_FIRST": batch > 4,
-            "SPLIT": split,
-            "BLOCK_P": triton.next_power_of_2(pairs),
-            "BLOCK_REST": triton.next_power_of_2(max(width - 2 * pairs, 1)),
-            "BLOCK_H": heads,
-            "BLOCK_T": tokens,
-        }
-
-
-_PLANS: dict[Any, _Plan] = {}
-
-
-def on_device(x: Tensor) -> contextlib.AbstractContextManager[Any]:
-    """Make the device of ``x`` the current one, which is where Triton launches."""
-    if not x.is_cuda or x.device.index == torch.cuda.current_device():
-        return contextlib.nullcontext()
-    return torch.cuda.device(x.device)
+    constants = {
+        "Q_HEADS": q_heads,
+        "K_HEADS": k_heads,
+        "PAIRS": pairs,
+        "COLUMN": turn.column,
+        "REST": 0 if q is q_out else width - 2 * pairs,
+        "HAS_POSITIONS": rows.positions is not None,
+        "ADVANCES": rows.advances(),
+        "IN": inner,
+        "OUT": outer,
+        "TRANSPOSED": turn.transposed,
+        "WIDE": wide(q),
+        "BATCH_FIRST": batch > 4,
+        "SPLIT": split,
+        "EARLY": early,
+        "BLOCK_P": triton.next_power_of_2(pairs),
+        "BLOCK_REST": triton.next_power_of_2(max(width - 2 * pairs, 1)),
+        "BLOCK_H": heads,
+        "BLOCK_T": tokens,
+    }
+    grid = (triton.cdiv(length, tokens) * batch, blocks if split else min(blocks, 1), 1)
+    options = {"launch_pdl": True} if early else {}
+    return Launch(_rotate, grid, numbers, constants, num_warps=warps, **options)
 
 
 def tile(
@@ -135,127 +109,11 @@ def tile(
         tokens = min(int(triton.next_power_of_2(length)), 16, max(1, 1024 // width))
         return max(1, 512 // width // tokens), tokens, 4, True
     if batch * length < 16384:
-        # A short call needs all its loads under way at once more than it needs to share tables.
-        return min(most, max(1, 512 // width)), 1, 4, True
+        # A short call needs all its loads under way at once more than it needs to share tables. In
+        # the shortest, each warp that turns float64 tables into float32 is felt.
+        warps = 1 if batch * length <= SHORT else 4
+        return min(most, max(1, 512 // width)), 1, warps, True
     return min(most, 16, max(1, 1024 // width)), 1, 4, False
-
-
-def layout(interleaved: bool, turn: Turn, *tensors: Tensor) -> int:
-    """How the pairs of ``tensors`` lie: halves, or interleaved and, if aligned, packed in words."""
-    if not interleaved:
-        return HALVES
-    aligned = turn.column % 2 == 0 and all(
-        t.element_size() < 8
-        and t.data_ptr() % (2 * t.element_size()) == 0
-        and all(stride % 2 == 0 for stride in t.stride()[:3])
-        for t in tensors
-    )
-    return PACKED if aligned else STRIDED
-
-
-def strides(x: Tensor, how: int) -> tuple[int, ...]:
-    """Batch, head and token strides, in words if pairs are packed."""
-    unit = 2 if how == PACKED else 1
-    return tuple(stride // unit for stride in x.stride()[:3])
-
-
-def wide(x: Tensor) -> Any:
-    """The dtype to compute in: one precision up."""
-    return tl.float64 if x.dtype in (torch.float32, torch.float64) else tl.float32
-
-
-def table_sizes(cos: Tensor) -> tuple[int, int, int]:
-    """Rows of a table, its batch stride and its row stride."""
-    return cos.shape[-2], cos.stride(0) if cos.dim() == 3 else 0, cos.stride(-2)
-
-
-def row_strides(rows: Rows) -> tuple[int, int]:
-    """Batch and token stride of the positions."""
-    if rows.positions is None:
-        return 0, 0
-    (batch, token), (by_sequence, by_token) = rows.positions.shape, rows.positions.stride()
-    return by_sequence if batch > 1 else 0, by_token if token > 1 else 0
-
-
-@triton.jit
-def as_words(x, LAYOUT: tl.constexpr):
-    """A pointer to elements, or to the words that hold two of them."""
-    if LAYOUT == 2:
-        if x.dtype.element_ty.primitive_bitwidth == 16:
-            x = x.to(tl.pointer_type(tl.int32), bitcast=True)
-        else:
-            x = x.to(tl.pointer_type(tl.int64), bitcast=True)
-    return x
-
-
-@triton.jit
-def load_pairs(
-    row, at, mask, COLUMN: tl.constexpr, PAIRS: tl.constexpr, LAYOUT: tl.constexpr,
-    ELEMENT: tl.constexpr, WIDE: tl.constexpr,
-):  # fmt: skip
-    """Both channels of each pair; ``row`` is what :func:`as_words` gave, ``at`` counts pairs."""
-    if LAYOUT == 0:
-        a = tl.load(row + COLUMN + at, mask=mask, other=0)
-        b = tl.load(row + COLUMN + PAIRS + at, mask=mask, other=0)
-    elif LAYOUT == 1:
-        a = tl.load(row + COLUMN + 2 * at, mask=mask, other=0)
-        b = tl.load(row + COLUMN + 2 * at + 1, mask=mask, other=0)
-    else:
-        word = tl.load(row + COLUMN // 2 + at, mask=mask, other=0)
-        if ELEMENT.primitive_bitwidth == 16:
-            a = word.to(tl.int16).to(ELEMENT, bitcast=True)
-            b = (word >> 16).to(tl.int16).to(ELEMENT, bitcast=True)
-        else:
-            a = word.to(tl.int32).to(ELEMENT, bitcast=True)
-            b = (word >> 32).to(tl.int32).to(ELEMENT, bitcast=True)
-    return a.to(WIDE), b.to(WIDE)
-
-
-@triton.jit
-def store_pairs(
-    row, at, mask, a, b, COLUMN: tl.constexpr, PAIRS: tl.constexpr, LAYOUT: tl.constexpr,
-    ELEMENT: tl.constexpr,
-):  # fmt: skip
-    """The counterpart of :func:`load_pairs`."""
-    a, b = a.to(ELEMENT), b.to(ELEMENT)
-    if LAYOUT == 0:
-        tl.store(row + COLUMN + at, a, mask=mask)
-        tl.store(row + COLUMN + PAIRS + at, b, mask=mask)
-    elif LAYOUT == 1:
-        tl.store(row + COLUMN + 2 * at, a, mask=mask)
-        tl.store(row + COLUMN + 2 * at + 1, b, mask=mask)
-    elif ELEMENT.primitive_bitwidth == 16:
-        low = a.to(tl.uint16, bitcast=True).to(tl.uint32)
-        high = b.to(tl.uint16, bitcast=True).to(tl.uint32) << 16
-        tl.store(row + COLUMN // 2 + at, (low | high).to(tl.int32, bitcast=True), mask=mask)
-    else:
-        low = a.to(tl.uint32, bitcast=True).to(tl.uint64)
-        high = b.to(tl.uint32, bitcast=True).to(tl.uint64) << 32
-        tl.store(row + COLUMN // 2 + at, (low | high).to(tl.int64, bitcast=True), mask=mask)
-
-
-@triton.jit
-def load_tables(
-    cos, sin, rows, table_b, table_t,
-    positions, positions_b, positions_t, start,
-    b, t, alive, at, in_pairs,
-    HAS_POSITIONS: tl.constexpr, ADVANCES: tl.constexpr, TRANSPOSED: tl.constexpr,
-    WIDE: tl.constexpr,
-):  # fmt: skip
-    """Cosine and sine ``[T, 1, P]`` of tokens ``t`` of sequence ``b``."""
-    row = tl.zeros_like(t) + start
-    if HAS_POSITIONS:
-        row += tl.load(positions + b * positions_b + t * positions_t, mask=alive, other=0)
-    if ADVANCES:
-        row += t
-    tl.device_assert((row >= 0) & (row < rows) | (alive == 0), "position outside the table")
-    where = b * table_b + row[:, None, None] * table_t + at
-    mask = alive[:, None, None] & in_pairs
-    c = tl.load(cos + where, mask=mask, other=0).to(WIDE)
-    s = tl.load(sin + where, mask=mask, other=0).to(WIDE)
-    if TRANSPOSED:
-        s = -s
-    return c, s
 
 
 @triton.jit
@@ -320,18 +178,20 @@ def _one_block(
 
 @triton.jit(do_not_specialize=["start"])
 def _rotate(
-    q, k, q_out, k_out,
+    q, k, q_out, k_out, cos, sin, positions, start,
     q_b, q_h, q_t, k_b, k_h, k_t, qo_b, qo_h, qo_t, ko_b, ko_h, ko_t,
-    cos, sin, rows, table_b, table_t,
-    positions, positions_b, positions_t, start,
-    batch, length,
+    rows, table_b, table_t, positions_b, positions_t, batch, length,
     Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr,
     PAIRS: tl.constexpr, COLUMN: tl.constexpr, REST: tl.constexpr,
     HAS_POSITIONS: tl.constexpr, ADVANCES: tl.constexpr,
     IN: tl.constexpr, OUT: tl.constexpr, TRANSPOSED: tl.constexpr, WIDE: tl.constexpr,
-    BATCH_FIRST: tl.constexpr, SPLIT: tl.constexpr,
+    BATCH_FIRST: tl.constexpr, SPLIT: tl.constexpr, EARLY: tl.constexpr,
     BLOCK_P: tl.constexpr, BLOCK_REST: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
+    if EARLY:
+        # Set up while the kernel before this one ran: wait for what it wrote, then let the next.
+        gdc_wait()
+        gdc_launch_dependents()
     program = tl.program_id(0)
     if BATCH_FIRST:
         # In the order of memory.

@@ -1,0 +1,133 @@
+"""How pairs and tables lie in memory, and how a kernel takes them from there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from posenc.kernels.spec import Rows, Turn
+
+# How the pairs of a row lie in memory. A packed pair is one word, so that loads stay wide.
+HALVES, STRIDED, PACKED = 0, 1, 2
+
+
+def layout(interleaved: bool, turn: Turn, *tensors: Tensor) -> int:
+    """How the pairs of ``tensors`` lie: halves, or interleaved and, if aligned, packed in words."""
+    if not interleaved:
+        return HALVES
+    aligned = turn.column % 2 == 0 and all(
+        t.element_size() < 8
+        and t.data_ptr() % (2 * t.element_size()) == 0
+        and all(stride % 2 == 0 for stride in t.stride()[:3])
+        for t in tensors
+    )
+    return PACKED if aligned else STRIDED
+
+
+def strides(x: Tensor, how: int) -> tuple[int, ...]:
+    """Batch, head and token strides, in words if pairs are packed."""
+    unit = 2 if how == PACKED else 1
+    return tuple(stride // unit for stride in x.stride()[:3])
+
+
+def wide(x: Tensor) -> Any:
+    """The dtype to compute in: one precision up."""
+    return tl.float64 if x.dtype in (torch.float32, torch.float64) else tl.float32
+
+
+def table_sizes(cos: Tensor) -> tuple[int, int, int]:
+    """Rows of a table, its batch stride and its row stride."""
+    return cos.shape[-2], cos.stride(0) if cos.dim() == 3 else 0, cos.stride(-2)
+
+
+def row_strides(rows: Rows) -> tuple[int, int]:
+    """Batch and token stride of the positions."""
+    if rows.positions is None:
+        return 0, 0
+    (batch, token), (by_sequence, by_token) = rows.positions.shape, rows.positions.stride()
+    return by_sequence if batch > 1 else 0, by_token if token > 1 else 0
+
+
+@triton.jit
+def as_words(x, LAYOUT: tl.constexpr):
+    """A pointer to elements, or to the words that hold two of them."""
+    if LAYOUT == 2:
+        if x.dtype.element_ty.primitive_bitwidth == 16:
+            x = x.to(tl.pointer_type(tl.int32), bitcast=True)
+        else:
+            x = x.to(tl.pointer_type(tl.int64), bitcast=True)
+    return x
+
+
+@triton.jit
+def load_pairs(
+    row, at, mask, COLUMN: tl.constexpr, PAIRS: tl.constexpr, LAYOUT: tl.constexpr,
+    ELEMENT: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """Both channels of each pair; ``row`` is what :func:`as_words` gave, ``at`` counts pairs."""
+    if LAYOUT == 0:
+        a = tl.load(row + COLUMN + at, mask=mask, other=0)
+        b = tl.load(row + COLUMN + PAIRS + at, mask=mask, other=0)
+    elif LAYOUT == 1:
+        a = tl.load(row + COLUMN + 2 * at, mask=mask, other=0)
+        b = tl.load(row + COLUMN + 2 * at + 1, mask=mask, other=0)
+    else:
+        word = tl.load(row + COLUMN // 2 + at, mask=mask, other=0)
+        if ELEMENT.primitive_bitwidth == 16:
+            a = word.to(tl.int16).to(ELEMENT, bitcast=True)
+            b = (word >> 16).to(tl.int16).to(ELEMENT, bitcast=True)
+        else:
+            a = word.to(tl.int32).to(ELEMENT, bitcast=True)
+            b = (word >> 32).to(tl.int32).to(ELEMENT, bitcast=True)
+    return a.to(WIDE), b.to(WIDE)
+
+
+@triton.jit
+def store_pairs(
+    row, at, mask, a, b, COLUMN: tl.constexpr, PAIRS: tl.constexpr, LAYOUT: tl.constexpr,
+    ELEMENT: tl.constexpr,
+):  # fmt: skip
+    """The counterpart of :func:`load_pairs`."""
+    a, b = a.to(ELEMENT), b.to(ELEMENT)
+    if LAYOUT == 0:
+        tl.store(row + COLUMN + at, a, mask=mask)
+        tl.store(row + COLUMN + PAIRS + at, b, mask=mask)
+    elif LAYOUT == 1:
+        tl.store(row + COLUMN + 2 * at, a, mask=mask)
+        tl.store(row + COLUMN + 2 * at + 1, b, mask=mask)
+    elif ELEMENT.primitive_bitwidth == 16:
+        low = a.to(tl.uint16, bitcast=True).to(tl.uint32)
+        high = b.to(tl.uint16, bitcast=True).to(tl.uint32) << 16
+        tl.store(row + COLUMN // 2 + at, (low | high).to(tl.int32, bitcast=True), mask=mask)
+    else:
+        low = a.to(tl.uint32, bitcast=True).to(tl.uint64)
+        high = b.to(tl.uint32, bitcast=True).to(tl.uint64) << 32
+        tl.store(row + COLUMN // 2 + at, (low | high).to(tl.int64, bitcast=True), mask=mask)
+
+
+@triton.jit
+def load_tables(
+    cos, sin, rows, table_b, table_t,
+    positions, positions_b, positions_t, start,
+    b, t, alive, at, in_pairs,
+    HAS_POSITIONS: tl.constexpr, ADVANCES: tl.constexpr, TRANSPOSED: tl.constexpr,
+    WIDE: tl.constexpr,
+):  # fmt: skip
+    """Cosine and sine ``[T, 1, P]`` of tokens ``t`` of sequence ``b``."""
+    row = tl.zeros_like(t) + start
+    if HAS_POSITIONS:
+        row += tl.load(positions + b * positions_b + t * positions_t, mask=alive, other=0)
+    if ADVANCES:
+        row += t
+    tl.device_assert((row >= 0) & (row < rows) | (alive == 0), "position outside the table")
+    where = b * table_b + row[:, None, None] * table_t + at
+    mask = alive[:, None, None] & in_pairs
+    c = tl.load(cos + where, mask=mask, other=0).to(WIDE)
+    s = tl.load(sin + where, mask=mask, other=0).to(WIDE)
+    if TRANSPOSED:
+        s = -s
+    return c, s
