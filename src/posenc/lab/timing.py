@@ -101,7 +101,12 @@ def graph_lane(name: str, steps: Sequence[Step], *, grad: bool) -> Lane:
         for _ in range(passes):
             graph.replay()
 
-    return Lane(name, "graph", lambda n: _by_events(replay, n), calls=repeats * len(steps))
+    def run(passes: int) -> float:
+        # What the steps hold is read at every replay, and must live as long as the graph.
+        assert len(kept) == len(steps)
+        return _by_events(replay, passes)
+
+    return Lane(name, "graph", run, calls=repeats * len(steps))
 
 
 def race(lanes: Sequence[Lane], rounds: int, tell: Callable[[int], None]) -> None:
