@@ -134,6 +134,21 @@ def test_a_replayed_graph_follows_three_coordinates():
 
 
 @torch.no_grad()
+def test_a_table_that_a_capture_would_grow_is_left_alone():
+    """What is captured has not run: a table kept from it would hold whatever memory held."""
+    rope = posenc.RoPE(64, None).to(CUDA)
+    (q, k), (long_q, long_k) = heads(8), heads(64)
+    rope(q, k)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = rope(long_q, long_k)
+    assert rope.cos_cached.shape[0] < 64
+    graph.replay()
+    torch.cuda.synchronize()
+    assert all(map(torch.equal, out, rope(long_q, long_k)))
+
+
+@torch.no_grad()
 def test_a_replayed_graph_rotates_in_place():
     rope = posenc.RoPE(64, 4096).to(CUDA)
     cos, sin = rope.cos_cached, rope.sin_cached

@@ -36,6 +36,11 @@ def may_keep(x: Tensor) -> bool:
     return is_plain() if is_sharded(x) else is_plain(x)
 
 
+def in_capture(x: Tensor) -> bool:
+    """Whether a CUDA graph is being captured: what is computed now is there once it is replayed."""
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
 def in_transform(*xs: Tensor) -> bool:
     """Whether torch.func or torch.jit.trace is at work, which know torch's own operations alone.
 

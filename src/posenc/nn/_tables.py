@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from posenc._contract.tracing import is_plain, may_keep
+from posenc._contract.tracing import in_capture, is_plain, may_keep
 from posenc.numerics.frequencies import Spectrum
 
 # A cache that grows by itself stops here: 128 MiB of cos and sin at 128 channels. Positions past
@@ -127,7 +127,7 @@ class TableModule(DerivedBuffers):
         tables = self._covering(x, spectrum, rows)
         if tables is not None and self.max_seq_len is not None and tables[0].shape[0] > rows:
             return tuple([table[:rows] for table in tables])
-        if tables is None and may_keep(x):
+        if tables is None and may_keep(x) and not in_capture(x):
             held = self._buffers[self._derived[0]]
             if self.max_seq_len is None:
                 if rows > GROWTH_LIMIT:

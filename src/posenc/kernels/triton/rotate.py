@@ -113,7 +113,7 @@ def tile(
         # the shortest, each warp that turns float64 tables into float32 is felt.
         warps = 1 if batch * length <= SHORT else 4
         return min(most, max(1, 512 // width)), 1, warps, True
-    return min(most, 16, max(1, 1024 // width)), 1, 4, False
+    return min(most, 16, max(1, 512 // width)), 1, 4, False
 
 
 @triton.jit

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from posenc._contract import checks
-from posenc.numerics.scaling.fixed import NTK, PerPair, with_larger_base
+from posenc.numerics.scaling.fixed import NTK, PerPair, slowed, with_larger_base
 from posenc.numerics.scaling.rule import Rule
 
 
@@ -117,10 +117,10 @@ class LongRoPE(Rule):
 
     def __call__(self, rates: Tensor, base: float, seq_len: Tensor | None = None) -> Tensor:
         """Rates to turn by, those of short sequences unless a longer one is named."""
-        short = self.at(None)(rates, base)
+        short = slowed(rates, self.short_factor)
         if seq_len is None:
             return short
-        long = self.at(self.original_length + 1)(rates, base)
+        long = slowed(rates, self.long_factor)
         return torch.where((seq_len > self.original_length)[..., None, None], long, short)
 
     def gain(self, seq_len: Tensor | None = None) -> float | Tensor:

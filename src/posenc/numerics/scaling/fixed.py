@@ -249,16 +249,20 @@ class PerPair(Rule):
 
     def __call__(self, rates: Tensor, base: float, seq_len: Tensor | None = None) -> Tensor:
         """Rates to turn by."""
-        factors = constant(self.factors, torch.float64, rates.device)
-        if factors.shape[-1] != rates.shape[-1]:
-            rule = f"short_factor and long_factor must have {rates.shape[-1]} numbers"
-            way_out = "One for each rotated pair: rotary_dim / 2."
-            raise ValueError(checks.message("LongRoPE", rule, factors.shape[-1], way_out))
-        return rates / factors
+        return slowed(rates, self.factors)
 
     def gain(self, seq_len: Tensor | None = None) -> float:
         """What cosines and sines are multiplied with."""
         return self.attention_factor
+
+
+def slowed(rates: Tensor, factors: tuple[float, ...]) -> Tensor:
+    """Rates divided by a factor for each pair."""
+    if len(factors) != rates.shape[-1]:
+        rule = f"short_factor and long_factor must have {rates.shape[-1]} numbers"
+        way_out = "One for each rotated pair: rotary_dim / 2."
+        raise ValueError(checks.message("LongRoPE", rule, len(factors), way_out))
+    return rates / constant(factors, torch.float64, rates.device)
 
 
 def with_larger_base(rates: Tensor, factor: float | Tensor) -> Tensor:
