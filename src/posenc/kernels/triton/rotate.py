@@ -14,6 +14,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from posenc.kernels.spec import Rows, Turn
 from posenc.kernels.triton.launch import Launch, known, starts_early
 from posenc.kernels.triton.pairs import (
+    HALVES,
     as_words,
     layout,
     load_pairs,
@@ -63,8 +64,8 @@ def _launch(xs: list[Tensor], ys: list[Tensor], cos: Tensor, rows: Rows, turn: T
     k_heads = k.shape[1] if len(xs) == 2 else 0
     pairs = cos.shape[-1]
     inner, outer = layout(turn.interleaved, turn, *xs), layout(turn.interleaved_out, turn, *ys)
-    heads, tokens, warps, split = tile(batch, length, q_heads, k_heads, pairs, q)
-    early = warps == 1 and starts_early(q.device)
+    heads, tokens, warps, split = tile(batch, length, q_heads, k_heads, pairs, q, inner)
+    early = batch * length <= SHORT and starts_early(q.device)
     blocks = triton.cdiv(q_heads, heads) + triton.cdiv(k_heads, heads)
     numbers = (
         *strides(q, inner), *strides(k, inner), *strides(q_out, outer), *strides(k_out, outer),
@@ -96,7 +97,7 @@ def _launch(xs: list[Tensor], ys: list[Tensor], cos: Tensor, rows: Rows, turn: T
 
 
 def tile(
-    batch: int, length: int, q_heads: int, k_heads: int, pairs: int, q: Tensor
+    batch: int, length: int, q_heads: int, k_heads: int, pairs: int, q: Tensor, how: int
 ) -> tuple[int, int, int, bool]:
     """Heads and tokens of one step, warps, and whether head blocks get programs of their own.
 
@@ -108,12 +109,14 @@ def tile(
         # Each head is a stretch of its own: take neighbouring tokens, and heads side by side.
         tokens = min(int(triton.next_power_of_2(length)), 16, max(1, 1024 // width))
         return max(1, 512 // width // tokens), tokens, 4, True
+    heads = min(most, max(1, 512 // width))
+    if batch * length <= SHORT:
+        # Each warp that turns float64 tables into float32 is felt: few, with much to do.
+        return (heads, 1, 1, True) if how == HALVES else (min(most, 2 * heads), 1, 4, True)
     if batch * length < 16384:
-        # A short call needs all its loads under way at once more than it needs to share tables. In
-        # the shortest, each warp that turns float64 tables into float32 is felt.
-        warps = 1 if batch * length <= SHORT else 4
-        return min(most, max(1, 512 // width)), 1, warps, True
-    return min(most, 16, max(1, 512 // width)), 1, 4, False
+        # A short call needs all its loads under way at once more than it needs to share tables.
+        return heads, 1, 4, True
+    return (heads, 1, 2, True) if width <= 32 else (heads, 1, 4, False)
 
 
 @triton.jit
