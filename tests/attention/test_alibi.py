@@ -1,5 +1,6 @@
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 import oracles
 from assertions import compilations
@@ -15,6 +16,7 @@ STEEP = {"bias_max": 3.0}  # windows well inside a few hundred keys
 def _small_pieces(monkeypatch):
     """So that short sequences are cut, too."""
     monkeypatch.setattr(chunked, "SCORES", 2**12)
+    monkeypatch.setattr(chunked, "AT_ONCE", 2**12)
     monkeypatch.setattr(chunked, "CHUNK", 32)
 
 
@@ -251,3 +253,33 @@ def test_bad_input_is_named():
     for error, match, option in options:
         with pytest.raises(error, match=match):
             alibi_attention(q, k, v, slopes, **option)
+
+
+def test_gradients_are_there_under_a_mode():
+    """Selective checkpoints and counters of operations see an op without autograd inside."""
+    q, k, v = qkv(70, 70, groups=2, grad=True)
+    alibi = ALiBi(HEADS, **STEEP)
+    wanted = torch.autograd.grad(alibi.attention(q, k, v).sum(), (q, k, v))
+    with FlopCounterMode(display=False):
+        got = torch.autograd.grad(alibi.attention(q, k, v).sum(), (q, k, v))
+    assert all(map(torch.equal, got, wanted))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_halves_are_rounded_once(dtype):
+    """Each weight and value is exact in float32, whether or not the CPU multiplies halves."""
+    q, k, v = qkv(70, 70, dtype=dtype, grad=True)
+    alibi = ALiBi(HEADS, **STEEP)
+    wide = [x.detach().float().requires_grad_() for x in (q, k, v)]
+    got, wanted = alibi.attention(q, k, v), alibi.attention(*wide)
+    above = torch.randn_like(got)
+    pairs = [(got, wanted)]
+    pairs += zip(
+        torch.autograd.grad(got, (q, k, v), above),
+        torch.autograd.grad(wanted, wide, above.float()),
+        strict=True,
+    )
+    # A CPU that multiplies bfloat16 rounds the weights to it as well.
+    room = 4 if dtype == torch.bfloat16 else 1
+    for half, exact in pairs:
+        assert (half - exact).abs().max() <= room * torch.finfo(dtype).eps * exact.abs().max()

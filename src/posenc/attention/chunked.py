@@ -17,7 +17,7 @@ from torch import Tensor
 CHUNK, LEAST = 256, 32
 # Scores of a piece, and the most that are made at once for all heads: at decode the loop over
 # heads would be the cost.
-SCORES = 2**21
+SCORES, AT_ONCE = 2**21, 2**20
 
 _PLAN = "Tensor at, Tensor first, Tensor last, Tensor low, Tensor high, Tensor slopes, float scale"
 LIBRARY = torch.library.Library("posenc", "FRAGMENT")
@@ -32,86 +32,47 @@ _backward = torch.ops.posenc.alibi_chunked_backward.default
 
 
 class _Piece(NamedTuple):
-    """One call of SDPA: some chunks of one head, each with as many keys from its own start."""
+    """Some queries of one head, the keys they need, and the bias between them."""
 
     head: int
     rows: slice
-    starts: list[int]
-    width: int
+    keys: slice
     bias: Tensor
 
 
 def _pieces(
-    keys: int,
-    at: Tensor,
-    first: Tensor,
-    last: Tensor,
-    low: Tensor,
-    high: Tensor,
-    slopes: Tensor,
-    *,
-    chunks: int,
+    keys: int, at: Tensor, first: Tensor, last: Tensor, low: Tensor, high: Tensor, slopes: Tensor
 ) -> Iterator[_Piece]:
-    """Calls whose keys, from ``low`` to ``high``, are all that their queries need.
+    """All queries of all heads, each piece with the keys from its least ``low`` to its ``high``.
 
     ``at``, ``first`` and ``last`` are ``[1 or B, Q]``, ``low`` and ``high`` ``[1 or B, 1 or H,
-    Q]``, ``slopes`` ``[1 or B, H]``. A piece has up to so many ``chunks``.
+    Q]``, ``slopes`` ``[1 or B, H]``.
     """
     queries, heads = at.shape[-1], slopes.shape[-1]
     size = max(LEAST, min(CHUNK, SCORES // keys))
     # Read here once: a value read in the loop would be waited for each time.
     lows, highs = (_ends(low, heads, size, "min"), _ends(high, heads, size, "max"))
-    for rows in _slices(queries, size * chunks):
-        # A last chunk that is shorter is a piece of its own.
-        whole = rows.start + (rows.stop - rows.start) // size * size
-        for part in (slice(rows.start, whole), slice(whole, rows.stop)):
-            if part.start < part.stop:
-                yield from _of_rows(
-                    part, size, keys, at, first, last, slopes, lows=lows, highs=highs
-                )
+    for n, rows in enumerate(_slices(queries, size)):
+        near = [_range(lows[h][n], highs[h][n], keys) for h in range(heads)]
+        # Distances are the same for all heads, and windows are about the same place.
+        begin = min(part.start for part in near)
+        index = torch.arange(begin, max(part.stop for part in near), device=at.device)
+        own, least, most = (x[:, rows, None] for x in (at, first, last))
+        behind = (index - own).abs().to(slopes.dtype)
+        hidden = (index < least) | (index > most)
+        veil = torch.zeros_like(hidden, dtype=slopes.dtype).masked_fill_(hidden, float("-inf"))
+        for h, part in enumerate(near):
+            inner = slice(part.start - begin, part.stop - begin)
+            bias = torch.addcmul(
+                veil[..., inner], behind[..., inner], slopes[:, h, None, None], value=-1
+            )
+            yield _Piece(h, rows, part, bias[:, None])
 
 
-def _of_rows(
-    rows: slice,
-    size: int,
-    keys: int,
-    at: Tensor,
-    first: Tensor,
-    last: Tensor,
-    slopes: Tensor,
-    *,
-    lows: list[list[int]],
-    highs: list[list[int]],
-) -> Iterator[_Piece]:
-    chunks = range(rows.start // size, -(-rows.stop // size))
-    widths = [max(hi[c] + 1 - lo[c] for c in chunks) for lo, hi in zip(lows, highs, strict=True)]
-    starts = [
-        [min(low[c], keys - width) for c in chunks] for low, width in zip(lows, widths, strict=True)
-    ]
-    # The widest range of a chunk holds every head's: windows are about the same place.
-    begins = [min(column) for column in zip(*starts, strict=True)]
-    span = max(
-        start + width - begin
-        for row, width in zip(starts, widths, strict=True)
-        for start, begin in zip(row, begins, strict=True)
-    )
-    # [1 or B, chunks, queries of a chunk, keys]; past the last key nothing is picked.
-    index = torch.tensor(begins)[:, None, None] + torch.arange(span)
-    index = index.to(at.device)
-    own, low, high = (x[:, rows, None].unflatten(1, (len(chunks), -1)) for x in (at, first, last))
-    behind = (index - own).abs().to(slopes.dtype)
-    hidden = (index < low) | (index > high)
-    veil = torch.zeros_like(hidden, dtype=slopes.dtype).masked_fill_(hidden, float("-inf"))
-    for h, width in enumerate(widths):
-        near = [slice(s - b, s - b + width) for s, b in zip(starts[h], begins, strict=True)]
-        steep = slopes[:, h, None, None]
-        bias = [
-            torch.addcmul(veil[:, c, :, n], behind[:, c, :, n], steep, value=-1)
-            for c, n in enumerate(near)
-        ]
-        yield _Piece(
-            h, rows, starts[h], width, bias[0][:, None] if len(bias) == 1 else torch.stack(bias, 1)
-        )
+def _range(low: int, high: int, keys: int) -> slice:
+    """From ``low`` to ``high``; one key, which the bias hides, for queries that see none."""
+    low = min(low, keys - 1)
+    return slice(low, max(low, high) + 1)
 
 
 def _slices(length: int, step: int) -> list[slice]:
@@ -130,7 +91,7 @@ def _bias(
     keys: int, at: Tensor, first: Tensor, last: Tensor, low: Tensor, high: Tensor, slopes: Tensor
 ) -> Tensor | None:
     """The bias of all heads at once, ``[1 or B, H, Q, K]``, if it is small."""
-    if at.shape[-1] * slopes.shape[-1] * keys > SCORES:
+    if at.shape[-1] * slopes.shape[-1] * keys > AT_ONCE:
         return None
     index = torch.arange(keys, device=at.device)
     at, first, last = (x[:, None, :, None] for x in (at, first, last))
@@ -141,8 +102,8 @@ def _bias(
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float) -> Tensor:
     # CPU kernels take a float32 bias beside halves; those of other devices want one dtype.
-    wide = q.dtype if q.device.type == "cpu" else bias.dtype
-    out = F.scaled_dot_product_attention(
+    wide = q.dtype if q.device.type == "cpu" and _multiplied(q.dtype) else bias.dtype
+    out: Tensor = F.scaled_dot_product_attention(
         q.to(wide),
         k.to(wide),
         v.to(wide),
@@ -153,14 +114,17 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float) -> Tensor
     return out.to(q.dtype)
 
 
+def _multiplied(dtype: torch.dtype) -> bool:
+    """Whether CPUs multiply it in hardware; where not, float32 is ten to a hundred times faster."""
+    if dtype == torch.bfloat16 and torch.backends.mkldnn.is_available():
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return dtype.itemsize > 2
+
+
 def _picked(p: _Piece, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries and keys of a piece, ``[B, chunks, ...]``: chunks take the place of heads."""
+    """Queries, keys and values of a piece, ``[B, 1, ...]``."""
     group = p.head * k.shape[1] // q.shape[1]
-    near = [slice(s, s + p.width) for s in p.starts]
-    a = q[:, p.head, p.rows].unflatten(1, (len(near), -1))
-    if len(near) == 1:
-        return a, k[:, group, None, near[0]], v[:, group, None, near[0]]
-    return a, *(torch.stack([x[:, group, n] for n in near], 1) for x in (k, v))
+    return q[:, p.head, None, p.rows], k[:, group, None, p.keys], v[:, group, None, p.keys]
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, *plan: Any) -> Tensor:
@@ -171,8 +135,8 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, *plan: Any) -> Tensor:
     bias = _bias(k.shape[2], *where)
     if bias is not None:
         return _sdpa(q, k, v, bias, scale)
-    for p in _pieces(k.shape[2], *where, chunks=1):
-        out[:, p.head, p.rows] = _sdpa(*_picked(p, q, k, v), p.bias, scale).flatten(1, 2)
+    for p in _pieces(k.shape[2], *where):
+        out[:, p.head, p.rows] = _sdpa(*_picked(p, q, k, v), p.bias, scale)[:, 0]
     return out
 
 
@@ -184,32 +148,44 @@ def _gradients(
         return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     bias = _bias(k.shape[2], *where)
     if bias is not None:
-        return _sdpa_gradients(grad, q, k, v, bias, scale)
+        found = _sdpa_gradients(grad, q, k, v, bias, scale)
+        return found[0].to(q.dtype), found[1].to(k.dtype), found[2].to(v.dtype)
     wide = torch.promote_types(q.dtype, torch.float32)
     to_q = torch.empty_like(q)
     to_k, to_v = (torch.zeros_like(x, dtype=wide) for x in (k, v))
-    # SDPA's backward on the CPU runs one thread for each sequence and head.
-    chunks = -(-torch.get_num_threads() // len(q)) if q.device.type == "cpu" else 1
-    for p in _pieces(k.shape[2], *where, chunks=chunks):
-        a, b, c = _picked(p, q, k, v)
-        part = grad[:, p.head, p.rows].unflatten(1, (len(p.starts), -1))
-        dq, dk, dv = _sdpa_gradients(part, a, b, c, p.bias, scale)
-        to_q[:, p.head, p.rows] = dq.flatten(1, 2)
+    for p in _pieces(k.shape[2], *where):
+        above = grad[:, p.head, None, p.rows]
+        dq, dk, dv = _sdpa_gradients(above, *_picked(p, q, k, v), p.bias, scale)
+        to_q[:, p.head, p.rows] = dq[:, 0]
         group = p.head * k.shape[1] // q.shape[1]
-        for n, start in enumerate(p.starts):
-            to_k[:, group, start : start + p.width] += dk[:, n]
-            to_v[:, group, start : start + p.width] += dv[:, n]
+        to_k[:, group, p.keys] += dk[:, 0]
+        to_v[:, group, p.keys] += dv[:, 0]
     return to_q, to_k.to(k.dtype), to_v.to(v.dtype)
 
 
 def _sdpa_gradients(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    with torch.enable_grad():
-        a, b, c = (x.detach().requires_grad_() for x in (q, k, v))
-        out = _sdpa(a, b, c, bias, scale)
-    dq, dk, dv = torch.autograd.grad(out, (a, b, c), grad)
-    return dq, dk, dv
+    r"""Gradients to ``q``, ``k`` and ``v``, in the dtype of the bias.
+
+    .. math:: P = \text{softmax}(S), \quad dV = P^T dO, \quad
+              dS = P \odot (dP - \text{rowsum}(P \odot dP)), \quad dP = dO\,V^T
+    """
+    shared = q.shape[1] // k.shape[1]
+
+    def folded(x: Tensor) -> Tensor:
+        """Heads that share keys as one, with all their queries."""
+        return x.to(bias.dtype).reshape(len(x), -1, shared * x.shape[2], x.shape[3])
+
+    q, grad, bias = folded(q), folded(grad), folded(bias.expand(*q.shape[:3], -1))
+    k, v = k.to(bias.dtype), v.to(bias.dtype)
+    scores = (q @ k.mT).mul_(scale).add_(bias)
+    nothing = scores.amax(-1, keepdim=True) == float("-inf")
+    weights = scores.softmax(-1).masked_fill_(nothing, 0)
+    slope = grad @ v.mT
+    slope = slope.sub_((slope * weights).sum(-1, keepdim=True)).mul_(weights).mul_(scale)
+    to_q = (slope @ k).unflatten(2, (shared, -1)).flatten(1, 2)
+    return to_q, slope.mT @ q, weights.mT @ grad
 
 
 LIBRARY.impl("alibi_chunked", _forward, "CompositeExplicitAutograd")
