@@ -56,17 +56,27 @@ def _pieces(
         near = [_range(lows[h][n], highs[h][n], keys) for h in range(heads)]
         # Distances are the same for all heads, and windows are about the same place.
         begin = min(part.start for part in near)
-        index = torch.arange(begin, max(part.stop for part in near), device=at.device)
+        end = max(part.stop for part in near)
         own, least, most = (x[:, rows, None] for x in (at, first, last))
-        behind = (index - own).abs().to(slopes.dtype)
-        hidden = (index < least) | (index > most)
-        veil = torch.zeros_like(hidden, dtype=slopes.dtype).masked_fill_(hidden, float("-inf"))
+        behind, veil = _between(begin, end, own, least, most, slopes.dtype)
         for h, part in enumerate(near):
             inner = slice(part.start - begin, part.stop - begin)
-            bias = torch.addcmul(
-                veil[..., inner], behind[..., inner], slopes[:, h, None, None], value=-1
-            )
+            steep = slopes[:, h, None, None]
+            bias = torch.addcmul(veil[..., inner], behind[..., inner], steep, value=-1)
             yield _Piece(h, rows, part, bias[:, None])
+        # Not to be held while the next are made.
+        del behind, veil, bias
+
+
+def _between(
+    begin: int, end: int, at: Tensor, first: Tensor, last: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Distances to keys ``begin .. end - 1``, and minus infinity where they are hidden."""
+    index = torch.arange(begin, end, dtype=torch.int32, device=at.device)
+    behind = (index - at.int()).abs_().to(dtype)
+    hidden = (index < first.int()) | (index > last.int())
+    veil = torch.zeros_like(hidden, dtype=dtype).masked_fill_(hidden, float("-inf"))
+    return behind, veil
 
 
 def _range(low: int, high: int, keys: int) -> slice:
@@ -93,11 +103,9 @@ def _bias(
     """The bias of all heads at once, ``[1 or B, H, Q, K]``, if it is small."""
     if at.shape[-1] * slopes.shape[-1] * keys > AT_ONCE:
         return None
-    index = torch.arange(keys, device=at.device)
     at, first, last = (x[:, None, :, None] for x in (at, first, last))
-    behind = (index - at).abs().to(slopes.dtype)
-    bias = behind * -slopes[..., None, None]
-    return bias.masked_fill((index < first) | (index > last), float("-inf"))
+    behind, veil = _between(0, keys, at, first, last, slopes.dtype)
+    return torch.addcmul(veil, behind, slopes[..., None, None], value=-1)
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float) -> Tensor:
