@@ -9,7 +9,7 @@ from torch import Tensor
 
 from posenc._contract.sharding import alongside, is_sharded
 from posenc._contract.tracing import is_plain
-from posenc.kernels import reference, triton
+from posenc.kernels import eager, reference, triton
 from posenc.kernels.ops import LIBRARY
 from posenc.kernels.sharded import shardable
 from posenc.kernels.spec import Norm, Rows, Turn
@@ -30,8 +30,9 @@ def norm_rotate(
 ) -> Tensor:
     """Normalise and rotate ``x`` of ``[B, H, T, D]`` into a new tensor.
 
-    One pass over memory where Triton runs, with a gradient of the first order; elsewhere plain
-    torch operations, which a compiler fuses.
+    One pass over memory where Triton runs, with a gradient of the first order; on the CPU the
+    norm in torch's operations and the rotation by its kernel; elsewhere torch's alone, which a
+    compiler fuses.
 
     Args:
         x: ``[B, H, T, D]``.
@@ -47,12 +48,18 @@ def norm_rotate(
         weight = alongside(x, weight)
     fused = x.device.type == "cuda" and triton.available() and not torch.compiler.is_exporting()
     differentiable_tables = cos.requires_grad or sin.requires_grad
-    if not fused or differentiable_tables or not (is_plain(x) or torch.compiler.is_compiling()):
+    plain = is_plain(x, weight)
+    if x.is_cpu and plain:
+        # The same steps, the second by the kernel.
+        return eager.rotate([reference.normalized(x, weight, norm)], cos, sin, rows, turn)[0].to(
+            x.dtype
+        )
+    if not fused or differentiable_tables or not (plain or torch.compiler.is_compiling()):
         return reference.norm_rotate(x, weight, cos, sin, rows, turn, norm)
     x, weight = x.resolve_neg(), weight.resolve_neg()
     x = x if x.stride(-1) == 1 else x.contiguous()
     recorded = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
-    if not recorded and is_plain(x, weight):
+    if plain and not recorded:
         # The dispatcher has nothing to add.
         return triton.norm_rotate(x, weight, cos, sin, rows, turn, norm)
     result: Tensor = _forward(x, weight, cos, sin, rows.positions, rows.start, *turn, *norm)

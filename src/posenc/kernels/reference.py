@@ -54,13 +54,18 @@ def norm_rotate(
     x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, rows: Rows, turn: Turn, norm: Norm
 ) -> Tensor:
     """RMSNorm of each head of ``x``, or of all together, then :func:`rotate`."""
+    return rotate(normalized(x, weight, norm), cos, sin, rows, turn).to(x.dtype)
+
+
+def normalized(x: Tensor, weight: Tensor, norm: Norm) -> Tensor:
+    """RMSNorm of each head of ``x``, or of all together, one precision up."""
     wide = x.to(one_up(x))
     over = (1, 3) if norm.whole else (3,)
     scale = torch.rsqrt(wide.square().mean(dim=over, keepdim=True) + norm.eps)
     factor = weight.to(wide.dtype) + norm.shift
     if norm.whole:
         factor = factor.view(x.shape[1], 1, x.shape[3])
-    return rotate(wide * scale * factor, cos, sin, rows, turn).to(x.dtype)
+    return wide * scale * factor
 
 
 def take(table: Tensor, rows: Rows, length: int) -> Tensor:
