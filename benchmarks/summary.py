@@ -7,7 +7,9 @@ from posenc.lab.plots import overview, ratios
 
 HERE = Path(__file__).parent
 START, END = "<!-- measured -->\n", "<!-- end -->\n"
-SHOWN = ("posenc", "posenc in place", "transformers eager", "transformers compiled")
+SHOWN = (
+    "posenc", "posenc in place", "transformers eager", "transformers compiled", "Liger in place",
+)  # fmt: skip
 
 
 def rows(name: str, report: dict) -> list[str]:

@@ -14,6 +14,7 @@ _MARKS: dict[str, dict[str, str]] = {
     "posenc in place": {"marker": "o", "color": "C0", "mfc": "none"},
     "transformers eager": {"marker": "x", "color": "0.4"},
     "transformers compiled": {"marker": "+", "color": "0.4"},
+    "Liger in place": {"marker": "d", "color": "C1", "mfc": "none"},
 }
 
 
@@ -76,8 +77,9 @@ def overview(reports: Iterable[dict[str, Any]]) -> Figure:
         ax.xaxis.set_major_formatter("{x:g}")
         ax.axvline(1, color="black", lw=0.8)
         ax.grid(axis="both", lw=0.3)
-        once = dict(zip(*reversed(ax.get_legend_handles_labels()), strict=True))
-        ax.legend(once.values(), once.keys(), fontsize=7, loc="upper right")
+    found = [zip(*reversed(ax.get_legend_handles_labels()), strict=True) for ax in axes.flat]
+    once = {name: mark for panel in found for name, mark in panel}
+    figure.legend(once.values(), once.keys(), ncols=len(once), loc="outside lower center")
     return figure
 
 
