@@ -1,3 +1,5 @@
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -265,6 +267,23 @@ def test_gradients_are_there_under_a_mode():
     assert all(map(torch.equal, got, wanted))
 
 
+@pytest.mark.parametrize("casting", [False, True], ids=["", "autocast"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_halves_run_in_what_the_cpu_multiplies(dtype, casting, monkeypatch):
+    seen = []
+
+    def spy(q, *rest, **keywords):
+        seen.append(q.dtype)
+        return torch.nn.functional.scaled_dot_product_attention(q, *rest, **keywords)
+
+    monkeypatch.setattr(chunked, "F", SimpleNamespace(scaled_dot_product_attention=spy))
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=casting):
+        out = ALiBi(HEADS).attention(*qkv(70, 70, dtype=dtype))
+    native = dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    assert set(seen) == {dtype if native else torch.float32}
+    assert out.dtype == dtype
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_halves_are_rounded_once(dtype):
     """Each weight and value is exact in float32, whether or not the CPU multiplies halves."""
@@ -283,3 +302,37 @@ def test_halves_are_rounded_once(dtype):
     room = 4 if dtype == torch.bfloat16 else 1
     for half, exact in pairs:
         assert (half - exact).abs().max() <= room * torch.finfo(dtype).eps * exact.abs().max()
+
+
+@pytest.mark.parametrize("at_once", [2**20, 0], ids=["at-once", "pieces"])
+def test_second_derivatives(at_once, monkeypatch):
+    monkeypatch.setattr(chunked, "AT_ONCE", at_once)
+    alibi = ALiBi(HEADS, **STEEP)
+    inputs = [x.detach()[:, :, :5, :4].requires_grad_() for x in qkv(5, 5, groups=2, batch=1)]
+    assert torch.autograd.gradgradcheck(alibi.attention, inputs)
+
+
+@pytest.mark.parametrize("at_once", [2**20, 0], ids=["at-once", "pieces"])
+def test_results_lie_in_memory_as_a_compiler_was_told(at_once, monkeypatch):
+    """Projections give ``(B, L, H, D)`` seen as ``(B, H, L, D)``, and strides follow from less."""
+    monkeypatch.setattr(chunked, "AT_ONCE", at_once)
+    alibi = ALiBi(HEADS, **STEEP)
+    inputs = [torch.randn(2, 40, HEADS, 8).transpose(1, 2).requires_grad_() for _ in range(3)]
+    above = torch.randn(2, HEADS, 40, 8)
+
+    def run(function):
+        out = function(*inputs)
+        return out, *torch.autograd.grad(out, inputs, above)
+
+    wanted, got = run(alibi.attention), run(torch.compile(alibi.attention, fullgraph=True))
+    for a, b in zip(got, wanted, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+    assert wanted[0].is_contiguous()
+    assert all(grad.is_contiguous() for grad in wanted[1:])
+
+
+def test_heads_without_channels_are_no_error():
+    q, k = torch.randn(1, HEADS, 8, 0, requires_grad=True), torch.randn(1, HEADS, 8, 0)
+    v = torch.randn(1, HEADS, 8, 3)
+    ALiBi(HEADS).attention(q, k, v, scale=1.0).sum().backward()
+    assert q.grad.shape == q.shape

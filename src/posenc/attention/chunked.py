@@ -136,13 +136,19 @@ def _picked(p: _Piece, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor,
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, *plan: Any) -> Tensor:
+    # What is cast for speed would be cast back.
+    with torch.autocast(q.device.type, enabled=False):
+        return _attended(q, k, v, *plan)
+
+
+def _attended(q: Tensor, k: Tensor, v: Tensor, *plan: Any) -> Tensor:
     *where, scale = plan
     out = q.new_empty((*q.shape[:3], v.shape[3]))
     if not out.numel():
         return out
     bias = _bias(k.shape[2], *where)
     if bias is not None:
-        return _sdpa(q, k, v, bias, scale)
+        return _sdpa(q, k, v, bias, scale).contiguous()
     for p in _pieces(k.shape[2], *where):
         out[:, p.head, p.rows] = _sdpa(*_picked(p, q, k, v), p.bias, scale)[:, 0]
     return out
@@ -151,16 +157,22 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, *plan: Any) -> Tensor:
 def _gradients(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *plan: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
+    with torch.autocast(q.device.type, enabled=False):
+        to_q, to_k, to_v = _summed(grad, q, k, v, *plan)
+    return to_q.to(q.dtype), to_k.to(k.dtype), to_v.to(v.dtype)
+
+
+def _summed(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *plan: Any
+) -> tuple[Tensor, Tensor, Tensor]:
     *where, scale = plan
+    wide = torch.promote_types(q.dtype, torch.float32)
+    to_q, to_k, to_v = (x.new_zeros(x.shape, dtype=wide) for x in (q, k, v))
     if not grad.numel():
-        return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+        return to_q, to_k, to_v
     bias = _bias(k.shape[2], *where)
     if bias is not None:
-        found = _sdpa_gradients(grad, q, k, v, bias, scale)
-        return found[0].to(q.dtype), found[1].to(k.dtype), found[2].to(v.dtype)
-    wide = torch.promote_types(q.dtype, torch.float32)
-    to_q = torch.empty_like(q)
-    to_k, to_v = (torch.zeros_like(x, dtype=wide) for x in (k, v))
+        return _sdpa_gradients(grad, q, k, v, bias, scale)
     for p in _pieces(k.shape[2], *where):
         above = grad[:, p.head, None, p.rows]
         dq, dk, dv = _sdpa_gradients(above, *_picked(p, q, k, v), p.bias, scale)
@@ -168,7 +180,7 @@ def _gradients(
         group = p.head * k.shape[1] // q.shape[1]
         to_k[:, group, p.keys] += dk[:, 0]
         to_v[:, group, p.keys] += dv[:, 0]
-    return to_q, to_k.to(k.dtype), to_v.to(v.dtype)
+    return to_q, to_k, to_v
 
 
 def _sdpa_gradients(
@@ -183,15 +195,16 @@ def _sdpa_gradients(
 
     def folded(x: Tensor) -> Tensor:
         """Heads that share keys as one, with all their queries."""
-        return x.to(bias.dtype).reshape(len(x), -1, shared * x.shape[2], x.shape[3])
+        return x.to(bias.dtype).reshape(len(x), k.shape[1], shared * x.shape[2], x.shape[3])
 
     q, grad, bias = folded(q), folded(grad), folded(bias.expand(*q.shape[:3], -1))
     k, v = k.to(bias.dtype), v.to(bias.dtype)
-    scores = (q @ k.mT).mul_(scale).add_(bias)
+    # Out of place, so that a second derivative can be taken through here.
+    scores = q @ k.mT * scale + bias
     nothing = scores.amax(-1, keepdim=True) == float("-inf")
-    weights = scores.softmax(-1).masked_fill_(nothing, 0)
+    weights = scores.softmax(-1).masked_fill(nothing, 0)
     slope = grad @ v.mT
-    slope = slope.sub_((slope * weights).sum(-1, keepdim=True)).mul_(weights).mul_(scale)
+    slope = (slope - (slope * weights).sum(-1, keepdim=True)) * weights * scale
     to_q = (slope @ k).unflatten(2, (shared, -1)).flatten(1, 2)
     return to_q, slope.mT @ q, weights.mT @ grad
 
@@ -207,7 +220,7 @@ def _(q: Tensor, k: Tensor, v: Tensor, *plan: Any) -> Tensor:
 
 @torch.library.register_fake("posenc::alibi_chunked_backward", lib=LIBRARY)
 def _(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *plan: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -216,7 +229,9 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 
 def _back(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    return (*_backward(grad, *ctx.saved_tensors, ctx.scale), *([None] * 7))
+    # Where a gradient of the gradient may be asked for, the steps themselves are recorded.
+    back = _gradients if torch.is_grad_enabled() else _backward
+    return (*back(grad, *ctx.saved_tensors, ctx.scale), *([None] * 7))
 
 
 torch.library.register_autograd("posenc::alibi_chunked", _back, setup_context=_keep, lib=LIBRARY)
