@@ -1,5 +1,7 @@
 """Numbers that a device is given once: a CUDA graph could not hold the copy."""
 
+from dataclasses import dataclass
+
 import pytest
 import torch
 
@@ -49,6 +51,28 @@ def test_a_traced_call_does_not_leave_its_own_behind():
         angles(torch.arange(3), Spectrum(6))
     assert type(angles(torch.arange(3), Spectrum(6))) is torch.Tensor
     assert constants._kept.cache_info().currsize > 0
+
+
+def test_rules_are_numbers_to_a_tracer_too():
+    """Worked out for the first time under a mode, as after loading a module in a new process."""
+    rule = scaling.YaRN(4.0, 61)
+    with torch._subclasses.FakeTensorMode():
+        rope = posenc.RoPE(8, 16, scaling=rule)
+    assert rope.cos_cached.shape == (16, 4)
+    assert torch.equal(posenc.RoPE(8, 16, scaling=rule).inv_freq(), rope.inv_freq())
+
+
+@dataclass(frozen=True)
+class Named(scaling.Linear):
+    """A rule of a user's own, with a field that is no number."""
+
+    note: str = "slow"
+
+
+def test_a_rule_of_a_users_own_compiles():
+    rope, x = posenc.RoPE(8, None, scaling=Named(2.0)), torch.randn(1, 1, 5, 8)
+    got = torch.compile(rope.rotate, fullgraph=True, backend="aot_eager")(x)
+    assert torch.allclose(got, posenc.RoPE(8, None, scaling=scaling.Linear(2.0)).rotate(x))
 
 
 def test_what_users_get_is_their_own():

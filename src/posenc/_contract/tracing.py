@@ -41,6 +41,16 @@ def in_capture(x: Tensor) -> bool:
     return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
+# What CUDA graphs read that nobody else may still hold; they do not say when they are gone.
+_captured: list[Tensor] = []
+
+
+def outlive_capture(*tensors: Tensor) -> None:
+    """Keep ``tensors`` for good if a CUDA graph is being captured, which reads where they are."""
+    if in_capture(tensors[0]):
+        _captured.extend(tensors)
+
+
 def in_transform(*xs: Tensor) -> bool:
     """Whether torch.func or torch.jit.trace is at work, which know torch's own operations alone.
 

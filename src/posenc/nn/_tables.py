@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from posenc._contract.tracing import in_capture, is_plain, may_keep
+from posenc._contract.tracing import in_capture, is_plain, may_keep, outlive_capture
 from posenc.numerics.frequencies import Spectrum
 
 # A cache that grows by itself stops here: 128 MiB of cos and sin at 128 channels. Positions past
@@ -125,6 +125,8 @@ class TableModule(DerivedBuffers):
         elif rows is None or not may_keep(x):
             return None
         tables = self._covering(x, spectrum, rows)
+        if tables is not None and x.is_cuda and is_plain(x):
+            outlive_capture(*tables)
         if tables is not None and self.max_seq_len is not None and tables[0].shape[0] > rows:
             return tuple([table[:rows] for table in tables])
         if tables is None and may_keep(x) and not in_capture(x):

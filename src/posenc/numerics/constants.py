@@ -7,7 +7,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from posenc._contract.tracing import is_plain
+from posenc._contract.tracing import is_plain, outlive_capture
 
 
 def constant(numbers: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -21,7 +21,9 @@ def constant(numbers: tuple[float, ...], dtype: torch.dtype, device: torch.devic
         tensor([1.0000, 0.2500], dtype=torch.float64)
     """
     if is_plain():
-        return _kept(numbers, dtype, device)
+        kept = _kept(numbers, dtype, device)
+        outlive_capture(kept)
+        return kept
     return torch.tensor(numbers, dtype=dtype, device=device)
 
 

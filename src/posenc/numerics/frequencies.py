@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from posenc.numerics.axes import Axes
 from posenc.numerics.constants import constant
@@ -135,6 +136,9 @@ def _settled(part: Any) -> Any:
         return part
     if isinstance(part, int):
         return operator.index(part)
+    if not type(part).__module__.startswith("posenc."):
+        # A rule of a user's own: as it is.
+        return part
     return type(part), *[_settled(getattr(part, name)) for name in part.__match_args__]
 
 
@@ -167,7 +171,10 @@ def _rounded_rates(spectrum: Spectrum) -> tuple[float, ...]:
     rates = [float(rate) for rate in _exact_rates(Spectrum(spectrum.width(), spectrum.base))]
     rule = spectrum.scaling
     if rule is not None:
-        rates = rule(torch.tensor(rates, dtype=torch.float64, device="cpu"), spectrum.base).tolist()
+        # Numbers, whatever a tracer around this would make of tensors.
+        with _disable_current_modes():
+            plain = torch.tensor(rates, dtype=torch.float64, device="cpu")
+            rates = rule(plain, spectrum.base).tolist()
         if not all(map(math.isfinite, rates)):
             problem = f"{rule} makes rates that are not finite, with base {spectrum.base}"
             raise ValueError(f"{problem}.\n  Pass a factor closer to 1.")
