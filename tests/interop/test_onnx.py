@@ -12,6 +12,7 @@ import oracles
 import posenc
 from assertions import assert_within_ulps
 from interop.models import Model, Rotations, dynamic_rotations, rotations_at
+from posenc import scaling
 from posenc.interop.onnx import export
 
 
@@ -72,6 +73,23 @@ def test_a_million_values_are_within_one_ulp(tmp_path, interleaved):
     export(rope, small, path, dynamic_shapes=({2: length},) * 2)
     for got, wanted in zip(run(path, x, x.flip(2)), rope(x, x.flip(2)), strict=True):
         size = oracles.pair_magnitude(wanted, 32, interleaved=interleaved)
+        assert_within_ulps(got, wanted.double(), 1.0, size)
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        posenc.RoPE(64, 512, scaling=scaling.YaRN(8.0, 64, attention_factor=1e-4)),
+        posenc.XPos(64, 512, scale_base=128),
+    ],
+    ids=["gain", "xpos"],
+)
+def test_tables_far_from_one_are_exact_too(tmp_path, module):
+    path, module = tmp_path / "rope.onnx", module.eval()
+    q, k = torch.randn(2, 1, 4, 512, 64).unbind()
+    export(module, (q, k), path)
+    for got, wanted in zip(run(path, q, k), module(q, k), strict=True):
+        size = oracles.pair_magnitude(wanted, 32, interleaved=module.interleaved)
         assert_within_ulps(got, wanted.double(), 1.0, size)
 
 

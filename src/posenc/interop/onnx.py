@@ -35,8 +35,8 @@ def export(
     The operator has no float64 and one order of pairs: float64 inputs, and results in another
     layout than their inputs, become plain operations. It also multiplies float32 in float32, three
     roundings where the eager rotation has one; so float32 inputs are rotated in parts whose
-    products it does not round, by three operators in place of one, and come out within one ulp.
-    Half precision needs one.
+    products it does not round, by three operators in place of one, and finite ones come out as the
+    eager result or its neighbour. Half precision needs one.
 
     Args:
         model: Its forward is traced, as by :func:`torch.export.export`.
@@ -121,16 +121,15 @@ def _rotary_embedding(
 def _in_parts(
     turned: Callable[..., Tensor], x: Tensor, tables: tuple[Tensor, ...], width: int
 ) -> Tensor:
-    """Rotate float32 by an operator that rounds each product to float32, within one ulp.
+    """Rotate float32 by an operator that rounds each product to float32, half an ulp twice.
 
     Eight bits of ``x`` times eight of a table are exact, and the sum of two such products is
     rounded once. What is left of both adds less than one part in 256, so that its roundings do not
     count, and the last sum rounds once more.
     """
     upper = x.to(torch.bfloat16).float()
-    coarse = [torch.round(table * 256) / 256 for table in tables]
+    coarse = [table.to(torch.bfloat16).float() for table in tables]
     fine = [(table - part).float() for table, part in zip(tables, coarse, strict=True)]
-    coarse = [part.float() for part in coarse]
     y = turned(upper, *coarse) + (turned(x - upper, *coarse) + turned(x, *fine))
     # Channels beside the pairs went through whole, three times.
     return y if width == x.shape[-1] else torch.cat((y[..., :width], x[..., width:]), dim=-1)
