@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from posenc._contract.sharding import alongside, is_sharded
 from posenc._contract.tracing import is_plain
@@ -54,7 +55,8 @@ def norm_rotate(
         return eager.rotate([reference.normalized(x, weight, norm)], cos, sin, rows, turn)[0].to(
             x.dtype
         )
-    if not fused or differentiable_tables or not (plain or torch.compiler.is_compiling()):
+    by_torch = differentiable_tables or forward_ad._current_level >= 0
+    if not fused or by_torch or not (plain or torch.compiler.is_compiling()):
         return reference.norm_rotate(x, weight, cos, sin, rows, turn, norm)
     x, weight = x.resolve_neg(), weight.resolve_neg()
     x = x if x.stride(-1) == 1 else x.contiguous()
