@@ -166,13 +166,13 @@ def _summed(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *plan: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     *where, scale = plan
+    bias = _bias(k.shape[2], *where) if grad.numel() else None
+    if bias is not None:
+        return _sdpa_gradients(grad, q, k, v, bias, scale)
     wide = torch.promote_types(q.dtype, torch.float32)
     to_q, to_k, to_v = (x.new_zeros(x.shape, dtype=wide) for x in (q, k, v))
     if not grad.numel():
         return to_q, to_k, to_v
-    bias = _bias(k.shape[2], *where)
-    if bias is not None:
-        return _sdpa_gradients(grad, q, k, v, bias, scale)
     for p in _pieces(k.shape[2], *where):
         above = grad[:, p.head, None, p.rows]
         dq, dk, dv = _sdpa_gradients(above, *_picked(p, q, k, v), p.bias, scale)

@@ -52,9 +52,8 @@ def norm_rotate(
     plain = is_plain(x, weight)
     if x.is_cpu and plain:
         # The same steps, the second by the kernel.
-        return eager.rotate([reference.normalized(x, weight, norm)], cos, sin, rows, turn)[0].to(
-            x.dtype
-        )
+        wide = reference.normalized(x, weight, norm)
+        return eager.rotate([wide], cos, sin, rows, turn)[0].to(x.dtype)
     by_torch = differentiable_tables or forward_ad._current_level >= 0
     if not fused or by_torch or not (plain or torch.compiler.is_compiling()):
         return reference.norm_rotate(x, weight, cos, sin, rows, turn, norm)
