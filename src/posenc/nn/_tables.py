@@ -125,7 +125,8 @@ class TableModule(DerivedBuffers):
         elif rows is None or not may_keep(x):
             return None
         tables = self._covering(x, spectrum, rows)
-        if tables is not None and x.is_cuda and is_plain(x):
+        if tables is not None and self.max_seq_len is None:
+            # A graph would go on reading these when longer ones have taken their place.
             outlive_capture(*tables)
         if tables is not None and self.max_seq_len is not None and tables[0].shape[0] > rows:
             return tuple([table[:rows] for table in tables])
