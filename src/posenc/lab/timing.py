@@ -29,6 +29,7 @@ class Lane:
         calls: Calls in one pass.
         passes: Passes in one round; see :meth:`calibrate`.
         seconds: Of one call, for each round.
+        held: What a graph reads and writes at every replay, alive as long as it is.
     """
 
     name: str
@@ -37,6 +38,7 @@ class Lane:
     calls: int
     passes: int = 1
     seconds: list[float] = field(default_factory=list)
+    held: Any = None
 
     def calibrate(self, least: float) -> None:
         """Warm up, then choose the passes of a round so that it takes ``least`` seconds."""
@@ -101,12 +103,9 @@ def graph_lane(name: str, steps: Sequence[Step], *, grad: bool) -> Lane:
         for _ in range(passes):
             graph.replay()
 
-    def run(passes: int) -> float:
-        # What the steps hold is read at every replay, and must live as long as the graph.
-        assert len(kept) == len(steps)
-        return _by_events(replay, passes)
-
-    return Lane(name, "graph", run, calls=repeats * len(steps))
+    lane = Lane(name, "graph", lambda n: _by_events(replay, n), calls=repeats * len(steps))
+    lane.held = steps, kept
+    return lane
 
 
 def race(lanes: Sequence[Lane], rounds: int, tell: Callable[[int], None]) -> None:
