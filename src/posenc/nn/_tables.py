@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,7 @@ from posenc.numerics.frequencies import Spectrum
 # A cache that grows by itself stops here: 128 MiB of cos and sin at 128 channels. Positions past
 # it are worked out at each call; a larger capacity that was asked for is still honoured.
 GROWTH_LIMIT = 2**17
+_WRITING = threading.Lock()
 
 
 class DerivedBuffers(nn.Module):
@@ -96,10 +98,11 @@ class TableModule(DerivedBuffers):
         with torch.inference_mode(False), torch.no_grad():
             tables = self._tabulate(torch.arange(rows, device=device), spectrum, dtype)
         # A thread that finds the same spectrum before and after reading the tables has read
-        # tables that belong together.
-        self._spectrum = None
-        self._buffers.update(zip(self._derived, tables, strict=True))
-        self._spectrum = spectrum
+        # tables that belong together, as long as one thread writes at a time.
+        with _WRITING:
+            self._spectrum = None
+            self._buffers.update(zip(self._derived, tables, strict=True))
+            self._spectrum = spectrum
         return tables
 
     def _rebuild(self, device: torch.device) -> None:
