@@ -69,8 +69,20 @@ class Named(scaling.Linear):
     note: str = "slow"
 
 
-def test_a_rule_of_a_users_own_compiles():
-    rope, x = posenc.RoPE(8, None, scaling=Named(2.0)), torch.randn(1, 1, 5, 8)
+class Plain(scaling.Rule):
+    """One that is no dataclass."""
+
+    def __call__(self, rates, base, seq_len=None):
+        return rates / 2
+
+
+# Every torch takes a description in numbers and names; other objects are constants to 2.13.
+OWN = [Named(2.0), *([Plain()] if torch.__version__ >= "2.13" else [])]
+
+
+@pytest.mark.parametrize("rule", OWN, ids=["dataclass", "object"][: len(OWN)])
+def test_a_rule_of_a_users_own_compiles(rule):
+    rope, x = posenc.RoPE(8, None, scaling=rule), torch.randn(1, 1, 5, 8)
     got = torch.compile(rope.rotate, fullgraph=True, backend="aot_eager")(x)
     assert torch.allclose(got, posenc.RoPE(8, None, scaling=scaling.Linear(2.0)).rotate(x))
 
@@ -82,7 +94,9 @@ def test_what_users_get_is_their_own():
     assert rope.inv_freq()[0] == 1.0
 
 
-@pytest.mark.parametrize("rule", [scaling.YaRN(4.0, 64), scaling.Llama3(8.0, 64), None], ids=str)
+@pytest.mark.parametrize(
+    "rule", [scaling.YaRN(4.0, 64), scaling.Llama3(8.0, 64), Named(2.0, "0x1p+1"), None], ids=str
+)
 @pytest.mark.parametrize("where", [axes.Sections((2, 1, 1)), None], ids=str)
 def test_a_rule_is_a_constant_to_the_compiler(rule, where):
     """In numbers and names: not every torch takes a frozen dataclass for one."""
