@@ -27,8 +27,8 @@ _UNITS = (("µs", 1e-6), ("ms", 1e-3), ("s", 1.0))
 _HELP = """Time posenc and every installed peer, against a copy of the same bytes.
 
 Each contestant is first compared with float64 and refused if it is wrong. Then all are timed in
-interleaved rounds of one process. "× copy" is the time divided by that of copying q and k once;
-in training twice, since the gradients move too.
+interleaved rounds of one process. "× copy" is the time divided by that of copying q and k; in
+training their gradients too, since they move as well.
 
 Example: posenc bench decode tiny --dtype fp32 --layout half --rounds 5
 """

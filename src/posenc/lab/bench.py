@@ -32,7 +32,7 @@ class Result:
     installed or not made for the workload; or ``failed``, it raised. All but the first have a
     ``reason``. ``via`` is ``loop``, called from Python, or ``graph``, replayed from a CUDA graph.
     Times are seconds of one call; ``ratio`` is the median over the rounds of the time divided by
-    that of copying q and k (twice in training) in the same round.
+    that of copying q and k (in training their gradients too) in the same round.
     """
 
     contestant: str
@@ -54,7 +54,10 @@ class Result:
 
 @dataclass(slots=True)
 class Measurement:
-    """Results of everyone on one workload; ``copies`` is how many of q and k the ratio is to."""
+    """Results of everyone on one workload; ``copies`` is how many of q and k the ratio is to.
+
+    The copies' own times are of all of them.
+    """
 
     work: Workload
     copies: int
@@ -133,7 +136,7 @@ def measure(
             results.append(Result(lane.name, "failed", _one_line(broken), via=lane.via))
     race(lanes, rounds, lambda r: tell(f"round {r + 1} of {rounds}", 0.5 + r / rounds / 2))
     copies = 2 if training else 1
-    return Measurement(work, copies, len(sets), _summarize(lanes, results, copies))
+    return Measurement(work, copies, len(sets), _summarize(lanes, results))
 
 
 def report(measurements: list[Measurement], **settings: Any) -> dict[str, Any]:
@@ -234,19 +237,34 @@ def _set_count(work: Workload) -> int:
 
 
 def _copies(work: Workload, sets: list[Inputs]) -> list[Lane]:
-    """The bytes of q and k as one copy: into memory in use, and on the CPU into fresh memory."""
-    sources = [torch.cat((s.q.detach().flatten(), s.k.detach().flatten())) for s in sets]
-    steps: list[Step] = [partial(torch.empty_like(x).copy_, x) for x in sources]
+    """What a step moves, as copies: into memory in use, and on the CPU into fresh memory.
+
+    In training that is q and k, and then their gradients: memory of their own, as in the step.
+    """
+    moved = 4 if work.case.mode == "train" else 2
+    sources = [
+        [torch.cat([x.detach().flatten() for x in s[i : i + 2]]) for i in range(0, moved, 2)]
+        for s in sets
+    ]
+
+    def into_use(xs: list[Tensor]) -> Step:
+        ys = [torch.empty_like(x) for x in xs]
+        return lambda: [y.copy_(x) for x, y in zip(xs, ys, strict=True)]
+
+    def afresh(xs: list[Tensor]) -> Step:
+        return lambda: [x.clone() for x in xs]
+
+    steps = [into_use(xs) for xs in sources]
     lanes = [loop_lane(COPY, steps, device=work.device, grad=False)]
     if work.device == "cpu":
-        fresh: list[Step] = [x.clone for x in sources]
+        fresh = [afresh(xs) for xs in sources]
         lanes.append(loop_lane(CLONE, fresh, device=work.device, grad=False))
     else:
         lanes.append(graph_lane(COPY, steps, grad=False))
     return lanes
 
 
-def _summarize(lanes: list[Lane], results: list[Result], copies: int) -> list[Result]:
+def _summarize(lanes: list[Lane], results: list[Result]) -> list[Result]:
     copy = {lane.via: lane.seconds for lane in lanes if lane.name == COPY}
     if "graph" in copy:
         # Inside a graph a large copy can be the slower one (0.50 instead of 0.32 ms for 671 MB on
@@ -267,9 +285,8 @@ def _summarize(lanes: list[Lane], results: list[Result], copies: int) -> list[Re
             seconds=lane.seconds,
         )
         result.low, result.median, result.high = quartiles(lane.seconds)
-        # Paired by round, so that a drift of the machine cancels. A copy is one copy.
-        times = 1 if lane.name in (COPY, CLONE) else copies
-        ratios = [t / (times * c) for t, c in zip(lane.seconds, copy[lane.via], strict=True)]
+        # Paired by round, so that a drift of the machine cancels.
+        ratios = [t / c for t, c in zip(lane.seconds, copy[lane.via], strict=True)]
         result.ratio_low, result.ratio, result.ratio_high = quartiles(ratios)
         timed.append(result)
     return timed + [result for result in results if result.status != "timed"]
