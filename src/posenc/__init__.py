@@ -4,7 +4,7 @@ Exact at any position, in float16, bfloat16, float32 and float64, on any device 
 """
 
 from posenc import attention, axes, functional, nn, positions, scaling
-from posenc.kernels import backends
+from posenc.kernels import backends, keep_memory
 from posenc.nn import (
     ALiBi,
     LearnedPosEmbedding,
@@ -32,6 +32,7 @@ __all__ = [
     "axes",
     "backends",
     "functional",
+    "keep_memory",
     "nn",
     "positions",
     "scaling",

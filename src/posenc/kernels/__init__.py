@@ -1,6 +1,7 @@
 """Your dtype, your device: what touches the user's tensors. Tensors and flags, never a rule."""
 
 from posenc.kernels.backend import Backend, backends
+from posenc.kernels.c import keep_memory
 from posenc.kernels.eager import rotate, rotate_
 from posenc.kernels.norm import norm_rotate
 from posenc.kernels.reference import add
@@ -14,6 +15,7 @@ __all__ = [
     "Turn",
     "add",
     "backends",
+    "keep_memory",
     "norm_rotate",
     "rotate",
     "rotate_",

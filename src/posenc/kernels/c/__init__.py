@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from posenc._contract import checks
 from posenc.kernels.spec import RowOutOfRange, Rows, Turn
 
 try:
@@ -17,6 +18,40 @@ except ImportError as broken:
     available, why = False, f"built, but it does not load: {broken}"
 
 _CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}
+# DLPack's names for them.
+_KINDS = {
+    torch.float32: (2, 32),
+    torch.bfloat16: (4, 16),
+    torch.float16: (2, 16),
+    torch.float64: (2, 64),
+}
+# Elements from which on an output is memory that is kept: smaller ones malloc keeps by itself.
+LARGE = 2**21
+_keeps = available and hasattr(_rotate, "empty")
+
+
+def empty_like(x: Tensor) -> Tensor:
+    """As torch's, but large tensors get memory that the last ones have left behind."""
+    if x.numel() < LARGE or not _keeps:
+        return torch.empty_like(x)
+    strides = torch.empty_like(x, device="meta").stride()
+    return torch.from_dlpack(_rotate.empty(*_KINDS[x.dtype], *x.shape, *strides))
+
+
+def keep_memory(mebibytes: int = 1024) -> None:
+    """Choose how much memory of large outputs may be kept for the next ones, on the CPU.
+
+    Memory fresh from the system costs more to write to than a rotation takes, so the rotation
+    keeps what its large outputs leave behind, as long as nobody else needs it: the system may
+    take it back at any time. ``keep_memory(0)`` gives it back and keeps no more.
+
+    Args:
+        mebibytes: The most that may be kept, in MiB. At most 128 of them are out of the system's
+            reach: those that were in use last.
+    """
+    mebibytes = checks.integer("keep_memory", "mebibytes", mebibytes, least=0)
+    if _keeps:
+        _rotate.keep(mebibytes << 20)
 
 
 def rotate_into(

@@ -12,9 +12,11 @@
 #include <string.h>
 #ifndef _WIN32
 #include <dlfcn.h>
-#include <sys/mman.h>
 #endif
 #include "formats.h"
+#ifdef __linux__
+#include "memory.h"
+#endif
 
 enum { FLOAT32, BFLOAT16, FLOAT16, FLOAT64, DTYPES };
 static const i64 element_size[DTYPES] = {4, 2, 2, 8};
@@ -27,7 +29,9 @@ typedef struct {
     i64 count, x_step, y_step, table_step;
 } Rows;
 
+enum { AHEAD = 1024 }; /* bytes between what a kernel works on and what it asks for */
 typedef void (*Kernel)(const Rows *rows, size_t P, int layout);
+typedef enum { DOUBLES, FLOATS, EVEN_THEN_ODD } Order;
 
 #if defined(__GNUC__) && defined(__x86_64__)
 #ifdef __clang__
@@ -53,15 +57,16 @@ typedef void (*Kernel)(const Rows *rows, size_t P, int layout);
 static const struct {
     const char *name;
     const Kernel *kernels;
+    void (*ready)(const double *row, void *to, size_t P, double sign, Order order);
 } isas[] = {
 #if defined(__GNUC__) && defined(__x86_64__)
-    {"avx512", kernels_all_avx512},
-    {"avx2", kernels_all_avx2},
+    {"avx512", kernels_all_avx512, ready_all_avx512},
+    {"avx2", kernels_all_avx2, ready_all_avx2},
 #endif
 #ifdef NEON
-    {"neon", kernels_all_baseline},
+    {"neon", kernels_all_baseline, ready_all_baseline},
 #else
-    {"baseline", kernels_all_baseline},
+    {"baseline", kernels_all_baseline, ready_all_baseline},
 #endif
 };
 enum { ISAS = sizeof isas / sizeof isas[0] };
@@ -99,9 +104,7 @@ enum {
 };
 
 enum {
-    CACHE_LINE = 64,
     PARALLEL_ELEMENTS = 1 << 18, /* below this, waking threads costs more than they bring */
-    HUGE_PAGE = 2 << 20,
     TILE_BYTES = 128 << 10, /* of table rows, made ready once for all heads of their tokens */
 };
 
@@ -140,36 +143,27 @@ typedef struct {
 /* Bytes of a number in the precision of the computation. */
 static i64 real_size(const Job *j) { return j->dtype == FLOAT32 || j->dtype == FLOAT64 ? 8 : 4; }
 
-/* Whether the kernel takes two pairs of the half layout at a time, from even and odd columns. */
-static int splits_tables(const Job *j)
+/* How the kernel takes its tables: two pairs of the half layout at a time, from even and odd columns. */
+static Order table_order(const Job *j)
 {
+    if (real_size(j) == 8) return DOUBLES;
 #ifdef WORDS_OF_PAIRS
-    return j->dtype == BFLOAT16 && !j->interleaved_in && !j->interleaved_out && j->P % 2 == 0;
-#else
-    return (void)j, 0;
+    if (j->dtype == BFLOAT16 && !j->interleaved_in && !j->interleaved_out && j->P % 2 == 0)
+        return EVEN_THEN_ODD;
 #endif
+    return FLOATS;
 }
 
 /* The table rows of nt tokens, in the precision of the computation, one after the other. */
-static void ready_tables(const Job *j, i64 b, i64 t, i64 nt, void *c, void *s)
+static void ready_tables(const Job *j, i64 b, i64 t, i64 nt, char *c, char *s)
 {
     const double *cos = (const double *)(intptr_t)j->cos + b * j->table_sb;
     const double *sin = (const double *)(intptr_t)j->sin + b * j->table_sb;
-    const double sign = j->transposed ? -1 : 1;
-    const int split = splits_tables(j);
+    const Order order = table_order(j);
     for (i64 n = 0; n < nt; n++) {
-        const i64 at = table_row(j, b, t + n) * j->table_st, to = n * j->P;
-        if (real_size(j) == 8)
-            for (i64 i = 0; i < j->P; i++) {
-                ((double *)c)[to + i] = cos[at + i];
-                ((double *)s)[to + i] = sign * sin[at + i];
-            }
-        else
-            for (i64 i = 0; i < j->P; i++) {
-                const i64 k = to + (split ? i / 2 + i % 2 * (j->P / 2) : i);
-                ((float *)c)[k] = plain_nan((float)cos[at + i]);
-                ((float *)s)[k] = plain_nan((float)(sign * sin[at + i]));
-            }
+        const i64 at = table_row(j, b, t + n) * j->table_st, to = n * j->P * real_size(j);
+        isas[isa].ready(cos + at, c + to, (size_t)j->P, 1, order);
+        isas[isa].ready(sin + at, s + to, (size_t)j->P, j->transposed ? -1 : 1, order);
     }
 }
 
@@ -245,27 +239,10 @@ static void run_share(void *plan)
     run_units(p, units * i / n, units * (i + 1) / n);
 }
 
-/* A large output is often memory that nobody has touched yet: malloc maps a block over 32 MiB afresh
- * and hands the end of its heap back. Small pages would fault one by one as they are written; whole
- * huge pages around the output do not, also where it shares one with its neighbour. */
-static void advise_huge_pages(const Job *j, const Tensor *a)
-{
-#ifdef MADV_HUGEPAGE
-    const i64 elements = j->B * a->H * j->T * j->D, bytes = elements * element_size[j->dtype];
-    const i64 span = (j->B - 1) * a->y_sb + (a->H - 1) * a->y_sh + (j->T - 1) * a->y_st + j->D;
-    if (bytes < 2 * HUGE_PAGE || a->y == a->x || span != elements) return;
-    const i64 from = a->y & -(i64)HUGE_PAGE, to = (a->y + bytes + HUGE_PAGE - 1) & -(i64)HUGE_PAGE;
-    madvise((void *)(intptr_t)from, (size_t)(to - from), MADV_HUGEPAGE);
-#else
-    (void)j, (void)a;
-#endif
-}
-
 static int run(const Job *j, i64 elements)
 {
     i64 threads = 1;
     if (pool.parallel && elements >= PARALLEL_ELEMENTS) threads = pool.max_threads();
-    for (i64 n = 0; n < j->count; n++) advise_huge_pages(j, &j->tensors[n]);
     Plan p = {j, TILE_BYTES / (2 * j->P * real_size(j)), 0, 0};
     if (p.tile < 1) p.tile = 1;
     /* At least four units for each thread. */
@@ -348,6 +325,10 @@ static PyMethodDef methods[] = {
     {"isa", py_isa, METH_NOARGS, NULL},
     {"set_isa", py_set_isa, METH_O, NULL},
     {"parallel", py_parallel, METH_NOARGS, NULL},
+#ifdef __linux__
+    {"empty", (PyCFunction)(void (*)(void))py_empty, METH_FASTCALL, NULL},
+    {"keep", py_keep, METH_O, NULL},
+#endif
     {NULL, NULL, 0, NULL},
 };
 

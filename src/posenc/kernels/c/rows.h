@@ -1,4 +1,5 @@
-/* The rotation of rows, for each dtype, compiled once for every instruction set.
+/* The rotation of rows, for each dtype, and the table rows it takes, compiled once for every
+ * instruction set.
  *
  * Included with ISA (a name) and TARGET (the attribute that turns the set on). Loops are plain C for
  * the compiler to vectorise. */
@@ -60,6 +61,22 @@
 #include "turn.h"
 
 #define KIND all
+/* A table row as the kernels take it: doubles, or floats, or floats of even columns before odd ones. */
+TARGET static void FN(ready)(const double *row, void *to, size_t P, double sign, Order order)
+{
+    double *const d = to;
+    float *const f = to;
+    if (order == DOUBLES)
+        INDEPENDENT for (size_t i = 0; i < P; i++) d[i] = sign * row[i];
+    else if (order == FLOATS)
+        INDEPENDENT for (size_t i = 0; i < P; i++) f[i] = plain_nan((float)(sign * row[i]));
+    else
+        INDEPENDENT for (size_t i = 0; i < P / 2; i++) {
+            f[i] = plain_nan((float)(sign * row[2 * i]));
+            f[P / 2 + i] = plain_nan((float)(sign * row[2 * i + 1]));
+        }
+}
+
 static const Kernel FN(kernels)[DTYPES] = {NAME2(rows, f32, ISA), NAME2(rows, bf16, ISA),
                                            NAME2(rows, f16, ISA), NAME2(rows, f64, ISA)};
 #undef KIND

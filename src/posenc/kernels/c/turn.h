@@ -73,7 +73,11 @@ TARGET INLINE void FN(layout)(const Rows *r, size_t P, int in, int out, int whol
     const ELEM *x = r->x;
     ELEM *y = r->y;
     const REAL *c = r->c, *s = r->s;
+    const size_t bytes = 2 * P * sizeof(ELEM);
+    const i64 ahead = 1 + AHEAD / (i64)bytes;
     for (i64 n = r->count; n > 0; n--) {
+        fetch(x + ahead * r->x_step, bytes);
+        if (x != y) fetch(y + ahead * r->y_step, bytes);
         FN(turn)(x, y, c, s, P, in, out, whole);
         x += r->x_step, y += r->y_step, c += r->table_step, s += r->table_step;
     }

@@ -1,0 +1,176 @@
+/* Memory for large outputs, kept for the next one.
+ *
+ * malloc maps a block over 32 MiB afresh each time and hands the end of its heap back, and writing to
+ * pages that nobody has touched costs more than the rotation. A block here is made of huge pages and,
+ * once its tensor is gone, waits for another output of about its size. All but the latest of them are
+ * meanwhile the system's to take: they stay resident only as long as nobody needs the memory. */
+#include <sys/mman.h>
+
+enum {
+    HUGE_PAGE = 2 << 20,
+    KEPT_BLOCKS = 64,
+    LATEST = 128 << 20, /* bytes that are not offered to the system: offering costs some 50 us */
+    DIMS = 4,
+};
+
+typedef struct {
+    char *start;
+    size_t bytes;
+    int offered;
+} Block;
+
+static struct {
+    size_t limit, bytes; /* that may be kept, and that are */
+    int count;
+    Block blocks[KEPT_BLOCKS]; /* the oldest first */
+    char busy;
+} kept = {.limit = (size_t)1 << 30};
+
+/* Whoever finds the list in use does without it: nobody waits, not even a forked child whose parent
+ * held it for good. */
+static int hold_kept(void) { return !__atomic_test_and_set(&kept.busy, __ATOMIC_ACQUIRE); }
+static void leave_kept(void) { __atomic_clear(&kept.busy, __ATOMIC_RELEASE); }
+
+static Block remove_kept(int i)
+{
+    const Block block = kept.blocks[i];
+    kept.bytes -= block.bytes, kept.count--;
+    memmove(kept.blocks + i, kept.blocks + i + 1, (size_t)(kept.count - i) * sizeof block);
+    return block;
+}
+
+static Block map_block(size_t bytes)
+{
+    /* One huge page more, to cut a block from that starts where one does. */
+    char *const start = mmap(NULL, bytes + HUGE_PAGE, PROT_READ | PROT_WRITE,
+                             MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (start == MAP_FAILED) return (Block){NULL, 0, 0};
+    const size_t before = -(uintptr_t)start & (HUGE_PAGE - 1);
+    if (before) munmap(start, before);
+    munmap(start + before + bytes, HUGE_PAGE - before);
+    madvise(start + before, bytes, MADV_HUGEPAGE);
+    return (Block){start + before, bytes, 0};
+}
+
+/* The smallest kept block that holds so many bytes, unless half of it would lie idle; or a new one. */
+static Block take_block(size_t bytes)
+{
+    Block found = {NULL, 0, 0};
+    bytes = (bytes + HUGE_PAGE - 1) & -(size_t)HUGE_PAGE;
+    if (hold_kept()) {
+        int best = -1;
+        for (int i = 0; i < kept.count; i++) {
+            const size_t has = kept.blocks[i].bytes;
+            if (has < bytes || has >= 2 * bytes) continue;
+            /* Of equals the last: it may still be in a cache. */
+            if (best < 0 || has <= kept.blocks[best].bytes) best = i;
+        }
+        if (best >= 0) found = remove_kept(best);
+        leave_kept();
+    }
+    return found.start ? found : map_block(bytes);
+}
+
+static void shrink_kept(size_t bytes, int count)
+{
+    while (kept.bytes > bytes || kept.count > count) {
+        const Block oldest = remove_kept(0);
+        munmap(oldest.start, oldest.bytes);
+    }
+}
+
+static void give_block(Block block)
+{
+    if (block.bytes > kept.limit || !hold_kept()) {
+        munmap(block.start, block.bytes);
+        return;
+    }
+    shrink_kept(kept.limit - block.bytes, KEPT_BLOCKS - 1);
+    block.offered = 0;
+    kept.bytes += block.bytes;
+    kept.blocks[kept.count++] = block;
+#ifdef MADV_FREE
+    size_t latest = 0;
+    for (int i = kept.count - 1; i >= 0; i--) {
+        Block *const each = &kept.blocks[i];
+        if ((latest += each->bytes) <= LATEST || each->offered) continue;
+        madvise(each->start, each->bytes, MADV_FREE);
+        each->offered = 1;
+    }
+#endif
+    leave_kept();
+}
+
+/* A tensor as DLPack hands it on (its DLManagedTensor, up to the deleter), and its block. */
+typedef struct Loan {
+    void *data;
+    int32_t device_type, device_id, ndim;
+    struct {
+        uint8_t code, bits;
+        uint16_t lanes;
+    } dtype;
+    int64_t *shape, *strides;
+    uint64_t byte_offset;
+    void *context;
+    void (*deleter)(struct Loan *);
+    int64_t sizes[2 * DIMS];
+    Block block;
+} Loan;
+
+static void end_loan(Loan *loan)
+{
+    give_block(loan->block);
+    free(loan);
+}
+
+static void end_unused_loan(PyObject *capsule)
+{
+    /* Whoever takes the tensor renames the capsule. */
+    if (PyCapsule_IsValid(capsule, "dltensor")) end_loan(PyCapsule_GetPointer(capsule, "dltensor"));
+}
+
+/* empty(DLPack's type code, bits, shape, strides): a DLPack capsule of memory nobody has written. */
+static PyObject *py_empty(PyObject *self, PyObject *const *args, Py_ssize_t given)
+{
+    long long numbers[2 + 2 * DIMS];
+    (void)self;
+    if (given != 2 + 2 * DIMS)
+        return PyErr_Format(PyExc_TypeError, "%zd arguments given, %d wanted", given, 2 + 2 * DIMS);
+    for (int i = 0; i < given; i++)
+        if ((numbers[i] = PyLong_AsLongLong(args[i])) == -1 && PyErr_Occurred()) return NULL;
+    Loan *const loan = calloc(1, sizeof *loan);
+    if (!loan) return PyErr_NoMemory();
+    i64 last = 0;
+    for (int i = 0; i < 2 * DIMS; i++) loan->sizes[i] = numbers[2 + i];
+    for (int i = 0; i < DIMS; i++) last += (loan->sizes[i] - 1) * loan->sizes[DIMS + i];
+    loan->block = take_block((size_t)(last + 1) * (size_t)(numbers[1] / 8));
+    if (!loan->block.start) {
+        free(loan);
+        return PyErr_NoMemory();
+    }
+    loan->data = loan->block.start;
+    loan->device_type = 1; /* the CPU */
+    loan->ndim = DIMS;
+    loan->dtype.code = (uint8_t)numbers[0];
+    loan->dtype.bits = (uint8_t)numbers[1];
+    loan->dtype.lanes = 1;
+    loan->shape = loan->sizes, loan->strides = loan->sizes + DIMS;
+    loan->deleter = end_loan;
+    PyObject *const capsule = PyCapsule_New(loan, "dltensor", end_unused_loan);
+    if (!capsule) end_loan(loan);
+    return capsule;
+}
+
+/* keep(bytes): how much memory may wait for the next output; what is over goes back at once. */
+static PyObject *py_keep(PyObject *self, PyObject *bytes)
+{
+    const long long limit = PyLong_AsLongLong(bytes);
+    (void)self;
+    if (limit == -1 && PyErr_Occurred()) return NULL;
+    kept.limit = (size_t)limit;
+    if (hold_kept()) {
+        shrink_kept(kept.limit, KEPT_BLOCKS);
+        leave_kept();
+    }
+    return PyLong_FromSize_t(kept.bytes);
+}
