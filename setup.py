@@ -22,7 +22,9 @@ setup(
         Extension(
             "posenc.kernels.c._rotate",
             [SOURCE + "rotate.c"],
-            depends=[SOURCE + name for name in ("formats.h", "memory.h", "neon.h", "rows.h", "turn.h")],
+            depends=[
+                SOURCE + name for name in ("formats.h", "memory.h", "neon.h", "rows.h", "turn.h")
+            ],
             extra_compile_args=[]
             if sys.platform == "win32"
             else ["-std=c99", "-O3", "-ffp-contract=fast"],

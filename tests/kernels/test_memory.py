@@ -172,7 +172,7 @@ def test_a_forked_process_has_its_own():
     assert torch.equal(rope.rotate(x), wanted)
 
 
-@pytest.mark.parametrize("bad, error", [(-1, ValueError), (1.5, TypeError), (True, TypeError)])
+@pytest.mark.parametrize(("bad", "error"), [(-1, ValueError), (1.5, TypeError), (True, TypeError)])
 def test_keep_memory_refuses(bad, error):
     with pytest.raises(error, match="keep_memory: mebibytes must be"):
         posenc.keep_memory(bad)

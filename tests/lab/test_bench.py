@@ -98,7 +98,7 @@ def test_the_ratio_pairs_times_of_one_round():
     assert (result.ratio_low, result.ratio, result.ratio_high) == (3.0,) * 3
 
 
-@pytest.mark.parametrize("mode, wanted", [("forward", 1), ("train", 2)])
+@pytest.mark.parametrize(("mode", "wanted"), [("forward", 1), ("train", 2)])
 def test_the_copy_moves_what_a_step_moves(mode, wanted):
     """In training the gradients too, from and into memory of their own."""
     load = work(mode, interleaved=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.utils.dlpack import from_dlpack
 
 from posenc._contract import checks
 from posenc.kernels.spec import RowOutOfRange, Rows, Turn
@@ -35,7 +36,7 @@ def empty_like(x: Tensor) -> Tensor:
     if x.numel() < LARGE or not _keeps:
         return torch.empty_like(x)
     strides = torch.empty_like(x, device="meta").stride()
-    return torch.from_dlpack(_rotate.empty(*_KINDS[x.dtype], *x.shape, *strides))
+    return from_dlpack(_rotate.empty(*_KINDS[x.dtype], *x.shape, *strides))
 
 
 def keep_memory(mebibytes: int = 1024) -> None:
