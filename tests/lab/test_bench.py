@@ -191,11 +191,14 @@ def test_who_raises_and_who_is_missing_stop_nobody(monkeypatch):
     assert found["posenc"].status == "timed"
 
 
-def test_rounds_are_interleaved_and_each_starts_with_another():
+def test_rounds_are_interleaved_and_nobody_has_a_neighbour_of_its_own():
     order = []
-    lanes = [Lane(n, "loop", lambda k, n=n: order.append(n) or 0.0, 1) for n in "abc"]
-    race(lanes, 3, lambda r: None)
-    assert "".join(order) == "abcbcacab"
+    lanes = [Lane(n, "loop", lambda k, n=n: order.append(n) or 0.0, 1) for n in "abcd"]
+    race(lanes, 30, lambda r: None)
+    rounds = [order[i : i + 4] for i in range(0, 120, 4)]
+    assert all(sorted(each) == list("abcd") for each in rounds)
+    behind = {(one, other) for each in rounds for one, other in zip(each, each[1:])}  # noqa: B905
+    assert len(behind) == 12
 
 
 def test_the_report_is_json_and_names_the_machine(monkeypatch):
