@@ -39,6 +39,8 @@ def describe(value: object) -> str:
 
 def integer(who: str, name: str, value: Any, *, least: int = 1) -> int:
     """``value`` as an int of at least ``least``; bools and floats are not counts."""
+    if type(value) is int and least <= value <= FARTHEST:
+        return value
     if not isinstance(value, (int, torch.SymInt)) or isinstance(value, bool):
         # numpy's integers arrive here; a float or a bool has no place in a count.
         try:

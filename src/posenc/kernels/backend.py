@@ -43,7 +43,8 @@ def rotate(xs: list[Tensor], cos: Tensor, sin: Tensor, rows: Rows, turn: Turn) -
     into = _into(xs[0])
     if into is None:
         return [_like(x, reference.rotate(x, cos, sin, rows, turn)) for x in xs]
-    empty_like = c.empty_like if into is c.rotate_into else torch.empty_like
+    large = xs[0].numel() >= c.LARGE and into is c.rotate_into
+    empty_like = c.empty_like if large else torch.empty_like
     ys = [empty_like(x) for x in xs]
     into(xs, ys, cos, sin, rows, turn)
     return ys

@@ -72,8 +72,9 @@ class RopeTables(RotaryTables):
 
     def _check(self, who: str, name: str, x: Tensor) -> None:
         checks.float_tensor(who, name, x)
-        checks.rank(who, name, x, (4,), "(B, H, L, D)")
-        if x.shape[3] != self.head_dim:
+        # What a call costs is felt at every token of every layer.
+        if x.dim() != 4 or x.shape[3] != self.head_dim:
+            checks.rank(who, name, x, (4,), "(B, H, L, D)")
             way_out = "Build RoPE with that head_dim."
             checks.equal(who, f"head_dim of {name}", x.shape[3], self.head_dim, way_out)
 

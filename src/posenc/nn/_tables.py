@@ -146,11 +146,11 @@ class TableModule(DerivedBuffers):
         return tables
 
     def _covering(self, x: Tensor, spectrum: Spectrum, rows: int) -> tuple[Tensor, ...] | None:
-        found = self._spectrum
-        tables = tuple([self._buffers[name] for name in self._derived])
+        found, buffers = self._spectrum, self._buffers
+        tables = tuple([buffers[name] for name in self._derived])
         if found is not self._spectrum or not (spectrum is found or spectrum == found):
             return None
-        shape, device = None, x.device
+        shape, device, recorded = None, x.device, torch.is_grad_enabled()
         for held in tables:
             if held is None or held.device != device:
                 return None
@@ -161,6 +161,6 @@ class TableModule(DerivedBuffers):
             if shape[0] < rows or (before is not None and shape != before):
                 return None
             # A copy made in inference mode cannot be saved for a gradient.
-            if torch.is_grad_enabled() and is_plain(held) and held.is_inference():
+            if recorded and is_plain(held) and held.is_inference():
                 return None
         return tables  # type: ignore[return-value]

@@ -63,9 +63,8 @@ def rotate_into(
     if cos.dtype is not torch.float64 or steps[-1] != 1 or sin.stride() != steps:
         cos, sin = cos.double().contiguous(), sin.double().contiguous()
         steps = cos.stride()
-    x = xs[0]
-    batch, _, length, width = x.shape
-    *batched, held, pairs = cos.shape
+    shape = cos.shape
+    tables = (shape, steps) if len(shape) == 3 else (0, shape, 0, steps)
     start, positions = rows
     if positions is None:
         where = (start, 0, 0, 0, 1)
@@ -74,35 +73,19 @@ def rotate_into(
         if each == 1:
             by_token = 0
         where = (start, positions.data_ptr(), by_sequence if many > 1 else 0, by_token, each == 1)
-    interleaved, interleaved_out, column, transposed = turn
-    arguments = [
-        _CODES[x.dtype],
-        batch,
-        length,
-        width,
-        cos.data_ptr(),
-        sin.data_ptr(),
-        held,
-        steps[0] if batched else 0,
-        steps[-2],
-        *where,
-        pairs,
-        column,
-        interleaved,
-        interleaved_out,
-        transposed,
-    ]
+    dtype, tensors = xs[0].dtype, []
     for x, y in zip(xs, ys):  # noqa: B905 (a list beside its copy, on the path of every token)
-        x_sb, x_sh, x_st, x_sd = x.stride()
-        y_sb, y_sh, y_st, y_sd = y.stride()
-        if x_sd != 1 or y_sd != 1 or x.is_neg() or x.dtype is not xs[0].dtype:
+        if x.is_neg() or x.dtype is not dtype:
             _one_by_one(xs, ys, cos, sin, rows, turn)
             return
-        heads = x.shape[1]
-        arguments += (x.data_ptr(), y.data_ptr(), heads, x_sb, x_sh, x_st, y_sb, y_sh, y_st)
-    bad = _rotate.rotate(*arguments)
-    if bad is not None:
-        raise RowOutOfRange(bad, held)
+        tensors += (x.data_ptr(), y.data_ptr(), x.shape, x.stride(), y.stride())
+    bad = _rotate.rotate(
+        _CODES[dtype], cos.data_ptr(), sin.data_ptr(), *tables, where, turn, *tensors
+    )
+    if bad is NotImplemented:
+        _one_by_one(xs, ys, cos, sin, rows, turn)
+    elif bad is not None:
+        raise RowOutOfRange(bad, shape[-2])
 
 
 def _one_by_one(

@@ -86,21 +86,21 @@ static int runs_here(int i)
 }
 
 typedef struct {
-    i64 x, y, H, x_sb, x_sh, x_st, y_sb, y_sh, y_st;
+    i64 x, y, B, H, T, D, x_sb, x_sh, x_st, x_sd, y_sb, y_sh, y_st, y_sd;
 } Tensor;
 
 /* The arguments of rotate() in their order. Pointers are integers and strides count elements. */
 typedef struct {
-    i64 dtype, B, T, D;
-    i64 cos, sin, rows, table_sb, table_st; /* float64 */
+    i64 dtype, cos, sin, tables, rows, P, table_sb, table_st, table_sd; /* float64 */
     i64 start, pos, pos_sb, pos_st, advance;
-    i64 P, column, interleaved_in, interleaved_out, transposed;
+    i64 interleaved_in, interleaved_out, column, transposed;
     Tensor tensors[2];
-    i64 count;
+    i64 count, B, T, D; /* found from them */
 } Job;
 enum {
     SHARED_ARGUMENTS = offsetof(Job, tensors) / sizeof(i64),
     TENSOR_ARGUMENTS = sizeof(Tensor) / sizeof(i64),
+    MOST_ARGUMENTS = SHARED_ARGUMENTS + 2 * TENSOR_ARGUMENTS,
 };
 
 enum {
@@ -257,20 +257,36 @@ static int run(const Job *j, i64 elements)
     return p.failed;
 }
 
-/* rotate(shared arguments, arguments of one tensor[, of another]): None, or a row that is missing. */
+/* Append an int, or the ints of a tuple, to the numbers; false with an error set if it is neither. */
+static int append_numbers(PyObject *given, i64 *numbers, int *count)
+{
+    const Py_ssize_t many = PyTuple_Check(given) ? PyTuple_Size(given) : -1;
+    for (Py_ssize_t i = 0; i < (many < 0 ? 1 : many); i++, ++*count) {
+        const i64 number = PyLong_AsLongLong(many < 0 ? given : PyTuple_GetItem(given, i));
+        if (number == -1 && PyErr_Occurred()) return 0;
+        if (*count < MOST_ARGUMENTS) numbers[*count] = number;
+    }
+    return 1;
+}
+
+/* rotate(shared arguments, arguments of one tensor[, of another]), in tuples or one by one: None, or a
+ * row that is missing, or NotImplemented for channels that do not lie side by side. */
 static PyObject *py_rotate(PyObject *self, PyObject *const *args, Py_ssize_t given)
 {
     Job job;
-    i64 *fields = &job.dtype, heads = 0, bad = 0;
-    int failed = 0;
+    i64 heads = 0, bad = 0;
+    int failed = 0, count = 0;
     (void)self;
-    job.count = (given - SHARED_ARGUMENTS) / TENSOR_ARGUMENTS;
+    for (Py_ssize_t i = 0; i < given; i++)
+        if (!append_numbers(args[i], &job.dtype, &count)) return NULL;
+    job.count = (count - SHARED_ARGUMENTS) / TENSOR_ARGUMENTS;
     if (job.count < 1 || job.count > 2 ||
-        given != SHARED_ARGUMENTS + job.count * TENSOR_ARGUMENTS)
-        return PyErr_Format(PyExc_TypeError, "%zd arguments given, %d wanted, and %d a tensor", given,
+        count != SHARED_ARGUMENTS + job.count * TENSOR_ARGUMENTS)
+        return PyErr_Format(PyExc_TypeError, "%d numbers given, %d wanted, and %d a tensor", count,
                             SHARED_ARGUMENTS, TENSOR_ARGUMENTS);
-    for (int i = 0; i < given; i++)
-        if ((fields[i] = PyLong_AsLongLong(args[i])) == -1 && PyErr_Occurred()) return NULL;
+    job.B = job.tensors[0].B, job.T = job.tensors[0].T, job.D = job.tensors[0].D;
+    for (i64 n = 0; n < job.count; n++)
+        if (job.tensors[n].x_sd != 1 || job.tensors[n].y_sd != 1) Py_RETURN_NOTIMPLEMENTED;
     if (job.dtype < 0 || job.dtype >= DTYPES)
         return PyErr_Format(PyExc_ValueError, "no dtype has code %lld", (long long)job.dtype);
     if (job.P < 1 || job.column < 0 || job.column + 2 * job.P > job.D)
