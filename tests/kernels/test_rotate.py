@@ -105,6 +105,36 @@ def test_every_dtype_and_layout(name, dtype, inner, outer):
         check(name, [x.to(DTYPES[dtype]) for x in xs], cos, sin, Rows(2), turn, slice(2, 7))
 
 
+TILES = {
+    "split": (1, 1, 1, True),
+    "blocks": (2, 2, 1, False),
+    "whole": (4, 1, 1, False),
+    "whole-and-more": (8, 4, 1, False),
+}
+
+
+@pytest.mark.parametrize("tile", TILES)
+@LAYOUTS
+@pytest.mark.parametrize("heads", [(3, 2), (4, 1), (3,)], ids=str)
+def test_triton_takes_any_tile(tile, inner, outer, heads, monkeypatch):
+    """With tables of float64, and of float32 where those are the same numbers."""
+    from posenc.kernels.triton import rotate
+
+    monkeypatch.setattr(rotate, "tile", lambda *arguments: TILES[tile])
+    monkeypatch.setattr(rotate, "_LAUNCHES", {})
+    xs = [torch.randn(2, 5, h, 18, device=GPU).half().transpose(1, 2) for h in heads]
+    cos, sin = (table.to(GPU) for table in tables(9, 6))
+    turn, found = Turn(inner, outer, 6), []
+    for dtype in (torch.float64, torch.float32):
+        ys = [torch.empty_like(x) for x in xs]
+        rotate.rotate_into(xs, ys, cos.to(dtype), sin.to(dtype), Rows(1), turn)
+        found.append(ys)
+    for x, y, again in zip(xs, *found, strict=True):
+        exact, size = expected(x, cos, sin, slice(1, 6), turn)
+        assert_within_ulps(y.cpu(), exact, 0.501, size)
+        assert torch.equal(y, again)
+
+
 @pytest.mark.parametrize("name", BACKENDS)
 @pytest.mark.parametrize("interleaved", [True, False], ids=["interleaved", "half"])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])

@@ -1,3 +1,4 @@
+import itertools
 import json
 import math
 
@@ -197,7 +198,7 @@ def test_rounds_are_interleaved_and_nobody_has_a_neighbour_of_its_own():
     race(lanes, 30, lambda r: None)
     rounds = [order[i : i + 4] for i in range(0, 120, 4)]
     assert all(sorted(each) == list("abcd") for each in rounds)
-    behind = {(one, other) for each in rounds for one, other in zip(each, each[1:])}  # noqa: B905
+    behind = {pair for each in rounds for pair in itertools.pairwise(each)}
     assert len(behind) == 12
 
 

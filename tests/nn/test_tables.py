@@ -300,3 +300,21 @@ def test_a_subclass_keeps_its_own_buffers_as_torch_would():
 def test_vmap_over_positions():
     rope, x, ids = posenc.RotaryPosEmbedding(), torch.randn(5, 3, 4), torch.arange(15).view(5, 3)
     assert torch.equal(torch.func.vmap(rope)(x, ids), rope(x, ids))
+
+
+def test_tables_in_float32_are_made_once_for_each_table():
+    """As a GPU is given them for half precision."""
+    rope, x = posenc.RoPE(8, 16), torch.randn(1, 1, 4, 8)
+    cos, sin = rope.cos_cached, rope.sin_cached
+    narrow = rope._in_float32(x, cos, sin)
+    assert [table.dtype for table in narrow] == [torch.float32] * 2
+    assert torch.equal(narrow[0], cos.float())
+    assert torch.equal(narrow[1], sin.float())
+    assert rope._in_float32(x, cos, sin)[0] is narrow[0]
+    part = cos[:4]
+    assert rope._in_float32(x, part, sin[:4])[0] is part
+    rope.base = 500.0
+    rope(x, x)
+    assert rope._in_float32(x, rope.cos_cached, rope.sin_cached)[0] is not narrow[0]
+    rope.to("meta")
+    assert rope._rounded is None

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from posenc._contract import checks
+from posenc._contract.tracing import in_capture, is_plain, outlive_capture
 from posenc.functional.rotary import check_rotary_input, rows_of, turn_one
 from posenc.kernels import Rows, Turn
 from posenc.nn._tables import TableModule
@@ -16,7 +17,8 @@ from posenc.numerics.tables import cos_sin, widest
 class RotaryTables(TableModule):
     """Cosines and sines ``[T, P]``, in float64 buffers that no cast rounds and no checkpoint holds.
 
-    The kernel rounds them as it reads them: one table serves every dtype.
+    The kernel rounds them as it reads them: one table serves every dtype. In half precision a GPU
+    is given float32 ones, which are the same numbers in half the bytes.
     """
 
     cos_cached: Tensor | None
@@ -24,6 +26,8 @@ class RotaryTables(TableModule):
 
     def __init__(self) -> None:
         super().__init__("cos_cached", "sin_cached")
+        # Both tables in float32, after the one they were made from.
+        self._rounded: tuple[Tensor, Tensor, Tensor] | None = None
 
     def _tabulate(
         self, positions: Tensor, spectrum: Spectrum, dtype: torch.dtype
@@ -51,10 +55,32 @@ class RotaryTables(TableModule):
             checks.extent(who, at, "max_seq_len", limit)
         kept = self._kept(x, spectrum, need)
         if kept is not None:
-            return kept[0], kept[1], rows
+            cos, sin = kept
+            if x.is_cuda and x.element_size() == 2:
+                cos, sin = self._in_float32(x, cos, sin)
+            return cos, sin, rows
         at = rows.numbers(x.shape[-2], x.device)
         cos, sin = self._tabulate(at[0] if at.shape[0] == 1 else at, spectrum, widest(x.device))
         return cos, sin, Rows()
+
+    def _in_float32(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        found = self._rounded
+        if found is None or found[0] is not cos:
+            # Only what will be asked for again is worth a copy: not a part, not a traced call's.
+            if cos is not self._buffers["cos_cached"] or not is_plain(x) or in_capture(x):
+                return cos, sin
+            # A table born in inference mode could not serve a training step later.
+            with torch.inference_mode(False), torch.no_grad():
+                found = self._rounded = cos, cos.float(), sin.float()
+        elif not is_plain(x):
+            return cos, sin
+        if self.max_seq_len is None:
+            outlive_capture(*found[1:])
+        return found[1:]
+
+    def _move(self, device: torch.device) -> None:
+        self._rounded = None
+        super()._move(device)
 
 
 class RotaryPosEmbedding(RotaryTables):

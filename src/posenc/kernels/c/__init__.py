@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack
@@ -73,7 +75,8 @@ def rotate_into(
         if each == 1:
             by_token = 0
         where = (start, positions.data_ptr(), by_sequence if many > 1 else 0, by_token, each == 1)
-    dtype, tensors = xs[0].dtype, []
+    dtype = xs[0].dtype
+    tensors: list[Any] = []
     for x, y in zip(xs, ys):  # noqa: B905 (a list beside its copy, on the path of every token)
         if x.is_neg() or x.dtype is not dtype:
             _one_by_one(xs, ys, cos, sin, rows, turn)

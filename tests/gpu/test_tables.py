@@ -1,0 +1,81 @@
+"""Tables that a GPU reads in half precision: rounded once, and kept."""
+
+import copy
+
+import pytest
+import torch
+
+import posenc
+from posenc import functional
+
+
+def halves(length=33, dtype=torch.bfloat16):
+    return [torch.randn(2, h, length, 64, device="cuda", dtype=dtype) for h in (8, 2)]
+
+
+def exact(rope, q, k, **options):
+    return functional.rotate(q, k, rope.cos_cached, rope.sin_cached, **options)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("size", [128, None], ids=["sized", "growing"])
+def test_halves_read_float32_tables_and_get_the_same_numbers(dtype, size):
+    rope = posenc.RoPE(64, size).to("cuda")
+    q, k = halves(dtype=dtype)
+    found = rope(q, k, 7)
+    assert rope._rounded is not None
+    assert rope._rounded[1].dtype == torch.float32
+    assert rope.cos_cached.dtype == torch.float64
+    for got, wanted in zip(found, exact(rope, q, k, offset=7), strict=True):
+        assert torch.equal(got, wanted)
+    first = rope._rounded
+    rope(q, k, 9)
+    assert rope._rounded is first
+
+
+def test_float32_reads_float64_tables():
+    rope = posenc.RoPE(64, 128).to("cuda")
+    rope(*halves(dtype=torch.float32))
+    assert rope._rounded is None
+
+
+def test_they_follow_the_table():
+    rope = posenc.RoPE(64, None).to("cuda")
+    rope(*halves())
+    before = rope._rounded
+    q, k = halves(400)
+    for got, wanted in zip(rope(q, k), exact(rope, q, k), strict=True):
+        assert torch.equal(got, wanted)
+    assert rope._rounded[1].shape == rope.cos_cached.shape != before[1].shape
+    again = copy.deepcopy(rope)
+    assert again._rounded[0] is again.cos_cached
+    assert torch.equal(again(q, k)[0], rope(q, k)[0])
+    rope.cpu()
+    assert rope._rounded is None
+
+
+def test_a_table_of_inference_mode_serves_training():
+    rope = posenc.RoPE(64, 128).to("cuda")
+    q, k = halves()
+    with torch.inference_mode():
+        rope(q, k)
+    q.requires_grad_()
+    rope(q, k)[0].sum().backward()
+    assert q.grad is not None
+
+
+@pytest.mark.parametrize("warm", [True, False], ids=["warm", "cold"])
+def test_a_graph_goes_on_reading_what_it_was_captured_with(warm):
+    """Whichever tables it found, also once longer ones have taken their place."""
+    rope = posenc.RoPE(64, None).to("cuda")
+    q, k = halves()
+    rope(*halves(dtype=torch.bfloat16 if warm else torch.float32))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = rope(q, k)
+    rope(*halves(1000))
+    junk = [torch.full((4096, 64), 7.0, device="cuda") for _ in range(8)]
+    graph.replay()
+    for got, wanted in zip(out, exact(rope, q, k), strict=True):
+        assert torch.equal(got, wanted)
+    assert all(bool((t == 7).all()) for t in junk)
