@@ -1,4 +1,4 @@
-"""Tables that a GPU reads in half precision: rounded once, and kept."""
+"""Tables that a GPU reads for large tensors in half precision: rounded once, and kept."""
 
 import copy
 
@@ -9,8 +9,9 @@ import posenc
 from posenc import functional
 
 
-def halves(length=33, dtype=torch.bfloat16):
-    return [torch.randn(2, h, length, 64, device="cuda", dtype=dtype) for h in (8, 2)]
+def halves(length=4096, dtype=torch.bfloat16):
+    """Queries and keys, large from 4,096 tokens on."""
+    return [torch.randn(2, h, length, 64, device="cuda", dtype=dtype) for h in (64, 2)]
 
 
 def exact(rope, q, k, **options):
@@ -18,9 +19,11 @@ def exact(rope, q, k, **options):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("size", [128, None], ids=["sized", "growing"])
+@pytest.mark.parametrize("size", [8192, None], ids=["sized", "growing"])
 def test_halves_read_float32_tables_and_get_the_same_numbers(dtype, size):
     rope = posenc.RoPE(64, size).to("cuda")
+    rope(*halves(33, dtype))
+    assert rope._rounded is None, "small ones read what is there"
     q, k = halves(dtype=dtype)
     found = rope(q, k, 7)
     assert rope._rounded is not None
@@ -29,12 +32,12 @@ def test_halves_read_float32_tables_and_get_the_same_numbers(dtype, size):
     for got, wanted in zip(found, exact(rope, q, k, offset=7), strict=True):
         assert torch.equal(got, wanted)
     first = rope._rounded
-    rope(q, k, 9)
+    rope(q, k, 3)
     assert rope._rounded is first
 
 
 def test_float32_reads_float64_tables():
-    rope = posenc.RoPE(64, 128).to("cuda")
+    rope = posenc.RoPE(64, 8192).to("cuda")
     rope(*halves(dtype=torch.float32))
     assert rope._rounded is None
 
@@ -43,7 +46,7 @@ def test_they_follow_the_table():
     rope = posenc.RoPE(64, None).to("cuda")
     rope(*halves())
     before = rope._rounded
-    q, k = halves(400)
+    q, k = halves(9000)
     for got, wanted in zip(rope(q, k), exact(rope, q, k), strict=True):
         assert torch.equal(got, wanted)
     assert rope._rounded[1].shape == rope.cos_cached.shape != before[1].shape
@@ -55,7 +58,7 @@ def test_they_follow_the_table():
 
 
 def test_a_table_of_inference_mode_serves_training():
-    rope = posenc.RoPE(64, 128).to("cuda")
+    rope = posenc.RoPE(64, 8192).to("cuda")
     q, k = halves()
     with torch.inference_mode():
         rope(q, k)
@@ -73,7 +76,7 @@ def test_a_graph_goes_on_reading_what_it_was_captured_with(warm):
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out = rope(q, k)
-    rope(*halves(1000))
+    rope(*halves(9000))
     junk = [torch.full((4096, 64), 7.0, device="cuda") for _ in range(8)]
     graph.replay()
     for got, wanted in zip(out, exact(rope, q, k), strict=True):

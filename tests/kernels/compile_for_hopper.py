@@ -14,7 +14,7 @@ ROTATE = {
     "Q_HEADS": 32, "K_HEADS": 8, "PAIRS": 64, "COLUMN": 0, "REST": 0, "HAS_POSITIONS": False,
     "ADVANCES": True, "IN": 0, "OUT": 0, "TRANSPOSED": False, "WIDE": tl.float32,
     "BATCH_FIRST": False, "SPLIT": True, "EARLY": True,
-    "BLOCK_P": 64, "BLOCK_REST": 1, "BLOCK_Q": 8, "BLOCK_K": 8, "BLOCK_T": 1,
+    "BLOCK_P": 64, "BLOCK_REST": 1, "BLOCK_H": 8, "BLOCK_T": 1,
 }  # fmt: skip
 ONE_PAIR = {**ROTATE, "Q_HEADS": 2, "K_HEADS": 0, "PAIRS": 1, "BLOCK_P": 1, "IN": 2, "OUT": 2}
 NORM = {
@@ -24,7 +24,6 @@ NORM = {
 }  # fmt: skip
 CASES = {
     "loop over heads": (rotate._rotate, {**ROTATE, "SPLIT": False}, (), "bf16"),
-    "all heads at once": (rotate._rotate, {**ROTATE, "SPLIT": False, "BLOCK_Q": 32}, (), "bf16"),
     "interleaved to half": (rotate._rotate, {**ROTATE, "IN": 2, "SPLIT": False}, ("q_h",), "fp16"),
     "rest": (rotate._rotate, {**ROTATE, "REST": 16, "BLOCK_REST": 16}, (), "bf16"),
     "float64": (rotate._rotate, {**ROTATE, "IN": 1, "OUT": 1, "WIDE": tl.float64}, (), "fp64"),

@@ -13,12 +13,15 @@ from posenc.nn._tables import TableModule
 from posenc.numerics.frequencies import Spectrum
 from posenc.numerics.tables import cos_sin, widest
 
+# Elements of a tensor that no GPU's cache holds: there, what tables add to be read is felt.
+LARGE = 2**25
+
 
 class RotaryTables(TableModule):
     """Cosines and sines ``[T, P]``, in float64 buffers that no cast rounds and no checkpoint holds.
 
-    The kernel rounds them as it reads them: one table serves every dtype. In half precision a GPU
-    is given float32 ones, which are the same numbers in half the bytes.
+    The kernel rounds them as it reads them: one table serves every dtype. For large tensors of half
+    precision a GPU is given float32 ones, which are the same numbers in half the bytes.
     """
 
     cos_cached: Tensor | None
@@ -56,7 +59,7 @@ class RotaryTables(TableModule):
         kept = self._kept(x, spectrum, need)
         if kept is not None:
             cos, sin = kept
-            if x.is_cuda and x.element_size() == 2:
+            if x.is_cuda and x.element_size() == 2 and x.numel() >= LARGE:
                 cos, sin = self._in_float32(x, cos, sin)
             return cos, sin, rows
         at = rows.numbers(x.shape[-2], x.device)
@@ -64,16 +67,16 @@ class RotaryTables(TableModule):
         return cos, sin, Rows()
 
     def _in_float32(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        # A part of the table, or a call that is traced, reads what is there.
+        if cos is not self._buffers["cos_cached"] or not is_plain(x):
+            return cos, sin
         found = self._rounded
         if found is None or found[0] is not cos:
-            # Only what will be asked for again is worth a copy: not a part, not a traced call's.
-            if cos is not self._buffers["cos_cached"] or not is_plain(x) or in_capture(x):
+            if in_capture(x):
                 return cos, sin
             # A table born in inference mode could not serve a training step later.
             with torch.inference_mode(False), torch.no_grad():
                 found = self._rounded = cos, cos.float(), sin.float()
-        elif not is_plain(x):
-            return cos, sin
         if self.max_seq_len is None:
             outlive_capture(*found[1:])
         return found[1:]

@@ -64,11 +64,9 @@ def _launch(xs: list[Tensor], ys: list[Tensor], cos: Tensor, rows: Rows, turn: T
     k_heads = k.shape[1] if len(xs) == 2 else 0
     pairs = cos.shape[-1]
     inner, outer = layout(turn.interleaved, turn, *xs), layout(turn.interleaved_out, turn, *ys)
-    narrow = cos.dtype == torch.float32
-    heads, tokens, warps, split = tile(batch, length, q_heads, k_heads, pairs, q, inner, narrow)
-    k_block = min(heads, int(triton.next_power_of_2(max(k_heads, 1))))
+    heads, tokens, warps, split = tile(batch, length, q_heads, k_heads, pairs, q, inner)
     early = batch * length <= SHORT and starts_early(q.device)
-    blocks = triton.cdiv(q_heads, heads) + triton.cdiv(k_heads, k_block)
+    blocks = triton.cdiv(q_heads, heads) + triton.cdiv(k_heads, heads)
     numbers = (
         *strides(q, inner), *strides(k, inner), *strides(q_out, outer), *strides(k_out, outer),
         *table_sizes(cos), *row_strides(rows), batch, length,
@@ -90,8 +88,7 @@ def _launch(xs: list[Tensor], ys: list[Tensor], cos: Tensor, rows: Rows, turn: T
         "EARLY": early,
         "BLOCK_P": triton.next_power_of_2(pairs),
         "BLOCK_REST": triton.next_power_of_2(max(width - 2 * pairs, 1)),
-        "BLOCK_Q": heads,
-        "BLOCK_K": k_block,
+        "BLOCK_H": heads,
         "BLOCK_T": tokens,
     }
     grid = (triton.cdiv(length, tokens) * batch, blocks if split else min(blocks, 1), 1)
@@ -100,19 +97,11 @@ def _launch(xs: list[Tensor], ys: list[Tensor], cos: Tensor, rows: Rows, turn: T
 
 
 def tile(
-    batch: int,
-    length: int,
-    q_heads: int,
-    k_heads: int,
-    pairs: int,
-    q: Tensor,
-    how: int,
-    narrow: bool,
+    batch: int, length: int, q_heads: int, k_heads: int, pairs: int, q: Tensor, how: int
 ) -> tuple[int, int, int, bool]:
     """Heads and tokens of one step, warps, and whether head blocks get programs of their own.
 
-    Measured on an H200; benchmarks/README.md says how. With ``narrow`` tables, of float32, a warp
-    more costs little.
+    Measured on an H200; benchmarks/README.md says how.
     """
     width = int(triton.next_power_of_2(pairs))
     most = int(triton.next_power_of_2(max(q_heads, k_heads)))
@@ -126,8 +115,6 @@ def tile(
         return (heads, 1, 1, True) if how == HALVES else (min(most, 2 * heads), 1, 4, True)
     if batch * length < 16384:
         # A short call needs all its loads under way at once more than it needs to share tables.
-        if narrow and 1024 <= most * width <= 4096:
-            return most, 1, min(8, most * width // 256), False
         return heads, 1, 4, True
     return (heads, 1, 2, True) if width <= 32 else (heads, 1, 4, False)
 
@@ -202,8 +189,7 @@ def _rotate(
     HAS_POSITIONS: tl.constexpr, ADVANCES: tl.constexpr,
     IN: tl.constexpr, OUT: tl.constexpr, TRANSPOSED: tl.constexpr, WIDE: tl.constexpr,
     BATCH_FIRST: tl.constexpr, SPLIT: tl.constexpr, EARLY: tl.constexpr,
-    BLOCK_P: tl.constexpr, BLOCK_REST: tl.constexpr,
-    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_T: tl.constexpr,
+    BLOCK_P: tl.constexpr, BLOCK_REST: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
     if EARLY:
         # Set up while the kernel before this one ran: wait for what it wrote, then let the next.
@@ -221,8 +207,8 @@ def _rotate(
     t = step.to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     alive = t < length
     at = tl.arange(0, BLOCK_P)[None, None, :]
-    q_blocks: tl.constexpr = (Q_HEADS + BLOCK_Q - 1) // BLOCK_Q
-    k_blocks: tl.constexpr = (K_HEADS + BLOCK_K - 1) // BLOCK_K
+    q_blocks: tl.constexpr = (Q_HEADS + BLOCK_H - 1) // BLOCK_H
+    k_blocks: tl.constexpr = (K_HEADS + BLOCK_H - 1) // BLOCK_H
     if SPLIT:
         block = tl.program_id(1)
         if block < q_blocks:
@@ -230,39 +216,17 @@ def _rotate(
                 q, q_out, q_b, q_h, q_t, qo_b, qo_h, qo_t, block,
                 cos, sin, rows, table_b, table_t, positions, positions_b, positions_t, start,
                 b, t, alive, at, Q_HEADS, PAIRS, COLUMN, REST, HAS_POSITIONS, ADVANCES, IN, OUT,
-                TRANSPOSED, WIDE, BLOCK_REST, BLOCK_Q,
+                TRANSPOSED, WIDE, BLOCK_REST, BLOCK_H,
             )  # fmt: skip
         else:
             _one_block(
                 k, k_out, k_b, k_h, k_t, ko_b, ko_h, ko_t, block - q_blocks,
                 cos, sin, rows, table_b, table_t, positions, positions_b, positions_t, start,
                 b, t, alive, at, K_HEADS, PAIRS, COLUMN, REST, HAS_POSITIONS, ADVANCES, IN, OUT,
-                TRANSPOSED, WIDE, BLOCK_REST, BLOCK_K,
+                TRANSPOSED, WIDE, BLOCK_REST, BLOCK_H,
             )  # fmt: skip
-    elif q_blocks == 1 and k_blocks == 1:
-        # All heads of a token at once: every load is under way before one is waited for.
-        x, y = _take(
-            q, q_b, q_h, q_t, 0, b, t, alive, at,
-            Q_HEADS, PAIRS, COLUMN, IN, WIDE, BLOCK_Q,
-        )  # fmt: skip
-        u, v = _take(
-            k, k_b, k_h, k_t, 0, b, t, alive, at,
-            K_HEADS, PAIRS, COLUMN, IN, WIDE, BLOCK_K,
-        )  # fmt: skip
-        c, s = load_tables(
-            cos, sin, rows, table_b, table_t, positions, positions_b, positions_t, start,
-            b, t, alive, at, at < PAIRS, HAS_POSITIONS, ADVANCES, TRANSPOSED, WIDE,
-        )  # fmt: skip
-        _give(
-            x, y, c, s, q, q_out, q_b, q_h, q_t, qo_b, qo_h, qo_t, 0, b, t, alive, at,
-            Q_HEADS, PAIRS, COLUMN, REST, IN, OUT, BLOCK_REST, BLOCK_Q,
-        )  # fmt: skip
-        _give(
-            u, v, c, s, k, k_out, k_b, k_h, k_t, ko_b, ko_h, ko_t, 0, b, t, alive, at,
-            K_HEADS, PAIRS, COLUMN, REST, IN, OUT, BLOCK_REST, BLOCK_K,
-        )  # fmt: skip
     else:
-        # Block by block, with the table row that they share.
+        # All heads of a token, which share its table row.
         c, s = load_tables(
             cos, sin, rows, table_b, table_t, positions, positions_b, positions_t, start,
             b, t, alive, at, at < PAIRS, HAS_POSITIONS, ADVANCES, TRANSPOSED, WIDE,
@@ -270,18 +234,18 @@ def _rotate(
         for block in tl.static_range(q_blocks):
             x, y = _take(
                 q, q_b, q_h, q_t, block, b, t, alive, at,
-                Q_HEADS, PAIRS, COLUMN, IN, WIDE, BLOCK_Q,
+                Q_HEADS, PAIRS, COLUMN, IN, WIDE, BLOCK_H,
             )  # fmt: skip
             _give(
                 x, y, c, s, q, q_out, q_b, q_h, q_t, qo_b, qo_h, qo_t, block, b, t, alive, at,
-                Q_HEADS, PAIRS, COLUMN, REST, IN, OUT, BLOCK_REST, BLOCK_Q,
+                Q_HEADS, PAIRS, COLUMN, REST, IN, OUT, BLOCK_REST, BLOCK_H,
             )  # fmt: skip
         for block in tl.static_range(k_blocks):
             x, y = _take(
                 k, k_b, k_h, k_t, block, b, t, alive, at,
-                K_HEADS, PAIRS, COLUMN, IN, WIDE, BLOCK_K,
+                K_HEADS, PAIRS, COLUMN, IN, WIDE, BLOCK_H,
             )  # fmt: skip
             _give(
                 x, y, c, s, k, k_out, k_b, k_h, k_t, ko_b, ko_h, ko_t, block, b, t, alive, at,
-                K_HEADS, PAIRS, COLUMN, REST, IN, OUT, BLOCK_REST, BLOCK_K,
+                K_HEADS, PAIRS, COLUMN, REST, IN, OUT, BLOCK_REST, BLOCK_H,
             )  # fmt: skip
