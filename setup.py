@@ -1,5 +1,6 @@
 """The one thing that pyproject.toml cannot say: a C extension that an install may do without."""
 
+import glob
 import sys
 
 from setuptools import Extension, setup
@@ -22,13 +23,11 @@ setup(
         Extension(
             "posenc.kernels.c._rotate",
             [SOURCE + "rotate.c"],
-            depends=[
-                SOURCE + name for name in ("formats.h", "memory.h", "neon.h", "rows.h", "turn.h")
-            ],
+            depends=sorted(glob.glob(SOURCE + "*.h")),
             extra_compile_args=[]
             if sys.platform == "win32"
             else ["-std=c99", "-O3", "-ffp-contract=fast"],
-            libraries=["dl"] if sys.platform.startswith("linux") else [],
+            libraries=["dl", "m"] if sys.platform.startswith("linux") else [],
             py_limited_api=True,
             # Without a C compiler the install goes on, and plain torch serves.
             optional=True,

@@ -5,8 +5,10 @@ import torch
 from torch.autograd import gradcheck
 
 import oracles
-from posenc.kernels import reference
-from posenc.kernels.spec import Norm, Rows, Turn
+from assertions import assert_within_ulps
+from posenc import kernels
+from posenc.kernels import c, reference
+from posenc.kernels.spec import Norm, RowOutOfRange, Rows, Turn
 
 GPU = "cuda" if torch.cuda.is_available() else "cpu"
 CASES = pytest.mark.parametrize(
@@ -76,6 +78,111 @@ def test_triton_matches_forward_and_backward(pairs, width, column, whole, inner,
         assert result.dtype == dtype
         off = (result.double() - exact).abs().max() / exact.abs().max()
         assert off < bound
+
+
+MEMORY = {
+    "tokens-first": lambda w: torch.randn(2, 5, 3, w).transpose(1, 2),
+    "heads-first": lambda w: torch.randn(2, 3, 5, w),
+    "slice-of-qkv": lambda w: torch.randn(2, 5, 3, 3, w)[:, :, 1].transpose(1, 2),
+    "gaps": lambda w: torch.randn(2, 6, 10, w + 3)[:, ::2, ::2, 1 : w + 1],
+    "last-dimension-not-dense": lambda w: torch.randn(2, 3, w, 5).transpose(-1, -2),
+    "expanded": lambda w: torch.randn(1, 3, 1, w).expand(2, 3, 5, w),
+    "no-tokens": lambda w: torch.randn(2, 3, 0, w),
+}
+needs_c = pytest.mark.skipif(not c.available, reason="needs the C extension")
+
+
+def check_c(x, weight, pairs, turn, norm, positions=None, start=0):
+    """The kernel against float64: half an ulp at the magnitude of the pair."""
+    cos, sin = oracles.exact_cos_sin(range(9), 2 * pairs)
+    rows = Rows(start, positions)
+    got = c.norm_rotate(x, weight, cos, sin, rows, turn, norm)
+    arguments = (cos, sin, rows, turn, norm)
+    exact = reference.norm_rotate(x.double(), weight.double(), *arguments)
+    # Channels that are not rotated are pairs of themselves.
+    span = slice(turn.column, turn.column + 2 * pairs)
+    size = exact.abs()
+    size[..., span] = oracles.pair_magnitude(
+        exact[..., span], pairs, interleaved=turn.interleaved_out
+    )
+    assert got.dtype == x.dtype
+    assert got.stride() == torch.empty_like(x).stride()
+    assert_within_ulps(got, exact, 8 if x.dtype == torch.float64 else 0.51, size)
+
+
+@needs_c
+@CASES
+@NORMS
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("inner", "outer"), [(True, True), (False, False), (True, False), (False, True)],
+    ids=["interleaved", "half", "interleaved-to-half", "half-to-interleaved"],
+)  # fmt: skip
+def test_c_is_exact(pairs, width, column, whole, dtype, inner, outer):
+    x, weight, _, _ = example(pairs, width, whole, dtype)
+    turn = Turn(inner, outer, column)
+    check_c(x, weight, pairs, turn, Norm(1e-6, 1.0, whole), torch.tensor([[0, 3, 1, 8, 2]]))
+    check_c(x, weight, pairs, turn, Norm(1e-2, 0.0, whole), torch.tensor([[0], [4]]))
+
+
+@needs_c
+@NORMS
+@pytest.mark.parametrize("memory", MEMORY)
+@pytest.mark.parametrize("pairs", [1, 3, 8, 17, 48])
+def test_c_takes_any_memory_and_width(memory, pairs, whole):
+    x = MEMORY[memory](2 * pairs + 1)
+    weight = torch.randn(x.shape[1] * x.shape[3] if whole else x.shape[3]).bfloat16()
+    check_c(x, weight, pairs, Turn(False, False), Norm(1e-6, 0.0, whole), start=2)
+
+
+@needs_c
+@NORMS
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_c_on_several_threads_is_c_on_one(dtype, whole):
+    x = torch.randn(2, 600, 4, 64).to(dtype).transpose(1, 2)
+    weight = torch.randn(256 if whole else 64)
+    arguments = (weight, *oracles.tables(600, 32), Rows(), Turn(), Norm(1e-6, 0.0, whole))
+    whole_call = c.norm_rotate(x, *arguments)
+    # 153,600 elements a piece: below what is shared out.
+    pieces = [c.norm_rotate(x[b : b + 1], *arguments) for b in range(2)]
+    assert torch.equal(whole_call, torch.cat(pieces))
+
+
+@needs_c
+def test_c_keeps_nans_and_infinities():
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        x = torch.randn(1, 1, 3, 8).to(dtype)
+        x[0, 0, 0, 3], x[0, 0, 1, 5] = float("nan"), float("inf")
+        weight = torch.ones(8)
+        tables = oracles.tables(3, 4)
+        got = c.norm_rotate(x, weight, *tables, Rows(), Turn(), Norm())
+        assert got[0, 0, :2].isnan().any(-1).all()
+        assert got[0, 0, 2].isfinite().all()
+        weight[2] = torch.tensor(-1, dtype=torch.int32).view(torch.float32)  # a NaN of all ones
+        got = c.norm_rotate(x, weight, *tables, Rows(), Turn(), Norm())
+        assert got[0, 0, 2, 2:4].isnan().all()
+
+
+@needs_c
+def test_c_refuses_a_row_it_has_not():
+    x, weight, cos, sin = example(6, 12, False, torch.float32)
+    with pytest.raises(RowOutOfRange):
+        c.norm_rotate(x, weight, cos, sin, Rows(5), Turn(), Norm())
+
+
+@needs_c
+def test_a_call_that_records_nothing_goes_to_c(monkeypatch):
+    x, weight, cos, sin = example(6, 12, False, torch.float32)
+    called, run = [], c.norm_rotate
+    monkeypatch.setattr(c, "norm_rotate", lambda *a: called.append(1) or run(*a))
+    arguments = (cos, sin, Rows(), Turn(), Norm())
+    without = kernels.norm_rotate(x, weight, *arguments)
+    assert called == [1]
+    recorded = kernels.norm_rotate(x, weight.requires_grad_(), *arguments)
+    assert called == [1]
+    torch.testing.assert_close(without, recorded.detach(), rtol=1e-6, atol=1e-7)
+    with torch.no_grad():
+        assert torch.equal(kernels.norm_rotate(x, weight, *arguments), without)
 
 
 @pytest.mark.skipif(GPU == "cpu", reason="the op exists where Triton compiles")

@@ -10,7 +10,7 @@ from torch.autograd import forward_ad
 
 from posenc._contract.sharding import alongside, is_sharded
 from posenc._contract.tracing import is_plain
-from posenc.kernels import eager, reference, triton
+from posenc.kernels import c, eager, reference, triton
 from posenc.kernels.ops import LIBRARY
 from posenc.kernels.sharded import shardable
 from posenc.kernels.spec import Norm, Rows, Turn
@@ -31,9 +31,9 @@ def norm_rotate(
 ) -> Tensor:
     """Normalise and rotate ``x`` of ``[B, H, T, D]`` into a new tensor.
 
-    One pass over memory where Triton runs, with a gradient of the first order; on the CPU the
-    norm in torch's operations and the rotation by its kernel; elsewhere torch's alone, which a
-    compiler fuses.
+    One pass over memory where Triton runs, with a gradient of the first order, and on the CPU
+    where none is recorded; there otherwise the norm in torch's operations and the rotation by
+    its kernel; elsewhere torch's alone, which a compiler fuses.
 
     Args:
         x: ``[B, H, T, D]``.
@@ -50,7 +50,11 @@ def norm_rotate(
     fused = x.device.type == "cuda" and triton.available() and not torch.compiler.is_exporting()
     differentiable_tables = cos.requires_grad or sin.requires_grad
     plain = is_plain(x, weight)
+    differentiable = differentiable_tables or x.requires_grad or weight.requires_grad
+    recorded = torch.is_grad_enabled() and differentiable
     if x.is_cpu and plain:
+        if c.available and not recorded and forward_ad._current_level < 0:
+            return c.norm_rotate(x, weight, cos, sin, rows, turn, norm)
         # The same steps, the second by the kernel.
         wide = reference.normalized(x, weight, norm)
         return eager.rotate([wide], cos, sin, rows, turn)[0].to(x.dtype)
@@ -59,7 +63,6 @@ def norm_rotate(
         return reference.norm_rotate(x, weight, cos, sin, rows, turn, norm)
     x, weight = x.resolve_neg(), weight.resolve_neg()
     x = x if x.stride(-1) == 1 else x.contiguous()
-    recorded = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
     if plain and not recorded:
         # The dispatcher has nothing to add.
         return triton.norm_rotate(x, weight, cos, sin, rows, turn, norm)

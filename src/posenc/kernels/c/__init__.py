@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
 from posenc._contract import checks
-from posenc.kernels.spec import RowOutOfRange, Rows, Turn
+from posenc.kernels.spec import Norm, RowOutOfRange, Rows, Turn
 
 try:
     import posenc.kernels.c._rotate as _rotate
@@ -57,10 +58,36 @@ def keep_memory(mebibytes: int = 1024) -> None:
         _rotate.keep(mebibytes << 20)
 
 
+def norm_rotate(
+    x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, rows: Rows, turn: Turn, norm: Norm
+) -> Tensor:
+    """Normalise and rotate ``x`` into a new tensor, in one pass."""
+    y = empty_like(x)
+    factors = weight.resolve_neg().double() + norm.shift
+    if turn.interleaved:
+        # As the kernel takes them: of the first channels of all pairs, then of the second ones.
+        first, last = turn.column, turn.column + 2 * cos.shape[-1]
+        pairs = factors.view(-1, x.shape[3])[:, first:last]
+        pairs.copy_(pairs.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1))
+    (eps,) = struct.unpack("q", struct.pack("d", norm.eps))
+    rotate_into([x], [y], cos, sin, rows, turn, (factors.data_ptr(), eps, norm.whole))
+    return y
+
+
 def rotate_into(
-    xs: list[Tensor], ys: list[Tensor], cos: Tensor, sin: Tensor, rows: Rows, turn: Turn
+    xs: list[Tensor],
+    ys: list[Tensor],
+    cos: Tensor,
+    sin: Tensor,
+    rows: Rows,
+    turn: Turn,
+    norm: tuple[int, int, int] = (0, 0, 0),
 ) -> None:
-    """Rotate each of ``xs`` into the tensor of ``ys`` beside it, which may be itself."""
+    """Rotate each of ``xs`` into the tensor of ``ys`` beside it, which may be itself.
+
+    ``norm`` is of :func:`norm_rotate`: where its float64 factors are, the bits of its eps, and
+    whether it is over all heads.
+    """
     steps = cos.stride()
     if cos.dtype is not torch.float64 or steps[-1] != 1 or sin.stride() != steps:
         cos, sin = cos.double().contiguous(), sin.double().contiguous()
@@ -79,20 +106,26 @@ def rotate_into(
     tensors: list[Any] = []
     for x, y in zip(xs, ys):  # noqa: B905 (a list beside its copy, on the path of every token)
         if x.is_neg() or x.dtype is not dtype:
-            _one_by_one(xs, ys, cos, sin, rows, turn)
+            _one_by_one(xs, ys, cos, sin, rows, turn, norm)
             return
         tensors += (x.data_ptr(), y.data_ptr(), x.shape, x.stride(), y.stride())
     bad = _rotate.rotate(
-        _CODES[dtype], cos.data_ptr(), sin.data_ptr(), *tables, where, turn, *tensors
+        _CODES[dtype], cos.data_ptr(), sin.data_ptr(), *tables, where, turn, norm, *tensors
     )
     if bad is NotImplemented:
-        _one_by_one(xs, ys, cos, sin, rows, turn)
+        _one_by_one(xs, ys, cos, sin, rows, turn, norm)
     elif bad is not None:
         raise RowOutOfRange(bad, shape[-2])
 
 
 def _one_by_one(
-    xs: list[Tensor], ys: list[Tensor], cos: Tensor, sin: Tensor, rows: Rows, turn: Turn
+    xs: list[Tensor],
+    ys: list[Tensor],
+    cos: Tensor,
+    sin: Tensor,
+    rows: Rows,
+    turn: Turn,
+    norm: tuple[int, int, int],
 ) -> None:
     """Tensors that differ in dtype, or that the kernel cannot read or write as they lie."""
     for x, y in zip(xs, ys, strict=True):
@@ -101,6 +134,6 @@ def _one_by_one(
         dense, made = x.resolve_neg().contiguous(), y
         if y.stride(3) != 1:
             made = torch.empty(y.shape, dtype=y.dtype, device=y.device)
-        rotate_into([dense], [made], cos, sin, rows, turn)
+        rotate_into([dense], [made], cos, sin, rows, turn, norm)
         if made is not y:
             y.copy_(made)

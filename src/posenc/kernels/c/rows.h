@@ -77,8 +77,12 @@ TARGET static void FN(ready)(const double *row, void *to, size_t P, double sign,
         }
 }
 
-static const Kernel FN(kernels)[DTYPES] = {NAME2(rows, f32, ISA), NAME2(rows, bf16, ISA),
-                                           NAME2(rows, f16, ISA), NAME2(rows, f64, ISA)};
+static const Set FN(set) = {
+    {NAME2(rows, f32, ISA), NAME2(rows, bf16, ISA), NAME2(rows, f16, ISA), NAME2(rows, f64, ISA)},
+    {NAME2(normed, f32, ISA), NAME2(normed, bf16, ISA), NAME2(normed, f16, ISA),
+     NAME2(normed, f64, ISA)},
+    FN(ready),
+};
 #undef KIND
 
 #undef NAME3

@@ -97,6 +97,8 @@ TARGET static void FN(rows)(const Rows *r, size_t P, int layout)
     }
 }
 
+#include "norm.h"
+
 #undef KIND
 #undef ELEM
 #undef REAL

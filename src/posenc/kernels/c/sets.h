@@ -1,0 +1,79 @@
+/* What is compiled once for every instruction set, and which of them runs here. */
+enum { FLOAT32, BFLOAT16, FLOAT16, FLOAT64, DTYPES };
+static const i64 element_size[DTYPES] = {4, 2, 2, 8};
+
+/* Rows at equal steps, from the first rotated channel on, and the table rows they take. */
+typedef struct {
+    const void *x;
+    void *y;
+    const void *c, *s;
+    i64 count, x_step, y_step, table_step;
+} Rows;
+
+/* RMSNorm of rows, with its factors in the precision of the computation. */
+typedef struct {
+    size_t channels, column;
+    const void *weight;
+    double eps;
+    int whole; /* over all rows together, each with factors of its own */
+} Norm;
+
+enum { AHEAD = 1024 }; /* bytes between what a kernel works on and what it asks for */
+typedef enum { DOUBLES, FLOATS, EVEN_THEN_ODD } Order;
+
+typedef struct {
+    void (*rows[DTYPES])(const Rows *rows, size_t P, int layout);
+    void (*normed[DTYPES])(const Rows *rows, size_t P, int layout, const Norm *norm);
+    void (*ready)(const double *row, void *to, size_t P, double sign, Order order);
+} Set;
+
+#if defined(__GNUC__) && defined(__x86_64__)
+#ifdef __clang__
+#define AVX512 "avx512f,avx512bw,avx512vl,avx512dq,fma"
+#else
+#define AVX512 "avx512f,avx512bw,avx512vl,avx512dq,fma,prefer-vector-width=512"
+#endif
+#define ISA avx512
+#define TARGET __attribute__((target(AVX512)))
+#include "rows.h"
+#define ISA avx2
+#define TARGET __attribute__((target("avx2,fma")))
+#include "rows.h"
+#endif
+#if defined(__GNUC__) && defined(__aarch64__) && PACKS_PAIRS
+#define NEON 1
+#include "neon.h"
+#endif
+#define ISA baseline
+#define TARGET
+#include "rows.h"
+
+static const struct {
+    const char *name;
+    const Set *set;
+} isas[] = {
+#if defined(__GNUC__) && defined(__x86_64__)
+    {"avx512", &set_all_avx512},
+    {"avx2", &set_all_avx2},
+#endif
+#ifdef NEON
+    {"neon", &set_all_baseline},
+#else
+    {"baseline", &set_all_baseline},
+#endif
+};
+enum { ISAS = sizeof isas / sizeof isas[0] };
+static int isa = ISAS - 1;
+
+static int runs_here(int i)
+{
+#if defined(__GNUC__) && defined(__x86_64__)
+    if (i == 0)
+        return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+               __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
+               __builtin_cpu_supports("fma");
+    if (i == 1)
+        return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+#endif
+    return i < ISAS;
+}

@@ -1,0 +1,185 @@
+/* A call: what is to be turned, in which order memory is walked, and by how many threads. */
+typedef struct {
+    i64 x, y, B, H, T, D, x_sb, x_sh, x_st, x_sd, y_sb, y_sh, y_st, y_sd;
+} Tensor;
+
+/* The arguments of rotate() in their order. Pointers are integers and strides count elements. */
+typedef struct {
+    i64 dtype, cos, sin, tables, rows, P, table_sb, table_st, table_sd; /* float64 */
+    i64 start, pos, pos_sb, pos_st, advance;
+    i64 interleaved_in, interleaved_out, column, transposed;
+    i64 weight, eps, whole; /* of a norm, if there is one: float64, and the bits of a double */
+    Tensor tensors[2];
+    i64 count, B, T, D; /* found from them */
+} Job;
+enum {
+    SHARED_ARGUMENTS = offsetof(Job, tensors) / sizeof(i64),
+    TENSOR_ARGUMENTS = sizeof(Tensor) / sizeof(i64),
+    MOST_ARGUMENTS = SHARED_ARGUMENTS + 2 * TENSOR_ARGUMENTS,
+};
+
+enum {
+    PARALLEL_ELEMENTS = 1 << 18, /* below this, waking threads costs more than they bring */
+    TILE_BYTES = 128 << 10, /* of table rows, made ready once for all heads of their tokens */
+};
+
+static struct {
+    void (*parallel)(void (*)(void *), void *, unsigned, unsigned);
+    int (*thread)(void), (*threads)(void), (*max_threads)(void);
+} pool;
+
+static i64 table_row(const Job *j, i64 b, i64 t)
+{
+    i64 row = j->start + (j->advance ? t : 0);
+    return j->pos ? row + ((const i64 *)(intptr_t)j->pos)[b * j->pos_sb + t * j->pos_st] : row;
+}
+
+/* Whether every token has a row in the table; otherwise the first that has not, in *bad. */
+static int in_range(const Job *j, i64 *bad)
+{
+    /* A position this large would wrap around in the sum above. */
+    const i64 far = INT64_MAX / 4;
+    for (i64 b = 0; b < (j->pos_sb ? j->B : 1); b++)
+        for (i64 t = 0; t < j->T; t++) {
+            if (!j->pos && t == 1) t = j->T - 1;
+            i64 at = j->pos ? ((const i64 *)(intptr_t)j->pos)[b * j->pos_sb + t * j->pos_st] : 0;
+            *bad = at > far || at < -far ? at : table_row(j, b, t);
+            if (*bad < 0 || *bad >= j->rows) return 0;
+        }
+    return 1;
+}
+
+typedef struct {
+    const Job *job;
+    i64 tile, tiles;
+    int failed;
+} Plan;
+
+/* Bytes of a number in the precision of the computation. */
+static i64 real_size(const Job *j) { return j->dtype == FLOAT32 || j->dtype == FLOAT64 ? 8 : 4; }
+
+/* How the kernel takes its tables: two pairs of the half layout at a time, from even and odd columns. */
+static Order table_order(const Job *j)
+{
+    if (real_size(j) == 8) return DOUBLES;
+#ifdef WORDS_OF_PAIRS
+    const int half = !j->interleaved_in && !j->interleaved_out;
+    if (j->dtype == BFLOAT16 && half && j->P % 2 == 0 && !j->weight)
+        return EVEN_THEN_ODD;
+#endif
+    return FLOATS;
+}
+
+/* The table rows of nt tokens, in the precision of the computation, one after the other. */
+static void ready_tables(const Job *j, i64 b, i64 t, i64 nt, char *c, char *s)
+{
+    const double *cos = (const double *)(intptr_t)j->cos + b * j->table_sb;
+    const double *sin = (const double *)(intptr_t)j->sin + b * j->table_sb;
+    const Order order = table_order(j);
+    for (i64 n = 0; n < nt; n++) {
+        const i64 at = table_row(j, b, t + n) * j->table_st, to = n * j->P * real_size(j);
+        isas[isa].set->ready(cos + at, c + to, (size_t)j->P, 1, order);
+        isas[isa].set->ready(sin + at, s + to, (size_t)j->P, j->transposed ? -1 : 1, order);
+    }
+}
+
+/* The channels that are not rotated. */
+static void copy_rest(const Job *j, const char *x, char *y, i64 count, i64 x_step, i64 y_step)
+{
+    const i64 size = element_size[j->dtype], from = j->column * size, to = from + 2 * j->P * size;
+    for (; count > 0; count--, x += x_step * size, y += y_step * size) {
+        memcpy(y, x, (size_t)from);
+        memcpy(y + to, x + to, (size_t)(j->D * size - to));
+    }
+}
+
+/* Rows that start at channel 0, with the channels that are not rotated, normalised if so wanted. */
+static void turn_rows(const Job *j, Rows rows, const Norm *norm)
+{
+    const i64 column = j->column * element_size[j->dtype];
+    const int layout = 2 * (int)j->interleaved_in + (int)j->interleaved_out;
+    if (j->weight) {
+        isas[isa].set->normed[j->dtype](&rows, (size_t)j->P, layout, norm);
+        return;
+    }
+    if (rows.x != rows.y && j->D > 2 * j->P)
+        copy_rest(j, rows.x, rows.y, rows.count, rows.x_step, rows.y_step);
+    rows.x = (const char *)rows.x + column;
+    rows.y = (char *)rows.y + column;
+    isas[isa].set->rows[j->dtype](&rows, (size_t)j->P, layout);
+}
+
+/* One tensor's heads of the tokens t .. t+nt-1 of sequence b, whose table rows are in c and s. */
+static void turn_tile(const Job *j, const Tensor *a, i64 b, i64 t, i64 nt, const char *c,
+                      const char *s, const Norm *norm)
+{
+    const i64 size = element_size[j->dtype], table = j->P * real_size(j);
+    const char *x = (const char *)(intptr_t)a->x + (b * a->x_sb + t * a->x_st) * size;
+    char *y = (char *)(intptr_t)a->y + (b * a->y_sb + t * a->y_st) * size;
+    /* Memory is walked in the order it lies in: the heads of a token, or the tokens of a head. */
+    const int heads_together = a->x_sh <= a->x_st || j->whole;
+    const i64 outer = heads_together ? nt : a->H, inner = heads_together ? a->H : nt;
+    const i64 x_outer = heads_together ? a->x_st : a->x_sh;
+    const i64 y_outer = heads_together ? a->y_st : a->y_sh;
+    const i64 x_inner = heads_together ? a->x_sh : a->x_st;
+    const i64 y_inner = heads_together ? a->y_sh : a->y_st;
+    for (i64 n = 0; n < outer; n++, x += x_outer * size, y += y_outer * size) {
+        const i64 row = heads_together ? n * table : 0;
+        const Rows rows = {x, y, c + row, s + row, inner, x_inner, y_inner,
+                           heads_together ? 0 : j->P};
+        turn_rows(j, rows, norm);
+    }
+}
+
+/* Units first .. last-1; a unit is a tile of tokens of one sequence, with all its heads. */
+static void run_units(Plan *p, i64 first, i64 last)
+{
+    const Job *j = p->job;
+    const i64 size = real_size(j), tables = p->tile * j->P * size;
+    const i64 factors = j->weight ? (j->whole ? j->tensors[0].H : 1) * j->D : 0;
+    const int every_sequence = j->table_sb == 0 && j->pos_sb == 0;
+    char *const block = malloc((size_t)(2 * tables + factors * size + CACHE_LINE));
+    if (!block) {
+        p->failed = 1;
+        return;
+    }
+    char *const c = block + (-(uintptr_t)block & (CACHE_LINE - 1)), *const s = c + tables;
+    char *const weight = s + tables;
+    Norm norm = {(size_t)j->D, (size_t)j->column, weight, 0, (int)j->whole};
+    memcpy(&norm.eps, &j->eps, sizeof norm.eps);
+    if (j->weight)
+        isas[isa].set->ready((const double *)(intptr_t)j->weight, weight, (size_t)factors, 1,
+                             size == 8 ? DOUBLES : FLOATS);
+    for (i64 unit = first, ready = -1; unit < last; unit++) {
+        const i64 b = unit % j->B, tile = unit / j->B, t = tile * p->tile;
+        const i64 nt = j->T - t < p->tile ? j->T - t : p->tile;
+        if (tile != ready || !every_sequence) ready_tables(j, b, t, nt, c, s), ready = tile;
+        for (i64 n = 0; n < j->count; n++) turn_tile(j, &j->tensors[n], b, t, nt, c, s, &norm);
+    }
+    free(block);
+}
+
+static void run_share(void *plan)
+{
+    Plan *p = plan;
+    const i64 units = p->job->B * p->tiles, n = pool.threads(), i = pool.thread();
+    run_units(p, units * i / n, units * (i + 1) / n);
+}
+
+static int run(const Job *j, i64 elements)
+{
+    i64 threads = 1;
+    if (pool.parallel && elements >= PARALLEL_ELEMENTS) threads = pool.max_threads();
+    Plan p = {j, TILE_BYTES / (2 * j->P * real_size(j)), 0, 0};
+    if (p.tile < 1) p.tile = 1;
+    /* At least four units for each thread. */
+    const i64 fair = (j->B * j->T + 4 * threads - 1) / (4 * threads);
+    if (threads > 1 && p.tile > fair) p.tile = fair;
+    if (p.tile > j->T) p.tile = j->T;
+    p.tiles = (j->T + p.tile - 1) / p.tile;
+    if (threads > 1)
+        pool.parallel(run_share, &p, (unsigned)threads, 0);
+    else
+        run_units(&p, 0, j->B * p.tiles);
+    return p.failed;
+}
