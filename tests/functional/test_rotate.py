@@ -149,6 +149,13 @@ def test_bad_input_is_named():
         qk_norm_rope(q, k, torch.ones(8), torch.ones(8), cos, sin, eps=0.0)
 
 
+def test_qk_norm_refuses_a_weight_on_another_device():
+    x, weight = torch.randn(1, 2, 3, 8), torch.ones(8)
+    tables = torch.ones(3, 4), torch.zeros(3, 4)
+    with pytest.raises(ValueError, match="k_weight must be on the device of q and k, got meta"):
+        qk_norm_rope(x, x, weight, weight.to("meta"), *tables)
+
+
 @pytest.mark.parametrize("recorded", [False, True], ids=["plain", "gradient"])
 @pytest.mark.parametrize("interleaved", [True, False], ids=["interleaved", "half"])
 def test_queries_and_keys_are_rotated_where_they_stand(interleaved, recorded):

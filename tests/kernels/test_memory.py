@@ -4,6 +4,8 @@ import copy
 import io
 import os
 import random
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -122,14 +124,50 @@ def test_memory_over_the_limit_goes_back():
 
 
 def test_a_much_larger_block_is_left_for_others():
-    x = torch.randn(SHAPE)
-    del x
     large = c.empty_like(torch.empty(8, 16, 512, 128))
     at = large.data_ptr()
     del large
     small = c.empty_like(torch.empty(SHAPE))
     assert small.data_ptr() != at
-    assert c.empty_like(torch.empty(7, 16, 512, 128)).data_ptr() == at
+    assert c.empty_like(torch.empty(8, 15, 512, 128)).data_ptr() == at
+
+
+def test_without_it_outputs_are_torchs():
+    rope, x = posenc.RoPE(128, 512), torch.randn(SHAPE)
+    with pytest.raises(RuntimeError, match="not resizable"):
+        rope.rotate(x).untyped_storage().resize_(0)
+    posenc.keep_memory(0)
+    y = rope.rotate(x)
+    y.untyped_storage().resize_(0)
+    posenc.keep_memory()
+    assert kept() == 0
+
+
+SCARCE = """
+import resource, torch, posenc
+from posenc.kernels import c
+rope, x = posenc.RoPE(128, 512), torch.randn(8, 16, 512, 128)
+outputs = [rope.rotate(x) for _ in range(20)]
+del outputs
+assert c._rotate.keep(1 << 30) == 20 * x.nbytes
+status = dict(line.split(":", 1) for line in open("/proc/self/status"))
+used = int(status["VmSize"].split()[0]) << 10
+resource.setrlimit(resource.RLIMIT_AS, (used + (256 << 20),) * 2)
+held = c.empty_like(torch.empty(1).expand(100, 16, 512, 128))
+assert c._rotate.keep(1 << 30) == 0
+try:
+    c.empty_like(torch.empty(1).expand(10000, 16, 512, 128))
+except RuntimeError as error:
+    assert "DefaultCPUAllocator" in str(error), error
+else:
+    raise AssertionError("39 GiB")
+"""
+
+
+def test_what_waits_is_given_up_when_memory_is_scarce():
+    command = [sys.executable, "-c", SCARCE]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_capsule_that_nobody_takes_gives_its_memory_back():

@@ -132,7 +132,11 @@ def test_c_is_exact(pairs, width, column, whole, dtype, inner, outer):
 def test_c_takes_any_memory_and_width(memory, pairs, whole):
     x = MEMORY[memory](2 * pairs + 1)
     weight = torch.randn(x.shape[1] * x.shape[3] if whole else x.shape[3]).bfloat16()
-    check_c(x, weight, pairs, Turn(False, False), Norm(1e-6, 0.0, whole), start=2)
+    before = weight.clone()
+    for interleaved in (False, True):
+        turn = Turn(interleaved, interleaved)
+        check_c(x, weight, pairs, turn, Norm(1e-6, 0.0, whole), start=2)
+    assert torch.equal(weight, before)
 
 
 @needs_c

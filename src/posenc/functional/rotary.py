@@ -184,7 +184,7 @@ def qk_norm_rope(
     interleaved_out: bool | None = None,
     last: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    r"""RMSNorm of queries and keys, then rotation: one pass over memory on CUDA.
+    r"""RMSNorm of queries and keys, then rotation: in one kernel on CUDA, and in C on the CPU.
 
     .. math:: x \mapsto R_\phi \left( \frac{x}{\sqrt{\text{mean}(x^2) + \epsilon}} \odot w \right)
 
@@ -234,6 +234,9 @@ def qk_norm_rope(
             rule = f"{name} must have shape ({width},) or ({heads * width},)"
             got = f"shape {tuple(weight.shape)}"
             raise ValueError(checks.message(who, rule, got, "One weight serves one channel."))
+        if weight.device != x.device:
+            rule, got = f"{name} must be on the device of q and k", f"{weight.device}"
+            raise ValueError(checks.message(who, rule, got, f"Move it to {x.device}."))
         norm = kernels.Norm(eps, shift, weight.shape[0] != width)
         try:
             turned.append(kernels.norm_rotate(x, weight, cos, sin, rows, turn, norm))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -26,11 +28,11 @@ class RotaryTables(TableModule):
 
     cos_cached: Tensor | None
     sin_cached: Tensor | None
+    # Both tables in float32, after the one they were made from.
+    _rounded: tuple[Tensor, Tensor, Tensor] | None = None
 
     def __init__(self) -> None:
         super().__init__("cos_cached", "sin_cached")
-        # Both tables in float32, after the one they were made from.
-        self._rounded: tuple[Tensor, Tensor, Tensor] | None = None
 
     def _tabulate(
         self, positions: Tensor, spectrum: Spectrum, dtype: torch.dtype
@@ -59,7 +61,7 @@ class RotaryTables(TableModule):
         kept = self._kept(x, spectrum, need)
         if kept is not None:
             cos, sin = kept
-            if x.is_cuda and x.element_size() == 2 and x.numel() >= LARGE:
+            if x.is_cuda and x.element_size() == 2:
                 cos, sin = self._in_float32(x, cos, sin)
             return cos, sin, rows
         at = rows.numbers(x.shape[-2], x.device)
@@ -67,8 +69,8 @@ class RotaryTables(TableModule):
         return cos, sin, Rows()
 
     def _in_float32(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        # A part of the table, or a call that is traced, reads what is there.
-        if cos is not self._buffers["cos_cached"] or not is_plain(x):
+        # A call that is traced reads what is there, and so do small ones and parts of the table.
+        if not is_plain(x) or x.numel() < LARGE or cos is not self._buffers["cos_cached"]:
             return cos, sin
         found = self._rounded
         if found is None or found[0] is not cos:
@@ -80,6 +82,10 @@ class RotaryTables(TableModule):
         if self.max_seq_len is None:
             outlive_capture(*found[1:])
         return found[1:]
+
+    def _build(self, *arguments: Any) -> tuple[Tensor, ...]:
+        self._rounded = None
+        return super()._build(*arguments)
 
     def _move(self, device: torch.device) -> None:
         self._rounded = None

@@ -132,14 +132,12 @@ def _settled(part: Any) -> Any:
     if isinstance(part, float):
         # hex() and index() settle numbers that torch.compile would otherwise leave open.
         return part.hex()
-    if isinstance(part, str):
-        return str, part
     if part is None or isinstance(part, bool):
         return part
     if isinstance(part, int):
         return operator.index(part)
-    if not hasattr(part, "__match_args__"):
-        # No dataclass, but something of a user's own: as it is.
+    if not type(part).__module__.startswith("posenc."):
+        # A rule of a user's own: as it is, since nobody knows what else it holds.
         return part
     return type(part), *[_settled(getattr(part, name)) for name in part.__match_args__]
 
@@ -150,8 +148,6 @@ def _restored(part: Any) -> Any:
         return float.fromhex(part)
     if not isinstance(part, tuple):
         return part
-    if part[:1] == (str,):
-        return part[1]
     items = [_restored(item) for item in part]
     return items[0](*items[1:]) if part and isinstance(part[0], type) else tuple(items)
 

@@ -39,7 +39,11 @@ def empty_like(x: Tensor) -> Tensor:
     if x.numel() < LARGE or not _keeps:
         return torch.empty_like(x)
     strides = torch.empty_like(x, device="meta").stride()
-    return from_dlpack(_rotate.empty(*_KINDS[x.dtype], *x.shape, *strides))
+    try:
+        return from_dlpack(_rotate.empty(*_KINDS[x.dtype], *x.shape, *strides))
+    except MemoryError:
+        # torch may know better, and says so in its own way if not.
+        return torch.empty_like(x)
 
 
 def keep_memory(mebibytes: int = 1024) -> None:
@@ -47,14 +51,17 @@ def keep_memory(mebibytes: int = 1024) -> None:
 
     Memory fresh from the system costs more to write to than a rotation takes, so the rotation
     keeps what its large outputs leave behind, as long as nobody else needs it: the system may
-    take it back at any time. ``keep_memory(0)`` gives it back and keeps no more.
+    take it back at any time. The storage of such an output cannot be resized. ``keep_memory(0)``
+    gives everything back, and outputs are torch's own memory from then on.
 
     Args:
         mebibytes: The most that may be kept, in MiB. At most 128 of them are out of the system's
             reach: those that were in use last.
     """
     mebibytes = checks.integer("keep_memory", "mebibytes", mebibytes, least=0)
-    if _keeps:
+    global _keeps
+    if hasattr(_rotate, "keep"):
+        _keeps = mebibytes > 0
         _rotate.keep(mebibytes << 20)
 
 
@@ -68,7 +75,7 @@ def norm_rotate(
         # As the kernel takes them: of the first channels of all pairs, then of the second ones.
         first, last = turn.column, turn.column + 2 * cos.shape[-1]
         pairs = factors.view(-1, x.shape[3])[:, first:last]
-        pairs.copy_(pairs.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1))
+        pairs.copy_(torch.cat((pairs[:, 0::2], pairs[:, 1::2]), 1))
     (eps,) = struct.unpack("q", struct.pack("d", norm.eps))
     rotate_into([x], [y], cos, sin, rows, turn, (factors.data_ptr(), eps, norm.whole))
     return y

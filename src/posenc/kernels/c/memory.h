@@ -39,6 +39,14 @@ static Block remove_kept(int i)
     return block;
 }
 
+static void shrink_kept(size_t bytes, int count)
+{
+    while (kept.bytes > bytes || kept.count > count) {
+        const Block oldest = remove_kept(0);
+        munmap(oldest.start, oldest.bytes);
+    }
+}
+
 static Block map_block(size_t bytes)
 {
     /* One huge page more, to cut a block from that starts where one does. */
@@ -52,7 +60,7 @@ static Block map_block(size_t bytes)
     return (Block){start + before, bytes, 0};
 }
 
-/* The smallest kept block that holds so many bytes, unless half of it would lie idle; or a new one. */
+/* The smallest kept block that holds so many bytes, unless an eighth would lie idle; or a new one. */
 static Block take_block(size_t bytes)
 {
     Block found = {NULL, 0, 0};
@@ -61,31 +69,36 @@ static Block take_block(size_t bytes)
         int best = -1;
         for (int i = 0; i < kept.count; i++) {
             const size_t has = kept.blocks[i].bytes;
-            if (has < bytes || has >= 2 * bytes) continue;
+            if (has < bytes || has > bytes + bytes / 8) continue;
             /* Of equals the last: it may still be in a cache. */
             if (best < 0 || has <= kept.blocks[best].bytes) best = i;
         }
         if (best >= 0) found = remove_kept(best);
         leave_kept();
     }
-    return found.start ? found : map_block(bytes);
-}
-
-static void shrink_kept(size_t bytes, int count)
-{
-    while (kept.bytes > bytes || kept.count > count) {
-        const Block oldest = remove_kept(0);
-        munmap(oldest.start, oldest.bytes);
+    if (!found.start) found = map_block(bytes);
+    if (!found.start && hold_kept()) {
+        /* What waits for nobody may be what is missing. */
+        shrink_kept(0, 0);
+        leave_kept();
+        found = map_block(bytes);
     }
+    return found;
 }
 
 static void give_block(Block block)
 {
-    if (block.bytes > kept.limit || !hold_kept()) {
+    if (!hold_kept()) {
         munmap(block.start, block.bytes);
         return;
     }
-    shrink_kept(kept.limit - block.bytes, KEPT_BLOCKS - 1);
+    const size_t limit = kept.limit, fits = block.bytes <= limit;
+    shrink_kept(fits ? limit - block.bytes : limit, KEPT_BLOCKS - 1);
+    if (!fits) {
+        leave_kept();
+        munmap(block.start, block.bytes);
+        return;
+    }
     block.offered = 0;
     kept.bytes += block.bytes;
     kept.blocks[kept.count++] = block;
