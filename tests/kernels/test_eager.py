@@ -1,6 +1,8 @@
 """The way in: gradients of every order, in place, compiled, and what must not confuse it."""
 
 import itertools
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -124,3 +126,22 @@ def test_compiled_calls_write_in_place(grad):
         y.sum().backward()
         (wanted,) = torch.autograd.grad(reference.rotate(x * 2, cos, sin, Rows(), Turn()).sum(), x)
         torch.testing.assert_close(x.grad, wanted)
+
+
+def test_without_the_extension_everything_is_there():
+    script = """
+import sys
+sys.modules["posenc.kernels.c._rotate"] = None
+import torch, posenc
+assert not posenc.backends()[0].available
+posenc.keep_memory(0)
+posenc.keep_memory()
+x, weight = torch.randn(2, 16, 512, 128), torch.ones(128)
+rope = posenc.RoPE(128, 512)
+q, k = rope(x, x)
+normed, _ = posenc.functional.qk_norm_rope(x, x, weight, weight, rope.cos_cached, rope.sin_cached)
+assert q.shape == k.shape == normed.shape == x.shape
+"""
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr

@@ -58,9 +58,9 @@ def keep_memory(mebibytes: int = 1024) -> None:
         mebibytes: The most that may be kept, in MiB. At most 128 of them are out of the system's
             reach: those that were in use last.
     """
-    mebibytes = checks.integer("keep_memory", "mebibytes", mebibytes, least=0)
     global _keeps
-    if hasattr(_rotate, "keep"):
+    mebibytes = checks.integer("keep_memory", "mebibytes", mebibytes, least=0)
+    if available and hasattr(_rotate, "keep"):
         _keeps = mebibytes > 0
         _rotate.keep(mebibytes << 20)
 
