@@ -125,15 +125,7 @@ def rotate_into(
         raise RowOutOfRange(bad, shape[-2])
 
 
-def _one_by_one(
-    xs: list[Tensor],
-    ys: list[Tensor],
-    cos: Tensor,
-    sin: Tensor,
-    rows: Rows,
-    turn: Turn,
-    norm: tuple[int, int, int],
-) -> None:
+def _one_by_one(xs: list[Tensor], ys: list[Tensor], *how: Any) -> None:
     """Tensors that differ in dtype, or that the kernel cannot read or write as they lie."""
     for x, y in zip(xs, ys, strict=True):
         if x.numel() == 0:
@@ -141,6 +133,6 @@ def _one_by_one(
         dense, made = x.resolve_neg().contiguous(), y
         if y.stride(3) != 1:
             made = torch.empty(y.shape, dtype=y.dtype, device=y.device)
-        rotate_into([dense], [made], cos, sin, rows, turn, norm)
+        rotate_into([dense], [made], *how)
         if made is not y:
             y.copy_(made)
