@@ -8,7 +8,7 @@ TARGET INLINE REAL FN(scale)(REAL sum, double count, double eps)
     return (REAL)(1 / sqrt((double)sum / count + eps));
 }
 
-TARGET INLINE REAL FN(squares)(const ELEM *x, size_t D)
+TARGET static REAL FN(squares)(const ELEM *x, size_t D)
 {
     const size_t half = D / 2;
     REAL sum = 0;
