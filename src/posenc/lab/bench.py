@@ -246,7 +246,6 @@ def _copies(work: Workload, sets: list[Inputs]) -> list[Lane]:
         [torch.cat([x.detach().flatten() for x in s[i : i + 2]]) for i in range(0, moved, 2)]
         for s in sets
     ]
-
     steps = [_both([partial(torch.empty_like(x).copy_, x) for x in xs]) for xs in sources]
     lanes = [loop_lane(COPY, steps, device=work.device, grad=False)]
     if work.device == "cpu":

@@ -112,8 +112,8 @@ def graph_lane(name: str, steps: Sequence[Step], *, grad: bool) -> Lane:
 def race(lanes: Sequence[Lane], rounds: int, tell: Callable[[int], None]) -> None:
     """Time every lane once a round, so that a slow minute of the machine is everybody's.
 
-    Each round has an order of its own: nobody always runs behind the same neighbour, whose heat
-    and caches are worth 5 % on a GPU.
+    Each round has an order of its own: nobody always runs behind the same neighbour, which has
+    been worth 5 % on a GPU.
     """
     order, chance = list(lanes), random.Random(0)
     was_on = gc.isenabled()

@@ -2,7 +2,7 @@
 enum { FLOAT32, BFLOAT16, FLOAT16, FLOAT64, DTYPES };
 static const i64 element_size[DTYPES] = {4, 2, 2, 8};
 
-/* Rows at equal steps, from the first rotated channel on, and the table rows they take. */
+/* Rows at equal steps, and the table rows they take. */
 typedef struct {
     const void *x;
     void *y;
