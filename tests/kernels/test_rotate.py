@@ -88,6 +88,8 @@ SHAPES = {
     "last-dimension-not-dense": lambda: torch.randn(2, 2, 16, 3).transpose(-1, -2),
     "expanded": lambda: torch.randn(1, 1, 3, 16).expand(2, 2, 3, 16),
     "one-head": lambda: torch.randn(4, 1, 6, 16),
+    "six-heads": lambda: torch.randn(2, 6, 3, 16),
+    "six-heads-tokens-first": lambda: torch.randn(2, 3, 6, 16).transpose(1, 2),
     "empty-batch": lambda: torch.randn(0, 2, 5, 16),
     "no-tokens": lambda: torch.randn(2, 2, 0, 16),
 }
@@ -154,7 +156,7 @@ def test_every_number_of_pairs_first_and_last(name, pairs, width, column, interl
     cos, sin = tables(4, pairs)
     turn = Turn(interleaved, interleaved, column)
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        x = torch.randn(2, 2, 3, width).to(dtype)
+        x = torch.randn(2, 5, 3, width).to(dtype)
         check(name, [x], cos, sin, Rows(1), turn, slice(1, 4))
 
 
@@ -320,7 +322,7 @@ def test_every_instruction_set_is_right(dtype, inner, outer):
                 continue
             ran.append(isa)
             for pairs in (1, 31, 32, 50, 96):
-                x = torch.randn(2, 3, 5, 2 * pairs).to(DTYPES[dtype])
+                x = torch.randn(2, 9, 5, 2 * pairs).to(DTYPES[dtype])
                 check("c", [x], *tables(5, pairs), Rows(), Turn(inner, outer), slice(0, 5))
     finally:
         _rotate.set_isa(best)

@@ -27,7 +27,7 @@
 #define INDEPENDENT
 #endif
 
-enum { BLOCK = 16, CACHE_LINE = 64 };
+enum { CACHE_LINE = 64 };
 
 typedef int64_t i64;
 
@@ -66,8 +66,7 @@ INLINE float load_bf16(uint16_t h) { return float_of((uint32_t)h << 16); }
 INLINE uint32_t round_bf16(float f)
 {
     const uint32_t u = bits_of(f);
-    /* u + 0x7fff + (its bit 16), in the three steps that AVX-512 has for it. */
-    return u - (((u >> 16) & 1) ^ 0xffff8001u);
+    return u + 0x7fffu + ((u >> 16) & 1);
 }
 
 INLINE uint16_t store_bf16(float f) { return (uint16_t)(round_bf16(f) >> 16); }

@@ -17,19 +17,20 @@ TARGET static REAL FN(squares)(const ELEM *x, size_t D)
     VECTOR sums[4] = {{0}};
     for (; done + LANES <= half; done += LANES) {
         VECTOR a[2], b[2];
-        TAKE(x + done, half, 0, a, b);
+        TAKE(x + done, half, 0, 0, a, b);
         for (size_t k = 0; k < 2; k++) sums[k] += a[k] * a[k], sums[k + 2] += b[k] * b[k];
     }
     sums[0] = (sums[0] + sums[1]) + (sums[2] + sums[3]);
     for (size_t k = 0; k < LANES / 2; k++) sum += sums[0][k];
 #else
-    REAL sums[2 * BLOCK] = {0};
-    for (; done + BLOCK <= half; done += BLOCK)
-        for (size_t k = 0; k < BLOCK; k++) {
+    enum { LANES = 16 };
+    REAL sums[2 * LANES] = {0};
+    for (; done + LANES <= half; done += LANES)
+        for (size_t k = 0; k < LANES; k++) {
             const REAL a = LOAD(x[done + k]), b = LOAD(x[half + done + k]);
-            sums[k] += a * a, sums[k + BLOCK] += b * b;
+            sums[k] += a * a, sums[k + LANES] += b * b;
         }
-    for (size_t width = BLOCK; width > 0; width /= 2)
+    for (size_t width = LANES; width > 0; width /= 2)
         for (size_t k = 0; k < width; k++) sums[k] += sums[k + width];
     sum = sums[0];
 #endif
@@ -46,14 +47,15 @@ TARGET INLINE void FN(turn_normed)(const ELEM *x, ELEM *y, const REAL *c, const 
 #ifdef TAKE
     for (; done + LANES <= P; done += LANES) {
         VECTOR a[2], b[2], p[2], q[2];
-        TAKE(x + (in ? 2 : 1) * done, P, in, a, b);
+        /* As if between two layouts, so that columns keep their order. */
+        TAKE(x + (in ? 2 : 1) * done, P, in, 1, a, b);
         for (size_t k = 0; k < 2; k++) {
             const size_t at = done + LANES / 2 * k;
             const VECTOR u = a[k] * scale * TABLE(w + at), v = b[k] * scale * TABLE(w + P + at);
             p[k] = u * TABLE(c + at) - v * TABLE(s + at);
             q[k] = v * TABLE(c + at) + u * TABLE(s + at);
         }
-        GIVE(y + (out ? 2 : 1) * done, P, out, p, q);
+        GIVE(y + (out ? 2 : 1) * done, P, 1, out, p, q);
     }
 #endif
     INDEPENDENT for (size_t i = done; i < P; i++) {
@@ -69,7 +71,8 @@ TARGET INLINE void FN(normed_layout)(const Rows *r, size_t P, const Norm *n, int
     const size_t D = n->channels, column = n->column;
     const ELEM *x = r->x;
     ELEM *y = r->y;
-    const REAL *c = r->c, *s = r->s, *w = n->weight;
+    const char *c = r->c, *s = r->s;
+    const REAL *w = n->weight;
     REAL sum = FN(squares)(x, D);
     for (i64 i = 1; n->whole && i < r->count; i++) sum += FN(squares)(x + i * r->x_step, D);
     const double count = (double)D * (n->whole ? (double)r->count : 1);
@@ -77,7 +80,8 @@ TARGET INLINE void FN(normed_layout)(const Rows *r, size_t P, const Norm *n, int
         const REAL scale = FN(scale)(sum, count, n->eps);
         /* The next row's sum, which takes its time, while this one turns. */
         if (!n->whole && i > 1) sum = FN(squares)(x + r->x_step, D);
-        FN(turn_normed)(x + column, y + column, c, s, w + column, scale, P, in, out);
+        FN(turn_normed)(x + column, y + column, (const REAL *)c, (const REAL *)s, w + column, scale, P,
+                        in, out);
         INDEPENDENT for (size_t k = 0; k < column; k++) y[k] = STORE(LOAD(x[k]) * scale * w[k]);
         INDEPENDENT for (size_t k = column + 2 * P; k < D; k++) y[k] = STORE(LOAD(x[k]) * scale * w[k]);
         x += r->x_step, y += r->y_step, c += r->table_step, s += r->table_step;

@@ -2,7 +2,7 @@
  * instruction set.
  *
  * Included with ISA (a name) and TARGET (the attribute that turns the set on). Loops are plain C for
- * the compiler to vectorise. */
+ * the compiler to vectorise, but for what neon.h and avx512.h do better. */
 
 #define NAME3(a, b, c) a##_##b##_##c
 #define NAME2(a, b, c) NAME3(a, b, c)
@@ -13,17 +13,21 @@
 #define REAL double
 #define LOAD(v) ((double)(v))
 #define STORE(v) ((float)(v))
-#ifdef NEON
-#define TAKE take_f32
-#define GIVE give_f32
+#if NEON
+#define BLOCK 8
+#define TAKE(x, P, in, out, a, b) take_f32(x, P, in, a, b)
+#define GIVE(y, P, in, out, p, q) give_f32(y, P, out, p, q)
 #define VECTOR float64x2_t
 #define LANES 4
 #define TABLE vld1q_f64
+#else
+#define BLOCK 16
 #endif
 #include "turn.h"
 
 #define KIND f64
 #define ELEM double
+#define BLOCK 16
 #define REAL double
 #define LOAD(v) (v)
 #define STORE(v) (v)
@@ -34,26 +38,37 @@
 #define REAL float
 #define LOAD(v) load_bf16(v)
 #define STORE(v) store_bf16(v)
-#ifdef NEON
-#define TAKE take_bf16
-#define GIVE give_bf16
+#if NEON
+#define BLOCK 16
+#define TAKE(x, P, in, out, a, b) take_bf16(x, P, in, a, b)
+#define GIVE(y, P, in, out, p, q) give_bf16(y, P, out, p, q)
 #define VECTOR float32x4_t
 #define LANES 8
 #define TABLE vld1q_f32
+#elif defined(WORDS_OF_512)
+#define BLOCK WORD_BLOCK
+#define TAKE take512_bf16
+#define GIVE give512_bf16
+#define VECTOR __m512
+#define LANES 32
+#define TABLE _mm512_loadu_ps
 #elif PACKS_PAIRS
+#define BLOCK WORD_BLOCK
 #define WORDS
-#define WORDS_OF_PAIRS
+#else
+#define BLOCK 16
 #endif
 #include "turn.h"
 
 #define KIND f16
 #define ELEM half
+#define BLOCK 16
 #define REAL float
 #define LOAD(v) load_f16(v)
 #define STORE(v) store_f16(v)
-#ifdef NEON
-#define TAKE take_f16
-#define GIVE give_f16
+#if NEON
+#define TAKE(x, P, in, out, a, b) take_f16(x, P, in, a, b)
+#define GIVE(y, P, in, out, p, q) give_f16(y, P, out, p, q)
 #define VECTOR float32x4_t
 #define LANES 8
 #define TABLE vld1q_f32
@@ -61,20 +76,22 @@
 #include "turn.h"
 
 #define KIND all
-/* A table row as the kernels take it: doubles, or floats, or floats of even columns before odd ones. */
+/* A table row as the kernels take it. */
 TARGET static void FN(ready)(const double *row, void *to, size_t P, double sign, Order order)
 {
     double *const d = to;
     float *const f = to;
-    if (order == DOUBLES)
+    size_t done = 0;
+    if (order == DOUBLES) {
         INDEPENDENT for (size_t i = 0; i < P; i++) d[i] = sign * row[i];
-    else if (order == FLOATS)
-        INDEPENDENT for (size_t i = 0; i < P; i++) f[i] = plain_nan((float)(sign * row[i]));
-    else
-        INDEPENDENT for (size_t i = 0; i < P / 2; i++) {
-            f[i] = plain_nan((float)(sign * row[2 * i]));
-            f[P / 2 + i] = plain_nan((float)(sign * row[2 * i + 1]));
+        return;
+    }
+    for (; order == EVEN_THEN_ODD && done + WORD_BLOCK <= P; done += WORD_BLOCK)
+        INDEPENDENT for (size_t i = 0; i < WORD_BLOCK / 2; i++) {
+            f[done + i] = plain_nan((float)(sign * row[done + 2 * i]));
+            f[done + WORD_BLOCK / 2 + i] = plain_nan((float)(sign * row[done + 2 * i + 1]));
         }
+    INDEPENDENT for (size_t i = done; i < P; i++) f[i] = plain_nan((float)(sign * row[i]));
 }
 
 static const Set FN(set) = {
@@ -90,3 +107,4 @@ static const Set FN(set) = {
 #undef FN
 #undef ISA
 #undef TARGET
+#undef WORDS_OF_512

@@ -58,16 +58,12 @@ typedef struct {
 /* Bytes of a number in the precision of the computation. */
 static i64 real_size(const Job *j) { return j->dtype == FLOAT32 || j->dtype == FLOAT64 ? 8 : 4; }
 
-/* How the kernel takes its tables: two pairs of the half layout at a time, from even and odd columns. */
+/* What the kernel takes for its tables. */
 static Order table_order(const Job *j)
 {
     if (real_size(j) == 8) return DOUBLES;
-#ifdef WORDS_OF_PAIRS
     const int half = !j->interleaved_in && !j->interleaved_out;
-    if (j->dtype == BFLOAT16 && half && j->P % 2 == 0 && !j->weight)
-        return EVEN_THEN_ODD;
-#endif
-    return FLOATS;
+    return WORDS_OF_PAIRS && j->dtype == BFLOAT16 && half && !j->weight ? EVEN_THEN_ODD : FLOATS;
 }
 
 /* The table rows of nt tokens, in the precision of the computation, one after the other. */
@@ -84,13 +80,16 @@ static void ready_tables(const Job *j, i64 b, i64 t, i64 nt, char *c, char *s)
 }
 
 /* The channels that are not rotated. */
-static void copy_rest(const Job *j, const char *x, char *y, i64 count, i64 x_step, i64 y_step)
+static void copy_rest(const Job *j, const Rows *r)
 {
     const i64 size = element_size[j->dtype], from = j->column * size, to = from + 2 * j->P * size;
-    for (; count > 0; count--, x += x_step * size, y += y_step * size) {
-        memcpy(y, x, (size_t)from);
-        memcpy(y + to, x + to, (size_t)(j->D * size - to));
-    }
+    for (i64 n = 0; n < r->count; n++)
+        for (i64 g = 0; g < r->abreast; g++) {
+            const char *const x = (const char *)r->x + (n * r->x_step + g * r->x_next) * size;
+            char *const y = (char *)r->y + (n * r->y_step + g * r->y_next) * size;
+            memcpy(y, x, (size_t)from);
+            memcpy(y + to, x + to, (size_t)(j->D * size - to));
+        }
 }
 
 /* Rows that start at channel 0, with the channels that are not rotated, normalised if so wanted. */
@@ -102,8 +101,7 @@ static void turn_rows(const Job *j, Rows rows, const Norm *norm)
         isas[isa].set->normed[j->dtype](&rows, (size_t)j->P, layout, norm);
         return;
     }
-    if (rows.x != rows.y && j->D > 2 * j->P)
-        copy_rest(j, rows.x, rows.y, rows.count, rows.x_step, rows.y_step);
+    if (rows.x != rows.y && j->D > 2 * j->P) copy_rest(j, &rows);
     rows.x = (const char *)rows.x + column;
     rows.y = (char *)rows.y + column;
     isas[isa].set->rows[j->dtype](&rows, (size_t)j->P, layout);
@@ -114,21 +112,30 @@ static void turn_tile(const Job *j, const Tensor *a, i64 b, i64 t, i64 nt, const
                       const char *s, const Norm *norm)
 {
     const i64 size = element_size[j->dtype], table = j->P * real_size(j);
-    const char *x = (const char *)(intptr_t)a->x + (b * a->x_sb + t * a->x_st) * size;
-    char *y = (char *)(intptr_t)a->y + (b * a->y_sb + t * a->y_st) * size;
-    /* Memory is walked in the order it lies in: the heads of a token, or the tokens of a head. */
-    const int heads_together = a->x_sh <= a->x_st || j->whole;
-    const i64 outer = heads_together ? nt : a->H, inner = heads_together ? a->H : nt;
-    const i64 x_outer = heads_together ? a->x_st : a->x_sh;
-    const i64 y_outer = heads_together ? a->y_st : a->y_sh;
-    const i64 x_inner = heads_together ? a->x_sh : a->x_st;
-    const i64 y_inner = heads_together ? a->y_sh : a->y_st;
-    for (i64 n = 0; n < outer; n++, x += x_outer * size, y += y_outer * size) {
-        const i64 row = heads_together ? n * table : 0;
-        const Rows rows = {x, y, c + row, s + row, inner, x_inner, y_inner,
-                           heads_together ? 0 : j->P};
-        turn_rows(j, rows, norm);
-    }
+    const char *const x = (const char *)(intptr_t)a->x + (b * a->x_sb + t * a->x_st) * size;
+    char *const y = (char *)(intptr_t)a->y + (b * a->y_sb + t * a->y_st) * size;
+    /* Memory is walked in the order it lies in: the heads of a token, or the tokens of some heads. */
+    const int by_token = a->x_sh <= a->x_st || j->whole;
+    const i64 most = j->weight ? 1 : ABREAST, grouped = a->H - a->H % most;
+    for (i64 n = 0; n < nt; n += by_token ? 1 : nt)
+        for (i64 h = 0, heads; h < a->H; h += heads) {
+            const i64 abreast = h < grouped ? most : 1;
+            heads = !by_token ? abreast : h < grouped ? grouped : a->H - grouped;
+            const Rows rows = {
+                x + (n * a->x_st + h * a->x_sh) * size,
+                y + (n * a->y_st + h * a->y_sh) * size,
+                c + n * table,
+                s + n * table,
+                by_token ? heads / abreast : nt,
+                by_token ? abreast * a->x_sh : a->x_st,
+                by_token ? abreast * a->y_sh : a->y_st,
+                by_token ? 0 : table,
+                abreast,
+                a->x_sh,
+                a->y_sh,
+            };
+            turn_rows(j, rows, norm);
+        }
 }
 
 /* Units first .. last-1; a unit is a tile of tokens of one sequence, with all its heads. */
