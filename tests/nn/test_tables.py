@@ -302,11 +302,9 @@ def test_vmap_over_positions():
     assert torch.equal(torch.func.vmap(rope)(x, ids), rope(x, ids))
 
 
-def test_tables_in_float32_are_made_once_for_each_table(monkeypatch):
+def test_tables_in_float32_are_made_once_for_each_table():
     """As a GPU is given them for half precision."""
     rope, x = posenc.RoPE(8, 16), torch.randn(1, 1, 4, 8)
-    assert rope._in_float32(x, rope.cos_cached, rope.sin_cached)[0] is rope.cos_cached, "small"
-    monkeypatch.setattr("posenc.nn.rotary.LARGE", 1)
     cos, sin = rope.cos_cached, rope.sin_cached
     narrow = rope._in_float32(x, cos, sin)
     assert [table.dtype for table in narrow] == [torch.float32] * 2
@@ -315,6 +313,8 @@ def test_tables_in_float32_are_made_once_for_each_table(monkeypatch):
     assert rope._in_float32(x, cos, sin)[0] is narrow[0]
     part = cos[:4]
     assert rope._in_float32(x, part, sin[:4])[0] is part
+    sin[2] = 0.25
+    assert rope._in_float32(x, cos, sin)[1][2].eq(0.25).all(), "what is written is heard"
     rope.base = 500.0
     rope(x, x)
     assert rope._in_float32(x, rope.cos_cached, rope.sin_cached)[0] is not narrow[0]

@@ -15,21 +15,18 @@ from posenc.nn._tables import TableModule
 from posenc.numerics.frequencies import Spectrum
 from posenc.numerics.tables import cos_sin, widest
 
-# Elements of a tensor that no GPU's cache holds: there, what tables add to be read is felt.
-LARGE = 2**25
-
 
 class RotaryTables(TableModule):
     """Cosines and sines ``[T, P]``, in float64 buffers that no cast rounds and no checkpoint holds.
 
-    The kernel rounds them as it reads them: one table serves every dtype. For large tensors of half
-    precision a GPU is given float32 ones, which are the same numbers in half the bytes.
+    The kernel rounds them as it reads them: one table serves every dtype. For half precision a GPU
+    is given float32 ones, which are the same numbers in half the bytes.
     """
 
     cos_cached: Tensor | None
     sin_cached: Tensor | None
-    # Both tables in float32, after the one they were made from.
-    _rounded: tuple[Tensor, Tensor, Tensor] | None = None
+    # Both tables in float32, after the one they were made from and how often they were written to.
+    _rounded: tuple[Tensor, int, Tensor, Tensor] | None = None
 
     def __init__(self) -> None:
         super().__init__("cos_cached", "sin_cached")
@@ -69,19 +66,20 @@ class RotaryTables(TableModule):
         return cos, sin, Rows()
 
     def _in_float32(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        # A call that is traced reads what is there, and so do small ones and parts of the table.
-        if not is_plain(x) or x.numel() < LARGE or cos is not self._buffers["cos_cached"]:
+        # A call that is traced reads what is there, and so does one that takes part of the table.
+        if not is_plain(x) or cos is not self._buffers["cos_cached"]:
             return cos, sin
+        # Only tables of inference mode do not count what is written to them.
+        writes = 0 if cos.is_inference() else cos._version + sin._version
         found = self._rounded
-        if found is None or found[0] is not cos:
+        if found is None or found[0] is not cos or found[1] != writes:
             if in_capture(x):
                 return cos, sin
             # A table born in inference mode could not serve a training step later.
             with torch.inference_mode(False), torch.no_grad():
-                found = self._rounded = cos, cos.float(), sin.float()
-        if self.max_seq_len is None:
-            outlive_capture(*found[1:])
-        return found[1:]
+                found = self._rounded = cos, writes, cos.float(), sin.float()
+        outlive_capture(*found[2:])
+        return found[2:]
 
     def _build(self, *arguments: Any) -> tuple[Tensor, ...]:
         self._rounded = None

@@ -39,6 +39,14 @@ def wide(x: Tensor) -> Any:
     return tl.float64 if x.dtype in (torch.float32, torch.float64) else tl.float32
 
 
+def index(*tensors: Tensor) -> Any:
+    """The dtype of offsets: twice as wide, and slower, where one may pass 2^31 elements."""
+    last = max(
+        sum((n - 1) * step for n, step in zip(t.shape, t.stride(), strict=True)) for t in tensors
+    )
+    return tl.int32 if last < 2**31 else tl.int64
+
+
 def table_sizes(cos: Tensor) -> tuple[int, int, int]:
     """Rows of a table, its batch stride and its row stride."""
     return cos.shape[-2], cos.stride(0) if cos.dim() == 3 else 0, cos.stride(-2)

@@ -16,6 +16,7 @@ from posenc.kernels.triton.launch import Launch, known, starts_early
 from posenc.kernels.triton.pairs import (
     HALVES,
     as_words,
+    index,
     layout,
     load_pairs,
     load_tables,
@@ -64,7 +65,8 @@ def _launch(xs: list[Tensor], ys: list[Tensor], cos: Tensor, rows: Rows, turn: T
     k_heads = k.shape[1] if len(xs) == 2 else 0
     pairs = cos.shape[-1]
     inner, outer = layout(turn.interleaved, turn, *xs), layout(turn.interleaved_out, turn, *ys)
-    heads, tokens, warps, split = tile(batch, length, q_heads, k_heads, pairs, q, inner)
+    rounded = cos.dtype == torch.float32
+    heads, tokens, warps, split = tile(batch, length, q_heads, k_heads, pairs, q, inner, rounded)
     early = batch * length <= SHORT and starts_early(q.device)
     blocks = triton.cdiv(q_heads, heads) + triton.cdiv(k_heads, heads)
     numbers = (
@@ -83,6 +85,7 @@ def _launch(xs: list[Tensor], ys: list[Tensor], cos: Tensor, rows: Rows, turn: T
         "OUT": outer,
         "TRANSPOSED": turn.transposed,
         "WIDE": wide(q),
+        "INDEX": index(*xs, *ys, cos, *([] if rows.positions is None else [rows.positions])),
         "BATCH_FIRST": batch > 4,
         "SPLIT": split,
         "EARLY": early,
@@ -97,7 +100,14 @@ def _launch(xs: list[Tensor], ys: list[Tensor], cos: Tensor, rows: Rows, turn: T
 
 
 def tile(
-    batch: int, length: int, q_heads: int, k_heads: int, pairs: int, q: Tensor, how: int
+    batch: int,
+    length: int,
+    q_heads: int,
+    k_heads: int,
+    pairs: int,
+    q: Tensor,
+    how: int,
+    rounded: bool,
 ) -> tuple[int, int, int, bool]:
     """Heads and tokens of one step, warps, and whether head blocks get programs of their own.
 
@@ -111,11 +121,14 @@ def tile(
         return max(1, 512 // width // tokens), tokens, 4, True
     heads = min(most, max(1, 512 // width))
     if batch * length <= SHORT:
-        # Each warp that turns float64 tables into float32 is felt: few, with much to do.
-        return (heads, 1, 1, True) if how == HALVES else (min(most, 2 * heads), 1, 4, True)
+        if how == HALVES and not rounded:
+            # Each warp that turns float64 tables into float32 is felt: few, with much to do.
+            return heads, 1, 1, True
+        few = rounded and batch * length <= 256
+        return min(heads, 8) if few else min(most, 2 * heads), 1, 4, True
     if batch * length < 16384:
         # A short call needs all its loads under way at once more than it needs to share tables.
-        return heads, 1, 4, True
+        return heads, 1, 2 if rounded and how == HALVES else 4, True
     return (heads, 1, 2, True) if width <= 32 else (heads, 1, 4, False)
 
 
@@ -126,9 +139,8 @@ def _take(
     WIDE: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     """The pairs of one block of heads."""
-    h = (block * BLOCK_H + tl.arange(0, BLOCK_H)).to(tl.int64)
+    h = (block * BLOCK_H + tl.arange(0, BLOCK_H)).to(b.dtype)
     mask = alive[:, None, None] & (h < HEADS)[None, :, None] & (at < PAIRS)
-    # int64 offsets: tensors pass 2^31 elements.
     where = as_words(source, IN) + (b * x_b + t[:, None] * x_t + h[None, :] * x_h)[:, :, None]
     return load_pairs(where, at, mask, COLUMN, PAIRS, IN, source.dtype.element_ty, WIDE)
 
@@ -140,7 +152,7 @@ def _give(
     IN: tl.constexpr, OUT: tl.constexpr, BLOCK_REST: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     """Turn them, store them, and copy the channels beside them."""
-    h = (block * BLOCK_H + tl.arange(0, BLOCK_H)).to(tl.int64)
+    h = (block * BLOCK_H + tl.arange(0, BLOCK_H)).to(b.dtype)
     present = alive[:, None, None] & (h < HEADS)[None, :, None]
     y_at = (b * y_b + t[:, None] * y_t + h[None, :] * y_h)[:, :, None]
     element: tl.constexpr = source.dtype.element_ty
@@ -188,6 +200,7 @@ def _rotate(
     PAIRS: tl.constexpr, COLUMN: tl.constexpr, REST: tl.constexpr,
     HAS_POSITIONS: tl.constexpr, ADVANCES: tl.constexpr,
     IN: tl.constexpr, OUT: tl.constexpr, TRANSPOSED: tl.constexpr, WIDE: tl.constexpr,
+    INDEX: tl.constexpr,
     BATCH_FIRST: tl.constexpr, SPLIT: tl.constexpr, EARLY: tl.constexpr,
     BLOCK_P: tl.constexpr, BLOCK_REST: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
@@ -203,8 +216,8 @@ def _rotate(
     else:
         # Few sequences: programs that run together share table rows.
         b, step = program % batch, program // batch
-    b = b.to(tl.int64)
-    t = step.to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+    b = b.to(INDEX)
+    t = step.to(INDEX) * BLOCK_T + tl.arange(0, BLOCK_T)
     alive = t < length
     at = tl.arange(0, BLOCK_P)[None, None, :]
     q_blocks: tl.constexpr = (Q_HEADS + BLOCK_H - 1) // BLOCK_H
