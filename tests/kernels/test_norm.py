@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from torch.autograd import gradcheck
+from torch.autograd import gradcheck, gradgradcheck
 
 import oracles
 from assertions import assert_within_ulps
@@ -174,19 +174,127 @@ def test_c_refuses_a_row_it_has_not():
         c.norm_rotate(x, weight, cos, sin, Rows(5), Turn(), Norm())
 
 
+def check_c_backward(g, x, weight, arguments):
+    """Gradients against autograd in float64: rounded once, at the size of the terms of a row."""
+    to_x, to_weight = c.norm_rotate_backward(g, x, weight, *arguments)
+    wide_x, wide_weight = x.double().requires_grad_(), weight.double().requires_grad_()
+    wanted = reference.norm_rotate(wide_x, wide_weight, *arguments)
+    exact_x, exact_weight = torch.autograd.grad(wanted, (wide_x, wide_weight), g.double())
+    assert (to_x.dtype, to_weight.dtype) == (x.dtype, weight.dtype)
+    assert to_weight.shape == weight.shape
+    assert to_x.stride() == torch.empty_like(x).stride() or x.stride(-1) != 1
+    if x.numel() == 0:
+        return
+    size = torch.maximum(exact_x.abs(), exact_x.abs().amax(3, keepdim=True) / 16)
+    # float64 is computed in itself, and so is what it is compared with: sums over a row in both.
+    ulps = {torch.float64: 8 * x.shape[3], torch.float32: 0.51}.get(x.dtype, 0.55)
+    assert_within_ulps(to_x, exact_x, ulps, size)
+    off = (to_weight.double() - exact_weight).abs().max() / exact_weight.abs().max()
+    # What the rounding of the result costs, and sums in float32.
+    assert off < max(1.01 * torch.finfo(weight.dtype).eps / 2, 1e-13) + (
+        1e-6 if x.element_size() == 2 else 0
+    )
+
+
 @needs_c
-def test_a_call_that_records_nothing_goes_to_c(monkeypatch):
-    x, weight, cos, sin = example(6, 12, False, torch.float32)
-    called, run = [], c.norm_rotate
-    monkeypatch.setattr(c, "norm_rotate", lambda *a: called.append(1) or run(*a))
+@CASES
+@NORMS
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("inner", "outer"), [(True, True), (False, False), (True, False), (False, True)],
+    ids=["interleaved", "half", "interleaved-to-half", "half-to-interleaved"],
+)  # fmt: skip
+def test_c_gradients(pairs, width, column, whole, dtype, inner, outer):
+    x, weight, cos, sin = example(pairs, width, whole, dtype)
+    for transposed in (False, True):
+        turn = Turn(inner, outer, column, transposed)
+        for positions in (torch.tensor([[0, 3, 1, 8, 2]]), torch.tensor([[0], [4]])):
+            arguments = (cos, sin, Rows(0, positions), turn, Norm(1e-2, 1.0, whole))
+            check_c_backward(torch.randn_like(x), x, weight, arguments)
+
+
+@needs_c
+@NORMS
+@pytest.mark.parametrize("memory", MEMORY)
+@pytest.mark.parametrize("pairs", [1, 3, 8, 17, 48])
+def test_c_gradients_of_any_memory_and_width(memory, pairs, whole):
+    x = MEMORY[memory](2 * pairs + 1)
+    weight = torch.randn(x.shape[1] * x.shape[3] if whole else x.shape[3])
+    tables = oracles.exact_cos_sin(range(9), 2 * pairs)
+    for interleaved in (False, True):
+        turn = Turn(interleaved, interleaved)
+        for g in (torch.randn(x.shape), MEMORY[memory](2 * pairs + 1), torch.ones(()).expand_as(x)):
+            arguments = (*tables, Rows(2), turn, Norm(1e-6, 0.0, whole))
+            check_c_backward(g, x, weight, arguments)
+
+
+@needs_c
+@NORMS
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_c_gradients_on_several_threads(dtype, whole):
+    x = torch.randn(2, 600, 4, 64).to(dtype).transpose(1, 2)
+    weight = torch.randn(256 if whole else 64)
+    arguments = (*oracles.tables(600, 32), Rows(), Turn(), Norm(1e-6, 0.0, whole))
+    check_c_backward(torch.randn_like(x), x, weight, arguments)
+    first = c.norm_rotate_backward(x, x, weight, *arguments)
+    again = c.norm_rotate_backward(x, x, weight, *arguments)
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+
+
+@needs_c
+@NORMS
+@pytest.mark.parametrize("interleaved", [False, True], ids=["half", "interleaved"])
+def test_c_every_instruction_set_has_the_gradient(interleaved, whole):
+    from posenc.kernels.c import _rotate
+
+    best = _rotate.isa()
+    try:
+        for isa in ("avx512", "avx2", "neon", "baseline"):
+            try:
+                _rotate.set_isa(isa)
+            except ValueError:
+                continue
+            for dtype in (torch.float32, torch.bfloat16, torch.float16):
+                x, weight, cos, sin = example(32, 70, whole, dtype)
+                turn = Turn(interleaved, interleaved)
+                arguments = (cos, sin, Rows(), turn, Norm(1e-6, 0.0, whole))
+                check_c_backward(torch.randn_like(x), x, weight, arguments)
+    finally:
+        _rotate.set_isa(best)
+
+
+@needs_c
+@NORMS
+def test_the_gradient_can_be_differentiated_again_and_batched(whole):
+    x, weight, cos, sin = example(3, 8, whole, torch.float64)
+
+    def normed(x, weight):
+        return kernels.norm_rotate(x, weight, cos, sin, Rows(), Turn(), Norm(1e-6, 0.0, whole))
+
+    inputs = (x.requires_grad_(), weight.requires_grad_())
+    assert gradcheck(normed, inputs, check_batched_grad=True)
+    assert gradgradcheck(normed, inputs)
+
+
+@needs_c
+def test_a_plain_call_goes_to_c(monkeypatch):
+    """With a gradient and without; and what the gradient keeps is the input alone."""
+    x, weight, cos, sin = example(6, 12, False, torch.bfloat16)
+    called = []
+    for name in ("norm_rotate", "norm_rotate_backward"):
+        run = getattr(c, name)
+        monkeypatch.setattr(c, name, lambda *a, run=run, name=name: called.append(name) or run(*a))
     arguments = (cos, sin, Rows(), Turn(), Norm())
     without = kernels.norm_rotate(x, weight, *arguments)
-    assert called == [1]
+    assert called == ["norm_rotate"]
     recorded = kernels.norm_rotate(x, weight.requires_grad_(), *arguments)
-    assert called == [1]
-    torch.testing.assert_close(without, recorded.detach(), rtol=1e-6, atol=1e-7)
-    with torch.no_grad():
-        assert torch.equal(kernels.norm_rotate(x, weight, *arguments), without)
+    assert torch.equal(without, recorded)
+    assert {t.dtype for t in recorded.grad_fn.saved_tensors if t is not None} == {
+        torch.bfloat16, torch.float64,
+    }  # fmt: skip
+    recorded.sum().backward()
+    assert called == ["norm_rotate", "norm_rotate", "norm_rotate_backward"]
+    assert weight.grad.isfinite().all()
 
 
 @pytest.mark.skipif(GPU == "cpu", reason="the op exists where Triton compiles")

@@ -10,7 +10,7 @@ from torch.autograd import forward_ad
 
 from posenc._contract.sharding import alongside, is_sharded
 from posenc._contract.tracing import is_plain
-from posenc.kernels import c, eager, reference, triton
+from posenc.kernels import c, reference, triton
 from posenc.kernels.ops import LIBRARY
 from posenc.kernels.sharded import shardable
 from posenc.kernels.spec import Norm, Rows, Turn
@@ -31,9 +31,8 @@ def norm_rotate(
 ) -> Tensor:
     """Normalise and rotate ``x`` of ``[B, H, T, D]`` into a new tensor.
 
-    One pass over memory where Triton runs, with a gradient of the first order, and on the CPU
-    where none is recorded; there otherwise the norm in torch's operations and the rotation by
-    its kernel; elsewhere torch's alone, which a compiler fuses.
+    One pass over memory where Triton or C run, and one for the gradient; a compiler on the CPU is
+    given torch's operations, which it fuses.
 
     Args:
         x: ``[B, H, T, D]``.
@@ -52,12 +51,11 @@ def norm_rotate(
     plain = is_plain(x, weight)
     differentiable = differentiable_tables or x.requires_grad or weight.requires_grad
     recorded = torch.is_grad_enabled() and differentiable
-    if x.is_cpu and plain:
-        if c.available and not recorded and forward_ad._current_level < 0:
+    if x.is_cpu and plain and c.available and forward_ad._current_level < 0:
+        if not recorded:
             return c.norm_rotate(x, weight, cos, sin, rows, turn, norm)
-        # The same steps, the second by the kernel.
-        wide = reference.normalized(x, weight, norm)
-        return eager.rotate([wide], cos, sin, rows, turn)[0].to(x.dtype)
+        if not differentiable_tables:
+            return _NormRotate.apply(x, weight, cos, sin, rows, turn, norm)  # type: ignore[no-any-return]
     by_torch = differentiable_tables or forward_ad._current_level >= 0
     if not fused or by_torch or not (plain or torch.compiler.is_compiling()):
         return reference.norm_rotate(x, weight, cos, sin, rows, turn, norm)
@@ -68,6 +66,34 @@ def norm_rotate(
         return triton.norm_rotate(x, weight, cos, sin, rows, turn, norm)
     result: Tensor = _forward(x, weight, cos, sin, rows.positions, rows.start, *turn, *norm)
     return result
+
+
+class _NormRotate(torch.autograd.Function):
+    """The norm and its gradient in C."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        rows: Rows,
+        turn: Turn,
+        norm: Norm,
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight, cos, sin, rows.positions)
+        ctx.start, ctx.turn, ctx.norm = rows.start, turn, norm
+        return c.norm_rotate(x, weight, cos, sin, rows, turn, norm)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        *tensors, positions = ctx.saved_tensors
+        # A gradient that is differentiated again, or batched, is torch's.
+        kernel = reference if torch.is_grad_enabled() or not is_plain(g) else c
+        rows = Rows(ctx.start, positions)
+        gradients = kernel.norm_rotate_backward(g, *tensors, rows, ctx.turn, ctx.norm)
+        return (*gradients, None, None, None, None, None)
 
 
 def _split(arguments: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -59,13 +59,37 @@ def norm_rotate(
 
 def normalized(x: Tensor, weight: Tensor, norm: Norm) -> Tensor:
     """RMSNorm of each head of ``x``, or of all together, one precision up."""
+    unit, _, factor = _unit_scale_factor(x, weight, norm)
+    return unit * factor
+
+
+def norm_rotate_backward(
+    g: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    rows: Rows,
+    turn: Turn,
+    norm: Norm,
+) -> tuple[Tensor, Tensor]:
+    """Gradients of :func:`norm_rotate` to ``x`` and ``weight``, given that to its output."""
+    unit, scale, factor = _unit_scale_factor(x, weight, norm)
+    turned = rotate(g.to(unit.dtype), cos, sin, rows, turn.back())
+    pull = (turned * factor * unit).mean(dim=(1, 3) if norm.whole else 3, keepdim=True)
+    to_x = (turned * factor - unit * pull) * scale
+    to_weight = (turned * unit).sum(dim=(0, 2) if norm.whole else (0, 1, 2))
+    return to_x.to(x.dtype), to_weight.reshape(weight.shape).to(weight.dtype)
+
+
+def _unit_scale_factor(x: Tensor, weight: Tensor, norm: Norm) -> tuple[Tensor, Tensor, Tensor]:
     wide = x.to(one_up(x))
-    over = (1, 3) if norm.whole else (3,)
-    scale = torch.rsqrt(wide.square().mean(dim=over, keepdim=True) + norm.eps)
+    mean = wide.square().mean(dim=(1, 3) if norm.whole else 3, keepdim=True)
+    scale = torch.rsqrt(mean + norm.eps)
     factor = weight.to(wide.dtype) + norm.shift
     if norm.whole:
         factor = factor.view(x.shape[1], 1, x.shape[3])
-    return wide * scale * factor
+    return wide * scale, scale, factor
 
 
 def take(table: Tensor, rows: Rows, length: int) -> Tensor:

@@ -70,15 +70,51 @@ def norm_rotate(
 ) -> Tensor:
     """Normalise and rotate ``x`` into a new tensor, in one pass."""
     y = empty_like(x)
-    factors = weight.resolve_neg().double() + norm.shift
-    if turn.interleaved:
-        # As the kernel takes them: of the first channels of all pairs, then of the second ones.
-        first, last = turn.column, turn.column + 2 * cos.shape[-1]
-        pairs = factors.view(-1, x.shape[3])[:, first:last]
-        pairs.copy_(torch.cat((pairs[:, 0::2], pairs[:, 1::2]), 1))
-    (eps,) = struct.unpack("q", struct.pack("d", norm.eps))
-    rotate_into([x], [y], cos, sin, rows, turn, (factors.data_ptr(), eps, norm.whole))
+    factors = _factors(x, weight, cos, turn, norm)
+    rotate_into([x], [y], cos, sin, rows, turn, (factors.data_ptr(), *_kind(norm), 0))
     return y
+
+
+def norm_rotate_backward(
+    g: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    rows: Rows,
+    turn: Turn,
+    norm: Norm,
+) -> tuple[Tensor, Tensor]:
+    """Gradients to ``x`` and ``weight``, given ``g``, the gradient to the result."""
+    g, x = (t if t.stride(-1) == 1 else t.contiguous() for t in (g.resolve_neg(), x.resolve_neg()))
+    dx = empty_like(x)
+    factors = _factors(x, weight, cos, turn, norm)
+    to_factors = torch.zeros_like(factors)
+    numbers = (factors.data_ptr(), *_kind(norm), to_factors.data_ptr())
+    rotate_into([x, g], [dx, g], cos, sin, rows, turn, numbers)
+    if turn.interleaved:
+        pairs = _pairs(to_factors, x, cos, turn)
+        pairs.copy_(torch.stack(pairs.chunk(2, 1), 2).flatten(1))
+    return dx, to_factors.to(weight.dtype).view_as(weight)
+
+
+def _factors(x: Tensor, weight: Tensor, cos: Tensor, turn: Turn, norm: Norm) -> Tensor:
+    """What a row is multiplied by, the first channels of all pairs before the second ones."""
+    factors = weight.detach().resolve_neg().double() + norm.shift
+    if turn.interleaved:
+        pairs = _pairs(factors, x, cos, turn)
+        pairs.copy_(torch.cat((pairs[:, 0::2], pairs[:, 1::2]), 1))
+    return factors
+
+
+def _pairs(factors: Tensor, x: Tensor, cos: Tensor, turn: Turn) -> Tensor:
+    return factors.view(-1, x.shape[3])[:, turn.column : turn.column + 2 * cos.shape[-1]]
+
+
+def _kind(norm: Norm) -> tuple[int, int]:
+    """The bits of its eps, and whether it is over all heads."""
+    (eps,) = struct.unpack("q", struct.pack("d", norm.eps))
+    return eps, norm.whole
 
 
 def rotate_into(
@@ -88,12 +124,12 @@ def rotate_into(
     sin: Tensor,
     rows: Rows,
     turn: Turn,
-    norm: tuple[int, int, int] = (0, 0, 0),
+    norm: tuple[int, int, int, int] = (0, 0, 0, 0),
 ) -> None:
     """Rotate each of ``xs`` into the tensor of ``ys`` beside it, which may be itself.
 
-    ``norm`` is of :func:`norm_rotate`: where its float64 factors are, the bits of its eps, and
-    whether it is over all heads.
+    ``norm`` is of :func:`norm_rotate`: where its float64 factors are, what kind it is, and where
+    their gradient goes, if that is wanted; then ``xs`` are its input and what is given.
     """
     steps = cos.stride()
     if cos.dtype is not torch.float64 or steps[-1] != 1 or sin.stride() != steps:

@@ -98,6 +98,7 @@ static const Set FN(set) = {
     {NAME2(rows, f32, ISA), NAME2(rows, bf16, ISA), NAME2(rows, f16, ISA), NAME2(rows, f64, ISA)},
     {NAME2(normed, f32, ISA), NAME2(normed, bf16, ISA), NAME2(normed, f16, ISA),
      NAME2(normed, f64, ISA)},
+    {NAME2(back, f32, ISA), NAME2(back, bf16, ISA), NAME2(back, f16, ISA), NAME2(back, f64, ISA)},
     FN(ready),
 };
 #undef KIND

@@ -25,6 +25,13 @@ typedef struct {
     int whole; /* over all rows together, each with factors of its own */
 } Norm;
 
+/* What the gradient of normalised rows takes besides. */
+typedef struct {
+    const void *g; /* gradients to the results */
+    i64 g_step;
+    void *work, *sums; /* room for two rows; the gradient to the factors, to be added to */
+} Back;
+
 enum {
     AHEAD = 1024, /* bytes between what a kernel works on and what it asks for */
 #if defined(__x86_64__) || defined(_M_X64)
@@ -43,6 +50,7 @@ typedef enum { DOUBLES, FLOATS, EVEN_THEN_ODD } Order;
 typedef struct {
     void (*rows[DTYPES])(const Rows *rows, size_t P, int layout);
     void (*normed[DTYPES])(const Rows *rows, size_t P, int layout, const Norm *norm);
+    void (*back[DTYPES])(const Rows *rows, size_t P, int layout, const Norm *norm, const Back *back);
     void (*ready)(const double *row, void *to, size_t P, double sign, Order order);
 } Set;
 

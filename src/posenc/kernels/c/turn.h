@@ -96,6 +96,7 @@ TARGET static void FN(rows)(const Rows *r, size_t P, int layout)
 }
 
 #include "norm.h"
+#include "back.h"
 
 #undef KIND
 #undef ELEM

@@ -9,6 +9,7 @@ typedef struct {
     i64 start, pos, pos_sb, pos_st, advance;
     i64 interleaved_in, interleaved_out, column, transposed;
     i64 weight, eps, whole; /* of a norm, if there is one: float64, and the bits of a double */
+    i64 to_weight; /* if its gradient is wanted: float64; the second tensor is what is given */
     Tensor tensors[2];
     i64 count, B, T, D; /* found from them */
 } Job;
@@ -52,8 +53,22 @@ static int in_range(const Job *j, i64 *bad)
 typedef struct {
     const Job *job;
     i64 tile, tiles;
+    double *shares; /* of each thread in the gradient to the weight */
     int failed;
 } Plan;
+
+/* Numbers of a norm's weight. */
+static i64 factors(const Job *j)
+{
+    return j->weight ? (j->whole ? j->tensors[0].H : 1) * j->D : 0;
+}
+
+static double double_of(i64 bits)
+{
+    double number;
+    memcpy(&number, &bits, sizeof number);
+    return number;
+}
 
 /* Bytes of a number in the precision of the computation. */
 static i64 real_size(const Job *j) { return j->dtype == FLOAT32 || j->dtype == FLOAT64 ? 8 : 4; }
@@ -93,10 +108,14 @@ static void copy_rest(const Job *j, const Rows *r)
 }
 
 /* Rows that start at channel 0, with the channels that are not rotated, normalised if so wanted. */
-static void turn_rows(const Job *j, Rows rows, const Norm *norm)
+static void turn_rows(const Job *j, Rows rows, const Norm *norm, const Back *back)
 {
     const i64 column = j->column * element_size[j->dtype];
     const int layout = 2 * (int)j->interleaved_in + (int)j->interleaved_out;
+    if (j->to_weight) {
+        isas[isa].set->back[j->dtype](&rows, (size_t)j->P, layout, norm, back);
+        return;
+    }
     if (j->weight) {
         isas[isa].set->normed[j->dtype](&rows, (size_t)j->P, layout, norm);
         return;
@@ -109,7 +128,7 @@ static void turn_rows(const Job *j, Rows rows, const Norm *norm)
 
 /* One tensor's heads of the tokens t .. t+nt-1 of sequence b, whose table rows are in c and s. */
 static void turn_tile(const Job *j, const Tensor *a, i64 b, i64 t, i64 nt, const char *c,
-                      const char *s, const Norm *norm)
+                      const char *s, const Norm *norm, Back back)
 {
     const i64 size = element_size[j->dtype], table = j->P * real_size(j);
     const char *const x = (const char *)(intptr_t)a->x + (b * a->x_sb + t * a->x_st) * size;
@@ -134,34 +153,46 @@ static void turn_tile(const Job *j, const Tensor *a, i64 b, i64 t, i64 nt, const
                 a->x_sh,
                 a->y_sh,
             };
-            turn_rows(j, rows, norm);
+            if (j->to_weight) {
+                const Tensor *const g = &j->tensors[1];
+                back.g = (const char *)(intptr_t)g->x +
+                         (b * g->x_sb + (t + n) * g->x_st + h * g->x_sh) * size;
+                back.g_step = by_token ? g->x_sh : g->x_st;
+            }
+            turn_rows(j, rows, norm, &back);
         }
 }
 
 /* Units first .. last-1; a unit is a tile of tokens of one sequence, with all its heads. */
-static void run_units(Plan *p, i64 first, i64 last)
+static void run_units(Plan *p, i64 first, i64 last, i64 thread)
 {
     const Job *j = p->job;
-    const i64 size = real_size(j), tables = p->tile * j->P * size;
-    const i64 factors = j->weight ? (j->whole ? j->tensors[0].H : 1) * j->D : 0;
+    const i64 size = real_size(j), tables = p->tile * j->P * size, weights = factors(j) * size;
     const int every_sequence = j->table_sb == 0 && j->pos_sb == 0;
-    char *const block = malloc((size_t)(2 * tables + factors * size + CACHE_LINE));
+    const i64 room = j->to_weight ? 2 * j->D * size + weights : 0;
+    char *const block = malloc((size_t)(2 * tables + weights + room + CACHE_LINE));
     if (!block) {
         p->failed = 1;
         return;
     }
     char *const c = block + (-(uintptr_t)block & (CACHE_LINE - 1)), *const s = c + tables;
-    char *const weight = s + tables;
-    Norm norm = {(size_t)j->D, (size_t)j->column, weight, 0, (int)j->whole};
-    memcpy(&norm.eps, &j->eps, sizeof norm.eps);
+    char *const weight = s + tables, *const work = weight + weights;
+    const Norm norm = {(size_t)j->D, (size_t)j->column, weight, double_of(j->eps), (int)j->whole};
+    const Back back = {NULL, 0, work, work + 2 * j->D * size};
     if (j->weight)
-        isas[isa].set->ready((const double *)(intptr_t)j->weight, weight, (size_t)factors, 1,
+        isas[isa].set->ready((const double *)(intptr_t)j->weight, weight, (size_t)factors(j), 1,
                              size == 8 ? DOUBLES : FLOATS);
     for (i64 unit = first, ready = -1; unit < last; unit++) {
         const i64 b = unit % j->B, tile = unit / j->B, t = tile * p->tile;
         const i64 nt = j->T - t < p->tile ? j->T - t : p->tile;
         if (tile != ready || !every_sequence) ready_tables(j, b, t, nt, c, s), ready = tile;
-        for (i64 n = 0; n < j->count; n++) turn_tile(j, &j->tensors[n], b, t, nt, c, s, &norm);
+        if (j->to_weight) memset(back.sums, 0, (size_t)weights);
+        for (i64 n = 0; n < (j->to_weight ? 1 : j->count); n++)
+            turn_tile(j, &j->tensors[n], b, t, nt, c, s, &norm, back);
+        /* Floats are added up for one unit only. */
+        for (i64 i = 0; j->to_weight && i < factors(j); i++)
+            p->shares[thread * factors(j) + i] +=
+                size == 8 ? ((double *)back.sums)[i] : (double)((float *)back.sums)[i];
     }
     free(block);
 }
@@ -170,23 +201,30 @@ static void run_share(void *plan)
 {
     Plan *p = plan;
     const i64 units = p->job->B * p->tiles, n = pool.threads(), i = pool.thread();
-    run_units(p, units * i / n, units * (i + 1) / n);
+    run_units(p, units * i / n, units * (i + 1) / n, i);
 }
 
 static int run(const Job *j, i64 elements)
 {
     i64 threads = 1;
     if (pool.parallel && elements >= PARALLEL_ELEMENTS) threads = pool.max_threads();
-    Plan p = {j, TILE_BYTES / (2 * j->P * real_size(j)), 0, 0};
+    Plan p = {j, TILE_BYTES / (2 * j->P * real_size(j)), 0, NULL, 0};
     if (p.tile < 1) p.tile = 1;
     /* At least four units for each thread. */
     const i64 fair = (j->B * j->T + 4 * threads - 1) / (4 * threads);
     if (threads > 1 && p.tile > fair) p.tile = fair;
     if (p.tile > j->T) p.tile = j->T;
     p.tiles = (j->T + p.tile - 1) / p.tile;
+    if (j->to_weight) {
+        p.shares = calloc((size_t)(threads * factors(j)), sizeof *p.shares);
+        if (!p.shares) return 1;
+    }
     if (threads > 1)
         pool.parallel(run_share, &p, (unsigned)threads, 0);
     else
-        run_units(&p, 0, j->B * p.tiles);
+        run_units(&p, 0, j->B * p.tiles, 0);
+    for (i64 i = 0; j->to_weight && i < threads * factors(j); i++)
+        ((double *)(intptr_t)j->to_weight)[i % factors(j)] += p.shares[i];
+    free(p.shares);
     return p.failed;
 }
