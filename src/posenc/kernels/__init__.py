@@ -1,6 +1,7 @@
 """Your dtype, your device: what touches the user's tensors. Tensors and flags, never a rule."""
 
 from posenc.kernels.backend import Backend, backends
+from posenc.kernels.backend import rotate as rotate_plain
 from posenc.kernels.c import keep_memory
 from posenc.kernels.eager import rotate, rotate_
 from posenc.kernels.norm import norm_rotate
@@ -19,4 +20,5 @@ __all__ = [
     "norm_rotate",
     "rotate",
     "rotate_",
+    "rotate_plain",
 ]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from posenc._contract import checks
-from posenc._contract.tracing import is_readable, may_keep
+from posenc._contract.tracing import is_plain, is_readable, may_keep
 from posenc.functional.rotary import rows_of, turn_all
 from posenc.kernels import Rows, Turn
 from posenc.nn.rotary import RotaryTables
@@ -18,6 +19,16 @@ from posenc.numerics.scaling import Rule
 from posenc.numerics.tables import angles, of_angles, widest
 
 
+class Checked(NamedTuple):
+    """A call that went well: what it depended on, what it took, the largest offset it may have."""
+
+    key: tuple[Any, ...]
+    cos: Tensor
+    sin: Tensor
+    turn: Turn
+    most: int
+
+
 class RopeTables(RotaryTables):
     """The arguments of `RoPE`, checked, and the tables that follow from them.
 
@@ -25,6 +36,8 @@ class RopeTables(RotaryTables):
     each. Lengths that a rule slows further, several coordinates, and coordinates that are not
     whole have their cosines and sines worked out at each call.
     """
+
+    _checked: Checked | None = None
 
     def __init__(
         self,
@@ -77,6 +90,47 @@ class RopeTables(RotaryTables):
             checks.rank(who, name, x, (4,), "(B, H, L, D)")
             way_out = "Build RoPE with that head_dim."
             checks.equal(who, f"head_dim of {name}", x.shape[3], self.head_dim, way_out)
+
+    def _key(self, q: Tensor, k: Tensor) -> tuple[Any, ...] | None:
+        """All that a call depends on but its positions, if one like it need not be checked again.
+
+        On the CPU a token that is decoded costs as much as its checks, and the next is like it.
+        """
+        if torch.is_grad_enabled() or not is_plain(q, k) or not q.is_cpu:
+            return None
+        if forward_ad._current_level >= 0:
+            return None
+        return (
+            q.shape, k.shape, q.dtype, k.dtype, k.device,
+            self.head_dim, self.max_seq_len, self.base, self.scaling, self.axes, self.rotary_dim,
+            self.last, self.interleaved, self.interleaved_out,
+        )  # fmt: skip
+
+    def _known(self, key: tuple[Any, ...] | None, offset: Any) -> Checked | None:
+        """The call that is to be made again, if it is one that was checked."""
+        found, buffers = self._checked, self._buffers
+        if (
+            found is not None
+            and found.key == key
+            and type(offset) is int
+            and 0 <= offset <= found.most
+            and found.cos is buffers["cos_cached"]
+            and found.sin is buffers["sin_cached"]
+        ):
+            return found
+        return None
+
+    def _remember(
+        self, key: tuple[Any, ...] | None, x: Tensor, cos: Tensor, sin: Tensor, turn: Turn
+    ) -> None:
+        rule = self.scaling
+        if (
+            key is not None
+            and (rule is None or rule.trained_length() is None)
+            and cos is self._buffers["cos_cached"]
+            and sin is self._buffers["sin_cached"]
+        ):
+            self._checked = Checked(key, cos, sin, turn, cos.shape[0] - x.shape[2])
 
     def _turn(self) -> Turn:
         out = self.interleaved if self.interleaved_out is None else self.interleaved_out

@@ -1,0 +1,142 @@
+"""Calls of RoPE that are like the one before: checked once, and never wrong for it."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+
+import posenc
+from posenc import RoPE, scaling
+
+
+def token(dtype=torch.float32, heads=3):
+    return torch.randn(2, heads, 1, 8).to(dtype), torch.randn(2, 1, 1, 8).to(dtype)
+
+
+def assert_as_if_first(rope, q, k, *arguments, **keywords):
+    """``rope`` gives what a module that was never called gives."""
+    fresh = copy.deepcopy(rope)
+    fresh._checked = None
+    wanted = fresh(q, k, *arguments, **keywords)
+    for got, exact in zip(rope(q, k, *arguments, **keywords), wanted, strict=True):
+        assert torch.equal(got, exact)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("size", [32, None], ids=["sized", "growing"])
+@pytest.mark.parametrize(
+    "rule", [None, scaling.YaRN(4.0, 16), scaling.DynamicNTK(4.0, 16)], ids=str
+)
+def test_token_by_token(rule, size):
+    rope = RoPE(8, size, scaling=rule)
+    for offset in (*range(20), 31, 3):
+        assert_as_if_first(rope, *token(), offset)
+    # A rule that asks for the length is asked each time.
+    assert (rope._checked is None) == isinstance(rule, scaling.DynamicNTK)
+
+
+@torch.no_grad()
+def test_whatever_differs_is_looked_at():
+    rope = RoPE(8, 32)
+    rope(*token())
+    for q, k in (token(heads=4), token(torch.bfloat16), (token()[0], token(torch.float64)[1])):
+        assert_as_if_first(rope, q, k, 5)
+        assert_as_if_first(rope, *token(), 5)
+    assert_as_if_first(rope, *token(), torch.tensor([3, 4]))
+    assert_as_if_first(rope, *token(), position_ids=torch.tensor([7]))
+    assert_as_if_first(rope, *token(), 2, seq_len=9)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("base", 500.0), ("interleaved", False), ("interleaved_out", False), ("rotary_dim", 4),
+        ("last", True), ("scaling", scaling.Linear(2.0)), ("max_seq_len", 16),
+        ("cos_cached", torch.ones(32, 3, dtype=torch.float64)),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)  # fmt: skip
+def test_a_changed_argument_is_heard(name, value):
+    rope = RoPE(8, 32, rotary_dim=6)
+    q, k = token()
+    before = rope(q, k, 5)[0]
+    setattr(rope, name, value)
+    assert_as_if_first(rope, q, k, 5)
+    if name != "max_seq_len":
+        assert not torch.equal(rope(q, k, 5)[0], before)
+
+
+@torch.no_grad()
+def test_what_is_written_into_a_table_is_heard():
+    rope = RoPE(8, 32)
+    q, k = token()
+    rope(q, k, 5)
+    rope.cos_cached.zero_()
+    rope.sin_cached.zero_()
+    assert not rope(q, k, 5)[0].any()
+
+
+@torch.no_grad()
+def test_what_was_wrong_is_still_wrong():
+    rope = RoPE(8, 32)
+    q, k = token()
+    rope(q, k, 5)
+    for offset, error in ((32, ValueError), (-1, ValueError), (True, TypeError), (1.0, TypeError)):
+        with pytest.raises(error, match="RoPE"):
+            rope(q, k, offset)
+    for bad in (torch.randn(2, 1, 2, 8), torch.randn(2, 1, 1, 6), torch.zeros(2, 1, 1, 8).long()):
+        with pytest.raises((ValueError, TypeError), match="RoPE"):
+            rope(q, bad, 5)
+    with pytest.raises(TypeError, match="RoPE"):
+        rope(q, [1.0], 5)
+    rope.max_seq_len = 4
+    with pytest.raises(ValueError, match="max_seq_len=4"):
+        rope(q, k, 5)
+
+
+def test_gradients_forward_mode_and_transforms_go_their_own_way():
+    rope = RoPE(8, 32)
+    q, k = token()
+    with torch.no_grad():
+        wanted = rope(q, k, 5)[0]
+    turned = rope(q.requires_grad_(), k, 5)[0]
+    assert turned.requires_grad
+    assert torch.equal(turned, wanted)
+    with torch.no_grad(), torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(q.detach(), q.detach())
+        got = torch.autograd.forward_ad.unpack_dual(rope(dual, k, 5)[0])
+        assert torch.equal(got.tangent, wanted)
+    with torch.no_grad():
+        mapped = torch.func.vmap(lambda q, k: rope(q[None], k[None], 5)[0][0])(q, k)
+        torch.testing.assert_close(mapped, wanted)
+    with torch.inference_mode():
+        assert torch.equal(rope(q, k, 5)[0], wanted)
+
+
+@torch.no_grad()
+def test_copies_and_pickles_go_on():
+    rope = RoPE(8, 32)
+    q, k = token()
+    wanted = rope(q, k, 5)[0]
+    for other in (copy.deepcopy(rope), pickle.loads(pickle.dumps(rope))):
+        assert torch.equal(other(q, k, 5)[0], wanted)
+        other.base = 50.0
+        assert not torch.equal(other(q, k, 5)[0], wanted)
+    assert torch.equal(rope(q, k, 5)[0], wanted)
+    rope.to("meta").to_empty(device="cpu")
+    assert torch.equal(rope(q, k, 5)[0], wanted)
+
+
+@torch.no_grad()
+def test_it_is_the_short_way(monkeypatch):
+    if not posenc.backends()[0].available:
+        pytest.skip("the extension was not built")
+    rope = RoPE(8, 32)
+    q, k = token()
+    rope(q, k, 5)
+    monkeypatch.setattr(RoPE, "_tables_for", None)
+    rope(q, k, 6)
+    with pytest.raises(TypeError):
+        rope(q, k, position_ids=torch.tensor([6]))
