@@ -14,6 +14,14 @@ GPU = "cuda" if torch.cuda.is_available() else "cpu"
 CASES = pytest.mark.parametrize(
     ("pairs", "width", "column"), [(6, 12, 0), (6, 16, 0), (6, 16, 4)], ids=["all", "first", "last"]
 )
+DTYPES = pytest.mark.parametrize(
+    "dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str
+)
+LAYOUTS = pytest.mark.parametrize(
+    ("inner", "outer"),
+    [(True, True), (False, False), (True, False), (False, True)],
+    ids=["interleaved", "half", "interleaved-to-half", "half-to-interleaved"],
+)
 NORMS = pytest.mark.parametrize("whole", [False, True], ids=["each-head", "all-heads"])
 
 
@@ -113,11 +121,8 @@ def check_c(x, weight, pairs, turn, norm, positions=None, start=0):
 @needs_c
 @CASES
 @NORMS
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(
-    ("inner", "outer"), [(True, True), (False, False), (True, False), (False, True)],
-    ids=["interleaved", "half", "interleaved-to-half", "half-to-interleaved"],
-)  # fmt: skip
+@DTYPES
+@LAYOUTS
 def test_c_is_exact(pairs, width, column, whole, dtype, inner, outer):
     x, weight, _, _ = example(pairs, width, whole, dtype)
     turn = Turn(inner, outer, column)
@@ -199,11 +204,8 @@ def check_c_backward(g, x, weight, arguments):
 @needs_c
 @CASES
 @NORMS
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(
-    ("inner", "outer"), [(True, True), (False, False), (True, False), (False, True)],
-    ids=["interleaved", "half", "interleaved-to-half", "half-to-interleaved"],
-)  # fmt: skip
+@DTYPES
+@LAYOUTS
 def test_c_gradients(pairs, width, column, whole, dtype, inner, outer):
     x, weight, cos, sin = example(pairs, width, whole, dtype)
     for transposed in (False, True):
