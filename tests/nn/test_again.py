@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import weakref
 
 import pytest
 import torch
@@ -76,6 +77,66 @@ def test_what_is_written_into_a_table_is_heard():
     rope.cos_cached.zero_()
     rope.sin_cached.zero_()
     assert not rope(q, k, 5)[0].any()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("change", "names"),
+    [
+        (lambda t: t.bfloat16(), ("cos_cached", "sin_cached")),
+        (lambda t: t[:6].clone(), ("cos_cached", "sin_cached")),
+        (lambda t: t.bfloat16(), ("sin_cached",)),
+        (lambda t: t[:6].clone(), ("sin_cached",)),
+        (lambda t: t[:, :2].clone(), ("sin_cached",)),
+    ],
+    ids=["dtype", "rows", "dtype-of-one", "rows-of-one", "columns-of-one"],
+)
+def test_tables_that_were_changed_underneath_are_made_again(change, names):
+    """As DistributedDataParallel does for mixed precision."""
+    rope = RoPE(8, 32)
+    q, k = token()
+    wanted = rope(q, k, 9)[0]
+    for name in names:
+        table = getattr(rope, name)
+        table.data = change(table)
+    assert torch.equal(rope(q, k, 9)[0], wanted)
+
+
+@torch.no_grad()
+def test_another_thread_changes_an_argument(monkeypatch):
+    rope, check = RoPE(8, 32), RoPE._check
+
+    def and_meanwhile(self, *arguments):
+        self.base = 5.0
+        check(self, *arguments)
+
+    q, k = token()
+    monkeypatch.setattr(RoPE, "_check", and_meanwhile)
+    rope(q, k, 5)
+    monkeypatch.undo()
+    rope.base = 1e4
+    assert_as_if_first(rope, q, k, 5)
+
+
+@torch.no_grad()
+def test_no_tables_are_kept_for_it():
+    rope = RoPE(8)
+    rope(*token())
+    table = weakref.ref(rope.cos_cached)
+    rope.to("meta")
+    assert table() is None
+
+
+@torch.no_grad()
+def test_a_subclass_that_takes_other_rows_takes_them_always():
+    class Later(RoPE):
+        def _tables_for(self, who, x, offset, *rest, **keywords):
+            return super()._tables_for(who, x, offset + 2, *rest, **keywords)
+
+    q, k = token()
+    rope, wanted = Later(8, 32), RoPE(8, 32)(q, k, 5)[0]
+    for _ in range(3):
+        assert torch.equal(rope(q, k, 3)[0], wanted)
 
 
 @torch.no_grad()

@@ -315,6 +315,13 @@ def test_tables_in_float32_are_made_once_for_each_table():
     assert rope._in_float32(x, part, sin[:4])[0] is part
     sin[2] = 0.25
     assert rope._in_float32(x, cos, sin)[1][2].eq(0.25).all(), "what is written is heard"
+    other = sin.clone()
+    assert rope._in_float32(x, cos, other)[1] is not rope._in_float32(x, cos, sin)[1]
+    other.data = torch.zeros_like(sin)
+    assert not rope._in_float32(x, cos, other)[1].any()
+    with torch.inference_mode():
+        kept = sin.clone()
+    assert torch.equal(rope._in_float32(x, cos, kept)[1], sin.float())
     rope.base = 500.0
     rope(x, x)
     assert rope._in_float32(x, rope.cos_cached, rope.sin_cached)[0] is not narrow[0]

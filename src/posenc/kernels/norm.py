@@ -89,8 +89,9 @@ class _NormRotate(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Any:
         *tensors, positions = ctx.saved_tensors
-        # A gradient that is differentiated again, or batched, is torch's.
-        kernel = reference if torch.is_grad_enabled() or not is_plain(g) else c
+        # A gradient that is differentiated again, either way, or batched, is torch's.
+        plain = is_plain(g) and not torch.is_grad_enabled() and forward_ad._current_level < 0
+        kernel = c if plain else reference
         rows = Rows(ctx.start, positions)
         gradients = kernel.norm_rotate_backward(g, *tensors, rows, ctx.turn, ctx.norm)
         return (*gradients, None, None, None, None, None)

@@ -20,13 +20,11 @@ from posenc.numerics.tables import angles, of_angles, widest
 
 
 class Checked(NamedTuple):
-    """A call that went well: what it depended on, what it took, the largest offset it may have."""
+    """A call that went well: what it depended on, which tables it took, and how it turned."""
 
     key: tuple[Any, ...]
-    cos: Tensor
-    sin: Tensor
+    spectrum: Spectrum
     turn: Turn
-    most: int
 
 
 class RopeTables(RotaryTables):
@@ -106,31 +104,36 @@ class RopeTables(RotaryTables):
             self.last, self.interleaved, self.interleaved_out,
         )  # fmt: skip
 
-    def _known(self, key: tuple[Any, ...] | None, offset: Any) -> Checked | None:
-        """The call that is to be made again, if it is one that was checked."""
-        found, buffers = self._checked, self._buffers
-        if (
-            found is not None
-            and found.key == key
-            and type(offset) is int
-            and 0 <= offset <= found.most
-            and found.cos is buffers["cos_cached"]
-            and found.sin is buffers["sin_cached"]
-        ):
-            return found
-        return None
+    def _again(
+        self, key: tuple[Any, ...], x: Tensor, offset: Any
+    ) -> tuple[Tensor, Tensor, Rows, Turn] | None:
+        """What a call takes that differs from the last one checked in its offset alone."""
+        found, limit = self._checked, self.max_seq_len
+        if found is None or found.key != key or type(offset) is not int or offset < 0:
+            return None
+        end = offset + x.shape[2]
+        if limit is not None and end > limit:
+            return None
+        tables = self._covering(x, found.spectrum, end)
+        return None if tables is None else (tables[0], tables[1], Rows(offset), found.turn)
 
     def _remember(
-        self, key: tuple[Any, ...] | None, x: Tensor, cos: Tensor, sin: Tensor, turn: Turn
+        self, key: tuple[Any, ...] | None, q: Tensor, k: Tensor, offset: Any, taken: Any, turn: Turn
     ) -> None:
-        rule = self.scaling
+        """Let calls like this one, which took these tables and rows, go unchecked from now on."""
+        (cos, _, rows), rule, spectrum = taken, self.scaling, self._spectrum
         if (
             key is not None
+            and type(offset) is int
+            and rows == Rows(offset)
             and (rule is None or rule.trained_length() is None)
             and cos is self._buffers["cos_cached"]
-            and sin is self._buffers["sin_cached"]
+            # Arguments that another thread has changed meanwhile are not those of the tables.
+            and key == self._key(q, k)
+            and spectrum is not None
+            and spectrum == self._at(None)
         ):
-            self._checked = Checked(key, cos, sin, turn, cos.shape[0] - x.shape[2])
+            self._checked = Checked(key, spectrum, turn)
 
     def _turn(self) -> Turn:
         out = self.interleaved if self.interleaved_out is None else self.interleaved_out

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from posenc._contract import checks
 from posenc.functional.rotary import check_queries_and_keys, turn_all
-from posenc.kernels import Rows, rotate_plain
+from posenc.kernels import rotate_plain
 from posenc.nn._rope import RopeTables
 from posenc.numerics import configs
 from posenc.numerics.axes import Axes
@@ -169,17 +169,17 @@ class RoPE(RopeTables):
             New tensors with the shapes and dtypes of ``q`` and ``k``.
         """
         key = self._key(q, k) if position_ids is None and seq_len is None else None
-        known = None if key is None else self._known(key, offset)
-        if known is not None and isinstance(offset, int):
-            a, b = rotate_plain([q, k], known.cos, known.sin, Rows(offset), known.turn)
+        known = None if key is None else self._again(key, q, offset)
+        if known is not None:
+            a, b = rotate_plain([q, k], *known)
             return a, b
         who, turn = type(self).__name__, self._turn()
         self._check(who, "q", q)
         self._check(who, "k", k)
         check_queries_and_keys(who, q, k)
-        cos, sin, rows = self._tables_for(who, q, offset, position_ids, seq_len)
-        a, b = turn_all(who, "max_seq_len", [q, k], cos, sin, rows, turn)
-        self._remember(key, q, cos, sin, turn)
+        taken = self._tables_for(who, q, offset, position_ids, seq_len)
+        a, b = turn_all(who, "max_seq_len", [q, k], *taken, turn)
+        self._remember(key, q, k, offset, taken, turn)
         return a, b
 
     def rotate(

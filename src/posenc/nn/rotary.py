@@ -25,8 +25,8 @@ class RotaryTables(TableModule):
 
     cos_cached: Tensor | None
     sin_cached: Tensor | None
-    # Both tables in float32, after the one they were made from and how often they were written to.
-    _rounded: tuple[Tensor, int, Tensor, Tensor] | None = None
+    # Both tables in float32, after those they were made from and what tells that they changed.
+    _rounded: tuple[Tensor, Tensor, Any, Tensor, Tensor] | None = None
 
     def __init__(self) -> None:
         super().__init__("cos_cached", "sin_cached")
@@ -69,17 +69,17 @@ class RotaryTables(TableModule):
         # A call that is traced reads what is there, and so does one that takes part of the table.
         if not is_plain(x) or cos is not self._buffers["cos_cached"]:
             return cos, sin
-        # Only tables of inference mode do not count what is written to them.
-        writes = 0 if cos.is_inference() else cos._version + sin._version
+        # What is written to a table is counted, except to one of inference mode.
+        state = [(t.data_ptr(), None if t.is_inference() else t._version) for t in (cos, sin)]
         found = self._rounded
-        if found is None or found[0] is not cos or found[1] != writes:
+        if found is None or found[0] is not cos or found[1] is not sin or found[2] != state:
             if in_capture(x):
                 return cos, sin
             # A table born in inference mode could not serve a training step later.
             with torch.inference_mode(False), torch.no_grad():
-                found = self._rounded = cos, writes, cos.float(), sin.float()
-        outlive_capture(*found[2:])
-        return found[2:]
+                found = self._rounded = cos, sin, state, cos.float(), sin.float()
+        outlive_capture(*found[3:])
+        return found[3:]
 
     def _build(self, *arguments: Any) -> tuple[Tensor, ...]:
         self._rounded = None

@@ -88,6 +88,10 @@ def norm_rotate_backward(
     """Gradients to ``x`` and ``weight``, given ``g``, the gradient to the result."""
     g, x = (t if t.stride(-1) == 1 else t.contiguous() for t in (g.resolve_neg(), x.resolve_neg()))
     dx = empty_like(x)
+    if dx.stride(-1) != 1:
+        # Rows that overlap have strides that no other tensor can have.
+        x = x.contiguous()
+        dx = empty_like(x)
     factors = _factors(x, weight, cos, turn, norm)
     to_factors = torch.zeros_like(factors)
     numbers = (factors.data_ptr(), *_kind(norm), to_factors.data_ptr())

@@ -48,6 +48,8 @@ static PyObject *py_rotate(PyObject *self, PyObject *const *args, Py_ssize_t giv
         count != SHARED_ARGUMENTS + job.count * TENSOR_ARGUMENTS)
         return PyErr_Format(PyExc_TypeError, "%d numbers given, %d wanted, and %d a tensor", count,
                             SHARED_ARGUMENTS, TENSOR_ARGUMENTS);
+    if (job.to_weight && (job.count != 2 || !job.weight))
+        return PyErr_Format(PyExc_TypeError, "a norm's gradient takes a weight and two tensors");
     job.B = job.tensors[0].B, job.T = job.tensors[0].T, job.D = job.tensors[0].D;
     for (i64 n = 0; n < job.count; n++)
         if (job.tensors[n].x_sd != 1 || job.tensors[n].y_sd != 1) Py_RETURN_NOTIMPLEMENTED;

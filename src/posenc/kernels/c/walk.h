@@ -163,6 +163,16 @@ static void turn_tile(const Job *j, const Tensor *a, i64 b, i64 t, i64 nt, const
         }
 }
 
+/* The sums of one unit, which are floats for halves, go to the doubles of its thread. */
+static void add_share(Plan *p, i64 thread, const void *sums)
+{
+    const i64 many = factors(p->job);
+    const int wide = real_size(p->job) == 8;
+    double *const share = p->shares + thread * many;
+    for (i64 i = 0; i < many; i++)
+        share[i] += wide ? ((const double *)sums)[i] : (double)((const float *)sums)[i];
+}
+
 /* Units first .. last-1; a unit is a tile of tokens of one sequence, with all its heads. */
 static void run_units(Plan *p, i64 first, i64 last, i64 thread)
 {
@@ -189,10 +199,7 @@ static void run_units(Plan *p, i64 first, i64 last, i64 thread)
         if (j->to_weight) memset(back.sums, 0, (size_t)weights);
         for (i64 n = 0; n < (j->to_weight ? 1 : j->count); n++)
             turn_tile(j, &j->tensors[n], b, t, nt, c, s, &norm, back);
-        /* Floats are added up for one unit only. */
-        for (i64 i = 0; j->to_weight && i < factors(j); i++)
-            p->shares[thread * factors(j) + i] +=
-                size == 8 ? ((double *)back.sums)[i] : (double)((float *)back.sums)[i];
+        if (j->to_weight) add_share(p, thread, back.sums);
     }
     free(block);
 }
