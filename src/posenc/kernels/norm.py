@@ -31,8 +31,8 @@ def norm_rotate(
 ) -> Tensor:
     """Normalise and rotate ``x`` of ``[B, H, T, D]`` into a new tensor.
 
-    One pass over memory where Triton or C run, and one for the gradient; a compiler on the CPU is
-    given torch's operations, which it fuses.
+    One pass over memory where Triton or C run, and one for the gradient, which on CUDA cannot be
+    differentiated again; a compiler on the CPU is given torch's operations, which it fuses.
 
     Args:
         x: ``[B, H, T, D]``.
