@@ -1,5 +1,5 @@
 /* AVX-512: 32 pairs of bfloat16 between memory and registers, in words of two neighbours. What the
- * compiler makes of the plain loops takes 28 steps where these take 24. */
+ * compiler makes of the plain loops takes 28 steps where these take 22. */
 #include <immintrin.h>
 
 #define BITS(v) _mm512_castps_si512(v)
@@ -43,9 +43,10 @@ TARGET INLINE __m512i round512_bf16(__m512 f)
 
 TARGET INLINE __m512i pack512_bf16(__m512 lower, __m512 upper)
 {
-    const __m512i low = _mm512_srli_epi32(round512_bf16(lower), 16);
-    const __m512i high = _mm512_set1_epi32((int)0xffff0000);
-    return _mm512_ternarylogic_epi32(round512_bf16(upper), high, low, 0xea); /* (upper & high) | low */
+    /* The upper half of every word of one into the lower half of the other's. */
+    const __m512i down = _mm512_set4_epi32(0x0f0e0f0e, 0x0b0a0b0a, 0x07060706, 0x03020302);
+    const __mmask64 halves = 0x3333333333333333;
+    return _mm512_mask_shuffle_epi8(round512_bf16(upper), halves, round512_bf16(lower), down);
 }
 
 TARGET INLINE void give512_bf16(uint16_t *y, size_t P, int in, int out, const __m512 *p,
