@@ -79,3 +79,40 @@ def test_a_graph_goes_on_reading_what_it_was_captured_with(warm):
     for got, wanted in zip(out, exact(rope, q, k), strict=True):
         assert torch.equal(got, wanted)
     assert all(bool((t == 7).all()) for t in junk)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("size", [64, None], ids=["sized", "growing"])
+def test_calls_like_the_last_one_are_not_checked_again(dtype, size, monkeypatch):
+    rope = posenc.RoPE(64, size).to("cuda")
+    q, k = halves(1, dtype)
+    rope(q, k, 63)
+    monkeypatch.setattr(posenc.RoPE, "_tables_for", None)
+    for offset in range(8):
+        for got, wanted in zip(rope(q, k, offset), exact(rope, q, k, offset=offset), strict=True):
+            assert torch.equal(got, wanted)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = rope(q, k, 5)
+    q.normal_()
+    graph.replay()
+    assert torch.equal(out[0], exact(rope, q, k, offset=5)[0])
+    gradients = torch.autograd.grad(rope(q.requires_grad_(), k, 5)[0].sum(), q)
+    assert torch.equal(
+        gradients[0],
+        torch.autograd.grad(exact(rope, q, k, offset=5)[0].sum(), q)[0],
+    )
+    rope.cos_cached.zero_()
+    rope.sin_cached.zero_()
+    assert not rope(q, k, 5)[0].any()
+
+
+def test_a_device_that_differs_is_an_error_each_time():
+    rope = posenc.RoPE(64, 64).to("cuda")
+    q, k = halves(1)
+    for _ in range(2):
+        rope(q, k, 5)
+        with pytest.raises(ValueError, match="device"):
+            rope(q, k.cpu(), 5)
+        with pytest.raises(ValueError, match="device"):
+            rope(q.cpu(), k, 5)

@@ -203,6 +203,28 @@ def test_tables_of_each_sequence(name):
             assert torch.equal(y[b], alone[0])
 
 
+@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize(
+    ("rows", "pairs", "strides"),
+    [
+        (5, 4, ((4, 1), (1, 5))),
+        (5, 4, ((1, 5), (1, 5))),
+        (5, 4, ((8, 1), (4, 1))),
+        (1, 4, ((7, 1), (4, 1))),
+        (5, 1, ((1, 3), (1, 1))),
+        (1, 1, ((9, 5), (3, 7))),
+        (5, 4, ((0, 1), (0, 1))),
+    ],
+    ids=str,
+)
+def test_tables_lie_as_they_like(name, rows, pairs, strides):
+    x = torch.randn(2, 3, rows, 2 * pairs)
+    cos, sin = (
+        torch.rand(64, dtype=torch.float64).as_strided((rows, pairs), each) for each in strides
+    )
+    check(name, [x, x[:, :1]], cos, sin, Rows(), Turn(), slice(0, rows))
+
+
 @pytest.mark.parametrize("name", ["reference", *(["c"] if c.available else [])])
 @pytest.mark.parametrize(
     ("rows", "bad"),
@@ -342,10 +364,24 @@ def test_queries_and_keys_share_the_rows_made_ready_for_them(dtype, own):
     check("c", [q, k], *tables(720, 32), rows, Turn(False, False), index)
 
 
-@pytest.mark.skipif(not c.available, reason="the extension was not built")
-def test_queries_and_keys_may_differ_in_dtype_and_strides():
-    q, k = torch.randn(2, 3, 5, 16).bfloat16(), torch.randn(2, 2, 16, 5).transpose(-1, -2)
-    check("c", [q, k], *tables(5, 8), Rows(), Turn(), slice(0, 5))
+@pytest.mark.parametrize("name", BACKENDS)
+def test_queries_and_keys_may_differ_in_dtype_and_strides(name):
+    q, k = torch.randn(2, 3, 5, 16).half(), torch.randn(2, 2, 16, 5).transpose(-1, -2)
+    check(name, [q, k], *tables(5, 8), Rows(), Turn(), slice(0, 5))
+    check(name, [k, q[:, :0]], *tables(5, 8), Rows(), Turn(), slice(0, 5))
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_what_is_yet_to_be_negated(name):
+    run, device = BACKENDS[name]
+    x = torch.randn(2, 3, 5, 16, device=device)
+    cos, sin = tables(5, 8, device)
+    plain, negated = torch.empty_like(x), torch.empty_like(x)
+    run([-x], [plain], cos, sin, Rows(), Turn())
+    run([torch._neg_view(x)], [negated], cos, sin, Rows(), Turn())
+    assert torch.equal(negated, plain)
+    run([torch._neg_view(x)], [torch._neg_view(x)], cos, sin, Rows(), Turn())
+    assert torch.equal(-x, plain)
 
 
 @pytest.mark.skipif(not c.available, reason="the extension was not built")

@@ -3,6 +3,7 @@
 import copy
 import pickle
 import weakref
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -23,15 +24,16 @@ def assert_as_if_first(rope, q, k, *arguments, **keywords):
         assert torch.equal(got, exact)
 
 
-@torch.no_grad()
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, nullcontext])
 @pytest.mark.parametrize("size", [32, None], ids=["sized", "growing"])
 @pytest.mark.parametrize(
     "rule", [None, scaling.YaRN(4.0, 16), scaling.DynamicNTK(4.0, 16)], ids=str
 )
-def test_token_by_token(rule, size):
+def test_token_by_token(rule, size, mode):
     rope = RoPE(8, size, scaling=rule)
     for offset in (*range(20), 31, 3):
-        assert_as_if_first(rope, *token(), offset)
+        with mode():
+            assert_as_if_first(rope, *token(), offset)
     # A rule that asks for the length is asked each time.
     assert (rope._checked is None) == isinstance(rule, scaling.DynamicNTK)
 
@@ -156,23 +158,57 @@ def test_what_was_wrong_is_still_wrong():
         rope(q, k, 5)
 
 
-def test_gradients_forward_mode_and_transforms_go_their_own_way():
+def test_forward_mode_and_transforms_go_their_own_way():
     rope = RoPE(8, 32)
     q, k = token()
-    with torch.no_grad():
-        wanted = rope(q, k, 5)[0]
-    turned = rope(q.requires_grad_(), k, 5)[0]
-    assert turned.requires_grad
-    assert torch.equal(turned, wanted)
-    with torch.no_grad(), torch.autograd.forward_ad.dual_level():
-        dual = torch.autograd.forward_ad.make_dual(q.detach(), q.detach())
+    wanted = rope(q, k, 5)[0]
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(q, q)
         got = torch.autograd.forward_ad.unpack_dual(rope(dual, k, 5)[0])
         assert torch.equal(got.tangent, wanted)
-    with torch.no_grad():
-        mapped = torch.func.vmap(lambda q, k: rope(q[None], k[None], 5)[0][0])(q, k)
-        torch.testing.assert_close(mapped, wanted)
+    mapped = torch.func.vmap(lambda q, k: rope(q[None], k[None], 5)[0][0])(q, k)
+    torch.testing.assert_close(mapped, wanted)
     with torch.inference_mode():
         assert torch.equal(rope(q, k, 5)[0], wanted)
+
+
+def test_gradients_come_the_short_way_too(monkeypatch):
+    rope = RoPE(8, 32)
+    q, k = (x.requires_grad_() for x in token())
+    wanted = torch.autograd.grad(sum(x.square().sum() for x in rope(q, k, 5)), (q, k))
+    with torch.no_grad():
+        rope(q, k, 5)
+    monkeypatch.setattr(RoPE, "_tables_for", None)
+    found = torch.autograd.grad(sum(x.square().sum() for x in rope(q, k, 5)), (q, k))
+    assert all(map(torch.equal, found, wanted))
+    with torch.no_grad():
+        assert not rope(q, k, 5)[0].requires_grad
+    # What was written into a table since is no longer what was rotated by.
+    turned = rope(q, k, 5)[0]
+    rope.cos_cached.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        turned.sum().backward()
+
+
+def test_a_table_that_learns_gets_its_gradient():
+    rope = RoPE(8, 32)
+    q, k = token()
+    rope(q, k, 5)
+    rope.cos_cached.requires_grad_()
+    rope(q, k, 5)[0].sum().backward()
+    assert rope.cos_cached.grad[5].any()
+
+
+def test_tables_of_inference_mode_are_made_again_for_a_gradient():
+    rope = RoPE(8, 32)
+    q, k = (x.requires_grad_() for x in token())
+    wanted = rope(q, k, 5)[0]
+    with torch.inference_mode():
+        rope.cos_cached, rope.sin_cached = rope.cos_cached.clone(), rope.sin_cached.clone()
+        rope(q, k, 5)
+    turned = rope(q, k, 5)[0]
+    assert torch.equal(turned, wanted)
+    turned.sum().backward()
 
 
 @torch.no_grad()

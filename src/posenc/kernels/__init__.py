@@ -1,9 +1,8 @@
 """Your dtype, your device: what touches the user's tensors. Tensors and flags, never a rule."""
 
 from posenc.kernels.backend import Backend, backends
-from posenc.kernels.backend import rotate as rotate_plain
 from posenc.kernels.c import keep_memory
-from posenc.kernels.eager import rotate, rotate_
+from posenc.kernels.eager import rotate, rotate_, rotate_plain
 from posenc.kernels.norm import norm_rotate
 from posenc.kernels.reference import add
 from posenc.kernels.spec import Norm, RowOutOfRange, Rows, Turn

@@ -59,11 +59,18 @@ def rotate(xs: list[Tensor], cos: Tensor, sin: Tensor, rows: Rows, turn: Turn) -
         return _through_op(xs, cos, sin, rows, turn)
     if forward_ad._current_level >= 0:
         return [reference.rotate(x, cos, sin, rows, turn) for x in xs]
+    return rotate_plain(xs, cos, sin, rows, turn)
+
+
+def rotate_plain(
+    xs: list[Tensor], cos: Tensor, sin: Tensor, rows: Rows, turn: Turn
+) -> list[Tensor]:
+    """As :func:`rotate`, for a call that is known to be plain and not one of forward mode."""
     if torch.is_grad_enabled():
         if cos.requires_grad or sin.requires_grad:
             return [reference.rotate(x, cos, sin, rows, turn) for x in xs]
-        if any(x.requires_grad for x in xs):
-            return list(_Rotate.apply(cos, sin, rows, turn, *xs))
+        if xs[0].requires_grad or xs[-1].requires_grad:
+            return list(_Rotate.apply((cos, sin, rows, turn), *xs))
     return backend.rotate(xs, cos, sin, rows, turn)
 
 
@@ -112,13 +119,14 @@ class _Rotate(torch.autograd.Function):
     """The op's gradient, at a third of its dispatch."""
 
     @staticmethod
-    def forward(ctx: Any, cos: Tensor, sin: Tensor, rows: Rows, turn: Turn, *xs: Tensor) -> Any:
+    def forward(ctx: Any, how: tuple[Tensor, Tensor, Rows, Turn], *xs: Tensor) -> Any:
+        cos, sin, rows, turn = how
         ctx.save_for_backward(cos, sin, rows.positions)
         ctx.start, ctx.turn = rows.start, turn
-        return tuple(backend.rotate(list(xs), cos, sin, rows, turn))
+        return tuple(backend.rotate(list(xs), *how))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         cos, sin, positions = ctx.saved_tensors
         rows = Rows(ctx.start, positions)
-        return (None, None, None, None, *rotate(list(gradients), cos, sin, rows, ctx.turn.back()))
+        return (None, *rotate(list(gradients), cos, sin, rows, ctx.turn.back()))

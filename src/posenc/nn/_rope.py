@@ -92,48 +92,51 @@ class RopeTables(RotaryTables):
     def _key(self, q: Tensor, k: Tensor) -> tuple[Any, ...] | None:
         """All that a call depends on but its positions, if one like it need not be checked again.
 
-        On the CPU a token that is decoded costs as much as its checks, and the next is like it.
+        A token that is decoded costs less than its checks, and the next is like it.
         """
-        if torch.is_grad_enabled() or not is_plain(q, k) or not q.is_cpu:
-            return None
-        if forward_ad._current_level >= 0:
+        if not is_plain(q, k) or forward_ad._current_level >= 0:
             return None
         return (
-            q.shape, k.shape, q.dtype, k.dtype, k.device,
+            q.shape, k.shape, q.dtype, k.dtype, q.device, k.device,
             self.head_dim, self.max_seq_len, self.base, self.scaling, self.axes, self.rotary_dim,
             self.last, self.interleaved, self.interleaved_out,
         )  # fmt: skip
 
     def _again(
-        self, key: tuple[Any, ...], x: Tensor, offset: Any
+        self, found: Checked | None, key: tuple[Any, ...], x: Tensor, offset: Any
     ) -> tuple[Tensor, Tensor, Rows, Turn] | None:
-        """What a call takes that differs from the last one checked in its offset alone."""
-        found, limit = self._checked, self.max_seq_len
+        """What a call takes that differs from ``found`` in its offset alone."""
+        limit = self.max_seq_len
         if found is None or found.key != key or type(offset) is not int or offset < 0:
             return None
         end = offset + x.shape[2]
         if limit is not None and end > limit:
             return None
         tables = self._covering(x, found.spectrum, end)
-        return None if tables is None else (tables[0], tables[1], Rows(offset), found.turn)
+        if tables is None:
+            return None
+        cos, sin = self._as_read(x, *tables)
+        return cos, sin, Rows(offset), found.turn
 
     def _remember(
         self, key: tuple[Any, ...] | None, q: Tensor, k: Tensor, offset: Any, taken: Any, turn: Turn
     ) -> None:
-        """Let calls like this one, which took these tables and rows, go unchecked from now on."""
-        (cos, _, rows), rule, spectrum = taken, self.scaling, self._spectrum
+        """Let calls like this one go unchecked, if they then take the same tables and rows."""
+        (cos, sin, rows), rule, spectrum = taken, self.scaling, self._spectrum
+        if key is None or spectrum is None or (rule is not None and rule.trained_length()):
+            return
+        found = Checked(key, spectrum, turn)
+        short = self._again(found, key, q, offset)
         if (
-            key is not None
-            and type(offset) is int
-            and rows == Rows(offset)
-            and (rule is None or rule.trained_length() is None)
-            and cos is self._buffers["cos_cached"]
+            short is not None
+            and short[0] is cos
+            and short[1] is sin
+            and short[2] == rows
             # Arguments that another thread has changed meanwhile are not those of the tables.
             and key == self._key(q, k)
-            and spectrum is not None
             and spectrum == self._at(None)
         ):
-            self._checked = Checked(key, spectrum, turn)
+            self._checked = found
 
     def _turn(self) -> Turn:
         out = self.interleaved if self.interleaved_out is None else self.interleaved_out

@@ -128,9 +128,6 @@ class TableModule(DerivedBuffers):
         elif rows is None or not may_keep(x):
             return None
         tables = self._covering(x, spectrum, rows)
-        if tables is not None and self.max_seq_len is None:
-            # A graph would go on reading these when longer ones have taken their place.
-            outlive_capture(*tables)
         if tables is not None and self.max_seq_len is not None and tables[0].shape[0] > rows:
             return tuple([table[:rows] for table in tables])
         if tables is None and may_keep(x) and not in_capture(x):
@@ -150,7 +147,9 @@ class TableModule(DerivedBuffers):
         tables = tuple([buffers[name] for name in self._derived])
         if found is not self._spectrum or not (spectrum is found or spectrum == found):
             return None
-        shape, device, recorded = None, x.device, torch.is_grad_enabled()
+        shape, device = None, x.device
+        # A copy made in inference mode cannot be saved for a gradient.
+        recorded = torch.is_grad_enabled() and is_plain()
         for held in tables:
             if held is None or held.device != device:
                 return None
@@ -160,7 +159,9 @@ class TableModule(DerivedBuffers):
             shape, before = held.shape, shape
             if shape[0] < rows or (before is not None and shape != before):
                 return None
-            # A copy made in inference mode cannot be saved for a gradient.
-            if recorded and is_plain(held) and held.is_inference():
+            if recorded and held.is_inference():
                 return None
+        if self.max_seq_len is None:
+            # A graph would go on reading these when longer ones have taken their place.
+            outlive_capture(*tables)  # type: ignore[arg-type]
         return tables  # type: ignore[return-value]

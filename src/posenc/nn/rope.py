@@ -169,7 +169,7 @@ class RoPE(RopeTables):
             New tensors with the shapes and dtypes of ``q`` and ``k``.
         """
         key = self._key(q, k) if position_ids is None and seq_len is None else None
-        known = None if key is None else self._again(key, q, offset)
+        known = None if key is None else self._again(self._checked, key, q, offset)
         if known is not None:
             a, b = rotate_plain([q, k], *known)
             return a, b

@@ -57,13 +57,14 @@ class RotaryTables(TableModule):
             checks.extent(who, at, "max_seq_len", limit)
         kept = self._kept(x, spectrum, need)
         if kept is not None:
-            cos, sin = kept
-            if x.is_cuda and x.element_size() == 2:
-                cos, sin = self._in_float32(x, cos, sin)
-            return cos, sin, rows
+            return *self._as_read(x, *kept), rows
         at = rows.numbers(x.shape[-2], x.device)
         cos, sin = self._tabulate(at[0] if at.shape[0] == 1 else at, spectrum, widest(x.device))
         return cos, sin, Rows()
+
+    def _as_read(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """Kept tables, in the precision that the kernel for ``x`` reads them in."""
+        return self._in_float32(x, cos, sin) if x.is_cuda and x.element_size() == 2 else (cos, sin)
 
     def _in_float32(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         # A call that is traced reads what is there, and so does one that takes part of the table.

@@ -171,7 +171,7 @@ def _one_by_one(xs: list[Tensor], ys: list[Tensor], *how: Any) -> None:
         if x.numel() == 0:
             continue
         dense, made = x.resolve_neg().contiguous(), y
-        if y.stride(3) != 1:
+        if y.stride(3) != 1 or y.is_neg():
             made = torch.empty(y.shape, dtype=y.dtype, device=y.device)
         rotate_into([dense], [made], *how)
         if made is not y:

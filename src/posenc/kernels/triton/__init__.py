@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Callable
 from functools import cache
 
 import torch
@@ -28,9 +29,14 @@ def rotate_into(
     xs: list[Tensor], ys: list[Tensor], cos: Tensor, sin: Tensor, rows: Rows, turn: Turn
 ) -> None:
     """Rotate each of ``xs`` into the tensor of ``ys`` beside it, which may be itself."""
+    _rotation()(xs, ys, cos, sin, rows, turn)
+
+
+@cache
+def _rotation() -> Callable[..., None]:
     from posenc.kernels.triton import rotate
 
-    rotate.rotate_into(xs, ys, cos, sin, rows, turn)
+    return rotate.rotate_into
 
 
 def norm_rotate(

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Hashable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -12,6 +11,8 @@ from torch import Tensor
 # Out-of-range rows stop the kernel as torch's own indexing does; the overflow checks that Triton
 # would add to every index along with it are not wanted.
 ASSERTING: dict[str, Any] = {"debug": True, "sanitize_overflow": False}
+
+Made = TypeVar("Made")
 
 
 class Launch:
@@ -35,39 +36,46 @@ class Launch:
     ) -> None:
         self.kernel, self.grid, self.numbers, self.constants = kernel, grid, numbers, constants
         self.options = {**ASSERTING, **options}
+        self.values = tuple(constants.values())
         self.compiled: Any = None
 
     def __call__(self, tensors: tuple[Tensor, ...], start: int) -> None:
         """Run it, with rows from ``start`` on."""
-        if 0 in self.grid:
-            return
-        arguments = (*tensors, start, *self.numbers)
-        with _on_device(tensors[0]):
-            if self.compiled is None:
-                run = self.kernel[self.grid]
-                self.compiled = run(*arguments, **self.constants, **self.options)
-            else:
-                # Straight to the launch: Triton's own look-up takes longer than a short kernel.
-                self.compiled[self.grid](*arguments, *self.constants.values())
+        device = tensors[0].device
+        if device.type != "cuda" or device.index == torch.cuda.current_device():
+            self._run(*tensors, start, *self.numbers)
+        else:
+            # Triton launches on the current device.
+            with torch.cuda.device(device):
+                self._run(*tensors, start, *self.numbers)
+
+    def _run(self, *arguments: Any) -> None:
+        if self.compiled is not None:
+            # Straight to the launch: Triton's own look-up takes longer than a short kernel.
+            self.compiled(*arguments, *self.values)
+        elif 0 not in self.grid:
+            made = self.kernel[self.grid](*arguments, **self.constants, **self.options)
+            # Nothing was compiled if the kernel is interpreted.
+            self.compiled = None if made is None else made[self.grid]
 
 
 def known(
-    launches: dict[Hashable, Launch],
+    launches: dict[Hashable, Made],
     described: tuple[Hashable, ...],
     tensors: tuple[Tensor, ...],
-    make: Callable[[], Launch],
-) -> Launch:
+    make: Callable[[], Made],
+) -> Made:
     """The launch for calls like this one: all that Triton specialises a kernel on is the key."""
     key = (
         *described,
         tensors[0].device,
         *[(t.dtype, t.shape, t.stride(), t.data_ptr() % 16) for t in tensors],
     )
-    launch = launches.get(key)
-    if launch is None:
-        if len(launches) >= 4096:
-            launches.clear()
-        launch = launches[key] = make()
+    if key in launches:
+        return launches[key]
+    if len(launches) >= 4096:
+        launches.clear()
+    launch = launches[key] = make()
     return launch
 
 
@@ -75,10 +83,3 @@ def starts_early(device: torch.device) -> bool:
     """Whether a kernel can be set up before the one ahead of it has ended: Hopper and later."""
     cuda = device.type == "cuda" and torch.version.cuda is not None
     return cuda and torch.cuda.get_device_capability(device) >= (9, 0)
-
-
-def _on_device(x: Tensor) -> contextlib.AbstractContextManager[Any]:
-    """Make the device of ``x`` the current one, which is where Triton launches."""
-    if not x.is_cuda or x.device.index == torch.cuda.current_device():
-        return contextlib.nullcontext()
-    return torch.cuda.device(x.device)

@@ -35,31 +35,48 @@ def rotate_into(
     xs: list[Tensor], ys: list[Tensor], cos: Tensor, sin: Tensor, rows: Rows, turn: Turn
 ) -> None:
     """Rotate each of ``xs`` into the tensor of ``ys`` beside it, which may be itself."""
-    if len(xs) == 2 and xs[0].dtype != xs[1].dtype:
-        for x, y in zip(xs, ys, strict=True):
-            rotate_into([x], [y], cos, sin, rows, turn)
-        return
-    if all(x.numel() == 0 for x in xs):
-        return
-    if any(t.stride(-1) != 1 or t.is_neg() for t in (*xs, *ys)):
-        fresh = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in xs]
-        rotate_into([x.resolve_neg().contiguous() for x in xs], fresh, cos, sin, rows, turn)
-        for y, made in zip(ys, fresh, strict=True):
-            y.copy_(made)
-        return
+    q, k = xs[0], xs[-1]
+    positions = rows.positions
+    tensors = (q, k, ys[0], ys[-1], cos, sin, q if positions is None else positions)
+    described = (len(xs), q is ys[0], turn, positions is None, q.is_neg(), k.is_neg())
+    launch = known(_LAUNCHES, described, tensors, partial(_launch, xs, ys, cos, sin, rows, turn))
+    if launch is None:
+        _in_steps(xs, ys, cos, sin, rows, turn)
+    else:
+        launch(tensors, rows.start)
+
+
+_LAUNCHES: dict[Any, Launch | None] = {}
+
+
+def _in_steps(
+    xs: list[Tensor], ys: list[Tensor], cos: Tensor, sin: Tensor, rows: Rows, turn: Turn
+) -> None:
+    """What one launch cannot take as it lies."""
     if cos.stride(-1) != 1 or cos.stride() != sin.stride():
-        cos, sin = cos.contiguous(), sin.contiguous()
-    ids = xs[0] if rows.positions is None else rows.positions
-    tensors = (xs[0], xs[-1], ys[0], ys[-1], cos, sin, ids)
-    described = (len(xs), xs[0] is ys[0], turn, rows.positions is None)
-    make = partial(_launch, xs, ys, cos, rows, turn)
-    known(_LAUNCHES, described, tensors, make)(tensors, rows.start)
+        cos, sin = _dense(cos), _dense(sin)
+    for x, y in zip(xs, ys, strict=True):
+        if x.numel() == 0:
+            continue
+        if all(t.stride(-1) == 1 and not t.is_neg() for t in (x, y)):
+            rotate_into([x], [y], cos, sin, rows, turn)
+        else:
+            made = torch.empty(y.shape, dtype=y.dtype, device=y.device)
+            rotate_into([_dense(x)], [made], cos, sin, rows, turn)
+            y.copy_(made)
 
 
-_LAUNCHES: dict[Any, Launch] = {}
+def _dense(x: Tensor) -> Tensor:
+    # contiguous() leaves any stride to an axis of one, and a clone keeps what is to be negated.
+    return x.resolve_neg().clone(memory_format=torch.contiguous_format)
 
 
-def _launch(xs: list[Tensor], ys: list[Tensor], cos: Tensor, rows: Rows, turn: Turn) -> Launch:
+def _launch(
+    xs: list[Tensor], ys: list[Tensor], cos: Tensor, sin: Tensor, rows: Rows, turn: Turn
+) -> Launch | None:
+    apart = xs[0].dtype != xs[-1].dtype or any(x.is_neg() for x in xs)
+    if apart or any(t.stride(-1) != 1 for t in (*xs, *ys, cos)) or cos.stride() != sin.stride():
+        return None
     q, k, q_out, k_out = xs[0], xs[-1], ys[0], ys[-1]
     batch, q_heads, length, width = q.shape
     k_heads = k.shape[1] if len(xs) == 2 else 0
