@@ -267,10 +267,10 @@ def test_c_every_instruction_set_has_the_gradient(interleaved, whole):
         _rotate.set_isa(best)
 
 
-@needs_c
 @NORMS
-def test_the_gradient_can_be_differentiated_again_and_batched(whole):
-    x, weight, cos, sin = example(3, 8, whole, torch.float64)
+@pytest.mark.parametrize("device", {"cpu", GPU})
+def test_the_gradient_can_be_differentiated_again_and_batched(device, whole):
+    x, weight, cos, sin = example(3, 8, whole, torch.float64, device)
 
     def normed(x, weight):
         return kernels.norm_rotate(x, weight, cos, sin, Rows(), Turn(), Norm(1e-6, 0.0, whole))

@@ -31,8 +31,8 @@ def norm_rotate(
 ) -> Tensor:
     """Normalise and rotate ``x`` of ``[B, H, T, D]`` into a new tensor.
 
-    One pass over memory where Triton or C run, and one for the gradient, which on CUDA cannot be
-    differentiated again; a compiler on the CPU is given torch's operations, which it fuses.
+    One pass over memory where Triton or C run, and one for the gradient; a compiler on the CPU is
+    given torch's operations, which it fuses.
 
     Args:
         x: ``[B, H, T, D]``.
@@ -46,55 +46,52 @@ def norm_rotate(
     if is_sharded(x):
         cos, sin, rows = shardable(x, cos, sin, rows)
         weight = alongside(x, weight)
-    fused = x.device.type == "cuda" and triton.available() and not torch.compiler.is_exporting()
-    differentiable_tables = cos.requires_grad or sin.requires_grad
-    plain = is_plain(x, weight)
-    differentiable = differentiable_tables or x.requires_grad or weight.requires_grad
-    recorded = torch.is_grad_enabled() and differentiable
-    if x.is_cpu and plain and c.available and forward_ad._current_level < 0:
-        if not recorded:
-            return c.norm_rotate(x, weight, cos, sin, rows, turn, norm)
-        if not differentiable_tables:
-            return _NormRotate.apply(x, weight, cos, sin, rows, turn, norm)  # type: ignore[no-any-return]
-    by_torch = differentiable_tables or forward_ad._current_level >= 0
-    if not fused or by_torch or not (plain or torch.compiler.is_compiling()):
+    kernel = _kernel(x)
+    to_tables = torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad)
+    if kernel is None or to_tables or forward_ad._current_level >= 0:
         return reference.norm_rotate(x, weight, cos, sin, rows, turn, norm)
-    x, weight = x.resolve_neg(), weight.resolve_neg()
-    x = x if x.stride(-1) == 1 else x.contiguous()
-    if plain and not recorded:
-        # The dispatcher has nothing to add.
-        return triton.norm_rotate(x, weight, cos, sin, rows, turn, norm)
-    result: Tensor = _forward(x, weight, cos, sin, rows.positions, rows.start, *turn, *norm)
+    if kernel is triton:
+        x, weight = x.resolve_neg(), weight.resolve_neg()
+        x = x if x.stride(-1) == 1 else x.contiguous()
+    result: Tensor
+    if is_plain(x, weight):
+        if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
+            result = _NormRotate.apply(x, weight, (cos, sin, rows, turn, norm))
+        else:
+            result = kernel.norm_rotate(x, weight, cos, sin, rows, turn, norm)
+    elif kernel is triton and torch.compiler.is_compiling() and not torch.compiler.is_exporting():
+        result = _forward(x, weight, cos, sin, rows.positions, rows.start, *turn, *norm)
+    else:
+        result = reference.norm_rotate(x, weight, cos, sin, rows, turn, norm)
     return result
 
 
+def _kernel(x: Tensor) -> Any:
+    """The implementation that runs on the device of ``x``, if one does."""
+    if x.is_cuda:
+        return triton if triton.available() else None
+    return c if x.is_cpu and c.available else None
+
+
 class _NormRotate(torch.autograd.Function):
-    """The norm and its gradient in C."""
+    """The norm and its gradient, each in one pass."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        rows: Rows,
-        turn: Turn,
-        norm: Norm,
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, how: tuple[Any, ...]) -> Tensor:
+        cos, sin, rows, *ctx.rest = how
         ctx.save_for_backward(x, weight, cos, sin, rows.positions)
-        ctx.start, ctx.turn, ctx.norm = rows.start, turn, norm
-        return c.norm_rotate(x, weight, cos, sin, rows, turn, norm)
+        ctx.start = rows.start
+        result: Tensor = _kernel(x).norm_rotate(x, weight, *how)
+        return result
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Any:
         *tensors, positions = ctx.saved_tensors
         # A gradient that is differentiated again, either way, or batched, is torch's.
         plain = is_plain(g) and not torch.is_grad_enabled() and forward_ad._current_level < 0
-        kernel = c if plain else reference
+        kernel = _kernel(g) if plain else reference
         rows = Rows(ctx.start, positions)
-        gradients = kernel.norm_rotate_backward(g, *tensors, rows, ctx.turn, ctx.norm)
-        return (*gradients, None, None, None, None, None)
+        return *kernel.norm_rotate_backward(g, *tensors, rows, *ctx.rest), None
 
 
 def _split(arguments: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -54,6 +54,7 @@ def norm_rotate_backward(
     norm: Norm,
 ) -> tuple[Tensor, Tensor]:
     """Gradients to ``x`` and ``weight``, given ``g``, the gradient to the result."""
+    g = g.resolve_neg()
     g = g if g.stride(-1) == 1 else g.contiguous()
     dx = torch.empty_like(x)
     if x.numel() == 0:
