@@ -310,6 +310,8 @@ def turn_one(
     who: str, limit_name: str, x: Tensor, cos: Tensor, sin: Tensor, rows: Rows, turn: Turn
 ) -> Tensor:
     """Rotate ``x`` of ``(..., L, D)``; positions and 3-D tables belong to its first axis."""
+    if x.dim() == 4:
+        return turn_all(who, limit_name, [x], cos, sin, rows, turn)[0]
     if x.dim() == 2:
         four = x[None, None]
     elif x.dim() == 3:
@@ -317,7 +319,7 @@ def turn_one(
     else:
         four = x.flatten(1, -3)
     (y,) = turn_all(who, limit_name, [four], cos, sin, rows, turn)
-    return y.view(x.shape) if x.dim() <= 4 else y.unflatten(1, x.shape[1:-2])
+    return y.view(x.shape) if x.dim() < 4 else y.unflatten(1, x.shape[1:-2])
 
 
 def rows_of(

@@ -81,8 +81,14 @@ def rotate_(xs: list[Tensor], cos: Tensor, sin: Tensor, rows: Rows, turn: Turn) 
     sees, and may refuse, the write.
     """
     to_tables = cos.requires_grad or sin.requires_grad
-    recorded = torch.is_grad_enabled() and (to_tables or any(x.requires_grad for x in xs))
-    if recorded or forward_ad._current_level >= 0 or in_transform(*xs):
+    recorded = torch.is_grad_enabled() and (
+        to_tables or xs[0].requires_grad or xs[-1].requires_grad
+    )
+    recorded = recorded or forward_ad._current_level >= 0
+    if not recorded and is_plain(*xs):
+        backend.rotate_(xs, cos, sin, rows, turn)
+        torch.autograd.graph.increment_version(xs)
+    elif recorded or in_transform(*xs):
         # A gradient to the tables needs what stood here before.
         sources = [x.clone() for x in xs] if to_tables else xs
         for x, y in zip(xs, rotate(sources, cos, sin, rows, turn), strict=True):
@@ -90,14 +96,10 @@ def rotate_(xs: list[Tensor], cos: Tensor, sin: Tensor, rows: Rows, turn: Turn) 
     elif torch.compiler.is_exporting():
         for x in xs:
             x.copy_(_exported(x, cos, sin, rows, turn))
-    elif not is_plain(*xs):
+    else:
         for x in xs:
             tables = shardable(x, cos, sin, rows) if is_sharded(x) else (cos, sin, rows)
             ops.rotate_(x, *tables[:2], *ops.flat(tables[2], turn))
-    else:
-        backend.rotate_(xs, cos, sin, rows, turn)
-        for x in xs:
-            torch.autograd.graph.increment_version(x)
 
 
 def _through_op(xs: list[Tensor], cos: Tensor, sin: Tensor, rows: Rows, turn: Turn) -> list[Tensor]:
