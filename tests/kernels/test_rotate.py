@@ -92,6 +92,7 @@ SHAPES = {
     "six-heads-tokens-first": lambda: torch.randn(2, 3, 6, 16).transpose(1, 2),
     "empty-batch": lambda: torch.randn(0, 2, 5, 16),
     "no-tokens": lambda: torch.randn(2, 2, 0, 16),
+    "no-heads": lambda: torch.randn(2, 0, 5, 16),
 }
 
 
@@ -401,8 +402,10 @@ def test_backends_say_what_they_are():
     assert backend.backends()[2].available
 
 
-@pytest.mark.skipif(not c.available, reason="the extension was not built")
-def test_c_refuses_pairs_that_do_not_fit():
-    x = torch.randn(1, 1, 4, 8)
-    with pytest.raises(ValueError, match="do not fit"):
-        c.rotate_into([x], [torch.empty_like(x)], *tables(4, 5), Rows(), Turn())
+@pytest.mark.parametrize("name", [name for name in BACKENDS if name != "reference"])
+def test_tables_that_do_not_fit_are_refused(name):
+    run, device = BACKENDS[name]
+    x = torch.randn(2, 1, 4, 8, device=device)
+    for cos, sin in (tables(4, 5, device), [t.expand(3, 4, 4) for t in tables(4, 4, device)]):
+        with pytest.raises(ValueError, match="do not fit"):
+            run([x], [torch.empty_like(x)], cos, sin, Rows(), Turn())

@@ -7,6 +7,8 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
+from torch.utils.checkpoint import checkpoint
 
 from posenc import RoPE, scaling
 
@@ -103,6 +105,47 @@ def test_tables_that_were_changed_underneath_are_made_again(change, names):
     assert torch.equal(rope(q, k, 9)[0], wanted)
 
 
+def test_tables_that_do_not_fit_are_never_read():
+    """Whether the call was checked before or not."""
+    q, k = token()
+    for bad in (torch.ones(32, 7), torch.ones(32, 32, 4)):
+        rope = RoPE(8, 32)
+        rope(q, k, 5)
+        rope.cos_cached, rope.sin_cached = bad.double(), bad.double()
+        with pytest.raises((ValueError, AssertionError)):
+            rope(q, k, 5)
+    rope = RoPE(8, 32)
+    wanted = rope(q, k, 5)[0]
+    rope.cos_cached, rope.sin_cached = (torch.ones(16, 4).double() for _ in range(2))
+    assert torch.equal(rope(q, k, 5)[0], wanted), "too short, so made again"
+
+
+def test_tables_made_under_a_fake_mode_are_made_again():
+    q, k = token()
+    with FakeTensorMode():
+        rope = RoPE(8, 32)
+    assert torch.equal(rope(q, k, 5)[0], RoPE(8, 32)(q, k, 5)[0])
+
+
+@pytest.mark.parametrize("ids", [False, True])
+def test_a_checkpoint_is_worked_out_again_after_the_table_has_grown(ids):
+    rope = RoPE(8, None)
+
+    def turn(q, k):
+        where = {"position_ids": torch.arange(q.shape[2])} if ids else {}
+        return rope(q, k, **where)[0].square().sum()
+
+    xs = [torch.randn(1, 2, length, 8, requires_grad=True) for length in (4, 9, 30)]
+    for x in xs:
+        # Called once before, so that the short way is taken too.
+        turn(x, x)
+    rope.cos_cached = rope.sin_cached = None
+    losses = [checkpoint(turn, x, x, use_reentrant=False) for x in xs]
+    found = torch.autograd.grad(sum(losses), xs)
+    wanted = torch.autograd.grad(sum(turn(x, x) for x in xs), xs)
+    assert all(map(torch.equal, found, wanted))
+
+
 @torch.no_grad()
 def test_another_thread_changes_an_argument(monkeypatch):
     rope, check = RoPE(8, 32), RoPE._check
@@ -117,6 +160,30 @@ def test_another_thread_changes_an_argument(monkeypatch):
     monkeypatch.undo()
     rope.base = 1e4
     assert_as_if_first(rope, q, k, 5)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("name", "other"), [("interleaved", False), ("base", 5.0)])
+def test_another_thread_changes_an_argument_and_back(name, other, monkeypatch):
+    rope, remember, usual = RoPE(8, 32), RoPE._remember, getattr(RoPE(8, 32), name)
+    key = RoPE._key
+
+    def then_changed(self, *arguments):
+        found = key(self, *arguments)
+        setattr(self, name, other)
+        return found
+
+    def once_more(self, *arguments):
+        remember(self, *arguments)
+        setattr(self, name, usual)
+
+    q, k = token()
+    monkeypatch.setattr(RoPE, "_key", then_changed)
+    monkeypatch.setattr(RoPE, "_remember", once_more)
+    rope(q, k, 5)
+    monkeypatch.undo()
+    for _ in range(2):
+        assert_as_if_first(rope, q, k, 5)
 
 
 @torch.no_grad()

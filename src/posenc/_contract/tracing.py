@@ -7,7 +7,7 @@ from torch import Tensor
 
 from posenc._contract.sharding import is_sharded
 
-_PLAIN_TYPES = frozenset((Tensor, torch.nn.Parameter))
+PLAIN_TYPES = frozenset((Tensor, torch.nn.Parameter))
 _modes = torch._C._len_torch_dispatch_stack
 _transforms = torch._C._functorch.peek_interpreter_stack
 _is_legacy_batched = torch._C._functorch.is_legacy_batchedtensor
@@ -23,7 +23,7 @@ def is_plain(*xs: Tensor) -> bool:
     if torch.compiler.is_compiling() or _modes() != 0 or _transforms() or _jit_trace():
         return False
     for x in xs:  # noqa: SIM110 (a generator would cost as much as the rest, at every token)
-        if type(x) not in _PLAIN_TYPES or _is_legacy_batched(x):
+        if type(x) not in PLAIN_TYPES or _is_legacy_batched(x):
             return False
     return True
 

@@ -47,7 +47,7 @@ def rotate(xs: list[Tensor], cos: Tensor, sin: Tensor, rows: Rows, turn: Turn) -
         rows: Which table row each token takes.
         turn: Which channels form pairs, and which way they turn.
     """
-    if not is_plain(*xs):
+    if not is_plain(*xs, cos, sin):
         # An exported program must run where this package is not installed, and torch.func has
         # rules for torch's own operations alone.
         if in_transform(*xs):
@@ -85,7 +85,7 @@ def rotate_(xs: list[Tensor], cos: Tensor, sin: Tensor, rows: Rows, turn: Turn) 
         to_tables or xs[0].requires_grad or xs[-1].requires_grad
     )
     recorded = recorded or forward_ad._current_level >= 0
-    if not recorded and is_plain(*xs):
+    if not recorded and is_plain(*xs, cos, sin):
         backend.rotate_(xs, cos, sin, rows, turn)
         torch.autograd.graph.increment_version(xs)
     elif recorded or in_transform(*xs):

@@ -54,7 +54,7 @@ def norm_rotate(
         x, weight = x.resolve_neg(), weight.resolve_neg()
         x = x if x.stride(-1) == 1 else x.contiguous()
     result: Tensor
-    if is_plain(x, weight):
+    if is_plain(x, weight, cos, sin):
         if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
             result = _NormRotate.apply(x, weight, (cos, sin, rows, turn, norm))
         else:

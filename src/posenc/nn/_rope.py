@@ -20,11 +20,23 @@ from posenc.numerics.tables import angles, of_angles, widest
 
 
 class Checked(NamedTuple):
-    """A call that went well: what it depended on, which tables it took, and how it turned."""
+    """A call that went well: what it depended on, what its tables hold, and how it turned."""
 
     key: tuple[Any, ...]
     spectrum: Spectrum
     turn: Turn
+
+
+def _turn_of(
+    head_dim: int, width: int, last: bool, interleaved: bool, interleaved_out: bool | None
+) -> Turn:
+    out = interleaved if interleaved_out is None else interleaved_out
+    return Turn(interleaved, out, head_dim - width if last else 0)
+
+
+def wider(q: Tensor, k: Tensor) -> Tensor:
+    """The more precise of the two: the tables that serve it serve both."""
+    return q if q.dtype is k.dtype or q.element_size() >= k.element_size() else k
 
 
 class RopeTables(RotaryTables):
@@ -98,49 +110,45 @@ class RopeTables(RotaryTables):
             return None
         return (
             q.shape, k.shape, q.dtype, k.dtype, q.device, k.device,
-            self.head_dim, self.max_seq_len, self.base, self.scaling, self.axes, self.rotary_dim,
-            self.last, self.interleaved, self.interleaved_out,
+            self.max_seq_len, self.base, self.scaling, self.axes,
+            self.head_dim, self.rotary_dim, self.last, self.interleaved, self.interleaved_out,
         )  # fmt: skip
 
     def _again(
-        self, found: Checked | None, key: tuple[Any, ...], x: Tensor, offset: Any
+        self, key: tuple[Any, ...], found: Checked | None, x: Tensor, offset: Any
     ) -> tuple[Tensor, Tensor, Rows, Turn] | None:
-        """What a call takes that differs from ``found`` in its offset alone."""
+        """What a call takes that differs from the one ``found`` in its offset alone."""
         limit = self.max_seq_len
         if found is None or found.key != key or type(offset) is not int or offset < 0:
             return None
         end = offset + x.shape[2]
         if limit is not None and end > limit:
             return None
-        tables = self._covering(x, found.spectrum, end)
+        tables = self._covering(x, found.spectrum, end if limit is None else limit)
         if tables is None:
             return None
-        cos, sin = self._as_read(x, *tables)
-        return cos, sin, Rows(offset), found.turn
+        cos, sin = tables
+        return *self._as_read(x, cos, sin, end), Rows(offset), found.turn
 
-    def _remember(
-        self, key: tuple[Any, ...] | None, q: Tensor, k: Tensor, offset: Any, taken: Any, turn: Turn
-    ) -> None:
+    def _remember(self, key: tuple[Any, ...], x: Tensor, offset: Any, taken: Any) -> None:
         """Let calls like this one go unchecked, if they then take the same tables and rows."""
-        (cos, sin, rows), rule, spectrum = taken, self.scaling, self._spectrum
-        if key is None or spectrum is None or (rule is not None and rule.trained_length()):
-            return
-        found = Checked(key, spectrum, turn)
-        short = self._again(found, key, q, offset)
-        if (
-            short is not None
-            and short[0] is cos
-            and short[1] is sin
-            and short[2] == rows
-            # Arguments that another thread has changed meanwhile are not those of the tables.
-            and key == self._key(q, k)
-            and spectrum == self._at(None)
-        ):
-            self._checked = found
+        # From the key alone: another thread may have changed the arguments meanwhile.
+        base, rule, axes, head_dim, rotary_dim, *layout = key[-8:]
+        if rule is not None:
+            if rule.trained_length() is not None:
+                return
+            rule = rule.at(None)
+        width = head_dim if rotary_dim is None else rotary_dim
+        found = Checked(key, Spectrum(width, base, rule, axes), _turn_of(head_dim, width, *layout))
+        short = self._again(key, found, x, offset)
+        if short is not None and short[2] == taken[2]:
+            pairs = zip(short[:2], taken[:2], strict=True)
+            if all(a.data_ptr() == b.data_ptr() and a.shape == b.shape for a, b in pairs):
+                self._checked = found
 
     def _turn(self) -> Turn:
-        out = self.interleaved if self.interleaved_out is None else self.interleaved_out
-        return Turn(self.interleaved, out, self.head_dim - self._width() if self.last else 0)
+        layout = self.last, self.interleaved, self.interleaved_out
+        return _turn_of(self.head_dim, self._width(), *layout)
 
     def _width(self) -> int:
         return self.head_dim if self.rotary_dim is None else self.rotary_dim

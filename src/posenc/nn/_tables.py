@@ -9,7 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from posenc._contract.tracing import in_capture, is_plain, may_keep, outlive_capture
+from posenc._contract.tracing import (
+    PLAIN_TYPES,
+    in_capture,
+    is_plain,
+    may_keep,
+    outlive_capture,
+)
 from posenc.numerics.frequencies import Spectrum
 
 # A cache that grows by itself stops here: 128 MiB of cos and sin at 128 channels. Positions past
@@ -152,6 +158,9 @@ class TableModule(DerivedBuffers):
         recorded = torch.is_grad_enabled() and is_plain()
         for held in tables:
             if held is None or held.device != device:
+                return None
+            # One made under a mode, or spread over processes, has no numbers for plain ones.
+            if type(held) not in PLAIN_TYPES and type(x) in PLAIN_TYPES:
                 return None
             # float64 comes first: what a device would take instead costs more to ask.
             if held.dtype is not torch.float64 and held.dtype is not self._table_dtype(x):

@@ -12,7 +12,7 @@ from torch import Tensor
 from posenc._contract import checks
 from posenc.functional.rotary import check_queries_and_keys, turn_all
 from posenc.kernels import rotate_plain
-from posenc.nn._rope import RopeTables
+from posenc.nn._rope import RopeTables, wider
 from posenc.numerics import configs
 from posenc.numerics.axes import Axes
 from posenc.numerics.frequencies import scaled_rates
@@ -169,17 +169,19 @@ class RoPE(RopeTables):
             New tensors with the shapes and dtypes of ``q`` and ``k``.
         """
         key = self._key(q, k) if position_ids is None and seq_len is None else None
-        known = None if key is None else self._again(self._checked, key, q, offset)
-        if known is not None:
-            a, b = rotate_plain([q, k], *known)
-            return a, b
+        if key is not None:
+            known = self._again(key, self._checked, wider(q, k), offset)
+            if known is not None:
+                a, b = rotate_plain([q, k], *known)
+                return a, b
         who, turn = type(self).__name__, self._turn()
         self._check(who, "q", q)
         self._check(who, "k", k)
         check_queries_and_keys(who, q, k)
-        taken = self._tables_for(who, q, offset, position_ids, seq_len)
+        taken = self._tables_for(who, wider(q, k), offset, position_ids, seq_len)
         a, b = turn_all(who, "max_seq_len", [q, k], *taken, turn)
-        self._remember(key, q, k, offset, taken, turn)
+        if key is not None:
+            self._remember(key, wider(q, k), offset, taken)
         return a, b
 
     def rotate(

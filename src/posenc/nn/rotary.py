@@ -57,18 +57,29 @@ class RotaryTables(TableModule):
             checks.extent(who, at, "max_seq_len", limit)
         kept = self._kept(x, spectrum, need)
         if kept is not None:
-            return *self._as_read(x, *kept), rows
+            cos, sin = kept
+            return *self._as_read(x, cos, sin, need), rows
         at = rows.numbers(x.shape[-2], x.device)
         cos, sin = self._tabulate(at[0] if at.shape[0] == 1 else at, spectrum, widest(x.device))
         return cos, sin, Rows()
 
-    def _as_read(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """Kept tables, in the precision that the kernel for ``x`` reads them in."""
-        return self._in_float32(x, cos, sin) if x.is_cuda and x.element_size() == 2 else (cos, sin)
+    def _as_read(
+        self, x: Tensor, cos: Tensor, sin: Tensor, need: int | None
+    ) -> tuple[Tensor, Tensor]:
+        """Kept tables as the kernel for ``x`` takes them."""
+        if x.is_cuda and x.element_size() == 2:
+            cos, sin = self._in_float32(x, cos, sin)
+        if self.max_seq_len is None and need is not None and torch.is_grad_enabled():
+            # What a checkpoint saves must look the same when it is worked out again, and the
+            # table may have grown by then.
+            cos, sin = cos[:need], sin[:need]
+        return cos, sin
 
     def _in_float32(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        # A call that is traced reads what is there, and so does one that takes part of the table.
-        if not is_plain(x) or cos is not self._buffers["cos_cached"]:
+        # A call that is traced reads what is there, and so does one that takes part of the table,
+        # or that a table learns from.
+        whole = cos is self._buffers["cos_cached"]
+        if not whole or not is_plain(x) or cos.requires_grad or sin.requires_grad:
             return cos, sin
         # What is written to a table is counted, except to one of inference mode.
         state = [(t.data_ptr(), None if t.is_inference() else t._version) for t in (cos, sin)]

@@ -38,9 +38,9 @@ def empty_like(x: Tensor) -> Tensor:
     """As torch's, but large tensors get memory that the last ones have left behind."""
     if x.numel() < LARGE or not _keeps:
         return torch.empty_like(x)
-    strides = torch.empty_like(x, device="meta").stride()
+    alike = x if x.is_contiguous() else torch.empty_like(x, device="meta")
     try:
-        return from_dlpack(_rotate.empty(*_KINDS[x.dtype], *x.shape, *strides))
+        return from_dlpack(_rotate.empty(*_KINDS[x.dtype], *x.shape, *alike.stride()))
     except MemoryError:
         # torch may know better, and says so in its own way if not.
         return torch.empty_like(x)

@@ -58,6 +58,9 @@ static PyObject *py_rotate(PyObject *self, PyObject *const *args, Py_ssize_t giv
     if (job.P < 1 || job.column < 0 || job.column + 2 * job.P > job.D)
         return PyErr_Format(PyExc_ValueError, "%lld pairs from channel %lld on do not fit %lld",
                             (long long)job.P, (long long)job.column, (long long)job.D);
+    if (job.tables && job.tables != job.B)
+        return PyErr_Format(PyExc_ValueError, "%lld tables do not fit %lld sequences",
+                            (long long)job.tables, (long long)job.B);
     for (i64 n = 0; n < job.count; n++) heads += job.tensors[n].H;
     const i64 elements = job.B * heads * job.T * job.D;
     if (elements == 0) Py_RETURN_NONE;

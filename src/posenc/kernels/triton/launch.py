@@ -71,12 +71,13 @@ def known(
         tensors[0].device,
         *[(t.dtype, t.shape, t.stride(), t.data_ptr() % 16) for t in tensors],
     )
-    if key in launches:
+    try:
         return launches[key]
-    if len(launches) >= 4096:
-        launches.clear()
-    launch = launches[key] = make()
-    return launch
+    except KeyError:
+        if len(launches) >= 4096:
+            launches.clear()
+        launch = launches[key] = make()
+        return launch
 
 
 def starts_early(device: torch.device) -> bool:

@@ -14,6 +14,7 @@ from posenc.kernels.spec import Norm, Rows, Turn
 from posenc.kernels.triton.launch import Launch, known
 from posenc.kernels.triton.pairs import (
     as_words,
+    check_tables,
     layout,
     load_pairs,
     load_tables,
@@ -142,6 +143,7 @@ def _constants(
     inner: int,
     outer: int,
 ) -> dict[str, Any]:
+    check_tables(x, cos, turn)
     pairs, width = cos.shape[-1], x.shape[-1]
     return {
         "HEADS": x.shape[1],
