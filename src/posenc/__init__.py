@@ -3,6 +3,9 @@
 Exact at any position, in float16, bfloat16, float32 and float64, on any device of PyTorch's.
 """
 
+from importlib import import_module
+from typing import Any
+
 from posenc import attention, axes, functional, nn, positions, scaling
 from posenc.kernels import backends, keep_memory
 from posenc.nn import (
@@ -32,8 +35,16 @@ __all__ = [
     "axes",
     "backends",
     "functional",
+    "interop",
     "keep_memory",
     "nn",
     "positions",
     "scaling",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    # Found at first use: most programs need no other people's formats.
+    if name == "interop":
+        return import_module("posenc.interop")
+    raise AttributeError(f"module 'posenc' has no attribute {name!r}")

@@ -193,4 +193,7 @@ def test_a_missing_matplotlib_names_the_command_that_brings_it(run, tmp_path, mo
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     done = run("-o", tmp_path / "out")
     assert done.exit_code == 2
-    assert done.stderr == "posenc: compare needs matplotlib: pip install 'posenc[cli]'\n"
+    assert (
+        done.stderr
+        == "posenc: compare needs matplotlib: pip install 'posenc[cli]', or '.[cli]' in a clone\n"
+    )

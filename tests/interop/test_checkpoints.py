@@ -12,7 +12,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import tiny_models as models
-from posenc.interop import checkpoints, streams
+from posenc import RoPE
+from posenc.interop import checkpoints, huggingface, streams
 from posenc.interop.checkpoints import Heads, convert, convert_state, permute
 
 OTHER = {"half": "interleaved", "interleaved": "half"}
@@ -63,9 +64,27 @@ def test_a_converted_model_has_the_same_logits_and_comes_back_bit_for_bit(
     assert (confused - before).abs().max() > 1e-2 * scale, "the layout makes a difference"
     assert 0 <= report.difference < 1e-13
     assert len(report.checked) == 2
+    assert report.marked
+    assert RoPE.from_config(new).interleaved == (native == "half")
     convert(new, back, to=native)
     for file in sorted(path.name for path in old.iterdir()):
         assert (back / file).read_bytes() == (old / file).read_bytes(), file
+
+
+def test_what_reads_a_converted_folder_knows_its_layout(tmp_path):
+    old, new = tmp_path / "old", tmp_path / "new"
+    models.build("Llama", models.GQA).save_pretrained(old)
+    convert(old, new, to="interleaved")
+    with pytest.raises(ValueError, match="posenc convert MODEL -o NEW --to half"):
+        huggingface.patch(models.load("Llama", new))
+    # The mark of the config is enough, and the two must agree.
+    tensors = load_file(new / "model.safetensors")
+    save_file(tensors, new / "model.safetensors")
+    with pytest.raises(ValueError, match="the source must be in the other layout"):
+        convert(new, tmp_path / "twice", to="interleaved")
+    save_file(tensors, new / "model.safetensors", {"posenc.rope_layout": "half"})
+    with pytest.raises(ValueError, match="must agree"):
+        convert(new, tmp_path / "twice", to="half")
 
 
 @pytest.mark.parametrize("interleave", [True, False], ids=["from-interleaved", "from-half"])
@@ -77,7 +96,7 @@ def test_deepseek_says_in_its_config_what_it_is_and_runs_as_it_is(interleave, ra
     model.save_pretrained(tmp_path / "old")
     native = "interleaved" if interleave else "half"
 
-    convert(tmp_path / "old", tmp_path / "new", to=OTHER[native])
+    assert not convert(tmp_path / "old", tmp_path / "new", to=OTHER[native]).marked
 
     converted = models.load("DeepseekV3", tmp_path / "new")
     assert converted.config.rope_interleave is not interleave

@@ -40,6 +40,11 @@ SIZES = {"hidden_size": 512, "num_attention_heads": 8}
         ),
         pytest.param({"rope_scaling": None}, {"scaling": None}, id="null"),
         pytest.param(
+            {"model_type": "llama", "posenc_rope_layout": "interleaved"},
+            {"interleaved": True, "interleaved_out": None},
+            id="converted",
+        ),
+        pytest.param(
             {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
             {"base": 1e6},
             id="rope_parameters",
@@ -227,6 +232,11 @@ def test_files_folders_and_objects_are_read(tmp_path):
         ({"head_dim": 2**20}, "at most"),
         ({"head_dim": 7}, "must be even"),
         ({"rope_scaling": {"mrope_section": [8, 8, 8]}}, "add up to 32"),
+        ({"rope_scaling": {"factor": 4.0}}, "rope_scaling.rope_type must be given"),
+        ({"rope_scaling": {"type": "linear", "fator": 2.0}}, "Did you mean factor?"),
+        ({"rope_tehta": 1e6}, "rope_tehta must be a key that is known.*\n.*rope_theta"),
+        ({"rope_scalng": {"type": "linear", "factor": 2.0}}, "Did you mean rope_scaling?"),
+        ({"posenc_rope_layout": "thirds"}, "'half' or 'interleaved'"),
         ({"layer_types": ["a"], "layer": 1}, None),
     ],
 )

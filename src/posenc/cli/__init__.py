@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from typer import Typer
 
 _EXTRA = ("typer", "rich")
+INSTALL = "pip install 'posenc[cli]', or '.[cli]' in a clone"
 
 
 def application() -> Typer:
@@ -41,7 +42,6 @@ def main() -> None:
         package = (missing.name or "").split(".")[0]
         if package not in _EXTRA:
             raise
-        way_out = "pip install 'posenc[cli]'"
-        print(f"posenc: the command line needs {package}: {way_out}", file=sys.stderr)
+        print(f"posenc: the command line needs {package}: {INSTALL}", file=sys.stderr)
         raise SystemExit(2) from None
     app()

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
+
+from posenc import __version__
 
 # Newer typers carry their own click, older ones use the package.
 _BAD_USAGE: Any = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
@@ -34,7 +36,12 @@ class OneLineErrors(TyperGroup):
         sys.exit(code if isinstance(code, int) else 0)
 
 
-def root(context: typer.Context) -> None:
+def root(
+    context: typer.Context,
+    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+) -> None:
     """Look at positional encodings, measure them, and convert checkpoints."""
-    if context.invoked_subcommand is None:
+    if version:
+        typer.echo(__version__)
+    elif context.invoked_subcommand is None:
         typer.echo(context.get_help())

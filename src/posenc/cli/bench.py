@@ -16,6 +16,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
+from posenc.cli import INSTALL
 from posenc.cli._root import Refused
 from posenc.lab import bench as lab
 from posenc.lab.bench import Measurement, Result, Tell
@@ -101,7 +102,7 @@ def _refuse_early(json_file: Path | None, plot: Path | None) -> None:
         if file is not None and (file.is_dir() or not file.absolute().parent.is_dir()):
             raise Refused(f"{file} is not a file in a folder that exists.")
     if plot is not None and importlib.util.find_spec("matplotlib") is None:
-        raise Refused("--plot needs matplotlib: pip install 'posenc[cli]'")
+        raise Refused(f"--plot needs matplotlib: {INSTALL}")
     if plot is not None and plot.suffix not in (".png", ".svg", ".pdf"):
         raise Refused(f"--plot writes .png, .svg or .pdf, got {plot}.")
 

@@ -22,6 +22,7 @@ from rich.progress import (
 )
 from rich.table import Table
 
+from posenc.cli import INSTALL
 from posenc.cli._root import Refused
 from posenc.lab import store
 from posenc.lab.comparison.encodings import COMPARED, ENCODINGS
@@ -94,7 +95,7 @@ def compare(
 ) -> None:
     """Compare; the help text is set below, with its example."""
     if importlib.util.find_spec("matplotlib") is None:
-        raise Refused("compare needs matplotlib: pip install 'posenc[cli]'")
+        raise Refused(f"compare needs matplotlib: {INSTALL}")
     if output.exists() and not output.is_dir():
         raise Refused(f"{output} is not a folder.")
     asked = {name: context.params[name] for name in QUICK.keys() | _NUMBERS}

@@ -92,6 +92,11 @@ def convert(
             f"  logits of {len(report.checked)} attention modules differ"
             f" by {report.difference:.1g} of the largest"
         )
+    if report.marked:
+        typer.echo(
+            "  posenc reads the mark it left; the model's own code does not, and would rotate these"
+            " weights as if they were the old ones"
+        )
     for name in report.left_out:
         typer.echo(f"  left out: {name}, weights in the old layout")
 

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
+from posenc.cli import INSTALL
 from posenc.cli._root import Refused
 from posenc.lab import store
 from posenc.lab.pictures import show as lab
@@ -100,7 +101,7 @@ def _refuse_early(output: Path) -> None:
     if output.is_dir() or not output.absolute().parent.is_dir():
         raise Refused(f"{output} is not a file in a folder that exists.")
     if importlib.util.find_spec("matplotlib") is None:
-        raise Refused("-o needs matplotlib: pip install 'posenc[cli]'")
+        raise Refused(f"-o needs matplotlib: {INSTALL}")
 
 
 def _of_flags(encoding: str | None, given: dict[str, Any]) -> lab.View:

@@ -334,6 +334,10 @@ def rows_of(
     if position_ids is None:
         if isinstance(offset, Tensor):
             return Rows(0, checks.offsets(who, offset, x.shape, x.device)[:, None])
+        if isinstance(offset, (list, tuple)):
+            rule = "offset must be an int, or an integer tensor of shape (B,)"
+            got, way_out = checks.describe(offset), "Pass torch.tensor(offset)."
+            raise TypeError(checks.message(who, rule, got, way_out))
         return Rows(checks.integer(who, "offset", offset, least=0))
     checks.exclusive_offset(who, offset)
     ids = checks.position_ids(who, position_ids, x.shape, x.device, limit_name, limit)
@@ -372,7 +376,8 @@ def _arguments(
     rows = rows_of(who, xs[0], offset, position_ids, _ROWS, cos.shape[-2])
     if rows.positions is None:
         last_row = rows.start + length - 1
-        checks.covered(who, last_row, _ROWS, cos.shape[-2], "a smaller offset")
+        smaller = "a smaller offset" if rows.start else "fewer tokens"
+        checks.covered(who, last_row, _ROWS, cos.shape[-2], smaller)
     checks.boolean(who, "interleaved", interleaved)
     if interleaved_out is None:
         interleaved_out = interleaved

@@ -16,6 +16,7 @@ from posenc.interop.families import Config, Model
 from posenc.interop.layouts import Heads, Layout, permute
 from posenc.interop.learned import resize_learned
 from posenc.interop.streams import Source
+from posenc.numerics.configs import LAYOUT
 
 __all__ = ["Heads", "Report", "convert", "convert_state", "permute", "resize_learned"]
 
@@ -41,6 +42,7 @@ class Report:
         checked: Attention modules whose logits were compared.
         difference: The largest difference found, relative to the largest logit.
         left_out: Files of the folder that were not carried over: weights in the old layout.
+        marked: Whether the layout is not what the family's own code reads.
     """
 
     source: str
@@ -53,6 +55,7 @@ class Report:
     checked: tuple[str, ...]
     difference: float
     left_out: tuple[str, ...]
+    marked: bool
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
@@ -83,7 +86,9 @@ def convert(
     or not at all; the source is never written to.
 
     The new layout is in the config where the family's code has a key for it
-    (``rope_interleave``), and otherwise in each file's metadata as ``posenc.rope_layout``.
+    (``rope_interleave``). Otherwise it is in each file's metadata as ``posenc.rope_layout`` and in
+    the folder's config as ``posenc_rope_layout``, which `RoPE.from_config` reads; the family's own
+    code does not, and would rotate the new weights as if they were the old ones.
 
     Args:
         source: A ``.safetensors`` file, or a folder: a model's, sharded or not, or an adapter's.
@@ -120,7 +125,8 @@ def convert(
         "fused": fused,
     }
     model = families.from_config(described, **given)
-    _check_layout(shards, model, layout, to)
+    said = [layout, families.text_config(described).get(LAYOUT)]
+    _check_layout(shards, model, said, to)
     plan = _plan(((n, e.shape) for s in shards for n, e in s.entries.items()), model, to)
     total = sum(entry.nbytes for shard in shards for entry in shard.entries.values())
     folders.check_space(target, total)
@@ -129,7 +135,7 @@ def convert(
         note = {} if model.layout == to else {METADATA: to}
         if source.is_dir():
             left_out = folders.copy_others(source, draft, [s.path for s in shards])
-            if folders.switch(draft, to):
+            if folders.switch(draft, to, usual=not note):
                 note = {}
         drafts = {s.path: draft / s.path.name if source.is_dir() else draft for s in shards}
         advance = _progress(tell, total)
@@ -149,6 +155,7 @@ def convert(
         checked=tuple(off),
         difference=max(off.values(), default=0.0),
         left_out=left_out,
+        marked=bool(note),
     )
 
 
@@ -217,13 +224,12 @@ def _plan(
     return plan
 
 
-def _check_layout(shards: list[Source], model: Model, layout: Layout | None, to: Layout) -> None:
+def _check_layout(shards: list[Source], model: Model, said: list[Any], to: Layout) -> None:
     """Refuse a source that is, or may be, in the wanted layout already."""
     noted = {shard.metadata[METADATA] for shard in shards if METADATA in shard.metadata}
-    if layout is not None:
-        noted.add(layouts.check_layout("convert", "layout", layout))
+    noted |= {layouts.check_layout("convert", "layout", one) for one in said if one is not None}
     if len(noted) > 1:
-        rule = "the metadata of all files and layout= must agree"
+        rule = "the metadata of all files, the config and layout= must agree"
         got, way_out = " and ".join(sorted(noted)), "Leave layout out, or convert each file."
         raise ValueError(checks.message("convert", rule, got, way_out))
     was = noted.pop() if noted else model.layout

@@ -15,6 +15,7 @@ from posenc._contract import checks
 from posenc.interop import families
 from posenc.interop.families import Config
 from posenc.interop.layouts import Layout
+from posenc.numerics.configs import LAYOUT
 
 _INDEX = ".safetensors.index.json"
 # The first that is there is the checkpoint.
@@ -143,16 +144,26 @@ def copy_others(source: Path, draft: Path, taken: Collection[Path]) -> tuple[str
     return tuple(left_out)
 
 
-def switch(folder: Path, to: Layout) -> bool:
-    """Write the layout into the config, where its family reads one; say whether it does."""
+def switch(folder: Path, to: Layout, usual: bool) -> bool:
+    """Write the layout into the config, and say whether the family's own code reads it there.
+
+    Where it does not, the key is ours, and is left out if the layout is the family's ``usual``.
+    """
     path = folder / "config.json"
     whole = read_json(path) if path.is_file() else {}
     text = families.text_config(whole)
-    if text.get("model_type") not in families.SWITCHED or not isinstance(text, dict):
+    if not whole or not isinstance(text, dict):
         return False
-    text[families.SWITCH] = to == "interleaved"
-    path.write_text(json.dumps(whole, indent=2) + "\n", encoding="utf-8")
-    return True
+    before, read = json.dumps(whole), text.get("model_type") in families.SWITCHED
+    if read:
+        text[families.SWITCH] = to == "interleaved"
+    elif usual:
+        text.pop(LAYOUT, None)
+    else:
+        text[LAYOUT] = to
+    if json.dumps(whole) != before:
+        path.write_text(json.dumps(whole, indent=2) + "\n", encoding="utf-8")
+    return read
 
 
 @contextlib.contextmanager

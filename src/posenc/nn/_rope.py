@@ -18,6 +18,8 @@ from posenc.numerics.frequencies import Spectrum, turn_steps
 from posenc.numerics.scaling import Rule
 from posenc.numerics.tables import angles, of_angles, widest
 
+_NO_RULE = "Pass posenc.scaling.Linear(2.0), say; RoPE.from_config takes a config's dict."
+
 
 class Checked(NamedTuple):
     """A call that went well: what it depended on, what its tables hold, and how it turned."""
@@ -81,7 +83,7 @@ class RopeTables(RotaryTables):
             raise ValueError(checks.message(who, rule, rotary_dim, way_out))
         self.rotary_dim = rotary_dim
         self.last = checks.boolean(who, "last", last)
-        self.scaling = checks.instance(who, "scaling", scaling, Rule, "Pass scaling.Linear(2.0).")
+        self.scaling = checks.instance(who, "scaling", scaling, Rule, _NO_RULE)
         self.axes = checks.instance(who, "axes", axes, Axes, "Pass axes.Axial(2), say.")
         if axes is not None:
             axes.check(who, self._width())
@@ -231,7 +233,8 @@ class RopeTables(RotaryTables):
         if rows.positions is None:
             need = rows.start + x.shape[2]
             if limit is not None:
-                checks.covered(who, need - 1, "max_seq_len", limit, "a smaller offset")
+                smaller = "a smaller offset" if rows.start else "fewer tokens"
+                checks.covered(who, need - 1, "max_seq_len", limit, smaller)
         elif limit is None:
             need = checks.extent(who, rows.positions)
             if need is not None and rows.advances():

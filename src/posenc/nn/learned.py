@@ -54,7 +54,8 @@ class LearnedPosEmbedding(nn.Module):
         if position_ids is None:
             start = checks.integer(who, "offset", offset, least=0)
             last = start + length - 1
-            checks.covered(who, last, "max_len", self.max_len, "a smaller offset")
+            smaller = "a smaller offset" if start else "a shorter x"
+            checks.covered(who, last, "max_len", self.max_len, smaller)
             at = torch.arange(start, start + length, device=device)
         else:
             checks.exclusive_offset(who, offset)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from difflib import get_close_matches
 from typing import Any
 
 from posenc._contract import checks
@@ -20,6 +21,9 @@ INTERLEAVED_TO_HALVES = frozenset(
     "axk1 axk2 bailing_hybrid deepseek_v3 deepseek_v32 glm4_moe_lite glm_moe_dsa longcat_flash "
     "mistral4 mistral_large4 youtu".split()
 )
+
+# What a checkpoint converted here says of itself, where its family has no key for it.
+LAYOUT = "posenc_rope_layout"
 
 # Rotations that no RoPE has, whatever their configs say.
 UNLIKE = {
@@ -43,6 +47,15 @@ _KEYS = frozenset(
     "high_freq_factor mscale mscale_all_dim truncate mrope_section mrope_interleaved interleaved "
     "short_mscale long_mscale alpha finetuned llama_4_scaling_beta max_position_embeddings".split()
 )
+# Keys beside those, whose misspelling would go unnoticed.
+_OUTSIDE = (
+    "rope_theta", "rope_scaling", "rope_parameters", "rope_interleave", "rope_local_base_freq",
+    "partial_rotary_factor", "rotary_dim", "rotary_pct", "rotary_emb_base", "rotary_embedding_base",
+    "original_max_position_embeddings", "max_position_embeddings", "head_dim", "hidden_size",
+    "num_attention_heads", "qk_rope_head_dim", LAYOUT,
+)  # fmt: skip
+# Keys that mean nothing without a rope_type.
+_SCALES = ("factor", "short_factor", "long_factor", "low_freq_factor", "beta_fast", "mscale")
 # Values of rope_type that scale nothing.
 _PLAIN = ("default", "mrope")
 _RULES = ("linear", "dynamic", "yarn", "longrope", "llama3", "proportional")
@@ -67,6 +80,15 @@ class Config:
         self.top = config
         self.where = ""
         self.rope: Mapping[str, Any] = {}
+        self._refuse_misspelled()
+
+    def _refuse_misspelled(self) -> None:
+        for key in self.top:
+            if isinstance(key, str) and ("rop" in key or "rot" in key):
+                meant = _meant(key, _OUTSIDE)
+                if meant is not None and meant not in self.top:
+                    rule = f"{self.prefix}{key} must be a key that is known"
+                    raise ValueError(self._text(rule, key, f"Did you mean {meant}?"))
 
     def rotations(self) -> tuple[str | None, ...]:
         """The layer types whose rotations differ; None alone if there is one for all."""
@@ -229,6 +251,12 @@ class Config:
 
     def layout(self) -> tuple[bool, bool | None]:
         """Whether pairs are adjacent, in the input and, if it differs, in the output."""
+        said = self.top.get(LAYOUT)
+        if said is not None:
+            if said not in ("half", "interleaved"):
+                raise ValueError(self._text(f"{LAYOUT} must be 'half' or 'interleaved'", said))
+            self.sources["interleaved"] = self.prefix + LAYOUT
+            return said == "interleaved", None
         kind = self.top.get("model_type")
         flag = self.top.get("rope_interleave")
         if flag is None and isinstance(kind, str) and kind in INTERLEAVED_TO_HALVES:
@@ -255,13 +283,19 @@ class Config:
         """The scaling rule."""
         for key in self.rope:
             if key not in _KEYS:
-                rule = f"{self.where}.{key} must be a key of rotation"
-                raise ValueError(self._text(rule, key, f"Known are {', '.join(sorted(_KEYS))}."))
+                rule, meant = f"{self.where}.{key} must be a key of rotation", _meant(key, _KEYS)
+                known = f"Known are {', '.join(sorted(_KEYS))}."
+                way_out = known if meant is None else f"Did you mean {meant}?"
+                raise ValueError(self._text(rule, key, way_out))
         kinds = {key: self.rope[key] for key in ("rope_type", "type") if self.rope.get(key)}
         names = {"default" if kind in _PLAIN else kind for kind in map(str, kinds.values())}
         names = {"longrope" if kind == "su" else kind for kind in names}
         if len(names) == 2:
             raise self._contradiction("type", "rope_type", " and ".join(sorted(names)))
+        scales = next((key for key in _SCALES if self.rope.get(key) is not None), None)
+        if not names and scales is not None:
+            rule = f"{self.where}.rope_type must be given, because {self.where}.{scales} is"
+            raise ValueError(self._text(rule, None, f"One of {', '.join(_RULES)}."))
         name = names.pop() if names else "default"
         if name == "default":
             return None
@@ -352,3 +386,9 @@ class Config:
 
     def _text(self, rule: str, got: object, way_out: str = "See posenc explain.") -> str:
         return checks.message("from_config", rule, got, way_out)
+
+
+def _meant(key: object, known: Iterable[str]) -> str | None:
+    """The known key that this one is nearly; None if it is one, or far from all."""
+    near = get_close_matches(str(key), known, n=1, cutoff=0.85)
+    return near[0] if near and near[0] != key else None

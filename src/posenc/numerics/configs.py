@@ -10,10 +10,10 @@ from typing import Any
 
 from posenc._contract import checks
 from posenc.numerics import scaling
-from posenc.numerics._config import SHARES, Config
+from posenc.numerics._config import LAYOUT, SHARES, Config
 from posenc.numerics.axes import Axes
 
-__all__ = ["SHARES", "Recipe", "layer_types", "read"]
+__all__ = ["LAYOUT", "SHARES", "Recipe", "layer_types", "read"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,9 @@ def _as_dict(config: Any) -> Mapping[str, Any]:
         try:
             config = json.loads(path.read_text(encoding="utf-8"))
         except OSError as error:
-            raise ValueError(f"from_config: cannot read {path}: {error.strerror}.") from error
+            way_out = "Nothing is downloaded: pass a dict, or the path of a config.json."
+            reason = f"from_config: cannot read {path}: {error.strerror}.\n  {way_out}"
+            raise ValueError(reason) from error
         except ValueError as error:
             raise ValueError(f"from_config: {path} is not JSON: {error}.") from error
     elif hasattr(config, "to_dict"):

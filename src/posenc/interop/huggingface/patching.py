@@ -14,6 +14,7 @@ from torch import nn
 from posenc._contract import checks
 from posenc.interop.huggingface import tables, variants
 from posenc.interop.huggingface.rewrite import NotUnderstood, Rewriter, rotates
+from posenc.numerics.configs import LAYOUT
 
 _RECORD = "_posenc_patch"
 _ABSENT = object()
@@ -132,12 +133,23 @@ def patch(model: nn.Module) -> Report:
         got = f"{type(model).__name__}, which calls no function that rotates"
         way_out = "Nothing was changed. Models without rotary positions need no patch."
         raise ValueError(checks.message("patch", "model must rotate", got, way_out))
+    _refuse_converted(model, places)
     before = [(*slot, vars(slot[0]).get(slot[1], _ABSENT)) for slot in slots]
     for module, name, value in slots:
         vars(module)[name] = value
     record = _Record(Report(tuple(places), tuple(exact)), before)
     vars(model)[_RECORD] = record
     return record.report
+
+
+def _refuse_converted(model: nn.Module, places: list[Place]) -> None:
+    """Weights that `posenc convert` moved are not what the model's own code rotates."""
+    said = getattr(getattr(model, "config", None), LAYOUT, None)
+    other = next((place.layout for place in places if said not in (None, place.layout)), None)
+    if other is not None:
+        rule = f"the weights must be in the layout of the model's code, {other}"
+        way_out = f"Convert them: posenc convert MODEL -o NEW --to {other}"
+        raise ValueError(checks.message("patch", rule, f"{said} ({LAYOUT})", way_out))
 
 
 def unpatch(model: nn.Module) -> None:
