@@ -40,7 +40,8 @@ def empty_like(x: Tensor) -> Tensor:
         return torch.empty_like(x)
     alike = x if x.is_contiguous() else torch.empty_like(x, device="meta")
     try:
-        return from_dlpack(_rotate.empty(*_KINDS[x.dtype], *x.shape, *alike.stride()))
+        numbers = (*_KINDS[x.dtype], x.data_ptr(), *x.shape, *alike.stride())
+        return from_dlpack(_rotate.empty(*numbers))
     except MemoryError:
         # torch may know better, and says so in its own way if not.
         return torch.empty_like(x)

@@ -8,9 +8,12 @@
 
 enum {
     HUGE_PAGE = 2 << 20,
+    PAGE = 4 << 10, /* what addresses are told apart by */
+    GRAIN = 64 << 10, /* of blocks: a whole page on every system */
     KEPT_BLOCKS = 64,
     LATEST = 128 << 20, /* bytes that are not offered to the system: offering costs some 50 us */
     DIMS = 4,
+    FIRST_SIZE = 3, /* of the arguments of empty() */
 };
 
 typedef struct {
@@ -60,11 +63,12 @@ static Block map_block(size_t bytes)
     return (Block){start + before, bytes, 0};
 }
 
-/* The smallest kept block that holds so many bytes, unless an eighth would lie idle; or a new one. */
+/* The smallest kept block that holds so many bytes from anywhere in its first page on, unless an eighth
+ * would lie idle; or a new one. */
 static Block take_block(size_t bytes)
 {
     Block found = {NULL, 0, 0};
-    bytes = (bytes + HUGE_PAGE - 1) & -(size_t)HUGE_PAGE;
+    bytes = (bytes + PAGE + GRAIN - 1) & -(size_t)GRAIN;
     if (hold_kept()) {
         int best = -1;
         for (int i = 0; i < kept.count; i++) {
@@ -142,26 +146,36 @@ static void end_unused_loan(PyObject *capsule)
     if (PyCapsule_IsValid(capsule, "dltensor")) end_loan(PyCapsule_GetPointer(capsule, "dltensor"));
 }
 
-/* empty(DLPack's type code, bits, shape, strides): a DLPack capsule of memory nobody has written. */
+/* Where in its page an output starts. A load seems to wait for a store before it whose address ends in
+ * the same 12 bits, so an output lies half a page from its input, and neither meets the other. */
+static size_t apart_from(uintptr_t input)
+{
+    return (input + PAGE / 2) & (PAGE - 1) & -(size_t)CACHE_LINE;
+}
+
+/* empty(DLPack's type code, bits, address of the input, shape, strides): a DLPack capsule of memory
+ * nobody has written. */
 static PyObject *py_empty(PyObject *self, PyObject *const *args, Py_ssize_t given)
 {
-    long long numbers[2 + 2 * DIMS];
+    long long numbers[FIRST_SIZE + 2 * DIMS];
     (void)self;
-    if (given != 2 + 2 * DIMS)
-        return PyErr_Format(PyExc_TypeError, "%zd arguments given, %d wanted", given, 2 + 2 * DIMS);
+    if (given != FIRST_SIZE + 2 * DIMS)
+        return PyErr_Format(PyExc_TypeError, "%zd arguments given, %d wanted", given,
+                            FIRST_SIZE + 2 * DIMS);
     for (int i = 0; i < given; i++)
         if ((numbers[i] = PyLong_AsLongLong(args[i])) == -1 && PyErr_Occurred()) return NULL;
     Loan *const loan = calloc(1, sizeof *loan);
     if (!loan) return PyErr_NoMemory();
     i64 last = 0;
-    for (int i = 0; i < 2 * DIMS; i++) loan->sizes[i] = numbers[2 + i];
+    for (int i = 0; i < 2 * DIMS; i++) loan->sizes[i] = numbers[FIRST_SIZE + i];
     for (int i = 0; i < DIMS; i++) last += (loan->sizes[i] - 1) * loan->sizes[DIMS + i];
+    const size_t start = apart_from((uintptr_t)numbers[2]);
     loan->block = take_block((size_t)(last + 1) * (size_t)(numbers[1] / 8));
     if (!loan->block.start) {
         free(loan);
         return PyErr_NoMemory();
     }
-    loan->data = loan->block.start;
+    loan->data = loan->block.start + start;
     loan->device_type = 1; /* the CPU */
     loan->ndim = DIMS;
     loan->dtype.code = (uint8_t)numbers[0];
