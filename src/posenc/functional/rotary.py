@@ -285,7 +285,8 @@ def check_queries_and_keys(who: str, q: Tensor, k: Tensor) -> None:
     if not fits or q.device != k.device:
         rule = "q and k must agree in batch, length, head_dim and device"
         got = f"{tuple(q.shape)} on {q.device} and {tuple(k.shape)} on {k.device}"
-        raise ValueError(checks.message(who, rule, got, "Only the head counts may differ."))
+        way_out = "Only the head counts may differ; of (B, L, H, D), pass x.transpose(1, 2)."
+        raise ValueError(checks.message(who, rule, got, way_out))
 
 
 def turn_all(
@@ -361,6 +362,10 @@ def _arguments(
     if len(xs) == 2:
         check_queries_and_keys(who, *xs)
     for name, table in (("cos", cos), ("sin", sin)):
+        if table is None:
+            rule = f"{name} must be a torch.Tensor"
+            way_out = "A RoPE that grows has none at first: pass rope.tables(position_ids)."
+            raise TypeError(checks.message(who, rule, None, way_out))
         checks.float_tensor(who, name, table)
         checks.rank(who, name, table, (2, 3), "(T, P) or (B, T, P)")
     batch, _, length, width = xs[0].shape

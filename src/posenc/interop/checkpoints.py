@@ -236,7 +236,7 @@ def _check_layout(shards: list[Source], model: Model, said: list[Any], to: Layou
     if was is None and model.family is not None:
         rule = "the layout of the source must be known"
         got = f"the unknown family {model.family!r}"
-        way_out = 'Pass layout="half" or layout="interleaved", after reading how it rotates.'
+        way_out = "Read how it rotates, and pass layout='half' or 'interleaved' (--layout)."
         raise ValueError(checks.message("convert", rule, got, way_out))
     if was == to:
         other = "half" if to == "interleaved" else "interleaved"

@@ -42,7 +42,7 @@ def refuse_paths(source: Path, target: Path, overwrite: bool) -> None:
         rule = "target must be new, or a {} to overwrite".format(
             "folder" if source.is_dir() else "file"
         )
-        way_out = "Pick another name, or ask for overwrite."
+        way_out = "Pick another name, or pass overwrite=True (--overwrite)."
         raise FileExistsError(checks.message("convert", rule, target, way_out))
 
 

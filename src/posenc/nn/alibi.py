@@ -242,15 +242,35 @@ class ALiBi(DerivedBuffers):
             documents=documents,
         )
 
-    def attention(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-        """Attention with this bias, without far keys.
+    def attention(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        scale: float | None = None,
+        offset: int | Tensor | None = None,
+        documents: Tensor | None = None,
+        windows: bool = True,
+        score_bound: float | Tensor | None = None,
+        path: str | None = None,
+    ) -> Tensor:
+        """Attention with this bias, without far keys: :func:`posenc.attention.alibi_attention`.
+
+        Padding and packing are ``documents``; a mask of any other kind is for FlexAttention, with
+        :meth:`score_mod`.
 
         Args:
             q: ``(B, H, Q, D)``.
             k: ``(B, Hk, K, D)``.
             v: ``(B, Hk, K, Dv)``.
-            options: ``scale``, ``offset``, ``documents``, ``windows``, ``score_bound`` and
-                ``path`` of :func:`posenc.attention.alibi_attention`.
+            scale: Of the scores; ``1 / sqrt(D)`` if None.
+            offset: Key of the first query; ``K - Q`` if None.
+            documents: Ids ``(K,)`` or ``(B, K)`` of texts: queries see their own. Negative ones are
+                padding.
+            windows: Whether to leave far keys out.
+            score_bound: Take the windows from this bound on the scores instead of the data.
+            path: ``flex`` or ``chunked`` to insist on one.
 
         Returns:
             ``(B, H, Q, Dv)`` in the dtype of ``q``.
@@ -261,7 +281,19 @@ class ALiBi(DerivedBuffers):
             torch.Size([1, 8, 512, 64])
         """
         slopes = self._exact(q.device) if isinstance(q, Tensor) else self._exact_slopes
-        return attention.alibi_attention(q, k, v, slopes, causal=self.causal, **options)
+        return attention.alibi_attention(
+            q,
+            k,
+            v,
+            slopes,
+            causal=self.causal,
+            scale=scale,
+            offset=offset,
+            documents=documents,
+            windows=windows,
+            score_bound=score_bound,
+            path=path,
+        )
 
     def forward(self, scores: Tensor) -> Tensor:
         """Add the bias to attention scores.
