@@ -50,12 +50,6 @@ def test_is_like_torchs(dtype, memory):
     assert torch.equal(rope.rotate(x), pieces)
 
 
-def block(x):
-    """Bytes of the memory that an output like ``x`` takes."""
-    grain = 1 << 16
-    return (x.nbytes + 4096 + grain - 1) // grain * grain
-
-
 def page(x):
     return x.data_ptr() // 4096
 
@@ -79,7 +73,7 @@ def test_is_used_again_once_its_tensor_is_gone():
     del first
     assert kept() == 0, "a view holds it"
     del view
-    assert kept() == block(x)
+    assert kept() == x.nbytes
     assert page(rope.rotate(2 * x)) == at
     assert torch.equal(second, held)
 
@@ -91,7 +85,7 @@ def test_gradients_come_from_it_too():
         again = gradient
     assert torch.equal(rope.unrotate(torch.ones(SHAPE)), again)
     del gradient, again
-    assert kept() <= 3 * block(x)
+    assert kept() <= 3 * x.nbytes
 
 
 def test_its_tensors_are_like_any():
@@ -138,10 +132,18 @@ def test_memory_over_the_limit_goes_back():
     posenc.keep_memory(12)
     outputs = [rope.rotate(x) for _ in range(3)]
     del outputs
-    assert c._rotate.keep(12 << 20) == block(x)
+    assert c._rotate.keep(12 << 20) == x.nbytes
     posenc.keep_memory(4)
     rope.rotate(x)
     assert kept() == 0
+
+
+def test_a_round_size_fits_the_limit_it_equals():
+    x = torch.randn(SHAPE)
+    posenc.keep_memory(x.nbytes >> 20)
+    at = page(c.empty_like(x))
+    assert c._rotate.keep(x.nbytes) == x.nbytes
+    assert page(c.empty_like(x)) == at
 
 
 def test_a_much_larger_block_is_left_for_others():
@@ -193,7 +195,7 @@ def test_what_waits_is_given_up_when_memory_is_scarce():
 
 def test_a_capsule_that_nobody_takes_gives_its_memory_back():
     c._rotate.empty(2, 32, 0, 1, 1, 1024, 1024, 0, 0, 1024, 1)
-    assert kept() == (4 << 20) + (64 << 10)
+    assert kept() == 4 << 20
 
 
 def test_threads_share_it():

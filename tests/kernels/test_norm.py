@@ -88,6 +88,26 @@ def test_triton_matches_forward_and_backward(pairs, width, column, whole, inner,
         assert off < bound
 
 
+def test_triton_takes_rows_that_overlap():
+    from posenc.kernels.triton import norm as kernel
+
+    x = torch.randn(100, dtype=torch.float64, device=GPU).as_strided((1, 2, 5, 8), (50, 20, 1, 1))
+    weight = torch.randn(8, dtype=torch.float64, device=GPU)
+    cos, sin = (t.to(GPU) for t in oracles.exact_cos_sin(range(9), 8))
+    arguments = (cos, sin, Rows(), Turn(), Norm())
+    g = torch.randn(1, 2, 5, 8, dtype=torch.float64, device=GPU)
+    found = (
+        kernel.norm_rotate(x, weight, *arguments),
+        *kernel.norm_rotate_backward(g, x, weight, *arguments),
+    )
+    wanted = (
+        reference.norm_rotate(x, weight, *arguments),
+        *reference.norm_rotate_backward(g, x, weight, *arguments),
+    )
+    for got, exact in zip(found, wanted, strict=True):
+        torch.testing.assert_close(got, exact, rtol=1e-12, atol=1e-12)
+
+
 MEMORY = {
     "tokens-first": lambda w: torch.randn(2, 5, 3, w).transpose(1, 2),
     "heads-first": lambda w: torch.randn(2, 3, 5, w),

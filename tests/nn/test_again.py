@@ -146,6 +146,15 @@ def test_a_checkpoint_is_worked_out_again_after_the_table_has_grown(ids):
     assert all(map(torch.equal, found, wanted))
 
 
+def test_a_growing_table_is_taken_whole_where_nothing_is_recorded():
+    """A launch on a GPU is found by the shape of the tables."""
+    rope = RoPE(8, None)
+    q, k = token()
+    rope(q, k, 30)
+    found = rope._again(rope._key(q, k), rope._checked, q, 5)
+    assert found[0] is rope.cos_cached
+
+
 @torch.no_grad()
 def test_another_thread_changes_an_argument(monkeypatch):
     rope, check = RoPE(8, 32), RoPE._check

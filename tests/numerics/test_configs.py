@@ -45,6 +45,23 @@ SIZES = {"hidden_size": 512, "num_attention_heads": 8}
             id="converted",
         ),
         pytest.param(
+            {"text_config": {"model_type": "llama", "posenc_rope_layout": "interleaved"}},
+            {"interleaved": True},
+            id="converted-within",
+        ),
+        pytest.param(
+            {
+                "rope_theta": 1e5,
+                "rope_interleaved": False,
+                "use_rope_scaling": True,
+                "rope_head_dim": 64,
+                "partial_rotary_factors": [1.0],
+                "rotary_embedding": True,
+            },
+            {"base": 1e5, "rotary_dim": 64},
+            id="keys-of-others",
+        ),
+        pytest.param(
             {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
             {"base": 1e6},
             id="rope_parameters",
@@ -236,6 +253,8 @@ def test_files_folders_and_objects_are_read(tmp_path):
         ({"rope_scaling": {"type": "linear", "fator": 2.0}}, "Did you mean factor?"),
         ({"rope_tehta": 1e6}, "rope_tehta must be a key that is known.*\n.*rope_theta"),
         ({"rope_scalng": {"type": "linear", "factor": 2.0}}, "Did you mean rope_scaling?"),
+        ({"roep_theta": 1e6}, "Did you mean rope_theta?"),
+        ({"original_max_postion_embeddings": 4096}, "original_max_position_embeddings?"),
         ({"posenc_rope_layout": "thirds"}, "'half' or 'interleaved'"),
         ({"layer_types": ["a"], "layer": 1}, None),
     ],

@@ -43,5 +43,6 @@ def root(
     """Look at positional encodings, measure them, and convert checkpoints."""
     if version:
         typer.echo(__version__)
-    elif context.invoked_subcommand is None:
+        raise typer.Exit
+    if context.invoked_subcommand is None:
         typer.echo(context.get_help())

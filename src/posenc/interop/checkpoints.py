@@ -125,7 +125,8 @@ def convert(
         "fused": fused,
     }
     model = families.from_config(described, **given)
-    said = [layout, families.text_config(described).get(LAYOUT)]
+    # Who says it here knows better than a config, which may be another checkpoint's.
+    said = layout or families.text_config(described).get(LAYOUT)
     _check_layout(shards, model, said, to)
     plan = _plan(((n, e.shape) for s in shards for n, e in s.entries.items()), model, to)
     total = sum(entry.nbytes for shard in shards for entry in shard.entries.values())
@@ -224,10 +225,11 @@ def _plan(
     return plan
 
 
-def _check_layout(shards: list[Source], model: Model, said: list[Any], to: Layout) -> None:
+def _check_layout(shards: list[Source], model: Model, said: Any, to: Layout) -> None:
     """Refuse a source that is, or may be, in the wanted layout already."""
     noted = {shard.metadata[METADATA] for shard in shards if METADATA in shard.metadata}
-    noted |= {layouts.check_layout("convert", "layout", one) for one in said if one is not None}
+    if said is not None:
+        noted.add(layouts.check_layout("convert", "layout", said))
     if len(noted) > 1:
         rule = "the metadata of all files, the config and layout= must agree"
         got, way_out = " and ".join(sorted(noted)), "Leave layout out, or convert each file."

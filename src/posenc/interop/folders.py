@@ -155,11 +155,10 @@ def switch(folder: Path, to: Layout, usual: bool) -> bool:
     if not whole or not isinstance(text, dict):
         return False
     before, read = json.dumps(whole), text.get("model_type") in families.SWITCHED
+    text.pop(LAYOUT, None)
     if read:
         text[families.SWITCH] = to == "interleaved"
-    elif usual:
-        text.pop(LAYOUT, None)
-    else:
+    elif not usual:
         text[LAYOUT] = to
     if json.dumps(whole) != before:
         path.write_text(json.dumps(whole, indent=2) + "\n", encoding="utf-8")

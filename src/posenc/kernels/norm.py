@@ -54,15 +54,16 @@ def norm_rotate(
         x, weight = x.resolve_neg(), weight.resolve_neg()
         x = x if x.stride(-1) == 1 else x.contiguous()
     result: Tensor
+    how = cos, sin, rows, turn, norm
     if is_plain(x, weight, cos, sin):
         if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
-            result = _NormRotate.apply(x, weight, (cos, sin, rows, turn, norm))
+            result = _NormRotate.apply(x, weight, how)
         else:
-            result = kernel.norm_rotate(x, weight, cos, sin, rows, turn, norm)
+            result = kernel.norm_rotate(x, weight, *how)
     elif kernel is triton and torch.compiler.is_compiling() and not torch.compiler.is_exporting():
         result = _forward(x, weight, cos, sin, rows.positions, rows.start, *turn, *norm)
     else:
-        result = reference.norm_rotate(x, weight, cos, sin, rows, turn, norm)
+        result = reference.norm_rotate(x, weight, *how)
     return result
 
 

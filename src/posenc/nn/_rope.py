@@ -36,9 +36,11 @@ def _turn_of(
     return Turn(interleaved, out, head_dim - width if last else 0)
 
 
-def wider(q: Tensor, k: Tensor) -> Tensor:
-    """The more precise of the two: the tables that serve it serve both."""
-    return q if q.dtype is k.dtype or q.element_size() >= k.element_size() else k
+def leading(q: Tensor, k: Tensor) -> Tensor:
+    """The more precise of the two, or the one with a gradient: what serves it serves both."""
+    if q.dtype is k.dtype:
+        return k if k.requires_grad and not q.requires_grad else q
+    return q if q.element_size() >= k.element_size() else k
 
 
 class RopeTables(RotaryTables):

@@ -12,7 +12,7 @@ from torch import Tensor
 from posenc._contract import checks
 from posenc.functional.rotary import check_queries_and_keys, turn_all
 from posenc.kernels import rotate_plain
-from posenc.nn._rope import RopeTables, wider
+from posenc.nn._rope import RopeTables, leading
 from posenc.numerics import configs
 from posenc.numerics.axes import Axes
 from posenc.numerics.frequencies import scaled_rates
@@ -170,7 +170,7 @@ class RoPE(RopeTables):
         """
         key = self._key(q, k) if position_ids is None and seq_len is None else None
         if key is not None:
-            known = self._again(key, self._checked, wider(q, k), offset)
+            known = self._again(key, self._checked, leading(q, k), offset)
             if known is not None:
                 a, b = rotate_plain([q, k], *known)
                 return a, b
@@ -178,10 +178,10 @@ class RoPE(RopeTables):
         self._check(who, "q", q)
         self._check(who, "k", k)
         check_queries_and_keys(who, q, k)
-        taken = self._tables_for(who, wider(q, k), offset, position_ids, seq_len)
+        taken = self._tables_for(who, leading(q, k), offset, position_ids, seq_len)
         a, b = turn_all(who, "max_seq_len", [q, k], *taken, turn)
         if key is not None:
-            self._remember(key, wider(q, k), offset, taken)
+            self._remember(key, leading(q, k), offset, taken)
         return a, b
 
     def rotate(

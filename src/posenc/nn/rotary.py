@@ -69,7 +69,8 @@ class RotaryTables(TableModule):
         """Kept tables as the kernel for ``x`` takes them."""
         if x.is_cuda and x.element_size() == 2:
             cos, sin = self._in_float32(x, cos, sin)
-        if self.max_seq_len is None and need is not None and torch.is_grad_enabled():
+        recorded = x.requires_grad and torch.is_grad_enabled()
+        if recorded and self.max_seq_len is None and need is not None:
             # What a checkpoint saves must look the same when it is worked out again, and the
             # table may have grown by then.
             cos, sin = cos[:need], sin[:need]

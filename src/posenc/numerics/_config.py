@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from difflib import get_close_matches
+from collections.abc import Mapping
 from typing import Any
 
 from posenc._contract import checks
 from posenc.numerics import scaling
+from posenc.numerics._spelling import is_slip, nearest
 from posenc.numerics.axes import Axes, Sections
 
 # Model types whose queries and keys are rotated in adjacent pairs. `rope_interleave` in a config
@@ -51,11 +51,13 @@ _KEYS = frozenset(
 _OUTSIDE = (
     "rope_theta", "rope_scaling", "rope_parameters", "rope_interleave", "rope_local_base_freq",
     "partial_rotary_factor", "rotary_dim", "rotary_pct", "rotary_emb_base", "rotary_embedding_base",
-    "original_max_position_embeddings", "max_position_embeddings", "head_dim", "hidden_size",
-    "num_attention_heads", "qk_rope_head_dim", LAYOUT,
+    "original_max_position_embeddings", "max_position_embeddings", LAYOUT,
 )  # fmt: skip
 # Keys that mean nothing without a rope_type.
-_SCALES = ("factor", "short_factor", "long_factor", "low_freq_factor", "beta_fast", "mscale")
+_SCALES = (
+    "factor", "short_factor", "long_factor", "low_freq_factor", "high_freq_factor", "beta_fast",
+    "beta_slow", "mscale", "attention_factor", "alpha",
+)  # fmt: skip
 # Values of rope_type that scale nothing.
 _PLAIN = ("default", "mrope")
 _RULES = ("linear", "dynamic", "yarn", "longrope", "llama3", "proportional")
@@ -68,7 +70,7 @@ class Config:
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         self.sources: dict[str, str] = {}
-        self.prefix = ""
+        self.prefix, self.mark = "", _mark(config)
         for name in ("text_config", "llm_config", "language_config"):
             inner = config.get(name)
             if isinstance(inner, Mapping) and "hidden_size" not in config:
@@ -83,10 +85,9 @@ class Config:
         self._refuse_misspelled()
 
     def _refuse_misspelled(self) -> None:
-        for key in self.top:
-            if isinstance(key, str) and ("rop" in key or "rot" in key):
-                meant = _meant(key, _OUTSIDE)
-                if meant is not None and meant not in self.top:
+        for key, value in self.top.items():
+            for meant in _OUTSIDE if isinstance(key, str) and value else ():
+                if self.top.get(meant) is None and is_slip(key, meant):
                     rule = f"{self.prefix}{key} must be a key that is known"
                     raise ValueError(self._text(rule, key, f"Did you mean {meant}?"))
 
@@ -251,11 +252,11 @@ class Config:
 
     def layout(self) -> tuple[bool, bool | None]:
         """Whether pairs are adjacent, in the input and, if it differs, in the output."""
-        said = self.top.get(LAYOUT)
+        said = self.mark
         if said is not None:
             if said not in ("half", "interleaved"):
                 raise ValueError(self._text(f"{LAYOUT} must be 'half' or 'interleaved'", said))
-            self.sources["interleaved"] = self.prefix + LAYOUT
+            self.sources["interleaved"] = LAYOUT
             return said == "interleaved", None
         kind = self.top.get("model_type")
         flag = self.top.get("rope_interleave")
@@ -283,9 +284,9 @@ class Config:
         """The scaling rule."""
         for key in self.rope:
             if key not in _KEYS:
-                rule, meant = f"{self.where}.{key} must be a key of rotation", _meant(key, _KEYS)
-                known = f"Known are {', '.join(sorted(_KEYS))}."
-                way_out = known if meant is None else f"Did you mean {meant}?"
+                rule, meant = f"{self.where}.{key} must be a key of rotation", sorted(_KEYS)
+                near = nearest(key, meant)
+                way_out = f"Did you mean {near}?" if near else f"Known are {', '.join(meant)}."
                 raise ValueError(self._text(rule, key, way_out))
         kinds = {key: self.rope[key] for key in ("rope_type", "type") if self.rope.get(key)}
         names = {"default" if kind in _PLAIN else kind for kind in map(str, kinds.values())}
@@ -388,7 +389,9 @@ class Config:
         return checks.message("from_config", rule, got, way_out)
 
 
-def _meant(key: object, known: Iterable[str]) -> str | None:
-    """The known key that this one is nearly; None if it is one, or far from all."""
-    near = get_close_matches(str(key), known, n=1, cutoff=0.85)
-    return near[0] if near and near[0] != key else None
+def _mark(config: Mapping[str, Any]) -> Any:
+    """What a conversion has left, in the config or in one within it."""
+    if config.get(LAYOUT) is not None:
+        return config[LAYOUT]
+    inner = (_mark(part) for part in config.values() if isinstance(part, Mapping))
+    return next((mark for mark in inner if mark is not None), None)

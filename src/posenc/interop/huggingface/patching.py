@@ -144,12 +144,13 @@ def patch(model: nn.Module) -> Report:
 
 def _refuse_converted(model: nn.Module, places: list[Place]) -> None:
     """Weights that `posenc convert` moved are not what the model's own code rotates."""
-    said = getattr(getattr(model, "config", None), LAYOUT, None)
-    other = next((place.layout for place in places if said not in (None, place.layout)), None)
-    if other is not None:
-        rule = f"the weights must be in the layout of the model's code, {other}"
-        way_out = f"Convert them: posenc convert MODEL -o NEW --to {other}"
-        raise ValueError(checks.message("patch", rule, f"{said} ({LAYOUT})", way_out))
+    for place in places:
+        own = getattr(model.get_submodule(place.module), "config", getattr(model, "config", None))
+        said, code = getattr(own, LAYOUT, None), place.layout.split()[0]
+        if said not in (None, code):
+            rule = f"the weights must be in the layout of the model's code, {code}"
+            way_out = f"Convert them: posenc convert MODEL -o NEW --to {code}"
+            raise ValueError(checks.message("patch", rule, f"{said} ({LAYOUT})", way_out))
 
 
 def unpatch(model: nn.Module) -> None:

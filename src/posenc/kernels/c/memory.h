@@ -34,10 +34,13 @@ static struct {
 static int hold_kept(void) { return !__atomic_test_and_set(&kept.busy, __ATOMIC_ACQUIRE); }
 static void leave_kept(void) { __atomic_clear(&kept.busy, __ATOMIC_RELEASE); }
 
+/* Bytes of a block as limits count them: without what take_block() adds to a round size. */
+static size_t counted(Block block) { return block.bytes - GRAIN; }
+
 static Block remove_kept(int i)
 {
     const Block block = kept.blocks[i];
-    kept.bytes -= block.bytes, kept.count--;
+    kept.bytes -= counted(block), kept.count--;
     memmove(kept.blocks + i, kept.blocks + i + 1, (size_t)(kept.count - i) * sizeof block);
     return block;
 }
@@ -96,21 +99,21 @@ static void give_block(Block block)
         munmap(block.start, block.bytes);
         return;
     }
-    const size_t limit = kept.limit, fits = block.bytes <= limit;
-    shrink_kept(fits ? limit - block.bytes : limit, KEPT_BLOCKS - 1);
+    const size_t limit = kept.limit, fits = counted(block) <= limit;
+    shrink_kept(fits ? limit - counted(block) : limit, KEPT_BLOCKS - 1);
     if (!fits) {
         leave_kept();
         munmap(block.start, block.bytes);
         return;
     }
     block.offered = 0;
-    kept.bytes += block.bytes;
+    kept.bytes += counted(block);
     kept.blocks[kept.count++] = block;
 #ifdef MADV_FREE
     size_t latest = 0;
     for (int i = kept.count - 1; i >= 0; i--) {
         Block *const each = &kept.blocks[i];
-        if ((latest += each->bytes) <= LATEST || each->offered) continue;
+        if ((latest += counted(*each)) <= LATEST || each->offered) continue;
         madvise(each->start, each->bytes, MADV_FREE);
         each->offered = 1;
     }

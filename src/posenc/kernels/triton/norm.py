@@ -33,10 +33,10 @@ def norm_rotate(
     x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, rows: Rows, turn: Turn, norm: Norm
 ) -> Tensor:
     """Normalise and rotate ``x``, whose last dimension is dense, into a new tensor."""
-    y = torch.empty_like(x)
+    x, y = _into(x)
     if y.numel() == 0:
         return y
-    weight, cos, sin, ids = _read(x, weight, cos, sin, rows)
+    weight, cos, sin, ids = _read(x, weight, cos, sin, rows, turn)
     tensors = (x, y, weight, cos, sin, ids)
     make = partial(_forward_launch, x, y, weight, cos, rows, turn, norm)
     run = known(_LAUNCHES, ("forward", rows.positions is None, turn, norm), tensors, make)
@@ -57,7 +57,7 @@ def norm_rotate_backward(
     """Gradients to ``x`` and ``weight``, given ``g``, the gradient to the result."""
     g = g.resolve_neg()
     g = g if g.stride(-1) == 1 else g.contiguous()
-    dx = torch.empty_like(x)
+    x, dx = _into(x)
     if x.numel() == 0:
         return dx, torch.zeros_like(weight)
     tokens, (_, heads, _, width) = x.shape[0] * x.shape[2], x.shape
@@ -66,7 +66,7 @@ def norm_rotate_backward(
     share_type = torch.promote_types(weight.dtype, torch.float32)
     share = heads * width if norm.whole else width
     shares = torch.empty((programs, share), device=x.device, dtype=share_type)
-    weight, cos, sin, ids = _read(x, weight, cos, sin, rows)
+    weight, cos, sin, ids = _read(x, weight, cos, sin, rows, turn)
     tensors = (g, x, dx, shares, weight, cos, sin, ids)
     make = partial(_backward_launch, g, x, dx, shares, weight, cos, rows, turn, norm)
     run = known(_LAUNCHES, ("backward", rows.positions is None, turn, norm), tensors, make)
@@ -77,10 +77,21 @@ def norm_rotate_backward(
 _LAUNCHES: dict[Any, Launch] = {}
 
 
+def _into(x: Tensor) -> tuple[Tensor, Tensor]:
+    """``x``, and a new tensor for what becomes of it."""
+    y = torch.empty_like(x)
+    if y.stride(-1) == 1:
+        return x, y
+    # Rows that overlap have strides that no other tensor can have.
+    x = x.contiguous()
+    return x, torch.empty_like(x)
+
+
 def _read(
-    x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, rows: Rows
+    x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, rows: Rows, turn: Turn
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """What both kernels read beside their rows: weight, tables and positions."""
+    check_tables(x, cos, sin, turn)
     if cos.stride(-1) != 1 or cos.stride() != sin.stride():
         cos, sin = cos.contiguous(), sin.contiguous()
     return weight.contiguous(), cos, sin, x if rows.positions is None else rows.positions
@@ -143,7 +154,6 @@ def _constants(
     inner: int,
     outer: int,
 ) -> dict[str, Any]:
-    check_tables(x, cos, turn)
     pairs, width = cos.shape[-1], x.shape[-1]
     return {
         "HEADS": x.shape[1],

@@ -47,10 +47,11 @@ def index(*tensors: Tensor) -> Any:
     return tl.int32 if last < 2**31 else tl.int64
 
 
-def check_tables(x: Tensor, cos: Tensor, turn: Turn) -> None:
+def check_tables(x: Tensor, cos: Tensor, sin: Tensor, turn: Turn) -> None:
     """Refuse tables that a kernel would read, or turn channels with, beyond what is there."""
     pairs, batch = cos.shape[-1], cos.shape[0] if cos.dim() == 3 else x.shape[0]
-    if batch != x.shape[0] or pairs < 1 or turn.column + 2 * pairs > x.shape[3]:
+    fits = pairs >= 1 and turn.column + 2 * pairs <= x.shape[3]
+    if not fits or batch != x.shape[0] or cos.shape != sin.shape:
         raise ValueError(f"tables {tuple(cos.shape)} do not fit {tuple(x.shape)}")
 
 

@@ -76,11 +76,11 @@ def _launch(
     xs: list[Tensor], ys: list[Tensor], cos: Tensor, sin: Tensor, rows: Rows, turn: Turn
 ) -> Launch | None:
     q, k, q_out, k_out = xs[0], xs[-1], ys[0], ys[-1]
+    check_tables(q, cos, sin, turn)
     if q.dtype != k.dtype or any(x.is_neg() or x.numel() == 0 for x in xs):
         return None
     if any(t.stride(-1) != 1 for t in (*xs, *ys, cos)) or cos.stride() != sin.stride():
         return None
-    check_tables(q, cos, turn)
     batch, q_heads, length, width = q.shape
     k_heads = k.shape[1] if len(xs) == 2 else 0
     pairs = cos.shape[-1]
