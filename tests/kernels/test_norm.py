@@ -9,18 +9,13 @@ from assertions import assert_within_ulps
 from posenc import kernels
 from posenc.kernels import c, reference
 from posenc.kernels.spec import Norm, RowOutOfRange, Rows, Turn
+from rotations import GPU, LAYOUTS
 
-GPU = "cuda" if torch.cuda.is_available() else "cpu"
 CASES = pytest.mark.parametrize(
     ("pairs", "width", "column"), [(6, 12, 0), (6, 16, 0), (6, 16, 4)], ids=["all", "first", "last"]
 )
 DTYPES = pytest.mark.parametrize(
     "dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str
-)
-LAYOUTS = pytest.mark.parametrize(
-    ("inner", "outer"),
-    [(True, True), (False, False), (True, False), (False, True)],
-    ids=["interleaved", "half", "interleaved-to-half", "half-to-interleaved"],
 )
 NORMS = pytest.mark.parametrize("whole", [False, True], ids=["each-head", "all-heads"])
 

@@ -6,78 +6,12 @@ import sys
 import pytest
 import torch
 
-import oracles
 from assertions import assert_within_ulps
 from oracles import tables
-from posenc.kernels import backend, c, reference
+from posenc.kernels import backend, c
 from posenc.kernels.spec import RowOutOfRange, Rows, Turn
+from rotations import BACKENDS, DTYPES, GPU, LAYOUTS, check, expected
 
-DTYPES = {
-    "fp64": torch.float64,
-    "fp32": torch.float32,
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-}
-GPU = "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def by_reference(xs, ys, *arguments):
-    for x, y in zip(xs, ys, strict=True):
-        y.copy_(reference.rotate(x, *arguments))
-
-
-def by_triton(xs, ys, cos, sin, rows, turn):
-    from posenc.kernels.triton.rotate import rotate_into
-
-    rotate_into(xs, ys, cos, sin, rows, turn)
-
-
-BACKENDS = {"reference": (by_reference, "cpu"), "triton": (by_triton, GPU)}
-if c.available:
-    BACKENDS["c"] = (c.rotate_into, "cpu")
-# Triton's interpreter cuts bfloat16 off where a GPU rounds it.
-CUT = {("triton", torch.bfloat16): 1.0} if GPU == "cpu" else {}
-
-
-def expected(x, cos, sin, index, turn):
-    """Rotation of ``x`` in float64 by complex numbers, and the magnitude of each result."""
-    cos, sin = (t.cpu()[index].unsqueeze(-3) for t in (cos, sin))
-    pairs = cos.shape[-1]
-    span = slice(turn.column, turn.column + 2 * pairs)
-    x = x.cpu().double()
-    exact, size = x.clone(), x.abs()
-    turned = oracles.rotate(
-        x[..., span], cos, -sin if turn.transposed else sin, interleaved=turn.interleaved
-    )
-    length = oracles.pair_magnitude(turned, pairs, interleaved=turn.interleaved)
-    if turn.interleaved and not turn.interleaved_out:
-        turned, length = (torch.cat((t[..., 0::2], t[..., 1::2]), -1) for t in (turned, length))
-    elif turn.interleaved_out and not turn.interleaved:
-        turned, length = (
-            t.unflatten(-1, (2, pairs)).transpose(-1, -2).flatten(-2) for t in (turned, length)
-        )
-    exact[..., span], size[..., span] = turned, length
-    return exact, size
-
-
-def check(name, xs, cos, sin, rows, turn, index):
-    run, device = BACKENDS[name]
-    xs = [x.to(device) for x in xs]
-    ys = [torch.full_like(x, float("nan")) for x in xs]
-    moved = None if rows.positions is None else rows.positions.to(device)
-    run(xs, ys, cos.to(device), sin.to(device), Rows(rows.start, moved), turn)
-    for x, y in zip(xs, ys, strict=True):
-        exact, size = expected(x, cos, sin, index, turn)
-        ulps = 4 if x.dtype == torch.float64 else CUT.get((name, x.dtype), 0.501)
-        assert_within_ulps(y.cpu(), exact, ulps, size)
-        assert y.stride() == x.stride() or not x.is_contiguous()
-
-
-LAYOUTS = pytest.mark.parametrize(
-    ("inner", "outer"),
-    [(True, True), (False, False), (True, False), (False, True)],
-    ids=["interleaved", "half", "interleaved-to-half", "half-to-interleaved"],
-)
 SHAPES = {
     "odd-length": lambda: torch.randn(2, 3, 17, 16),
     "three-tokens": lambda: torch.randn(1, 2, 3, 16),
@@ -278,93 +212,6 @@ def test_in_place_is_the_same_and_leaves_the_rest(name, dtype, interleaved):
     assert torch.equal(z[..., :4], x[..., :4])
 
 
-@pytest.mark.skipif(not c.available, reason="the extension was not built")
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("heads_together", [True, False])
-def test_threads_do_the_same_as_one(dtype, heads_together):
-    x = torch.randn(3, 8, 101, 160)
-    x = (x.transpose(1, 2).contiguous().transpose(1, 2) if heads_together else x).to(DTYPES[dtype])
-    cos, sin = tables(101, 64)
-    ys = [torch.full_like(x, float("nan")) for _ in range(2)]
-    threads = torch.get_num_threads()
-    for count, y in zip((1, 4), ys, strict=True):
-        torch.set_num_threads(count)
-        c.rotate_into([x], [y], cos, sin, Rows(), Turn())
-    torch.set_num_threads(threads)
-    assert torch.equal(*ys)
-    check("c", [x], cos, sin, Rows(), Turn(), slice(0, 101))
-
-
-@pytest.mark.skipif(not c.available, reason="the extension was not built")
-@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
-def test_special_numbers_keep_their_meaning(dtype):
-    """Turned by zero, every number comes back; NaN and infinity stay what they are."""
-    largest = torch.finfo(DTYPES[dtype]).max
-    tiny = torch.finfo(DTYPES[dtype]).smallest_normal / 4
-    row = [float("nan"), 1.0, float("inf"), -2.0, largest, -largest, tiny, -tiny] * 4
-    x = torch.tensor(row).to(DTYPES[dtype]).view(1, 1, 1, 32)
-    for interleaved in (True, False):
-        y = torch.empty_like(x)
-        cos, sin = torch.ones(1, 16).double(), torch.zeros(1, 16).double()
-        c.rotate_into([x], [y], cos, sin, Rows(), Turn(interleaved, interleaved))
-        finite = reference.rotate(x, cos, sin, Rows(), Turn(interleaved, interleaved))
-        torch.testing.assert_close(y, finite, rtol=0, atol=0, equal_nan=True)
-
-
-@pytest.mark.skipif(not c.available, reason="the extension was not built")
-def test_every_bfloat16_and_float16_rounds_as_torch_does():
-    """All 65 536 numbers of each, scaled so that their rounding shows."""
-    bits = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16)
-    for dtype in (torch.bfloat16, torch.float16):
-        x = bits.view(dtype).view(1, 1, 512, 128)
-        cos = torch.full((512, 64), 1 / 3, dtype=torch.float64)
-        sin = torch.full((512, 64), -0.7, dtype=torch.float64)
-        y = torch.empty_like(x)
-        c.rotate_into([x], [y], cos, sin, Rows(), Turn(False, False))
-        wanted = reference.rotate(x, cos, sin, Rows(), Turn(False, False))
-        same = (y == wanted) | (y.isnan() & wanted.isnan())
-        # A fused multiply-add moves a tie now and then, by one spacing.
-        assert same.float().mean() > 0.999
-        near = (y.double() - wanted.double()).abs() <= oracles.ulp(wanted.double().abs(), dtype)
-        assert (same | near | (y.isinf() | wanted.isinf())).all()
-
-
-@pytest.mark.skipif(not c.available, reason="the extension was not built")
-@pytest.mark.parametrize("dtype", DTYPES)
-@LAYOUTS
-def test_every_instruction_set_is_right(dtype, inner, outer):
-    """A machine runs the best set it has; the others are for older machines, and run here too."""
-    from posenc.kernels.c import _rotate
-
-    best, ran = _rotate.isa(), []
-    try:
-        for isa in ("avx512", "avx2", "neon", "baseline"):
-            try:
-                _rotate.set_isa(isa)
-            except ValueError:
-                continue
-            ran.append(isa)
-            for pairs in (1, 31, 32, 50, 96):
-                x = torch.randn(2, 9, 5, 2 * pairs).to(DTYPES[dtype])
-                check("c", [x], *tables(5, pairs), Rows(), Turn(inner, outer), slice(0, 5))
-    finally:
-        _rotate.set_isa(best)
-    assert best == ran[0]
-
-
-@pytest.mark.skipif(not c.available, reason="the extension was not built")
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("own", [False, True], ids=["rows-shared", "rows-of-each-sequence"])
-def test_queries_and_keys_share_the_rows_made_ready_for_them(dtype, own):
-    """More tokens than one tile of table rows, which serves all heads of both, and all sequences
-    where they take the same rows."""
-    q, k = (torch.randn(2, heads, 700, 64).to(DTYPES[dtype]) for heads in (3, 1))
-    rows, index = Rows(5), torch.arange(5, 705)
-    if own:
-        rows, index = Rows(0, torch.tensor([[5], [9]])), torch.tensor([[5], [9]]) + index - 5
-    check("c", [q, k], *tables(720, 32), rows, Turn(False, False), index)
-
-
 @pytest.mark.parametrize("name", BACKENDS)
 def test_queries_and_keys_may_differ_in_dtype_and_strides(name):
     q, k = torch.randn(2, 3, 5, 16).half(), torch.randn(2, 2, 16, 5).transpose(-1, -2)
@@ -383,16 +230,6 @@ def test_what_is_yet_to_be_negated(name):
     assert torch.equal(negated, plain)
     run([torch._neg_view(x)], [torch._neg_view(x)], cos, sin, Rows(), Turn())
     assert torch.equal(-x, plain)
-
-
-@pytest.mark.skipif(not c.available, reason="the extension was not built")
-def test_instruction_sets_are_named_and_refused_by_name():
-    from posenc.kernels.c import _rotate
-
-    assert _rotate.isa() in backend.backends()[0].why
-    _rotate.set_isa(_rotate.isa())
-    with pytest.raises(ValueError, match="does not run here"):
-        _rotate.set_isa("abacus")
 
 
 def test_backends_say_what_they_are():

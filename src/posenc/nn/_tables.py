@@ -150,13 +150,14 @@ class TableModule(DerivedBuffers):
 
     def _covering(self, x: Tensor, spectrum: Spectrum, rows: int) -> tuple[Tensor, ...] | None:
         found, buffers = self._spectrum, self._buffers
-        tables = tuple([buffers[name] for name in self._derived])
+        held_now = [buffers[name] for name in self._derived]
         if found is not self._spectrum or not (spectrum is found or spectrum == found):
             return None
-        shape, device = None, x.device
+        tables: list[Tensor] = []
+        device = x.device
         # A copy made in inference mode cannot be saved for a gradient.
         recorded = torch.is_grad_enabled() and is_plain()
-        for held in tables:
+        for held in held_now:
             if held is None or held.device != device:
                 return None
             # One made under a mode, or spread over processes, has no numbers for plain ones.
@@ -165,12 +166,12 @@ class TableModule(DerivedBuffers):
             # float64 comes first: what a device would take instead costs more to ask.
             if held.dtype is not torch.float64 and held.dtype is not self._table_dtype(x):
                 return None
-            shape, before = held.shape, shape
-            if shape[0] < rows or (before is not None and shape != before):
+            if held.shape[0] < rows or (tables and held.shape != tables[0].shape):
                 return None
             if recorded and held.is_inference():
                 return None
+            tables.append(held)
         if self.max_seq_len is None:
             # A graph would go on reading these when longer ones have taken their place.
-            outlive_capture(*tables)  # type: ignore[arg-type]
-        return tables  # type: ignore[return-value]
+            outlive_capture(*tables)
+        return tuple(tables)

@@ -1,0 +1,51 @@
+"""The layout that a conversion leaves in a config, and everybody who reads it."""
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+import tiny_models as models
+from posenc import RoPE
+from posenc.interop import huggingface
+from posenc.interop.checkpoints import convert
+
+
+def test_what_reads_a_converted_folder_knows_its_layout(tmp_path):
+    old, new = tmp_path / "old", tmp_path / "new"
+    models.build("Llama", models.GQA).save_pretrained(old)
+    convert(old, new, to="interleaved")
+    with pytest.raises(ValueError, match="posenc convert MODEL -o NEW --to half"):
+        huggingface.patch(models.load("Llama", new))
+    # The mark of the config is enough, and the two must agree.
+    tensors = load_file(new / "model.safetensors")
+    save_file(tensors, new / "model.safetensors")
+    with pytest.raises(ValueError, match="the source must be in the other layout"):
+        convert(new, tmp_path / "twice", to="interleaved")
+    save_file(tensors, new / "model.safetensors", {"posenc.rope_layout": "half"})
+    with pytest.raises(ValueError, match="must agree"):
+        convert(new, tmp_path / "twice", to="half")
+    # An adapter of the old layout beside the config of the new one.
+    save_file(tensors, tmp_path / "other.safetensors")
+    to = tmp_path / "moved.safetensors"
+    convert(tmp_path / "other.safetensors", to, to="interleaved", layout="half", config=new)
+
+
+def test_the_text_of_several_towers_is_marked_and_seen(tmp_path):
+    from transformers import (
+        CLIPVisionConfig,
+        LlamaConfig,
+        LlavaConfig,
+        LlavaForConditionalGeneration,
+    )
+
+    sizes = {"hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 32}
+    text = LlamaConfig(**sizes, num_hidden_layers=1, vocab_size=64)
+    vision = CLIPVisionConfig(**sizes, num_hidden_layers=1, image_size=8, patch_size=4)
+    model = LlavaForConditionalGeneration(
+        LlavaConfig(vision_config=vision, text_config=text, image_token_index=3)
+    )
+    model.save_pretrained(tmp_path / "old")
+    convert(tmp_path / "old", tmp_path / "new", to="interleaved")
+    assert RoPE.from_config(tmp_path / "new").interleaved
+    converted = LlavaForConditionalGeneration.from_pretrained(tmp_path / "new")
+    with pytest.raises(ValueError, match="--to half"):
+        huggingface.patch(converted)

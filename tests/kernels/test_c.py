@@ -1,0 +1,103 @@
+"""What is of the C kernel alone: threads, instruction sets, and how it rounds."""
+
+import pytest
+import torch
+
+import oracles
+from oracles import tables
+from posenc.kernels import backend, c, reference
+from posenc.kernels.spec import Rows, Turn
+from rotations import DTYPES, LAYOUTS, check
+
+pytestmark = pytest.mark.skipif(not c.available, reason="the extension was not built")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("heads_together", [True, False])
+def test_threads_do_the_same_as_one(dtype, heads_together):
+    x = torch.randn(3, 8, 101, 160)
+    x = (x.transpose(1, 2).contiguous().transpose(1, 2) if heads_together else x).to(DTYPES[dtype])
+    cos, sin = tables(101, 64)
+    ys = [torch.full_like(x, float("nan")) for _ in range(2)]
+    threads = torch.get_num_threads()
+    for count, y in zip((1, 4), ys, strict=True):
+        torch.set_num_threads(count)
+        c.rotate_into([x], [y], cos, sin, Rows(), Turn())
+    torch.set_num_threads(threads)
+    assert torch.equal(*ys)
+    check("c", [x], cos, sin, Rows(), Turn(), slice(0, 101))
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
+def test_special_numbers_keep_their_meaning(dtype):
+    """Turned by zero, every number comes back; NaN and infinity stay what they are."""
+    largest = torch.finfo(DTYPES[dtype]).max
+    tiny = torch.finfo(DTYPES[dtype]).smallest_normal / 4
+    row = [float("nan"), 1.0, float("inf"), -2.0, largest, -largest, tiny, -tiny] * 4
+    x = torch.tensor(row).to(DTYPES[dtype]).view(1, 1, 1, 32)
+    for interleaved in (True, False):
+        y = torch.empty_like(x)
+        cos, sin = torch.ones(1, 16).double(), torch.zeros(1, 16).double()
+        c.rotate_into([x], [y], cos, sin, Rows(), Turn(interleaved, interleaved))
+        finite = reference.rotate(x, cos, sin, Rows(), Turn(interleaved, interleaved))
+        torch.testing.assert_close(y, finite, rtol=0, atol=0, equal_nan=True)
+
+
+def test_every_bfloat16_and_float16_rounds_as_torch_does():
+    """All 65 536 numbers of each, scaled so that their rounding shows."""
+    bits = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16)
+    for dtype in (torch.bfloat16, torch.float16):
+        x = bits.view(dtype).view(1, 1, 512, 128)
+        cos = torch.full((512, 64), 1 / 3, dtype=torch.float64)
+        sin = torch.full((512, 64), -0.7, dtype=torch.float64)
+        y = torch.empty_like(x)
+        c.rotate_into([x], [y], cos, sin, Rows(), Turn(False, False))
+        wanted = reference.rotate(x, cos, sin, Rows(), Turn(False, False))
+        same = (y == wanted) | (y.isnan() & wanted.isnan())
+        # A fused multiply-add moves a tie now and then, by one spacing.
+        assert same.float().mean() > 0.999
+        near = (y.double() - wanted.double()).abs() <= oracles.ulp(wanted.double().abs(), dtype)
+        assert (same | near | (y.isinf() | wanted.isinf())).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@LAYOUTS
+def test_every_instruction_set_is_right(dtype, inner, outer):
+    """A machine runs the best set it has; the others are for older machines, and run here too."""
+    from posenc.kernels.c import _rotate
+
+    best, ran = _rotate.isa(), []
+    try:
+        for isa in ("avx512", "avx2", "neon", "baseline"):
+            try:
+                _rotate.set_isa(isa)
+            except ValueError:
+                continue
+            ran.append(isa)
+            for pairs in (1, 31, 32, 50, 96):
+                x = torch.randn(2, 9, 5, 2 * pairs).to(DTYPES[dtype])
+                check("c", [x], *tables(5, pairs), Rows(), Turn(inner, outer), slice(0, 5))
+    finally:
+        _rotate.set_isa(best)
+    assert best == ran[0]
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("own", [False, True], ids=["rows-shared", "rows-of-each-sequence"])
+def test_queries_and_keys_share_the_rows_made_ready_for_them(dtype, own):
+    """More tokens than one tile of table rows, which serves all heads of both, and all sequences
+    where they take the same rows."""
+    q, k = (torch.randn(2, heads, 700, 64).to(DTYPES[dtype]) for heads in (3, 1))
+    rows, index = Rows(5), torch.arange(5, 705)
+    if own:
+        rows, index = Rows(0, torch.tensor([[5], [9]])), torch.tensor([[5], [9]]) + index - 5
+    check("c", [q, k], *tables(720, 32), rows, Turn(False, False), index)
+
+
+def test_instruction_sets_are_named_and_refused_by_name():
+    from posenc.kernels.c import _rotate
+
+    assert _rotate.isa() in backend.backends()[0].why
+    _rotate.set_isa(_rotate.isa())
+    with pytest.raises(ValueError, match="does not run here"):
+        _rotate.set_isa("abacus")

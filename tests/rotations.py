@@ -1,0 +1,74 @@
+"""Every implementation of the rotation, and the check that all of them have to pass."""
+
+import pytest
+import torch
+
+import oracles
+from assertions import assert_within_ulps
+from posenc.kernels import c, reference
+from posenc.kernels.spec import Rows
+
+DTYPES = {
+    "fp64": torch.float64,
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+}
+LAYOUTS = pytest.mark.parametrize(
+    ("inner", "outer"),
+    [(True, True), (False, False), (True, False), (False, True)],
+    ids=["interleaved", "half", "interleaved-to-half", "half-to-interleaved"],
+)
+GPU = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def by_reference(xs, ys, *arguments):
+    for x, y in zip(xs, ys, strict=True):
+        y.copy_(reference.rotate(x, *arguments))
+
+
+def by_triton(xs, ys, cos, sin, rows, turn):
+    from posenc.kernels.triton.rotate import rotate_into
+
+    rotate_into(xs, ys, cos, sin, rows, turn)
+
+
+BACKENDS = {"reference": (by_reference, "cpu"), "triton": (by_triton, GPU)}
+if c.available:
+    BACKENDS["c"] = (c.rotate_into, "cpu")
+# Triton's interpreter cuts bfloat16 off where a GPU rounds it.
+CUT = {("triton", torch.bfloat16): 1.0} if GPU == "cpu" else {}
+
+
+def expected(x, cos, sin, index, turn):
+    """Rotation of ``x`` in float64 by complex numbers, and the magnitude of each result."""
+    cos, sin = (t.cpu()[index].unsqueeze(-3) for t in (cos, sin))
+    pairs = cos.shape[-1]
+    span = slice(turn.column, turn.column + 2 * pairs)
+    x = x.cpu().double()
+    exact, size = x.clone(), x.abs()
+    turned = oracles.rotate(
+        x[..., span], cos, -sin if turn.transposed else sin, interleaved=turn.interleaved
+    )
+    length = oracles.pair_magnitude(turned, pairs, interleaved=turn.interleaved)
+    if turn.interleaved and not turn.interleaved_out:
+        turned, length = (torch.cat((t[..., 0::2], t[..., 1::2]), -1) for t in (turned, length))
+    elif turn.interleaved_out and not turn.interleaved:
+        turned, length = (
+            t.unflatten(-1, (2, pairs)).transpose(-1, -2).flatten(-2) for t in (turned, length)
+        )
+    exact[..., span], size[..., span] = turned, length
+    return exact, size
+
+
+def check(name, xs, cos, sin, rows, turn, index):
+    run, device = BACKENDS[name]
+    xs = [x.to(device) for x in xs]
+    ys = [torch.full_like(x, float("nan")) for x in xs]
+    moved = None if rows.positions is None else rows.positions.to(device)
+    run(xs, ys, cos.to(device), sin.to(device), Rows(rows.start, moved), turn)
+    for x, y in zip(xs, ys, strict=True):
+        exact, size = expected(x, cos, sin, index, turn)
+        ulps = 4 if x.dtype == torch.float64 else CUT.get((name, x.dtype), 0.501)
+        assert_within_ulps(y.cpu(), exact, ulps, size)
+        assert y.stride() == x.stride() or not x.is_contiguous()
