@@ -102,6 +102,13 @@ def test_a_config_is_read_for_rule_base_and_context(run, config, folder):
     assert found["rates"][1]["gain"] == pytest.approx(1.1386, abs=1e-4)
 
 
+def test_the_context_of_a_text_model_within_another_is_found(run, tmp_path):
+    path = tmp_path / "config.json"
+    text = {"head_dim": 64, "rope_theta": 1e6, "max_position_embeddings": 32768}
+    path.write_text(json.dumps({"llm_config": text}))
+    assert json.loads(run("rope", "--config", path, "--json").stdout)["trained"] == 32768
+
+
 def test_a_config_without_a_rule_is_drawn(run, tmp_path):
     path = tmp_path / "config.json"
     path.write_text(json.dumps({"head_dim": 32, "rope_theta": 1e4, "max_position_embeddings": 512}))

@@ -115,13 +115,14 @@ def test_a_sharded_folder_keeps_its_shards_and_other_files(tmp_path):
     assert same(models.load("Llama", new).state_dict(), state)
 
 
-def test_only_the_text_tower_moves(tmp_path):
+@pytest.mark.parametrize("within", ["text_config", "language_config", "thinker_config"])
+def test_only_the_text_tower_moves(tmp_path, within):
     """A vision tower may have heads of the same shape, and rotates in its own way."""
     parts = {"q_proj.weight": torch.randn(32, 16), "k_proj.weight": torch.randn(16, 16)}
     names = ["model.language_model.layers.0.self_attn.", "model.visual.blocks.0.attn."]
     save_file({a + b: t.clone() for a in names for b, t in parts.items()}, tmp_path / "a")
     text = {"model_type": "llama", "num_attention_heads": 4, "num_key_value_heads": 2}
-    config = {"text_config": {**text, "hidden_size": 32}, "vision_config": {}}
+    config = {within: {**text, "hidden_size": 32}, "vision_config": {}}
     report = convert(tmp_path / "a", tmp_path / "b", to="interleaved", config=config)
     assert sorted(report.moved) == [names[0] + "k_proj.weight", names[0] + "q_proj.weight"]
 

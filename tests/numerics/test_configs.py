@@ -233,6 +233,29 @@ def test_files_folders_and_objects_are_read(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("config", "base"),
+    [
+        ({"llm_config": {**SIZES, "rope_theta": 3e4}}, "llm_config.rope_theta"),
+        ({"language_config": {**SIZES, "rope_theta": 3e4}}, "language_config.rope_theta"),
+        (
+            {"thinker_config": {"text_config": {**SIZES, "rope_theta": 3e4}, "audio_config": {}}},
+            "thinker_config.text_config.rope_theta",
+        ),
+        # PaliGemma repeats its width above.
+        (
+            {"hidden_size": 64, "text_config": {**SIZES, "rope_theta": 3e4}},
+            "text_config.rope_theta",
+        ),
+        ({**SIZES, "rope_theta": 3e4, "text_config": {"vocab_size": 8}}, "rope_theta"),
+    ],
+)
+def test_the_text_model_is_found_wherever_it_is_described(config, base):
+    recipe = configs.read(config)
+    assert (recipe.head_dim, recipe.base) == (64, 3e4)
+    assert recipe.sources["base"] == base
+
+
+@pytest.mark.parametrize(
     ("config", "text"),
     [
         ({"rope_scaling": {"type": "linear", "fctor": 2.0}}, "rope_scaling.fctor"),

@@ -17,6 +17,7 @@ from posenc.lab import store
 from posenc.lab.pictures import show as lab
 from posenc.lab.pictures.style import image
 from posenc.nn import RoPE
+from posenc.numerics.configs import text_part
 
 _HELP = """Draw an encoding: heatmaps, wavelengths, scores by distance, rule against rule, slopes.
 
@@ -150,7 +151,7 @@ def _of_config(
 def _longest(path: Path) -> int | None:
     """The longest sequence that a config names, if it does."""
     found = json.loads((path / "config.json" if path.is_dir() else path).read_text())
-    for part in (found, found.get("text_config") or {}):
+    for part in (text_part(found)[0], found):
         for key in ("max_position_embeddings", "n_positions", "max_sequence_length"):
             if isinstance(part.get(key), int):
                 return int(part[key])

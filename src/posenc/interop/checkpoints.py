@@ -16,7 +16,7 @@ from posenc.interop.families import Config, Model
 from posenc.interop.layouts import Heads, Layout, permute
 from posenc.interop.learned import resize_learned
 from posenc.interop.streams import Source
-from posenc.numerics.configs import LAYOUT
+from posenc.numerics.configs import LAYOUT, text_part
 
 __all__ = ["Heads", "Report", "convert", "convert_state", "permute", "resize_learned"]
 
@@ -126,7 +126,7 @@ def convert(
     }
     model = families.from_config(described, **given)
     # Who says it here knows better than a config, which may be another checkpoint's.
-    said = layout or families.text_config(described).get(LAYOUT)
+    said = layout or text_part(described)[0].get(LAYOUT)
     _check_layout(shards, model, said, to)
     plan = _plan(((n, e.shape) for s in shards for n, e in s.entries.items()), model, to)
     total = sum(entry.nbytes for shard in shards for entry in shard.entries.values())

@@ -13,7 +13,7 @@ from torch import Tensor
 from posenc._contract import checks
 from posenc.interop import layouts
 from posenc.interop.layouts import Heads, Layout
-from posenc.numerics.configs import SHARES
+from posenc.numerics.configs import SHARES, text_part
 
 Config = Mapping[str, Any]
 
@@ -150,8 +150,8 @@ def _role(name: str) -> tuple[str, str] | None:
 
 def from_config(config: Config, **given: Any) -> Model:
     """The model that a config describes; what is ``given`` and not None wins over it."""
-    towers = any(key in config for key in ("vision_config", "audio_config", "text_config"))
-    text = text_config(config)
+    text, within = text_part(config)
+    towers = bool(within) or "vision_config" in config or "audio_config" in config
     family = text.get("model_type")
     _refuse(text)
 
@@ -169,14 +169,6 @@ def from_config(config: Config, **given: Any) -> Model:
     if family == "codegen":
         fused = "qkv_codegen"
     return Model(heads, family, layout, given.get("fused") or fused, towers)
-
-
-def text_config(config: Config) -> Config:
-    """The part of a config that describes the text model."""
-    for key in ("text_config", "llm_config", "thinker_config"):
-        if isinstance(config.get(key), Mapping):
-            return text_config(config[key])
-    return config
 
 
 def _heads(config: Config, family: str | None, layer: int, given: Mapping[str, Any]) -> Heads:

@@ -15,7 +15,7 @@ from posenc._contract import checks
 from posenc.interop import families
 from posenc.interop.families import Config
 from posenc.interop.layouts import Layout
-from posenc.numerics.configs import LAYOUT
+from posenc.numerics.configs import LAYOUT, text_part
 
 _INDEX = ".safetensors.index.json"
 # The first that is there is the checkpoint.
@@ -151,7 +151,7 @@ def switch(folder: Path, to: Layout, usual: bool) -> bool:
     """
     path = folder / "config.json"
     whole = read_json(path) if path.is_file() else {}
-    text = families.text_config(whole)
+    text, _ = text_part(whole)
     if not whole or not isinstance(text, dict):
         return False
     before, read = json.dumps(whole), text.get("model_type") in families.SWITCHED

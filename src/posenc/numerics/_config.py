@@ -7,6 +7,7 @@ from typing import Any
 
 from posenc._contract import checks
 from posenc.numerics import scaling
+from posenc.numerics._nested import LAYOUT, mark_of, text_part
 from posenc.numerics._spelling import is_slip, nearest
 from posenc.numerics.axes import Axes, Sections
 
@@ -21,9 +22,6 @@ INTERLEAVED_TO_HALVES = frozenset(
     "axk1 axk2 bailing_hybrid deepseek_v3 deepseek_v32 glm4_moe_lite glm_moe_dsa longcat_flash "
     "mistral4 mistral_large4 youtu".split()
 )
-
-# What a checkpoint converted here says of itself, where its family has no key for it.
-LAYOUT = "posenc_rope_layout"
 
 # Rotations that no RoPE has, whatever their configs say.
 UNLIKE = {
@@ -70,11 +68,8 @@ class Config:
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         self.sources: dict[str, str] = {}
-        self.prefix, self.mark = "", _mark(config)
-        for name in ("text_config", "llm_config", "language_config"):
-            inner = config.get(name)
-            if isinstance(inner, Mapping) and "hidden_size" not in config:
-                config, self.prefix = inner, f"{name}."
+        self.mark = mark_of(config)
+        config, self.prefix = text_part(config)
         kind = config.get("model_type")
         if isinstance(kind, str) and kind in UNLIKE:
             rule, way_out = "model_type must rotate as RoPE does", f"Here, {UNLIKE[kind]}."
@@ -280,7 +275,7 @@ class Config:
         dealt = self.rope.get("mrope_interleaved") or self.rope.get("interleaved") or False
         return Sections(sizes, checks.boolean("from_config", "mrope_interleaved", dealt))
 
-    def rule(self, head_dim: int) -> scaling.Rule | None:
+    def rule(self) -> scaling.Rule | None:
         """The scaling rule."""
         for key in self.rope:
             if key not in _KEYS:
@@ -387,11 +382,3 @@ class Config:
 
     def _text(self, rule: str, got: object, way_out: str = "See posenc explain.") -> str:
         return checks.message("from_config", rule, got, way_out)
-
-
-def _mark(config: Mapping[str, Any]) -> Any:
-    """What a conversion has left, in the config or in one within it."""
-    if config.get(LAYOUT) is not None:
-        return config[LAYOUT]
-    inner = (_mark(part) for part in config.values() if isinstance(part, Mapping))
-    return next((mark for mark in inner if mark is not None), None)

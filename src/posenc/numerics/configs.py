@@ -10,10 +10,11 @@ from typing import Any
 
 from posenc._contract import checks
 from posenc.numerics import scaling
-from posenc.numerics._config import LAYOUT, SHARES, Config
+from posenc.numerics._config import SHARES, Config
+from posenc.numerics._nested import LAYOUT, text_part
 from posenc.numerics.axes import Axes
 
-__all__ = ["LAYOUT", "SHARES", "Recipe", "layer_types", "read"]
+__all__ = ["LAYOUT", "SHARES", "Recipe", "layer_types", "read", "text_part"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +53,7 @@ def read(config: Any, *, layer_type: str | None = None) -> Recipe:
     found = Config(_as_dict(config))
     layer_type = found.layer(layer_type)
     head_dim = found.head_dim(layer_type)
-    rule = found.rule(head_dim)
+    rule = found.rule()
     # Proportional rules leave pairs still instead of leaving channels out.
     proportional = isinstance(rule, scaling.Proportional)
     rotary_dim = head_dim if proportional else found.rotary_dim(head_dim)

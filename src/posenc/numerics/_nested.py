@@ -1,0 +1,31 @@
+"""Configs within configs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+# What a checkpoint converted here says of itself, where its family has no key for it.
+LAYOUT = "posenc_rope_layout"
+
+# Where a model of several kinds of input keeps what it says of text.
+_TEXT = ("text_config", "llm_config", "language_config", "thinker_config")
+
+
+def text_part(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], str]:
+    """The part of a config that describes the text model, and what its keys are found under."""
+    for name in _TEXT:
+        inner = config.get(name)
+        # Some keep a few keys there, and the model's own above.
+        if isinstance(inner, Mapping) and ("hidden_size" in inner or "hidden_size" not in config):
+            found, prefix = text_part(inner)
+            return found, f"{name}.{prefix}"
+    return config, ""
+
+
+def mark_of(config: Mapping[str, Any]) -> Any:
+    """What a conversion has left, in the config or in one within it."""
+    if config.get(LAYOUT) is not None:
+        return config[LAYOUT]
+    inner = (mark_of(part) for part in config.values() if isinstance(part, Mapping))
+    return next((mark for mark in inner if mark is not None), None)
