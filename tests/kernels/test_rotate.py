@@ -49,6 +49,17 @@ TILES = {
 }
 
 
+@pytest.mark.parametrize("narrow", ["cos", "sin"])
+@pytest.mark.parametrize("dtype", ["fp64", "fp32", "bf16"])
+@pytest.mark.parametrize("name", BACKENDS)
+def test_tables_may_differ_in_dtype(name, dtype, narrow):
+    cos, sin = tables(7, 6)
+    pair = {"cos": cos, "sin": sin}
+    pair[narrow] = pair[narrow].float()
+    x = torch.randn(2, 3, 7, 12).to(DTYPES[dtype])
+    check(name, [x], pair["cos"], pair["sin"], Rows(), Turn(), slice(0, 7))
+
+
 @pytest.mark.parametrize("tile", TILES)
 @LAYOUTS
 @pytest.mark.parametrize("heads", [(3, 2), (4, 1), (3,)], ids=str)

@@ -82,8 +82,9 @@ class XPos(TableModule):
         cos, sin = cos_sin(positions, spectrum)
         channel = torch.arange(0, spectrum.dim, 2, dtype=cos.dtype, device=cos.device)
         decay = (channel / spectrum.dim + 0.4) / 1.4
-        power = (positions - self.max_seq_len // 2)[:, None] / self.scale_base
-        grown, shrunk = decay ** power.to(cos.dtype), decay ** -power.to(cos.dtype)
+        # Whole numbers divided by a float would be in the default dtype.
+        power = (positions - self.max_seq_len // 2).to(cos.dtype)[:, None] / self.scale_base
+        grown, shrunk = decay**power, decay**-power
         return cos * grown, sin * grown, cos * shrunk, sin * shrunk
 
     def _table_dtype(self, x: Tensor) -> torch.dtype:

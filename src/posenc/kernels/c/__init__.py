@@ -137,7 +137,8 @@ def rotate_into(
     their gradient goes, if that is wanted; then ``xs`` are its input and what is given.
     """
     steps = cos.stride()
-    if cos.dtype is not torch.float64 or steps[-1] != 1 or sin.stride() != steps:
+    wide = cos.dtype is torch.float64 and sin.dtype is torch.float64
+    if not wide or steps[-1] != 1 or sin.stride() != steps:
         cos, sin = cos.double().contiguous(), sin.double().contiguous()
         steps = cos.stride()
     shape = cos.shape
