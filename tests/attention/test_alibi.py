@@ -334,5 +334,9 @@ def test_results_lie_in_memory_as_a_compiler_was_told(at_once, monkeypatch):
 def test_heads_without_channels_are_no_error():
     q, k = torch.randn(1, HEADS, 8, 0, requires_grad=True), torch.randn(1, HEADS, 8, 0)
     v = torch.randn(1, HEADS, 8, 3)
-    ALiBi(HEADS).attention(q, k, v, scale=1.0).sum().backward()
-    assert q.grad.shape == q.shape
+    for scale in (1.0, None):
+        out = ALiBi(HEADS).attention(q, k, v, scale=scale)
+        out.sum().backward()
+        assert q.grad.shape == q.shape
+        weights = alibi_bias(alibi_slopes(HEADS), 8).softmax(-1)
+        torch.testing.assert_close(out, weights @ v)

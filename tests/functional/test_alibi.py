@@ -158,3 +158,20 @@ def test_bad_places_are_named():
         alibi_bias(slopes, 3, 5, documents=torch.zeros(3).long())
     with pytest.raises(TypeError, match="position_ids must be an integer tensor"):
         alibi_key_bias(slopes, 5, position_ids=torch.zeros(5))
+
+
+def test_what_is_of_different_batches_is_named():
+    slopes, ids = torch.ones(2, 2), torch.zeros(3, 5, dtype=torch.int64)
+    for call in (
+        lambda: alibi_bias(slopes, 2, 5, documents=ids),
+        lambda: alibi_bias(torch.ones(2), 2, 5, offset=torch.tensor([1, 2]), position_ids=ids),
+        lambda: alibi_key_bias(slopes, 5, position_ids=ids),
+    ):
+        with pytest.raises(ValueError, match="must be for 1 or 3 sequences"):
+            call()
+
+
+def test_no_keys_have_no_bias():
+    none = torch.zeros(3, 0, dtype=torch.int64)
+    assert alibi_key_bias(torch.ones(2), 0).shape == (2, 1, 0)
+    assert alibi_key_bias(torch.ones(2), 0, position_ids=none).shape == (3, 2, 1, 0)

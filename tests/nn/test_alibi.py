@@ -140,3 +140,15 @@ def test_bad_slopes_are_named():
         ALiBi(8).heads(4, 9)
     with pytest.raises(ValueError, match="right only under a causal softmax"):
         ALiBi(8, causal=False).key_bias(4)
+
+
+def test_scores_keep_their_shape_with_slopes_of_each_sequence():
+    slopes = [[0.1, 0.2], [0.3, 0.4], [0.5, 0.6]]
+    scores = torch.randn(3, 2, 4, 5)
+    got = ALiBi(2, slopes=slopes)(scores)
+    for each, row, x in zip(got, slopes, scores, strict=True):
+        assert torch.equal(each, ALiBi(2, slopes=row)(x))
+    assert ALiBi(2, slopes=slopes[:1])(scores[0]).shape == (2, 4, 5)
+    for shape in [(1, 2, 4, 5), (2, 4, 5), (2, 2, 4, 5)]:
+        with pytest.raises(ValueError, match=r"scores must have shape \(3, 2, Q, K\)"):
+            ALiBi(2, slopes=slopes)(torch.randn(shape))

@@ -79,3 +79,15 @@ def batch(who: str, name: str, x: Tensor | int | None, ranks: int, wanted: int) 
         rule = f"{name} must be for 1 or {wanted} sequences"
         got = f"shape {tuple(x.shape)}"
         raise ValueError(message(who, rule, got, "Give one row to each sequence."))
+
+
+def together(who: str, *parts: tuple[str, Tensor | int | None, int]) -> bool:
+    """Whether any of ``parts`` has a row for each sequence; refuse those that differ in how many.
+
+    Each is a name, what was given, and how many axes that has if the first is of sequences.
+    """
+    sizes = [x.shape[0] for _, x, ranks in parts if isinstance(x, Tensor) and x.dim() == ranks]
+    if sizes:
+        for name, x, ranks in parts:
+            batch(who, name, x, ranks, max(sizes))
+    return bool(sizes)

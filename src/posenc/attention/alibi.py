@@ -10,7 +10,7 @@ from torch import Tensor
 from posenc._contract import checks
 from posenc._contract import keys as keys_of
 from posenc._contract.sharding import attend_shards, is_sharded
-from posenc.attention import arguments, blocks, chunked, flex
+from posenc.attention import arguments, blocks, chunked, dense, flex
 from posenc.attention import windows as windows_of
 from posenc.attention.blocks import BLOCK
 from posenc.attention.mods import pair_mod
@@ -40,7 +40,8 @@ def alibi_attention(
 
     Keys whose whole weight is provably below the rounding of the output are not computed; see
     ``docs/alibi.md``. On CUDA it is FlexAttention, compiled. Elsewhere, and where that does not
-    compile, it is SDPA on a few queries of one head at a time, with the same windows.
+    compile, it is SDPA on a few queries of one head at a time, with the same windows. Forward-mode
+    derivatives, those of torch.func, and gradients to ``slopes`` take all scores at once.
 
     Args:
         q: ``(B, H, Q, D)``.
@@ -80,7 +81,7 @@ def alibi_attention(
             score_bound=score_bound,
             path=path,
         )
-    slopes = arguments.inputs(who, q, k, v, slopes)
+    given, slopes = slopes, arguments.inputs(who, q, k, v, slopes)
     checks.boolean(who, "causal", causal)
     checks.boolean(who, "windows", windows)
     scale = arguments.scale(who, scale, q)
@@ -99,7 +100,10 @@ def alibi_attention(
         raise ValueError(checks.message(who, rule, got, "Leave path out."))
     ends = None if ids is None else run_ends(ids)
     out = None
-    if path != "chunked" and flex.can_run(q, k, v):
+    if dense.is_wanted(q, k, v, given):
+        seen = spans(queries, keys, causal=causal, offset=start, ends=ends, device=q.device)
+        out = dense.attend(q, k, v, seen, given if given.dim() == 2 else given[None], scale)
+    elif path != "chunked" and flex.can_run(q, k, v):
         if not isinstance(start, Tensor):
             place = torch.full((), start, dtype=torch.int32, device=q.device)
         else:
@@ -179,7 +183,12 @@ def alibi_block_mask(
     if queries == 0:
         rule = "q_len must be at least 1"
         raise ValueError(checks.message(who, rule, 0, "There is nothing to mask."))
-    gap = 2 * windows_of.SLACK * arguments.bound(who, score_bound, slopes)[..., None]
+    bound = arguments.bound(who, score_bound, slopes)
+    keys_of.together(
+        *(who, ("slopes", slopes, 2), ("offset", start, 1)),
+        *(("documents", ids, 2), ("score_bound", bound, 2)),
+    )
+    gap = 2 * windows_of.SLACK * bound[..., None]
     ends = None if ids is None else run_ends(ids)
     seen = spans(queries, keys, causal=causal, offset=start, ends=ends, device=slopes.device)
     low, high = windows_of.narrowed(seen, slopes, gap, keys, dtype, causal=causal)

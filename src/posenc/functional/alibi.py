@@ -102,6 +102,13 @@ def alibi_bias(
     start = keys_of.offset(who, offset, queries, keys, where)
     positions = keys_of.ids(who, "position_ids", position_ids, keys, where)
     documents = keys_of.ids(who, "documents", documents, keys, where)
+    batched = keys_of.together(
+        who,
+        ("slopes", slopes, 2),
+        ("offset", start, 1),
+        ("position_ids", positions, 2),
+        ("documents", documents, 2),
+    )
     exact = slopes.to(where, torch.float64)
     plain = positions is None and documents is None and slopes.dim() == 1
     if plain and queries and keys and not isinstance(start, Tensor):
@@ -118,10 +125,6 @@ def alibi_bias(
     bias = distance * (exact if exact.dim() == 2 else exact[None])[..., None, None]
     hidden = (index < first[:, None, :, None]) | (index > last[:, None, :, None])
     bias = bias.masked_fill(hidden, float("-inf")).to(dtype)
-    batched = any(
-        isinstance(x, Tensor) and x.dim() == axes
-        for x, axes in ((slopes, 2), (start, 1), (positions, 2), (documents, 2))
-    )
     return (bias if batched else bias[0]).to(slopes.device)
 
 
@@ -173,10 +176,9 @@ def alibi_key_bias(
     checks.float_dtype(who, "dtype", dtype)
     where = torch.device("cpu") if slopes.device.type == "mps" else slopes.device
     positions = keys_of.ids(who, "position_ids", position_ids, keys, where)
-    if positions is None or not keys:
-        behind = torch.arange(1 - keys, 1, device=where)
-    else:
+    keys_of.together(who, ("slopes", slopes, 2), ("position_ids", positions, 2))
+    behind = torch.arange(1 - keys, 1, device=where) if positions is None else positions
+    if positions is not None and keys:
         behind = positions - positions.amax(-1, keepdim=True)
-    batched = slopes.dim() == 2 or behind.dim() == 2
     bias = slopes.to(where, torch.float64)[..., None, None] * behind[..., None, None, :]
-    return (bias if batched else bias.reshape(-1, 1, keys)).to(dtype).to(slopes.device)
+    return bias.to(dtype).to(slopes.device)

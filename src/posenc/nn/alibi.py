@@ -316,6 +316,12 @@ class ALiBi(DerivedBuffers):
             raise ValueError(checks.message(who, rule, keys, "Queries are the last of the keys."))
         wide = torch.promote_types(scores.dtype, torch.float32)
         slopes = self._exact(scores.device)
+        if slopes.dim() == 2 and len(slopes) == 1:
+            slopes = slopes[0]
+        if slopes.dim() == 2 and (scores.dim() < 4 or scores.shape[-4] != len(slopes)):
+            rule = f"scores must have shape ({len(slopes)}, {self.num_heads}, Q, K)"
+            got = f"shape {tuple(scores.shape)}"
+            raise ValueError(checks.message(who, rule, got, "Each sequence has its own slopes."))
         bias = alibi_bias(slopes, queries, keys, causal=self.causal, dtype=wide)
         return kernels.add(scores, bias)
 

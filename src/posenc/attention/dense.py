@@ -1,0 +1,34 @@
+"""ALiBi attention with all scores at once: for derivatives that the other ways do not have."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from posenc._contract.tracing import in_transform
+from posenc.numerics.spans import Spans
+
+
+def is_wanted(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor) -> bool:
+    """Whether torch.func or forward mode is at work, or the slopes are learned."""
+    if in_transform(q, k, v, slopes) or forward_ad._current_level >= 0:
+        return True
+    return torch.is_grad_enabled() and slopes.requires_grad
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, seen: Spans, slopes: Tensor, scale: float) -> Tensor:
+    """Attention over the keys ``seen``, by torch's own operations; ``slopes`` ``[1 or B, H]``."""
+    wide = torch.promote_types(q.dtype, torch.float32)
+    shared = q.shape[1] // k.shape[1]
+    with torch.autocast(q.device.type, enabled=False):
+        keys, values = (x.to(wide).repeat_interleave(shared, 1) for x in (k, v))
+        at, first, last = (x[:, None, :, None] for x in seen)
+        index = torch.arange(k.shape[2], device=q.device)
+        hidden = (index < first) | (index > last)
+        steep = slopes.to(q.device, wide)[..., None, None]
+        scores = q.to(wide) @ keys.mT * scale - steep * (index - at).abs()
+        # Not minus infinity: a query that sees nothing would make its gradient NaN.
+        scores = scores.masked_fill(hidden, torch.finfo(wide).min)
+        weights = scores.softmax(-1).masked_fill(hidden, 0.0)
+        return (weights @ values).to(q.dtype)
