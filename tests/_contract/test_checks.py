@@ -7,10 +7,10 @@ from posenc._contract import checks
 
 def test_messages_say_who_what_came_and_the_way_out():
     with pytest.raises(ValueError, match="below") as caught:
-        checks.covered("RotaryPosEmbedding", 4095, "max_seq_len", 2048, "smaller position_ids")
+        checks.covered("RotaryPosEmbedding", 4095, "max_seq_len", 2048, "smaller ones")
     assert str(caught.value) == (
         "RotaryPosEmbedding: positions must stay below max_seq_len=2048, got 4095.\n"
-        "  Raise max_seq_len, or pass smaller position_ids."
+        "  Raise max_seq_len, or pass smaller ones."
     )
 
 

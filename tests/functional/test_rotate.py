@@ -219,9 +219,25 @@ def test_what_shares_memory_is_not_written_in_place(parts, meets):
 def test_a_leaf_is_refused_before_anything_is_written():
     q, k = torch.randn(1, 2, 3, 4), torch.randn(1, 2, 3, 4, requires_grad=True)
     before = q.clone()
-    with pytest.raises(ValueError, match="a leaf that requires a gradient"):
-        rotate_qk_(q, k, *tables(9, 2))
+    for each in (k, k.view(1, 2, 3, 4)):
+        with pytest.raises(ValueError, match="a leaf that requires a gradient"):
+            rotate_qk_(q, each, *tables(9, 2))
+        assert torch.equal(q, before)
+    with torch.inference_mode():
+        made = torch.randn(1, 2, 3, 4)
+    cos, sin = tables(9, 2)
+    with pytest.raises(ValueError, match="what was made in inference mode"):
+        rotate_qk_(q, made, cos.requires_grad_(), sin)
     assert torch.equal(q, before)
     overlapping = torch.arange(20.0).as_strided((1, 1, 6, 8), (0, 0, 2, 1))
     with pytest.raises(ValueError, match="must not share memory with itself"):
         rotate_(overlapping, *tables(9, 2))
+
+
+def test_tensors_of_two_dtypes_in_one_memory_are_told_apart():
+    memory = torch.randn(64)
+    halves = memory.view(torch.bfloat16)
+    q = memory[:32].view(1, 1, 4, 8)
+    with pytest.raises(ValueError, match="must not share memory"):
+        rotate_qk_(q, halves[32:64].view(1, 1, 4, 8), *tables(9, 4))
+    rotate_qk_(q, halves[64:96].view(1, 1, 4, 8), *tables(9, 4))

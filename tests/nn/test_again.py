@@ -310,3 +310,15 @@ def test_it_is_the_short_way(monkeypatch):
     rope(q, k, 6)
     with pytest.raises(TypeError):
         rope(q, k, position_ids=torch.tensor([6]))
+
+
+def test_a_checkpoint_of_two_dtypes_is_made_again_after_the_table_grew():
+    rope, q = RoPE(8, None), torch.randn(1, 1, 4, 8)
+    k = torch.randn(1, 1, 4, 8).bfloat16().requires_grad_()
+    for a, b in ((q, k), (k, q)):
+        k.grad = None
+        out = checkpoint(rope, a, b, use_reentrant=False)
+        long = torch.randn(1, 1, 2 * rope.cos_cached.shape[0], 8)
+        rope(long, long)
+        sum(x.float().sum() for x in out).backward()
+        assert k.grad is not None

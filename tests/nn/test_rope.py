@@ -366,3 +366,19 @@ def test_a_config_gives_way_to_keywords():
     rope = RoPE.from_config({"head_dim": 64}, head_dim=128)
     assert (rope.head_dim, rope.rotary_dim) == (128, None)
     assert RoPE.from_config({"head_dim": 64}, head_dim=32).inv_freq().shape == (16,)
+
+
+def test_no_position_is_past_two_to_the_31():
+    rope, x = RoPE(8, None), torch.randn(2, 1, 4, 8)
+    far = 2**31 - 3
+    wanted = rope(x, x, position_ids=far + torch.arange(4))[0]
+    for offset in (far, torch.tensor([far, far])):
+        # The second call is like the first, and is not checked again.
+        for _ in range(2):
+            assert torch.equal(rope(x, x, offset)[0], wanted)
+            with pytest.raises(
+                ValueError, match=r"positions must be at most 2\*\*31, got 2147483649"
+            ):
+                rope(x, x, offset + 1)
+    with pytest.raises(ValueError, match="must be finite and at most 2"):
+        rope(x, x, position_ids=torch.tensor([0.0, 1.0, 2.0, 2.0**32]))

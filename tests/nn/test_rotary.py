@@ -147,7 +147,7 @@ class TestEmbeddingErrors:
             rope(torch.ones(3, 4), torch.tensor([5, -4, 1]))
         with pytest.raises(ValueError, match="below max_seq_len=8, got 8") as caught:
             rope(torch.ones(3, 4), torch.tensor([5, 8, 1]))
-        assert "Raise max_seq_len, or pass smaller position_ids." in str(caught.value)
+        assert "Raise max_seq_len, or pass smaller ones." in str(caught.value)
         with pytest.raises(ValueError, match="below max_seq_len=8, got 8"):
             rope(torch.ones(9, 4))
         with pytest.raises(ValueError, match="max_seq_len must be at least 1"):
@@ -322,3 +322,10 @@ def test_export_with_dynamic_length():
     q, k = torch.randn(2, 4, 99, 8), torch.randn(2, 2, 99, 8)
     for a, b in zip(program.module()(q, k), rope(q, k), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
+
+
+def test_positions_are_refused_even_where_nothing_is_rotated():
+    for module in (RotaryPosEmbedding(4, 8), RotaryPosEmbedding(4)):
+        for ids in ([0, -1, 2], [0, 1, 2**33]):
+            with pytest.raises(ValueError, match="positions must"):
+                module(torch.randn(0, 3, 4), torch.tensor(ids))

@@ -162,3 +162,10 @@ def test_gradient_passes_through(make):
     x = torch.randn(3, 8, requires_grad=True)
     make(8)(x).sum().backward()
     assert torch.equal(x.grad, torch.ones(3, 8))
+
+
+def test_the_way_out_of_a_far_offset_is_a_smaller_one():
+    with pytest.raises(ValueError, match=r"got 8.\n  Raise max_seq_len, or pass a smaller offset"):
+        SinusoidalPE(8, 4)(torch.randn(3, 4), offset=6)
+    with pytest.raises(ValueError, match=r"at most 2\*\*31, got 2147483649"):
+        SinusoidalPosEmbedding()(torch.randn(4, 8), offset=2**31 - 2)

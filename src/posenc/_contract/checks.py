@@ -129,10 +129,30 @@ def equal(who: str, name: str, got: int, wanted: int, way_out: str) -> None:
 
 
 def covered(who: str, last: int, limit_name: str, limit: int, instead: str) -> None:
-    """Refuse a last position at or past ``limit``; ``instead`` is the way out beside raising it."""
+    """Refuse a last position at or past ``limit``; ``instead`` is the way out beside raising it.
+
+    A limit without a name is that of the arithmetic, and cannot be raised.
+    """
     if last >= limit:
         rule = f"positions must stay below {limit_name}={limit}"
-        raise ValueError(message(who, rule, last, f"Raise {limit_name}, or pass {instead}."))
+        way_out = f"Raise {limit_name}, or pass {instead}."
+        if not limit_name:
+            rule, way_out = "positions must be at most 2**31", f"Pass {instead}."
+        raise ValueError(message(who, rule, last, way_out))
+
+
+def sequence(
+    who: str, start: int, length: int, limit_name: str = "", limit: int | None = None
+) -> None:
+    """Refuse ``length`` positions from ``start`` on that go past ``limit``, or past 2**31."""
+    if limit is None:
+        if torch.compiler.is_compiling():
+            # A graph for all lengths compares none of them.
+            return
+        limit_name, limit = "", FARTHEST + 1
+    last = start + length - 1
+    if last >= limit:
+        covered(who, last, limit_name, limit, "a smaller offset" if start else "fewer tokens")
 
 
 def exclusive_offset(who: str, offset: int | Tensor) -> None:
@@ -238,7 +258,8 @@ def coordinates(
         low, high = (float(end) for end in torch.aminmax(ids))
         most = FARTHEST + 1 if limit is None else limit
         if not (low >= -FARTHEST and high < most):
-            rule = f"{name} must be finite and below {limit_name or '2**31 + 1'}={most}"
+            below = "at most 2**31" if limit is None else f"below {limit_name}={limit}"
+            rule = f"{name} must be finite and {below}"
             got = f"{low:g} to {high:g}"
             raise ValueError(message(who, rule, got, "Pass smaller coordinates."))
     return ids.to(device=device, dtype=torch.float32 if device.type == "mps" else torch.float64)
@@ -259,7 +280,7 @@ def extent(who: str, ids: Tensor, limit_name: str = "", limit: int | None = None
     are refused there, so that nobody waits and no graph breaks.
     """
     if limit is None:
-        limit_name, limit = "2**31 + 1", FARTHEST + 1
+        limit_name, limit = "", FARTHEST + 1
     if sharding.is_sharded(ids):
         # Each process looks at its own; the largest of all would have to be asked for.
         extent(who, sharding.local(ids), limit_name, limit)
@@ -281,6 +302,6 @@ def extent(who: str, ids: Tensor, limit_name: str = "", limit: int | None = None
 def position(who: str, value: int, limit_name: str, limit: int) -> None:
     """Refuse one of the positions: below zero, or at or past ``limit``."""
     if value < 0:
-        rule = "position_ids must not be negative"
+        rule = "positions must not be negative"
         raise ValueError(message(who, rule, value, "Count positions from zero."))
-    covered(who, value, limit_name, limit, "smaller position_ids")
+    covered(who, value, limit_name, limit, "smaller ones")

@@ -40,6 +40,8 @@ def meet(a: Tensor, b: Tensor) -> bool:
         return False
     if a.untyped_storage().data_ptr() != b.untyped_storage().data_ptr():
         return False
+    if a.element_size() != b.element_size():
+        return max(a.data_ptr(), b.data_ptr()) < min(_end(a), _end(b))
     if a.storage_offset() > b.storage_offset():
         a, b = b, a
     ahead = int(b.storage_offset() - a.storage_offset())
@@ -52,6 +54,12 @@ def meet(a: Tensor, b: Tensor) -> bool:
         if size > 1 or count > 1:
             walks.append((step if size > 1 else other, size - 1, count - 1))
     return a.dtype != b.dtype or _reached(ahead, sorted(walks, reverse=True))
+
+
+def _end(x: Tensor) -> int:
+    """The address past the last element."""
+    last = sum(step * (size - 1) for step, size in zip(x.stride(), x.shape, strict=True))
+    return x.data_ptr() + (last + 1) * x.element_size()
 
 
 def _reached(ahead: int, walks: list[tuple[int, int, int]]) -> bool:

@@ -50,7 +50,9 @@ def pair(who: str, q: Any, k: Any) -> None:
 
 def scale(who: str, value: Any, q: Tensor) -> float:
     """``scale``, or one over the root of the width."""
-    return max(q.shape[-1], 1) ** -0.5 if value is None else checks.positive_float(who, "scale", value)
+    return (
+        max(q.shape[-1], 1) ** -0.5 if value is None else checks.positive_float(who, "scale", value)
+    )
 
 
 def bound(who: str, value: Any, like: Tensor) -> Tensor:

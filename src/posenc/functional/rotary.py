@@ -249,14 +249,22 @@ def qk_norm_rope(
 def _turn_in_place(
     who: str, xs: list[Tensor], cos: Tensor, sin: Tensor, rows: Rows, turn: Turn
 ) -> None:
+    recorded = torch.is_grad_enabled() and any(t.requires_grad for t in (*xs, cos, sin))
     for x in xs:
         if meets_itself(x):
             rule = "a tensor must not share memory with itself to be written in place"
             got = f"strides {x.stride()}"
             raise ValueError(checks.message(who, rule, got, "Call contiguous() first."))
-        if x.requires_grad and x.is_leaf and torch.is_grad_enabled():
+        base = x if x._base is None else x._base
+        if recorded and x.is_inference():
+            rule = (
+                "what was made in inference mode must not be written where a gradient is recorded"
+            )
+            raise ValueError(checks.message(who, rule, "such a tensor", "Call clone() first."))
+        if recorded and x.requires_grad and base.is_leaf:
             rule = "a leaf that requires a gradient must not be written in place"
-            raise ValueError(checks.message(who, rule, "one", "Rotate what is made of it."))
+            got = "one" if base is x else "a view of one"
+            raise ValueError(checks.message(who, rule, got, "Rotate what is made of it."))
     if len(xs) == 2 and is_plain(*xs) and meet(*xs):
         rule = "q and k must not share memory to be written in place"
         got = f"{tuple(xs[0].shape)} and {tuple(xs[1].shape)}"
@@ -380,9 +388,7 @@ def _arguments(
         raise ValueError(checks.message(who, rule, got, "One column serves a pair of channels."))
     rows = rows_of(who, xs[0], offset, position_ids, _ROWS, cos.shape[-2])
     if rows.positions is None:
-        last_row = rows.start + length - 1
-        smaller = "a smaller offset" if rows.start else "fewer tokens"
-        checks.covered(who, last_row, _ROWS, cos.shape[-2], smaller)
+        checks.sequence(who, rows.start, length, _ROWS, cos.shape[-2])
     checks.boolean(who, "interleaved", interleaved)
     if interleaved_out is None:
         interleaved_out = interleaved

@@ -37,10 +37,11 @@ def _turn_of(
 
 
 def leading(q: Tensor, k: Tensor) -> Tensor:
-    """The more precise of the two, or the one with a gradient: what serves it serves both."""
-    if q.dtype is k.dtype:
-        return k if k.requires_grad and not q.requires_grad else q
-    return q if q.element_size() >= k.element_size() else k
+    """The more precise of the two, with a gradient if one has it: what serves it serves both."""
+    x, other = (q, k) if q.element_size() >= k.element_size() else (k, q)
+    if x.requires_grad or not other.requires_grad or torch.compiler.is_compiling():
+        return x
+    return other if other.dtype is x.dtype else x.detach().requires_grad_()
 
 
 class RopeTables(RotaryTables):
@@ -126,7 +127,7 @@ class RopeTables(RotaryTables):
         if found is None or found.key != key or type(offset) is not int or offset < 0:
             return None
         end = offset + x.shape[2]
-        if limit is not None and end > limit:
+        if end > (checks.FARTHEST if limit is None else limit):
             return None
         tables = self._covering(x, found.spectrum, end if limit is None else limit)
         if tables is None:
@@ -234,12 +235,11 @@ class RopeTables(RotaryTables):
         rows = rows_of(who, x, offset, position_ids, "max_seq_len", limit)
         if rows.positions is None:
             need = rows.start + x.shape[2]
-            if limit is not None:
-                smaller = "a smaller offset" if rows.start else "fewer tokens"
-                checks.covered(who, need - 1, "max_seq_len", limit, smaller)
+            checks.sequence(who, rows.start, x.shape[2], "max_seq_len", limit)
         elif limit is None:
             need = checks.extent(who, rows.positions)
-            if need is not None and rows.advances():
+            if need and rows.advances():
+                checks.sequence(who, need - 1, x.shape[2])
                 need += x.shape[2] - 1
         length = None
         if self.scaling is not None or seq_len is not None:

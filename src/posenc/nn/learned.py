@@ -53,9 +53,7 @@ class LearnedPosEmbedding(nn.Module):
         device = self.pos_emb.weight.device
         if position_ids is None:
             start = checks.integer(who, "offset", offset, least=0)
-            last = start + length - 1
-            smaller = "a smaller offset" if start else "a shorter x"
-            checks.covered(who, last, "max_len", self.max_len, smaller)
+            checks.sequence(who, start, length, "max_len", self.max_len)
             at = torch.arange(start, start + length, device=device)
         else:
             checks.exclusive_offset(who, offset)

@@ -175,9 +175,7 @@ class RotaryPosEmbedding(RotaryTables):
         rows = rows_of(who, input_, 0, position_ids, "max_seq_len", self.max_seq_len)
         need: int | None = length
         if rows.positions is None:
-            if self.max_seq_len is not None:
-                limit = self.max_seq_len
-                checks.covered(who, length - 1, "max_seq_len", limit, "a shorter input_")
+            checks.sequence(who, 0, length, "max_seq_len", self.max_seq_len)
         elif self.max_seq_len is None:
             need = checks.extent(who, rows.positions)
         spectrum = Spectrum(width, self.base)

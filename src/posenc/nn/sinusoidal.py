@@ -96,6 +96,7 @@ class SinusoidalPosEmbedding(_SinusoidTable):
             checks.equal(who, "embed_dim", width, self.embed_dim, way_out)
         start = checks.integer(who, "offset", offset, least=0)
         checks.integer(who, "the last dimension of input_", width)
+        checks.sequence(who, start, length)
         ids = _ids(who, input_, offset, position_ids, None)
         return self._add(input_, Spectrum(width, self.base), start, ids)
 
@@ -166,8 +167,7 @@ class SinusoidalPE(_SinusoidTable):
         ids = _ids(who, input, offset, position_ids, self.max_seq_len)
         start = checks.integer(who, "offset", offset, least=0)
         if ids is None:
-            last = start + length - 1
-            checks.covered(who, last, "max_seq_len", self.max_seq_len, "a shorter input")
+            checks.sequence(who, start, length, "max_seq_len", self.max_seq_len)
         return self._add(input, Spectrum(self.embed_dim, self.base), start, ids)
 
     def extra_repr(self) -> str:

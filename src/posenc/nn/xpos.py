@@ -104,8 +104,7 @@ class XPos(TableModule):
         limit = self.max_seq_len
         rows = rows_of(who, q, offset, position_ids, "max_seq_len", limit)
         if rows.positions is None:
-            last = rows.start + q.shape[2] - 1
-            checks.covered(who, last, "max_seq_len", limit, "a smaller offset")
+            checks.sequence(who, rows.start, q.shape[2], "max_seq_len", limit)
         if self._made_of != (self.scale_base, limit):
             self._check_range()
             self._spectrum = None

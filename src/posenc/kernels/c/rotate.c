@@ -63,8 +63,8 @@ static PyObject *py_rotate(PyObject *self, PyObject *const *args, Py_ssize_t giv
                             (long long)job.tables, (long long)job.B);
     for (i64 n = 0; n < job.count; n++) heads += job.tensors[n].H;
     const i64 elements = job.B * heads * job.T * job.D;
-    if (elements == 0) Py_RETURN_NONE;
     if (!in_range(&job, &bad)) return PyLong_FromLongLong(bad);
+    if (elements == 0) Py_RETURN_NONE;
     if (elements < PARALLEL_ELEMENTS) {
         failed = run(&job, elements);
     } else {
