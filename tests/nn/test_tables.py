@@ -269,6 +269,27 @@ def test_max_seq_len_and_head_dim_may_change_later():
     assert torch.equal(rope(wide, wide)[0], posenc.RoPE(16, 64)(wide, wide)[0])
 
 
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")
+def test_a_module_can_be_traced(case):
+    make, x = case
+    module, other = make(), torch.randn_like(x)
+    traced = torch.jit.trace(lambda x: call(module, x), (x,))
+    assert torch.equal(traced(other), call(module, other))
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")
+def test_functions_of_shapes_can_be_traced():
+    from posenc.functional import rotary_pos_embedding, sinusoidal_grid_embedding
+
+    x, other = torch.randn(2, 5, 8), torch.randn(2, 5, 8)
+    at = torch.arange(10).view(2, 5)
+    for function in (
+        rotary_pos_embedding,
+        lambda x: x + sinusoidal_grid_embedding(at, x.shape[-1]),
+    ):
+        assert torch.equal(torch.jit.trace(function, (x,))(other), function(other))
+
+
 def test_a_traced_call_records_the_rotation():
     rope, (x, other) = posenc.RoPE(8, 64), torch.randn(2, 1, 1, 4, 8)
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from posenc._contract import sharding
-from posenc._contract.tracing import in_transform, is_readable
+from posenc._contract.tracing import in_jit_trace, in_transform, is_readable
 
 FLOAT_DTYPES = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
 # Angles are exact up to here, and two thousand million tokens are enough.
@@ -44,7 +44,8 @@ def integer(who: str, name: str, value: Any, *, least: int = 1) -> int:
     if not isinstance(value, (int, torch.SymInt)) or isinstance(value, bool):
         # numpy's integers arrive here; a float or a bool has no place in a count.
         try:
-            if isinstance(value, (bool, Tensor)):
+            # What torch.jit.trace makes of a shape is a tensor.
+            if isinstance(value, bool) or (isinstance(value, Tensor) and not in_jit_trace()):
                 raise TypeError
             value = operator.index(value)
         except TypeError:

@@ -61,6 +61,11 @@ def in_transform(*xs: Tensor) -> bool:
     return bool(_transforms() or _jit_trace()) or any(_is_legacy_batched(x) for x in xs)
 
 
+def in_jit_trace() -> bool:
+    """Whether torch.jit.trace is at work."""
+    return _jit_trace() is not None
+
+
 def is_readable(x: Tensor) -> bool:
     """Whether the values of ``x`` can be looked at now without waiting on a device."""
     return x.is_cpu and is_plain(x)

@@ -52,9 +52,9 @@ def rotary_pos_embedding(
         Su et al., *RoFormer*, 2021, section 3.4.2.
     """
     who = "rotary_pos_embedding"
-    check_rotary_input(who, "input_", input_)
+    width = check_rotary_input(who, "input_", input_)
     checks.boolean(who, "interleaved", interleaved)
-    spectrum = Spectrum(input_.shape[-1], checks.positive_float(who, "base", base))
+    spectrum = Spectrum(width, checks.positive_float(who, "base", base))
     if position_ids is None:
         at = torch.arange(input_.shape[-2], device=input_.device)
     else:
@@ -276,14 +276,14 @@ def _turn_in_place(
         raise
 
 
-def check_rotary_input(who: str, name: str, x: Tensor) -> None:
-    """Refuse what cannot be rotated: not floating, not ``(..., L, D)``, or ``D`` odd."""
+def check_rotary_input(who: str, name: str, x: Tensor) -> int:
+    """``D``; refuse what cannot be rotated: not floating, not ``(..., L, D)``, or ``D`` odd."""
     checks.float_tensor(who, name, x)
     if x.dim() < 2:
         rule = f"{name} must have shape (..., L, D)"
         got = f"shape {tuple(x.shape)}"
         raise ValueError(checks.message(who, rule, got, f"A single token is {name}[None]."))
-    checks.even(who, f"the last dimension of {name}", x.shape[-1])
+    return checks.even(who, f"the last dimension of {name}", x.shape[-1])
 
 
 def check_queries_and_keys(who: str, q: Tensor, k: Tensor) -> None:

@@ -89,11 +89,11 @@ def sinusoidal_grid_embedding(
     checks.float_dtype(who, "dtype", dtype)
     checks.boolean(who, "concatenated", concatenated)
     width = checks.even(who, "embed_dim", embed_dim)
-    if at.dim() < 2 or at.shape[0] == 0 or width % (2 * at.shape[0]):
+    if at.dim() < 2 or len(at) == 0 or width % (2 * len(at)):
         rule = "embed_dim must be a multiple of twice the coordinates of position_ids, (A, ..., L)"
         got = f"{width} and shape {tuple(at.shape)}"
         raise ValueError(checks.message(who, rule, got, "One coordinate is position_ids[None]."))
-    spectrum = Spectrum(width // at.shape[0], checks.positive_float(who, "base", base))
+    spectrum = Spectrum(width // len(at), checks.positive_float(who, "base", base))
     parts = [sinusoid(line, spectrum, dtype) for line in at.unbind(0)]
     if concatenated:
         parts = [torch.cat((part[..., 0::2], part[..., 1::2]), dim=-1) for part in parts]

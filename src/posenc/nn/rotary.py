@@ -167,8 +167,7 @@ class RotaryPosEmbedding(RotaryTables):
             A new tensor with the shape and dtype of ``input_``.
         """
         who = type(self).__name__
-        check_rotary_input(who, "input_", input_)
-        length, width = input_.shape[-2:]
+        width, length = check_rotary_input(who, "input_", input_), input_.shape[-2]
         if self.embed_dim is not None:
             way_out = "Pass embed_dim=None to take any width."
             checks.equal(who, "embed_dim", width, self.embed_dim, way_out)

@@ -95,7 +95,7 @@ class SinusoidalPosEmbedding(_SinusoidTable):
             way_out = "Pass embed_dim=None to take any."
             checks.equal(who, "embed_dim", width, self.embed_dim, way_out)
         start = checks.integer(who, "offset", offset, least=0)
-        checks.integer(who, "the last dimension of input_", width)
+        width = checks.integer(who, "the last dimension of input_", width)
         checks.sequence(who, start, length)
         ids = _ids(who, input_, offset, position_ids, None)
         return self._add(input_, Spectrum(width, self.base), start, ids)
