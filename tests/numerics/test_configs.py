@@ -258,6 +258,33 @@ def test_the_text_model_is_found_wherever_it_is_described(config, base):
 @pytest.mark.parametrize(
     ("config", "text"),
     [
+        ({"model_type": "gpt2"}, "model_type must rotate as RoPE does"),
+        ({"model_type": "bert"}, "nothing is rotated"),
+        ({"position_embedding_type": "absolute"}, "position_embedding_type must be rotary"),
+        ({"model_type": "falcon", "alibi": True}, "alibi must be false"),
+        ({"rope_ratio": 500}, "rope_ratio must be left out"),
+        ({"model_type": "hunyuan_vl_text"}, "channels of a pair"),
+        ({"model_type": "gpt_oss"}, "rope_parameters must be given, because this is gpt_oss"),
+    ],
+)
+def test_what_no_rope_does_is_refused(config, text):
+    with pytest.raises(ValueError, match=text):
+        configs.read({**SIZES, **config})
+
+
+def test_what_only_looks_like_another_kind_is_read():
+    assert configs.read({**SIZES, "model_type": "falcon", "alibi": False}).base == 1e4
+    for kind in ("rope", "rotary", None):
+        assert configs.read({**SIZES, "position_embedding_type": kind}).base == 1e4
+    assert configs.read({**SIZES, "rope_pct": 0.25}).rotary_dim == 16
+    # A key that is there and says nothing.
+    config = {**SIZES, "rope_theta": 5e5, "global_rope_theta": None}
+    assert configs.read(config).base == 5e5
+
+
+@pytest.mark.parametrize(
+    ("config", "text"),
+    [
         ({"rope_scaling": {"type": "linear", "fctor": 2.0}}, "rope_scaling.fctor"),
         ({"rope_scaling": {"type": "cubic", "factor": 2.0}}, "rope_scaling.type must be one of"),
         ({"rope_scaling": {"type": "linear", "rope_type": "yarn", "factor": 2.0}}, "rope_type"),

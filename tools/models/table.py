@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from typing import Any
 
@@ -9,6 +10,7 @@ import recipes
 import transformers
 
 LIMIT = 2e-5
+_REFUSED = re.compile(r"must be one that is understood, got (.+?) in transformers\.")
 
 
 def verdict(result: dict[str, Any]) -> str:
@@ -17,6 +19,9 @@ def verdict(result: dict[str, Any]) -> str:
     if not result["need"] and not driven and not result["trouble"]:
         return _IDLE
     missing = set(result["need"]) - {owner for d in driven for owner in d["owners"]}
+    refused = [why for line in result["trouble"] for why in _REFUSED.findall(line)]
+    if refused and (missing or not driven):
+        return f"refused: {refused[0]}"
     if missing or not driven:
         return f"not driven: {', '.join(sorted(missing)) or result['trouble'][-1]}"
     for d in driven:

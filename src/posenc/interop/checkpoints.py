@@ -132,7 +132,8 @@ def convert(
     total = sum(entry.nbytes for shard in shards for entry in shard.entries.values())
     folders.check_space(target, total)
     left_out: tuple[str, ...] = ()
-    with folders.whole(target, overwrite) as draft:
+    # Of a link, what it leads to is written.
+    with folders.whole(target.resolve(), overwrite) as draft:
         note = {} if model.layout == to else {METADATA: to}
         if source.is_dir():
             left_out = folders.copy_others(source, draft, [s.path for s in shards])

@@ -13,7 +13,7 @@ from torch import Tensor
 from posenc._contract import checks
 from posenc.interop import layouts
 from posenc.interop.layouts import Heads, Layout
-from posenc.numerics.configs import SHARES, text_part
+from posenc.numerics.configs import SHARES, WIDTHS, text_part
 
 Config = Mapping[str, Any]
 
@@ -43,6 +43,7 @@ SWITCH = "rope_interleave"
 SWITCHED = frozenset(("axk1", "deepseek_v3", "glm4_moe_lite", "mistral4", "youtu"))
 # `query_key_value` and the like go key head by key head; elsewhere queries, keys, values.
 _GROUPED = frozenset(("falcon", "gpt_neox", "gpt_neox_japanese", "internlm2", "persimmon"))
+_FUSED = ("qkv", "qkv_grouped", "qkv_codegen")
 _GATED = frozenset(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"))
 
 _ROLES = {
@@ -153,7 +154,14 @@ def from_config(config: Config, **given: Any) -> Model:
     text, within = text_part(config)
     towers = bool(within) or "vision_config" in config or "audio_config" in config
     family = text.get("model_type")
+    family = family if isinstance(family, str) else None
     _refuse(text)
+    for name in ("num_heads", "num_kv_heads", "head_dim", "rotary_dim"):
+        if given.get(name) is not None:
+            checks.integer("convert", name, given[name])
+    if given.get("fused") not in (None, *_FUSED):
+        rule, got = f"fused must be one of {', '.join(_FUSED)}", checks.describe(given["fused"])
+        raise ValueError(checks.message("convert", rule, got, "See posenc.interop.permute."))
 
     def heads(layer: int) -> Heads:
         return _heads(text, family, layer, given)
@@ -178,7 +186,7 @@ def _heads(config: Config, family: str | None, layer: int, given: Mapping[str, A
             if isinstance(value, (list, tuple)):
                 value = value[layer] if layer < len(value) else None
             if value is not None:
-                return value
+                return checks.integer("convert", key, value, least=0)
         return None
 
     num_heads = given.get("num_heads") or first("num_attention_heads", "n_head", "n_heads")
@@ -191,7 +199,7 @@ def _heads(config: Config, family: str | None, layer: int, given: Mapping[str, A
     if latent is not None and rope is not None:
         width = first("qk_nope_head_dim") + rope
         return Heads(num_heads, width, num_heads, rope, last=True, latent=latent)
-    width = given.get("head_dim") or first("head_dim")
+    width = given.get("head_dim") or first("head_dim") or WIDTHS.get(family or "")
     if width is None:
         hidden = first("hidden_size", "n_embd", "d_model", "dim")
         if hidden is None or hidden % num_heads:
@@ -216,6 +224,9 @@ def _kv_heads(config: Config, family: str | None, first: Callable[..., Any]) -> 
 def _partial(config: Config, family: str | None, layer: int) -> float:
     """The share of a head that rotates, wherever the config says it."""
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if not isinstance(rope, Mapping):
+        rule, got = "rope_parameters must be a dict", checks.describe(rope)
+        raise TypeError(checks.message("convert", rule, got, "Mend the config."))
     types = config.get("layer_types") or []
     if rope and all(isinstance(value, Mapping) for value in rope.values()):
         rope = rope.get(types[layer] if layer < len(types) else "", next(iter(rope.values())))
@@ -225,7 +236,7 @@ def _partial(config: Config, family: str | None, layer: int) -> float:
     for place in (rope, config):
         for key in ("partial_rotary_factor", "rotary_pct", "rope_pct"):
             if place.get(key) is not None:
-                return float(place[key])
+                return checks.positive_float("convert", key, place[key])
     return SHARES.get(family or "", 1.0)
 
 

@@ -21,7 +21,9 @@ _INDEX = ".safetensors.index.json"
 # The first that is there is the checkpoint.
 _SINGLE = ("model.safetensors", "adapter_model.safetensors")
 # Weights that nobody converted would keep the old layout under the new name.
-_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx")
+_WEIGHTS = frozenset(
+    ".safetensors .bin .pt .pth .ckpt .gguf .h5 .msgpack .onnx .onnx_data .ot .npz .npy".split()
+)
 
 
 def refuse_paths(source: Path, target: Path, overwrite: bool) -> None:
@@ -35,6 +37,9 @@ def refuse_paths(source: Path, target: Path, overwrite: bool) -> None:
         rule = "source and target must lie apart"
         way_out = "Pick another folder: the source is never written to."
         raise ValueError(checks.message("convert", rule, f"{source} and {target}", way_out))
+    if target.is_symlink() and not target.exists():
+        rule = "target must not be a link to nothing"
+        raise FileExistsError(checks.message("convert", rule, target, "Remove it first."))
     if not there.parent.is_dir():
         rule = "target must lie in a folder that exists"
         raise FileNotFoundError(checks.message("convert", rule, target, f"mkdir {target.parent}"))
@@ -70,7 +75,7 @@ def weight_map(index: Path) -> dict[str, str]:
     if not isinstance(found, dict) or not found:
         rule = f"{index} must have a weight_map"
         raise ValueError(checks.message("convert", rule, found, "Download it again."))
-    for name in set(found.values()):
+    for name in found.values():
         # A name that leads out of the folder would be written out of it too.
         if not isinstance(name, str) or Path(name).name != name:
             rule = f"{index} must name files of its own folder"
@@ -98,6 +103,8 @@ def config(source: Path | None, given: Config | str | os.PathLike[str] | None) -
     """The config as a dict: the one given, or the one beside the weights, or an empty one."""
     if isinstance(given, Mapping):
         return given
+    if given is not None and hasattr(given, "to_dict"):
+        return given.to_dict()  # type: ignore[no-any-return]
     if given is not None:
         path = Path(given)
         return read_json(path / "config.json" if path.is_dir() else path)
@@ -128,19 +135,29 @@ def check_space(target: Path, nbytes: int) -> None:
 
 
 def copy_others(source: Path, draft: Path, taken: Collection[Path]) -> tuple[str, ...]:
-    """Copy all of a folder but its weights, and name the weights that stay behind."""
-    draft.mkdir()
+    """Copy all of a folder but its weights, and name the weights that stay behind.
+
+    Links are followed, and folders that begin with a dot are somebody's own records: neither a
+    repository's nor a cache's is part of a checkpoint.
+    """
     left_out = []
-    for path in sorted(source.rglob("*")):
-        place = path.relative_to(source)
-        if any(part.startswith(".") for part in place.parts) or path in taken:
-            continue
-        if path.is_dir():
-            (draft / place).mkdir()
-        elif path.suffix in _WEIGHTS:
-            left_out.append(str(place))
-        else:
-            shutil.copyfile(path, draft / place)
+    for folder, inner, files in os.walk(source, followlinks=True):
+        here = Path(folder)
+        (draft / here.relative_to(source)).mkdir()
+        above = [here.resolve(), *here.resolve().parents]
+        inner[:] = [
+            name
+            for name in sorted(inner)
+            if not name.startswith(".") and (here / name).resolve() not in above
+        ]
+        for name in sorted(files):
+            path = here / name
+            if path in taken:
+                continue
+            if path.suffix.lower() in _WEIGHTS:
+                left_out.append(str(path.relative_to(source)))
+            else:
+                shutil.copyfile(path, draft / path.relative_to(source))
     return tuple(left_out)
 
 

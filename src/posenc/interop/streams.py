@@ -146,6 +146,10 @@ def _header(path: Path, file: BinaryIO) -> tuple[dict[str, Any], int]:
     size = path.stat().st_size
     length = int.from_bytes(file.read(8), "little")
     if size < 8 or length > min(size - 8, _LARGEST_HEADER):
+        if path.suffix != ".safetensors" or length.to_bytes(8, "little") == b"version ":
+            rule, got = "source must be in the format of safetensors", f"{path}, which is not"
+            way_out = "Save a .bin again with safetensors; fetch what Git LFS points to."
+            raise ValueError(checks.message("convert", rule, got, way_out))
         raise _broken(path, f"a header of {length} bytes does not fit a file of {size}")
     try:
         header = json.loads(file.read(length), object_pairs_hook=_once)

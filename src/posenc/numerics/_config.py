@@ -6,38 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from posenc._contract import checks
-from posenc.numerics import scaling
+from posenc.numerics import _defaults, scaling
 from posenc.numerics._nested import LAYOUT, mark_of, text_part
 from posenc.numerics._spelling import is_slip, nearest
 from posenc.numerics.axes import Axes, Sections
-
-# Model types whose queries and keys are rotated in adjacent pairs. `rope_interleave` in a config
-# says the same of DeepSeek's family, which puts the result out in halves.
-INTERLEAVED = frozenset(
-    "blt codegen cohere cohere2 cohere2_moe deepseek_v2 ernie4_5 ernie4_5_moe "
-    "glm glm4 glm4v glm4v_text glm_ocr glm_ocr_text gptj helium llama4 "
-    "llama4_text moonshine moonshine_streaming openai_privacy_filter roformer".split()
-)
-INTERLEAVED_TO_HALVES = frozenset(
-    "axk1 axk2 bailing_hybrid deepseek_v3 deepseek_v32 glm4_moe_lite glm_moe_dsa longcat_flash "
-    "mistral4 mistral_large4 youtu".split()
-)
-
-# Rotations that no RoPE has, whatever their configs say.
-UNLIKE = {
-    "eomt_dinov3": "its coordinates are fractions of an image",
-    "ernie4_5_vl_moe": "its pairs are in an order of their own",
-    "ernie4_5_vl_moe_text": "its pairs are in an order of their own",
-    "musicflamingo": "its positions are times of an audio",
-    "nanochat": "it turns the other way",
-}
-# The share of a head that rotates, where it is not all and the config leaves it out.
-SHARES = {
-    **dict.fromkeys(("gpt_neox", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"), 0.25),
-    **dict.fromkeys(("bamba", "glm", "glm4", "glm4_moe", "glm4v_moe_text", "nemotron"), 0.5),
-    **dict.fromkeys(("persimmon", "phi", "recurrent_gemma"), 0.5),
-    "stablelm": 0.25,
-}
 
 _KEYS = frozenset(
     "rope_type type rope_theta partial_rotary_factor factor original_max_position_embeddings "
@@ -48,8 +20,8 @@ _KEYS = frozenset(
 # Keys beside those, whose misspelling would go unnoticed.
 _OUTSIDE = (
     "rope_theta", "rope_scaling", "rope_parameters", "rope_interleave", "rope_local_base_freq",
-    "partial_rotary_factor", "rotary_dim", "rotary_pct", "rotary_emb_base", "rotary_embedding_base",
-    "original_max_position_embeddings", "max_position_embeddings", LAYOUT,
+    "partial_rotary_factor", "rotary_dim", "rotary_pct", "rope_pct", "rotary_emb_base",
+    "rotary_embedding_base", "original_max_position_embeddings", "max_position_embeddings", LAYOUT,
 )  # fmt: skip
 # Keys that mean nothing without a rope_type.
 _SCALES = (
@@ -59,6 +31,7 @@ _SCALES = (
 # Values of rope_type that scale nothing.
 _PLAIN = ("default", "mrope")
 _RULES = ("linear", "dynamic", "yarn", "longrope", "llama3", "proportional")
+_TYPES = ("full_attention", "sliding_attention")
 # One head is not wider than this in any model; a larger number is not a width.
 _WIDEST_HEAD = 2**13
 
@@ -71,13 +44,29 @@ class Config:
         self.mark = mark_of(config)
         config, self.prefix = text_part(config)
         kind = config.get("model_type")
-        if isinstance(kind, str) and kind in UNLIKE:
-            rule, way_out = "model_type must rotate as RoPE does", f"Here, {UNLIKE[kind]}."
-            raise ValueError(self._text(rule, kind, way_out))
+        self.kind = kind if isinstance(kind, str) else ""
+        if self.kind in _defaults.UNLIKE:
+            way_out = f"Here, {_defaults.UNLIKE[self.kind]}."
+            raise ValueError(self._text("model_type must rotate as RoPE does", kind, way_out))
         self.top = config
+        self._refuse_others()
         self.where = ""
         self.rope: Mapping[str, Any] = {}
         self._refuse_misspelled()
+
+    def _refuse_others(self) -> None:
+        """Positions of another kind, and a base that only the model's own code makes of its key."""
+        kind = self.top.get("position_embedding_type")
+        if kind is not None and not any(name in str(kind) for name in ("rope", "rotary")):
+            rule = f"{self.prefix}position_embedding_type must be rotary"
+            raise ValueError(self._text(rule, kind, "Nothing is rotated here."))
+        if self.top.get("alibi"):
+            rule = f"{self.prefix}alibi must be false"
+            raise ValueError(self._text(rule, True, "See posenc.ALiBi.like."))
+        if self.top.get("rope_ratio") not in (None, 1, 1.0):
+            rule = f"{self.prefix}rope_ratio must be left out"
+            way_out = "Give rope_theta, which is 10000 times it."
+            raise ValueError(self._text(rule, self.top["rope_ratio"], way_out))
 
     def _refuse_misspelled(self) -> None:
         for key, value in self.top.items():
@@ -92,7 +81,7 @@ class Config:
         nested = self._nested()
         if nested:
             return tuple(nested)
-        return ("full_attention", "sliding_attention") if self._local() else (None,)
+        return _TYPES if self._local() else (None,)
 
     def layer(self, layer_type: str | None) -> str | None:
         """Find the dict of parameters, that of ``layer_type`` if each has its own."""
@@ -106,7 +95,10 @@ class Config:
         if layer_type is None and local:
             way_out = "Pass layer_type='full_attention' or 'sliding_attention'."
             rule = f"layer_type must be given, because {local} is for some layers alone"
+            if local == "model_type":
+                rule = f"layer_type must be given, because layers of {self.kind} differ"
             raise ValueError(self._text(rule, layer_type, way_out))
+        known = known or (frozenset(_TYPES) if local else known)
         if layer_type is not None and known and layer_type not in known:
             raise ValueError(self._text(f"layer_type must be one of {sorted(known)}", layer_type))
         if layer_type == "sliding_attention" and local:
@@ -125,6 +117,10 @@ class Config:
             raise self._contradiction("rope_parameters", "rope_scaling", "different contents")
         if given:
             self.where, self.rope = next(iter(given.items()))
+        elif self.kind in _defaults.SPECIAL:
+            rule = f"{self.prefix}rope_parameters must be given, because this is {self.kind}"
+            way_out = "Without them its rotation is scaled, or differs by layer."
+            raise ValueError(self._text(rule, None, way_out))
 
     def _known(self) -> frozenset[str]:
         types = self.top.get("layer_types")
@@ -140,8 +136,13 @@ class Config:
         }
 
     def _local(self) -> str | None:
+        """The key that says of some layers that they are local, if they differ from the others."""
         keys = ("rope_local_base_freq", "local_rope_theta")
-        return next((key for key in keys if self.top.get(key) is not None), None)
+        said = next((key for key in keys if self.top.get(key) is not None), None)
+        if said is not None or self.kind not in _defaults.LOCAL_BASES:
+            return said
+        scaled = str(self.rope.get("rope_type") or self.rope.get("type")) not in ("None", *_PLAIN)
+        return "model_type" if scaled or _defaults.LOCAL_BASES[self.kind] is not None else None
 
     def _choose(self, nested: Mapping[str, Any], layer_type: str | None) -> str:
         if layer_type is None:
@@ -170,6 +171,9 @@ class Config:
         for name in names:
             if self.top.get(name) is not None:
                 return self._width(name, self.top[name], name)
+        for widths in (_defaults.ROTATED_WIDTHS, _defaults.WIDTHS):
+            if self.kind in widths:
+                return self._width("head_dim", widths[self.kind], "model_type")
         for size, heads in (
             ("hidden_size", "num_attention_heads"),
             ("n_embd", "n_head"),
@@ -211,13 +215,18 @@ class Config:
     def base(self, layer_type: str | None) -> float:
         """The base of the rates."""
         keys = ["rope_theta", "rotary_emb_base", "rope_base", "rotary_embedding_base"]
-        if layer_type == "sliding_attention":
-            local = self._local()
-            keys = [local] if local else keys
-        elif "global_rope_theta" in self.top:
+        usual = _defaults.BASES.get(self.kind)
+        if layer_type == "sliding_attention" and (local := self._local()):
+            own = _defaults.LOCAL_BASES.get(self.kind)
+            if local != "model_type" or own is not None:
+                keys, usual = [local] if local != "model_type" else [], own
+        elif self.top.get("global_rope_theta") is not None:
             keys = ["global_rope_theta"]
         value = self._one("base", ["rope_theta"], keys)
-        return 10_000.0 if value is None else checks.positive_float("from_config", "base", value)
+        if value is None and usual is not None:
+            value, self.sources["base"] = usual, f"{self.prefix}model_type"
+        name = self.sources.get("base", "base")
+        return 10_000.0 if value is None else checks.positive_float("from_config", name, value)
 
     def rotary_dim(self, head_dim: int) -> int:
         """Channels of a head that are rotated."""
@@ -225,11 +234,11 @@ class Config:
             # They are kept apart from the others, and rotated all.
             return head_dim
         name = "partial_rotary_factor"
-        share = self._one("rotary_dim", [name], [name, "rotary_pct"])
+        share = self._one("rotary_dim", [name], [name, "rotary_pct", "rope_pct"])
         count = self.top.get("rotary_dim")
-        kind = self.top.get("model_type")
-        if share is None and count is None and isinstance(kind, str) and kind in SHARES:
-            share, self.sources["rotary_dim"] = SHARES[kind], f"{self.prefix}model_type"
+        if share is None and count is None and self.kind in _defaults.SHARES:
+            share = _defaults.SHARES[self.kind]
+            self.sources["rotary_dim"] = f"{self.prefix}model_type"
         if share is None and count is None:
             return head_dim
         if share is not None:
@@ -253,9 +262,8 @@ class Config:
                 raise ValueError(self._text(f"{LAYOUT} must be 'half' or 'interleaved'", said))
             self.sources["interleaved"] = LAYOUT
             return said == "interleaved", None
-        kind = self.top.get("model_type")
         flag = self.top.get("rope_interleave")
-        if flag is None and isinstance(kind, str) and kind in INTERLEAVED_TO_HALVES:
+        if flag is None and self.kind in _defaults.INTERLEAVED_TO_HALVES:
             flag = True
         if flag is not None:
             source = "rope_interleave" if "rope_interleave" in self.top else "model_type"
@@ -264,7 +272,7 @@ class Config:
             return adjacent, False if adjacent else None
         if "model_type" in self.top:
             self.sources["interleaved"] = f"{self.prefix}model_type"
-        return isinstance(kind, str) and kind in INTERLEAVED, None
+        return self.kind in _defaults.INTERLEAVED, None
 
     def axes(self) -> Axes | None:
         """Coordinates of M-RoPE."""
@@ -273,6 +281,9 @@ class Config:
             return None
         self.sources["axes"] = f"{self.prefix}{self.where}.mrope_section"
         dealt = self.rope.get("mrope_interleaved") or self.rope.get("interleaved") or False
+        if self.kind in _defaults.DEALT:
+            # Their code does so without asking.
+            dealt = True
         return Sections(sizes, checks.boolean("from_config", "mrope_interleaved", dealt))
 
     def rule(self) -> scaling.Rule | None:
@@ -348,8 +359,9 @@ class Config:
     def _stretch(self) -> Any:
         if self.rope.get("factor") is not None:
             return self.rope["factor"]
-        longest = checks.integer("from_config", "max", self._need("max_position_embeddings"))
-        return longest / checks.integer("from_config", "original", self._original())
+        name = "max_position_embeddings"
+        longest = checks.integer("from_config", name, self._need(name))
+        return longest / checks.integer("from_config", f"original_{name}", self._original())
 
     def _need(self, name: str) -> Any:
         value = self.rope.get(name)

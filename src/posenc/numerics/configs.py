@@ -10,11 +10,12 @@ from typing import Any
 
 from posenc._contract import checks
 from posenc.numerics import scaling
-from posenc.numerics._config import SHARES, Config
+from posenc.numerics._config import Config
+from posenc.numerics._defaults import SHARES, WIDTHS
 from posenc.numerics._nested import LAYOUT, text_part
 from posenc.numerics.axes import Axes
 
-__all__ = ["LAYOUT", "SHARES", "Recipe", "layer_types", "read", "text_part"]
+__all__ = ["LAYOUT", "SHARES", "WIDTHS", "Recipe", "layer_types", "read", "text_part"]
 
 
 @dataclass(frozen=True, slots=True)

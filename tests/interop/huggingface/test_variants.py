@@ -1,10 +1,12 @@
 """Rotating functions in forms of their own."""
 
+import pytest
 import torch
+import transformers
 from torch import nn
 
-from hf_models import apart
-from posenc.interop.huggingface import patched
+from hf_models import SMALL, apart
+from posenc.interop.huggingface import patch, patched
 
 
 def rotate_half(x):
@@ -45,3 +47,42 @@ def test_a_function_that_the_kernels_package_made_a_module_is_replaced():
 
     assert [p.function for p in report.places] == ["kernelized_rotary"]
     assert all(apart(a, b) < 1e-6 for a, b in zip(expected, got, strict=True))
+
+
+def apply_rotary_pos_emb_old(q, k, cos, sin, position_ids=None):
+    return apply_rotary_pos_emb_kernel(q, k, cos, sin)
+
+
+def apply_rotary_pos_emb_picking(q, k, cos, sin, position_ids=None):
+    if position_ids is not None:
+        cos, sin = cos[position_ids], sin[position_ids]
+    return q * cos + rotate_half(q) * sin, k * cos + rotate_half(k) * sin
+
+
+class Old(nn.Module):
+    def forward(self, q, cos, sin, position_ids):
+        return apply_rotary_pos_emb_old(q, q, cos, sin, position_ids)
+
+
+class Picking(nn.Module):
+    def forward(self, q, cos, sin, position_ids):
+        return apply_rotary_pos_emb_picking(q, q, cos, sin, position_ids)
+
+
+def test_positions_that_are_only_passed_on_are_told_from_those_that_pick_rows():
+    q, phi, at = torch.randn(2, 3, 5, 8), torch.rand(5, 4), torch.arange(5).flip(0)
+    tables = [torch.cat((t, t), dim=-1) for t in (phi.cos(), phi.sin())]
+    model = Old()
+    wanted = model(q, *tables, at)[0]
+    with patched(model):
+        assert apart(model(q, *tables, at)[0], wanted) < 1e-6
+    with pytest.raises(ValueError, match="apply_rotary_pos_emb_picking"):
+        patch(Picking())
+
+
+def test_tables_that_turn_the_channels_of_a_pair_differently_are_refused():
+    sections = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 2, 2, 2]}
+    config = transformers.HunYuanVLTextConfig(**SMALL, head_dim=16, rope_parameters=sections)
+    model = transformers.HunYuanVLTextModel(config)
+    with pytest.raises(ValueError, match="turns the two channels of a pair differently"):
+        patch(model)

@@ -125,6 +125,8 @@ def patch(model: nn.Module) -> Report:
         for method in classes[kind]:
             slots.append((module, *_slot(module, path, method)))
             places += [Place(path, kind.__name__, *gone) for gone in method.gone]
+        if tables.differ_in_halves(module):
+            _refuse(kind, path, "a table that turns the two channels of a pair differently")
         ours = tables.forward_for(module) if _makes_tables(module) else None
         if ours is not None:
             exact.append(Table(path, kind.__name__, *ours[:2]))

@@ -59,6 +59,26 @@ def forward_for(module: nn.Module) -> tuple[str, str, FunctionType] | None:
     return None
 
 
+def differ_in_halves(module: nn.Module) -> bool:
+    """Whether tokens with several coordinates turn the two channels of a pair by different ones."""
+    recompose = getattr(module, "recomposition_frequencies", None)
+    held = getattr(module, "inv_freq", None)
+    if recompose is None or held is None or len(inspect.signature(recompose).parameters) != 1:
+        return False
+    pairs = held.shape[-1]
+    for coordinates in (2, 3, 4):
+        # No number twice.
+        numbers = torch.arange(coordinates * pairs, device=held.device).view(-1, 1, 1, pairs)
+        try:
+            made = recompose(numbers.float().expand(-1, 1, 2, -1))
+        except (RuntimeError, ValueError, IndexError, TypeError):
+            continue
+        if isinstance(made, Tensor) and made.shape[-1] == 2 * pairs:
+            doubled = torch.equal(made[..., :pairs], made[..., pairs:])
+            return not doubled and not torch.equal(made[..., ::2], made[..., 1::2])
+    return False
+
+
 def _layer_types(module: nn.Module) -> list[Any]:
     kinds = getattr(module, "rope_type", None)
     return list(kinds) if isinstance(kinds, dict) else [None]

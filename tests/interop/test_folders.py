@@ -1,0 +1,102 @@
+"""What a conversion makes of the folder around its weights, and of what it is told."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from posenc.interop.checkpoints import convert, convert_state
+
+LLAMA = {"model_type": "llama", "hidden_size": 32, "num_attention_heads": 4}
+
+
+@pytest.fixture
+def small(tmp_path):
+    """A folder with one layer's projections and a config."""
+    folder = tmp_path / "old"
+    folder.mkdir()
+    stem = "model.layers.0.self_attn"
+    state = {f"{stem}.{name}.weight": torch.randn(32, 32) for name in ("q_proj", "k_proj")}
+    save_file(state, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(LLAMA))
+    return folder
+
+
+def test_everything_but_weights_goes_along(small, tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "vocab.txt").write_text("v")
+    (small / "tokenizer").symlink_to(tmp_path / "elsewhere")
+    (small / "onnx").mkdir()
+    (small / "onnx" / "again").symlink_to(small)
+    (small / ".git").mkdir()
+    (small / ".git" / "HEAD").write_text("h")
+    (small / ".gitattributes").write_text("a")
+    others = ["a.SAFETENSORS", "b.bin", "c.ot", "d.npz", "onnx/e.onnx", "onnx/e.onnx_data"]
+    for name in others:
+        (small / name).write_bytes(b"w")
+    report = convert(small, tmp_path / "new", to="interleaved")
+    assert sorted(report.left_out) == others
+    files = [p for p in (tmp_path / "new").rglob("*") if p.is_file()]
+    names = {str(p.relative_to(tmp_path / "new")) for p in files}
+    assert names == {".gitattributes", "config.json", "model.safetensors", "tokenizer/vocab.txt"}
+
+
+def test_of_a_link_what_it_leads_to_is_written(small, tmp_path):
+    (tmp_path / "real").mkdir()
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path / "real")
+    convert(small, link, to="interleaved", overwrite=True)
+    assert link.is_symlink()
+    assert (tmp_path / "real" / "model.safetensors").is_file()
+    broken = tmp_path / "broken"
+    broken.symlink_to(tmp_path / "nothing")
+    with pytest.raises(FileExistsError, match="a link to nothing"):
+        convert(small, broken, to="interleaved")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["broken", "link", "old", "real"]
+
+
+@pytest.mark.parametrize(
+    ("config", "text"),
+    [
+        ({"rope_parameters": "x"}, "rope_parameters must be a dict"),
+        ({"rope_scaling": [1]}, "rope_parameters must be a dict"),
+        ({"head_dim": "8"}, "head_dim must be an int"),
+        ({"partial_rotary_factor": "a"}, "partial_rotary_factor must be a number"),
+        ({"num_attention_heads": 4.0}, "num_attention_heads must be an int"),
+    ],
+)
+def test_bad_configs_are_named(small, tmp_path, config, text):
+    with pytest.raises(TypeError, match=text):
+        convert(small, tmp_path / "new", to="interleaved", config={**LLAMA, **config})
+    assert not (tmp_path / "new").exists()
+
+
+def test_bad_arguments_are_named(small, tmp_path):
+    for bad in ({"num_heads": 0}, {"rotary_dim": 0}, {"fused": "bogus"}):
+        with pytest.raises(ValueError, match=f"{next(iter(bad))} must be"):
+            convert(small, tmp_path / "new", to="interleaved", **bad)
+    torch.save({}, tmp_path / "a.bin")
+    pointer = tmp_path / "b.safetensors"
+    pointer.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
+    for path in (tmp_path / "a.bin", pointer):
+        with pytest.raises(ValueError, match="must be in the format of safetensors"):
+            convert(path, tmp_path / "new", to="interleaved", config=LLAMA)
+    index = {"weight_map": {"a": ["x"]}}
+    (small / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ValueError, match="must name files of its own folder"):
+        convert(small, tmp_path / "new", to="interleaved")
+
+
+def test_a_config_object_and_a_width_left_out_are_read(small, tmp_path):
+    from transformers import GemmaConfig, LlamaConfig
+
+    sizes = {"hidden_size": 32, "num_attention_heads": 4}
+    convert(small, tmp_path / "a", to="interleaved", config=LlamaConfig(**sizes))
+    state = {"model.layers.0.self_attn.q_proj.bias": torch.arange(512)}
+    raw = {"model_type": "gemma", "hidden_size": 96, "num_attention_heads": 2}
+    raw["num_key_value_heads"] = 2
+    made = [convert_state(state, to="interleaved", config=c) for c in (raw, GemmaConfig(**raw))]
+    name = next(iter(state))
+    assert torch.equal(made[0][name], made[1][name])
+    assert not torch.equal(made[0][name], state[name])
