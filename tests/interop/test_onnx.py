@@ -131,4 +131,4 @@ except ImportError as error:
     done = subprocess.run(
         [sys.executable, "-c", script], check=True, timeout=120, capture_output=True, text=True
     )
-    assert "posenc.interop.onnx needs onnxscript: pip install 'posenc[onnx]'" in done.stdout
+    assert "posenc.interop.onnx needs onnxscript: pip install '.[onnx]'" in done.stdout

@@ -1,7 +1,6 @@
 import pytest
 import torch
 
-from posenc import functional
 from posenc.lab import bench, peers
 from posenc.lab.cases import Case, Workload
 from posenc.lab.peers import Missing
@@ -51,17 +50,6 @@ def test_without_peers_there_is_posenc_alone():
         names = [c.name for c in peers.contestants(Workload(case), peers=False)]
         assert names
         assert all(name.startswith("posenc") for name in names)
-
-
-def test_functions_this_posenc_lacks_are_missing_by_name(monkeypatch):
-    """Results of an older posenc can be repeated with a newer bench."""
-    for name, prepare in (
-        ("rotate_qk_", peers.posenc_in_place),
-        ("qk_norm_rope", peers.posenc_qk_norm),
-    ):
-        monkeypatch.delattr(functional, name, raising=False)
-        with pytest.raises(Missing, match=f"no functional.{name}"):
-            prepare(Workload(CASES["rotary"]))
 
 
 def test_a_peer_that_cannot_be_imported_says_so_in_one_line():

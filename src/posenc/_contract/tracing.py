@@ -54,7 +54,7 @@ def outlive_capture(*tensors: Tensor) -> None:
 def in_transform(*xs: Tensor) -> bool:
     """Whether torch.func or torch.jit.trace is at work, which know torch's own operations alone.
 
-    The last is what torch.autograd.grad(is_grads_batched=True) still uses.
+    Tensors batched the old way are what torch.autograd.grad(is_grads_batched=True) still makes.
     """
     if torch.compiler.is_compiling():
         return False

@@ -94,7 +94,7 @@ def alibi_attention(
     if path not in (None, "flex", "chunked"):
         rule, got = "path must be 'flex', 'chunked' or None", checks.describe(path)
         raise ValueError(checks.message(who, rule, got, "None chooses."))
-    if path == "flex" and not flex.can_run(q, k, v):
+    if path == "flex" and not flex.can_run(q, v):
         rule = "path='flex' needs CUDA, Triton, at most float32 and heads of 16 and wider"
         got = f"{q.dtype} on {q.device}, {q.shape[-1]} wide"
         raise ValueError(checks.message(who, rule, got, "Leave path out."))
@@ -103,7 +103,7 @@ def alibi_attention(
     if dense.is_wanted(q, k, v, given):
         seen = spans(queries, keys, causal=causal, offset=start, ends=ends, device=q.device)
         out = dense.attend(q, k, v, seen, given if given.dim() == 2 else given[None], scale)
-    elif path != "chunked" and flex.can_run(q, k, v):
+    elif path != "chunked" and flex.can_run(q, v):
         if not isinstance(start, Tensor):
             place = torch.full((), start, dtype=torch.int32, device=q.device)
         else:

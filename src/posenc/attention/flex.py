@@ -20,7 +20,7 @@ from posenc.numerics.spans import Ends
 LIMIT = 64
 
 
-def can_run(q: Tensor, k: Tensor, v: Tensor) -> bool:
+def can_run(q: Tensor, v: Tensor) -> bool:
     """Whether FlexAttention has a kernel for these: CUDA, no float64, heads of 16 and wider."""
     return (
         q.device.type == "cuda"

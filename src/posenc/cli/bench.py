@@ -24,6 +24,7 @@ from posenc.lab.cases import CASES, choose
 
 _COLUMNS = ("", "time", "quartiles", "× copy", "quartiles", "off by")
 _ALL = "all of the device"
+_SAID = {"missing": "left out"}
 _UNITS = (("µs", 1e-6), ("ms", 1e-3), ("s", 1.0))
 _HELP = """Time posenc and every installed peer, against a copy of the same bytes.
 
@@ -128,7 +129,7 @@ def _show(measurement: Measurement, console: Console) -> None:
     title = f"{work}: {work.case}, {_size(work.nbytes)}"
     rows = [_row(result) for result in measurement.results if result.status == "timed"]
     notes = [
-        f"{result.contestant}: {result.status}, {result.reason}"
+        f"{result.contestant}: {_SAID.get(result.status, result.status)}, {result.reason}"
         for result in measurement.results
         if result.status != "timed"
     ]

@@ -2,8 +2,8 @@
 
 Afterwards every function and module of this library takes DTensors that are sharded along the
 batch, the heads or the sequence, over meshes of any number of dimensions, and returns DTensors
-with the same placements. Nothing is communicated: each process rotates its own shard by the
-positions that its tokens have in the whole sequence.
+with the same placements. To rotate, nothing is communicated: each process turns its own shard by
+the positions that its tokens have in the whole sequence. Attention gathers keys and values.
 """
 
 from __future__ import annotations

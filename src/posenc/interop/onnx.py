@@ -62,7 +62,9 @@ def export(
     """
     missing = [name for name in ("onnx", "onnxscript") if importlib.util.find_spec(name) is None]
     if missing:
-        raise ImportError(f"posenc.interop.onnx needs {missing[0]}: pip install 'posenc[onnx]'")
+        raise ImportError(
+            f"posenc.interop.onnx needs {missing[0]}: pip install '.[onnx]' in a clone"
+        )
     checks.boolean("posenc.interop.onnx.export", "exact", exact)
     rotation = partial(_rotary_embedding, exact)
     with warnings.catch_warnings(), exported_as(rotation):

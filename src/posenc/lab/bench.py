@@ -149,7 +149,7 @@ def report(measurements: list[Measurement], **settings: Any) -> dict[str, Any]:
     }
     return {
         "posenc": posenc.__version__,
-        "kernels": [backend._asdict() for backend in getattr(posenc, "backends", list)()],
+        "kernels": [backend._asdict() for backend in posenc.backends()],
         "machine": machine.describe(),
         "settings": settings,
         "versions": versions,

@@ -38,7 +38,6 @@ class Contestant:
         package: Whose code it is; None for posenc and for formulas in plain torch.
         in_place: Whether the call writes into q and k.
         float32_angles: Whether it computes angles in float32, as its own code has them.
-        compiled: Whether the call goes through :func:`torch.compile`.
     """
 
     name: str
@@ -46,7 +45,6 @@ class Contestant:
     package: str | None = None
     in_place: bool = False
     float32_angles: bool = False
-    compiled: bool = False
 
     def version(self) -> str | None:
         """Installed version of the package, None if there is none."""
@@ -73,22 +71,17 @@ def posenc_forward(work: Workload) -> Call:
 
 def posenc_in_place(work: Workload) -> Call:
     """``functional.rotate_qk_``: q and k in one pass, where they stand."""
-    rotate_qk_ = getattr(functional, "rotate_qk_", None)
-    if rotate_qk_ is None:
-        raise Missing("this posenc has no functional.rotate_qk_")
     if work.case.mode == "train":
         raise Missing("in place is measured without gradients")
     rope = _rope(work)
     at = {"position_ids": work.positions()} if work.ids else {"offset": work.case.offset}
-    turn = partial(rotate_qk_, **at, interleaved=work.interleaved)
+    turn: Any = partial(functional.rotate_qk_, **at, interleaved=work.interleaved)
     return lambda q, k: turn(q, k, rope.cos_cached, rope.sin_cached)
 
 
 def posenc_qk_norm(work: Workload) -> Call:
     """``functional.qk_norm_rope``: norm and rotation in one pass."""
-    fused = getattr(functional, "qk_norm_rope", None)
-    if fused is None:
-        raise Missing("this posenc has no functional.qk_norm_rope")
+    fused = functional.qk_norm_rope
     weights, (cos, sin) = work.weights(), _rows(work)
     return lambda q, k: fused(q, k, *weights, cos, sin, eps=EPS, interleaved=work.interleaved)
 
@@ -198,7 +191,7 @@ def _compiled(contestant: Contestant, name: str) -> Contestant:
         # Shapes are fixed, as they are for the kernels it is compared with.
         return torch.compile(contestant.prepare(work), dynamic=False)
 
-    return replace(contestant, name=name, prepare=prepare, compiled=True)
+    return replace(contestant, name=name, prepare=prepare)
 
 
 def _rope(work: Workload) -> nn.RoPE:

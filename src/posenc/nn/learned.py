@@ -12,8 +12,8 @@ from posenc._contract import checks
 class LearnedPosEmbedding(nn.Module):
     """Add a trained vector for each position to embeddings ``(L, D)`` or ``(N, L, D)``.
 
-    The table is ``self.pos_emb``, a :class:`torch.nn.Embedding`: the one thing in this library
-    that is learned and saved. The sum keeps the input's dtype.
+    The table is ``self.pos_emb``, a :class:`torch.nn.Embedding`, which is learned and saved. The
+    sum keeps the input's dtype.
 
     Args:
         max_len: Rows of the table.
