@@ -196,7 +196,7 @@ def test_every_family_is_one_of_transformers():
 def test_the_rotation_read_from_a_config_has_the_same_layout(family):
     """Two tables of families, one for rotating and one for converting, may not drift apart."""
     config = {"model_type": family, "hidden_size": 64, "num_attention_heads": 4}
-    config["rope_parameters"] = {"rope_type": "default"}
+    config |= {"rope_parameters": {"rope_type": "default"}, "position_embedding_type": "rotary"}
     interleaved = families.from_config(config).layout == "interleaved"
     for layer_type in configs.layer_types(config):
         assert configs.read(config, layer_type=layer_type).interleaved is interleaved

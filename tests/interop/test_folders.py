@@ -100,3 +100,17 @@ def test_a_config_object_and_a_width_left_out_are_read(small, tmp_path):
     name = next(iter(state))
     assert torch.equal(made[0][name], made[1][name])
     assert not torch.equal(made[0][name], state[name])
+
+
+def test_what_is_fused_in_an_unknown_family_has_to_be_said():
+    """Rows of values would move, and the self-test shares the assumption."""
+    state = {"model.layers.0.self_attn.query_key_value.weight": torch.randn(96, 32)}
+    config = {"model_type": "unheard_of", "hidden_size": 32, "num_attention_heads": 4}
+    with pytest.raises(ValueError, match="fused must be given"):
+        convert_state(state, to="interleaved", config=config)
+    convert_state(state, to="interleaved", config=config, fused="qkv_grouped")
+
+
+def test_a_rotary_kind_by_any_name_is_converted(small, tmp_path):
+    config = {**LLAMA, "model_type": "cohere2", "position_embedding_type": "rope_gptj"}
+    assert convert(small, tmp_path / "new", to="half", config=config).moved

@@ -44,9 +44,10 @@ def made_by(folder, name):
     module = importlib.import_module(f"transformers.models.{folder}.modeling_{folder}")
     theirs = getattr(module, f"{name}RotaryEmbedding")
     config = inspect.signature(theirs.__init__).parameters["config"].annotation().get_text_config()
-    if getattr(config, "position_embedding_type", None) == "absolute":
-        # As in the checkpoints that rotate.
-        config.position_embedding_type = "rotary"
+    # As in the checkpoints that rotate.
+    for key, value in (("position_embedding_type", "rope"), ("use_mem_rope", True)):
+        if hasattr(config, key):
+            setattr(config, key, value)
     return module, theirs, config
 
 

@@ -260,8 +260,12 @@ def test_the_text_model_is_found_wherever_it_is_described(config, base):
     [
         ({"model_type": "gpt2"}, "model_type must rotate as RoPE does"),
         ({"model_type": "bert"}, "nothing is rotated"),
-        ({"position_embedding_type": "absolute"}, "position_embedding_type must be rotary"),
-        ({"model_type": "falcon", "alibi": True}, "alibi must be false"),
+        ({"position_embedding_type": "absolute"}, "position_embedding_type must say"),
+        ({"model_type": "falcon", "alibi": True}, "alibi must say"),
+        ({"model_type": "esm"}, "position_embedding_type must say"),
+        ({"model_type": "zamba2", "use_mem_rope": False}, "use_mem_rope must say"),
+        ({"position_embeddings_type": "relative"}, "position_embeddings_type must say"),
+        ({"model_type": "nomic_bert", "rotary_emb_fraction": 0.0}, "rotary_emb_fraction|positive"),
         ({"rope_ratio": 500}, "rope_ratio must be left out"),
         ({"model_type": "hunyuan_vl_text"}, "channels of a pair"),
         ({"model_type": "gpt_oss"}, "rope_parameters must be given, because this is gpt_oss"),
@@ -277,6 +281,21 @@ def test_what_only_looks_like_another_kind_is_read():
     for kind in ("rope", "rotary", None):
         assert configs.read({**SIZES, "position_embedding_type": kind}).base == 1e4
     assert configs.read({**SIZES, "rope_pct": 0.25}).rotary_dim == 16
+    told = {**SIZES, "model_type": "modernbert", "position_embedding_type": "absolute"}
+    assert configs.read(told, layer_type="full_attention").base == 1.6e5
+    assert configs.read({"hidden_size": 512, "n_head": 8}).head_dim == 64
+    assert (
+        configs.read({"model_type": "llava", "text_config": {"model_type": "llama"}}).head_dim
+        == 128
+    )
+    kimi = configs.read({**SIZES, "model_type": "kimi_k2", "qk_rope_head_dim": 64})
+    assert (kimi.interleaved, kimi.interleaved_out) == (True, False)
+    plain = {**SIZES, "model_type": "deepseek_v2", "use_mla": False, "qk_rope_head_dim": 0}
+    assert (configs.read(plain).head_dim, configs.read(plain).interleaved) == (64, False)
+    for key in ("rope_embedding_base", "rotary_emb_base"):
+        assert configs.read({**SIZES, key: 1e6}).base == 1e6
+    inner = configs.read({**SIZES, "model_type": "dbrx", "attn_config": {"rope_theta": 5e5}})
+    assert (inner.base, inner.sources["base"]) == (5e5, "attn_config.rope_theta")
     # A key that is there and says nothing.
     config = {**SIZES, "rope_theta": 5e5, "global_rope_theta": None}
     assert configs.read(config).base == 5e5

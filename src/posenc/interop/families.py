@@ -13,7 +13,7 @@ from torch import Tensor
 from posenc._contract import checks
 from posenc.interop import layouts
 from posenc.interop.layouts import Heads, Layout
-from posenc.numerics.configs import SHARES, WIDTHS, text_part
+from posenc.numerics.configs import SHARES, WIDTHS, instead, text_part
 
 Config = Mapping[str, Any]
 
@@ -84,7 +84,7 @@ class Model:
     heads: Callable[[int], Heads]
     family: str | None = None
     layout: Layout | None = None
-    fused: str = "qkv"
+    fused: str | None = None
     towers: bool = False
 
     def kind(self, name: str) -> str | None:
@@ -100,6 +100,10 @@ class Model:
         if not _BY_ROWS.fullmatch(part):
             rule = "a projection must be stored by rows, because rows are what moves"
             raise ValueError(checks.message("convert", rule, name, _DEQUANTISE))
+        if role == "qkv" and self.fused is None:
+            rule = "fused must be given, because the family is not known"
+            way_out = 'Pass fused="qkv" (queries, keys, values) or "qkv_grouped" (head by head).'
+            raise ValueError(checks.message("convert", rule, f"{self.family} with {name}", way_out))
         if role == "qkv":
             return self.fused
         return "q_gated" if role == "q" and self.family in _GATED else role
@@ -173,9 +177,9 @@ def from_config(config: Config, **given: Any) -> Model:
         layout = "half"
     elif family in INTERLEAVED:
         layout = "interleaved"
-    fused = "qkv_grouped" if family in _GROUPED else "qkv"
-    if family == "codegen":
-        fused = "qkv_codegen"
+    fused = "qkv_grouped" if family in _GROUPED else "qkv_codegen" if family == "codegen" else None
+    if fused is None and layout is not None:
+        fused = "qkv"
     return Model(heads, family, layout, given.get("fused") or fused, towers)
 
 
@@ -242,15 +246,13 @@ def _partial(config: Config, family: str | None, layer: int) -> float:
 
 def _refuse(config: Config) -> None:
     """What ties values to the order of the keys' channels cannot be permuted row by row."""
-    kind = config.get("position_embedding_type")
-    if kind not in (None, "rope", "rotary"):
-        rule = "positions must be rotary"
-        got, way_out = f"position_embedding_type={kind!r}", "There is nothing to convert."
-        raise ValueError(checks.message("convert", rule, got, way_out))
+    found = instead(config)
+    if found is not None:
+        rule, got = "positions must be rotary", f"{found[0]}={found[1]!r}"
+        raise ValueError(checks.message("convert", rule, got, "There is nothing to convert."))
     for key, why in (
         ("attention_k_eq_v", "values are the keys"),
         ("rotary_value", "values are rotated too"),
-        ("alibi", "nothing is rotated"),
     ):
         if config.get(key):
             rule = f"queries and keys alone must depend on the layout ({key}: {why})"

@@ -8,21 +8,9 @@ from typing import Any
 from posenc._contract import checks
 from posenc.numerics import _defaults, scaling
 from posenc.numerics._nested import LAYOUT, mark_of, text_part
-from posenc.numerics._spelling import is_slip, nearest
+from posenc.numerics._spelling import KEYS, OUTSIDE, is_slip, nearest
 from posenc.numerics.axes import Axes, Sections
 
-_KEYS = frozenset(
-    "rope_type type rope_theta partial_rotary_factor factor original_max_position_embeddings "
-    "attention_factor beta_fast beta_slow short_factor long_factor low_freq_factor "
-    "high_freq_factor mscale mscale_all_dim truncate mrope_section mrope_interleaved interleaved "
-    "short_mscale long_mscale alpha finetuned llama_4_scaling_beta max_position_embeddings".split()
-)
-# Keys beside those, whose misspelling would go unnoticed.
-_OUTSIDE = (
-    "rope_theta", "rope_scaling", "rope_parameters", "rope_interleave", "rope_local_base_freq",
-    "partial_rotary_factor", "rotary_dim", "rotary_pct", "rope_pct", "rotary_emb_base",
-    "rotary_embedding_base", "original_max_position_embeddings", "max_position_embeddings", LAYOUT,
-)  # fmt: skip
 # Keys that mean nothing without a rope_type.
 _SCALES = (
     "factor", "short_factor", "long_factor", "low_freq_factor", "high_freq_factor", "beta_fast",
@@ -56,13 +44,10 @@ class Config:
 
     def _refuse_others(self) -> None:
         """Positions of another kind, and a base that only the model's own code makes of its key."""
-        kind = self.top.get("position_embedding_type")
-        if kind is not None and not any(name in str(kind) for name in ("rope", "rotary")):
-            rule = f"{self.prefix}position_embedding_type must be rotary"
-            raise ValueError(self._text(rule, kind, "Nothing is rotated here."))
-        if self.top.get("alibi"):
-            rule = f"{self.prefix}alibi must be false"
-            raise ValueError(self._text(rule, True, "See posenc.ALiBi.like."))
+        found = _defaults.instead(self.top)
+        if found is not None:
+            rule = f"{self.prefix}{found[0]} must say that positions are rotary"
+            raise ValueError(self._text(rule, found[1], "Nothing is rotated here."))
         if self.top.get("rope_ratio") not in (None, 1, 1.0):
             rule = f"{self.prefix}rope_ratio must be left out"
             way_out = "Give rope_theta, which is 10000 times it."
@@ -70,7 +55,7 @@ class Config:
 
     def _refuse_misspelled(self) -> None:
         for key, value in self.top.items():
-            for meant in _OUTSIDE if isinstance(key, str) and value else ():
+            for meant in OUTSIDE if isinstance(key, str) and value else ():
                 if self.top.get(meant) is None and is_slip(key, meant):
                     rule = f"{self.prefix}{key} must be a key that is known"
                     raise ValueError(self._text(rule, key, f"Did you mean {meant}?"))
@@ -169,13 +154,14 @@ class Config:
         if own is not None:
             return self._width("head_dim", own, "per_layer_config")
         for name in names:
-            if self.top.get(name) is not None:
+            if self.top.get(name) is not None and self.top[name] != 0:
                 return self._width(name, self.top[name], name)
         for widths in (_defaults.ROTATED_WIDTHS, _defaults.WIDTHS):
             if self.kind in widths:
                 return self._width("head_dim", widths[self.kind], "model_type")
         for size, heads in (
             ("hidden_size", "num_attention_heads"),
+            ("hidden_size", "n_head"),
             ("n_embd", "n_head"),
             ("d_model", "n_heads"),
             ("dim", "n_heads"),
@@ -184,6 +170,8 @@ class Config:
                 whole = checks.integer("from_config", size, self.top[size])
                 parts = checks.integer("from_config", heads, self.top[heads])
                 return self._width("head_dim", whole // parts, f"{size} / {heads}")
+        if self.kind in _defaults.USUAL_WIDTHS and "hidden_size" not in self.top:
+            return self._width("head_dim", _defaults.USUAL_WIDTHS[self.kind], "model_type")
         rule = "head_dim must be in the config, or hidden_size and num_attention_heads"
         keys = ", ".join(sorted(map(str, self.top)))
         got = f"keys {keys if len(keys) <= 200 else keys[:197] + '...'}"
@@ -215,6 +203,7 @@ class Config:
     def base(self, layer_type: str | None) -> float:
         """The base of the rates."""
         keys = ["rope_theta", "rotary_emb_base", "rope_base", "rotary_embedding_base"]
+        keys.append("rope_embedding_base")
         usual = _defaults.BASES.get(self.kind)
         if layer_type == "sliding_attention" and (local := self._local()):
             own = _defaults.LOCAL_BASES.get(self.kind)
@@ -223,6 +212,12 @@ class Config:
         elif self.top.get("global_rope_theta") is not None:
             keys = ["global_rope_theta"]
         value = self._one("base", ["rope_theta"], keys)
+        inner = self.top.get("attn_config")
+        if value is None and isinstance(inner, Mapping) and inner.get("rope_theta") is not None:
+            value, self.sources["base"] = (
+                inner["rope_theta"],
+                f"{self.prefix}attn_config.rope_theta",
+            )
         if value is None and usual is not None:
             value, self.sources["base"] = usual, f"{self.prefix}model_type"
         name = self.sources.get("base", "base")
@@ -230,11 +225,13 @@ class Config:
 
     def rotary_dim(self, head_dim: int) -> int:
         """Channels of a head that are rotated."""
-        if self.top.get("qk_rope_head_dim") is not None:
+        if self.top.get("qk_rope_head_dim"):
             # They are kept apart from the others, and rotated all.
             return head_dim
         name = "partial_rotary_factor"
-        share = self._one("rotary_dim", [name], [name, "rotary_pct", "rope_pct"])
+        share = self._one(
+            "rotary_dim", [name], [name, "rotary_pct", "rope_pct", "rotary_emb_fraction"]
+        )
         count = self.top.get("rotary_dim")
         if share is None and count is None and self.kind in _defaults.SHARES:
             share = _defaults.SHARES[self.kind]
@@ -263,6 +260,9 @@ class Config:
             self.sources["interleaved"] = LAYOUT
             return said == "interleaved", None
         flag = self.top.get("rope_interleave")
+        if self.top.get("use_mla") is False:
+            # DeepSeek's without latent attention are Llama's.
+            return False, None
         if flag is None and self.kind in _defaults.INTERLEAVED_TO_HALVES:
             flag = True
         if flag is not None:
@@ -289,8 +289,8 @@ class Config:
     def rule(self) -> scaling.Rule | None:
         """The scaling rule."""
         for key in self.rope:
-            if key not in _KEYS:
-                rule, meant = f"{self.where}.{key} must be a key of rotation", sorted(_KEYS)
+            if key not in KEYS:
+                rule, meant = f"{self.where}.{key} must be a key of rotation", sorted(KEYS)
                 near = nearest(key, meant)
                 way_out = f"Did you mean {near}?" if near else f"Known are {', '.join(meant)}."
                 raise ValueError(self._text(rule, key, way_out))

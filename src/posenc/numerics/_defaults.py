@@ -6,7 +6,8 @@ They were read off the classes of transformers, and the tests read them again.
 
 from __future__ import annotations
 
-from typing import TypeVar
+from collections.abc import Mapping
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 
@@ -27,8 +28,8 @@ INTERLEAVED = frozenset(
 # The same, and the result is put out in halves; `rope_interleave` in a config says so, too.
 INTERLEAVED_TO_HALVES = frozenset(
     """
-    axk1 axk2 bailing_hybrid deepseek_v3 deepseek_v32 glm4_moe_lite glm_moe_dsa longcat_flash
-    mistral4 mistral_large4 mistral_large4_text youtu
+    axk1 axk2 bailing_hybrid deepseek_v3 deepseek_v32 glm4_moe_lite glm_moe_dsa kimi_k2
+    longcat_flash mistral4 mistral_large4 mistral_large4_text youtu
     """.split()
 )
 # Coordinates of M-RoPE are dealt out pair by pair, not in sections.
@@ -51,9 +52,10 @@ UNLIKE = {
     **dict.fromkeys(
         """
         albert bart bert bert-generation big_bird bigbird_pegasus biogpt blenderbot bloom camembert
-        clip_text_model codet5 deberta deberta-v2 distilbert electra fnet gpt2 gpt_bigcode gpt_neo
-        imagegpt longformer mamba mamba2 marian mbart mpnet mpt mt5 opt pegasus roberta rwkv t5
-        xglm xlm xlm-roberta xlnet
+        clip_text_model codet5 ctrl deberta deberta-v2 distilbert electra ernie fnet gpt2
+        gpt_bigcode gpt_neo gpt_refact imagegpt jamba longformer mamba mamba2 marian mbart megatron-bert
+        mobilebert mpnet mpt mt5 nemotron_h openai-gpt opt pegasus roberta rwkv siglip t5 vit
+        wav2vec2 xglm xlm xlm-roberta xlnet zamba
         """.split(),
         "nothing is rotated",
     ),
@@ -111,6 +113,8 @@ ROTATED_WIDTHS = _by_type(
         "hy_v4 longcat_flash mistral4 mistral_large4_text youtu",
     }
 )
+# Of a model of the default size, where a file says nothing of it.
+USUAL_WIDTHS = dict.fromkeys(("llama", "mistral", "mixtral", "qwen2"), 128)
 # The share of a head that rotates, where it is not all.
 SHARES = _by_type(
     {
@@ -130,3 +134,21 @@ SPECIAL = frozenset(
     ultrabert zaya
     """.split()
 )
+
+
+def instead(config: Mapping[str, Any]) -> tuple[str, Any] | None:
+    """The key, and its value, that says that positions are not rotary."""
+    kind, key = config.get("model_type"), "position_embedding_type"
+    found = [(each, config[each]) for each in (key, "position_embeddings_type") if config.get(each)]
+    if kind in ("esm", "granitemoehybrid") and not found:
+        return key, None
+    for each, said in found:
+        # ModernBERT's files have kept the key of another model.
+        if kind not in ("modernbert", "modernbert-decoder") and not any(
+            name in str(said) for name in ("rope", "rotary")
+        ):
+            return each, said
+    for each, wanted in (("alibi", False), ("use_mem_rope", True)):
+        if config.get(each) is not None and bool(config[each]) is not wanted:
+            return each, config[each]
+    return None
