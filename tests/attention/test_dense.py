@@ -5,6 +5,7 @@ import torch
 from torch.autograd import forward_ad
 
 import oracles
+from posenc import ALiBi
 from posenc.attention import alibi_attention
 from posenc.functional import alibi_slopes
 
@@ -93,3 +94,34 @@ def test_halves_are_computed_in_float32():
         out = alibi_attention(q, k, v, slopes)
     assert out.dtype == torch.bfloat16
     torch.testing.assert_close(out.double(), exact(q, k, v), rtol=2**-8, atol=2**-9)
+
+
+def test_a_compiled_transform_reaches_the_slopes():
+    xs = qkv()
+    derive = torch.func.grad(lambda slopes: alibi_attention(*xs, slopes).square().sum())
+    compiled = torch.compile(derive, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(SLOPES), derive(SLOPES))
+    assert derive(SLOPES).all()
+
+
+def test_an_exported_program_holds_operations_of_torch_alone():
+    class Attention(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.alibi = ALiBi(4)
+
+        def forward(self, q, k, v):
+            return self.alibi.attention(q, k, v)
+
+    length = torch.export.Dim("length", min=2, max=512)
+    given = [torch.randn(1, 4, 6, 8) for _ in range(3)]
+    program = torch.export.export(Attention(), tuple(given), dynamic_shapes=({2: length},) * 3)
+    assert not [node for node in program.graph.nodes if "posenc" in str(node.target)]
+    other = [torch.randn(1, 4, 11, 8) for _ in range(3)]
+    torch.testing.assert_close(program.module()(*other), Attention()(*other))
+
+
+@pytest.mark.parametrize("bound", [torch.ones(5), torch.ones(3, 4)], ids=["heads", "sequences"])
+def test_a_bound_of_another_shape_is_refused(bound):
+    with pytest.raises(ValueError, match="score_bound must be for"):
+        alibi_attention(*qkv(), SLOPES, score_bound=bound)

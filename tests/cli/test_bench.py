@@ -33,6 +33,15 @@ def test_a_run_prints_a_plain_table_and_writes_json_and_a_picture(run, tmp_path)
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+def test_what_was_measured_is_kept_where_it_cannot_be_shown(run, tmp_path, monkeypatch):
+    from posenc.cli import bench
+
+    monkeypatch.setattr(bench, "_show", lambda *shown: 1 / 0)
+    numbers = tmp_path / "tiny.json"
+    assert run("bench", "tiny", *QUICK, "--json", str(numbers)).exit_code != 0
+    assert len(json.loads(numbers.read_text())["measurements"]) == 1
+
+
 def test_the_example_in_the_help_runs(run):
     help_text = " ".join(run("bench", "--help").stdout.split())
     example = help_text.split("Example: posenc ")[1].split(" --rounds 5")[0]

@@ -174,6 +174,10 @@ def special(mesh) -> dict:
                 for a, b in zip(plain, spread, strict=True):
                     # Where several ranks saw a key, its gradient is a sum in another order.
                     assert_close(b.grad.full_tensor(), a.grad, rtol=1e-5, atol=1e-6)
+        # Each rank would have a part of the gradient to the slopes, and nobody would add them up.
+        spread = [distribute_tensor(x, mesh, [BATCH]) for x in tensors]
+        with pytest.raises(ValueError, match="without a gradient where q is spread"):
+            posenc.attention.alibi_attention(*spread, torch.rand(8, requires_grad=True))
 
     def learned():
         x = torch.randn(4, 8, 16, generator=torch.Generator().manual_seed(3))

@@ -110,3 +110,13 @@ def test_other_tensors_of_a_state_are_the_same_objects():
 def test_what_cannot_be_is_refused(table, arguments, words):
     with pytest.raises(ValueError, match=words):
         resize_learned(table, arguments.pop("length"), **arguments)
+
+
+def test_a_grid_is_two_numbers():
+    table = torch.randn(16, 4)
+    for length, grid in ((64, (4, 4)), ((6, 8, 2), None), ((6, 8), (2, 2, 4))):
+        with pytest.raises(TypeError, match=r"must be \(height, width\)"):
+            resize_learned(table, length, grid=grid)
+    with pytest.raises(ValueError, match="grid must be at least 1"):
+        resize_learned(table, (6, 8), grid=(-4, -4))
+    assert torch.equal(resize_learned(table, [6, 8]), resize_learned(table, (6, 8)))

@@ -81,11 +81,17 @@ def alibi_attention(
             score_bound=score_bound,
             path=path,
         )
-    given, slopes = slopes, arguments.inputs(who, q, k, v, slopes)
+    given = arguments.inputs(who, q, k, v, slopes)
+    slopes = given.detach()
     checks.boolean(who, "causal", causal)
     checks.boolean(who, "windows", windows)
     scale = arguments.scale(who, scale, q)
     bound = None if score_bound is None else arguments.bound(who, score_bound, q)
+    if bound is not None:
+        keys_of.batch(who, "score_bound", bound, 2, len(q))
+        if bound.shape[1] not in (1, q.shape[1]):
+            rule = f"score_bound must be for 1 or {q.shape[1]} heads"
+            raise ValueError(checks.message(who, rule, bound.shape[1], "Give one to each head."))
     queries, keys = q.shape[2], k.shape[2]
     start = keys_of.offset(who, offset, queries, keys, q.device)
     ids = keys_of.ids(who, "documents", documents, keys, q.device)
@@ -124,7 +130,8 @@ def alibi_attention(
             q, k, slopes, start, ends, bound, scale, causal=causal, windowed=windows
         )
         wide = torch.promote_types(q.dtype, torch.float32)
-        steep = (slopes if slopes.dim() == 2 else slopes[None]).to(wide)
+        # Not detached: a gradient that is asked for after all is refused, and not zero.
+        steep = (given if given.dim() == 2 else given[None]).to(wide)
         out = chunked.attend(q, k, v, *seen, low, high, steep, scale)
     if ids is not None:
         at = spans(queries, keys, causal=causal, offset=start, device=q.device).at

@@ -32,7 +32,7 @@ def inputs(who: str, q: Any, k: Any, v: Any, slopes: Any) -> Tensor:
         rule = f"q must have {steep.shape[-1]} heads, one for each slope"
         raise ValueError(checks.message(who, rule, q.shape[1], "Take the slopes of these heads."))
     keys_of.batch(who, "slopes", steep, 2, len(q))
-    return steep.detach().to(q.device)
+    return steep.to(q.device)
 
 
 def pair(who: str, q: Any, k: Any) -> None:

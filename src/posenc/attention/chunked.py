@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from posenc._contract import checks
+
 # Queries of a chunk: fewer where there are many keys, so that the bias of a piece stays small.
 CHUNK, LEAST = 256, 32
 # Scores of a piece, and the most that are made at once for all heads: at decode the loop over
@@ -229,6 +231,9 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 
 def _back(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    if any(ctx.needs_input_grad[3:]):
+        rule = "the slopes must not be differentiated inside a compiled torch.func"
+        raise RuntimeError(checks.message("alibi_attention", rule, "them", "Compile less of it."))
     # Where a gradient of the gradient may be asked for, the steps themselves are recorded.
     back = _gradients if torch.is_grad_enabled() else _backward
     return (*back(grad, *ctx.saved_tensors, ctx.scale), *([None] * 7))

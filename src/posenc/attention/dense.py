@@ -11,7 +11,12 @@ from posenc.numerics.spans import Spans
 
 
 def is_wanted(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor) -> bool:
-    """Whether torch.func or forward mode is at work, or the slopes are learned."""
+    """Whether torch.func or forward mode is at work, the slopes are learned, or an export is made.
+
+    An exported program must run where this package is not installed.
+    """
+    if torch.compiler.is_exporting():
+        return True
     if in_transform(q, k, v, slopes) or forward_ad._current_level >= 0:
         return True
     return torch.is_grad_enabled() and slopes.requires_grad

@@ -7,7 +7,7 @@ import importlib.util
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
@@ -77,17 +77,19 @@ def bench(
     except ValueError as wrong:
         raise Refused(str(wrong)) from None
     console = Console()
-    measurements = []
+    measurements: list[Measurement] = []
+    found: dict[str, Any] = {}
     with lab.threads(threads):
         used = torch.get_num_threads()
         for i, work in enumerate(works):
             with _progress(f"{work} ({i + 1} of {len(works)})") as tell:
                 measurement = lab.measure(work, rounds=rounds, peers_too=peers, tell=tell)
             measurements.append(measurement)
+            found = lab.report(measurements, threads=used, rounds=rounds)
+            # Before it is shown, and after each: what was measured is not to be lost.
+            if json_file is not None:
+                json_file.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
             _show(measurement, console)
-    found = lab.report(measurements, threads=used, rounds=rounds)
-    if json_file is not None:
-        json_file.write_text(json.dumps(found, indent=1) + "\n")
     if plot is not None:
         from posenc.lab.plots import timings
 

@@ -81,8 +81,15 @@ def show(
             view = _of_config(config, layer_type, encoding, given)
         else:
             view = _of_flags(encoding, given)
-    except (ValueError, TypeError, OSError) as wrong:
+        _print(view, output, as_json)
+    except (ValueError, TypeError, OverflowError, OSError) as wrong:
         raise Refused(str(wrong)) from None
+
+
+show.__doc__ = _HELP
+
+
+def _print(view: lab.View, output: Path | None, as_json: bool) -> None:
     if as_json:
         typer.echo(json.dumps(lab.numbers(view), indent=1))
     if output is not None:
@@ -91,9 +98,6 @@ def show(
             typer.echo(f"picture: {output.absolute()}")
     elif not as_json:
         typer.echo(lab.terminal(view, min(shutil.get_terminal_size((80, 24)).columns - 2, 100)))
-
-
-show.__doc__ = _HELP
 
 
 def _refuse_early(output: Path) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor.experimental import register_sharding
 
-from posenc._contract import sharding
+from posenc._contract import checks, sharding
 from posenc.kernels import ops
 
 Placements = list[Placement | None]
@@ -99,6 +99,10 @@ def _attend(
     Keys and values are sharded with the batch and the heads of ``q``, and gathered where it is
     sharded along the sequence; their gradients are then summed over the ranks that saw them.
     """
+    if isinstance(slopes, DTensor) or (torch.is_grad_enabled() and slopes.requires_grad):
+        rule = "slopes must be a plain tensor without a gradient where q is spread over processes"
+        way_out = "Each would have a part of it: use ALiBi's own, or learn them in one process."
+        raise ValueError(checks.message("alibi_attention", rule, "another", way_out))
     at = [p if p in (Shard(0), Shard(1), Shard(2)) else Replicate() for p in q.placements]
     q = q.redistribute(placements=at)
     batch, heads, tokens = (_here(q, dim) for dim in range(3))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from typing import Literal, overload
+from typing import Any, Literal, cast, overload
 
 import torch
 import torch.nn.functional as F
@@ -126,16 +126,28 @@ def resize_learned(
     kept, trained = rows[:extra], rows[extra:]
     _one_of("method", method, ("interpolate", "extend"))
     _one_of("fill", fill, ("normal", "repeat"))
-    if isinstance(length, tuple):
+    if isinstance(length, (tuple, list)) or grid is not None:
+        for name, pair in (("length", length), ("grid", grid)):
+            _pair(name, pair)
         if method != "interpolate":
             rule, way_out = "a grid can only be interpolated", 'Pass method="interpolate".'
             raise ValueError(checks.message(_WHO, rule, f"method={method!r}", way_out))
-        new = _grid(trained, length, grid)
+        new = _grid(trained, cast(tuple[int, int], tuple(length)), grid)  # type: ignore[arg-type]
     elif method == "interpolate":
         new = _line(trained, checks.integer(_WHO, "length", length))
     else:
         new = _extend(trained, checks.integer(_WHO, "length", length), fill, std, generator)
     return torch.cat((kept, new)).view(*table.shape[:-2], -1, table.shape[-1])
+
+
+def _pair(name: str, pair: Any) -> None:
+    if name == "grid" and pair is None:
+        return
+    if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+        rule = f"{name} must be (height, width)"
+        raise TypeError(checks.message(_WHO, rule, checks.describe(pair), "Pass two ints."))
+    for value in pair:
+        checks.integer(_WHO, name, value)
 
 
 def _line(trained: Tensor, length: int) -> Tensor:
@@ -154,8 +166,6 @@ def _grid(trained: Tensor, size: tuple[int, int], grid: tuple[int, int] | None) 
         got = f"{len(trained)} rows" + (f" for {height} x {width}" if grid else ", not a square")
         way_out = "Pass grid=(height, width), and extra=1 if there is a class token."
         raise ValueError(checks.message(_WHO, rule, got, way_out))
-    for value in size:
-        checks.integer(_WHO, "length", value)
     cells = trained.double().view(1, height, width, -1).permute(0, 3, 1, 2)
     new = F.interpolate(cells, size=size, mode="bicubic", align_corners=False)
     return new[0].flatten(1).T.to(trained.dtype)

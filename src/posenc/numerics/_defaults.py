@@ -53,9 +53,9 @@ UNLIKE = {
         """
         albert bart bert bert-generation big_bird bigbird_pegasus biogpt blenderbot bloom camembert
         clip_text_model codet5 ctrl deberta deberta-v2 distilbert electra ernie fnet gpt2
-        gpt_bigcode gpt_neo gpt_refact imagegpt jamba longformer mamba mamba2 marian mbart megatron-bert
-        mobilebert mpnet mpt mt5 nemotron_h openai-gpt opt pegasus roberta rwkv siglip t5 vit
-        wav2vec2 xglm xlm xlm-roberta xlnet zamba
+        gpt_bigcode gpt_neo gpt_refact imagegpt jamba longformer mamba mamba2 marian mbart
+        megatron-bert mobilebert mpnet mpt mt5 nemotron_h openai-gpt opt pegasus roberta rwkv
+        siglip t5 vit wav2vec2 xglm xlm xlm-roberta xlnet zamba
         """.split(),
         "nothing is rotated",
     ),
