@@ -1,4 +1,4 @@
-"""What configs leave out is what the classes of transformers fill in."""
+"""Configs as they are published: what they leave out, and where they say it."""
 
 import os
 import warnings
@@ -9,8 +9,9 @@ from transformers import CONFIG_MAPPING
 
 from posenc.numerics import _defaults, configs
 
-# Widths that the class works out from others.
-OTHER = {"dbrx", "gradium_phonon_tts", "pocket_tts", "zamba2"}
+SIZES = {"hidden_size": 512, "num_attention_heads": 8}
+# Widths that the class works out from others; and configs that have no default.
+OTHER = {"dbrx", "gradium_phonon_tts", "pocket_tts", "zamba2", "gemma4_assistant", "nougat"}
 TYPES = sorted(set(CONFIG_MAPPING.keys()) - OTHER)
 CHOSEN = TYPES if os.environ.get("HYPOTHESIS_PROFILE") == "thorough" else TYPES[::9]
 
@@ -32,11 +33,7 @@ def rotations(config):
 def defaults():
     """Of every text model that rotates and can be read, the config with nothing left out."""
     for kind in CHOSEN:
-        try:
-            config = CONFIG_MAPPING[kind]().to_dict()
-        except Exception:
-            # Made of other configs, and of none by default.
-            continue
+        config = CONFIG_MAPPING[kind]().to_dict()
         whole = configs.text_part(config)[0] is config and config.get("rope_parameters")
         if whole and not isinstance(rotations(config), str):
             yield pytest.param(config, id=kind)
@@ -107,3 +104,72 @@ def test_olmo_3_scales_its_full_layers_alone():
     assert local.scaling is None
     assert full.base == local.base == 5e5
     assert configs.read(text).base == 5e5
+
+
+@pytest.mark.parametrize(
+    ("config", "base"),
+    [
+        ({"llm_config": {**SIZES, "rope_theta": 3e4}}, "llm_config.rope_theta"),
+        ({"language_config": {**SIZES, "rope_theta": 3e4}}, "language_config.rope_theta"),
+        (
+            {"thinker_config": {"text_config": {**SIZES, "rope_theta": 3e4}, "audio_config": {}}},
+            "thinker_config.text_config.rope_theta",
+        ),
+        # PaliGemma repeats its width above.
+        (
+            {"hidden_size": 64, "text_config": {**SIZES, "rope_theta": 3e4}},
+            "text_config.rope_theta",
+        ),
+        ({**SIZES, "rope_theta": 3e4, "text_config": {"vocab_size": 8}}, "rope_theta"),
+    ],
+)
+def test_the_text_model_is_found_wherever_it_is_described(config, base):
+    recipe = configs.read(config)
+    assert (recipe.head_dim, recipe.base) == (64, 3e4)
+    assert recipe.sources["base"] == base
+
+
+@pytest.mark.parametrize(
+    ("config", "text"),
+    [
+        ({"model_type": "gpt2"}, "model_type must rotate as RoPE does"),
+        ({"model_type": "bert"}, "nothing is rotated"),
+        ({"position_embedding_type": "absolute"}, "position_embedding_type must say"),
+        ({"model_type": "falcon", "alibi": True}, "alibi must say"),
+        ({"model_type": "esm"}, "position_embedding_type must say"),
+        ({"model_type": "zamba2", "use_mem_rope": False}, "use_mem_rope must say"),
+        ({"position_embeddings_type": "relative"}, "position_embeddings_type must say"),
+        ({"model_type": "nomic_bert", "rotary_emb_fraction": 0.0}, "rotary_emb_fraction|positive"),
+        ({"rope_ratio": 500}, "rope_ratio must be left out"),
+        ({"model_type": "hunyuan_vl_text"}, "channels of a pair"),
+        ({"model_type": "gpt_oss"}, "rope_parameters must be given, because this is gpt_oss"),
+    ],
+)
+def test_what_no_rope_does_is_refused(config, text):
+    with pytest.raises(ValueError, match=text):
+        configs.read({**SIZES, **config})
+
+
+def test_what_only_looks_like_another_kind_is_read():
+    assert configs.read({**SIZES, "model_type": "falcon", "alibi": False}).base == 1e4
+    for kind in ("rope", "rotary", None):
+        assert configs.read({**SIZES, "position_embedding_type": kind}).base == 1e4
+    assert configs.read({**SIZES, "rope_pct": 0.25}).rotary_dim == 16
+    told = {**SIZES, "model_type": "modernbert", "position_embedding_type": "absolute"}
+    assert configs.read(told, layer_type="full_attention").base == 1.6e5
+    assert configs.read({"hidden_size": 512, "n_head": 8}).head_dim == 64
+    assert (
+        configs.read({"model_type": "llava", "text_config": {"model_type": "llama"}}).head_dim
+        == 128
+    )
+    kimi = configs.read({**SIZES, "model_type": "kimi_k2", "qk_rope_head_dim": 64})
+    assert (kimi.interleaved, kimi.interleaved_out) == (True, False)
+    plain = {**SIZES, "model_type": "deepseek_v2", "use_mla": False, "qk_rope_head_dim": 0}
+    assert (configs.read(plain).head_dim, configs.read(plain).interleaved) == (64, False)
+    for key in ("rope_embedding_base", "rotary_emb_base"):
+        assert configs.read({**SIZES, key: 1e6}).base == 1e6
+    inner = configs.read({**SIZES, "model_type": "dbrx", "attn_config": {"rope_theta": 5e5}})
+    assert (inner.base, inner.sources["base"]) == (5e5, "attn_config.rope_theta")
+    # A key that is there and says nothing.
+    config = {**SIZES, "rope_theta": 5e5, "global_rope_theta": None}
+    assert configs.read(config).base == 5e5
