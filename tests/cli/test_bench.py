@@ -1,4 +1,6 @@
 import json
+import os
+import subprocess
 import sys
 
 import pytest
@@ -110,3 +112,11 @@ def test_a_missing_extra_names_the_command_that_brings_it(package, monkeypatch, 
     assert stop.value.code == 2
     assert "pip install 'posenc[cli]'" in said
     assert said.count("\n") == 1
+
+
+def test_a_stream_of_ascii_gets_question_marks():
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    command = [sys.executable, "-m", "posenc", "bench", "tiny", *QUICK]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert "? copy" in done.stdout

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 from typing import TYPE_CHECKING
 
@@ -44,4 +45,8 @@ def main() -> None:
             raise
         print(f"posenc: the command line needs {package}: {INSTALL}", file=sys.stderr)
         raise SystemExit(2) from None
+    for stream in (sys.stdout, sys.stderr):
+        # A sign that a terminal does not have is worth a question mark, not the command.
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
     app()
