@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from typing import Any, Literal, cast, overload
+from typing import Any, Literal, overload
 
 import torch
 import torch.nn.functional as F
@@ -127,12 +127,11 @@ def resize_learned(
     _one_of("method", method, ("interpolate", "extend"))
     _one_of("fill", fill, ("normal", "repeat"))
     if isinstance(length, (tuple, list)) or grid is not None:
-        for name, pair in (("length", length), ("grid", grid)):
-            _pair(name, pair)
+        size, grid = _pair("length", length), None if grid is None else _pair("grid", grid)
         if method != "interpolate":
             rule, way_out = "a grid can only be interpolated", 'Pass method="interpolate".'
             raise ValueError(checks.message(_WHO, rule, f"method={method!r}", way_out))
-        new = _grid(trained, cast(tuple[int, int], tuple(length)), grid)  # type: ignore[arg-type]
+        new = _grid(trained, size, grid)
     elif method == "interpolate":
         new = _line(trained, checks.integer(_WHO, "length", length))
     else:
@@ -140,14 +139,12 @@ def resize_learned(
     return torch.cat((kept, new)).view(*table.shape[:-2], -1, table.shape[-1])
 
 
-def _pair(name: str, pair: Any) -> None:
-    if name == "grid" and pair is None:
-        return
+def _pair(name: str, pair: Any) -> tuple[int, int]:
     if not isinstance(pair, (tuple, list)) or len(pair) != 2:
         rule = f"{name} must be (height, width)"
         raise TypeError(checks.message(_WHO, rule, checks.describe(pair), "Pass two ints."))
-    for value in pair:
-        checks.integer(_WHO, name, value)
+    height, width = (checks.integer(_WHO, name, value) for value in pair)
+    return height, width
 
 
 def _line(trained: Tensor, length: int) -> Tensor:
