@@ -232,8 +232,9 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 def _back(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     if any(ctx.needs_input_grad[3:]):
-        rule = "the slopes must not be differentiated inside a compiled torch.func"
-        raise RuntimeError(checks.message("alibi_attention", rule, "them", "Compile less of it."))
+        rule = "nothing but q, k and v must have a gradient in pieces"
+        way_out = "alibi_attention takes all scores at once for one to the slopes."
+        raise RuntimeError(checks.message("alibi_chunked", rule, "another that has", way_out))
     # Where a gradient of the gradient may be asked for, the steps themselves are recorded.
     back = _gradients if torch.is_grad_enabled() else _backward
     return (*back(grad, *ctx.saved_tensors, ctx.scale), *([None] * 7))

@@ -127,7 +127,7 @@ class RopeTables(RotaryTables):
         if found is None or found.key != key or type(offset) is not int or offset < 0:
             return None
         end = offset + x.shape[2]
-        if end > (checks.FARTHEST if limit is None else limit):
+        if end > (checks.FARTHEST + 1 if limit is None else limit):
             return None
         tables = self._covering(x, found.spectrum, end if limit is None else limit)
         if tables is None:
