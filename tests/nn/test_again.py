@@ -36,6 +36,9 @@ def test_token_by_token(rule, size, mode):
     for offset in (*range(20), 31, 3):
         with mode():
             assert_as_if_first(rope, *token(), offset)
+            assert_as_if_first(rope, *token(), position_ids=torch.tensor([[offset], [3]]))
+            assert_as_if_first(rope, *token(), position_ids=torch.tensor([offset]))
+            assert_as_if_first(rope, *token(), torch.tensor([offset, 31 - offset]))
     # A rule that asks for the length is asked each time.
     assert (rope._checked is None) == isinstance(rule, scaling.DynamicNTK)
 
@@ -302,14 +305,71 @@ def test_copies_and_pickles_go_on():
 
 
 @torch.no_grad()
-def test_it_is_the_short_way(monkeypatch):
+@pytest.mark.parametrize("size", [32, None], ids=["sized", "growing"])
+@pytest.mark.parametrize(
+    ("name", "first"),
+    [
+        ("offset", 5), ("offset", torch.tensor([5, 9])),
+        ("position_ids", torch.tensor([5])), ("position_ids", torch.tensor([[5], [9]])),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_it_is_the_short_way(name, first, size, monkeypatch):
+    rope = RoPE(8, size)
+    q, k = token()
+    rope(q, k, **{name: first})
+    wanted = RoPE(8, 32)(q, k, **{name: first - 1})[0]
+    monkeypatch.setattr(RoPE, "_tables_for", None)
+    assert torch.equal(rope(q, k, **{name: first - 1})[0], wanted)
+    with pytest.raises(TypeError):
+        rope(q, k, seq_len=7, **{name: first})
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("bad", [-1, 32, 2**40])
+def test_positions_that_the_tables_lack_are_refused_as_ever(bad):
     rope = RoPE(8, 32)
     q, k = token()
-    rope(q, k, 5)
-    monkeypatch.setattr(RoPE, "_tables_for", None)
-    rope(q, k, 6)
-    with pytest.raises(TypeError):
-        rope(q, k, position_ids=torch.tensor([6]))
+    for good, wrong in (
+        ({"position_ids": torch.tensor([[3], [4]])}, {"position_ids": torch.tensor([[3], [bad]])}),
+        ({"offset": torch.tensor([3, 4])}, {"offset": torch.tensor([bad, 3])}),
+    ):
+        with pytest.raises(ValueError, match="RoPE: positions must") as first:
+            RoPE(8, 32)(q, k, **wrong)
+        rope(q, k, **good)
+        with pytest.raises(ValueError, match="RoPE: positions must") as again:
+            rope(q, k, **wrong)
+        assert str(first.value) == str(again.value)
+        assert_as_if_first(rope, q, k, **good)
+
+
+@torch.no_grad()
+def test_positions_past_a_growing_table_make_it_grow():
+    rope = RoPE(8, None)
+    q, k = token()
+    rope(q, k, position_ids=torch.tensor([[3], [4]]))
+    assert_as_if_first(rope, q, k, position_ids=torch.tensor([[3], [400]]))
+    assert rope.cos_cached.shape[0] > 400
+    with pytest.raises(ValueError, match="must not be negative"):
+        rope(q, k, position_ids=torch.tensor([[3], [-1]]))
+
+
+@torch.no_grad()
+def test_offsets_are_not_taken_for_positions_of_the_same_shape():
+    rope = RoPE(8, 32)
+    q, k = token()
+    rope(q, k, position_ids=torch.tensor([4]))
+    with pytest.raises(ValueError, match=r"have shape \(2,\)"):
+        rope(q, k, torch.tensor([4]))
+    with pytest.raises(ValueError, match="exclude each other"):
+        rope(q, k, 1, position_ids=torch.tensor([4]))
+    square = torch.randn(2, 1, 2, 8)
+    at = torch.tensor([4, 9])
+    assert_as_if_first(rope, square, square, position_ids=at)
+    assert_as_if_first(rope, square, square, at)
+    assert_as_if_first(rope, square, square, position_ids=at[None])
+    assert_as_if_first(rope, square, square, position_ids=at[:, None].expand(2, 2))
+    assert_as_if_first(rope, square, square, position_ids=at.int())
 
 
 def test_a_checkpoint_of_two_dtypes_is_made_again_after_the_table_grew():

@@ -44,6 +44,12 @@ def leading(q: Tensor, k: Tensor) -> Tensor:
     return other if other.dtype is x.dtype else x.detach().requires_grad_()
 
 
+def _same_place(a: Tensor | None, b: Tensor | None) -> bool:
+    if a is None or b is None:
+        return a is b
+    return a.data_ptr() == b.data_ptr() and a.dtype is b.dtype and a.shape == b.shape
+
+
 class RopeTables(RotaryTables):
     """The arguments of `RoPE`, checked, and the tables that follow from them.
 
@@ -106,36 +112,62 @@ class RopeTables(RotaryTables):
             way_out = "Build RoPE with that head_dim."
             checks.equal(who, f"head_dim of {name}", x.shape[3], self.head_dim, way_out)
 
-    def _key(self, q: Tensor, k: Tensor) -> tuple[Any, ...] | None:
+    def _key(
+        self, q: Tensor, k: Tensor, offset: Any = 0, position_ids: Any = None
+    ) -> tuple[Any, ...] | None:
         """All that a call depends on but its positions, if one like it need not be checked again.
 
         A token that is decoded costs less than its checks, and the next is like it.
         """
-        if not is_plain(q, k) or forward_ad._current_level >= 0:
+        at = offset if position_ids is None else position_ids
+        xs = (q, k) if type(at) is int else (q, k, at)
+        if not is_plain(*xs) or forward_ad._current_level >= 0:
             return None
         return (
+            None if type(at) is int else (at is offset, at.shape, at.dtype, at.device),
             q.shape, k.shape, q.dtype, k.dtype, q.device, k.device,
             self.max_seq_len, self.base, self.scaling, self.axes,
             self.head_dim, self.rotary_dim, self.last, self.interleaved, self.interleaved_out,
         )  # fmt: skip
 
     def _again(
-        self, key: tuple[Any, ...], found: Checked | None, x: Tensor, offset: Any
+        self,
+        key: tuple[Any, ...],
+        found: Checked | None,
+        x: Tensor,
+        offset: Any,
+        position_ids: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Rows, Turn] | None:
-        """What a call takes that differs from the one ``found`` in its offset alone."""
-        limit = self.max_seq_len
-        if found is None or found.key != key or type(offset) is not int or offset < 0:
+        """What a call takes that differs from the one ``found`` in its positions alone.
+
+        Those in a tensor are held against the tables by the kernel.
+        """
+        limit, end = self.max_seq_len, None
+        if found is None or found.key != key:
             return None
-        end = offset + x.shape[2]
-        if end > (checks.FARTHEST + 1 if limit is None else limit):
+        if type(offset) is int and position_ids is None:
+            end = offset + x.shape[2]
+            if offset < 0 or end > (checks.FARTHEST + 1 if limit is None else limit):
+                return None
+            rows = Rows(offset)
+        elif limit is None and x.requires_grad:
+            # What a checkpoint saves goes as far as the largest of them.
             return None
-        tables = self._covering(x, found.spectrum, end if limit is None else limit)
+        elif position_ids is None:
+            rows = Rows(0, offset[:, None])
+        elif type(offset) is int and offset == 0:
+            rows = Rows(0, position_ids if position_ids.dim() == 2 else position_ids[None])
+        else:
+            return None
+        tables = self._covering(x, found.spectrum, (end or 0) if limit is None else limit)
         if tables is None:
             return None
         cos, sin = tables
-        return *self._as_read(x, cos, sin, end), Rows(offset), found.turn
+        return *self._as_read(x, cos, sin, end), rows, found.turn
 
-    def _remember(self, key: tuple[Any, ...], x: Tensor, offset: Any, taken: Any) -> None:
+    def _remember(
+        self, key: tuple[Any, ...], x: Tensor, offset: Any, position_ids: Tensor | None, taken: Any
+    ) -> None:
         """Let calls like this one go unchecked, if they then take the same tables and rows."""
         # From the key alone: another thread may have changed the arguments meanwhile.
         base, rule, axes, head_dim, rotary_dim, *layout = key[-8:]
@@ -145,11 +177,14 @@ class RopeTables(RotaryTables):
             rule = rule.at(None)
         width = head_dim if rotary_dim is None else rotary_dim
         found = Checked(key, Spectrum(width, base, rule, axes), _turn_of(head_dim, width, *layout))
-        short = self._again(key, found, x, offset)
-        if short is not None and short[2] == taken[2]:
-            pairs = zip(short[:2], taken[:2], strict=True)
-            if all(a.data_ptr() == b.data_ptr() and a.shape == b.shape for a, b in pairs):
-                self._checked = found
+        short = self._again(key, found, x, offset, position_ids)
+        if short is None or short[2].start != taken[2].start:
+            return
+        places = zip(
+            (*short[:2], short[2].positions), (*taken[:2], taken[2].positions), strict=True
+        )
+        if all(_same_place(a, b) for a, b in places):
+            self._checked = found
 
     def _turn(self) -> Turn:
         layout = self.last, self.interleaved, self.interleaved_out

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from posenc._contract import checks
 from posenc.functional.rotary import check_queries_and_keys, turn_all
-from posenc.kernels import rotate_plain
+from posenc.kernels import RowOutOfRange, rotate_plain
 from posenc.nn._rope import RopeTables, leading
 from posenc.numerics import configs
 from posenc.numerics.axes import Axes
@@ -168,12 +168,16 @@ class RoPE(RopeTables):
         Returns:
             New tensors with the shapes and dtypes of ``q`` and ``k``.
         """
-        key = self._key(q, k) if position_ids is None and seq_len is None else None
+        key = self._key(q, k, offset, position_ids) if seq_len is None else None
         if key is not None:
-            known = self._again(key, self._checked, leading(q, k), offset)
+            known = self._again(key, self._checked, leading(q, k), offset, position_ids)
             if known is not None:
-                a, b = rotate_plain([q, k], *known)
-                return a, b
+                try:
+                    a, b = rotate_plain([q, k], *known)
+                    return a, b
+                except RowOutOfRange:
+                    # Worked out, or refused, below.
+                    pass
         who, turn = type(self).__name__, self._turn()
         self._check(who, "q", q)
         self._check(who, "k", k)
@@ -181,7 +185,7 @@ class RoPE(RopeTables):
         taken = self._tables_for(who, leading(q, k), offset, position_ids, seq_len)
         a, b = turn_all(who, "max_seq_len", [q, k], *taken, turn)
         if key is not None:
-            self._remember(key, leading(q, k), offset, taken)
+            self._remember(key, leading(q, k), offset, position_ids, taken)
         return a, b
 
     def rotate(
