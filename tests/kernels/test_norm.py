@@ -283,7 +283,7 @@ def test_c_every_instruction_set_has_the_gradient(interleaved, whole):
 
 
 @NORMS
-@pytest.mark.parametrize("device", {"cpu", GPU})
+@pytest.mark.parametrize("device", sorted({"cpu", GPU}))
 def test_the_gradient_can_be_differentiated_again_and_batched(device, whole):
     x, weight, cos, sin = example(3, 8, whole, torch.float64, device)
 

@@ -4,9 +4,13 @@ import math
 
 import pytest
 import torch
+from torch import nn
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from hf_models import apart, llama, tokens
 from posenc.interop.huggingface import patch, patched
+from posenc.interop.huggingface.tables import forward_for
 
 
 def test_tables_are_exact_where_those_of_the_model_are_not():
@@ -79,3 +83,37 @@ def test_scaling_rules_keep_their_meaning_short_then_long_then_short(rule):
         assert apart(a, b) < 2e-5
     again = [model(tokens(length=length)).logits for length in lengths]
     assert all(map(torch.equal, again, expected))
+
+
+class AsBefore(LlamaRotaryEmbedding):
+    """One that asks for the number of sequences, as all did before transformers 5.18."""
+
+    def forward(self, x, position_ids):
+        rates = self.inv_freq[None, None].expand(position_ids.shape[0], -1, -1)
+        angles = position_ids[:, :, None].float() @ rates.to(device=x.device)
+        both = torch.cat((angles, angles), dim=-1)
+        return both.cos() * self.attention_scaling, both.sin() * self.attention_scaling
+
+
+class OfLength(AsBefore):
+    """One that turns long sequences by other angles than short ones."""
+
+    def forward(self, x, position_ids):
+        angles = position_ids[:, :, None].float() * self.inv_freq.to(device=x.device)
+        angles = angles if position_ids.shape[-1] < 4096 else angles.float().expand(-1, -1, -1)
+        both = torch.cat((angles, angles), dim=-1)
+        return both.cos() * self.attention_scaling, both.sin() * self.attention_scaling
+
+
+def test_modules_may_ask_for_the_number_of_sequences_and_for_no_length():
+    config = LlamaConfig(hidden_size=64, num_attention_heads=4)
+    module = AsBefore(config)
+    form, rates, ours = forward_for(module)
+    assert (form, rates) == ("doubled", "from the config")
+    at = torch.tensor([[3, 1_000_003], [2, 4097]])
+    exact = torch.tensor(
+        [[[math.cos(p * 1e4 ** (-i / 8)) for i in range(8)] for p in row] for row in at.tolist()]
+    )
+    assert (ours(module, torch.zeros(1), at)[0][..., :8] - exact).abs().max() < 1e-7
+    assert forward_for(OfLength(config)) is None
+    assert forward_for(nn.Identity()) is None

@@ -9,9 +9,11 @@ where the model is bfloat16: only our rotation reads them. Other modules keep th
 
 from __future__ import annotations
 
+import dis
 import inspect
 from collections.abc import Callable, Iterator
-from types import FunctionType
+from itertools import pairwise
+from types import CodeType, FunctionType
 from typing import Any
 
 import torch
@@ -23,10 +25,12 @@ from posenc.numerics.frequencies import Spectrum, scaled_rates
 from posenc.numerics.tables import angles, of_angles
 
 # All that a forward may look up if ours is to take its place: a module that reads anything else
-# (a learned rate, a length) may agree today and not tomorrow.
+# (a learned rate, a length) may agree today and not tomorrow. The last line is how all of them were
+# written before transformers 5.18.
 _READS = set(
     """torch no_grad float to device dtype type cat stack cos sin inv_freq attention_scaling expand
-    getattr recomposition_frequencies repeat_interleave polar ones_like len mrope_section""".split()
+    getattr recomposition_frequencies repeat_interleave polar ones_like len mrope_section
+    isinstance str maybe_autocast transpose shape""".split()
 )
 _WIDEN: dict[str, Callable[[Tensor], Tensor]] = {
     "doubled": lambda table: torch.cat((table, table), dim=-1),
@@ -42,7 +46,7 @@ def forward_for(module: nn.Module) -> tuple[str, str, FunctionType] | None:
     """Form, rates and our forward for a rotary module, or None if it is to keep its own."""
     original = type(module).forward
     inner = inspect.unwrap(original)
-    if not isinstance(inner, FunctionType) or not set(inner.__code__.co_names) <= _READS:
+    if not isinstance(inner, FunctionType) or not _is_known(inner.__code__):
         return None
     names = list(inspect.signature(inner).parameters)
     if names not in (["self", "x", "position_ids"], ["self", "x", "position_ids", "layer_type"]):
@@ -57,6 +61,13 @@ def forward_for(module: nn.Module) -> tuple[str, str, FunctionType] | None:
             rates = "from the config" if None not in spectra.values() else "its own"
             return form, rates, rewrapped(original, inner, ours)
     return None
+
+
+def _is_known(code: CodeType) -> bool:
+    """Whether nothing is looked up but what ours depends on too; of shapes, how many sequences."""
+    steps = list(dis.get_instructions(code))
+    sizes = (after.argval for step, after in pairwise(steps) if step.argval == "shape")
+    return set(code.co_names) <= _READS and all(size in (0, 1) for size in sizes)
 
 
 def differ_in_halves(module: nn.Module) -> bool:
