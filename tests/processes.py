@@ -11,6 +11,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
@@ -41,7 +42,9 @@ class Outcome(NamedTuple):
 def run(world: int, job: str, folder: Path, *, limit: float = 240) -> Outcome:
     """Run ``job`` (``module:function`` under tests/) on ``world`` ranks that share ``folder``."""
     folder.mkdir(parents=True, exist_ok=True)
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    # One thread, one interface, and no GPU that a fork could not use.
+    own = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": ""}
+    environment = os.environ | own
     command = [sys.executable, str(Path(__file__)), str(world), job, str(folder)]
     process = subprocess.Popen(
         command,
@@ -89,10 +92,14 @@ def each(cases: dict[str, Callable[[], None]]) -> dict[str, str]:
     """Run the cases; those that fail, with why."""
     failures = {}
     for name, case in cases.items():
+        began = time.monotonic()
         try:
             case()
         except Exception:
             failures[name] = traceback.format_exc(limit=-6)
+            if time.monotonic() - began > PATIENCE:
+                # The ranks are out of step, and would wait as long in every case that is left.
+                break
     return failures
 
 
