@@ -183,6 +183,19 @@ def test_a_family_is_read_in_its_layout_and_keeps_its_logits(family, tmp_path, m
     assert (after - before).abs().max() <= 2e-5 * before.abs().max()
 
 
+@pytest.mark.parametrize("family", configs.HEADS)
+def test_heads_that_a_file_leaves_out_are_those_of_its_class(family):
+    made = CONFIG_MAPPING[family]()
+    text = {"model_type": family, "hidden_size": 2560}
+    for config in (text, {"model_type": "of several", "text_config": text, "vision_config": {}}):
+        heads = families.from_config(config).heads(0)
+        assert heads.num_heads == made.num_attention_heads
+        assert heads.num_kv_heads == made.num_key_value_heads
+        assert heads.head_dim == made.head_dim
+    wide = families.from_config({**text, "num_attention_heads": 16, "num_key_value_heads": 8})
+    assert (wide.heads(0).num_heads, wide.heads(0).num_kv_heads) == (16, 8)
+
+
 def test_a_family_has_one_layout():
     sets = (families.HALF, families.INTERLEAVED, families.SWITCHED)
     assert len(frozenset().union(*sets)) == sum(map(len, sets))

@@ -13,7 +13,7 @@ from torch import Tensor
 from posenc._contract import checks
 from posenc.interop import layouts
 from posenc.interop.layouts import Heads, Layout
-from posenc.numerics.configs import SHARES, WIDTHS, instead, text_part
+from posenc.numerics.configs import HEADS, SHARES, WIDTHS, instead, text_part
 
 Config = Mapping[str, Any]
 
@@ -193,12 +193,13 @@ def _heads(config: Config, family: str | None, layer: int, given: Mapping[str, A
                 return checks.integer("convert", key, value, least=0)
         return None
 
-    num_heads = given.get("num_heads") or first("num_attention_heads", "n_head", "n_heads")
+    usual, usual_kv = HEADS.get(family or "", (None, None))
+    num_heads = given.get("num_heads") or first("num_attention_heads", "n_head", "n_heads") or usual
     if num_heads is None:
         rule = "the config must say num_attention_heads"
         got, way_out = f"only {sorted(config)[:8]}", "Pass num_heads and head_dim."
         raise ValueError(checks.message("convert", rule, got, way_out))
-    kv_heads = given.get("num_kv_heads") or _kv_heads(config, family, first)
+    kv_heads = given.get("num_kv_heads") or _kv_heads(config, family, first) or usual_kv
     rope, latent = first("qk_rope_head_dim"), first("kv_lora_rank")
     if latent is not None and rope is not None:
         width = first("qk_nope_head_dim") + rope

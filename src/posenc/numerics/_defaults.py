@@ -115,6 +115,8 @@ ROTATED_WIDTHS = _by_type(
 )
 # Of a model of the default size, where a file says nothing of it.
 USUAL_WIDTHS = dict.fromkeys(("llama", "mistral", "mixtral", "qwen2"), 128)
+# Heads of queries and of keys, where files leave even these out.
+HEADS = {"gemma3_text": (8, 4)}
 # The share of a head that rotates, where it is not all.
 SHARES = _by_type(
     {

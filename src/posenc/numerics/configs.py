@@ -11,11 +11,13 @@ from typing import Any
 from posenc._contract import checks
 from posenc.numerics import scaling
 from posenc.numerics._config import Config
-from posenc.numerics._defaults import SHARES, WIDTHS, instead
+from posenc.numerics._defaults import HEADS, SHARES, WIDTHS, instead
 from posenc.numerics._nested import LAYOUT, text_part
 from posenc.numerics.axes import Axes
 
-__all__ = ["LAYOUT", "SHARES", "WIDTHS", "Recipe", "instead", "layer_types", "read", "text_part"]
+__all__ = [
+    "HEADS", "LAYOUT", "SHARES", "WIDTHS", "Recipe", "instead", "layer_types", "read", "text_part",
+]  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
