@@ -154,9 +154,9 @@ class RopeTables(RotaryTables):
             # What a checkpoint saves goes as far as the largest of them.
             return None
         elif position_ids is None:
-            rows = Rows(0, offset[:, None])
+            rows = Rows(0, offset.unsqueeze(1))
         elif type(offset) is int and offset == 0:
-            rows = Rows(0, position_ids if position_ids.dim() == 2 else position_ids[None])
+            rows = Rows(0, position_ids if position_ids.dim() == 2 else position_ids.unsqueeze(0))
         else:
             return None
         tables = self._covering(x, found.spectrum, (end or 0) if limit is None else limit)
