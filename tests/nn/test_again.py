@@ -213,10 +213,30 @@ def test_a_subclass_that_takes_other_rows_takes_them_always():
         def _tables_for(self, who, x, offset, *rest, **keywords):
             return super()._tables_for(who, x, offset + 2, *rest, **keywords)
 
+    class Back(RoPE):
+        def _turn(self):
+            return super()._turn().back()
+
+    class Near(RoPE):
+        def _tables_for(self, who, x, offset, *rest, **keywords):
+            return super()._tables_for(who, x, min(offset, 7), *rest, **keywords)
+
+    class Finite(RoPE):
+        def _check(self, who, name, x):
+            assert x.isfinite().all()
+
     q, k = token()
     rope, wanted = Later(8, 32), RoPE(8, 32)(q, k, 5)[0]
     for _ in range(3):
         assert torch.equal(rope(q, k, 3)[0], wanted)
+    for kind in (Back, Near):
+        rope = kind(8, 32)
+        for offset in (3, 3, 9):
+            assert_as_if_first(rope, q, k, offset)
+    rope = Finite(8, 32)
+    rope(q, k, 3)
+    with pytest.raises(AssertionError):
+        rope(q / 0, k, 3)
 
 
 @torch.no_grad()
@@ -235,6 +255,47 @@ def test_what_was_wrong_is_still_wrong():
     rope.max_seq_len = 4
     with pytest.raises(ValueError, match="max_seq_len=4"):
         rope(q, k, 5)
+
+
+@torch.no_grad()
+def test_a_number_is_no_position_ids_after_an_offset_either():
+    rope = RoPE(8, 32)
+    q, k = token()
+    rope(q, k, 3)
+    for bad in (5, 0, [3], 1.0):
+        with pytest.raises(TypeError, match="position_ids must be an integer tensor"):
+            rope(q, k, position_ids=bad)
+
+
+@torch.no_grad()
+def test_the_limit_holds_where_the_table_is_longer():
+    big, q, k = RoPE(8, 64), *token()
+    for at in ({"position_ids": torch.tensor([[3], [4]])}, {"offset": torch.tensor([3, 4])}):
+        rope = RoPE(8, 32)
+        rope(q, k, **at)
+        rope.cos_cached, rope.sin_cached = big.cos_cached, big.sin_cached
+        assert_as_if_first(rope, q, k, **at)
+        ((name, where),) = at.items()
+        with pytest.raises(ValueError, match="below max_seq_len=32, got 39"):
+            rope(q, k, **{name: where + 36})
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("size", [(2, 3, 0, 8), (0, 3, 2, 8), (2, 0, 2, 8)], ids=str)
+def test_positions_of_nothing_are_looked_at_again(size):
+    rope, q, k = RoPE(8, None), torch.randn(size), torch.randn(size).bfloat16()
+    rope(q, k, position_ids=torch.arange(size[2]))
+    assert rope._checked is None
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("size", [32, None])
+def test_an_empty_batch_has_empty_positions(size):
+    q, k = torch.randn(0, 3, 5, 8), torch.randn(0, 1, 5, 8)
+    none = torch.zeros(0, dtype=torch.int64)
+    for at in ({"offset": none}, {"position_ids": none[:, None].expand(0, 5)}):
+        a, b = RoPE(8, size)(q, k, **at)
+        assert (a.shape, b.shape) == (q.shape, k.shape)
 
 
 def test_forward_mode_and_transforms_go_their_own_way():
@@ -288,6 +349,17 @@ def test_tables_of_inference_mode_are_made_again_for_a_gradient():
     turned = rope(q, k, 5)[0]
     assert torch.equal(turned, wanted)
     turned.sum().backward()
+
+
+@torch.no_grad()
+def test_a_shallow_copy_has_tables_of_its_own():
+    rope = RoPE(8, 32)
+    q, k = token()
+    wanted = rope(q, k, 5)[0]
+    other = copy.copy(rope)
+    other.base = 50.0
+    assert not torch.equal(other(q, k, 5)[0], wanted)
+    assert torch.equal(rope(q, k, 5)[0], wanted)
 
 
 @torch.no_grad()

@@ -246,6 +246,17 @@ class TestAxes:
         size = oracles.pair_magnitude(wanted, 8, interleaved=True)
         assert_within_ulps(rope.rotate(x, position_ids=at), wanted, 1.0, size)
 
+    def test_coordinates_of_one_sequence_serve_all(self):
+        x = torch.randn(2, 3, 7, 16)
+        for rope, at in (
+            (RoPE(16, 64), torch.arange(7) * 1.5),
+            (RoPE(16, None, scaling=scaling.DynamicNTK(2.0, 4)), torch.arange(7) * 1.5),
+            (RoPE(16, 64, axes=axes.Sections((4, 2, 2))), self.at),
+        ):
+            wanted = rope.rotate(x, position_ids=at)
+            assert torch.equal(rope.rotate(x, position_ids=at.unsqueeze(-2)), wanted)
+            assert torch.equal(rope(x, x, position_ids=at.unsqueeze(-2))[1], wanted)
+
     def test_keys_with_coordinates_move(self):
         rope, k = RoPE(16, 64, axes=axes.Sections((4, 2, 2))), torch.randn(1, 1, 7, 16)
         moved = rope.rerotate(rope.rotate(k, position_ids=self.at), self.at, self.at + 9)
@@ -360,6 +371,23 @@ def test_the_limit_holds_for_coordinates_too():
         with pytest.raises(ValueError, match="below max_seq_len=16"):
             call()
     assert rope.rotate(x, position_ids=torch.arange(4.0) - 2).shape == x.shape
+
+
+def test_whole_numbers_beside_a_gradient_are_refused_in_words():
+    x = torch.randn(1, 1, 3, 8, requires_grad=True)
+    for name, q, k in (("q", x.long(), x), ("k", x, x.long()), ("q", x.int(), x)):
+        with pytest.raises(TypeError, match=f"{name} must be a float16"):
+            RoPE(8, 32)(q, k)
+
+
+def test_queries_of_inference_mode_beside_keys_that_learn():
+    k = torch.randn(1, 1, 3, 8, requires_grad=True)
+    with torch.inference_mode():
+        q = torch.randn(1, 1, 3, 8, dtype=torch.float64)
+    for rope in (RoPE(8, 32), RoPE(8, None)):
+        rope(q, k)[1].sum().backward()
+        assert torch.allclose(k.grad, rope.unrotate(torch.ones(1, 1, 3, 8)), atol=1e-6)
+        k.grad = None
 
 
 def test_a_config_gives_way_to_keywords():

@@ -82,7 +82,6 @@ class Plain(scaling.Rule):
         object.__setattr__(self, "factor", factor)
 
     __call__ = ByName.__call__
-    __hash__, __eq__ = object.__hash__, object.__eq__
 
 
 @pytest.mark.skipif(torch.__version__ < "2.13", reason="to older ones they are no constants")
@@ -91,6 +90,12 @@ def test_a_rule_of_a_users_own_compiles(rule):
     rope, x = posenc.RoPE(8, None, scaling=rule), torch.randn(1, 1, 5, 8)
     got = torch.compile(rope.rotate, fullgraph=True, backend="aot_eager")(x)
     assert torch.allclose(got, posenc.RoPE(8, None, scaling=scaling.Linear(4.0)).rotate(x))
+
+
+def test_rules_that_are_no_dataclasses_are_told_apart():
+    one, other = (posenc.RoPE(8, 16, scaling=Plain(factor)) for factor in (2.0, 4.0))
+    assert torch.equal(one.inv_freq(), 2 * other.inv_freq())
+    assert not torch.equal(one.cos_cached, other.cos_cached)
 
 
 def test_what_users_get_is_their_own():

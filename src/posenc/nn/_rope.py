@@ -21,6 +21,10 @@ from posenc.numerics.tables import angles, of_angles, widest
 _NO_RULE = "Pass posenc.scaling.Linear(2.0), say; RoPE.from_config takes a config's dict."
 
 
+# What a call that was checked before does without.
+_SKIPPED = ("_check", "_tables_for", "_turn")
+
+
 class Checked(NamedTuple):
     """A call that went well: what it depended on, what its tables hold, and how it turned."""
 
@@ -41,7 +45,17 @@ def leading(q: Tensor, k: Tensor) -> Tensor:
     x, other = (q, k) if q.element_size() >= k.element_size() else (k, q)
     if x.requires_grad or not other.requires_grad or torch.compiler.is_compiling():
         return x
-    return other if other.dtype is x.dtype else x.detach().requires_grad_()
+    if other.dtype is x.dtype:
+        return other
+    # What is no number of this kind is refused in its own words; of inference mode, it stays.
+    may_have = x.is_floating_point() and not x.is_inference()
+    return x.detach().requires_grad_() if may_have else x
+
+
+def _of_angles(phi: Tensor, device: torch.device, gain: float | Tensor) -> tuple[Tensor, Tensor]:
+    """Tables of these angles: of one sequence, they serve all."""
+    cos, sin = of_angles(phi, device, gain)
+    return (cos[0], sin[0]) if cos.dim() == 3 and cos.shape[0] == 1 else (cos, sin)
 
 
 def _same_place(a: Tensor | None, b: Tensor | None) -> bool:
@@ -120,11 +134,13 @@ class RopeTables(RotaryTables):
         A token that is decoded costs less than its checks, and the next is like it.
         """
         at = offset if position_ids is None else position_ids
-        xs = (q, k) if type(at) is int else (q, k, at)
-        if not is_plain(*xs) or forward_ad._current_level >= 0:
+        number = type(at) is int and position_ids is None
+        if not (is_plain(q, k) if number else is_plain(q, k, at)):
+            return None
+        if forward_ad._current_level >= 0:
             return None
         return (
-            None if type(at) is int else (at is offset, at.shape, at.dtype, at.device),
+            None if number else (position_ids is None, at.shape, at.dtype, at.device),
             q.shape, k.shape, q.dtype, k.dtype, q.device, k.device,
             self.max_seq_len, self.base, self.scaling, self.axes,
             self.head_dim, self.rotary_dim, self.last, self.interleaved, self.interleaved_out,
@@ -160,7 +176,8 @@ class RopeTables(RotaryTables):
         else:
             return None
         tables = self._covering(x, found.spectrum, (end or 0) if limit is None else limit)
-        if tables is None:
+        # Past the limit the kernel would find what a longer table has there.
+        if tables is None or (end is None and limit not in (None, tables[0].shape[0])):
             return None
         cos, sin = tables
         return *self._as_read(x, cos, sin, end), rows, found.turn
@@ -169,6 +186,11 @@ class RopeTables(RotaryTables):
         self, key: tuple[Any, ...], x: Tensor, offset: Any, position_ids: Tensor | None, taken: Any
     ) -> None:
         """Let calls like this one go unchecked, if they then take the same tables and rows."""
+        if any(getattr(type(self), name) is not getattr(RopeTables, name) for name in _SKIPPED):
+            return
+        if 0 in (*key[1], *key[2]):
+            # A kernel that has nothing to do looks at no positions.
+            return
         # From the key alone: another thread may have changed the arguments meanwhile.
         base, rule, axes, head_dim, rotary_dim, *layout = key[-8:]
         if rule is not None:
@@ -265,7 +287,7 @@ class RopeTables(RotaryTables):
         ):
             checks.exclusive_offset(who, offset)
             phi, gain = self._own_angles(who, x, position_ids, seq_len)
-            return *of_angles(phi, x.device, 1 / gain if inverse else gain), Rows()
+            return *_of_angles(phi, x.device, 1 / gain if inverse else gain), Rows()
         limit, need = self.max_seq_len, None
         rows = rows_of(who, x, offset, position_ids, "max_seq_len", limit)
         if rows.positions is None:
@@ -291,9 +313,8 @@ class RopeTables(RotaryTables):
             return self._cos_sin(who, x, self._resting, rows, need)
         at = rows.numbers(x.shape[2], x.device)
         checks.extent(who, at, "max_seq_len", limit)
-        at = self._spread(at[0] if at.shape[0] == 1 else at)
-        phi, gain = self._angles_and_gain(at, length)
-        return *of_angles(phi, x.device, 1 / gain if inverse else gain), Rows()
+        phi, gain = self._angles_and_gain(self._spread(at), length)
+        return *_of_angles(phi, x.device, 1 / gain if inverse else gain), Rows()
 
     def _own_angles(
         self, who: str, x: Tensor, position_ids: Tensor, seq_len: Any
@@ -321,9 +342,7 @@ class RopeTables(RotaryTables):
         return angles(at, spectrum, length), spectrum.gain(length)
 
     def _turned_by(self, who: str, k: Tensor, phi: Tensor, gain: float | Tensor) -> Tensor:
-        cos, sin = of_angles(phi, k.device, gain)
-        if cos.dim() == 3 and cos.shape[0] == 1:
-            cos, sin = cos[0], sin[0]
+        cos, sin = _of_angles(phi, k.device, gain)
         turn = self._turn()
         # Keys that were rotated before are in the layout of the output.
         turn = Turn(turn.interleaved_out, turn.interleaved_out, turn.column)

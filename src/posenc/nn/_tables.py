@@ -43,6 +43,11 @@ class DerivedBuffers(nn.Module):
         """Work every derived buffer out again on ``device``."""
         raise NotImplementedError
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        # What a shallow copy works out is its own.
+        self._buffers = dict(self._buffers)
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         held = {name: self._buffers[name] for name in self._derived}
         self._buffers.update(dict.fromkeys(held))

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from posenc._contract import checks
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Axes:
     """What every arrangement is: for each pair, the coordinate it follows and the rate it takes."""
 

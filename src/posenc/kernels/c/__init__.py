@@ -148,6 +148,8 @@ def rotate_into(
         where = (start, 0, 0, 0, 1)
     else:
         (many, each), (by_sequence, by_token) = positions.shape, positions.stride()
+        if many == 0 or each == 0:
+            return
         if each == 1:
             by_token = 0
         where = (start, positions.data_ptr(), by_sequence if many > 1 else 0, by_token, each == 1)

@@ -9,7 +9,8 @@ from torch import Tensor
 from posenc._contract import checks
 
 
-@dataclass(frozen=True, slots=True)
+# Subclasses that are dataclasses are the same if their fields are, others if they are one.
+@dataclass(frozen=True, slots=True, eq=False)
 class Rule:
     """What every rule is: a function of the rates, with a gain of one unless it says otherwise."""
 
