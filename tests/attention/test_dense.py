@@ -113,11 +113,12 @@ def test_an_exported_program_holds_operations_of_torch_alone():
         def forward(self, q, k, v):
             return self.alibi.attention(q, k, v)
 
-    length = torch.export.Dim("length", min=2, max=512)
-    given = [torch.randn(1, 4, 6, 8) for _ in range(3)]
-    program = torch.export.export(Attention(), tuple(given), dynamic_shapes=({2: length},) * 3)
+    batch, length = torch.export.Dim("batch"), torch.export.Dim("length", min=2, max=512)
+    given = [torch.randn(3, 4, 6, 8) for _ in range(3)]
+    open_sizes = ({0: batch, 2: length},) * 3
+    program = torch.export.export(Attention(), tuple(given), dynamic_shapes=open_sizes)
     assert not [node for node in program.graph.nodes if "posenc" in str(node.target)]
-    other = [torch.randn(1, 4, 11, 8) for _ in range(3)]
+    other = [torch.randn(5, 4, 11, 8) for _ in range(3)]
     torch.testing.assert_close(program.module()(*other), Attention()(*other))
 
 

@@ -10,6 +10,46 @@ from oracles import tables
 from posenc.functional import qk_norm_rope, rotate, rotate_, rotate_qk_
 
 
+def test_one_graph_writes_into_views_of_every_length():
+    cos, sin = tables(40, 4)
+    graphs = []
+
+    def count(graph, inputs):
+        graphs.append(graph)
+        return graph
+
+    def turn(x):
+        q, k, _ = x.unflatten(-1, (3, 2, 8)).transpose(1, 3).unbind(2)
+        return rotate_qk_(q, k, cos, sin)
+
+    compiled = torch.compile(turn, backend=count, fullgraph=True, dynamic=True)
+    for length in (11, 13, 30):
+        x = torch.randn(3, length, 48)
+        y = x.clone()
+        for a, b in zip(compiled(x), turn(y), strict=True):
+            assert torch.equal(a, b)
+        assert torch.equal(x, y)
+    assert len(graphs) == 1
+    with pytest.raises(Exception, match="must not share memory with itself"):
+        compiled(torch.randn(1, 5, 48).expand(3, 5, 48))
+
+
+def test_one_graph_normalises_every_length():
+    cos, sin = tables(40, 4)
+    for weight in (torch.rand(8), torch.rand(32)):
+        compiled = torch.compile(qk_norm_rope, backend="aot_eager", fullgraph=True, dynamic=True)
+        for length in (11, 13):
+            q = torch.randn(3, 4, length, 8)
+            wanted = qk_norm_rope(q, q, weight, weight, cos, sin)[0]
+            assert torch.equal(compiled(q, q, weight, weight, cos, sin)[0], wanted)
+
+
+def test_meta_tensors_share_no_memory():
+    cos, sin = (t.to("meta") for t in tables(9, 4))
+    q, k = torch.empty(2, 4, 9, 8, device="meta"), torch.empty(2, 2, 9, 8, device="meta")
+    assert rotate_qk_(q, k, cos, sin)[0] is q
+
+
 def test_it_is_what_rope_does():
     rope = posenc.RoPE(8, 16, interleaved=False)
     q, k = torch.randn(2, 4, 5, 8), torch.randn(2, 2, 5, 8)

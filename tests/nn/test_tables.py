@@ -8,6 +8,7 @@ import warnings
 
 import pytest
 import torch
+from torch.optim.swa_utils import AveragedModel
 
 import oracles
 import posenc
@@ -19,6 +20,7 @@ MODULES = {
     "RotaryPosEmbedding": (lambda: posenc.RotaryPosEmbedding(), (2, 5, 8)),
     "RotaryPosEmbedding-fixed": (lambda: posenc.RotaryPosEmbedding(8, 16, False), (2, 5, 8)),
     "RoPE": (lambda: posenc.RoPE(8, 16), (2, 3, 5, 8)),
+    "RoPE-growing": (lambda: posenc.RoPE(8, None), (2, 3, 5, 8)),
     "XPos": (lambda: posenc.XPos(8, 16, scale_base=3.0), (2, 3, 5, 8)),
     "ALiBi": (lambda: posenc.ALiBi(3), (2, 3, 5, 8)),
 }
@@ -117,6 +119,25 @@ def test_a_module_left_on_meta_works_once_called(case):
     with torch.device("meta"):
         module = make()
     assert torch.equal(call(module, x), call(make(), x))
+
+
+@pytest.mark.parametrize("called", [False, True])
+@pytest.mark.parametrize("use_buffers", [False, True])
+@pytest.mark.parametrize("name", sorted(set(MODULES) - {"RotaryPosEmbedding"}))
+def test_weights_are_averaged_whatever_was_called(name, use_buffers, called):
+    """torch goes through the buffers of both models side by side."""
+    make, shape = MODULES[name]
+    x = torch.randn(shape)
+    model = torch.nn.ModuleDict({"position": make(), "other": torch.nn.Linear(2, 2)})
+    wanted = call(make(), x)
+    if called:
+        call(model["position"], x[..., :2, :])
+    averaged = AveragedModel(model, use_buffers=use_buffers)
+    for _ in range(3):
+        call(model["position"], x)
+        averaged.update_parameters(model)
+    assert torch.equal(call(averaged.module["position"], x), wanted)
+    assert torch.equal(call(model["position"], x), wanted)
 
 
 def test_inside_a_larger_model(case):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 
@@ -9,14 +10,17 @@ def meets_itself(x: Tensor) -> bool:
     """Whether two elements of ``x`` may be one: a step no longer than what lies within it.
 
     Examples:
-        >>> import torch
         >>> meets_itself(torch.zeros(2, 3)), meets_itself(torch.zeros(1, 3).expand(2, 3))
         (False, True)
     """
     if x.is_contiguous():
         return False
+    axes = list(zip(x.stride(), x.shape, strict=True))
+    if torch.compiler.is_compiling():
+        # A compiler that leaves sizes open cannot sort them.
+        return any(step == 0 and size > 1 for step, size in axes)
     reach = 0
-    for step, size in sorted(zip(x.stride(), x.shape, strict=True)):
+    for step, size in sorted(axes):
         if size > 1:
             if step <= reach:
                 return True
@@ -31,12 +35,11 @@ def meet(a: Tensor, b: Tensor) -> bool:
     taken to meet where their ranges do.
 
     Examples:
-        >>> import torch
         >>> qkv = torch.zeros(2, 5, 6, 8)
         >>> meet(qkv[:, :, :4], qkv[:, :, 4:5]), meet(qkv[:, :, :4], qkv[:, :, 3:])
         (False, True)
     """
-    if a.numel() == 0 or b.numel() == 0:
+    if a.numel() == 0 or b.numel() == 0 or a.is_meta:
         return False
     if a.untyped_storage().data_ptr() != b.untyped_storage().data_ptr():
         return False

@@ -88,15 +88,15 @@ def alibi_attention(
     scale = arguments.scale(who, scale, q)
     bound = None if score_bound is None else arguments.bound(who, score_bound, q)
     if bound is not None:
-        keys_of.batch(who, "score_bound", bound, 2, len(q))
+        keys_of.batch(who, "score_bound", bound, 2, q.shape[0])
         if bound.shape[1] not in (1, q.shape[1]):
             rule = f"score_bound must be for 1 or {q.shape[1]} heads"
             raise ValueError(checks.message(who, rule, bound.shape[1], "Give one to each head."))
     queries, keys = q.shape[2], k.shape[2]
     start = keys_of.offset(who, offset, queries, keys, q.device)
     ids = keys_of.ids(who, "documents", documents, keys, q.device)
-    keys_of.batch(who, "offset", start, 1, len(q))
-    keys_of.batch(who, "documents", ids, 2, len(q))
+    keys_of.batch(who, "offset", start, 1, q.shape[0])
+    keys_of.batch(who, "documents", ids, 2, q.shape[0])
     if path not in (None, "flex", "chunked"):
         rule, got = "path must be 'flex', 'chunked' or None", checks.describe(path)
         raise ValueError(checks.message(who, rule, got, "None chooses."))

@@ -31,7 +31,7 @@ def inputs(who: str, q: Any, k: Any, v: Any, slopes: Any) -> Tensor:
     if steep.shape[-1] != q.shape[1]:
         rule = f"q must have {steep.shape[-1]} heads, one for each slope"
         raise ValueError(checks.message(who, rule, q.shape[1], "Take the slopes of these heads."))
-    keys_of.batch(who, "slopes", steep, 2, len(q))
+    keys_of.batch(who, "slopes", steep, 2, q.shape[0])
     return steep.to(q.device)
 
 

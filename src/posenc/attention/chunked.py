@@ -117,7 +117,7 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float) -> Tensor
         q.to(wide),
         k.to(wide),
         v.to(wide),
-        attn_mask=bias.expand(len(q), -1, -1, -1),
+        attn_mask=bias.expand(q.shape[0], -1, -1, -1),
         scale=scale,
         enable_gqa=q.shape[1] != k.shape[1],
     )
@@ -197,7 +197,7 @@ def _sdpa_gradients(
 
     def folded(x: Tensor) -> Tensor:
         """Heads that share keys as one, with all their queries."""
-        return x.to(bias.dtype).reshape(len(x), k.shape[1], shared * x.shape[2], x.shape[3])
+        return x.to(bias.dtype).reshape(x.shape[0], k.shape[1], shared * x.shape[2], x.shape[3])
 
     q, grad, bias = folded(q), folded(grad), folded(bias.expand(*q.shape[:3], -1))
     k, v = k.to(bias.dtype), v.to(bias.dtype)

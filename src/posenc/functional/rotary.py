@@ -230,7 +230,8 @@ def qk_norm_rope(
     for name, x, weight in (("q_weight", q, q_weight), ("k_weight", k, k_weight)):
         checks.float_tensor(who, name, weight)
         heads, width = x.shape[1], x.shape[3]
-        if tuple(weight.shape) not in ((width,), (heads * width,)):
+        # One by one: a compiler that leaves sizes open looks for none in a tuple.
+        if weight.dim() != 1 or (weight.shape[0] != width and weight.shape[0] != heads * width):
             rule = f"{name} must have shape ({width},) or ({heads * width},)"
             got = f"shape {tuple(weight.shape)}"
             raise ValueError(checks.message(who, rule, got, "One weight serves one channel."))

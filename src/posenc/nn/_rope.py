@@ -90,7 +90,7 @@ class RopeTables(RotaryTables):
         who = type(self).__name__
         if max_seq_len is not None:
             max_seq_len = checks.integer(who, "max_seq_len", max_seq_len)
-        super().__init__()
+        super().__init__(registered=max_seq_len is not None)
         self.head_dim = checks.even(who, "head_dim", head_dim)
         self.max_seq_len = max_seq_len
         self.base = checks.positive_float(who, "base", base)

@@ -32,12 +32,24 @@ class DerivedBuffers(nn.Module):
     """
 
     _derived: tuple[str, ...] = ()
+    _registered = True
 
-    def _derive(self, *names: str) -> None:
-        """Declare the buffers of these names, empty for now."""
-        self._derived = names
+    def _derive(self, *names: str, registered: bool = True) -> None:
+        """Declare the buffers of these names, empty for now.
+
+        Those whose size depends on what was called are not registered: averaging of weights and
+        distributed training go through the buffers of two copies side by side.
+        """
+        self._derived, self._registered = names, registered
         for name in names:
-            self.register_buffer(name, None, persistent=False)
+            if registered:
+                self.register_buffer(name, None, persistent=False)
+            else:
+                setattr(self, name, None)
+
+    def _held(self) -> dict[str, Any]:
+        """Where the derived buffers are, by name."""
+        return self._buffers if self._registered else self.__dict__
 
     def _rebuild(self, device: torch.device) -> None:
         """Work every derived buffer out again on ``device``."""
@@ -49,12 +61,12 @@ class DerivedBuffers(nn.Module):
         self._buffers = dict(self._buffers)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        held = {name: self._buffers[name] for name in self._derived}
-        self._buffers.update(dict.fromkeys(held))
+        held = {name: self._held()[name] for name in self._derived}
+        self._held().update(dict.fromkeys(held))
         try:
             super()._apply(fn, recurse)
         finally:
-            self._buffers.update(held)
+            self._held().update(held)
         for table in held.values():
             if table is None:
                 continue
@@ -66,11 +78,11 @@ class DerivedBuffers(nn.Module):
         return self
 
     def _move(self, device: torch.device) -> None:
-        held = {name: self._buffers[name] for name in self._derived}
+        held = {name: self._held()[name] for name in self._derived}
         if device.type == "mps" or any(table is None or table.is_meta for table in held.values()):
             self._rebuild(device)
         else:
-            self._buffers.update(
+            self._held().update(
                 {name: table.to(device) for name, table in held.items() if table is not None}
             )
 
@@ -82,13 +94,14 @@ class TableModule(DerivedBuffers):
 
     Args:
         names: Buffers that hold the tables, ``[T, ...]`` each.
+        registered: Whether torch sees them as buffers.
     """
 
     max_seq_len: int | None
 
-    def __init__(self, *names: str) -> None:
+    def __init__(self, *names: str, registered: bool = True) -> None:
         super().__init__()
-        self._derive(*names)
+        self._derive(*names, registered=registered)
         # Which rates the tables hold; None while there are none.
         self._spectrum: Spectrum | None = None
 
@@ -112,12 +125,12 @@ class TableModule(DerivedBuffers):
         # tables that belong together, as long as one thread writes at a time.
         with _WRITING:
             self._spectrum = None
-            self._buffers.update(zip(self._derived, tables, strict=True))
+            self._held().update(zip(self._derived, tables, strict=True))
             self._spectrum = spectrum
         return tables
 
     def _rebuild(self, device: torch.device) -> None:
-        held = self._buffers[self._derived[0]]
+        held = self._held()[self._derived[0]]
         assert held is not None
         assert self._spectrum is not None
         self._build(self._spectrum, held.shape[0], device, held.dtype)
@@ -142,7 +155,7 @@ class TableModule(DerivedBuffers):
         if tables is not None and self.max_seq_len is not None and tables[0].shape[0] > rows:
             return tuple([table[:rows] for table in tables])
         if tables is None and may_keep(x) and not in_capture(x):
-            held = self._buffers[self._derived[0]]
+            held = self._held()[self._derived[0]]
             if self.max_seq_len is None:
                 if rows > GROWTH_LIMIT:
                     return None
@@ -154,8 +167,8 @@ class TableModule(DerivedBuffers):
         return tables
 
     def _covering(self, x: Tensor, spectrum: Spectrum, rows: int) -> tuple[Tensor, ...] | None:
-        found, buffers = self._spectrum, self._buffers
-        held_now = [buffers[name] for name in self._derived]
+        found, tables_now = self._spectrum, self._held()
+        held_now = [tables_now[name] for name in self._derived]
         if found is not self._spectrum or not (spectrum is found or spectrum == found):
             return None
         tables: list[Tensor] = []

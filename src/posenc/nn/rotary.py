@@ -28,8 +28,8 @@ class RotaryTables(TableModule):
     # Both tables in float32, after those they were made from and what tells that they changed.
     _rounded: tuple[Tensor, Tensor, Any, Tensor, Tensor] | None = None
 
-    def __init__(self) -> None:
-        super().__init__("cos_cached", "sin_cached")
+    def __init__(self, *, registered: bool = True) -> None:
+        super().__init__("cos_cached", "sin_cached", registered=registered)
 
     def _tabulate(
         self, positions: Tensor, spectrum: Spectrum, dtype: torch.dtype
@@ -79,7 +79,7 @@ class RotaryTables(TableModule):
     def _in_float32(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         # A call that is traced reads what is there, and so does one that takes part of the table,
         # or that a table learns from.
-        whole = cos is self._buffers["cos_cached"]
+        whole = cos is self.cos_cached
         if not whole or not is_plain(x) or cos.requires_grad or sin.requires_grad:
             return cos, sin
         # What is written to a table is counted, except to one of inference mode.
@@ -110,9 +110,9 @@ class RotaryPosEmbedding(RotaryTables):
     grows, or the device or the embedding dimension changes. Growth doubles, so decoding token by
     token rebuilds only now and then. With ``max_seq_len`` they are built at that capacity and
     every call is held to it. Give both sizes under ``torch.compile``, where a table that is not
-    there yet, or may grow, is worked out in the graph instead; and under DistributedDataParallel,
-    where each rank must hold tables of one size. Without ``max_seq_len``, positions past 131 072
-    are worked out at each call and not kept.
+    there yet, or may grow, is worked out in the graph instead; and under DistributedDataParallel
+    and torch's AveragedModel, where every copy must hold tables of one size. Without
+    ``max_seq_len``, positions past 131 072 are worked out at each call and not kept.
 
     Args:
         embed_dim: Fixed, even ``D``; inferred from each input if None.

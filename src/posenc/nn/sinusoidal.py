@@ -17,8 +17,8 @@ class _SinusoidTable(TableModule):
 
     encodings: Tensor | None
 
-    def __init__(self) -> None:
-        super().__init__("encodings")
+    def __init__(self, *, registered: bool = True) -> None:
+        super().__init__("encodings", registered=registered)
 
     def _tabulate(
         self, positions: Tensor, spectrum: Spectrum, dtype: torch.dtype
@@ -68,7 +68,7 @@ class SinusoidalPosEmbedding(_SinusoidTable):
         base: float = 10_000.0,
     ) -> None:
         who = type(self).__name__
-        super().__init__()
+        super().__init__(registered=False)
         self.max_seq_len = None
         self.seq_len = None if seq_len is None else checks.integer(who, "seq_len", seq_len)
         self.embed_dim = None if embed_dim is None else checks.integer(who, "embed_dim", embed_dim)
