@@ -105,6 +105,22 @@ def test_meta_and_to_empty_give_the_right_numbers(case):
     assert torch.equal(call(module, x), call(make(), x))
 
 
+def test_loading_by_assignment_brings_a_model_off_meta(case):
+    make, x = case
+
+    def model():
+        return torch.nn.ModuleDict({"other": torch.nn.Linear(2, 2), "position": make()})
+
+    saved = model().state_dict()
+    with torch.device("meta"):
+        made = model()
+        call(made["position"], x.to("meta"))
+    made.load_state_dict(saved, assign=True)
+    assert not any(buffer.is_meta for buffer in made.buffers())
+    made.to("cpu")
+    assert torch.equal(call(made["position"], x), call(make(), x))
+
+
 def test_to_empty_on_the_same_device_keeps_the_numbers(case):
     make, x = case
     module = make()

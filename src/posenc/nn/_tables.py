@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -54,6 +54,17 @@ class DerivedBuffers(nn.Module):
     def _rebuild(self, device: torch.device) -> None:
         """Work every derived buffer out again on ``device``."""
         raise NotImplementedError
+
+    def _load_from_state_dict(
+        self, state_dict: Mapping[str, Any], prefix: str, local_metadata: Any, *rest: Any
+    ) -> None:
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
+        # Of what was made on the meta device, loading by assignment brings the saved tensors alone.
+        if local_metadata.get("assign_to_params_buffers"):
+            held = [self._held()[name] for name in self._derived]
+            if any(table is not None and table.is_meta for table in held):
+                loaded = (t.device for t in state_dict.values() if isinstance(t, Tensor))
+                self._move(next(loaded, torch.get_default_device()))
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
