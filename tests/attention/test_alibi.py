@@ -7,7 +7,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import oracles
 from assertions import compilations
 from posenc import ALiBi
-from posenc.attention import alibi_attention, chunked, score_bound
+from posenc.attention import alibi_attention, chunked, score_bound, windows
 from posenc.functional import alibi_bias, alibi_slopes
 
 HEADS, WIDTH = 4, 16
@@ -340,3 +340,21 @@ def test_heads_without_channels_are_no_error():
         assert q.grad.shape == q.shape
         weights = alibi_bias(alibi_slopes(HEADS), 8).softmax(-1)
         torch.testing.assert_close(out, weights @ v)
+
+
+def test_at_decode_no_norms_are_taken_of_keys_that_are_all_read(monkeypatch):
+    q, k, v = torch.randn(1, 4, 1, 16), *torch.randn(2, 1, 2, 300, 16).unbind()
+    wanted = alibi_attention(q, k, v, alibi_slopes(4), windows=False)
+    monkeypatch.setattr(windows, "norms", None)
+    assert torch.equal(alibi_attention(q, k, v, alibi_slopes(4)), wanted)
+    assert torch.equal(alibi_attention(q, k, v, alibi_slopes(4), score_bound=9.0), wanted)
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_keys_are_taken_in_windows_once_there_are_many(batch, monkeypatch):
+    q, k, v = torch.randn(batch, 4, 1, 16), *torch.randn(2, batch, 2, 300, 16).unbind()
+    wanted = alibi_attention(q, k, v, alibi_slopes(4))
+    monkeypatch.setattr(chunked, "KEYS_AT_ONCE", batch * 4 * 300 - 1)
+    assert not chunked.at_once(q, k)
+    assert chunked.at_once(q, k[:, :, 1:])
+    torch.testing.assert_close(alibi_attention(q, k, v, alibi_slopes(4)), wanted)

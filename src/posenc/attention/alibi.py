@@ -126,6 +126,9 @@ def alibi_attention(
             rule, way_out = "path='flex' must compile", "Leave path out to run in chunks."
             raise RuntimeError(checks.message(who, rule, "the compiler's refusal", way_out))
     if out is None:
+        if windows and not torch.compiler.is_compiling():
+            # What is made at once is made of all keys; one graph for all lengths asks for none.
+            windows = not chunked.at_once(q, k)
         seen, low, high = windows_of.needed(
             q, k, slopes, start, ends, bound, scale, causal=causal, windowed=windows
         )

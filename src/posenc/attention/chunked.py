@@ -18,8 +18,8 @@ from posenc._contract import checks
 # Queries of a chunk: fewer where there are many keys, so that the bias of a piece stays small.
 CHUNK, LEAST = 256, 32
 # Scores of a piece, and the most that are made at once for all heads: at decode the loop over
-# heads would be the cost.
-SCORES, AT_ONCE = 2**21, 2**20
+# heads would be the cost, until there are so many keys that reading all of them is.
+SCORES, AT_ONCE, KEYS_AT_ONCE = 2**21, 2**20, 2**18
 
 _PLAN = "Tensor at, Tensor first, Tensor last, Tensor low, Tensor high, Tensor slopes, float scale"
 LIBRARY = torch.library.Library("posenc", "FRAGMENT")
@@ -99,12 +99,16 @@ def _ends(x: Tensor, heads: int, size: int, which: str) -> list[list[int]]:
     return ends.expand(heads, -1).tolist()
 
 
+def at_once(q: Tensor, k: Tensor) -> bool:
+    """Whether all heads are taken together, and with all keys."""
+    (batch, heads, queries, _), keys = q.shape, k.shape[2]
+    return heads * queries * keys <= AT_ONCE and batch * heads * keys <= KEYS_AT_ONCE
+
+
 def _bias(
     keys: int, at: Tensor, first: Tensor, last: Tensor, low: Tensor, high: Tensor, slopes: Tensor
-) -> Tensor | None:
-    """The bias of all heads at once, ``[1 or B, H, Q, K]``, if it is small."""
-    if at.shape[-1] * slopes.shape[-1] * keys > AT_ONCE:
-        return None
+) -> Tensor:
+    """The bias of all heads at once, ``[1 or B, H, Q, K]``."""
     at, first, last = (x[:, None, :, None] for x in (at, first, last))
     behind, veil = _between(0, keys, at, first, last, slopes.dtype)
     return torch.addcmul(veil, behind, slopes[..., None, None], value=-1)
@@ -148,9 +152,8 @@ def _attended(q: Tensor, k: Tensor, v: Tensor, *plan: Any) -> Tensor:
     out = q.new_empty((*q.shape[:3], v.shape[3]))
     if not out.numel():
         return out
-    bias = _bias(k.shape[2], *where)
-    if bias is not None:
-        return _sdpa(q, k, v, bias, scale).contiguous()
+    if at_once(q, k):
+        return _sdpa(q, k, v, _bias(k.shape[2], *where), scale).contiguous()
     for p in _pieces(k.shape[2], *where):
         out[:, p.head, p.rows] = _sdpa(*_picked(p, q, k, v), p.bias, scale)[:, 0]
     return out
@@ -168,9 +171,8 @@ def _summed(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *plan: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     *where, scale = plan
-    bias = _bias(k.shape[2], *where) if grad.numel() else None
-    if bias is not None:
-        return _sdpa_gradients(grad, q, k, v, bias, scale)
+    if grad.numel() and at_once(q, k):
+        return _sdpa_gradients(grad, q, k, v, _bias(k.shape[2], *where), scale)
     wide = torch.promote_types(q.dtype, torch.float32)
     to_q, to_k, to_v = (x.new_zeros(x.shape, dtype=wide) for x in (q, k, v))
     if not grad.numel():
