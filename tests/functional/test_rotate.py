@@ -44,6 +44,26 @@ def test_one_graph_normalises_every_length():
             assert torch.equal(compiled(q, q, weight, weight, cos, sin)[0], wanted)
 
 
+@pytest.mark.parametrize("batched", [False, True])
+@pytest.mark.parametrize("form", ["float32", "of complex"])
+def test_of_a_long_table_only_the_rows_that_are_needed_are_converted(form, batched):
+    """All of these would take 64 GiB."""
+    q, k, rows = torch.randn(2, 3, 4, 8), torch.randn(2, 1, 4, 8), 2**31
+    row = torch.rand(2, 4).double()
+    turned = torch.complex(*row)
+    parts = list(row.float()) if form == "float32" else [turned.real, turned.imag]
+    cos, sin = (part.expand(2, rows, 4) if batched else part.expand(rows, 4) for part in parts)
+    small = [part.double().expand(40, 4) for part in parts]
+    wanted = rotate(q, k, *small, offset=3)
+    ids = torch.tensor([[5, rows - 1, 0, 7]])
+    for at in ({"offset": rows - 4}, {"position_ids": ids}, {"position_ids": ids.expand(2, 4)}):
+        for got, exact in zip(rotate(q, k, cos, sin, **at), wanted, strict=True):
+            assert torch.equal(got, exact)
+    for at in ({"offset": rows - 3}, {"position_ids": ids + 1}, {"position_ids": ids - 1}):
+        with pytest.raises(ValueError, match="positions must"):
+            rotate(q, k, cos, sin, **at)
+
+
 def test_meta_tensors_share_no_memory():
     cos, sin = (t.to("meta") for t in tables(9, 4))
     q, k = torch.empty(2, 4, 9, 8, device="meta"), torch.empty(2, 2, 9, 8, device="meta")

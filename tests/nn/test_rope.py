@@ -246,6 +246,15 @@ class TestAxes:
         size = oracles.pair_magnitude(wanted, 8, interleaved=True)
         assert_within_ulps(rope.rotate(x, position_ids=at), wanted, 1.0, size)
 
+    def test_tables_are_stored_row_by_row(self):
+        """A kernel would copy all of a table that is not, at every call."""
+        for rope in (
+            RoPE(16, 64, axes=axes.Sections((4, 2, 2))),
+            RoPE(16, 64, axes=axes.Axial(2)),
+        ):
+            made = rope.tables(torch.arange(9))
+            assert all(t.is_contiguous() for t in (rope.cos_cached, rope.sin_cached, *made))
+
     def test_coordinates_of_one_sequence_serve_all(self):
         x = torch.randn(2, 3, 7, 16)
         for rope, at in (

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 import oracles
 from assertions import assert_within_ulps, compilations
-from posenc.nn import SinusoidalPE, SinusoidalPosEmbedding
+from posenc.nn import SinusoidalPE, SinusoidalPosEmbedding, sinusoidal
 
 BOTH = pytest.mark.parametrize(
     "make",
@@ -169,3 +169,15 @@ def test_the_way_out_of_a_far_offset_is_a_smaller_one():
         SinusoidalPE(8, 4)(torch.randn(3, 4), offset=6)
     with pytest.raises(ValueError, match=r"at most 2\*\*31, got 2147483649"):
         SinusoidalPosEmbedding()(torch.randn(4, 8), offset=2**31 - 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_positions_are_rows_of_the_table(dtype, monkeypatch):
+    pe, x = SinusoidalPE(64, 6), torch.randn(2, 5, 6).to(dtype)
+    wanted = pe(x, offset=3)
+    monkeypatch.setattr(sinusoidal, "sinusoid", None)
+    assert torch.equal(pe(x, position_ids=torch.arange(3, 8)), wanted)
+    assert torch.equal(pe(x, position_ids=torch.arange(3, 8).expand(2, 5)), wanted)
+    for bad in (-1, 64):
+        with pytest.raises(ValueError, match="positions must"):
+            pe(x, position_ids=torch.full((5,), bad))

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from posenc import kernels
 from posenc._contract import checks
+from posenc._contract.tracing import is_plain
 from posenc.nn._tables import TableModule
 from posenc.numerics.frequencies import Spectrum
 from posenc.numerics.tables import sinusoid
@@ -30,8 +31,12 @@ class _SinusoidTable(TableModule):
 
     def _add(self, x: Tensor, spectrum: Spectrum, start: int, ids: Tensor | None = None) -> Tensor:
         if ids is not None:
-            # Worked out for these positions, as the table may be long and they few.
-            return kernels.add(x, sinusoid(ids, spectrum, self._table_dtype(x)))
+            kept = None
+            if self.max_seq_len is not None and is_plain(x, ids):
+                kept = self._kept(x, spectrum, None)
+            # A table that grows may be short, and they far apart.
+            rows = sinusoid(ids, spectrum, self._table_dtype(x)) if kept is None else kept[0][ids]
+            return kernels.add(x, rows)
         end = start + x.shape[-2]
         kept = self._kept(x, spectrum, end)
         if kept is not None:

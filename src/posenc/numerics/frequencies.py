@@ -168,7 +168,11 @@ _constant_rates._dynamo_marked_constant = True  # type: ignore[attr-defined]
 # Memoised on the whole description: 128 numbers each, and a few milliseconds to work out.
 @lru_cache(maxsize=256)
 def _rounded_rates(spectrum: Spectrum) -> tuple[float, ...]:
-    rates = [float(rate) for rate in _exact_rates(Spectrum(spectrum.width(), spectrum.base))]
+    plainest = Spectrum(spectrum.width(), spectrum.base)
+    if spectrum == plainest:
+        return tuple(float(rate) for rate in _exact_rates(spectrum))
+    # A rule that depends on the length asks for these at every token.
+    rates = list(_rounded_rates(plainest))
     rule = spectrum.scaling
     if rule is not None:
         # Numbers, whatever a tracer around this would make of tensors.

@@ -89,6 +89,8 @@ def of_angles(
     phi: Tensor, device: torch.device, gain: float | Tensor = 1.0
 ) -> tuple[Tensor, Tensor]:
     """Cosines and sines of float64 angles, times ``gain``, on ``device``."""
+    # Coordinates come last here, and would leave a table that is stored by columns.
+    phi = phi.contiguous()
     cos, sin = phi.cos(), phi.sin()
     if isinstance(gain, float) and gain != 1.0:
         gain = alongside(phi, constant((gain,), torch.float64, phi.device))

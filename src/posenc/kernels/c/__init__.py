@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
 from posenc._contract import checks
+from posenc.kernels import reference
 from posenc.kernels.spec import Norm, RowOutOfRange, Rows, Turn
 
 try:
@@ -136,11 +137,11 @@ def rotate_into(
     ``norm`` is of :func:`norm_rotate`: where its float64 factors are, what kind it is, and where
     their gradient goes, if that is wanted; then ``xs`` are its input and what is given.
     """
-    steps = cos.stride()
+    held, steps = cos.shape[-2], cos.stride()
     wide = cos.dtype is torch.float64 and sin.dtype is torch.float64
     if not wide or steps[-1] != 1 or sin.stride() != steps:
-        cos, sin = cos.double().contiguous(), sin.double().contiguous()
-        steps = cos.stride()
+        cos, sin = (_dense_rows(table, rows, xs[0].shape[2]) for table in (cos, sin))
+        rows, steps = Rows(), cos.stride()
     shape = cos.shape
     tables = (shape, steps) if len(shape) == 3 else (0, shape, 0, steps)
     start, positions = rows
@@ -160,13 +161,23 @@ def rotate_into(
             _one_by_one(xs, ys, cos, sin, rows, turn, norm)
             return
         tensors += (x.data_ptr(), y.data_ptr(), x.shape, x.stride(), y.stride())
+    # A thread that torch has not met would take all there are, whatever was set.
+    torch.get_num_threads()
     bad = _rotate.rotate(
         _CODES[dtype], cos.data_ptr(), sin.data_ptr(), *tables, where, turn, norm, *tensors
     )
     if bad is NotImplemented:
         _one_by_one(xs, ys, cos, sin, rows, turn, norm)
     elif bad is not None:
-        raise RowOutOfRange(bad, shape[-2])
+        raise RowOutOfRange(bad, held)
+
+
+def _dense_rows(table: Tensor, rows: Rows, length: int) -> Tensor:
+    """The rows that are needed, as the kernel reads them: a table may be long, and a call short."""
+    picked = reference.take(table, rows, length)
+    if picked.dim() == 4:
+        picked = picked[0, 0] if picked.shape[0] == 1 else picked[:, 0]
+    return picked.double().contiguous()
 
 
 def _one_by_one(xs: list[Tensor], ys: list[Tensor], *how: Any) -> None:
