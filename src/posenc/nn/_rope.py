@@ -341,9 +341,11 @@ class RopeTables(RotaryTables):
             at, length = at.cpu(), None if length is None else length.cpu()
         return angles(at, spectrum, length), spectrum.gain(length)
 
-    def _turned_by(self, who: str, k: Tensor, phi: Tensor, gain: float | Tensor) -> Tensor:
+    def _turned_by(
+        self, who: str, k: Tensor, phi: Tensor, gain: float | Tensor, rows: Rows
+    ) -> Tensor:
         cos, sin = _of_angles(phi, k.device, gain)
         turn = self._turn()
         # Keys that were rotated before are in the layout of the output.
         turn = Turn(turn.interleaved_out, turn.interleaved_out, turn.column)
-        return turn_all(who, "max_seq_len", [k], cos, sin, Rows(), turn)[0]
+        return turn_all(who, "max_seq_len", [k], cos, sin, rows, turn)[0]

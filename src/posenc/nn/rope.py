@@ -11,7 +11,7 @@ from torch import Tensor
 
 from posenc._contract import checks
 from posenc.functional.rotary import check_queries_and_keys, turn_all
-from posenc.kernels import RowOutOfRange, rotate_plain
+from posenc.kernels import RowOutOfRange, Rows, rotate_plain
 from posenc.nn._rope import RopeTables, leading
 from posenc.numerics import configs
 from posenc.numerics.axes import Axes
@@ -265,7 +265,7 @@ class RoPE(RopeTables):
         old = self._length(who, k, self._span(origin, from_seq_len))
         phi, gain = self._angles_and_gain(target, new)
         before, old_gain = self._angles_and_gain(origin, old)
-        return self._turned_by(who, k, phi - before, gain / old_gain)
+        return self._turned_by(who, k, phi - before, gain / old_gain, Rows())
 
     def shift(self, k: Tensor, by: int | Tensor, *, seq_len: int | Tensor | None = None) -> Tensor:
         """Move rotated keys by a number of positions, back if it is negative.
@@ -292,10 +292,10 @@ class RoPE(RopeTables):
             raise ValueError(
                 checks.message(who, rule, None, "Pass the length they were rotated at.")
             )
-        # One angle serves every token of a sequence.
-        at = at[:, None].expand(-1, k.shape[2])
-        phi, _ = self._angles_and_gain(self._spread(at), self._length(who, k, seq_len))
-        return self._turned_by(who, k, phi, 1.0)
+        # One row serves every token of a sequence.
+        phi, _ = self._angles_and_gain(self._spread(at[:, None]), self._length(who, k, seq_len))
+        first = torch.zeros((1, k.shape[2]), dtype=torch.int64, device=k.device)
+        return self._turned_by(who, k, phi, 1.0, Rows(0, first))
 
     def tables(
         self, position_ids: Tensor, *, seq_len: int | Tensor | None = None
