@@ -6,7 +6,7 @@ from torch.autograd import gradcheck
 
 import oracles
 from assertions import assert_within_ulps, compilations
-from posenc import RoPE, axes, positions, scaling
+from posenc import RoPE, axes, scaling
 
 LONG = scaling.LongRoPE((1.0, 1.5, 2.0, 3.0), (2.0, 3.0, 5.0, 8.0), 16, 4.0)
 BY_LENGTH = [scaling.DynamicNTK(4.0, 16), LONG]
@@ -176,115 +176,6 @@ class TestCachedKeys:
         assert gradcheck(lambda x: rope.rerotate(rope.rotate(x), at, at + 5), k)
 
 
-class TestAxes:
-    """Several coordinates, against the models that have them."""
-
-    at = torch.tensor([[0, 1, 2, 2, 2, 2, 4], [0, 1, 2, 2, 3, 3, 4], [0, 1, 2, 3, 2, 3, 4]])
-
-    @pytest.mark.parametrize("interleaved", [False, True], ids=["qwen2-vl", "qwen3-vl"])
-    @pytest.mark.filterwarnings("ignore")
-    def test_sections_agree_with_qwen(self, interleaved):
-        from transformers.models.qwen2_vl import Qwen2VLTextConfig, modeling_qwen2_vl
-        from transformers.models.qwen3_vl import Qwen3VLTextConfig, modeling_qwen3_vl
-
-        q, k = torch.randn(2, 4, 7, 16), torch.randn(2, 2, 7, 16)
-        at = torch.stack((self.at, self.at + 3), dim=1)
-        kind = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]}
-        if interleaved:
-            config = Qwen3VLTextConfig(head_dim=16, rope_parameters=kind)
-            tables = modeling_qwen3_vl.Qwen3VLTextRotaryEmbedding(config)(q, at)
-        else:
-            sizes = {"hidden_size": 64, "num_attention_heads": 4}
-            config = Qwen2VLTextConfig(**sizes, rope_parameters=kind)
-            tables = modeling_qwen2_vl.Qwen2VLRotaryEmbedding(config)(q, at)
-        wanted = modeling_qwen3_vl.apply_rotary_pos_emb(q, k, *tables)
-        rope = RoPE(16, 64, axes=axes.Sections((4, 2, 2), interleaved), interleaved=False)
-        for got, other in zip(rope(q, k, position_ids=at), wanted, strict=True):
-            assert torch.allclose(got, other, atol=2e-6)
-
-    def test_equal_coordinates_are_one_position(self):
-        q, k = torch.randn(2, 4, 7, 16), torch.randn(2, 2, 7, 16)
-        plain = RoPE(16, 64)
-        for arrangement in (axes.Sections((4, 2, 2)), axes.Sections((4, 2, 2), interleaved=True)):
-            rope = RoPE(16, 64, axes=arrangement)
-            assert torch.equal(rope(q, k, 5)[0], plain(q, k, 5)[0])
-            ids = torch.arange(5, 12)
-            assert torch.equal(rope(q, k, position_ids=ids)[1], plain(q, k, 5)[1])
-            spread = ids.expand(3, 2, 7)
-            assert torch.equal(rope(q, k, position_ids=spread)[1], plain(q, k, 5)[1])
-
-    @pytest.mark.parametrize("dealt", [False, True], ids=["qwen2-vl-vision", "pixtral"])
-    @pytest.mark.filterwarnings("ignore")
-    def test_axial_agrees_with_vision_models(self, dealt):
-        from transformers import PixtralVisionConfig
-        from transformers.models.pixtral import modeling_pixtral
-        from transformers.models.qwen2_vl import modeling_qwen2_vl
-        from transformers.models.qwen2_vl.configuration_qwen2_vl import Qwen2VLVisionConfig
-
-        at = positions.grid(3, 4)
-        q, k = torch.randn(1, 2, 12, 16), torch.randn(1, 2, 12, 16)
-        if dealt:
-            config = PixtralVisionConfig(head_dim=16, hidden_size=32, num_attention_heads=2)
-            made = modeling_pixtral.PixtralVisionRotaryEmbedding(config)
-        else:
-            config = Qwen2VLVisionConfig(embed_dim=32, num_heads=2)
-            made = modeling_qwen2_vl.Qwen2VLVisionRotaryEmbedding(config)
-        cos, sin = (table[None] for table in made(q, at.T))
-        wanted = modeling_pixtral.apply_rotary_pos_emb(q, k, cos, sin)
-        rope = RoPE(16, None, axes=axes.Axial(2, dealt=dealt), interleaved=False)
-        for mine, other in zip(rope(q, k, position_ids=at), wanted, strict=True):
-            assert torch.allclose(mine, other, atol=2e-6)
-
-    def test_coordinates_between_whole_ones_turn_in_between(self):
-        """DINOv3: coordinates in [-1, 1], angles of 2 pi times them over the periods."""
-        at = torch.rand(2, 6, dtype=torch.float64) * 2 - 1
-        rope = RoPE(16, None, 100.0, axes=axes.Axial(2), scaling=scaling.Linear(1 / torch.pi / 2))
-        x = torch.randn(1, 2, 6, 16)
-        periods = 100.0 ** (2 * torch.arange(4, dtype=torch.float64) / 8)
-        phi = torch.cat([2 * torch.pi * line[:, None] / periods for line in at], dim=-1)
-        wanted = oracles.rotate(x, phi.cos(), phi.sin(), interleaved=True)
-        size = oracles.pair_magnitude(wanted, 8, interleaved=True)
-        assert_within_ulps(rope.rotate(x, position_ids=at), wanted, 1.0, size)
-
-    def test_tables_are_stored_row_by_row(self):
-        """A kernel would copy all of a table that is not, at every call."""
-        for rope in (
-            RoPE(16, 64, axes=axes.Sections((4, 2, 2))),
-            RoPE(16, 64, axes=axes.Axial(2)),
-        ):
-            made = rope.tables(torch.arange(9))
-            assert all(t.is_contiguous() for t in (rope.cos_cached, rope.sin_cached, *made))
-
-    def test_coordinates_of_one_sequence_serve_all(self):
-        x = torch.randn(2, 3, 7, 16)
-        for rope, at in (
-            (RoPE(16, 64), torch.arange(7) * 1.5),
-            (RoPE(16, None, scaling=scaling.DynamicNTK(2.0, 4)), torch.arange(7) * 1.5),
-            (RoPE(16, 64, axes=axes.Sections((4, 2, 2))), self.at),
-        ):
-            wanted = rope.rotate(x, position_ids=at)
-            assert torch.equal(rope.rotate(x, position_ids=at.unsqueeze(-2)), wanted)
-            assert torch.equal(rope(x, x, position_ids=at.unsqueeze(-2))[1], wanted)
-
-    def test_keys_with_coordinates_move(self):
-        rope, k = RoPE(16, 64, axes=axes.Sections((4, 2, 2))), torch.randn(1, 1, 7, 16)
-        moved = rope.rerotate(rope.rotate(k, position_ids=self.at), self.at, self.at + 9)
-        assert torch.allclose(moved, rope.rotate(k, position_ids=self.at + 9), atol=1e-6)
-        moved = rope.shift(rope.rotate(k, position_ids=self.at), 9)
-        assert torch.allclose(moved, rope.rotate(k, position_ids=self.at + 9), atol=1e-6)
-
-    def test_shapes_that_do_not_fit_are_refused(self):
-        rope, x = RoPE(16, 64, axes=axes.Sections((4, 2, 2))), torch.randn(2, 1, 7, 16)
-        with pytest.raises(ValueError, match=r"must have shape \(3, 7\) or \(3, 2, 7\)"):
-            rope.rotate(x, position_ids=torch.zeros(2, 7).long())
-        with pytest.raises(ValueError, match="add up to 8 pairs"):
-            RoPE(16, axes=axes.Sections((4, 4, 4)))
-        with pytest.raises(ValueError, match="multiple of 6"):
-            RoPE(16, axes=axes.Axial(3))
-        with pytest.raises(ValueError, match="must not be negative"):
-            rope.rotate(x, position_ids=-self.at)
-
-
 def test_tables_serve_every_layer():
     from posenc.functional import rotate
 
@@ -365,21 +256,6 @@ def test_an_empty_batch_is_an_empty_batch(rule):
     rope, x = RoPE(8, scaling=rule), torch.randn(0, 2, 4, 8)
     assert rope.rotate(x, torch.zeros(0, dtype=torch.long)).shape == x.shape
     assert rope.rotate(x, position_ids=torch.zeros(0, 4, dtype=torch.long)).shape == x.shape
-
-
-def test_the_limit_holds_for_coordinates_too():
-    x, far = torch.randn(1, 1, 4, 8), torch.arange(4) + 100
-    rope, planar = RoPE(8, 16), RoPE(8, 16, axes=axes.Axial(2))
-    for call in (
-        lambda: planar.rotate(x, position_ids=torch.stack((far, far))),
-        lambda: rope.rerotate(x, far, far),
-        lambda: rope.tables(far),
-        lambda: rope.rotate(x, position_ids=far.double()),
-        lambda: rope.rotate(x, position_ids=torch.tensor([0.0, 1.0, 2.0, float("nan")])),
-    ):
-        with pytest.raises(ValueError, match="below max_seq_len=16"):
-            call()
-    assert rope.rotate(x, position_ids=torch.arange(4.0) - 2).shape == x.shape
 
 
 def test_whole_numbers_beside_a_gradient_are_refused_in_words():

@@ -381,30 +381,3 @@ def test_a_subclass_keeps_its_own_buffers_as_torch_would():
 def test_vmap_over_positions():
     rope, x, ids = posenc.RotaryPosEmbedding(), torch.randn(5, 3, 4), torch.arange(15).view(5, 3)
     assert torch.equal(torch.func.vmap(rope)(x, ids), rope(x, ids))
-
-
-def test_tables_in_float32_are_made_once_for_each_table():
-    """As a GPU is given them for half precision."""
-    rope, x = posenc.RoPE(8, 16), torch.randn(1, 1, 4, 8)
-    cos, sin = rope.cos_cached, rope.sin_cached
-    narrow = rope._in_float32(x, cos, sin)
-    assert [table.dtype for table in narrow] == [torch.float32] * 2
-    assert torch.equal(narrow[0], cos.float())
-    assert torch.equal(narrow[1], sin.float())
-    assert rope._in_float32(x, cos, sin)[0] is narrow[0]
-    part = cos[:4]
-    assert rope._in_float32(x, part, sin[:4])[0] is part
-    sin[2] = 0.25
-    assert rope._in_float32(x, cos, sin)[1][2].eq(0.25).all(), "what is written is heard"
-    other = sin.clone()
-    assert rope._in_float32(x, cos, other)[1] is not rope._in_float32(x, cos, sin)[1]
-    other.data = torch.zeros_like(sin)
-    assert not rope._in_float32(x, cos, other)[1].any()
-    with torch.inference_mode():
-        kept = sin.clone()
-    assert torch.equal(rope._in_float32(x, cos, kept)[1], sin.float())
-    rope.base = 500.0
-    rope(x, x)
-    assert rope._in_float32(x, rope.cos_cached, rope.sin_cached)[0] is not narrow[0]
-    rope.to("meta")
-    assert rope._rounded is None
