@@ -18,7 +18,7 @@ from posenc._contract import checks
 # Queries of a chunk: fewer where there are many keys, so that the bias of a piece stays small.
 CHUNK, LEAST = 256, 32
 # Scores of a piece, and the most that are made at once for all heads: at decode the loop over
-# heads would be the cost, until there are so many keys that reading all of them is.
+# heads would be the cost, until, on a CPU, there are so many keys that reading all of them is.
 SCORES, AT_ONCE, KEYS_AT_ONCE = 2**21, 2**20, 2**18
 
 _PLAN = "Tensor at, Tensor first, Tensor last, Tensor low, Tensor high, Tensor slopes, float scale"
@@ -102,7 +102,8 @@ def _ends(x: Tensor, heads: int, size: int, which: str) -> list[list[int]]:
 def at_once(q: Tensor, k: Tensor) -> bool:
     """Whether all heads are taken together, and with all keys."""
     (batch, heads, queries, _), keys = q.shape, k.shape[2]
-    return heads * queries * keys <= AT_ONCE and batch * heads * keys <= KEYS_AT_ONCE
+    few_keys = not q.is_cpu or batch * heads * keys <= KEYS_AT_ONCE
+    return few_keys and heads * queries * keys <= AT_ONCE
 
 
 def _bias(
