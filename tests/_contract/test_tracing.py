@@ -1,7 +1,7 @@
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from posenc._contract.tracing import is_plain, is_readable
+from posenc._contract.tracing import is_exporting, is_plain, is_readable
 
 
 def test_an_ordinary_tensor_is_plain():
@@ -26,6 +26,18 @@ def test_a_compiled_call_is_not_plain():
         return x + 1 if is_plain(x) else x - 1
 
     assert torch.compile(probe, backend="eager", fullgraph=True)(torch.zeros(1)).item() == -1
+
+
+def test_a_compiled_call_is_no_export():
+    class Probe(torch.nn.Module):
+        def forward(self, x):
+            return x + 1 if is_exporting() else x - 1
+
+    x = torch.zeros(1)
+    assert torch.compile(Probe(), backend="eager", fullgraph=True)(x).item() == -1
+    for strict in (False, True):
+        assert torch.export.export(Probe(), (x,), strict=strict).module()(x).item() == 1
+    assert torch.compile(Probe(), backend="eager", fullgraph=True)(x).item() == -1
 
 
 def test_meta_values_cannot_be_read():

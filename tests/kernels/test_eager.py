@@ -10,7 +10,7 @@ from torch.autograd import gradcheck, gradgradcheck
 
 from oracles import tables
 from posenc import kernels
-from posenc.kernels import c, reference
+from posenc.kernels import c, ops, reference
 from posenc.kernels.spec import Rows, Turn
 
 
@@ -97,8 +97,13 @@ def test_without_the_extension_compiled_strides_are_as_promised(monkeypatch):
 def test_compiled_calls_run_the_op_and_agree():
     cos, sin = tables(64, 8)
     torch.compiler.reset()
+    called = []
 
-    @torch.compile(fullgraph=True, dynamic=True)
+    def backend(graph, inputs):
+        called.extend(node.target for node in graph.graph.nodes if node.op == "call_function")
+        return graph.forward
+
+    @torch.compile(fullgraph=True, dynamic=True, backend=backend)
     def turned(q, k, start):
         return kernels.rotate([q, k], cos, sin, Rows(start), Turn(False, False))
 
@@ -107,6 +112,7 @@ def test_compiled_calls_run_the_op_and_agree():
         for got, x in zip(turned(q, k, start), (q, k), strict=True):
             wanted = reference.rotate(x, cos, sin, Rows(start), Turn(False, False))
             torch.testing.assert_close(got, wanted, rtol=1e-6, atol=1e-6)
+    assert ops.rotate_qk in called
 
 
 @pytest.mark.parametrize("grad", [False, True], ids=["inference", "training"])

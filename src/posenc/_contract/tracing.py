@@ -61,6 +61,14 @@ def in_transform(*xs: Tensor) -> bool:
     return bool(_transforms() or _jit_trace()) or any(_is_legacy_batched(x) for x in xs)
 
 
+def is_exporting() -> bool:
+    """Whether torch.export is at work; ``torch.compile`` is not.
+
+    Within a compiled program, torch.compiler.is_exporting() is true up to torch 2.11.
+    """
+    return torch.compiler._is_exporting_flag
+
+
 def in_jit_trace() -> bool:
     """Whether torch.jit.trace is at work."""
     return _jit_trace() is not None

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from posenc._contract.tracing import in_transform
+from posenc._contract.tracing import in_transform, is_exporting
 from posenc.numerics.spans import Spans
 
 
@@ -15,7 +15,7 @@ def is_wanted(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor) -> bool:
 
     An exported program must run where this package is not installed.
     """
-    if torch.compiler.is_exporting():
+    if is_exporting():
         return True
     if in_transform(q, k, v, slopes) or forward_ad._current_level >= 0:
         return True

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from posenc._contract.sharding import is_sharded
-from posenc._contract.tracing import in_transform, is_plain
+from posenc._contract.tracing import in_transform, is_exporting, is_plain
 from posenc.kernels import backend, ops, reference
 from posenc.kernels.sharded import shardable
 from posenc.kernels.spec import Rows, Turn
@@ -52,7 +52,7 @@ def rotate(xs: list[Tensor], cos: Tensor, sin: Tensor, rows: Rows, turn: Turn) -
         # rules for torch's own operations alone.
         if in_transform(*xs):
             return [reference.rotate(x, cos, sin, rows, turn) for x in xs]
-        if torch.compiler.is_exporting():
+        if is_exporting():
             return [_exported(x, cos, sin, rows, turn) for x in xs]
         if any(is_sharded(x) for x in xs):
             return [_rotate_sharded(x, cos, sin, rows, turn) for x in xs]
@@ -93,7 +93,7 @@ def rotate_(xs: list[Tensor], cos: Tensor, sin: Tensor, rows: Rows, turn: Turn) 
         sources = [x.clone() for x in xs] if to_tables else xs
         for x, y in zip(xs, rotate(sources, cos, sin, rows, turn), strict=True):
             x.copy_(y)
-    elif torch.compiler.is_exporting():
+    elif is_exporting():
         for x in xs:
             x.copy_(_exported(x, cos, sin, rows, turn))
     else:
