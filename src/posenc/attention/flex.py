@@ -27,8 +27,7 @@ def can_run(q: Tensor, v: Tensor) -> bool:
         and q.dtype != torch.float64
         and min(q.shape[-1], v.shape[-1]) >= 16
         and min(q.shape[:3]) > 0
-        # A compiler that is at work has what it needs.
-        and (torch.compiler.is_compiling() or triton.available())
+        and triton.installed
     )
 
 

@@ -33,7 +33,7 @@ def backends() -> list[Backend]:
     """
     return [
         Backend("c", "cpu", c.available, c.why),
-        Backend("triton", "cuda", triton.available(), triton.why()),
+        Backend("triton", "cuda", triton.why() == "ready", triton.why()),
         Backend("reference", "every device", True, "plain torch operations"),
     ]
 
@@ -71,5 +71,5 @@ def _into(x: Tensor) -> Callable[..., None] | None:
     if x.is_cpu:
         return c.rotate_into if c.available else None
     if x.is_cuda:
-        return triton.rotate_into if triton.available() else None
+        return triton.rotate_into if triton.installed else None
     return None

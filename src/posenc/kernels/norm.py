@@ -70,7 +70,7 @@ def norm_rotate(
 def _kernel(x: Tensor) -> Any:
     """The implementation that runs on the device of ``x``, if one does."""
     if x.is_cuda:
-        return triton if triton.available() else None
+        return triton if triton.installed else None
     return c if x.is_cpu and c.available else None
 
 

@@ -19,7 +19,7 @@ from posenc.lab.peers import Call, Contestant, Missing
 from posenc.lab.timing import Lane, Step, graph_lane, loop_lane, quartiles, race
 from posenc.lab.truth import Verdict, judge
 
-ROUNDS = 15
+ROUNDS, MOST_SETS = 15, 256
 COPY, CLONE = "copy_", "clone"
 Tell: TypeAlias = Callable[[str, float], None]
 
@@ -229,11 +229,12 @@ def _set_count(work: Workload) -> int:
     """Sets of inputs to take turns with, so that a GPU's cache holds none of them by then.
 
     At decode q and k do come from the cache in a model: the projection has just written them.
+    What is so small that it takes more sets waits for its launch, not for memory.
     """
     if work.device != "cuda" or work.case.decode:
         return 1
     cache = torch.cuda.get_device_properties(0).L2_cache_size
-    return 1 if work.nbytes >= 2 * cache else math.ceil(4 * cache / work.nbytes)
+    return 1 if work.nbytes >= 2 * cache else min(math.ceil(4 * cache / work.nbytes), MOST_SETS)
 
 
 def _copies(work: Workload, sets: list[Inputs]) -> list[Lane]:

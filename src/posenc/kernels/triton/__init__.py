@@ -11,16 +11,13 @@ from torch import Tensor
 
 from posenc.kernels.spec import Norm, Rows, Turn
 
-
-@cache
-def available() -> bool:
-    """Whether Triton is installed and torch sees a CUDA device."""
-    return importlib.util.find_spec("triton") is not None and torch.cuda.is_available()
+# Looked up once, here: a compiler that traces a call does not follow the search.
+installed = importlib.util.find_spec("triton") is not None
 
 
 def why() -> str:
-    """The reason for :func:`available`, in words."""
-    if importlib.util.find_spec("triton") is None:
+    """Whether kernels can run, in words: "ready", or why not."""
+    if not installed:
         return "triton is not installed"
     return "ready" if torch.cuda.is_available() else "torch sees no CUDA device"
 

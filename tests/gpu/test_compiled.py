@@ -1,0 +1,85 @@
+"""torch.compile on a GPU: what it makes runs this library's kernels, and is made once."""
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+from torch._inductor.compile_fx import compile_fx
+
+import posenc
+from oracles import tables
+from posenc.functional import qk_norm_rope
+from posenc.kernels import ops
+
+CUDA = "cuda"
+
+
+def queries_and_keys(length, grad):
+    return [
+        torch.randn(2, heads, length, 64, device=CUDA, dtype=torch.bfloat16, requires_grad=grad)
+        for heads in (8, 2)
+    ]
+
+
+def assert_equal_calls(function, op, times, inputs, grad):
+    """Eager and compiled are one kernel: equal to the bit, and so are gradients."""
+    found = []
+
+    def backend(graph, inputs):
+        found.append(sum(node.target == op for node in graph.graph.nodes))
+        return compile_fx(graph, inputs)
+
+    torch.compiler.reset()
+    counters.clear()
+    compiled = torch.compile(function, backend=backend, fullgraph=True, dynamic=True)
+    for length in (17, 300, 511):
+        given = inputs(length, grad)
+        eager, fused = function(*given), compiled(*given)
+        assert all(map(torch.equal, eager, fused))
+        if grad:
+            above = [torch.randn_like(y) for y in eager]
+            both = [torch.autograd.grad(ys, given, above) for ys in (eager, fused)]
+            assert all(map(torch.equal, *both))
+    # The compiler may take a graph to the backend twice, and keep one.
+    assert counters["stats"]["unique_graphs"] == 1
+    assert set(found) == {times}
+
+
+@pytest.mark.parametrize("grad", [False, True], ids=["no-grad", "grad"])
+def test_a_rotation(grad):
+    rope = posenc.RoPE(64, 1024, interleaved=False).to(CUDA)
+    assert_equal_calls(rope, ops.rotate_qk, 1, queries_and_keys, grad)
+
+
+@pytest.mark.parametrize("grad", [False, True], ids=["no-grad", "grad"])
+def test_a_norm_and_a_rotation(grad):
+    cos, sin = tables(1024, 32, CUDA)
+
+    def turn(q, k, weight):
+        return qk_norm_rope(q, k, weight, weight, cos, sin, interleaved=False)
+
+    def inputs(length, grad):
+        weight = torch.rand(64, device=CUDA, dtype=torch.bfloat16, requires_grad=grad)
+        return *queries_and_keys(length, grad), weight
+
+    assert_equal_calls(turn, torch.ops.posenc.norm_rotate.default, 2, inputs, grad)
+
+
+@pytest.mark.parametrize("grad", [False, True], ids=["no-grad", "grad"])
+def test_attention_never_holds_all_scores(grad):
+    """Those of 8,192 tokens and 8 heads would be a GiB in bfloat16."""
+    alibi = posenc.ALiBi(8).to(CUDA)
+    q, k, v = (
+        torch.randn(1, 8, 8192, 64, device=CUDA, dtype=torch.bfloat16, requires_grad=grad)
+        for _ in range(3)
+    )
+    torch.compiler.reset()
+    compiled = torch.compile(alibi.attention, fullgraph=True)
+    wanted = alibi.attention(q, k, v)
+    for _ in range(2):
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        got = compiled(q, k, v)
+        if grad:
+            torch.autograd.grad(got, (q, k, v), got.detach())
+    assert torch.cuda.max_memory_allocated() - before < 2**28
+    assert (got - wanted).abs().max() < wanted.abs().max() * 2**-6
