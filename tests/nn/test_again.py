@@ -142,7 +142,7 @@ def test_a_growing_table_is_taken_whole_where_nothing_is_recorded():
     rope = RoPE(8, None)
     q, k = token()
     rope(q, k, 30)
-    found = rope._again(rope._key(q, k), rope._checked, q, 5)
+    found = rope._again(rope._key(q, k), rope._checked, q, k, 5)
     assert found[0] is rope.cos_cached
 
 

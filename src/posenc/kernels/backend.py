@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -38,7 +38,7 @@ def backends() -> list[Backend]:
     ]
 
 
-def rotate(xs: list[Tensor], cos: Tensor, sin: Tensor, rows: Rows, turn: Turn) -> list[Tensor]:
+def rotate(xs: Sequence[Tensor], cos: Tensor, sin: Tensor, rows: Rows, turn: Turn) -> list[Tensor]:
     """Rotate each of ``xs`` into a new tensor that keeps its strides."""
     into = _into(xs[0])
     if into is None:

@@ -125,10 +125,13 @@ class _Rotate(torch.autograd.Function):
         cos, sin, rows, turn = how
         ctx.save_for_backward(cos, sin, rows.positions)
         ctx.start, ctx.turn = rows.start, turn
-        return tuple(backend.rotate(list(xs), *how))
+        return tuple(backend.rotate(xs, *how))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         cos, sin, positions = ctx.saved_tensors
-        rows = Rows(ctx.start, positions)
-        return (None, *rotate(list(gradients), cos, sin, rows, ctx.turn.back()))
+        how = cos, sin, Rows(ctx.start, positions), ctx.turn.back()
+        recorded = torch.is_grad_enabled() or forward_ad._current_level >= 0
+        if recorded or not is_plain(*gradients, cos, sin):
+            return (None, *rotate(list(gradients), *how))
+        return (None, *backend.rotate(gradients, *how))

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from posenc._contract import checks
-from posenc._contract.tracing import is_plain, is_readable, may_keep
+from posenc._contract.tracing import is_plain, is_readable, may_keep, outlive_capture
 from posenc.functional.rotary import rows_of, turn_all
 from posenc.kernels import Rows, Turn
 from posenc.nn.rotary import RotaryTables
@@ -26,11 +26,18 @@ _SKIPPED = ("_check", "_tables_for", "_turn")
 
 
 class Checked(NamedTuple):
-    """A call that went well: what it depended on, what its tables hold, and how it turned."""
+    """A call that went well: what it depended on, the tables it found, and how it turned."""
 
     key: tuple[Any, ...]
-    spectrum: Spectrum
+    cos: Tensor
+    sin: Tensor
+    state: tuple[Any, ...]
     turn: Turn
+
+
+def _state(cos: Tensor, sin: Tensor) -> tuple[Any, ...]:
+    """What a tensor may become and still be the same object, if its data is assigned."""
+    return cos.dtype, cos.device, cos.shape, sin.dtype, sin.device, sin.shape
 
 
 def _turn_of(
@@ -150,7 +157,8 @@ class RopeTables(RotaryTables):
         self,
         key: tuple[Any, ...],
         found: Checked | None,
-        x: Tensor,
+        q: Tensor,
+        k: Tensor,
         offset: Any,
         position_ids: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Rows, Turn] | None:
@@ -158,15 +166,22 @@ class RopeTables(RotaryTables):
 
         Those in a tensor are held against the tables by the kernel.
         """
-        limit, end = self.max_seq_len, None
         if found is None or found.key != key:
             return None
+        held, (_, cos, sin, state, turn) = self._held(), found
+        if held["cos_cached"] is not cos or held["sin_cached"] is not sin:
+            return None
+        recorded = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad)
+        # A table made in inference mode cannot be saved for a gradient.
+        if _state(cos, sin) != state or (recorded and (cos.is_inference() or sin.is_inference())):
+            return None
+        grows, end = self.max_seq_len is None, None
         if type(offset) is int and position_ids is None:
-            end = offset + x.shape[2]
-            if offset < 0 or end > (checks.FARTHEST + 1 if limit is None else limit):
+            end = offset + q.shape[2]
+            if offset < 0 or end > cos.shape[0]:
                 return None
             rows = Rows(offset)
-        elif limit is None and x.requires_grad:
+        elif grows and recorded:
             # What a checkpoint saves goes as far as the largest of them.
             return None
         elif position_ids is None:
@@ -175,15 +190,20 @@ class RopeTables(RotaryTables):
             rows = Rows(0, position_ids if position_ids.dim() == 2 else position_ids.unsqueeze(0))
         else:
             return None
-        tables = self._covering(x, found.spectrum, (end or 0) if limit is None else limit)
-        # Past the limit the kernel would find what a longer table has there.
-        if tables is None or (end is None and limit not in (None, tables[0].shape[0])):
-            return None
-        cos, sin = tables
-        return *self._as_read(x, cos, sin, end), rows, found.turn
+        if grows:
+            outlive_capture(cos, sin)
+        if grows or q.is_cuda:
+            cos, sin = self._as_read(leading(q, k), cos, sin, end)
+        return cos, sin, rows, turn
 
     def _remember(
-        self, key: tuple[Any, ...], x: Tensor, offset: Any, position_ids: Tensor | None, taken: Any
+        self,
+        key: tuple[Any, ...],
+        q: Tensor,
+        k: Tensor,
+        offset: Any,
+        position_ids: Tensor | None,
+        taken: Any,
     ) -> None:
         """Let calls like this one go unchecked, if they then take the same tables and rows."""
         if any(getattr(type(self), name) is not getattr(RopeTables, name) for name in _SKIPPED):
@@ -192,14 +212,19 @@ class RopeTables(RotaryTables):
             # A kernel that has nothing to do looks at no positions.
             return
         # From the key alone: another thread may have changed the arguments meanwhile.
-        base, rule, axes, head_dim, rotary_dim, *layout = key[-8:]
+        limit, base, rule, axes, head_dim, rotary_dim, *layout = key[-9:]
         if rule is not None:
             if rule.trained_length() is not None:
                 return
             rule = rule.at(None)
         width = head_dim if rotary_dim is None else rotary_dim
-        found = Checked(key, Spectrum(width, base, rule, axes), _turn_of(head_dim, width, *layout))
-        short = self._again(key, found, x, offset, position_ids)
+        tables = self._covering(leading(q, k), Spectrum(width, base, rule, axes), limit or 0)
+        # Past the limit the kernel would find what a longer table has there.
+        if tables is None or limit not in (None, tables[0].shape[0]):
+            return
+        cos, sin = tables
+        found = Checked(key, cos, sin, _state(cos, sin), _turn_of(head_dim, width, *layout))
+        short = self._again(key, found, q, k, offset, position_ids)
         if short is None or short[2].start != taken[2].start:
             return
         places = zip(
@@ -207,6 +232,10 @@ class RopeTables(RotaryTables):
         )
         if all(_same_place(a, b) for a, b in places):
             self._checked = found
+
+    def _move(self, device: torch.device) -> None:
+        self._checked = None
+        super()._move(device)
 
     def _turn(self) -> Turn:
         layout = self.last, self.interleaved, self.interleaved_out

@@ -170,7 +170,7 @@ class RoPE(RopeTables):
         """
         key = self._key(q, k, offset, position_ids) if seq_len is None else None
         if key is not None:
-            known = self._again(key, self._checked, leading(q, k), offset, position_ids)
+            known = self._again(key, self._checked, q, k, offset, position_ids)
             if known is not None:
                 try:
                     a, b = rotate_plain([q, k], *known)
@@ -185,7 +185,7 @@ class RoPE(RopeTables):
         taken = self._tables_for(who, leading(q, k), offset, position_ids, seq_len)
         a, b = turn_all(who, "max_seq_len", [q, k], *taken, turn)
         if key is not None:
-            self._remember(key, leading(q, k), offset, position_ids, taken)
+            self._remember(key, q, k, offset, position_ids, taken)
         return a, b
 
     def rotate(

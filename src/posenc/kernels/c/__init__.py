@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -124,8 +125,8 @@ def _kind(norm: Norm) -> tuple[int, int]:
 
 
 def rotate_into(
-    xs: list[Tensor],
-    ys: list[Tensor],
+    xs: Sequence[Tensor],
+    ys: Sequence[Tensor],
     cos: Tensor,
     sin: Tensor,
     rows: Rows,
@@ -180,7 +181,7 @@ def _dense_rows(table: Tensor, rows: Rows, length: int) -> Tensor:
     return picked.double().contiguous()
 
 
-def _one_by_one(xs: list[Tensor], ys: list[Tensor], *how: Any) -> None:
+def _one_by_one(xs: Sequence[Tensor], ys: Sequence[Tensor], *how: Any) -> None:
     """Tensors that differ in dtype, or that the kernel cannot read or write as they lie."""
     for x, y in zip(xs, ys, strict=True):
         if x.numel() == 0:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 
 import torch
@@ -23,7 +23,7 @@ def why() -> str:
 
 
 def rotate_into(
-    xs: list[Tensor], ys: list[Tensor], cos: Tensor, sin: Tensor, rows: Rows, turn: Turn
+    xs: Sequence[Tensor], ys: Sequence[Tensor], cos: Tensor, sin: Tensor, rows: Rows, turn: Turn
 ) -> None:
     """Rotate each of ``xs`` into the tensor of ``ys`` beside it, which may be itself."""
     _rotation()(xs, ys, cos, sin, rows, turn)

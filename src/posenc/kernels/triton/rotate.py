@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -33,7 +34,7 @@ SHORT = 1024
 
 
 def rotate_into(
-    xs: list[Tensor], ys: list[Tensor], cos: Tensor, sin: Tensor, rows: Rows, turn: Turn
+    xs: Sequence[Tensor], ys: Sequence[Tensor], cos: Tensor, sin: Tensor, rows: Rows, turn: Turn
 ) -> None:
     """Rotate each of ``xs`` into the tensor of ``ys`` beside it, which may be itself."""
     q, k = xs[0], xs[-1]
@@ -51,7 +52,7 @@ _LAUNCHES: dict[Any, Launch | None] = {}
 
 
 def _in_steps(
-    xs: list[Tensor], ys: list[Tensor], cos: Tensor, sin: Tensor, rows: Rows, turn: Turn
+    xs: Sequence[Tensor], ys: Sequence[Tensor], cos: Tensor, sin: Tensor, rows: Rows, turn: Turn
 ) -> None:
     """What one launch cannot take as it lies."""
     if cos.stride(-1) != 1 or cos.stride() != sin.stride():
@@ -73,7 +74,7 @@ def _dense(x: Tensor) -> Tensor:
 
 
 def _launch(
-    xs: list[Tensor], ys: list[Tensor], cos: Tensor, sin: Tensor, rows: Rows, turn: Turn
+    xs: Sequence[Tensor], ys: Sequence[Tensor], cos: Tensor, sin: Tensor, rows: Rows, turn: Turn
 ) -> Launch | None:
     q, k, q_out, k_out = xs[0], xs[-1], ys[0], ys[-1]
     check_tables(q, cos, sin, turn)
