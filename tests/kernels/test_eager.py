@@ -151,3 +151,11 @@ assert q.shape == k.shape == normed.shape == x.shape
     command = [sys.executable, "-c", script]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_gradient_of_zeros_without_memory():
+    cos, sin = tables(4, 4)
+    x = torch.randn(2, 3, 4, 8, requires_grad=True)
+    y = kernels.rotate([x], cos, sin, Rows(), Turn())[0]
+    (got,) = torch.autograd.grad(y, x, torch._efficientzerotensor(y.shape))
+    assert torch.equal(got, torch.zeros_like(x))

@@ -187,12 +187,39 @@ def test_another_thread_changes_an_argument_and_back(name, other, monkeypatch):
 
 
 @torch.no_grad()
-def test_no_tables_are_kept_for_it():
-    rope = RoPE(8)
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda rope: rope.to("meta"),
+        lambda rope: rope.rotate(torch.randn(1, 1, 900, 8)),
+        lambda rope: setattr(rope, "cos_cached", None),
+    ],
+    ids=["moved", "grown", "taken-away"],
+)
+def test_no_tables_are_kept_for_it(change):
+    rope = RoPE(8, None)
     rope(*token())
     table = weakref.ref(rope.cos_cached)
-    rope.to("meta")
+    change(rope)
     assert table() is None
+
+
+def test_a_table_that_was_lent_can_be_copied_after():
+    """One with a history is no leaf, and copies of it are refused."""
+    rope = RoPE(8, 32)
+    learned = rope.cos_cached * torch.ones((), dtype=torch.float64, requires_grad=True)
+    torch.func.functional_call(rope, {"cos_cached": learned}, token())
+    assert torch.equal(copy.deepcopy(rope).cos_cached, rope.cos_cached)
+
+
+def test_a_table_that_became_another_kind_is_made_again():
+    rope = RoPE(8, 32)
+    q, k = token()
+    wanted = rope(q, k, 3)[0]
+    with FakeTensorMode():
+        fake = torch.empty(32, 4, dtype=torch.float64)
+    torch.utils.swap_tensors(rope.cos_cached, fake)
+    assert torch.equal(rope(q, k, 3)[0], wanted)
 
 
 @torch.no_grad()

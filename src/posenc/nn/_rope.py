@@ -22,22 +22,21 @@ _NO_RULE = "Pass posenc.scaling.Linear(2.0), say; RoPE.from_config takes a confi
 
 
 # What a call that was checked before does without.
-_SKIPPED = ("_check", "_tables_for", "_turn")
+_SKIPPED = ("_as_read", "_check", "_covering", "_tables_for", "_turn")
 
 
 class Checked(NamedTuple):
-    """A call that went well: what it depended on, the tables it found, and how it turned."""
+    """A call that went well: what it depended on, what tables it found, and how it turned."""
 
     key: tuple[Any, ...]
-    cos: Tensor
-    sin: Tensor
-    state: tuple[Any, ...]
+    spectrum: Spectrum
+    kinds: tuple[Any, ...]
     turn: Turn
 
 
-def _state(cos: Tensor, sin: Tensor) -> tuple[Any, ...]:
-    """What a tensor may become and still be the same object, if its data is assigned."""
-    return cos.dtype, cos.device, cos.shape, sin.dtype, sin.device, sin.shape
+def _kind(table: Tensor | None) -> Any:
+    """What decides whom a table serves, besides what it holds."""
+    return table if table is None else (type(table), table.dtype, table.device, table.shape)
 
 
 def _turn_of(
@@ -168,12 +167,16 @@ class RopeTables(RotaryTables):
         """
         if found is None or found.key != key:
             return None
-        held, (_, cos, sin, state, turn) = self._held(), found
-        if held["cos_cached"] is not cos or held["sin_cached"] is not sin:
+        spectrum, held = self._spectrum, self._held()
+        cos, sin = held["cos_cached"], held["sin_cached"]
+        # The same before and after, so that no other thread was writing them meanwhile.
+        if spectrum is not found.spectrum or self._spectrum is not spectrum:
+            return None
+        if (_kind(cos), _kind(sin)) != found.kinds:
             return None
         recorded = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad)
-        # A table made in inference mode cannot be saved for a gradient.
-        if _state(cos, sin) != state or (recorded and (cos.is_inference() or sin.is_inference())):
+        if recorded and (cos.is_inference() or sin.is_inference()):
+            # It cannot be saved for a gradient.
             return None
         grows, end = self.max_seq_len is None, None
         if type(offset) is int and position_ids is None:
@@ -194,7 +197,7 @@ class RopeTables(RotaryTables):
             outlive_capture(cos, sin)
         if grows or q.is_cuda:
             cos, sin = self._as_read(leading(q, k), cos, sin, end)
-        return cos, sin, rows, turn
+        return cos, sin, rows, found.turn
 
     def _remember(
         self,
@@ -217,13 +220,13 @@ class RopeTables(RotaryTables):
             if rule.trained_length() is not None:
                 return
             rule = rule.at(None)
-        width = head_dim if rotary_dim is None else rotary_dim
+        width, spectrum = head_dim if rotary_dim is None else rotary_dim, self._spectrum
         tables = self._covering(leading(q, k), Spectrum(width, base, rule, axes), limit or 0)
         # Past the limit the kernel would find what a longer table has there.
-        if tables is None or limit not in (None, tables[0].shape[0]):
+        if spectrum is None or tables is None or limit not in (None, tables[0].shape[0]):
             return
-        cos, sin = tables
-        found = Checked(key, cos, sin, _state(cos, sin), _turn_of(head_dim, width, *layout))
+        kinds = tuple(map(_kind, tables))
+        found = Checked(key, spectrum, kinds, _turn_of(head_dim, width, *layout))
         short = self._again(key, found, q, k, offset, position_ids)
         if short is None or short[2].start != taken[2].start:
             return
@@ -233,9 +236,9 @@ class RopeTables(RotaryTables):
         if all(_same_place(a, b) for a, b in places):
             self._checked = found
 
-    def _move(self, device: torch.device) -> None:
-        self._checked = None
-        super()._move(device)
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy finds these by itself.
+        return {**self.__dict__, "_checked": None, "_rounded": None}
 
     def _turn(self) -> Turn:
         layout = self.last, self.interleaved, self.interleaved_out

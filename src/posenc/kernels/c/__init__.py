@@ -187,6 +187,9 @@ def _one_by_one(xs: Sequence[Tensor], ys: Sequence[Tensor], *how: Any) -> None:
         if x.numel() == 0:
             continue
         dense, made = x.resolve_neg().contiguous(), y
+        if not dense.data_ptr():
+            # torch has zeros that take no memory.
+            dense = dense.clone()
         if y.stride(3) != 1 or y.is_neg():
             made = torch.empty(y.shape, dtype=y.dtype, device=y.device)
         rotate_into([dense], [made], *how)

@@ -34,7 +34,7 @@ static int append_numbers(PyObject *given, i64 *numbers, int *count)
 }
 
 /* rotate(shared arguments, arguments of one tensor[, of another]), in tuples or one by one: None, or a
- * row that is missing, or NotImplemented for channels that do not lie side by side. */
+ * row that is missing, or NotImplemented for channels that do not lie side by side, or nowhere. */
 static PyObject *py_rotate(PyObject *self, PyObject *const *args, Py_ssize_t given)
 {
     Job job;
@@ -51,8 +51,11 @@ static PyObject *py_rotate(PyObject *self, PyObject *const *args, Py_ssize_t giv
     if (job.to_weight && (job.count != 2 || !job.weight))
         return PyErr_Format(PyExc_TypeError, "a norm's gradient takes a weight and two tensors");
     job.B = job.tensors[0].B, job.T = job.tensors[0].T, job.D = job.tensors[0].D;
-    for (i64 n = 0; n < job.count; n++)
-        if (job.tensors[n].x_sd != 1 || job.tensors[n].y_sd != 1) Py_RETURN_NOTIMPLEMENTED;
+    for (i64 n = 0; n < job.count; n++) {
+        const Tensor *const a = &job.tensors[n];
+        const int nowhere = (!a->x || !a->y) && a->B && a->H && a->T && a->D;
+        if (a->x_sd != 1 || a->y_sd != 1 || nowhere) Py_RETURN_NOTIMPLEMENTED;
+    }
     if (job.dtype < 0 || job.dtype >= DTYPES)
         return PyErr_Format(PyExc_ValueError, "no dtype has code %lld", (long long)job.dtype);
     if (job.P < 1 || job.column < 0 || job.column + 2 * job.P > job.D)
