@@ -73,7 +73,7 @@ def norm_rotate(
 ) -> Tensor:
     """Normalise and rotate ``x`` into a new tensor, in one pass."""
     y = empty_like(x)
-    factors = _factors(x, weight, cos, turn, norm)
+    factors = _factors(weight, norm)
     rotate_into([x], [y], cos, sin, rows, turn, (factors.data_ptr(), *_kind(norm), 0))
     return y
 
@@ -95,27 +95,17 @@ def norm_rotate_backward(
         # Rows that overlap have strides that no other tensor can have.
         x = x.contiguous()
         dx = empty_like(x)
-    factors = _factors(x, weight, cos, turn, norm)
+    factors = _factors(weight, norm)
     to_factors = torch.zeros_like(factors)
     numbers = (factors.data_ptr(), *_kind(norm), to_factors.data_ptr())
     rotate_into([x, g], [dx, g], cos, sin, rows, turn, numbers)
-    if turn.interleaved:
-        pairs = _pairs(to_factors, x, cos, turn)
-        pairs.copy_(torch.stack(pairs.chunk(2, 1), 2).flatten(1))
     return dx, to_factors.to(weight.dtype).view_as(weight)
 
 
-def _factors(x: Tensor, weight: Tensor, cos: Tensor, turn: Turn, norm: Norm) -> Tensor:
-    """What a row is multiplied by, the first channels of all pairs before the second ones."""
-    factors = weight.detach().resolve_neg().double() + norm.shift
-    if turn.interleaved:
-        pairs = _pairs(factors, x, cos, turn)
-        pairs.copy_(torch.cat((pairs[:, 0::2], pairs[:, 1::2]), 1))
-    return factors
-
-
-def _pairs(factors: Tensor, x: Tensor, cos: Tensor, turn: Turn) -> Tensor:
-    return factors.view(-1, x.shape[3])[:, turn.column : turn.column + 2 * cos.shape[-1]]
+def _factors(weight: Tensor, norm: Norm) -> Tensor:
+    """What a row is multiplied by, as the kernel reads it."""
+    factors = weight.detach().resolve_neg().double()
+    return factors.contiguous() if norm.shift == 0 else factors + norm.shift
 
 
 def _kind(norm: Norm) -> tuple[int, int]:

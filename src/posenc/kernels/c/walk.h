@@ -63,6 +63,14 @@ static i64 factors(const Job *j)
     return j->weight ? (j->whole ? j->tensors[0].H : 1) * j->D : 0;
 }
 
+/* Where the i-th factor is in the weight: the first channels of all pairs come before the second. */
+static i64 factor_at(const Job *j, i64 i)
+{
+    const i64 c = i % j->D - j->column;
+    if (!j->interleaved_in || c < 0 || c >= 2 * j->P) return i;
+    return i - c + (c < j->P ? 2 * c : 2 * (c - j->P) + 1);
+}
+
 static double double_of(i64 bits)
 {
     double number;
@@ -189,9 +197,13 @@ static void run_units(Plan *p, i64 first, i64 last, i64 thread)
     char *const weight = s + tables, *const work = weight + weights;
     const Norm norm = {(size_t)j->D, (size_t)j->column, weight, double_of(j->eps), (int)j->whole};
     const Back back = {NULL, 0, work, work + 2 * j->D * size};
-    if (j->weight)
-        isas[isa].set->ready((const double *)(intptr_t)j->weight, weight, (size_t)factors(j), 1,
-                             size == 8 ? DOUBLES : FLOATS);
+    for (i64 i = 0; i < factors(j); i++) {
+        const double factor = ((const double *)(intptr_t)j->weight)[factor_at(j, i)];
+        if (size == 8)
+            ((double *)weight)[i] = factor;
+        else
+            ((float *)weight)[i] = plain_nan((float)factor);
+    }
     for (i64 unit = first, ready = -1; unit < last; unit++) {
         const i64 b = unit % j->B, tile = unit / j->B, t = tile * p->tile;
         const i64 nt = j->T - t < p->tile ? j->T - t : p->tile;
@@ -231,7 +243,7 @@ static int run(const Job *j, i64 elements)
     else
         run_units(&p, 0, j->B * p.tiles, 0);
     for (i64 i = 0; j->to_weight && i < threads * factors(j); i++)
-        ((double *)(intptr_t)j->to_weight)[i % factors(j)] += p.shares[i];
+        ((double *)(intptr_t)j->to_weight)[factor_at(j, i % factors(j))] += p.shares[i];
     free(p.shares);
     return p.failed;
 }
