@@ -158,4 +158,6 @@ def add(x: Tensor, table: Tensor) -> Tensor:
     precision first would leave its rounding in the sum wherever the two cancel.
     """
     wide = torch.promote_types(x.dtype, torch.float32)
-    return (x.to(wide) + alongside(x, table.to(wide))).to(x.dtype)
+    # Even a cast to what a tensor is already costs as much as the sum of a token.
+    table = alongside(x, table if table.dtype is wide else table.to(wide))
+    return x + table if x.dtype is wide else (x.to(wide) + table).to(x.dtype)
