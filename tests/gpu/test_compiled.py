@@ -24,9 +24,9 @@ def assert_equal_calls(function, op, times, inputs, grad):
     """Eager and compiled are one kernel: equal to the bit, and so are gradients."""
     found = []
 
-    def backend(graph, inputs):
+    def backend(graph, example):
         found.append(sum(node.target == op for node in graph.graph.nodes))
-        return compile_fx(graph, inputs)
+        return compile_fx(graph, example)
 
     torch.compiler.reset()
     counters.clear()

@@ -33,7 +33,7 @@ def backends() -> list[Backend]:
     """
     return [
         Backend("c", "cpu", c.available, c.why),
-        Backend("triton", "cuda", triton.why() == "ready", triton.why()),
+        Backend("triton", "cuda", triton.available(), triton.why()),
         Backend("reference", "every device", True, "plain torch operations"),
     ]
 

@@ -237,8 +237,7 @@ class RopeTables(RotaryTables):
             self._checked = found
 
     def __getstate__(self) -> dict[str, Any]:
-        # A copy finds these by itself.
-        return {**self.__dict__, "_checked": None, "_rounded": None}
+        return {**super().__getstate__(), "_checked": None}
 
     def _turn(self) -> Turn:
         layout = self.last, self.interleaved, self.interleaved_out

@@ -94,6 +94,10 @@ class RotaryTables(TableModule):
         outlive_capture(*found[3:])
         return found[3:]
 
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy makes its own.
+        return {**self.__dict__, "_rounded": None}
+
     def _build(self, *arguments: Any) -> tuple[Tensor, ...]:
         self._rounded = None
         return super()._build(*arguments)

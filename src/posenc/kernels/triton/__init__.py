@@ -15,11 +15,16 @@ from posenc.kernels.spec import Norm, Rows, Turn
 installed = importlib.util.find_spec("triton") is not None
 
 
+def available() -> bool:
+    """Whether Triton is installed and torch sees a CUDA device."""
+    return installed and torch.cuda.is_available()
+
+
 def why() -> str:
-    """Whether kernels can run, in words: "ready", or why not."""
+    """The reason for :func:`available`, in words."""
     if not installed:
         return "triton is not installed"
-    return "ready" if torch.cuda.is_available() else "torch sees no CUDA device"
+    return "ready" if available() else "torch sees no CUDA device"
 
 
 def rotate_into(
