@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 # Out-of-range rows stop the kernel as torch's own indexing does; the overflow checks that Triton
-# would add to every index along with it are not wanted.
-ASSERTING: dict[str, Any] = {"debug": True, "sanitize_overflow": False}
+# would add to every index along with it are not wanted. Nor is its choice of which product to fuse
+# with a sum, which differs from shape to shape: kernels say so themselves.
+OPTIONS: dict[str, Any] = {"debug": True, "sanitize_overflow": False, "enable_fp_fusion": False}
 
 Made = TypeVar("Made")
 
@@ -35,7 +36,7 @@ class Launch:
         **options: Any,
     ) -> None:
         self.kernel, self.grid, self.numbers, self.constants = kernel, grid, numbers, constants
-        self.options = {**ASSERTING, **options}
+        self.options = {**OPTIONS, **options}
         self.values = tuple(constants.values())
         self.compiled: Any = None
 

@@ -18,10 +18,12 @@ from posenc.kernels.triton.pairs import (
     layout,
     load_pairs,
     load_tables,
+    negative,
     row_strides,
     store_pairs,
     strides,
     table_sizes,
+    turned,
     wide,
 )
 
@@ -213,11 +215,11 @@ def _weights(
 
 
 @triton.jit
-def _total(a, b, rest, REST: tl.constexpr, WHOLE: tl.constexpr):
-    """Sum over the channels that share a norm, ``[1, H or 1, 1]``."""
-    total = tl.sum(a + b, axis=2, keep_dims=True)
+def _dot(p, q, rest, a, b, other, REST: tl.constexpr, WHOLE: tl.constexpr):
+    """Sum of products over the channels that share a norm, ``[1, H or 1, 1]``."""
+    total = tl.sum(tl.fma(p, a, q * b), axis=2, keep_dims=True)
     if REST > 0:
-        total += tl.sum(rest, axis=2, keep_dims=True)
+        total += tl.sum(rest * other, axis=2, keep_dims=True)
     if WHOLE:
         total = tl.sum(total, axis=1, keep_dims=True)
     return total
@@ -258,10 +260,9 @@ def _forward(
         x_at = (b * x_b + t[:, None] * x_t + h[None, :] * x_h)[:, :, None]
         y_at = (b * y_b + t[:, None] * y_t + h[None, :] * y_h)[:, :, None]
         p, q, rest = _load(x, x_at, at, mask, other, keep, PAIRS, COLUMN, REST, IN, WIDE)
-        scale = tl.rsqrt(_total(p * p, q * q, rest * rest, REST, WHOLE) / count + eps).to(WIDE)
-        p, q = p * scale * wp, q * scale * wq
-        turned = as_words(y, OUT) + y_at
-        store_pairs(turned, at, mask, p * c - q * s, p * s + q * c, COLUMN, PAIRS, OUT, element)
+        scale = tl.rsqrt(_dot(p, q, rest, p, q, rest, REST, WHOLE) / count + eps).to(WIDE)
+        p, q = turned(p * scale * wp, q * scale * wq, c, s)
+        store_pairs(as_words(y, OUT) + y_at, at, mask, p, q, COLUMN, PAIRS, OUT, element)
         if REST > 0:
             kept = y + y_at * (2 if OUT == 2 else 1) + other
             tl.store(kept, (rest * scale * wr).to(element), mask=keep)
@@ -308,25 +309,24 @@ def _backward(
         p, q, rest = _load(x, x_at, at, mask, other, keep, PAIRS, COLUMN, REST, IN, WIDE)
         g_at = (b * g_b + t[:, None] * g_t + h[None, :] * g_h)[:, :, None]
         gp, gq = load_pairs(as_words(g, OUT) + g_at, at, mask, COLUMN, PAIRS, OUT, element, WIDE)
-        gp, gq = gp * c + gq * s, gq * c - gp * s
+        gp, gq = turned(gp, gq, c, negative(s))
         gr = rest * 0
         if REST > 0:
             above = g + g_at * (2 if OUT == 2 else 1) + other
             gr = tl.load(above, mask=keep, other=0.0).to(WIDE)
-        scale = tl.rsqrt(_total(p * p, q * q, rest * rest, REST, WHOLE) / count + eps).to(WIDE)
+        scale = tl.rsqrt(_dot(p, q, rest, p, q, rest, REST, WHOLE) / count + eps).to(WIDE)
         p, q, rest = p * scale, q * scale, rest * scale
-        to_wp += gp * p
-        to_wq += gq * q
+        to_wp, to_wq = tl.fma(gp, p, to_wp), tl.fma(gq, q, to_wq)
         gp, gq = gp * wp, gq * wq
         if REST > 0:
-            to_wr += gr * rest
+            to_wr = tl.fma(gr, rest, to_wr)
             gr = gr * wr
-        dot = _total(gp * p, gq * q, gr * rest, REST, WHOLE) / count
+        pull = negative(_dot(gp, gq, gr, p, q, rest, REST, WHOLE) / count)
         dx_at = (b * dx_b + t[:, None] * dx_t + h[None, :] * dx_h)[:, :, None]
-        gp, gq = (gp - p * dot) * scale, (gq - q * dot) * scale
+        gp, gq = tl.fma(p, pull, gp) * scale, tl.fma(q, pull, gq) * scale
         store_pairs(as_words(dx, IN) + dx_at, at, mask, gp, gq, COLUMN, PAIRS, IN, element)
         if REST > 0:
-            back = ((gr - rest * dot) * scale).to(element)
+            back = (tl.fma(rest, pull, gr) * scale).to(element)
             tl.store(dx + dx_at * (2 if IN == 2 else 1) + other, back, mask=keep)
     if WHOLE:
         mine = (partial + program * HEADS * WIDTH + h * WIDTH)[None, :, None]

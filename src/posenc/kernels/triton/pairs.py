@@ -126,6 +126,18 @@ def store_pairs(
 
 
 @triton.jit
+def negative(x):
+    """Of a zero too: until Triton 3.9 a minus sign takes from zero, one operation more."""
+    return x * -1
+
+
+@triton.jit
+def turned(p, q, c, s):
+    """Pairs turned: in the same roundings wherever this is called from."""
+    return tl.fma(p, c, negative(q * s)), tl.fma(q, c, p * s)
+
+
+@triton.jit
 def load_tables(
     cos, sin, rows, table_b, table_t,
     positions, positions_b, positions_t, start,
@@ -145,5 +157,5 @@ def load_tables(
     c = tl.load(cos + where, mask=mask, other=0).to(WIDE)
     s = tl.load(sin + where, mask=mask, other=0).to(WIDE)
     if TRANSPOSED:
-        s = -s
+        s = negative(s)
     return c, s

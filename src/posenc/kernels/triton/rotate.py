@@ -26,6 +26,7 @@ from posenc.kernels.triton.pairs import (
     store_pairs,
     strides,
     table_sizes,
+    turned,
     wide,
 )
 
@@ -178,7 +179,8 @@ def _give(
     y_at = (b * y_b + t[:, None] * y_t + h[None, :] * y_h)[:, :, None]
     element: tl.constexpr = source.dtype.element_ty
     where, mask = as_words(target, OUT) + y_at, present & (at < PAIRS)
-    store_pairs(where, at, mask, p * c - q * s, p * s + q * c, COLUMN, PAIRS, OUT, element)
+    p, q = turned(p, q, c, s)
+    store_pairs(where, at, mask, p, q, COLUMN, PAIRS, OUT, element)
     if REST > 0:
         # The channels that are not rotated: all after the pairs, or all before.
         other = (2 * PAIRS if COLUMN == 0 else 0) + tl.arange(0, BLOCK_REST)[None, None, :]
