@@ -10,9 +10,9 @@ DEVICES = ["cpu", *["cuda"] * torch.cuda.is_available()]
 LENGTH = 20_000
 
 
-def prompt(device, dtype, dim=128):
+def prompt(device, dtype):
     """Queries and keys as a model has them: heads beside each other in memory."""
-    return [torch.randn(1, LENGTH, h, dim, device=device).to(dtype).transpose(1, 2) for h in (8, 2)]
+    return [torch.randn(1, LENGTH, h, 128, device=device).to(dtype).transpose(1, 2) for h in (8, 2)]
 
 
 def parts(q, k):

@@ -127,7 +127,7 @@ def store_pairs(
 
 @triton.jit
 def negative(x):
-    """Of a zero too: until Triton 3.9 a minus sign takes from zero, one operation more."""
+    """Of a zero too: the minus sign of Triton 3.6 takes from zero, one operation more."""
     return x * -1
 
 
