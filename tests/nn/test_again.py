@@ -82,8 +82,22 @@ def test_what_is_written_into_a_table_is_heard():
         (lambda t: t.bfloat16(), ("sin_cached",)),
         (lambda t: t[:6].clone(), ("sin_cached",)),
         (lambda t: t[:, :2].clone(), ("sin_cached",)),
+        (lambda t: t[:, :2], ("cos_cached",)),
+        (lambda t: t[:, :2], ("sin_cached",)),
+        (lambda t: t.view(torch.float32), ("cos_cached",)),
+        (lambda t: t.view(torch.float32), ("sin_cached",)),
     ],
-    ids=["dtype", "rows", "dtype-of-one", "rows-of-one", "columns-of-one"],
+    ids=[
+        "dtype",
+        "rows",
+        "dtype-of-one",
+        "rows-of-one",
+        "columns-of-one",
+        "columns-of-cosines",
+        "columns-of-sines",
+        "bits-of-cosines",
+        "bits-of-sines",
+    ],
 )
 def test_tables_that_were_changed_underneath_are_made_again(change, names):
     """As DistributedDataParallel does for mixed precision."""
@@ -198,10 +212,12 @@ def test_another_thread_changes_an_argument_and_back(name, other, monkeypatch):
 )
 def test_no_tables_are_kept_for_it(change):
     rope = RoPE(8, None)
-    rope(*token())
+    q, k = token()
+    rope(q, k)
     table = weakref.ref(rope.cos_cached)
     change(rope)
     assert table() is None
+    assert_as_if_first(rope, q, k, 5)
 
 
 def test_a_table_that_was_lent_can_be_copied_after():

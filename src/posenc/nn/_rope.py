@@ -172,7 +172,8 @@ class RopeTables(RotaryTables):
         # The same before and after, so that no other thread was writing them meanwhile.
         if spectrum is not found.spectrum or self._spectrum is not spectrum:
             return None
-        if (_kind(cos), _kind(sin)) != found.kinds:
+        kinds = _kind(cos), _kind(sin)
+        if kinds != found.kinds:
             return None
         recorded = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad)
         if recorded and (cos.is_inference() or sin.is_inference()):
@@ -180,8 +181,9 @@ class RopeTables(RotaryTables):
             return None
         grows, end = self.max_seq_len is None, None
         if type(offset) is int and position_ids is None:
-            end = offset + q.shape[2]
-            if offset < 0 or end > cos.shape[0]:
+            # Sizes that were read before: reading them takes longer than adding them up.
+            end = offset + key[1][2]
+            if offset < 0 or end > kinds[0][3][0]:
                 return None
             rows = Rows(offset)
         elif grows and recorded:

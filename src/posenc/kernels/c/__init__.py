@@ -128,12 +128,12 @@ def rotate_into(
     ``norm`` is of :func:`norm_rotate`: where its float64 factors are, what kind it is, and where
     their gradient goes, if that is wanted; then ``xs`` are its input and what is given.
     """
-    held, steps = cos.shape[-2], cos.stride()
+    shape, steps = cos.shape, cos.stride()
+    held = shape[-2]
     wide = cos.dtype is torch.float64 and sin.dtype is torch.float64
     if not wide or steps[-1] != 1 or sin.stride() != steps:
         cos, sin = (_dense_rows(table, rows, xs[0].shape[2]) for table in (cos, sin))
-        rows, steps = Rows(), cos.stride()
-    shape = cos.shape
+        rows, shape, steps = Rows(), cos.shape, cos.stride()
     tables = (shape, steps) if len(shape) == 3 else (0, shape, 0, steps)
     start, positions = rows
     if positions is None:
