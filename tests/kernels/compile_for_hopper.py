@@ -14,7 +14,7 @@ POINTERS = {"q", "k", "q_out", "k_out", "x", "y", "g", "dx", "weight"}
 ROTATE = {
     "Q_HEADS": 32, "K_HEADS": 8, "PAIRS": 64, "COLUMN": 0, "REST": 0, "HAS_POSITIONS": False,
     "ADVANCES": True, "IN": 0, "OUT": 0, "TRANSPOSED": False, "WIDE": tl.float32,
-    "INDEX": tl.int32, "BATCH_FIRST": False, "SPLIT": True, "EARLY": True,
+    "INDEX": tl.int32, "BATCH_FIRST": False, "SPLIT": True, "EARLY": True, "LATE": True,
     "BLOCK_P": 64, "BLOCK_REST": 1, "BLOCK_H": 8, "BLOCK_T": 1,
 }  # fmt: skip
 ONE_PAIR = {**ROTATE, "Q_HEADS": 2, "K_HEADS": 0, "PAIRS": 1, "BLOCK_P": 1, "IN": 2, "OUT": 2}
@@ -27,7 +27,7 @@ CASES = {
     "loop over heads": (rotate._rotate, {**ROTATE, "SPLIT": False}, (), "bf16"),
     "interleaved to half": (rotate._rotate, {**ROTATE, "IN": 2, "SPLIT": False}, ("q_h",), "fp16"),
     "rest": (rotate._rotate, {**ROTATE, "REST": 16, "BLOCK_REST": 16}, (), "bf16"),
-    "far apart": (rotate._rotate, {**ROTATE, "INDEX": tl.int64}, (), "bf16"),
+    "far apart": (rotate._rotate, {**ROTATE, "INDEX": tl.int64, "LATE": False}, (), "bf16"),
     "float64": (rotate._rotate, {**ROTATE, "IN": 1, "OUT": 1, "WIDE": tl.float64}, (), "fp64"),
     "strides of one": (rotate._rotate, ONE_PAIR, ("q_t", "k_t", "qo_t", "ko_t"), "bf16"),
     "norm": (norm._forward, NORM, (), "bf16"),

@@ -196,12 +196,14 @@ def test_a_row_outside_the_table_is_an_error_and_writes_nothing(name, rows, bad)
 
 
 @pytest.mark.skipif(GPU == "cpu", reason="Triton's interpreter skips device assertions")
-def test_a_row_outside_the_table_stops_a_gpu():
+@pytest.mark.parametrize("bad", [10, -1, 2**40])
+@pytest.mark.parametrize("length", [2, 2000], ids=["short", "long"])
+def test_a_row_outside_the_table_stops_a_gpu(length, bad):
     """In a process of its own, because a device assertion ends the CUDA context."""
     script = (
         "import torch, posenc; rope = posenc.RoPE(8, 10).cuda();"
-        "x = torch.randn(1, 1, 2, 8).cuda(); ids = torch.tensor([3, 10]).cuda();"
-        "rope(x, x, position_ids=ids); torch.cuda.synchronize()"
+        f"x = torch.randn(1, 1, {length}, 8).cuda(); ids = torch.arange({length}).cuda() % 10;"
+        f"ids[1] = {bad}; rope(x, x, position_ids=ids); torch.cuda.synchronize()"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert done.returncode != 0

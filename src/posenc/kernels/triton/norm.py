@@ -243,7 +243,7 @@ def _forward(
     other = (2 * PAIRS if COLUMN == 0 else 0) + tl.arange(0, BLOCK_REST)[None, None, :]
     element: tl.constexpr = y.dtype.element_ty
     count: tl.constexpr = WIDTH * HEADS if WHOLE else WIDTH
-    c, s = load_tables(
+    c, s, _ = load_tables(
         cos, sin, rows, table_b, table_t, positions, positions_b, positions_t, start,
         b, t, t < length, at, at < PAIRS, HAS_POSITIONS, ADVANCES, TRANSPOSED, WIDE,
     )  # fmt: skip
@@ -301,7 +301,7 @@ def _backward(
     for token in range(program // blocks, batch * length, shares):
         b = (token % batch).to(tl.int64)
         t = (token // batch).to(tl.int64) + tl.arange(0, 1)
-        c, s = load_tables(
+        c, s, _ = load_tables(
             cos, sin, rows, table_b, table_t, positions, positions_b, positions_t, start,
             b, t, t < length, at, at < PAIRS, HAS_POSITIONS, ADVANCES, TRANSPOSED, WIDE,
         )  # fmt: skip

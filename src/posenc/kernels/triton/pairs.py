@@ -138,24 +138,38 @@ def turned(p, q, c, s):
 
 
 @triton.jit
+def stop_unless(inside):
+    """Out-of-range rows end the program, as torch's own indexing does."""
+    tl.device_assert(inside, "position outside the table")
+
+
+@triton.jit
 def load_tables(
     cos, sin, rows, table_b, table_t,
     positions, positions_b, positions_t, start,
     b, t, alive, at, in_pairs,
     HAS_POSITIONS: tl.constexpr, ADVANCES: tl.constexpr, TRANSPOSED: tl.constexpr,
-    WIDE: tl.constexpr,
+    WIDE: tl.constexpr, LATE: tl.constexpr = False,
 ):  # fmt: skip
-    """Cosine and sine ``[T, 1, P]`` of tokens ``t`` of sequence ``b``."""
+    """Cosine and sine ``[T, 1, P]`` of tokens ``t`` of sequence ``b``, and whether there are any.
+
+    What was loaded before a check is waited for at the check, before anything else is loaded. With
+    ``LATE`` it is the caller's, and rows that are not there are not read.
+    """
     row = tl.zeros_like(t) + start
     if HAS_POSITIONS:
         row += tl.load(positions + b * positions_b + t * positions_t, mask=alive, other=0)
     if ADVANCES:
         row += t
-    tl.device_assert((row >= 0) & (row < rows) | (alive == 0), "position outside the table")
+    inside = (row >= 0) & (row < rows) | (alive == 0)
+    if LATE:
+        alive &= inside
+    else:
+        stop_unless(inside)
     where = b * table_b + row[:, None, None] * table_t + at
     mask = alive[:, None, None] & in_pairs
     c = tl.load(cos + where, mask=mask, other=0).to(WIDE)
     s = tl.load(sin + where, mask=mask, other=0).to(WIDE)
     if TRANSPOSED:
         s = negative(s)
-    return c, s
+    return c, s, inside

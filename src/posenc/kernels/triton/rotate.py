@@ -23,6 +23,7 @@ from posenc.kernels.triton.pairs import (
     load_pairs,
     load_tables,
     row_strides,
+    stop_unless,
     store_pairs,
     strides,
     table_sizes,
@@ -89,7 +90,8 @@ def _launch(
     inner, outer = layout(turn.interleaved, turn, *xs), layout(turn.interleaved_out, turn, *ys)
     rounded = cos.dtype == torch.float32
     heads, tokens, warps, split = tile(batch, length, q_heads, k_heads, pairs, q, inner, rounded)
-    early = batch * length <= SHORT and starts_early(q.device)
+    short = batch * length <= SHORT
+    early = short and starts_early(q.device)
     blocks = triton.cdiv(q_heads, heads) + triton.cdiv(k_heads, heads)
     numbers = (
         *strides(q, inner), *strides(k, inner), *strides(q_out, outer), *strides(k_out, outer),
@@ -111,6 +113,7 @@ def _launch(
         "BATCH_FIRST": batch > 4,
         "SPLIT": split,
         "EARLY": early,
+        "LATE": short,
         "BLOCK_P": triton.next_power_of_2(pairs),
         "BLOCK_REST": triton.next_power_of_2(max(width - 2 * pairs, 1)),
         "BLOCK_H": heads,
@@ -142,12 +145,13 @@ def tile(
         tokens = min(int(triton.next_power_of_2(length)), 16, max(1, 1024 // width))
         return max(1, 512 // width // tokens), tokens, 4, True
     heads = min(most, max(1, 512 // width))
+    if batch * length <= 256:
+        return heads, 1, 4 if rounded else 8, True
     if batch * length <= SHORT:
-        if how == HALVES and not rounded:
-            # Each warp that turns float64 tables into float32 is felt: few, with much to do.
-            return heads, 1, 1, True
-        few = rounded and batch * length <= 256
-        return min(heads, 8) if few else min(most, 2 * heads), 1, 4, True
+        if rounded and batch * length > 512:
+            return min(most, 4 * heads), 1, 4, True
+        many = rounded or (how == HALVES and q.element_size() == 2)
+        return min(most, 2 * heads), 1, 8 if many else 4, True
     if batch * length < 16384:
         # A short call needs all its loads under way at once more than it needs to share tables.
         return heads, 1, 2 if rounded and how == HALVES else 4, True
@@ -197,21 +201,24 @@ def _one_block(
     b, t, alive, at,
     HEADS: tl.constexpr, PAIRS: tl.constexpr, COLUMN: tl.constexpr, REST: tl.constexpr,
     HAS_POSITIONS: tl.constexpr, ADVANCES: tl.constexpr, IN: tl.constexpr, OUT: tl.constexpr,
-    TRANSPOSED: tl.constexpr, WIDE: tl.constexpr, BLOCK_REST: tl.constexpr, BLOCK_H: tl.constexpr,
+    TRANSPOSED: tl.constexpr, WIDE: tl.constexpr, LATE: tl.constexpr,
+    BLOCK_REST: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     """A block on its own: its loads are under way before those of the tables are waited for."""
     p, q = _take(
         source, x_b, x_h, x_t, block, b, t, alive, at,
         HEADS, PAIRS, COLUMN, IN, WIDE, BLOCK_H,
     )  # fmt: skip
-    c, s = load_tables(
+    c, s, inside = load_tables(
         cos, sin, rows, table_b, table_t, positions, positions_b, positions_t, start,
-        b, t, alive, at, at < PAIRS, HAS_POSITIONS, ADVANCES, TRANSPOSED, WIDE,
+        b, t, alive, at, at < PAIRS, HAS_POSITIONS, ADVANCES, TRANSPOSED, WIDE, LATE,
     )  # fmt: skip
     _give(
         p, q, c, s, source, target, x_b, x_h, x_t, y_b, y_h, y_t, block, b, t, alive, at,
         HEADS, PAIRS, COLUMN, REST, IN, OUT, BLOCK_REST, BLOCK_H,
     )  # fmt: skip
+    if LATE:
+        stop_unless(inside)
 
 
 @triton.jit(do_not_specialize=["start"])
@@ -224,7 +231,7 @@ def _rotate(
     HAS_POSITIONS: tl.constexpr, ADVANCES: tl.constexpr,
     IN: tl.constexpr, OUT: tl.constexpr, TRANSPOSED: tl.constexpr, WIDE: tl.constexpr,
     INDEX: tl.constexpr,
-    BATCH_FIRST: tl.constexpr, SPLIT: tl.constexpr, EARLY: tl.constexpr,
+    BATCH_FIRST: tl.constexpr, SPLIT: tl.constexpr, EARLY: tl.constexpr, LATE: tl.constexpr,
     BLOCK_P: tl.constexpr, BLOCK_REST: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
     if EARLY:
@@ -252,18 +259,18 @@ def _rotate(
                 q, q_out, q_b, q_h, q_t, qo_b, qo_h, qo_t, block,
                 cos, sin, rows, table_b, table_t, positions, positions_b, positions_t, start,
                 b, t, alive, at, Q_HEADS, PAIRS, COLUMN, REST, HAS_POSITIONS, ADVANCES, IN, OUT,
-                TRANSPOSED, WIDE, BLOCK_REST, BLOCK_H,
+                TRANSPOSED, WIDE, LATE, BLOCK_REST, BLOCK_H,
             )  # fmt: skip
         else:
             _one_block(
                 k, k_out, k_b, k_h, k_t, ko_b, ko_h, ko_t, block - q_blocks,
                 cos, sin, rows, table_b, table_t, positions, positions_b, positions_t, start,
                 b, t, alive, at, K_HEADS, PAIRS, COLUMN, REST, HAS_POSITIONS, ADVANCES, IN, OUT,
-                TRANSPOSED, WIDE, BLOCK_REST, BLOCK_H,
+                TRANSPOSED, WIDE, LATE, BLOCK_REST, BLOCK_H,
             )  # fmt: skip
     else:
         # All heads of a token, which share its table row.
-        c, s = load_tables(
+        c, s, _ = load_tables(
             cos, sin, rows, table_b, table_t, positions, positions_b, positions_t, start,
             b, t, alive, at, at < PAIRS, HAS_POSITIONS, ADVANCES, TRANSPOSED, WIDE,
         )  # fmt: skip
