@@ -246,6 +246,8 @@ def test_bad_input_is_named():
         (ValueError, "score_bound must not be negative or NaN", {"score_bound": float("nan")}),
         (ValueError, "scale must be finite and above zero", {"scale": 0.0}),
         (ValueError, "offset must be at most k_len - q_len = 2", {"offset": 3}),
+        (TypeError, r"\n  Pass torch.tensor\(offset\)", {"offset": [1, 2]}),
+        (TypeError, r"torch.where\(documents, 0, -1\)", {"documents": torch.ones(7).bool()}),
         (ValueError, "offset must be for 1 or 2 sequences", {"offset": torch.zeros(3).long()}),
         (ValueError, "documents must be for 1 or 2", {"documents": torch.zeros(3, 7).long()}),
         (ValueError, "path must be 'flex', 'chunked' or None", {"path": "fast"}),

@@ -194,6 +194,8 @@ def test_tables_serve_every_layer():
         (lambda r, x: r.shift(x, 1.5), TypeError, "by must be an int"),
         (lambda r, x: r.shift(x, torch.arange(5)), ValueError, "by must be an int, or have shape"),
         (lambda r, x: r.rotate(x, 63), ValueError, "below max_seq_len=64"),
+        (lambda r, x: r(x, None), TypeError, "RoPE.rotate takes one tensor"),
+        (lambda r, x: r.apply(x), TypeError, "RoPE.rotate takes one tensor"),
         (lambda r, x: r.rotate(x[..., :4]), ValueError, "head_dim of x must be 8"),
         (lambda r, x: r.tables([1, 2]), TypeError, "position_ids must be a tensor"),
         (lambda r, x: r.rotate(x, 1, position_ids=torch.rand(3)), ValueError, "exclude each other"),

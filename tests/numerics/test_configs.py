@@ -268,6 +268,18 @@ def test_unknown_and_contradictory_keys_are_named(config, text):
         RoPE.from_config({**SIZES, **config})
 
 
+def test_a_layer_type_that_no_model_has_is_refused():
+    for usual in ("full_attention", "sliding_attention", "chunked_attention"):
+        assert configs.read(SIZES, layer_type=usual) == configs.read(SIZES)
+    with pytest.raises(ValueError, match="layer_type must be one of"):
+        configs.read(SIZES, layer_type="global")
+
+
+def test_a_layout_that_nobody_said_is_nobodys():
+    assert "interleaved" not in configs.read({**SIZES, "model_type": "new"}).sources
+    assert configs.read({**SIZES, "model_type": "glm"}).sources["interleaved"] == "model_type"
+
+
 def test_what_is_no_config_is_refused(tmp_path):
     with pytest.raises(ValueError, match="cannot read"):
         RoPE.from_config(tmp_path / "none.json")

@@ -65,6 +65,13 @@ def test_what_a_config_leaves_out_is_what_its_class_fills_in(config):
         assert got == wanted
 
 
+def test_types_that_rotate_nothing_have_no_rotation_in_their_configs():
+    still = {kind for kind, why in _defaults.UNLIKE.items() if why.startswith(_defaults.STILL)}
+    for kind in still & set(TYPES):
+        keys = CONFIG_MAPPING[kind]().to_dict()
+        assert not [key for key in keys if "rope" in key or "rotary" in key], kind
+
+
 @knows_all_families
 def test_every_type_named_is_one_that_transformers_knows():
     named = {
@@ -140,6 +147,9 @@ def test_the_text_model_is_found_wherever_it_is_described(config, base):
     [
         ({"model_type": "gpt2"}, "model_type must rotate as RoPE does"),
         ({"model_type": "bert"}, "nothing is rotated"),
+        ({"model_type": "whisper"}, "nothing is rotated"),
+        ({"model_type": "bloom"}, "see posenc.ALiBi.like"),
+        ({"model_type": "falcon", "alibi": True}, "see posenc.ALiBi.like"),
         ({"position_embedding_type": "absolute"}, "position_embedding_type must say"),
         ({"model_type": "falcon", "alibi": True}, "alibi must say"),
         ({"model_type": "esm"}, "position_embedding_type must say"),

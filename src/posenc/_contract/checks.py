@@ -101,7 +101,8 @@ def float_tensor(who: str, name: str, x: Any) -> Tensor:
     """``x`` if it is a tensor of a real floating dtype."""
     if not isinstance(x, Tensor):
         rule = f"{name} must be a torch.Tensor"
-        raise TypeError(message(who, rule, type(x).__name__, f"Pass torch.as_tensor({name})."))
+        way_out = "Pass a tensor." if x is None else f"Pass torch.as_tensor({name})."
+        raise TypeError(message(who, rule, type(x).__name__, way_out))
     if x.dtype not in FLOAT_DTYPES:
         rule = f"{name} must be a float16, bfloat16, float32 or float64 tensor"
         raise TypeError(message(who, rule, x.dtype, f"Convert {name} to one of these first."))
@@ -248,7 +249,10 @@ def coordinates(
         start = "" if axes is None else f"{axes}, "
         rule = f"{name} must have shape ({start}{length}) or ({start}{batch}, {length})"
         got = f"shape {tuple(ids.shape)}"
-        raise ValueError(message(who, rule, got, "Give one position to each token."))
+        alike = f"{name}.expand({axes}, -1, -1)"
+        each = f"Where all {axes} coordinates are the same, pass {alike}, or shape ({length},)."
+        way_out = "Give one position to each token." if axes is None else each
+        raise ValueError(message(who, rule, got, way_out))
     if ids.is_meta and device.type != "meta":
         raise ValueError(message(who, f"{name} must hold numbers", "a meta tensor", "Move it."))
     if ids.dtype in INT_DTYPES:

@@ -39,6 +39,9 @@ def offset(
     """
     if value is None:
         return keys - queries
+    if isinstance(value, (list, tuple)):
+        rule = "offset must be an int, or an integer tensor of shape () or (B,)"
+        raise TypeError(message(who, rule, checks.describe(value), "Pass torch.tensor(offset)."))
     if not isinstance(value, Tensor):
         start = checks.integer(who, "offset", value, least=0)
         if start > keys - queries:
@@ -64,8 +67,10 @@ def ids(who: str, name: str, value: Any, keys: int, device: torch.device | str) 
     if value is None:
         return None
     if not isinstance(value, Tensor) or value.dtype not in checks.INT_DTYPES:
-        rule = f"{name} must be an integer tensor"
-        raise TypeError(message(who, rule, checks.describe(value), "Pass an int64 tensor."))
+        rule, way_out = f"{name} must be an integer tensor", "Pass an int64 tensor."
+        if isinstance(value, Tensor) and value.dtype is torch.bool:
+            way_out = f"Of a mask of real keys make torch.where({name}, 0, -1)."
+        raise TypeError(message(who, rule, checks.describe(value), way_out))
     if value.dim() not in (1, 2) or value.shape[-1] != keys:
         rule = f"{name} must have shape ({keys},) or (B, {keys})"
         got = f"shape {tuple(value.shape)}"

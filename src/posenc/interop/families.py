@@ -197,8 +197,8 @@ def _heads(config: Config, family: str | None, layer: int, given: Mapping[str, A
     num_heads = given.get("num_heads") or first("num_attention_heads", "n_head", "n_heads") or usual
     if num_heads is None:
         rule = "the config must say num_attention_heads"
-        got, way_out = f"only {sorted(config)[:8]}", "Pass num_heads and head_dim."
-        raise ValueError(checks.message("convert", rule, got, way_out))
+        way_out = "Pass num_heads and head_dim (--num-heads, --head-dim)."
+        raise ValueError(checks.message("convert", rule, f"only {sorted(config)[:8]}", way_out))
     kv_heads = given.get("num_kv_heads") or _kv_heads(config, family, first) or usual_kv
     rope, latent = first("qk_rope_head_dim"), first("kv_lora_rank")
     if latent is not None and rope is not None:

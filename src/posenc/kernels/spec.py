@@ -74,5 +74,6 @@ class RowOutOfRange(ValueError):
     """A position points outside the table; ``row`` is the row it asked for."""
 
     def __init__(self, row: int, rows: int) -> None:
-        super().__init__(f"positions must be in [0, {rows}), got {row}.")
+        way_out = "Pass smaller positions, or make a longer table."
+        super().__init__(f"positions must be in [0, {rows}), got {row}.\n  {way_out}")
         self.row = row

@@ -180,6 +180,9 @@ class RoPE(RopeTables):
                     pass
         who, turn = type(self).__name__, self._turn()
         self._check(who, "q", q)
+        if k is None:
+            rule, way_out = "k must be a torch.Tensor", f"{who}.rotate takes one tensor alone."
+            raise TypeError(checks.message(who, rule, k, way_out))
         self._check(who, "k", k)
         check_queries_and_keys(who, q, k)
         taken = self._tables_for(who, leading(q, k), offset, position_ids, seq_len)

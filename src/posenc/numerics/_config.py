@@ -22,6 +22,7 @@ _RULES = ("linear", "dynamic", "yarn", "longrope", "llama3", "proportional")
 _TYPES = ("full_attention", "sliding_attention")
 # One head is not wider than this in any model; a larger number is not a width.
 _WIDEST_HEAD = 2**13
+_BY_HAND = "Mend the config, or give RoPE its arguments."
 
 
 class Config:
@@ -47,7 +48,8 @@ class Config:
         found = _defaults.instead(self.top)
         if found is not None:
             rule = f"{self.prefix}{found[0]} must say that positions are rotary"
-            raise ValueError(self._text(rule, found[1], "Nothing is rotated here."))
+            way_out = _defaults.BIASED if found[0] == "alibi" else _defaults.STILL
+            raise ValueError(self._text(rule, found[1], f"Here, {way_out}."))
         if self.top.get("rope_ratio") not in (None, 1, 1.0):
             rule = f"{self.prefix}rope_ratio must be left out"
             way_out = "Give rope_theta, which is 10000 times it."
@@ -83,8 +85,8 @@ class Config:
             if local == "model_type":
                 rule = f"layer_type must be given, because layers of {self.kind} differ"
             raise ValueError(self._text(rule, layer_type, way_out))
-        known = known or (frozenset(_TYPES) if local else known)
-        if layer_type is not None and known and layer_type not in known:
+        known = known or frozenset(_TYPES if local else (*_TYPES, "chunked_attention"))
+        if layer_type is not None and layer_type not in known:
             raise ValueError(self._text(f"layer_type must be one of {sorted(known)}", layer_type))
         if layer_type == "sliding_attention" and local:
             # Local layers are not scaled.
@@ -270,7 +272,7 @@ class Config:
             self.sources["interleaved"] = self.prefix + source
             adjacent = checks.boolean("from_config", "rope_interleave", flag)
             return adjacent, False if adjacent else None
-        if "model_type" in self.top:
+        if self.kind in _defaults.INTERLEAVED:
             self.sources["interleaved"] = f"{self.prefix}model_type"
         return self.kind in _defaults.INTERLEAVED, None
 
@@ -392,5 +394,5 @@ class Config:
         rule = f"{self.prefix}{a} and {self.prefix}{b} must agree"
         return ValueError(self._text(rule, got, "Leave one of them out."))
 
-    def _text(self, rule: str, got: object, way_out: str = "See posenc explain.") -> str:
+    def _text(self, rule: str, got: object, way_out: str = _BY_HAND) -> str:
         return checks.message("from_config", rule, got, way_out)

@@ -40,8 +40,12 @@ DEALT = frozenset(
     """.split()
 )
 
+STILL = "nothing is rotated"
+BIASED = f"{STILL}: attention has a bias, see posenc.ALiBi.like"
 # Rotations that no RoPE has, whatever their configs say.
 UNLIKE = {
+    "bloom": BIASED,
+    "mpt": BIASED,
     "chatglm": "half of a head turns, in adjacent pairs, and rope_ratio scales the base",
     "eomt_dinov3": "its coordinates are fractions of an image",
     "ernie4_5_vl_moe": "its pairs are in an order of their own",
@@ -51,13 +55,20 @@ UNLIKE = {
     "nanochat": "it turns the other way",
     **dict.fromkeys(
         """
-        albert bart bert bert-generation big_bird bigbird_pegasus biogpt blenderbot bloom camembert
-        clip_text_model codet5 ctrl deberta deberta-v2 distilbert electra ernie fnet gpt2
-        gpt_bigcode gpt_neo gpt_refact imagegpt jamba longformer mamba mamba2 marian mbart
-        megatron-bert mobilebert mpnet mpt mt5 nemotron_h openai-gpt opt pegasus roberta rwkv
-        siglip t5 vit wav2vec2 xglm xlm xlm-roberta xlnet zamba
+        albert bart beit bert bert-generation big_bird bigbird_pegasus biogpt blenderbot
+        blenderbot-small blip blip-2 blip_2_qformer blip_text_model blip_vision_model camembert
+        canine clip clip_text_model clip_vision_model codet5 convbert ctrl data2vec-audio
+        data2vec-text data2vec-vision deberta deberta-v2 deit dinov2 dinov2_with_registers
+        distilbert electra ernie fnet funnel gpt2 gpt_bigcode gpt_neo gpt_refact hubert ibert
+        imagegpt jamba layoutlm layoutlmv2 layoutlmv3 led lilt longformer longt5 luke m2m_100 mamba
+        mamba2 marian markuplm mbart megatron-bert mobilebert mpnet mra mt5 nemotron_h nllb-moe
+        nystromformer openai-gpt opt pegasus pegasus_x plbart prophetnet rembert roberta
+        roberta-prelayernorm roc_bert rwkv siglip siglip_text_model siglip_vision_model
+        speech_to_text speecht5 splinter squeezebert switch_transformers t5 trocr udop umt5
+        unispeech unispeech-sat videomae vilt visual_bert vit vit_mae wav2vec2 wavlm whisper xglm
+        xlm xlm-roberta xlm-roberta-xl xlnet xmod yoso zamba
         """.split(),
-        "nothing is rotated",
+        STILL,
     ),
 }
 
