@@ -1,8 +1,11 @@
 """Rotation by tables of the caller's own, and QK-norm with it."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch.autograd import gradcheck
+from torch.utils.flop_counter import FlopCounterMode
 
 import oracles
 import posenc
@@ -32,6 +35,21 @@ def test_one_graph_writes_into_views_of_every_length():
     assert len(graphs) == 1
     with pytest.raises(Exception, match="must not share memory with itself"):
         compiled(torch.randn(1, 5, 48).expand(3, 5, 48))
+
+
+def test_one_graph_writes_where_a_gradient_is_recorded():
+    cos, sin = tables(9, 4)
+
+    def turn(q, k):
+        return rotate_qk_(q * 1, k * 1, cos, sin)
+
+    compiled = torch.compile(turn, backend="aot_eager", fullgraph=True)
+    q, k = (torch.randn(2, heads, 5, 8, requires_grad=True) for heads in (4, 2))
+    found, wanted = (
+        torch.autograd.grad(sum(y.square().sum() for y in call(q, k)), (q, k))
+        for call in (compiled, turn)
+    )
+    assert all(torch.allclose(a, b) for a, b in zip(found, wanted, strict=True))
 
 
 def test_one_graph_normalises_every_length():
@@ -242,8 +260,14 @@ def test_queries_and_keys_are_rotated_where_they_stand(interleaved, recorded):
 def test_one_tensor_is_not_rotated_twice_in_place():
     x, before = torch.ones(1, 1, 1, 2), torch.ones(1, 1, 1, 2)
     cos, sin = oracles.tables(1, 1)
-    with pytest.raises(ValueError, match="q and k must not share memory"):
-        rotate_qk_(x, x, cos, sin)
+    compiled = torch.compile(rotate_qk_, backend="aot_eager")
+    for call, mode in (
+        (rotate_qk_, nullcontext()),
+        (rotate_qk_, FlopCounterMode(display=False)),
+        (compiled, nullcontext()),
+    ):
+        with mode, pytest.raises(ValueError, match="q and k must not share memory"):
+            call(x, x, cos, sin)
     q, k = torch.ones(1, 1, 3, 2), torch.ones(1, 1, 3, 2)
     with pytest.raises(ValueError, match="must stay below the rows of cos"):
         rotate_qk_(q, k, cos, sin, position_ids=torch.tensor([0, 0, 4]))
@@ -276,6 +300,22 @@ def test_what_shares_memory_is_not_written_in_place(parts, meets):
     assert torch.equal(whole, before)
 
 
+@pytest.mark.parametrize("mode", [nullcontext, lambda: FlopCounterMode(display=False)])
+def test_what_is_written_over_was_read_before(mode):
+    """Positions and tables in the memory that is rotated."""
+    x = torch.randn(2, 1, 2, 8, dtype=torch.float64)
+    ids, (cos, sin) = x.view(torch.int64)[0, 0, :, ::4], tables(9, 4)
+    ids.copy_(torch.tensor([[0, 1], [2, 3]]))
+    wanted, _ = rotate(x, x, cos, sin, position_ids=ids)
+    with mode():
+        assert torch.equal(rotate_(x, cos, sin, position_ids=ids), wanted)
+    x = torch.randn(2, 1, 2, 8, dtype=torch.float64)
+    own, ids = (x[0, 0, :, :4], x[0, 0, :, 4:]), torch.tensor([[1, 0], [0, 1]])
+    wanted, _ = rotate(x, x, *own, position_ids=ids)
+    with mode():
+        assert torch.equal(rotate_(x, *own, position_ids=ids), wanted)
+
+
 def test_a_leaf_is_refused_before_anything_is_written():
     q, k = torch.randn(1, 2, 3, 4), torch.randn(1, 2, 3, 4, requires_grad=True)
     before = q.clone()
@@ -286,6 +326,8 @@ def test_a_leaf_is_refused_before_anything_is_written():
     with torch.inference_mode():
         made = torch.randn(1, 2, 3, 4)
     cos, sin = tables(9, 2)
+    with torch.no_grad(), pytest.raises(ValueError, match="what was made in inference mode"):
+        rotate_qk_(q, made, cos, sin)
     with pytest.raises(ValueError, match="what was made in inference mode"):
         rotate_qk_(q, made, cos.requires_grad_(), sin)
     assert torch.equal(q, before)

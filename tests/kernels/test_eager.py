@@ -3,10 +3,12 @@
 import itertools
 import subprocess
 import sys
+from contextlib import nullcontext
 
 import pytest
 import torch
 from torch.autograd import gradcheck, gradgradcheck
+from torch.utils.flop_counter import FlopCounterMode
 
 from oracles import tables
 from posenc import kernels
@@ -42,13 +44,35 @@ def test_in_place_is_safe_for_autograd():
     assert torch.equal(x.detach(), before)
 
 
-def test_in_place_is_seen_by_autograd():
+@pytest.mark.parametrize("mode", [nullcontext, lambda: FlopCounterMode(display=False)])
+def test_in_place_is_seen_by_autograd(mode):
     cos, sin = tables(4, 4)
     w, x = torch.randn(2, 2, 4, 8, requires_grad=True), torch.randn(2, 2, 4, 8)
     product = (w * x).sum()
-    kernels.rotate_([x], cos, sin, Rows(), Turn())
+    with mode():
+        kernels.rotate_([x], cos, sin, Rows(), Turn())
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         product.backward()
+
+
+@pytest.mark.parametrize("backend", [None, "eager", "aot_eager"])
+@pytest.mark.parametrize("mode", [nullcontext, lambda: FlopCounterMode(display=False)])
+def test_what_needs_no_gradient_has_none_beside_what_does(mode, backend):
+    cos, sin = tables(4, 4)
+
+    def turned(q, k):
+        return kernels.rotate([q, k], cos, sin, Rows(), Turn())
+
+    turned = torch.compile(turned, backend=backend) if backend else turned
+    x, still = torch.randn(2, 3, 4, 8, requires_grad=True), torch.randn(2, 3, 4, 8)
+    for q, k in ((x, still), (still, x)):
+        with mode():
+            ys = turned(q, k)
+        assert [y.requires_grad for y in ys] == [q is x, k is x]
+        (got,) = torch.autograd.grad((ys[0] * ys[1]).sum(), x)
+        other = reference.rotate(still, cos, sin, Rows(), Turn())
+        wanted = reference.rotate(other, cos, sin, Rows(), Turn().back())
+        torch.testing.assert_close(got, wanted)
 
 
 def test_in_place_gives_gradients_to_tables_and_tangents():

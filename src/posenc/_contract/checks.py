@@ -209,6 +209,8 @@ def offsets(
         rule = f"{name} must be an int, or have shape ({shape[0]},)"
         got = f"shape {tuple(offset.shape)}"
         raise ValueError(message(who, rule, got, "Give one to each sequence."))
+    if offset.is_meta and device.type != "meta":
+        raise ValueError(message(who, f"{name} must hold numbers", "a meta tensor", "Move it."))
     return offset.to(device=device, dtype=torch.int64)
 
 

@@ -28,6 +28,13 @@ def is_plain(*xs: Tensor) -> bool:
     return True
 
 
+def has_memory(*xs: Tensor) -> bool:
+    """Whether ``xs`` lie where they say: as :func:`is_plain`, but a mode may look on."""
+    if torch.compiler.is_compiling() or in_transform(*xs):
+        return False
+    return all(type(x) in PLAIN_TYPES for x in xs)
+
+
 def may_keep(x: Tensor) -> bool:
     """Whether a table worked out for ``x`` now may be stored.
 

@@ -125,7 +125,11 @@ class _Rotate(torch.autograd.Function):
         cos, sin, rows, turn = how
         ctx.save_for_backward(cos, sin, rows.positions)
         ctx.start, ctx.turn = rows.start, turn
-        return tuple(backend.rotate(xs, *how))
+        ys = tuple(backend.rotate(xs, *how))
+        if len(ys) == 2 and not all(ctx.needs_input_grad[1:]):
+            # A cache that one of them is written to would hold on to the graph of the other.
+            ctx.mark_non_differentiable(ys[0] if ctx.needs_input_grad[2] else ys[1])
+        return ys
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:

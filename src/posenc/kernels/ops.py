@@ -56,6 +56,15 @@ for _name, _run in (
     LIBRARY.impl(_name, _run, "CompositeExplicitAutograd")
 
 
+def _seen_by_autograd(keys: Any, x: Tensor, *rest: Any) -> None:
+    torch.autograd.graph.increment_version(x)
+    with torch._C._AutoDispatchBelowADInplaceOrView():
+        rotate_.redispatch(keys & torch._C._after_ADInplaceOrView_keyset, x, *rest)
+
+
+LIBRARY.impl("rotate_", _seen_by_autograd, "ADInplaceOrView", with_keyset=True)
+
+
 @torch.library.register_fake("posenc::rotate", lib=LIBRARY)
 def _(x: Tensor, *rest: Any) -> Tensor:
     return torch.empty_like(x)
@@ -76,6 +85,9 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     ctx.count = len(xs)
     # The rotation is linear: only a gradient to the tables needs what was rotated.
     ctx.for_tables = ctx.needs_input_grad[len(xs)] or ctx.needs_input_grad[len(xs) + 1]
+    if len(xs) == 2 and not ctx.for_tables and not all(ctx.needs_input_grad[:2]):
+        # A cache that one of them is written to would hold on to the graph of the other.
+        ctx.mark_non_differentiable(output[0] if ctx.needs_input_grad[1] else output[1])
     ctx.save_for_backward(cos, sin, positions, *(xs if ctx.for_tables else ()))
     ctx.start = start
     ctx.turn = Turn(interleaved, interleaved_out, column, transposed)
