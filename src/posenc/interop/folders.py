@@ -65,7 +65,8 @@ def weights(source: Path) -> list[Path]:
     if len(found) != 1:
         rule = f"a folder must have one of {', '.join(_SINGLE)}, or one index of shards"
         got = f"{len(found)} .safetensors files in {source}"
-        raise ValueError(checks.message("convert", rule, got, "Name the file instead."))
+        way_out = "Name the file instead." if found else "Save the weights as safetensors first."
+        raise ValueError(checks.message("convert", rule, got, way_out))
     return found
 
 
