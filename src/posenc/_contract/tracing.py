@@ -30,9 +30,10 @@ def is_plain(*xs: Tensor) -> bool:
 
 def has_memory(*xs: Tensor) -> bool:
     """Whether ``xs`` lie where they say: as :func:`is_plain`, but a mode may look on."""
-    if torch.compiler.is_compiling() or in_transform(*xs):
-        return False
-    return all(type(x) in PLAIN_TYPES for x in xs)
+    if is_plain(*xs):
+        return True
+    watched = not torch.compiler.is_compiling() and not in_transform(*xs)
+    return watched and all(type(x) in PLAIN_TYPES for x in xs)
 
 
 def may_keep(x: Tensor) -> bool:

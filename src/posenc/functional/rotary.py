@@ -257,13 +257,12 @@ def _turn_in_place(
             rule = "a tensor must not share memory with itself to be written in place"
             got = f"strides {x.stride()}"
             raise ValueError(checks.message(who, rule, got, "Call contiguous() first."))
-        base = x if x._base is None else x._base
         if real and x.is_inference() and not torch.is_inference_mode_enabled():
             rule = "what was made in inference mode must not be written in place outside of it"
             raise ValueError(checks.message(who, rule, "such a tensor", "Call clone() first."))
-        if recorded and x.requires_grad and base.is_leaf:
+        if recorded and x.requires_grad and (x if x._base is None else x._base).is_leaf:
             rule = "a leaf that requires a gradient must not be written in place"
-            got = "one" if base is x else "a view of one"
+            got = "one" if x._base is None else "a view of one"
             raise ValueError(checks.message(who, rule, got, "Rotate what is made of it."))
     if len(xs) == 2 and (xs[0] is xs[1] or (real and meet(*xs))):
         rule = "q and k must not share memory to be written in place"
