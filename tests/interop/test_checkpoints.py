@@ -10,10 +10,11 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from torch._subclasses import FakeTensorMode
 
 import tiny_models as models
 from posenc import RoPE
-from posenc.interop import checkpoints, streams
+from posenc.interop import checkpoints, layouts, streams
 from posenc.interop.checkpoints import Heads, convert, convert_state, permute
 
 OTHER = {"half": "interleaved", "interleaved": "half"}
@@ -366,6 +367,28 @@ def test_a_kill_leaves_no_half_written_target(saved, tmp_path):
     assert saved.read_bytes() == before
     convert(saved, target, to="half", **SIZES)
     assert load_file(target).keys() == load_file(saved).keys()
+
+
+@pytest.mark.parametrize("mode", [lambda: torch.device("meta"), FakeTensorMode])
+@pytest.mark.parametrize("check", [0, 3])
+def test_a_rehearsal_of_shapes_leaves_nothing_behind(mode, check, tmp_path):
+    names = [f"model.layers.0.self_attn.{part}_proj.weight" for part in "qk"]
+    how = {"to": "interleaved", "num_heads": 2, "head_dim": 8, "rotary_dim": 6}
+    layouts._order.cache_clear()
+    with mode():
+        made = convert_state({name: torch.empty(16, 4) for name in names}, **how)
+    assert made[names[0]].shape == (16, 4)
+    state = {name: torch.randn(16, 4) for name in names}
+    wanted = {
+        name: w.view(2, 8, 4)[:, [0, 3, 1, 4, 2, 5, 6, 7]].flatten(0, 1)
+        for name, w in state.items()
+    }
+    save_file(state, tmp_path / "old.safetensors")
+    for target, where in (("after", "cpu"), ("within", "meta")):
+        with torch.device(where):
+            convert(tmp_path / "old.safetensors", tmp_path / target, check=check, **how)
+        found = load_file(tmp_path / target)
+        assert all(torch.equal(found[name], wanted[name]) for name in names)
 
 
 def test_public_names_exist():

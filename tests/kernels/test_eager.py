@@ -55,6 +55,21 @@ def test_in_place_is_seen_by_autograd(mode):
         product.backward()
 
 
+def test_a_write_that_is_refused_is_none():
+    cos, sin = tables(4, 4)
+    x, bad = torch.randn(1, 1, 4, 8), Rows(0, torch.tensor([[0, 1, 2, 4]]))
+    for mode in (nullcontext(), FlopCounterMode(display=False)):
+        with mode, pytest.raises(ValueError, match="positions must be in"):
+            kernels.rotate_([x], cos, sin, bad, Turn())
+        assert x._version == 0
+    q = torch.randn(1, 2, 4, 8, requires_grad=True) * 1
+    k, _ = (torch.randn(1, 4, 4, 8, requires_grad=True) * 1).chunk(2, 1)
+    before = q.detach().clone()
+    with pytest.raises(RuntimeError, match="is a view and is being modified inplace"):
+        kernels.rotate_([q, k], cos, sin, Rows(), Turn())
+    assert torch.equal(q, before)
+
+
 @pytest.mark.parametrize("backend", [None, "eager", "aot_eager"])
 @pytest.mark.parametrize("mode", [nullcontext, lambda: FlopCounterMode(display=False)])
 def test_what_needs_no_gradient_has_none_beside_what_does(mode, backend):

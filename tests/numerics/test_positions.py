@@ -74,6 +74,10 @@ def test_mrope_agrees_with_qwen2_vl():
     assert torch.equal(at[:, 0], ours)
 
 
+def test_no_patches_take_no_positions():
+    assert torch.equal(positions.mrope([2, (0, 2, 2), 1]), positions.mrope([3]))
+
+
 @pytest.mark.parametrize(
     ("call", "error", "text"),
     [

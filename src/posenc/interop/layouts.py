@@ -111,23 +111,27 @@ def count(kind: str, heads: Heads) -> int:
 
 def order(runs: Sequence[Block], heads: Heads, to: Layout) -> Tensor:
     """Where each row of the result comes from: ``new = old[order]``."""
-    return _order(tuple(runs), heads, to)
+    return torch.tensor(_order(tuple(runs), heads, to), device="cpu")
 
 
-# The layers of a model are mostly alike.
+# The layers of a model are mostly alike. Numbers are kept: a tensor would be of the mode, and of
+# the device, that the first of them was asked for under.
 @functools.lru_cache(maxsize=16)
-def _order(runs: tuple[Block, ...], heads: Heads, to: Layout) -> Tensor:
-    rows = torch.arange(sum(width for _, width in runs))
-    # Half holds all first channels of the pairs, then all second: a transpose away.
-    grid = (2, heads.turned // 2) if to == "interleaved" else (heads.turned // 2, 2)
-    start = 0
+def _order(runs: tuple[Block, ...], heads: Heads, to: Layout) -> tuple[int, ...]:
+    rows = list(range(sum(width for _, width in runs)))
+    pairs, start = heads.turned // 2, 0
     for name, width in runs:
         if name:
             first = start + (width - heads.turned if heads.last else 0)
-            turned = rows[first : first + heads.turned]
-            turned.copy_(turned.clone().view(grid).T.flatten())
+            end = first + heads.turned
+            turned = rows[first:end]
+            # Half holds all first channels of the pairs, then all second.
+            if to == "interleaved":
+                rows[first:end:2], rows[first + 1 : end : 2] = turned[:pairs], turned[pairs:]
+            else:
+                rows[first:end] = turned[::2] + turned[1::2]
         start += width
-    return rows
+    return tuple(rows)
 
 
 def permute(tensor: Tensor, kind: str, heads: Heads, *, to: Layout, dim: int = 0) -> Tensor:

@@ -96,11 +96,15 @@ def _normalise(found: dict[str, Tensor], name: str, weight: Tensor, heads: Heads
         found[part] = x * weight.view(1, x.shape[1], 1, heads.head_dim)
 
 
+def _draw(generator: torch.Generator, *shape: int) -> Tensor:
+    return torch.randn(shape, dtype=torch.float64, device="cpu", generator=generator)
+
+
 def _project(weight: Tensor, seed: int) -> Tensor:
     """``weight @ hidden``, with float64 copies of a few rows at a time."""
     generator = torch.Generator().manual_seed(seed)
     width = weight.shape[1]
-    hidden = torch.randn(width, _TOKENS, dtype=torch.float64, generator=generator)
+    hidden = _draw(generator, width, _TOKENS)
     hidden /= math.sqrt(width)
     return torch.cat([some.double().nan_to_num() @ hidden for some in weight.split(_ROWS)])
 
@@ -110,7 +114,7 @@ def _scores(found: dict[str, Tensor], heads: Heads, layout: Layout) -> Tensor:
     width = min(x.shape[-1] for x in found.values())
     # A latent key has the rotated channels alone: those of the queries are their last.
     q, k = (found[part][..., found[part].shape[-1] - width :] for part in ("q", "k"))
-    angles = torch.randn(_TOKENS, heads.turned // 2, dtype=torch.float64, generator=generator)
+    angles = _draw(generator, _TOKENS, heads.turned // 2)
     q, k = functional.rotate(
         q.contiguous(),
         k.contiguous(),
@@ -125,8 +129,8 @@ def _scores(found: dict[str, Tensor], heads: Heads, layout: Layout) -> Tensor:
 def _partner(heads: Heads, layout: Layout, generator: torch.Generator) -> Tensor:
     """A random head, the same in either layout: drawn pair by pair, then laid out."""
     pairs = heads.turned // 2
-    drawn = torch.randn(1, 1, _TOKENS, pairs, 2, dtype=torch.float64, generator=generator)
+    drawn = _draw(generator, 1, 1, _TOKENS, pairs, 2)
     still = heads.head_dim - heads.turned
-    rest = torch.randn(1, 1, _TOKENS, still, dtype=torch.float64, generator=generator)
+    rest = _draw(generator, 1, 1, _TOKENS, still)
     turned = (drawn if layout == "interleaved" else drawn.mT).flatten(-2)
     return torch.cat((rest, turned) if heads.last else (turned, rest), dim=-1)

@@ -138,7 +138,7 @@ def _exactly(path: Path, file: BinaryIO, nbytes: int) -> Tensor:
     if file.readinto(buffer) != nbytes:  # type: ignore[attr-defined]
         raise _broken(path, "its tensors end early")
     if not nbytes:
-        return torch.empty(0, dtype=torch.uint8)
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
     return torch.frombuffer(buffer, dtype=torch.uint8)
 
 

@@ -91,7 +91,11 @@ def rotate_(xs: list[Tensor], cos: Tensor, sin: Tensor, rows: Rows, turn: Turn) 
     elif recorded or in_transform(*xs):
         # A gradient to the tables needs what stood here before.
         sources = [x.clone() for x in xs] if to_tables else xs
-        for x, y in zip(xs, rotate(sources, cos, sin, rows, turn), strict=True):
+        ys = rotate(sources, cos, sin, rows, turn)
+        if len(xs) == 2 and is_plain(*xs):
+            # Views that autograd will not have written, it refuses before anything is.
+            xs[1][:0].zero_()
+        for x, y in zip(xs, ys, strict=True):
             x.copy_(y)
     elif is_exporting():
         for x in xs:

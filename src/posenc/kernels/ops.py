@@ -57,9 +57,9 @@ for _name, _run in (
 
 
 def _seen_by_autograd(keys: Any, x: Tensor, *rest: Any) -> None:
-    torch.autograd.graph.increment_version(x)
     with torch._C._AutoDispatchBelowADInplaceOrView():
         rotate_.redispatch(keys & torch._C._after_ADInplaceOrView_keyset, x, *rest)
+    torch.autograd.graph.increment_version(x)
 
 
 LIBRARY.impl("rotate_", _seen_by_autograd, "ADInplaceOrView", with_keyset=True)

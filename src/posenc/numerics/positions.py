@@ -202,7 +202,7 @@ def mrope(spans: Sequence[int | tuple[int, int, int]], *, start: int = 0) -> Ten
                 rule = "a span of patches must be (frames, rows, columns)"
                 raise ValueError(checks.message(who, rule, span, "Pass 1 frame for an image."))
             parts.append(grid(*span) + following)
-            following += max(span)
+            following += max(span) if parts[-1].numel() else 0
         else:
             tokens = checks.integer(who, "spans", span, least=0)
             parts.append(from_offset(tokens, following).expand(3, tokens))
