@@ -9,8 +9,9 @@ from posenc._contract.sharding import is_sharded
 
 PLAIN_TYPES = frozenset((Tensor, torch.nn.Parameter))
 _modes = torch._C._len_torch_dispatch_stack
-_transforms = torch._C._functorch.peek_interpreter_stack
-_is_legacy_batched = torch._C._functorch.is_legacy_batchedtensor
+_functorch = torch._C._functorch
+_transforms = _functorch.peek_interpreter_stack
+_is_legacy_batched = _functorch.is_legacy_batchedtensor
 _jit_trace = torch._C._get_tracing_state
 
 
@@ -83,5 +84,15 @@ def in_jit_trace() -> bool:
 
 
 def is_readable(x: Tensor) -> bool:
-    """Whether the values of ``x`` can be looked at now without waiting on a device."""
-    return x.is_cpu and is_plain(x)
+    """Whether the values of ``x`` can be looked at now without waiting on a device.
+
+    Under torch.func too, unless there are several of each.
+    """
+    if not x.is_cpu or is_plain(x):
+        return x.is_cpu
+    compiling = torch.compiler.is_compiling() or _modes() != 0 or _jit_trace()
+    if compiling or type(x) not in PLAIN_TYPES or _is_legacy_batched(x):
+        return False
+    while _functorch.is_gradtrackingtensor(x):
+        x = _functorch.get_unwrapped(x)
+    return not _functorch.is_functorch_wrapped_tensor(x)

@@ -103,13 +103,14 @@ def take(table: Tensor, rows: Rows, length: int) -> Tensor:
     index = rows.numbers(length, table.device)
     seen = local(index)
     outside = (seen < 0) | (seen >= held)
-    if in_transform(index):
+    if is_readable(seen):
+        if outside.any():
+            raise RowOutOfRange(int(seen[outside][0]), held)
+    elif in_transform(index):
         # Values cannot be looked at here; indexing itself refuses what is past the end.
         index = torch.where(index < 0, held, index)
-    elif not is_readable(seen):
+    else:
         torch._assert_async(~outside.any(), f"positions must be in [0, {held}).")
-    elif outside.any():
-        raise RowOutOfRange(int(seen[outside][0]), held)
     if table.dim() == 2:
         return table[index].unsqueeze(1)
     batch = alongside(index, torch.arange(table.shape[0], device=table.device)[:, None])
