@@ -1,9 +1,50 @@
-"""Whether tensors that are to be written in place share elements."""
+"""What may be written in place: tensors that share no elements, and that autograd lets go."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
+
+from posenc._contract import checks
+from posenc._contract.tracing import has_memory
+
+
+def check_writable(who: str, xs: Sequence[Tensor], *, recorded_by: Sequence[Tensor]) -> None:
+    """Refuse one or two tensors that must not be written where they stand.
+
+    Args:
+        who: The caller, for the error.
+        xs: What is to be written.
+        recorded_by: What else it is made of: a gradient to it is recorded too.
+    """
+    real = has_memory(*xs)
+    recorded = torch.is_grad_enabled() and any(t.requires_grad for t in (*xs, *recorded_by))
+    for x in xs:
+        if meets_itself(x):
+            rule = "a tensor must not share memory with itself to be written in place"
+            got = f"strides {x.stride()}"
+            raise ValueError(checks.message(who, rule, got, "Call contiguous() first."))
+        if real and x.is_inference() and not torch.is_inference_mode_enabled():
+            rule = "what was made in inference mode must not be written in place outside of it"
+            raise ValueError(checks.message(who, rule, "such a tensor", "Call clone() first."))
+        if recorded and x.requires_grad and (x if x._base is None else x._base).is_leaf:
+            rule = "a leaf that requires a gradient must not be written in place"
+            got = "one" if x._base is None else "a view of one"
+            raise ValueError(checks.message(who, rule, got, "Rotate what is made of it."))
+    if len(xs) == 2 and (xs[0] is xs[1] or (real and meet(*xs))):
+        rule = "q and k must not share memory to be written in place"
+        got = f"{tuple(xs[0].shape)} and {tuple(xs[1].shape)}"
+        raise ValueError(checks.message(who, rule, got, "Call clone() on one of them."))
+
+
+def apart(xs: Sequence[Tensor], *read: Tensor) -> list[Tensor]:
+    """What is ``read`` while ``xs`` are written, copied if it would be written over."""
+    if not has_memory(*xs, *read):
+        return list(read)
+    written = {x.untyped_storage().data_ptr() for x in xs}
+    return [t.clone() if t.untyped_storage().data_ptr() in written else t for t in read]
 
 
 def meets_itself(x: Tensor) -> bool:

@@ -7,8 +7,7 @@ from torch import Tensor
 
 from posenc import kernels
 from posenc._contract import checks
-from posenc._contract.memory import meet, meets_itself
-from posenc._contract.tracing import has_memory
+from posenc._contract.memory import apart, check_writable
 from posenc.kernels import RowOutOfRange, Rows, Turn
 from posenc.numerics.frequencies import Spectrum
 from posenc.numerics.tables import cos_sin
@@ -250,39 +249,15 @@ def qk_norm_rope(
 def _turn_in_place(
     who: str, xs: list[Tensor], cos: Tensor, sin: Tensor, rows: Rows, turn: Turn
 ) -> None:
-    real = has_memory(*xs, cos, sin)
-    recorded = torch.is_grad_enabled() and any(t.requires_grad for t in (*xs, cos, sin))
-    for x in xs:
-        if meets_itself(x):
-            rule = "a tensor must not share memory with itself to be written in place"
-            got = f"strides {x.stride()}"
-            raise ValueError(checks.message(who, rule, got, "Call contiguous() first."))
-        if real and x.is_inference() and not torch.is_inference_mode_enabled():
-            rule = "what was made in inference mode must not be written in place outside of it"
-            raise ValueError(checks.message(who, rule, "such a tensor", "Call clone() first."))
-        if recorded and x.requires_grad and (x if x._base is None else x._base).is_leaf:
-            rule = "a leaf that requires a gradient must not be written in place"
-            got = "one" if x._base is None else "a view of one"
-            raise ValueError(checks.message(who, rule, got, "Rotate what is made of it."))
-    if len(xs) == 2 and (xs[0] is xs[1] or (real and meet(*xs))):
-        rule = "q and k must not share memory to be written in place"
-        got = f"{tuple(xs[0].shape)} and {tuple(xs[1].shape)}"
-        raise ValueError(checks.message(who, rule, got, "Call clone() on one of them."))
-    if real:
-        # What is read while it is written over would be no table, and no position, any more.
-        written = {x.untyped_storage().data_ptr() for x in xs}
-        cos, sin = _apart(cos, written), _apart(sin, written)
-        if rows.positions is not None:
-            rows = Rows(rows.start, _apart(rows.positions, written))
+    check_writable(who, xs, recorded_by=(cos, sin))
+    read = (cos, sin) if rows.positions is None else (cos, sin, rows.positions)
+    cos, sin, *positions = apart(xs, *read)
+    rows = Rows(rows.start, *positions)
     try:
         kernels.rotate_(xs, cos.resolve_neg(), sin.resolve_neg(), rows, turn)
     except RowOutOfRange as error:
         checks.position(who, error.row, _ROWS, cos.shape[-2])
         raise
-
-
-def _apart(read: Tensor, written: set[int]) -> Tensor:
-    return read.clone() if read.untyped_storage().data_ptr() in written else read
 
 
 def check_rotary_input(who: str, name: str, x: Tensor) -> int:
