@@ -39,7 +39,8 @@ class ALiBi(DerivedBuffers):
 
     Attributes:
         slopes: float32 of shape ``(H,)`` or ``(B, H)``, in the paper's head order: what
-            flash-attn takes as ``alibi_slopes``.
+            flash-attn takes as ``alibi_slopes``. They are made once; for others make another
+            module.
 
     Examples:
         >>> alibi = ALiBi(num_heads=8)
