@@ -275,7 +275,7 @@ def coordinates(
 def instance(who: str, name: str, value: Any, kind: type, way_out: str) -> Any:
     """``value`` if it is None or of this kind."""
     if value is not None and not isinstance(value, kind):
-        rule = f"{name} must be a {kind.__name__} or None"
+        rule = f"{name} must be of {kind.__name__}, or None"
         raise TypeError(message(who, rule, describe(value), way_out))
     return value
 

@@ -278,6 +278,8 @@ def check_queries_and_keys(who: str, q: Tensor, k: Tensor) -> None:
         rule = "q and k must agree in batch, length, head_dim and device"
         got = f"{tuple(q.shape)} on {q.device} and {tuple(k.shape)} on {k.device}"
         way_out = "Only the head counts may differ; of (B, L, H, D), pass x.transpose(1, 2)."
+        if length < k_length and batch == k_batch and width == k_width:
+            way_out = "Rotate new keys alone, with the offset of the new queries, and cache them."
         raise ValueError(checks.message(who, rule, got, way_out))
 
 
@@ -369,7 +371,10 @@ def _arguments(
     if pairs == 0 or 2 * pairs > width or (cos.dim() == 3 and cos.shape[0] != batch):
         rule = f"cos must have shape (T, P) or ({batch}, T, P) with 1 <= P <= {width // 2}"
         got = f"shape {tuple(cos.shape)}"
-        raise ValueError(checks.message(who, rule, got, "One column serves a pair of channels."))
+        way_out = "One column serves a pair of channels."
+        if pairs == width:
+            way_out += " Of tables that hold each twice, pass cos[..., :P], or cos[..., ::2]."
+        raise ValueError(checks.message(who, rule, got, way_out))
     rows = rows_of(who, xs[0], offset, position_ids, _ROWS, cos.shape[-2])
     if rows.positions is None:
         checks.sequence(who, rows.start, length, _ROWS, cos.shape[-2])

@@ -176,7 +176,7 @@ class Config:
             return self._width("head_dim", _defaults.USUAL_WIDTHS[self.kind], "model_type")
         rule = "head_dim must be in the config, or hidden_size and num_attention_heads"
         keys = ", ".join(sorted(map(str, self.top)))
-        got = f"keys {keys if len(keys) <= 200 else keys[:197] + '...'}"
+        got = f"keys {keys if len(keys) <= 200 else keys[:197] + '...'}" if keys else "no keys"
         raise ValueError(self._text(rule, got, "Add head_dim."))
 
     def _of_layers(self, layer_type: str | None, key: str) -> Any:

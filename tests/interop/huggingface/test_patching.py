@@ -182,12 +182,12 @@ def test_the_model_is_itself_again_when_the_block_fails():
 def test_patching_twice_is_refused_also_from_inside():
     model = llama()
     patch(model)
-    with pytest.raises(ValueError, match="must not be patched, got a patched LlamaForCausalLM"):
+    with pytest.raises(ValueError, match="must not be patched, got a patched LlamaAttention"):
         patch(model)
 
     unpatch(model)
     patch(model.model.layers[1])
-    with pytest.raises(ValueError, match=r"got a patched LlamaDecoderLayer at 'model.layers.1'"):
+    with pytest.raises(ValueError, match=r"LlamaAttention at 'model.layers.1.self_attn'"):
         patch(model)
 
 
@@ -318,13 +318,43 @@ def test_a_copy_is_patched_and_on_its_own():
     assert not calls.names
 
 
-def test_pickling_a_patched_model_says_what_to_do():
+def test_a_part_and_its_copy_can_be_unpatched():
+    model = llama()
+    before = model.model(tokens()).last_hidden_state
+    patch(model)
+    part = copy.deepcopy(model.model)
+    for each in (part, model.model):
+        unpatch(each)
+        assert torch.equal(each(tokens()).last_hidden_state, before)
+        patch(each)
+
+
+def test_a_replica_runs_on_weights_of_its_own():
+    """As DataParallel makes it: a shallow copy that then gets the tensors of its device."""
+    model = llama()
+    patch(model)
+    inner = model.model.layers[0].self_attn
+    replica = inner._replicate_for_data_parallel()
+    replica.q_proj = torch.nn.Linear(inner.q_proj.in_features, inner.q_proj.out_features)
+    states = torch.randn(1, 5, inner.q_proj.in_features)
+    tables = model.model.rotary_emb(states, torch.arange(5)[None])
+    ours, theirs = (
+        each(states, position_embeddings=tables, attention_mask=None)[0]
+        for each in (replica, inner)
+    )
+    assert apart(ours, theirs) > 1e-2
+    unpatch(model)
+    assert "_replicate_for_data_parallel" not in vars(inner)
+
+
+@pytest.mark.parametrize("part", [lambda model: model, lambda model: model.model.layers[0]])
+def test_pickling_a_patched_model_says_what_to_do(part):
     model = llama()
     patch(model)
     with pytest.raises(TypeError, match=r"cannot be pickled.*\n  Call unpatch first"):
-        pickle.dumps(model)
+        pickle.dumps(part(model))
     with pytest.raises(TypeError, match="Call unpatch first"):
-        torch.save(model, io.BytesIO())
+        torch.save(part(model), io.BytesIO())
 
 
 def test_generation_with_a_cache_gives_the_same_tokens():

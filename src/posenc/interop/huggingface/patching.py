@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
@@ -17,6 +17,7 @@ from posenc.interop.huggingface.rewrite import NotUnderstood, Rewriter, rotates
 from posenc.numerics.configs import LAYOUT
 
 _RECORD = "_posenc_patch"
+_REPLICATE = "_replicate_for_data_parallel"
 _ABSENT = object()
 
 
@@ -112,10 +113,10 @@ def patch(model: nn.Module) -> Report:
     for path, module in model.named_modules():
         if _RECORD in vars(module):
             got = f"a patched {type(module).__name__} at '{path}'"
-            way_out = "Call unpatch on that module first."
+            way_out = "Call unpatch(model) first."
             raise ValueError(checks.message("patch", "model must not be patched", got, way_out))
     classes: dict[type, list[Replacement]] = {}
-    slots: list[tuple[nn.Module, str, Any]] = []
+    slots: list[tuple[nn.Module, _Slot]] = []
     places: list[Place] = []
     exact: list[Table] = []
     for path, module in model.named_modules():
@@ -123,25 +124,24 @@ def patch(model: nn.Module) -> Report:
         if kind not in classes:
             classes[kind] = replacements(kind, path)
         for method in classes[kind]:
-            slots.append((module, *_slot(module, path, method)))
+            slots.append((module, _slot(module, path, method)))
             places += [Place(path, kind.__name__, *gone) for gone in method.gone]
         if tables.differ_in_halves(module):
             _refuse(kind, path, "a table that turns the two channels of a pair differently")
         ours = tables.forward_for(module) if _makes_tables(module) else None
         if ours is not None:
             exact.append(Table(path, kind.__name__, *ours[:2]))
-            slots.append((module, *_slot(module, path, Replacement("forward", ours[2], True, ()))))
+            slots.append((module, _slot(module, path, Replacement("forward", ours[2], True, ()))))
     if not places:
         got = f"{type(model).__name__}, which calls no function that rotates"
         way_out = "Nothing was changed. Models without rotary positions need no patch."
         raise ValueError(checks.message("patch", "model must rotate", got, way_out))
     _refuse_converted(model, places)
-    before = [(*slot, vars(slot[0]).get(slot[1], _ABSENT)) for slot in slots]
-    for module, name, value in slots:
-        vars(module)[name] = value
-    record = _Record(Report(tuple(places), tuple(exact)), before)
-    vars(model)[_RECORD] = record
-    return record.report
+    for module, slot in slots:
+        vars(module).setdefault(_RECORD, _Record()).slots.append(slot)
+        vars(module)[slot.name] = slot.ours
+        vars(module)[_REPLICATE] = MethodType(_replica, module)
+    return Report(tuple(places), tuple(exact))
 
 
 def _refuse_converted(model: nn.Module, places: list[Place]) -> None:
@@ -159,23 +159,26 @@ def unpatch(model: nn.Module) -> None:
     """Give ``model`` back its own rotation: outputs are again what they were, bit for bit.
 
     Args:
-        model: What :func:`patch` was called on.
+        model: What :func:`patch` was called on, a part of it, or a copy of either.
     """
-    record = vars(model).get(_RECORD) if isinstance(model, nn.Module) else None
-    if record is None:
+    modules = list(model.modules()) if isinstance(model, nn.Module) else []
+    patched_ones = [module for module in modules if _RECORD in vars(module)]
+    if not patched_ones:
         got, way_out = type(model).__name__, "Pass what patch was called on."
         raise ValueError(checks.message("unpatch", "model must be patched", got, way_out))
-    for module, name, ours, _ in record.slots:
-        if vars(module).get(name) != ours:
-            rule = f"{type(module).__name__} must still have the {name} that patch gave it"
-            got, way_out = repr(vars(module).get(name))[:80], "Remove what wraps it first."
-            raise ValueError(checks.message("unpatch", rule, got, way_out))
-    for module, name, _, value in record.slots:
-        if value is _ABSENT:
-            del vars(module)[name]
-        else:
-            vars(module)[name] = value
-    del vars(model)[_RECORD]
+    for module in patched_ones:
+        for slot in vars(module)[_RECORD].slots:
+            if vars(module).get(slot.name) != slot.ours:
+                rule = f"{type(module).__name__} must still have the {slot.name} that patch gave it"
+                got, way_out = repr(vars(module).get(slot.name))[:80], "Remove what wraps it first."
+                raise ValueError(checks.message("unpatch", rule, got, way_out))
+    for module in patched_ones:
+        for slot in vars(module).pop(_RECORD).slots:
+            if slot.theirs is _ABSENT:
+                del vars(module)[slot.name]
+            else:
+                vars(module)[slot.name] = slot.theirs
+        del vars(module)[_REPLICATE]
 
 
 @contextmanager
@@ -192,19 +195,37 @@ def patched(model: nn.Module) -> Iterator[Report]:
         unpatch(model)
 
 
-class _Record:
-    """What a patched model remembers: its report, and module, name, ours and theirs by turns."""
+@dataclass(frozen=True, slots=True)
+class _Slot:
+    """A name on a module, and what it means there with the patch and without."""
 
-    def __init__(self, report: Report, slots: list[tuple[nn.Module, str, Any, Any]]) -> None:
-        self.report, self.slots = report, slots
+    name: str
+    ours: Any
+    theirs: Any
+
+
+class _Record:
+    """What a patched module remembers."""
+
+    def __init__(self, slots: Iterable[_Slot] = ()) -> None:
+        self.slots = list(slots)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Record:
         memo[id(_ABSENT)] = _ABSENT
-        return _Record(self.report, deepcopy(self.slots, memo))
+        return _Record(deepcopy(self.slots, memo))
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         rule = "a patched model cannot be pickled: its functions have no name to be found by"
         raise TypeError(f"patch: {rule}.\n  Call unpatch first, or use save_pretrained.")
+
+
+def _replica(module: nn.Module) -> nn.Module:
+    """A copy for another device, as DataParallel makes it, that does not call the original."""
+    made: nn.Module = type(module)._replicate_for_data_parallel(module)  # type: ignore[operator]
+    for name, value in vars(module).items():
+        if isinstance(value, MethodType) and value.__self__ is module:
+            vars(made)[name] = MethodType(value.__func__, made)
+    return made
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,7 +305,7 @@ def _makes_tables(module: nn.Module) -> bool:
     return any(name.endswith("inv_freq") for name, _ in module.named_buffers(recurse=False))
 
 
-def _slot(module: nn.Module, path: str, method: Replacement) -> tuple[str, Any]:
+def _slot(module: nn.Module, path: str, method: Replacement) -> _Slot:
     """Where on the instance a method goes, and the method bound."""
     name = method.name
     # accelerate wraps forward in its hooks and calls what it keeps under this name.
@@ -294,4 +315,5 @@ def _slot(module: nn.Module, path: str, method: Replacement) -> tuple[str, Any]:
         rule = f"'{path}' must have the {name} of its class"
         got = repr(vars(module)[name])[:80]
         raise ValueError(checks.message("patch", rule, got, "Patch before wrapping methods."))
-    return name, MethodType(method.function, module) if method.bound else method.function
+    ours = MethodType(method.function, module) if method.bound else method.function
+    return _Slot(name, ours, vars(module).get(name, _ABSENT))

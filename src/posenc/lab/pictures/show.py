@@ -163,7 +163,7 @@ def _panels(view: View) -> list[Callable[[Axes], None]]:
         *alike,
         lambda ax: panels.wavelengths(ax, rates, view.trained),
         lambda ax: panels.decay(
-            ax, rates, view.trained, view.farthest, "Product of two vectors / D"
+            ax, rates, view.trained, view.farthest, "The same cosine, by distance"
         ),
     ]
 
