@@ -210,7 +210,7 @@ def test_a_file_says_what_it_is_and_is_not_converted_twice(saved, tmp_path):
     ("config", "arguments", "words"),
     [
         pytest.param({}, {}, "num_attention_heads", id="no-sizes"),
-        pytest.param({"model_type": "bert"}, SIZES, "unknown family 'bert'", id="family"),
+        pytest.param({"model_type": "mine"}, SIZES, "unknown family 'mine'", id="family"),
         pytest.param({"model_type": "cohere"}, SIZES, "other layout, half", id="already"),
         pytest.param({}, {**SIZES, "head_dim": 4}, "must have 8 rows", id="shape"),
         pytest.param({"attention_k_eq_v": True}, SIZES, "values are the keys", id="values"),
@@ -260,10 +260,10 @@ def test_a_folder_is_replaced_only_when_asked(saved, tmp_path):
     old.mkdir()
     saved.rename(old / "model.safetensors")
     new.mkdir()
-    (new / "mine").touch()
+    (new / "mine.safetensors").touch()
     with pytest.raises(FileExistsError):
         convert(old, new, to="half", **SIZES)
-    assert os.listdir(new) == ["mine"]
+    assert os.listdir(new) == ["mine.safetensors"]
     convert(old, new, to="half", overwrite=True, **SIZES)
     assert os.listdir(new) == ["model.safetensors"]
     assert sorted(os.listdir(tmp_path)) == ["new", "old"]

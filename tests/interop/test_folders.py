@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from posenc.interop.checkpoints import convert, convert_state
 
@@ -114,3 +114,40 @@ def test_what_is_fused_in_an_unknown_family_has_to_be_said():
 def test_a_rotary_kind_by_any_name_is_converted(small, tmp_path):
     config = {**LLAMA, "model_type": "cohere2", "position_embedding_type": "rope_gptj"}
     assert convert(small, tmp_path / "new", to="half", config=config).moved
+
+
+def test_names_of_a_release_beside_a_config_of_transformers_need_a_word(small, tmp_path):
+    """Mistral's files lie beside a config whose family rotates in halves, and theirs do not."""
+    released = {f"layers.0.attention.{name}.weight": torch.randn(32, 32) for name in ("wq", "wk")}
+    save_file(released, small / "consolidated.safetensors")
+    source, target = small / "consolidated.safetensors", tmp_path / "new.safetensors"
+    for to in ("half", "interleaved"):
+        with pytest.raises(ValueError, match=r"layout of the source must be given.*got wq and wk"):
+            convert(source, target, to=to)
+    assert not target.exists()
+    convert(source, target, to="half", layout="interleaved")
+    moved = convert_state(released, to="half", config=LLAMA)
+    assert all(torch.equal(load_file(target)[name], moved[name]) for name in released)
+
+
+def test_layers_that_look_ahead_move_with_the_text():
+    text = {**LLAMA, "model_type": "qwen3_5_text", "head_dim": 8, "rotary_dim": 8}
+    config = {"model_type": "qwen3_5", "text_config": text, "vision_config": {}}
+    stems = ("mtp.layers.0", "model.language_model.layers.0", "model.visual.blocks.0")
+    state = {f"{stem}.self_attn.k_proj.weight": torch.randn(32, 32) for stem in stems}
+    moved = convert_state(state, to="interleaved", config=config)
+    assert [not torch.equal(moved[name], state[name]) for name in state] == [True, True, False]
+
+
+def test_only_a_checkpoint_is_overwritten(small, tmp_path):
+    (tmp_path / "papers").mkdir()
+    (tmp_path / "papers" / "one.tex").write_text("x")
+    with pytest.raises(FileExistsError, match="must be a checkpoint, because all in it goes"):
+        convert(small, tmp_path / "papers", to="interleaved", overwrite=True)
+    assert (tmp_path / "papers" / "one.tex").read_text() == "x"
+
+
+def test_a_model_without_rotation_has_nothing_to_convert(small, tmp_path):
+    (small / "config.json").write_text(json.dumps({**LLAMA, "model_type": "gpt2"}))
+    with pytest.raises(ValueError, match=r"must be rotary, got model_type='gpt2'.*\n.*nothing to"):
+        convert(small, tmp_path / "new", to="half")

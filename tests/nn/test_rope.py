@@ -201,7 +201,7 @@ def test_tables_serve_every_layer():
         (lambda r, x: r.rotate(x, 1, position_ids=torch.rand(3)), ValueError, "exclude each other"),
         (lambda r, x: r.inv_freq(2.5), TypeError, "seq_len must be an int"),
         (lambda r, x: RoPE(8, rotary_dim=10), ValueError, "rotary_dim must be at most head_dim=8"),
-        (lambda r, x: RoPE(8, axes="mrope"), TypeError, "axes must be a Axes or None"),
+        (lambda r, x: RoPE(8, axes="mrope"), TypeError, "axes must be an Axes or None"),
     ],
 )
 def test_bad_input_is_refused(call, error, text):

@@ -106,6 +106,25 @@ def test_gemma_3_as_it_is_published():
         configs.read(config, layer_type="sliding")
 
 
+@pytest.mark.parametrize("kind", ["gptj", "codegen"])
+def test_channels_that_rotate_are_those_of_the_class(kind):
+    config = {"model_type": kind, "n_embd": 512, "n_head": 4}
+    recipe = configs.read(config)
+    assert recipe.rotary_dim == CONFIG_MAPPING[kind]().rotary_dim == 64
+    assert recipe.sources["rotary_dim"] == "model_type"
+    assert configs.read({**config, "rotary_dim": None}).rotary_dim == 128
+
+
+@knows_all_families
+def test_types_that_say_nothing_of_rotation_are_not_given_one():
+    """Of those that are read from sizes alone, all but a few have a class with keys of it."""
+    silent = {"clvp_decoder", "clvp_encoder", "codegen", "gptj", "roformer", "kimi_k2", "esm"}
+    for kind in _defaults.BASES.keys() - silent:
+        if kind in TYPES:
+            keys = CONFIG_MAPPING[kind]().to_dict()
+            assert any("rope" in key or "rotary" in key for key in keys), kind
+
+
 def test_olmo_3_scales_its_full_layers_alone():
     text = {"model_type": "olmo3", "hidden_size": 512, "num_attention_heads": 8}
     scale = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 8192}
@@ -159,6 +178,10 @@ def test_the_text_model_is_found_wherever_it_is_described(config, base):
         ({"rope_ratio": 500}, "rope_ratio must be left out"),
         ({"model_type": "hunyuan_vl_text"}, "channels of a pair"),
         ({"model_type": "gpt_oss"}, "rope_parameters must be given, because this is gpt_oss"),
+        ({"model_type": "kimi_linear", "qk_rope_head_dim": 64}, "not known to rotate"),
+        ({"model_type": "timesfm"}, "rope_theta must be given, because timesfm"),
+        ({"model_type": "dinov3_vit", "rope_theta": 100.0}, "fractions of an image"),
+        ({"model_type": "pixtral", "rope_theta": 1e4}, "see posenc.axes.Axial"),
     ],
 )
 def test_what_no_rope_does_is_refused(config, text):
@@ -186,6 +209,7 @@ def test_what_only_looks_like_another_kind_is_read():
         assert configs.read({**SIZES, key: 1e6}).base == 1e6
     inner = configs.read({**SIZES, "model_type": "dbrx", "attn_config": {"rope_theta": 5e5}})
     assert (inner.base, inner.sources["base"]) == (5e5, "attn_config.rope_theta")
+    assert configs.read({**SIZES, "model_type": "my_own", "rotary_pct": 0.25}).base == 1e4
     # A key that is there and says nothing.
     config = {**SIZES, "rope_theta": 5e5, "global_rope_theta": None}
     assert configs.read(config).base == 5e5

@@ -275,7 +275,8 @@ def coordinates(
 def instance(who: str, name: str, value: Any, kind: type, way_out: str) -> Any:
     """``value`` if it is None or of this kind."""
     if value is not None and not isinstance(value, kind):
-        rule = f"{name} must be of {kind.__name__}, or None"
+        article = "an" if kind.__name__[0] in "AEIOU" else "a"
+        rule = f"{name} must be {article} {kind.__name__} or None"
         raise TypeError(message(who, rule, describe(value), way_out))
     return value
 

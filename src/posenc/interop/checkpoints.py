@@ -229,11 +229,16 @@ def _plan(
 def _check_layout(shards: list[Source], model: Model, said: Any, to: Layout) -> None:
     """Refuse a source that is, or may be, in the wanted layout already."""
     noted = {shard.metadata[METADATA] for shard in shards if METADATA in shard.metadata}
+    names = [name for shard in shards for name in shard.entries]
     if said is not None:
         noted.add(layouts.check_layout("convert", "layout", said))
     if len(noted) > 1:
         rule = "the metadata of all files, the config and layout= must agree"
         got, way_out = " and ".join(sorted(noted)), "Leave layout out, or convert each file."
+        raise ValueError(checks.message("convert", rule, got, way_out))
+    if not noted and model.layout and any(map(families.is_released, names)):
+        rule = "the layout of the source must be given, because its names are not transformers'"
+        got, way_out = "wq and wk", "As Meta and Mistral name them they are interleaved (--layout)."
         raise ValueError(checks.message("convert", rule, got, way_out))
     was = noted.pop() if noted else model.layout
     if was is None and model.family is not None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from posenc._contract import checks
 from posenc.interop import layouts
 from posenc.interop.layouts import Heads, Layout
-from posenc.numerics.configs import HEADS, SHARES, WIDTHS, instead, text_part
+from posenc.numerics.configs import HEADS, ROTATED, SHARES, WIDTHS, instead, text_part
 
 Config = Mapping[str, Any]
 
@@ -66,7 +66,9 @@ _BY_OTHERS = re.compile(
 _WORDS = re.compile(r"(norms\.\d+\.)?(weight|bias)")
 _LAYER = re.compile(r"(?:^|\.)(?:layers|layer|h|blocks|block)\.(\d+)\.")
 # Where a checkpoint has several towers, the one that the text config describes.
-_TEXT = re.compile(r"(^|\.)(language_model|text_model)\.|^(base_model\.model\.)?model\.layers\.")
+_TEXT = re.compile(
+    r"(^|\.)(language_model|text_model|mtp)\.|^(base_model\.model\.)?model\.layers\."
+)
 
 
 @dataclass(frozen=True)
@@ -145,6 +147,11 @@ def module_of(name: str) -> tuple[str, str] | None:
     return None if at is None else (".".join(words[:at]), ".".join(words[at:]))
 
 
+def is_released(name: str) -> bool:
+    """Whether a tensor is named as in the releases that transformers' files are made from."""
+    return bool({"wq", "wk"} & set(name.split(".")))
+
+
 def _role(name: str) -> tuple[str, str] | None:
     found = module_of(name)
     if found is None:
@@ -213,6 +220,8 @@ def _heads(config: Config, family: str | None, layer: int, given: Mapping[str, A
             raise ValueError(checks.message("convert", rule, got, "Pass head_dim."))
         width = hidden // num_heads
     rotary = given.get("rotary_dim") or first("rotary_dim")
+    if rotary is None and "rotary_dim" not in config:
+        rotary = ROTATED.get(family or "")
     if rotary is None:
         rotary = int(width * _partial(config, family, layer))
     return Heads(num_heads, width, kv_heads, rotary)

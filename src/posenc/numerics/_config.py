@@ -7,7 +7,7 @@ from typing import Any
 
 from posenc._contract import checks
 from posenc.numerics import _defaults, scaling
-from posenc.numerics._nested import LAYOUT, mark_of, text_part
+from posenc.numerics._nested import LAYOUT, mark_of, of_layers, text_part
 from posenc.numerics._spelling import KEYS, OUTSIDE, is_slip, nearest
 from posenc.numerics.axes import Axes, Sections
 
@@ -152,7 +152,7 @@ class Config:
         names = ["qk_rope_head_dim", "head_dim", "attention_head_dim", "kv_channels"]
         if layer_type == "full_attention":
             names.insert(0, "global_head_dim")
-        own = self._of_layers(layer_type, "head_dim")
+        own = of_layers(self.top, layer_type, "head_dim")
         if own is not None:
             return self._width("head_dim", own, "per_layer_config")
         for name in names:
@@ -178,22 +178,6 @@ class Config:
         keys = ", ".join(sorted(map(str, self.top)))
         got = f"keys {keys if len(keys) <= 200 else keys[:197] + '...'}" if keys else "no keys"
         raise ValueError(self._text(rule, got, "Add head_dim."))
-
-    def _of_layers(self, layer_type: str | None, key: str) -> Any:
-        """What ``per_layer_config`` says of the layers of one type, by their indices."""
-        types, layers = self.top.get("layer_types"), self.top.get("per_layer_config")
-        if not isinstance(types, (list, tuple)) or not isinstance(layers, Mapping):
-            return None
-        indices = [index for index, kind in enumerate(types) if kind == layer_type]
-        found = [
-            value.get(key)
-            for name, value in layers.items()
-            if isinstance(value, Mapping) and str(name).isdigit() and int(name) in indices
-        ]
-        if any(value != found[0] for value in found):
-            rule = f"per_layer_config must give all {layer_type} layers one {key}"
-            raise ValueError(self._text(rule, found))
-        return found[0] if found else None
 
     def _width(self, name: str, value: Any, source: str) -> int:
         width = checks.even("from_config", name, value)
@@ -222,6 +206,9 @@ class Config:
             )
         if value is None and usual is not None:
             value, self.sources["base"] = usual, f"{self.prefix}model_type"
+        if value is None and self.kind and not self.rope and self.sources.keys() <= {"head_dim"}:
+            rule = f"rope_theta must be given, because {self.kind} is not known to rotate"
+            raise ValueError(self._text(rule, None, "Where it does, 10000 is the usual one."))
         name = self.sources.get("base", "base")
         return 10_000.0 if value is None else checks.positive_float("from_config", name, value)
 
@@ -234,7 +221,8 @@ class Config:
         share = self._one(
             "rotary_dim", [name], [name, "rotary_pct", "rope_pct", "rotary_emb_fraction"]
         )
-        count = self.top.get("rotary_dim")
+        # Null is all of the head; a key that is left out is what the class fills in.
+        count = self.top.get("rotary_dim", _defaults.ROTATED.get(self.kind))
         if share is None and count is None and self.kind in _defaults.SHARES:
             share = _defaults.SHARES[self.kind]
             self.sources["rotary_dim"] = f"{self.prefix}model_type"
@@ -250,7 +238,8 @@ class Config:
             if count is not None and count != width:
                 raise self._contradiction("rotary_dim", name, f"{count} and {width} channels")
             return width
-        self.sources["rotary_dim"] = f"{self.prefix}rotary_dim"
+        source = "rotary_dim" if "rotary_dim" in self.top else "model_type"
+        self.sources["rotary_dim"] = self.prefix + source
         return checks.even("from_config", "rotary_dim", count)
 
     def layout(self) -> tuple[bool, bool | None]:

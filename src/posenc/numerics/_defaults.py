@@ -47,7 +47,13 @@ UNLIKE = {
     "bloom": BIASED,
     "mpt": BIASED,
     "chatglm": "half of a head turns, in adjacent pairs, and rope_ratio scales the base",
-    "eomt_dinov3": "its coordinates are fractions of an image",
+    **dict.fromkeys(
+        ("dinov3_vit", "eomt_dinov3", "sapiens2"), "its coordinates are fractions of an image"
+    ),
+    **dict.fromkeys(
+        ("llama4_vision_model", "pixtral", "sam3_vit_model"),
+        "positions are those of an image, see posenc.axes.Axial",
+    ),
     "ernie4_5_vl_moe": "its pairs are in an order of their own",
     "ernie4_5_vl_moe_text": "its pairs are in an order of their own",
     "hunyuan_vl_text": "the channels of a pair turn by coordinates that differ",
@@ -72,9 +78,30 @@ UNLIKE = {
     ),
 }
 
+# A type that is not here, and says nothing of rotation, may well have none.
 BASES = _by_type(
     {
         1e3: "nomic_bert",
+        1e4: "afmoe arcee aria_text axk1 axk2 bamba beam blt_patcher chameleon clvp_decoder "
+        "clvp_encoder codegen cohere2 cohere2_moe dbrx deepseek_ocr2_encoder "
+        "deepseek_ocr2_text deepseek_v2 deepseek_v3 deepseek_v32 dia_decoder dia_encoder "
+        "diffllama doge dots1 esm esmc eurobert exaone4 exaone_moe falcon falcon_h1 flint "
+        "gemma gemma2 glm glm4 glm4_moe glm4_moe_lite glm4v_moe_text glm4v_text "
+        "glm_image_text glm_moe_dsa glm_ocr_text glmasr_encoder gpt_neox gpt_neox_japanese "
+        "gptj gradium_phonon_tts granite granite4_vision_text granite_swa granitemoe "
+        "granitemoe_swa granitemoehybrid granitemoeshared hrm_text hunyuan_v1_dense "
+        "hunyuan_v1_moe hy_v4 hyperclovax idefics jais2 jetmoe kimi_k2 kolibri1 "
+        "kyutai_speech_to_text lasr_encoder llama mimi mimi_decoder mimi_encoder minicpm3 "
+        "ministral mistral molmo2_text moonshine moonshine_streaming moshi muse_glimmer_text "
+        "nemotron nemotron3_5_transcribe_asr_audio nemotron3_5_transcribe_word_timestamp "
+        "nemotron3_diarization_audio neucodec olmo olmo2 olmo_hybrid olmoe persimmon phi phi3 "
+        "phi4_multimodal pocket_tts pocket_tts_audio_tokenizer "
+        "pocket_tts_audio_tokenizer_decoder pocket_tts_audio_tokenizer_encoder qwen2 "
+        "qwen2_5_omni_dit qwen2_moe qwen3 qwen3_5_moe_text qwen3_5_text qwen3_moe qwen3_next "
+        "qwen3_omni_moe_talker_code_predictor qwen3_omni_moe_talker_text qwen3_omni_moe_text "
+        "qwen4_exp_text recurrent_gemma roformer seed_oss stablelm starcoder2 t5_gemma_module "
+        "timesfm2_5 unlimited_ocr_text vaultgemma voxtral_realtime_encoder "
+        "voxtral_realtime_text xcodec2 youtu zamba2",
         2e4: "jina_embeddings_v3 pe_audio_encoder pe_audio_video_encoder pe_video_encoder",
         1e5: "helium",
         1.5e5: "gpt_oss openai_privacy_filter",
@@ -128,6 +155,8 @@ ROTATED_WIDTHS = _by_type(
 USUAL_WIDTHS = dict.fromkeys(("llama", "mistral", "mixtral", "qwen2"), 128)
 # Heads of queries and of keys, where files leave even these out.
 HEADS = {"gemma3_text": (8, 4)}
+# Channels of a head that rotate, where neither a share nor a number is given.
+ROTATED = {"codegen": 64, "gptj": 64}
 # The share of a head that rotates, where it is not all.
 SHARES = _by_type(
     {
@@ -152,6 +181,8 @@ SPECIAL = frozenset(
 def instead(config: Mapping[str, Any]) -> tuple[str, Any] | None:
     """The key, and its value, that says that positions are not rotary."""
     kind, key = config.get("model_type"), "position_embedding_type"
+    if isinstance(kind, str) and UNLIKE.get(kind, "").startswith(STILL):
+        return "model_type", kind
     found = [(each, config[each]) for each in (key, "position_embeddings_type") if config.get(each)]
     if kind in ("esm", "granitemoehybrid") and not found:
         return key, None

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from posenc._contract import checks
+
 # What a checkpoint converted here says of itself, where its family has no key for it.
 LAYOUT = "posenc_rope_layout"
 
@@ -29,3 +31,20 @@ def mark_of(config: Mapping[str, Any]) -> Any:
         return config[LAYOUT]
     inner = (mark_of(part) for part in config.values() if isinstance(part, Mapping))
     return next((mark for mark in inner if mark is not None), None)
+
+
+def of_layers(config: Mapping[str, Any], layer_type: str | None, key: str) -> Any:
+    """What ``per_layer_config`` says of the layers of one type, by their indices."""
+    types, layers = config.get("layer_types"), config.get("per_layer_config")
+    if not isinstance(types, (list, tuple)) or not isinstance(layers, Mapping):
+        return None
+    indices = [index for index, kind in enumerate(types) if kind == layer_type]
+    found = [
+        value.get(key)
+        for name, value in layers.items()
+        if isinstance(value, Mapping) and str(name).isdigit() and int(name) in indices
+    ]
+    if any(value != found[0] for value in found):
+        rule = f"per_layer_config must give all {layer_type} layers one {key}"
+        raise ValueError(checks.message("from_config", rule, found, "Mend the config."))
+    return found[0] if found else None

@@ -11,12 +11,13 @@ from typing import Any
 from posenc._contract import checks
 from posenc.numerics import scaling
 from posenc.numerics._config import Config
-from posenc.numerics._defaults import HEADS, SHARES, WIDTHS, instead
+from posenc.numerics._defaults import HEADS, ROTATED, SHARES, WIDTHS, instead
 from posenc.numerics._nested import LAYOUT, text_part
 from posenc.numerics.axes import Axes
 
 __all__ = [
-    "HEADS", "LAYOUT", "SHARES", "WIDTHS", "Recipe", "instead", "layer_types", "read", "text_part",
+    "HEADS", "LAYOUT", "ROTATED", "SHARES", "WIDTHS", "Recipe", "instead", "layer_types", "read",
+    "text_part",
 ]  # fmt: skip
 
 
