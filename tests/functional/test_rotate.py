@@ -2,6 +2,7 @@
 
 from contextlib import nullcontext
 
+import numpy as np
 import pytest
 import torch
 from torch.autograd import gradcheck
@@ -343,3 +344,18 @@ def test_tensors_of_two_dtypes_in_one_memory_are_told_apart():
     with pytest.raises(ValueError, match="must not share memory"):
         rotate_qk_(q, halves[32:64].view(1, 1, 4, 8), *tables(9, 4))
     rotate_qk_(q, halves[64:96].view(1, 1, 4, 8), *tables(9, 4))
+
+
+def test_one_memory_under_two_storages_is_seen():
+    memory = np.random.default_rng(0).standard_normal(48).astype("f4").reshape(1, 1, 4, 12)
+    q, k = (torch.from_numpy(memory[..., at : at + 8]) for at in (0, 4))
+    before = memory.copy()
+    with pytest.raises(ValueError, match="must not share memory"):
+        rotate_qk_(q, k, *tables(9, 4))
+    assert (memory == before).all()
+    # Positions that lie in what is written are read before.
+    whole = np.zeros(16, "i8")
+    ids, x = torch.from_numpy(whole[:4]), torch.from_numpy(whole.view("f4"))[:32].view(1, 1, 4, 8)
+    ids.copy_(torch.tensor([3, 1, 2, 0]))
+    expected = rotate(x.clone(), x.clone(), *tables(9, 4), position_ids=ids.clone())[0]
+    assert torch.equal(rotate_(x, *tables(9, 4), position_ids=ids), expected)

@@ -130,3 +130,13 @@ def test_the_limit_holds_for_coordinates_too():
         with pytest.raises(ValueError, match="below max_seq_len=16"):
             call()
     assert rope.rotate(x, position_ids=torch.arange(4.0) - 2).shape == x.shape
+
+
+def test_an_image_has_no_positions_in_a_row():
+    rope, x = RoPE(8, axes=axes.Axial(2)), torch.randn(1, 1, 4, 8)
+    for call in (lambda: rope.rotate(x), lambda: rope(x, x), lambda: rope.rotate(x, 3)):
+        with pytest.raises(ValueError, match=r"position_ids must be given, because Axial.*\n.*grid"):
+            call()
+    # Whoever wants the diagonal says so.
+    diagonal = rope.rotate(x, position_ids=torch.arange(4))
+    assert torch.equal(diagonal, rope.rotate(x, position_ids=torch.arange(4).expand(2, -1)))

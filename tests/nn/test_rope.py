@@ -1,5 +1,7 @@
 """RoPE as models use it: rules, axes, parts of a head, and keys that are in a cache already."""
 
+import warnings
+
 import pytest
 import torch
 from torch.autograd import gradcheck
@@ -238,8 +240,8 @@ def test_changed_arguments_are_followed():
     rope = RoPE(8)
     rope.scaling = scaling.Linear(4.0)
     assert torch.equal(rope.rotate(x), RoPE(8, scaling=scaling.Linear(4.0)).rotate(x))
-    rope.scaling, rope.axes = None, axes.Axial(2)
-    assert torch.equal(rope.rotate(x), RoPE(8, axes=axes.Axial(2)).rotate(x))
+    rope.scaling, rope.axes = None, axes.Sections((3, 1))
+    assert torch.equal(rope.rotate(x), RoPE(8, axes=axes.Sections((3, 1))).rotate(x))
     rope.axes = None
     assert torch.equal(rope.rotate(x), RoPE(8).rotate(x))
 
@@ -251,6 +253,42 @@ def test_the_length_of_cached_keys_is_that_of_their_positions(rule):
     assert torch.allclose(moved, rope.rotate(k, position_ids=old + 1), atol=2e-6)
     with pytest.raises(ValueError, match="seq_len must be given"):
         rope.shift(k, 1)
+
+
+@DEPENDENT
+def test_a_sequence_turns_as_it_would_alone_whoever_is_beside_it(rule):
+    """16 is the trained length: one is short, one long, and one longer."""
+    rope, starts = RoPE(8, None, scaling=rule), torch.tensor([3, 20, 57])
+    x, ids = torch.randn(3, 2, 4, 8), starts[:, None] + torch.tensor([1, 3, 0, 2])
+    alone = torch.cat([rope.rotate(x[i : i + 1], int(starts[i])) for i in range(3)])
+    assert torch.equal(rope.rotate(x, starts), alone)
+    assert torch.equal(rope(x, x, starts)[1], alone)
+    alone = [rope.rotate(x[i : i + 1], position_ids=ids[i : i + 1]) for i in range(3)]
+    for at in (ids, ids.double()):
+        assert torch.equal(rope.rotate(x, position_ids=at), torch.cat(alone))
+        back = rope.unrotate(x[1:2], position_ids=at[1:2])
+        assert torch.equal(rope.unrotate(x, position_ids=at)[1:2], back)
+    moved = rope.rerotate(x, ids, ids + 9)
+    for i in range(3):
+        each = rope.rerotate(x[i : i + 1], ids[i : i + 1], ids[i : i + 1] + 9)
+        assert torch.equal(moved[i : i + 1], each)
+
+
+def test_the_farthest_position_has_a_table():
+    rope, at = RoPE(8, None), torch.tensor([2**31])
+    x = torch.randn(1, 1, 1, 8)
+    exact, _ = oracles.exact_cos_sin([2**31], 8)
+    assert (rope.tables(at)[0] - exact).abs().max() < 1e-14
+    turned = rope.rotate(x, position_ids=at)
+    assert torch.equal(rope.rerotate(turned, at, at), turned)
+
+
+def test_floating_positions_may_ask_for_a_gradient():
+    at = torch.arange(3.0).requires_grad_()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        RoPE(8, None).rotate(torch.ones(1, 1, 3, 8), position_ids=at).sum().backward()
+    assert at.grad is not None
 
 
 @DEPENDENT

@@ -262,7 +262,7 @@ def coordinates(
             extent(who, ids, limit_name, limit)
         return ids.to(device=device, dtype=torch.int64)
     if is_readable(ids) and ids.numel():
-        low, high = (float(end) for end in torch.aminmax(ids))
+        low, high = (float(end) for end in torch.aminmax(ids.detach()))
         most = FARTHEST + 1 if limit is None else limit
         if not (low >= -FARTHEST and high < most):
             below = "at most 2**31" if limit is None else f"below {limit_name}={limit}"

@@ -43,8 +43,11 @@ def apart(xs: Sequence[Tensor], *read: Tensor) -> list[Tensor]:
     """What is ``read`` while ``xs`` are written, copied if it would be written over."""
     if not has_memory(*xs, *read):
         return list(read)
-    written = {x.untyped_storage().data_ptr() for x in xs}
-    return [t.clone() if t.untyped_storage().data_ptr() in written else t for t in read]
+    written = [(x.data_ptr(), _end(x)) for x in xs]
+    return [
+        t.clone() if any(start < _end(t) and t.data_ptr() < end for start, end in written) else t
+        for t in read
+    ]
 
 
 def meets_itself(x: Tensor) -> bool:
@@ -72,8 +75,9 @@ def meets_itself(x: Tensor) -> bool:
 def meet(a: Tensor, b: Tensor) -> bool:
     """Whether ``a`` and ``b``, neither of which meets itself, share an element.
 
-    Slices of one tensor are told apart exactly. Views of one storage that walk it differently are
-    taken to meet where their ranges do.
+    Slices of one tensor are told apart exactly. Views that walk their memory differently are
+    taken to meet where their ranges do. Addresses are compared, because a buffer of somebody
+    else's may have several storages.
 
     Examples:
         >>> qkv = torch.zeros(2, 5, 6, 8)
@@ -82,26 +86,26 @@ def meet(a: Tensor, b: Tensor) -> bool:
     """
     if a.numel() == 0 or b.numel() == 0 or a.is_meta:
         return False
-    if a.untyped_storage().data_ptr() != b.untyped_storage().data_ptr():
-        return False
-    if a.element_size() != b.element_size():
-        return max(a.data_ptr(), b.data_ptr()) < min(_end(a), _end(b))
-    if a.storage_offset() > b.storage_offset():
+    if a.data_ptr() > b.data_ptr():
         a, b = b, a
-    ahead = int(b.storage_offset() - a.storage_offset())
-    if ahead > sum(step * (size - 1) for step, size in zip(a.stride(), a.shape, strict=True)):
+    if b.data_ptr() >= _end(a):
         return False
+    ahead, rest = divmod(b.data_ptr() - a.data_ptr(), a.element_size())
+    if rest or a.dtype != b.dtype:
+        return True
     walks = []
     for step, size, other, count in zip(a.stride(), a.shape, b.stride(), b.shape, strict=True):
         if size > 1 and count > 1 and step != other:
             return True
         if size > 1 or count > 1:
             walks.append((step if size > 1 else other, size - 1, count - 1))
-    return a.dtype != b.dtype or _reached(ahead, sorted(walks, reverse=True))
+    return _reached(ahead, sorted(walks, reverse=True))
 
 
 def _end(x: Tensor) -> int:
     """The address past the last element."""
+    if x.is_contiguous():
+        return x.data_ptr() + x.numel() * x.element_size()
     last = sum(step * (size - 1) for step, size in zip(x.stride(), x.shape, strict=True))
     return x.data_ptr() + (last + 1) * x.element_size()
 

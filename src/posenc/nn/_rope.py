@@ -46,6 +46,11 @@ def _turn_of(
     return Turn(interleaved, out, head_dim - width if last else 0)
 
 
+def _largest(at: Tensor) -> Tensor:
+    """The last position of each sequence, or of all if they share theirs."""
+    return at.amax(-1) if at.dim() == 2 and at.shape[0] > 1 else at.max()
+
+
 def leading(q: Tensor, k: Tensor) -> Tensor:
     """The more precise of the two, with a gradient if one has it: what serves it serves both."""
     x, other = (q, k) if q.element_size() >= k.element_size() else (k, q)
@@ -270,22 +275,24 @@ class RopeTables(RotaryTables):
         """The length to take the rule at; None where that makes no difference to a short one."""
         if seq_len is None:
             return None
-        each = isinstance(seq_len, Tensor) and seq_len.dim() != 0
+        trained = None if self.scaling is None else self.scaling.trained_length()
         if isinstance(seq_len, Tensor):
+            each = seq_len.dim() != 0
             if seq_len.dtype not in checks.INT_DTYPES or (each and x is None):
-                rule = "seq_len must be an int" + (
-                    ", or an integer tensor" if x is not None else ""
-                )
+                rule = "seq_len must be an int" + (x is not None) * ", or an integer tensor"
                 raise TypeError(checks.message(who, rule, checks.describe(seq_len), "Pass len(x)."))
             if each and x is not None:
                 seq_len = checks.offsets(who, seq_len, x.shape, x.device, name="seq_len")
             if is_readable(seq_len) and seq_len.numel():
-                checks.integer(who, "seq_len", int(seq_len.min()), least=0)
-            if not each and is_readable(seq_len):
-                seq_len = int(seq_len)
-        if not isinstance(seq_len, Tensor):
+                low, high = (
+                    checks.integer(who, "seq_len", int(end), least=0)
+                    for end in torch.aminmax(seq_len)
+                )
+                # One table serves them all.
+                if low == high or (trained is not None and high <= trained):
+                    seq_len = high
+        else:
             seq_len = checks.integer(who, "seq_len", seq_len, least=0)
-        trained = None if self.scaling is None else self.scaling.trained_length()
         if trained is None:
             return None
         if isinstance(seq_len, Tensor):
@@ -295,14 +302,18 @@ class RopeTables(RotaryTables):
             return torch.full((), seq_len, dtype=torch.int64, device=x.device)
         return None if seq_len <= trained else seq_len
 
+    def _asks(self) -> bool:
+        """Whether the rule depends on how long a sequence is."""
+        return self.scaling is not None and self.scaling.trained_length() is not None
+
     def _last(self, x: Tensor, rows: Rows) -> Any:
-        """One past the last position, if the rule asks for it."""
-        if self.scaling is None or self.scaling.trained_length() is None:
+        """One past the last position of each sequence, if the rule asks for it."""
+        if not self._asks():
             return None
         end = rows.start + (x.shape[2] if rows.advances() else 1)
         if rows.positions is None or rows.positions.numel() == 0:
             return end
-        return rows.positions.max() + end
+        return _largest(rows.positions) + end
 
     def _tables_for(
         self,
@@ -321,6 +332,9 @@ class RopeTables(RotaryTables):
             checks.exclusive_offset(who, offset)
             phi, gain = self._own_angles(who, x, position_ids, seq_len)
             return *_of_angles(phi, x.device, 1 / gain if inverse else gain), Rows()
+        if position_ids is None and self.axes is not None and not self.axes.of_text():
+            rule = f"position_ids must be given, because {self.axes} has several coordinates"
+            raise ValueError(checks.message(who, rule, None, "Pass positions.grid(H, W), say."))
         limit, need = self.max_seq_len, None
         rows = rows_of(who, x, offset, position_ids, "max_seq_len", limit)
         if rows.positions is None:
@@ -362,10 +376,11 @@ class RopeTables(RotaryTables):
         )
 
     def _span(self, at: Tensor, seq_len: Any) -> Any:
-        """The length that positions speak of, unless another is given."""
-        if seq_len is not None or at.numel() == 0:
+        """The length that positions speak of, for each sequence, unless another is given."""
+        if seq_len is not None or at.numel() == 0 or not self._asks():
             return seq_len
-        return at.max().floor().to(torch.int64).clamp(min=-1) + 1
+        most = _largest(at if self.axes is None else at.amax(0))
+        return most.floor().to(torch.int64).clamp(min=-1) + 1
 
     def _angles_and_gain(self, at: Tensor, length: Any) -> tuple[Tensor, float | Tensor]:
         spectrum = self._at(length)

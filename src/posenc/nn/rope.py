@@ -163,7 +163,7 @@ class RoPE(RopeTables):
                 several axes ``(L,)``, ``(A, L)`` or ``(A, B, L)``. Floating ones are coordinates
                 between the whole ones, and may be negative.
             seq_len: Length of the whole sequence, for a rule that depends on it; an integer
-                tensor ``(B,)`` gives each its own. One past the last position if None.
+                tensor ``(B,)`` gives each its own. If None, one past the last position of each.
 
         Returns:
             New tensors with the shapes and dtypes of ``q`` and ``k``.
@@ -290,7 +290,7 @@ class RoPE(RopeTables):
         else:
             by = checks.integer(who, "by", by, least=-checks.FARTHEST)
             at = torch.full((1,), by, device=k.device)
-        if seq_len is None and self.scaling is not None and self.scaling.trained_length():
+        if seq_len is None and self._asks():
             rule = f"seq_len must be given, because {type(self.scaling).__name__} depends on it"
             raise ValueError(
                 checks.message(who, rule, None, "Pass the length they were rotated at.")

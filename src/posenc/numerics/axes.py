@@ -31,6 +31,10 @@ class Axes:
         """The index of each pair's rate among those of :meth:`width` channels."""
         return tuple(range(pairs))
 
+    def of_text(self) -> bool:
+        """Whether tokens in a row, counted once for all coordinates, make sense."""
+        return True
+
     def check(self, who: str, dim: int) -> None:
         """Refuse a width that cannot be shared out like this."""
 
@@ -119,6 +123,10 @@ class Axial(Axes):
     def count(self) -> int:
         """How many coordinates a position has."""
         return self.coordinates
+
+    def of_text(self) -> bool:
+        """Whether tokens in a row make sense: on the diagonal of an image they do not."""
+        return self.coordinates == 1
 
     def width(self, dim: int) -> int:
         """Channels over which the rates are spread."""
