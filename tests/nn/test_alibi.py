@@ -15,10 +15,23 @@ def test_bias_is_slope_times_distance(heads, causal):
     assert alibi.get_bias(0).shape == (heads, 0, 0)
 
 
-def test_slopes_are_a_buffer_that_is_not_saved():
+def test_slopes_are_not_saved_and_stay_as_they_were_made():
+    """Whatever is done to them, every method takes the same ones."""
     alibi = ALiBi(8)
-    assert "slopes" in dict(alibi.named_buffers())
     assert alibi.state_dict() == {}
+    assert alibi.slopes.dtype == alibi.half().slopes.dtype == torch.float32
+    before, bias = alibi.slopes.clone(), alibi.get_bias(4)
+    for name, value in {"num_heads": 4, "bias_max": 16.0, "plain": True, "slopes": before}.items():
+        with pytest.raises(AttributeError, match=name):
+            setattr(alibi, name, value)
+    alibi.slopes.mul_(2)
+    assert torch.equal(alibi.slopes, before)
+    assert torch.equal(alibi.get_bias(4), bias)
+
+
+def test_slopes_that_learn_are_refused_with_their_way():
+    with pytest.raises(ValueError, match=r"must not require a gradient.*\n.*alibi_attention"):
+        ALiBi(4, slopes=torch.nn.Parameter(torch.ones(4)))
 
 
 def test_the_seeds_plain_sequence_on_request():

@@ -135,7 +135,9 @@ def test_the_limit_holds_for_coordinates_too():
 def test_an_image_has_no_positions_in_a_row():
     rope, x = RoPE(8, axes=axes.Axial(2)), torch.randn(1, 1, 4, 8)
     for call in (lambda: rope.rotate(x), lambda: rope(x, x), lambda: rope.rotate(x, 3)):
-        with pytest.raises(ValueError, match=r"position_ids must be given, because Axial.*\n.*grid"):
+        with pytest.raises(
+            ValueError, match=r"position_ids must be given, because Axial.*\n.*grid"
+        ):
             call()
     # Whoever wants the diagonal says so.
     diagonal = rope.rotate(x, position_ids=torch.arange(4))

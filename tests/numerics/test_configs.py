@@ -276,7 +276,9 @@ def test_a_layer_type_that_no_model_has_is_refused():
 
 
 def test_a_layout_that_nobody_said_is_nobodys():
-    assert "interleaved" not in configs.read({**SIZES, "model_type": "new", "rope_theta": 5e5}).sources
+    assert (
+        "interleaved" not in configs.read({**SIZES, "model_type": "new", "rope_theta": 5e5}).sources
+    )
     assert configs.read({**SIZES, "model_type": "glm"}).sources["interleaved"] == "model_type"
 
 

@@ -39,8 +39,8 @@ class ALiBi(DerivedBuffers):
 
     Attributes:
         slopes: float32 of shape ``(H,)`` or ``(B, H)``, in the paper's head order: what
-            flash-attn takes as ``alibi_slopes``. They are made once; for others make another
-            module.
+            flash-attn takes as ``alibi_slopes``. They stay as they were made; those that learn are
+            an argument of :func:`posenc.attention.alibi_attention`.
 
     Examples:
         >>> alibi = ALiBi(num_heads=8)
@@ -55,7 +55,6 @@ class ALiBi(DerivedBuffers):
         Press et al., *Train Short, Test Long*, 2022.
     """
 
-    slopes: Tensor
     _exact_slopes: Tensor
 
     def __init__(
@@ -69,15 +68,34 @@ class ALiBi(DerivedBuffers):
     ) -> None:
         super().__init__()
         who = type(self).__name__
-        self.num_heads = checks.integer(who, "num_heads", num_heads)
+        self._num_heads = checks.integer(who, "num_heads", num_heads)
         self.causal = checks.boolean(who, "causal", causal)
-        self.bias_max = checks.positive_float(who, "bias_max", bias_max)
-        self.plain = checks.boolean(who, "plain", plain)
+        self._bias_max = checks.positive_float(who, "bias_max", bias_max)
+        self._plain = checks.boolean(who, "plain", plain)
         # Numbers, not a tensor: they survive the meta device and any cast.
         self._given = None if slopes is None else _given(who, slopes, self.num_heads)
-        # The bias is made of exact slopes; `slopes` is for the kernels of others, in float32.
-        self._derive("slopes", "_exact_slopes")
+        self._derive("_exact_slopes")
         self._rebuild(torch.get_default_device())
+
+    @property
+    def num_heads(self) -> int:
+        """Heads."""
+        return self._num_heads
+
+    @property
+    def bias_max(self) -> float:
+        """The last head's slope is ``2**-bias_max``."""
+        return self._bias_max
+
+    @property
+    def plain(self) -> bool:
+        """Whether slopes are ``2**(-bias_max * h / H)`` for every ``H``."""
+        return self._plain
+
+    @property
+    def slopes(self) -> Tensor:
+        """For the kernels of others, in float32; the bias itself is made of exact ones."""
+        return self._exact_slopes.float()
 
     @classmethod
     def like(
@@ -107,11 +125,12 @@ class ALiBi(DerivedBuffers):
             got, way_out = f"{first} up to {last}", "Give the first, and one past the last."
             raise ValueError(checks.message(who, rule, got, way_out))
         slopes = self._slopes(torch.device("cpu"), torch.float64)[..., first:last]
-        return type(self)(last - first, causal=self.causal, slopes=slopes).to(self.slopes.device)
+        return type(self)(last - first, causal=self.causal, slopes=slopes).to(
+            self._exact_slopes.device
+        )
 
     def _rebuild(self, device: torch.device) -> None:
         with torch.inference_mode(False):
-            self.slopes = self._slopes(device, torch.float32)
             self._exact_slopes = self._slopes(device, widest(device))
 
     def _slopes(self, device: torch.device, dtype: torch.dtype) -> Tensor:
@@ -211,7 +230,7 @@ class ALiBi(DerivedBuffers):
             causal=self.causal,
             offset=offset,
             documents=documents,
-            device=self.slopes.device,
+            device=self._exact_slopes.device,
             base=base,
         )
 
@@ -338,6 +357,10 @@ class ALiBi(DerivedBuffers):
 
 def _given(who: str, slopes: Any, heads: int) -> list[Any]:
     """Slopes of the caller's as numbers, ``[H]`` or ``[B][H]``."""
+    if isinstance(slopes, Tensor) and slopes.requires_grad:
+        rule = "slopes must not require a gradient, because their numbers are kept"
+        way_out = "Those that learn go to posenc.attention.alibi_attention(q, k, v, slopes)."
+        raise ValueError(checks.message(who, rule, f"shape {tuple(slopes.shape)}", way_out))
     try:
         found = torch.as_tensor(slopes, dtype=torch.float64, device="cpu").detach()
     except (TypeError, ValueError, RuntimeError):

@@ -221,7 +221,7 @@ class _Record:
 
 def _replica(module: nn.Module) -> nn.Module:
     """A copy for another device, as DataParallel makes it, that does not call the original."""
-    made: nn.Module = type(module)._replicate_for_data_parallel(module)  # type: ignore[operator]
+    made: nn.Module = type(module)._replicate_for_data_parallel(module)
     for name, value in vars(module).items():
         if isinstance(value, MethodType) and value.__self__ is module:
             vars(made)[name] = MethodType(value.__func__, made)
