@@ -7,7 +7,7 @@ DOCUMENTED := .venv/.documented
 .PHONY: demo test test-all check docs format sanitize clean
 
 demo: $(INSTALLED)
-	$(BIN)/posenc compare --quick -o out/compare
+	$(BIN)/posenc compare --quick --overwrite -o out/compare
 
 test: $(INSTALLED)
 	$(BIN)/pytest -n 2

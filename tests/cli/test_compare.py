@@ -134,8 +134,22 @@ def test_the_example_in_the_help_is_accepted(run, tmp_path):
 
 def test_help_names_every_flag(run):
     text = run("--help").stdout
-    for flag in ("--quick", "--encodings", "--seeds", "--text", "--resume", "--times", "--json"):
+    flags = "--quick --encodings --seeds --text --resume --overwrite --times --json"
+    for flag in flags.split():
         assert flag in text
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_an_earlier_run_stays_unless_told(run, tmp_path):
+    arguments = ("-o", tmp_path, *TINY, "--encodings", "none")
+    assert run(*arguments).exit_code == 0
+    before = (tmp_path / "results.json").read_bytes()
+    again = run(*arguments)
+    assert again.exit_code == 2
+    assert "--resume goes on with it, --overwrite begins anew" in again.stderr
+    assert (tmp_path / "results.json").read_bytes() == before
+    assert run(*arguments, "--overwrite").exit_code == 0
+    assert (tmp_path / "results.json").read_bytes() != before
 
 
 @pytest.mark.parametrize(

@@ -251,8 +251,9 @@ def coordinates(
         start = "" if axes is None else f"{axes}, "
         rule = f"{name} must have shape ({start}{length}) or ({start}{batch}, {length})"
         got = f"shape {tuple(ids.shape)}"
-        alike = f"{name}.expand({axes}, -1, -1)"
-        each = f"Where all {axes} coordinates are the same, pass {alike}, or shape ({length},)."
+        each = f"Each token has {axes} coordinates; those that are not to turn have zeros."
+        if ids.dim() == 2 and ids.shape[0] == batch != axes:
+            each = f"Where all {axes} are the same, pass {name}.expand({axes}, -1, -1)."
         way_out = "Give one position to each token." if axes is None else each
         raise ValueError(message(who, rule, got, way_out))
     if ids.is_meta and device.type != "meta":

@@ -43,11 +43,14 @@ def apart(xs: Sequence[Tensor], *read: Tensor) -> list[Tensor]:
     """What is ``read`` while ``xs`` are written, copied if it would be written over."""
     if not has_memory(*xs, *read):
         return list(read)
-    written = [(x.data_ptr(), _end(x)) for x in xs]
-    return [
-        t.clone() if any(start < _end(t) and t.data_ptr() < end for start, end in written) else t
-        for t in read
-    ]
+    written = [_range(x) for x in xs]
+    kept = list(read)
+    for i, t in enumerate(read):
+        start, end = _range(t)
+        for low, high in written:
+            if start < high and low < end:
+                kept[i] = t.clone()
+    return kept
 
 
 def meets_itself(x: Tensor) -> bool:
@@ -86,11 +89,12 @@ def meet(a: Tensor, b: Tensor) -> bool:
     """
     if a.numel() == 0 or b.numel() == 0 or a.is_meta:
         return False
-    if a.data_ptr() > b.data_ptr():
-        a, b = b, a
-    if b.data_ptr() >= _end(a):
+    (start, end), (low, high) = _range(a), _range(b)
+    if start >= high or low >= end:
         return False
-    ahead, rest = divmod(b.data_ptr() - a.data_ptr(), a.element_size())
+    if start > low:
+        a, b, start, low = b, a, low, start
+    ahead, rest = divmod(low - start, a.element_size())
     if rest or a.dtype != b.dtype:
         return True
     walks = []
@@ -102,12 +106,13 @@ def meet(a: Tensor, b: Tensor) -> bool:
     return _reached(ahead, sorted(walks, reverse=True))
 
 
-def _end(x: Tensor) -> int:
-    """The address past the last element."""
+def _range(x: Tensor) -> tuple[int, int]:
+    """The addresses of the first element, and past the last."""
+    start = x.data_ptr()
     if x.is_contiguous():
-        return x.data_ptr() + x.numel() * x.element_size()
+        return start, start + x.nbytes
     last = sum(step * (size - 1) for step, size in zip(x.stride(), x.shape, strict=True))
-    return x.data_ptr() + (last + 1) * x.element_size()
+    return start, start + (last + 1) * x.element_size()
 
 
 def _reached(ahead: int, walks: list[tuple[int, int, int]]) -> bool:

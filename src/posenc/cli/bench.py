@@ -69,7 +69,11 @@ def bench(
             typer.echo(f"{case.name:13} {case.home:5} {case.mode:8} {case}{norm}")
         return
     _refuse_early(json_file, plot)
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        far = [name for name in cases or () if name in CASES and CASES[name].home == "cuda"]
+        if far and device == "cpu":
+            raise Refused(f"{', '.join(far)} is for CUDA, which is not here; or pass --device cpu.")
     try:
         works = choose(
             cases or (), dtype=dtype, layout=layout, device=device, positions=positions, mode=mode

@@ -69,6 +69,7 @@ def compare(
         typer.Option(metavar="FILE", help="What to learn.", show_default="Python's own help"),
     ] = None,
     resume: Annotated[bool, typer.Option(help="Go on with the run that the folder has.")] = False,
+    overwrite: Annotated[bool, typer.Option(help="Begin anew where the folder has a run.")] = False,
     train_length: Annotated[
         int | None, _flag("Symbols of a training sequence.", "train_length", min=4)
     ] = None,
@@ -98,6 +99,8 @@ def compare(
         raise Refused(f"compare needs matplotlib: {INSTALL}")
     if output.exists() and not output.is_dir():
         raise Refused(f"{output} is not a folder.")
+    if (output / RESULTS).exists() and not resume and not overwrite:
+        raise Refused(f"{output} has a run: --resume goes on with it, --overwrite begins anew.")
     asked = {name: context.params[name] for name in QUICK.keys() | _NUMBERS}
     asked = {name: value for name, value in asked.items() if value is not None}
     if quick:

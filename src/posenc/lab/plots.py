@@ -91,6 +91,8 @@ def ratios(measurement: dict[str, Any]) -> dict[str, float]:
 
 
 def _bars(ax: Axes, measurement: dict[str, Any]) -> None:
+    from matplotlib.ticker import LogLocator, NullLocator
+
     case = measurement["case"]
     names: list[str] = []
     for result in measurement["results"]:
@@ -111,6 +113,8 @@ def _bars(ax: Axes, measurement: dict[str, Any]) -> None:
     ax.set_yticks(range(len(names)), names, fontsize=8)
     ax.set_ylim(len(names) - 0.4, -0.6)
     ax.set_xscale("log")
+    ax.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    ax.xaxis.set_minor_locator(NullLocator())
     ax.xaxis.set_major_formatter("{x:g}")
     copied = "q and k" if measurement["copies"] == 1 else "q, k and their gradients"
     ax.set_xlabel(f"time / time of a copy of {copied}", fontsize=8)

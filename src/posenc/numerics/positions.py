@@ -84,7 +84,7 @@ def from_left_padding(mask: Tensor) -> Tensor:
         mask: ``(B, L)``, true or 1 for real tokens, as Hugging Face's ``attention_mask``.
 
     Returns:
-        int64 of shape ``(B, L)``; padding has position 0.
+        int64 of shape ``(B, L)``. Padding has position 0; on the right, that of the last token.
 
     Examples:
         >>> from_left_padding(torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]]))

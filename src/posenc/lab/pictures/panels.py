@@ -35,6 +35,7 @@ def heat(ax: Axes, table: Tensor, title: str, *, x: str = "channel", y: str = "p
     """A table as it is, blue above zero and red below, the middle at zero."""
     plain(ax, title, x, y)
     ax.grid(visible=False)
+    ax.locator_params(integer=True)
     most = float(table[table.isfinite()].abs().max())
     shown = ax.imshow(
         table.numpy(), aspect="auto", cmap="RdBu", vmin=-most, vmax=most, interpolation="nearest"
@@ -96,11 +97,12 @@ def decay(
     if farthest > trained:
         ax.axvspan(trained, farthest, color=FAINT, alpha=0.45, lw=0)
         ax.annotate(
-            "past the\ntrained context",
+            "trained\ncontext",
             (trained, 1),
             xycoords=("data", "axes fraction"),
-            xytext=(4, -2),
+            xytext=(-4, -2),
             textcoords="offset points",
+            ha="right",
             va="top",
             fontsize=8,
             color=INK,
@@ -132,13 +134,14 @@ def slowdown(ax: Axes, turnings: Sequence[Turning]) -> None:
 
 def turns(ax: Axes, rates: Tensor, positions: int = 24) -> None:
     """Where three pairs point at the first positions: quick, slower, slow."""
-    plain(ax, f"Three pairs at positions 0 to {positions - 1}", "", "")
+    shown = sorted({0, len(rates) // 8, len(rates) // 4})
+    count = ("One pair", "Two pairs", "Three pairs")[len(shown) - 1]
+    plain(ax, f"{count} at positions 0 to {positions - 1}", "", "")
     ax.grid(visible=False)
     for spine in ax.spines.values():
         spine.set_visible(False)
     ax.set(aspect="equal", xticks=[], yticks=[], xlim=(-1.12, 1.7), ylim=(-1.12, 1.12))
     ends = []
-    shown = sorted({0, len(rates) // 8, len(rates) // 4})
     for pair, radius, colour in zip(shown, (1.0, 0.72, 0.44), SERIES, strict=False):
         angle = torch.arange(positions, dtype=torch.float64) * rates[pair]
         circle = torch.linspace(0, math.tau, 200, dtype=torch.float64)

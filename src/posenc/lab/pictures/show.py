@@ -142,7 +142,9 @@ def _panels(view: View) -> list[Callable[[Axes], None]]:
         at = torch.arange(view.length, dtype=torch.float64)[:, None]
         table = (at * first.rates).cos() * first.gain
         name = f", {first.label}" if len(turnings) > 1 else ""
-        last: Callable[[Axes], None] = lambda ax: panels.turns(ax, first.rates)  # noqa: E731
+        last: Callable[[Axes], None] = lambda ax: panels.turns(  # noqa: E731
+            ax, first.rates, min(view.length, 24)
+        )
         if len(turnings) > 1:
             last = lambda ax: panels.slowdown(ax, turnings)  # noqa: E731
         return [
