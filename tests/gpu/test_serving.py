@@ -57,6 +57,11 @@ MODULES = {
     ),
     "rope-ids": (lambda: posenc.RoPE(64, 1024), at_ids, by_ids),
     "rope-offsets": (lambda: posenc.RoPE(64, 2048), at_offsets, call),
+    "rope-offsets-by-length": (
+        lambda: posenc.RoPE(64, None, scaling=scaling.DynamicNTK(2.0, 256)),
+        at_offsets,
+        call,
+    ),
     "alibi": (
         lambda: posenc.ALiBi(8),
         lambda n: (torch.randn(1, 8, n, n, device=CUDA),),
@@ -120,6 +125,19 @@ def test_a_replayed_graph_rotates_by_the_positions_it_finds(name, dtype):
     calls = [inputs(at) for at in (0, 1, 77, 4095)]
     replayed(lambda q, k, ids: rope(q, k, position_ids=ids), inputs(3), calls)
     replayed(lambda q, k, ids: rope(q, k, ids[:, 0]), inputs(3), calls)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["by-length", "two-sets"])
+def test_a_sequence_turns_as_it_would_alone_whoever_is_beside_it(name):
+    rope, starts = ROPES[name]().to(CUDA), torch.tensor([3, 1200], device=CUDA)
+    q, k = heads(5, torch.bfloat16)
+    got = rope(q, k, starts)
+    ids = rope(q, k, position_ids=starts[:, None] + torch.arange(5, device=CUDA))
+    for row, start in enumerate((3, 1200)):
+        one = slice(row, row + 1)
+        for alone, *batched in zip(rope(q[one], k[one], start), got, ids, strict=True):
+            assert all(torch.equal(each[one], alone) for each in batched)
 
 
 @torch.no_grad()
