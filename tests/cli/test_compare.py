@@ -168,6 +168,7 @@ def test_an_earlier_run_stays_unless_told(run, tmp_path):
         pytest.param(["--learning-rate", "nan"], "--learning-rate must be above", id="rate"),
         pytest.param(["--seeds", "0"], "--seeds", id="seeds"),
         pytest.param(["--resume"], "has no results.json to resume", id="nothing-to-resume"),
+        pytest.param(["--resume", "--overwrite"], "exclude each other", id="both"),
         pytest.param(["--frob"], "--frob", id="option"),
     ],
 )

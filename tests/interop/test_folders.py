@@ -142,6 +142,7 @@ def test_layers_that_look_ahead_move_with_the_text():
 def test_only_a_checkpoint_is_overwritten(small, tmp_path):
     (tmp_path / "papers").mkdir()
     (tmp_path / "papers" / "one.tex").write_text("x")
+    (tmp_path / "papers" / "config.json").write_text("{}")
     with pytest.raises(FileExistsError, match="must be a checkpoint, because all in it goes"):
         convert(small, tmp_path / "papers", to="interleaved", overwrite=True)
     assert (tmp_path / "papers" / "one.tex").read_text() == "x"

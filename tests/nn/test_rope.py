@@ -268,6 +268,10 @@ def test_a_sequence_turns_as_it_would_alone_whoever_is_beside_it(rule):
         assert torch.equal(rope.rotate(x, position_ids=at), torch.cat(alone))
         back = rope.unrotate(x[1:2], position_ids=at[1:2])
         assert torch.equal(rope.unrotate(x, position_ids=at)[1:2], back)
+    # Far away it is the same up to float64's error in the angle.
+    far, wide = torch.tensor([3, 20, 100_000]), x.double()
+    alone = torch.cat([rope.rotate(wide[i : i + 1], int(far[i])) for i in range(3)])
+    assert (rope.rotate(wide, far) - alone).abs().max() < 1e-10
     moved = rope.rerotate(x, ids, ids + 9)
     for i in range(3):
         each = rope.rerotate(x[i : i + 1], ids[i : i + 1], ids[i : i + 1] + 9)

@@ -113,16 +113,24 @@ def test_channels_that_rotate_are_those_of_the_class(kind):
     assert recipe.rotary_dim == CONFIG_MAPPING[kind]().rotary_dim == 64
     assert recipe.sources["rotary_dim"] == "model_type"
     assert configs.read({**config, "rotary_dim": None}).rotary_dim == 128
+    assert configs.read({**config, "partial_rotary_factor": 0.25}).rotary_dim == 32
+
+
+# Types that rotate, with nothing of it in their configs.
+SILENT = {"clvp_decoder", "clvp_encoder", "codegen", "gptj", "roformer"}
 
 
 @knows_all_families
 def test_types_that_say_nothing_of_rotation_are_not_given_one():
-    """Of those that are read from sizes alone, all but a few have a class with keys of it."""
-    silent = {"clvp_decoder", "clvp_encoder", "codegen", "gptj", "roformer", "kimi_k2", "esm"}
-    for kind in _defaults.BASES.keys() - silent:
-        if kind in TYPES:
-            keys = CONFIG_MAPPING[kind]().to_dict()
-            assert any("rope" in key or "rotary" in key for key in keys), kind
+    for kind in set(TYPES) - SILENT - _defaults.UNLIKE.keys():
+        try:
+            config = CONFIG_MAPPING[kind]().to_dict()
+        except ValueError:
+            continue
+        if configs.text_part(config)[0] is not config or _defaults.speaks(config):
+            continue
+        with pytest.raises(ValueError, match=r"not known to rotate|must say that positions are"):
+            configs.read({**SIZES, "model_type": kind})
 
 
 def test_olmo_3_scales_its_full_layers_alone():
@@ -209,7 +217,10 @@ def test_what_only_looks_like_another_kind_is_read():
         assert configs.read({**SIZES, key: 1e6}).base == 1e6
     inner = configs.read({**SIZES, "model_type": "dbrx", "attn_config": {"rope_theta": 5e5}})
     assert (inner.base, inner.sources["base"]) == (5e5, "attn_config.rope_theta")
-    assert configs.read({**SIZES, "model_type": "my_own", "rotary_pct": 0.25}).base == 1e4
+    own = {**SIZES, "model_type": "my_own"}
+    for key, value in {"rotary_pct": 0.25, "position_embedding_type": "rotary"}.items():
+        assert configs.read({**own, key: value}).base == 1e4
+    assert configs.read(own, base=5e5).base == 5e5
     # A key that is there and says nothing.
     config = {**SIZES, "rope_theta": 5e5, "global_rope_theta": None}
     assert configs.read(config).base == 5e5

@@ -99,6 +99,8 @@ def compare(
         raise Refused(f"compare needs matplotlib: {INSTALL}")
     if output.exists() and not output.is_dir():
         raise Refused(f"{output} is not a folder.")
+    if resume and overwrite:
+        raise Refused("--resume and --overwrite exclude each other.")
     if (output / RESULTS).exists() and not resume and not overwrite:
         raise Refused(f"{output} has a run: --resume goes on with it, --overwrite begins anew.")
     asked = {name: context.params[name] for name in QUICK.keys() | _NUMBERS}

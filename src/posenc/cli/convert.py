@@ -58,7 +58,7 @@ def convert(
         typer.Option(help="qkv or qkv_grouped.", show_default="the family's"),
     ] = None,
     check: Annotated[int, typer.Option(min=0, help="Attention modules to self-test.")] = 3,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUT.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUT, all of it.")] = False,
     json_: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
 ) -> None:
     """Convert; the help text is set below, where its example can be tested."""

@@ -104,7 +104,7 @@ def convert(
         fused: ``"qkv"`` or ``"qkv_grouped"``, as in :func:`permute`, for a fused projection of a
             family unknown here.
         check: Attention modules to self-test, spread over the depth. 0 tests none.
-        overwrite: Whether an existing target may be replaced.
+        overwrite: Whether an existing target may be replaced: a file, or a folder with weights.
         tell: Called with a name and the share done.
 
     Returns:

@@ -220,10 +220,11 @@ def _heads(config: Config, family: str | None, layer: int, given: Mapping[str, A
             raise ValueError(checks.message("convert", rule, got, "Pass head_dim."))
         width = hidden // num_heads
     rotary = given.get("rotary_dim") or first("rotary_dim")
-    if rotary is None and "rotary_dim" not in config:
+    share = _partial(config, layer)
+    if rotary is None and share is None and "rotary_dim" not in config:
         rotary = ROTATED.get(family or "")
     if rotary is None:
-        rotary = int(width * _partial(config, family, layer))
+        rotary = int(width * (SHARES.get(family or "", 1.0) if share is None else share))
     return Heads(num_heads, width, kv_heads, rotary)
 
 
@@ -235,7 +236,7 @@ def _kv_heads(config: Config, family: str | None, first: Callable[..., Any]) -> 
     return first("num_key_value_heads", "num_kv_heads")
 
 
-def _partial(config: Config, family: str | None, layer: int) -> float:
+def _partial(config: Config, layer: int) -> float | None:
     """The share of a head that rotates, wherever the config says it."""
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if not isinstance(rope, Mapping):
@@ -251,7 +252,7 @@ def _partial(config: Config, family: str | None, layer: int) -> float:
         for key in ("partial_rotary_factor", "rotary_pct", "rope_pct"):
             if place.get(key) is not None:
                 return checks.positive_float("convert", key, place[key])
-    return SHARES.get(family or "", 1.0)
+    return None
 
 
 def _refuse(config: Config) -> None:

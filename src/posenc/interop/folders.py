@@ -49,13 +49,9 @@ def refuse_paths(source: Path, target: Path, overwrite: bool) -> None:
         )
         way_out = "Pick another name, or pass overwrite=True (--overwrite)."
         raise FileExistsError(checks.message("convert", rule, target, way_out))
-    if target.is_dir() and any(target.iterdir()) and not any(map(_is_ours, target.iterdir())):
+    if target.is_dir() and any(target.iterdir()) and not any(target.glob("*.safetensors")):
         rule = "a folder to overwrite must be a checkpoint, because all in it goes"
         raise FileExistsError(checks.message("convert", rule, target, "Pick another name."))
-
-
-def _is_ours(path: Path) -> bool:
-    return path.name == "config.json" or path.suffix == ".safetensors"
 
 
 def weights(source: Path) -> list[Path]:

@@ -95,7 +95,7 @@ class ALiBi(DerivedBuffers):
     @property
     def slopes(self) -> Tensor:
         """For the kernels of others, in float32; the bias itself is made of exact ones."""
-        return self._exact_slopes.float()
+        return self._exact_slopes.to(torch.float32, copy=True)
 
     @classmethod
     def like(

@@ -108,7 +108,7 @@ class RoPE(RopeTables):
             >>> rope.head_dim, rope.base, rope.scaling
             (128, 500000.0, Linear(factor=4.0))
         """
-        recipe = configs.read(config, layer_type=layer_type)
+        recipe = configs.read(config, layer_type=layer_type, base=keywords.get("base"))
         return cls(**{"max_seq_len": None, **recipe.arguments(), **keywords})
 
     def inv_freq(self, seq_len: int | None = None) -> Tensor:
@@ -160,8 +160,8 @@ class RoPE(RopeTables):
             offset: Position of the first token: what a cache already holds. An integer tensor
                 ``(B,)`` gives each sequence its own.
             position_ids: Integers of shape ``(L,)`` or ``(B, L)``, instead of ``offset``; with
-                several axes ``(L,)``, ``(A, L)`` or ``(A, B, L)``. Floating ones are coordinates
-                between the whole ones, and may be negative.
+                several axes ``(L,)``, ``(A, L)`` or ``(A, B, L)``; ``Axial`` needs them. Floating
+                ones are coordinates between the whole ones, and may be negative.
             seq_len: Length of the whole sequence, for a rule that depends on it; an integer
                 tensor ``(B,)`` gives each its own. If None, one past the last position of each.
 
@@ -245,8 +245,8 @@ class RoPE(RopeTables):
                 several axes ``(A, L)`` or ``(A, B, L)``.
             to_positions: The positions they are to have.
             from_seq_len: The length their rule was taken at, if it depends on it: an int, or
-                ``(B,)`` for each sequence's own. One past the last of ``from_positions`` if None,
-                as :meth:`rotate` would have taken it.
+                ``(B,)`` for each sequence's own. One past the last of its ``from_positions`` if
+                None, as :meth:`rotate` would have taken it.
             to_seq_len: The length to take it at now; one past the last of ``to_positions`` if
                 None.
 
@@ -275,7 +275,7 @@ class RoPE(RopeTables):
 
         Args:
             k: Rotated keys ``(B, H, L, D)``.
-            by: An int, or an integer tensor ``(B,)`` for each sequence's own.
+            by: An int, or an integer tensor ``(B,)`` for each sequence's own; along all axes.
             seq_len: The length their rule was taken at; must be given if it depends on it.
 
         Examples:

@@ -206,7 +206,7 @@ class Config:
             )
         if value is None and usual is not None:
             value, self.sources["base"] = usual, f"{self.prefix}model_type"
-        if value is None and self.kind and not self.rope and self.sources.keys() <= {"head_dim"}:
+        if value is None and self.kind and not _defaults.speaks(self.top):
             rule = f"rope_theta must be given, because {self.kind} is not known to rotate"
             raise ValueError(self._text(rule, None, "Where it does, 10000 is the usual one."))
         name = self.sources.get("base", "base")
@@ -221,8 +221,10 @@ class Config:
         share = self._one(
             "rotary_dim", [name], [name, "rotary_pct", "rope_pct", "rotary_emb_fraction"]
         )
-        # Null is all of the head; a key that is left out is what the class fills in.
-        count = self.top.get("rotary_dim", _defaults.ROTATED.get(self.kind))
+        count = self.top.get("rotary_dim")
+        if share is None and "rotary_dim" not in self.top:
+            # Null would be all of the head.
+            count = _defaults.ROTATED.get(self.kind)
         if share is None and count is None and self.kind in _defaults.SHARES:
             share = _defaults.SHARES[self.kind]
             self.sources["rotary_dim"] = f"{self.prefix}model_type"

@@ -40,6 +40,8 @@ DEALT = frozenset(
     """.split()
 )
 
+# Keys that say what kind of positions a model has.
+_KINDS = ("position_embedding_type", "position_embeddings_type")
 STILL = "nothing is rotated"
 BIASED = f"{STILL}: attention has a bias, see posenc.ALiBi.like"
 # Rotations that no RoPE has, whatever their configs say.
@@ -178,12 +180,20 @@ SPECIAL = frozenset(
 )
 
 
+def speaks(config: Mapping[str, Any]) -> bool:
+    """Whether any key says that there is rotation; a width with that name may be of none."""
+    words = [key for key, value in config.items() if value is not None]
+    words += [str(config[key]) for key in _KINDS if config.get(key)]
+    named = (str(word) for word in words if word != "qk_rope_head_dim")
+    return any("rope" in word or "rotary" in word for word in named)
+
+
 def instead(config: Mapping[str, Any]) -> tuple[str, Any] | None:
     """The key, and its value, that says that positions are not rotary."""
-    kind, key = config.get("model_type"), "position_embedding_type"
-    if isinstance(kind, str) and UNLIKE.get(kind, "").startswith(STILL):
+    kind, key = config.get("model_type"), _KINDS[0]
+    if isinstance(kind, str) and UNLIKE.get(kind, "").startswith(STILL) and not speaks(config):
         return "model_type", kind
-    found = [(each, config[each]) for each in (key, "position_embeddings_type") if config.get(each)]
+    found = [(each, config[each]) for each in _KINDS if config.get(each)]
     if kind in ("esm", "granitemoehybrid") and not found:
         return key, None
     for each, said in found:

@@ -41,13 +41,14 @@ class Recipe:
         return {**given, "rotary_dim": None} if self.rotary_dim == self.head_dim else given
 
 
-def read(config: Any, *, layer_type: str | None = None) -> Recipe:
+def read(config: Any, *, layer_type: str | None = None, base: float | None = None) -> Recipe:
     """The rotation that a config describes.
 
     Args:
         config: A dict, the path of a ``config.json`` or of a folder with one, or an object with
             ``to_dict``, as the configs of transformers are.
         layer_type: Which layers, where some rotate differently.
+        base: Instead of the config's.
 
     Examples:
         >>> recipe = read({"head_dim": 64, "rope_theta": 1e6, "rotary_pct": 0.5})
@@ -64,7 +65,7 @@ def read(config: Any, *, layer_type: str | None = None) -> Recipe:
     interleaved, interleaved_out = found.layout()
     return Recipe(
         head_dim,
-        found.base(layer_type),
+        found.base(layer_type) if base is None else base,
         rotary_dim,
         interleaved,
         interleaved_out,
