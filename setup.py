@@ -1,6 +1,7 @@
 """The one thing that pyproject.toml cannot say: a C extension that an install may do without."""
 
 import glob
+import os
 import sys
 
 from setuptools import Extension, setup
@@ -13,8 +14,10 @@ class StableAbiWheel(bdist_wheel):
     """One wheel for every Python from 3.10 on."""
 
     def get_tag(self):
-        """The tag of the stable ABI, where the extension was built at all."""
+        """The tag of the stable ABI, or of every machine where the extension was not built."""
         python, abi, platform = super().get_tag()
+        if not any(map(os.path.exists, self.get_finalized_command("build_ext").get_outputs())):
+            return "py3", "none", "any"
         return ("cp310", "abi3", platform) if python.startswith("cp") else (python, abi, platform)
 
 

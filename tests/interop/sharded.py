@@ -12,7 +12,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
+from torch.distributed.tensor import (
+    DTensor,
+    Replicate,
+    Shard,
+    distribute_module,
+    distribute_tensor,
+    init_device_mesh,
+)
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.testing import assert_close
 
@@ -193,6 +200,22 @@ def special(mesh) -> dict:
             got, module.pos_emb.weight.grad = module.pos_emb.weight.grad, None
             assert_close(got, wanted)
 
+    def whole_modules():
+        """Parameters and buffers that `distribute_module` made DTensors of."""
+        x = torch.randn(4, 8, 16, generator=torch.Generator().manual_seed(3))
+        a, b = (distribute_tensor(t, mesh, [HEADS]) for t in queries_and_keys())
+        for module, run in (
+            (posenc.LearnedPosEmbedding(32, 16), lambda m: m(distribute_tensor(x, mesh, [R]), 3)),
+            (posenc.MixedRoPE(8, 4), lambda m: m(a, b, positions.grid(2, 4))[0]),
+            (posenc.ALiBi(8), lambda m: m.attention(a, b, b)),
+        ):
+            # The same numbers on every rank, as a loaded checkpoint has them.
+            for parameter in module.parameters():
+                nn.init.normal_(parameter, generator=torch.Generator().manual_seed(4))
+            wanted = run(module).full_tensor()
+            assert torch.equal(run(distribute_module(module, mesh)).full_tensor(), wanted)
+        assert torch.equal(module.get_bias(3), posenc.ALiBi(8).get_bias(3))
+
     def keys_on_every_rank():
         equal_to_one_process(rope, (q, k), ([HEADS], [R]), mesh)
         equal_to_one_process(rope, (q, k), ([LENGTH], [R]), mesh)
@@ -258,8 +281,8 @@ def special(mesh) -> dict:
 
     local = locals()
     names = (
-        "added scores alibi_attention learned keys_on_every_rank uneven sharded_ids learned_tables "
-        "out_of_range fewer_tokens_than_ranks compiled"
+        "added scores alibi_attention learned whole_modules keys_on_every_rank uneven sharded_ids "
+        "learned_tables out_of_range fewer_tokens_than_ranks compiled"
     )
     return {name: local[name] for name in names.split()}
 

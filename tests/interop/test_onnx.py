@@ -117,6 +117,33 @@ def test_a_model_with_every_module_runs_in_onnxruntime(tmp_path):
         torch.testing.assert_close(got, model(ids), rtol=1e-5, atol=1e-5)
 
 
+class AtPositions(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.rope = posenc.RoPE(8, max_seq_len=16)
+
+    def forward(self, q, ids):
+        return self.rope.rotate(q, position_ids=ids), self.rope.shift(q, -3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["fp32", "fp16"])
+def test_tokens_may_be_more_than_rows(tmp_path, dtype):
+    """Packed sequences count from zero more than once."""
+    path, model = tmp_path / "packed.onnx", AtPositions().eval()
+    length = torch.export.Dim("length", max=64)
+    x, ids = torch.randn(2, 3, 40, 8, dtype=dtype), torch.arange(10).repeat(4)
+    export(model, (x[:, :, :6], ids[:6]), path, dynamic_shapes=({2: length}, {0: length}))
+    for got, wanted in zip(run(path, x, ids), model(x, ids), strict=True):
+        torch.testing.assert_close(got, wanted)
+
+
+def test_the_largest_numbers_stay_finite(tmp_path):
+    path, x = tmp_path / "rope.onnx", torch.full((1, 1, 1, 8), torch.finfo(torch.float32).max)
+    export(posenc.RoPE(8).eval(), (x, -x), path)
+    for got, wanted in zip(run(path, x, -x), (x, -x), strict=True):
+        assert torch.equal(got, wanted)
+
+
 def test_a_missing_extra_names_the_command():
     script = """
 import sys

@@ -66,8 +66,17 @@ def in_transform(*xs: Tensor) -> bool:
     Tensors batched the old way are what torch.autograd.grad(is_grads_batched=True) still makes.
     """
     if torch.compiler.is_compiling():
-        return False
+        return _compiles_transform()
     return bool(_transforms() or _jit_trace()) or any(_is_legacy_batched(x) for x in xs)
+
+
+def _compiles_transform() -> bool:
+    """Whether what is compiled has a torch.func around it; asked while it is."""
+    return bool(_transforms())
+
+
+# What torch.compiler.assume_constant_result does, without importing the compiler for it.
+_compiles_transform._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def is_exporting() -> bool:

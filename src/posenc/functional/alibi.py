@@ -133,7 +133,7 @@ def _from_line(
 ) -> Tensor:
     # The bias depends on j - i alone, so one line of Q + K - 1 values holds every row: row i is
     # the K values that start Q - 1 - i in. Copying windows out of it runs at the speed of a fill.
-    ahead = torch.arange(1 - queries, keys, device=slopes.device) - start
+    ahead = torch.arange(1 - queries - start, keys - start, device=slopes.device)
     line = slopes[:, None] * (ahead if causal else -ahead.abs())
     if causal:
         line = line.masked_fill(ahead > 0, float("-inf"))

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from posenc._contract import checks
 from posenc.kernels import Rows, Turn, reference
@@ -106,12 +107,19 @@ def _rotary_embedding(
     ids = None
     if cos.dim() == 2:
         ids = rows.numbers(x.shape[2], x.device).expand(x.shape[0], -1)
-    turned = partial(
-        torch.onnx.ops.rotary_embedding,
-        position_ids=ids,
-        interleaved=turn.interleaved,
-        rotary_embedding_dim=2 * cos.shape[-1] if 2 * cos.shape[-1] < x.shape[-1] else 0,
-    )
+    # The operator finds rows itself, unless there are more tokens than rows.
+    finds = rows.positions is None or statically_known_true(x.shape[2] <= cos.shape[0])
+
+    def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        return torch.onnx.ops.rotary_embedding(
+            x,
+            cos if finds or ids is None else cos[ids],
+            sin if finds or ids is None else sin[ids],
+            position_ids=ids if finds else None,
+            interleaved=turn.interleaved,
+            rotary_embedding_dim=2 * cos.shape[-1] if 2 * cos.shape[-1] < x.shape[-1] else 0,
+        )
+
     tables = cos, -sin if turn.transposed else sin
     if exact and x.dtype == torch.float32:
         y = _in_parts(turned, x, tables, 2 * cos.shape[-1])
@@ -129,7 +137,8 @@ def _in_parts(
     rounded once. What is left of both adds less than one part in 256, so that its roundings do not
     count, and the last sum rounds once more.
     """
-    upper = x.to(torch.bfloat16).float()
+    largest = torch.finfo(torch.bfloat16).max
+    upper = x.clamp(-largest, largest).to(torch.bfloat16).float()
     coarse = [table.to(torch.bfloat16).float() for table in tables]
     fine = [(table - part).float() for table, part in zip(tables, coarse, strict=True)]
     y = turned(upper, *coarse) + (turned(x - upper, *coarse) + turned(x, *fine))

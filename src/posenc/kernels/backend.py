@@ -42,7 +42,7 @@ def rotate(xs: Sequence[Tensor], cos: Tensor, sin: Tensor, rows: Rows, turn: Tur
     """Rotate each of ``xs`` into a new tensor that keeps its strides."""
     into = _into(xs[0])
     if into is None:
-        return [_like(x, reference.rotate(x, cos, sin, rows, turn)) for x in xs]
+        return [like(x, reference.rotate(x, cos, sin, rows, turn)) for x in xs]
     large = xs[0].numel() >= c.LARGE and into is c.rotate_into
     empty_like = c.empty_like if large else torch.empty_like
     ys = [empty_like(x) for x in xs]
@@ -50,8 +50,8 @@ def rotate(xs: Sequence[Tensor], cos: Tensor, sin: Tensor, rows: Rows, turn: Tur
     return ys
 
 
-def _like(x: Tensor, y: Tensor) -> Tensor:
-    # What the ops promise a compiler about the strides of their results.
+def like(x: Tensor, y: Tensor) -> Tensor:
+    """``y`` with the strides of ``x``, which the ops promise a compiler of their results."""
     wanted = torch.empty_like(x)
     return y if y.stride() == wanted.stride() else wanted.copy_(y)
 

@@ -48,9 +48,9 @@ def rotate(xs: list[Tensor], cos: Tensor, sin: Tensor, rows: Rows, turn: Turn) -
         turn: Which channels form pairs, and which way they turn.
     """
     if not is_plain(*xs, cos, sin):
-        # An exported program must run where this package is not installed, and torch.func has
-        # rules for torch's own operations alone.
-        if in_transform(*xs):
+        # An exported program must run where this package is not installed, and torch.func and
+        # forward mode have rules for torch's own operations alone.
+        if forward_ad._current_level >= 0 or in_transform(*xs):
             return [reference.rotate(x, cos, sin, rows, turn) for x in xs]
         if is_exporting():
             return [_exported(x, cos, sin, rows, turn) for x in xs]
@@ -68,7 +68,7 @@ def rotate_plain(
     """As :func:`rotate`, for a call that is known to be plain and not one of forward mode."""
     if torch.is_grad_enabled():
         if cos.requires_grad or sin.requires_grad:
-            return [reference.rotate(x, cos, sin, rows, turn) for x in xs]
+            return [backend.like(x, reference.rotate(x, cos, sin, rows, turn)) for x in xs]
         if xs[0].requires_grad or xs[-1].requires_grad:
             return list(_Rotate.apply((cos, sin, rows, turn), *xs))
     return backend.rotate(xs, cos, sin, rows, turn)

@@ -11,6 +11,7 @@ from torch import Tensor
 from posenc import attention, kernels
 from posenc._contract import checks
 from posenc._contract import keys as keys_of
+from posenc._contract.tracing import PLAIN_TYPES
 from posenc.functional.alibi import alibi_bias, alibi_key_bias, alibi_slopes
 from posenc.functional.conventions import alibi_model_slopes
 from posenc.nn._tables import DerivedBuffers
@@ -95,7 +96,7 @@ class ALiBi(DerivedBuffers):
     @property
     def slopes(self) -> Tensor:
         """For the kernels of others, in float32; the bias itself is made of exact ones."""
-        return self._exact_slopes.to(torch.float32, copy=True)
+        return self._exact(None).to(torch.float32, copy=True)
 
     @classmethod
     def like(
@@ -144,12 +145,14 @@ class ALiBi(DerivedBuffers):
     def _exact(self, device: torch.device | str | None) -> Tensor:
         held = self._exact_slopes
         where = held.device if device is None else torch.device(device)
-        return held if where == held.device else self._slopes(where, widest(where))
+        # Slopes that were spread over processes have no numbers for a plain bias.
+        kept = where == held.device and type(held) in PLAIN_TYPES
+        return held if kept else self._slopes(where, widest(where))
 
     def get_bias(self, seq_len: int) -> Tensor:
         """Bias for ``seq_len`` queries and keys, float32 of shape ``(H, L, L)``."""
         length = checks.integer(type(self).__name__, "seq_len", seq_len, least=0)
-        return alibi_bias(self._exact_slopes, length, causal=self.causal)
+        return alibi_bias(self._exact(None), length, causal=self.causal)
 
     def bias(
         self,
@@ -300,7 +303,7 @@ class ALiBi(DerivedBuffers):
             >>> ALiBi(8).attention(q, k, v).shape
             torch.Size([1, 8, 512, 64])
         """
-        slopes = self._exact(q.device) if isinstance(q, Tensor) else self._exact_slopes
+        slopes = self._exact(q.device if isinstance(q, Tensor) else None)
         return attention.alibi_attention(
             q,
             k,

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from posenc import kernels
 from posenc._contract import checks
+from posenc._contract.sharding import alongside
 
 
 class LearnedPosEmbedding(nn.Module):
@@ -60,7 +61,7 @@ class LearnedPosEmbedding(nn.Module):
             limit = self.max_len
             at = checks.position_ids(who, position_ids, x.shape, device, "max_len", limit)
             checks.extent(who, at, "max_len", limit)
-        return kernels.add(x, self.pos_emb(at))
+        return kernels.add(x, self.pos_emb(alongside(self.pos_emb.weight, at)))
 
     def extra_repr(self) -> str:
         """Shown by ``print(module)``."""

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from posenc._contract import checks
+from posenc._contract.sharding import alongside
 from posenc.functional.rotary import check_queries_and_keys, turn_all
 from posenc.kernels import Rows, Turn
 from posenc.numerics.frequencies import inverse_frequencies
@@ -106,7 +107,8 @@ class MixedRoPE(nn.Module):
         assert at is not None
         wide = widest(q.device)
         # [A, (B,) 1, L, 1] times [A, H, 1, P], added up over the coordinates.
-        phi = (at.to(wide)[..., None, :, None] * self._spread(at, wide)).sum(0)
+        spread = self._spread(at, wide)
+        phi = (alongside(spread, at.to(wide))[..., None, :, None] * spread).sum(0)
         cos, sin = of_angles(phi, q.device)
         return self._turned(who, q, cos, sin), self._turned(who, k, cos, sin)
 

@@ -1,0 +1,70 @@
+"""torch.func and forward mode where a compiler or a mode stands between them and the rotation."""
+
+import warnings
+
+import pytest
+import torch
+from torch.autograd import forward_ad
+from torch.func import grad, jacfwd, jvp, linearize, vmap
+from torch.utils.flop_counter import FlopCounterMode
+
+import posenc
+from oracles import tables
+from posenc.functional import qk_norm_rope, rotary_pos_embedding
+
+ROPE, ALIBI, ONES = posenc.RoPE(8), posenc.ALiBi(2), torch.ones(8)
+COS, SIN = tables(9, 4)
+CASES = {
+    "rope": ROPE.rotate,
+    "pair": lambda x: ROPE(x, 2 * x, 3)[1],
+    "rotary": rotary_pos_embedding,
+    "norm": lambda x: qk_norm_rope(x, x, ONES, ONES, COS, SIN)[0],
+    "alibi": lambda x: ALIBI.attention(x, x, x),
+}
+
+
+@pytest.fixture(params=CASES)
+def case(request):
+    """A function of one tensor, and the tensor."""
+    torch.compiler.reset()
+    return CASES[request.param], torch.randn(1, 2, 5, 8)
+
+
+def compiled(function):
+    return torch.compile(function, backend="aot_eager")
+
+
+def test_a_tangent_passes_a_compiler(case):
+    function, x = case
+    wanted = jvp(function, (x,), (x,))[1]
+    got = compiled(lambda x: jvp(function, (x,), (x,))[1])(x)
+    torch.testing.assert_close(got, wanted)
+
+
+def test_a_tangent_passes_a_mode(case):
+    function, x = case
+    wanted = jvp(function, (x,), (x,))[1]
+    with forward_ad.dual_level(), FlopCounterMode(display=False):
+        got = forward_ad.unpack_dual(function(forward_ad.make_dual(x, x))).tangent
+    torch.testing.assert_close(got, wanted)
+    with warnings.catch_warnings():
+        # It warns of constants in what it traces.
+        warnings.simplefilter("ignore")
+        torch.testing.assert_close(linearize(function, x)[1](x), wanted)
+
+
+def test_gradients_of_each_sample_compile(case):
+    function, x = case
+    many = torch.stack((x, 2 * x, -x))
+
+    def each(x):
+        return grad(lambda x: function(x).pow(3).sum())(x)
+
+    wanted = torch.stack([each(x) for x in many])
+    torch.testing.assert_close(compiled(each)(x), wanted[0])
+    torch.testing.assert_close(compiled(vmap(each))(many), wanted)
+
+
+def test_a_compiled_jacobian_is_the_eager_one(case):
+    function, x = case
+    torch.testing.assert_close(compiled(jacfwd(function))(x), jacfwd(function)(x))
