@@ -11,6 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import posenc
 from oracles import tables
 from posenc.functional import qk_norm_rope, rotary_pos_embedding
+from posenc.kernels import norm
 
 ROPE, ALIBI, ONES = posenc.RoPE(8), posenc.ALiBi(2), torch.ones(8)
 COS, SIN = tables(9, 4)
@@ -68,3 +69,15 @@ def test_gradients_of_each_sample_compile(case):
 def test_a_compiled_jacobian_is_the_eager_one(case):
     function, x = case
     torch.testing.assert_close(compiled(jacfwd(function))(x), jacfwd(function)(x))
+
+
+def test_a_compiled_gradient_of_the_norm_is_no_op_that_cannot_be(monkeypatch):
+    """As on CUDA, where a compiler is given the op: torch.func has no rule for it."""
+    monkeypatch.setattr(norm, "_kernel", lambda x: norm.triton)
+    torch.compiler.reset()
+
+    def each(x):
+        return grad(lambda x: CASES["norm"](x).pow(3).sum())(x)
+
+    x = torch.randn(1, 2, 5, 8)
+    torch.testing.assert_close(compiled(each)(x), each(x))

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from posenc._contract.sharding import alongside, is_sharded
-from posenc._contract.tracing import is_exporting, is_plain
+from posenc._contract.tracing import in_transform, is_exporting, is_plain
 from posenc.kernels import c, reference, triton
 from posenc.kernels.ops import LIBRARY
 from posenc.kernels.sharded import shardable
@@ -60,7 +60,11 @@ def norm_rotate(
             result = _NormRotate.apply(x, weight, how)
         else:
             result = kernel.norm_rotate(x, weight, *how)
-    elif kernel is triton and torch.compiler.is_compiling() and not is_exporting():
+    elif (
+        kernel is triton
+        and torch.compiler.is_compiling()
+        and not (is_exporting() or in_transform(x))
+    ):
         result = _forward(x, weight, cos, sin, rows.positions, rows.start, *turn, *norm)
     else:
         result = reference.norm_rotate(x, weight, *how)
