@@ -11,7 +11,7 @@ from torch import Tensor
 from posenc import attention, kernels
 from posenc._contract import checks
 from posenc._contract import keys as keys_of
-from posenc._contract.tracing import PLAIN_TYPES
+from posenc._contract.sharding import is_sharded
 from posenc.functional.alibi import alibi_bias, alibi_key_bias, alibi_slopes
 from posenc.functional.conventions import alibi_model_slopes
 from posenc.nn._tables import DerivedBuffers
@@ -146,7 +146,7 @@ class ALiBi(DerivedBuffers):
         held = self._exact_slopes
         where = held.device if device is None else torch.device(device)
         # Slopes that were spread over processes have no numbers for a plain bias.
-        kept = where == held.device and type(held) in PLAIN_TYPES
+        kept = where == held.device and not is_sharded(held)
         return held if kept else self._slopes(where, widest(where))
 
     def get_bias(self, seq_len: int) -> Tensor:
