@@ -197,6 +197,14 @@ def test_what_no_rope_does_is_refused(config, text):
         configs.read({**SIZES, **config})
 
 
+def test_a_type_that_is_said_to_rotate_is_believed():
+    """Jina's embeddings are published as XLM-RoBERTa, which has learned positions."""
+    config = {**SIZES, "model_type": "xlm-roberta", "position_embedding_type": "rotary"}
+    assert configs.read({**config, "rotary_emb_base": 2e4}).base == 2e4
+    with pytest.raises(ValueError, match="nothing is rotated"):
+        configs.read({**config, "position_embedding_type": "absolute"})
+
+
 def test_what_only_looks_like_another_kind_is_read():
     assert configs.read({**SIZES, "model_type": "falcon", "alibi": False}).base == 1e4
     for kind in ("rope", "rotary", None):

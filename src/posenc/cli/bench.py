@@ -73,7 +73,7 @@ def bench(
         device = "cuda" if torch.cuda.is_available() else "cpu"
         far = [name for name in cases or () if name in CASES and CASES[name].home == "cuda"]
         if far and device == "cpu":
-            raise Refused(f"{', '.join(far)} is for CUDA, which is not here; or pass --device cpu.")
+            raise Refused(f"{', '.join(far)} is for CUDA: --device cpu runs it here all the same.")
     try:
         works = choose(
             cases or (), dtype=dtype, layout=layout, device=device, positions=positions, mode=mode

@@ -238,7 +238,7 @@ def _check_layout(shards: list[Source], model: Model, said: Any, to: Layout) -> 
         raise ValueError(checks.message("convert", rule, got, way_out))
     if not noted and model.layout and any(map(families.is_released, names)):
         rule = "the layout of the source must be given, because its names are not transformers'"
-        got, way_out = "wq and wk", "As Meta and Mistral name them they are interleaved (--layout)."
+        got, way_out = "wq and wk", "Meta's and Mistral's: layout='interleaved' (--layout)."
         raise ValueError(checks.message("convert", rule, got, way_out))
     was = noted.pop() if noted else model.layout
     if was is None and model.family is not None:

@@ -34,9 +34,10 @@ class Config:
         config, self.prefix = text_part(config)
         kind = config.get("model_type")
         self.kind = kind if isinstance(kind, str) else ""
-        if self.kind in _defaults.UNLIKE:
-            way_out = f"Here, {_defaults.UNLIKE[self.kind]}."
-            raise ValueError(self._text("model_type must rotate as RoPE does", kind, way_out))
+        why = _defaults.unlike(config)
+        if why is not None:
+            rule = "model_type must rotate as RoPE does"
+            raise ValueError(self._text(rule, kind, f"Here, {why}."))
         self.top = config
         self._refuse_others()
         self.where = ""

@@ -188,10 +188,17 @@ def speaks(config: Mapping[str, Any]) -> bool:
     return any("rope" in word or "rotary" in word for word in named)
 
 
+def unlike(config: Mapping[str, Any]) -> str | None:
+    """Why no RoPE does what this type does; one that does not rotate may still be said to."""
+    kind = config.get("model_type")
+    why = UNLIKE.get(kind) if isinstance(kind, str) else None
+    return None if why is None or (why.startswith(STILL) and speaks(config)) else why
+
+
 def instead(config: Mapping[str, Any]) -> tuple[str, Any] | None:
     """The key, and its value, that says that positions are not rotary."""
     kind, key = config.get("model_type"), _KINDS[0]
-    if isinstance(kind, str) and UNLIKE.get(kind, "").startswith(STILL) and not speaks(config):
+    if (unlike(config) or "").startswith(STILL):
         return "model_type", kind
     found = [(each, config[each]) for each in _KINDS if config.get(each)]
     if kind in ("esm", "granitemoehybrid") and not found:
