@@ -25,8 +25,24 @@ _LARGEST = sys.float_info.max
 
 
 def message(who: str, rule: str, got: object, way_out: str) -> str:
-    """Text of every error: one line for the rule, one for what to do about it."""
-    return f"{who}: {rule}, got {got}.\n  {way_out}"
+    """Text of every error: one line for the rule, one for what to do about it.
+
+    Rules and values may quote a file that a stranger wrote, so both are escaped.
+    """
+    return f"{who}: {printable(rule)}, got {printable(got)}.\n  {way_out}"
+
+
+def printable(value: object) -> str:
+    r"""``value`` as text whose control characters are escaped, so that a terminal shows them.
+
+    Examples:
+        >>> printable("\x1b[2Jgone")
+        '\\x1b[2Jgone'
+    """
+    text = str(value)
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
 def describe(value: object) -> str:

@@ -9,6 +9,7 @@ import typer
 from typer.core import TyperGroup
 
 from posenc import __version__
+from posenc._contract.checks import printable
 
 # Newer typers carry their own click, older ones use the package.
 _BAD_USAGE: Any = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
@@ -28,7 +29,7 @@ class OneLineErrors(TyperGroup):
             code = super().main(*args, **keywords)
         except (Refused, _BAD_USAGE) as wrong:
             message = wrong.format_message() if isinstance(wrong, _BAD_USAGE) else str(wrong)
-            typer.echo(f"posenc: {' '.join(message.split())}", err=True)
+            typer.echo(f"posenc: {printable(' '.join(message.split()))}", err=True)
             code = 2
         except typer.Abort:
             typer.echo("posenc: interrupted", err=True)
