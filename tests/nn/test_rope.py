@@ -8,7 +8,7 @@ from torch.autograd import gradcheck
 
 import oracles
 from assertions import assert_within_ulps, compilations
-from posenc import RoPE, axes, scaling
+from posenc import RoPE, scaling
 
 LONG = scaling.LongRoPE((1.0, 1.5, 2.0, 3.0), (2.0, 3.0, 5.0, 8.0), 16, 4.0)
 BY_LENGTH = [scaling.DynamicNTK(4.0, 16), LONG]
@@ -233,17 +233,6 @@ def test_a_length_for_each_sequence_means_each(rule, lengths):
 def test_a_length_is_checked_where_no_rule_asks_for_it_too(wrong):
     with pytest.raises((TypeError, ValueError), match="seq_len must be"):
         RoPE(8).rotate(torch.randn(1, 1, 4, 8), seq_len=wrong)
-
-
-def test_changed_arguments_are_followed():
-    x = torch.randn(1, 1, 4, 8)
-    rope = RoPE(8)
-    rope.scaling = scaling.Linear(4.0)
-    assert torch.equal(rope.rotate(x), RoPE(8, scaling=scaling.Linear(4.0)).rotate(x))
-    rope.scaling, rope.axes = None, axes.Sections((3, 1))
-    assert torch.equal(rope.rotate(x), RoPE(8, axes=axes.Sections((3, 1))).rotate(x))
-    rope.axes = None
-    assert torch.equal(rope.rotate(x), RoPE(8).rotate(x))
 
 
 @DEPENDENT

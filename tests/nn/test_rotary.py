@@ -329,30 +329,3 @@ def test_positions_are_refused_even_where_nothing_is_rotated():
         for ids in ([0, -1, 2], [0, 1, 2**33]):
             with pytest.raises(ValueError, match="positions must"):
                 module(torch.randn(0, 3, 4), torch.tensor(ids))
-
-
-def test_tables_in_float32_are_made_once_for_each_table():
-    """As a GPU is given them for half precision."""
-    rope, x = RoPE(8, 16), torch.randn(1, 1, 4, 8)
-    cos, sin = rope.cos_cached, rope.sin_cached
-    narrow = rope._in_float32(x, cos, sin)
-    assert [table.dtype for table in narrow] == [torch.float32] * 2
-    assert torch.equal(narrow[0], cos.float())
-    assert torch.equal(narrow[1], sin.float())
-    assert rope._in_float32(x, cos, sin)[0] is narrow[0]
-    part = cos[:4]
-    assert rope._in_float32(x, part, sin[:4])[0] is part
-    sin[2] = 0.25
-    assert rope._in_float32(x, cos, sin)[1][2].eq(0.25).all(), "what is written is heard"
-    other = sin.clone()
-    assert rope._in_float32(x, cos, other)[1] is not rope._in_float32(x, cos, sin)[1]
-    other.data = torch.zeros_like(sin)
-    assert not rope._in_float32(x, cos, other)[1].any()
-    with torch.inference_mode():
-        kept = sin.clone()
-    assert torch.equal(rope._in_float32(x, cos, kept)[1], sin.float())
-    rope.base = 500.0
-    rope(x, x)
-    assert rope._in_float32(x, rope.cos_cached, rope.sin_cached)[0] is not narrow[0]
-    rope.to("meta")
-    assert rope._rounded is None

@@ -1,10 +1,12 @@
 """What every module with derived tables owes its owner, whatever is done to it."""
 
 import copy
+import gc
 import io
 import pickle
 import threading
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -59,12 +61,14 @@ def test_a_cast_rounds_no_table(case):
         assert torch.equal(call(module, x), wanted)
 
 
-def test_nothing_is_saved_and_nothing_is_trained(case):
+def test_nothing_is_registered_saved_or_trained(case):
+    """What a framework finds it may refill, broadcast, cast or shard."""
     make, x = case
     module = make()
     call(module, x)
     assert module.state_dict() == {}
     assert list(module.parameters()) == []
+    assert list(module.buffers()) == []
     module.load_state_dict({})
 
 
@@ -99,9 +103,7 @@ def test_meta_and_to_empty_give_the_right_numbers(case):
     with torch.device("meta"):
         module = make()
         assert call(module, x.to("meta")).is_meta
-    assert all(buffer.is_meta for buffer in module.buffers())
     module.to_empty(device="cpu")
-    assert not any(buffer.is_meta for buffer in module.buffers())
     assert torch.equal(call(module, x), call(make(), x))
 
 
@@ -116,7 +118,6 @@ def test_loading_by_assignment_brings_a_model_off_meta(case):
         made = model()
         call(made["position"], x.to("meta"))
     made.load_state_dict(saved, assign=True)
-    assert not any(buffer.is_meta for buffer in made.buffers())
     made.to("cpu")
     assert torch.equal(call(made["position"], x), call(make(), x))
 
@@ -282,30 +283,6 @@ def test_positions_are_refused_before_they_are_moved(bad):
             call_it()
 
 
-def test_a_longer_sinusoid_is_handed_out_once_max_seq_len_is_raised():
-    pe = posenc.SinusoidalPE(16, 8)
-    pe.max_seq_len = 32
-    assert torch.equal(pe.get_encoding(32), posenc.SinusoidalPE(32, 8).get_encoding(32))
-
-
-def test_max_seq_len_may_be_raised_later():
-    rope, x = posenc.RoPE(8, 16), torch.randn(1, 1, 4, 8)
-    rope.max_seq_len = 32
-    assert torch.equal(rope.apply(x, x, 15)[0], posenc.RoPE(8, 64).apply(x, x, 15)[0])
-    assert rope.cos_cached.shape[0] == 32
-
-
-def test_max_seq_len_and_head_dim_may_change_later():
-    rope = posenc.RoPE(8, 64)
-    rope.max_seq_len = 16
-    x = torch.randn(1, 1, 2, 8)
-    for bad in ({"offset": 20}, {"position_ids": torch.tensor([3, 20])}):
-        with pytest.raises(ValueError, match="below max_seq_len=16"):
-            rope(x, x, **bad)
-    rope.head_dim, wide = 16, torch.randn(1, 1, 2, 16)
-    assert torch.equal(rope(wide, wide)[0], posenc.RoPE(16, 64)(wide, wide)[0])
-
-
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")
 def test_a_module_can_be_traced(case):
     make, x = case
@@ -381,3 +358,70 @@ def test_a_subclass_keeps_its_own_buffers_as_torch_would():
 def test_vmap_over_positions():
     rope, x, ids = posenc.RotaryPosEmbedding(), torch.randn(5, 3, 4), torch.arange(15).view(5, 3)
     assert torch.equal(torch.func.vmap(rope)(x, ids), rope(x, ids))
+
+
+def test_equal_modules_share_one_table():
+    """Eight layers take the memory of one."""
+    layers = [posenc.RoPE(128, 64) for _ in range(8)]
+    assert len({layer.cos_cached.data_ptr() for layer in layers}) == 1
+    assert posenc.RoPE(128, 64, base=5e5).cos_cached.data_ptr() != layers[0].cos_cached.data_ptr()
+    for name in ("sin_cached", "cos_cached"):
+        assert getattr(layers[0], name).shape == (64, 64)
+    kept = copy.deepcopy(layers[0])
+    assert kept.cos_cached.data_ptr() == layers[0].cos_cached.data_ptr()
+
+
+def test_tables_that_grow_are_shared_too():
+    one, other, x = posenc.RoPE(8, None), posenc.RoPE(8, None), torch.randn(1, 1, 40, 8)
+    one(x, x)
+    other(x[:, :, :3], x[:, :, :3])
+    assert one.cos_cached.data_ptr() == other.cos_cached.data_ptr()
+    assert one.cos_cached.shape == (40, 4)
+    other(x, x, 5)
+    assert torch.equal(one(x, x, 2)[0], posenc.RoPE(8, 64)(x, x, 2)[0])
+
+
+def test_a_table_goes_with_the_last_module_that_reads_it():
+    """The process must not hold memory that nobody reads."""
+    rope, growing, x = posenc.RoPE(24, 77), posenc.RotaryPosEmbedding(), torch.randn(77, 24)
+    growing(x)
+    held = [weakref.ref(rope._tables.shared._held[x.device, torch.float64])]
+    held.append(weakref.ref(growing._tables._held[x.device, torch.float64]))
+    twin = copy.deepcopy(rope)
+    del rope, growing
+    assert held[0]() is not None
+    del twin
+    gc.collect()
+    assert [each() for each in held] == [None, None]
+
+
+def test_a_table_is_for_reading():
+    for module in (posenc.RoPE(8, 16), posenc.RotaryPosEmbedding(8, 16)):
+        for name in ("cos_cached", "sin_cached"):
+            with pytest.raises(AttributeError):
+                setattr(module, name, torch.zeros(16, 4))
+    with pytest.raises(AttributeError):
+        posenc.SinusoidalPE(16, 8).encodings = None
+    with pytest.raises(AttributeError):
+        posenc.XPos(8, 16).q_cos = None
+
+
+def test_halves_on_a_gpu_read_the_same_numbers_in_float32():
+    """The kernel rounds float64 tables to float32 for them; rounding before gives the same."""
+    rope, x = posenc.RoPE(8, 16), torch.randn(1, 1, 4, 8)
+    narrow = rope._tables.shared.read(x, torch.float32)
+    assert torch.equal(narrow[0], rope.cos_cached.float())
+    assert torch.equal(narrow[1], rope.sin_cached.float())
+    assert rope._tables.shared.read(x, torch.float32)[0] is narrow[0]
+
+
+def test_a_pickle_holds_no_numbers():
+    small, large = (len(pickle.dumps(posenc.RoPE(64, n))) for n in (2, 20_000))
+    assert abs(large - small) < 16
+
+
+def test_a_float64_call_changes_no_later_one():
+    pe, x = posenc.SinusoidalPE(4096, 64), torch.randn(4096, 64)
+    before = pe(x)
+    pe(x.double())
+    assert torch.equal(pe(x), before)

@@ -72,11 +72,3 @@ def test_a_range_that_would_overflow_is_refused():
     with pytest.raises(ValueError, match="Raise scale_base to 745 or more"):
         XPos(8, 65536)
     assert XPos(8, 65536, scale_base=745.0).q_cos.isfinite().all()
-
-
-def test_changed_arguments_are_followed():
-    xpos, x = XPos(8, 64), torch.randn(1, 1, 4, 8)
-    xpos.scale_base = 64.0
-    assert torch.equal(xpos(x, x)[0], XPos(8, 64, scale_base=64.0)(x, x)[0])
-    xpos.max_seq_len = 32
-    assert torch.equal(xpos(x, x)[1], XPos(8, 32, scale_base=64.0)(x, x)[1])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -50,14 +52,17 @@ def in_capture(x: Tensor) -> bool:
     return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
-# What CUDA graphs read that nobody else may still hold; they do not say when they are gone.
-_captured: list[Tensor] = []
+# CUDA graphs read raw addresses, and never tell when they are destroyed.
+_captured: dict[int, Any] = {}
 
 
-def outlive_capture(*tensors: Tensor) -> None:
-    """Keep ``tensors`` for good if a CUDA graph is being captured, which reads where they are."""
+def keep_for_cuda_graph(owner: Any, tensors: tuple[Tensor, ...]) -> None:
+    """Keep ``tensors`` for good, and ``owner``, if a CUDA graph that reads them is being captured.
+
+    Who finds the owner again reads the same tensors, so that captures do not add up.
+    """
     if in_capture(tensors[0]):
-        _captured.extend(tensors)
+        _captured[tensors[0].data_ptr()] = owner, tensors
 
 
 def in_transform(*xs: Tensor) -> bool:

@@ -1,206 +1,180 @@
-"""Tables that a module works out, keeps, and never lets a cast round."""
+"""Tables of numbers that modules read, shared by all that describe the same ones.
+
+They are derived data, not state. Frameworks refill, broadcast, cast and shard the buffers of a
+module (transformers' ``from_pretrained`` fills them with uninitialised memory), so tables are no
+buffers: one weakly held cache for the process has them, keyed by everything that decides their
+numbers.
+"""
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Hashable
+from typing import Any, Generic, Protocol, TypeVar
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
 
-from posenc._contract.tracing import (
-    PLAIN_TYPES,
-    in_capture,
-    is_plain,
-    may_keep,
-    outlive_capture,
-)
-from posenc.numerics.frequencies import Spectrum
+from posenc._contract.tracing import in_capture, is_plain, keep_for_cuda_graph, may_keep
+from posenc.nn._module import ReadOnlyArguments
 
-# A cache that grows by itself stops here: 128 MiB of cos and sin at 128 channels. Positions past
-# it are worked out at each call; a larger capacity that was asked for is still honoured.
+# A table without a fixed length stops growing here: 128 MiB of cos and sin at 128 channels.
+# Positions past it are worked out at each call.
 GROWTH_LIMIT = 2**17
-_WRITING = threading.Lock()
+
+Numbers = tuple[Tensor, ...]
 
 
-class DerivedBuffers(nn.Module):
-    """A module whose buffers are worked out, not learned: never saved, never cast.
+class Description(Hashable, Protocol):
+    """All that decides the numbers of a table besides its length: frozen, compared by value."""
 
-    They follow the module across devices and through deepcopy and pickling. A cast (`.half()`,
-    `.to(torch.bfloat16)`) leaves them as they are, and coming off the meta device rebuilds them.
-    """
-
-    _derived: tuple[str, ...] = ()
-    _registered = True
-
-    def _derive(self, *names: str, registered: bool = True) -> None:
-        """Declare the buffers of these names, empty for now.
-
-        Those whose size depends on what was called are not registered: averaging of weights and
-        distributed training go through the buffers of two copies side by side.
-        """
-        self._derived, self._registered = names, registered
-        for name in names:
-            if registered:
-                self.register_buffer(name, None, persistent=False)
-            else:
-                setattr(self, name, None)
-
-    def _held(self) -> dict[str, Any]:
-        """Where the derived buffers are, by name."""
-        return self._buffers if self._registered else self.__dict__
-
-    def _rebuild(self, device: torch.device) -> None:
-        """Work every derived buffer out again on ``device``."""
-        raise NotImplementedError
-
-    def _load_from_state_dict(
-        self, state_dict: Mapping[str, Any], prefix: str, local_metadata: Any, *rest: Any
-    ) -> None:
-        super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
-        # Of what was made on the meta device, loading by assignment brings the saved tensors alone.
-        if local_metadata.get("assign_to_params_buffers"):
-            held = [self._held()[name] for name in self._derived]
-            if any(table is not None and table.is_meta for table in held):
-                loaded = (t.device for t in state_dict.values() if isinstance(t, Tensor))
-                self._move(next(loaded, torch.get_default_device()))
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        # What a shallow copy works out is its own.
-        self._buffers = dict(self._buffers)
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        held = {name: self._held()[name] for name in self._derived}
-        self._held().update(dict.fromkeys(held))
-        try:
-            super()._apply(fn, recurse)
-        finally:
-            self._held().update(held)
-        for table in held.values():
-            if table is None:
-                continue
-            # Only the device is followed: `fn` may round, or hand out memory nobody has written.
-            device = fn(torch.empty(0, device=table.device)).device
-            if device != table.device:
-                self._move(device)
-                break
-        return self
-
-    def _move(self, device: torch.device) -> None:
-        held = {name: self._held()[name] for name in self._derived}
-        if device.type == "mps" or any(table is None or table.is_meta for table in held.values()):
-            self._rebuild(device)
-        else:
-            self._held().update(
-                {name: table.to(device) for name, table in held.items() if table is not None}
-            )
+    def __call__(self, rows: int, device: torch.device, dtype: torch.dtype) -> Numbers:
+        """The first ``rows`` rows of every table, rounded once to ``dtype``."""
+        ...
 
 
-class TableModule(DerivedBuffers):
-    """A module with a row of numbers for each position, built once and reused.
+D = TypeVar("D", bound=Description)
 
-    With ``max_seq_len`` the tables have that many rows; without, they grow with what is asked.
+
+class _Table:
+    """The numbers of one description on one device, replaced as a whole when they grow."""
+
+    __slots__ = ("__weakref__", "numbers")
+
+    def __init__(self, numbers: Numbers) -> None:
+        self.numbers = numbers
+
+
+# Held by the modules that read them, and freed with the last of these.
+_process: WeakValueDictionary[tuple[Any, ...], _Table] = WeakValueDictionary()
+
+
+class SharedTables(Generic[D]):
+    """What one module holds of the process's tables.
 
     Args:
-        names: Buffers that hold the tables, ``[T, ...]`` each.
-        registered: Whether torch sees them as buffers.
+        description: What the tables are made of.
+        length: Their rows; None for tables that grow with what is asked.
+        dtype: The dtype of the numbers that :meth:`shown` gives.
+        device: Where the module is; torch's default device if None.
     """
 
-    max_seq_len: int | None
+    def __init__(
+        self,
+        description: D,
+        length: int | None,
+        dtype: torch.dtype,
+        device: torch.device | None = None,
+    ) -> None:
+        self.description = description
+        self.length = length
+        self.dtype = dtype
+        self.device = torch.get_default_device() if device is None else device
+        self._held: dict[tuple[torch.device, torch.dtype], _Table] = {}
+        self._prepare()
 
-    def __init__(self, *names: str, registered: bool = True) -> None:
-        super().__init__()
-        self._derive(*names, registered=registered)
-        # Which rates the tables hold; None while there are none.
-        self._spectrum: Spectrum | None = None
+    def __deepcopy__(self, memo: dict[int, Any]) -> SharedTables[D]:
+        copied: SharedTables[D] = SharedTables.__new__(SharedTables)
+        copied.__dict__.update(self.__dict__, _held=dict(self._held))
+        return copied
 
-    def _tabulate(
-        self, positions: Tensor, spectrum: Spectrum, dtype: torch.dtype
-    ) -> tuple[Tensor, ...]:
-        """Rows of every table at ``positions``, in the order of the names."""
-        raise NotImplementedError
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A pickle holds no numbers, and no device that the reader may not have.
+        return SharedTables, (self.description, self.length, self.dtype)
 
-    def _table_dtype(self, x: Tensor) -> torch.dtype:
-        """The dtype a table must have to serve ``x``; float64 serves everything."""
-        raise NotImplementedError
+    def read(self, x: Tensor, dtype: torch.dtype, rows: int | None = None) -> Numbers | None:
+        """The tables on the device of ``x``, of at least ``rows`` rows, built if need be.
 
-    def _build(
-        self, spectrum: Spectrum, rows: int, device: torch.device, dtype: torch.dtype
-    ) -> tuple[Tensor, ...]:
-        # A table born in inference mode could not serve a training step later.
-        with torch.inference_mode(False), torch.no_grad():
-            tables = self._tabulate(torch.arange(rows, device=device), spectrum, dtype)
-        # A thread that finds the same spectrum before and after reading the tables has read
-        # tables that belong together, as long as one thread writes at a time.
-        with _WRITING:
-            self._spectrum = None
-            self._held().update(zip(self._derived, tables, strict=True))
-            self._spectrum = spectrum
-        return tables
-
-    def _rebuild(self, device: torch.device) -> None:
-        held = self._held()[self._derived[0]]
-        assert held is not None
-        assert self._spectrum is not None
-        self._build(self._spectrum, held.shape[0], device, held.dtype)
-
-    def _kept(self, x: Tensor, spectrum: Spectrum, rows: int | None) -> tuple[Tensor, ...] | None:
-        """The tables, if they hold ``rows`` rows that serve ``x`` or can be made to.
-
-        None means that the caller works its rows out itself: the table would be too large to
-        keep, how many rows it needs cannot be known without waiting, or the call is traced and
-        a graph that read a growing table would be tied to the size it had.
+        None means that the caller works its rows out itself: the number of rows cannot be known
+        without waiting for a device, the table would be too large to keep, or the call is traced
+        or captured and there is no table that a graph could go on reading.
 
         Args:
-            x: The tensor to encode; decides device and precision.
-            spectrum: The rates wanted.
-            rows: Rows that have to exist; a module with ``max_seq_len`` has that many.
+            x: The tensor to encode.
+            dtype: The dtype to read; while tracing, `dtype` of the constructor serves too.
+            rows: Rows that have to exist, where the length is not fixed.
         """
-        if self.max_seq_len is not None:
-            rows = self.max_seq_len
-        elif rows is None or not may_keep(x):
+        grows = self.length is None
+        if grows and (rows is None or rows > GROWTH_LIMIT or not may_keep(x)):
             return None
-        tables = self._covering(x, spectrum, rows)
-        if tables is not None and self.max_seq_len is not None and tables[0].shape[0] > rows:
-            return tuple([table[:rows] for table in tables])
-        if tables is None and may_keep(x) and not in_capture(x):
-            held = self._held()[self._derived[0]]
-            if self.max_seq_len is None:
-                if rows > GROWTH_LIMIT:
-                    return None
-                if held is not None and spectrum == self._spectrum:
-                    length = held.shape[0]
-                    longer = min(2 * length, GROWTH_LIMIT) if length < rows else length
-                    rows = max(rows, longer)
-            tables = self._build(spectrum, rows, x.device, self._table_dtype(x))
-        return tables
-
-    def _covering(self, x: Tensor, spectrum: Spectrum, rows: int) -> tuple[Tensor, ...] | None:
-        found, tables_now = self._spectrum, self._held()
-        held_now = [tables_now[name] for name in self._derived]
-        if found is not self._spectrum or not (spectrum is found or spectrum == found):
-            return None
-        tables: list[Tensor] = []
         device = x.device
-        # A copy made in inference mode cannot be saved for a gradient.
-        recorded = torch.is_grad_enabled() and is_plain()
-        for held in held_now:
-            if held is None or held.device != device:
-                return None
-            # One made under a mode, or spread over processes, has no numbers for plain ones.
-            if type(held) not in PLAIN_TYPES and type(x) in PLAIN_TYPES:
-                return None
-            # float64 comes first: what a device would take instead costs more to ask.
-            if held.dtype is not torch.float64 and held.dtype is not self._table_dtype(x):
-                return None
-            if held.shape[0] < rows or (tables and held.shape != tables[0].shape):
-                return None
-            if recorded and held.is_inference():
-                return None
-            tables.append(held)
-        if self.max_seq_len is None:
-            # A graph would go on reading these when longer ones have taken their place.
-            outlive_capture(*tables)
-        return tuple(tables)
+        table = self._held.get((device, dtype))
+        if table is not None:
+            # One read: another thread may put longer tables in their place meanwhile.
+            numbers = table.numbers
+            if not grows or numbers[0].shape[0] >= rows:  # type: ignore[operator]
+                keep_for_cuda_graph(table, numbers)
+                return numbers
+        if not may_keep(x) or in_capture(x):
+            table = self._held.get((device, self.dtype))
+            return None if grows or table is None else table.numbers
+        self.device = device
+        return self._build(device, dtype, rows)
+
+    def shown(self) -> Numbers | None:
+        """The tables where the module is, for users to see; None if they have yet to grow."""
+        table = self._held.get((self.device, self.dtype))
+        if table is None and self.length is None:
+            return None
+        found = self._build(self.device, self.dtype, None) if table is None else table.numbers
+        return tuple([each.detach() for each in found])
+
+    def follow(self, fn: Callable[[Tensor], Tensor]) -> None:
+        """Go where ``fn``, which a module applies to its tensors, takes them."""
+        # A tensor on the meta device cannot be moved by `to`; the tables can.
+        here = "cpu" if self.device.type == "meta" else self.device
+        there = fn(torch.empty(0, device=here)).device
+        if there != self.device:
+            self.device, self._held = there, {}
+            self._prepare()
+
+    def _prepare(self) -> None:
+        # A compiler and a CUDA graph read what is there, and build nothing.
+        if self.length is not None and self.device.type != "meta" and is_plain():
+            self._build(self.device, self.dtype, None)
+
+    def _build(self, device: torch.device, dtype: torch.dtype, rows: int | None) -> Numbers:
+        key = (self.description, device, dtype, self.length)
+        table = _process.get(key)
+        if table is not None and (rows is None or table.numbers[0].shape[0] >= rows):
+            self._held[device, dtype] = table
+            return table.numbers
+        needed = self.length
+        if needed is None:
+            assert rows is not None
+            before = 0 if table is None else table.numbers[0].shape[0]
+            needed = max(rows, min(2 * before, GROWTH_LIMIT))
+        # A table born in inference mode could not serve a training step later.
+        with torch.inference_mode(False), torch.no_grad():
+            numbers = self.description(needed, device, dtype)
+            # torch.compile leaves the sizes of a plain tensor open, and fixes a parameter's.
+            numbers = tuple([nn.Parameter(each, requires_grad=False) for each in numbers])
+        if not is_plain():
+            return numbers
+        if table is None:
+            table = _process[key] = _Table(numbers)
+        table.numbers = numbers
+        self._held[device, dtype] = table
+        return numbers
+
+
+class TableModule(ReadOnlyArguments):
+    """A module that reads shared tables, wherever it is moved."""
+
+    _tables: Any
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        super()._apply(fn, recurse)
+        if self._tables is not None:
+            self._tables.follow(fn)
+        return self
+
+
+def shown_table(index: int, doc: str) -> Any:
+    """A read-only attribute: one of the tables that a module's constructor describes."""
+
+    def table(module: TableModule) -> Tensor | None:
+        shown = None if module._tables is None else module._tables.shown()
+        return None if shown is None else shown[index]
+
+    return property(table, doc=f"{doc} It is shared: do not write to it.")

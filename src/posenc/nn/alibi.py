@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,10 +12,9 @@ from torch import Tensor
 from posenc import attention, kernels
 from posenc._contract import checks
 from posenc._contract import keys as keys_of
-from posenc._contract.sharding import is_sharded
 from posenc.functional.alibi import alibi_bias, alibi_key_bias, alibi_slopes
 from posenc.functional.conventions import alibi_model_slopes
-from posenc.nn._tables import DerivedBuffers
+from posenc.nn._tables import Numbers, SharedTables, TableModule
 from posenc.numerics.tables import widest
 
 if TYPE_CHECKING:
@@ -23,7 +23,27 @@ if TYPE_CHECKING:
     from posenc.attention.mods import MaskMod, ScoreMod
 
 
-class ALiBi(DerivedBuffers):
+@dataclass(frozen=True, slots=True)
+class Slopes:
+    """The slopes of each head: those of a formula, or numbers, in one sequence or in several."""
+
+    heads: int
+    bias_max: float
+    plain: bool
+    numbers: tuple[float, ...] | tuple[tuple[float, ...], ...] | None
+
+    def __call__(self, rows: int, device: torch.device, dtype: torch.dtype) -> Numbers:
+        """The slopes; they have no rows."""
+        if self.numbers is not None:
+            exact = torch.tensor(self.numbers, dtype=torch.float64, device="cpu")
+            return (exact.to(dtype).to(device),)
+        slopes = alibi_slopes(
+            self.heads, bias_max=self.bias_max, plain=self.plain, device=device, dtype=dtype
+        )
+        return (slopes,)
+
+
+class ALiBi(TableModule):
     """Lower each attention score in proportion to the distance it spans.
 
     It holds ``H`` numbers. :meth:`attention` is the whole of it in one call; the other methods
@@ -56,8 +76,6 @@ class ALiBi(DerivedBuffers):
         Press et al., *Train Short, Test Long*, 2022.
     """
 
-    _exact_slopes: Tensor
-
     def __init__(
         self,
         num_heads: int,
@@ -69,34 +87,20 @@ class ALiBi(DerivedBuffers):
     ) -> None:
         super().__init__()
         who = type(self).__name__
-        self._num_heads = checks.integer(who, "num_heads", num_heads)
+        self.num_heads = checks.integer(who, "num_heads", num_heads)
         self.causal = checks.boolean(who, "causal", causal)
-        self._bias_max = checks.positive_float(who, "bias_max", bias_max)
-        self._plain = checks.boolean(who, "plain", plain)
-        # Numbers, not a tensor: they survive the meta device and any cast.
-        self._given = None if slopes is None else _given(who, slopes, self.num_heads)
-        self._derive("_exact_slopes")
-        self._rebuild(torch.get_default_device())
-
-    @property
-    def num_heads(self) -> int:
-        """Heads."""
-        return self._num_heads
-
-    @property
-    def bias_max(self) -> float:
-        """The last head's slope is ``2**-bias_max``."""
-        return self._bias_max
-
-    @property
-    def plain(self) -> bool:
-        """Whether slopes are ``2**(-bias_max * h / H)`` for every ``H``."""
-        return self._plain
+        self.bias_max = checks.positive_float(who, "bias_max", bias_max)
+        self.plain = checks.boolean(who, "plain", plain)
+        numbers = None if slopes is None else _as_numbers(who, slopes, self.num_heads)
+        table = Slopes(self.num_heads, self.bias_max, self.plain, numbers)
+        self._tables: SharedTables[Slopes] = SharedTables(
+            table, 1, widest(torch.get_default_device())
+        )
 
     @property
     def slopes(self) -> Tensor:
         """For the kernels of others, in float32; the bias itself is made of exact ones."""
-        return self._exact(None).to(torch.float32, copy=True)
+        return self._exact(self._tables.device).to(torch.float32, copy=True)
 
     @classmethod
     def like(
@@ -125,29 +129,17 @@ class ALiBi(DerivedBuffers):
             rule = f"heads must be at least one of the {self.num_heads} there are"
             got, way_out = f"{first} up to {last}", "Give the first, and one past the last."
             raise ValueError(checks.message(who, rule, got, way_out))
-        slopes = self._slopes(torch.device("cpu"), torch.float64)[..., first:last]
-        return type(self)(last - first, causal=self.causal, slopes=slopes).to(
-            self._exact_slopes.device
-        )
-
-    def _rebuild(self, device: torch.device) -> None:
-        with torch.inference_mode(False):
-            self._exact_slopes = self._slopes(device, widest(device))
-
-    def _slopes(self, device: torch.device, dtype: torch.dtype) -> Tensor:
-        if self._given is not None:
-            exact = torch.tensor(self._given, dtype=torch.float64, device="cpu")
-            return exact.to(dtype).to(device)
-        return alibi_slopes(
-            self.num_heads, bias_max=self.bias_max, plain=self.plain, device=device, dtype=dtype
-        )
+        slopes = self._exact("cpu")[..., first:last]
+        part = type(self)(last - first, causal=self.causal, slopes=slopes)
+        part._tables.device = self._tables.device
+        return part
 
     def _exact(self, device: torch.device | str | None) -> Tensor:
-        held = self._exact_slopes
-        where = held.device if device is None else torch.device(device)
-        # Slopes that were spread over processes have no numbers for a plain bias.
-        kept = where == held.device and not is_sharded(held)
-        return held if kept else self._slopes(where, widest(where))
+        where = self._tables.device if device is None else torch.device(device)
+        wide = widest(where)
+        kept: Numbers | None = self._tables.read(torch.empty(0, device=where), wide)
+        (slopes,) = self._tables.description(1, where, wide) if kept is None else kept
+        return slopes
 
     def get_bias(self, seq_len: int) -> Tensor:
         """Bias for ``seq_len`` queries and keys, float32 of shape ``(H, L, L)``."""
@@ -233,7 +225,7 @@ class ALiBi(DerivedBuffers):
             causal=self.causal,
             offset=offset,
             documents=documents,
-            device=self._exact_slopes.device,
+            device=self._tables.device,
             base=base,
         )
 
@@ -348,18 +340,12 @@ class ALiBi(DerivedBuffers):
         bias = alibi_bias(slopes, queries, keys, causal=self.causal, dtype=wide)
         return kernels.add(scores, bias)
 
-    def extra_repr(self) -> str:
-        """Shown by ``print(module)``."""
-        if self._given is not None:
-            return f"num_heads={self.num_heads}, causal={self.causal}, slopes=..."
-        return (
-            f"num_heads={self.num_heads}, causal={self.causal}, bias_max={self.bias_max}, "
-            f"plain={self.plain}"
-        )
+    def _given(self) -> dict[str, Any]:
+        return {**super()._given(), "slopes": self._tables.description.numbers}
 
 
-def _given(who: str, slopes: Any, heads: int) -> list[Any]:
-    """Slopes of the caller's as numbers, ``[H]`` or ``[B][H]``."""
+def _as_numbers(who: str, slopes: Any, heads: int) -> Any:
+    """Slopes of the caller's as numbers, ``(H,)`` or ``(B, H)``."""
     if isinstance(slopes, Tensor) and slopes.requires_grad:
         rule = "slopes must not require a gradient, because their numbers are kept"
         way_out = "Those that learn go to posenc.attention.alibi_attention(q, k, v, slopes)."
@@ -378,4 +364,4 @@ def _given(who: str, slopes: Any, heads: int) -> list[Any]:
         rule = "slopes must be finite and not below zero"
         way_out = "A slope lowers far keys; zero leaves a head without distance."
         raise ValueError(checks.message(who, rule, found.tolist(), way_out))
-    return found.tolist()
+    return tuple(map(tuple, found.tolist())) if found.dim() == 2 else tuple(found.tolist())

@@ -8,9 +8,10 @@ from torch import Tensor, nn
 from posenc import kernels
 from posenc._contract import checks
 from posenc._contract.sharding import alongside
+from posenc.nn._module import ReadOnlyArguments
 
 
-class LearnedPosEmbedding(nn.Module):
+class LearnedPosEmbedding(ReadOnlyArguments):
     """Add a trained vector for each position to embeddings ``(L, D)`` or ``(N, L, D)``.
 
     The table is ``self.pos_emb``, a :class:`torch.nn.Embedding`, which is learned and saved. The
@@ -62,7 +63,3 @@ class LearnedPosEmbedding(nn.Module):
             at = checks.position_ids(who, position_ids, x.shape, device, "max_len", limit)
             checks.extent(who, at, "max_len", limit)
         return kernels.add(x, self.pos_emb(alongside(self.pos_emb.weight, at)))
-
-    def extra_repr(self) -> str:
-        """Shown by ``print(module)``."""
-        return f"max_len={self.max_len}, embed_dim={self.embed_dim}"

@@ -9,11 +9,12 @@ from posenc._contract import checks
 from posenc._contract.sharding import alongside
 from posenc.functional.rotary import check_queries_and_keys, turn_all
 from posenc.kernels import Rows, Turn
+from posenc.nn._module import ReadOnlyArguments
 from posenc.numerics.frequencies import inverse_frequencies
 from posenc.numerics.tables import of_angles, widest
 
 
-class MixedRoPE(nn.Module):
+class MixedRoPE(ReadOnlyArguments):
     r"""Rotate queries and keys by learned mixtures of their coordinates.
 
     .. math:: \phi_{h,i} = \sum_a p_a f_{a,h,i}
@@ -129,10 +130,3 @@ class MixedRoPE(nn.Module):
         rows = x.flatten(0, 1).unsqueeze(1)
         cos, sin = (table.expand(x.shape[0], -1, -1, -1).flatten(0, 1) for table in (cos, sin))
         return turn_all(who, "cos", [rows], cos, sin, Rows(), turn)[0].view(x.shape)
-
-    def extra_repr(self) -> str:
-        """Shown by ``print(module)``."""
-        return (
-            f"head_dim={self.head_dim}, num_heads={self.num_heads}, "
-            f"coordinates={self.coordinates}, base={self.base:g}, interleaved={self.interleaved}"
-        )

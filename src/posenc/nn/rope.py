@@ -11,16 +11,19 @@ from torch import Tensor
 
 from posenc._contract import checks
 from posenc.functional.rotary import check_queries_and_keys, turn_all
-from posenc.kernels import RowOutOfRange, Rows, rotate_plain
-from posenc.nn._rope import RopeTables, leading
+from posenc.kernels import Rows, Turn
+from posenc.nn._rope import RopeTables, for_sequences
+from posenc.nn._tables import TableModule, shown_table
 from posenc.numerics import configs
 from posenc.numerics.axes import Axes
 from posenc.numerics.frequencies import scaled_rates
 from posenc.numerics.scaling import Rule
 from posenc.numerics.tables import of_angles
 
+_NO_RULE = "Pass posenc.scaling.Linear(2.0), say; RoPE.from_config takes a config's dict."
 
-class RoPE(RopeTables):
+
+class RoPE(TableModule):
     """Rotate queries and keys of ``(B, H, L, D)``, with tables precomputed at construction.
 
     Args:
@@ -47,6 +50,11 @@ class RoPE(RopeTables):
         Su et al., *RoFormer*, 2021.
     """
 
+    cos_cached = shown_table(
+        0, "Cosines ``(max_seq_len, P)``, float64; as far as they grew if None."
+    )
+    sin_cached = shown_table(1, "Sines, as ``cos_cached``.")
+
     def __init__(
         self,
         head_dim: int,
@@ -60,17 +68,33 @@ class RoPE(RopeTables):
         scaling: Rule | None = None,
         axes: Axes | None = None,
     ) -> None:
-        super().__init__(
-            head_dim=head_dim,
-            max_seq_len=max_seq_len,
-            base=base,
-            interleaved=interleaved,
-            interleaved_out=interleaved_out,
-            rotary_dim=rotary_dim,
-            last=last,
-            scaling=scaling,
-            axes=axes,
-        )
+        super().__init__()
+        who = type(self).__name__
+        self.head_dim = checks.even(who, "head_dim", head_dim)
+        if max_seq_len is not None:
+            max_seq_len = checks.integer(who, "max_seq_len", max_seq_len)
+        self.max_seq_len = max_seq_len
+        self.base = checks.positive_float(who, "base", base)
+        self.interleaved = checks.boolean(who, "interleaved", interleaved)
+        if interleaved_out is not None:
+            checks.boolean(who, "interleaved_out", interleaved_out)
+        self.interleaved_out = interleaved_out
+        if rotary_dim is not None:
+            rotary_dim = checks.even(who, "rotary_dim", rotary_dim)
+        if rotary_dim is not None and rotary_dim > self.head_dim:
+            rule = f"rotary_dim must be at most head_dim={self.head_dim}"
+            way_out = "Pass None to rotate all of a head."
+            raise ValueError(checks.message(who, rule, rotary_dim, way_out))
+        self.rotary_dim = rotary_dim
+        self.last = checks.boolean(who, "last", last)
+        self.scaling = checks.instance(who, "scaling", scaling, Rule, _NO_RULE)
+        self.axes = checks.instance(who, "axes", axes, Axes, "Pass axes.Axial(2), say.")
+        width = self.head_dim if rotary_dim is None else rotary_dim
+        if axes is not None:
+            axes.check(who, width)
+        out = interleaved if interleaved_out is None else interleaved_out
+        self._turn = Turn(interleaved, out, self.head_dim - width if last else 0)
+        self._tables = RopeTables(width, self.base, scaling, axes, max_seq_len)
 
     @classmethod
     def from_config(
@@ -113,11 +137,13 @@ class RoPE(RopeTables):
 
     def inv_freq(self, seq_len: int | None = None) -> Tensor:
         """Rates that pairs turn by in a sequence of this length, float64 ``[P]``, radians."""
-        return scaled_rates(self._at(self._length("RoPE.inv_freq", None, seq_len))).clone()
+        length = self._tables.length("RoPE.inv_freq", None, seq_len)
+        return scaled_rates(self._tables.spectrum(length)).clone()
 
     def attention_factor(self, seq_len: int | None = None) -> float:
         """What cosines and sines are multiplied with in a sequence of this length."""
-        return float(self._at(self._length("RoPE.attention_factor", None, seq_len)).gain())
+        length = self._tables.length("RoPE.attention_factor", None, seq_len)
+        return float(self._tables.spectrum(length).gain())
 
     @overload
     def apply(self, q: Callable[[torch.nn.Module], None]) -> RoPE: ...
@@ -168,28 +194,23 @@ class RoPE(RopeTables):
         Returns:
             New tensors with the shapes and dtypes of ``q`` and ``k``.
         """
-        key = self._key(q, k, offset, position_ids) if seq_len is None else None
-        if key is not None:
-            known = self._again(key, self._checked, q, k, offset, position_ids)
-            if known is not None:
-                try:
-                    a, b = rotate_plain([q, k], *known)
-                    return a, b
-                except RowOutOfRange:
-                    # Worked out, or refused, below.
-                    pass
-        who, turn = type(self).__name__, self._turn()
+        who = type(self).__name__
         self._check(who, "q", q)
         if k is None:
             rule, way_out = "k must be a torch.Tensor", f"{who}.rotate takes one tensor alone."
             raise TypeError(checks.message(who, rule, k, way_out))
         self._check(who, "k", k)
         check_queries_and_keys(who, q, k)
-        taken = self._tables_for(who, leading(q, k), offset, position_ids, seq_len)
-        a, b = turn_all(who, "max_seq_len", [q, k], *taken, turn)
-        if key is not None:
-            self._remember(key, q, k, offset, position_ids, taken)
+        cos, sin, rows = self._tables.for_call(who, [q, k], offset, position_ids, seq_len)
+        a, b = turn_all(who, "max_seq_len", [q, k], cos, sin, rows, self._turn)
         return a, b
+
+    def _check(self, who: str, name: str, x: Tensor) -> None:
+        checks.float_tensor(who, name, x)
+        if x.dim() != 4 or x.shape[3] != self.head_dim:
+            checks.rank(who, name, x, (4,), "(B, H, L, D)")
+            way_out = "Build RoPE with that head_dim."
+            checks.equal(who, f"head_dim of {name}", x.shape[3], self.head_dim, way_out)
 
     def rotate(
         self,
@@ -202,8 +223,8 @@ class RoPE(RopeTables):
         """Rotate one tensor ``(B, H, L, D)``; arguments as :meth:`forward`."""
         who = f"{type(self).__name__}.rotate"
         self._check(who, "x", x)
-        cos, sin, rows = self._tables_for(who, x, offset, position_ids, seq_len)
-        return turn_all(who, "max_seq_len", [x], cos, sin, rows, self._turn())[0]
+        cos, sin, rows = self._tables.for_call(who, [x], offset, position_ids, seq_len)
+        return turn_all(who, "max_seq_len", [x], cos, sin, rows, self._turn)[0]
 
     def unrotate(
         self,
@@ -222,8 +243,9 @@ class RoPE(RopeTables):
         """
         who = f"{type(self).__name__}.unrotate"
         self._check(who, "x", x)
-        cos, sin, rows = self._tables_for(who, x, offset, position_ids, seq_len, inverse=True)
-        return turn_all(who, "max_seq_len", [x], cos, sin, rows, self._turn().back())[0]
+        taken = self._tables.for_call(who, [x], offset, position_ids, seq_len, inverse=True)
+        cos, sin, rows = taken
+        return turn_all(who, "max_seq_len", [x], cos, sin, rows, self._turn.back())[0]
 
     def rerotate(
         self,
@@ -262,13 +284,14 @@ class RoPE(RopeTables):
         """
         who = f"{type(self).__name__}.rerotate"
         self._check(who, "k", k)
-        target = self._coordinates(who, "to_positions", k, to_positions)
-        origin = self._coordinates(who, "from_positions", k, from_positions)
-        new = self._length(who, k, self._span(target, to_seq_len))
-        old = self._length(who, k, self._span(origin, from_seq_len))
-        phi, gain = self._angles_and_gain(target, new)
-        before, old_gain = self._angles_and_gain(origin, old)
-        return self._turned_by(who, k, phi - before, gain / old_gain, Rows())
+        rope = self._tables
+        target = rope.coordinates(who, "to_positions", k, to_positions)
+        origin = rope.coordinates(who, "from_positions", k, from_positions)
+        new = rope.length(who, k, rope.span(target, to_seq_len))
+        old = rope.length(who, k, rope.span(origin, from_seq_len))
+        phi, gain = rope.angles_and_gain(target, new)
+        before, old_gain = rope.angles_and_gain(origin, old)
+        return self._rotate_again(who, k, phi - before, gain / old_gain, Rows())
 
     def shift(self, k: Tensor, by: int | Tensor, *, seq_len: int | Tensor | None = None) -> Tensor:
         """Move rotated keys by a number of positions, back if it is negative.
@@ -290,15 +313,25 @@ class RoPE(RopeTables):
         else:
             by = checks.integer(who, "by", by, least=-checks.FARTHEST)
             at = torch.full((1,), by, device=k.device)
-        if seq_len is None and self._asks():
+        if seq_len is None and self._tables.trained is not None:
             rule = f"seq_len must be given, because {type(self.scaling).__name__} depends on it"
             raise ValueError(
                 checks.message(who, rule, None, "Pass the length they were rotated at.")
             )
         # One row serves every token of a sequence.
-        phi, _ = self._angles_and_gain(self._spread(at[:, None]), self._length(who, k, seq_len))
+        length = self._tables.length(who, k, seq_len)
+        phi, _ = self._tables.angles_and_gain(self._tables.spread(at[:, None]), length)
         first = torch.zeros((1, k.shape[2]), dtype=torch.int64, device=k.device)
-        return self._turned_by(who, k, phi, 1.0, Rows(0, first))
+        return self._rotate_again(who, k, phi, 1.0, Rows(0, first))
+
+    def _rotate_again(
+        self, who: str, k: Tensor, phi: Tensor, gain: float | Tensor, rows: Rows
+    ) -> Tensor:
+        # Keys that were rotated before are in the layout of the output.
+        out = self._turn.interleaved_out
+        turn = Turn(out, out, self._turn.column)
+        tables = for_sequences(phi, k.device, gain)
+        return turn_all(who, "max_seq_len", [k], *tables, rows, turn)[0]
 
     def tables(
         self, position_ids: Tensor, *, seq_len: int | Tensor | None = None
@@ -327,24 +360,5 @@ class RoPE(RopeTables):
             position_ids.shape[-2:] if position_ids.dim() > 1 else (1, *position_ids.shape)
         )
         like = torch.empty((*batch, 1, length, 0), device=position_ids.device)
-        phi, gain = self._own_angles(who, like, position_ids, seq_len)
+        phi, gain = self._tables.own_angles(who, like, position_ids, seq_len)
         return of_angles(phi, position_ids.device, gain)
-
-    def extra_repr(self) -> str:
-        """Shown by ``print(module)``."""
-        shown = (
-            f"head_dim={self.head_dim}, max_seq_len={self.max_seq_len}, base={self.base:g}, "
-            f"interleaved={self.interleaved}"
-        )
-        defaults = {
-            "interleaved_out": None,
-            "rotary_dim": None,
-            "last": False,
-            "scaling": None,
-            "axes": None,
-        }
-        for name, usual in defaults.items():
-            value = getattr(self, name)
-            if value != usual:
-                shown += f", {name}={value}"
-        return shown

@@ -1,122 +1,78 @@
-"""Rotary position embedding (RoPE) as modules that keep their cosines and sines."""
+"""Rotary position embedding (RoPE) of one tensor, with shared tables of cosines and sines."""
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from posenc._contract import checks
-from posenc._contract.tracing import in_capture, is_plain, outlive_capture
+from posenc._contract.tracing import may_keep
 from posenc.functional.rotary import check_rotary_input, rows_of, turn_one
 from posenc.kernels import Rows, Turn
-from posenc.nn._tables import TableModule
+from posenc.nn._tables import Numbers, SharedTables, TableModule, shown_table
 from posenc.numerics.frequencies import Spectrum
 from posenc.numerics.tables import cos_sin, widest
 
 
-class RotaryTables(TableModule):
-    """Cosines and sines ``[T, P]``, in float64 buffers that no cast rounds and no checkpoint holds.
+@dataclass(frozen=True, slots=True)
+class RotaryTable:
+    """Cosines and sines ``[T, P]`` of a spectrum."""
 
-    The kernel rounds them as it reads them: one table serves every dtype. For half precision a GPU
-    is given float32 ones, which are the same numbers in half the bytes.
-    """
+    spectrum: Spectrum
 
-    cos_cached: Tensor | None
-    sin_cached: Tensor | None
-    # Both tables in float32, after those they were made from and what tells that they changed.
-    _rounded: tuple[Tensor, Tensor, Any, Tensor, Tensor] | None = None
+    def __call__(self, rows: int, device: torch.device, dtype: torch.dtype) -> Numbers:
+        """The first ``rows`` rows."""
+        cos, sin = self.at(torch.arange(rows, device=device))
+        return cos.to(dtype), sin.to(dtype)
 
-    def __init__(self, *, registered: bool = True) -> None:
-        super().__init__("cos_cached", "sin_cached", registered=registered)
-
-    def _tabulate(
-        self, positions: Tensor, spectrum: Spectrum, dtype: torch.dtype
-    ) -> tuple[Tensor, ...]:
-        if spectrum.axes is not None:
+    def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """The rows of these positions, in the widest dtype of their device."""
+        axes = self.spectrum.axes
+        if axes is not None:
             # A row stands for a token whose coordinates are all the same.
-            positions = positions.expand(spectrum.axes.count(), *positions.shape)
-        return cos_sin(positions, spectrum)
+            positions = positions.expand(axes.count(), *positions.shape)
+        return cos_sin(positions, self.spectrum)
 
-    def _table_dtype(self, x: Tensor) -> torch.dtype:
-        return widest(x.device)
 
-    def _cos_sin(
-        self, who: str, x: Tensor, spectrum: Spectrum, rows: Rows, need: int | None
-    ) -> tuple[Tensor, Tensor, Rows]:
-        """Tables, and the rows in them: of the kept ones, or worked out for this call."""
-        limit = self.max_seq_len
-        if (
-            limit is not None
-            and rows.positions is not None
-            and self._covering(x, spectrum, limit) is None
-        ):
-            # A table that has to be rebuilt must not be when the call is refused afterwards.
-            at = rows.numbers(x.shape[-2], x.device)
-            checks.extent(who, at, "max_seq_len", limit)
-        kept = self._kept(x, spectrum, need)
-        if kept is not None:
-            cos, sin = kept
-            return *self._as_read(x, cos, sin, need), rows
+def rotary_rows(
+    tables: SharedTables[RotaryTable], xs: list[Tensor], rows: Rows, need: int | None
+) -> tuple[Tensor, Tensor, Rows]:
+    """Cosines, sines, and the rows that ``xs`` take of them.
+
+    Args:
+        tables: Where to find them.
+        xs: What is rotated.
+        rows: The rows in tables that start at position zero.
+        need: How many rows that is, if known.
+    """
+    x = xs[0] if xs[0].element_size() >= xs[-1].element_size() else xs[-1]
+    # The kernel rounds float64 tables as it reads them. For half precision a GPU is given float32
+    # ones, which are the same numbers there in half the bytes.
+    narrow = x.is_cuda and x.element_size() == 2
+    kept = tables.read(x, torch.float32 if narrow else widest(x.device), need)
+    if kept is None:
         at = rows.numbers(x.shape[-2], x.device)
-        cos, sin = self._tabulate(at[0] if at.shape[0] == 1 else at, spectrum, widest(x.device))
+        cos, sin = tables.description.at(at[0] if at.shape[0] == 1 else at)
         return cos, sin, Rows()
-
-    def _as_read(
-        self, x: Tensor, cos: Tensor, sin: Tensor, need: int | None
-    ) -> tuple[Tensor, Tensor]:
-        """Kept tables as the kernel for ``x`` takes them."""
-        if x.is_cuda and x.element_size() == 2:
-            cos, sin = self._in_float32(x, cos, sin)
-        recorded = x.requires_grad and torch.is_grad_enabled()
-        if recorded and self.max_seq_len is None and need is not None:
-            # What a checkpoint saves must look the same when it is worked out again, and the
-            # table may have grown by then.
-            cos, sin = cos[:need], sin[:need]
-        return cos, sin
-
-    def _in_float32(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        # A call that is traced reads what is there, and so does one that takes part of the table,
-        # or that a table learns from.
-        whole = cos is self.cos_cached
-        if not whole or not is_plain(x) or cos.requires_grad or sin.requires_grad:
-            return cos, sin
-        # What is written to a table is counted, except to one of inference mode.
-        state = [(t.data_ptr(), None if t.is_inference() else t._version) for t in (cos, sin)]
-        found = self._rounded
-        if found is None or found[0] is not cos or found[1] is not sin or found[2] != state:
-            if in_capture(x):
-                return cos, sin
-            # A table born in inference mode could not serve a training step later.
-            with torch.inference_mode(False), torch.no_grad():
-                found = self._rounded = cos, sin, state, cos.float(), sin.float()
-        outlive_capture(*found[3:])
-        return found[3:]
-
-    def __getstate__(self) -> dict[str, Any]:
-        # A copy makes its own.
-        return {**self.__dict__, "_rounded": None}
-
-    def _build(self, *arguments: Any) -> tuple[Tensor, ...]:
-        self._rounded = None
-        return super()._build(*arguments)
-
-    def _move(self, device: torch.device) -> None:
-        self._rounded = None
-        super()._move(device)
+    cos, sin = kept
+    if tables.length is None and torch.is_grad_enabled() and any(x.requires_grad for x in xs):
+        # Activation checkpointing compares the shapes of what it saves with those of a second
+        # call, and the table may have grown by then.
+        cos, sin = cos[:need], sin[:need]
+    return cos, sin, rows
 
 
-class RotaryPosEmbedding(RotaryTables):
+class RotaryPosEmbedding(TableModule):
     """Rotate ``(..., L, D)`` by position, keeping cosines and sines between calls.
 
     The tables are reused while they cover the positions asked for, and rebuilt when the length
     grows, or the device or the embedding dimension changes. Growth doubles, so decoding token by
     token rebuilds only now and then. With ``max_seq_len`` they are built at that capacity and
     every call is held to it. Give both sizes under ``torch.compile``, where a table that is not
-    there yet, or may grow, is worked out in the graph instead; and under DistributedDataParallel
-    and torch's AveragedModel, where every copy must hold tables of one size. Without
-    ``max_seq_len``, positions past 131 072 are worked out at each call and not kept.
+    there yet, or may grow, is worked out in the graph instead. Without ``max_seq_len``, positions
+    past 131 072 are worked out at each call and not kept.
 
     Args:
         embed_dim: Fixed, even ``D``; inferred from each input if None.
@@ -137,6 +93,9 @@ class RotaryPosEmbedding(RotaryTables):
         Su et al., *RoFormer*, 2021.
     """
 
+    cos_cached = shown_table(0, "Cosines ``(T, D / 2)``, float64; None until they are needed.")
+    sin_cached = shown_table(1, "Sines, as ``cos_cached``.")
+
     def __init__(
         self,
         embed_dim: int | None = None,
@@ -155,9 +114,12 @@ class RotaryPosEmbedding(RotaryTables):
         self.max_seq_len = max_seq_len
         self.interleaved = checks.boolean(who, "interleaved", interleaved)
         self.base = checks.positive_float(who, "base", base)
-        if embed_dim is not None and max_seq_len is not None:
-            device = torch.get_default_device()
-            self._build(Spectrum(embed_dim, self.base), max_seq_len, device, widest(device))
+        self._tables = None if embed_dim is None else self._of_width(embed_dim, None)
+
+    def _of_width(self, width: int, device: torch.device | None) -> SharedTables[RotaryTable]:
+        device = torch.get_default_device() if device is None else device
+        table = RotaryTable(Spectrum(width, self.base))
+        return SharedTables(table, self.max_seq_len, widest(device), device)
 
     def forward(self, input_: Tensor, position_ids: Tensor | None = None) -> Tensor:
         """Rotate ``input_``.
@@ -181,14 +143,14 @@ class RotaryPosEmbedding(RotaryTables):
             checks.sequence(who, 0, length, "max_seq_len", self.max_seq_len)
         elif self.max_seq_len is None:
             need = checks.extent(who, rows.positions)
-        spectrum = Spectrum(width, self.base)
-        cos, sin, rows = self._cos_sin(who, input_, spectrum, rows, need)
+        tables = self._tables
+        if tables is None or tables.description.spectrum.dim != width:
+            if rows.positions is not None:
+                # A call that is refused leaves the tables that were there.
+                checks.extent(who, rows.positions, "max_seq_len", self.max_seq_len)
+            tables = self._of_width(width, input_.device)
+            if may_keep(input_):
+                self._tables = tables
+        cos, sin, rows = rotary_rows(tables, [input_], rows, need)
         turn = Turn(self.interleaved, self.interleaved)
         return turn_one(who, "max_seq_len", input_, cos, sin, rows, turn)
-
-    def extra_repr(self) -> str:
-        """Shown by ``print(module)``."""
-        return (
-            f"embed_dim={self.embed_dim}, max_seq_len={self.max_seq_len}, "
-            f"interleaved={self.interleaved}, base={self.base:g}"
-        )

@@ -2,50 +2,49 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from posenc import kernels
 from posenc._contract import checks
-from posenc._contract.tracing import is_plain
-from posenc.nn._tables import TableModule
+from posenc._contract.tracing import is_plain, may_keep
+from posenc.nn._tables import Numbers, SharedTables, TableModule, shown_table
 from posenc.numerics.frequencies import Spectrum
 from posenc.numerics.tables import sinusoid
 
 
-class _SinusoidTable(TableModule):
-    """A table ``[T, D]`` in a buffer that no cast rounds and no checkpoint holds."""
+@dataclass(frozen=True, slots=True)
+class SinusoidTable:
+    """The encodings ``[T, D]`` of a spectrum."""
 
-    encodings: Tensor | None
+    spectrum: Spectrum
 
-    def __init__(self, *, registered: bool = True) -> None:
-        super().__init__("encodings", registered=registered)
-
-    def _tabulate(
-        self, positions: Tensor, spectrum: Spectrum, dtype: torch.dtype
-    ) -> tuple[Tensor, ...]:
-        return (sinusoid(positions, spectrum, dtype),)
-
-    def _table_dtype(self, x: Tensor) -> torch.dtype:
-        return torch.promote_types(x.dtype, torch.float32)
-
-    def _add(self, x: Tensor, spectrum: Spectrum, start: int, ids: Tensor | None = None) -> Tensor:
-        if ids is not None:
-            kept = None
-            if self.max_seq_len is not None and is_plain(x, ids):
-                kept = self._kept(x, spectrum, None)
-            # A table that grows may be short, and they far apart.
-            rows = sinusoid(ids, spectrum, self._table_dtype(x)) if kept is None else kept[0][ids]
-            return kernels.add(x, rows)
-        end = start + x.shape[-2]
-        kept = self._kept(x, spectrum, end)
-        if kept is not None:
-            return kernels.add(x, kept[0][start:end])
-        at = torch.arange(start, end, device=x.device)
-        return kernels.add(x, sinusoid(at, spectrum, self._table_dtype(x)))
+    def __call__(self, rows: int, device: torch.device, dtype: torch.dtype) -> Numbers:
+        """The first ``rows`` rows."""
+        return (sinusoid(torch.arange(rows, device=device), self.spectrum, dtype),)
 
 
-class SinusoidalPosEmbedding(_SinusoidTable):
+def _encoded(
+    tables: SharedTables[SinusoidTable], x: Tensor, start: int, ids: Tensor | None = None
+) -> Tensor:
+    """``x`` plus the encodings of its positions: from ``start`` on, or ``ids``."""
+    spectrum, dtype = tables.description.spectrum, torch.promote_types(x.dtype, torch.float32)
+    if ids is not None:
+        # A table that grows may be short, and they far apart.
+        read = tables.length is not None and is_plain(x, ids)
+        kept = tables.read(x, dtype) if read else None
+        return kernels.add(x, sinusoid(ids, spectrum, dtype) if kept is None else kept[0][ids])
+    end = start + x.shape[-2]
+    kept = tables.read(x, dtype, end)
+    if kept is not None:
+        return kernels.add(x, kept[0][start:end])
+    at = torch.arange(start, end, device=x.device)
+    return kernels.add(x, sinusoid(at, spectrum, dtype))
+
+
+class SinusoidalPosEmbedding(TableModule):
     """Add the sinusoidal encoding to embeddings ``(L, D)`` or ``(N, L, D)``.
 
     The sum keeps the input's dtype and is within one ulp at the magnitude of the larger term.
@@ -65,6 +64,8 @@ class SinusoidalPosEmbedding(_SinusoidTable):
         Vaswani et al., *Attention Is All You Need*, 2017, section 3.5.
     """
 
+    encodings = shown_table(0, "The table ``(T, D)``, float32; None until it is needed.")
+
     def __init__(
         self,
         seq_len: int | None = None,
@@ -73,11 +74,11 @@ class SinusoidalPosEmbedding(_SinusoidTable):
         base: float = 10_000.0,
     ) -> None:
         who = type(self).__name__
-        super().__init__(registered=False)
-        self.max_seq_len = None
+        super().__init__()
         self.seq_len = None if seq_len is None else checks.integer(who, "seq_len", seq_len)
         self.embed_dim = None if embed_dim is None else checks.integer(who, "embed_dim", embed_dim)
         self.base = checks.positive_float(who, "base", base)
+        self._tables: SharedTables[SinusoidTable] | None = None
 
     def forward(
         self, input_: Tensor, *, offset: int = 0, position_ids: Tensor | None = None
@@ -103,14 +104,16 @@ class SinusoidalPosEmbedding(_SinusoidTable):
         width = checks.integer(who, "the last dimension of input_", width)
         checks.sequence(who, start, length)
         ids = _ids(who, input_, offset, position_ids, None)
-        return self._add(input_, Spectrum(width, self.base), start, ids)
+        tables = self._tables
+        if tables is None or tables.description.spectrum.dim != width:
+            table = SinusoidTable(Spectrum(width, self.base))
+            tables = SharedTables(table, None, torch.float32, input_.device)
+            if may_keep(input_):
+                self._tables = tables
+        return _encoded(tables, input_, start, ids)
 
-    def extra_repr(self) -> str:
-        """Shown by ``print(module)``."""
-        return f"seq_len={self.seq_len}, embed_dim={self.embed_dim}, base={self.base:g}"
 
-
-class SinusoidalPE(_SinusoidTable):
+class SinusoidalPE(TableModule):
     """Sinusoidal encoding with a table of ``max_seq_len`` positions, built at construction.
 
     Args:
@@ -129,7 +132,7 @@ class SinusoidalPE(_SinusoidTable):
         Vaswani et al., *Attention Is All You Need*, 2017, section 3.5.
     """
 
-    max_seq_len: int
+    encodings = shown_table(0, "The table ``(max_seq_len, embed_dim)``, float32.")
 
     def __init__(self, max_seq_len: int, embed_dim: int, *, base: float = 10_000.0) -> None:
         who = type(self).__name__
@@ -138,8 +141,8 @@ class SinusoidalPE(_SinusoidTable):
         self.max_seq_len = max_seq_len
         self.embed_dim = checks.integer(who, "embed_dim", embed_dim)
         self.base = checks.positive_float(who, "base", base)
-        spectrum = Spectrum(self.embed_dim, self.base)
-        self._build(spectrum, max_seq_len, torch.get_default_device(), torch.float32)
+        table = SinusoidTable(Spectrum(self.embed_dim, self.base))
+        self._tables = SharedTables(table, max_seq_len, torch.float32)
 
     def get_encoding(self, seq_len: int) -> Tensor:
         """The first ``seq_len`` rows of the table, float32 of shape ``(seq_len, embed_dim)``."""
@@ -148,9 +151,8 @@ class SinusoidalPE(_SinusoidTable):
         if length > self.max_seq_len:
             rule = f"seq_len must be at most max_seq_len={self.max_seq_len}"
             raise ValueError(checks.message(who, rule, length, "Raise max_seq_len."))
-        assert self.encodings is not None
-        nothing = self.encodings.new_zeros((length, self.embed_dim), dtype=torch.float32)
-        return self._add(nothing, Spectrum(self.embed_dim, self.base), 0)
+        table: Tensor = self.encodings
+        return table[:length].clone()
 
     def forward(
         self, input: Tensor, *, offset: int = 0, position_ids: Tensor | None = None
@@ -173,11 +175,7 @@ class SinusoidalPE(_SinusoidTable):
         start = checks.integer(who, "offset", offset, least=0)
         if ids is None:
             checks.sequence(who, start, length, "max_seq_len", self.max_seq_len)
-        return self._add(input, Spectrum(self.embed_dim, self.base), start, ids)
-
-    def extra_repr(self) -> str:
-        """Shown by ``print(module)``."""
-        return f"max_seq_len={self.max_seq_len}, embed_dim={self.embed_dim}, base={self.base:g}"
+        return _encoded(self._tables, input, start, ids)
 
 
 def _ids(

@@ -2,18 +2,40 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from posenc._contract import checks
 from posenc.functional.rotary import check_queries_and_keys, rows_of, turn_all
 from posenc.kernels import Turn
-from posenc.nn._tables import TableModule
+from posenc.nn._tables import Numbers, SharedTables, TableModule, shown_table
 from posenc.numerics.frequencies import Spectrum
 from posenc.numerics.tables import cos_sin, widest
 
 # The largest power of 1 / 0.2857 that leaves float32 room: 1e24.
 _POWER = 44
+
+
+@dataclass(frozen=True, slots=True)
+class XPosTable:
+    """Cosines and sines of queries, then of keys, with the growth of one and the decay of other."""
+
+    spectrum: Spectrum
+    middle: int
+    scale_base: float
+
+    def __call__(self, rows: int, device: torch.device, dtype: torch.dtype) -> Numbers:
+        """The first ``rows`` rows."""
+        positions = torch.arange(rows, device=device)
+        cos, sin = cos_sin(positions, self.spectrum)
+        dim = self.spectrum.dim
+        decay = (torch.arange(0, dim, 2, dtype=cos.dtype, device=device) / dim + 0.4) / 1.4
+        # Whole numbers divided by a float would be in the default dtype.
+        power = (positions - self.middle).to(cos.dtype)[:, None] / self.scale_base
+        grown, shrunk = decay**power, decay**-power
+        return cos * grown, sin * grown, cos * shrunk, sin * shrunk
 
 
 class XPos(TableModule):
@@ -45,7 +67,10 @@ class XPos(TableModule):
         Sun et al., *A Length-Extrapolatable Transformer*, 2022.
     """
 
-    max_seq_len: int
+    q_cos = shown_table(0, "Cosines for queries ``(max_seq_len, P)``, float64, with their growth.")
+    q_sin = shown_table(1, "Sines for queries, as ``q_cos``.")
+    k_cos = shown_table(2, "Cosines for keys, as ``q_cos``, with their decay.")
+    k_sin = shown_table(3, "Sines for keys, as ``k_cos``.")
 
     def __init__(
         self,
@@ -57,38 +82,20 @@ class XPos(TableModule):
         interleaved: bool = True,
     ) -> None:
         who = type(self).__name__
-        super().__init__("q_cos", "q_sin", "k_cos", "k_sin")
+        super().__init__()
         self.head_dim = checks.even(who, "head_dim", head_dim)
         self.max_seq_len = checks.integer(who, "max_seq_len", max_seq_len)
         self.base = checks.positive_float(who, "base", base)
         self.scale_base = checks.positive_float(who, "scale_base", scale_base)
         self.interleaved = checks.boolean(who, "interleaved", interleaved)
-        self._check_range()
-        device = torch.get_default_device()
-        spectrum = Spectrum(self.head_dim, self.base)
-        self._build(spectrum, self.max_seq_len, device, widest(device))
-
-    def _check_range(self) -> None:
         power = self.max_seq_len / 2 / self.scale_base
         if power > _POWER:
             rule = f"max_seq_len must be at most {2 * _POWER} times scale_base={self.scale_base:g}"
             way_out = f"Raise scale_base to {self.max_seq_len / 2 / _POWER:.0f} or more."
-            raise ValueError(checks.message("XPos", rule, self.max_seq_len, way_out))
-        self._made_of = (self.scale_base, self.max_seq_len)
-
-    def _tabulate(
-        self, positions: Tensor, spectrum: Spectrum, dtype: torch.dtype
-    ) -> tuple[Tensor, ...]:
-        cos, sin = cos_sin(positions, spectrum)
-        channel = torch.arange(0, spectrum.dim, 2, dtype=cos.dtype, device=cos.device)
-        decay = (channel / spectrum.dim + 0.4) / 1.4
-        # Whole numbers divided by a float would be in the default dtype.
-        power = (positions - self.max_seq_len // 2).to(cos.dtype)[:, None] / self.scale_base
-        grown, shrunk = decay**power, decay**-power
-        return cos * grown, sin * grown, cos * shrunk, sin * shrunk
-
-    def _table_dtype(self, x: Tensor) -> torch.dtype:
-        return widest(x.device)
+            raise ValueError(checks.message(who, rule, self.max_seq_len, way_out))
+        spectrum = Spectrum(self.head_dim, self.base)
+        table = XPosTable(spectrum, self.max_seq_len // 2, self.scale_base)
+        self._tables = SharedTables(table, self.max_seq_len, widest(torch.get_default_device()))
 
     def forward(
         self, q: Tensor, k: Tensor, offset: int | Tensor = 0, *, position_ids: Tensor | None = None
@@ -105,22 +112,12 @@ class XPos(TableModule):
         rows = rows_of(who, q, offset, position_ids, "max_seq_len", limit)
         if rows.positions is None:
             checks.sequence(who, rows.start, q.shape[2], "max_seq_len", limit)
-        if self._made_of != (self.scale_base, limit):
-            self._check_range()
-            self._spectrum = None
-        tables = self._kept(q, Spectrum(self.head_dim, self.base), limit)
+        wide = widest(q.device)
+        tables = self._tables.read(q, wide)
         if tables is None:
-            at = torch.arange(limit, device=q.device)
-            tables = self._tabulate(at, Spectrum(self.head_dim, self.base), widest(q.device))
+            tables = self._tables.description(limit, q.device, wide)
         q_cos, q_sin, k_cos, k_sin = tables
         turn = Turn(self.interleaved, self.interleaved)
         (a,) = turn_all(who, "max_seq_len", [q], q_cos, q_sin, rows, turn)
         (b,) = turn_all(who, "max_seq_len", [k], k_cos, k_sin, rows, turn)
         return a, b
-
-    def extra_repr(self) -> str:
-        """Shown by ``print(module)``."""
-        return (
-            f"head_dim={self.head_dim}, max_seq_len={self.max_seq_len}, base={self.base:g}, "
-            f"scale_base={self.scale_base:g}, interleaved={self.interleaved}"
-        )

@@ -1,0 +1,79 @@
+"""Constructor arguments are read-only attributes; `replace` gives a module with others."""
+
+import copy
+
+import pytest
+import torch
+
+import posenc
+from posenc import axes, scaling
+
+MODULES = {
+    "SinusoidalPosEmbedding": (lambda: posenc.SinusoidalPosEmbedding(embed_dim=8), "seq_len", 4),
+    "SinusoidalPE": (lambda: posenc.SinusoidalPE(16, 8), "max_seq_len", 32),
+    "LearnedPosEmbedding": (lambda: posenc.LearnedPosEmbedding(16, 8), "max_len", 32),
+    "RotaryPosEmbedding": (lambda: posenc.RotaryPosEmbedding(8), "max_seq_len", 64),
+    "RoPE": (lambda: posenc.RoPE(8, rotary_dim=4), "scaling", scaling.Linear(2.0)),
+    "XPos": (lambda: posenc.XPos(8, 64), "scale_base", 64.0),
+    "MixedRoPE": (lambda: posenc.MixedRoPE(8, 2), "base", 100.0),
+    "ALiBi": (lambda: posenc.ALiBi(3, slopes=[0.1, 0.2, 0.3]), "causal", False),
+}
+EACH = pytest.mark.parametrize(("make", "name", "value"), MODULES.values(), ids=MODULES)
+
+
+@EACH
+def test_an_argument_does_not_change(make, name, value):
+    """Tables follow from the arguments, and are shared with modules that have the same."""
+    module = make()
+    before = getattr(module, name)
+    with pytest.raises(AttributeError, match=rf"{name} is read-only.*\n.*replace\({name}="):
+        setattr(module, name, value)
+    assert getattr(module, name) == before
+
+
+@EACH
+def test_replace_gives_a_module_with_another_argument(make, name, value):
+    module = make()
+    other = module.replace(**{name: value})
+    assert type(other) is type(module)
+    assert getattr(other, name) == value
+    wanted = {**module._given(), name: value}
+    assert other._given() == wanted
+
+
+def test_a_replaced_rope_rotates_by_its_own_arguments():
+    rope, x = posenc.RoPE(8, 64, interleaved=False), torch.randn(1, 1, 4, 8)
+    slower = rope.replace(scaling=scaling.Linear(4.0), axes=axes.Sections((3, 1)))
+    wanted = posenc.RoPE(
+        8, 64, interleaved=False, scaling=scaling.Linear(4.0), axes=axes.Sections((3, 1))
+    )
+    assert torch.equal(slower.rotate(x, 3), wanted.rotate(x, 3))
+    assert torch.equal(
+        rope.replace(max_seq_len=None).rotate(x, 99), rope.replace(max_seq_len=128).rotate(x, 99)
+    )
+
+
+def test_what_cannot_be_made_is_refused_by_the_constructor():
+    with pytest.raises(ValueError, match="rotary_dim must be at most head_dim=8"):
+        posenc.RoPE(8).replace(rotary_dim=16)
+    with pytest.raises(TypeError, match="unexpected keyword"):
+        posenc.RoPE(8).replace(theta=1e6)
+
+
+def test_a_subclass_may_have_arguments_of_its_own():
+    class Scaled(posenc.RoPE):
+        def __init__(self, head_dim, factor):
+            super().__init__(head_dim, 16)
+            self.factor = factor
+
+    module = Scaled(8, 2.0)
+    assert module.replace(factor=3.0).factor == 3.0
+    with pytest.raises(AttributeError, match="read-only"):
+        module.base = 5.0
+    assert copy.copy(module).factor == 2.0
+
+
+def test_a_module_shows_its_arguments():
+    text = repr(posenc.RoPE(8, None, 5e5, interleaved=False, scaling=scaling.Linear(2.0)))
+    wanted = "head_dim=8, max_seq_len=None, base=500000, interleaved=False, "
+    assert text == f"RoPE({wanted}scaling=Linear(factor=2.0))"
