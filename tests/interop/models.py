@@ -72,6 +72,42 @@ class Rotations(nn.Module):
         return turned
 
 
+class Everything(nn.Module):
+    """One of every module of the library, with a linear layer that says what was loaded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.added = nn.ModuleDict(
+            {
+                "sinusoidal": posenc.SinusoidalPosEmbedding(),
+                "fixed": posenc.SinusoidalPE(16, 8),
+                "learned": posenc.LearnedPosEmbedding(16, 8),
+                "rotary": posenc.RotaryPosEmbedding(),
+                "rotary-fixed": posenc.RotaryPosEmbedding(8, 16, False),
+            }
+        )
+        self.rotated = nn.ModuleDict(
+            {
+                "rope": posenc.RoPE(8, 16),
+                "growing": posenc.RoPE(8, None),
+                "yarn": posenc.RoPE(8, 16, scaling=scaling.YaRN(4.0, 4)),
+                "xpos": posenc.XPos(8, 16, scale_base=8.0),
+            }
+        )
+        self.mixed = posenc.MixedRoPE(8, 3, coordinates=1)
+        self.alibi = posenc.ALiBi(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Of ``(B, 3, L, 8)``, what each makes of it, one after the other."""
+        x = self.linear(x)
+        made = [module(x[:, 0]) for module in self.added.values()]
+        made += [module(x, x)[0] for module in self.rotated.values()]
+        made.append(self.mixed(x, x, torch.arange(x.shape[2]))[0])
+        made.append(self.alibi(x @ x.transpose(-1, -2)).exp())
+        return torch.cat([each.flatten() for each in made])
+
+
 def rotations_at(batch: int, length: int) -> tuple[Tensor, ...]:
     """Arguments of `Rotations`."""
     g = torch.Generator().manual_seed(length)

@@ -52,7 +52,8 @@ class LearnedPosEmbedding(ReadOnlyArguments):
         length, width = checks.embeddings(who, "x", x)
         way_out = f"Build LearnedPosEmbedding({self.max_len}, {width})."
         checks.equal(who, "embed_dim", width, self.embed_dim, way_out)
-        device = self.pos_emb.weight.device
+        # Not the weight's device: one that is offloaded is on meta until it is called.
+        device = x.device
         if position_ids is None:
             start = checks.integer(who, "offset", offset, least=0)
             checks.sequence(who, start, length, "max_len", self.max_len)

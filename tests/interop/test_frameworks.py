@@ -1,0 +1,160 @@
+"""Our modules inside other people's models: whatever a framework does to these, numbers stay.
+
+Each framework builds, saves and loads in its own way: on the meta device, with buffers that it
+refills, with hooks that move weights between devices.
+"""
+
+import copy
+
+import pytest
+import torch
+
+from interop.models import Everything
+from processes import assert_passed, run
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+
+
+@pytest.fixture
+def plain():
+    torch.manual_seed(3)
+    return Everything()
+
+
+def assert_same_numbers(got, plain, dtype):
+    """As a module that nobody touched, with the same weights in the same dtype."""
+    x = torch.randn(2, 3, 5, 8, generator=torch.Generator().manual_seed(0)).to(dtype)
+    assert {p.dtype for p in got.parameters()} == {dtype}
+    wanted = copy.deepcopy(plain).to(dtype)(x)
+    assert wanted.isfinite().all()
+    assert torch.equal(got(x), wanted)
+    assert torch.equal(copy.deepcopy(got)(x), wanted)
+
+
+@DTYPES
+@pytest.mark.parametrize("device_map", [None, "cpu"], ids=["whole", "device-map"])
+def test_a_model_of_transformers(tmp_path, plain, dtype, device_map):
+    transformers = pytest.importorskip("transformers")
+
+    class Config(transformers.PretrainedConfig):
+        model_type = "everything"
+
+    class Model(transformers.PreTrainedModel):
+        config_class = Config
+
+        def __init__(self, config):
+            super().__init__(config)
+            self.ours = Everything()
+            self.post_init()
+
+        def _init_weights(self, module):
+            pass
+
+        def forward(self, x):
+            return self.ours(x)
+
+    model = Model(Config())
+    model.ours.load_state_dict(plain.state_dict())
+    model.save_pretrained(tmp_path)
+    loaded = Model.from_pretrained(tmp_path, dtype=dtype, device_map=device_map)
+    assert_same_numbers(loaded, plain, dtype)
+
+
+@DTYPES
+@pytest.mark.parametrize("low_memory", [True, False])
+def test_a_model_of_diffusers(tmp_path, plain, dtype, low_memory):
+    pytest.importorskip("diffusers")
+    from diffusers import ConfigMixin, ModelMixin
+    from diffusers.configuration_utils import register_to_config
+
+    class Model(ModelMixin, ConfigMixin):
+        @register_to_config
+        def __init__(self):
+            super().__init__()
+            self.ours = Everything()
+
+        def forward(self, x):
+            return self.ours(x)
+
+    model = Model()
+    model.ours.load_state_dict(plain.state_dict())
+    model.save_pretrained(tmp_path)
+    loaded = Model.from_pretrained(tmp_path, torch_dtype=dtype, low_cpu_mem_usage=low_memory)
+    assert_same_numbers(loaded, plain, dtype)
+
+
+@DTYPES
+def test_a_module_of_lightning(tmp_path, plain, dtype):
+    lightning = pytest.importorskip("lightning")
+
+    class Module(lightning.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.ours = Everything()
+
+        def forward(self, x):
+            return self.ours(x)
+
+        def training_step(self, batch):
+            return self(batch[0]).square().mean() * 0.0
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    module = Module()
+    module.ours.load_state_dict(plain.state_dict())
+    precision = "32-true" if dtype is torch.float32 else "bf16-true"
+    trainer = lightning.Trainer(
+        accelerator="cpu", devices=1, max_steps=1, logger=False, precision=precision,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        default_root_dir=tmp_path,
+    )  # fmt: skip
+    batch = torch.utils.data.TensorDataset(torch.randn(2, 3, 5, 8).to(dtype))
+    trainer.fit(module, torch.utils.data.DataLoader(batch, batch_size=2))
+    trainer.save_checkpoint(tmp_path / "model.ckpt")
+    loaded = Module.load_from_checkpoint(tmp_path / "model.ckpt", map_location="cpu")
+    assert_same_numbers(loaded.to(dtype), plain, dtype)
+    with trainer.init_module(empty_init=True):
+        empty = Module()
+    empty.load_state_dict(torch.load(tmp_path / "model.ckpt")["state_dict"])
+    assert_same_numbers(empty.to(dtype), plain, dtype)
+
+
+@DTYPES
+@pytest.mark.parametrize("assign", [True, False], ids=["assigned", "to_empty"])
+def test_a_plain_module_born_on_meta(tmp_path, plain, dtype, assign):
+    torch.save(plain.state_dict(), tmp_path / "weights.pt")
+    with torch.device("meta"):
+        loaded = Everything()
+    if not assign:
+        loaded.to_empty(device="cpu")
+    loaded.load_state_dict(torch.load(tmp_path / "weights.pt"), assign=assign)
+    assert_same_numbers(loaded.to(dtype), plain, dtype)
+    torch.save(loaded, tmp_path / "whole.pt")
+    whole = torch.load(tmp_path / "whole.pt", weights_only=False)
+    assert_same_numbers(whole, plain, dtype)
+
+
+@DTYPES
+@pytest.mark.parametrize("include_buffers", [True, False])
+def test_accelerate_loads_and_offloads(tmp_path, plain, dtype, include_buffers):
+    accelerate = pytest.importorskip("accelerate")
+    torch.save(plain.to(dtype).state_dict(), tmp_path / "weights.bin")
+    with accelerate.init_empty_weights(include_buffers=include_buffers):
+        empty = Everything()
+    loaded = accelerate.load_checkpoint_and_dispatch(
+        empty, str(tmp_path / "weights.bin"), device_map={"": "cpu"}, dtype=dtype
+    )
+    assert_same_numbers(loaded, plain, dtype)
+    x = torch.randn(2, 3, 5, 8).to(dtype)
+    wanted = plain(x)
+    offloaded = accelerate.cpu_offload(
+        copy.deepcopy(plain), execution_device="cpu", offload_buffers=include_buffers
+    )
+    assert torch.equal(offloaded(x), wanted)
+
+
+def test_on_several_ranks(tmp_path):
+    """DistributedDataParallel sends buffers at every step, FSDP2 refills what was on meta."""
+    assert_passed(run(2, "interop.frameworks:on_ranks", tmp_path))
