@@ -318,10 +318,11 @@ def extent(who: str, ids: Tensor, limit_name: str = "", limit: int | None = None
         return None
     if ids.numel() == 0:
         return 0
-    low, high = (int(end) for end in torch.aminmax(ids))
-    position(who, low, limit_name, limit)
-    position(who, high, limit_name, limit)
-    return high + 1
+    # One token is decoded at a time, and reading its position should cost no more than that.
+    ends = (ids,) if ids.numel() == 1 else torch.aminmax(ids)
+    for end in ends:
+        position(who, int(end), limit_name, limit)
+    return int(ends[-1]) + 1
 
 
 def position(who: str, value: int, limit_name: str, limit: int) -> None:

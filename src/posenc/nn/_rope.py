@@ -38,8 +38,7 @@ class RopeTables:
         # A rule that cannot scale these rates is refused now, and not at the first call; and the
         # result is remembered, because torch.export cannot work it out.
         turn_steps(self.usual)
-        device = torch.get_default_device()
-        self.shared = SharedTables(RotaryTable(self.usual), limit, widest(device), device)
+        self.shared = SharedTables(RotaryTable(self.usual), limit, torch.float64)
 
     def follow(self, fn: Callable[[Tensor], Tensor]) -> None:
         """As :meth:`SharedTables.follow`."""

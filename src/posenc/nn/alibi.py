@@ -33,7 +33,8 @@ class Slopes:
     numbers: tuple[float, ...] | tuple[tuple[float, ...], ...] | None
 
     def __call__(self, rows: int, device: torch.device, dtype: torch.dtype) -> Numbers:
-        """The slopes; they have no rows."""
+        """The slopes, in the widest dtype of the device; they have no rows."""
+        dtype = widest(device)
         if self.numbers is not None:
             exact = torch.tensor(self.numbers, dtype=torch.float64, device="cpu")
             return (exact.to(dtype).to(device),)
@@ -136,9 +137,8 @@ class ALiBi(TableModule):
 
     def _exact(self, device: torch.device | str | None) -> Tensor:
         where = self._tables.device if device is None else torch.device(device)
-        wide = widest(where)
-        kept: Numbers | None = self._tables.read(torch.empty(0, device=where), wide)
-        (slopes,) = self._tables.description(1, where, wide) if kept is None else kept
+        kept = self._tables.read(torch.empty(0, device=where), torch.float64)
+        (slopes,) = self._tables.description(1, where, torch.float64) if kept is None else kept
         return slopes
 
     def get_bias(self, seq_len: int) -> Tensor:

@@ -13,7 +13,7 @@ from posenc.functional.rotary import check_rotary_input, rows_of, turn_one
 from posenc.kernels import Rows, Turn
 from posenc.nn._tables import Numbers, SharedTables, TableModule, shown_table
 from posenc.numerics.frequencies import Spectrum
-from posenc.numerics.tables import cos_sin, widest
+from posenc.numerics.tables import cos_sin
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,9 +23,9 @@ class RotaryTable:
     spectrum: Spectrum
 
     def __call__(self, rows: int, device: torch.device, dtype: torch.dtype) -> Numbers:
-        """The first ``rows`` rows."""
+        """The first ``rows`` rows; float64 stands for the widest dtype of the device."""
         cos, sin = self.at(torch.arange(rows, device=device))
-        return cos.to(dtype), sin.to(dtype)
+        return (cos, sin) if dtype == torch.float64 else (cos.to(dtype), sin.to(dtype))
 
     def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """The rows of these positions, in the widest dtype of their device."""
@@ -51,7 +51,7 @@ def rotary_rows(
     # The kernel rounds float64 tables as it reads them. For half precision a GPU is given float32
     # ones, which are the same numbers there in half the bytes.
     narrow = x.is_cuda and x.element_size() == 2
-    kept = tables.read(x, torch.float32 if narrow else widest(x.device), need)
+    kept = tables.read(x, torch.float32 if narrow else torch.float64, need)
     if kept is None:
         at = rows.numbers(x.shape[-2], x.device)
         cos, sin = tables.description.at(at[0] if at.shape[0] == 1 else at)
@@ -117,9 +117,8 @@ class RotaryPosEmbedding(TableModule):
         self._tables = None if embed_dim is None else self._of_width(embed_dim, None)
 
     def _of_width(self, width: int, device: torch.device | None) -> SharedTables[RotaryTable]:
-        device = torch.get_default_device() if device is None else device
         table = RotaryTable(Spectrum(width, self.base))
-        return SharedTables(table, self.max_seq_len, widest(device), device)
+        return SharedTables(table, self.max_seq_len, torch.float64, device)
 
     def forward(self, input_: Tensor, position_ids: Tensor | None = None) -> Tensor:
         """Rotate ``input_``.

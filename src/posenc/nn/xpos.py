@@ -12,7 +12,7 @@ from posenc.functional.rotary import check_queries_and_keys, rows_of, turn_all
 from posenc.kernels import Turn
 from posenc.nn._tables import Numbers, SharedTables, TableModule, shown_table
 from posenc.numerics.frequencies import Spectrum
-from posenc.numerics.tables import cos_sin, widest
+from posenc.numerics.tables import cos_sin
 
 # The largest power of 1 / 0.2857 that leaves float32 room: 1e24.
 _POWER = 44
@@ -27,7 +27,7 @@ class XPosTable:
     scale_base: float
 
     def __call__(self, rows: int, device: torch.device, dtype: torch.dtype) -> Numbers:
-        """The first ``rows`` rows."""
+        """The first ``rows`` rows, in the widest dtype of the device."""
         positions = torch.arange(rows, device=device)
         cos, sin = cos_sin(positions, self.spectrum)
         dim = self.spectrum.dim
@@ -95,7 +95,7 @@ class XPos(TableModule):
             raise ValueError(checks.message(who, rule, self.max_seq_len, way_out))
         spectrum = Spectrum(self.head_dim, self.base)
         table = XPosTable(spectrum, self.max_seq_len // 2, self.scale_base)
-        self._tables = SharedTables(table, self.max_seq_len, widest(torch.get_default_device()))
+        self._tables = SharedTables(table, self.max_seq_len, torch.float64)
 
     def forward(
         self, q: Tensor, k: Tensor, offset: int | Tensor = 0, *, position_ids: Tensor | None = None
@@ -112,10 +112,9 @@ class XPos(TableModule):
         rows = rows_of(who, q, offset, position_ids, "max_seq_len", limit)
         if rows.positions is None:
             checks.sequence(who, rows.start, q.shape[2], "max_seq_len", limit)
-        wide = widest(q.device)
-        tables = self._tables.read(q, wide)
+        tables = self._tables.read(q, torch.float64)
         if tables is None:
-            tables = self._tables.description(limit, q.device, wide)
+            tables = self._tables.description(limit, q.device, torch.float64)
         q_cos, q_sin, k_cos, k_sin = tables
         turn = Turn(self.interleaved, self.interleaved)
         (a,) = turn_all(who, "max_seq_len", [q], q_cos, q_sin, rows, turn)
