@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
+from posenc._contract import files
 from posenc.cli import INSTALL
 from posenc.cli._root import Refused
 from posenc.lab import store
@@ -154,7 +155,7 @@ def _of_config(
 
 def _longest(path: Path) -> int | None:
     """The longest sequence that a config names, if it does."""
-    found = json.loads((path / "config.json" if path.is_dir() else path).read_text())
+    found = files.read_json("show", path / "config.json" if path.is_dir() else path)
     for part in (text_part(found)[0], found):
         for key in ("max_position_embeddings", "n_positions", "max_sequence_length"):
             if isinstance(part.get(key), int):

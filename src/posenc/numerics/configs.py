@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from posenc._contract import checks
+from posenc._contract import checks, files
 from posenc.numerics import scaling
 from posenc.numerics._config import Config
 from posenc.numerics._defaults import HEADS, ROTATED, SHARES, WIDTHS, instead
@@ -89,14 +88,7 @@ def _as_dict(config: Any) -> Mapping[str, Any]:
     if isinstance(config, (str, Path)):
         path = Path(config)
         path = path / "config.json" if path.is_dir() else path
-        try:
-            config = json.loads(path.read_text(encoding="utf-8"))
-        except OSError as error:
-            way_out = "Nothing is downloaded: pass a dict, or the path of a config.json."
-            reason = f"from_config: cannot read {path}: {error.strerror}.\n  {way_out}"
-            raise ValueError(reason) from error
-        except ValueError as error:
-            raise ValueError(f"from_config: {path} is not JSON: {error}.") from error
+        config = files.read_json("from_config", path)
     elif hasattr(config, "to_dict"):
         config = config.to_dict()
     if not isinstance(config, Mapping):

@@ -1,0 +1,79 @@
+"""Files that a stranger wrote: regular ones alone, within bounds, and refused with a reason."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from posenc._contract import checks
+
+# Bytes of a JSON text: what the safetensors format allows its header.
+LARGEST_JSON = 100_000_000
+# Dicts and lists within each other. Configs have six or so, and code that reads them recurses.
+_DEEPEST = 64
+# Opening a pipe would wait for its writer, and Windows would translate line ends.
+_FLAGS = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
+
+
+def open_regular(who: str, path: Path) -> BinaryIO:
+    """Open ``path`` for reading, if it is a regular file: no device, pipe or folder."""
+    handle = os.open(path, _FLAGS)
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        rule, way_out = f"{path} must be a regular file", "Copy its content into a file first."
+        raise ValueError(checks.message(who, rule, "a device, a pipe or a folder", way_out))
+    return os.fdopen(handle, "rb")
+
+
+def read_json(who: str, path: Path) -> dict[str, Any]:
+    """The object that a JSON file holds; every failure is a ValueError that names the file."""
+    try:
+        with open_regular(who, path) as file:
+            size = os.fstat(file.fileno()).st_size
+            text = file.read(size) if size <= LARGEST_JSON else b""
+    except OSError as wrong:
+        reason = checks.printable(f"{who}: cannot read {path}: {wrong.strerror}")
+        way_out = "Nothing is downloaded: pass the path of a file that is there."
+        raise ValueError(f"{reason}.\n  {way_out}") from wrong
+    if size > LARGEST_JSON:
+        rule = f"{path} must have at most {LARGEST_JSON} bytes"
+        raise ValueError(checks.message(who, rule, size, "Pass a config.json or an index."))
+    try:
+        return parse_json(text)
+    except ValueError as wrong:
+        rule, way_out = f"{path} must hold a JSON object", "Download the file again."
+        raise ValueError(checks.message(who, rule, wrong, way_out)) from None
+
+
+def parse_json(
+    text: bytes, pairs: Callable[[list[tuple[str, Any]]], dict[str, Any]] | None = None
+) -> dict[str, Any]:
+    """The object that ``text`` spells, in time and memory that are proportional to it.
+
+    Examples:
+        >>> parse_json(b'{"a": 1}')
+        {'a': 1}
+        >>> parse_json(b"[" * 100_000)
+        Traceback (most recent call last):
+        ValueError: lists or dicts more than 64 deep
+    """
+    deep = f"lists or dicts more than {_DEEPEST} deep"
+    try:
+        found = json.loads(text, object_pairs_hook=pairs)
+    except RecursionError:
+        raise ValueError(deep) from None
+    except ValueError as wrong:
+        raise ValueError(f"text that is not JSON ({wrong})") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"{checks.describe(found)}, which is not a JSON object")
+    level: list[Any] = [found]
+    for _ in range(_DEEPEST):
+        inner = (each.values() if isinstance(each, dict) else each for each in level)
+        level = [value for values in inner for value in values if isinstance(value, (dict, list))]
+        if not level:
+            return found
+    raise ValueError(deep)
