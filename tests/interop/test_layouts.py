@@ -2,7 +2,7 @@ import pytest
 import torch
 
 import oracles
-from posenc.interop.layouts import KINDS, Heads, permute
+from posenc.interop.layouts import KINDS, Heads, blocks, count, permute
 
 FORMS = [
     pytest.param(Heads(4, 8), id="all-channels"),
@@ -154,3 +154,11 @@ def test_rows_may_lie_in_another_dimension():
 def test_what_cannot_be_is_refused(call, words):
     with pytest.raises(ValueError, match=words):
         call()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("heads", [*FORMS, Heads(6, 4, num_kv_heads=3)])
+def test_rows_are_counted_without_being_built(kind, heads):
+    """The formula is held against a shape before the runs of a claimed number of heads are made."""
+    assert count(kind, heads) == sum(width for _, width in blocks(kind, heads))
+    assert count(kind, Heads(2**31, 2**13, 2**30)) >= 0

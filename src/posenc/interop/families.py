@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from posenc._contract import checks
@@ -64,7 +64,7 @@ _BY_OTHERS = re.compile(
     r"|(base_layer\.)?(weight_shape|weight_g_idx|weight_format)|(input|activation|output|[qkv])_scale"
 )
 _WORDS = re.compile(r"(norms\.\d+\.)?(weight|bias)")
-_LAYER = re.compile(r"(?:^|\.)(?:layers|layer|h|blocks|block)\.(\d+)\.")
+_LAYER = re.compile(r"(?:^|\.)(?:layers|layer|h|blocks|block)\.(\d{1,9})\.")
 # Where a checkpoint has several towers, the one that the text config describes.
 _TEXT = re.compile(
     r"(^|\.)(language_model|text_model|mtp)\.|^(base_model\.model\.)?model\.layers\."
@@ -113,8 +113,9 @@ class Model:
     def order(self, name: str, shape: Sequence[int], to: Layout) -> Tensor | None:
         """Where each row of a tensor comes from, or None for a tensor that stays."""
         kind = self.kind(name)
-        size = torch.Size(shape).numel()
-        if kind is None or (size == 1 and name.endswith(("_scale", "_scale_inv"))):
+        size = math.prod(shape)
+        # Without elements nothing moves, however many rows a shape claims.
+        if kind is None or not size or (size == 1 and name.endswith(("_scale", "_scale_inv"))):
             return None
         heads = self.heads(layer_of(name))
         if kind == "norm":
@@ -172,10 +173,14 @@ def from_config(config: Config, **given: Any) -> Model:
             checks.integer("convert", name, given[name])
     if given.get("fused") not in (None, *_FUSED):
         rule, got = f"fused must be one of {', '.join(_FUSED)}", checks.describe(given["fused"])
-        raise ValueError(checks.message("convert", rule, got, "See posenc.interop.permute."))
+        raise ValueError(
+            checks.message("convert", rule, got, "See posenc.interop.checkpoints.permute.")
+        )
+
+    rotations = _rotations(text)
 
     def heads(layer: int) -> Heads:
-        return _heads(text, family, layer, given)
+        return _heads(text, family, layer, rotations(layer), given)
 
     layout: Layout | None = None
     if family in SWITCHED:
@@ -190,7 +195,9 @@ def from_config(config: Config, **given: Any) -> Model:
     return Model(heads, family, layout, given.get("fused") or fused, towers)
 
 
-def _heads(config: Config, family: str | None, layer: int, given: Mapping[str, Any]) -> Heads:
+def _heads(
+    config: Config, family: str | None, layer: int, rotation: Config, given: Mapping[str, Any]
+) -> Heads:
     def first(*keys: str) -> Any:
         for key in keys:
             value = config.get(key)
@@ -204,12 +211,17 @@ def _heads(config: Config, family: str | None, layer: int, given: Mapping[str, A
     num_heads = given.get("num_heads") or first("num_attention_heads", "n_head", "n_heads") or usual
     if num_heads is None:
         rule = "the config must say num_attention_heads"
-        way_out = "Pass num_heads and head_dim (--num-heads, --head-dim)."
-        raise ValueError(checks.message("convert", rule, f"only {sorted(config)[:8]}", way_out))
+        way_out = (
+            "Pass the model's config.json (config=, --config), or num_heads and head_dim"
+            " (--num-heads, --head-dim)."
+        )
+        raise ValueError(
+            checks.message("convert", rule, f"only {sorted(map(str, config))[:8]}", way_out)
+        )
     kv_heads = given.get("num_kv_heads") or _kv_heads(config, family, first) or usual_kv
     rope, latent = first("qk_rope_head_dim"), first("kv_lora_rank")
     if latent is not None and rope is not None:
-        width = first("qk_nope_head_dim") + rope
+        width = (first("qk_nope_head_dim") or 0) + rope
         return Heads(num_heads, width, num_heads, rope, last=True, latent=latent)
     width = given.get("head_dim") or first("head_dim") or WIDTHS.get(family or "")
     if width is None:
@@ -220,7 +232,7 @@ def _heads(config: Config, family: str | None, layer: int, given: Mapping[str, A
             raise ValueError(checks.message("convert", rule, got, "Pass head_dim."))
         width = hidden // num_heads
     rotary = given.get("rotary_dim") or first("rotary_dim")
-    share = _partial(config, layer)
+    share = _partial(config, rotation)
     if rotary is None and share is None and "rotary_dim" not in config:
         rotary = ROTATED.get(family or "")
     if rotary is None:
@@ -236,22 +248,33 @@ def _kv_heads(config: Config, family: str | None, first: Callable[..., Any]) -> 
     return first("num_key_value_heads", "num_kv_heads")
 
 
-def _partial(config: Config, layer: int) -> float | None:
-    """The share of a head that rotates, wherever the config says it."""
+def _rotations(config: Config) -> Callable[[int], Config]:
+    """What a config says of rotation, by the number of a layer; looked at once for all layers."""
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if not isinstance(rope, Mapping):
         rule, got = "rope_parameters must be a dict", checks.describe(rope)
         raise TypeError(checks.message("convert", rule, got, "Mend the config."))
-    types = config.get("layer_types") or []
-    if rope and all(isinstance(value, Mapping) for value in rope.values()):
-        rope = rope.get(types[layer] if layer < len(types) else "", next(iter(rope.values())))
+    types = config.get("layer_types")
+    types = types if isinstance(types, (list, tuple)) else ()
+    if not rope or not all(isinstance(value, Mapping) for value in rope.values()):
+        return lambda layer: rope
+    first = next(iter(rope.values()))
+    return lambda layer: rope.get(str(types[layer]) if layer < len(types) else "", first)
+
+
+def _partial(config: Config, rope: Config) -> float | None:
+    """The share of a head that rotates, wherever the config says it."""
     if rope.get("rope_type") == "proportional":
         # Every pair of the head takes part; the slow ones turn at rate zero.
         return 1.0
     for place in (rope, config):
         for key in ("partial_rotary_factor", "rotary_pct", "rope_pct"):
             if place.get(key) is not None:
-                return checks.positive_float("convert", key, place[key])
+                share = checks.positive_float("convert", key, place[key])
+                if share > 1:
+                    rule = f"{key} must be at most 1"
+                    raise ValueError(checks.message("convert", rule, share, "Mend the config."))
+                return share
     return None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -97,16 +98,19 @@ KINDS: dict[str, Callable[[Heads], Sequence[Block]]] = {
 
 
 def blocks(kind: str, heads: Heads) -> Sequence[Block]:
-    """The rows of a projection, run by run."""
-    if kind not in KINDS:
-        rule = f"kind must be one of {', '.join((*KINDS, 'norm'))}"
-        raise ValueError(checks.message("permute", rule, repr(kind), "Pick the fused layout."))
+    """The rows of a projection, run by run: hold `count` against a shape before this is built."""
     return KINDS[kind](heads)
 
 
 def count(kind: str, heads: Heads) -> int:
-    """Rows that a projection of this kind has."""
-    return sum(width for _, width in blocks(kind, heads))
+    """Rows that a projection of this kind has, however many heads a config claims."""
+    if kind not in KINDS:
+        rule = f"kind must be one of {', '.join((*KINDS, 'norm'))}"
+        raise ValueError(checks.message("permute", rule, repr(kind), "Pick the fused layout."))
+    queries, keys = heads.num_heads * heads.head_dim, heads.kv_heads * heads.head_dim
+    rows = {"q": queries, "q_gated": 2 * queries, "k": keys, "kv_a": heads.latent + heads.turned}
+    rows["qkv_codegen"] = heads.num_heads // 4 * 12 * heads.head_dim
+    return rows.get(kind, queries + 2 * keys)
 
 
 def order(runs: Sequence[Block], heads: Heads, to: Layout) -> Tensor:
@@ -178,18 +182,17 @@ def permute(tensor: Tensor, kind: str, heads: Heads, *, to: Layout, dim: int = 0
     if kind == "norm":
         runs = norm_blocks(tensor.shape, heads)
         return take(tensor, order(runs, heads, to))
-    runs = blocks(kind, heads)
-    rows = sum(width for _, width in runs)
+    rows = count(kind, heads)
     if not -tensor.dim() <= dim < tensor.dim() or tensor.shape[dim] != rows:
         rule = f"a tensor of kind {kind!r} must have {rows} rows in dimension {dim}"
         got = f"shape {tuple(tensor.shape)}"
         raise ValueError(checks.message("permute", rule, got, f"Check kind, dim and {heads}."))
-    return take(tensor, order(runs, heads, to), dim)
+    return take(tensor, order(blocks(kind, heads), heads, to), dim)
 
 
 def norm_blocks(shape: Sequence[int], heads: Heads) -> Sequence[Block]:
     """The channels of a norm's weight, head by head."""
-    size = torch.Size(shape).numel()
+    size = math.prod(shape)
     if size not in (heads.head_dim * n for n in (1, heads.num_heads, heads.kv_heads)):
         wanted = sorted({heads.head_dim * n for n in (1, heads.num_heads, heads.kv_heads)})
         rule = f"a norm of queries or keys must have {' or '.join(map(str, wanted))} weights"

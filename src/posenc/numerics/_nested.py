@@ -38,13 +38,14 @@ def of_layers(config: Mapping[str, Any], layer_type: str | None, key: str) -> An
     types, layers = config.get("layer_types"), config.get("per_layer_config")
     if not isinstance(types, (list, tuple)) or not isinstance(layers, Mapping):
         return None
-    indices = [index for index, kind in enumerate(types) if kind == layer_type]
+    wanted = {str(index) for index, kind in enumerate(types) if kind == layer_type}
     found = [
         value.get(key)
         for name, value in layers.items()
-        if isinstance(value, Mapping) and str(name).isdigit() and int(name) in indices
+        if isinstance(value, Mapping) and str(name) in wanted
     ]
     if any(value != found[0] for value in found):
         rule = f"per_layer_config must give all {layer_type} layers one {key}"
-        raise ValueError(checks.message("from_config", rule, found, "Mend the config."))
+        got = checks.describe(found)
+        raise ValueError(checks.message("from_config", rule, got, "Mend the config."))
     return found[0] if found else None
