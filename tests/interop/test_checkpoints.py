@@ -280,7 +280,7 @@ def test_an_index_that_leads_out_of_the_folder_is_refused(tmp_path):
 
 def test_the_self_test_finds_rows_that_did_not_move(saved, tmp_path, monkeypatch):
     """Written in their old order, they would be taken for the new one."""
-    stay = lambda file, data, rows: file.write(bytes(data.flatten().tolist()))  # noqa: E731
+    stay = lambda file, data, rows, advance: file.write(bytes(data.flatten().tolist()))  # noqa: E731
     monkeypatch.setattr(streams, "_write_rows", stay)
     with pytest.raises(ValueError, match=r"logits of layers\.0\.attn must stay the same"):
         convert(saved, tmp_path / "new", to="interleaved", **SIZES)
@@ -340,6 +340,16 @@ def test_progress_is_told_tensor_by_tensor(saved, tmp_path):
     assert shares[-1] == 1.0
 
 
+def test_progress_advances_within_a_tensor(saved, tmp_path, monkeypatch):
+    """The embedding of a large model takes as long as all the rest."""
+    monkeypatch.setattr(streams, "CHUNK", 64)
+    told = []
+    convert(saved, tmp_path / "b", to="half", tell=lambda *step: told.append(step), **SIZES)
+    for name in load_file(saved):
+        assert len([share for each, share in told if each == name]) > 1, name
+    assert told[-1][1] == 1.0
+
+
 def test_an_interruption_leaves_nothing(saved, tmp_path):
     def interrupt(name, share):
         raise KeyboardInterrupt
@@ -365,8 +375,11 @@ def test_a_kill_leaves_no_half_written_target(saved, tmp_path):
         process.send_signal(signal.SIGKILL)
     assert not target.exists()
     assert saved.read_bytes() == before
+    # What it left has a name that the next run knows.
+    assert sorted(os.listdir(tmp_path)) == [f"{target.name}.posenc-convert", saved.name]
     convert(saved, target, to="half", **SIZES)
     assert load_file(target).keys() == load_file(saved).keys()
+    assert sorted(os.listdir(tmp_path)) == [target.name, saved.name]
 
 
 @pytest.mark.parametrize("mode", [lambda: torch.device("meta"), FakeTensorMode])

@@ -1,5 +1,6 @@
 """What a conversion makes of the folder around its weights, and of what it is told."""
 
+import importlib
 import json
 
 import pytest
@@ -24,9 +25,9 @@ def small(tmp_path):
 
 
 def test_everything_but_weights_goes_along(small, tmp_path):
-    (tmp_path / "elsewhere").mkdir()
-    (tmp_path / "elsewhere" / "vocab.txt").write_text("v")
-    (small / "tokenizer").symlink_to(tmp_path / "elsewhere")
+    (small / "tokenizer").mkdir()
+    (small / "tokenizer" / "vocab.txt").write_text("v")
+    (small / "vocab.txt").symlink_to("tokenizer/vocab.txt")
     (small / "onnx").mkdir()
     (small / "onnx" / "again").symlink_to(small)
     (small / ".git").mkdir()
@@ -39,7 +40,9 @@ def test_everything_but_weights_goes_along(small, tmp_path):
     assert sorted(report.left_out) == others
     files = [p for p in (tmp_path / "new").rglob("*") if p.is_file()]
     names = {str(p.relative_to(tmp_path / "new")) for p in files}
-    assert names == {".gitattributes", "config.json", "model.safetensors", "tokenizer/vocab.txt"}
+    copied = {".gitattributes", "config.json", "tokenizer/vocab.txt", "vocab.txt"}
+    assert names == copied | {"model.safetensors"}
+    assert not (tmp_path / "new" / "vocab.txt").is_symlink()
 
 
 def test_of_a_link_what_it_leads_to_is_written(small, tmp_path):
@@ -152,3 +155,28 @@ def test_a_model_without_rotation_has_nothing_to_convert(small, tmp_path):
     (small / "config.json").write_text(json.dumps({**LLAMA, "model_type": "gpt2"}))
     with pytest.raises(ValueError, match=r"must be rotary, got model_type='gpt2'.*\n.*nothing to"):
         convert(small, tmp_path / "new", to="half")
+
+
+def test_an_adapter_finds_the_config_of_its_base_on_this_machine(small, tmp_path, monkeypatch):
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    name = "base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight"
+    save_file({name: torch.randn(32, 4)}, adapter / "adapter_model.safetensors")
+    said = adapter / "adapter_config.json"
+    monkeypatch.chdir(tmp_path)
+    for number, base in enumerate((str(small), "old")):
+        said.write_text(json.dumps({"base_model_name_or_path": base}))
+        report = convert(adapter, tmp_path / f"new-{number}", to="interleaved")
+        assert report.family == "llama"
+        assert report.moved == (name,)
+    for base in ("meta-llama/Llama-3.2-1B", None, 3, "", "a\0b"):
+        said.write_text(json.dumps({"base_model_name_or_path": base}))
+        with pytest.raises(ValueError, match=r"num_attention_heads.*\n.*--config"):
+            convert(adapter, tmp_path / "none", to="interleaved")
+
+
+def test_the_name_that_an_error_sends_to_exists(small, tmp_path):
+    with pytest.raises(ValueError, match="See posenc") as error:
+        convert(small, tmp_path / "new", to="interleaved", fused="bogus")
+    *place, name = str(error.value).split("See ")[1].rstrip(".").split(".")
+    assert hasattr(importlib.import_module(".".join(place)), name)

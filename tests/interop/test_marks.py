@@ -1,6 +1,7 @@
 """The layout that a conversion leaves in a config, and everybody who reads it."""
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 import tiny_models as models
@@ -49,3 +50,21 @@ def test_the_text_of_several_towers_is_marked_and_seen(tmp_path):
     converted = LlavaForConditionalGeneration.from_pretrained(tmp_path / "new")
     with pytest.raises(ValueError, match="--to half"):
         huggingface.patch(converted)
+
+
+@pytest.mark.parametrize("mark", ["Interleaved", "interleaved ", "", "rotated"])
+@pytest.mark.parametrize("to", ["half", "interleaved"])
+def test_a_mark_that_is_neither_word_is_refused_by_name(tmp_path, mark, to):
+    """It would be converted twice."""
+    tensors = {f"layers.0.{part}_proj.weight": torch.randn(8, 3) for part in "qk"}
+    sizes = {"to": to, "num_heads": 1, "head_dim": 8}
+    save_file(tensors, tmp_path / "a", {"posenc.rope_layout": mark})
+    with pytest.raises(ValueError, match=r"posenc\.rope_layout of .*a must be") as error:
+        convert(tmp_path / "a", tmp_path / "b", **sizes)
+    assert repr(mark) in str(error.value)
+    save_file(tensors, tmp_path / "a")
+    with pytest.raises(ValueError, match="posenc_rope_layout must be") as error:
+        convert(tmp_path / "a", tmp_path / "b", config={"posenc_rope_layout": mark}, **sizes)
+    assert repr(mark) in str(error.value)
+    with pytest.raises(ValueError, match="layout must be"):
+        convert(tmp_path / "a", tmp_path / "b", layout=mark, **sizes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
@@ -11,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from posenc._contract import checks
-from posenc.interop import families, folders, layouts, logits, streams
+from posenc.interop import drafts, families, folders, layouts, logits, streams
 from posenc.interop.families import Config, Model
 from posenc.interop.layouts import Heads, Layout, permute
 from posenc.interop.learned import resize_learned
@@ -83,7 +84,9 @@ def convert(
     Rows of the q and k projections (separate, fused, latent), their biases, scales and LoRA
     factors, and the weights of q and k norms move; no bit of them changes. One tensor is in
     memory at a time. The target appears whole, under its name, after the self-test has passed,
-    or not at all; the source is never written to.
+    or not at all; the source is never written to. All is written in the folder
+    ``TARGET.posenc-convert``; what a killed run leaves there, the next one to this target puts in
+    order, and a folder that was to be replaced is whole at every moment.
 
     The new layout is in the config where the family's code has a key for it
     (``rope_interleave``). Otherwise it is in each file's metadata as ``posenc.rope_layout`` and in
@@ -94,7 +97,8 @@ def convert(
         source: A ``.safetensors`` file, or a folder: a model's, sharded or not, or an adapter's.
         target: The file or folder to write.
         to: ``"interleaved"`` or ``"half"``.
-        config: A config's dict, ``config.json`` or its folder. None looks beside the weights.
+        config: A config's dict, ``config.json`` or its folder. None looks beside the weights, and
+            for an adapter in the folder of its base model.
         layout: The layout of the source. None takes it from the files' metadata, or the
             family; with neither config nor metadata it is the one that ``to`` is not.
         num_heads: Heads of queries, instead of the config's. So are the next three.
@@ -126,26 +130,35 @@ def convert(
     }
     model = families.from_config(described, **given)
     # Who says it here knows better than a config, which may be another checkpoint's.
-    said = layout or text_part(described)[0].get(LAYOUT)
+    said, where = (
+        (text_part(described)[0].get(LAYOUT), LAYOUT) if layout is None else (layout, "layout")
+    )
+    if said is not None:
+        layouts.check_layout("convert", where, said)
     _check_layout(shards, model, said, to)
     plan = _plan(((n, e.shape) for s in shards for n, e in s.entries.items()), model, to)
     total = sum(entry.nbytes for shard in shards for entry in shard.entries.values())
-    folders.check_space(target, total)
-    left_out: tuple[str, ...] = ()
-    # Of a link, what it leads to is written.
-    with folders.whole(target.resolve(), overwrite) as draft:
-        note = {} if model.layout == to else {METADATA: to}
-        if source.is_dir():
-            left_out = folders.copy_others(source, draft, [s.path for s in shards])
-            if folders.switch(draft, to, usual=not note):
-                note = {}
-        drafts = {s.path: draft / s.path.name if source.is_dir() else draft for s in shards}
-        advance = _progress(tell, total)
-        for shard in shards:
-            metadata = {k: v for k, v in shard.metadata.items() if k != METADATA} | note
-            streams.write(shard, drafts[shard.path], metadata, plan, advance)
-        written = [Source(path) for path in drafts.values()]
-        off = _self_test(shards, written, plan, model, to, check)
+    others = folders.others(source, [s.path for s in shards]) if source.is_dir() else None
+    nbytes = total + sum(others.files.values() if others else ())
+    folders.check_space(target, nbytes)
+    advance = _progress(tell, nbytes)
+    note = {} if model.layout == to else {METADATA: to}
+    try:
+        # Of a link, what it leads to is written.
+        with drafts.replaced(target.resolve(), overwrite) as draft:
+            if others:
+                folders.copy(source, draft, others, advance)
+                if folders.switch(draft, to, usual=not note):
+                    note = {}
+            paths = [draft / shard.path.name if others else draft for shard in shards]
+            for shard, path in zip(shards, paths, strict=True):
+                metadata = {k: v for k, v in shard.metadata.items() if k != METADATA} | note
+                streams.write(shard, path, metadata, plan, advance)
+            off = _self_test(shards, [Source(path) for path in paths], plan, model, to, check)
+    except OSError as wrong:
+        if wrong.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise folders.no_space(target, nbytes, "a full disk") from wrong
+        raise
     return Report(
         source=str(source),
         target=str(target),
@@ -156,7 +169,7 @@ def convert(
         nbytes=total,
         checked=tuple(off),
         difference=max(off.values(), default=0.0),
-        left_out=left_out,
+        left_out=tuple(others.left_out) if others else (),
         marked=bool(note),
     )
 
@@ -228,10 +241,14 @@ def _plan(
 
 def _check_layout(shards: list[Source], model: Model, said: Any, to: Layout) -> None:
     """Refuse a source that is, or may be, in the wanted layout already."""
-    noted = {shard.metadata[METADATA] for shard in shards if METADATA in shard.metadata}
+    noted = {
+        layouts.check_layout("convert", f"{METADATA} of {shard.path}", shard.metadata[METADATA])
+        for shard in shards
+        if METADATA in shard.metadata
+    }
     names = [name for shard in shards for name in shard.entries]
     if said is not None:
-        noted.add(layouts.check_layout("convert", "layout", said))
+        noted.add(said)
     if len(noted) > 1:
         rule = "the metadata of all files, the config and layout= must agree"
         got, way_out = " and ".join(sorted(noted)), "Leave layout out, or convert each file."

@@ -1,18 +1,17 @@
-"""Where a checkpoint lies: its weights, its config, and a target that appears whole or not."""
+"""Where a checkpoint lies: its weights, its config, and the files that go along."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import shutil
-import uuid
-from collections.abc import Collection, Iterator, Mapping
+import stat
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-from posenc._contract import checks
-from posenc.interop import families
+from posenc._contract import checks, files
+from posenc.interop import drafts, families, streams
 from posenc.interop.families import Config
 from posenc.interop.layouts import Layout
 from posenc.numerics.configs import LAYOUT, text_part
@@ -24,16 +23,22 @@ _SINGLE = ("model.safetensors", "adapter_model.safetensors")
 _WEIGHTS = frozenset(
     ".safetensors .bin .pt .pth .ckpt .gguf .h5 .msgpack .onnx .onnx_data .ot .npz .npy".split()
 )
+# Folders within folders; no checkpoint comes near it, and code that walks them recurses.
+_DEEPEST = 64
+_CLEAN = "Remove it from the source, or convert a copy without it."
 
 
 def refuse_paths(source: Path, target: Path, overwrite: bool) -> None:
     """What would fail after minutes of writing fails now."""
     if not source.exists():
         rule = "source must be a .safetensors file or a folder with one"
-        way_out = "Check the path; nothing is downloaded."
+        way_out, kept = "Check the path; nothing is downloaded.", drafts.workspace(source) / "old"
+        if kept.exists():
+            way_out = f"A run that was to replace it was stopped: it is whole in {kept}."
         raise FileNotFoundError(checks.message("convert", rule, source, way_out))
     here, there = source.resolve(), target.resolve()
-    if here == there or here in there.parents or there in here.parents:
+    inside = {there, drafts.workspace(there)} & {here, *here.parents}
+    if inside or here in there.parents:
         rule = "source and target must lie apart"
         way_out = "Pick another folder: the source is never written to."
         raise ValueError(checks.message("convert", rule, f"{source} and {target}", way_out))
@@ -43,6 +48,7 @@ def refuse_paths(source: Path, target: Path, overwrite: bool) -> None:
     if not there.parent.is_dir():
         rule = "target must lie in a folder that exists"
         raise FileNotFoundError(checks.message("convert", rule, target, f"mkdir {target.parent}"))
+    drafts.recover(there)
     if target.exists() and (not overwrite or target.is_dir() != source.is_dir()):
         rule = "target must be new, or a {} to overwrite".format(
             "folder" if source.is_dir() else "file"
@@ -58,48 +64,52 @@ def weights(source: Path) -> list[Path]:
     """The safetensors files of a checkpoint."""
     if source.is_file():
         return [source]
-    indices = sorted(source.glob(f"*{_INDEX}"))
-    if len(indices) == 1:
-        return [source / name for name in sorted(set(weight_map(indices[0]).values()))]
-    for name in _SINGLE:
-        if (source / name).is_file():
-            return [source / name]
-    found = sorted(source.glob("*.safetensors"))
-    if len(found) != 1:
-        rule = f"a folder must have one of {', '.join(_SINGLE)}, or one index of shards"
-        got = f"{len(found)} .safetensors files in {source}"
-        way_out = "Name the file instead." if found else "Save the weights as safetensors first."
-        raise ValueError(checks.message("convert", rule, got, way_out))
+    found = [source / name for name in sorted(set(index(source).values()))]
+    if not found:
+        found = [source / name for name in _SINGLE if (source / name).is_file()][:1]
+    if not found:
+        found = sorted(source.glob("*.safetensors"))
+        if len(found) != 1:
+            rule = f"a folder must have one of {', '.join(_SINGLE)}, or one index of shards"
+            got = f"{len(found)} .safetensors files in {source}"
+            way_out = (
+                "Name the file instead." if found else "Save the weights as safetensors first."
+            )
+            raise ValueError(checks.message("convert", rule, got, way_out))
+    for path in found:
+        _inside(source, path)
     return found
 
 
-def weight_map(index: Path) -> dict[str, str]:
-    """Which file of a sharded checkpoint has which tensor."""
-    found = read_json(index).get("weight_map")
+def index(source: Path) -> dict[str, str]:
+    """Which file of a sharded checkpoint has which tensor; of one without an index, nothing."""
+    indices = [] if source.is_file() else sorted(source.glob(f"*{_INDEX}"))
+    if len(indices) != 1:
+        return {}
+    path = indices[0]
+    found = files.read_json("convert", path).get("weight_map")
     if not isinstance(found, dict) or not found:
-        rule = f"{index} must have a weight_map"
-        raise ValueError(checks.message("convert", rule, found, "Download it again."))
-    for name in found.values():
-        # A name that leads out of the folder would be written out of it too.
-        if not isinstance(name, str) or Path(name).name != name:
-            rule = f"{index} must name files of its own folder"
-            raise ValueError(checks.message("convert", rule, repr(name), "Do not trust it."))
-        if not (index.parent / name).is_file():
-            rule = f"every file of {index} must be there"
-            got = f"no {name}"
+        rule, got = f"{path} must have a weight_map", checks.describe(found)
+        raise ValueError(checks.message("convert", rule, got, "Download it again."))
+    # A name that leads out of the folder would be written out of it too.
+    wrong = [n for n in found.values() if not isinstance(n, str) or Path(n).name != n]
+    if wrong:
+        rule, got = f"{path} must name files of its own folder", checks.describe(wrong[0])
+        raise ValueError(checks.message("convert", rule, got, "Do not trust it."))
+    for name in sorted(set(found.values())):
+        if not (source / name).is_file():
+            rule, got = f"every file of {path} must be there", f"no {name}"
             raise FileNotFoundError(checks.message("convert", rule, got, "Download it."))
     return found
 
 
-def check_index(source: Path, files: Mapping[str, Collection[str]]) -> None:
+def check_index(source: Path, shards: Mapping[str, Collection[str]]) -> None:
     """Refuse shards that lack a tensor the index promises, or have one it does not know."""
-    if source.is_file() or len(indices := sorted(source.glob(f"*{_INDEX}"))) != 1:
-        return
-    promised = weight_map(indices[0])
-    there = {name: file for file, names in files.items() for name in names}
-    if promised != there:
+    promised = index(source)
+    there = {name: file for file, names in shards.items() for name in names}
+    if promised and promised != there:
         first = sorted(promised.items() ^ there.items())[0][0]
-        rule = f"{indices[0].name} and the shards must list the same tensors"
+        rule = "the index and the shards must list the same tensors"
         raise ValueError(checks.message("convert", rule, f"a dispute over {first}", "Rebuild it."))
 
 
@@ -111,58 +121,131 @@ def config(source: Path | None, given: Config | str | os.PathLike[str] | None) -
         return given.to_dict()  # type: ignore[no-any-return]
     if given is not None:
         path = Path(given)
-        return read_json(path / "config.json" if path.is_dir() else path)
+        return files.read_json("convert", path / "config.json" if path.is_dir() else path)
     if source is None:
         return {}
-    path = (source if source.is_dir() else source.parent) / "config.json"
-    return read_json(path) if path.is_file() else {}
+    folder = source if source.is_dir() else source.parent
+    for path in (folder / "config.json", _base(folder) / "config.json"):
+        if path.exists():
+            return files.read_json("convert", path)
+    return {}
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """An object from a JSON file."""
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as wrong:
-        found = wrong
-    if not isinstance(found, dict):
-        rule = f"{path} must be a JSON object"
-        raise ValueError(checks.message("convert", rule, checks.describe(found), "Mend it."))
-    return found
+def _base(folder: Path) -> Path:
+    """The folder of the model that an adapter is for, if it is on this machine."""
+    path = folder / "adapter_config.json"
+    said = files.read_json("convert", path) if path.is_file() else {}
+    name = said.get("base_model_name_or_path")
+    # As PEFT looks for it: from the folder that the program runs in.
+    return Path(name) if isinstance(name, str) and name and "\0" not in name else folder
 
 
 def check_space(target: Path, nbytes: int) -> None:
     """Refuse a disk that cannot hold the result."""
     free = shutil.disk_usage(target.resolve().parent).free
     if free < nbytes:
-        rule = f"the disk of {target} must have {nbytes} bytes free"
-        raise OSError(checks.message("convert", rule, free, "Write to another disk."))
+        raise no_space(target, nbytes, f"{free} bytes")
 
 
-def copy_others(source: Path, draft: Path, taken: Collection[Path]) -> tuple[str, ...]:
-    """Copy all of a folder but its weights, and name the weights that stay behind.
+def no_space(target: Path, nbytes: int, got: str) -> OSError:
+    """The error of a disk that is full, or that will be."""
+    rule = f"the disk of {target} must have {nbytes} bytes free"
+    way_out = "Free some space, or write to another disk; nothing was left behind."
+    return OSError(checks.message("convert", rule, got, way_out))
 
-    Links are followed, and folders that begin with a dot are somebody's own records: neither a
-    repository's nor a cache's is part of a checkpoint.
+
+@dataclass(frozen=True, slots=True)
+class Others:
+    """What a folder holds beside its weights; paths are relative to it.
+
+    Args:
+        folders: Each after the one it is in.
+        files: Regular files, and links to such, with their sizes.
+        links: Links to folders, and where they lead.
+        left_out: Weights that are not converted.
     """
-    left_out = []
-    for folder, inner, files in os.walk(source, followlinks=True):
-        here = Path(folder)
-        (draft / here.relative_to(source)).mkdir()
-        above = [here.resolve(), *here.resolve().parents]
-        inner[:] = [
-            name
-            for name in sorted(inner)
-            if not name.startswith(".") and (here / name).resolve() not in above
-        ]
-        for name in sorted(files):
-            path = here / name
+
+    folders: list[Path] = field(default_factory=list)
+    files: dict[Path, int] = field(default_factory=dict)
+    links: dict[Path, str] = field(default_factory=dict)
+    left_out: list[str] = field(default_factory=list)
+
+
+def others(source: Path, taken: Collection[Path]) -> Others:
+    """What is copied along with the weights ``taken``, and the weights that stay behind.
+
+    Folders that begin with a dot are somebody's own records: neither a repository's nor a cache's
+    is part of a checkpoint. A linked folder is not walked through: what it leads to lies in the
+    source too, and is copied once.
+    """
+    found, taken = Others(), set(taken)
+    for folder, inner, names in os.walk(source, onerror=_fail):
+        here = Path(folder).relative_to(source)
+        if len(here.parts) > _DEEPEST:
+            rule = f"folders in {source} must be at most {_DEEPEST} deep"
+            raise ValueError(checks.message("convert", rule, here, _CLEAN))
+        found.folders.append(here)
+        inner[:] = sorted(name for name in inner if not name.startswith("."))
+        for name in inner:
+            if (source / here / name).is_symlink():
+                real = _inside(source, source / here / name)
+                found.links[here / name] = os.path.relpath(real, os.path.realpath(folder))
+        for name in sorted(names):
+            path = source / here / name
             if path in taken:
                 continue
             if path.suffix.lower() in _WEIGHTS:
-                left_out.append(str(path.relative_to(source)))
-            else:
-                shutil.copyfile(path, draft / path.relative_to(source))
-    return tuple(left_out)
+                found.left_out.append(str(here / name))
+                continue
+            status = os.stat(_inside(source, path))
+            if not stat.S_ISREG(status.st_mode):
+                rule = f"{path} must be a regular file"
+                raise ValueError(checks.message("convert", rule, "a device or a pipe", _CLEAN))
+            found.files[here / name] = status.st_size
+    return found
+
+
+def copy(source: Path, draft: Path, found: Others, tell: Callable[[str, int], None]) -> None:
+    """Make ``draft`` a folder with all of these, and with the modes that they have."""
+    for here in found.folders:
+        os.mkdir(draft / here, 0o700)
+        # What nobody may write into could be neither filled nor removed.
+        drafts.set_mode(draft / here, os.stat(source / here).st_mode | 0o700)
+    for here, leads in found.links.items():
+        os.symlink(leads, draft / here, target_is_directory=True)
+    for here, size in found.files.items():
+        opened = files.open_regular("convert", source / here)
+        mode = os.fstat(opened.fileno()).st_mode
+        with opened as old, drafts.written(draft / here, mode) as new:
+            # A file that grows meanwhile, without end perhaps, is copied as it was.
+            while size and (data := old.read(min(streams.CHUNK, size))):
+                new.write(data)
+                size -= len(data)
+                tell(str(here), len(data))
+
+
+def _fail(wrong: OSError) -> None:
+    raise wrong
+
+
+def _inside(source: Path, path: Path) -> str:
+    """Where ``path`` leads. Links lead out of ``source`` to a Hugging Face cache's blobs alone."""
+    real = os.path.realpath(path)
+    if not path.is_symlink():
+        return real
+    base = Path(os.path.realpath(source))
+    allowed = base == Path(real) or base in Path(real).parents
+    for folder in (base, *base.parents):
+        # models--NAME/snapshots/REVISION/FILE is a link to models--NAME/blobs/HASH.
+        cache = folder.parent.parent
+        if folder.parent.name == "snapshots" and cache.name.startswith("models--"):
+            allowed = allowed or Path(real).parent == cache / "blobs"
+    if not allowed or not os.path.exists(real):
+        rule = f"links in {source} must lead to something in it"
+        got = f"{path}, which leads to {real}"
+        way_out = "Put the file in place of the link, if you know why it is there."
+        raise ValueError(checks.message("convert", rule, got, way_out))
+    return real
 
 
 def switch(folder: Path, to: Layout, usual: bool) -> bool:
@@ -171,56 +254,20 @@ def switch(folder: Path, to: Layout, usual: bool) -> bool:
     Where it does not, the key is ours, and is left out if the layout is the family's ``usual``.
     """
     path = folder / "config.json"
-    whole = read_json(path) if path.is_file() else {}
+    whole = files.read_json("convert", path) if path.is_file() else {}
     text, _ = text_part(whole)
     if not whole or not isinstance(text, dict):
         return False
-    before, read = json.dumps(whole), text.get("model_type") in families.SWITCHED
+    kind = text.get("model_type")
+    before, read = json.dumps(whole), isinstance(kind, str) and kind in families.SWITCHED
     text.pop(LAYOUT, None)
     if read:
         text[families.SWITCH] = to == "interleaved"
     elif not usual:
         text[LAYOUT] = to
     if json.dumps(whole) != before:
-        path.write_text(json.dumps(whole, indent=2) + "\n", encoding="utf-8")
+        mode = path.stat().st_mode
+        os.unlink(path)
+        with drafts.written(path, mode) as file:
+            file.write(json.dumps(whole, indent=2).encode() + b"\n")
     return read
-
-
-@contextlib.contextmanager
-def whole(target: Path, overwrite: bool) -> Iterator[Path]:
-    """A name beside ``target`` to write to; it becomes ``target`` at the end, or is removed."""
-    draft, old = (target.parent / f".{target.name}.{uuid.uuid4().hex[:8]}.{end}" for end in "ab")
-    try:
-        yield draft
-        if target.exists() and not overwrite:
-            rule, way_out = "target must still be new", "Pick another name."
-            raise FileExistsError(checks.message("convert", rule, target, way_out))
-        _flush(draft)
-        if target.is_dir():
-            # Folders cannot be swapped in one step; the old one comes back if the second fails.
-            target.rename(old)
-            try:
-                draft.rename(target)
-            except BaseException:
-                old.rename(target)
-                raise
-        else:
-            draft.replace(target)
-        _flush(target.parent)
-    finally:
-        for rest in (draft, old):
-            if rest.is_dir():
-                shutil.rmtree(rest)
-            else:
-                rest.unlink(missing_ok=True)
-
-
-def _flush(path: Path) -> None:
-    """Ask the disk to hold what was written, where the system can be asked."""
-    for each in [*path.rglob("*"), path] if path.name.endswith(".a") else [path]:
-        with contextlib.suppress(OSError):
-            handle = os.open(each, os.O_RDONLY)
-            try:
-                os.fsync(handle)
-            finally:
-                os.close(handle)

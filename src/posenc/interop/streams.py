@@ -5,9 +5,11 @@ The reader needs no package and knows no dtype but by name, so that every file c
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import os
+import stat
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,12 +18,15 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from posenc._contract import checks
+from posenc._contract import checks, files
+from posenc.interop import drafts
 
 CHUNK = 1 << 22
-# What the format's own reader allows.
-_LARGEST_HEADER = 100_000_000
+# As many as a torch.Tensor may have.
+_MOST_DIMENSIONS = 64
 _METADATA = "__metadata__"
+# Called with the bytes that were written since it was last called.
+Advance = Callable[[int], None]
 _DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -57,26 +62,29 @@ class Source:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        with path.open("rb") as file:
-            self.header, self.body = _header(path, file)
+        with files.open_regular("convert", path) as file:
+            status = os.fstat(file.fileno())
+            self.header, self.body = _header(path, file, status.st_size)
+        self.mode = stat.S_IMODE(status.st_mode)
         metadata = self.header.get(_METADATA, {})
         self.metadata: dict[str, str] = metadata if isinstance(metadata, dict) else {}
-        self.entries = dict(_entries(path, self.header, path.stat().st_size - self.body))
+        self.entries = dict(_entries(path, self.header, status.st_size - self.body))
 
     def read(self, name: str) -> Tensor:
         """The bytes of one tensor, as uint8 of ``(nbytes,)``."""
         entry = self.entries[name]
-        with self.path.open("rb") as file:
+        with files.open_regular("convert", self.path) as file:
             file.seek(self.body + entry.start)
             return _exactly(self.path, file, entry.nbytes)
 
     def tensor(self, name: str) -> Tensor:
-        """One tensor; bytes ``(..., n)`` where torch has no name for the dtype."""
+        """One tensor; bytes ``(rows, n)`` where torch has no name for the dtype."""
         entry = self.entries[name]
         data = self.read(name)
         if entry.dtype in _DTYPES:
             return data.view(_DTYPES[entry.dtype]).view(entry.shape)
-        return data.view(*entry.shape[:-1], -1)
+        whole = entry.shape and entry.nbytes and entry.nbytes % entry.shape[0] == 0
+        return data.view(entry.shape[0], -1) if whole else data
 
 
 def write(
@@ -91,7 +99,8 @@ def write(
     Sizes do not change, so neither does the header but for its metadata. Held at any time: the
     bytes of one tensor that moves, or a chunk of one that does not.
     """
-    with source.path.open("rb") as old, target.open("xb") as new:
+    opened = files.open_regular("convert", source.path)
+    with opened as old, drafts.written(target, source.mode) as new:
         header = dict(source.header)
         header.pop(_METADATA, None)
         if metadata:
@@ -102,18 +111,18 @@ def write(
         new.write(len(text).to_bytes(8, "little") + text)
         for name, entry in sorted(source.entries.items(), key=lambda item: item[1].start):
             old.seek(source.body + entry.start)
+            advance = functools.partial(tell, name)
             if name in rows:
+                if entry.nbytes % len(rows[name]):
+                    raise _broken(source.path, f"rows of {name} are not whole bytes")
                 data = _exactly(source.path, old, entry.nbytes)
-                _write_rows(new, data.view(len(rows[name]), -1), rows[name])
+                _write_rows(new, data.view(len(rows[name]), -1), rows[name], advance)
                 del data
             else:
-                _copy(source.path, old, new, entry.nbytes)
-            tell(name, entry.nbytes)
-        new.flush()
-        os.fsync(new.fileno())
+                _copy(source.path, old, new, entry.nbytes, advance)
 
 
-def _write_rows(file: BinaryIO, data: Tensor, rows: Tensor) -> None:
+def _write_rows(file: BinaryIO, data: Tensor, rows: Tensor, advance: Advance) -> None:
     # Through a buffer of Python's own: torch's memory can only be written by way of numpy.
     width = data.shape[1]
     step = max(1, CHUNK // max(1, width))
@@ -122,15 +131,17 @@ def _write_rows(file: BinaryIO, data: Tensor, rows: Tensor) -> None:
         chunk = torch.frombuffer(buffer, dtype=torch.uint8).view(-1, width)
         torch.index_select(data, 0, some, out=chunk)
         file.write(buffer)
+        advance(len(buffer))
 
 
-def _copy(path: Path, old: BinaryIO, new: BinaryIO, nbytes: int) -> None:
+def _copy(path: Path, old: BinaryIO, new: BinaryIO, nbytes: int, advance: Advance) -> None:
     while nbytes:
         data = old.read(min(CHUNK, nbytes))
         if not data:
             raise _broken(path, "its tensors end early")
         new.write(data)
         nbytes -= len(data)
+        advance(len(data))
 
 
 def _exactly(path: Path, file: BinaryIO, nbytes: int) -> Tensor:
@@ -142,21 +153,20 @@ def _exactly(path: Path, file: BinaryIO, nbytes: int) -> Tensor:
     return torch.frombuffer(buffer, dtype=torch.uint8)
 
 
-def _header(path: Path, file: BinaryIO) -> tuple[dict[str, Any], int]:
-    size = path.stat().st_size
+def _header(path: Path, file: BinaryIO, size: int) -> tuple[dict[str, Any], int]:
     length = int.from_bytes(file.read(8), "little")
-    if size < 8 or length > min(size - 8, _LARGEST_HEADER):
+    if size < 8 or length > min(size - 8, files.LARGEST_JSON):
         if path.suffix != ".safetensors" or length.to_bytes(8, "little") == b"version ":
             rule, got = "source must be in the format of safetensors", f"{path}, which is not"
             way_out = "Save a .bin again with safetensors; fetch what Git LFS points to."
             raise ValueError(checks.message("convert", rule, got, way_out))
         raise _broken(path, f"a header of {length} bytes does not fit a file of {size}")
     try:
-        header = json.loads(file.read(length), object_pairs_hook=_once)
+        header = files.parse_json(file.read(length), _once)
+        # Escapes may spell what is no character, and what cannot be written again.
+        json.dumps(header, ensure_ascii=False).encode()
     except ValueError as wrong:
-        raise _broken(path, f"its header is not JSON ({wrong})") from None
-    if not isinstance(header, dict):
-        raise _broken(path, "its header is not a JSON object")
+        raise _broken(path, f"its header is {wrong}") from None
     return header, 8 + length
 
 
@@ -176,14 +186,17 @@ def _entries(path: Path, header: Mapping[str, Any], size: int) -> Iterator[tuple
         try:
             shape = tuple(value["shape"])
             start, stop = value["data_offsets"]
-            sound = all(type(n) is int and n >= 0 for n in (*shape, start, stop))
-            entry = Entry(str(value["dtype"]), shape, start, stop)
+            sound = all(type(n) is int and 0 <= n < 1 << 63 for n in (*shape, start, stop))
+            sound = sound and len(shape) <= _MOST_DIMENSIONS and isinstance(value["dtype"], str)
+            entry = Entry(value["dtype"], shape, start, stop)
         except (KeyError, TypeError, ValueError):
             sound = False
         if not sound:
             raise _broken(path, f"{name} has no dtype, shape and data_offsets")
-        dtype = _DTYPES.get(entry.dtype)
-        if dtype is not None and entry.nbytes != math.prod(shape) * dtype.itemsize:
+        dtype, size_said = _DTYPES.get(entry.dtype), math.prod(shape)
+        # No element of any dtype is smaller than a bit.
+        fits = size_said <= 8 * entry.nbytes
+        if not (fits if dtype is None else size_said * dtype.itemsize == entry.nbytes):
             raise _broken(path, f"{name} has {entry.nbytes} bytes for shape {list(shape)}")
         found.append((name, entry))
     for name, entry in sorted(found, key=lambda item: (item[1].start, item[1].stop)):

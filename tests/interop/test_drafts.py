@@ -1,0 +1,162 @@
+"""No signal and no error loses a checkpoint, and two runs do not meet."""
+
+import errno
+import json
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from posenc.interop import drafts, streams
+from posenc.interop.checkpoints import convert
+
+SIZES = {"num_heads": 1, "head_dim": 8}
+TENSORS = {f"layers.0.{part}_proj.weight": torch.randn(8, 3) for part in "qk"}
+
+
+@pytest.fixture
+def source(tmp_path):
+    folder = tmp_path / "source"
+    folder.mkdir()
+    save_file(TENSORS, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama", "hidden_size": 8}))
+    return folder
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="a kill needs a child to be killed")
+def test_no_signal_and_no_error_at_any_step_loses_a_checkpoint(tmp_path):
+    """At every moment a whole copy has a name, and the next run leaves nothing but the result."""
+    script = Path(__file__).with_name("kills.py")
+    done = subprocess.run(
+        [sys.executable, script, tmp_path], capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["failures"] == []
+    # The hook was called: a swap of folders has three renames, of a file one.
+    renames = {kind: steps.count("os.rename") for kind, steps in found["steps"].items()}
+    assert renames == {"a folder": 3, "a file": 1, "nothing": 1}
+
+
+def test_two_runs_to_one_target_do_not_share_a_draft(source, tmp_path):
+    target, refused = tmp_path / "target", []
+
+    def another(name, share):
+        with pytest.raises(FileExistsError, match="one run at a time must write") as error:
+            convert(source, target, to="interleaved", **SIZES)
+        refused.append(str(error.value))
+
+    convert(source, target, to="interleaved", tell=another, **SIZES)
+    assert refused
+    assert "posenc.lock" in refused[0]
+    assert load_file(target / "model.safetensors").keys() == TENSORS.keys()
+    assert sorted(os.listdir(tmp_path)) == ["source", "target"]
+
+
+def test_where_files_cannot_be_locked_one_that_is_there_is_believed(source, tmp_path, monkeypatch):
+    """A killed run cannot be told from a live one there, so the error says what to delete."""
+    monkeypatch.setattr(drafts, "fcntl", None)
+    target = tmp_path / "target"
+    convert(source, target, to="interleaved", **SIZES)
+    room = drafts.workspace(target)
+    room.mkdir()
+    (room / "posenc.lock").touch()
+    with pytest.raises(FileExistsError, match=r"if none is running, delete .*posenc\.lock"):
+        convert(source, target, to="interleaved", overwrite=True, **SIZES)
+    (room / "posenc.lock").unlink()
+    convert(source, target, to="interleaved", overwrite=True, **SIZES)
+    assert sorted(os.listdir(tmp_path)) == ["source", "target"]
+
+
+@pytest.mark.parametrize("what", ["a file", "a folder", "a link", "names of ours"])
+def test_what_no_run_has_made_is_left_alone(source, tmp_path, what):
+    """A name that somebody took is theirs, whatever it is."""
+    room = drafts.workspace(tmp_path / "target")
+    if what == "a file":
+        room.write_text("mine")
+    elif what == "a link":
+        (tmp_path / "elsewhere").mkdir()
+        room.symlink_to(tmp_path / "elsewhere")
+    else:
+        (room / "new").mkdir(parents=True)
+        (room / "new" / "mine").write_text("mine")
+        if what == "a folder":
+            (room / "posenc.lock").touch()
+            (room / "mine").write_text("mine")
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(FileExistsError, match="must be free"):
+        convert(source, tmp_path / "target", to="interleaved", **SIZES)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_target_that_was_made_since_a_kill_is_not_mixed_up_with_the_old_one(source, tmp_path):
+    """Three checkpoints, and nobody but the user knows which is which: the error says where."""
+    target = tmp_path / "target"
+    room = drafts.workspace(target)
+    for folder in (room / "old", room / "new", target):
+        folder.mkdir(parents=True)
+        (folder / "x.safetensors").write_text(folder.name)
+    (room / "posenc.lock").touch()
+    for overwrite in (False, True):
+        with pytest.raises(OSError, match=r"Move .*old, if it is there, to another name"):
+            convert(source, target, to="interleaved", overwrite=overwrite, **SIZES)
+    for folder in (room / "old", room / "new", target):
+        assert (folder / "x.safetensors").read_text() == folder.name
+
+
+def test_a_source_that_a_killed_run_was_to_replace_is_found(source, tmp_path):
+    room = drafts.workspace(source)
+    room.mkdir()
+    source.rename(room / "old")
+    with pytest.raises(FileNotFoundError, match=r"it is whole in .*source\.posenc-convert.old"):
+        convert(source, tmp_path / "target", to="interleaved", **SIZES)
+    with pytest.raises(ValueError, match="lie apart"):
+        convert(room / "old", source, to="interleaved", **SIZES)
+
+
+@pytest.mark.skipif(os.name == "nt", reason="there are no modes")
+def test_files_and_folders_keep_their_modes(source, tmp_path):
+    """What nobody else may read stays so, on the way too."""
+    (source / "sub").mkdir(mode=0o700)
+    modes = {
+        "model.safetensors": 0o600,
+        "config.json": 0o440,
+        "sub/a": 0o664,
+        "sub/b": 0o400,
+        "sub": 0o750,
+        ".": 0o711,
+    }
+    for name, mode in modes.items():
+        if name.startswith("sub/"):
+            (source / name).write_text("x")
+        (source / name).chmod(mode)
+    seen = []
+
+    def look(name, share):
+        seen.append(stat.S_IMODE(drafts.workspace(tmp_path / "target").stat().st_mode))
+
+    convert(source, tmp_path / "target", to="interleaved", tell=look, **SIZES)
+    new = {name: stat.S_IMODE((tmp_path / "target" / name).stat().st_mode) for name in modes}
+    assert new == modes
+    assert set(seen) == {0o700}
+    convert(source / "model.safetensors", tmp_path / "file", to="interleaved", **SIZES)
+    assert stat.S_IMODE((tmp_path / "file").stat().st_mode) == 0o600
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+def test_a_disk_that_fills_late_is_a_clear_error_and_leaves_nothing(
+    source, tmp_path, monkeypatch, number
+):
+    def full(*arguments):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(streams, "_write_rows", full)
+    with pytest.raises(OSError, match=r"bytes free, got a full disk.\n  Free some space") as error:
+        convert(source, tmp_path / "target", to="interleaved", **SIZES)
+    assert "Errno" not in str(error.value)
+    assert os.listdir(tmp_path) == ["source"]
