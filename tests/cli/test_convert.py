@@ -1,6 +1,10 @@
 import io
 import json
 import os
+import signal
+import subprocess
+import sys
+import time
 
 import pytest
 import torch
@@ -46,7 +50,6 @@ def test_the_example_in_the_help_runs(run):
     assert done.exit_code == 0, done.output
     assert done.stdout.startswith("model-interleaved: interleaved, 2 of 3 tensors moved\n")
     assert "logits of 1 attention modules differ by" in done.stdout
-    assert done.stderr == "", "quiet in a pipe"
     check("model-interleaved/model.safetensors")
 
 
@@ -67,13 +70,78 @@ def test_the_report_is_json_on_request(run):
     assert report["checked"] == ["layers.0.attn"]
 
 
-def test_a_terminal_sees_a_bar_and_a_pipe_does_not(run, monkeypatch):
+@pytest.fixture
+def terminal(monkeypatch):
+    """What a terminal is sent."""
     seen = io.StringIO()
     console = Console(file=seen, force_terminal=True, width=100)
     monkeypatch.setattr(command, "Console", lambda stderr: console)
+    return seen
+
+
+def test_a_terminal_sees_a_bar(run, terminal):
     done = run("model", "-o", "out", "--to", "interleaved")
     assert done.exit_code == 0, done.output
-    assert "━" in seen.getvalue()
+    assert "━" in terminal.getvalue()
+    assert "100%" in terminal.getvalue()
+    assert done.stderr == ""
+
+
+def test_the_bar_advances_and_shows_names_as_they_are(terminal):
+    """Names are a stranger's: a link or an escape in them is text."""
+    with command._progress() as tell:
+        for percent in (7, 39, 84):
+            tell("[link=http://x]q[/link]\x1b[2J", percent / 100)
+            deadline = time.monotonic() + 30
+            while f" {percent}%" not in terminal.getvalue() and time.monotonic() < deadline:
+                time.sleep(0.01)
+    for percent in (7, 39, 84):
+        assert f" {percent}%" in terminal.getvalue()
+    assert "[link=http://x]q[/link]\\x1b[2J" in terminal.getvalue()
+
+
+def test_a_pipe_sees_a_line_for_each_tenth(run):
+    done = run("model", "-o", "out", "--to", "interleaved")
+    lines = done.stderr.splitlines()
+    assert lines[-1].startswith("posenc: 100 % written, at ")
+    tenths = [int(line.split()[1]) for line in lines]
+    assert tenths == sorted(set(tenths))
+    assert len(tenths) > 1
+    assert "written" not in done.stdout
+
+
+def test_names_of_files_are_printed_without_their_escapes(run):
+    name = "\x1b[2J.bin"
+    with open(f"model/{name}", "wb") as file:
+        file.write(b"x")
+    done = run("model", "-o", "out\x1b[1m", "--to", "interleaved")
+    assert done.exit_code == 0, done.output
+    assert "\x1b" not in done.output
+    assert "left out: \\x1b[2J.bin" in done.stdout
+
+
+@pytest.mark.skipif(os.name == "nt", reason="signals are POSIX's")
+@pytest.mark.parametrize(
+    ("number", "ignored"),
+    [(signal.SIGTERM, False), (signal.SIGHUP, False), (signal.SIGHUP, True)],
+    ids=["terminated", "hung-up", "under-nohup"],
+)
+def test_a_signal_to_end_leaves_nothing_behind(run, number, ignored):
+    """As Ctrl-C does; and a signal that is ignored stays ignored."""
+    script = (
+        "import os, signal, sys; import posenc.cli; from posenc.interop import streams\n"
+        f"number, ignored = {int(number)}, {ignored}\n"
+        "if ignored: signal.signal(number, signal.SIG_IGN)\n"
+        "copy = streams._copy\n"
+        "def end(*arguments): os.kill(os.getpid(), number); copy(*arguments)\n"
+        "streams._copy = end\n"
+        "posenc.cli.main()"
+    )
+    command = [sys.executable, "-c", script, "convert", "model", "-o", "out", "--to", "interleaved"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == (0 if ignored else 128 + number), done.stderr
+    assert ("posenc: ended by a signal" in done.stderr) is not ignored
+    assert sorted(os.listdir()) == (["model", "out"] if ignored else ["model"])
 
 
 def test_weights_left_out_are_named(run):

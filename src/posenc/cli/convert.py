@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import json
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    Progress,
+    TaskProgressColumn,
+    TextColumn,
+    TimeRemainingColumn,
+)
 
+from posenc._contract.checks import printable
 from posenc.cli._root import Refused
 from posenc.interop import checkpoints
 from posenc.interop.checkpoints import Tell
@@ -21,7 +29,8 @@ _HELP = """Write a checkpoint again with its queries and keys in the other pair 
 
 IN is a .safetensors file or a folder of them, a model's or an adapter's. One tensor is in memory at
 a time, no bit of any row changes, and OUT appears whole after a self-test of the attention logits,
-or not at all. IN is never written to.
+or not at all. IN is never written to. What a killed run leaves is in the folder OUT.posenc-convert
+until the next run with the same OUT puts it in order.
 
 Example: posenc convert model -o model-interleaved --to interleaved
 """
@@ -65,7 +74,7 @@ def convert(
     # The words are checked where they are used.
     words: dict[str, Any] = {"to": to, "layout": layout, "fused": fused}
     try:
-        with _progress() as tell:
+        with _ended_by_signals(), _progress() as tell:
             report = checkpoints.convert(
                 source,
                 target,
@@ -85,7 +94,8 @@ def convert(
         typer.echo(json.dumps(report.as_dict(), indent=1))
         return
     typer.echo(
-        f"{report.target}: {report.layout}, {len(report.moved)} of {report.tensors} tensors moved"
+        f"{printable(report.target)}: {report.layout},"
+        f" {len(report.moved)} of {report.tensors} tensors moved"
     )
     if report.checked:
         typer.echo(
@@ -98,20 +108,65 @@ def convert(
             " weights as if they were the old ones"
         )
     for name in report.left_out:
-        typer.echo(f"  left out: {name}, weights in the old layout")
+        typer.echo(f"  left out: {printable(name)}, weights in the old layout")
 
 
 convert.__doc__ = _HELP
 
 
 @contextlib.contextmanager
-def _progress() -> Iterator[Tell | None]:
-    """A bar on stderr while somebody looks; nothing in a pipe."""
+def _ended_by_signals() -> Iterator[None]:
+    """SIGTERM and SIGHUP end the command as Ctrl-C does: what it has written is removed."""
+
+    def end(number: int, frame: object) -> None:
+        for each in numbers:
+            # One is enough, and the next would come in the way of the removal.
+            signal.signal(each, signal.SIG_IGN)
+        raise SystemExit(128 + number)
+
+    names = [name for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
+    numbers = [signal.Signals[name] for name in names]
+    # Under nohup, say, a signal is ignored, and stays so.
+    numbers = [number for number in numbers if signal.getsignal(number) == signal.SIG_DFL]
+    try:
+        for number in numbers:
+            signal.signal(number, end)
+        yield
+    except SystemExit:
+        typer.echo("posenc: ended by a signal", err=True)
+        raise
+    finally:
+        for number in numbers:
+            signal.signal(number, signal.SIG_DFL)
+
+
+@contextlib.contextmanager
+def _progress() -> Iterator[Tell]:
+    """A bar on stderr where it is a terminal, and a line for each tenth where it is not."""
     console = Console(stderr=True)
     if not console.is_terminal:
-        yield None
+        yield _lines()
         return
-    words = BarColumn(), TextColumn("{task.description}"), TimeRemainingColumn()
+    # Names are those of a file: they are shown as they are, not read as markup.
+    name = TextColumn("{task.description}", markup=False)
+    words = BarColumn(), TaskProgressColumn(), name, TimeRemainingColumn()
     with Progress(*words, console=console, transient=True) as bar:
         task = bar.add_task("", total=1.0)
-        yield lambda name, done: bar.update(task, description=name, completed=done)
+        yield lambda name, done: bar.update(task, description=_short(name), completed=done)
+
+
+def _lines() -> Tell:
+    tenths = 0
+
+    def tell(name: str, done: float) -> None:
+        nonlocal tenths
+        if int(done * 10) > tenths:
+            tenths = int(done * 10)
+            typer.echo(f"posenc: {tenths * 10} % written, at {_short(name)}", err=True)
+
+    return tell
+
+
+def _short(name: str) -> str:
+    name = printable(name)
+    return name if len(name) <= 60 else name[:57] + "..."
