@@ -169,7 +169,7 @@ def test_an_adapter_finds_the_config_of_its_base_on_this_machine(small, tmp_path
         report = convert(adapter, tmp_path / f"new-{number}", to="interleaved")
         assert report.family == "llama"
         assert report.moved == (name,)
-    for base in ("meta-llama/Llama-3.2-1B", None, 3, "", "a\0b"):
+    for base in ("meta-llama/Llama-3.2-1B", None, 3, "", "a\0b", "a" * 9999):
         said.write_text(json.dumps({"base_model_name_or_path": base}))
         with pytest.raises(ValueError, match=r"num_attention_heads.*\n.*--config"):
             convert(adapter, tmp_path / "none", to="interleaved")

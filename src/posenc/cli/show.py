@@ -11,14 +11,13 @@ from typing import Annotated, Any
 
 import typer
 
-from posenc._contract import files
 from posenc.cli import INSTALL
 from posenc.cli._root import Refused
 from posenc.lab import store
 from posenc.lab.pictures import show as lab
 from posenc.lab.pictures.style import image
 from posenc.nn import RoPE
-from posenc.numerics.configs import text_part
+from posenc.numerics.configs import as_dict, text_part
 
 _HELP = """Draw an encoding: heatmaps, wavelengths, scores by distance, rule against rule, slopes.
 
@@ -155,7 +154,7 @@ def _of_config(
 
 def _longest(path: Path) -> int | None:
     """The longest sequence that a config names, if it does."""
-    found = files.read_json("show", path / "config.json" if path.is_dir() else path)
+    found = as_dict("show", path)
     for part in (text_part(found)[0], found):
         for key in ("max_position_embeddings", "n_positions", "max_sequence_length"):
             if isinstance(part.get(key), int):

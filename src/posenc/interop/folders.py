@@ -14,7 +14,7 @@ from posenc._contract import checks, files
 from posenc.interop import drafts, families, streams
 from posenc.interop.families import Config
 from posenc.interop.layouts import Layout
-from posenc.numerics.configs import LAYOUT, text_part
+from posenc.numerics.configs import LAYOUT, as_dict, text_part
 
 _INDEX = ".safetensors.index.json"
 # The first that is there is the checkpoint.
@@ -115,20 +115,16 @@ def check_index(source: Path, shards: Mapping[str, Collection[str]]) -> None:
 
 def config(source: Path | None, given: Config | str | os.PathLike[str] | None) -> Config:
     """The config as a dict: the one given, or the one beside the weights, or an empty one."""
-    if isinstance(given, Mapping):
-        return given
-    if given is not None and hasattr(given, "to_dict"):
-        return given.to_dict()  # type: ignore[no-any-return]
     if given is not None:
-        path = Path(given)
-        return files.read_json("convert", path / "config.json" if path.is_dir() else path)
+        return as_dict("convert", given)
     if source is None:
         return {}
     folder = source if source.is_dir() else source.parent
-    for path in (folder / "config.json", _base(folder) / "config.json"):
-        if path.exists():
-            return files.read_json("convert", path)
-    return {}
+    path = folder / "config.json"
+    if not path.exists():
+        path = _base(folder) / "config.json"
+    # A name that no disk could hold is not there either.
+    return files.read_json("convert", path) if os.path.exists(path) else {}
 
 
 def _base(folder: Path) -> Path:
@@ -137,7 +133,7 @@ def _base(folder: Path) -> Path:
     said = files.read_json("convert", path) if path.is_file() else {}
     name = said.get("base_model_name_or_path")
     # As PEFT looks for it: from the folder that the program runs in.
-    return Path(name) if isinstance(name, str) and name and "\0" not in name else folder
+    return Path(name) if name and isinstance(name, str) else folder
 
 
 def check_space(target: Path, nbytes: int) -> None:

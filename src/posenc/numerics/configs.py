@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,8 +16,8 @@ from posenc.numerics._nested import LAYOUT, text_part
 from posenc.numerics.axes import Axes
 
 __all__ = [
-    "HEADS", "LAYOUT", "ROTATED", "SHARES", "WIDTHS", "Recipe", "instead", "layer_types", "read",
-    "text_part",
+    "HEADS", "LAYOUT", "ROTATED", "SHARES", "WIDTHS", "Recipe", "as_dict", "instead", "layer_types",
+    "read", "text_part",
 ]  # fmt: skip
 
 
@@ -54,7 +55,7 @@ def read(config: Any, *, layer_type: str | None = None, base: float | None = Non
         >>> recipe.base, recipe.rotary_dim, recipe.sources["rotary_dim"]
         (1000000.0, 32, 'rotary_pct')
     """
-    found = Config(_as_dict(config))
+    found = Config(as_dict("from_config", config))
     layer_type = found.layer(layer_type)
     head_dim = found.head_dim(layer_type)
     rule = found.rule()
@@ -81,18 +82,18 @@ def layer_types(config: Any) -> tuple[str | None, ...]:
         >>> layer_types({"head_dim": 64, "rope_theta": 1e6, "rope_local_base_freq": 1e4})
         ('full_attention', 'sliding_attention')
     """
-    return Config(_as_dict(config)).rotations()
+    return Config(as_dict("from_config", config)).rotations()
 
 
-def _as_dict(config: Any) -> Mapping[str, Any]:
-    if isinstance(config, (str, Path)):
+def as_dict(who: str, config: Any) -> Mapping[str, Any]:
+    """A config as :func:`read` takes it, as a dict; errors say that ``who`` wanted it."""
+    if isinstance(config, (str, os.PathLike)):
         path = Path(config)
-        path = path / "config.json" if path.is_dir() else path
-        config = files.read_json("from_config", path)
-    elif hasattr(config, "to_dict"):
+        return files.read_json(who, path / "config.json" if path.is_dir() else path)
+    if hasattr(config, "to_dict"):
         config = config.to_dict()
     if not isinstance(config, Mapping):
         rule = "config must be a dict, a path, or an object with to_dict()"
         way_out = "Pass the model's config.json."
-        raise TypeError(checks.message("from_config", rule, checks.describe(config), way_out))
+        raise TypeError(checks.message(who, rule, checks.describe(config), way_out))
     return config
