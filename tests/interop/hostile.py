@@ -18,7 +18,6 @@ from posenc import RoPE
 from posenc.interop.checkpoints import convert, convert_state
 
 GIGABYTE = 1 << 30
-NAME = "model.layers.0.self_attn.q_proj.weight"
 LLAMA = {"model_type": "llama", "hidden_size": 32, "num_attention_heads": 4}
 
 
@@ -31,9 +30,18 @@ def limit() -> None:
     resource.setrlimit(resource.RLIMIT_CPU, (int(used) + 60, int(used) + 60))
 
 
-def refused(root: Path, name: str, config: dict, shape: list[int], nbytes: int, **more) -> None:
-    entry = {"dtype": "F32", "shape": shape, "data_offsets": [0, nbytes], **more}
-    text = json.dumps({NAME: entry}).encode()
+def refused(
+    root: Path,
+    name: str,
+    config: dict,
+    shape: list[int],
+    nbytes: int,
+    dtype: str = "F32",
+    tensor: str = "model.layers.0.self_attn.q_proj.weight",
+) -> None:
+    """Hold that a file with this one tensor is refused, in a sentence."""
+    entry = {"dtype": dtype, "shape": shape, "data_offsets": [0, nbytes]}
+    text = json.dumps({tensor: entry}).encode()
     path = root / f"{name}.safetensors"
     path.write_bytes(len(text).to_bytes(8, "little") + text + b"\0" * nbytes)
     with pytest.raises(ValueError, match="convert: ") as error:
@@ -45,8 +53,8 @@ def main(root: Path) -> None:
     limit()
     many = {**LLAMA, "num_attention_heads": 5 * 10**8, "head_dim": 2}
     refused(root, "heads", many, [8, 2], 64)
-    fused = {**many, "model_type": "gpt_neox", "num_key_value_heads": 5 * 10**8}
-    refused(root, "heads of keys", fused, [8, 2], 64)
+    fused = {**many, "model_type": "gpt_neox", "head_dim": 8}
+    refused(root, "fused heads", fused, [8, 2], 64, tensor="layers.0.query_key_value.weight")
     refused(root, "rows", {**LLAMA, "hidden_size": 4 * 10**7}, [4 * 10**7, 0], 0)
     refused(
         root, "rows of a new dtype", {**LLAMA, "hidden_size": 4 * 10**7}, [4 * 10**7], 8, dtype="N"
