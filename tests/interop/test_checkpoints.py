@@ -14,8 +14,15 @@ from torch._subclasses import FakeTensorMode
 
 import tiny_models as models
 from posenc import RoPE
-from posenc.interop import checkpoints, layouts, streams
-from posenc.interop.checkpoints import Heads, convert, convert_state, permute
+from posenc.interop import checkpoints
+from posenc.interop.checkpoints import (
+    Heads,
+    convert,
+    convert_state,
+    layouts,
+    permute,
+    safetensors,
+)
 
 OTHER = {"half": "interleaved", "interleaved": "half"}
 # Two float32 models that differ in the order of some additions.
@@ -281,7 +288,7 @@ def test_an_index_that_leads_out_of_the_folder_is_refused(tmp_path):
 def test_the_self_test_finds_rows_that_did_not_move(saved, tmp_path, monkeypatch):
     """Written in their old order, they would be taken for the new one."""
     stay = lambda file, data, rows, advance: file.write(bytes(data.flatten().tolist()))  # noqa: E731
-    monkeypatch.setattr(streams, "_write_rows", stay)
+    monkeypatch.setattr(safetensors, "_write_rows", stay)
     with pytest.raises(ValueError, match=r"logits of layers\.0\.attn must stay the same"):
         convert(saved, tmp_path / "new", to="interleaved", **SIZES)
     assert os.listdir(tmp_path) == [saved.name]
@@ -291,7 +298,7 @@ def test_the_self_test_finds_rows_that_did_not_move(saved, tmp_path, monkeypatch
 @pytest.mark.parametrize("wrong", ["k", "bias", "norm"])
 def test_the_self_test_sees_every_kind_of_part(wrong):
     """One part left behind is enough."""
-    from posenc.interop import families, logits
+    from posenc.interop.checkpoints import families, selftest
 
     stem = "layers.0.attn."
     old = {
@@ -303,16 +310,16 @@ def test_the_self_test_sees_every_kind_of_part(wrong):
     model = families.from_config({}, **SIZES)
     new = convert_state(old, to="interleaved", **SIZES)
     arguments = (list(old), model, old.__getitem__)
-    assert logits.difference(*arguments, new.__getitem__, "interleaved") < 1e-13
+    assert selftest.difference(*arguments, new.__getitem__, "interleaved") < 1e-13
     for name in old:
         if wrong in name.replace("k_norm", "norm").replace("k_proj.weight", "k"):
             new[name] = old[name]
-    assert logits.difference(*arguments, new.__getitem__, "interleaved") > 1e-2
+    assert selftest.difference(*arguments, new.__getitem__, "interleaved") > 1e-2
 
 
 def test_memory_is_bounded_by_the_largest_tensor_that_moves(tmp_path, monkeypatch):
     """However many tensors there are, and however large those that stay."""
-    monkeypatch.setattr(streams, "CHUNK", 1 << 14)
+    monkeypatch.setattr(safetensors, "CHUNK", 1 << 14)
     tensors = {"embed.weight": torch.zeros(1 << 22, dtype=torch.uint8)}
     for layer in range(8):
         tensors[f"layers.{layer}.q_proj.weight"] = torch.randn(32, 1 << 13)
@@ -342,7 +349,7 @@ def test_progress_is_told_tensor_by_tensor(saved, tmp_path):
 
 def test_progress_advances_within_a_tensor(saved, tmp_path, monkeypatch):
     """The embedding of a large model takes as long as all the rest."""
-    monkeypatch.setattr(streams, "CHUNK", 64)
+    monkeypatch.setattr(safetensors, "CHUNK", 64)
     told = []
     convert(saved, tmp_path / "b", to="half", tell=lambda *step: told.append(step), **SIZES)
     for name in load_file(saved):

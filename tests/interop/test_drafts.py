@@ -12,8 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from posenc.interop import drafts, streams
-from posenc.interop.checkpoints import convert
+from posenc.interop.checkpoints import convert, drafts, safetensors
 
 SIZES = {"num_heads": 1, "head_dim": 8}
 TENSORS = {f"layers.0.{part}_proj.weight": torch.randn(8, 3) for part in "qk"}
@@ -155,7 +154,7 @@ def test_a_disk_that_fills_late_is_a_clear_error_and_leaves_nothing(
     def full(*arguments):
         raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr(streams, "_write_rows", full)
+    monkeypatch.setattr(safetensors, "_write_rows", full)
     with pytest.raises(OSError, match=r"bytes free, got a full disk.\n  Free some space") as error:
         convert(source, tmp_path / "target", to="interleaved", **SIZES)
     assert "Errno" not in str(error.value)

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 import oracles
-from posenc.interop.layouts import KINDS, Heads, blocks, count, permute
+from posenc.interop.checkpoints.layouts import KINDS, Heads, blocks, count, permute
 
 FORMS = [
     pytest.param(Heads(4, 8), id="all-channels"),

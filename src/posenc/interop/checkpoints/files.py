@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from posenc._contract import checks, files
-from posenc.interop import drafts, families, streams
-from posenc.interop.families import Config
-from posenc.interop.layouts import Layout
+from posenc.interop.checkpoints import drafts, families, safetensors
+from posenc.interop.checkpoints.families import Config
+from posenc.interop.checkpoints.layouts import Layout
 from posenc.numerics.configs import LAYOUT, as_dict, text_part
 
 _INDEX = ".safetensors.index.json"
@@ -214,7 +214,7 @@ def copy(source: Path, draft: Path, found: Others, tell: Callable[[str, int], No
         mode = os.fstat(opened.fileno()).st_mode
         with opened as old, drafts.written(draft / here, mode) as new:
             # A file that grows meanwhile, without end perhaps, is copied as it was.
-            while size and (data := old.read(min(streams.CHUNK, size))):
+            while size and (data := old.read(min(safetensors.CHUNK, size))):
                 new.write(data)
                 size -= len(data)
                 tell(str(here), len(data))

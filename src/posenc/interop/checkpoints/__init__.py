@@ -1,4 +1,4 @@
-"""Checkpoints between the half and the interleaved layout: tensors, files and folders."""
+"""Checkpoints between the half and the interleaved layout: tensors, files and files."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from typing import Any
 from torch import Tensor
 
 from posenc._contract import checks
-from posenc.interop import drafts, families, folders, layouts, logits, streams
-from posenc.interop.families import Config, Model
-from posenc.interop.layouts import Heads, Layout, permute
-from posenc.interop.learned import resize_learned
-from posenc.interop.streams import Source
+from posenc.interop.checkpoints import drafts, families, files, layouts, safetensors, selftest
+from posenc.interop.checkpoints.families import Config, Model
+from posenc.interop.checkpoints.layouts import Heads, Layout, permute
+from posenc.interop.checkpoints.resize import resize_learned
+from posenc.interop.checkpoints.safetensors import Source
 from posenc.numerics.configs import LAYOUT, text_part
 
 __all__ = ["Heads", "Report", "convert", "convert_state", "permute", "resize_learned"]
@@ -117,10 +117,10 @@ def convert(
     layouts.check_layout("convert", "to", to)
     checks.integer("convert", "check", check, least=0)
     source, target = Path(source), Path(target)
-    folders.refuse_paths(source, target, overwrite)
-    shards = [Source(file) for file in folders.weights(source)]
-    folders.check_index(source, {s.path.name: s.entries for s in shards})
-    described = folders.config(source, config)
+    files.refuse_paths(source, target, overwrite)
+    shards = [Source(file) for file in files.weights(source)]
+    files.check_index(source, {s.path.name: s.entries for s in shards})
+    described = files.config(source, config)
     given = {
         "num_heads": num_heads,
         "num_kv_heads": num_kv_heads,
@@ -138,26 +138,26 @@ def convert(
     _check_layout(shards, model, said, to)
     plan = _plan(((n, e.shape) for s in shards for n, e in s.entries.items()), model, to)
     total = sum(entry.nbytes for shard in shards for entry in shard.entries.values())
-    others = folders.others(source, [s.path for s in shards]) if source.is_dir() else None
+    others = files.others(source, [s.path for s in shards]) if source.is_dir() else None
     nbytes = total + sum(others.files.values() if others else ())
-    folders.check_space(target, nbytes)
+    files.check_space(target, nbytes)
     advance = _progress(tell, nbytes)
     note = {} if model.layout == to else {METADATA: to}
     try:
         # Of a link, what it leads to is written.
         with drafts.replaced(target.resolve(), overwrite) as draft:
             if others:
-                folders.copy(source, draft, others, advance)
-                if folders.switch(draft, to, usual=not note):
+                files.copy(source, draft, others, advance)
+                if files.switch(draft, to, usual=not note):
                     note = {}
             paths = [draft / shard.path.name if others else draft for shard in shards]
             for shard, path in zip(shards, paths, strict=True):
                 metadata = {k: v for k, v in shard.metadata.items() if k != METADATA} | note
-                streams.write(shard, path, metadata, plan, advance)
+                safetensors.write(shard, path, metadata, plan, advance)
             off = _self_test(shards, [Source(path) for path in paths], plan, model, to, check)
     except OSError as wrong:
         if wrong.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise folders.no_space(target, nbytes, "a full disk") from wrong
+            raise files.no_space(target, nbytes, "a full disk") from wrong
         raise
     return Report(
         source=str(source),
@@ -204,7 +204,7 @@ def convert_state(
         "rotary_dim": rotary_dim,
         "fused": fused,
     }
-    model = families.from_config(folders.config(None, config), **given)
+    model = families.from_config(files.config(None, config), **given)
     if not isinstance(state, Mapping) or not all(isinstance(name, str) for name in state):
         got, way_out = checks.describe(state), "Pass model.state_dict()."
         raise TypeError(
@@ -225,7 +225,7 @@ def _plan(
     """The order of the rows of every tensor that moves."""
     orders = {name: model.order(name, shape, to) for name, shape in shapes}
     plan = {name: rows for name, rows in orders.items() if rows is not None}
-    for names in logits.modules(plan, model).values():
+    for names in selftest.modules(plan, model).values():
         # A projection under a name unknown here would stay behind its norm.
         if all(model.kind(name) == "norm" for name in names):
             rule = "a norm of queries or keys must come with their projection"
@@ -279,7 +279,7 @@ def _self_test(
     check: int,
 ) -> dict[str, float]:
     """How far the logits of a few attention modules are off; too far is an error."""
-    modules = logits.modules(plan, model)
+    modules = selftest.modules(plan, model)
     names = list(modules)
     wanted = min(check, len(names))
     spread = {round(i * (len(names) - 1) / max(1, wanted - 1)) for i in range(wanted)}
@@ -290,7 +290,7 @@ def _self_test(
     off = {}
     for at in sorted(spread):
         parts = modules[names[at]]
-        off[names[at]] = logits.difference(parts, model, reader(old), reader(new), to)
+        off[names[at]] = selftest.difference(parts, model, reader(old), reader(new), to)
         if not off[names[at]] <= _TOLERANCE:
             rule = f"logits of {names[at]} must stay the same"
             got = f"a difference of {off[names[at]]:.2g}"

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from posenc._contract import checks, files
-from posenc.interop import drafts
+from posenc.interop.checkpoints import drafts
 
 CHUNK = 1 << 22
 # As many as a torch.Tensor may have.

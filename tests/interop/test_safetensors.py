@@ -6,7 +6,7 @@ import torch
 from safetensors.torch import save_file
 
 from posenc.interop.checkpoints import convert
-from posenc.interop.streams import Source
+from posenc.interop.checkpoints.safetensors import Source
 
 NAME = "q_proj.weight"
 

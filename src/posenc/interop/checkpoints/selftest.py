@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from posenc import functional
-from posenc.interop import families, layouts
-from posenc.interop.families import Model
-from posenc.interop.layouts import Heads, Layout
+from posenc.interop.checkpoints import families, layouts
+from posenc.interop.checkpoints.families import Model
+from posenc.interop.checkpoints.layouts import Heads, Layout
 
 _TOKENS = 5
 _ROWS = 256
