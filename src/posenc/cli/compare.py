@@ -66,7 +66,7 @@ def compare(
     ] = None,
     text: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="What to learn.", show_default="Python's own help"),
+        typer.Option(metavar="FILE", help="What to learn.", show_default="the built-in tales"),
     ] = None,
     resume: Annotated[bool, typer.Option(help="Go on with the run that the folder has.")] = False,
     overwrite: Annotated[bool, typer.Option(help="Begin anew where the folder has a run.")] = False,
@@ -85,7 +85,7 @@ def compare(
     learning_rate: Annotated[float | None, _flag("The largest.", "learning_rate")] = None,
     base: Annotated[
         float | None,
-        typer.Option(help="Of RoPE and sinusoid.", show_default="a quarter of the train length"),
+        typer.Option(help="Of RoPE and sinusoid.", show_default="the train length"),
     ] = None,
     windows: Annotated[int | None, _flag("Sequences tested.", "windows", min=1)] = None,
     threads: Annotated[int | None, _flag("CPU threads of a training.", "threads", min=1)] = None,

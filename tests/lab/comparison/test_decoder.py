@@ -3,6 +3,7 @@ import torch
 
 import posenc
 from posenc.lab.comparison.decoder import Decoder
+from posenc.lab.comparison.encodings import ENCODINGS
 
 SIZES = {"symbols": 11, "width": 16, "layers": 2, "heads": 2, "longest": 24, "base": 8.0}
 TRAINED = ["none", "sinusoidal", "learned", "rope", "alibi"]
@@ -56,6 +57,19 @@ def test_a_rule_changes_rope_until_it_is_taken_away():
     assert not torch.equal(model(tokens), plain)
     model.stretch(None)
     assert torch.equal(model(tokens), plain)
+
+
+@pytest.mark.parametrize("name", [name for name, e in ENCODINGS.items() if e.stretch])
+def test_every_rule_of_the_comparison_changes_what_the_same_weights_say(name):
+    """Otherwise two lines of the picture would be one."""
+    model = Decoder("rope", **SIZES, seed=0)
+    # At the first weights of 0.02, attention is too even for a rule to show.
+    for block in model.blocks:
+        torch.nn.init.normal_(block.attention.qkv.weight, std=0.4)
+    tokens = torch.arange(24)[None] % 11
+    plain = model(tokens)
+    model.stretch(ENCODINGS[name].stretch(4.0, 6))
+    assert (model(tokens) - plain).abs().max() > 1e-3
 
 
 def test_weight_decay_is_for_matrices_and_never_for_tables():

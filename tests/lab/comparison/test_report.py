@@ -94,8 +94,8 @@ def test_the_page_has_every_number_and_the_command(results, page):
 
 
 def test_the_page_says_how_slowly_the_slowest_pair_turns(page):
-    """Base 2 over 8 channels: 2π · 2^(6/8) positions."""
-    assert "base 2: the slowest pair turns once in 11 positions" in page
+    """Base 8 over 8 channels: 2π · 8^(6/8) positions."""
+    assert "base 8: the slowest pair turns once in 30 positions" in page
 
 
 def test_a_run_that_is_not_finished_says_so(tmp_path):

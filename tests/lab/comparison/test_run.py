@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from posenc.lab.comparison.decoder import Decoder
 from posenc.lab.comparison.plan import QUICK, Plan
 from posenc.lab.comparison.run import RESULTS, Run
 
@@ -80,9 +81,18 @@ def test_a_run_tests_every_encoding_at_every_length(whole):
             assert len(test["tail"]) == len(test["whole"]) == 4
             assert len(test["by_position"]) == 32
         assert len(unit["curve"]["loss"]) == 6
-    plain, yarn = (whole["rope-0"]["tests"][name] for name in ("rope", "rope-yarn"))
-    assert plain["tail"][0] == yarn["tail"][0]
-    assert plain["tail"][3] != yarn["tail"][3]
+
+
+def test_a_rule_is_applied_past_the_training_length_alone(tmp_path):
+    """Weights are drawn, not trained, and large: the rule then shows in every digit."""
+    run = Run(tmp_path, Plan(**TINY))
+    sizes = {"symbols": run.text.symbols, "width": 16, "layers": 1, "heads": 2}
+    model = Decoder("rope", **sizes, longest=64, base=8.0, seed=0)
+    for weight in model.parameters():
+        torch.nn.init.normal_(weight, std=1.0, generator=torch.Generator().manual_seed(0))
+    plain, yarn = (run._test(model, name)["tail"] for name in ("rope", "rope-yarn"))
+    assert plain[0] == yarn[0]
+    assert all(abs(a - b) > 1e-2 for a, b in zip(plain[1:], yarn[1:], strict=True))
 
 
 @pytest.mark.parametrize(
@@ -112,6 +122,7 @@ def test_a_run_that_was_stopped_goes_on_to_the_same_numbers(tmp_path, whole, uni
 SCRIPT = """
 import sys
 from pathlib import Path
+from posenc.lab.comparison.decoder import Decoder
 from posenc.lab.comparison.plan import Plan
 from posenc.lab.comparison.run import Run
 if sys.argv[2] == "resume":
@@ -242,5 +253,5 @@ def test_a_plan_that_cannot_be_is_refused(fields, words):
 
 def test_the_quick_plan_differs_in_size_alone():
     assert not QUICK.keys() & {"encodings", "times", "seeds", "text"}
-    assert Plan(**QUICK).base == 8.0
+    assert Plan(**QUICK).base == 32.0
     assert Path(Plan(text="x").text) == Path("x")

@@ -1,20 +1,40 @@
+import hashlib
 import re
 
-import torch
+import pytest
 
 from posenc.lab.comparison import text
+from posenc.lab.comparison.tales import tales
 
 
-def test_pythons_help_has_no_paragraph_twice():
-    """Topics quote each other: a held-out paragraph that was trained on would be no test."""
-    found = text.load()
-    whole = torch.cat([found.train, found.held]).tolist()
-    distinct = sorted(set(text._topics()))
-    assert found.symbols == len(distinct)
-    spelled = bytes(distinct[i] for i in whole)
-    paragraphs = re.split(rb"\n{2,}", spelled)
+def test_the_built_in_text_is_these_bytes_everywhere():
+    """The digest is the definition of the text: losses can be compared because it never changes.
+
+    Whoever changes the grammar changes the text, and every number and picture made with it.
+    """
+    assert hashlib.sha256(tales()).hexdigest() == (
+        "7533b50a2023b77f0836c4bcf6d6bafdb2e37d169d1943cd9c8fb38caff06b87"
+    )
+    assert text.load().sha256 == hashlib.sha256(tales()).hexdigest()
+
+
+def test_no_paragraph_of_the_built_in_text_comes_twice():
+    """A held-out paragraph that was trained on would be no test."""
+    paragraphs = re.split(rb"\n+", tales())
     assert len(paragraphs) > 1000
     assert len(paragraphs) == len(set(paragraphs))
+
+
+def test_names_of_a_tale_come_back_within_it_and_in_few_others():
+    """So only what stands before can tell them, and a longer context helps."""
+    told = tales().decode().split("\n\n")[1:-1]
+    people = [re.search(r"remembers (\w+), (\w+) and (\w+)\.$", tale) for tale in told]
+    named = [(tale, found.groups()) for tale, found in zip(told, people, strict=True) if found]
+    assert len(named) > 50
+    for tale, names in named:
+        for name in names:
+            assert tale.count(name) >= 2
+            assert sum(bool(re.search(rf"\b{name}\b", other)) for other in told) < 20
 
 
 def test_a_file_is_split_in_order_and_known_by_its_bytes(tmp_path):
@@ -33,3 +53,9 @@ def test_an_empty_file_is_text_too(tmp_path):
     file = tmp_path / "empty"
     file.touch()
     assert len(text.load(file).held) == 0
+
+
+def test_a_text_that_is_no_regular_file_is_refused(tmp_path):
+    """A device or a pipe may have no end."""
+    with pytest.raises(ValueError, match="is not a regular file: copy the text into one"):
+        text.load(tmp_path)

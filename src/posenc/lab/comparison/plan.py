@@ -16,7 +16,7 @@ class Plan:
     Attributes:
         encodings: Names from `posenc.lab.encodings`.
         seeds: Each encoding is trained once for each.
-        text: A file, or None for Python's help.
+        text: A file, or None for the built-in tales.
         train_length: Symbols of a training sequence.
         times: Tested lengths, in training lengths.
         steps: Of the optimizer.
@@ -25,9 +25,9 @@ class Plan:
         layers: Blocks.
         heads: Attention heads.
         learning_rate: The largest.
-        base: Of RoPE and of the sinusoid; a quarter of the training length if None. The slowest
-            pair then turns about once in a training sequence. With 10 000, made for thousands of
-            positions, most pairs never do, and RoPE fails at 4 times the length as the others do.
+        base: Of RoPE and of the sinusoid; the training length if None. The slow pairs then turn
+            less than once in a training sequence and the fast ones several times, as in a model
+            that is trained on thousands of positions with 10 000.
         windows: Sequences of held-out text that are tested.
         threads: Of the CPU, for each training; sums are rounded differently with another count.
     """
@@ -56,7 +56,7 @@ class Plan:
         if self.width % (2 * self.heads):
             raise ValueError(f"--width must be a multiple of 2 × {self.heads} heads.")
         if self.base is None:
-            object.__setattr__(self, "base", max(2.0, self.train_length / 4))
+            object.__setattr__(self, "base", float(self.train_length))
         elif not 1 < self.base < math.inf:
             raise ValueError(f"--base must be above 1, got {self.base:g}.")
         if not 0 < self.learning_rate < math.inf:

@@ -236,9 +236,6 @@ def _text(plan: Plan) -> Text:
         text = load(None if plan.text is None else Path(plan.text))
     except OSError as wrong:
         raise ValueError(f"--text {plan.text} cannot be read: {wrong.strerror}.") from None
-    except ModuleNotFoundError:
-        # Some distributions leave Python's help out.
-        raise ValueError("this Python has no pydoc_data.topics: name a --text file.") from None
     if len(text.held) <= plan.longest:
         have, need = len(text.held), plan.longest + 1
         raise ValueError(

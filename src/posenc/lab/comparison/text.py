@@ -1,4 +1,4 @@
-"""Text to train on: what every Python carries, or a file of the user's."""
+"""Text to train on: the built-in tales, or a file of the user's."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from posenc.lab.comparison.tales import tales
 
 _HELD_OUT = 0.1
 
@@ -31,26 +33,25 @@ class Text(NamedTuple):
 
 
 def load(file: Path | None = None) -> Text:
-    """The text of ``file``, or of ``pydoc_data.topics`` from the standard library.
+    """The text of ``file``, or the built-in one.
 
     Examples:
         >>> text = load()
-        >>> text.name, len(text.train) > 100_000
-        ('pydoc_data.topics', True)
+        >>> text.name, len(text.train), len(text.held)
+        ('the built-in tales', 471859, 52429)
     """
-    content = _topics() if file is None else file.read_bytes()
+    content = tales() if file is None else _bytes(file)
     distinct, symbols = torch.unique(
         torch.frombuffer(bytearray(content or b"\n"), dtype=torch.uint8), return_inverse=True
     )
     cut = round(len(symbols) * (1 - _HELD_OUT))
     digest = hashlib.sha256(content).hexdigest()
-    name = "pydoc_data.topics" if file is None else file.name
+    name = "the built-in tales" if file is None else file.name
     return Text(name, symbols[:cut], symbols[cut:], len(distinct), digest)
 
 
-def _topics() -> bytes:
-    """Python's help, each paragraph once: topics quote each other, and a test must be unseen."""
-    from pydoc_data.topics import topics
-
-    parts = (part for topic in sorted(topics) for part in topics[topic].split("\n\n"))
-    return "\n\n".join(dict.fromkeys(part.strip("\n") for part in parts)).encode()
+def _bytes(file: Path) -> bytes:
+    # A device or a pipe may have no end, and a run that goes on must find the same text again.
+    if file.exists() and not file.is_file():
+        raise ValueError(f"--text {file} is not a regular file: copy the text into one.")
+    return file.read_bytes()
