@@ -1,3 +1,4 @@
+import copy
 import dataclasses
 import re
 from html.parser import HTMLParser
@@ -102,6 +103,36 @@ def test_a_run_that_is_not_finished_says_so(tmp_path):
     run = Run(tmp_path, TINY)
     run.begin()
     assert "Not finished" in report.page(run.results)
+
+
+def test_nothing_of_the_results_becomes_a_tag(results):
+    """They are read from a file, which anybody may have written."""
+    tag = "<script>alert(1)</script>'\""
+    hostile = copy.deepcopy(results)
+    hostile |= {"command": tag, "posenc": tag}
+    hostile["machine"] = dict.fromkeys(hostile["machine"], tag)
+    hostile["text"] |= {"name": tag, "sha256": tag}
+    hostile["plan"]["layers"] = tag
+    for row in hostile["summary"]:
+        row |= {"label": tag, "past": tag}
+    written = report.page(hostile)
+    assert "<script" not in written
+    assert written.count("&lt;script&gt;alert(1)&lt;/script&gt;&#x27;&quot;") > 5
+    assert Page(written).open == []
+
+
+def test_a_page_without_a_row_has_no_tag_of_the_plan_either(tmp_path):
+    """Numbers are formatted as such where they are drawn; the title and the first lines are not."""
+    run = Run(tmp_path, TINY)
+    for name in ("train_length", "layers", "width", "heads"):
+        run.results["plan"][name] = "</title><script>"
+    assert "<script" not in report.page(run.results)
+
+
+def test_a_dollar_in_the_name_of_a_text_is_drawn_as_it_is(results):
+    """Matplotlib would read a formula between two of them, and refuse one it cannot read."""
+    named = {**results, "text": {**results["text"], "name": r"$\frac$.txt"}}
+    assert rb"$\frac$.txt" in image(figures.overview(named), ".svg")
 
 
 def test_the_sheet_labels_every_line_at_its_end(results):

@@ -24,6 +24,8 @@ def overview(results: dict[str, Any]) -> Figure:
         color=INK,
         x=0.01,
         ha="left",
+        # A file's name may hold a dollar sign.
+        parse_math=False,
     )
     by_length(axes["length"], results)
     by_position(axes["position"], results)

@@ -50,14 +50,14 @@ dt { font-weight: 600; margin-top: .6rem; } dd { margin: 0; max-width: 46rem; }
 def page(results: dict[str, Any]) -> str:
     """The page."""
     plan, text = results["plan"], results["text"]
-    title = f"Trained on {plan['train_length']}, tested on more"
+    title = f"Trained on {_e(plan['train_length'])}, tested on more"
     parts = [
         f"<h1>{title}</h1>",
-        f"<p>The same transformer ({plan['layers']} layers, {plan['width']} channels, "
-        f"{plan['heads']} heads), the same weights to begin with and the same data in the same "
+        f"<p>The same transformer ({_e(plan['layers'])} layers, {_e(plan['width'])} channels, "
+        f"{_e(plan['heads'])} heads), the same weights to begin with and the same data in the same "
         f"order; only its sense of position differs. It learned from sequences of "
-        f"{plan['train_length']} symbols of {_e(text['name'])} and is tested on text it has not "
-        f"seen. Lower is better.</p>",
+        f"{_e(plan['train_length'])} symbols of {_e(text['name'])} and is tested on text it has "
+        f"not seen. Lower is better.</p>",
         *_missing(results),
     ]
     if results["summary"]:
@@ -105,8 +105,7 @@ def _body(results: dict[str, Any]) -> list[str]:
         "<h2>What each costs</h2>",
         _costs(results),
         '<p class="quiet">Memory is the most that was allocated at one time: in a training step, '
-        "and in reading one sequence of the longest length. Speeds are medians, with other "
-        "trainings on the other cores.</p>",
+        "and in reading one sequence of the longest length. Speeds are medians.</p>",
     ]
 
 
@@ -135,7 +134,7 @@ def _chart(
 
 def _losses(results: dict[str, Any]) -> str:
     plan = results["plan"]
-    heads = [f"{t} ×<br><small>{t * plan['train_length']}</small>" for t in plan["times"]]
+    heads = [f"{_e(t)} ×<br><small>{_e(t * plan['train_length'])}</small>" for t in plan["times"]]
     rows = []
     for row in results["summary"]:
         cells = [f"{row['tail'][0]:.3f}"]
@@ -151,9 +150,9 @@ def _costs(results: dict[str, Any]) -> str:
         "",
         "parameters",
         "training, symbols / s",
-        f"reading {longest}, symbols / s",
+        f"reading {_e(longest)}, symbols / s",
         "training, MB",
-        f"reading {longest}, MB",
+        f"reading {_e(longest)}, MB",
     ]
     rows = []
     for row in results["summary"]:
@@ -212,7 +211,7 @@ def _missing(results: dict[str, Any]) -> list[str]:
 def _origin(results: dict[str, Any]) -> str:
     machine, text = results["machine"], results["text"]
     count = results["plan"]["threads"]
-    threads = f"{count} thread{'s' if count > 1 else ''} for each training"
+    threads = f"{count} thread{'s' if count > 1 else ''}"
     return (
         f"posenc {results['posenc']}, torch {machine['torch']}, Python {machine['python']}, "
         f"{machine['cpu']}, {threads}, {machine['date']}. Text: {text['name']}, "
@@ -235,5 +234,5 @@ def _name(row: dict[str, Any]) -> str:
     return f'<span class="dot" style="background:{colour}"></span>{_e(row["label"])}'
 
 
-def _e(text: str) -> str:
+def _e(text: object) -> str:
     return html.escape(str(text))
