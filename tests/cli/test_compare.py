@@ -8,9 +8,7 @@ import posenc.cli
 from posenc.lab.comparison.plan import Plan
 from posenc.lab.comparison.run import Run
 
-TINY = (
-    "--train-length 8 --steps 3 --batch 2 --width 16 --layers 1 --heads 2 --windows 2 --jobs 1"
-).split()
+TINY = ("--train-length 8 --steps 3 --batch 2 --width 16 --layers 1 --heads 2 --windows 2").split()
 
 
 @pytest.fixture
@@ -87,12 +85,12 @@ def test_ctrl_c_keeps_what_is_done_and_resume_goes_on(run, tmp_path, monkeypatch
     out = tmp_path / "out"
     go = Run.go
 
-    def interrupted(self, tell, **options):
+    def interrupted(self, tell):
         def stop(event):
             if event.unit.trains == "alibi":
                 raise KeyboardInterrupt
 
-        go(self, stop, **options)
+        go(self, stop)
 
     monkeypatch.setattr(Run, "go", interrupted)
     stopped = run(*TINY, "--encodings", "none,alibi", "-o", out)
@@ -179,6 +177,51 @@ def test_an_error_is_one_line_and_exit_code_2(run, tmp_path, arguments, words):
     assert done.stderr.count("\n") == 1
     assert words in done.stderr
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("flags", [[], ["--overwrite"], ["--resume"]], ids=["plain", "over", "on"])
+def test_a_folder_of_something_else_is_refused_and_keeps_every_byte(run, tmp_path, flags):
+    """Names that a run might have used are no proof that one did."""
+    names = ["checkpoint-500.pt", "checkpoint-epoch3.pt", ".movie.partial"]
+    names += ["report.html", "figure.png", "figure.svg"]
+    for name in names:
+        (tmp_path / name).write_text(f"my {name}")
+    done = run("-o", tmp_path, *TINY, *flags)
+    assert done.exit_code == 2
+    assert done.stderr == (
+        f"posenc: {tmp_path} has no results.json to resume: name the folder of a run with -o.\n"
+        if flags == ["--resume"]
+        else f"posenc: {tmp_path} holds .movie.partial and no run of posenc compare: "
+        "name a new or an empty folder with -o.\n"
+    )
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {
+        name: f"my {name}" for name in names
+    }
+
+
+@pytest.mark.usefixtures("undrawn")
+@pytest.mark.parametrize("flag", ["--overwrite", "--resume"])
+def test_a_file_beside_a_run_stays(run, tmp_path, flag):
+    arguments = ("-o", tmp_path, *TINY, "--encodings", "none")
+    assert run(*arguments).exit_code == 0
+    for name in ("checkpoint-none-0.pt", ".notes.partial"):
+        (tmp_path / name).write_text(f"my {name}")
+    assert run(*arguments, flag).exit_code == 0
+    for name in ("checkpoint-none-0.pt", ".notes.partial"):
+        assert (tmp_path / name).read_text() == f"my {name}"
+
+
+@pytest.mark.parametrize("flag", ["--overwrite", "--resume"])
+@pytest.mark.parametrize("content", ["{", "[" * 200_000], ids=["cut-off", "deep"])
+def test_a_damaged_results_file_is_one_line_and_stays(run, tmp_path, flag, content):
+    (tmp_path / "results.json").write_text(content)
+    done = run("-o", tmp_path, *TINY, flag)
+    assert done.exit_code == 2
+    assert done.stderr == (
+        f"posenc: {tmp_path / 'results.json'} is damaged, or not of posenc compare: "
+        "move it away, or name another folder with -o.\n"
+    )
+    assert (tmp_path / "results.json").read_text() == content
 
 
 def test_a_training_that_diverges_says_so_in_one_line(run, tmp_path):

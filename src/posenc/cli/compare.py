@@ -15,7 +15,6 @@ from rich.console import Console
 from rich.progress import (
     BarColumn,
     Progress,
-    TaskID,
     TextColumn,
     TimeElapsedColumn,
     TimeRemainingColumn,
@@ -26,25 +25,27 @@ from posenc.cli import INSTALL
 from posenc.cli._root import Refused
 from posenc.lab import store
 from posenc.lab.comparison.encodings import COMPARED, ENCODINGS
-from posenc.lab.comparison.plan import QUICK, Plan, Unit
-from posenc.lab.comparison.run import RESULTS, Event, Run
+from posenc.lab.comparison.folder import RESULTS
+from posenc.lab.comparison.plan import LEAST, QUICK, Plan
+from posenc.lab.comparison.run import Event, Run
 
 _HELP = """Train the same small transformer with each encoding, and test it on longer sequences.
 
 All start from the same weights and see the same text in the same order. Written to a folder:
 `report.html`, one page that opens offline; `figure.png` and `figure.svg`; `results.json`, every
-number. After each training the numbers are safe: Ctrl-C keeps them, and `--resume` goes on to the
-same numbers as a run that was never stopped.
+number. The folder must be new or empty, or have an earlier run; other files are never touched.
+After each training the numbers are safe: Ctrl-C keeps them, and `--resume` trains what is missing,
+to the same numbers as a run that was never stopped.
 
 Example: posenc compare --quick -o compared
 """
 _DEFAULT = Plan()
 
 
-def _flag(help_: str, name: str, **limits: Any) -> Any:
+def _flag(help_: str, name: str) -> Any:
     default = getattr(_DEFAULT, name)
     quick = f", quick {QUICK[name]}" if name in QUICK else ""
-    return typer.Option(help=help_, show_default=f"{default}{quick}", **limits)
+    return typer.Option(help=help_, show_default=f"{default}{quick}", min=LEAST.get(name))
 
 
 def compare(
@@ -71,27 +72,24 @@ def compare(
     resume: Annotated[bool, typer.Option(help="Go on with the run that the folder has.")] = False,
     overwrite: Annotated[bool, typer.Option(help="Begin anew where the folder has a run.")] = False,
     train_length: Annotated[
-        int | None, _flag("Symbols of a training sequence.", "train_length", min=4)
+        int | None, _flag("Symbols of a training sequence.", "train_length")
     ] = None,
     times: Annotated[
         str | None,
         typer.Option(help="Tested lengths, in training lengths.", show_default="1,2,4,8"),
     ] = None,
-    steps: Annotated[int | None, _flag("Of the optimizer.", "steps", min=1)] = None,
-    batch: Annotated[int | None, _flag("Sequences of a step.", "batch", min=1)] = None,
-    width: Annotated[int | None, _flag("Channels.", "width", min=2)] = None,
-    layers: Annotated[int | None, _flag("Blocks.", "layers", min=1)] = None,
-    heads: Annotated[int | None, _flag("Attention heads.", "heads", min=1)] = None,
+    steps: Annotated[int | None, _flag("Of the optimizer.", "steps")] = None,
+    batch: Annotated[int | None, _flag("Sequences of a step.", "batch")] = None,
+    width: Annotated[int | None, _flag("Channels.", "width")] = None,
+    layers: Annotated[int | None, _flag("Blocks.", "layers")] = None,
+    heads: Annotated[int | None, _flag("Attention heads.", "heads")] = None,
     learning_rate: Annotated[float | None, _flag("The largest.", "learning_rate")] = None,
     base: Annotated[
         float | None,
         typer.Option(help="Of RoPE and sinusoid.", show_default="the train length"),
     ] = None,
-    windows: Annotated[int | None, _flag("Sequences tested.", "windows", min=1)] = None,
-    threads: Annotated[int | None, _flag("CPU threads of a training.", "threads", min=1)] = None,
-    jobs: Annotated[
-        int | None, typer.Option(min=1, help="Trainings at a time.", show_default="one a core")
-    ] = None,
+    windows: Annotated[int | None, _flag("Sequences tested.", "windows")] = None,
+    threads: Annotated[int | None, _flag("Of the CPU.", "threads")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the numbers as JSON.")] = False,
 ) -> None:
     """Compare; the help text is set below, with its example."""
@@ -101,8 +99,6 @@ def compare(
         raise Refused(f"{output} is not a folder.")
     if resume and overwrite:
         raise Refused("--resume and --overwrite exclude each other.")
-    if (output / RESULTS).exists() and not resume and not overwrite:
-        raise Refused(f"{output} has a run: --resume goes on with it, --overwrite begins anew.")
     asked = {name: context.params[name] for name in QUICK.keys() | _NUMBERS}
     asked = {name: value for name, value in asked.items() if value is not None}
     if quick:
@@ -118,7 +114,7 @@ def compare(
     try:
         run = _continue(output, asked) if resume else Run(output, Plan(**asked), _command(context))
         if not resume:
-            run.begin()
+            run.begin(overwrite=overwrite)
     except ValueError as wrong:
         raise Refused(str(wrong)) from None
     except OSError as wrong:
@@ -126,7 +122,7 @@ def compare(
     stopped = False
     try:
         with _progress(run) as tell:
-            run.go(tell, jobs=jobs)
+            run.go(tell)
     except KeyboardInterrupt:
         stopped = True
     except ValueError as wrong:
@@ -200,32 +196,21 @@ def _draw(run: Run) -> dict[str, Path]:
 
 @contextlib.contextmanager
 def _progress(run: Run) -> Iterator[Callable[[Event], None]]:
-    """Bars on stderr while somebody looks, one for each training; nothing in a pipe."""
+    """A bar on stderr while somebody looks, nothing in a pipe."""
     console = Console(stderr=True)
     if not console.is_terminal:
         yield lambda event: None
         return
-    units = run.plan.units()
-    done = {str(unit): float(str(unit) in run.results["units"]) for unit in units}
     words = TextColumn("{task.description:24}"), BarColumn(), TimeElapsedColumn()
     with Progress(*words, TimeRemainingColumn(), console=console, transient=True) as bars:
-        whole = bars.add_task("all", total=len(units))
-        tasks: dict[Unit, TaskID] = {}
+        bar = bars.add_task("", total=len(run.plan.units()))
 
         def tell(event: Event) -> None:
-            if event.unit not in tasks:
-                tasks[event.unit] = bars.add_task("", total=1.0)
             loss = "" if event.loss is None else f", loss {event.loss:.2f}"
             seed = f" {event.unit.seed}" if len(run.plan.seeds) > 1 else ""
             label = f"{ENCODINGS[event.unit.trains].label}{seed}{loss}"
-            bars.update(
-                tasks[event.unit],
-                description=label,
-                completed=event.done,
-                visible=event.done < 1,
-            )
-            done[str(event.unit)] = event.done
-            bars.update(whole, completed=sum(done.values()))
+            completed = len(run.results["units"]) + event.done
+            bars.update(bar, description=label, completed=completed)
 
         yield tell
 

@@ -7,8 +7,18 @@ import os
 from pathlib import Path
 
 
+def partial(path: Path) -> Path:
+    """The name under which :func:`write` prepares ``path``.
+
+    There is one for each target, so a killed process leaves at most one, and the next takes it.
+    """
+    return path.with_name(f".{path.name}.partial")
+
+
 def write(path: Path, content: bytes) -> None:
     """Put ``content`` at ``path``: under another name first, then renamed when it is on disk.
+
+    A link at either name is replaced; what it leads to is left as it is.
 
     Examples:
         >>> import tempfile
@@ -18,10 +28,11 @@ def write(path: Path, content: bytes) -> None:
         b'1 2 3'
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    # One name for each target, so that a killed run leaves at most one, and the next takes it.
-    half = path.with_name(f".{path.name}.partial")
+    half = partial(path)
+    half.unlink(missing_ok=True)
     try:
-        with half.open("wb") as file:
+        # Made anew: an open that may find something could follow a link.
+        with half.open("xb") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())

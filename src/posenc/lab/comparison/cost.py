@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-import threading
 import time
 
 import torch
@@ -15,8 +14,6 @@ from posenc.lab.comparison.text import Text
 from posenc.lab.comparison.training import Progress, next_token_loss
 
 COSTS = ("train_tokens_per_second", "test_tokens_per_second", "train_bytes", "test_bytes")
-# A process has one profiler; it counts what the thread that started it allocates.
-_WATCHING = threading.Lock()
 
 
 def cost(model: Decoder, text: Text, plan: Plan, done: Progress) -> dict[str, float]:
@@ -40,13 +37,11 @@ def cost(model: Decoder, text: Text, plan: Plan, done: Progress) -> dict[str, fl
         began = time.perf_counter()
         read()
         seconds.append(time.perf_counter() - began)
-    with _WATCHING:
-        train_bytes, test_bytes = peak_bytes(learn), peak_bytes(read)
     return {
         "train_tokens_per_second": plan.batch
         * plan.train_length
         / max(statistics.median(done.seconds), 1e-9),
         "test_tokens_per_second": plan.longest / max(statistics.median(seconds), 1e-9),
-        "train_bytes": train_bytes,
-        "test_bytes": test_bytes,
+        "train_bytes": peak_bytes(learn),
+        "test_bytes": peak_bytes(read),
     }

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import threading
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from posenc import nn as encodings
 from posenc.numerics.scaling import Rule
-
-# Layers are made from the one generator that the process has.
-_SEEDING = threading.Lock()
 
 
 class Decoder(nn.Module):
@@ -44,7 +39,7 @@ class Decoder(nn.Module):
         seed: int,
     ) -> None:
         super().__init__()
-        with _SEEDING, torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             self.embedding = nn.Embedding(symbols, width)
             self.blocks = nn.ModuleList(_Block(encoding, width, heads) for _ in range(layers))

@@ -8,13 +8,18 @@ from typing import Any, NamedTuple
 
 from posenc.lab.comparison.encodings import COMPARED, ENCODINGS
 
+# The smallest value of each whole number in a plan.
+LEAST = {"train_length": 4, "width": 2} | dict.fromkeys(
+    ("steps", "batch", "layers", "heads", "windows", "threads"), 1
+)
+
 
 @dataclass(frozen=True, slots=True)
 class Plan:
     """All that decides the numbers of a comparison, apart from the text.
 
     Attributes:
-        encodings: Names from `posenc.lab.encodings`.
+        encodings: Names that ``posenc compare --help`` lists.
         seeds: Each encoding is trained once for each.
         text: A file, or None for the built-in tales.
         train_length: Symbols of a training sequence.
@@ -29,7 +34,7 @@ class Plan:
             less than once in a training sequence and the fast ones several times, as in a model
             that is trained on thousands of positions with 10 000.
         windows: Sequences of held-out text that are tested.
-        threads: Of the CPU, for each training; sums are rounded differently with another count.
+        threads: Of the CPU; sums are rounded differently with another count.
     """
 
     encodings: tuple[str, ...] = COMPARED
@@ -53,16 +58,24 @@ class Plan:
                 raise ValueError(f"--encodings must be among {', '.join(ENCODINGS)}; got {name}.")
         if not self.encodings:
             raise ValueError("--encodings must name one at least.")
+        for field, least in LEAST.items():
+            if not _whole(getattr(self, field), least):
+                flag = f"--{field.replace('_', '-')}"
+                raise ValueError(f"{flag} must be a whole number, {least} or more.")
         if self.width % (2 * self.heads):
             raise ValueError(f"--width must be a multiple of 2 × {self.heads} heads.")
         if self.base is None:
             object.__setattr__(self, "base", float(self.train_length))
-        elif not 1 < self.base < math.inf:
+        elif not 1 < self.base < 1e300:
             raise ValueError(f"--base must be above 1, got {self.base:g}.")
-        if not 0 < self.learning_rate < math.inf:
+        if not 0 < self.learning_rate < 1e300:
             raise ValueError(f"--learning-rate must be above 0, got {self.learning_rate:g}.")
-        if not self.times or min(self.times) < 1:
+        if not self.times or not all(_whole(times, 1) for times in self.times):
             raise ValueError("--times must be whole numbers, 1 or more.")
+        if not self.seeds or not all(_whole(seed, 0) for seed in self.seeds):
+            raise ValueError("--seeds must be whole numbers, 0 or more.")
+        if not isinstance(self.text, str | None):
+            raise TypeError("--text must be the name of a file.")
 
     @property
     def lengths(self) -> list[int]:
@@ -74,12 +87,21 @@ class Plan:
         """Positions a model must take."""
         return max(*self.lengths, self.train_length)
 
+    @property
+    def curve_steps(self) -> int:
+        """Steps that one point of the training curve is the mean of; there are about 50 points."""
+        return math.ceil(self.steps / 50)
+
+    @property
+    def part(self) -> int:
+        """Positions that one point of the loss by position is the mean of."""
+        return max(1, self.train_length // 4)
+
     @classmethod
     def of(cls, fields: dict[str, Any]) -> Plan:
-        """The plan that JSON holds."""
-        known: dict[str, Any] = {
-            k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()
-        }
+        """The plan that JSON holds; TypeError or ValueError if it is none."""
+        lists = ("encodings", "seeds", "times")
+        known: dict[str, Any] = {k: tuple(v) if k in lists else v for k, v in fields.items()}
         return cls(**known)
 
     def units(self) -> list[Unit]:
@@ -99,3 +121,7 @@ class Unit(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.trains}-{self.seed}"
+
+
+def _whole(value: object, least: int) -> bool:
+    return type(value) is int and least <= value < 2**31

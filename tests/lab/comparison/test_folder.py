@@ -1,0 +1,162 @@
+import json
+import os
+
+import pytest
+
+from posenc.lab.comparison import folder
+from posenc.lab.comparison.folder import FILES, RESULTS
+from posenc.lab.comparison.plan import Plan
+from posenc.lab.comparison.run import Run
+
+TINY = Plan(
+    encodings=("none",), train_length=8, steps=3, batch=2, width=16, layers=1, heads=2, windows=2
+)
+DAMAGED = "results.json is damaged, or not of posenc compare: move it away, or name another folder"
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """The text of a results.json whose run is complete."""
+    run = Run(tmp_path_factory.mktemp("finished"), TINY)
+    run.begin()
+    run.go()
+    return (run.folder / RESULTS).read_text()
+
+
+def content(folder):
+    return {
+        path.name: os.readlink(path) if path.is_symlink() else path.read_bytes()
+        for path in folder.iterdir()
+    }
+
+
+@pytest.mark.parametrize("overwrite", [False, True], ids=["plain", "overwrite"])
+@pytest.mark.parametrize(
+    "name",
+    ["checkpoint-500.pt", ".movie.partial", "report.html", "figure.png", f".{RESULTS}.partial"],
+)
+def test_a_folder_without_a_run_is_refused_and_left_as_it_is(tmp_path, name, overwrite):
+    """Whatever its files are called, no run of ours can be known to have written them."""
+    (tmp_path / name).write_bytes(b"mine")
+    with pytest.raises(ValueError, match=r"and no run of posenc compare: name a new or an empty"):
+        Run(tmp_path, TINY).begin(overwrite=overwrite)
+    assert content(tmp_path) == {name: b"mine"}
+
+
+def test_overwrite_replaces_the_files_of_a_run_and_no_others(tmp_path, finished):
+    foreign = dict.fromkeys(("checkpoint-none-0.pt", ".movie.partial", "figure.pdf"), b"mine")
+    own = dict.fromkeys(FILES, b"old") | {RESULTS: finished.encode()}
+    for name, old in (foreign | own).items():
+        (tmp_path / name).write_bytes(old)
+    Run(tmp_path, TINY).begin(overwrite=True)
+    left = content(tmp_path)
+    assert json.loads(left.pop(RESULTS))["units"] == {}
+    assert left == foreign
+
+
+def test_a_run_is_begun_in_a_folder_that_is_empty_or_not_there(tmp_path):
+    (tmp_path / "empty").mkdir()
+    for name in ("empty", "a/b"):
+        Run(tmp_path / name, TINY).begin()
+        assert os.listdir(tmp_path / name) == [RESULTS]
+
+
+@pytest.mark.parametrize("how", ["overwrite", "resume"])
+@pytest.mark.parametrize("name", ["report.html", ".figure.png.partial", RESULTS])
+def test_a_link_with_the_name_of_our_file_is_refused(tmp_path, finished, name, how):
+    """It was made by somebody else, and what it leads to lies outside the folder."""
+    out, outside = tmp_path / "out", tmp_path / "outside"
+    out.mkdir()
+    outside.write_text(finished)
+    (out / RESULTS).write_text(finished)
+    (out / name).unlink(missing_ok=True)
+    (out / name).symlink_to(outside)
+    before = content(out)
+    with pytest.raises(ValueError, match=rf"{name} is not a regular file: move it away"):
+        Run.resume(out) if how == "resume" else Run(out, TINY).begin(overwrite=True)
+    assert content(out) == before
+    assert outside.read_text() == finished
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="this system has no pipes with a name")
+def test_a_pipe_is_refused_without_being_opened(tmp_path):
+    """To open it would wait for a writer for ever."""
+    os.mkfifo(tmp_path / RESULTS)
+    with pytest.raises(ValueError, match="is not a regular file"):
+        Run.resume(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        pytest.param(b"", id="empty"),
+        pytest.param(b"{", id="cut-off"),
+        pytest.param(b"\xff\xfe\x00", id="not-text"),
+        pytest.param(b"[" * 200_000, id="deep"),
+        pytest.param(b'{"a":' * 200_000, id="deep-objects"),
+        pytest.param(b"9" * 10_000, id="one-long-number"),
+        pytest.param(b"[1, 2]", id="a-list"),
+        pytest.param(b'{"plan": {"frob": 1}}', id="another-program"),
+    ],
+)
+@pytest.mark.parametrize("how", ["resume", "overwrite"])
+def test_results_of_another_program_are_refused_and_stay(tmp_path, text, how):
+    (tmp_path / RESULTS).write_bytes(text)
+    with pytest.raises(ValueError, match=DAMAGED):
+        Run.resume(tmp_path) if how == "resume" else Run(tmp_path, TINY).begin(overwrite=True)
+    assert content(tmp_path) == {RESULTS: text}
+
+
+def test_results_past_any_size_of_ours_are_not_read(tmp_path, finished, monkeypatch):
+    (tmp_path / RESULTS).write_text(finished)
+    monkeypatch.setattr(folder, "_LARGEST", len(finished) - 1)
+    with pytest.raises(ValueError, match=DAMAGED):
+        Run.resume(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("keys", "value"),
+    [
+        pytest.param(("command",), ["<script>"], id="command"),
+        pytest.param(("plan", "train_length"), "<script>", id="train-length"),
+        pytest.param(("plan", "layers"), True, id="layers"),
+        pytest.param(("plan", "encodings"), [["none"]], id="encodings"),
+        pytest.param(("plan", "times"), 4, id="times"),
+        pytest.param(("plan", "seeds"), [2**64], id="seeds"),
+        pytest.param(("plan", "base"), "2", id="base"),
+        pytest.param(("plan", "learning_rate"), 10**400, id="rate"),
+        pytest.param(("plan", "text"), 3, id="text-file"),
+        pytest.param(("plan", "frob"), 1, id="unknown-field"),
+        pytest.param(("text",), "tales", id="text"),
+        pytest.param(("units",), [], id="units"),
+        pytest.param(("units", "none-7"), {}, id="unknown-unit"),
+        pytest.param(("units", "none-0"), 5, id="unit"),
+        pytest.param(("units", "none-0", "seed"), 1, id="seed"),
+        pytest.param(("units", "none-0", "parameters"), "<script>", id="parameters"),
+        pytest.param(("units", "none-0", "tests"), {}, id="no-tests"),
+        pytest.param(("units", "none-0", "tests", "none", "tail"), [1.0], id="too-few"),
+        pytest.param(("units", "none-0", "tests", "none", "tail", 0), "<b>", id="loss"),
+        pytest.param(("units", "none-0", "curve", "loss", 0), 1e999, id="infinite"),
+        pytest.param(("units", "none-0", "curve", "loss", 0), 10**400, id="huge"),
+        pytest.param(("units", "none-0", "curve", "step", 0), None, id="no-number"),
+        pytest.param(("units", "none-0", "cost", "train_bytes"), {}, id="cost"),
+    ],
+)
+def test_every_entry_that_is_read_back_must_have_its_type(tmp_path, finished, keys, value):
+    """It is drawn and printed: an entry of another type would be a traceback, or worse, a tag."""
+    results = json.loads(finished)
+    at = results
+    for key in keys[:-1]:
+        at = at[key]
+    at[keys[-1]] = value
+    (tmp_path / RESULTS).write_text(json.dumps(results))
+    with pytest.raises(ValueError, match=DAMAGED):
+        Run.resume(tmp_path)
+
+
+def test_a_finished_run_is_read_back_as_it_was_written(tmp_path, finished):
+    (tmp_path / RESULTS).write_text(finished)
+    run = Run.resume(tmp_path)
+    assert run.plan == TINY
+    assert run.results["units"] == json.loads(finished)["units"]
+    assert run.results["complete"]
