@@ -53,7 +53,9 @@ def compare(
     output: Annotated[Path, typer.Option("--output", "-o", metavar="DIR", help="The folder.")] = (
         Path("posenc-compare")
     ),
-    quick: Annotated[bool, typer.Option(help="About a minute on 2 cores, instead of ten.")] = False,
+    quick: Annotated[
+        bool, typer.Option(help="About a minute on one core, instead of fifteen.")
+    ] = False,
     encodings: Annotated[
         str | None,
         typer.Option(
