@@ -1,6 +1,7 @@
-"""Tables that a GPU reads for tensors in half precision: rounded once, and kept."""
+"""Tables on a GPU: which ones halves read, and what a CUDA graph may go on reading."""
 
 import copy
+import gc
 
 import pytest
 import torch
@@ -17,6 +18,10 @@ def exact(rope, q, k, **options):
     return functional.rotate(q, k, rope.cos_cached, rope.sin_cached, **options)
 
 
+def held(rope):
+    return {dtype for device, dtype in rope._tables.shared._held if device.type == "cuda"}
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("size", [8192, None], ids=["sized", "growing"])
 def test_halves_read_float32_tables_and_get_the_same_numbers(dtype, size):
@@ -24,88 +29,107 @@ def test_halves_read_float32_tables_and_get_the_same_numbers(dtype, size):
     for length in (4096, 1, 33, 600):
         q, k = halves(length, dtype)
         found = rope(q, k, 7)
-        assert rope._rounded[3].dtype == torch.float32
-        assert rope.cos_cached.dtype == torch.float64
-        for got, wanted in zip(found, exact(rope, q, k, offset=7), strict=True):
+        assert torch.float32 in held(rope)
+        wide = posenc.RoPE(64, 8192).to("cuda")
+        assert wide.cos_cached.dtype == torch.float64
+        for got, wanted in zip(found, exact(wide, q, k, offset=7), strict=True):
             assert torch.equal(got, wanted)
-    first = rope._rounded
-    rope(q, k, 3)
-    assert rope._rounded is first
 
 
 def test_float32_reads_float64_tables():
     rope = posenc.RoPE(64, 8192).to("cuda")
     rope(*halves(dtype=torch.float32))
-    assert rope._rounded is None
+    assert held(rope) == {torch.float64}
 
 
-def test_they_follow_the_table():
-    rope = posenc.RoPE(64, None).to("cuda")
+def test_tables_follow_the_module_and_leave_the_other_device():
+    rope = posenc.RoPE(64, 4096).to("cuda")
     rope(*halves())
-    before = rope._rounded
-    q, k = halves(9000)
-    for got, wanted in zip(rope(q, k), exact(rope, q, k), strict=True):
-        assert torch.equal(got, wanted)
-    assert rope._rounded[3].shape == rope.cos_cached.shape != before[3].shape
-    again = copy.deepcopy(rope)
-    assert again._rounded is None
-    assert torch.equal(again(q, k)[0], rope(q, k)[0])
-    assert again._rounded[0] is again.cos_cached
+    assert rope.cos_cached.is_cuda
+    twin = copy.deepcopy(rope)
+    assert twin.cos_cached.data_ptr() == rope.cos_cached.data_ptr()
     rope.cpu()
-    assert rope._rounded is None
+    assert not rope.cos_cached.is_cuda
+    assert held(rope) == set()
+    assert twin.cos_cached.is_cuda
 
 
-def test_a_table_of_inference_mode_serves_training():
-    rope = posenc.RoPE(64, 8192).to("cuda")
+def test_eight_layers_take_the_memory_of_one():
+    before = torch.cuda.memory_allocated()
+    layers = [posenc.RoPE(128, 16384).to("cuda") for _ in range(8)]
+    torch.cuda.synchronize()
+    used = torch.cuda.memory_allocated() - before
+    assert used < 1.5 * 2 * 16384 * 64 * 8
+    del layers
+    gc.collect()
+    assert torch.cuda.memory_allocated() - before < 2**20
+
+
+def test_a_table_made_in_inference_mode_serves_training():
+    rope = posenc.RoPE(64, 8192)
     q, k = halves()
     with torch.inference_mode():
-        rope(q, k)
+        rope.to("cuda")(q, k)
     q.requires_grad_()
     rope(q, k)[0].sum().backward()
     assert q.grad is not None
 
 
 @pytest.mark.parametrize("warm", [True, False], ids=["warm", "cold"])
-def test_a_graph_goes_on_reading_what_it_was_captured_with(warm):
-    """Whichever tables it found, also once longer ones have taken their place."""
-    rope = posenc.RoPE(64, None).to("cuda")
+@pytest.mark.parametrize("size", [None, 16384], ids=["growing", "sized"])
+def test_a_graph_goes_on_reading_what_it_was_captured_with(warm, size):
+    """Also once longer tables have taken their place, or the module is gone."""
+    rope = posenc.RoPE(64, size).to("cuda")
     q, k = halves()
     rope(*halves(dtype=torch.bfloat16 if warm else torch.float32))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out = rope(q, k)
     rope(*halves(9000))
+    del rope
+    gc.collect()
     junk = [torch.full((4096, 64), 7.0, device="cuda") for _ in range(8)]
     graph.replay()
-    for got, wanted in zip(out, exact(rope, q, k), strict=True):
+    fresh = posenc.RoPE(64, 16384).to("cuda")
+    for got, wanted in zip(out, exact(fresh, q, k), strict=True):
         assert torch.equal(got, wanted)
     assert all(bool((t == 7).all()) for t in junk)
 
 
+def test_captures_of_one_table_do_not_add_up():
+    """Who loads, captures and drops a model again and again holds its table once."""
+    from posenc._contract.tracing import _captured
+
+    counts = []
+    for _ in range(3):
+        rope, (q, k) = posenc.RoPE(64, 777).to("cuda"), halves(4)
+        rope(q, k)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            rope(q, k)
+        del rope, graph
+        gc.collect()
+        counts.append(len(_captured))
+    assert counts[1] == counts[2] == counts[0]
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("size", [64, None], ids=["sized", "growing"])
-def test_calls_like_the_last_one_are_not_checked_again(dtype, size, monkeypatch):
-    rope = posenc.RoPE(64, size).to("cuda")
-    q, k = halves(1, dtype)
-    rope(q, k, 63)
-    monkeypatch.setattr(posenc.RoPE, "_tables_for", None)
-    for offset in range(8):
-        for got, wanted in zip(rope(q, k, offset), exact(rope, q, k, offset=offset), strict=True):
-            assert torch.equal(got, wanted)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = rope(q, k, 5)
-    q.normal_()
-    graph.replay()
-    assert torch.equal(out[0], exact(rope, q, k, offset=5)[0])
-    gradients = torch.autograd.grad(rope(q.requires_grad_(), k, 5)[0].sum(), q)
-    assert torch.equal(
-        gradients[0],
-        torch.autograd.grad(exact(rope, q, k, offset=5)[0].sum(), q)[0],
-    )
-    rope.cos_cached.zero_()
-    rope.sin_cached.zero_()
-    assert not rope(q, k, 5)[0].any()
+def test_cudagraphs_of_the_compiler_read_the_table_where_it_is(dtype):
+    """A graph input that is not known to stay in its place would be copied at every call."""
+    rope = posenc.RoPE(64, 8192).to("cuda")
+    q, k = halves(64, dtype)
+    rope(q, k)
+    compiled = torch.compile(rope, fullgraph=True, mode="reduce-overhead")
+    for offset in (3, 3, 3):
+        torch.compiler.cudagraph_mark_step_begin()
+        got = [t.clone() for t in compiled(q, k, offset)]
+    for each, wanted in zip(got, rope(q, k, 3), strict=True):
+        assert torch.equal(each, wanted)
+    with torch.profiler.profile() as profile:
+        torch.compiler.cudagraph_mark_step_begin()
+        compiled(q, k, 3)
+    copied = [e for e in profile.key_averages() if "Memcpy DtoD" in e.key]
+    assert sum(e.count for e in copied) <= 2, "q and k, and no tables"
 
 
 def test_a_device_that_differs_is_an_error_each_time():
