@@ -5,14 +5,16 @@ from __future__ import annotations
 import numbers
 import operator
 import sys
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from posenc._contract import sharding
 from posenc._contract.tracing import in_jit_trace, in_transform, is_readable
+
+Value = TypeVar("Value")
 
 FLOAT_DTYPES = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
 # Angles are exact up to here, and two thousand million tokens are enough.
@@ -103,6 +105,11 @@ def boolean(who: str, name: str, value: Any) -> bool:
         rule = f"{name} must be True or False"
         raise TypeError(message(who, rule, describe(value), f"Pass {name} by keyword."))
     return value
+
+
+def optional(check: Callable[..., Value], who: str, name: str, value: Any) -> Value | None:
+    """None, or ``value`` as ``check`` takes it."""
+    return None if value is None else check(who, name, value)
 
 
 def float_dtype(who: str, name: str, dtype: Any) -> torch.dtype:

@@ -71,30 +71,26 @@ class RoPE(TableModule):
         super().__init__()
         who = type(self).__name__
         self.head_dim = checks.even(who, "head_dim", head_dim)
-        if max_seq_len is not None:
-            max_seq_len = checks.integer(who, "max_seq_len", max_seq_len)
-        self.max_seq_len = max_seq_len
+        self.max_seq_len = checks.optional(checks.integer, who, "max_seq_len", max_seq_len)
         self.base = checks.positive_float(who, "base", base)
         self.interleaved = checks.boolean(who, "interleaved", interleaved)
-        if interleaved_out is not None:
-            checks.boolean(who, "interleaved_out", interleaved_out)
-        self.interleaved_out = interleaved_out
-        if rotary_dim is not None:
-            rotary_dim = checks.even(who, "rotary_dim", rotary_dim)
-        if rotary_dim is not None and rotary_dim > self.head_dim:
-            rule = f"rotary_dim must be at most head_dim={self.head_dim}"
-            way_out = "Pass None to rotate all of a head."
-            raise ValueError(checks.message(who, rule, rotary_dim, way_out))
-        self.rotary_dim = rotary_dim
+        self.interleaved_out = checks.optional(
+            checks.boolean, who, "interleaved_out", interleaved_out
+        )
+        self.rotary_dim = checks.optional(checks.even, who, "rotary_dim", rotary_dim)
         self.last = checks.boolean(who, "last", last)
         self.scaling = checks.instance(who, "scaling", scaling, Rule, _NO_RULE)
         self.axes = checks.instance(who, "axes", axes, Axes, "Pass axes.Axial(2), say.")
-        width = self.head_dim if rotary_dim is None else rotary_dim
+        width = self.head_dim if self.rotary_dim is None else self.rotary_dim
+        if width > self.head_dim:
+            rule = f"rotary_dim must be at most head_dim={self.head_dim}"
+            way_out = "Pass None to rotate all of a head."
+            raise ValueError(checks.message(who, rule, width, way_out))
         if axes is not None:
             axes.check(who, width)
         out = interleaved if interleaved_out is None else interleaved_out
         self._turn = Turn(interleaved, out, self.head_dim - width if last else 0)
-        self._tables = RopeTables(width, self.base, scaling, axes, max_seq_len)
+        self._tables = RopeTables(width, self.base, scaling, axes, self.max_seq_len)
 
     @classmethod
     def from_config(
@@ -196,9 +192,6 @@ class RoPE(TableModule):
         """
         who = type(self).__name__
         self._check(who, "q", q)
-        if k is None:
-            rule, way_out = "k must be a torch.Tensor", f"{who}.rotate takes one tensor alone."
-            raise TypeError(checks.message(who, rule, k, way_out))
         self._check(who, "k", k)
         check_queries_and_keys(who, q, k)
         cos, sin, rows = self._tables.for_call(who, [q, k], offset, position_ids, seq_len)
@@ -206,6 +199,9 @@ class RoPE(TableModule):
         return a, b
 
     def _check(self, who: str, name: str, x: Tensor) -> None:
+        if x is None and name == "k":
+            rule, way_out = "k must be a torch.Tensor", f"{who}.rotate takes one tensor alone."
+            raise TypeError(checks.message(who, rule, x, way_out))
         checks.float_tensor(who, name, x)
         if x.dim() != 4 or x.shape[3] != self.head_dim:
             checks.rank(who, name, x, (4,), "(B, H, L, D)")

@@ -105,13 +105,9 @@ class RotaryPosEmbedding(TableModule):
         base: float = 10_000.0,
     ) -> None:
         who = type(self).__name__
-        if embed_dim is not None:
-            embed_dim = checks.even(who, "embed_dim", embed_dim)
-        if max_seq_len is not None:
-            max_seq_len = checks.integer(who, "max_seq_len", max_seq_len)
         super().__init__()
-        self.embed_dim = embed_dim
-        self.max_seq_len = max_seq_len
+        self.embed_dim = checks.optional(checks.even, who, "embed_dim", embed_dim)
+        self.max_seq_len = checks.optional(checks.integer, who, "max_seq_len", max_seq_len)
         self.interleaved = checks.boolean(who, "interleaved", interleaved)
         self.base = checks.positive_float(who, "base", base)
         self._tables = None if embed_dim is None else self._of_width(embed_dim, None)

@@ -75,8 +75,8 @@ class SinusoidalPosEmbedding(TableModule):
     ) -> None:
         who = type(self).__name__
         super().__init__()
-        self.seq_len = None if seq_len is None else checks.integer(who, "seq_len", seq_len)
-        self.embed_dim = None if embed_dim is None else checks.integer(who, "embed_dim", embed_dim)
+        self.seq_len = checks.optional(checks.integer, who, "seq_len", seq_len)
+        self.embed_dim = checks.optional(checks.integer, who, "embed_dim", embed_dim)
         self.base = checks.positive_float(who, "base", base)
         self._tables: SharedTables[SinusoidTable] | None = None
 
