@@ -39,8 +39,8 @@ sanitize: $(INSTALLED)
 	  src/posenc/kernels/c/rotate.c -o $(SANITIZED)/posenc/kernels/c/_rotate.abi3.so -ldl -lm
 	LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so)" \
 	  ASAN_OPTIONS=detect_leaks=0 PYTHONPATH=$(SANITIZED) \
-	  $(BIN)/python -m pytest tests/kernels/test_memory.py tests/kernels/test_norm.py \
-	  tests/kernels/test_c.py tests/kernels/test_rotate.py -k "memory or c and not triton and not opcheck"
+	  $(BIN)/python -m pytest tests/kernels/test_outputs.py tests/kernels/test_norm.py \
+	  tests/kernels/test_c.py tests/kernels/test_rotate.py -k "outputs or c and not triton and not opcheck"
 
 $(INSTALLED): pyproject.toml constraints.txt setup.py $(wildcard src/posenc/kernels/c/*.[ch])
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv

@@ -7,7 +7,7 @@ from importlib import import_module
 from typing import Any
 
 from posenc import attention, axes, functional, nn, positions, scaling
-from posenc.kernels import backends, keep_memory
+from posenc.kernels import backends
 from posenc.nn import (
     ALiBi,
     LearnedPosEmbedding,
@@ -36,7 +36,6 @@ __all__ = [
     "backends",
     "functional",
     "interop",
-    "keep_memory",
     "nn",
     "positions",
     "scaling",

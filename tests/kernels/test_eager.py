@@ -179,8 +179,6 @@ import sys
 sys.modules["posenc.kernels.c._rotate"] = None
 import torch, posenc
 assert not posenc.backends()[0].available
-posenc.keep_memory(0)
-posenc.keep_memory()
 x, weight = torch.randn(2, 16, 512, 128), torch.ones(128)
 rope = posenc.RoPE(128, 512)
 q, k = rope(x, x)

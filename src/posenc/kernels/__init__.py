@@ -1,7 +1,6 @@
 """Your dtype, your device: what touches the user's tensors. Tensors and flags, never a rule."""
 
 from posenc.kernels.backend import Backend, backends
-from posenc.kernels.c import keep_memory
 from posenc.kernels.eager import rotate, rotate_, rotate_plain
 from posenc.kernels.norm import norm_rotate
 from posenc.kernels.reference import add
@@ -15,7 +14,6 @@ __all__ = [
     "Turn",
     "add",
     "backends",
-    "keep_memory",
     "norm_rotate",
     "rotate",
     "rotate_",

@@ -43,9 +43,7 @@ def rotate(xs: Sequence[Tensor], cos: Tensor, sin: Tensor, rows: Rows, turn: Tur
     into = _into(xs[0])
     if into is None:
         return [like(x, reference.rotate(x, cos, sin, rows, turn)) for x in xs]
-    large = xs[0].numel() >= c.LARGE and into is c.rotate_into
-    empty_like = c.empty_like if large else torch.empty_like
-    ys = [empty_like(x) for x in xs]
+    ys = [torch.empty_like(x) for x in xs]
     into(xs, ys, cos, sin, rows, turn)
     return ys
 

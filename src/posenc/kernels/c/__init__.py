@@ -8,9 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.dlpack import from_dlpack
 
-from posenc._contract import checks
 from posenc.kernels import reference
 from posenc.kernels.spec import Norm, RowOutOfRange, Rows, Turn
 
@@ -24,55 +22,13 @@ except ImportError as broken:
     available, why = False, f"built, but it does not load: {broken}"
 
 _CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}
-# DLPack's names for them.
-_KINDS = {
-    torch.float32: (2, 32),
-    torch.bfloat16: (4, 16),
-    torch.float16: (2, 16),
-    torch.float64: (2, 64),
-}
-# Elements from which on an output is memory that is kept: smaller ones malloc keeps by itself.
-LARGE = 2**21
-_keeps = available and hasattr(_rotate, "empty")
-
-
-def empty_like(x: Tensor) -> Tensor:
-    """As torch's, but large tensors get memory that the last ones have left behind."""
-    if x.numel() < LARGE or not _keeps:
-        return torch.empty_like(x)
-    alike = x if x.is_contiguous() else torch.empty_like(x, device="meta")
-    try:
-        numbers = (*_KINDS[x.dtype], x.data_ptr(), *x.shape, *alike.stride())
-        return from_dlpack(_rotate.empty(*numbers))
-    except MemoryError:
-        # torch may know better, and says so in its own way if not.
-        return torch.empty_like(x)
-
-
-def keep_memory(mebibytes: int = 1024) -> None:
-    """Choose how much memory of large outputs may be kept for the next ones, on the CPU.
-
-    Memory fresh from the system costs more to write to than a rotation takes, so the rotation
-    keeps what its large outputs leave behind, as long as nobody else needs it: the system may
-    take it back at any time. The storage of such an output cannot be resized. ``keep_memory(0)``
-    gives everything back, and outputs are torch's own memory from then on.
-
-    Args:
-        mebibytes: The most that may be kept, in MiB. At most 128 of them are out of the system's
-            reach: those that were in use last.
-    """
-    global _keeps
-    mebibytes = checks.integer("keep_memory", "mebibytes", mebibytes, least=0)
-    if available and hasattr(_rotate, "keep"):
-        _keeps = mebibytes > 0
-        _rotate.keep(mebibytes << 20)
 
 
 def norm_rotate(
     x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, rows: Rows, turn: Turn, norm: Norm
 ) -> Tensor:
     """Normalise and rotate ``x`` into a new tensor, in one pass."""
-    y = empty_like(x)
+    y = torch.empty_like(x)
     factors = _factors(weight, norm)
     rotate_into([x], [y], cos, sin, rows, turn, (factors.data_ptr(), *_kind(norm), 0))
     return y
@@ -90,11 +46,11 @@ def norm_rotate_backward(
 ) -> tuple[Tensor, Tensor]:
     """Gradients to ``x`` and ``weight``, given ``g``, the gradient to the result."""
     g, x = (t if t.stride(-1) == 1 else t.contiguous() for t in (g.resolve_neg(), x.resolve_neg()))
-    dx = empty_like(x)
+    dx = torch.empty_like(x)
     if dx.stride(-1) != 1:
         # Rows that overlap have strides that no other tensor can have.
         x = x.contiguous()
-        dx = empty_like(x)
+        dx = torch.empty_like(x)
     factors = _factors(weight, norm)
     to_factors = torch.zeros_like(factors)
     numbers = (factors.data_ptr(), *_kind(norm), to_factors.data_ptr())

@@ -1,7 +1,7 @@
 /* Rotary embedding on the CPU at the speed of memory, behind Python's stable ABI and without torch's
  * headers: tensors come as addresses and strides, threads from the OpenMP pool that torch loaded. */
 #ifndef _GNU_SOURCE
-#define _GNU_SOURCE 1 /* RTLD_DEFAULT, madvise */
+#define _GNU_SOURCE 1 /* RTLD_DEFAULT */
 #endif
 #define Py_LIMITED_API 0x030A0000
 #define PY_SSIZE_T_CLEAN
@@ -17,9 +17,6 @@
 #include "formats.h"
 #include "sets.h"
 #include "walk.h"
-#ifdef __linux__
-#include "memory.h"
-#endif
 
 /* Append an int, or the ints of a tuple, to the numbers; false with an error set if it is neither. */
 static int append_numbers(PyObject *given, i64 *numbers, int *count)
@@ -113,10 +110,6 @@ static PyMethodDef methods[] = {
     {"isa", py_isa, METH_NOARGS, NULL},
     {"set_isa", py_set_isa, METH_O, NULL},
     {"parallel", py_parallel, METH_NOARGS, NULL},
-#ifdef __linux__
-    {"empty", (PyCFunction)(void (*)(void))py_empty, METH_FASTCALL, NULL},
-    {"keep", py_keep, METH_O, NULL},
-#endif
     {NULL, NULL, 0, NULL},
 };
 

@@ -1,0 +1,126 @@
+"""Outputs are ordinary tensors of torch's allocator, however large they are."""
+
+import copy
+import io
+import os
+import threading
+
+import pytest
+import torch
+
+import posenc
+from posenc.kernels import backend, norm
+from posenc.kernels.spec import Norm, Rows, Turn
+
+SHAPE = (2, 16, 512, 128)  # 2^21 elements
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+
+
+@pytest.fixture(scope="module")
+def rope():
+    return posenc.RoPE(128, 512)
+
+
+def outputs(rope):
+    """A large output of every kernel: rotated, normalised, and their gradients."""
+    x = torch.randn(SHAPE, requires_grad=True)
+    weight = torch.ones(128, requires_grad=True)
+    tables = rope.cos_cached, rope.sin_cached, Rows(), Turn()
+    yield backend.rotate([x.detach()], *tables)[0]
+    turned = rope.rotate(x)
+    yield turned.detach()
+    yield torch.autograd.grad(turned, x, torch.ones_like(x))[0]
+    normed = norm.norm_rotate(x, weight, *tables, Norm())
+    yield normed.detach()
+    yield torch.autograd.grad(normed, x, torch.ones_like(x))[0]
+
+
+def test_a_large_output_can_be_resized(rope):
+    """Memory that is lent to torch cannot grow, and frameworks that free storages resize them."""
+    for y in outputs(rope):
+        before = y.flatten()[:4].clone()
+        y.resize_(4, 16, 512, 128)
+        assert y.untyped_storage().nbytes() >= y.nbytes
+        assert torch.equal(y.flatten()[:4], before)
+        y.fill_(1)
+        y.untyped_storage().resize_(0)
+
+
+def test_a_large_output_takes_the_result_of_a_larger_sum(rope):
+    """``out=`` resizes: a tensor that claims more than its storage holds crashes its reader."""
+    a, b = torch.randn(2, 4, 16, 512, 128)
+    for y in outputs(rope):
+        with pytest.warns(UserWarning, match="was resized"):
+            torch.add(a, b, out=y)
+        assert y.untyped_storage().nbytes() >= a.nbytes
+        assert torch.equal(y, a + b)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("memory", ["heads", "tokens", "gaps", "expanded"])
+def test_a_large_output_has_the_strides_of_torchs_own(rope, dtype, memory):
+    x = torch.randn(SHAPE).to(dtype)
+    if memory == "tokens":
+        x = torch.randn(2, 512, 16, 128).to(dtype).transpose(1, 2)
+    elif memory == "gaps":
+        x = torch.randn(2, 16, 512, 384).to(dtype)[..., 128:256]
+    elif memory == "expanded":
+        x = x[:1].expand(2, -1, -1, -1)
+    got, wanted = rope.rotate(x), torch.empty_like(x)
+    assert (got.shape, got.stride(), got.dtype) == (wanted.shape, wanted.stride(), wanted.dtype)
+    assert not got._is_view()
+    pieces = torch.cat([rope.rotate(x[:, h : h + 1]) for h in range(16)], 1)
+    assert torch.equal(got, pieces)
+
+
+def test_a_large_output_is_copied_saved_shared_and_differentiated(rope):
+    x = torch.randn(SHAPE)
+    y = rope.rotate(x)
+    wanted = y.clone()
+    assert torch.equal(copy.deepcopy(y), wanted)
+    saved = io.BytesIO()
+    torch.save(y, saved)
+    saved.seek(0)
+    assert torch.equal(torch.load(saved), wanted)
+    y.requires_grad_().mul(2).sum().backward()
+    assert torch.equal(y.grad, torch.full(SHAPE, 2.0))
+    assert torch.equal(y.detach().share_memory_(), wanted)
+    y.detach().add_(1)
+    assert torch.equal(y.detach(), wanted + 1)
+    with torch.inference_mode():
+        assert rope.rotate(x).is_inference()
+    assert not rope.rotate(x).is_inference()
+
+
+def test_threads_rotate_at_the_same_time(rope):
+    xs = [torch.randn(SHAPE) for _ in range(4)]
+    wanted, wrong = [rope.rotate(x) for x in xs], []
+
+    def work(i):
+        for _ in range(5):
+            if not torch.equal(rope.rotate(xs[i]), wanted[i]):
+                wrong.append(i)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_forked_process_rotates(rope):
+    x = torch.randn(SHAPE)
+    wanted = rope.rotate(x)
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)  # a child has none of its parent's threads
+    try:
+        child = os.fork()
+        if not child:
+            os._exit(0 if torch.equal(rope.rotate(x), wanted) else 1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(rope.rotate(x), wanted)
