@@ -40,7 +40,8 @@ sanitize: $(INSTALLED)
 	LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so)" \
 	  ASAN_OPTIONS=detect_leaks=0 PYTHONPATH=$(SANITIZED) \
 	  $(BIN)/python -m pytest tests/kernels/test_outputs.py tests/kernels/test_norm.py \
-	  tests/kernels/test_c.py tests/kernels/test_rotate.py -k "outputs or c and not triton and not opcheck"
+	  tests/kernels/test_c.py tests/kernels/test_rotate.py tests/kernels/test_ops.py \
+	  -k "outputs or ops and not opcheck or c and not triton and not opcheck"
 
 $(INSTALLED): pyproject.toml constraints.txt setup.py $(wildcard src/posenc/kernels/c/*.[ch])
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from posenc._contract import checks
 from posenc._contract.sharding import alongside, is_sharded
 from posenc._contract.tracing import in_transform, is_exporting, is_plain
-from posenc.kernels import c, reference, triton
+from posenc.kernels import c, ops, reference, triton
 from posenc.kernels.ops import LIBRARY
 from posenc.kernels.sharded import shardable
 from posenc.kernels.spec import Norm, Rows, Turn
@@ -104,12 +105,33 @@ def _split(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
     return cos, sin, Rows(start, positions), Turn(*rest[:4]), Norm(*rest[4:])
 
 
+def _check(xs: tuple[Tensor, ...], weight: Tensor, how: tuple[Any, ...]) -> None:
+    """As `ops.check`, for one tensor or a gradient and it, and their weight."""
+    who, x, (cos, sin, rows, turn, norm) = "posenc::norm_rotate", xs[-1], how
+    ops.check(who, xs, cos, sin, rows, turn.column)
+    wanted = x.shape[1] * x.shape[3] if norm.whole else x.shape[3]
+    ops.check_devices(who, x, weight)
+    if weight.shape != (wanted,) or weight.dtype not in checks.FLOAT_DTYPES:
+        rule = f"weight must be floating, of shape ({wanted},)"
+        got = ops.described(weight)
+        raise ValueError(checks.message(who, rule, got, "One weight serves one channel."))
+    if xs[0].shape != x.shape or xs[0].dtype != x.dtype:
+        rule = f"a gradient must be {x.dtype} of shape {tuple(x.shape)}"
+        got = ops.described(xs[0])
+        raise ValueError(checks.message(who, rule, got, "Pass the gradient to the result."))
+
+
 def _run_forward(x: Tensor, weight: Tensor, *arguments: Any) -> Tensor:
-    return triton.norm_rotate(x, weight, *_split(arguments))
+    how = _split(arguments)
+    _check((x,), weight, how)
+    return triton.norm_rotate(x if x.stride(-1) == 1 else x.contiguous(), weight, *how)
 
 
 def _run_backward(g: Tensor, x: Tensor, weight: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
-    return triton.norm_rotate_backward(g, x, weight, *_split(arguments))
+    how = _split(arguments)
+    _check((g, x), weight, how)
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    return triton.norm_rotate_backward(g, x, weight, *how)
 
 
 LIBRARY.impl("norm_rotate", _run_forward, "CUDA")
@@ -118,11 +140,13 @@ LIBRARY.impl("norm_rotate_backward", _run_backward, "CUDA")
 
 @torch.library.register_fake("posenc::norm_rotate", lib=LIBRARY)
 def _(x: Tensor, *rest: Any) -> Tensor:
+    ops.check_devices("posenc::norm_rotate", x, *rest)
     return torch.empty_like(x)
 
 
 @torch.library.register_fake("posenc::norm_rotate_backward", lib=LIBRARY)
 def _(g: Tensor, x: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    ops.check_devices("posenc::norm_rotate_backward", g, x, weight, *rest)
     return torch.empty_like(x), torch.empty_like(weight)
 
 

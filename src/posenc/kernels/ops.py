@@ -2,17 +2,22 @@
 
 ``posenc::rotate`` and ``posenc::rotate_qk`` return new tensors, and their gradient is the op
 itself, transposed; ``posenc::rotate_`` writes into its tensor and has none.
+
+Kernels trust what they are given, and anyone can call an op: the ops check it first.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from posenc._contract import checks
+from posenc._contract.memory import apart, meets_itself
 from posenc.kernels import backend, reference
-from posenc.kernels.spec import Rows, Turn
+from posenc.kernels.spec import RowOutOfRange, Rows, Turn
 
 LIBRARY = torch.library.Library("posenc", "DEF")
 _TABLES = "Tensor cos, Tensor sin, Tensor? positions, SymInt start"
@@ -31,21 +36,109 @@ def flat(rows: Rows, turn: Turn) -> tuple[Any, ...]:
     return (rows.positions, rows.start, *turn)
 
 
+def check(
+    who: str, xs: Sequence[Tensor], cos: Tensor, sin: Tensor, rows: Rows, column: int
+) -> None:
+    """Refuse arguments of an op that a kernel would read or write beyond the ends of.
+
+    Values of positions are left to the kernels, which look at each before it is used.
+
+    Args:
+        who: The op, for the error.
+        xs: What is to be rotated, ``[B, H, T, D]`` each.
+        cos: ``[R, P]`` or ``[B, R, P]``.
+        sin: As ``cos``.
+        rows: Which table row each token takes.
+        column: First channel that is rotated.
+    """
+    x, (start, positions) = xs[0], rows
+    shape, table = x.shape, cos.shape
+    check_devices(who, *xs, cos, sin, positions)
+    for t in xs:
+        other = t.shape
+        if len(other) != 4 or t.dtype not in checks.FLOAT_DTYPES:
+            rule = "tensors must be floating, of shape (B, H, T, D)"
+            raise ValueError(checks.message(who, rule, described(t), "Convert or reshape them."))
+        if t is not x and (other[0] != shape[0] or other[2:] != shape[2:]):
+            rule = "q and k must agree in batch, length and head_dim"
+            got = f"{described(x)} and {described(t)}"
+            raise ValueError(checks.message(who, rule, got, "Only the head counts may differ."))
+    batch, _, length, width = shape
+    if (
+        table != sin.shape
+        or not (len(table) == 2 or (len(table) == 3 and table[0] == batch))
+        or not 2 <= 2 * table[-1] <= width
+        or cos.dtype not in checks.FLOAT_DTYPES
+        or sin.dtype not in checks.FLOAT_DTYPES
+    ):
+        rule = f"cos and sin must be (R, P) or ({batch}, R, P), with 1 <= P <= {width // 2}"
+        got = f"{described(cos)} and {described(sin)} for {described(x)}"
+        way_out = "Pass floating tables of one shape, with a column for each pair of channels."
+        raise ValueError(checks.message(who, rule, got, way_out))
+    held, rest = table[-2], width - 2 * table[-1]
+    if column != 0 and column != rest:
+        rule = f"column must be 0 or {rest}"
+        raise ValueError(checks.message(who, rule, column, "Rotate the first or last channels."))
+    if positions is None:
+        if start < 0 or start + length > held:
+            raise RowOutOfRange(start if start < 0 else start + length - 1, held)
+        return
+    ids = positions.shape
+    if (
+        len(ids) != 2
+        or ids[0] not in (1, batch)
+        or ids[1] not in (1, length)
+        or positions.dtype != torch.int64
+    ):
+        rule = f"positions must be int64 of shape (1 or {batch}, 1 or {length})"
+        got = f"{described(positions)} for {described(x)}"
+        way_out = "Give a row to each token, or to the first of each sequence."
+        raise ValueError(checks.message(who, rule, got, way_out))
+    if not 0 <= start <= held:
+        raise RowOutOfRange(start, held)
+
+
+def check_devices(who: str, x: Tensor, *others: Any) -> None:
+    """Refuse tensors of several devices: beside a meta tensor, a result would stay unwritten."""
+    device = x.device
+    for other in others:
+        if isinstance(other, Tensor) and other.device != device:
+            rule, got = "tensors must be on one device", f"{device} and {other.device}"
+            raise ValueError(checks.message(who, rule, got, "Move them to one."))
+
+
+def described(x: Tensor) -> str:
+    """A tensor in the words of an error."""
+    return f"{x.dtype} of shape {tuple(x.shape)}"
+
+
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, positions: Any, start: int, *turn: Any) -> Tensor:
-    return backend.rotate([x], cos, sin, Rows(start, positions), Turn(*turn))[0]
+    rows, how = Rows(start, positions), Turn(*turn)
+    check("posenc::rotate", (x,), cos, sin, rows, how.column)
+    return backend.rotate([x], cos, sin, rows, how)[0]
 
 
 def _rotate_qk(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, positions: Any, start: int, *turn: Any
 ) -> tuple[Tensor, Tensor]:
-    a, b = backend.rotate([q, k], cos, sin, Rows(start, positions), Turn(*turn))
+    rows, how = Rows(start, positions), Turn(*turn)
+    check("posenc::rotate_qk", (q, k), cos, sin, rows, how.column)
+    a, b = backend.rotate([q, k], cos, sin, rows, how)
     return a, b
 
 
 def _rotate_inplace(
     x: Tensor, cos: Tensor, sin: Tensor, positions: Any, start: int, *turn: Any
 ) -> None:
-    backend.rotate_([x], cos, sin, Rows(start, positions), Turn(*turn))
+    who, how = "posenc::rotate_", Turn(*turn)
+    check(who, (x,), cos, sin, Rows(start, positions), how.column)
+    if meets_itself(x):
+        rule = "a tensor must not share memory with itself to be written in place"
+        got = f"strides {x.stride()}"
+        raise ValueError(checks.message(who, rule, got, "Call contiguous() first."))
+    # Positions are looked at before they are used: nothing may be written over them in between.
+    cos, sin, *ids = apart([x], cos, sin, *([] if positions is None else [positions]))
+    backend.rotate_([x], cos, sin, Rows(start, *ids), how)
 
 
 for _name, _run in (
@@ -67,17 +160,19 @@ LIBRARY.impl("rotate_", _seen_by_autograd, "ADInplaceOrView", with_keyset=True)
 
 @torch.library.register_fake("posenc::rotate", lib=LIBRARY)
 def _(x: Tensor, *rest: Any) -> Tensor:
+    check_devices("posenc::rotate", x, *rest)
     return torch.empty_like(x)
 
 
 @torch.library.register_fake("posenc::rotate_qk", lib=LIBRARY)
 def _(q: Tensor, k: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    check_devices("posenc::rotate_qk", q, k, *rest)
     return torch.empty_like(q), torch.empty_like(k)
 
 
 @torch.library.register_fake("posenc::rotate_", lib=LIBRARY)
 def _(x: Tensor, *rest: Any) -> None:
-    return None
+    check_devices("posenc::rotate_", x, *rest)
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
