@@ -88,3 +88,59 @@ def test_bad_arguments_are_named():
         alibi_mask_mod(documents=torch.zeros(4))
     with pytest.raises(ValueError, match="head_offset must be at least 0"):
         alibi_score_mod(slopes, head_offset=-1)
+
+
+@pytest.mark.parametrize(
+    ("offset", "error", "text"),
+    [
+        (torch.tensor(1.9), TypeError, "an integer tensor"),
+        (torch.tensor([True, False]), TypeError, "an integer tensor"),
+        (torch.tensor(2**32 + 2), ValueError, "at most"),
+        (torch.tensor([0, 2**31]), ValueError, "at most"),
+        (2**31, ValueError, "at most"),
+        (torch.tensor(-3), ValueError, "at least 0"),
+        (torch.tensor([4, -3]), ValueError, "at least 0"),
+        (torch.zeros(1, 1).long(), ValueError, "shape"),
+        ([0, 1], TypeError, "an integer tensor"),
+        (None, TypeError, "an int"),
+    ],
+    ids=str,
+)
+def test_an_offset_is_whole_and_has_a_place(offset, error, text):
+    """Cast to int32 unseen, 1.9 is 1, 2^32 + 2 is 2, and a query at -3 sees nothing."""
+    for mod in (lambda: alibi_mask_mod(offset=offset), lambda: ALiBi(2).score_mod(offset=offset)):
+        with pytest.raises(error, match=f"alibi_(mask|score)_mod: offset must .*{text}"):
+            mod()
+
+
+def test_an_offset_stays_among_the_keys_that_have_ids():
+    """Past them, a query would read the documents of no key."""
+    ids = torch.zeros(2, 4, dtype=torch.int64)
+    alibi_mask_mod(offset=torch.tensor([3, 0]), documents=ids)
+    for offset in (4, torch.tensor([0, 4])):
+        with pytest.raises(ValueError, match="offset must be at most k_len - q_len = 3"):
+            alibi_mask_mod(offset=offset, documents=ids)
+        with pytest.raises(ValueError, match="offset must be at most k_len - q_len = 3"):
+            alibi_score_mod(alibi_slopes(2), offset=offset, position_ids=ids)
+
+
+def test_what_is_said_of_each_sequence_is_said_of_all():
+    three = torch.zeros(3, dtype=torch.int64)
+    with pytest.raises(ValueError, match="alibi_mask_mod: offset must be for 1 or 3 sequences"):
+        alibi_mask_mod(offset=three[:2], documents=three.expand(3, 3))
+    with pytest.raises(ValueError, match="alibi_score_mod: slopes must be for 1 or 3 sequences"):
+        alibi_score_mod(torch.ones(2, 4), offset=three)
+
+
+def test_mods_are_made_inside_a_compiled_function():
+    """Values cannot be read there: an offset without a place is refused when the program runs."""
+
+    @torch.compile(backend="eager", fullgraph=True)
+    def seen(offset, q, k):
+        sequence = q * 0
+        return alibi_mask_mod(offset=offset, documents=q * 0)(sequence, sequence, q, k)
+
+    place = torch.arange(3)
+    assert seen(torch.tensor(1), torch.tensor([0, 0, 1]), place).tolist() == [True, True, True]
+    with pytest.raises(RuntimeError, match="offset must be in"):
+        seen(torch.tensor(-1), torch.tensor([0, 0, 1]), place)

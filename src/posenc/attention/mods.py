@@ -36,7 +36,7 @@ def alibi_score_mod(
     Args:
         slopes: Shape ``(H,)`` or ``(B, H)``, on the device of the attention.
         causal: Whether a query sees only keys up to its own.
-        offset: Key of the first query: an int, or a tensor ``()`` or ``(B,)``.
+        offset: Key of the first query: an int, or an integer tensor ``()`` or ``(B,)``.
         position_ids: Position of each key, ``(K,)`` or ``(B, K)``, instead of its index.
         documents: Ids ``(K,)`` or ``(B, K)``; a run of equal ids is a document.
         head_offset: Where the attention's heads begin among those of ``slopes``.
@@ -54,9 +54,21 @@ def alibi_score_mod(
     who = "alibi_score_mod"
     slopes = keys_of.slopes(who, slopes)
     steep = _by_sequence(slopes[..., checks.integer(who, "head_offset", head_offset, least=0) :])
-    own = _own_key(_place(who, offset, slopes.device))
-    place = _ids(who, "position_ids", position_ids, slopes.device)
-    sees = alibi_mask_mod(causal=causal, offset=offset, documents=documents, device=slopes.device)
+    ids = _ids(who, "position_ids", position_ids, slopes.device)
+    runs = _ids(who, "documents", documents, slopes.device)
+    start = _place(who, offset, slopes.device, ids, runs)
+    keys_of.together(
+        who,
+        ("slopes", slopes, 2),
+        ("offset", start, 1),
+        ("position_ids", ids, 2),
+        ("documents", runs, 2),
+    )
+    own = _own_key(start)
+    place = None if ids is None else _by_sequence(ids)
+    sees = pair_mod(
+        start, None if runs is None else run_ends(runs), checks.boolean(who, "causal", causal)
+    )
 
     def score_mod(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         if base is not None:
@@ -80,7 +92,7 @@ def alibi_mask_mod(
 
     Args:
         causal: Whether a query sees only keys up to its own.
-        offset: Key of the first query: an int, or a tensor ``()`` or ``(B,)``.
+        offset: Key of the first query: an int, or an integer tensor ``()`` or ``(B,)``.
         documents: Ids ``(K,)`` or ``(B, K)``; a run of equal ids is a document.
         device: Of the attention.
         base: A mask_mod of your own; a pair has to pass both.
@@ -93,8 +105,10 @@ def alibi_mask_mod(
     """
     who = "alibi_mask_mod"
     checks.boolean(who, "causal", causal)
-    ids = _checked(who, "documents", documents, device)
-    sees = pair_mod(_place(who, offset, device), None if ids is None else run_ends(ids), causal)
+    ids = _ids(who, "documents", documents, device)
+    start = _place(who, offset, device, ids)
+    keys_of.together(who, ("offset", start, 1), ("documents", ids, 2))
+    sees = pair_mod(start, None if ids is None else run_ends(ids), causal)
     if base is None:
         return sees
     return lambda b, h, q, k: sees(b, h, q, k) & base(b, h, q, k)
@@ -134,26 +148,29 @@ def _by_sequence(table: Tensor) -> _Read:
 
 def _own_key(offset: Tensor) -> _Read:
     """The key of a query."""
-    if offset.dim() == 1 and len(offset) > 1:
+    if offset.dim() == 1 and len(offset) != 1:
         return lambda b, q: q + offset[b]
     start = offset.reshape(())
     return lambda b, q: q + start
 
 
-def _place(who: str, offset: int | Tensor, device: torch.device | str) -> Tensor:
-    """The offset as a tensor, always: a number would be compiled in."""
-    if isinstance(offset, Tensor):
-        checks.rank(who, "offset", offset, (0, 1), "() or (B,)")
-        return offset.to(device=device, dtype=torch.int32)
-    number = checks.integer(who, "offset", offset, least=0)
-    return torch.full((), number, dtype=torch.int32, device=device)
+def _place(
+    who: str, offset: int | Tensor, device: torch.device | str, *ids: Tensor | None
+) -> Tensor:
+    """The offset as an int32 tensor, always: a number would be compiled in.
+
+    ``ids`` say how many keys there are, if any are given; queries are counted at the call, so one
+    is all that is known of them.
+    """
+    if offset is None:
+        checks.integer(who, "offset", offset)
+    keys = min([checks.FARTHEST, *[x.shape[-1] for x in ids if x is not None]])
+    start = keys_of.offset(who, offset, 1, keys, device)
+    if isinstance(start, Tensor):
+        return start.to(torch.int32)
+    return torch.full((), start, dtype=torch.int32, device=device)
 
 
-def _checked(who: str, name: str, ids: Tensor | None, device: torch.device | str) -> Tensor | None:
+def _ids(who: str, name: str, ids: Tensor | None, device: torch.device | str) -> Tensor | None:
     keys = ids.shape[-1] if isinstance(ids, Tensor) and ids.dim() else 0
     return keys_of.ids(who, name, ids, keys, device)
-
-
-def _ids(who: str, name: str, ids: Tensor | None, device: torch.device | str) -> _Read | None:
-    found = _checked(who, name, ids, device)
-    return None if found is None else _by_sequence(found)
