@@ -64,6 +64,13 @@ def test_each_sequence_of_a_batch_may_have_its_own_positions(middle):
         assert torch.equal(got[row], rotary_pos_embedding(x[row], ids[row]))
 
 
+@pytest.mark.parametrize("shape", [(2, 4, 8), (2, 3, 4, 8), (2, 3, 2, 4, 8), (1, 3, 4, 8)], ids=str)
+def test_one_row_of_positions_serves_every_sequence(shape):
+    """As models hand it on: ``arange(L)[None]`` beside a batch."""
+    x, ids = torch.randn(shape), torch.tensor([[7, 5, 5, 0]])
+    assert torch.equal(rotary_pos_embedding(x, ids), rotary_pos_embedding(x, ids[0]))
+
+
 @given(st.integers(1, 16), st.integers(0, 2**31 - 1), st.booleans())
 def test_norms_are_kept(pairs, position, interleaved):
     x = torch.randn(3, 2 * pairs)

@@ -33,8 +33,8 @@ def rotary_pos_embedding(
 
     Args:
         input_: Floating tensor of shape ``(..., L, D)`` with even ``D``.
-        position_ids: Integers of shape ``(L,)``, or ``(B, L)`` with ``B`` the first axis of
-            ``input_``. None means ``0 .. L-1``.
+        position_ids: Integers of shape ``(L,)`` or ``(1, L)``, or ``(B, L)`` with ``B`` the first
+            axis of ``input_``. None means ``0 .. L-1``.
         interleaved: Pairs are ``(0, 1), (2, 3), ...`` if true, ``(0, D/2), (1, D/2 + 1), ...``
             if false.
         base: Raising it slows every pair but the first.
@@ -59,6 +59,9 @@ def rotary_pos_embedding(
     else:
         at = checks.position_ids(who, position_ids, input_.shape, input_.device)
         checks.extent(who, at)
+        if at.dim() == 2 and at.shape[0] == 1:
+            # One row of positions serves every sequence.
+            at = at[0]
     cos, sin = cos_sin(at, spectrum)
     return turn_one(who, _ROWS, input_, cos, sin, Rows(), Turn(interleaved, interleaved))
 
