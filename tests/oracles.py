@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import mpmath
@@ -64,6 +65,23 @@ def ulp(magnitude: Tensor, dtype: torch.dtype) -> Tensor:
     _, exponent = torch.frexp(magnitude.double())
     spacing = info.eps / 2 * torch.exp2(exponent.double())
     return spacing.clamp(min=info.tiny * info.eps)
+
+
+def rounded(x: float | mpmath.mpf, dtype: torch.dtype) -> float:
+    """The number of ``dtype`` nearest to a finite ``x``, ties to even, in whole numbers."""
+    info = torch.finfo(dtype)
+    if x == 0:
+        return 0.0
+    # |x| is in [2^(e - 1), 2^e), where neighbours are eps times 2^(e - 1) apart.
+    exponent = int(mpmath.frexp(x)[1])
+    unit = mpmath.mpf(max(info.eps * 2.0 ** (exponent - 1), info.tiny * info.eps))
+    exact = mpmath.mpf(x) / unit
+    count = int(mpmath.floor(exact))
+    above = exact - count
+    if above > 0.5 or (above == 0.5 and count % 2):
+        count += 1
+    value = float(count * unit)
+    return value if abs(value) <= info.max else math.copysign(math.inf, value)
 
 
 def sinusoid(positions: Sequence[int], dim: int, base: float = 10_000.0) -> Tensor:

@@ -1,5 +1,6 @@
 import math
 
+import mpmath
 import pytest
 import torch
 from hypothesis import given
@@ -54,6 +55,14 @@ def test_an_offset_is_a_slice(length, dim, offset):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 def test_dtype_is_honoured(dtype):
     assert sinusoidal_pos_embedding(2, 4, "cpu", dtype).dtype == dtype
+
+
+def test_half_precision_is_rounded_once():
+    """By way of float32, this one of the exact values would be rounded up and then down."""
+    exact = mpmath.cos(oracles.angle(6985, 6, 16))
+    got = sinusoidal_pos_embedding(1, 16, dtype=torch.bfloat16, offset=6985)[0, 13].item()
+    assert got == oracles.rounded(exact, torch.bfloat16)
+    assert got != oracles.rounded(float(torch.tensor(float(exact))), torch.bfloat16)
 
 
 def test_device_is_honoured():
@@ -133,6 +142,13 @@ class TestTimesteps:
             wanted = (cos + sin if flip else sin + cos) + [0.0] * (dim % 2)
             wanted = torch.tensor(wanted, dtype=torch.float64)
             assert torch.allclose(got[row], wanted, rtol=0, atol=1e-12)
+
+    def test_half_precision_is_rounded_once(self):
+        """The middle between two bfloat16 numbers, and a little: torch may lose the little."""
+        angle = math.asin(0.5 + 2**-9 + 2**-40)
+        at, shift = torch.tensor([angle], dtype=torch.float64), {"downscale_freq_shift": 0.0}
+        got = timestep_embedding(at, 2, dtype=torch.bfloat16, **shift)
+        assert got[0, 0].item() == oracles.rounded(math.sin(angle), torch.bfloat16)
 
     def test_bad_input_is_refused(self):
         with pytest.raises(ValueError, match="downscale_freq_shift must be from 0"):

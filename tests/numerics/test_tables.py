@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 import oracles
 from posenc.numerics.frequencies import Spectrum
-from posenc.numerics.tables import angles, cos_sin, sinusoid
+from posenc.numerics.tables import angles, cos_sin, round_once, sinusoid
 
 POSITIONS = [0, 1, 2, 4095, 131_071, 2**20 - 1, 10_000_000, 2**31 - 1, 2**31]
 
@@ -47,6 +47,51 @@ def test_a_sinusoid_is_rounded_once(dim, dtype):
     exact = oracles.sinusoid(POSITIONS, dim)
     assert got.shape == (len(POSITIONS), dim)
     assert ((got.double() - exact).abs() <= 0.5 * oracles.ulp(exact.abs(), dtype) + 1e-15).all()
+
+
+HALVES = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
+
+
+@HALVES
+def test_numbers_beside_a_middle_are_rounded_to_their_side(dtype):
+    """By way of float32 they would land in the middle, and half of them go to the other side."""
+    below = torch.linspace(-1, 1, 999).to(dtype).double()
+    half = oracles.ulp(below.abs(), dtype) / 2
+    middles = below + half
+    beside = [middles * (1 + step) for step in (0, 2**-52, -(2**-52), 2**-30, -(2**-30), 2**-20)]
+    ends = torch.tensor([0.0, -0.0, 1e-30, 3e-8, 65519.9999999, 65520.0], dtype=torch.float64)
+    x = torch.cat([*beside, ends])
+    wanted = torch.tensor([oracles.rounded(value, dtype) for value in x.tolist()]).double()
+    assert torch.equal(round_once(x, dtype).double(), wanted)
+
+
+@HALVES
+def test_rounding_once_keeps_what_is_no_number_and_the_gradient(dtype):
+    x = torch.tensor([float("inf"), float("-inf"), float("nan"), 1 + 2**-40]).double()
+    x.requires_grad_()
+    y = round_once(x, dtype)
+    assert y.tolist()[:2] == [float("inf"), float("-inf")]
+    assert y[2].isnan()
+    y.sum().backward()
+    assert torch.equal(x.grad, torch.ones(4).double())
+    assert round_once(x, torch.float64) is x
+
+
+# Position and channel, of 16, where a cast by way of float32 goes to the wrong side.
+TWICE = {
+    torch.float16: [(300, 0), (1276, 11), (2385, 7), (3000, 4), (4412, 8), (4534, 12), (4535, 3)],
+    torch.bfloat16: [(3805, 2), (6985, 13), (7839, 14), (11446, 0), (15443, 0), (17971, 6)],
+}
+
+
+@HALVES
+def test_a_sinusoid_in_half_precision_is_the_nearest_number(dtype):
+    """Also where its float32 is in the middle between two."""
+    got = sinusoid(torch.arange(18_000), Spectrum(16), dtype)
+    for position, channel in [*TWICE[dtype], *[(p, p % 16) for p in range(0, 18_000, 101)]]:
+        phi = oracles.angle(position, channel // 2, 16)
+        exact = mpmath.cos(phi) if channel % 2 else mpmath.sin(phi)
+        assert got[position, channel].item() == oracles.rounded(exact, dtype), (position, channel)
 
 
 @pytest.mark.parametrize("dim", [1, 2, 4, 64])

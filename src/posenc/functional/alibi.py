@@ -9,6 +9,7 @@ from posenc._contract import checks
 from posenc._contract import keys as keys_of
 from posenc.numerics.slopes import head_slopes
 from posenc.numerics.spans import pick, run_ends, spans
+from posenc.numerics.tables import round_once
 
 
 def alibi_slopes(
@@ -45,7 +46,7 @@ def alibi_slopes(
     heads = checks.integer(who, "num_heads", num_heads)
     peak = checks.positive_float(who, "bias_max", bias_max)
     slopes = head_slopes(heads, peak, plain=checks.boolean(who, "plain", plain))
-    return slopes.to(checks.float_dtype(who, "dtype", dtype)).to(device)
+    return round_once(slopes, checks.float_dtype(who, "dtype", dtype)).to(device)
 
 
 def alibi_bias(
@@ -124,7 +125,7 @@ def alibi_bias(
     distance = 0.0 - (own[:, None, :, None] - far[:, None, None]).abs().double()
     bias = distance * (exact if exact.dim() == 2 else exact[None])[..., None, None]
     hidden = (index < first[:, None, :, None]) | (index > last[:, None, :, None])
-    bias = bias.masked_fill(hidden, float("-inf")).to(dtype)
+    bias = round_once(bias.masked_fill(hidden, float("-inf")), dtype)
     return (bias if batched else bias[0]).to(slopes.device)
 
 
@@ -137,7 +138,7 @@ def _from_line(
     line = slopes[:, None] * (ahead if causal else -ahead.abs())
     if causal:
         line = line.masked_fill(ahead > 0, float("-inf"))
-    line = line.to(dtype).contiguous()
+    line = round_once(line, dtype).contiguous()
     windows = line.as_strided((len(slopes), queries, keys), (queries + keys - 1, 1, 1))
     return windows.flip(1)
 
@@ -181,4 +182,4 @@ def alibi_key_bias(
     if positions is not None and keys:
         behind = positions - positions.amax(-1, keepdim=True)
     bias = slopes.to(where, torch.float64)[..., None, None] * behind[..., None, None, :]
-    return bias.to(dtype).to(slopes.device)
+    return round_once(bias, dtype).to(slopes.device)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from posenc._contract import checks
 from posenc.numerics.frequencies import Spectrum
-from posenc.numerics.tables import angles, sinusoid
+from posenc.numerics.tables import angles, round_once, sinusoid
 
 
 def sinusoidal_pos_embedding(
@@ -152,5 +152,5 @@ def timestep_embedding(
     index = torch.arange(half, dtype=torch.float64, device=where)
     phi = angles(at.to(where), scale * period ** (-index / span))
     parts = (phi.cos(), phi.sin()) if flip_sin_to_cos else (phi.sin(), phi.cos())
-    encoded = torch.cat(parts, dim=-1).to(dtype).to(at.device)
+    encoded = round_once(torch.cat(parts, dim=-1), dtype).to(at.device)
     return torch.nn.functional.pad(encoded, (0, embed_dim % 2))

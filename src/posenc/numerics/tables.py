@@ -12,6 +12,8 @@ from posenc.numerics.constants import constant
 from posenc.numerics.frequencies import Spectrum, scaled_rates, turn_steps
 
 _HALF = 2**32 - 1
+# The bits of a float64's fraction that a float32's does not have.
+_PAST_FLOAT32 = 2**29 - 1
 # Written as >> and <<, a DTensor takes them for writes in place, and does nothing.
 _right, _left = torch.bitwise_right_shift, torch.bitwise_left_shift
 
@@ -109,7 +111,28 @@ def sinusoid(positions: Tensor, spectrum: Spectrum, dtype: torch.dtype) -> Tenso
     """
     phi = angles(_where_float64_is(positions), spectrum)
     table = torch.stack((phi.sin(), phi.cos()), dim=-1).flatten(-2)
-    return table[..., : spectrum.dim].to(dtype).to(positions.device)
+    return round_once(table[..., : spectrum.dim], dtype).to(positions.device)
+
+
+def round_once(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """``x`` of float64 as the nearest numbers of ``dtype``; gradients pass.
+
+    torch may round float64 to float32 on its way to float16 and bfloat16, where a number just
+    beside the middle between two of theirs lands in the middle. So the bits that float32 has no
+    room for are cut off first, and the last bit that it has says whether there were any (rounding
+    to odd): such a number is exact in float32, and on the same side of every middle.
+
+    Examples:
+        >>> round_once(torch.tensor([1 + 2**-8 + 2**-40], dtype=torch.float64), torch.bfloat16)
+        tensor([1.0078], dtype=torch.bfloat16)
+    """
+    if dtype.itemsize > 2:
+        return x.to(dtype)
+    bits = x.detach().view(torch.int64)
+    lost = bits & _PAST_FLOAT32
+    odd = ((bits - lost) | (_PAST_FLOAT32 + 1)).view(torch.float64)
+    # As a sum, for the gradient: the difference is exact, and so is the sum.
+    return torch.where(lost == 0, x, x + (odd - x.detach())).to(dtype)
 
 
 def widest(device: torch.device) -> torch.dtype:
