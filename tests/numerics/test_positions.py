@@ -19,6 +19,32 @@ def test_packed_sequences_each_count_from_zero(lengths):
     assert positions.from_cu_seqlens(cu.int(), sum(lengths)).tolist() == expected
 
 
+@pytest.mark.parametrize(
+    ("cu", "expected"),
+    [
+        ([0, 3, 5], [0, 1, 2, 0, 1, 2, 3, 4]),
+        ([0, 8], [0, 1, 2, 3, 4, 5, 6, 7]),
+        ([0, 5, 5], [0, 1, 2, 3, 4, 0, 1, 2]),
+        ([0], [0, 1, 2, 3, 4, 5, 6, 7]),
+    ],
+    ids=str,
+)
+def test_tokens_past_the_last_end_count_on(cu, expected):
+    """The room at the end of a buffer is no sequence of its own."""
+    assert positions.from_cu_seqlens(torch.tensor(cu), total=8).tolist() == expected
+
+
+def test_packed_positions_are_made_inside_a_compiled_function():
+    """With ``total`` nothing has to be read; what does not fit is refused when the program runs."""
+    compiled = torch.compile(positions.from_cu_seqlens, fullgraph=True, dynamic=True)
+    for cu, total in (([0, 3, 5], 5), ([0, 2, 2, 7], 9)):
+        wanted = positions.from_cu_seqlens(torch.tensor(cu), total=total)
+        assert torch.equal(compiled(torch.tensor(cu), total=total), wanted)
+    for cu in ([1, 3, 5], [0, 3, 2], [0, 3, 6]):
+        with pytest.raises(RuntimeError, match="cu_seqlens must begin with 0, never fall"):
+            compiled(torch.tensor(cu), total=5)
+
+
 def test_left_padding_counts_from_the_first_real_token():
     mask = torch.tensor([[0, 1, 1], [0, 0, 0], [1, 1, 1]])
     expected = [[0, 0, 1], [0, 0, 0], [0, 1, 2]]
@@ -87,6 +113,7 @@ def test_no_patches_take_no_positions():
         (lambda: positions.from_cu_seqlens(torch.tensor([1, 3])), ValueError, "begin with 0"),
         (lambda: positions.from_cu_seqlens(torch.tensor([0, 3, 2])), ValueError, "never fall"),
         (lambda: positions.from_cu_seqlens(torch.tensor([0, 3]), 2), ValueError, "at least 3"),
+        (lambda: positions.from_cu_seqlens(torch.tensor([]).long(), 2), ValueError, "begin with 0"),
         (lambda: positions.from_left_padding(torch.ones(2, 2)), TypeError, "mask must be a bool"),
         (lambda: positions.from_left_padding(torch.ones(2).long()), ValueError, "shape"),
         (lambda: positions.grid(), ValueError, "one or more"),

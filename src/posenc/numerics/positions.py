@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from posenc._contract import checks
+from posenc._contract.tracing import is_readable
 
 
 def from_offset(
@@ -46,8 +47,9 @@ def from_cu_seqlens(cu_seqlens: Tensor, total: int | None = None) -> Tensor:
 
     Args:
         cu_seqlens: Integers ``(N + 1,)``: where each sequence begins, then where the last ends.
-        total: Tokens ``L``, the last of ``cu_seqlens``; given, nobody waits for a device. Tokens
-            past the last end, as in padded buffers, count on from it.
+        total: Tokens ``L``, the last of ``cu_seqlens``; given, nobody waits for a device, and a
+            compiled program has no break. Tokens past the last end, as in padded buffers, count on
+            as if they belonged to the last sequence.
 
     Returns:
         int64 of shape ``(L,)``.
@@ -55,13 +57,15 @@ def from_cu_seqlens(cu_seqlens: Tensor, total: int | None = None) -> Tensor:
     Examples:
         >>> from_cu_seqlens(torch.tensor([0, 3, 3, 5]))
         tensor([0, 1, 2, 0, 1])
+        >>> from_cu_seqlens(torch.tensor([0, 3, 5]), total=7)
+        tensor([0, 1, 2, 0, 1, 2, 3])
     """
     who = "from_cu_seqlens"
     starts = _integers(who, "cu_seqlens", cu_seqlens)
     checks.rank(who, "cu_seqlens", starts, (1,), "(N + 1,)")
     if total is not None:
         total = checks.integer(who, "total", total, least=0)
-    if total is None or starts.device.type == "cpu":
+    if total is None or is_readable(starts):
         values = starts.tolist()
         if not values or values[0] != 0 or any(b < a for a, b in pairwise(values)):
             rule = "cu_seqlens must begin with 0 and never fall"
@@ -71,10 +75,15 @@ def from_cu_seqlens(cu_seqlens: Tensor, total: int | None = None) -> Tensor:
             rule = f"total must be at least {values[-1]}, the last of cu_seqlens"
             raise ValueError(checks.message(who, rule, total, "Pass the number of tokens."))
         total = values[-1] if total is None else total
+    else:
+        fits = (starts[0] == 0) & (starts.diff() >= 0).all() & (starts <= total).all()
+        rule = f"{who}: cu_seqlens must begin with 0, never fall, and end at total or before."
+        torch._assert_async(fits, rule)
     token = torch.arange(total, device=starts.device)
     # A token belongs to the last sequence that begins at it or before it; empty ones own none.
-    owner = torch.searchsorted(starts, token, right=True) - 1
-    return token - starts[owner]
+    begins = starts[:-1] if len(starts) > 1 else starts
+    owner = torch.searchsorted(begins, token, right=True) - 1
+    return token - begins[owner]
 
 
 def from_left_padding(mask: Tensor) -> Tensor:
