@@ -70,8 +70,9 @@ def sinusoidal_grid_embedding(
         embed_dim: Channels ``D``, a multiple of ``2 A``.
         dtype: A floating dtype.
         base: As in :func:`sinusoidal_pos_embedding`, of each coordinate's ``D / A`` channels.
-        concatenated: Within a coordinate, all sines and then all cosines (MAE, DiT), instead of
-            sine and cosine by turns.
+        concatenated: The order of MAE and DiT: the last coordinate, the width of a grid, has the
+            first run, and each run has all its sines before its cosines. False: the first
+            coordinate has the first run, and sine and cosine take turns.
 
     Returns:
         Tensor of shape ``(..., L, embed_dim)``.
@@ -96,7 +97,7 @@ def sinusoidal_grid_embedding(
     spectrum = Spectrum(width // len(at), checks.positive_float(who, "base", base))
     parts = [sinusoid(line, spectrum, dtype) for line in at.unbind(0)]
     if concatenated:
-        parts = [torch.cat((part[..., 0::2], part[..., 1::2]), dim=-1) for part in parts]
+        parts = [torch.cat((part[..., 0::2], part[..., 1::2]), dim=-1) for part in parts[::-1]]
     return torch.cat(parts, dim=-1)
 
 
