@@ -142,7 +142,21 @@ def _picked(p: _Piece, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor,
     return q[:, p.head, None, p.rows], k[:, group, None, p.keys], v[:, group, None, p.keys]
 
 
+def _check(q: Tensor, k: Tensor, v: Tensor, *plan: Any) -> None:
+    """Refuse what would leave part of the result unwritten: anyone may call an op."""
+    *where, slopes, _ = plan
+    batch, heads, queries, width = q.shape
+    fits = k.shape == (batch, k.shape[1], v.shape[2], width) and k.shape[:2] == v.shape[:2]
+    fits = fits and heads % k.shape[1] == 0 and slopes.shape[-1] == heads
+    if not fits or any(each.shape[-1] != queries for each in where):
+        rule = "q, k, v must be (B, H, Q, D), (B, Hk, K, D), (B, Hk, K, Dv), one slope for a head"
+        got = ", ".join(str(tuple(each.shape)) for each in (q, k, v, *where, slopes))
+        way_out = "Call posenc.attention.alibi_attention, which prepares these."
+        raise ValueError(checks.message("alibi_chunked", rule, got, way_out))
+
+
 def _forward(q: Tensor, k: Tensor, v: Tensor, *plan: Any) -> Tensor:
+    _check(q, k, v, *plan)
     # What is cast for speed would be cast back.
     with torch.autocast(q.device.type, enabled=False):
         return _attended(q, k, v, *plan)
@@ -163,6 +177,7 @@ def _attended(q: Tensor, k: Tensor, v: Tensor, *plan: Any) -> Tensor:
 def _gradients(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *plan: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
+    _check(q, k, v, *plan)
     with torch.autocast(q.device.type, enabled=False):
         to_q, to_k, to_v = _summed(grad, q, k, v, *plan)
     return to_q.to(q.dtype), to_k.to(k.dtype), to_v.to(v.dtype)
