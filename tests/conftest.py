@@ -14,6 +14,17 @@ settings.register_profile("thorough", deadline=None, max_examples=400)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
 
+def pytest_addoption(parser):
+    parser.addoption("--isa", help="Hold the C kernel to avx512, avx2, neon or baseline.")
+
+
+def pytest_configure(config):
+    if config.getoption("--isa"):
+        from posenc.kernels.c import _rotate
+
+        _rotate.set_isa(config.getoption("--isa"))
+
+
 @pytest.fixture(autouse=True)
 def _fresh_state():
     """Fixed seed, and NaN in fresh memory: an output nobody wrote cannot hide."""

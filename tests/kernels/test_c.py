@@ -64,7 +64,7 @@ def test_every_bfloat16_and_float16_rounds_as_torch_does():
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @LAYOUTS
-def test_every_instruction_set_is_right(dtype, inner, outer):
+def test_every_instruction_set_is_right(dtype, inner, outer, pytestconfig):
     """A machine runs the best set it has; the others are for older machines, and run here too."""
     from posenc.kernels.c import _rotate
 
@@ -81,7 +81,7 @@ def test_every_instruction_set_is_right(dtype, inner, outer):
                 check("c", [x], *tables(5, pairs), Rows(), Turn(inner, outer), slice(0, 5))
     finally:
         _rotate.set_isa(best)
-    assert best == ran[0]
+    assert best == (pytestconfig.getoption("--isa") or ran[0])
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
