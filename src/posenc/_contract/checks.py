@@ -129,6 +129,13 @@ def float_tensor(who: str, name: str, x: Any) -> Tensor:
     if x.dtype not in FLOAT_DTYPES:
         rule = f"{name} must be a float16, bfloat16, float32 or float64 tensor"
         raise TypeError(message(who, rule, x.dtype, f"Convert {name} to one of these first."))
+    if x.is_nested:
+        rule = f"{name} must be a dense tensor"
+        way_out = (
+            f"Pass torch.nested.to_padded_tensor({name}, 0.0), or one packed sequence of "
+            f"{name}.values() with positions.from_cu_seqlens({name}.offsets())."
+        )
+        raise TypeError(message(who, rule, "a nested tensor", way_out))
     return x
 
 
