@@ -208,9 +208,42 @@ def test_a_rule_is_a_value(rule):
             ValueError,
             "must have 8 numbers",
         ),
-        (lambda: RoPE(16, scaling=scaling.Linear(1e-308), base=1e-10), ValueError, "not finite"),
+        (
+            lambda: RoPE(16, scaling=scaling.LongRoPE((5e-324,) * 8, (1.0,) * 8, 64)),
+            ValueError,
+            "not finite",
+        ),
     ],
 )
 def test_bad_rules_are_refused(make, error, text):
     with pytest.raises(error, match=text):
         make()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        scaling.Linear,
+        scaling.NTK,
+        lambda factor: scaling.YaRN(factor, 4096),
+        lambda factor: scaling.DynamicNTK(factor, 4096),
+        lambda factor: scaling.Llama3(factor, 4096),
+        lambda factor: scaling.Proportional(0.5, factor),
+    ],
+    ids=["linear", "ntk", "yarn", "dynamic", "llama3", "proportional"],
+)
+def test_a_factor_below_one_is_refused(make):
+    """It is how many times longer sequences get: 0.25 would turn faster where 4 was meant."""
+    with pytest.raises(ValueError, match=r"factor must be at least 1, got 0\.25"):
+        make(0.25)
+    # Published configs have it.
+    assert make(1.0).factor == 1.0
+
+
+def test_a_dynamic_rule_leaves_sequences_that_fit_as_they_were():
+    """Its factor is then one, whatever the formula rounds to."""
+    rule = scaling.DynamicNTK(1.4, original_length=6144)
+    assert 1.4 * 6144 / 6144 - (1.4 - 1) < 1
+    assert rule.at(6144) == scaling.NTK(1.0)
+    rates = inverse_frequencies(16)
+    assert torch.equal(rule(rates, 1e4, torch.tensor(6144)).flatten(), rates)

@@ -37,22 +37,21 @@ class DynamicNTK(Rule):
     original_length: int
 
     def __post_init__(self) -> None:
-        self._positive("factor")
+        self._stretch()
         self._count("original_length")
 
     def __call__(self, rates: Tensor, base: float, seq_len: Tensor | None = None) -> Tensor:
         """Rates to turn by, as they were unless a longer sequence is named."""
         if seq_len is None:
             return rates
-        ratio = (seq_len.to(torch.float64) / self.original_length).clamp(min=1)[..., None, None]
-        return with_larger_base(rates, self.factor * ratio - (self.factor - 1))
+        ratio = (seq_len.to(torch.float64) / self.original_length)[..., None, None]
+        return with_larger_base(rates, (self.factor * ratio - (self.factor - 1)).clamp(min=1))
 
     def at(self, seq_len: int | None) -> Rule:
         """The rule for a sequence of this length."""
-        if seq_len is None:
+        if seq_len is None or seq_len <= self.original_length:
             return NTK(1.0)
-        longest = max(seq_len, self.original_length)
-        return NTK(self.factor * longest / self.original_length - (self.factor - 1))
+        return NTK(self.factor * seq_len / self.original_length - (self.factor - 1))
 
     def trained_length(self) -> int:
         """The longest sequence that leaves the rates as they were."""

@@ -31,7 +31,7 @@ class Linear(Rule):
     factor: float
 
     def __post_init__(self) -> None:
-        self._positive("factor")
+        self._stretch()
 
     def __call__(self, rates: Tensor, base: float, seq_len: Tensor | None = None) -> Tensor:
         """Rates to turn by."""
@@ -55,7 +55,7 @@ class NTK(Rule):
     factor: float
 
     def __post_init__(self) -> None:
-        self._positive("factor")
+        self._stretch()
 
     def __call__(self, rates: Tensor, base: float, seq_len: Tensor | None = None) -> Tensor:
         """Rates to turn by."""
@@ -108,7 +108,8 @@ class YaRN(Rule):
     truncate: bool = True
 
     def __post_init__(self) -> None:
-        self._positive("factor", "beta_fast", "beta_slow")
+        self._stretch()
+        self._positive("beta_fast", "beta_slow")
         self._count("original_length")
         if self.attention_factor is not None:
             self._positive("attention_factor")
@@ -184,7 +185,8 @@ class Llama3(Rule):
     high_freq_factor: float = 4.0
 
     def __post_init__(self) -> None:
-        self._positive("factor", "low_freq_factor", "high_freq_factor")
+        self._stretch()
+        self._positive("low_freq_factor", "high_freq_factor")
         self._count("original_length")
         if self.high_freq_factor < self.low_freq_factor:
             rule = f"high_freq_factor must be at least low_freq_factor={self.low_freq_factor}"
@@ -227,7 +229,8 @@ class Proportional(Rule):
     factor: float = 1.0
 
     def __post_init__(self) -> None:
-        self._positive("share", "factor")
+        self._positive("share")
+        self._stretch()
         if self.share > 1:
             raise ValueError(
                 checks.message("Proportional", "share must be at most 1", self.share, "1 is all.")

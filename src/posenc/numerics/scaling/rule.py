@@ -42,6 +42,15 @@ class Rule:
             value = checks.positive_float(type(self).__name__, name, getattr(self, name))
             object.__setattr__(self, name, value)
 
+    def _stretch(self) -> None:
+        """Refuse a factor below one: sequences get longer, never shorter."""
+        self._positive("factor")
+        factor: float = self.factor  # type: ignore[attr-defined]
+        if factor < 1:
+            way_out = "Pass how many times longer sequences may be, 4.0 for four times."
+            rule = "factor must be at least 1"
+            raise ValueError(checks.message(type(self).__name__, rule, factor, way_out))
+
     def _count(self, name: str) -> None:
         value = checks.integer(type(self).__name__, name, getattr(self, name))
         object.__setattr__(self, name, value)
