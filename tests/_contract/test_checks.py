@@ -116,3 +116,11 @@ def test_offsets_belong_to_the_sequences():
         checks.offsets("Thing", torch.tensor([3]), (2, 1, 5, 8), device)
     with pytest.raises(TypeError, match="an integer tensor"):
         checks.offsets("Thing", torch.tensor([3.0, 4.0]), (2, 1, 5, 8), device)
+
+
+@pytest.mark.parametrize("value", [0.5, 1, 1.0])
+def test_bases_are_above_one(value):
+    """With one of 1 or less no pair would turn slower than the first."""
+    with pytest.raises(ValueError, match="base must be above 1"):
+        checks.base("Thing", value)
+    assert checks.base("Thing", 1.5) == 1.5

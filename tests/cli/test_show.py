@@ -135,6 +135,8 @@ def test_a_config_without_a_rule_is_drawn(run, tmp_path):
         pytest.param(["rope", "--scaling", "yarn", "--factor", "inf"], "infinity", id="infinite"),
         pytest.param(["rope", "--dim", "7"], "must be even", id="odd"),
         pytest.param(["rope", "--base", "0"], "base must", id="base"),
+        pytest.param(["rope", "--base", "0.5"], "base must be above 1", id="base-below-one"),
+        pytest.param(["sinusoidal", "--base", "0.5"], "base must be above 1", id="base-of-sines"),
         pytest.param(["rope", "-o", "x.gif"], ".png, .svg or .pdf", id="suffix"),
         pytest.param(["rope", "-o", "no/such/x.png"], "folder that exists", id="folder"),
         pytest.param(["--config", "no-such.json"], "no-such.json", id="no-config"),

@@ -99,6 +99,15 @@ def positive_float(who: str, name: str, value: Any) -> float:
     return float(value)
 
 
+def base(who: str, value: Any, name: str = "base") -> float:
+    """``value`` as the base of rates: above one, so that each pair turns slower than the last."""
+    number = positive_float(who, name, value)
+    if number <= 1:
+        rule = f"{name} must be above 1, because each pair must turn slower than the one before"
+        raise ValueError(message(who, rule, describe(value), "Pass 10000.0, the usual one."))
+    return number
+
+
 def boolean(who: str, name: str, value: Any) -> bool:
     """``value`` as a real bool, so that a misplaced argument does not pass for one."""
     if not isinstance(value, bool):

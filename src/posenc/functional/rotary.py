@@ -53,7 +53,7 @@ def rotary_pos_embedding(
     who = "rotary_pos_embedding"
     width = check_rotary_input(who, "input_", input_)
     checks.boolean(who, "interleaved", interleaved)
-    spectrum = Spectrum(width, checks.positive_float(who, "base", base))
+    spectrum = Spectrum(width, checks.base(who, base))
     if position_ids is None:
         at = torch.arange(input_.shape[-2], device=input_.device)
     else:

@@ -50,7 +50,7 @@ def sinusoidal_pos_embedding(
     dim = checks.integer(who, "embed_dim", embed_dim)
     start = checks.integer(who, "offset", offset, least=0)
     dtype = torch.float32 if dtype is None else checks.float_dtype(who, "dtype", dtype)
-    spectrum = Spectrum(dim, checks.positive_float(who, "base", base))
+    spectrum = Spectrum(dim, checks.base(who, base))
     return sinusoid(torch.arange(start, start + length, device=device), spectrum, dtype)
 
 
@@ -94,7 +94,7 @@ def sinusoidal_grid_embedding(
         rule = "embed_dim must be a multiple of twice the coordinates of position_ids, (A, ..., L)"
         got = f"{width} and shape {tuple(at.shape)}"
         raise ValueError(checks.message(who, rule, got, "One coordinate is position_ids[None]."))
-    spectrum = Spectrum(width // len(at), checks.positive_float(who, "base", base))
+    spectrum = Spectrum(width // len(at), checks.base(who, base))
     parts = [sinusoid(line, spectrum, dtype) for line in at.unbind(0)]
     if concatenated:
         parts = [torch.cat((part[..., 0::2], part[..., 1::2]), dim=-1) for part in parts[::-1]]
@@ -148,7 +148,7 @@ def timestep_embedding(
         got = checks.describe(downscale_freq_shift)
         raise ValueError(checks.message(who, rule, got, "Pass 0 or 1."))
     span = half - downscale_freq_shift
-    period = checks.positive_float(who, "max_period", max_period)
+    period = checks.base(who, max_period, "max_period")
     where = torch.device("cpu") if at.device.type == "mps" else at.device
     index = torch.arange(half, dtype=torch.float64, device=where)
     phi = angles(at.to(where), scale * period ** (-index / span))

@@ -57,7 +57,7 @@ class MixedRoPE(ReadOnlyArguments):
         self.head_dim = checks.even(who, "head_dim", head_dim)
         self.num_heads = checks.integer(who, "num_heads", num_heads)
         self.coordinates = checks.integer(who, "coordinates", coordinates)
-        self.base = checks.positive_float(who, "base", base)
+        self.base = checks.base(who, base)
         self.interleaved = checks.boolean(who, "interleaved", interleaved)
         if self.head_dim % (2 * self.coordinates):
             rule = f"head_dim must be a multiple of {2 * self.coordinates}"

@@ -72,7 +72,7 @@ class RoPE(TableModule):
         who = type(self).__name__
         self.head_dim = checks.even(who, "head_dim", head_dim)
         self.max_seq_len = checks.optional(checks.integer, who, "max_seq_len", max_seq_len)
-        self.base = checks.positive_float(who, "base", base)
+        self.base = checks.base(who, base)
         self.interleaved = checks.boolean(who, "interleaved", interleaved)
         self.interleaved_out = checks.optional(
             checks.boolean, who, "interleaved_out", interleaved_out

@@ -109,7 +109,7 @@ class RotaryPosEmbedding(TableModule):
         self.embed_dim = checks.optional(checks.even, who, "embed_dim", embed_dim)
         self.max_seq_len = checks.optional(checks.integer, who, "max_seq_len", max_seq_len)
         self.interleaved = checks.boolean(who, "interleaved", interleaved)
-        self.base = checks.positive_float(who, "base", base)
+        self.base = checks.base(who, base)
         self._tables = None if embed_dim is None else self._of_width(embed_dim, None)
 
     def _of_width(self, width: int, device: torch.device | None) -> SharedTables[RotaryTable]:

@@ -77,7 +77,7 @@ class SinusoidalPosEmbedding(TableModule):
         super().__init__()
         self.seq_len = checks.optional(checks.integer, who, "seq_len", seq_len)
         self.embed_dim = checks.optional(checks.integer, who, "embed_dim", embed_dim)
-        self.base = checks.positive_float(who, "base", base)
+        self.base = checks.base(who, base)
         self._tables: SharedTables[SinusoidTable] | None = None
 
     def forward(
@@ -140,7 +140,7 @@ class SinusoidalPE(TableModule):
         super().__init__()
         self.max_seq_len = max_seq_len
         self.embed_dim = checks.integer(who, "embed_dim", embed_dim)
-        self.base = checks.positive_float(who, "base", base)
+        self.base = checks.base(who, base)
         table = SinusoidTable(Spectrum(self.embed_dim, self.base))
         self._tables = SharedTables(table, max_seq_len, torch.float32)
 

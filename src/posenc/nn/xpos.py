@@ -85,7 +85,7 @@ class XPos(TableModule):
         super().__init__()
         self.head_dim = checks.even(who, "head_dim", head_dim)
         self.max_seq_len = checks.integer(who, "max_seq_len", max_seq_len)
-        self.base = checks.positive_float(who, "base", base)
+        self.base = checks.base(who, base)
         self.scale_base = checks.positive_float(who, "scale_base", scale_base)
         self.interleaved = checks.boolean(who, "interleaved", interleaved)
         power = self.max_seq_len / 2 / self.scale_base

@@ -211,7 +211,7 @@ class Config:
             rule = f"rope_theta must be given, because {self.kind} is not known to rotate"
             raise ValueError(self._text(rule, None, "Where it does, 10000 is the usual one."))
         name = self.sources.get("base", "base")
-        return 10_000.0 if value is None else checks.positive_float("from_config", name, value)
+        return 10_000.0 if value is None else checks.base("from_config", value, name)
 
     def rotary_dim(self, head_dim: int) -> int:
         """Channels of a head that are rotated."""
