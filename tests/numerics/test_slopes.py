@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from posenc.numerics.slopes import far_enough, head_slopes
+from posenc.numerics.slopes import head_slopes, window_length
 
 # Written out from the rule, h by h: exponents of two.
 EXPONENTS = {
@@ -48,7 +48,7 @@ def test_keys_past_the_window_weigh_less_than_an_eighth_of_the_spacing(dtype, ca
     """Counted one by one, with every score as far above the own key's as the gap allows."""
     slopes = torch.cat((head_slopes(12), torch.tensor([3.0, 1e-4], dtype=torch.float64)))
     for gap in (0.0, 7.5, 60.0):
-        reach = far_enough(slopes, gap, keys, dtype, causal=causal)
+        reach = window_length(slopes, gap, keys, dtype, causal=causal)
         for slope, w in zip(slopes.tolist(), reach.int().tolist(), strict=True):
             weights = [math.exp(gap - slope * d) for d in range(w, keys)]
             assert (1 if causal else 2) * math.fsum(weights) <= torch.finfo(dtype).eps / 8
@@ -57,7 +57,7 @@ def test_keys_past_the_window_weigh_less_than_an_eighth_of_the_spacing(dtype, ca
 def test_windows_are_not_wider_than_they_need_be():
     """One token less would leave too much out, so the bound is tight up to its rounding."""
     slopes, gap, dtype = head_slopes(8), 10.0, torch.bfloat16
-    reach = far_enough(slopes, gap, 10**6, dtype)
+    reach = window_length(slopes, gap, 10**6, dtype)
     lost = (gap - slopes * (reach - 1.01)).exp() / -torch.expm1(-slopes)
     assert (lost > torch.finfo(dtype).eps / 8).all()
 
@@ -66,11 +66,11 @@ def test_windows_are_not_wider_than_they_need_be():
 def test_a_slope_that_lowers_nothing_keeps_every_key(slope):
     slopes = torch.tensor([slope, 0.5], dtype=torch.float64)
     # (1 + ln(2^26) - ln(1 - exp(-1/2))) / (1/2) = 39.9
-    assert far_enough(slopes, 1.0, 1000, torch.float32).tolist() == [1000, 40]
+    assert window_length(slopes, 1.0, 1000, torch.float32).tolist() == [1000, 40]
 
 
 @pytest.mark.parametrize("gap", [float("inf"), float("nan")])
 def test_a_gap_that_is_no_number_keeps_every_key(gap):
     gaps = torch.tensor([gap, 1.0], dtype=torch.float64)
     slopes = torch.tensor(0.5, dtype=torch.float64)
-    assert far_enough(slopes, gaps, 1000, torch.float32).tolist() == [1000, 40]
+    assert window_length(slopes, gaps, 1000, torch.float32).tolist() == [1000, 40]

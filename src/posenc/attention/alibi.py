@@ -14,6 +14,7 @@ from posenc.attention import arguments, blocks, chunked, dense, flex
 from posenc.attention import windows as windows_of
 from posenc.attention.blocks import BLOCK
 from posenc.attention.mods import pair_mod
+from posenc.numerics.slopes import window_length
 from posenc.numerics.spans import pick, run_ends, spans
 
 if TYPE_CHECKING:
@@ -205,6 +206,47 @@ def alibi_block_mask(
     place = torch.as_tensor(start, dtype=torch.int32, device=slopes.device)
     sees = pair_mod(place, ends, causal)
     return blocks.block_mask(seen, low, high, keys, sees, block=block, grad=True)
+
+
+def alibi_reach(
+    slopes: Tensor,
+    k_len: int,
+    *,
+    score_bound: float | Tensor,
+    dtype: torch.dtype,
+    causal: bool = True,
+) -> Tensor:
+    """Distance from which each head's keys weigh too little to move its output, in tokens.
+
+    The keys at this distance and further may be left out, as :func:`alibi_block_mask` does: a
+    sliding window of this many tokens, the query's own among them, is enough.
+
+    Args:
+        slopes: ``(H,)`` or ``(B, H)``.
+        k_len: Keys ``K``, which bounds how many there are to leave out.
+        score_bound: At least every ``|q · k| · scale``, as in :func:`alibi_block_mask`.
+        dtype: Of the output.
+        causal: Whether keys are on one side of the query only.
+
+    Returns:
+        int64 ``(H,)``, or ``(B, H)`` if either argument is, from 1 to ``k_len``.
+
+    Examples:
+        >>> from posenc.functional import alibi_slopes
+        >>> alibi_reach(alibi_slopes(4), 32_768, score_bound=10.0, dtype=torch.bfloat16)
+        tensor([ 115,  478, 1996, 8335])
+    """
+    who = "alibi_reach"
+    steep = keys_of.slopes(who, slopes)
+    keys = checks.integer(who, "k_len", k_len)
+    checks.float_dtype(who, "dtype", dtype)
+    checks.boolean(who, "causal", causal)
+    bound = arguments.bound(who, score_bound, steep)
+    keys_of.together(who, ("slopes", steep, 2), ("score_bound", bound, 2))
+    if steep.dim() == len(bound) == 1:
+        bound = bound[0]
+    gap = 2 * windows_of.SLACK * bound
+    return window_length(steep.to(gap.dtype), gap, keys, dtype, causal=causal).long()
 
 
 def score_bound(q: Tensor, k: Tensor, *, scale: float | None = None) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from posenc.numerics.slopes import far_enough
+from posenc.numerics.slopes import window_length
 from posenc.numerics.spans import Ends, Spans, spans
 
 # Norms, products and the kernels' own scores are sums in float32: each is off by at most a
@@ -101,7 +101,7 @@ def narrowed(
     if gap is None:
         return first, last
     steep = (slopes if slopes.dim() == 2 else slopes[None]).to(gap.dtype)[..., None]
-    reach = far_enough(steep, gap, keys, dtype, causal=causal).long()
+    reach = window_length(steep, gap, keys, dtype, causal=causal).long()
     low = torch.maximum(first, at - reach + 1)
     # What ends at the own key ends there for every head.
     return low, last if causal else torch.minimum(last, at + reach - 1)

@@ -39,7 +39,7 @@ def head_slopes(num_heads: int, bias_max: float = 8.0, *, plain: bool = False) -
     return torch.tensor(slopes, dtype=torch.float64, device="cpu")
 
 
-def far_enough(
+def window_length(
     slopes: Tensor, gap: Tensor | float, keys: int, dtype: torch.dtype, *, causal: bool = True
 ) -> Tensor:
     r"""Distance from which keys may be left out of the softmax, in tokens.
@@ -65,9 +65,9 @@ def far_enough(
 
     Examples:
         >>> slopes = head_slopes(4)
-        >>> far_enough(slopes, 20.0, 32_768, torch.bfloat16)
+        >>> window_length(slopes, 20.0, 32_768, torch.bfloat16)
         tensor([ 114.,  476., 1991., 8315.], dtype=torch.float64)
-        >>> far_enough(slopes, 20.0, 1_000, torch.bfloat16)
+        >>> window_length(slopes, 20.0, 1_000, torch.bfloat16)
         tensor([ 114.,  476., 1000., 1000.], dtype=torch.float64)
     """
     sides = 1 if causal else 2
