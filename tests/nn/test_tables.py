@@ -425,3 +425,12 @@ def test_a_float64_call_changes_no_later_one():
     before = pe(x)
     pe(x.double())
     assert torch.equal(pe(x), before)
+
+
+def test_a_call_elsewhere_does_not_move_a_module():
+    rope, alibi, x = posenc.RoPE(8, 16), posenc.ALiBi(4), torch.zeros(1, 1, 2, 8, device="meta")
+    assert rope(x, x)[0].is_meta
+    assert alibi.bias(4, device="meta").is_meta
+    assert not rope.cos_cached.is_meta
+    assert not alibi.slopes.is_meta
+    assert alibi.to("meta").heads(1, 3).slopes.is_meta

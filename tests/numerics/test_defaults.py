@@ -8,7 +8,7 @@ import transformers
 from transformers import CONFIG_MAPPING
 
 from hf_models import knows_all_families
-from posenc.numerics import _defaults, configs
+from posenc.numerics import _defaults, _others, configs
 
 SIZES = {"hidden_size": 512, "num_attention_heads": 8}
 # Widths that the class works out from others; and configs that have no default.
@@ -66,8 +66,7 @@ def test_what_a_config_leaves_out_is_what_its_class_fills_in(config):
 
 
 def test_types_that_rotate_nothing_have_no_rotation_in_their_configs():
-    still = {kind for kind, why in _defaults.UNLIKE.items() if why.startswith(_defaults.STILL)}
-    for kind in still & set(TYPES):
+    for kind in set(_others.KINDS) & set(TYPES):
         keys = CONFIG_MAPPING[kind]().to_dict()
         assert not [key for key in keys if "rope" in key or "rotary" in key], kind
 
@@ -122,7 +121,7 @@ SILENT = {"clvp_decoder", "clvp_encoder", "codegen", "gptj", "roformer"}
 
 @knows_all_families
 def test_types_that_say_nothing_of_rotation_are_not_given_one():
-    for kind in set(TYPES) - SILENT - _defaults.UNLIKE.keys():
+    for kind in set(TYPES) - SILENT - _defaults.UNLIKE.keys() - _others.KINDS.keys():
         try:
             config = CONFIG_MAPPING[kind]().to_dict()
         except ValueError:
@@ -172,13 +171,15 @@ def test_the_text_model_is_found_wherever_it_is_described(config, base):
 @pytest.mark.parametrize(
     ("config", "text"),
     [
-        ({"model_type": "gpt2"}, "model_type must rotate as RoPE does"),
-        ({"model_type": "bert"}, "nothing is rotated"),
-        ({"model_type": "whisper"}, "nothing is rotated"),
-        ({"model_type": "bloom"}, "see posenc.ALiBi.like"),
-        ({"model_type": "falcon", "alibi": True}, "see posenc.ALiBi.like"),
+        ({"model_type": "gpt2"}, "'gpt2' has no rotary embedding. It has a learned table"),
+        ({"model_type": "bert"}, "Use LearnedPosEmbedding"),
+        ({"model_type": "whisper"}, "has no rotary embedding. It has sinusoidal positions"),
+        ({"model_type": "t5"}, "has no rotary embedding. It has T5's relative bias"),
+        ({"model_type": "mamba"}, "has no rotary embedding. It has no positional encoding"),
+        ({"model_type": "bloom"}, "It has ALiBi.\n  Use ALiBi.from_config"),
+        ({"model_type": "falcon", "alibi": True}, "Use ALiBi.from_config"),
+        ({"model_type": "my_own", "alibi": True}, r"alibi must say.*\n  Use ALiBi\(num_heads\)"),
         ({"position_embedding_type": "absolute"}, "position_embedding_type must say"),
-        ({"model_type": "falcon", "alibi": True}, "alibi must say"),
         ({"model_type": "esm"}, "position_embedding_type must say"),
         ({"model_type": "zamba2", "use_mem_rope": False}, "use_mem_rope must say"),
         ({"position_embeddings_type": "relative"}, "position_embeddings_type must say"),
@@ -201,7 +202,7 @@ def test_a_type_that_is_said_to_rotate_is_believed():
     """Jina's embeddings are published as XLM-RoBERTa, which has learned positions."""
     config = {**SIZES, "model_type": "xlm-roberta", "position_embedding_type": "rotary"}
     assert configs.read({**config, "rotary_emb_base": 2e4}).base == 2e4
-    with pytest.raises(ValueError, match="nothing is rotated"):
+    with pytest.raises(ValueError, match="has no rotary embedding"):
         configs.read({**config, "position_embedding_type": "absolute"})
 
 

@@ -108,7 +108,8 @@ class SharedTables(Generic[D]):
         if not may_keep(x) or in_capture(x):
             table = self._held.get((device, self.dtype))
             return None if grows or table is None else table.numbers
-        self.device = device
+        if grows or self.device.type == "meta":
+            self.device = device
         return self._build(device, dtype, rows)
 
     def shown(self) -> Numbers | None:

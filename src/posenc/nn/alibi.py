@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,6 +16,7 @@ from posenc._contract import keys as keys_of
 from posenc.functional.alibi import alibi_bias, alibi_key_bias, alibi_slopes
 from posenc.functional.conventions import alibi_model_slopes
 from posenc.nn._tables import Numbers, SharedTables, TableModule
+from posenc.numerics import configs
 from posenc.numerics.tables import widest
 
 if TYPE_CHECKING:
@@ -116,6 +118,33 @@ class ALiBi(TableModule):
         slopes = alibi_model_slopes(model, num_heads, head_dim=head_dim, bias_max=bias_max)
         return cls(num_heads, slopes=slopes)
 
+    @classmethod
+    def from_config(cls, config: dict[str, Any] | str | Path | Any, **keywords: Any) -> ALiBi:
+        """The biases of a model, from its Hugging Face config: BLOOM's, MPT's or Falcon's.
+
+        A model that has other positions is refused by name. `posenc explain config.json` shows
+        what was read from which key.
+
+        Args:
+            config: A dict, the path of a ``config.json`` or of a model's folder, or a config
+                object of transformers.
+            **keywords: Arguments of the constructor, which then win over the config.
+
+        Examples:
+            >>> ALiBi.from_config({"model_type": "bloom", "n_head": 2}).slopes
+            tensor([0.0625, 0.0039])
+            >>> falcon = {"model_type": "falcon", "alibi": True, "hidden_size": 128}
+            >>> ALiBi.from_config({**falcon, "num_attention_heads": 2}).slopes
+            tensor([0.0078, 0.0005])
+        """
+        found = configs.read_alibi(config)
+        made: dict[str, Any] = {"num_heads": found.num_heads, "bias_max": found.bias_max}
+        made.update(keywords)
+        if found.model == "falcon" and "slopes" not in made:
+            heads, width = made["num_heads"], found.head_dim
+            made["slopes"] = alibi_model_slopes(found.model, heads, head_dim=width)
+        return cls(**made)
+
     def heads(self, start: int, stop: int) -> ALiBi:
         """The heads from ``start`` up to ``stop``, for a rank that has no others.
 
@@ -132,8 +161,7 @@ class ALiBi(TableModule):
             raise ValueError(checks.message(who, rule, got, way_out))
         slopes = self._exact("cpu")[..., first:last]
         part = type(self)(last - first, causal=self.causal, slopes=slopes)
-        part._tables.device = self._tables.device
-        return part
+        return part.to(self._tables.device)
 
     def _exact(self, device: torch.device | str | None) -> Tensor:
         where = self._tables.device if device is None else torch.device(device)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from posenc._contract import checks
-from posenc.numerics import _defaults, scaling
+from posenc.numerics import _defaults, _others, scaling
 from posenc.numerics._nested import LAYOUT, mark_of, of_layers, text_part
 from posenc.numerics._spelling import KEYS, OUTSIDE, is_slip, nearest
 from posenc.numerics.axes import Axes, Sections
@@ -22,7 +22,7 @@ _RULES = ("linear", "dynamic", "yarn", "longrope", "llama3", "proportional")
 _TYPES = ("full_attention", "sliding_attention")
 # One head is not wider than this in any model; a larger number is not a width.
 _WIDEST_HEAD = 2**13
-_BY_HAND = "Mend the config, or give RoPE its arguments."
+_BY_HAND = "Fix the config, or construct RoPE(...) directly."
 
 
 class Config:
@@ -34,10 +34,14 @@ class Config:
         config, self.prefix = text_part(config)
         kind = config.get("model_type")
         self.kind = kind if isinstance(kind, str) else ""
-        why = _defaults.unlike(config)
+        other, why = _others.kind_of(config), _defaults.unlike(config)
+        if other is not None:
+            noun, way_out = _others.NOUNS[other]
+            rule = f"model_type {kind!r} has no rotary embedding"
+            raise ValueError(f"from_config: {rule}. It has {noun}.\n  {way_out}")
         if why is not None:
-            rule = "model_type must rotate as RoPE does"
-            raise ValueError(self._text(rule, kind, f"Here, {why}."))
+            rule = f"model_type {kind!r} has a rotation that RoPE does not: {why}"
+            raise ValueError(f"from_config: {rule}.\n  Use functional.rotate with its tables.")
         self.top = config
         self._refuse_others()
         self.where = ""
@@ -46,11 +50,13 @@ class Config:
 
     def _refuse_others(self) -> None:
         """Positions of another kind, and a base that only the model's own code makes of its key."""
-        found = _defaults.instead(self.top)
+        found = _others.instead(self.top)
         if found is not None:
             rule = f"{self.prefix}{found[0]} must say that positions are rotary"
-            way_out = _defaults.BIASED if found[0] == "alibi" else _defaults.STILL
-            raise ValueError(self._text(rule, found[1], f"Here, {way_out}."))
+            way_out = "Construct RoPE(...) directly if the model rotates."
+            if found[0] == "alibi":
+                way_out = "Use ALiBi(num_heads), whose biases the model has."
+            raise ValueError(self._text(rule, found[1], way_out))
         if self.top.get("rope_ratio") not in (None, 1, 1.0):
             rule = f"{self.prefix}rope_ratio must be left out"
             way_out = "Give rope_theta, which is 10000 times it."
@@ -68,7 +74,8 @@ class Config:
         self._find()
         nested = self._nested()
         if nested:
-            return tuple(nested)
+            # Layers with null do not rotate.
+            return tuple(name for name in nested if nested[name] is not None) or (None,)
         return _TYPES if self._local() else (None,)
 
     def layer(self, layer_type: str | None) -> str | None:
@@ -137,7 +144,8 @@ class Config:
             first, *others = nested
             if any(nested[other] != nested[first] for other in others):
                 rule = f"layer_type must be given, one of {list(nested)}"
-                raise ValueError(self._text(rule, layer_type, "Their rotations differ."))
+                way_out = "Pass layer_type: their rotations differ."
+                raise ValueError(self._text(rule, layer_type, way_out))
             layer_type = first
         if layer_type not in nested:
             raise ValueError(self._text(f"layer_type must be one of {list(nested)}", layer_type))

@@ -41,13 +41,9 @@ DEALT = frozenset(
 )
 
 # Keys that say what kind of positions a model has.
-_KINDS = ("position_embedding_type", "position_embeddings_type")
-STILL = "nothing is rotated"
-BIASED = f"{STILL}: attention has a bias, see posenc.ALiBi.like"
+KIND_KEYS = ("position_embedding_type", "position_embeddings_type")
 # Rotations that no RoPE has, whatever their configs say.
 UNLIKE = {
-    "bloom": BIASED,
-    "mpt": BIASED,
     "chatglm": "half of a head turns, in adjacent pairs, and rope_ratio scales the base",
     **dict.fromkeys(
         ("dinov3_vit", "eomt_dinov3", "sapiens2"), "its coordinates are fractions of an image"
@@ -61,23 +57,6 @@ UNLIKE = {
     "hunyuan_vl_text": "the channels of a pair turn by coordinates that differ",
     "musicflamingo": "its positions are times of an audio",
     "nanochat": "it turns the other way",
-    **dict.fromkeys(
-        """
-        albert bart beit bert bert-generation big_bird bigbird_pegasus biogpt blenderbot
-        blenderbot-small blip blip-2 blip_2_qformer blip_text_model blip_vision_model camembert
-        canine clip clip_text_model clip_vision_model codet5 convbert ctrl data2vec-audio
-        data2vec-text data2vec-vision deberta deberta-v2 deit dinov2 dinov2_with_registers
-        distilbert electra ernie fnet funnel gpt2 gpt_bigcode gpt_neo gpt_refact hubert ibert
-        imagegpt jamba layoutlm layoutlmv2 layoutlmv3 led lilt longformer longt5 luke m2m_100 mamba
-        mamba2 marian markuplm mbart megatron-bert mobilebert mpnet mra mt5 nemotron_h nllb-moe
-        nystromformer openai-gpt opt pegasus pegasus_x plbart prophetnet rembert roberta
-        roberta-prelayernorm roc_bert rwkv siglip siglip_text_model siglip_vision_model
-        speech_to_text speecht5 splinter squeezebert switch_transformers t5 trocr udop umt5
-        unispeech unispeech-sat videomae vilt visual_bert vit vit_mae wav2vec2 wavlm whisper xglm
-        xlm xlm-roberta xlm-roberta-xl xlnet xmod yoso zamba
-        """.split(),
-        STILL,
-    ),
 }
 
 # A type that is not here, and says nothing of rotation, may well have none.
@@ -135,12 +114,12 @@ WIDTHS = _by_type(
         64: "gpt_oss muse_spark_text neucodec openai_privacy_filter qwen2_5_omni_dit "
         "voxtral_realtime_encoder xcodec2",
         80: "timesfm2_5",
-        128: "afmoe cohere2_moe cosmos3_edge_text cwm dia_decoder dia_encoder ernie4_5 flint glm "
-        "glm4 helium higgs_audio_v2 hrm_text hy_v3 jetmoe kolibri1 llama4_text mellum minimax_m2 "
-        "minimax_m3_vl_text ministral3 molmo2_text muse_glimmer_assistant muse_glimmer_text "
-        "paddleocr_vl_text pe_audio_encoder pe_audio_video_encoder pe_video_encoder "
-        "qwen2_5_omni_talker qwen3 qwen3_omni_moe_talker_code_predictor qwen3_vl_text seed_oss "
-        "solar_open",
+        128: "afmoe beam cohere2_moe cosmos3_edge_text cwm dia_decoder dia_encoder ernie4_5 flint "
+        "glm glm4 helium higgs_audio_v2 hrm_text hy_v3 jetmoe kolibri1 llama4_text mellum "
+        "minimax_m2 minimax_m3_vl_text ministral3 molmo2_text muse_glimmer_assistant "
+        "muse_glimmer_text paddleocr_vl_text pe_audio_encoder pe_audio_video_encoder "
+        "pe_video_encoder qwen2_5_omni_talker qwen3 qwen3_omni_moe_talker_code_predictor "
+        "qwen3_vl_text seed_oss solar_open",
         256: "gemma gemma2 gemma3_text gemma3n_text qwen3_5_moe_text qwen3_5_text qwen3_next "
         "qwen4_exp_text t5_gemma_module t5gemma2_decoder t5gemma2_text vaultgemma",
     }
@@ -172,9 +151,9 @@ SHARES = _by_type(
 # Scaled, or different from layer to layer, unless their configs say otherwise.
 SPECIAL = frozenset(
     """
-    apertus cosmos3_edge_text cwm deepseek_v4 diffusion_gemma_text embedding_gemma2_text gemma4_text
-    gemma4_unified_text gpt_oss higgs_audio_v2 laguna mellum mimo_v2_flash ministral3 mistral4
-    mistral_large4_text neomme openai_privacy_filter step3p5 t5gemma2_decoder t5gemma2_text
+    apertus beam cosmos3_edge_text cwm deepseek_v4 diffusion_gemma_text embedding_gemma2_text
+    gemma4_text gemma4_unified_text gpt_oss higgs_audio_v2 laguna mellum mimo_v2_flash ministral3
+    mistral4 mistral_large4_text neomme openai_privacy_filter step3p5 t5gemma2_decoder t5gemma2_text
     ultrabert zaya
     """.split()
 )
@@ -183,33 +162,12 @@ SPECIAL = frozenset(
 def speaks(config: Mapping[str, Any]) -> bool:
     """Whether any key says that there is rotation; a width with that name may be of none."""
     words = [key for key, value in config.items() if value is not None]
-    words += [str(config[key]) for key in _KINDS if config.get(key)]
+    words += [str(config[key]) for key in KIND_KEYS if config.get(key)]
     named = (str(word) for word in words if word != "qk_rope_head_dim")
     return any("rope" in word or "rotary" in word for word in named)
 
 
 def unlike(config: Mapping[str, Any]) -> str | None:
-    """Why no RoPE does what this type does; one that does not rotate may still be said to."""
+    """How the rotation of this type differs from every RoPE."""
     kind = config.get("model_type")
-    why = UNLIKE.get(kind) if isinstance(kind, str) else None
-    return None if why is None or (why.startswith(STILL) and speaks(config)) else why
-
-
-def instead(config: Mapping[str, Any]) -> tuple[str, Any] | None:
-    """The key, and its value, that says that positions are not rotary."""
-    kind, key = config.get("model_type"), _KINDS[0]
-    if (unlike(config) or "").startswith(STILL):
-        return "model_type", kind
-    found = [(each, config[each]) for each in _KINDS if config.get(each)]
-    if kind in ("esm", "granitemoehybrid") and not found:
-        return key, None
-    for each, said in found:
-        # ModernBERT's files have kept the key of another model.
-        if kind not in ("modernbert", "modernbert-decoder") and not any(
-            name in str(said) for name in ("rope", "rotary")
-        ):
-            return each, said
-    for each, wanted in (("alibi", False), ("use_mem_rope", True)):
-        if config.get(each) is not None and bool(config[each]) is not wanted:
-            return each, config[each]
-    return None
+    return UNLIKE.get(kind) if isinstance(kind, str) else None

@@ -16,21 +16,29 @@ _TEXT = ("text_config", "llm_config", "language_config", "thinker_config")
 
 def text_part(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], str]:
     """The part of a config that describes the text model, and what its keys are found under."""
-    for name in _TEXT:
-        inner = config.get(name)
-        # Some keep a few keys there, and the model's own above.
-        if isinstance(inner, Mapping) and ("hidden_size" in inner or "hidden_size" not in config):
-            found, prefix = text_part(inner)
-            return found, f"{name}.{prefix}"
-    return config, ""
+    prefix = ""
+    while True:
+        for name in _TEXT:
+            inner = config.get(name)
+            # Some keep a few keys there, and the model's own above.
+            if isinstance(inner, Mapping) and (
+                "hidden_size" in inner or "hidden_size" not in config
+            ):
+                config, prefix = inner, f"{prefix}{name}."
+                break
+        else:
+            return config, prefix
 
 
 def mark_of(config: Mapping[str, Any]) -> Any:
     """What a conversion has left, in the config or in one within it."""
-    if config.get(LAYOUT) is not None:
-        return config[LAYOUT]
-    inner = (mark_of(part) for part in config.values() if isinstance(part, Mapping))
-    return next((mark for mark in inner if mark is not None), None)
+    parts = [config]
+    # The list grows while it is read: nothing recurses, however deep a file goes.
+    for part in parts:
+        if part.get(LAYOUT) is not None:
+            return part[LAYOUT]
+        parts += [inner for inner in part.values() if isinstance(inner, Mapping)]
+    return None
 
 
 def of_layers(config: Mapping[str, Any], layer_type: str | None, key: str) -> Any:
@@ -47,5 +55,5 @@ def of_layers(config: Mapping[str, Any], layer_type: str | None, key: str) -> An
     if any(value != found[0] for value in found):
         rule = f"per_layer_config must give all {layer_type} layers one {key}"
         got = checks.describe(found)
-        raise ValueError(checks.message("from_config", rule, got, "Mend the config."))
+        raise ValueError(checks.message("from_config", rule, got, "Fix the config."))
     return found[0] if found else None

@@ -1,4 +1,4 @@
-"""What a Hugging Face config says about rotation, in every spelling that published files use."""
+"""What a Hugging Face config says about positions, in every spelling that published files use."""
 
 from __future__ import annotations
 
@@ -9,15 +9,18 @@ from pathlib import Path
 from typing import Any
 
 from posenc._contract import checks, files
-from posenc.numerics import scaling
+from posenc.numerics import _facts, _others, scaling
 from posenc.numerics._config import Config
-from posenc.numerics._defaults import HEADS, ROTATED, SHARES, WIDTHS, instead
+from posenc.numerics._defaults import BASES, HEADS, ROTATED, SHARES, SPECIAL, WIDTHS, speaks
+from posenc.numerics._facts import Fact
 from posenc.numerics._nested import LAYOUT, text_part
+from posenc.numerics._others import Alibi, Buckets, Learned, Other, Sinusoidal, instead
 from posenc.numerics.axes import Axes
 
 __all__ = [
-    "HEADS", "LAYOUT", "ROTATED", "SHARES", "WIDTHS", "Recipe", "as_dict", "instead", "layer_types",
-    "read", "text_part",
+    "HEADS", "LAYOUT", "ROTATED", "SHARES", "WIDTHS", "Alibi", "Buckets", "Learned", "Other",
+    "Positions", "Recipe", "Rotary", "Sinusoidal", "as_dict", "instead", "layer_types", "read",
+    "read_alibi", "read_positions", "text_part",
 ]  # fmt: skip
 
 
@@ -75,8 +78,100 @@ def read(config: Any, *, layer_type: str | None = None, base: float | None = Non
     )
 
 
+@dataclass(frozen=True, slots=True)
+class Rotary:
+    """The rotation of one layer type, or of all layers."""
+
+    layer_type: str | None
+    recipe: Recipe
+
+
+@dataclass(frozen=True, slots=True)
+class Positions:
+    """What a model knows of positions: what its layers have, and up to which length.
+
+    Attributes:
+        parts: One, or one for each layer type, or encoder and decoder.
+        trained_length: Tokens that it was trained on, and the key that says so.
+        max_length: Tokens that it may be given.
+        without_rope: Indices of the layers that do not rotate, where others do.
+        softmax_scale: What scores are multiplied with, where that is not ``1 / sqrt(head_dim)``.
+    """
+
+    parts: tuple[Rotary | _others.Part, ...]
+    trained_length: Fact | None = None
+    max_length: Fact | None = None
+    without_rope: Fact | None = None
+    softmax_scale: Fact | None = None
+
+
+def read_positions(config: Any, *, layer_type: str | None = None) -> Positions:
+    """What a config says of positions, be they rotary or not.
+
+    Args:
+        config: As `read` takes it.
+        layer_type: The layers to read, all if None.
+
+    Examples:
+        >>> found = read_positions({"model_type": "gpt2", "n_positions": 1024, "n_embd": 768})
+        >>> found.parts[0].max_len, found.parts[0].embed_dim, found.max_length
+        (1024, 768, (1024, 'n_positions'))
+    """
+    whole = as_dict("from_config", config)
+    top, prefix = text_part(whole)
+    if _others.kind_of(top) is not None:
+        parts = _others.describe(top, prefix)
+        if layer_type is not None:
+            named = {getattr(part, "part", None): part for part in parts}
+            if layer_type not in named:
+                rule = f"layer_type must be one of {sorted(map(str, named))}"
+                raise ValueError(checks.message("from_config", rule, layer_type, "Leave it out."))
+            parts = (named[layer_type],)
+        trained, longest = _facts.of_others(top, parts, prefix)
+        return Positions(parts, trained, longest)
+    names = layer_types(whole) if layer_type is None else (layer_type,)
+    found = tuple(Rotary(name, read(whole, layer_type=name)) for name in names)
+    rules = [each.recipe.scaling for each in found]
+    return Positions(
+        found,
+        *(
+            None if fact is None else (fact[0], prefix + fact[1])
+            for fact in (
+                *_facts.lengths(top, rules),
+                _facts.without_rope(top),
+                _facts.softmax_scale(top, rules[0]),
+            )
+        ),
+    )
+
+
+def read_alibi(config: Any) -> Alibi:
+    """ALiBi as a config describes it.
+
+    Examples:
+        >>> read_alibi({"model_type": "mpt", "n_heads": 16}).num_heads
+        16
+    """
+    top, prefix = text_part(as_dict("from_config", config))
+    kind, name = _others.kind_of(top), top.get("model_type")
+    if kind is None:
+        noun, way_out = "rotary embeddings", "Use RoPE.from_config."
+        known = isinstance(name, str) and (name in BASES or name in SPECIAL)
+        if name is None or not (known or speaks(top)):
+            rule = "model_type must be bloom, mpt or falcon with alibi"
+            way_out = "Construct ALiBi(num_heads) directly."
+            raise ValueError(checks.message("from_config", rule, checks.describe(name), way_out))
+    else:
+        (found, *_), (noun, way_out) = _others.describe(top, prefix), _others.NOUNS[kind]
+        if isinstance(found, Alibi):
+            return found
+        if kind == "alibi":
+            noun, way_out = "ALiBi switched off", "Construct ALiBi(num_heads) directly."
+    raise ValueError(f"from_config: model_type {name!r} has {noun}.\n  {way_out}")
+
+
 def layer_types(config: Any) -> tuple[str | None, ...]:
-    """The layer types that rotate differently; ``(None,)`` if all rotate alike.
+    """The layer types that rotate, each in its way; ``(None,)`` if all rotate alike.
 
     Examples:
         >>> layer_types({"head_dim": 64, "rope_theta": 1e6, "rope_local_base_freq": 1e4})

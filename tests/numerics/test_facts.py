@@ -1,0 +1,180 @@
+"""Lengths, layers without rotation and softmax scales, against the models of transformers."""
+
+import importlib
+import json
+
+import pytest
+import torch
+from transformers import CONFIG_MAPPING, AutoModel
+
+from hf_models import SMALL, knows_all_families
+from posenc.numerics import configs
+
+ALL_FULL = {"sliding_window": None, "layer_types": ["full_attention"] * 6}
+SIZES = {"hidden_size": 64, "num_attention_heads": 4}
+DEEP = {**SMALL, "num_hidden_layers": 6, "head_dim": 16}
+FEW = {
+    "num_experts": 2,
+    "num_local_experts": 2,
+    "num_experts_per_tok": 1,
+    "moe_intermediate_size": 8,
+}
+
+
+@knows_all_families
+@pytest.mark.parametrize(
+    ("kind", "given"),
+    [
+        pytest.param("smollm3", {}, id="smollm3"),
+        pytest.param("smollm3", {"no_rope_layer_interval": 3}, id="smollm3-interval"),
+        pytest.param("smollm3", {"no_rope_layers": [0, 1, 1, 0, 1, 0, 0]}, id="smollm3-flags"),
+        pytest.param("llama4_text", {**FEW, "no_rope_layers": []}, id="llama4"),
+        pytest.param("cohere2", {}, id="cohere2"),
+        pytest.param("cohere2", {"sliding_window_pattern": 2}, id="cohere2-pattern"),
+        pytest.param("exaone4", {"sliding_window": 4, "sliding_window_pattern": 3}, id="exaone4"),
+        pytest.param("exaone4", ALL_FULL, id="exaone4-all"),
+        pytest.param("afmoe", {**FEW, "global_attn_every_n_layers": 3}, id="afmoe"),
+        pytest.param("beam", {**FEW, "n_group": 1, "topk_group": 1}, id="beam"),
+        pytest.param("llama", {}, id="llama"),
+    ],
+)
+@pytest.mark.parametrize("saved", [True, False], ids=["saved", "published"])
+@pytest.mark.filterwarnings("ignore")
+def test_layers_without_rotation_are_those_that_call_none(kind, given, saved, monkeypatch):
+    """A file that transformers saved lists them; one that was published may name the rule."""
+    config = CONFIG_MAPPING[kind](**{**DEEP, **given})
+    folder = kind.removesuffix("_text")
+    module = importlib.import_module(f"transformers.models.{folder}.modeling_{folder}")
+    now, turned = [None], set()
+    for name in ("apply_rotary_pos_emb", "apply_rotary_emb"):
+        plain = getattr(module, name, None)
+        if plain is not None:
+
+            def spy(*arguments, plain=plain, **keywords):
+                turned.add(now[0])
+                return plain(*arguments, **keywords)
+
+            monkeypatch.setattr(module, name, spy)
+    model = AutoModel.from_config(config)
+    for index, layer in enumerate(model.layers):
+        layer.register_forward_pre_hook(lambda *_, i=index: now.__setitem__(0, i))
+    model(input_ids=torch.tensor([[5, 6, 7]]), use_cache=False)
+    assert turned
+
+    published = {"model_type": kind, **DEEP, **given}
+    if kind == "beam":
+        published |= {key: getattr(config, key) for key in ("layer_types", "rope_parameters")}
+    read = configs.read_positions(json.loads(config.to_json_string()) if saved else published)
+
+    still = () if read.without_rope is None else read.without_rope[0]
+    assert set(range(6)) - turned == set(still)
+
+
+@knows_all_families
+@pytest.mark.parametrize("kind", ["deepseek_v2", "deepseek_v3", "longcat_flash", "minicpm3"])
+@pytest.mark.parametrize("factor", [1.0, 40.0])
+@pytest.mark.parametrize("all_dim", [0, 0.7], ids=["plain", "mscale_all_dim"])
+@pytest.mark.filterwarnings("ignore")
+def test_the_softmax_scale_is_that_of_the_attention(kind, factor, all_dim):
+    rope = {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": 64}
+    rope |= {"mscale": 0.7, "mscale_all_dim": all_dim, "rope_theta": 1e4}
+    sizes = {"qk_nope_head_dim": 24, "qk_rope_head_dim": 16, "rope_parameters": rope}
+    config = CONFIG_MAPPING[kind](**sizes)
+    with torch.device("meta"):
+        model = AutoModel.from_config(config)
+    scales = {each.scaling for each in model.modules() if hasattr(each, "kv_b_proj")}
+    found = configs.read_positions(config).softmax_scale
+    assert list(scales) == [pytest.approx(found[0], rel=1e-12)]
+
+
+def test_a_model_whose_scale_is_the_usual_one_says_nothing_of_it():
+    assert configs.read_positions({**SIZES, "model_type": "llama"}).softmax_scale is None
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+
+
+@pytest.mark.parametrize(
+    ("config", "trained", "longest"),
+    [
+        pytest.param(
+            {"max_position_embeddings": 4096},
+            (4096, "max_position_embeddings"),
+            (4096, "max_position_embeddings"),
+            id="plain",
+        ),
+        pytest.param(
+            {"rope_scaling": YARN, "max_position_embeddings": 131072},
+            (32768, "original_max_position_embeddings"),
+            (131072, "max_position_embeddings"),
+            id="yarn",
+        ),
+        pytest.param(
+            {"rope_scaling": YARN, "max_position_embeddings": 32768},
+            (32768, "max_position_embeddings"),
+            (131072, "factor * max_position_embeddings"),
+            id="yarn-named-before",
+        ),
+        pytest.param(
+            {"rope_scaling": {"type": "linear", "factor": 4.0}, "max_position_embeddings": 4096},
+            None,
+            (4096, "max_position_embeddings"),
+            id="linear-does-not-say",
+        ),
+        pytest.param(
+            {"text_config": {**SIZES, "max_position_embeddings": 512}},
+            (512, "text_config.max_position_embeddings"),
+            (512, "text_config.max_position_embeddings"),
+            id="within",
+        ),
+        pytest.param({}, None, None, id="nothing"),
+        pytest.param({"max_position_embeddings": "many"}, None, None, id="no-number"),
+        pytest.param(
+            {"model_type": "opt", "max_position_embeddings": 2048},
+            (2048, "max_position_embeddings"),
+            (2048, "max_position_embeddings"),
+            id="rows-that-are-no-positions",
+        ),
+        pytest.param(
+            {"model_type": "mpt", "n_heads": 4, "max_seq_len": 2048},
+            (2048, "max_seq_len"),
+            None,
+            id="a-bias-has-no-end",
+        ),
+    ],
+)
+def test_the_trained_and_the_maximal_length(config, trained, longest):
+    found = configs.read_positions(config if "text_config" in config else {**SIZES, **config})
+    assert (found.trained_length, found.max_length) == (trained, longest)
+
+
+def test_a_count_of_layers_is_never_counted_out():
+    """A file of a few bytes may say any number; what is built follows the file."""
+    llama = {**SIZES, "model_type": "llama", "num_hidden_layers": 10**9}
+    assert configs.read_positions(llama).without_rope is None
+    for kind in ("smollm3", "cohere2"):
+        with pytest.raises(ValueError, match="num_hidden_layers must be at most 4096"):
+            configs.read_positions({**llama, "model_type": kind})
+    flags = {**llama, "no_rope_layers": [1, 0]}
+    assert configs.read_positions(flags).without_rope == ((1,), "no_rope_layers")
+
+
+def test_layers_by_name_are_read_in_one_pass():
+    """Each name was looked up in a list of all layers, and as a number of any length."""
+    layers = {str(index): {"head_dim": 32} for index in range(40_000)}
+    config = {
+        **SIZES,
+        "rope_theta": 1e4,
+        "layer_types": ["full_attention"] * 40_000,
+        "per_layer_config": {**layers, "9" * 5000: {"head_dim": 8}, "²": {"head_dim": 8}},
+    }
+    assert configs.read(config, layer_type="full_attention").head_dim == 32
+
+
+def test_configs_within_configs_may_go_deep():
+    """Reading recursed, so that a file of a few kilobytes ended in a RecursionError."""
+    config = {**SIZES, "rope_theta": 3e4, "posenc_rope_layout": "interleaved"}
+    for _ in range(5000):
+        config = {"text_config": config}
+    recipe = configs.read(config)
+    assert (recipe.base, recipe.interleaved) == (3e4, True)
