@@ -1,8 +1,12 @@
 import json
+import math
+import sys
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
+import posenc
 from posenc.cli import application
 
 YARN = {
@@ -21,7 +25,9 @@ LAYERS = {
 
 
 @pytest.fixture
-def run(tmp_path):
+def run(tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
+
     def go(config, *arguments):
         path = tmp_path / "config.json"
         path.write_text(config if isinstance(config, str) else json.dumps(config))
@@ -96,3 +102,244 @@ def test_help_has_an_example():
     result = CliRunner().invoke(application(), ["explain", "--help"])
     assert result.exit_code == 0
     assert "Example: posenc explain" in result.stdout
+
+
+BLOOM = {"model_type": "bloom", "n_head": 16, "seq_length": 2048}
+MPT = {"model_type": "mpt", "n_heads": 12, "d_model": 768, "attn_config": {"alibi_bias_max": 4}}
+FALCON = {"model_type": "falcon", "alibi": True, "num_attention_heads": 71, "hidden_size": 4544}
+GPT2 = {"model_type": "gpt2", "n_positions": 1024, "n_embd": 768}
+BERT = {"model_type": "bert", "max_position_embeddings": 512, "hidden_size": 768}
+OPT = {"model_type": "opt", "max_position_embeddings": 2048, "hidden_size": 768}
+T5 = {"model_type": "t5", "num_heads": 8, "relative_attention_num_buckets": 32}
+WHISPER = {
+    "model_type": "whisper",
+    "d_model": 384,
+    "max_source_positions": 1500,
+    "max_target_positions": 448,
+}
+SMOLLM3 = {
+    "model_type": "smollm3",
+    "hidden_size": 2048,
+    "num_attention_heads": 16,
+    "num_hidden_layers": 36,
+    "max_position_embeddings": 65536,
+    "rope_theta": 5e6,
+}
+LLAMA4 = {
+    "model_type": "llama4",
+    "text_config": {
+        "model_type": "llama4_text",
+        "hidden_size": 5120,
+        "num_attention_heads": 40,
+        "head_dim": 128,
+        "num_hidden_layers": 48,
+        "no_rope_layers": [],
+        "max_position_embeddings": 10485760,
+        "rope_theta": 500000.0,
+        "rope_scaling": {
+            "factor": 16.0,
+            "high_freq_factor": 1.0,
+            "low_freq_factor": 1.0,
+            "original_max_position_embeddings": 8192,
+            "rope_type": "llama3",
+        },
+    },
+}
+DEEPSEEK = {
+    "model_type": "deepseek_v3",
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "max_position_embeddings": 163840,
+    "rope_scaling": {
+        "type": "yarn",
+        "factor": 40,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": 4096,
+    },
+}
+FACTORS = [1.0 + i / 7 for i in range(48)]
+PHI3 = {
+    "model_type": "phi3",
+    "head_dim": 96,
+    "max_position_embeddings": 131072,
+    "original_max_position_embeddings": 4096,
+    "rope_scaling": {"type": "longrope", "short_factor": FACTORS, "long_factor": FACTORS},
+}
+QWEN_VL = {"head_dim": 128, "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]}}
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        pytest.param(
+            BLOOM, ["ALiBi", "16 n_head", "ALiBi.from_config", "2048 seq_length"], id="bloom"
+        ),
+        pytest.param(MPT, ["ALiBi", "4.0 attn_config.alibi_bias_max", "12 n_heads"], id="mpt"),
+        pytest.param(FALCON, ["ALiBi", "64 hidden_size / num_attention_heads"], id="falcon"),
+        pytest.param(GPT2, ["learned table", "LearnedPosEmbedding(1024, 768)"], id="gpt2"),
+        pytest.param(BERT, ["learned table", "LearnedPosEmbedding(512, 768)"], id="bert"),
+        pytest.param(OPT, ["LearnedPosEmbedding(2050, 768), and call it with offset=2"], id="opt"),
+        pytest.param(T5, ["T5's relative bias", "num_buckets 32", "max_distance 128"], id="t5"),
+        pytest.param(WHISPER, ["sinusoidal, encoder", "learned table, decoder"], id="whisper"),
+        pytest.param({"model_type": "mamba"}, ["no positional encoding"], id="mamba"),
+        pytest.param(
+            SMOLLM3,
+            ["layers without RoPE (3, 7, 11, 15, 19, 23, 27, 31, 35)", "length 65536"],
+            id="smollm3",
+        ),
+        pytest.param(
+            LLAMA4,
+            [
+                "layers without RoPE (3, 7, 11, 15, 19, 23, 27, 31, 35, 39, 43, 47) text_config",
+                "trained length 8192 text_config.original_max_position_embeddings",
+                "maximal length 10485760 text_config.max_position_embeddings",
+            ],
+            id="llama4",
+        ),
+        # (0.1 ln 40 + 1)^2 / sqrt(192)
+        pytest.param(DEEPSEEK, ["softmax scale 0.135234", "trained length 4096"], id="deepseek"),
+        pytest.param(YARN, ["maximal length 16384 factor * original"], id="stretched"),
+        pytest.param({"head_dim": 64}, ["trained length not in the config"], id="nothing"),
+        pytest.param(BLOOM, ["maximal length any"], id="a-bias-has-no-end"),
+    ],
+)
+def test_what_a_model_has_is_said(run, config, words, monkeypatch):
+    # So wide that no cell is folded.
+    monkeypatch.setenv("COLUMNS", "200")
+    result = run(config)
+    assert result.exit_code == 0
+    text = " ".join(result.stdout.split())
+    for each in words:
+        assert each in text
+
+
+def test_json_has_the_same_facts(run):
+    found = json.loads(run(LLAMA4, "--json").stdout)
+    assert found["without_rope"]["value"] == list(range(3, 48, 4))
+    assert found["trained_length"]["value"] == 8192
+    assert found["max_length"]["value"] == 10485760
+    assert json.loads(run(DEEPSEEK, "--json").stdout)["softmax_scale"]["value"] == pytest.approx(
+        (0.1 * math.log(40) + 1) ** 2 / math.sqrt(192)
+    )
+    (alibi,) = json.loads(run(BLOOM, "--json").stdout)["layers"]
+    assert alibi["kind"] == "ALiBi"
+    assert alibi["slopes"] == posenc.ALiBi(16).slopes.tolist()
+    assert alibi["python"] == "posenc.ALiBi(16)"
+    (long,) = json.loads(run(PHI3, "--json").stdout)["layers"]
+    assert repr(tuple(FACTORS)) in long["arguments"]["scaling"]["value"]
+
+
+def executed(run, config):
+    names = {}
+    exec(run(config, "--python").stdout, names)
+    return names["positions"]
+
+
+@pytest.mark.parametrize(
+    "config",
+    [YARN, SMOLLM3, LLAMA4, DEEPSEEK, PHI3, QWEN_VL],
+    ids=["yarn", "smollm3", "llama4", "deepseek", "longrope", "mrope"],
+)
+def test_the_python_that_is_printed_builds_the_rotation(run, config):
+    made, wanted = executed(run, config), posenc.RoPE.from_config(config)
+    for name in ("head_dim", "max_seq_len", "base", "rotary_dim", "scaling", "axes"):
+        assert getattr(made, name) == getattr(wanted, name)
+    assert (made.interleaved, made.interleaved_out) == (wanted.interleaved, wanted.interleaved_out)
+    assert torch.equal(made.inv_freq(50_000), wanted.inv_freq(50_000))
+
+
+def test_the_python_of_layer_types_is_a_dict(run):
+    made = executed(run, LAYERS)
+    assert list(made) == ["full_attention", "sliding_attention"]
+    for name, rope in made.items():
+        wanted = posenc.RoPE.from_config(LAYERS, layer_type=name)
+        assert (rope.base, rope.scaling) == (wanted.base, wanted.scaling)
+
+
+@pytest.mark.parametrize("config", [BLOOM, MPT, FALCON], ids=["bloom", "mpt", "falcon"])
+def test_the_python_that_is_printed_builds_the_biases(run, config):
+    made = executed(run, config)
+    assert torch.equal(made.slopes, posenc.ALiBi.from_config(config).slopes)
+
+
+def test_the_python_that_is_printed_builds_tables(run):
+    made = executed(run, OPT)
+    assert made.pos_emb.weight.shape == (2050, 768)
+    made = executed(run, WHISPER)
+    assert made["encoder"].shape == (1500, 384)
+    assert made["decoder"].pos_emb.weight.shape == (448, 384)
+
+
+def test_python_for_what_posenc_has_not_is_refused(run):
+    result = run(T5, "--python")
+    assert result.exit_code == 2
+    assert "posenc has no module for T5's relative bias" in result.stderr
+    result = run(BLOOM, "--python", "--json")
+    assert result.exit_code == 2
+    assert "exclude each other" in result.stderr
+
+
+@pytest.mark.parametrize("columns", [None, 60, 140])
+def test_long_factors_are_shortened_to_the_width(run, monkeypatch, columns):
+    """Piped, with nobody to say how wide it is, as well as in a terminal."""
+    monkeypatch.delenv("COLUMNS", raising=False)
+    monkeypatch.setattr(sys, "__stdout__", None)
+    if columns is not None:
+        monkeypatch.setenv("COLUMNS", str(columns))
+    lines = run(PHI3).stdout.splitlines()
+    assert max(map(len, lines)) <= (columns or 100)
+    text = " ".join(" ".join(lines).split())
+    assert "48 in all" in text
+    assert str(FACTORS[20]) not in text
+
+
+HOSTILE = "\x1b]0;gone\x07[link=https://example.com]x[/link]\u202e"
+
+
+def test_what_a_file_says_reaches_no_terminal_raw(run):
+    """Neither a control code nor a markup, in a cell, in a title, or in Python."""
+    rope = {"rope_type": "default", "rope_theta": 1e4}
+    config = {"head_dim": 64, "rope_parameters": {HOSTILE: rope, "b": {**rope, "rope_theta": 2e4}}}
+    for arguments in ((), ("--python",), ("--json",), ("--layer-type", HOSTILE)):
+        result = run(config, *arguments)
+        assert result.exit_code == 0
+        assert result.stdout.replace("\n", "").isprintable()
+    assert "[link=https://example.com]x[/link]" in "".join(run(config).stdout.split())
+    made = executed(run, config)
+    assert list(made) == [HOSTILE, "b"]
+
+
+def test_a_name_in_a_file_is_never_python(run):
+    name = "x': 0}; raise SystemExit('run'); y = {'"
+    rope = {"rope_type": "default", "rope_theta": 1e4}
+    config = {"head_dim": 64, "rope_parameters": {name: rope, "b": {**rope, "rope_theta": 2e4}}}
+    assert list(executed(run, config)) == [name, "b"]
+
+
+def test_a_number_of_layers_or_heads_is_not_built(run):
+    """Numbers of a file cost nothing, whatever they say."""
+    many = {**SMOLLM3, "model_type": "llama", "num_hidden_layers": 10**9}
+    assert run(many).exit_code == 0
+    for config in ({**SMOLLM3, "num_hidden_layers": 10**9}, {**BLOOM, "n_head": 5 * 10**8}):
+        result = run(config)
+        assert result.exit_code == 2
+        assert "must be at most 4096" in result.stderr
+
+
+def test_layers_whose_rotation_is_null_are_named(run):
+    config = {
+        "head_dim": 64,
+        "layer_types": ["a", "b", "a", "b"],
+        "rope_parameters": {"a": {"rope_type": "default", "rope_theta": 1e4}, "b": None},
+    }
+    result = run(config)
+    assert result.exit_code == 0
+    assert "layers without RoPE (1, 3) rope_parameters.b" in " ".join(result.stdout.split())
+
+
+def test_a_rotation_without_a_turn_has_no_wavelengths(run):
+    rope = {"rope_type": "proportional", "partial_rotary_factor": 0.01, "rope_theta": 1e4}
+    result = run({"head_dim": 64, "rope_parameters": rope})
+    assert result.exit_code == 0
+    assert "wavelengths" not in result.stdout

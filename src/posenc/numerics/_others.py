@@ -205,8 +205,12 @@ def _table(config: Mapping[str, Any], prefix: str, part: str | None, key: str) -
     width = read("embed_dim", *((_NARROW[name],) if name in _NARROW else _WIDTHS))
     first = 0
     if name in _PAST_PADDING or name in _SHIFTED_PAST_PADDING:
-        pad = 1 if config.get("pad_token_id") is None else config["pad_token_id"]
-        first = 1 + checks.integer("from_config", "pad_token_id", pad, least=0)
+        pad = config.get("pad_token_id")
+        if pad is not None:
+            read.sources["offset"] = f"{prefix}pad_token_id"
+        first = 1 + checks.integer(
+            "from_config", "pad_token_id", 1 if pad is None else pad, least=0
+        )
     if name in _SHIFTS:
         return Sinusoidal(length, width, first, _SHIFTS[name], part, read.sources)
     if name in _TWO_MORE:
