@@ -203,7 +203,7 @@ def test_layer_types_have_their_own():
         configs.read(config, layer_type="global")
     config["rope_parameters"]["sliding_attention"] = None
     config["layer_types"] = ["full_attention", "sliding_attention"]
-    with pytest.raises(ValueError, match="Layers with null do not rotate"):
+    with pytest.raises(ValueError, match="layers with null do not rotate"):
         configs.read(config, layer_type="sliding_attention")
 
 
@@ -239,6 +239,7 @@ def test_files_folders_and_objects_are_read(tmp_path):
         ({"rope_scaling": {"type": "cubic", "factor": 2.0}}, "rope_scaling.type must be one of"),
         ({"rope_scaling": {"type": "linear", "rope_type": "yarn", "factor": 2.0}}, "rope_type"),
         ({"rope_scaling": {"type": "linear"}}, "rope_scaling.factor must be given"),
+        ({"rope_scaling": {"type": "linear", "factor": 0.5}}, "rope_scaling.factor must be at le"),
         ({"rope_theta": 1e4, "rope_parameters": {"rope_theta": 1e6}}, "must agree"),
         ({"rope_theta": 1e4, "rotary_emb_base": 1e5}, "rope_theta and rotary_emb_base"),
         ({"rope_scaling": {"factor": 2.0}, "rope_parameters": {"factor": 3.0}}, "must agree"),

@@ -223,14 +223,13 @@ def test_bad_rules_are_refused(make, error, text):
 @pytest.mark.parametrize(
     "make",
     [
-        scaling.Linear,
         scaling.NTK,
         lambda factor: scaling.YaRN(factor, 4096),
         lambda factor: scaling.DynamicNTK(factor, 4096),
         lambda factor: scaling.Llama3(factor, 4096),
         lambda factor: scaling.Proportional(0.5, factor),
     ],
-    ids=["linear", "ntk", "yarn", "dynamic", "llama3", "proportional"],
+    ids=["ntk", "yarn", "dynamic", "llama3", "proportional"],
 )
 def test_a_factor_below_one_is_refused(make):
     """It is how many times longer sequences get: 0.25 would turn faster where 4 was meant."""

@@ -152,7 +152,8 @@ class Config:
         if not isinstance(nested[layer_type], Mapping):
             rule = f"{self.where}.{layer_type} must be a dict"
             got = checks.describe(nested[layer_type])
-            raise ValueError(self._text(rule, got, "Layers with null do not rotate."))
+            way_out = "Choose another type: layers with null do not rotate."
+            raise ValueError(self._text(rule, got, way_out))
         self.rope, self.where = nested[layer_type], f"{self.where}.{layer_type}"
         return layer_type
 
@@ -316,7 +317,10 @@ class Config:
         return build()  # type: ignore[no-any-return]
 
     def _linear(self) -> scaling.Rule:
-        return scaling.Linear(self._need("factor"))
+        rule = scaling.Linear(self._need("factor"))
+        if rule.factor < 1:
+            raise ValueError(self._text(f"{self.where}.factor must be at least 1", rule.factor))
+        return rule
 
     def _dynamic(self) -> scaling.Rule:
         if self.rope.get("alpha") is not None:

@@ -19,6 +19,8 @@ class Linear(Rule):
 
     .. math:: \theta_i \mapsto \theta_i / s
 
+    Below 1, every pair turns faster: ``Linear(1 / math.tau)`` takes positions in whole turns.
+
     Examples:
         >>> Linear(2.0)(torch.tensor([1.0, 0.5]), 4.0)
         tensor([0.5000, 0.2500])
@@ -31,7 +33,7 @@ class Linear(Rule):
     factor: float
 
     def __post_init__(self) -> None:
-        self._stretch()
+        self._positive("factor")
 
     def __call__(self, rates: Tensor, base: float, seq_len: Tensor | None = None) -> Tensor:
         """Rates to turn by."""
