@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from posenc.interop.huggingface import patch, patched, special, turning, unpatch, variants
-from posenc.interop.huggingface.rewrite import rotates
+from posenc.interop.huggingface.rewrite import names_in, rotates
 
 
 class Watch:
@@ -25,8 +25,9 @@ class Watch:
 
     def _see(self, frame: Any, event: str, _: Any) -> None:
         code = frame.f_code
-        # A function that was rebuilt over ours has the code of the model, in a scope of its own.
-        own = "transformers/models/" in code.co_filename and "__name__" in frame.f_globals
+        # A function that was rebuilt over ours has the code of the model, with names of ours.
+        rebuilt = any(name.startswith("_posenc_") for name in names_in(code))
+        own = "transformers/models/" in code.co_filename and not rebuilt
         if event == "call" and own and rotates(code.co_name):
             self.calls.add(code.co_name)
             while frame is not None:
@@ -101,7 +102,9 @@ def judge(model: Any, call: Any) -> dict[str, Any]:
         "restored": all(map(torch.equal, back, out)),
         "owners": sorted(before.owners),
         "places": sorted({(p.cls, p.function, p.variant, p.layout) for p in report.places}),
-        "tables": sorted({(t.cls, t.form, t.rates) for t in report.tables}),
+        "tables": sorted(
+            {(t.cls, t.form, t.rates) for t in report.tables if t.form != "unchanged"}
+        ),
         "moved": _moved(model, call, out),
     }
 

@@ -36,7 +36,7 @@ def rotating(module: Any) -> set[str]:
     """Classes of a module whose instances rotate."""
     return {
         name
-        for name, kind in vars(module).items()
+        for name, kind in list(vars(module).items())
         if inspect.isclass(kind)
         and issubclass(kind, nn.Module)
         and kind.__module__ == module.__name__

@@ -1,7 +1,13 @@
-"""Functions rebuilt so that names in them mean something else, and nothing else changes."""
+"""Functions rebuilt so that names in them mean something else, and nothing else changes.
+
+A rebuilt function has the code and the globals of the one it was made from. A global that is to
+mean something else has another name in the code, and an entry under that name in the model's own
+module. So every name is looked up when it is called, and one that is replaced later is obeyed.
+"""
 
 from __future__ import annotations
 
+import dis
 import inspect
 import re
 from collections.abc import Callable, Iterator
@@ -43,19 +49,19 @@ class Rewriter:
 
     def _rebuild(self, function: FunctionType) -> tuple[FunctionType, tuple[Any, ...]]:
         gone: list[Any] = []
-        names: dict[str, Any] = {}
-        for name in _names(function.__code__):
-            value = function.__globals__.get(name)
+        names: dict[str, str] = {}
+        scope = function.__globals__
+        for name in dict.fromkeys(names_in(function.__code__)):
+            value = scope.get(name)
             if _is_function(value):
                 near = value is not function and _is_near(value, function)
-                names[name] = self._instead(name, value, near, gone)
+                instead = self._instead(name, value, near, gone)
+                if instead is not value:
+                    names[name] = _alias(scope, name, value, instead)
         cells = [self._cell(cell, gone) for cell in function.__closure__ or ()]
         if not gone:
             return function, ()
-        scope = {**function.__globals__, **names}
-        # Under its old name a compiler would look for these values in the old module.
-        scope.pop("__name__", None)
-        return _copied(function, scope, cells), tuple(gone)
+        return _copied(function, _renamed(function.__code__, names), cells), tuple(gone)
 
     def _cell(self, cell: CellType, gone: list[Any]) -> CellType:
         try:
@@ -99,13 +105,47 @@ def rewrapped(function: Any, inner: FunctionType, ours: FunctionType) -> Functio
         held = cell.cell_contents
         wraps = isinstance(held, FunctionType) and inspect.unwrap(held) is inner
         cells.append(CellType(rewrapped(held, inner, ours)) if wraps else cell)
-    return _copied(function, function.__globals__, cells)
+    return _copied(function, function.__code__, cells)
 
 
-def _copied(function: FunctionType, scope: dict[str, Any], cells: list[CellType]) -> FunctionType:
-    made = FunctionType(
-        function.__code__, scope, function.__name__, function.__defaults__, tuple(cells) or None
+# Stands for the name that `_alias` puts in its place.
+_theirs: Any = None
+
+
+def _alias(scope: dict[str, Any], name: str, theirs: Any, ours: Any) -> str:
+    """A new name in ``scope`` that means ``ours`` for as long as ``name`` means ``theirs``."""
+
+    def called(*args: Any, **kwargs: Any) -> Any:
+        return (ours if _theirs is theirs else _theirs)(*args, **kwargs)
+
+    alias = f"_posenc_{name}"
+    # A new function would make compiled models that call the old one compile again.
+    if getattr(scope.get(alias), "__wrapped__", None) is not theirs:
+        code = _renamed(called.__code__, {"_theirs": name})
+        made = FunctionType(code, scope, alias, None, called.__closure__)
+        made.__wrapped__ = theirs  # type: ignore[attr-defined]
+        scope[alias] = made
+    return alias
+
+
+def _renamed(code: CodeType, names: dict[str, str]) -> CodeType:
+    """``code`` with other global names."""
+    for step in dis.get_instructions(code):
+        # Globals and attributes share one list of names.
+        if step.opcode in dis.hasname and step.argval in names and step.opname != "LOAD_GLOBAL":
+            raise NotUnderstood(f"{step.argval}, which {code.co_name} also has as an attribute,")
+    return code.replace(
+        co_names=tuple(names.get(name, name) for name in code.co_names),
+        co_consts=tuple(
+            _renamed(constant, names) if isinstance(constant, CodeType) else constant
+            for constant in code.co_consts
+        ),
     )
+
+
+def _copied(function: FunctionType, code: CodeType, cells: list[CellType]) -> FunctionType:
+    scope, defaults = function.__globals__, function.__defaults__
+    made = FunctionType(code, scope, function.__name__, defaults, tuple(cells) or None)
     made.__kwdefaults__ = function.__kwdefaults__
     made.__dict__.update(function.__dict__)
     made.__qualname__, made.__module__ = function.__qualname__, function.__module__
@@ -123,8 +163,9 @@ def _is_near(value: Any, owner: FunctionType) -> bool:
     return value.__module__ == owner.__module__ or ".models." in (value.__module__ or "")
 
 
-def _names(code: CodeType) -> Iterator[str]:
+def names_in(code: CodeType) -> Iterator[str]:
+    """Every name that ``code`` and the functions inside it look up."""
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
-            yield from _names(constant)
+            yield from names_in(constant)
