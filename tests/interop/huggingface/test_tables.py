@@ -5,12 +5,13 @@ import math
 import pytest
 import torch
 from torch import nn
-from transformers import LlamaConfig
+from transformers import LlamaConfig, PixtralVisionConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+from transformers.models.pixtral.modeling_pixtral import PixtralVisionRotaryEmbedding
 
-from hf_models import apart, llama, tokens
+from hf_models import SMALL, VISION, apart, llama, tiny, tokens
 from posenc.interop.huggingface import patch, patched
-from posenc.interop.huggingface.tables import forward_for
+from posenc.interop.huggingface.tables import understood
 
 
 def test_tables_are_exact_where_those_of_the_model_are_not():
@@ -67,7 +68,7 @@ SCALED = {
 
 @pytest.mark.parametrize("rule", SCALED)
 def test_scaling_rules_keep_their_meaning_short_then_long_then_short(rule):
-    """The rates of dynamic and longrope change with the length, in the module's own code."""
+    """The rates of dynamic and longrope change with the length, as the module's own code says."""
     rope = {"rope_type": rule, "rope_theta": 10_000.0, **SCALED[rule]}
     longest = 16 if rule == "dynamic" else 64
     model = llama(rope_parameters=rope, max_position_embeddings=longest)
@@ -77,8 +78,7 @@ def test_scaling_rules_keep_their_meaning_short_then_long_then_short(rule):
     with patched(model) as report:
         got = [model(tokens(length=length)).logits for length in lengths]
 
-    own = rule in ("dynamic", "longrope")
-    assert report.tables[0].rates == ("its own" if own else "from the config")
+    assert report.tables[0].rates == "from the config"
     for a, b in zip(expected, got, strict=True):
         assert apart(a, b) < 2e-5
     again = [model(tokens(length=length)).logits for length in lengths]
@@ -95,25 +95,170 @@ class AsBefore(LlamaRotaryEmbedding):
         return both.cos() * self.attention_scaling, both.sin() * self.attention_scaling
 
 
-class OfLength(AsBefore):
+class OfLength(LlamaRotaryEmbedding):
     """One that turns long sequences by other angles than short ones."""
 
     def forward(self, x, position_ids):
         angles = position_ids[:, :, None].float() * self.inv_freq.to(device=x.device)
-        angles = angles if position_ids.shape[-1] < 4096 else angles.float().expand(-1, -1, -1)
-        both = torch.cat((angles, angles), dim=-1)
+        both = torch.cat((angles, angles), dim=-1) / (1 if position_ids.shape[-1] < 2048 else 4)
         return both.cos() * self.attention_scaling, both.sin() * self.attention_scaling
 
 
-def test_modules_may_ask_for_the_number_of_sequences_and_for_no_length():
+class Loaded(LlamaRotaryEmbedding):
+    """One that turns as the others do until a checkpoint fills it, as Mistral Large 4's."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.register_buffer("speed", torch.ones(()))
+
+    def forward(self, x, position_ids):
+        return super().forward(x, position_ids * self.speed)
+
+
+def test_modules_are_known_by_what_they_do():
     config = LlamaConfig(hidden_size=64, num_attention_heads=4)
     module = AsBefore(config)
-    form, rates, ours = forward_for(module)
-    assert (form, rates) == ("doubled", "from the config")
+    tables = understood(module)
+    assert (tables.form, tables.rates) == ("doubled", "from the config")
     at = torch.tensor([[3, 1_000_003], [2, 4097]])
-    exact = torch.tensor(
-        [[[math.cos(p * 1e4 ** (-i / 8)) for i in range(8)] for p in row] for row in at.tolist()]
+    cos = tables.forward_of(AsBefore)(module, torch.zeros(1), at)[0]
+    assert (cos[..., :8] - exact_cosines(at)).abs().max() < 1e-7
+    assert understood(OfLength(config)) is None
+    assert understood(Loaded(config)) is None
+    assert understood(nn.Identity()) is None
+
+
+def exact_cosines(at, pairs=8, base=1e4):
+    rates = [base ** (-i / pairs) for i in range(pairs)]
+    rows = [[math.cos(p * rate) for rate in rates] for p in at.flatten().tolist()]
+    return torch.tensor(rows).view(*at.shape, pairs)
+
+
+def far_cosines(model):
+    """Where rates that are rounded to bfloat16 are off by whole radians."""
+    at = torch.tensor([[0, 1, 4096]])
+    return model.model.rotary_emb(torch.zeros(1), at)[0][..., :8], exact_cosines(at)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+def test_tables_of_a_model_that_was_cast_before_the_patch_are_exact(dtype):
+    """The cast rounded the rates in the module's buffer, and the config has them whole."""
+    model = llama().to(dtype)
+    with patched(model) as report:
+        cos, exact = far_cosines(model)
+
+    assert report.tables[0].rates == "from the config"
+    assert (cos - exact).abs().max() < 1e-7
+
+
+def test_tables_of_a_model_that_was_patched_on_the_meta_device_are_exact():
+    """Neither `to_empty` nor loading gives a buffer that is not saved its numbers."""
+    plain = llama()
+    with torch.device("meta"):
+        model = llama()
+    report = patch(model)
+    model.to_empty(device="cpu")
+    for buffer in model.buffers():
+        buffer.fill_(torch.nan)
+    model.load_state_dict(plain.state_dict())
+
+    assert report.tables[0].rates == "from the config"
+    cos, exact = far_cosines(model)
+    assert (cos - exact).abs().max() < 1e-7
+    assert apart(plain(tokens()).logits, model(tokens()).logits) < 2e-5
+
+
+SECTIONS = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
+
+
+@pytest.mark.parametrize("family", ["Qwen2VL", "Qwen2_5_VL", "Qwen3VL", "Glm4v"])
+def test_models_with_sections_are_patched_on_the_meta_device(family):
+    """There are no numbers there to compare, but the class makes others of the same config."""
+    changes = {**SMALL, "head_dim": 16, "rope_parameters": SECTIONS}
+    plain = tiny(f"{family}TextModel", **changes)
+    with torch.device("meta"):
+        model = tiny(f"{family}TextModel", **changes)
+    report = patch(model)
+    model.to_empty(device="cpu").load_state_dict(plain.state_dict())
+
+    assert [(t.form, t.rates) for t in report.tables] == [("recomposed", "from the config")]
+    expected = plain(tokens()).last_hidden_state
+    assert apart(expected, model(tokens()).last_hidden_state) < 2e-5
+
+
+@pytest.mark.parametrize("rule", ["dynamic", "longrope"])
+def test_rates_that_follow_the_length_outlive_a_cast(rule):
+    """They come from the config at each length, not from the buffers that were rounded."""
+    rope = {"rope_type": rule, "rope_theta": 10_000.0, **SCALED[rule]}
+    whole, cast = (
+        llama(rope_parameters=rope, max_position_embeddings=16 if rule == "dynamic" else 64)
+        for _ in range(2)
     )
-    assert (ours(module, torch.zeros(1), at)[0][..., :8] - exact).abs().max() < 1e-7
-    assert forward_for(OfLength(config)) is None
-    assert forward_for(nn.Identity()) is None
+    cast.bfloat16()
+    patch(whole)
+    patch(cast)
+    x = torch.zeros(1)
+    for length in (9, 40, 9):
+        at = torch.arange(length)[None]
+        got = cast.model.rotary_emb(x, at), whole.model.rotary_emb(x, at)
+        assert all(map(torch.equal, *got))
+    assert cast.model.rotary_emb.original_inv_freq.dtype == torch.bfloat16
+
+
+def test_the_rates_of_a_vision_tower_come_from_its_config():
+    model = tiny("Qwen3VLVisionModel", **VISION).bfloat16()
+    report = patch(model)
+    assert [t.rates for t in report.tables] == ["from the config"]
+    at = torch.tensor([[3, 900]])
+    cos = model.rotary_pos_emb(torch.zeros(1), at)[0]
+    assert (cos.flatten()[:8] - exact_cosines(at, pairs=4).flatten()).abs().max() < 1e-7
+
+
+def test_rates_in_an_order_of_their_own_come_from_the_config_too():
+    """Pixtral's module has the even rates first, for the rows, and then the odd ones."""
+    config = PixtralVisionConfig(hidden_size=64, num_attention_heads=4, head_dim=16)
+    module = PixtralVisionRotaryEmbedding(config).bfloat16()
+    tables = understood(module)
+    assert tables.rates == "from the config"
+    cos, _ = tables.forward_of(type(module))(module, torch.zeros(1), torch.tensor([[3, 900]]))
+    rows, columns = exact_cosines(torch.tensor([3, 900]))
+    exact = torch.cat((rows[::2], columns[1::2]))
+    assert (cos.flatten()[:8] - exact).abs().max() < 1e-7
+
+
+class Slower(LlamaRotaryEmbedding):
+    """One whose rates depend on more than the config."""
+
+    def __init__(self, config, speed):
+        super().__init__(config)
+        self.inv_freq = self.inv_freq * speed
+
+
+def test_rates_that_the_config_does_not_say_are_reported_with_a_warning():
+    model = llama()
+    model.model.rotary_emb = Slower(model.config, 0.5)
+    expected = model(tokens()).logits
+
+    with pytest.warns(UserWarning, match=r"none for model\.rotary_emb \(Slower\)"):
+        report = patch(model)
+
+    assert [(t.form, t.rates) for t in report.tables] == [("doubled", "its own")]
+    assert apart(expected, model(tokens()).logits) < 2e-5
+
+
+def test_tables_that_stay_the_modules_own_are_reported_with_a_warning():
+    model = llama()
+    model.model.rotary_emb = OfLength(model.config)
+    with pytest.warns(UserWarning, match=r"none for model\.rotary_emb \(OfLength\)"):
+        report = patch(model)
+    assert [(t.form, t.rates) for t in report.tables] == [("unchanged", "its own")]
+
+
+def test_a_buffer_with_other_rates_than_the_config_is_warned_of():
+    """The config wins, so a factor that was written into the buffer alone is lost, aloud."""
+    model = llama()
+    model.model.rotary_emb.inv_freq /= 4
+    with pytest.warns(UserWarning, match=r"others in model\.rotary_emb .*\n  Write them into"):
+        patch(model)
+    cos, exact = far_cosines(model)
+    assert (cos - exact).abs().max() < 1e-7

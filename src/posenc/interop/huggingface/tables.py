@@ -1,73 +1,111 @@
 """The cosines and sines of a model's own rotary modules, with the rounding taken out.
 
 A module of transformers multiplies positions and rates in float32, which is off by 2e-4 at
-position 4 000 and by 6e-2 at a million. Where its forward does that and nothing else (which is
-tried, as the rotation is), ours takes its place inside the decorators that it had: rates come from
-the config in float64, angles are exact, and cosines and sines are rounded once, to float32 also
-where the model is bfloat16: only our rotation reads them. Other modules keep their own.
+position 4 000 and by 6e-2 at a million; and it keeps its rates in a buffer, which a cast of the
+model rounds to bfloat16 and `to_empty` leaves without numbers. Where its forward does that and
+nothing else, ours takes its place inside the decorators that it had: rates come from the config in
+float64, angles are exact, and cosines and sines are rounded once, to float32 also where the model
+is bfloat16: only our rotation reads them.
+
+What a module does is found by trying another one of its class, made of the same config on the CPU:
+the buffers of the model's own are not read. Modules that do anything else keep their forward.
 """
 
 from __future__ import annotations
 
-import dis
+import contextlib
+import copy
 import inspect
-from collections.abc import Callable, Iterator
-from itertools import pairwise
-from types import CodeType, FunctionType
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from posenc.interop.huggingface.probing import FAILURES, WIDEN, same
 from posenc.interop.huggingface.rewrite import rewrapped
 from posenc.numerics import configs
+from posenc.numerics.constants import constant
 from posenc.numerics.frequencies import Spectrum, scaled_rates
+from posenc.numerics.scaling import DynamicNTK
 from posenc.numerics.tables import angles, of_angles
 
-# All that a forward may look up if ours is to take its place: a module that reads anything else
-# (a learned rate, a length) may agree today and not tomorrow. The last line is how all of them were
-# written before transformers 5.18.
-_READS = set(
-    """torch no_grad float to device dtype type cat stack cos sin inv_freq attention_scaling expand
-    getattr recomposition_frequencies repeat_interleave polar ones_like len mrope_section
-    isinstance str maybe_autocast transpose shape""".split()
-)
-_WIDEN: dict[str, Callable[[Tensor], Tensor]] = {
-    "doubled": lambda table: torch.cat((table, table), dim=-1),
-    "repeated": lambda table: table.repeat_interleave(2, dim=-1),
-    "single": lambda table: table,
-}
 # Positions to compare on; a float32 angle is off by some millionths of the position.
 _NEAR = torch.tensor([[0, 1, 2, 3, 7], [5, 4, 9, 1, 0]], device="cpu")
+_LONG = torch.arange(2100, device="cpu")[None]
 _FAR = _NEAR * 40_009
 
 
-def forward_for(module: nn.Module) -> tuple[str, str, FunctionType] | None:
-    """Form, rates and our forward for a rotary module, or None if it is to keep its own."""
-    original = type(module).forward
-    inner = inspect.unwrap(original)
-    if not isinstance(inner, FunctionType) or not _is_known(inner.__code__):
-        return None
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """Rates of a config, and their order in the module: Pixtral's has the even ones first."""
+
+    spectrum: Spectrum
+    order: tuple[int, ...] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Tables:
+    """What our forward for a rotary module makes.
+
+    Attributes:
+        form: How a row holds its numbers.
+        by_layer: The rates of each layer type; None for those that the module's buffer holds.
+        coordinates: How many coordinates a position is expanded to, or zero.
+        named: Whether ``recomposition_frequencies`` is told the layer type.
+    """
+
+    form: str
+    by_layer: dict[str | None, Rates | None]
+    coordinates: int = 0
+    named: bool = False
+
+    @property
+    def rates(self) -> str:
+        """Where the rates come from."""
+        return "its own" if None in self.by_layer.values() else "from the config"
+
+    def forward_of(self, kind: type) -> FunctionType:
+        """Our forward, inside the decorators that the class puts around its own."""
+        original: Any = kind.forward  # type: ignore[attr-defined]
+        return rewrapped(original, inspect.unwrap(original), _forward(self))
+
+
+def understood(module: nn.Module) -> Tables | None:
+    """What our forward for a rotary module is to make, or None if the module is to keep its own."""
+    inner = inspect.unwrap(type(module).forward)
     names = list(inspect.signature(inner).parameters)
     if names not in (["self", "x", "position_ids"], ["self", "x", "position_ids", "layer_type"]):
         return None
-    kinds = _layer_types(module) if len(names) == 4 else [None]
-    held = [getattr(module, f"{_prefix(kind)}inv_freq", None) for kind in kinds]
-    if any(rates is None or rates.is_meta for rates in held):
+    # What a checkpoint fills may agree today and not tomorrow.
+    if any(not name.endswith("inv_freq") for name in module.state_dict()):
         return None
-    spectra = {kind: _spectrum(module, kind) for kind in kinds}
-    for form, ours in _candidates(module, spectra):
-        if all(_agree(module, inner, ours, kind) for kind in kinds):
-            rates = "from the config" if None not in spectra.values() else "its own"
-            return form, rates, rewrapped(original, inner, ours)
+    with torch.device("cpu"), torch.no_grad():
+        tried = _another(module)
+        if tried is None:
+            return None
+        kinds = _layer_types(tried) if len(names) == 4 else [None]
+        from_config = {kind: _rates(tried, kind) for kind in kinds}
+        for by_layer in (from_config, dict.fromkeys(kinds)):
+            for tables in _candidates(tried, by_layer):
+                if all(_agree(tried, tables, kind) for kind in kinds):
+                    return tables
     return None
 
 
-def _is_known(code: CodeType) -> bool:
-    """Whether nothing is looked up but what ours depends on too; of shapes, how many sequences."""
-    steps = list(dis.get_instructions(code))
-    sizes = (after.argval for step, after in pairwise(steps) if step.argval == "shape")
-    return set(code.co_names) <= _READS and all(size in (0, 1) for size in sizes)
+def holds_other_rates(module: nn.Module, tables: Tables) -> bool:
+    """Whether a buffer holds other numbers than the rates of the config, rounded by a cast."""
+    for kind, rates in tables.by_layer.items():
+        held = getattr(module, f"{_prefix(kind)}inv_freq")
+        if rates is None or held.is_meta or _follows_length(rates.spectrum):
+            continue
+        # What bfloat16 rounds off, and what float16 has no numbers for.
+        exact = _ordered(scaled_rates(rates.spectrum), rates.order)
+        if not torch.allclose(held.cpu().double(), exact, rtol=2**-7, atol=2**-24):
+            return True
+    return False
 
 
 def differ_in_halves(module: nn.Module) -> bool:
@@ -79,15 +117,26 @@ def differ_in_halves(module: nn.Module) -> bool:
     pairs = held.shape[-1]
     for coordinates in (2, 3, 4):
         # No number twice.
-        numbers = torch.arange(coordinates * pairs, device=held.device).view(-1, 1, 1, pairs)
+        numbers = torch.arange(coordinates * pairs, device="cpu").view(-1, 1, 1, pairs)
         try:
             made = recompose(numbers.float().expand(-1, 1, 2, -1))
-        except (RuntimeError, ValueError, IndexError, TypeError):
+        except FAILURES:
             continue
         if isinstance(made, Tensor) and made.shape[-1] == 2 * pairs:
             doubled = torch.equal(made[..., :pairs], made[..., pairs:])
             return not doubled and not torch.equal(made[..., ::2], made[..., 1::2])
     return False
+
+
+def _another(module: nn.Module) -> nn.Module | None:
+    """A module like this one, on the CPU; made of the config if its class needs nothing else."""
+    kind, made = type(module), module
+    if set(inspect.signature(kind.__init__).parameters) <= {"self", "config", "device"}:
+        with contextlib.suppress(*FAILURES):
+            made = kind(module.config)
+    if any(buffer.is_meta for buffer in made.buffers()):
+        return None
+    return copy.deepcopy(made).cpu()
 
 
 def _layer_types(module: nn.Module) -> list[Any]:
@@ -99,99 +148,130 @@ def _prefix(layer_type: str | None) -> str:
     return "" if layer_type is None else f"{layer_type}_"
 
 
-def _spectrum(module: nn.Module, layer_type: str | None) -> Spectrum | None:
+def _rates(module: nn.Module, layer_type: str | None) -> Rates | None:
     """The float64 rates that the config asks for, if they are what the module rounded."""
-    held = getattr(module, f"{_prefix(layer_type)}inv_freq")
-    kind = getattr(module, "rope_type", None)
-    kind = kind.get(layer_type) if isinstance(kind, dict) else kind
-    # These change with the length of the sequence, in the module's own forward.
-    if kind in ("dynamic", "longrope"):
-        return None
-    try:
-        recipe = configs.read(module.config, layer_type=layer_type)
-        spectrum = Spectrum(recipe.rotary_dim, recipe.base, recipe.scaling)
-        rates = scaled_rates(spectrum)
-    except (TypeError, ValueError, AttributeError, KeyError):
-        return None
-    same = held.shape == rates.shape and torch.allclose(
-        held.cpu().double(), rates, rtol=2e-6, atol=0
-    )
-    return spectrum if same else None
+    held = getattr(module, f"{_prefix(layer_type)}inv_freq").double()
+    for read in (_as_read, _as_plain):
+        try:
+            spectrum = read(module, layer_type)
+            rates = scaled_rates(spectrum)
+        except FAILURES:
+            continue
+        for order in (None, held.argsort(descending=True).argsort().tolist()):
+            if held.shape == rates.shape and _near(held, _ordered(rates, order)):
+                return Rates(spectrum, order and tuple(order))
+    return None
 
 
-def _candidates(
-    module: nn.Module, spectra: dict[Any, Spectrum | None]
-) -> Iterator[tuple[str, Any]]:
+def _near(held: Tensor, exact: Tensor) -> bool:
+    """Whether rates are these in float32."""
+    return torch.allclose(held, exact, rtol=2e-6, atol=0)
+
+
+def _ordered(of_pairs: Tensor, order: Sequence[int] | None) -> Tensor:
+    if order is None:
+        return of_pairs
+    return of_pairs[..., constant(tuple(order), torch.int64, of_pairs.device)]
+
+
+def _as_read(module: Any, layer_type: str | None) -> Spectrum:
+    recipe = configs.read(module.config, layer_type=layer_type)
+    return Spectrum(recipe.rotary_dim, recipe.base, recipe.scaling)
+
+
+def _as_plain(module: Any, layer_type: str | None) -> Spectrum:
+    """All the rates that the module has, from the base alone: those of vision towers."""
+    said = module.config.rope_parameters
+    base = float((said if layer_type is None else said[layer_type])["rope_theta"])
+    return Spectrum(2 * getattr(module, f"{_prefix(layer_type)}inv_freq").shape[-1], base)
+
+
+def _follows_length(spectrum: Spectrum) -> bool:
+    return spectrum.scaling is not None and spectrum.scaling.trained_length() is not None
+
+
+def _candidates(module: nn.Module, by_layer: dict[Any, Rates | None]) -> Iterator[Tables]:
     recompose = getattr(module, "recomposition_frequencies", None)
     if recompose is not None:
         named = "layer_type" in inspect.signature(recompose).parameters
         for coordinates in (0, 2, 3, 4):
-            yield "recomposed", _forward(spectra, "single", coordinates, True, named)
+            yield Tables("recomposed", by_layer, coordinates, named)
         return
-    for form in (*_WIDEN, "complex"):
-        yield form, _forward(spectra, form)
+    for form in WIDEN:
+        yield Tables(form, by_layer)
 
 
-def _forward(
-    spectra: dict[Any, Spectrum | None],
-    form: str,
-    coordinates: int = 0,
-    recompose: bool = False,
-    named: bool = False,
-) -> Any:
+def _forward(tables: Tables) -> Any:
     """A rotary module's forward: exact angles of ``position_ids``, in the module's own form."""
+    form, by_layer = tables.form, tables.by_layer
+    coordinates, named = tables.coordinates, tables.named
 
     def forward(
         self: Any, x: Tensor, position_ids: Tensor, layer_type: str | None = None
     ) -> Tensor | tuple[Tensor, Tensor]:
-        prefix = _prefix(layer_type)
-        rates = spectra.get(layer_type)
+        prefix, rates = _prefix(layer_type), by_layer.get(layer_type)
+        at = position_ids.expand(coordinates, -1, -1) if coordinates else position_ids
         if rates is None:
-            rates = getattr(self, f"{prefix}inv_freq").to(x.device)
-        if coordinates:
-            position_ids = position_ids.expand(coordinates, -1, -1)
+            phi = angles(at, getattr(self, f"{prefix}inv_freq").to(x.device))
+        else:
+            seq_len = _seq_len(self, prefix, rates.spectrum, position_ids)
+            phi = _ordered(angles(at, rates.spectrum, seq_len), rates.order)
         gain = getattr(self, f"{prefix}attention_scaling", None)
         gain = self.attention_scaling if gain is None else gain
-        cos, sin = of_angles(angles(position_ids, rates), x.device, float(gain))
+        cos, sin = of_angles(phi, x.device, float(gain))
         if form == "complex":
             return torch.complex(cos, sin).to(torch.complex64)
-        if recompose:
+        if form == "recomposed":
             more = (layer_type,) if named else ()
             cos = self.recomposition_frequencies(cos, *more)
             sin = self.recomposition_frequencies(sin, *more)
         else:
-            cos, sin = _WIDEN[form](cos), _WIDEN[form](sin)
+            cos, sin = WIDEN[form](cos), WIDEN[form](sin)
         dtype = torch.promote_types(x.dtype, torch.float32)
         return cos.to(dtype), sin.to(dtype)
 
     return forward
 
 
-def _agree(module: nn.Module, inner: FunctionType, ours: Any, kind: str | None) -> bool:
-    """Whether ``ours`` gives what ``inner`` gives, up to float32's error in the angle."""
+def _seq_len(module: Any, prefix: str, spectrum: Spectrum, position_ids: Tensor) -> Tensor | None:
+    """The length that a rule is to see; the longest of several calls if the module keeps that."""
+    if not _follows_length(spectrum):
+        return None
+    if isinstance(spectrum.scaling, DynamicNTK):
+        longest = getattr(module, f"{prefix}max_seq_len_cached", module.max_seq_len_cached)
+        return torch.as_tensor(longest, device=position_ids.device)
+    return position_ids.max() + 1
+
+
+def _in_force(module: Any, kind: str | None, rates: Rates, at: Tensor) -> bool:
+    """Whether these are the rates by which a module turned when it was last called."""
+    held = getattr(module, f"{_prefix(kind)}inv_freq").double()
+    seq_len = _seq_len(module, _prefix(kind), rates.spectrum, at)
+    return _near(held, _ordered(scaled_rates(rates.spectrum, None, seq_len), rates.order))
+
+
+def _agree(module: nn.Module, tables: Tables, kind: str | None) -> bool:
+    """Whether ours gives what the module gives, up to float32's error in the angle."""
     named = {} if kind is None else {"layer_type": kind}
-    held = getattr(module, f"{_prefix(kind)}inv_freq")
-    x = torch.zeros(1, dtype=torch.float32, device=held.device)
+    rates = tables.by_layer[kind]
+    original, ours = type(module).forward, tables.forward_of(type(module))
+    theirs, mine = copy.deepcopy(module), copy.deepcopy(module)
+    x = torch.zeros(1, dtype=torch.float32)
     taken = 0
-    for positions in (_NEAR, _FAR):
+    # Near ones twice: some modules remember that a sequence was long.
+    for positions in (_NEAR, _LONG, _FAR, _NEAR):
         for at in (positions, positions.T, torch.stack((positions, positions + 1, positions * 2))):
-            at = at.to(held.device)
             try:
-                expected = inner(module, x, at, **named)
-            except (RuntimeError, ValueError, IndexError, TypeError):
+                expected = original(theirs, x, at, **named)
+            except FAILURES:
                 continue
             try:
-                got = ours(module, x, at, **named)
-            except (RuntimeError, ValueError, IndexError, TypeError):
+                got = ours(mine, x, at, **named)
+            except FAILURES:
                 return False
-            if not _close(got, expected, 1e-5 + 1e-6 * float(at.max())):
+            if not same(got, expected, 1e-5 + 1e-6 * float(at.max())):
+                return False
+            if rates is not None and not _in_force(theirs, kind, rates, at):
                 return False
             taken += 1
     return taken > 0
-
-
-def _close(got: Any, expected: Any, error: float) -> bool:
-    if isinstance(expected, Tensor):
-        alike = isinstance(got, Tensor) and got.shape == expected.shape
-        return alike and torch.allclose(got, expected.to(got.dtype), rtol=0, atol=error)
-    return len(got) == len(expected) and all(_close(a, b, error) for a, b in zip(got, expected))  # noqa: B905

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from posenc.interop.huggingface import special
+from posenc.interop.huggingface.probing import FAILURES, WIDEN, same
 from posenc.interop.huggingface.turning import turn
 
 # What model code calls the tensors that it rotates, and the tables that it rotates them by.
@@ -31,12 +32,6 @@ _PAIRS: dict[str, Callable[[Tensor], Tensor]] = {
     "doubled": lambda table: table[..., : table.shape[-1] // 2],
     "repeated": lambda table: table[..., ::2],
     "single": lambda table: table,
-}
-_WIDEN: dict[str, Callable[[Tensor], Tensor]] = {
-    "doubled": lambda pairs: torch.cat((pairs, pairs), dim=-1),
-    "repeated": lambda pairs: pairs.repeat_interleave(2, dim=-1),
-    "single": lambda pairs: pairs,
-    "complex": lambda pairs: pairs,
 }
 
 
@@ -145,7 +140,7 @@ def _search(original: Callable[..., Any]) -> Known | None:
     names = tuple(parameters)
     if names in special.PROBES:
         ours, variant, layout, tried = special.PROBES[names]
-        agrees = all(_same(ours(*given), original(*given)) for given in tried)
+        agrees = all(same(ours(*given), original(*given)) for given in tried)
         return Known(variant, layout, ours) if agrees else None
     turned = [name for name in names if name in _TURNED]
     complexes = [name for name in names if name in _COMPLEX]
@@ -162,7 +157,7 @@ def _search(original: Callable[..., Any]) -> Known | None:
             answers[kind.tables] = [(g, answer) for g, answer in asked if answer is not None]
         ours = function(names, kind, default)
         known = answers[kind.tables]
-        if known and all(_same(_try(ours, given), answer) for given, answer in known):
+        if known and all(same(_try(ours, given), answer) for given, answer in known):
             picks = "position_ids" in names and any(_picks(original, *one) for one in known)
             return None if picks else Known(_named(kind), kind.layout, ours)
     return None
@@ -174,7 +169,7 @@ def _picks(original: Callable[..., Any], given: dict[str, Any], answer: Any) -> 
     backwards = torch.arange(rows, device="cpu").flip(0)
     for ids in (backwards, backwards[None]):
         picked = _try(original, {**given, "position_ids": ids})
-        if picked is not None and not _same(picked, answer):
+        if picked is not None and not same(picked, answer):
             return True
     return False
 
@@ -223,7 +218,7 @@ def _probes(form: str, turned: list[str], tables: set[str], asks: bool) -> Itera
                 name: torch.polar(torch.ones_like(phi), phi) for name in tables
             }
         else:
-            given = {"cos": _WIDEN[form](phi.cos()), "sin": _WIDEN[form](phi.sin())}
+            given = {"cos": WIDEN[form](phi.cos()), "sin": WIDEN[form](phi.sin())}
         if asks:
             given[_AXIS] = axis
         xs = {
@@ -241,18 +236,9 @@ def _try(function: Callable[..., Any], given: dict[str, Any]) -> Any:
     """What a function answers, or None where it raises or gives other shapes than it got."""
     try:
         answer = function(**given)
-    except (RuntimeError, ValueError, IndexError, TypeError, AttributeError):
+    except FAILURES:
         return None
     got = [answer] if isinstance(answer, Tensor) else answer
     asked = [x for name, x in given.items() if name in _TURNED]
     fits = all(y is None or y.shape == x.shape for x, y in zip(asked, got, strict=False))
     return answer if fits else None
-
-
-def _same(got: Any, expected: Any) -> bool:
-    if isinstance(expected, Tensor):
-        alike = isinstance(got, Tensor) and got.shape == expected.shape
-        return alike and torch.allclose(got, expected, rtol=0, atol=1e-5)
-    if expected is None or isinstance(got, Tensor) or got is None:
-        return got is expected
-    return len(got) == len(expected) and all(map(_same, got, expected))
