@@ -69,12 +69,13 @@ class TestCache:
         assert torch.equal(rope(x), rotary_pos_embedding(x))
         assert rope.cos_cached.shape == (16, 6)
 
-    def test_another_device_rebuilds(self):
-        rope = RotaryPosEmbedding(8, 16)
-        rope(torch.randn(4, 8, device="meta"))
-        assert rope.cos_cached.is_meta
-        x = torch.randn(4, 8)
-        assert torch.equal(rope(x), rotary_pos_embedding(x))
+    def test_another_device_has_its_own(self):
+        for rope in (RotaryPosEmbedding(8, 16), RotaryPosEmbedding()):
+            assert rope(torch.randn(4, 8, device="meta")).is_meta
+            x = torch.randn(4, 8)
+            assert torch.equal(rope(x), rotary_pos_embedding(x))
+            assert not rope.cos_cached.is_meta
+            assert rope.to("meta").cos_cached is None or rope.cos_cached.is_meta
 
     def test_max_seq_len_is_built_at_once_when_the_width_is_known(self):
         rope = RotaryPosEmbedding(embed_dim=8, max_seq_len=32)
