@@ -61,7 +61,7 @@ def keep_for_cuda_graph(owner: Any, tensors: tuple[Tensor, ...]) -> None:
 
     Who finds the owner again reads the same tensors, so that captures do not add up.
     """
-    if in_capture(tensors[0]):
+    if not torch.compiler.is_compiling() and in_capture(tensors[0]):
         _captured[tensors[0].data_ptr()] = owner, tensors
 
 
