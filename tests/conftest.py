@@ -1,4 +1,5 @@
 import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -7,6 +8,14 @@ from hypothesis import settings
 # Read when triton is first imported: without a GPU its kernels run in the interpreter.
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
+
+import posenc  # noqa: E402
+from posenc.nn import _tables  # noqa: E402
+
+# Scripts that tests start in other folders import the same package.
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    [str(Path(posenc.__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
+)
 
 # Time on a shared machine says nothing about a property.
 settings.register_profile("default", deadline=None, max_examples=40, derandomize=True)
@@ -27,8 +36,10 @@ def pytest_configure(config):
 
 @pytest.fixture(autouse=True)
 def _fresh_state():
-    """Fixed seed, and NaN in fresh memory: an output nobody wrote cannot hide."""
+    """Fixed seed, no tables yet, and NaN in fresh memory: an output nobody wrote cannot hide."""
     torch.manual_seed(0)
+    # Tables that grew for a module of another test, if that is still alive.
+    _tables._process.clear()
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)

@@ -158,7 +158,8 @@ def test_a_patched_vision_tower_is_exported_by_transformers():
     changes = {**VISION, "window_size": 8, "fullatt_block_indexes": [1]}
     del changes["deepstack_visual_indexes"]
     config = transformers.Qwen2_5_VLConfig(vision_config=changes).vision_config
-    model = transformers.models.qwen2_5_vl.Qwen2_5_VisionTransformerPretrainedModel(config).eval()
+    modeling = transformers.models.qwen2_5_vl.modeling_qwen2_5_vl
+    model = modeling.Qwen2_5_VisionTransformerPretrainedModel(config).eval()
     inputs = {"hidden_states": torch.randn(16, 48), "grid_thw": torch.tensor([[1, 4, 4]])}
     expected = model(**inputs)[0]
     patch(model)

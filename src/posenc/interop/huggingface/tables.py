@@ -34,7 +34,8 @@ from posenc.numerics.tables import angles, of_angles
 
 # Positions to compare on; a float32 angle is off by some millionths of the position.
 _NEAR = torch.tensor([[0, 1, 2, 3, 7], [5, 4, 9, 1, 0]], device="cpu")
-_LONG = torch.arange(2100, device="cpu")[None]
+# Two sequences: modules that take no coordinates refuse them only if these are several.
+_LONG = torch.arange(2100, device="cpu").expand(2, -1)
 _FAR = _NEAR * 40_009
 
 
