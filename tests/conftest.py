@@ -9,8 +9,8 @@ from hypothesis import settings
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
-import posenc  # noqa: E402
-from posenc.nn import _tables  # noqa: E402
+import posenc
+from posenc.nn import _tables
 
 # Scripts that tests start in other folders import the same package.
 os.environ["PYTHONPATH"] = os.pathsep.join(
