@@ -434,3 +434,13 @@ def test_a_call_elsewhere_does_not_move_a_module():
     assert not rope.cos_cached.is_meta
     assert not alibi.slopes.is_meta
     assert alibi.to("meta").heads(1, 3).slopes.is_meta
+
+
+def test_a_module_on_meta_stays_there_through_a_cast_and_leaves_by_to():
+    """A model that was loaded by assignment has modules on meta beside weights that are not."""
+    with torch.device("meta"):
+        rope, alibi = posenc.RoPE(8, 16), posenc.ALiBi(4)
+    assert rope.half().cos_cached.is_meta
+    assert alibi.double().slopes.is_meta
+    assert torch.equal(rope.to("cpu").cos_cached, posenc.RoPE(8, 16).cos_cached)
+    assert torch.equal(alibi.cpu().slopes, posenc.ALiBi(4).slopes)

@@ -106,8 +106,11 @@ class SharedTables(Generic[D]):
                 keep_for_cuda_graph(table, numbers)
                 return numbers
         if not may_keep(x) or in_capture(x):
-            table = self._held.get((device, self.dtype))
-            return None if grows or table is None else table.numbers
+            table = None if grows else self._held.get((device, self.dtype))
+            if table is None:
+                return None
+            keep_for_cuda_graph(table, table.numbers)
+            return table.numbers
         if grows or self.device.type == "meta":
             self.device = device
         return self._build(device, dtype, rows)
@@ -122,9 +125,11 @@ class SharedTables(Generic[D]):
 
     def follow(self, fn: Callable[[Tensor], Tensor]) -> None:
         """Go where ``fn``, which a module applies to its tensors, takes them."""
-        # A tensor on the meta device cannot be moved by `to`; the tables can.
-        here = "cpu" if self.device.type == "meta" else self.device
-        there = fn(torch.empty(0, device=here)).device
+        try:
+            there = fn(torch.empty(0, device=self.device)).device
+        except NotImplementedError:
+            # `to` refuses tensors on the meta device, which have no numbers; tables are made anew.
+            there = fn(torch.empty(0, device="cpu")).device
         if there != self.device:
             self.device, self._held = there, {}
             self._prepare()
