@@ -77,7 +77,7 @@ def rotate_in(monkeypatch, model, layout):
             slice(pairs) if torch.equal(cos[..., :pairs], cos[..., pairs:]) else slice(0, None, 2)
         )
         tables = (t[..., pick].expand(q.shape[0], -1, -1) for t in (cos, sin))
-        return posenc.functional.rotate(q, k, *tables, interleaved=layout == "interleaved")
+        return posenc.functional.rotate_qk(q, k, *tables, interleaved=layout == "interleaved")
 
     module = importlib.import_module(type(model).__module__)
     monkeypatch.setattr(module, "apply_rotary_pos_emb", apply)

@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import oracles
 import posenc
 from oracles import tables
-from posenc.functional import qk_norm_rope, rotate, rotate_, rotate_qk_
+from posenc.functional import qk_norm_rope, rotate, rotate_, rotate_qk, rotate_qk_
 
 
 def test_one_graph_writes_into_views_of_every_length():
@@ -73,14 +73,14 @@ def test_of_a_long_table_only_the_rows_that_are_needed_are_converted(form, batch
     parts = list(row.float()) if form == "float32" else [turned.real, turned.imag]
     cos, sin = (part.expand(2, rows, 4) if batched else part.expand(rows, 4) for part in parts)
     small = [part.double().expand(40, 4) for part in parts]
-    wanted = rotate(q, k, *small, offset=3)
+    wanted = rotate_qk(q, k, *small, offset=3)
     ids = torch.tensor([[5, rows - 1, 0, 7]])
     for at in ({"offset": rows - 4}, {"position_ids": ids}, {"position_ids": ids.expand(2, 4)}):
-        for got, exact in zip(rotate(q, k, cos, sin, **at), wanted, strict=True):
+        for got, exact in zip(rotate_qk(q, k, cos, sin, **at), wanted, strict=True):
             assert torch.equal(got, exact)
     for at in ({"offset": rows - 3}, {"position_ids": ids + 1}, {"position_ids": ids - 1}):
         with pytest.raises(ValueError, match="positions must"):
-            rotate(q, k, cos, sin, **at)
+            rotate_qk(q, k, cos, sin, **at)
 
 
 def test_meta_tensors_share_no_memory():
@@ -92,7 +92,7 @@ def test_meta_tensors_share_no_memory():
 def test_it_is_what_rope_does():
     rope = posenc.RoPE(8, 16, interleaved=False)
     q, k = torch.randn(2, 4, 5, 8), torch.randn(2, 2, 5, 8)
-    got = rotate(q, k, rope.cos_cached, rope.sin_cached, offset=3, interleaved=False)
+    got = rotate_qk(q, k, rope.cos_cached, rope.sin_cached, offset=3, interleaved=False)
     for a, b in zip(got, rope(q, k, 3), strict=True):
         assert torch.equal(a, b)
 
@@ -102,34 +102,34 @@ def test_offsets_and_positions_say_the_same():
     cos, sin = tables(12, 4)
     offsets = torch.tensor([2, 7], dtype=torch.int32)
     ids = offsets[:, None] + torch.arange(4)
-    by_offsets = rotate(q, k, cos, sin, offset=offsets)
-    for a, b in zip(by_offsets, rotate(q, k, cos, sin, position_ids=ids), strict=True):
+    by_offsets = rotate_qk(q, k, cos, sin, offset=offsets)
+    for a, b in zip(by_offsets, rotate_qk(q, k, cos, sin, position_ids=ids), strict=True):
         assert torch.equal(a, b)
 
 
 def test_packed_sequences_are_positions_that_start_again():
     q = torch.randn(1, 2, 7, 8)
     cos, sin = tables(4, 4)
-    packed, _ = rotate(q, q, cos, sin, position_ids=torch.tensor([0, 1, 2, 0, 1, 2, 3]))
-    first, _ = rotate(q[:, :, :3], q[:, :, :3], cos, sin)
-    second, _ = rotate(q[:, :, 3:], q[:, :, 3:], cos, sin)
+    packed, _ = rotate_qk(q, q, cos, sin, position_ids=torch.tensor([0, 1, 2, 0, 1, 2, 3]))
+    first, _ = rotate_qk(q[:, :, :3], q[:, :, :3], cos, sin)
+    second, _ = rotate_qk(q[:, :, 3:], q[:, :, 3:], cos, sin)
     assert torch.equal(packed, torch.cat((first, second), dim=2))
 
 
 def test_deepseek_takes_interleaved_and_gives_halves():
     x = torch.randn(1, 2, 3, 8)
     cos, sin = tables(3, 4)
-    got, _ = rotate(x, x, cos, sin, interleaved=True, interleaved_out=False)
+    got, _ = rotate_qk(x, x, cos, sin, interleaved=True, interleaved_out=False)
     halves = torch.cat((x[..., 0::2], x[..., 1::2]), dim=-1)
-    wanted, _ = rotate(halves, halves, cos, sin, interleaved=False)
+    wanted, _ = rotate_qk(halves, halves, cos, sin, interleaved=False)
     assert torch.equal(got, wanted)
 
 
 def test_last_rotates_the_last_channels():
     x = torch.randn(1, 2, 3, 12)
     cos, sin = tables(3, 4)
-    got, _ = rotate(x, x, cos, sin, last=True)
-    inner, _ = rotate(x[..., 4:], x[..., 4:], cos, sin)
+    got, _ = rotate_qk(x, x, cos, sin, last=True)
+    inner, _ = rotate_qk(x[..., 4:], x[..., 4:], cos, sin)
     assert torch.equal(got, torch.cat((x[..., :4], inner), dim=-1))
 
 
@@ -139,7 +139,7 @@ def test_learned_frequencies_get_gradients():
 
     def turned(rates):
         angles = torch.arange(4)[:, None] * rates
-        return rotate(q, q, angles.cos(), angles.sin())
+        return rotate_qk(q, q, angles.cos(), angles.sin())
 
     assert gradcheck(turned, rates)
 
@@ -147,7 +147,7 @@ def test_learned_frequencies_get_gradients():
 def test_in_place_returns_its_input():
     x = torch.randn(2, 2, 3, 8)
     cos, sin = tables(3, 4)
-    wanted, _ = rotate(x, x, cos, sin)
+    wanted, _ = rotate_qk(x, x, cos, sin)
     assert rotate_(x, cos, sin) is x
     assert torch.equal(x, wanted)
 
@@ -155,16 +155,16 @@ def test_in_place_returns_its_input():
 def test_tables_with_a_lazy_sign_are_resolved():
     x = torch.randn(1, 1, 3, 8)
     cos, sin = tables(3, 4)
-    backwards, _ = rotate(x, x, cos, torch._neg_view(sin))
-    there_and_back, _ = rotate(backwards.double(), backwards.double(), cos, sin)
+    backwards, _ = rotate_qk(x, x, cos, torch._neg_view(sin))
+    there_and_back, _ = rotate_qk(backwards.double(), backwards.double(), cos, sin)
     torch.testing.assert_close(there_and_back, x.double(), rtol=1e-6, atol=1e-6)
 
 
 def test_float32_tables_are_taken_as_they_are():
     x = torch.randn(1, 1, 3, 8)
     cos, sin = tables(3, 4)
-    got, _ = rotate(x, x, cos.float(), sin.float())
-    wanted, _ = rotate(x, x, cos.float().double(), sin.float().double())
+    got, _ = rotate_qk(x, x, cos.float(), sin.float())
+    wanted, _ = rotate_qk(x, x, cos.float().double(), sin.float().double())
     assert torch.equal(got, wanted)
 
 
@@ -196,30 +196,30 @@ def test_qk_norm_has_gradients():
 def test_bad_input_is_named():
     q, k = torch.randn(2, 4, 5, 8), torch.randn(2, 2, 5, 8)
     cos, sin = tables(6, 4)
-    with pytest.raises(ValueError, match="rotate: q and k must agree"):
-        rotate(q, k[:, :, :4], cos, sin)
+    with pytest.raises(ValueError, match="rotate_qk: q and k must agree"):
+        rotate_qk(q, k[:, :, :4], cos, sin)
     with pytest.raises(ValueError, match=r"x must have shape \(B, H, L, D\)"):
         rotate_(q[0], cos, sin)
     with pytest.raises(ValueError, match="cos and sin must have one shape"):
-        rotate(q, k, cos, sin[:5])
+        rotate_qk(q, k, cos, sin[:5])
     with pytest.raises(ValueError, match="1 <= P <= 4"):
-        rotate(q, k, *tables(6, 5))
+        rotate_qk(q, k, *tables(6, 5))
     with pytest.raises(ValueError, match=r"\(2, T, P\)"):
-        rotate(q, k, cos.expand(3, 6, 4), sin.expand(3, 6, 4))
+        rotate_qk(q, k, cos.expand(3, 6, 4), sin.expand(3, 6, 4))
     with pytest.raises(ValueError, match="stay below the rows of cos=6, got 6"):
-        rotate(q, k, cos, sin, offset=2)
+        rotate_qk(q, k, cos, sin, offset=2)
     with pytest.raises(
-        ValueError, match="rotate: positions must stay below the rows of cos=6, got 9"
+        ValueError, match="rotate_qk: positions must stay below the rows of cos=6, got 9"
     ):
-        rotate(q, k, cos, sin, position_ids=torch.tensor([0, 1, 9, 2, 3]))
+        rotate_qk(q, k, cos, sin, position_ids=torch.tensor([0, 1, 9, 2, 3]))
     with pytest.raises(ValueError, match=r"offset must be an int, or have shape \(2,\)"):
-        rotate(q, k, cos, sin, offset=torch.tensor([1, 2, 3]))
+        rotate_qk(q, k, cos, sin, offset=torch.tensor([1, 2, 3]))
     with pytest.raises(ValueError, match="exclude each other"):
-        rotate(q, k, cos, sin, offset=torch.tensor([0, 0]), position_ids=torch.arange(5))
+        rotate_qk(q, k, cos, sin, offset=torch.tensor([0, 0]), position_ids=torch.arange(5))
     with pytest.raises(TypeError, match="cos must be a float16"):
-        rotate(q, k, cos.long(), sin.long())
+        rotate_qk(q, k, cos.long(), sin.long())
     with pytest.raises(TypeError, match="last must be True or False"):
-        rotate(q, k, cos, sin, last=1)
+        rotate_qk(q, k, cos, sin, last=1)
     with pytest.raises(ValueError, match="must not share memory with itself"):
         rotate_(q[:1].expand(2, 4, 5, 8), cos, sin)
     with pytest.raises(ValueError, match=r"q_weight must have shape \(8,\) or \(32,\)"):
@@ -244,7 +244,7 @@ def test_queries_and_keys_are_rotated_where_they_stand(interleaved, recorded):
     source = packed.clone().requires_grad_() if recorded else packed.clone()
     whole = source * 1.0
     q, k = whole[:, :, :4].transpose(1, 2), whole[:, :, 4:6].transpose(1, 2)
-    wanted = rotate(
+    wanted = rotate_qk(
         q.detach().clone(), k.detach().clone(), cos, sin, offset=3, interleaved=interleaved
     )
     assert rotate_qk_(q, k, cos, sin, offset=3, interleaved=interleaved)[1] is k
@@ -292,7 +292,7 @@ def test_what_shares_memory_is_not_written_in_place(parts, meets):
     q, k = (part.transpose(1, 2) for part in parts(whole))
     cos, sin = tables(9, 2)
     if not meets:
-        wanted = rotate(q.clone(), k.clone(), cos, sin)
+        wanted = rotate_qk(q.clone(), k.clone(), cos, sin)
         got = rotate_qk_(q, k, cos, sin)
         assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))
         return
@@ -307,12 +307,12 @@ def test_what_is_written_over_was_read_before(mode):
     x = torch.randn(2, 1, 2, 8, dtype=torch.float64)
     ids, (cos, sin) = x.view(torch.int64)[0, 0, :, ::4], tables(9, 4)
     ids.copy_(torch.tensor([[0, 1], [2, 3]]))
-    wanted, _ = rotate(x, x, cos, sin, position_ids=ids)
+    wanted, _ = rotate_qk(x, x, cos, sin, position_ids=ids)
     with mode():
         assert torch.equal(rotate_(x, cos, sin, position_ids=ids), wanted)
     x = torch.randn(2, 1, 2, 8, dtype=torch.float64)
     own, ids = (x[0, 0, :, :4], x[0, 0, :, 4:]), torch.tensor([[1, 0], [0, 1]])
-    wanted, _ = rotate(x, x, *own, position_ids=ids)
+    wanted, _ = rotate_qk(x, x, *own, position_ids=ids)
     with mode():
         assert torch.equal(rotate_(x, *own, position_ids=ids), wanted)
 
@@ -357,5 +357,56 @@ def test_one_memory_under_two_storages_is_seen():
     whole = np.zeros(16, "i8")
     ids, x = torch.from_numpy(whole[:4]), torch.from_numpy(whole.view("f4"))[:32].view(1, 1, 4, 8)
     ids.copy_(torch.tensor([3, 1, 2, 0]))
-    expected = rotate(x.clone(), x.clone(), *tables(9, 4), position_ids=ids.clone())[0]
+    expected = rotate_qk(x.clone(), x.clone(), *tables(9, 4), position_ids=ids.clone())[0]
     assert torch.equal(rotate_(x, *tables(9, 4), position_ids=ids), expected)
+
+
+def test_one_tensor_is_rotated_as_queries_beside_keys_are():
+    x, (cos, sin) = torch.randn(2, 3, 5, 8), tables(9, 4)
+    assert torch.equal(rotate(x, cos, sin, offset=2), rotate_qk(x, x, cos, sin, offset=2)[0])
+    y = x.clone()
+    assert rotate_(y, cos, sin, offset=2) is y
+    assert torch.equal(y, rotate(x, cos, sin, offset=2))
+
+
+@pytest.mark.parametrize("seq_dim", [1, -3])
+def test_tokens_may_come_before_heads(seq_dim):
+    """As flash-attn has them: no transpose of the caller's, and memory in the caller's order."""
+    q, k = torch.randn(2, 5, 4, 8), torch.randn(2, 5, 2, 8)
+    where = {"position_ids": torch.tensor([3, 1, 4, 1, 5]), "interleaved": False}
+    tables_ = tables(9, 4)
+    wanted = rotate_qk(q.transpose(1, 2), k.transpose(1, 2), *tables_, **where)
+    found = rotate_qk(q, k, *tables_, seq_dim=seq_dim, **where)
+    for got, expected in zip(found, wanted, strict=True):
+        assert torch.equal(got, expected.transpose(1, 2))
+        assert got.is_contiguous()
+    assert torch.equal(rotate(q, *tables_, seq_dim=seq_dim, **where), found[0])
+    weights = torch.rand(8), torch.rand(16)
+    normed = qk_norm_rope(q, k, *weights, *tables_, seq_dim=seq_dim, **where)
+    swapped = qk_norm_rope(q.transpose(1, 2), k.transpose(1, 2), *weights, *tables_, **where)
+    assert all(torch.equal(a, b.transpose(1, 2)) for a, b in zip(normed, swapped, strict=True))
+    rotate_qk_(q, k, *tables_, seq_dim=seq_dim, **where)
+    assert torch.equal(q, found[0])
+    assert torch.equal(k, found[1])
+    with pytest.raises(ValueError, match="seq_dim must be -2"):
+        rotate(q, *tables_, seq_dim=0)
+    with pytest.raises(ValueError, match=r"x must have shape \(B, L, H, D\)"):
+        rotate(q[0], *tables_, seq_dim=1)
+
+
+@pytest.mark.parametrize("interleaved", [False, True], ids=["half", "interleaved"])
+@pytest.mark.parametrize("batch", [(), (2,)], ids=["shared", "each-sequence"])
+def test_tables_with_both_numbers_of_a_pair_are_accepted(interleaved, batch):
+    x, (cos, sin) = torch.randn(2, 3, 5, 8), tables(9, 4)
+    cos, sin = (t.expand(*batch, 9, 4) for t in (cos, sin))
+    twice = [
+        t.repeat_interleave(2, -1) if interleaved else torch.cat((t, t), -1) for t in (cos, sin)
+    ]
+    wanted = rotate(x, cos, sin, interleaved=interleaved)
+    assert torch.equal(rotate(x, *twice, interleaved=interleaved), wanted)
+    y = x.clone()
+    assert torch.equal(rotate_(y, *twice, interleaved=interleaved), wanted)
+    compiled = torch.compile(rotate, backend="aot_eager", fullgraph=True)
+    assert torch.equal(compiled(x, *twice, interleaved=interleaved), wanted)
+    with pytest.raises(ValueError, match="both numbers of a pair must be the same in cos"):
+        rotate(x, *twice, interleaved=not interleaved)

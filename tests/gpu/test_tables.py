@@ -15,7 +15,7 @@ def halves(length=4096, dtype=torch.bfloat16):
 
 
 def exact(rope, q, k, **options):
-    return functional.rotate(q, k, rope.cos_cached, rope.sin_cached, **options)
+    return functional.rotate_qk(q, k, rope.cos_cached, rope.sin_cached, **options)
 
 
 def held(rope):

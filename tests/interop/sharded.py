@@ -250,11 +250,11 @@ def special(mesh) -> dict:
     def learned_tables():
         cos, sin = (t.float() for t in posenc.RoPE(8).tables(torch.arange(8)))
         plain = [t.clone().requires_grad_() for t in (cos, sin)]
-        functional.rotate(q, k, *plain)[0].square().sum().backward()
+        functional.rotate_qk(q, k, *plain)[0].square().sum().backward()
         for placement in (R, BATCH, HEADS, LENGTH):
             mine = [t.clone().requires_grad_() for t in (cos, sin)]
             shards = [distribute_tensor(x, mesh, [placement]) for x in (q, k)]
-            functional.rotate(*shards, *mine)[0].square().sum().backward()
+            functional.rotate_qk(*shards, *mine)[0].square().sum().backward()
             for a, b in zip(plain, mine, strict=True):
                 assert_close(b.grad, a.grad)
 

@@ -179,12 +179,12 @@ class TestCachedKeys:
 
 
 def test_tables_serve_every_layer():
-    from posenc.functional import rotate
+    from posenc.functional import rotate_qk
 
     rope, q, k = RoPE(8, 64, scaling=LONG), torch.randn(2, 4, 5, 8), torch.randn(2, 2, 5, 8)
     ids = torch.tensor([[0, 1, 2, 3, 4], [20, 21, 22, 23, 24]])
     cos, sin = rope.tables(ids)
-    for got, wanted in zip(rotate(q, k, cos, sin), rope(q, k, position_ids=ids), strict=True):
+    for got, wanted in zip(rotate_qk(q, k, cos, sin), rope(q, k, position_ids=ids), strict=True):
         assert torch.equal(got, wanted)
 
 
@@ -196,8 +196,8 @@ def test_tables_serve_every_layer():
         (lambda r, x: r.shift(x, 1.5), TypeError, "by must be an int"),
         (lambda r, x: r.shift(x, torch.arange(5)), ValueError, "by must be an int, or have shape"),
         (lambda r, x: r.rotate(x, 63), ValueError, "below max_seq_len=64"),
-        (lambda r, x: r(x, None), TypeError, "RoPE.rotate takes one tensor"),
-        (lambda r, x: r.apply(x), TypeError, "RoPE.rotate takes one tensor"),
+        (lambda r, x: r(x, None), TypeError, "Use RoPE.rotate for one tensor"),
+        (lambda r, x: r.apply(x), TypeError, "Use RoPE.rotate for one tensor"),
         (lambda r, x: r.rotate(x[..., :4]), ValueError, "head_dim of x must be 8"),
         (lambda r, x: r.tables([1, 2]), TypeError, "position_ids must be a tensor"),
         (lambda r, x: r.rotate(x, 1, position_ids=torch.rand(3)), ValueError, "exclude each other"),
@@ -328,3 +328,51 @@ def test_no_position_is_past_two_to_the_31():
                 rope(x, x, offset + 1)
     with pytest.raises(ValueError, match="must be finite and at most 2"):
         rope(x, x, position_ids=torch.tensor([0.0, 1.0, 2.0, 2.0**32]))
+
+
+@pytest.mark.parametrize("size", [64, None], ids=["sized", "growing"])
+def test_in_place_is_the_same_rotation(size):
+    rope = RoPE(8, size, rotary_dim=4, interleaved=False)
+    q, k = torch.randn(2, 4, 5, 8), torch.randn(2, 2, 5, 8)
+    for where in ({"offset": 3}, {"position_ids": torch.tensor([3, 1, 4, 1, 5])}, {}):
+        wanted, (a, b) = rope(q, k, **where), (q.clone(), k.clone())
+        found = rope.forward_(a, b, **where)
+        assert found[0] is a
+        assert found[1] is b
+        assert torch.equal(a, wanted[0])
+        assert torch.equal(b, wanted[1])
+    before = q.clone()
+    with pytest.raises(ValueError, match=r"negative|below max_seq_len"):
+        rope.forward_(q, k, position_ids=torch.tensor([0, -1, 2, 3, 64]))
+    assert torch.equal(q, before)
+
+
+def test_tokens_may_come_before_heads():
+    plain, swapped = RoPE(8, 64), RoPE(8, 64, seq_dim=1)
+    q, k = torch.randn(2, 5, 4, 8), torch.randn(2, 5, 2, 8)
+    wanted = [y.transpose(1, 2) for y in plain(q.transpose(1, 2), k.transpose(1, 2), 3)]
+    found = swapped(q, k, 3)
+    assert torch.equal(found[0], wanted[0])
+    assert torch.equal(found[1], wanted[1])
+    assert found[0].is_contiguous()
+    assert torch.equal(swapped.rotate(q, 3), wanted[0])
+    assert torch.allclose(swapped.unrotate(found[0], 3), q, atol=1e-6)
+    old, new = torch.arange(5) + 3, torch.arange(5) + 9
+    assert torch.allclose(swapped.rerotate(found[1], old, new), swapped.rotate(k, 9), atol=1e-6)
+    assert torch.allclose(swapped.shift(found[1], 6), swapped.rotate(k, 9), atol=1e-6)
+    swapped.forward_(q, k, 3)
+    assert torch.equal(q, found[0])
+    with pytest.raises(ValueError, match="seq_dim must be -2"):
+        RoPE(8, seq_dim=0)
+
+
+def test_tables_are_rounded_once_to_the_dtype_that_is_asked_for():
+    rope, at = RoPE(8, None), torch.arange(200)
+    exact = rope.tables(at)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        for got, wanted in zip(rope.tables(at, dtype=dtype), exact, strict=True):
+            assert got.dtype == dtype
+            nearest = [oracles.rounded(x, dtype) for x in wanted.flatten().tolist()]
+            assert got.flatten().tolist() == nearest
+    with pytest.raises(TypeError, match="dtype must be one of"):
+        rope.tables(at, dtype=torch.int64)

@@ -308,7 +308,7 @@ def test_a_traced_call_records_the_rotation():
     rope, (x, other) = posenc.RoPE(8, 64), torch.randn(2, 1, 1, 4, 8)
 
     def turned(q):
-        return posenc.functional.rotate(q, q, rope.cos_cached, rope.sin_cached)[0]
+        return posenc.functional.rotate_qk(q, q, rope.cos_cached, rope.sin_cached)[0]
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -2,11 +2,12 @@
 
 from posenc.functional.alibi import alibi_bias, alibi_key_bias, alibi_slopes
 from posenc.functional.conventions import alibi_model_bias, alibi_model_slopes
+from posenc.functional.norm import qk_norm_rope
 from posenc.functional.rotary import (
-    qk_norm_rope,
     rotary_pos_embedding,
     rotate,
     rotate_,
+    rotate_qk,
     rotate_qk_,
 )
 from posenc.functional.sinusoidal import (
@@ -25,6 +26,7 @@ __all__ = [
     "rotary_pos_embedding",
     "rotate",
     "rotate_",
+    "rotate_qk",
     "rotate_qk_",
     "sinusoidal_grid_embedding",
     "sinusoidal_pos_embedding",

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, TypedDict
+
 import torch
 from torch import Tensor
 
 from posenc import kernels
 from posenc._contract import checks
 from posenc._contract.memory import apart, check_writable
+from posenc._contract.tracing import in_transform, is_readable
 from posenc.kernels import RowOutOfRange, Rows, Turn
 from posenc.numerics.frequencies import Spectrum
 from posenc.numerics.tables import cos_sin
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
 # What a caller's own table is called in an error.
-_ROWS = "the rows of cos"
+ROWS = "the rows of cos"
 
 
 def rotary_pos_embedding(
@@ -21,6 +27,7 @@ def rotary_pos_embedding(
     position_ids: Tensor | None = None,
     interleaved: bool = True,
     *,
+    offset: int | Tensor = 0,
     base: float = 10_000.0,
 ) -> Tensor:
     r"""Rotate each channel pair of ``input_`` by its position.
@@ -37,6 +44,8 @@ def rotary_pos_embedding(
             axis of ``input_``. None means ``0 .. L-1``.
         interleaved: Pairs are ``(0, 1), (2, 3), ...`` if true, ``(0, D/2), (1, D/2 + 1), ...``
             if false.
+        offset: Position of the first token, or an integer tensor ``(B,)`` of them, instead of
+            ``position_ids``.
         base: Raising it slows every pair but the first.
 
     Returns:
@@ -54,77 +63,74 @@ def rotary_pos_embedding(
     width = check_rotary_input(who, "input_", input_)
     checks.boolean(who, "interleaved", interleaved)
     spectrum = Spectrum(width, checks.base(who, base))
-    if position_ids is None:
-        at = torch.arange(input_.shape[-2], device=input_.device)
-    else:
-        at = checks.position_ids(who, position_ids, input_.shape, input_.device)
-        checks.extent(who, at)
-        if at.dim() == 2 and at.shape[0] == 1:
-            # One row of positions serves every sequence.
-            at = at[0]
+    rows = rows_of(who, input_, offset, position_ids, "", None)
+    at = rows.numbers(input_.shape[-2], input_.device)
+    checks.extent(who, at)
+    # One row of positions serves every sequence.
+    at = at[0] if at.shape[0] == 1 else at
     cos, sin = cos_sin(at, spectrum)
-    return turn_one(who, _ROWS, input_, cos, sin, Rows(), Turn(interleaved, interleaved))
+    return turn_one(who, ROWS, input_, cos, sin, Rows(), Turn(interleaved, interleaved))
 
 
-def rotate(
-    q: Tensor,
-    k: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    *,
-    offset: int | Tensor = 0,
-    position_ids: Tensor | None = None,
-    interleaved: bool = True,
-    interleaved_out: bool | None = None,
-    last: bool = False,
-) -> tuple[Tensor, Tensor]:
-    """Rotate queries and keys by tables of your own.
+class RotateOptions(TypedDict, total=False):
+    """The keywords of :func:`rotate` and its siblings."""
+
+    offset: int | Tensor
+    position_ids: Tensor | None
+    seq_dim: int
+    interleaved: bool
+    interleaved_out: bool | None
+    last: bool
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, **options: Unpack[RotateOptions]) -> Tensor:
+    """Rotate ``x`` by tables of your own.
 
     For tables from another source: learned frequencies, a scaling rule of yours, another
-    library's cache. Gradients reach ``q``, ``k``, ``cos`` and ``sin``.
+    library's cache. Gradients reach ``x``, ``cos`` and ``sin``.
 
     Args:
-        q: Queries ``(B, H, L, D)``.
-        k: Keys ``(B, H', L, D)``.
+        x: ``(B, H, L, D)``.
         cos: ``(T, P)``, or ``(B, T, P)`` for tables of each sequence's own. ``2P`` channels of
-            the ``D`` are rotated.
+            the ``D`` are rotated. Tables ``(T, D)`` that hold the number of each pair twice, as
+            Hugging Face makes them, are accepted if both are the same.
         sin: As ``cos``.
-        offset: Table row of the first token, or an integer tensor ``(B,)`` of them.
-        position_ids: Table row of each token, ``(L,)`` or ``(B, L)``, instead of ``offset``.
-        interleaved: Pairs are ``(2i, 2i + 1)`` if true, ``(i, P + i)`` if false.
-        interleaved_out: Pairs of the result, if they are to differ (DeepSeek's checkpoints are
-            interleaved and come out in halves).
-        last: Rotate the last ``2P`` channels instead of the first.
+        **options: ``offset``: table row of the first token (0), or an integer tensor ``(B,)``;
+            ``position_ids``: table row of each token, ``(L,)`` or ``(B, L)``, instead;
+            ``seq_dim``: which dimension of ``x`` are the tokens: -2, or 1 for ``(B, L, H, D)``;
+            ``interleaved``: pairs are ``(2i, 2i + 1)`` if true (the default), ``(i, P + i)`` if
+            false; ``interleaved_out``: pairs of the result, if they are to differ (DeepSeek's
+            checkpoints are interleaved and come out in halves); ``last``: rotate the last ``2P``
+            channels instead of the first.
 
     Returns:
-        New tensors like ``q`` and ``k``; channels that are not rotated are copied.
+        A new tensor like ``x``; channels that are not rotated are copied.
 
     Examples:
         >>> x = torch.tensor([1.0, 0.0, 5.0]).view(1, 1, 1, 3)
-        >>> quarter = torch.tensor([[0.0]]), torch.tensor([[1.0]])
-        >>> rotate(x, x, *quarter)[0].flatten()
+        >>> rotate(x, torch.tensor([[0.0]]), torch.tensor([[1.0]])).flatten()
         tensor([0., 1., 5.])
     """
-    rows, turn = _arguments(
-        "rotate", (q, k), cos, sin, offset, position_ids, interleaved, interleaved_out, last
-    )
-    cos, sin = cos.resolve_neg(), sin.resolve_neg()
-    a, b = turn_all("rotate", _ROWS, [q, k], cos, sin, rows, turn)
+    return _rotated("rotate", [x], cos, sin, **options)[0]
+
+
+def rotate_qk(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, **options: Unpack[RotateOptions]
+) -> tuple[Tensor, Tensor]:
+    """Rotate queries ``(B, H, L, D)`` and keys ``(B, H', L, D)`` in one pass; see :func:`rotate`.
+
+    Examples:
+        >>> q, k = torch.eye(2).view(2, 1, 1, 1, 2)
+        >>> q, k = rotate_qk(q, k, torch.tensor([[0.0]]), torch.tensor([[1.0]]))
+        >>> q.flatten(), k.flatten()
+        (tensor([0., 1.]), tensor([-1.,  0.]))
+    """
+    a, b = _rotated("rotate_qk", [q, k], cos, sin, **options)
     return a, b
 
 
-def rotate_(
-    x: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    *,
-    offset: int | Tensor = 0,
-    position_ids: Tensor | None = None,
-    interleaved: bool = True,
-    interleaved_out: bool | None = None,
-    last: bool = False,
-) -> Tensor:
-    """Rotate ``x`` of ``(B, H, L, D)`` in place, and return it; arguments as :func:`rotate`.
+def rotate_(x: Tensor, cos: Tensor, sin: Tensor, **options: Unpack[RotateOptions]) -> Tensor:
+    """Rotate ``x`` in place, and return it; arguments as :func:`rotate`.
 
     One pass without a new tensor where nothing is recorded for a gradient; where something is,
     autograd sees the write as it sees torch's own.
@@ -136,26 +142,15 @@ def rotate_(
         >>> x.flatten()
         tensor([0., 1.])
     """
-    rows, turn = _arguments(
-        "rotate_", (x,), cos, sin, offset, position_ids, interleaved, interleaved_out, last
-    )
-    _turn_in_place("rotate_", [x], cos, sin, rows, turn)
+    xs, cos, sin, rows, turn = arguments("rotate_", [x], cos, sin, **options)
+    rotate_in_place("rotate_", ROWS, xs, cos, sin, rows, turn)
     return x
 
 
 def rotate_qk_(
-    q: Tensor,
-    k: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    *,
-    offset: int | Tensor = 0,
-    position_ids: Tensor | None = None,
-    interleaved: bool = True,
-    interleaved_out: bool | None = None,
-    last: bool = False,
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, **options: Unpack[RotateOptions]
 ) -> tuple[Tensor, Tensor]:
-    """Rotate queries and keys in place, in one pass, and return them; arguments as :func:`rotate`.
+    """Rotate queries and keys in place, in one pass, and return them; see :func:`rotate_qk`.
 
     Examples:
         >>> q, k = torch.eye(2).view(2, 1, 1, 1, 2)
@@ -163,95 +158,24 @@ def rotate_qk_(
         >>> q.flatten(), k.flatten()
         (tensor([0., 1.]), tensor([-1.,  0.]))
     """
-    rows, turn = _arguments(
-        "rotate_qk_", (q, k), cos, sin, offset, position_ids, interleaved, interleaved_out, last
-    )
-    _turn_in_place("rotate_qk_", [q, k], cos, sin, rows, turn)
+    xs, cos, sin, rows, turn = arguments("rotate_qk_", [q, k], cos, sin, **options)
+    rotate_in_place("rotate_qk_", ROWS, xs, cos, sin, rows, turn)
     return q, k
 
 
-def qk_norm_rope(
-    q: Tensor,
-    k: Tensor,
-    q_weight: Tensor,
-    k_weight: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    *,
-    eps: float = 1e-6,
-    zero_centered: bool = False,
-    offset: int | Tensor = 0,
-    position_ids: Tensor | None = None,
-    interleaved: bool = True,
-    interleaved_out: bool | None = None,
-    last: bool = False,
-) -> tuple[Tensor, Tensor]:
-    r"""RMSNorm of queries and keys, then rotation: in one kernel on CUDA, and in C on the CPU.
-
-    .. math:: x \mapsto R_\phi \left( \frac{x}{\sqrt{\text{mean}(x^2) + \epsilon}} \odot w \right)
-
-    As Qwen3, Gemma 3 and OLMo 2 normalise before they rotate. Computed one precision up and
-    rounded once; gradients reach ``q``, ``k`` and the weights.
-
-    Args:
-        q: Queries ``(B, H, L, D)``.
-        k: Keys ``(B, H', L, D)``.
-        q_weight: ``(D,)`` for a norm of each head, ``(H * D,)`` for one over all heads of a
-            token (OLMo 2).
-        k_weight: ``(D,)`` or ``(H' * D,)``.
-        cos: ``(T, P)`` or ``(B, T, P)``, as in :func:`rotate`.
-        sin: As ``cos``.
-        eps: Added to the mean square.
-        zero_centered: Multiply by ``1 + weight`` (Gemma).
-        offset: As in :func:`rotate`, and so are the arguments after it.
-        position_ids: Table row of each token, instead of ``offset``.
-        interleaved: Pairs are ``(2i, 2i + 1)`` if true, ``(i, P + i)`` if false.
-        interleaved_out: Pairs of the result, if they are to differ.
-        last: Rotate the last ``2P`` channels instead of the first.
-
-    Returns:
-        New tensors like ``q`` and ``k``.
-
-    Examples:
-        >>> x = torch.tensor([3.0, 4.0]).view(1, 1, 1, 2)
-        >>> still = torch.ones(1, 1), torch.zeros(1, 1)
-        >>> qk_norm_rope(x, x, torch.ones(2), torch.ones(2), *still)[0].flatten()
-        tensor([0.8485, 1.1314])
-
-    References:
-        Henry et al., *Query-Key Normalization for Transformers*, 2020.
-    """
-    who = "qk_norm_rope"
-    rows, turn = _arguments(
-        who, (q, k), cos, sin, offset, position_ids, interleaved, interleaved_out, last
-    )
-    cos, sin = cos.resolve_neg(), sin.resolve_neg()
-    eps = checks.positive_float(who, "eps", eps)
-    shift = 1.0 if checks.boolean(who, "zero_centered", zero_centered) else 0.0
-    turned = []
-    for name, x, weight in (("q_weight", q, q_weight), ("k_weight", k, k_weight)):
-        checks.float_tensor(who, name, weight)
-        heads, width = x.shape[1], x.shape[3]
-        # One by one: a compiler that leaves sizes open looks for none in a tuple.
-        if weight.dim() != 1 or (weight.shape[0] != width and weight.shape[0] != heads * width):
-            rule = f"{name} must have shape ({width},) or ({heads * width},)"
-            got = f"shape {tuple(weight.shape)}"
-            raise ValueError(checks.message(who, rule, got, "One weight serves one channel."))
-        if weight.device != x.device:
-            rule, got = f"{name} must be on the device of q and k", f"{weight.device}"
-            raise ValueError(checks.message(who, rule, got, f"Move it to {x.device}."))
-        norm = kernels.Norm(eps, shift, weight.shape[0] != width)
-        try:
-            turned.append(kernels.norm_rotate(x, weight, cos, sin, rows, turn, norm))
-        except RowOutOfRange as error:
-            checks.position(who, error.row, _ROWS, cos.shape[-2])
-            raise
-    return turned[0], turned[1]
+def _rotated(
+    who: str, xs: list[Tensor], cos: Tensor, sin: Tensor, **options: Unpack[RotateOptions]
+) -> list[Tensor]:
+    xs, cos, sin, rows, turn = arguments(who, xs, cos, sin, **options)
+    ys = turn_all(who, ROWS, xs, cos.resolve_neg(), sin.resolve_neg(), rows, turn)
+    swapped = tokens_first(who, options.get("seq_dim", -2))
+    return [y.transpose(1, 2) for y in ys] if swapped else ys
 
 
-def _turn_in_place(
-    who: str, xs: list[Tensor], cos: Tensor, sin: Tensor, rows: Rows, turn: Turn
+def rotate_in_place(
+    who: str, limit_name: str, xs: list[Tensor], cos: Tensor, sin: Tensor, rows: Rows, turn: Turn
 ) -> None:
+    """Rotate ``xs`` of ``(B, H, L, D)`` where they are; a refused call writes nothing."""
     check_writable(who, xs, recorded_by=(cos, sin))
     read = (cos, sin) if rows.positions is None else (cos, sin, rows.positions)
     cos, sin, *positions = apart(xs, *read)
@@ -259,8 +183,30 @@ def _turn_in_place(
     try:
         kernels.rotate_(xs, cos.resolve_neg(), sin.resolve_neg(), rows, turn)
     except RowOutOfRange as error:
-        checks.position(who, error.row, _ROWS, cos.shape[-2])
+        checks.position(who, error.row, limit_name, cos.shape[-2])
         raise
+
+
+def tokens_first(who: str, seq_dim: int) -> bool:
+    """Whether tensors are ``(B, L, H, D)``; refuse what is neither that nor ``(B, H, L, D)``."""
+    if seq_dim in (-2, 2):
+        return False
+    if seq_dim not in (1, -3):
+        rule = "seq_dim must be -2 for (B, H, L, D), or 1 for (B, L, H, D)"
+        raise ValueError(checks.message(who, rule, seq_dim, "Transpose the tensor first."))
+    return True
+
+
+def halved(who: str, name: str, table: Tensor, interleaved: bool) -> Tensor:
+    """A table ``(..., 2P)`` that holds the number of each pair twice, with one: ``(..., P)``."""
+    first, second = (table[..., ::2], table[..., 1::2]) if interleaved else table.chunk(2, -1)
+    problem = f"{who}: both numbers of a pair must be the same in {name}."
+    if is_readable(table):
+        if not torch.equal(first, second):
+            raise ValueError(f"{problem}\n  Pass {name} of shape (T, P), or another `interleaved`.")
+    elif not in_transform(table):
+        torch._assert_async((first == second).all(), problem)
+    return first
 
 
 def check_rotary_input(who: str, name: str, x: Tensor) -> int:
@@ -280,7 +226,7 @@ def check_queries_and_keys(who: str, q: Tensor, k: Tensor) -> None:
     if not fits or q.device != k.device:
         rule = "q and k must agree in batch, length, head_dim and device"
         got = f"{tuple(q.shape)} on {q.device} and {tuple(k.shape)} on {k.device}"
-        way_out = "Only the head counts may differ; of (B, L, H, D), pass x.transpose(1, 2)."
+        way_out = "Only the head counts may differ; for (B, L, H, D) pass seq_dim=1."
         if length < k_length and batch == k_batch and width == k_width:
             way_out = "Rotate new keys alone, with the offset of the new queries, and cache them."
         raise ValueError(checks.message(who, rule, got, way_out))
@@ -342,20 +288,26 @@ def rows_of(
     return Rows(0, ids if ids.dim() == 2 else ids[None])
 
 
-def _arguments(
+def arguments(
     who: str,
-    xs: tuple[Tensor, ...],
+    xs: list[Tensor],
     cos: Tensor,
     sin: Tensor,
-    offset: int | Tensor,
-    position_ids: Tensor | None,
-    interleaved: bool,
-    interleaved_out: bool | None,
-    last: bool,
-) -> tuple[Rows, Turn]:
+    *,
+    offset: int | Tensor = 0,
+    position_ids: Tensor | None = None,
+    seq_dim: int = -2,
+    interleaved: bool = True,
+    interleaved_out: bool | None = None,
+    last: bool = False,
+) -> tuple[list[Tensor], Tensor, Tensor, Rows, Turn]:
+    """What the kernels take: ``xs`` as ``(B, H, L, D)``, tables ``(..., T, P)``, rows and pairs."""
+    swapped = tokens_first(who, seq_dim)
     for name, x in zip(("q", "k") if len(xs) == 2 else ("x",), xs, strict=True):
         checks.float_tensor(who, name, x)
-        checks.rank(who, name, x, (4,), "(B, H, L, D)")
+        checks.rank(who, name, x, (4,), "(B, L, H, D)" if swapped else "(B, H, L, D)")
+    if swapped:
+        xs = [x.transpose(1, 2) for x in xs]
     if len(xs) == 2:
         check_queries_and_keys(who, *xs)
     for name, table in (("cos", cos), ("sin", sin)):
@@ -366,24 +318,24 @@ def _arguments(
         checks.float_tensor(who, name, table)
         checks.rank(who, name, table, (2, 3), "(T, P) or (B, T, P)")
     batch, _, length, width = xs[0].shape
-    pairs = cos.shape[-1]
+    checks.boolean(who, "interleaved", interleaved)
     if cos.shape != sin.shape or cos.device != xs[0].device or sin.device != xs[0].device:
         rule = f"cos and sin must have one shape, on {xs[0].device}"
         got = f"{tuple(cos.shape)} on {cos.device} and {tuple(sin.shape)} on {sin.device}"
         raise ValueError(checks.message(who, rule, got, "Build both from the same angles."))
+    if width < 2 * cos.shape[-1] <= 2 * width and cos.shape[-1] % 2 == 0:
+        # Too wide for one number to a pair.
+        cos, sin = halved(who, "cos", cos, interleaved), halved(who, "sin", sin, interleaved)
+    pairs = cos.shape[-1]
     if pairs == 0 or 2 * pairs > width or (cos.dim() == 3 and cos.shape[0] != batch):
         rule = f"cos must have shape (T, P) or ({batch}, T, P) with 1 <= P <= {width // 2}"
-        got = f"shape {tuple(cos.shape)}"
-        way_out = "One column serves a pair of channels."
-        if pairs == width:
-            way_out += " Of tables that hold each twice, pass cos[..., :P], or cos[..., ::2]."
+        got, way_out = f"shape {tuple(cos.shape)}", "Give one column to each pair of channels."
         raise ValueError(checks.message(who, rule, got, way_out))
-    rows = rows_of(who, xs[0], offset, position_ids, _ROWS, cos.shape[-2])
+    rows = rows_of(who, xs[0], offset, position_ids, ROWS, cos.shape[-2])
     if rows.positions is None:
-        checks.sequence(who, rows.start, length, _ROWS, cos.shape[-2])
-    checks.boolean(who, "interleaved", interleaved)
+        checks.sequence(who, rows.start, length, ROWS, cos.shape[-2])
     if interleaved_out is None:
         interleaved_out = interleaved
     checks.boolean(who, "interleaved_out", interleaved_out)
     column = width - 2 * pairs if checks.boolean(who, "last", last) else 0
-    return rows, Turn(interleaved, interleaved_out, column)
+    return xs, cos, sin, rows, Turn(interleaved, interleaved_out, column)

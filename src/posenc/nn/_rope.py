@@ -60,9 +60,9 @@ class RopeTables:
         who: str,
         xs: list[Tensor],
         offset: int | Tensor,
-        position_ids: Tensor | None,
-        seq_len: Any,
         *,
+        position_ids: Tensor | None = None,
+        seq_len: Any = None,
         inverse: bool = False,
     ) -> tuple[Tensor, Tensor, Rows]:
         """Cosines, sines, and the rows of them that the tokens of ``xs`` take."""

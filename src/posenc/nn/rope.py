@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, overload
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import torch
 from torch import Tensor
 
 from posenc._contract import checks
-from posenc.functional.rotary import check_queries_and_keys, turn_all
+from posenc.functional.rotary import (
+    check_queries_and_keys,
+    rotate_in_place,
+    tokens_first,
+    turn_all,
+)
 from posenc.kernels import Rows, Turn
 from posenc.nn._rope import RopeTables, for_sequences
 from posenc.nn._tables import TableModule, shown_table
@@ -18,13 +22,23 @@ from posenc.numerics import configs
 from posenc.numerics.axes import Axes
 from posenc.numerics.frequencies import scaled_rates
 from posenc.numerics.scaling import Rule
-from posenc.numerics.tables import of_angles
+from posenc.numerics.tables import of_angles, round_once
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 _NO_RULE = "Pass posenc.scaling.Linear(2.0), say; RoPE.from_config takes a config's dict."
 
 
+class Where(TypedDict, total=False):
+    """What :meth:`RoPE.forward` takes to say where its tokens are, beside ``offset``."""
+
+    position_ids: Tensor | None
+    seq_len: int | Tensor | None
+
+
 class RoPE(TableModule):
-    """Rotate queries and keys of ``(B, H, L, D)``, with tables precomputed at construction.
+    """Rotate queries and keys of ``(B, H, L, D)``, by tables that equal modules share.
 
     Args:
         head_dim: Channels ``D`` of a head, even.
@@ -38,6 +52,7 @@ class RoPE(TableModule):
         last: Rotate the last ``rotary_dim`` channels instead of the first.
         scaling: A rule of `posenc.scaling`, for sequences longer than those trained on.
         axes: An arrangement of `posenc.axes`, for positions with several coordinates.
+        seq_dim: Which dimension are the tokens: -2, or 1 for tensors of ``(B, L, H, D)``.
 
     Examples:
         >>> rope = RoPE(head_dim=64)
@@ -67,6 +82,7 @@ class RoPE(TableModule):
         last: bool = False,
         scaling: Rule | None = None,
         axes: Axes | None = None,
+        seq_dim: int = -2,
     ) -> None:
         super().__init__()
         who = type(self).__name__
@@ -81,6 +97,8 @@ class RoPE(TableModule):
         self.last = checks.boolean(who, "last", last)
         self.scaling = checks.instance(who, "scaling", scaling, Rule, _NO_RULE)
         self.axes = checks.instance(who, "axes", axes, Axes, "Pass axes.Axial(2), say.")
+        self.seq_dim = seq_dim
+        self._tokens_first = tokens_first(who, seq_dim)
         width = self.head_dim if self.rotary_dim is None else self.rotary_dim
         if width > self.head_dim:
             rule = f"rotary_dim must be at most head_dim={self.head_dim}"
@@ -141,21 +159,9 @@ class RoPE(TableModule):
         length = self._tables.length("RoPE.attention_factor", None, seq_len)
         return float(self._tables.spectrum(length).gain())
 
-    @overload
-    def apply(self, q: Callable[[torch.nn.Module], None]) -> RoPE: ...
-
-    @overload
-    def apply(
-        self,
-        q: Tensor,
-        k: Tensor,
-        offset: int | Tensor = 0,
-        *,
-        position_ids: Tensor | None = None,
-        seq_len: int | Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]: ...
-
-    def apply(self, q: Any, k: Any = None, offset: int | Tensor = 0, **keywords: Any) -> Any:
+    def apply(  # type: ignore[override]
+        self, q: Any, k: Any = None, offset: int | Tensor = 0, **where: Any
+    ) -> Any:
         """Rotate queries and keys; the same as calling the module.
 
         ``model.apply(fn)`` of a surrounding model reaches this method too, with a function and
@@ -163,7 +169,7 @@ class RoPE(TableModule):
         """
         if k is None and callable(q):
             return super().apply(q)
-        return self(q, k, offset, **keywords)
+        return self(q, k, offset, **where)
 
     def forward(
         self,
@@ -190,46 +196,70 @@ class RoPE(TableModule):
         Returns:
             New tensors with the shapes and dtypes of ``q`` and ``k``.
         """
-        who = type(self).__name__
-        self._check(who, "q", q)
-        self._check(who, "k", k)
-        check_queries_and_keys(who, q, k)
-        cos, sin, rows = self._tables.for_call(who, [q, k], offset, position_ids, seq_len)
-        a, b = turn_all(who, "max_seq_len", [q, k], cos, sin, rows, self._turn)
+        where: Where = {"position_ids": position_ids, "seq_len": seq_len}
+        a, b = self._rotated(type(self).__name__, {"q": q, "k": k}, offset, **where)
         return a, b
 
-    def _check(self, who: str, name: str, x: Tensor) -> None:
-        if x is None and name == "k":
-            rule, way_out = "k must be a torch.Tensor", f"{who}.rotate takes one tensor alone."
-            raise TypeError(checks.message(who, rule, x, way_out))
-        checks.float_tensor(who, name, x)
-        if x.dim() != 4 or x.shape[3] != self.head_dim:
-            checks.rank(who, name, x, (4,), "(B, H, L, D)")
-            way_out = "Build RoPE with that head_dim."
-            checks.equal(who, f"head_dim of {name}", x.shape[3], self.head_dim, way_out)
+    def forward_(
+        self, q: Tensor, k: Tensor, offset: int | Tensor = 0, **where: Unpack[Where]
+    ) -> tuple[Tensor, Tensor]:
+        """Rotate queries and keys in place, and return them; arguments as :meth:`forward`.
 
-    def rotate(
+        Examples:
+            >>> rope, q, k = RoPE(8), torch.randn(1, 4, 3, 8), torch.randn(1, 2, 3, 8)
+            >>> wanted = rope(q, k, offset=5)
+            >>> _ = rope.forward_(q, k, offset=5)
+            >>> torch.equal(q, wanted[0])
+            True
+        """
+        who = f"{type(self).__name__}.forward_"
+        xs = self._heads_first(who, {"q": q, "k": k})
+        cos, sin, rows = self._tables.for_call(who, xs, offset, **where)
+        rotate_in_place(who, "max_seq_len", xs, cos, sin, rows, self._turn)
+        return q, k
+
+    def _rotated(
         self,
-        x: Tensor,
-        offset: int | Tensor = 0,
+        who: str,
+        given: dict[str, Tensor],
+        offset: int | Tensor,
         *,
-        position_ids: Tensor | None = None,
-        seq_len: int | Tensor | None = None,
-    ) -> Tensor:
-        """Rotate one tensor ``(B, H, L, D)``; arguments as :meth:`forward`."""
+        inverse: bool = False,
+        **where: Unpack[Where],
+    ) -> list[Tensor]:
+        xs = self._heads_first(who, given)
+        cos, sin, rows = self._tables.for_call(who, xs, offset, inverse=inverse, **where)
+        turn = self._turn.back() if inverse else self._turn
+        return self._as_given(turn_all(who, "max_seq_len", xs, cos, sin, rows, turn))
+
+    def _heads_first(self, who: str, given: dict[str, Tensor]) -> list[Tensor]:
+        """What is to be rotated, checked, as ``(B, H, L, D)``."""
+        xs = list(given.values())
+        for name, x in given.items():
+            if x is None and name == "k":
+                rule, way_out = "k must be a torch.Tensor", "Use RoPE.rotate for one tensor alone."
+                raise TypeError(checks.message(who, rule, x, way_out))
+            checks.float_tensor(who, name, x)
+            if x.dim() != 4 or x.shape[3] != self.head_dim:
+                axes = "(B, L, H, D)" if self._tokens_first else "(B, H, L, D)"
+                checks.rank(who, name, x, (4,), axes)
+                way_out = "Build RoPE with that head_dim."
+                checks.equal(who, f"head_dim of {name}", x.shape[3], self.head_dim, way_out)
+        if self._tokens_first:
+            xs = [x.transpose(1, 2) for x in xs]
+        if len(xs) == 2:
+            check_queries_and_keys(who, *xs)
+        return xs
+
+    def _as_given(self, ys: list[Tensor]) -> list[Tensor]:
+        return [y.transpose(1, 2) for y in ys] if self._tokens_first else ys
+
+    def rotate(self, x: Tensor, offset: int | Tensor = 0, **where: Unpack[Where]) -> Tensor:
+        """Rotate one tensor; arguments as :meth:`forward`."""
         who = f"{type(self).__name__}.rotate"
-        self._check(who, "x", x)
-        cos, sin, rows = self._tables.for_call(who, [x], offset, position_ids, seq_len)
-        return turn_all(who, "max_seq_len", [x], cos, sin, rows, self._turn)[0]
+        return self._rotated(who, {"x": x}, offset, **where)[0]
 
-    def unrotate(
-        self,
-        x: Tensor,
-        offset: int | Tensor = 0,
-        *,
-        position_ids: Tensor | None = None,
-        seq_len: int | Tensor | None = None,
-    ) -> Tensor:
+    def unrotate(self, x: Tensor, offset: int | Tensor = 0, **where: Unpack[Where]) -> Tensor:
         """Undo :meth:`rotate`, the gain of a rule included; arguments as :meth:`forward`.
 
         Examples:
@@ -238,10 +268,7 @@ class RoPE(TableModule):
             True
         """
         who = f"{type(self).__name__}.unrotate"
-        self._check(who, "x", x)
-        taken = self._tables.for_call(who, [x], offset, position_ids, seq_len, inverse=True)
-        cos, sin, rows = taken
-        return turn_all(who, "max_seq_len", [x], cos, sin, rows, self._turn.back())[0]
+        return self._rotated(who, {"x": x}, offset, inverse=True, **where)[0]
 
     def rerotate(
         self,
@@ -279,7 +306,7 @@ class RoPE(TableModule):
             True
         """
         who = f"{type(self).__name__}.rerotate"
-        self._check(who, "k", k)
+        (k,) = self._heads_first(who, {"k": k})
         rope = self._tables
         target = rope.coordinates(who, "to_positions", k, to_positions)
         origin = rope.coordinates(who, "from_positions", k, from_positions)
@@ -303,7 +330,7 @@ class RoPE(TableModule):
             True
         """
         who = f"{type(self).__name__}.shift"
-        self._check(who, "k", k)
+        (k,) = self._heads_first(who, {"k": k})
         if isinstance(by, Tensor):
             at = checks.offsets(who, by, k.shape, k.device, name="by")
         else:
@@ -327,10 +354,14 @@ class RoPE(TableModule):
         out = self._turn.interleaved_out
         turn = Turn(out, out, self._turn.column)
         tables = for_sequences(phi, k.device, gain)
-        return turn_all(who, "max_seq_len", [k], *tables, rows, turn)[0]
+        return self._as_given(turn_all(who, "max_seq_len", [k], *tables, rows, turn))[0]
 
     def tables(
-        self, position_ids: Tensor, *, seq_len: int | Tensor | None = None
+        self,
+        position_ids: Tensor,
+        *,
+        seq_len: int | Tensor | None = None,
+        dtype: torch.dtype = torch.float64,
     ) -> tuple[Tensor, Tensor]:
         """Cosines and sines at these positions, to be worked out once and used by every layer.
 
@@ -338,15 +369,17 @@ class RoPE(TableModule):
             position_ids: Integers or floats, ``(L,)`` or ``(B, L)``; with several axes ``(A, L)``
                 or ``(A, B, L)``.
             seq_len: As in :meth:`forward`.
+            dtype: Of the tables, which are rounded once. Half precision needs no more than
+                float32, and a GPU reads half the bytes then.
 
         Returns:
-            Tables ``(L, P)`` or ``(B, L, P)`` for :func:`posenc.functional.rotate`, float64.
+            Tables ``(L, P)`` or ``(B, L, P)`` for :func:`posenc.functional.rotate_qk`.
 
         Examples:
-            >>> from posenc.functional import rotate
+            >>> from posenc.functional import rotate_qk
             >>> rope, q, k = RoPE(8), torch.randn(1, 4, 3, 8), torch.randn(1, 2, 3, 8)
             >>> cos, sin = rope.tables(torch.arange(3))
-            >>> turned = rotate(q, k, cos, sin)
+            >>> turned = rotate_qk(q, k, cos, sin)
             >>> torch.equal(turned[0], rope(q, k)[0])
             True
         """
@@ -357,4 +390,7 @@ class RoPE(TableModule):
         )
         like = torch.empty((*batch, 1, length, 0), device=position_ids.device)
         phi, gain = self._tables.own_angles(who, like, position_ids, seq_len)
-        return of_angles(phi, position_ids.device, gain)
+        cos, sin = of_angles(phi, position_ids.device, gain)
+        if checks.float_dtype(who, "dtype", dtype) == torch.float64:
+            return cos, sin
+        return round_once(cos, dtype), round_once(sin, dtype)

@@ -115,7 +115,7 @@ def _scores(found: dict[str, Tensor], heads: Heads, layout: Layout) -> Tensor:
     # A latent key has the rotated channels alone: those of the queries are their last.
     q, k = (found[part][..., found[part].shape[-1] - width :] for part in ("q", "k"))
     angles = _draw(generator, _TOKENS, heads.turned // 2)
-    q, k = functional.rotate(
+    q, k = functional.rotate_qk(
         q.contiguous(),
         k.contiguous(),
         angles.cos(),

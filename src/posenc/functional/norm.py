@@ -1,0 +1,87 @@
+"""RMSNorm and rotation of queries and keys, fused."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from posenc import kernels
+from posenc._contract import checks
+from posenc.functional.rotary import ROWS, RotateOptions, arguments, tokens_first
+from posenc.kernels import RowOutOfRange
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+
+def qk_norm_rope(
+    q: Tensor,
+    k: Tensor,
+    q_weight: Tensor,
+    k_weight: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    *,
+    eps: float = 1e-6,
+    zero_centered: bool = False,
+    **options: Unpack[RotateOptions],
+) -> tuple[Tensor, Tensor]:
+    r"""RMSNorm of queries and keys, then rotation: in one kernel on CUDA, and in C on the CPU.
+
+    .. math:: x \mapsto R_\phi \left( \frac{x}{\sqrt{\text{mean}(x^2) + \epsilon}} \odot w \right)
+
+    As Qwen3, Gemma 3 and OLMo 2 normalise before they rotate. Computed one precision up and
+    rounded once; gradients reach ``q``, ``k`` and the weights.
+
+    Args:
+        q: Queries ``(B, H, L, D)``.
+        k: Keys ``(B, H', L, D)``.
+        q_weight: ``(D,)`` for a norm of each head, ``(H * D,)`` for one over all heads of a
+            token (OLMo 2).
+        k_weight: ``(D,)`` or ``(H' * D,)``.
+        cos: ``(T, P)`` or ``(B, T, P)``, as in :func:`rotate`.
+        sin: As ``cos``.
+        eps: Added to the mean square.
+        zero_centered: Multiply by ``1 + weight`` (Gemma).
+        **options: As in :func:`rotate`.
+
+    Returns:
+        New tensors like ``q`` and ``k``.
+
+    Examples:
+        >>> import torch
+        >>> x = torch.tensor([3.0, 4.0]).view(1, 1, 1, 2)
+        >>> still = torch.ones(1, 1), torch.zeros(1, 1)
+        >>> qk_norm_rope(x, x, torch.ones(2), torch.ones(2), *still)[0].flatten()
+        tensor([0.8485, 1.1314])
+
+    References:
+        Henry et al., *Query-Key Normalization for Transformers*, 2020.
+    """
+    who = "qk_norm_rope"
+    (q, k), cos, sin, rows, turn = arguments(who, [q, k], cos, sin, **options)
+    cos, sin = cos.resolve_neg(), sin.resolve_neg()
+    eps = checks.positive_float(who, "eps", eps)
+    shift = 1.0 if checks.boolean(who, "zero_centered", zero_centered) else 0.0
+    turned = []
+    for name, x, weight in (("q_weight", q, q_weight), ("k_weight", k, k_weight)):
+        checks.float_tensor(who, name, weight)
+        heads, width = x.shape[1], x.shape[3]
+        # One by one: a compiler that leaves sizes open looks for none in a tuple.
+        if weight.dim() != 1 or (weight.shape[0] != width and weight.shape[0] != heads * width):
+            rule = f"{name} must have shape ({width},) or ({heads * width},)"
+            got = f"shape {tuple(weight.shape)}"
+            raise ValueError(checks.message(who, rule, got, "Give each channel one weight."))
+        if weight.device != x.device:
+            rule, got = f"{name} must be on the device of q and k", f"{weight.device}"
+            raise ValueError(checks.message(who, rule, got, f"Move it to {x.device}."))
+        norm = kernels.Norm(eps, shift, weight.shape[0] != width)
+        try:
+            turned.append(kernels.norm_rotate(x, weight, cos, sin, rows, turn, norm))
+        except RowOutOfRange as error:
+            checks.position(who, error.row, ROWS, cos.shape[-2])
+            raise
+    if tokens_first(who, options.get("seq_dim", -2)):
+        turned = [y.transpose(1, 2) for y in turned]
+    return turned[0], turned[1]
