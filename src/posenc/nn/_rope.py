@@ -13,7 +13,7 @@ from posenc._contract.tracing import is_readable, may_keep
 from posenc.functional.rotary import rows_of
 from posenc.kernels import Rows
 from posenc.nn._tables import Numbers, SharedTables
-from posenc.nn.rotary import RotaryTable, rotary_rows
+from posenc.nn.rotary import RotaryTable, rotary_rows, rows_needed
 from posenc.numerics.axes import Axes
 from posenc.numerics.frequencies import Spectrum, turn_steps
 from posenc.numerics.scaling import Rule
@@ -76,16 +76,9 @@ class RopeTables:
         if position_ids is None and self.axes is not None and not self.axes.of_text():
             rule = f"position_ids must be given, because {self.axes} has several coordinates"
             raise ValueError(checks.message(who, rule, None, "Pass positions.grid(H, W), say."))
-        limit, need = self.limit, None
+        limit = self.limit
         rows = rows_of(who, x, offset, position_ids, "max_seq_len", limit)
-        if rows.positions is None:
-            need = rows.start + x.shape[2]
-            checks.sequence(who, rows.start, x.shape[2], "max_seq_len", limit)
-        elif limit is None:
-            need = checks.extent(who, rows.positions)
-            if need and rows.advances():
-                checks.sequence(who, need - 1, x.shape[2])
-                need += x.shape[2] - 1
+        need = rows_needed(who, rows, x.shape[2], limit)
         length = None
         if self.trained is not None or seq_len is not None:
             length = self.length(who, x, self._end(x, rows) if seq_len is None else seq_len)

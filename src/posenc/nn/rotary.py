@@ -36,6 +36,23 @@ class RotaryTable:
         return cos_sin(positions, self.spectrum)
 
 
+def rows_needed(who: str, rows: Rows, length: int, limit: int | None) -> int | None:
+    """One past the last row that ``length`` tokens take, checked; None if it cannot be known.
+
+    Rows in a tensor are held to a table of fixed length by the kernel.
+    """
+    if rows.positions is None:
+        checks.sequence(who, rows.start, length, "max_seq_len", limit)
+        return rows.start + length
+    if limit is not None:
+        return None
+    need = checks.extent(who, rows.positions)
+    if need and rows.advances():
+        checks.sequence(who, need - 1, length)
+        need += length - 1
+    return need
+
+
 def rotary_rows(
     tables: SharedTables[RotaryTable], xs: list[Tensor], rows: Rows, need: int | None
 ) -> tuple[Tensor, Tensor, Rows]:
@@ -116,13 +133,20 @@ class RotaryPosEmbedding(TableModule):
         table = RotaryTable(Spectrum(width, self.base))
         return SharedTables(table, self.max_seq_len, torch.float64, device)
 
-    def forward(self, input_: Tensor, position_ids: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        input_: Tensor,
+        position_ids: Tensor | None = None,
+        *,
+        offset: int | Tensor = 0,
+    ) -> Tensor:
         """Rotate ``input_``.
 
         Args:
             input_: Floating tensor of shape ``(..., L, D)``.
             position_ids: Integers of shape ``(L,)``, or ``(B, L)`` with ``B`` the first axis of
-                ``input_``; ``0 .. L-1`` if None.
+                ``input_``; ``offset .. offset + L - 1`` if None.
+            offset: Position of the first token, or an integer tensor ``(B,)`` of them.
 
         Returns:
             A new tensor with the shape and dtype of ``input_``.
@@ -132,12 +156,8 @@ class RotaryPosEmbedding(TableModule):
         if self.embed_dim is not None:
             way_out = "Pass embed_dim=None to take any width."
             checks.equal(who, "embed_dim", width, self.embed_dim, way_out)
-        rows = rows_of(who, input_, 0, position_ids, "max_seq_len", self.max_seq_len)
-        need: int | None = length
-        if rows.positions is None:
-            checks.sequence(who, 0, length, "max_seq_len", self.max_seq_len)
-        elif self.max_seq_len is None:
-            need = checks.extent(who, rows.positions)
+        rows = rows_of(who, input_, offset, position_ids, "max_seq_len", self.max_seq_len)
+        need = rows_needed(who, rows, length, self.max_seq_len)
         tables = self._tables
         if tables is None or tables.description.spectrum.dim != width:
             if rows.positions is not None:

@@ -86,3 +86,24 @@ def test_tables_that_turn_the_channels_of_a_pair_differently_are_refused():
     model = transformers.HunYuanVLTextModel(config)
     with pytest.raises(ValueError, match="turns the two channels of a pair differently"):
         patch(model)
+
+
+@pytest.mark.parametrize("unsqueeze_dim", [1, 2])
+@pytest.mark.parametrize("batch", [1, 2], ids=["shared", "each-sequence"])
+def test_the_drop_in_is_the_function_of_transformers(unsqueeze_dim, batch):
+    from transformers.models.llama import modeling_llama as theirs
+
+    from posenc.interop.huggingface import apply_rotary_pos_emb
+
+    rotary = theirs.LlamaRotaryEmbedding(transformers.LlamaConfig(**SMALL))
+    width = rotary.inv_freq.shape[0] * 2
+    q, k = torch.randn(2, 4, 5, width), torch.randn(2, 2, 5, width)
+    if unsqueeze_dim == 2:
+        q, k = q.transpose(1, 2), k.transpose(1, 2)
+    ids = torch.arange(5).expand(batch, -1) + torch.arange(batch)[:, None]
+    cos, sin = rotary(q, ids)
+    expected = theirs.apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
+    found = apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
+    assert all(apart(a, b) < 1e-6 for a, b in zip(expected, found, strict=True))
+    with pytest.raises(ValueError, match="must be the same in cos"):
+        apply_rotary_pos_emb(q, k, cos[..., : width // 2], sin[..., : width // 2])

@@ -5,10 +5,49 @@ from __future__ import annotations
 from torch import Tensor
 
 from posenc._contract import checks
-from posenc.functional.rotary import turn_all
+from posenc.functional.rotary import halved, turn_all
 from posenc.kernels import Rows, Turn
 
 _WHO = "the patched model"
+
+
+def apply_rotary_pos_emb(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1
+) -> tuple[Tensor, Tensor]:
+    """Rotate queries and keys: a drop-in for the function of this name in transformers' models.
+
+    For code of your own that was written after theirs; models of theirs are for :func:`patch`.
+
+    Args:
+        q: ``(B, H, L, D)``, or ``(B, L, H, D)``.
+        k: As ``q``; the head count may differ.
+        cos: ``(B, L, D)`` or ``(1, L, D)`` with both numbers of a pair, as their rotary modules
+            give them. A narrower table rotates the first channels.
+        sin: As ``cos``.
+        unsqueeze_dim: Where the heads are: 1, or 2 for ``(B, L, H, D)``.
+
+    Returns:
+        New tensors like ``q`` and ``k``.
+
+    Examples:
+        >>> import torch
+        >>> q = k = torch.tensor([1.0, 0.0]).view(1, 1, 1, 2)
+        >>> cos, sin = torch.zeros(1, 1, 2), torch.ones(1, 1, 2)
+        >>> apply_rotary_pos_emb(q, k, cos, sin)[0].flatten()
+        tensor([0., 1.])
+    """
+    who = "apply_rotary_pos_emb"
+    if unsqueeze_dim not in (1, 2):
+        rule, way_out = "unsqueeze_dim must be 1 or 2", "Pass 2 for tensors of (B, L, H, D)."
+        raise ValueError(checks.message(who, rule, unsqueeze_dim, way_out))
+    for name, x in (("q", q), ("k", k), ("cos", cos), ("sin", sin)):
+        checks.float_tensor(who, name, x)
+    tables = [
+        halved(who, name, table, False).unsqueeze(unsqueeze_dim)
+        for name, table in (("cos", cos), ("sin", sin))
+    ]
+    a, b = turn([q, k], tables[0], tables[1], interleaved=False, interleaved_out=False)
+    return a, b
 
 
 def turn(
