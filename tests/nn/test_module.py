@@ -37,8 +37,8 @@ def test_replace_gives_a_module_with_another_argument(make, name, value):
     other = module.replace(**{name: value})
     assert type(other) is type(module)
     assert getattr(other, name) == value
-    wanted = {**module._given(), name: value}
-    assert other._given() == wanted
+    wanted = {**module._given(module._arguments), name: value}
+    assert other._given(other._arguments) == wanted
 
 
 def test_a_replaced_rope_rotates_by_its_own_arguments():
@@ -60,17 +60,39 @@ def test_what_cannot_be_made_is_refused_by_the_constructor():
         posenc.RoPE(8).replace(theta=1e6)
 
 
-def test_a_subclass_may_have_arguments_of_its_own():
-    class Scaled(posenc.RoPE):
-        def __init__(self, head_dim, factor):
-            super().__init__(head_dim, 16)
-            self.factor = factor
+class Scaled(posenc.RoPE):
+    def __init__(self, head_dim, scale=None):
+        super().__init__(head_dim, 16)
+        self.head_dim = head_dim
+        self.scale = scale
+        if scale is None:
+            self.scale = head_dim**-0.5
 
-    module = Scaled(8, 2.0)
-    assert module.replace(factor=3.0).factor == 3.0
-    with pytest.raises(AttributeError, match="read-only"):
-        module.base = 5.0
-    assert copy.copy(module).factor == 2.0
+
+class Passing(posenc.RoPE):
+    def __init__(self, *args, **keywords):
+        super().__init__(*args, **keywords)
+
+
+class OfConfig(posenc.RoPE):
+    def __init__(self, config, *, mask=None):
+        super().__init__(config["width"])
+        self.register_buffer("mask", mask)
+
+
+def test_a_subclass_may_have_a_constructor_of_its_own():
+    """It is shown, may set its own attributes and the same values, and keeps to ours."""
+    scaled = Scaled(8)
+    scaled.scale = 3.0
+    assert scaled.replace(head_dim=4).head_dim == 4
+    assert Passing(8, base=5e5).replace(max_seq_len=None).base == 5e5
+    with pytest.raises(TypeError, match="config must be given, because it was not kept"):
+        OfConfig({"width": 8}).replace(mask=None)
+    for module in (scaled, Passing(8), OfConfig({"width": 8}, mask=torch.ones(3))):
+        assert "head_dim=8" in repr(module)
+        assert copy.deepcopy(module).head_dim == 8
+        with pytest.raises(AttributeError, match="read-only"):
+            module.base = 5.0
 
 
 def test_a_module_shows_its_arguments():

@@ -444,3 +444,63 @@ def test_a_module_on_meta_stays_there_through_a_cast_and_leaves_by_to():
     assert alibi.double().slopes.is_meta
     assert torch.equal(rope.to("cpu").cos_cached, posenc.RoPE(8, 16).cos_cached)
     assert torch.equal(alibi.cpu().slopes, posenc.ALiBi(4).slopes)
+
+
+def test_a_traced_call_in_float64_is_as_exact_as_an_eager_one():
+    """The table of the constructor is float32: too narrow to stand in for float64."""
+    x = torch.zeros(8, 4, dtype=torch.float64)
+    wanted = posenc.SinusoidalPE(64, 4)(x)
+    assert torch.equal(torch.export.export(posenc.SinusoidalPE(64, 4), (x,)).module()(x), wanted)
+    compiled = torch.compile(posenc.SinusoidalPE(64, 4), backend="eager", fullgraph=True)
+    assert torch.equal(compiled(x), wanted)
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_every_module_is_exported(case, strict):
+    make, x = case
+
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.position = make()
+
+        def forward(self, x):
+            return call(self.position, x)
+
+    model = Model()
+    program = torch.export.export(model, (x,), strict=strict)
+    other = torch.randn_like(x)
+    assert torch.equal(program.module()(other), model(other))
+
+
+def test_an_exported_length_has_no_bound_of_ours():
+    """Tables that grow stop at 2**17 rows, and programs do not know of that."""
+    x = torch.randn(1, 1, 8, 4)
+    length = torch.export.Dim("length", max=2**18)
+    shapes = ({2: length}, {2: length})
+    program = torch.export.export(posenc.RoPE(4, None), (x, x), dynamic_shapes=shapes)
+    longer = torch.randn(1, 1, 2**17 + 3, 4)
+    got, wanted = program.module()(longer, longer)[0], posenc.RoPE(4, None)(longer, longer)[0]
+    assert torch.allclose(got, wanted, rtol=0, atol=1e-6)
+
+
+def test_fake_tensors_of_a_module_that_is_real(case):
+    """Who estimates memory fakes a model that was built."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    make, x = case
+    module = make()
+    with FakeTensorMode() as mode:
+        assert call(module, mode.from_tensor(x)).shape == x.shape
+    assert torch.equal(call(module, x), call(make(), x))
+
+
+def test_a_model_that_was_loaded_by_assignment_can_be_shared(case):
+    make, x = case
+    with torch.device("meta"):
+        module = torch.nn.ModuleDict({"position": make(), "other": torch.nn.Linear(2, 2)})
+    module.load_state_dict(
+        {"other.weight": torch.ones(2, 2), "other.bias": torch.ones(2)}, assign=True
+    )
+    module.share_memory()
+    assert torch.equal(call(module["position"], x), call(make(), x))

@@ -1,3 +1,5 @@
+import copy
+import dataclasses
 import math
 import pickle
 
@@ -246,3 +248,38 @@ def test_a_dynamic_rule_leaves_sequences_that_fit_as_they_were():
     assert rule.at(6144) == scaling.NTK(1.0)
     rates = inverse_frequencies(16)
     assert torch.equal(rule(rates, 1e4, torch.tensor(6144)).flatten(), rates)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Extended(scaling.Linear):
+    extra: float = 1.0
+
+    def __call__(self, rates, base, seq_len=None):
+        return super().__call__(rates, base, seq_len) * self.extra
+
+
+class Plain(scaling.Rule):
+    factor = 1.0
+
+    def __init__(self, factor):
+        self.factor = factor
+
+    def __call__(self, rates, base, seq_len=None):
+        return rates / self.factor
+
+
+@pytest.mark.parametrize("rule", [Plain, lambda n: Extended(2.0, n)], ids=["plain", "extended"])
+def test_a_rule_of_a_users_own_is_all_that_it_holds(rule):
+    """Rules are keys of tables: what two of them hold apart must not share one."""
+    one, other = RoPE(4, 16, scaling=rule(2.0)), RoPE(4, 16, scaling=rule(0.5))
+    assert not torch.equal(one.inv_freq(), other.inv_freq())
+    assert not torch.equal(one.cos_cached, other.cos_cached)
+    assert RoPE(4, 16, scaling=rule(2.0)).cos_cached.data_ptr() == one.cos_cached.data_ptr()
+    for again in (pickle.loads(pickle.dumps(one)), copy.deepcopy(one)):
+        assert torch.equal(again.inv_freq(), one.inv_freq())
+        assert torch.equal(again.cos_cached, one.cos_cached)
+
+
+def test_a_rule_that_cannot_be_a_key_is_refused():
+    with pytest.raises(TypeError, match=r"must be hashable.*\n.*tuples instead of lists"):
+        RoPE(4, scaling=Plain([2.0]))

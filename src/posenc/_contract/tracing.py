@@ -47,6 +47,23 @@ def may_keep(x: Tensor) -> bool:
     return is_plain() if is_sharded(x) else is_plain(x)
 
 
+def is_read_by(x: Tensor) -> bool:
+    """Whether an operation on ``x`` may read a plain tensor beside it.
+
+    A FakeTensor outside of a compiler refuses it, and of other subclasses nothing is known.
+    """
+    return type(x) in PLAIN_TYPES or torch.compiler.is_compiling() or is_sharded(x)
+
+
+def fix_sizes(x: Tensor) -> Tensor:
+    """``x``, whose sizes torch.compile is not to leave open, as it would a plain tensor's.
+
+    What torch._dynamo.mark_static does, without importing the compiler for it.
+    """
+    x._dynamo_static_indices = set(range(x.dim()))  # type: ignore[attr-defined]
+    return x
+
+
 def in_capture(x: Tensor) -> bool:
     """Whether a CUDA graph is being captured: what is computed now is there once it is replayed."""
     return x.is_cuda and torch.cuda.is_current_stream_capturing()

@@ -1,9 +1,10 @@
-"""What every module here is: its constructor's arguments, read-only, and what follows from them."""
+"""What all modules share: the arguments of their constructors are read-only attributes."""
 
 from __future__ import annotations
 
 import inspect
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import nn
 
@@ -14,17 +15,19 @@ if TYPE_CHECKING:
 class ReadOnlyArguments(nn.Module):
     """A module whose constructor arguments are attributes that do not change.
 
-    What follows from them is worked out once. :meth:`replace` makes another module.
+    Tables follow from them. :meth:`replace` makes another module. Subclasses outside of posenc
+    may have arguments of their own, which are theirs to keep or to change.
     """
 
-    _arguments: frozenset[str] = frozenset()
+    _arguments: ClassVar[dict[str, inspect.Parameter]] = {}
 
     def __init_subclass__(cls, **keywords: Any) -> None:
         super().__init_subclass__(**keywords)
-        cls._arguments = cls._arguments.union(_parameters(cls))
+        if cls.__module__.startswith("posenc."):
+            cls._arguments = _parameters(cls)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in self._arguments and name in self.__dict__:
+        if name in self._arguments and name in self.__dict__ and self.__dict__[name] != value:
             who = type(self).__name__
             problem = f"{who}: {name} is read-only once the module is made."
             raise AttributeError(f"{problem}\n  Make another: module.replace({name}=...).")
@@ -35,26 +38,34 @@ class ReadOnlyArguments(nn.Module):
 
         Nothing that was learned is taken along.
         """
-        return type(self)(**{**self._given(), **arguments})
+        taken = _parameters(type(self))
+        if any(each.kind is inspect.Parameter.VAR_KEYWORD for each in taken.values()):
+            taken = self._arguments
+        lost = [name for name in taken if name not in arguments and not hasattr(self, name)]
+        if lost:
+            who = type(self).__name__
+            problem = f"{who}.replace: {', '.join(lost)} must be given, because it was not kept."
+            raise TypeError(f"{problem}\n  Pass it, or keep it as an attribute of that name.")
+        return type(self)(**{**self._given(taken), **arguments})
 
-    def _given(self) -> dict[str, Any]:
-        """The arguments of the constructor, by name."""
-        return {name: getattr(self, name) for name in _parameters(type(self))}
+    def _given(self, names: Iterable[str]) -> dict[str, Any]:
+        """Arguments of the constructor, by name."""
+        return {name: getattr(self, name) for name in names if hasattr(self, name)}
 
     def extra_repr(self) -> str:
-        """Shown by ``print(module)``: the arguments, without keywords that were left out."""
-        kinds = _parameters(type(self))
+        """Shown by ``print(module)``: the arguments, and of keywords what is true or was given."""
         return ", ".join(
             f"{name}={_short(value)}"
-            for name, value in self._given().items()
-            if kinds[name].kind is not inspect.Parameter.KEYWORD_ONLY
-            or value
-            or value != kinds[name].default
+            for name, value in self._given(self._arguments).items()
+            if self._arguments[name].kind is not inspect.Parameter.KEYWORD_ONLY
+            or value is True
+            or value != self._arguments[name].default
         )
 
 
 def _parameters(cls: type) -> dict[str, inspect.Parameter]:
-    return dict(list(inspect.signature(cls.__init__).parameters.items())[1:])  # type: ignore[misc]
+    parameters = inspect.signature(cls.__init__).parameters  # type: ignore[misc]
+    return dict(list(parameters.items())[1:])
 
 
 def _short(value: Any) -> str:

@@ -35,6 +35,12 @@ class RopeTables:
         self.limit = limit
         self.trained = None if scaling is None else scaling.trained_length()
         self.usual = self.spectrum(None)
+        try:
+            hash(self.usual)
+        except TypeError as wrong:
+            rule = "scaling and axes must be hashable, because tables are found by them"
+            way_out = "Hold tuples instead of lists."
+            raise TypeError(checks.message("RoPE", rule, wrong, way_out)) from None
         # A rule that cannot scale these rates is refused now, and not at the first call; and the
         # result is remembered, because torch.export cannot work it out.
         turn_steps(self.usual)

@@ -13,9 +13,16 @@ from typing import Any, Generic, Protocol, TypeVar
 from weakref import WeakValueDictionary
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from posenc._contract.tracing import in_capture, is_plain, keep_for_cuda_graph, may_keep
+from posenc._contract.tracing import (
+    fix_sizes,
+    in_capture,
+    is_plain,
+    is_read_by,
+    keep_for_cuda_graph,
+    may_keep,
+)
 from posenc.nn._module import ReadOnlyArguments
 
 # A table without a fixed length stops growing here: 128 MiB of cos and sin at 128 channels.
@@ -85,17 +92,20 @@ class SharedTables(Generic[D]):
     def read(self, x: Tensor, dtype: torch.dtype, rows: int | None = None) -> Numbers | None:
         """The tables on the device of ``x``, of at least ``rows`` rows, built if need be.
 
-        None means that the caller works its rows out itself: the number of rows cannot be known
+        None means that the caller computes its rows itself: how many are needed cannot be known
         without waiting for a device, the table would be too large to keep, or the call is traced
-        or captured and there is no table that a graph could go on reading.
+        or captured, which builds no table, and there is none of a fixed length yet.
 
         Args:
             x: The tensor to encode.
-            dtype: The dtype to read; while tracing, `dtype` of the constructor serves too.
+            dtype: The dtype to read. A traced call that finds none of it is given the table of
+                the constructor's dtype, if that is as wide.
             rows: Rows that have to exist, where the length is not fixed.
         """
         grows = self.length is None
-        if grows and (rows is None or rows > GROWTH_LIMIT or not may_keep(x)):
+        if grows and (rows is None or not may_keep(x) or rows > GROWTH_LIMIT):
+            return None
+        if not is_read_by(x):
             return None
         device = x.device
         table = self._held.get((device, dtype))
@@ -106,8 +116,9 @@ class SharedTables(Generic[D]):
                 keep_for_cuda_graph(table, numbers)
                 return numbers
         if not may_keep(x) or in_capture(x):
-            table = None if grows else self._held.get((device, self.dtype))
-            if table is None:
+            table = self._held.get((device, self.dtype))
+            narrower = torch.promote_types(dtype, self.dtype) != self.dtype
+            if table is None or grows or narrower:
                 return None
             keep_for_cuda_graph(table, table.numbers)
             return table.numbers
@@ -116,19 +127,18 @@ class SharedTables(Generic[D]):
         return self._build(device, dtype, rows)
 
     def shown(self) -> Numbers | None:
-        """The tables where the module is, for users to see; None if they have yet to grow."""
+        """The tables on the module's device, for users to see; None if none was needed yet."""
         table = self._held.get((self.device, self.dtype))
         if table is None and self.length is None:
             return None
-        found = self._build(self.device, self.dtype, None) if table is None else table.numbers
-        return tuple([each.detach() for each in found])
+        return self._build(self.device, self.dtype, None) if table is None else table.numbers
 
     def follow(self, fn: Callable[[Tensor], Tensor]) -> None:
-        """Go where ``fn``, which a module applies to its tensors, takes them."""
+        """Move to the device that ``fn``, the argument of `Module._apply`, moves tensors to."""
         try:
             there = fn(torch.empty(0, device=self.device)).device
-        except NotImplementedError:
-            # `to` refuses tensors on the meta device, which have no numbers; tables are made anew.
+        except RuntimeError:
+            # Tensors on the meta device can neither be moved nor shared; tables are built anew.
             there = fn(torch.empty(0, device="cpu")).device
         if there != self.device:
             self.device, self._held = there, {}
@@ -152,9 +162,7 @@ class SharedTables(Generic[D]):
             needed = max(rows, min(2 * before, GROWTH_LIMIT))
         # A table born in inference mode could not serve a training step later.
         with torch.inference_mode(False), torch.no_grad():
-            numbers = self.description(needed, device, dtype)
-            # torch.compile leaves the sizes of a plain tensor open, and fixes a parameter's.
-            numbers = tuple([nn.Parameter(each, requires_grad=False) for each in numbers])
+            numbers = tuple(map(fix_sizes, self.description(needed, device, dtype)))
         if not is_plain():
             return numbers
         if table is None:

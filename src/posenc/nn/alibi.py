@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -369,8 +369,8 @@ class ALiBi(TableModule):
         bias = alibi_bias(slopes, queries, keys, causal=self.causal, dtype=wide)
         return kernels.add(scores, bias)
 
-    def _given(self) -> dict[str, Any]:
-        return {**super()._given(), "slopes": self._tables.description.numbers}
+    def _given(self, names: Iterable[str]) -> dict[str, Any]:
+        return {**super()._given(names), "slopes": self._tables.description.numbers}
 
 
 def _as_numbers(who: str, slopes: Any, heads: int) -> Any:

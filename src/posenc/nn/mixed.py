@@ -61,7 +61,7 @@ class MixedRoPE(ReadOnlyArguments):
         self.interleaved = checks.boolean(who, "interleaved", interleaved)
         if self.head_dim % (2 * self.coordinates):
             rule = f"head_dim must be a multiple of {2 * self.coordinates}"
-            way_out = "Each coordinate starts with as many pairs as the others."
+            way_out = "Pass a head_dim that the coordinates can share."
             raise ValueError(checks.message(who, rule, head_dim, way_out))
         self.freqs = nn.Parameter(torch.empty(self.coordinates, self.num_heads, head_dim // 2))
         self.reset_parameters()
@@ -71,7 +71,7 @@ class MixedRoPE(ReadOnlyArguments):
         if self.freqs.is_meta:
             return
         rates = inverse_frequencies(self.head_dim // self.coordinates, self.base)
-        noise = torch.randn(self.num_heads, self.coordinates, self.coordinates)
+        noise = torch.randn(self.num_heads, self.coordinates, self.coordinates, device="cpu")
         # An orthogonal matrix for each head: column g is the direction that group g follows.
         directions = torch.linalg.qr(noise.double()).Q
         with torch.no_grad():

@@ -9,10 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from posenc._contract import checks
+from posenc.numerics.values import ByValue
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Axes:
+@dataclass(frozen=True, eq=False)
+class Axes(ByValue):
     """What every arrangement is: for each pair, the coordinate it follows and the rate it takes."""
 
     def count(self) -> int:
@@ -39,7 +40,7 @@ class Axes:
         """Refuse a width that cannot be shared out like this."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, eq=False)
 class Sections(Axes):
     """M-RoPE: one spectrum, shared out among the coordinates.
 
@@ -92,7 +93,7 @@ class Sections(Axes):
             raise ValueError(checks.message(who, rule, got, "Change sizes or rotary_dim."))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, eq=False)
 class Axial(Axes):
     """An equal run of pairs for each coordinate, as vision models have it.
 

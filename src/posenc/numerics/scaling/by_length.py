@@ -13,7 +13,7 @@ from posenc.numerics.scaling.fixed import NTK, PerPair, slowed, with_larger_base
 from posenc.numerics.scaling.rule import Rule
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, eq=False)
 class DynamicNTK(Rule):
     r"""NTK with a factor that grows with the sequence, and nothing changed while it fits.
 
@@ -58,7 +58,7 @@ class DynamicNTK(Rule):
         return self.original_length
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, eq=False)
 class LongRoPE(Rule):
     r"""A factor found by search for each pair; another set once the sequence is long.
 

@@ -13,7 +13,7 @@ from posenc.numerics.constants import constant
 from posenc.numerics.scaling.rule import Rule
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, eq=False)
 class Linear(Rule):
     r"""Position interpolation: every pair turns slower by ``factor``.
 
@@ -40,7 +40,7 @@ class Linear(Rule):
         return rates / self.factor
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, eq=False)
 class NTK(Rule):
     r"""A larger base: the slowest pair turns slower by ``factor``, the fastest as before.
 
@@ -64,7 +64,7 @@ class NTK(Rule):
         return with_larger_base(rates, self.factor)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, eq=False)
 class YaRN(Rule):
     r"""Slow the slow pairs by ``factor``, leave the fast ones, blend linearly in the pair index.
 
@@ -159,7 +159,7 @@ class YaRN(Rule):
         return 0.1 * scale * math.log(self.factor) + 1.0 if self.factor > 1 else 1.0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, eq=False)
 class Llama3(Rule):
     r"""Slow the slow pairs by ``factor``, leave the fast ones, blend between.
 
@@ -205,7 +205,7 @@ class Llama3(Rule):
         return rates / self.factor * (1 - keep) + rates * keep
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, eq=False)
 class Proportional(Rule):
     r"""Only the fastest share of the pairs turns; the others stand still.
 
@@ -245,7 +245,7 @@ class Proportional(Rule):
         return torch.where(turning, rates / self.factor, 0.0)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, eq=False)
 class PerPair(Rule):
     """Each pair slowed by a factor of its own: what LongRoPE comes down to at one length."""
 

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from posenc._contract import checks
+from posenc.numerics.values import ByValue
 
 
-# Subclasses that are dataclasses are the same if their fields are, others if they are one.
-@dataclass(frozen=True, slots=True, eq=False)
-class Rule:
+@dataclass(frozen=True, eq=False)
+class Rule(ByValue):
     """What every rule is: a function of the rates, with a gain of one unless it says otherwise."""
 
     def __call__(self, rates: Tensor, base: float, seq_len: Tensor | None = None) -> Tensor:
