@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 import posenc.cli
+from posenc.cli import _print
 from posenc.cli import convert as command
 from posenc.interop.checkpoints import Heads, permute
 
@@ -75,7 +76,7 @@ def terminal(monkeypatch):
     """What a terminal is sent."""
     seen = io.StringIO()
     console = Console(file=seen, force_terminal=True, width=100)
-    monkeypatch.setattr(command, "Console", lambda stderr: console)
+    monkeypatch.setattr(_print, "Console", lambda stderr: console)
     return seen
 
 
@@ -89,9 +90,9 @@ def test_a_terminal_sees_a_bar(run, terminal):
 
 def test_the_bar_advances_and_shows_names_as_they_are(terminal):
     """Names are a stranger's: a link or an escape in them is text."""
-    with command._progress() as tell:
+    with _print.progress() as tell:
         for percent in (7, 39, 84):
-            tell("[link=http://x]q[/link]\x1b[2J", percent / 100)
+            tell(command._short("[link=http://x]q[/link]\x1b[2J"), percent / 100)
             deadline = time.monotonic() + 30
             while f" {percent}%" not in terminal.getvalue() and time.monotonic() < deadline:
                 time.sleep(0.01)

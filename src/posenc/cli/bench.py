@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
-import importlib.util
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 from rich.text import Text
 
-from posenc.cli import INSTALL
+from posenc.cli import _print
 from posenc.cli._root import Refused
 from posenc.lab import bench as lab
-from posenc.lab.bench import Measurement, Result, Tell
+from posenc.lab.bench import Measurement, Result
 from posenc.lab.cases import CASES, choose
 
 _COLUMNS = ("", "time", "quartiles", "× copy", "quartiles", "off by")
@@ -68,7 +62,8 @@ def bench(
             norm = ", QK-norm" if case.qk_norm else ""
             typer.echo(f"{case.name:13} {case.home:5} {case.mode:8} {case}{norm}")
         return
-    _refuse_early(json_file, plot)
+    _print.check_file(json_file)
+    _print.check_picture(plot, "--plot")
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
         far = [name for name in cases or () if name in CASES and CASES[name].home == "cuda"]
@@ -80,20 +75,21 @@ def bench(
         )
     except ValueError as wrong:
         raise Refused(str(wrong)) from None
-    console = Console()
     measurements: list[Measurement] = []
     found: dict[str, Any] = {}
     with lab.threads(threads):
         used = torch.get_num_threads()
         for i, work in enumerate(works):
-            with _progress(f"{work} ({i + 1} of {len(works)})") as tell:
+            title = f"{work} ({i + 1} of {len(works)}): "
+            # A thread that redraws the bar would share the cores with what is timed.
+            with _print.progress(title, background=False) as tell:
                 measurement = lab.measure(work, rounds=rounds, peers_too=peers, tell=tell)
             measurements.append(measurement)
             found = lab.report(measurements, threads=used, rounds=rounds)
             # Before it is shown, and after each: what was measured is not to be lost.
             if json_file is not None:
                 json_file.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-            _show(measurement, console)
+            _show(measurement)
     if plot is not None:
         from posenc.lab.plots import timings
 
@@ -103,72 +99,26 @@ def bench(
 bench.__doc__ = _HELP
 
 
-def _refuse_early(json_file: Path | None, plot: Path | None) -> None:
-    """What would fail after minutes of measuring fails now."""
-    for file in (json_file, plot):
-        if file is not None and (file.is_dir() or not file.absolute().parent.is_dir()):
-            raise Refused(f"{file} is not a file in a folder that exists.")
-    if plot is not None and importlib.util.find_spec("matplotlib") is None:
-        raise Refused(f"--plot needs matplotlib: {INSTALL}")
-    if plot is not None and plot.suffix not in (".png", ".svg", ".pdf"):
-        raise Refused(f"--plot writes .png, .svg or .pdf, got {plot}.")
-
-
-@contextlib.contextmanager
-def _progress(title: str) -> Iterator[Tell]:
-    """A bar on stderr while somebody looks; nothing in a pipe."""
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        yield lambda message, done: None
-        return
-    words = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()
-    # No refreshing in the background: its thread would share the cores with what is timed.
-    with Progress(*words, console=console, transient=True, auto_refresh=False) as bar:
-        task = bar.add_task(title, total=1.0)
-        yield lambda message, done: bar.update(
-            task, description=f"{title}: {message}", completed=done, refresh=True
-        )
-
-
-def _show(measurement: Measurement, console: Console) -> None:
+def _show(measurement: Measurement) -> None:
     work = measurement.work
-    title = f"{work}: {work.case}, {_size(work.nbytes)}"
     rows = [_row(result) for result in measurement.results if result.status == "timed"]
     notes = [
         f"{result.contestant}: {_SAID.get(result.status, result.status)}, {result.reason}"
         for result in measurement.results
         if result.status != "timed"
     ]
-    if console.is_terminal:
-        table = Table(title=title, title_justify="left", title_style="bold")
-        for i, column in enumerate(_COLUMNS):
-            table.add_column(column, justify="right" if i else "left")
-        for row in rows:
-            table.add_row(*row, style="bold" if row[0].startswith("posenc") else None)
-        console.print(table)
-        for note in notes:
-            # Text, not markup: a reason may have brackets in it.
-            console.print(Text(f"  {note}", style="dim"))
-        return
-    widths = [max(map(len, column)) for column in zip(_COLUMNS, *rows, strict=True)]
-    print(title)
-    for row in (_COLUMNS, *rows):
-        cells = [row[0].ljust(widths[0])]
-        cells += [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
-        print(f"  {'  '.join(cells)}".rstrip())
-    for note in notes:
-        print(f"  {note}")
+    _print.table(f"{work}: {work.case}, {_size(work.nbytes)}", _COLUMNS, rows, notes)
     print(flush=True)
 
 
-def _row(result: Result) -> tuple[str, ...]:
+def _row(result: Result) -> list[Text]:
     name = result.contestant + (" (graph)" if result.via == "graph" else "")
     assert result.low is not None
     assert result.median is not None
     assert result.high is not None
     unit, scale = next(u for u in _UNITS if result.median < 1000 * u[1] or u is _UNITS[-1])
     low, median, high = (_short(t / scale) for t in (result.low, result.median, result.high))
-    return (
+    cells = (
         name,
         f"{median} {unit}",
         f"{low} to {high}",
@@ -176,6 +126,8 @@ def _row(result: Result) -> tuple[str, ...]:
         f"{result.ratio_low:.2f} to {result.ratio_high:.2f}",
         "" if result.error_ulps is None else f"{_short(result.error_ulps)} ulp",
     )
+    style = "bold" if name.startswith("posenc") else ""
+    return [Text(cell, style=style) for cell in cells]
 
 
 def _short(value: float) -> str:

@@ -2,26 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
-import importlib.util
 import json
 import shlex
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
-from rich.table import Table
+from rich.text import Text
 
-from posenc.cli import INSTALL
+from posenc.cli import _print
 from posenc.cli._root import Refused
 from posenc.lab import store
 from posenc.lab.comparison.encodings import COMPARED, ENCODINGS
@@ -95,8 +84,7 @@ def compare(
     as_json: Annotated[bool, typer.Option("--json", help="Print the numbers as JSON.")] = False,
 ) -> None:
     """Compare; the help text is set below, with its example."""
-    if importlib.util.find_spec("matplotlib") is None:
-        raise Refused(f"compare needs matplotlib: {INSTALL}")
+    _print.check_matplotlib("compare")
     if output.exists() and not output.is_dir():
         raise Refused(f"{output} is not a folder.")
     if resume and overwrite:
@@ -123,8 +111,8 @@ def compare(
         raise Refused(f"{output} cannot be written: {wrong.strerror}.") from None
     stopped = False
     try:
-        with _progress(run) as tell:
-            run.go(tell)
+        with _print.progress() as tell:
+            run.go(lambda event: tell(*_where(run, event)))
     except KeyboardInterrupt:
         stopped = True
     except ValueError as wrong:
@@ -196,49 +184,24 @@ def _draw(run: Run) -> dict[str, Path]:
     return written
 
 
-@contextlib.contextmanager
-def _progress(run: Run) -> Iterator[Callable[[Event], None]]:
-    """A bar on stderr while somebody looks, nothing in a pipe."""
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        yield lambda event: None
-        return
-    words = TextColumn("{task.description:24}"), BarColumn(), TimeElapsedColumn()
-    with Progress(*words, TimeRemainingColumn(), console=console, transient=True) as bars:
-        bar = bars.add_task("", total=len(run.plan.units()))
-
-        def tell(event: Event) -> None:
-            loss = "" if event.loss is None else f", loss {event.loss:.2f}"
-            seed = f" {event.unit.seed}" if len(run.plan.seeds) > 1 else ""
-            label = f"{ENCODINGS[event.unit.trains].label}{seed}{loss}"
-            completed = len(run.results["units"]) + event.done
-            bars.update(bar, description=label, completed=completed)
-
-        yield tell
+def _where(run: Run, event: Event) -> tuple[str, float]:
+    """What a run trains now, and the part of all its trainings that is done."""
+    loss = "" if event.loss is None else f", loss {event.loss:.2f}"
+    seed = f" {event.unit.seed}" if len(run.plan.seeds) > 1 else ""
+    done = len(run.results["units"]) + event.done
+    label = f"{ENCODINGS[event.unit.trains].label}{seed}{loss}"
+    return label, done / len(run.plan.units())
 
 
 def _show(results: dict[str, Any]) -> None:
-    plan, rows = results["plan"], results["summary"]
-    heads = [f"{times} × ({times * plan['train_length']})" for times in plan["times"]]
-    cells = [[row["label"], *(f"{loss:.3f}" for loss in row["tail"])] for row in rows]
-    title = f"loss of the last {plan['train_length']} symbols, nats, by length of the sequence"
-    console = Console()
-    if not console.is_terminal:
-        typer.echo(title)
-        widths = [max(map(len, column)) for column in zip(["", *heads], *cells, strict=True)]
-        for line in (["", *heads], *cells):
-            padded = [line[0].ljust(widths[0])]
-            padded += [cell.rjust(width) for cell, width in zip(line[1:], widths[1:], strict=True)]
-            typer.echo(f"  {'  '.join(padded)}".rstrip())
-        return
-    console.print(title, style="bold", highlight=False)
-    table = Table()
-    for i, name in enumerate(["", *heads]):
-        table.add_column(name, justify="right" if i else "left")
-    for row, line in zip(rows, cells, strict=True):
-        styled = [line[0], line[1]]
-        for text, rise in zip(line[2:], row["rise"][1:], strict=True):
+    plan = results["plan"]
+    heads = ["", *(f"{times} × ({times * plan['train_length']})" for times in plan["times"])]
+    rows = []
+    for row in results["summary"]:
+        cells = [Text(row["label"])]
+        for i, (loss, rise) in enumerate(zip(row["tail"], row["rise"], strict=True)):
             colour = "green" if rise < 0.1 else "yellow" if rise < 0.5 else "red"
-            styled.append(f"[{colour}]{text}[/]")
-        table.add_row(*styled)
-    console.print(table)
+            cells.append(Text(f"{loss:.3f}", style=colour if i else ""))
+        rows.append(cells)
+    title = f"loss of the last {plan['train_length']} symbols, nats, by length of the sequence"
+    _print.table(title, heads, rows)

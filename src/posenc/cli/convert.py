@@ -10,16 +10,9 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    Progress,
-    TaskProgressColumn,
-    TextColumn,
-    TimeRemainingColumn,
-)
 
 from posenc._contract.checks import printable
+from posenc.cli import _print
 from posenc.cli._root import Refused
 from posenc.interop import checkpoints
 from posenc.interop.checkpoints import Tell
@@ -74,7 +67,7 @@ def convert(
     # The words are checked where they are used.
     words: dict[str, Any] = {"to": to, "layout": layout, "fused": fused}
     try:
-        with _ended_by_signals(), _progress() as tell:
+        with _ended_by_signals(), _print.progress(piped=_line_for_each_tenth()) as tell:
             report = checkpoints.convert(
                 source,
                 target,
@@ -85,7 +78,7 @@ def convert(
                 rotary_dim=rotary_dim,
                 check=check,
                 overwrite=overwrite,
-                tell=tell,
+                tell=lambda name, done: tell(_short(name), done),
                 **words,
             )
     except (ValueError, TypeError, OSError) as wrong:
@@ -140,29 +133,14 @@ def _ended_by_signals() -> Iterator[None]:
             signal.signal(number, signal.SIG_DFL)
 
 
-@contextlib.contextmanager
-def _progress() -> Iterator[Tell]:
-    """A bar on stderr where it is a terminal, and a line for each tenth where it is not."""
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        yield _lines()
-        return
-    # Names are those of a file: they are shown as they are, not read as markup.
-    name = TextColumn("{task.description}", markup=False)
-    words = BarColumn(), TaskProgressColumn(), name, TimeRemainingColumn()
-    with Progress(*words, console=console, transient=True) as bar:
-        task = bar.add_task("", total=1.0)
-        yield lambda name, done: bar.update(task, description=_short(name), completed=done)
-
-
-def _lines() -> Tell:
+def _line_for_each_tenth() -> Tell:
     tenths = 0
 
     def tell(name: str, done: float) -> None:
         nonlocal tenths
         if int(done * 10) > tenths:
             tenths = int(done * 10)
-            typer.echo(f"posenc: {tenths * 10} % written, at {_short(name)}", err=True)
+            typer.echo(f"posenc: {tenths * 10} % written, at {name}", err=True)
 
     return tell
 

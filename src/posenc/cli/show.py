@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
 import shutil
@@ -11,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from posenc.cli import INSTALL
+from posenc.cli import _print
 from posenc.cli._root import Refused
 from posenc.lab import store
 from posenc.lab.pictures import show as lab
@@ -32,7 +31,6 @@ _FOR = {
     "rope": {"dim", "length", "trained", "base", "scaling", "factor", "against"},
     "alibi": {"heads", "length", "trained"},
 }
-_FILES = (".png", ".svg", ".pdf")
 
 
 def show(
@@ -72,8 +70,7 @@ def show(
     as_json: Annotated[bool, typer.Option("--json", help="Print the numbers as JSON.")] = False,
 ) -> None:
     """Show; the help text is set below, with its example."""
-    if output is not None:
-        _refuse_early(output)
+    _print.check_picture(output, "-o")
     given = {name: context.params[name] for name in set().union(*_FOR.values())}
     given = {name: value for name, value in given.items() if value is not None}
     try:
@@ -81,7 +78,7 @@ def show(
             view = _of_config(config, layer_type, encoding, given)
         else:
             view = _of_flags(encoding, given)
-        _print(view, output, as_json)
+        _write(view, output, as_json)
     except (ValueError, TypeError, OverflowError, OSError) as wrong:
         raise Refused(str(wrong)) from None
 
@@ -89,7 +86,7 @@ def show(
 show.__doc__ = _HELP
 
 
-def _print(view: lab.View, output: Path | None, as_json: bool) -> None:
+def _write(view: lab.View, output: Path | None, as_json: bool) -> None:
     if as_json:
         typer.echo(json.dumps(lab.numbers(view), indent=1))
     if output is not None:
@@ -98,15 +95,6 @@ def _print(view: lab.View, output: Path | None, as_json: bool) -> None:
             typer.echo(f"picture: {output.absolute()}")
     elif not as_json:
         typer.echo(lab.terminal(view, min(shutil.get_terminal_size((80, 24)).columns - 2, 100)))
-
-
-def _refuse_early(output: Path) -> None:
-    if output.suffix not in _FILES:
-        raise Refused(f"-o writes .png, .svg or .pdf, got {output}.")
-    if output.is_dir() or not output.absolute().parent.is_dir():
-        raise Refused(f"{output} is not a file in a folder that exists.")
-    if importlib.util.find_spec("matplotlib") is None:
-        raise Refused(f"-o needs matplotlib: {INSTALL}")
 
 
 def _of_flags(encoding: str | None, given: dict[str, Any]) -> lab.View:

@@ -1,0 +1,101 @@
+"""What several sub-commands print, and which files they refuse before any work is done."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TypeAlias
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    Progress,
+    TaskProgressColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from rich.table import Table
+from rich.text import Text
+
+from posenc.cli import INSTALL
+from posenc.cli._root import Refused
+
+Tell: TypeAlias = Callable[[str, float], None]
+_PICTURES = (".png", ".svg", ".pdf")
+
+
+def check_file(path: Path | None) -> None:
+    """Refuse a path that no file can be written to."""
+    if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
+        raise Refused(f"{path} is not a file in a folder that exists.")
+
+
+def check_picture(path: Path | None, flag: str) -> None:
+    """Refuse a picture in an unknown format, in no folder, or without matplotlib."""
+    if path is None:
+        return
+    if path.suffix not in _PICTURES:
+        raise Refused(f"{flag} writes .png, .svg or .pdf, got {path}.")
+    check_file(path)
+    check_matplotlib(flag)
+
+
+def check_matplotlib(who: str) -> None:
+    """Refuse to go on without matplotlib."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise Refused(f"{who} needs matplotlib: {INSTALL}")
+
+
+@contextlib.contextmanager
+def progress(
+    title: str = "", *, piped: Tell = lambda message, done: None, background: bool = True
+) -> Iterator[Tell]:
+    """A progress bar on stderr if it is a terminal; ``piped`` is called instead if it is not.
+
+    Args:
+        title: Comes before every message.
+        piped: Receives the message and the part that is done.
+        background: Whether a thread redraws the bar between two calls.
+    """
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield piped
+        return
+    columns = BarColumn(20), TaskProgressColumn(), TimeElapsedColumn(), TimeRemainingColumn()
+    # Messages hold names from files, whose brackets are not markup.
+    message = TextColumn("{task.description}", markup=False)
+    with Progress(
+        *columns, message, console=console, transient=True, auto_refresh=background
+    ) as bar:
+        task = bar.add_task("", total=1.0)
+        yield lambda message, done: bar.update(
+            task, description=f"{title}{message}", completed=done, refresh=not background
+        )
+
+
+def table(
+    title: str, heads: Sequence[str], rows: Sequence[Sequence[Text]], notes: Sequence[str] = ()
+) -> None:
+    """A table on stdout: drawn with its styles on a terminal, padded columns of text in a pipe."""
+    console = Console()
+    if console.is_terminal:
+        drawn = Table()
+        for i, head in enumerate(heads):
+            drawn.add_column(head, justify="right" if i else "left")
+        for row in rows:
+            drawn.add_row(*row)
+        console.print(Text(title, style="bold"), drawn, sep="\n")
+        for note in notes:
+            console.print(Text(f"  {note}", style="dim"))
+        return
+    lines = [list(heads), *([str(cell) for cell in row] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    print(title)
+    for first, *rest in lines:
+        cells = [cell.rjust(width) for cell, width in zip(rest, widths[1:], strict=True)]
+        print(f"  {'  '.join((first.ljust(widths[0]), *cells))}".rstrip())
+    for note in notes:
+        print(f"  {note}")

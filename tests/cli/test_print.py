@@ -1,0 +1,59 @@
+import pytest
+from rich.text import Text
+
+from posenc.cli import _print
+from posenc.cli._root import Refused
+
+ROWS = [[Text("plain"), Text("7")], [Text("[x]"), Text("10", style="red")]]
+
+
+@pytest.fixture
+def terminal(monkeypatch):
+    """Rich takes any stream for a terminal under FORCE_COLOR."""
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "80")
+
+
+def test_a_table_in_a_pipe_is_padded_text(capsys):
+    """Another program reads it: the first column to the left, numbers to the right, no codes."""
+    _print.table("title", ("", "n"), ROWS, ["a note"])
+    assert capsys.readouterr().out == "title\n          n\n  plain   7\n  [x]    10\n  a note\n"
+
+
+def test_a_table_on_a_terminal_is_drawn_with_its_styles(terminal, capsys):
+    """Names are text, not markup: one in brackets is shown in them."""
+    _print.table("title", ("", "n"), ROWS, ["[a] note"])
+    drawn = capsys.readouterr().out
+    assert "│ [x]   │" in drawn
+    assert "\x1b[31m10\x1b[0m" in drawn
+    assert "[a] note" in drawn
+
+
+def test_progress_in_a_pipe_prints_nothing_of_its_own(capsys):
+    heard = []
+    with _print.progress(piped=lambda *said: heard.append(said)) as tell:
+        tell("one", 0.5)
+    assert heard == [("one", 0.5)]
+    assert capsys.readouterr() == ("", "")
+
+
+def test_progress_on_a_terminal_is_a_bar_on_stderr(terminal, capsys):
+    """Stdout may go to a file while somebody watches, and a tensor's name may hold brackets."""
+    heard = []
+    with _print.progress(
+        "title: ", piped=lambda *said: heard.append(said), background=False
+    ) as tell:
+        tell("[x]", 0.5)
+    out, err = capsys.readouterr()
+    assert (out, heard) == ("", [])
+    assert "50%" in err
+    assert "title: [x]" in err
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [("x.bmp", "--plot writes .png, .svg or .pdf"), ("no/x.png", "folder that exists")],
+)
+def test_a_picture_that_cannot_be_written_is_refused(tmp_path, name, words):
+    with pytest.raises(Refused, match=words):
+        _print.check_picture(tmp_path / name, "--plot")
