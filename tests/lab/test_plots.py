@@ -1,4 +1,7 @@
-from posenc.lab.plots import overview
+from matplotlib.colors import to_rgba
+
+from posenc.lab.pictures.style import INK
+from posenc.lab.plots import overview, timings
 
 
 def result(name, ratio, via="loop"):
@@ -25,7 +28,29 @@ def test_the_overview_has_a_panel_for_each_machine_and_a_dot_for_each_time(tmp_p
     figure.savefig(tmp_path / "overview.svg")
 
     dots = {
-        ax.get_title(): [float(line.get_xdata()[0]) for line in ax.lines if line.get_ls() == "None"]
+        ax.get_title(loc="left"): [
+            float(line.get_xdata()[0]) for line in ax.lines if line.get_ls() == "None"
+        ]
         for ax in figure.axes
     }
     assert dots == {"a chip": [2.0, 2.0], "a card": [1.25]}
+
+
+def test_a_panel_says_its_positions_and_looks_like_every_other_picture():
+    """The same case with an offset and with ids is two panels, told apart by their titles."""
+    bar = {**result("posenc", 2.0), "ratio_low": 1.5, "ratio_high": 2.5}
+    wrong = {**bar, "contestant": "a peer", "status": "wrong"}
+    work = {"case": {"name": "tiny", "mode": "forward"}, "dtype": "bf16", "layout": "half"}
+    report = {
+        "machine": {"cpu": "a chip", "gpu": None},
+        "settings": {"threads": 1},
+        "measurements": [
+            {**work, "device": "cpu", "copies": 1, "positions": at, "results": [bar, wrong]}
+            for at in ("offset", "ids")
+        ],
+    }
+    offset, ids = timings(report).axes
+    assert offset.get_title(loc="left") == "tiny bf16 half forward"
+    assert ids.get_title(loc="left") == "tiny bf16 half forward ids"
+    assert [text.get_text() for text in ids.texts] == [" 2", " wrong"]
+    assert ids.spines["left"].get_edgecolor() == to_rgba(INK)

@@ -15,6 +15,8 @@ from posenc.cli._root import Refused
 from posenc.lab import bench as lab
 from posenc.lab.bench import Measurement, Result
 from posenc.lab.cases import CASES, choose
+from posenc.lab.pictures.style import save
+from posenc.lab.plots import timings
 
 _COLUMNS = ("", "time", "quartiles", "× copy", "quartiles", "off by")
 _ALL = "all of the device"
@@ -91,9 +93,7 @@ def bench(
                 json_file.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
             _show(measurement)
     if plot is not None:
-        from posenc.lab.plots import timings
-
-        timings(found).savefig(plot, dpi=150)
+        save(timings(found), plot)
 
 
 bench.__doc__ = _HELP

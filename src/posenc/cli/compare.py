@@ -13,10 +13,12 @@ from rich.text import Text
 from posenc.cli import _print
 from posenc.cli._root import Refused
 from posenc.lab import store
+from posenc.lab.comparison import figures, report
 from posenc.lab.comparison.encodings import COMPARED, ENCODINGS
 from posenc.lab.comparison.folder import RESULTS
 from posenc.lab.comparison.plan import LEAST, QUICK, Plan
 from posenc.lab.comparison.run import Event, Run
+from posenc.lab.pictures.style import save
 
 _HELP = """Train the same small transformer with each encoding, and test it on longer sequences.
 
@@ -169,9 +171,6 @@ def _command(context: typer.Context) -> str:
 
 def _draw(run: Run) -> dict[str, Path]:
     """Write page and figures; what is not finished is left out of them."""
-    from posenc.lab.comparison import figures, report
-    from posenc.lab.pictures.style import image
-
     folder = run.folder.absolute()
     written = {"report": folder / "report.html"}
     store.write(written["report"], report.page(run.results).encode())
@@ -179,7 +178,7 @@ def _draw(run: Run) -> dict[str, Path]:
         sheet = figures.overview(run.results)
         for suffix in (".svg", ".png"):
             written["figure"] = folder / f"figure{suffix}"
-            store.write(written["figure"], image(sheet, suffix))
+            save(sheet, written["figure"])
     written["numbers"] = folder / RESULTS
     return written
 

@@ -12,9 +12,8 @@ import typer
 
 from posenc.cli import _print
 from posenc.cli._root import Refused
-from posenc.lab import store
 from posenc.lab.pictures import show as lab
-from posenc.lab.pictures.style import image
+from posenc.lab.pictures.style import save
 from posenc.nn import RoPE
 from posenc.numerics.configs import as_dict, text_part
 
@@ -90,7 +89,7 @@ def _write(view: lab.View, output: Path | None, as_json: bool) -> None:
     if as_json:
         typer.echo(json.dumps(lab.numbers(view), indent=1))
     if output is not None:
-        store.write(output, image(lab.figure(view), output.suffix))
+        save(lab.figure(view), output)
         if not as_json:
             typer.echo(f"picture: {output.absolute()}")
     elif not as_json:

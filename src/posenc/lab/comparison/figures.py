@@ -14,19 +14,13 @@ if TYPE_CHECKING:
 
 def overview(results: dict[str, Any]) -> Figure:
     """All three charts on one sheet."""
-    drawn = figure(13, 7.2)
-    axes = drawn.subplot_mosaic([["length", "position"], ["length", "training"]])
-    plan, text = results["plan"], results["text"]
-    drawn.suptitle(
-        f"Trained on {plan['train_length']} symbols of {text['name']}, "
-        f"tested on up to {plan['train_length'] * max(plan['times'])}",
-        fontsize=14,
-        color=INK,
-        x=0.01,
-        ha="left",
-        # A file's name may hold a dollar sign.
-        parse_math=False,
+    plan = results["plan"]
+    title = (
+        f"Trained on {plan['train_length']} symbols of {results['text']['name']}, "
+        f"tested on up to {plan['train_length'] * max(plan['times'])}"
     )
+    drawn = figure(13, 7.2, title)
+    axes = drawn.subplot_mosaic([["length", "position"], ["length", "training"]])
     by_length(axes["length"], results)
     by_position(axes["position"], results)
     training(axes["training"], results)

@@ -17,8 +17,7 @@ if TYPE_CHECKING:
 
 def gallery(length: int = 96, dim: int = 64) -> Figure:
     """What is added, what is turned, what is subtracted."""
-    figure = style.figure(14, 7.6)
-    figure.suptitle("posenc: where a token is, four ways", fontsize=14, color=style.INK)
+    figure = style.figure(14, 7.6, "posenc: where a token is, four ways")
     axes = figure.subplots(2, 3)
     rates = inverse_frequencies(dim)
     turning = (Turning("", rates),)

@@ -113,8 +113,7 @@ def config_view(
 
 def figure(view: View) -> Figure:
     """Four panels of one encoding."""
-    drawn = style.figure(11.5, 7.4)
-    drawn.suptitle(view.title, fontsize=14, color=style.INK, x=0.01, ha="left")
+    drawn = style.figure(11.5, 7.4, view.title)
     for ax, draw in zip(drawn.subplots(2, 2).flat, _panels(view), strict=True):
         draw(ax)
     return drawn

@@ -6,7 +6,10 @@ import html
 import io
 import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
+
+from posenc.lab import store
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -28,11 +31,15 @@ SERIES = ("#0072b2", "#d55e00", "#009e73", "#cc79a7")
 _DPI = 144
 
 
-def figure(width: float, height: float) -> Figure:
+def figure(width: float, height: float, title: str = "") -> Figure:
     """An empty figure, in inches."""
     from matplotlib.figure import Figure
 
-    return Figure(figsize=(width, height), layout="constrained")
+    drawn = Figure(figsize=(width, height), layout="constrained")
+    if title:
+        # A title may hold the name of a file, and that a dollar sign.
+        drawn.suptitle(title, fontsize=14, color=INK, x=0.01, ha="left", parse_math=False)
+    return drawn
 
 
 def plain(ax: Axes, title: str, x: str, y: str) -> None:
@@ -118,6 +125,11 @@ def image(picture: Figure, suffix: str) -> bytes:
     with mpl.rc_context({"svg.hashsalt": "posenc", "svg.fonttype": "none"}):
         picture.savefig(content, format=suffix[1:], dpi=_DPI, metadata=when)
     return content.getvalue()
+
+
+def save(picture: Figure, path: Path) -> None:
+    """Write a picture in the format that the suffix of ``path`` names."""
+    store.write(path, image(picture, path.suffix))
 
 
 def inline_svg(picture: Figure, name: str, description: str) -> str:
