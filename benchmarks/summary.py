@@ -1,35 +1,111 @@
-"""Table and figure of README.md, from the results beside it: `python benchmarks/summary.py`."""
+"""Tables and figure of README.md, from the results beside it: `python benchmarks/summary.py`."""
 
 import json
+import statistics
+from collections import defaultdict
+from collections.abc import Iterable
 from pathlib import Path
 
 from posenc.lab.plots import overview, ratios
 
 HERE = Path(__file__).parent
 START, END = "<!-- measured -->\n", "<!-- end -->\n"
-SHOWN = (
-    "posenc", "posenc in place", "transformers eager", "transformers compiled", "Liger in place",
-)  # fmt: skip
+H200, XEON = "NVIDIA H200", "Intel(R) Xeon(R) Processor"
+MODES = {"forward": "forward", "train": "forward and backward"}
+PEERS = ("transformers compiled", "Liger in place")
+# At most so many copies, or so much of the time of transformers eager.
+BOUNDS = {
+    "prefill, forward": 1.15,
+    "prefill, in place": 0.75,
+    "prefill, forward and backward": 1.3,
+    "train, forward": 1.3,
+    "train, forward and backward": 1.3,
+    "decode, of transformers eager": 0.5,
+    "tiny, of transformers eager": 0.5,
+    "h200-long, forward": 1 / 0.93,
+    "h200-wide, forward": 1 / 0.93,
+    "h200-mid, forward": 1 / 0.9,
+    "h200-train, forward and backward": 1.12,
+    "h200-decode, forward": 1.15,
+    "h200-qk-norm, forward": 1.15,
+}
+# Runs whose files were not kept: three on the H200 and eleven on the Xeon, both layouts of each. Of
+# the first seven on the Xeon, one of them in the files, only least, median and most are known.
+FP32, BF16 = "fp32, 2 threads", "bf16, 2 threads"
+EARLIER = {
+    (H200, "h200-decode, forward", "offset"): (1.01, 1.00, 1.05, 1.05, 1.03, 1.12),
+    (H200, "h200-decode, forward", "ids"): (1.09, 1.09, 1.15, 1.08, 1.07, 1.152),
+    (XEON, "prefill, forward", BF16): (
+        0.88, 1.31, 0.79, 0.96, 1.11, 1.05, 1.01, 0.87, 0.86, 0.99, 0.96, 1.02, 0.98, 0.99, 1.00,
+    ),
+    (XEON, "prefill, in place", BF16): (
+        0.54, 0.65, 0.85, 0.52, 0.57, 0.81, 0.77, 0.62, 0.57, 0.60, 0.58, 0.56, 0.79, 0.67, 0.82,
+        0.80,
+    ),
+    (XEON, "train, forward", BF16): (
+        1.10, 1.45, 1.12, 1.20, 1.37, 1.29, 1.23, 1.23, 1.16, 1.12, 1.11, 1.22, 1.19, 1.35, 1.25,
+    ),
+    (XEON, "prefill, forward and backward", BF16): (
+        0.96, 1.04, 1.25, 1.03, 1.12, 0.97, 0.91, 1.10, 1.07, 1.00, 0.97, 1.02, 0.94, 1.05, 1.04,
+    ),
+    (XEON, "train, forward and backward", BF16): (
+        1.17, 1.58, 1.21, 1.34, 1.44, 1.40, 1.34, 1.29, 1.33, 1.12, 1.18, 1.27, 1.26, 1.47, 1.34,
+    ),
+    (XEON, "train, forward", FP32): (1.31,),
+    (XEON, "tiny, of transformers eager", "fp32, 1 thread"): (0.45, 0.53, 0.45, 0.40),
+}  # fmt: skip
 
 
-def rows(name: str, report: dict) -> list[str]:
-    """One line of the table for each measurement of a file."""
-    lines = []
-    for measurement in report["measurements"]:
-        ratio, case = ratios(measurement), measurement["case"]
-        what = f"{measurement['dtype']} {measurement['layout']} {case['mode']}"
-        cells = [f"{ratio[who]:.2f}" if who in ratio else "" for who in SHOWN]
-        what += f" {measurement['positions']}"
-        lines.append(f"| {name} | {case['name']} | {what} | {' | '.join(cells)} |")
-    return lines
+def recorded(reports: Iterable[dict]) -> dict[tuple[str, str, str], list[float]]:
+    """Every ratio by machine, row and column, both layouts together."""
+    found = defaultdict(list)
+    for report in reports:
+        machine, threads = report["machine"], report["settings"]["threads"]
+        for measurement in report["measurements"]:
+            ratio, case = ratios(measurement), measurement["case"]["name"]
+            row = f"{case}, {MODES[measurement['case']['mode']]}"
+            place, column = machine["gpu"], measurement["positions"]
+            if measurement["device"] == "cpu":
+                place = machine["cpu"]
+                column = f"{measurement['dtype']}, {threads} thread{'s' * (threads > 1)}"
+            if (part := f"{case}, of transformers eager") in BOUNDS:
+                found[place, part, column].append(ratio["posenc"] / ratio["transformers eager"])
+                continue
+            found[place, row, column].append(ratio["posenc"])
+            if "posenc in place" in ratio:
+                found[place, f"{case}, in place", column].append(ratio["posenc in place"])
+            for peer in PEERS:
+                if measurement["device"] == "cuda" and peer in ratio:
+                    found[place, row, peer].append(ratio[peer])
+    for key, earlier in EARLIER.items():
+        found[key] += earlier
+    return found
+
+
+def table(machine: str, found: dict[tuple[str, str, str], list[float]]) -> list[str]:
+    """One machine: least, median and most of each row, in bold where they are over its bound."""
+    rows = dict.fromkeys(row for place, row, _ in found if place == machine)
+    columns = sorted({column for place, _, column in found if place == machine} - {*PEERS})
+    columns = [*reversed(columns), *PEERS] if machine == H200 else columns
+    lines = [f"| {machine} | bound | {' | '.join(columns)} |", "|---" * (2 + len(columns)) + "|"]
+    for row in rows:
+        bound, cells = BOUNDS.get(row), []
+        for column in columns:
+            values = found.get((machine, row, column), [])
+            limit = bound if bound and column not in PEERS else float("inf")
+            three = (min(values), statistics.median(values), max(values)) if values else ()
+            cells.append(" / ".join(f"**{x:.2f}**" if x > limit else f"{x:.2f}" for x in three))
+        lines.append(f"| {row} | {f'{bound:.2f}' if bound else ''} | {' | '.join(cells)} |")
+    return [*lines, ""]
 
 
 if __name__ == "__main__":
-    reports = {path.stem: json.loads(path.read_text()) for path in sorted(HERE.glob("*.json"))}
-    head = ["| file | case | what | " + " | ".join(SHOWN) + " |", "|---" * (3 + len(SHOWN)) + "|"]
-    table = head + [line for name, report in reports.items() for line in rows(name, report)]
+    reports = [json.loads(path.read_text()) for path in sorted(HERE.glob("*.json"))]
+    found = recorded(reports)
+    machines = dict.fromkeys(place for place, _, _ in found)
+    tables = [line for machine in machines for line in table(machine, found)]
     readme = HERE / "README.md"
     before, _, rest = readme.read_text().partition(START)
     after = rest.partition(END)[2]
-    readme.write_text(before + START + "\n".join(table) + "\n" + END + after)
-    overview(reports.values()).savefig(HERE / "summary.png", dpi=90)
+    readme.write_text(before + START + "\n".join(tables) + END + after)
+    overview(reports).savefig(HERE / "summary.png", dpi=90)
