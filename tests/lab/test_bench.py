@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import oracles
-from posenc.lab import bench, peers, truth
+from posenc.lab import bench, machine, peers, truth
 from posenc.lab.cases import CASES, DTYPES, Case, Workload, choose
 from posenc.lab.peers import Contestant, Missing
 from posenc.lab.timing import Lane, race
@@ -214,7 +214,7 @@ def test_the_report_is_json_and_names_the_machine(monkeypatch):
 
 def test_threads_come_back():
     before = torch.get_num_threads()
-    with bench.threads(1):
+    with machine.threads(1):
         assert torch.get_num_threads() == 1
     assert torch.get_num_threads() == before
 

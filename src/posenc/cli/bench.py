@@ -13,6 +13,7 @@ from rich.text import Text
 from posenc.cli import _print
 from posenc.cli._root import Refused
 from posenc.lab import bench as lab
+from posenc.lab import machine
 from posenc.lab.bench import Measurement, Result
 from posenc.lab.cases import CASES, choose
 from posenc.lab.pictures.style import save
@@ -79,7 +80,7 @@ def bench(
         raise Refused(str(wrong)) from None
     measurements: list[Measurement] = []
     found: dict[str, Any] = {}
-    with lab.threads(threads):
+    with machine.threads(threads):
         used = torch.get_num_threads()
         for i, work in enumerate(works):
             title = f"{work} ({i + 1} of {len(works)}): "

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
@@ -157,35 +156,26 @@ def report(measurements: list[Measurement], **settings: Any) -> dict[str, Any]:
     }
 
 
-@contextlib.contextmanager
-def threads(count: int | None) -> Iterator[None]:
-    """Run with ``count`` CPU threads, or as many as torch has."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(count or before)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
 def _admit(contestant: Contestant, work: Workload) -> tuple[Result, Call | None]:
     """Whether a contestant may be timed, and its call if so."""
-    result = Result(contestant.name, "timed", version=contestant.version())
+    name, version = contestant.name, contestant.version()
     try:
         call = contestant.prepare(work)
         verdict = _check(contestant, call, work)
     except Missing as missing:
-        result.status, result.reason = "missing", str(missing)
-        return result, None
+        return Result(name, "missing", str(missing), version=version), None
     except Exception as broken:
-        result.status, result.reason = "failed", _one_line(broken)
-        return result, None
-    result.error_ulps = verdict.ulps if math.isfinite(verdict.ulps) else None
-    result.allowed_ulps, result.allowed_radians = verdict.allowed_ulps, verdict.allowed_radians
-    if verdict.reason:
-        result.status, result.reason = "wrong", verdict.reason
-        return result, None
-    return result, call
+        return Result(name, "failed", _one_line(broken), version=version), None
+    result = Result(
+        name,
+        "wrong" if verdict.reason else "timed",
+        verdict.reason,
+        version=version,
+        error_ulps=verdict.ulps if math.isfinite(verdict.ulps) else None,
+        allowed_ulps=verdict.allowed_ulps,
+        allowed_radians=verdict.allowed_radians,
+    )
+    return result, None if verdict.reason else call
 
 
 def _check(contestant: Contestant, call: Call, work: Workload) -> Verdict:
@@ -201,21 +191,18 @@ def _check(contestant: Contestant, call: Call, work: Workload) -> Verdict:
     if training:
         gradients = torch.autograd.grad(outputs, inputs[:2], inputs[2:])
         verdicts.append(judge(work, before[2:], gradients, **wide, transposed=True))
-    if not (contestant.in_place and not training):
-        untouched = torch.equal(inputs.q, before.q) and torch.equal(inputs.k, before.k)
-        if not untouched:
-            return Verdict(math.nan, 0.0, 0.0, "wrote into its inputs")
+    may_write = contestant.in_place and not training
+    if not (may_write or all(map(torch.equal, inputs[:2], before[:2]))):
+        return Verdict(math.nan, 0.0, 0.0, "wrote into its inputs")
     # A refusal comes first, then the larger error.
     return max(verdicts, key=lambda verdict: (bool(verdict.reason), verdict.ulps))
 
 
 def _inputs(work: Workload, seed: int) -> Inputs:
     q, k = work.pair(2 * seed)
-    dq, dk = work.pair(2 * seed + 1) if work.case.mode == "train" else (q, k)
-    if work.case.mode == "train":
-        q.requires_grad_()
-        k.requires_grad_()
-    return Inputs(q, k, dq, dk)
+    if work.case.mode != "train":
+        return Inputs(q, k, q, k)
+    return Inputs(q.requires_grad_(), k.requires_grad_(), *work.pair(2 * seed + 1))
 
 
 def _step(call: Call, inputs: Inputs, *, training: bool) -> Step:
@@ -272,16 +259,7 @@ def _summarize(lanes: list[Lane], results: list[Result]) -> list[Result]:
     timed = []
     for lane in lanes:
         base = known.get(lane.name, Result(lane.name, "timed"))
-        result = Result(
-            lane.name,
-            "timed",
-            via=lane.via,
-            version=base.version,
-            error_ulps=base.error_ulps,
-            allowed_ulps=base.allowed_ulps,
-            allowed_radians=base.allowed_radians,
-            seconds=lane.seconds,
-        )
+        result = replace(base, via=lane.via, seconds=lane.seconds)
         result.low, result.median, result.high = quartiles(lane.seconds)
         # Paired by round, so that a drift of the machine cancels.
         ratios = [t / c for t, c in zip(lane.seconds, copy[lane.via], strict=True)]

@@ -106,7 +106,7 @@ def transformers_eager(work: Workload) -> Call:
 
 def rotary_embedding_torch(work: Workload) -> Call:
     """Its ``rotate_queries_or_keys``, with the cache it keeps by default."""
-    _needs_interleaved(work)
+    _only(work.interleaved, "interleaved")
     if work.ids:
         raise Missing("takes an offset, not positions")
     peer = _load("rotary_embedding_torch").RotaryEmbedding(work.case.dim, theta=BASE)
@@ -116,7 +116,7 @@ def rotary_embedding_torch(work: Workload) -> Call:
 
 def torchtune(work: Workload) -> Call:
     """Its ``RotaryPositionalEmbeddings``, which wants ``[B, T, H, D]``."""
-    _needs_interleaved(work)
+    _only(work.interleaved, "interleaved")
     module = _load("torchtune.modules.position_embeddings").RotaryPositionalEmbeddings
     peer = module(work.case.dim, max_seq_len=work.max_seq_len, base=BASE).to(work.device)
     at = torch.atleast_2d(work.positions()) if work.ids or work.case.offset else None
@@ -130,7 +130,7 @@ def torchtune(work: Workload) -> Call:
 
 def complex_multiply(work: Workload) -> Call:
     """Neighbouring channels seen as complex numbers, times a complex64 table."""
-    _needs_interleaved(work)
+    _only(work.interleaved, "interleaved")
     table = _over_heads(truth.cis(work)).to(torch.complex64)
 
     def turn(x: Tensor) -> Tensor:
@@ -142,8 +142,8 @@ def complex_multiply(work: Workload) -> Call:
 
 def liger(work: Workload) -> Call:
     """Its Triton kernel, in place; in training on clones, or it would overwrite the leaves."""
-    _needs_half(work)
-    _needs_cuda(work)
+    _only(not work.interleaved, "half")
+    _only(work.device == "cuda", "CUDA")
     turn = _load("liger_kernel.ops.rope").LigerRopeFunction.apply
     turns = truth.cis(work)
     turns = torch.cat((turns, turns), dim=-1)
@@ -156,7 +156,7 @@ def liger(work: Workload) -> Call:
 
 def flash_attn(work: Workload) -> Call:
     """Its Triton ``apply_rotary_emb``, which wants ``[B, T, H, D]``."""
-    _needs_cuda(work)
+    _only(work.device == "cuda", "CUDA")
     if work.ids:
         raise Missing("takes offsets, not positions")
     apply = _load("flash_attn.layers.rotary").apply_rotary_emb
@@ -225,19 +225,9 @@ def _load(module: str) -> Any:
             raise Missing(f"cannot import {module}: {why}") from broken
 
 
-def _needs_interleaved(work: Workload) -> None:
-    if not work.interleaved:
-        raise Missing("interleaved only")
-
-
-def _needs_half(work: Workload) -> None:
-    if work.interleaved:
-        raise Missing("half only")
-
-
-def _needs_cuda(work: Workload) -> None:
-    if work.device != "cuda":
-        raise Missing("CUDA only")
+def _only(fits: bool, what: str) -> None:
+    if not fits:
+        raise Missing(f"{what} only")
 
 
 _HF = Contestant("transformers eager", transformers_eager, "transformers", float32_angles=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 from pathlib import Path
 
@@ -40,10 +39,3 @@ def write(path: Path, content: bytes) -> None:
     except BaseException:
         half.unlink(missing_ok=True)
         raise
-    # The name too must outlive a power cut. Not every system lets a folder be opened.
-    with contextlib.suppress(OSError):
-        folder = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeAlias
 
-from posenc.numerics import scaling
-
-# The rule for sequences this many times longer than the trained length, and that length.
-Stretch: TypeAlias = Callable[[float, int], scaling.Rule]
+from posenc.lab.pictures.show import RULES, RuleFor
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,11 +23,7 @@ class Encoding:
     label: str
     trains: str
     past: str
-    stretch: Stretch | None = None
-
-
-def _rotary(name: str, label: str, past: str, stretch: Stretch) -> Encoding:
-    return Encoding(name, label, "rope", past, stretch)
+    stretch: RuleFor | None = None
 
 
 ENCODINGS = {
@@ -52,23 +43,26 @@ ENCODINGS = {
         Encoding(
             "rope", "RoPE", "rope", "The pairs turn on, to distances that no model was trained on."
         ),
-        _rotary(
+        Encoding(
             "rope-yarn",
             "RoPE + YaRN",
+            "rope",
             "RoPE's model, tested with YaRN of factor length / training length.",
-            lambda factor, trained: scaling.YaRN(factor, original_length=trained),
+            RULES["yarn"],
         ),
-        _rotary(
+        Encoding(
             "rope-linear",
             "RoPE + linear",
+            "rope",
             "RoPE's model, every pair slowed by length / training length.",
-            lambda factor, trained: scaling.Linear(factor),
+            RULES["linear"],
         ),
-        _rotary(
+        Encoding(
             "rope-ntk",
             "RoPE + NTK",
+            "rope",
             "RoPE's model, its base raised for length / training length.",
-            lambda factor, trained: scaling.NTK(factor),
+            RULES["ntk"],
         ),
         Encoding("alibi", "ALiBi", "alibi", "The same slopes over longer distances."),
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from posenc.lab.pictures.style import COLOURS, FAINT, INK, End, figure, label_ends, plain
+from posenc.lab.pictures.style import COLOURS, FAINT, End, figure, label_ends, note, plain
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -87,19 +87,11 @@ def _past(ax: Axes, trained: int, longest: int) -> None:
     low, high = ax.get_xlim()
     ax.axvspan(trained, high, color=FAINT, alpha=0.35, lw=0, zorder=0)
     ax.set_xlim(low, high)
-    ax.annotate(
-        "past the training length",
-        (trained, 1),
-        xycoords=("data", "axes fraction"),
-        xytext=(5, -4),
-        textcoords="offset points",
-        va="top",
-        fontsize=8,
-        color=INK,
-    )
+    top = {"xycoords": ("data", "axes fraction"), "va": "top"}
+    note(ax, "past the training length", (trained, 1), (5, -4), **top)
     # Room for the words, above the lines.
-    bottom, top = ax.get_ylim()
-    ax.set_ylim(bottom, top + 0.06 * (top - bottom))
+    low, high = ax.get_ylim()
+    ax.set_ylim(low, high + 0.06 * (high - low))
 
 
 def _zoom(ax: Axes, curves: Sequence[Sequence[float]]) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from posenc.lab.comparison import figures
+from posenc.lab.comparison.encodings import ENCODINGS
 from posenc.lab.pictures import show
 from posenc.lab.pictures.style import COLOURS, figure, inline_svg
 
@@ -100,7 +101,7 @@ def _body(results: dict[str, Any]) -> list[str]:
         "</dl>",
         "<h2>What each looks like</h2>",
         '<div class="pair">',
-        *_looks(plan, {row["encoding"] for row in results["summary"]}),
+        *_looks(plan, [row["encoding"] for row in results["summary"]]),
         "</div>",
         "<h2>What each costs</h2>",
         _costs(results),
@@ -170,34 +171,31 @@ def _costs(results: dict[str, Any]) -> str:
     return _table(heads, rows)
 
 
-def _looks(plan: dict[str, Any], shown: set[str]) -> list[str]:
+def _looks(plan: dict[str, Any], shown: list[str]) -> list[str]:
     """The pictures of `posenc show`, for the sizes of this model."""
+    width, heads, base = plan["width"], plan["heads"], plan["base"]
     length, longest = plan["train_length"], plan["train_length"] * max(plan["times"])
-    drawn = {
+    rope = show.rope_view(width // heads, base=base, trained=length, length=longest)
+    looks = {
         "sinusoidal": (
-            show.View("sinusoidal", plan["width"], length, longest, plan["base"]),
-            "Sinusoidal",
+            show.View("sinusoidal", width, length, longest, base),
+            "Sinusoidal. Added to the input.",
         ),
-        "learned": (show.View("learned", plan["width"], length, longest), "Learned"),
-        "rope": (
-            show.rope_view(
-                plan["width"] // plan["heads"], base=plan["base"], trained=length, length=longest
-            ),
-            "RoPE",
+        "learned": (
+            show.View("learned", width, length, longest),
+            "Learned. Added to the input; as it is made, before training.",
         ),
-        "alibi": (show.View("alibi", heads=plan["heads"], length=longest), "ALiBi"),
-    }
-    captions = {
-        "sinusoidal": "Added to the input.",
-        "learned": "Added to the input; as it is made, before training.",
-        "rope": "Cosines of the angles that queries and keys are turned by.",
-        "alibi": "Added to the scores of one head.",
+        "rope": (rope, "RoPE. Cosines of the angles that queries and keys are turned by."),
+        "alibi": (
+            show.View("alibi", heads=heads, length=longest),
+            "ALiBi. Added to the scores of one head.",
+        ),
     }
     found = []
-    for name, (view, label) in drawn.items():
-        if name in shown or (name == "rope" and any(s.startswith("rope") for s in shown)):
-            picture = inline_svg(show.cover(view), f"look-{name}", f"{label}: {captions[name]}")
-            caption = f"{label}. {captions[name]}"
+    for name in dict.fromkeys(ENCODINGS[each].trains for each in shown):
+        if name in looks:
+            view, caption = looks[name]
+            picture = inline_svg(show.cover(view), f"look-{name}", caption)
             found.append(f"<figure>{picture}<figcaption>{caption}</figcaption></figure>")
     return found
 

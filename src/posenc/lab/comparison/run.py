@@ -14,12 +14,11 @@ import torch
 import posenc
 from posenc.lab import machine, store
 from posenc.lab.comparison import folder as folders
-from posenc.lab.comparison.cost import cost
+from posenc.lab.comparison.cost import COSTS, cost
 from posenc.lab.comparison.decoder import Decoder
 from posenc.lab.comparison.encodings import ENCODINGS
 from posenc.lab.comparison.folder import FILES, RESULTS
 from posenc.lab.comparison.plan import Plan, Unit
-from posenc.lab.comparison.summary import summarize
 from posenc.lab.comparison.text import Text, load
 from posenc.lab.comparison.training import Progress, batches, next_token_loss, train
 
@@ -81,15 +80,11 @@ class Run:
 
     def go(self, tell: Callable[[Event], None] = lambda event: None) -> None:
         """Train and test what is not finished, one after the other; ``tell`` hears of each step."""
-        before = torch.get_num_threads()
-        torch.set_num_threads(self.plan.threads)
-        try:
+        with machine.threads(self.plan.threads):
             for unit in self.plan.units():
                 if str(unit) not in self.results["units"]:
                     self.results["units"][str(unit)] = self._unit(unit, tell)
                     self._write()
-        finally:
-            torch.set_num_threads(before)
 
     def _write(self) -> None:
         self.results["complete"] = len(self.results["units"]) == len(self.plan.units())
@@ -186,10 +181,45 @@ def _text(plan: Plan) -> Text:
 
 
 def _about(text: Text) -> dict[str, Any]:
-    return {
-        "name": text.name,
-        "sha256": text.sha256,
-        "train": len(text.train),
-        "held": len(text.held),
-        "symbols": text.symbols,
-    }
+    return {**text._asdict(), "train": len(text.train), "held": len(text.held)}
+
+
+def summarize(results: dict[str, Any]) -> list[dict[str, Any]]:
+    """One row for each encoding that has a finished seed: means over the seeds, and their spread.
+
+    ``tail`` is the loss of the last training length of each tested length; ``rise`` is what it
+    has gained since the first; ``low`` and ``high`` are the least and the largest of the seeds.
+    """
+    rows = []
+    for name in results["plan"]["encodings"]:
+        encoding = ENCODINGS[name]
+        found = [u for u in results["units"].values() if name in u["tests"]]
+        if not found:
+            continue
+        tails = [unit["tests"][name]["tail"] for unit in found]
+        mean = _mean(tails)
+        rows.append(
+            {
+                "encoding": name,
+                "label": encoding.label,
+                "past": encoding.past,
+                "seeds": [unit["seed"] for unit in found],
+                "tail": mean,
+                "low": [min(column) for column in zip(*tails, strict=True)],
+                "high": [max(column) for column in zip(*tails, strict=True)],
+                "rise": [loss - mean[0] for loss in mean],
+                "whole": _mean([unit["tests"][name]["whole"] for unit in found]),
+                "by_position": _mean([unit["tests"][name]["by_position"] for unit in found]),
+                "curve": {
+                    "step": found[0]["curve"]["step"],
+                    "loss": _mean([unit["curve"]["loss"] for unit in found]),
+                },
+                "parameters": found[0]["parameters"],
+                "cost": {k: statistics.median(u["cost"][k] for u in found) for k in COSTS},
+            }
+        )
+    return rows
+
+
+def _mean(rows: list[list[float]]) -> list[float]:
+    return [statistics.fmean(column) for column in zip(*rows, strict=True)]

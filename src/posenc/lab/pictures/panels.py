@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from posenc import nn
-from posenc.lab.pictures.style import FAINT, INK, SERIES, End, label_ends, plain
+from posenc.lab.pictures.style import FAINT, INK, SERIES, End, label_ends, note, plain
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -66,15 +66,8 @@ def wavelengths(ax: Axes, turnings: Sequence[Turning], trained: int) -> None:
     ax.axhspan(trained, 4 * top, color=FAINT, alpha=0.45, lw=0)
     ax.axhline(trained, color=INK, lw=1, ls=(0, (4, 3)))
     ax.set_ylim(2, 3 * top)
-    ax.text(
-        0.02,
-        0.97,
-        f"never a full turn in\nthe trained context, {trained}",
-        transform=ax.transAxes,
-        va="top",
-        fontsize=8,
-        color=INK,
-    )
+    words = f"never a full turn in\nthe trained context, {trained}"
+    ax.text(0.02, 0.97, words, transform=ax.transAxes, va="top", fontsize=8, color=INK)
     if len(turnings) > 1:
         label_ends(ax, ends)
 
@@ -96,17 +89,8 @@ def decay(
     ax.axhline(0, color=INK, lw=0.8)
     if farthest > trained:
         ax.axvspan(trained, farthest, color=FAINT, alpha=0.45, lw=0)
-        ax.annotate(
-            "trained\ncontext",
-            (trained, 1),
-            xycoords=("data", "axes fraction"),
-            xytext=(-4, -2),
-            textcoords="offset points",
-            ha="right",
-            va="top",
-            fontsize=8,
-            color=INK,
-        )
+        top = {"xycoords": ("data", "axes fraction"), "ha": "right", "va": "top"}
+        note(ax, "trained\ncontext", (trained, 1), (-4, -2), **top)
     ax.set_xlim(1, farthest)
     if len(turnings) > 1:
         label_ends(ax, ends)
@@ -164,7 +148,7 @@ def slopes(ax: Axes, alibi: nn.ALiBi) -> None:
     for head, value in enumerate(values if len(values) <= 16 else []):
         whole = abs(1 / value - round(1 / value)) < 1e-6
         label = f"1/{round(1 / value)}" if whole else f"{value:.3g}"
-        _note(ax, label, (head, value), INK, (-8, 7))
+        note(ax, label, (head, value), (-8, 7))
     ax.set_ylim(values.min() / 1.6, values.max() * 1.9)
     ax.set_xticks(list(heads)[:: max(1, len(values) // 16)])
 
@@ -184,7 +168,7 @@ def bias(ax: Axes, alibi: nn.ALiBi, length: int) -> None:
             ends.append(End(float(line[-1]), f"head {head}", colour))
         else:
             end = (len(seen) - 1, float(seen[-1]))
-            _note(ax, f"head {head}", end, colour, (4, 2))
+            note(ax, f"head {head}", end, (4, 2), color=colour)
     ax.set_ylim(floor, 0.4)
     ax.set_xlim(0, length - 1)
     label_ends(ax, ends)
@@ -200,7 +184,7 @@ def reach(ax: Axes, alibi: nn.ALiBi, length: int) -> None:
         ax.semilogx(distance.numpy(), left.numpy(), color=colour, lw=1.8)
         half = math.log(2) / float(alibi.slopes[head])
         if 1 < half < length:
-            _note(ax, f"head {head}", (half, 0.5), colour, (3, 2))
+            note(ax, f"head {head}", (half, 0.5), (3, 2), color=colour)
     ax.set_xlim(1, length)
     ax.set_ylim(0, 1.02)
 
@@ -217,12 +201,6 @@ def bias_heat(ax: Axes, alibi: nn.ALiBi, head: int, length: int) -> None:
 def _some(heads: int) -> list[int]:
     """Four heads at most, first and last among them."""
     return sorted({round(i * (heads - 1) / 3) for i in range(4)})
-
-
-def _note(ax: Axes, text: str, at: tuple[float, float], colour: str, by: tuple[int, int]) -> None:
-    ax.annotate(
-        text, at, xytext=by, textcoords="offset points", fontsize=8, color=colour, clip_on=False
-    )
 
 
 def _shade(head: int, heads: int) -> str:

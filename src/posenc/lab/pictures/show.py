@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
@@ -20,7 +20,9 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-RULES: dict[str, Callable[[float, int], scaling.Rule]] = {
+# From the factor and the trained length to the rule for sequences that many times longer.
+RuleFor: TypeAlias = Callable[[float, int], scaling.Rule]
+RULES: dict[str, RuleFor] = {
     "linear": lambda factor, trained: scaling.Linear(factor),
     "ntk": lambda factor, trained: scaling.NTK(factor),
     "dynamic": lambda factor, trained: scaling.DynamicNTK(factor, original_length=trained),
@@ -136,36 +138,33 @@ def _panels(view: View) -> list[Callable[[Axes], None]]:
             lambda ax: panels.reach(ax, alibi, view.trained),
             lambda ax: panels.bias_heat(ax, alibi, middle, view.length),
         ]
+    table, turnings = _table(view), _turnings(view)
     if view.encoding == "rope":
-        turnings, first = view.turnings, view.turnings[:2][-1]
-        at = torch.arange(view.length, dtype=torch.float64)[:, None]
-        table = (at * first.rates).cos() * first.gain
-        name = f", {first.label}" if len(turnings) > 1 else ""
-        last: Callable[[Axes], None] = lambda ax: panels.turns(  # noqa: E731
-            ax, first.rates, min(view.length, 24)
-        )
-        if len(turnings) > 1:
-            last = lambda ax: panels.slowdown(ax, turnings)  # noqa: E731
+        shown = _shown(view)
+
+        def last(ax: Axes) -> None:
+            if len(turnings) > 1:
+                panels.slowdown(ax, turnings)
+            else:
+                panels.turns(ax, shown.rates, min(view.length, 24))
+
         return [
-            lambda ax: panels.heat(ax, table, f"Cosines of the angles{name}", x="pair"),
+            lambda ax: panels.heat(ax, table, f"Cosines of the angles{_named(view)}", x="pair"),
             lambda ax: panels.wavelengths(ax, turnings, view.trained),
             lambda ax: panels.decay(ax, turnings, view.trained, view.farthest),
             last,
         ]
-    table = _table(view)
     alike: list[Callable[[Axes], None]] = [
         lambda ax: panels.heat(ax, table, "What is added"),
         lambda ax: panels.similarity(ax, table, "Cosine between the vectors of two positions"),
     ]
     if view.encoding == "learned":
         return [*alike, lambda ax: _norms(ax, table), lambda ax: _values(ax, table)]
-    rates = (Turning("", inverse_frequencies(view.dim, view.base)),)
+    title = "The same cosine, by distance"
     return [
         *alike,
-        lambda ax: panels.wavelengths(ax, rates, view.trained),
-        lambda ax: panels.decay(
-            ax, rates, view.trained, view.farthest, "The same cosine, by distance"
-        ),
+        lambda ax: panels.wavelengths(ax, turnings, view.trained),
+        lambda ax: panels.decay(ax, turnings, view.trained, view.farthest, title),
     ]
 
 
@@ -180,7 +179,25 @@ def _values(ax: Axes, table: torch.Tensor) -> None:
     ax.hist(table.flatten().numpy(), bins=60, color=style.SERIES[1])
 
 
+def _turnings(view: View) -> tuple[Turning, ...]:
+    """RoPE's own, or the rates of the sinusoid."""
+    return view.turnings or (Turning("", inverse_frequencies(view.dim, view.base)),)
+
+
+def _shown(view: View) -> Turning:
+    """The one of several whose angles are drawn: by the first rule, if there is one."""
+    return view.turnings[:2][-1]
+
+
+def _named(view: View) -> str:
+    return f", {_shown(view).label}" if len(view.turnings) > 1 else ""
+
+
 def _table(view: View) -> torch.Tensor:
+    """What is added to the input, or the cosines of RoPE's angles."""
+    if view.encoding == "rope":
+        at = torch.arange(view.length, dtype=torch.float64)[:, None]
+        return (at * _shown(view).rates).cos() * _shown(view).gain
     if view.encoding == "sinusoidal":
         return nn.SinusoidalPE(view.length, view.dim, base=view.base).get_encoding(view.length)
     with torch.random.fork_rng(devices=[]):
@@ -201,19 +218,13 @@ def terminal(view: View, columns: int = 72) -> str:
         parts += [f"bias of head {view.heads // 2}, queries down, keys across:"]
         parts += [characters(alibi.get_bias(view.length)[view.heads // 2], columns=wide // 2 * 2)]
         return "\n".join(parts)
+    what = "what is added, positions down, channels across:"
     if view.encoding == "rope":
-        turnings: tuple[Turning, ...] = view.turnings
-        at = torch.arange(view.length, dtype=torch.float64)[:, None]
-        first = turnings[:2][-1]
-        name = f", {first.label}" if len(turnings) > 1 else ""
-        parts += [f"cosines{name}, positions down, pairs across, fastest first:"]
-        parts += [characters((at * first.rates).cos(), columns=wide), ""]
-    else:
-        parts += ["what is added, positions down, channels across:"]
-        parts += [characters(_table(view), columns=wide), ""]
-        if view.encoding == "learned":
-            return "\n".join(parts).rstrip()
-        turnings = (Turning("", inverse_frequencies(view.dim, view.base)),)
+        what = f"cosines{_named(view)}, positions down, pairs across, fastest first:"
+    parts += [what, characters(_table(view), columns=wide), ""]
+    if view.encoding == "learned":
+        return "\n".join(parts).rstrip()
+    turnings = _turnings(view)
     parts += ["positions for a full turn of each pair, log scale:"]
     lines = [
         Line(t.label, list(range(len(t.rates))), [math.tau / r for r in t.rates.tolist()])
@@ -237,7 +248,6 @@ def numbers(view: View) -> dict[str, Any]:
     found["dim"] = view.dim
     if view.encoding == "learned":
         return found
-    turnings = view.turnings or (Turning("", inverse_frequencies(view.dim, view.base)),)
     found["base"] = view.base
     found["rates"] = [
         {
@@ -246,6 +256,6 @@ def numbers(view: View) -> dict[str, Any]:
             "rates": t.rates.tolist(),
             "wavelengths": [math.tau / r if r else None for r in t.rates.tolist()],
         }
-        for t in turnings
+        for t in _turnings(view)
     ]
     return found

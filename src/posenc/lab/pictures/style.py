@@ -7,7 +7,7 @@ import io
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from posenc.lab import store
 
@@ -57,6 +57,12 @@ def plain(ax: Axes, title: str, x: str, y: str) -> None:
     ax.patch.set_alpha(0)
 
 
+def note(ax: Axes, text: str, at: tuple[float, float], by: tuple[int, int], **how: Any) -> None:
+    """Write ``text`` so many points from a place, outside of the axes too."""
+    usual: dict[str, Any] = {"fontsize": 8, "color": INK, "annotation_clip": False}
+    ax.annotate(text, at, xytext=by, textcoords="offset points", **{**usual, **how})
+
+
 class End(NamedTuple):
     """A label for the right end of a line."""
 
@@ -74,17 +80,8 @@ def label_ends(ax: Axes, ends: Sequence[End], *, size: float = 8.5) -> None:
     span = scale((0, high))[1] - scale((0, low))[1]
     at = [(scale((0, end.y))[1] - scale((0, low))[1]) / span for end in ends]
     for end, height in zip(ends, spread(at, apart), strict=True):
-        ax.annotate(
-            end.text,
-            (1, height),
-            xytext=(6, 0),
-            xycoords="axes fraction",
-            textcoords="offset points",
-            va="center",
-            fontsize=size,
-            color=end.colour,
-            annotation_clip=False,
-        )
+        at_end: dict[str, Any] = {"xycoords": "axes fraction", "va": "center"}
+        note(ax, end.text, (1, height), (6, 0), color=end.colour, fontsize=size, **at_end)
 
 
 def spread(heights: Sequence[float], apart: float) -> list[float]:

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from posenc.lab.comparison.memory import peak_bytes
+from posenc.lab.comparison.cost import peak_bytes
 
 # Python numbers in an expression become tensors of a few bytes.
 NUMBERS = 100
