@@ -75,8 +75,8 @@ def posenc_in_place(work: Workload) -> Call:
         raise Missing("in place is measured without gradients")
     rope = _rope(work)
     at = {"position_ids": work.positions()} if work.ids else {"offset": work.case.offset}
-    turn: Any = partial(functional.rotate_qk_, **at, interleaved=work.interleaved)
-    return lambda q, k: turn(q, k, rope.cos_cached, rope.sin_cached)
+    rotate: Any = partial(functional.rotate_qk_, **at, interleaved=work.interleaved)
+    return lambda q, k: rotate(q, k, rope.cos_cached, rope.sin_cached)
 
 
 def posenc_qk_norm(work: Workload) -> Call:
@@ -121,11 +121,11 @@ def torchtune(work: Workload) -> Call:
     peer = module(work.case.dim, max_seq_len=work.max_seq_len, base=BASE).to(work.device)
     at = torch.atleast_2d(work.positions()) if work.ids or work.case.offset else None
 
-    def turn(x: Tensor) -> Tensor:
+    def rotate(x: Tensor) -> Tensor:
         y: Tensor = peer(x.transpose(1, 2), input_pos=at)
         return y.transpose(1, 2)
 
-    return lambda q, k: (turn(q), turn(k))
+    return lambda q, k: (rotate(q), rotate(k))
 
 
 def complex_multiply(work: Workload) -> Call:
@@ -133,25 +133,25 @@ def complex_multiply(work: Workload) -> Call:
     _only(work.interleaved, "interleaved")
     table = _over_heads(truth.cis(work)).to(torch.complex64)
 
-    def turn(x: Tensor) -> Tensor:
+    def rotate(x: Tensor) -> Tensor:
         z = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))
         return torch.view_as_real(z * table).flatten(-2).to(x.dtype)
 
-    return lambda q, k: (turn(q), turn(k))
+    return lambda q, k: (rotate(q), rotate(k))
 
 
 def liger(work: Workload) -> Call:
     """Its Triton kernel, in place; in training on clones, or it would overwrite the leaves."""
     _only(not work.interleaved, "half")
     _only(work.device == "cuda", "CUDA")
-    turn = _load("liger_kernel.ops.rope").LigerRopeFunction.apply
-    turns = truth.cis(work)
-    turns = torch.cat((turns, turns), dim=-1)
-    turns = turns if work.ids else turns[None]
-    cos, sin = turns.real.to(work.dtype), turns.imag.to(work.dtype)
+    rotate = _load("liger_kernel.ops.rope").LigerRopeFunction.apply
+    cis = truth.cis(work)
+    cis = torch.cat((cis, cis), dim=-1)
+    cis = cis if work.ids else cis[None]
+    cos, sin = cis.real.to(work.dtype), cis.imag.to(work.dtype)
     if work.case.mode == "train":
-        return lambda q, k: turn(q.clone(), k.clone(), cos, sin)
-    return lambda q, k: turn(q, k, cos, sin)
+        return lambda q, k: rotate(q.clone(), k.clone(), cos, sin)
+    return lambda q, k: rotate(q, k, cos, sin)
 
 
 def flash_attn(work: Workload) -> Call:
@@ -160,30 +160,30 @@ def flash_attn(work: Workload) -> Call:
     if work.ids:
         raise Missing("takes offsets, not positions")
     apply = _load("flash_attn.layers.rotary").apply_rotary_emb
-    turns = truth.cis(work)
-    cos, sin = turns.real.to(work.dtype).contiguous(), turns.imag.to(work.dtype).contiguous()
+    cis = truth.cis(work)
+    cos, sin = cis.real.to(work.dtype).contiguous(), cis.imag.to(work.dtype).contiguous()
 
-    def turn(x: Tensor) -> Tensor:
+    def rotate(x: Tensor) -> Tensor:
         y: Tensor = apply(x.transpose(1, 2), cos, sin, interleaved=work.interleaved)
         return y.transpose(1, 2)
 
-    return lambda q, k: (turn(q), turn(k))
+    return lambda q, k: (rotate(q), rotate(k))
 
 
 def norm_then_rotate(work: Workload) -> Call:
     """``rms_norm`` of torch, then the rotation as a formula in float32."""
-    turns = _over_heads(truth.cis(work))
-    cos, sin = turns.real.float(), turns.imag.float()
+    cis = _over_heads(truth.cis(work))
+    cos, sin = cis.real.float(), cis.imag.float()
     grid, axis = ((-1, 2), -1) if work.interleaved else ((2, -1), -2)
 
-    def turn(x: Tensor, weight: Tensor) -> Tensor:
+    def rotate(x: Tensor, weight: Tensor) -> Tensor:
         x = torch.nn.functional.rms_norm(x, weight.shape, weight, EPS)
         a, b = x.float().unflatten(-1, grid).unbind(axis)
         y = torch.stack((a * cos - b * sin, a * sin + b * cos), dim=axis)
         return y.flatten(-2).to(x.dtype)
 
     q_weight, k_weight = work.weights()
-    return lambda q, k: (turn(q, q_weight), turn(k, k_weight))
+    return lambda q, k: (rotate(q, q_weight), rotate(k, k_weight))
 
 
 def _compiled(contestant: Contestant, name: str) -> Contestant:

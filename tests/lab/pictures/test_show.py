@@ -43,8 +43,8 @@ def test_every_view_has_a_cover_and_fits_a_terminal(view):
 def test_scores_are_those_of_the_module():
     """The picture of decay is what q·k of the module itself is, not a formula beside it."""
     view = show.rope_view(32, trained=64, rules=("yarn",), factor=4.0)
-    turning = view.turnings[1]
-    distance, score = panels.scores(turning, 256)
+    rotation = view.rotations[1]
+    distance, score = panels.scores(rotation, 256)
     rule = posenc.scaling.YaRN(4.0, original_length=64)
     rope = posenc.RoPE(32, 300, interleaved=False, scaling=rule)
     ones = torch.ones(1, 1, 257, 32, dtype=torch.float64)
@@ -67,9 +67,9 @@ def test_a_config_is_shown_beside_the_same_rates_without_its_rule():
     config = {"head_dim": 16, "rope_theta": 100.0, "rope_scaling": scaling}
     rope = posenc.RoPE.from_config(config)
     view = show.config_view(rope, 128, 512, against="linear")
-    labels = [turning.label for turning in view.turnings]
+    labels = [rotation.label for rotation in view.rotations]
     assert labels == ["without a rule", "YaRN", "linear × 4"]
-    assert torch.equal(view.turnings[1].rates, rope.inv_freq(512))
+    assert torch.equal(view.rotations[1].rates, rope.inv_freq(512))
 
 
 def test_the_gallery_has_a_panel_for_every_encoding():

@@ -57,14 +57,14 @@ class Decoder(nn.Module):
         self.stretch(None)
 
     def stretch(self, rule: Rule | None) -> None:
-        """Turn by the rates of ``rule`` from now on; only RoPE has any."""
+        """Rotate by the rates of ``rule`` from now on; encodings other than RoPE ignore it."""
         if self.encoding == "rope":
-            turn = encodings.RoPE(
+            rope = encodings.RoPE(
                 self.head_dim, self.longest, self.base, interleaved=False, scaling=rule
             )
             for part in self.modules():
                 if isinstance(part, _Attention):
-                    part.rope = turn
+                    part.rope = rope
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Scores of each next token, ``(B, L, symbols)`` for tokens ``(B, L)``."""

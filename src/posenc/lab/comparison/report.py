@@ -185,7 +185,7 @@ def _looks(plan: dict[str, Any], shown: list[str]) -> list[str]:
             show.View("learned", width, length, longest),
             "Learned. Added to the input; as it is made, before training.",
         ),
-        "rope": (rope, "RoPE. Cosines of the angles that queries and keys are turned by."),
+        "rope": (rope, "RoPE. Cosines of the angles that queries and keys are rotated by."),
         "alibi": (
             show.View("alibi", heads=heads, length=longest),
             "ALiBi. Added to the scores of one head.",

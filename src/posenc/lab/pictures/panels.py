@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from matplotlib.image import AxesImage
 
 
-class Turning(NamedTuple):
+class Rotation(NamedTuple):
     """Rates of a rotary embedding, and the name to call them by.
 
     Attributes:
@@ -52,29 +52,29 @@ def similarity(ax: Axes, table: Tensor, title: str) -> None:
     _scale(ax, shown)
 
 
-def wavelengths(ax: Axes, turnings: Sequence[Turning], trained: int) -> None:
+def wavelengths(ax: Axes, rotations: Sequence[Rotation], trained: int) -> None:
     """Positions for a full turn of each pair, and which are longer than the trained context."""
     plain(ax, "Positions for a full turn", "pair", "positions, log scale")
     ends = []
     top = trained
-    for turning, colour in zip(turnings, SERIES, strict=False):
-        moving = turning.rates > 0
-        turn = math.tau / turning.rates[moving]
+    for rotation, colour in zip(rotations, SERIES, strict=False):
+        moving = rotation.rates > 0
+        turn = math.tau / rotation.rates[moving]
         ax.semilogy(moving.nonzero().flatten().numpy(), turn.numpy(), color=colour, lw=2)
-        ends.append(End(float(turn[-1]), turning.label, colour))
+        ends.append(End(float(turn[-1]), rotation.label, colour))
         top = max(top, int(turn.max()))
     ax.axhspan(trained, 4 * top, color=FAINT, alpha=0.45, lw=0)
     ax.axhline(trained, color=INK, lw=1, ls=(0, (4, 3)))
     ax.set_ylim(2, 3 * top)
     words = f"never a full turn in\nthe trained context, {trained}"
     ax.text(0.02, 0.97, words, transform=ax.transAxes, va="top", fontsize=8, color=INK)
-    if len(turnings) > 1:
+    if len(rotations) > 1:
         label_ends(ax, ends)
 
 
 def decay(
     ax: Axes,
-    turnings: Sequence[Turning],
+    rotations: Sequence[Rotation],
     trained: int,
     farthest: int,
     title: str = "Score of equal vectors, q·k / D",
@@ -82,36 +82,36 @@ def decay(
     """Score of equal vectors at each distance."""
     plain(ax, title, "distance, log scale", "")
     ends = []
-    for turning, colour in zip(turnings, SERIES, strict=False):
-        distance, score = scores(turning, farthest)
+    for rotation, colour in zip(rotations, SERIES, strict=False):
+        distance, score = scores(rotation, farthest)
         ax.semilogx(distance.numpy(), score.numpy(), color=colour, lw=1.4)
-        ends.append(End(float(score[-24:].mean()), turning.label, colour))
+        ends.append(End(float(score[-24:].mean()), rotation.label, colour))
     ax.axhline(0, color=INK, lw=0.8)
     if farthest > trained:
         ax.axvspan(trained, farthest, color=FAINT, alpha=0.45, lw=0)
         top = {"xycoords": ("data", "axes fraction"), "ha": "right", "va": "top"}
         note(ax, "trained\ncontext", (trained, 1), (-4, -2), **top)
     ax.set_xlim(1, farthest)
-    if len(turnings) > 1:
+    if len(rotations) > 1:
         label_ends(ax, ends)
 
 
-def scores(turning: Turning, farthest: int) -> tuple[Tensor, Tensor]:
+def scores(rotation: Rotation, farthest: int) -> tuple[Tensor, Tensor]:
     r"""Distances, evenly spaced in their logarithm, and :math:`g^2 / P \sum_i \cos d\theta_i`."""
     distance = torch.logspace(0, math.log10(farthest), 600, dtype=torch.float64).round().unique()
-    return distance, (distance[:, None] * turning.rates).cos().mean(-1) * turning.gain**2
+    return distance, (distance[:, None] * rotation.rates).cos().mean(-1) * rotation.gain**2
 
 
-def slowdown(ax: Axes, turnings: Sequence[Turning]) -> None:
-    """How many times slower each pair turns than the first of ``turnings`` has it."""
-    plain(ax, "How many times slower each pair turns", "pair", "")
+def slowdown(ax: Axes, rotations: Sequence[Rotation]) -> None:
+    """How many times slower each pair rotates than in the first of ``rotations``."""
+    plain(ax, "How many times slower each pair rotates", "pair", "")
     ends = []
-    for turning, colour in zip(turnings, SERIES, strict=False):
-        moving = turning.rates > 0
-        times = turnings[0].rates[moving] / turning.rates[moving]
+    for rotation, colour in zip(rotations, SERIES, strict=False):
+        moving = rotation.rates > 0
+        times = rotations[0].rates[moving] / rotation.rates[moving]
         pairs = moving.nonzero().flatten()
         ax.plot(pairs.numpy(), times.numpy(), color=colour, lw=2)
-        ends.append(End(float(times[-1]), turning.label, colour))
+        ends.append(End(float(times[-1]), rotation.label, colour))
     ax.set_ylim(bottom=0.8)
     label_ends(ax, ends)
 

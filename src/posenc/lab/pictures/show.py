@@ -12,7 +12,7 @@ import torch
 from posenc import nn
 from posenc.lab.pictures import panels, style
 from posenc.lab.pictures.characters import Line, characters, chart
-from posenc.lab.pictures.panels import Turning
+from posenc.lab.pictures.panels import Rotation
 from posenc.numerics import scaling
 from posenc.numerics.frequencies import inverse_frequencies
 
@@ -42,7 +42,7 @@ class View:
         length: Positions of a heatmap.
         base: Of the rates.
         heads: Of ALiBi.
-        turnings: Of RoPE: as trained, and by each rule that is compared.
+        rotations: Of RoPE: as trained, and by each rule that is compared.
         farthest: Largest distance that scores are drawn for.
     """
 
@@ -52,7 +52,7 @@ class View:
     length: int = 128
     base: float = 10_000.0
     heads: int = 8
-    turnings: tuple[Turning, ...] = ()
+    rotations: tuple[Rotation, ...] = ()
     farthest: int = 4096
 
     @property
@@ -61,15 +61,15 @@ class View:
         what = {
             "sinusoidal": f"Sinusoidal: added to the input, {self.dim} channels",
             "learned": f"Learned: added to the input, {self.dim} channels, before training",
-            "rope": f"RoPE: queries and keys turned, {self.dim} channels, base {self.base:g}",
+            "rope": f"RoPE: queries and keys rotated, {self.dim} channels, base {self.base:g}",
             "alibi": f"ALiBi: subtracted from the score, {self.heads} heads",
         }
         return what[self.encoding]
 
 
-def turning(rope: nn.RoPE, label: str, seq_len: int) -> Turning:
-    """How a module turns in a sequence of this length."""
-    return Turning(label, rope.inv_freq(seq_len), rope.attention_factor(seq_len))
+def rotation(rope: nn.RoPE, label: str, seq_len: int) -> Rotation:
+    """How a module rotates in a sequence of this length."""
+    return Rotation(label, rope.inv_freq(seq_len), rope.attention_factor(seq_len))
 
 
 def rope_view(
@@ -83,11 +83,11 @@ def rope_view(
 ) -> View:
     """RoPE as trained, and stretched ``factor`` times by each of ``rules``."""
     farthest = math.ceil(trained * factor) if rules else trained
-    seen = [turning(nn.RoPE(dim, None, base), "as trained", trained)]
+    seen = [rotation(nn.RoPE(dim, None, base), "as trained", trained)]
     for name in rules:
         rope = nn.RoPE(dim, None, base, scaling=RULES[name](factor, trained))
-        seen.append(turning(rope, f"{name} × {factor:g}", farthest))
-    return View("rope", dim, trained, length, base, turnings=tuple(seen), farthest=farthest)
+        seen.append(rotation(rope, f"{name} × {factor:g}", farthest))
+    return View("rope", dim, trained, length, base, rotations=tuple(seen), farthest=farthest)
 
 
 def config_view(
@@ -103,14 +103,14 @@ def config_view(
         against: A rule to draw beside it, for the same stretch.
     """
     dim = rope.rotary_dim or rope.head_dim
-    seen = [turning(nn.RoPE(dim, None, rope.base), "without a rule", trained)]
+    seen = [rotation(nn.RoPE(dim, None, rope.base), "without a rule", trained)]
     if rope.scaling is not None:
-        seen.append(turning(rope, type(rope.scaling).__name__, longest))
+        seen.append(rotation(rope, type(rope.scaling).__name__, longest))
     if against is not None:
         factor = longest / trained
         other = nn.RoPE(dim, None, rope.base, scaling=RULES[against](factor, trained))
-        seen.append(turning(other, f"{against} × {factor:g}", longest))
-    return View("rope", dim, trained, length, rope.base, turnings=tuple(seen), farthest=longest)
+        seen.append(rotation(other, f"{against} × {factor:g}", longest))
+    return View("rope", dim, trained, length, rope.base, rotations=tuple(seen), farthest=longest)
 
 
 def figure(view: View) -> Figure:
@@ -138,20 +138,20 @@ def _panels(view: View) -> list[Callable[[Axes], None]]:
             lambda ax: panels.reach(ax, alibi, view.trained),
             lambda ax: panels.bias_heat(ax, alibi, middle, view.length),
         ]
-    table, turnings = _table(view), _turnings(view)
+    table, rotations = _table(view), _rotations(view)
     if view.encoding == "rope":
         shown = _shown(view)
 
         def last(ax: Axes) -> None:
-            if len(turnings) > 1:
-                panels.slowdown(ax, turnings)
+            if len(rotations) > 1:
+                panels.slowdown(ax, rotations)
             else:
                 panels.turns(ax, shown.rates, min(view.length, 24))
 
         return [
             lambda ax: panels.heat(ax, table, f"Cosines of the angles{_named(view)}", x="pair"),
-            lambda ax: panels.wavelengths(ax, turnings, view.trained),
-            lambda ax: panels.decay(ax, turnings, view.trained, view.farthest),
+            lambda ax: panels.wavelengths(ax, rotations, view.trained),
+            lambda ax: panels.decay(ax, rotations, view.trained, view.farthest),
             last,
         ]
     alike: list[Callable[[Axes], None]] = [
@@ -163,8 +163,8 @@ def _panels(view: View) -> list[Callable[[Axes], None]]:
     title = "The same cosine, by distance"
     return [
         *alike,
-        lambda ax: panels.wavelengths(ax, turnings, view.trained),
-        lambda ax: panels.decay(ax, turnings, view.trained, view.farthest, title),
+        lambda ax: panels.wavelengths(ax, rotations, view.trained),
+        lambda ax: panels.decay(ax, rotations, view.trained, view.farthest, title),
     ]
 
 
@@ -179,18 +179,18 @@ def _values(ax: Axes, table: torch.Tensor) -> None:
     ax.hist(table.flatten().numpy(), bins=60, color=style.SERIES[1])
 
 
-def _turnings(view: View) -> tuple[Turning, ...]:
+def _rotations(view: View) -> tuple[Rotation, ...]:
     """RoPE's own, or the rates of the sinusoid."""
-    return view.turnings or (Turning("", inverse_frequencies(view.dim, view.base)),)
+    return view.rotations or (Rotation("", inverse_frequencies(view.dim, view.base)),)
 
 
-def _shown(view: View) -> Turning:
+def _shown(view: View) -> Rotation:
     """The one of several whose angles are drawn: by the first rule, if there is one."""
-    return view.turnings[:2][-1]
+    return view.rotations[:2][-1]
 
 
 def _named(view: View) -> str:
-    return f", {_shown(view).label}" if len(view.turnings) > 1 else ""
+    return f", {_shown(view).label}" if len(view.rotations) > 1 else ""
 
 
 def _table(view: View) -> torch.Tensor:
@@ -224,17 +224,17 @@ def terminal(view: View, columns: int = 72) -> str:
     parts += [what, characters(_table(view), columns=wide), ""]
     if view.encoding == "learned":
         return "\n".join(parts).rstrip()
-    turnings = _turnings(view)
+    rotations = _rotations(view)
     parts += ["positions for a full turn of each pair, log scale:"]
     lines = [
         Line(t.label, list(range(len(t.rates))), [math.tau / r for r in t.rates.tolist()])
-        for t in turnings
+        for t in rotations
         if float(t.rates[-1]) > 0
     ]
     mark = (float(view.trained), f"trained context, {view.trained}")
     parts += [chart(lines, columns=wide, log_y=True, mark=mark), ""]
     parts += ["score of equal vectors at each distance, log scale across:"]
-    found = [(t.label, *panels.scores(t, view.farthest)) for t in turnings]
+    found = [(t.label, *panels.scores(t, view.farthest)) for t in rotations]
     lines = [Line(label, d.tolist(), s.tolist()) for label, d, s in found]
     parts += [chart(lines, columns=wide, log_x=True)]
     return "\n".join(parts)
@@ -256,6 +256,6 @@ def numbers(view: View) -> dict[str, Any]:
             "rates": t.rates.tolist(),
             "wavelengths": [math.tau / r if r else None for r in t.rates.tolist()],
         }
-        for t in _turnings(view)
+        for t in _rotations(view)
     ]
     return found
