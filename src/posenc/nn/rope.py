@@ -196,8 +196,12 @@ class RoPE(TableModule):
         Returns:
             New tensors with the shapes and dtypes of ``q`` and ``k``.
         """
-        where: Where = {"position_ids": position_ids, "seq_len": seq_len}
-        a, b = self._rotated(type(self).__name__, {"q": q, "k": k}, offset, **where)
+        who = type(self).__name__
+        xs = self._heads_first(who, "qk", q, k)
+        cos, sin, rows = self._tables.for_call(
+            who, xs, offset, position_ids=position_ids, seq_len=seq_len
+        )
+        a, b = self._as_given(turn_all(who, "max_seq_len", xs, cos, sin, rows, self._turn))
         return a, b
 
     def forward_(
@@ -213,29 +217,14 @@ class RoPE(TableModule):
             True
         """
         who = f"{type(self).__name__}.forward_"
-        xs = self._heads_first(who, {"q": q, "k": k})
+        xs = self._heads_first(who, "qk", q, k)
         cos, sin, rows = self._tables.for_call(who, xs, offset, **where)
         rotate_in_place(who, "max_seq_len", xs, cos, sin, rows, self._turn)
         return q, k
 
-    def _rotated(
-        self,
-        who: str,
-        given: dict[str, Tensor],
-        offset: int | Tensor,
-        *,
-        inverse: bool = False,
-        **where: Unpack[Where],
-    ) -> list[Tensor]:
-        xs = self._heads_first(who, given)
-        cos, sin, rows = self._tables.for_call(who, xs, offset, inverse=inverse, **where)
-        turn = self._turn.back() if inverse else self._turn
-        return self._as_given(turn_all(who, "max_seq_len", xs, cos, sin, rows, turn))
-
-    def _heads_first(self, who: str, given: dict[str, Tensor]) -> list[Tensor]:
+    def _heads_first(self, who: str, names: str, *xs: Tensor) -> list[Tensor]:
         """What is to be rotated, checked, as ``(B, H, L, D)``."""
-        xs = list(given.values())
-        for name, x in given.items():
+        for name, x in zip(names, xs, strict=True):
             if x is None and name == "k":
                 rule, way_out = "k must be a torch.Tensor", "Use RoPE.rotate for one tensor alone."
                 raise TypeError(checks.message(who, rule, x, way_out))
@@ -245,11 +234,10 @@ class RoPE(TableModule):
                 checks.rank(who, name, x, (4,), axes)
                 way_out = "Build RoPE with that head_dim."
                 checks.equal(who, f"head_dim of {name}", x.shape[3], self.head_dim, way_out)
-        if self._tokens_first:
-            xs = [x.transpose(1, 2) for x in xs]
-        if len(xs) == 2:
-            check_queries_and_keys(who, *xs)
-        return xs
+        four = [x.transpose(1, 2) for x in xs] if self._tokens_first else list(xs)
+        if len(four) == 2:
+            check_queries_and_keys(who, four[0], four[1])
+        return four
 
     def _as_given(self, ys: list[Tensor]) -> list[Tensor]:
         return [y.transpose(1, 2) for y in ys] if self._tokens_first else ys
@@ -257,7 +245,9 @@ class RoPE(TableModule):
     def rotate(self, x: Tensor, offset: int | Tensor = 0, **where: Unpack[Where]) -> Tensor:
         """Rotate one tensor; arguments as :meth:`forward`."""
         who = f"{type(self).__name__}.rotate"
-        return self._rotated(who, {"x": x}, offset, **where)[0]
+        xs = self._heads_first(who, "x", x)
+        cos, sin, rows = self._tables.for_call(who, xs, offset, **where)
+        return self._as_given(turn_all(who, "max_seq_len", xs, cos, sin, rows, self._turn))[0]
 
     def unrotate(self, x: Tensor, offset: int | Tensor = 0, **where: Unpack[Where]) -> Tensor:
         """Undo :meth:`rotate`, the gain of a rule included; arguments as :meth:`forward`.
@@ -268,7 +258,10 @@ class RoPE(TableModule):
             True
         """
         who = f"{type(self).__name__}.unrotate"
-        return self._rotated(who, {"x": x}, offset, inverse=True, **where)[0]
+        xs = self._heads_first(who, "x", x)
+        cos, sin, rows = self._tables.for_call(who, xs, offset, inverse=True, **where)
+        back = self._turn.back()
+        return self._as_given(turn_all(who, "max_seq_len", xs, cos, sin, rows, back))[0]
 
     def rerotate(
         self,
@@ -306,7 +299,7 @@ class RoPE(TableModule):
             True
         """
         who = f"{type(self).__name__}.rerotate"
-        (k,) = self._heads_first(who, {"k": k})
+        (k,) = self._heads_first(who, "k", k)
         rope = self._tables
         target = rope.coordinates(who, "to_positions", k, to_positions)
         origin = rope.coordinates(who, "from_positions", k, from_positions)
@@ -330,7 +323,7 @@ class RoPE(TableModule):
             True
         """
         who = f"{type(self).__name__}.shift"
-        (k,) = self._heads_first(who, {"k": k})
+        (k,) = self._heads_first(who, "k", k)
         if isinstance(by, Tensor):
             at = checks.offsets(who, by, k.shape, k.device, name="by")
         else:
