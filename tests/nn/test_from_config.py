@@ -10,10 +10,9 @@ import pytest
 import torch
 import transformers
 
-from posenc import RoPE
+from posenc import RoPE, configs
 from posenc.interop.huggingface.rewrite import rotates
 from posenc.interop.huggingface.variants import recognise
-from posenc.numerics import configs
 
 MODELS = Path(transformers.__file__).parent / "models"
 # Their default config, or what they take of it, is not that of any checkpoint: odd widths, a

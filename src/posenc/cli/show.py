@@ -12,10 +12,10 @@ import typer
 
 from posenc.cli import _print
 from posenc.cli._root import Refused
+from posenc.configs import as_dict, text_part
 from posenc.lab.pictures import show as lab
 from posenc.lab.pictures.style import save
 from posenc.nn import RoPE
-from posenc.numerics.configs import as_dict, text_part
 
 _HELP = """Draw an encoding: heatmaps, wavelengths, scores by distance, rule against rule, slopes.
 

@@ -6,8 +6,7 @@ import math
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any
 
-from posenc import ALiBi, RoPE, backends, scaling
-from posenc.numerics import configs
+from posenc import ALiBi, RoPE, backends, configs, scaling
 
 # A value, and the key it came from.
 Fact = tuple[Any, str]

@@ -10,13 +10,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from posenc import attention, kernels
+from posenc import attention, configs, kernels
 from posenc._contract import checks
 from posenc._contract import keys as keys_of
 from posenc.functional.alibi import alibi_bias, alibi_key_bias, alibi_slopes
 from posenc.functional.conventions import alibi_model_slopes
 from posenc.nn._tables import Numbers, SharedTables, TableModule
-from posenc.numerics import configs
 from posenc.numerics.tables import widest
 
 if TYPE_CHECKING:

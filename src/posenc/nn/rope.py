@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 import torch
 from torch import Tensor
 
+from posenc import configs
 from posenc._contract import checks
 from posenc.functional.rotary import (
     check_queries_and_keys,
@@ -18,7 +19,6 @@ from posenc.functional.rotary import (
 from posenc.kernels import Rows, Turn
 from posenc.nn._rope import RopeTables, for_sequences
 from posenc.nn._tables import TableModule, shown_table
-from posenc.numerics import configs
 from posenc.numerics.axes import Axes
 from posenc.numerics.frequencies import scaled_rates
 from posenc.numerics.scaling import Rule

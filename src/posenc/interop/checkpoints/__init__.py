@@ -12,12 +12,12 @@ from typing import Any
 from torch import Tensor
 
 from posenc._contract import checks
+from posenc.configs import LAYOUT, text_part
 from posenc.interop.checkpoints import drafts, families, files, layouts, safetensors, selftest
 from posenc.interop.checkpoints.families import Config, Model
 from posenc.interop.checkpoints.layouts import Heads, Layout, permute
 from posenc.interop.checkpoints.resize import resize_learned
 from posenc.interop.checkpoints.safetensors import Source
-from posenc.numerics.configs import LAYOUT, text_part
 
 __all__ = ["Heads", "Report", "convert", "convert_state", "permute", "resize_learned"]
 

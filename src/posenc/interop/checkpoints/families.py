@@ -11,9 +11,9 @@ from typing import Any
 from torch import Tensor
 
 from posenc._contract import checks
+from posenc.configs import HEADS, ROTATED, SHARES, WIDTHS, instead, text_part
 from posenc.interop.checkpoints import layouts
 from posenc.interop.checkpoints.layouts import Heads, Layout
-from posenc.numerics.configs import HEADS, ROTATED, SHARES, WIDTHS, instead, text_part
 
 Config = Mapping[str, Any]
 

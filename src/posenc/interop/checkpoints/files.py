@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from posenc._contract import checks, files
+from posenc.configs import LAYOUT, as_dict, text_part
 from posenc.interop.checkpoints import drafts, families, safetensors
 from posenc.interop.checkpoints.families import Config
 from posenc.interop.checkpoints.layouts import Layout
-from posenc.numerics.configs import LAYOUT, as_dict, text_part
 
 _INDEX = ".safetensors.index.json"
 # The first that is there is the checkpoint.

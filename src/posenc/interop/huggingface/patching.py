@@ -11,6 +11,7 @@ from typing import Any
 from torch import nn
 
 from posenc._contract import checks
+from posenc.configs import LAYOUT
 from posenc.interop.huggingface import tables
 from posenc.interop.huggingface.methods import (
     RECORD,
@@ -20,7 +21,6 @@ from posenc.interop.huggingface.methods import (
     replacements,
 )
 from posenc.interop.huggingface.report import Place, Report, Table
-from posenc.numerics.configs import LAYOUT
 
 _REPLICATE = "_replicate_for_data_parallel"
 _REDUCE = "__reduce_ex__"

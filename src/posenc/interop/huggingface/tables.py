@@ -24,9 +24,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from posenc import configs
 from posenc.interop.huggingface.probing import FAILURES, WIDEN, same
 from posenc.interop.huggingface.rewrite import rewrapped
-from posenc.numerics import configs
 from posenc.numerics.constants import constant
 from posenc.numerics.frequencies import Spectrum, scaled_rates
 from posenc.numerics.scaling import DynamicNTK

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from difflib import get_close_matches
 
-from posenc.numerics._nested import LAYOUT
+from posenc.configs.nested import LAYOUT
 
 # Keys of a dict of rotation.
 KEYS = frozenset(

@@ -5,8 +5,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from posenc import RoPE, axes, scaling
-from posenc.numerics import configs
+from posenc import RoPE, axes, configs, scaling
 
 SIZES = {"hidden_size": 512, "num_attention_heads": 8}
 

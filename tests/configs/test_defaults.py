@@ -8,7 +8,8 @@ import transformers
 from transformers import CONFIG_MAPPING
 
 from hf_models import knows_all_families
-from posenc.numerics import _defaults, _others, configs
+from posenc import configs
+from posenc.configs import defaults, others
 
 SIZES = {"hidden_size": 512, "num_attention_heads": 8}
 # Widths that the class works out from others; and configs that have no default.
@@ -31,7 +32,7 @@ def rotations(config):
     }
 
 
-def defaults():
+def default_configs():
     """Of every text model that rotates and can be read, the config with nothing left out."""
     for kind in CHOSEN:
         try:
@@ -46,7 +47,7 @@ def defaults():
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
-    DEFAULTS = list(defaults())
+    DEFAULTS = list(default_configs())
 
 
 @pytest.mark.parametrize("config", DEFAULTS)
@@ -55,7 +56,7 @@ def test_what_a_config_leaves_out_is_what_its_class_fills_in(config):
     sizes = ("model_type", "hidden_size", "num_attention_heads")
     got = rotations({key: config[key] for key in sizes if key in config})
     if isinstance(got, str):
-        special = config["model_type"] in _defaults.SPECIAL
+        special = config["model_type"] in defaults.SPECIAL
         assert special or "head_dim must be in the config" in got
     elif len(wanted) > len(got):
         # One for all layers, because they do not differ.
@@ -66,7 +67,7 @@ def test_what_a_config_leaves_out_is_what_its_class_fills_in(config):
 
 
 def test_types_that_rotate_nothing_have_no_rotation_in_their_configs():
-    for kind in set(_others.KINDS) & set(TYPES):
+    for kind in set(others.KINDS) & set(TYPES):
         keys = CONFIG_MAPPING[kind]().to_dict()
         assert not [key for key in keys if "rope" in key or "rotary" in key], kind
 
@@ -74,13 +75,13 @@ def test_types_that_rotate_nothing_have_no_rotation_in_their_configs():
 @knows_all_families
 def test_every_type_named_is_one_that_transformers_knows():
     named = {
-        *_defaults.BASES,
-        *_defaults.WIDTHS,
-        *_defaults.ROTATED_WIDTHS,
-        *_defaults.SHARES,
-        *_defaults.LOCAL_BASES,
+        *defaults.BASES,
+        *defaults.WIDTHS,
+        *defaults.ROTATED_WIDTHS,
+        *defaults.SHARES,
+        *defaults.LOCAL_BASES,
     }
-    named |= _defaults.SPECIAL | _defaults.INTERLEAVED | _defaults.INTERLEAVED_TO_HALVES
+    named |= defaults.SPECIAL | defaults.INTERLEAVED | defaults.INTERLEAVED_TO_HALVES
     assert named <= set(CONFIG_MAPPING.keys()) | {"EvollaModel", "kimi_k2"}, (
         transformers.__version__
     )
@@ -121,12 +122,12 @@ SILENT = {"clvp_decoder", "clvp_encoder", "codegen", "gptj", "roformer"}
 
 @knows_all_families
 def test_types_that_say_nothing_of_rotation_are_not_given_one():
-    for kind in set(TYPES) - SILENT - _defaults.UNLIKE.keys() - _others.KINDS.keys():
+    for kind in set(TYPES) - SILENT - defaults.UNLIKE.keys() - others.KINDS.keys():
         try:
             config = CONFIG_MAPPING[kind]().to_dict()
         except ValueError:
             continue
-        if configs.text_part(config)[0] is not config or _defaults.speaks(config):
+        if configs.text_part(config)[0] is not config or defaults.speaks(config):
             continue
         with pytest.raises(ValueError, match=r"not known to rotate|must say that positions are"):
             configs.read({**SIZES, "model_type": kind})

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from posenc._contract import checks
+from posenc.configs.defaults import ROTATED_WIDTHS
+from posenc.configs.others import Learned, Sinusoidal
 from posenc.numerics import scaling
-from posenc.numerics._defaults import ROTATED_WIDTHS
-from posenc.numerics._others import Learned, Sinusoidal
 
 # A value, and the key it came from.
 Fact = tuple[Any, str]

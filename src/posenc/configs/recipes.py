@@ -9,19 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from posenc._contract import checks, files
-from posenc.numerics import _facts, _others, scaling
-from posenc.numerics._config import Config
-from posenc.numerics._defaults import BASES, HEADS, ROTATED, SHARES, SPECIAL, WIDTHS, speaks
-from posenc.numerics._facts import Fact
-from posenc.numerics._nested import LAYOUT, text_part
-from posenc.numerics._others import Alibi, Buckets, Learned, Other, Sinusoidal, instead
+from posenc.configs import facts, others
+from posenc.configs.defaults import BASES, SPECIAL, speaks
+from posenc.configs.facts import Fact
+from posenc.configs.nested import text_part
+from posenc.configs.others import Alibi
+from posenc.configs.reader import Config
+from posenc.numerics import scaling
 from posenc.numerics.axes import Axes
-
-__all__ = [
-    "HEADS", "LAYOUT", "ROTATED", "SHARES", "WIDTHS", "Alibi", "Buckets", "Learned", "Other",
-    "Positions", "Recipe", "Rotary", "Sinusoidal", "as_dict", "instead", "layer_types", "read",
-    "read_alibi", "read_positions", "text_part",
-]  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +93,7 @@ class Positions:
         softmax_scale: What scores are multiplied with, where that is not ``1 / sqrt(head_dim)``.
     """
 
-    parts: tuple[Rotary | _others.Part, ...]
+    parts: tuple[Rotary | others.Part, ...]
     trained_length: Fact | None = None
     max_length: Fact | None = None
     without_rope: Fact | None = None
@@ -119,15 +114,15 @@ def read_positions(config: Any, *, layer_type: str | None = None) -> Positions:
     """
     whole = as_dict("from_config", config)
     top, prefix = text_part(whole)
-    if _others.kind_of(top) is not None:
-        parts = _others.describe(top, prefix)
+    if others.kind_of(top) is not None:
+        parts = others.describe(top, prefix)
         if layer_type is not None:
             named = {getattr(part, "part", None): part for part in parts}
             if layer_type not in named:
                 rule = f"layer_type must be one of {sorted(map(str, named))}"
                 raise ValueError(checks.message("from_config", rule, layer_type, "Leave it out."))
             parts = (named[layer_type],)
-        trained, longest = _facts.of_others(top, parts, prefix)
+        trained, longest = facts.of_others(top, parts, prefix)
         return Positions(parts, trained, longest)
     names = layer_types(whole) if layer_type is None else (layer_type,)
     found = tuple(Rotary(name, read(whole, layer_type=name)) for name in names)
@@ -137,9 +132,9 @@ def read_positions(config: Any, *, layer_type: str | None = None) -> Positions:
         *(
             None if fact is None else (fact[0], prefix + fact[1])
             for fact in (
-                *_facts.lengths(top, rules),
-                _facts.without_rope(top),
-                _facts.softmax_scale(top, rules[0]),
+                *facts.lengths(top, rules),
+                facts.without_rope(top),
+                facts.softmax_scale(top, rules[0]),
             )
         ),
     )
@@ -153,7 +148,7 @@ def read_alibi(config: Any) -> Alibi:
         16
     """
     top, prefix = text_part(as_dict("from_config", config))
-    kind, name = _others.kind_of(top), top.get("model_type")
+    kind, name = others.kind_of(top), top.get("model_type")
     if kind is None:
         noun, way_out = "rotary embeddings", "Use RoPE.from_config."
         known = isinstance(name, str) and (name in BASES or name in SPECIAL)
@@ -162,7 +157,7 @@ def read_alibi(config: Any) -> Alibi:
             way_out = "Construct ALiBi(num_heads) directly."
             raise ValueError(checks.message("from_config", rule, checks.describe(name), way_out))
     else:
-        (found, *_), (noun, way_out) = _others.describe(top, prefix), _others.NOUNS[kind]
+        (found, *_), (noun, way_out) = others.describe(top, prefix), others.NOUNS[kind]
         if isinstance(found, Alibi):
             return found
         if kind == "alibi":

@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from posenc._contract import checks
-from posenc.numerics import _defaults, _others, scaling
-from posenc.numerics._nested import LAYOUT, mark_of, of_layers, text_part
-from posenc.numerics._spelling import KEYS, OUTSIDE, is_slip, nearest
+from posenc.configs import defaults, others
+from posenc.configs.nested import LAYOUT, mark_of, of_layers, text_part
+from posenc.configs.spelling import KEYS, OUTSIDE, is_slip, nearest
+from posenc.numerics import scaling
 from posenc.numerics.axes import Axes, Sections
 
 # Keys that mean nothing without a rope_type.
@@ -34,9 +35,9 @@ class Config:
         config, self.prefix = text_part(config)
         kind = config.get("model_type")
         self.kind = kind if isinstance(kind, str) else ""
-        other, why = _others.kind_of(config), _defaults.unlike(config)
+        other, why = others.kind_of(config), defaults.unlike(config)
         if other is not None:
-            noun, way_out = _others.NOUNS[other]
+            noun, way_out = others.NOUNS[other]
             rule = f"model_type {kind!r} has no rotary embedding"
             raise ValueError(f"from_config: {rule}. It has {noun}.\n  {way_out}")
         if why is not None:
@@ -50,7 +51,7 @@ class Config:
 
     def _refuse_others(self) -> None:
         """Positions of another kind, and a base that only the model's own code makes of its key."""
-        found = _others.instead(self.top)
+        found = others.instead(self.top)
         if found is not None:
             rule = f"{self.prefix}{found[0]} must say that positions are rotary"
             way_out = "Construct RoPE(...) directly if the model rotates."
@@ -112,7 +113,7 @@ class Config:
             raise self._contradiction("rope_parameters", "rope_scaling", "different contents")
         if given:
             self.where, self.rope = next(iter(given.items()))
-        elif self.kind in _defaults.SPECIAL:
+        elif self.kind in defaults.SPECIAL:
             rule = f"{self.prefix}rope_parameters must be given, because this is {self.kind}"
             way_out = "Without them its rotation is scaled, or differs by layer."
             raise ValueError(self._text(rule, None, way_out))
@@ -134,10 +135,10 @@ class Config:
         """The key that says of some layers that they are local, if they differ from the others."""
         keys = ("rope_local_base_freq", "local_rope_theta")
         said = next((key for key in keys if self.top.get(key) is not None), None)
-        if said is not None or self.kind not in _defaults.LOCAL_BASES:
+        if said is not None or self.kind not in defaults.LOCAL_BASES:
             return said
         scaled = str(self.rope.get("rope_type") or self.rope.get("type")) not in ("None", *_PLAIN)
-        return "model_type" if scaled or _defaults.LOCAL_BASES[self.kind] is not None else None
+        return "model_type" if scaled or defaults.LOCAL_BASES[self.kind] is not None else None
 
     def _choose(self, nested: Mapping[str, Any], layer_type: str | None) -> str:
         if layer_type is None:
@@ -168,7 +169,7 @@ class Config:
         for name in names:
             if self.top.get(name) is not None and self.top[name] != 0:
                 return self._width(name, self.top[name], name)
-        for widths in (_defaults.ROTATED_WIDTHS, _defaults.WIDTHS):
+        for widths in (defaults.ROTATED_WIDTHS, defaults.WIDTHS):
             if self.kind in widths:
                 return self._width("head_dim", widths[self.kind], "model_type")
         for size, heads in (
@@ -182,8 +183,8 @@ class Config:
                 whole = checks.integer("from_config", size, self.top[size])
                 parts = checks.integer("from_config", heads, self.top[heads])
                 return self._width("head_dim", whole // parts, f"{size} / {heads}")
-        if self.kind in _defaults.USUAL_WIDTHS and "hidden_size" not in self.top:
-            return self._width("head_dim", _defaults.USUAL_WIDTHS[self.kind], "model_type")
+        if self.kind in defaults.USUAL_WIDTHS and "hidden_size" not in self.top:
+            return self._width("head_dim", defaults.USUAL_WIDTHS[self.kind], "model_type")
         rule = "head_dim must be in the config, or hidden_size and num_attention_heads"
         keys = ", ".join(sorted(map(str, self.top)))
         got = f"keys {keys if len(keys) <= 200 else keys[:197] + '...'}" if keys else "no keys"
@@ -200,9 +201,9 @@ class Config:
         """The base of the rates."""
         keys = ["rope_theta", "rotary_emb_base", "rope_base", "rotary_embedding_base"]
         keys.append("rope_embedding_base")
-        usual = _defaults.BASES.get(self.kind)
+        usual = defaults.BASES.get(self.kind)
         if layer_type == "sliding_attention" and (local := self._local()):
-            own = _defaults.LOCAL_BASES.get(self.kind)
+            own = defaults.LOCAL_BASES.get(self.kind)
             if local != "model_type" or own is not None:
                 keys, usual = [local] if local != "model_type" else [], own
         elif self.top.get("global_rope_theta") is not None:
@@ -216,7 +217,7 @@ class Config:
             )
         if value is None and usual is not None:
             value, self.sources["base"] = usual, f"{self.prefix}model_type"
-        if value is None and self.kind and not _defaults.speaks(self.top):
+        if value is None and self.kind and not defaults.speaks(self.top):
             rule = f"rope_theta must be given, because {self.kind} is not known to rotate"
             raise ValueError(self._text(rule, None, "Where it does, 10000 is the usual one."))
         name = self.sources.get("base", "base")
@@ -234,9 +235,9 @@ class Config:
         count = self.top.get("rotary_dim")
         if share is None and "rotary_dim" not in self.top:
             # Null would be all of the head.
-            count = _defaults.ROTATED.get(self.kind)
-        if share is None and count is None and self.kind in _defaults.SHARES:
-            share = _defaults.SHARES[self.kind]
+            count = defaults.ROTATED.get(self.kind)
+        if share is None and count is None and self.kind in defaults.SHARES:
+            share = defaults.SHARES[self.kind]
             self.sources["rotary_dim"] = f"{self.prefix}model_type"
         if share is None and count is None:
             return head_dim
@@ -266,16 +267,16 @@ class Config:
         if self.top.get("use_mla") is False:
             # DeepSeek's without latent attention are Llama's.
             return False, None
-        if flag is None and self.kind in _defaults.INTERLEAVED_TO_HALVES:
+        if flag is None and self.kind in defaults.INTERLEAVED_TO_HALVES:
             flag = True
         if flag is not None:
             source = "rope_interleave" if "rope_interleave" in self.top else "model_type"
             self.sources["interleaved"] = self.prefix + source
             adjacent = checks.boolean("from_config", "rope_interleave", flag)
             return adjacent, False if adjacent else None
-        if self.kind in _defaults.INTERLEAVED:
+        if self.kind in defaults.INTERLEAVED:
             self.sources["interleaved"] = f"{self.prefix}model_type"
-        return self.kind in _defaults.INTERLEAVED, None
+        return self.kind in defaults.INTERLEAVED, None
 
     def axes(self) -> Axes | None:
         """Coordinates of M-RoPE."""
@@ -284,7 +285,7 @@ class Config:
             return None
         self.sources["axes"] = f"{self.prefix}{self.where}.mrope_section"
         dealt = self.rope.get("mrope_interleaved") or self.rope.get("interleaved") or False
-        if self.kind in _defaults.DEALT:
+        if self.kind in defaults.DEALT:
             # Their code does so without asking.
             dealt = True
         return Sections(sizes, checks.boolean("from_config", "mrope_interleaved", dealt))

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from posenc._contract import checks
-from posenc.numerics._defaults import KIND_KEYS, speaks
+from posenc.configs.defaults import KIND_KEYS, speaks
 
 # Models have a few hundred; slopes are made for each, so a larger number is not a count of heads.
 _MOST_HEADS = 2**12
