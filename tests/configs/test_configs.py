@@ -56,6 +56,8 @@ SIZES = {"hidden_size": 512, "num_attention_heads": 8}
                 "rope_head_dim": 64,
                 "partial_rotary_factors": [1.0],
                 "rotary_embedding": True,
+                "num_position_embeddings": 64,
+                "max_2d_position_embeddings": 64,
             },
             {"base": 1e5, "rotary_dim": 64},
             id="keys-of-others",

@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from difflib import SequenceMatcher
 from typing import Any
 
 from posenc._contract import checks
 from posenc.configs import defaults, others
 from posenc.configs.nested import LAYOUT, mark_of, of_layers, text_part
-from posenc.configs.spelling import KEYS, OUTSIDE, is_slip, nearest
-from posenc.numerics import scaling
 from posenc.numerics.axes import Axes, Sections
 
-# Keys that mean nothing without a rope_type.
-_SCALES = (
-    "factor", "short_factor", "long_factor", "low_freq_factor", "high_freq_factor", "beta_fast",
-    "beta_slow", "mscale", "attention_factor", "alpha",
+# Keys beside the dict of rotation, whose misspelling would go unnoticed.
+_OUTSIDE = (
+    "rope_theta", "rope_scaling", "rope_parameters", "rope_interleave", "rope_local_base_freq",
+    "partial_rotary_factor", "rotary_dim", "rotary_pct", "rope_pct", "rotary_emb_base",
+    "rotary_embedding_base", "original_max_position_embeddings", "max_position_embeddings", LAYOUT,
 )  # fmt: skip
 # Values of rope_type that scale nothing.
-_PLAIN = ("default", "mrope")
-_RULES = ("linear", "dynamic", "yarn", "longrope", "llama3", "proportional")
+PLAIN = ("default", "mrope")
 _TYPES = ("full_attention", "sliding_attention")
 # One head is not wider than this in any model; a larger number is not a width.
 _WIDEST_HEAD = 2**13
@@ -57,18 +56,18 @@ class Config:
             way_out = "Construct RoPE(...) directly if the model rotates."
             if found[0] == "alibi":
                 way_out = "Use ALiBi(num_heads), whose biases the model has."
-            raise ValueError(self._text(rule, found[1], way_out))
+            raise ValueError(self.text(rule, found[1], way_out))
         if self.top.get("rope_ratio") not in (None, 1, 1.0):
             rule = f"{self.prefix}rope_ratio must be left out"
             way_out = "Give rope_theta, which is 10000 times it."
-            raise ValueError(self._text(rule, self.top["rope_ratio"], way_out))
+            raise ValueError(self.text(rule, self.top["rope_ratio"], way_out))
 
     def _refuse_misspelled(self) -> None:
         for key, value in self.top.items():
-            for meant in OUTSIDE if isinstance(key, str) and value else ():
-                if self.top.get(meant) is None and is_slip(key, meant):
+            for meant in _OUTSIDE if isinstance(key, str) and value else ():
+                if self.top.get(meant) is None and _is_slip(key, meant):
                     rule = f"{self.prefix}{key} must be a key that is known"
-                    raise ValueError(self._text(rule, key, f"Did you mean {meant}?"))
+                    raise ValueError(self.text(rule, key, f"Did you mean {meant}?"))
 
     def rotations(self) -> tuple[str | None, ...]:
         """The layer types whose rotations differ; None alone if there is one for all."""
@@ -83,7 +82,7 @@ class Config:
         """Find the dict of parameters, that of ``layer_type`` if each has its own."""
         if layer_type is not None and not isinstance(layer_type, str):
             got = checks.describe(layer_type)
-            raise TypeError(self._text("layer_type must be a string", got, "Or None."))
+            raise TypeError(self.text("layer_type must be a string", got, "Or None."))
         self._find()
         nested, local, known = self._nested(), self._local(), self._known()
         if nested:
@@ -93,10 +92,10 @@ class Config:
             rule = f"layer_type must be given, because {local} is for some layers alone"
             if local == "model_type":
                 rule = f"layer_type must be given, because layers of {self.kind} differ"
-            raise ValueError(self._text(rule, layer_type, way_out))
+            raise ValueError(self.text(rule, layer_type, way_out))
         known = known or frozenset(_TYPES if local else (*_TYPES, "chunked_attention"))
         if layer_type is not None and layer_type not in known:
-            raise ValueError(self._text(f"layer_type must be one of {sorted(known)}", layer_type))
+            raise ValueError(self.text(f"layer_type must be one of {sorted(known)}", layer_type))
         if layer_type == "sliding_attention" and local:
             # Local layers are not scaled.
             self.rope, self.where = {}, ""
@@ -108,15 +107,15 @@ class Config:
         for name, value in given.items():
             if not isinstance(value, Mapping):
                 got = checks.describe(value)
-                raise TypeError(self._text(f"{name} must be a dict", got, "Or leave it out."))
+                raise TypeError(self.text(f"{name} must be a dict", got, "Or leave it out."))
         if len(given) == 2 and given["rope_parameters"] != given["rope_scaling"]:
-            raise self._contradiction("rope_parameters", "rope_scaling", "different contents")
+            raise self.contradiction("rope_parameters", "rope_scaling", "different contents")
         if given:
             self.where, self.rope = next(iter(given.items()))
         elif self.kind in defaults.SPECIAL:
             rule = f"{self.prefix}rope_parameters must be given, because this is {self.kind}"
             way_out = "Without them its rotation is scaled, or differs by layer."
-            raise ValueError(self._text(rule, None, way_out))
+            raise ValueError(self.text(rule, None, way_out))
 
     def _known(self) -> frozenset[str]:
         types = self.top.get("layer_types")
@@ -137,7 +136,7 @@ class Config:
         said = next((key for key in keys if self.top.get(key) is not None), None)
         if said is not None or self.kind not in defaults.LOCAL_BASES:
             return said
-        scaled = str(self.rope.get("rope_type") or self.rope.get("type")) not in ("None", *_PLAIN)
+        scaled = str(self.rope.get("rope_type") or self.rope.get("type")) not in ("None", *PLAIN)
         return "model_type" if scaled or defaults.LOCAL_BASES[self.kind] is not None else None
 
     def _choose(self, nested: Mapping[str, Any], layer_type: str | None) -> str:
@@ -146,15 +145,15 @@ class Config:
             if any(nested[other] != nested[first] for other in others):
                 rule = f"layer_type must be given, one of {list(nested)}"
                 way_out = "Pass layer_type: their rotations differ."
-                raise ValueError(self._text(rule, layer_type, way_out))
+                raise ValueError(self.text(rule, layer_type, way_out))
             layer_type = first
         if layer_type not in nested:
-            raise ValueError(self._text(f"layer_type must be one of {list(nested)}", layer_type))
+            raise ValueError(self.text(f"layer_type must be one of {list(nested)}", layer_type))
         if not isinstance(nested[layer_type], Mapping):
             rule = f"{self.where}.{layer_type} must be a dict"
             got = checks.describe(nested[layer_type])
             way_out = "Choose another type: layers with null do not rotate."
-            raise ValueError(self._text(rule, got, way_out))
+            raise ValueError(self.text(rule, got, way_out))
         self.rope, self.where = nested[layer_type], f"{self.where}.{layer_type}"
         return layer_type
 
@@ -188,12 +187,12 @@ class Config:
         rule = "head_dim must be in the config, or hidden_size and num_attention_heads"
         keys = ", ".join(sorted(map(str, self.top)))
         got = f"keys {keys if len(keys) <= 200 else keys[:197] + '...'}" if keys else "no keys"
-        raise ValueError(self._text(rule, got, "Add head_dim."))
+        raise ValueError(self.text(rule, got, "Add head_dim."))
 
     def _width(self, name: str, value: Any, source: str) -> int:
         width = checks.even("from_config", name, value)
         if width > _WIDEST_HEAD:
-            raise ValueError(self._text(f"{name} must be at most {_WIDEST_HEAD}", width))
+            raise ValueError(self.text(f"{name} must be at most {_WIDEST_HEAD}", width))
         self.sources["head_dim"] = self.prefix + source
         return width
 
@@ -208,7 +207,7 @@ class Config:
                 keys, usual = [local] if local != "model_type" else [], own
         elif self.top.get("global_rope_theta") is not None:
             keys = ["global_rope_theta"]
-        value = self._one("base", ["rope_theta"], keys)
+        value = self.one("base", ["rope_theta"], keys)
         inner = self.top.get("attn_config")
         if value is None and isinstance(inner, Mapping) and inner.get("rope_theta") is not None:
             value, self.sources["base"] = (
@@ -219,7 +218,7 @@ class Config:
             value, self.sources["base"] = usual, f"{self.prefix}model_type"
         if value is None and self.kind and not defaults.speaks(self.top):
             rule = f"rope_theta must be given, because {self.kind} is not known to rotate"
-            raise ValueError(self._text(rule, None, "Where it does, 10000 is the usual one."))
+            raise ValueError(self.text(rule, None, "Where it does, 10000 is the usual one."))
         name = self.sources.get("base", "base")
         return 10_000.0 if value is None else checks.base("from_config", value, name)
 
@@ -229,7 +228,7 @@ class Config:
             # They are kept apart from the others, and rotated all.
             return head_dim
         name = "partial_rotary_factor"
-        share = self._one(
+        share = self.one(
             "rotary_dim", [name], [name, "rotary_pct", "rope_pct", "rotary_emb_fraction"]
         )
         count = self.top.get("rotary_dim")
@@ -247,9 +246,9 @@ class Config:
             if width < 2 or width % 2:
                 rule = f"{name} must leave an even number of the {head_dim} channels to rotate"
                 got = f"{share:g}"
-                raise ValueError(self._text(rule, got, "Shares are above 0, up to 1."))
+                raise ValueError(self.text(rule, got, "Shares are above 0, up to 1."))
             if count is not None and count != width:
-                raise self._contradiction("rotary_dim", name, f"{count} and {width} channels")
+                raise self.contradiction("rotary_dim", name, f"{count} and {width} channels")
             return width
         source = "rotary_dim" if "rotary_dim" in self.top else "model_type"
         self.sources["rotary_dim"] = self.prefix + source
@@ -260,7 +259,7 @@ class Config:
         said = self.mark
         if said is not None:
             if said not in ("half", "interleaved"):
-                raise ValueError(self._text(f"{LAYOUT} must be 'half' or 'interleaved'", said))
+                raise ValueError(self.text(f"{LAYOUT} must be 'half' or 'interleaved'", said))
             self.sources["interleaved"] = LAYOUT
             return said == "interleaved", None
         flag = self.top.get("rope_interleave")
@@ -290,96 +289,17 @@ class Config:
             dealt = True
         return Sections(sizes, checks.boolean("from_config", "mrope_interleaved", dealt))
 
-    def rule(self) -> scaling.Rule | None:
-        """The scaling rule."""
-        for key in self.rope:
-            if key not in KEYS:
-                rule, meant = f"{self.where}.{key} must be a key of rotation", sorted(KEYS)
-                near = nearest(key, meant)
-                way_out = f"Did you mean {near}?" if near else f"Known are {', '.join(meant)}."
-                raise ValueError(self._text(rule, key, way_out))
-        kinds = {key: self.rope[key] for key in ("rope_type", "type") if self.rope.get(key)}
-        names = {"default" if kind in _PLAIN else kind for kind in map(str, kinds.values())}
-        names = {"longrope" if kind == "su" else kind for kind in names}
-        if len(names) == 2:
-            raise self._contradiction("type", "rope_type", " and ".join(sorted(names)))
-        scales = next((key for key in _SCALES if self.rope.get(key) is not None), None)
-        if not names and scales is not None:
-            rule = f"{self.where}.rope_type must be given, because {self.where}.{scales} is"
-            raise ValueError(self._text(rule, None, f"One of {', '.join(_RULES)}."))
-        name = names.pop() if names else "default"
-        if name == "default":
-            return None
-        build = getattr(self, f"_{name}", None) if name in _RULES else None
-        if build is None:
-            rule = f"{self.where}.{next(iter(kinds))} must be one of default, {', '.join(_RULES)}"
-            raise ValueError(self._text(rule, name))
-        self.sources["scaling"] = f"{self.prefix}{self.where}.{next(iter(kinds))}"
-        return build()  # type: ignore[no-any-return]
-
-    def _linear(self) -> scaling.Rule:
-        rule = scaling.Linear(self._need("factor"))
-        if rule.factor < 1:
-            raise ValueError(self._text(f"{self.where}.factor must be at least 1", rule.factor))
-        return rule
-
-    def _dynamic(self) -> scaling.Rule:
-        if self.rope.get("alpha") is not None:
-            return scaling.NTK(self.rope["alpha"])
-        return scaling.DynamicNTK(self._need("factor"), self._need("max_position_embeddings"))
-
-    def _yarn(self) -> scaling.Rule:
-        names = ("attention_factor", "mscale", "mscale_all_dim", "beta_fast", "beta_slow")
-        given = {name: self.rope[name] for name in names if self.rope.get(name)}
-        if self.rope.get("truncate") is not None:
-            given["truncate"] = self.rope["truncate"]
-        return scaling.YaRN(self._stretch(), self._original(), **given)
-
-    def _longrope(self) -> scaling.Rule:
-        gain = self.rope.get("attention_factor")
-        if gain is None:
-            gain = self.rope.get("long_mscale")
-        return scaling.LongRoPE(
-            self._need("short_factor"),
-            self._need("long_factor"),
-            self._original(),
-            self._stretch(),
-            gain,
-            self.rope.get("short_mscale"),
-        )
-
-    def _llama3(self) -> scaling.Rule:
-        names = ("low_freq_factor", "high_freq_factor")
-        bands = [self._need(name) for name in names]
-        return scaling.Llama3(self._need("factor"), self._original(), *bands)
-
-    def _proportional(self) -> scaling.Rule:
-        name = "partial_rotary_factor"
-        share = self._one("scaling", [name], [name])
-        return scaling.Proportional(1.0 if share is None else share, self.rope.get("factor") or 1.0)
-
-    def _original(self) -> Any:
-        name = "original_max_position_embeddings"
-        value = self._one("original_length", [name], [name])
-        return self._need("max_position_embeddings") if value is None else value
-
-    def _stretch(self) -> Any:
-        if self.rope.get("factor") is not None:
-            return self.rope["factor"]
-        name = "max_position_embeddings"
-        longest = checks.integer("from_config", name, self._need(name))
-        return longest / checks.integer("from_config", f"original_{name}", self._original())
-
-    def _need(self, name: str) -> Any:
+    def need(self, name: str) -> Any:
+        """A value that the rope_type cannot do without."""
         value = self.rope.get(name)
         if value is None and name == "max_position_embeddings":
             value = self.top.get(name)
         if value is None:
             where = name if name == "max_position_embeddings" else f"{self.where}.{name}"
-            raise ValueError(self._text(f"{where} must be given for this rope_type", None))
+            raise ValueError(self.text(f"{where} must be given for this rope_type", None))
         return value
 
-    def _one(self, what: str, inner: list[str], outer: list[str]) -> Any:
+    def one(self, what: str, inner: list[str], outer: list[str]) -> Any:
         """The value that any of the keys gives; two that differ are refused."""
         given = {f"{self.where}.{key}": self.rope[key] for key in inner if key in self.rope}
         given = {key: value for key, value in given.items() if value is not None}
@@ -391,13 +311,24 @@ class Config:
         (first, value), *others = given.items()
         for other, different in others:
             if different != value:
-                raise self._contradiction(first, other, f"{value} and {different}")
+                raise self.contradiction(first, other, f"{value} and {different}")
         self.sources[what] = self.prefix + first
         return value
 
-    def _contradiction(self, a: str, b: str, got: str) -> ValueError:
+    def contradiction(self, a: str, b: str, got: str) -> ValueError:
+        """What to raise where two keys differ."""
         rule = f"{self.prefix}{a} and {self.prefix}{b} must agree"
-        return ValueError(self._text(rule, got, "Leave one of them out."))
+        return ValueError(self.text(rule, got, "Leave one of them out."))
 
-    def _text(self, rule: str, got: object, way_out: str = _BY_HAND) -> str:
+    def text(self, rule: str, got: object, way_out: str = _BY_HAND) -> str:
+        """A message of `from_config`."""
         return checks.message("from_config", rule, got, way_out)
+
+
+def _is_slip(key: str, meant: str) -> bool:
+    """Whether one letter is wrong, missing or too many, or two are swapped; not at the ends."""
+    if abs(len(key) - len(meant)) > 1 or meant in key or key in meant:
+        return False
+    # A wrong letter and its place are two that match nothing.
+    blocks = SequenceMatcher(None, key, meant).get_matching_blocks()
+    return len(key) + len(meant) - 2 * sum(block.size for block in blocks) <= 2

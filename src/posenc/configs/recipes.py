@@ -15,6 +15,7 @@ from posenc.configs.facts import Fact
 from posenc.configs.nested import text_part
 from posenc.configs.others import Alibi
 from posenc.configs.reader import Config
+from posenc.configs.rules import scaling_rule
 from posenc.numerics import scaling
 from posenc.numerics.axes import Axes
 
@@ -56,7 +57,7 @@ def read(config: Any, *, layer_type: str | None = None, base: float | None = Non
     found = Config(as_dict("from_config", config))
     layer_type = found.layer(layer_type)
     head_dim = found.head_dim(layer_type)
-    rule = found.rule()
+    rule = scaling_rule(found)
     # Proportional rules leave pairs still instead of leaving channels out.
     proportional = isinstance(rule, scaling.Proportional)
     rotary_dim = head_dim if proportional else found.rotary_dim(head_dim)
