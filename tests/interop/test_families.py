@@ -19,7 +19,7 @@ from posenc.interop.checkpoints import convert, families
 
 # The older spelling of a family whose newer one is here.
 ALIASES = {"qwen2_vl", "qwen2_5_vl"}
-KNOWN = sorted((families.HALF | families.INTERLEAVED | families.SWITCHED) - ALIASES)
+KNOWN = sorted(families.CONVERTED - ALIASES)
 THOROUGH = os.environ.get("HYPOTHESIS_PROFILE") == "thorough"
 SIZES = {
     **dict.fromkeys(("hidden_size", "n_embd", "d_model", "vocab_size"), 64),
@@ -195,22 +195,26 @@ def test_heads_that_a_file_leaves_out_are_those_of_its_class(family):
     assert (wide.heads(0).num_heads, wide.heads(0).num_kv_heads) == (16, 8)
 
 
-def test_a_family_has_one_layout():
-    sets = (families.HALF, families.INTERLEAVED, families.SWITCHED)
-    assert len(frozenset().union(*sets)) == sum(map(len, sets))
-
-
 @knows_all_families
 def test_every_family_is_one_of_transformers():
     assert set(KNOWN) <= set(CONFIG_MAPPING)
 
 
-# Its rows move like the others', and it turns the other way.
-@pytest.mark.parametrize("family", [name for name in KNOWN if name != "nanochat"])
-def test_the_rotation_read_from_a_config_has_the_same_layout(family):
-    """Two tables of families, one for rotating and one for converting, may not drift apart."""
-    config = {"model_type": family, "hidden_size": 64, "num_attention_heads": 4}
-    config |= {"rope_parameters": {"rope_type": "default"}, "position_embedding_type": "rotary"}
-    interleaved = families.from_config(config).layout == "interleaved"
-    for layer_type in configs.layer_types(config):
-        assert configs.read(config, layer_type=layer_type).interleaved is interleaved
+@pytest.mark.parametrize(
+    "more",
+    [
+        pytest.param({"kv_channels": 32}, id="width-of-megatron"),
+        pytest.param({"rotary_emb_fraction": 0.5}, id="share-of-nomic"),
+        pytest.param({"rotary_pct": 0.25}, id="share-of-neox"),
+        pytest.param({"model_type": "stablelm"}, id="share-of-the-family"),
+        pytest.param(
+            {"rope_parameters": {"rope_type": "proportional", "partial_rotary_factor": 0.25}},
+            id="proportional",
+        ),
+    ],
+)
+def test_rows_are_divided_as_the_rotation_reads_them(more):
+    """A spelling that only one of the two knew would move rows that do not rotate."""
+    config = {"model_type": "llama", "hidden_size": 512, "num_attention_heads": 8, **more}
+    heads, recipe = families.from_config(config).heads(0), configs.read(config)
+    assert (heads.head_dim, heads.turned) == (recipe.head_dim, recipe.rotary_dim)

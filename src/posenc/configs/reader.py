@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import ChainMap
+from collections.abc import Mapping, MutableMapping
+from copy import copy
 from difflib import SequenceMatcher
 from typing import Any
 
@@ -20,36 +22,46 @@ _OUTSIDE = (
 # Values of rope_type that scale nothing.
 PLAIN = ("default", "mrope")
 _TYPES = ("full_attention", "sliding_attention")
+# The width of a model, and the heads that share it.
+_SIZES = (
+    ("hidden_size", "num_attention_heads"), ("hidden_size", "n_head"), ("n_embd", "n_head"),
+    ("d_model", "n_heads"), ("dim", "n_heads"),
+)  # fmt: skip
 # One head is not wider than this in any model; a larger number is not a width.
 _WIDEST_HEAD = 2**13
-_BY_HAND = "Fix the config, or construct RoPE(...) directly."
+_BY_HAND = {
+    "from_config": "Fix the config, or construct RoPE(...) directly.",
+    "convert": "Fix the config, or pass head_dim and rotary_dim.",
+}
 
 
 class Config:
     """A config that remembers which of its keys were asked, and refuses two answers to one."""
 
-    def __init__(self, config: Mapping[str, Any]) -> None:
+    def __init__(self, config: Mapping[str, Any], who: str = "from_config") -> None:
+        self.who = who
         self.sources: dict[str, str] = {}
         self.mark = mark_of(config)
-        config, self.prefix = text_part(config)
-        kind = config.get("model_type")
+        top, self.prefix = text_part(config)
+        self.top: MutableMapping[str, Any] = dict(top)
+        kind = self.top.get("model_type")
         self.kind = kind if isinstance(kind, str) else ""
-        other, why = others.kind_of(config), defaults.unlike(config)
-        if other is not None:
-            noun, way_out = others.NOUNS[other]
-            rule = f"model_type {kind!r} has no rotary embedding"
-            raise ValueError(f"from_config: {rule}. It has {noun}.\n  {way_out}")
-        if why is not None:
-            rule = f"model_type {kind!r} has a rotation that RoPE does not: {why}"
-            raise ValueError(f"from_config: {rule}.\n  Use functional.rotate with its tables.")
-        self.top = config
-        self._refuse_others()
         self.where = ""
         self.rope: Mapping[str, Any] = {}
-        self._refuse_misspelled()
+        self._find()
+        known = self._known()
+        self.nested = {k: v for k, v in self.rope.items() if isinstance(v, Mapping) or k in known}
 
-    def _refuse_others(self) -> None:
-        """Positions of another kind, and a base that only the model's own code makes of its key."""
+    def refuse(self) -> None:
+        """Refuse positions that no RoPE has, misspelled keys, and rotations left unsaid."""
+        other, why = others.kind_of(self.top), defaults.unlike(self.top)
+        if other is not None:
+            noun, way_out = others.NOUNS[other]
+            rule = f"model_type {self.kind!r} has no rotary embedding"
+            raise ValueError(f"{self.who}: {rule}. It has {noun}.\n  {way_out}")
+        if why is not None:
+            rule = f"model_type {self.kind!r} has a rotation that RoPE does not: {why}"
+            raise ValueError(f"{self.who}: {rule}.\n  Use functional.rotate with its tables.")
         found = others.instead(self.top)
         if found is not None:
             rule = f"{self.prefix}{found[0]} must say that positions are rotary"
@@ -57,10 +69,16 @@ class Config:
             if found[0] == "alibi":
                 way_out = "Use ALiBi(num_heads), whose biases the model has."
             raise ValueError(self.text(rule, found[1], way_out))
+        # A base that only the model's own code makes of its key.
         if self.top.get("rope_ratio") not in (None, 1, 1.0):
             rule = f"{self.prefix}rope_ratio must be left out"
             way_out = "Give rope_theta, which is 10000 times it."
             raise ValueError(self.text(rule, self.top["rope_ratio"], way_out))
+        self._refuse_misspelled()
+        if not self.where and self.kind in defaults.SPECIAL:
+            rule = f"{self.prefix}rope_parameters must be given, because this is {self.kind}"
+            way_out = "Without them its rotation is scaled, or differs by layer."
+            raise ValueError(self.text(rule, None, way_out))
 
     def _refuse_misspelled(self) -> None:
         for key, value in self.top.items():
@@ -71,11 +89,9 @@ class Config:
 
     def rotations(self) -> tuple[str | None, ...]:
         """The layer types whose rotations differ; None alone if there is one for all."""
-        self._find()
-        nested = self._nested()
-        if nested:
+        if self.nested:
             # Layers with null do not rotate.
-            return tuple(name for name in nested if nested[name] is not None) or (None,)
+            return tuple(name for name in self.nested if self.nested[name] is not None) or (None,)
         return _TYPES if self._local() else (None,)
 
     def layer(self, layer_type: str | None) -> str | None:
@@ -83,10 +99,9 @@ class Config:
         if layer_type is not None and not isinstance(layer_type, str):
             got = checks.describe(layer_type)
             raise TypeError(self.text("layer_type must be a string", got, "Or None."))
-        self._find()
-        nested, local, known = self._nested(), self._local(), self._known()
-        if nested:
-            return self._choose(nested, layer_type)
+        local, known = self._local(), self._known()
+        if self.nested:
+            return self._choose(layer_type)
         if layer_type is None and local:
             way_out = "Pass layer_type='full_attention' or 'sliding_attention'."
             rule = f"layer_type must be given, because {local} is for some layers alone"
@@ -101,6 +116,20 @@ class Config:
             self.rope, self.where = {}, ""
         return layer_type
 
+    def at(self, index: int, **known: Any) -> Config:
+        """The config of one layer, with what is ``known`` of it. Nothing is copied or searched."""
+        types = self.top.get("layer_types")
+        name = types[index] if isinstance(types, (list, tuple)) and index < len(types) else None
+        found = copy(self)
+        found.top = ChainMap({**known, "layer_types": None}, self.top)
+        if self.nested:
+            if not isinstance(name, str) or name not in self.nested:
+                name = next(iter(self.nested))
+            rope = self.nested[name]
+            found.rope = rope if isinstance(rope, Mapping) else {}
+            found.where = f"{self.where}.{name}"
+        return found
+
     def _find(self) -> None:
         dicts = {name: self.top.get(name) for name in ("rope_parameters", "rope_scaling")}
         given = {name: value for name, value in dicts.items() if value is not None}
@@ -112,23 +141,11 @@ class Config:
             raise self.contradiction("rope_parameters", "rope_scaling", "different contents")
         if given:
             self.where, self.rope = next(iter(given.items()))
-        elif self.kind in defaults.SPECIAL:
-            rule = f"{self.prefix}rope_parameters must be given, because this is {self.kind}"
-            way_out = "Without them its rotation is scaled, or differs by layer."
-            raise ValueError(self.text(rule, None, way_out))
 
     def _known(self) -> frozenset[str]:
         types = self.top.get("layer_types")
         types = types if isinstance(types, (list, tuple)) else ()
         return frozenset(name for name in types if isinstance(name, str))
-
-    def _nested(self) -> dict[str, Any]:
-        known = self._known()
-        return {
-            key: value
-            for key, value in self.rope.items()
-            if isinstance(value, Mapping) or key in known
-        }
 
     def _local(self) -> str | None:
         """The key that says of some layers that they are local, if they differ from the others."""
@@ -139,7 +156,8 @@ class Config:
         scaled = str(self.rope.get("rope_type") or self.rope.get("type")) not in ("None", *PLAIN)
         return "model_type" if scaled or defaults.LOCAL_BASES[self.kind] is not None else None
 
-    def _choose(self, nested: Mapping[str, Any], layer_type: str | None) -> str:
+    def _choose(self, layer_type: str | None) -> str:
+        nested = self.nested
         if layer_type is None:
             first, *others = nested
             if any(nested[other] != nested[first] for other in others):
@@ -171,26 +189,20 @@ class Config:
         for widths in (defaults.ROTATED_WIDTHS, defaults.WIDTHS):
             if self.kind in widths:
                 return self._width("head_dim", widths[self.kind], "model_type")
-        for size, heads in (
-            ("hidden_size", "num_attention_heads"),
-            ("hidden_size", "n_head"),
-            ("n_embd", "n_head"),
-            ("d_model", "n_heads"),
-            ("dim", "n_heads"),
-        ):
+        for size, heads in _SIZES:
             if self.top.get(size) is not None and self.top.get(heads) is not None:
-                whole = checks.integer("from_config", size, self.top[size])
-                parts = checks.integer("from_config", heads, self.top[heads])
+                whole = checks.integer(self.who, size, self.top[size])
+                parts = checks.integer(self.who, heads, self.top[heads])
                 return self._width("head_dim", whole // parts, f"{size} / {heads}")
         if self.kind in defaults.USUAL_WIDTHS and "hidden_size" not in self.top:
             return self._width("head_dim", defaults.USUAL_WIDTHS[self.kind], "model_type")
         rule = "head_dim must be in the config, or hidden_size and num_attention_heads"
-        keys = ", ".join(sorted(map(str, self.top)))
+        keys = ", ".join(sorted(str(key) for key in self.top if self.top[key] is not None))
         got = f"keys {keys if len(keys) <= 200 else keys[:197] + '...'}" if keys else "no keys"
         raise ValueError(self.text(rule, got, "Add head_dim."))
 
     def _width(self, name: str, value: Any, source: str) -> int:
-        width = checks.even("from_config", name, value)
+        width = checks.even(self.who, name, value)
         if width > _WIDEST_HEAD:
             raise ValueError(self.text(f"{name} must be at most {_WIDEST_HEAD}", width))
         self.sources["head_dim"] = self.prefix + source
@@ -210,22 +222,23 @@ class Config:
         value = self.one("base", ["rope_theta"], keys)
         inner = self.top.get("attn_config")
         if value is None and isinstance(inner, Mapping) and inner.get("rope_theta") is not None:
-            value, self.sources["base"] = (
-                inner["rope_theta"],
-                f"{self.prefix}attn_config.rope_theta",
-            )
+            value = inner["rope_theta"]
+            self.sources["base"] = f"{self.prefix}attn_config.rope_theta"
         if value is None and usual is not None:
             value, self.sources["base"] = usual, f"{self.prefix}model_type"
         if value is None and self.kind and not defaults.speaks(self.top):
             rule = f"rope_theta must be given, because {self.kind} is not known to rotate"
             raise ValueError(self.text(rule, None, "Where it does, 10000 is the usual one."))
         name = self.sources.get("base", "base")
-        return 10_000.0 if value is None else checks.base("from_config", value, name)
+        return 10_000.0 if value is None else checks.base(self.who, value, name)
 
     def rotary_dim(self, head_dim: int) -> int:
         """Channels of a head that are rotated."""
         if self.top.get("qk_rope_head_dim"):
             # They are kept apart from the others, and rotated all.
+            return head_dim
+        if "proportional" in (self.rope.get("rope_type"), self.rope.get("type")):
+            # Such a rule leaves pairs still instead of leaving channels out.
             return head_dim
         name = "partial_rotary_factor"
         share = self.one(
@@ -241,18 +254,17 @@ class Config:
         if share is None and count is None:
             return head_dim
         if share is not None:
-            share = checks.positive_float("from_config", name, share)
+            share = checks.positive_float(self.who, name, share)
             width = int(head_dim * share) if share <= 1 else 0
             if width < 2 or width % 2:
-                rule = f"{name} must leave an even number of the {head_dim} channels to rotate"
-                got = f"{share:g}"
-                raise ValueError(self.text(rule, got, "Shares are above 0, up to 1."))
+                rule = f"{name} must be at most 1, and rotate an even number of the {head_dim}"
+                raise ValueError(self.text(f"{rule} channels", f"{share:g}"))
             if count is not None and count != width:
                 raise self.contradiction("rotary_dim", name, f"{count} and {width} channels")
             return width
         source = "rotary_dim" if "rotary_dim" in self.top else "model_type"
         self.sources["rotary_dim"] = self.prefix + source
-        return checks.even("from_config", "rotary_dim", count)
+        return checks.even(self.who, "rotary_dim", count)
 
     def layout(self) -> tuple[bool, bool | None]:
         """Whether pairs are adjacent, in the input and, if it differs, in the output."""
@@ -262,6 +274,10 @@ class Config:
                 raise ValueError(self.text(f"{LAYOUT} must be 'half' or 'interleaved'", said))
             self.sources["interleaved"] = LAYOUT
             return said == "interleaved", None
+        return self.own_layout()
+
+    def own_layout(self) -> tuple[bool, bool | None]:
+        """As `layout`, of the model's own code, whatever a conversion has made of the weights."""
         flag = self.top.get("rope_interleave")
         if self.top.get("use_mla") is False:
             # DeepSeek's without latent attention are Llama's.
@@ -271,7 +287,7 @@ class Config:
         if flag is not None:
             source = "rope_interleave" if "rope_interleave" in self.top else "model_type"
             self.sources["interleaved"] = self.prefix + source
-            adjacent = checks.boolean("from_config", "rope_interleave", flag)
+            adjacent = checks.boolean(self.who, "rope_interleave", flag)
             return adjacent, False if adjacent else None
         if self.kind in defaults.INTERLEAVED:
             self.sources["interleaved"] = f"{self.prefix}model_type"
@@ -287,7 +303,7 @@ class Config:
         if self.kind in defaults.DEALT:
             # Their code does so without asking.
             dealt = True
-        return Sections(sizes, checks.boolean("from_config", "mrope_interleaved", dealt))
+        return Sections(sizes, checks.boolean(self.who, "mrope_interleaved", dealt))
 
     def need(self, name: str) -> Any:
         """A value that the rope_type cannot do without."""
@@ -320,9 +336,9 @@ class Config:
         rule = f"{self.prefix}{a} and {self.prefix}{b} must agree"
         return ValueError(self.text(rule, got, "Leave one of them out."))
 
-    def text(self, rule: str, got: object, way_out: str = _BY_HAND) -> str:
-        """A message of `from_config`."""
-        return checks.message("from_config", rule, got, way_out)
+    def text(self, rule: str, got: object, way_out: str = "") -> str:
+        """The message of an error."""
+        return checks.message(self.who, rule, got, way_out or _BY_HAND[self.who])
 
 
 def _is_slip(key: str, meant: str) -> bool:

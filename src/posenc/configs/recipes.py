@@ -54,18 +54,15 @@ def read(config: Any, *, layer_type: str | None = None, base: float | None = Non
         >>> recipe.base, recipe.rotary_dim, recipe.sources["rotary_dim"]
         (1000000.0, 32, 'rotary_pct')
     """
-    found = Config(as_dict("from_config", config))
+    found = _rotation(config)
     layer_type = found.layer(layer_type)
     head_dim = found.head_dim(layer_type)
     rule = scaling_rule(found)
-    # Proportional rules leave pairs still instead of leaving channels out.
-    proportional = isinstance(rule, scaling.Proportional)
-    rotary_dim = head_dim if proportional else found.rotary_dim(head_dim)
     interleaved, interleaved_out = found.layout()
     return Recipe(
         head_dim,
         found.base(layer_type) if base is None else base,
-        rotary_dim,
+        found.rotary_dim(head_dim),
         interleaved,
         interleaved_out,
         rule,
@@ -173,7 +170,13 @@ def layer_types(config: Any) -> tuple[str | None, ...]:
         >>> layer_types({"head_dim": 64, "rope_theta": 1e6, "rope_local_base_freq": 1e4})
         ('full_attention', 'sliding_attention')
     """
-    return Config(as_dict("from_config", config)).rotations()
+    return _rotation(config).rotations()
+
+
+def _rotation(config: Any) -> Config:
+    found = Config(as_dict("from_config", config))
+    found.refuse()
+    return found
 
 
 def as_dict(who: str, config: Any) -> Mapping[str, Any]:

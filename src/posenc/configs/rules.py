@@ -108,8 +108,8 @@ def _stretch(config: Config) -> Any:
     if config.rope.get("factor") is not None:
         return config.rope["factor"]
     name = "max_position_embeddings"
-    longest = checks.integer("from_config", name, config.need(name))
-    return longest / checks.integer("from_config", f"original_{name}", _original(config))
+    longest = checks.integer(config.who, name, config.need(name))
+    return longest / checks.integer(config.who, f"original_{name}", _original(config))
 
 
 _RULES: dict[str, Callable[[Config], scaling.Rule]] = {

@@ -10,39 +10,37 @@ from typing import Any
 
 from torch import Tensor
 
+from posenc import configs
 from posenc._contract import checks
-from posenc.configs import HEADS, ROTATED, SHARES, WIDTHS, instead, text_part
+from posenc.configs import HEADS, INTERLEAVED_TO_HALVES, instead, text_part
 from posenc.interop.checkpoints import layouts
 from posenc.interop.checkpoints.layouts import Heads, Layout
 
 Config = Mapping[str, Any]
 
 # Each of these was built from its config class and converted, and its logits stayed the same.
-HALF = frozenset(
+CONVERTED = frozenset(
     """
-    afmoe apertus arcee aria_text bamba beam bitnet cosmos3_edge_text cwm dbrx diffllama doge dots1
+    afmoe apertus arcee aria_text axk1 bamba beam bitnet codegen cohere cohere2 cohere2_moe
+    cosmos3_edge_text cwm dbrx deepseek_v2 deepseek_v3 diffllama doge dots1 ernie4_5 ernie4_5_moe
     esm esmc eurobert exaone4 exaone_moe falcon falcon_h1 flex_olmo flint gemma gemma2 gemma3_text
-    gemma3n_text glm4_moe glm4v_moe_text glm_image_text gpt_neox gpt_neox_japanese gpt_oss granite
-    granite_swa granitemoe granitemoe_swa granitemoehybrid granitemoeshared gte higgs_audio_v2
-    hunyuan_v1_dense hunyuan_v1_moe hy_v3 hyperclovax jais2 jina_embeddings_v3 kolibri1 lfm2
-    lfm2_moe llama mellum minicpm3 minimax_m2 ministral ministral3 mistral mixtral modernbert
+    gemma3n_text glm glm4 glm4_moe glm4_moe_lite glm4v_moe_text glm4v_text glm_image_text
+    glm_ocr_text gpt_neox gpt_neox_japanese gpt_oss gptj granite granite_swa granitemoe
+    granitemoe_swa granitemoehybrid granitemoeshared gte helium higgs_audio_v2 hunyuan_v1_dense
+    hunyuan_v1_moe hy_v3 hyperclovax jais2 jina_embeddings_v3 kolibri1 lfm2 lfm2_moe llama
+    llama4_text mellum minicpm3 minimax_m2 ministral ministral3 mistral mistral4 mixtral modernbert
     modernbert-decoder muse_glimmer_text nanochat nemotron nomic_bert olmo olmo2 olmo3 olmoe
-    persimmon phi phi3 phimoe qwen2 qwen2_5_vl qwen2_5_vl_text qwen2_moe qwen2_vl qwen2_vl_text
-    qwen3 qwen3_5_moe_text qwen3_5_text qwen3_moe qwen3_next qwen3_vl_moe_text qwen3_vl_text
-    recurrent_gemma seed_oss smollm3 solar_open stablelm starcoder2 ultrabert vaultgemma
+    openai_privacy_filter persimmon phi phi3 phimoe qwen2 qwen2_5_vl qwen2_5_vl_text qwen2_moe
+    qwen2_vl qwen2_vl_text qwen3 qwen3_5_moe_text qwen3_5_text qwen3_moe qwen3_next
+    qwen3_vl_moe_text qwen3_vl_text recurrent_gemma seed_oss smollm3 solar_open stablelm starcoder2
+    ultrabert vaultgemma youtu
     """.split()
 )
-INTERLEAVED = frozenset(
-    """
-    codegen cohere cohere2 cohere2_moe deepseek_v2 ernie4_5 ernie4_5_moe glm glm4 glm4v_text
-    glm_ocr_text gptj helium llama4_text openai_privacy_filter
-    """.split()
-)
-# Here the config decides; interleaved unless it says otherwise.
-SWITCH = "rope_interleave"
-SWITCHED = frozenset(("axk1", "deepseek_v3", "glm4_moe_lite", "mistral4", "youtu"))
+# Here the config decides, by its `rope_interleave`.
+SWITCHED = CONVERTED & INTERLEAVED_TO_HALVES
 # `query_key_value` and the like go key head by key head; elsewhere queries, keys, values.
 _GROUPED = frozenset(("falcon", "gpt_neox", "gpt_neox_japanese", "internlm2", "persimmon"))
+_HEADS = ("num_attention_heads", "n_head", "n_heads")
 _FUSED = ("qkv", "qkv_grouped", "qkv_codegen")
 _GATED = frozenset(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"))
 
@@ -177,27 +175,23 @@ def from_config(config: Config, **given: Any) -> Model:
             checks.message("convert", rule, got, "See posenc.interop.checkpoints.permute.")
         )
 
-    rotations = _rotations(text)
+    found = configs.Config(text, "convert")
 
     def heads(layer: int) -> Heads:
-        return _heads(text, family, layer, rotations(layer), given)
+        return _heads(found, layer, given)
 
     layout: Layout | None = None
-    if family in SWITCHED:
-        layout = "interleaved" if text.get(SWITCH, True) else "half"
-    elif family in HALF:
-        layout = "half"
-    elif family in INTERLEAVED:
-        layout = "interleaved"
+    if family in CONVERTED:
+        layout = "interleaved" if found.own_layout()[0] else "half"
     fused = "qkv_grouped" if family in _GROUPED else "qkv_codegen" if family == "codegen" else None
     if fused is None and layout is not None:
         fused = "qkv"
     return Model(heads, family, layout, given.get("fused") or fused, towers)
 
 
-def _heads(
-    config: Config, family: str | None, layer: int, rotation: Config, given: Mapping[str, Any]
-) -> Heads:
+def _heads(found: configs.Config, layer: int, given: Mapping[str, Any]) -> Heads:
+    config, family = found.top, found.kind
+
     def first(*keys: str) -> Any:
         for key in keys:
             value = config.get(key)
@@ -207,8 +201,8 @@ def _heads(
                 return checks.integer("convert", key, value, least=0)
         return None
 
-    usual, usual_kv = HEADS.get(family or "", (None, None))
-    num_heads = given.get("num_heads") or first("num_attention_heads", "n_head", "n_heads") or usual
+    usual, usual_kv = HEADS.get(family, (None, None))
+    num_heads = given.get("num_heads") or first(*_HEADS) or usual
     if num_heads is None:
         rule = "the config must say num_attention_heads"
         way_out = (
@@ -223,59 +217,20 @@ def _heads(
     if latent is not None and rope is not None:
         width = (first("qk_nope_head_dim") or 0) + rope
         return Heads(num_heads, width, num_heads, rope, last=True, latent=latent)
-    width = given.get("head_dim") or first("head_dim") or WIDTHS.get(family or "")
-    if width is None:
-        hidden = first("hidden_size", "n_embd", "d_model", "dim")
-        if hidden is None or hidden % num_heads:
-            rule = f"the config must say head_dim, or a hidden_size in {num_heads} heads"
-            got = f"hidden_size={hidden}"
-            raise ValueError(checks.message("convert", rule, got, "Pass head_dim."))
-        width = hidden // num_heads
-    rotary = given.get("rotary_dim") or first("rotary_dim")
-    share = _partial(config, rotation)
-    if rotary is None and share is None and "rotary_dim" not in config:
-        rotary = ROTATED.get(family or "")
-    if rotary is None:
-        rotary = int(width * (SHARES.get(family or "", 1.0) if share is None else share))
+    # The part that rotates is not kept apart, whatever its width is called.
+    known = {"qk_rope_head_dim": None, "head_dim": first("head_dim")}
+    found = found.at(layer, **dict.fromkeys(_HEADS, num_heads), **known)
+    width = given.get("head_dim") or found.head_dim(None)
+    rotary = given.get("rotary_dim") or found.rotary_dim(width)
     return Heads(num_heads, width, kv_heads, rotary)
 
 
-def _kv_heads(config: Config, family: str | None, first: Callable[..., Any]) -> Any:
+def _kv_heads(config: Config, family: str, first: Callable[..., Any]) -> Any:
     if family == "falcon" and not config.get("new_decoder_architecture"):
         return 1 if config.get("multi_query", True) else None
     if isinstance(config.get("attn_config"), Mapping):
         return config["attn_config"].get("kv_n_heads")
     return first("num_key_value_heads", "num_kv_heads")
-
-
-def _rotations(config: Config) -> Callable[[int], Config]:
-    """What a config says of rotation, by the number of a layer; looked at once for all layers."""
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    if not isinstance(rope, Mapping):
-        rule, got = "rope_parameters must be a dict", checks.describe(rope)
-        raise TypeError(checks.message("convert", rule, got, "Mend the config."))
-    types = config.get("layer_types")
-    types = types if isinstance(types, (list, tuple)) else ()
-    if not rope or not all(isinstance(value, Mapping) for value in rope.values()):
-        return lambda layer: rope
-    first = next(iter(rope.values()))
-    return lambda layer: rope.get(str(types[layer]) if layer < len(types) else "", first)
-
-
-def _partial(config: Config, rope: Config) -> float | None:
-    """The share of a head that rotates, wherever the config says it."""
-    if rope.get("rope_type") == "proportional":
-        # Every pair of the head takes part; the slow ones turn at rate zero.
-        return 1.0
-    for place in (rope, config):
-        for key in ("partial_rotary_factor", "rotary_pct", "rope_pct"):
-            if place.get(key) is not None:
-                share = checks.positive_float("convert", key, place[key])
-                if share > 1:
-                    rule = f"{key} must be at most 1"
-                    raise ValueError(checks.message("convert", rule, share, "Mend the config."))
-                return share
-    return None
 
 
 def _refuse(config: Config) -> None:

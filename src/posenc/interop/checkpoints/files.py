@@ -258,7 +258,7 @@ def switch(folder: Path, to: Layout, usual: bool) -> bool:
     before, read = json.dumps(whole), isinstance(kind, str) and kind in families.SWITCHED
     text.pop(LAYOUT, None)
     if read:
-        text[families.SWITCH] = to == "interleaved"
+        text["rope_interleave"] = to == "interleaved"
     elif not usual:
         text[LAYOUT] = to
     if json.dumps(whole) != before:
