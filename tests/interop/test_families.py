@@ -218,3 +218,11 @@ def test_rows_are_divided_as_the_rotation_reads_them(more):
     config = {"model_type": "llama", "hidden_size": 512, "num_attention_heads": 8, **more}
     heads, recipe = families.from_config(config).heads(0), configs.read(config)
     assert (heads.head_dim, heads.turned) == (recipe.head_dim, recipe.rotary_dim)
+
+
+def test_a_width_that_the_heads_cannot_share_is_asked_for():
+    """transformers rounds it down, and its weights then have rows that belong to no head."""
+    config = {"model_type": "llama", "hidden_size": 100, "num_attention_heads": 3}
+    words = r"hidden_size must be a multiple of the 3 heads.*\n.*--head-dim"
+    with pytest.raises(ValueError, match=words):
+        families.from_config(config).heads(0)

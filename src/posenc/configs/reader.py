@@ -193,6 +193,10 @@ class Config:
             if self.top.get(size) is not None and self.top.get(heads) is not None:
                 whole = checks.integer(self.who, size, self.top[size])
                 parts = checks.integer(self.who, heads, self.top[heads])
+                if whole % parts and self.who == "convert":
+                    # transformers rounds down; rows of weights have to belong to a head.
+                    rule = f"{size} must be a multiple of the {parts} heads"
+                    raise ValueError(self.text(rule, whole, "Pass head_dim (--head-dim)."))
                 return self._width("head_dim", whole // parts, f"{size} / {heads}")
         if self.kind in defaults.USUAL_WIDTHS and "hidden_size" not in self.top:
             return self._width("head_dim", defaults.USUAL_WIDTHS[self.kind], "model_type")
