@@ -1,12 +1,14 @@
 # Each target works from a fresh clone: the first one to run makes .venv and installs into it.
 PYTHON ?= python3
 BIN := .venv/bin
+INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+DEMO := .venv/.demo
 INSTALLED := .venv/.installed
 DOCUMENTED := .venv/.documented
 
 .PHONY: demo test test-all check docs format sanitize clean
 
-demo: $(INSTALLED)
+demo: $(DEMO)
 	$(BIN)/posenc compare --quick --overwrite -o out/compare
 
 test: $(INSTALLED)
@@ -43,14 +45,20 @@ sanitize: $(INSTALLED)
 	  tests/kernels/test_c.py tests/kernels/test_rotate.py tests/kernels/test_ops.py \
 	  -k "outputs or ops and not opcheck or c and not triton and not opcheck"
 
-$(INSTALLED): pyproject.toml constraints.txt setup.py $(wildcard src/posenc/kernels/c/*.[ch])
+# What the demo needs: torch, and what the `posenc` command draws and prints with.
+$(DEMO): pyproject.toml constraints.txt setup.py $(wildcard src/posenc/kernels/c/*.[ch])
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(INSTALL) -e '.[cli]'
+	touch $@
+
+# The rest: what the suite and the checks need.
+$(INSTALLED): $(DEMO)
+	$(INSTALL) -e '.[dev]'
 	touch $@
 
 # What the manual needs, which the suite does not.
 $(DOCUMENTED): $(INSTALLED)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	$(INSTALL) -e '.[docs]'
 	touch $@
 
 clean:
