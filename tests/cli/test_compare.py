@@ -46,6 +46,10 @@ def test_a_run_writes_page_figures_and_numbers_and_says_where(run, tmp_path):
         ("numbers", "results.json"),
     ]:
         assert f"{name}: {out / file}" in lines
+    assert lines[-2] == f"figure: {out / 'figure.png'}"
+    assert lines[-1].startswith(
+        "From 8 to 64 symbols, a transformer trained on 8 kept its loss best"
+    )
     found = json.loads((out / "results.json").read_text())
     assert found["complete"]
     assert found["command"].startswith("posenc compare --output")

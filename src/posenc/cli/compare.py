@@ -18,6 +18,7 @@ from posenc.lab.comparison.encodings import COMPARED, ENCODINGS
 from posenc.lab.comparison.folder import RESULTS
 from posenc.lab.comparison.plan import LEAST, QUICK, Plan
 from posenc.lab.comparison.run import Event, Run
+from posenc.lab.comparison.summary import sentence
 from posenc.lab.pictures.style import save
 
 _HELP = """Train the same small transformer with each encoding, and test it on longer sequences.
@@ -126,6 +127,8 @@ def compare(
         _show(run.results)
         for name, path in written.items():
             typer.echo(f"{name}: {path}")
+        if seen := sentence(run.results):
+            typer.echo(seen)
     if stopped:
         done, all_ = len(run.results["units"]), len(run.plan.units())
         again = shlex.join(["posenc", "compare", "--resume", "-o", str(output)])
@@ -172,14 +175,13 @@ def _command(context: typer.Context) -> str:
 def _draw(run: Run) -> dict[str, Path]:
     """Write page and figures; what is not finished is left out of them."""
     folder = run.folder.absolute()
-    written = {"report": folder / "report.html"}
+    written = {"report": folder / "report.html", "numbers": folder / RESULTS}
     store.write(written["report"], report.page(run.results).encode())
     if run.results["summary"]:
         sheet = figures.overview(run.results)
         for suffix in (".svg", ".png"):
             written["figure"] = folder / f"figure{suffix}"
             save(sheet, written["figure"])
-    written["numbers"] = folder / RESULTS
     return written
 
 
