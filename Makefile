@@ -12,9 +12,9 @@ demo: $(DEMO)
 	$(BIN)/posenc compare --quick --overwrite -o out/compare
 
 test: $(INSTALLED)
-	$(BIN)/pytest -n 2
+	$(BIN)/pytest -n 2 -m "not slow"
 
-# Everything `test` runs, with ten times the property-test examples.
+# The slow tests too, and ten times the property-test examples.
 test-all: $(INSTALLED)
 	HYPOTHESIS_PROFILE=thorough $(BIN)/pytest -n 2
 

@@ -29,7 +29,12 @@ def test_an_example_is_short(script):
 
 
 @pytest.mark.parametrize(
-    "script", [p for p in EXAMPLES if p.stem != "tour"], ids=lambda path: path.stem
+    "script",
+    [
+        pytest.param(p, id=p.stem, marks=[pytest.mark.slow] if p.stem == "context_parallel" else [])
+        for p in EXAMPLES
+        if p.stem != "tour"
+    ],
 )
 def test_an_example_runs_and_its_claims_hold(script):
     said = run(script)
@@ -37,6 +42,7 @@ def test_an_example_runs_and_its_claims_hold(script):
         assert float(said.split(f"{claim} ")[1].split()[0]) < 2e-5, said
 
 
+@pytest.mark.slow
 def test_the_tour_draws_its_picture(tmp_path):
     picture = tmp_path / "picture.png"
     said = run(Path(EXAMPLES[0].parent, "tour.py"), "-o", str(picture))

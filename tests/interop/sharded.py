@@ -155,11 +155,14 @@ def special(mesh) -> dict:
         g = torch.Generator().manual_seed(6)
         tensors = [torch.randn(4, heads, 40, 8, generator=g) for heads in (8, 4, 4)]
         few = [torch.randn(4, heads, 5, 8, generator=g) for heads in (8, 1, 1)]
+        # One query: the ranks after the first have none.
+        one = [tensors[0][:, :, :1], *tensors[1:]]
         own = torch.rand(4, 8, generator=g)
         for placement in (R, BATCH, HEADS, LENGTH):
             for alibi, inputs in (
                 (posenc.ALiBi(8), tensors),
                 (posenc.ALiBi(8, causal=False), tensors),
+                (posenc.ALiBi(8), one),
                 (posenc.ALiBi(8, slopes=own), few),
             ):
                 plain = [x.clone().requires_grad_() for x in inputs]

@@ -9,7 +9,11 @@ from processes import PATIENCE, alive, assert_passed, run
 
 
 @pytest.mark.parametrize(
-    ("world", "job"), [(2, "layouts"), (4, "more_layouts")], ids=["2-ranks", "4-ranks"]
+    ("world", "job"),
+    [
+        pytest.param(2, "layouts", id="2-ranks"),
+        pytest.param(4, "more_layouts", id="4-ranks", marks=pytest.mark.slow),
+    ],
 )
 def test_every_layout_is_one_process_to_the_last_bit(world, job, tmp_path):
     """Wrong rows are the trap: a shard of the sequence does not begin at row zero."""

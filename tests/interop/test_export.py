@@ -54,6 +54,7 @@ class Encoded(torch.nn.Module):
         return self.rope.rotate(heads)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning")
 def test_aotinductor_builds_a_library_that_gives_the_eager_result(tmp_path):
     model = Encoded().eval()

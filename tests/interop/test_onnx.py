@@ -41,7 +41,7 @@ def operators(path):
     return sum(node.op_type == "RotaryEmbedding" for node in file.graph.node)
 
 
-@pytest.mark.parametrize("exact", [True, False])
+@pytest.mark.parametrize("exact", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_every_rotation_is_the_standard_operator(tmp_path, exact):
     """RotaryEmbedding multiplies float32 by float32 tables: two products and a sum, each rounded.
 

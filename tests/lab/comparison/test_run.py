@@ -112,6 +112,7 @@ print("ended", flush=True)
 """
 
 
+@pytest.mark.slow
 def test_a_killed_run_leaves_whole_results_and_goes_on_to_the_same_numbers(tmp_path, whole):
     """SIGKILL at no chosen moment: nothing gets to clean up."""
     command = [sys.executable, "-c", SCRIPT, str(tmp_path)]
