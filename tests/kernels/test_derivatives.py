@@ -66,6 +66,7 @@ def test_gradients_of_each_sample_compile(case):
     torch.testing.assert_close(compiled(vmap(each))(many), wanted)
 
 
+@pytest.mark.slow
 def test_a_compiled_jacobian_is_the_eager_one(case):
     function, x = case
     torch.testing.assert_close(compiled(jacfwd(function))(x), jacfwd(function)(x))

@@ -114,6 +114,7 @@ unpatch(model)
 """
 
 
+@pytest.mark.slow
 def test_a_pickled_model_comes_back_patched_in_another_process():
     model = llama()
     patch(model)
