@@ -3,10 +3,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 
-
-@pytest.mark.slow
 def test_every_kernel_compiles_for_a_gpu_that_is_not_here(tmp_path):
     """The interpreter runs what Triton's compiler would refuse; so the compiler is asked too."""
     script = Path(__file__).parent / "compile_for_hopper.py"
