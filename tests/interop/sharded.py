@@ -114,8 +114,8 @@ def other_functions(mesh, placement) -> dict:
 
     called = {
         "rotate_ in place": rotate_in_place,
-        "functional.rotate": lambda x: functional.rotate(x, x, cos, sin, offset=2)[0],
-        "functional.rotate ids": lambda x: functional.rotate(x, x, cos, sin, position_ids=ids)[1],
+        "functional.rotate_qk": lambda x: functional.rotate_qk(x, x, cos, sin, offset=2)[0],
+        "functional.rotate ids": lambda x: functional.rotate(x, cos, sin, position_ids=ids),
         "rotary_pos_embedding": lambda x: functional.rotary_pos_embedding(x, ids),
         "RotaryPosEmbedding": posenc.RotaryPosEmbedding(),
         "RoPE.rotate": lambda x: rope.rotate(x, 9),

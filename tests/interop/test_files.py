@@ -63,7 +63,7 @@ def test_of_a_link_what_it_leads_to_is_written(small, tmp_path):
     ("config", "text"),
     [
         ({"rope_parameters": "x"}, "rope_parameters must be a dict"),
-        ({"rope_scaling": [1]}, "rope_parameters must be a dict"),
+        ({"rope_scaling": [1]}, "rope_scaling must be a dict"),
         ({"head_dim": "8"}, "head_dim must be an int"),
         ({"partial_rotary_factor": "a"}, "partial_rotary_factor must be a number"),
         ({"num_attention_heads": 4.0}, "num_attention_heads must be an int"),

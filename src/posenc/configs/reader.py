@@ -136,7 +136,9 @@ class Config:
         for name, value in given.items():
             if not isinstance(value, Mapping):
                 got = checks.describe(value)
-                raise TypeError(self.text(f"{name} must be a dict", got, "Or leave it out."))
+                raise TypeError(
+                    self.text(f"{name} must be a dict", got, "Pass a dict, or leave it out.")
+                )
         if len(given) == 2 and given["rope_parameters"] != given["rope_scaling"]:
             raise self.contradiction("rope_parameters", "rope_scaling", "different contents")
         if given:
