@@ -27,10 +27,10 @@ def by_reference(xs, ys, *arguments):
         y.copy_(reference.rotate(x, *arguments))
 
 
-def by_triton(xs, ys, cos, sin, rows, turn):
+def by_triton(xs, ys, cos, sin, rows, spec):
     from posenc.kernels.triton.rotate import rotate_into
 
-    rotate_into(xs, ys, cos, sin, rows, turn)
+    rotate_into(xs, ys, cos, sin, rows, spec)
 
 
 BACKENDS = {"reference": (by_reference, "cpu"), "triton": (by_triton, GPU)}
@@ -40,35 +40,35 @@ if c.available:
 CUT = {("triton", torch.bfloat16): 1.0} if GPU == "cpu" else {}
 
 
-def expected(x, cos, sin, index, turn):
+def expected(x, cos, sin, index, spec):
     """Rotation of ``x`` in float64 by complex numbers, and the magnitude of each result."""
     cos, sin = (t.cpu()[index].unsqueeze(-3) for t in (cos, sin))
     pairs = cos.shape[-1]
-    span = slice(turn.column, turn.column + 2 * pairs)
+    span = slice(spec.column, spec.column + 2 * pairs)
     x = x.cpu().double()
     exact, size = x.clone(), x.abs()
-    turned = oracles.rotate(
-        x[..., span], cos, -sin if turn.transposed else sin, interleaved=turn.interleaved
+    rotated = oracles.rotate(
+        x[..., span], cos, -sin if spec.transposed else sin, interleaved=spec.interleaved
     )
-    length = oracles.pair_magnitude(turned, pairs, interleaved=turn.interleaved)
-    if turn.interleaved and not turn.interleaved_out:
-        turned, length = (torch.cat((t[..., 0::2], t[..., 1::2]), -1) for t in (turned, length))
-    elif turn.interleaved_out and not turn.interleaved:
-        turned, length = (
-            t.unflatten(-1, (2, pairs)).transpose(-1, -2).flatten(-2) for t in (turned, length)
+    length = oracles.pair_magnitude(rotated, pairs, interleaved=spec.interleaved)
+    if spec.interleaved and not spec.interleaved_out:
+        rotated, length = (torch.cat((t[..., 0::2], t[..., 1::2]), -1) for t in (rotated, length))
+    elif spec.interleaved_out and not spec.interleaved:
+        rotated, length = (
+            t.unflatten(-1, (2, pairs)).transpose(-1, -2).flatten(-2) for t in (rotated, length)
         )
-    exact[..., span], size[..., span] = turned, length
+    exact[..., span], size[..., span] = rotated, length
     return exact, size
 
 
-def check(name, xs, cos, sin, rows, turn, index):
+def check(name, xs, cos, sin, rows, spec, index):
     run, device = BACKENDS[name]
     xs = [x.to(device) for x in xs]
     ys = [torch.full_like(x, float("nan")) for x in xs]
     moved = None if rows.positions is None else rows.positions.to(device)
-    run(xs, ys, cos.to(device), sin.to(device), Rows(rows.start, moved), turn)
+    run(xs, ys, cos.to(device), sin.to(device), Rows(rows.start, moved), spec)
     for x, y in zip(xs, ys, strict=True):
-        exact, size = expected(x, cos, sin, index, turn)
+        exact, size = expected(x, cos, sin, index, spec)
         ulps = 4 if x.dtype == torch.float64 else CUT.get((name, x.dtype), 0.501)
         assert_within_ulps(y.cpu(), exact, ulps, size)
         assert y.stride() == x.stride() or not x.is_contiguous()

@@ -7,7 +7,7 @@ from posenc._contract import checks
 
 def test_messages_say_who_what_came_and_the_way_out():
     with pytest.raises(ValueError, match="below") as caught:
-        checks.covered("RotaryPosEmbedding", 4095, "max_seq_len", 2048, "smaller ones")
+        checks.check_last_position("RotaryPosEmbedding", 4095, "max_seq_len", 2048, "smaller ones")
     assert str(caught.value) == (
         "RotaryPosEmbedding: positions must stay below max_seq_len=2048, got 4095.\n"
         "  Raise max_seq_len, or pass smaller ones."
@@ -96,17 +96,17 @@ def test_a_negative_position_is_refused_anywhere(where):
     ids = torch.tensor([5, 6, 7])
     ids[where] = -1
     with pytest.raises(ValueError, match="must not be negative, got -1"):
-        checks.extent("Thing", ids)
+        checks.check_ids("Thing", ids)
 
 
 def test_a_position_past_the_limit_is_refused():
-    assert checks.extent("Thing", torch.tensor([0, 2, 9]), "max_len", 10) == 10
+    assert checks.check_ids("Thing", torch.tensor([0, 2, 9]), "max_len", 10) == 10
     with pytest.raises(ValueError, match="below max_len=9, got 9"):
-        checks.extent("Thing", torch.tensor([0, 9, 2]), "max_len", 9)
+        checks.check_ids("Thing", torch.tensor([0, 9, 2]), "max_len", 9)
 
 
 def test_no_positions_need_no_rows():
-    assert checks.extent("Thing", torch.zeros(0, dtype=torch.int64)) == 0
+    assert checks.check_ids("Thing", torch.zeros(0, dtype=torch.int64)) == 0
 
 
 def test_offsets_belong_to_the_sequences():

@@ -6,7 +6,7 @@ import torch
 import oracles
 from oracles import tables
 from posenc.kernels import backend, c, reference
-from posenc.kernels.spec import Rows, Turn
+from posenc.kernels.spec import Rows, Spec
 from rotations import DTYPES, LAYOUTS, check
 
 pytestmark = pytest.mark.skipif(not c.available, reason="the extension was not built")
@@ -22,10 +22,10 @@ def test_threads_do_the_same_as_one(dtype, heads_together):
     threads = torch.get_num_threads()
     for count, y in zip((1, 4), ys, strict=True):
         torch.set_num_threads(count)
-        c.rotate_into([x], [y], cos, sin, Rows(), Turn())
+        c.rotate_into([x], [y], cos, sin, Rows(), Spec())
     torch.set_num_threads(threads)
     assert torch.equal(*ys)
-    check("c", [x], cos, sin, Rows(), Turn(), slice(0, 101))
+    check("c", [x], cos, sin, Rows(), Spec(), slice(0, 101))
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
@@ -38,8 +38,8 @@ def test_special_numbers_keep_their_meaning(dtype):
     for interleaved in (True, False):
         y = torch.empty_like(x)
         cos, sin = torch.ones(1, 16).double(), torch.zeros(1, 16).double()
-        c.rotate_into([x], [y], cos, sin, Rows(), Turn(interleaved, interleaved))
-        finite = reference.rotate(x, cos, sin, Rows(), Turn(interleaved, interleaved))
+        c.rotate_into([x], [y], cos, sin, Rows(), Spec(interleaved, interleaved))
+        finite = reference.rotate(x, cos, sin, Rows(), Spec(interleaved, interleaved))
         torch.testing.assert_close(y, finite, rtol=0, atol=0, equal_nan=True)
 
 
@@ -51,8 +51,8 @@ def test_every_bfloat16_and_float16_rounds_as_torch_does():
         cos = torch.full((512, 64), 1 / 3, dtype=torch.float64)
         sin = torch.full((512, 64), -0.7, dtype=torch.float64)
         y = torch.empty_like(x)
-        c.rotate_into([x], [y], cos, sin, Rows(), Turn(False, False))
-        wanted = reference.rotate(x, cos, sin, Rows(), Turn(False, False))
+        c.rotate_into([x], [y], cos, sin, Rows(), Spec(False, False))
+        wanted = reference.rotate(x, cos, sin, Rows(), Spec(False, False))
         same = (y == wanted) | (y.isnan() & wanted.isnan())
         # A fused multiply-add moves a tie now and then, by one spacing.
         assert same.float().mean() > 0.999
@@ -78,7 +78,7 @@ def test_every_instruction_set_is_right(dtype, inner, outer, pytestconfig):
             ran.append(isa)
             for pairs in (1, 31, 32, 50, 96):
                 x = torch.randn(2, 9, 5, 2 * pairs).to(DTYPES[dtype])
-                check("c", [x], *tables(5, pairs), Rows(), Turn(inner, outer), slice(0, 5))
+                check("c", [x], *tables(5, pairs), Rows(), Spec(inner, outer), slice(0, 5))
     finally:
         _rotate.set_isa(best)
     assert best == (pytestconfig.getoption("--isa") or ran[0])
@@ -93,7 +93,7 @@ def test_queries_and_keys_share_the_rows_made_ready_for_them(dtype, own):
     rows, index = Rows(5), torch.arange(5, 705)
     if own:
         rows, index = Rows(0, torch.tensor([[5], [9]])), torch.tensor([[5], [9]]) + index - 5
-    check("c", [q, k], *tables(720, 32), rows, Turn(False, False), index)
+    check("c", [q, k], *tables(720, 32), rows, Spec(False, False), index)
 
 
 def test_instruction_sets_are_named_and_refused_by_name():

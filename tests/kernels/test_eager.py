@@ -13,34 +13,34 @@ from torch.utils.flop_counter import FlopCounterMode
 from oracles import tables
 from posenc import kernels
 from posenc.kernels import c, ops, reference
-from posenc.kernels.spec import Rows, Turn
+from posenc.kernels.spec import Rows, Spec
 
 
 @pytest.mark.parametrize("inner", [True, False], ids=["interleaved", "half"])
 @pytest.mark.parametrize("outer", [True, False], ids=["interleaved-out", "half-out"])
 def test_the_way_in_has_gradients_of_every_order(inner, outer):
-    turn = Turn(inner, outer, 2)
+    spec = Spec(inner, outer, 2)
     q = torch.randn(2, 3, 3, 8, dtype=torch.float64, requires_grad=True)
     k = torch.randn(2, 1, 3, 8, dtype=torch.float64, requires_grad=True)
     cos, sin = tables(9, 3)
     rows = Rows(0, torch.tensor([[3, 1, 4], [1, 5, 8]]))
-    assert gradcheck(lambda q, k: tuple(kernels.rotate([q, k], cos, sin, rows, turn)), (q, k))
-    assert gradgradcheck(lambda q, k: tuple(kernels.rotate([q, k], cos, sin, rows, turn)), (q, k))
+    assert gradcheck(lambda q, k: tuple(kernels.rotate([q, k], cos, sin, rows, spec)), (q, k))
+    assert gradgradcheck(lambda q, k: tuple(kernels.rotate([q, k], cos, sin, rows, spec)), (q, k))
 
 
 def test_in_place_is_safe_for_autograd():
     cos, sin = tables(4, 4)
     x = torch.randn(2, 2, 4, 8, dtype=torch.float64, requires_grad=True)
 
-    def turned(x):
+    def rotated(x):
         y = x * 1
-        kernels.rotate_([y], cos, sin, Rows(), Turn())
+        kernels.rotate_([y], cos, sin, Rows(), Spec())
         return y * y
 
-    assert gradcheck(turned, x)
+    assert gradcheck(rotated, x)
     before = x.detach().clone()
     with pytest.raises(RuntimeError, match="leaf"):
-        kernels.rotate_([x], cos, sin, Rows(), Turn())
+        kernels.rotate_([x], cos, sin, Rows(), Spec())
     assert torch.equal(x.detach(), before)
 
 
@@ -50,7 +50,7 @@ def test_in_place_is_seen_by_autograd(mode):
     w, x = torch.randn(2, 2, 4, 8, requires_grad=True), torch.randn(2, 2, 4, 8)
     product = (w * x).sum()
     with mode():
-        kernels.rotate_([x], cos, sin, Rows(), Turn())
+        kernels.rotate_([x], cos, sin, Rows(), Spec())
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         product.backward()
 
@@ -60,13 +60,13 @@ def test_a_write_that_is_refused_is_none():
     x, bad = torch.randn(1, 1, 4, 8), Rows(0, torch.tensor([[0, 1, 2, 4]]))
     for mode in (nullcontext(), FlopCounterMode(display=False)):
         with mode, pytest.raises(ValueError, match="positions must be in"):
-            kernels.rotate_([x], cos, sin, bad, Turn())
+            kernels.rotate_([x], cos, sin, bad, Spec())
         assert x._version == 0
     q = torch.randn(1, 2, 4, 8, requires_grad=True) * 1
     k, _ = (torch.randn(1, 4, 4, 8, requires_grad=True) * 1).chunk(2, 1)
     before = q.detach().clone()
     with pytest.raises(RuntimeError, match="is a view and is being modified inplace"):
-        kernels.rotate_([q, k], cos, sin, Rows(), Turn())
+        kernels.rotate_([q, k], cos, sin, Rows(), Spec())
     assert torch.equal(q, before)
 
 
@@ -75,18 +75,18 @@ def test_a_write_that_is_refused_is_none():
 def test_what_needs_no_gradient_has_none_beside_what_does(mode, backend):
     cos, sin = tables(4, 4)
 
-    def turned(q, k):
-        return kernels.rotate([q, k], cos, sin, Rows(), Turn())
+    def rotated(q, k):
+        return kernels.rotate([q, k], cos, sin, Rows(), Spec())
 
-    turned = torch.compile(turned, backend=backend) if backend else turned
+    rotated = torch.compile(rotated, backend=backend) if backend else rotated
     x, still = torch.randn(2, 3, 4, 8, requires_grad=True), torch.randn(2, 3, 4, 8)
     for q, k in ((x, still), (still, x)):
         with mode():
-            ys = turned(q, k)
+            ys = rotated(q, k)
         assert [y.requires_grad for y in ys] == [q is x, k is x]
         (got,) = torch.autograd.grad((ys[0] * ys[1]).sum(), x)
-        other = reference.rotate(still, cos, sin, Rows(), Turn())
-        wanted = reference.rotate(other, cos, sin, Rows(), Turn().back())
+        other = reference.rotate(still, cos, sin, Rows(), Spec())
+        wanted = reference.rotate(other, cos, sin, Rows(), Spec().transpose())
         torch.testing.assert_close(got, wanted)
 
 
@@ -94,18 +94,18 @@ def test_in_place_gives_gradients_to_tables_and_tangents():
     cos, sin = (t.requires_grad_() for t in tables(4, 4))
     x = torch.randn(2, 2, 4, 8, dtype=torch.float64)
 
-    def turned(cos, sin):
+    def rotated(cos, sin):
         y = x.clone()
-        kernels.rotate_([y], cos, sin, Rows(), Turn())
+        kernels.rotate_([y], cos, sin, Rows(), Spec())
         return y
 
-    assert gradcheck(turned, (cos, sin), check_forward_ad=True)
+    assert gradcheck(rotated, (cos, sin), check_forward_ad=True)
 
 
 @pytest.mark.parametrize("shape", [(1, 2, 0, 8), (0, 2, 4, 8), (1, 0, 4, 8)])
 def test_empty_tensors_have_gradients(shape):
     x = torch.randn(shape, requires_grad=True)
-    (y,) = kernels.rotate([x], *tables(4, 4), Rows(), Turn())
+    (y,) = kernels.rotate([x], *tables(4, 4), Rows(), Spec())
     y.sum().backward()
     assert x.grad.shape == shape
 
@@ -113,11 +113,11 @@ def test_empty_tensors_have_gradients(shape):
 def test_a_default_device_and_a_lazy_sign_change_nothing():
     cos, sin = tables(4, 4)
     x = torch.randn(1, 2, 8, 4).transpose(-1, -2)
-    wanted = reference.rotate(x, cos, sin, Rows(), Turn())
+    wanted = reference.rotate(x, cos, sin, Rows(), Spec())
     with torch.device("meta"):
-        (got,) = kernels.rotate([x], cos, sin, Rows(), Turn())
+        (got,) = kernels.rotate([x], cos, sin, Rows(), Spec())
     assert torch.equal(got, wanted)
-    (negated,) = kernels.rotate([torch._neg_view(x)], cos, sin, Rows(), Turn())
+    (negated,) = kernels.rotate([torch._neg_view(x)], cos, sin, Rows(), Spec())
     assert torch.equal(negated, -wanted)
 
 
@@ -127,10 +127,10 @@ def test_without_the_extension_compiled_strides_are_as_promised(monkeypatch):
     x = torch.randn(2, 5, 3, 8).transpose(1, 2)
 
     @torch.compile(fullgraph=True)
-    def turned(x):
-        return kernels.rotate([x], cos, sin, Rows(), Turn())[0].contiguous() + 1
+    def rotated(x):
+        return kernels.rotate([x], cos, sin, Rows(), Spec())[0].contiguous() + 1
 
-    torch.testing.assert_close(turned(x), reference.rotate(x, cos, sin, Rows(), Turn()) + 1)
+    torch.testing.assert_close(rotated(x), reference.rotate(x, cos, sin, Rows(), Spec()) + 1)
 
 
 def test_compiled_calls_run_the_op_and_agree():
@@ -143,13 +143,13 @@ def test_compiled_calls_run_the_op_and_agree():
         return graph.forward
 
     @torch.compile(fullgraph=True, dynamic=True, backend=backend)
-    def turned(q, k, start):
-        return kernels.rotate([q, k], cos, sin, Rows(start), Turn(False, False))
+    def rotated(q, k, start):
+        return kernels.rotate([q, k], cos, sin, Rows(start), Spec(False, False))
 
     for length, start in itertools.product((3, 9), (0, 5)):
         q, k = torch.randn(2, 4, length, 16), torch.randn(2, 2, length, 16)
-        for got, x in zip(turned(q, k, start), (q, k), strict=True):
-            wanted = reference.rotate(x, cos, sin, Rows(start), Turn(False, False))
+        for got, x in zip(rotated(q, k, start), (q, k), strict=True):
+            wanted = reference.rotate(x, cos, sin, Rows(start), Spec(False, False))
             torch.testing.assert_close(got, wanted, rtol=1e-6, atol=1e-6)
     assert ops.rotate_qk in called
 
@@ -159,17 +159,17 @@ def test_compiled_calls_write_in_place(grad):
     cos, sin = tables(4, 4)
 
     @torch.compile(fullgraph=True)
-    def turned(x):
+    def rotated(x):
         y = x * 2
-        kernels.rotate_([y], cos, sin, Rows(), Turn())
+        kernels.rotate_([y], cos, sin, Rows(), Spec())
         return y
 
     x = torch.randn(2, 2, 4, 8, requires_grad=grad)
-    y = turned(x)
-    torch.testing.assert_close(y, reference.rotate(x * 2, cos, sin, Rows(), Turn()))
+    y = rotated(x)
+    torch.testing.assert_close(y, reference.rotate(x * 2, cos, sin, Rows(), Spec()))
     if grad:
         y.sum().backward()
-        (wanted,) = torch.autograd.grad(reference.rotate(x * 2, cos, sin, Rows(), Turn()).sum(), x)
+        (wanted,) = torch.autograd.grad(reference.rotate(x * 2, cos, sin, Rows(), Spec()).sum(), x)
         torch.testing.assert_close(x.grad, wanted)
 
 
@@ -193,6 +193,6 @@ assert q.shape == k.shape == normed.shape == x.shape
 def test_a_gradient_of_zeros_without_memory():
     cos, sin = tables(4, 4)
     x = torch.randn(2, 3, 4, 8, requires_grad=True)
-    y = kernels.rotate([x], cos, sin, Rows(), Turn())[0]
+    y = kernels.rotate([x], cos, sin, Rows(), Spec())[0]
     (got,) = torch.autograd.grad(y, x, torch._efficientzerotensor(y.shape))
     assert torch.equal(got, torch.zeros_like(x))

@@ -8,7 +8,7 @@ import oracles
 from assertions import assert_within_ulps
 from posenc import kernels
 from posenc.kernels import c, reference
-from posenc.kernels.spec import Norm, RowOutOfRange, Rows, Turn
+from posenc.kernels.spec import Norm, RowOutOfRange, Rows, Spec
 from rotations import GPU, LAYOUTS
 
 CASES = pytest.mark.parametrize(
@@ -31,8 +31,8 @@ def example(pairs, width, whole, dtype, device="cpu"):
 @NORMS
 def test_reference_is_norm_then_rotation(pairs, width, column, whole):
     x, weight, cos, sin = example(pairs, width, whole, torch.float64)
-    norm, turn = Norm(1e-5, 1.0, whole), Turn(False, False, column)
-    got = reference.norm_rotate(x, weight, cos, sin, Rows(2), turn, norm)
+    norm, spec = Norm(1e-5, 1.0, whole), Spec(False, False, column)
+    got = reference.norm_rotate(x, weight, cos, sin, Rows(2), spec, norm)
     if whole:
         flat = x.transpose(1, 2).flatten(2)
         normed = torch.nn.functional.rms_norm(flat, (3 * width,), 1 + weight, 1e-5)
@@ -50,7 +50,7 @@ def test_reference_gradients(whole):
     x, weight, cos, sin = example(3, 8, whole, torch.float64)
 
     def normed(x, weight):
-        return reference.norm_rotate(x, weight, cos, sin, Rows(), Turn(), Norm(1e-6, 0.0, whole))
+        return reference.norm_rotate(x, weight, cos, sin, Rows(), Spec(), Norm(1e-6, 0.0, whole))
 
     assert gradcheck(normed, (x.requires_grad_(), weight.requires_grad_()))
 
@@ -67,7 +67,7 @@ def test_triton_matches_forward_and_backward(pairs, width, column, whole, inner,
 
     x, weight, cos, sin = example(pairs, width, whole, dtype, GPU)
     rows = Rows(0, torch.tensor([[0, 3, 1, 8, 2]], device=GPU))
-    arguments = (cos, sin, rows, Turn(inner, outer, column), Norm(1e-6, 1.0, whole))
+    arguments = (cos, sin, rows, Spec(inner, outer, column), Norm(1e-6, 1.0, whole))
     got = kernel.norm_rotate(x, weight, *arguments)
     g = torch.randn_like(got)
     to_x, to_weight = kernel.norm_rotate_backward(g, x, weight, *arguments)
@@ -89,7 +89,7 @@ def test_triton_takes_rows_that_overlap():
     x = torch.randn(100, dtype=torch.float64, device=GPU).as_strided((1, 2, 5, 8), (50, 20, 1, 1))
     weight = torch.randn(8, dtype=torch.float64, device=GPU)
     cos, sin = (t.to(GPU) for t in oracles.exact_cos_sin(range(9), 8))
-    arguments = (cos, sin, Rows(), Turn(), Norm())
+    arguments = (cos, sin, Rows(), Spec(), Norm())
     g = torch.randn(1, 2, 5, 8, dtype=torch.float64, device=GPU)
     found = (
         kernel.norm_rotate(x, weight, *arguments),
@@ -116,18 +116,18 @@ MEMORY = {
 needs_c = pytest.mark.skipif(not c.available, reason="needs the C extension")
 
 
-def check_c(x, weight, pairs, turn, norm, positions=None, start=0):
+def check_c(x, weight, pairs, spec, norm, positions=None, start=0):
     """The kernel against float64: half an ulp at the magnitude of the pair."""
     cos, sin = oracles.exact_cos_sin(range(9), 2 * pairs)
     rows = Rows(start, positions)
-    got = c.norm_rotate(x, weight, cos, sin, rows, turn, norm)
-    arguments = (cos, sin, rows, turn, norm)
+    got = c.norm_rotate(x, weight, cos, sin, rows, spec, norm)
+    arguments = (cos, sin, rows, spec, norm)
     exact = reference.norm_rotate(x.double(), weight.double(), *arguments)
     # Channels that are not rotated are pairs of themselves.
-    span = slice(turn.column, turn.column + 2 * pairs)
+    span = slice(spec.column, spec.column + 2 * pairs)
     size = exact.abs()
     size[..., span] = oracles.pair_magnitude(
-        exact[..., span], pairs, interleaved=turn.interleaved_out
+        exact[..., span], pairs, interleaved=spec.interleaved_out
     )
     assert got.dtype == x.dtype
     assert got.stride() == torch.empty_like(x).stride()
@@ -141,9 +141,9 @@ def check_c(x, weight, pairs, turn, norm, positions=None, start=0):
 @LAYOUTS
 def test_c_is_exact(pairs, width, column, whole, dtype, inner, outer):
     x, weight, _, _ = example(pairs, width, whole, dtype)
-    turn = Turn(inner, outer, column)
-    check_c(x, weight, pairs, turn, Norm(1e-6, 1.0, whole), torch.tensor([[0, 3, 1, 8, 2]]))
-    check_c(x, weight, pairs, turn, Norm(1e-2, 0.0, whole), torch.tensor([[0], [4]]))
+    spec = Spec(inner, outer, column)
+    check_c(x, weight, pairs, spec, Norm(1e-6, 1.0, whole), torch.tensor([[0, 3, 1, 8, 2]]))
+    check_c(x, weight, pairs, spec, Norm(1e-2, 0.0, whole), torch.tensor([[0], [4]]))
 
 
 @needs_c
@@ -157,8 +157,8 @@ def test_c_takes_any_memory_and_width(memory, pairs, whole):
     for weight in (torch.randn(count).bfloat16(), torch.randn(2 * count).double()[::2]):
         before = weight.clone()
         for interleaved in (False, True):
-            turn = Turn(interleaved, interleaved)
-            check_c(x, weight, pairs, turn, Norm(1e-6, 0.0, whole), start=2)
+            spec = Spec(interleaved, interleaved)
+            check_c(x, weight, pairs, spec, Norm(1e-6, 0.0, whole), start=2)
         assert torch.equal(weight, before)
 
 
@@ -168,7 +168,7 @@ def test_c_takes_any_memory_and_width(memory, pairs, whole):
 def test_c_on_several_threads_is_c_on_one(dtype, whole):
     x = torch.randn(2, 600, 4, 64).to(dtype).transpose(1, 2)
     weight = torch.randn(256 if whole else 64)
-    arguments = (weight, *oracles.tables(600, 32), Rows(), Turn(), Norm(1e-6, 0.0, whole))
+    arguments = (weight, *oracles.tables(600, 32), Rows(), Spec(), Norm(1e-6, 0.0, whole))
     whole_call = c.norm_rotate(x, *arguments)
     # 153,600 elements a piece: below what is shared out.
     pieces = [c.norm_rotate(x[b : b + 1], *arguments) for b in range(2)]
@@ -182,11 +182,11 @@ def test_c_keeps_nans_and_infinities():
         x[0, 0, 0, 3], x[0, 0, 1, 5] = float("nan"), float("inf")
         weight = torch.ones(8)
         tables = oracles.tables(3, 4)
-        got = c.norm_rotate(x, weight, *tables, Rows(), Turn(), Norm())
+        got = c.norm_rotate(x, weight, *tables, Rows(), Spec(), Norm())
         assert got[0, 0, :2].isnan().any(-1).all()
         assert got[0, 0, 2].isfinite().all()
         weight[2] = torch.tensor(-1, dtype=torch.int32).view(torch.float32)  # a NaN of all ones
-        got = c.norm_rotate(x, weight, *tables, Rows(), Turn(), Norm())
+        got = c.norm_rotate(x, weight, *tables, Rows(), Spec(), Norm())
         assert got[0, 0, 2, 2:4].isnan().all()
 
 
@@ -194,7 +194,7 @@ def test_c_keeps_nans_and_infinities():
 def test_c_refuses_a_row_it_has_not():
     x, weight, cos, sin = example(6, 12, False, torch.float32)
     with pytest.raises(RowOutOfRange):
-        c.norm_rotate(x, weight, cos, sin, Rows(5), Turn(), Norm())
+        c.norm_rotate(x, weight, cos, sin, Rows(5), Spec(), Norm())
 
 
 def check_c_backward(g, x, weight, arguments):
@@ -228,9 +228,9 @@ def check_c_backward(g, x, weight, arguments):
 def test_c_gradients(pairs, width, column, whole, dtype, inner, outer):
     x, weight, cos, sin = example(pairs, width, whole, dtype)
     for transposed in (False, True):
-        turn = Turn(inner, outer, column, transposed)
+        spec = Spec(inner, outer, column, transposed)
         for positions in (torch.tensor([[0, 3, 1, 8, 2]]), torch.tensor([[0], [4]])):
-            arguments = (cos, sin, Rows(0, positions), turn, Norm(1e-2, 1.0, whole))
+            arguments = (cos, sin, Rows(0, positions), spec, Norm(1e-2, 1.0, whole))
             check_c_backward(torch.randn_like(x), x, weight, arguments)
 
 
@@ -243,9 +243,9 @@ def test_c_gradients_of_any_memory_and_width(memory, pairs, whole):
     weight = torch.randn(x.shape[1] * x.shape[3] if whole else x.shape[3])
     tables = oracles.exact_cos_sin(range(9), 2 * pairs)
     for interleaved in (False, True):
-        turn = Turn(interleaved, interleaved)
+        spec = Spec(interleaved, interleaved)
         for g in (torch.randn(x.shape), MEMORY[memory](2 * pairs + 1), torch.ones(()).expand_as(x)):
-            arguments = (*tables, Rows(2), turn, Norm(1e-6, 0.0, whole))
+            arguments = (*tables, Rows(2), spec, Norm(1e-6, 0.0, whole))
             check_c_backward(g, x, weight, arguments)
 
 
@@ -255,7 +255,7 @@ def test_c_gradients_of_any_memory_and_width(memory, pairs, whole):
 def test_c_gradients_on_several_threads(dtype, whole):
     x = torch.randn(2, 600, 4, 64).to(dtype).transpose(1, 2)
     weight = torch.randn(256 if whole else 64)
-    arguments = (*oracles.tables(600, 32), Rows(), Turn(), Norm(1e-6, 0.0, whole))
+    arguments = (*oracles.tables(600, 32), Rows(), Spec(), Norm(1e-6, 0.0, whole))
     check_c_backward(torch.randn_like(x), x, weight, arguments)
     first = c.norm_rotate_backward(x, x, weight, *arguments)
     again = c.norm_rotate_backward(x, x, weight, *arguments)
@@ -277,8 +277,8 @@ def test_c_every_instruction_set_has_the_gradient(interleaved, whole):
                 continue
             for dtype in (torch.float32, torch.bfloat16, torch.float16):
                 x, weight, cos, sin = example(32, 70, whole, dtype)
-                turn = Turn(interleaved, interleaved)
-                arguments = (cos, sin, Rows(), turn, Norm(1e-6, 0.0, whole))
+                spec = Spec(interleaved, interleaved)
+                arguments = (cos, sin, Rows(), spec, Norm(1e-6, 0.0, whole))
                 check_c_backward(torch.randn_like(x), x, weight, arguments)
     finally:
         _rotate.set_isa(best)
@@ -290,7 +290,7 @@ def test_the_gradient_can_be_differentiated_again_and_batched(device, whole):
     x, weight, cos, sin = example(3, 8, whole, torch.float64, device)
 
     def normed(x, weight):
-        return kernels.norm_rotate(x, weight, cos, sin, Rows(), Turn(), Norm(1e-6, 0.0, whole))
+        return kernels.norm_rotate(x, weight, cos, sin, Rows(), Spec(), Norm(1e-6, 0.0, whole))
 
     inputs = (x.requires_grad_(), weight.requires_grad_())
     assert gradcheck(normed, inputs, check_batched_grad=True)
@@ -310,7 +310,7 @@ def test_a_plain_call_goes_to_c(monkeypatch):
     for name in ("norm_rotate", "norm_rotate_backward"):
         run = getattr(c, name)
         monkeypatch.setattr(c, name, lambda *a, run=run, name=name: called.append(name) or run(*a))
-    arguments = (cos, sin, Rows(), Turn(), Norm())
+    arguments = (cos, sin, Rows(), Spec(), Norm())
     without = kernels.norm_rotate(x, weight, *arguments)
     assert called == ["norm_rotate"]
     recorded = kernels.norm_rotate(x, weight.requires_grad_(), *arguments)

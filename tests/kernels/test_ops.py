@@ -6,7 +6,7 @@ from torch.autograd import gradcheck
 
 from oracles import tables
 from posenc.kernels import norm, ops, reference
-from posenc.kernels.spec import Rows, Turn
+from posenc.kernels.spec import Rows, Spec
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 GPU = "cuda" if torch.cuda.is_available() else "cpu"
@@ -15,18 +15,18 @@ GPU = "cuda" if torch.cuda.is_available() else "cpu"
 @pytest.mark.parametrize("rows", [Rows(1), Rows(0, torch.tensor([[3, 1, 3], [0, 0, 3]]))], ids=str)
 @pytest.mark.parametrize("batched", [False, True])
 def test_ops_have_gradients_to_their_tables(rows, batched):
-    turn = Turn(True, False, 2)
+    spec = Spec(True, False, 2)
     q = torch.randn(2, 2, 3, 8, dtype=torch.float64, requires_grad=True)
     cos, sin = (t.requires_grad_() for t in tables(8 if batched else 4, 3))
     if batched:
         cos, sin = cos.unflatten(0, (2, 4)), sin.unflatten(0, (2, 4))
 
-    def turned(q, cos, sin):
-        return ops.rotate(q, cos, sin, *ops.flat(rows, turn))
+    def rotated(q, cos, sin):
+        return ops.rotate(q, cos, sin, *ops.flat(rows, spec))
 
-    assert gradcheck(turned, (q, cos, sin))
-    got = torch.autograd.grad(turned(q, cos, sin).square().sum(), (cos, sin), retain_graph=True)
-    plain = reference.rotate(q, cos, sin, rows, turn)
+    assert gradcheck(rotated, (q, cos, sin))
+    got = torch.autograd.grad(rotated(q, cos, sin).square().sum(), (cos, sin), retain_graph=True)
+    plain = reference.rotate(q, cos, sin, rows, spec)
     wanted = torch.autograd.grad(plain.square().sum(), (cos, sin))
     torch.testing.assert_close(got, wanted, rtol=1e-12, atol=1e-12)
 
@@ -44,7 +44,7 @@ def test_opcheck(dtype, count, in_place):
     for rows in (Rows(2), Rows(0, torch.tensor([[0, 1, 2, 8]], device=device))):
         for grad in (False, not in_place):
             inputs = [x.clone().requires_grad_(grad) for x in xs]
-            torch.library.opcheck(op, (*inputs, cos, sin, *ops.flat(rows, Turn(False, True, 2))))
+            torch.library.opcheck(op, (*inputs, cos, sin, *ops.flat(rows, Spec(False, True, 2))))
 
 
 # What fits: 2 sequences of 5 tokens, 8 channels of which 3 pairs are rotated, 9 table rows.
@@ -154,7 +154,7 @@ def test_positions_inside_what_is_written_are_read_before():
     ids.copy_(torch.arange(10).view(2, 5) % 9)
     x = held.view(X)
     cos, sin = tables(9, 3)
-    wanted = reference.rotate(x.clone(), cos, sin, Rows(0, ids.clone()), Turn())
+    wanted = reference.rotate(x.clone(), cos, sin, Rows(0, ids.clone()), Spec())
     ops.rotate_(x, cos, sin, ids, 0, True, True, 0, False)
     torch.testing.assert_close(x, wanted, rtol=1e-15, atol=0)
 

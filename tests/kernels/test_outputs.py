@@ -10,7 +10,7 @@ import torch
 
 import posenc
 from posenc.kernels import backend, norm
-from posenc.kernels.spec import Norm, Rows, Turn
+from posenc.kernels.spec import Norm, Rows, Spec
 
 SHAPE = (2, 16, 512, 128)  # 2^21 elements
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
@@ -25,11 +25,11 @@ def outputs(rope):
     """A large output of every kernel: rotated, normalised, and their gradients."""
     x = torch.randn(SHAPE, requires_grad=True)
     weight = torch.ones(128, requires_grad=True)
-    tables = rope.cos_cached, rope.sin_cached, Rows(), Turn()
+    tables = rope.cos_cached, rope.sin_cached, Rows(), Spec()
     yield backend.rotate([x.detach()], *tables)[0]
-    turned = rope.rotate(x)
-    yield turned.detach()
-    yield torch.autograd.grad(turned, x, torch.ones_like(x))[0]
+    rotated = rope.rotate(x)
+    yield rotated.detach()
+    yield torch.autograd.grad(rotated, x, torch.ones_like(x))[0]
     normed = norm.norm_rotate(x, weight, *tables, Norm())
     yield normed.detach()
     yield torch.autograd.grad(normed, x, torch.ones_like(x))[0]

@@ -6,7 +6,7 @@ import oracles
 from assertions import assert_within_ulps
 from oracles import tables
 from posenc.kernels import reference
-from posenc.kernels.spec import Rows, Turn
+from posenc.kernels.spec import Rows, Spec
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
@@ -30,7 +30,7 @@ def test_matches_float64(dtype, shape, pairs, interleaved):
     x = torch.randn(shape, dtype=torch.float64).to(dtype)
     cos, sin = tables(shape[-2], pairs) if shape[-2] else (torch.empty(0, pairs),) * 2
 
-    got = reference.rotate(x, cos, sin, Rows(), Turn(interleaved, interleaved))
+    got = reference.rotate(x, cos, sin, Rows(), Spec(interleaved, interleaved))
 
     exact = oracles.rotate(x, cos, sin, interleaved=interleaved)
     size = oracles.pair_magnitude(exact, pairs, interleaved=interleaved)
@@ -44,12 +44,12 @@ def test_transposed_undoes_it_and_is_its_gradient(interleaved):
     x = torch.randn(3, 2, 5, 8, dtype=torch.float64, requires_grad=True)
     upstream = torch.randn(3, 2, 5, 8, dtype=torch.float64)
     cos, sin = tables(5, 4)
-    turn = Turn(interleaved, interleaved)
-    y = reference.rotate(x, cos, sin, Rows(), turn)
+    spec = Spec(interleaved, interleaved)
+    y = reference.rotate(x, cos, sin, Rows(), spec)
     (gradient,) = torch.autograd.grad(y, x, upstream)
-    transposed = reference.rotate(upstream, cos, sin, Rows(), turn.back())
+    transposed = reference.rotate(upstream, cos, sin, Rows(), spec.transpose())
     torch.testing.assert_close(gradient, transposed, rtol=1e-14, atol=1e-15)
-    back = reference.rotate(y, cos, sin, Rows(), turn.back())
+    back = reference.rotate(y, cos, sin, Rows(), spec.transpose())
     torch.testing.assert_close(back, x, rtol=1e-14, atol=1e-14)
 
 
@@ -58,11 +58,11 @@ def test_gradients(interleaved):
     x = torch.randn(2, 1, 3, 8, dtype=torch.float64, requires_grad=True)
     cos, sin = (t.requires_grad_() for t in tables(3, 3))
 
-    def turn(*arguments):
-        return reference.rotate(*arguments, Rows(), Turn(interleaved, interleaved))
+    def rotated(*arguments):
+        return reference.rotate(*arguments, Rows(), Spec(interleaved, interleaved))
 
-    assert gradcheck(turn, (x, cos, sin))
-    assert gradgradcheck(turn, (x, cos, sin))
+    assert gradcheck(rotated, (x, cos, sin))
+    assert gradgradcheck(rotated, (x, cos, sin))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])

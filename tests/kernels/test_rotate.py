@@ -9,7 +9,7 @@ import torch
 from assertions import assert_within_ulps
 from oracles import tables
 from posenc.kernels import backend, c
-from posenc.kernels.spec import RowOutOfRange, Rows, Turn
+from posenc.kernels.spec import RowOutOfRange, Rows, Spec
 from rotations import BACKENDS, DTYPES, GPU, LAYOUTS, check, expected
 
 SHAPES = {
@@ -38,8 +38,8 @@ def test_every_dtype_and_layout(name, dtype, inner, outer):
     xs = [torch.randn(2, 5, 3, 16).transpose(1, 2), torch.randn(2, 2, 5, 16)]
     cos, sin = tables(9, 8)
     for transposed in (False, True):
-        turn = Turn(inner, outer, 0, transposed)
-        check(name, [x.to(DTYPES[dtype]) for x in xs], cos, sin, Rows(2), turn, slice(2, 7))
+        spec = Spec(inner, outer, 0, transposed)
+        check(name, [x.to(DTYPES[dtype]) for x in xs], cos, sin, Rows(2), spec, slice(2, 7))
 
 
 TILES = {
@@ -57,7 +57,7 @@ def test_tables_may_differ_in_dtype(name, dtype, narrow):
     pair = {"cos": cos, "sin": sin}
     pair[narrow] = pair[narrow].float()
     x = torch.randn(2, 3, 7, 12).to(DTYPES[dtype])
-    check(name, [x], pair["cos"], pair["sin"], Rows(), Turn(), slice(0, 7))
+    check(name, [x], pair["cos"], pair["sin"], Rows(), Spec(), slice(0, 7))
 
 
 @pytest.mark.parametrize("tile", TILES)
@@ -71,13 +71,13 @@ def test_triton_takes_any_tile(tile, inner, outer, heads, monkeypatch):
     monkeypatch.setattr(rotate, "_LAUNCHES", {})
     xs = [torch.randn(2, 5, h, 18, device=GPU).half().transpose(1, 2) for h in heads]
     cos, sin = (table.to(GPU) for table in tables(9, 6))
-    turn, found = Turn(inner, outer, 6), []
+    spec, found = Spec(inner, outer, 6), []
     for dtype in (torch.float64, torch.float32):
         ys = [torch.empty_like(x) for x in xs]
-        rotate.rotate_into(xs, ys, cos.to(dtype), sin.to(dtype), Rows(1), turn)
+        rotate.rotate_into(xs, ys, cos.to(dtype), sin.to(dtype), Rows(1), spec)
         found.append(ys)
     for x, y, again in zip(xs, *found, strict=True):
-        exact, size = expected(x, cos, sin, slice(1, 6), turn)
+        exact, size = expected(x, cos, sin, slice(1, 6), spec)
         assert_within_ulps(y.cpu(), exact, 0.501, size)
         assert torch.equal(y, again)
 
@@ -89,8 +89,8 @@ def test_triton_takes_any_tile(tile, inner, outer, heads, monkeypatch):
 def test_every_shape_and_stride(name, shape, dtype, interleaved):
     x = SHAPES[shape]().to(DTYPES[dtype])
     cos, sin = tables(20, 8)
-    turn = Turn(interleaved, interleaved)
-    check(name, [x], cos, sin, Rows(), turn, slice(0, x.shape[2]))
+    spec = Spec(interleaved, interleaved)
+    check(name, [x], cos, sin, Rows(), spec, slice(0, x.shape[2]))
 
 
 @pytest.mark.parametrize("name", BACKENDS)
@@ -100,10 +100,10 @@ def test_every_shape_and_stride(name, shape, dtype, interleaved):
 ])  # fmt: skip
 def test_every_number_of_pairs_first_and_last(name, pairs, width, column, interleaved):
     cos, sin = tables(4, pairs)
-    turn = Turn(interleaved, interleaved, column)
+    spec = Spec(interleaved, interleaved, column)
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         x = torch.randn(2, 5, 3, width).to(dtype)
-        check(name, [x], cos, sin, Rows(1), turn, slice(1, 4))
+        check(name, [x], cos, sin, Rows(1), spec, slice(1, 4))
 
 
 @pytest.mark.parametrize("name", BACKENDS)
@@ -132,7 +132,7 @@ def test_every_number_of_pairs_first_and_last(name, pairs, width, column, interl
 def test_every_way_to_choose_rows(name, start, positions, index):
     xs = [torch.randn(2, 3, 4, 8), torch.randn(2, 1, 4, 8)]
     cos, sin = tables(9, 4)
-    check(name, xs, cos, sin, Rows(start, positions), Turn(), index)
+    check(name, xs, cos, sin, Rows(start, positions), Spec(), index)
 
 
 @pytest.mark.parametrize("name", BACKENDS)
@@ -142,10 +142,10 @@ def test_tables_of_each_sequence(name):
     cos, sin = (t.unflatten(0, (2, 5)) for t in tables(10, 4, device))
     for rows in (Rows(1), Rows(0, torch.tensor([[0, 4, 2, 2]], device=device))):
         y = torch.empty_like(x)
-        run([x], [y], cos, sin, rows, Turn())
+        run([x], [y], cos, sin, rows, Spec())
         for b in range(2):
             alone = torch.empty_like(x[:1])
-            run([x[b : b + 1]], [alone], cos[b], sin[b], rows, Turn())
+            run([x[b : b + 1]], [alone], cos[b], sin[b], rows, Spec())
             assert torch.equal(y[b], alone[0])
 
 
@@ -168,7 +168,7 @@ def test_tables_lie_as_they_like(name, rows, pairs, strides):
     cos, sin = (
         torch.rand(64, dtype=torch.float64).as_strided((rows, pairs), each) for each in strides
     )
-    check(name, [x, x[:, :1]], cos, sin, Rows(), Turn(), slice(0, rows))
+    check(name, [x, x[:, :1]], cos, sin, Rows(), Spec(), slice(0, rows))
 
 
 @pytest.mark.parametrize("name", ["reference", *(["c"] if c.available else [])])
@@ -190,7 +190,7 @@ def test_a_row_outside_the_table_is_an_error_and_writes_nothing(name, rows, bad)
     y = torch.zeros_like(x)
     cos, sin = tables(10, 4)
     with pytest.raises(RowOutOfRange) as caught:
-        BACKENDS[name][0]([x], [y], cos, sin, rows, Turn())
+        BACKENDS[name][0]([x], [y], cos, sin, rows, Spec())
     assert bad is None or caught.value.row == bad
     assert y.abs().sum() == 0
 
@@ -217,10 +217,10 @@ def test_in_place_is_the_same_and_leaves_the_rest(name, dtype, interleaved):
     run, device = BACKENDS[name]
     x = torch.randn(2, 5, 3, 20, device=device).to(DTYPES[dtype]).transpose(1, 2)
     cos, sin = tables(5, 8, device)
-    turn = Turn(interleaved, interleaved, 4)
+    spec = Spec(interleaved, interleaved, 4)
     y, z = torch.empty_like(x), x.clone()
-    run([x], [y], cos, sin, Rows(), turn)
-    run([z], [z], cos, sin, Rows(), turn)
+    run([x], [y], cos, sin, Rows(), spec)
+    run([z], [z], cos, sin, Rows(), spec)
     assert torch.equal(y, z)
     assert torch.equal(z[..., :4], x[..., :4])
 
@@ -228,8 +228,8 @@ def test_in_place_is_the_same_and_leaves_the_rest(name, dtype, interleaved):
 @pytest.mark.parametrize("name", BACKENDS)
 def test_queries_and_keys_may_differ_in_dtype_and_strides(name):
     q, k = torch.randn(2, 3, 5, 16).half(), torch.randn(2, 2, 16, 5).transpose(-1, -2)
-    check(name, [q, k], *tables(5, 8), Rows(), Turn(), slice(0, 5))
-    check(name, [k, q[:, :0]], *tables(5, 8), Rows(), Turn(), slice(0, 5))
+    check(name, [q, k], *tables(5, 8), Rows(), Spec(), slice(0, 5))
+    check(name, [k, q[:, :0]], *tables(5, 8), Rows(), Spec(), slice(0, 5))
 
 
 @pytest.mark.parametrize("name", BACKENDS)
@@ -238,10 +238,10 @@ def test_what_is_yet_to_be_negated(name):
     x = torch.randn(2, 3, 5, 16, device=device)
     cos, sin = tables(5, 8, device)
     plain, negated = torch.empty_like(x), torch.empty_like(x)
-    run([-x], [plain], cos, sin, Rows(), Turn())
-    run([torch._neg_view(x)], [negated], cos, sin, Rows(), Turn())
+    run([-x], [plain], cos, sin, Rows(), Spec())
+    run([torch._neg_view(x)], [negated], cos, sin, Rows(), Spec())
     assert torch.equal(negated, plain)
-    run([torch._neg_view(x)], [torch._neg_view(x)], cos, sin, Rows(), Turn())
+    run([torch._neg_view(x)], [torch._neg_view(x)], cos, sin, Rows(), Spec())
     assert torch.equal(-x, plain)
 
 
@@ -258,4 +258,4 @@ def test_tables_that_do_not_fit_are_refused(name):
     x = torch.randn(2, 1, 4, 8, device=device)
     for cos, sin in (tables(4, 5, device), [t.expand(3, 4, 4) for t in tables(4, 4, device)]):
         with pytest.raises(ValueError, match="do not fit"):
-            run([x], [torch.empty_like(x)], cos, sin, Rows(), Turn())
+            run([x], [torch.empty_like(x)], cos, sin, Rows(), Spec())

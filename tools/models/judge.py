@@ -66,7 +66,7 @@ def run(model: Any, call: Any) -> tuple[list[Any], list[Any]]:
     return [x.detach().clone() for x in out], gradients
 
 
-def apart(a: list[Any], b: list[Any]) -> float:
+def copy_if_overlapping(a: list[Any], b: list[Any]) -> float:
     """Largest difference of two lists of tensors, over the largest value."""
     assert len(a) == len(b), "other tensors came out"
     top = max((x.abs().max().item() for x in a if x.numel()), default=0.0)
@@ -95,8 +95,8 @@ def judge(model: Any, call: Any) -> dict[str, Any]:
         unpatch(model)
     back, _ = run(model, call)
     return {
-        "outputs": apart(out, ours),
-        "gradients": apart(grads, our_grads),
+        "outputs": copy_if_overlapping(out, ours),
+        "gradients": copy_if_overlapping(grads, our_grads),
         "parameters": len(grads),
         "still": sorted(after.calls),
         "restored": all(map(torch.equal, back, out)),
@@ -114,6 +114,6 @@ def _moved(model: Any, call: Any, out: list[Any]) -> float:
     try:
         special.turn = variants.turn = lambda xs, *_, **__: list(xs)
         with patched(model):
-            return apart(out, run(model, call)[0])
+            return copy_if_overlapping(out, run(model, call)[0])
     finally:
         special.turn = variants.turn = turning.turn

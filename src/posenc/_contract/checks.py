@@ -156,7 +156,7 @@ def rank(who: str, name: str, x: Tensor, ranks: Sequence[int], axes: str) -> Non
         raise ValueError(message(who, rule, got, "Add or merge dimensions with reshape."))
 
 
-def embeddings(who: str, name: str, x: Any) -> tuple[int, int]:
+def check_embeddings(who: str, name: str, x: Any) -> tuple[int, int]:
     """Length and width of ``x``, a floating tensor of ``(L, D)`` or ``(N, L, D)``."""
     float_tensor(who, name, x)
     rank(who, name, x, (2, 3), "(L, D) or (N, L, D)")
@@ -169,7 +169,7 @@ def equal(who: str, name: str, got: int, wanted: int, way_out: str) -> None:
         raise ValueError(message(who, f"{name} must be {wanted}", got, way_out))
 
 
-def covered(who: str, last: int, limit_name: str, limit: int, instead: str) -> None:
+def check_last_position(who: str, last: int, limit_name: str, limit: int, instead: str) -> None:
     """Refuse a last position at or past ``limit``; ``instead`` is the way out beside raising it.
 
     A limit without a name is that of the arithmetic, and cannot be raised.
@@ -182,7 +182,7 @@ def covered(who: str, last: int, limit_name: str, limit: int, instead: str) -> N
         raise ValueError(message(who, rule, last, way_out))
 
 
-def sequence(
+def check_range(
     who: str, start: int, length: int, limit_name: str = "", limit: int | None = None
 ) -> None:
     """Refuse ``length`` positions from ``start`` on that go past ``limit``, or past 2**31."""
@@ -193,7 +193,9 @@ def sequence(
         limit_name, limit = "", FARTHEST + 1
     last = start + length - 1
     if last >= limit:
-        covered(who, last, limit_name, limit, "a smaller offset" if start else "fewer tokens")
+        check_last_position(
+            who, last, limit_name, limit, "a smaller offset" if start else "fewer tokens"
+        )
 
 
 def exclusive_offset(who: str, offset: int | Tensor) -> None:
@@ -233,7 +235,7 @@ def position_ids(
             message(who, "position_ids must hold numbers", "a meta tensor", "Move it.")
         )
     if ids.device != device and is_readable(ids):
-        extent(who, ids, limit_name, limit)
+        check_ids(who, ids, limit_name, limit)
     return ids.to(device=device, dtype=torch.int64)
 
 
@@ -299,7 +301,7 @@ def coordinates(
         raise ValueError(message(who, f"{name} must hold numbers", "a meta tensor", "Move it."))
     if ids.dtype in INT_DTYPES:
         if is_readable(ids):
-            extent(who, ids, limit_name, limit)
+            check_ids(who, ids, limit_name, limit)
         return ids.to(device=device, dtype=torch.int64)
     if is_readable(ids) and ids.numel():
         low, high = (float(end) for end in torch.aminmax(ids.detach()))
@@ -312,7 +314,7 @@ def coordinates(
     return ids.to(device=device, dtype=torch.float32 if device.type == "mps" else torch.float64)
 
 
-def instance(who: str, name: str, value: Any, kind: type, way_out: str) -> Any:
+def check_instance(who: str, name: str, value: Any, kind: type, way_out: str) -> Any:
     """``value`` if it is None or of this kind."""
     if value is not None and not isinstance(value, kind):
         article = "an" if kind.__name__[0] in "AEIOU" else "a"
@@ -321,7 +323,7 @@ def instance(who: str, name: str, value: Any, kind: type, way_out: str) -> Any:
     return value
 
 
-def extent(who: str, ids: Tensor, limit_name: str = "", limit: int | None = None) -> int | None:
+def check_ids(who: str, ids: Tensor, limit_name: str = "", limit: int | None = None) -> int | None:
     """One past the largest of ``ids``, or None where that cannot be read without waiting.
 
     Values on the CPU are read and refused here; values on a device, or inside a compiled graph,
@@ -331,7 +333,7 @@ def extent(who: str, ids: Tensor, limit_name: str = "", limit: int | None = None
         limit_name, limit = "", FARTHEST + 1
     if sharding.is_sharded(ids):
         # Each process looks at its own; the largest of all would have to be asked for.
-        extent(who, sharding.local(ids), limit_name, limit)
+        check_ids(who, sharding.local(ids), limit_name, limit)
         return None
     if not is_readable(ids):
         if not in_transform(ids):
@@ -344,13 +346,13 @@ def extent(who: str, ids: Tensor, limit_name: str = "", limit: int | None = None
     # One token is decoded at a time, and reading its position should cost no more than that.
     ends = (ids,) if ids.numel() == 1 else torch.aminmax(ids)
     for end in ends:
-        position(who, int(end), limit_name, limit)
+        check_position(who, int(end), limit_name, limit)
     return int(ends[-1]) + 1
 
 
-def position(who: str, value: int, limit_name: str, limit: int) -> None:
+def check_position(who: str, value: int, limit_name: str, limit: int) -> None:
     """Refuse one of the positions: below zero, or at or past ``limit``."""
     if value < 0:
         rule = "positions must not be negative"
         raise ValueError(message(who, rule, value, "Count positions from zero."))
-    covered(who, value, limit_name, limit, "smaller ones")
+    check_last_position(who, value, limit_name, limit, "smaller ones")

@@ -53,7 +53,7 @@ def local(x: Tensor) -> Tensor:
     return known.local(x)
 
 
-def alongside(x: Tensor, table: Held) -> Held:
+def replicate_like(x: Tensor, table: Held) -> Held:
     """``table``, which every process has the whole of, in a form that meets ``x`` in an op."""
     if table is None or not is_sharded(x) or is_sharded(table):
         return table

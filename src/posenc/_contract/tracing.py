@@ -31,7 +31,7 @@ def is_plain(*xs: Tensor) -> bool:
     return True
 
 
-def has_memory(*xs: Tensor) -> bool:
+def has_real_storage(*xs: Tensor) -> bool:
     """Whether ``xs`` lie where they say: as :func:`is_plain`, but a mode may look on."""
     if is_plain(*xs):
         return True
@@ -73,7 +73,7 @@ def in_capture(x: Tensor) -> bool:
 _captured: dict[int, Any] = {}
 
 
-def keep_for_cuda_graph(owner: Any, tensors: tuple[Tensor, ...]) -> None:
+def keep_alive_for_cuda_graph(owner: Any, tensors: tuple[Tensor, ...]) -> None:
     """Keep ``tensors`` for good, and ``owner``, if a CUDA graph that reads them is being captured.
 
     Who finds the owner again reads the same tensors, so that captures do not add up.

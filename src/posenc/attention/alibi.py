@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import Tensor
 
-from posenc._contract import checks
-from posenc._contract import keys as keys_of
+from posenc._contract import checks, qk_checks
 from posenc._contract.sharding import attend_shards, is_sharded
 from posenc.attention import arguments, blocks, chunked, dense, flex
 from posenc.attention import windows as windows_of
@@ -89,15 +88,15 @@ def alibi_attention(
     scale = arguments.scale(who, scale, q)
     bound = None if score_bound is None else arguments.bound(who, score_bound, q)
     if bound is not None:
-        keys_of.batch(who, "score_bound", bound, 2, q.shape[0])
+        qk_checks.check_batch(who, "score_bound", bound, 2, q.shape[0])
         if bound.shape[1] not in (1, q.shape[1]):
             rule = f"score_bound must be for 1 or {q.shape[1]} heads"
             raise ValueError(checks.message(who, rule, bound.shape[1], "Give one to each head."))
     queries, keys = q.shape[2], k.shape[2]
-    start = keys_of.offset(who, offset, queries, keys, q.device)
-    ids = keys_of.ids(who, "documents", documents, keys, q.device)
-    keys_of.batch(who, "offset", start, 1, q.shape[0])
-    keys_of.batch(who, "documents", ids, 2, q.shape[0])
+    start = qk_checks.offset(who, offset, queries, keys, q.device)
+    ids = qk_checks.ids(who, "documents", documents, keys, q.device)
+    qk_checks.check_batch(who, "offset", start, 1, q.shape[0])
+    qk_checks.check_batch(who, "documents", ids, 2, q.shape[0])
     if path not in (None, "flex", "chunked"):
         rule, got = "path must be 'flex', 'chunked' or None", checks.describe(path)
         raise ValueError(checks.message(who, rule, got, "None chooses."))
@@ -184,18 +183,18 @@ def alibi_block_mask(
         528
     """
     who = "alibi_block_mask"
-    slopes = keys_of.slopes(who, slopes)
-    queries, keys = keys_of.lengths(who, q_len, k_len)
+    slopes = qk_checks.slopes(who, slopes)
+    queries, keys = qk_checks.lengths(who, q_len, k_len)
     checks.float_dtype(who, "dtype", dtype)
     checks.boolean(who, "causal", causal)
     checks.integer(who, "block", block)
-    start = keys_of.offset(who, offset, queries, keys, slopes.device)
-    ids = keys_of.ids(who, "documents", documents, keys, slopes.device)
+    start = qk_checks.offset(who, offset, queries, keys, slopes.device)
+    ids = qk_checks.ids(who, "documents", documents, keys, slopes.device)
     if queries == 0:
         rule = "q_len must be at least 1"
         raise ValueError(checks.message(who, rule, 0, "There is nothing to mask."))
     bound = arguments.bound(who, score_bound, slopes)
-    keys_of.together(
+    qk_checks.check_batches(
         *(who, ("slopes", slopes, 2), ("offset", start, 1)),
         *(("documents", ids, 2), ("score_bound", bound, 2)),
     )
@@ -237,12 +236,12 @@ def alibi_reach(
         tensor([ 115,  478, 1996, 8335])
     """
     who = "alibi_reach"
-    steep = keys_of.slopes(who, slopes)
+    steep = qk_checks.slopes(who, slopes)
     keys = checks.integer(who, "k_len", k_len)
     checks.float_dtype(who, "dtype", dtype)
     checks.boolean(who, "causal", causal)
     bound = arguments.bound(who, score_bound, steep)
-    keys_of.together(who, ("slopes", steep, 2), ("score_bound", bound, 2))
+    qk_checks.check_batches(who, ("slopes", steep, 2), ("score_bound", bound, 2))
     if steep.dim() == len(bound) == 1:
         bound = bound[0]
     gap = 2 * windows_of.SLACK * bound

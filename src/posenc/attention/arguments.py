@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from posenc._contract import checks
-from posenc._contract import keys as keys_of
+from posenc._contract import checks, qk_checks
 from posenc._contract.tracing import is_readable
 
 
@@ -27,11 +26,11 @@ def inputs(who: str, q: Any, k: Any, v: Any, slopes: Any) -> Tensor:
         rule = f"k must have at least as many keys as there are queries, {q.shape[2]}"
         way_out = "Queries are the last of the keys."
         raise ValueError(checks.message(who, rule, k.shape[2], way_out))
-    steep = keys_of.slopes(who, slopes)
+    steep = qk_checks.slopes(who, slopes)
     if steep.shape[-1] != q.shape[1]:
         rule = f"q must have {steep.shape[-1]} heads, one for each slope"
         raise ValueError(checks.message(who, rule, q.shape[1], "Take the slopes of these heads."))
-    keys_of.batch(who, "slopes", steep, 2, q.shape[0])
+    qk_checks.check_batch(who, "slopes", steep, 2, q.shape[0])
     return steep.to(q.device)
 
 

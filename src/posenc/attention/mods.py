@@ -8,8 +8,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from posenc._contract import checks
-from posenc._contract import keys as keys_of
+from posenc._contract import checks, qk_checks
 from posenc.numerics.spans import Ends, run_ends
 
 ScoreMod: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -52,12 +51,12 @@ def alibi_score_mod(
         tensor(-1.)
     """
     who = "alibi_score_mod"
-    slopes = keys_of.slopes(who, slopes)
+    slopes = qk_checks.slopes(who, slopes)
     steep = _by_sequence(slopes[..., checks.integer(who, "head_offset", head_offset, least=0) :])
     ids = _ids(who, "position_ids", position_ids, slopes.device)
     runs = _ids(who, "documents", documents, slopes.device)
     start = _place(who, offset, slopes.device, ids, runs)
-    keys_of.together(
+    qk_checks.check_batches(
         who,
         ("slopes", slopes, 2),
         ("offset", start, 1),
@@ -107,7 +106,7 @@ def alibi_mask_mod(
     checks.boolean(who, "causal", causal)
     ids = _ids(who, "documents", documents, device)
     start = _place(who, offset, device, ids)
-    keys_of.together(who, ("offset", start, 1), ("documents", ids, 2))
+    qk_checks.check_batches(who, ("offset", start, 1), ("documents", ids, 2))
     sees = pair_mod(start, None if ids is None else run_ends(ids), causal)
     if base is None:
         return sees
@@ -165,7 +164,7 @@ def _place(
     if offset is None:
         checks.integer(who, "offset", offset)
     keys = min([checks.FARTHEST, *[x.shape[-1] for x in ids if x is not None]])
-    start = keys_of.offset(who, offset, 1, keys, device)
+    start = qk_checks.offset(who, offset, 1, keys, device)
     if isinstance(start, Tensor):
         return start.to(torch.int32)
     return torch.full((), start, dtype=torch.int32, device=device)
@@ -173,4 +172,4 @@ def _place(
 
 def _ids(who: str, name: str, ids: Tensor | None, device: torch.device | str) -> Tensor | None:
     keys = ids.shape[-1] if isinstance(ids, Tensor) and ids.dim() else 0
-    return keys_of.ids(who, name, ids, keys, device)
+    return qk_checks.ids(who, name, ids, keys, device)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from posenc._contract import checks
-from posenc._contract import keys as keys_of
+from posenc._contract import checks, qk_checks
 from posenc.numerics.slopes import head_slopes
 from posenc.numerics.spans import pick, run_ends, spans
 from posenc.numerics.tables import round_once
@@ -95,15 +94,15 @@ def alibi_bias(
         Press et al., *Train Short, Test Long*, 2022, section 3.
     """
     who = "alibi_bias"
-    slopes = keys_of.slopes(who, slopes)
-    queries, keys = keys_of.lengths(who, q_len, k_len)
+    slopes = qk_checks.slopes(who, slopes)
+    queries, keys = qk_checks.lengths(who, q_len, k_len)
     checks.boolean(who, "causal", causal)
     checks.float_dtype(who, "dtype", dtype)
     where = torch.device("cpu") if slopes.device.type == "mps" else slopes.device
-    start = keys_of.offset(who, offset, queries, keys, where)
-    positions = keys_of.ids(who, "position_ids", position_ids, keys, where)
-    documents = keys_of.ids(who, "documents", documents, keys, where)
-    batched = keys_of.together(
+    start = qk_checks.offset(who, offset, queries, keys, where)
+    positions = qk_checks.ids(who, "position_ids", position_ids, keys, where)
+    documents = qk_checks.ids(who, "documents", documents, keys, where)
+    batched = qk_checks.check_batches(
         who,
         ("slopes", slopes, 2),
         ("offset", start, 1),
@@ -172,12 +171,12 @@ def alibi_key_bias(
         tensor([[-1.5000, -1.0000, -0.5000,  0.0000]])
     """
     who = "alibi_key_bias"
-    slopes = keys_of.slopes(who, slopes)
+    slopes = qk_checks.slopes(who, slopes)
     keys = checks.integer(who, "k_len", k_len, least=0)
     checks.float_dtype(who, "dtype", dtype)
     where = torch.device("cpu") if slopes.device.type == "mps" else slopes.device
-    positions = keys_of.ids(who, "position_ids", position_ids, keys, where)
-    keys_of.together(who, ("slopes", slopes, 2), ("position_ids", positions, 2))
+    positions = qk_checks.ids(who, "position_ids", position_ids, keys, where)
+    qk_checks.check_batches(who, ("slopes", slopes, 2), ("position_ids", positions, 2))
     behind = torch.arange(1 - keys, 1, device=where) if positions is None else positions
     if positions is not None and keys:
         behind = positions - positions.amax(-1, keepdim=True)

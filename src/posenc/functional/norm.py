@@ -60,11 +60,11 @@ def qk_norm_rope(
         Henry et al., *Query-Key Normalization for Transformers*, 2020.
     """
     who = "qk_norm_rope"
-    (q, k), cos, sin, rows, turn = arguments(who, [q, k], cos, sin, **options)
+    (q, k), cos, sin, rows, spec = arguments(who, [q, k], cos, sin, **options)
     cos, sin = cos.resolve_neg(), sin.resolve_neg()
     eps = checks.positive_float(who, "eps", eps)
     shift = 1.0 if checks.boolean(who, "zero_centered", zero_centered) else 0.0
-    turned = []
+    rotated = []
     for name, x, weight in (("q_weight", q, q_weight), ("k_weight", k, k_weight)):
         checks.float_tensor(who, name, weight)
         heads, width = x.shape[1], x.shape[3]
@@ -78,10 +78,10 @@ def qk_norm_rope(
             raise ValueError(checks.message(who, rule, got, f"Move it to {x.device}."))
         norm = kernels.Norm(eps, shift, weight.shape[0] != width)
         try:
-            turned.append(kernels.norm_rotate(x, weight, cos, sin, rows, turn, norm))
+            rotated.append(kernels.norm_rotate(x, weight, cos, sin, rows, spec, norm))
         except RowOutOfRange as error:
-            checks.position(who, error.row, ROWS, cos.shape[-2])
+            checks.check_position(who, error.row, ROWS, cos.shape[-2])
             raise
     if tokens_first(who, options.get("seq_dim", -2)):
-        turned = [y.transpose(1, 2) for y in turned]
-    return turned[0], turned[1]
+        rotated = [y.transpose(1, 2) for y in rotated]
+    return rotated[0], rotated[1]

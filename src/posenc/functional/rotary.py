@@ -9,9 +9,9 @@ from torch import Tensor
 
 from posenc import kernels
 from posenc._contract import checks
-from posenc._contract.memory import apart, check_writable
+from posenc._contract.overlap import check_writable, copy_if_overlapping
 from posenc._contract.tracing import in_transform, is_readable
-from posenc.kernels import RowOutOfRange, Rows, Turn
+from posenc.kernels import RowOutOfRange, Rows, Spec
 from posenc.numerics.frequencies import Spectrum
 from posenc.numerics.tables import cos_sin
 
@@ -64,12 +64,12 @@ def rotary_pos_embedding(
     checks.boolean(who, "interleaved", interleaved)
     spectrum = Spectrum(width, checks.base(who, base))
     rows = rows_of(who, input_, offset, position_ids, "", None)
-    at = rows.numbers(input_.shape[-2], input_.device)
-    checks.extent(who, at)
+    at = rows.as_index(input_.shape[-2], input_.device)
+    checks.check_ids(who, at)
     # One row of positions serves every sequence.
     at = at[0] if at.shape[0] == 1 else at
     cos, sin = cos_sin(at, spectrum)
-    return turn_one(who, ROWS, input_, cos, sin, Rows(), Turn(interleaved, interleaved))
+    return turn_one(who, ROWS, input_, cos, sin, Rows(), Spec(interleaved, interleaved))
 
 
 class RotateOptions(TypedDict, total=False):
@@ -142,8 +142,8 @@ def rotate_(x: Tensor, cos: Tensor, sin: Tensor, **options: Unpack[RotateOptions
         >>> x.flatten()
         tensor([0., 1.])
     """
-    xs, cos, sin, rows, turn = arguments("rotate_", [x], cos, sin, **options)
-    rotate_in_place("rotate_", ROWS, xs, cos, sin, rows, turn)
+    xs, cos, sin, rows, spec = arguments("rotate_", [x], cos, sin, **options)
+    rotate_in_place("rotate_", ROWS, xs, cos, sin, rows, spec)
     return x
 
 
@@ -154,36 +154,42 @@ def rotate_qk_(
 
     Examples:
         >>> q, k = torch.eye(2).view(2, 1, 1, 1, 2)
-        >>> turned = rotate_qk_(q, k, torch.tensor([[0.0]]), torch.tensor([[1.0]]))
+        >>> rotated = rotate_qk_(q, k, torch.tensor([[0.0]]), torch.tensor([[1.0]]))
         >>> q.flatten(), k.flatten()
         (tensor([0., 1.]), tensor([-1.,  0.]))
     """
-    xs, cos, sin, rows, turn = arguments("rotate_qk_", [q, k], cos, sin, **options)
-    rotate_in_place("rotate_qk_", ROWS, xs, cos, sin, rows, turn)
+    xs, cos, sin, rows, spec = arguments("rotate_qk_", [q, k], cos, sin, **options)
+    rotate_in_place("rotate_qk_", ROWS, xs, cos, sin, rows, spec)
     return q, k
 
 
 def _rotated(
     who: str, xs: list[Tensor], cos: Tensor, sin: Tensor, **options: Unpack[RotateOptions]
 ) -> list[Tensor]:
-    xs, cos, sin, rows, turn = arguments(who, xs, cos, sin, **options)
-    ys = turn_all(who, ROWS, xs, cos.resolve_neg(), sin.resolve_neg(), rows, turn)
+    xs, cos, sin, rows, spec = arguments(who, xs, cos, sin, **options)
+    ys = turn_all(who, ROWS, xs, cos.resolve_neg(), sin.resolve_neg(), rows, spec)
     swapped = tokens_first(who, options.get("seq_dim", -2))
     return [y.transpose(1, 2) for y in ys] if swapped else ys
 
 
 def rotate_in_place(
-    who: str, limit_name: str, xs: list[Tensor], cos: Tensor, sin: Tensor, rows: Rows, turn: Turn
+    who: str,
+    limit_name: str,
+    xs: list[Tensor],
+    cos: Tensor,
+    sin: Tensor,
+    rows: Rows,
+    spec: Spec,
 ) -> None:
     """Rotate ``xs`` of ``(B, H, L, D)`` where they are; a refused call writes nothing."""
     check_writable(who, xs, recorded_by=(cos, sin))
     read = (cos, sin) if rows.positions is None else (cos, sin, rows.positions)
-    cos, sin, *positions = apart(xs, *read)
+    cos, sin, *positions = copy_if_overlapping(xs, *read)
     rows = Rows(rows.start, *positions)
     try:
-        kernels.rotate_(xs, cos.resolve_neg(), sin.resolve_neg(), rows, turn)
+        kernels.rotate_(xs, cos.resolve_neg(), sin.resolve_neg(), rows, spec)
     except RowOutOfRange as error:
-        checks.position(who, error.row, limit_name, cos.shape[-2])
+        checks.check_position(who, error.row, limit_name, cos.shape[-2])
         raise
 
 
@@ -239,30 +245,30 @@ def turn_all(
     cos: Tensor,
     sin: Tensor,
     rows: Rows,
-    turn: Turn,
+    spec: Spec,
 ) -> list[Tensor]:
     """Rotate ``xs`` of ``(B, H, L, D)``; a row that the tables lack is a user's error."""
     assert cos.dim() == 2 or cos.shape[0] == xs[0].shape[0], "a table for each sequence"
     try:
-        return kernels.rotate(xs, cos, sin, rows, turn)
+        return kernels.rotate(xs, cos, sin, rows, spec)
     except RowOutOfRange as error:
-        checks.position(who, error.row, limit_name, cos.shape[-2])
+        checks.check_position(who, error.row, limit_name, cos.shape[-2])
         raise
 
 
 def turn_one(
-    who: str, limit_name: str, x: Tensor, cos: Tensor, sin: Tensor, rows: Rows, turn: Turn
+    who: str, limit_name: str, x: Tensor, cos: Tensor, sin: Tensor, rows: Rows, spec: Spec
 ) -> Tensor:
     """Rotate ``x`` of ``(..., L, D)``; positions and 3-D tables belong to its first axis."""
     if x.dim() == 4:
-        return turn_all(who, limit_name, [x], cos, sin, rows, turn)[0]
+        return turn_all(who, limit_name, [x], cos, sin, rows, spec)[0]
     if x.dim() == 2:
         four = x[None, None]
     elif x.dim() == 3:
         four = x.unsqueeze(1)
     else:
         four = x.flatten(1, -3)
-    (y,) = turn_all(who, limit_name, [four], cos, sin, rows, turn)
+    (y,) = turn_all(who, limit_name, [four], cos, sin, rows, spec)
     return y.view(x.shape) if x.dim() < 4 else y.unflatten(1, x.shape[1:-2])
 
 
@@ -300,7 +306,7 @@ def arguments(
     interleaved: bool = True,
     interleaved_out: bool | None = None,
     last: bool = False,
-) -> tuple[list[Tensor], Tensor, Tensor, Rows, Turn]:
+) -> tuple[list[Tensor], Tensor, Tensor, Rows, Spec]:
     """What the kernels take: ``xs`` as ``(B, H, L, D)``, tables ``(..., T, P)``, rows and pairs."""
     swapped = tokens_first(who, seq_dim)
     for name, x in zip(("q", "k") if len(xs) == 2 else ("x",), xs, strict=True):
@@ -333,9 +339,9 @@ def arguments(
         raise ValueError(checks.message(who, rule, got, way_out))
     rows = rows_of(who, xs[0], offset, position_ids, ROWS, cos.shape[-2])
     if rows.positions is None:
-        checks.sequence(who, rows.start, length, ROWS, cos.shape[-2])
+        checks.check_range(who, rows.start, length, ROWS, cos.shape[-2])
     if interleaved_out is None:
         interleaved_out = interleaved
     checks.boolean(who, "interleaved_out", interleaved_out)
     column = width - 2 * pairs if checks.boolean(who, "last", last) else 0
-    return xs, cos, sin, rows, Turn(interleaved, interleaved_out, column)
+    return xs, cos, sin, rows, Spec(interleaved, interleaved_out, column)

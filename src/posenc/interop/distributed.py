@@ -70,17 +70,17 @@ def _rules(xs: tuple[Any, ...], cos: Any, sin: Any, positions: Any, start: int) 
 
 
 @register_sharding(ops.rotate)
-def _(x: Any, cos: Any, sin: Any, positions: Any, start: int, *turn: Any) -> list[Any]:
+def _(x: Any, cos: Any, sin: Any, positions: Any, start: int, *spec: Any) -> list[Any]:
     return _rules((x,), cos, sin, positions, start)
 
 
 @register_sharding(ops.rotate_qk)
-def _(q: Any, k: Any, cos: Any, sin: Any, positions: Any, start: int, *turn: Any) -> list[Any]:
+def _(q: Any, k: Any, cos: Any, sin: Any, positions: Any, start: int, *spec: Any) -> list[Any]:
     return _rules((q, k), cos, sin, positions, start)
 
 
 @register_sharding(ops.rotate_)
-def _(x: Any, cos: Any, sin: Any, positions: Any, start: int, *turn: Any) -> list[Any]:
+def _(x: Any, cos: Any, sin: Any, positions: Any, start: int, *spec: Any) -> list[Any]:
     return [([], inputs) for _, inputs in _rules((x,), cos, sin, positions, start)]
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from posenc._contract import checks
-from posenc.kernels import Rows, Turn, reference
+from posenc.kernels import Rows, Spec, reference
 from posenc.kernels.eager import exported_as
 
 # The first with a rotation of its own.
@@ -96,40 +96,40 @@ def _fold(program: torch.onnx.ONNXProgram) -> None:
 
 
 def _rotary_embedding(
-    exact: bool, x: Tensor, cos: Tensor, sin: Tensor, rows: Rows, turn: Turn
+    exact: bool, x: Tensor, cos: Tensor, sin: Tensor, rows: Rows, spec: Spec
 ) -> Tensor:
     """The rotation as ONNX has it: one order of pairs, and positions ``[B, T]``."""
     own_rows = cos.dim() == 3 and (rows.positions is not None or cos.shape[1] != x.shape[2])
-    if x.dtype == torch.float64 or turn.interleaved != turn.interleaved_out or own_rows:
-        return reference.rotate(x, cos, sin, rows, turn)
+    if x.dtype == torch.float64 or spec.interleaved != spec.interleaved_out or own_rows:
+        return reference.rotate(x, cos, sin, rows, spec)
     # The operator turns the first channels, and leaves the others.
-    before, x = x[..., : turn.column], x[..., turn.column :]
+    before, x = x[..., : spec.column], x[..., spec.column :]
     ids = None
     if cos.dim() == 2:
-        ids = rows.numbers(x.shape[2], x.device).expand(x.shape[0], -1)
+        ids = rows.as_index(x.shape[2], x.device).expand(x.shape[0], -1)
     # The operator finds rows itself, unless there are more tokens than rows.
     finds = rows.positions is None or statically_known_true(x.shape[2] <= cos.shape[0])
 
-    def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         return torch.onnx.ops.rotary_embedding(
             x,
             cos if finds or ids is None else cos[ids],
             sin if finds or ids is None else sin[ids],
             position_ids=ids if finds else None,
-            interleaved=turn.interleaved,
+            interleaved=spec.interleaved,
             rotary_embedding_dim=2 * cos.shape[-1] if 2 * cos.shape[-1] < x.shape[-1] else 0,
         )
 
-    tables = cos, -sin if turn.transposed else sin
+    tables = cos, -sin if spec.transposed else sin
     if exact and x.dtype == torch.float32:
-        y = _in_parts(turned, x, tables, 2 * cos.shape[-1])
+        y = _in_parts(rotated, x, tables, 2 * cos.shape[-1])
     else:
-        y = turned(x.float(), *[table.float() for table in tables]).to(x.dtype)
-    return torch.cat((before, y), dim=-1) if turn.column else y
+        y = rotated(x.float(), *[table.float() for table in tables]).to(x.dtype)
+    return torch.cat((before, y), dim=-1) if spec.column else y
 
 
 def _in_parts(
-    turned: Callable[..., Tensor], x: Tensor, tables: tuple[Tensor, ...], width: int
+    rotated: Callable[..., Tensor], x: Tensor, tables: tuple[Tensor, ...], width: int
 ) -> Tensor:
     """Rotate float32 by an operator that rounds each product to float32, half an ulp twice.
 
@@ -141,6 +141,6 @@ def _in_parts(
     upper = x.clamp(-largest, largest).to(torch.bfloat16).float()
     coarse = [table.to(torch.bfloat16).float() for table in tables]
     fine = [(table - part).float() for table, part in zip(tables, coarse, strict=True)]
-    y = turned(upper, *coarse) + (turned(x - upper, *coarse) + turned(x, *fine))
+    y = rotated(upper, *coarse) + (rotated(x - upper, *coarse) + rotated(x, *fine))
     # Channels beside the pairs went through whole, three times.
     return y if width == x.shape[-1] else torch.cat((y[..., :width], x[..., width:]), dim=-1)

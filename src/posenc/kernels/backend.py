@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from posenc.kernels import c, reference, triton
-from posenc.kernels.spec import Rows, Turn
+from posenc.kernels.spec import Rows, Spec
 
 
 class Backend(NamedTuple):
@@ -38,13 +38,13 @@ def backends() -> list[Backend]:
     ]
 
 
-def rotate(xs: Sequence[Tensor], cos: Tensor, sin: Tensor, rows: Rows, turn: Turn) -> list[Tensor]:
+def rotate(xs: Sequence[Tensor], cos: Tensor, sin: Tensor, rows: Rows, spec: Spec) -> list[Tensor]:
     """Rotate each of ``xs`` into a new tensor that keeps its strides."""
     into = _into(xs[0])
     if into is None:
-        return [like(x, reference.rotate(x, cos, sin, rows, turn)) for x in xs]
+        return [like(x, reference.rotate(x, cos, sin, rows, spec)) for x in xs]
     ys = [torch.empty_like(x) for x in xs]
-    into(xs, ys, cos, sin, rows, turn)
+    into(xs, ys, cos, sin, rows, spec)
     return ys
 
 
@@ -54,15 +54,15 @@ def like(x: Tensor, y: Tensor) -> Tensor:
     return y if y.stride() == wanted.stride() else wanted.copy_(y)
 
 
-def rotate_(xs: list[Tensor], cos: Tensor, sin: Tensor, rows: Rows, turn: Turn) -> None:
+def rotate_(xs: list[Tensor], cos: Tensor, sin: Tensor, rows: Rows, spec: Spec) -> None:
     """Rotate each of ``xs`` where it stands."""
     into = _into(xs[0])
     # Other pairs in the output than in the input would overwrite what is still to be read.
-    if into is None or turn.interleaved != turn.interleaved_out:
-        for x, y in zip(xs, rotate(xs, cos, sin, rows, turn), strict=True):
+    if into is None or spec.interleaved != spec.interleaved_out:
+        for x, y in zip(xs, rotate(xs, cos, sin, rows, spec), strict=True):
             x.copy_(y)
     else:
-        into(xs, xs, cos, sin, rows, turn)
+        into(xs, xs, cos, sin, rows, spec)
 
 
 def _into(x: Tensor) -> Callable[..., None] | None:

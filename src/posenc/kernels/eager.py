@@ -14,9 +14,9 @@ from posenc._contract.sharding import is_sharded
 from posenc._contract.tracing import in_transform, is_exporting, is_plain
 from posenc.kernels import backend, ops, reference
 from posenc.kernels.sharded import shardable
-from posenc.kernels.spec import Rows, Turn
+from posenc.kernels.spec import Rows, Spec
 
-Rotation = Callable[[Tensor, Tensor, Tensor, Rows, Turn], Tensor]
+Rotation = Callable[[Tensor, Tensor, Tensor, Rows, Spec], Tensor]
 
 
 # What a program is exported with: torch's own operations, unless its format has a rotation.
@@ -34,7 +34,7 @@ def exported_as(rotation: Rotation) -> Iterator[None]:
         _exported = before
 
 
-def rotate(xs: list[Tensor], cos: Tensor, sin: Tensor, rows: Rows, turn: Turn) -> list[Tensor]:
+def rotate(xs: list[Tensor], cos: Tensor, sin: Tensor, rows: Rows, spec: Spec) -> list[Tensor]:
     """Rotate one tensor, or queries and keys, ``[B, H, T, D]`` each, into new tensors.
 
     At decode the dispatcher costs more than the rotation, so a call that records no gradient
@@ -45,36 +45,36 @@ def rotate(xs: list[Tensor], cos: Tensor, sin: Tensor, rows: Rows, turn: Turn) -
         cos: ``[R, P]`` or ``[B, R, P]``.
         sin: As ``cos``.
         rows: Which table row each token takes.
-        turn: Which channels form pairs, and which way they turn.
+        spec: Which channels form pairs, and which way they spec.
     """
     if not is_plain(*xs, cos, sin):
         # An exported program must run where this package is not installed, and torch.func and
         # forward mode have rules for torch's own operations alone.
         if forward_ad._current_level >= 0 or in_transform(*xs):
-            return [reference.rotate(x, cos, sin, rows, turn) for x in xs]
+            return [reference.rotate(x, cos, sin, rows, spec) for x in xs]
         if is_exporting():
-            return [_exported(x, cos, sin, rows, turn) for x in xs]
+            return [_exported(x, cos, sin, rows, spec) for x in xs]
         if any(is_sharded(x) for x in xs):
-            return [_rotate_sharded(x, cos, sin, rows, turn) for x in xs]
-        return _through_op(xs, cos, sin, rows, turn)
+            return [_rotate_sharded(x, cos, sin, rows, spec) for x in xs]
+        return _through_op(xs, cos, sin, rows, spec)
     if forward_ad._current_level >= 0:
-        return [reference.rotate(x, cos, sin, rows, turn) for x in xs]
-    return rotate_plain(xs, cos, sin, rows, turn)
+        return [reference.rotate(x, cos, sin, rows, spec) for x in xs]
+    return rotate_plain(xs, cos, sin, rows, spec)
 
 
 def rotate_plain(
-    xs: list[Tensor], cos: Tensor, sin: Tensor, rows: Rows, turn: Turn
+    xs: list[Tensor], cos: Tensor, sin: Tensor, rows: Rows, spec: Spec
 ) -> list[Tensor]:
     """As :func:`rotate`, for a call that is known to be plain and not one of forward mode."""
     if torch.is_grad_enabled():
         if cos.requires_grad or sin.requires_grad:
-            return [backend.like(x, reference.rotate(x, cos, sin, rows, turn)) for x in xs]
+            return [backend.like(x, reference.rotate(x, cos, sin, rows, spec)) for x in xs]
         if xs[0].requires_grad or xs[-1].requires_grad:
-            return list(_Rotate.apply((cos, sin, rows, turn), *xs))
-    return backend.rotate(xs, cos, sin, rows, turn)
+            return list(_Rotate.apply((cos, sin, rows, spec), *xs))
+    return backend.rotate(xs, cos, sin, rows, spec)
 
 
-def rotate_(xs: list[Tensor], cos: Tensor, sin: Tensor, rows: Rows, turn: Turn) -> None:
+def rotate_(xs: list[Tensor], cos: Tensor, sin: Tensor, rows: Rows, spec: Spec) -> None:
     """Rotate each of ``xs`` where it stands; arguments as :func:`rotate`.
 
     Where a derivative is recorded the result is worked out beside it and copied, so that autograd
@@ -86,12 +86,12 @@ def rotate_(xs: list[Tensor], cos: Tensor, sin: Tensor, rows: Rows, turn: Turn) 
     )
     recorded = recorded or forward_ad._current_level >= 0
     if not recorded and is_plain(*xs, cos, sin):
-        backend.rotate_(xs, cos, sin, rows, turn)
+        backend.rotate_(xs, cos, sin, rows, spec)
         torch.autograd.graph.increment_version(xs)
     elif recorded or in_transform(*xs):
         # A gradient to the tables needs what stood here before.
         sources = [x.clone() for x in xs] if to_tables else xs
-        ys = rotate(sources, cos, sin, rows, turn)
+        ys = rotate(sources, cos, sin, rows, spec)
         if len(xs) == 2 and is_plain(*xs):
             # Views that autograd will not have written, it refuses before anything is.
             xs[1][:0].zero_()
@@ -99,25 +99,25 @@ def rotate_(xs: list[Tensor], cos: Tensor, sin: Tensor, rows: Rows, turn: Turn) 
             x.copy_(y)
     elif is_exporting():
         for x in xs:
-            x.copy_(_exported(x, cos, sin, rows, turn))
+            x.copy_(_exported(x, cos, sin, rows, spec))
     else:
         for x in xs:
             tables = shardable(x, cos, sin, rows) if is_sharded(x) else (cos, sin, rows)
-            ops.rotate_(x, *tables[:2], *ops.flat(tables[2], turn))
+            ops.rotate_(x, *tables[:2], *ops.flat(tables[2], spec))
 
 
-def _through_op(xs: list[Tensor], cos: Tensor, sin: Tensor, rows: Rows, turn: Turn) -> list[Tensor]:
+def _through_op(xs: list[Tensor], cos: Tensor, sin: Tensor, rows: Rows, spec: Spec) -> list[Tensor]:
     op = ops.rotate if len(xs) == 1 else ops.rotate_qk
-    ys = op(*xs, cos, sin, *ops.flat(rows, turn))
+    ys = op(*xs, cos, sin, *ops.flat(rows, spec))
     return [ys] if len(xs) == 1 else list(ys)
 
 
-def _rotate_sharded(x: Tensor, cos: Tensor, sin: Tensor, rows: Rows, turn: Turn) -> Tensor:
+def _rotate_sharded(x: Tensor, cos: Tensor, sin: Tensor, rows: Rows, spec: Spec) -> Tensor:
     to_tables = torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad)
     cos, sin, rows = shardable(x, cos, sin, rows)
     if to_tables:
-        return reference.rotate(x, cos, sin, rows, turn)
-    result: Tensor = ops.rotate(x, cos, sin, *ops.flat(rows, turn))
+        return reference.rotate(x, cos, sin, rows, spec)
+    result: Tensor = ops.rotate(x, cos, sin, *ops.flat(rows, spec))
     return result
 
 
@@ -125,10 +125,10 @@ class _Rotate(torch.autograd.Function):
     """The op's gradient, at a third of its dispatch."""
 
     @staticmethod
-    def forward(ctx: Any, how: tuple[Tensor, Tensor, Rows, Turn], *xs: Tensor) -> Any:
-        cos, sin, rows, turn = how
+    def forward(ctx: Any, how: tuple[Tensor, Tensor, Rows, Spec], *xs: Tensor) -> Any:
+        cos, sin, rows, spec = how
         ctx.save_for_backward(cos, sin, rows.positions)
-        ctx.start, ctx.turn = rows.start, turn
+        ctx.start, ctx.spec = rows.start, spec
         ys = tuple(backend.rotate(xs, *how))
         if len(ys) == 2 and not all(ctx.needs_input_grad[1:]):
             # A cache that one of them is written to would hold on to the graph of the other.
@@ -138,7 +138,7 @@ class _Rotate(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         cos, sin, positions = ctx.saved_tensors
-        how = cos, sin, Rows(ctx.start, positions), ctx.turn.back()
+        how = cos, sin, Rows(ctx.start, positions), ctx.spec.transpose()
         recorded = torch.is_grad_enabled() or forward_ad._current_level >= 0
         if recorded or not is_plain(*gradients, cos, sin):
             return (None, *rotate(list(gradients), *how))

@@ -9,12 +9,12 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from posenc._contract import checks
-from posenc._contract.sharding import alongside, is_sharded
+from posenc._contract.sharding import is_sharded, replicate_like
 from posenc._contract.tracing import in_transform, is_exporting, is_plain
 from posenc.kernels import c, ops, reference, triton
 from posenc.kernels.ops import LIBRARY
 from posenc.kernels.sharded import shardable
-from posenc.kernels.spec import Norm, Rows, Turn
+from posenc.kernels.spec import Norm, Rows, Spec
 
 _ARGUMENTS = (
     "Tensor x, Tensor weight, Tensor cos, Tensor sin, Tensor? positions, SymInt start, "
@@ -28,7 +28,7 @@ _backward = torch.ops.posenc.norm_rotate_backward.default
 
 
 def norm_rotate(
-    x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, rows: Rows, turn: Turn, norm: Norm
+    x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, rows: Rows, spec: Spec, norm: Norm
 ) -> Tensor:
     """Normalise and rotate ``x`` of ``[B, H, T, D]`` into a new tensor.
 
@@ -41,21 +41,21 @@ def norm_rotate(
         cos: ``[R, P]`` or ``[B, R, P]``.
         sin: As ``cos``.
         rows: Which table row each token takes.
-        turn: Which channels form pairs, and which way they turn.
+        spec: Which channels form pairs, and which way they spec.
         norm: What kind of RMSNorm.
     """
     if is_sharded(x):
         cos, sin, rows = shardable(x, cos, sin, rows)
-        weight = alongside(x, weight)
+        weight = replicate_like(x, weight)
     kernel = _kernel(x)
     to_tables = torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad)
     if kernel is None or to_tables or forward_ad._current_level >= 0:
-        return reference.norm_rotate(x, weight, cos, sin, rows, turn, norm)
+        return reference.norm_rotate(x, weight, cos, sin, rows, spec, norm)
     if kernel is triton:
         x, weight = x.resolve_neg(), weight.resolve_neg()
         x = x if x.stride(-1) == 1 else x.contiguous()
     result: Tensor
-    how = cos, sin, rows, turn, norm
+    how = cos, sin, rows, spec, norm
     if is_plain(x, weight, cos, sin):
         if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
             result = _NormRotate.apply(x, weight, how)
@@ -66,7 +66,7 @@ def norm_rotate(
         and torch.compiler.is_compiling()
         and not (is_exporting() or in_transform(x))
     ):
-        result = _forward(x, weight, cos, sin, rows.positions, rows.start, *turn, *norm)
+        result = _forward(x, weight, cos, sin, rows.positions, rows.start, *spec, *norm)
     else:
         result = reference.norm_rotate(x, weight, *how)
     return result
@@ -102,13 +102,13 @@ class _NormRotate(torch.autograd.Function):
 
 def _split(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
     cos, sin, positions, start, *rest = arguments
-    return cos, sin, Rows(start, positions), Turn(*rest[:4]), Norm(*rest[4:])
+    return cos, sin, Rows(start, positions), Spec(*rest[:4]), Norm(*rest[4:])
 
 
 def _check(xs: tuple[Tensor, ...], weight: Tensor, how: tuple[Any, ...]) -> None:
     """As `ops.check`, for one tensor or a gradient and it, and their weight."""
-    who, x, (cos, sin, rows, turn, norm) = "posenc::norm_rotate", xs[-1], how
-    ops.check(who, xs, cos, sin, rows, turn.column)
+    who, x, (cos, sin, rows, spec, norm) = "posenc::norm_rotate", xs[-1], how
+    ops.check(who, xs, cos, sin, rows, spec.column)
     wanted = x.shape[1] * x.shape[3] if norm.whole else x.shape[3]
     ops.check_devices(who, x, weight)
     if weight.shape != (wanted,) or weight.dtype not in checks.FLOAT_DTYPES:

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from posenc._contract import checks
-from posenc._contract.memory import apart, meets_itself
+from posenc._contract.overlap import copy_if_overlapping, has_internal_overlap
 from posenc.kernels import backend, reference
-from posenc.kernels.spec import RowOutOfRange, Rows, Turn
+from posenc.kernels.spec import RowOutOfRange, Rows, Spec
 
 LIBRARY = torch.library.Library("posenc", "DEF")
 _TABLES = "Tensor cos, Tensor sin, Tensor? positions, SymInt start"
@@ -31,9 +31,9 @@ rotate_qk = torch.ops.posenc.rotate_qk.default
 rotate_ = torch.ops.posenc.rotate_.default
 
 
-def flat(rows: Rows, turn: Turn) -> tuple[Any, ...]:
+def flat(rows: Rows, spec: Spec) -> tuple[Any, ...]:
     """Arguments of an op that follow the tables."""
-    return (rows.positions, rows.start, *turn)
+    return (rows.positions, rows.start, *spec)
 
 
 def check(
@@ -112,32 +112,32 @@ def described(x: Tensor) -> str:
     return f"{x.dtype} of shape {tuple(x.shape)}"
 
 
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor, positions: Any, start: int, *turn: Any) -> Tensor:
-    rows, how = Rows(start, positions), Turn(*turn)
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor, positions: Any, start: int, *spec: Any) -> Tensor:
+    rows, how = Rows(start, positions), Spec(*spec)
     check("posenc::rotate", (x,), cos, sin, rows, how.column)
     return backend.rotate([x], cos, sin, rows, how)[0]
 
 
 def _rotate_qk(
-    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, positions: Any, start: int, *turn: Any
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, positions: Any, start: int, *spec: Any
 ) -> tuple[Tensor, Tensor]:
-    rows, how = Rows(start, positions), Turn(*turn)
+    rows, how = Rows(start, positions), Spec(*spec)
     check("posenc::rotate_qk", (q, k), cos, sin, rows, how.column)
     a, b = backend.rotate([q, k], cos, sin, rows, how)
     return a, b
 
 
 def _rotate_inplace(
-    x: Tensor, cos: Tensor, sin: Tensor, positions: Any, start: int, *turn: Any
+    x: Tensor, cos: Tensor, sin: Tensor, positions: Any, start: int, *spec: Any
 ) -> None:
-    who, how = "posenc::rotate_", Turn(*turn)
+    who, how = "posenc::rotate_", Spec(*spec)
     check(who, (x,), cos, sin, Rows(start, positions), how.column)
-    if meets_itself(x):
+    if has_internal_overlap(x):
         rule = "a tensor must not share memory with itself to be written in place"
         got = f"strides {x.stride()}"
         raise ValueError(checks.message(who, rule, got, "Call contiguous() first."))
     # Positions are looked at before they are used: nothing may be written over them in between.
-    cos, sin, *ids = apart([x], cos, sin, *([] if positions is None else [positions]))
+    cos, sin, *ids = copy_if_overlapping([x], cos, sin, *([] if positions is None else [positions]))
     backend.rotate_([x], cos, sin, Rows(start, *ids), how)
 
 
@@ -185,18 +185,18 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         ctx.mark_non_differentiable(output[0] if ctx.needs_input_grad[1] else output[1])
     ctx.save_for_backward(cos, sin, positions, *(xs if ctx.for_tables else ()))
     ctx.start = start
-    ctx.turn = Turn(interleaved, interleaved_out, column, transposed)
+    ctx.spec = Spec(interleaved, interleaved_out, column, transposed)
 
 
 def _back(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
     cos, sin, positions, *xs = ctx.saved_tensors
-    rows, turn = Rows(ctx.start, positions), ctx.turn
+    rows, spec = Rows(ctx.start, positions), ctx.spec
     op = rotate if ctx.count == 1 else rotate_qk
-    back = op(*gradients, cos, sin, *flat(rows, turn.back()))
+    back = op(*gradients, cos, sin, *flat(rows, spec.transpose()))
     to_tables: tuple[Any, Any] = (None, None)
     if ctx.for_tables:
         shares = [
-            reference.table_gradients(x, g, cos, sin, rows, turn)
+            reference.table_gradients(x, g, cos, sin, rows, spec)
             for x, g in zip(xs, gradients, strict=True)
         ]
         to_tables = (sum(c for c, _ in shares), sum(s for _, s in shares))

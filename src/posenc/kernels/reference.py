@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from posenc._contract.sharding import alongside, local
+from posenc._contract.sharding import local, replicate_like
 from posenc._contract.tracing import in_transform, is_readable
-from posenc.kernels.spec import Norm, RowOutOfRange, Rows, Turn
+from posenc.kernels.spec import Norm, RowOutOfRange, Rows, Spec
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor, rows: Rows, turn: Turn) -> Tensor:
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, rows: Rows, spec: Spec) -> Tensor:
     r"""Rotate ``2P`` channels of ``x`` pair by pair.
 
     .. math:: (a, b) \mapsto (a \cos\phi - b \sin\phi,\; a \sin\phi + b \cos\phi)
@@ -23,38 +23,38 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, rows: Rows, turn: Turn) -> Tenso
         cos: ``[R, P]``, or ``[B, R, P]``.
         sin: As ``cos``.
         rows: Which table row each token takes.
-        turn: Which channels form pairs, and which way they turn.
+        spec: Which channels form pairs, and which way they spec.
 
     Returns:
         A new tensor like ``x``; the other channels are copied.
     """
     wide = one_up(x)
     c, s = (take(table, rows, x.shape[2]).to(wide) for table in (cos, sin))
-    if turn.transposed:
+    if spec.transposed:
         s = -s
-    before, turned, after = x.tensor_split((turn.column, turn.column + 2 * cos.shape[-1]), dim=-1)
-    a, b = pairs(turned.to(wide), turn.interleaved)
-    y = join(a * c - b * s, a * s + b * c, turn.interleaved_out)
+    before, rotated, after = x.tensor_split((spec.column, spec.column + 2 * cos.shape[-1]), dim=-1)
+    a, b = pairs(rotated.to(wide), spec.interleaved)
+    y = join(a * c - b * s, a * s + b * c, spec.interleaved_out)
     return torch.cat((before, y.to(x.dtype), after), dim=-1)
 
 
 def table_gradients(
-    x: Tensor, g: Tensor, cos: Tensor, sin: Tensor, rows: Rows, turn: Turn
+    x: Tensor, g: Tensor, cos: Tensor, sin: Tensor, rows: Rows, spec: Spec
 ) -> tuple[Tensor, Tensor]:
     """Gradients of :func:`rotate` to its tables, given ``g``, the gradient to its output."""
-    wide, span = one_up(x), slice(turn.column, turn.column + 2 * cos.shape[-1])
-    a, b = pairs(x[..., span].to(wide), turn.interleaved)
-    ga, gb = pairs(g[..., span].to(wide), turn.interleaved_out)
-    sign = -1 if turn.transposed else 1
+    wide, span = one_up(x), slice(spec.column, spec.column + 2 * cos.shape[-1])
+    a, b = pairs(x[..., span].to(wide), spec.interleaved)
+    ga, gb = pairs(g[..., span].to(wide), spec.interleaved_out)
+    sign = -1 if spec.transposed else 1
     to_cos, to_sin = ((ga * a + gb * b).sum(1), sign * (gb * a - ga * b).sum(1))
     return _scatter(to_cos, cos, rows), _scatter(to_sin, sin, rows)
 
 
 def norm_rotate(
-    x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, rows: Rows, turn: Turn, norm: Norm
+    x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, rows: Rows, spec: Spec, norm: Norm
 ) -> Tensor:
     """RMSNorm of each head of ``x``, or of all together, then :func:`rotate`."""
-    return rotate(normalized(x, weight, norm), cos, sin, rows, turn).to(x.dtype)
+    return rotate(normalized(x, weight, norm), cos, sin, rows, spec).to(x.dtype)
 
 
 def normalized(x: Tensor, weight: Tensor, norm: Norm) -> Tensor:
@@ -70,15 +70,15 @@ def norm_rotate_backward(
     cos: Tensor,
     sin: Tensor,
     rows: Rows,
-    turn: Turn,
+    spec: Spec,
     norm: Norm,
 ) -> tuple[Tensor, Tensor]:
     """Gradients of :func:`norm_rotate` to ``x`` and ``weight``, given that to its output."""
     unit, scale, factor = _unit_scale_factor(x, weight, norm)
-    turned = rotate(g.to(unit.dtype), cos, sin, rows, turn.back())
-    pull = (turned * factor * unit).mean(dim=(1, 3) if norm.whole else 3, keepdim=True)
-    to_x = (turned * factor - unit * pull) * scale
-    to_weight = (turned * unit).sum(dim=(0, 2) if norm.whole else (0, 1, 2))
+    rotated = rotate(g.to(unit.dtype), cos, sin, rows, spec.transpose())
+    pull = (rotated * factor * unit).mean(dim=(1, 3) if norm.whole else 3, keepdim=True)
+    to_x = (rotated * factor - unit * pull) * scale
+    to_weight = (rotated * unit).sum(dim=(0, 2) if norm.whole else (0, 1, 2))
     return to_x.to(x.dtype), to_weight.reshape(weight.shape).to(weight.dtype)
 
 
@@ -100,7 +100,7 @@ def take(table: Tensor, rows: Rows, length: int) -> Tensor:
             raise RowOutOfRange(rows.start if rows.start < 0 else rows.start + length - 1, held)
         picked = table[..., rows.start : rows.start + length, :]
         return picked if picked.dim() == 2 else picked.unsqueeze(1)
-    index = rows.numbers(length, table.device)
+    index = rows.as_index(length, table.device)
     seen = local(index)
     outside = (seen < 0) | (seen >= held)
     if is_readable(seen):
@@ -113,14 +113,14 @@ def take(table: Tensor, rows: Rows, length: int) -> Tensor:
         torch._assert_async(~outside.any(), f"positions must be in [0, {held}).")
     if table.dim() == 2:
         return table[index].unsqueeze(1)
-    batch = alongside(index, torch.arange(table.shape[0], device=table.device)[:, None])
+    batch = replicate_like(index, torch.arange(table.shape[0], device=table.device)[:, None])
     return table[batch, index].unsqueeze(1)
 
 
 def _scatter(gradient: Tensor, table: Tensor, rows: Rows) -> Tensor:
     """Add ``[B, T, P]`` onto the rows that :func:`take` took from ``table``."""
     full = torch.zeros_like(table)
-    index = rows.numbers(gradient.shape[1], table.device)
+    index = rows.as_index(gradient.shape[1], table.device)
     gradient = gradient.to(table.dtype)
     if table.dim() == 2:
         flat = index.expand(gradient.shape[:2]).reshape(-1)
@@ -160,5 +160,5 @@ def add(x: Tensor, table: Tensor) -> Tensor:
     """
     wide = torch.promote_types(x.dtype, torch.float32)
     # Even a cast to what a tensor is already costs as much as the sum of a token.
-    table = alongside(x, table if table.dtype is wide else table.to(wide))
+    table = replicate_like(x, table if table.dtype is wide else table.to(wide))
     return x + table if x.dtype is wide else (x.to(wide) + table).to(x.dtype)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from posenc._contract.sharding import alongside
+from posenc._contract.sharding import replicate_like
 from posenc.kernels.spec import RowOutOfRange, Rows
 
 
@@ -26,8 +26,8 @@ def shardable(x: Tensor, cos: Tensor, sin: Tensor, rows: Rows) -> tuple[Tensor, 
             raise RowOutOfRange(rows.start + length - 1, held)
         if length != held:
             cos, sin = (table.narrow(-2, rows.start, length) for table in (cos, sin))
-        return alongside(x, cos), alongside(x, sin), Rows()
-    positions = alongside(x, rows.positions)
-    if rows.start or rows.advances():
-        positions = Rows(rows.start, positions).numbers(length, x.device)
-    return alongside(x, cos), alongside(x, sin), Rows(0, positions)
+        return replicate_like(x, cos), replicate_like(x, sin), Rows()
+    positions = replicate_like(x, rows.positions)
+    if rows.start or rows.is_sequential():
+        positions = Rows(rows.start, positions).as_index(length, x.device)
+    return replicate_like(x, cos), replicate_like(x, sin), Rows(0, positions)

@@ -1,4 +1,4 @@
-"""What a rotation is told besides its tensors: which rows, and which way to turn."""
+"""What a rotation is told besides its tensors: which rows, and which way to spec."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from posenc._contract.sharding import alongside
+from posenc._contract.sharding import replicate_like
 
 
 class Rows(NamedTuple):
@@ -22,28 +22,28 @@ class Rows(NamedTuple):
     start: int = 0
     positions: Tensor | None = None
 
-    def advances(self) -> bool:
+    def is_sequential(self) -> bool:
         """Whether the row moves on with the token."""
         return self.positions is None or self.positions.shape[1] == 1
 
-    def numbers(self, length: int, device: torch.device) -> Tensor:
+    def as_index(self, length: int, device: torch.device) -> Tensor:
         """Rows as a tensor ``[1 or B, T]``."""
         if self.positions is None:
             return torch.arange(length, device=device)[None] + self.start
         index = self.positions + self.start
-        if self.advances():
-            index = index + alongside(index, torch.arange(length, device=device))
+        if self.is_sequential():
+            index = index + replicate_like(index, torch.arange(length, device=device))
         return index
 
 
-class Turn(NamedTuple):
-    """Which channels form pairs, and which way they turn.
+class Spec(NamedTuple):
+    """Which channels form pairs, and which way they spec.
 
     Attributes:
         interleaved: Pairs of the input are ``(2i, 2i + 1)`` if true, ``(i, P + i)`` if false.
         interleaved_out: The same for the output.
         column: First channel that is rotated.
-        transposed: Turn by the negative angle: the gradient.
+        transposed: Spec by the negative angle: the gradient.
     """
 
     interleaved: bool = True
@@ -51,9 +51,9 @@ class Turn(NamedTuple):
     column: int = 0
     transposed: bool = False
 
-    def back(self) -> Turn:
+    def transpose(self) -> Spec:
         """The rotation that a gradient takes: from the output's layout to the input's."""
-        return Turn(self.interleaved_out, self.interleaved, self.column, not self.transposed)
+        return Spec(self.interleaved_out, self.interleaved, self.column, not self.transposed)
 
 
 class Norm(NamedTuple):

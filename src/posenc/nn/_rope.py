@@ -90,8 +90,8 @@ class RopeTables:
             length = self.length(who, x, self._end(x, rows) if seq_len is None else seq_len)
         if length is None and (not inverse or self.usual.gain() == 1.0):
             return rotary_rows(self.shared, xs, rows, need)
-        at = rows.numbers(x.shape[2], x.device)
-        checks.extent(who, at, "max_seq_len", limit)
+        at = rows.as_index(x.shape[2], x.device)
+        checks.check_ids(who, at, "max_seq_len", limit)
         phi, gain = self.angles_and_gain(self.spread(at), length)
         return *for_sequences(phi, x.device, 1 / gain if inverse else gain), Rows()
 
@@ -129,7 +129,7 @@ class RopeTables:
         """One past the last position of each sequence, if the rule depends on it."""
         if self.trained is None:
             return None
-        end = rows.start + (x.shape[2] if rows.advances() else 1)
+        end = rows.start + (x.shape[2] if rows.is_sequential() else 1)
         if rows.positions is None or rows.positions.numel() == 0:
             return end
         return _last_positions(rows.positions) + end

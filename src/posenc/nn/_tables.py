@@ -20,7 +20,7 @@ from posenc._contract.tracing import (
     in_capture,
     is_plain,
     is_read_by,
-    keep_for_cuda_graph,
+    keep_alive_for_cuda_graph,
     may_keep,
 )
 from posenc.nn._module import ReadOnlyArguments
@@ -113,14 +113,14 @@ class SharedTables(Generic[D]):
             # One read: another thread may put longer tables in their place meanwhile.
             numbers = table.numbers
             if not grows or numbers[0].shape[0] >= rows:  # type: ignore[operator]
-                keep_for_cuda_graph(table, numbers)
+                keep_alive_for_cuda_graph(table, numbers)
                 return numbers
         if not may_keep(x) or in_capture(x):
             table = self._held.get((device, self.dtype))
             narrower = torch.promote_types(dtype, self.dtype) != self.dtype
             if table is None or grows or narrower:
                 return None
-            keep_for_cuda_graph(table, table.numbers)
+            keep_alive_for_cuda_graph(table, table.numbers)
             return table.numbers
         if grows or self.device.type == "meta":
             self.device = device

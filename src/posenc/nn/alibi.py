@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from posenc import attention, configs, kernels
-from posenc._contract import checks
-from posenc._contract import keys as keys_of
+from posenc._contract import checks, qk_checks
 from posenc.functional.alibi import alibi_bias, alibi_key_bias, alibi_slopes
 from posenc.functional.conventions import alibi_model_slopes
 from posenc.nn._tables import Numbers, SharedTables, TableModule
@@ -383,7 +382,7 @@ def _as_numbers(who: str, slopes: Any, heads: int) -> Any:
     except (TypeError, ValueError, RuntimeError):
         rule, got = "slopes must be numbers", checks.describe(slopes)
         raise TypeError(checks.message(who, rule, got, "Pass one for each head.")) from None
-    keys_of.slopes(who, found)
+    qk_checks.slopes(who, found)
     if found.shape[-1] != heads:
         rule = f"slopes must have one number for each of the {heads} heads"
         got = f"shape {tuple(found.shape)}"

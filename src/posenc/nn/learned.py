@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from posenc import kernels
 from posenc._contract import checks
-from posenc._contract.sharding import alongside
+from posenc._contract.sharding import replicate_like
 from posenc.nn._module import ReadOnlyArguments
 
 
@@ -49,18 +49,18 @@ class LearnedPosEmbedding(ReadOnlyArguments):
             A new tensor with the shape and dtype of ``x``.
         """
         who = type(self).__name__
-        length, width = checks.embeddings(who, "x", x)
+        length, width = checks.check_embeddings(who, "x", x)
         way_out = f"Build LearnedPosEmbedding({self.max_len}, {width})."
         checks.equal(who, "embed_dim", width, self.embed_dim, way_out)
         # Not the weight's device: one that is offloaded is on meta until it is called.
         device = x.device
         if position_ids is None:
             start = checks.integer(who, "offset", offset, least=0)
-            checks.sequence(who, start, length, "max_len", self.max_len)
+            checks.check_range(who, start, length, "max_len", self.max_len)
             at = torch.arange(start, start + length, device=device)
         else:
             checks.exclusive_offset(who, offset)
             limit = self.max_len
             at = checks.position_ids(who, position_ids, x.shape, device, "max_len", limit)
-            checks.extent(who, at, "max_len", limit)
-        return kernels.add(x, self.pos_emb(alongside(self.pos_emb.weight, at)))
+            checks.check_ids(who, at, "max_len", limit)
+        return kernels.add(x, self.pos_emb(replicate_like(self.pos_emb.weight, at)))

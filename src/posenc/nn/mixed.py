@@ -6,9 +6,9 @@ import torch
 from torch import Tensor, nn
 
 from posenc._contract import checks
-from posenc._contract.sharding import alongside
+from posenc._contract.sharding import replicate_like
 from posenc.functional.rotary import check_queries_and_keys, turn_all
-from posenc.kernels import Rows, Turn
+from posenc.kernels import Rows, Spec
 from posenc.nn._module import ReadOnlyArguments
 from posenc.numerics.frequencies import inverse_frequencies
 from posenc.numerics.tables import of_angles, widest
@@ -20,7 +20,7 @@ class MixedRoPE(ReadOnlyArguments):
     .. math:: \phi_{h,i} = \sum_a p_a f_{a,h,i}
 
     Every head has frequencies of its own, for every coordinate and pair. They start as those of
-    an axial encoding, turned by a random angle for each head. Angles are worked out in float64,
+    an axial encoding, rotated by a random angle for each head. Angles are worked out in float64,
     and gradients reach the frequencies.
 
     Args:
@@ -67,7 +67,7 @@ class MixedRoPE(ReadOnlyArguments):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Start again: axial frequencies, turned at random in each head."""
+        """Start again: axial frequencies, rotated at random in each head."""
         if self.freqs.is_meta:
             return
         rates = inverse_frequencies(self.head_dim // self.coordinates, self.base)
@@ -109,7 +109,7 @@ class MixedRoPE(ReadOnlyArguments):
         wide = widest(q.device)
         # [A, (B,) 1, L, 1] times [A, H, 1, P], added up over the coordinates.
         spread = self._spread(at, wide)
-        phi = (alongside(spread, at.to(wide))[..., None, :, None] * spread).sum(0)
+        phi = (replicate_like(spread, at.to(wide))[..., None, :, None] * spread).sum(0)
         cos, sin = of_angles(phi, q.device)
         return self._turned(who, q, cos, sin), self._turned(who, k, cos, sin)
 
@@ -121,12 +121,12 @@ class MixedRoPE(ReadOnlyArguments):
         group = x.shape[1] // self.num_heads
         if group != 1:
             cos, sin = (table.repeat_interleave(group, dim=-3) for table in (cos, sin))
-        turn = Turn(self.interleaved, self.interleaved)
+        spec = Spec(self.interleaved, self.interleaved)
         if cos.dim() == 3:
             # The op has tables for each of its first axis: heads take the place of the batch.
-            return turn_all(who, "cos", [x.transpose(0, 1)], cos, sin, Rows(), turn)[0].transpose(
+            return turn_all(who, "cos", [x.transpose(0, 1)], cos, sin, Rows(), spec)[0].transpose(
                 0, 1
             )
         rows = x.flatten(0, 1).unsqueeze(1)
         cos, sin = (table.expand(x.shape[0], -1, -1, -1).flatten(0, 1) for table in (cos, sin))
-        return turn_all(who, "cos", [rows], cos, sin, Rows(), turn)[0].view(x.shape)
+        return turn_all(who, "cos", [rows], cos, sin, Rows(), spec)[0].view(x.shape)

@@ -16,7 +16,7 @@ from posenc.functional.rotary import (
     tokens_first,
     turn_all,
 )
-from posenc.kernels import Rows, Turn
+from posenc.kernels import Rows, Spec
 from posenc.nn._rope import RopeTables, for_sequences
 from posenc.nn._tables import TableModule, shown_table
 from posenc.numerics.axes import Axes
@@ -95,8 +95,8 @@ class RoPE(TableModule):
         )
         self.rotary_dim = checks.optional(checks.even, who, "rotary_dim", rotary_dim)
         self.last = checks.boolean(who, "last", last)
-        self.scaling = checks.instance(who, "scaling", scaling, Rule, _NO_RULE)
-        self.axes = checks.instance(who, "axes", axes, Axes, "Pass axes.Axial(2), say.")
+        self.scaling = checks.check_instance(who, "scaling", scaling, Rule, _NO_RULE)
+        self.axes = checks.check_instance(who, "axes", axes, Axes, "Pass axes.Axial(2), say.")
         self.seq_dim = seq_dim
         self._tokens_first = tokens_first(who, seq_dim)
         width = self.head_dim if self.rotary_dim is None else self.rotary_dim
@@ -107,7 +107,7 @@ class RoPE(TableModule):
         if axes is not None:
             axes.check(who, width)
         out = interleaved if interleaved_out is None else interleaved_out
-        self._turn = Turn(interleaved, out, self.head_dim - width if last else 0)
+        self._spec = Spec(interleaved, out, self.head_dim - width if last else 0)
         self._tables = RopeTables(width, self.base, scaling, axes, self.max_seq_len)
 
     @classmethod
@@ -201,7 +201,7 @@ class RoPE(TableModule):
         cos, sin, rows = self._tables.for_call(
             who, xs, offset, position_ids=position_ids, seq_len=seq_len
         )
-        a, b = self._as_given(turn_all(who, "max_seq_len", xs, cos, sin, rows, self._turn))
+        a, b = self._as_given(turn_all(who, "max_seq_len", xs, cos, sin, rows, self._spec))
         return a, b
 
     def forward_(
@@ -219,7 +219,7 @@ class RoPE(TableModule):
         who = f"{type(self).__name__}.forward_"
         xs = self._heads_first(who, "qk", q, k)
         cos, sin, rows = self._tables.for_call(who, xs, offset, **where)
-        rotate_in_place(who, "max_seq_len", xs, cos, sin, rows, self._turn)
+        rotate_in_place(who, "max_seq_len", xs, cos, sin, rows, self._spec)
         return q, k
 
     def _heads_first(self, who: str, names: str, *xs: Tensor) -> list[Tensor]:
@@ -247,7 +247,7 @@ class RoPE(TableModule):
         who = f"{type(self).__name__}.rotate"
         xs = self._heads_first(who, "x", x)
         cos, sin, rows = self._tables.for_call(who, xs, offset, **where)
-        return self._as_given(turn_all(who, "max_seq_len", xs, cos, sin, rows, self._turn))[0]
+        return self._as_given(turn_all(who, "max_seq_len", xs, cos, sin, rows, self._spec))[0]
 
     def unrotate(self, x: Tensor, offset: int | Tensor = 0, **where: Unpack[Where]) -> Tensor:
         """Undo :meth:`rotate`, the gain of a rule included; arguments as :meth:`forward`.
@@ -260,7 +260,7 @@ class RoPE(TableModule):
         who = f"{type(self).__name__}.unrotate"
         xs = self._heads_first(who, "x", x)
         cos, sin, rows = self._tables.for_call(who, xs, offset, inverse=True, **where)
-        back = self._turn.back()
+        back = self._spec.transpose()
         return self._as_given(turn_all(who, "max_seq_len", xs, cos, sin, rows, back))[0]
 
     def rerotate(
@@ -344,10 +344,10 @@ class RoPE(TableModule):
         self, who: str, k: Tensor, phi: Tensor, gain: float | Tensor, rows: Rows
     ) -> Tensor:
         # Keys that were rotated before are in the layout of the output.
-        out = self._turn.interleaved_out
-        turn = Turn(out, out, self._turn.column)
+        out = self._spec.interleaved_out
+        spec = Spec(out, out, self._spec.column)
         tables = for_sequences(phi, k.device, gain)
-        return self._as_given(turn_all(who, "max_seq_len", [k], *tables, rows, turn))[0]
+        return self._as_given(turn_all(who, "max_seq_len", [k], *tables, rows, spec))[0]
 
     def tables(
         self,
@@ -372,8 +372,8 @@ class RoPE(TableModule):
             >>> from posenc.functional import rotate_qk
             >>> rope, q, k = RoPE(8), torch.randn(1, 4, 3, 8), torch.randn(1, 2, 3, 8)
             >>> cos, sin = rope.tables(torch.arange(3))
-            >>> turned = rotate_qk(q, k, cos, sin)
-            >>> torch.equal(turned[0], rope(q, k)[0])
+            >>> rotated = rotate_qk(q, k, cos, sin)
+            >>> torch.equal(rotated[0], rope(q, k)[0])
             True
         """
         who = f"{type(self).__name__}.tables"

@@ -10,7 +10,7 @@ from torch import Tensor
 from posenc._contract import checks
 from posenc._contract.tracing import may_keep
 from posenc.functional.rotary import check_rotary_input, rows_of, turn_one
-from posenc.kernels import Rows, Turn
+from posenc.kernels import Rows, Spec
 from posenc.nn._tables import Numbers, SharedTables, TableModule, shown_table
 from posenc.numerics.frequencies import Spectrum
 from posenc.numerics.tables import cos_sin
@@ -42,13 +42,13 @@ def rows_needed(who: str, rows: Rows, length: int, limit: int | None) -> int | N
     Rows in a tensor are held to a table of fixed length by the kernel.
     """
     if rows.positions is None:
-        checks.sequence(who, rows.start, length, "max_seq_len", limit)
+        checks.check_range(who, rows.start, length, "max_seq_len", limit)
         return rows.start + length
     if limit is not None:
         return None
-    need = checks.extent(who, rows.positions)
-    if need and rows.advances():
-        checks.sequence(who, need - 1, length)
+    need = checks.check_ids(who, rows.positions)
+    if need and rows.is_sequential():
+        checks.check_range(who, need - 1, length)
         need += length - 1
     return need
 
@@ -70,7 +70,7 @@ def rotary_rows(
     narrow = x.is_cuda and x.element_size() == 2
     kept = tables.read(x, torch.float32 if narrow else torch.float64, need)
     if kept is None:
-        at = rows.numbers(x.shape[-2], x.device)
+        at = rows.as_index(x.shape[-2], x.device)
         cos, sin = tables.description.at(at[0] if at.shape[0] == 1 else at)
         return cos, sin, Rows()
     cos, sin = kept
@@ -162,10 +162,10 @@ class RotaryPosEmbedding(TableModule):
         if tables is None or tables.description.spectrum.dim != width:
             if rows.positions is not None:
                 # A call that is refused leaves the tables that were there.
-                checks.extent(who, rows.positions, "max_seq_len", self.max_seq_len)
+                checks.check_ids(who, rows.positions, "max_seq_len", self.max_seq_len)
             tables = self._of_width(width, input_.device)
             if may_keep(input_):
                 self._tables = tables
         cos, sin, rows = rotary_rows(tables, [input_], rows, need)
-        turn = Turn(self.interleaved, self.interleaved)
-        return turn_one(who, "max_seq_len", input_, cos, sin, rows, turn)
+        spec = Spec(self.interleaved, self.interleaved)
+        return turn_one(who, "max_seq_len", input_, cos, sin, rows, spec)

@@ -94,7 +94,7 @@ class SinusoidalPosEmbedding(TableModule):
             A new tensor with the shape and dtype of ``input_``.
         """
         who = type(self).__name__
-        length, width = checks.embeddings(who, "input_", input_)
+        length, width = checks.check_embeddings(who, "input_", input_)
         if self.seq_len is not None:
             checks.equal(who, "seq_len", length, self.seq_len, "Pass seq_len=None to take any.")
         if self.embed_dim is not None:
@@ -102,7 +102,7 @@ class SinusoidalPosEmbedding(TableModule):
             checks.equal(who, "embed_dim", width, self.embed_dim, way_out)
         start = checks.integer(who, "offset", offset, least=0)
         width = checks.integer(who, "the last dimension of input_", width)
-        checks.sequence(who, start, length)
+        checks.check_range(who, start, length)
         ids = _ids(who, input_, offset, position_ids, None)
         tables = self._tables
         if tables is None or tables.description.spectrum.dim != width:
@@ -168,13 +168,13 @@ class SinusoidalPE(TableModule):
             A new tensor with the shape and dtype of ``input``.
         """
         who = type(self).__name__
-        length, width = checks.embeddings(who, "input", input)
+        length, width = checks.check_embeddings(who, "input", input)
         way_out = f"Build SinusoidalPE({self.max_seq_len}, {width})."
         checks.equal(who, "embed_dim", width, self.embed_dim, way_out)
         ids = _ids(who, input, offset, position_ids, self.max_seq_len)
         start = checks.integer(who, "offset", offset, least=0)
         if ids is None:
-            checks.sequence(who, start, length, "max_seq_len", self.max_seq_len)
+            checks.check_range(who, start, length, "max_seq_len", self.max_seq_len)
         return _encoded(self._tables, input, start, ids)
 
 
@@ -186,5 +186,5 @@ def _ids(
     checks.exclusive_offset(who, offset)
     name = "" if limit is None else "max_seq_len"
     ids = checks.position_ids(who, position_ids, x.shape, x.device, name, limit)
-    checks.extent(who, ids, name, limit)
+    checks.check_ids(who, ids, name, limit)
     return ids

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from posenc._contract import checks
 from posenc.functional.rotary import check_queries_and_keys, rows_of, turn_all
-from posenc.kernels import Turn
+from posenc.kernels import Spec
 from posenc.nn._tables import Numbers, SharedTables, TableModule, shown_table
 from posenc.numerics.frequencies import Spectrum
 from posenc.numerics.tables import cos_sin
@@ -111,12 +111,12 @@ class XPos(TableModule):
         limit = self.max_seq_len
         rows = rows_of(who, q, offset, position_ids, "max_seq_len", limit)
         if rows.positions is None:
-            checks.sequence(who, rows.start, q.shape[2], "max_seq_len", limit)
+            checks.check_range(who, rows.start, q.shape[2], "max_seq_len", limit)
         tables = self._tables.read(q, torch.float64)
         if tables is None:
             tables = self._tables.description(limit, q.device, torch.float64)
         q_cos, q_sin, k_cos, k_sin = tables
-        turn = Turn(self.interleaved, self.interleaved)
-        (a,) = turn_all(who, "max_seq_len", [q], q_cos, q_sin, rows, turn)
-        (b,) = turn_all(who, "max_seq_len", [k], k_cos, k_sin, rows, turn)
+        spec = Spec(self.interleaved, self.interleaved)
+        (a,) = turn_all(who, "max_seq_len", [q], q_cos, q_sin, rows, spec)
+        (b,) = turn_all(who, "max_seq_len", [k], k_cos, k_sin, rows, spec)
         return a, b

@@ -7,7 +7,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from posenc._contract.tracing import is_plain, keep_for_cuda_graph
+from posenc._contract.tracing import is_plain, keep_alive_for_cuda_graph
 
 
 def constant(numbers: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -22,7 +22,7 @@ def constant(numbers: tuple[float, ...], dtype: torch.dtype, device: torch.devic
     """
     if is_plain():
         kept = _kept(numbers, dtype, device)
-        keep_for_cuda_graph(None, (kept,))
+        keep_alive_for_cuda_graph(None, (kept,))
         return kept
     return torch.tensor(numbers, dtype=dtype, device=device)
 

@@ -38,7 +38,7 @@ def from_offset(
         start = checks.integer(who, "offset", offset, least=0)
         return torch.arange(start, start + count, device=device)
     first = checks.offsets(who, offset, (offset.numel(),), torch.device(device or offset.device))
-    checks.extent(who, first)
+    checks.check_ids(who, first)
     return first[:, None] + torch.arange(count, device=first.device)
 
 

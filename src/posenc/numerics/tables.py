@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from posenc._contract.sharding import alongside
+from posenc._contract.sharding import replicate_like
 from posenc.numerics.constants import constant
 from posenc.numerics.frequencies import Spectrum, scaled_rates, turn_steps
 
@@ -55,18 +55,18 @@ def angles(positions: Tensor, rates: Spectrum | Tensor, seq_len: Tensor | None =
     if isinstance(rates, Spectrum) and (positions.is_floating_point() or seq_len is not None):
         rates = scaled_rates(rates, positions.device, seq_len)
     if isinstance(rates, Tensor):
-        return at.to(torch.float64) * alongside(at, rates.to(torch.float64))
+        return at.to(torch.float64) * replicate_like(at, rates.to(torch.float64))
     steps, rests = turn_steps(rates)
     device = positions.device
-    upper = alongside(at, constant(tuple([n >> 32 for n in steps]), torch.int64, device))
-    lower = alongside(at, constant(tuple([n & _HALF for n in steps]), torch.int64, device))
-    rest = alongside(at, constant(rests, torch.float64, device))
+    upper = replicate_like(at, constant(tuple([n >> 32 for n in steps]), torch.int64, device))
+    lower = replicate_like(at, constant(tuple([n & _HALF for n in steps]), torch.int64, device))
+    rest = replicate_like(at, constant(rests, torch.float64, device))
     low = at * lower
     high = (at * upper + _right(low, 32)) & _HALF
     # The upper half as a signed number puts the angle between minus and plus half a turn.
     units = _left(high - _left(_right(high, 31), 32), 32) + (low & _HALF)
     # A tensor, since exporters round a number to float32.
-    unit = alongside(at, constant((math.tau / 2**64,), torch.float64, device))
+    unit = replicate_like(at, constant((math.tau / 2**64,), torch.float64, device))
     return (units.to(torch.float64) + at.to(torch.float64) * rest) * unit
 
 
@@ -95,7 +95,7 @@ def of_angles(
     phi = phi.contiguous()
     cos, sin = phi.cos(), phi.sin()
     if isinstance(gain, float) and gain != 1.0:
-        gain = alongside(phi, constant((gain,), torch.float64, phi.device))
+        gain = replicate_like(phi, constant((gain,), torch.float64, phi.device))
     if isinstance(gain, Tensor):
         cos, sin = cos * gain, sin * gain
     dtype = widest(device)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from posenc.interop.huggingface.turning import turn
+from posenc.interop.huggingface.rotation import rotate_all
 from posenc.numerics.frequencies import Spectrum
 from posenc.numerics.tables import cos_sin
 
@@ -35,7 +35,7 @@ def with_values(
     pairs = cos.shape[-1] // 2
     tables = (t[..., :pairs][position_ids].unsqueeze(unsqueeze_dim) for t in (cos, sin))
     c, s = tables
-    return tuple(turn([x], c, s, **_HALVES)[0] for x in (q, k, v))
+    return tuple(rotate_all([x], c, s, **_HALVES)[0] for x in (q, k, v))
 
 
 def sine_first(
@@ -47,7 +47,7 @@ def sine_first(
     """RoFormer: one table, sines and then cosines; values turn as well if they are given."""
     sin, cos = sinusoidal_pos.chunk(2, dim=-1)
     xs = [x for x in (query_layer, key_layer, value_layer) if x is not None]
-    return tuple(turn([x], cos, sin, **_ADJACENT)[0] for x in xs)
+    return tuple(rotate_all([x], cos, sin, **_ADJACENT)[0] for x in xs)
 
 
 def before_the_heads(
@@ -57,7 +57,7 @@ def before_the_heads(
     length, pairs = hidden_states.shape[1], self.head_size // 2
     cos, sin = relative_position_embeddings[:, :length, 0, :, :pairs].unbind(0)
     states = hidden_states.unflatten(-1, (self.num_heads, self.head_size))
-    return turn([states], cos, sin, **_HALVES)[0].flatten(-2)
+    return rotate_all([states], cos, sin, **_HALVES)[0].flatten(-2)
 
 
 def memories(
@@ -68,16 +68,16 @@ def memories(
     num_k_exclude_rope: int = 0,
     repeat_freqs_k: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """SAM 2: the last keys do not turn, and the others may be several frames of one grid."""
+    """SAM 2: the last keys do not spec, and the others may be several frames of one grid."""
     cos, sin = cos[..., ::2], sin[..., ::2]
-    (y,) = turn([q], cos, sin, **_ADJACENT)
-    turning = k.shape[-2] - num_k_exclude_rope
-    if turning == 0:
+    (y,) = rotate_all([q], cos, sin, **_ADJACENT)
+    rotating = k.shape[-2] - num_k_exclude_rope
+    if rotating == 0:
         return y, k
-    if repeat_freqs_k and turning != q.shape[-2]:
-        cos, sin = _repeated(cos, sin, turning // q.shape[-2])
-    (turned,) = turn([k[..., :turning, :]], cos, sin, **_ADJACENT)
-    return y, torch.cat((turned, k[..., turning:, :]), dim=-2)
+    if repeat_freqs_k and rotating != q.shape[-2]:
+        cos, sin = _repeated(cos, sin, rotating // q.shape[-2])
+    (rotated,) = rotate_all([k[..., :rotating, :]], cos, sin, **_ADJACENT)
+    return y, torch.cat((rotated, k[..., rotating:, :]), dim=-2)
 
 
 def grouped_memories(
@@ -90,17 +90,17 @@ def grouped_memories(
     num_k_exclude_rope: int = 0,
     repeat_freqs_k: int = 1,
 ) -> tuple[Tensor, Tensor]:
-    """EdgeTAM: of each group of keys the last turn, one for each row of their own table."""
-    (y,) = turn([q], cos[..., ::2], sin[..., ::2], **_ADJACENT)
-    turning = k.shape[-2] - num_k_exclude_rope
-    if turning == 0:
+    """EdgeTAM: of each group of keys the last spec, one for each row of their own table."""
+    (y,) = rotate_all([q], cos[..., ::2], sin[..., ::2], **_ADJACENT)
+    rotating = k.shape[-2] - num_k_exclude_rope
+    if rotating == 0:
         return y, k
-    groups = k[..., :turning, :].unflatten(-2, (repeat_freqs_k, -1))
+    groups = k[..., :rotating, :].unflatten(-2, (repeat_freqs_k, -1))
     still = groups.shape[-2] - cos_k.shape[-2]
     c, s = cos_k[..., ::2].unsqueeze(-3), sin_k[..., ::2].unsqueeze(-3)
-    (turned,) = turn([groups[..., still:, :]], c, s, **_ADJACENT)
-    keys = torch.cat((groups[..., :still, :], turned), dim=-2).flatten(-3, -2)
-    return y, torch.cat((keys, k[..., turning:, :]), dim=-2)
+    (rotated,) = rotate_all([groups[..., still:, :]], c, s, **_ADJACENT)
+    keys = torch.cat((groups[..., :still, :], rotated), dim=-2).flatten(-3, -2)
+    return y, torch.cat((keys, k[..., rotating:, :]), dim=-2)
 
 
 def two_angles(x: Tensor, pos: Tensor) -> Tensor:
@@ -112,8 +112,8 @@ def two_angles(x: Tensor, pos: Tensor) -> Tensor:
     cos, sin = (t.to(x.dtype) for t in cos_sin(pos.long(), Spectrum(2 * pairs)))
     wide = (torch.cat((t, t), dim=-1) for t in (cos, sin))
     c, s = wide
-    (even,) = turn([x], c[..., ::2], s[..., ::2], **_ADJACENT)
-    (odd,) = turn([x], c[..., 1::2], s[..., 1::2], **_ADJACENT)
+    (even,) = rotate_all([x], c[..., ::2], s[..., ::2], **_ADJACENT)
+    (odd,) = rotate_all([x], c[..., 1::2], s[..., 1::2], **_ADJACENT)
     return torch.stack((even[..., ::2], odd[..., 1::2]), dim=-1).flatten(-2)
 
 

@@ -245,7 +245,7 @@ def _seq_len(module: Any, prefix: str, spectrum: Spectrum, position_ids: Tensor)
 
 
 def _in_force(module: Any, kind: str | None, rates: Rates, at: Tensor) -> bool:
-    """Whether these are the rates by which a module turned when it was last called."""
+    """Whether these are the rates by which a module rotated when it was last called."""
     held = getattr(module, f"{_prefix(kind)}inv_freq").double()
     seq_len = _seq_len(module, _prefix(kind), rates.spectrum, at)
     return _near(held, _ordered(scaled_rates(rates.spectrum, None, seq_len), rates.order))

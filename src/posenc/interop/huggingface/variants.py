@@ -19,10 +19,10 @@ from torch import Tensor
 
 from posenc.interop.huggingface import special
 from posenc.interop.huggingface.probing import FAILURES, WIDEN, same
-from posenc.interop.huggingface.turning import turn
+from posenc.interop.huggingface.rotation import rotate_all
 
 # What model code calls the tensors that it rotates, and the tables that it rotates them by.
-_TURNED = {"q", "k", "x", "xq", "xk", "query", "key", "tensor", "hidden_states"}
+_ROTATED = {"q", "k", "x", "xq", "xk", "query", "key", "tensor", "hidden_states"}
 _COMPLEX = {"freqs_cis", "freqs_ci"}
 _IGNORED = {"position_ids", "kwargs"}
 _AXIS = "unsqueeze_dim"
@@ -64,7 +64,7 @@ class Variant:
 
 def function(names: tuple[str, ...], variant: Variant, default_axis: int = 1) -> Callable[..., Any]:
     """A function of the given parameter names that rotates as ``variant`` says, by our op."""
-    turned = [name for name in names if name in _TURNED]
+    rotating = [name for name in names if name in _ROTATED]
     flags = {
         "interleaved": variant.layout != "half",
         "interleaved_out": variant.layout == "interleaved",
@@ -87,15 +87,15 @@ def function(names: tuple[str, ...], variant: Variant, default_axis: int = 1) ->
             cos, sin = (t.reshape(-1, 1, t.shape[-1]) for t in (cos, sin))
         elif axis is not None:
             cos, sin = cos.unsqueeze(axis), sin.unsqueeze(axis)
-        xs = [given.get(name) for name in turned]
+        xs = [given.get(name) for name in rotating]
         present = [x for x in xs if x is not None]
         if tokens == "all":
-            ys = turn(present, cos, sin, **flags)
+            ys = rotate_all(present, cos, sin, **flags)
         elif tokens == "patches":
             ys = [_patches(x, cos, sin, flags) for x in present]
         else:
             ys = [_latest(x, cos, sin, flags) for x in present]
-        if len(ys) == len(turned):
+        if len(ys) == len(rotating):
             return tuple(ys) if len(ys) > 1 else ys[0]
         return ys[0] if bare else (ys[0], None)
 
@@ -104,13 +104,13 @@ def function(names: tuple[str, ...], variant: Variant, default_axis: int = 1) ->
 
 def _patches(x: Tensor, cos: Tensor, sin: Tensor, flags: dict[str, bool]) -> Tensor:
     before = x.shape[-2] - cos.shape[-2]
-    (y,) = turn([x[..., before:, :]], cos, sin, **flags)
+    (y,) = rotate_all([x[..., before:, :]], cos, sin, **flags)
     return torch.cat((x[..., :before, :], y), dim=-2) if before else y
 
 
 def _latest(x: Tensor, cos: Tensor, sin: Tensor, flags: dict[str, bool]) -> Tensor:
     length = x.shape[-2]
-    (y,) = turn([x], cos[..., -length:, :], sin[..., -length:, :], **flags)
+    (y,) = rotate_all([x], cos[..., -length:, :], sin[..., -length:, :], **flags)
     return y
 
 
@@ -142,18 +142,18 @@ def _search(original: Callable[..., Any]) -> Known | None:
         ours, variant, layout, tried = special.PROBES[names]
         agrees = all(same(ours(*given), original(*given)) for given in tried)
         return Known(variant, layout, ours) if agrees else None
-    turned = [name for name in names if name in _TURNED]
+    rotating = [name for name in names if name in _ROTATED]
     complexes = [name for name in names if name in _COMPLEX]
     tables = set(complexes) or {"cos", "sin"}
-    extra = set(names) - set(turned) - tables - _IGNORED - {_AXIS}
-    if not turned or not tables <= set(names) or extra:
+    extra = set(names) - set(rotating) - tables - _IGNORED - {_AXIS}
+    if not rotating or not tables <= set(names) or extra:
         return None
     asks = _AXIS in parameters
     default = parameters[_AXIS].default if asks else 1
     answers: dict[str, list[tuple[dict[str, Any], Any]]] = {}
     for kind in _variants(bool(complexes), asks):
         if kind.tables not in answers:
-            asked = [(g, _try(original, g)) for g in _probes(kind.tables, turned, tables, asks)]
+            asked = [(g, _try(original, g)) for g in _probes(kind.tables, rotating, tables, asks)]
             answers[kind.tables] = [(g, answer) for g, answer in asked if answer is not None]
         ours = function(names, kind, default)
         known = answers[kind.tables]
@@ -206,7 +206,9 @@ _SHAPES = (
 )
 
 
-def _probes(form: str, turned: list[str], tables: set[str], asks: bool) -> Iterator[dict[str, Any]]:
+def _probes(
+    form: str, rotating: list[str], tables: set[str], asks: bool
+) -> Iterator[dict[str, Any]]:
     """Arguments to try a function on; those that it does not take, it refuses."""
     made = torch.Generator().manual_seed(0)
     for (shape, rows, axis), width in itertools.product(_SHAPES, (8, 12)):
@@ -222,7 +224,8 @@ def _probes(form: str, turned: list[str], tables: set[str], asks: bool) -> Itera
         if asks:
             given[_AXIS] = axis
         xs = {
-            name: torch.randn(*shape, width, generator=made, dtype=torch.float32) for name in turned
+            name: torch.randn(*shape, width, generator=made, dtype=torch.float32)
+            for name in rotating
         }
         yield {**given, **xs}
         yield {**given, **{name: torch.cat((x, x), dim=-2) for name, x in xs.items()}}
@@ -239,6 +242,6 @@ def _try(function: Callable[..., Any], given: dict[str, Any]) -> Any:
     except FAILURES:
         return None
     got = [answer] if isinstance(answer, Tensor) else answer
-    asked = [x for name, x in given.items() if name in _TURNED]
+    asked = [x for name, x in given.items() if name in _ROTATED]
     fits = all(y is None or y.shape == x.shape for x, y in zip(asked, got, strict=False))
     return answer if fits else None

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from posenc.kernels import reference
-from posenc.kernels.spec import Norm, RowOutOfRange, Rows, Turn
+from posenc.kernels.spec import Norm, RowOutOfRange, Rows, Spec
 
 try:
     import posenc.kernels.c._rotate as _rotate
@@ -25,12 +25,12 @@ _CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 
 
 
 def norm_rotate(
-    x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, rows: Rows, turn: Turn, norm: Norm
+    x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, rows: Rows, spec: Spec, norm: Norm
 ) -> Tensor:
     """Normalise and rotate ``x`` into a new tensor, in one pass."""
     y = torch.empty_like(x)
     factors = _factors(weight, norm)
-    rotate_into([x], [y], cos, sin, rows, turn, (factors.data_ptr(), *_kind(norm), 0))
+    rotate_into([x], [y], cos, sin, rows, spec, (factors.data_ptr(), *_kind(norm), 0))
     return y
 
 
@@ -41,7 +41,7 @@ def norm_rotate_backward(
     cos: Tensor,
     sin: Tensor,
     rows: Rows,
-    turn: Turn,
+    spec: Spec,
     norm: Norm,
 ) -> tuple[Tensor, Tensor]:
     """Gradients to ``x`` and ``weight``, given ``g``, the gradient to the result."""
@@ -54,7 +54,7 @@ def norm_rotate_backward(
     factors = _factors(weight, norm)
     to_factors = torch.zeros_like(factors)
     numbers = (factors.data_ptr(), *_kind(norm), to_factors.data_ptr())
-    rotate_into([x, g], [dx, g], cos, sin, rows, turn, numbers)
+    rotate_into([x, g], [dx, g], cos, sin, rows, spec, numbers)
     return dx, to_factors.to(weight.dtype).view_as(weight)
 
 
@@ -76,7 +76,7 @@ def rotate_into(
     cos: Tensor,
     sin: Tensor,
     rows: Rows,
-    turn: Turn,
+    spec: Spec,
     norm: tuple[int, int, int, int] = (0, 0, 0, 0),
 ) -> None:
     """Rotate each of ``xs`` into the tensor of ``ys`` beside it, which may be itself.
@@ -105,16 +105,16 @@ def rotate_into(
     tensors: list[Any] = []
     for x, y in zip(xs, ys):  # noqa: B905 (a list beside its copy, on the path of every token)
         if x.is_neg() or x.dtype is not dtype:
-            _one_by_one(xs, ys, cos, sin, rows, turn, norm)
+            _one_by_one(xs, ys, cos, sin, rows, spec, norm)
             return
         tensors += (x.data_ptr(), y.data_ptr(), x.shape, x.stride(), y.stride())
     # A thread that torch has not met would take all there are, whatever was set.
     torch.get_num_threads()
     bad = _rotate.rotate(
-        _CODES[dtype], cos.data_ptr(), sin.data_ptr(), *tables, where, turn, norm, *tensors
+        _CODES[dtype], cos.data_ptr(), sin.data_ptr(), *tables, where, spec, norm, *tensors
     )
     if bad is NotImplemented:
-        _one_by_one(xs, ys, cos, sin, rows, turn, norm)
+        _one_by_one(xs, ys, cos, sin, rows, spec, norm)
     elif bad is not None:
         raise RowOutOfRange(bad, held)
 

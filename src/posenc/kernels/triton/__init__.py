@@ -9,7 +9,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from posenc.kernels.spec import Norm, Rows, Turn
+from posenc.kernels.spec import Norm, Rows, Spec
 
 # Looked up once, here: a compiler that traces a call does not follow the search.
 installed = importlib.util.find_spec("triton") is not None
@@ -28,10 +28,15 @@ def why() -> str:
 
 
 def rotate_into(
-    xs: Sequence[Tensor], ys: Sequence[Tensor], cos: Tensor, sin: Tensor, rows: Rows, turn: Turn
+    xs: Sequence[Tensor],
+    ys: Sequence[Tensor],
+    cos: Tensor,
+    sin: Tensor,
+    rows: Rows,
+    spec: Spec,
 ) -> None:
     """Rotate each of ``xs`` into the tensor of ``ys`` beside it, which may be itself."""
-    _rotation()(xs, ys, cos, sin, rows, turn)
+    _rotation()(xs, ys, cos, sin, rows, spec)
 
 
 @cache
@@ -42,12 +47,12 @@ def _rotation() -> Callable[..., None]:
 
 
 def norm_rotate(
-    x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, rows: Rows, turn: Turn, norm: Norm
+    x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, rows: Rows, spec: Spec, norm: Norm
 ) -> Tensor:
     """Normalise and rotate ``x`` into a new tensor."""
     from posenc.kernels.triton import norm as kernel
 
-    return kernel.norm_rotate(x, weight, cos, sin, rows, turn, norm)
+    return kernel.norm_rotate(x, weight, cos, sin, rows, spec, norm)
 
 
 def norm_rotate_backward(
@@ -57,10 +62,10 @@ def norm_rotate_backward(
     cos: Tensor,
     sin: Tensor,
     rows: Rows,
-    turn: Turn,
+    spec: Spec,
     norm: Norm,
 ) -> tuple[Tensor, Tensor]:
     """Gradients of :func:`norm_rotate` to ``x`` and ``weight``."""
     from posenc.kernels.triton import norm as kernel
 
-    return kernel.norm_rotate_backward(g, x, weight, cos, sin, rows, turn, norm)
+    return kernel.norm_rotate_backward(g, x, weight, cos, sin, rows, spec, norm)

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from posenc.kernels.spec import Norm, Rows, Turn
+from posenc.kernels.spec import Norm, Rows, Spec
 from posenc.kernels.triton.launch import Launch, known
 from posenc.kernels.triton.pairs import (
     as_words,
@@ -19,11 +19,11 @@ from posenc.kernels.triton.pairs import (
     load_pairs,
     load_tables,
     negative,
+    rotated,
     row_strides,
     store_pairs,
     strides,
     table_sizes,
-    turned,
     wide,
 )
 
@@ -32,16 +32,16 @@ _SHARES = 1056
 
 
 def norm_rotate(
-    x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, rows: Rows, turn: Turn, norm: Norm
+    x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, rows: Rows, spec: Spec, norm: Norm
 ) -> Tensor:
     """Normalise and rotate ``x``, whose last dimension is dense, into a new tensor."""
     x, y = _into(x)
     if y.numel() == 0:
         return y
-    weight, cos, sin, ids = _read(x, weight, cos, sin, rows, turn)
+    weight, cos, sin, ids = _read(x, weight, cos, sin, rows, spec)
     tensors = (x, y, weight, cos, sin, ids)
-    make = partial(_forward_launch, x, y, weight, cos, rows, turn, norm)
-    run = known(_LAUNCHES, ("forward", rows.positions is None, turn, norm), tensors, make)
+    make = partial(_forward_launch, x, y, weight, cos, rows, spec, norm)
+    run = known(_LAUNCHES, ("forward", rows.positions is None, spec, norm), tensors, make)
     run(tensors, rows.start)
     return y
 
@@ -53,7 +53,7 @@ def norm_rotate_backward(
     cos: Tensor,
     sin: Tensor,
     rows: Rows,
-    turn: Turn,
+    spec: Spec,
     norm: Norm,
 ) -> tuple[Tensor, Tensor]:
     """Gradients to ``x`` and ``weight``, given ``g``, the gradient to the result."""
@@ -68,10 +68,10 @@ def norm_rotate_backward(
     share_type = torch.promote_types(weight.dtype, torch.float32)
     share = heads * width if norm.whole else width
     shares = torch.empty((programs, share), device=x.device, dtype=share_type)
-    weight, cos, sin, ids = _read(x, weight, cos, sin, rows, turn)
+    weight, cos, sin, ids = _read(x, weight, cos, sin, rows, spec)
     tensors = (g, x, dx, shares, weight, cos, sin, ids)
-    make = partial(_backward_launch, g, x, dx, shares, weight, cos, rows, turn, norm)
-    run = known(_LAUNCHES, ("backward", rows.positions is None, turn, norm), tensors, make)
+    make = partial(_backward_launch, g, x, dx, shares, weight, cos, rows, spec, norm)
+    run = known(_LAUNCHES, ("backward", rows.positions is None, spec, norm), tensors, make)
     run(tensors, rows.start)
     return dx, shares.sum(0).to(weight.dtype).view_as(weight)
 
@@ -90,21 +90,21 @@ def _into(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _read(
-    x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, rows: Rows, turn: Turn
+    x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, rows: Rows, spec: Spec
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """What both kernels read beside their rows: weight, tables and positions."""
-    check_tables(x, cos, sin, turn)
+    check_tables(x, cos, sin, spec)
     if cos.stride(-1) != 1 or cos.stride() != sin.stride():
         cos, sin = cos.contiguous(), sin.contiguous()
     return weight.contiguous(), cos, sin, x if rows.positions is None else rows.positions
 
 
 def _forward_launch(
-    x: Tensor, y: Tensor, weight: Tensor, cos: Tensor, rows: Rows, turn: Turn, norm: Norm
+    x: Tensor, y: Tensor, weight: Tensor, cos: Tensor, rows: Rows, spec: Spec, norm: Norm
 ) -> Launch:
-    inner, outer = layout(turn.interleaved, turn, x), layout(turn.interleaved_out, turn, y)
+    inner, outer = layout(spec.interleaved, spec, x), layout(spec.interleaved_out, spec, y)
     numbers = *strides(x, inner), *strides(y, outer), *_sizes(x, cos, rows, norm)
-    constants = _constants(x, weight, cos, rows, turn, norm, inner, outer)
+    constants = _constants(x, weight, cos, rows, spec, norm, inner, outer)
     # One program takes all heads of a token. Measured on an H200: benchmarks/README.md.
     warps = min(max(constants["BLOCK_H"] * x.shape[3] // 1024, 2), 8)
     grid = (x.shape[0] * x.shape[2], 1, 1)
@@ -119,11 +119,11 @@ def _backward_launch(
     weight: Tensor,
     cos: Tensor,
     rows: Rows,
-    turn: Turn,
+    spec: Spec,
     norm: Norm,
 ) -> Launch:
-    inner, outer = layout(turn.interleaved, turn, x, dx), layout(turn.interleaved_out, turn, g)
-    constants = _constants(x, weight, cos, rows, turn, norm, inner, outer)
+    inner, outer = layout(spec.interleaved, spec, x, dx), layout(spec.interleaved_out, spec, g)
+    constants = _constants(x, weight, cos, rows, spec, norm, inner, outer)
     programs, block = shares.shape[0], constants["BLOCK_H"]
     numbers = (
         *strides(g, outer), *strides(x, inner), *strides(dx, inner),
@@ -151,7 +151,7 @@ def _constants(
     weight: Tensor,
     cos: Tensor,
     rows: Rows,
-    turn: Turn,
+    spec: Spec,
     norm: Norm,
     inner: int,
     outer: int,
@@ -161,14 +161,14 @@ def _constants(
         "HEADS": x.shape[1],
         "WIDTH": width,
         "PAIRS": pairs,
-        "COLUMN": turn.column,
+        "COLUMN": spec.column,
         "REST": width - 2 * pairs,
         "HAS_POSITIONS": rows.positions is not None,
-        "ADVANCES": rows.advances(),
+        "ADVANCES": rows.is_sequential(),
         "IN": inner,
         "OUT": outer,
-        "WEIGHT": layout(turn.interleaved, turn, weight.view(1, 1, -1, width)),
-        "TRANSPOSED": turn.transposed,
+        "WEIGHT": layout(spec.interleaved, spec, weight.view(1, 1, -1, width)),
+        "TRANSPOSED": spec.transposed,
         "WHOLE": norm.whole,
         "WIDE": wide(x),
         "BLOCK_P": triton.next_power_of_2(pairs),
@@ -261,7 +261,7 @@ def _forward(
         y_at = (b * y_b + t[:, None] * y_t + h[None, :] * y_h)[:, :, None]
         p, q, rest = _load(x, x_at, at, mask, other, keep, PAIRS, COLUMN, REST, IN, WIDE)
         scale = tl.rsqrt(_dot(p, q, rest, p, q, rest, REST, WHOLE) / count + eps).to(WIDE)
-        p, q = turned(p * scale * wp, q * scale * wq, c, s)
+        p, q = rotated(p * scale * wp, q * scale * wq, c, s)
         store_pairs(as_words(y, OUT) + y_at, at, mask, p, q, COLUMN, PAIRS, OUT, element)
         if REST > 0:
             kept = y + y_at * (2 if OUT == 2 else 1) + other
@@ -309,7 +309,7 @@ def _backward(
         p, q, rest = _load(x, x_at, at, mask, other, keep, PAIRS, COLUMN, REST, IN, WIDE)
         g_at = (b * g_b + t[:, None] * g_t + h[None, :] * g_h)[:, :, None]
         gp, gq = load_pairs(as_words(g, OUT) + g_at, at, mask, COLUMN, PAIRS, OUT, element, WIDE)
-        gp, gq = turned(gp, gq, c, negative(s))
+        gp, gq = rotated(gp, gq, c, negative(s))
         gr = rest * 0
         if REST > 0:
             above = g + g_at * (2 if OUT == 2 else 1) + other

@@ -9,17 +9,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from posenc.kernels.spec import Rows, Turn
+from posenc.kernels.spec import Rows, Spec
 
 # How the pairs of a row lie in memory. A packed pair is one word, so that loads stay wide.
 HALVES, STRIDED, PACKED = 0, 1, 2
 
 
-def layout(interleaved: bool, turn: Turn, *tensors: Tensor) -> int:
+def layout(interleaved: bool, spec: Spec, *tensors: Tensor) -> int:
     """How the pairs of ``tensors`` lie: halves, or interleaved and, if aligned, packed in words."""
     if not interleaved:
         return HALVES
-    aligned = turn.column % 2 == 0 and all(
+    aligned = spec.column % 2 == 0 and all(
         t.element_size() < 8
         and t.data_ptr() % (2 * t.element_size()) == 0
         and all(stride % 2 == 0 for stride in t.stride()[:3])
@@ -47,10 +47,10 @@ def index(*tensors: Tensor) -> Any:
     return tl.int32 if last < 2**31 else tl.int64
 
 
-def check_tables(x: Tensor, cos: Tensor, sin: Tensor, turn: Turn) -> None:
+def check_tables(x: Tensor, cos: Tensor, sin: Tensor, spec: Spec) -> None:
     """Refuse tables that a kernel would read, or turn channels with, beyond what is there."""
     pairs, batch = cos.shape[-1], cos.shape[0] if cos.dim() == 3 else x.shape[0]
-    fits = pairs >= 1 and turn.column + 2 * pairs <= x.shape[3]
+    fits = pairs >= 1 and spec.column + 2 * pairs <= x.shape[3]
     if not fits or batch != x.shape[0] or cos.shape != sin.shape:
         raise ValueError(f"tables {tuple(cos.shape)} do not fit {tuple(x.shape)}")
 
@@ -132,8 +132,8 @@ def negative(x):
 
 
 @triton.jit
-def turned(p, q, c, s):
-    """Pairs turned: in the same roundings wherever this is called from."""
+def rotated(p, q, c, s):
+    """Pairs rotated: in the same roundings wherever this is called from."""
     return tl.fma(p, c, negative(q * s)), tl.fma(q, c, p * s)
 
 

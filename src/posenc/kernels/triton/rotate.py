@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from posenc.kernels.spec import Rows, Turn
+from posenc.kernels.spec import Rows, Spec
 from posenc.kernels.triton.launch import Launch, known, starts_early
 from posenc.kernels.triton.pairs import (
     HALVES,
@@ -22,12 +22,12 @@ from posenc.kernels.triton.pairs import (
     layout,
     load_pairs,
     load_tables,
+    rotated,
     row_strides,
     stop_unless,
     store_pairs,
     strides,
     table_sizes,
-    turned,
     wide,
 )
 
@@ -36,16 +36,21 @@ SHORT = 1024
 
 
 def rotate_into(
-    xs: Sequence[Tensor], ys: Sequence[Tensor], cos: Tensor, sin: Tensor, rows: Rows, turn: Turn
+    xs: Sequence[Tensor],
+    ys: Sequence[Tensor],
+    cos: Tensor,
+    sin: Tensor,
+    rows: Rows,
+    spec: Spec,
 ) -> None:
     """Rotate each of ``xs`` into the tensor of ``ys`` beside it, which may be itself."""
     q, k = xs[0], xs[-1]
     positions = rows.positions
     tensors = (q, k, ys[0], ys[-1], cos, sin, q if positions is None else positions)
-    described = (len(xs), q is ys[0], turn, positions is None, q.is_neg(), k.is_neg())
-    launch = known(_LAUNCHES, described, tensors, partial(_launch, xs, ys, cos, sin, rows, turn))
+    described = (len(xs), q is ys[0], spec, positions is None, q.is_neg(), k.is_neg())
+    launch = known(_LAUNCHES, described, tensors, partial(_launch, xs, ys, cos, sin, rows, spec))
     if launch is None:
-        _in_steps(xs, ys, cos, sin, rows, turn)
+        _in_steps(xs, ys, cos, sin, rows, spec)
     else:
         launch(tensors, rows.start)
 
@@ -54,7 +59,12 @@ _LAUNCHES: dict[Any, Launch | None] = {}
 
 
 def _in_steps(
-    xs: Sequence[Tensor], ys: Sequence[Tensor], cos: Tensor, sin: Tensor, rows: Rows, turn: Turn
+    xs: Sequence[Tensor],
+    ys: Sequence[Tensor],
+    cos: Tensor,
+    sin: Tensor,
+    rows: Rows,
+    spec: Spec,
 ) -> None:
     """What one launch cannot take as it lies."""
     if cos.stride(-1) != 1 or cos.stride() != sin.stride():
@@ -63,10 +73,10 @@ def _in_steps(
         if x.numel() == 0:
             continue
         if all(t.stride(-1) == 1 and not t.is_neg() for t in (x, y)):
-            rotate_into([x], [y], cos, sin, rows, turn)
+            rotate_into([x], [y], cos, sin, rows, spec)
         else:
             made = torch.empty(y.shape, dtype=y.dtype, device=y.device)
-            rotate_into([_dense(x)], [made], cos, sin, rows, turn)
+            rotate_into([_dense(x)], [made], cos, sin, rows, spec)
             y.copy_(made)
 
 
@@ -76,10 +86,15 @@ def _dense(x: Tensor) -> Tensor:
 
 
 def _launch(
-    xs: Sequence[Tensor], ys: Sequence[Tensor], cos: Tensor, sin: Tensor, rows: Rows, turn: Turn
+    xs: Sequence[Tensor],
+    ys: Sequence[Tensor],
+    cos: Tensor,
+    sin: Tensor,
+    rows: Rows,
+    spec: Spec,
 ) -> Launch | None:
     q, k, q_out, k_out = xs[0], xs[-1], ys[0], ys[-1]
-    check_tables(q, cos, sin, turn)
+    check_tables(q, cos, sin, spec)
     if q.dtype != k.dtype or any(x.is_neg() or x.numel() == 0 for x in xs):
         return None
     if any(t.stride(-1) != 1 for t in (*xs, *ys, cos)) or cos.stride() != sin.stride():
@@ -87,7 +102,7 @@ def _launch(
     batch, q_heads, length, width = q.shape
     k_heads = k.shape[1] if len(xs) == 2 else 0
     pairs = cos.shape[-1]
-    inner, outer = layout(turn.interleaved, turn, *xs), layout(turn.interleaved_out, turn, *ys)
+    inner, outer = layout(spec.interleaved, spec, *xs), layout(spec.interleaved_out, spec, *ys)
     rounded = cos.dtype == torch.float32
     heads, tokens, warps, split = tile(batch, length, q_heads, k_heads, pairs, q, inner, rounded)
     short = batch * length <= SHORT
@@ -101,13 +116,13 @@ def _launch(
         "Q_HEADS": q_heads,
         "K_HEADS": k_heads,
         "PAIRS": pairs,
-        "COLUMN": turn.column,
+        "COLUMN": spec.column,
         "REST": 0 if q is q_out else width - 2 * pairs,
         "HAS_POSITIONS": rows.positions is not None,
-        "ADVANCES": rows.advances(),
+        "ADVANCES": rows.is_sequential(),
         "IN": inner,
         "OUT": outer,
-        "TRANSPOSED": turn.transposed,
+        "TRANSPOSED": spec.transposed,
         "WIDE": wide(q),
         "INDEX": index(*xs, *ys, cos, *([] if rows.positions is None else [rows.positions])),
         "BATCH_FIRST": batch > 4,
@@ -177,13 +192,13 @@ def _give(
     HEADS: tl.constexpr, PAIRS: tl.constexpr, COLUMN: tl.constexpr, REST: tl.constexpr,
     IN: tl.constexpr, OUT: tl.constexpr, BLOCK_REST: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
-    """Turn them, store them, and copy the channels beside them."""
+    """Spec them, store them, and copy the channels beside them."""
     h = (block * BLOCK_H + tl.arange(0, BLOCK_H)).to(b.dtype)
     present = alive[:, None, None] & (h < HEADS)[None, :, None]
     y_at = (b * y_b + t[:, None] * y_t + h[None, :] * y_h)[:, :, None]
     element: tl.constexpr = source.dtype.element_ty
     where, mask = as_words(target, OUT) + y_at, present & (at < PAIRS)
-    p, q = turned(p, q, c, s)
+    p, q = rotated(p, q, c, s)
     store_pairs(where, at, mask, p, q, COLUMN, PAIRS, OUT, element)
     if REST > 0:
         # The channels that are not rotated: all after the pairs, or all before.

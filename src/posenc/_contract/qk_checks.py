@@ -78,7 +78,7 @@ def ids(who: str, name: str, value: Any, keys: int, device: torch.device | str) 
     return value.to(device=device, dtype=torch.int64)
 
 
-def batch(who: str, name: str, x: Tensor | int | None, ranks: int, wanted: int) -> None:
+def check_batch(who: str, name: str, x: Tensor | int | None, ranks: int, wanted: int) -> None:
     """Refuse a tensor whose leading axis of ``ranks`` is neither 1 nor the batch size."""
     if isinstance(x, Tensor) and x.dim() == ranks and x.shape[0] not in (1, wanted):
         rule = f"{name} must be for 1 or {wanted} sequences"
@@ -86,7 +86,7 @@ def batch(who: str, name: str, x: Tensor | int | None, ranks: int, wanted: int) 
         raise ValueError(message(who, rule, got, "Give one row to each sequence."))
 
 
-def together(who: str, *parts: tuple[str, Tensor | int | None, int]) -> bool:
+def check_batches(who: str, *parts: tuple[str, Tensor | int | None, int]) -> bool:
     """Whether any of ``parts`` has a row for each sequence; refuse those that differ in how many.
 
     Each is a name, what was given, and how many axes that has if the first is of sequences.
@@ -94,5 +94,5 @@ def together(who: str, *parts: tuple[str, Tensor | int | None, int]) -> bool:
     sizes = [x.shape[0] for _, x, ranks in parts if isinstance(x, Tensor) and x.dim() == ranks]
     if sizes:
         for name, x, ranks in parts:
-            batch(who, name, x, ranks, max(sizes))
+            check_batch(who, name, x, ranks, max(sizes))
     return bool(sizes)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from posenc._contract import checks
-from posenc._contract.tracing import has_memory
+from posenc._contract.tracing import has_real_storage
 
 
 def check_writable(who: str, xs: Sequence[Tensor], *, recorded_by: Sequence[Tensor]) -> None:
@@ -19,10 +19,10 @@ def check_writable(who: str, xs: Sequence[Tensor], *, recorded_by: Sequence[Tens
         xs: What is to be written.
         recorded_by: What else it is made of: a gradient to it is recorded too.
     """
-    real = has_memory(*xs)
+    real = has_real_storage(*xs)
     recorded = torch.is_grad_enabled() and any(t.requires_grad for t in (*xs, *recorded_by))
     for x in xs:
-        if meets_itself(x):
+        if has_internal_overlap(x):
             rule = "a tensor must not share memory with itself to be written in place"
             got = f"strides {x.stride()}"
             raise ValueError(checks.message(who, rule, got, "Call contiguous() first."))
@@ -33,15 +33,15 @@ def check_writable(who: str, xs: Sequence[Tensor], *, recorded_by: Sequence[Tens
             rule = "a leaf that requires a gradient must not be written in place"
             got = "one" if x._base is None else "a view of one"
             raise ValueError(checks.message(who, rule, got, "Rotate what is made of it."))
-    if len(xs) == 2 and (xs[0] is xs[1] or (real and meet(*xs))):
+    if len(xs) == 2 and (xs[0] is xs[1] or (real and overlaps(*xs))):
         rule = "q and k must not share memory to be written in place"
         got = f"{tuple(xs[0].shape)} and {tuple(xs[1].shape)}"
         raise ValueError(checks.message(who, rule, got, "Call clone() on one of them."))
 
 
-def apart(xs: Sequence[Tensor], *read: Tensor) -> list[Tensor]:
+def copy_if_overlapping(xs: Sequence[Tensor], *read: Tensor) -> list[Tensor]:
     """What is ``read`` while ``xs`` are written, copied if it would be written over."""
-    if not has_memory(*xs, *read):
+    if not has_real_storage(*xs, *read):
         return list(read)
     written = [_range(x) for x in xs]
     kept = list(read)
@@ -53,12 +53,12 @@ def apart(xs: Sequence[Tensor], *read: Tensor) -> list[Tensor]:
     return kept
 
 
-def meets_itself(x: Tensor) -> bool:
+def has_internal_overlap(x: Tensor) -> bool:
     """Whether two elements of ``x`` may be one: a step no longer than what lies within it.
 
     Examples:
-        >>> meets_itself(torch.zeros(2, 3)), meets_itself(torch.zeros(1, 3).expand(2, 3))
-        (False, True)
+        >>> has_internal_overlap(torch.zeros(1, 3).expand(2, 3))
+        True
     """
     if x.is_contiguous():
         return False
@@ -75,7 +75,7 @@ def meets_itself(x: Tensor) -> bool:
     return False
 
 
-def meet(a: Tensor, b: Tensor) -> bool:
+def overlaps(a: Tensor, b: Tensor) -> bool:
     """Whether ``a`` and ``b``, of as many axes and neither meeting itself, share an element.
 
     Slices of one tensor are told apart exactly. Views that walk their memory differently are
@@ -84,7 +84,7 @@ def meet(a: Tensor, b: Tensor) -> bool:
 
     Examples:
         >>> qkv = torch.zeros(2, 5, 6, 8)
-        >>> meet(qkv[:, :, :4], qkv[:, :, 4:5]), meet(qkv[:, :, :4], qkv[:, :, 3:])
+        >>> overlaps(qkv[:, :, :4], qkv[:, :, 4:5]), overlaps(qkv[:, :, :4], qkv[:, :, 3:])
         (False, True)
     """
     if a.numel() == 0 or b.numel() == 0 or a.is_meta:

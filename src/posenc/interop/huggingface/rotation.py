@@ -6,7 +6,7 @@ from torch import Tensor
 
 from posenc._contract import checks
 from posenc.functional.rotary import halved, turn_all
-from posenc.kernels import Rows, Turn
+from posenc.kernels import Rows, Spec
 
 _WHO = "the patched model"
 
@@ -46,11 +46,11 @@ def apply_rotary_pos_emb(
         halved(who, name, table, False).unsqueeze(unsqueeze_dim)
         for name, table in (("cos", cos), ("sin", sin))
     ]
-    a, b = turn([q, k], tables[0], tables[1], interleaved=False, interleaved_out=False)
+    a, b = rotate_all([q, k], tables[0], tables[1], interleaved=False, interleaved_out=False)
     return a, b
 
 
-def turn(
+def rotate_all(
     xs: list[Tensor],
     cos: Tensor,
     sin: Tensor,
@@ -71,7 +71,7 @@ def turn(
         interleaved: Pairs of the input are ``(2i, 2i + 1)``, else ``(i, P + i)``.
         interleaved_out: The same for the output.
         last: Rotate the last ``2P`` channels instead of the first.
-        backwards: Turn by the negative angle.
+        backwards: Spec by the negative angle.
     """
     # Tokens before heads: the op wants them after, and does not mind the strides.
     swapped = cos.dim() > 2 and cos.shape[-2] == 1 and cos.shape[-3] != 1
@@ -79,7 +79,7 @@ def turn(
         cos, sin = cos.transpose(-2, -3), sin.transpose(-2, -3)
         xs = [x.transpose(-2, -3) for x in xs]
     column = xs[0].shape[-1] - 2 * cos.shape[-1] if last else 0
-    how = Turn(interleaved, interleaved_out, column, backwards)
+    how = Spec(interleaved, interleaved_out, column, backwards)
     first, *others = xs
     together = cos.dim() < 4 or cos.shape[-3] == 1
     for x in others:
@@ -96,7 +96,7 @@ def _alike(q: Tensor, k: Tensor) -> bool:
     return q.shape[0] == k.shape[0] and q.shape[2:] == k.shape[2:]
 
 
-def _turn_one(x: Tensor, cos: Tensor, sin: Tensor, how: Turn) -> Tensor:
+def _turn_one(x: Tensor, cos: Tensor, sin: Tensor, how: Spec) -> Tensor:
     four = x[(None,) * (4 - x.dim())] if x.dim() < 4 else x.flatten(0, -4)
     if x.dim() > 4 and cos.dim() > 3:
         lead = (*x.shape[:-3], *cos.shape[-3:])
