@@ -1,11 +1,12 @@
-"""Files that a stranger wrote: regular ones alone, within bounds, and refused with a reason."""
+"""Files: a stranger's are read within bounds or refused with a reason, ours are written whole."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -77,3 +78,24 @@ def parse_json(
         if not level:
             return found
     raise ValueError(deep)
+
+
+@contextlib.contextmanager
+def create(path: Path, mode: int | None = None) -> Iterator[BinaryIO]:
+    """Make a new file, never through a link; after the block it is on the disk.
+
+    A file that is to have ``mode`` is its owner's alone until then.
+    """
+    first = 0o666 if mode is None else 0o600
+    with open(path, "xb", opener=lambda name, flags: os.open(name, flags, first)) as file:
+        yield file
+        file.flush()
+        os.fsync(file.fileno())
+    if mode is not None:
+        set_mode(path, mode)
+
+
+def set_mode(path: Path, mode: int) -> None:
+    """Give a file or folder its permissions, on disks that have any."""
+    with contextlib.suppress(PermissionError):
+        os.chmod(path, mode & 0o777)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from posenc._contract import files
+
 
 def partial(path: Path) -> Path:
     """The name under which :func:`write` prepares ``path``.
@@ -30,11 +32,8 @@ def write(path: Path, content: bytes) -> None:
     half = partial(path)
     half.unlink(missing_ok=True)
     try:
-        # Made anew: an open that may find something could follow a link.
-        with half.open("xb") as file:
+        with files.create(half) as file:
             file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
         os.replace(half, path)
     except BaseException:
         half.unlink(missing_ok=True)

@@ -1,10 +1,10 @@
-"""Checkpoints between the half and the interleaved layout: tensors, files and files."""
+"""Checkpoints between the half and the interleaved layout: tensors, state dicts and files."""
 
 from __future__ import annotations
 
-import errno
+import functools
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from posenc._contract import checks
-from posenc.configs import LAYOUT, text_part
+from posenc.configs import LAYOUT, as_dict, text_part
 from posenc.interop.checkpoints import drafts, families, files, layouts, safetensors, selftest
 from posenc.interop.checkpoints.families import Config, Model
 from posenc.interop.checkpoints.layouts import Heads, Layout, permute
@@ -24,8 +24,7 @@ __all__ = ["Heads", "Report", "convert", "convert_state", "permute", "resize_lea
 Tell = Callable[[str, float], None]
 # The key of a file's metadata that says which layout its queries and keys have.
 METADATA = "posenc.rope_layout"
-# Float64 rounding of a dot product is near 1e-14; a row in the wrong place is near 1.
-_TOLERANCE = 1e-9
+_message = functools.partial(checks.message, "convert")
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,10 +116,7 @@ def convert(
     layouts.check_layout("convert", "to", to)
     checks.integer("convert", "check", check, least=0)
     source, target = Path(source), Path(target)
-    files.refuse_paths(source, target, overwrite)
-    shards = [Source(file) for file in files.weights(source)]
-    files.check_index(source, {s.path.name: s.entries for s in shards})
-    described = files.config(source, config)
+    files.check_paths(source, target)
     given = {
         "num_heads": num_heads,
         "num_kv_heads": num_kv_heads,
@@ -128,49 +124,42 @@ def convert(
         "rotary_dim": rotary_dim,
         "fused": fused,
     }
-    model = families.from_config(described, **given)
-    # Who says it here knows better than a config, which may be another checkpoint's.
-    said, where = (
-        (text_part(described)[0].get(LAYOUT), LAYOUT) if layout is None else (layout, "layout")
-    )
-    if said is not None:
-        layouts.check_layout("convert", where, said)
-    _check_layout(shards, model, said, to)
-    plan = _plan(((n, e.shape) for s in shards for n, e in s.entries.items()), model, to)
-    total = sum(entry.nbytes for shard in shards for entry in shard.entries.values())
-    others = files.others(source, [s.path for s in shards]) if source.is_dir() else None
-    nbytes = total + sum(others.files.values() if others else ())
-    files.check_space(target, nbytes)
-    advance = _progress(tell, nbytes)
-    note = {} if model.layout == to else {METADATA: to}
-    try:
-        # Of a link, what it leads to is written.
-        with drafts.replaced(target.resolve(), overwrite) as draft:
-            if others:
-                files.copy(source, draft, others, advance)
-                if files.switch(draft, to, usual=not note):
-                    note = {}
-            paths = [draft / shard.path.name if others else draft for shard in shards]
-            for shard, path in zip(shards, paths, strict=True):
-                metadata = {k: v for k, v in shard.metadata.items() if k != METADATA} | note
+    folder = source.is_dir()
+    # Of a link, what it leads to is written.
+    with drafts.replaced(target.resolve(), folder=folder, overwrite=overwrite) as draft:
+        old = files.shards(source)
+        beside = source if folder else source.parent
+        described = files.config(beside) if config is None else as_dict("convert", config)
+        model = families.from_config(described, **given)
+        _check_layout(old, model, described, layout, to)
+        plan = _plan({n: e.shape for shard in old for n, e in shard.entries.items()}, model, to)
+        others = files.others(source, {shard.path for shard in old}) if folder else files.Others()
+        total = sum(entry.nbytes for shard in old for entry in shard.entries.values())
+        nbytes = total + sum(others.files.values())
+        with files.disk_space(target, nbytes):
+            advance = _progress(tell, nbytes)
+            files.copy(source, draft, others, advance)
+            native = files.mark(draft, to, native=model.layout == to)
+            paths = [draft / shard.path.name if folder else draft for shard in old]
+            for shard, path in zip(old, paths, strict=True):
+                metadata = {k: v for k, v in shard.metadata.items() if k != METADATA}
+                metadata |= {} if native else {METADATA: to}
                 safetensors.write(shard, path, metadata, plan, advance)
-            off = _self_test(shards, [Source(path) for path in paths], plan, model, to, check)
-    except OSError as wrong:
-        if wrong.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise files.no_space(target, nbytes, "a full disk") from wrong
-        raise
+            new = [Source(path) for path in paths]
+        readers = _reader(old), _reader(new)
+        checked = selftest.run(selftest.modules(plan), model, *readers, to, check)
     return Report(
         source=str(source),
         target=str(target),
         layout=to,
         family=model.family,
-        tensors=sum(len(shard.entries) for shard in shards),
+        tensors=sum(len(shard.entries) for shard in old),
         moved=tuple(plan),
         nbytes=total,
-        checked=tuple(off),
-        difference=max(off.values(), default=0.0),
-        left_out=tuple(others.left_out) if others else (),
-        marked=bool(note),
+        checked=tuple(checked),
+        difference=max(checked.values(), default=0.0),
+        left_out=tuple(others.left_out),
+        marked=not native,
     )
 
 
@@ -204,99 +193,74 @@ def convert_state(
         "rotary_dim": rotary_dim,
         "fused": fused,
     }
-    model = families.from_config(files.config(None, config), **given)
+    model = families.from_config({} if config is None else as_dict("convert", config), **given)
     if not isinstance(state, Mapping) or not all(isinstance(name, str) for name in state):
         got, way_out = checks.describe(state), "Pass model.state_dict()."
         raise TypeError(
             checks.message("convert_state", "state must be a dict by name", got, way_out)
         )
     # Step counts and the like pass.
-    tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
-    plan = _plan(((name, tensor.shape) for name, tensor in tensors.items()), model, to)
+    shapes = {name: tuple(x.shape) for name, x in state.items() if isinstance(x, Tensor)}
+    plan = _plan(shapes, model, to)
     return {
         name: layouts.take(tensor, plan[name]) if name in plan else tensor
         for name, tensor in state.items()
     }
 
 
-def _plan(
-    shapes: Iterable[tuple[str, tuple[int, ...]]], model: Model, to: Layout
-) -> dict[str, Tensor]:
+def _plan(shapes: Mapping[str, tuple[int, ...]], model: Model, to: Layout) -> dict[str, Tensor]:
     """The order of the rows of every tensor that moves."""
-    orders = {name: model.order(name, shape, to) for name, shape in shapes}
+    orders = {name: model.order(name, shape, to) for name, shape in shapes.items()}
     plan = {name: rows for name, rows in orders.items() if rows is not None}
-    for names in selftest.modules(plan, model).values():
-        # A projection under a name unknown here would stay behind its norm.
-        if all(model.kind(name) == "norm" for name in names):
-            rule = "a norm of queries or keys must come with their projection"
-            way_out = "Convert the whole folder, or use permute on each tensor."
-            raise ValueError(checks.message("convert", rule, names[0], way_out))
     if not plan:
         rule = "a checkpoint must have projections of queries or keys"
         got = f"{len(orders)} tensors, such as {', '.join(list(orders)[:3])}"
         way_out = "Rename them as transformers does, or use permute on each."
-        raise ValueError(checks.message("convert", rule, got, way_out))
+        raise ValueError(_message(rule, got, way_out))
+    for names in selftest.modules(plan).values():
+        # A projection under a name unknown here would stay behind its norm.
+        if all(model.kind(name) == "norm" for name in names):
+            rule = "a norm of queries or keys must come with their projection"
+            way_out = "Convert the whole folder, or use permute on each tensor."
+            raise ValueError(_message(rule, names[0], way_out))
     return plan
 
 
-def _check_layout(shards: list[Source], model: Model, said: Any, to: Layout) -> None:
+def _check_layout(
+    shards: list[Source], model: Model, config: Config, layout: Layout | None, to: Layout
+) -> None:
     """Refuse a source that is, or may be, in the wanted layout already."""
-    noted = {
-        layouts.check_layout("convert", f"{METADATA} of {shard.path}", shard.metadata[METADATA])
-        for shard in shards
-        if METADATA in shard.metadata
-    }
-    names = [name for shard in shards for name in shard.entries]
-    if said is not None:
-        noted.add(said)
-    if len(noted) > 1:
+    marks: dict[str, Any] = {f"{METADATA} of {s.path}": s.metadata.get(METADATA) for s in shards}
+    # Who says it here knows better than a config, which may be another checkpoint's.
+    if layout is None:
+        marks[LAYOUT] = text_part(config)[0].get(LAYOUT)
+    else:
+        marks["layout"] = layout
+    given = [name for name, mark in marks.items() if mark is not None]
+    found = {layouts.check_layout("convert", name, marks[name]) for name in given}
+    if len(found) > 1:
         rule = "the metadata of all files, the config and layout= must agree"
-        got, way_out = " and ".join(sorted(noted)), "Leave layout out, or convert each file."
-        raise ValueError(checks.message("convert", rule, got, way_out))
-    if not noted and model.layout and any(map(families.is_released, names)):
+        got, way_out = " and ".join(sorted(found)), "Leave layout out, or convert each file."
+        raise ValueError(_message(rule, got, way_out))
+    names = (name for shard in shards for name in shard.entries)
+    if not found and model.layout and any(map(families.is_released, names)):
         rule = "the layout of the source must be given, because its names are not transformers'"
-        got, way_out = "wq and wk", "Meta's and Mistral's: layout='interleaved' (--layout)."
-        raise ValueError(checks.message("convert", rule, got, way_out))
-    was = noted.pop() if noted else model.layout
-    if was is None and model.family is not None:
-        rule = "the layout of the source must be known"
-        got = f"the unknown family {model.family!r}"
+        way_out = "Meta's and Mistral's: layout='interleaved' (--layout)."
+        raise ValueError(_message(rule, "wq and wk", way_out))
+    actual = found.pop() if found else model.layout
+    if actual is None and model.family is not None:
+        rule, got = "the layout of the source must be known", f"the unknown family {model.family!r}"
         way_out = "Read how it rotates, and pass layout='half' or 'interleaved' (--layout)."
-        raise ValueError(checks.message("convert", rule, got, way_out))
-    if was == to:
+        raise ValueError(_message(rule, got, way_out))
+    if actual == to:
         other = "half" if to == "interleaved" else "interleaved"
         rule = f"the source must be in the other layout, {other}"
         way_out = f"It needs no conversion; if it is {other}, pass layout={other!r}."
-        raise ValueError(checks.message("convert", rule, to, way_out))
+        raise ValueError(_message(rule, to, way_out))
 
 
-def _self_test(
-    old: list[Source],
-    new: list[Source],
-    plan: Mapping[str, Tensor],
-    model: Model,
-    to: Layout,
-    check: int,
-) -> dict[str, float]:
-    """How far the logits of a few attention modules are off; too far is an error."""
-    modules = selftest.modules(plan, model)
-    names = list(modules)
-    wanted = min(check, len(names))
-    spread = {round(i * (len(names) - 1) / max(1, wanted - 1)) for i in range(wanted)}
-
-    def reader(sources: list[Source]) -> Callable[[str], Tensor]:
-        return lambda name: next(s for s in sources if name in s.entries).tensor(name)
-
-    off = {}
-    for at in sorted(spread):
-        parts = modules[names[at]]
-        off[names[at]] = selftest.difference(parts, model, reader(old), reader(new), to)
-        if not off[names[at]] <= _TOLERANCE:
-            rule = f"logits of {names[at]} must stay the same"
-            got = f"a difference of {off[names[at]]:.2g}"
-            way_out = "Nothing was written. Check num_heads, head_dim and the fused layout."
-            raise ValueError(checks.message("convert", rule, got, way_out))
-    return off
+def _reader(shards: list[Source]) -> Callable[[str], Tensor]:
+    return lambda name: next(s for s in shards if name in s.entries).tensor(name)
 
 
 def _progress(tell: Tell | None, total: int) -> Callable[[str, int], None]:

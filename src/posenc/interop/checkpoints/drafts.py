@@ -14,11 +14,12 @@ names: it serves the end of a run, a run that failed, and the run after one that
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, BinaryIO
+from typing import IO
 
 from posenc._contract import checks
 
@@ -29,10 +30,7 @@ except ImportError:  # Windows has none; there the lock is that its file exists.
 
 _LOCK = "posenc.lock"
 _NAMES = frozenset((_LOCK, "new", "old", "gone"))
-_NOTE = """`posenc convert` works in this folder.
-If it is not running any more: `old`, if it is there, is the whole checkpoint that it was to
-replace, and `new` may be incomplete. The next run with the same target puts this in order.
-"""
+_message = functools.partial(checks.message, "convert")
 
 
 def workspace(target: Path) -> Path:
@@ -40,25 +38,21 @@ def workspace(target: Path) -> Path:
     return target.with_name(f"{target.name}.posenc-convert")
 
 
-def recover(target: Path) -> None:
-    """Put in order what a killed run has left beside ``target``, if anything."""
-    if os.path.lexists(workspace(target)):
-        with _working(target):
-            pass
-
-
 @contextlib.contextmanager
-def replaced(target: Path, overwrite: bool) -> Iterator[Path]:
-    """A path to write to, which becomes ``target`` when the block ends, or is removed."""
+def replaced(target: Path, *, folder: bool, overwrite: bool) -> Iterator[Path]:
+    """A path to write a file or folder to: it becomes ``target`` after the block, or is removed.
+
+    What a killed run has left beside ``target`` is put in order first.
+    """
     with _working(target) as room:
+        _check_replaceable(target, folder, overwrite)
         new = room / "new"
         yield new
-        if not overwrite and os.path.lexists(target):
-            rule, way_out = "target must still be new", "Pick another name."
-            raise FileExistsError(checks.message("convert", rule, target, way_out))
-        for folder, _, _ in os.walk(new):
-            _flush(folder)
-        if new.is_dir() and target.is_dir():
+        # Somebody may have made one meanwhile.
+        _check_replaceable(target, folder, overwrite)
+        for path, _, _ in os.walk(new):
+            _flush(path)
+        if folder and target.is_dir():
             # Folders cannot be swapped in one step.
             os.rename(target, room / "old")
             _flush(room)
@@ -67,34 +61,29 @@ def replaced(target: Path, overwrite: bool) -> Iterator[Path]:
         _flush(target.parent)
 
 
-@contextlib.contextmanager
-def written(path: Path, mode: int) -> Iterator[BinaryIO]:
-    """A new file to write to, flushed to the disk, and of this mode, when the block ends."""
-    with open(path, "xb", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
-        yield file
-        file.flush()
-        os.fsync(file.fileno())
-    set_mode(path, mode)
-
-
-def set_mode(path: Path, mode: int) -> None:
-    """Give a file or folder its permissions, on disks that have any."""
-    with contextlib.suppress(PermissionError):
-        os.chmod(path, mode & 0o777)
+def _check_replaceable(target: Path, folder: bool, overwrite: bool) -> None:
+    if os.path.lexists(target) and (not overwrite or target.is_dir() != folder):
+        rule = f"target must be new, or a {'folder' if folder else 'file'} to overwrite"
+        way_out = "Pick another name, or pass overwrite=True (--overwrite)."
+        raise FileExistsError(_message(rule, target, way_out))
+    if target.is_dir() and any(target.iterdir()) and not any(target.glob("*.safetensors")):
+        rule = "a folder to overwrite must be a checkpoint, because all in it goes"
+        raise FileExistsError(_message(rule, target, "Pick another name."))
 
 
 @contextlib.contextmanager
 def _working(target: Path) -> Iterator[Path]:
+    """The workspace of ``target``, locked, and in order before and after the block."""
     room = workspace(target)
     with contextlib.suppress(FileExistsError):
         os.mkdir(room, 0o700)
-    ours = room.is_dir() and not room.is_symlink()
-    names = set(os.listdir(room)) if ours else set()
+    is_folder = room.is_dir() and not room.is_symlink()
+    names = set(os.listdir(room)) if is_folder else set()
     # A run makes the lock first and removes it last.
-    if not ours or names - _NAMES or (names and _LOCK not in names):
+    if not is_folder or names - _NAMES or (names and _LOCK not in names):
         rule = f"{room} must be free, because the result is written there first"
-        got, way_out = "a file or folder that no run has made", "Move it away."
-        raise FileExistsError(checks.message("convert", rule, got, way_out))
+        got = "a file or folder that no run has made"
+        raise FileExistsError(_message(rule, got, "Move it away."))
     with _locked(room / _LOCK, target):
         _settle(room, target)
         try:
@@ -109,36 +98,33 @@ def _working(target: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def _locked(path: Path, target: Path) -> Iterator[None]:
-    file: IO[str]
     try:
-        file, held = open(path, "x"), False  # noqa: SIM115
+        file, created = open(path, "x"), True  # noqa: SIM115
     except FileExistsError:
-        file, held = open(path, "a"), True  # noqa: SIM115
+        file, created = open(path, "a"), False  # noqa: SIM115
     with file:
-        if fcntl is None:
-            # An open file could not be removed at the end.
-            file.close()
-        else:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                # The run that held it may have removed it since it was opened here.
-                held = not os.path.exists(path) or not os.path.samestat(
-                    os.fstat(file.fileno()), os.stat(path)
-                )
-            except BlockingIOError:
-                held = True
-            except OSError:
-                # This disk has no locks: as without fcntl, the file stands for one.
-                pass
-        if held:
-            rule = f"one run at a time must write {target}"
-            got = f"another one, which holds {path}"
+        if _is_held(file, path, created):
+            rule, got = f"one run at a time must write {target}", f"another one, which holds {path}"
             way_out = f"Wait for it; if none is running, delete {path} and run again."
-            raise FileExistsError(checks.message("convert", rule, got, way_out))
-        if not file.closed and not os.fstat(file.fileno()).st_size:
-            file.write(_NOTE)
-            file.flush()
+            raise FileExistsError(_message(rule, got, way_out))
+        if fcntl is None:
+            # Windows cannot remove a file that is open.
+            file.close()
         yield
+
+
+def _is_held(file: IO[str], path: Path, created: bool) -> bool:
+    """Whether another run has the lock; where files cannot be locked, one that is there is held."""
+    if fcntl is None:
+        return not created
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # The run that held it may have removed it since it was opened here.
+        return not os.path.samestat(os.fstat(file.fileno()), os.stat(path))
+    except (BlockingIOError, FileNotFoundError):
+        return True
+    except OSError:
+        return not created
 
 
 def _settle(room: Path, target: Path) -> None:
@@ -153,18 +139,18 @@ def _settle(room: Path, target: Path) -> None:
                 raise FileExistsError(f"a new {target}")
             else:
                 os.rename(old, gone)
-        for rest in (new, gone):
-            if rest.is_dir() and not rest.is_symlink():
-                shutil.rmtree(rest)
+        for path in (new, gone):
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
             else:
-                rest.unlink(missing_ok=True)
-    except OSError as wrong:
+                path.unlink(missing_ok=True)
+    except OSError as error:
         rule = f"what an unfinished run left in {room} must be put in order"
         way_out = (
             f"Move {old}, if it is there, to another name: it is the checkpoint that was"
             f" {target}. Then delete {room}."
         )
-        raise OSError(checks.message("convert", rule, wrong, way_out)) from wrong
+        raise OSError(_message(rule, error, way_out)) from error
 
 
 def _flush(folder: str | Path) -> None:

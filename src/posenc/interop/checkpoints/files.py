@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import functools
 import json
 import os
 import shutil
 import stat
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from posenc._contract import checks, files
-from posenc.configs import LAYOUT, as_dict, text_part
+from posenc.configs import LAYOUT, text_part
 from posenc.interop.checkpoints import drafts, families, safetensors
 from posenc.interop.checkpoints.families import Config
 from posenc.interop.checkpoints.layouts import Layout
+from posenc.interop.checkpoints.safetensors import Source
 
-_INDEX = ".safetensors.index.json"
+_message = functools.partial(checks.message, "convert")
 # The first that is there is the checkpoint.
 _SINGLE = ("model.safetensors", "adapter_model.safetensors")
 # Weights that nobody converted would keep the old layout under the new name.
@@ -28,137 +32,104 @@ _DEEPEST = 64
 _CLEAN = "Remove it from the source, or convert a copy without it."
 
 
-def refuse_paths(source: Path, target: Path, overwrite: bool) -> None:
-    """What would fail after minutes of writing fails now."""
+def check_paths(source: Path, target: Path) -> None:
+    """Refuse paths that would fail after minutes of writing, or by which something is lost."""
     if not source.exists():
         rule = "source must be a .safetensors file or a folder with one"
         way_out, kept = "Check the path; nothing is downloaded.", drafts.workspace(source) / "old"
         if kept.exists():
             way_out = f"A run that was to replace it was stopped: it is whole in {kept}."
-        raise FileNotFoundError(checks.message("convert", rule, source, way_out))
-    here, there = source.resolve(), target.resolve()
-    inside = {there, drafts.workspace(there)} & {here, *here.parents}
-    if inside or here in there.parents:
-        rule = "source and target must lie apart"
+        raise FileNotFoundError(_message(rule, source, way_out))
+    old, new = source.resolve(), target.resolve()
+    if {new, drafts.workspace(new)} & {old, *old.parents} or old in new.parents:
         way_out = "Pick another folder: the source is never written to."
-        raise ValueError(checks.message("convert", rule, f"{source} and {target}", way_out))
+        got = f"{source} and {target}"
+        raise ValueError(_message("source and target must lie apart", got, way_out))
     if target.is_symlink() and not target.exists():
         rule = "target must not be a link to nothing"
-        raise FileExistsError(checks.message("convert", rule, target, "Remove it first."))
-    if not there.parent.is_dir():
+        raise FileExistsError(_message(rule, target, "Remove it first."))
+    if not new.parent.is_dir():
         rule = "target must lie in a folder that exists"
-        raise FileNotFoundError(checks.message("convert", rule, target, f"mkdir {target.parent}"))
-    drafts.recover(there)
-    if target.exists() and (not overwrite or target.is_dir() != source.is_dir()):
-        rule = "target must be new, or a {} to overwrite".format(
-            "folder" if source.is_dir() else "file"
-        )
-        way_out = "Pick another name, or pass overwrite=True (--overwrite)."
-        raise FileExistsError(checks.message("convert", rule, target, way_out))
-    if target.is_dir() and any(target.iterdir()) and not any(target.glob("*.safetensors")):
-        rule = "a folder to overwrite must be a checkpoint, because all in it goes"
-        raise FileExistsError(checks.message("convert", rule, target, "Pick another name."))
+        raise FileNotFoundError(_message(rule, target, f"mkdir {target.parent}"))
 
 
-def weights(source: Path) -> list[Path]:
-    """The safetensors files of a checkpoint."""
+def shards(source: Path) -> list[Source]:
+    """The safetensors files of a checkpoint; they hold what its index says, if it has one."""
     if source.is_file():
-        return [source]
-    found = [source / name for name in sorted(set(index(source).values()))]
-    if not found:
-        found = [source / name for name in _SINGLE if (source / name).is_file()][:1]
-    if not found:
-        found = sorted(source.glob("*.safetensors"))
-        if len(found) != 1:
-            rule = f"a folder must have one of {', '.join(_SINGLE)}, or one index of shards"
-            got = f"{len(found)} .safetensors files in {source}"
-            way_out = (
-                "Name the file instead." if found else "Save the weights as safetensors first."
-            )
-            raise ValueError(checks.message("convert", rule, got, way_out))
-    for path in found:
-        _inside(source, path)
+        return [Source(source)]
+    indices = list(source.glob("*.safetensors.index.json"))
+    promised = _index(indices[0]) if len(indices) == 1 else {}
+    names = sorted(set(promised.values()))
+    names = names or [name for name in _SINGLE if (source / name).is_file()][:1]
+    names = names or sorted(path.name for path in source.glob("*.safetensors"))
+    if not promised and len(names) != 1:
+        rule = f"a folder must have one of {', '.join(_SINGLE)}, or one index of shards"
+        got = f"{len(names)} .safetensors files in {source}"
+        way_out = "Name the file instead." if names else "Save the weights as safetensors first."
+        raise ValueError(_message(rule, got, way_out))
+    for name in names:
+        _inside(source, source / name)
+    found = [Source(source / name) for name in names]
+    actual = {name: shard.path.name for shard in found for name in shard.entries}
+    if promised and promised != actual:
+        first = min(promised.items() ^ actual.items())[0]
+        rule = "the index and the shards must list the same tensors"
+        raise ValueError(_message(rule, f"a dispute over {first}", "Rebuild it."))
     return found
 
 
-def index(source: Path) -> dict[str, str]:
-    """Which file of a sharded checkpoint has which tensor; of one without an index, nothing."""
-    indices = [] if source.is_file() else sorted(source.glob(f"*{_INDEX}"))
-    if len(indices) != 1:
-        return {}
-    path = indices[0]
+def _index(path: Path) -> dict[str, str]:
+    """Which file of a sharded checkpoint has which tensor."""
     found = files.read_json("convert", path).get("weight_map")
     if not isinstance(found, dict) or not found:
         rule, got = f"{path} must have a weight_map", checks.describe(found)
-        raise ValueError(checks.message("convert", rule, got, "Download it again."))
-    # A name that leads out of the folder would be written out of it too.
-    wrong = [n for n in found.values() if not isinstance(n, str) or Path(n).name != n]
-    if wrong:
-        rule, got = f"{path} must name files of its own folder", checks.describe(wrong[0])
-        raise ValueError(checks.message("convert", rule, got, "Do not trust it."))
-    for name in sorted(set(found.values())):
-        if not (source / name).is_file():
-            rule, got = f"every file of {path} must be there", f"no {name}"
-            raise FileNotFoundError(checks.message("convert", rule, got, "Download it."))
+        raise ValueError(_message(rule, got, "Download it again."))
+    for name in found.values():
+        # A name that leads out of the folder would be written out of it too.
+        if not isinstance(name, str) or Path(name).name != name:
+            rule, got = f"{path} must name files of its own folder", checks.describe(name)
+            raise ValueError(_message(rule, got, "Do not trust it."))
+        if not (path.parent / name).is_file():
+            rule = f"every file of {path} must be there"
+            raise FileNotFoundError(_message(rule, f"no {name}", "Download it."))
     return found
 
 
-def check_index(source: Path, shards: Mapping[str, Collection[str]]) -> None:
-    """Refuse shards that lack a tensor the index promises, or have one it does not know."""
-    promised = index(source)
-    there = {name: file for file, names in shards.items() for name in names}
-    if promised and promised != there:
-        first = sorted(promised.items() ^ there.items())[0][0]
-        rule = "the index and the shards must list the same tensors"
-        raise ValueError(checks.message("convert", rule, f"a dispute over {first}", "Rebuild it."))
-
-
-def config(source: Path | None, given: Config | str | os.PathLike[str] | None) -> Config:
-    """The config as a dict: the one given, or the one beside the weights, or an empty one."""
-    if given is not None:
-        return as_dict("convert", given)
-    if source is None:
-        return {}
-    folder = source if source.is_dir() else source.parent
-    path = folder / "config.json"
-    if not path.exists():
-        path = _base(folder) / "config.json"
+def config(folder: Path) -> Config:
+    """The config beside the weights, or that of an adapter's base model, or an empty one."""
+    path, adapter = folder / "config.json", folder / "adapter_config.json"
+    if not path.exists() and adapter.is_file():
+        base = files.read_json("convert", adapter).get("base_model_name_or_path")
+        if base and isinstance(base, str):
+            # As PEFT looks for it: from the folder that the program runs in.
+            path = Path(base) / "config.json"
     # A name that no disk could hold is not there either.
     return files.read_json("convert", path) if os.path.exists(path) else {}
 
 
-def _base(folder: Path) -> Path:
-    """The folder of the model that an adapter is for, if it is on this machine."""
-    path = folder / "adapter_config.json"
-    said = files.read_json("convert", path) if path.is_file() else {}
-    name = said.get("base_model_name_or_path")
-    # As PEFT looks for it: from the folder that the program runs in.
-    return Path(name) if name and isinstance(name, str) else folder
-
-
-def check_space(target: Path, nbytes: int) -> None:
-    """Refuse a disk that cannot hold the result."""
+@contextlib.contextmanager
+def disk_space(target: Path, nbytes: int) -> Iterator[None]:
+    """Refuse a disk that cannot hold the result, or that fills up in the block."""
     free = shutil.disk_usage(target.resolve().parent).free
-    if free < nbytes:
-        raise no_space(target, nbytes, f"{free} bytes")
-
-
-def no_space(target: Path, nbytes: int, got: str) -> OSError:
-    """The error of a disk that is full, or that will be."""
-    rule = f"the disk of {target} must have {nbytes} bytes free"
-    way_out = "Free some space, or write to another disk; nothing was left behind."
-    return OSError(checks.message("convert", rule, got, way_out))
+    try:
+        if free < nbytes:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        rule = f"the disk of {target} must have {nbytes} bytes free"
+        got = f"{free} bytes" if free < nbytes else "a full disk"
+        way_out = "Free some space, or write to another disk; nothing was left behind."
+        raise OSError(_message(rule, got, way_out)) from error
 
 
 @dataclass(frozen=True, slots=True)
 class Others:
-    """What a folder holds beside its weights; paths are relative to it.
+    """What a folder has beside the weights that are converted, by paths relative to it.
 
-    Args:
-        folders: Each after the one it is in.
-        files: Regular files, and links to such, with their sizes.
-        links: Links to folders, and where they lead.
-        left_out: Weights that are not converted.
+    ``files`` are regular files, and links to such, with their sizes; ``links`` lead to folders;
+    ``left_out`` are weights that are not converted.
     """
 
     folders: list[Path] = field(default_factory=list)
@@ -174,54 +145,50 @@ def others(source: Path, taken: Collection[Path]) -> Others:
     is part of a checkpoint. A linked folder is not walked through: what it leads to lies in the
     source too, and is copied once.
     """
-    found, taken = Others(), set(taken)
+    found = Others()
     for folder, inner, names in os.walk(source, onerror=_fail):
-        here = Path(folder).relative_to(source)
-        if len(here.parts) > _DEEPEST:
+        relative = Path(folder).relative_to(source)
+        if len(relative.parts) > _DEEPEST:
             rule = f"folders in {source} must be at most {_DEEPEST} deep"
-            raise ValueError(checks.message("convert", rule, here, _CLEAN))
-        found.folders.append(here)
+            raise ValueError(_message(rule, relative, _CLEAN))
+        found.folders.append(relative)
         inner[:] = sorted(name for name in inner if not name.startswith("."))
         for name in inner:
-            if (source / here / name).is_symlink():
-                real = _inside(source, source / here / name)
-                found.links[here / name] = os.path.relpath(real, os.path.realpath(folder))
-        for name in sorted(names):
-            path = source / here / name
+            if os.path.islink(os.path.join(folder, name)):
+                real = _inside(source, source / relative / name)
+                found.links[relative / name] = os.path.relpath(real, os.path.realpath(folder))
+        for path in (source / relative / name for name in sorted(names)):
             if path in taken:
                 continue
             if path.suffix.lower() in _WEIGHTS:
-                found.left_out.append(str(here / name))
+                found.left_out.append(str(relative / path.name))
                 continue
             status = os.stat(_inside(source, path))
             if not stat.S_ISREG(status.st_mode):
                 rule = f"{path} must be a regular file"
-                raise ValueError(checks.message("convert", rule, "a device or a pipe", _CLEAN))
-            found.files[here / name] = status.st_size
+                raise ValueError(_message(rule, "a device or a pipe", _CLEAN))
+            found.files[relative / path.name] = status.st_size
     return found
 
 
 def copy(source: Path, draft: Path, found: Others, tell: Callable[[str, int], None]) -> None:
     """Make ``draft`` a folder with all of these, and with the modes that they have."""
-    for here in found.folders:
-        os.mkdir(draft / here, 0o700)
+    for path in found.folders:
+        os.mkdir(draft / path, 0o700)
         # What nobody may write into could be neither filled nor removed.
-        drafts.set_mode(draft / here, os.stat(source / here).st_mode | 0o700)
-    for here, leads in found.links.items():
-        os.symlink(leads, draft / here, target_is_directory=True)
-    for here, size in found.files.items():
-        opened = files.open_regular("convert", source / here)
+        files.set_mode(draft / path, os.stat(source / path).st_mode | 0o700)
+    for path, leads_to in found.links.items():
+        os.symlink(leads_to, draft / path, target_is_directory=True)
+    for path, size in found.files.items():
+        opened = files.open_regular("convert", source / path)
         mode = os.fstat(opened.fileno()).st_mode
-        with opened as old, drafts.written(draft / here, mode) as new:
+        with opened as old, files.create(draft / path, mode) as new:
             # A file that grows meanwhile, without end perhaps, is copied as it was.
-            while size and (data := old.read(min(safetensors.CHUNK, size))):
-                new.write(data)
-                size -= len(data)
-                tell(str(here), len(data))
+            safetensors.copy_bytes(old, new, size, functools.partial(tell, str(path)))
 
 
-def _fail(wrong: OSError) -> None:
-    raise wrong
+def _fail(error: OSError) -> None:
+    raise error
 
 
 def _inside(source: Path, path: Path) -> str:
@@ -230,40 +197,43 @@ def _inside(source: Path, path: Path) -> str:
     if not path.is_symlink():
         return real
     base = Path(os.path.realpath(source))
-    allowed = base == Path(real) or base in Path(real).parents
-    for folder in (base, *base.parents):
-        # models--NAME/snapshots/REVISION/FILE is a link to models--NAME/blobs/HASH.
-        cache = folder.parent.parent
-        if folder.parent.name == "snapshots" and cache.name.startswith("models--"):
-            allowed = allowed or Path(real).parent == cache / "blobs"
+    # models--NAME/snapshots/REVISION/FILE is a link to models--NAME/blobs/HASH.
+    blobs = [
+        folder.parent.parent / "blobs"
+        for folder in (base, *base.parents)
+        if folder.parent.name == "snapshots" and folder.parent.parent.name.startswith("models--")
+    ]
+    allowed = base in (Path(real), *Path(real).parents) or Path(real).parent in blobs
     if not allowed or not os.path.exists(real):
-        rule = f"links in {source} must lead to something in it"
-        got = f"{path}, which leads to {real}"
+        rule, got = f"links in {source} must lead to something in it", f"{path}, a link to {real}"
         way_out = "Put the file in place of the link, if you know why it is there."
-        raise ValueError(checks.message("convert", rule, got, way_out))
+        raise ValueError(_message(rule, got, way_out))
     return real
 
 
-def switch(folder: Path, to: Layout, usual: bool) -> bool:
-    """Write the layout into the config, and say whether the family's own code reads it there.
+def mark(folder: Path, to: Layout, native: bool) -> bool:
+    """Write the layout into the config; whether its own code reads it there, or needs no mark.
 
-    Where it does not, the key is ours, and is left out if the layout is the family's ``usual``.
+    The key is the family's, where it has one. Else it is ours, and is left out of a config whose
+    family has this layout anyway, which is ``native``.
     """
     path = folder / "config.json"
-    whole = files.read_json("convert", path) if path.is_file() else {}
-    text, _ = text_part(whole)
-    if not whole or not isinstance(text, dict):
-        return False
+    config = files.read_json("convert", path) if path.is_file() else {}
+    text, _ = text_part(config)
+    if not config or not isinstance(text, dict):
+        return native
     kind = text.get("model_type")
-    before, read = json.dumps(whole), isinstance(kind, str) and kind in families.SWITCHED
-    text.pop(LAYOUT, None)
-    if read:
-        text["rope_interleave"] = to == "interleaved"
-    elif not usual:
-        text[LAYOUT] = to
-    if json.dumps(whole) != before:
+    has_key = isinstance(kind, str) and kind in families.SWITCHED
+    marked = {key: value for key, value in text.items() if key != LAYOUT}
+    if has_key:
+        marked["rope_interleave"] = to == "interleaved"
+    elif not native:
+        marked[LAYOUT] = to
+    if marked != text:
+        text.clear()
+        text.update(marked)
         mode = path.stat().st_mode
         os.unlink(path)
-        with drafts.written(path, mode) as file:
-            file.write(json.dumps(whole, indent=2).encode() + b"\n")
-    return read
+        with files.create(path, mode) as file:
+            file.write(json.dumps(config, indent=2).encode() + b"\n")
+    return has_key or native

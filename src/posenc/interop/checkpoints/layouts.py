@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,8 +14,6 @@ from posenc._contract import checks
 
 Layout = Literal["half", "interleaved"]
 LAYOUTS: tuple[Layout, ...] = ("half", "interleaved")
-# A run of rows: a head of queries "q" or of keys "k", or rows "" that stay where they are.
-Block = tuple[str, int]
 # Moving rows moves bits: any dtype can be indexed as the integer of its size.
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 
@@ -46,11 +43,11 @@ class Heads:
         checks.integer("Heads", "num_heads", self.num_heads)
         checks.integer("Heads", "head_dim", self.head_dim)
         checks.integer("Heads", "num_kv_heads", self.kv_heads)
-        checks.even("Heads", "rotary_dim", self.turned)
+        checks.even("Heads", "rotary_dim", self.rotated)
         checks.integer("Heads", "latent", self.latent, least=0)
-        if self.turned > self.head_dim:
+        if self.rotated > self.head_dim:
             rule = f"rotary_dim must be at most head_dim={self.head_dim}"
-            raise ValueError(checks.message("Heads", rule, self.turned, "Check the config."))
+            raise ValueError(checks.message("Heads", rule, self.rotated, "Check the config."))
         if self.num_heads % self.kv_heads:
             rule = f"num_heads must be a multiple of num_kv_heads={self.kv_heads}"
             raise ValueError(checks.message("Heads", rule, self.num_heads, "Check the config."))
@@ -61,81 +58,82 @@ class Heads:
         return self.num_heads if self.num_kv_heads is None else self.num_kv_heads
 
     @property
-    def turned(self) -> int:
+    def rotated(self) -> int:
         """Channels of a head that are rotated."""
         return self.head_dim if self.rotary_dim is None else self.rotary_dim
 
 
-def _grouped(h: Heads) -> list[Block]:
-    group: list[Block] = [("q", h.head_dim)] * (h.num_heads // h.kv_heads)
-    return [*group, ("k", h.head_dim), ("", h.head_dim)] * h.kv_heads
+class Rows(NamedTuple):
+    """The rows of a projection: ``runs`` one after the other, all of them ``repeats`` times.
+
+    A run is ``(part, heads, width)``: so many heads of queries "q" or keys "k", or rows "" that
+    stay where they are. It takes no memory for the heads that a config claims.
+    """
+
+    repeats: int
+    runs: Sequence[tuple[str, int, int]]
+
+    @property
+    def total(self) -> int:
+        """How many rows there are."""
+        return self.repeats * sum(heads * width for _, heads, width in self.runs)
 
 
-def _codegen(h: Heads) -> list[Block]:
-    # Written for four accelerators: each quarter of the rows has its own queries, values, keys.
-    quarter = h.num_heads // 4
-    part: list[Block] = [("q", h.head_dim)] * quarter
-    return (part + [("", quarter * h.head_dim)] + [("k", h.head_dim)] * quarter) * 4
-
-
-KINDS: dict[str, Callable[[Heads], Sequence[Block]]] = {
-    # q_proj, q_b_proj; a gated one has a gate after each head (Qwen3-Next).
-    "q": lambda h: [("q", h.head_dim)] * h.num_heads,
-    "q_gated": lambda h: [("q", h.head_dim), ("", h.head_dim)] * h.num_heads,
-    "k": lambda h: [("k", h.head_dim)] * h.kv_heads,
-    # All queries, all keys, all values (Phi-3, Baichuan, DBRX).
-    "qkv": lambda h: [
-        *[("q", h.head_dim)] * h.num_heads,
-        *[("k", h.head_dim)] * h.kv_heads,
-        ("", h.kv_heads * h.head_dim),
-    ],
-    # For each key head: its queries, the key, the value (GPT-NeoX, Falcon, InternLM2).
-    "qkv_grouped": _grouped,
-    "qkv_codegen": _codegen,
-    # The latent, then one key that every head shares (DeepSeek's kv_a_proj_with_mqa).
-    "kv_a": lambda h: [("", h.latent), ("k", h.turned)],
-}
-
-
-def blocks(kind: str, heads: Heads) -> Sequence[Block]:
-    """The rows of a projection, run by run: hold `count` against a shape before this is built."""
-    return KINDS[kind](heads)
+def blocks(kind: str, heads: Heads) -> Rows:
+    """The rows of a projection of this kind."""
+    h, kv, d = heads.num_heads, heads.kv_heads, heads.head_dim
+    kinds = {
+        # q_proj, q_b_proj; a gated one has a gate after each head (Qwen3-Next).
+        "q": Rows(1, [("q", h, d)]),
+        "q_gated": Rows(h, [("q", 1, d), ("", 1, d)]),
+        "k": Rows(1, [("k", kv, d)]),
+        # All queries, all keys, all values (Phi-3, Baichuan, DBRX).
+        "qkv": Rows(1, [("q", h, d), ("k", kv, d), ("", kv, d)]),
+        # For each key head: its queries, the key, the value (GPT-NeoX, Falcon, InternLM2).
+        "qkv_grouped": Rows(kv, [("q", h // kv, d), ("k", 1, d), ("", 1, d)]),
+        # Written for four accelerators: each quarter has its own queries, values, keys.
+        "qkv_codegen": Rows(4, [("q", h // 4, d), ("", h // 4, d), ("k", h // 4, d)]),
+        # The latent, then one key that every head shares (DeepSeek's kv_a_proj_with_mqa).
+        "kv_a": Rows(1, [("", 1, heads.latent), ("k", 1, heads.rotated)]),
+    }
+    if kind not in kinds:
+        rule = f"kind must be one of {', '.join((*kinds, 'norm'))}"
+        raise ValueError(checks.message("permute", rule, repr(kind), "Pick the fused layout."))
+    return kinds[kind]
 
 
 def count(kind: str, heads: Heads) -> int:
-    """Rows that a projection of this kind has, however many heads a config claims."""
-    if kind not in KINDS:
-        rule = f"kind must be one of {', '.join((*KINDS, 'norm'))}"
-        raise ValueError(checks.message("permute", rule, repr(kind), "Pick the fused layout."))
-    queries, keys = heads.num_heads * heads.head_dim, heads.kv_heads * heads.head_dim
-    rows = {"q": queries, "q_gated": 2 * queries, "k": keys, "kv_a": heads.latent + heads.turned}
-    rows["qkv_codegen"] = heads.num_heads // 4 * 12 * heads.head_dim
-    return rows.get(kind, queries + 2 * keys)
+    """Rows that a projection of this kind has."""
+    return blocks(kind, heads).total
 
 
-def order(runs: Sequence[Block], heads: Heads, to: Layout) -> Tensor:
+def norm_blocks(shape: Sequence[int], heads: Heads) -> Rows:
+    """The channels of a norm's weight, head by head."""
+    size, sizes = (
+        math.prod(shape),
+        {heads.head_dim * n for n in (1, heads.num_heads, heads.kv_heads)},
+    )
+    if size not in sizes:
+        rule = f"a norm of queries or keys must have {' or '.join(map(str, sorted(sizes)))} weights"
+        got = f"shape {tuple(shape)}"
+        raise ValueError(checks.message("permute", rule, got, f"Check {heads}."))
+    return Rows(1, [("q", size // heads.head_dim, heads.head_dim)])
+
+
+def order(rows: Rows, heads: Heads, to: Layout) -> Tensor:
     """Where each row of the result comes from: ``new = old[order]``."""
-    return torch.tensor(_order(tuple(runs), heads, to), device="cpu")
-
-
-# The layers of a model are mostly alike. Numbers are kept: a tensor would be of the mode, and of
-# the device, that the first of them was asked for under.
-@functools.lru_cache(maxsize=16)
-def _order(runs: tuple[Block, ...], heads: Heads, to: Layout) -> tuple[int, ...]:
-    rows = list(range(sum(width for _, width in runs)))
-    pairs, start = heads.turned // 2, 0
-    for name, width in runs:
-        if name:
-            first = start + (width - heads.turned if heads.last else 0)
-            end = first + heads.turned
-            turned = rows[first:end]
-            # Half holds all first channels of the pairs, then all second.
-            if to == "interleaved":
-                rows[first:end:2], rows[first + 1 : end : 2] = turned[:pairs], turned[pairs:]
-            else:
-                rows[first:end] = turned[::2] + turned[1::2]
-        start += width
-    return tuple(rows)
+    old = torch.arange(rows.total, device="cpu").view(rows.repeats, rows.total // rows.repeats)
+    pairs, start = heads.rotated // 2, 0
+    # Half holds all first channels of the pairs, then all second.
+    grid = (2, pairs) if to == "interleaved" else (pairs, 2)
+    for part, number, width in rows.runs:
+        if part:
+            run = old[:, start : start + number * width].unflatten(1, (number, width))
+            first = width - heads.rotated if heads.last else 0
+            channels = run[..., first : first + heads.rotated]
+            channels.copy_(channels.unflatten(-1, grid).mT.flatten(-2))
+        start += number * width
+    return old.flatten()
 
 
 def permute(tensor: Tensor, kind: str, heads: Heads, *, to: Layout, dim: int = 0) -> Tensor:
@@ -180,25 +178,13 @@ def permute(tensor: Tensor, kind: str, heads: Heads, *, to: Layout, dim: int = 0
         rule, way_out = "kind must be a string, and heads a Heads", "Pass 'q' and Heads(32, 128)."
         raise TypeError(checks.message("permute", rule, got, way_out))
     if kind == "norm":
-        runs = norm_blocks(tensor.shape, heads)
-        return take(tensor, order(runs, heads, to))
-    rows = count(kind, heads)
-    if not -tensor.dim() <= dim < tensor.dim() or tensor.shape[dim] != rows:
-        rule = f"a tensor of kind {kind!r} must have {rows} rows in dimension {dim}"
+        return take(tensor, order(norm_blocks(tensor.shape, heads), heads, to))
+    rows = blocks(kind, heads)
+    if not -tensor.dim() <= dim < tensor.dim() or tensor.shape[dim] != rows.total:
+        rule = f"a tensor of kind {kind!r} must have {rows.total} rows in dimension {dim}"
         got = f"shape {tuple(tensor.shape)}"
         raise ValueError(checks.message("permute", rule, got, f"Check kind, dim and {heads}."))
-    return take(tensor, order(blocks(kind, heads), heads, to), dim)
-
-
-def norm_blocks(shape: Sequence[int], heads: Heads) -> Sequence[Block]:
-    """The channels of a norm's weight, head by head."""
-    size = math.prod(shape)
-    if size not in (heads.head_dim * n for n in (1, heads.num_heads, heads.kv_heads)):
-        wanted = sorted({heads.head_dim * n for n in (1, heads.num_heads, heads.kv_heads)})
-        rule = f"a norm of queries or keys must have {' or '.join(map(str, wanted))} weights"
-        got = f"shape {tuple(shape)}"
-        raise ValueError(checks.message("permute", rule, got, f"Check {heads}."))
-    return [("q", heads.head_dim)] * (size // heads.head_dim)
+    return take(tensor, order(rows, heads, to), dim)
 
 
 def check_layout(who: str, name: str, value: Any) -> Layout:

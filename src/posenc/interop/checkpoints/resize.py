@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from typing import Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 
 import torch
 import torch.nn.functional as F
@@ -13,6 +13,10 @@ from torch import Tensor
 
 from posenc._contract import checks
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+Length = int | tuple[int, int]
 _WHO = "resize_learned"
 # How models call their table, with or without the `.weight` of an Embedding.
 _TABLE = re.compile(
@@ -20,39 +24,29 @@ _TABLE = re.compile(
 )
 
 
+class _Options(TypedDict, total=False):
+    method: Literal["interpolate", "extend"]
+    fill: Literal["normal", "repeat"]
+    extra: int
+    grid: tuple[int, int] | None
+    std: float
+    generator: torch.Generator | None
+    key: str | None
+
+
 @overload
-def resize_learned(
-    table: Tensor,
-    length: int | tuple[int, int],
-    *,
-    method: Literal["interpolate", "extend"] = "interpolate",
-    fill: Literal["normal", "repeat"] = "normal",
-    extra: int = 0,
-    grid: tuple[int, int] | None = None,
-    std: float = 0.02,
-    generator: torch.Generator | None = None,
-    key: str | None = None,
-) -> Tensor: ...
+def resize_learned(table: Tensor, length: Length, **options: Unpack[_Options]) -> Tensor: ...
 
 
 @overload
 def resize_learned(
-    table: Mapping[str, Tensor],
-    length: int | tuple[int, int],
-    *,
-    method: Literal["interpolate", "extend"] = "interpolate",
-    fill: Literal["normal", "repeat"] = "normal",
-    extra: int = 0,
-    grid: tuple[int, int] | None = None,
-    std: float = 0.02,
-    generator: torch.Generator | None = None,
-    key: str | None = None,
+    table: Mapping[str, Tensor], length: Length, **options: Unpack[_Options]
 ) -> dict[str, Tensor]: ...
 
 
 def resize_learned(
     table: Tensor | Mapping[str, Tensor],
-    length: int | tuple[int, int],
+    length: Length,
     *,
     method: Literal["interpolate", "extend"] = "interpolate",
     fill: Literal["normal", "repeat"] = "normal",
@@ -105,17 +99,9 @@ def resize_learned(
     """
     if isinstance(table, Mapping):
         name = _find(table, key)
-        new = resize_learned(
-            table[name],
-            length,
-            method=method,
-            fill=fill,
-            extra=extra,
-            grid=grid,
-            std=std,
-            generator=generator,
-        )
-        return {**table, name: new}
+        options: _Options = {"method": method, "fill": fill, "extra": extra, "grid": grid}
+        options |= {"std": std, "generator": generator}
+        return {**table, name: resize_learned(table[name], length, **options)}
     checks.float_tensor(_WHO, "table", table)
     checks.rank(_WHO, "table", table, (2, 3), "(T, D) or (1, T, D)")
     if table.dim() == 3:
@@ -148,10 +134,9 @@ def _pair(name: str, pair: Any) -> tuple[int, int]:
 
 
 def _line(trained: Tensor, length: int) -> Tensor:
-    columns = trained.double().T[None]
     if length == 1:
         return trained[:1].clone()
-    new = F.interpolate(columns, size=length, mode="linear", align_corners=True)
+    new = F.interpolate(trained.double().T[None], length, mode="linear", align_corners=True)
     return new[0].T.to(trained.dtype)
 
 

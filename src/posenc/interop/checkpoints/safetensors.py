@@ -1,6 +1,7 @@
 """Safetensors files, one tensor at a time: an 8-byte length, a JSON header, then the bytes.
 
-The reader needs no package and knows no dtype but by name, so that every file can pass through.
+The format's own package refuses dtypes that it does not know, and writes a file from tensors that
+are all in memory. Here rows are bytes, so that every file passes through, a tensor at a time.
 """
 
 from __future__ import annotations
@@ -9,8 +10,7 @@ import functools
 import json
 import math
 import os
-import stat
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from posenc._contract import checks, files
-from posenc.interop.checkpoints import drafts
 
 CHUNK = 1 << 22
 # As many as a torch.Tensor may have.
@@ -28,18 +27,10 @@ _METADATA = "__metadata__"
 # Called with the bytes that were written since it was last called.
 Advance = Callable[[int], None]
 _DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "BOOL": torch.bool,
-}
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "BOOL": torch.bool,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,33 +49,38 @@ class Entry:
 
 
 class Source:
-    """A safetensors file opened for reading; nothing but its header is held."""
+    """A safetensors file; nothing but its header is held, with ``metadata`` apart."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         with files.open_regular("convert", path) as file:
             status = os.fstat(file.fileno())
             self.header, self.body = _header(path, file, status.st_size)
-        self.mode = stat.S_IMODE(status.st_mode)
-        metadata = self.header.get(_METADATA, {})
+        self.mode = status.st_mode
+        metadata = self.header.pop(_METADATA, {})
         self.metadata: dict[str, str] = metadata if isinstance(metadata, dict) else {}
-        self.entries = dict(_entries(path, self.header, status.st_size - self.body))
+        self.entries = {name: _entry(path, name, value) for name, value in self.header.items()}
+        end = 0
+        for name, entry in self.in_file_order():
+            if entry.start != end:
+                raise _broken(path, f"{name} starts at byte {entry.start} instead of {end}")
+            end = entry.stop
+        if end != status.st_size - self.body:
+            size = status.st_size - self.body
+            raise _broken(path, f"its tensors take {end} bytes and the file has {size}")
 
-    def read(self, name: str) -> Tensor:
-        """The bytes of one tensor, as uint8 of ``(nbytes,)``."""
-        entry = self.entries[name]
-        with files.open_regular("convert", self.path) as file:
-            file.seek(self.body + entry.start)
-            return _exactly(self.path, file, entry.nbytes)
+    def in_file_order(self) -> list[tuple[str, Entry]]:
+        """The tensors as their bytes follow each other."""
+        return sorted(self.entries.items(), key=lambda item: (item[1].start, item[1].stop))
 
     def tensor(self, name: str) -> Tensor:
-        """One tensor; bytes ``(rows, n)`` where torch has no name for the dtype."""
+        """One tensor; its rows of bytes ``(rows, n)`` where torch has no name for the dtype."""
         entry = self.entries[name]
-        data = self.read(name)
-        if entry.dtype in _DTYPES:
-            return data.view(_DTYPES[entry.dtype]).view(entry.shape)
-        whole = entry.shape and entry.nbytes and entry.nbytes % entry.shape[0] == 0
-        return data.view(entry.shape[0], -1) if whole else data
+        with files.open_regular("convert", self.path) as file:
+            data = _read(self, file, entry)
+        if entry.dtype not in _DTYPES:
+            return data.view(entry.shape[0], -1)
+        return data.view(_DTYPES[entry.dtype]).view(entry.shape)
 
 
 def write(
@@ -99,34 +95,39 @@ def write(
     Sizes do not change, so neither does the header but for its metadata. Held at any time: the
     bytes of one tensor that moves, or a chunk of one that does not.
     """
+    header = {_METADATA: dict(metadata), **source.header} if metadata else source.header
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    # The format wants the bytes to start at a multiple of eight.
+    text += b" " * (-len(text) % 8)
     opened = files.open_regular("convert", source.path)
-    with opened as old, drafts.written(target, source.mode) as new:
-        header = dict(source.header)
-        header.pop(_METADATA, None)
-        if metadata:
-            header = {_METADATA: dict(metadata), **header}
-        text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-        # The format wants the bytes to start at a multiple of eight.
-        text += b" " * (-len(text) % 8)
+    with opened as old, files.create(target, source.mode) as new:
         new.write(len(text).to_bytes(8, "little") + text)
-        for name, entry in sorted(source.entries.items(), key=lambda item: item[1].start):
-            old.seek(source.body + entry.start)
+        for name, entry in source.in_file_order():
             advance = functools.partial(tell, name)
             if name in rows:
                 if entry.nbytes % len(rows[name]):
                     raise _broken(source.path, f"rows of {name} are not whole bytes")
-                data = _exactly(source.path, old, entry.nbytes)
-                _write_rows(new, data.view(len(rows[name]), -1), rows[name], advance)
-                del data
+                _write_rows(new, _read(source, old, entry), rows[name], advance)
             else:
-                _copy(source.path, old, new, entry.nbytes, advance)
+                old.seek(source.body + entry.start)
+                if copy_bytes(old, new, entry.nbytes, advance):
+                    raise _broken(source.path, "its tensors end early")
+
+
+def copy_bytes(old: BinaryIO, new: BinaryIO, nbytes: int, advance: Advance) -> int:
+    """Copy so many bytes, chunk by chunk; how many of them ``old`` does not have."""
+    while nbytes and (data := old.read(min(CHUNK, nbytes))):
+        new.write(data)
+        nbytes -= len(data)
+        advance(len(data))
+    return nbytes
 
 
 def _write_rows(file: BinaryIO, data: Tensor, rows: Tensor, advance: Advance) -> None:
-    # Through a buffer of Python's own: torch's memory can only be written by way of numpy.
+    data = data.view(len(rows), -1)
     width = data.shape[1]
-    step = max(1, CHUNK // max(1, width))
-    for some in rows.split(step):
+    # Through a buffer of Python's own: torch's memory can only be written by way of numpy.
+    for some in rows.split(max(1, CHUNK // max(1, width))):
         buffer = bytearray(len(some) * width)
         chunk = torch.frombuffer(buffer, dtype=torch.uint8).view(-1, width)
         torch.index_select(data, 0, some, out=chunk)
@@ -134,26 +135,19 @@ def _write_rows(file: BinaryIO, data: Tensor, rows: Tensor, advance: Advance) ->
         advance(len(buffer))
 
 
-def _copy(path: Path, old: BinaryIO, new: BinaryIO, nbytes: int, advance: Advance) -> None:
-    while nbytes:
-        data = old.read(min(CHUNK, nbytes))
-        if not data:
-            raise _broken(path, "its tensors end early")
-        new.write(data)
-        nbytes -= len(data)
-        advance(len(data))
-
-
-def _exactly(path: Path, file: BinaryIO, nbytes: int) -> Tensor:
-    buffer = bytearray(nbytes)
-    if file.readinto(buffer) != nbytes:  # type: ignore[attr-defined]
-        raise _broken(path, "its tensors end early")
-    if not nbytes:
+def _read(source: Source, file: BinaryIO, entry: Entry) -> Tensor:
+    """The bytes of one tensor, as uint8 of ``(nbytes,)``."""
+    buffer = bytearray(entry.nbytes)
+    file.seek(source.body + entry.start)
+    if file.readinto(buffer) != entry.nbytes:  # type: ignore[attr-defined]
+        raise _broken(source.path, "its tensors end early")
+    if not entry.nbytes:
         return torch.empty(0, dtype=torch.uint8, device="cpu")
     return torch.frombuffer(buffer, dtype=torch.uint8)
 
 
 def _header(path: Path, file: BinaryIO, size: int) -> tuple[dict[str, Any], int]:
+    """The header, and where the bytes of the tensors begin."""
     length = int.from_bytes(file.read(8), "little")
     if size < 8 or length > min(size - 8, files.LARGEST_JSON):
         if path.suffix != ".safetensors" or length.to_bytes(8, "little") == b"version ":
@@ -162,50 +156,37 @@ def _header(path: Path, file: BinaryIO, size: int) -> tuple[dict[str, Any], int]
             raise ValueError(checks.message("convert", rule, got, way_out))
         raise _broken(path, f"a header of {length} bytes does not fit a file of {size}")
     try:
-        header = files.parse_json(file.read(length), _once)
+        header = files.parse_json(file.read(length), _unique)
         # Escapes may spell what is no character, and what cannot be written again.
         json.dumps(header, ensure_ascii=False).encode()
-    except ValueError as wrong:
-        raise _broken(path, f"its header is {wrong}") from None
+    except ValueError as error:
+        raise _broken(path, f"its header is {error}") from None
     return header, 8 + length
 
 
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
         raise ValueError("a name occurs twice")
     return found
 
 
-def _entries(path: Path, header: Mapping[str, Any], size: int) -> Iterator[tuple[str, Entry]]:
-    end = 0
-    found = []
-    for name, value in header.items():
-        if name == _METADATA:
-            continue
-        try:
-            shape = tuple(value["shape"])
-            start, stop = value["data_offsets"]
-            sound = all(type(n) is int and 0 <= n < 1 << 63 for n in (*shape, start, stop))
-            sound = sound and len(shape) <= _MOST_DIMENSIONS and isinstance(value["dtype"], str)
-            entry = Entry(value["dtype"], shape, start, stop)
-        except (KeyError, TypeError, ValueError):
-            sound = False
-        if not sound:
-            raise _broken(path, f"{name} has no dtype, shape and data_offsets")
-        dtype, size_said = _DTYPES.get(entry.dtype), math.prod(shape)
-        # No element of any dtype is smaller than a bit.
-        fits = size_said <= 8 * entry.nbytes
-        if not (fits if dtype is None else size_said * dtype.itemsize == entry.nbytes):
-            raise _broken(path, f"{name} has {entry.nbytes} bytes for shape {list(shape)}")
-        found.append((name, entry))
-    for name, entry in sorted(found, key=lambda item: (item[1].start, item[1].stop)):
-        if entry.start != end or entry.stop < entry.start:
-            raise _broken(path, f"{name} starts at byte {entry.start} instead of {end}")
-        end = entry.stop
-    if end != size:
-        raise _broken(path, f"its tensors take {end} bytes and the file has {size}")
-    yield from found
+def _entry(path: Path, name: str, value: Any) -> Entry:
+    try:
+        shape, (start, stop) = tuple(value["shape"]), value["data_offsets"]
+        sound = all(type(n) is int and 0 <= n < 1 << 63 for n in (*shape, start, stop))
+        sound = sound and len(shape) <= _MOST_DIMENSIONS and isinstance(value["dtype"], str)
+        entry = Entry(value["dtype"], shape, start, stop)
+    except (KeyError, TypeError, ValueError):
+        sound = False
+    if not sound:
+        raise _broken(path, f"{name} has no dtype, shape and data_offsets")
+    dtype, size = _DTYPES.get(entry.dtype), math.prod(shape)
+    # No element of any dtype is smaller than a bit.
+    fits = size <= 8 * entry.nbytes if dtype is None else size * dtype.itemsize == entry.nbytes
+    if not fits or entry.nbytes < 0:
+        raise _broken(path, f"{name} has {entry.nbytes} bytes for shape {list(shape)}")
+    return entry
 
 
 def _broken(path: Path, why: str) -> ValueError:

@@ -2,135 +2,114 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from posenc import functional
+from posenc._contract import checks
 from posenc.interop.checkpoints import families, layouts
 from posenc.interop.checkpoints.families import Model
 from posenc.interop.checkpoints.layouts import Heads, Layout
 
+# Float64 rounding of a dot product is near 1e-14; a row in the wrong place is near 1.
+_TOLERANCE = 1e-9
 _TOKENS = 5
+# Rows of a weight that are float64 at a time.
 _ROWS = 256
 
 Read = Callable[[str], Tensor]
 
 
-def modules(names: Iterable[str], model: Model) -> dict[str, list[str]]:
-    """Names of what moves, by the attention module it is in."""
+def modules(names: Iterable[str]) -> dict[str, list[str]]:
+    """Names of tensors that move, by the attention module they are in."""
     found: dict[str, list[str]] = {}
     for name in names:
-        place = families.module_of(name)
-        if place is not None and model.kind(name) is not None:
-            found.setdefault(place[0], []).append(name)
+        module, _ = families.module_of(name) or ("", "")
+        found.setdefault(module, []).append(name)
     return found
 
 
-def difference(names: list[str], model: Model, old: Read, new: Read, to: Layout) -> float:
+def run(
+    names: Mapping[str, Sequence[str]], model: Model, old: Read, new: Read, to: Layout, number: int
+) -> dict[str, float]:
+    """How far the logits of ``number`` modules, spread over the depth, differ; far is an error."""
+    number = min(number, len(names))
+    chosen = {round(i * (len(names) - 1) / max(1, number - 1)) for i in range(number)}
+    found = {}
+    for module in (list(names)[i] for i in sorted(chosen)):
+        found[module] = difference(names[module], model, old, new, to)
+        if not found[module] <= _TOLERANCE:
+            rule = f"logits of {module} must stay the same"
+            got = f"a difference of {found[module]:.2g}"
+            way_out = "Nothing was written. Check num_heads, head_dim and the fused layout."
+            raise ValueError(checks.message("convert", rule, got, way_out))
+    return found
+
+
+def difference(names: Sequence[str], model: Model, old: Read, new: Read, to: Layout) -> float:
     r"""How far the logits of one attention module differ, relative to the largest.
 
     .. math:: \frac{\max |R'q' \cdot R'k' - Rq \cdot Rk|}{\max |Rq \cdot Rk|}
+    """
+    other: Layout = "half" if to == "interleaved" else "interleaved"
+    before, after = _logits(names, model, old, other), _logits(names, model, new, to)
+    return float((after - before).abs().max()) / (float(before.abs().max()) or 1.0)
+
+
+def _logits(names: Sequence[str], model: Model, read: Read, layout: Layout) -> Tensor:
+    """Logits ``(H, H, T, T)`` of every head of queries with every head of keys.
 
     Random hidden states meet every tensor that moved: weights as weights, biases and scales as
     further columns, norms as factors. Where the checkpoint has only queries or only keys (an
     adapter), the partner is random.
-
-    Args:
-        names: Tensors of the module.
-        model: What is known about the checkpoint.
-        old: Reads a tensor as it was.
-        new: Reads a tensor as it is now.
-        to: The new layout.
     """
     heads = model.heads(families.layer_of(names[0]))
-    was: Layout = "half" if to == "interleaved" else "interleaved"
-    before = _queries_and_keys(names, model, heads, old, was)
-    after = _queries_and_keys(names, model, heads, new, to)
-    scores = _scores(before, heads, was), _scores(after, heads, to)
-    largest = float(scores[0].abs().max())
-    return float((scores[1] - scores[0]).abs().max()) / (largest or 1.0)
-
-
-def _queries_and_keys(
-    names: list[str], model: Model, heads: Heads, read: Read, layout: Layout
-) -> dict[str, Tensor]:
-    """Queries and keys ``(1, H, T, D)`` of random hidden states."""
+    generator = torch.Generator().manual_seed(0)
+    draw = functools.partial(torch.randn, dtype=torch.float64, device="cpu", generator=generator)
     found: dict[str, Tensor] = {}
-    for name in sorted(names):
-        kind = model.kind(name)
-        if kind is None or kind == "norm":
-            continue
+    norms = [name for name in names if model.kind(name) == "norm"]
+    for name in sorted(set(names) - set(norms)):
         tensor = read(name)
-        rows = layouts.count(kind, heads)
-        if tensor.dim() == 0 or tensor.shape[0] != rows:
-            continue
-        out = _project(tensor.reshape(rows, -1), seed=len(name)).T
-        start, parts = 0, {"q": [], "k": []}  # type: tuple[int, dict[str, list[Tensor]]]
-        for part, width in layouts.blocks(kind, heads):
-            if part:
-                parts[part].append(out[:, start : start + width])
-            start += width
-        for part, those in parts.items():
-            if those:
-                x = torch.stack(those)[None]
-                found[part] = found[part] + x if part in found else x
-    generator = torch.Generator().manual_seed(0)
-    for part in ("q", "k"):
-        if part not in found:
-            found[part] = _partner(heads, layout, generator)
-    for name in sorted(names):
-        if model.kind(name) == "norm":
-            _normalise(found, name, read(name).double(), heads)
-    return found
-
-
-def _normalise(found: dict[str, Tensor], name: str, weight: Tensor, heads: Heads) -> None:
-    part = "q" if families.module_of(name)[1].startswith("q") else "k"  # type: ignore[index]
-    x = found[part]
-    if weight.numel() == heads.head_dim:
-        found[part] = x * weight.flatten()
-    elif weight.numel() == x.shape[1] * heads.head_dim:
-        found[part] = x * weight.view(1, x.shape[1], 1, heads.head_dim)
-
-
-def _draw(generator: torch.Generator, *shape: int) -> Tensor:
-    return torch.randn(shape, dtype=torch.float64, device="cpu", generator=generator)
-
-
-def _project(weight: Tensor, seed: int) -> Tensor:
-    """``weight @ hidden``, with float64 copies of a few rows at a time."""
-    generator = torch.Generator().manual_seed(seed)
-    width = weight.shape[1]
-    hidden = _draw(generator, width, _TOKENS)
-    hidden /= math.sqrt(width)
-    return torch.cat([some.double().nan_to_num() @ hidden for some in weight.split(_ROWS)])
-
-
-def _scores(found: dict[str, Tensor], heads: Heads, layout: Layout) -> Tensor:
-    generator = torch.Generator().manual_seed(0)
-    width = min(x.shape[-1] for x in found.values())
-    # A latent key has the rotated channels alone: those of the queries are their last.
-    q, k = (found[part][..., found[part].shape[-1] - width :] for part in ("q", "k"))
-    angles = _draw(generator, _TOKENS, heads.turned // 2)
-    q, k = functional.rotate_qk(
-        q.contiguous(),
-        k.contiguous(),
-        angles.cos(),
-        angles.sin(),
-        interleaved=layout == "interleaved",
-        last=heads.last,
+        weight = tensor.reshape(len(tensor), -1)
+        hidden = draw(weight.shape[1], _TOKENS) / math.sqrt(weight.shape[1])
+        out = torch.cat([rows.double().nan_to_num() @ hidden for rows in weight.split(_ROWS)])
+        for part, x in _split(out.T, layouts.blocks(model.kind(name) or "", heads)):
+            found[part] = found[part] + x if part in found else x
+    for part in {"q", "k"} - found.keys():
+        found[part] = _head(heads, layout, draw)
+    for name in norms:
+        factors = read(name).double().view(-1, 1, heads.head_dim)
+        part = "q" if families.module_of(name)[1].startswith("q") else "k"  # type: ignore[index]
+        if len(factors) in (1, len(found[part])):
+            found[part] = found[part] * factors
+    angles = draw(_TOKENS, heads.rotated // 2)
+    rotate = functools.partial(
+        functional.rotate, interleaved=layout == "interleaved", last=heads.last
     )
-    return q @ k.repeat_interleave(q.shape[1] // k.shape[1], dim=1).mT
+    q, k = (rotate(found[part][None], angles.cos(), angles.sin())[0] for part in "qk")
+    # A latent key has the rotated channels alone: those of the queries are their last.
+    width = min(q.shape[-1], k.shape[-1])
+    return torch.einsum("htd,gsd->hgts", q[..., -width:], k[..., -width:])
 
 
-def _partner(heads: Heads, layout: Layout, generator: torch.Generator) -> Tensor:
-    """A random head, the same in either layout: drawn pair by pair, then laid out."""
-    pairs = heads.turned // 2
-    drawn = _draw(generator, 1, 1, _TOKENS, pairs, 2)
-    still = heads.head_dim - heads.turned
-    rest = _draw(generator, 1, 1, _TOKENS, still)
-    turned = (drawn if layout == "interleaved" else drawn.mT).flatten(-2)
-    return torch.cat((rest, turned) if heads.last else (turned, rest), dim=-1)
+def _split(out: Tensor, rows: layouts.Rows) -> Iterable[tuple[str, Tensor]]:
+    """Queries and keys ``(H, T, D)`` of a projection's output ``(T, rows)``."""
+    out = out.unflatten(1, (rows.repeats, -1))
+    start = 0
+    for part, number, width in rows.runs:
+        if part:
+            run = out[..., start : start + number * width].unflatten(-1, (number, width))
+            yield part, run.flatten(1, 2).transpose(0, 1)
+        start += number * width
+
+
+def _head(heads: Heads, layout: Layout, draw: Callable[..., Tensor]) -> Tensor:
+    """A random head ``(1, T, D)``, the same in either layout: drawn by pairs, then laid out."""
+    pairs = draw(1, _TOKENS, heads.rotated // 2, 2)
+    others = draw(1, _TOKENS, heads.head_dim - heads.rotated)
+    rotated = (pairs if layout == "interleaved" else pairs.mT).flatten(-2)
+    return torch.cat((others, rotated) if heads.last else (rotated, others), dim=-1)
