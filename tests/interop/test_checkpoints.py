@@ -159,6 +159,15 @@ def test_an_adapter_moves_its_second_factor_alone(tmp_path):
     assert (tmp_path / "new" / "adapter_config.json").exists()
 
 
+@pytest.mark.parametrize("part", ["q", "k"])
+def test_an_adapter_of_queries_or_keys_alone_is_tested_too(part, tmp_path):
+    rows = 32 if part == "q" else 16
+    save_file({f"layers.0.{part}_proj.lora_B.weight": torch.randn(rows, 4)}, tmp_path / "a")
+    report = convert(tmp_path / "a", tmp_path / "b", to="interleaved", **SIZES)
+    assert report.checked == ("layers.0",)
+    assert report.difference < 1e-13
+
+
 def test_quantised_rows_move_with_their_scales(tmp_path):
     stem = "layers.0.attn"
     tensors = {
@@ -308,12 +317,18 @@ def test_the_self_test_sees_every_kind_of_part(wrong):
     }
     model = families.from_config({}, **SIZES)
     new = convert_state(old, to="interleaved", **SIZES)
-    arguments = (list(old), model, old.__getitem__)
-    assert selftest.difference(*arguments, new.__getitem__, "interleaved") < 1e-13
+
+    def run(new):
+        readers = old.__getitem__, new.__getitem__
+        return selftest.run({"attn": list(old)}, model, *readers, "interleaved", 1)["attn"]
+
+    assert run(new) < 1e-13
     for name in old:
         if wrong in name.replace("k_norm", "norm").replace("k_proj.weight", "k"):
             new[name] = old[name]
-    assert selftest.difference(*arguments, new.__getitem__, "interleaved") > 1e-2
+    with pytest.raises(ValueError, match="logits of attn must stay the same") as error:
+        run(new)
+    assert float(str(error.value).split("a difference of ")[1].split(".\n")[0]) > 1e-2
 
 
 def test_memory_is_bounded_by_the_largest_tensor_that_moves(tmp_path, monkeypatch):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import signal
 from collections.abc import Iterator
@@ -17,7 +18,14 @@ from posenc.cli._root import Refused
 from posenc.interop import checkpoints
 from posenc.interop.checkpoints import Tell
 
-_FROM_CONFIG = "the config's"
+_option = typer.Option
+_config = functools.partial(typer.Option, show_default="the config's")
+_family = functools.partial(typer.Option, show_default="the family's")
+_beside = functools.partial(typer.Option, show_default="beside the weights")
+_MARKED = (
+    "  posenc reads the mark it left; the model's own code does not, and would rotate these weights"
+    " as if they were the old ones"
+)
 _HELP = """Write a checkpoint again with its queries and keys in the other pair layout.
 
 IN is a .safetensors file or a folder of them, a model's or an adapter's. One tensor is in memory at
@@ -31,37 +39,18 @@ Example: posenc convert model -o model-interleaved --to interleaved
 
 def convert(
     source: Annotated[Path, typer.Argument(metavar="IN", help="A file or a folder.")],
-    target: Annotated[
-        Path, typer.Option("--output", "-o", metavar="OUT", help="The file or folder to write.")
-    ],
-    to: Annotated[str, typer.Option(help="half or interleaved.")],
-    config: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="config.json.", show_default="beside the weights"),
-    ] = None,
-    layout: Annotated[
-        str | None,
-        typer.Option(help="half or interleaved: what IN has.", show_default="the family's"),
-    ] = None,
-    num_heads: Annotated[
-        int | None, typer.Option(min=1, help="Heads of queries.", show_default=_FROM_CONFIG)
-    ] = None,
-    num_kv_heads: Annotated[
-        int | None, typer.Option(min=1, help="Heads of keys.", show_default=_FROM_CONFIG)
-    ] = None,
-    head_dim: Annotated[
-        int | None, typer.Option(min=1, help="Channels of a head.", show_default=_FROM_CONFIG)
-    ] = None,
-    rotary_dim: Annotated[
-        int | None, typer.Option(min=2, help="Of them rotated.", show_default=_FROM_CONFIG)
-    ] = None,
-    fused: Annotated[
-        str | None,
-        typer.Option(help="qkv or qkv_grouped.", show_default="the family's"),
-    ] = None,
-    check: Annotated[int, typer.Option(min=0, help="Attention modules to self-test.")] = 3,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUT, all of it.")] = False,
-    json_: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+    target: Annotated[Path, _option("--output", "-o", metavar="OUT", help="What to write.")],
+    to: Annotated[str, _option(help="half or interleaved.")],
+    config: Annotated[Path | None, _beside(metavar="FILE", help="config.json.")] = None,
+    layout: Annotated[str | None, _family(help="half or interleaved: what IN has.")] = None,
+    num_heads: Annotated[int | None, _config(min=1, help="Heads of queries.")] = None,
+    num_kv_heads: Annotated[int | None, _config(min=1, help="Heads of keys.")] = None,
+    head_dim: Annotated[int | None, _config(min=1, help="Channels of a head.")] = None,
+    rotary_dim: Annotated[int | None, _config(min=2, help="Of them rotated.")] = None,
+    fused: Annotated[str | None, _family(help="qkv or qkv_grouped.")] = None,
+    check: Annotated[int, _option(min=0, help="Attention modules to self-test.")] = 3,
+    overwrite: Annotated[bool, _option("--overwrite", help="Replace OUT, all of it.")] = False,
+    json_: Annotated[bool, _option("--json", help="Print the report as JSON.")] = False,
 ) -> None:
     """Convert; the help text is set below, where its example can be tested."""
     # The words are checked where they are used.
@@ -86,20 +75,13 @@ def convert(
     if json_:
         typer.echo(json.dumps(report.as_dict(), indent=1))
         return
-    typer.echo(
-        f"{printable(report.target)}: {report.layout},"
-        f" {len(report.moved)} of {report.tensors} tensors moved"
-    )
+    counts = f"{len(report.moved)} of {report.tensors} tensors moved"
+    typer.echo(f"{printable(report.target)}: {report.layout}, {counts}")
     if report.checked:
-        typer.echo(
-            f"  logits of {len(report.checked)} attention modules differ"
-            f" by {report.difference:.1g} of the largest"
-        )
+        modules = f"logits of {len(report.checked)} attention modules"
+        typer.echo(f"  {modules} differ by {report.difference:.1g} of the largest")
     if report.marked:
-        typer.echo(
-            "  posenc reads the mark it left; the model's own code does not, and would rotate these"
-            " weights as if they were the old ones"
-        )
+        typer.echo(_MARKED)
     for name in report.left_out:
         typer.echo(f"  left out: {printable(name)}, weights in the old layout")
 

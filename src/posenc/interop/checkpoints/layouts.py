@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -78,6 +78,14 @@ class Rows(NamedTuple):
         """How many rows there are."""
         return self.repeats * sum(heads * width for _, heads, width in self.runs)
 
+    def split(self, x: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """Views ``(..., repeats, heads, width)`` of the queries and keys of ``x (..., rows)``."""
+        x = x.unflatten(-1, (self.repeats, self.total // self.repeats))
+        sizes = [heads * width for _, heads, width in self.runs]
+        for (part, heads, width), run in zip(self.runs, x.split(sizes, dim=-1), strict=True):
+            if part:
+                yield part, run.unflatten(-1, (heads, width))
+
 
 def blocks(kind: str, heads: Heads) -> Rows:
     """The rows of a projection of this kind."""
@@ -122,18 +130,14 @@ def norm_blocks(shape: Sequence[int], heads: Heads) -> Rows:
 
 def order(rows: Rows, heads: Heads, to: Layout) -> Tensor:
     """Where each row of the result comes from: ``new = old[order]``."""
-    old = torch.arange(rows.total, device="cpu").view(rows.repeats, rows.total // rows.repeats)
-    pairs, start = heads.rotated // 2, 0
+    found = torch.arange(rows.total, device="cpu")
     # Half holds all first channels of the pairs, then all second.
-    grid = (2, pairs) if to == "interleaved" else (pairs, 2)
-    for part, number, width in rows.runs:
-        if part:
-            run = old[:, start : start + number * width].unflatten(1, (number, width))
-            first = width - heads.rotated if heads.last else 0
-            channels = run[..., first : first + heads.rotated]
-            channels.copy_(channels.unflatten(-1, grid).mT.flatten(-2))
-        start += number * width
-    return old.flatten()
+    grid = (2, -1) if to == "interleaved" else (-1, 2)
+    for _, run in rows.split(found):
+        first = run.shape[-1] - heads.rotated if heads.last else 0
+        channels = run[..., first : first + heads.rotated]
+        channels.copy_(channels.unflatten(-1, grid).mT.flatten(-2))
+    return found
 
 
 def permute(tensor: Tensor, kind: str, heads: Heads, *, to: Layout, dim: int = 0) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -13,10 +13,7 @@ from torch import Tensor
 
 from posenc._contract import checks
 
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
-Length = int | tuple[int, int]
+Table = TypeVar("Table", Tensor, dict[str, Tensor])
 _WHO = "resize_learned"
 # How models call their table, with or without the `.weight` of an Embedding.
 _TABLE = re.compile(
@@ -24,29 +21,9 @@ _TABLE = re.compile(
 )
 
 
-class _Options(TypedDict, total=False):
-    method: Literal["interpolate", "extend"]
-    fill: Literal["normal", "repeat"]
-    extra: int
-    grid: tuple[int, int] | None
-    std: float
-    generator: torch.Generator | None
-    key: str | None
-
-
-@overload
-def resize_learned(table: Tensor, length: Length, **options: Unpack[_Options]) -> Tensor: ...
-
-
-@overload
 def resize_learned(
-    table: Mapping[str, Tensor], length: Length, **options: Unpack[_Options]
-) -> dict[str, Tensor]: ...
-
-
-def resize_learned(
-    table: Tensor | Mapping[str, Tensor],
-    length: Length,
+    table: Table,
+    length: int | tuple[int, int],
     *,
     method: Literal["interpolate", "extend"] = "interpolate",
     fill: Literal["normal", "repeat"] = "normal",
@@ -55,7 +32,7 @@ def resize_learned(
     std: float = 0.02,
     generator: torch.Generator | None = None,
     key: str | None = None,
-) -> Tensor | dict[str, Tensor]:
+) -> Table:
     r"""Resize a learned position table to another length.
 
     Interpolation stretches the trained positions over the new ones. A line is interpolated
@@ -98,10 +75,10 @@ def resize_learned(
         Beltagy et al., *Longformer*, 2020, section 5 (repeating).
     """
     if isinstance(table, Mapping):
+        how: dict[str, Any] = {"method": method, "fill": fill, "extra": extra, "grid": grid}
+        how |= {"std": std, "generator": generator}
         name = _find(table, key)
-        options: _Options = {"method": method, "fill": fill, "extra": extra, "grid": grid}
-        options |= {"std": std, "generator": generator}
-        return {**table, name: resize_learned(table[name], length, **options)}
+        return {**table, name: resize_learned(table[name], length, **how)}
     checks.float_tensor(_WHO, "table", table)
     checks.rank(_WHO, "table", table, (2, 3), "(T, D) or (1, T, D)")
     if table.dim() == 3:

@@ -13,7 +13,7 @@ from posenc import functional
 from posenc._contract import checks
 from posenc.interop.checkpoints import families, layouts
 from posenc.interop.checkpoints.families import Model
-from posenc.interop.checkpoints.layouts import Heads, Layout
+from posenc.interop.checkpoints.layouts import Layout
 
 # Float64 rounding of a dot product is near 1e-14; a row in the wrong place is near 1.
 _TOLERANCE = 1e-9
@@ -36,28 +36,27 @@ def modules(names: Iterable[str]) -> dict[str, list[str]]:
 def run(
     names: Mapping[str, Sequence[str]], model: Model, old: Read, new: Read, to: Layout, number: int
 ) -> dict[str, float]:
-    """How far the logits of ``number`` modules, spread over the depth, differ; far is an error."""
-    number = min(number, len(names))
-    chosen = {round(i * (len(names) - 1) / max(1, number - 1)) for i in range(number)}
-    found = {}
-    for module in (list(names)[i] for i in sorted(chosen)):
-        found[module] = difference(names[module], model, old, new, to)
-        if not found[module] <= _TOLERANCE:
-            rule = f"logits of {module} must stay the same"
-            got = f"a difference of {found[module]:.2g}"
-            way_out = "Nothing was written. Check num_heads, head_dim and the fused layout."
-            raise ValueError(checks.message("convert", rule, got, way_out))
-    return found
-
-
-def difference(names: Sequence[str], model: Model, old: Read, new: Read, to: Layout) -> float:
-    r"""How far the logits of one attention module differ, relative to the largest.
+    r"""How far the logits of ``number`` attention modules, spread over the depth, differ.
 
     .. math:: \frac{\max |R'q' \cdot R'k' - Rq \cdot Rk|}{\max |Rq \cdot Rk|}
     """
     other: Layout = "half" if to == "interleaved" else "interleaved"
-    before, after = _logits(names, model, old, other), _logits(names, model, new, to)
-    return float((after - before).abs().max()) / (float(before.abs().max()) or 1.0)
+    number = min(number, len(names))
+    chosen = {round(i * (len(names) - 1) / max(1, number - 1)) for i in range(number)}
+    found = {}
+    for module in (list(names)[i] for i in sorted(chosen)):
+        before = _logits(names[module], model, old, other)
+        after = _logits(names[module], model, new, to)
+        difference = float((after - before).abs().max()) / (float(before.abs().max()) or 1.0)
+        if not difference <= _TOLERANCE:
+            rule, got = (
+                f"logits of {module} must stay the same",
+                f"a difference of {difference:.2g}",
+            )
+            way_out = "Nothing was written. Check num_heads, head_dim and the fused layout."
+            raise ValueError(checks.message("convert", rule, got, way_out))
+        found[module] = difference
+    return found
 
 
 def _logits(names: Sequence[str], model: Model, read: Read, layout: Layout) -> Tensor:
@@ -65,22 +64,21 @@ def _logits(names: Sequence[str], model: Model, read: Read, layout: Layout) -> T
 
     Random hidden states meet every tensor that moved: weights as weights, biases and scales as
     further columns, norms as factors. Where the checkpoint has only queries or only keys (an
-    adapter), the partner is random.
+    adapter), they are multiplied with themselves.
     """
     heads = model.heads(families.layer_of(names[0]))
     generator = torch.Generator().manual_seed(0)
     draw = functools.partial(torch.randn, dtype=torch.float64, device="cpu", generator=generator)
-    found: dict[str, Tensor] = {}
     norms = [name for name in names if model.kind(name) == "norm"]
+    found: dict[str, Tensor] = {}
     for name in sorted(set(names) - set(norms)):
         tensor = read(name)
         weight = tensor.reshape(len(tensor), -1)
         hidden = draw(weight.shape[1], _TOKENS) / math.sqrt(weight.shape[1])
         out = torch.cat([rows.double().nan_to_num() @ hidden for rows in weight.split(_ROWS)])
-        for part, x in _split(out.T, layouts.blocks(model.kind(name) or "", heads)):
-            found[part] = found[part] + x if part in found else x
-    for part in {"q", "k"} - found.keys():
-        found[part] = _head(heads, layout, draw)
+        for part, x in layouts.blocks(model.kind(name) or "", heads).split(out.T):
+            found[part] = found.get(part, 0) + x.flatten(1, 2).transpose(0, 1)
+    found = dict.fromkeys("qk", next(iter(found.values()))) | found
     for name in norms:
         factors = read(name).double().view(-1, 1, heads.head_dim)
         part = "q" if families.module_of(name)[1].startswith("q") else "k"  # type: ignore[index]
@@ -94,22 +92,3 @@ def _logits(names: Sequence[str], model: Model, read: Read, layout: Layout) -> T
     # A latent key has the rotated channels alone: those of the queries are their last.
     width = min(q.shape[-1], k.shape[-1])
     return torch.einsum("htd,gsd->hgts", q[..., -width:], k[..., -width:])
-
-
-def _split(out: Tensor, rows: layouts.Rows) -> Iterable[tuple[str, Tensor]]:
-    """Queries and keys ``(H, T, D)`` of a projection's output ``(T, rows)``."""
-    out = out.unflatten(1, (rows.repeats, -1))
-    start = 0
-    for part, number, width in rows.runs:
-        if part:
-            run = out[..., start : start + number * width].unflatten(-1, (number, width))
-            yield part, run.flatten(1, 2).transpose(0, 1)
-        start += number * width
-
-
-def _head(heads: Heads, layout: Layout, draw: Callable[..., Tensor]) -> Tensor:
-    """A random head ``(1, T, D)``, the same in either layout: drawn by pairs, then laid out."""
-    pairs = draw(1, _TOKENS, heads.rotated // 2, 2)
-    others = draw(1, _TOKENS, heads.head_dim - heads.rotated)
-    rotated = (pairs if layout == "interleaved" else pairs.mT).flatten(-2)
-    return torch.cat((others, rotated) if heads.last else (rotated, others), dim=-1)
