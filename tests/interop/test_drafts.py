@@ -9,28 +9,23 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from posenc.interop.checkpoints import convert, drafts, safetensors
+from support.checkpoints import save_folder
 
 SIZES = {"num_heads": 1, "head_dim": 8}
-TENSORS = {f"layers.0.{part}_proj.weight": torch.randn(8, 3) for part in "qk"}
 
 
 @pytest.fixture
 def source(tmp_path):
-    folder = tmp_path / "source"
-    folder.mkdir()
-    save_file(TENSORS, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps({"model_type": "llama", "hidden_size": 8}))
-    return folder
+    return save_folder(tmp_path / "source", {"model_type": "llama", "hidden_size": 8})
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="a kill needs a child to be killed")
 def test_no_signal_and_no_error_at_any_step_loses_a_checkpoint(tmp_path):
     """At every moment a whole copy has a name, and the next run leaves nothing but the result."""
-    script = Path(__file__).with_name("kills.py")
+    script = Path(__file__).parents[1] / "support" / "kills.py"
     done = subprocess.run(
         [sys.executable, script, tmp_path], capture_output=True, text=True, timeout=300
     )
@@ -53,7 +48,10 @@ def test_two_runs_to_one_target_do_not_share_a_draft(source, tmp_path):
     convert(source, target, to="interleaved", tell=another, **SIZES)
     assert refused
     assert "posenc.lock" in refused[0]
-    assert load_file(target / "model.safetensors").keys() == TENSORS.keys()
+    assert (
+        load_file(target / "model.safetensors").keys()
+        == load_file(source / "model.safetensors").keys()
+    )
     assert sorted(os.listdir(tmp_path)) == ["source", "target"]
 
 

@@ -7,32 +7,23 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
-from safetensors.torch import save_file
 
 from posenc import RoPE
 from posenc.interop.checkpoints import convert
+from support.checkpoints import save_folder
 
 LLAMA = {"model_type": "llama", "hidden_size": 8, "num_attention_heads": 1}
 needs_pipes = pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="the system has no pipes")
 
 
-def checkpoint(folder):
-    folder.mkdir(parents=True)
-    tensors = {f"layers.0.{part}_proj.weight": torch.randn(8, 3) for part in "qk"}
-    save_file(tensors, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps(LLAMA))
-    return folder
-
-
 @pytest.fixture
 def source(tmp_path):
-    return checkpoint(tmp_path / "source")
+    return save_folder(tmp_path / "source", LLAMA)
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="limits are Linux's")
 def test_reading_costs_what_the_file_is_and_not_what_it_claims(tmp_path):
-    script = Path(__file__).with_name("hostile.py")
+    script = Path(__file__).parents[1] / "support" / "hostile.py"
     done = subprocess.run(
         [sys.executable, script, tmp_path], capture_output=True, text=True, timeout=600
     )
@@ -118,7 +109,7 @@ def test_a_file_that_cannot_be_read_is_not_left_out_in_silence(source, tmp_path)
 def test_a_cache_of_hugging_face_is_converted_through_its_links(tmp_path):
     """models--NAME/snapshots/REVISION/FILE is a link to models--NAME/blobs/HASH."""
     cache = tmp_path / "models--some--model"
-    snapshot, blobs = checkpoint(cache / "snapshots" / "abc"), cache / "blobs"
+    snapshot, blobs = save_folder(cache / "snapshots" / "abc", LLAMA), cache / "blobs"
     blobs.mkdir()
     (snapshot / "sub").mkdir()
     (snapshot / "sub" / "vocab.txt").write_text("v")

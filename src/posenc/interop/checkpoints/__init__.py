@@ -15,7 +15,7 @@ from posenc._contract import checks
 from posenc.configs import LAYOUT, as_dict, text_part
 from posenc.interop.checkpoints import drafts, families, files, layouts, safetensors, selftest
 from posenc.interop.checkpoints.families import Config, Model
-from posenc.interop.checkpoints.layouts import Heads, Layout, permute
+from posenc.interop.checkpoints.layouts import LAYOUTS, Heads, Layout, permute
 from posenc.interop.checkpoints.resize import resize_learned
 from posenc.interop.checkpoints.safetensors import Source
 
@@ -113,7 +113,7 @@ def convert(
     Returns:
         A :class:`Report`.
     """
-    layouts.check_layout("convert", "to", to)
+    layouts.check_choice("convert", "to", to, LAYOUTS)
     checks.integer("convert", "check", check, least=0)
     source, target = Path(source), Path(target)
     files.check_paths(source, target)
@@ -185,7 +185,7 @@ def convert_state(
         >>> convert_state(state, to="interleaved", num_heads=1, head_dim=4)
         {'layers.0.attn.q_proj.bias': tensor([0, 2, 1, 3]), 'head.bias': tensor([0, 1, 2, 3])}
     """
-    layouts.check_layout("convert_state", "to", to)
+    layouts.check_choice("convert_state", "to", to, LAYOUTS)
     given = {
         "num_heads": num_heads,
         "num_kv_heads": num_kv_heads,
@@ -232,12 +232,13 @@ def _check_layout(
     """Refuse a source that is, or may be, in the wanted layout already."""
     marks: dict[str, Any] = {f"{METADATA} of {s.path}": s.metadata.get(METADATA) for s in shards}
     # Who says it here knows better than a config, which may be another checkpoint's.
-    if layout is None:
-        marks[LAYOUT] = text_part(config)[0].get(LAYOUT)
-    else:
-        marks["layout"] = layout
-    given = [name for name, mark in marks.items() if mark is not None]
-    found = {layouts.check_layout("convert", name, marks[name]) for name in given}
+    marks |= (
+        {"layout": layout} if layout is not None else {LAYOUT: text_part(config)[0].get(LAYOUT)}
+    )
+    marks = {name: mark for name, mark in marks.items() if mark is not None}
+    for name, mark in marks.items():
+        layouts.check_choice("convert", name, mark, LAYOUTS)
+    found = set(marks.values())
     if len(found) > 1:
         rule = "the metadata of all files, the config and layout= must agree"
         got, way_out = " and ".join(sorted(found)), "Leave layout out, or convert each file."

@@ -196,14 +196,10 @@ def _inside(source: Path, path: Path) -> str:
     real = os.path.realpath(path)
     if not path.is_symlink():
         return real
-    base = Path(os.path.realpath(source))
     # models--NAME/snapshots/REVISION/FILE is a link to models--NAME/blobs/HASH.
-    blobs = [
-        folder.parent.parent / "blobs"
-        for folder in (base, *base.parents)
-        if folder.parent.name == "snapshots" and folder.parent.parent.name.startswith("models--")
-    ]
-    allowed = base in (Path(real), *Path(real).parents) or Path(real).parent in blobs
+    base = Path(os.path.realpath(source))
+    caches = [folder for folder in base.parents if folder.name.startswith("models--")]
+    allowed = {base, *(folder / "blobs" for folder in caches)} & {Path(real), *Path(real).parents}
     if not allowed or not os.path.exists(real):
         rule, got = f"links in {source} must lead to something in it", f"{path}, a link to {real}"
         way_out = "Put the file in place of the link, if you know why it is there."

@@ -117,12 +117,10 @@ def count(kind: str, heads: Heads) -> int:
 
 def norm_blocks(shape: Sequence[int], heads: Heads) -> Rows:
     """The channels of a norm's weight, head by head."""
-    size, sizes = (
-        math.prod(shape),
-        {heads.head_dim * n for n in (1, heads.num_heads, heads.kv_heads)},
-    )
+    size = math.prod(shape)
+    sizes = sorted({heads.head_dim * n for n in (1, heads.num_heads, heads.kv_heads)})
     if size not in sizes:
-        rule = f"a norm of queries or keys must have {' or '.join(map(str, sorted(sizes)))} weights"
+        rule = f"a norm of queries or keys must have {' or '.join(map(str, sizes))} weights"
         got = f"shape {tuple(shape)}"
         raise ValueError(checks.message("permute", rule, got, f"Check {heads}."))
     return Rows(1, [("q", size // heads.head_dim, heads.head_dim)])
@@ -173,13 +171,11 @@ def permute(tensor: Tensor, kind: str, heads: Heads, *, to: Layout, dim: int = 0
         Su et al., *RoFormer*, 2021, section 3.4.2, pairs neighbours; Wang & Komatsuzaki's GPT-J
         does too, and Black et al., *GPT-NeoX-20B*, 2022, pairs halves.
     """
-    check_layout("permute", "to", to)
-    if not isinstance(tensor, Tensor):
-        got, way_out = type(tensor).__name__, "Pass one weight at a time."
-        raise TypeError(checks.message("permute", "tensor must be a torch.Tensor", got, way_out))
-    if not isinstance(kind, str) or not isinstance(heads, Heads):
-        got = f"{checks.describe(kind)} and {checks.describe(heads)}"
-        rule, way_out = "kind must be a string, and heads a Heads", "Pass 'q' and Heads(32, 128)."
+    check_choice("permute", "to", to, LAYOUTS)
+    if not (isinstance(tensor, Tensor) and isinstance(kind, str) and isinstance(heads, Heads)):
+        rule = "tensor must be a torch.Tensor, kind a string and heads a Heads"
+        got = ", ".join(map(checks.describe, (tensor, kind, heads)))
+        way_out = "Pass one weight, 'q' and Heads(32, 128)."
         raise TypeError(checks.message("permute", rule, got, way_out))
     if kind == "norm":
         return take(tensor, order(norm_blocks(tensor.shape, heads), heads, to))
@@ -191,12 +187,11 @@ def permute(tensor: Tensor, kind: str, heads: Heads, *, to: Layout, dim: int = 0
     return take(tensor, order(rows, heads, to), dim)
 
 
-def check_layout(who: str, name: str, value: Any) -> Layout:
-    """``value`` if it names a layout."""
-    if value not in LAYOUTS:
-        rule, way_out = f'{name} must be "half" or "interleaved"', "Pass one of the two."
-        raise ValueError(checks.message(who, rule, checks.describe(value), way_out))
-    return value  # type: ignore[no-any-return]
+def check_choice(who: str, name: str, value: Any, allowed: Sequence[str]) -> None:
+    """Refuse a ``value`` that is none of the ``allowed`` words."""
+    if value not in allowed:
+        rule = f"{name} must be {' or '.join(map(repr, allowed))}"
+        raise ValueError(checks.message(who, rule, checks.describe(value), "Pass one of them."))
 
 
 def take(tensor: Tensor, rows: Tensor, dim: int = 0) -> Tensor:

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from posenc._contract import checks
+from posenc.interop.checkpoints.layouts import check_choice
 
 Table = TypeVar("Table", Tensor, dict[str, Tensor])
 _WHO = "resize_learned"
@@ -87,8 +88,8 @@ def resize_learned(
     checks.integer(_WHO, "extra", extra, least=0)
     checks.integer(_WHO, "the positions of table", len(rows) - extra)
     kept, trained = rows[:extra], rows[extra:]
-    _one_of("method", method, ("interpolate", "extend"))
-    _one_of("fill", fill, ("normal", "repeat"))
+    check_choice(_WHO, "method", method, ("interpolate", "extend"))
+    check_choice(_WHO, "fill", fill, ("normal", "repeat"))
     if isinstance(length, (tuple, list)) or grid is not None:
         size, grid = _pair("length", length), None if grid is None else _pair("grid", grid)
         if method != "interpolate":
@@ -151,9 +152,3 @@ def _find(state: Mapping[str, Tensor], key: str | None) -> str:
         got = f"{len(found)}: {', '.join(found[:4])}" if key is None else repr(key)
         raise ValueError(checks.message(_WHO, rule, got, "Pass key, the table's name."))
     return found[0]
-
-
-def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        rule = f"{name} must be {' or '.join(map(repr, allowed))}"
-        raise ValueError(checks.message(_WHO, rule, checks.describe(value), "Pass one of them."))

@@ -59,19 +59,16 @@ class Source:
         self.mode = status.st_mode
         metadata = self.header.pop(_METADATA, {})
         self.metadata: dict[str, str] = metadata if isinstance(metadata, dict) else {}
-        self.entries = {name: _entry(path, name, value) for name, value in self.header.items()}
-        end = 0
-        for name, entry in self.in_file_order():
+        entries = {name: _entry(path, name, value) for name, value in self.header.items()}
+        # As their bytes follow each other.
+        self.entries = dict(sorted(entries.items(), key=lambda item: (item[1].start, item[1].stop)))
+        end, size = 0, status.st_size - self.body
+        for name, entry in self.entries.items():
             if entry.start != end:
                 raise _broken(path, f"{name} starts at byte {entry.start} instead of {end}")
             end = entry.stop
-        if end != status.st_size - self.body:
-            size = status.st_size - self.body
+        if end != size:
             raise _broken(path, f"its tensors take {end} bytes and the file has {size}")
-
-    def in_file_order(self) -> list[tuple[str, Entry]]:
-        """The tensors as their bytes follow each other."""
-        return sorted(self.entries.items(), key=lambda item: (item[1].start, item[1].stop))
 
     def tensor(self, name: str) -> Tensor:
         """One tensor; its rows of bytes ``(rows, n)`` where torch has no name for the dtype."""
@@ -102,7 +99,7 @@ def write(
     opened = files.open_regular("convert", source.path)
     with opened as old, files.create(target, source.mode) as new:
         new.write(len(text).to_bytes(8, "little") + text)
-        for name, entry in source.in_file_order():
+        for name, entry in source.entries.items():
             advance = functools.partial(tell, name)
             if name in rows:
                 if entry.nbytes % len(rows[name]):
