@@ -194,10 +194,10 @@ def main(root: Path) -> None:
                 status = case.killed(at)
                 assert status == -signal.SIGKILL, f"{what} ended with {status}"
                 judge(case, f"{what}, killed", overwrite=at % 2 == 0)
-            for turn, (name, way) in enumerate(WAYS.items()):
+            for number, (name, way) in enumerate(WAYS.items()):
                 if kind == "a folder" or name == "interrupted":
                     case.attempt(way, at)
-                    judge(case, f"{what}, {name}", overwrite=at % 2 == turn % 2)
+                    judge(case, f"{what}, {name}", overwrite=at % 2 == number % 2)
     print(json.dumps({"steps": all_steps, "failures": failures}))
 
 

@@ -18,7 +18,6 @@ from posenc.cli._root import Refused
 from posenc.interop import checkpoints
 from posenc.interop.checkpoints import Tell
 
-_option = typer.Option
 _config = functools.partial(typer.Option, show_default="the config's")
 _family = functools.partial(typer.Option, show_default="the family's")
 _beside = functools.partial(typer.Option, show_default="beside the weights")
@@ -39,8 +38,8 @@ Example: posenc convert model -o model-interleaved --to interleaved
 
 def convert(
     source: Annotated[Path, typer.Argument(metavar="IN", help="A file or a folder.")],
-    target: Annotated[Path, _option("--output", "-o", metavar="OUT", help="What to write.")],
-    to: Annotated[str, _option(help="half or interleaved.")],
+    target: Annotated[Path, typer.Option("--output", "-o", metavar="OUT", help="What to write.")],
+    to: Annotated[str, typer.Option(help="half or interleaved.")],
     config: Annotated[Path | None, _beside(metavar="FILE", help="config.json.")] = None,
     layout: Annotated[str | None, _family(help="half or interleaved: what IN has.")] = None,
     num_heads: Annotated[int | None, _config(min=1, help="Heads of queries.")] = None,
@@ -48,9 +47,9 @@ def convert(
     head_dim: Annotated[int | None, _config(min=1, help="Channels of a head.")] = None,
     rotary_dim: Annotated[int | None, _config(min=2, help="Of them rotated.")] = None,
     fused: Annotated[str | None, _family(help="qkv or qkv_grouped.")] = None,
-    check: Annotated[int, _option(min=0, help="Attention modules to self-test.")] = 3,
-    overwrite: Annotated[bool, _option("--overwrite", help="Replace OUT, all of it.")] = False,
-    json_: Annotated[bool, _option("--json", help="Print the report as JSON.")] = False,
+    check: Annotated[int, typer.Option(min=0, help="Attention modules to self-test.")] = 3,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUT, all of it.")] = False,
+    json_: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
 ) -> None:
     """Convert; the help text is set below, where its example can be tested."""
     # The words are checked where they are used.

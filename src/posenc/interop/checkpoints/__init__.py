@@ -15,7 +15,7 @@ from posenc._contract import checks
 from posenc.configs import LAYOUT, as_dict, text_part
 from posenc.interop.checkpoints import drafts, families, files, layouts, safetensors, selftest
 from posenc.interop.checkpoints.families import Config, Model
-from posenc.interop.checkpoints.layouts import LAYOUTS, Heads, Layout, permute
+from posenc.interop.checkpoints.layouts import LAYOUTS, OTHER, Heads, Layout, permute
 from posenc.interop.checkpoints.resize import resize_learned
 from posenc.interop.checkpoints.safetensors import Source
 
@@ -83,9 +83,8 @@ def convert(
     Rows of the q and k projections (separate, fused, latent), their biases, scales and LoRA
     factors, and the weights of q and k norms move; no bit of them changes. One tensor is in
     memory at a time. The target appears whole, under its name, after the self-test has passed,
-    or not at all; the source is never written to. All is written in the folder
-    ``TARGET.posenc-convert``; what a killed run leaves there, the next one to this target puts in
-    order, and a folder that was to be replaced is whole at every moment.
+    or not at all; the source is never written to. All is written in ``TARGET.posenc-convert``;
+    what a killed run leaves there, the next one to this target puts in order.
 
     The new layout is in the config where the family's code has a key for it
     (``rope_interleave``). Otherwise it is in each file's metadata as ``posenc.rope_layout`` and in
@@ -133,19 +132,22 @@ def convert(
         model = families.from_config(described, **given)
         _check_layout(old, model, described, layout, to)
         plan = _plan({n: e.shape for shard in old for n, e in shard.entries.items()}, model, to)
-        others = files.others(source, {shard.path for shard in old}) if folder else files.Others()
+        taken = {shard.path for shard in old}
+        others, left_out = files.others(source, taken) if folder else ({}, [])
         total = sum(entry.nbytes for shard in old for entry in shard.entries.values())
-        nbytes = total + sum(others.files.values())
+        nbytes = total + sum(others.values())
         with files.disk_space(target, nbytes):
             advance = _progress(tell, nbytes)
-            files.copy(source, draft, others, advance)
+            for path, size in others.items():
+                files.copy(source / path, draft / path, size, functools.partial(advance, str(path)))
             native = files.mark(draft, to, native=model.layout == to)
-            paths = [draft / shard.path.name if folder else draft for shard in old]
-            for shard, path in zip(old, paths, strict=True):
+            new = []
+            for shard in old:
+                path = draft / shard.path.name if folder else draft
                 metadata = {k: v for k, v in shard.metadata.items() if k != METADATA}
                 metadata |= {} if native else {METADATA: to}
                 safetensors.write(shard, path, metadata, plan, advance)
-            new = [Source(path) for path in paths]
+                new.append(Source(path))
         readers = _reader(old), _reader(new)
         checked = selftest.run(selftest.modules(plan), model, *readers, to, check)
     return Report(
@@ -158,7 +160,7 @@ def convert(
         nbytes=total,
         checked=tuple(checked),
         difference=max(checked.values(), default=0.0),
-        left_out=tuple(others.left_out),
+        left_out=tuple(left_out),
         marked=not native,
     )
 
@@ -196,9 +198,8 @@ def convert_state(
     model = families.from_config({} if config is None else as_dict("convert", config), **given)
     if not isinstance(state, Mapping) or not all(isinstance(name, str) for name in state):
         got, way_out = checks.describe(state), "Pass model.state_dict()."
-        raise TypeError(
-            checks.message("convert_state", "state must be a dict by name", got, way_out)
-        )
+        rule = "state must be a dict by name"
+        raise TypeError(checks.message("convert_state", rule, got, way_out))
     # Step counts and the like pass.
     shapes = {name: tuple(x.shape) for name, x in state.items() if isinstance(x, Tensor)}
     plan = _plan(shapes, model, to)
@@ -254,9 +255,8 @@ def _check_layout(
         way_out = "Read how it rotates, and pass layout='half' or 'interleaved' (--layout)."
         raise ValueError(_message(rule, got, way_out))
     if actual == to:
-        other = "half" if to == "interleaved" else "interleaved"
-        rule = f"the source must be in the other layout, {other}"
-        way_out = f"It needs no conversion; if it is {other}, pass layout={other!r}."
+        rule = f"the source must be in the other layout, {OTHER[to]}"
+        way_out = f"It needs no conversion; if it is {OTHER[to]}, pass layout={OTHER[to]!r}."
         raise ValueError(_message(rule, to, way_out))
 
 

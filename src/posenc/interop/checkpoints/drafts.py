@@ -44,21 +44,21 @@ def replaced(target: Path, *, folder: bool, overwrite: bool) -> Iterator[Path]:
 
     What a killed run has left beside ``target`` is put in order first.
     """
-    with _working(target) as room:
-        _check_replaceable(target, folder, overwrite)
-        new = room / "new"
-        yield new
-        # Somebody may have made one meanwhile.
-        _check_replaceable(target, folder, overwrite)
-        for path, _, _ in os.walk(new):
-            _flush(path)
-        if folder and target.is_dir():
-            # Folders cannot be swapped in one step.
-            os.rename(target, room / "old")
-            _flush(room)
-        os.replace(new, target)
-        _flush(room)
-        _flush(target.parent)
+    room = _make_workspace(target)
+    with _locked(room / _LOCK, target):
+        _settle(room, target)
+        try:
+            _check_replaceable(target, folder, overwrite)
+            yield room / "new"
+            # Somebody may have made one meanwhile.
+            _check_replaceable(target, folder, overwrite)
+            _publish(room, target)
+        finally:
+            _settle(room, target)
+            os.unlink(room / _LOCK)
+            # The next run may have put its own lock here by now.
+            with contextlib.suppress(OSError):
+                os.rmdir(room)
 
 
 def _check_replaceable(target: Path, folder: bool, overwrite: bool) -> None:
@@ -71,9 +71,7 @@ def _check_replaceable(target: Path, folder: bool, overwrite: bool) -> None:
         raise FileExistsError(_message(rule, target, "Pick another name."))
 
 
-@contextlib.contextmanager
-def _working(target: Path) -> Iterator[Path]:
-    """The workspace of ``target``, locked, and in order before and after the block."""
+def _make_workspace(target: Path) -> Path:
     room = workspace(target)
     with contextlib.suppress(FileExistsError):
         os.mkdir(room, 0o700)
@@ -84,16 +82,7 @@ def _working(target: Path) -> Iterator[Path]:
         rule = f"{room} must be free, because the result is written there first"
         got = "a file or folder that no run has made"
         raise FileExistsError(_message(rule, got, "Move it away."))
-    with _locked(room / _LOCK, target):
-        _settle(room, target)
-        try:
-            yield room
-        finally:
-            _settle(room, target)
-            os.unlink(room / _LOCK)
-            # The next run may have put its own lock here by now.
-            with contextlib.suppress(OSError):
-                os.rmdir(room)
+    return room
 
 
 @contextlib.contextmanager
@@ -125,6 +114,20 @@ def _is_held(file: IO[str], path: Path, created: bool) -> bool:
         return True
     except OSError:
         return not created
+
+
+def _publish(room: Path, target: Path) -> None:
+    """Put ``new`` in the place of ``target``, in steps that the disk holds one after the other."""
+    new = room / "new"
+    for path, _, _ in os.walk(new):
+        _flush(path)
+    if new.is_dir() and target.is_dir():
+        # Folders cannot be swapped in one step.
+        os.rename(target, room / "old")
+        _flush(room)
+    os.replace(new, target)
+    _flush(room)
+    _flush(target.parent)
 
 
 def _settle(room: Path, target: Path) -> None:

@@ -9,16 +9,15 @@ import json
 import os
 import shutil
 import stat
-from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from posenc._contract import checks, files
 from posenc.configs import LAYOUT, text_part
-from posenc.interop.checkpoints import drafts, families, safetensors
+from posenc.interop.checkpoints import drafts, families
 from posenc.interop.checkpoints.families import Config
 from posenc.interop.checkpoints.layouts import Layout
-from posenc.interop.checkpoints.safetensors import Source
+from posenc.interop.checkpoints.safetensors import Advance, Source, copy_bytes
 
 _message = functools.partial(checks.message, "convert")
 # The first that is there is the checkpoint.
@@ -124,67 +123,54 @@ def disk_space(target: Path, nbytes: int) -> Iterator[None]:
         raise OSError(_message(rule, got, way_out)) from error
 
 
-@dataclass(frozen=True, slots=True)
-class Others:
-    """What a folder has beside the weights that are converted, by paths relative to it.
+def others(source: Path, taken: Collection[Path]) -> tuple[dict[Path, int], list[str]]:
+    """What is copied along with the weights ``taken``, with its bytes; what is left out.
 
-    ``files`` are regular files, and links to such, with their sizes; ``links`` lead to folders;
-    ``left_out`` are weights that are not converted.
+    Weights that are not converted are left out. Folders that begin with a dot are somebody's own
+    records: neither a repository's nor a cache's is part of a checkpoint. A linked folder is not
+    walked through: what it leads to lies in the source too, and is copied once.
     """
-
-    folders: list[Path] = field(default_factory=list)
-    files: dict[Path, int] = field(default_factory=dict)
-    links: dict[Path, str] = field(default_factory=dict)
-    left_out: list[str] = field(default_factory=list)
-
-
-def others(source: Path, taken: Collection[Path]) -> Others:
-    """What is copied along with the weights ``taken``, and the weights that stay behind.
-
-    Folders that begin with a dot are somebody's own records: neither a repository's nor a cache's
-    is part of a checkpoint. A linked folder is not walked through: what it leads to lies in the
-    source too, and is copied once.
-    """
-    found = Others()
+    found: dict[Path, int] = {}
+    left_out = []
     for folder, inner, names in os.walk(source, onerror=_fail):
         relative = Path(folder).relative_to(source)
         if len(relative.parts) > _DEEPEST:
             rule = f"folders in {source} must be at most {_DEEPEST} deep"
             raise ValueError(_message(rule, relative, _CLEAN))
-        found.folders.append(relative)
         inner[:] = sorted(name for name in inner if not name.startswith("."))
-        for name in inner:
-            if os.path.islink(os.path.join(folder, name)):
-                real = _inside(source, source / relative / name)
-                found.links[relative / name] = os.path.relpath(real, os.path.realpath(folder))
-        for path in (source / relative / name for name in sorted(names)):
-            if path in taken:
+        links = [relative / name for name in inner if os.path.islink(os.path.join(folder, name))]
+        for path in links:
+            _inside(source, source / path)
+        found |= dict.fromkeys([relative, *links], 0)
+        for path in (relative / name for name in sorted(names)):
+            if source / path in taken:
                 continue
             if path.suffix.lower() in _WEIGHTS:
-                found.left_out.append(str(relative / path.name))
+                left_out.append(str(path))
                 continue
-            status = os.stat(_inside(source, path))
+            status = os.stat(_inside(source, source / path))
             if not stat.S_ISREG(status.st_mode):
-                rule = f"{path} must be a regular file"
+                rule = f"{source / path} must be a regular file"
                 raise ValueError(_message(rule, "a device or a pipe", _CLEAN))
-            found.files[relative / path.name] = status.st_size
-    return found
+            found[path] = status.st_size
+    return found, left_out
 
 
-def copy(source: Path, draft: Path, found: Others, tell: Callable[[str, int], None]) -> None:
-    """Make ``draft`` a folder with all of these, and with the modes that they have."""
-    for path in found.folders:
-        os.mkdir(draft / path, 0o700)
+def copy(old: Path, new: Path, nbytes: int, advance: Advance) -> None:
+    """Make ``new`` what ``old`` is: a folder, a link to one within the source, or a file."""
+    if old.is_symlink() and old.is_dir():
+        leads_to = os.path.relpath(os.path.realpath(old), os.path.realpath(old.parent))
+        os.symlink(leads_to, new, target_is_directory=True)
+    elif old.is_dir():
+        os.mkdir(new, 0o700)
         # What nobody may write into could be neither filled nor removed.
-        files.set_mode(draft / path, os.stat(source / path).st_mode | 0o700)
-    for path, leads_to in found.links.items():
-        os.symlink(leads_to, draft / path, target_is_directory=True)
-    for path, size in found.files.items():
-        opened = files.open_regular("convert", source / path)
+        files.set_mode(new, old.stat().st_mode | 0o700)
+    else:
+        opened = files.open_regular("convert", old)
         mode = os.fstat(opened.fileno()).st_mode
-        with opened as old, files.create(draft / path, mode) as new:
+        with opened as source, files.create(new, mode) as target:
             # A file that grows meanwhile, without end perhaps, is copied as it was.
-            safetensors.copy_bytes(old, new, size, functools.partial(tell, str(path)))
+            copy_bytes(source, target, nbytes, advance)
 
 
 def _fail(error: OSError) -> None:

@@ -14,6 +14,7 @@ from posenc._contract import checks
 
 Layout = Literal["half", "interleaved"]
 LAYOUTS: tuple[Layout, ...] = ("half", "interleaved")
+OTHER: dict[Layout, Layout] = {"half": "interleaved", "interleaved": "half"}
 # Moving rows moves bits: any dtype can be indexed as the integer of its size.
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 

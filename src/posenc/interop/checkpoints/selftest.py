@@ -40,12 +40,11 @@ def run(
 
     .. math:: \frac{\max |R'q' \cdot R'k' - Rq \cdot Rk|}{\max |Rq \cdot Rk|}
     """
-    other: Layout = "half" if to == "interleaved" else "interleaved"
     number = min(number, len(names))
     chosen = {round(i * (len(names) - 1) / max(1, number - 1)) for i in range(number)}
     found = {}
     for module in (list(names)[i] for i in sorted(chosen)):
-        before = _logits(names[module], model, old, other)
+        before = _logits(names[module], model, old, layouts.OTHER[to])
         after = _logits(names[module], model, new, to)
         difference = float((after - before).abs().max()) / (float(before.abs().max()) or 1.0)
         if not difference <= _TOLERANCE:
