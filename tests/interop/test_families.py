@@ -217,7 +217,7 @@ def test_rows_are_divided_as_the_rotation_reads_them(more):
     """A spelling that only one of the two knew would move rows that do not rotate."""
     config = {"model_type": "llama", "hidden_size": 512, "num_attention_heads": 8, **more}
     heads, recipe = families.from_config(config).heads(0), configs.read(config)
-    assert (heads.head_dim, heads.turned) == (recipe.head_dim, recipe.rotary_dim)
+    assert (heads.head_dim, heads.rotated) == (recipe.head_dim, recipe.rotary_dim)
 
 
 def test_a_width_that_the_heads_cannot_share_is_asked_for():
