@@ -75,9 +75,11 @@ class Source:
         entry = self.entries[name]
         with files.open_regular("convert", self.path) as file:
             data = _read(self, file, entry)
-        if entry.dtype not in _DTYPES:
-            return data.view(entry.shape[0], -1)
-        return data.view(_DTYPES[entry.dtype]).view(entry.shape)
+        dtype = _DTYPES.get(entry.dtype, torch.uint8)
+        if not data:
+            return torch.empty(entry.shape, dtype=dtype, device="cpu")
+        shape = entry.shape if entry.dtype in _DTYPES else (entry.shape[0], -1)
+        return torch.frombuffer(data, dtype=dtype).view(shape)
 
 
 def write(
@@ -120,27 +122,19 @@ def copy_bytes(old: BinaryIO, new: BinaryIO, nbytes: int, advance: Advance) -> i
     return nbytes
 
 
-def _write_rows(file: BinaryIO, data: Tensor, rows: Tensor, advance: Advance) -> None:
-    data = data.view(len(rows), -1)
-    width = data.shape[1]
-    # Through a buffer of Python's own: torch's memory can only be written by way of numpy.
-    for some in rows.split(max(1, CHUNK // max(1, width))):
-        buffer = bytearray(len(some) * width)
-        chunk = torch.frombuffer(buffer, dtype=torch.uint8).view(-1, width)
-        torch.index_select(data, 0, some, out=chunk)
-        file.write(buffer)
-        advance(len(buffer))
+def _write_rows(file: BinaryIO, data: memoryview, rows: Tensor, advance: Advance) -> None:
+    width = len(data) // len(rows)
+    for some in rows.split(max(1, CHUNK // width)):
+        file.write(b"".join(data[row * width : (row + 1) * width] for row in some.tolist()))
+        advance(len(some) * width)
 
 
-def _read(source: Source, file: BinaryIO, entry: Entry) -> Tensor:
-    """The bytes of one tensor, as uint8 of ``(nbytes,)``."""
-    buffer = bytearray(entry.nbytes)
+def _read(source: Source, file: BinaryIO, entry: Entry) -> memoryview:
+    data = bytearray(entry.nbytes)
     file.seek(source.body + entry.start)
-    if file.readinto(buffer) != entry.nbytes:  # type: ignore[attr-defined]
+    if file.readinto(data) != entry.nbytes:  # type: ignore[attr-defined]
         raise _broken(source.path, "its tensors end early")
-    if not entry.nbytes:
-        return torch.empty(0, dtype=torch.uint8, device="cpu")
-    return torch.frombuffer(buffer, dtype=torch.uint8)
+    return memoryview(data)
 
 
 def _header(path: Path, file: BinaryIO, size: int) -> tuple[dict[str, Any], int]:
