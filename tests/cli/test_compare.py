@@ -12,9 +12,15 @@ TINY = ("--train-length 8 --steps 3 --batch 2 --width 16 --layers 1 --heads 2 --
 
 
 @pytest.fixture
-def run():
+def run(monkeypatch):
     app = posenc.cli.application()
-    return lambda *arguments: CliRunner().invoke(app, ["compare", *map(str, arguments)])
+
+    def invoke(*arguments):
+        words = ["compare", *map(str, arguments)]
+        monkeypatch.setattr("sys.argv", ["posenc", *words])
+        return CliRunner().invoke(app, words)
+
+    return invoke
 
 
 def test_a_run_writes_page_figures_and_numbers_and_says_where(run, tmp_path):
@@ -52,8 +58,10 @@ def test_a_run_writes_page_figures_and_numbers_and_says_where(run, tmp_path):
     )
     found = json.loads((out / "results.json").read_text())
     assert found["complete"]
-    assert found["command"].startswith("posenc compare --output")
-    assert "--encodings none,alibi --seeds 2 --train-length 8" in found["command"]
+    assert (
+        found["command"]
+        == f"posenc compare {' '.join(TINY)} --encodings none,alibi --seeds 2 -o {out}"
+    )
 
 
 @pytest.fixture
@@ -90,8 +98,8 @@ def test_ctrl_c_keeps_what_is_done_and_resume_goes_on(run, tmp_path, monkeypatch
     go = Run.go
 
     def interrupted(self, tell):
-        def stop(event):
-            if event.unit.trains == "alibi":
+        def stop(label, done):
+            if label.startswith("alibi-0"):
                 raise KeyboardInterrupt
 
         go(self, stop)
@@ -112,6 +120,21 @@ def test_ctrl_c_keeps_what_is_done_and_resume_goes_on(run, tmp_path, monkeypatch
     assert found["units"]["none-0"] == before
     assert list(found["units"]) == ["none-0", "alibi-0"]
     assert "Not finished" not in (out / "report.html").read_text()
+
+
+def test_ctrl_c_in_the_first_training_leaves_a_folder_to_resume(run, tmp_path, monkeypatch):
+    def interrupted(self, tell):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Run, "go", interrupted)
+    stopped = run(*TINY, "--base", 0, "--encodings", "none", "-o", tmp_path)
+    assert stopped.exit_code == 130
+    assert "stopped after 0 of 1 trainings" in stopped.stderr
+    assert os.listdir(tmp_path) == ["results.json"]
+    monkeypatch.undo()
+    done = run("--resume", "-o", tmp_path, *TINY, "--base", 0)
+    assert done.exit_code == 0, done.output
+    assert (tmp_path / "report.html").exists()
 
 
 def test_resume_refuses_another_plan(run, tmp_path):
@@ -157,14 +180,15 @@ def test_an_earlier_run_stays_unless_told(run, tmp_path):
     ("arguments", "words"),
     [
         pytest.param(["--encodings", "rope,x"], "--encodings must be among none", id="encoding"),
-        pytest.param(["--encodings", ","], "name one at least", id="no-encoding"),
+        pytest.param(["--encodings", ","], "got nothing", id="no-encoding"),
         pytest.param(["--times", "1,x"], "--times must be whole numbers", id="times"),
-        pytest.param(["--times", "0"], "--times must be whole numbers", id="zero-times"),
+        pytest.param(["--times", "0"], "--times must be 1 or more", id="zero-times"),
         pytest.param(["--text", "no-such-file"], "cannot be read: No such file", id="no-text"),
         pytest.param(["--text", os.devnull], "is not a regular file", id="device"),
         pytest.param(["--times", "100000"], "is too short", id="too-long"),
         pytest.param(["--width", "30"], "--width must be a multiple of", id="width"),
         pytest.param(["--steps", "0"], "--steps", id="steps"),
+        pytest.param(["--train-length", "3"], "--train-length", id="length"),
         pytest.param(["--base", "1"], "--base must be above 1", id="base"),
         pytest.param(["--learning-rate", "nan"], "--learning-rate must be above", id="rate"),
         pytest.param(["--seeds", "0"], "--seeds", id="seeds"),
@@ -240,7 +264,7 @@ def test_an_output_that_is_a_file_is_an_error(run, tmp_path):
     file.touch()
     done = run("-o", file)
     assert done.exit_code == 2
-    assert done.stderr == f"posenc: {file} is not a folder.\n"
+    assert done.stderr == f"posenc: {file} cannot be written: Not a directory.\n"
 
 
 def test_a_missing_matplotlib_names_the_command_that_brings_it(run, tmp_path, monkeypatch):

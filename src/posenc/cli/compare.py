@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shlex
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,31 +15,26 @@ from rich.text import Text
 from posenc.cli import _print
 from posenc.cli._root import Refused
 from posenc.lab import store
-from posenc.lab.comparison import figures, report
+from posenc.lab.comparison import report
 from posenc.lab.comparison.encodings import COMPARED, ENCODINGS
-from posenc.lab.comparison.folder import RESULTS
-from posenc.lab.comparison.plan import LEAST, QUICK, Plan
-from posenc.lab.comparison.run import Event, Run
+from posenc.lab.comparison.plan import QUICK, Plan
+from posenc.lab.comparison.run import RESULTS, Run
 from posenc.lab.comparison.summary import sentence
 from posenc.lab.pictures.style import save
 
-_HELP = """Train the same small transformer with each encoding, and test it on longer sequences.
-
-All start from the same weights and see the same text in the same order. Written to a folder:
-`report.html`, one page that opens offline; `figure.png` and `figure.svg`; `results.json`, every
-number. The folder must be new or empty, or have an earlier run; other files are never touched.
-After each training the numbers are safe: Ctrl-C keeps them, and `--resume` trains what is missing,
-to the same numbers as a run that was never stopped.
-
-Example: posenc compare --quick -o compared
-"""
-_DEFAULT = Plan()
+_DEFAULTS = Plan()
+_TIMES = "Tested lengths, in training lengths."
+_BASE = "Of RoPE and the sinusoid; 0 is the training length."
+_NAMES = f"Comma-separated, of: {', '.join(ENCODINGS)}."
 
 
-def _flag(help_: str, name: str) -> Any:
-    default = getattr(_DEFAULT, name)
+def _number(name: str, help_: str, least: int | None = 1) -> Any:
     quick = f", quick {QUICK[name]}" if name in QUICK else ""
-    return typer.Option(help=help_, show_default=f"{default}{quick}", min=LEAST.get(name))
+    return typer.Option(help=help_, show_default=f"{getattr(_DEFAULTS, name)}{quick}", min=least)
+
+
+def _words(metavar: str, help_: str, default: str) -> Any:
+    return typer.Option(metavar=metavar, help=help_, show_default=default)
 
 
 def compare(
@@ -48,96 +45,78 @@ def compare(
     quick: Annotated[
         bool, typer.Option(help="About a minute on one core, instead of fifteen.")
     ] = False,
-    encodings: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAMES",
-            help=f"Comma-separated, of: {', '.join(ENCODINGS)}.",
-            show_default=",".join(COMPARED),
-        ),
-    ] = None,
-    seeds: Annotated[
-        int | None, typer.Option(min=1, help="Trainings of each.", show_default="1")
-    ] = None,
-    text: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="What to learn.", show_default="the built-in tales"),
-    ] = None,
+    encodings: Annotated[str | None, _words("NAMES", _NAMES, ",".join(COMPARED))] = None,
+    seeds: Annotated[int | None, _number("seeds", "Trainings of each.")] = None,
+    text: Annotated[Path | None, _words("FILE", "What to learn.", "the built-in tales")] = None,
     resume: Annotated[bool, typer.Option(help="Go on with the run that the folder has.")] = False,
     overwrite: Annotated[bool, typer.Option(help="Begin anew where the folder has a run.")] = False,
-    train_length: Annotated[
-        int | None, _flag("Symbols of a training sequence.", "train_length")
-    ] = None,
-    times: Annotated[
-        str | None,
-        typer.Option(help="Tested lengths, in training lengths.", show_default="1,2,4,8"),
-    ] = None,
-    steps: Annotated[int | None, _flag("Of the optimizer.", "steps")] = None,
-    batch: Annotated[int | None, _flag("Sequences of a step.", "batch")] = None,
-    width: Annotated[int | None, _flag("Channels.", "width")] = None,
-    layers: Annotated[int | None, _flag("Blocks.", "layers")] = None,
-    heads: Annotated[int | None, _flag("Attention heads.", "heads")] = None,
-    learning_rate: Annotated[float | None, _flag("The largest.", "learning_rate")] = None,
-    base: Annotated[
-        float | None,
-        typer.Option(help="Of RoPE and sinusoid.", show_default="the train length"),
-    ] = None,
-    windows: Annotated[int | None, _flag("Sequences tested.", "windows")] = None,
-    threads: Annotated[int | None, _flag("Of the CPU.", "threads")] = None,
+    train_length: Annotated[int | None, _number("train_length", "Symbols to train on.", 4)] = None,
+    times: Annotated[str | None, _words("NUMBERS", _TIMES, "1,2,4,8")] = None,
+    steps: Annotated[int | None, _number("steps", "Of the optimizer.")] = None,
+    batch: Annotated[int | None, _number("batch", "Sequences of a step.")] = None,
+    width: Annotated[int | None, _number("width", "Channels.")] = None,
+    layers: Annotated[int | None, _number("layers", "Blocks.")] = None,
+    heads: Annotated[int | None, _number("heads", "Attention heads.")] = None,
+    learning_rate: Annotated[float | None, _number("learning_rate", "The largest.", None)] = None,
+    base: Annotated[float | None, _words("NUMBER", _BASE, "0")] = None,
+    windows: Annotated[int | None, _number("windows", "Sequences tested.")] = None,
+    threads: Annotated[int | None, _number("threads", "Of the CPU.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the numbers as JSON.")] = False,
 ) -> None:
-    """Compare; the help text is set below, with its example."""
+    """Train the same small transformer with each encoding, and test it on longer sequences.
+
+    All start from the same weights and see the same text in the same order. Written to a folder:
+    `report.html`, one page that opens offline; `figure.png` and `figure.svg`; `results.json`, every
+    number. The folder must be new or empty, or have an earlier run; other files are never touched.
+    After each training the numbers are safe: Ctrl-C keeps them, and `--resume` trains what is
+    missing, to the same numbers as a run that was never stopped.
+
+    Example: posenc compare --quick -o compared
+    """
     _print.check_matplotlib("compare")
-    if output.exists() and not output.is_dir():
-        raise Refused(f"{output} is not a folder.")
     if resume and overwrite:
         raise Refused("--resume and --overwrite exclude each other.")
-    asked = {name: context.params[name] for name in QUICK.keys() | _NUMBERS}
-    asked = {name: value for name, value in asked.items() if value is not None}
-    if quick:
-        asked = {**QUICK, **asked}
+    given = {field.name: context.params[field.name] for field in dataclasses.fields(Plan)}
     if encodings is not None:
-        asked["encodings"] = tuple(name.strip() for name in encodings.split(",") if name.strip())
-    if seeds is not None:
-        asked["seeds"] = tuple(range(seeds))
+        given["encodings"] = tuple(name.strip() for name in encodings.split(",") if name.strip())
     if text is not None:
-        asked["text"] = str(text.absolute())
+        given["text"] = str(text.absolute())
     if times is not None:
-        asked["times"] = _whole_numbers(times)
+        given["times"] = _whole_numbers(times)
+    given = {name: value for name, value in given.items() if value is not None}
+    if quick:
+        given = QUICK | given
+    stopped = False
     try:
-        run = _continue(output, asked) if resume else Run(output, Plan(**asked), _command(context))
-        if not resume:
+        if resume:
+            run = Run.resume(output)
+            _check_same(run, given)
+        else:
+            run = Run(output, Plan(**given), shlex.join(["posenc", *sys.argv[1:]]))
             run.begin(overwrite=overwrite)
+        try:
+            with _print.progress() as tell:
+                run.go(tell)
+        except KeyboardInterrupt:
+            stopped = True
     except ValueError as wrong:
         raise Refused(str(wrong)) from None
     except OSError as wrong:
         raise Refused(f"{output} cannot be written: {wrong.strerror}.") from None
-    stopped = False
-    try:
-        with _print.progress() as tell:
-            run.go(lambda event: tell(*_where(run, event)))
-    except KeyboardInterrupt:
-        stopped = True
-    except ValueError as wrong:
-        raise Refused(str(wrong)) from None
     written = _draw(run)
     if as_json:
         typer.echo(json.dumps(run.results, indent=1))
     else:
-        _show(run.results)
+        _show(run)
         for name, path in written.items():
             typer.echo(f"{name}: {path}")
-        if seen := sentence(run.results):
+        if seen := sentence(run.plan, run.results["summary"]):
             typer.echo(seen)
     if stopped:
         done, all_ = len(run.results["units"]), len(run.plan.units())
         again = shlex.join(["posenc", "compare", "--resume", "-o", str(output)])
         typer.echo(f"posenc: stopped after {done} of {all_} trainings; {again} goes on", err=True)
         raise typer.Exit(130)
-
-
-compare.__doc__ = _HELP
-_NUMBERS = {"batch", "heads", "base", "windows", "threads"}
 
 
 def _whole_numbers(text: str) -> tuple[int, ...]:
@@ -147,62 +126,36 @@ def _whole_numbers(text: str) -> tuple[int, ...]:
         raise Refused(f"--times must be whole numbers such as 1,2,4,8; got {text}.") from None
 
 
-def _continue(output: Path, asked: dict[str, Any]) -> Run:
-    """The run of the folder; what is asked for beside that must be what it was begun with."""
-    run = Run.resume(output)
-    for name, value in asked.items():
-        begun = getattr(run.plan, name)
-        if begun != value:
+def _check_same(run: Run, given: dict[str, Any]) -> None:
+    """Refuse options other than those that a run was begun with."""
+    for name, value in given.items():
+        if dataclasses.replace(run.plan, **{name: value}) != run.plan:
             flag = f"--{name.replace('_', '-')}"
-            raise Refused(f"{output} was begun with another {flag}: leave it out to resume.")
-    return run
-
-
-def _command(context: typer.Context) -> str:
-    """The command line, from what was given on it."""
-    words = ["posenc", "compare"]
-    for parameter in context.command.params:
-        name = parameter.name or ""
-        source = context.get_parameter_source(name)
-        if source is None or source.name != "COMMANDLINE":
-            continue
-        value = context.params[name]
-        flag = next((o for o in parameter.opts if o.startswith("--")), parameter.opts[0])
-        words += [flag] if isinstance(value, bool) else [flag, str(value)]
-    return shlex.join(words)
+            raise Refused(f"{run.folder} was begun with another {flag}: leave it out to resume.")
 
 
 def _draw(run: Run) -> dict[str, Path]:
-    """Write page and figures; what is not finished is left out of them."""
+    """Write the page and the figures of the trainings that are finished."""
     folder = run.folder.absolute()
-    written = {"report": folder / "report.html", "numbers": folder / RESULTS}
-    store.write(written["report"], report.page(run.results).encode())
+    written = {"numbers": folder / RESULTS}
     if run.results["summary"]:
-        sheet = figures.overview(run.results)
+        written = {"report": folder / "report.html", **written, "figure": folder / "figure.png"}
+        store.write(written["report"], report.page(run.plan, run.results).encode())
+        sheet = report.overview(run.plan, run.results)
         for suffix in (".svg", ".png"):
-            written["figure"] = folder / f"figure{suffix}"
-            save(sheet, written["figure"])
+            save(sheet, written["figure"].with_suffix(suffix))
     return written
 
 
-def _where(run: Run, event: Event) -> tuple[str, float]:
-    """What a run trains now, and the part of all its trainings that is done."""
-    loss = "" if event.loss is None else f", loss {event.loss:.2f}"
-    seed = f" {event.unit.seed}" if len(run.plan.seeds) > 1 else ""
-    done = len(run.results["units"]) + event.done
-    label = f"{ENCODINGS[event.unit.trains].label}{seed}{loss}"
-    return label, done / len(run.plan.units())
-
-
-def _show(results: dict[str, Any]) -> None:
-    plan = results["plan"]
-    heads = ["", *(f"{times} × ({times * plan['train_length']})" for times in plan["times"])]
+def _show(run: Run) -> None:
+    plan = run.plan
+    heads = [f"{t} × ({n})" for t, n in zip(plan.times, plan.lengths, strict=True)]
     rows = []
-    for row in results["summary"]:
+    for row in run.results["summary"]:
         cells = [Text(row["label"])]
         for i, (loss, rise) in enumerate(zip(row["tail"], row["rise"], strict=True)):
             colour = "green" if rise < 0.1 else "yellow" if rise < 0.5 else "red"
             cells.append(Text(f"{loss:.3f}", style=colour if i else ""))
         rows.append(cells)
-    title = f"loss of the last {plan['train_length']} symbols, nats, by length of the sequence"
-    _print.table(title, heads, rows)
+    title = f"loss of the last {plan.train_length} symbols, nats, by length of the sequence"
+    _print.table(title, ["", *heads], rows)

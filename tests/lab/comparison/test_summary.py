@@ -1,11 +1,12 @@
 import pytest
 
+from posenc.lab.comparison.plan import Plan
 from posenc.lab.comparison.summary import sentence
 
 
-def results(tails, times=(1, 2, 8)):
-    """Made-up losses at the first, a middle and the last length."""
-    summary = [
+def compared(tails, times=(1, 2, 8)):
+    """A plan, and rows of made-up losses at the first, a middle and the last length."""
+    rows = [
         {
             "encoding": encoding,
             "label": label,
@@ -14,7 +15,7 @@ def results(tails, times=(1, 2, 8)):
         }
         for (encoding, label), tail in tails.items()
     ]
-    return {"plan": {"train_length": 32, "times": list(times)}, "summary": summary}
+    return Plan(train_length=32, times=times), rows
 
 
 NONE, LEARNED = ("none", "none"), ("learned", "learned")
@@ -23,18 +24,18 @@ ROPE, ALIBI = ("rope", "RoPE"), ("alibi", "ALiBi")
 
 def test_the_sentence_names_the_least_and_the_largest_rise_with_their_losses():
     """The rise tells, not the loss: here RoPE has the lowest one and is neither."""
-    found = results(
+    found = compared(
         {LEARNED: [1.684, 2.5, 3.191], ROPE: [1.2, 3.9, 1.4], ALIBI: [1.579, 1.58, 1.594]}
     )
-    assert sentence(found) == (
+    assert sentence(*found) == (
         "From 32 to 256 symbols, a transformer trained on 32 kept its loss best with "
         "ALiBi (1.58 → 1.59) and worst with learned positions (1.68 → 3.19)."
     )
 
 
 def test_the_sentence_is_true_of_losses_that_fall_and_of_no_encoding():
-    found = results({NONE: [1.5, 1.5, 1.5], ALIBI: [1.6, 1.5, 1.4]}, times=(2, 3, 4))
-    assert sentence(found) == (
+    found = compared({NONE: [1.5, 1.5, 1.5], ALIBI: [1.6, 1.5, 1.4]}, times=(2, 3, 4))
+    assert sentence(*found) == (
         "From 64 to 128 symbols, a transformer trained on 32 kept its loss best with "
         "ALiBi (1.60 → 1.40) and worst with no encoding (1.50 → 1.50)."
     )
@@ -43,10 +44,10 @@ def test_the_sentence_is_true_of_losses_that_fall_and_of_no_encoding():
 @pytest.mark.parametrize(
     "found",
     [
-        pytest.param(results({}), id="nothing-finished"),
-        pytest.param(results({ALIBI: [1.0, 1.0, 1.0]}), id="one-encoding"),
-        pytest.param(results({ROPE: [1.0], ALIBI: [2.0]}, times=(1,)), id="one-length"),
+        pytest.param(compared({}), id="nothing-finished"),
+        pytest.param(compared({ALIBI: [1.0, 1.0, 1.0]}), id="one-encoding"),
+        pytest.param(compared({ROPE: [1.0], ALIBI: [2.0]}, times=(1,)), id="one-length"),
     ],
 )
 def test_where_nothing_can_be_compared_nothing_is_said(found):
-    assert sentence(found) == ""
+    assert sentence(*found) == ""

@@ -5,7 +5,7 @@ from collections import Counter
 import pytest
 
 from posenc.lab.comparison import text
-from posenc.lab.comparison.tales import tales
+from posenc.lab.comparison.text import tales
 
 
 def test_the_built_in_text_is_these_bytes_everywhere():

@@ -5,14 +5,20 @@ import torch
 
 from posenc.lab.comparison import training
 from posenc.lab.comparison.decoder import Decoder
+from posenc.lab.comparison.plan import Plan, Unit
+from posenc.lab.comparison.training import peak_bytes
+
+# Python numbers in an expression become tensors of a few bytes.
+NUMBERS = 100
 
 
 def test_the_data_order_is_a_function_of_the_seed_and_stays_in_the_text():
     text = torch.arange(50)
-    starts = training.batches(text, 200, 4, 8, seed=5)
+    plan = Plan(steps=200, batch=4, train_length=8)
+    starts = training.batches(text, plan, seed=5)
     assert starts.shape == (200, 4)
-    assert torch.equal(starts, training.batches(text, 200, 4, 8, seed=5))
-    assert not torch.equal(starts, training.batches(text, 200, 4, 8, seed=6))
+    assert torch.equal(starts, training.batches(text, plan, seed=5))
+    assert not torch.equal(starts, training.batches(text, plan, seed=6))
     assert starts.min() == 0
     # The last sequence has 8 symbols and the one after them.
     assert starts.max() == 50 - 8 - 1
@@ -30,7 +36,8 @@ def test_the_rate_rises_for_a_tenth_and_falls_to_a_twentieth():
 
 
 def test_the_loss_is_that_of_the_next_token():
-    model = Decoder("none", symbols=5, width=8, layers=1, heads=2, longest=6, base=2.0, seed=0)
+    plan = Plan(train_length=6, width=8, layers=1, heads=2)
+    model = Decoder("none", plan, symbols=5, seed=0)
     tokens = torch.randint(0, 5, (2, 7))
     lost = training.next_token_loss(model, tokens)
     chance = model(tokens[:, :-1]).log_softmax(-1)
@@ -42,19 +49,65 @@ def test_the_loss_is_that_of_the_next_token():
 
 
 def test_rows_past_the_training_length_are_never_trained():
-    model = Decoder("learned", symbols=5, width=8, layers=1, heads=2, longest=32, base=2.0, seed=0)
+    plan = Plan(train_length=8, steps=5, batch=4, width=8, layers=1, heads=2, learning_rate=0.1)
+    model = Decoder("learned", plan, symbols=5, seed=0)
     before = model.position.pos_emb.weight.detach().clone()
     text = torch.randint(0, 5, (100,))
-    starts = training.batches(text, 5, 4, 8, seed=0)
-    training.train(
-        model,
-        text,
-        starts,
-        length=8,
-        peak=0.1,
-        name="learned",
-        tell=lambda progress: None,
-    )
+    training.train(model, text, plan, Unit("learned", 0), lambda label, done: None)
     after = model.position.pos_emb.weight.detach()
+    assert len(after) == 64
     assert torch.equal(after[8:], before[8:])
     assert (after[:8] != before[:8]).any(dim=1).all()
+
+
+def test_what_is_let_go_is_not_counted_twice():
+    def chain():
+        x = torch.zeros(1000)
+        for _ in range(10):
+            x = x + 1
+        return x
+
+    assert peak_bytes(chain) == pytest.approx(2 * 4000, abs=NUMBERS)
+
+
+def test_views_and_what_the_caller_brought_are_free():
+    x = torch.zeros(1000)
+
+    def look():
+        x.add_(1)
+        return x.view(10, 100).t()[2:]
+
+    assert peak_bytes(look) <= NUMBERS
+
+
+def test_what_backward_needs_is_counted():
+    """The first product is kept until the backward has used it: that is what training holds."""
+    w = torch.randn(1000, requires_grad=True)
+
+    def forward():
+        with torch.no_grad():
+            return w.exp().exp().exp().sum()
+
+    def training():
+        w.exp().exp().exp().sum().backward()
+        w.grad = None
+
+    assert peak_bytes(forward) == pytest.approx(2 * 4000, abs=NUMBERS)
+    assert peak_bytes(training) >= 3 * 4000
+
+
+def test_what_an_operation_needs_inside_itself_is_counted():
+    """A matrix of scores that is gone when attention returns was memory all the same."""
+    q = torch.randn(1, 1, 256, 8)
+    mask = torch.zeros(256, 256)
+
+    def attend():
+        scores = torch.ops.aten._scaled_dot_product_attention_math(q, q, q, mask)[0]
+        return scores.shape
+
+    assert peak_bytes(attend) >= 256 * 256 * 4
+
+
+def test_nothing_is_written_while_it_watches(capfd):
+    peak_bytes(lambda: torch.zeros(10))
+    assert capfd.readouterr() == ("", "")

@@ -1,10 +1,22 @@
-"""The encodings that are compared: what each is trained as, and how it goes past that length."""
+"""The encodings that are compared: an entry of the table adds one."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import cycle
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
-from posenc.lab.pictures.show import RULES, RuleFor
+from torch import nn
+
+from posenc import nn as encodings
+from posenc.lab.pictures.show import RULES
+
+if TYPE_CHECKING:
+    from posenc.lab.comparison.plan import Plan
+
+# From a plan and the length of the sequences to the module that encodes their positions.
+Build: TypeAlias = Callable[["Plan", int], nn.Module]
 
 
 @dataclass(frozen=True, slots=True)
@@ -12,59 +24,70 @@ class Encoding:
     """One line of the comparison.
 
     Attributes:
-        name: As on the command line.
         label: As in pictures.
-        trains: The encoding it is trained as; several may share one training.
+        acts_on: What its module takes: ``module(x)``, ``module(q, k)``, or, for the scores,
+            ``module.attention(q, k, v)``.
+        build: Makes the module.
         past: What happens to it past the training length.
-        stretch: The scaling rule it is tested with, if any.
+        trained_as: The encoding whose trained weights it is tested with, if not its own.
     """
 
-    name: str
     label: str
-    trains: str
+    acts_on: Literal["input", "queries and keys", "scores"]
+    build: Build
     past: str
-    stretch: RuleFor | None = None
+    trained_as: str | None = None
+
+
+def _rope(label: str, past: str, rule: str | None = None) -> Encoding:
+    """RoPE; with a scaling rule, its trained model under that rule past the training length."""
+
+    def build(plan: Plan, length: int) -> nn.Module:
+        factor = length / plan.train_length
+        scaling = RULES[rule](factor, plan.train_length) if rule and factor > 1 else None
+        sizes = plan.width // plan.heads, plan.longest, plan.base
+        return encodings.RoPE(*sizes, interleaved=False, scaling=scaling)
+
+    if rule is not None:
+        past = f"RoPE's model, {past} length / training length."
+    return Encoding(label, "queries and keys", build, past, "rope" if rule else None)
 
 
 ENCODINGS = {
-    encoding.name: encoding
-    for encoding in (
-        Encoding("none", "none", "none", "The causal mask alone tells where a token is."),
-        Encoding(
-            "sinusoidal", "sinusoidal", "sinusoidal", "The formula goes on; no model saw it there."
-        ),
-        Encoding(
-            "learned",
-            "learned",
-            "learned",
-            "The table has rows for the longest test, and the later ones were never trained: "
-            "they are as LearnedPosEmbedding made them.",
-        ),
-        Encoding(
-            "rope", "RoPE", "rope", "The pairs turn on, to distances that no model was trained on."
-        ),
-        Encoding(
-            "rope-yarn",
-            "RoPE + YaRN",
-            "rope",
-            "RoPE's model, tested with YaRN of factor length / training length.",
-            RULES["yarn"],
-        ),
-        Encoding(
-            "rope-linear",
-            "RoPE + linear",
-            "rope",
-            "RoPE's model, every pair slowed by length / training length.",
-            RULES["linear"],
-        ),
-        Encoding(
-            "rope-ntk",
-            "RoPE + NTK",
-            "rope",
-            "RoPE's model, its base raised for length / training length.",
-            RULES["ntk"],
-        ),
-        Encoding("alibi", "ALiBi", "alibi", "The same slopes over longer distances."),
-    )
+    "none": Encoding(
+        "none",
+        "input",
+        lambda plan, length: nn.Identity(),
+        "The causal mask alone tells where a token is.",
+    ),
+    "sinusoidal": Encoding(
+        "sinusoidal",
+        "input",
+        lambda plan, length: encodings.SinusoidalPE(plan.longest, plan.width, base=plan.base),
+        "The formula goes on; no model saw it there.",
+    ),
+    "learned": Encoding(
+        "learned",
+        "input",
+        lambda plan, length: encodings.LearnedPosEmbedding(plan.longest, plan.width),
+        "The table has rows for the longest test, and the later ones were never trained: "
+        "they are as LearnedPosEmbedding made them.",
+    ),
+    "rope": _rope("RoPE", "The pairs rotate on, to distances that no model was trained on."),
+    "rope-yarn": _rope("RoPE + YaRN", "tested with YaRN of factor", "yarn"),
+    "rope-linear": _rope("RoPE + linear", "every pair slowed by", "linear"),
+    "rope-ntk": _rope("RoPE + NTK", "its base raised for", "ntk"),
+    "alibi": Encoding(
+        "ALiBi",
+        "scores",
+        lambda plan, length: encodings.ALiBi(plan.heads),
+        "The same slopes over longer distances.",
+    ),
 }
 COMPARED = ("none", "sinusoidal", "learned", "rope", "rope-yarn", "alibi")
+# Okabe and Ito's colours and a grey differ for every eye; with markers, colour is never alone.
+_COLOURS = "#8c8c8c #e69f00 #d55e00 #0072b2 #56b4e9 #cc79a7 #7d6bb0 #009e73".split()
+LOOKS = {
+    name: (colour, marker)
+    for name, colour, marker in zip(ENCODINGS, cycle(_COLOURS), cycle("os^Dv<>oPX*"), strict=False)
+}
