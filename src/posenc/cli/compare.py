@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import shlex
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,22 +21,31 @@ from posenc.lab.comparison import report
 from posenc.lab.comparison.encodings import COMPARED, ENCODINGS
 from posenc.lab.comparison.plan import QUICK, Plan
 from posenc.lab.comparison.run import RESULTS, Run
-from posenc.lab.comparison.summary import sentence
 from posenc.lab.pictures.style import save
 
-_DEFAULTS = Plan()
-_TIMES = "Tested lengths, in training lengths."
+_DEFAULTS = {field.name: field.default for field in dataclasses.fields(Plan)}
 _BASE = "Of RoPE and the sinusoid; 0 is the training length."
-_NAMES = f"Comma-separated, of: {', '.join(ENCODINGS)}."
+_KNOWN = f"Comma-separated, of: {', '.join(ENCODINGS)}."
 
 
 def _number(name: str, help_: str, least: int | None = 1) -> Any:
     quick = f", quick {QUICK[name]}" if name in QUICK else ""
-    return typer.Option(help=help_, show_default=f"{getattr(_DEFAULTS, name)}{quick}", min=least)
+    return typer.Option(help=help_, show_default=f"{_DEFAULTS[name]}{quick}", min=least)
 
 
-def _words(metavar: str, help_: str, default: str) -> Any:
-    return typer.Option(metavar=metavar, help=help_, show_default=default)
+def _parsed(parse: Callable[[str], object], metavar: str, help_: str, default: str) -> Any:
+    return typer.Option(parser=parse, metavar=metavar, help=help_, show_default=default)
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(name.strip() for name in text.split(",") if name.strip())
+
+
+def _times(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(sorted({int(part) for part in text.split(",")}))
+    except ValueError:
+        raise Refused(f"--times must be whole numbers such as 1,2,4,8; got {text}.") from None
 
 
 def compare(
@@ -42,23 +53,23 @@ def compare(
     output: Annotated[Path, typer.Option("--output", "-o", metavar="DIR", help="The folder.")] = (
         Path("posenc-compare")
     ),
-    quick: Annotated[
-        bool, typer.Option(help="About a minute on one core, instead of fifteen.")
-    ] = False,
-    encodings: Annotated[str | None, _words("NAMES", _NAMES, ",".join(COMPARED))] = None,
+    quick: Annotated[bool, typer.Option(help="About a minute on one core, not fifteen.")] = False,
+    encodings: Annotated[Any, _parsed(_names, "NAMES", _KNOWN, ",".join(COMPARED))] = None,
     seeds: Annotated[int | None, _number("seeds", "Trainings of each.")] = None,
-    text: Annotated[Path | None, _words("FILE", "What to learn.", "the built-in tales")] = None,
+    text: Annotated[
+        Any, _parsed(os.path.abspath, "FILE", "What to learn.", "built-in tales")
+    ] = None,
     resume: Annotated[bool, typer.Option(help="Go on with the run that the folder has.")] = False,
     overwrite: Annotated[bool, typer.Option(help="Begin anew where the folder has a run.")] = False,
     train_length: Annotated[int | None, _number("train_length", "Symbols to train on.", 4)] = None,
-    times: Annotated[str | None, _words("NUMBERS", _TIMES, "1,2,4,8")] = None,
+    times: Annotated[Any, _parsed(_times, "LIST", "Tested, in train lengths.", "1,2,4,8")] = None,
     steps: Annotated[int | None, _number("steps", "Of the optimizer.")] = None,
     batch: Annotated[int | None, _number("batch", "Sequences of a step.")] = None,
     width: Annotated[int | None, _number("width", "Channels.")] = None,
     layers: Annotated[int | None, _number("layers", "Blocks.")] = None,
     heads: Annotated[int | None, _number("heads", "Attention heads.")] = None,
     learning_rate: Annotated[float | None, _number("learning_rate", "The largest.", None)] = None,
-    base: Annotated[float | None, _words("NUMBER", _BASE, "0")] = None,
+    base: Annotated[float | None, _number("base", _BASE, None)] = None,
     windows: Annotated[int | None, _number("windows", "Sequences tested.")] = None,
     threads: Annotated[int | None, _number("threads", "Of the CPU.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the numbers as JSON.")] = False,
@@ -76,14 +87,7 @@ def compare(
     _print.check_matplotlib("compare")
     if resume and overwrite:
         raise Refused("--resume and --overwrite exclude each other.")
-    given = {field.name: context.params[field.name] for field in dataclasses.fields(Plan)}
-    if encodings is not None:
-        given["encodings"] = tuple(name.strip() for name in encodings.split(",") if name.strip())
-    if text is not None:
-        given["text"] = str(text.absolute())
-    if times is not None:
-        given["times"] = _whole_numbers(times)
-    given = {name: value for name, value in given.items() if value is not None}
+    given = {k: v for k, v in context.params.items() if k in _DEFAULTS and v is not None}
     if quick:
         given = QUICK | given
     stopped = False
@@ -110,20 +114,13 @@ def compare(
         _show(run)
         for name, path in written.items():
             typer.echo(f"{name}: {path}")
-        if seen := sentence(run.plan, run.results["summary"]):
+        if seen := report.sentence(run.plan, run.results["summary"]):
             typer.echo(seen)
     if stopped:
         done, all_ = len(run.results["units"]), len(run.plan.units())
         again = shlex.join(["posenc", "compare", "--resume", "-o", str(output)])
         typer.echo(f"posenc: stopped after {done} of {all_} trainings; {again} goes on", err=True)
         raise typer.Exit(130)
-
-
-def _whole_numbers(text: str) -> tuple[int, ...]:
-    try:
-        return tuple(sorted({int(part) for part in text.split(",")}))
-    except ValueError:
-        raise Refused(f"--times must be whole numbers such as 1,2,4,8; got {text}.") from None
 
 
 def _check_same(run: Run, given: dict[str, Any]) -> None:

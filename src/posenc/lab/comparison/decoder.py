@@ -18,13 +18,8 @@ Attend: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
 class Decoder(nn.Module):
     """Embedding, pre-norm blocks of attention and a squared-ReLU MLP, and an untied head.
 
-    Weights that all encodings share are drawn first, so they are the same for one seed.
-
-    Args:
-        encoding: A name of :data:`ENCODINGS`.
-        plan: Has the sizes.
-        symbols: Distinct tokens.
-        seed: Of the weights.
+    The sizes are the plan's, and ``symbols`` distinct tokens. Weights that all encodings share are
+    drawn first, so they are the same for one seed.
     """
 
     def __init__(self, encoding: str, plan: Plan, *, symbols: int, seed: int) -> None:
@@ -81,7 +76,9 @@ class _Block(nn.Module):
         self.down = nn.Linear(2 * width, width, bias=False)
 
     def forward(self, x: Tensor, attend: Attend) -> Tensor:
-        qkv = self.qkv(self.before_attention(x)).unflatten(-1, (3, self.heads, -1))
-        y = attend(*qkv.permute(2, 0, 3, 1, 4).unbind())
-        x = x + self.out(y.transpose(1, 2).flatten(2))
+        x = x + self._attention(self.before_attention(x), attend)
         return x + self.down(F.relu(self.up(self.before_mlp(x))).square())  # type: ignore[no-any-return]
+
+    def _attention(self, x: Tensor, attend: Attend) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4).unbind()
+        return self.out(attend(q, k, v).transpose(1, 2).flatten(2))  # type: ignore[no-any-return]

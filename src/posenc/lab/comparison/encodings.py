@@ -5,18 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import cycle
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import TYPE_CHECKING, Literal
 
 from torch import nn
 
-from posenc import nn as encodings
 from posenc.lab.pictures.show import RULES
+from posenc.nn import ALiBi, LearnedPosEmbedding, RoPE, SinusoidalPE
 
 if TYPE_CHECKING:
     from posenc.lab.comparison.plan import Plan
-
-# From a plan and the length of the sequences to the module that encodes their positions.
-Build: TypeAlias = Callable[["Plan", int], nn.Module]
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,14 +24,14 @@ class Encoding:
         label: As in pictures.
         acts_on: What its module takes: ``module(x)``, ``module(q, k)``, or, for the scores,
             ``module.attention(q, k, v)``.
-        build: Makes the module.
+        build: Makes the module, for a plan and the length of the sequences.
         past: What happens to it past the training length.
         trained_as: The encoding whose trained weights it is tested with, if not its own.
     """
 
     label: str
     acts_on: Literal["input", "queries and keys", "scores"]
-    build: Build
+    build: Callable[[Plan, int], nn.Module]
     past: str
     trained_as: str | None = None
 
@@ -46,7 +43,7 @@ def _rope(label: str, past: str, rule: str | None = None) -> Encoding:
         factor = length / plan.train_length
         scaling = RULES[rule](factor, plan.train_length) if rule and factor > 1 else None
         sizes = plan.width // plan.heads, plan.longest, plan.base
-        return encodings.RoPE(*sizes, interleaved=False, scaling=scaling)
+        return RoPE(*sizes, interleaved=False, scaling=scaling)
 
     if rule is not None:
         past = f"RoPE's model, {past} length / training length."
@@ -55,21 +52,18 @@ def _rope(label: str, past: str, rule: str | None = None) -> Encoding:
 
 ENCODINGS = {
     "none": Encoding(
-        "none",
-        "input",
-        lambda plan, length: nn.Identity(),
-        "The causal mask alone tells where a token is.",
+        "none", "input", lambda plan, length: nn.Identity(), "The causal mask alone tells order."
     ),
     "sinusoidal": Encoding(
         "sinusoidal",
         "input",
-        lambda plan, length: encodings.SinusoidalPE(plan.longest, plan.width, base=plan.base),
+        lambda plan, length: SinusoidalPE(plan.longest, plan.width, base=plan.base),
         "The formula goes on; no model saw it there.",
     ),
     "learned": Encoding(
         "learned",
         "input",
-        lambda plan, length: encodings.LearnedPosEmbedding(plan.longest, plan.width),
+        lambda plan, length: LearnedPosEmbedding(plan.longest, plan.width),
         "The table has rows for the longest test, and the later ones were never trained: "
         "they are as LearnedPosEmbedding made them.",
     ),
@@ -78,10 +72,7 @@ ENCODINGS = {
     "rope-linear": _rope("RoPE + linear", "every pair slowed by", "linear"),
     "rope-ntk": _rope("RoPE + NTK", "its base raised for", "ntk"),
     "alibi": Encoding(
-        "ALiBi",
-        "scores",
-        lambda plan, length: encodings.ALiBi(plan.heads),
-        "The same slopes over longer distances.",
+        "ALiBi", "scores", lambda plan, length: ALiBi(plan.heads), "The slopes stay as they are."
     ),
 }
 COMPARED = ("none", "sinusoidal", "learned", "rope", "rope-yarn", "alibi")

@@ -1,4 +1,4 @@
-"""The charts of a comparison, and a page with everything inside it: it opens without a network."""
+"""What a comparison showed: charts, a page that opens without a network, and a sentence."""
 
 from __future__ import annotations
 
@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 
 Rows: TypeAlias = Sequence[dict[str, Any]]
 Draw: TypeAlias = Callable[["Axes", Plan, Rows], None]
+
+# Labels that a sentence cannot take as they are.
+_SPOKEN = {"none": "no encoding"} | {n: f"{n} positions" for n in ("sinusoidal", "learned")}
 
 
 def overview(plan: Plan, results: dict[str, Any]) -> Figure:
@@ -102,28 +105,22 @@ def _shade_past(ax: Axes, plan: Plan) -> None:
 def page(plan: Plan, results: dict[str, Any]) -> str:
     """The template ``page.html``, filled in; one encoding at least must be finished."""
     rows, text, head_dim = results["summary"], results["text"], plan.width // plan.heads
-    tail = f"Mean loss of the last {plan.train_length} symbols of each sequence: the same symbols "
-    tail += "at every length, with more before them."
-    if plan.seeds > 1:
-        tail += f" Means of {plan.seeds} seeds; the bands are their range."
     words = {
+        **results,
         **results["plan"],
         **results["machine"],
         **text,
-        "posenc": results["posenc"],
         "train": f"{text['train']:,}",
         "held": f"{text['held']:,}",
         "longest": plan.longest,
+        "bands": f"Means of {plan.seeds} seeds; bands are their range." if plan.seeds > 1 else "",
         "unfinished": "" if results["complete"] else "Not finished: this is what was done so far.",
         "base": f"{plan.base:g}",
         "slowest": f"{math.tau * plan.base ** ((head_dim - 2) / head_dim):.0f}",
-        "command": results["command"],
     }
     lengths = zip(plan.times, plan.lengths, strict=True)
     parts = {
-        "by_length": _chart(by_length, plan, rows, tail, height=3.7),
-        "by_position": _chart(by_position, plan, rows, "The longest sequences, in parts."),
-        "training": _chart(training, plan, rows, "Means of a few steps each."),
+        **{draw.__name__: _chart(draw, plan, rows) for draw in (by_length, by_position, training)},
         "lengths": "".join(f"<th>{times} × ({length})</th>" for times, length in lengths),
         "losses": "\n".join(map(_losses, rows)),
         "past": "\n".join(f"<dt>{_name(r)}</dt><dd>{html.escape(r['past'])}</dd>" for r in rows),
@@ -134,12 +131,11 @@ def page(plan: Plan, results: dict[str, Any]) -> str:
     return template.substitute({k: html.escape(str(v)) for k, v in words.items()}, **parts)
 
 
-def _chart(draw: Draw, plan: Plan, rows: Rows, caption: str, height: float = 3.5) -> str:
-    drawn = figure(4.9, height)
+def _chart(draw: Draw, plan: Plan, rows: Rows) -> str:
+    drawn = figure(4.9, 3.6)
     draw(drawn.subplots(), plan, rows)
     title = drawn.axes[0].get_title(loc="left")
-    said = f"Chart: {title}. The numbers are in the tables."
-    return _figure(drawn, draw.__name__, said, caption)
+    return inline_svg(drawn, draw.__name__, f"Chart: {title}. The numbers are in the tables.")
 
 
 def _looks(plan: Plan, rows: Rows) -> list[str]:
@@ -151,13 +147,11 @@ def _looks(plan: Plan, rows: Rows) -> list[str]:
     }
     head_dim = plan.width // plan.heads
     views["rope"] = show.rope_view(head_dim, base=base, trained=length, length=longest)
-    shown = [views[name] for name in dict.fromkeys(map(_trained_as, rows)) if name in views]
-    return [_figure(show.cover(v), f"look-{v.encoding}", v.title, v.title) for v in shown]
-
-
-def _figure(drawn: Figure, name: str, said: str, caption: str) -> str:
-    picture = inline_svg(drawn, name, said)
-    return f"<figure>{picture}<figcaption>{caption}</figcaption></figure>"
+    found = []
+    for view in (views[name] for name in dict.fromkeys(map(_trained_as, rows)) if name in views):
+        picture = inline_svg(show.cover(view), f"look-{view.encoding}", view.title)
+        found.append(f"<figure>{picture}<figcaption>{view.title}</figcaption></figure>")
+    return found
 
 
 def _losses(row: dict[str, Any]) -> str:
@@ -180,3 +174,19 @@ def _table_row(row: dict[str, Any], *cells: str) -> str:
 def _name(row: dict[str, Any]) -> str:
     colour, _ = LOOKS[row["encoding"]]
     return f'<span class="dot" style="background:{colour}"></span>{html.escape(row["label"])}'
+
+
+def sentence(plan: Plan, rows: Rows) -> str:
+    """What was seen past the training length, or nothing where there is nothing to compare."""
+    if len(rows) < 2 or len(plan.times) < 2:
+        return ""
+
+    def say(row: dict[str, Any]) -> str:
+        name = _SPOKEN.get(row["encoding"], row["label"])
+        return f"{name} ({row['tail'][0]:.2f} → {row['tail'][-1]:.2f})"
+
+    best, *_, worst = map(say, sorted(rows, key=lambda row: row["rise"][-1]))
+    return (
+        f"From {plan.lengths[0]} to {plan.lengths[-1]} symbols, a transformer trained on "
+        f"{plan.train_length} kept its loss best with {best} and worst with {worst}."
+    )

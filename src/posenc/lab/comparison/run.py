@@ -7,13 +7,14 @@ import hashlib
 import json
 import os
 import stat
+import statistics
 from pathlib import Path
 from typing import Any
 
 import posenc
 from posenc.lab import machine, store
+from posenc.lab.comparison.encodings import ENCODINGS
 from posenc.lab.comparison.plan import Plan
-from posenc.lab.comparison.summary import summarize
 from posenc.lab.comparison.text import load
 from posenc.lab.comparison.training import Tell, train_and_test
 
@@ -23,13 +24,7 @@ FILES = (RESULTS, "report.html", "figure.svg", "figure.png")
 
 
 class Run:
-    """A comparison, and the folder where its results go.
-
-    Args:
-        folder: Where results go.
-        plan: What to do.
-        command: The command line that asked for it, for the report.
-    """
+    """A plan, and the folder of its results; ``command`` is the command line, for the report."""
 
     def __init__(self, folder: Path, plan: Plan, command: str = "") -> None:
         self.folder, self.plan = folder, plan
@@ -141,3 +136,42 @@ def _damaged(folder: Path) -> ValueError:
         f"{folder / RESULTS} is damaged, or not of posenc compare: "
         "move it away, or name another folder with -o."
     )
+
+
+def summarize(plan: Plan, units: dict[str, Any]) -> list[dict[str, Any]]:
+    """One row for each encoding that has a finished seed: means over the seeds, and their range.
+
+    ``tail`` is the loss of the last training length of each tested length; ``rise`` is what it
+    has gained since the first; ``low`` and ``high`` are the least and the largest of the seeds.
+    """
+    rows = []
+    for name in plan.encodings:
+        found = [unit for unit in units.values() if name in unit["tests"]]
+        if not found:
+            continue
+        tests = [unit["tests"][name] for unit in found]
+        curves, costs = ([unit[part] for unit in found] for part in ("curve", "cost"))
+        columns = list(zip(*(test["tail"] for test in tests), strict=True))
+        tail = [statistics.fmean(column) for column in columns]
+        rows.append(
+            {
+                "encoding": name,
+                "label": ENCODINGS[name].label,
+                "past": ENCODINGS[name].past,
+                "seeds": [unit["seed"] for unit in found],
+                "tail": tail,
+                "low": [min(column) for column in columns],
+                "high": [max(column) for column in columns],
+                "rise": [loss - tail[0] for loss in tail],
+                "whole": _mean([test["whole"] for test in tests]),
+                "by_position": _mean([test["by_position"] for test in tests]),
+                "curve": {**curves[0], "loss": _mean([curve["loss"] for curve in curves])},
+                "parameters": found[0]["parameters"],
+                "cost": {k: statistics.median(cost[k] for cost in costs) for k in costs[0]},
+            }
+        )
+    return rows
+
+
+def _mean(rows: list[list[float]]) -> list[float]:
+    return [statistics.fmean(column) for column in zip(*rows, strict=True)]

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 SIZE = 2**19
-
 # The constants are those of Knuth's MMIX; the state begins at 1.
 _MULTIPLIER, _INCREMENT = 6364136223846793005, 1442695040888963407
 

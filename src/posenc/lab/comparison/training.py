@@ -6,6 +6,7 @@ import math
 import os
 import statistics
 import time
+import timeit
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
@@ -48,11 +49,7 @@ def train_and_test(unit: Unit, plan: Plan, text: Text, tell: Tell) -> dict[str, 
 def train(
     model: Decoder, text: Tensor, plan: Plan, unit: Unit, tell: Tell
 ) -> tuple[list[float], list[float]]:
-    """Train ``model`` in place.
-
-    Returns:
-        The loss and the seconds of each step.
-    """
+    """Train ``model`` in place; returns the loss and the seconds of each step."""
     losses, seconds = [], []
     peak = plan.learning_rate
     optimizer = torch.optim.AdamW(model.weight_groups(0.1), lr=peak, betas=(0.9, 0.95), fused=True)
@@ -138,14 +135,10 @@ def _cost(model: Decoder, plan: Plan, text: Text, step_seconds: float) -> dict[s
     # Gradients and tables that were there before are not part of what is watched.
     model.zero_grad()
     learn()
-    seconds = []
-    for _ in range(3):
-        began = time.perf_counter()
-        read()
-        seconds.append(time.perf_counter() - began)
+    read_seconds = statistics.median(timeit.repeat(read, repeat=3, number=1))
     return {
         "train_tokens_per_second": plan.batch * plan.train_length / step_seconds,
-        "test_tokens_per_second": plan.longest / statistics.median(seconds),
+        "test_tokens_per_second": plan.longest / read_seconds,
         "train_bytes": peak_bytes(learn),
         "test_bytes": peak_bytes(read),
     }

@@ -1,7 +1,7 @@
 import pytest
 
 from posenc.lab.comparison.plan import Plan
-from posenc.lab.comparison.summary import sentence
+from posenc.lab.comparison.report import sentence
 
 
 def compared(tails, times=(1, 2, 8)):
