@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from posenc.lab.pictures.style import COLOURS, INK, SERIES, figure, plain
+from posenc.lab.pictures.style import GREY, INK, SERIES, figure, plain
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_OURS, _THEIRS, _REFUSED = SERIES[0], COLOURS["none"][0], SERIES[1]
+_OURS, _THEIRS, _REFUSED = SERIES[0], GREY, SERIES[1]
 _MARKS: dict[str, dict[str, str]] = {
     "posenc": {"marker": "o", "color": _OURS},
     "posenc in place": {"marker": "o", "color": _OURS, "mfc": "none"},

@@ -15,18 +15,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-INK, FAINT = "#24292f", "#d0d7de"
-# Okabe and Ito's, with a grey; each also has a marker, so colour is never alone.
-COLOURS = {
-    "none": ("#8c8c8c", "o"),
-    "sinusoidal": ("#e69f00", "s"),
-    "learned": ("#d55e00", "^"),
-    "rope": ("#0072b2", "D"),
-    "rope-yarn": ("#56b4e9", "v"),
-    "rope-linear": ("#cc79a7", "<"),
-    "rope-ntk": ("#7d6bb0", ">"),
-    "alibi": ("#009e73", "o"),
-}
+INK, FAINT, GREY = "#24292f", "#d0d7de", "#8c8c8c"
+# Okabe and Ito's colours differ for every eye.
 SERIES = ("#0072b2", "#d55e00", "#009e73", "#cc79a7")
 _DPI = 144
 
