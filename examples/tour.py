@@ -7,7 +7,7 @@ import torch
 
 import posenc
 from posenc.lab.pictures.characters import characters
-from posenc.lab.pictures.gallery import gallery
+from posenc.lab.pictures.show import gallery
 
 
 def tour() -> None:

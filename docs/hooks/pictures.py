@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from posenc.lab.pictures.gallery import gallery
+from posenc.lab.pictures import show
 from posenc.lab.pictures.style import SERIES, figure, image, plain
 
 if TYPE_CHECKING:
@@ -15,12 +15,9 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-def show(encoding: str, *rules: str) -> Figure:
-    """What `posenc show` draws of an encoding, or of RoPE as trained and by each of ``rules``."""
-    from posenc.lab.pictures import show as lab
-
-    view = lab.rope_view(128, rules=rules) if encoding == "rope" else lab.View(encoding)
-    return lab.figure(view)
+def draw(encoding: str, **options: str) -> Figure:
+    """What `posenc show` draws of an encoding."""
+    return show.figure(show.ENCODINGS[encoding](**options))
 
 
 def layouts() -> Figure:
@@ -68,12 +65,12 @@ def precision() -> Figure:
 
 
 PICTURES: dict[str, Callable[[], Figure]] = {
-    "gallery": gallery,
-    "sinusoidal": lambda: show("sinusoidal"),
-    "learned": lambda: show("learned"),
-    "rope": lambda: show("rope"),
-    "alibi": lambda: show("alibi"),
-    "scaling": lambda: show("rope", "yarn", "linear"),
+    "gallery": show.gallery,
+    "sinusoidal": lambda: draw("sinusoidal"),
+    "learned": lambda: draw("learned"),
+    "rope": lambda: draw("rope"),
+    "alibi": lambda: draw("alibi"),
+    "scaling": lambda: draw("rope", scaling="yarn", against="linear"),
     "layouts": layouts,
     "precision": precision,
 }
@@ -83,8 +80,9 @@ def on_files(files: Any, config: Any) -> Any:
     """Put the pictures among the files of the site."""
     from mkdocs.structure.files import File
 
-    for name, draw in PICTURES.items():
-        files.append(File.generated(config, f"pictures/{name}.svg", content=image(draw(), ".svg")))
+    for name, picture in PICTURES.items():
+        content = image(picture(), ".svg")
+        files.append(File.generated(config, f"pictures/{name}.svg", content=content))
     return files
 
 

@@ -4,16 +4,15 @@ import pytest
 import torch
 
 import posenc
-from posenc.lab.pictures import panels, show
-from posenc.lab.pictures.gallery import gallery
+from posenc.lab.pictures import show
 
 VIEWS = {
-    "sinusoidal": show.View("sinusoidal", dim=16, length=12, trained=64, farthest=256),
-    "learned": show.View("learned", dim=16, length=12),
-    "rope": show.rope_view(16, length=12, trained=64),
-    "rope-rules": show.rope_view(16, trained=64, rules=("yarn", "linear", "ntk")),
-    "alibi": show.View("alibi", heads=4, length=12, trained=64),
-    "alibi-12": show.View("alibi", heads=12, length=12, trained=64),
+    "sinusoidal": show.sinusoidal(dim=16, length=12, trained=64),
+    "learned": show.learned(dim=16, length=12),
+    "rope": show.rope(dim=16, length=12, trained=64),
+    "rope-rules": show.rope(dim=16, trained=64, scaling="yarn", against="ntk"),
+    "alibi": show.alibi(heads=4, length=12, trained=64),
+    "alibi-12": show.alibi(heads=12, length=12, trained=64),
 }
 
 
@@ -21,7 +20,7 @@ VIEWS = {
 def test_every_view_is_drawn_without_a_word_cut_off(view):
     """Labels beside the axes are the legend: they must be on the sheet."""
     figure = show.figure(view)
-    figure.canvas.draw()
+    figure.draw_without_rendering()
     sheet = figure.bbox
     titled = [ax for ax in figure.axes if ax.get_title(loc="left")]
     assert len(titled) == 4
@@ -42,11 +41,10 @@ def test_every_view_has_a_cover_and_fits_a_terminal(view):
 
 def test_scores_are_those_of_the_module():
     """The picture of decay is what q·k of the module itself is, not a formula beside it."""
-    view = show.rope_view(32, trained=64, rules=("yarn",), factor=4.0)
-    rotation = view.rotations[1]
-    distance, score = panels.scores(rotation, 256)
     rule = posenc.scaling.YaRN(4.0, original_length=64)
     rope = posenc.RoPE(32, 300, interleaved=False, scaling=rule)
+    chart = show.rope(dim=32, trained=64, scaling="yarn", factor=4.0).panels[2]
+    distance, score = (torch.tensor(axis, dtype=torch.float64) for axis in chart.lines[1][1:])
     ones = torch.ones(1, 1, 257, 32, dtype=torch.float64)
     q, k = rope(ones, ones)
     exact = (k[0, 0] @ q[0, 0, 0]) / 32
@@ -54,7 +52,7 @@ def test_scores_are_those_of_the_module():
 
 
 def test_numbers_of_rope_are_rates_and_wavelengths():
-    found = show.numbers(show.rope_view(8, trained=64, rules=("linear",), factor=2.0))
+    found = show.rope(dim=8, trained=64, scaling="linear", factor=2.0).numbers
     assert [each["label"] for each in found["rates"]] == ["as trained", "linear × 2"]
     plain, halved = (each["rates"] for each in found["rates"])
     assert plain == pytest.approx([1.0, 0.1, 0.01, 0.001])
@@ -66,14 +64,13 @@ def test_a_config_is_shown_beside_the_same_rates_without_its_rule():
     scaling = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
     config = {"head_dim": 16, "rope_theta": 100.0, "rope_scaling": scaling}
     rope = posenc.RoPE.from_config(config)
-    view = show.config_view(rope, 128, 512, against="linear")
-    labels = [rotation.label for rotation in view.rotations]
-    assert labels == ["without a rule", "YaRN", "linear × 4"]
-    assert torch.equal(view.rotations[1].rates, rope.inv_freq(512))
+    found = show.of_config(config, against="linear").numbers["rates"]
+    assert [each["label"] for each in found] == ["without a rule", "YaRN", "linear × 4"]
+    assert found[1]["rates"] == rope.inv_freq(512).tolist()
 
 
 def test_the_gallery_has_a_panel_for_every_encoding():
-    figure = gallery(length=16, dim=16)
+    figure = show.gallery(length=16, dim=16)
     titles = " ".join(ax.get_title(loc="left") for ax in figure.axes)
-    for name in ("Sinusoidal", "Learned", "Rotary", "Subtracted"):
+    for name in ("Sinusoidal", "Learned", "Rotary", "ALiBi"):
         assert name in titles

@@ -142,14 +142,14 @@ def _looks(plan: Plan, rows: Rows) -> list[str]:
     """The pictures of `posenc show`, for the sizes of this model."""
     length, longest, base = plan.train_length, plan.longest, plan.base
     views = {
-        name: show.View(name, plan.width, length, longest, base, plan.heads)
-        for name in ("sinusoidal", "learned", "alibi")
+        "sinusoidal": show.sinusoidal(dim=plan.width, length=longest, trained=length, base=base),
+        "learned": show.learned(dim=plan.width, length=longest),
+        "rope": show.rope(dim=plan.width // plan.heads, length=longest, trained=length, base=base),
+        "alibi": show.alibi(heads=plan.heads, length=longest),
     }
-    head_dim = plan.width // plan.heads
-    views["rope"] = show.rope_view(head_dim, base=base, trained=length, length=longest)
     found = []
     for view in (views[name] for name in dict.fromkeys(map(_trained_as, rows)) if name in views):
-        picture = inline_svg(show.cover(view), f"look-{view.encoding}", view.title)
+        picture = inline_svg(show.cover(view), f"look-{view.numbers['encoding']}", view.title)
         found.append(f"<figure>{picture}<figcaption>{view.title}</figcaption></figure>")
     return found
 

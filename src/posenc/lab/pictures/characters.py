@@ -29,16 +29,16 @@ def characters(table: Tensor, *, rows: int = 12, columns: int = 64) -> str:
         - @
         *#%
     """
-    finite = table.float().nan_to_num(neginf=float("nan"))
-    seen = finite[~finite.isnan()]
-    low, high = seen.aminmax() if len(seen) else torch.zeros(2)
-    pick_row = torch.linspace(0, len(table) - 1, min(rows, len(table))).round().long()
-    pick_column = torch.linspace(0, table.shape[1] - 1, min(columns, table.shape[1])).round()
-    scaled = (finite - low) / (high - low).clamp(min=1e-30)
-    level = (
-        (scaled.nan_to_num(0) * (len(_SHADES) - 1)).floor().long()[pick_row][:, pick_column.long()]
-    )
-    return "\n".join("".join(_SHADES[i] for i in line) for line in level.tolist())
+    shown = table.float()
+    for axis, cells in enumerate((rows, columns)):
+        size = table.shape[axis]
+        picked = torch.linspace(0, size - 1, min(cells, size)).round().long()
+        shown = shown.index_select(axis, picked)
+    finite = table[table.isfinite()].float()
+    low, high = finite.aminmax() if len(finite) else torch.zeros(2)
+    level = (shown - low) / (high - low).clamp(min=1e-30) * (len(_SHADES) - 1)
+    level = level.nan_to_num(0, neginf=0).floor().long()
+    return "\n".join("".join(_SHADES[i] for i in row) for row in level.tolist())
 
 
 def chart(
@@ -68,39 +68,33 @@ def chart(
         0 |*
            0     3
     """
-    flat = [(x, y) for line in lines for x, y in zip(line.x, line.y, strict=True)]
-    heights = [y for _, y in flat] + ([mark[0]] if mark else [])
-    across = _Scale(min(x for x, _ in flat), max(x for x, _ in flat), columns, log_x)
-    up = _Scale(min(heights), max(heights), rows, log_y)
+    xs = [x for line in lines for x in line.x]
+    ys = [y for line in lines for y in line.y] + ([mark[0]] if mark else [])
     grid = [[" "] * columns for _ in range(rows)]
     if mark is not None:
-        grid[up.cell(mark[0])] = list("-" * columns)
+        grid[_cell(mark[0], ys, rows, log_y)] = ["-"] * columns
     for line, sign in zip(lines, _MARKS, strict=False):
         for x, y in zip(line.x, line.y, strict=True):
-            grid[up.cell(y)][across.cell(x)] = sign
-    top, bottom = f"{up.high:.4g}", f"{up.low:.4g}"
+            grid[_cell(y, ys, rows, log_y)][_cell(x, xs, columns, log_x)] = sign
+    bottom, top, left, right = (f"{end(values):.4g}" for values in (ys, xs) for end in (min, max))
     wide = max(len(top), len(bottom))
-    drawn = []
-    for i in reversed(range(rows)):
-        number = top if i == rows - 1 else bottom if i == 0 else ""
-        drawn.append(f"{number:>{wide}} |{''.join(grid[i])}".rstrip())
-    left, right = f"{across.low:.4g}", f"{across.high:.4g}"
+    numbers = [bottom, *[""] * (rows - 2), top]
+    drawn = [
+        f"{number:>{wide}} |{''.join(row)}".rstrip()
+        for number, row in zip(numbers, grid, strict=True)
+    ]
     gap = max(1, columns - len(left) - len(right))
-    drawn.append(f"{'':{wide}}  {left}{'':{gap}}{right}")
-    names = [f"{sign} {line.label}" for line, sign in zip(lines, _MARKS, strict=False)]
+    below = [f"{left}{'':{gap}}{right}"]
     if len(lines) > 1:
-        drawn.append(f"{'':{wide}}  {'   '.join(names)}")
+        names = (f"{sign} {line.label}" for line, sign in zip(lines, _MARKS, strict=False))
+        below.append("   ".join(names))
     if mark is not None:
-        drawn.append(f"{'':{wide}}  - {mark[1]}")
-    return "\n".join(drawn)
+        below.append(f"- {mark[1]}")
+    return "\n".join([*reversed(drawn), *(f"{'':{wide}}  {words}" for words in below)])
 
 
-class _Scale:
-    def __init__(self, low: float, high: float, cells: int, logarithmic: bool) -> None:
-        self.low, self.high, self.cells = low, high, cells
-        self._of = math.log if logarithmic else float
-
-    def cell(self, value: float) -> int:
-        low, high = self._of(self.low), self._of(self.high)
-        share = (self._of(value) - low) / (high - low) if high > low else 0.5
-        return round(share * (self.cells - 1))
+def _cell(value: float, values: Sequence[float], cells: int, logarithmic: bool) -> int:
+    """Which of ``cells`` between the least and the largest of ``values`` holds ``value``."""
+    scale = math.log if logarithmic else float
+    low, high = scale(min(values)), scale(max(values))
+    return round((scale(value) - low) / (high - low) * (cells - 1)) if high > low else cells // 2

@@ -1,261 +1,283 @@
-"""What `posenc show` shows: panels for a file, characters for a terminal, numbers for a program."""
+"""What `posenc show` shows of each encoding: panels for a file or a terminal, and numbers."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
+from torch import Tensor
 
-from posenc import nn
-from posenc.lab.pictures import panels, style
-from posenc.lab.pictures.characters import Line, characters, chart
-from posenc.lab.pictures.panels import Rotation
-from posenc.numerics import scaling
+from posenc import configs, nn
+from posenc.lab.pictures import style
+from posenc.lab.pictures.characters import Line
+from posenc.lab.pictures.panels import Chart, Circles, Heat, Panel
+from posenc.numerics import scaling as rules
 from posenc.numerics.frequencies import inverse_frequencies
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 # From the factor and the trained length to the rule for sequences that many times longer.
-RuleFor: TypeAlias = Callable[[float, int], scaling.Rule]
+RuleFor: TypeAlias = Callable[[float, int], rules.Rule]
 RULES: dict[str, RuleFor] = {
-    "linear": lambda factor, trained: scaling.Linear(factor),
-    "ntk": lambda factor, trained: scaling.NTK(factor),
-    "dynamic": lambda factor, trained: scaling.DynamicNTK(factor, original_length=trained),
-    "yarn": lambda factor, trained: scaling.YaRN(factor, original_length=trained),
-    "llama3": lambda factor, trained: scaling.Llama3(factor, original_length=trained),
+    "linear": lambda factor, trained: rules.Linear(factor),
+    "ntk": lambda factor, trained: rules.NTK(factor),
+    "dynamic": lambda factor, trained: rules.DynamicNTK(factor, original_length=trained),
+    "yarn": lambda factor, trained: rules.YaRN(factor, original_length=trained),
+    "llama3": lambda factor, trained: rules.Llama3(factor, original_length=trained),
 }
 
 
-@dataclass(frozen=True, slots=True)
-class View:
-    """What to show.
+class View(NamedTuple):
+    """One encoding: a title, four panels of which the first says most, numbers for a program."""
 
-    Attributes:
-        encoding: ``sinusoidal``, ``learned``, ``rope`` or ``alibi``.
-        dim: Channels; of one head for RoPE.
-        trained: The context that is marked.
-        length: Positions of a heatmap.
-        base: Of the rates.
-        heads: Of ALiBi.
-        rotations: Of RoPE: as trained, and by each rule that is compared.
-        farthest: Largest distance that scores are drawn for.
-    """
-
-    encoding: str
-    dim: int = 128
-    trained: int = 4096
-    length: int = 128
-    base: float = 10_000.0
-    heads: int = 8
-    rotations: tuple[Rotation, ...] = ()
-    farthest: int = 4096
-
-    @property
-    def title(self) -> str:
-        """One line that says what this is."""
-        what = {
-            "sinusoidal": f"Sinusoidal: added to the input, {self.dim} channels",
-            "learned": f"Learned: added to the input, {self.dim} channels, before training",
-            "rope": f"RoPE: queries and keys rotated, {self.dim} channels, base {self.base:g}",
-            "alibi": f"ALiBi: subtracted from the score, {self.heads} heads",
-        }
-        return what[self.encoding]
+    title: str
+    panels: tuple[Panel, ...]
+    numbers: dict[str, Any]
 
 
-def rotation(rope: nn.RoPE, label: str, seq_len: int) -> Rotation:
-    """How a module rotates in a sequence of this length."""
-    return Rotation(label, rope.inv_freq(seq_len), rope.attention_factor(seq_len))
+class Rotation(NamedTuple):
+    """Rates ``[P]`` in radians per position, and the factor of cosines and sines."""
 
-
-def rope_view(
-    dim: int = 128,
-    *,
-    base: float = 10_000.0,
-    trained: int = 4096,
-    length: int = 128,
-    factor: float = 8.0,
-    rules: tuple[str, ...] = (),
-) -> View:
-    """RoPE as trained, and stretched ``factor`` times by each of ``rules``."""
-    farthest = math.ceil(trained * factor) if rules else trained
-    seen = [rotation(nn.RoPE(dim, None, base), "as trained", trained)]
-    for name in rules:
-        rope = nn.RoPE(dim, None, base, scaling=RULES[name](factor, trained))
-        seen.append(rotation(rope, f"{name} × {factor:g}", farthest))
-    return View("rope", dim, trained, length, base, rotations=tuple(seen), farthest=farthest)
-
-
-def config_view(
-    rope: nn.RoPE, trained: int, longest: int, length: int = 128, against: str | None = None
-) -> View:
-    """The rotation that a model's config describes, beside the one without its rule.
-
-    Args:
-        rope: What the config describes.
-        trained: The context it was trained on.
-        longest: The longest sequence it is meant for.
-        length: Positions of the heatmap.
-        against: A rule to draw beside it, for the same stretch.
-    """
-    dim = rope.rotary_dim or rope.head_dim
-    seen = [rotation(nn.RoPE(dim, None, rope.base), "without a rule", trained)]
-    if rope.scaling is not None:
-        seen.append(rotation(rope, type(rope.scaling).__name__, longest))
-    if against is not None:
-        factor = longest / trained
-        other = nn.RoPE(dim, None, rope.base, scaling=RULES[against](factor, trained))
-        seen.append(rotation(other, f"{against} × {factor:g}", longest))
-    return View("rope", dim, trained, length, rope.base, rotations=tuple(seen), farthest=longest)
+    label: str
+    rates: Tensor
+    gain: float = 1.0
 
 
 def figure(view: View) -> Figure:
-    """Four panels of one encoding."""
-    drawn = style.figure(11.5, 7.4, view.title)
-    for ax, draw in zip(drawn.subplots(2, 2).flat, _panels(view), strict=True):
-        draw(ax)
-    return drawn
+    """All four panels of one encoding."""
+    return _sheet(11.5, 7.4, view.title, 2, view.panels)
 
 
 def cover(view: View) -> Figure:
-    """The one panel that says most about an encoding, for a page of several."""
-    drawn = style.figure(4.6, 3.1)
-    _panels(view)[3 if view.encoding == "alibi" else 0](drawn.subplots())
-    return drawn
-
-
-def _panels(view: View) -> list[Callable[[Axes], None]]:
-    if view.encoding == "alibi":
-        alibi = nn.ALiBi(view.heads)
-        middle = view.heads // 2
-        return [
-            lambda ax: panels.slopes(ax, alibi),
-            lambda ax: panels.bias(ax, alibi, view.length),
-            lambda ax: panels.reach(ax, alibi, view.trained),
-            lambda ax: panels.bias_heat(ax, alibi, middle, view.length),
-        ]
-    table, rotations = _table(view), _rotations(view)
-    if view.encoding == "rope":
-        shown = _shown(view)
-
-        def last(ax: Axes) -> None:
-            if len(rotations) > 1:
-                panels.slowdown(ax, rotations)
-            else:
-                panels.turns(ax, shown.rates, min(view.length, 24))
-
-        return [
-            lambda ax: panels.heat(ax, table, f"Cosines of the angles{_named(view)}", x="pair"),
-            lambda ax: panels.wavelengths(ax, rotations, view.trained),
-            lambda ax: panels.decay(ax, rotations, view.trained, view.farthest),
-            last,
-        ]
-    alike: list[Callable[[Axes], None]] = [
-        lambda ax: panels.heat(ax, table, "What is added"),
-        lambda ax: panels.similarity(ax, table, "Cosine between the vectors of two positions"),
-    ]
-    if view.encoding == "learned":
-        return [*alike, lambda ax: _norms(ax, table), lambda ax: _values(ax, table)]
-    title = "The same cosine, by distance"
-    return [
-        *alike,
-        lambda ax: panels.wavelengths(ax, rotations, view.trained),
-        lambda ax: panels.decay(ax, rotations, view.trained, view.farthest, title),
-    ]
-
-
-def _norms(ax: Axes, table: torch.Tensor) -> None:
-    style.plain(ax, "Length of the vector of each position", "position", "")
-    ax.plot(table.norm(dim=-1).numpy(), color=style.SERIES[1], lw=1.4)
-    ax.set_ylim(bottom=0)
-
-
-def _values(ax: Axes, table: torch.Tensor) -> None:
-    style.plain(ax, "Values of the table", "value", "how many")
-    ax.hist(table.flatten().numpy(), bins=60, color=style.SERIES[1])
-
-
-def _rotations(view: View) -> tuple[Rotation, ...]:
-    """RoPE's own, or the rates of the sinusoid."""
-    return view.rotations or (Rotation("", inverse_frequencies(view.dim, view.base)),)
-
-
-def _shown(view: View) -> Rotation:
-    """The one of several whose angles are drawn: by the first rule, if there is one."""
-    return view.rotations[:2][-1]
-
-
-def _named(view: View) -> str:
-    return f", {_shown(view).label}" if len(view.rotations) > 1 else ""
-
-
-def _table(view: View) -> torch.Tensor:
-    """What is added to the input, or the cosines of RoPE's angles."""
-    if view.encoding == "rope":
-        at = torch.arange(view.length, dtype=torch.float64)[:, None]
-        return (at * _shown(view).rates).cos() * _shown(view).gain
-    if view.encoding == "sinusoidal":
-        return nn.SinusoidalPE(view.length, view.dim, base=view.base).get_encoding(view.length)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        return nn.LearnedPosEmbedding(view.length, view.dim).pos_emb.weight.detach()
+    """The panel that says most about an encoding, for a page of several."""
+    return _sheet(4.6, 3.1, "", 1, view.panels[:1])
 
 
 def terminal(view: View, columns: int = 72) -> str:
-    """The same in characters."""
-    wide = max(20, columns - 10)
-    parts = [view.title, ""]
-    if view.encoding == "alibi":
-        alibi = nn.ALiBi(view.heads)
-        heads = list(range(view.heads))
-        parts += ["slope of each head, log scale:"]
-        slopes = [Line("", heads, alibi.slopes.tolist())]
-        parts += [chart(slopes, columns=min(wide, 4 * view.heads), log_y=True), ""]
-        parts += [f"bias of head {view.heads // 2}, queries down, keys across:"]
-        parts += [characters(alibi.get_bias(view.length)[view.heads // 2], columns=wide // 2 * 2)]
-        return "\n".join(parts)
-    what = "what is added, positions down, channels across:"
-    if view.encoding == "rope":
-        what = f"cosines{_named(view)}, positions down, pairs across, fastest first:"
-    parts += [what, characters(_table(view), columns=wide), ""]
-    if view.encoding == "learned":
-        return "\n".join(parts).rstrip()
-    rotations = _rotations(view)
-    parts += ["positions for a full turn of each pair, log scale:"]
-    lines = [
-        Line(t.label, list(range(len(t.rates))), [math.tau / r for r in t.rates.tolist()])
-        for t in rotations
-        if float(t.rates[-1]) > 0
-    ]
-    mark = (float(view.trained), f"trained context, {view.trained}")
-    parts += [chart(lines, columns=wide, log_y=True, mark=mark), ""]
-    parts += ["score of equal vectors at each distance, log scale across:"]
-    found = [(t.label, *panels.scores(t, view.farthest)) for t in rotations]
-    lines = [Line(label, d.tolist(), s.tolist()) for label, d, s in found]
-    parts += [chart(lines, columns=wide, log_x=True)]
-    return "\n".join(parts)
+    """The same in characters, without circles."""
+    drawn = [panel.text(max(20, columns - 10)) for panel in view.panels]
+    return "\n\n".join([view.title, *filter(None, drawn)])
 
 
-def numbers(view: View) -> dict[str, Any]:
-    """What a program would read: rates, wavelengths, gains, slopes."""
-    found: dict[str, Any] = {"encoding": view.encoding, "trained": view.trained}
-    if view.encoding == "alibi":
-        return {**found, "heads": view.heads, "slopes": nn.ALiBi(view.heads).slopes.tolist()}
-    found["dim"] = view.dim
-    if view.encoding == "learned":
-        return found
-    found["base"] = view.base
-    found["rates"] = [
+def gallery(length: int = 96, dim: int = 64) -> Figure:
+    """One picture of all four encodings: what is added, what is rotated, what is subtracted."""
+    _, wavelengths, by_distance, circles = rope(dim=dim, length=length, trained=length).panels
+    shown = (
+        ("Sinusoidal", sinusoidal(dim=dim, length=length).panels[0]),
+        ("Learned", learned(dim=dim, length=length).panels[0]),
+        ("Rotary", circles),
+        ("Rotary", wavelengths),
+        ("Rotary", by_distance),
+        ("ALiBi", alibi(length=length).panels[2]),
+    )
+    panels = [replace(panel, title=f"{name}: {panel.title}") for name, panel in shown]
+    return _sheet(14, 7.6, "posenc: where a token is, four ways", 3, panels)
+
+
+def sinusoidal(
+    *, dim: int = 128, length: int = 128, trained: int = 4096, base: float = 10_000.0
+) -> View:
+    """The table that is added for ``length`` positions, and the rates it is made of."""
+    table = nn.SinusoidalPE(length, dim, base=base).get_encoding(length)
+    rates = [Rotation("", inverse_frequencies(dim, base))]
+    panels = (
+        *_added(table),
+        _wavelengths(rates, trained),
+        replace(_scores(rates, trained, 4 * trained), title="The same cosine, by distance"),
+    )
+    title = f"Sinusoidal: added to the input, {dim} channels"
+    return View(title, panels, _numbers("sinusoidal", dim, base, trained, rates))
+
+
+def learned(*, dim: int = 128, length: int = 128) -> View:
+    """The table that is added, as it is made."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        table = nn.LearnedPosEmbedding(length, dim).pos_emb.weight.detach()
+    count, edges = torch.histogram(table, bins=60)
+    norms = _line("", torch.arange(length), table.norm(dim=-1))
+    panels = (
+        *_added(table),
+        Chart("Length of the vector of each position", "position", "", [norms]),
+        Chart("Values of the table", "value", "how many", [_line("", edges[:-1], count)]),
+    )
+    title = f"Learned: added to the input, {dim} channels, before training"
+    return View(title, panels, {"encoding": "learned", "dim": dim})
+
+
+def rope(
+    *,
+    dim: int = 128,
+    length: int = 128,
+    trained: int = 4096,
+    base: float = 10_000.0,
+    scaling: str | None = None,
+    factor: float | None = None,
+    against: str | None = None,
+) -> View:
+    """RoPE as trained, and stretched ``factor`` times, 8 if None, by one or two of `RULES`."""
+    names = [name for name in (scaling, against) if name is not None]
+    if factor is not None and not names:
+        raise ValueError("--factor needs --scaling.")
+    factor = 8.0 if factor is None else factor
+    found = [rotation(nn.RoPE(dim, None, base), "as trained", trained)]
+    found += [_by_rule(name, dim, base, factor, trained) for name in names]
+    longest = math.ceil(trained * factor) if names else trained
+    return _rotary(found, dim, base, length, trained, longest)
+
+
+def of_config(
+    config: Any,
+    *,
+    layer_type: str | None = None,
+    length: int = 128,
+    trained: int | None = None,
+    against: str | None = None,
+) -> View:
+    """The rotation that a model's config describes, beside the same without its rule."""
+    model = nn.RoPE.from_config(config, layer_type=layer_type)
+    found = configs.read_positions(config, layer_type=layer_type)
+    factor = getattr(model.scaling, "factor", None) or 1.0
+    longest = found.max_length[0] if found.max_length else 0
+    if trained is None:
+        trained = found.trained_length[0] if found.trained_length else math.ceil(longest / factor)
+    trained = max(2, trained or 4096)
+    longest = max(longest, math.ceil(trained * factor))
+    dim, base = model.rotary_dim or model.head_dim, model.base
+    shown = [rotation(nn.RoPE(dim, None, base), "without a rule", trained)]
+    if model.scaling is not None:
+        shown.append(rotation(model, type(model.scaling).__name__, longest))
+    if against is not None:
+        shown.append(_by_rule(against, dim, base, longest / trained, trained))
+    return _rotary(shown, dim, base, length, trained, longest)
+
+
+def alibi(*, heads: int = 8, length: int = 128, trained: int = 4096) -> View:
+    """Slopes and bias, for distances of up to ``trained``."""
+    module, middle = nn.ALiBi(heads), heads // 2
+    bias, slopes = module.get_bias(length), module.slopes.double()
+    distance = torch.logspace(0, math.log10(trained), 300, dtype=torch.float64)
+    subtracted, left = [], []
+    for head in sorted({round(i * (heads - 1) / 3) for i in range(4)}):
+        row, weight = bias[head, -1].flip(-1), (-slopes[head] * distance).exp()
+        # Lines end where there is little left to see.
+        near, seen = row >= -12, weight >= 0.01
+        subtracted.append(_line(f"head {head}", torch.arange(length)[near], row[near]))
+        left.append(_line(f"head {head}", distance[seen], weight[seen]))
+    steps = [1 / slope for slope in slopes.tolist()]
+    words = [f"1/{n:.0f}" if abs(n - round(n)) < 1e-6 else f"{1 / n:.3g}" for n in steps]
+    by_head = Chart(
+        "Slope of each head",
+        "head",
+        "subtracted per position",
+        [_line("", torch.arange(heads), slopes)],
+        log_y=True,
+        points=words if heads <= 16 else [""] * heads,
+    )
+    panels = (
+        Heat(f"Bias of head {middle}", "key", "query", bias[middle]),
+        by_head,
+        Chart("Subtracted from the score", "distance", "", subtracted),
+        Chart("Weight that is left, equal scores", "distance", "", left, log_x=True),
+    )
+    numbers = {"encoding": "alibi", "trained": trained, "heads": heads}
+    title = f"ALiBi: subtracted from the score, {heads} heads"
+    return View(title, panels, {**numbers, "slopes": slopes.tolist()})
+
+
+ENCODINGS: dict[str, Callable[..., View]] = {
+    view.__name__: view for view in (sinusoidal, learned, rope, alibi)
+}
+
+
+def rotation(module: nn.RoPE, label: str, seq_len: int) -> Rotation:
+    """How a module rotates in a sequence of this length."""
+    return Rotation(label, module.inv_freq(seq_len), module.attention_factor(seq_len))
+
+
+def scores(shown: Rotation, farthest: int) -> tuple[Tensor, Tensor]:
+    r"""Distances, evenly spaced in their logarithm, and :math:`g^2 / P \sum_i \cos d\theta_i`."""
+    distance = torch.logspace(0, math.log10(farthest), 600, dtype=torch.float64).round().unique()
+    return distance, (distance[:, None] * shown.rates).cos().mean(-1) * shown.gain**2
+
+
+def _by_rule(name: str, dim: int, base: float, factor: float, trained: int) -> Rotation:
+    if name not in RULES:
+        raise ValueError(f"a rule must be one of {', '.join(RULES)}; got {name}.")
+    module = nn.RoPE(dim, None, base, scaling=RULES[name](factor, trained))
+    return rotation(module, f"{name} × {factor:g}", math.ceil(trained * factor))
+
+
+def _rotary(
+    found: Sequence[Rotation], dim: int, base: float, length: int, trained: int, longest: int
+) -> View:
+    """Angles of the first rule, if there is one, and all rotations side by side."""
+    shown, named = found[0], ""
+    last: Panel = Circles.of(shown.rates, min(length, 24))
+    if len(found) > 1:
+        shown, named = found[1], f", {found[1].label}"
+        slower = [_by_pair(each, found[0].rates / each.rates) for each in found]
+        last = Chart("How many times slower each pair rotates", "pair", "", slower)
+    cos = (torch.arange(length)[:, None] * shown.rates).cos() * shown.gain
+    heat = Heat(f"Cosines of the angles{named}", "pair", "position", cos)
+    panels = (heat, _wavelengths(found, trained), _scores(found, trained, longest), last)
+    title = f"RoPE: queries and keys rotated, {dim} channels, base {base:g}"
+    return View(title, panels, _numbers("rope", dim, base, trained, found))
+
+
+def _added(table: Tensor) -> tuple[Heat, Heat]:
+    unit = torch.nn.functional.normalize(table.double(), dim=-1)
+    title = "Cosine between the vectors of two positions"
+    added = Heat("What is added", "channel", "position", table)
+    return added, Heat(title, "position", "position", unit @ unit.T)
+
+
+def _wavelengths(found: Sequence[Rotation], trained: int) -> Chart:
+    lines = [_by_pair(each, math.tau / each.rates) for each in found]
+    above = (trained, f"above: no full turn in the trained context, {trained}")
+    return Chart("Positions for a full turn", "pair", "positions", lines, log_y=True, above=above)
+
+
+def _scores(found: Sequence[Rotation], trained: int, farthest: int) -> Chart:
+    lines = [_line(each.label, *scores(each, farthest)) for each in found]
+    title = "Score of equal vectors, q·k / D"
+    return Chart(title, "distance", "", lines, log_x=True, right=(trained, "trained\ncontext"))
+
+
+def _by_pair(shown: Rotation, values: Tensor) -> Line:
+    """A line over the pairs that rotate at all."""
+    moving = shown.rates > 0
+    return _line(shown.label, moving.nonzero().flatten(), values[moving])
+
+
+def _line(label: str, x: Tensor, y: Tensor) -> Line:
+    return Line(label, x.tolist(), y.tolist())
+
+
+def _numbers(
+    encoding: str, dim: int, base: float, trained: int, found: Sequence[Rotation]
+) -> dict[str, Any]:
+    rates = [
         {
-            "label": t.label,
-            "gain": t.gain,
-            "rates": t.rates.tolist(),
-            "wavelengths": [math.tau / r if r else None for r in t.rates.tolist()],
+            "label": shown.label,
+            "gain": shown.gain,
+            "rates": shown.rates.tolist(),
+            "wavelengths": [math.tau / rate if rate else None for rate in shown.rates.tolist()],
         }
-        for t in _rotations(view)
+        for shown in found
     ]
-    return found
+    return {"encoding": encoding, "trained": trained, "dim": dim, "base": base, "rates": rates}
+
+
+def _sheet(
+    width: float, height: float, title: str, columns: int, panels: Sequence[Panel]
+) -> Figure:
+    drawn = style.figure(width, height, title)
+    axes = drawn.subplots(len(panels) // columns, columns, squeeze=False)
+    for ax, panel in zip(axes.flat, panels, strict=True):
+        panel.draw(ax)
+    return drawn

@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 import io
 import re
+import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -82,24 +83,15 @@ def spread(heights: Sequence[float], apart: float) -> list[float]:
         [0.46, 0.56, 0.9]
     """
     order = sorted(range(len(heights)), key=lambda i: heights[i])
-    # Neighbours that would touch become a group, spaced evenly around its mean.
-    groups: list[list[int]] = []
-    centres: list[float] = []
-    for i in order:
-        groups.append([i])
-        centres.append(min(max(heights[i], 0.0), 1.0))
-        while len(groups) > 1:
-            reach = (len(groups[-2]) + len(groups[-1])) * apart / 2
-            if centres[-1] - centres[-2] >= reach - 1e-12:
-                break
-            joined = groups.pop(-2) + groups.pop()
-            del centres[-2:]
-            groups.append(joined)
-            centres.append(sum(min(max(heights[j], 0.0), 1.0) for j in joined) / len(joined))
+    # Without the distances they are to have, heights must not fall: isotonic regression.
+    free = [min(max(heights[i], 0.0), 1.0) - place * apart for place, i in enumerate(order)]
     moved = [0.0] * len(heights)
-    for group, centre in zip(groups, centres, strict=True):
-        for place, i in enumerate(group):
-            moved[i] = centre + (place - (len(group) - 1) / 2) * apart
+    for place, i in enumerate(order):
+        means = [
+            min(statistics.fmean(free[first:end]) for end in range(place + 1, len(free) + 1))
+            for first in range(place + 1)
+        ]
+        moved[i] = max(means) + place * apart
     return moved
 
 
