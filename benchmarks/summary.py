@@ -6,13 +6,21 @@ from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
 
-from posenc.lab.plots import overview, ratios
+from posenc.lab.pictures.style import SERIES, figure
+from posenc.lab.plots import OURS, THEIRS, in_copies, named, ratios
 
 HERE = Path(__file__).parent
 START, END = "<!-- measured -->\n", "<!-- end -->\n"
 H200, XEON = "NVIDIA H200", "Intel(R) Xeon(R) Processor"
 MODES = {"forward": "forward", "train": "forward and backward"}
 PEERS = ("transformers compiled", "Liger in place")
+MARKS = {
+    "posenc": {"marker": "o", "color": OURS},
+    "posenc in place": {"marker": "o", "color": OURS, "mfc": "none"},
+    "transformers eager": {"marker": "x", "color": THEIRS},
+    "transformers compiled": {"marker": "+", "color": THEIRS},
+    "Liger in place": {"marker": "d", "color": SERIES[1], "mfc": "none"},
+}
 # At most so many copies, or so much of the time of transformers eager.
 BOUNDS = {
     "prefill, forward": 1.15,
@@ -97,6 +105,30 @@ def table(machine: str, found: dict[tuple[str, str, str], list[float]]) -> list[
             cells.append(" / ".join(f"**{x:.2f}**" if x > limit else f"{x:.2f}" for x in three))
         lines.append(f"| {row} | {f'{bound:.2f}' if bound else ''} | {' | '.join(cells)} |")
     return [*lines, ""]
+
+
+def overview(reports: Iterable[dict]):
+    """A figure of every workload as a line of dots; files of one machine share a panel."""
+    panels = defaultdict(list)
+    for report in reports:
+        for measurement in report["measurements"]:
+            on_gpu = measurement["device"] == "cuda"
+            threads = "" if on_gpu else f" {report['settings']['threads']}t"
+            place = report["machine"]["gpu" if on_gpu else "cpu"]
+            panels[place].append((named(measurement) + threads, ratios(measurement)))
+    heights = [len(lines) + 3 for lines in panels.values()]
+    title = "Time as a multiple of a copy of the same bytes: 1 is the speed of memory"
+    drawn = figure(10, 0.19 * sum(heights) + 0.8, title)
+    axes = drawn.subplots(len(panels), 1, squeeze=False, height_ratios=heights, sharex=True).flat
+    marks = {}
+    for ax, (place, lines) in zip(axes, panels.items(), strict=True):
+        in_copies(ax, place, [name for name, _ in lines])
+        for y, (_, found) in enumerate(lines):
+            for name, ratio in found.items():
+                if name in MARKS:
+                    (marks[name],) = ax.plot(ratio, y, ls="", ms=5, **MARKS[name])
+    drawn.legend(marks.values(), marks.keys(), ncols=len(marks), loc="outside lower center")
+    return drawn
 
 
 if __name__ == "__main__":

@@ -7,6 +7,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from posenc.lab.pictures.style import image
+from posenc.lab.plots import ratios, timings
+
 RESULTS = Path(__file__).parents[2] / "benchmarks"
 _COPIES = ("copy_", "clone")
 
@@ -22,8 +25,8 @@ def speed(found: Mapping[str, dict[str, Any]]) -> str:
     parts = []
     for name, report in found.items():
         rows = [(_case(each), _ratios(each)) for each in report["measurements"]]
-        names = list(dict.fromkeys(name for _, ratios in rows for name in ratios))
-        cells = [[*case, *(_number(ratios.get(each)) for each in names)] for case, ratios in rows]
+        names = list(dict.fromkeys(name for _, held in rows for name in held))
+        cells = [[*case, *(_number(held.get(each)) for each in names)] for case, held in rows]
         parts.append(f"\n## {name}\n\n{_machine(report)}\n")
         if contested(report)["measurements"]:
             parts.append(f"![Times of {name}](../pictures/{name}.svg)\n")
@@ -108,9 +111,6 @@ def on_files(files: Any, config: Any) -> Any:
     """Put a picture of each file among the files of the site."""
     from mkdocs.structure.files import File
 
-    from posenc.lab.pictures.style import image
-    from posenc.lab.plots import timings
-
     for name, report in reports().items():
         drawn = contested(report)
         if drawn["measurements"]:
@@ -126,13 +126,7 @@ def _is_bench(found: Any) -> bool:
 
 
 def _ratios(measurement: dict[str, Any]) -> dict[str, float]:
-    timed = [each for each in measurement["results"] if each["status"] == "timed"]
-    via = "graph" if any(each["via"] == "graph" for each in timed) else "loop"
-    return {
-        each["contestant"]: each["ratio"]
-        for each in timed
-        if each["via"] == via and each["contestant"] not in _COPIES
-    }
+    return {name: r for name, r in ratios(measurement).items() if name not in _COPIES}
 
 
 def _case(measurement: dict[str, Any]) -> tuple[str, str, str]:

@@ -28,7 +28,7 @@ def by_name(measurement):
 
 
 def exact(x, work, transposed=False):
-    rows = work.positions() if work.ids else work.positions().expand(work.case.batch, -1)
+    rows = work.positions().expand(work.case.batch, -1)
     turned = []
     for sequence, row in zip(x, rows, strict=True):
         cos, sin = oracles.exact_cos_sin(row.tolist(), x.shape[-1])

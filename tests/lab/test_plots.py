@@ -1,7 +1,12 @@
+import runpy
+from pathlib import Path
+
 from matplotlib.colors import to_rgba
 
 from posenc.lab.pictures.style import INK
-from posenc.lab.plots import overview, timings
+from posenc.lab.plots import timings
+
+SUMMARY = Path(__file__).parents[2] / "benchmarks" / "summary.py"
 
 
 def result(name, ratio, via="loop"):
@@ -24,7 +29,7 @@ def test_the_overview_has_a_panel_for_each_machine_and_a_dot_for_each_time(tmp_p
         for threads, measurement in ((1, on_cpu), (2, on_cpu), (2, on_gpu))
     ]
 
-    figure = overview(reports)
+    figure = runpy.run_path(str(SUMMARY))["overview"](reports)
     figure.savefig(tmp_path / "overview.svg")
 
     dots = {

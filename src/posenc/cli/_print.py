@@ -6,7 +6,7 @@ import contextlib
 import importlib.util
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
 from rich.console import Console
 from rich.progress import (
@@ -20,6 +20,7 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
+from posenc._contract.checks import printable
 from posenc.cli import INSTALL
 from posenc.cli._root import Refused
 
@@ -77,25 +78,31 @@ def progress(
 
 
 def table(
-    title: str, heads: Sequence[str], rows: Sequence[Sequence[Text]], notes: Sequence[str] = ()
+    title: str,
+    heads: Sequence[str],
+    rows: Sequence[Sequence[str | Text]],
+    notes: Sequence[str] = (),
+    *,
+    justify: Literal["left", "right"] = "right",
+    piped_width: int = 10_000,
 ) -> None:
-    """A table on stdout: drawn with its styles on a terminal, padded columns of text in a pipe."""
-    console = Console()
-    if console.is_terminal:
-        drawn = Table()
-        for i, head in enumerate(heads):
-            drawn.add_column(head, justify="right" if i else "left")
-        for row in rows:
-            drawn.add_row(*row)
-        console.print(Text(title, style="bold"), drawn, sep="\n")
-        for note in notes:
-            console.print(Text(f"  {note}", style="dim"))
-        return
-    lines = [list(heads), *([str(cell) for cell in row] for row in rows)]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    print(title)
-    for first, *rest in lines:
-        cells = [cell.rjust(width) for cell, width in zip(rest, widths[1:], strict=True)]
-        print(f"  {'  '.join((first.ljust(widths[0]), *cells))}".rstrip())
+    """A table on stdout, in lines on a terminal; in a pipe padded columns without codes.
+
+    Args:
+        title: Line above it.
+        heads: Of the columns.
+        rows: Cells. What a file says is neither a markup nor a control code.
+        notes: Lines below it.
+        justify: Of every column but the first.
+        piped_width: Characters in a line of a pipe, where longer cells are folded.
+    """
+    console, drawn = Console(), Table()
+    if not console.is_terminal:
+        console, drawn = Console(width=piped_width), Table(box=None, padding=(0, 0, 0, 2))
+    for i, head in enumerate(heads):
+        drawn.add_column(head, justify=justify if i else "left", overflow="fold")
+    for row in rows:
+        drawn.add_row(*(cell if isinstance(cell, Text) else Text(printable(cell)) for cell in row))
+    console.print(Text(printable(title), style="bold"), drawn, sep="\n")
     for note in notes:
-        print(f"  {note}")
+        console.print(Text(f"  {printable(note)}", style="dim"))

@@ -14,7 +14,6 @@ from posenc.cli import _print
 from posenc.cli._root import Refused
 from posenc.lab import bench as lab
 from posenc.lab import machine
-from posenc.lab.bench import Measurement, Result
 from posenc.lab.cases import CASES, choose
 from posenc.lab.pictures.style import save
 from posenc.lab.plots import timings
@@ -22,15 +21,7 @@ from posenc.lab.plots import timings
 _COLUMNS = ("", "time", "quartiles", "× copy", "quartiles", "off by")
 _ALL = "all of the device"
 _SAID = {"missing": "left out"}
-_UNITS = (("µs", 1e-6), ("ms", 1e-3), ("s", 1.0))
-_HELP = """Time posenc and every installed peer, against a copy of the same bytes.
-
-Each contestant is first compared with float64 and refused if it is wrong. Then all are timed in
-interleaved rounds of one process. "× copy" is the time divided by that of copying q and k; in
-training their gradients too, since they move as well.
-
-Example: posenc bench decode tiny --dtype fp32 --layout half --rounds 5
-"""
+_UNITS = ((1e-6, "µs"), (1e-3, "ms"), (1.0, "s"))
 
 
 def bench(
@@ -59,11 +50,17 @@ def bench(
     ] = None,
     list_: Annotated[bool, typer.Option("--list", help="Show the cases and stop.")] = False,
 ) -> None:
-    """Measure; the help text is set below, where its example can be tested."""
+    """Time posenc and every installed peer, against a copy of the same bytes.
+
+    Each contestant is first compared with float64 and refused if it is wrong. Then all are timed
+    in interleaved rounds of one process. "× copy" is the time divided by that of copying q and k;
+    in training their gradients too, since they move as well.
+
+    Example: posenc bench decode tiny --dtype fp32 --layout half --rounds 5
+    """
     if list_:
         for case in CASES.values():
-            norm = ", QK-norm" if case.qk_norm else ""
-            typer.echo(f"{case.name:13} {case.home:5} {case.mode:8} {case}{norm}")
+            typer.echo(f"{case.name:13} {case.home:5} {case.mode:8} {case}")
         return
     _print.check_file(json_file)
     _print.check_picture(plot, "--plot")
@@ -78,54 +75,46 @@ def bench(
         )
     except ValueError as wrong:
         raise Refused(str(wrong)) from None
-    measurements: list[Measurement] = []
-    found: dict[str, Any] = {}
+    measurements, found = [], {}
     with machine.threads(threads):
         used = torch.get_num_threads()
         for i, work in enumerate(works):
             title = f"{work} ({i + 1} of {len(works)}): "
             # A thread that redraws the bar would share the cores with what is timed.
             with _print.progress(title, background=False) as tell:
-                measurement = lab.measure(work, rounds=rounds, peers_too=peers, tell=tell)
-            measurements.append(measurement)
+                measurements.append(lab.measure(work, rounds=rounds, peers_too=peers, tell=tell))
             found = lab.report(measurements, threads=used, rounds=rounds)
             # Before it is shown, and after each: what was measured is not to be lost.
             if json_file is not None:
                 json_file.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-            _show(measurement)
+            _show(f"{work}: {work.case}, {_size(work.nbytes)}", found["measurements"][-1])
     if plot is not None:
         save(timings(found), plot)
 
 
-bench.__doc__ = _HELP
-
-
-def _show(measurement: Measurement) -> None:
-    work = measurement.work
-    rows = [_row(result) for result in measurement.results if result.status == "timed"]
+def _show(title: str, measurement: dict[str, Any]) -> None:
+    timed = [each for each in measurement["results"] if each["status"] == "timed"]
     notes = [
-        f"{result.contestant}: {_SAID.get(result.status, result.status)}, {result.reason}"
-        for result in measurement.results
-        if result.status != "timed"
+        f"{each['contestant']}: {_SAID.get(each['status'], each['status'])}, {each['reason']}"
+        for each in measurement["results"]
+        if each["status"] != "timed"
     ]
-    _print.table(f"{work}: {work.case}, {_size(work.nbytes)}", _COLUMNS, rows, notes)
+    _print.table(title, _COLUMNS, list(map(_row, timed)), notes)
     print(flush=True)
 
 
-def _row(result: Result) -> list[Text]:
-    name = result.contestant + (" (graph)" if result.via == "graph" else "")
-    assert result.low is not None
-    assert result.median is not None
-    assert result.high is not None
-    unit, scale = next(u for u in _UNITS if result.median < 1000 * u[1] or u is _UNITS[-1])
-    low, median, high = (_short(t / scale) for t in (result.low, result.median, result.high))
+def _row(result: dict[str, Any]) -> list[Text]:
+    name = result["contestant"] + (" (graph)" if result["via"] == "graph" else "")
+    scale, unit = next(u for u in _UNITS if result["median"] < 1000 * u[0])
+    low, median, high = (_short(result[each] / scale) for each in ("low", "median", "high"))
+    error = result["error_ulps"]
     cells = (
         name,
         f"{median} {unit}",
         f"{low} to {high}",
-        f"{result.ratio:.2f}",
-        f"{result.ratio_low:.2f} to {result.ratio_high:.2f}",
-        "" if result.error_ulps is None else f"{_short(result.error_ulps)} ulp",
+        f"{result['ratio']:.2f}",
+        f"{result['ratio_low']:.2f} to {result['ratio_high']:.2f}",
+        "" if error is None else f"{_short(error)} ulp",
     )
     style = "bold" if name.startswith("posenc") else ""
     return [Text(cell, style=style) for cell in cells]

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import posenc
 from posenc.lab import machine, peers
-from posenc.lab.cases import DTYPES, Workload
+from posenc.lab.cases import Workload
 from posenc.lab.peers import Call, Contestant, Missing
 from posenc.lab.timing import Lane, Step, graph_lane, loop_lane, quartiles, race
 from posenc.lab.truth import Verdict, judge
@@ -40,23 +40,18 @@ class Result:
     via: str = "loop"
     version: str | None = None
     error_ulps: float | None = None
-    allowed_ulps: float | None = None
-    allowed_radians: float | None = None
-    median: float | None = None
     low: float | None = None
+    median: float | None = None
     high: float | None = None
-    ratio: float | None = None
     ratio_low: float | None = None
+    ratio: float | None = None
     ratio_high: float | None = None
     seconds: list[float] = field(default_factory=list)
 
 
 @dataclass(slots=True)
 class Measurement:
-    """Results of everyone on one workload; ``copies`` is how many of q and k the ratio is to.
-
-    The copies' own times are of all of them.
-    """
+    """Results on one workload; ``copies`` is how many of q and k the ratio is to."""
 
     work: Workload
     copies: int
@@ -68,7 +63,7 @@ class Measurement:
         work = self.work
         return {
             "case": asdict(work.case),
-            "dtype": next(name for name, dtype in DTYPES.items() if dtype is work.dtype),
+            "dtype": work.dtype_name,
             "layout": work.layout,
             "device": work.device,
             "positions": "ids" if work.ids else "offset",
@@ -107,7 +102,6 @@ def measure(
     """
     # A compiled peer gets one graph for this workload, not the leftovers of the last one.
     torch.compiler.reset()
-    training = work.case.mode == "train"
     sets = [_inputs(work, seed) for seed in range(_set_count(work))]
     results, lanes = [], _copies(work, sets)
     everyone = peers.contestants(work, peers=peers_too)
@@ -117,41 +111,34 @@ def measure(
         results.append(result)
         if call is None:
             continue
-        steps = [_step(call, inputs, training=training) for inputs in sets]
-        lanes.append(loop_lane(contestant.name, steps, device=work.device, grad=training))
+        steps = [_step(call, inputs, training=work.training) for inputs in sets]
+        lanes.append(loop_lane(contestant.name, steps, device=work.device, grad=work.training))
         # From Python a short call is timed with its launch, and a model may spare itself that.
         if work.device == "cuda":
             try:
-                lanes.append(graph_lane(contestant.name, steps, grad=training))
+                lanes.append(graph_lane(contestant.name, steps, grad=work.training))
             except Exception as broken:
-                reason = f"not captured: {_one_line(broken)}"
-                results.append(Result(contestant.name, "failed", reason, via="graph"))
+                results.append(_failed(contestant.name, broken, via="graph"))
     for lane in list(lanes):
         tell(f"warming up {lane.name}", 0.5)
         try:
             lane.calibrate(loop_seconds)
         except Exception as broken:
             lanes.remove(lane)
-            results.append(Result(lane.name, "failed", _one_line(broken), via=lane.via))
+            results.append(_failed(lane.name, broken, via=lane.via))
     race(lanes, rounds, lambda r: tell(f"round {r + 1} of {rounds}", 0.5 + r / rounds / 2))
-    copies = 2 if training else 1
-    return Measurement(work, copies, len(sets), _summarize(lanes, results))
+    return Measurement(work, 1 + work.training, len(sets), _summarize(lanes, results))
 
 
 def report(measurements: list[Measurement], **settings: Any) -> dict[str, Any]:
     """Everything measured, with the machine and the versions, as JSON takes it."""
-    versions = {
-        result.contestant: result.version
-        for measurement in measurements
-        for result in measurement.results
-        if result.version
-    }
+    results = [result for measurement in measurements for result in measurement.results]
     return {
         "posenc": posenc.__version__,
         "kernels": [backend._asdict() for backend in posenc.backends()],
         "machine": machine.describe(),
         "settings": settings,
-        "versions": versions,
+        "versions": {each.contestant: each.version for each in results if each.version},
         "measurements": [measurement.as_dict() for measurement in measurements],
     }
 
@@ -161,46 +148,38 @@ def _admit(contestant: Contestant, work: Workload) -> tuple[Result, Call | None]
     name, version = contestant.name, contestant.version()
     try:
         call = contestant.prepare(work)
-        verdict = _check(contestant, call, work)
+        error, reason = _check(contestant, call, work)
     except Missing as missing:
         return Result(name, "missing", str(missing), version=version), None
     except Exception as broken:
-        return Result(name, "failed", _one_line(broken), version=version), None
-    result = Result(
-        name,
-        "wrong" if verdict.reason else "timed",
-        verdict.reason,
-        version=version,
-        error_ulps=verdict.ulps if math.isfinite(verdict.ulps) else None,
-        allowed_ulps=verdict.allowed_ulps,
-        allowed_radians=verdict.allowed_radians,
-    )
-    return result, None if verdict.reason else call
+        return _failed(name, broken, version=version), None
+    status = "wrong" if reason else "timed"
+    off = error if math.isfinite(error) else None
+    result = Result(name, status, reason, version=version, error_ulps=off)
+    return result, None if reason else call
 
 
 def _check(contestant: Contestant, call: Call, work: Workload) -> Verdict:
     """Compare outputs, and gradients in training, with float64."""
-    training = work.case.mode == "train"
     inputs = _inputs(work, seed=1000)
     before = Inputs(*(x.detach().clone() for x in inputs))
-    wide = {"float32_angles": contestant.float32_angles}
-    with torch.set_grad_enabled(training):
+    against = partial(judge, work, float32_angles=contestant.float32_angles)
+    with torch.set_grad_enabled(work.training):
         outputs = call(inputs.q, inputs.k)
-    found = tuple(y.detach().clone() for y in outputs)
-    verdicts = [judge(work, before[:2], found, **wide)]
-    if training:
+    verdicts = [against(before[:2], tuple(y.detach().clone() for y in outputs))]
+    if work.training:
         gradients = torch.autograd.grad(outputs, inputs[:2], inputs[2:])
-        verdicts.append(judge(work, before[2:], gradients, **wide, transposed=True))
-    may_write = contestant.in_place and not training
+        verdicts.append(against(before[2:], gradients, transposed=True))
+    may_write = contestant.in_place and not work.training
     if not (may_write or all(map(torch.equal, inputs[:2], before[:2]))):
-        return Verdict(math.nan, 0.0, 0.0, "wrote into its inputs")
+        return Verdict(math.nan, "wrote into its inputs")
     # A refusal comes first, then the larger error.
     return max(verdicts, key=lambda verdict: (bool(verdict.reason), verdict.ulps))
 
 
 def _inputs(work: Workload, seed: int) -> Inputs:
     q, k = work.pair(2 * seed)
-    if work.case.mode != "train":
+    if not work.training:
         return Inputs(q, k, q, k)
     return Inputs(q.requires_grad_(), k.requires_grad_(), *work.pair(2 * seed + 1))
 
@@ -213,12 +192,12 @@ def _step(call: Call, inputs: Inputs, *, training: bool) -> Step:
 
 
 def _set_count(work: Workload) -> int:
-    """Sets of inputs to take turns with, so that a GPU's cache holds none of them by then.
+    """Sets of inputs to alternate between, so that a GPU's cache holds none of them by then.
 
     At decode q and k do come from the cache in a model: the projection has just written them.
     What is so small that it takes more sets waits for its launch, not for memory.
     """
-    if work.device != "cuda" or work.case.decode:
+    if work.device != "cuda" or work.case.length == 1:
         return 1
     cache = torch.cuda.get_device_properties(0).L2_cache_size
     return 1 if work.nbytes >= 2 * cache else min(math.ceil(4 * cache / work.nbytes), MOST_SETS)
@@ -229,19 +208,14 @@ def _copies(work: Workload, sets: list[Inputs]) -> list[Lane]:
 
     In training that is q and k, and then their gradients: memory of their own, as in the step.
     """
-    moved = 4 if work.case.mode == "train" else 2
-    sources = [
-        [torch.cat([x.detach().flatten() for x in s[i : i + 2]]) for i in range(0, moved, 2)]
-        for s in sets
-    ]
+    pairs = [(inputs[:2], inputs[2:])[: 1 + work.training] for inputs in sets]
+    sources = [[torch.cat([x.detach().flatten() for x in xs]) for xs in each] for each in pairs]
     steps = [_both([partial(torch.empty_like(x).copy_, x) for x in xs]) for xs in sources]
-    lanes = [loop_lane(COPY, steps, device=work.device, grad=False)]
-    if work.device == "cpu":
-        fresh = [_both([x.clone for x in xs]) for xs in sources]
-        lanes.append(loop_lane(CLONE, fresh, device=work.device, grad=False))
-    else:
-        lanes.append(graph_lane(COPY, steps, grad=False))
-    return lanes
+    copy = loop_lane(COPY, steps, device=work.device, grad=False)
+    if work.device == "cuda":
+        return [copy, graph_lane(COPY, steps, grad=False)]
+    fresh = [_both([x.clone for x in xs]) for xs in sources]
+    return [copy, loop_lane(CLONE, fresh, device=work.device, grad=False)]
 
 
 def _both(copies: list[Step]) -> Step:
@@ -253,7 +227,7 @@ def _summarize(lanes: list[Lane], results: list[Result]) -> list[Result]:
     copy = {lane.via: lane.seconds for lane in lanes if lane.name == COPY}
     if "graph" in copy:
         # Inside a graph a large copy can be the slower one (0.50 instead of 0.32 ms for 671 MB on
-        # an H200); nobody's ratio should look better for that.
+        # an H200); no ratio should look better for that.
         copy["graph"] = [min(pair) for pair in zip(copy["graph"], copy["loop"], strict=True)]
     known = {result.contestant: result for result in results if result.status == "timed"}
     timed = []
@@ -268,7 +242,7 @@ def _summarize(lanes: list[Lane], results: list[Result]) -> list[Result]:
     return timed + [result for result in results if result.status != "timed"]
 
 
-def _one_line(broken: BaseException) -> str:
-    """The first line of an error that says something."""
+def _failed(name: str, broken: BaseException, **known: Any) -> Result:
+    """What raised, with the first line of its error that says something."""
     lines = [line.strip() for line in str(broken).splitlines() if line.strip()]
-    return f"{type(broken).__name__}: {lines[0]}" if lines else type(broken).__name__
+    return Result(name, "failed", ": ".join([type(broken).__name__, *lines[:1]]), **known)

@@ -12,8 +12,6 @@ BASE = 10_000.0
 EPS = 1e-6
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 LAYOUTS = ("half", "interleaved")
-MODES = ("forward", "train")
-POSITIONS = ("offset", "ids")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,19 +42,10 @@ class Case:
     home: str = "cpu"
     qk_norm: bool = False
 
-    @property
-    def decode(self) -> bool:
-        """One token a call: the launch is the cost, and q and k are in the cache in truth too."""
-        return self.length == 1
-
-    @property
-    def elements(self) -> int:
-        """Numbers in q and k together."""
-        return self.batch * (self.heads + self.key_heads) * self.length * self.dim
-
     def __str__(self) -> str:
         shape = f"B={self.batch} H={self.heads} Hk={self.key_heads} L={self.length} D={self.dim}"
-        return shape + (f" at {self.offset}" if self.offset else "")
+        start = f" at {self.offset}" if self.offset else ""
+        return f"{shape}{start}{', QK-norm' if self.qk_norm else ''}"
 
 
 CASES = {
@@ -65,7 +54,7 @@ CASES = {
         Case("prefill", 1, 32, 32, 2048, 128),
         Case("train", 4, 12, 12, 1024, 64, mode="train"),
         Case("decode", 8, 32, 32, 1, 128, offset=2047),
-        # At position 0 nothing turns, and nothing would be checked.
+        # At position 0 nothing rotates, and nothing would be checked.
         Case("tiny", 1, 1, 1, 1, 64, offset=3),
         Case("qk-norm", 1, 32, 8, 2048, 128, qk_norm=True),
         Case("h200-long", 4, 32, 8, 8192, 128, home="cuda"),
@@ -89,7 +78,7 @@ class Workload:
         >>> work.nbytes
         131072
         >>> work.positions()
-        tensor([2047])
+        tensor([[2047]])
     """
 
     case: Case
@@ -99,14 +88,26 @@ class Workload:
     ids: bool = False
 
     @property
+    def dtype_name(self) -> str:
+        """Key of :data:`DTYPES`."""
+        return next(name for name, dtype in DTYPES.items() if dtype is self.dtype)
+
+    @property
     def layout(self) -> str:
         """Which channels form a pair."""
         return LAYOUTS[self.interleaved]
 
     @property
+    def training(self) -> bool:
+        """Whether a step has a backward pass."""
+        return self.case.mode == "train"
+
+    @property
     def nbytes(self) -> int:
         """Bytes of q plus k: what a copy reads, and writes."""
-        return self.case.elements * self.dtype.itemsize
+        case = self.case
+        heads = case.heads + case.key_heads
+        return case.batch * heads * case.length * case.dim * self.dtype.itemsize
 
     @property
     def max_seq_len(self) -> int:
@@ -114,20 +115,19 @@ class Workload:
         return self.case.offset + self.case.length + (self.case.batch - 1 if self.ids else 0)
 
     def positions(self) -> Tensor:
-        """int64 ``[T]``, or ``[B, T]`` with a start of its own for every sequence under ``ids``."""
-        case = self.case
-        row = torch.arange(case.offset, case.offset + case.length, device=self.device)
-        return row + torch.arange(case.batch, device=self.device)[:, None] if self.ids else row
+        """int64 ``[1, T]``; with ``ids`` ``[B, T]``, where every sequence has its own start."""
+        first = self.case.offset + torch.arange(self.case.batch if self.ids else 1)
+        return (first[:, None] + torch.arange(self.case.length)).to(self.device)
 
     def pair(self, seed: int) -> tuple[Tensor, Tensor]:
         """Queries and keys ``[B, H, T, D]``, normally distributed."""
         generator = torch.Generator(self.device).manual_seed(seed)
         case = self.case
+        # Projections write [B, T, H, D], and models rotate a transposed view of that. On the CPU
+        # the peers' published numbers are for plain [B, H, T, D] memory.
+        on_cpu = self.device == "cpu"
         pair = []
         for heads in (case.heads, case.key_heads):
-            # Projections write [B, T, H, D], and models rotate a transposed view of that. On the
-            # CPU the peers' published numbers are for plain [B, H, T, D] memory.
-            on_cpu = self.device == "cpu"
             inner = (heads, case.length) if on_cpu else (case.length, heads)
             shape = (case.batch, *inner, case.dim)
             x = torch.randn(shape, generator=generator, device=self.device).to(self.dtype)
@@ -142,9 +142,8 @@ class Workload:
         return q_weight, k_weight
 
     def __str__(self) -> str:
-        dtype = next(name for name, dtype in DTYPES.items() if dtype is self.dtype)
-        words = [self.case.name, dtype, self.layout, self.case.mode]
-        return " ".join(words + (["ids"] if self.ids else []))
+        words = f"{self.case.name} {self.dtype_name} {self.layout} {self.case.mode}"
+        return words + (" ids" if self.ids else "")
 
 
 def choose(
@@ -158,46 +157,30 @@ def choose(
 ) -> list[Workload]:
     """Workloads of the named cases, or of every case at home on ``device``.
 
-    Args:
-        names: Keys of :data:`CASES`.
-        dtype: Key of :data:`DTYPES`.
-        layout: ``half``, ``interleaved`` or ``both``.
-        device: ``cpu`` or ``cuda``.
-        positions: ``offset``, one int for all sequences, or ``ids``, a tensor ``[B, T]``.
-        mode: ``forward`` or ``train`` instead of what each case says.
-
     Examples:
         >>> print(*choose(["tiny"], layout="both"), sep=", ")
         tiny bf16 half forward, tiny bf16 interleaved forward
     """
     names = list(names) or [case.name for case in CASES.values() if case.home == device]
-    for name in names:
-        _one_of("CASE", name, CASES)
-    _one_of("--dtype", dtype, DTYPES)
-    _one_of("--layout", layout, (*LAYOUTS, "both"))
-    _one_of("--positions", positions, POSITIONS)
-    _one_of("--device", device, ("cpu", "cuda"))
+    allowed: list[tuple[str, str, Iterable[str]]] = [
+        *(("CASE", name, CASES) for name in names),
+        ("--dtype", dtype, DTYPES),
+        ("--layout", layout, (*LAYOUTS, "both")),
+        ("--positions", positions, ("offset", "ids")),
+        ("--device", device, ("cpu", "cuda")),
+        ("--mode", mode or "forward", ("forward", "train")),
+    ]
+    for flag, got, known in allowed:
+        if got not in known:
+            raise ValueError(f"{flag} must be one of {', '.join(known)}, got {got!r}.")
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError("this torch sees no CUDA device. Use --device cpu.")
-    if mode is not None:
-        _one_of("--mode", mode, MODES)
-        normed = [name for name in names if CASES[name].qk_norm]
-        if mode == "train" and normed:
-            raise ValueError(f"{', '.join(normed)} has no --mode train, only forward.")
+    cases = [replace(CASES[name], mode=mode or CASES[name].mode) for name in names]
+    if normed := [case.name for case in cases if case.qk_norm and case.mode == "train"]:
+        raise ValueError(f"{', '.join(normed)} has no --mode train, only forward.")
     return [
-        Workload(
-            CASES[name] if mode is None else replace(CASES[name], mode=mode),
-            DTYPES[dtype],
-            interleaved=interleaved,
-            device=device,
-            ids=positions == "ids",
-        )
-        for name in names
+        Workload(case, DTYPES[dtype], interleaved, device, ids=positions == "ids")
+        for case in cases
         for interleaved in (False, True)
         if layout in ("both", LAYOUTS[interleaved])
     ]
-
-
-def _one_of(what: str, got: str, known: Iterable[str]) -> None:
-    if got not in known:
-        raise ValueError(f"{what} must be one of {', '.join(known)}, got {got!r}.")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
 from posenc import ALiBi, RoPE, backends, configs, scaling
@@ -12,20 +12,17 @@ from posenc import ALiBi, RoPE, backends, configs, scaling
 Fact = tuple[Any, str]
 _T5 = "T5's relative bias"
 BIASES = ("ALiBi", _T5)
-_USUAL = {"base": 10_000.0, "interleaved_out": None, "rotary_dim": None}
+# Arguments of RoPE that need not be written, beside those that are None.
+_USUAL = {"base": 10_000.0}
 
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
     """One encoding of a model.
 
-    Attributes:
-        kind: What it is, in words.
-        layer_type: The layers that have it, or ``encoder`` or ``decoder``; None for all.
-        arguments: What builds it: each argument, its value and its source.
-        numbers: What follows from them: rates and gain of a rotation, slopes of ALiBi.
-        python: The expression that builds it; None where posenc has no module for it.
-        build: How to build it from the config, or the reason why posenc cannot.
+    ``arguments`` build it, each with its source; ``numbers`` follow from them: rates and gain of a
+    rotation, slopes of ALiBi. ``python`` is the expression that builds it, None where posenc has no
+    module for it; ``build`` says how to build it from the config, or why posenc cannot.
     """
 
     kind: str
@@ -35,10 +32,14 @@ class Explanation:
     python: str | None
     build: str
 
-    def wavelengths(self) -> tuple[float, float] | None:
-        """Tokens in one turn of the fastest pair, and of the slowest that turns."""
-        turning = [rate for rate in self.numbers.get("inv_freq", ()) if rate > 0]
-        return (math.tau / max(turning), math.tau / min(turning)) if turning else None
+    def summary(self) -> dict[str, Any]:
+        """What a reader wants to know of the numbers."""
+        rates = [rate for rate in self.numbers.get("inv_freq", ()) if rate > 0]
+        said = {name: value for name, value in self.numbers.items() if name != "inv_freq"}
+        if rates:
+            fast, slow = math.tau / max(rates), math.tau / min(rates)
+            said["wavelengths"] = f"{fast:.4g} to {slow:.6g} tokens"
+        return said
 
     def as_json(self) -> dict[str, Any]:
         """For a program to read."""
@@ -90,10 +91,7 @@ class Report:
 def explain(config: Any, *, layer_type: str | None = None, seq_len: int | None = None) -> Report:
     """Resolve a config: one explanation for each layer type, or for the one that is named.
 
-    Args:
-        config: As `RoPE.from_config` takes it.
-        layer_type: The one to explain; all if None.
-        seq_len: The length at which rules that depend on it are taken.
+    Rules that depend on the length of a sequence are taken at ``seq_len``.
 
     Examples:
         >>> (found,) = explain({"head_dim": 64, "rotary_emb_base": 5e5}).parts
@@ -119,13 +117,17 @@ def _explained(part: Any, seq_len: int | None) -> Explanation:
         return _rotary(part, seq_len)
     if isinstance(part, configs.Other):
         return Explanation(part.noun, None, {}, {}, None, f"posenc has no module for {part.noun}")
-    left_out = ("model", "part", "sources")
-    given = {each.name: getattr(part, each.name) for each in fields(part)}
-    arguments = {
-        name: (value, part.sources.get(name, "model_type"))
-        for name, value in given.items()
-        if name not in left_out and value is not None and (name, value) != ("offset", 0)
-    }
+    arguments = {}
+    for name in (each.name for each in fields(part)):
+        value = getattr(part, name)
+        if (
+            name not in ("model", "part", "sources")
+            and value is not None
+            and (name, value) != ("offset", 0)
+        ):
+            arguments[name] = (value, part.sources.get(name, "model_type"))
+    if isinstance(part, configs.Buckets):
+        return Explanation(_T5, None, arguments, {}, None, f"posenc has no module for {_T5}")
     if isinstance(part, configs.Alibi):
         alibi, python = ALiBi(part.num_heads, bias_max=part.bias_max), f"({part.num_heads})"
         if part.bias_max != 8:
@@ -137,51 +139,39 @@ def _explained(part: Any, seq_len: int | None) -> Explanation:
         build = "posenc.ALiBi.from_config(config)"
         return Explanation("ALiBi", None, arguments, slopes, f"posenc.ALiBi{python}", build)
     if isinstance(part, configs.Learned):
-        python = f"posenc.LearnedPosEmbedding({part.max_len}, {part.embed_dim})"
-        build = python
+        python = build = f"posenc.LearnedPosEmbedding({part.max_len}, {part.embed_dim})"
         if part.offset:
             build += f", and call it with offset={part.offset}: the first position's row"
         return Explanation("learned table", part.part, arguments, {}, python, build)
-    if isinstance(part, configs.Sinusoidal):
-        rows = f"torch.arange({part.offset}, {part.offset + part.max_len})"
-        shift = f"downscale_freq_shift={part.downscale_freq_shift}"
-        python = f"posenc.functional.timestep_embedding({rows}, {part.embed_dim}, {shift})"
-        return Explanation("sinusoidal", part.part, arguments, {}, python, python)
-    return Explanation(_T5, None, arguments, {}, None, f"posenc has no module for {_T5}")
+    rows = f"torch.arange({part.offset}, {part.offset + part.max_len})"
+    shift = f"downscale_freq_shift={part.downscale_freq_shift}"
+    python = f"posenc.functional.timestep_embedding({rows}, {part.embed_dim}, {shift})"
+    return Explanation("sinusoidal", part.part, arguments, {}, python, python)
 
 
 def _rotary(part: configs.Rotary, seq_len: int | None) -> Explanation:
-    recipe, given = part.recipe, part.recipe.arguments()
+    given, sources = part.recipe.arguments(), part.recipe.sources
     rope = RoPE(max_seq_len=None, **given)
-    arguments = {
-        name: (value, recipe.sources.get(name, "default")) for name, value in given.items()
-    }
+    arguments = {name: (value, sources.get(name, "default")) for name, value in given.items()}
     numbers = {
         "attention_factor": rope.attention_factor(seq_len),
         "inv_freq": rope.inv_freq(seq_len).tolist(),
     }
-    words = [str(recipe.head_dim), "max_seq_len=None"]
-    for name, value in given.items():
-        if name in ("scaling", "axes"):
-            words += [f"{name}={_code(value)}"] if value is not None else []
-        elif name != "head_dim" and (name not in _USUAL or value != _USUAL[name]):
-            words.append(f"{name}={value!r}")
-    build = "posenc.RoPE.from_config(config)"
-    if part.layer_type is not None:
-        build = f"posenc.RoPE.from_config(config, layer_type={part.layer_type!r})"
+    words = [str(given.pop("head_dim")), "max_seq_len=None"]
+    words += [f"{name}={_code(given[name])}" for name in given if given[name] != _USUAL.get(name)]
+    layer = "" if part.layer_type is None else f", layer_type={part.layer_type!r}"
+    build = f"posenc.RoPE.from_config(config{layer})"
     python = f"posenc.RoPE({', '.join(words)})"
     return Explanation("RoPE", part.layer_type, arguments, numbers, python, build)
 
 
 def _code(value: Any) -> str:
-    """A rule or an arrangement of axes as Python, without what is the default anyway."""
+    """A value as Python; of a rule or an arrangement of axes, without what is the default."""
+    if not is_dataclass(value):
+        return repr(value)
+    held = ((each, getattr(value, each.name)) for each in fields(value))
+    words = [f"{each.name}={given!r}" for each, given in held if given != each.default]
     room = "scaling" if isinstance(value, scaling.Rule) else "axes"
-    given = [(each, getattr(value, each.name)) for each in fields(value)]
-    words = [
-        f"{each.name}={held!r}"
-        for each, held in given
-        if each.default is MISSING or held != each.default
-    ]
     return f"posenc.{room}.{type(value).__name__}({', '.join(words)})"
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from importlib import metadata
 from typing import Any, TypeAlias
@@ -30,7 +30,7 @@ class Missing(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Contestant:
-    """Somebody who rotates q and k.
+    """Code that rotates q and k.
 
     Attributes:
         name: What the tables call it.
@@ -71,8 +71,7 @@ def posenc_forward(work: Workload) -> Call:
 
 def posenc_in_place(work: Workload) -> Call:
     """``functional.rotate_qk_``: q and k in one pass, where they stand."""
-    if work.case.mode == "train":
-        raise Missing("in place is measured without gradients")
+    _only(not work.training, "without gradients")
     rope = _rope(work)
     at = {"position_ids": work.positions()} if work.ids else {"offset": work.case.offset}
     rotate: Any = partial(functional.rotate_qk_, **at, interleaved=work.interleaved)
@@ -81,12 +80,13 @@ def posenc_in_place(work: Workload) -> Call:
 
 def posenc_qk_norm(work: Workload) -> Call:
     """``functional.qk_norm_rope``: norm and rotation in one pass."""
-    fused = functional.qk_norm_rope
-    weights, (cos, sin) = work.weights(), _rows(work)
-    return lambda q, k: fused(q, k, *weights, cos, sin, eps=EPS, interleaved=work.interleaved)
+    fused = partial(functional.qk_norm_rope, eps=EPS, interleaved=work.interleaved)
+    at = work.positions() if work.ids else work.positions()[0]
+    weights, tables = work.weights(), _rope(work).tables(at)
+    return lambda q, k: fused(q, k, *weights, *tables)
 
 
-def transformers_eager(work: Workload) -> Call:
+def transformers(work: Workload) -> Call:
     """Llama's function for the half layout, Cohere's for the interleaved one."""
     name = "Cohere" if work.interleaved else "Llama"
     folder = f"transformers.models.{name.lower()}"
@@ -99,7 +99,7 @@ def transformers_eager(work: Workload) -> Call:
     )
     tables = getattr(modeling, f"{name}RotaryEmbedding")(config).to(work.device)
     like = torch.empty(0, dtype=work.dtype, device=work.device)
-    cos, sin = tables(like, torch.atleast_2d(work.positions()))
+    cos, sin = tables(like, work.positions())
     apply = modeling.apply_rotary_pos_emb
     return lambda q, k: apply(q, k, cos, sin)
 
@@ -107,11 +107,9 @@ def transformers_eager(work: Workload) -> Call:
 def rotary_embedding_torch(work: Workload) -> Call:
     """Its ``rotate_queries_or_keys``, with the cache it keeps by default."""
     _only(work.interleaved, "interleaved")
-    if work.ids:
-        raise Missing("takes an offset, not positions")
+    _only(not work.ids, "offset")
     peer = _load("rotary_embedding_torch").RotaryEmbedding(work.case.dim, theta=BASE)
-    rotate, offset = peer.to(work.device).rotate_queries_or_keys, work.case.offset
-    return lambda q, k: (rotate(q, offset=offset), rotate(k, offset=offset))
+    return _each(partial(peer.to(work.device).rotate_queries_or_keys, offset=work.case.offset))
 
 
 def torchtune(work: Workload) -> Call:
@@ -119,25 +117,20 @@ def torchtune(work: Workload) -> Call:
     _only(work.interleaved, "interleaved")
     module = _load("torchtune.modules.position_embeddings").RotaryPositionalEmbeddings
     peer = module(work.case.dim, max_seq_len=work.max_seq_len, base=BASE).to(work.device)
-    at = torch.atleast_2d(work.positions()) if work.ids or work.case.offset else None
-
-    def rotate(x: Tensor) -> Tensor:
-        y: Tensor = peer(x.transpose(1, 2), input_pos=at)
-        return y.transpose(1, 2)
-
-    return lambda q, k: (rotate(q), rotate(k))
+    at = work.positions() if work.ids or work.case.offset else None
+    return _each(lambda x: peer(x.transpose(1, 2), input_pos=at).transpose(1, 2))
 
 
 def complex_multiply(work: Workload) -> Call:
     """Neighbouring channels seen as complex numbers, times a complex64 table."""
     _only(work.interleaved, "interleaved")
-    table = _over_heads(truth.cis(work)).to(torch.complex64)
+    table = truth.cis(work)[:, None].to(torch.complex64)
 
     def rotate(x: Tensor) -> Tensor:
         z = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))
         return torch.view_as_real(z * table).flatten(-2).to(x.dtype)
 
-    return lambda q, k: (rotate(q), rotate(k))
+    return _each(rotate)
 
 
 def liger(work: Workload) -> Call:
@@ -145,11 +138,9 @@ def liger(work: Workload) -> Call:
     _only(not work.interleaved, "half")
     _only(work.device == "cuda", "CUDA")
     rotate = _load("liger_kernel.ops.rope").LigerRopeFunction.apply
-    cis = truth.cis(work)
-    cis = torch.cat((cis, cis), dim=-1)
-    cis = cis if work.ids else cis[None]
+    cis = truth.cis(work).repeat(1, 1, 2)
     cos, sin = cis.real.to(work.dtype), cis.imag.to(work.dtype)
-    if work.case.mode == "train":
+    if work.training:
         return lambda q, k: rotate(q.clone(), k.clone(), cos, sin)
     return lambda q, k: rotate(q, k, cos, sin)
 
@@ -157,22 +148,18 @@ def liger(work: Workload) -> Call:
 def flash_attn(work: Workload) -> Call:
     """Its Triton ``apply_rotary_emb``, which wants ``[B, T, H, D]``."""
     _only(work.device == "cuda", "CUDA")
-    if work.ids:
-        raise Missing("takes offsets, not positions")
-    apply = _load("flash_attn.layers.rotary").apply_rotary_emb
-    cis = truth.cis(work)
+    _only(not work.ids, "offsets")
+    apply = partial(
+        _load("flash_attn.layers.rotary").apply_rotary_emb, interleaved=work.interleaved
+    )
+    cis = truth.cis(work)[0]
     cos, sin = cis.real.to(work.dtype).contiguous(), cis.imag.to(work.dtype).contiguous()
-
-    def rotate(x: Tensor) -> Tensor:
-        y: Tensor = apply(x.transpose(1, 2), cos, sin, interleaved=work.interleaved)
-        return y.transpose(1, 2)
-
-    return lambda q, k: (rotate(q), rotate(k))
+    return _each(lambda x: apply(x.transpose(1, 2), cos, sin).transpose(1, 2))
 
 
 def norm_then_rotate(work: Workload) -> Call:
     """``rms_norm`` of torch, then the rotation as a formula in float32."""
-    cis = _over_heads(truth.cis(work))
+    cis = truth.cis(work)[:, None]
     cos, sin = cis.real.float(), cis.imag.float()
     grid, axis = ((-1, 2), -1) if work.interleaved else ((2, -1), -2)
 
@@ -186,32 +173,18 @@ def norm_then_rotate(work: Workload) -> Call:
     return lambda q, k: (rotate(q, q_weight), rotate(k, k_weight))
 
 
-def _compiled(contestant: Contestant, name: str) -> Contestant:
-    def prepare(work: Workload) -> Call:
-        # Shapes are fixed, as they are for the kernels it is compared with.
-        return torch.compile(contestant.prepare(work), dynamic=False)
+def _compiled(prepare: Callable[[Workload], Call]) -> Callable[[Workload], Call]:
+    # Shapes are fixed, as they are for the kernels it is compared with.
+    return lambda work: torch.compile(prepare(work), dynamic=False)
 
-    return replace(contestant, name=name, prepare=prepare)
+
+def _each(rotate: Callable[[Tensor], Tensor]) -> Call:
+    return lambda q, k: (rotate(q), rotate(k))
 
 
 def _rope(work: Workload) -> nn.RoPE:
     rope = nn.RoPE(work.case.dim, work.max_seq_len, BASE, interleaved=work.interleaved)
     return rope.to(work.device)
-
-
-def _rows(work: Workload) -> tuple[Tensor, Tensor]:
-    """posenc's own table rows of the workload, ``[T, P]`` or ``[B, T, P]``."""
-    rope, at = _rope(work), work.positions()
-    assert rope.cos_cached is not None
-    assert rope.sin_cached is not None
-    if work.ids:
-        return rope.cos_cached[at], rope.sin_cached[at]
-    here = slice(work.case.offset, work.case.offset + work.case.length)
-    return rope.cos_cached[here], rope.sin_cached[here]
-
-
-def _over_heads(table: Tensor) -> Tensor:
-    return table if table.dim() == 2 else table[:, None]
 
 
 def _load(module: str) -> Any:
@@ -230,19 +203,14 @@ def _only(fits: bool, what: str) -> None:
         raise Missing(f"{what} only")
 
 
-_HF = Contestant("transformers eager", transformers_eager, "transformers", float32_angles=True)
-_NORM = Contestant("torch eager", norm_then_rotate)
+_HF: dict[str, Any] = {"package": "transformers", "float32_angles": True}
+_LUCIDRAINS = "rotary-embedding-torch"
 _ROTARY = (
     Contestant("posenc", posenc_forward),
     Contestant("posenc in place", posenc_in_place, in_place=True),
-    _HF,
-    _compiled(_HF, "transformers compiled"),
-    Contestant(
-        "rotary-embedding-torch",
-        rotary_embedding_torch,
-        "rotary-embedding-torch",
-        float32_angles=True,
-    ),
+    Contestant("transformers eager", transformers, **_HF),
+    Contestant("transformers compiled", _compiled(transformers), **_HF),
+    Contestant(_LUCIDRAINS, rotary_embedding_torch, _LUCIDRAINS, float32_angles=True),
     Contestant("torchtune", torchtune, "torchtune", float32_angles=True),
     Contestant("complex multiply", complex_multiply),
     Contestant("Liger in place", liger, "liger-kernel", in_place=True),
@@ -250,6 +218,6 @@ _ROTARY = (
 )
 _QK_NORM = (
     Contestant("posenc", posenc_qk_norm),
-    _NORM,
-    _compiled(_NORM, "torch compiled"),
+    Contestant("torch eager", norm_then_rotate),
+    Contestant("torch compiled", _compiled(norm_then_rotate)),
 )

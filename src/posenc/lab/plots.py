@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from posenc.lab.pictures.style import GREY, INK, SERIES, figure, plain
@@ -11,14 +11,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_OURS, _THEIRS, _REFUSED = SERIES[0], GREY, SERIES[1]
-_MARKS: dict[str, dict[str, str]] = {
-    "posenc": {"marker": "o", "color": _OURS},
-    "posenc in place": {"marker": "o", "color": _OURS, "mfc": "none"},
-    "transformers eager": {"marker": "x", "color": _THEIRS},
-    "transformers compiled": {"marker": "+", "color": _THEIRS},
-    "Liger in place": {"marker": "d", "color": SERIES[1], "mfc": "none"},
-}
+OURS, THEIRS = SERIES[0], GREY
 
 
 def timings(report: dict[str, Any]) -> Figure:
@@ -33,9 +26,9 @@ def timings(report: dict[str, Any]) -> Figure:
         where = machine["gpu"]
     columns = min(2, len(shown))
     rows = -(-len(shown) // columns)
-    lines = max(sum(r["status"] != "missing" for r in m["results"]) for m in shown)
+    bars = max(sum(r["status"] != "missing" for r in m["results"]) for m in shown)
     title = f"How many copies a rotation costs: 1 is the speed of memory\n{where}"
-    drawn = figure(6.5 * columns, rows * (0.28 * lines + 1.1) + 0.5, title)
+    drawn = figure(6.5 * columns, rows * (0.28 * bars + 1.1) + 0.5, title)
     axes = drawn.subplots(rows, columns, squeeze=False).flat
     for ax in axes[len(shown) :]:
         ax.set_axis_off()
@@ -44,66 +37,22 @@ def timings(report: dict[str, Any]) -> Figure:
     return drawn
 
 
-def overview(reports: Iterable[dict[str, Any]]) -> Figure:
-    """Every workload of several benchmarks, one line of dots for each.
-
-    Args:
-        reports: What :func:`posenc.lab.bench.report` gives; those of one machine share a panel.
-    """
-    panels: dict[str, list[tuple[str, dict[str, Any]]]] = {}
-    for report in reports:
-        machine = report["machine"]
-        for measurement in report["measurements"]:
-            on_gpu = measurement["device"] == "cuda"
-            threads = "" if on_gpu else f" {report['settings'].get('threads')}t"
-            lines = panels.setdefault(machine["gpu" if on_gpu else "cpu"], [])
-            lines.append((_title(measurement) + threads, measurement))
-    heights = [len(lines) + 3 for lines in panels.values()]
-    title = "Time as a multiple of a copy of the same bytes: 1 is the speed of memory"
-    drawn = figure(10, 0.19 * sum(heights) + 0.8, title)
-    axes = drawn.subplots(len(panels), 1, squeeze=False, height_ratios=heights, sharex=True).flat
-    marks = {}
-    for ax, (place, lines) in zip(axes, panels.items(), strict=True):
-        _lines(ax, place, [name for name, _ in lines])
-        for y, (_, measurement) in enumerate(lines):
-            for name, ratio in ratios(measurement).items():
-                if name in _MARKS:
-                    (marks[name],) = ax.plot(ratio, y, ls="", ms=5, **_MARKS[name])
-    drawn.legend(marks.values(), marks.keys(), ncols=len(marks), loc="outside lower center")
-    return drawn
-
-
 def ratios(measurement: dict[str, Any]) -> dict[str, float]:
     """Copies that each contestant took: from the CUDA graph where there is one."""
     timed = [result for result in measurement["results"] if result["status"] == "timed"]
     via = "graph" if any(result["via"] == "graph" for result in timed) else "loop"
-    return {r["contestant"]: r["ratio"] for r in timed if r["via"] == via and r["ratio"]}
+    return {r["contestant"]: r["ratio"] for r in timed if r["via"] == via}
 
 
-def _bars(ax: Axes, measurement: dict[str, Any]) -> None:
-    from matplotlib.ticker import LogLocator
-
-    shown = [result for result in measurement["results"] if result["status"] != "missing"]
-    graph = {"graph": " (graph)"}
-    names = [result["contestant"] + graph.get(result["via"], "") for result in shown]
-    _lines(ax, _title(measurement), names)
-    ax.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    copied = "q and k" if measurement["copies"] == 1 else "q, k and their gradients"
-    ax.set_xlabel(f"time / time of a copy of {copied}")
-    ax.margins(x=0.15)
-    for y, result in enumerate(shown):
-        if result["status"] != "timed":
-            ax.text(1, y, f" {result['status']}", va="center", fontsize=8, color=_REFUSED)
-            continue
-        ratio, low, high = result["ratio"], result["ratio_low"], result["ratio_high"]
-        ours = result["contestant"].startswith("posenc")
-        ax.barh(y, ratio, color=_OURS if ours else _THEIRS, height=0.7)
-        ax.plot((low, high), (y, y), color=INK, lw=1)
-        ax.text(max(ratio, high), y, f" {ratio:.3g}", va="center", fontsize=8, color=INK)
+def named(measurement: dict[str, Any]) -> str:
+    """The workload, in words."""
+    case = measurement["case"]
+    ids = " ids" if measurement["positions"] == "ids" else ""
+    return f"{case['name']} {measurement['dtype']} {measurement['layout']} {case['mode']}{ids}"
 
 
-def _lines(ax: Axes, title: str, names: Sequence[str]) -> None:
-    """One line down for each name, and a log scale across with the copy marked."""
+def in_copies(ax: Axes, title: str, names: Sequence[str]) -> None:
+    """Prepare axes: a line for each name, and a log scale across with the copy marked."""
     from matplotlib.ticker import NullLocator
 
     plain(ax, title, "", "")
@@ -115,7 +64,22 @@ def _lines(ax: Axes, title: str, names: Sequence[str]) -> None:
     ax.axvline(1, color=INK, lw=0.8)
 
 
-def _title(measurement: dict[str, Any]) -> str:
-    case = measurement["case"]
-    ids = " ids" if measurement["positions"] == "ids" else ""
-    return f"{case['name']} {measurement['dtype']} {measurement['layout']} {case['mode']}{ids}"
+def _bars(ax: Axes, measurement: dict[str, Any]) -> None:
+    from matplotlib.ticker import LogLocator
+
+    shown = [result for result in measurement["results"] if result["status"] != "missing"]
+    names = [r["contestant"] + " (graph)" * (r["via"] == "graph") for r in shown]
+    in_copies(ax, named(measurement), names)
+    ax.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    copied = "q and k" if measurement["copies"] == 1 else "q, k and their gradients"
+    ax.set_xlabel(f"time / time of a copy of {copied}")
+    ax.margins(x=0.15)
+    for y, result in enumerate(shown):
+        if result["status"] != "timed":
+            ax.text(1, y, f" {result['status']}", va="center", fontsize=8, color=SERIES[1])
+            continue
+        ratio, low, high = result["ratio"], result["ratio_low"], result["ratio_high"]
+        ours = result["contestant"].startswith("posenc")
+        ax.barh(y, ratio, color=OURS if ours else THEIRS, height=0.7)
+        ax.plot((low, high), (y, y), color=INK, lw=1)
+        ax.text(max(ratio, high), y, f" {ratio:.3g}", va="center", fontsize=8, color=INK)

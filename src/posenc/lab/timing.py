@@ -26,11 +26,10 @@ class Lane:
     Attributes:
         name: The contestant's.
         via: ``loop``, called from Python, or ``graph``, replayed from a CUDA graph.
-        run: Makes so many passes and returns the seconds they took.
-        calls: Calls in one pass.
+        run: Makes so many passes, of ``calls`` calls each, and returns the seconds they took.
         passes: Passes in one round; see :meth:`calibrate`.
         seconds: Of one call, for each round.
-        held: What a graph reads and writes at every replay, alive as long as it is.
+        held: Memory that a graph reads and writes at every replay.
     """
 
     name: str
@@ -56,14 +55,14 @@ class Lane:
 
 
 def loop_lane(name: str, steps: Sequence[Step], *, device: str, grad: bool) -> Lane:
-    """Call ``steps`` in turn from Python.
+    """Call ``steps`` one after the other from Python.
 
-    With several steps each has memory of its own, and results are kept for a whole turn, so that
+    With several steps each has memory of its own, and results are kept for a whole pass, so that
     fresh outputs do not land where the last ones are still in the cache.
     """
     kept: list[Any] = [None] * len(steps)
 
-    def turns(passes: int) -> None:
+    def call(passes: int) -> None:
         if len(steps) == 1:
             (step,) = steps
             for _ in range(passes):
@@ -77,7 +76,7 @@ def loop_lane(name: str, steps: Sequence[Step], *, device: str, grad: bool) -> L
 
     def run(passes: int) -> float:
         with torch.set_grad_enabled(grad):
-            return clock(turns, passes)
+            return clock(call, passes)
 
     return Lane(name, "loop", run, calls=len(steps))
 
@@ -104,25 +103,24 @@ def graph_lane(name: str, steps: Sequence[Step], *, grad: bool) -> Lane:
         for _ in range(passes):
             graph.replay()
 
-    lane = Lane(name, "graph", lambda n: _by_events(replay, n), calls=repeats * len(steps))
-    lane.held = steps, kept
-    return lane
+    calls = repeats * len(steps)
+    return Lane(name, "graph", lambda n: _by_events(replay, n), calls, held=(steps, kept))
 
 
 def race(lanes: Sequence[Lane], rounds: int, tell: Callable[[int], None]) -> None:
-    """Time every lane once a round, so that a slow minute of the machine is everybody's.
+    """Time every lane once a round, so that a slow minute of the machine slows all of them.
 
-    Each round has an order of its own: nobody always runs behind the same neighbour, which has
-    been worth 5 % on a GPU.
+    Each round has an order of its own, because always running behind the same neighbour has been
+    worth 5 % on a GPU.
     """
-    order, chance = list(lanes), random.Random(0)
+    order, shuffle = list(lanes), random.Random(0).shuffle
     was_on = gc.isenabled()
     gc.collect()
     gc.disable()
     try:
         for r in range(rounds):
             tell(r)
-            chance.shuffle(order)
+            shuffle(order)
             for lane in order:
                 lane.time_round()
     finally:
@@ -137,22 +135,21 @@ def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
         >>> quartiles([1.0, 2.0, 3.0, 4.0, 10.0])
         (2.0, 3.0, 4.0)
     """
-    if len(values) == 1:
-        return values[0], values[0], values[0]
-    low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
+    several = values if len(values) > 1 else [*values, *values]
+    low, middle, high = statistics.quantiles(several, n=4, method="inclusive")
     return low, middle, high
 
 
-def _by_host(work: Callable[[int], None], passes: int) -> float:
+def _by_host(call: Callable[[int], None], passes: int) -> float:
     start = time.perf_counter()
-    work(passes)
+    call(passes)
     return time.perf_counter() - start
 
 
-def _by_events(work: Callable[[int], None], passes: int) -> float:
+def _by_events(call: Callable[[int], None], passes: int) -> float:
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
-    work(passes)
+    call(passes)
     end.record()
     end.synchronize()
     return float(start.elapsed_time(end)) / 1e3
