@@ -27,11 +27,8 @@ def application() -> Typer:
         pretty_exceptions_enable=False,
     )
     app.callback(invoke_without_command=True)(_root.root)
-    app.command("compare")(compare.compare)
-    app.command("show")(show.show)
-    app.command("bench")(bench.bench)
-    app.command("convert")(convert.convert)
-    app.command("explain")(explain.explain)
+    for command in (compare.compare, show.show, bench.bench, convert.convert, explain.explain):
+        app.command()(command)
     return app
 
 

@@ -9,14 +9,7 @@ from pathlib import Path
 from typing import Literal, TypeAlias
 
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    Progress,
-    TaskProgressColumn,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -25,7 +18,6 @@ from posenc.cli import INSTALL
 from posenc.cli._root import Refused
 
 Tell: TypeAlias = Callable[[str, float], None]
-_PICTURES = (".png", ".svg", ".pdf")
 
 
 def check_file(path: Path | None) -> None:
@@ -36,12 +28,11 @@ def check_file(path: Path | None) -> None:
 
 def check_picture(path: Path | None, flag: str) -> None:
     """Refuse a picture in an unknown format, in no folder, or without matplotlib."""
-    if path is None:
-        return
-    if path.suffix not in _PICTURES:
-        raise Refused(f"{flag} writes .png, .svg or .pdf, got {path}.")
-    check_file(path)
-    check_matplotlib(flag)
+    if path is not None:
+        if path.suffix not in (".png", ".svg", ".pdf"):
+            raise Refused(f"{flag} writes .png, .svg or .pdf, got {path}.")
+        check_file(path)
+        check_matplotlib(flag)
 
 
 def check_matplotlib(who: str) -> None:
@@ -65,12 +56,10 @@ def progress(
     if not console.is_terminal:
         yield piped
         return
-    columns = BarColumn(20), TaskProgressColumn(), TimeElapsedColumn(), TimeRemainingColumn()
     # Messages hold names from files, whose brackets are not markup.
-    message = TextColumn("{task.description}", markup=False)
-    with Progress(
-        *columns, message, console=console, transient=True, auto_refresh=background
-    ) as bar:
+    message = TextColumn("{task.percentage:>3.0f}% {task.description}", markup=False)
+    columns = BarColumn(20), TimeElapsedColumn(), TimeRemainingColumn(), message
+    with Progress(*columns, console=console, transient=True, auto_refresh=background) as bar:
         task = bar.add_task("", total=1.0)
         yield lambda message, done: bar.update(
             task, description=f"{title}{message}", completed=done, refresh=not background

@@ -19,27 +19,20 @@ from posenc.lab.pictures.style import save
 from posenc.lab.plots import timings
 
 _COLUMNS = ("", "time", "quartiles", "× copy", "quartiles", "off by")
-_ALL = "all of the device"
 _SAID = {"missing": "left out"}
 _UNITS = ((1e-6, "µs"), (1e-3, "ms"), (1.0, "s"))
 
 
 def bench(
     cases: Annotated[
-        list[str] | None, typer.Argument(metavar="CASE", help="See --list.", show_default=_ALL)
+        list[str] | None, typer.Argument(metavar="CASE", help="See --list; all of the device.")
     ] = None,
     dtype: Annotated[str, typer.Option(help="fp32, bf16 or fp16.")] = "bf16",
     layout: Annotated[str, typer.Option(help="half, interleaved or both.")] = "both",
-    device: Annotated[
-        str | None, typer.Option(help="cpu or cuda.", show_default="cuda if there")
-    ] = None,
-    mode: Annotated[
-        str | None, typer.Option(help="forward or train.", show_default="the case's")
-    ] = None,
+    device: Annotated[str | None, typer.Option(help="cpu, or cuda if there is one.")] = None,
+    mode: Annotated[str | None, typer.Option(help="forward or train, not the case's.")] = None,
     positions: Annotated[str, typer.Option(help="offset, or ids of shape (B, L).")] = "offset",
-    threads: Annotated[
-        int | None, typer.Option(min=1, help="CPU threads.", show_default="torch's")
-    ] = None,
+    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads, not torch's.")] = None,
     rounds: Annotated[int, typer.Option(min=1, help="Times each is timed.")] = lab.ROUNDS,
     peers: Annotated[bool, typer.Option(help="Whether anyone but posenc takes part.")] = True,
     json_file: Annotated[
@@ -87,7 +80,7 @@ def bench(
             # Before it is shown, and after each: what was measured is not to be lost.
             if json_file is not None:
                 json_file.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-            _show(f"{work}: {work.case}, {_size(work.nbytes)}", found["measurements"][-1])
+            _show(f"{work}: {work.case}, {_size(work.nbytes)}", measurements[-1])
     if plot is not None:
         save(timings(found), plot)
 

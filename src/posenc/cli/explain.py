@@ -25,15 +25,9 @@ _FACTS = {
 
 def explain(
     config: Annotated[Path, typer.Argument(metavar="CONFIG", help="A config.json, or its folder.")],
-    layer_type: Annotated[
-        str | None, typer.Option(help="One of its layer types.", show_default="all")
-    ] = None,
-    seq_len: Annotated[
-        int | None, typer.Option(min=1, help="For rules that depend on it.", show_default="short")
-    ] = None,
-    as_python: Annotated[
-        bool, typer.Option("--python", help="Print the Python that builds it.")
-    ] = False,
+    layer_type: Annotated[str | None, typer.Option(help="One of its layer types, not all.")] = None,
+    seq_len: Annotated[int | None, typer.Option(min=1, help="For rules that depend on it.")] = None,
+    as_python: Annotated[bool, typer.Option("--python", help="Print what builds it.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Show the positions that a model's config.json describes, and the key each part came from.

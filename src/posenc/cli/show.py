@@ -11,11 +11,12 @@ from typing import Annotated, Any
 import typer
 
 from posenc.cli import _print
-from posenc.cli._root import Refused
+from posenc.cli._root import Refused, given_by_user
 from posenc.lab.pictures import show as lab
 from posenc.lab.pictures.style import save
 
 _FLAGS = {name: inspect.signature(view).parameters for name, view in lab.ENCODINGS.items()}
+_RULE = f"For RoPE: {', '.join(lab.RULES)}."
 
 
 def show(
@@ -28,26 +29,14 @@ def show(
         Path | None,
         typer.Option("--output", "-o", metavar="FILE", help="Draw here: .png, .svg or .pdf."),
     ] = None,
-    dim: Annotated[
-        int | None, typer.Option(min=2, help="Channels, of a head for RoPE.", show_default="128")
-    ] = None,
-    length: Annotated[
-        int | None, typer.Option(min=2, help="Positions of a heatmap.", show_default="128")
-    ] = None,
-    trained: Annotated[
-        int | None, typer.Option(min=2, help="Context that is marked.", show_default="4096")
-    ] = None,
-    base: Annotated[float | None, typer.Option(help="Of the rates.", show_default="10000")] = None,
-    heads: Annotated[int | None, typer.Option(min=1, help="Of ALiBi.", show_default="8")] = None,
-    scaling: Annotated[
-        str | None, typer.Option(metavar="RULE", help=f"For RoPE: {', '.join(lab.RULES)}.")
-    ] = None,
-    factor: Annotated[
-        float | None, typer.Option(help="How many times longer.", show_default="8")
-    ] = None,
-    against: Annotated[
-        str | None, typer.Option(metavar="RULE", help="Another rule to draw beside it.")
-    ] = None,
+    dim: Annotated[int, typer.Option(min=2, help="Channels, of a head for RoPE.")] = 128,
+    length: Annotated[int, typer.Option(min=2, help="Positions of a heatmap.")] = 128,
+    trained: Annotated[int, typer.Option(min=2, help="Context that is marked.")] = 4096,
+    base: Annotated[float, typer.Option(help="Of the rates.")] = 10_000.0,
+    heads: Annotated[int, typer.Option(min=1, help="Of ALiBi.")] = 8,
+    scaling: Annotated[str | None, typer.Option(metavar="RULE", help=_RULE)] = None,
+    factor: Annotated[float, typer.Option(help="How many times longer.")] = 8.0,
+    against: Annotated[str | None, typer.Option(metavar="RULE", help="One beside it.")] = None,
     config: Annotated[
         Path | None, typer.Option(metavar="PATH", help="A model's config.json: its RoPE.")
     ] = None,
@@ -62,7 +51,7 @@ def show(
     """
     _print.check_picture(output, "-o")
     names = set().union(*_FLAGS.values())
-    given = {name: context.params[name] for name in names if context.params[name] is not None}
+    given = {name: value for name, value in given_by_user(context).items() if name in names}
     try:
         if config is None:
             view = _of_flags(encoding, given)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -21,6 +21,8 @@ from posenc.lab.truth import Verdict, judge
 ROUNDS, MOST_SETS = 15, 256
 COPY, CLONE = "copy_", "clone"
 Tell: TypeAlias = Callable[[str, float], None]
+# Queries and keys, and the gradients that come back to them.
+Inputs: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 @dataclass(slots=True)
@@ -49,40 +51,6 @@ class Result:
     seconds: list[float] = field(default_factory=list)
 
 
-@dataclass(slots=True)
-class Measurement:
-    """Results on one workload; ``copies`` is how many of q and k the ratio is to."""
-
-    work: Workload
-    copies: int
-    input_sets: int
-    results: list[Result]
-
-    def as_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
-        work = self.work
-        return {
-            "case": asdict(work.case),
-            "dtype": work.dtype_name,
-            "layout": work.layout,
-            "device": work.device,
-            "positions": "ids" if work.ids else "offset",
-            "bytes": work.nbytes,
-            "copies": self.copies,
-            "input_sets": self.input_sets,
-            "results": [asdict(result) for result in self.results],
-        }
-
-
-class Inputs(NamedTuple):
-    """Queries and keys, and the gradients that come back to them."""
-
-    q: Tensor
-    k: Tensor
-    dq: Tensor
-    dk: Tensor
-
-
 def measure(
     work: Workload,
     *,
@@ -90,7 +58,7 @@ def measure(
     loop_seconds: float = 0.02,
     peers_too: bool = True,
     tell: Tell = lambda message, done: None,
-) -> Measurement:
+) -> dict[str, Any]:
     """Check everyone who can run ``work``, then time them in interleaved rounds.
 
     Args:
@@ -99,6 +67,10 @@ def measure(
         loop_seconds: Least length of one timing.
         peers_too: Whether anyone but posenc takes part.
         tell: Called with what is being done and the part of it that is done.
+
+    Returns:
+        The workload and a :class:`Result` for each contestant and clock, as JSON takes them;
+        ``copies`` is how many of q and k the ratios are to.
     """
     # A compiled peer gets one graph for this workload, not the leftovers of the last one.
     torch.compiler.reset()
@@ -111,7 +83,7 @@ def measure(
         results.append(result)
         if call is None:
             continue
-        steps = [_step(call, inputs, training=work.training) for inputs in sets]
+        steps = [_step(call, inputs) for inputs in sets]
         lanes.append(loop_lane(contestant.name, steps, device=work.device, grad=work.training))
         # From Python a short call is timed with its launch, and a model may spare itself that.
         if work.device == "cuda":
@@ -127,19 +99,29 @@ def measure(
             lanes.remove(lane)
             results.append(_failed(lane.name, broken, via=lane.via))
     race(lanes, rounds, lambda r: tell(f"round {r + 1} of {rounds}", 0.5 + r / rounds / 2))
-    return Measurement(work, 1 + work.training, len(sets), _summarize(lanes, results))
+    return {
+        "case": asdict(work.case),
+        "dtype": work.dtype_name,
+        "layout": work.layout,
+        "device": work.device,
+        "positions": "ids" if work.ids else "offset",
+        "bytes": work.nbytes,
+        "copies": 1 + work.training,
+        "input_sets": len(sets),
+        "results": [asdict(result) for result in _summarize(lanes, results)],
+    }
 
 
-def report(measurements: list[Measurement], **settings: Any) -> dict[str, Any]:
-    """Everything measured, with the machine and the versions, as JSON takes it."""
-    results = [result for measurement in measurements for result in measurement.results]
+def report(measurements: list[dict[str, Any]], **settings: Any) -> dict[str, Any]:
+    """What :func:`measure` gave, with the machine and the versions."""
+    results = [result for measurement in measurements for result in measurement["results"]]
     return {
         "posenc": posenc.__version__,
         "kernels": [backend._asdict() for backend in posenc.backends()],
         "machine": machine.describe(),
         "settings": settings,
-        "versions": {each.contestant: each.version for each in results if each.version},
-        "measurements": [measurement.as_dict() for measurement in measurements],
+        "versions": {r["contestant"]: r["version"] for r in results if r["version"]},
+        "measurements": measurements,
     }
 
 
@@ -162,11 +144,11 @@ def _admit(contestant: Contestant, work: Workload) -> tuple[Result, Call | None]
 def _check(contestant: Contestant, call: Call, work: Workload) -> Verdict:
     """Compare outputs, and gradients in training, with float64."""
     inputs = _inputs(work, seed=1000)
-    before = Inputs(*(x.detach().clone() for x in inputs))
+    before = [x.detach().clone() for x in inputs]
     against = partial(judge, work, float32_angles=contestant.float32_angles)
     with torch.set_grad_enabled(work.training):
-        outputs = call(inputs.q, inputs.k)
-    verdicts = [against(before[:2], tuple(y.detach().clone() for y in outputs))]
+        outputs = call(*inputs[:2])
+    verdicts = [against(before[:2], [y.detach().clone() for y in outputs])]
     if work.training:
         gradients = torch.autograd.grad(outputs, inputs[:2], inputs[2:])
         verdicts.append(against(before[2:], gradients, transposed=True))
@@ -180,14 +162,14 @@ def _check(contestant: Contestant, call: Call, work: Workload) -> Verdict:
 def _inputs(work: Workload, seed: int) -> Inputs:
     q, k = work.pair(2 * seed)
     if not work.training:
-        return Inputs(q, k, q, k)
-    return Inputs(q.requires_grad_(), k.requires_grad_(), *work.pair(2 * seed + 1))
+        return q, k, q, k
+    return q.requires_grad_(), k.requires_grad_(), *work.pair(2 * seed + 1)
 
 
-def _step(call: Call, inputs: Inputs, *, training: bool) -> Step:
-    if not training:
-        return partial(call, inputs.q, inputs.k)
+def _step(call: Call, inputs: Inputs) -> Step:
     leaves, gradients = inputs[:2], inputs[2:]
+    if not leaves[0].requires_grad:
+        return partial(call, *leaves)
     return lambda: torch.autograd.grad(call(*leaves), leaves, gradients)
 
 

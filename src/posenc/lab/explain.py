@@ -83,8 +83,7 @@ class Report:
             each = [f"    {part.layer_type!r}: {part.python}," for part in self.parts]
             lines += ["positions = {", *each, "}"]
         if first.kind == "learned table" and "offset" in first.arguments:
-            lines.append(f"# The first position has row {first.arguments['offset'][0]}:")
-            lines.append(f"# positions(x, offset={first.arguments['offset'][0]})")
+            lines.append(f"# Call it with offset={first.arguments['offset'][0]}: the first row.")
         return "\n".join(lines)
 
 

@@ -6,6 +6,7 @@ import contextlib
 import importlib.util
 import os
 import platform
+import re
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -14,6 +15,8 @@ from importlib import metadata
 from pathlib import Path
 
 import torch
+
+_MODEL = re.compile(r"^model name\s*:(.+)$", re.IGNORECASE | re.MULTILINE)
 
 
 @contextlib.contextmanager
@@ -29,13 +32,15 @@ def threads(count: int | None) -> Iterator[None]:
 
 def describe() -> dict[str, str | int | None]:
     """What a reader needs to judge a time by."""
-    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     return {
         "cpu": _cpu(),
-        "cores": cores(),
+        # A container is often given fewer cores than the machine has.
+        "cores": len(os.sched_getaffinity(0))
+        if hasattr(os, "sched_getaffinity")
+        else os.cpu_count(),
         "architecture": platform.machine(),
         "system": platform.system(),
-        "gpu": gpu,
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "cuda": torch.version.cuda,
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -44,22 +49,10 @@ def describe() -> dict[str, str | int | None]:
     }
 
 
-def cores() -> int:
-    """Cores that this process may use."""
-    # A container is often given fewer cores than the machine has.
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
 def _cpu() -> str:
     """Model name as the kernel gives it; lscpu knows the names that ARM kernels do not."""
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    if not any(line.lower().startswith("model name") for line in lines) and shutil.which("lscpu"):
-        lines = subprocess.run(["lscpu"], capture_output=True, text=True).stdout.splitlines()
-    for line in lines:
-        key, _, value = line.partition(":")
-        if key.strip().lower() == "model name":
-            return value.strip()
-    return platform.processor() or platform.machine()
+    known = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
+    if not _MODEL.search(known) and shutil.which("lscpu"):
+        known = subprocess.run(["lscpu"], capture_output=True, text=True).stdout
+    found = _MODEL.search(known)
+    return found[1].strip() if found else platform.processor() or platform.machine()

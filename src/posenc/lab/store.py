@@ -9,10 +9,7 @@ from posenc._contract import files
 
 
 def partial(path: Path) -> Path:
-    """The name under which :func:`write` prepares ``path``.
-
-    There is one for each target, so a killed process leaves at most one, and the next takes it.
-    """
+    """The one name under which :func:`write` prepares ``path``, for the next to take over."""
     return path.with_name(f".{path.name}.partial")
 
 
@@ -20,13 +17,6 @@ def write(path: Path, content: bytes) -> None:
     """Put ``content`` at ``path``: under another name first, then renamed when it is on disk.
 
     A link at either name is replaced; what it leads to is left as it is.
-
-    Examples:
-        >>> import tempfile
-        >>> path = Path(tempfile.mkdtemp()) / "numbers.txt"
-        >>> write(path, b"1 2 3")
-        >>> path.read_bytes()
-        b'1 2 3'
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     half = partial(path)

@@ -29,7 +29,6 @@ class Lane:
         run: Makes so many passes, of ``calls`` calls each, and returns the seconds they took.
         passes: Passes in one round; see :meth:`calibrate`.
         seconds: Of one call, for each round.
-        held: Memory that a graph reads and writes at every replay.
     """
 
     name: str
@@ -38,7 +37,6 @@ class Lane:
     calls: int
     passes: int = 1
     seconds: list[float] = field(default_factory=list)
-    held: Any = None
 
     def calibrate(self, least: float) -> None:
         """Warm up, then choose the passes of a round so that it takes ``least`` seconds."""
@@ -48,10 +46,6 @@ class Lane:
         some = math.ceil(least / once / 8)
         once = self.run(some) / some
         self.passes = min(math.ceil(least / max(once, 1e-9)), _MOST_PASSES)
-
-    def time_round(self) -> None:
-        """Time one round."""
-        self.seconds.append(self.run(self.passes) / (self.passes * self.calls))
 
 
 def loop_lane(name: str, steps: Sequence[Step], *, device: str, grad: bool) -> Lane:
@@ -99,12 +93,12 @@ def graph_lane(name: str, steps: Sequence[Step], *, grad: bool) -> Lane:
                 for i, step in enumerate(steps):
                     kept[i] = step()
 
-    def replay(passes: int) -> None:
+    # A graph has raw pointers: what it reads and writes must live as long as it does.
+    def replay(passes: int, held: Any = (steps, kept)) -> None:
         for _ in range(passes):
             graph.replay()
 
-    calls = repeats * len(steps)
-    return Lane(name, "graph", lambda n: _by_events(replay, n), calls, held=(steps, kept))
+    return Lane(name, "graph", lambda n: _by_events(replay, n), repeats * len(steps))
 
 
 def race(lanes: Sequence[Lane], rounds: int, tell: Callable[[int], None]) -> None:
@@ -122,7 +116,7 @@ def race(lanes: Sequence[Lane], rounds: int, tell: Callable[[int], None]) -> Non
             tell(r)
             shuffle(order)
             for lane in order:
-                lane.time_round()
+                lane.seconds.append(lane.run(lane.passes) / (lane.passes * lane.calls))
     finally:
         if was_on:
             gc.enable()

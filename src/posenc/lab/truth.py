@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -27,8 +28,8 @@ class Verdict(NamedTuple):
 
 def judge(
     work: Workload,
-    inputs: tuple[Tensor, ...],
-    outputs: tuple[Tensor, ...],
+    inputs: Sequence[Tensor],
+    outputs: Sequence[Tensor],
     *,
     float32_angles: bool,
     transposed: bool = False,

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-import torch
 from torch import Tensor
 
 from posenc.lab.pictures.characters import Line, characters, chart
@@ -53,38 +52,44 @@ class Chart:
     """Lines, at most four, each with its label at its end if there are several.
 
     Attributes:
-        log_x: Whether equal steps across are equal ratios; ``log_y``, upwards.
+        log: Axis on which equal steps are equal ratios: ``x``, ``y`` or none.
         above: A height above which the background is shaded, and what that means.
         right: The same for what is drawn across.
-        points: A word for each point of the only line, which then has dots.
+        dots: Whether points are drawn instead of lines between them.
+        words: One for each point of the first line.
+        square: Whether a step across is as long as one upwards.
     """
 
     title: str
     x: str
     y: str
     lines: Sequence[Line]
-    log_x: bool = False
-    log_y: bool = False
+    log: str = ""
     above: tuple[float, str] | None = None
     right: tuple[float, str] | None = None
-    points: Sequence[str] = ()
+    dots: bool = False
+    words: Sequence[str] = ()
+    square: bool = False
 
     def draw(self, ax: Axes) -> None:
         """Draw on these axes."""
-        plain(
-            ax, self.title, self.x + ", log scale" * self.log_x, self.y + ", log scale" * self.log_y
-        )
-        ax.set(xscale="log" if self.log_x else "linear", yscale="log" if self.log_y else "linear")
-        ax.margins(x=0.08 if self.points else 0, y=0.12)
+        plain(ax, self.title, self.x, self.y)
+        if self.log:
+            words = {"x": self.x, "y": self.y}[self.log]
+            ax.set(**{f"{self.log}scale": "log", f"{self.log}label": f"{words}, log scale"})
+        if self.square:
+            ax.set_aspect("equal")
+        ax.margins(x=0.08 if self.dots else 0, y=0.12)
         farthest, ends = max(line.x[-1] for line in self.lines), []
+        look = {"marker": "o", "ms": 4, "ls": ""} if self.dots else {"lw": 1.6}
         for line, colour in zip(self.lines, SERIES, strict=False):
-            ax.plot(line.x, line.y, color=colour, lw=1.6, marker="o" if self.points else "")
-            if line.x[-1] == farthest:
+            ax.plot(line.x, line.y, color=colour, **look)
+            if line.x[-1] == farthest or self.square:
                 ends.append(End(line.y[-1], line.label, colour))
             else:
                 note(ax, line.label, (line.x[-1], line.y[-1]), (4, 2), color=colour)
-            for x, y, word in zip(line.x, line.y, self.points, strict=False):
-                note(ax, word, (x, y), (-8, 7))
+        for x, y, word in zip(self.lines[0].x, self.lines[0].y, self.words, strict=False):
+            note(ax, word, (x, y), (-8, 7))
         if self.above is not None:
             height, words = self.above
             ax.axhline(height, color=INK, lw=1, ls=(0, (4, 3)))
@@ -101,47 +106,11 @@ class Chart:
 
     def text(self, columns: int) -> str:
         """The same in characters."""
-        drawn = chart(
-            self.lines, columns=columns, log_x=self.log_x, log_y=self.log_y, mark=self.above
-        )
-        words = ", log scale across" * self.log_x + ", log scale" * self.log_y
-        return f"{self.title}{words}:\n{drawn}"
+        wide = min(columns, 40) if self.square else columns
+        logs = {"log_x": self.log == "x", "log_y": self.log == "y"}
+        drawn = chart(self.lines, columns=wide, mark=self.above, **logs)
+        words = f"{self.title}, {self.x} across" + f", {self.log} on a log scale" * bool(self.log)
+        return f"{words}:\n{drawn}"
 
 
-@dataclass(frozen=True, slots=True)
-class Circles:
-    """Where up to three pairs point at the first positions, each on a circle of its own."""
-
-    title: str
-    rates: dict[int, float]
-    positions: int
-
-    @classmethod
-    def of(cls, rates: Tensor, positions: int) -> Circles:
-        """The first pair, a slower one and a slow one."""
-        shown = {i: float(rates[i]) for i in (0, len(rates) // 8, len(rates) // 4)}
-        count = ("One pair", "Two pairs", "Three pairs")[len(shown) - 1]
-        return cls(f"{count} at positions 0 to {positions - 1}", shown, positions)
-
-    def draw(self, ax: Axes) -> None:
-        """Draw on these axes."""
-        plain(ax, self.title, "", "")
-        ax.grid(visible=False)
-        for spine in ax.spines.values():
-            spine.set_visible(False)
-        ax.set(aspect="equal", xticks=[], yticks=[], xlim=(-1.12, 1.7), ylim=(-1.12, 1.12))
-        ax.plot((0, 1), (0, 0), color=INK, lw=0.6)
-        circle = torch.linspace(0, math.tau, 200)
-        for i, (pair, rate) in enumerate(self.rates.items()):
-            radius, angle = 1 - 0.28 * i, torch.arange(self.positions) * rate
-            ax.plot(radius * circle.cos(), radius * circle.sin(), color=FAINT, lw=0.8)
-            ax.plot(radius * angle.cos(), radius * angle.sin(), "o", color=SERIES[i], ms=3.5)
-            words = f"pair {pair}\n{math.tau / rate:.3g} positions a turn"
-            ax.text(1.15, 0.75 - 0.45 * i, words, fontsize=8, color=SERIES[i], va="center")
-
-    def text(self, columns: int) -> str:
-        """Nothing: circles of characters would not be round."""
-        return ""
-
-
-Panel: TypeAlias = Heat | Chart | Circles
+Panel: TypeAlias = Heat | Chart

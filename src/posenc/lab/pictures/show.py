@@ -13,7 +13,7 @@ from torch import Tensor
 from posenc import configs, nn
 from posenc.lab.pictures import style
 from posenc.lab.pictures.characters import Line
-from posenc.lab.pictures.panels import Chart, Circles, Heat, Panel
+from posenc.lab.pictures.panels import Chart, Heat, Panel
 from posenc.numerics import scaling as rules
 from posenc.numerics.frequencies import inverse_frequencies
 
@@ -58,9 +58,8 @@ def cover(view: View) -> Figure:
 
 
 def terminal(view: View, columns: int = 72) -> str:
-    """The same in characters, without circles."""
-    drawn = [panel.text(max(20, columns - 10)) for panel in view.panels]
-    return "\n\n".join([view.title, *filter(None, drawn)])
+    """The same in characters."""
+    return "\n\n".join([view.title, *(p.text(max(20, columns - 10)) for p in view.panels)])
 
 
 def gallery(length: int = 96, dim: int = 64) -> Figure:
@@ -84,11 +83,9 @@ def sinusoidal(
     """The table that is added for ``length`` positions, and the rates it is made of."""
     table = nn.SinusoidalPE(length, dim, base=base).get_encoding(length)
     rates = [Rotation("", inverse_frequencies(dim, base))]
-    panels = (
-        *_added(table),
-        _wavelengths(rates, trained),
-        replace(_scores(rates, trained, 4 * trained), title="The same cosine, by distance"),
-    )
+    waves, by_distance = _by_rate(rates, trained, 4 * trained)
+    by_distance = replace(by_distance, title="The same cosine, by distance")
+    panels = (*_added(table), waves, by_distance)
     title = f"Sinusoidal: added to the input, {dim} channels"
     return View(title, panels, _numbers("sinusoidal", dim, base, trained, rates))
 
@@ -175,14 +172,15 @@ def alibi(*, heads: int = 8, length: int = 128, trained: int = 4096) -> View:
         "head",
         "subtracted per position",
         [_line("", torch.arange(heads), slopes)],
-        log_y=True,
-        points=words if heads <= 16 else [""] * heads,
+        log="y",
+        dots=True,
+        words=words if heads <= 16 else (),
     )
     panels = (
         Heat(f"Bias of head {middle}", "key", "query", bias[middle]),
         by_head,
         Chart("Subtracted from the score", "distance", "", subtracted),
-        Chart("Weight that is left, equal scores", "distance", "", left, log_x=True),
+        Chart("Weight that is left, equal scores", "distance", "", left, log="x"),
     )
     numbers = {"encoding": "alibi", "trained": trained, "heads": heads}
     title = f"ALiBi: subtracted from the score, {heads} heads"
@@ -217,16 +215,28 @@ def _rotary(
 ) -> View:
     """Angles of the first rule, if there is one, and all rotations side by side."""
     shown, named = found[0], ""
-    last: Panel = Circles.of(shown.rates, min(length, 24))
+    last = _circles(shown.rates, min(length, 24))
     if len(found) > 1:
         shown, named = found[1], f", {found[1].label}"
         slower = [_by_pair(each, found[0].rates / each.rates) for each in found]
         last = Chart("How many times slower each pair rotates", "pair", "", slower)
     cos = (torch.arange(length)[:, None] * shown.rates).cos() * shown.gain
     heat = Heat(f"Cosines of the angles{named}", "pair", "position", cos)
-    panels = (heat, _wavelengths(found, trained), _scores(found, trained, longest), last)
+    panels = (heat, *_by_rate(found, trained, longest), last)
     title = f"RoPE: queries and keys rotated, {dim} channels, base {base:g}"
     return View(title, panels, _numbers("rope", dim, base, trained, found))
+
+
+def _circles(rates: Tensor, positions: int) -> Chart:
+    """Where up to three pairs point at the first positions, each on a circle of its own."""
+    lines = []
+    for i, pair in enumerate(sorted({0, len(rates) // 8, len(rates) // 4})):
+        angle, wavelength = torch.arange(positions) * rates[pair], math.tau / float(rates[pair])
+        unit = torch.polar(torch.full_like(angle, 1 - 0.28 * i), angle)
+        label = f"pair {pair}, {wavelength:.3g} a turn"
+        lines.append(_line(label, unit.real, unit.imag))
+    title = f"Pairs at positions 0 to {positions - 1}"
+    return Chart(title, "cosine", "sine", lines, dots=True, square=True)
 
 
 def _added(table: Tensor) -> tuple[Heat, Heat]:
@@ -236,16 +246,16 @@ def _added(table: Tensor) -> tuple[Heat, Heat]:
     return added, Heat(title, "position", "position", unit @ unit.T)
 
 
-def _wavelengths(found: Sequence[Rotation], trained: int) -> Chart:
-    lines = [_by_pair(each, math.tau / each.rates) for each in found]
+def _by_rate(found: Sequence[Rotation], trained: int, farthest: int) -> tuple[Chart, Chart]:
+    """Wavelengths of all pairs, and scores at all distances."""
+    waves = [_by_pair(each, math.tau / each.rates) for each in found]
     above = (trained, f"above: no full turn in the trained context, {trained}")
-    return Chart("Positions for a full turn", "pair", "positions", lines, log_y=True, above=above)
-
-
-def _scores(found: Sequence[Rotation], trained: int, farthest: int) -> Chart:
     lines = [_line(each.label, *scores(each, farthest)) for each in found]
-    title = "Score of equal vectors, q·k / D"
-    return Chart(title, "distance", "", lines, log_x=True, right=(trained, "trained\ncontext"))
+    right = (trained, "trained\ncontext")
+    return (
+        Chart("Positions for a full turn", "pair", "positions", waves, log="y", above=above),
+        Chart("Score of equal vectors, q·k / D", "distance", "", lines, log="x", right=right),
+    )
 
 
 def _by_pair(shown: Rotation, values: Tensor) -> Line:
