@@ -37,14 +37,13 @@ def test_without_a_file_it_draws_in_the_terminal(run, encoding):
     assert "\x1b" not in done.stdout
 
 
-@pytest.mark.parametrize(
-    ("name", "start"), [("x.png", b"\x89PNG"), ("x.svg", b"<?xml"), ("x.pdf", b"%PDF")]
-)
-def test_with_a_file_it_draws_there_and_says_so(run, tmp_path, name, start):
-    done = run("alibi", "--heads", 4, "-o", tmp_path / name)
+def test_with_a_file_it_draws_there_and_says_so(run, tmp_path):
+    """Every format is drawn in the tests of the style."""
+    path = tmp_path / "x.svg"
+    done = run("alibi", "--heads", 4, "-o", path)
     assert done.exit_code == 0, done.output
-    assert done.stdout == f"picture: {tmp_path / name}\n"
-    assert (tmp_path / name).read_bytes().startswith(start)
+    assert done.stdout == f"picture: {path}\n"
+    assert path.read_bytes().startswith(b"<?xml")
 
 
 def test_the_example_in_the_help_runs(run, tmp_path, monkeypatch):
