@@ -8,7 +8,7 @@ import torch
 
 import oracles
 from posenc.lab import bench, machine, peers, truth
-from posenc.lab.cases import CASES, DTYPES, Case, Workload, choose
+from posenc.lab.cases import CASES, DTYPES, Workload, choose
 from posenc.lab.peers import Contestant, Missing
 from posenc.lab.timing import Lane, race
 
@@ -17,7 +17,7 @@ DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 
 
 def work(mode="forward", **options):
-    return Workload(Case("small", 2, 3, 1, 5, 8, offset=11, mode=mode), **options)
+    return Workload("small", 2, 3, 1, 5, 8, offset=11, mode=mode, **options)
 
 
 def only(monkeypatch, *entrants):
@@ -29,7 +29,7 @@ def by_name(measurement):
 
 
 def exact(x, work, transposed=False):
-    rows = work.positions().expand(work.case.batch, -1)
+    rows = work.positions().expand(work.batch, -1)
     turned = []
     for sequence, row in zip(x, rows, strict=True):
         cos, sin = oracles.exact_cos_sin(row.tolist(), x.shape[-1])
@@ -61,7 +61,7 @@ def test_the_exact_rotation_is_right_and_five_ulps_off_is_not(dtype, interleaved
 
 def test_float32_angles_are_allowed_to_those_who_say_so():
     """2e-3 radians at position 8192, and no more."""
-    load = Workload(Case("far", 1, 1, 1, 1, 64, offset=8191), torch.float32)
+    load = Workload("far", 1, 1, 1, 1, 64, offset=8191, dtype=torch.float32)
     pair = load.pair(0)
     for radians, right in ((1e-3, True), (4e-3, False)):
         turn = torch.polar(torch.ones(()), torch.tensor(radians)).to(torch.complex128)
@@ -221,7 +221,7 @@ def test_threads_come_back():
 
 
 def test_without_names_a_device_gets_its_own_cases():
-    names = [load.case.name for load in choose(layout="half")]
+    names = [load.name for load in choose(layout="half")]
     assert names == ["prefill", "train", "decode", "tiny", "qk-norm"]
     assert {case.home for name, case in CASES.items() if name.startswith("h200")} == {"cuda"}
 

@@ -19,7 +19,6 @@ from posenc.lab.pictures.style import save
 from posenc.lab.plots import timings
 
 _COLUMNS = ("", "time", "quartiles", "× copy", "quartiles", "off by")
-_SAID = {"missing": "left out"}
 _UNITS = ((1e-6, "µs"), (1e-3, "ms"), (1.0, "s"))
 
 
@@ -53,7 +52,7 @@ def bench(
     """
     if list_:
         for case in CASES.values():
-            typer.echo(f"{case.name:13} {case.home:5} {case.mode:8} {case}")
+            typer.echo(f"{case.name:13} {case.home:5} {case.mode:8} {case.shape}")
         return
     _print.check_file(json_file)
     _print.check_picture(plot, "--plot")
@@ -80,18 +79,15 @@ def bench(
             # Before it is shown, and after each: what was measured is not to be lost.
             if json_file is not None:
                 json_file.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-            _show(f"{work}: {work.case}, {_size(work.nbytes)}", measurements[-1])
+            _show(f"{work}: {work.shape}, {_size(work.nbytes)}", measurements[-1])
     if plot is not None:
         save(timings(found), plot)
 
 
 def _show(title: str, measurement: dict[str, Any]) -> None:
     timed = [each for each in measurement["results"] if each["status"] == "timed"]
-    notes = [
-        f"{each['contestant']}: {_SAID.get(each['status'], each['status'])}, {each['reason']}"
-        for each in measurement["results"]
-        if each["status"] != "timed"
-    ]
+    others = [each for each in measurement["results"] if each["status"] != "timed"]
+    notes = [f"{each['contestant']}: {each['status']}, {each['reason']}" for each in others]
     _print.table(title, _COLUMNS, list(map(_row, timed)), notes)
     print(flush=True)
 

@@ -100,12 +100,7 @@ def measure(
             results.append(_failed(lane.name, broken, via=lane.via))
     race(lanes, rounds, lambda r: tell(f"round {r + 1} of {rounds}", 0.5 + r / rounds / 2))
     return {
-        "case": asdict(work.case),
-        "dtype": work.dtype_name,
-        "layout": work.layout,
-        "device": work.device,
-        "positions": "ids" if work.ids else "offset",
-        "bytes": work.nbytes,
+        **work.as_dict(),
         "copies": 1 + work.training,
         "input_sets": len(sets),
         "results": [asdict(result) for result in _summarize(lanes, results)],
@@ -179,7 +174,7 @@ def _set_count(work: Workload) -> int:
     At decode q and k do come from the cache in a model: the projection has just written them.
     What is so small that it takes more sets waits for its launch, not for memory.
     """
-    if work.device != "cuda" or work.case.length == 1:
+    if work.device != "cuda" or work.length == 1:
         return 1
     cache = torch.cuda.get_device_properties(0).L2_cache_size
     return 1 if work.nbytes >= 2 * cache else min(math.ceil(4 * cache / work.nbytes), MOST_SETS)

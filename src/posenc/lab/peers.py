@@ -56,13 +56,13 @@ class Contestant:
 
 def contestants(work: Workload, *, peers: bool = True) -> list[Contestant]:
     """Everyone who may take part in ``work``, present or not; without ``peers``, posenc alone."""
-    everyone = _QK_NORM if work.case.qk_norm else _ROTARY
+    everyone = _QK_NORM if work.qk_norm else _ROTARY
     return [c for c in everyone if peers or c.name.startswith("posenc")]
 
 
 def posenc_forward(work: Workload) -> Call:
     """``RoPE.forward``: new tensors, positions checked, table rows picked."""
-    rope, offset = _rope(work), work.case.offset
+    rope, offset = _rope(work), work.offset
     if work.ids:
         ids = work.positions()
         return lambda q, k: rope(q, k, position_ids=ids)
@@ -73,7 +73,7 @@ def posenc_in_place(work: Workload) -> Call:
     """``functional.rotate_qk_``: q and k in one pass, where they stand."""
     _only(not work.training, "without gradients")
     rope = _rope(work)
-    at = {"position_ids": work.positions()} if work.ids else {"offset": work.case.offset}
+    at = {"position_ids": work.positions()} if work.ids else {"offset": work.offset}
     rotate: Any = partial(functional.rotate_qk_, **at, interleaved=work.interleaved)
     return lambda q, k: rotate(q, k, rope.cos_cached, rope.sin_cached)
 
@@ -92,8 +92,8 @@ def transformers(work: Workload) -> Call:
     folder = f"transformers.models.{name.lower()}"
     modeling = _load(f"{folder}.modeling_{name.lower()}")
     config = getattr(_load(f"{folder}.configuration_{name.lower()}"), f"{name}Config")(
-        hidden_size=work.case.heads * work.case.dim,
-        num_attention_heads=work.case.heads,
+        hidden_size=work.heads * work.dim,
+        num_attention_heads=work.heads,
         max_position_embeddings=work.max_seq_len,
         rope_parameters={"rope_type": "default", "rope_theta": BASE},
     )
@@ -108,16 +108,16 @@ def rotary_embedding_torch(work: Workload) -> Call:
     """Its ``rotate_queries_or_keys``, with the cache it keeps by default."""
     _only(work.interleaved, "interleaved")
     _only(not work.ids, "offset")
-    peer = _load("rotary_embedding_torch").RotaryEmbedding(work.case.dim, theta=BASE)
-    return _each(partial(peer.to(work.device).rotate_queries_or_keys, offset=work.case.offset))
+    peer = _load("rotary_embedding_torch").RotaryEmbedding(work.dim, theta=BASE)
+    return _each(partial(peer.to(work.device).rotate_queries_or_keys, offset=work.offset))
 
 
 def torchtune(work: Workload) -> Call:
     """Its ``RotaryPositionalEmbeddings``, which wants ``[B, T, H, D]``."""
     _only(work.interleaved, "interleaved")
     module = _load("torchtune.modules.position_embeddings").RotaryPositionalEmbeddings
-    peer = module(work.case.dim, max_seq_len=work.max_seq_len, base=BASE).to(work.device)
-    at = work.positions() if work.ids or work.case.offset else None
+    peer = module(work.dim, max_seq_len=work.max_seq_len, base=BASE).to(work.device)
+    at = work.positions() if work.ids or work.offset else None
     return _each(lambda x: peer(x.transpose(1, 2), input_pos=at).transpose(1, 2))
 
 
@@ -183,7 +183,7 @@ def _each(rotate: Callable[[Tensor], Tensor]) -> Call:
 
 
 def _rope(work: Workload) -> nn.RoPE:
-    rope = nn.RoPE(work.case.dim, work.max_seq_len, BASE, interleaved=work.interleaved)
+    rope = nn.RoPE(work.dim, work.max_seq_len, BASE, interleaved=work.interleaved)
     return rope.to(work.device)
 
 

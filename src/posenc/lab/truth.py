@@ -44,7 +44,7 @@ def judge(
         transposed: Expect the rotation by the negative angle: a gradient.
     """
     radians = RADIANS_PER_POSITION * work.max_seq_len if float32_angles else 0.0
-    weights = work.weights() if work.case.qk_norm else (None, None)
+    weights = work.weights() if work.qk_norm else (None, None)
     rotations = cis(work).conj() if transposed else cis(work)
     worst, over = 0.0, 0.0
     for x, y, weight in zip(inputs, outputs, weights, strict=True):
@@ -70,8 +70,8 @@ def judge(
 
 def cis(work: Workload) -> Tensor:
     """cos + i·sin of every angle, complex128 ``[1, T, P]`` or ``[B, T, P]``, from the formula."""
-    pairs = torch.arange(work.case.dim // 2, dtype=torch.float64)
-    rates = BASE ** (-2 * pairs / work.case.dim)
+    pairs = torch.arange(work.dim // 2, dtype=torch.float64)
+    rates = BASE ** (-2 * pairs / work.dim)
     angles = work.positions().cpu()[..., None] * rates
     return torch.polar(torch.ones_like(angles), angles).to(work.device)
 
