@@ -116,6 +116,16 @@ def test_a_config_without_a_rule_is_drawn(run, tmp_path):
     assert "trained context, 512" in done.stdout
 
 
+def test_a_rule_that_stops_every_pair_is_drawn(run, tmp_path):
+    """There is no wavelength to draw for it, and the rest is shown."""
+    path = tmp_path / "config.json"
+    rope = {"rope_type": "proportional", "partial_rotary_factor": 0.01, "rope_theta": 1e4}
+    path.write_text(json.dumps({"head_dim": 64, "rope_parameters": rope}))
+    done = run("--config", path)
+    assert done.exit_code == 0, done.output
+    assert "Positions for a full turn" in done.stdout
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

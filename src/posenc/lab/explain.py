@@ -57,8 +57,8 @@ class Report:
 
     def as_json(self) -> dict[str, Any]:
         """For a program to read."""
-        whole = {name: fact and _with_source(fact) for name, fact in self.facts.items()}
-        return {"layers": [part.as_json() for part in self.parts], **whole, "kernels": kernels()}
+        facts = {name: fact and _with_source(fact) for name, fact in self.facts.items()}
+        return {"layers": [part.as_json() for part in self.parts], **facts, "kernels": kernels()}
 
     def python(self) -> str:
         """The lines that build it.

@@ -11,14 +11,14 @@ from posenc.lab.pictures import style
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=8), st.floats(0.01, 0.1))
 def test_labels_are_pushed_apart_and_keep_their_order(heights, apart):
     """Direct labels replace a legend only if none hides another or changes places with it."""
-    moved = style.spread(heights, apart)
+    moved = style.push_apart(heights, apart)
     order = sorted(range(len(heights)), key=lambda i: heights[i])
     ranked = [moved[i] for i in order]
     assert all(b - a >= apart - 1e-9 for a, b in itertools.pairwise(ranked))
 
 
 def test_labels_that_have_room_stay():
-    assert style.spread([0.9, 0.1, 0.5], 0.1) == pytest.approx([0.9, 0.1, 0.5])
+    assert style.push_apart([0.9, 0.1, 0.5], 0.1) == pytest.approx([0.9, 0.1, 0.5])
 
 
 def drawing():

@@ -70,16 +70,16 @@ def label_ends(ax: Axes, ends: Sequence[End], *, size: float = 8.5) -> None:
     scale = ax.transData.transform
     span = scale((0, high))[1] - scale((0, low))[1]
     at = [(scale((0, end.y))[1] - scale((0, low))[1]) / span for end in ends]
-    for end, height in zip(ends, spread(at, apart), strict=True):
+    for end, height in zip(ends, push_apart(at, apart), strict=True):
         at_end: dict[str, Any] = {"xycoords": "axes fraction", "va": "center"}
         note(ax, end.text, (1, height), (6, 0), color=end.colour, fontsize=size, **at_end)
 
 
-def spread(heights: Sequence[float], apart: float) -> list[float]:
+def push_apart(heights: Sequence[float], apart: float) -> list[float]:
     """Heights in [0, 1] moved as little as it takes to be ``apart``, in their order.
 
     Examples:
-        >>> [round(h, 2) for h in spread([0.5, 0.52, 0.9], 0.1)]
+        >>> [round(h, 2) for h in push_apart([0.5, 0.52, 0.9], 0.1)]
         [0.46, 0.56, 0.9]
     """
     order = sorted(range(len(heights)), key=lambda i: heights[i])
