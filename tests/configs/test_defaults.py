@@ -9,7 +9,7 @@ from transformers import CONFIG_MAPPING
 
 from hf_models import knows_all_families
 from posenc import configs
-from posenc.configs import defaults, others
+from posenc.configs import models, nested
 
 SIZES = {"hidden_size": 512, "num_attention_heads": 8}
 # Widths that the class works out from others; and configs that have no default.
@@ -56,7 +56,7 @@ def test_what_a_config_leaves_out_is_what_its_class_fills_in(config):
     sizes = ("model_type", "hidden_size", "num_attention_heads")
     got = rotations({key: config[key] for key in sizes if key in config})
     if isinstance(got, str):
-        special = config["model_type"] in defaults.SPECIAL
+        special = "rope_parameters" in configs.facts_of(config["model_type"])
         assert special or "head_dim must be in the config" in got
     elif len(wanted) > len(got):
         # One for all layers, because they do not differ.
@@ -67,24 +67,17 @@ def test_what_a_config_leaves_out_is_what_its_class_fills_in(config):
 
 
 def test_types_that_rotate_nothing_have_no_rotation_in_their_configs():
-    for kind in set(others.KINDS) & set(TYPES):
+    for kind in models.types_with("positions") & set(TYPES):
         keys = CONFIG_MAPPING[kind]().to_dict()
         assert not [key for key in keys if "rope" in key or "rotary" in key], kind
 
 
 @knows_all_families
 def test_every_type_named_is_one_that_transformers_knows():
-    named = {
-        *defaults.BASES,
-        *defaults.WIDTHS,
-        *defaults.ROTATED_WIDTHS,
-        *defaults.SHARES,
-        *defaults.LOCAL_BASES,
-    }
-    named |= defaults.SPECIAL | defaults.INTERLEAVED | defaults.INTERLEAVED_TO_HALVES
-    assert named <= set(CONFIG_MAPPING.keys()) | {"EvollaModel", "kimi_k2"}, (
-        transformers.__version__
-    )
+    keys = ("rope_theta", "rope_parameters", "head_dim", "qk_rope_head_dim", "layout")
+    named = frozenset().union(*map(models.types_with, (*keys, "rope_interleave")))
+    unknown = named - set(CONFIG_MAPPING.keys())
+    assert unknown == {"kimi_k2"}, transformers.__version__
 
 
 def test_gemma_3_as_it_is_published():
@@ -122,12 +115,12 @@ SILENT = {"clvp_decoder", "clvp_encoder", "codegen", "gptj", "roformer"}
 
 @knows_all_families
 def test_types_that_say_nothing_of_rotation_are_not_given_one():
-    for kind in set(TYPES) - SILENT - defaults.UNLIKE.keys() - others.KINDS.keys():
+    for kind in set(TYPES) - SILENT - models.types_with("refused") - models.types_with("positions"):
         try:
             config = CONFIG_MAPPING[kind]().to_dict()
         except ValueError:
             continue
-        if configs.text_part(config)[0] is not config or defaults.speaks(config):
+        if configs.text_part(config)[0] is not config or nested.mentions_rotation(config):
             continue
         with pytest.raises(ValueError, match=r"not known to rotate|must say that positions are"):
             configs.read({**SIZES, "model_type": kind})

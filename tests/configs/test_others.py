@@ -13,7 +13,7 @@ from transformers import CONFIG_MAPPING, AutoModel
 
 from hf_models import knows_all_families
 from posenc import ALiBi, RoPE, configs
-from posenc.configs import others
+from posenc.configs import models
 from posenc.functional import timestep_embedding
 
 LAYERS = "num_hidden_layers encoder_layers decoder_layers n_layer num_layers".split()
@@ -45,7 +45,8 @@ def tables(model):
 
 # Not built by AutoModel, or only with packages that are not here.
 APART = {"blip_text_model", "layoutlmv2", "siglip_text_model", "trocr"}
-LEARNED = sorted(kind for kind, what in others.KINDS.items() if what == "learned")
+KINDS = {kind: configs.facts_of(kind)["positions"] for kind in models.types_with("positions")}
+LEARNED = sorted(kind for kind, what in KINDS.items() if what == "learned")
 
 
 @knows_all_families
@@ -109,7 +110,7 @@ def sinusoids(kind):
 
 @knows_all_families
 @pytest.mark.parametrize(
-    "kind", sorted(kind for kind, what in others.KINDS.items() if what == "sinusoidal")
+    "kind", sorted(kind for kind, what in KINDS.items() if what == "sinusoidal")
 )
 def test_sinusoids_are_those_of_the_model(kind):
     config = {"model_type": kind, "d_model": 8, "pad_token_id": 1}

@@ -182,7 +182,7 @@ def test_a_family_is_read_in_its_layout_and_keeps_its_logits(family, tmp_path, m
     assert (after - before).abs().max() <= 2e-5 * before.abs().max()
 
 
-@pytest.mark.parametrize("family", configs.HEADS)
+@pytest.mark.parametrize("family", configs.types_with("num_attention_heads"))
 def test_heads_that_a_file_leaves_out_are_those_of_its_class(family):
     made = CONFIG_MAPPING[family]()
     text = {"model_type": family, "hidden_size": 2560}

@@ -1,14 +1,13 @@
 """What a model's ``config.json`` says of its positions; nothing of transformers is imported."""
 
-from posenc.configs.defaults import HEADS, INTERLEAVED_TO_HALVES
-from posenc.configs.nested import LAYOUT, text_part
-from posenc.configs.others import Alibi, Buckets, Learned, Other, Sinusoidal, instead
-from posenc.configs.reader import Config
+from posenc.configs.models import facts_of, types_with
+from posenc.configs.nested import LAYOUT, as_dict, text_part
+from posenc.configs.others import Alibi, Buckets, Learned, Other, Sinusoidal, not_rotary
+from posenc.configs.reader import Config, at_layer, open_config
 from posenc.configs.recipes import (
     Positions,
     Recipe,
     Rotary,
-    as_dict,
     layer_types,
     read,
     read_alibi,
@@ -16,7 +15,7 @@ from posenc.configs.recipes import (
 )
 
 __all__ = [
-    "HEADS", "INTERLEAVED_TO_HALVES", "LAYOUT", "Alibi", "Buckets", "Config", "Learned", "Other",
-    "Positions", "Recipe", "Rotary", "Sinusoidal", "as_dict", "instead", "layer_types", "read",
-    "read_alibi", "read_positions", "text_part",
+    "LAYOUT", "Alibi", "Buckets", "Config", "Learned", "Other", "Positions", "Recipe", "Rotary",
+    "Sinusoidal", "as_dict", "at_layer", "facts_of", "layer_types", "not_rotary", "open_config",
+    "read", "read_alibi", "read_positions", "text_part", "types_with",
 ]  # fmt: skip

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from posenc._contract import checks
-from posenc.configs.defaults import ROTATED_WIDTHS
+from posenc.configs.models import facts_of
 from posenc.configs.others import Learned, Sinusoidal
 from posenc.numerics import scaling
 
@@ -18,14 +18,6 @@ _LENGTHS = (
     "max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "seq_length",
     "n_ctx",
 )  # fmt: skip
-# Each n-th layer does not rotate; n is 4 where the config does not say it.
-_EVERY = {
-    **dict.fromkeys(("llama4_text", "mistral_large4_text", "smollm3"), "no_rope_layer_interval"),
-    **dict.fromkeys(("cohere2", "exaone4", "exaone_moe"), "sliding_window_pattern"),
-    "afmoe": "global_attn_every_n_layers",
-}
-# Layers of full attention do not rotate.
-_SLIDING_ALONE = frozenset(("afmoe", "cohere2", "exaone4", "exaone_moe", "flint"))
 # Deeper than any model; layers are listed one by one, so a larger number is not a depth.
 _MOST_LAYERS = 2**12
 
@@ -72,27 +64,27 @@ def of_others(
 
 def without_rope(config: Mapping[str, Any]) -> Fact | None:
     """Indices of the layers that do not rotate, of a model that rotates in others."""
-    kind = config.get("model_type")
-    kind = kind if isinstance(kind, str) else ""
+    kind, model = config.get("model_type"), facts_of(config.get("model_type"))
     flags, types = config.get("no_rope_layers"), config.get("layer_types")
+    count = config.get("num_hidden_layers")
     if isinstance(flags, (list, tuple)) and flags:
         # One where a layer rotates; there may be more of them than layers.
-        count = config.get("num_hidden_layers")
         used = flags[:count] if type(count) is int else flags
-        return tuple(i for i, turns in enumerate(used) if not turns), "no_rope_layers"
+        return tuple(i for i, rotates in enumerate(used) if not rotates), "no_rope_layers"
+    types = types if isinstance(types, (list, tuple)) else ()
     for name in ("rope_parameters", "rope_scaling"):
         rope = config.get(name)
-        if isinstance(rope, Mapping) and isinstance(types, (list, tuple)):
-            null = [key for key, value in rope.items() if value is None and isinstance(key, str)]
-            found = _layers(types, null)
+        if isinstance(rope, Mapping):
+            found = _layers(types, [key for key, value in rope.items() if value is None])
             if found:
                 return found, f"{name}.{types[found[0]]}"
-    if kind.startswith("exaone") and config.get("sliding_window", 1) is None:
+    if str(kind).startswith("exaone") and config.get("sliding_window", 1) is None:
         return None
-    if kind in _SLIDING_ALONE and isinstance(types, (list, tuple)) and types:
-        return _layers(types, ("full_attention",)), "layer_types"
-    key = _EVERY.get(kind, "no_rope_layer_interval")
-    step, count = config.get(key, 4 if kind in _EVERY else None), config.get("num_hidden_layers")
+    if not model.get("full_attention_rotates", True) and types:
+        return _layers(types, ["full_attention"]), "layer_types"
+    # Each n-th layer does not rotate; n is 4 where the config of such a type does not say it.
+    key = model.get("no_rope_interval", "no_rope_layer_interval")
+    step = config.get(key, 4 if "no_rope_interval" in model else None)
     if type(step) is not int or step < 1 or type(count) is not int:
         return None
     if count > _MOST_LAYERS:
@@ -107,7 +99,7 @@ def softmax_scale(config: Mapping[str, Any], rule: scaling.Rule | None) -> Fact 
     :math:`D` is the width of a head with both of its parts, and :math:`m` is YaRN's
     :math:`0.1\,a \ln s + 1` with ``mscale_all_dim`` for :math:`a`; one without it.
     """
-    if config.get("model_type") not in (*ROTATED_WIDTHS, "kimi_k2"):
+    if "qk_rope_head_dim" not in facts_of(config.get("model_type")):
         return None
     sizes = [config.get(f"qk_{part}_head_dim") for part in ("nope", "rope")]
     known = [size for size in sizes if type(size) is int and 0 < size <= checks.FARTHEST]
@@ -120,6 +112,6 @@ def softmax_scale(config: Mapping[str, Any], rule: scaling.Rule | None) -> Fact 
     return scale, source
 
 
-def _layers(types: Sequence[Any], names: Iterable[str]) -> tuple[int, ...]:
-    wanted = frozenset(names)
+def _layers(types: Sequence[Any], names: Sequence[Any]) -> tuple[int, ...]:
+    wanted = frozenset(name for name in names if isinstance(name, str))
     return tuple(i for i, each in enumerate(types) if isinstance(each, str) and each in wanted)

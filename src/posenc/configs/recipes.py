@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-from posenc._contract import checks, files
-from posenc.configs import facts, others
-from posenc.configs.defaults import BASES, SPECIAL, speaks
+from posenc._contract import checks
+from posenc.configs import facts, others, rotation
 from posenc.configs.facts import Fact
-from posenc.configs.nested import text_part
+from posenc.configs.models import facts_of
+from posenc.configs.nested import as_dict, mentions_rotation, text_part
 from posenc.configs.others import Alibi
-from posenc.configs.reader import Config
+from posenc.configs.reader import Config, choose_layer, open_config, refuse_unlike, rotating_types
 from posenc.configs.rules import scaling_rule
 from posenc.numerics import scaling
 from posenc.numerics.axes import Axes
@@ -54,19 +52,18 @@ def read(config: Any, *, layer_type: str | None = None, base: float | None = Non
         >>> recipe.base, recipe.rotary_dim, recipe.sources["rotary_dim"]
         (1000000.0, 32, 'rotary_pct')
     """
-    found = _rotation(config)
-    layer_type = found.layer(layer_type)
-    head_dim = found.head_dim(layer_type)
+    found, layer_type = choose_layer(_open(config), layer_type)
+    head_dim = rotation.head_dim(found, layer_type)
     rule = scaling_rule(found)
-    interleaved, interleaved_out = found.layout()
+    interleaved, interleaved_out = rotation.layout(found)
     return Recipe(
         head_dim,
-        found.base(layer_type) if base is None else base,
-        found.rotary_dim(head_dim),
+        rotation.base(found, layer_type) if base is None else base,
+        rotation.rotary_dim(found, head_dim),
         interleaved,
         interleaved_out,
         rule,
-        found.axes(),
+        rotation.axes(found),
         found.sources,
     )
 
@@ -149,8 +146,8 @@ def read_alibi(config: Any) -> Alibi:
     kind, name = others.kind_of(top), top.get("model_type")
     if kind is None:
         noun, way_out = "rotary embeddings", "Use RoPE.from_config."
-        known = isinstance(name, str) and (name in BASES or name in SPECIAL)
-        if name is None or not (known or speaks(top)):
+        known = {"rope_theta", "rope_parameters"} & facts_of(name).keys()
+        if name is None or not (known or mentions_rotation(top)):
             rule = "model_type must be bloom, mpt or falcon with alibi"
             way_out = "Construct ALiBi(num_heads) directly."
             raise ValueError(checks.message("from_config", rule, checks.describe(name), way_out))
@@ -170,24 +167,10 @@ def layer_types(config: Any) -> tuple[str | None, ...]:
         >>> layer_types({"head_dim": 64, "rope_theta": 1e6, "rope_local_base_freq": 1e4})
         ('full_attention', 'sliding_attention')
     """
-    return _rotation(config).rotations()
+    return rotating_types(_open(config))
 
 
-def _rotation(config: Any) -> Config:
-    found = Config(as_dict("from_config", config))
-    found.refuse()
+def _open(config: Any) -> Config:
+    found = open_config(as_dict("from_config", config))
+    refuse_unlike(found)
     return found
-
-
-def as_dict(who: str, config: Any) -> Mapping[str, Any]:
-    """A config as :func:`read` takes it, as a dict; errors say that ``who`` wanted it."""
-    if isinstance(config, (str, os.PathLike)):
-        path = Path(config)
-        return files.read_json(who, path / "config.json" if path.is_dir() else path)
-    if hasattr(config, "to_dict"):
-        config = config.to_dict()
-    if not isinstance(config, Mapping):
-        rule = "config must be a dict, a path, or an object with to_dict()"
-        way_out = "Pass the model's config.json."
-        raise TypeError(checks.message(who, rule, checks.describe(config), way_out))
-    return config

@@ -7,54 +7,52 @@ from difflib import get_close_matches
 from typing import Any
 
 from posenc._contract import checks
-from posenc.configs.reader import PLAIN, Config
+from posenc.configs.reader import UNSCALED, Config
 from posenc.numerics import scaling
 
-# Keys of a dict of rotation.
-_KEYS = frozenset(
-    "rope_type type rope_theta partial_rotary_factor factor original_max_position_embeddings "
-    "attention_factor beta_fast beta_slow short_factor long_factor low_freq_factor "
-    "high_freq_factor mscale mscale_all_dim truncate mrope_section mrope_interleaved interleaved "
-    "short_mscale long_mscale alpha finetuned llama_4_scaling_beta max_position_embeddings".split()
-)
-# Keys that mean nothing without a rope_type.
+# Keys of a dict of rotation that mean nothing without a rope_type.
 _SCALES = (
     "factor", "short_factor", "long_factor", "low_freq_factor", "high_freq_factor", "beta_fast",
     "beta_slow", "mscale", "attention_factor", "alpha",
 )  # fmt: skip
+_KEYS = frozenset(
+    "rope_type type rope_theta partial_rotary_factor original_max_position_embeddings "
+    "mscale_all_dim truncate mrope_section mrope_interleaved interleaved short_mscale long_mscale "
+    "finetuned llama_4_scaling_beta max_position_embeddings".split()
+).union(_SCALES)
 
 
 def scaling_rule(config: Config) -> scaling.Rule | None:
-    """The rule of the dict of rotation that `Config.layer` has found."""
+    """The rule of a dict of rotation."""
     for key in config.rope:
         if key not in _KEYS:
-            rule, meant = f"{config.where}.{key} must be a key of rotation", sorted(_KEYS)
-            near = get_close_matches(str(key), meant, 1)
-            way_out = f"Did you mean {near[0]}?" if near else f"Known are {', '.join(meant)}."
-            raise ValueError(config.text(rule, key, way_out))
+            rule, known = f"{config.where}.{key} must be a key of rotation", sorted(_KEYS)
+            near = get_close_matches(str(key), known, 1)
+            way_out = f"Did you mean {near[0]}?" if near else f"Use one of {', '.join(known)}."
+            raise config.error(rule, key, way_out)
     kinds = {key: config.rope[key] for key in ("rope_type", "type") if config.rope.get(key)}
-    names = {"default" if kind in PLAIN else kind for kind in map(str, kinds.values())}
-    names = {"longrope" if kind == "su" else kind for kind in names}
+    aliases = {**dict.fromkeys(UNSCALED, "default"), "su": "longrope"}
+    names = {aliases.get(kind, kind) for kind in map(str, kinds.values())}
     if len(names) == 2:
         raise config.contradiction("type", "rope_type", " and ".join(sorted(names)))
     scales = next((key for key in _SCALES if config.rope.get(key) is not None), None)
     if not names and scales is not None:
         rule = f"{config.where}.rope_type must be given, because {config.where}.{scales} is"
-        raise ValueError(config.text(rule, None, f"One of {', '.join(_RULES)}."))
+        raise config.error(rule, None, f"Add one of {', '.join(_RULES)}.")
     name = names.pop() if names else "default"
     if name == "default":
         return None
+    key = f"{config.where}.{next(iter(kinds))}"
     if name not in _RULES:
-        rule = f"{config.where}.{next(iter(kinds))} must be one of default, {', '.join(_RULES)}"
-        raise ValueError(config.text(rule, name))
-    config.sources["scaling"] = f"{config.prefix}{config.where}.{next(iter(kinds))}"
+        raise config.error(f"{key} must be one of default, {', '.join(_RULES)}", name)
+    config.sources["scaling"] = config.prefix + key
     return _RULES[name](config)
 
 
 def _linear(config: Config) -> scaling.Rule:
     rule = scaling.Linear(config.need("factor"))
     if rule.factor < 1:
-        raise ValueError(config.text(f"{config.where}.factor must be at least 1", rule.factor))
+        raise config.error(f"{config.where}.factor must be at least 1", rule.factor)
     return rule
 
 
@@ -69,47 +67,39 @@ def _yarn(config: Config) -> scaling.Rule:
     given = {name: config.rope[name] for name in names if config.rope.get(name)}
     if config.rope.get("truncate") is not None:
         given["truncate"] = config.rope["truncate"]
-    return scaling.YaRN(_stretch(config), _original(config), **given)
+    return scaling.YaRN(_factor(config), _original_length(config), **given)
 
 
 def _longrope(config: Config) -> scaling.Rule:
-    gain = config.rope.get("attention_factor")
-    if gain is None:
-        gain = config.rope.get("long_mscale")
-    return scaling.LongRoPE(
-        config.need("short_factor"),
-        config.need("long_factor"),
-        _original(config),
-        _stretch(config),
-        gain,
-        config.rope.get("short_mscale"),
-    )
+    gains = [config.rope.get(name) for name in ("attention_factor", "long_mscale", "short_mscale")]
+    lists = [config.need(name) for name in ("short_factor", "long_factor")]
+    gain = gains[1] if gains[0] is None else gains[0]
+    return scaling.LongRoPE(*lists, _original_length(config), _factor(config), gain, gains[2])
 
 
 def _llama3(config: Config) -> scaling.Rule:
-    names = ("low_freq_factor", "high_freq_factor")
-    bands = [config.need(name) for name in names]
-    return scaling.Llama3(config.need("factor"), _original(config), *bands)
+    bands = [config.need(name) for name in ("low_freq_factor", "high_freq_factor")]
+    return scaling.Llama3(config.need("factor"), _original_length(config), *bands)
 
 
 def _proportional(config: Config) -> scaling.Rule:
     name = "partial_rotary_factor"
-    share = config.one("scaling", [name], [name])
+    share = config.one("scaling", name, (name,))
     return scaling.Proportional(1.0 if share is None else share, config.rope.get("factor") or 1.0)
 
 
-def _original(config: Config) -> Any:
+def _original_length(config: Config) -> Any:
     name = "original_max_position_embeddings"
-    value = config.one("original_length", [name], [name])
+    value = config.one("original_length", name, (name,))
     return config.need("max_position_embeddings") if value is None else value
 
 
-def _stretch(config: Config) -> Any:
+def _factor(config: Config) -> Any:
     if config.rope.get("factor") is not None:
         return config.rope["factor"]
     name = "max_position_embeddings"
     longest = checks.integer(config.who, name, config.need(name))
-    return longest / checks.integer(config.who, f"original_{name}", _original(config))
+    return longest / checks.integer(config.who, f"original_{name}", _original_length(config))
 
 
 _RULES: dict[str, Callable[[Config], scaling.Rule]] = {

@@ -12,37 +12,18 @@ from torch import Tensor
 
 from posenc import configs
 from posenc._contract import checks
-from posenc.configs import HEADS, INTERLEAVED_TO_HALVES, instead, text_part
+from posenc.configs import facts_of, rotation, text_part
 from posenc.interop.checkpoints import layouts
 from posenc.interop.checkpoints.layouts import Heads, Layout
 
 Config = Mapping[str, Any]
 
 # Each of these was built from its config class and converted, and its logits stayed the same.
-CONVERTED = frozenset(
-    """
-    afmoe apertus arcee aria_text axk1 bamba beam bitnet codegen cohere cohere2 cohere2_moe
-    cosmos3_edge_text cwm dbrx deepseek_v2 deepseek_v3 diffllama doge dots1 ernie4_5 ernie4_5_moe
-    esm esmc eurobert exaone4 exaone_moe falcon falcon_h1 flex_olmo flint gemma gemma2 gemma3_text
-    gemma3n_text glm glm4 glm4_moe glm4_moe_lite glm4v_moe_text glm4v_text glm_image_text
-    glm_ocr_text gpt_neox gpt_neox_japanese gpt_oss gptj granite granite_swa granitemoe
-    granitemoe_swa granitemoehybrid granitemoeshared gte helium higgs_audio_v2 hunyuan_v1_dense
-    hunyuan_v1_moe hy_v3 hyperclovax jais2 jina_embeddings_v3 kolibri1 lfm2 lfm2_moe llama
-    llama4_text mellum minicpm3 minimax_m2 ministral ministral3 mistral mistral4 mixtral modernbert
-    modernbert-decoder muse_glimmer_text nanochat nemotron nomic_bert olmo olmo2 olmo3 olmoe
-    openai_privacy_filter persimmon phi phi3 phimoe qwen2 qwen2_5_vl qwen2_5_vl_text qwen2_moe
-    qwen2_vl qwen2_vl_text qwen3 qwen3_5_moe_text qwen3_5_text qwen3_moe qwen3_next
-    qwen3_vl_moe_text qwen3_vl_text recurrent_gemma seed_oss smollm3 solar_open stablelm starcoder2
-    ultrabert vaultgemma youtu
-    """.split()
-)
+CONVERTED = configs.types_with("converted")
 # Here the config decides, by its `rope_interleave`.
-SWITCHED = CONVERTED & INTERLEAVED_TO_HALVES
-# `query_key_value` and the like go key head by key head; elsewhere queries, keys, values.
-_GROUPED = frozenset(("falcon", "gpt_neox", "gpt_neox_japanese", "internlm2", "persimmon"))
+SWITCHED = CONVERTED & configs.types_with("rope_interleave")
 _HEADS = ("num_attention_heads", "n_head", "n_heads")
 _FUSED = ("qkv", "qkv_grouped", "qkv_codegen")
-_GATED = frozenset(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"))
 
 _ROLES = {
     **dict.fromkeys(("q_proj", "q_b_proj", "query", "wq"), "q"),
@@ -106,7 +87,7 @@ class Model:
             raise ValueError(checks.message("convert", rule, f"{self.family} with {name}", way_out))
         if role == "qkv":
             return self.fused
-        return "q_gated" if role == "q" and self.family in _GATED else role
+        return "q_gated" if role == "q" and "gated" in facts_of(self.family) else role
 
     def order(self, name: str, shape: Sequence[int], to: Layout) -> Tensor | None:
         """Where each row of a tensor comes from, or None for a tensor that stays."""
@@ -175,67 +156,60 @@ def from_config(config: Config, **given: Any) -> Model:
             checks.message("convert", rule, got, "See posenc.interop.checkpoints.permute.")
         )
 
-    found = configs.Config(text, "convert")
+    found = configs.open_config(text, "convert")
+    fused = facts_of(family).get("fused")
+    layout: Layout | None = None
+    if family in CONVERTED:
+        layout = "interleaved" if rotation.family_layout(found)[0] else "half"
+        fused = fused or "qkv"
 
     def heads(layer: int) -> Heads:
         return _heads(found, layer, given)
 
-    layout: Layout | None = None
-    if family in CONVERTED:
-        layout = "interleaved" if found.own_layout()[0] else "half"
-    fused = "qkv_grouped" if family in _GROUPED else "qkv_codegen" if family == "codegen" else None
-    if fused is None and layout is not None:
-        fused = "qkv"
     return Model(heads, family, layout, given.get("fused") or fused, towers)
 
 
-def _heads(found: configs.Config, layer: int, given: Mapping[str, Any]) -> Heads:
-    config, family = found.top, found.kind
+def _heads(config: configs.Config, layer: int, given: Mapping[str, Any]) -> Heads:
+    top, model = config.top, config.model
 
     def first(*keys: str) -> Any:
         for key in keys:
-            value = config.get(key)
+            value = top.get(key)
             if isinstance(value, (list, tuple)):
                 value = value[layer] if layer < len(value) else None
             if value is not None:
                 return checks.integer("convert", key, value, least=0)
         return None
 
-    usual, usual_kv = HEADS.get(family, (None, None))
-    num_heads = given.get("num_heads") or first(*_HEADS) or usual
+    num_heads = given.get("num_heads") or first(*_HEADS) or model.get("num_attention_heads")
     if num_heads is None:
-        rule = "the config must say num_attention_heads"
+        rule, got = "the config must say num_attention_heads", f"only {sorted(map(str, top))[:8]}"
         way_out = (
             "Pass the model's config.json (config=, --config), or num_heads and head_dim"
             " (--num-heads, --head-dim)."
         )
-        raise ValueError(
-            checks.message("convert", rule, f"only {sorted(map(str, config))[:8]}", way_out)
-        )
-    kv_heads = given.get("num_kv_heads") or _kv_heads(config, family, first) or usual_kv
+        raise ValueError(checks.message("convert", rule, got, way_out))
+    kv_heads = first("num_key_value_heads", "num_kv_heads")
+    if config.kind == "falcon" and not top.get("new_decoder_architecture"):
+        kv_heads = 1 if top.get("multi_query", True) else None
+    elif isinstance(top.get("attn_config"), Mapping):
+        kv_heads = top["attn_config"].get("kv_n_heads")
+    kv_heads = given.get("num_kv_heads") or kv_heads or model.get("num_key_value_heads")
     rope, latent = first("qk_rope_head_dim"), first("kv_lora_rank")
     if latent is not None and rope is not None:
         width = (first("qk_nope_head_dim") or 0) + rope
         return Heads(num_heads, width, num_heads, rope, last=True, latent=latent)
-    # The part that rotates is not kept apart, whatever its width is called.
+    # Without latent attention, the part that rotates belongs to the head.
     known = {"qk_rope_head_dim": None, "head_dim": first("head_dim")}
-    found = found.at(layer, **dict.fromkeys(_HEADS, num_heads), **known)
-    width = given.get("head_dim") or found.head_dim(None)
-    rotary = given.get("rotary_dim") or found.rotary_dim(width)
+    own = configs.at_layer(config, layer, **dict.fromkeys(_HEADS, num_heads), **known)
+    width = given.get("head_dim") or rotation.head_dim(own, None)
+    rotary = given.get("rotary_dim") or rotation.rotary_dim(own, width)
     return Heads(num_heads, width, kv_heads, rotary)
-
-
-def _kv_heads(config: Config, family: str, first: Callable[..., Any]) -> Any:
-    if family == "falcon" and not config.get("new_decoder_architecture"):
-        return 1 if config.get("multi_query", True) else None
-    if isinstance(config.get("attn_config"), Mapping):
-        return config["attn_config"].get("kv_n_heads")
-    return first("num_key_value_heads", "num_kv_heads")
 
 
 def _refuse(config: Config) -> None:
     """What ties values to the order of the keys' channels cannot be permuted row by row."""
-    found = instead(config)
+    found = configs.not_rotary(config)
     if found is not None:
         rule, got = "positions must be rotary", f"{found[0]}={found[1]!r}"
         raise ValueError(checks.message("convert", rule, got, "There is nothing to convert."))

@@ -1,0 +1,155 @@
+"""The arguments of a rotation, one function for each: the config's keys, then its type's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from posenc._contract import checks
+from posenc.configs.nested import LAYOUT, mentions_rotation, per_layer
+from posenc.configs.reader import Config, local_key
+from posenc.numerics.axes import Axes, Sections
+
+_HEAD_DIMS = ("qk_rope_head_dim", "head_dim", "attention_head_dim", "kv_channels")
+# The width of a model, and the heads that share it.
+_SIZES = (
+    ("hidden_size", "num_attention_heads"), ("hidden_size", "n_head"), ("n_embd", "n_head"),
+    ("d_model", "n_heads"), ("dim", "n_heads"),
+)  # fmt: skip
+_BASES = (
+    "rope_theta", "rotary_emb_base", "rope_base", "rotary_embedding_base", "rope_embedding_base",
+)  # fmt: skip
+_SHARE = "partial_rotary_factor"
+_SHARES = (_SHARE, "rotary_pct", "rope_pct", "rotary_emb_fraction")
+# One head is not wider than this in any model; a larger number is not a width.
+_WIDEST_HEAD = 2**13
+
+
+def head_dim(config: Config, layer_type: str | None) -> int:
+    """Channels of a head; of latent attention, those of the part that rotates."""
+    top = config.top
+    own = per_layer(top, layer_type, "head_dim")
+    if own is not None:
+        return _width(config, "head_dim", own, "per_layer_config")
+    wide = ("global_head_dim",) if layer_type == "full_attention" else ()
+    for name in (*wide, *_HEAD_DIMS):
+        if top.get(name) is not None and top[name] != 0:
+            return _width(config, name, top[name], name)
+    for name in (*wide, *_HEAD_DIMS):
+        if name in config.model:
+            return _width(config, "head_dim", config.model[name], "model_type")
+    for size, heads in _SIZES:
+        if top.get(size) is not None and top.get(heads) is not None:
+            width = checks.integer(config.who, size, top[size])
+            count = checks.integer(config.who, heads, top[heads])
+            if width % count and config.who == "convert":
+                # transformers rounds down; rows of weights have to belong to a head.
+                rule = f"{size} must be a multiple of the {count} heads"
+                raise config.error(rule, width, "Pass head_dim (--head-dim).")
+            return _width(config, "head_dim", width // count, f"{size} / {heads}")
+    if "default_head_dim" in config.model and "hidden_size" not in top:
+        return _width(config, "head_dim", config.model["default_head_dim"], "model_type")
+    rule = "head_dim must be in the config, or hidden_size and num_attention_heads"
+    keys = ", ".join(sorted(str(key) for key in top if top[key] is not None))
+    got = f"keys {keys if len(keys) <= 200 else keys[:197] + '...'}" if keys else "no keys"
+    raise config.error(rule, got, "Add head_dim.")
+
+
+def _width(config: Config, name: str, value: Any, source: str) -> int:
+    width = checks.even(config.who, name, value)
+    if width > _WIDEST_HEAD:
+        raise config.error(f"{name} must be at most {_WIDEST_HEAD}", width)
+    config.sources["head_dim"] = config.prefix + source
+    return width
+
+
+def base(config: Config, layer_type: str | None) -> float:
+    """The base of the rates."""
+    keys, usual, local = _BASES, "rope_theta", local_key(config)
+    if layer_type == "sliding_attention" and local:
+        if local != "model_type":
+            keys, usual = (local,), "rope_local_base_freq"
+        elif config.model["rope_local_base_freq"] is not None:
+            keys, usual = (), "rope_local_base_freq"
+    elif config.top.get("global_rope_theta") is not None:
+        keys = ("global_rope_theta",)
+    value = config.one("base", "rope_theta", keys)
+    inner = config.top.get("attn_config")
+    if value is None and isinstance(inner, Mapping) and inner.get("rope_theta") is not None:
+        value = inner["rope_theta"]
+        config.sources["base"] = f"{config.prefix}attn_config.rope_theta"
+    if value is None:
+        value = config.default("base", usual)
+    if value is None and config.kind and not mentions_rotation(config.top):
+        rule = f"rope_theta must be given, because {config.kind} is not known to rotate"
+        raise config.error(rule, None, "If it does, add rope_theta: 10000 is the usual one.")
+    name = config.sources.get("base", "base")
+    return 10_000.0 if value is None else checks.base(config.who, value, name)
+
+
+def rotary_dim(config: Config, head_dim: int) -> int:
+    """Channels of a head that rotate."""
+    if config.top.get("qk_rope_head_dim"):
+        # They are a part of their own, which rotates as a whole.
+        return head_dim
+    if "proportional" in (config.rope.get("rope_type"), config.rope.get("type")):
+        # Such a rule gives pairs a rate of zero instead of leaving channels out.
+        return head_dim
+    share, count = config.one("rotary_dim", _SHARE, _SHARES), config.top.get("rotary_dim")
+    if count is not None:
+        config.sources.setdefault("rotary_dim", f"{config.prefix}rotary_dim")
+    if share is None and "rotary_dim" not in config.top:
+        # Null would be all of the head.
+        count = config.default("rotary_dim", "rotary_dim")
+    if share is None and count is None:
+        share = config.default("rotary_dim", _SHARE)
+    if share is None:
+        return head_dim if count is None else checks.even(config.who, "rotary_dim", count)
+    share = checks.positive_float(config.who, _SHARE, share)
+    width = int(head_dim * share) if share <= 1 else 0
+    if width < 2 or width % 2:
+        rule = f"{_SHARE} must be at most 1, and rotate an even number of the {head_dim} channels"
+        raise config.error(rule, f"{share:g}")
+    if count is not None and count != width:
+        raise config.contradiction("rotary_dim", _SHARE, f"{count} and {width} channels")
+    return width
+
+
+def layout(config: Config) -> tuple[bool, bool | None]:
+    """Whether pairs are adjacent, in the input and, if it differs, in the output."""
+    if config.converted is None:
+        return family_layout(config)
+    if config.converted not in ("half", "interleaved"):
+        raise config.error(f"{LAYOUT} must be 'half' or 'interleaved'", config.converted)
+    config.sources["interleaved"] = LAYOUT
+    return config.converted == "interleaved", None
+
+
+def family_layout(config: Config) -> tuple[bool, bool | None]:
+    """As `layout`, of the model's own code, whatever a conversion has written."""
+    key = "rope_interleave"
+    if config.top.get("use_mla") is False:
+        # DeepSeek's without latent attention are Llama's.
+        return False, None
+    flag = config.top.get(key)
+    if flag is not None:
+        config.sources["interleaved"] = config.prefix + key
+    else:
+        flag = config.default("interleaved", key)
+    if flag is not None:
+        adjacent = checks.boolean(config.who, key, flag)
+        return adjacent, False if adjacent else None
+    return config.default("interleaved", "layout") == "interleaved", None
+
+
+def axes(config: Config) -> Axes | None:
+    """Coordinates of M-RoPE."""
+    sizes = config.rope.get("mrope_section")
+    if sizes is None:
+        return None
+    config.sources["axes"] = f"{config.prefix}{config.where}.mrope_section"
+    flag = config.rope.get("mrope_interleaved") or config.rope.get("interleaved") or False
+    if config.model.get("mrope_interleaved"):
+        # Their code interleaves without asking.
+        flag = True
+    return Sections(sizes, checks.boolean(config.who, "mrope_interleaved", flag))

@@ -1,0 +1,32 @@
+"""The data file, against what the installed transformers makes of it."""
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+import transformers
+
+ROOT = Path(__file__).parents[2]
+WRITTEN = json.loads((ROOT / "src/posenc/configs/models.json").read_text())
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.skipif(
+    transformers.__version__ != WRITTEN["transformers"],
+    reason="the file was written with another release of transformers",
+)
+def test_the_file_is_what_the_tool_writes():
+    spec = importlib.util.spec_from_file_location("tools_configs", ROOT / "tools/configs.py")
+    tool = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(tool)
+    found = tool.rows()
+    assert found == WRITTEN["models"]
+    assert tool.PATH.read_text() == tool.text(found)
+
+
+def test_rows_are_sorted_and_say_something():
+    rows = WRITTEN["models"]
+    assert list(rows) == sorted(rows)
+    assert all(row and list(row) == sorted(row) for row in rows.values())

@@ -1,0 +1,385 @@
+"""Writes ``src/posenc/configs/models.json``: what each model type does where its config is silent.
+
+    python tools/configs.py
+
+A ``config.json`` may leave out what is the default of its class. The defaults are read off the
+config classes of the installed transformers, and pair layouts by trying the rotating functions of
+its models. `BY_HAND` has the facts that neither says. Nothing is downloaded. Half a minute.
+
+Keys of a row that are also keys of a config have the value of a config that lacks them:
+``rope_theta``, ``rope_local_base_freq`` (null: as ``rope_theta``, unscaled), ``head_dim``,
+``qk_rope_head_dim``, ``rotary_dim``, ``partial_rotary_factor``, ``rope_interleave``,
+``mrope_interleaved``, ``num_attention_heads``, ``num_key_value_heads``. The other keys:
+
+- ``rope_parameters``: ``"required"`` if rotations are scaled, or differ by layer, by default
+- ``layout``: ``"interleaved"`` if pairs are adjacent channels
+- ``refused``: why no RoPE rotates as this type does
+- ``positions``: the kind of positions of a type that does not rotate; see ``BY_HAND``
+- ``converted``: a tiny model was converted to the other layout, and kept its logits
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import inspect
+import json
+import warnings
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import transformers
+from huggingface_hub.errors import StrictDataclassError
+from transformers import CONFIG_MAPPING
+
+from posenc.configs import text_part
+from posenc.interop.huggingface.rewrite import rotates
+from posenc.interop.huggingface.variants import recognise
+
+PATH = Path(__file__).resolve().parents[1] / "src" / "posenc" / "configs" / "models.json"
+RULES = {"default", "linear", "dynamic", "yarn", "longrope", "llama3", "proportional"}
+# Their rotation is not along a sequence, or belongs to a part that has a type of its own.
+SKIPPED = {"blt", "edgetam_video", "efficientloftr", "mlcd", "sam2_video", "sam3_tracker_video"}
+# Their older files name the base of sliding layers beside that of the others.
+LOCAL = {"gemma3_text", "gemma3n_text", "modernbert", "modernbert-decoder"}
+
+# What the classes do not say: the reason, the types, and the facts.
+BY_HAND: list[tuple[str, str, dict[str, Any]]] = [
+    (
+        "They rotate, and no key of their configs says so.",
+        "clvp_decoder clvp_encoder codegen esm gptj roformer",
+        {"rope_theta": 10_000.0},
+    ),
+    (
+        "It has no class: its files are DeepSeek-V3's under another name.",
+        "kimi_k2",
+        {"rope_theta": 10_000.0, "rope_interleave": True, "qk_rope_head_dim": 64},
+    ),
+    ("Its functions are methods, which are not tried.", "roformer", {"layout": "interleaved"}),
+    ("Its parts have types of their own.", "blt", {"layout": "interleaved"}),
+    (
+        "Old files are not nested; they scale the layers of full attention alone.",
+        "olmo3",
+        {"rope_local_base_freq": None},
+    ),
+    ("Its full layers do not rotate.", "beam", {"rope_theta": 10_000.0}),
+    (
+        "Models of several inputs publish the text part with nothing but its type.",
+        "llama mistral mixtral qwen2",
+        {"default_head_dim": 128},
+    ),
+    (
+        "Gemma 3's files leave even these out.",
+        "gemma3_text",
+        {"num_attention_heads": 8, "num_key_value_heads": 4},
+    ),
+    (
+        "Their classes take it, and keep it by layer.",
+        "diffusion_gemma_text embedding_gemma2_text gemma4_text gemma4_unified_text",
+        {"global_head_dim": 512},
+    ),
+    (
+        "Without position_embedding_type they do not rotate.",
+        "esm granitemoehybrid",
+        {"rotary_by_default": False},
+    ),
+    (
+        "Its files have kept the position_embedding_type of another model.",
+        "modernbert modernbert-decoder",
+        {"ignores_position_embedding_type": True},
+    ),
+    # Rotations that no RoPE has, whatever their configs say.
+    (
+        "It has no class here, and its own code reads its keys in ways of its own.",
+        "chatglm",
+        {"refused": "half of a head rotates, in adjacent pairs, and rope_ratio scales the base"},
+    ),
+    (
+        "Read in its code.",
+        "dinov3_vit eomt_dinov3 sapiens2",
+        {"refused": "its coordinates are fractions of an image"},
+    ),
+    (
+        "Read in its code.",
+        "llama4_vision_model pixtral sam3_vit_model",
+        {"refused": "positions are those of an image, see posenc.axes.Axial"},
+    ),
+    (
+        "Read in its code.",
+        "ernie4_5_vl_moe ernie4_5_vl_moe_text",
+        {"refused": "its pairs are in an order of their own"},
+    ),
+    (
+        "Read in its code.",
+        "hunyuan_vl_text",
+        {"refused": "the channels of a pair rotate by coordinates that differ"},
+    ),
+    ("Read in its code.", "musicflamingo", {"refused": "its positions are times of an audio"}),
+    ("Read in its code.", "nanochat", {"refused": "it rotates the other way"}),
+    # Layers without rotation.
+    (
+        "Each n-th layer does not rotate; n is the key's value, 4 by default.",
+        "llama4_text mistral_large4_text smollm3",
+        {"no_rope_interval": "no_rope_layer_interval"},
+    ),
+    (
+        "The same.",
+        "cohere2 exaone4 exaone_moe",
+        {"no_rope_interval": "sliding_window_pattern"},
+    ),
+    ("The same.", "afmoe", {"no_rope_interval": "global_attn_every_n_layers"}),
+    (
+        "Layers of full attention do not rotate.",
+        "afmoe cohere2 exaone4 exaone_moe flint",
+        {"full_attention_rotates": False},
+    ),
+    # Weights.
+    (
+        "tests/interop/test_families.py converts each of them.",
+        """
+        afmoe apertus arcee aria_text axk1 bamba beam bitnet codegen cohere cohere2 cohere2_moe
+        cosmos3_edge_text cwm dbrx deepseek_v2 deepseek_v3 diffllama doge dots1 ernie4_5
+        ernie4_5_moe esm esmc eurobert exaone4 exaone_moe falcon falcon_h1 flex_olmo flint gemma
+        gemma2 gemma3_text gemma3n_text glm glm4 glm4_moe glm4_moe_lite glm4v_moe_text glm4v_text
+        glm_image_text glm_ocr_text gpt_neox gpt_neox_japanese gpt_oss gptj granite granite_swa
+        granitemoe granitemoe_swa granitemoehybrid granitemoeshared gte helium higgs_audio_v2
+        hunyuan_v1_dense hunyuan_v1_moe hy_v3 hyperclovax jais2 jina_embeddings_v3 kolibri1 lfm2
+        lfm2_moe llama llama4_text mellum minicpm3 minimax_m2 ministral ministral3 mistral mistral4
+        mixtral modernbert modernbert-decoder muse_glimmer_text nanochat nemotron nomic_bert olmo
+        olmo2 olmo3 olmoe openai_privacy_filter persimmon phi phi3 phimoe qwen2 qwen2_5_vl
+        qwen2_5_vl_text qwen2_moe qwen2_vl qwen2_vl_text qwen3 qwen3_5_moe_text qwen3_5_text
+        qwen3_moe qwen3_next qwen3_vl_moe_text qwen3_vl_text recurrent_gemma seed_oss smollm3
+        solar_open stablelm starcoder2 ultrabert vaultgemma youtu
+        """,
+        {"converted": True},
+    ),
+    (
+        "Rows of their fused projection go key head by key head; elsewhere queries, keys, values.",
+        "falcon gpt_neox gpt_neox_japanese internlm2 persimmon",
+        {"fused": "qkv_grouped"},
+    ),
+    ("Its rows are in four blocks, made for four devices.", "codegen", {"fused": "qkv_codegen"}),
+    (
+        "A head of queries is followed by its gate.",
+        "qwen3_5_moe_text qwen3_5_text qwen3_next",
+        {"gated": True},
+    ),
+    # Positions that are not rotary; tests/configs/test_others.py compares them with the models.
+    ("Slopes of each model differ.", "bloom mpt", {"positions": "alibi"}),
+    ("It has no class here, and its heads no key that is known.", "gpt_refact",
+     {"positions": "own_alibi"}),
+    (
+        "A table whose first position has row 0.",
+        """
+        albert bert bert-generation big_bird bigbird_pegasus blenderbot blenderbot-small
+        blip_text_model canine clip_text_model convbert distilbert electra ernie fnet gpt2
+        gpt_bigcode gpt_neo imagegpt layoutlm layoutlmv2 led megatron-bert mobilebert openai-gpt
+        rembert roc_bert siglip_text_model splinter squeezebert vilt visual_bert xlm
+        """,
+        {"positions": "learned"},
+    ),
+    (
+        "A table whose first position has row pad_token_id + 1.",
+        """
+        camembert data2vec-text ibert layoutlmv3 lilt longformer luke markuplm mpnet prophetnet
+        roberta roberta-prelayernorm xlm-roberta xlm-roberta-xl xmod
+        """,
+        {"positions": "learned", "offset": "pad_token_id"},
+    ),
+    (
+        "A table with two rows before that of the first position.",
+        "bart biogpt mbart mra nystromformer opt plbart trocr yoso",
+        {"positions": "learned", "offset": 2},
+    ),
+    (
+        "The table is narrower than the model.",
+        "albert convbert electra squeezebert",
+        {"embed_dim": "embedding_size"},
+    ),
+    ("The same.", "rembert", {"embed_dim": "input_embedding_size"}),
+    (
+        "Encoder and decoder have tables of their own lengths.",
+        "speech_to_text whisper",
+        {"max_len": {"encoder": "max_source_positions", "decoder": "max_target_positions"}},
+    ),
+    (
+        "The same.",
+        "led",
+        {
+            "max_len": {
+                "encoder": "max_encoder_position_embeddings",
+                "decoder": "max_decoder_position_embeddings",
+            }
+        },
+    ),
+    (
+        "Rates are b^(-2i/D).",
+        "ctrl marian pegasus",
+        {"positions": "sinusoidal", "downscale_freq_shift": 0},
+    ),
+    (
+        "Rates are b^(-i/(D/2 - 1)).",
+        "m2m_100 nllb-moe pegasus_x speech_to_text whisper xglm",
+        {"positions": "sinusoidal", "downscale_freq_shift": 1},
+    ),
+    (
+        "Fairseq's positions count from pad_token_id + 1.",
+        "m2m_100 nllb-moe speech_to_text xglm",
+        {"offset": "pad_token_id"},
+    ),
+    ("Its decoder learns.", "whisper", {"decoder": "learned"}),
+    (
+        "T5's bias, one number for each head and bucket of distances.",
+        "codet5 longt5 mt5 switch_transformers t5 umt5",
+        {"positions": "buckets"},
+    ),
+    ("Read in their code.", "deberta deberta-v2 funnel speecht5 udop xlnet",
+     {"positions": "relative"}),
+    (
+        "Read in their code.",
+        "data2vec-audio hubert unispeech unispeech-sat wav2vec2 wavlm",
+        {"positions": "convolution"},
+    ),
+    (
+        "Read in their code.",
+        """
+        beit blip blip-2 blip_vision_model clip clip_vision_model data2vec-vision deit dinov2
+        dinov2_with_registers siglip siglip_vision_model videomae vit vit_mae
+        """,
+        {"positions": "patches"},
+    ),
+    ("Read in their code.", "blip_2_qformer jamba mamba mamba2 nemotron_h rwkv zamba",
+     {"positions": "none"}),
+]  # fmt: skip
+
+
+def main() -> None:
+    """Write the file."""
+    PATH.write_text(text(rows()))
+    print(f"Written to {PATH}.")
+
+
+def text(found: dict[str, dict[str, Any]]) -> str:
+    """The file: a line for each model type."""
+    lines = [f"  {json.dumps(kind)}: {json.dumps(found[kind])}" for kind in sorted(found)]
+    head = f'{{\n "transformers": {json.dumps(transformers.__version__)},\n "models": {{\n'
+    return head + ",\n".join(lines) + "\n }\n}\n"
+
+
+def rows() -> dict[str, dict[str, Any]]:
+    """What is known of each model type, keys sorted; types of which nothing is are left out."""
+    found: dict[str, dict[str, Any]] = {}
+    for _, kinds, facts in BY_HAND:
+        for kind in kinds.split():
+            found[kind] = found.get(kind, {}) | facts
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        transformers.logging.set_verbosity_error()
+        for kind in CONFIG_MAPPING:
+            said = found.get(kind, {})
+            if "refused" not in said:
+                found[kind] = _read(kind, said) | said
+    return {kind: dict(sorted(row.items())) for kind, row in found.items() if row}
+
+
+def _read(kind: str, said: dict[str, Any]) -> dict[str, Any]:
+    """What transformers knows of a type; ``said`` is what is known by hand."""
+    config = _config(kind)
+    text, _ = text_part(config)
+    if text is not config:
+        # Older files may have the keys of the text part beside the type of the whole.
+        inner = CONFIG_MAPPING[text["model_type"]] if text.get("model_type") else None
+        beside = inner is not None and _module(kind) == _module(text["model_type"])
+        layout = _tried(kind) if beside and text.get("rope_parameters") else {}
+        return {key: layout[key] for key in ("layout", "rope_interleave") if key in layout}
+    row = _defaults(kind, config, said)
+    # An empty dict has an entry for each layer type, once a file names them.
+    has_rotation = row or "layout" in said or config.get("rope_parameters") == {}
+    return row | _tried(kind) if has_rotation else {}
+
+
+def _config(kind: str) -> dict[str, Any]:
+    try:
+        return CONFIG_MAPPING[kind]().to_dict()
+    except (ValueError, StrictDataclassError):
+        # Configs that are made of two others have no default.
+        return {}
+
+
+def _defaults(kind: str, config: dict[str, Any], said: dict[str, Any]) -> dict[str, Any]:
+    """What the config class of a type that rotates fills in."""
+    rope = config.get("rope_parameters")
+    if not rope and "rope_theta" in said:
+        rope = {"rope_theta": said["rope_theta"]}
+    if not rope or kind in SKIPPED:
+        return {}
+    layers = {name: each for name, each in rope.items() if isinstance(each, dict) or each is None}
+    dicts = [each for each in layers.values() if each] or [rope]
+    if {each.get("rope_type", "default") for each in dicts} - RULES:
+        return {}
+    row: dict[str, Any] = {}
+    differ = any(each != dicts[0] for each in dicts) or None in layers.values()
+    scaled = any(each.get("rope_type", "default") != "default" for each in dicts)
+    if kind in LOCAL:
+        dicts, differ = [layers["full_attention"]], False
+        row["rope_local_base_freq"] = float(layers["sliding_attention"]["rope_theta"])
+    elif differ or scaled or len(layers) == 1 or "mrope_section" in rope:
+        row["rope_parameters"] = "required"
+    if not differ:
+        row["rope_theta"] = float(dicts[0]["rope_theta"])
+        share = dicts[0].get("partial_rotary_factor")
+        if share not in (None, 1) and not config.get("qk_rope_head_dim"):
+            row["partial_rotary_factor"] = share
+    row |= {key: config[key] for key in ("rotary_dim", "qk_rope_head_dim") if config.get(key)}
+    # A width that is worked out from others is none of the class's own.
+    fixed = {each.name: each.default for each in dataclasses.fields(CONFIG_MAPPING[kind])}
+    width = fixed.get("head_dim") or fixed.get("kv_channels")
+    if isinstance(width, int) and "qk_rope_head_dim" not in row:
+        row["head_dim"] = width
+    return row
+
+
+def _module(kind: str) -> str:
+    return CONFIG_MAPPING[kind].__module__.replace("configuration_", "modeling_")
+
+
+def _tried(kind: str) -> dict[str, Any]:
+    """How the rotating functions beside a config class pair channels, and mix coordinates."""
+    if importlib.util.find_spec(_module(kind)) is None:
+        # Some folders have configs alone.
+        return {}
+    beside = vars(importlib.import_module(_module(kind)))
+    functions = [
+        function
+        for name, function in beside.items()
+        if inspect.isfunction(function) and rotates(name) and "vision" not in name
+    ]
+    layouts = {known.layout for known in map(recognise, functions) if known is not None}
+    row: dict[str, Any] = {}
+    if "interleaved to half" in layouts:
+        row["rope_interleave"] = True
+    elif layouts == {"interleaved"}:
+        row["layout"] = "interleaved"
+    mixers = [
+        each.recomposition_frequencies
+        for name, each in beside.items()
+        if hasattr(each, "recomposition_frequencies") and "Vision" not in name
+    ]
+    if any(map(_interleaves, mixers)):
+        row["mrope_interleaved"] = True
+    return row
+
+
+def _interleaves(mixer: Any) -> bool:
+    """Whether coordinates alternate pair by pair, seen from four pairs of sections 2, 1 and 1."""
+    by_layer = "layer_type" in inspect.signature(mixer).parameters
+    sections = {"all": [2, 1, 1]} if by_layer else [2, 1, 1]
+    axes = torch.arange(3.0)[:, None].repeat(1, 4)
+    mixed = mixer(SimpleNamespace(mrope_section=sections), axes, *(["all"] if by_layer else []))
+    return mixed[:4].tolist() == [0.0, 1.0, 2.0, 0.0]
+
+
+if __name__ == "__main__":
+    main()
