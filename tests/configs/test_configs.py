@@ -1,9 +1,6 @@
 import json
 
 import pytest
-import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from posenc import RoPE, axes, configs, scaling
 
@@ -293,70 +290,3 @@ def test_what_is_no_config_is_refused(tmp_path):
     for wrong in (3, None, [SIZES]):
         with pytest.raises(TypeError, match="config must be a dict"):
             RoPE.from_config(wrong)
-
-
-scalar = st.one_of(
-    st.none(),
-    st.booleans(),
-    st.integers(-4, 300),
-    st.floats(),
-    st.sampled_from([1.0, 2.0, 0.5, 32, 64, 128, 4096, 1e4, 1e300, 1e-300, "4", "", "linear"]),
-)
-numbers = st.lists(st.floats(0.5, 4.0), min_size=0, max_size=40)
-kinds = st.sampled_from(
-    "default linear dynamic yarn longrope su llama3 proportional mrope axial cubic".split()
-)
-rope = st.fixed_dictionaries(
-    {},
-    optional={
-        "rope_type": st.one_of(kinds, kinds, scalar),
-        "type": st.one_of(kinds, scalar),
-        "factor": st.one_of(st.floats(1.0, 64.0), scalar),
-        "original_max_position_embeddings": st.one_of(st.integers(1, 8192), scalar),
-        "short_factor": st.one_of(numbers, scalar),
-        "long_factor": st.one_of(numbers, scalar),
-        "low_freq_factor": st.one_of(st.floats(0.1, 8.0), scalar),
-        "high_freq_factor": st.one_of(st.floats(0.1, 8.0), scalar),
-        "mrope_section": st.one_of(st.lists(st.integers(0, 20), max_size=4), scalar),
-        **dict.fromkeys(
-            "rope_theta partial_rotary_factor attention_factor beta_fast beta_slow mscale "
-            "mscale_all_dim truncate mrope_interleaved short_mscale alpha unknown".split(),
-            scalar,
-        ),
-    },
-)
-nested = st.dictionaries(st.sampled_from(["full_attention", "sliding_attention"]), rope | scalar)
-top = st.fixed_dictionaries(
-    {},
-    optional={
-        "hidden_size": st.one_of(st.sampled_from([64, 512, 4096]), scalar),
-        "num_attention_heads": st.one_of(st.sampled_from([1, 8, 32]), scalar),
-        "head_dim": st.one_of(st.none(), st.sampled_from([4, 64, 128]), scalar),
-        "rope_scaling": rope | nested | scalar,
-        "rope_parameters": rope | nested | scalar,
-        "layer_types": st.lists(st.sampled_from(["full_attention", "b"])) | scalar,
-        "model_type": st.sampled_from(["llama", "cohere", "deepseek_v3"]) | scalar,
-        **dict.fromkeys(
-            "rope_theta rotary_pct rotary_dim partial_rotary_factor max_position_embeddings "
-            "rope_local_base_freq rotary_emb_base qk_rope_head_dim rope_interleave".split(),
-            scalar,
-        ),
-    },
-)
-layer = st.sampled_from([None, None, "full_attention", "sliding_attention", 3])
-
-
-# Ten thousand in `make test-all`.
-MANY = settings.default.max_examples * 25
-
-
-@settings(max_examples=MANY, suppress_health_check=list(HealthCheck))
-@given(config=top | st.dictionaries(st.text(max_size=4), scalar), layer_type=layer)
-def test_any_dict_ends_in_a_rope_or_a_clear_error(config, layer_type):
-    """No KeyError, no OverflowError, no half-built module."""
-    try:
-        made = RoPE.from_config(config, layer_type=layer_type)
-    except (ValueError, TypeError):
-        return
-    assert made.inv_freq().isfinite().all()
-    assert torch.isfinite(torch.tensor(made.attention_factor(10_000)))

@@ -90,7 +90,7 @@ SECTIONS = ["cosmos3_edge", "glm_image", "qwen2_5_vl", "qwen2_vl", "qwen3_5", "q
 
 @pytest.mark.parametrize("folder", SECTIONS)
 @pytest.mark.filterwarnings("ignore")
-def test_coordinates_are_dealt_as_by_the_model(folder):
+def test_coordinates_are_mixed_as_by_the_model(folder):
     (name,) = (each for where, each in ALL if where == folder)
     module, theirs, config = made_by(folder, name)
     pairs = theirs(config).inv_freq.numel()

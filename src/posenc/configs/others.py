@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from difflib import SequenceMatcher
 from typing import Any
 
 from posenc._contract import checks
 from posenc.configs.models import facts_of
-from posenc.configs.nested import KIND_KEYS, mentions_rotation
+from posenc.configs.nested import KIND_KEYS, LAYOUT, mentions_rotation
+from posenc.configs.reader import Config
 
 # Models have a few hundred; slopes are made for each, so a larger number is not a count of heads.
 _MOST_HEADS = 2**12
 _WIDTHS = ("hidden_size", "n_embd", "d_model", "dim", "emb_dim")
 _LENGTHS = ("max_position_embeddings", "n_positions")
 _HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
+# Keys beside the dict of rotation, whose misspelling would go unnoticed.
+_KEYS = (
+    "rope_theta", "rope_scaling", "rope_parameters", "rope_interleave", "rope_local_base_freq",
+    "partial_rotary_factor", "rotary_dim", "rotary_pct", "rope_pct", "rotary_emb_base",
+    "rotary_embedding_base", "original_max_position_embeddings", "max_position_embeddings", LAYOUT,
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,18 +79,14 @@ class Other:
 Part = Alibi | Learned | Sinusoidal | Buckets | Other
 
 _NONE_HERE = "Use the model's own code: posenc has no module for it."
+_SIZES = "Use LearnedPosEmbedding(max_len, embed_dim); `posenc explain` prints the sizes."
+_LINE = "Use functional.timestep_embedding; `posenc explain` prints the line."
 # What each kind is called, and what to do about it.
 NOUNS = {
     "alibi": ("ALiBi", "Use ALiBi.from_config."),
     "own_alibi": ("ALiBi", "Construct ALiBi(num_heads) directly."),
-    "learned": (
-        "a learned table of positions",
-        "Use LearnedPosEmbedding(max_len, embed_dim); `posenc explain` prints the sizes.",
-    ),
-    "sinusoidal": (
-        "sinusoidal positions",
-        "Use functional.timestep_embedding; `posenc explain` prints the line.",
-    ),
+    "learned": ("a learned table of positions", _SIZES),
+    "sinusoidal": ("sinusoidal positions", _LINE),
     "buckets": ("T5's relative bias, a number for each bucket of distances", _NONE_HERE),
     "relative": ("relative position embeddings", _NONE_HERE),
     "convolution": ("a convolution for positions", _NONE_HERE),
@@ -108,10 +112,9 @@ def not_rotary(config: Mapping[str, Any]) -> tuple[str, Any] | None:
     said = {key: config[key] for key in KIND_KEYS if config.get(key)}
     if not said and not model.get("rotary_by_default", True):
         return KIND_KEYS[0], None
-    if model.get("ignores_position_embedding_type"):
-        said = {}
     for key, value in said.items():
-        if "rope" not in str(value) and "rotary" not in str(value):
+        rotary = "rope" in str(value) or "rotary" in str(value)
+        if not rotary and not model.get("ignores_position_embedding_type"):
             return key, value
     for key, wanted in (("alibi", False), ("use_mem_rope", True)):
         if config.get(key) is not None and bool(config[key]) is not wanted:
@@ -119,81 +122,97 @@ def not_rotary(config: Mapping[str, Any]) -> tuple[str, Any] | None:
     return None
 
 
-def describe(config: Mapping[str, Any], prefix: str) -> tuple[Part, ...]:
+def refuse_unlike(config: Config) -> None:
+    """Refuse positions that no RoPE has, misspelled keys, and rotations that are left unsaid."""
+    top, prefix, kind = config.top, config.prefix, config.kind
+    other, found = kind_of(top), not_rotary(top)
+    if other is not None:
+        noun, way_out = NOUNS[other]
+        rule = f"model_type {kind!r} has no rotary embedding"
+        raise ValueError(f"{config.who}: {rule}. It has {noun}.\n  {way_out}")
+    if "refused" in config.model:
+        rule = f"model_type {kind!r} has a rotation that RoPE does not: {config.model['refused']}"
+        raise ValueError(f"{config.who}: {rule}.\n  Use functional.rotate with its tables.")
+    if found is not None:
+        way_out = "Construct RoPE(...) directly if the model rotates."
+        if found[0] == "alibi":
+            way_out = "Use ALiBi(num_heads), whose biases the model has."
+        rule = f"{prefix}{found[0]} must say that positions are rotary"
+        raise config.error(rule, found[1], way_out)
+    if top.get("rope_ratio") not in (None, 1, 1.0):
+        rule, way_out = f"{prefix}rope_ratio must be left out", "Give rope_theta, 10000 times it."
+        raise config.error(rule, top["rope_ratio"], way_out)
+    for key, value in top.items():
+        for meant in _KEYS if isinstance(key, str) and value else ():
+            if top.get(meant) is None and _is_typo(key, meant):
+                rule = f"{prefix}{key} must be a key that is known"
+                raise config.error(rule, key, f"Did you mean {meant}?")
+    if "rope_parameters" in config.model and not config.where:
+        rule = f"{prefix}rope_parameters must be given, because this is {kind}"
+        way_out = "Add them: without them its rotation is scaled, or differs by layer."
+        raise config.error(rule, None, way_out)
+
+
+def _is_typo(key: str, meant: str) -> bool:
+    """Whether one letter is wrong, missing or too many, or two are swapped; not at the ends."""
+    if abs(len(key) - len(meant)) > 1 or meant in key or key in meant:
+        return False
+    # A wrong letter and its place are two that match nothing.
+    blocks = SequenceMatcher(None, key, meant).get_matching_blocks()
+    return len(key) + len(meant) - 2 * sum(block.size for block in blocks) <= 2
+
+
+def describe(config: Config) -> tuple[Part, ...]:
     """The positions of a type with a `kind_of`; encoder and decoder one by one if they differ."""
-    kind = kind_of(config)
+    kind = kind_of(config.top)
     if kind == "alibi":
-        return (_alibi(config, prefix),)
+        return (_alibi(config),)
     if kind == "buckets":
-        count = _Counts(config, prefix)
-        sizes = count("num_buckets", "relative_attention_num_buckets", default=32)
-        far = count("max_distance", "relative_attention_max_distance", default=128)
-        return (Buckets(sizes, far, count("num_heads", *_HEADS), count.sources),)
+        buckets = config.count("num_buckets", "relative_attention_num_buckets", default=32)
+        far = config.count("max_distance", "relative_attention_max_distance", default=128)
+        return (Buckets(buckets, far, config.count("num_heads", *_HEADS), config.sources),)
     if kind in ("learned", "sinusoidal"):
-        parts = facts_of(config["model_type"]).get("max_len", {None: None})
-        return tuple(_table(config, prefix, part, key) for part, key in parts.items())
+        parts = config.model.get("max_len", {None: None})
+        return tuple(_table(replace(config, sources={}), *each) for each in parts.items())
     return (Other(NOUNS[kind or "none"][0]),)
 
 
-def _table(config: Mapping[str, Any], prefix: str, part: str | None, key: str | None) -> Part:
-    model, count = facts_of(config["model_type"]), _Counts(config, prefix)
-    length = count("max_len", *((key,) if key else _LENGTHS))
-    width = count("embed_dim", *((model["embed_dim"],) if "embed_dim" in model else _WIDTHS))
+def _table(config: Config, part: str | None, key: str | None) -> Part:
+    model = config.model
+    length = config.count("max_len", *((key,) if key else _LENGTHS))
+    width = config.count("embed_dim", *((model["embed_dim"],) if "embed_dim" in model else _WIDTHS))
     first = model.get("offset", 0)
     if first == "pad_token_id":
-        pad = config.get(first)
+        pad = config.top.get(first)
         if pad is not None:
-            count.sources["offset"] = prefix + first
-        first = 1 + checks.integer("from_config", first, 1 if pad is None else pad, least=0)
-    elif first:
-        # The rows before the first position are not counted by the key.
+            config.sources["offset"] = config.prefix + first
+        first = 1 + checks.integer(config.who, first, 1 if pad is None else pad, least=0)
+    else:
+        # The key does not count the rows before that of the first position.
         length += first
-    if model.get(part, model["positions"]) == "learned":
-        return Learned(length, width, first, part, count.sources)
-    return Sinusoidal(length, width, first, model["downscale_freq_shift"], part, count.sources)
+    if model.get(part or "", model["positions"]) == "learned":
+        return Learned(length, width, first, part, config.sources)
+    return Sinusoidal(length, width, first, model["downscale_freq_shift"], part, config.sources)
 
 
-def _alibi(config: Mapping[str, Any], prefix: str) -> Part:
-    name, count = config["model_type"], _Counts(config, prefix)
-    heads, bias_max, width = count("num_heads", *_HEADS, most=_MOST_HEADS), 8.0, None
-    inner = config.get("attn_config")
-    if name == "falcon":
-        width = checks.integer("from_config", "head_dim", count("head_dim", "hidden_size") // heads)
-        count.sources["head_dim"] += f" / {count.sources['num_heads']}"
-    elif name == "mpt" and isinstance(inner, Mapping):
+def _alibi(config: Config) -> Part:
+    heads, bias_max = config.count("num_heads", *_HEADS, most=_MOST_HEADS), 8.0
+    width, inner = None, config.top.get("attn_config")
+    if config.kind == "falcon":
+        width = config.count("head_dim", "hidden_size") // heads
+        checks.integer(config.who, "head_dim", width)
+        config.sources["head_dim"] += f" / {config.sources['num_heads']}"
+    elif config.kind == "mpt" and isinstance(inner, Mapping):
         if inner.get("alibi") is False:
             if inner.get("rope"):
                 return Other("rotary embeddings of its own code (attn_config.rope)")
-            length, dim = count("max_len", "max_seq_len"), count("embed_dim", *_WIDTHS)
-            return Learned(length, dim, 0, None, count.sources)
-        if inner.get("alibi_bias_max") is not None:
-            count.sources["bias_max"] = f"{prefix}attn_config.alibi_bias_max"
-            given = inner["alibi_bias_max"]
-            bias_max = checks.positive_float("from_config", "alibi_bias_max", given)
-    return Alibi(name, heads, width, bias_max, count.sources)
-
-
-class _Counts:
-    """Reads counts, and keeps the key that each came from."""
-
-    def __init__(self, config: Mapping[str, Any], prefix: str) -> None:
-        self._config, self._prefix = config, prefix
-        self.sources: dict[str, str] = {}
-
-    def __call__(
-        self, name: str, *keys: str, default: int | None = None, most: int = checks.FARTHEST
-    ) -> int:
-        """The first of ``keys`` that is there, as the argument ``name``."""
-        for key in keys:
-            if self._config.get(key) is not None:
-                self.sources[name] = self._prefix + key
-                count = checks.integer("from_config", key, self._config[key])
-                if count > most:
-                    rule, way_out = f"{key} must be at most {most}", "Fix the config."
-                    raise ValueError(checks.message("from_config", rule, count, way_out))
-                return count
-        if default is None:
-            rule = f"{' or '.join(keys)} must be in the config"
-            raise ValueError(checks.message("from_config", rule, None, f"Add {keys[0]}."))
-        self.sources[name] = f"{self._prefix}model_type"
-        return default
+            length, dim = (
+                config.count("max_len", "max_seq_len"),
+                config.count("embed_dim", *_WIDTHS),
+            )
+            return Learned(length, dim, 0, None, config.sources)
+        given = inner.get("alibi_bias_max")
+        if given is not None:
+            config.sources["bias_max"] = f"{config.prefix}attn_config.alibi_bias_max"
+            bias_max = checks.positive_float(config.who, "alibi_bias_max", given)
+    return Alibi(config.kind, heads, width, bias_max, config.sources)

@@ -3,22 +3,14 @@
 from __future__ import annotations
 
 from collections import ChainMap
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass, field, replace
-from difflib import SequenceMatcher
 from typing import Any
 
 from posenc._contract import checks
-from posenc.configs import others
 from posenc.configs.models import facts_of
-from posenc.configs.nested import LAYOUT, converted_layout, text_part
+from posenc.configs.nested import converted_layout, text_part
 
-# Keys beside the dict of rotation, whose misspelling would go unnoticed.
-_KEYS = (
-    "rope_theta", "rope_scaling", "rope_parameters", "rope_interleave", "rope_local_base_freq",
-    "partial_rotary_factor", "rotary_dim", "rotary_pct", "rope_pct", "rotary_emb_base",
-    "rotary_embedding_base", "original_max_position_embeddings", "max_position_embeddings", LAYOUT,
-)  # fmt: skip
 # Values of rope_type that scale nothing.
 UNSCALED = ("default", "mrope")
 _TYPES = ("full_attention", "sliding_attention")
@@ -39,15 +31,17 @@ class Config:
         converted: The layout that a conversion has written.
         rope: The dict of rotation, empty where there is none.
         where: Its key.
+        by_layer: The dicts in it by layer type, null for layers that do not rotate.
         sources: The key that each argument came from, as they are read.
     """
 
     who: str
-    top: Mapping[str, Any]
+    top: MutableMapping[str, Any]
     prefix: str = ""
     converted: Any = None
     rope: Mapping[str, Any] = field(default_factory=dict)
     where: str = ""
+    by_layer: Mapping[str, Any] = field(default_factory=dict)
     sources: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -95,11 +89,28 @@ class Config:
             raise self.error(f"{where} must be given for this rope_type", None)
         return value
 
+    def count(
+        self, argument: str, *keys: str, default: int | None = None, most: int = checks.FARTHEST
+    ) -> int:
+        """The first of ``keys`` that is there, as the ``argument`` of an encoding."""
+        for key in keys:
+            if self.top.get(key) is not None:
+                self.sources[argument] = self.prefix + key
+                found = checks.integer(self.who, key, self.top[key])
+                if found > most:
+                    raise self.error(f"{key} must be at most {most}", found, "Fix the config.")
+                return found
+        if default is None:
+            rule = f"{' or '.join(keys)} must be in the config"
+            raise self.error(rule, None, f"Add {keys[0]}.")
+        self.sources[argument] = f"{self.prefix}model_type"
+        return default
+
 
 def open_config(config: Mapping[str, Any], who: str = "from_config") -> Config:
     """Find the text model's part of a config, and its dict of rotation."""
     top, prefix = text_part(config)
-    found = Config(who, top, prefix, converted_layout(config))
+    found = Config(who, dict(top), prefix, converted_layout(config))
     names = ("rope_parameters", "rope_scaling")
     given = {name: top[name] for name in names if top.get(name) is not None}
     for name, value in given.items():
@@ -108,56 +119,13 @@ def open_config(config: Mapping[str, Any], who: str = "from_config") -> Config:
             raise TypeError(checks.message(who, rule, got, "Pass a dict, or leave it out."))
     if len(given) == 2 and given["rope_parameters"] != given["rope_scaling"]:
         raise found.contradiction(*names, "different contents")
-    for name, value in given.items():
-        return replace(found, rope=value, where=name)
+    for name, rope in given.items():
+        known = _layer_types(found)
+        by_layer = {
+            key: rope[key] for key in rope if isinstance(rope[key], Mapping) or key in known
+        }
+        return replace(found, rope=rope, where=name, by_layer=by_layer)
     return found
-
-
-def refuse_unlike(config: Config) -> None:
-    """Refuse positions that no RoPE has, misspelled keys, and rotations that are left unsaid."""
-    top, prefix, kind = config.top, config.prefix, config.kind
-    other = others.kind_of(top)
-    if other is not None:
-        noun, way_out = others.NOUNS[other]
-        rule = f"model_type {kind!r} has no rotary embedding"
-        raise ValueError(f"{config.who}: {rule}. It has {noun}.\n  {way_out}")
-    if "refused" in config.model:
-        rule = f"model_type {kind!r} has a rotation that RoPE does not: {config.model['refused']}"
-        raise ValueError(f"{config.who}: {rule}.\n  Use functional.rotate with its tables.")
-    found = others.not_rotary(top)
-    if found is not None:
-        way_out = "Construct RoPE(...) directly if the model rotates."
-        if found[0] == "alibi":
-            way_out = "Use ALiBi(num_heads), whose biases the model has."
-        rule = f"{prefix}{found[0]} must say that positions are rotary"
-        raise config.error(rule, found[1], way_out)
-    if top.get("rope_ratio") not in (None, 1, 1.0):
-        rule, way_out = f"{prefix}rope_ratio must be left out", "Give rope_theta, 10000 times it."
-        raise config.error(rule, top["rope_ratio"], way_out)
-    for key, value in top.items():
-        for meant in _KEYS if isinstance(key, str) and value else ():
-            if top.get(meant) is None and _is_typo(key, meant):
-                rule = f"{prefix}{key} must be a key that is known"
-                raise config.error(rule, key, f"Did you mean {meant}?")
-    if "rope_parameters" in config.model and not config.where:
-        rule = f"{prefix}rope_parameters must be given, because this is {kind}"
-        way_out = "Add them: without them its rotation is scaled, or differs by layer."
-        raise config.error(rule, None, way_out)
-
-
-def _is_typo(key: str, meant: str) -> bool:
-    """Whether one letter is wrong, missing or too many, or two are swapped; not at the ends."""
-    if abs(len(key) - len(meant)) > 1 or meant in key or key in meant:
-        return False
-    # A wrong letter and its place are two that match nothing.
-    blocks = SequenceMatcher(None, key, meant).get_matching_blocks()
-    return len(key) + len(meant) - 2 * sum(block.size for block in blocks) <= 2
-
-
-def by_layer_type(config: Config) -> dict[str, Any]:
-    """The dicts of rotation by layer type; null for layers that do not rotate."""
-    known = _layer_types(config)
-    return {k: v for k, v in config.rope.items() if isinstance(v, Mapping) or k in known}
 
 
 def _layer_types(config: Config) -> frozenset[str]:
@@ -179,9 +147,9 @@ def local_key(config: Config) -> str | None:
 
 def rotating_types(config: Config) -> tuple[str | None, ...]:
     """The layer types whose rotations differ; None alone if there is one for all."""
-    dicts = by_layer_type(config)
-    if dicts:
-        return tuple(name for name in dicts if dicts[name] is not None) or (None,)
+    if config.by_layer:
+        names = (name for name, rope in config.by_layer.items() if rope is not None)
+        return tuple(names) or (None,)
     return _TYPES if local_key(config) else (None,)
 
 
@@ -190,7 +158,7 @@ def choose_layer(config: Config, layer_type: str | None) -> tuple[Config, str | 
     if layer_type is not None and not isinstance(layer_type, str):
         rule, got = "layer_type must be a string", checks.describe(layer_type)
         raise TypeError(checks.message(config.who, rule, got, "Pass a name, or None."))
-    dicts, local = by_layer_type(config), local_key(config)
+    dicts, local = config.by_layer, local_key(config)
     if dicts:
         first, *others = dicts
         if layer_type is None and any(dicts[other] != dicts[first] for other in others):
@@ -226,11 +194,10 @@ def at_layer(config: Config, index: int, **known: Any) -> Config:
     """
     types = config.top.get("layer_types")
     name = types[index] if isinstance(types, (list, tuple)) and index < len(types) else None
-    top = ChainMap({**known, "layer_types": None}, config.top)  # type: ignore[arg-type]
-    dicts = by_layer_type(config)
-    if not dicts:
+    top = ChainMap({**known, "layer_types": None}, config.top)
+    if not config.by_layer:
         return replace(config, top=top)
-    if not isinstance(name, str) or name not in dicts:
-        name = next(iter(dicts))
-    rope = dicts[name] if isinstance(dicts[name], Mapping) else {}
+    if not isinstance(name, str) or name not in config.by_layer:
+        name = next(iter(config.by_layer))
+    rope = config.by_layer[name] if isinstance(config.by_layer[name], Mapping) else {}
     return replace(config, top=top, rope=rope, where=f"{config.where}.{name}")

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from posenc._contract import checks
 from posenc.configs import facts, others, rotation
 from posenc.configs.facts import Fact
-from posenc.configs.models import facts_of
-from posenc.configs.nested import as_dict, mentions_rotation, text_part
-from posenc.configs.others import Alibi
-from posenc.configs.reader import Config, choose_layer, open_config, refuse_unlike, rotating_types
+from posenc.configs.nested import as_dict, mentions_rotation
+from posenc.configs.others import Alibi, kind_of, refuse_unlike
+from posenc.configs.reader import Config, choose_layer, open_config, rotating_types
 from posenc.configs.rules import scaling_rule
 from posenc.numerics import scaling
 from posenc.numerics.axes import Axes
@@ -36,36 +35,6 @@ class Recipe:
         given = {name: getattr(self, name) for name in self.__slots__ if name != "sources"}
         # All of a head, whatever its width is made to be.
         return {**given, "rotary_dim": None} if self.rotary_dim == self.head_dim else given
-
-
-def read(config: Any, *, layer_type: str | None = None, base: float | None = None) -> Recipe:
-    """The rotation that a config describes.
-
-    Args:
-        config: A dict, the path of a ``config.json`` or of a folder with one, or an object with
-            ``to_dict``, as the configs of transformers are.
-        layer_type: Which layers, where some rotate differently.
-        base: Instead of the config's.
-
-    Examples:
-        >>> recipe = read({"head_dim": 64, "rope_theta": 1e6, "rotary_pct": 0.5})
-        >>> recipe.base, recipe.rotary_dim, recipe.sources["rotary_dim"]
-        (1000000.0, 32, 'rotary_pct')
-    """
-    found, layer_type = choose_layer(_open(config), layer_type)
-    head_dim = rotation.head_dim(found, layer_type)
-    rule = scaling_rule(found)
-    interleaved, interleaved_out = rotation.layout(found)
-    return Recipe(
-        head_dim,
-        rotation.base(found, layer_type) if base is None else base,
-        rotation.rotary_dim(found, head_dim),
-        interleaved,
-        interleaved_out,
-        rule,
-        rotation.axes(found),
-        found.sources,
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +64,42 @@ class Positions:
     softmax_scale: Fact | None = None
 
 
+def read(config: Any, *, layer_type: str | None = None, base: float | None = None) -> Recipe:
+    """The rotation that a config describes.
+
+    Args:
+        config: A dict, the path of a ``config.json`` or of a folder with one, or an object with
+            ``to_dict``, as the configs of transformers are.
+        layer_type: Which layers, where some rotate differently.
+        base: Instead of the config's.
+
+    Examples:
+        >>> recipe = read({"head_dim": 64, "rope_theta": 1e6, "rotary_pct": 0.5})
+        >>> recipe.base, recipe.rotary_dim, recipe.sources["rotary_dim"]
+        (1000000.0, 32, 'rotary_pct')
+    """
+    found = open_config(as_dict("from_config", config))
+    refuse_unlike(found)
+    return _recipe(found, layer_type, base)
+
+
+def _recipe(config: Config, layer_type: str | None, base: float | None = None) -> Recipe:
+    config, layer_type = choose_layer(replace(config, sources={}), layer_type)
+    head_dim = rotation.head_dim(config, layer_type)
+    rule = scaling_rule(config)
+    interleaved, interleaved_out = rotation.layout(config)
+    return Recipe(
+        head_dim,
+        rotation.base(config, layer_type) if base is None else base,
+        rotation.rotary_dim(config, head_dim),
+        interleaved,
+        interleaved_out,
+        rule,
+        rotation.axes(config),
+        config.sources,
+    )
+
+
 def read_positions(config: Any, *, layer_type: str | None = None) -> Positions:
     """What a config says of positions, be they rotary or not.
 
@@ -107,32 +112,23 @@ def read_positions(config: Any, *, layer_type: str | None = None) -> Positions:
         >>> found.parts[0].max_len, found.parts[0].embed_dim, found.max_length
         (1024, 768, (1024, 'n_positions'))
     """
-    whole = as_dict("from_config", config)
-    top, prefix = text_part(whole)
-    if others.kind_of(top) is not None:
-        parts = others.describe(top, prefix)
+    found = open_config(as_dict("from_config", config))
+    if kind_of(found.top) is not None:
+        parts = others.describe(found)
         if layer_type is not None:
             named = {getattr(part, "part", None): part for part in parts}
             if layer_type not in named:
                 rule = f"layer_type must be one of {sorted(map(str, named))}"
-                raise ValueError(checks.message("from_config", rule, layer_type, "Leave it out."))
+                raise found.error(rule, layer_type, "Leave it out.")
             parts = (named[layer_type],)
-        trained, longest = facts.of_others(top, parts, prefix)
-        return Positions(parts, trained, longest)
-    names = layer_types(whole) if layer_type is None else (layer_type,)
-    found = tuple(Rotary(name, read(whole, layer_type=name)) for name in names)
-    rules = [each.recipe.scaling for each in found]
-    return Positions(
-        found,
-        *(
-            None if fact is None else (fact[0], prefix + fact[1])
-            for fact in (
-                *facts.lengths(top, rules),
-                facts.without_rope(top),
-                facts.softmax_scale(top, rules[0]),
-            )
-        ),
-    )
+        return Positions(parts, *facts.lengths_of_others(found, parts))
+    refuse_unlike(found)
+    names = rotating_types(found) if layer_type is None else (layer_type,)
+    rotary = tuple(Rotary(name, _recipe(found, name)) for name in names)
+    rules = [each.recipe.scaling for each in rotary]
+    lengths = facts.lengths(found, rules)
+    still, scale = facts.without_rope(found), facts.softmax_scale(found, rules[0])
+    return Positions(rotary, *lengths, still, scale)
 
 
 def read_alibi(config: Any) -> Alibi:
@@ -142,19 +138,19 @@ def read_alibi(config: Any) -> Alibi:
         >>> read_alibi({"model_type": "mpt", "n_heads": 16}).num_heads
         16
     """
-    top, prefix = text_part(as_dict("from_config", config))
-    kind, name = others.kind_of(top), top.get("model_type")
+    found = open_config(as_dict("from_config", config))
+    kind, name = kind_of(found.top), found.top.get("model_type")
     if kind is None:
         noun, way_out = "rotary embeddings", "Use RoPE.from_config."
-        known = {"rope_theta", "rope_parameters"} & facts_of(name).keys()
-        if name is None or not (known or mentions_rotation(top)):
+        known = {"rope_theta", "rope_parameters"} & found.model.keys()
+        if name is None or not (known or mentions_rotation(found.top)):
             rule = "model_type must be bloom, mpt or falcon with alibi"
             way_out = "Construct ALiBi(num_heads) directly."
-            raise ValueError(checks.message("from_config", rule, checks.describe(name), way_out))
+            raise found.error(rule, checks.describe(name), way_out)
     else:
-        (found, *_), (noun, way_out) = others.describe(top, prefix), others.NOUNS[kind]
-        if isinstance(found, Alibi):
-            return found
+        (part, *_), (noun, way_out) = others.describe(found), others.NOUNS[kind]
+        if isinstance(part, Alibi):
+            return part
         if kind == "alibi":
             noun, way_out = "ALiBi switched off", "Construct ALiBi(num_heads) directly."
     raise ValueError(f"from_config: model_type {name!r} has {noun}.\n  {way_out}")
@@ -167,10 +163,6 @@ def layer_types(config: Any) -> tuple[str | None, ...]:
         >>> layer_types({"head_dim": 64, "rope_theta": 1e6, "rope_local_base_freq": 1e4})
         ('full_attention', 'sliding_attention')
     """
-    return rotating_types(_open(config))
-
-
-def _open(config: Any) -> Config:
     found = open_config(as_dict("from_config", config))
     refuse_unlike(found)
-    return found
+    return rotating_types(found)

@@ -65,7 +65,8 @@ def _width(config: Config, name: str, value: Any, source: str) -> int:
 
 def base(config: Config, layer_type: str | None) -> float:
     """The base of the rates."""
-    keys, usual, local = _BASES, "rope_theta", local_key(config)
+    keys: tuple[str, ...] = _BASES
+    usual, local = "rope_theta", local_key(config)
     if layer_type == "sliding_attention" and local:
         if local != "model_type":
             keys, usual = (local,), "rope_local_base_freq"

@@ -71,10 +71,15 @@ def _yarn(config: Config) -> scaling.Rule:
 
 
 def _longrope(config: Config) -> scaling.Rule:
-    gains = [config.rope.get(name) for name in ("attention_factor", "long_mscale", "short_mscale")]
-    lists = [config.need(name) for name in ("short_factor", "long_factor")]
-    gain = gains[1] if gains[0] is None else gains[0]
-    return scaling.LongRoPE(*lists, _original_length(config), _factor(config), gain, gains[2])
+    gain = config.rope.get("attention_factor")
+    return scaling.LongRoPE(
+        config.need("short_factor"),
+        config.need("long_factor"),
+        _original_length(config),
+        _factor(config),
+        config.rope.get("long_mscale") if gain is None else gain,
+        config.rope.get("short_mscale"),
+    )
 
 
 def _llama3(config: Config) -> scaling.Rule:

@@ -70,10 +70,11 @@ class Model:
 
     def kind(self, name: str) -> str | None:
         """What a tensor's rows are, or None for those that stay."""
-        found = _role(name)
+        found = module_of(name)
         if found is None or (self.towers and not _TEXT.search(name)):
             return None
-        role, part = found
+        word, _, part = found[1].partition(".")
+        role = _ROLES[word]
         if role == "norm":
             return "norm" if _WORDS.fullmatch(part) else None
         if _BY_OTHERS.fullmatch(part):
@@ -130,14 +131,6 @@ def module_of(name: str) -> tuple[str, str] | None:
 def is_released(name: str) -> bool:
     """Whether a tensor is named as in the releases that transformers' files are made from."""
     return bool({"wq", "wk"} & set(name.split(".")))
-
-
-def _role(name: str) -> tuple[str, str] | None:
-    found = module_of(name)
-    if found is None:
-        return None
-    word, _, part = found[1].partition(".")
-    return _ROLES[word], part
 
 
 def from_config(config: Config, **given: Any) -> Model:
