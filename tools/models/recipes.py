@@ -140,16 +140,16 @@ UNREACHABLE: dict[str, set[str]] = {
     "gptj": {"GPTJFlashAttention2"},
 }
 
-# Folders whose rotation cannot be seen in the output: queries and keys turn alike, by the number of
-# their head, and their products do not change.
+# Folders whose rotation cannot be seen in the output: queries and keys rotate alike, by the number
+# of their head, and their products do not change.
 CANCELS = {"neucodec", "xcodec2"}
 # What a reader should know besides.
 NOTES = {
     "exaone4_5": "Exaone4_5_Attention is made by nothing: its text model is exaone4's",
     "falcon": "FalconFlashAttention2 not driven: needs flash-attn",
     "gptj": "GPTJFlashAttention2 not driven: needs flash-attn",
-    "neucodec": "its rotation cancels: queries and keys turn by the number of their head",
-    "xcodec2": "its rotation cancels: queries and keys turn by the number of their head",
+    "neucodec": "its rotation cancels: queries and keys rotate by the number of their head",
+    "xcodec2": "its rotation cancels: queries and keys rotate by the number of their head",
 }
 
 

@@ -99,7 +99,7 @@ driven and, patched,
 - outputs and gradients of all parameters are those of the original to {limit:.0e} of their largest
   value, in float32 (the largest difference of all: {outputs:.1e} and {gradients:.1e});
 - none of the original rotating functions is called any more;
-- the outputs would move if nothing turned, by a hundred times the difference at least;
+- the outputs would move if nothing rotated, by a hundred times the difference at least;
 
 and, unpatched again, outputs are bit for bit what they were. In {exact} of them rotary modules give
 our exact tables as well; the others make tables of a form of their own, and keep them.

@@ -205,12 +205,12 @@ def _refuse(config: Config) -> None:
     found = configs.not_rotary(config)
     if found is not None:
         rule, got = "positions must be rotary", f"{found[0]}={found[1]!r}"
-        raise ValueError(checks.message("convert", rule, got, "There is nothing to convert."))
+        raise ValueError(checks.message("convert", rule, got, "Use the weights as they are."))
     for key, why in (
         ("attention_k_eq_v", "values are the keys"),
         ("rotary_value", "values are rotated too"),
     ):
         if config.get(key):
             rule = f"queries and keys alone must depend on the layout ({key}: {why})"
-            got, way_out = f"{key}={config[key]}", "This model cannot be converted."
+            got, way_out = f"{key}={config[key]}", "Use the weights as they are."
             raise ValueError(checks.message("convert", rule, got, way_out))
