@@ -19,7 +19,7 @@ CHOSEN = TYPES if os.environ.get("HYPOTHESIS_PROFILE") == "thorough" else TYPES[
 
 
 def rotations(config):
-    """By layer type, what is turned by; a text where it cannot be read."""
+    """The arguments of the rotation by layer type; a text where it cannot be read."""
     try:
         types = configs.layer_types(config)
         found = [configs.read(config, layer_type=each) for each in types]

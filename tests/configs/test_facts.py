@@ -45,13 +45,13 @@ def test_layers_without_rotation_are_those_that_call_none(kind, given, saved, mo
     config = CONFIG_MAPPING[kind](**{**DEEP, **given})
     folder = kind.removesuffix("_text")
     module = importlib.import_module(f"transformers.models.{folder}.modeling_{folder}")
-    now, turned = [None], set()
+    now, rotated = [None], set()
     for name in ("apply_rotary_pos_emb", "apply_rotary_emb"):
         plain = getattr(module, name, None)
         if plain is not None:
 
             def spy(*arguments, plain=plain, **keywords):
-                turned.add(now[0])
+                rotated.add(now[0])
                 return plain(*arguments, **keywords)
 
             monkeypatch.setattr(module, name, spy)
@@ -59,7 +59,7 @@ def test_layers_without_rotation_are_those_that_call_none(kind, given, saved, mo
     for index, layer in enumerate(model.layers):
         layer.register_forward_pre_hook(lambda *_, i=index: now.__setitem__(0, i))
     model(input_ids=torch.tensor([[5, 6, 7]]), use_cache=False)
-    assert turned
+    assert rotated
 
     published = {"model_type": kind, **DEEP, **given}
     if kind == "beam":
@@ -67,7 +67,7 @@ def test_layers_without_rotation_are_those_that_call_none(kind, given, saved, mo
     read = configs.read_positions(json.loads(config.to_json_string()) if saved else published)
 
     still = () if read.without_rope is None else read.without_rope[0]
-    assert set(range(6)) - turned == set(still)
+    assert set(range(6)) - rotated == set(still)
 
 
 @knows_all_families
