@@ -17,8 +17,10 @@ WRITTEN = json.loads((ROOT / "src/posenc/configs/models.json").read_text())
     transformers.__version__ != WRITTEN["transformers"],
     reason="the file was written with another release of transformers",
 )
-def test_the_file_is_what_the_tool_writes():
-    spec = importlib.util.spec_from_file_location("tools_configs", ROOT / "tools/configs.py")
+def test_the_file_is_what_the_tool_writes(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "tools/configs"))
+    path = ROOT / "tools/configs/__main__.py"
+    spec = importlib.util.spec_from_file_location("tools_configs", path)
     tool = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(tool)
     found = tool.rows()

@@ -1,4 +1,4 @@
-"""What a model type does where its config is silent: ``models.json``, by ``tools/configs.py``."""
+"""What a model type does where its config is silent: ``models.json``, by ``tools/configs``."""
 
 from __future__ import annotations
 

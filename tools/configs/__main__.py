@@ -1,0 +1,177 @@
+"""Writes ``src/posenc/configs/models.json``: what each model type does where its config is silent.
+
+    python tools/configs
+
+A ``config.json`` may leave out what is the default of its class. The defaults are read off the
+config classes of the installed transformers, and pair layouts by trying the rotating functions of
+its models. `by_hand.BY_HAND` has the facts that neither says. Nothing is downloaded. Half a minute.
+
+Keys of a row that are also keys of a config have the value of a config that lacks them:
+``rope_theta``, ``rope_local_base_freq`` (null: as ``rope_theta``, unscaled), ``head_dim``,
+``qk_rope_head_dim``, ``rotary_dim``, ``partial_rotary_factor``, ``rope_interleave``,
+``mrope_interleaved``, ``num_attention_heads``, ``num_key_value_heads``. The other keys:
+
+- ``rope_parameters``: ``"required"`` if rotations are scaled, or differ by layer, by default
+- ``layout``: ``"interleaved"`` if pairs are adjacent channels
+- ``refused``: why no RoPE rotates as this type does
+- ``positions``: the kind of positions of a type that does not rotate; see ``by_hand.py``
+- ``converted``: a tiny model was converted to the other layout, and kept its logits
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import inspect
+import json
+import warnings
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import transformers
+from by_hand import BY_HAND
+from huggingface_hub.errors import StrictDataclassError
+from transformers import CONFIG_MAPPING
+
+from posenc.configs import text_part
+from posenc.interop.huggingface.rewrite import rotates
+from posenc.interop.huggingface.variants import recognise
+
+PATH = Path(__file__).resolve().parents[2] / "src" / "posenc" / "configs" / "models.json"
+RULES = {"default", "linear", "dynamic", "yarn", "longrope", "llama3", "proportional"}
+# Their rotation is not along a sequence, or belongs to a part that has a type of its own.
+SKIPPED = {"blt", "edgetam_video", "efficientloftr", "mlcd", "sam2_video", "sam3_tracker_video"}
+# Their older files name the base of sliding layers beside that of the others.
+LOCAL = {"gemma3_text", "gemma3n_text", "modernbert", "modernbert-decoder"}
+
+
+def main() -> None:
+    """Write the file."""
+    PATH.write_text(text(rows()))
+    print(f"Written to {PATH}.")
+
+
+def text(found: dict[str, dict[str, Any]]) -> str:
+    """The file: a line for each model type."""
+    lines = [f"  {json.dumps(kind)}: {json.dumps(found[kind])}" for kind in sorted(found)]
+    head = f'{{\n "transformers": {json.dumps(transformers.__version__)},\n "models": {{\n'
+    return head + ",\n".join(lines) + "\n }\n}\n"
+
+
+def rows() -> dict[str, dict[str, Any]]:
+    """What is known of each model type, keys sorted; types of which nothing is are left out."""
+    found: dict[str, dict[str, Any]] = {}
+    for _, kinds, facts in BY_HAND:
+        for kind in kinds.split():
+            found[kind] = found.get(kind, {}) | facts
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        transformers.logging.set_verbosity_error()
+        for kind in CONFIG_MAPPING:
+            said = found.get(kind, {})
+            if "refused" not in said:
+                found[kind] = _read(kind, said) | said
+    return {kind: dict(sorted(row.items())) for kind, row in found.items() if row}
+
+
+def _read(kind: str, said: dict[str, Any]) -> dict[str, Any]:
+    """What transformers knows of a type; ``said`` is what is known by hand."""
+    config = _config(kind)
+    text, _ = text_part(config)
+    if text is not config:
+        # Older files may have the keys of the text part beside the type of the whole.
+        inner = CONFIG_MAPPING[text["model_type"]] if text.get("model_type") else None
+        beside = inner is not None and _module(kind) == _module(text["model_type"])
+        layout = _tried(kind) if beside and text.get("rope_parameters") else {}
+        return {key: layout[key] for key in ("layout", "rope_interleave") if key in layout}
+    row = _defaults(kind, config, said)
+    # An empty dict has an entry for each layer type, once a file names them.
+    has_rotation = row or "layout" in said or config.get("rope_parameters") == {}
+    return row | _tried(kind) if has_rotation else {}
+
+
+def _config(kind: str) -> dict[str, Any]:
+    try:
+        return CONFIG_MAPPING[kind]().to_dict()
+    except (ValueError, StrictDataclassError):
+        # Configs that are made of two others have no default.
+        return {}
+
+
+def _defaults(kind: str, config: dict[str, Any], said: dict[str, Any]) -> dict[str, Any]:
+    """What the config class of a type that rotates fills in."""
+    rope = config.get("rope_parameters")
+    if not rope and "rope_theta" in said:
+        rope = {"rope_theta": said["rope_theta"]}
+    if not rope or kind in SKIPPED:
+        return {}
+    layers = {name: each for name, each in rope.items() if isinstance(each, dict) or each is None}
+    dicts = [each for each in layers.values() if each] or [rope]
+    if {each.get("rope_type", "default") for each in dicts} - RULES:
+        return {}
+    row: dict[str, Any] = {}
+    differ = any(each != dicts[0] for each in dicts) or None in layers.values()
+    scaled = any(each.get("rope_type", "default") != "default" for each in dicts)
+    if kind in LOCAL:
+        dicts, differ = [layers["full_attention"]], False
+        row["rope_local_base_freq"] = float(layers["sliding_attention"]["rope_theta"])
+    elif differ or scaled or len(layers) == 1 or "mrope_section" in rope:
+        row["rope_parameters"] = "required"
+    if not differ:
+        row["rope_theta"] = float(dicts[0]["rope_theta"])
+        share = dicts[0].get("partial_rotary_factor")
+        if share not in (None, 1) and not config.get("qk_rope_head_dim"):
+            row["partial_rotary_factor"] = share
+    row |= {key: config[key] for key in ("rotary_dim", "qk_rope_head_dim") if config.get(key)}
+    # A width that is worked out from others is none of the class's own.
+    fixed = {each.name: each.default for each in dataclasses.fields(CONFIG_MAPPING[kind])}
+    width = fixed.get("head_dim") or fixed.get("kv_channels")
+    if isinstance(width, int) and "qk_rope_head_dim" not in row:
+        row["head_dim"] = width
+    return row
+
+
+def _module(kind: str) -> str:
+    return CONFIG_MAPPING[kind].__module__.replace("configuration_", "modeling_")
+
+
+def _tried(kind: str) -> dict[str, Any]:
+    """How the rotating functions beside a config class pair channels, and mix coordinates."""
+    if importlib.util.find_spec(_module(kind)) is None:
+        # Some folders have configs alone.
+        return {}
+    beside = vars(importlib.import_module(_module(kind)))
+    functions = [
+        function
+        for name, function in beside.items()
+        if inspect.isfunction(function) and rotates(name) and "vision" not in name
+    ]
+    layouts = {known.layout for known in map(recognise, functions) if known is not None}
+    row: dict[str, Any] = {}
+    if "interleaved to half" in layouts:
+        row["rope_interleave"] = True
+    elif layouts == {"interleaved"}:
+        row["layout"] = "interleaved"
+    mixers = [
+        each.recomposition_frequencies
+        for name, each in beside.items()
+        if hasattr(each, "recomposition_frequencies") and "Vision" not in name
+    ]
+    if any(map(_interleaves, mixers)):
+        row["mrope_interleaved"] = True
+    return row
+
+
+def _interleaves(mixer: Any) -> bool:
+    """Whether coordinates alternate pair by pair, seen from four pairs of sections 2, 1 and 1."""
+    by_layer = "layer_type" in inspect.signature(mixer).parameters
+    sections = {"all": [2, 1, 1]} if by_layer else [2, 1, 1]
+    axes = torch.arange(3.0)[:, None].repeat(1, 4)
+    mixed = mixer(SimpleNamespace(mrope_section=sections), axes, *(["all"] if by_layer else []))
+    return mixed[:4].tolist() == [0.0, 1.0, 2.0, 0.0]
+
+
+if __name__ == "__main__":
+    main()
