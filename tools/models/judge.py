@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from posenc.interop.huggingface import patch, patched, special, turning, unpatch, variants
+from posenc.interop.huggingface import patch, patched, rotation, unpatch
 from posenc.interop.huggingface.rewrite import names_in, rotates
 
 
@@ -66,7 +66,7 @@ def run(model: Any, call: Any) -> tuple[list[Any], list[Any]]:
     return [x.detach().clone() for x in out], gradients
 
 
-def copy_if_overlapping(a: list[Any], b: list[Any]) -> float:
+def apart(a: list[Any], b: list[Any]) -> float:
     """Largest difference of two lists of tensors, over the largest value."""
     assert len(a) == len(b), "other tensors came out"
     top = max((x.abs().max().item() for x in a if x.numel()), default=0.0)
@@ -95,8 +95,8 @@ def judge(model: Any, call: Any) -> dict[str, Any]:
         unpatch(model)
     back, _ = run(model, call)
     return {
-        "outputs": copy_if_overlapping(out, ours),
-        "gradients": copy_if_overlapping(grads, our_grads),
+        "outputs": apart(out, ours),
+        "gradients": apart(grads, our_grads),
         "parameters": len(grads),
         "still": sorted(after.calls),
         "restored": all(map(torch.equal, back, out)),
@@ -110,10 +110,11 @@ def judge(model: Any, call: Any) -> dict[str, Any]:
 
 
 def _moved(model: Any, call: Any, out: list[Any]) -> float:
-    """How far outputs go if nothing turns: a comparison that cannot fail would show here."""
+    """How far outputs go if nothing rotates: a comparison that cannot fail would show here."""
+    ours = rotation.rotate_all
     try:
-        special.turn = variants.turn = lambda xs, *_, **__: list(xs)
         with patched(model):
-            return copy_if_overlapping(out, run(model, call)[0])
+            rotation.rotate_all = lambda xs, *_, **__: list(xs)
+            return apart(out, run(model, call)[0])
     finally:
-        special.turn = variants.turn = turning.turn
+        rotation.rotate_all = ours

@@ -80,11 +80,11 @@ def test_positions_that_are_only_passed_on_are_told_from_those_that_pick_rows():
         patch(Picking())
 
 
-def test_tables_that_turn_the_channels_of_a_pair_differently_are_refused():
+def test_tables_of_two_angles_for_a_pair_are_refused():
     sections = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 2, 2, 2]}
     config = transformers.HunYuanVLTextConfig(**SMALL, head_dim=16, rope_parameters=sections)
     model = transformers.HunYuanVLTextModel(config)
-    with pytest.raises(ValueError, match="turns the two channels of a pair differently"):
+    with pytest.raises(ValueError, match="a table of two angles for a pair"):
         patch(model)
 
 

@@ -3,27 +3,21 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from types import FunctionType, MethodType
-from typing import Any
+from functools import partial
+from types import MethodType
 
 from torch import nn
 
 from posenc._contract import checks
 from posenc.configs import LAYOUT
 from posenc.interop.huggingface import tables
-from posenc.interop.huggingface.methods import (
-    RECORD,
-    Replacement,
-    of_tables,
-    refuse,
-    replacements,
-)
+from posenc.interop.huggingface.methods import PATCHED, Replacement, of_tables, replacements
+from posenc.interop.huggingface.probing import NotUnderstood
 from posenc.interop.huggingface.report import Place, Report, Table
 
 _REPLICATE = "_replicate_for_data_parallel"
-_REDUCE = "__reduce_ex__"
 
 
 def patch(model: nn.Module) -> Report:
@@ -59,11 +53,6 @@ def patch(model: nn.Module) -> Report:
     if not isinstance(model, nn.Module):
         rule = "model must be a torch.nn.Module"
         raise TypeError(checks.message("patch", rule, type(model).__name__, "Pass the model."))
-    for path, module in model.named_modules():
-        if RECORD in vars(module):
-            got = f"a patched {type(module).__name__} at '{path}'"
-            way_out = "Call unpatch(model) first."
-            raise ValueError(checks.message("patch", "model must not be patched", got, way_out))
     classes: dict[type, list[Replacement]] = {}
     placed: list[tuple[nn.Module, dict[str, Replacement]]] = []
     places: list[Place] = []
@@ -71,48 +60,59 @@ def patch(model: nn.Module) -> Report:
     edited: list[Table] = []
     for path, module in model.named_modules():
         kind = type(module)
-        if kind not in classes:
-            classes[kind] = replacements(kind, path)
+        if PATCHED in vars(module):
+            got, way_out = f"a patched {kind.__name__} at '{path}'", "Call unpatch(model) first."
+            raise ValueError(checks.message("patch", "model must not be patched", got, way_out))
+        try:
+            if kind not in classes:
+                classes[kind] = replacements(kind)
+            makes_tables, ours = _tables(module)
+        except NotUnderstood as error:
+            rule = "every function that rotates must be one that is understood"
+            got = f"{error} in {kind.__module__}.{kind.__name__} at '{path}'"
+            way_out = "The model is left as it was."
+            raise ValueError(checks.message("patch", rule, got, way_out)) from None
         methods = list(classes[kind])
         places += [Place(path, kind.__name__, *gone) for one in methods for gone in one.gone]
-        if _makes_tables(module):
-            if tables.differ_in_halves(module):
-                refuse(kind, path, "a table that turns the two channels of a pair differently")
-            ours = tables.understood(module)
+        if makes_tables:
             said = ("unchanged", "its own") if ours is None else (ours.form, ours.rates)
             rotary.append(Table(path, kind.__name__, *said))
-            if ours is not None:
-                methods.append(of_tables(kind, ours))
-                if tables.holds_other_rates(module, ours):
-                    edited.append(rotary[-1])
+        if ours is not None:
+            methods.append(of_tables(kind, ours))
+            if tables.holds_other_rates(module, ours):
+                edited.append(rotary[-1])
         if methods:
-            placed.append((module, {_place(module, path, one): one for one in methods}))
+            placed.append((module, {_attribute(module, path, one): one for one in methods}))
     if not places:
         got = f"{type(model).__name__}, which calls no function that rotates"
         way_out = "Nothing was changed. Models without rotary positions need no patch."
         raise ValueError(checks.message("patch", "model must rotate", got, way_out))
     _refuse_converted(model, places)
-    _warn_of_rates([table for table in rotary if table.rates != "from the config"], edited)
+    _warn(
+        "the config should say the rates of every rotary module, got none for",
+        [table for table in rotary if table.rates != "from the config"],
+        "Keep inv_freq in float32: these modules rotate by what that buffer holds.",
+    )
+    _warn(
+        "inv_freq should hold the rates of the config, got others in",
+        edited,
+        "Write them into the config: the rates of the config are used.",
+    )
     for module, methods_at in placed:
         _put(module, methods_at)
     return Report(tuple(places), tuple(rotary))
 
 
-def _warn_of_rates(own: list[Table], edited: list[Table]) -> None:
-    if own:
-        rule = "the config should say the rates of every rotary module"
-        way_out = "Keep inv_freq in float32: these modules turn by what that buffer holds."
-        _warn(rule, "none for", own, way_out)
-    if edited:
-        rule = "inv_freq should hold the rates of the config"
-        way_out = "Write them into the config: the rates of the config are used."
-        _warn(rule, "others in", edited, way_out)
+def _tables(module: nn.Module) -> tuple[bool, tables.Tables | None]:
+    """Whether a module makes tables, and what ours are to be."""
+    rotary = any(name.endswith("inv_freq") for name, _ in module.named_buffers(recurse=False))
+    return rotary, tables.understood(module) if rotary else None
 
 
-def _warn(rule: str, got: str, modules: list[Table], way_out: str) -> None:
-    named = ", ".join(f"{table.module} ({table.cls})" for table in modules)
-    text = checks.message("patch", rule, f"{got} {named}", way_out)
-    warnings.warn(text, UserWarning, stacklevel=4)
+def _warn(problem: str, modules: list[Table], way_out: str) -> None:
+    if modules:
+        named = ", ".join(f"{table.module} ({table.cls})" for table in modules)
+        warnings.warn(f"patch: {problem} {named}.\n  {way_out}", UserWarning, stacklevel=3)
 
 
 def _refuse_converted(model: nn.Module, places: list[Place]) -> None:
@@ -135,18 +135,17 @@ def unpatch(model: nn.Module) -> None:
         model: What :func:`patch` was called on, a part of it, or a copy of either.
     """
     modules = list(model.modules()) if isinstance(model, nn.Module) else []
-    patched_ones = [module for module in modules if RECORD in vars(module)]
-    if not patched_ones:
+    found = [module for module in modules if PATCHED in vars(module)]
+    if not found:
         got, way_out = type(model).__name__, "Pass what patch was called on."
         raise ValueError(checks.message("unpatch", "model must be patched", got, way_out))
-    for module in patched_ones:
+    for module in found:
         for name, ours in _held(module).items():
             if name == ours.name:
                 del vars(module)[name]
             else:
                 vars(module)[name] = MethodType(getattr(ours.kind, ours.name), module)
-        for name in (RECORD, _REPLICATE, _REDUCE):
-            del vars(module)[name]
+        del vars(module)[PATCHED], vars(module)[_REPLICATE]
 
 
 @contextmanager
@@ -163,65 +162,33 @@ def patched(model: nn.Module) -> Iterator[Report]:
         unpatch(model)
 
 
-def _makes_tables(module: nn.Module) -> bool:
-    return any(name.endswith("inv_freq") for name, _ in module.named_buffers(recurse=False))
-
-
-def _place(module: nn.Module, path: str, method: Replacement) -> str:
+def _attribute(module: nn.Module, path: str, method: Replacement) -> str:
     """The attribute of the instance that a method is to be."""
     name = method.name
     # accelerate wraps forward in its hooks and calls what it keeps under this name.
     if name == "forward" and "_old_forward" in vars(module):
         name = "_old_forward"
-    held = vars(module).get(name)
-    if held is not None and getattr(held, "__func__", held) is not getattr(
-        method.kind, method.name
-    ):
-        rule = f"'{path}' must have the {method.name} of its class"
-        raise ValueError(
-            checks.message("patch", rule, repr(held)[:80], "Patch before wrapping methods.")
-        )
+    theirs, held = getattr(method.kind, method.name), vars(module).get(name)
+    if held is not None and getattr(held, "__func__", held) is not theirs:
+        rule, got = f"'{path}' must have the {method.name} of its class", repr(held)[:80]
+        raise ValueError(checks.message("patch", rule, got, "Patch before wrapping methods."))
     return name
 
 
 def _put(module: nn.Module, methods: dict[str, Replacement]) -> None:
-    own = vars(module)
-    own[RECORD] = tuple(methods.values())
-    for name, ours in methods.items():
-        own[name] = MethodType(ours.function, module) if ours.bound else ours.function
-    own[_REPLICATE] = MethodType(_replica, module)
-    # pickle and copy ask the instance, and the methods on it are made again where it is loaded.
-    own[_REDUCE] = MethodType(_reduced, module)
+    # Partials, since pickle has no way to write a method that belongs to an instance alone.
+    vars(module).update({name: partial(ours, module) for name, ours in methods.items()})
+    vars(module).update({PATCHED: True, _REPLICATE: partial(_replica, module)})
 
 
 def _held(module: nn.Module) -> dict[str, Replacement]:
     """Which attributes of a patched module are ours, whatever was wrapped or hooked since."""
-    ours = {one.function: one for one in vars(module)[RECORD]}
-    functions = {n: getattr(value, "__func__", value) for n, value in vars(module).items()}
-    return {n: ours[f] for n, f in functions.items() if isinstance(f, FunctionType) and f in ours}
+    functions = {name: getattr(value, "func", None) for name, value in vars(module).items()}
+    return {name: ours for name, ours in functions.items() if isinstance(ours, Replacement)}
 
 
 def _replica(module: nn.Module) -> nn.Module:
     """A copy for another device, as DataParallel makes it, that does not call the original."""
     made: nn.Module = type(module)._replicate_for_data_parallel(module)
-    for name, value in vars(module).items():
-        if isinstance(value, MethodType) and value.__self__ is module:
-            vars(made)[name] = MethodType(value.__func__, made)
+    _put(made, _held(module))
     return made
-
-
-def _reduced(module: nn.Module, protocol: Any) -> tuple[Any, ...]:
-    """A patched module, as pickle and copy take it: its own state, and what to put on it."""
-    by_class: Any = type(module).__reduce_ex__(module, protocol)
-    make, args, state, *rest = by_class
-    held = _held(module)
-    kept = {n: x for n, x in state.items() if n not in (RECORD, _REPLICATE, _REDUCE, *held)}
-    return _restored, (make, args, held), kept, *rest
-
-
-def _restored(
-    make: Callable[..., nn.Module], args: tuple[Any, ...], held: dict[str, Replacement]
-) -> nn.Module:
-    module = make(*args)
-    _put(module, held)
-    return module

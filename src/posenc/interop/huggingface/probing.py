@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,6 +18,18 @@ WIDEN: dict[str, Callable[[Tensor], Tensor]] = {
     "single": lambda pairs: pairs,
     "complex": lambda pairs: pairs,
 }
+
+
+class NotUnderstood(Exception):
+    """A function that rotates, in a way that none of ours does."""
+
+
+class Known(NamedTuple):
+    """A rotating function that was recognised: its variant and layout in words, and ours."""
+
+    variant: str
+    layout: str
+    function: Callable[..., Any]
 
 
 def same(got: Any, expected: Any, error: float = 1e-5) -> bool:

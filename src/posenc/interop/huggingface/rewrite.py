@@ -8,19 +8,16 @@ module. So every name is looked up when it is called, and one that is replaced l
 from __future__ import annotations
 
 import dis
-import inspect
 import re
 from collections.abc import Callable, Iterator
 from types import CellType, CodeType, FunctionType
 from typing import Any
 
+from posenc.interop.huggingface.probing import Known, NotUnderstood
+
 # Names of functions that rotate; those that only make positions or rates have other endings.
 _ROTATES = re.compile(r"rotary|rotate|rope")
 _DOES_NOT = re.compile(r"get_rope_index|rope_(parameters|deltas|index)|_init")
-
-
-class NotUnderstood(Exception):
-    """A function that rotates, in a way that none of ours does."""
 
 
 def rotates(name: str) -> bool:
@@ -29,83 +26,67 @@ def rotates(name: str) -> bool:
 
 
 class Rewriter:
-    """Rebuilds functions over ``replace``, which maps a rotating function to ours or to None.
+    """Rebuilds functions over those of ours that ``replace`` gives for theirs, or None."""
 
-    A function that none of this concerns is returned as it is. ``replaced`` gathers the functions
-    that made way.
-    """
-
-    def __init__(self, replace: Callable[[Callable[..., Any]], Callable[..., Any] | None]) -> None:
+    def __init__(self, replace: Callable[[str, Any], Known | None]) -> None:
         self._replace = replace
-        self._rebuilt: dict[FunctionType, tuple[FunctionType, tuple[Any, ...]]] = {}
+        self._rebuilt: dict[FunctionType, tuple[FunctionType, list[Any]]] = {}
 
-    def rewrite(self, function: FunctionType) -> tuple[FunctionType, tuple[Any, ...]]:
-        """``function`` over our rotation, and the rotating functions that it no longer calls."""
-        if function not in self._rebuilt:
-            # A function that calls itself meets itself unchanged.
-            self._rebuilt[function] = function, ()
-            self._rebuilt[function] = self._rebuild(function)
-        return self._rebuilt[function]
+    def rewrite(self, name: str, function: Any, of_model: bool = True) -> tuple[Any, list[Any]]:
+        """``function`` over ours; and name, variant and layout of each that it no longer calls.
 
-    def _rebuild(self, function: FunctionType) -> tuple[FunctionType, tuple[Any, ...]]:
+        A function that none of this concerns is returned as it is.
+
+        Args:
+            name: What its caller calls it.
+            function: Theirs.
+            of_model: Whether it is code of the model, so that what it calls is rebuilt as well.
+        """
+        known = self._replace(name, function)
+        if known is not None:
+            return known.function, [(name, known.variant, known.layout)]
+        must = rotates(name) and function.__module__ != "transformers.modeling_rope_utils"
+        made, gone = function, list[Any]()
+        if of_model and isinstance(function, FunctionType):
+            try:
+                made, gone = self._rebuild(function)
+            except NotUnderstood:
+                if not must:
+                    raise
+        if must and not gone:
+            raise NotUnderstood(f"{function.__module__}.{name}")
+        return made, gone
+
+    def _rebuild(self, function: FunctionType) -> tuple[FunctionType, list[Any]]:
+        if function in self._rebuilt:
+            return self._rebuilt[function]
+        # A function that calls itself calls the original.
+        self._rebuilt[function] = function, []
         gone: list[Any] = []
         names: dict[str, str] = {}
-        scope = function.__globals__
+        scope, cells = function.__globals__, list(function.__closure__ or ())
         for name in dict.fromkeys(names_in(function.__code__)):
             value = scope.get(name)
             if _is_function(value):
-                near = value is not function and _is_near(value, function)
-                instead = self._instead(name, value, near, gone)
-                if instead is not value:
-                    names[name] = _alias(scope, name, value, instead)
-        cells = [self._cell(cell, gone) for cell in function.__closure__ or ()]
-        if not gone:
-            return function, ()
-        return _copied(function, _renamed(function.__code__, names), cells), tuple(gone)
-
-    def _cell(self, cell: CellType, gone: list[Any]) -> CellType:
-        try:
-            value = cell.cell_contents
-        except ValueError:
-            return cell
-        if not isinstance(value, FunctionType):
-            return cell
-        # What a decorator holds is the model's own code, wherever the decorator comes from.
-        instead = self._instead(value.__name__, value, True, gone)
-        return cell if instead is value else CellType(instead)
-
-    def _instead(self, name: str, value: Any, near: bool, gone: list[Any]) -> Any:
-        turns = rotates(name) and value.__module__ != "transformers.modeling_rope_utils"
-        if turns:
-            ours = self._replace(value)
-            if ours is not None:
-                gone.append((name, value))
-                return ours
-        if near and isinstance(value, FunctionType):
+                made, inner = self.rewrite(name, value, _is_of_model(value, function))
+                if inner:
+                    gone += inner
+                    names[name] = _alias(scope, name, value, made)
+        for i, cell in enumerate(cells):
             try:
-                made, inner = self.rewrite(value)
-            except NotUnderstood:
-                if turns:
-                    raise NotUnderstood(f"{value.__module__}.{name}") from None
-                raise
-            gone.extend(inner)
-            if inner or not turns:
-                return made
-        if turns:
-            raise NotUnderstood(f"{value.__module__}.{name}")
-        return value
-
-
-def rewrapped(function: Any, inner: FunctionType, ours: FunctionType) -> FunctionType:
-    """The decorators that ``function`` puts around ``inner``, put around ``ours``."""
-    if function is inner:
-        return ours
-    cells = []
-    for cell in function.__closure__ or ():
-        held = cell.cell_contents
-        wraps = isinstance(held, FunctionType) and inspect.unwrap(held) is inner
-        cells.append(CellType(rewrapped(held, inner, ours)) if wraps else cell)
-    return _copied(function, function.__code__, cells)
+                value = cell.cell_contents
+            except ValueError:
+                continue
+            # What a decorator holds is the model's own code, wherever the decorator comes from.
+            if isinstance(value, FunctionType):
+                made, inner = self.rewrite(value.__name__, value)
+                if inner:
+                    gone += inner
+                    cells[i] = CellType(made)
+        if gone:
+            code = _renamed(function.__code__, names)
+            self._rebuilt[function] = _copied(function, code, cells), gone
+        return self._rebuilt[function]
 
 
 # Stands for the name that `_alias` puts in its place.
@@ -158,9 +139,9 @@ def _is_function(value: Any) -> bool:
     return isinstance(value, FunctionType) or hasattr(type(value), "kernel_layer_name")
 
 
-def _is_near(value: Any, owner: FunctionType) -> bool:
+def _is_of_model(value: Any, caller: FunctionType) -> bool:
     """Whether ``value`` is code of the model, rather than of a library."""
-    return value.__module__ == owner.__module__ or ".models." in (value.__module__ or "")
+    return value.__module__ == caller.__module__ or ".models." in (value.__module__ or "")
 
 
 def names_in(code: CodeType) -> Iterator[str]:

@@ -42,11 +42,9 @@ def apply_rotary_pos_emb(
         raise ValueError(checks.message(who, rule, unsqueeze_dim, way_out))
     for name, x in (("q", q), ("k", k), ("cos", cos), ("sin", sin)):
         checks.float_tensor(who, name, x)
-    tables = [
-        halved(who, name, table, False).unsqueeze(unsqueeze_dim)
-        for name, table in (("cos", cos), ("sin", sin))
-    ]
-    a, b = rotate_all([q, k], tables[0], tables[1], interleaved=False, interleaved_out=False)
+    c = halved(who, "cos", cos, False).unsqueeze(unsqueeze_dim)
+    s = halved(who, "sin", sin, False).unsqueeze(unsqueeze_dim)
+    a, b = rotate_all([q, k], c, s, interleaved=False, interleaved_out=False)
     return a, b
 
 
@@ -71,7 +69,7 @@ def rotate_all(
         interleaved: Pairs of the input are ``(2i, 2i + 1)``, else ``(i, P + i)``.
         interleaved_out: The same for the output.
         last: Rotate the last ``2P`` channels instead of the first.
-        backwards: Spec by the negative angle.
+        backwards: Rotate by the negative angle.
     """
     # Tokens before heads: the op wants them after, and does not mind the strides.
     swapped = cos.dim() > 2 and cos.shape[-2] == 1 and cos.shape[-3] != 1
@@ -79,56 +77,54 @@ def rotate_all(
         cos, sin = cos.transpose(-2, -3), sin.transpose(-2, -3)
         xs = [x.transpose(-2, -3) for x in xs]
     column = xs[0].shape[-1] - 2 * cos.shape[-1] if last else 0
-    how = Spec(interleaved, interleaved_out, column, backwards)
-    first, *others = xs
-    together = cos.dim() < 4 or cos.shape[-3] == 1
-    for x in others:
-        together = together and x.dim() == first.dim() == 4 and _alike(first, x)
-    if together and first.dim() == 4:
-        tables = _tables(first, cos, sin)
-        ys = turn_all(_WHO, "the rows of cos", xs, *tables, Rows(), how)
+    spec = Spec(interleaved, interleaved_out, column, backwards)
+    if all(_alike(x, xs[0], cos) for x in xs[1:]):
+        ys = _rotate(xs, cos, sin, spec)
     else:
-        ys = [_turn_one(x, cos, sin, how) for x in xs]
+        ys = [y for x in xs for y in _rotate([x], cos, sin, spec)]
     return [y.transpose(-2, -3) for y in ys] if swapped else ys
 
 
-def _alike(q: Tensor, k: Tensor) -> bool:
-    return q.shape[0] == k.shape[0] and q.shape[2:] == k.shape[2:]
+def _has_heads(cos: Tensor) -> bool:
+    """Whether each head has a table of its own."""
+    return cos.dim() > 2 and cos.shape[-3] != 1
 
 
-def _turn_one(x: Tensor, cos: Tensor, sin: Tensor, how: Spec) -> Tensor:
-    four = x[(None,) * (4 - x.dim())] if x.dim() < 4 else x.flatten(0, -4)
-    if x.dim() > 4 and cos.dim() > 3:
-        lead = (*x.shape[:-3], *cos.shape[-3:])
-        cos, sin = cos.expand(lead).flatten(0, -4), sin.expand(lead).flatten(0, -4)
-    if cos.dim() > 2 and cos.shape[-3] != 1:
-        # A table for each head: every head is a sequence of its own.
-        lead = (*four.shape[:2], *cos.shape[-2:])
-        cos, sin = cos.expand(lead).flatten(0, 1), sin.expand(lead).flatten(0, 1)
-        four = four.flatten(0, 1).unsqueeze(1)
-        tables = cos, sin
+def _alike(x: Tensor, y: Tensor, cos: Tensor) -> bool:
+    """Whether one call may rotate both: their shapes agree, head counts aside."""
+    heads = not _has_heads(cos) or x.shape == y.shape
+    return heads and x.shape[:-3] == y.shape[:-3] and x.shape[-2:] == y.shape[-2:]
+
+
+def _rotate(xs: list[Tensor], cos: Tensor, sin: Tensor, spec: Spec) -> list[Tensor]:
+    """Rotate tensors that are alike in one call of the op, which takes ``[B, H, T, D]``."""
+    cos_rows, sin_rows = _rows(xs[0], cos), _rows(xs[0], sin)
+    fours = xs
+    if _has_heads(cos):
+        # Every head is a sequence of its own.
+        fours = [x.flatten(0, -3).unsqueeze(1) for x in xs]
+    elif xs[0].dim() > 4:
+        fours = [x.flatten(0, -4) for x in xs]
+    elif xs[0].dim() < 4:
+        fours = [x[(None,) * (4 - x.dim())] for x in xs]
+    ys = turn_all(_WHO, "the rows of cos", fours, cos_rows, sin_rows, Rows(), spec)
+    return ys if fours is xs else [y.reshape(x.shape) for x, y in zip(xs, ys, strict=True)]
+
+
+def _rows(x: Tensor, table: Tensor) -> Tensor:
+    """``table`` as the op takes it: ``[T, P]``, or ``[B, T, P]`` for sequences with their own."""
+    each = table.shape[:-2]
+    wide = (x.shape[-2], table.shape[-1])
+    if all(size == 1 for size in each):
+        table = table[(0,) * len(each)]
+    elif table.shape[-3] == 1:
+        table, wide = table.squeeze(-3), (*x.shape[:-3], *wide)
     else:
-        tables = _tables(four, cos, sin)
-    (y,) = turn_all(_WHO, "the rows of cos", [four], *_rows(four, *tables), Rows(), how)
-    return y.reshape(x.shape)
-
-
-def _tables(x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """Tables ``[T, P]`` or ``[B, T, P]`` for ``x`` of ``[B, H, T, D]``."""
-    if cos.dim() > 2:
-        cos, sin = cos.squeeze(-3), sin.squeeze(-3)
-    if cos.dim() == 3 and cos.shape[0] == 1:
-        cos, sin = cos[0], sin[0]
-    return _rows(x, cos, sin)
-
-
-def _rows(x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    rows, length = cos.shape[-2], x.shape[-2]
-    if rows not in (1, length) or (cos.dim() == 3 and cos.shape[0] != x.shape[0]) or cos.dim() > 3:
+        wide = (*x.shape[:-2], *wide)
+    try:
+        table = table.expand(wide)
+    except RuntimeError:
         rule = f"cos and sin must broadcast against queries and keys of shape {tuple(x.shape)}"
-        got = f"shape {tuple(cos.shape)}"
-        raise ValueError(checks.message(_WHO, rule, got, "Call unpatch, and report the model."))
-    if rows != length:
-        wide = (*cos.shape[:-2], length, cos.shape[-1])
-        return cos.expand(wide), sin.expand(wide)
-    return cos, sin
+        way_out = "Call unpatch, and report the model."
+        raise ValueError(checks.message(_WHO, rule, tuple(each), way_out)) from None
+    return table.flatten(0, -3) if len(wide) > 2 else table

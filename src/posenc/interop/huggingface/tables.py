@@ -18,15 +18,14 @@ import copy
 import inspect
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from posenc import configs
-from posenc.interop.huggingface.probing import FAILURES, WIDEN, same
-from posenc.interop.huggingface.rewrite import rewrapped
+from posenc.interop.huggingface.probing import FAILURES, WIDEN, Known, NotUnderstood, same
+from posenc.interop.huggingface.rewrite import Rewriter
 from posenc.numerics.constants import constant
 from posenc.numerics.frequencies import Spectrum, scaled_rates
 from posenc.numerics.scaling import DynamicNTK
@@ -37,6 +36,7 @@ _NEAR = torch.tensor([[0, 1, 2, 3, 7], [5, 4, 9, 1, 0]], device="cpu")
 # Two sequences: modules that take no coordinates refuse them only if these are several.
 _LONG = torch.arange(2100, device="cpu").expand(2, -1)
 _FAR = _NEAR * 40_009
+_METHOD = "recomposition_frequencies"
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +45,15 @@ class Rates:
 
     spectrum: Spectrum
     order: tuple[int, ...] | None
+
+    def follow_length(self) -> bool:
+        """Whether the rule of these rates depends on the length of the sequence."""
+        rule = self.spectrum.scaling
+        return rule is not None and rule.trained_length() is not None
+
+    def exact(self, seq_len: Tensor | None = None) -> Tensor:
+        """The rates in float64, as the module has them in float32."""
+        return _ordered(scaled_rates(self.spectrum, None, seq_len), self.order)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,29 +64,37 @@ class Tables:
         form: How a row holds its numbers.
         by_layer: The rates of each layer type; None for those that the module's buffer holds.
         coordinates: How many coordinates a position is expanded to, or zero.
-        named: Whether ``recomposition_frequencies`` is told the layer type.
     """
 
     form: str
     by_layer: dict[str | None, Rates | None]
     coordinates: int = 0
-    named: bool = False
 
     @property
     def rates(self) -> str:
         """Where the rates come from."""
         return "its own" if None in self.by_layer.values() else "from the config"
 
-    def forward_of(self, kind: type) -> FunctionType:
+    def forward_of(self, kind: Any) -> Any:
         """Our forward, inside the decorators that the class puts around its own."""
-        original: Any = kind.forward  # type: ignore[attr-defined]
-        return rewrapped(original, inspect.unwrap(original), _forward(self))
+        ours = Known(self.form, "", _forward(self, _takes_layer_type(kind, _METHOD)))
+        inner = inspect.unwrap(kind.forward)
+        rewriter = Rewriter(lambda name, function: ours if function is inner else None)
+        return rewriter.rewrite("forward", kind.forward)[0]
+
+
+def _takes_layer_type(kind: Any, method: str) -> bool:
+    found = getattr(kind, method, None)
+    return found is not None and "layer_type" in inspect.signature(found).parameters
 
 
 def understood(module: nn.Module) -> Tables | None:
-    """What our forward for a rotary module is to make, or None if the module is to keep its own."""
-    inner = inspect.unwrap(type(module).forward)
-    names = list(inspect.signature(inner).parameters)
+    """What our forward for a rotary module is to make, or None if the module is to keep its own.
+
+    Raises NotUnderstood if no rotation is what the module's tables are for.
+    """
+    kind = type(module)
+    names = list(inspect.signature(kind.forward).parameters)
     if names not in (["self", "x", "position_ids"], ["self", "x", "position_ids", "layer_type"]):
         return None
     # What a checkpoint fills may agree today and not tomorrow.
@@ -87,45 +104,30 @@ def understood(module: nn.Module) -> Tables | None:
         tried = _another(module)
         if tried is None:
             return None
-        kinds = _layer_types(tried) if len(names) == 4 else [None]
-        from_config = {kind: _rates(tried, kind) for kind in kinds}
-        for by_layer in (from_config, dict.fromkeys(kinds)):
-            for tables in _candidates(tried, by_layer):
-                if all(_agree(tried, tables, kind) for kind in kinds):
+        types = getattr(tried, "rope_type", None) if len(names) == 4 else None
+        layers = list(types) if isinstance(types, dict) else [None]
+        answers = {layer: list(_answers(tried, layer)) for layer in layers}
+        from_config = {layer: _rates(tried, layer) for layer in layers}
+        forms = [(form, 0) for form in WIDEN]
+        if hasattr(kind, _METHOD):
+            forms = [("recomposed", coordinates) for coordinates in (0, 2, 3, 4)]
+        for by_layer in (from_config, dict.fromkeys(layers)):
+            for form, coordinates in forms:
+                tables = Tables(form, by_layer, coordinates)
+                if all(_agree(tried, tables, layer, answers[layer]) for layer in layers):
                     return tables
     return None
 
 
 def holds_other_rates(module: nn.Module, tables: Tables) -> bool:
     """Whether a buffer holds other numbers than the rates of the config, rounded by a cast."""
-    for kind, rates in tables.by_layer.items():
-        held = getattr(module, f"{_prefix(kind)}inv_freq")
-        if rates is None or held.is_meta or _follows_length(rates.spectrum):
+    for layer_type, rates in tables.by_layer.items():
+        held = _attribute(module, layer_type, "inv_freq")
+        if rates is None or held.is_meta or rates.follow_length():
             continue
         # What bfloat16 rounds off, and what float16 has no numbers for.
-        exact = _ordered(scaled_rates(rates.spectrum), rates.order)
-        if not torch.allclose(held.cpu().double(), exact, rtol=2**-7, atol=2**-24):
+        if not torch.allclose(held.cpu().double(), rates.exact(), rtol=2**-7, atol=2**-24):
             return True
-    return False
-
-
-def differ_in_halves(module: nn.Module) -> bool:
-    """Whether tokens with several coordinates turn the two channels of a pair by different ones."""
-    recompose = getattr(module, "recomposition_frequencies", None)
-    held = getattr(module, "inv_freq", None)
-    if recompose is None or held is None or len(inspect.signature(recompose).parameters) != 1:
-        return False
-    pairs = held.shape[-1]
-    for coordinates in (2, 3, 4):
-        # No number twice.
-        numbers = torch.arange(coordinates * pairs, device="cpu").view(-1, 1, 1, pairs)
-        try:
-            made = recompose(numbers.float().expand(-1, 1, 2, -1))
-        except FAILURES:
-            continue
-        if isinstance(made, Tensor) and made.shape[-1] == 2 * pairs:
-            doubled = torch.equal(made[..., :pairs], made[..., pairs:])
-            return not doubled and not torch.equal(made[..., ::2], made[..., 1::2])
     return False
 
 
@@ -140,33 +142,38 @@ def _another(module: nn.Module) -> nn.Module | None:
     return copy.deepcopy(made).cpu()
 
 
-def _layer_types(module: nn.Module) -> list[Any]:
-    kinds = getattr(module, "rope_type", None)
-    return list(kinds) if isinstance(kinds, dict) else [None]
-
-
-def _prefix(layer_type: str | None) -> str:
-    return "" if layer_type is None else f"{layer_type}_"
+def _attribute(module: Any, layer_type: str | None, name: str) -> Any:
+    """An attribute of a rotary module, which may have one for each layer type."""
+    own = None if layer_type is None else getattr(module, f"{layer_type}_{name}", None)
+    return getattr(module, name) if own is None else own
 
 
 def _rates(module: nn.Module, layer_type: str | None) -> Rates | None:
     """The float64 rates that the config asks for, if they are what the module rounded."""
-    held = getattr(module, f"{_prefix(layer_type)}inv_freq").double()
-    for read in (_as_read, _as_plain):
-        try:
-            spectrum = read(module, layer_type)
-            rates = scaled_rates(spectrum)
-        except FAILURES:
-            continue
-        for order in (None, held.argsort(descending=True).argsort().tolist()):
-            if held.shape == rates.shape and _near(held, _ordered(rates, order)):
-                return Rates(spectrum, order and tuple(order))
+    held = _attribute(module, layer_type, "inv_freq").double()
+    ranks = tuple(held.argsort(descending=True).argsort().tolist())
+    for spectrum in _spectra(module, layer_type, held.shape[-1]):
+        for rates in (Rates(spectrum, None), Rates(spectrum, ranks)):
+            with contextlib.suppress(*FAILURES):
+                if _near(held, rates.exact()):
+                    return rates
     return None
+
+
+def _spectra(module: Any, layer_type: str | None, pairs: int) -> Iterator[Spectrum]:
+    """What a config may mean: what it says, or its base alone, as for vision towers."""
+    with contextlib.suppress(*FAILURES):
+        recipe = configs.read(module.config, layer_type=layer_type)
+        yield Spectrum(recipe.rotary_dim, recipe.base, recipe.scaling)
+    with contextlib.suppress(*FAILURES):
+        said = module.config.rope_parameters
+        base = (said if layer_type is None else said[layer_type])["rope_theta"]
+        yield Spectrum(2 * pairs, float(base))
 
 
 def _near(held: Tensor, exact: Tensor) -> bool:
     """Whether rates are these in float32."""
-    return torch.allclose(held, exact, rtol=2e-6, atol=0)
+    return torch.allclose(held.double(), exact, rtol=2e-6, atol=0)
 
 
 def _ordered(of_pairs: Tensor, order: Sequence[int] | None) -> Tensor:
@@ -175,55 +182,26 @@ def _ordered(of_pairs: Tensor, order: Sequence[int] | None) -> Tensor:
     return of_pairs[..., constant(tuple(order), torch.int64, of_pairs.device)]
 
 
-def _as_read(module: Any, layer_type: str | None) -> Spectrum:
-    recipe = configs.read(module.config, layer_type=layer_type)
-    return Spectrum(recipe.rotary_dim, recipe.base, recipe.scaling)
-
-
-def _as_plain(module: Any, layer_type: str | None) -> Spectrum:
-    """All the rates that the module has, from the base alone: those of vision towers."""
-    said = module.config.rope_parameters
-    base = float((said if layer_type is None else said[layer_type])["rope_theta"])
-    return Spectrum(2 * getattr(module, f"{_prefix(layer_type)}inv_freq").shape[-1], base)
-
-
-def _follows_length(spectrum: Spectrum) -> bool:
-    return spectrum.scaling is not None and spectrum.scaling.trained_length() is not None
-
-
-def _candidates(module: nn.Module, by_layer: dict[Any, Rates | None]) -> Iterator[Tables]:
-    recompose = getattr(module, "recomposition_frequencies", None)
-    if recompose is not None:
-        named = "layer_type" in inspect.signature(recompose).parameters
-        for coordinates in (0, 2, 3, 4):
-            yield Tables("recomposed", by_layer, coordinates, named)
-        return
-    for form in WIDEN:
-        yield Tables(form, by_layer)
-
-
-def _forward(tables: Tables) -> Any:
+def _forward(tables: Tables, recompose_by_layer: bool) -> Any:
     """A rotary module's forward: exact angles of ``position_ids``, in the module's own form."""
-    form, by_layer = tables.form, tables.by_layer
-    coordinates, named = tables.coordinates, tables.named
+    form, by_layer, coordinates = tables.form, tables.by_layer, tables.coordinates
 
     def forward(
         self: Any, x: Tensor, position_ids: Tensor, layer_type: str | None = None
     ) -> Tensor | tuple[Tensor, Tensor]:
-        prefix, rates = _prefix(layer_type), by_layer.get(layer_type)
-        at = position_ids.expand(coordinates, -1, -1) if coordinates else position_ids
+        rates = by_layer.get(layer_type)
+        positions = position_ids.expand(coordinates, -1, -1) if coordinates else position_ids
         if rates is None:
-            phi = angles(at, getattr(self, f"{prefix}inv_freq").to(x.device))
+            phi = angles(positions, _attribute(self, layer_type, "inv_freq").to(x.device))
         else:
-            seq_len = _seq_len(self, prefix, rates.spectrum, position_ids)
-            phi = _ordered(angles(at, rates.spectrum, seq_len), rates.order)
-        gain = getattr(self, f"{prefix}attention_scaling", None)
-        gain = self.attention_scaling if gain is None else gain
-        cos, sin = of_angles(phi, x.device, float(gain))
+            seq_len = _seq_len(self, layer_type, rates, position_ids)
+            phi = _ordered(angles(positions, rates.spectrum, seq_len), rates.order)
+        gain = float(_attribute(self, layer_type, "attention_scaling"))
+        cos, sin = of_angles(phi, x.device, gain)
         if form == "complex":
             return torch.complex(cos, sin).to(torch.complex64)
         if form == "recomposed":
-            more = (layer_type,) if named else ()
+            more = (layer_type,) if recompose_by_layer else ()
             cos = self.recomposition_frequencies(cos, *more)
             sin = self.recomposition_frequencies(sin, *more)
         else:
@@ -234,45 +212,61 @@ def _forward(tables: Tables) -> Any:
     return forward
 
 
-def _seq_len(module: Any, prefix: str, spectrum: Spectrum, position_ids: Tensor) -> Tensor | None:
+def _seq_len(
+    module: Any, layer_type: str | None, rates: Rates, position_ids: Tensor
+) -> Tensor | None:
     """The length that a rule is to see; the longest of several calls if the module keeps that."""
-    if not _follows_length(spectrum):
+    if not rates.follow_length():
         return None
-    if isinstance(spectrum.scaling, DynamicNTK):
-        longest = getattr(module, f"{prefix}max_seq_len_cached", module.max_seq_len_cached)
+    if isinstance(rates.spectrum.scaling, DynamicNTK):
+        longest = _attribute(module, layer_type, "max_seq_len_cached")
         return torch.as_tensor(longest, device=position_ids.device)
     return position_ids.max() + 1
 
 
-def _in_force(module: Any, kind: str | None, rates: Rates, at: Tensor) -> bool:
-    """Whether these are the rates by which a module rotated when it was last called."""
-    held = getattr(module, f"{_prefix(kind)}inv_freq").double()
-    seq_len = _seq_len(module, _prefix(kind), rates.spectrum, at)
-    return _near(held, _ordered(scaled_rates(rates.spectrum, None, seq_len), rates.order))
+def _options(layer_type: str | None) -> dict[str, str]:
+    return {} if layer_type is None else {"layer_type": layer_type}
 
 
-def _agree(module: nn.Module, tables: Tables, kind: str | None) -> bool:
-    """Whether ours gives what the module gives, up to float32's error in the angle."""
-    named = {} if kind is None else {"layer_type": kind}
-    rates = tables.by_layer[kind]
-    original, ours = type(module).forward, tables.forward_of(type(module))
-    theirs, mine = copy.deepcopy(module), copy.deepcopy(module)
-    x = torch.zeros(1, dtype=torch.float32)
-    taken = 0
+def _answers(module: Any, layer_type: str | None) -> Iterator[tuple[Tensor, Any]]:
+    """Positions, with one coordinate and with several, and what a module makes of them."""
+    pairs = _attribute(module, layer_type, "inv_freq").shape[-1]
+    module, forward = copy.deepcopy(module), type(module).forward
     # Near ones twice: some modules remember that a sequence was long.
-    for positions in (_NEAR, _LONG, _FAR, _NEAR):
-        for at in (positions, positions.T, torch.stack((positions, positions + 1, positions * 2))):
+    for p in (_NEAR, _LONG, _FAR, _NEAR):
+        several = torch.stack((p, p + 1, p * 2, p * 3))
+        for positions in (p, p.T, several[:2], several[:3], several):
             try:
-                expected = original(theirs, x, at, **named)
+                made = forward(module, torch.zeros(1), positions, **_options(layer_type))
             except FAILURES:
                 continue
-            try:
-                got = ours(mine, x, at, **named)
-            except FAILURES:
+            cos = made[0]
+            if cos.shape[-3:] == (*positions.shape[-2:], 2 * pairs):
+                doubled = same(cos[..., :pairs], cos[..., pairs:])
+                if not doubled and not same(cos[..., ::2], cos[..., 1::2]):
+                    raise NotUnderstood("a table of two angles for a pair")
+            yield positions, made
+
+
+def _agree(
+    module: nn.Module,
+    tables: Tables,
+    layer_type: str | None,
+    answers: list[tuple[Tensor, Any]],
+) -> bool:
+    """Whether ours gives what the module gives, up to float32's error in the angle."""
+    rates = tables.by_layer[layer_type]
+    module, ours = copy.deepcopy(module), tables.forward_of(type(module))
+    for positions, expected in answers:
+        try:
+            got = ours(module, torch.zeros(1), positions, **_options(layer_type))
+        except FAILURES:
+            return False
+        if not same(got, expected, 1e-5 + 1e-6 * float(positions.max())):
+            return False
+        if rates is not None:
+            # What the decorators made of the rates in the buffer tells slow pairs apart.
+            seq_len = _seq_len(module, layer_type, rates, positions)
+            if not _near(_attribute(module, layer_type, "inv_freq"), rates.exact(seq_len)):
                 return False
-            if not same(got, expected, 1e-5 + 1e-6 * float(at.max())):
-                return False
-            if rates is not None and not _in_force(theirs, kind, rates, at):
-                return False
-            taken += 1
-    return taken > 0
+    return bool(answers)

@@ -17,9 +17,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from posenc.interop.huggingface import special
-from posenc.interop.huggingface.probing import FAILURES, WIDEN, same
-from posenc.interop.huggingface.rotation import rotate_all
+from posenc.interop.huggingface import rotation, special
+from posenc.interop.huggingface.probing import FAILURES, WIDEN, Known, same
 
 # What model code calls the tensors that it rotates, and the tables that it rotates them by.
 _ROTATED = {"q", "k", "x", "xq", "xk", "query", "key", "tensor", "hidden_states"}
@@ -46,8 +45,8 @@ class Variant:
         axis: Where the tables get an axis for the heads: an index, ``unsqueeze_dim`` if the caller
             says, ``tokens`` if any table is read as one row for each token before the heads, or
             None if they come with one.
-        tokens: ``all``; ``patches`` if tokens before the table's are left alone; ``latest`` if
-            fewer queries than rows take the last ones.
+        tokens: ``all``; ``patches only`` if tokens before the table's are left alone; ``last rows
+            for queries`` if fewer queries than rows take the last ones.
         last: Whether the last channels are rotated, rather than the first.
         backwards: Whether the angle is negated.
         bare: Whether queries alone, with None for keys, come back without the None.
@@ -61,8 +60,13 @@ class Variant:
     backwards: bool = False
     bare: bool = False
 
+    def __str__(self) -> str:
+        said = [self.tables] + [self.tokens] * (self.tokens != "all")
+        said += ["last channels"] * self.last + ["backwards"] * self.backwards
+        return ", ".join(said)
 
-def function(names: tuple[str, ...], variant: Variant, default_axis: int = 1) -> Callable[..., Any]:
+
+def _function(names: tuple[str, ...], variant: Variant, default_axis: int) -> Callable[..., Any]:
     """A function of the given parameter names that rotates as ``variant`` says, by our op."""
     rotating = [name for name in names if name in _ROTATED]
     flags = {
@@ -73,54 +77,41 @@ def function(names: tuple[str, ...], variant: Variant, default_axis: int = 1) ->
     }
     freqs = next((name for name in names if name in _COMPLEX), None)
     pick = _PAIRS[variant.tables if freqs is None else "single"]
-    asks, fixed, tokens, bare = variant.axis == _AXIS, variant.axis, variant.tokens, variant.bare
+    fixed, tokens, bare = variant.axis, variant.tokens, variant.bare
 
     def rotated(*args: Any, **kwargs: Any) -> Any:
-        given = dict(zip(names, args, strict=False))
-        given.update(kwargs)
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
         if freqs is not None:
             cos, sin = given[freqs].real, given[freqs].imag
         else:
             cos, sin = pick(given["cos"]), pick(given["sin"])
-        axis = given.get(_AXIS, default_axis) if asks else fixed
+        axis = given.get(_AXIS, default_axis) if fixed == _AXIS else fixed
         if axis == "tokens":
             cos, sin = (t.reshape(-1, 1, t.shape[-1]) for t in (cos, sin))
         elif axis is not None:
             cos, sin = cos.unsqueeze(axis), sin.unsqueeze(axis)
-        xs = [given.get(name) for name in rotating]
-        present = [x for x in xs if x is not None]
+        xs = [given[name] for name in rotating if given.get(name) is not None]
         if tokens == "all":
-            ys = rotate_all(present, cos, sin, **flags)
-        elif tokens == "patches":
-            ys = [_patches(x, cos, sin, flags) for x in present]
+            ys = rotation.rotate_all(xs, cos, sin, **flags)
         else:
-            ys = [_latest(x, cos, sin, flags) for x in present]
-        if len(ys) == len(rotating):
-            return tuple(ys) if len(ys) > 1 else ys[0]
-        return ys[0] if bare else (ys[0], None)
+            ys = [_rotate_some(tokens, x, cos, sin, flags) for x in xs]
+        if len(ys) == 1 and (bare or len(rotating) == 1):
+            return ys[0]
+        return tuple(ys) if len(ys) == len(rotating) else (ys[0], None)
 
     return rotated
 
 
-def _patches(x: Tensor, cos: Tensor, sin: Tensor, flags: dict[str, bool]) -> Tensor:
-    before = x.shape[-2] - cos.shape[-2]
-    (y,) = rotate_all([x[..., before:, :]], cos, sin, **flags)
-    return torch.cat((x[..., :before, :], y), dim=-2) if before else y
-
-
-def _latest(x: Tensor, cos: Tensor, sin: Tensor, flags: dict[str, bool]) -> Tensor:
+def _rotate_some(
+    tokens: str, x: Tensor, cos: Tensor, sin: Tensor, flags: dict[str, bool]
+) -> Tensor:
+    """Rotate the last tokens, one for each row; or all tokens by the last rows."""
     length = x.shape[-2]
-    (y,) = rotate_all([x], cos[..., -length:, :], sin[..., -length:, :], **flags)
-    return y
-
-
-@dataclass(frozen=True, slots=True)
-class Known:
-    """A function that was recognised: what it does, in words, and ours."""
-
-    variant: str
-    layout: str
-    function: Callable[..., Any]
+    before = length - cos.shape[-2] if tokens == "patches only" else 0
+    if tokens == "last rows for queries":
+        cos, sin = cos[..., -length:, :], sin[..., -length:, :]
+    (y,) = rotation.rotate_all([x[..., before:, :]], cos, sin, **flags)
+    return torch.cat((x[..., :before, :], y), dim=-2) if before else y
 
 
 _known: MutableMapping[Any, Known | None] = WeakKeyDictionary()
@@ -139,9 +130,9 @@ def _search(original: Callable[..., Any]) -> Known | None:
     parameters = inspect.signature(getattr(original, "forward", original)).parameters
     names = tuple(parameters)
     if names in special.PROBES:
-        ours, variant, layout, tried = special.PROBES[names]
-        agrees = all(same(ours(*given), original(*given)) for given in tried)
-        return Known(variant, layout, ours) if agrees else None
+        known, tries = special.PROBES[names]
+        agrees = all(same(known.function(*given), original(*given)) for given in tries)
+        return known if agrees else None
     rotating = [name for name in names if name in _ROTATED]
     complexes = [name for name in names if name in _COMPLEX]
     tables = set(complexes) or {"cos", "sin"}
@@ -151,15 +142,15 @@ def _search(original: Callable[..., Any]) -> Known | None:
     asks = _AXIS in parameters
     default = parameters[_AXIS].default if asks else 1
     answers: dict[str, list[tuple[dict[str, Any], Any]]] = {}
-    for kind in _variants(bool(complexes), asks):
-        if kind.tables not in answers:
-            asked = [(g, _try(original, g)) for g in _probes(kind.tables, rotating, tables, asks)]
-            answers[kind.tables] = [(g, answer) for g, answer in asked if answer is not None]
-        ours = function(names, kind, default)
-        known = answers[kind.tables]
-        if known and all(same(_try(ours, given), answer) for given, answer in known):
-            picks = "position_ids" in names and any(_picks(original, *one) for one in known)
-            return None if picks else Known(_named(kind), kind.layout, ours)
+    for variant in _variants(bool(complexes), asks):
+        form = variant.tables
+        if form not in answers:
+            asked = [(g, _try(original, g)) for g in _probes(form, rotating, tables, asks)]
+            answers[form] = [(given, answer) for given, answer in asked if answer is not None]
+        ours, known_answers = _function(names, variant, default), answers[form]
+        if known_answers and all(same(_try(ours, g), answer) for g, answer in known_answers):
+            picks = "position_ids" in names and any(_picks(original, *a) for a in known_answers)
+            return None if picks else Known(str(variant), variant.layout, ours)
     return None
 
 
@@ -167,29 +158,18 @@ def _picks(original: Callable[..., Any], given: dict[str, Any], answer: Any) -> 
     """Whether the positions that a function is offered are used, to pick the rows of its tables."""
     rows = next(x for name, x in given.items() if name in _COMPLEX or name == "cos").shape[-2]
     backwards = torch.arange(rows, device="cpu").flip(0)
-    for ids in (backwards, backwards[None]):
-        picked = _try(original, {**given, "position_ids": ids})
-        if picked is not None and not same(picked, answer):
-            return True
-    return False
-
-
-def _named(variant: Variant) -> str:
-    said = [variant.tables]
-    said += ["patches only"] * (variant.tokens == "patches")
-    said += ["last rows for queries"] * (variant.tokens == "latest")
-    said += ["last channels"] * variant.last + ["backwards"] * variant.backwards
-    return ", ".join(said)
+    picked = [_try(original, {**given, "position_ids": p}) for p in (backwards, backwards[None])]
+    return any(found is not None and not same(found, answer) for found in picked)
 
 
 def _variants(is_complex: bool, asks: bool) -> Iterator[Variant]:
+    """Every variant, the likeliest first."""
     forms = ("complex",) if is_complex else tuple(_PAIRS)
     axes: tuple[int | str | None, ...] = (_AXIS,) if asks else (None, 1, -2, "tokens")
     layouts = ("half", "interleaved", "interleaved to half")
-    tokens, no = ("all", "patches", "latest"), (False, True)
-    for rare in itertools.product(no, no, no, tokens):
+    tokens, no = ("all", "patches only", "last rows for queries"), (False, True)
+    for bare, backwards, last, which in itertools.product(no, no, no, tokens):
         for form, layout, axis in itertools.product(forms, layouts, axes):
-            bare, backwards, last, which = rare
             yield Variant(form, layout, axis, which, last, backwards, bare)
 
 
