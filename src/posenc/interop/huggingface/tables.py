@@ -18,6 +18,7 @@ import copy
 import inspect
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -36,7 +37,6 @@ _NEAR = torch.tensor([[0, 1, 2, 3, 7], [5, 4, 9, 1, 0]], device="cpu")
 # Two sequences: modules that take no coordinates refuse them only if these are several.
 _LONG = torch.arange(2100, device="cpu").expand(2, -1)
 _FAR = _NEAR * 40_009
-_METHOD = "recomposition_frequencies"
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,11 +64,13 @@ class Tables:
         form: How a row holds its numbers.
         by_layer: The rates of each layer type; None for those that the module's buffer holds.
         coordinates: How many coordinates a position is expanded to, or zero.
+        named: Whether ``recomposition_frequencies`` is told the layer type.
     """
 
     form: str
     by_layer: dict[str | None, Rates | None]
     coordinates: int = 0
+    named: bool = False
 
     @property
     def rates(self) -> str:
@@ -77,15 +79,9 @@ class Tables:
 
     def forward_of(self, kind: Any) -> Any:
         """Our forward, inside the decorators that the class puts around its own."""
-        ours = Known(self.form, "", _forward(self, _takes_layer_type(kind, _METHOD)))
-        inner = inspect.unwrap(kind.forward)
+        inner, ours = inspect.unwrap(kind.forward), Known(self.form, "", partial(_forward, self))
         rewriter = Rewriter(lambda name, function: ours if function is inner else None)
         return rewriter.rewrite("forward", kind.forward)[0]
-
-
-def _takes_layer_type(kind: Any, method: str) -> bool:
-    found = getattr(kind, method, None)
-    return found is not None and "layer_type" in inspect.signature(found).parameters
 
 
 def understood(module: nn.Module) -> Tables | None:
@@ -108,15 +104,20 @@ def understood(module: nn.Module) -> Tables | None:
         layers = list(types) if isinstance(types, dict) else [None]
         answers = {layer: list(_answers(tried, layer)) for layer in layers}
         from_config = {layer: _rates(tried, layer) for layer in layers}
-        forms = [(form, 0) for form in WIDEN]
-        if hasattr(kind, _METHOD):
-            forms = [("recomposed", coordinates) for coordinates in (0, 2, 3, 4)]
         for by_layer in (from_config, dict.fromkeys(layers)):
-            for form, coordinates in forms:
-                tables = Tables(form, by_layer, coordinates)
+            for tables in _candidates(kind, by_layer):
                 if all(_agree(tried, tables, layer, answers[layer]) for layer in layers):
                     return tables
     return None
+
+
+def _candidates(kind: Any, by_layer: dict[str | None, Rates | None]) -> Iterator[Tables]:
+    recompose = getattr(kind, "recomposition_frequencies", None)
+    if recompose is None:
+        yield from (Tables(form, by_layer) for form in WIDEN)
+        return
+    named = "layer_type" in inspect.signature(recompose).parameters
+    yield from (Tables("recomposed", by_layer, n, named) for n in (0, 2, 3, 4))
 
 
 def holds_other_rates(module: nn.Module, tables: Tables) -> bool:
@@ -182,34 +183,26 @@ def _ordered(of_pairs: Tensor, order: Sequence[int] | None) -> Tensor:
     return of_pairs[..., constant(tuple(order), torch.int64, of_pairs.device)]
 
 
-def _forward(tables: Tables, recompose_by_layer: bool) -> Any:
+def _forward(
+    tables: Tables, module: Any, x: Tensor, position_ids: Tensor, layer_type: str | None = None
+) -> Tensor | tuple[Tensor, Tensor]:
     """A rotary module's forward: exact angles of ``position_ids``, in the module's own form."""
-    form, by_layer, coordinates = tables.form, tables.by_layer, tables.coordinates
-
-    def forward(
-        self: Any, x: Tensor, position_ids: Tensor, layer_type: str | None = None
-    ) -> Tensor | tuple[Tensor, Tensor]:
-        rates = by_layer.get(layer_type)
-        positions = position_ids.expand(coordinates, -1, -1) if coordinates else position_ids
-        if rates is None:
-            phi = angles(positions, _attribute(self, layer_type, "inv_freq").to(x.device))
-        else:
-            seq_len = _seq_len(self, layer_type, rates, position_ids)
-            phi = _ordered(angles(positions, rates.spectrum, seq_len), rates.order)
-        gain = float(_attribute(self, layer_type, "attention_scaling"))
-        cos, sin = of_angles(phi, x.device, gain)
-        if form == "complex":
-            return torch.complex(cos, sin).to(torch.complex64)
-        if form == "recomposed":
-            more = (layer_type,) if recompose_by_layer else ()
-            cos = self.recomposition_frequencies(cos, *more)
-            sin = self.recomposition_frequencies(sin, *more)
-        else:
-            cos, sin = WIDEN[form](cos), WIDEN[form](sin)
-        dtype = torch.promote_types(x.dtype, torch.float32)
-        return cos.to(dtype), sin.to(dtype)
-
-    return forward
+    rates, positions = tables.by_layer.get(layer_type), position_ids
+    if tables.coordinates:
+        positions = position_ids.expand(tables.coordinates, -1, -1)
+    if rates is None:
+        phi = angles(positions, _attribute(module, layer_type, "inv_freq").to(x.device))
+    else:
+        seq_len = _seq_len(module, layer_type, rates, position_ids)
+        phi = _ordered(angles(positions, rates.spectrum, seq_len), rates.order)
+    gain = float(_attribute(module, layer_type, "attention_scaling"))
+    cos, sin = of_angles(phi, x.device, gain)
+    if tables.form == "complex":
+        return torch.complex(cos, sin).to(torch.complex64)
+    widen = WIDEN.get(tables.form) or module.recomposition_frequencies
+    more = (layer_type,) if tables.named else ()
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    return widen(cos, *more).to(dtype), widen(sin, *more).to(dtype)
 
 
 def _seq_len(

@@ -133,33 +133,22 @@ def _search(original: Callable[..., Any]) -> Known | None:
         known, tries = special.PROBES[names]
         agrees = all(same(known.function(*given), original(*given)) for given in tries)
         return known if agrees else None
-    rotating = [name for name in names if name in _ROTATED]
-    complexes = [name for name in names if name in _COMPLEX]
-    tables = set(complexes) or {"cos", "sin"}
-    extra = set(names) - set(rotating) - tables - _IGNORED - {_AXIS}
-    if not rotating or not tables <= set(names) or extra:
+    tables = _COMPLEX & set(names) or {"cos", "sin"}
+    asks = _AXIS in names
+    if not tables <= set(names) <= tables | _ROTATED | _IGNORED | {_AXIS}:
         return None
-    asks = _AXIS in parameters
     default = parameters[_AXIS].default if asks else 1
     answers: dict[str, list[tuple[dict[str, Any], Any]]] = {}
-    for variant in _variants(bool(complexes), asks):
+    for variant in _variants(tables <= _COMPLEX, asks):
         form = variant.tables
         if form not in answers:
-            asked = [(g, _try(original, g)) for g in _probes(form, rotating, tables, asks)]
+            asked = [(given, _try(original, given)) for given in _probes(form, names)]
             answers[form] = [(given, answer) for given, answer in asked if answer is not None]
-        ours, known_answers = _function(names, variant, default), answers[form]
-        if known_answers and all(same(_try(ours, g), answer) for g, answer in known_answers):
-            picks = "position_ids" in names and any(_picks(original, *a) for a in known_answers)
-            return None if picks else Known(str(variant), variant.layout, ours)
+        ours = _function(names, variant, default)
+        agree = (same(_try(ours, given), answer) for given, answer in answers[form])
+        if answers[form] and all(agree):
+            return Known(str(variant), variant.layout, ours)
     return None
-
-
-def _picks(original: Callable[..., Any], given: dict[str, Any], answer: Any) -> bool:
-    """Whether the positions that a function is offered are used, to pick the rows of its tables."""
-    rows = next(x for name, x in given.items() if name in _COMPLEX or name == "cos").shape[-2]
-    backwards = torch.arange(rows, device="cpu").flip(0)
-    picked = [_try(original, {**given, "position_ids": p}) for p in (backwards, backwards[None])]
-    return any(found is not None and not same(found, answer) for found in picked)
 
 
 def _variants(is_complex: bool, asks: bool) -> Iterator[Variant]:
@@ -186,33 +175,35 @@ _SHAPES = (
 )
 
 
-def _probes(
-    form: str, rotating: list[str], tables: set[str], asks: bool
-) -> Iterator[dict[str, Any]]:
+def _probes(form: str, names: tuple[str, ...]) -> Iterator[dict[str, Any]]:
     """Arguments to try a function on; those that it does not take, it refuses."""
     made = torch.Generator().manual_seed(0)
     for (shape, rows, axis), width in itertools.product(_SHAPES, (8, 12)):
-        if asks and axis is None:
+        if _AXIS in names and axis is None:
             continue
         phi = torch.rand(*rows, 4, generator=made, dtype=torch.float32) * 6
+        given: dict[str, Any] = {"cos": WIDEN[form](phi.cos()), "sin": WIDEN[form](phi.sin())}
         if form == "complex":
-            given: dict[str, Any] = {
-                name: torch.polar(torch.ones_like(phi), phi) for name in tables
+            given = {
+                name: torch.complex(phi.cos(), phi.sin()) for name in names if name in _COMPLEX
             }
-        else:
-            given = {"cos": WIDEN[form](phi.cos()), "sin": WIDEN[form](phi.sin())}
-        if asks:
+        if _AXIS in names:
             given[_AXIS] = axis
-        xs = {
-            name: torch.randn(*shape, width, generator=made, dtype=torch.float32)
-            for name in rotating
-        }
-        yield {**given, **xs}
+        for name in names:
+            if name in _ROTATED:
+                given[name] = torch.randn(*shape, width, generator=made, dtype=torch.float32)
+        xs = {name: x for name, x in given.items() if name in _ROTATED}
+        yield given
         yield {**given, **{name: torch.cat((x, x), dim=-2) for name, x in xs.items()}}
         if len(xs) == 2:
             first, second = xs
-            yield {**given, **xs, first: xs[first][..., -2:, :]}
-            yield {**given, **xs, second: None}
+            yield {**given, first: xs[first][..., -2:, :]}
+            yield {**given, second: None}
+        if "position_ids" in names:
+            # Ours does not read them: a function that picks rows by them is not understood.
+            ids = torch.arange(rows[-1]).flip(0)
+            yield {**given, "position_ids": ids}
+            yield {**given, "position_ids": ids[None]}
 
 
 def _try(function: Callable[..., Any], given: dict[str, Any]) -> Any:
