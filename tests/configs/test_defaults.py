@@ -7,9 +7,9 @@ import pytest
 import transformers
 from transformers import CONFIG_MAPPING
 
-from hf_models import knows_all_families
 from posenc import configs
 from posenc.configs import models, nested
+from support.hf_models import knows_all_families
 
 SIZES = {"hidden_size": 512, "num_attention_heads": 8}
 # Widths that the class works out from others; and configs that have no default.

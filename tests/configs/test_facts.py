@@ -7,8 +7,8 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING, AutoModel
 
-from hf_models import SMALL, knows_all_families
 from posenc import configs
+from support.hf_models import SMALL, knows_all_families
 
 ALL_FULL = {"sliding_window": None, "layer_types": ["full_attention"] * 6}
 SIZES = {"hidden_size": 64, "num_attention_heads": 4}

@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import CONFIG_MAPPING, AutoModel
 
-from hf_models import knows_all_families
 from posenc import ALiBi, RoPE, configs
 from posenc.configs import models
 from posenc.functional import timestep_embedding
+from support.hf_models import knows_all_families
 
 LAYERS = "num_hidden_layers encoder_layers decoder_layers n_layer num_layers".split()
 

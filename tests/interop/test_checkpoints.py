@@ -9,10 +9,10 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch._subclasses import FakeTensorMode
 
-import tiny_models as models
 from posenc import RoPE
 from posenc.interop import checkpoints
 from posenc.interop.checkpoints import Heads, convert, convert_state, permute
+from support import hf_models as models
 from support.checkpoints import SIZES, save_layers
 
 OTHER = {"half": "interleaved", "interleaved": "half"}

@@ -4,10 +4,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-import tiny_models as models
 from posenc import RoPE
 from posenc.interop import huggingface
 from posenc.interop.checkpoints import convert
+from support import hf_models as models
 
 
 def test_what_reads_a_converted_folder_knows_its_layout(tmp_path):

@@ -13,9 +13,9 @@ import torch
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from hf_models import knows_all_families
 from posenc import configs
 from posenc.interop.checkpoints import convert, families
+from support.hf_models import knows_all_families
 
 # The older spelling of a family whose newer one is here.
 ALIASES = {"qwen2_vl", "qwen2_5_vl"}

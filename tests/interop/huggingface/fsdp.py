@@ -9,9 +9,9 @@ import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import distribute_tensor, init_device_mesh
 
-from hf_models import apart, llama, tokens
 from posenc.interop.huggingface import patch
 from processes import each
+from support.hf_models import apart, llama, tokens
 
 
 def patched_on_meta(folder: Path) -> dict[str, str]:

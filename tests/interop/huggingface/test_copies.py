@@ -9,8 +9,8 @@ import sys
 import pytest
 import torch
 
-from hf_models import SMALL, Calls, apart, llama, tiny, tokens
 from posenc.interop.huggingface import patch, unpatch
+from support.hf_models import SMALL, Calls, apart, llama, tiny, tokens
 
 FAMILIES = {
     "LlamaModel": SMALL,

@@ -7,24 +7,10 @@ from torch import nn
 from torch._dynamo.testing import CompileCounter
 from transformers.models.llama import modeling_llama
 
-from hf_models import SMALL, VISION, Calls, apart, llama, tiny, tokens
 from posenc.interop.huggingface import patch, patched, unpatch
+from support.hf_models import LATENT, SMALL, VISION, Calls, apart, llama, tiny, tokens
 
-LATENT = {
-    **SMALL,
-    "num_key_value_heads": 4,
-    "kv_lora_rank": 16,
-    "q_lora_rank": 16,
-    "qk_rope_head_dim": 16,
-    "qk_nope_head_dim": 16,
-    "v_head_dim": 16,
-    "moe_intermediate_size": 16,
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "n_group": 1,
-    "topk_group": 1,
-    "first_k_dense_replace": 1,
-}
+MLA = {**SMALL, **LATENT, "num_key_value_heads": 4}
 SECTIONS = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [2, 3, 3]}
 GPT = {"n_embd": 64, "n_layer": 2, "n_head": 4, "rotary_dim": 8, "vocab_size": 99}
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
@@ -36,11 +22,11 @@ FAMILIES = {
     "gpt_neox-partial": ("GPTNeoXModel", SMALL, "half"),
     "gptj": ("GPTJModel", GPT, "interleaved"),
     "glm": ("GlmModel", {**SMALL, "head_dim": 16}, "interleaved"),
-    "deepseek_v2-complex": ("DeepseekV2Model", LATENT, "interleaved"),
-    "deepseek_v3": ("DeepseekV3Model", LATENT, "interleaved to half"),
+    "deepseek_v2-complex": ("DeepseekV2Model", MLA, "interleaved"),
+    "deepseek_v3": ("DeepseekV3Model", MLA, "interleaved to half"),
     "deepseek_v3-not-interleaved": (
         "DeepseekV3Model",
-        {**LATENT, "rope_interleave": False},
+        {**MLA, "rope_interleave": False},
         "half",
     ),
     "olmo2": ("Olmo2Model", SMALL, "half"),
@@ -267,7 +253,7 @@ def test_gradient_checkpointing_gives_the_same_gradients():
 
 
 def test_a_patched_model_compiles_whole():
-    model = llama()
+    model = llama(num_hidden_layers=1)
     expected = model(tokens()).logits
     patch(model)
 
@@ -277,7 +263,7 @@ def test_a_patched_model_compiles_whole():
 
 
 def test_a_second_patch_of_the_class_compiles_nothing_again():
-    model, compiles = llama(), CompileCounter()
+    model, compiles = llama(num_hidden_layers=1), CompileCounter()
     patch(model)
     compiled = torch.compile(model, fullgraph=True, backend=compiles)
     compiled(tokens())

@@ -9,9 +9,9 @@ from transformers import LlamaConfig, PixtralVisionConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.models.pixtral.modeling_pixtral import PixtralVisionRotaryEmbedding
 
-from hf_models import SMALL, VISION, apart, llama, tiny, tokens
 from posenc.interop.huggingface import patch, patched
 from posenc.interop.huggingface.tables import understood
+from support.hf_models import SMALL, VISION, apart, llama, tiny, tokens
 
 
 def test_tables_are_exact_where_those_of_the_model_are_not():

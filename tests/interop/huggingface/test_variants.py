@@ -5,8 +5,8 @@ import torch
 import transformers
 from torch import nn
 
-from hf_models import SMALL, apart
 from posenc.interop.huggingface import patch, patched
+from support.hf_models import SMALL, apart
 
 
 def rotate_half(x):

@@ -7,8 +7,8 @@ import torch
 import transformers
 from transformers.models.llama import modeling_llama
 
-from hf_models import VISION, Calls, apart, llama, tokens
 from posenc.interop.huggingface import patch, patched, unpatch
+from support.hf_models import VISION, Calls, apart, llama, tokens
 
 
 def test_a_method_that_was_wrapped_on_the_instance_is_refused():

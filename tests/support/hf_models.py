@@ -1,22 +1,30 @@
-"""Tiny models of transformers' families, built from config classes: nothing is downloaded."""
-
-from __future__ import annotations
+"""Small random models of transformers, built from config classes: nothing is downloaded."""
 
 import importlib
+import re
+import sys
 
+import pytest
 import torch
 import transformers
 
 import posenc
 
+knows_all_families = pytest.mark.skipif(
+    tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 22),
+    reason="older releases of transformers lack some of the families",
+)
+
 SIZES = {
-    "vocab_size": 64,
     "hidden_size": 64,
-    "intermediate_size": 48,
+    "intermediate_size": 64,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
+    "vocab_size": 99,
+    "max_position_embeddings": 64,
     "pad_token_id": 0,
 }
+SMALL = {**SIZES, "num_key_value_heads": 2}
 GQA = {"num_key_value_heads": 2, "head_dim": 16}
 LATENT = {
     "q_lora_rank": 24,
@@ -30,6 +38,16 @@ LATENT = {
     "n_group": 1,
     "topk_group": 1,
     "first_k_dense_replace": 1,
+}
+VISION = {
+    "depth": 2,
+    "num_heads": 4,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "out_hidden_size": 64,
+    "patch_size": 4,
+    "temporal_patch_size": 1,
+    "deepstack_visual_indexes": [],
 }
 # Name: the family, its sizes, and the layout that its own code reads.
 FAMILIES = {
@@ -46,21 +64,58 @@ FAMILIES = {
 }
 
 
-def build(family, sizes):
+def tiny(name, **changes):
     torch.manual_seed(0)
-    config = getattr(transformers, f"{family}Config")(**SIZES, **sizes)
-    model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+    kind = getattr(transformers, name)
+    model = kind(kind.config_class(**changes)).eval()
     with torch.no_grad():
         for parameter in model.parameters():
-            # Away from the zeros and ones of a fresh model, or norms and biases would not show.
-            parameter.add_(torch.randn_like(parameter) * 0.2)
+            if parameter.dim() > 1:
+                # Fresh weights make attention flat, which would hide a wrong rotation.
+                parameter.normal_(0, parameter[0].numel() ** -0.5)
+            else:
+                # Away from zeros and ones, or norms and biases would not show.
+                parameter.add_(torch.randn_like(parameter) * 0.2)
     return model
 
 
+def build(family, sizes):
+    return tiny(f"{family}ForCausalLM", **{**SIZES, **sizes})
+
+
+def llama(**changes):
+    return tiny("LlamaForCausalLM", **{**SMALL, **changes})
+
+
+def tokens(batch=2, length=9):
+    return torch.randint(1, 99, (batch, length), generator=torch.Generator().manual_seed(1))
+
+
+def apart(a, b):
+    return ((a - b).abs().max() / a.abs().max()).item()
+
+
+class Calls:
+    """Names of the rotating functions of transformers that run."""
+
+    def __enter__(self):
+        self.names = set()
+        sys.setprofile(self.see)
+        return self
+
+    def __exit__(self, *_):
+        sys.setprofile(None)
+
+    def see(self, frame, event, _):
+        code = frame.f_code
+        turns = re.search("rotary_(pos|emb)|rotate_", code.co_name)
+        if event == "call" and turns and "modeling_" in code.co_filename:
+            self.names.add(code.co_name)
+
+
 def logits(model):
-    tokens = torch.randint(3, 60, (2, 12), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
-        return model(input_ids=tokens).logits
+        return model(input_ids=tokens(2, 12)).logits
 
 
 def load(family, folder):
