@@ -187,7 +187,7 @@ def special(mesh) -> dict:
                     assert_close(b.full_tensor(), a, rtol=1e-5, atol=1e-6)
         # Each rank would have a part of the gradient to the slopes, and nobody would add them up.
         spread = [distribute_tensor(x, mesh, [BATCH]) for x in tensors]
-        with pytest.raises(ValueError, match="without a gradient where q is spread"):
+        with pytest.raises(ValueError, match="without a gradient where q is a DTensor"):
             posenc.attention.alibi_attention(*spread, torch.rand(8, requires_grad=True))
 
     def learned():

@@ -2,14 +2,15 @@
 
 Afterwards every function and module of this library takes DTensors that are sharded along the
 batch, the heads or the sequence, over meshes of any number of dimensions, and returns DTensors
-with the same placements. To rotate, nothing is communicated: each process turns its own shard by
-the positions that its tokens have in the whole sequence. Attention gathers keys and values.
+with the same placements. A rotation communicates nothing: each process rotates its own shard by the
+positions that its tokens have in the whole sequence. Attention gathers keys and values.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -36,17 +37,15 @@ def _local(x: Tensor) -> Tensor:
 
 def _tables(dim: int, x: Any, cos: Any, positions: Any, start: int) -> Placements | None:
     """Placements of cos, sin and positions beside ``x`` sharded along ``dim``, if there are any."""
-    whole: Placement = Replicate()
-    ids = None if positions is None else whole
+    ids = None if positions is None else Replicate()
     if dim == 0:
-        table = Shard(0) if len(cos.shape) == 3 else whole
-        if ids is not None and positions.shape[0] > 1:
-            ids = Shard(0)
-        return [table, table, ids]
+        table = Shard(0) if len(cos.shape) == 3 else Replicate()
+        return [table, table, ids if ids is None or positions.shape[0] == 1 else Shard(0)]
     if dim == 1:
-        return [whole, whole, ids]
-    if dim == 2 and positions is not None:
-        return [whole, whole, Shard(1)] if positions.shape[1] == x.shape[2] else None
+        return [Replicate(), Replicate(), ids]
+    if dim == 2 and ids is not None:
+        one_each = positions.shape[1] == x.shape[2]
+        return [Replicate(), Replicate(), Shard(1)] if one_each else None
     # A shard knows its rows only where there is one for each token, and no others.
     if dim != 2 or start != 0 or cos.shape[-2] != x.shape[2]:
         return None
@@ -56,16 +55,17 @@ def _tables(dim: int, x: Any, cos: Any, positions: Any, start: int) -> Placement
 
 def _rules(xs: tuple[Any, ...], cos: Any, sin: Any, positions: Any, start: int) -> list[Any]:
     """What ``xs`` may be: as they are. Only what cannot be rotated in pieces is gathered first."""
-    rest: Placements = [None] * 5
+    spec: Placements = [None] * 5
     found = {}
     for placement in (Replicate(), *xs[0].placements):
-        dim = placement.dim if isinstance(placement, Shard) else None
-        tables = None if dim is None else _tables(dim, xs[0], cos, positions, start)
+        tables = None
+        if isinstance(placement, Shard):
+            tables = _tables(placement.dim, xs[0], cos, positions, start)
         if tables is None:
             placement = Replicate()
             tables = [placement, placement, None if positions is None else placement]
-        turned: Placements = [placement] * len(xs)
-        found[placement] = (turned, [*turned, *tables, *rest])
+        rotated: Placements = [placement] * len(xs)
+        found[placement] = (rotated, [*rotated, *tables, *spec])
     return list(found.values())
 
 
@@ -100,50 +100,51 @@ def _attend(
     sharded along the sequence; their gradients are then summed over the ranks that saw them.
     """
     if isinstance(slopes, DTensor) or (torch.is_grad_enabled() and slopes.requires_grad):
-        rule = "slopes must be a plain tensor without a gradient where q is spread over processes"
+        rule = "slopes must be a plain tensor without a gradient where q is a DTensor"
         way_out = "Each would have a part of it: use ALiBi's own, or learn them in one process."
         raise ValueError(checks.message("alibi_attention", rule, "another", way_out))
-    at = [p if p in (Shard(0), Shard(1), Shard(2)) else Replicate() for p in q.placements]
-    q = q.redistribute(placements=at)
-    batch, heads, tokens = (_here(q, dim) for dim in range(3))
-    ranks = math.prod(q.device_mesh.size(i) for i, p in enumerate(at) if p == Shard(1))
-    apart = [Shard(0)] if k.shape[1] % ranks else [Shard(0), Shard(1)]
-    beside = [p if p in apart else Replicate() for p in at]
+    placements = [p if p in (Shard(0), Shard(1), Shard(2)) else Replicate() for p in q.placements]
+    q = q.redistribute(placements=placements)
+    batch, heads, tokens = (_local_range(q, dim) for dim in range(3))
+    ranks = math.prod(q.device_mesh.size(i) for i, p in enumerate(placements) if p == Shard(1))
+    sharded = [Shard(0)] if k.shape[1] % ranks else [Shard(0), Shard(1)]
+    of_keys = [p if p in sharded else Replicate() for p in placements]
     # A rank whose queries are not those of another has but a part of the gradient.
-    part = [p if p == b else Partial() for p, b in zip(at, beside, strict=True)]
+    gradients = [p if p == b else Partial() for p, b in zip(placements, of_keys, strict=True)]
     group = q.shape[1] // k.shape[1]
-    k, v = (x.redistribute(placements=beside).to_local(grad_placements=part) for x in (k, v))
+    k, v = (x.redistribute(placements=of_keys).to_local(grad_placements=gradients) for x in (k, v))
     if k.shape[1] * group != len(heads):
-        served = [head // group for head in heads]
-        k, v = k[:, served], v[:, served]
+        k, v = (x[:, [head // group for head in heads]] for x in (k, v))
     if tokens:
         first = v.shape[2] - q.shape[2] if offset is None else offset
-        options = {name: _of(batch, heads, name, value) for name, value in options.items()}
-        start = _of(batch, heads, "offset", first) + tokens[0]
-        slopes = _of(batch, heads, "slopes", slopes)
-        y = attend(q.to_local(), k, v, slopes, offset=start, **options)
+        local = partial(_local_option, batch, heads)
+        options = {name: local(name, value) for name, value in options.items()}
+        start = local("offset", first) + tokens[0]
+        y = attend(q.to_local(), k, v, local("slopes", slopes), offset=start, **options)
     else:
         # No queries here, but others wait for this rank's part of the gradients.
         y = q.to_local()[..., :1] * (k.sum() + v.sum())
         y = y.expand(-1, -1, -1, v.shape[3])
     shape = torch.Size((*q.shape[:3], v.shape[3]))
     stride = torch.empty(shape, device="meta").stride()
-    return DTensor.from_local(y, q.device_mesh, at, run_check=False, shape=shape, stride=stride)
+    return DTensor.from_local(
+        y, q.device_mesh, placements, run_check=False, shape=shape, stride=stride
+    )
 
 
-def _here(x: DTensor, dim: int) -> range:
+def _local_range(x: DTensor, dim: int) -> range:
     """Which entries of the whole along ``dim`` this rank has."""
     found = range(x.shape[dim])
-    where = x.device_mesh.get_coordinate()
-    assert where is not None
-    for placement, ranks, rank in zip(x.placements, x.device_mesh.shape, where, strict=True):
+    ranks_of = x.device_mesh.get_coordinate()
+    assert ranks_of is not None
+    for placement, ranks, rank in zip(x.placements, x.device_mesh.shape, ranks_of, strict=True):
         if placement == Shard(dim):
             step = -(-len(found) // ranks)
             found = found[rank * step : (rank + 1) * step]
     return found
 
 
-def _of(batch: range, heads: range, name: str, value: Any) -> Any:
+def _local_option(batch: range, heads: range, name: str, value: Any) -> Any:
     """The part of an option that belongs to this rank's sequences and heads."""
     if not isinstance(value, Tensor):
         return value
