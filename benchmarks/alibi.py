@@ -42,7 +42,7 @@ def contestants(alibi: posenc.ALiBi, length: int, device: str, dtype: torch.dtyp
     """Name of each, and what makes it: a function of q, k and v."""
     found: dict[str, Callable[[], Callable[..., Tensor]]] = {
         "posenc": lambda: alibi.attention,
-        "posenc, windows off": lambda: lambda q, k, v: alibi.attention(q, k, v, windows=False),
+        "posenc, not pruned": lambda: lambda q, k, v: alibi.attention(q, k, v, prune=False),
         REFERENCE: lambda: lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True),
     }
     if device == "cuda":

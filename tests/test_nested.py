@@ -19,7 +19,7 @@ ENCODINGS = {
     "LearnedPosEmbedding": lambda q, x: posenc.LearnedPosEmbedding(16, 8)(x),
     "ALiBi": lambda q, x: posenc.ALiBi(4)(q),
     "ALiBi.attention": lambda q, x: posenc.ALiBi(4).attention(q, q, q),
-    "score_bound": lambda q, x: attention.score_bound(q, q),
+    "bound_scores": lambda q, x: attention.bound_scores(q, q),
     "rotate": lambda q, x: functional.rotate(q, *TABLES),
     "rotate_qk": lambda q, x: functional.rotate_qk(q, q, *TABLES),
     "rotate_": lambda q, x: functional.rotate_(q, *TABLES),

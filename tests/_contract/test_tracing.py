@@ -43,7 +43,7 @@ def test_positions_are_held_to_the_table_under_transforms():
         lambda a: rope.rotate(a, position_ids=ids),
         lambda a: rope.rotate(a, position_ids=ids - 1 - ids % 2),
         lambda a: table(a[0], position_ids=ids),
-        lambda a: posenc.ALiBi(2).attention(a, a, a, offset=torch.tensor(1)),
+        lambda a: posenc.ALiBi(2).attention(a, a, a, query_offset=torch.tensor(1)),
     ):
         with pytest.raises(ValueError, match="must "):
             torch.func.vmap(call)(x)

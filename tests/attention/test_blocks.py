@@ -27,7 +27,7 @@ def tiles(x, block, outside):
 
 
 @pytest.mark.parametrize("bound", [0.5, 4.0, float("inf")])
-@pytest.mark.parametrize("place", ["plain", "documents", "offsets"])
+@pytest.mark.parametrize("place", ["aligned", "documents", "offsets"])
 @pytest.mark.parametrize(("queries", "keys"), [(96, 96), (70, 70), (3, 90), (30, 100)], ids=str)
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "symmetric"])
 def test_the_lists_hold_what_is_needed_once_and_mask_what_must_be(
@@ -36,11 +36,11 @@ def test_the_lists_hold_what_is_needed_once_and_mask_what_must_be(
     """Against the matrix, which the mask itself never makes."""
     block, slopes, options = 16, alibi_slopes(HEADS, bias_max=3.0), {}
     if place == "documents":
-        options["documents"] = torch.stack(
+        options["document_ids"] = torch.stack(
             [torch.rand(keys).lt(0.05).cumsum(0), torch.arange(keys) // 40]
         )
     if place == "offsets":
-        options["offset"] = torch.tensor([0, (keys - queries) // 2])
+        options["query_offset"] = torch.tensor([0, (keys - queries) // 2])
 
     mask = alibi_block_mask(
         slopes, queries, keys, score_bound=bound, dtype=torch.bfloat16, causal=causal,
@@ -89,7 +89,7 @@ def test_a_stride_of_heads_is_that_of_the_lists_also_with_one_head():
     """The kernels step over sequences by it."""
     documents = torch.stack([torch.arange(64) // 20, torch.arange(64) // 30])
     mask = alibi_block_mask(
-        alibi_slopes(1), 64, score_bound=1.0, dtype=torch.bfloat16, documents=documents, block=16
+        alibi_slopes(1), 64, score_bound=1.0, dtype=torch.bfloat16, document_ids=documents, block=16
     )
     assert mask.kv_num_blocks.stride() == (4, 4, 1)
     assert mask.kv_indices.stride() == (16, 16, 4, 1)

@@ -14,8 +14,8 @@ SLOPES = alibi_slopes(4, dtype=torch.float64)
 CASES = {
     "causal": {},
     "symmetric": {"causal": False},
-    "documents": {"documents": DOCUMENTS},
-    "cache": {"offset": torch.tensor([0, 2])},
+    "documents": {"document_ids": DOCUMENTS},
+    "cache": {"query_offset": torch.tensor([0, 2])},
 }
 
 
@@ -24,19 +24,19 @@ def qkv():
     return [torch.randn(size, dtype=torch.float64) for size in sizes]
 
 
-def exact(q, k, v, slopes=SLOPES, *, causal=True, documents=None, offset=None):
+def exact(q, k, v, slopes=SLOPES, *, causal=True, document_ids=None, query_offset=None):
     """Every score written down."""
-    start = torch.full((2,), 2) if offset is None else offset
+    start = torch.full((2,), 2) if query_offset is None else query_offset
     at, index = start[:, None, None] + torch.arange(7)[:, None], torch.arange(9)
     seen = (index <= at) if causal else torch.ones(2, 7, 9, dtype=torch.bool)
-    if documents is not None:
-        seen = seen & (documents == documents[at])
+    if document_ids is not None:
+        seen = seen & (document_ids == document_ids[at])
     bias = -slopes[:, None, None] * (at - index).abs()[:, None]
     bias = bias.masked_fill(~seen[:, None], float("-inf"))
     out = oracles.attention(q, k, v, bias, 8**-0.5)
-    if documents is None:
+    if document_ids is None:
         return out
-    return out.masked_fill((documents[at[..., 0]] < 0)[:, None, :, None], 0)
+    return out.masked_fill((document_ids[at[..., 0]] < 0)[:, None, :, None], 0)
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
@@ -81,7 +81,7 @@ def test_slopes_can_be_learned():
 def test_a_query_that_sees_nothing_has_no_nan():
     q, k, v = (x.requires_grad_() for x in qkv())
     slopes = SLOPES.clone().requires_grad_()
-    out = alibi_attention(q, k, v, slopes, documents=torch.full((9,), -1))
+    out = alibi_attention(q, k, v, slopes, document_ids=torch.full((9,), -1))
     out.sum().backward()
     assert not out.any()
     assert all(not x.grad.any() for x in (q, k, v, slopes))

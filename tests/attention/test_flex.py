@@ -8,7 +8,7 @@ from torch._dynamo.utils import counters
 import oracles
 from posenc.attention import flex
 from posenc.functional import alibi_bias, alibi_slopes
-from posenc.numerics.spans import run_ends
+from posenc.numerics.spans import document_ends
 
 HEADS, WIDTH = 4, 16
 
@@ -27,13 +27,14 @@ def run(queries, keys, *, offset=None, documents=None, bound=None, causal=True, 
     k, v = torch.randn(2, 2, HEADS // groups, keys, WIDTH).unbind()
     slopes = alibi_slopes(HEADS, bias_max=3.0)
     place = torch.tensor(keys - queries if offset is None else offset, dtype=torch.int32)
-    ends = None if documents is None else run_ends(documents)
+    ends = document_ends(documents)
     out = flex.attend_compiled(
         *(q, k, v, slopes, place, ends, bound, 0.25),
-        aligned=offset is None, causal=causal, windowed=True, grad=True,
+        aligned=offset is None, causal=causal, prune=True, grad=True,
     )  # fmt: skip
     place = None if offset is None else place
-    bias = alibi_bias(slopes, queries, keys, offset=place, documents=documents, causal=causal)
+    places = {"query_offset": place, "document_ids": documents}
+    bias = alibi_bias(slopes, queries, keys, **places, causal=causal)
     return out, oracles.attention(q, k, v, bias, 0.25)
 
 
@@ -85,7 +86,7 @@ def test_chunks_take_over_with_one_warning(monkeypatch):
 
     monkeypatch.setattr(flex, "_compiled", lambda: refuses)
     q = torch.randn(1, HEADS, 8, WIDTH)
-    flags = {"aligned": True, "causal": True, "windowed": True, "grad": False}
+    flags = {"aligned": True, "causal": True, "prune": True, "grad": False}
     with pytest.warns(RuntimeWarning, match="attention runs in chunks instead: no such kernel"):
         assert flex.attend_compiled(q, q, q, alibi_slopes(HEADS), **flags) is None
     assert flex.attend_compiled(q, q, q, alibi_slopes(HEADS), **flags) is None

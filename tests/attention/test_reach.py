@@ -32,7 +32,7 @@ def test_a_window_of_the_reach_is_the_whole_attention():
     seen = (distance >= 0) & (distance < reach[:, None, None])
     bias = (-slopes[:, None, None] * distance).masked_fill(~seen, -math.inf)
     windowed = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=bias[None])
-    whole = alibi_attention(q, k, v, slopes, windows=False)
+    whole = alibi_attention(q, k, v, slopes, prune=False)
     torch.testing.assert_close(windowed, whole, rtol=0, atol=1e-5)
 
 

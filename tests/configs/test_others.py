@@ -172,7 +172,7 @@ def test_slopes_follow_the_config_and_keywords_win(tmp_path):
     assert ALiBi.from_config(half, bias_max=6.0).bias_max == 6.0
     assert ALiBi.from_config(BLOOM, causal=False).causal is False
     few = ALiBi.from_config(FALCON, num_heads=4)
-    assert torch.equal(few.slopes, ALiBi.like("falcon", 4, head_dim=64).slopes)
+    assert torch.equal(few.slopes, ALiBi.from_model("falcon", 4, head_dim=64).slopes)
     (tmp_path / "config.json").write_text('{"model_type": "bloom", "n_head": 8}')
     for source in (tmp_path, tmp_path / "config.json"):
         assert ALiBi.from_config(source).num_heads == 8

@@ -16,7 +16,7 @@ def test_slopes_are_the_float64_ones_rounded(heads):
 
 
 def test_slopes_on_request():
-    assert alibi_slopes(4, plain=True, dtype=torch.float64).tolist() == [
+    assert alibi_slopes(4, geometric=True, dtype=torch.float64).tolist() == [
         2**-2,
         2**-4,
         2**-6,
@@ -130,23 +130,23 @@ def test_every_form_gives_the_same_softmax(heads):
 def test_an_offset_picks_rows_of_the_square(offset, causal):
     slopes = alibi_slopes(3)
     square = alibi_bias(slopes, 9, causal=causal)
-    got = alibi_bias(slopes, 4, 9, offset=offset, causal=causal)
+    got = alibi_bias(slopes, 4, 9, query_offset=offset, causal=causal)
     assert torch.equal(got, square[:, int(offset) : int(offset) + 4])
 
 
 def test_sequences_may_have_offsets_and_slopes_of_their_own():
-    slopes = torch.stack((alibi_slopes(3), alibi_slopes(3, plain=True)))
-    got = alibi_bias(slopes, 2, 6, offset=torch.tensor([1, 4]))
+    slopes = torch.stack((alibi_slopes(3), alibi_slopes(3, geometric=True)))
+    got = alibi_bias(slopes, 2, 6, query_offset=torch.tensor([1, 4]))
     assert got.shape == (2, 3, 2, 6)
     for b, start in enumerate((1, 4)):
-        assert torch.equal(got[b], alibi_bias(slopes[b], 2, 6, offset=start))
+        assert torch.equal(got[b], alibi_bias(slopes[b], 2, 6, query_offset=start))
 
 
 def test_left_padding_leaves_a_sequence_as_it_is_alone():
     """Positions begin at its first token; nothing before that is seen."""
     slopes, mask = alibi_slopes(3), torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]])
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
-    bias = alibi_bias(slopes, 5, position_ids=positions, documents=mask)
+    bias = alibi_bias(slopes, 5, position_ids=positions, document_ids=mask)
     assert torch.equal(bias[0, :, 2:, 2:], alibi_bias(slopes, 3))
     assert bias[0, :, 2:, :2].eq(float("-inf")).all()
     assert torch.equal(bias[1], alibi_bias(slopes, 5))
@@ -154,7 +154,7 @@ def test_left_padding_leaves_a_sequence_as_it_is_alone():
 
 def test_packed_documents_do_not_see_each_other():
     slopes, ids = alibi_slopes(3), torch.tensor([0, 0, 0, 1, 1])
-    bias = alibi_bias(slopes, 5, documents=ids, causal=False)
+    bias = alibi_bias(slopes, 5, document_ids=ids, causal=False)
     assert torch.equal(bias[:, :3, :3], alibi_bias(slopes, 3, causal=False))
     assert torch.equal(bias[:, 3:, 3:], alibi_bias(slopes, 2, causal=False))
     assert bias[:, :3, 3:].eq(float("-inf")).all()
@@ -163,14 +163,14 @@ def test_packed_documents_do_not_see_each_other():
 
 def test_bad_places_are_named():
     slopes = alibi_slopes(2)
-    with pytest.raises(ValueError, match=r"offset must be at most k_len - q_len = 2, got 3"):
-        alibi_bias(slopes, 3, 5, offset=3)
-    with pytest.raises(ValueError, match="offset must be at least 0"):
-        alibi_bias(slopes, 3, 5, offset=torch.tensor([0, -1]))
-    with pytest.raises(TypeError, match="offset must be an int, or an integer tensor"):
-        alibi_bias(slopes, 3, 5, offset=torch.tensor(1.0))
-    with pytest.raises(ValueError, match=r"documents must have shape \(5,\) or \(B, 5\)"):
-        alibi_bias(slopes, 3, 5, documents=torch.zeros(3).long())
+    with pytest.raises(ValueError, match=r"query_offset must be at most k_len - q_len = 2, got 3"):
+        alibi_bias(slopes, 3, 5, query_offset=3)
+    with pytest.raises(ValueError, match="query_offset must be at least 0"):
+        alibi_bias(slopes, 3, 5, query_offset=torch.tensor([0, -1]))
+    with pytest.raises(TypeError, match="query_offset must be an int, or an integer tensor"):
+        alibi_bias(slopes, 3, 5, query_offset=torch.tensor(1.0))
+    with pytest.raises(ValueError, match=r"document_ids must have shape \(5,\) or \(B, 5\)"):
+        alibi_bias(slopes, 3, 5, document_ids=torch.zeros(3).long())
     with pytest.raises(TypeError, match="position_ids must be an integer tensor"):
         alibi_key_bias(slopes, 5, position_ids=torch.zeros(5))
 
@@ -178,8 +178,10 @@ def test_bad_places_are_named():
 def test_what_is_of_different_batches_is_named():
     slopes, ids = torch.ones(2, 2), torch.zeros(3, 5, dtype=torch.int64)
     for call in (
-        lambda: alibi_bias(slopes, 2, 5, documents=ids),
-        lambda: alibi_bias(torch.ones(2), 2, 5, offset=torch.tensor([1, 2]), position_ids=ids),
+        lambda: alibi_bias(slopes, 2, 5, document_ids=ids),
+        lambda: alibi_bias(
+            torch.ones(2), 2, 5, query_offset=torch.tensor([1, 2]), position_ids=ids
+        ),
         lambda: alibi_key_bias(slopes, 5, position_ids=ids),
     ):
         with pytest.raises(ValueError, match="must be for 1 or 3 sequences"):

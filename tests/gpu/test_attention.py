@@ -40,9 +40,9 @@ def exact(q, k, v, slopes, causal, offset, documents):
 
 
 @pytest.mark.parametrize("grad", [True, False], ids=["grad", "no-grad"])
-@pytest.mark.parametrize("windows", [True, False], ids=["windows", "all-keys"])
+@pytest.mark.parametrize("prune", [True, False], ids=["pruned", "all-keys"])
 @pytest.mark.parametrize("name", CASES)
-def test_flex_is_the_attention(name, windows, grad):
+def test_flex_is_the_attention(name, prune, grad):
     """bf16 results carry 2^-9 of each weight and of the sum: 2^-6 of the largest value covers."""
     case = {"offset": None, "documents": False, "causal": True, "groups": 1, "heads": 8}
     case |= CASES[name]
@@ -58,7 +58,8 @@ def test_flex_is_the_attention(name, windows, grad):
         documents = torch.rand(2, keys, device=CUDA).lt(0.004).cumsum(1)
         documents[0, :137] = -1
     offset = None if case["offset"] is None else torch.tensor(case["offset"], device=CUDA)
-    got = alibi.attention(q, k, v, offset=offset, documents=documents, path="flex", windows=windows)
+    places = {"query_offset": offset, "document_ids": documents}
+    got = alibi.attention(q, k, v, **places, backend="flex", prune=prune)
     start = keys - queries if offset is None else offset
     wanted = exact(q, k, v, alibi.slopes, case["causal"], start, documents)
     assert (got - wanted).abs().max() < wanted.abs().max() * 2**-6

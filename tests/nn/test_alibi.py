@@ -21,7 +21,12 @@ def test_slopes_are_not_saved_and_stay_as_they_were_made():
     assert alibi.state_dict() == {}
     assert alibi.slopes.dtype == alibi.half().slopes.dtype == torch.float32
     before, bias = alibi.slopes.clone(), alibi.get_bias(4)
-    for name, value in {"num_heads": 4, "bias_max": 16.0, "plain": True, "slopes": before}.items():
+    for name, value in {
+        "num_heads": 4,
+        "bias_max": 16.0,
+        "geometric": True,
+        "slopes": before,
+    }.items():
         with pytest.raises(AttributeError, match=name):
             setattr(alibi, name, value)
     alibi.slopes.mul_(2)
@@ -35,7 +40,7 @@ def test_slopes_that_learn_are_refused_with_their_way():
 
 
 def test_the_seeds_plain_sequence_on_request():
-    slopes = ALiBi(3, plain=True).slopes
+    slopes = ALiBi(3, geometric=True).slopes
     wanted = [2 ** (-8 * h / 3) for h in (1, 2, 3)]
     torch.testing.assert_close(slopes, torch.tensor(wanted), rtol=1e-7, atol=0)
 
@@ -72,9 +77,7 @@ def test_bad_input_is_named():
         alibi.get_bias(3.0)
     with pytest.raises(ValueError, match=r"scores must have shape \(\.\.\., 4, Q, K\)"):
         alibi(torch.zeros(2, 3, 5, 5))
-    with pytest.raises(
-        ValueError, match="ALiBi: scores must have at least as many keys as queries, 5, got 4"
-    ):
+    with pytest.raises(ValueError, match="ALiBi: k_len must be at least q_len=5, got 4"):
         alibi(torch.zeros(4, 5, 4))
     with pytest.raises(TypeError, match="scores must be a float16"):
         alibi(torch.zeros(4, 5, 5).long())
@@ -118,7 +121,7 @@ def test_slopes_of_ones_own_survive_the_meta_device_and_a_cast():
 
 def test_a_rank_takes_a_slice_of_the_global_heads():
     whole = ALiBi(12)
-    parts = [whole.heads(n, n + 4) for n in (0, 4, 8)]
+    parts = [whole.select_heads(n, n + 4) for n in (0, 4, 8)]
     assert torch.equal(torch.cat([p.get_bias(9) for p in parts]), whole.get_bias(9))
     assert [p.num_heads for p in parts] == [4, 4, 4]
 
@@ -131,7 +134,7 @@ def test_a_models_convention_by_name(model):
     scores = torch.randn(1, 4, 50, 50)
     future = torch.ones(50, 50, dtype=torch.bool).triu(1)
     theirs = scores + alibi_model_bias(model, 4, torch.ones(1, 50), head_dim=64)
-    ours = scores + ALiBi.like(model, 4, head_dim=64).bias(50)
+    ours = scores + ALiBi.from_model(model, 4, head_dim=64).bias(50)
     # Falcon rounds each product to bfloat16: half a spacing of what it adds, here up to 49 / 32.
     torch.testing.assert_close(
         theirs.masked_fill(future, float("-inf")).softmax(-1),
@@ -150,7 +153,7 @@ def test_bad_slopes_are_named():
     with pytest.raises(TypeError, match="slopes must be numbers"):
         ALiBi(2, slopes="ab")
     with pytest.raises(ValueError, match="heads must be at least one of the 8"):
-        ALiBi(8).heads(4, 9)
+        ALiBi(8).select_heads(4, 9)
     with pytest.raises(ValueError, match="right only under a causal softmax"):
         ALiBi(8, causal=False).key_bias(4)
 

@@ -31,7 +31,7 @@ def test_other_counts_begin_as_the_power_of_two_below(heads):
 
 
 def test_plain_slopes_are_one_geometric_sequence():
-    slopes = head_slopes(12, plain=True)
+    slopes = head_slopes(12, geometric=True)
     ratio = slopes[1:] / slopes[:-1]
     torch.testing.assert_close(ratio, ratio[:1].expand(11), rtol=1e-15, atol=0)
     assert slopes[-1] == 2.0**-8

@@ -1,6 +1,6 @@
 import torch
 
-from posenc.numerics.spans import run_ends, spans
+from posenc.numerics.spans import document_ends, spans
 
 
 def brute(ids):
@@ -16,10 +16,10 @@ def brute(ids):
     return first, last
 
 
-def test_a_run_ends_where_the_id_changes():
+def test_a_document_ends_where_the_id_changes():
     """The same id in two places is two documents: packing does not join them."""
     for ids in ([0], [3, 3, 3], [0, 1, 1, 0, 0, 2], [-1, -1, 0, -1]):
-        first, last = run_ends(torch.tensor(ids))
+        first, last = document_ends(torch.tensor(ids))
         assert (first.tolist(), last.tolist()) == brute(ids)
 
 
@@ -35,7 +35,7 @@ def test_sequences_may_start_at_their_own_place():
 
 
 def test_a_document_bounds_what_is_seen():
-    ends = run_ends(torch.tensor([[0, 0, 1, 1], [0, 0, 0, 0]]))
+    ends = document_ends(torch.tensor([[0, 0, 1, 1], [0, 0, 0, 0]]))
     seen = spans(2, 4, causal=False, offset=2, ends=ends)
     assert seen.first.tolist() == [[2, 2], [0, 0]]
     assert seen.last.tolist() == [[3, 3], [3, 3]]

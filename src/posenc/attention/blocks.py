@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from posenc.attention.mods import MaskMod
-from posenc.numerics.spans import Spans
+from posenc._contract import checks, qk_checks
+from posenc.attention.mods import MaskMod, as_int32, pair_mod
+from posenc.attention.pruning import SLACK, prune_keys
+from posenc.numerics.spans import Spans, document_ends, spans
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -18,11 +20,71 @@ if TYPE_CHECKING:
 BLOCK = 128
 
 
-class _Ranges(NamedTuple):
-    """For each row of blocks, which are visited, and which of these need no mask.
+def alibi_block_mask(
+    slopes: Tensor,
+    q_len: int,
+    k_len: int | None = None,
+    *,
+    score_bound: float | Tensor,
+    dtype: torch.dtype,
+    causal: bool = True,
+    query_offset: int | Tensor | None = None,
+    document_ids: Tensor | None = None,
+    block: int = BLOCK,
+) -> BlockMask:
+    """Block mask for ``flex_attention`` that prunes the keys no head needs.
 
-    All ends count, and none falls along the rows. ``full`` ends may leave the visited range, and
-    ``full_high < full_low`` says that there are none.
+    For use with :func:`alibi_score_mod` where you call FlexAttention yourself. What it prunes is
+    below half an ulp of the output **if the scores keep to the bound**; this function does not
+    see them. It is made from ranges of keys, and no ``L × L`` mask is made.
+
+    Args:
+        slopes: ``(H,)`` or ``(B, H)``, on the device of the attention.
+        q_len: Queries ``Q``.
+        k_len: Keys ``K``; ``Q`` if None.
+        score_bound: At least every ``|q · k| · scale``: a number, or a tensor
+            ``(H,)`` or ``(B, H)``. Infinity prunes nothing.
+        dtype: Of the output.
+        causal: Whether a query sees only keys up to its own.
+        query_offset: Key index of the first query, ``K - Q`` if None: an int, or an integer tensor
+            ``()`` or ``(B,)``.
+        document_ids: Ids ``(K,)`` or ``(B, K)``; a run of equal ids is a document.
+        block: Queries, and keys, of a block.
+
+    Examples:
+        >>> from posenc.functional import alibi_slopes
+        >>> slopes = alibi_slopes(8)
+        >>> mask = alibi_block_mask(slopes, 4096, score_bound=8.0, dtype=torch.bfloat16)
+        >>> visited = mask.to_dense()[0].sum((1, 2))
+        >>> visited.tolist()
+        [63, 63, 93, 150, 228, 375, 522, 528]
+        >>> 32 * 33 // 2  # what a causal mask alone visits
+        528
+    """
+    who = "alibi_block_mask"
+    slopes, device = qk_checks.check_slopes(who, slopes), slopes.device
+    checks.integer(who, "q_len", q_len)
+    queries, keys = qk_checks.check_lengths(who, q_len, k_len)
+    checks.float_dtype(who, "dtype", dtype)
+    checks.boolean(who, "causal", causal)
+    checks.integer(who, "block", block)
+    bound = qk_checks.check_score_bound(who, score_bound, slopes.shape[-1], slopes)
+    start, documents, *_ = qk_checks.check_places(
+        who, queries, keys, device, query_offset, document_ids, slopes=slopes, score_bound=bound
+    )
+    ends = document_ends(documents)
+    seen = spans(queries, keys, causal=causal, offset=start, ends=ends, device=device)
+    gap = 2 * SLACK * bound[..., None]
+    low, high = prune_keys(seen, slopes, gap, keys, dtype, causal=causal)
+    sees = pair_mod(as_int32(start, device), ends, causal)
+    return block_mask(seen, low, high, keys, sees, block=block, grad=True)
+
+
+class _Ranges(NamedTuple):
+    """For each row of blocks, the range it visits, and the range of these that needs no mask.
+
+    Both ends are included, and none decreases along the rows. ``full`` ends may leave the visited
+    range; ``full_high < full_low`` says that there are none.
     """
 
     low: Tensor
@@ -34,68 +96,60 @@ class _Ranges(NamedTuple):
 def block_mask(
     seen: Spans, low: Tensor, high: Tensor, keys: int, mask_mod: MaskMod, *, block: int, grad: bool
 ) -> BlockMask:
-    """The blocks that hold every key from ``low`` to ``high``.
+    """The blocks that hold every key from ``low`` to ``high``, ``[1 or B, 1 or H, Q]``.
 
-    Costs ``H · L / block`` counts. The lists that go with them begin at the diagonal, where no
-    head has left anything out yet, so a causal mask has one for all heads.
-
-    Args:
-        seen: What each query may see, ``[1 or B, Q]``.
-        low: First key it needs, ``[1 or B, 1 or H, Q]``.
-        high: Last key it needs.
-        keys: ``K``.
-        mask_mod: Hides the rest of what ``seen`` leaves of a block.
-        block: Queries, and keys, of a block.
-        grad: Whether the lists of the backward pass are wanted too.
+    ``mask_mod`` hides what ``seen`` does not have of them; with ``grad`` there are lists for the
+    backward pass too. Costs ``H · L / block`` counts. The lists that go with them begin at the
+    diagonal, where no head has pruned anything yet, so a causal mask has one for all heads.
     """
     from torch.nn.attention.flex_attention import BlockMask  # costs a second of imports
 
     queries, columns = low.shape[-1], -(-keys // block)
-    rows = _rows(seen, low, high, block)
+    rows = _row_ranges(seen, low, high, block)
     kv = _lists(rows, columns)
     q: Iterable[Tensor | None] = (None,) * 4
     if grad:
-        q = _lists(_transposed(rows, columns), rows.low.shape[-1], backward=True)
+        q = _lists(_transpose(rows, columns), rows.low.shape[-1], negative=True)
     return BlockMask((queries, keys), *kv, *q, (block, block), mask_mod)  # type: ignore[call-arg, arg-type]
 
 
-def _rows(seen: Spans, low: Tensor, high: Tensor, block: int) -> _Ranges:
+def _row_ranges(seen: Spans, low: Tensor, high: Tensor, block: int) -> _Ranges:
     queries = low.shape[-1]
     begin = torch.arange(0, queries, block, device=low.device)
     end = (begin + block - 1).clamp(max=queries - 1)
-    # Windows of neighbours differ; a range that never turns back can be read from both sides.
-    visited_low = _blocks(low, block, "min").flip(-1).cummin(-1).values.flip(-1) // block
-    visited_high = _blocks(high, block, "max").cummax(-1).values // block
+    # Windows of neighbours differ; ranges that never decrease can be read from both sides.
+    visited_low = _cut(low, block).amin(-1).flip(-1).cummin(-1).values.flip(-1) // block
+    visited_high = _cut(high, block).amax(-1).cummax(-1).values // block
     full_low = -(-seen.first[:, None, end] // block)
     full_high = (seen.last[:, None, begin] + 1) // block - 1
     return _Ranges(visited_low, visited_high, full_low, torch.maximum(full_high, full_low - 1))
 
 
-def _blocks(x: Tensor, block: int, which: str) -> Tensor:
-    """Smallest or largest of each ``block`` along the last axis; the last may be shorter."""
+def _cut(x: Tensor, block: int) -> Tensor:
+    """The last axis in blocks, ``[..., n, block]``; its last entry fills the last block."""
     short = -x.shape[-1] % block
-    x = torch.cat((x, x[..., -1:].expand(*x.shape[:-1], short)), -1).unflatten(-1, (-1, block))
-    return x.amin(-1) if which == "min" else x.amax(-1)
+    padded = torch.cat((x, x[..., -1:].expand(*x.shape[:-1], short)), -1)
+    return padded.reshape(*x.shape[:-1], -1, block)
 
 
-def _transposed(rows: _Ranges, columns: int) -> _Ranges:
-    """For each column the rows that visit it, counted downwards from zero to keep `_lists`."""
+def _transpose(rows: _Ranges, columns: int) -> _Ranges:
+    """For each column the rows that visit it, as negative numbers: `_lists` runs downwards."""
 
-    def below(ends: Tensor, *, right: bool) -> Tensor:
+    def count_below(ends: Tensor, *, right: bool) -> Tensor:
         column = torch.arange(columns, device=ends.device).expand(*ends.shape[:-1], columns)
         return torch.searchsorted(ends.contiguous(), column.contiguous(), right=right)
 
-    last, first = below(rows.low, right=True) - 1, below(rows.high, right=False)
-    full_last = below(rows.full_low, right=True) - 1
-    full_first = below(rows.full_high, right=False)
-    high = torch.maximum(-full_first, -full_last - 1)
-    return _Ranges(-last, -first, -full_last, high)
+    last, first = count_below(rows.low, right=True) - 1, count_below(rows.high, right=False)
+    full_last = count_below(rows.full_low, right=True) - 1
+    full_first = count_below(rows.full_high, right=False)
+    full_high = torch.maximum(-full_first, -full_last - 1)
+    return _Ranges(-last, -first, -full_last, full_high)
 
 
-def _lists(ranges: _Ranges, width: int, *, backward: bool = False) -> tuple[Tensor, ...]:
+def _lists(ranges: _Ranges, width: int, *, negative: bool = False) -> tuple[Tensor, ...]:
     """Count and indices of the blocks to mask, then of the full ones; int32.
 
-    Both lists run downwards from the high end. Windows move the low end alone as long as the
+    Both lists run downwards from the high end. Pruning moves the low end alone as long as the
     attention is causal, so the indices do not depend on the head.
     """
     low, high, full_low, full_high = ranges
@@ -104,23 +158,23 @@ def _lists(ranges: _Ranges, width: int, *, backward: bool = False) -> tuple[Tens
     masked = (high - low + 1).clamp(min=0) - full
     n = torch.arange(width, device=low.device)
     above = (high - top)[..., None]
-    beneath = torch.minimum(full_low - 1, high)[..., None] + above - n
-    masked_index = torch.where(n < above, high[..., None] - n, beneath)
+    below = torch.minimum(full_low - 1, high)[..., None] + above - n
+    masked_index = torch.where(n < above, high[..., None] - n, below)
     full_index = top[..., None] - n
-    if backward:
+    if negative:
         masked_index, full_index = -masked_index, -full_index
     shape = full.shape[:2]
 
-    def spread(x: Tensor) -> Tensor:
-        alike = x.dim() == 4 and x.shape[0] == x.shape[1] == 1
+    def expand(x: Tensor) -> Tensor:
+        shared = x.dim() == 4 and x.shape[0] == x.shape[1] == 1
         x = x.expand(*shape, *x.shape[2:])
-        if alike:
+        if shared:
             return x
-        # The kernels step through sequences and heads with one stride, that of the heads, also
-        # where there is one head: named here, since a compiler is free to choose another for it.
+        # The kernels step through sequences and heads with the stride of the heads, also where
+        # there is one head: it is set here, since a compiler is free to choose another for it.
         x = x.flatten(0, 1).contiguous()
         step = x[0].numel()
         return x.as_strided((*shape, *x.shape[1:]), (shape[1] * step, step, *x.stride()[1:]))
 
     lists = (masked, masked_index.clamp(0, width - 1), full, full_index.clamp(0, width - 1))
-    return tuple(spread(x.int()) for x in lists)
+    return tuple(expand(x.int()) for x in lists)

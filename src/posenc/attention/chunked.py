@@ -1,7 +1,7 @@
 """ALiBi attention in plain torch, a few queries of one head at a time: memory O(L).
 
 An op, ``posenc::alibi_chunked``, because how it is cut depends on values: a compiler sees one
-call. Its backward makes every piece again, so nothing of size ``Q × K`` is kept.
+call. Its backward recomputes every piece, so nothing of size ``Q × K`` is kept.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ from torch import Tensor
 from posenc._contract import checks
 
 # Queries of a chunk: fewer where there are many keys, so that the bias of a piece stays small.
-CHUNK, LEAST = 256, 32
-# Scores of a piece, and the most that are made at once for all heads: at decode the loop over
-# heads would be the cost, until, on a CPU, there are so many keys that reading all of them is.
-SCORES, AT_ONCE, KEYS_AT_ONCE = 2**21, 2**20, 2**18
+CHUNK, MIN_CHUNK = 256, 32
+# Scores of a piece, and the most that are made for all heads in one piece: at decode the loop
+# over heads would be the cost, until, on a CPU, reading DENSE_KEYS keys is.
+SCORES, DENSE_SCORES, DENSE_KEYS = 2**21, 2**20, 2**18
 
-_PLAN = "Tensor at, Tensor first, Tensor last, Tensor low, Tensor high, Tensor slopes, float scale"
+# ``[1 or B, Q]`` thrice, ``[1 or B, 1 or H, Q]`` twice, ``[1 or B, H]``.
+_PLAN = "Tensor own, Tensor first, Tensor last, Tensor low, Tensor high, Tensor slopes, float scale"
 LIBRARY = torch.library.Library("posenc", "FRAGMENT")
 LIBRARY.define(f"alibi_chunked(Tensor q, Tensor k, Tensor v, {_PLAN}) -> Tensor")
 LIBRARY.define(
@@ -32,180 +33,122 @@ LIBRARY.define(
 attend = torch.ops.posenc.alibi_chunked.default
 _backward = torch.ops.posenc.alibi_chunked_backward.default
 
+Gradients = tuple[Tensor, Tensor, Tensor]
+
 
 class _Piece(NamedTuple):
-    """Some queries of one head, the keys they need, and the bias between them."""
+    """Some queries of some heads, the keys they need, and the bias between them."""
 
-    head: int
+    heads: slice
+    kv_heads: slice
     rows: slice
     keys: slice
     bias: Tensor
 
-
-def _pieces(
-    keys: int, at: Tensor, first: Tensor, last: Tensor, low: Tensor, high: Tensor, slopes: Tensor
-) -> Iterator[_Piece]:
-    """All queries of all heads, each piece with the keys from its least ``low`` to its ``high``.
-
-    ``at``, ``first`` and ``last`` are ``[1 or B, Q]``, ``low`` and ``high`` ``[1 or B, 1 or H,
-    Q]``, ``slopes`` ``[1 or B, H]``.
-    """
-    queries, heads = at.shape[-1], slopes.shape[-1]
-    size = max(LEAST, min(CHUNK, SCORES // keys))
-    # Read here once: a value read in the loop would be waited for each time.
-    lows, highs = (_ends(low, heads, size, "min"), _ends(high, heads, size, "max"))
-    for n, rows in enumerate(_slices(queries, size)):
-        near = [_range(lows[h][n], highs[h][n], keys) for h in range(heads)]
-        # Distances are the same for all heads, and windows are about the same place.
-        begin = min(part.start for part in near)
-        end = max(part.stop for part in near)
-        own, least, most = (x[:, rows, None] for x in (at, first, last))
-        behind, veil = _between(begin, end, own, least, most, slopes.dtype)
-        for h, part in enumerate(near):
-            inner = slice(part.start - begin, part.stop - begin)
-            steep = slopes[:, h, None, None]
-            bias = torch.addcmul(veil[..., inner], behind[..., inner], steep, value=-1)
-            yield _Piece(h, rows, part, bias[:, None])
-        # Not to be held while the next are made.
-        del behind, veil, bias
+    def take(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The queries, keys and values of this piece."""
+        keys = k[:, self.kv_heads, self.keys], v[:, self.kv_heads, self.keys]
+        return q[:, self.heads, self.rows], *keys
 
 
-def _between(
-    begin: int, end: int, at: Tensor, first: Tensor, last: Tensor, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    """Distances to keys ``begin .. end - 1``, and minus infinity where they are hidden."""
-    index = torch.arange(begin, end, dtype=torch.int32, device=at.device)
-    behind = (index - at.int()).abs_().to(dtype)
-    hidden = (index < first.int()) | (index > last.int())
-    veil = torch.zeros_like(hidden, dtype=dtype).masked_fill_(hidden, float("-inf"))
-    return behind, veil
-
-
-def _range(low: int, high: int, keys: int) -> slice:
-    """From ``low`` to ``high``; one key, which the bias hides, for queries that see none."""
-    low = min(low, keys - 1)
-    return slice(low, max(low, high) + 1)
-
-
-def _slices(length: int, step: int) -> list[slice]:
-    return [slice(a, min(a + step, length)) for a in range(0, length, step)]
-
-
-def _ends(x: Tensor, heads: int, size: int, which: str) -> list[list[int]]:
-    """Smallest or largest of each chunk, over the sequences, for each head."""
-    x = x.amin(0) if which == "min" else x.amax(0)
-    chunks = x.split(size, -1)
-    ends = torch.stack([c.amin(-1) if which == "min" else c.amax(-1) for c in chunks], -1)
-    return ends.expand(heads, -1).tolist()
-
-
-def at_once(q: Tensor, k: Tensor) -> bool:
-    """Whether all heads are taken together, and with all keys."""
+def is_dense(q: Tensor, k: Tensor) -> bool:
+    """Whether all heads are one piece, with all keys."""
     (batch, heads, queries, _), keys = q.shape, k.shape[2]
-    few_keys = not q.is_cpu or batch * heads * keys <= KEYS_AT_ONCE
-    return few_keys and heads * queries * keys <= AT_ONCE
+    few_keys = not q.is_cpu or batch * heads * keys <= DENSE_KEYS
+    return few_keys and heads * queries * keys <= DENSE_SCORES
 
 
-def _bias(
-    keys: int, at: Tensor, first: Tensor, last: Tensor, low: Tensor, high: Tensor, slopes: Tensor
-) -> Tensor:
-    """The bias of all heads at once, ``[1 or B, H, Q, K]``."""
-    at, first, last = (x[:, None, :, None] for x in (at, first, last))
-    behind, veil = _between(0, keys, at, first, last, slopes.dtype)
-    return torch.addcmul(veil, behind, slopes[..., None, None], value=-1)
+def _pieces(q: Tensor, k: Tensor, *plan: Tensor) -> Iterator[_Piece]:
+    """All queries of all heads, each piece with the keys that it needs."""
+    own, first, last, low, high, slopes = plan
+    (_, heads, queries, _), keys = q.shape, k.shape[2]
+    if is_dense(q, k):
+        size, step, ranges = queries, heads, [[slice(0, keys)]]
+    else:
+        size, step = max(MIN_CHUNK, min(CHUNK, SCORES // keys)), 1
+        ranges = _key_ranges(low, high, heads, keys, size)
+    shared = heads // k.shape[1]
+    for near, begin in zip(ranges, range(0, queries, size), strict=True):
+        rows = slice(begin, min(begin + size, queries))
+        # Distances are the same for all heads, and their windows are about the same keys.
+        start, stop = min(each.start for each in near), max(each.stop for each in near)
+        index = torch.arange(start, stop, dtype=torch.int32, device=own.device)
+        row_own, row_first, row_last = (x[:, None, rows, None].int() for x in (own, first, last))
+        distance = (index - row_own).abs_().to(slopes.dtype)
+        hidden = (index < row_first) | (index > row_last)
+        mask = torch.zeros_like(hidden, dtype=slopes.dtype).masked_fill_(hidden, float("-inf"))
+        for n, each in enumerate(near):
+            head = slice(n * step, (n + 1) * step)
+            kv_head = slice(head.start // shared, (head.stop - 1) // shared + 1)
+            inner = slice(each.start - start, each.stop - start)
+            slope = slopes[:, head, None, None]
+            bias = torch.addcmul(mask[..., inner], distance[..., inner], slope, value=-1)
+            yield _Piece(head, kv_head, rows, each, bias)
+        # These are freed before the next are made.
+        del distance, hidden, mask, bias
+
+
+def _key_ranges(low: Tensor, high: Tensor, heads: int, keys: int, size: int) -> list[list[slice]]:
+    """The keys that a chunk of ``size`` queries needs, for each chunk and each head.
+
+    Both tensors are read here once, because each read waits for the device. Queries that see no
+    key get one, which the bias hides.
+    """
+    lows = torch.stack([x.amin((0, 2)) for x in low.split(size, -1)]).clamp(max=keys - 1)
+    highs = torch.stack([x.amax((0, 2)) for x in high.split(size, -1)])
+    ends = torch.stack([x.expand(-1, heads) for x in (lows, highs)])
+    return [
+        [slice(a, max(a, b) + 1) for a, b in zip(*chunk, strict=True)]
+        for chunk in zip(*ends.tolist(), strict=True)
+    ]
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float) -> Tensor:
     # CPU kernels take a float32 bias beside halves; those of other devices want one dtype.
-    wide = q.dtype if q.device.type == "cpu" and _multiplied(q.dtype) else bias.dtype
+    wide = q.dtype if q.device.type == "cpu" and has_native_matmul(q.dtype) else bias.dtype
+    mask, gqa = bias.expand(q.shape[0], -1, -1, -1), q.shape[1] != k.shape[1]
     out: Tensor = F.scaled_dot_product_attention(
-        q.to(wide),
-        k.to(wide),
-        v.to(wide),
-        attn_mask=bias.expand(q.shape[0], -1, -1, -1),
-        scale=scale,
-        enable_gqa=q.shape[1] != k.shape[1],
+        q.to(wide), k.to(wide), v.to(wide), attn_mask=mask, scale=scale, enable_gqa=gqa
     )
     return out.to(q.dtype)
 
 
-def _multiplied(dtype: torch.dtype) -> bool:
-    """Whether CPUs multiply it in hardware; where not, float32 is ten to a hundred times faster."""
+def has_native_matmul(dtype: torch.dtype) -> bool:
+    """Whether the CPU multiplies ``dtype``; where not, float32 is ten to a hundred times faster."""
     if dtype == torch.bfloat16 and torch.backends.mkldnn.is_available():
         return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
     return dtype.itemsize > 2
 
 
-def _picked(p: _Piece, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys and values of a piece, ``[B, 1, ...]``."""
-    group = p.head * k.shape[1] // q.shape[1]
-    return q[:, p.head, None, p.rows], k[:, group, None, p.keys], v[:, group, None, p.keys]
-
-
-def _check(q: Tensor, k: Tensor, v: Tensor, *plan: Any) -> None:
-    """Refuse what would leave part of the result unwritten: anyone may call an op."""
-    *where, slopes, _ = plan
-    batch, heads, queries, width = q.shape
-    fits = k.shape == (batch, k.shape[1], v.shape[2], width) and k.shape[:2] == v.shape[:2]
-    fits = fits and heads % k.shape[1] == 0 and slopes.shape[-1] == heads
-    if not fits or any(each.shape[-1] != queries for each in where):
-        rule = "q, k, v must be (B, H, Q, D), (B, Hk, K, D), (B, Hk, K, Dv), one slope for a head"
-        got = ", ".join(str(tuple(each.shape)) for each in (q, k, v, *where, slopes))
-        way_out = "Call posenc.attention.alibi_attention, which prepares these."
-        raise ValueError(checks.message("alibi_chunked", rule, got, way_out))
-
-
-def _forward(q: Tensor, k: Tensor, v: Tensor, *plan: Any) -> Tensor:
-    _check(q, k, v, *plan)
-    # What is cast for speed would be cast back.
-    with torch.autocast(q.device.type, enabled=False):
-        return _attended(q, k, v, *plan)
-
-
-def _attended(q: Tensor, k: Tensor, v: Tensor, *plan: Any) -> Tensor:
-    *where, scale = plan
+def _forward(q: Tensor, k: Tensor, v: Tensor, *given: Any) -> Tensor:
+    *plan, scale = given
     out = q.new_empty((*q.shape[:3], v.shape[3]))
-    if not out.numel():
-        return out
-    if at_once(q, k):
-        return _sdpa(q, k, v, _bias(k.shape[2], *where), scale).contiguous()
-    for p in _pieces(k.shape[2], *where):
-        out[:, p.head, p.rows] = _sdpa(*_picked(p, q, k, v), p.bias, scale)[:, 0]
+    if out.numel():
+        # Autocast would round what is wide on purpose.
+        with torch.autocast(q.device.type, enabled=False):
+            for p in _pieces(q, k, *plan):
+                out[:, p.heads, p.rows] = _sdpa(*p.take(q, k, v), p.bias, scale)
     return out
 
 
-def _gradients(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *plan: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    _check(q, k, v, *plan)
-    with torch.autocast(q.device.type, enabled=False):
-        to_q, to_k, to_v = _summed(grad, q, k, v, *plan)
-    return to_q.to(q.dtype), to_k.to(k.dtype), to_v.to(v.dtype)
-
-
-def _summed(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *plan: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    *where, scale = plan
-    if grad.numel() and at_once(q, k):
-        return _sdpa_gradients(grad, q, k, v, _bias(k.shape[2], *where), scale)
+def _gradients(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *given: Any) -> Gradients:
+    *plan, scale = given
     wide = torch.promote_types(q.dtype, torch.float32)
     to_q, to_k, to_v = (x.new_zeros(x.shape, dtype=wide) for x in (q, k, v))
-    if not grad.numel():
-        return to_q, to_k, to_v
-    for p in _pieces(k.shape[2], *where):
-        above = grad[:, p.head, None, p.rows]
-        dq, dk, dv = _sdpa_gradients(above, *_picked(p, q, k, v), p.bias, scale)
-        to_q[:, p.head, p.rows] = dq[:, 0]
-        group = p.head * k.shape[1] // q.shape[1]
-        to_k[:, group, p.keys] += dk[:, 0]
-        to_v[:, group, p.keys] += dv[:, 0]
-    return to_q, to_k, to_v
+    if grad.numel():
+        with torch.autocast(q.device.type, enabled=False):
+            for p in _pieces(q, k, *plan):
+                above = grad[:, p.heads, p.rows]
+                dq, dk, dv = _sdpa_gradients(above, *p.take(q, k, v), p.bias, scale)
+                to_q[:, p.heads, p.rows] = dq
+                to_k[:, p.kv_heads, p.keys] += dk
+                to_v[:, p.kv_heads, p.keys] += dv
+    return to_q.to(q.dtype), to_k.to(k.dtype), to_v.to(v.dtype)
 
 
 def _sdpa_gradients(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> Gradients:
     r"""Gradients to ``q``, ``k`` and ``v``, in the dtype of the bias.
 
     .. math:: P = \text{softmax}(S), \quad dV = P^T dO, \quad
@@ -213,20 +156,20 @@ def _sdpa_gradients(
     """
     shared = q.shape[1] // k.shape[1]
 
-    def folded(x: Tensor) -> Tensor:
+    def fold(x: Tensor) -> Tensor:
         """Heads that share keys as one, with all their queries."""
         return x.to(bias.dtype).reshape(x.shape[0], k.shape[1], shared * x.shape[2], x.shape[3])
 
-    q, grad, bias = folded(q), folded(grad), folded(bias.expand(*q.shape[:3], -1))
+    q, grad, bias = fold(q), fold(grad), fold(bias.expand(*q.shape[:3], -1))
     k, v = k.to(bias.dtype), v.to(bias.dtype)
     # Out of place, so that a second derivative can be taken through here.
     scores = q @ k.mT * scale + bias
-    nothing = scores.amax(-1, keepdim=True) == float("-inf")
-    weights = scores.softmax(-1).masked_fill(nothing, 0)
-    slope = grad @ v.mT
-    slope = (slope - (slope * weights).sum(-1, keepdim=True)) * weights * scale
-    to_q = (slope @ k).unflatten(2, (shared, -1)).flatten(1, 2)
-    return to_q, slope.mT @ q, weights.mT @ grad
+    sees_nothing = scores.amax(-1, keepdim=True) == float("-inf")
+    weights = scores.softmax(-1).masked_fill(sees_nothing, 0)
+    dp = grad @ v.mT
+    ds = (dp - (dp * weights).sum(-1, keepdim=True)) * weights * scale
+    dq = (ds @ k).unflatten(2, (shared, -1)).flatten(1, 2)
+    return dq, ds.mT @ q, weights.mT @ grad
 
 
 LIBRARY.impl("alibi_chunked", _forward, "CompositeExplicitAutograd")
@@ -239,23 +182,25 @@ def _(q: Tensor, k: Tensor, v: Tensor, *plan: Any) -> Tensor:
 
 
 @torch.library.register_fake("posenc::alibi_chunked_backward", lib=LIBRARY)
-def _(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *plan: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *plan: Any) -> Gradients:
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     *tensors, ctx.scale = inputs
     ctx.save_for_backward(*tensors)
 
 
-def _back(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+def _autograd(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     if any(ctx.needs_input_grad[3:]):
         rule = "nothing but q, k and v must have a gradient in pieces"
-        way_out = "alibi_attention takes all scores at once for one to the slopes."
+        way_out = "Call alibi_attention, which takes all scores at once for one to the slopes."
         raise RuntimeError(checks.message("alibi_chunked", rule, "another that has", way_out))
-    # Where a gradient of the gradient may be asked for, the steps themselves are recorded.
-    back = _gradients if torch.is_grad_enabled() else _backward
-    return (*back(grad, *ctx.saved_tensors, ctx.scale), *([None] * 7))
+    # With create_graph=True autograd records the operations of the backward pass.
+    backward = _gradients if torch.is_grad_enabled() else _backward
+    return (*backward(grad, *ctx.saved_tensors, ctx.scale), *([None] * 7))
 
 
-torch.library.register_autograd("posenc::alibi_chunked", _back, setup_context=_keep, lib=LIBRARY)
+torch.library.register_autograd(
+    "posenc::alibi_chunked", _autograd, setup_context=_setup_context, lib=LIBRARY
+)

@@ -1,4 +1,4 @@
-"""ALiBi attention with all scores at once: for derivatives that the other ways do not have."""
+"""ALiBi attention with all scores at once: for derivatives that the other backends lack."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from posenc._contract.tracing import in_transform, is_exporting
 from posenc.numerics.spans import Spans
 
 
-def is_wanted(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor) -> bool:
+def is_needed(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor) -> bool:
     """Whether torch.func or forward mode is at work, the slopes are learned, or an export is made.
 
     An exported program must run where this package is not installed.
@@ -23,16 +23,17 @@ def is_wanted(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor) -> bool:
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, seen: Spans, slopes: Tensor, scale: float) -> Tensor:
-    """Attention over the keys ``seen``, by torch's own operations; ``slopes`` ``[1 or B, H]``."""
+    """Attention over the keys ``seen``, by torch's own operations."""
     wide = torch.promote_types(q.dtype, torch.float32)
     shared = q.shape[1] // k.shape[1]
     with torch.autocast(q.device.type, enabled=False):
         keys, values = (x.to(wide).repeat_interleave(shared, 1) for x in (k, v))
-        at, first, last = (x[:, None, :, None] for x in seen)
+        own, first, last = (x[:, None, :, None] for x in seen)
         index = torch.arange(k.shape[2], device=q.device)
         hidden = (index < first) | (index > last)
-        steep = slopes.to(q.device, wide)[..., None, None]
-        scores = q.to(wide) @ keys.mT * scale - steep * (index - at).abs()
+        rows: Tensor = torch.atleast_2d(slopes).to(wide)
+        bias = rows[..., None, None] * (index - own).abs()
+        scores = q.to(wide) @ keys.mT * scale - bias
         # Not minus infinity: a query that sees nothing would make its gradient NaN.
         scores = scores.masked_fill(hidden, torch.finfo(wide).min)
         weights = scores.softmax(-1).masked_fill(hidden, 0.0)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from posenc.attention.blocks import BLOCK, block_mask
 from posenc.attention.mods import bias_mod, pair_mod
-from posenc.attention.windows import needed
+from posenc.attention.pruning import needed_keys
 from posenc.kernels import triton
 from posenc.numerics.spans import Ends
 
@@ -43,40 +43,28 @@ def attend(
     *,
     aligned: bool,
     causal: bool,
-    windowed: bool,
+    prune: bool,
     grad: bool,
     inlined: bool = False,
 ) -> Tensor:
-    """Attention as one graph; what it takes is checked.
+    """Attention as one graph, with checked arguments as :func:`needed_keys` takes them.
 
-    Everything that the kernel reads beside ``q``, ``k`` and ``v`` is a tensor from outside: the
-    decoding kernel of torch 2.11 does not compile with one made in the graph.
-
-    Args:
-        q: ``[B, H, Q, D]``.
-        k: ``[B, Hk, K, D]``.
-        v: ``[B, Hk, K, Dv]``.
-        slopes: float32 ``[H]`` or ``[B, H]``.
-        offset: Key of the first query, int32 ``[]`` or ``[B]``.
-        ends: First and last key of each key's document, ``[K]`` or ``[B, K]``.
-        bound: Of the scores, ``[1 or B, 1 or H]``; None computes one for each query.
-        scale: Of the scores.
-        aligned: Whether the offset is ``K - Q``, so that a query's own key is a slice.
-        causal: Whether a query sees only keys up to its own.
-        windowed: Whether far keys are left out.
-        grad: Whether a backward pass may follow.
-        inlined: Whether this is part of a larger graph, which makes the tensors itself.
+    All that the kernel reads beside ``q``, ``k`` and ``v`` is a tensor from outside: the decoding
+    kernel of torch 2.11 does not compile with one made in the graph. ``aligned`` says that the
+    offset, int32, is ``K - Q``, so that the queries' own keys are a slice; ``grad`` that a
+    backward pass may follow; ``inlined`` that this is part of a larger graph, which makes the
+    tensors itself.
     """
     from torch.nn.attention.flex_attention import flex_attention
 
-    queries, keys = q.shape[2], k.shape[2]
-    start = keys - queries if aligned else offset
-    seen, low, high = needed(
-        q, k, slopes, start, ends, bound, scale, causal=causal, windowed=windowed
+    keys = k.shape[2]
+    start = keys - q.shape[2] if aligned else offset
+    seen, low, high = needed_keys(
+        q, k, slopes, start, ends, bound, scale, causal=causal, prune=prune
     )
     sees = pair_mod(offset, ends, causal)
     mask = block_mask(seen, low, high, keys, sees, block=BLOCK, grad=grad)
-    score_mod = bias_mod(slopes, offset, causal=causal)
+    score_mod = bias_mod(slopes, offset, causal)
     options: Any = {"FORCE_USE_FLEX_ATTENTION": True} if inlined else None
     gqa = q.shape[1] != k.shape[1]
     return flex_attention(
@@ -90,18 +78,18 @@ def _compiled() -> Callable[..., Tensor]:
     return torch.compile(attend, fullgraph=True)
 
 
-# Kinds of call that did not compile, so that nobody waits for it again.
+# Kinds of call that did not compile, so that each is tried once.
 _refused: set[object] = set()
 
 
-def attend_compiled(q: Tensor, k: Tensor, v: Tensor, *rest: Any, **flags: Any) -> Tensor | None:
+def attend_compiled(q: Tensor, k: Tensor, v: Tensor, *tensors: Any, **flags: Any) -> Tensor | None:
     """:func:`attend`, compiled; None and a warning where the compiler gives up.
 
     A short query gets FlexAttention's decoding kernel. If that does not compile, the other one
-    is tried, which costs more and takes everything.
+    is tried, which is slower and has no such limits.
     """
     if torch.compiler.is_compiling():
-        return attend(q, k, v, *rest, **flags, inlined=True)
+        return attend(q, k, v, *tensors, **flags, inlined=True)
     from torch._dynamo import config
     from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 
@@ -113,7 +101,7 @@ def attend_compiled(q: Tensor, k: Tensor, v: Tensor, *rest: Any, **flags: Any) -
         try:
             # Each kind of call is a graph of its own: causal or not, documents, gradients.
             with config.patch(recompile_limit=LIMIT):
-                return _compiled()(q, k, v, *rest, **flags, inlined=inlined)
+                return _compiled()(q, k, v, *tensors, **flags, inlined=inlined)
         except TorchDynamoException as error:
             _refused.add(kind)
             reason = [*str(error).strip().splitlines(), type(error).__name__][0]

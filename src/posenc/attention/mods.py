@@ -1,4 +1,4 @@
-"""ALiBi as FlexAttention takes it: functions of one score, and of one pair of places."""
+"""ALiBi as FlexAttention takes it: functions of one score, and of one pair of indices."""
 
 from __future__ import annotations
 
@@ -9,105 +9,122 @@ import torch
 from torch import Tensor
 
 from posenc._contract import checks, qk_checks
-from posenc.numerics.spans import Ends, run_ends
+from posenc.functional.alibi import KeyOptions
+from posenc.numerics.spans import Ends, document_ends
 
 ScoreMod: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 MaskMod: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 _Read: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 
 
+class MaskModOptions(KeyOptions, total=False):
+    """The keywords of :func:`alibi_mask_mod` that :meth:`posenc.ALiBi.mask_mod` takes too."""
+
+    base: MaskMod | None
+
+
+class ScoreModOptions(KeyOptions, total=False):
+    """The keywords of :func:`alibi_score_mod` that :meth:`posenc.ALiBi.score_mod` takes too."""
+
+    position_ids: Tensor | None
+    head_offset: int
+    masked: bool
+    base: ScoreMod | None
+
+
 def alibi_score_mod(
     slopes: Tensor,
+    q_len: int,
+    k_len: int,
     *,
     causal: bool = True,
-    offset: int | Tensor = 0,
+    query_offset: int | Tensor | None = None,
     position_ids: Tensor | None = None,
-    documents: Tensor | None = None,
+    document_ids: Tensor | None = None,
     head_offset: int = 0,
     masked: bool = True,
     base: ScoreMod | None = None,
 ) -> ScoreMod:
     """Score modification for ``flex_attention``: adds the bias, and hides what is not seen.
 
-    Everything it needs is held in tensors, so another offset, or another document, does not
-    compile another kernel.
+    All it needs is held in tensors, so that other lengths, offsets or documents do not compile
+    another kernel. FlexAttention does not tell a mod the lengths; make one for each call.
 
     Args:
         slopes: Shape ``(H,)`` or ``(B, H)``, on the device of the attention.
+        q_len: Queries ``Q`` of the call.
+        k_len: Keys ``K`` of the call, cached ones too.
         causal: Whether a query sees only keys up to its own.
-        offset: Key of the first query: an int, or an integer tensor ``()`` or ``(B,)``.
+        query_offset: Key index of the first query, ``K - Q`` if None: an int, or an integer tensor
+            ``()`` or ``(B,)``.
         position_ids: Position of each key, ``(K,)`` or ``(B, K)``, instead of its index.
-        documents: Ids ``(K,)`` or ``(B, K)``; a run of equal ids is a document.
-        head_offset: Where the attention's heads begin among those of ``slopes``.
+        document_ids: Ids ``(K,)`` or ``(B, K)``; a run of equal ids is a document.
+        head_offset: Index of the attention's first head among those of ``slopes``.
         masked: Whether to hide the future and other documents here. False leaves that to a
             block mask made with :func:`alibi_mask_mod`, which is faster.
         base: A score_mod of your own, applied first.
 
     Examples:
         >>> from posenc.functional import alibi_slopes
-        >>> mod = alibi_score_mod(alibi_slopes(8))
-        >>> one = torch.tensor(1)
-        >>> mod(torch.tensor(0.0), 0 * one, 0 * one, 5 * one, 3 * one)
+        >>> mod = alibi_score_mod(alibi_slopes(8), 1, 6)  # one query, the last of six keys
+        >>> zero = torch.tensor(0)
+        >>> mod(torch.tensor(0.0), zero, zero, zero, zero + 3)
         tensor(-1.)
     """
     who = "alibi_score_mod"
-    slopes = qk_checks.slopes(who, slopes)
-    steep = _by_sequence(slopes[..., checks.integer(who, "head_offset", head_offset, least=0) :])
-    ids = _ids(who, "position_ids", position_ids, slopes.device)
-    runs = _ids(who, "documents", documents, slopes.device)
-    start = _place(who, offset, slopes.device, ids, runs)
-    qk_checks.check_batches(
-        who,
-        ("slopes", slopes, 2),
-        ("offset", start, 1),
-        ("position_ids", ids, 2),
-        ("documents", runs, 2),
+    slopes, device = qk_checks.check_slopes(who, slopes), slopes.device
+    lengths = qk_checks.check_lengths(who, q_len, k_len)
+    checks.boolean(who, "causal", causal)
+    first_head = checks.integer(who, "head_offset", head_offset, least=0)
+    start, documents, positions, _ = qk_checks.check_places(
+        who, *lengths, device, query_offset, document_ids, position_ids, slopes=slopes
     )
-    own = _own_key(start)
-    place = None if ids is None else _by_sequence(ids)
-    sees = pair_mod(
-        start, None if runs is None else run_ends(runs), checks.boolean(who, "causal", causal)
-    )
+    start = as_int32(start, device)
+    bias = bias_mod(slopes[..., first_head:], start, causal, positions)
+    sees = pair_mod(start, document_ends(documents), causal)
 
     def score_mod(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         if base is not None:
             score = base(score, b, h, q, k)
-        ahead = k - own(b, q) if place is None else place(b, k) - place(b, own(b, q))
-        biased = score - steep(b, h) * ahead.abs()
+        biased = bias(score, b, h, q, k)
         return torch.where(sees(b, h, q, k), biased, float("-inf")) if masked else biased
 
     return score_mod
 
 
 def alibi_mask_mod(
+    q_len: int,
+    k_len: int,
     *,
     causal: bool = True,
-    offset: int | Tensor = 0,
-    documents: Tensor | None = None,
+    query_offset: int | Tensor | None = None,
+    document_ids: Tensor | None = None,
     device: torch.device | str = "cpu",
     base: MaskMod | None = None,
 ) -> MaskMod:
     """Mask for ``create_block_mask``: what a query sees.
 
     Args:
+        q_len: Queries ``Q`` of the call.
+        k_len: Keys ``K`` of the call, cached ones too.
         causal: Whether a query sees only keys up to its own.
-        offset: Key of the first query: an int, or an integer tensor ``()`` or ``(B,)``.
-        documents: Ids ``(K,)`` or ``(B, K)``; a run of equal ids is a document.
+        query_offset: Key index of the first query, ``K - Q`` if None: an int, or an integer tensor
+            ``()`` or ``(B,)``.
+        document_ids: Ids ``(K,)`` or ``(B, K)``; a run of equal ids is a document.
         device: Of the attention.
         base: A mask_mod of your own; a pair has to pass both.
 
     Examples:
-        >>> mod = alibi_mask_mod(offset=2)
-        >>> place = torch.tensor(0)
-        >>> mod(place, place, place, place + 2), mod(place, place, place, place + 3)
+        >>> mod = alibi_mask_mod(2, 4)  # two queries, the last of four keys
+        >>> zero = torch.tensor(0)
+        >>> mod(zero, zero, zero, zero + 2), mod(zero, zero, zero, zero + 3)
         (tensor(True), tensor(False))
     """
     who = "alibi_mask_mod"
+    lengths = qk_checks.check_lengths(who, q_len, k_len)
     checks.boolean(who, "causal", causal)
-    ids = _ids(who, "documents", documents, device)
-    start = _place(who, offset, device, ids)
-    qk_checks.check_batches(who, ("offset", start, 1), ("documents", ids, 2))
-    sees = pair_mod(start, None if ids is None else run_ends(ids), causal)
+    start, documents, *_ = qk_checks.check_places(who, *lengths, device, query_offset, document_ids)
+    sees = pair_mod(as_int32(start, device), document_ends(documents), causal)
     if base is None:
         return sees
     return lambda b, h, q, k: sees(b, h, q, k) & base(b, h, q, k)
@@ -115,29 +132,43 @@ def alibi_mask_mod(
 
 def pair_mod(offset: Tensor, ends: Ends | None, causal: bool) -> MaskMod:
     """What a query sees, from tensors that are already checked."""
-    own = _own_key(offset)
+    own_key = _own_key(offset)
     first, last = (None, None) if ends is None else map(_by_sequence, ends)
 
     def mask_mod(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        at = own(b, q)
-        seen = k <= at if causal else k == k
+        own = own_key(b, q)
+        seen = k <= own if causal else k == k
         if first is not None and last is not None:
-            seen = seen & (k >= first(b, at)) & (k <= last(b, at))
+            seen = seen & (k >= first(b, own)) & (k <= last(b, own))
         return seen
 
     return mask_mod
 
 
-def bias_mod(slopes: Tensor, offset: Tensor, *, causal: bool) -> ScoreMod:
-    """The bare bias where a mask hides the rest: the least work for each score."""
-    steep, own = _by_sequence(slopes), _own_key(offset)
+def bias_mod(
+    slopes: Tensor, offset: Tensor, causal: bool, positions: Tensor | None = None
+) -> ScoreMod:
+    """The bias alone, in as few operations for each score as there can be; it hides nothing."""
+    slope, own_key = _by_sequence(slopes), _own_key(offset)
+    if positions is not None:
+        at = _by_sequence(positions)
+        return lambda score, b, h, q, k: (
+            score - slope(b, h) * (at(b, k) - at(b, own_key(b, q))).abs()
+        )
     if causal:
-        return lambda score, b, h, q, k: score + steep(b, h) * (k - own(b, q))
-    return lambda score, b, h, q, k: score - steep(b, h) * (k - own(b, q)).abs()
+        return lambda score, b, h, q, k: score + slope(b, h) * (k - own_key(b, q))
+    return lambda score, b, h, q, k: score - slope(b, h) * (k - own_key(b, q)).abs()
+
+
+def as_int32(offset: int | Tensor, device: torch.device | str) -> Tensor:
+    """A query offset as a tensor, always: a number would be compiled into the kernel."""
+    if isinstance(offset, Tensor):
+        return offset.int()
+    return torch.full((), offset, dtype=torch.int32, device=device)
 
 
 def _by_sequence(table: Tensor) -> _Read:
-    """Read ``table`` at a place; a leading axis of more than one is the sequence's."""
+    """Read ``table`` at an index; a leading axis of more than one is the sequence's."""
     if table.dim() == 2 and table.shape[0] == 1:
         table = table[0]
     if table.dim() == 1:
@@ -146,30 +177,8 @@ def _by_sequence(table: Tensor) -> _Read:
 
 
 def _own_key(offset: Tensor) -> _Read:
-    """The key of a query."""
+    """The key index of a query."""
     if offset.dim() == 1 and len(offset) != 1:
         return lambda b, q: q + offset[b]
     start = offset.reshape(())
     return lambda b, q: q + start
-
-
-def _place(
-    who: str, offset: int | Tensor, device: torch.device | str, *ids: Tensor | None
-) -> Tensor:
-    """The offset as an int32 tensor, always: a number would be compiled in.
-
-    ``ids`` say how many keys there are, if any are given; queries are counted at the call, so one
-    is all that is known of them.
-    """
-    if offset is None:
-        checks.integer(who, "offset", offset)
-    keys = min([checks.FARTHEST, *[x.shape[-1] for x in ids if x is not None]])
-    start = qk_checks.offset(who, offset, 1, keys, device)
-    if isinstance(start, Tensor):
-        return start.to(torch.int32)
-    return torch.full((), start, dtype=torch.int32, device=device)
-
-
-def _ids(who: str, name: str, ids: Tensor | None, device: torch.device | str) -> Tensor | None:
-    keys = ids.shape[-1] if isinstance(ids, Tensor) and ids.dim() else 0
-    return qk_checks.ids(who, name, ids, keys, device)

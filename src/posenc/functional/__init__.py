@@ -1,7 +1,7 @@
 """Stateless forms: the numbers of `numerics` meeting the tensors of `kernels`."""
 
 from posenc.functional.alibi import alibi_bias, alibi_key_bias, alibi_slopes
-from posenc.functional.conventions import alibi_model_bias, alibi_model_slopes
+from posenc.functional.alibi_models import alibi_model_bias, alibi_model_slopes
 from posenc.functional.norm import qk_norm_rope
 from posenc.functional.rotary import (
     rotary_pos_embedding,

@@ -2,20 +2,36 @@
 
 from __future__ import annotations
 
+from typing import TypedDict
+
 import torch
 from torch import Tensor
 
 from posenc._contract import checks, qk_checks
 from posenc.numerics.slopes import head_slopes
-from posenc.numerics.spans import pick, run_ends, spans
+from posenc.numerics.spans import document_ends, gather_rows, spans
 from posenc.numerics.tables import round_once
+
+
+class KeyOptions(TypedDict, total=False):
+    """Keywords that say which keys the queries are, and which of them they see."""
+
+    query_offset: int | Tensor | None
+    document_ids: Tensor | None
+
+
+class BiasOptions(KeyOptions, total=False):
+    """The keywords of :func:`alibi_bias` that :meth:`posenc.ALiBi.bias` takes too."""
+
+    position_ids: Tensor | None
+    dtype: torch.dtype
 
 
 def alibi_slopes(
     num_heads: int,
     *,
     bias_max: float = 8.0,
-    plain: bool = False,
+    geometric: bool = False,
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
@@ -27,7 +43,7 @@ def alibi_slopes(
     Args:
         num_heads: Heads ``n``, positive.
         bias_max: The exponent 8 above, as in MPT's ``alibi_bias_max``.
-        plain: Use :math:`2^{-8h/n}` for every ``n``, also where the paper's code does not.
+        geometric: Use :math:`2^{-8h/n}` for every ``n``, also where the paper's code does not.
         device: Where the result lives.
         dtype: A floating dtype; each slope is rounded to it once.
 
@@ -44,7 +60,7 @@ def alibi_slopes(
     who = "alibi_slopes"
     heads = checks.integer(who, "num_heads", num_heads)
     peak = checks.positive_float(who, "bias_max", bias_max)
-    slopes = head_slopes(heads, peak, plain=checks.boolean(who, "plain", plain))
+    slopes = head_slopes(heads, peak, geometric=checks.boolean(who, "geometric", geometric))
     return round_once(slopes, checks.float_dtype(who, "dtype", dtype)).to(device)
 
 
@@ -54,9 +70,9 @@ def alibi_bias(
     k_len: int | None = None,
     *,
     causal: bool = True,
-    offset: int | Tensor | None = None,
+    query_offset: int | Tensor | None = None,
     position_ids: Tensor | None = None,
-    documents: Tensor | None = None,
+    document_ids: Tensor | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
     r"""Bias to add to the attention scores, before the softmax.
@@ -73,11 +89,12 @@ def alibi_bias(
         q_len: Queries ``Q``.
         k_len: Keys ``K``, at least ``Q``; ``Q`` if None.
         causal: Whether a query sees only keys up to its own.
-        offset: Key of the first query, ``K - Q`` if None: an int, or a tensor ``()`` or ``(B,)``.
+        query_offset: Key index of the first query, ``K - Q`` if None: an int, or an integer tensor
+            ``()`` or ``(B,)``.
         position_ids: Position of each key, ``(K,)`` or ``(B, K)``; distances are then between
             positions. What is in the future is still decided by the order of the keys.
-        documents: Ids ``(K,)`` or ``(B, K)``. A run of equal ids is a document, and a query sees
-            its own alone.
+        document_ids: Ids ``(K,)`` or ``(B, K)``. A run of equal ids is a document, and a query
+            sees its own alone.
         dtype: A floating dtype for the result.
 
     Returns:
@@ -94,35 +111,27 @@ def alibi_bias(
         Press et al., *Train Short, Test Long*, 2022, section 3.
     """
     who = "alibi_bias"
-    slopes = qk_checks.slopes(who, slopes)
-    queries, keys = qk_checks.lengths(who, q_len, k_len)
+    slopes = qk_checks.check_slopes(who, slopes)
+    queries, keys = qk_checks.check_lengths(who, q_len, k_len)
     checks.boolean(who, "causal", causal)
     checks.float_dtype(who, "dtype", dtype)
-    where = torch.device("cpu") if slopes.device.type == "mps" else slopes.device
-    start = qk_checks.offset(who, offset, queries, keys, where)
-    positions = qk_checks.ids(who, "position_ids", position_ids, keys, where)
-    documents = qk_checks.ids(who, "documents", documents, keys, where)
-    batched = qk_checks.check_batches(
-        who,
-        ("slopes", slopes, 2),
-        ("offset", start, 1),
-        ("position_ids", positions, 2),
-        ("documents", documents, 2),
+    device = _float64_device(slopes)
+    start, documents, positions, batched = qk_checks.check_places(
+        who, queries, keys, device, query_offset, document_ids, position_ids, slopes=slopes
     )
-    exact = slopes.to(where, torch.float64)
-    plain = positions is None and documents is None and slopes.dim() == 1
-    if plain and queries and keys and not isinstance(start, Tensor):
+    exact = slopes.to(device, torch.float64)
+    by_distance = positions is None and documents is None and exact.dim() == 1
+    if by_distance and queries and keys and not isinstance(start, Tensor):
         return _from_line(exact, queries, keys, start, causal, dtype).to(slopes.device)
-    ends = None if documents is None else run_ends(documents)
-    at, first, last = spans(queries, keys, causal=causal, offset=start, ends=ends, device=where)
-    index = torch.arange(keys, device=where)
-    own, far = at, index[None]
+    ends = document_ends(documents)
+    own, first, last = spans(queries, keys, causal=causal, offset=start, ends=ends, device=device)
+    index = torch.arange(keys, device=device)
+    k_positions, q_positions = index[None], own
     if positions is not None:
-        far = positions if positions.dim() == 2 else positions[None]
-        own = pick(far, at)
-    # Zeros stay positive, whatever the slope.
-    distance = 0.0 - (own[:, None, :, None] - far[:, None, None]).abs().double()
-    bias = distance * (exact if exact.dim() == 2 else exact[None])[..., None, None]
+        k_positions, q_positions = torch.atleast_2d(positions), gather_rows(positions, own)
+    # Subtracted from zero, so that no zero is negative.
+    distance = (q_positions[:, None, :, None] - k_positions[:, None, None]).abs().double()
+    bias = (0.0 - distance) * torch.atleast_2d(exact)[..., None, None]
     hidden = (index < first[:, None, :, None]) | (index > last[:, None, :, None])
     bias = round_once(bias.masked_fill(hidden, float("-inf")), dtype)
     return (bias if batched else bias[0]).to(slopes.device)
@@ -171,14 +180,19 @@ def alibi_key_bias(
         tensor([[-1.5000, -1.0000, -0.5000,  0.0000]])
     """
     who = "alibi_key_bias"
-    slopes = qk_checks.slopes(who, slopes)
+    slopes = qk_checks.check_slopes(who, slopes)
     keys = checks.integer(who, "k_len", k_len, least=0)
     checks.float_dtype(who, "dtype", dtype)
-    where = torch.device("cpu") if slopes.device.type == "mps" else slopes.device
-    positions = qk_checks.ids(who, "position_ids", position_ids, keys, where)
-    qk_checks.check_batches(who, ("slopes", slopes, 2), ("position_ids", positions, 2))
-    behind = torch.arange(1 - keys, 1, device=where) if positions is None else positions
+    device = _float64_device(slopes)
+    positions = qk_checks.check_key_ids(who, "position_ids", position_ids, keys, device)
+    qk_checks.check_batches(who, slopes=slopes, position_ids=positions)
+    ahead = torch.arange(1 - keys, 1, device=device) if positions is None else positions
     if positions is not None and keys:
-        behind = positions - positions.amax(-1, keepdim=True)
-    bias = slopes.to(where, torch.float64)[..., None, None] * behind[..., None, None, :]
+        ahead = positions - positions.amax(-1, keepdim=True)
+    bias = slopes.to(device, torch.float64)[..., None, None] * ahead[..., None, None, :]
     return round_once(bias, dtype).to(slopes.device)
+
+
+def _float64_device(x: Tensor) -> torch.device:
+    """The device of ``x``, or the CPU for Apple's GPUs, which have no float64."""
+    return torch.device("cpu") if x.device.type == "mps" else x.device

@@ -91,7 +91,7 @@ def _attend(
     v: Any,
     slopes: Tensor,
     *,
-    offset: int | Tensor | None = None,
+    query_offset: int | Tensor | None = None,
     **options: Any,
 ) -> Tensor:
     """Attention of this rank's queries: its batch, its heads' slopes, its place in the sequence.
@@ -116,11 +116,11 @@ def _attend(
     if k.shape[1] * group != len(heads):
         k, v = (x[:, [head // group for head in heads]] for x in (k, v))
     if tokens:
-        first = v.shape[2] - q.shape[2] if offset is None else offset
+        first = v.shape[2] - q.shape[2] if query_offset is None else query_offset
         local = partial(_local_option, batch, heads)
         options = {name: local(name, value) for name, value in options.items()}
-        start = local("offset", first) + tokens[0]
-        y = attend(q.to_local(), k, v, local("slopes", slopes), offset=start, **options)
+        start = local("query_offset", first) + tokens[0]
+        y = attend(q.to_local(), k, v, local("slopes", slopes), query_offset=start, **options)
     else:
         # No queries here, but others wait for this rank's part of the gradients.
         y = q.to_local()[..., :1] * (k.sum() + v.sum())
@@ -148,7 +148,7 @@ def _local_option(batch: range, heads: range, name: str, value: Any) -> Any:
     """The part of an option that belongs to this rank's sequences and heads."""
     if not isinstance(value, Tensor):
         return value
-    if value.dim() == (1 if name == "offset" else 2) and value.shape[0] > 1:
+    if value.dim() == (1 if name == "query_offset" else 2) and value.shape[0] > 1:
         value = value[batch.start : batch.stop]
     if name in ("slopes", "score_bound") and value.dim() and value.shape[-1] > 1:
         value = value[..., heads.start : heads.stop]

@@ -132,8 +132,8 @@ def _explained(part: Any, seq_len: int | None) -> Explanation:
         if part.bias_max != 8:
             python = f"({part.num_heads}, bias_max={part.bias_max})"
         if part.model == "falcon":
-            alibi = ALiBi.like("falcon", part.num_heads, head_dim=part.head_dim)
-            python = f".like('falcon', {part.num_heads}, head_dim={part.head_dim})"
+            alibi = ALiBi.from_model("falcon", part.num_heads, head_dim=part.head_dim)
+            python = f".from_model('falcon', {part.num_heads}, head_dim={part.head_dim})"
         slopes = {"slopes": alibi.slopes.tolist()}
         build = "posenc.ALiBi.from_config(config)"
         return Explanation("ALiBi", None, arguments, slopes, f"posenc.ALiBi{python}", build)

@@ -12,15 +12,19 @@ from torch import Tensor
 
 from posenc import attention, configs, kernels
 from posenc._contract import checks, qk_checks
-from posenc.functional.alibi import alibi_bias, alibi_key_bias, alibi_slopes
-from posenc.functional.conventions import alibi_model_slopes
+from posenc.functional.alibi import alibi_bias, alibi_key_bias
+from posenc.functional.alibi_models import alibi_model_slopes
 from posenc.nn._tables import Numbers, SharedTables, TableModule
+from posenc.numerics.slopes import head_slopes
 from posenc.numerics.tables import widest
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
+    from typing_extensions import Unpack
 
-    from posenc.attention.mods import MaskMod, ScoreMod
+    from posenc.attention.alibi import AttentionOptions
+    from posenc.attention.mods import MaskMod, MaskModOptions, ScoreMod, ScoreModOptions
+    from posenc.functional.alibi import BiasOptions, KeyOptions
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,19 +33,16 @@ class Slopes:
 
     heads: int
     bias_max: float
-    plain: bool
+    geometric: bool
     numbers: tuple[float, ...] | tuple[tuple[float, ...], ...] | None
 
     def __call__(self, rows: int, device: torch.device, dtype: torch.dtype) -> Numbers:
         """The slopes, in the widest dtype of the device; they have no rows."""
-        dtype = widest(device)
         if self.numbers is not None:
             exact = torch.tensor(self.numbers, dtype=torch.float64, device="cpu")
-            return (exact.to(dtype).to(device),)
-        slopes = alibi_slopes(
-            self.heads, bias_max=self.bias_max, plain=self.plain, device=device, dtype=dtype
-        )
-        return (slopes,)
+        else:
+            exact = head_slopes(self.heads, self.bias_max, geometric=self.geometric)
+        return (exact.to(widest(device)).to(device),)
 
 
 class ALiBi(TableModule):
@@ -54,15 +55,15 @@ class ALiBi(TableModule):
         num_heads: Heads ``H``.
         causal: Whether a query sees only keys up to its own position.
         bias_max: The last head's slope is ``2**-bias_max``.
-        plain: Slopes ``2**(-bias_max * h / H)`` for every ``H``, also where the paper's code
+        geometric: Slopes ``2**(-bias_max * h / H)`` for every ``H``, also where the paper's code
             takes others (``H`` not a power of two).
         slopes: Slopes of your own, ``(H,)`` or ``(B, H)``, instead. Zero is a head that sees no
-            distance, and is never windowed; below zero is refused.
+            distance, and is never pruned; below zero is refused.
 
     Attributes:
         slopes: float32 of shape ``(H,)`` or ``(B, H)``, in the paper's head order: what
-            flash-attn takes as ``alibi_slopes``. They stay as they were made; those that learn are
-            an argument of :func:`posenc.attention.alibi_attention`.
+            flash-attn takes as ``alibi_slopes``. They are constants; slopes that learn are an
+            argument of :func:`posenc.attention.alibi_attention`.
 
     Examples:
         >>> alibi = ALiBi(num_heads=8)
@@ -83,7 +84,7 @@ class ALiBi(TableModule):
         *,
         causal: bool = True,
         bias_max: float = 8.0,
-        plain: bool = False,
+        geometric: bool = False,
         slopes: Tensor | Sequence[Any] | None = None,
     ) -> None:
         super().__init__()
@@ -91,9 +92,9 @@ class ALiBi(TableModule):
         self.num_heads = checks.integer(who, "num_heads", num_heads)
         self.causal = checks.boolean(who, "causal", causal)
         self.bias_max = checks.positive_float(who, "bias_max", bias_max)
-        self.plain = checks.boolean(who, "plain", plain)
+        self.geometric = checks.boolean(who, "geometric", geometric)
         numbers = None if slopes is None else _as_numbers(who, slopes, self.num_heads)
-        table = Slopes(self.num_heads, self.bias_max, self.plain, numbers)
+        table = Slopes(self.num_heads, self.bias_max, self.geometric, numbers)
         self._tables: SharedTables[Slopes] = SharedTables(
             table, 1, widest(torch.get_default_device())
         )
@@ -104,13 +105,13 @@ class ALiBi(TableModule):
         return self._exact(self._tables.device).to(torch.float32, copy=True)
 
     @classmethod
-    def like(
+    def from_model(
         cls, model: str, num_heads: int, *, head_dim: int | None = None, bias_max: float = 8.0
     ) -> ALiBi:
         """ALiBi as ``bloom``, ``mpt`` or ``falcon`` has it; see :func:`alibi_model_slopes`.
 
         Examples:
-            >>> ALiBi.like("falcon", 2, head_dim=64).slopes
+            >>> ALiBi.from_model("falcon", 2, head_dim=64).slopes
             tensor([0.0078, 0.0005])
         """
         slopes = alibi_model_slopes(model, num_heads, head_dim=head_dim, bias_max=bias_max)
@@ -131,9 +132,6 @@ class ALiBi(TableModule):
         Examples:
             >>> ALiBi.from_config({"model_type": "bloom", "n_head": 2}).slopes
             tensor([0.0625, 0.0039])
-            >>> falcon = {"model_type": "falcon", "alibi": True, "hidden_size": 128}
-            >>> ALiBi.from_config({**falcon, "num_attention_heads": 2}).slopes
-            tensor([0.0078, 0.0005])
         """
         found = configs.read_alibi(config)
         made: dict[str, Any] = {"num_heads": found.num_heads, "bias_max": found.bias_max}
@@ -143,11 +141,11 @@ class ALiBi(TableModule):
             made["slopes"] = alibi_model_slopes(found.model, heads, head_dim=width)
         return cls(**made)
 
-    def heads(self, start: int, stop: int) -> ALiBi:
+    def select_heads(self, start: int, stop: int) -> ALiBi:
         """The heads from ``start`` up to ``stop``, for a rank that has no others.
 
         Examples:
-            >>> ALiBi(8).heads(2, 4).slopes
+            >>> ALiBi(8).select_heads(2, 4).slopes
             tensor([0.1250, 0.0625])
         """
         who = type(self).__name__
@@ -158,8 +156,7 @@ class ALiBi(TableModule):
             got, way_out = f"{first} up to {last}", "Give the first, and one past the last."
             raise ValueError(checks.message(who, rule, got, way_out))
         (exact,) = self._tables.description(1, torch.device("cpu"), torch.float64)
-        slopes = exact[..., first:last]
-        part = type(self)(last - first, causal=self.causal, slopes=slopes)
+        part = type(self)(last - first, causal=self.causal, slopes=exact[..., first:last])
         return part.to(self._tables.device)
 
     def _exact(self, device: torch.device | str | None) -> Tensor:
@@ -178,26 +175,14 @@ class ALiBi(TableModule):
         q_len: int,
         k_len: int | None = None,
         *,
-        offset: int | Tensor | None = None,
-        position_ids: Tensor | None = None,
-        documents: Tensor | None = None,
-        dtype: torch.dtype = torch.float32,
         device: torch.device | str | None = None,
+        **options: Unpack[BiasOptions],
     ) -> Tensor:
         """The whole bias, ``(H, Q, K)`` or ``(B, H, Q, K)``: an ``attn_mask`` for SDPA.
 
-        See :func:`posenc.functional.alibi_bias` for the arguments.
+        It takes the keywords of :func:`posenc.functional.alibi_bias`.
         """
-        return alibi_bias(
-            self._exact(device),
-            q_len,
-            k_len,
-            causal=self.causal,
-            offset=offset,
-            position_ids=position_ids,
-            documents=documents,
-            dtype=dtype,
-        )
+        return alibi_bias(self._exact(device), q_len, k_len, causal=self.causal, **options)
 
     def key_bias(
         self,
@@ -214,47 +199,17 @@ class ALiBi(TableModule):
         if not self.causal:
             rule = "a bias of keys alone is right only under a causal softmax"
             way_out = "Use bias(), which has the absolute distance."
-            who = type(self).__name__
-            raise ValueError(checks.message(who, rule, "causal=False", way_out))
+            raise ValueError(checks.message(type(self).__name__, rule, "causal=False", way_out))
         return alibi_key_bias(self._exact(device), k_len, position_ids=position_ids, dtype=dtype)
 
-    def score_mod(
-        self,
-        *,
-        offset: int | Tensor = 0,
-        position_ids: Tensor | None = None,
-        documents: Tensor | None = None,
-        head_offset: int = 0,
-        masked: bool = True,
-        base: ScoreMod | None = None,
-    ) -> ScoreMod:
-        """For ``flex_attention``; see :func:`posenc.attention.alibi_score_mod`."""
-        return attention.alibi_score_mod(
-            self.slopes,
-            causal=self.causal,
-            offset=offset,
-            position_ids=position_ids,
-            documents=documents,
-            head_offset=head_offset,
-            masked=masked,
-            base=base,
-        )
+    def score_mod(self, q_len: int, k_len: int, **options: Unpack[ScoreModOptions]) -> ScoreMod:
+        """For ``flex_attention``, with the keywords of :func:`posenc.attention.alibi_score_mod`."""
+        return attention.alibi_score_mod(self.slopes, q_len, k_len, causal=self.causal, **options)
 
-    def mask_mod(
-        self,
-        *,
-        offset: int | Tensor = 0,
-        documents: Tensor | None = None,
-        base: MaskMod | None = None,
-    ) -> MaskMod:
-        """For ``create_block_mask``; see :func:`posenc.attention.alibi_mask_mod`."""
-        return attention.alibi_mask_mod(
-            causal=self.causal,
-            offset=offset,
-            documents=documents,
-            device=self._tables.device,
-            base=base,
-        )
+    def mask_mod(self, q_len: int, k_len: int, **options: Unpack[MaskModOptions]) -> MaskMod:
+        """For ``create_block_mask``: :func:`posenc.attention.alibi_mask_mod` on this device."""
+        device = self._tables.device
+        return attention.alibi_mask_mod(q_len, k_len, causal=self.causal, device=device, **options)
 
     def block_mask(
         self,
@@ -263,59 +218,25 @@ class ALiBi(TableModule):
         *,
         score_bound: float | Tensor,
         dtype: torch.dtype,
-        offset: int | Tensor | None = None,
-        documents: Tensor | None = None,
+        **options: Unpack[KeyOptions],
     ) -> BlockMask:
-        """For ``flex_attention``, without far keys; see :func:`posenc.attention.alibi_block_mask`.
+        """For ``flex_attention``, without far keys: :func:`posenc.attention.alibi_block_mask`.
 
         Examples:
             >>> mask = ALiBi(8).block_mask(4096, score_bound=8.0, dtype=torch.bfloat16)
             >>> mask.shape
             (1, 8, 4096, 4096)
         """
-        return attention.alibi_block_mask(
-            self.slopes,
-            q_len,
-            k_len,
-            score_bound=score_bound,
-            dtype=dtype,
-            causal=self.causal,
-            offset=offset,
-            documents=documents,
-        )
+        given: Any = {"score_bound": score_bound, "dtype": dtype, **options}
+        return attention.alibi_block_mask(self.slopes, q_len, k_len, causal=self.causal, **given)
 
     def attention(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        scale: float | None = None,
-        offset: int | Tensor | None = None,
-        documents: Tensor | None = None,
-        windows: bool = True,
-        score_bound: float | Tensor | None = None,
-        path: str | None = None,
+        self, q: Tensor, k: Tensor, v: Tensor, **options: Unpack[AttentionOptions]
     ) -> Tensor:
         """Attention with this bias, without far keys: :func:`posenc.attention.alibi_attention`.
 
-        Padding and packing are ``documents``; a mask of any other kind is for FlexAttention, with
-        :meth:`score_mod`.
-
-        Args:
-            q: ``(B, H, Q, D)``.
-            k: ``(B, Hk, K, D)``.
-            v: ``(B, Hk, K, Dv)``.
-            scale: Of the scores; ``1 / sqrt(D)`` if None.
-            offset: Key of the first query; ``K - Q`` if None.
-            documents: Ids ``(K,)`` or ``(B, K)`` of texts: queries see their own. Negative ones are
-                padding.
-            windows: Whether to leave far keys out.
-            score_bound: Take the windows from this bound on the scores instead of the data.
-            path: ``flex`` or ``chunked`` to insist on one.
-
-        Returns:
-            ``(B, H, Q, Dv)`` in the dtype of ``q``.
+        It takes that function's keywords. Padding and packing are ``document_ids``; a mask of any
+        other kind is for FlexAttention, with :meth:`score_mod`.
 
         Examples:
             >>> q, k, v = torch.randn(3, 1, 8, 512, 64).unbind()
@@ -323,19 +244,7 @@ class ALiBi(TableModule):
             torch.Size([1, 8, 512, 64])
         """
         slopes = self._exact(q.device if isinstance(q, Tensor) else None)
-        return attention.alibi_attention(
-            q,
-            k,
-            v,
-            slopes,
-            causal=self.causal,
-            scale=scale,
-            offset=offset,
-            documents=documents,
-            windows=windows,
-            score_bound=score_bound,
-            path=path,
-        )
+        return attention.alibi_attention(q, k, v, slopes, causal=self.causal, **options)
 
     def forward(self, scores: Tensor) -> Tensor:
         """Add the bias to attention scores.
@@ -348,22 +257,15 @@ class ALiBi(TableModule):
         """
         who = type(self).__name__
         checks.float_tensor(who, "scores", scores)
-        if scores.dim() < 3 or scores.shape[-3] != self.num_heads:
-            rule = f"scores must have shape (..., {self.num_heads}, Q, K)"
-            got = f"shape {tuple(scores.shape)}"
-            raise ValueError(checks.message(who, rule, got, "Put the heads third from last."))
-        queries, keys = scores.shape[-2:]
-        if keys < queries:
-            rule = f"scores must have at least as many keys as queries, {queries}"
-            raise ValueError(checks.message(who, rule, keys, "Queries are the last of the keys."))
-        wide = torch.promote_types(scores.dtype, torch.float32)
         slopes = self._exact(scores.device)
         if slopes.dim() == 2 and len(slopes) == 1:
             slopes = slopes[0]
-        if slopes.dim() == 2 and (scores.dim() < 4 or scores.shape[-4] != len(slopes)):
-            rule = f"scores must have shape ({len(slopes)}, {self.num_heads}, Q, K)"
-            got = f"shape {tuple(scores.shape)}"
-            raise ValueError(checks.message(who, rule, got, "Each sequence has its own slopes."))
+        if scores.shape[-2 - slopes.dim() : -2] != slopes.shape:
+            axes = ", ".join(map(str, ("...", *slopes.shape)[slopes.dim() - 1 :]))
+            rule, got = f"scores must have shape ({axes}, Q, K)", f"shape {tuple(scores.shape)}"
+            raise ValueError(checks.message(who, rule, got, "Put the heads third from last."))
+        queries, keys = qk_checks.check_lengths(who, *scores.shape[-2:])
+        wide = torch.promote_types(scores.dtype, torch.float32)
         bias = alibi_bias(slopes, queries, keys, causal=self.causal, dtype=wide)
         return kernels.add(scores, bias)
 
@@ -375,20 +277,20 @@ def _as_numbers(who: str, slopes: Any, heads: int) -> Any:
     """Slopes of the caller's as numbers, ``(H,)`` or ``(B, H)``."""
     if isinstance(slopes, Tensor) and slopes.requires_grad:
         rule = "slopes must not require a gradient, because their numbers are kept"
-        way_out = "Those that learn go to posenc.attention.alibi_attention(q, k, v, slopes)."
+        way_out = "Pass slopes that learn to posenc.attention.alibi_attention(q, k, v, slopes)."
         raise ValueError(checks.message(who, rule, f"shape {tuple(slopes.shape)}", way_out))
     try:
         found = torch.as_tensor(slopes, dtype=torch.float64, device="cpu").detach()
     except (TypeError, ValueError, RuntimeError):
         rule, got = "slopes must be numbers", checks.describe(slopes)
         raise TypeError(checks.message(who, rule, got, "Pass one for each head.")) from None
-    qk_checks.slopes(who, found)
+    qk_checks.check_slopes(who, found)
     if found.shape[-1] != heads:
         rule = f"slopes must have one number for each of the {heads} heads"
         got = f"shape {tuple(found.shape)}"
         raise ValueError(checks.message(who, rule, got, "Give (H,) or (B, H)."))
     if not bool(((found >= 0) & found.isfinite()).all()):
         rule = "slopes must be finite and not below zero"
-        way_out = "A slope lowers far keys; zero leaves a head without distance."
+        way_out = "Pass zero for a head without distance."
         raise ValueError(checks.message(who, rule, found.tolist(), way_out))
     return tuple(map(tuple, found.tolist())) if found.dim() == 2 else tuple(found.tolist())

@@ -1,4 +1,4 @@
-"""ALiBi's slope of each head, and how far each head has to look."""
+"""ALiBi's slope of each head, and the distance from which a head's keys may be pruned."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 
-def head_slopes(num_heads: int, bias_max: float = 8.0, *, plain: bool = False) -> Tensor:
+def head_slopes(num_heads: int, bias_max: float = 8.0, *, geometric: bool = False) -> Tensor:
     r"""Slope of each head in float64, in the paper's order.
 
     For ``n`` heads, a power of two, :math:`m_h = 2^{-B h / n}` with :math:`h = 1, \dots, n`.
@@ -18,7 +18,7 @@ def head_slopes(num_heads: int, bias_max: float = 8.0, *, plain: bool = False) -
     Args:
         num_heads: Heads, positive.
         bias_max: :math:`B`: the last head's slope is :math:`2^{-B}`.
-        plain: Use the plain sequence :math:`2^{-B h / n}` for every ``n``.
+        geometric: Use the one geometric sequence :math:`2^{-B h / n}` for every ``n``.
 
     Returns:
         float64 of shape ``[H]``.
@@ -26,23 +26,22 @@ def head_slopes(num_heads: int, bias_max: float = 8.0, *, plain: bool = False) -
     Examples:
         >>> head_slopes(3)
         tensor([0.0625, 0.0039, 0.2500], dtype=torch.float64)
-        >>> head_slopes(3, plain=True)
+        >>> head_slopes(3, geometric=True)
         tensor([0.1575, 0.0248, 0.0039], dtype=torch.float64)
 
     References:
         Press et al., *Train Short, Test Long*, 2022, section 3 and the authors' code.
     """
-    whole = num_heads if plain else 1 << (num_heads.bit_length() - 1)
-    slopes = [2.0 ** (-bias_max * h / whole) for h in range(1, whole + 1)]
-    odd = range(1, 2 * (num_heads - whole), 2)
-    slopes += [2.0 ** (-bias_max * h / (2 * whole)) for h in odd]
+    n = num_heads if geometric else 1 << (num_heads.bit_length() - 1)
+    slopes = [2.0 ** (-bias_max * h / n) for h in range(1, n + 1)]
+    slopes += [2.0 ** (-bias_max * h / (2 * n)) for h in range(1, 2 * (num_heads - n), 2)]
     return torch.tensor(slopes, dtype=torch.float64, device="cpu")
 
 
 def window_length(
     slopes: Tensor, gap: Tensor | float, keys: int, dtype: torch.dtype, *, causal: bool = True
 ) -> Tensor:
-    r"""Distance from which keys may be left out of the softmax, in tokens.
+    r"""Distance from which keys may be pruned from the softmax, in tokens.
 
     With a query's own key among those it sees, and no score more than :math:`g` above that
     key's, the keys at distance :math:`w` and more have together at most the weight
@@ -54,9 +53,9 @@ def window_length(
     averages; ``docs/alibi.md`` has the proof.
 
     Args:
-        slopes: :math:`m`. Where it is not above zero, nothing may be left out.
-        gap: :math:`g`, to broadcast with ``slopes``. Where it is not finite, likewise.
-        keys: ``K``, which bounds how many are left out.
+        slopes: :math:`m`. Where it is not above zero, nothing is pruned.
+        gap: :math:`g`, to broadcast with ``slopes``. Where it is not finite, nothing is pruned.
+        keys: ``K``, which bounds how many are pruned.
         dtype: Of the output.
         causal: Whether keys are on one side of the query only.
 
@@ -75,6 +74,6 @@ def window_length(
     count = (-torch.expm1(-slopes)).clamp(min=1 / max(keys, 1)).log().neg()
     # The factor covers the roundings of this line in float32.
     distance = ((gap + spare + count) / slopes * (1 + 2**-20)).ceil()
-    # A comparison with NaN is false: whatever cannot be bounded keeps every key.
+    # A comparison with NaN is false, so a head without a bound keeps every key.
     bounded = (slopes > 0) & (distance < keys)
     return torch.where(bounded, distance, torch.full_like(distance, keys)).clamp(min=1)

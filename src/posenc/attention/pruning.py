@@ -1,0 +1,172 @@
+"""How far each query has to look: bounds on its scores, and the keys that are left."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from posenc._contract import checks, qk_checks
+from posenc.numerics.slopes import window_length
+from posenc.numerics.spans import Ends, Spans, spans
+
+# Norms, products and the kernels' own scores are sums in float32: each is off by at most a
+# 2^-10th of |q|·|k|, up to 2^14 channels, and the three together by less than this.
+SLACK = 1 + 2**-8
+
+
+def alibi_reach(
+    slopes: Tensor,
+    k_len: int,
+    *,
+    score_bound: float | Tensor,
+    dtype: torch.dtype,
+    causal: bool = True,
+) -> Tensor:
+    """Distance from which each head's keys weigh too little to move its output, in tokens.
+
+    Keys at this distance and further may be pruned, as :func:`alibi_block_mask` does: a sliding
+    window of this many tokens, the query's own among them, is enough.
+
+    Args:
+        slopes: ``(H,)`` or ``(B, H)``.
+        k_len: Keys ``K``, which bounds how many there are to prune.
+        score_bound: At least every ``|q · k| · scale``, as in :func:`alibi_block_mask`.
+        dtype: Of the output.
+        causal: Whether keys are on one side of the query only.
+
+    Returns:
+        int64 ``(H,)``, or ``(B, H)`` if either argument is, from 1 to ``k_len``.
+
+    Examples:
+        >>> from posenc.functional import alibi_slopes
+        >>> alibi_reach(alibi_slopes(4), 32_768, score_bound=10.0, dtype=torch.bfloat16)
+        tensor([ 115,  478, 1996, 8335])
+    """
+    who = "alibi_reach"
+    slopes = qk_checks.check_slopes(who, slopes)
+    keys = checks.integer(who, "k_len", k_len)
+    checks.float_dtype(who, "dtype", dtype)
+    checks.boolean(who, "causal", causal)
+    bound = qk_checks.check_score_bound(who, score_bound, slopes.shape[-1], slopes)
+    qk_checks.check_batches(who, slopes=slopes, score_bound=bound)
+    if slopes.dim() == len(bound) == 1:
+        bound = bound[0]
+    gap = 2 * SLACK * bound
+    return window_length(slopes.to(gap.dtype), gap, keys, dtype, causal=causal).long()
+
+
+def bound_scores(q: Tensor, k: Tensor, *, scale: float | None = None) -> Tensor:
+    r"""A bound on every score, from the norms: :math:`s \max_i |q_i| \max_j |k_j|`.
+
+    Args:
+        q: ``(B, H, Q, D)``.
+        k: ``(B, Hk, K, D)`` with ``H`` a multiple of ``Hk``.
+        scale: :math:`s`, :math:`1/\sqrt{D}` if None.
+
+    Returns:
+        float32 (float64 for float64) of shape ``(B, H)``.
+
+    Examples:
+        >>> q = k = torch.ones(1, 2, 5, 64)
+        >>> bound_scores(q, k)
+        tensor([[8., 8.]])
+    """
+    who = "bound_scores"
+    qk_checks.check_qk(who, q, k)
+    q_norms, k_norms = norms(q, k, qk_checks.check_scale(who, scale, q))
+    return q_norms.amax(-1) * k_norms
+
+
+def needed_keys(
+    q: Tensor,
+    k: Tensor,
+    slopes: Tensor,
+    offset: int | Tensor,
+    ends: Ends | None,
+    bound: Tensor | None,
+    scale: float,
+    *,
+    causal: bool,
+    prune: bool,
+) -> tuple[Spans, Tensor, Tensor]:
+    """What each query may see, and the first and the last key that it needs of that.
+
+    Args:
+        q: ``[B, H, Q, D]``.
+        k: ``[B, Hk, K, D]``.
+        slopes: ``[H]`` or ``[B, H]``.
+        offset: Key index of the first query, an int or ``[]`` or ``[B]``.
+        ends: First and last key of each key's document, ``[K]`` or ``[B, K]``.
+        bound: Of the scores, ``[1 or B, 1 or H]``; None takes one for each query from the data.
+        scale: Of the scores.
+        causal: Whether a query sees only keys up to its own.
+        prune: Whether to leave far keys out.
+    """
+    queries, keys = q.shape[2], k.shape[2]
+    seen = spans(queries, keys, causal=causal, offset=offset, ends=ends, device=q.device)
+    gap = None
+    if prune and queries:
+        with torch.no_grad():
+            if bound is None:
+                gap = score_gap(q, k, _own_keys(k, queries, offset, seen.own), scale)
+            else:
+                gap = confirmed_gap(q, k, scale, bound)
+    return seen, *prune_keys(seen, slopes, gap, keys, q.dtype, causal=causal)
+
+
+def norms(q: Tensor, k: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Norm of each query times ``scale``, ``[B, H, Q]``, and of the longest key, ``[B, H]``."""
+    wide = torch.promote_types(q.dtype, torch.float32)
+    q_norms = torch.linalg.vector_norm(q, dim=-1, dtype=wide) * abs(scale)
+    k_norms = torch.linalg.vector_norm(k, dim=-1, dtype=wide).amax(-1)
+    return q_norms, k_norms.repeat_interleave(q.shape[1] // k.shape[1], 1)
+
+
+def score_gap(q: Tensor, k: Tensor, own_keys: Tensor, scale: float) -> Tensor:
+    r"""How far any score of a query can be above that of its own key, ``[B, H, Q]``.
+
+    .. math:: g_i = s\,|q_i| \max_j |k_j| - s\, q_i \cdot k_i
+
+    By Cauchy-Schwarz. The own score is exact, which about halves the windows that the bound
+    :math:`2 s |q||k|` gives.
+    """
+    q_norms, k_norms = norms(q, k, scale)
+    groups, wide = (k.shape[1], q.shape[1] // k.shape[1]), q_norms.dtype
+    products = q.unflatten(1, groups).to(wide) * own_keys.unsqueeze(2).to(wide)
+    own_scores: Tensor = products.sum(-1).flatten(1, 2) * scale
+    return q_norms * k_norms[..., None] * SLACK - own_scores
+
+
+def _own_keys(k: Tensor, q_len: int, offset: int | Tensor, own: Tensor) -> Tensor:
+    """The key at each query's own index, ``[B, Hk, Q, D]``."""
+    if not isinstance(offset, Tensor):
+        return k.narrow(2, offset, q_len)
+    rows = own.clamp(0, k.shape[2] - 1)[:, None, :, None]
+    return k.gather(2, rows.expand(k.shape[0], k.shape[1], -1, k.shape[3]))
+
+
+def confirmed_gap(q: Tensor, k: Tensor, scale: float, bound: Tensor) -> Tensor:
+    """Twice ``bound`` where the norms confirm it, and otherwise infinite, ``[B, H, 1]``."""
+    q_norms, k_norms = norms(q, k, scale)
+    # A bound that is exactly the product of the norms, as after a norm of q and k, must pass.
+    holds = q_norms.amax(-1) * k_norms <= bound * SLACK
+    gap = bound * (2 * SLACK * SLACK)
+    return torch.where(holds, gap, torch.full_like(gap, float("inf")))[..., None]
+
+
+def prune_keys(
+    seen: Spans, slopes: Tensor, gap: Tensor | None, keys: int, dtype: torch.dtype, *, causal: bool
+) -> tuple[Tensor, Tensor]:
+    """First and last key that each query of each head needs, int64 ``[1 or B, 1 or H, Q]``.
+
+    ``gap`` is how far a score can be above that of the own key, ``[..., H, 1 or Q]``; None
+    prunes nothing. ``dtype`` is that of the output.
+    """
+    own, first, last = (x[:, None] for x in seen)
+    if gap is None:
+        return first, last
+    rows = torch.atleast_2d(slopes).to(gap.dtype)[..., None]
+    reach = window_length(rows, gap, keys, dtype, causal=causal).long()
+    low = torch.maximum(first, own - reach + 1)
+    # A causal range ends at the own key for every head.
+    return low, last if causal else torch.minimum(last, own + reach - 1)
