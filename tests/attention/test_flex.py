@@ -7,6 +7,7 @@ from torch._dynamo.utils import counters
 
 import oracles
 from posenc.attention import flex
+from posenc.attention.pruning import Plan
 from posenc.functional import alibi_bias, alibi_slopes
 from posenc.numerics.spans import document_ends
 
@@ -27,11 +28,8 @@ def run(queries, keys, *, offset=None, documents=None, bound=None, causal=True, 
     k, v = torch.randn(2, 2, HEADS // groups, keys, WIDTH).unbind()
     slopes = alibi_slopes(HEADS, bias_max=3.0)
     place = torch.tensor(keys - queries if offset is None else offset, dtype=torch.int32)
-    ends = document_ends(documents)
-    out = flex.attend_compiled(
-        *(q, k, v, slopes, place, ends, bound, 0.25),
-        aligned=offset is None, causal=causal, prune=True, grad=True,
-    )  # fmt: skip
+    plan = Plan(slopes, document_ends(documents), bound, 0.25, causal=causal, prune=True)
+    out = flex.attend_compiled(q, k, v, place, plan, aligned=offset is None, grad=True)
     place = None if offset is None else place
     places = {"query_offset": place, "document_ids": documents}
     bias = alibi_bias(slopes, queries, keys, **places, causal=causal)
@@ -86,10 +84,11 @@ def test_chunks_take_over_with_one_warning(monkeypatch):
 
     monkeypatch.setattr(flex, "_compiled", lambda: refuses)
     q = torch.randn(1, HEADS, 8, WIDTH)
-    flags = {"aligned": True, "causal": True, "prune": True, "grad": False}
+    plan = Plan(alibi_slopes(HEADS), None, None, 0.25, causal=True, prune=True)
+    given, flags = (q, q, q, torch.tensor(0), plan), {"aligned": True, "grad": False}
     with pytest.warns(RuntimeWarning, match="attention runs in chunks instead: no such kernel"):
-        assert flex.attend_compiled(q, q, q, alibi_slopes(HEADS), **flags) is None
-    assert flex.attend_compiled(q, q, q, alibi_slopes(HEADS), **flags) is None
+        assert flex.attend_compiled(*given, **flags) is None
+    assert flex.attend_compiled(*given, **flags) is None
 
 
 @pytest.mark.parametrize("why", ["cpu", "float64", "narrow"])

@@ -17,8 +17,8 @@ def test_pruned_keys_move_the_output_by_less_than_half_an_ulp(dtype):
     slopes = alibi_slopes(HEADS, dtype=torch.float64, **STEEP)
     # Windows of this dtype: taken from its inputs, used on exact arithmetic.
     cut = [x.to(dtype) for x in (q, k, v)]
-    options = {"causal": True, "prune": True}
-    _, low, _ = pruning.needed_keys(cut[0], cut[1], slopes, 0, None, None, WIDTH**-0.5, **options)
+    plan = pruning.Plan(slopes, None, None, WIDTH**-0.5, causal=True, prune=True)
+    _, low, _ = pruning.needed_keys(cut[0], cut[1], 0, plan)
     bias = alibi_bias(slopes, 400, dtype=torch.float64)
     exact = oracles.attention(*cut, bias, WIDTH**-0.5)
     far = torch.arange(400) < low[..., None]
@@ -37,8 +37,8 @@ def test_scores_as_adverse_as_the_bound_allows_are_still_within_it(dtype):
     q = torch.full((1, 1, 300, WIDTH), 1.5, dtype=torch.float64)
 
     def left_out(k):
-        given = q.to(dtype), k.to(dtype), slopes, 0, None, None, 0.25
-        return key < pruning.needed_keys(*given, causal=True, prune=True)[1][0, 0, 299]
+        plan = pruning.Plan(slopes, None, None, 0.25, causal=True, prune=True)
+        return key < pruning.needed_keys(q.to(dtype), k.to(dtype), 0, plan)[1][0, 0, 299]
 
     # The own key is against the query from the start: it decides how far others can be above it.
     k = torch.where(left_out(-q), 1.0, -1.0)[:, None] * q

@@ -11,7 +11,7 @@ from posenc._contract import checks, qk_checks
 from posenc._contract.sharding import attend_shards, is_sharded
 from posenc.attention import chunked, dense, flex
 from posenc.attention.mods import as_int32
-from posenc.attention.pruning import needed_keys
+from posenc.attention.pruning import Plan, needed_keys
 from posenc.functional.alibi import KeyOptions
 from posenc.numerics.spans import document_ends, gather_rows, spans
 
@@ -103,12 +103,10 @@ def alibi_attention(
         seen = spans(queries, keys, causal=causal, offset=start, ends=ends, device=device)
         out = dense.attend(q, k, v, seen, slopes, scale)
     elif backend != "chunked" and flex.can_run(q, v):
+        grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+        plan = Plan(slopes.detach().float(), ends, bound, scale, causal, prune)
         out = flex.attend_compiled(
-            *(q, k, v, slopes.detach().float(), as_int32(start, device), ends, bound, scale),
-            aligned=query_offset is None,
-            causal=causal,
-            prune=prune,
-            grad=torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)),
+            *(q, k, v, as_int32(start, device), plan), aligned=query_offset is None, grad=grad
         )
         if out is None and backend == "flex":
             rule, way_out = "backend='flex' must compile", "Leave backend out to run in chunks."
@@ -117,9 +115,8 @@ def alibi_attention(
         # A dense piece takes all keys; one graph for all lengths cannot depend on their number.
         if prune and not torch.compiler.is_compiling():
             prune = not chunked.is_dense(q, k)
-        seen, low, high = needed_keys(
-            q, k, slopes.detach(), start, ends, bound, scale, causal=causal, prune=prune
-        )
+        plan = Plan(slopes.detach(), ends, bound, scale, causal, prune)
+        seen, low, high = needed_keys(q, k, start, plan)
         # Not detached: the op refuses a gradient to the slopes, where zero would be wrong.
         rows = torch.atleast_2d(slopes).to(torch.promote_types(q.dtype, torch.float32))
         out = chunked.attend(q, k, v, *seen, low, high, rows, scale)

@@ -12,9 +12,8 @@ from torch import Tensor
 
 from posenc.attention.blocks import BLOCK, block_mask
 from posenc.attention.mods import bias_mod, pair_mod
-from posenc.attention.pruning import needed_keys
+from posenc.attention.pruning import Plan, needed_keys
 from posenc.kernels import triton
-from posenc.numerics.spans import Ends
 
 # Graphs that may be compiled before a call falls back to chunks.
 LIMIT = 64
@@ -35,19 +34,14 @@ def attend(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    slopes: Tensor,
     offset: Tensor,
-    ends: Ends | None,
-    bound: Tensor | None,
-    scale: float,
+    plan: Plan,
     *,
     aligned: bool,
-    causal: bool,
-    prune: bool,
     grad: bool,
     inlined: bool = False,
 ) -> Tensor:
-    """Attention as one graph, with checked arguments as :func:`needed_keys` takes them.
+    """Attention as one graph.
 
     All that the kernel reads beside ``q``, ``k`` and ``v`` is a tensor from outside: the decoding
     kernel of torch 2.11 does not compile with one made in the graph. ``aligned`` says that the
@@ -58,17 +52,14 @@ def attend(
     from torch.nn.attention.flex_attention import flex_attention
 
     keys = k.shape[2]
-    start = keys - q.shape[2] if aligned else offset
-    seen, low, high = needed_keys(
-        q, k, slopes, start, ends, bound, scale, causal=causal, prune=prune
-    )
-    sees = pair_mod(offset, ends, causal)
+    seen, low, high = needed_keys(q, k, keys - q.shape[2] if aligned else offset, plan)
+    sees = pair_mod(offset, plan.ends, plan.causal)
     mask = block_mask(seen, low, high, keys, sees, block=BLOCK, grad=grad)
-    score_mod = bias_mod(slopes, offset, causal)
+    score_mod = bias_mod(plan.slopes, offset, plan.causal)
     options: Any = {"FORCE_USE_FLEX_ATTENTION": True} if inlined else None
     gqa = q.shape[1] != k.shape[1]
     return flex_attention(
-        q, k, v, score_mod, mask, scale=scale, enable_gqa=gqa, kernel_options=options
+        q, k, v, score_mod, mask, scale=plan.scale, enable_gqa=gqa, kernel_options=options
     )
 
 
@@ -82,26 +73,28 @@ def _compiled() -> Callable[..., Tensor]:
 _refused: set[object] = set()
 
 
-def attend_compiled(q: Tensor, k: Tensor, v: Tensor, *tensors: Any, **flags: Any) -> Tensor | None:
+def attend_compiled(
+    q: Tensor, k: Tensor, v: Tensor, offset: Tensor, plan: Plan, **flags: bool
+) -> Tensor | None:
     """:func:`attend`, compiled; None and a warning where the compiler gives up.
 
     A short query gets FlexAttention's decoding kernel. If that does not compile, the other one
     is tried, which is slower and has no such limits.
     """
     if torch.compiler.is_compiling():
-        return attend(q, k, v, *tensors, **flags, inlined=True)
+        return attend(q, k, v, offset, plan, **flags, inlined=True)
     from torch._dynamo import config
     from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 
     shape = q.shape[2] < BLOCK, q.shape[3], v.shape[3], q.shape[1] // k.shape[1]
     for inlined in (False, True):
-        kind = q.dtype, shape, tuple(flags.items()), inlined
+        kind = q.dtype, shape, plan.causal, plan.prune, *flags.items(), inlined
         if kind in _refused:
             continue
         try:
             # Each kind of call is a graph of its own: causal or not, documents, gradients.
             with config.patch(recompile_limit=LIMIT):
-                return _compiled()(q, k, v, *tensors, **flags, inlined=inlined)
+                return _compiled()(q, k, v, offset, plan, **flags, inlined=inlined)
         except TorchDynamoException as error:
             _refused.add(kind)
             reason = [*str(error).strip().splitlines(), type(error).__name__][0]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -12,6 +14,26 @@ from posenc.numerics.spans import Ends, Spans, spans
 # Norms, products and the kernels' own scores are sums in float32: each is off by at most a
 # 2^-10th of |q|·|k|, up to 2^14 channels, and the three together by less than this.
 SLACK = 1 + 2**-8
+
+
+class Plan(NamedTuple):
+    """What an attention is asked for beside q, k, v and the query offset, all of it checked.
+
+    Attributes:
+        slopes: ``[H]`` or ``[B, H]``.
+        ends: First and last key of each key's document, ``[K]`` or ``[B, K]``.
+        bound: Of the scores, ``[1 or B, 1 or H]``; None takes one for each query from the data.
+        scale: Of the scores.
+        causal: Whether a query sees only keys up to its own.
+        prune: Whether to leave far keys out.
+    """
+
+    slopes: Tensor
+    ends: Ends | None
+    bound: Tensor | None
+    scale: float
+    causal: bool
+    prune: bool
 
 
 def alibi_reach(
@@ -78,30 +100,10 @@ def bound_scores(q: Tensor, k: Tensor, *, scale: float | None = None) -> Tensor:
 
 
 def needed_keys(
-    q: Tensor,
-    k: Tensor,
-    slopes: Tensor,
-    offset: int | Tensor,
-    ends: Ends | None,
-    bound: Tensor | None,
-    scale: float,
-    *,
-    causal: bool,
-    prune: bool,
+    q: Tensor, k: Tensor, offset: int | Tensor, plan: Plan
 ) -> tuple[Spans, Tensor, Tensor]:
-    """What each query may see, and the first and the last key that it needs of that.
-
-    Args:
-        q: ``[B, H, Q, D]``.
-        k: ``[B, Hk, K, D]``.
-        slopes: ``[H]`` or ``[B, H]``.
-        offset: Key index of the first query, an int or ``[]`` or ``[B]``.
-        ends: First and last key of each key's document, ``[K]`` or ``[B, K]``.
-        bound: Of the scores, ``[1 or B, 1 or H]``; None takes one for each query from the data.
-        scale: Of the scores.
-        causal: Whether a query sees only keys up to its own.
-        prune: Whether to leave far keys out.
-    """
+    """What each query may see, and the first and the last key that it needs of that."""
+    slopes, ends, bound, scale, causal, prune = plan
     queries, keys = q.shape[2], k.shape[2]
     seen = spans(queries, keys, causal=causal, offset=offset, ends=ends, device=q.device)
     gap = None

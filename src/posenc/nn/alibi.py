@@ -15,7 +15,7 @@ from posenc._contract import checks, qk_checks
 from posenc.functional.alibi import alibi_bias, alibi_key_bias
 from posenc.functional.alibi_models import alibi_model_slopes
 from posenc.nn._tables import Numbers, SharedTables, TableModule
-from posenc.numerics.slopes import head_slopes
+from posenc.numerics.slopes import slope_numbers
 from posenc.numerics.tables import widest
 
 if TYPE_CHECKING:
@@ -29,19 +29,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Slopes:
-    """The slopes of each head: those of a formula, or numbers, in one sequence or in several."""
+    """The slope of each head, ``(H,)`` or ``(B, H)``, as numbers."""
 
-    heads: int
-    bias_max: float
-    geometric: bool
-    numbers: tuple[float, ...] | tuple[tuple[float, ...], ...] | None
+    numbers: tuple[float, ...] | tuple[tuple[float, ...], ...]
 
     def __call__(self, rows: int, device: torch.device, dtype: torch.dtype) -> Numbers:
         """The slopes, in the widest dtype of the device; they have no rows."""
-        if self.numbers is not None:
-            exact = torch.tensor(self.numbers, dtype=torch.float64, device="cpu")
-        else:
-            exact = head_slopes(self.heads, self.bias_max, geometric=self.geometric)
+        exact = torch.tensor(self.numbers, dtype=torch.float64, device="cpu")
         return (exact.to(widest(device)).to(device),)
 
 
@@ -93,10 +87,13 @@ class ALiBi(TableModule):
         self.causal = checks.boolean(who, "causal", causal)
         self.bias_max = checks.positive_float(who, "bias_max", bias_max)
         self.geometric = checks.boolean(who, "geometric", geometric)
-        numbers = None if slopes is None else _as_numbers(who, slopes, self.num_heads)
-        table = Slopes(self.num_heads, self.bias_max, self.geometric, numbers)
+        self._has_own_slopes = slopes is not None
+        if slopes is None:
+            numbers = slope_numbers(self.num_heads, self.bias_max, geometric=self.geometric)
+        else:
+            numbers = _as_numbers(who, slopes, self.num_heads)
         self._tables: SharedTables[Slopes] = SharedTables(
-            table, 1, widest(torch.get_default_device())
+            Slopes(numbers), 1, widest(torch.get_default_device())
         )
 
     @property
@@ -270,7 +267,8 @@ class ALiBi(TableModule):
         return kernels.add(scores, bias)
 
     def _given(self, names: Iterable[str]) -> dict[str, Any]:
-        return {**super()._given(names), "slopes": self._tables.description.numbers}
+        slopes = self._tables.description.numbers if self._has_own_slopes else None
+        return {**super()._given(names), "slopes": slopes}
 
 
 def _as_numbers(who: str, slopes: Any, heads: int) -> Any:

@@ -9,25 +9,25 @@ from torch import Tensor
 
 
 def head_slopes(num_heads: int, bias_max: float = 8.0, *, geometric: bool = False) -> Tensor:
-    r"""Slope of each head in float64, in the paper's order.
+    """The numbers of :func:`slope_numbers` as a tensor ``[H]``, in float64."""
+    numbers = slope_numbers(num_heads, bias_max, geometric=geometric)
+    return torch.tensor(numbers, dtype=torch.float64, device="cpu")
 
-    For ``n`` heads, a power of two, :math:`m_h = 2^{-B h / n}` with :math:`h = 1, \dots, n`.
-    For other counts, with ``c`` the power of two below ``n``: the slopes of ``c`` heads, then
-    every second slope of ``2c`` heads, from the first, until there are ``n``.
 
-    Args:
-        num_heads: Heads, positive.
-        bias_max: :math:`B`: the last head's slope is :math:`2^{-B}`.
-        geometric: Use the one geometric sequence :math:`2^{-B h / n}` for every ``n``.
+def slope_numbers(
+    num_heads: int, bias_max: float = 8.0, *, geometric: bool = False
+) -> tuple[float, ...]:
+    r"""Slope of each head, in the paper's order.
 
-    Returns:
-        float64 of shape ``[H]``.
+    For ``n`` heads, a power of two, :math:`m_h = 2^{-B h / n}` with :math:`h = 1, \dots, n`;
+    ``geometric`` takes that for every ``n``. For other counts the paper's code has, with ``c`` the
+    power of two below ``n``, the slopes of ``c`` heads, then every second slope of ``2c`` heads.
 
     Examples:
-        >>> head_slopes(3)
-        tensor([0.0625, 0.0039, 0.2500], dtype=torch.float64)
-        >>> head_slopes(3, geometric=True)
-        tensor([0.1575, 0.0248, 0.0039], dtype=torch.float64)
+        >>> slope_numbers(3)
+        (0.0625, 0.00390625, 0.25)
+        >>> slope_numbers(2, 4.0)
+        (0.25, 0.0625)
 
     References:
         Press et al., *Train Short, Test Long*, 2022, section 3 and the authors' code.
@@ -35,7 +35,7 @@ def head_slopes(num_heads: int, bias_max: float = 8.0, *, geometric: bool = Fals
     n = num_heads if geometric else 1 << (num_heads.bit_length() - 1)
     slopes = [2.0 ** (-bias_max * h / n) for h in range(1, n + 1)]
     slopes += [2.0 ** (-bias_max * h / (2 * n)) for h in range(1, 2 * (num_heads - n), 2)]
-    return torch.tensor(slopes, dtype=torch.float64, device="cpu")
+    return tuple(slopes)
 
 
 def window_length(
@@ -48,26 +48,19 @@ def window_length(
 
     .. math:: \delta \le s \, e^{g - m w} \min\!\left(K, \frac{1}{1 - e^{-m}}\right)
 
-    for ``s`` sides. Here :math:`\delta \le \epsilon / 8`, with :math:`\epsilon` the spacing of
-    ``dtype`` at one, so the output moves by less than half an ulp at the largest value it
-    averages; ``docs/alibi.md`` has the proof.
+    for ``s`` sides, one if ``causal``. Here :math:`\delta \le \epsilon / 8`, with :math:`\epsilon`
+    the spacing of ``dtype`` at one, so the output moves by less than half an ulp at the largest
+    value it averages; ``docs/alibi.md`` has the proof.
 
-    Args:
-        slopes: :math:`m`. Where it is not above zero, nothing is pruned.
-        gap: :math:`g`, to broadcast with ``slopes``. Where it is not finite, nothing is pruned.
-        keys: ``K``, which bounds how many are pruned.
-        dtype: Of the output.
-        causal: Whether keys are on one side of the query only.
+    Nothing is pruned where the slope is not above zero, or ``gap``, :math:`g`, is not finite.
 
     Returns:
-        :math:`w`, whole numbers from 1 to ``keys`` in the dtype of ``slopes``.
+        :math:`w`, whole numbers from 1 to ``keys``, :math:`K`, in the dtype of ``slopes``.
 
     Examples:
         >>> slopes = head_slopes(4)
         >>> window_length(slopes, 20.0, 32_768, torch.bfloat16)
         tensor([ 114.,  476., 1991., 8315.], dtype=torch.float64)
-        >>> window_length(slopes, 20.0, 1_000, torch.bfloat16)
-        tensor([ 114.,  476., 1000., 1000.], dtype=torch.float64)
     """
     sides = 1 if causal else 2
     spare = math.log(8 * sides / torch.finfo(dtype).eps)

@@ -30,23 +30,14 @@ def spans(
     ends: Ends | None = None,
     device: torch.device | str = "cpu",
 ) -> Spans:
-    """Keys that each query sees.
+    """Keys that ``q_len`` queries see, the first of them at key index ``offset``.
 
-    Args:
-        q_len: Queries ``Q``.
-        k_len: Keys ``K``.
-        causal: Whether a query sees only keys up to its own.
-        offset: Key index of the first query; a tensor ``[]`` or ``[B]`` may differ by sequence.
-        ends: Of each key's document, from :func:`document_ends`; a query sees its own alone.
-        device: Where the result lives.
+    That may be a tensor ``[]`` or ``[B]``. With ``ends``, from :func:`document_ends`, a query sees its own document alone.
 
     Examples:
         >>> ends = document_ends(torch.tensor([5, 5, 7, 7]))
-        >>> for row in spans(2, 4, causal=True, offset=2, ends=ends):
-        ...     print(row)
-        tensor([[2, 3]])
+        >>> spans(2, 4, causal=True, offset=2, ends=ends).first
         tensor([[2, 2]])
-        tensor([[2, 3]])
     """
     start = offset.reshape(-1, 1) if isinstance(offset, Tensor) else offset
     own = torch.arange(q_len, device=device)[None] + start
@@ -77,13 +68,7 @@ def document_ends(ids: Tensor | None) -> Ends | None:
 
 
 def gather_rows(table: Tensor, rows: Tensor) -> Tensor:
-    """Entries ``rows``, ``[1 or B, Q]``, of a ``table``, ``[K]`` or ``[1 or B, K]``.
-
-    Examples:
-        >>> gather_rows(torch.tensor([5, 6, 7]), torch.tensor([[2], [0]]))
-        tensor([[7],
-                [5]])
-    """
+    """Entries ``rows``, ``[1 or B, Q]``, of a ``table``, ``[K]`` or ``[1 or B, K]``."""
     table = torch.atleast_2d(table)
     sequences = max(len(table), len(rows))
     return table.expand(sequences, -1).gather(1, rows.expand(sequences, -1))
