@@ -12,29 +12,6 @@ from posenc._contract.checks import message
 from posenc._contract.tracing import in_transform, is_readable
 
 
-def check_places(
-    who: str,
-    queries: int,
-    keys: int,
-    device: torch.device | str,
-    query_offset: Any,
-    document_ids: Any,
-    position_ids: Any = None,
-    *,
-    batch: int | None = None,
-    **others: Tensor | None,
-) -> tuple[int | Tensor, Tensor | None, Tensor | None, bool]:
-    """Where the queries are among the keys: the first three arguments, checked and on ``device``.
-
-    Then, whether any of them, or of ``others``, has a row for each sequence.
-    """
-    start = check_query_offset(who, query_offset, queries, keys, device)
-    documents = check_key_ids(who, "document_ids", document_ids, keys, device)
-    positions = check_key_ids(who, "position_ids", position_ids, keys, device)
-    rows = {"query_offset": start, "document_ids": documents, "position_ids": positions}
-    return start, documents, positions, check_batches(who, batch, **others, **rows)
-
-
 def check_lengths(who: str, q_len: Any, k_len: Any) -> tuple[int, int]:
     """Numbers of queries and of keys; None is as many keys as queries, and fewer are refused."""
     queries = checks.integer(who, "q_len", q_len, least=0)
@@ -50,6 +27,28 @@ def check_slopes(who: str, slopes: Any) -> Tensor:
     checks.float_tensor(who, "slopes", slopes)
     checks.rank(who, "slopes", slopes, (1, 2), "(H,) or (B, H)")
     return slopes  # type: ignore[no-any-return]
+
+
+def check_slope_numbers(who: str, slopes: Any, heads: int) -> Any:
+    """Slopes of the caller's as numbers, ``(H,)`` or ``(B, H)``."""
+    if isinstance(slopes, Tensor) and slopes.requires_grad:
+        rule = "slopes must not require a gradient, because their numbers are kept"
+        way_out = "Pass slopes that learn to posenc.attention.alibi_attention(q, k, v, slopes)."
+        raise ValueError(message(who, rule, f"shape {tuple(slopes.shape)}", way_out))
+    try:
+        found = torch.as_tensor(slopes, dtype=torch.float64, device="cpu").detach()
+    except (TypeError, ValueError, RuntimeError):
+        rule, got = "slopes must be numbers", checks.describe(slopes)
+        raise TypeError(message(who, rule, got, "Pass one for each head.")) from None
+    if check_slopes(who, found).shape[-1] != heads:
+        rule = f"slopes must have one number for each of the {heads} heads"
+        got = f"shape {tuple(found.shape)}"
+        raise ValueError(message(who, rule, got, "Give (H,) or (B, H)."))
+    numbers = found.tolist()
+    if not bool(((found >= 0) & found.isfinite()).all()):
+        rule, way_out = "slopes must be finite and not below zero", "Pass zero for no distance."
+        raise ValueError(message(who, rule, numbers, way_out))
+    return tuple(map(tuple, numbers)) if found.dim() == 2 else tuple(numbers)
 
 
 def check_query_offset(

@@ -90,12 +90,10 @@ def alibi_attention(
     if score_bound is not None:
         bound = qk_checks.check_score_bound(who, score_bound, q.shape[1], q)
     queries, keys, device = q.shape[2], k.shape[2], q.device
-    start, ids, *_ = qk_checks.check_places(
-        *(who, queries, keys, device, query_offset, document_ids),
-        batch=q.shape[0],
-        slopes=slopes,
-        score_bound=bound,
-    )
+    start = qk_checks.check_query_offset(who, query_offset, queries, keys, device)
+    ids = qk_checks.check_key_ids(who, "document_ids", document_ids, keys, device)
+    rows = {"slopes": slopes, "score_bound": bound, "query_offset": start, "document_ids": ids}
+    qk_checks.check_batches(who, q.shape[0], **rows)
     _check_backend(who, backend, q, v)
     ends = document_ends(ids)
     out = None
@@ -118,8 +116,8 @@ def alibi_attention(
         plan = Plan(slopes.detach(), ends, bound, scale, causal, prune)
         seen, low, high = needed_keys(q, k, start, plan)
         # Not detached: the op refuses a gradient to the slopes, where zero would be wrong.
-        rows = torch.atleast_2d(slopes).to(torch.promote_types(q.dtype, torch.float32))
-        out = chunked.attend(q, k, v, *seen, low, high, rows, scale)
+        by_row = torch.atleast_2d(slopes).to(torch.promote_types(q.dtype, torch.float32))
+        out = chunked.attend(q, k, v, *seen, low, high, by_row, scale)
     if ids is not None:
         own = spans(queries, keys, causal=causal, offset=start, device=device).own
         out = out.masked_fill(gather_rows(ids < 0, own)[:, None, :, None], 0)

@@ -69,8 +69,10 @@ def alibi_block_mask(
     checks.boolean(who, "causal", causal)
     checks.integer(who, "block", block)
     bound = qk_checks.check_score_bound(who, score_bound, slopes.shape[-1], slopes)
-    start, documents, *_ = qk_checks.check_places(
-        who, queries, keys, device, query_offset, document_ids, slopes=slopes, score_bound=bound
+    start = qk_checks.check_query_offset(who, query_offset, queries, keys, device)
+    documents = qk_checks.check_key_ids(who, "document_ids", document_ids, keys, device)
+    qk_checks.check_batches(
+        who, slopes=slopes, score_bound=bound, query_offset=start, document_ids=documents
     )
     ends = document_ends(documents)
     seen = spans(queries, keys, causal=causal, offset=start, ends=ends, device=device)

@@ -73,11 +73,14 @@ def alibi_score_mod(
     """
     who = "alibi_score_mod"
     slopes, device = qk_checks.check_slopes(who, slopes), slopes.device
-    lengths = qk_checks.check_lengths(who, q_len, k_len)
+    queries, keys = qk_checks.check_lengths(who, q_len, k_len)
     checks.boolean(who, "causal", causal)
     first_head = checks.integer(who, "head_offset", head_offset, least=0)
-    start, documents, positions, _ = qk_checks.check_places(
-        who, *lengths, device, query_offset, document_ids, position_ids, slopes=slopes
+    start = qk_checks.check_query_offset(who, query_offset, queries, keys, device)
+    documents = qk_checks.check_key_ids(who, "document_ids", document_ids, keys, device)
+    positions = qk_checks.check_key_ids(who, "position_ids", position_ids, keys, device)
+    qk_checks.check_batches(
+        who, slopes=slopes, query_offset=start, document_ids=documents, position_ids=positions
     )
     start = as_int32(start, device)
     bias = bias_mod(slopes[..., first_head:], start, causal, positions)
@@ -121,9 +124,11 @@ def alibi_mask_mod(
         (tensor(True), tensor(False))
     """
     who = "alibi_mask_mod"
-    lengths = qk_checks.check_lengths(who, q_len, k_len)
+    queries, keys = qk_checks.check_lengths(who, q_len, k_len)
     checks.boolean(who, "causal", causal)
-    start, documents, *_ = qk_checks.check_places(who, *lengths, device, query_offset, document_ids)
+    start = qk_checks.check_query_offset(who, query_offset, queries, keys, device)
+    documents = qk_checks.check_key_ids(who, "document_ids", document_ids, keys, device)
+    qk_checks.check_batches(who, query_offset=start, document_ids=documents)
     sees = pair_mod(as_int32(start, device), document_ends(documents), causal)
     if base is None:
         return sees

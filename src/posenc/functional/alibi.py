@@ -116,8 +116,11 @@ def alibi_bias(
     checks.boolean(who, "causal", causal)
     checks.float_dtype(who, "dtype", dtype)
     device = _float64_device(slopes)
-    start, documents, positions, batched = qk_checks.check_places(
-        who, queries, keys, device, query_offset, document_ids, position_ids, slopes=slopes
+    start = qk_checks.check_query_offset(who, query_offset, queries, keys, device)
+    documents = qk_checks.check_key_ids(who, "document_ids", document_ids, keys, device)
+    positions = qk_checks.check_key_ids(who, "position_ids", position_ids, keys, device)
+    batched = qk_checks.check_batches(
+        who, slopes=slopes, query_offset=start, document_ids=documents, position_ids=positions
     )
     exact = slopes.to(device, torch.float64)
     by_distance = positions is None and documents is None and exact.dim() == 1

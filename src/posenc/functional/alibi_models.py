@@ -11,8 +11,6 @@ from torch import Tensor
 from posenc._contract import checks
 from posenc.numerics.slopes import head_slopes
 
-MODELS = ("bloom", "falcon", "mpt")
-
 
 def alibi_model_slopes(
     model: str, num_heads: int, *, head_dim: int | None = None, bias_max: float = 8.0
@@ -34,11 +32,8 @@ def alibi_model_slopes(
         >>> alibi_model_slopes("falcon", 2, head_dim=64)
         tensor([0.0078, 0.0005], dtype=torch.float64)
     """
-    who = "alibi_model_slopes"
-    heads = checks.integer(who, "num_heads", num_heads)
-    if _known(who, model) != "falcon":
-        return head_slopes(heads, checks.positive_float(who, "bias_max", bias_max))
-    return head_slopes(heads).bfloat16().double() / math.sqrt(_head_dim(who, head_dim))
+    slopes, root = _slopes_and_root("alibi_model_slopes", model, num_heads, head_dim, bias_max)
+    return slopes / root
 
 
 def alibi_model_bias(
@@ -75,37 +70,32 @@ def alibi_model_bias(
         tensor([[[[-3., -2., -1.,  0.]]]])
     """
     who = "alibi_model_bias"
-    _known(who, model)
-    heads = checks.integer(who, "num_heads", num_heads)
+    slopes, root = _slopes_and_root(who, model, num_heads, head_dim, bias_max)
     checks.float_dtype(who, "dtype", dtype)
     if not isinstance(attention_mask, Tensor) or attention_mask.dim() != 2:
         got, way_out = checks.describe(attention_mask), "Pass ones where nothing is padded."
         rule = "attention_mask must be a tensor of shape (B, K)"
         raise ValueError(checks.message(who, rule, got, way_out))
     mask = attention_mask.long()
-    device, (batch, keys) = mask.device, mask.shape
+    positions = (mask.cumsum(-1) - 1) * mask
     if model == "mpt":
-        slopes = head_slopes(heads, checks.positive_float(who, "bias_max", bias_max))
-        behind = torch.arange(1 - keys, 1, device=device)
-        bias = slopes.to(device, torch.float32)[:, None, None] * behind
-        return bias.expand(batch, heads, 1, keys).to(dtype)
-    positions = ((mask.cumsum(-1) - 1) * mask)[:, None, None]
-    slopes = head_slopes(heads).float()[:, None, None].to(device)
-    if model == "bloom":
-        return (slopes * positions).to(dtype)
-    root = math.sqrt(_head_dim(who, head_dim))
-    return (slopes.bfloat16() * positions).to(dtype) / root
+        positions = torch.arange(1 - mask.shape[1], 1, device=mask.device).expand_as(mask)
+    rounded = slopes.to(torch.bfloat16 if model == "falcon" else torch.float32).to(mask.device)
+    return (rounded[:, None, None] * positions[:, None, None]).to(dtype) / root
 
 
-def _known(who: str, model: Any) -> str:
-    if model not in MODELS:
+def _slopes_and_root(
+    who: str, model: Any, num_heads: Any, head_dim: Any, bias_max: Any
+) -> tuple[Tensor, float]:
+    """A model's slopes in float64, before they are divided by the root of Falcon's head width."""
+    if model not in ("bloom", "falcon", "mpt"):
         rule = "model must be one of bloom, falcon, mpt"
         raise ValueError(checks.message(who, rule, checks.describe(model), "Pass one of these."))
-    return str(model)
-
-
-def _head_dim(who: str, head_dim: Any) -> int:
+    heads = checks.integer(who, "num_heads", num_heads)
+    if model != "falcon":
+        return head_slopes(heads, checks.positive_float(who, "bias_max", bias_max)), 1.0
     if head_dim is None:
         way_out = "Pass the width of one head: Falcon adds its bias before scaling by it."
         raise ValueError(checks.message(who, "falcon needs head_dim", None, way_out))
-    return checks.integer(who, "head_dim", head_dim)
+    root = math.sqrt(checks.integer(who, "head_dim", head_dim))
+    return head_slopes(heads).bfloat16().double(), root

@@ -91,7 +91,7 @@ class ALiBi(TableModule):
         if slopes is None:
             numbers = slope_numbers(self.num_heads, self.bias_max, geometric=self.geometric)
         else:
-            numbers = _as_numbers(who, slopes, self.num_heads)
+            numbers = qk_checks.check_slope_numbers(who, slopes, self.num_heads)
         self._tables: SharedTables[Slopes] = SharedTables(
             Slopes(numbers), 1, widest(torch.get_default_device())
         )
@@ -118,8 +118,7 @@ class ALiBi(TableModule):
     def from_config(cls, config: dict[str, Any] | str | Path | Any, **keywords: Any) -> ALiBi:
         """The biases of a model, from its Hugging Face config: BLOOM's, MPT's or Falcon's.
 
-        A model that has other positions is refused by name. `posenc explain config.json` shows
-        what was read from which key.
+        A model that has other positions is refused by name.
 
         Args:
             config: A dict, the path of a ``config.json`` or of a model's folder, or a config
@@ -131,12 +130,11 @@ class ALiBi(TableModule):
             tensor([0.0625, 0.0039])
         """
         found = configs.read_alibi(config)
-        made: dict[str, Any] = {"num_heads": found.num_heads, "bias_max": found.bias_max}
-        made.update(keywords)
-        if found.model == "falcon" and "slopes" not in made:
-            heads, width = made["num_heads"], found.head_dim
-            made["slopes"] = alibi_model_slopes(found.model, heads, head_dim=width)
-        return cls(**made)
+        given = {"num_heads": found.num_heads, "bias_max": found.bias_max, **keywords}
+        if found.model == "falcon" and "slopes" not in given:
+            heads, width = given["num_heads"], found.head_dim
+            given["slopes"] = alibi_model_slopes("falcon", heads, head_dim=width)
+        return cls(**given)
 
     def select_heads(self, start: int, stop: int) -> ALiBi:
         """The heads from ``start`` up to ``stop``, for a rank that has no others.
@@ -149,9 +147,8 @@ class ALiBi(TableModule):
         first = checks.integer(who, "start", start, least=0)
         last = checks.integer(who, "stop", stop)
         if not first < last <= self.num_heads:
-            rule = f"heads must be at least one of the {self.num_heads} there are"
-            got, way_out = f"{first} up to {last}", "Give the first, and one past the last."
-            raise ValueError(checks.message(who, rule, got, way_out))
+            rule, got = f"heads must be at least one of the {self.num_heads}", f"{first} to {last}"
+            raise ValueError(checks.message(who, rule, got, "Pass 0 <= start < stop <= num_heads."))
         (exact,) = self._tables.description(1, torch.device("cpu"), torch.float64)
         part = type(self)(last - first, causal=self.causal, slopes=exact[..., first:last])
         return part.to(self._tables.device)
@@ -175,10 +172,7 @@ class ALiBi(TableModule):
         device: torch.device | str | None = None,
         **options: Unpack[BiasOptions],
     ) -> Tensor:
-        """The whole bias, ``(H, Q, K)`` or ``(B, H, Q, K)``: an ``attn_mask`` for SDPA.
-
-        It takes the keywords of :func:`posenc.functional.alibi_bias`.
-        """
+        """The bias as an ``attn_mask`` for SDPA: :func:`posenc.functional.alibi_bias`."""
         return alibi_bias(self._exact(device), q_len, k_len, causal=self.causal, **options)
 
     def key_bias(
@@ -189,10 +183,7 @@ class ALiBi(TableModule):
         dtype: torch.dtype = torch.float32,
         device: torch.device | str | None = None,
     ) -> Tensor:
-        """The bias without its row terms, ``(H, 1, K)``, to go with a causal mask.
-
-        See :func:`posenc.functional.alibi_key_bias`.
-        """
+        """The bias to go with a causal mask: :func:`posenc.functional.alibi_key_bias`."""
         if not self.causal:
             rule = "a bias of keys alone is right only under a causal softmax"
             way_out = "Use bias(), which has the absolute distance."
@@ -217,23 +208,16 @@ class ALiBi(TableModule):
         dtype: torch.dtype,
         **options: Unpack[KeyOptions],
     ) -> BlockMask:
-        """For ``flex_attention``, without far keys: :func:`posenc.attention.alibi_block_mask`.
-
-        Examples:
-            >>> mask = ALiBi(8).block_mask(4096, score_bound=8.0, dtype=torch.bfloat16)
-            >>> mask.shape
-            (1, 8, 4096, 4096)
-        """
+        """For ``flex_attention``, without far keys: :func:`posenc.attention.alibi_block_mask`."""
         given: Any = {"score_bound": score_bound, "dtype": dtype, **options}
         return attention.alibi_block_mask(self.slopes, q_len, k_len, causal=self.causal, **given)
 
     def attention(
         self, q: Tensor, k: Tensor, v: Tensor, **options: Unpack[AttentionOptions]
     ) -> Tensor:
-        """Attention with this bias, without far keys: :func:`posenc.attention.alibi_attention`.
+        """Attention with this bias, with the keywords of :func:`posenc.attention.alibi_attention`.
 
-        It takes that function's keywords. Padding and packing are ``document_ids``; a mask of any
-        other kind is for FlexAttention, with :meth:`score_mod`.
+        Padding and packing are ``document_ids``; masks of other kinds need :meth:`score_mod`.
 
         Examples:
             >>> q, k, v = torch.randn(3, 1, 8, 512, 64).unbind()
@@ -244,14 +228,7 @@ class ALiBi(TableModule):
         return attention.alibi_attention(q, k, v, slopes, causal=self.causal, **options)
 
     def forward(self, scores: Tensor) -> Tensor:
-        """Add the bias to attention scores.
-
-        Args:
-            scores: Floating tensor of shape ``(..., H, Q, K)``; the last query is at the last key.
-
-        Returns:
-            A new tensor with the shape and dtype of ``scores``.
-        """
+        """Add the bias to scores ``(..., H, Q, K)``, whose last query is at the last key."""
         who = type(self).__name__
         checks.float_tensor(who, "scores", scores)
         slopes = self._exact(scores.device)
@@ -269,26 +246,3 @@ class ALiBi(TableModule):
     def _given(self, names: Iterable[str]) -> dict[str, Any]:
         slopes = self._tables.description.numbers if self._has_own_slopes else None
         return {**super()._given(names), "slopes": slopes}
-
-
-def _as_numbers(who: str, slopes: Any, heads: int) -> Any:
-    """Slopes of the caller's as numbers, ``(H,)`` or ``(B, H)``."""
-    if isinstance(slopes, Tensor) and slopes.requires_grad:
-        rule = "slopes must not require a gradient, because their numbers are kept"
-        way_out = "Pass slopes that learn to posenc.attention.alibi_attention(q, k, v, slopes)."
-        raise ValueError(checks.message(who, rule, f"shape {tuple(slopes.shape)}", way_out))
-    try:
-        found = torch.as_tensor(slopes, dtype=torch.float64, device="cpu").detach()
-    except (TypeError, ValueError, RuntimeError):
-        rule, got = "slopes must be numbers", checks.describe(slopes)
-        raise TypeError(checks.message(who, rule, got, "Pass one for each head.")) from None
-    qk_checks.check_slopes(who, found)
-    if found.shape[-1] != heads:
-        rule = f"slopes must have one number for each of the {heads} heads"
-        got = f"shape {tuple(found.shape)}"
-        raise ValueError(checks.message(who, rule, got, "Give (H,) or (B, H)."))
-    if not bool(((found >= 0) & found.isfinite()).all()):
-        rule = "slopes must be finite and not below zero"
-        way_out = "Pass zero for a head without distance."
-        raise ValueError(checks.message(who, rule, found.tolist(), way_out))
-    return tuple(map(tuple, found.tolist())) if found.dim() == 2 else tuple(found.tolist())

@@ -32,7 +32,8 @@ def spans(
 ) -> Spans:
     """Keys that ``q_len`` queries see, the first of them at key index ``offset``.
 
-    That may be a tensor ``[]`` or ``[B]``. With ``ends``, from :func:`document_ends`, a query sees its own document alone.
+    That may be a tensor ``[]`` or ``[B]``. With ``ends``, from :func:`document_ends`, a query sees
+    its own document alone.
 
     Examples:
         >>> ends = document_ends(torch.tensor([5, 5, 7, 7]))
