@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from posenc._contract import checks
+from posenc.numerics.spans import Spans
 
 # Queries of a chunk: fewer where there are many keys, so that the bias of a piece stays small.
 CHUNK, MIN_CHUNK = 256, 32
@@ -62,30 +63,37 @@ def _pieces(q: Tensor, k: Tensor, *plan: Tensor) -> Iterator[_Piece]:
     """All queries of all heads, each piece with the keys that it needs."""
     own, first, last, low, high, slopes = plan
     (_, heads, queries, _), keys = q.shape, k.shape[2]
+    seen = Spans(*(x[:, None, :, None].int() for x in (own, first, last)))
     if is_dense(q, k):
-        size, step, ranges = queries, heads, [[slice(0, keys)]]
-    else:
-        size, step = max(MIN_CHUNK, min(CHUNK, SCORES // keys)), 1
-        ranges = _key_ranges(low, high, heads, keys, size)
-    shared = heads // k.shape[1]
-    for near, begin in zip(ranges, range(0, queries, size), strict=True):
-        rows = slice(begin, min(begin + size, queries))
+        distance, mask = _distance_and_mask(0, keys, seen, slopes.dtype)
+        bias = torch.addcmul(mask, distance, slopes[..., None, None], value=-1)
+        yield _Piece(slice(None), slice(None), slice(None), slice(None), bias)
+        return
+    size = max(MIN_CHUNK, min(CHUNK, SCORES // keys))
+    for n, ranges in enumerate(_key_ranges(low, high, heads, keys, size)):
+        rows = slice(n * size, min((n + 1) * size, queries))
         # Distances are the same for all heads, and their windows are about the same keys.
-        start, stop = min(each.start for each in near), max(each.stop for each in near)
-        index = torch.arange(start, stop, dtype=torch.int32, device=own.device)
-        row_own, row_first, row_last = (x[:, None, rows, None].int() for x in (own, first, last))
-        distance = (index - row_own).abs_().to(slopes.dtype)
-        hidden = (index < row_first) | (index > row_last)
-        mask = torch.zeros_like(hidden, dtype=slopes.dtype).masked_fill_(hidden, float("-inf"))
-        for n, each in enumerate(near):
-            head = slice(n * step, (n + 1) * step)
-            kv_head = slice(head.start // shared, (head.stop - 1) // shared + 1)
+        start, stop = min(each.start for each in ranges), max(each.stop for each in ranges)
+        chunk = Spans(*(x[:, :, rows] for x in seen))
+        distance, mask = _distance_and_mask(start, stop, chunk, slopes.dtype)
+        for head, each in enumerate(ranges):
             inner = slice(each.start - start, each.stop - start)
-            slope = slopes[:, head, None, None]
+            slope = slopes[:, head, None, None, None]
             bias = torch.addcmul(mask[..., inner], distance[..., inner], slope, value=-1)
-            yield _Piece(head, kv_head, rows, each, bias)
+            kv_head = head * k.shape[1] // heads
+            yield _Piece(slice(head, head + 1), slice(kv_head, kv_head + 1), rows, each, bias)
         # These are freed before the next are made.
-        del distance, hidden, mask, bias
+        del distance, mask, bias
+
+
+def _distance_and_mask(
+    start: int, stop: int, seen: Spans, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Distances to keys ``start .. stop - 1``, and minus infinity where they are hidden."""
+    index = torch.arange(start, stop, dtype=torch.int32, device=seen.own.device)
+    distance = (index - seen.own).abs_().to(dtype)
+    hidden = (index < seen.first) | (index > seen.last)
+    return distance, torch.zeros_like(hidden, dtype=dtype).masked_fill_(hidden, float("-inf"))
 
 
 def _key_ranges(low: Tensor, high: Tensor, heads: int, keys: int, size: int) -> list[list[slice]]:
@@ -123,11 +131,14 @@ def has_native_matmul(dtype: torch.dtype) -> bool:
 def _forward(q: Tensor, k: Tensor, v: Tensor, *given: Any) -> Tensor:
     *plan, scale = given
     out = q.new_empty((*q.shape[:3], v.shape[3]))
-    if out.numel():
-        # Autocast would round what is wide on purpose.
-        with torch.autocast(q.device.type, enabled=False):
-            for p in _pieces(q, k, *plan):
-                out[:, p.heads, p.rows] = _sdpa(*p.take(q, k, v), p.bias, scale)
+    if not out.numel():
+        return out
+    # Autocast would round what is wide on purpose.
+    with torch.autocast(q.device.type, enabled=False):
+        for p in _pieces(q, k, *plan):
+            if p.heads == slice(None):
+                return _sdpa(q, k, v, p.bias, scale).contiguous()
+            out[:, p.heads, p.rows] = _sdpa(*p.take(q, k, v), p.bias, scale)
     return out
 
 
