@@ -212,7 +212,9 @@ def test_bad_input_is_named():
         ValueError, match="rotate_qk: positions must stay below the rows of cos=6, got 9"
     ):
         rotate_qk(q, k, cos, sin, position_ids=torch.tensor([0, 1, 9, 2, 3]))
-    with pytest.raises(ValueError, match=r"offset must be an int, or have shape \(2,\)"):
+    with pytest.raises(
+        ValueError, match=r"offset must be an int, or an integer tensor of shape \(2,\)"
+    ):
         rotate_qk(q, k, cos, sin, offset=torch.tensor([1, 2, 3]))
     with pytest.raises(ValueError, match="exclude each other"):
         rotate_qk(q, k, cos, sin, offset=torch.tensor([0, 0]), position_ids=torch.arange(5))

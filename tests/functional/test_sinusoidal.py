@@ -46,7 +46,7 @@ def test_an_odd_width_ends_with_a_sine_that_has_no_cosine():
     torch.testing.assert_close(got[:, 4], lonely, rtol=1e-14, atol=0)
 
 
-@given(st.integers(1, 40), st.integers(1, 12), st.integers(0, 2**31))
+@given(st.integers(1, 40), st.integers(1, 12), st.integers(0, 2**31 - 39))
 def test_an_offset_is_a_slice(length, dim, offset):
     got = sinusoidal_pos_embedding(length, dim, offset=offset, dtype=torch.float64)
     exact = oracles.sinusoid(range(offset, offset + length), dim)
@@ -99,6 +99,30 @@ def test_dtype_must_be_floating(dtype):
 def test_offset_must_not_be_negative():
     with pytest.raises(ValueError, match="offset must be at least 0"):
         sinusoidal_pos_embedding(4, 4, offset=-1)
+
+
+def test_each_sequence_may_have_positions_of_its_own():
+    rows = sinusoidal_pos_embedding(20, 6)
+    starts, ids = torch.tensor([3, 0]), torch.tensor([[4, 9, 0], [1, 1, 2]])
+    got = sinusoidal_pos_embedding(3, 6, offset=starts)
+    assert torch.equal(got, rows[starts[:, None] + torch.arange(3)])
+    assert torch.equal(sinusoidal_pos_embedding(3, 6, position_ids=ids), rows[ids])
+    assert torch.equal(sinusoidal_pos_embedding(3, 6, position_ids=ids[0]), rows[ids[0]])
+    for one in ({"offset": starts[:1]}, {"position_ids": torch.arange(3, 6)[None]}):
+        assert torch.equal(sinusoidal_pos_embedding(3, 6, **one), rows[None, 3:6])
+
+
+def test_positions_are_held_to_what_every_encoding_takes():
+    with pytest.raises(ValueError, match=r"positions must be at most 2\*\*31, got 2147483649"):
+        sinusoidal_pos_embedding(2, 4, offset=2**31)
+    with pytest.raises(ValueError, match="must not be negative, got -1"):
+        sinusoidal_pos_embedding(2, 4, offset=torch.tensor([0, -1]))
+    with pytest.raises(ValueError, match="exclude each other"):
+        sinusoidal_pos_embedding(2, 4, offset=1, position_ids=torch.arange(2))
+    with pytest.raises(ValueError, match=r"an integer tensor of shape \(2,\)"):
+        sinusoidal_pos_embedding(2, 4, position_ids=torch.arange(3))
+    with pytest.raises(TypeError, match="position_ids must be an integer tensor"):
+        sinusoidal_pos_embedding(2, 4, position_ids=[0, 1])
 
 
 class TestGrid:

@@ -19,7 +19,7 @@ def exact(rope, q, k, **options):
 
 
 def held(rope):
-    return {dtype for device, dtype in rope._tables.shared._held if device.type == "cuda"}
+    return {dtype for device, dtype in rope._tables._held if device.type == "cuda"}
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

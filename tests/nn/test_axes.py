@@ -107,7 +107,7 @@ class TestAxes:
 
     def test_shapes_that_do_not_fit_are_refused(self):
         rope, x = RoPE(16, 64, axes=axes.Sections((4, 2, 2))), torch.randn(2, 1, 7, 16)
-        with pytest.raises(ValueError, match=r"must have shape \(3, 7\) or \(3, 2, 7\)"):
+        with pytest.raises(ValueError, match=r"of shape \(3, 7\) or \(3, 2, 7\)"):
             rope.rotate(x, position_ids=torch.zeros(2, 7).long())
         with pytest.raises(ValueError, match="add up to 8 pairs"):
             RoPE(16, axes=axes.Sections((4, 4, 4)))

@@ -74,7 +74,7 @@ def test_results_lie_in_memory_as_their_inputs():
 
 def test_bad_input_is_refused():
     rope, x = MixedRoPE(8, 2), torch.randn(1, 2, 6, 8)
-    with pytest.raises(ValueError, match=r"must have shape \(2, 6\)"):
+    with pytest.raises(ValueError, match=r"of shape \(2, 6\)"):
         rope(x, x, positions.grid(1, 2, 3))
     with pytest.raises(ValueError, match="heads of k must be 2"):
         rope(x, x[:, :1], positions.grid(2, 3))

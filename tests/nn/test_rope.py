@@ -194,16 +194,20 @@ def test_tables_serve_every_layer():
         (lambda r, x: r.rerotate(x, [0], torch.arange(3)), TypeError, "from_positions must be"),
         (lambda r, x: r.rerotate(x, torch.arange(3), torch.arange(2)), ValueError, "to_positions"),
         (lambda r, x: r.shift(x, 1.5), TypeError, "by must be an int"),
-        (lambda r, x: r.shift(x, torch.arange(5)), ValueError, "by must be an int, or have shape"),
+        (
+            lambda r, x: r.shift(x, torch.arange(5)),
+            ValueError,
+            "by must be an int, or an integer tensor of shape",
+        ),
         (lambda r, x: r.rotate(x, 63), ValueError, "below max_seq_len=64"),
-        (lambda r, x: r(x, None), TypeError, "Use RoPE.rotate for one tensor"),
-        (lambda r, x: r.apply(x), TypeError, "Use RoPE.rotate for one tensor"),
+        (lambda r, x: r(x, None), TypeError, "Call rotate for one tensor"),
+        (lambda r, x: r.apply(x), TypeError, "Call rotate for one tensor"),
         (lambda r, x: r.rotate(x[..., :4]), ValueError, "head_dim of x must be 8"),
         (lambda r, x: r.tables([1, 2]), TypeError, "position_ids must be a tensor"),
         (lambda r, x: r.rotate(x, 1, position_ids=torch.rand(3)), ValueError, "exclude each other"),
         (lambda r, x: r.inv_freq(2.5), TypeError, "seq_len must be an int"),
         (lambda r, x: RoPE(8, rotary_dim=10), ValueError, "rotary_dim must be at most head_dim=8"),
-        (lambda r, x: RoPE(8, axes="mrope"), TypeError, "axes must be an Axes or None"),
+        (lambda r, x: RoPE(8, axes="mrope"), TypeError, "axes must be of type Axes"),
     ],
 )
 def test_bad_input_is_refused(call, error, text):
@@ -223,7 +227,9 @@ def test_a_length_for_each_sequence_means_each(rule, lengths):
         lambda n: rope.shift(x, 1, seq_len=n),
         lambda n: rope.rerotate(x, at, at, to_seq_len=n),
     ):
-        with pytest.raises(ValueError, match=r"seq_len must be an int, or have shape \(3,\)"):
+        with pytest.raises(
+            ValueError, match=r"seq_len must be an int, or an integer tensor of shape \(3,\)"
+        ):
             call(torch.tensor(lengths))
         with pytest.raises(ValueError, match="seq_len must be at least 0"):
             call(torch.tensor([3, -5, 4]))

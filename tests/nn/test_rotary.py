@@ -139,7 +139,9 @@ class TestEmbeddingErrors:
     def test_shapes(self):
         with pytest.raises(ValueError, match=r"input_ must have shape \(\.\.\., L, D\)"):
             RotaryPosEmbedding()(torch.ones(4))
-        with pytest.raises(ValueError, match=r"position_ids must have shape \(3,\) or \(2, 3\)"):
+        with pytest.raises(
+            ValueError, match=r"position_ids must be an integer tensor of shape \(3,\) or \(2, 3\)"
+        ):
             RotaryPosEmbedding()(torch.ones(2, 3, 4), torch.arange(4))
 
     def test_positions(self):

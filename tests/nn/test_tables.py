@@ -385,7 +385,7 @@ def test_a_table_goes_with_the_last_module_that_reads_it():
     """The process must not hold memory that nobody reads."""
     rope, growing, x = posenc.RoPE(24, 77), posenc.RotaryPosEmbedding(), torch.randn(77, 24)
     growing(x)
-    held = [weakref.ref(rope._tables.shared._held[x.device, torch.float64])]
+    held = [weakref.ref(rope._tables._held[x.device, torch.float64])]
     held.append(weakref.ref(growing._tables._held[x.device, torch.float64]))
     twin = copy.deepcopy(rope)
     del rope, growing
@@ -409,10 +409,10 @@ def test_a_table_is_for_reading():
 def test_halves_on_a_gpu_read_the_same_numbers_in_float32():
     """The kernel rounds float64 tables to float32 for them; rounding before gives the same."""
     rope, x = posenc.RoPE(8, 16), torch.randn(1, 1, 4, 8)
-    narrow = rope._tables.shared.read(x, torch.float32)
+    narrow = rope._tables.read(x, torch.float32)
     assert torch.equal(narrow[0], rope.cos_cached.float())
     assert torch.equal(narrow[1], rope.sin_cached.float())
-    assert rope._tables.shared.read(x, torch.float32)[0] is narrow[0]
+    assert rope._tables.read(x, torch.float32)[0] is narrow[0]
 
 
 def test_a_pickle_holds_no_numbers():

@@ -204,7 +204,7 @@ def test_a_rule_is_a_value(rule):
         (lambda: scaling.LongRoPE((1.0,), (1.0, 2.0), 64), ValueError, "equally long"),
         (lambda: scaling.Llama3(8.0, 64, 4.0, 1.0), ValueError, "high_freq_factor must be"),
         (lambda: scaling.Proportional(1.5), ValueError, "share must be at most 1"),
-        (lambda: RoPE(8, scaling=4.0), TypeError, "scaling must be a Rule or None"),
+        (lambda: RoPE(8, scaling=4.0), TypeError, "scaling must be of type Rule"),
         (
             lambda: RoPE(16, scaling=scaling.LongRoPE((1.0,), (2.0,), 64)),
             ValueError,

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from posenc import kernels
 from posenc._contract import checks
-from posenc.functional.rotary import ROWS, RotateOptions, arguments, tokens_first
+from posenc._contract.position_checks import Limit, check_position
+from posenc.functional.rotary import ROWS, RotateOptions, arguments, swap_heads
 from posenc.kernels import RowOutOfRange
 
 if TYPE_CHECKING:
@@ -60,28 +61,25 @@ def qk_norm_rope(
         Henry et al., *Query-Key Normalization for Transformers*, 2020.
     """
     who = "qk_norm_rope"
-    (q, k), cos, sin, rows, spec = arguments(who, [q, k], cos, sin, **options)
-    cos, sin = cos.resolve_neg(), sin.resolve_neg()
+    (q, k), cos, sin, rows, spec = arguments(who, "qk", [q, k], cos, sin, **options)
     eps = checks.positive_float(who, "eps", eps)
     shift = 1.0 if checks.boolean(who, "zero_centered", zero_centered) else 0.0
     rotated = []
     for name, x, weight in (("q_weight", q, q_weight), ("k_weight", k, k_weight)):
         checks.float_tensor(who, name, weight)
         heads, width = x.shape[1], x.shape[3]
-        # One by one: a compiler that leaves sizes open looks for none in a tuple.
+        # One comparison each: torch.compile does not look for a symbolic size in a tuple.
         if weight.dim() != 1 or (weight.shape[0] != width and weight.shape[0] != heads * width):
             rule = f"{name} must have shape ({width},) or ({heads * width},)"
-            got = f"shape {tuple(weight.shape)}"
-            raise ValueError(checks.message(who, rule, got, "Give each channel one weight."))
+            checks.fail(who, rule, f"shape {tuple(weight.shape)}", "Give each channel one weight.")
         if weight.device != x.device:
-            rule, got = f"{name} must be on the device of q and k", f"{weight.device}"
-            raise ValueError(checks.message(who, rule, got, f"Move it to {x.device}."))
+            rule = f"{name} must be on the device of q and k"
+            checks.fail(who, rule, weight.device, f"Move it to {x.device}.")
         norm = kernels.Norm(eps, shift, weight.shape[0] != width)
         try:
             rotated.append(kernels.norm_rotate(x, weight, cos, sin, rows, spec, norm))
         except RowOutOfRange as error:
-            checks.check_position(who, error.row, ROWS, cos.shape[-2])
+            check_position(who, error.row, Limit(cos.shape[-2], ROWS))
             raise
-    if tokens_first(who, options.get("seq_dim", -2)):
-        rotated = [y.transpose(1, 2) for y in rotated]
-    return rotated[0], rotated[1]
+    normed_q, normed_k = swap_heads(rotated, options.get("seq_dim", -2))
+    return normed_q, normed_k

@@ -10,7 +10,9 @@ from torch import Tensor
 from posenc import kernels
 from posenc._contract import checks
 from posenc._contract.overlap import check_writable, copy_if_overlapping
+from posenc._contract.position_checks import Limit, check_position
 from posenc._contract.tracing import in_transform, is_readable
+from posenc.functional._positions import positions_of, rows_of
 from posenc.kernels import RowOutOfRange, Rows, Spec
 from posenc.numerics.frequencies import Spectrum
 from posenc.numerics.tables import cos_sin
@@ -18,7 +20,7 @@ from posenc.numerics.tables import cos_sin
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-# What a caller's own table is called in an error.
+# The name of a caller's own table in an error.
 ROWS = "the rows of cos"
 
 
@@ -42,8 +44,7 @@ def rotary_pos_embedding(
         input_: Floating tensor of shape ``(..., L, D)`` with even ``D``.
         position_ids: Integers of shape ``(L,)`` or ``(1, L)``, or ``(B, L)`` with ``B`` the first
             axis of ``input_``. None means ``0 .. L-1``.
-        interleaved: Pairs are ``(0, 1), (2, 3), ...`` if true, ``(0, D/2), (1, D/2 + 1), ...``
-            if false.
+        interleaved: As in :class:`posenc.RoPE`.
         offset: Position of the first token, or an integer tensor ``(B,)`` of them, instead of
             ``position_ids``.
         base: Raising it slows every pair but the first.
@@ -63,13 +64,9 @@ def rotary_pos_embedding(
     width = check_rotary_input(who, "input_", input_)
     checks.boolean(who, "interleaved", interleaved)
     spectrum = Spectrum(width, checks.base(who, base))
-    rows = rows_of(who, input_, offset, position_ids, "", None)
-    at = rows.as_index(input_.shape[-2], input_.device)
-    checks.check_ids(who, at)
-    # One row of positions serves every sequence.
-    at = at[0] if at.shape[0] == 1 else at
-    cos, sin = cos_sin(at, spectrum)
-    return turn_one(who, ROWS, input_, cos, sin, Rows(), Spec(interleaved, interleaved))
+    rows = rows_of(who, input_, offset, position_ids)
+    cos, sin = cos_sin(positions_of(who, input_, rows), spectrum)
+    return rotate_tokens(who, ROWS, input_, cos, sin, Rows(), Spec(interleaved, interleaved))
 
 
 class RotateOptions(TypedDict, total=False):
@@ -111,7 +108,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, **options: Unpack[RotateOptions]
         >>> rotate(x, torch.tensor([[0.0]]), torch.tensor([[1.0]])).flatten()
         tensor([0., 1., 5.])
     """
-    return _rotated("rotate", [x], cos, sin, **options)[0]
+    return _rotated("rotate", "x", [x], cos, sin, **options)[0]
 
 
 def rotate_qk(
@@ -125,7 +122,7 @@ def rotate_qk(
         >>> q.flatten(), k.flatten()
         (tensor([0., 1.]), tensor([-1.,  0.]))
     """
-    a, b = _rotated("rotate_qk", [q, k], cos, sin, **options)
+    a, b = _rotated("rotate_qk", "qk", [q, k], cos, sin, **options)
     return a, b
 
 
@@ -142,7 +139,7 @@ def rotate_(x: Tensor, cos: Tensor, sin: Tensor, **options: Unpack[RotateOptions
         >>> x.flatten()
         tensor([0., 1.])
     """
-    xs, cos, sin, rows, spec = arguments("rotate_", [x], cos, sin, **options)
+    xs, cos, sin, rows, spec = arguments("rotate_", "x", [x], cos, sin, **options)
     rotate_in_place("rotate_", ROWS, xs, cos, sin, rows, spec)
     return x
 
@@ -158,49 +155,112 @@ def rotate_qk_(
         >>> q.flatten(), k.flatten()
         (tensor([0., 1.]), tensor([-1.,  0.]))
     """
-    xs, cos, sin, rows, spec = arguments("rotate_qk_", [q, k], cos, sin, **options)
+    xs, cos, sin, rows, spec = arguments("rotate_qk_", "qk", [q, k], cos, sin, **options)
     rotate_in_place("rotate_qk_", ROWS, xs, cos, sin, rows, spec)
     return q, k
 
 
 def _rotated(
-    who: str, xs: list[Tensor], cos: Tensor, sin: Tensor, **options: Unpack[RotateOptions]
+    who: str, names: str, xs: list[Tensor], *tables: Tensor, **options: Unpack[RotateOptions]
 ) -> list[Tensor]:
-    xs, cos, sin, rows, spec = arguments(who, xs, cos, sin, **options)
-    ys = turn_all(who, ROWS, xs, cos.resolve_neg(), sin.resolve_neg(), rows, spec)
-    swapped = tokens_first(who, options.get("seq_dim", -2))
-    return [y.transpose(1, 2) for y in ys] if swapped else ys
+    ys = rotate_rows(who, ROWS, *arguments(who, names, xs, *tables, **options))
+    return swap_heads(ys, options.get("seq_dim", -2))
 
 
-def rotate_in_place(
-    who: str,
-    limit_name: str,
-    xs: list[Tensor],
-    cos: Tensor,
-    sin: Tensor,
-    rows: Rows,
-    spec: Spec,
-) -> None:
-    """Rotate ``xs`` of ``(B, H, L, D)`` where they are; a refused call writes nothing."""
-    check_writable(who, xs, recorded_by=(cos, sin))
-    read = (cos, sin) if rows.positions is None else (cos, sin, rows.positions)
-    cos, sin, *positions = copy_if_overlapping(xs, *read)
-    rows = Rows(rows.start, *positions)
+def rotate_rows(
+    who: str, limit_name: str, xs: list[Tensor], cos: Tensor, sin: Tensor, rows: Rows, spec: Spec
+) -> list[Tensor]:
+    """Rotate ``xs`` of ``(B, H, L, D)``; a row that the tables lack is a user's error."""
+    assert cos.dim() == 2 or cos.shape[0] == xs[0].shape[0], "a table for each sequence"
     try:
-        kernels.rotate_(xs, cos.resolve_neg(), sin.resolve_neg(), rows, spec)
+        return kernels.rotate(xs, cos, sin, rows, spec)
     except RowOutOfRange as error:
-        checks.check_position(who, error.row, limit_name, cos.shape[-2])
+        check_position(who, error.row, Limit(cos.shape[-2], limit_name))
         raise
 
 
-def tokens_first(who: str, seq_dim: int) -> bool:
-    """Whether tensors are ``(B, L, H, D)``; refuse what is neither that nor ``(B, H, L, D)``."""
-    if seq_dim in (-2, 2):
-        return False
-    if seq_dim not in (1, -3):
+def rotate_in_place(
+    who: str, limit_name: str, xs: list[Tensor], cos: Tensor, sin: Tensor, rows: Rows, spec: Spec
+) -> list[Tensor]:
+    """As :func:`rotate_rows`, but in place; a refused call writes nothing."""
+    check_writable(who, xs, recorded_by=(cos, sin))
+    read = (cos, sin) if rows.positions is None else (cos, sin, rows.positions)
+    cos, sin, *positions = copy_if_overlapping(xs, *read)
+    try:
+        kernels.rotate_(xs, cos, sin, Rows(rows.start, *positions), spec)
+    except RowOutOfRange as error:
+        check_position(who, error.row, Limit(cos.shape[-2], limit_name))
+        raise
+    return xs
+
+
+def rotate_tokens(
+    who: str, limit_name: str, x: Tensor, cos: Tensor, sin: Tensor, rows: Rows, spec: Spec
+) -> Tensor:
+    """Rotate ``x`` of ``(..., L, D)``; positions and 3-D tables belong to its first axis."""
+    if x.dim() == 4:
+        return rotate_rows(who, limit_name, [x], cos, sin, rows, spec)[0]
+    batch = x[None] if x.dim() == 2 else x
+    four = batch.unsqueeze(1) if batch.dim() == 3 else batch.flatten(1, -3)
+    (y,) = rotate_rows(who, limit_name, [four], cos, sin, rows, spec)
+    return y.view(x.shape) if x.dim() < 4 else y.unflatten(1, x.shape[1:-2])
+
+
+def check_seq_dim(who: str, seq_dim: int) -> int:
+    """``seq_dim`` if tensors are ``(B, H, L, D)`` or ``(B, L, H, D)``."""
+    if seq_dim not in (-2, 2, 1, -3):
         rule = "seq_dim must be -2 for (B, H, L, D), or 1 for (B, L, H, D)"
-        raise ValueError(checks.message(who, rule, seq_dim, "Transpose the tensor first."))
-    return True
+        checks.fail(who, rule, seq_dim, "Transpose the tensor first.")
+    return seq_dim
+
+
+def swap_heads(xs: list[Tensor], seq_dim: int) -> list[Tensor]:
+    """Tensors of ``(B, L, H, D)`` as ``(B, H, L, D)``, and back, if ``seq_dim`` is 1."""
+    return [x.transpose(1, 2) for x in xs] if seq_dim in (1, -3) else xs
+
+
+def check_rotary_input(who: str, name: str, x: Tensor) -> int:
+    """``D``; refuse what cannot be rotated: not floating, not ``(..., L, D)``, or ``D`` odd."""
+    checks.float_tensor(who, name, x)
+    if x.dim() < 2:
+        rule, got = f"{name} must have shape (..., L, D)", f"shape {tuple(x.shape)}"
+        checks.fail(who, rule, got, f"Pass {name}[None] for a single token.")
+    return checks.even(who, f"the last dimension of {name}", x.shape[-1])
+
+
+def check_heads(
+    who: str, names: str, xs: list[Tensor], head_dim: int | None = None, seq_dim: int = -2
+) -> None:
+    """Refuse one tensor, or q and k, that are not floating of four dimensions and belong together.
+
+    Args:
+        who: The caller.
+        names: A letter for each of ``xs``.
+        xs: What is to be rotated.
+        head_dim: The width of a head, if it is fixed.
+        seq_dim: Which dimension are the tokens.
+    """
+    for name, x in zip(names, xs, strict=True):
+        if x is None and name == "k":
+            rule, way_out = "k must be a torch.Tensor", "Call rotate for one tensor alone."
+            checks.fail(who, rule, None, way_out, TypeError)
+        checks.float_tensor(who, name, x)
+        if x.dim() != 4:
+            axes = "(B, L, H, D)" if seq_dim in (1, -3) else "(B, H, L, D)"
+            checks.rank(who, name, x, (4,), axes)
+        if head_dim is not None and x.shape[3] != head_dim:
+            way_out = f"Build {who.partition('.')[0]} with that head_dim."
+            checks.equal(who, f"head_dim of {name}", x.shape[3], head_dim, way_out)
+    if len(xs) == 2:
+        (q, k), (q_shape, k_shape) = xs, (xs[0].shape, xs[1].shape)
+        alike = q_shape[0] == k_shape[0] and q_shape[3] == k_shape[3]
+        if not alike or q_shape[seq_dim] != k_shape[seq_dim] or q.device != k.device:
+            rule = "q and k must agree in batch, length, head_dim and device"
+            got = f"{tuple(q_shape)} on {q.device} and {tuple(k_shape)} on {k.device}"
+            way_out = "Only the head counts may differ; for (B, L, H, D) pass seq_dim=1."
+            if alike and q_shape[seq_dim] < k_shape[seq_dim]:
+                way_out = "Rotate and cache new keys alone, with the offset of the new queries."
+            checks.fail(who, rule, got, way_out)
 
 
 def halved(who: str, name: str, table: Tensor, interleaved: bool) -> Tensor:
@@ -215,87 +275,9 @@ def halved(who: str, name: str, table: Tensor, interleaved: bool) -> Tensor:
     return first
 
 
-def check_rotary_input(who: str, name: str, x: Tensor) -> int:
-    """``D``; refuse what cannot be rotated: not floating, not ``(..., L, D)``, or ``D`` odd."""
-    checks.float_tensor(who, name, x)
-    if x.dim() < 2:
-        rule = f"{name} must have shape (..., L, D)"
-        got = f"shape {tuple(x.shape)}"
-        raise ValueError(checks.message(who, rule, got, f"A single token is {name}[None]."))
-    return checks.even(who, f"the last dimension of {name}", x.shape[-1])
-
-
-def check_queries_and_keys(who: str, q: Tensor, k: Tensor) -> None:
-    """Refuse q and k that do not belong together."""
-    (batch, _, length, width), (k_batch, _, k_length, k_width) = q.shape, k.shape
-    fits = batch == k_batch and length == k_length and width == k_width
-    if not fits or q.device != k.device:
-        rule = "q and k must agree in batch, length, head_dim and device"
-        got = f"{tuple(q.shape)} on {q.device} and {tuple(k.shape)} on {k.device}"
-        way_out = "Only the head counts may differ; for (B, L, H, D) pass seq_dim=1."
-        if length < k_length and batch == k_batch and width == k_width:
-            way_out = "Rotate new keys alone, with the offset of the new queries, and cache them."
-        raise ValueError(checks.message(who, rule, got, way_out))
-
-
-def turn_all(
-    who: str,
-    limit_name: str,
-    xs: list[Tensor],
-    cos: Tensor,
-    sin: Tensor,
-    rows: Rows,
-    spec: Spec,
-) -> list[Tensor]:
-    """Rotate ``xs`` of ``(B, H, L, D)``; a row that the tables lack is a user's error."""
-    assert cos.dim() == 2 or cos.shape[0] == xs[0].shape[0], "a table for each sequence"
-    try:
-        return kernels.rotate(xs, cos, sin, rows, spec)
-    except RowOutOfRange as error:
-        checks.check_position(who, error.row, limit_name, cos.shape[-2])
-        raise
-
-
-def turn_one(
-    who: str, limit_name: str, x: Tensor, cos: Tensor, sin: Tensor, rows: Rows, spec: Spec
-) -> Tensor:
-    """Rotate ``x`` of ``(..., L, D)``; positions and 3-D tables belong to its first axis."""
-    if x.dim() == 4:
-        return turn_all(who, limit_name, [x], cos, sin, rows, spec)[0]
-    if x.dim() == 2:
-        four = x[None, None]
-    elif x.dim() == 3:
-        four = x.unsqueeze(1)
-    else:
-        four = x.flatten(1, -3)
-    (y,) = turn_all(who, limit_name, [four], cos, sin, rows, spec)
-    return y.view(x.shape) if x.dim() < 4 else y.unflatten(1, x.shape[1:-2])
-
-
-def rows_of(
-    who: str,
-    x: Tensor,
-    offset: int | Tensor,
-    position_ids: Tensor | None,
-    limit_name: str,
-    limit: int | None,
-) -> Rows:
-    """Table rows from what a user may say: an offset, one for each sequence, or positions."""
-    if position_ids is None:
-        if isinstance(offset, Tensor):
-            return Rows(0, checks.offsets(who, offset, x.shape, x.device)[:, None])
-        if isinstance(offset, (list, tuple)):
-            rule = "offset must be an int, or an integer tensor of shape (B,)"
-            got, way_out = checks.describe(offset), "Pass torch.tensor(offset)."
-            raise TypeError(checks.message(who, rule, got, way_out))
-        return Rows(checks.integer(who, "offset", offset, least=0))
-    checks.exclusive_offset(who, offset)
-    ids = checks.position_ids(who, position_ids, x.shape, x.device, limit_name, limit)
-    return Rows(0, ids if ids.dim() == 2 else ids[None])
-
-
 def arguments(
     who: str,
+    names: str,
     xs: list[Tensor],
     cos: Tensor,
     sin: Tensor,
@@ -308,40 +290,31 @@ def arguments(
     last: bool = False,
 ) -> tuple[list[Tensor], Tensor, Tensor, Rows, Spec]:
     """What the kernels take: ``xs`` as ``(B, H, L, D)``, tables ``(..., T, P)``, rows and pairs."""
-    swapped = tokens_first(who, seq_dim)
-    for name, x in zip(("q", "k") if len(xs) == 2 else ("x",), xs, strict=True):
-        checks.float_tensor(who, name, x)
-        checks.rank(who, name, x, (4,), "(B, L, H, D)" if swapped else "(B, H, L, D)")
-    if swapped:
-        xs = [x.transpose(1, 2) for x in xs]
-    if len(xs) == 2:
-        check_queries_and_keys(who, *xs)
+    check_heads(who, names, xs, seq_dim=check_seq_dim(who, seq_dim))
+    xs = swap_heads(xs, seq_dim)
     for name, table in (("cos", cos), ("sin", sin)):
         if table is None:
-            rule = f"{name} must be a torch.Tensor"
             way_out = "A RoPE that grows has none at first: pass rope.tables(position_ids)."
-            raise TypeError(checks.message(who, rule, None, way_out))
+            checks.fail(who, f"{name} must be a torch.Tensor", None, way_out, TypeError)
         checks.float_tensor(who, name, table)
         checks.rank(who, name, table, (2, 3), "(T, P) or (B, T, P)")
-    batch, _, length, width = xs[0].shape
+    x, width = xs[0], xs[0].shape[3]
     checks.boolean(who, "interleaved", interleaved)
-    if cos.shape != sin.shape or cos.device != xs[0].device or sin.device != xs[0].device:
-        rule = f"cos and sin must have one shape, on {xs[0].device}"
+    if cos.shape != sin.shape or cos.device != x.device or sin.device != x.device:
         got = f"{tuple(cos.shape)} on {cos.device} and {tuple(sin.shape)} on {sin.device}"
-        raise ValueError(checks.message(who, rule, got, "Build both from the same angles."))
+        rule = f"cos and sin must have one shape, on {x.device}"
+        checks.fail(who, rule, got, "Build both from the same angles.")
     if width < 2 * cos.shape[-1] <= 2 * width and cos.shape[-1] % 2 == 0:
         # Too wide for one number to a pair.
         cos, sin = halved(who, "cos", cos, interleaved), halved(who, "sin", sin, interleaved)
     pairs = cos.shape[-1]
-    if pairs == 0 or 2 * pairs > width or (cos.dim() == 3 and cos.shape[0] != batch):
-        rule = f"cos must have shape (T, P) or ({batch}, T, P) with 1 <= P <= {width // 2}"
+    if pairs == 0 or 2 * pairs > width or (cos.dim() == 3 and cos.shape[0] != x.shape[0]):
+        rule = f"cos must have shape (T, P) or ({x.shape[0]}, T, P) with 1 <= P <= {width // 2}"
         got, way_out = f"shape {tuple(cos.shape)}", "Give one column to each pair of channels."
-        raise ValueError(checks.message(who, rule, got, way_out))
-    rows = rows_of(who, xs[0], offset, position_ids, ROWS, cos.shape[-2])
-    if rows.positions is None:
-        checks.check_range(who, rows.start, length, ROWS, cos.shape[-2])
-    if interleaved_out is None:
-        interleaved_out = interleaved
-    checks.boolean(who, "interleaved_out", interleaved_out)
-    column = width - 2 * pairs if checks.boolean(who, "last", last) else 0
-    return xs, cos, sin, rows, Spec(interleaved, interleaved_out, column)
+        checks.fail(who, rule, got, way_out)
+    rows = rows_of(who, x, offset, position_ids, Limit(cos.shape[-2], ROWS))
+    out = interleaved
+    if interleaved_out is not None:
+        out = checks.boolean(who, "interleaved_out", interleaved_out)
+    first_channel = width - 2 * pairs if checks.boolean(who, "last", last) else 0
+    return xs, cos.resolve_neg(), sin.resolve_neg(), rows, Spec(interleaved, out, first_channel)

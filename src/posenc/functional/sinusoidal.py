@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 
 from posenc._contract import checks
+from posenc._contract.position_checks import positions
+from posenc.functional._positions import positions_of, rows_of
 from posenc.numerics.frequencies import Spectrum
 from posenc.numerics.tables import angles, round_once, sinusoid
 
@@ -16,7 +18,8 @@ def sinusoidal_pos_embedding(
     device: torch.device | str = "cpu",
     dtype: torch.dtype | None = None,
     *,
-    offset: int = 0,
+    offset: int | Tensor = 0,
+    position_ids: Tensor | None = None,
     base: float = 10_000.0,
 ) -> Tensor:
     r"""Sinusoidal encoding of ``seq_len`` positions.
@@ -31,11 +34,12 @@ def sinusoidal_pos_embedding(
         embed_dim: Channels ``D``, positive. If odd, the last sine has no cosine.
         device: Where the result lives.
         dtype: A floating dtype; float32 if None.
-        offset: The first position.
+        offset: The first position, or an integer tensor ``(B,)`` of each sequence's own.
+        position_ids: Integers of shape ``(L,)`` or ``(B, L)``, instead of ``offset``.
         base: :math:`b` above.
 
     Returns:
-        Tensor of shape ``(seq_len, embed_dim)``.
+        Tensor of shape ``(seq_len, embed_dim)``, or ``(B, seq_len, embed_dim)``.
 
     Examples:
         >>> sinusoidal_pos_embedding(seq_len=2, embed_dim=4)
@@ -48,10 +52,17 @@ def sinusoidal_pos_embedding(
     who = "sinusoidal_pos_embedding"
     length = checks.integer(who, "seq_len", seq_len)
     dim = checks.integer(who, "embed_dim", embed_dim)
-    start = checks.integer(who, "offset", offset, least=0)
     dtype = torch.float32 if dtype is None else checks.float_dtype(who, "dtype", dtype)
     spectrum = Spectrum(dim, checks.base(who, base))
-    return sinusoid(torch.arange(start, start + length, device=device), spectrum, dtype)
+    lead: tuple[int, ...] = ()
+    if isinstance(position_ids, Tensor):
+        lead = position_ids.shape[:-1]
+    elif isinstance(offset, Tensor):
+        lead = offset.shape
+    # A tensor of no channels stands for the one that the encodings are added to.
+    like = torch.empty((*(lead or (1,)), length, 0), device=device)
+    at = positions_of(who, like, rows_of(who, like, offset, position_ids))
+    return sinusoid(at, spectrum, dtype).view(*lead, length, dim)
 
 
 def sinusoidal_grid_embedding(
@@ -86,14 +97,14 @@ def sinusoidal_grid_embedding(
         Vaswani et al., 2017, section 3.5; He et al., *Masked Autoencoders*, 2022, appendix A.
     """
     who = "sinusoidal_grid_embedding"
-    at = checks.positions(who, "position_ids", position_ids)
+    at = positions(who, "position_ids", position_ids)
     checks.float_dtype(who, "dtype", dtype)
     checks.boolean(who, "concatenated", concatenated)
     width = checks.even(who, "embed_dim", embed_dim)
     if at.dim() < 2 or len(at) == 0 or width % (2 * len(at)):
         rule = "embed_dim must be a multiple of twice the coordinates of position_ids, (A, ..., L)"
         got = f"{width} and shape {tuple(at.shape)}"
-        raise ValueError(checks.message(who, rule, got, "One coordinate is position_ids[None]."))
+        checks.fail(who, rule, got, "Pass position_ids[None] for one coordinate.")
     spectrum = Spectrum(width // len(at), checks.base(who, base))
     parts = [sinusoid(line, spectrum, dtype) for line in at.unbind(0)]
     if concatenated:
@@ -136,7 +147,7 @@ def timestep_embedding(
         Ho et al., *Denoising Diffusion Probabilistic Models*, 2020.
     """
     who = "timestep_embedding"
-    at = checks.positions(who, "timesteps", timesteps)
+    at = positions(who, "timesteps", timesteps)
     checks.rank(who, "timesteps", at, (1,), "(N,)")
     half = checks.integer(who, "embed_dim", embed_dim, least=2) // 2
     checks.float_dtype(who, "dtype", dtype)
@@ -146,7 +157,7 @@ def timestep_embedding(
     if not plain or not 0 <= downscale_freq_shift < half:
         rule = f"downscale_freq_shift must be from 0 to below embed_dim / 2 = {half}"
         got = checks.describe(downscale_freq_shift)
-        raise ValueError(checks.message(who, rule, got, "Pass 0 or 1."))
+        checks.fail(who, rule, got, "Pass 0 or 1.")
     span = half - downscale_freq_shift
     period = checks.base(who, max_period, "max_period")
     where = torch.device("cpu") if at.device.type == "mps" else at.device

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
-from posenc._contract import checks
+from posenc._contract import checks, position_checks
 from posenc._contract.sharding import replicate_like
-from posenc.functional.rotary import check_queries_and_keys, turn_all
+from posenc.functional._positions import positions_of, rows_of
+from posenc.functional.rotary import check_heads, rotate_rows
 from posenc.kernels import Rows, Spec
 from posenc.nn._module import ReadOnlyArguments
 from posenc.numerics.frequencies import inverse_frequencies
@@ -28,7 +31,7 @@ class MixedRoPE(ReadOnlyArguments):
         num_heads: Key heads. Queries may have a multiple of them; each group shares one's.
         coordinates: How many a position has: 2 for rows and columns of an image, 1 for text.
         base: Of the frequencies at the start; images, being short, take a small one.
-        interleaved: Pairs are ``(0, 1), (2, 3), ...`` if true, ``(0, D/2), ...`` if false.
+        interleaved: As in :class:`posenc.RoPE`.
 
     Attributes:
         freqs: Parameter of shape ``(coordinates, num_heads, head_dim / 2)``.
@@ -61,8 +64,7 @@ class MixedRoPE(ReadOnlyArguments):
         self.interleaved = checks.boolean(who, "interleaved", interleaved)
         if self.head_dim % (2 * self.coordinates):
             rule = f"head_dim must be a multiple of {2 * self.coordinates}"
-            way_out = "Pass a head_dim that the coordinates can share."
-            raise ValueError(checks.message(who, rule, head_dim, way_out))
+            checks.fail(who, rule, head_dim, "Pass a head_dim that the coordinates can share.")
         self.freqs = nn.Parameter(torch.empty(self.coordinates, self.num_heads, head_dim // 2))
         self.reset_parameters()
 
@@ -77,7 +79,14 @@ class MixedRoPE(ReadOnlyArguments):
         with torch.no_grad():
             self.freqs.copy_((directions[..., None] * rates.cpu()).flatten(2).transpose(0, 1))
 
-    def forward(self, q: Tensor, k: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        position_ids: Tensor | None = None,
+        *,
+        offset: int | Tensor = 0,
+    ) -> tuple[Tensor, Tensor]:
         """Rotate queries and keys.
 
         Args:
@@ -85,48 +94,46 @@ class MixedRoPE(ReadOnlyArguments):
             k: Keys ``(B, num_heads, L, D)``.
             position_ids: Whole or floating coordinates ``(coordinates, L)``, or with a batch
                 ``(coordinates, B, L)``; ``(L,)`` for all of them the same.
+            offset: As in :meth:`posenc.RoPE.forward`, if ``coordinates`` is 1.
 
         Returns:
             New tensors with the shapes and dtypes of ``q`` and ``k``.
         """
         who = type(self).__name__
-        at = None
-        for name, x in (("q", q), ("k", k)):
-            checks.float_tensor(who, name, x)
-            checks.rank(who, name, x, (4,), "(B, H, L, D)")
-            way_out = "Build MixedRoPE with that head_dim."
-            checks.equal(who, f"head_dim of {name}", x.shape[3], self.head_dim, way_out)
-            at = checks.coordinates(
-                who, "position_ids", position_ids, x.shape, x.device, self.coordinates
-            )
-        check_queries_and_keys(who, q, k)
+        check_heads(who, "qk", [q, k], self.head_dim)
         way_out = "Build MixedRoPE with that num_heads."
         checks.equal(who, "heads of k", k.shape[1], self.num_heads, way_out)
         if q.shape[1] % self.num_heads:
             rule = f"heads of q must be a multiple of {self.num_heads}"
-            raise ValueError(checks.message(who, rule, q.shape[1], "Each key head serves a group."))
-        assert at is not None
+            checks.fail(who, rule, q.shape[1], "Give each key head as many query heads.")
+        at = self._coordinates(who, q, position_ids, offset)
         wide = widest(q.device)
-        # [A, (B,) 1, L, 1] times [A, H, 1, P], added up over the coordinates.
-        spread = self._spread(at, wide)
-        phi = (replicate_like(spread, at.to(wide))[..., None, :, None] * spread).sum(0)
-        cos, sin = of_angles(phi, q.device)
-        return self._turned(who, q, cos, sin), self._turned(who, k, cos, sin)
-
-    def _spread(self, at: Tensor, wide: torch.dtype) -> Tensor:
+        # [A, (B,) 1, L, 1] times [A, (1,) H, 1, P], added up over the coordinates.
         freqs = self.freqs.to(at.device, wide)[:, :, None]
-        return freqs if at.dim() == 2 else freqs[:, None]
+        freqs = freqs if at.dim() == 2 else freqs[:, None]
+        phi = (replicate_like(freqs, at.to(wide))[..., None, :, None] * freqs).sum(0)
+        cos, sin = of_angles(phi, q.device)
+        return self._rotated(who, q, cos, sin), self._rotated(who, k, cos, sin)
 
-    def _turned(self, who: str, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def _coordinates(self, who: str, x: Tensor, ids: Tensor | None, offset: Any) -> Tensor:
+        if ids is not None:
+            position_checks.exclusive_offset(who, offset)
+        elif self.coordinates > 1:
+            rule = f"position_ids must be given, because there are {self.coordinates} coordinates"
+            checks.fail(who, rule, None, "Pass positions.grid(H, W), say.")
+        else:
+            ids = positions_of(who, x, rows_of(who, x, offset, None))[None]
+        return position_checks.coordinates(who, "position_ids", ids, x, self.coordinates)
+
+    def _rotated(self, who: str, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         group = x.shape[1] // self.num_heads
         if group != 1:
             cos, sin = (table.repeat_interleave(group, dim=-3) for table in (cos, sin))
         spec = Spec(self.interleaved, self.interleaved)
         if cos.dim() == 3:
             # The op has tables for each of its first axis: heads take the place of the batch.
-            return turn_all(who, "cos", [x.transpose(0, 1)], cos, sin, Rows(), spec)[0].transpose(
-                0, 1
-            )
-        rows = x.flatten(0, 1).unsqueeze(1)
+            heads = x.transpose(0, 1)
+            return rotate_rows(who, "cos", [heads], cos, sin, Rows(), spec)[0].transpose(0, 1)
+        heads = x.flatten(0, 1).unsqueeze(1)
         cos, sin = (table.expand(x.shape[0], -1, -1, -1).flatten(0, 1) for table in (cos, sin))
-        return turn_all(who, "cos", [rows], cos, sin, Rows(), spec)[0].view(x.shape)
+        return rotate_rows(who, "cos", [heads], cos, sin, Rows(), spec)[0].view(x.shape)

@@ -9,18 +9,14 @@ import torch
 from torch import Tensor
 
 from posenc import configs
-from posenc._contract import checks
-from posenc.functional.rotary import (
-    check_queries_and_keys,
-    rotate_in_place,
-    tokens_first,
-    turn_all,
-)
+from posenc._contract import checks, position_checks
+from posenc._contract.position_checks import UNLIMITED, Limit
+from posenc.functional import rotary
 from posenc.kernels import Rows, Spec
-from posenc.nn._rope import RopeTables, for_sequences
-from posenc.nn._tables import TableModule, shown_table
+from posenc.nn._rope import RopeAngles, RotaryTable, for_axes, tables_of
+from posenc.nn._tables import SharedTables, TableModule, shown_table
 from posenc.numerics.axes import Axes
-from posenc.numerics.frequencies import scaled_rates
+from posenc.numerics.frequencies import Spectrum, scaled_rates
 from posenc.numerics.scaling import Rule
 from posenc.numerics.tables import of_angles, round_once
 
@@ -57,8 +53,8 @@ class RoPE(TableModule):
     Examples:
         >>> rope = RoPE(head_dim=64)
         >>> q, k = torch.randn(2, 8, 16, 64), torch.randn(2, 2, 16, 64)
-        >>> q_turned, k_turned = rope.apply(q, k, offset=100)
-        >>> q_turned.shape, k_turned.shape
+        >>> rotated_q, rotated_k = rope.apply(q, k, offset=100)
+        >>> rotated_q.shape, rotated_k.shape
         (torch.Size([2, 8, 16, 64]), torch.Size([2, 2, 16, 64]))
 
     References:
@@ -97,18 +93,20 @@ class RoPE(TableModule):
         self.last = checks.boolean(who, "last", last)
         self.scaling = checks.check_instance(who, "scaling", scaling, Rule, _NO_RULE)
         self.axes = checks.check_instance(who, "axes", axes, Axes, "Pass axes.Axial(2), say.")
-        self.seq_dim = seq_dim
-        self._tokens_first = tokens_first(who, seq_dim)
+        self.seq_dim = rotary.check_seq_dim(who, seq_dim)
         width = self.head_dim if self.rotary_dim is None else self.rotary_dim
         if width > self.head_dim:
             rule = f"rotary_dim must be at most head_dim={self.head_dim}"
-            way_out = "Pass None to rotate all of a head."
-            raise ValueError(checks.message(who, rule, width, way_out))
+            checks.fail(who, rule, width, "Pass None to rotate all of a head.")
         if axes is not None:
             axes.check(who, width)
         out = interleaved if interleaved_out is None else interleaved_out
         self._spec = Spec(interleaved, out, self.head_dim - width if last else 0)
-        self._tables = RopeTables(width, self.base, scaling, axes, self.max_seq_len)
+        length = self.max_seq_len
+        limit = UNLIMITED if length is None else Limit(length, "max_seq_len")
+        spectrum = Spectrum(width, self.base, scaling, axes)
+        self._angles = RopeAngles(spectrum, limit)
+        self._tables = SharedTables(RotaryTable(self._angles.usual), length, torch.float64)
 
     @classmethod
     def from_config(
@@ -120,44 +118,33 @@ class RoPE(TableModule):
     ) -> RoPE:
         """The rotation of a model, from its Hugging Face config.
 
-        Every spelling that published configs use is understood; what is not, and what contradicts
-        itself, is an error that names the key. `posenc explain config.json` shows what was read
-        from which key.
+        A key that is not understood, or contradicts another, is an error that names it; `posenc
+        explain config.json` shows what was read from which key.
 
         Args:
-            config: A dict, the path of a ``config.json`` or of a model's folder, or a config
-                object of transformers.
-            layer_type: Which layers, for models that rotate some differently, such as
-                ``"sliding_attention"``.
-            **keywords: Arguments of the constructor, which then win over the config.
+            config: A dict, a config of transformers, or the path of a ``config.json`` or a model.
+            layer_type: ``"sliding_attention"``, say, for models whose layers rotate differently.
+            **keywords: Arguments of the constructor, which win over the config.
 
         Returns:
             A module without a ``max_seq_len``, unless one is given.
 
         Examples:
-            >>> rope = RoPE.from_config(
-            ...     {
-            ...         "hidden_size": 4096,
-            ...         "num_attention_heads": 32,
-            ...         "rope_theta": 500000.0,
-            ...         "rope_scaling": {"type": "linear", "factor": 4.0},
-            ...     }
-            ... )
-            >>> rope.head_dim, rope.base, rope.scaling
-            (128, 500000.0, Linear(factor=4.0))
+            >>> config = {"hidden_size": 4096, "num_attention_heads": 32, "rope_theta": 5e5}
+            >>> rope = RoPE.from_config(config)
+            >>> rope.head_dim, rope.base
+            (128, 500000.0)
         """
         recipe = configs.read(config, layer_type=layer_type, base=keywords.get("base"))
         return cls(**{"max_seq_len": None, **recipe.arguments(), **keywords})
 
     def inv_freq(self, seq_len: int | None = None) -> Tensor:
-        """Rates that pairs turn by in a sequence of this length, float64 ``[P]``, radians."""
-        length = self._tables.length("RoPE.inv_freq", None, seq_len)
-        return scaled_rates(self._tables.spectrum(length)).clone()
+        """Scaled rates in a sequence of this length, float64 ``[P]``, radians per position."""
+        return scaled_rates(self._spectrum("inv_freq", seq_len)).clone()
 
     def attention_factor(self, seq_len: int | None = None) -> float:
         """What cosines and sines are multiplied with in a sequence of this length."""
-        length = self._tables.length("RoPE.attention_factor", None, seq_len)
-        return float(self._tables.spectrum(length).gain())
+        return float(self._spectrum("attention_factor", seq_len).gain())
 
     def apply(  # type: ignore[override]
         self, q: Any, k: Any = None, offset: int | Tensor = 0, **where: Any
@@ -197,11 +184,7 @@ class RoPE(TableModule):
             New tensors with the shapes and dtypes of ``q`` and ``k``.
         """
         who = type(self).__name__
-        xs = self._heads_first(who, "qk", q, k)
-        cos, sin, rows = self._tables.for_call(
-            who, xs, offset, position_ids=position_ids, seq_len=seq_len
-        )
-        a, b = self._as_given(turn_all(who, "max_seq_len", xs, cos, sin, rows, self._spec))
+        a, b = self._rotate(who, "qk", [q, k], offset, position_ids, seq_len)
         return a, b
 
     def forward_(
@@ -217,37 +200,12 @@ class RoPE(TableModule):
             True
         """
         who = f"{type(self).__name__}.forward_"
-        xs = self._heads_first(who, "qk", q, k)
-        cos, sin, rows = self._tables.for_call(who, xs, offset, **where)
-        rotate_in_place(who, "max_seq_len", xs, cos, sin, rows, self._spec)
+        self._rotate(who, "qk", [q, k], offset, **where, in_place=True)
         return q, k
-
-    def _heads_first(self, who: str, names: str, *xs: Tensor) -> list[Tensor]:
-        """What is to be rotated, checked, as ``(B, H, L, D)``."""
-        for name, x in zip(names, xs, strict=True):
-            if x is None and name == "k":
-                rule, way_out = "k must be a torch.Tensor", "Use RoPE.rotate for one tensor alone."
-                raise TypeError(checks.message(who, rule, x, way_out))
-            checks.float_tensor(who, name, x)
-            if x.dim() != 4 or x.shape[3] != self.head_dim:
-                axes = "(B, L, H, D)" if self._tokens_first else "(B, H, L, D)"
-                checks.rank(who, name, x, (4,), axes)
-                way_out = "Build RoPE with that head_dim."
-                checks.equal(who, f"head_dim of {name}", x.shape[3], self.head_dim, way_out)
-        four = [x.transpose(1, 2) for x in xs] if self._tokens_first else list(xs)
-        if len(four) == 2:
-            check_queries_and_keys(who, four[0], four[1])
-        return four
-
-    def _as_given(self, ys: list[Tensor]) -> list[Tensor]:
-        return [y.transpose(1, 2) for y in ys] if self._tokens_first else ys
 
     def rotate(self, x: Tensor, offset: int | Tensor = 0, **where: Unpack[Where]) -> Tensor:
         """Rotate one tensor; arguments as :meth:`forward`."""
-        who = f"{type(self).__name__}.rotate"
-        xs = self._heads_first(who, "x", x)
-        cos, sin, rows = self._tables.for_call(who, xs, offset, **where)
-        return self._as_given(turn_all(who, "max_seq_len", xs, cos, sin, rows, self._spec))[0]
+        return self._rotate(f"{type(self).__name__}.rotate", "x", [x], offset, **where)[0]
 
     def unrotate(self, x: Tensor, offset: int | Tensor = 0, **where: Unpack[Where]) -> Tensor:
         """Undo :meth:`rotate`, the gain of a rule included; arguments as :meth:`forward`.
@@ -258,10 +216,7 @@ class RoPE(TableModule):
             True
         """
         who = f"{type(self).__name__}.unrotate"
-        xs = self._heads_first(who, "x", x)
-        cos, sin, rows = self._tables.for_call(who, xs, offset, inverse=True, **where)
-        back = self._spec.transpose()
-        return self._as_given(turn_all(who, "max_seq_len", xs, cos, sin, rows, back))[0]
+        return self._rotate(who, "x", [x], offset, **where, inverse=True)[0]
 
     def rerotate(
         self,
@@ -282,11 +237,8 @@ class RoPE(TableModule):
             from_positions: The positions they were rotated by, ``(L,)`` or ``(B, L)``; with
                 several axes ``(A, L)`` or ``(A, B, L)``.
             to_positions: The positions they are to have.
-            from_seq_len: The length their rule was taken at, if it depends on it: an int, or
-                ``(B,)`` for each sequence's own. One past the last of its ``from_positions`` if
-                None, as :meth:`rotate` would have taken it.
-            to_seq_len: The length to take it at now; one past the last of ``to_positions`` if
-                None.
+            from_seq_len: As ``seq_len`` in :meth:`forward`, when they were rotated.
+            to_seq_len: As ``seq_len`` in :meth:`forward`, from now on.
 
         Returns:
             A new tensor like ``k``, in the layout of the rotated keys.
@@ -298,16 +250,13 @@ class RoPE(TableModule):
             >>> torch.allclose(moved, rope.rotate(k), atol=1e-6)
             True
         """
-        who = f"{type(self).__name__}.rerotate"
-        (k,) = self._heads_first(who, "k", k)
-        rope = self._tables
-        target = rope.coordinates(who, "to_positions", k, to_positions)
-        origin = rope.coordinates(who, "from_positions", k, from_positions)
-        new = rope.length(who, k, rope.span(target, to_seq_len))
-        old = rope.length(who, k, rope.span(origin, from_seq_len))
-        phi, gain = rope.angles_and_gain(target, new)
-        before, old_gain = rope.angles_and_gain(origin, old)
-        return self._rotate_again(who, k, phi - before, gain / old_gain, Rows())
+        who, angles = f"{type(self).__name__}.rerotate", self._angles
+        (k,) = self._heads_first(who, "k", [k])
+        phi, gain = angles.at_coordinates(who, "to_positions", k, to_positions, to_seq_len)
+        old, old_gain = angles.at_coordinates(
+            who, "from_positions", k, from_positions, from_seq_len
+        )
+        return self._rotate_again(who, k, phi - old, gain / old_gain, Rows())
 
     def shift(self, k: Tensor, by: int | Tensor, *, seq_len: int | Tensor | None = None) -> Tensor:
         """Move rotated keys by a number of positions, back if it is negative.
@@ -323,31 +272,20 @@ class RoPE(TableModule):
             True
         """
         who = f"{type(self).__name__}.shift"
-        (k,) = self._heads_first(who, "k", k)
+        (k,) = self._heads_first(who, "k", [k])
         if isinstance(by, Tensor):
-            at = checks.offsets(who, by, k.shape, k.device, name="by")
+            at = position_checks.offsets(who, by, k, "by")
         else:
             by = checks.integer(who, "by", by, least=-checks.FARTHEST)
             at = torch.full((1,), by, device=k.device)
-        if seq_len is None and self._tables.trained is not None:
+        if seq_len is None and self._angles.trained is not None:
             rule = f"seq_len must be given, because {type(self.scaling).__name__} depends on it"
-            raise ValueError(
-                checks.message(who, rule, None, "Pass the length they were rotated at.")
-            )
+            checks.fail(who, rule, None, "Pass the length they were rotated at.")
+        length = self._angles.rule_length(who, k, seq_len)
+        phi, _ = self._angles.at(for_axes(at[:, None], self.axes), length)
         # One row serves every token of a sequence.
-        length = self._tables.length(who, k, seq_len)
-        phi, _ = self._tables.angles_and_gain(self._tables.spread(at[:, None]), length)
         first = torch.zeros((1, k.shape[2]), dtype=torch.int64, device=k.device)
         return self._rotate_again(who, k, phi, 1.0, Rows(0, first))
-
-    def _rotate_again(
-        self, who: str, k: Tensor, phi: Tensor, gain: float | Tensor, rows: Rows
-    ) -> Tensor:
-        # Keys that were rotated before are in the layout of the output.
-        out = self._spec.interleaved_out
-        spec = Spec(out, out, self._spec.column)
-        tables = for_sequences(phi, k.device, gain)
-        return self._as_given(turn_all(who, "max_seq_len", [k], *tables, rows, spec))[0]
 
     def tables(
         self,
@@ -377,13 +315,45 @@ class RoPE(TableModule):
             True
         """
         who = f"{type(self).__name__}.tables"
-        checks.positions(who, "position_ids", position_ids)
-        *batch, length = (
-            position_ids.shape[-2:] if position_ids.dim() > 1 else (1, *position_ids.shape)
-        )
-        like = torch.empty((*batch, 1, length, 0), device=position_ids.device)
-        phi, gain = self._tables.own_angles(who, like, position_ids, seq_len)
+        shape = position_checks.positions(who, "position_ids", position_ids).shape
+        batch = shape[-2] if len(shape) > 1 else 1
+        like = torch.empty((batch, 1, shape[-1], 0), device=position_ids.device)
+        phi, gain = self._angles.at_coordinates(who, "position_ids", like, position_ids, seq_len)
         cos, sin = of_angles(phi, position_ids.device, gain)
         if checks.float_dtype(who, "dtype", dtype) == torch.float64:
             return cos, sin
         return round_once(cos, dtype), round_once(sin, dtype)
+
+    def _heads_first(self, who: str, names: str, xs: list[Tensor]) -> list[Tensor]:
+        rotary.check_heads(who, names, xs, self.head_dim, self.seq_dim)
+        return rotary.swap_heads(xs, self.seq_dim)
+
+    def _rotate(
+        self,
+        who: str,
+        names: str,
+        xs: list[Tensor],
+        offset: int | Tensor,
+        position_ids: Tensor | None = None,
+        seq_len: int | Tensor | None = None,
+        *,
+        inverse: bool = False,
+        in_place: bool = False,
+    ) -> list[Tensor]:
+        xs = self._heads_first(who, names, xs)
+        tables = self._angles.rows(who, self._tables, xs, offset, position_ids, seq_len, inverse)
+        spec = self._spec.transpose() if inverse else self._spec
+        rotate = rotary.rotate_in_place if in_place else rotary.rotate_rows
+        return rotary.swap_heads(rotate(who, "max_seq_len", xs, *tables, spec), self.seq_dim)
+
+    def _rotate_again(self, who: str, k: Tensor, phi: Tensor, gain: Any, rows: Rows) -> Tensor:
+        # Rotated keys are in the layout of the output.
+        out = self._spec.interleaved_out
+        spec, tables = Spec(out, out, self._spec.column), tables_of(phi, k.device, gain)
+        ys = rotary.rotate_rows(who, "max_seq_len", [k], *tables, rows, spec)
+        return rotary.swap_heads(ys, self.seq_dim)[0]
+
+    def _spectrum(self, method: str, seq_len: int | None) -> Spectrum:
+        if seq_len is not None:
+            seq_len = checks.integer(f"RoPE.{method}", "seq_len", seq_len, least=0)
+        return self._angles.spectrum_at(seq_len)

@@ -9,7 +9,10 @@ from torch import Tensor
 
 from posenc import kernels
 from posenc._contract import checks
+from posenc._contract.position_checks import UNLIMITED, Limit
 from posenc._contract.tracing import is_plain, may_keep
+from posenc.functional._positions import positions_of, rows_of
+from posenc.kernels import Rows
 from posenc.nn._tables import Numbers, SharedTables, TableModule, shown_table
 from posenc.numerics.frequencies import Spectrum
 from posenc.numerics.tables import sinusoid
@@ -27,21 +30,21 @@ class SinusoidTable:
 
 
 def _encoded(
-    tables: SharedTables[SinusoidTable], x: Tensor, start: int, ids: Tensor | None = None
+    who: str, tables: SharedTables[SinusoidTable], x: Tensor, rows: Rows, limit: Limit = UNLIMITED
 ) -> Tensor:
-    """``x`` plus the encodings of its positions: from ``start`` on, or ``ids``."""
-    spectrum, dtype = tables.description.spectrum, torch.promote_types(x.dtype, torch.float32)
-    if ids is not None:
-        # A table that grows may be short, and they far apart.
-        read = tables.length is not None and is_plain(x, ids)
-        kept = tables.read(x, dtype) if read else None
-        return kernels.add(x, sinusoid(ids, spectrum, dtype) if kept is None else kept[0][ids])
-    end = start + x.shape[-2]
-    kept = tables.read(x, dtype, end)
-    if kept is not None:
-        return kernels.add(x, kept[0][start:end])
-    at = torch.arange(start, end, device=x.device)
-    return kernels.add(x, sinusoid(at, spectrum, dtype))
+    """``x`` plus the encodings of its positions."""
+    dtype, start, end = torch.promote_types(x.dtype, torch.float32), rows.start, None
+    if rows.positions is None:
+        end = start + x.shape[-2]
+        kept = tables.read(x, dtype, end)
+        if kept is not None:
+            return kernels.add(x, kept[0][start:end])
+    at = positions_of(who, x, rows, limit)
+    # Positions may be far apart, and a table that grows short.
+    known = tables.length is not None and is_plain(x, at)
+    kept = tables.read(x, dtype) if known else None
+    table = sinusoid(at, tables.description.spectrum, dtype) if kept is None else kept[0][at]
+    return kernels.add(x, table)
 
 
 class SinusoidalPosEmbedding(TableModule):
@@ -81,13 +84,13 @@ class SinusoidalPosEmbedding(TableModule):
         self._tables: SharedTables[SinusoidTable] | None = None
 
     def forward(
-        self, input_: Tensor, *, offset: int = 0, position_ids: Tensor | None = None
+        self, input_: Tensor, *, offset: int | Tensor = 0, position_ids: Tensor | None = None
     ) -> Tensor:
         """Add the encoding of positions ``offset .. offset + L - 1``.
 
         Args:
             input_: Floating tensor of shape ``(L, D)`` or ``(N, L, D)``.
-            offset: Position of the first token.
+            offset: Position of the first token, or an integer tensor ``(N,)`` of them.
             position_ids: Integers of shape ``(L,)`` or ``(N, L)``, instead of ``offset``.
 
         Returns:
@@ -100,17 +103,15 @@ class SinusoidalPosEmbedding(TableModule):
         if self.embed_dim is not None:
             way_out = "Pass embed_dim=None to take any."
             checks.equal(who, "embed_dim", width, self.embed_dim, way_out)
-        start = checks.integer(who, "offset", offset, least=0)
         width = checks.integer(who, "the last dimension of input_", width)
-        checks.check_range(who, start, length)
-        ids = _ids(who, input_, offset, position_ids, None)
+        rows = rows_of(who, input_, offset, position_ids)
         tables = self._tables
         if tables is None or tables.description.spectrum.dim != width:
             table = SinusoidTable(Spectrum(width, self.base))
             tables = SharedTables(table, None, torch.float32, input_.device)
             if may_keep(input_):
                 self._tables = tables
-        return _encoded(tables, input_, start, ids)
+        return _encoded(who, tables, input_, rows)
 
 
 class SinusoidalPE(TableModule):
@@ -119,7 +120,7 @@ class SinusoidalPE(TableModule):
     Args:
         max_seq_len: Rows of the table.
         embed_dim: Channels ``D``.
-        base: The wavelengths run from ``2π`` to ``2π · base``.
+        base: As in :class:`SinusoidalPosEmbedding`.
 
     Examples:
         >>> pe = SinusoidalPE(max_seq_len=128, embed_dim=64)
@@ -136,13 +137,12 @@ class SinusoidalPE(TableModule):
 
     def __init__(self, max_seq_len: int, embed_dim: int, *, base: float = 10_000.0) -> None:
         who = type(self).__name__
-        max_seq_len = checks.integer(who, "max_seq_len", max_seq_len)
         super().__init__()
-        self.max_seq_len = max_seq_len
+        self.max_seq_len = checks.integer(who, "max_seq_len", max_seq_len)
         self.embed_dim = checks.integer(who, "embed_dim", embed_dim)
         self.base = checks.base(who, base)
         table = SinusoidTable(Spectrum(self.embed_dim, self.base))
-        self._tables = SharedTables(table, max_seq_len, torch.float32)
+        self._tables = SharedTables(table, self.max_seq_len, torch.float32)
 
     def get_encoding(self, seq_len: int) -> Tensor:
         """The first ``seq_len`` rows of the table, float32 of shape ``(seq_len, embed_dim)``."""
@@ -150,41 +150,18 @@ class SinusoidalPE(TableModule):
         length = checks.integer(who, "seq_len", seq_len, least=0)
         if length > self.max_seq_len:
             rule = f"seq_len must be at most max_seq_len={self.max_seq_len}"
-            raise ValueError(checks.message(who, rule, length, "Raise max_seq_len."))
+            checks.fail(who, rule, length, "Raise max_seq_len.")
         table: Tensor = self.encodings
         return table[:length].clone()
 
     def forward(
-        self, input: Tensor, *, offset: int = 0, position_ids: Tensor | None = None
+        self, input: Tensor, *, offset: int | Tensor = 0, position_ids: Tensor | None = None
     ) -> Tensor:
-        """Add the encoding of positions ``offset .. offset + L - 1``.
-
-        Args:
-            input: Floating tensor of shape ``(L, D)`` or ``(N, L, D)``.
-            offset: Position of the first token.
-            position_ids: Integers of shape ``(L,)`` or ``(N, L)``, instead of ``offset``.
-
-        Returns:
-            A new tensor with the shape and dtype of ``input``.
-        """
+        """Add the encoding of each position, as :meth:`SinusoidalPosEmbedding.forward` does."""
         who = type(self).__name__
-        length, width = checks.check_embeddings(who, "input", input)
+        _, width = checks.check_embeddings(who, "input", input)
         way_out = f"Build SinusoidalPE({self.max_seq_len}, {width})."
         checks.equal(who, "embed_dim", width, self.embed_dim, way_out)
-        ids = _ids(who, input, offset, position_ids, self.max_seq_len)
-        start = checks.integer(who, "offset", offset, least=0)
-        if ids is None:
-            checks.check_range(who, start, length, "max_seq_len", self.max_seq_len)
-        return _encoded(self._tables, input, start, ids)
-
-
-def _ids(
-    who: str, x: Tensor, offset: int, position_ids: Tensor | None, limit: int | None
-) -> Tensor | None:
-    if position_ids is None:
-        return None
-    checks.exclusive_offset(who, offset)
-    name = "" if limit is None else "max_seq_len"
-    ids = checks.position_ids(who, position_ids, x.shape, x.device, name, limit)
-    checks.check_ids(who, ids, name, limit)
-    return ids
+        limit = Limit(self.max_seq_len, "max_seq_len")
+        rows = rows_of(who, input, offset, position_ids, limit)
+        return _encoded(who, self._tables, input, rows, limit)

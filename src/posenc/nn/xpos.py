@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 
 from posenc._contract import checks
-from posenc.functional.rotary import check_queries_and_keys, rows_of, turn_all
+from posenc._contract.position_checks import Limit
+from posenc.functional._positions import rows_of
+from posenc.functional.rotary import check_heads, rotate_rows
 from posenc.kernels import Spec
 from posenc.nn._tables import Numbers, SharedTables, TableModule, shown_table
 from posenc.numerics.frequencies import Spectrum
@@ -54,9 +56,9 @@ class XPos(TableModule):
     Args:
         head_dim: Channels ``D`` of a head, even.
         max_seq_len: Positions are ``0 .. max_seq_len - 1``.
-        base: Raising it slows every pair but the first.
+        base: As in :class:`posenc.RoPE`.
         scale_base: :math:`s`: raising it makes the decay slower.
-        interleaved: Pairs are ``(0, 1), (2, 3), ...`` if true, ``(0, D/2), ...`` if false.
+        interleaved: As in :class:`posenc.RoPE`.
 
     Examples:
         >>> xpos = XPos(head_dim=64)
@@ -92,7 +94,7 @@ class XPos(TableModule):
         if power > _POWER:
             rule = f"max_seq_len must be at most {2 * _POWER} times scale_base={self.scale_base:g}"
             way_out = f"Raise scale_base to {self.max_seq_len / 2 / _POWER:.0f} or more."
-            raise ValueError(checks.message(who, rule, self.max_seq_len, way_out))
+            checks.fail(who, rule, self.max_seq_len, way_out)
         spectrum = Spectrum(self.head_dim, self.base)
         table = XPosTable(spectrum, self.max_seq_len // 2, self.scale_base)
         self._tables = SharedTables(table, self.max_seq_len, torch.float64)
@@ -102,21 +104,14 @@ class XPos(TableModule):
     ) -> tuple[Tensor, Tensor]:
         """Rotate and scale queries and keys; arguments as of :meth:`posenc.RoPE.forward`."""
         who = type(self).__name__
-        for name, x in (("q", q), ("k", k)):
-            checks.float_tensor(who, name, x)
-            checks.rank(who, name, x, (4,), "(B, H, L, D)")
-            way_out = "Build XPos with that head_dim."
-            checks.equal(who, f"head_dim of {name}", x.shape[3], self.head_dim, way_out)
-        check_queries_and_keys(who, q, k)
-        limit = self.max_seq_len
-        rows = rows_of(who, q, offset, position_ids, "max_seq_len", limit)
-        if rows.positions is None:
-            checks.check_range(who, rows.start, q.shape[2], "max_seq_len", limit)
+        check_heads(who, "qk", [q, k], self.head_dim)
+        limit = Limit(self.max_seq_len, "max_seq_len")
+        rows = rows_of(who, q, offset, position_ids, limit)
         tables = self._tables.read(q, torch.float64)
         if tables is None:
-            tables = self._tables.description(limit, q.device, torch.float64)
+            tables = self._tables.description(limit.value, q.device, torch.float64)
         q_cos, q_sin, k_cos, k_sin = tables
         spec = Spec(self.interleaved, self.interleaved)
-        (a,) = turn_all(who, "max_seq_len", [q], q_cos, q_sin, rows, spec)
-        (b,) = turn_all(who, "max_seq_len", [k], k_cos, k_sin, rows, spec)
+        (a,) = rotate_rows(who, limit.name, [q], q_cos, q_sin, rows, spec)
+        (b,) = rotate_rows(who, limit.name, [k], k_cos, k_sin, rows, spec)
         return a, b

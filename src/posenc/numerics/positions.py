@@ -8,7 +8,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from posenc._contract import checks
+from posenc._contract import checks, position_checks
 from posenc._contract.tracing import is_readable
 
 
@@ -37,8 +37,9 @@ def from_offset(
     if not isinstance(offset, Tensor):
         start = checks.integer(who, "offset", offset, least=0)
         return torch.arange(start, start + count, device=device)
-    first = checks.offsets(who, offset, (offset.numel(),), torch.device(device or offset.device))
-    checks.check_ids(who, first)
+    where = torch.device(device or offset.device)
+    first = position_checks.index_tensor(who, "offset", offset, ((offset.numel(),),), where)
+    position_checks.check_ids(who, first)
     return first[:, None] + torch.arange(count, device=first.device)
 
 
@@ -61,8 +62,11 @@ def from_cu_seqlens(cu_seqlens: Tensor, total: int | None = None) -> Tensor:
         tensor([0, 1, 2, 0, 1, 2, 3])
     """
     who = "from_cu_seqlens"
-    starts = _integers(who, "cu_seqlens", cu_seqlens)
-    checks.rank(who, "cu_seqlens", starts, (1,), "(N + 1,)")
+    if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype not in checks.INT_DTYPES:
+        rule, got = "cu_seqlens must be an integer tensor", checks.describe(cu_seqlens)
+        checks.fail(who, rule, got, "Pass torch.tensor(cu_seqlens).", TypeError)
+    checks.rank(who, "cu_seqlens", cu_seqlens, (1,), "(N + 1,)")
+    starts = cu_seqlens.to(torch.int64)
     if total is not None:
         total = checks.integer(who, "total", total, least=0)
     if total is None or is_readable(starts):
@@ -70,10 +74,10 @@ def from_cu_seqlens(cu_seqlens: Tensor, total: int | None = None) -> Tensor:
         if not values or values[0] != 0 or any(b < a for a, b in pairwise(values)):
             rule = "cu_seqlens must begin with 0 and never fall"
             got = str(values if len(values) <= 8 else [*values[:7], "..."])
-            raise ValueError(checks.message(who, rule, got, "Pass lengths.cumsum(0), 0 first."))
+            checks.fail(who, rule, got, "Pass lengths.cumsum(0), 0 first.")
         if total is not None and total < values[-1]:
             rule = f"total must be at least {values[-1]}, the last of cu_seqlens"
-            raise ValueError(checks.message(who, rule, total, "Pass the number of tokens."))
+            checks.fail(who, rule, total, "Pass the number of tokens.")
         total = values[-1] if total is None else total
     else:
         fits = (starts[0] == 0) & (starts.diff() >= 0).all() & (starts <= total).all()
@@ -103,7 +107,7 @@ def from_left_padding(mask: Tensor) -> Tensor:
     who = "from_left_padding"
     if not isinstance(mask, Tensor) or (mask.dtype not in (*checks.INT_DTYPES, torch.bool)):
         rule = "mask must be a bool or integer tensor"
-        raise TypeError(checks.message(who, rule, checks.describe(mask), "Pass mask.bool()."))
+        checks.fail(who, rule, checks.describe(mask), "Pass mask.bool().", TypeError)
     checks.rank(who, "mask", mask, (2,), "(B, L)")
     return ((mask != 0).cumsum(1) - 1).clamp(min=0)
 
@@ -125,7 +129,7 @@ def grid(*sizes: int, device: torch.device | str | None = None) -> Tensor:
     """
     if not sizes:
         rule = "sizes must be one or more ints"
-        raise ValueError(checks.message("grid", rule, "none", "Call grid(height, width)."))
+        checks.fail("grid", rule, "none", "Call grid(height, width).")
     counts = [checks.integer("grid", "sizes", size, least=0) for size in sizes]
     lines = [torch.arange(count, device=device) for count in counts]
     return torch.stack(torch.meshgrid(*lines, indexing="ij")).flatten(1)
@@ -166,11 +170,11 @@ def context_parallel(
     which = checks.integer(who, "rank", rank, least=0)
     if which >= ranks:
         rule = f"rank must be below world_size={ranks}"
-        raise ValueError(checks.message(who, rule, which, "Ranks count from zero."))
+        checks.fail(who, rule, which, "Count ranks from zero.")
     pieces = 2 * ranks if checks.boolean(who, "zigzag", zigzag) else ranks
     if count % pieces:
         rule = f"length must be a multiple of {pieces}"
-        raise ValueError(checks.message(who, rule, count, "Pad the sequence."))
+        checks.fail(who, rule, count, "Pad the sequence.")
     size = count // pieces
     piece = torch.arange(size, device=device)
     if not zigzag:
@@ -209,7 +213,7 @@ def mrope(spans: Sequence[int | tuple[int, int, int]], *, start: int = 0) -> Ten
         if isinstance(span, (tuple, list)):
             if len(span) != 3:
                 rule = "a span of patches must be (frames, rows, columns)"
-                raise ValueError(checks.message(who, rule, span, "Pass 1 frame for an image."))
+                checks.fail(who, rule, span, "Pass 1 frame for an image.")
             parts.append(grid(*span) + following)
             following += max(span) if parts[-1].numel() else 0
         else:
@@ -217,12 +221,3 @@ def mrope(spans: Sequence[int | tuple[int, int, int]], *, start: int = 0) -> Ten
             parts.append(from_offset(tokens, following).expand(3, tokens))
             following += tokens
     return torch.cat(parts, dim=1) if parts else torch.empty((3, 0), dtype=torch.int64)
-
-
-def _integers(who: str, name: str, x: Tensor) -> Tensor:
-    if not isinstance(x, Tensor) or x.dtype not in checks.INT_DTYPES:
-        rule = f"{name} must be an integer tensor"
-        raise TypeError(
-            checks.message(who, rule, checks.describe(x), f"Pass torch.tensor({name}).")
-        )
-    return x.to(torch.int64)

@@ -1,0 +1,170 @@
+"""Checks of positions: tensors of the right shape, and values within their limit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from posenc._contract import sharding
+from posenc._contract.checks import FARTHEST, FLOAT_DTYPES, INT_DTYPES, describe, fail, integer
+from posenc._contract.tracing import in_transform, is_readable
+
+
+class Limit(NamedTuple):
+    """Positions are below ``value``, which the argument ``name`` has set.
+
+    A limit without a name is that of the arithmetic, and cannot be raised.
+    """
+
+    value: int = FARTHEST + 1
+    name: str = ""
+
+
+UNLIMITED = Limit()
+
+
+def index_tensor(
+    who: str,
+    name: str,
+    value: Any,
+    shapes: Sequence[tuple[int, ...]],
+    device: torch.device,
+    *,
+    kind: str = "an integer tensor",
+    floating: bool = False,
+    way_out: str = "Give one position to each token.",
+) -> Tensor:
+    """``value`` as int64, or float64 if ``floating`` ones are accepted, on ``device``; not read.
+
+    ``kind`` says in words what it must be, and ``shapes`` are those accepted, the usual two first.
+    """
+    typed = isinstance(value, Tensor) and (
+        value.dtype in INT_DTYPES or (floating and value.dtype in FLOAT_DTYPES)
+    )
+    if not typed or value.shape not in shapes:
+        rule = f"{name} must be {kind} of shape {' or '.join(map(str, shapes[:2]))}"
+        fail(who, rule, describe(value), way_out, ValueError if typed else TypeError)
+    wide = torch.int64
+    if floating and value.is_floating_point():
+        wide = torch.float32 if device.type == "mps" else torch.float64
+    if value.device == device and value.dtype is wide:
+        return value  # type: ignore[no-any-return]
+    if value.is_meta and device.type != "meta":
+        fail(who, f"{name} must hold values", "a meta tensor", f"Pass {name} on {device}.")
+    return value.to(device=device, dtype=wide)  # type: ignore[no-any-return]
+
+
+def offsets(who: str, value: Any, x: Tensor, name: str = "offset", *more: tuple[()]) -> Tensor:
+    """An integer for each sequence of ``x`` as int64 ``(B,)``; values are not read."""
+    shapes = ((x.shape[0] if x.dim() > 2 else 1,), *more)
+    kind, way_out = "an int, or an integer tensor", "Give one to each sequence."
+    return index_tensor(who, name, value, shapes, x.device, kind=kind, way_out=way_out)
+
+
+def position_ids(who: str, ids: Any, x: Tensor, limit: Limit = UNLIMITED) -> Tensor:
+    """Positions of the tokens of ``x``, ``(B, ..., L, D)``, as int64 ``(L,)`` or ``(B, L)``.
+
+    Values are read only on their way from the CPU to another device: once there, they cannot be
+    without waiting.
+    """
+    shape, device = x.shape, x.device
+    length = shape[-2]
+    shapes = ((length,), (shape[0], length), (1, length)) if len(shape) > 2 else ((length,),)
+    moved = index_tensor(who, "position_ids", ids, shapes, device)
+    if moved is not ids and ids.device != device and is_readable(ids):
+        check_ids(who, ids, limit)
+    return moved
+
+
+def coordinates(
+    who: str, name: str, at: Any, x: Tensor, axes: int | None, limit: Limit = UNLIMITED
+) -> Tensor:
+    """Positions of the tokens of ``x`` as int64 or float64, after ``axes`` coordinates if any.
+
+    One position for all of the coordinates of a token is expanded to them. Floating ones may be
+    below zero: coordinates are often counted from the middle.
+    """
+    batch, length = x.shape[0], x.shape[-2]
+    lead = () if axes is None else (axes,)
+    if axes is not None and isinstance(at, Tensor) and at.dim() == 1:
+        at = at.expand(axes, *at.shape)
+    shapes = ((*lead, length), (*lead, batch, length), (*lead, 1, length))
+    kind = "a tensor of positions"
+    way_out = f"Give each token one position; {name}.expand(A, -1, -1) repeats it for A axes."
+    ids = index_tensor(who, name, at, shapes, x.device, kind=kind, floating=True, way_out=way_out)
+    if is_readable(at) and not at.is_floating_point():
+        check_ids(who, at, limit)
+    elif is_readable(at) and at.numel():
+        low, high = (float(end) for end in torch.aminmax(at.detach()))
+        if not (low >= -FARTHEST and high < limit.value):
+            below = f"below {limit.name}={limit.value}" if limit.name else "at most 2**31"
+            rule = f"{name} must be finite and {below}"
+            fail(who, rule, f"{low:g} to {high:g}", "Pass smaller coordinates.")
+    return ids
+
+
+def positions(who: str, name: str, at: Any) -> Tensor:
+    """``at`` if it is a tensor of whole or floating positions, with at least one dimension."""
+    typed = isinstance(at, Tensor) and (at.dtype in INT_DTYPES or at.dtype in FLOAT_DTYPES)
+    if not typed or at.dim() == 0:
+        rule = f"{name} must be a tensor of positions, (L,) or (B, L)"
+        fail(who, rule, describe(at), "Pass torch.arange(L), say.", TypeError)
+    return at  # type: ignore[no-any-return]
+
+
+def exclusive_offset(who: str, offset: int | Tensor) -> None:
+    """Refuse an offset beside position_ids: they would say the same thing twice."""
+    if isinstance(offset, Tensor) or integer(who, "offset", offset, least=0) != 0:
+        rule = "offset and position_ids exclude each other"
+        fail(who, rule, f"offset={offset}", "Add offset to position_ids.")
+
+
+def check_position(who: str, value: int, limit: Limit, instead: str = "smaller ones") -> None:
+    """Refuse a position below zero, or at or past ``limit``."""
+    if value < 0:
+        fail(who, "positions must not be negative", value, "Count positions from zero.")
+    if value >= limit.value and not limit.name:
+        fail(who, "positions must be at most 2**31", value, f"Pass {instead}.")
+    if value >= limit.value:
+        rule = f"positions must stay below {limit.name}={limit.value}"
+        fail(who, rule, value, f"Raise {limit.name}, or pass {instead}.")
+
+
+def check_range(who: str, start: int, length: int, limit: Limit = UNLIMITED) -> None:
+    """Refuse ``length`` positions from ``start`` on that go past ``limit``."""
+    if not limit.name and torch.compiler.is_compiling():
+        # A graph for all lengths compares none of them.
+        return
+    if start + length > limit.value:
+        instead = "a smaller offset" if start else "fewer tokens"
+        check_position(who, start + length - 1, limit, instead)
+
+
+def check_ids(who: str, ids: Tensor, limit: Limit = UNLIMITED) -> int | None:
+    """One past the largest of ``ids``, or None where that cannot be read without waiting.
+
+    Values on the CPU are read and refused here; values on a device, or inside a compiled graph,
+    are refused there, so that nothing waits and no graph breaks.
+    """
+    if sharding.is_sharded(ids):
+        # Each process checks its own; the largest of all would take communication.
+        check_ids(who, sharding.local(ids), limit)
+        return None
+    if not is_readable(ids):
+        if not in_transform(ids):
+            inside = (ids >= 0) & (ids < limit.value)
+            rule = f"{who}: position_ids must be in [0, {limit.value})."
+            torch._assert_async(inside.all(), rule)
+        return None
+    count = ids.numel()
+    if count == 0:
+        return 0
+    # Decoding has one position at each call, which is read faster than searched.
+    for end in (ids,) if count == 1 else torch.aminmax(ids):
+        value = int(end)
+        if not 0 <= value < limit.value:
+            check_position(who, value, limit)
+    return value + 1

@@ -1,0 +1,43 @@
+"""Where tokens are: ``offset`` and ``position_ids``, as every module and function takes them."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from posenc._contract import position_checks as checks
+from posenc._contract.checks import integer
+from posenc._contract.position_checks import UNLIMITED, Limit
+from posenc.kernels import Rows
+
+
+def rows_of(
+    who: str, x: Tensor, offset: int | Tensor, position_ids: Tensor | None, limit: Limit = UNLIMITED
+) -> Rows:
+    """Table rows of the tokens of ``x``, ``(B, ..., L, D)``.
+
+    Args:
+        who: The caller.
+        x: The tensor to encode.
+        offset: Position of the first token, or an integer tensor ``(B,)`` of them.
+        position_ids: Integers of shape ``(L,)`` or ``(B, L)``, instead of ``offset``.
+        limit: Positions past it are refused here if they are ints; values in a tensor are not
+            read.
+    """
+    if position_ids is not None:
+        checks.exclusive_offset(who, offset)
+        ids = checks.position_ids(who, position_ids, x, limit)
+        return Rows(0, ids if ids.dim() == 2 else ids[None])
+    if isinstance(offset, (Tensor, list, tuple)):
+        return Rows(0, checks.offsets(who, offset, x)[:, None])
+    start = integer(who, "offset", offset, least=0)
+    checks.check_range(who, start, x.shape[-2], limit)
+    return Rows(start)
+
+
+def positions_of(who: str, x: Tensor, rows: Rows, limit: Limit = UNLIMITED) -> Tensor:
+    """Positions of the tokens of ``x`` as int64 ``(L,)`` or ``(B, L)``, checked."""
+    at = rows.as_index(x.shape[-2], x.device)
+    if rows.positions is not None:
+        checks.check_ids(who, at, limit)
+    # One row of positions serves every sequence.
+    return at[0] if at.shape[0] == 1 else at

@@ -1,0 +1,89 @@
+"""``offset`` and ``position_ids`` mean the same to every module."""
+
+import pytest
+import torch
+
+import posenc
+
+
+def each(module):
+    return lambda x, **where: module(x, x, **where)[0]
+
+
+MODULES = {
+    "SinusoidalPosEmbedding": (posenc.SinusoidalPosEmbedding(), (2, 3, 8)),
+    "SinusoidalPE": (posenc.SinusoidalPE(16, 8), (2, 3, 8)),
+    "LearnedPosEmbedding": (posenc.LearnedPosEmbedding(16, 8), (2, 3, 8)),
+    "RotaryPosEmbedding": (posenc.RotaryPosEmbedding(), (2, 3, 8)),
+    "RotaryPosEmbedding-fixed": (posenc.RotaryPosEmbedding(8, 16), (2, 5, 3, 8)),
+    "rotary_pos_embedding": (posenc.functional.rotary_pos_embedding, (2, 3, 8)),
+    "RoPE": (each(posenc.RoPE(8, 16)), (2, 4, 3, 8)),
+    "RoPE-growing": (each(posenc.RoPE(8, None)), (2, 4, 3, 8)),
+    "XPos": (each(posenc.XPos(8, 16)), (2, 4, 3, 8)),
+    "MixedRoPE": (each(posenc.MixedRoPE(8, 4, coordinates=1)), (2, 4, 3, 8)),
+}
+EACH = pytest.mark.parametrize(("encode", "shape"), MODULES.values(), ids=MODULES)
+IDS = torch.tensor([[5, 6, 7], [11, 12, 13]])
+
+
+def ids_of(encode, ids):
+    """MixedRoPE has an axis of coordinates before the batch."""
+    mixed = encode is MODULES["MixedRoPE"][0]
+    return ids[None] if mixed and ids.dim() == 2 else ids
+
+
+@EACH
+def test_an_offset_is_the_position_of_the_first_token(encode, shape):
+    x = torch.randn(shape)
+    wanted = encode(x, position_ids=ids_of(encode, IDS[0]))
+    assert torch.equal(encode(x, offset=5), wanted)
+    assert torch.equal(encode(x, offset=torch.tensor([5, 5])), wanted)
+
+
+@EACH
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32], ids=str)
+def test_each_sequence_may_have_an_offset_of_its_own(encode, shape, dtype):
+    x = torch.randn(shape)
+    got = encode(x, offset=torch.tensor([5, 11], dtype=dtype))
+    assert torch.equal(got, encode(x, position_ids=ids_of(encode, IDS)))
+    for b, start in enumerate((5, 11)):
+        assert torch.equal(got[b : b + 1], encode(x[b : b + 1], offset=start))
+
+
+@EACH
+@pytest.mark.parametrize(
+    ("where", "error", "text"),
+    [
+        ({"offset": -1}, ValueError, "offset must be at least 0"),
+        ({"offset": 1.5}, TypeError, "offset must be an int"),
+        ({"offset": [0, 1]}, TypeError, "offset must be an int, or an integer tensor"),
+        ({"offset": torch.tensor([0.0, 1.0])}, TypeError, "offset must be an int, or an integer"),
+        ({"offset": torch.tensor([0, 1, 2])}, ValueError, r"an integer tensor of shape \(2,\)"),
+        ({"offset": torch.tensor([0, -1])}, ValueError, "positions must not be negative"),
+        ({"offset": torch.tensor([0, 2**31])}, ValueError, "positions must"),
+        ({"offset": 2**31}, ValueError, "positions must"),
+        ({"offset": 1, "position_ids": IDS[0]}, ValueError, "exclude each other"),
+        ({"position_ids": -IDS[0]}, ValueError, "positions must not be negative"),
+        ({"position_ids": IDS[0, :2]}, ValueError, "position_ids must be"),
+        ({"position_ids": [5, 6, 7]}, TypeError, "position_ids must be"),
+    ],
+    ids=str,
+)
+def test_a_position_that_cannot_be_is_refused(encode, shape, where, error, text):
+    with pytest.raises(error, match=text):
+        encode(torch.randn(shape), **where)
+
+
+def test_an_image_has_no_offset():
+    rope, x = posenc.MixedRoPE(8, 2), torch.randn(1, 2, 3, 8)
+    for where in ({}, {"offset": 3}):
+        with pytest.raises(ValueError, match=r"position_ids must be given.*\n.*grid"):
+            rope(x, x, **where)
+
+
+def test_one_sequence_without_a_batch_has_one_offset():
+    x = torch.randn(3, 8)
+    for module in (posenc.SinusoidalPE(16, 8), posenc.RotaryPosEmbedding()):
+        assert torch.equal(module(x, offset=torch.tensor([4])), module(x, offset=4))
+        with pytest.raises(ValueError, match=r"an integer tensor of shape \(1,\)"):
+            module(x, offset=torch.arange(3))
