@@ -164,7 +164,7 @@ def check_ids(who: str, ids: Tensor, limit: Limit = UNLIMITED) -> int | None:
         return 0
     # Decoding has one position at each call, which is read faster than searched.
     for end in (ids,) if count == 1 else torch.aminmax(ids):
-        value = int(end)
+        value: int = end.item()  # type: ignore[assignment]
         if not 0 <= value < limit.value:
             check_position(who, value, limit)
     return value + 1

@@ -24,10 +24,11 @@ def rows_of(
             read.
     """
     if position_ids is not None:
-        checks.exclusive_offset(who, offset)
+        if type(offset) is not int or offset != 0:
+            checks.exclusive_offset(who, offset)
         ids = checks.position_ids(who, position_ids, x, limit)
         return Rows(0, ids if ids.dim() == 2 else ids[None])
-    if isinstance(offset, (Tensor, list, tuple)):
+    if type(offset) is not int and isinstance(offset, (Tensor, list, tuple)):
         return Rows(0, checks.offsets(who, offset, x)[:, None])
     start = integer(who, "offset", offset, least=0)
     checks.check_range(who, start, x.shape[-2], limit)

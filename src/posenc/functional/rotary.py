@@ -240,27 +240,37 @@ def check_heads(
         head_dim: The width of a head, if it is fixed.
         seq_dim: Which dimension are the tokens.
     """
+    q, k = xs[0], xs[-1]
+    # One expression, because decoding waits for it at every token.
+    if (
+        isinstance(q, Tensor)
+        and isinstance(k, Tensor)
+        and q.dtype in checks.FLOAT_DTYPES
+        and k.dtype in checks.FLOAT_DTYPES
+        and not (q.is_nested or k.is_nested)
+        and len(a := q.shape) == len(b := k.shape) == 4
+        and (a[3] == b[3] if head_dim is None else a[3] == head_dim == b[3])
+        and a[0] == b[0]
+        and a[seq_dim] == b[seq_dim]
+        and q.device == k.device
+    ):
+        return
     for name, x in zip(names, xs, strict=True):
         if x is None and name == "k":
             rule, way_out = "k must be a torch.Tensor", "Call rotate for one tensor alone."
             checks.fail(who, rule, None, way_out, TypeError)
         checks.float_tensor(who, name, x)
-        if x.dim() != 4:
-            axes = "(B, L, H, D)" if seq_dim in (1, -3) else "(B, H, L, D)"
-            checks.rank(who, name, x, (4,), axes)
-        if head_dim is not None and x.shape[3] != head_dim:
+        axes = "(B, L, H, D)" if seq_dim in (1, -3) else "(B, H, L, D)"
+        checks.rank(who, name, x, (4,), axes)
+        if head_dim is not None:
             way_out = f"Build {who.partition('.')[0]} with that head_dim."
             checks.equal(who, f"head_dim of {name}", x.shape[3], head_dim, way_out)
-    if len(xs) == 2:
-        (q, k), (q_shape, k_shape) = xs, (xs[0].shape, xs[1].shape)
-        alike = q_shape[0] == k_shape[0] and q_shape[3] == k_shape[3]
-        if not alike or q_shape[seq_dim] != k_shape[seq_dim] or q.device != k.device:
-            rule = "q and k must agree in batch, length, head_dim and device"
-            got = f"{tuple(q_shape)} on {q.device} and {tuple(k_shape)} on {k.device}"
-            way_out = "Only the head counts may differ; for (B, L, H, D) pass seq_dim=1."
-            if alike and q_shape[seq_dim] < k_shape[seq_dim]:
-                way_out = "Rotate and cache new keys alone, with the offset of the new queries."
-            checks.fail(who, rule, got, way_out)
+    rule = "q and k must agree in batch, length, head_dim and device"
+    got = f"{tuple(q.shape)} on {q.device} and {tuple(k.shape)} on {k.device}"
+    way_out = "Only the head counts may differ; for (B, L, H, D) pass seq_dim=1."
+    if q.shape[0] == k.shape[0] and q.shape[seq_dim] < k.shape[seq_dim]:
+        way_out = "Rotate and cache new keys alone, with the offset of the new queries."
+    checks.fail(who, rule, got, way_out)
 
 
 def halved(who: str, name: str, table: Tensor, interleaved: bool) -> Tensor:

@@ -58,7 +58,7 @@ def read_rows(
             needed = rows.start + length
         else:
             needed = position_checks.check_ids(who, rows.positions)
-            if needed and rows.is_sequential():
+            if needed and length > 1 and rows.is_sequential():
                 position_checks.check_range(who, needed - 1, length)
                 needed += length - 1
     kept = tables.read(x, dtype, needed)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from posenc._contract.tracing import (
+    PLAIN_TYPES,
     fix_sizes,
     in_capture,
     is_plain,
@@ -105,7 +106,7 @@ class SharedTables(Generic[D]):
         grows = self.length is None
         if grows and (rows is None or not may_keep(x) or rows > GROWTH_LIMIT):
             return None
-        if not is_read_by(x):
+        if type(x) not in PLAIN_TYPES and not is_read_by(x):
             return None
         device = x.device
         table = self._held.get((device, dtype))
@@ -113,7 +114,8 @@ class SharedTables(Generic[D]):
             # One read: another thread may put longer tables in their place meanwhile.
             numbers = table.numbers
             if not grows or numbers[0].shape[0] >= rows:  # type: ignore[operator]
-                keep_alive_for_cuda_graph(table, numbers)
+                if x.is_cuda:
+                    keep_alive_for_cuda_graph(table, numbers)
                 return numbers
         if not may_keep(x) or in_capture(x):
             table = self._held.get((device, self.dtype))

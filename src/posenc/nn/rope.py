@@ -94,6 +94,7 @@ class RoPE(TableModule):
         self.scaling = checks.check_instance(who, "scaling", scaling, Rule, _NO_RULE)
         self.axes = checks.check_instance(who, "axes", axes, Axes, "Pass axes.Axial(2), say.")
         self.seq_dim = rotary.check_seq_dim(who, seq_dim)
+        self._tokens_first = seq_dim in (1, -3)
         width = self.head_dim if self.rotary_dim is None else self.rotary_dim
         if width > self.head_dim:
             rule = f"rotary_dim must be at most head_dim={self.head_dim}"
@@ -340,11 +341,14 @@ class RoPE(TableModule):
         inverse: bool = False,
         in_place: bool = False,
     ) -> list[Tensor]:
-        xs = self._heads_first(who, names, xs)
+        rotary.check_heads(who, names, xs, self.head_dim, self.seq_dim)
+        if self._tokens_first:
+            xs = [x.transpose(1, 2) for x in xs]
         tables = self._angles.rows(who, self._tables, xs, offset, position_ids, seq_len, inverse)
         spec = self._spec.transpose() if inverse else self._spec
         rotate = rotary.rotate_in_place if in_place else rotary.rotate_rows
-        return rotary.swap_heads(rotate(who, "max_seq_len", xs, *tables, spec), self.seq_dim)
+        ys = rotate(who, "max_seq_len", xs, *tables, spec)
+        return [y.transpose(1, 2) for y in ys] if self._tokens_first else ys
 
     def _rotate_again(self, who: str, k: Tensor, phi: Tensor, gain: Any, rows: Rows) -> Tensor:
         # Rotated keys are in the layout of the output.
