@@ -58,7 +58,7 @@ def test_only_real_floats_are_encoded(x):
 
 @pytest.mark.parametrize("value", [0.5, 1, 1.0])
 def test_bases_are_above_one(value):
-    """With one of 1 or less no pair would turn slower than the first."""
+    """With one of 1 or less no pair would be slower than the first."""
     with pytest.raises(ValueError, match="base must be above 1"):
         checks.base("Thing", value)
     assert checks.base("Thing", 1.5) == 1.5

@@ -84,11 +84,11 @@ def test_scores_depend_on_the_distance_alone(start, distance, elsewhere, interle
     q, k = torch.randn(2, 1, 32, dtype=torch.float64)
 
     def score(m):
-        turned = [
+        rotated = [
             rotary_pos_embedding(x, torch.tensor([p]), interleaved)
             for x, p in ((q, m), (k, m + distance))
         ]
-        return (turned[0] * turned[1]).sum()
+        return (rotated[0] * rotated[1]).sum()
 
     here, there = score(start + 1000), score(elsewhere + 1000)
     # 32 products of roundings near 1e-15 each.
@@ -126,11 +126,11 @@ def test_gradients(interleaved):
     x = torch.randn(2, 3, 4, dtype=torch.float64, requires_grad=True)
     ids = torch.tensor([[0, 3, 9], [1, 1, 2]])
 
-    def turn(x):
+    def rotation(x):
         return rotary_pos_embedding(x, ids, interleaved)
 
-    assert gradcheck(turn, x, check_forward_ad=True, check_batched_grad=True)
-    assert gradgradcheck(turn, x)
+    assert gradcheck(rotation, x, check_forward_ad=True, check_batched_grad=True)
+    assert gradgradcheck(rotation, x)
 
 
 def test_vmap_and_jvp():

@@ -45,9 +45,9 @@ class TestAxes:
             spread = ids.expand(3, 2, 7)
             assert torch.equal(rope(q, k, position_ids=spread)[1], plain(q, k, 5)[1])
 
-    @pytest.mark.parametrize("dealt", [False, True], ids=["qwen2-vl-vision", "pixtral"])
+    @pytest.mark.parametrize("rates", ["per_axis", "shared"], ids=["qwen2-vl-vision", "pixtral"])
     @pytest.mark.filterwarnings("ignore")
-    def test_axial_agrees_with_vision_models(self, dealt):
+    def test_axial_agrees_with_vision_models(self, rates):
         from transformers import PixtralVisionConfig
         from transformers.models.pixtral import modeling_pixtral
         from transformers.models.qwen2_vl import modeling_qwen2_vl
@@ -55,7 +55,7 @@ class TestAxes:
 
         at = positions.grid(3, 4)
         q, k = torch.randn(1, 2, 12, 16), torch.randn(1, 2, 12, 16)
-        if dealt:
+        if rates == "shared":
             config = PixtralVisionConfig(head_dim=16, hidden_size=32, num_attention_heads=2)
             made = modeling_pixtral.PixtralVisionRotaryEmbedding(config)
         else:
@@ -63,11 +63,11 @@ class TestAxes:
             made = modeling_qwen2_vl.Qwen2VLVisionRotaryEmbedding(config)
         cos, sin = (table[None] for table in made(q, at.T))
         wanted = modeling_pixtral.apply_rotary_pos_emb(q, k, cos, sin)
-        rope = RoPE(16, None, axes=axes.Axial(2, dealt=dealt), interleaved=False)
+        rope = RoPE(16, None, axes=axes.Axial(2, rates=rates), interleaved=False)
         for mine, other in zip(rope(q, k, position_ids=at), wanted, strict=True):
             assert torch.allclose(mine, other, atol=2e-6)
 
-    def test_coordinates_between_whole_ones_turn_in_between(self):
+    def test_coordinates_between_whole_ones_rotate_in_between(self):
         """DINOv3: coordinates in [-1, 1], angles of 2 pi times them over the periods."""
         at = torch.rand(2, 6, dtype=torch.float64) * 2 - 1
         rope = RoPE(16, None, 100.0, axes=axes.Axial(2), scaling=scaling.Linear(1 / torch.pi / 2))

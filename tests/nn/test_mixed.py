@@ -8,7 +8,7 @@ from posenc import MixedRoPE, positions
 
 
 def expected(x, at, freqs, *, interleaved):
-    """Angle by angle: every head turns by the sum of its frequencies times the coordinates."""
+    """Angle by angle: every head rotates by the sum of its frequencies times the coordinates."""
     batch, heads, length, dim = x.shape
     group = heads // freqs.shape[1]
     out = torch.empty_like(x, dtype=torch.float64)
@@ -25,7 +25,7 @@ def expected(x, at, freqs, *, interleaved):
 @pytest.mark.parametrize("interleaved", [True, False], ids=["interleaved", "half"])
 @pytest.mark.parametrize("queries", [2, 6], ids=["as-many", "grouped"])
 @pytest.mark.parametrize("batched", [False, True], ids=["shared", "batched"])
-def test_every_head_turns_by_its_own_mixture(batched, queries, interleaved):
+def test_every_head_rotates_by_its_own_mixture(batched, queries, interleaved):
     rope = MixedRoPE(8, 2, interleaved=interleaved)
     at = positions.grid(2, 3)
     at = torch.stack((at, at + 4), dim=1) if batched else at
@@ -36,7 +36,7 @@ def test_every_head_turns_by_its_own_mixture(batched, queries, interleaved):
         assert_within_ulps(got, wanted, 1.0, size)
 
 
-def test_it_starts_as_an_axial_encoding_turned_in_each_head():
+def test_it_starts_as_an_axial_encoding_rotated_in_each_head():
     """The lengths of the two-dimensional frequencies are the axial rates."""
     freqs = MixedRoPE(16, 3, base=100.0).freqs.detach()
     rates = 100.0 ** (-torch.arange(4) / 4)

@@ -1,48 +1,14 @@
-"""RoPE as models use it: rules, axes, parts of a head, and keys that are in a cache already."""
+"""RoPE as models use it: rules, parts of a head, in place, and what it refuses."""
 
 import warnings
 
 import pytest
 import torch
-from torch.autograd import gradcheck
 
 import oracles
-from assertions import assert_within_ulps, compilations
+from assertions import compilations
 from posenc import RoPE, scaling
-
-LONG = scaling.LongRoPE((1.0, 1.5, 2.0, 3.0), (2.0, 3.0, 5.0, 8.0), 16, 4.0)
-BY_LENGTH = [scaling.DynamicNTK(4.0, 16), LONG]
-RULES = [
-    None,
-    scaling.Linear(4.0),
-    scaling.YaRN(4.0, 16),
-    scaling.Llama3(4.0, 16),
-    scaling.Proportional(0.5),
-    *BY_LENGTH,
-]
-
-
-def name(rule):
-    return "plain" if rule is None else type(rule).__name__
-
-
-ALL = pytest.mark.parametrize("rule", RULES, ids=name)
-DEPENDENT = pytest.mark.parametrize("rule", BY_LENGTH, ids=name)
-
-
-def exact(x, positions, rates, gain, *, interleaved=True):
-    """``x`` of (B, H, L, D) rotated in float64, by positions [.., L] and rates [.., P]."""
-    phi = positions.double()[..., None] * rates
-    cos, sin = gain * phi.cos(), gain * phi.sin()
-    if cos.dim() == 3:
-        cos, sin = cos[:, None], sin[:, None]
-    return oracles.rotate(x, cos, sin, interleaved=interleaved)
-
-
-def assert_turned(got, x, at, rates, gain=1.0, *, ulps=1.0, interleaved=True):
-    wanted = exact(x, at, rates, gain, interleaved=interleaved)
-    size = oracles.pair_magnitude(wanted, rates.shape[-1], interleaved=interleaved)
-    assert_within_ulps(got, wanted, ulps, size)
+from support.rules import ALL, LONG, assert_rotated_by
 
 
 @ALL
@@ -54,30 +20,7 @@ def test_a_rule_decides_rates_and_gain(rule, dtype):
         at, seq_len = torch.arange(offset, offset + 10), offset + 10
         rates, gain = rope.inv_freq(seq_len), rope.attention_factor(seq_len)
         for got, x in zip(rope(q, k, offset), (q, k), strict=True):
-            assert_turned(got, x, at, rates, gain)
-
-
-@DEPENDENT
-def test_the_length_is_what_counts_and_not_the_calls_before(rule):
-    rope, fresh = RoPE(8, 256, scaling=rule), RoPE(8, 256, scaling=rule)
-    x = torch.randn(1, 1, 4, 8)
-    rope(x, x, 100)
-    assert torch.equal(rope.rotate(x), fresh.rotate(x))
-    assert not torch.equal(rope.rotate(x, 2, seq_len=100), rope.rotate(x, 2))
-    ids = torch.tensor([0, 5, 99, 3])
-    assert torch.equal(
-        rope.rotate(x, position_ids=ids), rope.rotate(x, position_ids=ids, seq_len=100)
-    )
-
-
-@DEPENDENT
-def test_each_sequence_may_have_its_own_length(rule):
-    rope, x = RoPE(8, 256, scaling=rule), torch.randn(3, 2, 4, 8)
-    lengths = [8, 17, 90]
-    got = rope.rotate(x, 2, seq_len=torch.tensor(lengths))
-    for b, length in enumerate(lengths):
-        alone = rope.rotate(x[b : b + 1], 2, seq_len=length)
-        assert torch.allclose(got[b : b + 1], alone, rtol=0, atol=1e-6)
+            assert_rotated_by(got, x, at, rates, gain)
 
 
 @ALL
@@ -103,12 +46,12 @@ def test_every_rule_is_exported(rule):
 
 
 @pytest.mark.parametrize("last", [False, True], ids=["first", "last"])
-def test_part_of_a_head_turns_and_the_rest_passes(last):
+def test_part_of_a_head_rotates_and_the_rest_passes(last):
     rope, x = RoPE(16, 64, rotary_dim=8, last=last), torch.randn(1, 2, 5, 16)
     got = rope.rotate(x, 3)
-    turned, rest = (slice(8, 16), slice(0, 8)) if last else (slice(0, 8), slice(8, 16))
+    rotated, rest = (slice(8, 16), slice(0, 8)) if last else (slice(0, 8), slice(8, 16))
     assert torch.equal(got[..., rest], x[..., rest])
-    assert torch.equal(got[..., turned], RoPE(8, 64).rotate(x[..., turned], 3))
+    assert torch.equal(got[..., rotated], RoPE(8, 64).rotate(x[..., rotated], 3))
 
 
 def test_deepseek_goes_in_interleaved_and_comes_out_in_halves():
@@ -126,56 +69,6 @@ def test_tables_without_a_limit_grow():
         rope.rotate(x, torch.tensor([700])), rope.rotate(x, position_ids=torch.arange(700, 703))
     )
     assert rope.cos_cached.shape[0] >= 703
-
-
-class TestCachedKeys:
-    """Keys in a cache are moved by one rotation more."""
-
-    @ALL
-    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-    @pytest.mark.parametrize("interleaved", [True, False], ids=["interleaved", "half"])
-    def test_rerotating_is_rotating_from_scratch(self, rule, dtype, interleaved):
-        """The first rounding turns too: up to 0.71 ulp in a channel, and 0.5 of its own."""
-        rope = RoPE(8, 256, scaling=rule, interleaved=interleaved)
-        k = torch.randn(2, 3, 6, 8).to(dtype)
-        old = torch.tensor([[0, 1, 2, 9, 10, 11], [3, 4, 5, 6, 7, 8]])
-        new = torch.tensor([[0, 1, 2, 3, 4, 5], [40, 41, 42, 43, 44, 45]])
-        cached = rope.rotate(k, position_ids=old, seq_len=12)
-        got = rope.rerotate(cached, old, new, from_seq_len=12, to_seq_len=46)
-        rates, gain = rope.inv_freq(46), rope.attention_factor(46)
-        assert_turned(got, k, new, rates, gain, ulps=1.21, interleaved=interleaved)
-
-    @pytest.mark.parametrize("rule", RULES[:5], ids=name)
-    @pytest.mark.parametrize("by", [-3, 0, 17])
-    def test_shifting_is_rotating_elsewhere(self, rule, by):
-        rope, k = RoPE(8, 256, scaling=rule), torch.randn(2, 1, 5, 8)
-        got = rope.shift(rope.rotate(k, 10), by)
-        at = torch.arange(10 + by, 15 + by)
-        assert_turned(got, k, at, rope.inv_freq(), rope.attention_factor(), ulps=1.21)
-
-    def test_each_sequence_shifts_by_its_own(self):
-        rope, k = RoPE(8, 256), torch.randn(2, 1, 5, 8)
-        got = rope.shift(rope.rotate(k, 10), torch.tensor([-10, 5]))
-        at = torch.stack((torch.arange(5), torch.arange(15, 20)))
-        assert_turned(got, k, at, rope.inv_freq(), ulps=1.21)
-
-    @ALL
-    def test_unrotating_gives_the_keys_back(self, rule):
-        rope, k = RoPE(8, 256, scaling=rule), torch.randn(2, 1, 5, 8)
-        for keywords in ({"offset": 7}, {"position_ids": torch.tensor([3, 50, 2, 0, 9])}):
-            back = rope.unrotate(rope.rotate(k, **keywords), **keywords)
-            size = oracles.pair_magnitude(k, 4, interleaved=True)
-            assert_within_ulps(back, k.double(), 1.21, size)
-
-    def test_deepseek_keys_stay_in_halves(self):
-        rope, k = RoPE(8, 64, interleaved_out=False), torch.randn(1, 1, 5, 8)
-        assert torch.allclose(rope.shift(rope.rotate(k, 3), 4), rope.rotate(k, 7), atol=1e-6)
-        assert torch.allclose(rope.unrotate(rope.rotate(k, 3), 3), k, atol=1e-6)
-
-    def test_gradients_pass(self):
-        rope, k = RoPE(4, 64), torch.randn(1, 1, 3, 4, dtype=torch.float64, requires_grad=True)
-        at = torch.arange(3)
-        assert gradcheck(lambda x: rope.rerotate(rope.rotate(x), at, at + 5), k)
 
 
 def test_tables_serve_every_layer():
@@ -216,70 +109,13 @@ def test_bad_input_is_refused(call, error, text):
         call(rope, torch.randn(1, 1, 3, 8))
 
 
-@DEPENDENT
-@pytest.mark.parametrize("lengths", [[9], [9, 20], [9, 20, 40, 80]], ids=str)
-def test_a_length_for_each_sequence_means_each(rule, lengths):
-    """Tables of fewer sequences than there are would be read past their end."""
-    rope, x = RoPE(8, scaling=rule), torch.randn(3, 2, 4, 8)
-    at = torch.arange(4)
-    for call in (
-        lambda n: rope.rotate(x, seq_len=n),
-        lambda n: rope.shift(x, 1, seq_len=n),
-        lambda n: rope.rerotate(x, at, at, to_seq_len=n),
-    ):
-        with pytest.raises(
-            ValueError, match=r"seq_len must be an int, or an integer tensor of shape \(3,\)"
-        ):
-            call(torch.tensor(lengths))
-        with pytest.raises(ValueError, match="seq_len must be at least 0"):
-            call(torch.tensor([3, -5, 4]))
-
-
-@pytest.mark.parametrize("wrong", ["a", -1, 1.5, torch.tensor([5.0])], ids=str)
-def test_a_length_is_checked_where_no_rule_asks_for_it_too(wrong):
-    with pytest.raises((TypeError, ValueError), match="seq_len must be"):
-        RoPE(8).rotate(torch.randn(1, 1, 4, 8), seq_len=wrong)
-
-
-@DEPENDENT
-def test_the_length_of_cached_keys_is_that_of_their_positions(rule):
-    rope, k, old = RoPE(8, scaling=rule), torch.randn(1, 1, 4, 8), torch.arange(4) + 30
-    moved = rope.rerotate(rope.rotate(k, position_ids=old), old, old + 1)
-    assert torch.allclose(moved, rope.rotate(k, position_ids=old + 1), atol=2e-6)
-    with pytest.raises(ValueError, match="seq_len must be given"):
-        rope.shift(k, 1)
-
-
-@DEPENDENT
-def test_a_sequence_turns_as_it_would_alone_whoever_is_beside_it(rule):
-    """16 is the trained length: one is short, one long, and one longer."""
-    rope, starts = RoPE(8, None, scaling=rule), torch.tensor([3, 20, 57])
-    x, ids = torch.randn(3, 2, 4, 8), starts[:, None] + torch.tensor([1, 3, 0, 2])
-    alone = torch.cat([rope.rotate(x[i : i + 1], int(starts[i])) for i in range(3)])
-    assert torch.equal(rope.rotate(x, starts), alone)
-    assert torch.equal(rope(x, x, starts)[1], alone)
-    alone = [rope.rotate(x[i : i + 1], position_ids=ids[i : i + 1]) for i in range(3)]
-    for at in (ids, ids.double()):
-        assert torch.equal(rope.rotate(x, position_ids=at), torch.cat(alone))
-        back = rope.unrotate(x[1:2], position_ids=at[1:2])
-        assert torch.equal(rope.unrotate(x, position_ids=at)[1:2], back)
-    # Far away it is the same up to float64's error in the angle.
-    far, wide = torch.tensor([3, 20, 100_000]), x.double()
-    alone = torch.cat([rope.rotate(wide[i : i + 1], int(far[i])) for i in range(3)])
-    assert (rope.rotate(wide, far) - alone).abs().max() < 1e-10
-    moved = rope.rerotate(x, ids, ids + 9)
-    for i in range(3):
-        each = rope.rerotate(x[i : i + 1], ids[i : i + 1], ids[i : i + 1] + 9)
-        assert torch.equal(moved[i : i + 1], each)
-
-
 def test_the_farthest_position_has_a_table():
     rope, at = RoPE(8, None), torch.tensor([2**31])
     x = torch.randn(1, 1, 1, 8)
     exact, _ = oracles.exact_cos_sin([2**31], 8)
     assert (rope.tables(at)[0] - exact).abs().max() < 1e-14
-    turned = rope.rotate(x, position_ids=at)
-    assert torch.equal(rope.rerotate(turned, at, at), turned)
+    rotated = rope.rotate(x, position_ids=at)
+    assert torch.equal(rope.rerotate(rotated, at, at), rotated)
 
 
 def test_floating_positions_may_ask_for_a_gradient():
@@ -288,13 +124,6 @@ def test_floating_positions_may_ask_for_a_gradient():
         warnings.simplefilter("error")
         RoPE(8, None).rotate(torch.ones(1, 1, 3, 8), position_ids=at).sum().backward()
     assert at.grad is not None
-
-
-@DEPENDENT
-def test_an_empty_batch_is_an_empty_batch(rule):
-    rope, x = RoPE(8, scaling=rule), torch.randn(0, 2, 4, 8)
-    assert rope.rotate(x, torch.zeros(0, dtype=torch.long)).shape == x.shape
-    assert rope.rotate(x, position_ids=torch.zeros(0, 4, dtype=torch.long)).shape == x.shape
 
 
 def test_whole_numbers_beside_a_gradient_are_refused_in_words():

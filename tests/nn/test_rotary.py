@@ -274,7 +274,7 @@ def test_rope_compiles_to_one_graph_for_all_lengths_and_offsets():
 def test_rope_compiles_to_one_graph_for_all_positions(how):
     rope = RoPE(8, 128)
 
-    def turned(q, k, positions):
+    def rotated(q, k, positions):
         if how == "offsets":
             return rope(q, k, positions)
         return rope(q, k, position_ids=positions)
@@ -287,18 +287,18 @@ def test_rope_compiles_to_one_graph_for_all_positions(how):
             "offsets": torch.tensor([3, 100]),
         }[how]
         calls.append((torch.randn(2, 4, n, 8), torch.randn(2, 2, n, 8), positions))
-    assert compilations(turned, calls, dynamic=True) == 1
+    assert compilations(rotated, calls, dynamic=True) == 1
 
 
 def test_a_compiled_model_makes_its_own_positions():
     rope = RoPE(8, 128)
 
-    def turned(q):
+    def rotated(q):
         ids = torch.arange(q.shape[2]).expand(2, -1) + 3
         return rope(q, q, position_ids=ids)[0]
 
     calls = [(torch.randn(2, 4, n, 8),) for n in (5, 3, 17)]
-    assert compilations(turned, calls, dynamic=True) == 1
+    assert compilations(rotated, calls, dynamic=True) == 1
 
 
 def test_a_compiled_call_leaves_the_cache_alone():

@@ -156,9 +156,9 @@ class TestFormulas:
     def test_yarn_leaves_the_fast_pairs_and_slows_the_slow_ones(self):
         rule = scaling.YaRN(8.0, 4096)
         low, high = rule.blend_range(16, 1e4)
-        turned = rule(self.rates, 1e4)
-        assert torch.equal(turned[: int(low) + 1], self.rates[: int(low) + 1])
-        assert torch.allclose(turned[int(high) :], self.rates[int(high) :] / 8, rtol=1e-15)
+        scaled = rule(self.rates, 1e4)
+        assert torch.equal(scaled[: int(low) + 1], self.rates[: int(low) + 1])
+        assert torch.allclose(scaled[int(high) :], self.rates[int(high) :] / 8, rtol=1e-15)
 
     def test_yarn_gain_of_both_mscales_is_their_ratio(self):
         rule = scaling.YaRN(40.0, 4096, mscale=0.5, mscale_all_dim=2.0)
@@ -203,7 +203,7 @@ def test_a_rule_is_a_value(rule):
         (lambda: scaling.LongRoPE((), (), 64), TypeError, "short_factor must be a list"),
         (lambda: scaling.LongRoPE((1.0,), (1.0, 2.0), 64), ValueError, "equally long"),
         (lambda: scaling.Llama3(8.0, 64, 4.0, 1.0), ValueError, "high_freq_factor must be"),
-        (lambda: scaling.Proportional(1.5), ValueError, "share must be at most 1"),
+        (lambda: scaling.Proportional(1.5), ValueError, "fraction must be at most 1"),
         (lambda: RoPE(8, scaling=4.0), TypeError, "scaling must be of type Rule"),
         (
             lambda: RoPE(16, scaling=scaling.LongRoPE((1.0,), (2.0,), 64)),
@@ -234,7 +234,7 @@ def test_bad_rules_are_refused(make, error, text):
     ids=["ntk", "yarn", "dynamic", "llama3", "proportional"],
 )
 def test_a_factor_below_one_is_refused(make):
-    """It is how many times longer sequences get: 0.25 would turn faster where 4 was meant."""
+    """It is how many times longer sequences get: 0.25 would rotate faster where 4 was meant."""
     with pytest.raises(ValueError, match=r"factor must be at least 1, got 0\.25"):
         make(0.25)
     # Published configs have it.

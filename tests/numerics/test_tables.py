@@ -30,7 +30,7 @@ def test_any_position_and_base_is_exact(position, dim, base):
     assert (cos_sin(torch.tensor([position]), Spectrum(dim, base))[0] - exact).abs().max() < 1.5e-15
 
 
-def test_a_negative_position_turns_backwards():
+def test_a_negative_position_rotates_backwards():
     there, back = (angles(torch.tensor([p]), Spectrum(64)) for p in (12345, -12345))
     assert (there + back).abs().max() < 1e-15
 

@@ -27,7 +27,7 @@ _NO_RULE = "Pass posenc.scaling.Linear(2.0), say; RoPE.from_config takes a confi
 
 
 class Where(TypedDict, total=False):
-    """What :meth:`RoPE.forward` takes to say where its tokens are, beside ``offset``."""
+    """The keywords of :meth:`RoPE.forward`."""
 
     position_ids: Tensor | None
     seq_len: int | Tensor | None
@@ -61,9 +61,7 @@ class RoPE(TableModule):
         Su et al., *RoFormer*, 2021.
     """
 
-    cos_cached = shown_table(
-        0, "Cosines ``(max_seq_len, P)``, float64; as far as they grew if None."
-    )
+    cos_cached = shown_table(0, "Cosines ``(max_seq_len, P)``, float64; None until they grow.")
     sin_cached = shown_table(1, "Sines, as ``cos_cached``.")
 
     def __init__(
@@ -86,9 +84,8 @@ class RoPE(TableModule):
         self.max_seq_len = checks.optional(checks.integer, who, "max_seq_len", max_seq_len)
         self.base = checks.base(who, base)
         self.interleaved = checks.boolean(who, "interleaved", interleaved)
-        self.interleaved_out = checks.optional(
-            checks.boolean, who, "interleaved_out", interleaved_out
-        )
+        out = checks.optional(checks.boolean, who, "interleaved_out", interleaved_out)
+        self.interleaved_out = out
         self.rotary_dim = checks.optional(checks.even, who, "rotary_dim", rotary_dim)
         self.last = checks.boolean(who, "last", last)
         self.scaling = checks.check_instance(who, "scaling", scaling, Rule, _NO_RULE)
@@ -101,12 +98,11 @@ class RoPE(TableModule):
             checks.fail(who, rule, width, "Pass None to rotate all of a head.")
         if axes is not None:
             axes.check(who, width)
-        out = interleaved if interleaved_out is None else interleaved_out
-        self._spec = Spec(interleaved, out, self.head_dim - width if last else 0)
+        first_channel = self.head_dim - width if last else 0
+        self._spec = Spec(interleaved, interleaved if out is None else out, first_channel)
         length = self.max_seq_len
         limit = UNLIMITED if length is None else Limit(length, "max_seq_len")
-        spectrum = Spectrum(width, self.base, scaling, axes)
-        self._angles = RopeAngles(spectrum, limit)
+        self._angles = RopeAngles(Spectrum(width, self.base, scaling, axes), limit)
         self._tables = SharedTables(RotaryTable(self._angles.usual), length, torch.float64)
 
     @classmethod
@@ -141,21 +137,20 @@ class RoPE(TableModule):
 
     def inv_freq(self, seq_len: int | None = None) -> Tensor:
         """Scaled rates in a sequence of this length, float64 ``[P]``, radians per position."""
-        return scaled_rates(self._spectrum("inv_freq", seq_len)).clone()
+        length = checks.optional(checks.integer, "RoPE.inv_freq", "seq_len", seq_len)
+        return scaled_rates(self._angles.spectrum_at(length)).clone()
 
     def attention_factor(self, seq_len: int | None = None) -> float:
         """What cosines and sines are multiplied with in a sequence of this length."""
-        return float(self._spectrum("attention_factor", seq_len).gain())
+        length = checks.optional(checks.integer, "RoPE.attention_factor", "seq_len", seq_len)
+        return float(self._angles.spectrum_at(length).gain())
 
     def apply(  # type: ignore[override]
         self, q: Any, k: Any = None, offset: int | Tensor = 0, **where: Any
     ) -> Any:
-        """Rotate queries and keys; the same as calling the module.
-
-        ``model.apply(fn)`` of a surrounding model reaches this method too, with a function and
-        nothing else, and then does what :meth:`torch.nn.Module.apply` does.
-        """
+        """Rotate queries and keys; the same as calling the module."""
         if k is None and callable(q):
+            # ``model.apply(fn)`` of a surrounding model reaches this method with a function.
             return super().apply(q)
         return self(q, k, offset, **where)
 
@@ -230,13 +225,12 @@ class RoPE(TableModule):
     ) -> Tensor:
         """Move rotated keys to other positions: one rotation by the difference of the angles.
 
-        For caches that evict and close the gap, sinks, and rules that change their rates once the
-        sequence is long. The keys are rounded once more, and no more than that.
+        For caches that evict tokens and close the gap, and for rules that change their rates once
+        the sequence is long. The keys are rounded once more, and no more than that.
 
         Args:
             k: Rotated keys ``(B, H, L, D)``.
-            from_positions: The positions they were rotated by, ``(L,)`` or ``(B, L)``; with
-                several axes ``(A, L)`` or ``(A, B, L)``.
+            from_positions: The positions they were rotated by, as ``position_ids``.
             to_positions: The positions they are to have.
             from_seq_len: As ``seq_len`` in :meth:`forward`, when they were rotated.
             to_seq_len: As ``seq_len`` in :meth:`forward`, from now on.
@@ -252,7 +246,7 @@ class RoPE(TableModule):
             True
         """
         who, angles = f"{type(self).__name__}.rerotate", self._angles
-        (k,) = self._heads_first(who, "k", [k])
+        k = self._rotated_keys(who, k)
         phi, gain = angles.at_coordinates(who, "to_positions", k, to_positions, to_seq_len)
         old, old_gain = angles.at_coordinates(
             who, "from_positions", k, from_positions, from_seq_len
@@ -273,7 +267,7 @@ class RoPE(TableModule):
             True
         """
         who = f"{type(self).__name__}.shift"
-        (k,) = self._heads_first(who, "k", [k])
+        k = self._rotated_keys(who, k)
         if isinstance(by, Tensor):
             at = position_checks.offsets(who, by, k, "by")
         else:
@@ -295,14 +289,12 @@ class RoPE(TableModule):
         seq_len: int | Tensor | None = None,
         dtype: torch.dtype = torch.float64,
     ) -> tuple[Tensor, Tensor]:
-        """Cosines and sines at these positions, to be worked out once and used by every layer.
+        """Cosines and sines at these positions, computed once and used by every layer.
 
         Args:
-            position_ids: Integers or floats, ``(L,)`` or ``(B, L)``; with several axes ``(A, L)``
-                or ``(A, B, L)``.
+            position_ids: As in :meth:`forward`.
             seq_len: As in :meth:`forward`.
-            dtype: Of the tables, which are rounded once. Half precision needs no more than
-                float32, and a GPU reads half the bytes then.
+            dtype: Of the tables, which are rounded once. Half precision needs no more than float32.
 
         Returns:
             Tables ``(L, P)`` or ``(B, L, P)`` for :func:`posenc.functional.rotate_qk`.
@@ -321,13 +313,9 @@ class RoPE(TableModule):
         like = torch.empty((batch, 1, shape[-1], 0), device=position_ids.device)
         phi, gain = self._angles.at_coordinates(who, "position_ids", like, position_ids, seq_len)
         cos, sin = of_angles(phi, position_ids.device, gain)
-        if checks.float_dtype(who, "dtype", dtype) == torch.float64:
-            return cos, sin
-        return round_once(cos, dtype), round_once(sin, dtype)
-
-    def _heads_first(self, who: str, names: str, xs: list[Tensor]) -> list[Tensor]:
-        rotary.check_heads(who, names, xs, self.head_dim, self.seq_dim)
-        return rotary.swap_heads(xs, self.seq_dim)
+        if checks.float_dtype(who, "dtype", dtype) != torch.float64:
+            cos, sin = round_once(cos, dtype), round_once(sin, dtype)
+        return cos, sin
 
     def _rotate(
         self,
@@ -350,14 +338,13 @@ class RoPE(TableModule):
         ys = rotate(who, "max_seq_len", xs, *tables, spec)
         return [y.transpose(1, 2) for y in ys] if self._tokens_first else ys
 
+    def _rotated_keys(self, who: str, k: Tensor) -> Tensor:
+        rotary.check_heads(who, "k", [k], self.head_dim, self.seq_dim)
+        return k.transpose(1, 2) if self._tokens_first else k
+
     def _rotate_again(self, who: str, k: Tensor, phi: Tensor, gain: Any, rows: Rows) -> Tensor:
         # Rotated keys are in the layout of the output.
         out = self._spec.interleaved_out
         spec, tables = Spec(out, out, self._spec.column), tables_of(phi, k.device, gain)
-        ys = rotary.rotate_rows(who, "max_seq_len", [k], *tables, rows, spec)
-        return rotary.swap_heads(ys, self.seq_dim)[0]
-
-    def _spectrum(self, method: str, seq_len: int | None) -> Spectrum:
-        if seq_len is not None:
-            seq_len = checks.integer(f"RoPE.{method}", "seq_len", seq_len, least=0)
-        return self._angles.spectrum_at(seq_len)
+        (y,) = rotary.rotate_rows(who, "max_seq_len", [k], *tables, rows, spec)
+        return y.transpose(1, 2) if self._tokens_first else y

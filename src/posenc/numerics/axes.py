@@ -1,7 +1,7 @@
 """Positions with several coordinates: which coordinate each channel pair follows.
 
 Positions then have a leading axis, ``[A, ..., T]``: time, height and width of a patch, say. Where
-all coordinates of a token are equal, as they are for text, `Sections` turn as one axis would.
+all coordinates of a token are equal, as they are for text, `Sections` rotate as one axis would.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Axes(ByValue):
         """The coordinate of each pair."""
         raise NotImplementedError
 
-    def rates(self, pairs: int) -> tuple[int, ...]:
+    def rate_index(self, pairs: int) -> tuple[int, ...]:
         """The index of each pair's rate among those of :meth:`width` channels."""
         return tuple(range(pairs))
 
@@ -66,9 +66,8 @@ class Sections(Axes):
 
     def __post_init__(self) -> None:
         if not isinstance(self.sizes, (list, tuple)) or not self.sizes:
-            rule = "sizes must be a tuple of ints"
-            got = checks.describe(self.sizes)
-            raise TypeError(checks.message("Sections", rule, got, "Pass (16, 24, 24), say."))
+            rule, got = "sizes must be a tuple of ints", checks.describe(self.sizes)
+            checks.fail("Sections", rule, got, "Pass (16, 24, 24), say.", TypeError)
         sizes = tuple(checks.integer("Sections", "sizes", size, least=0) for size in self.sizes)
         object.__setattr__(self, "sizes", sizes)
         checks.boolean("Sections", "interleaved", self.interleaved)
@@ -90,7 +89,7 @@ class Sections(Axes):
         if total != pairs:
             rule = f"sections must add up to {pairs} pairs, half of the {dim} rotated channels"
             got = f"{' + '.join(map(str, self.sizes))} = {total}"
-            raise ValueError(checks.message(who, rule, got, "Change sizes or rotary_dim."))
+            checks.fail(who, rule, got, "Change sizes or rotary_dim.")
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,14 +98,14 @@ class Axial(Axes):
 
     Args:
         coordinates: How many; 2 for height and width.
-        dealt: False if each coordinate has the whole range of rates, those of ``D / A`` channels
-            (Qwen2-VL's vision, SAM 2, DINOv3). True if the rates of ``D`` channels are dealt out
-            in turn, the first to the first coordinate (Pixtral).
+        rates: ``"per_axis"`` if each coordinate has the whole range of rates, those of ``D / A``
+            channels (Qwen2-VL's vision, SAM 2, DINOv3). ``"shared"`` if the coordinates take the
+            rates of ``D`` channels one after the other, the first coordinate the first (Pixtral).
 
     Examples:
-        >>> Axial(2).followed(4), Axial(2).rates(4), Axial(2).width(8)
+        >>> Axial(2).followed(4), Axial(2).rate_index(4), Axial(2).width(8)
         ((0, 0, 1, 1), (0, 1, 0, 1), 4)
-        >>> Axial(2, dealt=True).rates(4), Axial(2, dealt=True).width(8)
+        >>> Axial(2, rates="shared").rate_index(4), Axial(2, rates="shared").width(8)
         ((0, 2, 1, 3), 8)
 
     References:
@@ -114,12 +113,14 @@ class Axial(Axes):
     """
 
     coordinates: int = 2
-    dealt: bool = False
+    rates: str = "per_axis"
 
     def __post_init__(self) -> None:
         count = checks.integer("Axial", "coordinates", self.coordinates)
         object.__setattr__(self, "coordinates", count)
-        checks.boolean("Axial", "dealt", self.dealt)
+        if self.rates not in ("per_axis", "shared"):
+            rule = "rates must be 'per_axis' or 'shared'"
+            checks.fail("Axial", rule, checks.describe(self.rates), "Pass one of these.")
 
     def count(self) -> int:
         """How many coordinates a position has."""
@@ -131,16 +132,16 @@ class Axial(Axes):
 
     def width(self, dim: int) -> int:
         """Channels over which the rates are spread."""
-        return dim if self.dealt else dim // self.coordinates
+        return dim if self.rates == "shared" else dim // self.coordinates
 
     def followed(self, pairs: int) -> tuple[int, ...]:
         """The coordinate of each pair."""
         return tuple(i * self.coordinates // pairs for i in range(pairs))
 
-    def rates(self, pairs: int) -> tuple[int, ...]:
+    def rate_index(self, pairs: int) -> tuple[int, ...]:
         """The index of each pair's rate."""
         each = pairs // self.coordinates
-        if not self.dealt:
+        if self.rates == "per_axis":
             return tuple(i % each for i in range(pairs))
         return tuple(i % each * self.coordinates + i // each for i in range(pairs))
 
@@ -148,5 +149,4 @@ class Axial(Axes):
         """Refuse a width that is not an even number of channels for each coordinate."""
         if dim % (2 * self.coordinates):
             rule = f"rotated channels must be a multiple of {2 * self.coordinates}"
-            way_out = "Each coordinate takes as many pairs as the others."
-            raise ValueError(checks.message(who, rule, dim, way_out))
+            checks.fail(who, rule, dim, "Give each coordinate as many pairs as the others.")

@@ -98,7 +98,7 @@ def scaled_rates(
     scaled, axes = spectrum.scaling(plain, spectrum.base, seq_len), spectrum.axes
     if axes is None:
         return scaled
-    return scaled[..., constant(axes.rates(spectrum.dim // 2), torch.int64, device)]
+    return scaled[..., constant(axes.rate_index(spectrum.dim // 2), torch.int64, device)]
 
 
 def turn_steps(spectrum: Spectrum) -> tuple[tuple[int, ...], tuple[float, ...]]:
@@ -183,7 +183,7 @@ def _rounded_rates(spectrum: Spectrum) -> tuple[float, ...]:
             problem = f"{rule} makes rates that are not finite, with base {spectrum.base}"
             raise ValueError(f"{problem}.\n  Pass a factor closer to 1.")
     axes = spectrum.axes
-    return tuple(rates if axes is None else [rates[i] for i in axes.rates(spectrum.dim // 2)])
+    return tuple(rates if axes is None else [rates[i] for i in axes.rate_index(spectrum.dim // 2)])
 
 
 @lru_cache(maxsize=256)
@@ -191,7 +191,7 @@ def _turn_steps(spectrum: Spectrum) -> tuple[tuple[int, ...], tuple[float, ...]]
     if spectrum.scaling is None:
         rates, axes = _exact_rates(Spectrum(spectrum.width(), spectrum.base)), spectrum.axes
         if axes is not None:
-            rates = [rates[i] for i in axes.rates(spectrum.dim // 2)]
+            rates = [rates[i] for i in axes.rate_index(spectrum.dim // 2)]
     else:
         rates = [Decimal(rate) for rate in _rounded_rates(spectrum)]
     # 60 digits hold 64 bits of turn, 53 of rest and a margin; a rate above 1 has whole turns too.

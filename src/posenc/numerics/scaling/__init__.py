@@ -1,13 +1,13 @@
-r"""Scaling rules: how a model trained on one length is made to turn slower for a longer one.
+r"""Scaling rules: how a model trained on one length rotates slower for a longer one.
 
-A rule takes the rates :math:`\theta_i = b^{-2i/d}` of the pairs, in float64, and gives the rates to
-turn by; ``gain()`` is what its cosines and sines are multiplied with. Rules are frozen
-and hashable: a rule is part of the key of every table made with it. `at` gives the rule to use for
-a sequence of some length; most do not depend on it and give themselves.
+A rule takes the rates :math:`\theta_i = b^{-2i/d}` of the pairs, in float64, and gives the scaled
+rates; ``gain()`` is what its cosines and sines are multiplied with. Rules are frozen and hashable:
+a rule is part of the key of every table made with it. `at` gives the rule to use for a sequence of
+some length; most do not depend on it and give themselves.
 """
 
 from posenc.numerics.scaling.by_length import DynamicNTK, LongRoPE
-from posenc.numerics.scaling.fixed import NTK, Linear, Llama3, PerPair, Proportional, YaRN
+from posenc.numerics.scaling.fixed import NTK, Linear, Llama3, Proportional, YaRN
 from posenc.numerics.scaling.rule import Rule
 
 __all__ = [
@@ -16,7 +16,6 @@ __all__ = [
     "Linear",
     "Llama3",
     "LongRoPE",
-    "PerPair",
     "Proportional",
     "Rule",
     "YaRN",

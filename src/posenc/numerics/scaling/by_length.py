@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from posenc._contract import checks
-from posenc.numerics.scaling.fixed import NTK, PerPair, slowed, with_larger_base
+from posenc.numerics.scaling.fixed import NTK, _PerPair, slowed, with_larger_base
 from posenc.numerics.scaling.rule import Rule
 
 
@@ -41,7 +41,7 @@ class DynamicNTK(Rule):
         self._count("original_length")
 
     def __call__(self, rates: Tensor, base: float, seq_len: Tensor | None = None) -> Tensor:
-        """Rates to turn by, as they were unless a longer sequence is named."""
+        """Scaled rates."""
         if seq_len is None:
             return rates
         ratio = (seq_len.to(torch.float64) / self.original_length)[..., None, None]
@@ -99,15 +99,14 @@ class LongRoPE(Rule):
             if isinstance(values, Tensor):
                 values = values.tolist()
             if not isinstance(values, (list, tuple)) or not values:
-                rule = f"{name} must be a list of numbers"
-                got = checks.describe(values)
-                raise TypeError(checks.message("LongRoPE", rule, got, "One for each pair."))
+                rule, got = f"{name} must be a list of numbers", checks.describe(values)
+                checks.fail("LongRoPE", rule, got, "Pass one for each pair.", TypeError)
             numbers = [checks.positive_float("LongRoPE", name, value) for value in values]
             object.__setattr__(self, name, tuple(numbers))
         if len(self.short_factor) != len(self.long_factor):
             rule = "short_factor and long_factor must be equally long"
             got = f"{len(self.short_factor)} and {len(self.long_factor)}"
-            raise ValueError(checks.message("LongRoPE", rule, got, "One for each pair."))
+            checks.fail("LongRoPE", rule, got, "Pass one for each pair.")
         self._positive("factor")
         self._count("original_length")
         for name in ("attention_factor", "short_attention_factor"):
@@ -115,7 +114,7 @@ class LongRoPE(Rule):
                 self._positive(name)
 
     def __call__(self, rates: Tensor, base: float, seq_len: Tensor | None = None) -> Tensor:
-        """Rates to turn by, those of short sequences unless a longer one is named."""
+        """Scaled rates."""
         short = slowed(rates, self.short_factor)
         if seq_len is None:
             return short
@@ -141,9 +140,9 @@ class LongRoPE(Rule):
         gain = self.gain()
         assert isinstance(gain, float)
         if seq_len is not None and seq_len > self.original_length:
-            return PerPair(self.long_factor, gain)
+            return _PerPair(self.long_factor, gain)
         short = self.short_attention_factor
-        return PerPair(self.short_factor, gain if short is None else short)
+        return _PerPair(self.short_factor, gain if short is None else short)
 
     def trained_length(self) -> int:
         """The longest sequence that takes the short factors."""

@@ -15,11 +15,11 @@ from posenc.numerics.scaling.rule import Rule
 
 @dataclass(frozen=True, eq=False)
 class Linear(Rule):
-    r"""Position interpolation: every pair turns slower by ``factor``.
+    r"""Position interpolation: every pair rotates slower by ``factor``.
 
     .. math:: \theta_i \mapsto \theta_i / s
 
-    Below 1, every pair turns faster: ``Linear(1 / math.tau)`` takes positions in whole turns.
+    Below 1, every pair rotates faster: ``Linear(1 / math.tau)`` takes positions in whole turns.
 
     Examples:
         >>> Linear(2.0)(torch.tensor([1.0, 0.5]), 4.0)
@@ -36,13 +36,13 @@ class Linear(Rule):
         self._positive("factor")
 
     def __call__(self, rates: Tensor, base: float, seq_len: Tensor | None = None) -> Tensor:
-        """Rates to turn by."""
+        """Scaled rates."""
         return rates / self.factor
 
 
 @dataclass(frozen=True, eq=False)
 class NTK(Rule):
-    r"""A larger base: the slowest pair turns slower by ``factor``, the fastest as before.
+    r"""A larger base: the slowest pair is slower by ``factor``, the fastest as before.
 
     .. math:: b \mapsto b\,s^{d/(d-2)}, \qquad \theta_i \mapsto \theta_i\, s^{-2i/(d-2)}
 
@@ -60,7 +60,7 @@ class NTK(Rule):
         self._stretch()
 
     def __call__(self, rates: Tensor, base: float, seq_len: Tensor | None = None) -> Tensor:
-        """Rates to turn by."""
+        """Scaled rates."""
         return with_larger_base(rates, self.factor)
 
 
@@ -84,8 +84,8 @@ class YaRN(Rule):
             zero, and :math:`m(1)` otherwise, with :math:`m(x) = 0.1\,x \ln s + 1`.
         mscale: See above; DeepSeek's checkpoints have it.
         mscale_all_dim: See above.
-        beta_fast: Pairs that turn more often than this over :math:`M` stay.
-        beta_slow: Pairs that turn less often than this over :math:`M` are slowed all the way.
+        beta_fast: Pairs with more turns than this over :math:`M` stay.
+        beta_slow: Pairs with fewer turns than this over :math:`M` are slowed all the way.
         truncate: Whether :math:`l` and :math:`h` are rounded to whole pairs.
 
     Examples:
@@ -124,7 +124,7 @@ class YaRN(Rule):
         checks.boolean("YaRN", "truncate", self.truncate)
 
     def __call__(self, rates: Tensor, base: float, seq_len: Tensor | None = None) -> Tensor:
-        """Rates to turn by."""
+        """Scaled rates."""
         pairs = rates.shape[-1]
         low, high = self.blend_range(2 * pairs, base)
         index = torch.arange(pairs, dtype=torch.float64, device=rates.device)
@@ -134,14 +134,14 @@ class YaRN(Rule):
     def blend_range(self, dim: int, base: float) -> tuple[float, float]:
         """First pair that is slowed at all, and first that is slowed all the way."""
         if base <= 1:
-            rule = "YaRN: base must be above 1, because rates must fall"
-            raise ValueError(f"{rule}, got {base}.\n  Pass the base the model was trained with.")
+            rule, way_out = "base must be above 1", "Pass the base the model was trained with."
+            checks.fail("YaRN", rule, base, way_out)
 
-        def turning(times: float) -> float:
-            length = math.log(self.original_length) - math.log(times) - math.log(math.tau)
+        def pair_with(turns: float) -> float:
+            length = math.log(self.original_length) - math.log(turns) - math.log(math.tau)
             return dim * length / (2 * math.log(base))
 
-        low, high = turning(self.beta_fast), turning(self.beta_slow)
+        low, high = pair_with(self.beta_fast), pair_with(self.beta_slow)
         if self.truncate:
             low, high = math.floor(low), math.ceil(high)
         low, high = max(low, 0), min(high, dim - 1)
@@ -169,9 +169,9 @@ class Llama3(Rule):
     Args:
         factor: :math:`s`.
         original_length: :math:`M`, the length the model was trained on.
-        low_freq_factor: :math:`l`: pairs that turn less often over :math:`M` are slowed fully.
-        high_freq_factor: :math:`h`: pairs that turn more often stay. Equal to ``low_freq_factor``
-            it is a step: pairs at or above it stay.
+        low_freq_factor: :math:`l`: pairs with fewer turns over :math:`M` are slowed fully.
+        high_freq_factor: :math:`h`: pairs with more turns stay. Equal to ``low_freq_factor`` it
+            is a step: pairs at or above it stay.
 
     Examples:
         >>> Llama3(8.0, original_length=8192)(torch.tensor([1.0, 0.002, 0.0001]), 5e5)
@@ -192,11 +192,10 @@ class Llama3(Rule):
         self._count("original_length")
         if self.high_freq_factor < self.low_freq_factor:
             rule = f"high_freq_factor must be at least low_freq_factor={self.low_freq_factor}"
-            way_out = "Fast pairs turn more often than slow ones."
-            raise ValueError(checks.message("Llama3", rule, self.high_freq_factor, way_out))
+            checks.fail("Llama3", rule, self.high_freq_factor, "Swap the two.")
 
     def __call__(self, rates: Tensor, base: float, seq_len: Tensor | None = None) -> Tensor:
-        """Rates to turn by."""
+        """Scaled rates."""
         turns = rates * (self.original_length / math.tau)
         band = self.high_freq_factor - self.low_freq_factor
         if band == 0:
@@ -207,7 +206,7 @@ class Llama3(Rule):
 
 @dataclass(frozen=True, eq=False)
 class Proportional(Rule):
-    r"""Only the fastest share of the pairs turns; the others stand still.
+    r"""Only the fastest fraction of the pairs rotates; the others stand still.
 
     .. math:: \theta_i \mapsto \theta_i / s \text{ for } i < \lfloor p\,d/2 \rfloor,
         \text{ else } 0
@@ -216,7 +215,7 @@ class Proportional(Rule):
     the still channels are in the middle.
 
     Args:
-        share: :math:`p`, from 0 to 1.
+        fraction: :math:`p`, from 0 to 1.
         factor: :math:`s`.
 
     Examples:
@@ -227,33 +226,32 @@ class Proportional(Rule):
         The configs of Gemma 4.
     """
 
-    share: float
+    fraction: float
     factor: float = 1.0
 
     def __post_init__(self) -> None:
-        self._positive("share")
+        self._positive("fraction")
         self._stretch()
-        if self.share > 1:
-            raise ValueError(
-                checks.message("Proportional", "share must be at most 1", self.share, "1 is all.")
-            )
+        if self.fraction > 1:
+            rule = "fraction must be at most 1"
+            checks.fail("Proportional", rule, self.fraction, "Pass 1.0 to rotate every pair.")
 
     def __call__(self, rates: Tensor, base: float, seq_len: Tensor | None = None) -> Tensor:
-        """Rates to turn by."""
+        """Scaled rates."""
         pairs = rates.shape[-1]
-        turning = torch.arange(pairs, device=rates.device) < int(self.share * 2 * pairs // 2)
-        return torch.where(turning, rates / self.factor, 0.0)
+        rotated = torch.arange(pairs, device=rates.device) < int(self.fraction * 2 * pairs // 2)
+        return torch.where(rotated, rates / self.factor, 0.0)
 
 
 @dataclass(frozen=True, eq=False)
-class PerPair(Rule):
+class _PerPair(Rule):
     """Each pair slowed by a factor of its own: what LongRoPE comes down to at one length."""
 
     factors: tuple[float, ...]
     attention_factor: float = 1.0
 
     def __call__(self, rates: Tensor, base: float, seq_len: Tensor | None = None) -> Tensor:
-        """Rates to turn by."""
+        """Scaled rates."""
         return slowed(rates, self.factors)
 
     def gain(self, seq_len: Tensor | None = None) -> float:
@@ -265,8 +263,7 @@ def slowed(rates: Tensor, factors: tuple[float, ...]) -> Tensor:
     """Rates divided by a factor for each pair."""
     if len(factors) != rates.shape[-1]:
         rule = f"short_factor and long_factor must have {rates.shape[-1]} numbers"
-        way_out = "One for each rotated pair: rotary_dim / 2."
-        raise ValueError(checks.message("LongRoPE", rule, len(factors), way_out))
+        checks.fail("LongRoPE", rule, len(factors), "Pass one for each rotated pair.")
     return rates / constant(factors, torch.float64, rates.device)
 
 

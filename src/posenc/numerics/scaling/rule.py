@@ -15,7 +15,7 @@ class Rule(ByValue):
     """What every rule is: a function of the rates, with a gain of one unless it says otherwise."""
 
     def __call__(self, rates: Tensor, base: float, seq_len: Tensor | None = None) -> Tensor:
-        """Rates to turn by.
+        """Scaled rates.
 
         Args:
             rates: float64 of shape ``[P]``, fastest first.
@@ -48,8 +48,7 @@ class Rule(ByValue):
         factor: float = self.factor  # type: ignore[attr-defined]
         if factor < 1:
             way_out = "Pass how many times longer sequences may be, 4.0 for four times."
-            rule = "factor must be at least 1"
-            raise ValueError(checks.message(type(self).__name__, rule, factor, way_out))
+            checks.fail(type(self).__name__, "factor must be at least 1", factor, way_out)
 
     def _count(self, name: str) -> None:
         value = checks.integer(type(self).__name__, name, getattr(self, name))
