@@ -27,7 +27,7 @@ from posenc._contract.tracing import (
 from posenc.nn._module import ReadOnlyArguments
 
 # A table without a fixed length stops growing here: 128 MiB of cos and sin at 128 channels.
-# Positions past it are worked out at each call.
+# Positions past it are computed at each call.
 GROWTH_LIMIT = 2**17
 
 Numbers = tuple[Tensor, ...]

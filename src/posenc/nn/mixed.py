@@ -23,7 +23,7 @@ class MixedRoPE(ReadOnlyArguments):
     .. math:: \phi_{h,i} = \sum_a p_a f_{a,h,i}
 
     Every head has frequencies of its own, for every coordinate and pair. They start as those of
-    an axial encoding, rotated by a random angle for each head. Angles are worked out in float64,
+    an axial encoding, rotated by a random angle for each head. Angles are computed in float64,
     and gradients reach the frequencies.
 
     Args:
@@ -80,12 +80,7 @@ class MixedRoPE(ReadOnlyArguments):
             self.freqs.copy_((directions[..., None] * rates.cpu()).flatten(2).transpose(0, 1))
 
     def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        position_ids: Tensor | None = None,
-        *,
-        offset: int | Tensor = 0,
+        self, q: Tensor, k: Tensor, position_ids: Tensor | None = None, *, offset: int | Tensor = 0
     ) -> tuple[Tensor, Tensor]:
         """Rotate queries and keys.
 

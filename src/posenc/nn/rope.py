@@ -344,7 +344,7 @@ class RoPE(TableModule):
 
     def _rotate_again(self, who: str, k: Tensor, phi: Tensor, gain: Any, rows: Rows) -> Tensor:
         # Rotated keys are in the layout of the output.
-        out = self._spec.interleaved_out
-        spec, tables = Spec(out, out, self._spec.column), tables_of(phi, k.device, gain)
+        spec = self._spec._replace(interleaved=self._spec.interleaved_out)
+        tables = tables_of(phi, k.device, gain)
         (y,) = rotary.rotate_rows(who, "max_seq_len", [k], *tables, rows, spec)
         return y.transpose(1, 2) if self._tokens_first else y

@@ -19,12 +19,10 @@ from posenc.numerics.frequencies import Spectrum
 class RotaryPosEmbedding(TableModule):
     """Rotate ``(..., L, D)`` by position, keeping cosines and sines between calls.
 
-    The tables are reused while they cover the positions asked for, and rebuilt when the length
-    grows, or the device or the embedding dimension changes. Growth doubles, so decoding token by
-    token rebuilds only now and then. With ``max_seq_len`` they are built at that capacity and
-    every call is held to it. Give both sizes under ``torch.compile``, where a table that is not
-    there yet, or may grow, is worked out in the graph instead. Without ``max_seq_len``, positions
-    past 131 072 are worked out at each call and not kept.
+    The tables are rebuilt, twice as long, when the length grows, and when the device or the
+    embedding dimension changes. With ``max_seq_len`` they are built at that capacity, and every
+    call is held to it; without, positions past 131 072 are computed at each call. Give both sizes
+    under ``torch.compile``, which computes tables in the graph if they are missing or may grow.
 
     Args:
         embed_dim: Fixed, even ``D``; inferred from each input if None.
@@ -68,11 +66,7 @@ class RotaryPosEmbedding(TableModule):
         return SharedTables(table, self.max_seq_len, torch.float64, device)
 
     def forward(
-        self,
-        input_: Tensor,
-        position_ids: Tensor | None = None,
-        *,
-        offset: int | Tensor = 0,
+        self, input_: Tensor, position_ids: Tensor | None = None, *, offset: int | Tensor = 0
     ) -> Tensor:
         """Rotate ``input_``.
 

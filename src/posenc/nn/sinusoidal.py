@@ -70,11 +70,7 @@ class SinusoidalPosEmbedding(TableModule):
     encodings = shown_table(0, "The table ``(T, D)``, float32; None until it is needed.")
 
     def __init__(
-        self,
-        seq_len: int | None = None,
-        embed_dim: int | None = None,
-        *,
-        base: float = 10_000.0,
+        self, seq_len: int | None = None, embed_dim: int | None = None, *, base: float = 10_000.0
     ) -> None:
         who = type(self).__name__
         super().__init__()

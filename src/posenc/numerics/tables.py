@@ -70,21 +70,18 @@ def angles(positions: Tensor, rates: Spectrum | Tensor, seq_len: Tensor | None =
     return (units.to(torch.float64) + at.to(torch.float64) * rest) * unit
 
 
-def cos_sin(positions: Tensor, rates: Spectrum | Tensor) -> tuple[Tensor, Tensor]:
+def cos_sin(positions: Tensor, spectrum: Spectrum) -> tuple[Tensor, Tensor]:
     """Rotary tables ``[*positions.shape, P]``, in float64 wherever the device has it.
 
-    Those of a spectrum are multiplied with the gain of its rule.
+    They are multiplied with the gain of the spectrum's rule.
 
     Examples:
         >>> cos, sin = cos_sin(torch.arange(3), Spectrum(4))
         >>> cos.shape, cos.dtype
         (torch.Size([3, 2]), torch.float64)
     """
-    if isinstance(rates, Tensor):
-        rates = _where_float64_is(rates)
-    phi = angles(_where_float64_is(positions), rates)
-    gain = rates.gain() if isinstance(rates, Spectrum) else 1.0
-    return of_angles(phi, positions.device, gain)
+    phi = angles(_where_float64_is(positions), spectrum)
+    return of_angles(phi, positions.device, spectrum.gain())
 
 
 def of_angles(

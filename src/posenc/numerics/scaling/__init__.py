@@ -10,13 +10,4 @@ from posenc.numerics.scaling.by_length import DynamicNTK, LongRoPE
 from posenc.numerics.scaling.fixed import NTK, Linear, Llama3, Proportional, YaRN
 from posenc.numerics.scaling.rule import Rule
 
-__all__ = [
-    "NTK",
-    "DynamicNTK",
-    "Linear",
-    "Llama3",
-    "LongRoPE",
-    "Proportional",
-    "Rule",
-    "YaRN",
-]
+__all__ = ["NTK", "DynamicNTK", "Linear", "Llama3", "LongRoPE", "Proportional", "Rule", "YaRN"]
