@@ -231,7 +231,7 @@ def test_a_call_elsewhere_does_not_move_a_module():
     assert alibi.bias(4, device="meta").is_meta
     assert not rope.cos_cached.is_meta
     assert not alibi.slopes.is_meta
-    assert alibi.to("meta").heads(1, 3).slopes.is_meta
+    assert alibi.to("meta").select_heads(1, 3).slopes.is_meta
 
 
 def test_a_module_on_meta_stays_there_through_a_cast_and_leaves_by_to():
