@@ -1,11 +1,13 @@
 """Every implementation of the rotation, and the check that all of them have to pass."""
 
+from functools import partial
+
 import pytest
 import torch
 
 import oracles
 from assertions import assert_within_ulps
-from posenc.kernels import c, reference
+from posenc.kernels import c, dispatch, reference
 from posenc.kernels.spec import Rows
 
 DTYPES = {
@@ -27,15 +29,15 @@ def by_reference(xs, ys, *arguments):
         y.copy_(reference.rotate(x, *arguments))
 
 
-def by_triton(xs, ys, cos, sin, rows, spec):
-    from posenc.kernels.triton.rotate import rotate_into
+def by_triton(xs, ys, *arguments):
+    from posenc.kernels.triton import rotate
 
-    rotate_into(xs, ys, cos, sin, rows, spec)
+    dispatch.rotate_into(rotate, xs, ys, *arguments)
 
 
 BACKENDS = {"reference": (by_reference, "cpu"), "triton": (by_triton, GPU)}
 if c.available:
-    BACKENDS["c"] = (c.rotate_into, "cpu")
+    BACKENDS["c"] = (partial(dispatch.rotate_into, c), "cpu")
 # Triton's interpreter cuts bfloat16 off where a GPU rounds it.
 CUT = {("triton", torch.bfloat16): 1.0} if GPU == "cpu" else {}
 
@@ -44,7 +46,7 @@ def expected(x, cos, sin, index, spec):
     """Rotation of ``x`` in float64 by complex numbers, and the magnitude of each result."""
     cos, sin = (t.cpu()[index].unsqueeze(-3) for t in (cos, sin))
     pairs = cos.shape[-1]
-    span = slice(spec.column, spec.column + 2 * pairs)
+    span = slice(spec.first_channel, spec.first_channel + 2 * pairs)
     x = x.cpu().double()
     exact, size = x.clone(), x.abs()
     rotated = oracles.rotate(

@@ -12,15 +12,15 @@ from posenc.kernels.triton.launch import OPTIONS
 
 POINTERS = {"q", "k", "q_out", "k_out", "x", "y", "g", "dx", "weight"}
 ROTATE = {
-    "Q_HEADS": 32, "K_HEADS": 8, "PAIRS": 64, "COLUMN": 0, "REST": 0, "HAS_POSITIONS": False,
+    "Q_HEADS": 32, "K_HEADS": 8, "PAIRS": 64, "FIRST": 0, "REST": 0, "HAS_POSITIONS": False,
     "ADVANCES": True, "IN": 0, "OUT": 0, "TRANSPOSED": False, "WIDE": tl.float32,
     "INDEX": tl.int32, "BATCH_FIRST": False, "SPLIT": True, "EARLY": True, "LATE": True,
     "BLOCK_P": 64, "BLOCK_REST": 1, "BLOCK_H": 8, "BLOCK_T": 1,
 }  # fmt: skip
 ONE_PAIR = {**ROTATE, "Q_HEADS": 2, "K_HEADS": 0, "PAIRS": 1, "BLOCK_P": 1, "IN": 2, "OUT": 2}
 NORM = {
-    "HEADS": 8, "WIDTH": 128, "PAIRS": 32, "COLUMN": 0, "REST": 64, "HAS_POSITIONS": True,
-    "ADVANCES": False, "IN": 2, "OUT": 0, "WEIGHT": 2, "TRANSPOSED": False, "WHOLE": False,
+    "HEADS": 8, "WIDTH": 128, "PAIRS": 32, "FIRST": 0, "REST": 64, "HAS_POSITIONS": True,
+    "ADVANCES": False, "IN": 2, "OUT": 0, "WEIGHT": 2, "TRANSPOSED": False, "ALL_HEADS": False,
     "WIDE": tl.float32, "BLOCK_P": 32, "BLOCK_REST": 64, "BLOCK_H": 8,
 }  # fmt: skip
 CASES = {
@@ -31,9 +31,9 @@ CASES = {
     "float64": (rotate._rotate, {**ROTATE, "IN": 1, "OUT": 1, "WIDE": tl.float64}, (), "fp64"),
     "strides of one": (rotate._rotate, ONE_PAIR, ("q_t", "k_t", "qo_t", "ko_t"), "bf16"),
     "norm": (norm._forward, NORM, (), "bf16"),
-    "norm of all heads": (norm._forward, {**NORM, "WHOLE": True}, (), "bf16"),
+    "norm of all heads": (norm._forward, {**NORM, "ALL_HEADS": True}, (), "bf16"),
     "norm backward": (norm._backward, NORM, (), "bf16"),
-    "norm of all heads backward": (norm._backward, {**NORM, "WHOLE": True}, (), "bf16"),
+    "norm of all heads backward": (norm._backward, {**NORM, "ALL_HEADS": True}, (), "bf16"),
 }
 
 

@@ -5,7 +5,7 @@ import torch
 
 import oracles
 from oracles import tables
-from posenc.kernels import backend, c, reference
+from posenc.kernels import c, dispatch, reference
 from posenc.kernels.spec import Rows, Spec
 from rotations import DTYPES, LAYOUTS, check
 
@@ -99,7 +99,7 @@ def test_queries_and_keys_share_the_rows_made_ready_for_them(dtype, own):
 def test_instruction_sets_are_named_and_refused_by_name():
     from posenc.kernels.c import _rotate
 
-    assert _rotate.isa() in backend.backends()[0].why
+    assert _rotate.isa() in dispatch.backends()[0].why
     _rotate.set_isa(_rotate.isa())
     with pytest.raises(ValueError, match="does not run here"):
         _rotate.set_isa("abacus")

@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import posenc
 from oracles import tables
 from posenc.functional import qk_norm_rope, rotary_pos_embedding
-from posenc.kernels import norm
+from posenc.kernels import dispatch
 
 ROPE, ALIBI, ONES = posenc.RoPE(8), posenc.ALiBi(2), torch.ones(8)
 COS, SIN = tables(9, 4)
@@ -74,7 +74,7 @@ def test_a_compiled_jacobian_is_the_eager_one(case):
 
 def test_a_compiled_gradient_of_the_norm_is_no_op_that_cannot_be(monkeypatch):
     """As on CUDA, where a compiler is given the op: torch.func has no rule for it."""
-    monkeypatch.setattr(norm, "_kernel", lambda x: norm.triton)
+    monkeypatch.setattr(dispatch, "kernel_for", lambda x: dispatch.triton)
     torch.compiler.reset()
 
     def each(x):

@@ -7,50 +7,52 @@ from torch.autograd import forward_ad, gradcheck, gradgradcheck
 import oracles
 from assertions import assert_within_ulps
 from posenc import kernels
-from posenc.kernels import c, reference
+from posenc.kernels import c, dispatch, reference
 from posenc.kernels.spec import Norm, RowOutOfRange, Rows, Spec
 from rotations import GPU, LAYOUTS
 
 CASES = pytest.mark.parametrize(
-    ("pairs", "width", "column"), [(6, 12, 0), (6, 16, 0), (6, 16, 4)], ids=["all", "first", "last"]
+    ("pairs", "width", "first"), [(6, 12, 0), (6, 16, 0), (6, 16, 4)], ids=["all", "first", "last"]
 )
 DTYPES = pytest.mark.parametrize(
     "dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str
 )
-NORMS = pytest.mark.parametrize("whole", [False, True], ids=["each-head", "all-heads"])
+NORMS = pytest.mark.parametrize("all_heads", [False, True], ids=["each-head", "all-heads"])
 
 
-def example(pairs, width, whole, dtype, device="cpu"):
+def example(pairs, width, all_heads, dtype, device="cpu"):
     x = torch.randn(2, 5, 3, width).to(device, dtype).transpose(1, 2)
-    weight = torch.randn(3 * width if whole else width).to(device, dtype)
+    weight = torch.randn(3 * width if all_heads else width).to(device, dtype)
     cos, sin = (t.to(device) for t in oracles.exact_cos_sin(range(9), 2 * pairs))
     return x, weight, cos, sin
 
 
 @CASES
 @NORMS
-def test_reference_is_norm_then_rotation(pairs, width, column, whole):
-    x, weight, cos, sin = example(pairs, width, whole, torch.float64)
-    norm, spec = Norm(1e-5, 1.0, whole), Spec(False, False, column)
+def test_reference_is_norm_then_rotation(pairs, width, first, all_heads):
+    x, weight, cos, sin = example(pairs, width, all_heads, torch.float64)
+    norm, spec = Norm(1e-5, 1.0, all_heads), Spec(False, False, first)
     got = reference.norm_rotate(x, weight, cos, sin, Rows(2), spec, norm)
-    if whole:
+    if all_heads:
         flat = x.transpose(1, 2).flatten(2)
         normed = torch.nn.functional.rms_norm(flat, (3 * width,), 1 + weight, 1e-5)
         normed = normed.unflatten(2, (3, width)).transpose(1, 2)
     else:
         normed = torch.nn.functional.rms_norm(x, (width,), 1 + weight, 1e-5)
-    span = slice(column, column + 2 * pairs)
+    span = slice(first, first + 2 * pairs)
     wanted = normed.clone()
     wanted[..., span] = oracles.rotate(normed[..., span], cos[2:7], sin[2:7], interleaved=False)
     torch.testing.assert_close(got, wanted, rtol=1e-13, atol=1e-14)
 
 
 @NORMS
-def test_reference_gradients(whole):
-    x, weight, cos, sin = example(3, 8, whole, torch.float64)
+def test_reference_gradients(all_heads):
+    x, weight, cos, sin = example(3, 8, all_heads, torch.float64)
 
     def normed(x, weight):
-        return reference.norm_rotate(x, weight, cos, sin, Rows(), Spec(), Norm(1e-6, 0.0, whole))
+        return reference.norm_rotate(
+            x, weight, cos, sin, Rows(), Spec(), Norm(1e-6, 0.0, all_heads)
+        )
 
     assert gradcheck(normed, (x.requires_grad_(), weight.requires_grad_()))
 
@@ -62,15 +64,15 @@ def test_reference_gradients(whole):
     ids=["interleaved", "half", "interleaved-to-half"],
 )  # fmt: skip
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=["fp64", "bf16"])
-def test_triton_matches_forward_and_backward(pairs, width, column, whole, inner, outer, dtype):
+def test_triton_matches_forward_and_backward(pairs, width, first, all_heads, inner, outer, dtype):
     from posenc.kernels.triton import norm as kernel
 
-    x, weight, cos, sin = example(pairs, width, whole, dtype, GPU)
+    x, weight, cos, sin = example(pairs, width, all_heads, dtype, GPU)
     rows = Rows(0, torch.tensor([[0, 3, 1, 8, 2]], device=GPU))
-    arguments = (cos, sin, rows, Spec(inner, outer, column), Norm(1e-6, 1.0, whole))
-    got = kernel.norm_rotate(x, weight, *arguments)
+    arguments = (cos, sin, rows, Spec(inner, outer, first), Norm(1e-6, 1.0, all_heads))
+    got = dispatch.run_norm(kernel, x, weight, *arguments)
     g = torch.randn_like(got)
-    to_x, to_weight = kernel.norm_rotate_backward(g, x, weight, *arguments)
+    to_x, to_weight = dispatch.run_norm_backward(kernel, g, x, weight, *arguments)
 
     wide_x, wide_weight = x.double().requires_grad_(), weight.double().requires_grad_()
     wanted = reference.norm_rotate(wide_x, wide_weight, *arguments)
@@ -92,8 +94,8 @@ def test_triton_takes_rows_that_overlap():
     arguments = (cos, sin, Rows(), Spec(), Norm())
     g = torch.randn(1, 2, 5, 8, dtype=torch.float64, device=GPU)
     found = (
-        kernel.norm_rotate(x, weight, *arguments),
-        *kernel.norm_rotate_backward(g, x, weight, *arguments),
+        dispatch.run_norm(kernel, x, weight, *arguments),
+        *dispatch.run_norm_backward(kernel, g, x, weight, *arguments),
     )
     wanted = (
         reference.norm_rotate(x, weight, *arguments),
@@ -120,11 +122,11 @@ def check_c(x, weight, pairs, spec, norm, positions=None, start=0):
     """The kernel against float64: half an ulp at the magnitude of the pair."""
     cos, sin = oracles.exact_cos_sin(range(9), 2 * pairs)
     rows = Rows(start, positions)
-    got = c.norm_rotate(x, weight, cos, sin, rows, spec, norm)
+    got = dispatch.run_norm(c, x, weight, cos, sin, rows, spec, norm)
     arguments = (cos, sin, rows, spec, norm)
     exact = reference.norm_rotate(x.double(), weight.double(), *arguments)
     # Channels that are not rotated are pairs of themselves.
-    span = slice(spec.column, spec.column + 2 * pairs)
+    span = slice(spec.first_channel, spec.first_channel + 2 * pairs)
     size = exact.abs()
     size[..., span] = oracles.pair_magnitude(
         exact[..., span], pairs, interleaved=spec.interleaved_out
@@ -139,39 +141,39 @@ def check_c(x, weight, pairs, spec, norm, positions=None, start=0):
 @NORMS
 @DTYPES
 @LAYOUTS
-def test_c_is_exact(pairs, width, column, whole, dtype, inner, outer):
-    x, weight, _, _ = example(pairs, width, whole, dtype)
-    spec = Spec(inner, outer, column)
-    check_c(x, weight, pairs, spec, Norm(1e-6, 1.0, whole), torch.tensor([[0, 3, 1, 8, 2]]))
-    check_c(x, weight, pairs, spec, Norm(1e-2, 0.0, whole), torch.tensor([[0], [4]]))
+def test_c_is_exact(pairs, width, first, all_heads, dtype, inner, outer):
+    x, weight, _, _ = example(pairs, width, all_heads, dtype)
+    spec = Spec(inner, outer, first)
+    check_c(x, weight, pairs, spec, Norm(1e-6, 1.0, all_heads), torch.tensor([[0, 3, 1, 8, 2]]))
+    check_c(x, weight, pairs, spec, Norm(1e-2, 0.0, all_heads), torch.tensor([[0], [4]]))
 
 
 @needs_c
 @NORMS
 @pytest.mark.parametrize("memory", MEMORY)
 @pytest.mark.parametrize("pairs", [1, 3, 8, 17, 48])
-def test_c_takes_any_memory_and_width(memory, pairs, whole):
+def test_c_takes_any_memory_and_width(memory, pairs, all_heads):
     x = MEMORY[memory](2 * pairs + 1)
-    count = x.shape[1] * x.shape[3] if whole else x.shape[3]
+    count = x.shape[1] * x.shape[3] if all_heads else x.shape[3]
     # The second is in the precision that the kernel reads, but not as it reads it.
     for weight in (torch.randn(count).bfloat16(), torch.randn(2 * count).double()[::2]):
         before = weight.clone()
         for interleaved in (False, True):
             spec = Spec(interleaved, interleaved)
-            check_c(x, weight, pairs, spec, Norm(1e-6, 0.0, whole), start=2)
+            check_c(x, weight, pairs, spec, Norm(1e-6, 0.0, all_heads), start=2)
         assert torch.equal(weight, before)
 
 
 @needs_c
 @NORMS
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-def test_c_on_several_threads_is_c_on_one(dtype, whole):
+def test_c_on_several_threads_is_c_on_one(dtype, all_heads):
     x = torch.randn(2, 600, 4, 64).to(dtype).transpose(1, 2)
-    weight = torch.randn(256 if whole else 64)
-    arguments = (weight, *oracles.tables(600, 32), Rows(), Spec(), Norm(1e-6, 0.0, whole))
-    whole_call = c.norm_rotate(x, *arguments)
+    weight = torch.randn(256 if all_heads else 64)
+    arguments = (weight, *oracles.tables(600, 32), Rows(), Spec(), Norm(1e-6, 0.0, all_heads))
+    whole_call = dispatch.run_norm(c, x, *arguments)
     # 153,600 elements a piece: below what is shared out.
-    pieces = [c.norm_rotate(x[b : b + 1], *arguments) for b in range(2)]
+    pieces = [dispatch.run_norm(c, x[b : b + 1], *arguments) for b in range(2)]
     assert torch.equal(whole_call, torch.cat(pieces))
 
 
@@ -182,11 +184,11 @@ def test_c_keeps_nans_and_infinities():
         x[0, 0, 0, 3], x[0, 0, 1, 5] = float("nan"), float("inf")
         weight = torch.ones(8)
         tables = oracles.tables(3, 4)
-        got = c.norm_rotate(x, weight, *tables, Rows(), Spec(), Norm())
+        got = dispatch.run_norm(c, x, weight, *tables, Rows(), Spec(), Norm())
         assert got[0, 0, :2].isnan().any(-1).all()
         assert got[0, 0, 2].isfinite().all()
         weight[2] = torch.tensor(-1, dtype=torch.int32).view(torch.float32)  # a NaN of all ones
-        got = c.norm_rotate(x, weight, *tables, Rows(), Spec(), Norm())
+        got = dispatch.run_norm(c, x, weight, *tables, Rows(), Spec(), Norm())
         assert got[0, 0, 2, 2:4].isnan().all()
 
 
@@ -194,12 +196,12 @@ def test_c_keeps_nans_and_infinities():
 def test_c_refuses_a_row_it_has_not():
     x, weight, cos, sin = example(6, 12, False, torch.float32)
     with pytest.raises(RowOutOfRange):
-        c.norm_rotate(x, weight, cos, sin, Rows(5), Spec(), Norm())
+        dispatch.run_norm(c, x, weight, cos, sin, Rows(5), Spec(), Norm())
 
 
 def check_c_backward(g, x, weight, arguments):
     """Gradients against autograd in float64: rounded once, at the size of the terms of a row."""
-    to_x, to_weight = c.norm_rotate_backward(g, x, weight, *arguments)
+    to_x, to_weight = dispatch.run_norm_backward(c, g, x, weight, *arguments)
     wide_x, wide_weight = x.double().requires_grad_(), weight.double().requires_grad_()
     wanted = reference.norm_rotate(wide_x, wide_weight, *arguments)
     exact_x, exact_weight = torch.autograd.grad(wanted, (wide_x, wide_weight), g.double())
@@ -225,12 +227,12 @@ def check_c_backward(g, x, weight, arguments):
 @NORMS
 @DTYPES
 @LAYOUTS
-def test_c_gradients(pairs, width, column, whole, dtype, inner, outer):
-    x, weight, cos, sin = example(pairs, width, whole, dtype)
+def test_c_gradients(pairs, width, first, all_heads, dtype, inner, outer):
+    x, weight, cos, sin = example(pairs, width, all_heads, dtype)
     for transposed in (False, True):
-        spec = Spec(inner, outer, column, transposed)
+        spec = Spec(inner, outer, first, transposed)
         for positions in (torch.tensor([[0, 3, 1, 8, 2]]), torch.tensor([[0], [4]])):
-            arguments = (cos, sin, Rows(0, positions), spec, Norm(1e-2, 1.0, whole))
+            arguments = (cos, sin, Rows(0, positions), spec, Norm(1e-2, 1.0, all_heads))
             check_c_backward(torch.randn_like(x), x, weight, arguments)
 
 
@@ -238,34 +240,34 @@ def test_c_gradients(pairs, width, column, whole, dtype, inner, outer):
 @NORMS
 @pytest.mark.parametrize("memory", MEMORY)
 @pytest.mark.parametrize("pairs", [1, 3, 8, 17, 48])
-def test_c_gradients_of_any_memory_and_width(memory, pairs, whole):
+def test_c_gradients_of_any_memory_and_width(memory, pairs, all_heads):
     x = MEMORY[memory](2 * pairs + 1)
-    weight = torch.randn(x.shape[1] * x.shape[3] if whole else x.shape[3])
+    weight = torch.randn(x.shape[1] * x.shape[3] if all_heads else x.shape[3])
     tables = oracles.exact_cos_sin(range(9), 2 * pairs)
     for interleaved in (False, True):
         spec = Spec(interleaved, interleaved)
         for g in (torch.randn(x.shape), MEMORY[memory](2 * pairs + 1), torch.ones(()).expand_as(x)):
-            arguments = (*tables, Rows(2), spec, Norm(1e-6, 0.0, whole))
+            arguments = (*tables, Rows(2), spec, Norm(1e-6, 0.0, all_heads))
             check_c_backward(g, x, weight, arguments)
 
 
 @needs_c
 @NORMS
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-def test_c_gradients_on_several_threads(dtype, whole):
+def test_c_gradients_on_several_threads(dtype, all_heads):
     x = torch.randn(2, 600, 4, 64).to(dtype).transpose(1, 2)
-    weight = torch.randn(256 if whole else 64)
-    arguments = (*oracles.tables(600, 32), Rows(), Spec(), Norm(1e-6, 0.0, whole))
+    weight = torch.randn(256 if all_heads else 64)
+    arguments = (*oracles.tables(600, 32), Rows(), Spec(), Norm(1e-6, 0.0, all_heads))
     check_c_backward(torch.randn_like(x), x, weight, arguments)
-    first = c.norm_rotate_backward(x, x, weight, *arguments)
-    again = c.norm_rotate_backward(x, x, weight, *arguments)
+    first = dispatch.run_norm_backward(c, x, x, weight, *arguments)
+    again = dispatch.run_norm_backward(c, x, x, weight, *arguments)
     assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
 
 
 @needs_c
 @NORMS
 @pytest.mark.parametrize("interleaved", [False, True], ids=["half", "interleaved"])
-def test_c_every_instruction_set_has_the_gradient(interleaved, whole):
+def test_c_every_instruction_set_has_the_gradient(interleaved, all_heads):
     from posenc.kernels.c import _rotate
 
     best = _rotate.isa()
@@ -276,9 +278,9 @@ def test_c_every_instruction_set_has_the_gradient(interleaved, whole):
             except ValueError:
                 continue
             for dtype in (torch.float32, torch.bfloat16, torch.float16):
-                x, weight, cos, sin = example(32, 70, whole, dtype)
+                x, weight, cos, sin = example(32, 70, all_heads, dtype)
                 spec = Spec(interleaved, interleaved)
-                arguments = (cos, sin, Rows(), spec, Norm(1e-6, 0.0, whole))
+                arguments = (cos, sin, Rows(), spec, Norm(1e-6, 0.0, all_heads))
                 check_c_backward(torch.randn_like(x), x, weight, arguments)
     finally:
         _rotate.set_isa(best)
@@ -286,11 +288,11 @@ def test_c_every_instruction_set_has_the_gradient(interleaved, whole):
 
 @NORMS
 @pytest.mark.parametrize("device", sorted({"cpu", GPU}))
-def test_the_gradient_can_be_differentiated_again_and_batched(device, whole):
-    x, weight, cos, sin = example(3, 8, whole, torch.float64, device)
+def test_the_gradient_can_be_differentiated_again_and_batched(device, all_heads):
+    x, weight, cos, sin = example(3, 8, all_heads, torch.float64, device)
 
     def normed(x, weight):
-        return kernels.norm_rotate(x, weight, cos, sin, Rows(), Spec(), Norm(1e-6, 0.0, whole))
+        return kernels.norm_rotate(x, weight, cos, sin, Rows(), Spec(), Norm(1e-6, 0.0, all_heads))
 
     inputs = (x.requires_grad_(), weight.requires_grad_())
     assert gradcheck(normed, inputs, check_batched_grad=True)
@@ -307,19 +309,19 @@ def test_a_plain_call_goes_to_c(monkeypatch):
     """With a gradient and without; and what the gradient keeps is the input alone."""
     x, weight, cos, sin = example(6, 12, False, torch.bfloat16)
     called = []
-    for name in ("norm_rotate", "norm_rotate_backward"):
+    for name in ("norm_into", "norm_backward_into"):
         run = getattr(c, name)
         monkeypatch.setattr(c, name, lambda *a, run=run, name=name: called.append(name) or run(*a))
     arguments = (cos, sin, Rows(), Spec(), Norm())
     without = kernels.norm_rotate(x, weight, *arguments)
-    assert called == ["norm_rotate"]
+    assert called == ["norm_into"]
     recorded = kernels.norm_rotate(x, weight.requires_grad_(), *arguments)
     assert torch.equal(without, recorded)
     assert {t.dtype for t in recorded.grad_fn.saved_tensors if t is not None} == {
         torch.bfloat16, torch.float64,
     }  # fmt: skip
     recorded.sum().backward()
-    assert called == ["norm_rotate", "norm_rotate", "norm_rotate_backward"]
+    assert called == ["norm_into", "norm_into", "norm_backward_into"]
     assert weight.grad.isfinite().all()
 
 

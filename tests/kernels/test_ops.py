@@ -5,8 +5,8 @@ import torch
 from torch.autograd import gradcheck
 
 from oracles import tables
-from posenc.kernels import norm, ops, reference
-from posenc.kernels.spec import Rows, Spec
+from posenc.kernels import ops, reference
+from posenc.kernels.spec import Rows, Spec, flatten
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 GPU = "cuda" if torch.cuda.is_available() else "cpu"
@@ -22,7 +22,7 @@ def test_ops_have_gradients_to_their_tables(rows, batched):
         cos, sin = cos.unflatten(0, (2, 4)), sin.unflatten(0, (2, 4))
 
     def rotated(q, cos, sin):
-        return ops.rotate(q, cos, sin, *ops.flat(rows, spec))
+        return ops.rotate(q, cos, sin, *flatten(rows, spec))
 
     assert gradcheck(rotated, (q, cos, sin))
     got = torch.autograd.grad(rotated(q, cos, sin).square().sum(), (cos, sin), retain_graph=True)
@@ -44,7 +44,7 @@ def test_opcheck(dtype, count, in_place):
     for rows in (Rows(2), Rows(0, torch.tensor([[0, 1, 2, 8]], device=device))):
         for grad in (False, not in_place):
             inputs = [x.clone().requires_grad_(grad) for x in xs]
-            torch.library.opcheck(op, (*inputs, cos, sin, *ops.flat(rows, Spec(False, True, 2))))
+            torch.library.opcheck(op, (*inputs, cos, sin, *flatten(rows, Spec(False, True, 2))))
 
 
 # What fits: 2 sequences of 5 tokens, 8 channels of which 3 pairs are rotated, 9 table rows.
@@ -90,10 +90,10 @@ HOSTILE = {
     "x-of-complex-numbers": {"x": torch.ones(X, dtype=torch.complex64)},
     "x-narrower-than-its-pairs": {"x": (2, 3, 5, 4)},
     "x-without-channels": {"x": (2, 3, 5, 0)},
-    "column-below-zero": {"column": -2},
-    "column-past-the-channels": {"column": 6},
-    "column-that-wraps": {"column": 2**63 - 1},
-    "column-between": {"column": 1},
+    "first-channel-below-zero": {"first_channel": -2},
+    "first-channel-past-the-channels": {"first_channel": 6},
+    "first-channel-that-wraps": {"first_channel": 2**63 - 1},
+    "first-channel-between": {"first_channel": 1},
 }  # fmt: skip
 HOSTILE_PAIRS = {
     "k-of-fewer-sequences": {"k": (1, 3, 5, 8)},
@@ -105,17 +105,17 @@ HOSTILE_PAIRS = {
 }
 
 
-def _call(op, x=X, k=X, cos=TABLE, sin=TABLE, positions=None, start=0, column=0):
+def _call(op, x=X, k=X, cos=TABLE, sin=TABLE, positions=None, start=0, first_channel=0):
     """Call an op, and hand back what it was to rotate."""
     made = [t if isinstance(t, torch.Tensor) else torch.ones(t) for t in (x, k)]
     xs = made[: 2 if op is ops.rotate_qk else 1]
     wide = [t if isinstance(t, torch.Tensor) else torch.full(t, 0.5).double() for t in (cos, sin)]
-    op(*xs, *wide, positions, start, True, True, column, False)
+    op(*xs, *wide, positions, start, True, True, first_channel, False)
     return xs
 
 
 @pytest.mark.parametrize("op", [ops.rotate, ops.rotate_qk, ops.rotate_], ids=str)
-@pytest.mark.parametrize("change", [{}, {"column": 2}, {"start": 4}, {"positions": IDS + 8}])
+@pytest.mark.parametrize("change", [{}, {"first_channel": 2}, {"start": 4}, {"positions": IDS + 8}])
 def test_a_call_that_fits_is_taken(op, change):
     """So that a refusal below is of what differs from this call."""
     (x, *_) = _call(op, **change)
@@ -164,8 +164,8 @@ def test_the_norm_refuses_a_weight_that_does_not_fit(wrong):
     x, (cos, sin), how = torch.ones(X), tables(9, 3), (None, 0, True, True, 0, False, 1e-6, 0.0)
     for whole in (False, True):
         with pytest.raises(ValueError, match="posenc::norm_rotate: weight must be"):
-            norm._run_forward(x, torch.ones(wrong), cos, sin, *how, whole)
+            ops._norm_rotate(x, torch.ones(wrong), cos, sin, *how, whole)
     with pytest.raises(ValueError, match="posenc::norm_rotate: a gradient must be"):
-        norm._run_backward(torch.ones(2, 1, 5, 8), x, torch.ones(8), cos, sin, *how, False)
+        ops._norm_backward(torch.ones(2, 1, 5, 8), x, torch.ones(8), cos, sin, *how, False)
     with pytest.raises(ValueError, match="posenc::norm_rotate: cos and sin must be"):
-        norm._run_forward(x, torch.ones(8), cos, sin[:2], *how, False)
+        ops._norm_rotate(x, torch.ones(8), cos, sin[:2], *how, False)

@@ -8,7 +8,7 @@ import torch
 
 from assertions import assert_within_ulps
 from oracles import tables
-from posenc.kernels import backend, c
+from posenc.kernels import c, dispatch
 from posenc.kernels.spec import RowOutOfRange, Rows, Spec
 from rotations import BACKENDS, DTYPES, GPU, LAYOUTS, check, expected
 
@@ -66,9 +66,10 @@ def test_tables_may_differ_in_dtype(name, dtype, narrow):
 def test_triton_takes_any_tile(tile, inner, outer, heads, monkeypatch):
     """With tables of float64, and of float32 where those are the same numbers."""
     from posenc.kernels.triton import rotate
+    from posenc.kernels.triton.launch import Launches
 
     monkeypatch.setattr(rotate, "tile", lambda *arguments: TILES[tile])
-    monkeypatch.setattr(rotate, "_LAUNCHES", {})
+    monkeypatch.setattr(rotate, "_LAUNCHES", Launches())
     xs = [torch.randn(2, 5, h, 18, device=GPU).half().transpose(1, 2) for h in heads]
     cos, sin = (table.to(GPU) for table in tables(9, 6))
     spec, found = Spec(inner, outer, 6), []
@@ -246,10 +247,10 @@ def test_what_is_yet_to_be_negated(name):
 
 
 def test_backends_say_what_they_are():
-    names = [entry.name for entry in backend.backends()]
+    names = [entry.name for entry in dispatch.backends()]
     assert names == ["c", "triton", "reference"]
-    assert all(entry.why for entry in backend.backends())
-    assert backend.backends()[2].available
+    assert all(entry.why for entry in dispatch.backends())
+    assert dispatch.backends()[2].available
 
 
 @pytest.mark.parametrize("name", [name for name in BACKENDS if name != "reference"])

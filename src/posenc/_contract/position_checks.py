@@ -10,7 +10,7 @@ from torch import Tensor
 
 from posenc._contract import sharding
 from posenc._contract.checks import FARTHEST, FLOAT_DTYPES, INT_DTYPES, describe, fail, integer
-from posenc._contract.tracing import in_transform, is_readable
+from posenc._contract.tracing import device_assert, in_transform, is_readable
 
 
 class Limit(NamedTuple):
@@ -157,7 +157,7 @@ def check_ids(who: str, ids: Tensor, limit: Limit = UNLIMITED) -> int | None:
         if not in_transform(ids):
             inside = (ids >= 0) & (ids < limit.value)
             rule = f"{who}: position_ids must be in [0, {limit.value})."
-            torch._assert_async(inside.all(), rule)
+            device_assert(inside.all(), rule)
         return None
     count = ids.numel()
     if count == 0:

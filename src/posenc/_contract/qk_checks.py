@@ -9,7 +9,7 @@ from torch import Tensor
 
 from posenc._contract import checks
 from posenc._contract.checks import message
-from posenc._contract.tracing import in_transform, is_readable
+from posenc._contract.tracing import device_assert, in_transform, is_readable
 
 
 def check_lengths(who: str, q_len: Any, k_len: Any) -> tuple[int, int]:
@@ -79,7 +79,7 @@ def check_query_offset(
     elif not in_transform(offset):
         inside = (offset >= 0) & (offset <= most)
         rule = f"{who}: query_offset must be in [0, k_len - q_len]."
-        torch._assert_async(inside.all(), rule)
+        device_assert(inside.all(), rule)
     return offset.to(device=device, dtype=torch.int64)
 
 

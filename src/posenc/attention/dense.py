@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
-from posenc._contract.tracing import in_transform, is_exporting
+from posenc._contract.tracing import in_forward_mode, in_transform, is_exporting
 from posenc.numerics.spans import Spans
 
 
@@ -17,7 +16,7 @@ def is_needed(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor) -> bool:
     """
     if is_exporting():
         return True
-    if in_transform(q, k, v, slopes) or forward_ad._current_level >= 0:
+    if in_transform(q, k, v, slopes) or in_forward_mode():
         return True
     return torch.is_grad_enabled() and slopes.requires_grad
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from posenc._contract.tracing import dynamo
 from posenc.attention.blocks import BLOCK, block_mask
 from posenc.attention.mods import bias_mod, pair_mod
 from posenc.attention.pruning import Plan, needed_keys
@@ -83,9 +84,7 @@ def attend_compiled(
     """
     if torch.compiler.is_compiling():
         return attend(q, k, v, offset, plan, **flags, inlined=True)
-    from torch._dynamo import config
-    from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
-
+    config, exc = dynamo()
     shape = q.shape[2] < BLOCK, q.shape[3], v.shape[3], q.shape[1] // k.shape[1]
     for inlined in (False, True):
         kind = q.dtype, shape, plan.causal, plan.prune, *flags.items(), inlined
@@ -95,10 +94,10 @@ def attend_compiled(
             # Each kind of call is a graph of its own: causal or not, documents, gradients.
             with config.patch(recompile_limit=LIMIT):
                 return _compiled()(q, k, v, offset, plan, **flags, inlined=inlined)
-        except TorchDynamoException as error:
+        except exc.TorchDynamoException as error:
             _refused.add(kind)
             reason = [*str(error).strip().splitlines(), type(error).__name__][0]
-        except FailOnRecompileLimitHit:
+        except exc.FailOnRecompileLimitHit:
             reason = f"there are {LIMIT} graphs already"
         if inlined:
             start = "FlexAttention did not compile, and attention runs in chunks instead"

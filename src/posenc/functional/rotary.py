@@ -11,7 +11,7 @@ from posenc import kernels
 from posenc._contract import checks
 from posenc._contract.overlap import check_writable, copy_if_overlapping
 from posenc._contract.position_checks import Limit, check_position
-from posenc._contract.tracing import in_transform, is_readable
+from posenc._contract.tracing import device_assert, in_transform, is_readable
 from posenc.functional._positions import positions_of, rows_of
 from posenc.kernels import RowOutOfRange, Rows, Spec
 from posenc.numerics.frequencies import Spectrum
@@ -281,7 +281,7 @@ def halved(who: str, name: str, table: Tensor, interleaved: bool) -> Tensor:
         if not torch.equal(first, second):
             raise ValueError(f"{problem}\n  Pass {name} of shape (T, P), or another `interleaved`.")
     elif not in_transform(table):
-        torch._assert_async((first == second).all(), problem)
+        device_assert((first == second).all(), problem)
     return first
 
 

@@ -16,7 +16,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from posenc._contract import checks
 from posenc.kernels import Rows, Spec, reference
-from posenc.kernels.eager import exported_as
+from posenc.kernels.dispatch import exported_as
 
 # The first with a rotation of its own.
 OPSET = 23
@@ -103,7 +103,7 @@ def _rotary_embedding(
     if x.dtype == torch.float64 or spec.interleaved != spec.interleaved_out or own_rows:
         return reference.rotate(x, cos, sin, rows, spec)
     # The operator turns the first channels, and leaves the others.
-    before, x = x[..., : spec.column], x[..., spec.column :]
+    before, x = x[..., : spec.first_channel], x[..., spec.first_channel :]
     ids = None
     if cos.dim() == 2:
         ids = rows.as_index(x.shape[2], x.device).expand(x.shape[0], -1)
@@ -125,7 +125,7 @@ def _rotary_embedding(
         y = _in_parts(rotated, x, tables, 2 * cos.shape[-1])
     else:
         y = rotated(x.float(), *[table.float() for table in tables]).to(x.dtype)
-    return torch.cat((before, y), dim=-1) if spec.column else y
+    return torch.cat((before, y), dim=-1) if spec.first_channel else y
 
 
 def _in_parts(

@@ -1,8 +1,7 @@
 """Your dtype, your device: what touches the user's tensors. Tensors and flags, never a rule."""
 
-from posenc.kernels.backend import Backend, backends
-from posenc.kernels.eager import rotate, rotate_, rotate_plain
-from posenc.kernels.norm import norm_rotate
+from posenc.kernels import ops as ops  # defines the ops that dispatch calls
+from posenc.kernels.dispatch import Backend, backends, norm_rotate, rotate, rotate_
 from posenc.kernels.reference import add
 from posenc.kernels.spec import Norm, RowOutOfRange, Rows, Spec
 
@@ -17,5 +16,4 @@ __all__ = [
     "norm_rotate",
     "rotate",
     "rotate_",
-    "rotate_plain",
 ]

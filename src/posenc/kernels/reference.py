@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from posenc._contract.sharding import local, replicate_like
-from posenc._contract.tracing import in_transform, is_readable
+from posenc._contract.tracing import device_assert, in_transform, is_readable
 from posenc.kernels.spec import Norm, RowOutOfRange, Rows, Spec
 
 
@@ -23,7 +24,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, rows: Rows, spec: Spec) -> Tenso
         cos: ``[R, P]``, or ``[B, R, P]``.
         sin: As ``cos``.
         rows: Which table row each token takes.
-        spec: Which channels form pairs, and which way they spec.
+        spec: Which channels form pairs, and the direction of the rotation.
 
     Returns:
         A new tensor like ``x``; the other channels are copied.
@@ -32,7 +33,9 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, rows: Rows, spec: Spec) -> Tenso
     c, s = (take(table, rows, x.shape[2]).to(wide) for table in (cos, sin))
     if spec.transposed:
         s = -s
-    before, rotated, after = x.tensor_split((spec.column, spec.column + 2 * cos.shape[-1]), dim=-1)
+    before, rotated, after = x.tensor_split(
+        (spec.first_channel, spec.first_channel + 2 * cos.shape[-1]), dim=-1
+    )
     a, b = pairs(rotated.to(wide), spec.interleaved)
     y = join(a * c - b * s, a * s + b * c, spec.interleaved_out)
     return torch.cat((before, y.to(x.dtype), after), dim=-1)
@@ -42,7 +45,7 @@ def table_gradients(
     x: Tensor, g: Tensor, cos: Tensor, sin: Tensor, rows: Rows, spec: Spec
 ) -> tuple[Tensor, Tensor]:
     """Gradients of :func:`rotate` to its tables, given ``g``, the gradient to its output."""
-    wide, span = one_up(x), slice(spec.column, spec.column + 2 * cos.shape[-1])
+    wide, span = one_up(x), slice(spec.first_channel, spec.first_channel + 2 * cos.shape[-1])
     a, b = pairs(x[..., span].to(wide), spec.interleaved)
     ga, gb = pairs(g[..., span].to(wide), spec.interleaved_out)
     sign = -1 if spec.transposed else 1
@@ -76,18 +79,18 @@ def norm_rotate_backward(
     """Gradients of :func:`norm_rotate` to ``x`` and ``weight``, given that to its output."""
     unit, scale, factor = _unit_scale_factor(x, weight, norm)
     rotated = rotate(g.to(unit.dtype), cos, sin, rows, spec.transpose())
-    pull = (rotated * factor * unit).mean(dim=(1, 3) if norm.whole else 3, keepdim=True)
+    pull = (rotated * factor * unit).mean(dim=(1, 3) if norm.all_heads else 3, keepdim=True)
     to_x = (rotated * factor - unit * pull) * scale
-    to_weight = (rotated * unit).sum(dim=(0, 2) if norm.whole else (0, 1, 2))
+    to_weight = (rotated * unit).sum(dim=(0, 2) if norm.all_heads else (0, 1, 2))
     return to_x.to(x.dtype), to_weight.reshape(weight.shape).to(weight.dtype)
 
 
 def _unit_scale_factor(x: Tensor, weight: Tensor, norm: Norm) -> tuple[Tensor, Tensor, Tensor]:
     wide = x.to(one_up(x))
-    mean = wide.square().mean(dim=(1, 3) if norm.whole else 3, keepdim=True)
+    mean = wide.square().mean(dim=(1, 3) if norm.all_heads else 3, keepdim=True)
     scale = torch.rsqrt(mean + norm.eps)
     factor = weight.to(wide.dtype) + norm.shift
-    if norm.whole:
+    if norm.all_heads:
         factor = factor.view(x.shape[1], 1, x.shape[3])
     return wide * scale, scale, factor
 
@@ -110,7 +113,7 @@ def take(table: Tensor, rows: Rows, length: int) -> Tensor:
         # Values cannot be looked at here; indexing itself refuses what is past the end.
         index = torch.where(index < 0, held, index)
     else:
-        torch._assert_async(~outside.any(), f"positions must be in [0, {held}).")
+        device_assert(~outside.any(), f"positions must be in [0, {held}).")
     if table.dim() == 2:
         return table[index].unsqueeze(1)
     batch = replicate_like(index, torch.arange(table.shape[0], device=table.device)[:, None])
@@ -119,15 +122,20 @@ def take(table: Tensor, rows: Rows, length: int) -> Tensor:
 
 def _scatter(gradient: Tensor, table: Tensor, rows: Rows) -> Tensor:
     """Add ``[B, T, P]`` onto the rows that :func:`take` took from ``table``."""
+    shared = table.dim() == 2
+    if shared and (rows.positions is None or rows.positions.shape[0] == 1):
+        gradient = gradient.sum(0, keepdim=True)
+    gradient, length = gradient.to(table.dtype), gradient.shape[1]
+    if rows.positions is None:
+        after = table.shape[-2] - rows.start - length
+        full = F.pad(gradient, (0, 0, rows.start, after))
+        return full[0] if shared else full
+    index = rows.as_index(length, table.device).expand(gradient.shape[:2])
     full = torch.zeros_like(table)
-    index = rows.as_index(gradient.shape[1], table.device)
-    gradient = gradient.to(table.dtype)
-    if table.dim() == 2:
-        flat = index.expand(gradient.shape[:2]).reshape(-1)
-        return full.index_add(0, flat, gradient.flatten(0, 1))
+    if shared:
+        return full.index_add(0, index.reshape(-1), gradient.flatten(0, 1))
     batch = torch.arange(table.shape[0], device=table.device)[:, None]
-    where = (batch.expand(gradient.shape[:2]), index.expand(gradient.shape[:2]))
-    return full.index_put(where, gradient, accumulate=True)
+    return full.index_put((batch.expand_as(index), index), gradient, accumulate=True)
 
 
 def pairs(x: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:

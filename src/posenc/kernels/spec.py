@@ -1,8 +1,8 @@
-"""What a rotation is told besides its tensors: which rows, and which way to spec."""
+"""What a rotation takes besides its tensors: table rows, the layout of pairs, a norm."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,23 +37,34 @@ class Rows(NamedTuple):
 
 
 class Spec(NamedTuple):
-    """Which channels form pairs, and which way they spec.
+    """Which channels form pairs, and the direction of the rotation.
 
     Attributes:
         interleaved: Pairs of the input are ``(2i, 2i + 1)`` if true, ``(i, P + i)`` if false.
         interleaved_out: The same for the output.
-        column: First channel that is rotated.
-        transposed: Spec by the negative angle: the gradient.
+        first_channel: First channel that is rotated.
+        transposed: Rotate by the negative angle: the gradient.
     """
 
     interleaved: bool = True
     interleaved_out: bool = True
-    column: int = 0
+    first_channel: int = 0
     transposed: bool = False
 
     def transpose(self) -> Spec:
         """The rotation that a gradient takes: from the output's layout to the input's."""
-        return Spec(self.interleaved_out, self.interleaved, self.column, not self.transposed)
+        return Spec(self.interleaved_out, self.interleaved, self.first_channel, not self.transposed)
+
+
+def flatten(rows: Rows, spec: Spec) -> tuple[Any, ...]:
+    """Arguments of an op that follow the tables."""
+    return (rows.positions, rows.start, *spec)
+
+
+def unflatten(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Arguments of an op as ``xs, cos, sin, rows, spec``."""
+    *xs, cos, sin, positions, start = arguments[:-4]
+    return xs, cos, sin, Rows(start, positions), Spec(*arguments[-4:])
 
 
 class Norm(NamedTuple):
@@ -62,16 +73,16 @@ class Norm(NamedTuple):
     Attributes:
         eps: Added to the mean square.
         shift: Added to the weight: 1 for weights that are stored around zero (Gemma).
-        whole: Take the mean over all heads of a token together (OLMo 2), not over each.
+        all_heads: Take the mean over all heads of a token together (OLMo 2), not over each.
     """
 
     eps: float = 1e-6
     shift: float = 0.0
-    whole: bool = False
+    all_heads: bool = False
 
 
 class RowOutOfRange(ValueError):
-    """A position points outside the table; ``row`` is the row it asked for."""
+    """A position is outside the table; ``row`` is the row it would take."""
 
     def __init__(self, row: int, rows: int) -> None:
         way_out = "Pass smaller positions, or make a longer table."

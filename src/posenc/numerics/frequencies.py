@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
+from posenc._contract.tracing import constant_under_compile, without_modes
 from posenc.numerics.axes import Axes
 from posenc.numerics.constants import constant
 from posenc.numerics.scaling import Rule
@@ -90,7 +90,7 @@ def scaled_rates(
     device = torch.device("cpu") if device is None else device
     if seq_len is None or spectrum.scaling is None:
         if torch.compiler.is_compiling():
-            rates = _constant_rates(*_settled(spectrum)[1:])
+            rates = _constant_rates(*_frozen(spectrum))
         else:
             rates = _rounded_rates(spectrum)
         return constant(rates, torch.float64, device)
@@ -115,54 +115,50 @@ def turn_steps(spectrum: Spectrum) -> tuple[tuple[int, ...], tuple[float, ...]]:
         0.15915494309189535
     """
     if torch.compiler.is_compiling():
-        return _constant_steps(*_settled(spectrum)[1:])
+        return _constant_steps(*_frozen(spectrum))
     return _turn_steps(spectrum)
 
 
-def _settled(part: Any) -> Any:
-    """A description in numbers and names that torch.compile takes for constants.
+def _frozen(part: Any) -> Any:
+    """A description of ``part`` that torch.compile takes for a constant.
+
+    hex() and index() fix numbers that torch.compile would otherwise leave open. A rule of a user's
+    own stays as it is, since its fields are not known.
 
     Examples:
         >>> from posenc.numerics.scaling import Linear
-        >>> _settled(Linear(2.0))
+        >>> _frozen(Linear(2.0))
         (<class 'posenc.numerics.scaling.fixed.Linear'>, '0x1.0000000000000p+1')
     """
     if isinstance(part, tuple):
-        return tuple([_settled(item) for item in part])
+        return tuple([_frozen(item) for item in part])
     if isinstance(part, float):
-        # hex() and index() settle numbers that torch.compile would otherwise leave open.
         return part.hex()
-    if part is None or isinstance(part, bool):
-        return part
-    if isinstance(part, int):
+    if isinstance(part, int) and not isinstance(part, bool):
         return operator.index(part)
-    if not type(part).__module__.startswith("posenc."):
-        # A rule of a user's own: as it is, since nobody knows what else it holds.
-        return part
-    return type(part), *[_settled(getattr(part, name)) for name in part.__match_args__]
+    if type(part).__module__.startswith("posenc."):
+        return type(part), *[_frozen(getattr(part, name)) for name in part.__match_args__]
+    return part
 
 
-def _restored(part: Any) -> Any:
-    """What :func:`_settled` was given."""
+def _thawed(part: Any) -> Any:
+    """What :func:`_frozen` was given."""
     if isinstance(part, str):
         return float.fromhex(part)
     if not isinstance(part, tuple):
         return part
-    items = [_restored(item) for item in part]
+    items = [_thawed(item) for item in part]
     return items[0](*items[1:]) if part and isinstance(part[0], type) else tuple(items)
 
 
-def _constant_steps(*settled: Any) -> tuple[tuple[int, ...], tuple[float, ...]]:
-    return _turn_steps(_restored((Spectrum, *settled)))
+@constant_under_compile
+def _constant_rates(*frozen: Any) -> tuple[float, ...]:
+    return _rounded_rates(_thawed(frozen))
 
 
-def _constant_rates(*settled: Any) -> tuple[float, ...]:
-    return _rounded_rates(_restored((Spectrum, *settled)))
-
-
-# What torch.compiler.assume_constant_result does, without importing the compiler for it.
-_constant_steps._dynamo_marked_constant = True  # type: ignore[attr-defined]
-_constant_rates._dynamo_marked_constant = True  # type: ignore[attr-defined]
+@constant_under_compile
+def _constant_steps(*frozen: Any) -> tuple[tuple[int, ...], tuple[float, ...]]:
+    return _turn_steps(_thawed(frozen))
 
 
 # Memoised on the whole description: 128 numbers each, and a few milliseconds to work out.
@@ -176,7 +172,7 @@ def _rounded_rates(spectrum: Spectrum) -> tuple[float, ...]:
     rule = spectrum.scaling
     if rule is not None:
         # Numbers, whatever a tracer around this would make of tensors.
-        with _disable_current_modes():
+        with without_modes():
             plain = torch.tensor(rates, dtype=torch.float64, device="cpu")
             rates = rule(plain, spectrum.base).tolist()
         if not all(map(math.isfinite, rates)):

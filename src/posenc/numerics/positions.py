@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from posenc._contract import checks, position_checks
-from posenc._contract.tracing import is_readable
+from posenc._contract.tracing import device_assert, is_readable
 
 
 def from_offset(
@@ -82,7 +82,7 @@ def from_cu_seqlens(cu_seqlens: Tensor, total: int | None = None) -> Tensor:
     else:
         fits = (starts[0] == 0) & (starts.diff() >= 0).all() & (starts <= total).all()
         rule = f"{who}: cu_seqlens must begin with 0, never fall, and end at total or before."
-        torch._assert_async(fits, rule)
+        device_assert(fits, rule)
     token = torch.arange(total, device=starts.device)
     # A token belongs to the last sequence that begins at it or before it; empty ones own none.
     begins = starts[:-1] if len(starts) > 1 else starts

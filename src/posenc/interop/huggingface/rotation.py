@@ -76,8 +76,8 @@ def rotate_all(
     if swapped:
         cos, sin = cos.transpose(-2, -3), sin.transpose(-2, -3)
         xs = [x.transpose(-2, -3) for x in xs]
-    column = xs[0].shape[-1] - 2 * cos.shape[-1] if last else 0
-    spec = Spec(interleaved, interleaved_out, column, backwards)
+    first_channel = xs[0].shape[-1] - 2 * cos.shape[-1] if last else 0
+    spec = Spec(interleaved, interleaved_out, first_channel, backwards)
     if all(_alike(x, xs[0], cos) for x in xs[1:]):
         ys = _rotate(xs, cos, sin, spec)
     else:

@@ -22,7 +22,7 @@ TARGET INLINE __m512i halved(__m512i pairs)
 }
 
 /* Columns come in their order, but from the half layout to itself even ones before odd ones. */
-TARGET INLINE void take512_bf16(const uint16_t *x, size_t P, int in, int out, __m512 *a, __m512 *b)
+TARGET INLINE void load512_bf16(const uint16_t *x, size_t P, int in, int out, __m512 *a, __m512 *b)
 {
     const __m512i upper = _mm512_set1_epi32((int)0xffff0000);
     __m512i u = _mm512_loadu_si512(x), v = _mm512_loadu_si512(x + (in ? 32 : P));
@@ -49,7 +49,7 @@ TARGET INLINE __m512i pack512_bf16(__m512 lower, __m512 upper)
     return _mm512_mask_shuffle_epi8(round512_bf16(upper), halves, round512_bf16(lower), down);
 }
 
-TARGET INLINE void give512_bf16(uint16_t *y, size_t P, int in, int out, const __m512 *p,
+TARGET INLINE void store512_bf16(uint16_t *y, size_t P, int in, int out, const __m512 *p,
                                 const __m512 *q)
 {
     __m512i u = pack512_bf16(p[0], out ? q[0] : p[1]), v = pack512_bf16(out ? p[1] : q[0], q[1]);

@@ -33,7 +33,7 @@ typedef int64_t i64;
 
 /* Ask for bytes that are soon to be read or written. A Xeon does not do so by itself across pages, nor
  * from one head to the next; an ARM core has enough to do with the rotation. */
-INLINE void fetch(const void *from, size_t bytes)
+INLINE void prefetch(const void *from, size_t bytes)
 {
 #if defined(__GNUC__) && defined(__x86_64__)
     for (size_t at = 0; at < bytes; at += CACHE_LINE) __builtin_prefetch((const char *)from + at);

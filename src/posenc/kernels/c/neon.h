@@ -5,7 +5,7 @@
 #define BITS(v) vreinterpretq_u16_f32(v)
 #define FLOATS(v) vreinterpretq_f32_u16(v)
 
-INLINE void take_f32(const float *x, size_t P, int interleaved, float64x2_t *a, float64x2_t *b)
+INLINE void load_pairs_f32(const float *x, size_t P, int interleaved, float64x2_t *a, float64x2_t *b)
 {
     const float32x4_t u = vld1q_f32(x), v = vld1q_f32(x + (interleaved ? 4 : P));
     const float32x4_t first = interleaved ? vuzp1q_f32(u, v) : u;
@@ -14,7 +14,7 @@ INLINE void take_f32(const float *x, size_t P, int interleaved, float64x2_t *a, 
     b[0] = vcvt_f64_f32(vget_low_f32(second)), b[1] = vcvt_high_f64_f32(second);
 }
 
-INLINE void give_f32(float *y, size_t P, int interleaved, const float64x2_t *p,
+INLINE void store_pairs_f32(float *y, size_t P, int interleaved, const float64x2_t *p,
                      const float64x2_t *q)
 {
     const float32x4_t first = vcvt_high_f32_f64(vcvt_f32_f64(p[0]), p[1]);
@@ -23,7 +23,7 @@ INLINE void give_f32(float *y, size_t P, int interleaved, const float64x2_t *p,
     vst1q_f32(y + (interleaved ? 4 : P), interleaved ? vzip2q_f32(first, second) : second);
 }
 
-INLINE void take_bf16(const uint16_t *x, size_t P, int interleaved, float32x4_t *a, float32x4_t *b)
+INLINE void load_pairs_bf16(const uint16_t *x, size_t P, int interleaved, float32x4_t *a, float32x4_t *b)
 {
     const uint16x8_t zero = vdupq_n_u16(0);
     const uint16x8_t u = vld1q_u16(x), v = vld1q_u16(x + (interleaved ? 8 : P));
@@ -45,7 +45,7 @@ INLINE uint16x8_t round8_bf16(uint16x8_t upper, uint16x8_t lower)
     return vrsraq_n_u16(upper, vqsubq_u16(lower, even), 16);
 }
 
-INLINE void give_bf16(uint16_t *y, size_t P, int interleaved, const float32x4_t *p,
+INLINE void store_pairs_bf16(uint16_t *y, size_t P, int interleaved, const float32x4_t *p,
                       const float32x4_t *q)
 {
     const uint16x8_t p0 = BITS(p[0]), p1 = BITS(p[1]), q0 = BITS(q[0]), q1 = BITS(q[1]);
@@ -58,7 +58,7 @@ INLINE void give_bf16(uint16_t *y, size_t P, int interleaved, const float32x4_t 
     }
 }
 
-INLINE void take_f16(const half *x, size_t P, int interleaved, float32x4_t *a, float32x4_t *b)
+INLINE void load_pairs_f16(const half *x, size_t P, int interleaved, float32x4_t *a, float32x4_t *b)
 {
     const uint16x8_t u = vld1q_u16((const uint16_t *)x);
     const uint16x8_t v = vld1q_u16((const uint16_t *)x + (interleaved ? 8 : P));
@@ -68,7 +68,7 @@ INLINE void take_f16(const half *x, size_t P, int interleaved, float32x4_t *a, f
     b[0] = vcvt_f32_f16(vget_low_f16(second)), b[1] = vcvt_high_f32_f16(second);
 }
 
-INLINE void give_f16(half *y, size_t P, int interleaved, const float32x4_t *p,
+INLINE void store_pairs_f16(half *y, size_t P, int interleaved, const float32x4_t *p,
                      const float32x4_t *q)
 {
     const uint16x8_t u = vreinterpretq_u16_f16(vcvt_high_f16_f32(vcvt_f16_f32(p[0]), p[1]));

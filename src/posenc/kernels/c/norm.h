@@ -1,5 +1,5 @@
-/* RMSNorm before the rotation, for one dtype of rows.h: a row is read for its mean square, which brings
- * it to the cache, and then normalised as it is turned. */
+/* RMSNorm before the rotation, for one dtype of dtypes.h: a row is read for its mean square, which brings
+ * it to the cache, and then normalised as it is rotated. */
 
 /* One over the root of a mean square. */
 TARGET INLINE REAL FN(scale)(REAL sum, double count, double eps)
@@ -13,11 +13,11 @@ TARGET static REAL FN(squares)(const ELEM *x, size_t D)
     const size_t half = D / 2;
     REAL sum = 0;
     size_t done = 0;
-#ifdef TAKE
+#ifdef LOAD_PAIRS
     VECTOR sums[4] = {{0}};
     for (; done + LANES <= half; done += LANES) {
         VECTOR a[2], b[2];
-        TAKE(x + done, half, 0, 0, a, b);
+        LOAD_PAIRS(x + done, half, 0, 0, a, b);
         for (size_t k = 0; k < 2; k++) sums[k] += a[k] * a[k], sums[k + 2] += b[k] * b[k];
     }
     sums[0] = (sums[0] + sums[1]) + (sums[2] + sums[3]);
@@ -40,22 +40,22 @@ TARGET static REAL FN(squares)(const ELEM *x, size_t D)
 }
 
 /* The pairs of a row; factors `w` are of the first channels of all pairs, then of the second ones. */
-TARGET INLINE void FN(turn_normed)(const ELEM *x, ELEM *y, const REAL *c, const REAL *s,
+TARGET INLINE void FN(rotate_normed)(const ELEM *x, ELEM *y, const REAL *c, const REAL *s,
                                    const REAL *w, REAL scale, size_t P, int in, int out)
 {
     size_t done = 0;
-#ifdef TAKE
+#ifdef LOAD_PAIRS
     for (; done + LANES <= P; done += LANES) {
         VECTOR a[2], b[2], p[2], q[2];
         /* As if between two layouts, so that columns keep their order. */
-        TAKE(x + (in ? 2 : 1) * done, P, in, 1, a, b);
+        LOAD_PAIRS(x + (in ? 2 : 1) * done, P, in, 1, a, b);
         for (size_t k = 0; k < 2; k++) {
             const size_t at = done + LANES / 2 * k;
             const VECTOR u = a[k] * scale * TABLE(w + at), v = b[k] * scale * TABLE(w + P + at);
             p[k] = u * TABLE(c + at) - v * TABLE(s + at);
             q[k] = v * TABLE(c + at) + u * TABLE(s + at);
         }
-        GIVE(y + (out ? 2 : 1) * done, P, 1, out, p, q);
+        STORE_PAIRS(y + (out ? 2 : 1) * done, P, 1, out, p, q);
     }
 #endif
     INDEPENDENT for (size_t i = done; i < P; i++) {
@@ -66,31 +66,31 @@ TARGET INLINE void FN(turn_normed)(const ELEM *x, ELEM *y, const REAL *c, const 
     }
 }
 
-TARGET INLINE void FN(normed_layout)(const Rows *r, size_t P, const Norm *n, int in, int out)
+TARGET INLINE void FN(normed_layout)(const RowBlock *r, size_t P, const Norm *n, int in, int out)
 {
-    const size_t D = n->channels, column = n->column;
+    const size_t D = n->channels, first = n->first_channel;
     const ELEM *x = r->x;
     ELEM *y = r->y;
     const char *c = r->c, *s = r->s;
     const REAL *w = n->weight;
     REAL sum = FN(squares)(x, D);
-    for (i64 i = 1; n->whole && i < r->count; i++) sum += FN(squares)(x + i * r->x_step, D);
-    const double count = (double)D * (n->whole ? (double)r->count : 1);
+    for (i64 i = 1; n->all_heads && i < r->count; i++) sum += FN(squares)(x + i * r->x_step, D);
+    const double count = (double)D * (n->all_heads ? (double)r->count : 1);
     for (i64 i = r->count; i > 0; i--) {
         const REAL scale = FN(scale)(sum, count, n->eps);
-        /* The next row's sum, which takes its time, while this one turns. */
-        if (!n->whole && i > 1) sum = FN(squares)(x + r->x_step, D);
-        FN(turn_normed)(x + column, y + column, (const REAL *)c, (const REAL *)s, w + column, scale, P,
-                        in, out);
-        INDEPENDENT for (size_t k = 0; k < column; k++) y[k] = STORE(LOAD(x[k]) * scale * w[k]);
-        INDEPENDENT for (size_t k = column + 2 * P; k < D; k++) y[k] = STORE(LOAD(x[k]) * scale * w[k]);
+        /* The next row's sum overlaps with the rotation of this one. */
+        if (!n->all_heads && i > 1) sum = FN(squares)(x + r->x_step, D);
+        FN(rotate_normed)(x + first, y + first, (const REAL *)c, (const REAL *)s, w + first, scale, P,
+                          in, out);
+        INDEPENDENT for (size_t k = 0; k < first; k++) y[k] = STORE(LOAD(x[k]) * scale * w[k]);
+        INDEPENDENT for (size_t k = first + 2 * P; k < D; k++) y[k] = STORE(LOAD(x[k]) * scale * w[k]);
         x += r->x_step, y += r->y_step, c += r->table_step, s += r->table_step;
-        if (n->whole) w += D;
+        if (n->all_heads) w += D;
     }
 }
 
-/* Rows from channel 0 on, into other memory. */
-TARGET static void FN(normed)(const Rows *r, size_t P, int layout, const Norm *n)
+/* Normalise and rotate whole rows into other memory. */
+TARGET static void FN(normed)(const RowBlock *r, size_t P, int layout, const Norm *n)
 {
     switch (layout) {
     case 0: FN(normed_layout)(r, P, n, 0, 0); break;

@@ -15,8 +15,8 @@
 #include <dlfcn.h>
 #endif
 #include "formats.h"
-#include "sets.h"
-#include "walk.h"
+#include "isa.h"
+#include "schedule.h"
 
 /* Append an int, or the ints of a tuple, to the numbers; false with an error set if it is neither. */
 static int append_numbers(PyObject *given, i64 *numbers, int *count)
@@ -55,9 +55,9 @@ static PyObject *py_rotate(PyObject *self, PyObject *const *args, Py_ssize_t giv
     }
     if (job.dtype < 0 || job.dtype >= DTYPES)
         return PyErr_Format(PyExc_ValueError, "no dtype has code %lld", (long long)job.dtype);
-    if (job.P < 1 || job.column < 0 || job.column + 2 * job.P > job.D)
+    if (job.P < 1 || job.first_channel < 0 || job.first_channel + 2 * job.P > job.D)
         return PyErr_Format(PyExc_ValueError, "%lld pairs from channel %lld on do not fit %lld",
-                            (long long)job.P, (long long)job.column, (long long)job.D);
+                            (long long)job.P, (long long)job.first_channel, (long long)job.D);
     if (job.tables && job.tables != job.B)
         return PyErr_Format(PyExc_ValueError, "%lld tables do not fit %lld sequences",
                             (long long)job.tables, (long long)job.B);

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Sequence
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
-
-from posenc.kernels.spec import Norm, Rows, Spec
 
 # Looked up once, here: a compiler that traces a call does not follow the search.
 installed = importlib.util.find_spec("triton") is not None
@@ -27,45 +25,25 @@ def why() -> str:
     return "ready" if available() else "torch sees no CUDA device"
 
 
-def rotate_into(
-    xs: Sequence[Tensor],
-    ys: Sequence[Tensor],
-    cos: Tensor,
-    sin: Tensor,
-    rows: Rows,
-    spec: Spec,
-) -> None:
-    """Rotate each of ``xs`` into the tensor of ``ys`` beside it, which may be itself."""
-    _rotation()(xs, ys, cos, sin, rows, spec)
-
-
 @cache
-def _rotation() -> Callable[..., None]:
-    from posenc.kernels.triton import rotate
+def _kernels() -> tuple[Any, Any, Any]:
+    from posenc.kernels.triton import norm, rotate
 
-    return rotate.rotate_into
-
-
-def norm_rotate(
-    x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, rows: Rows, spec: Spec, norm: Norm
-) -> Tensor:
-    """Normalise and rotate ``x`` into a new tensor."""
-    from posenc.kernels.triton import norm as kernel
-
-    return kernel.norm_rotate(x, weight, cos, sin, rows, spec, norm)
+    return rotate.rotate_into, norm.norm_into, norm.norm_backward_into
 
 
-def norm_rotate_backward(
-    g: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    rows: Rows,
-    spec: Spec,
-    norm: Norm,
-) -> tuple[Tensor, Tensor]:
-    """Gradients of :func:`norm_rotate` to ``x`` and ``weight``."""
-    from posenc.kernels.triton import norm as kernel
+def rotate_into(*arguments: Any) -> bool:
+    """Rotate tensors into others, or in place; false if it cannot take them as they are."""
+    result: bool = _kernels()[0](*arguments)
+    return result
 
-    return kernel.norm_rotate_backward(g, x, weight, cos, sin, rows, spec, norm)
+
+def norm_into(*arguments: Any) -> None:
+    """Normalise and rotate a tensor with dense rows into another."""
+    _kernels()[1](*arguments)
+
+
+def norm_backward_into(*arguments: Any) -> Tensor:
+    """Gradients of :func:`norm_into`: that to its input is written, that to the weight returned."""
+    result: Tensor = _kernels()[2](*arguments)
+    return result

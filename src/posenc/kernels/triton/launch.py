@@ -1,30 +1,25 @@
-"""Kernels that are launched again and again: what a launch needs is worked out once."""
+"""Launches of Triton kernels, prepared once for each kind of call."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
-# Out-of-range rows stop the kernel as torch's own indexing does; the overflow checks that Triton
-# would add to every index along with it are not wanted. Nor is its choice of which product to fuse
-# with a sum, which differs from shape to shape: kernels say so themselves.
+# Out-of-range rows stop the kernel as torch's own indexing does, but Triton adds no overflow checks
+# to the indices. Nor does it choose which products to fuse with a sum, since its choice differs
+# from shape to shape: the kernels call fma themselves.
 OPTIONS: dict[str, Any] = {"debug": True, "sanitize_overflow": False, "enable_fp_fusion": False}
 
 Made = TypeVar("Made")
 
 
 class Launch:
-    """A kernel with everything but its tensors, for calls of one kind.
+    """A kernel with its grid, sizes and constants, for calls that differ in their tensors alone.
 
-    Args:
-        kernel: Takes its tensors, the first row, numbers, and constants in the order given here.
-        grid: Programs along each axis.
-        numbers: Sizes and strides.
-        constants: What the kernel is compiled for.
-        options: How it is compiled.
+    The kernel takes its tensors, the first row, ``numbers`` and ``constants``, in this order.
     """
 
     def __init__(
@@ -41,7 +36,7 @@ class Launch:
         self.compiled: Any = None
 
     def __call__(self, tensors: tuple[Tensor, ...], start: int) -> None:
-        """Run it, with rows from ``start`` on."""
+        """Run the kernel, with table rows from ``start`` on."""
         device = tensors[0].device
         if device.type != "cuda" or device.index == torch.cuda.current_device():
             self._run(*tensors, start, *self.numbers)
@@ -60,28 +55,37 @@ class Launch:
             self.compiled = None if made is None else made[self.grid]
 
 
-def known(
-    launches: dict[Hashable, Made],
-    described: tuple[Hashable, ...],
-    tensors: tuple[Tensor, ...],
-    make: Callable[[], Made],
-) -> Made:
-    """The launch for calls like this one: all that Triton specialises a kernel on is the key."""
-    key = (
-        *described,
-        tensors[0].device,
-        *[(t.dtype, t.shape, t.stride(), t.data_ptr() % 16) for t in tensors],
-    )
-    try:
-        return launches[key]
-    except KeyError:
-        if len(launches) >= 4096:
-            launches.clear()
-        launch = launches[key] = make()
-        return launch
+class Launches(Generic[Made]):
+    """Launches by kind of call: the least recently used half is dropped when there are too many."""
+
+    def __init__(self, most: int = 4096) -> None:
+        self.half = most // 2
+        self.recent: dict[Hashable, Made] = {}
+        self.older: dict[Hashable, Made] = {}
+
+    def get(
+        self,
+        described: tuple[Hashable, ...],
+        tensors: tuple[Tensor, ...],
+        make: Callable[[], Made],
+    ) -> Made:
+        """The launch for calls like this one; Triton specialises a kernel on no more."""
+        key = (
+            *described,
+            tensors[0].device,
+            *[(t.dtype, t.shape, t.stride(), t.data_ptr() % 16) for t in tensors],
+        )
+        try:
+            return self.recent[key]
+        except KeyError:
+            launch = self.older[key] if key in self.older else make()
+            if len(self.recent) >= self.half:
+                self.older, self.recent = self.recent, {}
+            self.recent[key] = launch
+            return launch
 
 
 def starts_early(device: torch.device) -> bool:
-    """Whether a kernel can be set up before the one ahead of it has ended: Hopper and later."""
+    """Whether a kernel can be set up before its predecessor has ended: on Hopper and later."""
     cuda = device.type == "cuda" and torch.version.cuda is not None
     return cuda and torch.cuda.get_device_capability(device) >= (9, 0)

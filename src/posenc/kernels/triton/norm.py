@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from posenc.kernels.spec import Norm, Rows, Spec
-from posenc.kernels.triton.launch import Launch, known
+from posenc.kernels.triton.launch import Launch, Launches
 from posenc.kernels.triton.pairs import (
     as_words,
     check_tables,
@@ -20,83 +20,66 @@ from posenc.kernels.triton.pairs import (
     load_tables,
     negative,
     rotated,
-    row_strides,
+    shared_constants,
     store_pairs,
     strides,
-    table_sizes,
-    wide,
+    table_numbers,
 )
 
 # Programs of the backward pass: enough to fill a large GPU, few enough to add up their shares.
 _SHARES = 1056
+_LAUNCHES: Launches[Launch] = Launches()
 
 
-def norm_rotate(
-    x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, rows: Rows, spec: Spec, norm: Norm
-) -> Tensor:
-    """Normalise and rotate ``x``, whose last dimension is dense, into a new tensor."""
-    x, y = _into(x)
-    if y.numel() == 0:
-        return y
-    weight, cos, sin, ids = _read(x, weight, cos, sin, rows, spec)
-    tensors = (x, y, weight, cos, sin, ids)
-    make = partial(_forward_launch, x, y, weight, cos, rows, spec, norm)
-    run = known(_LAUNCHES, ("forward", rows.positions is None, spec, norm), tensors, make)
-    run(tensors, rows.start)
-    return y
-
-
-def norm_rotate_backward(
-    g: Tensor,
+def norm_into(
     x: Tensor,
+    y: Tensor,
     weight: Tensor,
     cos: Tensor,
     sin: Tensor,
     rows: Rows,
     spec: Spec,
     norm: Norm,
-) -> tuple[Tensor, Tensor]:
-    """Gradients to ``x`` and ``weight``, given ``g``, the gradient to the result."""
-    g = g.resolve_neg()
-    g = g if g.stride(-1) == 1 else g.contiguous()
-    x, dx = _into(x)
+) -> None:
+    """Normalise and rotate ``x`` into ``y``; both have dense rows."""
+    if y.numel():
+        _run("forward", (x, y), weight, cos, sin, rows, spec, norm)
+
+
+def norm_backward_into(g: Tensor, x: Tensor, dx: Tensor, weight: Tensor, *how: Any) -> Tensor:
+    """Write the gradient to ``x`` into ``dx`` and return that to ``weight``; ``g`` is given."""
     if x.numel() == 0:
-        return dx, torch.zeros_like(weight)
+        return torch.zeros_like(weight)
+    norm: Norm = how[-1]
     tokens, (_, heads, _, width) = x.shape[0] * x.shape[2], x.shape
     blocks = triton.cdiv(heads, _heads(x, norm))
     programs = min(tokens, max(1, _SHARES // blocks)) * blocks
     share_type = torch.promote_types(weight.dtype, torch.float32)
-    share = heads * width if norm.whole else width
+    share = heads * width if norm.all_heads else width
     shares = torch.empty((programs, share), device=x.device, dtype=share_type)
-    weight, cos, sin, ids = _read(x, weight, cos, sin, rows, spec)
-    tensors = (g, x, dx, shares, weight, cos, sin, ids)
-    make = partial(_backward_launch, g, x, dx, shares, weight, cos, rows, spec, norm)
-    run = known(_LAUNCHES, ("backward", rows.positions is None, spec, norm), tensors, make)
-    run(tensors, rows.start)
-    return dx, shares.sum(0).to(weight.dtype).view_as(weight)
+    _run("backward", (g, x, dx, shares), weight, *how)
+    return shares.sum(0).to(weight.dtype).view_as(weight)
 
 
-_LAUNCHES: dict[Any, Launch] = {}
-
-
-def _into(x: Tensor) -> tuple[Tensor, Tensor]:
-    """``x``, and a new tensor for what becomes of it."""
-    y = torch.empty_like(x)
-    if y.stride(-1) == 1:
-        return x, y
-    # Rows that overlap have strides that no other tensor can have.
-    x = x.contiguous()
-    return x, torch.empty_like(x)
-
-
-def _read(
-    x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, rows: Rows, spec: Spec
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """What both kernels read beside their rows: weight, tables and positions."""
-    check_tables(x, cos, sin, spec)
+def _run(
+    name: str,
+    tensors: tuple[Tensor, ...],
+    weight: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    rows: Rows,
+    spec: Spec,
+    norm: Norm,
+) -> None:
+    """Launch a kernel on its own ``tensors`` and those that both kernels read."""
+    check_tables(tensors[1], cos, sin, spec)
     if cos.stride(-1) != 1 or cos.stride() != sin.stride():
         cos, sin = cos.contiguous(), sin.contiguous()
-    return weight.contiguous(), cos, sin, x if rows.positions is None else rows.positions
+    weight, positions = weight.resolve_neg().contiguous(), rows.positions
+    given = (*tensors, weight, cos, sin, tensors[0] if positions is None else positions)
+    make = partial(_MAKE[name], *tensors, weight, cos, rows, spec, norm)
+    launch = _LAUNCHES.get((name, positions is None, spec, norm), given, make)
+    launch(given, rows.start)
 
 
 def _forward_launch(
@@ -112,16 +95,9 @@ def _forward_launch(
 
 
 def _backward_launch(
-    g: Tensor,
-    x: Tensor,
-    dx: Tensor,
-    shares: Tensor,
-    weight: Tensor,
-    cos: Tensor,
-    rows: Rows,
-    spec: Spec,
-    norm: Norm,
+    g: Tensor, x: Tensor, dx: Tensor, shares: Tensor, weight: Tensor, cos: Tensor, *how: Any
 ) -> Launch:
+    rows, spec, norm = how
     inner, outer = layout(spec.interleaved, spec, x, dx), layout(spec.interleaved_out, spec, g)
     constants = _constants(x, weight, cos, rows, spec, norm, inner, outer)
     programs, block = shares.shape[0], constants["BLOCK_H"]
@@ -133,46 +109,30 @@ def _backward_launch(
     return Launch(_backward, (programs, 1, 1), numbers, constants, num_warps=warps)
 
 
+_MAKE = {"forward": _forward_launch, "backward": _backward_launch}
+
+
 def _heads(x: Tensor, norm: Norm) -> int:
     """Heads of one block: all that a shared norm needs, else about 1024 channels' worth."""
     heads = int(triton.next_power_of_2(x.shape[1]))
-    if norm.whole:
+    if norm.all_heads:
         return heads
     return min(heads, max(1, 1024 // int(triton.next_power_of_2(x.shape[3]))))
 
 
 def _sizes(x: Tensor, cos: Tensor, rows: Rows, norm: Norm) -> tuple[float, ...]:
-    sizes = x.shape[0], x.shape[2]
-    return *table_sizes(cos), *row_strides(rows), *sizes, norm.eps, norm.shift
+    return *table_numbers(cos, rows), x.shape[0], x.shape[2], norm.eps, norm.shift
 
 
 def _constants(
-    x: Tensor,
-    weight: Tensor,
-    cos: Tensor,
-    rows: Rows,
-    spec: Spec,
-    norm: Norm,
-    inner: int,
-    outer: int,
+    x: Tensor, weight: Tensor, cos: Tensor, rows: Rows, spec: Spec, norm: Norm, *layouts: int
 ) -> dict[str, Any]:
-    pairs, width = cos.shape[-1], x.shape[-1]
     return {
         "HEADS": x.shape[1],
-        "WIDTH": width,
-        "PAIRS": pairs,
-        "COLUMN": spec.column,
-        "REST": width - 2 * pairs,
-        "HAS_POSITIONS": rows.positions is not None,
-        "ADVANCES": rows.is_sequential(),
-        "IN": inner,
-        "OUT": outer,
-        "WEIGHT": layout(spec.interleaved, spec, weight.view(1, 1, -1, width)),
-        "TRANSPOSED": spec.transposed,
-        "WHOLE": norm.whole,
-        "WIDE": wide(x),
-        "BLOCK_P": triton.next_power_of_2(pairs),
-        "BLOCK_REST": triton.next_power_of_2(max(width - 2 * pairs, 1)),
+        "WIDTH": x.shape[3],
+        **shared_constants(x, cos, rows, spec, *layouts),
+        "WEIGHT": layout(spec.interleaved, spec, weight.view(1, 1, -1, x.shape[3])),
+        "ALL_HEADS": norm.all_heads,
         "BLOCK_H": _heads(x, norm),
     }
 
@@ -180,12 +140,12 @@ def _constants(
 @triton.jit
 def _load(
     x, x_at, at, mask, other, keep,
-    PAIRS: tl.constexpr, COLUMN: tl.constexpr, REST: tl.constexpr,
+    PAIRS: tl.constexpr, FIRST: tl.constexpr, REST: tl.constexpr,
     IN: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Channels of a token as pairs and rest."""
     words = as_words(x, IN) + x_at
-    a, b = load_pairs(words, at, mask, COLUMN, PAIRS, IN, x.dtype.element_ty, WIDE)
+    a, b = load_pairs(words, at, mask, FIRST, PAIRS, IN, x.dtype.element_ty, WIDE)
     rest = a * 0
     if REST > 0:
         rest = tl.load(x + x_at * (2 if IN == 2 else 1) + other, mask=keep, other=0.0).to(WIDE)
@@ -195,19 +155,19 @@ def _load(
 @triton.jit
 def _weights(
     weight, h, at, other, shift,
-    WIDTH: tl.constexpr, PAIRS: tl.constexpr, COLUMN: tl.constexpr, REST: tl.constexpr,
-    LAYOUT: tl.constexpr, WHOLE: tl.constexpr, WIDE: tl.constexpr, HEADS: tl.constexpr,
+    WIDTH: tl.constexpr, PAIRS: tl.constexpr, FIRST: tl.constexpr, REST: tl.constexpr,
+    LAYOUT: tl.constexpr, ALL_HEADS: tl.constexpr, WIDE: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
     """The factor that the norm gives each channel: ``[1, 1, P]``, or ``[1, H, P]`` for all."""
     first = tl.zeros((1, 1, 1), tl.int64)
     mask = at < PAIRS
     keep = other < WIDTH
-    if WHOLE:
+    if ALL_HEADS:
         first = (h * WIDTH)[None, :, None]
         mask = mask & (h < HEADS)[None, :, None]
         keep = keep & (h < HEADS)[None, :, None]
     words = as_words(weight, LAYOUT) + first // (2 if LAYOUT == 2 else 1)
-    wa, wb = load_pairs(words, at, mask, COLUMN, PAIRS, LAYOUT, weight.dtype.element_ty, WIDE)
+    wa, wb = load_pairs(words, at, mask, FIRST, PAIRS, LAYOUT, weight.dtype.element_ty, WIDE)
     wr = wa * 0
     if REST > 0:
         wr = tl.load(weight + first + other, mask=keep, other=0.0).to(WIDE) + shift
@@ -215,12 +175,12 @@ def _weights(
 
 
 @triton.jit
-def _dot(p, q, rest, a, b, other, REST: tl.constexpr, WHOLE: tl.constexpr):
+def _dot(p, q, rest, a, b, other, REST: tl.constexpr, ALL_HEADS: tl.constexpr):
     """Sum of products over the channels that share a norm, ``[1, H or 1, 1]``."""
     total = tl.sum(tl.fma(p, a, q * b), axis=2, keep_dims=True)
     if REST > 0:
         total += tl.sum(rest * other, axis=2, keep_dims=True)
-    if WHOLE:
+    if ALL_HEADS:
         total = tl.sum(total, axis=1, keep_dims=True)
     return total
 
@@ -231,26 +191,26 @@ def _forward(
     x_b, x_h, x_t, y_b, y_h, y_t,
     rows, table_b, table_t, positions_b, positions_t, batch, length, eps, shift,
     HEADS: tl.constexpr, WIDTH: tl.constexpr,
-    PAIRS: tl.constexpr, COLUMN: tl.constexpr, REST: tl.constexpr,
+    PAIRS: tl.constexpr, FIRST: tl.constexpr, REST: tl.constexpr,
     HAS_POSITIONS: tl.constexpr, ADVANCES: tl.constexpr, IN: tl.constexpr, OUT: tl.constexpr,
-    WEIGHT: tl.constexpr, TRANSPOSED: tl.constexpr, WHOLE: tl.constexpr, WIDE: tl.constexpr,
-    BLOCK_P: tl.constexpr, BLOCK_REST: tl.constexpr, BLOCK_H: tl.constexpr,
+    TRANSPOSED: tl.constexpr, WIDE: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_REST: tl.constexpr,
+    WEIGHT: tl.constexpr, ALL_HEADS: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     b = (program % batch).to(tl.int64)
     t = (program // batch).to(tl.int64) + tl.arange(0, 1)
     at = tl.arange(0, BLOCK_P)[None, None, :]
-    other = (2 * PAIRS if COLUMN == 0 else 0) + tl.arange(0, BLOCK_REST)[None, None, :]
+    other = (2 * PAIRS if FIRST == 0 else 0) + tl.arange(0, BLOCK_REST)[None, None, :]
     element: tl.constexpr = y.dtype.element_ty
-    count: tl.constexpr = WIDTH * HEADS if WHOLE else WIDTH
+    count: tl.constexpr = WIDTH * HEADS if ALL_HEADS else WIDTH
+    table = cos, sin, rows, table_b, table_t, positions, positions_b, positions_t, start
     c, s, _ = load_tables(
-        cos, sin, rows, table_b, table_t, positions, positions_b, positions_t, start,
-        b, t, t < length, at, at < PAIRS, HAS_POSITIONS, ADVANCES, TRANSPOSED, WIDE,
-    )  # fmt: skip
+        table, b, t, t < length, at, at < PAIRS, HAS_POSITIONS, ADVANCES, TRANSPOSED, WIDE
+    )
     # A norm over all heads has them in one block; otherwise blocks share the token's tables.
     wp, wq, wr = _weights(
         weight, tl.arange(0, BLOCK_H), at, other, shift,
-        WIDTH, PAIRS, COLUMN, REST, WEIGHT, WHOLE, WIDE, HEADS,
+        WIDTH, PAIRS, FIRST, REST, WEIGHT, ALL_HEADS, WIDE, HEADS,
     )  # fmt: skip
     for block in tl.static_range((HEADS + BLOCK_H - 1) // BLOCK_H):
         h = (block * BLOCK_H + tl.arange(0, BLOCK_H)).to(tl.int64)
@@ -259,10 +219,10 @@ def _forward(
         keep = present & (tl.arange(0, BLOCK_REST)[None, None, :] < REST)
         x_at = (b * x_b + t[:, None] * x_t + h[None, :] * x_h)[:, :, None]
         y_at = (b * y_b + t[:, None] * y_t + h[None, :] * y_h)[:, :, None]
-        p, q, rest = _load(x, x_at, at, mask, other, keep, PAIRS, COLUMN, REST, IN, WIDE)
-        scale = tl.rsqrt(_dot(p, q, rest, p, q, rest, REST, WHOLE) / count + eps).to(WIDE)
+        p, q, rest = _load(x, x_at, at, mask, other, keep, PAIRS, FIRST, REST, IN, WIDE)
+        scale = tl.rsqrt(_dot(p, q, rest, p, q, rest, REST, ALL_HEADS) / count + eps).to(WIDE)
         p, q = rotated(p * scale * wp, q * scale * wq, c, s)
-        store_pairs(as_words(y, OUT) + y_at, at, mask, p, q, COLUMN, PAIRS, OUT, element)
+        store_pairs(as_words(y, OUT) + y_at, at, mask, p, q, FIRST, PAIRS, OUT, element)
         if REST > 0:
             kept = y + y_at * (2 if OUT == 2 else 1) + other
             tl.store(kept, (rest * scale * wr).to(element), mask=keep)
@@ -274,20 +234,21 @@ def _backward(
     g_b, g_h, g_t, x_b, x_h, x_t, dx_b, dx_h, dx_t, shares,
     rows, table_b, table_t, positions_b, positions_t, batch, length, eps, shift,
     HEADS: tl.constexpr, WIDTH: tl.constexpr,
-    PAIRS: tl.constexpr, COLUMN: tl.constexpr, REST: tl.constexpr,
+    PAIRS: tl.constexpr, FIRST: tl.constexpr, REST: tl.constexpr,
     HAS_POSITIONS: tl.constexpr, ADVANCES: tl.constexpr, IN: tl.constexpr, OUT: tl.constexpr,
-    WEIGHT: tl.constexpr, TRANSPOSED: tl.constexpr, WHOLE: tl.constexpr, WIDE: tl.constexpr,
-    BLOCK_P: tl.constexpr, BLOCK_REST: tl.constexpr, BLOCK_H: tl.constexpr,
+    TRANSPOSED: tl.constexpr, WIDE: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_REST: tl.constexpr,
+    WEIGHT: tl.constexpr, ALL_HEADS: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     blocks = (HEADS + BLOCK_H - 1) // BLOCK_H
     program = tl.program_id(0)
     h = program % blocks * BLOCK_H + tl.arange(0, BLOCK_H).to(tl.int64)
     at = tl.arange(0, BLOCK_P)[None, None, :]
-    other = (2 * PAIRS if COLUMN == 0 else 0) + tl.arange(0, BLOCK_REST)[None, None, :]
+    other = (2 * PAIRS if FIRST == 0 else 0) + tl.arange(0, BLOCK_REST)[None, None, :]
     present = (h < HEADS)[None, :, None]
     mask = present & (at < PAIRS)
     keep = present & (tl.arange(0, BLOCK_REST)[None, None, :] < REST)
-    count = WIDTH * HEADS if WHOLE else WIDTH
+    count = WIDTH * HEADS if ALL_HEADS else WIDTH
+    table = cos, sin, rows, table_b, table_t, positions, positions_b, positions_t, start
     element: tl.constexpr = x.dtype.element_ty
     share: tl.constexpr = partial.dtype.element_ty
     flat: tl.constexpr = 1 if IN == 2 else IN
@@ -295,48 +256,47 @@ def _backward(
     to_wq = tl.zeros((1, BLOCK_H, BLOCK_P), WIDE)
     to_wr = tl.zeros((1, BLOCK_H, BLOCK_REST), WIDE)
     wp, wq, wr = _weights(
-        weight, h, at, other, shift, WIDTH, PAIRS, COLUMN, REST, WEIGHT, WHOLE, WIDE, HEADS
+        weight, h, at, other, shift, WIDTH, PAIRS, FIRST, REST, WEIGHT, ALL_HEADS, WIDE, HEADS
     )
     # A program takes every `shares`-th token, so that neighbours read neighbouring memory.
     for token in range(program // blocks, batch * length, shares):
         b = (token % batch).to(tl.int64)
         t = (token // batch).to(tl.int64) + tl.arange(0, 1)
         c, s, _ = load_tables(
-            cos, sin, rows, table_b, table_t, positions, positions_b, positions_t, start,
-            b, t, t < length, at, at < PAIRS, HAS_POSITIONS, ADVANCES, TRANSPOSED, WIDE,
-        )  # fmt: skip
+            table, b, t, t < length, at, at < PAIRS, HAS_POSITIONS, ADVANCES, TRANSPOSED, WIDE
+        )
         x_at = (b * x_b + t[:, None] * x_t + h[None, :] * x_h)[:, :, None]
-        p, q, rest = _load(x, x_at, at, mask, other, keep, PAIRS, COLUMN, REST, IN, WIDE)
+        p, q, rest = _load(x, x_at, at, mask, other, keep, PAIRS, FIRST, REST, IN, WIDE)
         g_at = (b * g_b + t[:, None] * g_t + h[None, :] * g_h)[:, :, None]
-        gp, gq = load_pairs(as_words(g, OUT) + g_at, at, mask, COLUMN, PAIRS, OUT, element, WIDE)
+        gp, gq = load_pairs(as_words(g, OUT) + g_at, at, mask, FIRST, PAIRS, OUT, element, WIDE)
         gp, gq = rotated(gp, gq, c, negative(s))
         gr = rest * 0
         if REST > 0:
             above = g + g_at * (2 if OUT == 2 else 1) + other
             gr = tl.load(above, mask=keep, other=0.0).to(WIDE)
-        scale = tl.rsqrt(_dot(p, q, rest, p, q, rest, REST, WHOLE) / count + eps).to(WIDE)
+        scale = tl.rsqrt(_dot(p, q, rest, p, q, rest, REST, ALL_HEADS) / count + eps).to(WIDE)
         p, q, rest = p * scale, q * scale, rest * scale
         to_wp, to_wq = tl.fma(gp, p, to_wp), tl.fma(gq, q, to_wq)
         gp, gq = gp * wp, gq * wq
         if REST > 0:
             to_wr = tl.fma(gr, rest, to_wr)
             gr = gr * wr
-        pull = negative(_dot(gp, gq, gr, p, q, rest, REST, WHOLE) / count)
+        pull = negative(_dot(gp, gq, gr, p, q, rest, REST, ALL_HEADS) / count)
         dx_at = (b * dx_b + t[:, None] * dx_t + h[None, :] * dx_h)[:, :, None]
         gp, gq = tl.fma(p, pull, gp) * scale, tl.fma(q, pull, gq) * scale
-        store_pairs(as_words(dx, IN) + dx_at, at, mask, gp, gq, COLUMN, PAIRS, IN, element)
+        store_pairs(as_words(dx, IN) + dx_at, at, mask, gp, gq, FIRST, PAIRS, IN, element)
         if REST > 0:
             back = (tl.fma(rest, pull, gr) * scale).to(element)
             tl.store(dx + dx_at * (2 if IN == 2 else 1) + other, back, mask=keep)
-    if WHOLE:
+    if ALL_HEADS:
         mine = (partial + program * HEADS * WIDTH + h * WIDTH)[None, :, None]
-        store_pairs(mine, at, mask, to_wp, to_wq, COLUMN, PAIRS, flat, share)
+        store_pairs(mine, at, mask, to_wp, to_wq, FIRST, PAIRS, flat, share)
         if REST > 0:
             tl.store(mine + other, to_wr.to(share), mask=keep)
     else:
         mine = partial + program * WIDTH + tl.zeros((1, 1, 1), tl.int64)
         wp, wq = tl.sum(to_wp, axis=1, keep_dims=True), tl.sum(to_wq, axis=1, keep_dims=True)
-        store_pairs(mine, at, at < PAIRS, wp, wq, COLUMN, PAIRS, flat, share)
+        store_pairs(mine, at, at < PAIRS, wp, wq, FIRST, PAIRS, flat, share)
         if REST > 0:
             left = tl.sum(to_wr, axis=1, keep_dims=True).to(share)
             tl.store(mine + other, left, mask=tl.arange(0, BLOCK_REST)[None, None, :] < REST)

@@ -19,7 +19,7 @@ def layout(interleaved: bool, spec: Spec, *tensors: Tensor) -> int:
     """How the pairs of ``tensors`` lie: halves, or interleaved and, if aligned, packed in words."""
     if not interleaved:
         return HALVES
-    aligned = spec.column % 2 == 0 and all(
+    aligned = spec.first_channel % 2 == 0 and all(
         t.element_size() < 8
         and t.data_ptr() % (2 * t.element_size()) == 0
         and all(stride % 2 == 0 for stride in t.stride()[:3])
@@ -34,11 +34,6 @@ def strides(x: Tensor, how: int) -> tuple[int, ...]:
     return tuple(stride // unit for stride in x.stride()[:3])
 
 
-def wide(x: Tensor) -> Any:
-    """The dtype to compute in: one precision up."""
-    return tl.float64 if x.dtype in (torch.float32, torch.float64) else tl.float32
-
-
 def index(*tensors: Tensor) -> Any:
     """The dtype of offsets: twice as wide, and slower, where one may pass 2^31 elements."""
     last = max(
@@ -48,24 +43,40 @@ def index(*tensors: Tensor) -> Any:
 
 
 def check_tables(x: Tensor, cos: Tensor, sin: Tensor, spec: Spec) -> None:
-    """Refuse tables that a kernel would read, or turn channels with, beyond what is there."""
+    """Refuse tables with which a kernel would read or rotate out of bounds."""
     pairs, batch = cos.shape[-1], cos.shape[0] if cos.dim() == 3 else x.shape[0]
-    fits = pairs >= 1 and spec.column + 2 * pairs <= x.shape[3]
+    fits = pairs >= 1 and spec.first_channel + 2 * pairs <= x.shape[3]
     if not fits or batch != x.shape[0] or cos.shape != sin.shape:
         raise ValueError(f"tables {tuple(cos.shape)} do not fit {tuple(x.shape)}")
 
 
-def table_sizes(cos: Tensor) -> tuple[int, int, int]:
-    """Rows of a table, its batch stride and its row stride."""
-    return cos.shape[-2], cos.stride(0) if cos.dim() == 3 else 0, cos.stride(-2)
-
-
-def row_strides(rows: Rows) -> tuple[int, int]:
-    """Batch and token stride of the positions."""
+def table_numbers(cos: Tensor, rows: Rows) -> tuple[int, ...]:
+    """Rows of a table, its batch and row strides, and batch and token strides of the positions."""
+    table = cos.shape[-2], cos.stride(0) if cos.dim() == 3 else 0, cos.stride(-2)
     if rows.positions is None:
-        return 0, 0
+        return *table, 0, 0
     (batch, token), (by_sequence, by_token) = rows.positions.shape, rows.positions.stride()
-    return by_sequence if batch > 1 else 0, by_token if token > 1 else 0
+    return *table, by_sequence if batch > 1 else 0, by_token if token > 1 else 0
+
+
+def shared_constants(
+    x: Tensor, cos: Tensor, rows: Rows, spec: Spec, inner: int, outer: int
+) -> dict[str, Any]:
+    """What every kernel is compiled for, in the order of its parameters."""
+    pairs, rest = cos.shape[-1], x.shape[-1] - 2 * cos.shape[-1]
+    return {
+        "PAIRS": pairs,
+        "FIRST": spec.first_channel,
+        "REST": rest,
+        "HAS_POSITIONS": rows.positions is not None,
+        "ADVANCES": rows.is_sequential(),
+        "IN": inner,
+        "OUT": outer,
+        "TRANSPOSED": spec.transposed,
+        "WIDE": tl.float64 if x.dtype in (torch.float32, torch.float64) else tl.float32,
+        "BLOCK_P": triton.next_power_of_2(pairs),
+        "BLOCK_REST": triton.next_power_of_2(max(rest, 1)),
+    }
 
 
 @triton.jit
@@ -81,18 +92,18 @@ def as_words(x, LAYOUT: tl.constexpr):
 
 @triton.jit
 def load_pairs(
-    row, at, mask, COLUMN: tl.constexpr, PAIRS: tl.constexpr, LAYOUT: tl.constexpr,
+    row, at, mask, FIRST: tl.constexpr, PAIRS: tl.constexpr, LAYOUT: tl.constexpr,
     ELEMENT: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Both channels of each pair; ``row`` is what :func:`as_words` gave, ``at`` counts pairs."""
     if LAYOUT == 0:
-        a = tl.load(row + COLUMN + at, mask=mask, other=0)
-        b = tl.load(row + COLUMN + PAIRS + at, mask=mask, other=0)
+        a = tl.load(row + FIRST + at, mask=mask, other=0)
+        b = tl.load(row + FIRST + PAIRS + at, mask=mask, other=0)
     elif LAYOUT == 1:
-        a = tl.load(row + COLUMN + 2 * at, mask=mask, other=0)
-        b = tl.load(row + COLUMN + 2 * at + 1, mask=mask, other=0)
+        a = tl.load(row + FIRST + 2 * at, mask=mask, other=0)
+        b = tl.load(row + FIRST + 2 * at + 1, mask=mask, other=0)
     else:
-        word = tl.load(row + COLUMN // 2 + at, mask=mask, other=0)
+        word = tl.load(row + FIRST // 2 + at, mask=mask, other=0)
         if ELEMENT.primitive_bitwidth == 16:
             a = word.to(tl.int16).to(ELEMENT, bitcast=True)
             b = (word >> 16).to(tl.int16).to(ELEMENT, bitcast=True)
@@ -104,30 +115,30 @@ def load_pairs(
 
 @triton.jit
 def store_pairs(
-    row, at, mask, a, b, COLUMN: tl.constexpr, PAIRS: tl.constexpr, LAYOUT: tl.constexpr,
+    row, at, mask, a, b, FIRST: tl.constexpr, PAIRS: tl.constexpr, LAYOUT: tl.constexpr,
     ELEMENT: tl.constexpr,
 ):  # fmt: skip
     """The counterpart of :func:`load_pairs`."""
     a, b = a.to(ELEMENT), b.to(ELEMENT)
     if LAYOUT == 0:
-        tl.store(row + COLUMN + at, a, mask=mask)
-        tl.store(row + COLUMN + PAIRS + at, b, mask=mask)
+        tl.store(row + FIRST + at, a, mask=mask)
+        tl.store(row + FIRST + PAIRS + at, b, mask=mask)
     elif LAYOUT == 1:
-        tl.store(row + COLUMN + 2 * at, a, mask=mask)
-        tl.store(row + COLUMN + 2 * at + 1, b, mask=mask)
+        tl.store(row + FIRST + 2 * at, a, mask=mask)
+        tl.store(row + FIRST + 2 * at + 1, b, mask=mask)
     elif ELEMENT.primitive_bitwidth == 16:
         low = a.to(tl.uint16, bitcast=True).to(tl.uint32)
         high = b.to(tl.uint16, bitcast=True).to(tl.uint32) << 16
-        tl.store(row + COLUMN // 2 + at, (low | high).to(tl.int32, bitcast=True), mask=mask)
+        tl.store(row + FIRST // 2 + at, (low | high).to(tl.int32, bitcast=True), mask=mask)
     else:
         low = a.to(tl.uint32, bitcast=True).to(tl.uint64)
         high = b.to(tl.uint32, bitcast=True).to(tl.uint64) << 32
-        tl.store(row + COLUMN // 2 + at, (low | high).to(tl.int64, bitcast=True), mask=mask)
+        tl.store(row + FIRST // 2 + at, (low | high).to(tl.int64, bitcast=True), mask=mask)
 
 
 @triton.jit
 def negative(x):
-    """Of a zero too: the minus sign of Triton 3.6 takes from zero, one operation more."""
+    """Also of a zero: the minus sign of Triton 3.6 subtracts from zero, one operation more."""
     return x * -1
 
 
@@ -145,17 +156,16 @@ def stop_unless(inside):
 
 @triton.jit
 def load_tables(
-    cos, sin, rows, table_b, table_t,
-    positions, positions_b, positions_t, start,
-    b, t, alive, at, in_pairs,
+    table, b, t, alive, at, in_pairs,
     HAS_POSITIONS: tl.constexpr, ADVANCES: tl.constexpr, TRANSPOSED: tl.constexpr,
     WIDE: tl.constexpr, LATE: tl.constexpr = False,
 ):  # fmt: skip
     """Cosine and sine ``[T, 1, P]`` of tokens ``t`` of sequence ``b``, and whether there are any.
 
-    What was loaded before a check is waited for at the check, before anything else is loaded. With
-    ``LATE`` it is the caller's, and rows that are not there are not read.
+    A check waits for the loads before it, ahead of any others. With ``LATE`` it is the caller's,
+    and rows outside the table are not read.
     """
+    cos, sin, rows, table_b, table_t, positions, positions_b, positions_t, start = table
     row = tl.zeros_like(t) + start
     if HAS_POSITIONS:
         row += tl.load(positions + b * positions_b + t * positions_t, mask=alive, other=0)

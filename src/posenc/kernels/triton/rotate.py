@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 import torch
 import triton
@@ -13,7 +12,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from posenc.kernels.spec import Rows, Spec
-from posenc.kernels.triton.launch import Launch, known, starts_early
+from posenc.kernels.triton.launch import Launch, Launches, starts_early
 from posenc.kernels.triton.pairs import (
     HALVES,
     as_words,
@@ -23,75 +22,39 @@ from posenc.kernels.triton.pairs import (
     load_pairs,
     load_tables,
     rotated,
-    row_strides,
+    shared_constants,
     stop_unless,
     store_pairs,
     strides,
-    table_sizes,
-    wide,
+    table_numbers,
 )
 
-# Tokens of a call that takes no longer than its launch, which then overlaps the kernel before it.
+# A call of at most this many tokens takes no longer than its launch, which then overlaps the
+# kernel before it.
 SHORT = 1024
+_LAUNCHES: Launches[Launch | None] = Launches()
 
 
 def rotate_into(
-    xs: Sequence[Tensor],
-    ys: Sequence[Tensor],
-    cos: Tensor,
-    sin: Tensor,
-    rows: Rows,
-    spec: Spec,
-) -> None:
-    """Rotate each of ``xs`` into the tensor of ``ys`` beside it, which may be itself."""
-    q, k = xs[0], xs[-1]
-    positions = rows.positions
+    xs: Sequence[Tensor], ys: Sequence[Tensor], cos: Tensor, sin: Tensor, rows: Rows, spec: Spec
+) -> bool:
+    """Rotate each of ``xs`` into the tensor of ``ys`` beside it, which may be itself.
+
+    Returns:
+        False, and nothing is written, if one launch cannot take the tensors as they are.
+    """
+    q, k, positions = xs[0], xs[-1], rows.positions
     tensors = (q, k, ys[0], ys[-1], cos, sin, q if positions is None else positions)
     described = (len(xs), q is ys[0], spec, positions is None, q.is_neg(), k.is_neg())
-    launch = known(_LAUNCHES, described, tensors, partial(_launch, xs, ys, cos, sin, rows, spec))
+    launch = _LAUNCHES.get(described, tensors, partial(_launch, xs, ys, cos, sin, rows, spec))
     if launch is None:
-        _in_steps(xs, ys, cos, sin, rows, spec)
-    else:
-        launch(tensors, rows.start)
-
-
-_LAUNCHES: dict[Any, Launch | None] = {}
-
-
-def _in_steps(
-    xs: Sequence[Tensor],
-    ys: Sequence[Tensor],
-    cos: Tensor,
-    sin: Tensor,
-    rows: Rows,
-    spec: Spec,
-) -> None:
-    """What one launch cannot take as it lies."""
-    if cos.stride(-1) != 1 or cos.stride() != sin.stride():
-        cos, sin = _dense(cos), _dense(sin)
-    for x, y in zip(xs, ys, strict=True):
-        if x.numel() == 0:
-            continue
-        if all(t.stride(-1) == 1 and not t.is_neg() for t in (x, y)):
-            rotate_into([x], [y], cos, sin, rows, spec)
-        else:
-            made = torch.empty(y.shape, dtype=y.dtype, device=y.device)
-            rotate_into([_dense(x)], [made], cos, sin, rows, spec)
-            y.copy_(made)
-
-
-def _dense(x: Tensor) -> Tensor:
-    # contiguous() leaves any stride to an axis of one, and a clone keeps what is to be negated.
-    return x.resolve_neg().clone(memory_format=torch.contiguous_format)
+        return False
+    launch(tensors, rows.start)
+    return True
 
 
 def _launch(
-    xs: Sequence[Tensor],
-    ys: Sequence[Tensor],
-    cos: Tensor,
-    sin: Tensor,
-    rows: Rows,
-    spec: Spec,
+    xs: Sequence[Tensor], ys: Sequence[Tensor], cos: Tensor, sin: Tensor, rows: Rows, spec: Spec
 ) -> Launch | None:
     q, k, q_out, k_out = xs[0], xs[-1], ys[0], ys[-1]
     check_tables(q, cos, sin, spec)
@@ -99,60 +62,45 @@ def _launch(
         return None
     if any(t.stride(-1) != 1 for t in (*xs, *ys, cos)) or cos.stride() != sin.stride():
         return None
-    batch, q_heads, length, width = q.shape
+    batch, q_heads, length, _ = q.shape
     k_heads = k.shape[1] if len(xs) == 2 else 0
-    pairs = cos.shape[-1]
     inner, outer = layout(spec.interleaved, spec, *xs), layout(spec.interleaved_out, spec, *ys)
     rounded = cos.dtype == torch.float32
-    heads, tokens, warps, split = tile(batch, length, q_heads, k_heads, pairs, q, inner, rounded)
+    heads, tokens, warps, split = tile(q, k_heads, cos.shape[-1], inner, rounded)
     short = batch * length <= SHORT
     early = short and starts_early(q.device)
     blocks = triton.cdiv(q_heads, heads) + triton.cdiv(k_heads, heads)
     numbers = (
         *strides(q, inner), *strides(k, inner), *strides(q_out, outer), *strides(k_out, outer),
-        *table_sizes(cos), *row_strides(rows), batch, length,
+        *table_numbers(cos, rows), batch, length,
     )  # fmt: skip
     constants = {
         "Q_HEADS": q_heads,
         "K_HEADS": k_heads,
-        "PAIRS": pairs,
-        "COLUMN": spec.column,
-        "REST": 0 if q is q_out else width - 2 * pairs,
-        "HAS_POSITIONS": rows.positions is not None,
-        "ADVANCES": rows.is_sequential(),
-        "IN": inner,
-        "OUT": outer,
-        "TRANSPOSED": spec.transposed,
-        "WIDE": wide(q),
+        **shared_constants(q, cos, rows, spec, inner, outer),
         "INDEX": index(*xs, *ys, cos, *([] if rows.positions is None else [rows.positions])),
         "BATCH_FIRST": batch > 4,
         "SPLIT": split,
         "EARLY": early,
         "LATE": short,
-        "BLOCK_P": triton.next_power_of_2(pairs),
-        "BLOCK_REST": triton.next_power_of_2(max(width - 2 * pairs, 1)),
         "BLOCK_H": heads,
         "BLOCK_T": tokens,
     }
+    if q is q_out:
+        constants["REST"] = 0
     grid = (triton.cdiv(length, tokens) * batch, blocks if split else min(blocks, 1), 1)
     options = {"launch_pdl": True} if early else {}
     return Launch(_rotate, grid, numbers, constants, num_warps=warps, **options)
 
 
 def tile(
-    batch: int,
-    length: int,
-    q_heads: int,
-    k_heads: int,
-    pairs: int,
-    q: Tensor,
-    how: int,
-    rounded: bool,
+    q: Tensor, k_heads: int, pairs: int, how: int, rounded: bool
 ) -> tuple[int, int, int, bool]:
     """Heads and tokens of one step, warps, and whether head blocks get programs of their own.
 
     Measured on an H200; benchmarks/README.md says how.
     """
+    batch, q_heads, length, _ = q.shape
     width = int(triton.next_power_of_2(pairs))
     most = int(triton.next_power_of_2(max(q_heads, k_heads)))
     if length > 1 and q.stride(1) > q.stride(2):
@@ -168,41 +116,44 @@ def tile(
         many = rounded or (how == HALVES and q.element_size() == 2)
         return min(most, 2 * heads), 1, 8 if many else 4, True
     if batch * length < 16384:
-        # A short call needs all its loads under way at once more than it needs to share tables.
+        # A short call needs all its loads in flight at once more than it needs to share tables.
         return heads, 1, 2 if rounded and how == HALVES else 4, True
     return (heads, 1, 2, True) if width <= 32 else (heads, 1, 4, False)
 
 
 @triton.jit
-def _take(
-    source, x_b, x_h, x_t, block, b, t, alive, at,
-    HEADS: tl.constexpr, PAIRS: tl.constexpr, COLUMN: tl.constexpr, IN: tl.constexpr,
+def _load_block(
+    x, block, b, t, alive, at,
+    HEADS: tl.constexpr, PAIRS: tl.constexpr, FIRST: tl.constexpr, IN: tl.constexpr,
     WIDE: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
-    """The pairs of one block of heads."""
+    """The pairs of one block of heads; ``x`` is a pointer and its strides."""
+    source, x_b, x_h, x_t = x
     h = (block * BLOCK_H + tl.arange(0, BLOCK_H)).to(b.dtype)
     mask = alive[:, None, None] & (h < HEADS)[None, :, None] & (at < PAIRS)
     where = as_words(source, IN) + (b * x_b + t[:, None] * x_t + h[None, :] * x_h)[:, :, None]
-    return load_pairs(where, at, mask, COLUMN, PAIRS, IN, source.dtype.element_ty, WIDE)
+    return load_pairs(where, at, mask, FIRST, PAIRS, IN, source.dtype.element_ty, WIDE)
 
 
 @triton.jit
-def _give(
-    p, q, c, s, source, target, x_b, x_h, x_t, y_b, y_h, y_t, block, b, t, alive, at,
-    HEADS: tl.constexpr, PAIRS: tl.constexpr, COLUMN: tl.constexpr, REST: tl.constexpr,
+def _store_block(
+    p, q, c, s, x, y, block, b, t, alive, at,
+    HEADS: tl.constexpr, PAIRS: tl.constexpr, FIRST: tl.constexpr, REST: tl.constexpr,
     IN: tl.constexpr, OUT: tl.constexpr, BLOCK_REST: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
-    """Spec them, store them, and copy the channels beside them."""
+    """Rotate the pairs, store them, and copy the other channels."""
+    source, x_b, x_h, x_t = x
+    target, y_b, y_h, y_t = y
     h = (block * BLOCK_H + tl.arange(0, BLOCK_H)).to(b.dtype)
     present = alive[:, None, None] & (h < HEADS)[None, :, None]
     y_at = (b * y_b + t[:, None] * y_t + h[None, :] * y_h)[:, :, None]
     element: tl.constexpr = source.dtype.element_ty
     where, mask = as_words(target, OUT) + y_at, present & (at < PAIRS)
     p, q = rotated(p, q, c, s)
-    store_pairs(where, at, mask, p, q, COLUMN, PAIRS, OUT, element)
+    store_pairs(where, at, mask, p, q, FIRST, PAIRS, OUT, element)
     if REST > 0:
         # The channels that are not rotated: all after the pairs, or all before.
-        other = (2 * PAIRS if COLUMN == 0 else 0) + tl.arange(0, BLOCK_REST)[None, None, :]
+        other = (2 * PAIRS if FIRST == 0 else 0) + tl.arange(0, BLOCK_REST)[None, None, :]
         keep = present & (tl.arange(0, BLOCK_REST)[None, None, :] < REST)
         x_at = (b * x_b + t[:, None] * x_t + h[None, :] * x_h)[:, :, None]
         rest = tl.load(source + x_at * (2 if IN == 2 else 1) + other, mask=keep)
@@ -210,30 +161,40 @@ def _give(
 
 
 @triton.jit
-def _one_block(
-    source, target, x_b, x_h, x_t, y_b, y_h, y_t, block,
-    cos, sin, rows, table_b, table_t, positions, positions_b, positions_t, start,
-    b, t, alive, at,
-    HEADS: tl.constexpr, PAIRS: tl.constexpr, COLUMN: tl.constexpr, REST: tl.constexpr,
+def _rotate_block(
+    x, y, block, table, b, t, alive, at,
+    HEADS: tl.constexpr, PAIRS: tl.constexpr, FIRST: tl.constexpr, REST: tl.constexpr,
     HAS_POSITIONS: tl.constexpr, ADVANCES: tl.constexpr, IN: tl.constexpr, OUT: tl.constexpr,
     TRANSPOSED: tl.constexpr, WIDE: tl.constexpr, LATE: tl.constexpr,
     BLOCK_REST: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
-    """A block on its own: its loads are under way before those of the tables are waited for."""
-    p, q = _take(
-        source, x_b, x_h, x_t, block, b, t, alive, at,
-        HEADS, PAIRS, COLUMN, IN, WIDE, BLOCK_H,
-    )  # fmt: skip
+    """One block of heads; its loads are in flight before those of the tables are waited for."""
+    p, q = _load_block(x, block, b, t, alive, at, HEADS, PAIRS, FIRST, IN, WIDE, BLOCK_H)
     c, s, inside = load_tables(
-        cos, sin, rows, table_b, table_t, positions, positions_b, positions_t, start,
-        b, t, alive, at, at < PAIRS, HAS_POSITIONS, ADVANCES, TRANSPOSED, WIDE, LATE,
-    )  # fmt: skip
-    _give(
-        p, q, c, s, source, target, x_b, x_h, x_t, y_b, y_h, y_t, block, b, t, alive, at,
-        HEADS, PAIRS, COLUMN, REST, IN, OUT, BLOCK_REST, BLOCK_H,
+        table, b, t, alive, at, at < PAIRS, HAS_POSITIONS, ADVANCES, TRANSPOSED, WIDE, LATE
+    )
+    _store_block(
+        p, q, c, s, x, y, block, b, t, alive, at,
+        HEADS, PAIRS, FIRST, REST, IN, OUT, BLOCK_REST, BLOCK_H,
     )  # fmt: skip
     if LATE:
         stop_unless(inside)
+
+
+@triton.jit
+def _rotate_heads(
+    x, y, c, s, b, t, alive, at,
+    HEADS: tl.constexpr, PAIRS: tl.constexpr, FIRST: tl.constexpr, REST: tl.constexpr,
+    IN: tl.constexpr, OUT: tl.constexpr, WIDE: tl.constexpr,
+    BLOCK_REST: tl.constexpr, BLOCK_H: tl.constexpr,
+):  # fmt: skip
+    """All heads of a token, which share its table row."""
+    for block in tl.static_range((HEADS + BLOCK_H - 1) // BLOCK_H):
+        p, q = _load_block(x, block, b, t, alive, at, HEADS, PAIRS, FIRST, IN, WIDE, BLOCK_H)
+        _store_block(
+            p, q, c, s, x, y, block, b, t, alive, at,
+            HEADS, PAIRS, FIRST, REST, IN, OUT, BLOCK_REST, BLOCK_H,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["start"])
@@ -242,15 +203,16 @@ def _rotate(
     q_b, q_h, q_t, k_b, k_h, k_t, qo_b, qo_h, qo_t, ko_b, ko_h, ko_t,
     rows, table_b, table_t, positions_b, positions_t, batch, length,
     Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr,
-    PAIRS: tl.constexpr, COLUMN: tl.constexpr, REST: tl.constexpr,
+    PAIRS: tl.constexpr, FIRST: tl.constexpr, REST: tl.constexpr,
     HAS_POSITIONS: tl.constexpr, ADVANCES: tl.constexpr,
     IN: tl.constexpr, OUT: tl.constexpr, TRANSPOSED: tl.constexpr, WIDE: tl.constexpr,
-    INDEX: tl.constexpr,
+    BLOCK_P: tl.constexpr, BLOCK_REST: tl.constexpr, INDEX: tl.constexpr,
     BATCH_FIRST: tl.constexpr, SPLIT: tl.constexpr, EARLY: tl.constexpr, LATE: tl.constexpr,
-    BLOCK_P: tl.constexpr, BLOCK_REST: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_T: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
     if EARLY:
-        # Set up while the kernel before this one ran: wait for what it wrote, then let the next.
+        # This kernel was set up while its predecessor ran. It waits for what that one wrote, and
+        # then lets its own successor be set up.
         gdc_wait()
         gdc_launch_dependents()
     program = tl.program_id(0)
@@ -259,51 +221,37 @@ def _rotate(
         steps = tl.cdiv(length, BLOCK_T)
         b, step = program // steps, program % steps
     else:
-        # Few sequences: programs that run together share table rows.
+        # There are few sequences: programs that run together share table rows.
         b, step = program % batch, program // batch
     b = b.to(INDEX)
     t = step.to(INDEX) * BLOCK_T + tl.arange(0, BLOCK_T)
     alive = t < length
     at = tl.arange(0, BLOCK_P)[None, None, :]
-    q_blocks: tl.constexpr = (Q_HEADS + BLOCK_H - 1) // BLOCK_H
-    k_blocks: tl.constexpr = (K_HEADS + BLOCK_H - 1) // BLOCK_H
+    table = cos, sin, rows, table_b, table_t, positions, positions_b, positions_t, start
+    q_in, q_to = (q, q_b, q_h, q_t), (q_out, qo_b, qo_h, qo_t)
+    k_in, k_to = (k, k_b, k_h, k_t), (k_out, ko_b, ko_h, ko_t)
     if SPLIT:
         block = tl.program_id(1)
+        q_blocks: tl.constexpr = (Q_HEADS + BLOCK_H - 1) // BLOCK_H
         if block < q_blocks:
-            _one_block(
-                q, q_out, q_b, q_h, q_t, qo_b, qo_h, qo_t, block,
-                cos, sin, rows, table_b, table_t, positions, positions_b, positions_t, start,
-                b, t, alive, at, Q_HEADS, PAIRS, COLUMN, REST, HAS_POSITIONS, ADVANCES, IN, OUT,
-                TRANSPOSED, WIDE, LATE, BLOCK_REST, BLOCK_H,
+            _rotate_block(
+                q_in, q_to, block, table, b, t, alive, at, Q_HEADS, PAIRS, FIRST, REST,
+                HAS_POSITIONS, ADVANCES, IN, OUT, TRANSPOSED, WIDE, LATE, BLOCK_REST, BLOCK_H,
             )  # fmt: skip
         else:
-            _one_block(
-                k, k_out, k_b, k_h, k_t, ko_b, ko_h, ko_t, block - q_blocks,
-                cos, sin, rows, table_b, table_t, positions, positions_b, positions_t, start,
-                b, t, alive, at, K_HEADS, PAIRS, COLUMN, REST, HAS_POSITIONS, ADVANCES, IN, OUT,
-                TRANSPOSED, WIDE, LATE, BLOCK_REST, BLOCK_H,
+            _rotate_block(
+                k_in, k_to, block - q_blocks, table, b, t, alive, at, K_HEADS, PAIRS, FIRST, REST,
+                HAS_POSITIONS, ADVANCES, IN, OUT, TRANSPOSED, WIDE, LATE, BLOCK_REST, BLOCK_H,
             )  # fmt: skip
     else:
-        # All heads of a token, which share its table row.
         c, s, _ = load_tables(
-            cos, sin, rows, table_b, table_t, positions, positions_b, positions_t, start,
-            b, t, alive, at, at < PAIRS, HAS_POSITIONS, ADVANCES, TRANSPOSED, WIDE,
+            table, b, t, alive, at, at < PAIRS, HAS_POSITIONS, ADVANCES, TRANSPOSED, WIDE
+        )
+        _rotate_heads(
+            q_in, q_to, c, s, b, t, alive, at,
+            Q_HEADS, PAIRS, FIRST, REST, IN, OUT, WIDE, BLOCK_REST, BLOCK_H,
         )  # fmt: skip
-        for block in tl.static_range(q_blocks):
-            x, y = _take(
-                q, q_b, q_h, q_t, block, b, t, alive, at,
-                Q_HEADS, PAIRS, COLUMN, IN, WIDE, BLOCK_H,
-            )  # fmt: skip
-            _give(
-                x, y, c, s, q, q_out, q_b, q_h, q_t, qo_b, qo_h, qo_t, block, b, t, alive, at,
-                Q_HEADS, PAIRS, COLUMN, REST, IN, OUT, BLOCK_REST, BLOCK_H,
-            )  # fmt: skip
-        for block in tl.static_range(k_blocks):
-            x, y = _take(
-                k, k_b, k_h, k_t, block, b, t, alive, at,
-                K_HEADS, PAIRS, COLUMN, IN, WIDE, BLOCK_H,
-            )  # fmt: skip
-            _give(
-                x, y, c, s, k, k_out, k_b, k_h, k_t, ko_b, ko_h, ko_t, block, b, t, alive, at,
-                K_HEADS, PAIRS, COLUMN, REST, IN, OUT, BLOCK_REST, BLOCK_H,
-            )  # fmt: skip
+        _rotate_heads(
+            k_in, k_to, c, s, b, t, alive, at,
+            K_HEADS, PAIRS, FIRST, REST, IN, OUT, WIDE, BLOCK_REST, BLOCK_H,
+        )  # fmt: skip

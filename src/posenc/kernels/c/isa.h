@@ -1,4 +1,4 @@
-/* What is compiled once for every instruction set, and which of them runs here. */
+/* The kernels, compiled once for every instruction set, and which of the sets runs here. */
 enum { FLOAT32, BFLOAT16, FLOAT16, FLOAT64, DTYPES };
 static const i64 element_size[DTYPES] = {4, 2, 2, 8};
 
@@ -8,51 +8,52 @@ static const i64 element_size[DTYPES] = {4, 2, 2, 8};
 #define NEON 0
 #endif
 
-/* Rows at equal steps, and the table rows they take. */
+/* RowBlock at equal steps, and the table rows they take. */
 typedef struct {
     const void *x;
     void *y;
     const void *c, *s;
     i64 count, x_step, y_step, table_step; /* the last one in bytes */
-    i64 abreast, x_next, y_next; /* rows that take the same table row at each step */
-} Rows;
+    i64 per_step, x_head, y_head; /* rows that share a table row at each step, and their strides */
+} RowBlock;
 
 /* RMSNorm of rows, with its factors in the precision of the computation. */
 typedef struct {
-    size_t channels, column;
+    size_t channels, first_channel;
     const void *weight;
     double eps;
-    int whole; /* over all rows together, each with factors of its own */
+    int all_heads; /* over all rows together, each with factors of its own */
 } Norm;
 
-/* What the gradient of normalised rows takes besides. */
+/* What the gradient of normalised rows takes besides: */
 typedef struct {
     const void *g; /* gradients to the results */
     i64 g_step;
     void *work, *sums; /* room for two rows; the gradient to the factors, to be added to */
-} Back;
+} NormGradient;
 
 enum {
-    AHEAD = 1024, /* bytes between what a kernel works on and what it asks for */
+    PREFETCH_BYTES = 1024, /* from what a kernel works on to what it prefetches */
 #if defined(__x86_64__) || defined(_M_X64)
-    ABREAST = 4, /* heads that are turned token by token, so that a table row is near for all of them */
+    HEADS_PER_STEP = 4, /* heads rotated together, while their table row is in the cache */
 #else
-    ABREAST = 1, /* a Neoverse N1 writes fewer streams well */
+    HEADS_PER_STEP = 1, /* a Neoverse N1 is slower with several output streams */
 #endif
-    WORD_BLOCK = 32, /* pairs of bfloat16 that are turned as words of two neighbours */
+    WORD_BLOCK = 32, /* pairs of bfloat16 that are rotated as words of two neighbours */
     WORDS_OF_PAIRS = PACKS_PAIRS && !NEON,
 };
 
-/* A table row as a kernel takes it: as it is, rounded, or rounded with the even columns of each block
- * before its odd ones. */
-typedef enum { DOUBLES, FLOATS, EVEN_THEN_ODD } Order;
+/* How a kernel reads a table row: in double, in float, or in float with the even columns of each
+ * block before its odd ones. */
+typedef enum { DOUBLES, FLOATS, EVEN_THEN_ODD } TableOrder;
 
 typedef struct {
-    void (*rows[DTYPES])(const Rows *rows, size_t P, int layout);
-    void (*normed[DTYPES])(const Rows *rows, size_t P, int layout, const Norm *norm);
-    void (*back[DTYPES])(const Rows *rows, size_t P, int layout, const Norm *norm, const Back *back);
-    void (*ready)(const double *row, void *to, size_t P, double sign, Order order);
-} Set;
+    void (*rows[DTYPES])(const RowBlock *rows, size_t P, int layout);
+    void (*normed[DTYPES])(const RowBlock *rows, size_t P, int layout, const Norm *norm);
+    void (*norm_backward[DTYPES])(const RowBlock *rows, size_t P, int layout, const Norm *norm,
+                                  const NormGradient *gradient);
+    void (*convert_row)(const double *row, void *to, size_t P, double sign, TableOrder order);
+} Kernels;
 
 #if defined(__GNUC__) && defined(__x86_64__)
 #ifdef __clang__
@@ -64,30 +65,30 @@ typedef struct {
 #define TARGET __attribute__((target(AVX512)))
 #define WORDS_OF_512
 #include "avx512.h"
-#include "rows.h"
+#include "dtypes.h"
 #define ISA avx2
 #define TARGET __attribute__((target("avx2,fma")))
-#include "rows.h"
+#include "dtypes.h"
 #endif
 #if NEON
 #include "neon.h"
 #endif
 #define ISA baseline
 #define TARGET
-#include "rows.h"
+#include "dtypes.h"
 
 static const struct {
     const char *name;
-    const Set *set;
+    const Kernels *kernels;
 } isas[] = {
 #if defined(__GNUC__) && defined(__x86_64__)
-    {"avx512", &set_all_avx512},
-    {"avx2", &set_all_avx2},
+    {"avx512", &kernels_all_avx512},
+    {"avx2", &kernels_all_avx2},
 #endif
 #if NEON
-    {"neon", &set_all_baseline},
+    {"neon", &kernels_all_baseline},
 #else
-    {"baseline", &set_all_baseline},
+    {"baseline", &kernels_all_baseline},
 #endif
 };
 enum { ISAS = sizeof isas / sizeof isas[0] };

@@ -1,7 +1,6 @@
-/* The rotation of rows, for each dtype, and the table rows it takes, compiled once for every
- * instruction set.
+/* The kernels of every dtype, compiled once for each instruction set.
  *
- * Included with ISA (a name) and TARGET (the attribute that turns the set on). Loops are plain C for
+ * Included with ISA (a name) and TARGET (the attribute that enables it). Loops are plain C for
  * the compiler to vectorise, but for what neon.h and avx512.h do better. */
 
 #define NAME3(a, b, c) a##_##b##_##c
@@ -15,15 +14,15 @@
 #define STORE(v) ((float)(v))
 #if NEON
 #define BLOCK 8
-#define TAKE(x, P, in, out, a, b) take_f32(x, P, in, a, b)
-#define GIVE(y, P, in, out, p, q) give_f32(y, P, out, p, q)
+#define LOAD_PAIRS(x, P, in, out, a, b) load_pairs_f32(x, P, in, a, b)
+#define STORE_PAIRS(y, P, in, out, p, q) store_pairs_f32(y, P, out, p, q)
 #define VECTOR float64x2_t
 #define LANES 4
 #define TABLE vld1q_f64
 #else
 #define BLOCK 16
 #endif
-#include "turn.h"
+#include "rotate_rows.h"
 
 #define KIND f64
 #define ELEM double
@@ -31,7 +30,7 @@
 #define REAL double
 #define LOAD(v) (v)
 #define STORE(v) (v)
-#include "turn.h"
+#include "rotate_rows.h"
 
 #define KIND bf16
 #define ELEM uint16_t
@@ -40,15 +39,15 @@
 #define STORE(v) store_bf16(v)
 #if NEON
 #define BLOCK 16
-#define TAKE(x, P, in, out, a, b) take_bf16(x, P, in, a, b)
-#define GIVE(y, P, in, out, p, q) give_bf16(y, P, out, p, q)
+#define LOAD_PAIRS(x, P, in, out, a, b) load_pairs_bf16(x, P, in, a, b)
+#define STORE_PAIRS(y, P, in, out, p, q) store_pairs_bf16(y, P, out, p, q)
 #define VECTOR float32x4_t
 #define LANES 8
 #define TABLE vld1q_f32
 #elif defined(WORDS_OF_512)
 #define BLOCK WORD_BLOCK
-#define TAKE take512_bf16
-#define GIVE give512_bf16
+#define LOAD_PAIRS load512_bf16
+#define STORE_PAIRS store512_bf16
 #define VECTOR __m512
 #define LANES 32
 #define TABLE _mm512_loadu_ps
@@ -58,7 +57,7 @@
 #else
 #define BLOCK 16
 #endif
-#include "turn.h"
+#include "rotate_rows.h"
 
 #define KIND f16
 #define ELEM half
@@ -67,17 +66,17 @@
 #define LOAD(v) load_f16(v)
 #define STORE(v) store_f16(v)
 #if NEON
-#define TAKE(x, P, in, out, a, b) take_f16(x, P, in, a, b)
-#define GIVE(y, P, in, out, p, q) give_f16(y, P, out, p, q)
+#define LOAD_PAIRS(x, P, in, out, a, b) load_pairs_f16(x, P, in, a, b)
+#define STORE_PAIRS(y, P, in, out, p, q) store_pairs_f16(y, P, out, p, q)
 #define VECTOR float32x4_t
 #define LANES 8
 #define TABLE vld1q_f32
 #endif
-#include "turn.h"
+#include "rotate_rows.h"
 
 #define KIND all
-/* A table row as the kernels take it. */
-TARGET static void FN(ready)(const double *row, void *to, size_t P, double sign, Order order)
+/* Convert a table row to what the kernels read. */
+TARGET static void FN(convert_row)(const double *row, void *to, size_t P, double sign, TableOrder order)
 {
     double *const d = to;
     float *const f = to;
@@ -94,12 +93,13 @@ TARGET static void FN(ready)(const double *row, void *to, size_t P, double sign,
     INDEPENDENT for (size_t i = done; i < P; i++) f[i] = plain_nan((float)(sign * row[i]));
 }
 
-static const Set FN(set) = {
+static const Kernels FN(kernels) = {
     {NAME2(rows, f32, ISA), NAME2(rows, bf16, ISA), NAME2(rows, f16, ISA), NAME2(rows, f64, ISA)},
     {NAME2(normed, f32, ISA), NAME2(normed, bf16, ISA), NAME2(normed, f16, ISA),
      NAME2(normed, f64, ISA)},
-    {NAME2(back, f32, ISA), NAME2(back, bf16, ISA), NAME2(back, f16, ISA), NAME2(back, f64, ISA)},
-    FN(ready),
+    {NAME2(norm_backward, f32, ISA), NAME2(norm_backward, bf16, ISA),
+     NAME2(norm_backward, f16, ISA), NAME2(norm_backward, f64, ISA)},
+    FN(convert_row),
 };
 #undef KIND
 

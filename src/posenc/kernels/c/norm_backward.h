@@ -1,46 +1,46 @@
-/* The gradient of normalised and turned rows, for one dtype of rows.h. */
+/* The gradient of normalised and rotated rows, for one dtype of dtypes.h. */
 
 /* A row as numbers to compute with, in the order of the factors: the first channels of all pairs come
  * before the second ones. */
-TARGET static void FN(spread)(const ELEM *x, REAL *to, size_t P, const Norm *n, int interleaved)
+TARGET static void FN(unpack_row)(const ELEM *x, REAL *to, size_t P, const Norm *n, int interleaved)
 {
-    const size_t column = n->column;
-    const ELEM *const pairs = x + column;
-    REAL *const first = to + column, *const second = first + P;
-    const size_t same = interleaved ? column : n->channels;
+    const size_t start = n->first_channel;
+    const ELEM *const pairs = x + start;
+    REAL *const first = to + start, *const second = first + P;
+    const size_t same = interleaved ? start : n->channels;
     INDEPENDENT for (size_t i = 0; i < same; i++) to[i] = LOAD(x[i]);
     if (!interleaved) return;
     INDEPENDENT for (size_t i = 0; i < P; i++) {
         first[i] = LOAD(pairs[2 * i]);
         second[i] = LOAD(pairs[2 * i + 1]);
     }
-    INDEPENDENT for (size_t i = column + 2 * P; i < n->channels; i++) to[i] = LOAD(x[i]);
+    INDEPENDENT for (size_t i = start + 2 * P; i < n->channels; i++) to[i] = LOAD(x[i]);
 }
 
-TARGET static void FN(gather)(const REAL *x, ELEM *to, size_t P, const Norm *n, int interleaved)
+TARGET static void FN(pack_row)(const REAL *x, ELEM *to, size_t P, const Norm *n, int interleaved)
 {
-    const size_t column = n->column;
-    const REAL *const first = x + column, *const second = first + P;
-    ELEM *const pairs = to + column;
-    const size_t same = interleaved ? column : n->channels;
+    const size_t start = n->first_channel;
+    const REAL *const first = x + start, *const second = first + P;
+    ELEM *const pairs = to + start;
+    const size_t same = interleaved ? start : n->channels;
     INDEPENDENT for (size_t i = 0; i < same; i++) to[i] = STORE(x[i]);
     if (!interleaved) return;
     INDEPENDENT for (size_t i = 0; i < P; i++) {
         pairs[2 * i] = STORE(first[i]);
         pairs[2 * i + 1] = STORE(second[i]);
     }
-    INDEPENDENT for (size_t i = column + 2 * P; i < n->channels; i++) to[i] = STORE(x[i]);
+    INDEPENDENT for (size_t i = start + 2 * P; i < n->channels; i++) to[i] = STORE(x[i]);
 }
 
 /* Row i and its gradient before the rotation, into x and t. */
-TARGET static void FN(open)(const Rows *r, const Back *k, i64 i, size_t P, int in, int out,
-                            const Norm *n, REAL *x, REAL *t)
+TARGET static void FN(load_row)(const RowBlock *r, const NormGradient *k, i64 i, size_t P, int in,
+                                int out, const Norm *n, REAL *x, REAL *t)
 {
     const REAL *const c = (const REAL *)((const char *)r->c + i * r->table_step);
     const REAL *const s = (const REAL *)((const char *)r->s + i * r->table_step);
-    REAL *const a = t + n->column, *const b = a + P;
-    FN(spread)((const ELEM *)r->x + i * r->x_step, x, P, n, in);
-    FN(spread)((const ELEM *)k->g + i * k->g_step, t, P, n, out);
+    REAL *const a = t + n->first_channel, *const b = a + P;
+    FN(unpack_row)((const ELEM *)r->x + i * r->x_step, x, P, n, in);
+    FN(unpack_row)((const ELEM *)k->g + i * k->g_step, t, P, n, out);
     INDEPENDENT for (size_t j = 0; j < P; j++) {
         const REAL p = a[j], q = b[j];
         a[j] = p * c[j] + q * s[j], b[j] = q * c[j] - p * s[j];
@@ -66,17 +66,18 @@ TARGET static void FN(sums)(const REAL *x, const REAL *t, const REAL *w, size_t 
 }
 
 /* Gradients to the rows, into r->y, and what the rows add to those of the factors. */
-TARGET static void FN(back)(const Rows *r, size_t P, int layout, const Norm *n, const Back *k)
+TARGET static void FN(norm_backward)(const RowBlock *r, size_t P, int layout, const Norm *n,
+                                     const NormGradient *k)
 {
     const int in = layout >> 1, out = layout & 1;
     const size_t D = n->channels;
-    const i64 group = n->whole ? r->count : 1;
+    const i64 group = n->all_heads ? r->count : 1;
     const double count = (double)D * (double)group;
     REAL *const x = k->work, *const t = x + D;
     for (i64 first = 0; first < r->count; first += group) {
         REAL squares = 0, dot = 0;
         for (i64 i = 0; i < group; i++) {
-            FN(open)(r, k, first + i, P, in, out, n, x, t);
+            FN(load_row)(r, k, first + i, P, in, out, n, x, t);
             FN(sums)(x, t, (const REAL *)n->weight + i * (i64)D, D, &squares, &dot);
         }
         const REAL scale = FN(scale)(squares, count, n->eps);
@@ -84,12 +85,12 @@ TARGET static void FN(back)(const Rows *r, size_t P, int layout, const Norm *n, 
         for (i64 i = 0; i < group; i++) {
             const REAL *const w = (const REAL *)n->weight + i * (i64)D;
             REAL *const sum = (REAL *)k->sums + i * (i64)D;
-            if (group > 1) FN(open)(r, k, first + i, P, in, out, n, x, t);
+            if (group > 1) FN(load_row)(r, k, first + i, P, in, out, n, x, t);
             INDEPENDENT for (size_t j = 0; j < D; j++) {
                 sum[j] += t[j] * x[j] * scale;
                 x[j] = t[j] * w[j] * scale - x[j] * pull;
             }
-            FN(gather)(x, (ELEM *)r->y + (first + i) * r->y_step, P, n, in);
+            FN(pack_row)(x, (ELEM *)r->y + (first + i) * r->y_step, P, n, in);
         }
     }
 }

@@ -1,4 +1,4 @@
-/* A call: what is to be turned, in which order memory is walked, and by how many threads. */
+/* A call: its arguments, the order in which memory is visited, and the threads that share it. */
 typedef struct {
     i64 x, y, B, H, T, D, x_sb, x_sh, x_st, x_sd, y_sb, y_sh, y_st, y_sd;
 } Tensor;
@@ -6,9 +6,9 @@ typedef struct {
 /* The arguments of rotate() in their order. Pointers are integers and strides count elements. */
 typedef struct {
     i64 dtype, cos, sin, tables, rows, P, table_sb, table_st, table_sd; /* float64 */
-    i64 start, pos, pos_sb, pos_st, advance;
-    i64 interleaved_in, interleaved_out, column, transposed;
-    i64 weight, eps, whole; /* of a norm, if there is one: float64, and the bits of a double */
+    i64 start, pos, pos_sb, pos_st, sequential;
+    i64 interleaved_in, interleaved_out, first_channel, transposed;
+    i64 weight, eps, all_heads; /* of a norm, if there is one: float64, and the bits of a double */
     i64 to_weight; /* if its gradient is wanted: float64; the second tensor is what is given */
     Tensor tensors[2];
     i64 count, B, T, D; /* found from them */
@@ -21,7 +21,7 @@ enum {
 
 enum {
     PARALLEL_ELEMENTS = 1 << 18, /* below this, waking threads costs more than they bring */
-    TILE_BYTES = 128 << 10, /* of table rows, made ready once for all heads of their tokens */
+    TILE_BYTES = 128 << 10, /* of table rows, converted once for all heads of their tokens */
 };
 
 static struct {
@@ -31,7 +31,7 @@ static struct {
 
 static i64 table_row(const Job *j, i64 b, i64 t)
 {
-    i64 row = j->start + (j->advance ? t : 0);
+    i64 row = j->start + (j->sequential ? t : 0);
     return j->pos ? row + ((const i64 *)(intptr_t)j->pos)[b * j->pos_sb + t * j->pos_st] : row;
 }
 
@@ -60,13 +60,13 @@ typedef struct {
 /* Numbers of a norm's weight. */
 static i64 factors(const Job *j)
 {
-    return j->weight ? (j->whole ? j->tensors[0].H : 1) * j->D : 0;
+    return j->weight ? (j->all_heads ? j->tensors[0].H : 1) * j->D : 0;
 }
 
 /* Where the i-th factor is in the weight: the first channels of all pairs come before the second. */
 static i64 factor_at(const Job *j, i64 i)
 {
-    const i64 c = i % j->D - j->column;
+    const i64 c = i % j->D - j->first_channel;
     if (!j->interleaved_in || c < 0 || c >= 2 * j->P) return i;
     return i - c + (c < j->P ? 2 * c : 2 * (c - j->P) + 1);
 }
@@ -81,8 +81,8 @@ static double double_of(i64 bits)
 /* Bytes of a number in the precision of the computation. */
 static i64 real_size(const Job *j) { return j->dtype == FLOAT32 || j->dtype == FLOAT64 ? 8 : 4; }
 
-/* What the kernel takes for its tables. */
-static Order table_order(const Job *j)
+/* How the kernel of this call reads its tables. */
+static TableOrder table_order(const Job *j)
 {
     if (real_size(j) == 8) return DOUBLES;
     const int half = !j->interleaved_in && !j->interleaved_out;
@@ -90,74 +90,75 @@ static Order table_order(const Job *j)
 }
 
 /* The table rows of nt tokens, in the precision of the computation, one after the other. */
-static void ready_tables(const Job *j, i64 b, i64 t, i64 nt, char *c, char *s)
+static void convert_tables(const Job *j, i64 b, i64 t, i64 nt, char *c, char *s)
 {
     const double *cos = (const double *)(intptr_t)j->cos + b * j->table_sb;
     const double *sin = (const double *)(intptr_t)j->sin + b * j->table_sb;
-    const Order order = table_order(j);
+    const TableOrder order = table_order(j);
     for (i64 n = 0; n < nt; n++) {
         const i64 at = table_row(j, b, t + n) * j->table_st, to = n * j->P * real_size(j);
-        isas[isa].set->ready(cos + at, c + to, (size_t)j->P, 1, order);
-        isas[isa].set->ready(sin + at, s + to, (size_t)j->P, j->transposed ? -1 : 1, order);
+        isas[isa].kernels->convert_row(cos + at, c + to, (size_t)j->P, 1, order);
+        isas[isa].kernels->convert_row(sin + at, s + to, (size_t)j->P, j->transposed ? -1 : 1, order);
     }
 }
 
-/* The channels that are not rotated. */
-static void copy_rest(const Job *j, const Rows *r)
+/* Copy the channels that are not rotated. */
+static void copy_unrotated(const Job *j, const RowBlock *r)
 {
-    const i64 size = element_size[j->dtype], from = j->column * size, to = from + 2 * j->P * size;
+    const i64 size = element_size[j->dtype], from = j->first_channel * size;
+    const i64 to = from + 2 * j->P * size;
     for (i64 n = 0; n < r->count; n++)
-        for (i64 g = 0; g < r->abreast; g++) {
-            const char *const x = (const char *)r->x + (n * r->x_step + g * r->x_next) * size;
-            char *const y = (char *)r->y + (n * r->y_step + g * r->y_next) * size;
+        for (i64 g = 0; g < r->per_step; g++) {
+            const char *const x = (const char *)r->x + (n * r->x_step + g * r->x_head) * size;
+            char *const y = (char *)r->y + (n * r->y_step + g * r->y_head) * size;
             memcpy(y, x, (size_t)from);
             memcpy(y + to, x + to, (size_t)(j->D * size - to));
         }
 }
 
-/* Rows that start at channel 0, with the channels that are not rotated, normalised if so wanted. */
-static void turn_rows(const Job *j, Rows rows, const Norm *norm, const Back *back)
+/* Rotate whole rows, after a norm if there is one, or compute the gradient of both. */
+static void rotate_block(const Job *j, RowBlock rows, const Norm *norm, const NormGradient *back)
 {
-    const i64 column = j->column * element_size[j->dtype];
+    const i64 skipped = j->first_channel * element_size[j->dtype];
     const int layout = 2 * (int)j->interleaved_in + (int)j->interleaved_out;
     if (j->to_weight) {
-        isas[isa].set->back[j->dtype](&rows, (size_t)j->P, layout, norm, back);
+        isas[isa].kernels->norm_backward[j->dtype](&rows, (size_t)j->P, layout, norm, back);
         return;
     }
     if (j->weight) {
-        isas[isa].set->normed[j->dtype](&rows, (size_t)j->P, layout, norm);
+        isas[isa].kernels->normed[j->dtype](&rows, (size_t)j->P, layout, norm);
         return;
     }
-    if (rows.x != rows.y && j->D > 2 * j->P) copy_rest(j, &rows);
-    rows.x = (const char *)rows.x + column;
-    rows.y = (char *)rows.y + column;
-    isas[isa].set->rows[j->dtype](&rows, (size_t)j->P, layout);
+    if (rows.x != rows.y && j->D > 2 * j->P) copy_unrotated(j, &rows);
+    rows.x = (const char *)rows.x + skipped;
+    rows.y = (char *)rows.y + skipped;
+    isas[isa].kernels->rows[j->dtype](&rows, (size_t)j->P, layout);
 }
 
 /* One tensor's heads of the tokens t .. t+nt-1 of sequence b, whose table rows are in c and s. */
-static void turn_tile(const Job *j, const Tensor *a, i64 b, i64 t, i64 nt, const char *c,
-                      const char *s, const Norm *norm, Back back)
+static void rotate_tile(const Job *j, const Tensor *a, i64 b, i64 t, i64 nt, const char *c,
+                      const char *s, const Norm *norm, NormGradient back)
 {
     const i64 size = element_size[j->dtype], table = j->P * real_size(j);
     const char *const x = (const char *)(intptr_t)a->x + (b * a->x_sb + t * a->x_st) * size;
     char *const y = (char *)(intptr_t)a->y + (b * a->y_sb + t * a->y_st) * size;
-    /* Memory is walked in the order it lies in: the heads of a token, or the tokens of some heads. */
-    const int by_token = a->x_sh <= a->x_st || j->whole;
-    const i64 most = j->weight ? 1 : ABREAST, grouped = a->H - a->H % most;
+    /* Visit memory in its order: the heads of a token, or the tokens of some heads. */
+    const int by_token = a->x_sh <= a->x_st || j->all_heads;
+    const i64 most = j->weight ? 1 : HEADS_PER_STEP, grouped = a->H - a->H % most;
     for (i64 n = 0; n < nt; n += by_token ? 1 : nt)
         for (i64 h = 0, heads; h < a->H; h += heads) {
-            const i64 abreast = h < grouped ? most : 1;
-            heads = !by_token ? abreast : h < grouped ? grouped : a->H - grouped;
-            const Rows rows = {
+            const i64 per_step = h < grouped ? most : 1;
+            heads = !by_token ? per_step : h < grouped ? grouped : a->H - grouped;
+            const RowBlock rows = {
                 x + (n * a->x_st + h * a->x_sh) * size,
                 y + (n * a->y_st + h * a->y_sh) * size,
                 c + n * table,
                 s + n * table,
-                by_token ? heads / abreast : nt,
-                by_token ? abreast * a->x_sh : a->x_st,
-                by_token ? abreast * a->y_sh : a->y_st,
+                by_token ? heads / per_step : nt,
+                by_token ? per_step * a->x_sh : a->x_st,
+                by_token ? per_step * a->y_sh : a->y_st,
                 by_token ? 0 : table,
-                abreast,
+                per_step,
                 a->x_sh,
                 a->y_sh,
             };
@@ -167,7 +168,7 @@ static void turn_tile(const Job *j, const Tensor *a, i64 b, i64 t, i64 nt, const
                          (b * g->x_sb + (t + n) * g->x_st + h * g->x_sh) * size;
                 back.g_step = by_token ? g->x_sh : g->x_st;
             }
-            turn_rows(j, rows, norm, &back);
+            rotate_block(j, rows, norm, &back);
         }
 }
 
@@ -195,8 +196,9 @@ static void run_units(Plan *p, i64 first, i64 last, i64 thread)
     }
     char *const c = block + (-(uintptr_t)block & (CACHE_LINE - 1)), *const s = c + tables;
     char *const weight = s + tables, *const work = weight + weights;
-    const Norm norm = {(size_t)j->D, (size_t)j->column, weight, double_of(j->eps), (int)j->whole};
-    const Back back = {NULL, 0, work, work + 2 * j->D * size};
+    const Norm norm = {(size_t)j->D, (size_t)j->first_channel, weight, double_of(j->eps),
+                       (int)j->all_heads};
+    const NormGradient back = {NULL, 0, work, work + 2 * j->D * size};
     for (i64 i = 0; i < factors(j); i++) {
         const double factor = ((const double *)(intptr_t)j->weight)[factor_at(j, i)];
         if (size == 8)
@@ -207,10 +209,10 @@ static void run_units(Plan *p, i64 first, i64 last, i64 thread)
     for (i64 unit = first, ready = -1; unit < last; unit++) {
         const i64 b = unit % j->B, tile = unit / j->B, t = tile * p->tile;
         const i64 nt = j->T - t < p->tile ? j->T - t : p->tile;
-        if (tile != ready || !every_sequence) ready_tables(j, b, t, nt, c, s), ready = tile;
+        if (tile != ready || !every_sequence) convert_tables(j, b, t, nt, c, s), ready = tile;
         if (j->to_weight) memset(back.sums, 0, (size_t)weights);
         for (i64 n = 0; n < (j->to_weight ? 1 : j->count); n++)
-            turn_tile(j, &j->tensors[n], b, t, nt, c, s, &norm, back);
+            rotate_tile(j, &j->tensors[n], b, t, nt, c, s, &norm, back);
         if (j->to_weight) add_share(p, thread, back.sums);
     }
     free(block);

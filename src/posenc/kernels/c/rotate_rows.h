@@ -1,5 +1,5 @@
-/* The rotation of rows for one dtype of rows.h: KIND, ELEM as stored, REAL to compute in, LOAD and
- * STORE between them, and BLOCK, the pairs that are turned together. */
+/* The rotation of rows for one dtype of dtypes.h: KIND, ELEM as stored, REAL to compute in, LOAD and
+ * STORE between them, and BLOCK, the pairs that are rotated together. */
 
 /* The pairs from..to-1 of a row. */
 TARGET INLINE void FN(pairs)(const ELEM *x, ELEM *y, const REAL *c, const REAL *s, size_t P, int in,
@@ -24,18 +24,18 @@ TARGET INLINE void FN(pairs)(const ELEM *x, ELEM *y, const REAL *c, const REAL *
 TARGET INLINE void FN(block)(const ELEM *x, ELEM *y, const REAL *c, const REAL *s, size_t P, int in,
                              int out, size_t from)
 {
-#ifdef TAKE
+#ifdef LOAD_PAIRS
     enum { PARTS = BLOCK / LANES };
     VECTOR a[2 * PARTS], b[2 * PARTS], p[2 * PARTS], q[2 * PARTS];
     for (size_t k = 0; k < PARTS; k++)
-        TAKE(x + (in ? 2 : 1) * (from + LANES * k), P, in, out, a + 2 * k, b + 2 * k);
+        LOAD_PAIRS(x + (in ? 2 : 1) * (from + LANES * k), P, in, out, a + 2 * k, b + 2 * k);
     for (size_t k = 0; k < 2 * PARTS; k++) {
         const VECTOR ck = TABLE(c + from + LANES / 2 * k), sk = TABLE(s + from + LANES / 2 * k);
         p[k] = a[k] * ck - b[k] * sk;
         q[k] = b[k] * ck + a[k] * sk;
     }
     for (size_t k = 0; k < PARTS; k++)
-        GIVE(y + (out ? 2 : 1) * (from + LANES * k), P, in, out, p + 2 * k, q + 2 * k);
+        STORE_PAIRS(y + (out ? 2 : 1) * (from + LANES * k), P, in, out, p + 2 * k, q + 2 * k);
 #else
 #ifdef WORDS
     if (!in && !out) {
@@ -57,35 +57,35 @@ TARGET INLINE void FN(block)(const ELEM *x, ELEM *y, const REAL *c, const REAL *
 #endif
 }
 
-/* Rows; `whole` says at compile time that blocks leave nothing over. */
-TARGET INLINE void FN(layout)(const Rows *r, size_t P, int in, int out, int whole)
+/* All rows; `even` says at compile time that blocks leave no pairs over. */
+TARGET INLINE void FN(layout)(const RowBlock *r, size_t P, int in, int out, int even)
 {
-    const i64 abreast = ABREAST > 1 ? r->abreast : 1;
+    const i64 per_step = HEADS_PER_STEP > 1 ? r->per_step : 1;
     const size_t bytes = 2 * P * sizeof(ELEM);
-    const i64 ahead = 1 + AHEAD / (abreast * (i64)bytes);
+    const i64 ahead = 1 + PREFETCH_BYTES / (per_step * (i64)bytes);
     const ELEM *x = r->x;
     ELEM *y = r->y;
     const char *c = r->c, *s = r->s;
     for (i64 n = r->count; n > 0; n--) {
-        for (i64 g = 0; g < abreast; g++) {
-            const ELEM *from = x + g * r->x_next;
-            ELEM *to = y + g * r->y_next;
+        for (i64 g = 0; g < per_step; g++) {
+            const ELEM *from = x + g * r->x_head;
+            ELEM *to = y + g * r->y_head;
             size_t done = 0;
-            fetch(from + ahead * r->x_step, bytes);
-            if (x != y) fetch(to + ahead * r->y_step, bytes);
+            prefetch(from + ahead * r->x_step, bytes);
+            if (x != y) prefetch(to + ahead * r->y_step, bytes);
             for (; done + BLOCK <= P; done += BLOCK)
                 FN(block)(from, to, (const REAL *)c, (const REAL *)s, P, in, out, done);
-            if (!whole) FN(pairs)(from, to, (const REAL *)c, (const REAL *)s, P, in, out, done, P);
+            if (!even) FN(pairs)(from, to, (const REAL *)c, (const REAL *)s, P, in, out, done, P);
         }
         x += r->x_step, y += r->y_step, c += r->table_step, s += r->table_step;
     }
 }
 
-TARGET static void FN(rows)(const Rows *r, size_t P, int layout)
+TARGET static void FN(rows)(const RowBlock *r, size_t P, int layout)
 {
-    /* Short rows would feel a loop for what is left over, even one that does not run. */
-    const int whole = P % BLOCK == 0;
-    switch (2 * layout + whole) {
+    /* On short rows, a loop for the pairs left over costs time even if it does not run. */
+    const int even = P % BLOCK == 0;
+    switch (2 * layout + even) {
     case 0: FN(layout)(r, P, 0, 0, 0); break;
     case 1: FN(layout)(r, P, 0, 0, 1); break;
     case 2: case 3: FN(layout)(r, P, 0, 1, 0); break;
@@ -96,7 +96,7 @@ TARGET static void FN(rows)(const Rows *r, size_t P, int layout)
 }
 
 #include "norm.h"
-#include "back.h"
+#include "norm_backward.h"
 
 #undef KIND
 #undef ELEM
@@ -104,8 +104,8 @@ TARGET static void FN(rows)(const Rows *r, size_t P, int layout)
 #undef REAL
 #undef LOAD
 #undef STORE
-#undef TAKE
-#undef GIVE
+#undef LOAD_PAIRS
+#undef STORE_PAIRS
 #undef VECTOR
 #undef LANES
 #undef TABLE

@@ -1,0 +1,365 @@
+"""Which implementation runs: C on the CPU, Triton on CUDA, torch's own operations elsewhere.
+
+At decode the dispatcher of torch costs more than the rotation, so a plain eager call goes to its
+kernel by the shortest way. torch.compile, dispatch modes and DTensors go through the ops of
+`ops.py`, which run the same kernels; torch.func and forward mode follow the rules of `_Rotate`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from posenc._contract.sharding import is_sharded, replicate_like
+from posenc._contract.tracing import in_forward_mode, in_func, in_transform, is_exporting, is_plain
+from posenc.kernels import c, reference, triton
+from posenc.kernels.spec import Norm, RowOutOfRange, Rows, Spec, flatten, unflatten
+
+Rotation = Callable[[Tensor, Tensor, Tensor, Rows, Spec], Tensor]
+
+
+class Backend(NamedTuple):
+    """One implementation of the kernels, and whether it can run here."""
+
+    name: str
+    serves: str
+    available: bool
+    why: str
+
+
+def backends() -> list[Backend]:
+    """The implementations of the kernels, which devices they serve, and why one is missing.
+
+    Examples:
+        >>> for backend in backends():
+        ...     print(backend.name, "serves", backend.serves)
+        c serves cpu
+        triton serves cuda
+        reference serves every device
+    """
+    return [
+        Backend("c", "cpu", c.available, c.why),
+        Backend("triton", "cuda", triton.available(), triton.why()),
+        Backend("reference", "every device", True, "plain torch operations"),
+    ]
+
+
+def kernel_for(x: Tensor) -> Any:
+    """The module that implements the kernels for the device of ``x``."""
+    if x.is_cpu:
+        return c if c.available else reference
+    return triton if x.is_cuda and triton.installed else reference
+
+
+# An exported program must run where this package is not installed, so it is made of torch's own
+# operations, unless its format has a rotation.
+_exported: Rotation = reference.rotate
+
+
+@contextmanager
+def exported_as(rotation: Rotation) -> Iterator[None]:
+    """Export programs with ``rotation`` inside this context; arguments as `reference.rotate`."""
+    global _exported
+    before, _exported = _exported, rotation
+    try:
+        yield
+    finally:
+        _exported = before
+
+
+def rotate(xs: list[Tensor], cos: Tensor, sin: Tensor, rows: Rows, spec: Spec) -> list[Tensor]:
+    """Rotate one tensor, or queries and keys, ``[B, H, T, D]`` each, into new tensors.
+
+    Args:
+        xs: One or two tensors of one device.
+        cos: ``[R, P]`` or ``[B, R, P]``.
+        sin: As ``cos``.
+        rows: Which table row each token takes.
+        spec: Which channels form pairs, and the direction of the rotation.
+    """
+    if is_plain(*xs, cos, sin):
+        if not (_records(cos, sin, *xs) or in_forward_mode()):
+            return run(xs, cos, sin, rows, spec)
+        return list(_Rotate.apply(*xs, cos, sin, *flatten(rows, spec)))
+    if in_func():
+        return list(_Rotate.apply(*xs, cos, sin, *flatten(rows, spec)))
+    if in_forward_mode() or in_transform(*xs):
+        return [reference.rotate(x, cos, sin, rows, spec) for x in xs]
+    if is_exporting():
+        return [_exported(x, cos, sin, rows, spec) for x in xs]
+    if any(is_sharded(x) for x in xs):
+        return [_rotate_sharded(x, cos, sin, rows, spec) for x in xs]
+    if len(xs) == 1:
+        return [torch.ops.posenc.rotate.default(*xs, cos, sin, *flatten(rows, spec))]
+    return list(torch.ops.posenc.rotate_qk.default(*xs, cos, sin, *flatten(rows, spec)))
+
+
+def rotate_(xs: list[Tensor], cos: Tensor, sin: Tensor, rows: Rows, spec: Spec) -> None:
+    """Rotate each of ``xs`` in place; arguments as :func:`rotate`.
+
+    Where a derivative is recorded the result is computed beside it and copied, so that autograd
+    sees, and may refuse, the write.
+    """
+    recorded = _records(cos, sin, *xs) or in_forward_mode()
+    if not recorded and is_plain(*xs, cos, sin):
+        run_(xs, cos, sin, rows, spec)
+        torch.autograd.graph.increment_version(xs)
+    elif recorded or in_transform(*xs) or is_exporting():
+        # A gradient to the tables keeps what is rotated, which is then written over.
+        kept = [x.clone() for x in xs] if cos.requires_grad or sin.requires_grad else xs
+        ys = rotate(kept, cos, sin, rows, spec)
+        if len(xs) == 2 and is_plain(*xs):
+            # Autograd refuses to write some views: here it refuses k before q has been written.
+            xs[1][:0].zero_()
+        for x, y in zip(xs, ys, strict=True):
+            x.copy_(y)
+    else:
+        for x in xs:
+            tables = shardable(x, cos, sin, rows) if is_sharded(x) else (cos, sin, rows)
+            torch.ops.posenc.rotate_.default(x, *tables[:2], *flatten(tables[2], spec))
+            if is_sharded(x) and not torch.compiler.is_compiling():
+                # The op saw the local tensor alone.
+                torch.autograd.graph.increment_version(x)
+
+
+def norm_rotate(
+    x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, rows: Rows, spec: Spec, norm: Norm
+) -> Tensor:
+    """Normalise and rotate ``x`` of ``[B, H, T, D]`` into a new tensor.
+
+    One pass over memory where Triton or C run, and one for the gradient; a compiler on the CPU is
+    given torch's operations, which it fuses.
+
+    Args:
+        x: ``[B, H, T, D]``.
+        weight: ``[D]``, or ``[H * D]`` for a norm over all heads.
+        cos: ``[R, P]`` or ``[B, R, P]``.
+        sin: As ``cos``.
+        rows: Which table row each token takes.
+        spec: Which channels form pairs, and the direction of the rotation.
+        norm: The kind of RMSNorm.
+    """
+    if is_sharded(x):
+        cos, sin, rows = shardable(x, cos, sin, rows)
+        weight = replicate_like(x, weight)
+    kernel, arguments = kernel_for(x), (x, weight, cos, sin, rows, spec, norm)
+    if kernel is reference or in_forward_mode() or _records(cos, sin):
+        return reference.norm_rotate(*arguments)
+    if is_plain(x, weight, cos, sin):
+        if _records(x, weight):
+            recorded: Tensor = _NormRotate.apply(*arguments)
+            return recorded
+        return run_norm(kernel, *arguments)
+    compiled = kernel is triton and torch.compiler.is_compiling()
+    if compiled and not (is_exporting() or in_transform(x)):
+        op = torch.ops.posenc.norm_rotate.default
+        result: Tensor = op(x, weight, cos, sin, *flatten(rows, spec), *norm)
+        return result
+    return reference.norm_rotate(*arguments)
+
+
+def _records(*tensors: Tensor) -> bool:
+    """Whether autograd records a gradient to one of ``tensors``."""
+    if torch.is_grad_enabled():
+        for t in tensors:
+            if t.requires_grad:
+                return True
+    return False
+
+
+def run(xs: Sequence[Tensor], cos: Tensor, sin: Tensor, rows: Rows, spec: Spec) -> list[Tensor]:
+    """Run the kernel on ``xs``, without a derivative; results have the strides of `empty_like`."""
+    kernel = kernel_for(xs[0])
+    ys = [torch.empty_like(x) for x in xs]
+    if kernel is not reference:
+        rotate_into(kernel, xs, ys, cos, sin, rows, spec)
+        return ys
+    made = [reference.rotate(x, cos, sin, rows, spec) for x in xs]
+    both = zip(made, ys, strict=True)
+    return [y if y.stride() == wanted.stride() else wanted.copy_(y) for y, wanted in both]
+
+
+def run_(xs: list[Tensor], cos: Tensor, sin: Tensor, rows: Rows, spec: Spec) -> None:
+    """Run the kernel on ``xs`` in place, without a derivative."""
+    kernel = kernel_for(xs[0])
+    # From one layout to the other, a kernel would overwrite channels it has yet to read.
+    if kernel is reference or spec.interleaved != spec.interleaved_out:
+        for x, y in zip(xs, run(xs, cos, sin, rows, spec), strict=True):
+            x.copy_(y)
+    else:
+        rotate_into(kernel, xs, xs, cos, sin, rows, spec)
+
+
+def rotate_into(
+    kernel: Any,
+    xs: Sequence[Tensor],
+    ys: Sequence[Tensor],
+    cos: Tensor,
+    sin: Tensor,
+    rows: Rows,
+    spec: Spec,
+) -> None:
+    """Run ``kernel`` from ``xs`` to ``ys``, which may be ``xs``; through copies if it declines."""
+    if kernel.rotate_into(xs, ys, cos, sin, rows, spec):
+        return
+    cos, sin = _dense(cos), _dense(sin)
+    for x, y in zip(xs, ys, strict=True):
+        if x.numel() and not kernel.rotate_into([x], [y], cos, sin, rows, spec):
+            made = torch.empty(y.shape, dtype=y.dtype, device=y.device)
+            kernel.rotate_into([_dense(x)], [made], cos, sin, rows, spec)
+            y.copy_(made)
+
+
+def run_norm(kernel: Any, x: Tensor, *arguments: Any) -> Tensor:
+    """As :func:`run`, for :func:`norm_rotate`."""
+    y = torch.empty_like(x)
+    if _has_dense_rows(x, y):
+        kernel.norm_into(x, y, *arguments)
+        return y
+    made = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    kernel.norm_into(_dense(x), made, *arguments)
+    return y.copy_(made)
+
+
+def run_norm_backward(kernel: Any, g: Tensor, x: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
+    """Gradients of :func:`norm_rotate` to ``x`` and the weight, given ``g``, that to its result."""
+    dx = torch.empty_like(x)
+    if not _has_dense_rows(x, dx):
+        x, dx = _dense(x), torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    g = g if _has_dense_rows(g) else _dense(g)
+    return dx, kernel.norm_backward_into(g, x, dx, *arguments)
+
+
+def _has_dense_rows(*tensors: Tensor) -> bool:
+    """Whether a kernel can read or write them where they are; torch has zeros without memory."""
+    return all(t.stride(-1) == 1 and not t.is_neg() and t.data_ptr() for t in tensors)
+
+
+def _dense(x: Tensor) -> Tensor:
+    # contiguous() leaves any stride to an axis of one, and a clone keeps what is to be negated.
+    return x.resolve_neg().clone(memory_format=torch.contiguous_format)
+
+
+def shardable(x: Tensor, cos: Tensor, sin: Tensor, rows: Rows) -> tuple[Tensor, Tensor, Rows]:
+    """Tables with one row for each token of a DTensor ``x``, or a position for each token.
+
+    Where the tokens are sharded, so are then the rows or the positions, and no rank needs the row
+    of its first token.
+    """
+    length, held = x.shape[2], cos.shape[-2]
+    if rows.positions is None:
+        if rows.start + length > held:
+            raise RowOutOfRange(rows.start + length - 1, held)
+        if length != held:
+            cos, sin = (table.narrow(-2, rows.start, length) for table in (cos, sin))
+        return replicate_like(x, cos), replicate_like(x, sin), Rows()
+    positions = replicate_like(x, rows.positions)
+    if rows.start or rows.is_sequential():
+        positions = Rows(rows.start, positions).as_index(length, x.device)
+    return replicate_like(x, cos), replicate_like(x, sin), Rows(0, positions)
+
+
+def _rotate_sharded(x: Tensor, cos: Tensor, sin: Tensor, rows: Rows, spec: Spec) -> Tensor:
+    to_tables = _records(cos, sin)
+    cos, sin, rows = shardable(x, cos, sin, rows)
+    if to_tables:
+        return reference.rotate(x, cos, sin, rows, spec)
+    result: Tensor = torch.ops.posenc.rotate.default(x, cos, sin, *flatten(rows, spec))
+    return result
+
+
+class _Rotate(torch.autograd.Function):
+    """The rotation and its derivatives; its arguments are those of the ops, which share them.
+
+    It is linear in ``xs`` and in the tables, so every derivative is a rotation too.
+    """
+
+    @staticmethod
+    def forward(*arguments: Any) -> Any:
+        xs, *how = unflatten(arguments)
+        if is_plain(*xs, *how[:2]):
+            return tuple(run(xs, *how))
+        return tuple([reference.rotate(x, *how) for x in xs])
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        xs, cos, sin, rows, ctx.spec = unflatten(inputs)
+        ctx.count, ctx.start, needs = len(xs), rows.start, ctx.needs_input_grad
+        ctx.for_tables = needs[len(xs)] or needs[len(xs) + 1]
+        if in_forward_mode():
+            ctx.save_for_forward(cos, sin, rows.positions, *xs)
+        elif len(xs) == 2 and not ctx.for_tables and needs[0] != needs[1]:
+            # A cache that k is written to would otherwise hold on to the graph of q.
+            ctx.mark_non_differentiable(output[1 if needs[0] else 0])
+        ctx.save_for_backward(cos, sin, rows.positions, *(xs if ctx.for_tables else ()))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        cos, sin, positions, *xs = ctx.saved_tensors
+        rows, spec = Rows(ctx.start, positions), ctx.spec
+        to_xs = rotate(list(gradients), cos, sin, rows, spec.transpose())
+        to_tables: tuple[Any, Any] = (None, None)
+        if ctx.for_tables:
+            both = zip(xs, gradients, strict=True)
+            shares = [reference.table_gradients(x, g, cos, sin, rows, spec) for x, g in both]
+            to_tables = (sum(to_cos for to_cos, _ in shares), sum(to_sin for _, to_sin in shares))
+        return (*to_xs, *to_tables, *[None] * 6)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        cos, sin, positions, *xs = ctx.saved_tensors
+        rows, spec, count = Rows(ctx.start, positions), ctx.spec, ctx.count
+        ys = rotate(list(tangents[:count]), cos, sin, rows, spec)
+        first, last = spec.first_channel, spec.first_channel + 2 * cos.shape[-1]
+        how = (*tangents[count : count + 2], rows, spec._replace(first_channel=0))
+        for i, x in enumerate(xs):
+            by_tables = reference.rotate(x[..., first:last], *how)
+            ys[i] = ys[i] + F.pad(by_tables, (first, x.shape[-1] - last))
+        return tuple(ys)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> Any:
+        """Fold the samples into the batch."""
+        xs, cos, sin, (start, positions), spec = unflatten(arguments)
+        *x_dims, cos_dim, sin_dim, ids_dim = in_dims[:-5]
+        samples = info.batch_size
+        batch = (xs[0] if x_dims[0] is None else xs[0].select(x_dims[0], 0)).shape[0]
+
+        def fold(t: Tensor, dim: int | None, rank: int) -> Tensor:
+            t = t.unsqueeze(0) if dim is None else t.movedim(dim, 0)
+            t = t.unsqueeze(1) if t.dim() == rank else t
+            return t.expand(samples, batch, *t.shape[2:]).flatten(0, 1)
+
+        xs = [fold(x, dim, 4) for x, dim in zip(xs, x_dims, strict=True)]
+        if cos.dim() == 3 or (cos_dim, sin_dim) != (None, None):
+            cos, sin = fold(cos, cos_dim, 3), fold(sin, sin_dim, 3)
+        if positions is not None and (ids_dim is not None or positions.shape[0] > 1):
+            positions = fold(positions, ids_dim, 2)
+        ys = rotate(xs, cos, sin, Rows(start, positions), spec)
+        return tuple([y.unflatten(0, (samples, batch)) for y in ys]), (0,) * len(ys)
+
+
+class _NormRotate(torch.autograd.Function):
+    """The norm and its gradient, each in one pass."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, *arguments: Any) -> Tensor:
+        cos, sin, rows, *ctx.kinds = arguments
+        ctx.save_for_backward(x, weight, cos, sin, rows.positions)
+        ctx.start = rows.start
+        return run_norm(kernel_for(x), x, weight, *arguments)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        *tensors, positions = ctx.saved_tensors
+        # A gradient that is differentiated again, or batched, is made of torch's operations.
+        plain = is_plain(g) and not torch.is_grad_enabled() and not in_forward_mode()
+        how = (*tensors, Rows(ctx.start, positions), *ctx.kinds)
+        if plain:
+            return *run_norm_backward(kernel_for(g), g, *how), *[None] * 5
+        return *reference.norm_rotate_backward(g, *how), *[None] * 5
