@@ -1,9 +1,16 @@
+import ast
+from pathlib import Path
+
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
 
 import posenc
+from posenc._contract import tracing
 from posenc._contract.tracing import is_exporting, is_plain, is_readable
+
+SOURCE = Path(posenc.__file__).parent
 
 
 def test_an_ordinary_tensor_is_plain():
@@ -72,3 +79,144 @@ def test_a_compiled_call_is_no_export():
 
 def test_meta_values_cannot_be_read():
     assert not is_readable(torch.ones(2, device="meta"))
+
+
+def _private_names(source):
+    """Private names of torch that a file imports, reads or sets, each once."""
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        if (
+            isinstance(node, ast.ImportFrom)
+            and node.module
+            and node.module.split(".")[0] == "torch"
+        ):
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+            found |= {name for name in names if "._" in name}
+        elif isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names if alias.name.startswith("torch._")}
+        elif isinstance(node, ast.Attribute):
+            name = ast.unparse(node)
+            of_torch = name.startswith(("torch.", "forward_ad.")) and "._" in name.replace(
+                ".__", "."
+            )
+            if of_torch or node.attr in ("_base", "_version") or "_dynamo" in node.attr:
+                found.add(name if of_torch else node.attr)
+    # Of a chain such as torch._C._functorch.get the longest name counts.
+    return {name for name in found if not any(other.startswith(name + ".") for other in found)}
+
+
+def test_private_names_of_torch_are_in_one_file():
+    for path in SOURCE.rglob("*.py"):
+        names = _private_names(path.read_text())
+        if path.name == "tracing.py":
+            assert 1 <= len(names) <= 13, names
+        else:
+            assert not names, f"{path} uses {names}: give _contract/tracing.py a function for it"
+
+
+def test_every_private_name_has_a_canary():
+    """So that a torch that drops one fails in a test with its name."""
+    names = {
+        name.split(".")[-1]
+        for name in _private_names((SOURCE / "_contract/tracing.py").read_text())
+    }
+    assert names == CANARIES.keys()
+
+
+def _is_batched_by_autograd():
+    seen = []
+
+    class Probe(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x * 1
+
+        @staticmethod
+        def backward(ctx, g):
+            seen.append((is_plain(g), is_readable(g)))
+            return g
+
+    x = torch.ones(2, requires_grad=True)
+    torch.autograd.grad(Probe.apply(x), x, torch.eye(2), is_grads_batched=True)
+    return seen == [(False, False)]
+
+
+def _asserts_on_the_device():
+    tracing.device_assert(torch.tensor(True), "is true")
+    with pytest.raises(RuntimeError, match="is false"):
+        tracing.device_assert(torch.tensor(False), "is false")
+    return True
+
+
+def _is_constant_under_compile():
+    @tracing.constant_under_compile
+    def number():
+        return len(str(object()))  # not to be traced
+
+    return torch.compile(lambda x: x + number(), backend="eager", fullgraph=True)(torch.ones(1)) > 1
+
+
+def _keeps_sizes_static():
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(inputs)
+        return graph.forward
+
+    compiled = torch.compile(lambda x: x + 1, backend=backend)
+    for length in (3, 4):
+        compiled(tracing.fix_sizes(torch.ones(length)))
+    return [tuple(x.shape) for (x,) in graphs] == [(3,), (4,)]
+
+
+def _is_in_forward_mode():
+    with forward_ad.dual_level():
+        return tracing.in_forward_mode()
+
+
+def _is_in_func():
+    seen = []
+    torch.func.vmap(lambda x: (seen.append((tracing.in_func(), tracing.in_transform())), x)[1])(
+        torch.ones(2)
+    )
+    return seen == [(True, True)] and not tracing.in_func()
+
+
+def _reads_under_a_mode():
+    with FakeTensorMode():
+        fake = torch.ones(2)
+        with tracing.without_modes():
+            return type(torch.ones(2)) is torch.Tensor and type(fake) is not torch.Tensor
+
+
+def _knows_the_base_of_a_view():
+    x = torch.ones(2)
+    return tracing.view_base(x[:1]) is x and tracing.view_base(x) is None
+
+
+def _has_settings_of_the_compiler():
+    config, exc = tracing.dynamo()
+    with config.patch(recompile_limit=3):
+        return issubclass(exc.TorchDynamoException, Exception) and exc.FailOnRecompileLimitHit
+
+
+CANARIES = {
+    "_len_torch_dispatch_stack": lambda: _reads_under_a_mode() and is_plain(torch.ones(2)),
+    "peek_interpreter_stack": _is_in_func,
+    "is_legacy_batchedtensor": _is_batched_by_autograd,
+    "_current_level": _is_in_forward_mode,
+    "_assert_async": _asserts_on_the_device,
+    "_dynamo_marked_constant": _is_constant_under_compile,
+    "_dynamo_static_indices": _keeps_sizes_static,
+    "_is_exporting_flag": lambda: tracing.is_exporting() is False,
+    "_disable_current_modes": _reads_under_a_mode,
+    "_base": _knows_the_base_of_a_view,
+    "_is_mkldnn_bf16_supported": lambda: tracing.has_native_bf16() in (True, False),
+    "config": _has_settings_of_the_compiler,
+    "exc": _has_settings_of_the_compiler,
+}
+
+
+@pytest.mark.parametrize("name", CANARIES)
+def test_torch_still_has(name):
+    assert CANARIES[name](), f"torch's private {name} has gone, or means something else now"

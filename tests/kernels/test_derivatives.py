@@ -10,8 +10,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import posenc
 from oracles import tables
+from posenc import kernels
 from posenc.functional import qk_norm_rope, rotary_pos_embedding
-from posenc.kernels import dispatch
+from posenc.kernels import dispatch, reference
+from posenc.kernels.spec import Rows, Spec
 
 ROPE, ALIBI, ONES = posenc.RoPE(8), posenc.ALiBi(2), torch.ones(8)
 COS, SIN = tables(9, 4)
@@ -82,3 +84,60 @@ def test_a_compiled_gradient_of_the_norm_is_no_op_that_cannot_be(monkeypatch):
 
     x = torch.randn(1, 2, 5, 8)
     torch.testing.assert_close(compiled(each)(x), each(x))
+
+
+ROWS = {
+    "start": Rows(2),
+    "ids": Rows(0, torch.tensor([[3, 1, 4, 1, 5], [0, 2, 2, 8, 1]])),
+    "offsets": Rows(1, torch.tensor([[0], [2]])),
+}
+SPEC = Spec(True, False, 2)
+
+
+def _rotated(rows, by):
+    """A function of queries, keys and tables, by the kernel or by the reference."""
+    if by == "kernel":
+        return lambda q, k, cos, sin: tuple(kernels.rotate([q, k], cos, sin, rows, SPEC))
+    return lambda q, k, *tables: tuple([reference.rotate(x, *tables, rows, SPEC) for x in (q, k)])
+
+
+@pytest.mark.parametrize("rows", ROWS.values(), ids=ROWS)
+@pytest.mark.parametrize("in_dims", [
+    (0, 0, None, None), (0, None, None, None), (3, 1, None, None), (None, 0, 0, None), (1, 2, 1, 0),
+], ids=str)  # fmt: skip
+def test_samples_are_folded_into_the_batch(rows, in_dims):
+    inputs = torch.randn(2, 3, 5, 10), torch.randn(2, 1, 5, 10), *tables(9, 4)
+    stacked = [
+        x if dim is None else torch.stack((x, -2 * x, x.flip(0)), dim)
+        for x, dim in zip(inputs, in_dims, strict=True)
+    ]
+    got, wanted = (vmap(_rotated(rows, by), in_dims)(*stacked) for by in ("kernel", "reference"))
+    torch.testing.assert_close(got, wanted)
+
+
+@pytest.mark.parametrize("rows", ROWS.values(), ids=ROWS)
+def test_derivatives_to_tensors_and_tables_compose(rows):
+    inputs = torch.randn(2, 3, 5, 8).double(), torch.randn(2, 1, 5, 8).double(), *tables(9, 3)
+    for which in (0, 2):
+        found, x = [], inputs[which]
+        for by in ("kernel", "reference"):
+            f = _rotated(rows, by)
+
+            def loss(x, f=f, which=which):
+                a, b = f(*inputs[:which], x, *inputs[which + 1 :])
+                return a.pow(3).sum() + b.pow(3).sum()
+
+            along = jvp(grad(loss), (x,), (x.flip(0),))
+            back = grad(lambda x, loss=loss: jvp(loss, (x,), (x.flip(0).detach(),))[1])(x)
+            found.append((*along, back, vmap(grad(loss))(torch.stack((x, 2 * x)))))
+        torch.testing.assert_close(*found)
+
+
+def test_torch_func_runs_the_kernel(monkeypatch):
+    called, run = [], dispatch.run
+    monkeypatch.setattr(dispatch, "run", lambda *a: called.append(len(a[0])) or run(*a))
+    x = torch.randn(3, 1, 2, 5, 8)
+    vmap(ROPE.rotate)(x)
+    assert called == [1]
+    jvp(ROPE.rotate, (x[0],), (x[1],))
+    assert called == [1, 1, 1]

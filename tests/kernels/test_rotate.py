@@ -260,3 +260,20 @@ def test_tables_that_do_not_fit_are_refused(name):
     for cos, sin in (tables(4, 5, device), [t.expand(3, 4, 4) for t in tables(4, 4, device)]):
         with pytest.raises(ValueError, match="do not fit"):
             run([x], [torch.empty_like(x)], cos, sin, Rows(), Spec())
+
+
+def test_a_launch_in_use_outlives_many_others():
+    """Every prompt length is a kind of call of its own, and must not cost decode its launch."""
+    from posenc.kernels.triton.launch import Launches
+
+    launches, made = Launches(8), []
+
+    def make(name):
+        return lambda: made.append(name) or name
+
+    x = (torch.ones(1),)
+    for i in range(100):
+        assert launches.get((f"prompt {i}",), x, make(i)) == i
+        assert launches.get(("decode",), x, make("decode")) == "decode"
+    assert made.count("decode") == 1
+    assert len(launches.recent) + len(launches.older) <= 8

@@ -21,7 +21,7 @@ _modes = torch._C._len_torch_dispatch_stack
 _transforms = torch._C._functorch.peek_interpreter_stack
 # torch.autograd.grad(is_grads_batched=True) still makes these.
 _is_legacy_batched = torch._C._functorch.is_legacy_batchedtensor
-in_jit_trace = torch.jit.is_tracing
+in_jit_trace = torch.jit.is_tracing  # type: ignore[attr-defined]
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
@@ -80,7 +80,7 @@ def constant_under_compile(function: Function) -> Function:
 
 def without_modes() -> AbstractContextManager[Any]:
     """A context in which tensors are real, whatever dispatch modes are active around it."""
-    return _disable_current_modes()  # type: ignore[no-any-return,no-untyped-call]
+    return _disable_current_modes()
 
 
 def in_capture(x: Tensor) -> bool:
@@ -154,6 +154,12 @@ def device_assert(ok: Tensor, text: str) -> None:
 def view_base(x: Tensor) -> Tensor | None:
     """The tensor that ``x`` is a view of, as autograd records it."""
     return x._base
+
+
+def has_native_bf16() -> bool:
+    """Whether this CPU multiplies bfloat16 matrices in hardware."""
+    available = torch.backends.mkldnn.is_available()
+    return available and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def dynamo() -> tuple[Any, Any]:

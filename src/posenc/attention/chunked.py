@@ -14,6 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from posenc._contract import checks
+from posenc._contract.tracing import has_native_bf16
+from posenc.kernels.ops import define_op
 from posenc.numerics.spans import Spans
 
 # Queries of a chunk: fewer where there are many keys, so that the bias of a piece stays small.
@@ -24,15 +26,6 @@ SCORES, DENSE_SCORES, DENSE_KEYS = 2**21, 2**20, 2**18
 
 # ``[1 or B, Q]`` thrice, ``[1 or B, 1 or H, Q]`` twice, ``[1 or B, H]``.
 _PLAN = "Tensor own, Tensor first, Tensor last, Tensor low, Tensor high, Tensor slopes, float scale"
-LIBRARY = torch.library.Library("posenc", "FRAGMENT")
-LIBRARY.define(f"alibi_chunked(Tensor q, Tensor k, Tensor v, {_PLAN}) -> Tensor")
-LIBRARY.define(
-    f"alibi_chunked_backward(Tensor grad, Tensor q, Tensor k, Tensor v, {_PLAN})"
-    " -> (Tensor, Tensor, Tensor)"
-)
-
-attend = torch.ops.posenc.alibi_chunked.default
-_backward = torch.ops.posenc.alibi_chunked_backward.default
 
 Gradients = tuple[Tensor, Tensor, Tensor]
 
@@ -123,12 +116,23 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float) -> Tensor
 
 def has_native_matmul(dtype: torch.dtype) -> bool:
     """Whether the CPU multiplies ``dtype``; where not, float32 is ten to a hundred times faster."""
-    if dtype == torch.bfloat16 and torch.backends.mkldnn.is_available():
-        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-    return dtype.itemsize > 2
+    return has_native_bf16() if dtype == torch.bfloat16 else dtype.itemsize > 2
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor, *plan: Any) -> None:
+    """Refuse shapes that would leave part of the result unwritten: anyone may call an op."""
+    *queries, slopes, _ = plan
+    batch, heads, length, width = q.shape
+    fits = k.shape == (batch, k.shape[1], v.shape[2], width) and k.shape[:2] == v.shape[:2]
+    fits = fits and heads % k.shape[1] == 0 and slopes.shape[-1] == heads
+    if not fits or any(each.shape[-1] != length for each in queries):
+        rule = "q, k, v must be (B, H, Q, D), (B, Hk, K, D), (B, Hk, K, Dv), one slope for a head"
+        got = ", ".join(str(tuple(each.shape)) for each in (q, k, v, *queries, slopes))
+        checks.fail("alibi_chunked", rule, got, "Call posenc.attention.alibi_attention instead.")
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, *given: Any) -> Tensor:
+    _check(q, k, v, *given)
     *plan, scale = given
     out = q.new_empty((*q.shape[:3], v.shape[3]))
     if not out.numel():
@@ -183,17 +187,11 @@ def _sdpa_gradients(
     return dq, ds.mT @ q, weights.mT @ grad
 
 
-LIBRARY.impl("alibi_chunked", _forward, "CompositeExplicitAutograd")
-LIBRARY.impl("alibi_chunked_backward", _gradients, "CompositeExplicitAutograd")
-
-
-@torch.library.register_fake("posenc::alibi_chunked", lib=LIBRARY)
-def _(q: Tensor, k: Tensor, v: Tensor, *plan: Any) -> Tensor:
+def _fake(q: Tensor, k: Tensor, v: Tensor, *plan: Any) -> Tensor:
     return q.new_empty((*q.shape[:3], v.shape[3]))
 
 
-@torch.library.register_fake("posenc::alibi_chunked_backward", lib=LIBRARY)
-def _(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *plan: Any) -> Gradients:
+def _fake_gradients(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *plan: Any) -> Gradients:
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
@@ -212,6 +210,13 @@ def _autograd(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     return (*backward(grad, *ctx.saved_tensors, ctx.scale), *([None] * 7))
 
 
-torch.library.register_autograd(
-    "posenc::alibi_chunked", _autograd, setup_context=_setup_context, lib=LIBRARY
+_QKV = f"Tensor q, Tensor k, Tensor v, {_PLAN}"
+attend = define_op(
+    "alibi_chunked", f"({_QKV}) -> Tensor", _forward, _fake, _setup_context, _autograd
+)
+_backward = define_op(
+    "alibi_chunked_backward",
+    f"(Tensor grad, {_QKV}) -> (Tensor, Tensor, Tensor)",
+    _gradients,
+    _fake_gradients,
 )

@@ -92,11 +92,19 @@ def rotate(xs: list[Tensor], cos: Tensor, sin: Tensor, rows: Rows, spec: Spec) -
         return [reference.rotate(x, cos, sin, rows, spec) for x in xs]
     if is_exporting():
         return [_exported(x, cos, sin, rows, spec) for x in xs]
-    if any(is_sharded(x) for x in xs):
-        return [_rotate_sharded(x, cos, sin, rows, spec) for x in xs]
-    if len(xs) == 1:
-        return [torch.ops.posenc.rotate.default(*xs, cos, sin, *flatten(rows, spec))]
-    return list(torch.ops.posenc.rotate_qk.default(*xs, cos, sin, *flatten(rows, spec)))
+    if len(xs) == 2 and not (is_sharded(xs[0]) or is_sharded(xs[1])):
+        return list(torch.ops.posenc.rotate_qk.default(*xs, cos, sin, *flatten(rows, spec)))
+    return [_through_op(x, cos, sin, rows, spec) for x in xs]
+
+
+def _through_op(x: Tensor, cos: Tensor, sin: Tensor, rows: Rows, spec: Spec) -> Tensor:
+    if is_sharded(x):
+        to_tables = _records(cos, sin)
+        cos, sin, rows = shardable(x, cos, sin, rows)
+        if to_tables:
+            return reference.rotate(x, cos, sin, rows, spec)
+    result: Tensor = torch.ops.posenc.rotate.default(x, cos, sin, *flatten(rows, spec))
+    return result
 
 
 def rotate_(xs: list[Tensor], cos: Tensor, sin: Tensor, rows: Rows, spec: Spec) -> None:
@@ -133,34 +141,25 @@ def norm_rotate(
     """Normalise and rotate ``x`` of ``[B, H, T, D]`` into a new tensor.
 
     One pass over memory where Triton or C run, and one for the gradient; a compiler on the CPU is
-    given torch's operations, which it fuses.
-
-    Args:
-        x: ``[B, H, T, D]``.
-        weight: ``[D]``, or ``[H * D]`` for a norm over all heads.
-        cos: ``[R, P]`` or ``[B, R, P]``.
-        sin: As ``cos``.
-        rows: Which table row each token takes.
-        spec: Which channels form pairs, and the direction of the rotation.
-        norm: The kind of RMSNorm.
+    given torch's operations, which it fuses. ``weight`` is ``[D]``, or ``[H * D]`` for a norm over
+    all heads; other arguments as :func:`rotate`.
     """
     if is_sharded(x):
         cos, sin, rows = shardable(x, cos, sin, rows)
         weight = replicate_like(x, weight)
     kernel, arguments = kernel_for(x), (x, weight, cos, sin, rows, spec, norm)
+    result: Tensor
     if kernel is reference or in_forward_mode() or _records(cos, sin):
-        return reference.norm_rotate(*arguments)
-    if is_plain(x, weight, cos, sin):
-        if _records(x, weight):
-            recorded: Tensor = _NormRotate.apply(*arguments)
-            return recorded
-        return run_norm(kernel, *arguments)
-    compiled = kernel is triton and torch.compiler.is_compiling()
-    if compiled and not (is_exporting() or in_transform(x)):
+        result = reference.norm_rotate(*arguments)
+    elif is_plain(x, weight, cos, sin):
+        recorded = _records(x, weight)
+        result = _NormRotate.apply(*arguments) if recorded else run_norm(kernel, *arguments)
+    elif kernel is c or not torch.compiler.is_compiling() or is_exporting() or in_transform(x):
+        result = reference.norm_rotate(*arguments)
+    else:
         op = torch.ops.posenc.norm_rotate.default
-        result: Tensor = op(x, weight, cos, sin, *flatten(rows, spec), *norm)
-        return result
-    return reference.norm_rotate(*arguments)
+        result = op(x, weight, cos, sin, *flatten(rows, spec), *norm)
+    return result
 
 
 def _records(*tensors: Tensor) -> bool:
@@ -262,15 +261,6 @@ def shardable(x: Tensor, cos: Tensor, sin: Tensor, rows: Rows) -> tuple[Tensor, 
     if rows.start or rows.is_sequential():
         positions = Rows(rows.start, positions).as_index(length, x.device)
     return replicate_like(x, cos), replicate_like(x, sin), Rows(0, positions)
-
-
-def _rotate_sharded(x: Tensor, cos: Tensor, sin: Tensor, rows: Rows, spec: Spec) -> Tensor:
-    to_tables = _records(cos, sin)
-    cos, sin, rows = shardable(x, cos, sin, rows)
-    if to_tables:
-        return reference.rotate(x, cos, sin, rows, spec)
-    result: Tensor = torch.ops.posenc.rotate.default(x, cos, sin, *flatten(rows, spec))
-    return result
 
 
 class _Rotate(torch.autograd.Function):

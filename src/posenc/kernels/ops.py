@@ -152,14 +152,14 @@ _HOW = (
     "Tensor cos, Tensor sin, Tensor? positions, SymInt start, "
     "bool interleaved, bool interleaved_out, SymInt first_channel, bool transposed"
 )
-_RULES = {"keep": dispatch._Rotate.setup_context, "back": dispatch._Rotate.backward}
-rotate = define_op("rotate", f"(Tensor x, {_HOW}) -> Tensor", _rotate, _fake("rotate", 1), **_RULES)
+_RULES = dispatch._Rotate.setup_context, dispatch._Rotate.backward
+rotate = define_op("rotate", f"(Tensor x, {_HOW}) -> Tensor", _rotate, _fake("rotate", 1), *_RULES)
 rotate_qk = define_op(
     "rotate_qk",
     f"(Tensor q, Tensor k, {_HOW}) -> (Tensor, Tensor)",
     _rotate_qk,
     _fake("rotate_qk", 2),
-    **_RULES,
+    *_RULES,
 )
 rotate_ = define_op("rotate_", f"(Tensor(a!) x, {_HOW}) -> ()", _rotate_, _fake("rotate_", 0))
 

@@ -133,7 +133,7 @@ def _scatter(gradient: Tensor, table: Tensor, rows: Rows) -> Tensor:
     index = rows.as_index(length, table.device).expand(gradient.shape[:2])
     full = torch.zeros_like(table)
     if shared:
-        return full.index_add(0, index.reshape(-1), gradient.flatten(0, 1))
+        return full.index_add(0, index.reshape(-1), gradient.reshape(-1, gradient.shape[-1]))
     batch = torch.arange(table.shape[0], device=table.device)[:, None]
     return full.index_put((batch.expand_as(index), index), gradient, accumulate=True)
 

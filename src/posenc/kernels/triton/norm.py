@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -43,7 +44,7 @@ def norm_into(
 ) -> None:
     """Normalise and rotate ``x`` into ``y``; both have dense rows."""
     if y.numel():
-        _run("forward", (x, y), weight, cos, sin, rows, spec, norm)
+        _run(_forward_launch, (x, y), weight, cos, sin, rows, spec, norm)
 
 
 def norm_backward_into(g: Tensor, x: Tensor, dx: Tensor, weight: Tensor, *how: Any) -> Tensor:
@@ -57,12 +58,12 @@ def norm_backward_into(g: Tensor, x: Tensor, dx: Tensor, weight: Tensor, *how: A
     share_type = torch.promote_types(weight.dtype, torch.float32)
     share = heads * width if norm.all_heads else width
     shares = torch.empty((programs, share), device=x.device, dtype=share_type)
-    _run("backward", (g, x, dx, shares), weight, *how)
+    _run(_backward_launch, (g, x, dx, shares), weight, *how)
     return shares.sum(0).to(weight.dtype).view_as(weight)
 
 
 def _run(
-    name: str,
+    prepare: Callable[..., Launch],
     tensors: tuple[Tensor, ...],
     weight: Tensor,
     cos: Tensor,
@@ -77,8 +78,8 @@ def _run(
         cos, sin = cos.contiguous(), sin.contiguous()
     weight, positions = weight.resolve_neg().contiguous(), rows.positions
     given = (*tensors, weight, cos, sin, tensors[0] if positions is None else positions)
-    make = partial(_MAKE[name], *tensors, weight, cos, rows, spec, norm)
-    launch = _LAUNCHES.get((name, positions is None, spec, norm), given, make)
+    make = partial(prepare, *tensors, weight, cos, rows, spec, norm)
+    launch = _LAUNCHES.get((prepare, positions is None, spec, norm), given, make)
     launch(given, rows.start)
 
 
@@ -107,9 +108,6 @@ def _backward_launch(
     )  # fmt: skip
     warps = 8 if block * x.shape[3] >= 4096 else 4
     return Launch(_backward, (programs, 1, 1), numbers, constants, num_warps=warps)
-
-
-_MAKE = {"forward": _forward_launch, "backward": _backward_launch}
 
 
 def _heads(x: Tensor, norm: Norm) -> int:
