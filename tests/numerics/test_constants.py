@@ -109,14 +109,14 @@ def test_what_users_get_is_their_own():
 @pytest.mark.parametrize("where", [axes.Sections((2, 1, 1)), None], ids=str)
 def test_a_rule_is_a_constant_to_the_compiler(rule, where):
     """In numbers and names: not every torch takes a frozen dataclass for one."""
-    from posenc.numerics.frequencies import _restored, _settled
+    from posenc.numerics.frequencies import _thawed, _frozen
 
     spectrum = Spectrum(8, 500.0, rule, where)
-    parts = [_settled(spectrum)]
+    parts = [_frozen(spectrum)]
     while parts:
         part = parts.pop()
         if isinstance(part, tuple):
             parts.extend(part)
         else:
             assert part is None or isinstance(part, (str, int, type))
-    assert _restored(_settled(spectrum)) == spectrum
+    assert _thawed(_frozen(spectrum)) == spectrum

@@ -1,8 +1,4 @@
-"""Tensors that are spread over processes (DTensor), as far as every room has to know them.
-
-`posenc.interop.distributed` says here what a DTensor is, so that importing posenc does not import
-`torch.distributed.tensor`.
-"""
+"""DTensors, without importing them: `posenc.interop.distributed` sets ``known``."""
 
 from __future__ import annotations
 
@@ -15,13 +11,13 @@ Held = TypeVar("Held", Tensor, "Tensor | None")
 
 
 class Sharding(NamedTuple):
-    """What there is to know of a class of tensors that are spread over processes.
+    """The class of tensors that are sharded over processes, and what is done with them.
 
     Attributes:
         kind: The class.
-        replicate: Makes one of a tensor that every process has the whole of, beside another.
-        local: The part that this process has.
-        attend: Runs an attention, given first, on what each process has of the queries.
+        replicate: Makes a replicated one of a plain tensor, on the mesh of another.
+        local: The local tensor of this process.
+        attend: Runs an attention, given first, on the local queries.
     """
 
     kind: type[Tensor]
@@ -34,7 +30,7 @@ known: Sharding | None = None
 
 
 def is_sharded(x: object) -> bool:
-    """Whether ``x`` is spread over processes: its shape is that of the whole."""
+    """Whether ``x`` is a DTensor, whose shape is global."""
     if known is not None:
         return isinstance(x, known.kind)
     if type(x).__name__ == "DTensor":
@@ -46,7 +42,7 @@ def is_sharded(x: object) -> bool:
 
 
 def local(x: Tensor) -> Tensor:
-    """The part of ``x`` that this process has: all of it, unless it is spread over several."""
+    """The local tensor of ``x``, which is ``x`` unless it is sharded."""
     if not is_sharded(x):
         return x
     assert known is not None
@@ -54,7 +50,7 @@ def local(x: Tensor) -> Tensor:
 
 
 def replicate_like(x: Tensor, table: Held) -> Held:
-    """``table``, which every process has the whole of, in a form that meets ``x`` in an op."""
+    """``table``, replicated on the mesh of ``x`` if that is a DTensor."""
     if table is None or not is_sharded(x) or is_sharded(table):
         return table
     assert known is not None
@@ -62,6 +58,6 @@ def replicate_like(x: Tensor, table: Held) -> Held:
 
 
 def attend_shards(attend: Callable[..., Tensor], *tensors: Tensor, **options: Any) -> Tensor:
-    """``attend`` for what each process has of the queries, the first of ``tensors``."""
+    """Run ``attend`` on the local queries, the first of ``tensors``."""
     assert known is not None
     return known.attend(attend, *tensors, **options)

@@ -18,7 +18,7 @@ from torch import Tensor
 from posenc._contract.sharding import is_sharded, replicate_like
 from posenc._contract.tracing import in_forward_mode, in_func, in_transform, is_exporting, is_plain
 from posenc.kernels import c, reference, triton
-from posenc.kernels.spec import Norm, RowOutOfRange, Rows, Spec, flatten, unflatten
+from posenc.kernels.spec import Norm, Rows, Spec, flatten, shardable, unflatten
 
 Rotation = Callable[[Tensor, Tensor, Tensor, Rows, Spec], Tensor]
 
@@ -82,12 +82,13 @@ def rotate(xs: list[Tensor], cos: Tensor, sin: Tensor, rows: Rows, spec: Spec) -
         rows: Which table row each token takes.
         spec: Which channels form pairs, and the direction of the rotation.
     """
-    if is_plain(*xs, cos, sin):
-        if not (_records(cos, sin, *xs) or in_forward_mode()):
-            return run(xs, cos, sin, rows, spec)
-        return list(_Rotate.apply(*xs, cos, sin, *flatten(rows, spec)))
-    if in_func():
-        return list(_Rotate.apply(*xs, cos, sin, *flatten(rows, spec)))
+    plain = is_plain(*xs, cos, sin)
+    if plain and not in_forward_mode():
+        if _records(cos, sin, *xs):
+            return list(_Rotate.apply(*xs, cos, sin, *flatten(rows, spec)))
+        return run(xs, cos, sin, rows, spec)
+    if plain or in_func():
+        return list(_RotateWithRules.apply(*xs, cos, sin, *flatten(rows, spec)))
     if in_forward_mode() or in_transform(*xs):
         return [reference.rotate(x, cos, sin, rows, spec) for x in xs]
     if is_exporting():
@@ -195,22 +196,16 @@ def run_(xs: list[Tensor], cos: Tensor, sin: Tensor, rows: Rows, spec: Spec) -> 
 
 
 def rotate_into(
-    kernel: Any,
-    xs: Sequence[Tensor],
-    ys: Sequence[Tensor],
-    cos: Tensor,
-    sin: Tensor,
-    rows: Rows,
-    spec: Spec,
+    kernel: Any, xs: Sequence[Tensor], ys: Sequence[Tensor], cos: Tensor, sin: Tensor, *how: Any
 ) -> None:
     """Run ``kernel`` from ``xs`` to ``ys``, which may be ``xs``; through copies if it declines."""
-    if kernel.rotate_into(xs, ys, cos, sin, rows, spec):
+    if kernel.rotate_into(xs, ys, cos, sin, *how):
         return
     cos, sin = _dense(cos), _dense(sin)
     for x, y in zip(xs, ys, strict=True):
-        if x.numel() and not kernel.rotate_into([x], [y], cos, sin, rows, spec):
+        if x.numel() and not kernel.rotate_into([x], [y], cos, sin, *how):
             made = torch.empty(y.shape, dtype=y.dtype, device=y.device)
-            kernel.rotate_into([_dense(x)], [made], cos, sin, rows, spec)
+            kernel.rotate_into([_dense(x)], [made], cos, sin, *how)
             y.copy_(made)
 
 
@@ -244,40 +239,22 @@ def _dense(x: Tensor) -> Tensor:
     return x.resolve_neg().clone(memory_format=torch.contiguous_format)
 
 
-def shardable(x: Tensor, cos: Tensor, sin: Tensor, rows: Rows) -> tuple[Tensor, Tensor, Rows]:
-    """Tables with one row for each token of a DTensor ``x``, or a position for each token.
-
-    Where the tokens are sharded, so are then the rows or the positions, and no rank needs the row
-    of its first token.
-    """
-    length, held = x.shape[2], cos.shape[-2]
-    if rows.positions is None:
-        if rows.start + length > held:
-            raise RowOutOfRange(rows.start + length - 1, held)
-        if length != held:
-            cos, sin = (table.narrow(-2, rows.start, length) for table in (cos, sin))
-        return replicate_like(x, cos), replicate_like(x, sin), Rows()
-    positions = replicate_like(x, rows.positions)
-    if rows.start or rows.is_sequential():
-        positions = Rows(rows.start, positions).as_index(length, x.device)
-    return replicate_like(x, cos), replicate_like(x, sin), Rows(0, positions)
-
-
 class _Rotate(torch.autograd.Function):
-    """The rotation and its derivatives; its arguments are those of the ops, which share them.
+    """The rotation and its gradient; its arguments are those of the ops, which share `keep`.
 
     It is linear in ``xs`` and in the tables, so every derivative is a rotation too.
     """
 
     @staticmethod
-    def forward(*arguments: Any) -> Any:
+    def forward(ctx: Any, *arguments: Any) -> Any:
         xs, *how = unflatten(arguments)
-        if is_plain(*xs, *how[:2]):
-            return tuple(run(xs, *how))
-        return tuple([reference.rotate(x, *how) for x in xs])
+        ys = tuple(run(xs, *how))
+        _Rotate.keep(ctx, arguments, ys)
+        return ys
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    def keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        """What `setup_context` does."""
         xs, cos, sin, rows, ctx.spec = unflatten(inputs)
         ctx.count, ctx.start, needs = len(xs), rows.start, ctx.needs_input_grad
         ctx.for_tables = needs[len(xs)] or needs[len(xs) + 1]
@@ -299,6 +276,23 @@ class _Rotate(torch.autograd.Function):
             shares = [reference.table_gradients(x, g, cos, sin, rows, spec) for x, g in both]
             to_tables = (sum(to_cos for to_cos, _ in shares), sum(to_sin for _, to_sin in shares))
         return (*to_xs, *to_tables, *[None] * 6)
+
+
+class _RotateWithRules(_Rotate):
+    """As :class:`_Rotate`, for torch.func and forward mode.
+
+    torch inspects the signature of a `forward` that has a `setup_context` at every call, which
+    takes longer than a short rotation.
+    """
+
+    setup_context = _Rotate.keep
+
+    @staticmethod
+    def forward(*arguments: Any) -> Any:
+        xs, *how = unflatten(arguments)
+        if is_plain(*xs, *how[:2]):
+            return tuple(run(xs, *how))
+        return tuple([reference.rotate(x, *how) for x in xs])
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:

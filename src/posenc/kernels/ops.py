@@ -152,7 +152,7 @@ _HOW = (
     "Tensor cos, Tensor sin, Tensor? positions, SymInt start, "
     "bool interleaved, bool interleaved_out, SymInt first_channel, bool transposed"
 )
-_RULES = dispatch._Rotate.setup_context, dispatch._Rotate.backward
+_RULES = dispatch._Rotate.keep, dispatch._Rotate.backward
 rotate = define_op("rotate", f"(Tensor x, {_HOW}) -> Tensor", _rotate, _fake("rotate", 1), *_RULES)
 rotate_qk = define_op(
     "rotate_qk",

@@ -88,3 +88,22 @@ class RowOutOfRange(ValueError):
         way_out = "Pass smaller positions, or make a longer table."
         super().__init__(f"positions must be in [0, {rows}), got {row}.\n  {way_out}")
         self.row = row
+
+
+def shardable(x: Tensor, cos: Tensor, sin: Tensor, rows: Rows) -> tuple[Tensor, Tensor, Rows]:
+    """Tables with one row for each token of a DTensor ``x``, or a position for each token.
+
+    Where the tokens are sharded, so are then the rows or the positions, and no rank needs the row
+    of its first token.
+    """
+    length, held = x.shape[2], cos.shape[-2]
+    if rows.positions is None:
+        if rows.start + length > held:
+            raise RowOutOfRange(rows.start + length - 1, held)
+        if length != held:
+            cos, sin = (table.narrow(-2, rows.start, length) for table in (cos, sin))
+        return replicate_like(x, cos), replicate_like(x, sin), Rows()
+    positions = replicate_like(x, rows.positions)
+    if rows.start or rows.is_sequential():
+        positions = Rows(rows.start, positions).as_index(length, x.device)
+    return replicate_like(x, cos), replicate_like(x, sin), Rows(0, positions)
