@@ -57,13 +57,8 @@ def norm_rotate(
     x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, rows: Rows, spec: Spec, norm: Norm
 ) -> Tensor:
     """RMSNorm of each head of ``x``, or of all together, then :func:`rotate`."""
-    return rotate(normalized(x, weight, norm), cos, sin, rows, spec).to(x.dtype)
-
-
-def normalized(x: Tensor, weight: Tensor, norm: Norm) -> Tensor:
-    """RMSNorm of each head of ``x``, or of all together, one precision up."""
     unit, _, factor = _unit_scale_factor(x, weight, norm)
-    return unit * factor
+    return rotate(unit * factor, cos, sin, rows, spec).to(x.dtype)
 
 
 def norm_rotate_backward(

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
-from functools import cache
 from typing import Any
 
 import torch
-from torch import Tensor
 
 # Looked up once, here: a compiler that traces a call does not follow the search.
 installed = importlib.util.find_spec("triton") is not None
@@ -25,25 +23,12 @@ def why() -> str:
     return "ready" if available() else "torch sees no CUDA device"
 
 
-@cache
-def _kernels() -> tuple[Any, Any, Any]:
+def __getattr__(name: str) -> Any:
+    """The kernels of a backend, imported together when one is first used."""
+    if name not in ("rotate_into", "norm_into", "norm_backward_into"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from posenc.kernels.triton import norm, rotate
 
-    return rotate.rotate_into, norm.norm_into, norm.norm_backward_into
-
-
-def rotate_into(*arguments: Any) -> bool:
-    """Rotate tensors into others, or in place; false if it cannot take them as they are."""
-    result: bool = _kernels()[0](*arguments)
-    return result
-
-
-def norm_into(*arguments: Any) -> None:
-    """Normalise and rotate a tensor with dense rows into another."""
-    _kernels()[1](*arguments)
-
-
-def norm_backward_into(*arguments: Any) -> Tensor:
-    """Gradients of :func:`norm_into`: that to its input is written, that to the weight returned."""
-    result: Tensor = _kernels()[2](*arguments)
-    return result
+    kernels = rotate.rotate_into, norm.norm_into, norm.norm_backward_into
+    globals().update({kernel.__name__: kernel for kernel in kernels})
+    return globals()[name]
