@@ -165,11 +165,7 @@ def norm_rotate(
 
 def _records(*tensors: Tensor) -> bool:
     """Whether autograd records a gradient to one of ``tensors``."""
-    if torch.is_grad_enabled():
-        for t in tensors:
-            if t.requires_grad:
-                return True
-    return False
+    return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
 
 
 def run(xs: Sequence[Tensor], cos: Tensor, sin: Tensor, rows: Rows, spec: Spec) -> list[Tensor]:
@@ -180,8 +176,7 @@ def run(xs: Sequence[Tensor], cos: Tensor, sin: Tensor, rows: Rows, spec: Spec) 
         rotate_into(kernel, xs, ys, cos, sin, rows, spec)
         return ys
     made = [reference.rotate(x, cos, sin, rows, spec) for x in xs]
-    both = zip(made, ys, strict=True)
-    return [y if y.stride() == wanted.stride() else wanted.copy_(y) for y, wanted in both]
+    return [y if y.stride() == z.stride() else z.copy_(y) for y, z in zip(made, ys, strict=True)]
 
 
 def run_(xs: list[Tensor], cos: Tensor, sin: Tensor, rows: Rows, spec: Spec) -> None:
@@ -223,10 +218,12 @@ def run_norm(kernel: Any, x: Tensor, *arguments: Any) -> Tensor:
 def run_norm_backward(kernel: Any, g: Tensor, x: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
     """Gradients of :func:`norm_rotate` to ``x`` and the weight, given ``g``, that to its result."""
     dx = torch.empty_like(x)
-    if not _has_dense_rows(x, dx):
-        x, dx = _dense(x), torch.empty(x.shape, dtype=x.dtype, device=x.device)
     g = g if _has_dense_rows(g) else _dense(g)
-    return dx, kernel.norm_backward_into(g, x, dx, *arguments)
+    if _has_dense_rows(x, dx):
+        return dx, kernel.norm_backward_into(g, x, dx, *arguments)
+    made = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    to_weight = kernel.norm_backward_into(g, _dense(x), made, *arguments)
+    return dx.copy_(made), to_weight
 
 
 def _has_dense_rows(*tensors: Tensor) -> bool:

@@ -83,10 +83,8 @@ def shared_constants(
 def as_words(x, LAYOUT: tl.constexpr):
     """A pointer to elements, or to the words that hold two of them."""
     if LAYOUT == 2:
-        if x.dtype.element_ty.primitive_bitwidth == 16:
-            x = x.to(tl.pointer_type(tl.int32), bitcast=True)
-        else:
-            x = x.to(tl.pointer_type(tl.int64), bitcast=True)
+        word: tl.constexpr = tl.int32 if x.dtype.element_ty.primitive_bitwidth == 16 else tl.int64
+        x = x.to(tl.pointer_type(word), bitcast=True)
     return x
 
 
@@ -104,12 +102,9 @@ def load_pairs(
         b = tl.load(row + FIRST + 2 * at + 1, mask=mask, other=0)
     else:
         word = tl.load(row + FIRST // 2 + at, mask=mask, other=0)
-        if ELEMENT.primitive_bitwidth == 16:
-            a = word.to(tl.int16).to(ELEMENT, bitcast=True)
-            b = (word >> 16).to(tl.int16).to(ELEMENT, bitcast=True)
-        else:
-            a = word.to(tl.int32).to(ELEMENT, bitcast=True)
-            b = (word >> 32).to(tl.int32).to(ELEMENT, bitcast=True)
+        half: tl.constexpr = tl.int16 if ELEMENT.primitive_bitwidth == 16 else tl.int32
+        a = word.to(half).to(ELEMENT, bitcast=True)
+        b = (word >> ELEMENT.primitive_bitwidth).to(half).to(ELEMENT, bitcast=True)
     return a.to(WIDE), b.to(WIDE)
 
 
