@@ -106,7 +106,7 @@ def test_what_users_get_is_their_own():
 
 
 @pytest.mark.parametrize("rule", [scaling.YaRN(4.0, 64), scaling.Llama3(8.0, 64), None], ids=str)
-@pytest.mark.parametrize("where", [axes.Sections((2, 1, 1)), None], ids=str)
+@pytest.mark.parametrize("where", [axes.Sections((2, 1, 1)), axes.Axial(2), None], ids=str)
 def test_a_rule_is_a_constant_to_the_compiler(rule, where):
     """In numbers and names: not every torch takes a frozen dataclass for one."""
     from posenc.numerics.frequencies import _frozen, _thawed

@@ -128,13 +128,15 @@ def _frozen(part: Any) -> Any:
     Examples:
         >>> from posenc.numerics.scaling import Linear
         >>> _frozen(Linear(2.0))
-        (<class 'posenc.numerics.scaling.fixed.Linear'>, '0x1.0000000000000p+1')
+        (<class 'posenc.numerics.scaling.fixed.Linear'>, ('hex', '0x1.0000000000000p+1'))
     """
+    if part is None or isinstance(part, (bool, str)):
+        return part
     if isinstance(part, tuple):
         return tuple([_frozen(item) for item in part])
     if isinstance(part, float):
-        return part.hex()
-    if isinstance(part, int) and not isinstance(part, bool):
+        return "hex", part.hex()
+    if isinstance(part, int):
         return operator.index(part)
     if type(part).__module__.startswith("posenc."):
         return type(part), *[_frozen(getattr(part, name)) for name in part.__match_args__]
@@ -143,10 +145,10 @@ def _frozen(part: Any) -> Any:
 
 def _thawed(part: Any) -> Any:
     """What :func:`_frozen` was given."""
-    if isinstance(part, str):
-        return float.fromhex(part)
     if not isinstance(part, tuple):
         return part
+    if part[:1] == ("hex",):
+        return float.fromhex(part[1])
     items = [_thawed(item) for item in part]
     return items[0](*items[1:]) if part and isinstance(part[0], type) else tuple(items)
 
