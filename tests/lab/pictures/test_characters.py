@@ -20,7 +20,7 @@ def test_a_constant_matrix_is_drawn():
 
 
 def test_a_logarithmic_chart_draws_equal_ratios_as_equal_steps():
-    drawn = chart([Line("", [1, 10, 100], [1, 10, 100])], rows=3, columns=5, log_x=True, log_y=True)
+    drawn = chart([Line("", [1, 10, 100], [1, 10, 100])], rows=3, columns=5, log="xy")
     assert [row.split("|")[1] for row in drawn.split("\n")[:3]] == ["    *", "  *", "*"]
 
 

@@ -1,3 +1,4 @@
+import base64
 import itertools
 import xml.etree.ElementTree as ElementTree
 
@@ -44,18 +45,10 @@ def test_a_picture_is_the_same_bytes_every_time(suffix, start):
     assert once == again
 
 
-def test_inline_pictures_take_the_ink_of_the_page_and_share_no_ids():
-    """Two pictures in one page would otherwise take each other's markers and clips."""
-    first, second = (style.inline_svg(drawing(), name, 'a "b"') for name in ("one", "two"))
-    assert "currentColor" in first
-    assert style.INK not in first
-    ids = [
-        {e.get("id") for e in ElementTree.fromstring(svg).iter() if e.get("id")}
-        for svg in (first, second)
-    ]
-    assert ids[0]
-    assert not ids[0] & ids[1]
-    root = ElementTree.fromstring(first)
-    assert root.get("aria-label") == 'a "b"'
-    assert root.get("width") is None
-    assert root.get("viewBox")
+def test_a_picture_in_a_page_is_one_element_with_its_description():
+    """Its ids are a document's of their own: two pictures cannot take each other's clips."""
+    element = ElementTree.fromstring(style.in_page(drawing(), 'a "b"'))
+    assert element.get("alt") == 'a "b"'
+    kind, content = element.get("src").split(",")
+    assert kind == "data:image/svg+xml;base64"
+    assert ElementTree.fromstring(base64.b64decode(content)).get("viewBox")

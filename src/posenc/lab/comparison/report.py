@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import html
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from string import Template
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -12,94 +12,80 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from posenc.lab.comparison.encodings import ENCODINGS, LOOKS
 from posenc.lab.comparison.plan import Plan
 from posenc.lab.pictures import show
-from posenc.lab.pictures.style import FAINT, End, figure, inline_svg, label_ends, note, plain
+from posenc.lab.pictures.characters import Line
+from posenc.lab.pictures.panels import Chart, sheet
+from posenc.lab.pictures.style import figure, in_page
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 Rows: TypeAlias = Sequence[dict[str, Any]]
-Draw: TypeAlias = Callable[["Axes", Plan, Rows], None]
 
 # Labels that a sentence cannot take as they are.
 _SPOKEN = {"none": "no encoding"} | {n: f"{n} positions" for n in ("sinusoidal", "learned")}
+_NATS = "nats per symbol"
 
 
 def overview(plan: Plan, results: dict[str, Any]) -> Figure:
     """All three charts on one sheet."""
-    text, rows = results["text"]["name"], results["summary"]
-    title = f"Trained on {plan.train_length} symbols of {text}, tested on up to {plan.longest}"
-    drawn = figure(13, 7.2, title)
-    axes = drawn.subplot_mosaic([["length", "position"], ["length", "training"]])
-    for name, draw in {"length": by_length, "position": by_position, "training": training}.items():
-        draw(axes[name], plan, rows)
+    title = f"Trained on {plan.train_length} symbols of {results['text']['name']}"
+    drawn = figure(13, 7.2, f"{title}, tested on up to {plan.longest}")
+    axes = drawn.subplot_mosaic([["by_length", "by_position"], ["by_length", "training"]])
+    for name, chart in charts(plan, results["summary"]).items():
+        chart.draw(axes[name])
     return drawn
 
 
-def by_length(ax: Axes, plan: Plan, rows: Rows) -> None:
-    """Loss against the length of the sequence, in training lengths."""
-    plain(ax, "Loss of the last symbols, by length of the sequence", "symbols", "nats per symbol")
-    ax.set_xscale("log", base=2)
+def charts(plan: Plan, rows: Rows) -> dict[str, Chart]:
+    """Loss by length of the sequence, by position of the longest one, and while training."""
+    right = (plan.train_length, "training\nlength")
+    names = {n: f"{n}\n{times} ×" for times, n in zip(plan.times, plan.lengths, strict=True)}
+    by_length, by_position, training = [], [], {}
     for row in rows:
-        colour, marker = LOOKS[row["encoding"]]
-        ax.fill_between(plan.lengths, row["low"], row["high"], color=colour, alpha=0.18, lw=0)
-        ax.plot(plan.lengths, row["tail"], color=colour, marker=marker, ms=6, lw=2)
-    names = [f"{length}\n{times} ×" for length, times in zip(plan.lengths, plan.times, strict=True)]
-    ax.set_xticks(plan.lengths, names)
-    ax.minorticks_off()
-    _shade_past(ax, plan)
-    _label(ax, [(row["encoding"], row["tail"][-1]) for row in rows])
-
-
-def by_position(ax: Axes, plan: Plan, rows: Rows) -> None:
-    """Loss at each position of the longest sequence."""
-    plain(ax, f"Loss at each position of {plan.longest} symbols", "position", "nats per symbol")
-    for row in rows:
-        losses, (colour, _) = row["by_position"], LOOKS[row["encoding"]]
-        size = plan.longest / len(losses)
-        ax.plot([(i + 0.5) * size for i in range(len(losses))], losses, color=colour, lw=1.6)
-    ax.set_xlim(0, plan.longest)
-    _shade_past(ax, plan)
-    # The last four points together say where a line ends.
-    _label(ax, [(row["encoding"], sum(row["by_position"][-4:]) / 4) for row in rows])
-
-
-def training(ax: Axes, plan: Plan, rows: Rows) -> None:
-    """Loss while training; encodings that share a training share a line."""
-    plain(ax, "While training", "step", "nats per symbol")
-    curves = {_trained_as(row): row["curve"] for row in rows}
-    for name, curve in curves.items():
-        ax.plot(curve["step"], curve["loss"], color=LOOKS[name][0], lw=1.6)
-    ax.set_xlim(left=0)
+        name, losses, curve = row["encoding"], row["by_position"], row["curve"]
+        marked = {"marker": LOOKS[name][1], "band": (row["low"], row["high"])}
+        by_length.append(_line(name, plan.lengths, row["tail"], **marked))
+        middles = [(i + 0.5) * plan.longest / len(losses) for i in range(len(losses))]
+        by_position.append(_line(name, middles, losses))
+        # Encodings that share a training share a line.
+        training[_trained_as(row)] = _line(_trained_as(row), curve["step"], curve["loss"])
     # The first fall is the same for all, and would hide the rest.
-    settled = [
-        loss for curve in curves.values() for loss in curve["loss"][len(curve["loss"]) // 10 :]
-    ]
+    settled = [loss for line in training.values() for loss in line.y[len(line.y) // 10 :]]
     low, high = min(settled), max(settled)
     room = max(high - low, 0.1)
-    ax.set_ylim(low - 0.05 * room, high + 0.15 * room)
-    _label(ax, [(name, curve["loss"][-1]) for name, curve in curves.items()])
+    return {
+        "by_length": Chart(
+            "Loss of the last symbols, by length of the sequence",
+            "symbols",
+            _NATS,
+            by_length,
+            log="x",
+            right=right,
+            ticks=names,
+        ),
+        "by_position": Chart(
+            f"Loss at each position of {plan.longest} symbols",
+            "position",
+            _NATS,
+            by_position,
+            right=right,
+        ),
+        "training": Chart(
+            "While training",
+            "step",
+            _NATS,
+            list(training.values()),
+            heights=(low - 0.05 * room, high + 0.15 * room),
+        ),
+    }
+
+
+def _line(name: str, x: Sequence[float], y: Sequence[float], **look: Any) -> Line:
+    return Line(ENCODINGS[name].label, x, y, LOOKS[name][0], **look)
 
 
 def _trained_as(row: dict[str, Any]) -> str:
     return ENCODINGS[row["encoding"]].trained_as or row["encoding"]
-
-
-def _label(ax: Axes, ends: Sequence[tuple[str, float]]) -> None:
-    label_ends(ax, [End(y, ENCODINGS[name].label, LOOKS[name][0]) for name, y in ends])
-
-
-def _shade_past(ax: Axes, plan: Plan) -> None:
-    if plan.longest == plan.train_length:
-        return
-    low, high = ax.get_xlim()
-    ax.axvspan(plan.train_length, high, color=FAINT, alpha=0.35, lw=0, zorder=0)
-    ax.set_xlim(low, high)
-    top = {"xycoords": ("data", "axes fraction"), "va": "top"}
-    note(ax, "past the training length", (plan.train_length, 1), (5, -4), **top)
-    # Room for the words, above the lines.
-    low, high = ax.get_ylim()
-    ax.set_ylim(low, high + 0.06 * (high - low))
 
 
 def page(plan: Plan, results: dict[str, Any]) -> str:
@@ -120,7 +106,10 @@ def page(plan: Plan, results: dict[str, Any]) -> str:
     }
     lengths = zip(plan.times, plan.lengths, strict=True)
     parts = {
-        **{draw.__name__: _chart(draw, plan, rows) for draw in (by_length, by_position, training)},
+        **{
+            name: in_page(sheet([chart], 4.9, 3.6), f"{chart.title}: the numbers are in the tables")
+            for name, chart in charts(plan, rows).items()
+        },
         "lengths": "".join(f"<th>{times} × ({length})</th>" for times, length in lengths),
         "losses": "\n".join(map(_losses, rows)),
         "past": "\n".join(f"<dt>{_name(r)}</dt><dd>{html.escape(r['past'])}</dd>" for r in rows),
@@ -131,15 +120,8 @@ def page(plan: Plan, results: dict[str, Any]) -> str:
     return template.substitute({k: html.escape(str(v)) for k, v in words.items()}, **parts)
 
 
-def _chart(draw: Draw, plan: Plan, rows: Rows) -> str:
-    drawn = figure(4.9, 3.6)
-    draw(drawn.subplots(), plan, rows)
-    title = drawn.axes[0].get_title(loc="left")
-    return inline_svg(drawn, draw.__name__, f"Chart: {title}. The numbers are in the tables.")
-
-
-def _looks(plan: Plan, rows: Rows) -> list[str]:
-    """The pictures of `posenc show`, for the sizes of this model."""
+def _looks(plan: Plan, rows: Rows) -> Iterator[str]:
+    """The first picture of `posenc show` for each encoding, for the sizes of this model."""
     length, longest, base = plan.train_length, plan.longest, plan.base
     views = {
         "sinusoidal": show.sinusoidal(dim=plan.width, length=longest, trained=length, base=base),
@@ -147,11 +129,9 @@ def _looks(plan: Plan, rows: Rows) -> list[str]:
         "rope": show.rope(dim=plan.width // plan.heads, length=longest, trained=length, base=base),
         "alibi": show.alibi(heads=plan.heads, length=longest),
     }
-    found = []
     for view in (views[name] for name in dict.fromkeys(map(_trained_as, rows)) if name in views):
-        picture = inline_svg(show.cover(view), f"look-{view.numbers['encoding']}", view.title)
-        found.append(f"<figure>{picture}<figcaption>{view.title}</figcaption></figure>")
-    return found
+        picture = in_page(sheet(view.panels[:1], 4.6, 3.1), view.title)
+        yield f"<figure>{picture}<figcaption>{view.title}</figcaption></figure>"
 
 
 def _losses(row: dict[str, Any]) -> str:

@@ -14,11 +14,14 @@ _MARKS = "*o+x"
 
 
 class Line(NamedTuple):
-    """One line of a chart."""
+    """One line of a chart; without a colour of its own it has one by its place."""
 
     label: str
     x: Sequence[float]
     y: Sequence[float]
+    colour: str = ""
+    marker: str = ""
+    band: tuple[Sequence[float], Sequence[float]] | None = None
 
 
 def characters(table: Tensor, *, rows: int = 12, columns: int = 64) -> str:
@@ -46,19 +49,10 @@ def chart(
     *,
     rows: int = 10,
     columns: int = 60,
-    log_x: bool = False,
-    log_y: bool = False,
+    log: str = "",
     mark: tuple[float, str] | None = None,
 ) -> str:
-    """Lines as a coarse chart in characters, the range of each axis written at its ends.
-
-    Args:
-        lines: What to draw; each has a mark of its own, named below if there are several.
-        rows: Height.
-        columns: Width, without the numbers.
-        log_x: Whether equal steps across are equal ratios.
-        log_y: The same upwards.
-        mark: A height to draw across, and its name.
+    """Lines as a coarse chart in characters, with ``mark``, a height and its name, drawn across.
 
     Examples:
         >>> print(chart([Line("", [0, 1, 2, 3], [0, 1, 2, 3])], rows=4, columns=7))
@@ -72,16 +66,16 @@ def chart(
     ys = [y for line in lines for y in line.y] + ([mark[0]] if mark else [])
     grid = [[" "] * columns for _ in range(rows)]
     if mark is not None:
-        grid[_cell(mark[0], ys, rows, log_y)] = ["-"] * columns
+        grid[_cell(mark[0], ys, rows, "y" in log)] = ["-"] * columns
     for line, sign in zip(lines, _MARKS, strict=False):
         for x, y in zip(line.x, line.y, strict=True):
-            grid[_cell(y, ys, rows, log_y)][_cell(x, xs, columns, log_x)] = sign
+            grid[_cell(y, ys, rows, "y" in log)][_cell(x, xs, columns, "x" in log)] = sign
     bottom, top, left, right = (f"{end(values):.4g}" for values in (ys, xs) for end in (min, max))
-    wide = max(len(top), len(bottom))
-    numbers = [bottom, *[""] * (rows - 2), top]
+    width = max(len(top), len(bottom))
+    numbers = [top, *[""] * (rows - 2), bottom]
     drawn = [
-        f"{number:>{wide}} |{''.join(row)}".rstrip()
-        for number, row in zip(numbers, grid, strict=True)
+        f"{number:>{width}} |{''.join(row)}".rstrip()
+        for number, row in zip(numbers, reversed(grid), strict=True)
     ]
     gap = max(1, columns - len(left) - len(right))
     below = [f"{left}{'':{gap}}{right}"]
@@ -90,7 +84,7 @@ def chart(
         below.append("   ".join(names))
     if mark is not None:
         below.append(f"- {mark[1]}")
-    return "\n".join([*reversed(drawn), *(f"{'':{wide}}  {words}" for words in below)])
+    return "\n".join([*drawn, *(f"{'':{width}}  {words}" for words in below)])
 
 
 def _cell(value: float, values: Sequence[float], cells: int, logarithmic: bool) -> int:

@@ -5,15 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import cycle
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from torch import Tensor
 
 from posenc.lab.pictures.characters import Line, characters, chart
-from posenc.lab.pictures.style import FAINT, INK, SERIES, End, label_ends, note, plain
+from posenc.lab.pictures.style import FAINT, INK, SERIES, End, figure, label_ends, note, plain
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,27 +51,28 @@ class Heat:
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """Lines, at most four, each with its label at its end if there are several.
-
-    Attributes:
-        log: Axis on which equal steps are equal ratios: ``x``, ``y`` or none.
-        above: A height above which the background is shaded, and what that means.
-        right: The same for what is drawn across.
-        dots: Whether points are drawn instead of lines between them.
-        words: One for each point of the first line.
-        square: Whether a step across is as long as one upwards.
-    """
+    """Lines, each with its label at its end."""
 
     title: str
     x: str
     y: str
     lines: Sequence[Line]
+    # The axis on which equal steps are equal ratios: x, y or none.
     log: str = ""
+    # A height above which the background is shaded, and what that means.
     above: tuple[float, str] | None = None
+    # A place right of which it is shaded, and its name.
     right: tuple[float, str] | None = None
+    # Whether points are drawn instead of lines between them.
     dots: bool = False
+    # One for each point of the first line.
     words: Sequence[str] = ()
+    # Whether a step across is as long as one upwards.
     square: bool = False
+    # Names of the places across that are marked, instead of numbers.
+    ticks: dict[int, str] | None = None
+    # The heights that are shown, if not all.
+    heights: tuple[float, float] | None = None
 
     def draw(self, ax: Axes) -> None:
         """Draw on these axes."""
@@ -79,38 +82,57 @@ class Chart:
             ax.set(**{f"{self.log}scale": "log", f"{self.log}label": f"{words}, log scale"})
         if self.square:
             ax.set_aspect("equal")
+        if self.heights:
+            ax.set_ylim(self.heights)
+        if self.ticks:
+            ax.set_xticks(list(self.ticks), list(self.ticks.values()))
+            ax.minorticks_off()
         ax.margins(x=0.08 if self.dots else 0, y=0.12)
         farthest, ends = max(line.x[-1] for line in self.lines), []
-        look = {"marker": "o", "ms": 4, "ls": ""} if self.dots else {"lw": 1.6}
-        for line, colour in zip(self.lines, SERIES, strict=False):
-            ax.plot(line.x, line.y, color=colour, **look)
+        look = {"ms": 4, "ls": ""} if self.dots else {"ms": 6, "lw": 1.6}
+        for line, usual in zip(self.lines, cycle(SERIES), strict=False):
+            colour = line.colour or usual
+            marker = line.marker or ("o" if self.dots else None)
+            ax.plot(line.x, line.y, color=colour, marker=marker, clip_on=not marker, **look)
+            if line.band:
+                ax.fill_between(line.x, *line.band, color=colour, alpha=0.18, lw=0)
             if line.x[-1] == farthest or self.square:
                 ends.append(End(line.y[-1], line.label, colour))
             else:
                 note(ax, line.label, (line.x[-1], line.y[-1]), (4, 2), color=colour)
         for x, y, word in zip(self.lines[0].x, self.lines[0].y, self.words, strict=False):
             note(ax, word, (x, y), (-8, 7))
+        shade: dict[str, Any] = {"color": FAINT, "alpha": 0.45, "lw": 0}
         if self.above is not None:
             height, words = self.above
             ax.axhline(height, color=INK, lw=1, ls=(0, (4, 3)))
             low, high = ax.get_ylim()
-            ax.axhspan(height, high, color=FAINT, alpha=0.45, lw=0)
+            ax.axhspan(height, high, **shade)
             ax.set_ylim(low, high)
             ax.text(0.02, 0.97, words, transform=ax.transAxes, va="top", fontsize=8, color=INK)
         if self.right is not None and self.right[0] < farthest:
-            ax.axvspan(self.right[0], farthest, color=FAINT, alpha=0.45, lw=0)
+            ax.axvspan(self.right[0], farthest, **shade)
             top = {"xycoords": ("data", "axes fraction"), "ha": "right", "va": "top"}
             note(ax, self.right[1], (self.right[0], 1), (-4, -2), **top)
-        if len(self.lines) > 1:
-            label_ends(ax, ends)
+        label_ends(ax, ends)
 
     def text(self, columns: int) -> str:
         """The same in characters."""
-        wide = min(columns, 40) if self.square else columns
-        logs = {"log_x": self.log == "x", "log_y": self.log == "y"}
-        drawn = chart(self.lines, columns=wide, mark=self.above, **logs)
+        width = min(columns, 40) if self.square else columns
+        drawn = chart(self.lines, columns=width, mark=self.above, log=self.log)
         words = f"{self.title}, {self.x} across" + f", {self.log} on a log scale" * bool(self.log)
         return f"{words}:\n{drawn}"
 
 
 Panel: TypeAlias = Heat | Chart
+
+
+def sheet(
+    panels: Sequence[Panel], width: float, height: float, *, columns: int = 1, title: str = ""
+) -> Figure:
+    """Panels side by side, on so many inches."""
+    drawn = figure(width, height, title)
+    axes = drawn.subplots(len(panels) // columns, columns, squeeze=False)
+    for ax, panel in zip(axes.flat, panels, strict=True):
+        panel.draw(ax)
+    return drawn

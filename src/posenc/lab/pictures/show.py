@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from posenc import configs, nn
-from posenc.lab.pictures import style
 from posenc.lab.pictures.characters import Line
-from posenc.lab.pictures.panels import Chart, Heat, Panel
+from posenc.lab.pictures.panels import Chart, Heat, Panel, sheet
 from posenc.numerics import scaling as rules
 from posenc.numerics.frequencies import inverse_frequencies
 
@@ -49,12 +48,7 @@ class Rotation(NamedTuple):
 
 def figure(view: View) -> Figure:
     """All four panels of one encoding."""
-    return _sheet(11.5, 7.4, view.title, 2, view.panels)
-
-
-def cover(view: View) -> Figure:
-    """The panel that says most about an encoding, for a page of several."""
-    return _sheet(4.6, 3.1, "", 1, view.panels[:1])
+    return sheet(view.panels, 11.5, 7.4, columns=2, title=view.title)
 
 
 def terminal(view: View, columns: int = 72) -> str:
@@ -74,7 +68,7 @@ def gallery(length: int = 96, dim: int = 64) -> Figure:
         ("ALiBi", alibi(length=length).panels[2]),
     )
     panels = [replace(panel, title=f"{name}: {panel.title}") for name, panel in shown]
-    return _sheet(14, 7.6, "posenc: where a token is, four ways", 3, panels)
+    return sheet(panels, 14, 7.6, columns=3, title="posenc: where a token is, four ways")
 
 
 def sinusoidal(
@@ -282,13 +276,3 @@ def _numbers(
         for shown in found
     ]
     return {"encoding": encoding, "trained": trained, "dim": dim, "base": base, "rates": rates}
-
-
-def _sheet(
-    width: float, height: float, title: str, columns: int, panels: Sequence[Panel]
-) -> Figure:
-    drawn = style.figure(width, height, title)
-    axes = drawn.subplots(len(panels) // columns, columns, squeeze=False)
-    for ax, panel in zip(axes.flat, panels, strict=True):
-        panel.draw(ax)
-    return drawn

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import html
 import io
-import re
-import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -76,22 +75,20 @@ def label_ends(ax: Axes, ends: Sequence[End], *, size: float = 8.5) -> None:
 
 
 def push_apart(heights: Sequence[float], apart: float) -> list[float]:
-    """Heights in [0, 1] moved as little as it takes to be ``apart``, in their order.
+    """Heights moved until they are ``apart``, in their order: down from the top, then up from 0.
 
     Examples:
         >>> [round(h, 2) for h in push_apart([0.5, 0.52, 0.9], 0.1)]
-        [0.46, 0.56, 0.9]
+        [0.42, 0.52, 0.9]
     """
+    moved, ceiling, floor = list(heights), 1.0, 0.0
     order = sorted(range(len(heights)), key=lambda i: heights[i])
-    # Without the distances they are to have, heights must not fall: isotonic regression.
-    free = [min(max(heights[i], 0.0), 1.0) - place * apart for place, i in enumerate(order)]
-    moved = [0.0] * len(heights)
-    for place, i in enumerate(order):
-        means = [
-            min(statistics.fmean(free[first:end]) for end in range(place + 1, len(free) + 1))
-            for first in range(place + 1)
-        ]
-        moved[i] = max(means) + place * apart
+    for i in reversed(order):
+        moved[i] = min(moved[i], ceiling)
+        ceiling = moved[i] - apart
+    for i in order:
+        moved[i] = max(moved[i], floor)
+        floor = moved[i] + apart
     return moved
 
 
@@ -111,23 +108,8 @@ def save(picture: Figure, path: Path) -> None:
     store.write(path, image(picture, path.suffix))
 
 
-def inline_svg(picture: Figure, name: str, description: str) -> str:
-    """An SVG element for a page: its ink is the page's, so it is readable on light and dark.
-
-    Args:
-        picture: What to draw.
-        name: Put before every id, since a page may hold several pictures.
-        description: Read aloud instead of it.
-    """
+def in_page(picture: Figure, description: str) -> str:
+    """An element that holds the picture itself, so that a page needs no other file."""
     picture.patch.set_alpha(0)
-    drawn = image(picture, ".svg").decode()
-    drawn = drawn[drawn.index("<svg") :]
-    drawn = re.sub(r"<metadata>.*?</metadata>", "", drawn, flags=re.DOTALL)
-    drawn = re.sub(r'\bid="', f'id="{name}-', drawn)
-    drawn = re.sub(r'(href="#|url\(#)', rf"\g<1>{name}-", drawn)
-    drawn = drawn.replace(INK, "currentColor").replace(FAINT, "var(--faint)")
-    said = html.escape(description, quote=True)
-    tag = re.search(r"<svg [^>]*>", drawn)
-    assert tag is not None
-    kept = re.sub(r'\s(?:width|height)="[^"]*"', "", tag.group())
-    return drawn.replace(tag.group(), kept[:-1] + f' role="img" aria-label="{said}">', 1)
+    content = base64.b64encode(image(picture, ".svg")).decode()
+    return f'<img alt="{html.escape(description)}" src="data:image/svg+xml;base64,{content}"/>'
