@@ -181,7 +181,7 @@ def test_an_earlier_run_stays_unless_told(run, tmp_path):
     [
         pytest.param(["--encodings", "rope,x"], "--encodings must be among none", id="encoding"),
         pytest.param(["--encodings", ","], "got nothing", id="no-encoding"),
-        pytest.param(["--times", "1,x"], "--times must be whole numbers", id="times"),
+        pytest.param(["--times", "1,x"], "'--times': must be whole numbers", id="times"),
         pytest.param(["--times", "0"], "--times must be 1 or more", id="zero-times"),
         pytest.param(["--text", "no-such-file"], "cannot be read: No such file", id="no-text"),
         pytest.param(["--text", os.devnull], "is not a regular file", id="device"),

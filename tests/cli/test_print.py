@@ -2,7 +2,6 @@ import pytest
 from rich.text import Text
 
 from posenc.cli import _print
-from posenc.cli._root import Refused
 
 ROWS = [[Text("plain"), Text("7")], [Text("[x]"), Text("10", style="red")]]
 
@@ -55,5 +54,5 @@ def test_progress_on_a_terminal_is_a_bar_on_stderr(terminal, capsys):
     [("x.bmp", "--plot writes .png, .svg or .pdf"), ("no/x.png", "folder that exists")],
 )
 def test_a_picture_that_cannot_be_written_is_refused(tmp_path, name, words):
-    with pytest.raises(Refused, match=words):
+    with pytest.raises(ValueError, match=words):
         _print.check_picture(tmp_path / name, "--plot")

@@ -15,7 +15,6 @@ from rich.text import Text
 
 from posenc._contract.checks import printable
 from posenc.cli import INSTALL
-from posenc.cli._root import Refused
 
 Tell: TypeAlias = Callable[[str, float], None]
 
@@ -23,14 +22,14 @@ Tell: TypeAlias = Callable[[str, float], None]
 def check_file(path: Path | None) -> None:
     """Refuse a path that no file can be written to."""
     if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
-        raise Refused(f"{path} is not a file in a folder that exists.")
+        raise ValueError(f"{path} is not a file in a folder that exists.")
 
 
 def check_picture(path: Path | None, flag: str) -> None:
     """Refuse a picture in an unknown format, in no folder, or without matplotlib."""
     if path is not None:
         if path.suffix not in (".png", ".svg", ".pdf"):
-            raise Refused(f"{flag} writes .png, .svg or .pdf, got {path}.")
+            raise ValueError(f"{flag} writes .png, .svg or .pdf, got {path}.")
         check_file(path)
         check_matplotlib(flag)
 
@@ -38,7 +37,7 @@ def check_picture(path: Path | None, flag: str) -> None:
 def check_matplotlib(who: str) -> None:
     """Refuse to go on without matplotlib."""
     if importlib.util.find_spec("matplotlib") is None:
-        raise Refused(f"{who} needs matplotlib: {INSTALL}")
+        raise ValueError(f"{who} needs matplotlib: {INSTALL}")
 
 
 @contextlib.contextmanager
@@ -47,10 +46,7 @@ def progress(
 ) -> Iterator[Tell]:
     """A progress bar on stderr if it is a terminal; ``piped`` is called instead if it is not.
 
-    Args:
-        title: Comes before every message.
-        piped: Receives the message and the part that is done.
-        background: Whether a thread redraws the bar between two calls.
+    With ``background``, a thread redraws the bar between two calls.
     """
     console = Console(stderr=True)
     if not console.is_terminal:
@@ -77,13 +73,8 @@ def table(
 ) -> None:
     """A table on stdout, in lines on a terminal; in a pipe padded columns without codes.
 
-    Args:
-        title: Line above it.
-        heads: Of the columns.
-        rows: Cells. What a file says is neither a markup nor a control code.
-        notes: Lines below it.
-        justify: Of every column but the first.
-        piped_width: Characters in a line of a pipe, where longer cells are folded.
+    A string of a cell comes from a file perhaps: it is neither markup nor a control code. In a pipe
+    cells are folded after ``piped_width`` characters.
     """
     console, drawn = Console(), Table()
     if not console.is_terminal:

@@ -13,10 +13,8 @@ from posenc._contract.checks import printable
 
 # Newer typers carry their own click, older ones use the package.
 _BAD_USAGE: Any = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
-
-
-class Refused(Exception):
-    """What was asked for cannot be done; the message says why, in one line."""
+# What the library raises for an argument, a config or a file that it cannot take.
+_REFUSED = (ValueError, TypeError, OverflowError, OSError)
 
 
 class OneLineErrors(TyperGroup):
@@ -27,7 +25,7 @@ class OneLineErrors(TyperGroup):
         keywords["standalone_mode"] = False
         try:
             code = super().main(*args, **keywords)
-        except (Refused, _BAD_USAGE) as wrong:
+        except (_BAD_USAGE, *_REFUSED) as wrong:
             message = wrong.format_message() if isinstance(wrong, _BAD_USAGE) else str(wrong)
             typer.echo(f"posenc: {printable(' '.join(message.split()))}", err=True)
             code = 2

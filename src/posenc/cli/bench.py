@@ -11,7 +11,6 @@ import typer
 from rich.text import Text
 
 from posenc.cli import _print
-from posenc.cli._root import Refused
 from posenc.lab import bench as lab
 from posenc.lab import machine
 from posenc.lab.cases import CASES, choose
@@ -60,13 +59,12 @@ def bench(
         device = "cuda" if torch.cuda.is_available() else "cpu"
         far = [name for name in cases or () if name in CASES and CASES[name].home == "cuda"]
         if far and device == "cpu":
-            raise Refused(f"{', '.join(far)} is for CUDA: --device cpu runs it here all the same.")
-    try:
-        works = choose(
-            cases or (), dtype=dtype, layout=layout, device=device, positions=positions, mode=mode
-        )
-    except ValueError as wrong:
-        raise Refused(str(wrong)) from None
+            raise ValueError(
+                f"{', '.join(far)} is for CUDA: --device cpu runs it here all the same."
+            )
+    works = choose(
+        cases or (), dtype=dtype, layout=layout, device=device, positions=positions, mode=mode
+    )
     measurements, found = [], {}
     with machine.threads(threads):
         used = torch.get_num_threads()

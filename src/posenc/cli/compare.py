@@ -15,7 +15,6 @@ import typer
 from rich.text import Text
 
 from posenc.cli import _print
-from posenc.cli._root import Refused
 from posenc.lab import store
 from posenc.lab.comparison import report
 from posenc.lab.comparison.encodings import COMPARED, ENCODINGS
@@ -45,7 +44,7 @@ def _times(text: str) -> tuple[int, ...]:
     try:
         return tuple(sorted({int(part) for part in text.split(",")}))
     except ValueError:
-        raise Refused(f"--times must be whole numbers such as 1,2,4,8; got {text}.") from None
+        raise typer.BadParameter(f"must be whole numbers such as 1,2,4,8; got {text}.") from None
 
 
 def compare(
@@ -86,7 +85,7 @@ def compare(
     """
     _print.check_matplotlib("compare")
     if resume and overwrite:
-        raise Refused("--resume and --overwrite exclude each other.")
+        raise ValueError("--resume and --overwrite exclude each other.")
     given = {k: v for k, v in context.params.items() if k in _DEFAULTS and v is not None}
     if quick:
         given = QUICK | given
@@ -103,10 +102,8 @@ def compare(
                 run.go(tell)
         except KeyboardInterrupt:
             stopped = True
-    except ValueError as wrong:
-        raise Refused(str(wrong)) from None
     except OSError as wrong:
-        raise Refused(f"{output} cannot be written: {wrong.strerror}.") from None
+        raise ValueError(f"{output} cannot be written: {wrong.strerror}.") from None
     written = _draw(run)
     if as_json:
         typer.echo(json.dumps(run.results, indent=1))
@@ -128,7 +125,7 @@ def _check_same(run: Run, given: dict[str, Any]) -> None:
     for name, value in given.items():
         if dataclasses.replace(run.plan, **{name: value}) != run.plan:
             flag = f"--{name.replace('_', '-')}"
-            raise Refused(f"{run.folder} was begun with another {flag}: leave it out to resume.")
+            raise ValueError(f"{run.folder} was begun with another {flag}: leave it out to resume.")
 
 
 def _draw(run: Run) -> dict[str, Path]:

@@ -8,13 +8,12 @@ import json
 import signal
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from posenc._contract.checks import printable
 from posenc.cli import _print
-from posenc.cli._root import Refused
 from posenc.interop import checkpoints
 from posenc.interop.checkpoints import Tell
 
@@ -25,18 +24,10 @@ _MARKED = (
     "  posenc reads the mark it left; the model's own code does not, and would rotate these weights"
     " as if they were the old ones"
 )
-_HELP = """Write a checkpoint again with its queries and keys in the other pair layout.
-
-IN is a .safetensors file or a folder of them, a model's or an adapter's. One tensor is in memory at
-a time, no bit of any row changes, and OUT appears whole after a self-test of the attention logits,
-or not at all. IN is never written to. What a killed run leaves is in the folder OUT.posenc-convert
-until the next run with the same OUT puts it in order.
-
-Example: posenc convert model -o model-interleaved --to interleaved
-"""
 
 
 def convert(
+    context: typer.Context,
     source: Annotated[Path, typer.Argument(metavar="IN", help="A file or a folder.")],
     target: Annotated[Path, typer.Option("--output", "-o", metavar="OUT", help="What to write.")],
     to: Annotated[str, typer.Option(help="half or interleaved.")],
@@ -51,26 +42,18 @@ def convert(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUT, all of it.")] = False,
     json_: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
 ) -> None:
-    """Convert; the help text is set below, where its example can be tested."""
-    # The words are checked where they are used.
-    words: dict[str, Any] = {"to": to, "layout": layout, "fused": fused}
-    try:
-        with _ended_by_signals(), _print.progress(piped=_line_for_each_tenth()) as tell:
-            report = checkpoints.convert(
-                source,
-                target,
-                config=config,
-                num_heads=num_heads,
-                num_kv_heads=num_kv_heads,
-                head_dim=head_dim,
-                rotary_dim=rotary_dim,
-                check=check,
-                overwrite=overwrite,
-                tell=lambda name, done: tell(_short(name), done),
-                **words,
-            )
-    except (ValueError, TypeError, OSError) as wrong:
-        raise Refused(str(wrong)) from None
+    """Write a checkpoint again with its queries and keys in the other pair layout.
+
+    IN is a .safetensors file or a folder of them, a model's or an adapter's. One tensor is in
+    memory at a time, no bit of any row changes, and OUT appears whole after a self-test of the
+    attention logits, or not at all. IN is never written to. What a killed run leaves is in the
+    folder OUT.posenc-convert until the next run with the same OUT puts it in order.
+
+    Example: posenc convert model -o model-interleaved --to interleaved
+    """
+    given = {name: value for name, value in context.params.items() if name != "json_"}
+    with _ended_by_signals(), _print.progress(piped=_line_for_each_tenth()) as tell:
+        report = checkpoints.convert(**given, tell=lambda name, done: tell(_short(name), done))
     if json_:
         typer.echo(json.dumps(report.as_dict(), indent=1))
         return
@@ -83,9 +66,6 @@ def convert(
         typer.echo(_MARKED)
     for name in report.left_out:
         typer.echo(f"  left out: {printable(name)}, weights in the old layout")
-
-
-convert.__doc__ = _HELP
 
 
 @contextlib.contextmanager

@@ -12,7 +12,6 @@ from typing import Annotated, Any
 import typer
 
 from posenc.cli import _print
-from posenc.cli._root import Refused
 from posenc.lab import explain as lab
 
 _FACTS = {
@@ -35,17 +34,14 @@ def explain(
     Example: posenc explain path/to/config.json --seq-len 32768
     """
     if as_python and as_json:
-        raise Refused("--python and --json exclude each other: the JSON has the Python, too.")
-    try:
-        found = lab.explain(config, layer_type=layer_type, seq_len=seq_len)
-        if as_python:
-            typer.echo(found.python())
-        elif as_json:
-            typer.echo(json.dumps(found.as_json(), indent=2))
-        else:
-            _show(found)
-    except (ValueError, TypeError) as error:
-        raise Refused(str(error)) from error
+        raise ValueError("--python and --json exclude each other: the JSON has the Python, too.")
+    found = lab.explain(config, layer_type=layer_type, seq_len=seq_len)
+    if as_python:
+        typer.echo(found.python())
+    elif as_json:
+        typer.echo(json.dumps(found.as_json(), indent=2))
+    else:
+        _show(found)
 
 
 def _show(found: lab.Report) -> None:

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from posenc.cli import _print
-from posenc.cli._root import Refused, given_by_user
+from posenc.cli._root import given_by_user
 from posenc.lab.pictures import show as lab
 from posenc.lab.pictures.style import save
 
@@ -52,28 +52,26 @@ def show(
     _print.check_picture(output, "-o")
     names = set().union(*_FLAGS.values())
     given = {name: value for name, value in given_by_user(context).items() if name in names}
-    try:
-        if config is None:
-            view = _of_flags(encoding, given)
-        else:
-            view = _of_config(config, layer_type, encoding, given)
-        if as_json:
-            typer.echo(json.dumps(view.numbers, indent=1))
-        if output is not None:
-            save(lab.figure(view), output)
-    except (ValueError, TypeError, OverflowError, OSError) as wrong:
-        raise Refused(str(wrong)) from None
+    if config is None:
+        view = _of_flags(encoding, given)
+    else:
+        view = _of_config(config, layer_type, encoding, given)
+    if output is not None:
+        save(lab.figure(view), output)
     if as_json:
-        return
-    width = min(shutil.get_terminal_size((80, 24)).columns - 2, 100)
-    typer.echo(f"picture: {output.absolute()}" if output else lab.terminal(view, width))
+        typer.echo(json.dumps(view.numbers, indent=1))
+    elif output is not None:
+        typer.echo(f"picture: {output.absolute()}")
+    else:
+        columns = shutil.get_terminal_size((80, 24)).columns
+        typer.echo(lab.terminal(view, min(columns - 2, 100)))
 
 
 def _of_flags(encoding: str | None, given: dict[str, Any]) -> lab.View:
     if encoding not in _FLAGS:
-        raise Refused(f"ENCODING must be one of {', '.join(_FLAGS)}; got {encoding or 'none'}.")
+        raise ValueError(f"ENCODING must be one of {', '.join(_FLAGS)}; got {encoding or 'none'}.")
     for name in given.keys() - _FLAGS[encoding].keys():
-        raise Refused(f"--{name} is not for {encoding}.")
+        raise ValueError(f"--{name} is not for {encoding}.")
     return lab.ENCODINGS[encoding](**given)
 
 
@@ -81,7 +79,7 @@ def _of_config(
     config: Path, layer_type: str | None, encoding: str | None, given: dict[str, Any]
 ) -> lab.View:
     if encoding not in (None, "rope"):
-        raise Refused(f"--config describes rope, not {encoding}.")
+        raise ValueError(f"--config describes rope, not {encoding}.")
     for name in given.keys() - {"length", "trained", "against"}:
-        raise Refused(f"--{name} and --config exclude each other.")
+        raise ValueError(f"--{name} and --config exclude each other.")
     return lab.of_config(config, layer_type=layer_type, **given)

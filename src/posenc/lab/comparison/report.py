@@ -38,7 +38,7 @@ def overview(plan: Plan, results: dict[str, Any]) -> Figure:
 
 def charts(plan: Plan, rows: Rows) -> dict[str, Chart]:
     """Loss by length of the sequence, by position of the longest one, and while training."""
-    right = (plan.train_length, "training\nlength")
+    right = (plan.train_length, "trained")
     names = {n: f"{n}\n{times} ×" for times, n in zip(plan.times, plan.lengths, strict=True)}
     by_length, by_position, training = [], [], {}
     for row in rows:

@@ -87,13 +87,14 @@ class Chart:
         if self.ticks:
             ax.set_xticks(list(self.ticks), list(self.ticks.values()))
             ax.minorticks_off()
-        ax.margins(x=0.08 if self.dots else 0, y=0.12)
+        has_markers = self.dots or self.lines[0].marker
+        ax.margins(x=0.1 if has_markers else 0, y=0.12)
         farthest, ends = max(line.x[-1] for line in self.lines), []
         look = {"ms": 4, "ls": ""} if self.dots else {"ms": 6, "lw": 1.6}
         for line, usual in zip(self.lines, cycle(SERIES), strict=False):
             colour = line.colour or usual
             marker = line.marker or ("o" if self.dots else None)
-            ax.plot(line.x, line.y, color=colour, marker=marker, clip_on=not marker, **look)
+            ax.plot(line.x, line.y, color=colour, marker=marker, **look)
             if line.band:
                 ax.fill_between(line.x, *line.band, color=colour, alpha=0.18, lw=0)
             if line.x[-1] == farthest or self.square:
@@ -111,7 +112,9 @@ class Chart:
             ax.set_ylim(low, high)
             ax.text(0.02, 0.97, words, transform=ax.transAxes, va="top", fontsize=8, color=INK)
         if self.right is not None and self.right[0] < farthest:
-            ax.axvspan(self.right[0], farthest, **shade)
+            left, right = ax.get_xlim()
+            ax.axvspan(self.right[0], right, **shade)
+            ax.set_xlim(left, right)
             top = {"xycoords": ("data", "axes fraction"), "ha": "right", "va": "top"}
             note(ax, self.right[1], (self.right[0], 1), (-4, -2), **top)
         label_ends(ax, ends)
