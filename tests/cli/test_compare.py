@@ -184,7 +184,7 @@ def test_an_earlier_run_stays_unless_told(run, tmp_path):
         pytest.param(["--times", "1,x"], "'--times': must be whole numbers", id="times"),
         pytest.param(["--times", "0"], "--times must be 1 or more", id="zero-times"),
         pytest.param(["--text", "no-such-file"], "cannot be read: No such file", id="no-text"),
-        pytest.param(["--text", os.devnull], "is not a regular file", id="device"),
+        pytest.param(["--text", os.devnull], "must be a regular file", id="device"),
         pytest.param(["--times", "100000"], "is too short", id="too-long"),
         pytest.param(["--width", "30"], "--width must be a multiple of", id="width"),
         pytest.param(["--steps", "0"], "--steps", id="steps"),

@@ -27,24 +27,21 @@ Inputs: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor]
 
 @dataclass(slots=True)
 class Result:
-    """What became of one contestant, on one clock.
-
-    ``status`` is ``timed``; ``wrong``, refused by the check against float64; ``missing``, not
-    installed or not made for the workload; or ``failed``, it raised. All but the first have a
-    ``reason``. ``via`` is ``loop``, called from Python, or ``graph``, replayed from a CUDA graph.
-    Times are seconds of one call; ``ratio`` is the median over the rounds of the time divided by
-    that of copying q and k (in training their gradients too) in the same round.
-    """
+    """What became of one contestant, on one clock; times are the seconds of one call."""
 
     contestant: str
+    # timed; wrong, refused by the check against float64; missing, not installed or not made for
+    # the workload; or failed, it raised. All but the first have a reason.
     status: str
     reason: str = ""
+    # A loop in Python, or a CUDA graph.
     via: str = "loop"
     version: str | None = None
     error_ulps: float | None = None
     low: float | None = None
     median: float | None = None
     high: float | None = None
+    # Median over the rounds of the time divided by that of a copy in the same round.
     ratio_low: float | None = None
     ratio: float | None = None
     ratio_high: float | None = None
@@ -61,16 +58,8 @@ def measure(
 ) -> dict[str, Any]:
     """Check everyone who can run ``work``, then time them in interleaved rounds.
 
-    Args:
-        work: What to run.
-        rounds: How often each is timed.
-        loop_seconds: Least length of one timing.
-        peers_too: Whether anyone but posenc takes part.
-        tell: Called with what is being done and the part of it that is done.
-
-    Returns:
-        The workload and a :class:`Result` for each contestant and clock, as JSON takes them;
-        ``copies`` is how many of q and k the ratios are to.
+    Each timing takes ``loop_seconds`` or more. The result has a :class:`Result` for each contestant
+    and clock; ``copies`` is how many of q and k the ratios are to. JSON takes it as it is.
     """
     # A compiled peer gets one graph for this workload, not the leftovers of the last one.
     torch.compiler.reset()

@@ -17,29 +17,7 @@ LAYOUTS = ("half", "interleaved")
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """A shape that models have, its dtype, layout, device and way of naming positions.
-
-    Attributes:
-        name: What the command line calls it.
-        batch: Sequences ``B``.
-        heads: Query heads ``H``.
-        key_heads: Key heads; fewer than ``heads`` under grouped-query attention.
-        length: Tokens ``T`` of one call.
-        dim: Channels ``D`` of a head.
-        offset: Position of the first token: what the cache holds.
-        mode: ``forward`` without gradients, or ``train``, forward and backward.
-        home: Device it was chosen for; it runs on the others too.
-        qk_norm: Whether q and k are normalized (RMSNorm over ``D``, with a weight) first.
-        ids: Whether positions are a tensor, with a start of its own for every sequence.
-
-    Examples:
-        >>> print(CASES["decode"])
-        decode bf16 half forward
-        >>> CASES["decode"].nbytes
-        131072
-        >>> CASES["decode"].positions()
-        tensor([[2047]])
-    """
+    """A shape that models have, its dtype, layout, device and way of naming positions."""
 
     name: str
     batch: int
@@ -47,13 +25,18 @@ class Workload:
     key_heads: int
     length: int
     dim: int
+    # Position of the first token: what the cache holds.
     offset: int = 0
+    # Forward without gradients, or train: forward and backward.
     mode: str = "forward"
+    # Device it was chosen for; it runs on the others too.
     home: str = "cpu"
+    # Whether q and k are normalized first: RMSNorm over D, with a weight.
     qk_norm: bool = False
     dtype: torch.dtype = torch.bfloat16
     interleaved: bool = False
     device: str = "cpu"
+    # Whether positions are a tensor, with a start of its own for every sequence.
     ids: bool = False
 
     def __str__(self) -> str:
@@ -116,13 +99,14 @@ class Workload:
         # Projections write [B, T, H, D], and models rotate a transposed view of that. On the CPU
         # the peers' published numbers are for plain [B, H, T, D] memory.
         on_cpu = self.device == "cpu"
-        pair = []
-        for heads in (self.heads, self.key_heads):
+
+        def draw(heads: int) -> Tensor:
             inner = (heads, self.length) if on_cpu else (self.length, heads)
             shape = (self.batch, *inner, self.dim)
             x = torch.randn(shape, generator=generator, device=self.device).to(self.dtype)
-            pair.append(x if on_cpu else x.transpose(1, 2))
-        return pair[0], pair[1]
+            return x if on_cpu else x.transpose(1, 2)
+
+        return draw(self.heads), draw(self.key_heads)
 
     def weights(self) -> tuple[Tensor, Tensor]:
         """RMSNorm weights ``[D]`` of queries and keys, around one."""
@@ -160,12 +144,7 @@ def choose(
     positions: str = "offset",
     mode: str | None = None,
 ) -> list[Workload]:
-    """Workloads of the named cases, or of every case at home on ``device``.
-
-    Examples:
-        >>> print(*choose(["tiny"], layout="both"), sep=", ")
-        tiny bf16 half forward, tiny bf16 interleaved forward
-    """
+    """Workloads of the named cases, or of every case at home on ``device``."""
     names = list(names) or [case.name for case in CASES.values() if case.home == device]
     allowed: list[tuple[str, str, Iterable[str]]] = [
         *(("CASE", name, CASES) for name in names),

@@ -30,20 +30,16 @@ class Missing(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Contestant:
-    """Code that rotates q and k.
-
-    Attributes:
-        name: What the tables call it.
-        prepare: From a workload to the call that is timed.
-        package: Whose code it is; None for posenc and for formulas in plain torch.
-        in_place: Whether the call writes into q and k.
-        float32_angles: Whether it computes angles in float32, as its own code has them.
-    """
+    """Code that rotates q and k."""
 
     name: str
+    # From a workload to the call that is timed.
     prepare: Callable[[Workload], Call]
+    # Whose code it is; None for posenc and for formulas in plain torch.
     package: str | None = None
+    # Whether the call writes into q and k.
     in_place: bool = False
+    # Whether it computes angles in float32, as its own code has them.
     float32_angles: bool = False
 
     def version(self) -> str | None:
@@ -106,8 +102,7 @@ def transformers(work: Workload) -> Call:
 
 def rotary_embedding_torch(work: Workload) -> Call:
     """Its ``rotate_queries_or_keys``, with the cache it keeps by default."""
-    _only(work.interleaved, "interleaved")
-    _only(not work.ids, "offset")
+    _only(work.interleaved and not work.ids, "interleaved and offset")
     peer = _load("rotary_embedding_torch").RotaryEmbedding(work.dim, theta=BASE)
     return _each(partial(peer.to(work.device).rotate_queries_or_keys, offset=work.offset))
 
@@ -135,8 +130,7 @@ def complex_multiply(work: Workload) -> Call:
 
 def liger(work: Workload) -> Call:
     """Its Triton kernel, in place; in training on clones, or it would overwrite the leaves."""
-    _only(not work.interleaved, "half")
-    _only(work.device == "cuda", "CUDA")
+    _only(work.device == "cuda" and not work.interleaved, "CUDA and half")
     rotate = _load("liger_kernel.ops.rope").LigerRopeFunction.apply
     cis = truth.cis(work).repeat(1, 1, 2)
     cos, sin = cis.real.to(work.dtype), cis.imag.to(work.dtype)
@@ -147,14 +141,11 @@ def liger(work: Workload) -> Call:
 
 def flash_attn(work: Workload) -> Call:
     """Its Triton ``apply_rotary_emb``, which wants ``[B, T, H, D]``."""
-    _only(work.device == "cuda", "CUDA")
-    _only(not work.ids, "offsets")
-    apply = partial(
-        _load("flash_attn.layers.rotary").apply_rotary_emb, interleaved=work.interleaved
-    )
+    _only(work.device == "cuda" and not work.ids, "CUDA and offset")
+    apply = _load("flash_attn.layers.rotary").apply_rotary_emb
     cis = truth.cis(work)[0]
-    cos, sin = cis.real.to(work.dtype).contiguous(), cis.imag.to(work.dtype).contiguous()
-    return _each(lambda x: apply(x.transpose(1, 2), cos, sin).transpose(1, 2))
+    tables = cis.real.to(work.dtype).contiguous(), cis.imag.to(work.dtype).contiguous()
+    return _each(lambda x: apply(x.transpose(1, 2), *tables, work.interleaved).transpose(1, 2))
 
 
 def norm_then_rotate(work: Workload) -> Call:

@@ -15,11 +15,7 @@ OURS, THEIRS = SERIES[0], GREY
 
 
 def timings(report: dict[str, Any]) -> Figure:
-    """Bars of a benchmark, one panel for each workload.
-
-    Args:
-        report: What :func:`posenc.lab.bench.report` gives, or a results file that holds it.
-    """
+    """Bars of a benchmark, or of a results file: one panel for each workload."""
     shown, machine = report["measurements"], report["machine"]
     where = f"{machine['cpu']}, {report['settings'].get('threads')} threads"
     if shown[0]["device"] == "cuda":

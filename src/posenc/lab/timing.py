@@ -21,21 +21,16 @@ _CALLS_PER_GRAPH = 20
 
 @dataclass(slots=True)
 class Lane:
-    """One contestant on one clock.
-
-    Attributes:
-        name: The contestant's.
-        via: ``loop``, called from Python, or ``graph``, replayed from a CUDA graph.
-        run: Makes so many passes, of ``calls`` calls each, and returns the seconds they took.
-        passes: Passes in one round; see :meth:`calibrate`.
-        seconds: Of one call, for each round.
-    """
+    """One contestant on one clock: called from Python (``loop``) or from a CUDA graph."""
 
     name: str
     via: str
+    # Makes so many passes, of ``calls`` calls each, and returns the seconds they took.
     run: Callable[[int], float]
     calls: int
+    # In one round.
     passes: int = 1
+    # Of one call, for each round.
     seconds: list[float] = field(default_factory=list)
 
     def calibrate(self, least: float) -> None:
@@ -66,11 +61,9 @@ def loop_lane(name: str, steps: Sequence[Step], *, device: str, grad: bool) -> L
             for i, step in enumerate(steps):
                 kept[i] = step()
 
-    clock = _by_events if device == "cuda" else _by_host
-
     def run(passes: int) -> float:
         with torch.set_grad_enabled(grad):
-            return clock(call, passes)
+            return _by_events(call, passes) if device == "cuda" else _by_host(call, passes)
 
     return Lane(name, "loop", run, calls=len(steps))
 
@@ -123,12 +116,7 @@ def race(lanes: Sequence[Lane], rounds: int, tell: Callable[[int], None]) -> Non
 
 
 def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
-    """Lower quartile, median, upper quartile.
-
-    Examples:
-        >>> quartiles([1.0, 2.0, 3.0, 4.0, 10.0])
-        (2.0, 3.0, 4.0)
-    """
+    """Lower quartile, median, upper quartile."""
     several = values if len(values) > 1 else [*values, *values]
     low, middle, high = statistics.quantiles(several, n=4, method="inclusive")
     return low, middle, high

@@ -36,12 +36,8 @@ def judge(
 ) -> Verdict:
     """Compare what a contestant made of ``inputs`` with the exact rotation.
 
-    Args:
-        work: Says positions, layout, and whether q and k are normalized first.
-        inputs: q and k, or the gradients of the outputs.
-        outputs: Rotated q and k, or the gradients of the inputs.
-        float32_angles: Allow for angles computed in float32.
-        transposed: Expect the rotation by the negative angle: a gradient.
+    These are q and k, or, ``transposed``, the gradients of the outputs and those of the inputs:
+    rotated by the negative angle. ``float32_angles`` allows for angles computed in float32.
     """
     radians = RADIANS_PER_POSITION * work.max_seq_len if float32_angles else 0.0
     weights = work.weights() if work.qk_norm else (None, None)
@@ -77,12 +73,7 @@ def cis(work: Workload) -> Tensor:
 
 
 def ulp(magnitude: Tensor, dtype: torch.dtype) -> Tensor:
-    """Distance between neighbouring numbers of ``dtype`` at ``magnitude``.
-
-    Examples:
-        >>> ulp(torch.tensor([1.0, 1.9, 2.0], dtype=torch.float64), torch.bfloat16)
-        tensor([0.0078, 0.0078, 0.0156], dtype=torch.float64)
-    """
+    """Distance between neighbouring numbers of ``dtype`` at ``magnitude``."""
     info = torch.finfo(dtype)
     _, exponent = torch.frexp(magnitude)
     # frexp's mantissa is in [0.5, 1): the exponent is one above the number's own.

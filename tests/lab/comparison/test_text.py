@@ -59,5 +59,5 @@ def test_an_empty_file_is_text_too(tmp_path):
 
 def test_a_text_that_is_no_regular_file_is_refused(tmp_path):
     """A device or a pipe may have no end."""
-    with pytest.raises(ValueError, match="is not a regular file: copy the text into one"):
+    with pytest.raises(ValueError, match="must be a regular file"):
         text.load(tmp_path)

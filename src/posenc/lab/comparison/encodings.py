@@ -18,21 +18,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Encoding:
-    """One line of the comparison.
-
-    Attributes:
-        label: As in pictures.
-        acts_on: What its module takes: ``module(x)``, ``module(q, k)``, or, for the scores,
-            ``module.attention(q, k, v)``.
-        build: Makes the module, for a plan and the length of the sequences.
-        past: What happens to it past the training length.
-        trained_as: The encoding whose trained weights it is tested with, if not its own.
-    """
+    """One line of the comparison."""
 
     label: str
+    # What its module takes: module(x), module(q, k), or module.attention(q, k, v).
     acts_on: Literal["input", "queries and keys", "scores"]
+    # Makes the module, for a plan and the length of the sequences.
     build: Callable[[Plan, int], nn.Module]
+    # What happens to it past the training length.
     past: str
+    # The encoding whose trained weights it is tested with, if not its own.
     trained_as: str | None = None
 
 

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import json
 import os
-import stat
 import statistics
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import posenc
+from posenc._contract import files
 from posenc.lab import machine, store
 from posenc.lab.comparison.encodings import ENCODINGS
 from posenc.lab.comparison.plan import Plan
@@ -68,15 +70,13 @@ class Run:
     def resume(cls, folder: Path) -> Run:
         """The run that a folder has, with all that is finished in it."""
         results = _read(folder)
-        if results.pop("checksum", None) != _checksum(results):
-            raise _damaged(folder)
-        begun = results["plan"].items()
-        fields: dict[str, Any] = {k: tuple(v) if type(v) is list else v for k, v in begun}
-        try:
-            plan = Plan(**fields)
-        except (TypeError, ValueError):
-            # Another version of posenc has other options and encodings.
-            raise _damaged(folder) from None
+        # Another version of posenc has other options and encodings.
+        with _damage_named(folder):
+            if results.pop("checksum", None) != _checksum(results):
+                raise ValueError
+            begun: dict[str, Any] = results["plan"]
+            begun = {k: tuple(v) if type(v) is list else v for k, v in begun.items()}
+            plan = Plan(**begun)
         run = cls(folder, plan)
         if run.text.sha256 != results["text"]["sha256"]:
             raise ValueError(
@@ -111,31 +111,27 @@ def _read(folder: Path) -> dict[str, Any]:
     """What the ``results.json`` of a folder holds; ValueError if it is not of posenc compare."""
     if not os.path.lexists(folder / RESULTS):
         raise ValueError(f"{folder} has no {RESULTS} to resume: name the folder of a run with -o.")
-    for name in FILES:
-        for path in (folder / name, store.partial(folder / name)):
-            # A run writes regular files: a link or a pipe of such a name is somebody's own.
-            if os.path.lexists(path) and not stat.S_ISREG(path.lstat().st_mode):
-                raise ValueError(
-                    f"{path} is not a regular file: move it away, or name another folder with -o."
-                )
-    try:
-        results = json.loads((folder / RESULTS).read_bytes())
-    except (ValueError, RecursionError):
-        raise _damaged(folder) from None
-    if not isinstance(results, dict) or not results.keys() >= {"posenc", "plan", "text", "units"}:
-        raise _damaged(folder)
+    with _damage_named(folder):
+        results = files.read_json("compare", folder / RESULTS)
+        if not results.keys() >= {"posenc", "plan", "text", "units"}:
+            raise ValueError
     return results
+
+
+@contextlib.contextmanager
+def _damage_named(folder: Path) -> Iterator[None]:
+    """Whatever is wrong with the content of the ``results.json``, the way out is one."""
+    try:
+        yield
+    except (TypeError, ValueError):
+        raise ValueError(
+            f"{folder / RESULTS} is damaged, or not of posenc compare: "
+            "move it away, or name another folder with -o."
+        ) from None
 
 
 def _checksum(results: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(results, sort_keys=True).encode()).hexdigest()
-
-
-def _damaged(folder: Path) -> ValueError:
-    return ValueError(
-        f"{folder / RESULTS} is damaged, or not of posenc compare: "
-        "move it away, or name another folder with -o."
-    )
 
 
 def summarize(plan: Plan, units: dict[str, Any]) -> list[dict[str, Any]]:

@@ -18,61 +18,47 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from posenc._contract import files
+
 SIZE = 2**19
 # The constants are those of Knuth's MMIX; the state begins at 1.
 _MULTIPLIER, _INCREMENT = 6364136223846793005, 1442695040888963407
 
 
 class Text(NamedTuple):
-    """Bytes as symbols: each distinct byte is one.
-
-    Attributes:
-        name: Where it is from.
-        train: int64 symbols of the first nine tenths.
-        held: int64 symbols of the last tenth, that no model is trained on.
-        symbols: How many distinct ones there are.
-        sha256: Of the bytes, so that a run is never continued on others.
-    """
+    """Bytes as int64 symbols, ``symbols`` distinct ones: nine tenths to train on, one held out."""
 
     name: str
     train: Tensor
     held: Tensor
     symbols: int
+    # Of the bytes, so that a run is never continued on others.
     sha256: str
 
 
 def load(file: Path | None = None) -> Text:
-    """The text of ``file``, or the built-in one.
-
-    Examples:
-        >>> text = load()
-        >>> text.name, len(text.train), len(text.held)
-        ('the built-in tales', 471859, 52429)
-    """
-    # A device or a pipe may have no end, and a run that is resumed must find the same text again.
-    if file is not None and file.exists() and not file.is_file():
-        raise ValueError(f"--text {file} is not a regular file: copy the text into one.")
-    try:
-        content = tales() if file is None else file.read_bytes()
-    except OSError as wrong:
-        raise ValueError(f"--text {file} cannot be read: {wrong.strerror}.") from None
-    distinct, symbols = torch.unique(
-        torch.frombuffer(bytearray(content or b"\n"), dtype=torch.uint8), return_inverse=True
-    )
+    """The text of ``file``, or the built-in one."""
+    content = tales() if file is None else _read(file)
+    symbols = torch.frombuffer(bytearray(content or b"\n"), dtype=torch.uint8)
+    distinct, symbols = torch.unique(symbols, return_inverse=True)
     cut = round(0.9 * len(symbols))
     digest = hashlib.sha256(content).hexdigest()
     name = "the built-in tales" if file is None else file.name
     return Text(name, symbols[:cut], symbols[cut:], len(distinct), digest)
 
 
+def _read(file: Path) -> bytes:
+    # A device or a pipe may have no end, and a run that is resumed must find the same text again.
+    try:
+        with files.open_regular("compare --text", file) as opened:
+            return opened.read()
+    except OSError as wrong:
+        raise ValueError(f"--text {file} cannot be read: {wrong.strerror}.") from None
+
+
 @lru_cache(maxsize=1)
 def tales() -> bytes:
-    """The first :data:`SIZE` bytes of one tale after another; plain ASCII.
-
-    Examples:
-        >>> len(tales())
-        524288
-    """
+    """The first :data:`SIZE` bytes of one tale after another; plain ASCII."""
     teller, text = _Teller(), bytearray()
     while len(text) < SIZE:
         text += teller.tale().encode("ascii")

@@ -149,12 +149,6 @@ def peak_bytes(call: Callable[[], Any]) -> int:
 
     Every allocation and release of torch's CPU allocator is counted, those inside operations too;
     the sum is the same on a busy machine.
-
-    Examples:
-        >>> import torch
-        >>> x = torch.zeros(1000)
-        >>> peak_bytes(lambda: (x + 1) * 2) // 1000
-        8
     """
     # The profiler writes a line to stderr when it starts and when it stops, unless told not to.
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")

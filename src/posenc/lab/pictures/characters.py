@@ -25,13 +25,7 @@ class Line(NamedTuple):
 
 
 def characters(table: Tensor, *, rows: int = 12, columns: int = 64) -> str:
-    """A matrix as a coarse picture in characters, dark for small and bright for large.
-
-    Examples:
-        >>> print(characters(torch.tensor([[3.0, 0.0, 9.0], [6.0, 7.0, 8.0]])))
-        - @
-        *#%
-    """
+    """A matrix as a coarse picture in characters, dark for small and bright for large."""
     shown = table.float()
     for axis, cells in enumerate((rows, columns)):
         size = table.shape[axis]

@@ -75,12 +75,7 @@ def label_ends(ax: Axes, ends: Sequence[End], *, size: float = 8.5) -> None:
 
 
 def push_apart(heights: Sequence[float], apart: float) -> list[float]:
-    """Heights moved until they are ``apart``, in their order: down from the top, then up from 0.
-
-    Examples:
-        >>> [round(h, 2) for h in push_apart([0.5, 0.52, 0.9], 0.1)]
-        [0.42, 0.52, 0.9]
-    """
+    """Heights moved until they are ``apart``, in their order: down from the top, then up from 0."""
     moved, ceiling, floor = list(heights), 1.0, 0.0
     order = sorted(range(len(heights)), key=lambda i: heights[i])
     for i in reversed(order):
