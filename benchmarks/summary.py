@@ -6,8 +6,9 @@ from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
 
+from posenc.lab.cases import named
 from posenc.lab.pictures.style import SERIES, figure
-from posenc.lab.plots import OURS, THEIRS, in_copies, named, ratios
+from posenc.lab.plots import OURS, THEIRS, in_copies, ratios
 
 HERE = Path(__file__).parent
 START, END = "<!-- measured -->\n", "<!-- end -->\n"

@@ -40,8 +40,7 @@ class Workload:
     ids: bool = False
 
     def __str__(self) -> str:
-        words = f"{self.name} {self.dtype_name} {self.layout} {self.mode}"
-        return words + (" ids" if self.ids else "")
+        return named(self.as_dict())
 
     @property
     def shape(self) -> str:
@@ -49,16 +48,6 @@ class Workload:
         sizes = f"B={self.batch} H={self.heads} Hk={self.key_heads} L={self.length} D={self.dim}"
         start = f" at {self.offset}" if self.offset else ""
         return f"{sizes}{start}{', QK-norm' if self.qk_norm else ''}"
-
-    @property
-    def dtype_name(self) -> str:
-        """Key of :data:`DTYPES`."""
-        return next(name for name, dtype in DTYPES.items() if dtype is self.dtype)
-
-    @property
-    def layout(self) -> str:
-        """Which channels form a pair."""
-        return LAYOUTS[self.interleaved]
 
     @property
     def training(self) -> bool:
@@ -81,8 +70,8 @@ class Workload:
         names = [each.name for each in fields(self)]
         return {
             "case": {name: getattr(self, name) for name in names[: names.index("dtype")]},
-            "dtype": self.dtype_name,
-            "layout": self.layout,
+            "dtype": next(name for name in DTYPES if DTYPES[name] is self.dtype),
+            "layout": LAYOUTS[self.interleaved],
             "device": self.device,
             "positions": "ids" if self.ids else "offset",
             "bytes": self.nbytes,
@@ -133,6 +122,13 @@ CASES = {
         Workload("h200-qk-norm", 4, 32, 8, 8192, 128, home="cuda", qk_norm=True),
     )
 }
+
+
+def named(measurement: dict[str, Any]) -> str:
+    """The workload of a measurement, in words."""
+    case = measurement["case"]
+    ids = " ids" if measurement["positions"] == "ids" else ""
+    return f"{case['name']} {measurement['dtype']} {measurement['layout']} {case['mode']}{ids}"
 
 
 def choose(

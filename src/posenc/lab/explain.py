@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 from posenc import ALiBi, RoPE, backends, configs, scaling
@@ -18,34 +18,27 @@ _USUAL = {"base": 10_000.0}
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """One encoding of a model.
-
-    ``arguments`` build it, each with its source; ``numbers`` follow from them: rates and gain of a
-    rotation, slopes of ALiBi. ``python`` is the expression that builds it, None where posenc has no
-    module for it; ``build`` says how to build it from the config, or why posenc cannot.
-    """
+    """One encoding of a model."""
 
     kind: str
     layer_type: str | None
+    # What builds it, each with the key it came from.
     arguments: dict[str, Fact]
+    # What follows from them: rates and gain of a rotation, slopes of ALiBi.
     numbers: dict[str, Any]
+    # The expression that builds it, None where posenc has no module for it.
     python: str | None
+    # How to build it from the config, or why posenc cannot.
     build: str
 
     def summary(self) -> dict[str, Any]:
         """What a reader wants to know of the numbers."""
-        rates = [rate for rate in self.numbers.get("inv_freq", ()) if rate > 0]
-        said = {name: value for name, value in self.numbers.items() if name != "inv_freq"}
+        said = dict(self.numbers)
+        rates = [rate for rate in said.pop("inv_freq", ()) if rate > 0]
         if rates:
             fast, slow = math.tau / max(rates), math.tau / min(rates)
             said["wavelengths"] = f"{fast:.4g} to {slow:.6g} tokens"
         return said
-
-    def as_json(self) -> dict[str, Any]:
-        """For a program to read."""
-        arguments = {name: _with_source(fact) for name, fact in self.arguments.items()}
-        head = {"kind": self.kind, "layer_type": self.layer_type, "arguments": arguments}
-        return {**head, **self.numbers, "python": self.python}
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,22 +46,25 @@ class Report:
     """All of a config: its encodings, and what holds for the whole model."""
 
     parts: list[Explanation]
-    facts: dict[str, Fact | None] = field(default_factory=dict)
+    facts: dict[str, Fact | None]
 
     def as_json(self) -> dict[str, Any]:
         """For a program to read."""
+        layers = [
+            {
+                "kind": part.kind,
+                "layer_type": part.layer_type,
+                "arguments": {name: _with_source(fact) for name, fact in part.arguments.items()},
+                **part.numbers,
+                "python": part.python,
+            }
+            for part in self.parts
+        ]
         facts = {name: fact and _with_source(fact) for name, fact in self.facts.items()}
-        return {"layers": [part.as_json() for part in self.parts], **facts, "kernels": kernels()}
+        return {"layers": layers, **facts, "kernels": kernels()}
 
     def python(self) -> str:
-        """The lines that build it.
-
-        Examples:
-            >>> print(explain({"model_type": "bloom", "n_head": 16}).python())
-            import posenc
-            <BLANKLINE>
-            positions = posenc.ALiBi(16)
-        """
+        """The lines that build it."""
         for part in self.parts:
             if part.python is None:
                 raise ValueError(f"explain: {part.build}.")
@@ -91,11 +87,6 @@ def explain(config: Any, *, layer_type: str | None = None, seq_len: int | None =
     """Resolve a config: one explanation for each layer type, or for the one that is named.
 
     Rules that depend on the length of a sequence are taken at ``seq_len``.
-
-    Examples:
-        >>> (found,) = explain({"head_dim": 64, "rotary_emb_base": 5e5}).parts
-        >>> found.arguments["base"]
-        (500000.0, 'rotary_emb_base')
     """
     found = configs.read_positions(config, layer_type=layer_type)
     names = ("trained_length", "max_length", "without_rope", "softmax_scale")
@@ -119,11 +110,8 @@ def _explained(part: Any, seq_len: int | None) -> Explanation:
     arguments = {}
     for name in (each.name for each in fields(part)):
         value = getattr(part, name)
-        if (
-            name not in ("model", "part", "sources")
-            and value is not None
-            and (name, value) != ("offset", 0)
-        ):
+        omitted = value is None or (name, value) == ("offset", 0)
+        if not omitted and name not in ("model", "part", "sources"):
             arguments[name] = (value, part.sources.get(name, "model_type"))
     if isinstance(part, configs.Buckets):
         return Explanation(_T5, None, arguments, {}, None, f"posenc has no module for {_T5}")

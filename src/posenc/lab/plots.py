@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from posenc.lab.cases import named
 from posenc.lab.pictures.style import GREY, INK, SERIES, figure, plain
 
 if TYPE_CHECKING:
@@ -38,13 +39,6 @@ def ratios(measurement: dict[str, Any]) -> dict[str, float]:
     timed = [result for result in measurement["results"] if result["status"] == "timed"]
     via = "graph" if any(result["via"] == "graph" for result in timed) else "loop"
     return {r["contestant"]: r["ratio"] for r in timed if r["via"] == via}
-
-
-def named(measurement: dict[str, Any]) -> str:
-    """The workload, in words."""
-    case = measurement["case"]
-    ids = " ids" if measurement["positions"] == "ids" else ""
-    return f"{case['name']} {measurement['dtype']} {measurement['layout']} {case['mode']}{ids}"
 
 
 def in_copies(ax: Axes, title: str, names: Sequence[str]) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from torch import Tensor
 
 from posenc.lab.pictures.characters import Line, characters, chart
-from posenc.lab.pictures.style import FAINT, INK, SERIES, End, figure, label_ends, note, plain
+from posenc.lab.pictures.style import FAINT, INK, SERIES, figure, label_ends, note, plain
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -98,7 +98,7 @@ class Chart:
             if line.band:
                 ax.fill_between(line.x, *line.band, color=colour, alpha=0.18, lw=0)
             if line.x[-1] == farthest or self.square:
-                ends.append(End(line.y[-1], line.label, colour))
+                ends.append((line.y[-1], line.label, colour))
             else:
                 note(ax, line.label, (line.x[-1], line.y[-1]), (4, 2), color=colour)
         for x, y, word in zip(self.lines[0].x, self.lines[0].y, self.words, strict=False):

@@ -7,7 +7,7 @@ import html
 import io
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from posenc.lab import store
 
@@ -53,25 +53,17 @@ def note(ax: Axes, text: str, at: tuple[float, float], by: tuple[int, int], **ho
     ax.annotate(text, at, xytext=by, textcoords="offset points", **{**usual, **how})
 
 
-class End(NamedTuple):
-    """A label for the right end of a line."""
-
-    y: float
-    text: str
-    colour: str
-
-
-def label_ends(ax: Axes, ends: Sequence[End], *, size: float = 8.5) -> None:
-    """Write each label right of the axes at the height of its line, pushed apart if need be."""
+def label_ends(ax: Axes, ends: Sequence[tuple[float, str, str]], *, size: float = 8.5) -> None:
+    """Write right of the axes, for each height, a text in a colour, pushed apart if need be."""
     # A line of text and some air, in parts of the axes' height; layout will take a tenth of that.
     apart = 1.35 * size / (0.9 * ax.bbox.height / ax.figure.dpi * 72)
     low, high = ax.get_ylim()
     scale = ax.transData.transform
     span = scale((0, high))[1] - scale((0, low))[1]
-    at = [(scale((0, end.y))[1] - scale((0, low))[1]) / span for end in ends]
-    for end, height in zip(ends, push_apart(at, apart), strict=True):
-        at_end: dict[str, Any] = {"xycoords": "axes fraction", "va": "center"}
-        note(ax, end.text, (1, height), (6, 0), color=end.colour, fontsize=size, **at_end)
+    heights = [(scale((0, y))[1] - scale((0, low))[1]) / span for y, _, _ in ends]
+    look: dict[str, Any] = {"xycoords": "axes fraction", "va": "center", "fontsize": size}
+    for (_, text, colour), height in zip(ends, push_apart(heights, apart), strict=True):
+        note(ax, text, (1, height), (6, 0), color=colour, **look)
 
 
 def push_apart(heights: Sequence[float], apart: float) -> list[float]:
