@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 import posenc
-from posenc.lab.pictures.characters import characters
+from posenc.lab.pictures.panels import characters
 from posenc.lab.pictures.show import gallery
 
 

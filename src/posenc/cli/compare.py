@@ -17,8 +17,7 @@ from rich.text import Text
 from posenc.cli import _print
 from posenc.lab import store
 from posenc.lab.comparison import report
-from posenc.lab.comparison.encodings import COMPARED, ENCODINGS
-from posenc.lab.comparison.plan import QUICK, Plan
+from posenc.lab.comparison.plan import COMPARED, ENCODINGS, QUICK, Plan
 from posenc.lab.comparison.run import RESULTS, Run
 from posenc.lab.pictures.style import save
 

@@ -65,6 +65,12 @@ def measure(
     torch.compiler.reset()
     sets = [_inputs(work, seed) for seed in range(_set_count(work))]
     results, lanes = [], _copies(work, sets)
+    for lane in lanes:
+        lane.calibrate(loop_seconds)
+    # From Python a short call is timed with its launch, and a model may spare itself that.
+    clocks = {"loop": loop_lane}
+    if work.device == "cuda":
+        clocks["graph"] = graph_lane
     everyone = peers.contestants(work, peers=peers_too)
     for i, contestant in enumerate(everyone):
         tell(f"checking {contestant.name}", i / len(everyone) / 2)
@@ -73,20 +79,13 @@ def measure(
         if call is None:
             continue
         steps = [_step(call, inputs) for inputs in sets]
-        lanes.append(loop_lane(contestant.name, steps, device=work.device, grad=work.training))
-        # From Python a short call is timed with its launch, and a model may spare itself that.
-        if work.device == "cuda":
+        for via, lane_of in clocks.items():
             try:
-                lanes.append(graph_lane(contestant.name, steps, grad=work.training))
+                lane = lane_of(contestant.name, steps, device=work.device, grad=work.training)
+                lane.calibrate(loop_seconds)
+                lanes.append(lane)
             except Exception as broken:
-                results.append(_failed(contestant.name, broken, via="graph"))
-    for lane in list(lanes):
-        tell(f"warming up {lane.name}", 0.5)
-        try:
-            lane.calibrate(loop_seconds)
-        except Exception as broken:
-            lanes.remove(lane)
-            results.append(_failed(lane.name, broken, via=lane.via))
+                results.append(_failed(contestant.name, broken, via=via))
     race(lanes, rounds, lambda r: tell(f"round {r + 1} of {rounds}", 0.5 + r / rounds / 2))
     return {
         **work.as_dict(),
@@ -179,7 +178,7 @@ def _copies(work: Workload, sets: list[Inputs]) -> list[Lane]:
     steps = [_both([partial(torch.empty_like(x).copy_, x) for x in xs]) for xs in sources]
     copy = loop_lane(COPY, steps, device=work.device, grad=False)
     if work.device == "cuda":
-        return [copy, graph_lane(COPY, steps, grad=False)]
+        return [copy, graph_lane(COPY, steps, device=work.device, grad=False)]
     fresh = [_both([x.clone for x in xs]) for xs in sources]
     return [copy, loop_lane(CLONE, fresh, device=work.device, grad=False)]
 

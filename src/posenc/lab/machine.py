@@ -32,12 +32,11 @@ def threads(count: int | None) -> Iterator[None]:
 
 def describe() -> dict[str, str | int | None]:
     """What a reader needs to judge a time by."""
+    # A container is often given fewer cores than the machine has; macOS cannot say.
+    given = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None
     return {
         "cpu": _cpu(),
-        # A container is often given fewer cores than the machine has.
-        "cores": len(os.sched_getaffinity(0))
-        if hasattr(os, "sched_getaffinity")
-        else os.cpu_count(),
+        "cores": given or os.cpu_count(),
         "architecture": platform.machine(),
         "system": platform.system(),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,

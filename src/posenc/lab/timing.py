@@ -68,12 +68,12 @@ def loop_lane(name: str, steps: Sequence[Step], *, device: str, grad: bool) -> L
     return Lane(name, "loop", run, calls=len(steps))
 
 
-def graph_lane(name: str, steps: Sequence[Step], *, grad: bool) -> Lane:
+def graph_lane(name: str, steps: Sequence[Step], *, device: str, grad: bool) -> Lane:
     """Capture ``steps`` in a CUDA graph and replay it: the device's own time, without Python."""
     graph = torch.cuda.CUDAGraph()
     # Replaying costs a few microseconds, so one replay holds many calls.
     repeats = max(1, _CALLS_PER_GRAPH // len(steps))
-    side = torch.cuda.Stream()
+    side = torch.cuda.Stream(device)
     side.wait_stream(torch.cuda.current_stream())
     with torch.set_grad_enabled(grad):
         with torch.cuda.stream(side):

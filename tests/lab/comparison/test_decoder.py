@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from posenc.lab.comparison.decoder import Decoder
-from posenc.lab.comparison.encodings import ENCODINGS
-from posenc.lab.comparison.plan import Plan
+from posenc.lab.comparison.plan import ENCODINGS, Plan
 
 PLAN = Plan(train_length=8, times=(1, 3), width=16, layers=2, heads=2)
 ONE_LAYER = dataclasses.replace(PLAN, layers=1)

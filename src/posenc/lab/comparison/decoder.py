@@ -9,8 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from posenc.lab.comparison.encodings import ENCODINGS
-from posenc.lab.comparison.plan import Plan
+from posenc.lab.comparison.plan import ENCODINGS, Plan
 
 Attend: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
 

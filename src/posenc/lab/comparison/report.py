@@ -5,15 +5,14 @@ from __future__ import annotations
 import html
 import math
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from string import Template
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from posenc.lab.comparison.encodings import ENCODINGS, LOOKS
-from posenc.lab.comparison.plan import Plan
+from posenc.lab.comparison.plan import ENCODINGS, LOOKS, Plan
 from posenc.lab.pictures import show
-from posenc.lab.pictures.characters import Line
-from posenc.lab.pictures.panels import Chart, sheet
+from posenc.lab.pictures.panels import Chart, Line, sheet
 from posenc.lab.pictures.style import figure, in_page
 
 if TYPE_CHECKING:
@@ -23,7 +22,6 @@ Rows: TypeAlias = Sequence[dict[str, Any]]
 
 # Labels that a sentence cannot take as they are.
 _SPOKEN = {"none": "no encoding"} | {n: f"{n} positions" for n in ("sinusoidal", "learned")}
-_NATS = "nats per symbol"
 
 
 def overview(plan: Plan, results: dict[str, Any]) -> Figure:
@@ -53,30 +51,14 @@ def charts(plan: Plan, rows: Rows) -> dict[str, Chart]:
     settled = [loss for line in training.values() for loss in line.y[len(line.y) // 10 :]]
     low, high = min(settled), max(settled)
     room = max(high - low, 0.1)
+    heights = (low - 0.05 * room, high + 0.15 * room)
+    nats = partial(Chart, y="nats per symbol")
+    at_length = "Loss of the last symbols, by length of the sequence"
+    at_position = f"Loss at each position of {plan.longest} symbols"
     return {
-        "by_length": Chart(
-            "Loss of the last symbols, by length of the sequence",
-            "symbols",
-            _NATS,
-            by_length,
-            log="x",
-            right=right,
-            ticks=names,
-        ),
-        "by_position": Chart(
-            f"Loss at each position of {plan.longest} symbols",
-            "position",
-            _NATS,
-            by_position,
-            right=right,
-        ),
-        "training": Chart(
-            "While training",
-            "step",
-            _NATS,
-            list(training.values()),
-            heights=(low - 0.05 * room, high + 0.15 * room),
-        ),
+        "by_length": nats(at_length, "symbols", lines=by_length, log="x", right=right, ticks=names),
+        "by_position": nats(at_position, "position", lines=by_position, right=right),
+        "training": nats("While training", "step", lines=[*training.values()], heights=heights),
     }
 
 

@@ -15,8 +15,7 @@ from typing import Any
 import posenc
 from posenc._contract import files
 from posenc.lab import machine, store
-from posenc.lab.comparison.encodings import ENCODINGS
-from posenc.lab.comparison.plan import Plan
+from posenc.lab.comparison.plan import ENCODINGS, Plan
 from posenc.lab.comparison.text import load
 from posenc.lab.comparison.training import Tell, train_and_test
 

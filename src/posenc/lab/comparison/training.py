@@ -16,8 +16,7 @@ from torch import Tensor
 from torch.autograd.profiler import profile
 
 from posenc.lab.comparison.decoder import Decoder
-from posenc.lab.comparison.encodings import ENCODINGS
-from posenc.lab.comparison.plan import Plan, Unit
+from posenc.lab.comparison.plan import ENCODINGS, Plan, Unit
 from posenc.lab.comparison.text import Text
 
 # Called after each step with what is trained and its loss, and the part that is done.

@@ -5,14 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from posenc import configs, nn
-from posenc.lab.pictures.characters import Line
-from posenc.lab.pictures.panels import Chart, Heat, Panel, sheet
+from posenc.lab.pictures.panels import Chart, Heat, Line, Panel, sheet
 from posenc.numerics import scaling as rules
 from posenc.numerics.frequencies import inverse_frequencies
 
@@ -20,8 +19,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 # From the factor and the trained length to the rule for sequences that many times longer.
-RuleFor: TypeAlias = Callable[[float, int], rules.Rule]
-RULES: dict[str, RuleFor] = {
+RULES: dict[str, Callable[[float, int], rules.Rule]] = {
     "linear": lambda factor, trained: rules.Linear(factor),
     "ntk": lambda factor, trained: rules.NTK(factor),
     "dynamic": lambda factor, trained: rules.DynamicNTK(factor, original_length=trained),
@@ -161,18 +159,11 @@ def alibi(*, heads: int = 8, length: int = 128, trained: int = 4096) -> View:
         left.append(_line(f"head {head}", distance[seen], weight[seen]))
     steps = [1 / slope for slope in slopes.tolist()]
     words = [f"1/{n:.0f}" if abs(n - round(n)) < 1e-6 else f"{1 / n:.3g}" for n in steps]
-    by_head = Chart(
-        "Slope of each head",
-        "head",
-        "subtracted per position",
-        [_line("", torch.arange(heads), slopes)],
-        log="y",
-        dots=True,
-        words=words if heads <= 16 else (),
-    )
+    by_head = [_line("", torch.arange(heads), slopes)]
+    look: dict[str, Any] = {"log": "y", "dots": True, "words": words if heads <= 16 else ()}
     panels = (
         Heat(f"Bias of head {middle}", "key", "query", bias[middle]),
-        by_head,
+        Chart("Slope of each head", "head", "subtracted per position", by_head, **look),
         Chart("Subtracted from the score", "distance", "", subtracted),
         Chart("Weight that is left, equal scores", "distance", "", left, log="x"),
     )
@@ -266,13 +257,10 @@ def _line(label: str, x: Tensor, y: Tensor) -> Line:
 def _numbers(
     encoding: str, dim: int, base: float, trained: int, found: Sequence[Rotation]
 ) -> dict[str, Any]:
-    rates = [
-        {
-            "label": shown.label,
-            "gain": shown.gain,
-            "rates": shown.rates.tolist(),
-            "wavelengths": [math.tau / rate if rate else None for rate in shown.rates.tolist()],
-        }
-        for shown in found
-    ]
+    rates = []
+    for each in found:
+        values = each.rates.tolist()
+        waves = [math.tau / rate if rate else None for rate in values]
+        one = {"label": each.label, "gain": each.gain, "rates": values, "wavelengths": waves}
+        rates.append(one)
     return {"encoding": encoding, "trained": trained, "dim": dim, "base": base, "rates": rates}

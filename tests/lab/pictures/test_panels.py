@@ -1,7 +1,7 @@
 import torch
 
 import posenc
-from posenc.lab.pictures.characters import Line, characters, chart
+from posenc.lab.pictures.panels import Line, characters, chart
 
 
 def test_characters_show_order_and_leave_minus_infinity_blank():
