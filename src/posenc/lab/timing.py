@@ -63,7 +63,7 @@ def loop_lane(name: str, steps: Sequence[Step], *, device: str, grad: bool) -> L
 
     def run(passes: int) -> float:
         with torch.set_grad_enabled(grad):
-            return _by_events(call, passes) if device == "cuda" else _by_host(call, passes)
+            return _seconds(call, passes, device)
 
     return Lane(name, "loop", run, calls=len(steps))
 
@@ -91,7 +91,7 @@ def graph_lane(name: str, steps: Sequence[Step], *, device: str, grad: bool) -> 
         for _ in range(passes):
             graph.replay()
 
-    return Lane(name, "graph", lambda n: _by_events(replay, n), repeats * len(steps))
+    return Lane(name, "graph", lambda n: _seconds(replay, n, device), repeats * len(steps))
 
 
 def race(lanes: Sequence[Lane], rounds: int, tell: Callable[[int], None]) -> None:
@@ -122,13 +122,12 @@ def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
     return low, middle, high
 
 
-def _by_host(call: Callable[[int], None], passes: int) -> float:
-    start = time.perf_counter()
-    call(passes)
-    return time.perf_counter() - start
-
-
-def _by_events(call: Callable[[int], None], passes: int) -> float:
+def _seconds(call: Callable[[int], None], passes: int, device: str) -> float:
+    """By the host's clock, or by that of the GPU."""
+    if device == "cpu":
+        begun = time.perf_counter()
+        call(passes)
+        return time.perf_counter() - begun
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
     call(passes)

@@ -38,10 +38,8 @@ def plain(ax: Axes, title: str, x: str, y: str) -> None:
     ax.set_xlabel(x, fontsize=9, color=INK)
     ax.set_ylabel(y, fontsize=9, color=INK)
     ax.tick_params(labelsize=8, colors=INK, length=3)
-    for side in ("top", "right"):
-        ax.spines[side].set_visible(False)
-    for side in ("left", "bottom"):
-        ax.spines[side].set_color(INK)
+    ax.spines[["top", "right"]].set_visible(False)
+    ax.spines[["left", "bottom"]].set_color(INK)
     ax.grid(visible=True, color=FAINT, lw=0.6)
     ax.set_axisbelow(True)
     ax.patch.set_alpha(0)
