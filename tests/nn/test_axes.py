@@ -147,7 +147,7 @@ def test_an_image_has_no_positions_in_a_row():
 @pytest.mark.parametrize("rates", ["shared", "per_axis"])
 def test_axes_compile_whole(rates):
     """A word among the fields of an axis is a constant to the compiler, as its numbers are."""
-    rope = posenc.RoPE(16, 64, axes=posenc.axes.Axial(2, rates=rates))
-    q, ids = torch.randn(1, 2, 6, 16), posenc.positions.grid(2, 3)
+    rope = RoPE(16, 64, axes=axes.Axial(2, rates=rates))
+    q, ids = torch.randn(1, 2, 6, 16), positions.grid(2, 3)
     compiled = torch.compile(rope.rotate, fullgraph=True, backend="aot_eager")
     assert torch.equal(compiled(q, position_ids=ids), rope.rotate(q, position_ids=ids))
