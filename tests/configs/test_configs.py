@@ -250,7 +250,7 @@ def test_files_folders_and_objects_are_read(tmp_path):
         ({"rope_scaling": {"mrope_section": [8, 8, 8]}}, "add up to 32"),
         ({"rope_scaling": {"factor": 4.0}}, "rope_scaling.rope_type must be given"),
         ({"rope_scaling": {"type": "linear", "fator": 2.0}}, "Did you mean factor?"),
-        ({"rope_tehta": 1e6}, "rope_tehta must be a key that is known.*\n.*rope_theta"),
+        ({"rope_tehta": 1e6}, "rope_tehta must be a known key.*\n.*rope_theta"),
         ({"rope_scalng": {"type": "linear", "factor": 2.0}}, "Did you mean rope_scaling?"),
         ({"roep_theta": 1e6}, "Did you mean rope_theta?"),
         ({"original_max_postion_embeddings": 4096}, "original_max_position_embeddings?"),

@@ -1,4 +1,4 @@
-"""What a model's ``config.json`` says of its positions; nothing of transformers is imported."""
+"""The positions that a model's ``config.json`` describes; transformers is not imported."""
 
 from posenc.configs.models import facts_of, types_with
 from posenc.configs.nested import LAYOUT, as_dict, text_part

@@ -1,4 +1,4 @@
-"""What a config says beside the encoding: lengths, layers without rotation, the softmax scale."""
+"""Lengths, layers without rotation, and the softmax scale that a config describes."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from posenc.configs.others import Learned, Sinusoidal
 from posenc.configs.reader import Config
 from posenc.numerics import scaling
 
-# A value, and the key it came from.
+# A value, and the key that it was read from.
 Fact = tuple[Any, str]
 _LENGTHS = (
     "max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "seq_length",
     "n_ctx",
 )  # fmt: skip
-# Deeper than any model; layers are listed one by one, so a larger number is not a depth.
+# More layers than any model has. Each is listed, so a file's number must be bounded.
 _MOST_LAYERS = 2**12
 
 
 def _longest(config: Config) -> Fact | None:
-    """The longest sequence that a config names."""
+    """The maximal length that a config names."""
     for key in _LENGTHS:
         value = config.top.get(key)
         if type(value) is int and 0 < value <= checks.FARTHEST:
@@ -38,7 +38,7 @@ def lengths(
     applied = [rule for rule in rules if rule is not None]
     rule: Any = next((each for each in applied if hasattr(each, "original_length")), None)
     if rule is None:
-        # Of rules that do not name it, some files give the length before, and some that after.
+        # Without original_length, files disagree on whether this is the length before scaling.
         return (None if applied else named), named
     original, key = rule.original_length, "original_max_position_embeddings"
     if named is not None and named[0] == original:
@@ -66,22 +66,22 @@ def without_rope(config: Config) -> Fact | None:
         top.get(key) for key in ("no_rope_layers", "layer_types", "num_hidden_layers")
     )
     if isinstance(flags, (list, tuple)) and flags:
-        # One where a layer rotates; there may be more of them than layers.
+        # The list holds 1 for a layer that rotates, and may be longer than the model.
         used = flags[:count] if type(count) is int else flags
         found = tuple(i for i, rotates in enumerate(used) if not rotates)
         return found, f"{config.prefix}no_rope_layers"
     types = types if isinstance(types, (list, tuple)) else ()
     for name in ("rope_parameters", "rope_scaling"):
         rope = top.get(name)
-        null = [key for key in rope if rope[key] is None] if isinstance(rope, Mapping) else []
+        null = {key for key in rope if rope[key] is None} if isinstance(rope, Mapping) else set()
         found = _layers(types, null)
         if found:
             return found, f"{config.prefix}{name}.{types[found[0]]}"
     if config.kind.startswith("exaone") and top.get("sliding_window", 1) is None:
         return None
     if not model.get("full_attention_rotates", True) and types:
-        return _layers(types, ["full_attention"]), f"{config.prefix}layer_types"
-    # Each n-th layer does not rotate; n is 4 where the config of such a type does not say it.
+        return _layers(types, {"full_attention"}), f"{config.prefix}layer_types"
+    # Every n-th layer does not rotate; n is 4 unless the config has another.
     key = model.get("no_rope_interval", "no_rope_layer_interval")
     step = top.get(key, 4 if "no_rope_interval" in model else None)
     if type(step) is not int or step < 1 or type(count) is not int:
@@ -94,11 +94,7 @@ def without_rope(config: Config) -> Fact | None:
 
 
 def softmax_scale(config: Config, rule: scaling.Rule | None) -> Fact | None:
-    r"""What DeepSeek's scores are multiplied with, :math:`m^2 / \sqrt{D}`.
-
-    :math:`D` is the width of a head with both of its parts, and :math:`m` is YaRN's
-    :math:`0.1\,a \ln s + 1` with ``mscale_all_dim`` for :math:`a`; one without it.
-    """
+    """DeepSeek's ``m**2 / sqrt(nope + rope)``; YaRN has ``m = 0.1 mscale_all_dim ln(s) + 1``."""
     if "qk_rope_head_dim" not in config.model:
         return None
     sizes = [config.top.get(f"qk_{part}_head_dim") for part in ("nope", "rope")]
@@ -112,6 +108,5 @@ def softmax_scale(config: Config, rule: scaling.Rule | None) -> Fact | None:
     return scale, config.prefix + source
 
 
-def _layers(types: Sequence[Any], names: Sequence[Any]) -> tuple[int, ...]:
-    wanted = frozenset(name for name in names if isinstance(name, str))
-    return tuple(i for i, each in enumerate(types) if isinstance(each, str) and each in wanted)
+def _layers(types: Sequence[Any], names: set[Any]) -> tuple[int, ...]:
+    return tuple(i for i, each in enumerate(types) if isinstance(each, str) and each in names)

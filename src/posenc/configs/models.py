@@ -1,4 +1,4 @@
-"""What a model type does where its config is silent: ``models.json``, by ``tools/configs``."""
+"""Defaults of each model type: ``models.json``, which ``tools/configs`` writes."""
 
 from __future__ import annotations
 
@@ -17,15 +17,10 @@ def _rows() -> dict[str, dict[str, Any]]:
 
 
 def facts_of(model_type: Any) -> Mapping[str, Any]:
-    """The row of a type, empty for one that is not known.
-
-    Examples:
-        >>> facts_of("phimoe")["rope_theta"], facts_of("phimo")
-        (1000000.0, {})
-    """
+    """The defaults of a model type; empty for an unknown one."""
     return _rows().get(model_type, {}) if isinstance(model_type, str) else {}
 
 
 def types_with(key: str) -> frozenset[str]:
-    """The types whose rows have ``key``."""
+    """The model types that have a default for ``key``."""
     return frozenset(model_type for model_type, row in _rows().items() if key in row)

@@ -1,4 +1,4 @@
-"""Where a config lies, and which part of it describes the text model."""
+"""Reading a config, and the parts that are nested in it."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import Any
 
 from posenc._contract import checks, files
 
-# The key that a conversion writes where the family has none of its own.
+# The key for the layout that posenc's conversion writes, if the model type has none.
 LAYOUT = "posenc_rope_layout"
-# Keys that say what kind of positions a model has.
+# Keys that name the kind of positions.
 KIND_KEYS = ("position_embedding_type", "position_embeddings_type")
-# Where a model of several inputs keeps the config of its text model.
+# Keys of the text model's config in a multimodal one.
 _TEXT = ("text_config", "llm_config", "language_config", "thinker_config")
 
 
 def as_dict(who: str, config: Any) -> Mapping[str, Any]:
-    """A dict, a path, or an object with ``to_dict``, as a dict; errors begin with ``who``."""
+    """A dict, an object with ``to_dict``, or the path of a config or its folder, as a dict."""
     if isinstance(config, (str, os.PathLike)):
         path = Path(config)
         return files.read_json(who, path / "config.json" if path.is_dir() else path)
@@ -26,8 +26,8 @@ def as_dict(who: str, config: Any) -> Mapping[str, Any]:
         config = config.to_dict()
     if not isinstance(config, Mapping):
         rule = "config must be a dict, a path, or an object with to_dict()"
-        way_out = "Pass the model's config.json."
-        raise TypeError(checks.message(who, rule, checks.describe(config), way_out))
+        got, way_out = checks.describe(config), "Pass the model's config.json."
+        checks.fail(who, rule, got, way_out, TypeError)
     return config
 
 
@@ -37,7 +37,7 @@ def text_part(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], str]:
     while True:
         for name in _TEXT:
             inner = config.get(name)
-            # Some configs keep a few keys there, and the model's own above.
+            # Some configs nest a few keys only, and keep those of the text model outside.
             if isinstance(inner, Mapping) and (
                 "hidden_size" in inner or "hidden_size" not in config
             ):
@@ -48,9 +48,9 @@ def text_part(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], str]:
 
 
 def converted_layout(config: Mapping[str, Any]) -> Any:
-    """The layout that a conversion has written, into the config or one within it."""
+    """The layout that posenc's conversion has written into the config, or into a nested one."""
     parts = [config]
-    # The list grows while it is read: nothing recurses, however deep a file goes.
+    # The loop appends to its list: a deep config does not recurse.
     for part in parts:
         if part.get(LAYOUT) is not None:
             return part[LAYOUT]
@@ -59,7 +59,7 @@ def converted_layout(config: Mapping[str, Any]) -> Any:
 
 
 def mentions_rotation(config: Mapping[str, Any]) -> bool:
-    """Whether any key says that there is rotation; latent attention without it has a width too."""
+    """Whether a key names rotary positions, besides qk_rope_head_dim, which may go unrotated."""
     words = [key for key, value in config.items() if value is not None]
     words += [str(config[key]) for key in KIND_KEYS if config.get(key)]
     named = (str(word) for word in words if word != "qk_rope_head_dim")
@@ -67,7 +67,7 @@ def mentions_rotation(config: Mapping[str, Any]) -> bool:
 
 
 def per_layer(config: Mapping[str, Any], layer_type: str | None, key: str) -> Any:
-    """The value that ``per_layer_config`` has for the layers of one type, by their indices."""
+    """The ``key`` that ``per_layer_config`` gives to all layers of one type."""
     types, layers = config.get("layer_types"), config.get("per_layer_config")
     if not isinstance(types, (list, tuple)) or not isinstance(layers, Mapping):
         return None
@@ -79,6 +79,5 @@ def per_layer(config: Mapping[str, Any], layer_type: str | None, key: str) -> An
     ]
     if any(value != found[0] for value in found):
         rule = f"per_layer_config must give all {layer_type} layers one {key}"
-        got = checks.describe(found)
-        raise ValueError(checks.message("from_config", rule, got, "Fix the config."))
+        checks.fail("from_config", rule, checks.describe(found), "Fix the config.")
     return found[0] if found else None

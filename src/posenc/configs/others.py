@@ -1,4 +1,4 @@
-"""Positions that are not rotary: which model types have them, and what their configs say."""
+"""Positions that are not rotary, as configs describe them."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from posenc.configs.models import facts_of
 from posenc.configs.nested import KIND_KEYS, LAYOUT, mentions_rotation
 from posenc.configs.reader import Config
 
-# Models have a few hundred; slopes are made for each, so a larger number is not a count of heads.
+# More heads than any model has. Each gets a slope, so a file's number must be bounded.
 _MOST_HEADS = 2**12
 _WIDTHS = ("hidden_size", "n_embd", "d_model", "dim", "emb_dim")
 _LENGTHS = ("max_position_embeddings", "n_positions")
 _HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
-# Keys beside the dict of rotation, whose misspelling would go unnoticed.
+# Keys outside the rope dict; a misspelling of one is refused.
 _KEYS = (
     "rope_theta", "rope_scaling", "rope_parameters", "rope_interleave", "rope_local_base_freq",
     "partial_rotary_factor", "rotary_dim", "rotary_pct", "rope_pct", "rotary_emb_base",
@@ -27,7 +27,7 @@ _KEYS = (
 
 @dataclass(frozen=True, slots=True)
 class Alibi:
-    """ALiBi as ``model`` has it: the arguments of `alibi_model_slopes`."""
+    """The arguments of `alibi_model_slopes`."""
 
     model: str
     num_heads: int
@@ -38,7 +38,7 @@ class Alibi:
 
 @dataclass(frozen=True, slots=True)
 class Learned:
-    """A table with a trained row for each position; the first position's row is ``offset``."""
+    """A trained vector for each position; that of position 0 is row ``offset``."""
 
     max_len: int
     embed_dim: int
@@ -49,7 +49,7 @@ class Learned:
 
 @dataclass(frozen=True, slots=True)
 class Sinusoidal:
-    """All sines and then all cosines, as `timestep_embedding` makes them, from ``offset`` on."""
+    """The `timestep_embedding` of positions; that of position 0 is row ``offset``."""
 
     max_len: int
     embed_dim: int
@@ -61,7 +61,7 @@ class Sinusoidal:
 
 @dataclass(frozen=True, slots=True)
 class Buckets:
-    """T5's bias: one number for each head and bucket of distances."""
+    """T5's bias: a number for each head and bucket of distances."""
 
     num_buckets: int
     max_distance: int
@@ -71,7 +71,7 @@ class Buckets:
 
 @dataclass(frozen=True, slots=True)
 class Other:
-    """Something that posenc has no module for."""
+    """An encoding that posenc has no module for."""
 
     noun: str
 
@@ -81,7 +81,7 @@ Part = Alibi | Learned | Sinusoidal | Buckets | Other
 _NONE_HERE = "Use the model's own code: posenc has no module for it."
 _SIZES = "Use LearnedPosEmbedding(max_len, embed_dim); `posenc explain` prints the sizes."
 _LINE = "Use functional.timestep_embedding; `posenc explain` prints the line."
-# What each kind is called, and what to do about it.
+# The name of each kind in an error, and the way out.
 NOUNS = {
     "alibi": ("ALiBi", "Use ALiBi.from_config."),
     "own_alibi": ("ALiBi", "Construct ALiBi(num_heads) directly."),
@@ -96,7 +96,7 @@ NOUNS = {
 
 
 def kind_of(config: Mapping[str, Any]) -> str | None:
-    """The key of `NOUNS` for what a type has; None for one that rotates, or is said to."""
+    """The key of `NOUNS` for the positions of a config; None if they may be rotary."""
     if config.get("model_type") == "falcon" and config.get("alibi"):
         return "alibi"
     kind: str | None = facts_of(config.get("model_type")).get("positions")
@@ -104,7 +104,7 @@ def kind_of(config: Mapping[str, Any]) -> str | None:
 
 
 def not_rotary(config: Mapping[str, Any]) -> tuple[str, Any] | None:
-    """The key, and its value, that says that positions are not rotary."""
+    """The key, and its value, that rules out rotary positions."""
     model_type = config.get("model_type")
     model = facts_of(model_type)
     if kind_of(config) is not None and model_type != "falcon":
@@ -123,7 +123,7 @@ def not_rotary(config: Mapping[str, Any]) -> tuple[str, Any] | None:
 
 
 def refuse_unlike(config: Config) -> None:
-    """Refuse positions that no RoPE has, misspelled keys, and rotations that are left unsaid."""
+    """Refuse other positions than RoPE's, misspelled keys, and missing rope_parameters."""
     top, prefix, kind = config.top, config.prefix, config.kind
     other, found = kind_of(top), not_rotary(top)
     if other is not None:
@@ -136,34 +136,35 @@ def refuse_unlike(config: Config) -> None:
     if found is not None:
         way_out = "Construct RoPE(...) directly if the model rotates."
         if found[0] == "alibi":
-            way_out = "Use ALiBi(num_heads), whose biases the model has."
+            way_out = "Use ALiBi(num_heads)."
         rule = f"{prefix}{found[0]} must say that positions are rotary"
         raise config.error(rule, found[1], way_out)
     if top.get("rope_ratio") not in (None, 1, 1.0):
-        rule, way_out = f"{prefix}rope_ratio must be left out", "Give rope_theta, 10000 times it."
+        rule = f"{prefix}rope_ratio must be left out"
+        way_out = "Remove rope_ratio, and set rope_theta to 10000 times it."
         raise config.error(rule, top["rope_ratio"], way_out)
     for key, value in top.items():
         for meant in _KEYS if isinstance(key, str) and value else ():
             if top.get(meant) is None and _is_typo(key, meant):
-                rule = f"{prefix}{key} must be a key that is known"
+                rule = f"{prefix}{key} must be a known key"
                 raise config.error(rule, key, f"Did you mean {meant}?")
     if "rope_parameters" in config.model and not config.where:
         rule = f"{prefix}rope_parameters must be given, because this is {kind}"
-        way_out = "Add them: without them its rotation is scaled, or differs by layer."
+        way_out = "Add them: the rotation of this type is scaled, or differs by layer."
         raise config.error(rule, None, way_out)
 
 
 def _is_typo(key: str, meant: str) -> bool:
-    """Whether one letter is wrong, missing or too many, or two are swapped; not at the ends."""
+    """Whether one letter within ``key`` is wrong, missing or too many, or two are swapped."""
     if abs(len(key) - len(meant)) > 1 or meant in key or key in meant:
         return False
-    # A wrong letter and its place are two that match nothing.
+    # A wrong letter leaves two unmatched, one in each word.
     blocks = SequenceMatcher(None, key, meant).get_matching_blocks()
     return len(key) + len(meant) - 2 * sum(block.size for block in blocks) <= 2
 
 
 def describe(config: Config) -> tuple[Part, ...]:
-    """The positions of a type with a `kind_of`; encoder and decoder one by one if they differ."""
+    """The encoding of a config that has a `kind_of`, or those of its encoder and decoder."""
     kind = kind_of(config.top)
     if kind == "alibi":
         return (_alibi(config),)
@@ -188,7 +189,7 @@ def _table(config: Config, part: str | None, key: str | None) -> Part:
             config.sources["offset"] = config.prefix + first
         first = 1 + checks.integer(config.who, first, 1 if pad is None else pad, least=0)
     else:
-        # The key does not count the rows before that of the first position.
+        # The file's length does not count the rows before position 0.
         length += first
     if model.get(part or "", model["positions"]) == "learned":
         return Learned(length, width, first, part, config.sources)
@@ -206,10 +207,8 @@ def _alibi(config: Config) -> Part:
         if inner.get("alibi") is False:
             if inner.get("rope"):
                 return Other("rotary embeddings of its own code (attn_config.rope)")
-            length, dim = (
-                config.count("max_len", "max_seq_len"),
-                config.count("embed_dim", *_WIDTHS),
-            )
+            length = config.count("max_len", "max_seq_len")
+            dim = config.count("embed_dim", *_WIDTHS)
             return Learned(length, dim, 0, None, config.sources)
         given = inner.get("alibi_bias_max")
         if given is not None:

@@ -1,4 +1,4 @@
-"""Opening a config: its text model, its dict of rotation, and the layer type that is asked for."""
+"""Opening a config: its text model, its rope dict, and one layer type."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from posenc._contract import checks
 from posenc.configs.models import facts_of
-from posenc.configs.nested import converted_layout, text_part
+from posenc.configs.nested import as_dict, converted_layout, text_part
 
 # Values of rope_type that scale nothing.
 UNSCALED = ("default", "mrope")
@@ -22,26 +22,20 @@ _WAY_OUT = {
 
 @dataclass
 class Config:
-    """A config of rotation.
-
-    Attributes:
-        who: The beginning of every error.
-        top: The keys of the text model.
-        prefix: Where they are found in the whole config.
-        converted: The layout that a conversion has written.
-        rope: The dict of rotation, empty where there is none.
-        where: Its key.
-        by_layer: The dicts in it by layer type, null for layers that do not rotate.
-        sources: The key that each argument came from, as they are read.
-    """
+    """The config of a text model, for errors that begin with ``who``."""
 
     who: str
     top: MutableMapping[str, Any]
+    # Where the keys of ``top`` are in the file.
     prefix: str = ""
+    # The layout that posenc's conversion has written.
     converted: Any = None
+    # rope_parameters or rope_scaling, and which of them.
     rope: Mapping[str, Any] = field(default_factory=dict)
     where: str = ""
+    # The dicts of ``rope`` by layer type, None for layers that do not rotate.
     by_layer: Mapping[str, Any] = field(default_factory=dict)
+    # The key that each argument was read from.
     sources: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -50,25 +44,25 @@ class Config:
         self.model = facts_of(kind)
 
     def error(self, rule: str, got: object, way_out: str = "") -> ValueError:
-        """The error to raise where ``rule`` does not hold."""
+        """The error for a rule that does not hold."""
         return ValueError(checks.message(self.who, rule, got, way_out or _WAY_OUT[self.who]))
 
     def contradiction(self, a: str, b: str, got: str) -> ValueError:
-        """The error to raise where two keys differ."""
+        """The error for two keys that differ."""
         rule = f"{self.prefix}{a} and {self.prefix}{b} must agree"
-        return self.error(rule, got, "Leave one of them out.")
+        return self.error(rule, got, "Remove one of them.")
 
     def default(self, argument: str, key: str) -> Any:
-        """The value that the model type has for ``key``, which no spelling in the config gives."""
+        """The value of ``key`` for this model type, where the config has none."""
         if self.model.get(key) is not None:
             self.sources[argument] = f"{self.prefix}model_type"
         return self.model.get(key)
 
-    def one(self, argument: str, inner: str, outer: tuple[str, ...]) -> Any:
-        """The value of ``inner`` in the dict of rotation, or of any ``outer`` key beside it."""
+    def agreed(self, argument: str, inner: str, outer: tuple[str, ...]) -> Any:
+        """The value of ``inner`` in the rope dict and of the ``outer`` keys, which must agree."""
         given = {f"{self.where}.{inner}": self.rope.get(inner)}
         if self.rope.get(inner) is None or "." not in self.where:
-            # A key of one layer type comes before those of all.
+            # The value of one layer type overrides that of the model.
             given |= {key: self.top.get(key) for key in outer}
         given = {key: value for key, value in given.items() if value is not None}
         if not given:
@@ -81,7 +75,7 @@ class Config:
         return value
 
     def need(self, name: str) -> Any:
-        """A value that the rope_type cannot do without."""
+        """A value that the rope_type requires."""
         value, where = self.rope.get(name), f"{self.where}.{name}"
         if name == "max_position_embeddings":
             value, where = self.top.get(name) if value is None else value, name
@@ -92,7 +86,7 @@ class Config:
     def count(
         self, argument: str, *keys: str, default: int | None = None, most: int = checks.FARTHEST
     ) -> int:
-        """The first of ``keys`` that is there, as the ``argument`` of an encoding."""
+        """The first of ``keys`` that the config has, for ``argument`` of an encoding."""
         for key in keys:
             if self.top.get(key) is not None:
                 self.sources[argument] = self.prefix + key
@@ -107,16 +101,17 @@ class Config:
         return default
 
 
-def open_config(config: Mapping[str, Any], who: str = "from_config") -> Config:
-    """Find the text model's part of a config, and its dict of rotation."""
+def open_config(config: Any, who: str = "from_config") -> Config:
+    """Find the text model in what `as_dict` takes, and its rope dict."""
+    config = as_dict(who, config)
     top, prefix = text_part(config)
     found = Config(who, dict(top), prefix, converted_layout(config))
     names = ("rope_parameters", "rope_scaling")
     given = {name: top[name] for name in names if top.get(name) is not None}
     for name, value in given.items():
         if not isinstance(value, Mapping):
-            rule, got = f"{name} must be a dict", checks.describe(value)
-            raise TypeError(checks.message(who, rule, got, "Pass a dict, or leave it out."))
+            rule, way_out = f"{name} must be a dict", "Pass a dict, or leave it out."
+            checks.fail(who, rule, checks.describe(value), way_out, TypeError)
     if len(given) == 2 and given["rope_parameters"] != given["rope_scaling"]:
         raise found.contradiction(*names, "different contents")
     for name, rope in given.items():
@@ -135,7 +130,7 @@ def _layer_types(config: Config) -> frozenset[str]:
 
 
 def local_key(config: Config) -> str | None:
-    """The key that gives sliding layers a rotation of their own, if they have one."""
+    """The key that gives sliding layers another rotation; None if they rotate like the others."""
     keys = ("rope_local_base_freq", "local_rope_theta")
     said = next((key for key in keys if config.top.get(key) is not None), None)
     if said is not None or keys[0] not in config.model:
@@ -146,7 +141,7 @@ def local_key(config: Config) -> str | None:
 
 
 def rotating_types(config: Config) -> tuple[str | None, ...]:
-    """The layer types whose rotations differ; None alone if there is one for all."""
+    """The layer types whose rotations differ; ``(None,)`` if all rotate alike."""
     if config.by_layer:
         names = (name for name, rope in config.by_layer.items() if rope is not None)
         return tuple(names) or (None,)
@@ -154,10 +149,10 @@ def rotating_types(config: Config) -> tuple[str | None, ...]:
 
 
 def choose_layer(config: Config, layer_type: str | None) -> tuple[Config, str | None]:
-    """The config of one layer type, and the type, which may be left out if all rotate alike."""
+    """The config of one layer type, and the type; None will do if all layers rotate alike."""
     if layer_type is not None and not isinstance(layer_type, str):
         rule, got = "layer_type must be a string", checks.describe(layer_type)
-        raise TypeError(checks.message(config.who, rule, got, "Pass a name, or None."))
+        checks.fail(config.who, rule, got, "Pass a name, or None.", TypeError)
     dicts, local = config.by_layer, local_key(config)
     if dicts:
         first, *others = dicts
@@ -174,23 +169,22 @@ def choose_layer(config: Config, layer_type: str | None) -> tuple[Config, str | 
         return replace(config, rope=rope, where=where), layer_type
     if layer_type is None and local:
         way_out = "Pass layer_type='full_attention' or 'sliding_attention'."
-        why = f"{local} is for some layers alone"
-        if local == "model_type":
-            why = f"layers of {config.kind} differ"
+        same = f"{local} is for sliding layers only"
+        why = f"layers of {config.kind} differ" if local == "model_type" else same
         raise config.error(f"layer_type must be given, because {why}", None, way_out)
     known = _layer_types(config) or {*_TYPES, *(() if local else ("chunked_attention",))}
     if layer_type is not None and layer_type not in known:
         raise config.error(f"layer_type must be one of {sorted(known)}", layer_type)
     if layer_type == "sliding_attention" and local:
-        # Local layers are not scaled.
+        # Only full attention is scaled.
         config = replace(config, rope={}, where="")
     return config, layer_type
 
 
 def at_layer(config: Config, index: int, **known: Any) -> Config:
-    """The config of the layer at ``index``, with the keys that are ``known`` of it.
+    """The config of the layer at ``index``, whose ``known`` keys override those of the model.
 
-    It is made for each tensor of a checkpoint, so nothing is copied.
+    Nothing is copied, because a conversion calls this for each tensor.
     """
     types = config.top.get("layer_types")
     name = types[index] if isinstance(types, (list, tuple)) and index < len(types) else None

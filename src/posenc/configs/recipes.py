@@ -1,4 +1,4 @@
-"""What a Hugging Face config says about positions, in every spelling that published files use."""
+"""The positions that a Hugging Face config describes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from posenc._contract import checks
 from posenc.configs import facts, others, rotation
 from posenc.configs.facts import Fact
-from posenc.configs.nested import as_dict, mentions_rotation
+from posenc.configs.nested import mentions_rotation
 from posenc.configs.others import Alibi, kind_of, refuse_unlike
 from posenc.configs.reader import Config, choose_layer, open_config, rotating_types
 from posenc.configs.rules import scaling_rule
@@ -33,7 +33,7 @@ class Recipe:
     def arguments(self) -> dict[str, Any]:
         """Keywords for `RoPE`."""
         given = {name: getattr(self, name) for name in self.__slots__ if name != "sources"}
-        # All of a head, whatever its width is made to be.
+        # None stays right if the user passes another head_dim.
         return {**given, "rotary_dim": None} if self.rotary_dim == self.head_dim else given
 
 
@@ -47,38 +47,21 @@ class Rotary:
 
 @dataclass(frozen=True, slots=True)
 class Positions:
-    """What a model knows of positions: what its layers have, and up to which length.
+    """The encodings of a model, and its lengths, each with the key that it was read from."""
 
-    Attributes:
-        parts: One, or one for each layer type, or encoder and decoder.
-        trained_length: Tokens that it was trained on, and the key that says so.
-        max_length: Tokens that it may be given.
-        without_rope: Indices of the layers that do not rotate, where others do.
-        softmax_scale: What scores are multiplied with, where that is not ``1 / sqrt(head_dim)``.
-    """
-
+    # One for all layers, one for each layer type, or one for encoder and decoder each.
     parts: tuple[Rotary | others.Part, ...]
     trained_length: Fact | None = None
     max_length: Fact | None = None
+    # Indices of the layers that do not rotate, where others do.
     without_rope: Fact | None = None
+    # None for 1 / sqrt(head_dim).
     softmax_scale: Fact | None = None
 
 
 def read(config: Any, *, layer_type: str | None = None, base: float | None = None) -> Recipe:
-    """The rotation that a config describes.
-
-    Args:
-        config: A dict, the path of a ``config.json`` or of a folder with one, or an object with
-            ``to_dict``, as the configs of transformers are.
-        layer_type: Which layers, where some rotate differently.
-        base: Instead of the config's.
-
-    Examples:
-        >>> recipe = read({"head_dim": 64, "rope_theta": 1e6, "rotary_pct": 0.5})
-        >>> recipe.base, recipe.rotary_dim, recipe.sources["rotary_dim"]
-        (1000000.0, 32, 'rotary_pct')
-    """
-    found = open_config(as_dict("from_config", config))
+    """The rotation that a config describes, with ``base`` instead of its own if that is given."""
+    found = open_config(config)
     refuse_unlike(found)
     return _recipe(found, layer_type, base)
 
@@ -101,25 +84,15 @@ def _recipe(config: Config, layer_type: str | None, base: float | None = None) -
 
 
 def read_positions(config: Any, *, layer_type: str | None = None) -> Positions:
-    """What a config says of positions, be they rotary or not.
-
-    Args:
-        config: As `read` takes it.
-        layer_type: The layers to read, all if None.
-
-    Examples:
-        >>> found = read_positions({"model_type": "gpt2", "n_positions": 1024, "n_embd": 768})
-        >>> found.parts[0].max_len, found.parts[0].embed_dim, found.max_length
-        (1024, 768, (1024, 'n_positions'))
-    """
-    found = open_config(as_dict("from_config", config))
+    """The encodings that a config describes, rotary or not: of one layer type, or of all."""
+    found = open_config(config)
     if kind_of(found.top) is not None:
         parts = others.describe(found)
         if layer_type is not None:
             named = {getattr(part, "part", None): part for part in parts}
             if layer_type not in named:
                 rule = f"layer_type must be one of {sorted(map(str, named))}"
-                raise found.error(rule, layer_type, "Leave it out.")
+                raise found.error(rule, layer_type, "Leave layer_type out.")
             parts = (named[layer_type],)
         return Positions(parts, *facts.lengths_of_others(found, parts))
     refuse_unlike(found)
@@ -127,18 +100,13 @@ def read_positions(config: Any, *, layer_type: str | None = None) -> Positions:
     rotary = tuple(Rotary(name, _recipe(found, name)) for name in names)
     rules = [each.recipe.scaling for each in rotary]
     lengths = facts.lengths(found, rules)
-    still, scale = facts.without_rope(found), facts.softmax_scale(found, rules[0])
-    return Positions(rotary, *lengths, still, scale)
+    scale = facts.softmax_scale(found, rules[0])
+    return Positions(rotary, *lengths, facts.without_rope(found), scale)
 
 
 def read_alibi(config: Any) -> Alibi:
-    """ALiBi as a config describes it.
-
-    Examples:
-        >>> read_alibi({"model_type": "mpt", "n_heads": 16}).num_heads
-        16
-    """
-    found = open_config(as_dict("from_config", config))
+    """The ALiBi that a config describes."""
+    found = open_config(config)
     kind, name = kind_of(found.top), found.top.get("model_type")
     if kind is None:
         noun, way_out = "rotary embeddings", "Use RoPE.from_config."
@@ -157,12 +125,7 @@ def read_alibi(config: Any) -> Alibi:
 
 
 def layer_types(config: Any) -> tuple[str | None, ...]:
-    """The layer types that rotate, each in its way; ``(None,)`` if all rotate alike.
-
-    Examples:
-        >>> layer_types({"head_dim": 64, "rope_theta": 1e6, "rope_local_base_freq": 1e4})
-        ('full_attention', 'sliding_attention')
-    """
-    found = open_config(as_dict("from_config", config))
+    """The layer types whose rotations differ; ``(None,)`` if all rotate alike."""
+    found = open_config(config)
     refuse_unlike(found)
     return rotating_types(found)

@@ -1,4 +1,4 @@
-"""The arguments of a rotation, one function for each: the config's keys, then its type's."""
+"""The arguments of a RoPE, a function each: from the config's keys, or its type's defaults."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from posenc.configs.reader import Config, local_key
 from posenc.numerics.axes import Axes, Sections
 
 _HEAD_DIMS = ("qk_rope_head_dim", "head_dim", "attention_head_dim", "kv_channels")
-# The width of a model, and the heads that share it.
+# The width of a model, and its number of heads.
 _SIZES = (
     ("hidden_size", "num_attention_heads"), ("hidden_size", "n_head"), ("n_embd", "n_head"),
     ("d_model", "n_heads"), ("dim", "n_heads"),
@@ -21,12 +21,12 @@ _BASES = (
 )  # fmt: skip
 _SHARE = "partial_rotary_factor"
 _SHARES = (_SHARE, "rotary_pct", "rope_pct", "rotary_emb_fraction")
-# One head is not wider than this in any model; a larger number is not a width.
+# Wider than a head of any model.
 _WIDEST_HEAD = 2**13
 
 
 def head_dim(config: Config, layer_type: str | None) -> int:
-    """Channels of a head; of latent attention, those of the part that rotates."""
+    """Channels of a head; in latent attention, of its rotary part."""
     top = config.top
     own = per_layer(top, layer_type, "head_dim")
     if own is not None:
@@ -43,7 +43,7 @@ def head_dim(config: Config, layer_type: str | None) -> int:
             width = checks.integer(config.who, size, top[size])
             count = checks.integer(config.who, heads, top[heads])
             if width % count and config.who == "convert":
-                # transformers rounds down; rows of weights have to belong to a head.
+                # transformers rounds down, but every row of a weight must belong to a head.
                 rule = f"{size} must be a multiple of the {count} heads"
                 raise config.error(rule, width, "Pass head_dim (--head-dim).")
             return _width(config, "head_dim", width // count, f"{size} / {heads}")
@@ -74,7 +74,7 @@ def base(config: Config, layer_type: str | None) -> float:
             keys, usual = (), "rope_local_base_freq"
     elif config.top.get("global_rope_theta") is not None:
         keys = ("global_rope_theta",)
-    value = config.one("base", "rope_theta", keys)
+    value = config.agreed("base", "rope_theta", keys)
     inner = config.top.get("attn_config")
     if value is None and isinstance(inner, Mapping) and inner.get("rope_theta") is not None:
         value = inner["rope_theta"]
@@ -91,16 +91,16 @@ def base(config: Config, layer_type: str | None) -> float:
 def rotary_dim(config: Config, head_dim: int) -> int:
     """Channels of a head that rotate."""
     if config.top.get("qk_rope_head_dim"):
-        # They are a part of their own, which rotates as a whole.
+        # head_dim is already that of the rotary part.
         return head_dim
     if "proportional" in (config.rope.get("rope_type"), config.rope.get("type")):
-        # Such a rule gives pairs a rate of zero instead of leaving channels out.
+        # This rule gives some pairs a rate of zero instead.
         return head_dim
-    share, count = config.one("rotary_dim", _SHARE, _SHARES), config.top.get("rotary_dim")
+    share, count = config.agreed("rotary_dim", _SHARE, _SHARES), config.top.get("rotary_dim")
     if count is not None:
         config.sources.setdefault("rotary_dim", f"{config.prefix}rotary_dim")
     if share is None and "rotary_dim" not in config.top:
-        # Null would be all of the head.
+        # An explicit null means the whole head.
         count = config.default("rotary_dim", "rotary_dim")
     if share is None and count is None:
         share = config.default("rotary_dim", _SHARE)
@@ -109,7 +109,7 @@ def rotary_dim(config: Config, head_dim: int) -> int:
     share = checks.positive_float(config.who, _SHARE, share)
     width = int(head_dim * share) if share <= 1 else 0
     if width < 2 or width % 2:
-        rule = f"{_SHARE} must be at most 1, and rotate an even number of the {head_dim} channels"
+        rule = f"{_SHARE} must be at most 1, and an even number of the {head_dim} channels"
         raise config.error(rule, f"{share:g}")
     if count is not None and count != width:
         raise config.contradiction("rotary_dim", _SHARE, f"{count} and {width} channels")
@@ -117,7 +117,7 @@ def rotary_dim(config: Config, head_dim: int) -> int:
 
 
 def layout(config: Config) -> tuple[bool, bool | None]:
-    """Whether pairs are adjacent, in the input and, if it differs, in the output."""
+    """``interleaved`` and ``interleaved_out``."""
     if config.converted is None:
         return family_layout(config)
     if config.converted not in ("half", "interleaved"):
@@ -127,10 +127,10 @@ def layout(config: Config) -> tuple[bool, bool | None]:
 
 
 def family_layout(config: Config) -> tuple[bool, bool | None]:
-    """As `layout`, of the model's own code, whatever a conversion has written."""
+    """As `layout`, without regard to a conversion."""
     key = "rope_interleave"
     if config.top.get("use_mla") is False:
-        # DeepSeek's without latent attention are Llama's.
+        # Without latent attention, DeepSeek has Llama's layout.
         return False, None
     flag = config.top.get(key)
     if flag is not None:
@@ -144,13 +144,12 @@ def family_layout(config: Config) -> tuple[bool, bool | None]:
 
 
 def axes(config: Config) -> Axes | None:
-    """Coordinates of M-RoPE."""
+    """The sections of M-RoPE."""
     sizes = config.rope.get("mrope_section")
     if sizes is None:
         return None
     config.sources["axes"] = f"{config.prefix}{config.where}.mrope_section"
     flag = config.rope.get("mrope_interleaved") or config.rope.get("interleaved") or False
-    if config.model.get("mrope_interleaved"):
-        # Their code interleaves without asking.
-        flag = True
+    # Some model types interleave whatever the config says.
+    flag = config.model.get("mrope_interleaved") or flag
     return Sections(sizes, checks.boolean(config.who, "mrope_interleaved", flag))

@@ -10,7 +10,7 @@ from posenc._contract import checks
 from posenc.configs.reader import UNSCALED, Config
 from posenc.numerics import scaling
 
-# Keys of a dict of rotation that mean nothing without a rope_type.
+# Keys of a rope dict that require a rope_type.
 _SCALES = (
     "factor", "short_factor", "long_factor", "low_freq_factor", "high_freq_factor", "beta_fast",
     "beta_slow", "mscale", "attention_factor", "alpha",
@@ -23,10 +23,10 @@ _KEYS = frozenset(
 
 
 def scaling_rule(config: Config) -> scaling.Rule | None:
-    """The rule of a dict of rotation."""
+    """The rule that the rope dict describes; None if nothing is scaled."""
     for key in config.rope:
         if key not in _KEYS:
-            rule, known = f"{config.where}.{key} must be a key of rotation", sorted(_KEYS)
+            rule, known = f"{config.where}.{key} must be a known key", sorted(_KEYS)
             near = get_close_matches(str(key), known, 1)
             way_out = f"Did you mean {near[0]}?" if near else f"Use one of {', '.join(known)}."
             raise config.error(rule, key, way_out)
@@ -89,13 +89,13 @@ def _llama3(config: Config) -> scaling.Rule:
 
 def _proportional(config: Config) -> scaling.Rule:
     name = "partial_rotary_factor"
-    share = config.one("scaling", name, (name,))
+    share = config.agreed("scaling", name, (name,))
     return scaling.Proportional(1.0 if share is None else share, config.rope.get("factor") or 1.0)
 
 
 def _original_length(config: Config) -> Any:
     name = "original_max_position_embeddings"
-    value = config.one("original_length", name, (name,))
+    value = config.agreed("original_length", name, (name,))
     return config.need("max_position_embeddings") if value is None else value
 
 
