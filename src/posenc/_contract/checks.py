@@ -1,4 +1,4 @@
-"""Argument checks. Each error says who, what must hold, what came, and the way out."""
+"""Argument checks. Each error names the caller, the rule, the value, and what to do."""
 
 from __future__ import annotations
 
@@ -22,10 +22,7 @@ FARTHEST = 2**31
 
 
 def message(who: str, rule: str, got: object, way_out: str) -> str:
-    """Text of every error: one line for the rule, one for what to do about it.
-
-    Rules and values may quote a file that a stranger wrote, so both are escaped.
-    """
+    """The text of an error. Rules and values are escaped, because they may quote any file."""
     return f"{who}: {printable(rule)}, got {printable(got)}.\n  {way_out}"
 
 
@@ -37,7 +34,7 @@ def fail(
 
 
 def printable(value: object) -> str:
-    r"""``value`` as text whose control characters are escaped, so that a terminal shows them.
+    r"""``value`` as text, with control characters escaped.
 
     Examples:
         >>> printable("\x1b[2Jgone")
@@ -58,13 +55,12 @@ def describe(value: object) -> str:
 
 
 def integer(who: str, name: str, value: Any, *, least: int = 1) -> int:
-    """``value`` as an int of at least ``least``; bools and floats are not counts."""
+    """``value`` as an int of at least ``least``; bools and floats are refused."""
     if type(value) is int and least <= value <= FARTHEST:
         return value
     if not isinstance(value, (int, torch.SymInt)) or isinstance(value, bool):
-        # numpy's integers arrive here; a float or a bool has no place in a count.
         try:
-            # torch.jit.trace makes tensors of shapes.
+            # Integers of numpy are accepted, and the tensors that torch.jit.trace makes of sizes.
             if isinstance(value, bool) or (isinstance(value, Tensor) and not in_jit_trace()):
                 raise TypeError
             value = operator.index(value)
@@ -88,7 +84,7 @@ def even(who: str, name: str, value: Any) -> int:
 
 def positive_float(who: str, name: str, value: Any) -> float:
     """``value`` as a finite float above zero."""
-    # Plain numbers come first, because torch.compile knows them; numpy's are numbers too.
+    # torch.compile knows int and float, and not numbers.Real, which numpy's scalars are.
     plain = isinstance(value, (int, float)) and not isinstance(value, bool)
     if not plain and (isinstance(value, (bool, Tensor)) or not isinstance(value, numbers.Real)):
         fail(who, f"{name} must be a number", describe(value), f"Pass float({name}).", TypeError)
@@ -99,16 +95,16 @@ def positive_float(who: str, name: str, value: Any) -> float:
 
 
 def base(who: str, value: Any, name: str = "base") -> float:
-    """``value`` as the base of rates: above one, so that rates fall from pair to pair."""
+    """``value`` as the base of rates, which is above one."""
     number = positive_float(who, name, value)
     if number <= 1:
         rule = f"{name} must be above 1, because each pair is slower than the one before"
-        fail(who, rule, describe(value), "Pass 10000.0, the usual one.")
+        fail(who, rule, describe(value), "Pass 10000.0, say.")
     return number
 
 
 def boolean(who: str, name: str, value: Any) -> bool:
-    """``value`` as a real bool, so that a misplaced argument does not pass for one."""
+    """``value`` if it is a bool: a misplaced argument might be truthy."""
     if not isinstance(value, bool):
         rule = f"{name} must be True or False"
         fail(who, rule, describe(value), f"Pass {name} by keyword.", TypeError)
@@ -116,12 +112,12 @@ def boolean(who: str, name: str, value: Any) -> bool:
 
 
 def optional(check: Callable[..., Value], who: str, name: str, value: Any) -> Value | None:
-    """None, or ``value`` as ``check`` takes it."""
+    """None, or the checked ``value``."""
     return None if value is None else check(who, name, value)
 
 
 def check_instance(who: str, name: str, value: Any, kind: type, way_out: str) -> Any:
-    """``value`` if it is None or of this kind."""
+    """``value`` if it is None or an instance of ``kind``."""
     if value is not None and not isinstance(value, kind):
         rule = f"{name} must be of type {kind.__name__}, or None"
         fail(who, rule, describe(value), way_out, TypeError)
@@ -129,7 +125,7 @@ def check_instance(who: str, name: str, value: Any, kind: type, way_out: str) ->
 
 
 def float_dtype(who: str, name: str, dtype: Any) -> torch.dtype:
-    """``dtype`` if encodings can be computed in it."""
+    """``dtype`` if it is one of `FLOAT_DTYPES`."""
     if dtype not in FLOAT_DTYPES:
         rule = f"{name} must be one of float16, bfloat16, float32, float64"
         fail(who, rule, dtype, "Pass for example torch.float32.", TypeError)
@@ -137,7 +133,7 @@ def float_dtype(who: str, name: str, dtype: Any) -> torch.dtype:
 
 
 def float_tensor(who: str, name: str, x: Any) -> Tensor:
-    """``x`` if it is a tensor of a real floating dtype."""
+    """``x`` if it is a dense tensor of one of `FLOAT_DTYPES`."""
     if not isinstance(x, Tensor):
         way_out = "Pass a tensor." if x is None else f"Pass torch.as_tensor({name})."
         fail(who, f"{name} must be a torch.Tensor", type(x).__name__, way_out, TypeError)
@@ -168,6 +164,6 @@ def check_embeddings(who: str, name: str, x: Any) -> tuple[int, int]:
 
 
 def equal(who: str, name: str, got: int, wanted: int, way_out: str) -> None:
-    """Refuse a size that differs from the one that was fixed."""
+    """Refuse a size that is not the one of the constructor."""
     if got != wanted:
         fail(who, f"{name} must be {wanted}", got, way_out)

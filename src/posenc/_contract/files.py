@@ -1,4 +1,4 @@
-"""Files: a stranger's are read within bounds or refused with a reason, ours are written whole."""
+"""Reading files of unknown origin within bounds, and writing files to the disk."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from typing import Any, BinaryIO
 
 from posenc._contract import checks
 
-# Bytes of a JSON text: what the safetensors format allows its header.
+# Bytes of a JSON text, as the safetensors format allows.
 LARGEST_JSON = 100_000_000
-# Dicts and lists within each other. Configs have six or so, and code that reads them recurses.
+# Nesting of dicts and lists. Configs have six levels or so, and code that reads them recurses.
 _DEEPEST = 64
-# Opening a pipe would wait for its writer, and Windows would translate line ends.
+# Do not wait for the writer of a pipe, nor translate the line ends of Windows.
 _FLAGS = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
 
 
@@ -25,35 +25,34 @@ def open_regular(who: str, path: Path) -> BinaryIO:
     handle = os.open(path, _FLAGS)
     if not stat.S_ISREG(os.fstat(handle).st_mode):
         os.close(handle)
-        rule, way_out = f"{path} must be a regular file", "Copy its content into a file first."
-        raise ValueError(checks.message(who, rule, "a device, a pipe or a folder", way_out))
+        rule, got = f"{path} must be a regular file", "a device, a pipe or a folder"
+        checks.fail(who, rule, got, "Copy its content into a file first.")
     return os.fdopen(handle, "rb")
 
 
 def read_json(who: str, path: Path) -> dict[str, Any]:
-    """The object that a JSON file holds; every failure is a ValueError that names the file."""
+    """The object in a JSON file; every error is a ValueError that names the file."""
     try:
         with open_regular(who, path) as file:
             size = os.fstat(file.fileno()).st_size
             text = file.read(size) if size <= LARGEST_JSON else b""
     except OSError as wrong:
         reason = checks.printable(f"{who}: cannot read {path}: {wrong.strerror}")
-        way_out = "Nothing is downloaded: pass the path of a file that is there."
+        way_out = "Pass the path of a file on this machine: nothing is downloaded."
         raise ValueError(f"{reason}.\n  {way_out}") from wrong
     if size > LARGEST_JSON:
         rule = f"{path} must have at most {LARGEST_JSON} bytes"
-        raise ValueError(checks.message(who, rule, size, "Pass a config.json or an index."))
+        checks.fail(who, rule, size, "Pass a config.json or an index.")
     try:
         return parse_json(text)
     except ValueError as wrong:
-        rule, way_out = f"{path} must hold a JSON object", "Download the file again."
-        raise ValueError(checks.message(who, rule, wrong, way_out)) from None
+        checks.fail(who, f"{path} must hold a JSON object", wrong, "Download the file again.")
 
 
 def parse_json(
     text: bytes, pairs: Callable[[list[tuple[str, Any]]], dict[str, Any]] | None = None
 ) -> dict[str, Any]:
-    """The object that ``text`` spells, in time and memory that are proportional to it.
+    """The JSON object in ``text``, in time and memory proportional to its length.
 
     Examples:
         >>> parse_json(b'{"a": 1}')
@@ -82,10 +81,7 @@ def parse_json(
 
 @contextlib.contextmanager
 def create(path: Path, mode: int | None = None) -> Iterator[BinaryIO]:
-    """Make a new file, never through a link; after the block it is on the disk.
-
-    A file that is to have ``mode`` is its owner's alone until then.
-    """
+    """Make a new file, not through a link, and sync it to the disk; then set its ``mode``."""
     first = 0o666 if mode is None else 0o600
     with open(path, "xb", opener=lambda name, flags: os.open(name, flags, first)) as file:
         yield file
@@ -96,6 +92,6 @@ def create(path: Path, mode: int | None = None) -> Iterator[BinaryIO]:
 
 
 def set_mode(path: Path, mode: int) -> None:
-    """Give a file or folder its permissions, on disks that have any."""
+    """Set the permissions of a file or folder, on disks that have them."""
     with contextlib.suppress(PermissionError):
         os.chmod(path, mode & 0o777)

@@ -14,13 +14,15 @@ from posenc._contract.tracing import device_assert, in_transform, is_readable
 
 
 class Limit(NamedTuple):
-    """Positions are below ``value``, which the argument ``name`` has set.
-
-    A limit without a name is that of the arithmetic, and cannot be raised.
-    """
+    """Positions are below ``value``, the argument ``name``; without a name, exact angles end."""
 
     value: int = FARTHEST + 1
     name: str = ""
+
+    @classmethod
+    def of(cls, name: str, value: int | None) -> Limit:
+        """The limit that an optional argument sets."""
+        return UNLIMITED if value is None else cls(value, name)
 
 
 UNLIMITED = Limit()
@@ -37,9 +39,9 @@ def index_tensor(
     floating: bool = False,
     way_out: str = "Give one position to each token.",
 ) -> Tensor:
-    """``value`` as int64, or float64 if ``floating`` ones are accepted, on ``device``; not read.
+    """``value`` on ``device`` as int64, or as float64 if it is floating; values are not read.
 
-    ``kind`` says in words what it must be, and ``shapes`` are those accepted, the usual two first.
+    An error names ``kind`` and the first two of the ``shapes``.
     """
     typed = isinstance(value, Tensor) and (
         value.dtype in INT_DTYPES or (floating and value.dtype in FLOAT_DTYPES)
@@ -67,8 +69,7 @@ def offsets(who: str, value: Any, x: Tensor, name: str = "offset", *more: tuple[
 def position_ids(who: str, ids: Any, x: Tensor, limit: Limit = UNLIMITED) -> Tensor:
     """Positions of the tokens of ``x``, ``(B, ..., L, D)``, as int64 ``(L,)`` or ``(B, L)``.
 
-    Values are read only on their way from the CPU to another device: once there, they cannot be
-    without waiting.
+    Their values are checked only if they are copied from the CPU to another device.
     """
     shape, device = x.shape, x.device
     length = shape[-2]
@@ -82,10 +83,9 @@ def position_ids(who: str, ids: Any, x: Tensor, limit: Limit = UNLIMITED) -> Ten
 def coordinates(
     who: str, name: str, at: Any, x: Tensor, axes: int | None, limit: Limit = UNLIMITED
 ) -> Tensor:
-    """Positions of the tokens of ``x`` as int64 or float64, after ``axes`` coordinates if any.
+    """Positions of the tokens of ``x``, int64 or float64, ``(axes, ..., L)`` if there are axes.
 
-    One position for all of the coordinates of a token is expanded to them. Floating ones may be
-    below zero: coordinates are often counted from the middle.
+    Floating positions may be negative: images often count them from the middle.
     """
     batch, length = x.shape[0], x.shape[-2]
     lead = () if axes is None else (axes,)
@@ -107,7 +107,7 @@ def coordinates(
 
 
 def positions(who: str, name: str, at: Any) -> Tensor:
-    """``at`` if it is a tensor of whole or floating positions, with at least one dimension."""
+    """``at`` if it is an integer or floating tensor of at least one dimension."""
     typed = isinstance(at, Tensor) and (at.dtype in INT_DTYPES or at.dtype in FLOAT_DTYPES)
     if not typed or at.dim() == 0:
         rule = f"{name} must be a tensor of positions, (L,) or (B, L)"
@@ -116,7 +116,7 @@ def positions(who: str, name: str, at: Any) -> Tensor:
 
 
 def exclusive_offset(who: str, offset: int | Tensor) -> None:
-    """Refuse an offset beside position_ids: they would say the same thing twice."""
+    """Refuse an offset beside position_ids."""
     if isinstance(offset, Tensor) or integer(who, "offset", offset, least=0) != 0:
         rule = "offset and position_ids exclude each other"
         fail(who, rule, f"offset={offset}", "Add offset to position_ids.")
@@ -136,7 +136,7 @@ def check_position(who: str, value: int, limit: Limit, instead: str = "smaller o
 def check_range(who: str, start: int, length: int, limit: Limit = UNLIMITED) -> None:
     """Refuse ``length`` positions from ``start`` on that go past ``limit``."""
     if not limit.name and torch.compiler.is_compiling():
-        # A graph for all lengths compares none of them.
+        # A comparison would fix the length in the graph.
         return
     if start + length > limit.value:
         instead = "a smaller offset" if start else "fewer tokens"
@@ -144,17 +144,15 @@ def check_range(who: str, start: int, length: int, limit: Limit = UNLIMITED) -> 
 
 
 def check_ids(who: str, ids: Tensor, limit: Limit = UNLIMITED) -> int | None:
-    """One past the largest of ``ids``, or None where that cannot be read without waiting.
+    """Check ``ids``, and return the largest plus one; None if it cannot be read without waiting.
 
-    Values on the CPU are read and refused here; values on a device, or inside a compiled graph,
-    are refused there, so that nothing waits and no graph breaks.
+    Values on another device, or in a compiled graph, are checked there.
     """
-    if sharding.is_sharded(ids):
-        # Each process checks its own; the largest of all would take communication.
-        check_ids(who, sharding.local(ids), limit)
-        return None
     if not is_readable(ids):
-        if not in_transform(ids):
+        if sharding.is_sharded(ids):
+            # Each process checks its own; the largest of all would take communication.
+            check_ids(who, sharding.local(ids), limit)
+        elif not in_transform(ids):
             inside = (ids >= 0) & (ids < limit.value)
             rule = f"{who}: position_ids must be in [0, {limit.value})."
             device_assert(inside.all(), rule)
@@ -162,7 +160,7 @@ def check_ids(who: str, ids: Tensor, limit: Limit = UNLIMITED) -> int | None:
     count = ids.numel()
     if count == 0:
         return 0
-    # Decoding has one position at each call, which is read faster than searched.
+    # Decoding passes one position at each call: skip aminmax.
     for end in (ids,) if count == 1 else torch.aminmax(ids):
         value: int = end.item()  # type: ignore[assignment]
         if not 0 <= value < limit.value:

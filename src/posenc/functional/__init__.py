@@ -1,4 +1,4 @@
-"""Stateless forms: the numbers of `numerics` meeting the tensors of `kernels`."""
+"""Positional encodings as functions, without state."""
 
 from posenc.functional.alibi import alibi_bias, alibi_key_bias, alibi_slopes
 from posenc.functional.alibi_models import alibi_model_bias, alibi_model_slopes

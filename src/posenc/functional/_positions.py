@@ -1,4 +1,4 @@
-"""Where tokens are: ``offset`` and ``position_ids``, as every module and function takes them."""
+"""``offset`` and ``position_ids``, as every module and function takes them."""
 
 from __future__ import annotations
 
@@ -13,16 +13,7 @@ from posenc.kernels import Rows
 def rows_of(
     who: str, x: Tensor, offset: int | Tensor, position_ids: Tensor | None, limit: Limit = UNLIMITED
 ) -> Rows:
-    """Table rows of the tokens of ``x``, ``(B, ..., L, D)``.
-
-    Args:
-        who: The caller.
-        x: The tensor to encode.
-        offset: Position of the first token, or an integer tensor ``(B,)`` of them.
-        position_ids: Integers of shape ``(L,)`` or ``(B, L)``, instead of ``offset``.
-        limit: Positions past it are refused here if they are ints; values in a tensor are not
-            read.
-    """
+    """Table rows of the tokens of ``x``, ``(B, ..., L, D)``; values in a tensor are not checked."""
     if position_ids is not None:
         if type(offset) is not int or offset != 0:
             checks.exclusive_offset(who, offset)
@@ -36,9 +27,8 @@ def rows_of(
 
 
 def positions_of(who: str, x: Tensor, rows: Rows, limit: Limit = UNLIMITED) -> Tensor:
-    """Positions of the tokens of ``x`` as int64 ``(L,)`` or ``(B, L)``, checked."""
+    """Positions of the tokens of ``x``, checked: int64 ``(B, L)``, or ``(L,)`` for all alike."""
     at = rows.as_index(x.shape[-2], x.device)
     if rows.positions is not None:
         checks.check_ids(who, at, limit)
-    # One row of positions serves every sequence.
     return at[0] if at.shape[0] == 1 else at

@@ -1,4 +1,4 @@
-"""RMSNorm and rotation of queries and keys, fused."""
+"""RMSNorm and rotation of queries and keys in one kernel."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def qk_norm_rope(
 
     .. math:: x \mapsto R_\phi \left( \frac{x}{\sqrt{\text{mean}(x^2) + \epsilon}} \odot w \right)
 
-    As Qwen3, Gemma 3 and OLMo 2 normalise before they rotate. Computed one precision up and
-    rounded once; gradients reach ``q``, ``k`` and the weights.
+    So do Qwen3, Gemma 3 and OLMo 2. It is computed one precision up and rounded once. Gradients
+    reach ``q``, ``k`` and the weights.
 
     Args:
         q: Queries ``(B, H, L, D)``.
@@ -68,7 +68,7 @@ def qk_norm_rope(
     for name, x, weight in (("q_weight", q, q_weight), ("k_weight", k, k_weight)):
         checks.float_tensor(who, name, weight)
         heads, width = x.shape[1], x.shape[3]
-        # One comparison each: torch.compile does not look for a symbolic size in a tuple.
+        # Two comparisons, because torch.compile cannot search a tuple for a symbolic size.
         if weight.dim() != 1 or (weight.shape[0] != width and weight.shape[0] != heads * width):
             rule = f"{name} must have shape ({width},) or ({heads * width},)"
             checks.fail(who, rule, f"shape {tuple(weight.shape)}", "Give each channel one weight.")

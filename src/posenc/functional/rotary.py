@@ -20,7 +20,7 @@ from posenc.numerics.tables import cos_sin
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-# The name of a caller's own table in an error.
+# The name of the limit in errors, where users pass the tables.
 ROWS = "the rows of cos"
 
 
@@ -37,8 +37,8 @@ def rotary_pos_embedding(
     .. math:: (a, b) \mapsto (a \cos\phi - b \sin\phi,\; a \sin\phi + b \cos\phi),
               \qquad \phi = p\,\theta_i,\; \theta_i = \text{base}^{-2i/D}
 
-    Angles are exact, the rotation is computed one precision up from the input's and rounded
-    once: each output is within a hair of half an ulp, at any position.
+    The rotation is computed one precision up from the input's and rounded once: each output is
+    within a hair of half an ulp, at any position.
 
     Args:
         input_: Floating tensor of shape ``(..., L, D)`` with even ``D``.
@@ -83,22 +83,20 @@ class RotateOptions(TypedDict, total=False):
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, **options: Unpack[RotateOptions]) -> Tensor:
     """Rotate ``x`` by tables of your own.
 
-    For tables from another source: learned frequencies, a scaling rule of yours, another
-    library's cache. Gradients reach ``x``, ``cos`` and ``sin``.
+    They may come from learned frequencies, a scaling rule of yours, or another library's cache.
+    Gradients reach ``x``, ``cos`` and ``sin``.
 
     Args:
         x: ``(B, H, L, D)``.
-        cos: ``(T, P)``, or ``(B, T, P)`` for tables of each sequence's own. ``2P`` channels of
-            the ``D`` are rotated. Tables ``(T, D)`` that hold the number of each pair twice, as
-            Hugging Face makes them, are accepted if both are the same.
+        cos: ``(T, P)``, or ``(B, T, P)`` with a table for each sequence; ``2P`` channels of the
+            ``D`` are rotated. Hugging Face's ``(T, D)``, with each column twice, is accepted.
         sin: As ``cos``.
         **options: ``offset``: table row of the first token (0), or an integer tensor ``(B,)``;
             ``position_ids``: table row of each token, ``(L,)`` or ``(B, L)``, instead;
-            ``seq_dim``: which dimension of ``x`` are the tokens: -2, or 1 for ``(B, L, H, D)``;
+            ``seq_dim``: the dimension of ``x`` for tokens: -2, or 1 for ``(B, L, H, D)``;
             ``interleaved``: pairs are ``(2i, 2i + 1)`` if true (the default), ``(i, P + i)`` if
-            false; ``interleaved_out``: pairs of the result, if they are to differ (DeepSeek's
-            checkpoints are interleaved and come out in halves); ``last``: rotate the last ``2P``
-            channels instead of the first.
+            false; ``interleaved_out``: pairs of the result, if they differ (DeepSeek-V3);
+            ``last``: rotate the last ``2P`` channels instead of the first.
 
     Returns:
         A new tensor like ``x``; channels that are not rotated are copied.
@@ -129,8 +127,7 @@ def rotate_qk(
 def rotate_(x: Tensor, cos: Tensor, sin: Tensor, **options: Unpack[RotateOptions]) -> Tensor:
     """Rotate ``x`` in place, and return it; arguments as :func:`rotate`.
 
-    One pass without a new tensor where nothing is recorded for a gradient; where something is,
-    autograd sees the write as it sees torch's own.
+    Without gradients, no new tensor is made; with them, autograd records an in-place operation.
 
     Examples:
         >>> x = torch.tensor([1.0, 0.0]).view(1, 1, 1, 2)
@@ -170,7 +167,7 @@ def _rotated(
 def rotate_rows(
     who: str, limit_name: str, xs: list[Tensor], cos: Tensor, sin: Tensor, rows: Rows, spec: Spec
 ) -> list[Tensor]:
-    """Rotate ``xs`` of ``(B, H, L, D)``; a row that the tables lack is a user's error."""
+    """Rotate ``xs`` of ``(B, H, L, D)``; a row past the tables is an error about ``limit_name``."""
     assert cos.dim() == 2 or cos.shape[0] == xs[0].shape[0], "a table for each sequence"
     try:
         return kernels.rotate(xs, cos, sin, rows, spec)
@@ -182,7 +179,7 @@ def rotate_rows(
 def rotate_in_place(
     who: str, limit_name: str, xs: list[Tensor], cos: Tensor, sin: Tensor, rows: Rows, spec: Spec
 ) -> list[Tensor]:
-    """As :func:`rotate_rows`, but in place; a refused call writes nothing."""
+    """As :func:`rotate_rows`, in place; a call that raises writes nothing."""
     check_writable(who, xs, recorded_by=(cos, sin))
     read = (cos, sin) if rows.positions is None else (cos, sin, rows.positions)
     cos, sin, *positions = copy_if_overlapping(xs, *read)
@@ -207,7 +204,7 @@ def rotate_tokens(
 
 
 def check_seq_dim(who: str, seq_dim: int) -> int:
-    """``seq_dim`` if tensors are ``(B, H, L, D)`` or ``(B, L, H, D)``."""
+    """``seq_dim`` if it is the third or the second dimension of four."""
     if seq_dim not in (-2, 2, 1, -3):
         rule = "seq_dim must be -2 for (B, H, L, D), or 1 for (B, L, H, D)"
         checks.fail(who, rule, seq_dim, "Transpose the tensor first.")
@@ -215,12 +212,12 @@ def check_seq_dim(who: str, seq_dim: int) -> int:
 
 
 def swap_heads(xs: list[Tensor], seq_dim: int) -> list[Tensor]:
-    """Tensors of ``(B, L, H, D)`` as ``(B, H, L, D)``, and back, if ``seq_dim`` is 1."""
+    """Swap heads and tokens if ``seq_dim`` is 1; calling this twice restores the order."""
     return [x.transpose(1, 2) for x in xs] if seq_dim in (1, -3) else xs
 
 
 def check_rotary_input(who: str, name: str, x: Tensor) -> int:
-    """``D``; refuse what cannot be rotated: not floating, not ``(..., L, D)``, or ``D`` odd."""
+    """``D`` of a floating tensor ``(..., L, D)``, which must be even."""
     checks.float_tensor(who, name, x)
     if x.dim() < 2:
         rule, got = f"{name} must have shape (..., L, D)", f"shape {tuple(x.shape)}"
@@ -231,17 +228,9 @@ def check_rotary_input(who: str, name: str, x: Tensor) -> int:
 def check_heads(
     who: str, names: str, xs: list[Tensor], head_dim: int | None = None, seq_dim: int = -2
 ) -> None:
-    """Refuse one tensor, or q and k, that are not floating of four dimensions and belong together.
-
-    Args:
-        who: The caller.
-        names: A letter for each of ``xs``.
-        xs: What is to be rotated.
-        head_dim: The width of a head, if it is fixed.
-        seq_dim: Which dimension are the tokens.
-    """
+    """Check that ``xs``, one tensor or q and k, are floating, ``(B, H, L, D)``, and agree."""
     q, k = xs[0], xs[-1]
-    # One expression, because decoding waits for it at every token.
+    # One expression, because decoding evaluates it at every token.
     if (
         isinstance(q, Tensor)
         and isinstance(k, Tensor)
@@ -274,7 +263,7 @@ def check_heads(
 
 
 def halved(who: str, name: str, table: Tensor, interleaved: bool) -> Tensor:
-    """A table ``(..., 2P)`` that holds the number of each pair twice, with one: ``(..., P)``."""
+    """A table ``(..., P)`` from one ``(..., 2P)`` that has each column twice."""
     first, second = (table[..., ::2], table[..., 1::2]) if interleaved else table.chunk(2, -1)
     problem = f"{who}: both numbers of a pair must be the same in {name}."
     if is_readable(table):
@@ -299,12 +288,12 @@ def arguments(
     interleaved_out: bool | None = None,
     last: bool = False,
 ) -> tuple[list[Tensor], Tensor, Tensor, Rows, Spec]:
-    """What the kernels take: ``xs`` as ``(B, H, L, D)``, tables ``(..., T, P)``, rows and pairs."""
+    """Check the arguments of :func:`rotate` and return those of the kernels."""
     check_heads(who, names, xs, seq_dim=check_seq_dim(who, seq_dim))
     xs = swap_heads(xs, seq_dim)
     for name, table in (("cos", cos), ("sin", sin)):
         if table is None:
-            way_out = "A RoPE that grows has none at first: pass rope.tables(position_ids)."
+            way_out = "Pass rope.tables(position_ids): RoPE(max_seq_len=None) has none at first."
             checks.fail(who, f"{name} must be a torch.Tensor", None, way_out, TypeError)
         checks.float_tensor(who, name, table)
         checks.rank(who, name, table, (2, 3), "(T, P) or (B, T, P)")
@@ -315,16 +304,14 @@ def arguments(
         rule = f"cos and sin must have one shape, on {x.device}"
         checks.fail(who, rule, got, "Build both from the same angles.")
     if width < 2 * cos.shape[-1] <= 2 * width and cos.shape[-1] % 2 == 0:
-        # Too wide for one number to a pair.
+        # There are more columns than pairs.
         cos, sin = halved(who, "cos", cos, interleaved), halved(who, "sin", sin, interleaved)
     pairs = cos.shape[-1]
     if pairs == 0 or 2 * pairs > width or (cos.dim() == 3 and cos.shape[0] != x.shape[0]):
         rule = f"cos must have shape (T, P) or ({x.shape[0]}, T, P) with 1 <= P <= {width // 2}"
-        got, way_out = f"shape {tuple(cos.shape)}", "Give one column to each pair of channels."
-        checks.fail(who, rule, got, way_out)
+        checks.fail(who, rule, f"shape {tuple(cos.shape)}", "Give each pair of channels a column.")
     rows = rows_of(who, x, offset, position_ids, Limit(cos.shape[-2], ROWS))
-    out = interleaved
-    if interleaved_out is not None:
-        out = checks.boolean(who, "interleaved_out", interleaved_out)
+    out = checks.optional(checks.boolean, who, "interleaved_out", interleaved_out)
+    out = interleaved if out is None else out
     first_channel = width - 2 * pairs if checks.boolean(who, "last", last) else 0
     return xs, cos.resolve_neg(), sin.resolve_neg(), rows, Spec(interleaved, out, first_channel)

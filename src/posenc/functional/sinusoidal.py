@@ -27,14 +27,14 @@ def sinusoidal_pos_embedding(
     .. math::
         \text{PE}(p, 2i) = \sin(p / b^{2i/D}), \qquad \text{PE}(p, 2i + 1) = \cos(p / b^{2i/D})
 
-    Every number is the exact value rounded once to ``dtype``.
+    Values are exact up to one rounding to ``dtype``.
 
     Args:
         seq_len: Positions ``L``, positive.
         embed_dim: Channels ``D``, positive. If odd, the last sine has no cosine.
-        device: Where the result lives.
+        device: The device of the result.
         dtype: A floating dtype; float32 if None.
-        offset: The first position, or an integer tensor ``(B,)`` of each sequence's own.
+        offset: The first position, or an integer tensor ``(B,)`` with one for each sequence.
         position_ids: Integers of shape ``(L,)`` or ``(B, L)``, instead of ``offset``.
         base: :math:`b` above.
 
@@ -59,7 +59,7 @@ def sinusoidal_pos_embedding(
         lead = position_ids.shape[:-1]
     elif isinstance(offset, Tensor):
         lead = offset.shape
-    # A tensor of no channels stands for the one that the encodings are added to.
+    # rows_of takes the tensor to encode; it needs no channels.
     like = torch.empty((*(lead or (1,)), length, 0), device=device)
     at = positions_of(who, like, rows_of(who, like, offset, position_ids))
     return sinusoid(at, spectrum, dtype).view(*lead, length, dim)
@@ -73,17 +73,16 @@ def sinusoidal_grid_embedding(
     base: float = 10_000.0,
     concatenated: bool = False,
 ) -> Tensor:
-    """Sinusoidal encoding of positions with several coordinates: an equal run of channels each.
+    """Sinusoidal encoding of positions with ``A`` coordinates, in ``D / A`` channels each.
 
     Args:
-        position_ids: Coordinates ``(A, ..., L)``, whole or floating, as
-            :func:`posenc.positions.grid` gives them.
+        position_ids: Integer or floating coordinates ``(A, ..., L)``, as from
+            :func:`posenc.positions.grid`.
         embed_dim: Channels ``D``, a multiple of ``2 A``.
         dtype: A floating dtype.
-        base: As in :func:`sinusoidal_pos_embedding`, of each coordinate's ``D / A`` channels.
-        concatenated: The order of MAE and DiT: the last coordinate, the width of a grid, has the
-            first run, and each run has all its sines before its cosines. False: the first
-            coordinate has the first run, and sine and cosine take turns.
+        base: As in :func:`sinusoidal_pos_embedding`.
+        concatenated: Coordinates from last to first, and all sines of a coordinate before its
+            cosines, as in MAE and DiT. If false, from first to last, sines and cosines alternating.
 
     Returns:
         Tensor of shape ``(..., L, embed_dim)``.
@@ -122,13 +121,13 @@ def timestep_embedding(
     scale: float = 1.0,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    r"""Sinusoidal encoding of the steps of a diffusion, all sines and then all cosines.
+    r"""Sinusoidal encoding of diffusion timesteps, all sines and then all cosines.
 
     .. math:: \theta_i = P^{-i/(D/2 - \delta)}, \qquad
               t \mapsto (\sin s\,t\,\theta_0, \dots, \cos s\,t\,\theta_0, \dots)
 
     Args:
-        timesteps: ``(N,)``, whole or floating.
+        timesteps: ``(N,)``, integer or floating.
         embed_dim: Channels ``D``. If odd, the last one is zero.
         max_period: :math:`P`.
         flip_sin_to_cos: Cosines first (ADM, DiT, Stable Diffusion).
@@ -156,8 +155,7 @@ def timestep_embedding(
     plain = isinstance(downscale_freq_shift, (int, float))
     if not plain or not 0 <= downscale_freq_shift < half:
         rule = f"downscale_freq_shift must be from 0 to below embed_dim / 2 = {half}"
-        got = checks.describe(downscale_freq_shift)
-        checks.fail(who, rule, got, "Pass 0 or 1.")
+        checks.fail(who, rule, checks.describe(downscale_freq_shift), "Pass 0 or 1.")
     span = half - downscale_freq_shift
     period = checks.base(who, max_period, "max_period")
     where = torch.device("cpu") if at.device.type == "mps" else at.device

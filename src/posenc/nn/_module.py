@@ -1,4 +1,4 @@
-"""What all modules share: the arguments of their constructors are read-only attributes."""
+"""The base of all modules: constructor arguments are read-only attributes."""
 
 from __future__ import annotations
 
@@ -13,10 +13,9 @@ if TYPE_CHECKING:
 
 
 class ReadOnlyArguments(nn.Module):
-    """A module whose constructor arguments are attributes that do not change.
+    """A module whose constructor arguments, which decide its tables, are read-only attributes.
 
-    Tables follow from them. :meth:`replace` makes another module. Subclasses outside of posenc
-    may have arguments of their own, which are theirs to keep or to change.
+    Arguments that a user's subclass adds may change.
     """
 
     _arguments: ClassVar[dict[str, inspect.Parameter]] = {}
@@ -34,9 +33,9 @@ class ReadOnlyArguments(nn.Module):
         super().__setattr__(name, value)
 
     def replace(self, **arguments: Any) -> Self:
-        """A new module with these arguments of the constructor, and this one's for the others.
+        """A new module: these constructor arguments, and this module's others.
 
-        Nothing that was learned is taken along.
+        Learned parameters are not copied.
         """
         taken = _parameters(type(self))
         if any(each.kind is inspect.Parameter.VAR_KEYWORD for each in taken.values()):
@@ -45,15 +44,15 @@ class ReadOnlyArguments(nn.Module):
         if lost:
             who = type(self).__name__
             problem = f"{who}.replace: {', '.join(lost)} must be given, because it was not kept."
-            raise TypeError(f"{problem}\n  Pass it, or keep it as an attribute of that name.")
+            raise TypeError(f"{problem}\n  Pass it, or set an attribute of that name.")
         return type(self)(**{**self._given(taken), **arguments})
 
     def _given(self, names: Iterable[str]) -> dict[str, Any]:
-        """Arguments of the constructor, by name."""
+        """Constructor arguments by name."""
         return {name: getattr(self, name) for name in names if hasattr(self, name)}
 
     def extra_repr(self) -> str:
-        """Shown by ``print(module)``: the arguments, and of keywords what is true or was given."""
+        """The arguments; keyword-only ones if they are True or not the default."""
         return ", ".join(
             f"{name}={_short(value)}"
             for name, value in self._given(self._arguments).items()

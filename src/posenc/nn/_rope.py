@@ -1,4 +1,4 @@
-"""Which cosines and sines rotary modules read: shared tables, or angles computed for a call."""
+"""Cosines and sines of the rotary modules: read from shared tables, or computed for one call."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class RotaryTable:
     spectrum: Spectrum
 
     def __call__(self, rows: int, device: torch.device, dtype: torch.dtype) -> Numbers:
-        """The first ``rows`` rows; float64 stands for the widest dtype of the device."""
+        """The first ``rows`` rows; float64 means the widest dtype of the device."""
         cos, sin = self.at(torch.arange(rows, device=device))
         return (cos, sin) if dtype == torch.float64 else (cos.to(dtype), sin.to(dtype))
 
@@ -36,21 +36,17 @@ class RotaryTable:
 
 
 def for_axes(positions: Tensor, axes: Axes | None) -> Tensor:
-    """Positions whose coordinates are all the same, where there are several."""
+    """Positions ``(A, ...)`` with the same number on all axes; unchanged without axes."""
     return positions if axes is None else positions.expand(axes.count(), *positions.shape)
 
 
 def read_rows(
     who: str, tables: SharedTables[RotaryTable], xs: list[Tensor], rows: Rows
 ) -> tuple[Tensor, Tensor, Rows]:
-    """Cosines, sines, and the rows of them that the tokens of ``xs`` take.
-
-    The kernel checks rows that are in a tensor, if the tables have a fixed length.
-    """
+    """Tables, and the row of each token of ``xs``; of a table that grows, they are checked here."""
     x, dtype, needed = xs[0], torch.float64, None
     if x.is_cuda and all(x.element_size() == 2 for x in xs):
-        # The kernel rounds float64 tables as it reads them. Half precision gets the same numbers
-        # from float32 ones, in half the bytes.
+        # Half precision gets the same results from float32 tables, which are half as large.
         dtype = torch.float32
     if tables.length is None:
         length = x.shape[-2]
@@ -66,39 +62,34 @@ def read_rows(
         return *tables.description.at(positions_of(who, x, rows)), Rows()
     cos, sin = kept
     if needed is not None and torch.is_grad_enabled() and any(x.requires_grad for x in xs):
-        # Activation checkpointing compares the shapes of what it saves with those of a second
+        # Activation checkpointing compares the shapes of saved tensors with those of a second
         # call, and the table may have grown by then.
         cos, sin = cos[:needed], sin[:needed]
     return cos, sin, rows
 
 
 class RopeAngles:
-    """The angles of a `RoPE` at every length, and the gain of its tables.
+    """The angles of a `RoPE` and the gain of its tables, for every sequence length.
 
-    Tables hold those of integer positions in sequences up to the trained length. For lengths that
-    change the rule, for several coordinates, and for floating ones, angles are computed at each
-    call.
-
-    Attributes:
-        trained: The length up to which the rule does not change; None if it never does.
-        usual: The spectrum up to that length.
+    Shared tables hold integer positions in sequences up to the trained length. Angles of longer
+    sequences, several coordinates and floating positions are computed at each call.
     """
 
     def __init__(self, spectrum: Spectrum, limit: Limit) -> None:
         self.spectrum, self.limit = spectrum, limit
+        # Up to this length the spectrum is self.usual; None if no length changes it.
         self.trained = None if spectrum.scaling is None else spectrum.scaling.trained_length()
         self.usual = self.spectrum_at(None)
         try:
             hash(self.usual)
         except TypeError as wrong:
-            rule = "scaling and axes must be hashable, because tables are found by them"
-            checks.fail("RoPE", rule, wrong, "Hold tuples instead of lists.", TypeError)
-        # A rule that cannot scale these rates is refused now, and not at the first call; and the
-        # result is remembered, because torch.export cannot compute it.
+            rule = "scaling and axes must be hashable, because they are keys of a cache"
+            checks.fail("RoPE", rule, wrong, "Give them tuples instead of lists.", TypeError)
+        # Raise now if the rule cannot scale these rates, and cache them: torch.export cannot.
         turn_steps(self.usual)
 
     def spectrum_at(self, seq_len: int | Tensor | None) -> Spectrum:
-        """The rates in a sequence of this length; lengths in a tensor are left open."""
+        """The spectrum in a sequence of this length; a tensor of lengths leaves the rule open."""
         base, rule = self.spectrum, self.spectrum.scaling
         if rule is not None and not isinstance(seq_len, Tensor):
             rule = rule.at(seq_len)
@@ -114,7 +105,7 @@ class RopeAngles:
         seq_len: Any,
         inverse: bool,
     ) -> tuple[Tensor, Tensor, Rows]:
-        """Cosines, sines, and the rows of them that the tokens of ``xs`` take."""
+        """Cosines, sines, and the row of each token of ``xs``."""
         x, axes, limit, length = xs[0], self.spectrum.axes, self.limit, None
         if isinstance(position_ids, Tensor) and (
             position_ids.is_floating_point() or (axes is not None and position_ids.dim() > 1)
@@ -138,7 +129,7 @@ class RopeAngles:
         return *tables_of(phi, x.device, 1 / gain if inverse else gain), Rows()
 
     def rule_length(self, who: str, x: Tensor, seq_len: Any) -> int | Tensor | None:
-        """The length to take the rule at; None if the tables of :attr:`usual` serve it."""
+        """``seq_len`` if the spectrum depends on it, checked; None if it is :attr:`usual`."""
         if isinstance(seq_len, Tensor):
             given, seq_len = seq_len, position_checks.offsets(who, seq_len, x, "seq_len", ())
             if is_readable(given) and given.numel():
@@ -146,7 +137,7 @@ class RopeAngles:
                     checks.integer(who, "seq_len", int(end), least=0)
                     for end in torch.aminmax(given)
                 )
-                # One table serves them all.
+                # All sequences have the same spectrum.
                 if low == high or (self.trained is not None and high <= self.trained):
                     seq_len = high
         elif seq_len is not None:
@@ -156,13 +147,13 @@ class RopeAngles:
         if isinstance(seq_len, Tensor) or may_keep(x):
             short = not isinstance(seq_len, Tensor) and seq_len <= self.trained
             return None if short else seq_len
-        # One graph for every length: the comparison is made inside it.
+        # A compiled graph compares the length itself, so that one graph serves every length.
         return torch.full((), seq_len, dtype=torch.int64, device=x.device)
 
     def at_coordinates(
         self, who: str, name: str, x: Tensor, at: Any, seq_len: Any
     ) -> tuple[Tensor, float | Tensor]:
-        """Angles and gain of the tokens of ``x`` at positions of any kind, checked."""
+        """Check integer or floating positions of the tokens of ``x``; return angles and gain."""
         axes = self.spectrum.axes
         count = None if axes is None else axes.count()
         at = position_checks.coordinates(who, name, at, x, count, self.limit)
@@ -172,7 +163,7 @@ class RopeAngles:
         return self.at(at, self.rule_length(who, x, seq_len))
 
     def at(self, at: Tensor, length: int | Tensor | None) -> tuple[Tensor, float | Tensor]:
-        """Angles in float64 in sequences of this length, and the gain of their tables."""
+        """Angles in float64, and the gain of their tables, in sequences of this length."""
         spectrum = self.spectrum_at(length)
         length = length if isinstance(length, Tensor) else None
         if widest(at.device) != torch.float64:
@@ -181,11 +172,11 @@ class RopeAngles:
 
 
 def tables_of(phi: Tensor, device: torch.device, gain: float | Tensor) -> tuple[Tensor, Tensor]:
-    """Tables of these angles: ``(B, L, P)``, or ``(L, P)`` if all sequences have the same."""
+    """Cosines and sines ``(B, L, P)``, or ``(L, P)`` if ``B`` is 1."""
     cos, sin = of_angles(phi, device, gain)
     return (cos[0], sin[0]) if cos.dim() == 3 and cos.shape[0] == 1 else (cos, sin)
 
 
 def _last_positions(at: Tensor) -> Tensor:
-    """The last position of each sequence, or of all if they share theirs."""
+    """The largest position of each sequence; a scalar if the sequences share their positions."""
     return at.amax(-1) if at.dim() == 2 and at.shape[0] > 1 else at.max()

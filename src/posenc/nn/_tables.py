@@ -1,9 +1,7 @@
-"""Tables of numbers that modules read, shared by all that describe the same ones.
+"""Tables that modules share: one cache for the process, whose key is all that decides a table.
 
-They are derived data, not state. Frameworks refill, broadcast, cast and shard the buffers of a
-module (transformers' ``from_pretrained`` fills them with uninitialised memory), so tables are no
-buffers: one weakly held cache for the process has them, keyed by everything that decides their
-numbers.
+They are no buffers, because frameworks broadcast, cast and shard buffers, and
+``from_pretrained`` of transformers fills them with uninitialised memory.
 """
 
 from __future__ import annotations
@@ -26,18 +24,17 @@ from posenc._contract.tracing import (
 )
 from posenc.nn._module import ReadOnlyArguments
 
-# A table without a fixed length stops growing here: 128 MiB of cos and sin at 128 channels.
-# Positions past it are computed at each call.
+# Rows that a growing table has at most: 128 MiB of cos and sin at 128 channels.
 GROWTH_LIMIT = 2**17
 
 Numbers = tuple[Tensor, ...]
 
 
 class Description(Hashable, Protocol):
-    """All that decides the numbers of a table besides its length: frozen, compared by value."""
+    """All that decides the numbers of tables, besides their length; frozen."""
 
     def __call__(self, rows: int, device: torch.device, dtype: torch.dtype) -> Numbers:
-        """The first ``rows`` rows of every table, rounded once to ``dtype``."""
+        """The first ``rows`` rows, rounded once to ``dtype``."""
         ...
 
 
@@ -45,7 +42,7 @@ D = TypeVar("D", bound=Description)
 
 
 class _Table:
-    """The numbers of one description on one device, replaced as a whole when they grow."""
+    """The tables of one description on one device, which longer ones replace."""
 
     __slots__ = ("__weakref__", "numbers")
 
@@ -53,19 +50,12 @@ class _Table:
         self.numbers = numbers
 
 
-# Held by the modules that read them, and freed with the last of these.
+# Modules hold the tables, which are freed with the last module.
 _process: WeakValueDictionary[tuple[Any, ...], _Table] = WeakValueDictionary()
 
 
 class SharedTables(Generic[D]):
-    """What one module holds of the process's tables.
-
-    Args:
-        description: What the tables are made of.
-        length: Their rows; None for tables that grow with what is asked.
-        dtype: The dtype of the numbers that :meth:`shown` gives.
-        device: Where the module is; torch's default device if None.
-    """
+    """The tables of one module: of ``length`` rows, or growing as longer sequences come."""
 
     def __init__(
         self,
@@ -93,15 +83,9 @@ class SharedTables(Generic[D]):
     def read(self, x: Tensor, dtype: torch.dtype, rows: int | None = None) -> Numbers | None:
         """The tables on the device of ``x``, of at least ``rows`` rows, built if need be.
 
-        None means that the caller computes its rows itself: how many are needed cannot be known
-        without waiting for a device, the table would be too large to keep, or the call is traced
-        or captured, which builds no table, and there is none of a fixed length yet.
-
-        Args:
-            x: The tensor to encode.
-            dtype: The dtype to read. A traced call that finds none of it is given the table of
-                the constructor's dtype, if that is as wide.
-            rows: Rows that have to exist, where the length is not fixed.
+        None if the caller must compute its rows: a growing table has an unknown or too large
+        number of them, or a traced or captured call, which builds no table, finds none. Such a
+        call also reads a table of the constructor's dtype, if that is as wide as ``dtype``.
         """
         grows = self.length is None
         if grows and (rows is None or not may_keep(x) or rows > GROWTH_LIMIT):
@@ -111,7 +95,7 @@ class SharedTables(Generic[D]):
         device = x.device
         table = self._held.get((device, dtype))
         if table is not None:
-            # One read: another thread may put longer tables in their place meanwhile.
+            # Read this once: another thread may replace it by longer tables.
             numbers = table.numbers
             if not grows or numbers[0].shape[0] >= rows:  # type: ignore[operator]
                 if x.is_cuda:
@@ -129,25 +113,25 @@ class SharedTables(Generic[D]):
         return self._build(device, dtype, rows)
 
     def shown(self) -> Numbers | None:
-        """The tables on the module's device, for users to see; None if none was needed yet."""
+        """The tables on the module's device; None before a growing table is needed."""
         table = self._held.get((self.device, self.dtype))
         if table is None and self.length is None:
             return None
         return self._build(self.device, self.dtype, None) if table is None else table.numbers
 
     def follow(self, fn: Callable[[Tensor], Tensor]) -> None:
-        """Move to the device that ``fn``, the argument of `Module._apply`, moves tensors to."""
+        """Follow ``fn``, the argument of `Module._apply`, to the device it moves tensors to."""
         try:
             there = fn(torch.empty(0, device=self.device)).device
         except RuntimeError:
-            # Tensors on the meta device can neither be moved nor shared; tables are built anew.
+            # Meta tensors can neither be moved nor shared.
             there = fn(torch.empty(0, device="cpu")).device
         if there != self.device:
             self.device, self._held = there, {}
             self._prepare()
 
     def _prepare(self) -> None:
-        # A compiler and a CUDA graph read what is there, and build nothing.
+        # torch.compile and CUDA graphs build no tables, so those of fixed length exist already.
         if self.length is not None and self.device.type != "meta" and is_plain():
             self._build(self.device, self.dtype, None)
 
@@ -162,7 +146,7 @@ class SharedTables(Generic[D]):
             assert rows is not None
             before = 0 if table is None else table.numbers[0].shape[0]
             needed = max(rows, min(2 * before, GROWTH_LIMIT))
-        # A table born in inference mode could not serve a training step later.
+        # Autograd could not save a table that was made in inference mode.
         with torch.inference_mode(False), torch.no_grad():
             numbers = tuple(map(fix_sizes, self.description(needed, device, dtype)))
         if not is_plain():
@@ -187,7 +171,7 @@ class TableModule(ReadOnlyArguments):
 
 
 def shown_table(index: int, doc: str) -> Any:
-    """A read-only attribute: one of the tables that a module's constructor describes."""
+    """A read-only attribute of a module: one of its tables."""
 
     def table(module: TableModule) -> Tensor | None:
         shown = None if module._tables is None else module._tables.shown()

@@ -22,15 +22,15 @@ class MixedRoPE(ReadOnlyArguments):
 
     .. math:: \phi_{h,i} = \sum_a p_a f_{a,h,i}
 
-    Every head has frequencies of its own, for every coordinate and pair. They start as those of
-    an axial encoding, rotated by a random angle for each head. Angles are computed in float64,
+    Every head ``h`` has a frequency for each coordinate ``a`` and pair ``i``. They start as those
+    of an axial encoding, rotated by a random angle in each head. Angles are computed in float64,
     and gradients reach the frequencies.
 
     Args:
         head_dim: Channels ``D`` of a head, a multiple of twice ``coordinates``.
-        num_heads: Key heads. Queries may have a multiple of them; each group shares one's.
-        coordinates: How many a position has: 2 for rows and columns of an image, 1 for text.
-        base: Of the frequencies at the start; images, being short, take a small one.
+        num_heads: Key heads. There may be a multiple of them for queries.
+        coordinates: Coordinates of a position: 2 for rows and columns of an image, 1 for text.
+        base: The base of the frequencies at the start; small for images, which are short.
         interleaved: As in :class:`posenc.RoPE`.
 
     Attributes:
@@ -64,12 +64,12 @@ class MixedRoPE(ReadOnlyArguments):
         self.interleaved = checks.boolean(who, "interleaved", interleaved)
         if self.head_dim % (2 * self.coordinates):
             rule = f"head_dim must be a multiple of {2 * self.coordinates}"
-            checks.fail(who, rule, head_dim, "Pass a head_dim that the coordinates can share.")
+            checks.fail(who, rule, head_dim, "Pass a head_dim that is.")
         self.freqs = nn.Parameter(torch.empty(self.coordinates, self.num_heads, head_dim // 2))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Start again: axial frequencies, rotated at random in each head."""
+        """Set the frequencies to axial ones, rotated at random in each head."""
         if self.freqs.is_meta:
             return
         rates = inverse_frequencies(self.head_dim // self.coordinates, self.base)
@@ -87,8 +87,8 @@ class MixedRoPE(ReadOnlyArguments):
         Args:
             q: Queries ``(B, H, L, D)``.
             k: Keys ``(B, num_heads, L, D)``.
-            position_ids: Whole or floating coordinates ``(coordinates, L)``, or with a batch
-                ``(coordinates, B, L)``; ``(L,)`` for all of them the same.
+            position_ids: Integer or floating positions ``(coordinates, L)`` or
+                ``(coordinates, B, L)``; ``(L,)`` if all coordinates are the same.
             offset: As in :meth:`posenc.RoPE.forward`, if ``coordinates`` is 1.
 
         Returns:
@@ -100,7 +100,7 @@ class MixedRoPE(ReadOnlyArguments):
         checks.equal(who, "heads of k", k.shape[1], self.num_heads, way_out)
         if q.shape[1] % self.num_heads:
             rule = f"heads of q must be a multiple of {self.num_heads}"
-            checks.fail(who, rule, q.shape[1], "Give each key head as many query heads.")
+            checks.fail(who, rule, q.shape[1], "Give each key head equally many query heads.")
         at = self._coordinates(who, q, position_ids, offset)
         wide = widest(q.device)
         # [A, (B,) 1, L, 1] times [A, (1,) H, 1, P], added up over the coordinates.
@@ -126,7 +126,7 @@ class MixedRoPE(ReadOnlyArguments):
             cos, sin = (table.repeat_interleave(group, dim=-3) for table in (cos, sin))
         spec = Spec(self.interleaved, self.interleaved)
         if cos.dim() == 3:
-            # The op has tables for each of its first axis: heads take the place of the batch.
+            # The kernel takes a table for each index of the first axis: put the heads there.
             heads = x.transpose(0, 1)
             return rotate_rows(who, "cos", [heads], cos, sin, Rows(), spec)[0].transpose(0, 1)
         heads = x.flatten(0, 1).unsqueeze(1)

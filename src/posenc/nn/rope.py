@@ -10,7 +10,7 @@ from torch import Tensor
 
 from posenc import configs
 from posenc._contract import checks, position_checks
-from posenc._contract.position_checks import UNLIMITED, Limit
+from posenc._contract.position_checks import Limit
 from posenc.functional import rotary
 from posenc.kernels import Rows, Spec
 from posenc.nn._rope import RopeAngles, RotaryTable, for_axes, tables_of
@@ -39,12 +39,12 @@ class RoPE(TableModule):
     Args:
         head_dim: Channels ``D`` of a head, even.
         max_seq_len: Positions are ``0 .. max_seq_len - 1``. None for no limit: the tables then
-            grow with what is asked.
+            grow as longer sequences come.
         base: Raising it slows every pair but the first.
         interleaved: Pairs are ``(0, 1), (2, 3), ...`` if true, ``(0, D/2), (1, D/2 + 1), ...``
             if false, as most checkpoints on the Hugging Face hub have them.
         interleaved_out: Pairs of the result, if they are to differ (DeepSeek-V3).
-        rotary_dim: Channels of each head that are rotated, even; the others pass. All if None.
+        rotary_dim: Channels of each head that are rotated, even; all if None.
         last: Rotate the last ``rotary_dim`` channels instead of the first.
         scaling: A rule of `posenc.scaling`, for sequences longer than those trained on.
         axes: An arrangement of `posenc.axes`, for positions with several coordinates.
@@ -91,7 +91,6 @@ class RoPE(TableModule):
         self.scaling = checks.check_instance(who, "scaling", scaling, Rule, _NO_RULE)
         self.axes = checks.check_instance(who, "axes", axes, Axes, "Pass axes.Axial(2), say.")
         self.seq_dim = rotary.check_seq_dim(who, seq_dim)
-        self._tokens_first = seq_dim in (1, -3)
         width = self.head_dim if self.rotary_dim is None else self.rotary_dim
         if width > self.head_dim:
             rule = f"rotary_dim must be at most head_dim={self.head_dim}"
@@ -100,10 +99,10 @@ class RoPE(TableModule):
             axes.check(who, width)
         first_channel = self.head_dim - width if last else 0
         self._spec = Spec(interleaved, interleaved if out is None else out, first_channel)
-        length = self.max_seq_len
-        limit = UNLIMITED if length is None else Limit(length, "max_seq_len")
+        limit = Limit.of("max_seq_len", self.max_seq_len)
         self._angles = RopeAngles(Spectrum(width, self.base, scaling, axes), limit)
-        self._tables = SharedTables(RotaryTable(self._angles.usual), length, torch.float64)
+        table = RotaryTable(self._angles.usual)
+        self._tables = SharedTables(table, self.max_seq_len, torch.float64)
 
     @classmethod
     def from_config(
@@ -141,7 +140,7 @@ class RoPE(TableModule):
         return scaled_rates(self._angles.spectrum_at(length)).clone()
 
     def attention_factor(self, seq_len: int | None = None) -> float:
-        """What cosines and sines are multiplied with in a sequence of this length."""
+        """The factor on cosines and sines in a sequence of this length."""
         length = checks.optional(checks.integer, "RoPE.attention_factor", "seq_len", seq_len)
         return float(self._angles.spectrum_at(length).gain())
 
@@ -150,7 +149,7 @@ class RoPE(TableModule):
     ) -> Any:
         """Rotate queries and keys; the same as calling the module."""
         if k is None and callable(q):
-            # ``model.apply(fn)`` of a surrounding model reaches this method with a function.
+            # nn.Module.apply of a model around this one calls it with a function.
             return super().apply(q)
         return self(q, k, offset, **where)
 
@@ -168,13 +167,13 @@ class RoPE(TableModule):
         Args:
             q: Queries ``(B, H, L, D)``.
             k: Keys ``(B, H', L, D)``; the head count may differ from that of ``q``.
-            offset: Position of the first token: what a cache already holds. An integer tensor
-                ``(B,)`` gives each sequence its own.
+            offset: Position of the first token, which is the number of cached tokens; an int, or
+                an integer tensor ``(B,)`` with one for each sequence.
             position_ids: Integers of shape ``(L,)`` or ``(B, L)``, instead of ``offset``; with
-                several axes ``(L,)``, ``(A, L)`` or ``(A, B, L)``; ``Axial`` needs them. Floating
-                ones are coordinates between the whole ones, and may be negative.
-            seq_len: Length of the whole sequence, for a rule that depends on it; an integer
-                tensor ``(B,)`` gives each its own. If None, one past the last position of each.
+                several axes ``(L,)``, ``(A, L)`` or ``(A, B, L)``. ``Axial`` needs them. Floating
+                positions may be fractional or negative.
+            seq_len: Length of the sequence, cached tokens included, for a rule that depends on
+                it; an int, or an integer tensor ``(B,)``. If None, the last position plus one.
 
         Returns:
             New tensors with the shapes and dtypes of ``q`` and ``k``.
@@ -226,17 +225,17 @@ class RoPE(TableModule):
         """Move rotated keys to other positions: one rotation by the difference of the angles.
 
         For caches that evict tokens and close the gap, and for rules that change their rates once
-        the sequence is long. The keys are rounded once more, and no more than that.
+        the sequence is long. The keys are rounded once more.
 
         Args:
             k: Rotated keys ``(B, H, L, D)``.
-            from_positions: The positions they were rotated by, as ``position_ids``.
-            to_positions: The positions they are to have.
-            from_seq_len: As ``seq_len`` in :meth:`forward`, when they were rotated.
-            to_seq_len: As ``seq_len`` in :meth:`forward`, from now on.
+            from_positions: Their positions now, as ``position_ids`` of :meth:`forward`.
+            to_positions: Their new positions.
+            from_seq_len: The ``seq_len`` they were rotated with.
+            to_seq_len: The ``seq_len`` to rotate them with.
 
         Returns:
-            A new tensor like ``k``, in the layout of the rotated keys.
+            A new tensor like ``k``.
 
         Examples:
             >>> rope, k = RoPE(8), torch.randn(1, 1, 4, 8)
@@ -254,12 +253,13 @@ class RoPE(TableModule):
         return self._rotate_again(who, k, phi - old, gain / old_gain, Rows())
 
     def shift(self, k: Tensor, by: int | Tensor, *, seq_len: int | Tensor | None = None) -> Tensor:
-        """Move rotated keys by a number of positions, back if it is negative.
+        """Add ``by`` to the positions of rotated keys.
 
         Args:
             k: Rotated keys ``(B, H, L, D)``.
-            by: An int, or an integer tensor ``(B,)`` for each sequence's own; along all axes.
-            seq_len: The length their rule was taken at; must be given if it depends on it.
+            by: An int, which may be negative, or an integer tensor ``(B,)`` with one for each
+                sequence. All axes move by it.
+            seq_len: The ``seq_len`` they were rotated with, for a rule that depends on it.
 
         Examples:
             >>> rope, k = RoPE(8), torch.randn(1, 1, 4, 8)
@@ -275,7 +275,7 @@ class RoPE(TableModule):
             at = torch.full((1,), by, device=k.device)
         if seq_len is None and self._angles.trained is not None:
             rule = f"seq_len must be given, because {type(self.scaling).__name__} depends on it"
-            checks.fail(who, rule, None, "Pass the length they were rotated at.")
+            checks.fail(who, rule, None, "Pass the seq_len that the keys were rotated with.")
         length = self._angles.rule_length(who, k, seq_len)
         phi, _ = self._angles.at(for_axes(at[:, None], self.axes), length)
         # One row serves every token of a sequence.
@@ -294,7 +294,7 @@ class RoPE(TableModule):
         Args:
             position_ids: As in :meth:`forward`.
             seq_len: As in :meth:`forward`.
-            dtype: Of the tables, which are rounded once. Half precision needs no more than float32.
+            dtype: The dtype of the tables. Float32 is enough to rotate half precision.
 
         Returns:
             Tables ``(L, P)`` or ``(B, L, P)`` for :func:`posenc.functional.rotate_qk`.
@@ -330,21 +330,19 @@ class RoPE(TableModule):
         in_place: bool = False,
     ) -> list[Tensor]:
         rotary.check_heads(who, names, xs, self.head_dim, self.seq_dim)
-        if self._tokens_first:
-            xs = [x.transpose(1, 2) for x in xs]
+        xs = rotary.swap_heads(xs, self.seq_dim)
         tables = self._angles.rows(who, self._tables, xs, offset, position_ids, seq_len, inverse)
         spec = self._spec.transpose() if inverse else self._spec
         rotate = rotary.rotate_in_place if in_place else rotary.rotate_rows
-        ys = rotate(who, "max_seq_len", xs, *tables, spec)
-        return [y.transpose(1, 2) for y in ys] if self._tokens_first else ys
+        return rotary.swap_heads(rotate(who, "max_seq_len", xs, *tables, spec), self.seq_dim)
 
     def _rotated_keys(self, who: str, k: Tensor) -> Tensor:
         rotary.check_heads(who, "k", [k], self.head_dim, self.seq_dim)
-        return k.transpose(1, 2) if self._tokens_first else k
+        return rotary.swap_heads([k], self.seq_dim)[0]
 
     def _rotate_again(self, who: str, k: Tensor, phi: Tensor, gain: Any, rows: Rows) -> Tensor:
         # Rotated keys are in the layout of the output.
         spec = self._spec._replace(interleaved=self._spec.interleaved_out)
         tables = tables_of(phi, k.device, gain)
-        (y,) = rotary.rotate_rows(who, "max_seq_len", [k], *tables, rows, spec)
-        return y.transpose(1, 2) if self._tokens_first else y
+        ys = rotary.rotate_rows(who, "max_seq_len", [k], *tables, rows, spec)
+        return rotary.swap_heads(ys, self.seq_dim)[0]

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from posenc._contract import checks
-from posenc._contract.position_checks import UNLIMITED, Limit
+from posenc._contract.position_checks import Limit
 from posenc._contract.tracing import may_keep
 from posenc.functional._positions import rows_of
 from posenc.functional.rotary import check_rotary_input, rotate_tokens
@@ -19,10 +19,9 @@ from posenc.numerics.frequencies import Spectrum
 class RotaryPosEmbedding(TableModule):
     """Rotate ``(..., L, D)`` by position, keeping cosines and sines between calls.
 
-    The tables are rebuilt, twice as long, when the length grows, and when the device or the
-    embedding dimension changes. With ``max_seq_len`` they are built at that capacity, and every
-    call is held to it; without, positions past 131 072 are computed at each call. Give both sizes
-    under ``torch.compile``, which computes tables in the graph if they are missing or may grow.
+    The tables are built anew when the device or the width changes, and without ``max_seq_len``
+    also, twice as long, when a sequence is longer; positions past 131 072 are then computed at
+    each call. Give both sizes under ``torch.compile``, whose graph otherwise computes the tables.
 
     Args:
         embed_dim: Fixed, even ``D``; inferred from each input if None.
@@ -84,7 +83,7 @@ class RotaryPosEmbedding(TableModule):
         if self.embed_dim is not None:
             way_out = "Pass embed_dim=None to take any width."
             checks.equal(who, "embed_dim", width, self.embed_dim, way_out)
-        limit = UNLIMITED if self.max_seq_len is None else Limit(self.max_seq_len, "max_seq_len")
+        limit = Limit.of("max_seq_len", self.max_seq_len)
         rows = rows_of(who, input_, offset, position_ids, limit)
         tables = self._tables
         if tables is None or tables.description.spectrum.dim != width:
@@ -93,6 +92,6 @@ class RotaryPosEmbedding(TableModule):
         spec = Spec(self.interleaved, self.interleaved)
         rotated = rotate_tokens(who, "max_seq_len", input_, cos, sin, rows, spec)
         if tables is not self._tables and may_keep(input_):
-            # A call that is refused leaves the tables that were there.
+            # Only now: a call that raises leaves the tables as they were.
             self._tables = tables
         return rotated

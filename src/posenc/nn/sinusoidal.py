@@ -40,9 +40,7 @@ def _encoded(
         if kept is not None:
             return kernels.add(x, kept[0][start:end])
     at = positions_of(who, x, rows, limit)
-    # Positions may be far apart, and a table that grows short.
-    known = tables.length is not None and is_plain(x, at)
-    kept = tables.read(x, dtype) if known else None
+    kept = tables.read(x, dtype) if tables.length is not None and is_plain(x, at) else None
     table = sinusoid(at, tables.description.spectrum, dtype) if kept is None else kept[0][at]
     return kernels.add(x, table)
 

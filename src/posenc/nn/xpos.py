@@ -22,7 +22,7 @@ _POWER = 44
 
 @dataclass(frozen=True, slots=True)
 class XPosTable:
-    """Cosines and sines of queries, then of keys, with the growth of one and the decay of other."""
+    """Cosines and sines of queries, times the scale, and of keys, divided by it."""
 
     spectrum: Spectrum
     middle: int
@@ -34,7 +34,7 @@ class XPosTable:
         cos, sin = cos_sin(positions, self.spectrum)
         dim = self.spectrum.dim
         decay = (torch.arange(0, dim, 2, dtype=cos.dtype, device=device) / dim + 0.4) / 1.4
-        # Whole numbers divided by a float would be in the default dtype.
+        # Without the cast, the quotient would be in torch's default dtype.
         power = (positions - self.middle).to(cos.dtype)[:, None] / self.scale_base
         grown, shrunk = decay**power, decay**-power
         return cos * grown, sin * grown, cos * shrunk, sin * shrunk
@@ -47,11 +47,10 @@ class XPos(TableModule):
               k \mapsto \zeta^{-(p - c)/s} R_{p\theta}\,k, \qquad
               \zeta_i = \frac{2i/d + 0.4}{1.4}
 
-    The product of a query at ``m`` and a key at ``n`` is scaled by :math:`\zeta^{(m-n)/s}`: for
-    causal attention only. :math:`c` is the middle of ``max_seq_len`` and cancels; it does not move
-    with the sequence, so that cached keys stay right. At the ends of the range the first pair is
-    scaled by :math:`3.5^{L/2s}`, up and down: a range that float32 could not hold is refused, and
-    float16 wants ``scale_base`` to be an eighth of ``max_seq_len`` or more.
+    The product of a query at ``m`` and a key at ``n`` is scaled by :math:`\zeta^{(m-n)/s}`, which
+    suits causal attention only. :math:`c`, the middle of ``max_seq_len``, cancels. The scales of
+    the first pair range over :math:`3.5^{\pm L/2s}` for ``L = max_seq_len``, which float32 must
+    hold; for float16, make ``scale_base`` an eighth of ``max_seq_len`` or more.
 
     Args:
         head_dim: Channels ``D`` of a head, even.
@@ -69,9 +68,9 @@ class XPos(TableModule):
         Sun et al., *A Length-Extrapolatable Transformer*, 2022.
     """
 
-    q_cos = shown_table(0, "Cosines for queries ``(max_seq_len, P)``, float64, with their growth.")
+    q_cos = shown_table(0, "Scaled cosines for queries ``(max_seq_len, P)``, float64.")
     q_sin = shown_table(1, "Sines for queries, as ``q_cos``.")
-    k_cos = shown_table(2, "Cosines for keys, as ``q_cos``, with their decay.")
+    k_cos = shown_table(2, "Scaled cosines for keys, as ``q_cos``.")
     k_sin = shown_table(3, "Sines for keys, as ``k_cos``.")
 
     def __init__(
