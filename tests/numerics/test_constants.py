@@ -37,7 +37,7 @@ def test_a_second_call_copies_nothing(name, lengths, monkeypatch):
 
 
 def test_they_serve_training_after_inference():
-    constants._kept.cache_clear()
+    constants._cached.cache_clear()
     at = torch.tensor([0.5], dtype=torch.float64)
     with torch.inference_mode():
         angles(at.clone(), Spectrum(4))
@@ -46,11 +46,11 @@ def test_they_serve_training_after_inference():
 
 
 def test_a_traced_call_does_not_leave_its_own_behind():
-    constants._kept.cache_clear()
+    constants._cached.cache_clear()
     with torch._subclasses.FakeTensorMode():
         angles(torch.arange(3), Spectrum(6))
     assert type(angles(torch.arange(3), Spectrum(6))) is torch.Tensor
-    assert constants._kept.cache_info().currsize > 0
+    assert constants._cached.cache_info().currsize > 0
 
 
 def test_rules_are_numbers_to_a_tracer_too():

@@ -1,4 +1,4 @@
-"""How fast each channel pair turns."""
+"""How fast each channel pair rotates."""
 
 from __future__ import annotations
 
@@ -27,11 +27,7 @@ class Spectrum:
 
     .. math:: \theta_i = b^{-2i/d}, \qquad i = 0, \dots, \lceil d/2 \rceil - 1
 
-    Attributes:
-        dim: :math:`d`, the channels. Odd for a sinusoid whose last sine has no cosine.
-        base: :math:`b`.
-        scaling: What is done to the rates; the table is multiplied with its gain.
-        axes: Which coordinate each pair follows, where positions have several.
+    ``dim`` is :math:`d`, odd for a sinusoid whose last sine has no cosine; ``base`` is :math:`b`.
     """
 
     dim: int
@@ -40,7 +36,7 @@ class Spectrum:
     axes: Axes | None = None
 
     def width(self) -> int:
-        """:math:`d` of the rates that the axes choose from."""
+        """:math:`d` in the exponents, which axes may make smaller than ``dim``."""
         return self.dim if self.axes is None else self.axes.width(self.dim)
 
     def gain(self, seq_len: Tensor | None = None) -> float | Tensor:
@@ -49,26 +45,9 @@ class Spectrum:
 
 
 def inverse_frequencies(dim: int, base: float = 10_000.0) -> Tensor:
-    r"""Turning rate of each channel pair in radians per position, fastest first.
+    """The rates of ``Spectrum(dim, base)`` in radians per position, float64, as a new tensor.
 
-    .. math:: \theta_i = b^{-2i/d}, \qquad i = 0, \dots, d/2 - 1
-
-    Stays in float64, each rate correctly rounded. Rounding the rates to float32 here would
-    cost 0.03 rad at position 1 000 000 (d = 128).
-
-    Args:
-        dim: Channels to rotate, positive. An odd count has one more rate, for the last sine.
-        base: :math:`b` above. Raising it slows every pair but the first.
-
-    Returns:
-        Rates of shape ``[P]`` with ``P = (dim + 1) // 2``.
-
-    Examples:
-        >>> inverse_frequencies(4)
-        tensor([1.0000, 0.0100], dtype=torch.float64)
-
-    References:
-        Su et al., *RoFormer*, 2021, section 3.2.2.
+    Rounding them to float32 here would cost 0.03 rad at position 1 000 000 (d = 128).
     """
     return scaled_rates(Spectrum(dim, float(base))).clone()
 
@@ -76,16 +55,10 @@ def inverse_frequencies(dim: int, base: float = 10_000.0) -> Tensor:
 def scaled_rates(
     spectrum: Spectrum, device: torch.device | None = None, seq_len: Tensor | None = None
 ) -> Tensor:
-    """The rate of each pair, after its rule and in the order of its axes, float64 ``[P]``.
+    """The rate of each pair, scaled and in the order of the axes, float64 ``[P]``; read-only.
 
-    A rule is applied in float64; without one each rate is correctly rounded. With lengths in a
-    tensor ``[...]``, which rules may depend on, the rates are ``[..., 1, P]``. They are not to be
-    written to.
-
-    Examples:
-        >>> from posenc.numerics.scaling import Linear
-        >>> scaled_rates(Spectrum(4, scaling=Linear(2.0)))
-        tensor([0.5000, 0.0050], dtype=torch.float64)
+    Without a scaling rule each rate is correctly rounded. With ``seq_len``, ``[...]``, and a rule
+    the rates are ``[..., 1, P]``.
     """
     device = torch.device("cpu") if device is None else device
     if seq_len is None or spectrum.scaling is None:
@@ -163,33 +136,28 @@ def _constant_steps(*frozen: Any) -> tuple[tuple[int, ...], tuple[float, ...]]:
     return _turn_steps(_thawed(frozen))
 
 
-# Memoised on the whole description: 128 numbers each, and a few milliseconds to work out.
+# An entry is about 128 numbers, and takes a few milliseconds to compute.
 @lru_cache(maxsize=256)
 def _rounded_rates(spectrum: Spectrum) -> tuple[float, ...]:
-    plainest = Spectrum(spectrum.width(), spectrum.base)
-    if spectrum == plainest:
-        return tuple(float(rate) for rate in _exact_rates(spectrum))
-    # A rule that depends on the length asks for these at every token.
-    rates = list(_rounded_rates(plainest))
     rule = spectrum.scaling
-    if rule is not None:
-        # Numbers, whatever a tracer around this would make of tensors.
-        with without_modes():
-            plain = torch.tensor(rates, dtype=torch.float64, device="cpu")
-            rates = rule(plain, spectrum.base).tolist()
-        if not all(map(math.isfinite, rates)):
-            problem = f"{rule} makes rates that are not finite, with base {spectrum.base}"
-            raise ValueError(f"{problem}.\n  Pass a factor closer to 1.")
-    axes = spectrum.axes
-    return tuple(rates if axes is None else [rates[i] for i in axes.rate_index(spectrum.dim // 2)])
+    if rule is None:
+        return tuple(map(float, _exact_rates(spectrum)))
+    # Cached, because a rule that depends on the length needs them again at every token.
+    unscaled = _rounded_rates(Spectrum(spectrum.width(), spectrum.base))
+    # Without modes: a fake tensor has no values to put into the list.
+    with without_modes():
+        plain = torch.tensor(unscaled, dtype=torch.float64, device="cpu")
+        rates = rule(plain, spectrum.base).tolist()
+    if not all(map(math.isfinite, rates)):
+        problem = f"{rule} makes rates that are not finite, with base {spectrum.base}"
+        raise ValueError(f"{problem}.\n  Pass a factor closer to 1.")
+    return tuple(_in_axes_order(spectrum, rates))
 
 
 @lru_cache(maxsize=256)
 def _turn_steps(spectrum: Spectrum) -> tuple[tuple[int, ...], tuple[float, ...]]:
     if spectrum.scaling is None:
-        rates, axes = _exact_rates(Spectrum(spectrum.width(), spectrum.base)), spectrum.axes
-        if axes is not None:
-            rates = [rates[i] for i in axes.rate_index(spectrum.dim // 2)]
+        rates = _exact_rates(spectrum)
     else:
         rates = [Decimal(rate) for rate in _rounded_rates(spectrum)]
     # 60 digits hold 64 bits of turn, 53 of rest and a margin; a rate above 1 has whole turns too.
@@ -202,8 +170,14 @@ def _turn_steps(spectrum: Spectrum) -> tuple[tuple[int, ...], tuple[float, ...]]
 
 
 def _exact_rates(spectrum: Spectrum) -> list[Decimal]:
-    pairs = (spectrum.dim + 1) // 2
+    width = spectrum.width()
     digits = max(0, -Decimal(spectrum.base).adjusted())
     with decimal.localcontext(decimal.Context(prec=60 + digits)):
         log_base = Decimal(spectrum.base).ln()
-        return [(log_base * (-2 * i) / spectrum.dim).exp() for i in range(pairs)]
+        rates = [(log_base * (-2 * i) / width).exp() for i in range((width + 1) // 2)]
+    return _in_axes_order(spectrum, rates)
+
+
+def _in_axes_order(spectrum: Spectrum, rates: list[Any]) -> list[Any]:
+    axes = spectrum.axes
+    return rates if axes is None else [rates[i] for i in axes.rate_index(spectrum.dim // 2)]

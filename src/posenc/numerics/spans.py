@@ -30,33 +30,22 @@ def spans(
     ends: Ends | None = None,
     device: torch.device | str = "cpu",
 ) -> Spans:
-    """Keys that ``q_len`` queries see, the first of them at key index ``offset``.
+    """Keys that ``q_len`` queries see, the first query at key index ``offset``, ``[]`` or ``[B]``.
 
-    That may be a tensor ``[]`` or ``[B]``. With ``ends``, from :func:`document_ends`, a query sees
-    its own document alone.
-
-    Examples:
-        >>> ends = document_ends(torch.tensor([5, 5, 7, 7]))
-        >>> spans(2, 4, causal=True, offset=2, ends=ends).first
-        tensor([[2, 2]])
+    With ``ends``, from :func:`document_ends`, a query sees only its own document.
     """
     start = offset.reshape(-1, 1) if isinstance(offset, Tensor) else offset
     own = torch.arange(q_len, device=device)[None] + start
     first, last = torch.zeros_like(own), own if causal else torch.full_like(own, k_len - 1)
     if ends is not None and q_len:
-        # An offset on a device is refused asynchronously, and must not read past the end here.
+        # Offsets on a device are checked asynchronously: one out of range must not read past here.
         first, end = (gather_rows(x, own.clamp(0, k_len - 1)) for x in ends)
         last = torch.minimum(last, end)
     return Spans(own, first, last)
 
 
 def document_ends(ids: Tensor | None) -> Ends | None:
-    """First and last index of the run of equal ``ids`` that each one is in, along the last axis.
-
-    Examples:
-        >>> document_ends(torch.tensor([4, 4, 9, 4]))
-        (tensor([0, 0, 2, 3]), tensor([1, 1, 2, 3]))
-    """
+    """First and last index of each key's document, a run of equal ``ids`` along the last axis."""
     if ids is None:
         return None
     length = ids.shape[-1]
@@ -69,7 +58,7 @@ def document_ends(ids: Tensor | None) -> Ends | None:
 
 
 def gather_rows(table: Tensor, rows: Tensor) -> Tensor:
-    """Entries ``rows``, ``[1 or B, Q]``, of a ``table``, ``[K]`` or ``[1 or B, K]``."""
+    """The entries of ``table``, ``[K]`` or ``[1 or B, K]``, at ``rows``, ``[1 or B, Q]``."""
     table = torch.atleast_2d(table)
     sequences = max(len(table), len(rows))
     return table.expand(sequences, -1).gather(1, rows.expand(sequences, -1))

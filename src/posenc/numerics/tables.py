@@ -12,7 +12,7 @@ from posenc.numerics.constants import constant
 from posenc.numerics.frequencies import Spectrum, scaled_rates, turn_steps
 
 _HALF = 2**32 - 1
-# The bits of a float64's fraction that a float32's does not have.
+# The bits of a float64's fraction that float32 lacks.
 _PAST_FLOAT32 = 2**29 - 1
 # Written as >> and <<, a DTensor takes them for writes in place, and does nothing.
 _right, _left = torch.bitwise_right_shift, torch.bitwise_left_shift
@@ -71,16 +71,8 @@ def angles(positions: Tensor, rates: Spectrum | Tensor, seq_len: Tensor | None =
 
 
 def cos_sin(positions: Tensor, spectrum: Spectrum) -> tuple[Tensor, Tensor]:
-    """Rotary tables ``[*positions.shape, P]``, in float64 wherever the device has it.
-
-    They are multiplied with the gain of the spectrum's rule.
-
-    Examples:
-        >>> cos, sin = cos_sin(torch.arange(3), Spectrum(4))
-        >>> cos.shape, cos.dtype
-        (torch.Size([3, 2]), torch.float64)
-    """
-    phi = angles(_where_float64_is(positions), spectrum)
+    """Rotary tables ``[*positions.shape, P]``, times the gain, in the device's widest float."""
+    phi = angles(_on_float64_device(positions), spectrum)
     return of_angles(phi, positions.device, spectrum.gain())
 
 
@@ -88,7 +80,7 @@ def of_angles(
     phi: Tensor, device: torch.device, gain: float | Tensor = 1.0
 ) -> tuple[Tensor, Tensor]:
     """Cosines and sines of float64 angles, times ``gain``, on ``device``."""
-    # Coordinates come last here, and would leave a table that is stored by columns.
+    # With several axes, angles come from a movedim, and the table would be stored by columns.
     phi = phi.contiguous()
     cos, sin = phi.cos(), phi.sin()
     if isinstance(gain, float) and gain != 1.0:
@@ -100,28 +92,19 @@ def of_angles(
 
 
 def sinusoid(positions: Tensor, spectrum: Spectrum, dtype: torch.dtype) -> Tensor:
-    """Sinusoidal table ``[*positions.shape, D]``: sine in even channels, cosine in odd ones.
-
-    Examples:
-        >>> sinusoid(torch.tensor([0]), Spectrum(5), torch.float32)
-        tensor([[0., 1., 0., 1., 0.]])
-    """
-    phi = angles(_where_float64_is(positions), spectrum)
+    """Sinusoidal table ``[*positions.shape, D]``: sine in even channels, cosine in odd ones."""
+    phi = angles(_on_float64_device(positions), spectrum)
     table = torch.stack((phi.sin(), phi.cos()), dim=-1).flatten(-2)
     return round_once(table[..., : spectrum.dim], dtype).to(positions.device)
 
 
 def round_once(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """``x`` of float64 as the nearest numbers of ``dtype``; gradients pass.
+    """Round ``x``, float64, to the nearest numbers of ``dtype``; gradients pass.
 
-    torch may round float64 to float32 on its way to float16 and bfloat16, where a number just
-    beside the middle between two of theirs lands in the middle. So the bits that float32 has no
-    room for are cut off first, and the last bit that it has says whether there were any (rounding
-    to odd): such a number is exact in float32, and on the same side of every middle.
-
-    Examples:
-        >>> round_once(torch.tensor([1 + 2**-8 + 2**-40], dtype=torch.float64), torch.bfloat16)
-        tensor([1.0078], dtype=torch.bfloat16)
+    torch may round float64 to float32 on its way to float16 and bfloat16, and a second rounding
+    can go wrong at a tie. So ``x`` is first rounded to odd: the bits that float32 lacks are
+    cleared, and its last bit is set if any of them was. That number is exact in float32 and lies
+    on the same side of every tie as ``x``.
     """
     if dtype.itemsize > 2:
         return x.to(dtype)
@@ -133,10 +116,10 @@ def round_once(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def widest(device: torch.device) -> torch.dtype:
-    """The widest float of a device: float64, but for Apple's GPUs."""
+    """The widest float of a device: float64, or float32 on Apple's GPUs."""
     return torch.float32 if device.type == "mps" else torch.float64
 
 
-def _where_float64_is(positions: Tensor) -> Tensor:
-    # Without float64 the table is made on the CPU, and moved once it is rounded.
+def _on_float64_device(positions: Tensor) -> Tensor:
+    # Where the device has no float64, the table is made on the CPU and rounded before it is moved.
     return positions if widest(positions.device) == torch.float64 else positions.cpu()
