@@ -14,14 +14,14 @@ from posenc.numerics.values import ByValue
 
 @dataclass(frozen=True, eq=False)
 class Axes(ByValue):
-    """What every arrangement is: for each pair, the coordinate it follows and the rate it takes."""
+    """Base class: for each pair, the coordinate it follows and the rate it takes."""
 
     def count(self) -> int:
         """How many coordinates a position has."""
         raise NotImplementedError
 
     def width(self, dim: int) -> int:
-        """Channels over which the rates are spread, of ``dim`` that are rotated."""
+        """:math:`d` of the rates :math:`b^{-2i/d}`, where ``dim`` channels are rotated."""
         return dim
 
     def followed(self, pairs: int) -> tuple[int, ...]:
@@ -33,20 +33,19 @@ class Axes(ByValue):
         return tuple(range(pairs))
 
     def of_text(self) -> bool:
-        """Whether tokens in a row, counted once for all coordinates, make sense."""
+        """Whether positions of text, equal in all coordinates, make sense."""
         return True
 
     def check(self, who: str, dim: int) -> None:
-        """Refuse a width that cannot be shared out like this."""
+        """Refuse a number of rotated channels that cannot be divided among the coordinates."""
 
 
 @dataclass(frozen=True, eq=False)
 class Sections(Axes):
-    """M-RoPE: one spectrum, shared out among the coordinates.
+    """M-RoPE: the pairs of one spectrum divided among the coordinates.
 
     Args:
-        sizes: Pairs of each coordinate, all pairs together: ``(16, 24, 24)`` for time, height and
-            width in Qwen2-VL.
+        sizes: Pairs of each coordinate: ``(16, 24, 24)`` for time, height and width in Qwen2-VL.
         interleaved: False for one run of pairs after the other (Qwen2-VL). True for every
             ``A``-th pair (Qwen3-VL): pair ``i`` follows coordinate ``a = i % A`` while
             ``i < A * sizes[a]``, and the first one otherwise.
@@ -84,7 +83,7 @@ class Sections(Axes):
         return tuple(i % count if i < count * self.sizes[i % count] else 0 for i in range(pairs))
 
     def check(self, who: str, dim: int) -> None:
-        """Refuse sections that are not the rotated pairs, all together."""
+        """Refuse sections that do not add up to the rotated pairs."""
         pairs, total = dim // 2, sum(self.sizes)
         if total != pairs:
             rule = f"sections must add up to {pairs} pairs, half of the {dim} rotated channels"
@@ -127,11 +126,11 @@ class Axial(Axes):
         return self.coordinates
 
     def of_text(self) -> bool:
-        """Whether tokens in a row make sense: on the diagonal of an image they do not."""
+        """Whether positions of text make sense: they would be the diagonal of an image."""
         return self.coordinates == 1
 
     def width(self, dim: int) -> int:
-        """Channels over which the rates are spread."""
+        """:math:`d` of the rates."""
         return dim if self.rates == "shared" else dim // self.coordinates
 
     def followed(self, pairs: int) -> tuple[int, ...]:
@@ -149,4 +148,4 @@ class Axial(Axes):
         """Refuse a width that is not an even number of channels for each coordinate."""
         if dim % (2 * self.coordinates):
             rule = f"rotated channels must be a multiple of {2 * self.coordinates}"
-            checks.fail(who, rule, dim, "Give each coordinate as many pairs as the others.")
+            checks.fail(who, rule, dim, "Choose a width that gives each coordinate as many pairs.")

@@ -48,9 +48,9 @@ def from_cu_seqlens(cu_seqlens: Tensor, total: int | None = None) -> Tensor:
 
     Args:
         cu_seqlens: Integers ``(N + 1,)``: where each sequence begins, then where the last ends.
-        total: Tokens ``L``, the last of ``cu_seqlens``; given, nobody waits for a device, and a
-            compiled program has no break. Tokens past the last end, as in padded buffers, count on
-            as if they belonged to the last sequence.
+        total: Tokens ``L``; the last of ``cu_seqlens`` if None, which waits for the device and
+            breaks a compiled graph. Tokens past the last end, as in padded buffers, count on as if
+            they belonged to the last sequence.
 
     Returns:
         int64 of shape ``(L,)``.
@@ -84,20 +84,21 @@ def from_cu_seqlens(cu_seqlens: Tensor, total: int | None = None) -> Tensor:
         rule = f"{who}: cu_seqlens must begin with 0, never fall, and end at total or before."
         device_assert(fits, rule)
     token = torch.arange(total, device=starts.device)
-    # A token belongs to the last sequence that begins at it or before it; empty ones own none.
+    # A token belongs to the last sequence that begins at or before it; an empty one has no token.
     begins = starts[:-1] if len(starts) > 1 else starts
     owner = torch.searchsorted(begins, token, right=True) - 1
     return token - begins[owner]
 
 
 def from_left_padding(mask: Tensor) -> Tensor:
-    """Positions of batches padded on the left: each sequence counts from its first real token.
+    """Positions of a batch padded on the left: each sequence counts from its first real token.
 
     Args:
         mask: ``(B, L)``, true or 1 for real tokens, as Hugging Face's ``attention_mask``.
 
     Returns:
-        int64 of shape ``(B, L)``. Padding has position 0; on the right, that of the last token.
+        int64 of shape ``(B, L)``. Padding on the left has position 0, padding on the right the
+        position of the last token.
 
     Examples:
         >>> from_left_padding(torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]]))
@@ -128,8 +129,7 @@ def grid(*sizes: int, device: torch.device | str | None = None) -> Tensor:
                 [0, 1, 2, 0, 1, 2]])
     """
     if not sizes:
-        rule = "sizes must be one or more ints"
-        checks.fail("grid", rule, "none", "Call grid(height, width).")
+        checks.fail("grid", "sizes must be one or more ints", "none", "Call grid(height, width).")
     counts = [checks.integer("grid", "sizes", size, least=0) for size in sizes]
     lines = [torch.arange(count, device=device) for count in counts]
     return torch.stack(torch.meshgrid(*lines, indexing="ij")).flatten(1)
@@ -169,12 +169,10 @@ def context_parallel(
     ranks = checks.integer(who, "world_size", world_size)
     which = checks.integer(who, "rank", rank, least=0)
     if which >= ranks:
-        rule = f"rank must be below world_size={ranks}"
-        checks.fail(who, rule, which, "Count ranks from zero.")
+        checks.fail(who, f"rank must be below world_size={ranks}", which, "Count ranks from zero.")
     pieces = 2 * ranks if checks.boolean(who, "zigzag", zigzag) else ranks
     if count % pieces:
-        rule = f"length must be a multiple of {pieces}"
-        checks.fail(who, rule, count, "Pad the sequence.")
+        checks.fail(who, f"length must be a multiple of {pieces}", count, "Pad the sequence.")
     size = count // pieces
     piece = torch.arange(size, device=device)
     if not zigzag:
@@ -185,13 +183,13 @@ def context_parallel(
 def mrope(spans: Sequence[int | tuple[int, int, int]], *, start: int = 0) -> Tensor:
     """Time, height and width of each token of a text with images and videos in it.
 
-    Text has its three coordinates equal, and counts on. A span of patches counts its frames, rows
-    and columns from where the text before it stopped; the text after it goes on one past the
+    A token of text has three equal coordinates. The frames, rows and columns of a span of patches
+    each count from the position after the text before it; the text after it goes on one past the
     largest coordinate so far.
 
     Args:
-        spans: In order: an int for so many tokens of text, ``(frames, rows, columns)`` for patches
-            (as many as the model sees, after any merging).
+        spans: In order: an int for a number of tokens of text, ``(frames, rows, columns)`` for
+            patches (as many as the model sees, after any merging).
         start: The first position.
 
     Returns:

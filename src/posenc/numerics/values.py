@@ -1,12 +1,12 @@
-"""Descriptions that are compared by value."""
+"""Objects that are compared by value."""
 
 from __future__ import annotations
 
 
 class ByValue:
-    """Equal to another of its class that holds the same: rules and axes are keys of tables.
+    """Equal to another of its class with the same attributes, dataclass fields or not.
 
-    Everything counts that an instance holds, whether it is a field of a dataclass or not.
+    Rules and axes are part of the keys of tables.
     """
 
     def __eq__(self, other: object) -> bool:

@@ -1,4 +1,4 @@
-"""Rules that depend on the length of the sequence: functions of it, with no state."""
+"""Rules that depend on the length of the sequence, and keep no state."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from posenc._contract import checks
-from posenc.numerics.scaling.fixed import NTK, _PerPair, slowed, with_larger_base
+from posenc.numerics.scaling.fixed import NTK, _PerPair, slow_pairs, with_larger_base
 from posenc.numerics.scaling.rule import Rule
 
 
 @dataclass(frozen=True, eq=False)
 class DynamicNTK(Rule):
-    r"""NTK with a factor that grows with the sequence, and nothing changed while it fits.
+    r"""NTK with a factor that grows with the sequence, and is one up to the trained length.
 
     .. math:: s' = s\,L/M - (s - 1), \qquad L = \max(\text{seq\_len}, M)
 
@@ -37,8 +37,8 @@ class DynamicNTK(Rule):
     original_length: int
 
     def __post_init__(self) -> None:
-        self._stretch()
-        self._count("original_length")
+        self._check_factor()
+        self._check_count("original_length")
 
     def __call__(self, rates: Tensor, base: float, seq_len: Tensor | None = None) -> Tensor:
         """Scaled rates."""
@@ -60,7 +60,7 @@ class DynamicNTK(Rule):
 
 @dataclass(frozen=True, eq=False)
 class LongRoPE(Rule):
-    r"""A factor found by search for each pair; another set once the sequence is long.
+    r"""A factor found by search for each pair, and another past the trained length.
 
     .. math:: \theta_i \mapsto \theta_i / \lambda_i, \qquad \lambda = \text{long\_factor}
         \text{ if seq\_len} > M \text{ else short\_factor}
@@ -69,11 +69,10 @@ class LongRoPE(Rule):
         short_factor: :math:`\lambda` of each pair up to the trained length.
         long_factor: :math:`\lambda` of each pair past it.
         original_length: :math:`M`, the length the model was trained on.
-        factor: How many times longer the sequences may be; decides the gain
-            :math:`\sqrt{1 + \ln s / \ln M}`, which short sequences get too.
-        attention_factor: The gain, if it is not that.
-        short_attention_factor: The gain up to the trained length, if it differs from the one
-            past it (PhiMoE's ``short_mscale``).
+        factor: :math:`s`, how many times longer the sequences may be.
+        attention_factor: The gain; :math:`\sqrt{1 + \ln s / \ln M}` if None.
+        short_attention_factor: The gain up to the trained length (PhiMoE's ``short_mscale``);
+            ``attention_factor`` if None.
 
     Examples:
         >>> rule = LongRoPE((1.0, 1.0), (1.0, 4.0), original_length=4096, factor=32.0)
@@ -107,22 +106,22 @@ class LongRoPE(Rule):
             rule = "short_factor and long_factor must be equally long"
             got = f"{len(self.short_factor)} and {len(self.long_factor)}"
             checks.fail("LongRoPE", rule, got, "Pass one for each pair.")
-        self._positive("factor")
-        self._count("original_length")
+        self._check_positive("factor")
+        self._check_count("original_length")
         for name in ("attention_factor", "short_attention_factor"):
             if getattr(self, name) is not None:
-                self._positive(name)
+                self._check_positive(name)
 
     def __call__(self, rates: Tensor, base: float, seq_len: Tensor | None = None) -> Tensor:
         """Scaled rates."""
-        short = slowed(rates, self.short_factor)
+        short = slow_pairs(rates, self.short_factor)
         if seq_len is None:
             return short
-        long = slowed(rates, self.long_factor)
+        long = slow_pairs(rates, self.long_factor)
         return torch.where((seq_len > self.original_length)[..., None, None], long, short)
 
     def gain(self, seq_len: Tensor | None = None) -> float | Tensor:
-        """What cosines and sines are multiplied with; past the trained length unless named."""
+        """What cosines and sines are multiplied with; without lengths, past the trained one."""
         if self.attention_factor is not None:
             long = self.attention_factor
         elif self.factor <= 1 or self.original_length == 1:

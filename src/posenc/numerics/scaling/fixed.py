@@ -33,7 +33,7 @@ class Linear(Rule):
     factor: float
 
     def __post_init__(self) -> None:
-        self._positive("factor")
+        self._check_positive("factor")
 
     def __call__(self, rates: Tensor, base: float, seq_len: Tensor | None = None) -> Tensor:
         """Scaled rates."""
@@ -57,7 +57,7 @@ class NTK(Rule):
     factor: float
 
     def __post_init__(self) -> None:
-        self._stretch()
+        self._check_factor()
 
     def __call__(self, rates: Tensor, base: float, seq_len: Tensor | None = None) -> Tensor:
         """Scaled rates."""
@@ -79,11 +79,11 @@ class YaRN(Rule):
     Args:
         factor: :math:`s`: how many times longer the sequences may be.
         original_length: :math:`M`, the length the model was trained on.
-        attention_factor: What cos and sin are multiplied with. If None it is
+        attention_factor: The gain, which cos and sin are multiplied with. If None it is
             :math:`m(\text{mscale}) / m(\text{mscale\_all\_dim})` where both are given and not
             zero, and :math:`m(1)` otherwise, with :math:`m(x) = 0.1\,x \ln s + 1`.
-        mscale: See above; DeepSeek's checkpoints have it.
-        mscale_all_dim: See above.
+        mscale: See ``attention_factor``; DeepSeek's checkpoints have it.
+        mscale_all_dim: See ``attention_factor``.
         beta_fast: Pairs with more turns than this over :math:`M` stay.
         beta_slow: Pairs with fewer turns than this over :math:`M` are slowed all the way.
         truncate: Whether :math:`l` and :math:`h` are rounded to whole pairs.
@@ -110,15 +110,15 @@ class YaRN(Rule):
     truncate: bool = True
 
     def __post_init__(self) -> None:
-        self._stretch()
-        self._positive("beta_fast", "beta_slow")
-        self._count("original_length")
+        self._check_factor()
+        self._check_positive("beta_fast", "beta_slow")
+        self._check_count("original_length")
         if self.attention_factor is not None:
-            self._positive("attention_factor")
+            self._check_positive("attention_factor")
         for name in ("mscale", "mscale_all_dim"):
             # Published configs write 0 for "not used".
             if getattr(self, name):
-                self._positive(name)
+                self._check_positive(name)
             else:
                 object.__setattr__(self, name, None)
         checks.boolean("YaRN", "truncate", self.truncate)
@@ -128,14 +128,14 @@ class YaRN(Rule):
         pairs = rates.shape[-1]
         low, high = self.blend_range(2 * pairs, base)
         index = torch.arange(pairs, dtype=torch.float64, device=rates.device)
-        slowed = ((index - low) / (high - low)).clamp(0, 1).to(rates.dtype)
-        return rates * (1 - slowed) + rates / self.factor * slowed
+        blend = ((index - low) / (high - low)).clamp(0, 1).to(rates.dtype)
+        return rates * (1 - blend) + rates / self.factor * blend
 
     def blend_range(self, dim: int, base: float) -> tuple[float, float]:
         """First pair that is slowed at all, and first that is slowed all the way."""
         if base <= 1:
-            rule, way_out = "base must be above 1", "Pass the base the model was trained with."
-            checks.fail("YaRN", rule, base, way_out)
+            way_out = "Pass the base the model was trained with."
+            checks.fail("YaRN", "base must be above 1", base, way_out)
 
         def pair_with(turns: float) -> float:
             length = math.log(self.original_length) - math.log(turns) - math.log(math.tau)
@@ -187,9 +187,9 @@ class Llama3(Rule):
     high_freq_factor: float = 4.0
 
     def __post_init__(self) -> None:
-        self._stretch()
-        self._positive("low_freq_factor", "high_freq_factor")
-        self._count("original_length")
+        self._check_factor()
+        self._check_positive("low_freq_factor", "high_freq_factor")
+        self._check_count("original_length")
         if self.high_freq_factor < self.low_freq_factor:
             rule = f"high_freq_factor must be at least low_freq_factor={self.low_freq_factor}"
             checks.fail("Llama3", rule, self.high_freq_factor, "Swap the two.")
@@ -206,13 +206,13 @@ class Llama3(Rule):
 
 @dataclass(frozen=True, eq=False)
 class Proportional(Rule):
-    r"""Only the fastest fraction of the pairs rotates; the others stand still.
+    r"""Rotate the fastest fraction of the pairs, and leave the others as they are.
 
     .. math:: \theta_i \mapsto \theta_i / s \text{ for } i < \lfloor p\,d/2 \rfloor,
         \text{ else } 0
 
-    Unlike a partial ``rotary_dim``, the exponents are over the whole width, and in the half layout
-    the still channels are in the middle.
+    Unlike with a partial ``rotary_dim``, the exponents are over the whole width, and in the half
+    layout the channels that do not rotate are in the middle.
 
     Args:
         fraction: :math:`p`, from 0 to 1.
@@ -230,8 +230,8 @@ class Proportional(Rule):
     factor: float = 1.0
 
     def __post_init__(self) -> None:
-        self._positive("fraction")
-        self._stretch()
+        self._check_positive("fraction")
+        self._check_factor()
         if self.fraction > 1:
             rule = "fraction must be at most 1"
             checks.fail("Proportional", rule, self.fraction, "Pass 1.0 to rotate every pair.")
@@ -245,21 +245,21 @@ class Proportional(Rule):
 
 @dataclass(frozen=True, eq=False)
 class _PerPair(Rule):
-    """Each pair slowed by a factor of its own: what LongRoPE comes down to at one length."""
+    """LongRoPE at one length: each pair slowed by a factor of its own."""
 
     factors: tuple[float, ...]
     attention_factor: float = 1.0
 
     def __call__(self, rates: Tensor, base: float, seq_len: Tensor | None = None) -> Tensor:
         """Scaled rates."""
-        return slowed(rates, self.factors)
+        return slow_pairs(rates, self.factors)
 
     def gain(self, seq_len: Tensor | None = None) -> float:
         """What cosines and sines are multiplied with."""
         return self.attention_factor
 
 
-def slowed(rates: Tensor, factors: tuple[float, ...]) -> Tensor:
+def slow_pairs(rates: Tensor, factors: tuple[float, ...]) -> Tensor:
     """Rates divided by a factor for each pair."""
     if len(factors) != rates.shape[-1]:
         rule = f"short_factor and long_factor must have {rates.shape[-1]} numbers"

@@ -1,4 +1,4 @@
-"""What every scaling rule is."""
+"""The base class of scaling rules."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from posenc.numerics.values import ByValue
 
 @dataclass(frozen=True, eq=False)
 class Rule(ByValue):
-    """What every rule is: a function of the rates, with a gain of one unless it says otherwise."""
+    """Base class: a function from rates to scaled rates, with a gain of one unless overridden."""
 
     def __call__(self, rates: Tensor, base: float, seq_len: Tensor | None = None) -> Tensor:
         """Scaled rates.
 
         Args:
             rates: float64 of shape ``[P]``, fastest first.
-            base: The base they were made of.
-            seq_len: Length that a graph finds out, or one for each sequence, ``[...]``, for rules
-                that depend on it; the rates are then ``[..., 1, P]``.
+            base: The base they were computed from.
+            seq_len: For rules that depend on the length, a tensor ``[...]`` of lengths, such as one
+                for each sequence; the result is then ``[..., 1, P]``.
         """
         raise NotImplementedError
 
@@ -34,22 +34,22 @@ class Rule(ByValue):
         return self
 
     def trained_length(self) -> int | None:
-        """The longest sequence that :meth:`at` treats as None; None if it treats all alike."""
+        """The longest sequence whose rule is ``at(None)``; None if the length does not matter."""
         return None
 
-    def _positive(self, *names: str) -> None:
+    def _check_positive(self, *names: str) -> None:
         for name in names:
             value = checks.positive_float(type(self).__name__, name, getattr(self, name))
             object.__setattr__(self, name, value)
 
-    def _stretch(self) -> None:
+    def _check_factor(self) -> None:
         """Refuse a factor below one: sequences get longer, never shorter."""
-        self._positive("factor")
+        self._check_positive("factor")
         factor: float = self.factor  # type: ignore[attr-defined]
         if factor < 1:
             way_out = "Pass how many times longer sequences may be, 4.0 for four times."
             checks.fail(type(self).__name__, "factor must be at least 1", factor, way_out)
 
-    def _count(self, name: str) -> None:
+    def _check_count(self, name: str) -> None:
         value = checks.integer(type(self).__name__, name, getattr(self, name))
         object.__setattr__(self, name, value)
