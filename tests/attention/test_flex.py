@@ -66,9 +66,9 @@ def test_another_offset_does_not_compile_again():
 def test_a_kernel_that_does_not_compile_is_tried_once_then_the_other(monkeypatch):
     tried = []
 
-    def refuses(q, k, v, *rest, inlined, **flags):
-        tried.append(inlined)
-        if not inlined:
+    def refuses(q, k, v, *rest, general, **flags):
+        tried.append(general)
+        if not general:
             raise TorchDynamoException("no such kernel")
         return q
 

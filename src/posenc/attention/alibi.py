@@ -39,14 +39,14 @@ def alibi_attention(
     score_bound: float | Tensor | None = None,
     backend: str | None = None,
 ) -> Tensor:
-    r"""Attention with ALiBi, forward and backward, without the matrix and without far keys.
+    r"""Attention with ALiBi, without an ``L × L`` matrix and without far keys.
 
     .. math:: \text{softmax}_j(s\, q_i \cdot k_j - m\,|i - j|)\, v_j
 
-    Keys whose whole weight is provably below the rounding of the output are not computed; see
-    ``docs/alibi.md``. On CUDA it is FlexAttention, compiled. Elsewhere, and where that does not
-    compile, it is SDPA on a few queries of one head at a time, with the same pruning.
-    Forward-mode derivatives, those of torch.func, and gradients to ``slopes`` are always dense.
+    Far keys are pruned where their weights together are provably below the rounding of the output;
+    see ``docs/alibi.md``. On CUDA this is compiled FlexAttention. Elsewhere, and where that does
+    not compile, it is SDPA on a few queries of one head at a time. Forward-mode derivatives, those
+    of torch.func, and gradients to ``slopes`` use the dense backend.
 
     Args:
         q: ``(B, H, Q, D)``.
@@ -56,14 +56,14 @@ def alibi_attention(
         causal: Whether a query sees only keys up to its own.
         scale: :math:`s`, :math:`1/\sqrt{D}` if None.
         query_offset: Key index of the first query, ``K - Q`` if None: an int, or an integer tensor
-            ``()`` or ``(B,)``. For a cache of fixed size; keys past the last query are not seen
-            if causal.
+            ``()`` or ``(B,)``. In a cache of fixed size it says where the queries are; if causal,
+            later keys are not seen.
         document_ids: Ids ``(K,)`` or ``(B, K)``. A run of equal ids is a document, and a query
-            sees its own alone. Negative ids are padding, whose output is zero.
+            sees only its own. Negative ids are padding, whose output is zero.
         prune: Whether to leave far keys out.
-        score_bound: Prune by this bound on :math:`|s\, q \cdot k|` instead of the data, a number
-            or a tensor ``(H,)`` or ``(B, H)``. A head whose norms do not confirm it is not pruned.
-            This costs the same as the default.
+        score_bound: A bound on :math:`|s\, q \cdot k|` to prune by, a number or a tensor ``(H,)``
+            or ``(B, H)``; computed from the data if None, at the same cost. A head whose norms
+            exceed it is not pruned.
         backend: ``flex``, ``chunked`` or ``dense`` (all scores at once); None chooses.
 
     Returns:
@@ -108,16 +108,16 @@ def alibi_attention(
         )
         if out is None and backend == "flex":
             rule, way_out = "backend='flex' must compile", "Leave backend out to run in chunks."
-            raise RuntimeError(checks.message(who, rule, "the compiler's refusal", way_out))
+            checks.fail(who, rule, "an error of the compiler", way_out, RuntimeError)
     if out is None:
-        # A dense piece takes all keys; one graph for all lengths cannot depend on their number.
+        # A dense piece reads all keys. A compiled graph is for all lengths, and cannot ask.
         if prune and not torch.compiler.is_compiling():
             prune = not chunked.is_dense(q, k)
         plan = Plan(slopes.detach(), ends, bound, scale, causal, prune)
         seen, low, high = needed_keys(q, k, start, plan)
-        # Not detached: the op refuses a gradient to the slopes, where zero would be wrong.
-        by_row = torch.atleast_2d(slopes).to(torch.promote_types(q.dtype, torch.float32))
-        out = chunked.attend(q, k, v, *seen, low, high, by_row, scale)
+        # Not detached: the op raises for a gradient to the slopes, where zero would be wrong.
+        wide_slopes = torch.atleast_2d(slopes).to(torch.promote_types(q.dtype, torch.float32))
+        out = chunked.attend(q, k, v, *seen, low, high, wide_slopes, scale)
     if ids is not None:
         own = spans(queries, keys, causal=causal, offset=start, device=device).own
         out = out.masked_fill(gather_rows(ids < 0, own)[:, None, :, None], 0)
@@ -127,8 +127,8 @@ def alibi_attention(
 def _check_backend(who: str, backend: Any, q: Tensor, v: Tensor) -> None:
     if backend not in (None, "flex", "chunked", "dense"):
         rule, got = "backend must be 'flex', 'chunked', 'dense' or None", checks.describe(backend)
-        raise ValueError(checks.message(who, rule, got, "Leave backend out to have one chosen."))
+        checks.fail(who, rule, got, "Leave backend out to have one chosen.")
     if backend == "flex" and not flex.can_run(q, v):
         rule = "backend='flex' needs CUDA, Triton, at most float32 and heads of 16 and wider"
         got = f"{q.dtype} on {q.device}, {q.shape[-1]} wide"
-        raise ValueError(checks.message(who, rule, got, "Leave backend out."))
+        checks.fail(who, rule, got, "Leave backend out to have one chosen.")

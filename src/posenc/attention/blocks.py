@@ -1,4 +1,4 @@
-"""Block masks written down from the first and the last key of each query, never from a matrix."""
+"""Block masks made from the first and the last key of each query, never from a matrix."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from posenc.numerics.spans import Spans, document_ends, spans
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
-# Queries, and keys, of a block: FlexAttention's own default.
+# FlexAttention's default block size.
 BLOCK = 128
 
 
@@ -32,11 +32,11 @@ def alibi_block_mask(
     document_ids: Tensor | None = None,
     block: int = BLOCK,
 ) -> BlockMask:
-    """Block mask for ``flex_attention`` that prunes the keys no head needs.
+    """Block mask for ``flex_attention`` without the blocks of keys that a head does not need.
 
-    For use with :func:`alibi_score_mod` where you call FlexAttention yourself. What it prunes is
-    below half an ulp of the output **if the scores keep to the bound**; this function does not
-    see them. It is made from ranges of keys, and no ``L × L`` mask is made.
+    For use with :func:`alibi_score_mod` where you call FlexAttention yourself. Pruning changes the
+    output by less than half an ulp **if every score is within the bound**, which this function
+    cannot check. No ``L × L`` mask is made.
 
     Args:
         slopes: ``(H,)`` or ``(B, H)``, on the device of the attention.
@@ -49,7 +49,7 @@ def alibi_block_mask(
         query_offset: Key index of the first query, ``K - Q`` if None: an int, or an integer tensor
             ``()`` or ``(B,)``.
         document_ids: Ids ``(K,)`` or ``(B, K)``; a run of equal ids is a document.
-        block: Queries, and keys, of a block.
+        block: Queries of a block, and keys of a block.
 
     Examples:
         >>> from posenc.functional import alibi_slopes
@@ -70,11 +70,10 @@ def alibi_block_mask(
     checks.integer(who, "block", block)
     bound = qk_checks.check_score_bound(who, score_bound, slopes.shape[-1], slopes)
     start = qk_checks.check_query_offset(who, query_offset, queries, keys, device)
-    documents = qk_checks.check_key_ids(who, "document_ids", document_ids, keys, device)
-    qk_checks.check_batches(
-        who, slopes=slopes, score_bound=bound, query_offset=start, document_ids=documents
-    )
-    ends = document_ends(documents)
+    ids = qk_checks.check_key_ids(who, "document_ids", document_ids, keys, device)
+    rows = {"slopes": slopes, "score_bound": bound, "query_offset": start, "document_ids": ids}
+    qk_checks.check_batches(who, **rows)
+    ends = document_ends(ids)
     seen = spans(queries, keys, causal=causal, offset=start, ends=ends, device=device)
     gap = 2 * SLACK * bound[..., None]
     low, high = prune_keys(seen, slopes, gap, keys, dtype, causal=causal)
@@ -83,10 +82,10 @@ def alibi_block_mask(
 
 
 class _Ranges(NamedTuple):
-    """For each row of blocks, the range it visits, and the range of these that needs no mask.
+    """For each row of blocks, the blocks it visits, and the full ones, which need no mask.
 
-    Both ends are included, and none decreases along the rows. ``full`` ends may leave the visited
-    range; ``full_high < full_low`` says that there are none.
+    Both ends are included, and never decrease from row to row. Full ranges may reach beyond the
+    visited ones; ``full_high < full_low`` is an empty range.
     """
 
     low: Tensor
@@ -100,9 +99,8 @@ def block_mask(
 ) -> BlockMask:
     """The blocks that hold every key from ``low`` to ``high``, ``[1 or B, 1 or H, Q]``.
 
-    ``mask_mod`` hides what ``seen`` does not have of them; with ``grad`` there are lists for the
-    backward pass too. Costs ``H · L / block`` counts. The lists that go with them begin at the
-    diagonal, where no head has pruned anything yet, so a causal mask has one for all heads.
+    Inside them ``mask_mod`` hides the keys that are not ``seen``. ``grad`` adds the lists for the
+    backward pass.
     """
     from torch.nn.attention.flex_attention import BlockMask  # costs a second of imports
 
@@ -119,23 +117,23 @@ def _row_ranges(seen: Spans, low: Tensor, high: Tensor, block: int) -> _Ranges:
     queries = low.shape[-1]
     begin = torch.arange(0, queries, block, device=low.device)
     end = (begin + block - 1).clamp(max=queries - 1)
-    # Windows of neighbours differ; ranges that never decrease can be read from both sides.
-    visited_low = _cut(low, block).amin(-1).flip(-1).cummin(-1).values.flip(-1) // block
-    visited_high = _cut(high, block).amax(-1).cummax(-1).values // block
+    # Windows differ from query to query; `_transpose` needs ranges that never decrease.
+    visited_low = _split_blocks(low, block).amin(-1).flip(-1).cummin(-1).values.flip(-1) // block
+    visited_high = _split_blocks(high, block).amax(-1).cummax(-1).values // block
     full_low = -(-seen.first[:, None, end] // block)
     full_high = (seen.last[:, None, begin] + 1) // block - 1
     return _Ranges(visited_low, visited_high, full_low, torch.maximum(full_high, full_low - 1))
 
 
-def _cut(x: Tensor, block: int) -> Tensor:
-    """The last axis in blocks, ``[..., n, block]``; its last entry fills the last block."""
+def _split_blocks(x: Tensor, block: int) -> Tensor:
+    """The last axis split into blocks, ``[..., n, block]``, padded with its last entry."""
     short = -x.shape[-1] % block
     padded = torch.cat((x, x[..., -1:].expand(*x.shape[:-1], short)), -1)
     return padded.reshape(*x.shape[:-1], -1, block)
 
 
 def _transpose(rows: _Ranges, columns: int) -> _Ranges:
-    """For each column the rows that visit it, as negative numbers: `_lists` runs downwards."""
+    """For each column the rows that visit it, negated, because `_lists` counts downwards."""
 
     def count_below(ends: Tensor, *, right: bool) -> Tensor:
         column = torch.arange(columns, device=ends.device).expand(*ends.shape[:-1], columns)
@@ -149,10 +147,10 @@ def _transpose(rows: _Ranges, columns: int) -> _Ranges:
 
 
 def _lists(ranges: _Ranges, width: int, *, negative: bool = False) -> tuple[Tensor, ...]:
-    """Count and indices of the blocks to mask, then of the full ones; int32.
+    """Counts and indices of the blocks to mask, then of the full ones, int32.
 
-    Both lists run downwards from the high end. Pruning moves the low end alone as long as the
-    attention is causal, so the indices do not depend on the head.
+    Indices run downwards from the high end. In causal attention pruning moves only the low end, so
+    all heads share one list of indices, and differ in how many of them count.
     """
     low, high, full_low, full_high = ranges
     top = torch.minimum(full_high, high)
@@ -172,8 +170,8 @@ def _lists(ranges: _Ranges, width: int, *, negative: bool = False) -> tuple[Tens
         x = x.expand(*shape, *x.shape[2:])
         if shared:
             return x
-        # The kernels step through sequences and heads with the stride of the heads, also where
-        # there is one head: it is set here, since a compiler is free to choose another for it.
+        # The kernels step through sequences and heads by the stride of the heads, even where there
+        # is one head; left to a compiler, an axis of length 1 may get any stride.
         x = x.flatten(0, 1).contiguous()
         step = x[0].numel()
         return x.as_strided((*shape, *x.shape[1:]), (shape[1] * step, step, *x.stride()[1:]))

@@ -1,7 +1,8 @@
 """ALiBi attention in plain torch, a few queries of one head at a time: memory O(L).
 
-An op, ``posenc::alibi_chunked``, because how it is cut depends on values: a compiler sees one
-call. Its backward recomputes every piece, so nothing of size ``Q × K`` is kept.
+It is a custom op, ``posenc::alibi_chunked``, because the sizes of its pieces depend on values,
+which a compiler cannot trace. Its backward recomputes every piece: nothing of size ``Q × K`` is
+saved.
 """
 
 from __future__ import annotations
@@ -18,14 +19,11 @@ from posenc._contract.tracing import has_native_bf16
 from posenc.kernels.ops import define_op
 from posenc.numerics.spans import Spans
 
-# Queries of a chunk: fewer where there are many keys, so that the bias of a piece stays small.
-CHUNK, MIN_CHUNK = 256, 32
-# Scores of a piece, and the most that are made for all heads in one piece: at decode the loop
-# over heads would be the cost, until, on a CPU, reading DENSE_KEYS keys is.
-SCORES, DENSE_SCORES, DENSE_KEYS = 2**21, 2**20, 2**18
-
-# ``[1 or B, Q]`` thrice, ``[1 or B, 1 or H, Q]`` twice, ``[1 or B, H]``.
-_PLAN = "Tensor own, Tensor first, Tensor last, Tensor low, Tensor high, Tensor slopes, float scale"
+# Queries of a piece: from MIN_CHUNK to CHUNK, so that it has about SCORES scores.
+CHUNK, MIN_CHUNK, SCORES = 256, 32, 2**21
+# All heads are one piece up to DENSE_SCORES scores: at decode the loop over heads would cost more
+# than pruning saves, except, on a CPU, with more than DENSE_KEYS keys to read.
+DENSE_SCORES, DENSE_KEYS = 2**20, 2**18
 
 Gradients = tuple[Tensor, Tensor, Tensor]
 
@@ -41,8 +39,8 @@ class _Piece(NamedTuple):
 
     def take(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The queries, keys and values of this piece."""
-        keys = k[:, self.kv_heads, self.keys], v[:, self.kv_heads, self.keys]
-        return q[:, self.heads, self.rows], *keys
+        key_rows = (slice(None), self.kv_heads, self.keys)
+        return q[:, self.heads, self.rows], k[key_rows], v[key_rows]
 
 
 def is_dense(q: Tensor, k: Tensor) -> bool:
@@ -65,7 +63,7 @@ def _pieces(q: Tensor, k: Tensor, *plan: Tensor) -> Iterator[_Piece]:
     size = max(MIN_CHUNK, min(CHUNK, SCORES // keys))
     for n, ranges in enumerate(_key_ranges(low, high, heads, keys, size)):
         rows = slice(n * size, min((n + 1) * size, queries))
-        # Distances are the same for all heads, and their windows are about the same keys.
+        # Computed once for all heads: distances are the same, and windows are similar.
         start, stop = min(each.start for each in ranges), max(each.stop for each in ranges)
         chunk = Spans(*(x[:, :, rows] for x in seen))
         distance, mask = _distance_and_mask(start, stop, chunk, slopes.dtype)
@@ -75,7 +73,7 @@ def _pieces(q: Tensor, k: Tensor, *plan: Tensor) -> Iterator[_Piece]:
             bias = torch.addcmul(mask[..., inner], distance[..., inner], slope, value=-1)
             kv_head = head * k.shape[1] // heads
             yield _Piece(slice(head, head + 1), slice(kv_head, kv_head + 1), rows, each, bias)
-        # These are freed before the next are made.
+        # Free these before the next are allocated.
         del distance, mask, bias
 
 
@@ -92,8 +90,8 @@ def _distance_and_mask(
 def _key_ranges(low: Tensor, high: Tensor, heads: int, keys: int, size: int) -> list[list[slice]]:
     """The keys that a chunk of ``size`` queries needs, for each chunk and each head.
 
-    Both tensors are read here once, because each read waits for the device. Queries that see no
-    key get one, which the bias hides.
+    The tensors are read once, because each read waits for the device. Queries that see no key get
+    one, which the bias hides.
     """
     lows = torch.stack([x.amin((0, 2)) for x in low.split(size, -1)]).clamp(max=keys - 1)
     highs = torch.stack([x.amax((0, 2)) for x in high.split(size, -1)])
@@ -105,8 +103,10 @@ def _key_ranges(low: Tensor, high: Tensor, heads: int, keys: int, size: int) -> 
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float) -> Tensor:
-    # CPU kernels take a float32 bias beside halves; those of other devices want one dtype.
-    wide = q.dtype if q.device.type == "cpu" and has_native_matmul(q.dtype) else bias.dtype
+    # CPU kernels take a float32 bias beside bfloat16; those of other devices want one dtype.
+    # Where the CPU cannot multiply a dtype, float32 is ten to a hundred times faster.
+    native = has_native_bf16() if q.dtype == torch.bfloat16 else q.dtype.itemsize > 2
+    wide = q.dtype if q.device.type == "cpu" and native else bias.dtype
     mask, gqa = bias.expand(q.shape[0], -1, -1, -1), q.shape[1] != k.shape[1]
     out: Tensor = F.scaled_dot_product_attention(
         q.to(wide), k.to(wide), v.to(wide), attn_mask=mask, scale=scale, enable_gqa=gqa
@@ -114,13 +114,8 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float) -> Tensor
     return out.to(q.dtype)
 
 
-def has_native_matmul(dtype: torch.dtype) -> bool:
-    """Whether the CPU multiplies ``dtype``; where not, float32 is ten to a hundred times faster."""
-    return has_native_bf16() if dtype == torch.bfloat16 else dtype.itemsize > 2
-
-
 def _check(q: Tensor, k: Tensor, v: Tensor, *plan: Any) -> None:
-    """Refuse shapes that would leave part of the result unwritten: anyone may call an op."""
+    """Refuse shapes that would leave part of the result unwritten: users can call the op."""
     *queries, slopes, _ = plan
     batch, heads, length, width = q.shape
     fits = k.shape == (batch, k.shape[1], v.shape[2], width) and k.shape[:2] == v.shape[:2]
@@ -137,7 +132,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, *given: Any) -> Tensor:
     out = q.new_empty((*q.shape[:3], v.shape[3]))
     if not out.numel():
         return out
-    # Autocast would round what is wide on purpose.
+    # Autocast would round the wide tensors.
     with torch.autocast(q.device.type, enabled=False):
         for p in _pieces(q, k, *plan):
             if p.heads == slice(None):
@@ -172,7 +167,7 @@ def _sdpa_gradients(
     shared = q.shape[1] // k.shape[1]
 
     def fold(x: Tensor) -> Tensor:
-        """Heads that share keys as one, with all their queries."""
+        """Put the queries of heads that share keys one after the other, as of one head."""
         return x.to(bias.dtype).reshape(x.shape[0], k.shape[1], shared * x.shape[2], x.shape[3])
 
     q, grad, bias = fold(q), fold(grad), fold(bias.expand(*q.shape[:3], -1))
@@ -202,21 +197,25 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 def _autograd(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     if any(ctx.needs_input_grad[3:]):
-        rule = "nothing but q, k and v must have a gradient in pieces"
-        way_out = "Call alibi_attention, which takes all scores at once for one to the slopes."
-        raise RuntimeError(checks.message("alibi_chunked", rule, "another that has", way_out))
+        rule = "nothing but q, k and v may require a gradient"
+        way_out = "Call alibi_attention, whose dense backend has gradients to the slopes."
+        checks.fail("alibi_chunked", rule, "another tensor that does", way_out, RuntimeError)
     # With create_graph=True autograd records the operations of the backward pass.
     backward = _gradients if torch.is_grad_enabled() else _backward
     return (*backward(grad, *ctx.saved_tensors, ctx.scale), *([None] * 7))
 
 
-_QKV = f"Tensor q, Tensor k, Tensor v, {_PLAN}"
+# own, first, last: [1 or B, Q]; low, high: [1 or B, 1 or H, Q]; slopes: [1 or B, H].
+_INPUTS = (
+    "Tensor q, Tensor k, Tensor v, Tensor own, Tensor first, Tensor last, "
+    "Tensor low, Tensor high, Tensor slopes, float scale"
+)
 attend = define_op(
-    "alibi_chunked", f"({_QKV}) -> Tensor", _forward, _fake, _setup_context, _autograd
+    "alibi_chunked", f"({_INPUTS}) -> Tensor", _forward, _fake, _setup_context, _autograd
 )
 _backward = define_op(
     "alibi_chunked_backward",
-    f"(Tensor grad, {_QKV}) -> (Tensor, Tensor, Tensor)",
+    f"(Tensor grad, {_INPUTS}) -> (Tensor, Tensor, Tensor)",
     _gradients,
     _fake_gradients,
 )

@@ -1,4 +1,4 @@
-"""ALiBi attention with all scores at once: for derivatives that the other backends lack."""
+"""ALiBi attention with all scores at once, for derivatives that the other backends lack."""
 
 from __future__ import annotations
 
@@ -10,13 +10,11 @@ from posenc.numerics.spans import Spans
 
 
 def is_needed(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor) -> bool:
-    """Whether torch.func or forward mode is at work, the slopes are learned, or an export is made.
+    """Whether the call is in torch.func or forward mode, exported, or has slopes that learn.
 
-    An exported program must run where this package is not installed.
+    An exported program must run where this package is not installed, so it cannot hold its ops.
     """
-    if is_exporting():
-        return True
-    if in_transform(q, k, v, slopes) or in_forward_mode():
+    if is_exporting() or in_transform(q, k, v, slopes) or in_forward_mode():
         return True
     return torch.is_grad_enabled() and slopes.requires_grad
 

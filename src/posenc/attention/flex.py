@@ -1,4 +1,4 @@
-"""ALiBi attention through FlexAttention, compiled: the bound, the block mask and the kernel."""
+"""ALiBi attention by FlexAttention: the bound, the block mask and the kernel in one graph."""
 
 from __future__ import annotations
 
@@ -40,15 +40,14 @@ def attend(
     *,
     aligned: bool,
     grad: bool,
-    inlined: bool = False,
+    general: bool = False,
 ) -> Tensor:
-    """Attention as one graph.
+    """Attention as one graph, with the int32 ``offset`` of the first query.
 
-    All that the kernel reads beside ``q``, ``k`` and ``v`` is a tensor from outside: the decoding
-    kernel of torch 2.11 does not compile with one made in the graph. ``aligned`` says that the
-    offset, int32, is ``K - Q``, so that the queries' own keys are a slice; ``grad`` that a
-    backward pass may follow; ``inlined`` that this is part of a larger graph, which makes the
-    tensors itself.
+    ``aligned`` says that the offset is ``K - Q``, so that the queries' own keys are a slice;
+    ``grad`` that a backward pass may follow. ``general`` takes FlexAttention's general kernel for
+    short queries too: the decoding kernel of torch 2.11 does not compile in a larger graph, where
+    slopes and offset may be made in the graph.
     """
     from torch.nn.attention.flex_attention import flex_attention
 
@@ -57,7 +56,7 @@ def attend(
     sees = pair_mod(offset, plan.ends, plan.causal)
     mask = block_mask(seen, low, high, keys, sees, block=BLOCK, grad=grad)
     score_mod = bias_mod(plan.slopes, offset, plan.causal)
-    options: Any = {"FORCE_USE_FLEX_ATTENTION": True} if inlined else None
+    options: Any = {"FORCE_USE_FLEX_ATTENTION": True} if general else None
     gqa = q.shape[1] != k.shape[1]
     return flex_attention(
         q, k, v, score_mod, mask, scale=plan.scale, enable_gqa=gqa, kernel_options=options
@@ -66,40 +65,40 @@ def attend(
 
 @functools.cache
 def _compiled() -> Callable[..., Tensor]:
-    # fullgraph: past the recompile limit an error comes, not the uncompiled L × L.
+    # With fullgraph the recompile limit raises, instead of running the uncompiled L × L.
     return torch.compile(attend, fullgraph=True)
 
 
-# Kinds of call that did not compile, so that each is tried once.
+# Calls that did not compile, by what decides their graph, so that each is tried once.
 _refused: set[object] = set()
 
 
 def attend_compiled(
     q: Tensor, k: Tensor, v: Tensor, offset: Tensor, plan: Plan, **flags: bool
 ) -> Tensor | None:
-    """:func:`attend`, compiled; None and a warning where the compiler gives up.
+    """:func:`attend`, compiled; None and a warning if neither kernel compiles.
 
-    A short query gets FlexAttention's decoding kernel. If that does not compile, the other one
-    is tried, which is slower and has no such limits.
+    Short queries get FlexAttention's decoding kernel, or, if that does not compile, the general
+    one, which is slower for them.
     """
     if torch.compiler.is_compiling():
-        return attend(q, k, v, offset, plan, **flags, inlined=True)
+        return attend(q, k, v, offset, plan, **flags, general=True)
     config, exc = dynamo()
     shape = q.shape[2] < BLOCK, q.shape[3], v.shape[3], q.shape[1] // k.shape[1]
-    for inlined in (False, True):
-        kind = q.dtype, shape, plan.causal, plan.prune, *flags.items(), inlined
+    for general in (False, True):
+        kind = q.dtype, shape, plan.causal, plan.prune, *flags.items(), general
         if kind in _refused:
             continue
         try:
-            # Each kind of call is a graph of its own: causal or not, documents, gradients.
+            # Causal or not, with documents or not, with gradients or not: each is a graph.
             with config.patch(recompile_limit=LIMIT):
-                return _compiled()(q, k, v, offset, plan, **flags, inlined=inlined)
+                return _compiled()(q, k, v, offset, plan, **flags, general=general)
         except exc.TorchDynamoException as error:
             _refused.add(kind)
             reason = [*str(error).strip().splitlines(), type(error).__name__][0]
         except exc.FailOnRecompileLimitHit:
             reason = f"there are {LIMIT} graphs already"
-        if inlined:
+        if general:
             start = "FlexAttention did not compile, and attention runs in chunks instead"
             warnings.warn(f"{start}: {reason}", RuntimeWarning, stacklevel=4)
     return None

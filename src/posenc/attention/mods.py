@@ -45,10 +45,10 @@ def alibi_score_mod(
     masked: bool = True,
     base: ScoreMod | None = None,
 ) -> ScoreMod:
-    """Score modification for ``flex_attention``: adds the bias, and hides what is not seen.
+    """Score modification for ``flex_attention``: adds the bias, and hides keys that are not seen.
 
-    All it needs is held in tensors, so that other lengths, offsets or documents do not compile
-    another kernel. FlexAttention does not tell a mod the lengths; make one for each call.
+    It reads lengths, offsets and documents from tensors, so that other values do not recompile the
+    kernel. FlexAttention does not tell a mod the lengths: make one for each call.
 
     Args:
         slopes: Shape ``(H,)`` or ``(B, H)``, on the device of the attention.
@@ -105,7 +105,7 @@ def alibi_mask_mod(
     device: torch.device | str = "cpu",
     base: MaskMod | None = None,
 ) -> MaskMod:
-    """Mask for ``create_block_mask``: what a query sees.
+    """Mask for ``create_block_mask``: the keys that a query sees.
 
     Args:
         q_len: Queries ``Q`` of the call.
@@ -114,8 +114,8 @@ def alibi_mask_mod(
         query_offset: Key index of the first query, ``K - Q`` if None: an int, or an integer tensor
             ``()`` or ``(B,)``.
         document_ids: Ids ``(K,)`` or ``(B, K)``; a run of equal ids is a document.
-        device: Of the attention.
-        base: A mask_mod of your own; a pair has to pass both.
+        device: The device of the attention.
+        base: A mask_mod of your own; a key is seen if both masks say so.
 
     Examples:
         >>> mod = alibi_mask_mod(2, 4)  # two queries, the last of four keys
@@ -136,7 +136,7 @@ def alibi_mask_mod(
 
 
 def pair_mod(offset: Tensor, ends: Ends | None, causal: bool) -> MaskMod:
-    """What a query sees, from tensors that are already checked."""
+    """The mask of the keys that a query sees, from checked tensors."""
     own_key = _own_key(offset)
     first, last = (None, None) if ends is None else map(_by_sequence, ends)
 
@@ -153,12 +153,12 @@ def pair_mod(offset: Tensor, ends: Ends | None, causal: bool) -> MaskMod:
 def bias_mod(
     slopes: Tensor, offset: Tensor, causal: bool, positions: Tensor | None = None
 ) -> ScoreMod:
-    """The bias alone, in as few operations for each score as there can be; it hides nothing."""
+    """The bias alone, which hides nothing, in the fewest operations for each score."""
     slope, own_key = _by_sequence(slopes), _own_key(offset)
     if positions is not None:
-        at = _by_sequence(positions)
+        position = _by_sequence(positions)
         return lambda score, b, h, q, k: (
-            score - slope(b, h) * (at(b, k) - at(b, own_key(b, q))).abs()
+            score - slope(b, h) * (position(b, k) - position(b, own_key(b, q))).abs()
         )
     if causal:
         return lambda score, b, h, q, k: score + slope(b, h) * (k - own_key(b, q))
@@ -166,14 +166,14 @@ def bias_mod(
 
 
 def as_int32(offset: int | Tensor, device: torch.device | str) -> Tensor:
-    """A query offset as a tensor, always: a number would be compiled into the kernel."""
+    """A query offset as a tensor, because an int would be compiled into the kernel."""
     if isinstance(offset, Tensor):
         return offset.int()
     return torch.full((), offset, dtype=torch.int32, device=device)
 
 
 def _by_sequence(table: Tensor) -> _Read:
-    """Read ``table`` at an index; a leading axis of more than one is the sequence's."""
+    """A function that reads ``table``, ``[n]`` or ``[1 or B, n]``, at a sequence and an index."""
     if table.dim() == 2 and table.shape[0] == 1:
         table = table[0]
     if table.dim() == 1:
@@ -182,7 +182,7 @@ def _by_sequence(table: Tensor) -> _Read:
 
 
 def _own_key(offset: Tensor) -> _Read:
-    """The key index of a query."""
+    """A function from a sequence and a query to the query's key index."""
     if offset.dim() == 1 and len(offset) != 1:
         return lambda b, q: q + offset[b]
     start = offset.reshape(())

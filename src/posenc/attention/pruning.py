@@ -1,4 +1,4 @@
-"""How far each query has to look: bounds on its scores, and the keys that are left."""
+"""Which keys each query needs: bounds on its scores, and the distances that follow from them."""
 
 from __future__ import annotations
 
@@ -11,26 +11,17 @@ from posenc._contract import checks, qk_checks
 from posenc.numerics.slopes import window_length
 from posenc.numerics.spans import Ends, Spans, spans
 
-# Norms, products and the kernels' own scores are sums in float32: each is off by at most a
-# 2^-10th of |q|·|k|, up to 2^14 channels, and the three together by less than this.
+# Norms, products and the kernels' own scores are sums in float32. With up to 2^14 channels each is
+# off by at most 2^-10 |q||k|, and the three together by less than this factor.
 SLACK = 1 + 2**-8
 
 
 class Plan(NamedTuple):
-    """What an attention is asked for beside q, k, v and the query offset, all of it checked.
+    """The checked arguments of an attention, beside q, k, v and the query offset."""
 
-    Attributes:
-        slopes: ``[H]`` or ``[B, H]``.
-        ends: First and last key of each key's document, ``[K]`` or ``[B, K]``.
-        bound: Of the scores, ``[1 or B, 1 or H]``; None takes one for each query from the data.
-        scale: Of the scores.
-        causal: Whether a query sees only keys up to its own.
-        prune: Whether to leave far keys out.
-    """
-
-    slopes: Tensor
-    ends: Ends | None
-    bound: Tensor | None
+    slopes: Tensor  # [H] or [B, H]
+    ends: Ends | None  # first and last key of each key's document, [K] or [B, K]
+    bound: Tensor | None  # on the scores, [1 or B, 1 or H]; None computes one for each query
     scale: float
     causal: bool
     prune: bool
@@ -51,7 +42,7 @@ def alibi_reach(
 
     Args:
         slopes: ``(H,)`` or ``(B, H)``.
-        k_len: Keys ``K``, which bounds how many there are to prune.
+        k_len: Keys ``K``.
         score_bound: At least every ``|q · k| · scale``, as in :func:`alibi_block_mask`.
         dtype: Of the output.
         causal: Whether keys are on one side of the query only.
@@ -102,7 +93,7 @@ def bound_scores(q: Tensor, k: Tensor, *, scale: float | None = None) -> Tensor:
 def needed_keys(
     q: Tensor, k: Tensor, offset: int | Tensor, plan: Plan
 ) -> tuple[Spans, Tensor, Tensor]:
-    """What each query may see, and the first and the last key that it needs of that."""
+    """The keys that each query sees, and the first and the last of them that it needs."""
     slopes, ends, bound, scale, causal, prune = plan
     queries, keys = q.shape[2], k.shape[2]
     seen = spans(queries, keys, causal=causal, offset=offset, ends=ends, device=q.device)
@@ -129,8 +120,8 @@ def score_gap(q: Tensor, k: Tensor, own_keys: Tensor, scale: float) -> Tensor:
 
     .. math:: g_i = s\,|q_i| \max_j |k_j| - s\, q_i \cdot k_i
 
-    By Cauchy-Schwarz. The own score is exact, which about halves the windows that the bound
-    :math:`2 s |q||k|` gives.
+    By Cauchy-Schwarz. The own score is computed, which about halves the windows that the bound
+    :math:`2 s |q||k|` would give.
     """
     q_norms, k_norms = norms(q, k, scale)
     groups, wide = (k.shape[1], q.shape[1] // k.shape[1]), q_norms.dtype
@@ -150,7 +141,7 @@ def _own_keys(k: Tensor, q_len: int, offset: int | Tensor, own: Tensor) -> Tenso
 def confirmed_gap(q: Tensor, k: Tensor, scale: float, bound: Tensor) -> Tensor:
     """Twice ``bound`` where the norms confirm it, and otherwise infinite, ``[B, H, 1]``."""
     q_norms, k_norms = norms(q, k, scale)
-    # A bound that is exactly the product of the norms, as after a norm of q and k, must pass.
+    # With slack, because a bound that equals the product of the norms must pass.
     holds = q_norms.amax(-1) * k_norms <= bound * SLACK
     gap = bound * (2 * SLACK * SLACK)
     return torch.where(holds, gap, torch.full_like(gap, float("inf")))[..., None]
@@ -161,8 +152,7 @@ def prune_keys(
 ) -> tuple[Tensor, Tensor]:
     """First and last key that each query of each head needs, int64 ``[1 or B, 1 or H, Q]``.
 
-    ``gap`` is how far a score can be above that of the own key, ``[..., H, 1 or Q]``; None
-    prunes nothing. ``dtype`` is that of the output.
+    ``gap``, ``[..., H, 1 or Q]``, is that of :func:`score_gap`; None prunes nothing.
     """
     own, first, last = (x[:, None] for x in seen)
     if gap is None:

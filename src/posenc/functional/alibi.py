@@ -14,7 +14,7 @@ from posenc.numerics.tables import round_once
 
 
 class KeyOptions(TypedDict, total=False):
-    """Keywords that say which keys the queries are, and which of them they see."""
+    """Keywords that say where the queries are among the keys, and which keys they see."""
 
     query_offset: int | Tensor | None
     document_ids: Tensor | None
@@ -79,10 +79,9 @@ def alibi_bias(
 
     .. math:: \text{bias}_{h,i,j} = -m_h\,(i + K - Q - j)
 
-    The last query sees the last key, so one query against a cache of keys gets the last row.
-    Causal: ``-inf`` where the key is in the future. Otherwise the distance is taken absolute.
-    Products are formed in float64 and rounded once. It is also the ``attn_mask`` of
-    ``scaled_dot_product_attention``.
+    The last query is at the last key, so that one query against a cache of keys gets the last row.
+    If causal, later keys get ``-inf``; otherwise the distance is absolute. Computed in float64 and
+    rounded once. ``scaled_dot_product_attention`` takes it as ``attn_mask``.
 
     Args:
         slopes: :math:`m`, shape ``(H,)`` or ``(B, H)``, as :func:`alibi_slopes` gives them.
@@ -91,10 +90,10 @@ def alibi_bias(
         causal: Whether a query sees only keys up to its own.
         query_offset: Key index of the first query, ``K - Q`` if None: an int, or an integer tensor
             ``()`` or ``(B,)``.
-        position_ids: Position of each key, ``(K,)`` or ``(B, K)``; distances are then between
-            positions. What is in the future is still decided by the order of the keys.
+        position_ids: Position of each key, ``(K,)`` or ``(B, K)``, to take distances between.
+            Which keys are later is still decided by their order.
         document_ids: Ids ``(K,)`` or ``(B, K)``. A run of equal ids is a document, and a query
-            sees its own alone.
+            sees only its own.
         dtype: A floating dtype for the result.
 
     Returns:
@@ -143,8 +142,8 @@ def alibi_bias(
 def _from_line(
     slopes: Tensor, queries: int, keys: int, start: int, causal: bool, dtype: torch.dtype
 ) -> Tensor:
-    # The bias depends on j - i alone, so one line of Q + K - 1 values holds every row: row i is
-    # the K values that start Q - 1 - i in. Copying windows out of it runs at the speed of a fill.
+    # The bias depends only on j - i, so one line of Q + K - 1 values holds every row: row i is the
+    # K values from index Q - 1 - i on. Copying these windows is as fast as filling memory.
     ahead = torch.arange(1 - queries - start, keys - start, device=slopes.device)
     line = slopes[:, None] * (ahead if causal else -ahead.abs())
     if causal:
@@ -165,14 +164,14 @@ def alibi_key_bias(
 
     .. math:: \text{bias}_{h,j} = m_h\,(j - K + 1)
 
-    It differs from :func:`alibi_bias` by a constant in each row, which softmax takes away. It
-    hides nothing: a causal mask has to, and without one it is wrong.
+    It differs from :func:`alibi_bias` by a constant in each row, which softmax cancels. It hides
+    no keys, and is right only together with a causal mask.
 
     Args:
         slopes: :math:`m`, shape ``(H,)`` or ``(B, H)``.
         k_len: Keys ``K``.
         position_ids: Position of each key, ``(K,)`` or ``(B, K)``, instead of its index; the
-            bias is then zero at the largest.
+            largest then has bias zero.
         dtype: A floating dtype for the result.
 
     Returns:
@@ -189,10 +188,11 @@ def alibi_key_bias(
     device = _float64_device(slopes)
     positions = qk_checks.check_key_ids(who, "position_ids", position_ids, keys, device)
     qk_checks.check_batches(who, slopes=slopes, position_ids=positions)
-    ahead = torch.arange(1 - keys, 1, device=device) if positions is None else positions
-    if positions is not None and keys:
-        ahead = positions - positions.amax(-1, keepdim=True)
-    bias = slopes.to(device, torch.float64)[..., None, None] * ahead[..., None, None, :]
+    if positions is None:
+        positions = torch.arange(1 - keys, 1, device=device)
+    elif keys:
+        positions = positions - positions.amax(-1, keepdim=True)
+    bias = slopes.to(device, torch.float64)[..., None, None] * positions[..., None, None, :]
     return round_once(bias, dtype).to(slopes.device)
 
 

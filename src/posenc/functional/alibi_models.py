@@ -1,4 +1,4 @@
-"""ALiBi as published models write it, for checkpoints that were trained so."""
+"""ALiBi as published models compute it, for their checkpoints."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from posenc.numerics.slopes import head_slopes
 def alibi_model_slopes(
     model: str, num_heads: int, *, head_dim: int | None = None, bias_max: float = 8.0
 ) -> Tensor:
-    r"""Slopes that a model's bias amounts to, float64 of shape ``(H,)``.
+    r"""The slopes of a published model, float64 of shape ``(H,)``.
 
     BLOOM and MPT have the paper's. Falcon rounds them to bfloat16 and adds its bias before the
     scores are scaled by :math:`1/\sqrt{D}`, so its slopes are :math:`m_h / \sqrt{D}`.
@@ -45,12 +45,12 @@ def alibi_model_bias(
     bias_max: float = 8.0,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    r"""Key-only bias of a model, with its own roundings, to add to scaled scores.
+    r"""Key-only bias of a published model, rounded as the model does, to add to scaled scores.
 
     BLOOM and Falcon count positions over the tokens that ``attention_mask`` keeps, MPT over all
-    keys up to the last. Falcon multiplies bfloat16 slopes by bfloat16 positions, so that keys
-    past 256 share theirs, and divides by :math:`\sqrt{D}`. All are for causal softmax alone, and
-    hide nothing by themselves.
+    keys, back from the last. Falcon multiplies bfloat16 slopes by bfloat16 positions, so that
+    neighbours past 256 share one, and divides by :math:`\sqrt{D}`. The bias hides no keys, and is
+    right only together with a causal mask.
 
     Args:
         model: ``bloom``, ``mpt`` or ``falcon``.
@@ -73,9 +73,8 @@ def alibi_model_bias(
     slopes, root = _slopes_and_root(who, model, num_heads, head_dim, bias_max)
     checks.float_dtype(who, "dtype", dtype)
     if not isinstance(attention_mask, Tensor) or attention_mask.dim() != 2:
-        got, way_out = checks.describe(attention_mask), "Pass ones where nothing is padded."
-        rule = "attention_mask must be a tensor of shape (B, K)"
-        raise ValueError(checks.message(who, rule, got, way_out))
+        rule, got = "attention_mask must be a (B, K) tensor", checks.describe(attention_mask)
+        checks.fail(who, rule, got, "Pass torch.ones(B, K) if there is no padding.")
     mask = attention_mask.long()
     positions = (mask.cumsum(-1) - 1) * mask
     if model == "mpt":
@@ -87,15 +86,15 @@ def alibi_model_bias(
 def _slopes_and_root(
     who: str, model: Any, num_heads: Any, head_dim: Any, bias_max: Any
 ) -> tuple[Tensor, float]:
-    """A model's slopes in float64, before they are divided by the root of Falcon's head width."""
+    """A model's slopes in float64, and what to divide them by: the root of Falcon's head width."""
     if model not in ("bloom", "falcon", "mpt"):
         rule = "model must be one of bloom, falcon, mpt"
-        raise ValueError(checks.message(who, rule, checks.describe(model), "Pass one of these."))
+        checks.fail(who, rule, checks.describe(model), "Pass one of these.")
     heads = checks.integer(who, "num_heads", num_heads)
     if model != "falcon":
         return head_slopes(heads, checks.positive_float(who, "bias_max", bias_max)), 1.0
     if head_dim is None:
-        way_out = "Pass the width of one head: Falcon adds its bias before scaling by it."
-        raise ValueError(checks.message(who, "falcon needs head_dim", None, way_out))
+        way_out = "Pass the width of a head: Falcon adds its bias before it scales by the width."
+        checks.fail(who, "falcon needs head_dim", None, way_out)
     root = math.sqrt(checks.integer(who, "head_dim", head_dim))
     return head_slopes(heads).bfloat16().double(), root

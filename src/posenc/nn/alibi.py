@@ -40,10 +40,10 @@ class Slopes:
 
 
 class ALiBi(TableModule):
-    """Lower each attention score in proportion to the distance it spans.
+    """Lower each attention score in proportion to the distance between query and key.
 
-    It holds ``H`` numbers. :meth:`attention` is the whole of it in one call; the other methods
-    give the bias in the form that an attention of your own takes. ``docs/alibi.md`` is the manual.
+    :meth:`attention` computes attention with the bias in one call; the other methods give the bias
+    in the forms that an attention of your own takes. ``docs/alibi.md`` is the manual.
 
     Args:
         num_heads: Heads ``H``.
@@ -51,13 +51,13 @@ class ALiBi(TableModule):
         bias_max: The last head's slope is ``2**-bias_max``.
         geometric: Slopes ``2**(-bias_max * h / H)`` for every ``H``, also where the paper's code
             takes others (``H`` not a power of two).
-        slopes: Slopes of your own, ``(H,)`` or ``(B, H)``, instead. Zero is a head that sees no
-            distance, and is never pruned; below zero is refused.
+        slopes: Slopes of your own instead, ``(H,)`` or ``(B, H)``, not below zero. A head with
+            slope zero has no bias, and is never pruned.
 
     Attributes:
-        slopes: float32 of shape ``(H,)`` or ``(B, H)``, in the paper's head order: what
-            flash-attn takes as ``alibi_slopes``. They are constants; slopes that learn are an
-            argument of :func:`posenc.attention.alibi_attention`.
+        slopes: float32 of shape ``(H,)`` or ``(B, H)``, in the paper's head order, as flash-attn's
+            ``alibi_slopes``. They are constants; pass slopes that learn to
+            :func:`posenc.attention.alibi_attention`.
 
     Examples:
         >>> alibi = ALiBi(num_heads=8)
@@ -98,14 +98,14 @@ class ALiBi(TableModule):
 
     @property
     def slopes(self) -> Tensor:
-        """For the kernels of others, in float32; the bias itself is made of exact ones."""
+        """A float32 copy of the slopes; the bias is computed from exact ones."""
         return self._exact(self._tables.device).to(torch.float32, copy=True)
 
     @classmethod
     def from_model(
         cls, model: str, num_heads: int, *, head_dim: int | None = None, bias_max: float = 8.0
     ) -> ALiBi:
-        """ALiBi as ``bloom``, ``mpt`` or ``falcon`` has it; see :func:`alibi_model_slopes`.
+        """ALiBi of ``bloom``, ``mpt`` or ``falcon``; see :func:`alibi_model_slopes`.
 
         Examples:
             >>> ALiBi.from_model("falcon", 2, head_dim=64).slopes
@@ -116,14 +116,12 @@ class ALiBi(TableModule):
 
     @classmethod
     def from_config(cls, config: dict[str, Any] | str | Path | Any, **keywords: Any) -> ALiBi:
-        """The biases of a model, from its Hugging Face config: BLOOM's, MPT's or Falcon's.
-
-        A model that has other positions is refused by name.
+        """ALiBi from the Hugging Face config of a BLOOM, MPT or Falcon; other models are refused.
 
         Args:
             config: A dict, the path of a ``config.json`` or of a model's folder, or a config
                 object of transformers.
-            **keywords: Arguments of the constructor, which then win over the config.
+            **keywords: Arguments of the constructor, which override the config.
 
         Examples:
             >>> ALiBi.from_config({"model_type": "bloom", "n_head": 2}).slopes
@@ -137,7 +135,7 @@ class ALiBi(TableModule):
         return cls(**given)
 
     def select_heads(self, start: int, stop: int) -> ALiBi:
-        """The heads from ``start`` up to ``stop``, for a rank that has no others.
+        """The heads from ``start`` up to ``stop``, for one rank of tensor parallelism.
 
         Examples:
             >>> ALiBi(8).select_heads(2, 4).slopes
@@ -148,7 +146,7 @@ class ALiBi(TableModule):
         last = checks.integer(who, "stop", stop)
         if not first < last <= self.num_heads:
             rule, got = f"heads must be at least one of the {self.num_heads}", f"{first} to {last}"
-            raise ValueError(checks.message(who, rule, got, "Pass 0 <= start < stop <= num_heads."))
+            checks.fail(who, rule, got, "Pass 0 <= start < stop <= num_heads.")
         (exact,) = self._tables.description(1, torch.device("cpu"), torch.float64)
         part = type(self)(last - first, causal=self.causal, slopes=exact[..., first:last])
         return part.to(self._tables.device)
@@ -183,11 +181,11 @@ class ALiBi(TableModule):
         dtype: torch.dtype = torch.float32,
         device: torch.device | str | None = None,
     ) -> Tensor:
-        """The bias to go with a causal mask: :func:`posenc.functional.alibi_key_bias`."""
+        """The bias to add beside a causal mask: :func:`posenc.functional.alibi_key_bias`."""
         if not self.causal:
             rule = "a bias of keys alone is right only under a causal softmax"
-            way_out = "Use bias(), which has the absolute distance."
-            raise ValueError(checks.message(type(self).__name__, rule, "causal=False", way_out))
+            way_out = "Call bias(), which has the absolute distance."
+            checks.fail(type(self).__name__, rule, "causal=False", way_out)
         return alibi_key_bias(self._exact(device), k_len, position_ids=position_ids, dtype=dtype)
 
     def score_mod(self, q_len: int, k_len: int, **options: Unpack[ScoreModOptions]) -> ScoreMod:
@@ -217,7 +215,7 @@ class ALiBi(TableModule):
     ) -> Tensor:
         """Attention with this bias, with the keywords of :func:`posenc.attention.alibi_attention`.
 
-        Padding and packing are ``document_ids``; masks of other kinds need :meth:`score_mod`.
+        Pass ``document_ids`` for padding and packing; use :meth:`score_mod` for other masks.
 
         Examples:
             >>> q, k, v = torch.randn(3, 1, 8, 512, 64).unbind()
@@ -237,7 +235,7 @@ class ALiBi(TableModule):
         if scores.shape[-2 - slopes.dim() : -2] != slopes.shape:
             axes = ", ".join(map(str, ("...", *slopes.shape)[slopes.dim() - 1 :]))
             rule, got = f"scores must have shape ({axes}, Q, K)", f"shape {tuple(scores.shape)}"
-            raise ValueError(checks.message(who, rule, got, "Put the heads third from last."))
+            checks.fail(who, rule, got, "Put the heads third from last.")
         queries, keys = qk_checks.check_lengths(who, *scores.shape[-2:])
         wide = torch.promote_types(scores.dtype, torch.float32)
         bias = alibi_bias(slopes, queries, keys, causal=self.causal, dtype=wide)
