@@ -71,8 +71,9 @@ def alibi_block_mask(
     bound = qk_checks.check_score_bound(who, score_bound, slopes.shape[-1], slopes)
     start = qk_checks.check_query_offset(who, query_offset, queries, keys, device)
     ids = qk_checks.check_key_ids(who, "document_ids", document_ids, keys, device)
-    rows = {"slopes": slopes, "score_bound": bound, "query_offset": start, "document_ids": ids}
-    qk_checks.check_batches(who, **rows)
+    qk_checks.check_batches(
+        who, slopes=slopes, score_bound=bound, query_offset=start, document_ids=ids
+    )
     ends = document_ends(ids)
     seen = spans(queries, keys, causal=causal, offset=start, ends=ends, device=device)
     gap = 2 * SLACK * bound[..., None]
