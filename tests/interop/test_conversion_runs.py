@@ -71,7 +71,7 @@ def test_the_self_test_sees_every_kind_of_part(wrong):
         f"{stem}k_proj.weight": torch.randn(16, 16),
         f"{stem}k_norm.weight": torch.randn(8),
     }
-    model = families.from_config({}, **SIZES)
+    model = families.from_config({}, families.Given(**SIZES))
     new = convert_state(old, to="interleaved", **SIZES)
 
     def run(new):

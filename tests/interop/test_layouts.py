@@ -2,7 +2,7 @@ import pytest
 import torch
 
 import oracles
-from posenc.interop.checkpoints.layouts import Heads, count, permute
+from posenc.interop.checkpoints.layouts import Heads, blocks, permute
 
 KINDS = ["q", "q_gated", "k", "qkv", "qkv_grouped", "qkv_codegen", "kv_a"]
 FORMS = [
@@ -163,5 +163,5 @@ def test_rows_are_counted_without_being_built(kind, heads):
     """A shape is held against them before anything is made for the heads that a config claims."""
     if kind == "qkv_codegen":
         heads = Heads(heads.num_heads, heads.head_dim, rotary_dim=heads.rotary_dim)
-    assert count(kind, heads) == rows_of(kind, heads)[0]
-    assert count(kind, Heads(2**31, 2**13, 2**30)) >= 2**13
+    assert blocks(kind, heads).total == rows_of(kind, heads)[0]
+    assert blocks(kind, Heads(2**31, 2**13, 2**30)).total >= 2**13

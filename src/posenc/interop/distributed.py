@@ -102,7 +102,7 @@ def _attend(
     if isinstance(slopes, DTensor) or (torch.is_grad_enabled() and slopes.requires_grad):
         rule = "slopes must be a plain tensor without a gradient where q is a DTensor"
         way_out = "Each would have a part of it: use ALiBi's own, or learn them in one process."
-        raise ValueError(checks.message("alibi_attention", rule, "another", way_out))
+        checks.fail("alibi_attention", rule, "another", way_out)
     placements = [p if p in (Shard(0), Shard(1), Shard(2)) else Replicate() for p in q.placements]
     q = q.redistribute(placements=placements)
     batch, heads, tokens = (_local_range(q, dim) for dim in range(3))

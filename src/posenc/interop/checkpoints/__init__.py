@@ -14,7 +14,7 @@ from torch import Tensor
 from posenc._contract import checks
 from posenc.configs import LAYOUT, as_dict, text_part
 from posenc.interop.checkpoints import drafts, families, files, layouts, safetensors, selftest
-from posenc.interop.checkpoints.families import Config, Model
+from posenc.interop.checkpoints.families import Config, Given, Model
 from posenc.interop.checkpoints.layouts import LAYOUTS, OTHER, Heads, Layout, permute
 from posenc.interop.checkpoints.resize import resize_learned
 from posenc.interop.checkpoints.safetensors import Source
@@ -24,7 +24,7 @@ __all__ = ["Heads", "Report", "convert", "convert_state", "permute", "resize_lea
 Tell = Callable[[str, float], None]
 # The key of a file's metadata that says which layout its queries and keys have.
 METADATA = "posenc.rope_layout"
-_message = functools.partial(checks.message, "convert")
+_fail = functools.partial(checks.fail, "convert")
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,20 +116,14 @@ def convert(
     checks.integer("convert", "check", check, least=0)
     source, target = Path(source), Path(target)
     files.check_paths(source, target)
-    given = {
-        "num_heads": num_heads,
-        "num_kv_heads": num_kv_heads,
-        "head_dim": head_dim,
-        "rotary_dim": rotary_dim,
-        "fused": fused,
-    }
     folder = source.is_dir()
-    # Of a link, what it leads to is written.
+    # Where the target is a link, the file or folder it leads to is replaced.
     with drafts.replaced(target.resolve(), folder=folder, overwrite=overwrite) as draft:
         old = files.shards(source)
         beside = source if folder else source.parent
         described = files.config(beside) if config is None else as_dict("convert", config)
-        model = families.from_config(described, **given)
+        given = Given(num_heads, num_kv_heads, head_dim, rotary_dim, fused)
+        model = families.from_config(described, given)
         _check_layout(old, model, described, layout, to)
         plan = _plan({n: e.shape for shard in old for n, e in shard.entries.items()}, model, to)
         taken = {shard.path for shard in old}
@@ -188,19 +182,12 @@ def convert_state(
         {'layers.0.attn.q_proj.bias': tensor([0, 2, 1, 3]), 'head.bias': tensor([0, 1, 2, 3])}
     """
     layouts.check_choice("convert_state", "to", to, LAYOUTS)
-    given = {
-        "num_heads": num_heads,
-        "num_kv_heads": num_kv_heads,
-        "head_dim": head_dim,
-        "rotary_dim": rotary_dim,
-        "fused": fused,
-    }
-    model = families.from_config({} if config is None else as_dict("convert", config), **given)
+    given = Given(num_heads, num_kv_heads, head_dim, rotary_dim, fused)
+    model = families.from_config({} if config is None else as_dict("convert", config), given)
     if not isinstance(state, Mapping) or not all(isinstance(name, str) for name in state):
         got, way_out = checks.describe(state), "Pass model.state_dict()."
-        rule = "state must be a dict by name"
-        raise TypeError(checks.message("convert_state", rule, got, way_out))
-    # Step counts and the like pass.
+        checks.fail("convert_state", "state must be a dict by name", got, way_out, TypeError)
+    # Values that are no tensors, such as step counts, stay.
     shapes = {name: tuple(x.shape) for name, x in state.items() if isinstance(x, Tensor)}
     plan = _plan(shapes, model, to)
     return {
@@ -210,20 +197,18 @@ def convert_state(
 
 
 def _plan(shapes: Mapping[str, tuple[int, ...]], model: Model, to: Layout) -> dict[str, Tensor]:
-    """The order of the rows of every tensor that moves."""
+    """The new order of the rows of every tensor that moves."""
     orders = {name: model.order(name, shape, to) for name, shape in shapes.items()}
     plan = {name: rows for name, rows in orders.items() if rows is not None}
     if not plan:
-        rule = "a checkpoint must have projections of queries or keys"
         got = f"{len(orders)} tensors, such as {', '.join(list(orders)[:3])}"
         way_out = "Rename them as transformers does, or use permute on each."
-        raise ValueError(_message(rule, got, way_out))
+        _fail("a checkpoint must have projections of queries or keys", got, way_out)
     for names in selftest.modules(plan).values():
-        # A projection under a name unknown here would stay behind its norm.
+        # The norm of a projection whose name is not known here would move without it.
         if all(model.kind(name) == "norm" for name in names):
-            rule = "a norm of queries or keys must come with their projection"
             way_out = "Convert the whole folder, or use permute on each tensor."
-            raise ValueError(_message(rule, names[0], way_out))
+            _fail("a norm of queries or keys must come with their projection", names[0], way_out)
     return plan
 
 
@@ -231,33 +216,28 @@ def _check_layout(
     shards: list[Source], model: Model, config: Config, layout: Layout | None, to: Layout
 ) -> None:
     """Refuse a source that is, or may be, in the wanted layout already."""
-    marks: dict[str, Any] = {f"{METADATA} of {s.path}": s.metadata.get(METADATA) for s in shards}
-    # Who says it here knows better than a config, which may be another checkpoint's.
-    marks |= (
-        {"layout": layout} if layout is not None else {LAYOUT: text_part(config)[0].get(LAYOUT)}
-    )
-    marks = {name: mark for name, mark in marks.items() if mark is not None}
-    for name, mark in marks.items():
-        layouts.check_choice("convert", name, mark, LAYOUTS)
-    found = set(marks.values())
+    said: dict[str, Any] = {f"{METADATA} of {s.path}": s.metadata.get(METADATA) for s in shards}
+    # The argument wins over the config, which may be another checkpoint's.
+    said |= {LAYOUT: text_part(config)[0].get(LAYOUT)} if layout is None else {"layout": layout}
+    said = {name: value for name, value in said.items() if value is not None}
+    for name, value in said.items():
+        layouts.check_choice("convert", name, value, LAYOUTS)
+    found = set(said.values())
     if len(found) > 1:
-        rule = "the metadata of all files, the config and layout= must agree"
         got, way_out = " and ".join(sorted(found)), "Leave layout out, or convert each file."
-        raise ValueError(_message(rule, got, way_out))
-    names = (name for shard in shards for name in shard.entries)
-    if not found and model.layout and any(map(families.is_released, names)):
+        _fail("the metadata of all files, the config and layout= must agree", got, way_out)
+    words = {word for shard in shards for name in shard.entries for word in name.split(".")}
+    # Releases that transformers' checkpoints are made from have these names, and their own layout.
+    if not found and model.layout and words & {"wq", "wk"}:
         rule = "the layout of the source must be given, because its names are not transformers'"
-        way_out = "Meta's and Mistral's: layout='interleaved' (--layout)."
-        raise ValueError(_message(rule, "wq and wk", way_out))
+        _fail(rule, "wq and wk", "Meta's and Mistral's: layout='interleaved' (--layout).")
     actual = found.pop() if found else model.layout
     if actual is None and model.family is not None:
         rule, got = "the layout of the source must be known", f"the unknown family {model.family!r}"
-        way_out = "Read how it rotates, and pass layout='half' or 'interleaved' (--layout)."
-        raise ValueError(_message(rule, got, way_out))
+        _fail(rule, got, "Read how it rotates, and pass layout='half' or 'interleaved' (--layout).")
     if actual == to:
-        rule = f"the source must be in the other layout, {OTHER[to]}"
         way_out = f"It needs no conversion; if it is {OTHER[to]}, pass layout={OTHER[to]!r}."
-        raise ValueError(_message(rule, to, way_out))
+        _fail(f"the source must be in the other layout, {OTHER[to]}", to, way_out)
 
 
 def _reader(shards: list[Source]) -> Callable[[str], Tensor]:

@@ -30,7 +30,7 @@ except ImportError:  # Windows has none; there the lock is that its file exists.
 
 _LOCK = "posenc.lock"
 _NAMES = frozenset((_LOCK, "new", "old", "gone"))
-_message = functools.partial(checks.message, "convert")
+_fail = functools.partial(checks.fail, "convert")
 
 
 def workspace(target: Path) -> Path:
@@ -65,10 +65,10 @@ def _check_replaceable(target: Path, folder: bool, overwrite: bool) -> None:
     if os.path.lexists(target) and (not overwrite or target.is_dir() != folder):
         rule = f"target must be new, or a {'folder' if folder else 'file'} to overwrite"
         way_out = "Pick another name, or pass overwrite=True (--overwrite)."
-        raise FileExistsError(_message(rule, target, way_out))
+        _fail(rule, target, way_out, FileExistsError)
     if target.is_dir() and any(target.iterdir()) and not any(target.glob("*.safetensors")):
         rule = "a folder to overwrite must be a checkpoint, because all in it goes"
-        raise FileExistsError(_message(rule, target, "Pick another name."))
+        _fail(rule, target, "Pick another name.", FileExistsError)
 
 
 def _make_workspace(target: Path) -> Path:
@@ -80,8 +80,7 @@ def _make_workspace(target: Path) -> Path:
     # A run makes the lock first and removes it last.
     if not is_folder or names - _NAMES or (names and _LOCK not in names):
         rule = f"{room} must be free, because the result is written there first"
-        got = "a file or folder that no run has made"
-        raise FileExistsError(_message(rule, got, "Move it away."))
+        _fail(rule, "a file or folder that no run has made", "Move it away.", FileExistsError)
     return room
 
 
@@ -95,7 +94,7 @@ def _locked(path: Path, target: Path) -> Iterator[None]:
         if _is_held(file, path, created):
             rule, got = f"one run at a time must write {target}", f"another one, which holds {path}"
             way_out = f"Wait for it; if none is running, delete {path} and run again."
-            raise FileExistsError(_message(rule, got, way_out))
+            _fail(rule, got, way_out, FileExistsError)
         if fcntl is None:
             # Windows cannot remove a file that is open.
             file.close()
@@ -153,7 +152,7 @@ def _settle(room: Path, target: Path) -> None:
             f"Move {old}, if it is there, to another name: it is the checkpoint that was"
             f" {target}. Then delete {room}."
         )
-        raise OSError(_message(rule, error, way_out)) from error
+        raise OSError(checks.message("convert", rule, error, way_out)) from error
 
 
 def _flush(folder: str | Path) -> None:

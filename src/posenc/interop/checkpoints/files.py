@@ -19,7 +19,7 @@ from posenc.interop.checkpoints.families import Config
 from posenc.interop.checkpoints.layouts import Layout
 from posenc.interop.checkpoints.safetensors import Advance, Source, copy_bytes
 
-_message = functools.partial(checks.message, "convert")
+_fail = functools.partial(checks.fail, "convert")
 # The first that is there is the checkpoint.
 _SINGLE = ("model.safetensors", "adapter_model.safetensors")
 # Weights that nobody converted would keep the old layout under the new name.
@@ -38,18 +38,16 @@ def check_paths(source: Path, target: Path) -> None:
         way_out, kept = "Check the path; nothing is downloaded.", drafts.workspace(source) / "old"
         if kept.exists():
             way_out = f"A run that was to replace it was stopped: it is whole in {kept}."
-        raise FileNotFoundError(_message(rule, source, way_out))
+        _fail(rule, source, way_out, FileNotFoundError)
     old, new = source.resolve(), target.resolve()
     if {new, drafts.workspace(new)} & {old, *old.parents} or old in new.parents:
         way_out = "Pick another folder: the source is never written to."
-        got = f"{source} and {target}"
-        raise ValueError(_message("source and target must lie apart", got, way_out))
+        _fail("source and target must lie apart", f"{source} and {target}", way_out)
     if target.is_symlink() and not target.exists():
-        rule = "target must not be a link to nothing"
-        raise FileExistsError(_message(rule, target, "Remove it first."))
+        _fail("target must not be a link to nothing", target, "Remove it first.", FileExistsError)
     if not new.parent.is_dir():
         rule = "target must lie in a folder that exists"
-        raise FileNotFoundError(_message(rule, target, f"mkdir {target.parent}"))
+        _fail(rule, target, f"mkdir {target.parent}", FileNotFoundError)
 
 
 def shards(source: Path) -> list[Source]:
@@ -63,9 +61,8 @@ def shards(source: Path) -> list[Source]:
     names = names or sorted(path.name for path in source.glob("*.safetensors"))
     if not promised and len(names) != 1:
         rule = f"a folder must have one of {', '.join(_SINGLE)}, or one index of shards"
-        got = f"{len(names)} .safetensors files in {source}"
         way_out = "Name the file instead." if names else "Save the weights as safetensors first."
-        raise ValueError(_message(rule, got, way_out))
+        _fail(rule, f"{len(names)} .safetensors files in {source}", way_out)
     for name in names:
         _inside(source, source / name)
     found = [Source(source / name) for name in names]
@@ -73,7 +70,7 @@ def shards(source: Path) -> list[Source]:
     if promised and promised != actual:
         first = min(promised.items() ^ actual.items())[0]
         rule = "the index and the shards must list the same tensors"
-        raise ValueError(_message(rule, f"a dispute over {first}", "Rebuild it."))
+        _fail(rule, f"a dispute over {first}", "Rebuild it.")
     return found
 
 
@@ -81,16 +78,15 @@ def _index(path: Path) -> dict[str, str]:
     """Which file of a sharded checkpoint has which tensor."""
     found = files.read_json("convert", path).get("weight_map")
     if not isinstance(found, dict) or not found:
-        rule, got = f"{path} must have a weight_map", checks.describe(found)
-        raise ValueError(_message(rule, got, "Download it again."))
+        _fail(f"{path} must have a weight_map", checks.describe(found), "Download it again.")
     for name in found.values():
         # A name that leads out of the folder would be written out of it too.
         if not isinstance(name, str) or Path(name).name != name:
             rule, got = f"{path} must name files of its own folder", checks.describe(name)
-            raise ValueError(_message(rule, got, "Do not trust it."))
+            _fail(rule, got, "Do not trust it.")
         if not (path.parent / name).is_file():
             rule = f"every file of {path} must be there"
-            raise FileNotFoundError(_message(rule, f"no {name}", "Download it."))
+            _fail(rule, f"no {name}", "Download it.", FileNotFoundError)
     return found
 
 
@@ -120,7 +116,7 @@ def disk_space(target: Path, nbytes: int) -> Iterator[None]:
         rule = f"the disk of {target} must have {nbytes} bytes free"
         got = f"{free} bytes" if free < nbytes else "a full disk"
         way_out = "Free some space, or write to another disk; nothing was left behind."
-        raise OSError(_message(rule, got, way_out)) from error
+        raise OSError(checks.message("convert", rule, got, way_out)) from error
 
 
 def others(source: Path, taken: Collection[Path]) -> tuple[dict[Path, int], list[str]]:
@@ -132,11 +128,10 @@ def others(source: Path, taken: Collection[Path]) -> tuple[dict[Path, int], list
     """
     found: dict[Path, int] = {}
     left_out = []
-    for folder, inner, names in os.walk(source, onerror=_fail):
+    for folder, inner, names in os.walk(source, onerror=_raise):
         relative = Path(folder).relative_to(source)
         if len(relative.parts) > _DEEPEST:
-            rule = f"folders in {source} must be at most {_DEEPEST} deep"
-            raise ValueError(_message(rule, relative, _CLEAN))
+            _fail(f"folders in {source} must be at most {_DEEPEST} deep", relative, _CLEAN)
         inner[:] = sorted(name for name in inner if not name.startswith("."))
         links = [relative / name for name in inner if os.path.islink(os.path.join(folder, name))]
         for path in links:
@@ -150,8 +145,7 @@ def others(source: Path, taken: Collection[Path]) -> tuple[dict[Path, int], list
                 continue
             status = os.stat(_inside(source, source / path))
             if not stat.S_ISREG(status.st_mode):
-                rule = f"{source / path} must be a regular file"
-                raise ValueError(_message(rule, "a device or a pipe", _CLEAN))
+                _fail(f"{source / path} must be a regular file", "a device or a pipe", _CLEAN)
             found[path] = status.st_size
     return found, left_out
 
@@ -173,7 +167,7 @@ def copy(old: Path, new: Path, nbytes: int, advance: Advance) -> None:
             copy_bytes(source, target, nbytes, advance)
 
 
-def _fail(error: OSError) -> None:
+def _raise(error: OSError) -> None:
     raise error
 
 
@@ -188,8 +182,7 @@ def _inside(source: Path, path: Path) -> str:
     allowed = {base, *(folder / "blobs" for folder in caches)} & {Path(real), *Path(real).parents}
     if not allowed or not os.path.exists(real):
         rule, got = f"links in {source} must lead to something in it", f"{path}, a link to {real}"
-        way_out = "Put the file in place of the link, if you know why it is there."
-        raise ValueError(_message(rule, got, way_out))
+        _fail(rule, got, "Put the file in place of the link, if you know why it is there.")
     return real
 
 

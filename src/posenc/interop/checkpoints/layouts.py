@@ -48,10 +48,10 @@ class Heads:
         checks.integer("Heads", "latent", self.latent, least=0)
         if self.rotated > self.head_dim:
             rule = f"rotary_dim must be at most head_dim={self.head_dim}"
-            raise ValueError(checks.message("Heads", rule, self.rotated, "Check the config."))
+            checks.fail("Heads", rule, self.rotated, "Check the config.")
         if self.num_heads % self.kv_heads:
             rule = f"num_heads must be a multiple of num_kv_heads={self.kv_heads}"
-            raise ValueError(checks.message("Heads", rule, self.num_heads, "Check the config."))
+            checks.fail("Heads", rule, self.num_heads, "Check the config.")
 
     @property
     def kv_heads(self) -> int:
@@ -107,13 +107,8 @@ def blocks(kind: str, heads: Heads) -> Rows:
     }
     if kind not in kinds:
         rule = f"kind must be one of {', '.join((*kinds, 'norm'))}"
-        raise ValueError(checks.message("permute", rule, repr(kind), "Pick the fused layout."))
+        checks.fail("permute", rule, repr(kind), "Pick the fused layout.")
     return kinds[kind]
-
-
-def count(kind: str, heads: Heads) -> int:
-    """Rows that a projection of this kind has."""
-    return blocks(kind, heads).total
 
 
 def norm_blocks(shape: Sequence[int], heads: Heads) -> Rows:
@@ -122,8 +117,7 @@ def norm_blocks(shape: Sequence[int], heads: Heads) -> Rows:
     sizes = sorted({heads.head_dim * n for n in (1, heads.num_heads, heads.kv_heads)})
     if size not in sizes:
         rule = f"a norm of queries or keys must have {' or '.join(map(str, sizes))} weights"
-        got = f"shape {tuple(shape)}"
-        raise ValueError(checks.message("permute", rule, got, f"Check {heads}."))
+        checks.fail("permute", rule, f"shape {tuple(shape)}", f"Check {heads}.")
     return Rows(1, [("q", size // heads.head_dim, heads.head_dim)])
 
 
@@ -176,15 +170,14 @@ def permute(tensor: Tensor, kind: str, heads: Heads, *, to: Layout, dim: int = 0
     if not (isinstance(tensor, Tensor) and isinstance(kind, str) and isinstance(heads, Heads)):
         rule = "tensor must be a torch.Tensor, kind a string and heads a Heads"
         got = ", ".join(map(checks.describe, (tensor, kind, heads)))
-        way_out = "Pass one weight, 'q' and Heads(32, 128)."
-        raise TypeError(checks.message("permute", rule, got, way_out))
+        checks.fail("permute", rule, got, "Pass one weight, 'q' and Heads(32, 128).", TypeError)
     if kind == "norm":
         return take(tensor, order(norm_blocks(tensor.shape, heads), heads, to))
     rows = blocks(kind, heads)
     if not -tensor.dim() <= dim < tensor.dim() or tensor.shape[dim] != rows.total:
         rule = f"a tensor of kind {kind!r} must have {rows.total} rows in dimension {dim}"
         got = f"shape {tuple(tensor.shape)}"
-        raise ValueError(checks.message("permute", rule, got, f"Check kind, dim and {heads}."))
+        checks.fail("permute", rule, got, f"Check kind, dim and {heads}.")
     return take(tensor, order(rows, heads, to), dim)
 
 
@@ -192,7 +185,7 @@ def check_choice(who: str, name: str, value: Any, allowed: Sequence[str]) -> Non
     """Refuse a ``value`` that is none of the ``allowed`` words."""
     if value not in allowed:
         rule = f"{name} must be {' or '.join(map(repr, allowed))}"
-        raise ValueError(checks.message(who, rule, checks.describe(value), "Pass one of them."))
+        checks.fail(who, rule, checks.describe(value), "Pass one of them.")
 
 
 def take(tensor: Tensor, rows: Tensor, dim: int = 0) -> Tensor:

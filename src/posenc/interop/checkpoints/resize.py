@@ -94,7 +94,7 @@ def resize_learned(
         size, grid = _pair("length", length), None if grid is None else _pair("grid", grid)
         if method != "interpolate":
             rule, way_out = "a grid can only be interpolated", 'Pass method="interpolate".'
-            raise ValueError(checks.message(_WHO, rule, f"method={method!r}", way_out))
+            checks.fail(_WHO, rule, f"method={method!r}", way_out)
         new = _grid(trained, size, grid)
     elif method == "interpolate":
         new = _line(trained, checks.integer(_WHO, "length", length))
@@ -106,7 +106,7 @@ def resize_learned(
 def _pair(name: str, pair: Any) -> tuple[int, int]:
     if not isinstance(pair, (tuple, list)) or len(pair) != 2:
         rule = f"{name} must be (height, width)"
-        raise TypeError(checks.message(_WHO, rule, checks.describe(pair), "Pass two ints."))
+        checks.fail(_WHO, rule, checks.describe(pair), "Pass two ints.", TypeError)
     height, width = (checks.integer(_WHO, name, value) for value in pair)
     return height, width
 
@@ -125,7 +125,7 @@ def _grid(trained: Tensor, size: tuple[int, int], grid: tuple[int, int] | None) 
         rule = "the trained positions must fill a grid" if grid else "grid must be given"
         got = f"{len(trained)} rows" + (f" for {height} x {width}" if grid else ", not a square")
         way_out = "Pass grid=(height, width), and extra=1 if there is a class token."
-        raise ValueError(checks.message(_WHO, rule, got, way_out))
+        checks.fail(_WHO, rule, got, way_out)
     cells = trained.double().view(1, height, width, -1).permute(0, 3, 1, 2)
     new = F.interpolate(cells, size=size, mode="bicubic", align_corners=False)
     return new[0].flatten(1).T.to(trained.dtype)
@@ -136,8 +136,7 @@ def _extend(
 ) -> Tensor:
     if length < len(trained):
         rule = f"an extension must have at least {len(trained)} positions"
-        way_out = 'Slice the table, or pass method="interpolate".'
-        raise ValueError(checks.message(_WHO, rule, length, way_out))
+        checks.fail(_WHO, rule, length, 'Slice the table, or pass method="interpolate".')
     if fill == "repeat":
         return trained[torch.arange(length, device=trained.device) % len(trained)]
     new = trained.new_empty(length - len(trained), trained.shape[1])
@@ -150,5 +149,5 @@ def _find(state: Mapping[str, Tensor], key: str | None) -> str:
     if len(found) != 1:
         rule = "the state must have one position table" if key is None else "key must be in it"
         got = f"{len(found)}: {', '.join(found[:4])}" if key is None else repr(key)
-        raise ValueError(checks.message(_WHO, rule, got, "Pass key, the table's name."))
+        checks.fail(_WHO, rule, got, "Pass key, the table's name.")
     return found[0]

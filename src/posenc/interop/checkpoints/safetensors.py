@@ -144,7 +144,7 @@ def _header(path: Path, file: BinaryIO, size: int) -> tuple[dict[str, Any], int]
         if path.suffix != ".safetensors" or length.to_bytes(8, "little") == b"version ":
             rule, got = "source must be in the format of safetensors", f"{path}, which is not"
             way_out = "Save a .bin again with safetensors; fetch what Git LFS points to."
-            raise ValueError(checks.message("convert", rule, got, way_out))
+            checks.fail("convert", rule, got, way_out)
         raise _broken(path, f"a header of {length} bytes does not fit a file of {size}")
     try:
         header = files.parse_json(file.read(length), _unique)

@@ -48,12 +48,9 @@ def run(
         after = _logits(names[module], model, new, to)
         difference = float((after - before).abs().max()) / (float(before.abs().max()) or 1.0)
         if not difference <= _TOLERANCE:
-            rule, got = (
-                f"logits of {module} must stay the same",
-                f"a difference of {difference:.2g}",
-            )
+            got = f"a difference of {difference:.2g}"
             way_out = "Nothing was written. Check num_heads, head_dim and the fused layout."
-            raise ValueError(checks.message("convert", rule, got, way_out))
+            checks.fail("convert", f"logits of {module} must stay the same", got, way_out)
         found[module] = difference
     return found
 
