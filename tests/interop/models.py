@@ -41,9 +41,9 @@ class Model(nn.Module):
 
 
 class Rotations(nn.Module):
-    """``q`` rotated by every kind of `RoPE`, told in every way where its tokens are."""
+    """``q`` rotated by every kind of `RoPE`, or by ``kinds``, wherever its tokens are."""
 
-    def __init__(self) -> None:
+    def __init__(self, *kinds: str) -> None:
         super().__init__()
         self.plain = nn.ModuleDict(
             {
@@ -58,18 +58,22 @@ class Rotations(nn.Module):
                 "halves-out": posenc.RoPE(8, 64, interleaved_out=False),
             }
         )
+        for name in set(self.plain) - set(kinds or self.plain):
+            del self.plain[name]
         self.mrope = posenc.RoPE(8, None, axes=axes.Sections((2, 1, 1)))
 
     def forward(self, q: Tensor, ids: Tensor, offsets: Tensor) -> dict[str, Tensor]:
-        turned = {name: rope.rotate(q) for name, rope in self.plain.items()}
-        fixed, growing = self.plain["interleaved"], self.plain["growing"]
-        turned["offset"] = fixed.rotate(q, 5)
-        turned["offsets"] = fixed.rotate(q, offsets)
-        turned["ids"] = fixed.rotate(q, position_ids=ids)
-        turned["ids-growing"] = growing.rotate(q, position_ids=ids)
-        turned["undone"] = fixed.unrotate(q, 5)
-        turned["coordinates"] = self.mrope.rotate(q, position_ids=torch.stack((ids, ids + 1, ids)))
-        return turned
+        rotated = {name: rope.rotate(q) for name, rope in self.plain.items()}
+        fixed = self.plain["interleaved"]
+        rotated["offset"] = fixed.rotate(q, 5)
+        rotated["offsets"] = fixed.rotate(q, offsets)
+        rotated["ids"] = fixed.rotate(q, position_ids=ids)
+        if "growing" in self.plain:
+            rotated["ids-growing"] = self.plain["growing"].rotate(q, position_ids=ids)
+        rotated["undone"] = fixed.unrotate(q, 5)
+        coordinates = torch.stack((ids, ids + 1, ids))
+        rotated["coordinates"] = self.mrope.rotate(q, position_ids=coordinates)
+        return rotated
 
 
 class Everything(nn.Module):

@@ -1,6 +1,6 @@
 """Models as ONNX files, run by onnxruntime at lengths that were not traced."""
 
-import subprocess
+import importlib
 import sys
 
 import onnx
@@ -14,6 +14,9 @@ from assertions import assert_within_ulps
 from interop.models import Model, Rotations, dynamic_rotations, rotations_at
 from posenc import scaling
 from posenc.interop.onnx import export
+
+# Those that the exporter treats differently from the others.
+FEW = ("interleaved", "halves", "partial", "last", "halves-out")
 
 
 def run(path, *arguments):
@@ -41,68 +44,98 @@ def operators(path):
     return sum(node.op_type == "RotaryEmbedding" for node in file.graph.node)
 
 
-@pytest.mark.parametrize("exact", [pytest.param(True, marks=pytest.mark.slow), False])
-def test_every_rotation_is_the_standard_operator(tmp_path, exact):
+@pytest.mark.parametrize(
+    ("kinds", "exact"),
+    [
+        (FEW, False),
+        pytest.param((), False, marks=pytest.mark.slow),
+        pytest.param((), True, marks=pytest.mark.slow),
+    ],
+    ids=["few", "all", "all-exact"],
+)
+def test_every_rotation_is_the_standard_operator(tmp_path, kinds, exact):
     """RotaryEmbedding multiplies float32 by float32 tables: two products and a sum, each rounded.
 
     With the tables' own rounding that is ``2u (|a c| + |b s|) + u |y|``, at most three times
     ``u = 2**-24`` of the length of the pair. In parts it is the eager result, or its neighbour.
     """
-    path, model = tmp_path / "rotations.onnx", Rotations().eval()
+    path, model = tmp_path / "rotations.onnx", Rotations(*kinds).eval()
     shapes = dynamic_rotations()
     export(model, rotations_at(2, 6), path, dynamic_shapes=shapes, exact=exact)
-    # All but the one whose result is in another layout.
-    assert operators(path) == (3 * 14 if exact else 14)
     for batch, length in ((3, 41), (1, 17)):
+        count = 0
         for name, got, wanted, size in rotations(path, model, batch, length):
+            count += 1
             off = (got.double() - wanted.double()).abs()
             if exact:
                 assert_within_ulps(got, wanted.double(), 1.0, size)
             # Half a rounding more is owed by the eager result.
             off = (off / size).max() * 2**24
             assert off <= 3.5, f"{name} is off by {off} roundings"
+    # All but the one whose result is in another layout.
+    assert operators(path) == (3 if exact else 1) * (count - 1)
+    assert count == (10 if kinds else 15)
 
 
-@pytest.mark.parametrize("interleaved", [True, False])
-def test_a_million_values_are_within_one_ulp(tmp_path, interleaved):
-    """Of any size, and where the two products all but cancel."""
-    path, rope = tmp_path / "rope.onnx", posenc.RoPE(64, 4096, interleaved=interleaved).eval()
+class Tables(torch.nn.Module):
+    """Both layouts, and tables far from one, which are small or grow."""
+
+    def __init__(self):
+        super().__init__()
+        yarn = scaling.YaRN(8.0, 64, attention_factor=1e-4)
+        self.modules_by_name = torch.nn.ModuleDict(
+            {
+                "interleaved": posenc.RoPE(64, 4096),
+                "halves": posenc.RoPE(64, 4096, interleaved=False),
+                "gain": posenc.RoPE(64, 4096, scaling=yarn),
+                "xpos": posenc.XPos(64, 4096, scale_base=1024),
+            }
+        )
+
+    def forward(self, q, k):
+        return {name: module(q, k) for name, module in self.modules_by_name.items()}
+
+
+@pytest.fixture(scope="module")
+def tables(tmp_path_factory):
+    """A file of `Tables`, the model, and a function that runs the file."""
+    path, model = tmp_path_factory.mktemp("tables") / "tables.onnx", Tables().eval()
     length = torch.export.Dim("length", max=4096)
-    x = torch.randn(1, 4, 4096, 64) * torch.logspace(-9, 9, 4)[:, None, None]
-    small = torch.randn(2, 1, 4, 6, 64).unbind()
-    export(rope, small, path, dynamic_shapes=({2: length},) * 2)
-    for got, wanted in zip(run(path, x, x.flip(2)), rope(x, x.flip(2)), strict=True):
-        size = oracles.pair_magnitude(wanted, 32, interleaved=interleaved)
-        assert_within_ulps(got, wanted.double(), 1.0, size)
+    q, k = torch.zeros(2, 1, 4, 6, 64).unbind()
+    export(model, (q, k), path, dynamic_shapes=({2: length},) * 2)
+
+    def results(q, k):
+        flat = run(path, q, k)
+        return dict(
+            zip(model.modules_by_name, zip(flat[::2], flat[1::2], strict=True), strict=True)
+        )
+
+    return path, model, results
 
 
-@pytest.mark.parametrize(
-    "module",
-    [
-        posenc.RoPE(64, 512, scaling=scaling.YaRN(8.0, 64, attention_factor=1e-4)),
-        posenc.XPos(64, 512, scale_base=128),
-    ],
-    ids=["gain", "xpos"],
-)
-def test_tables_far_from_one_are_exact_too(tmp_path, module):
-    path, module = tmp_path / "rope.onnx", module.eval()
-    q, k = torch.randn(2, 1, 4, 512, 64).unbind()
-    export(module, (q, k), path)
-    for got, wanted in zip(run(path, q, k), module(q, k), strict=True):
-        size = oracles.pair_magnitude(wanted, 32, interleaved=module.interleaved)
-        assert_within_ulps(got, wanted.double(), 1.0, size)
+@pytest.mark.parametrize("scale", [1.0, 1e-9], ids=["plain", "small"])
+def test_half_a_million_values_are_within_one_ulp(tables, scale):
+    """Of any size, where the two products all but cancel, and by tables far from one."""
+    _, model, results = tables
+    x = torch.randn(1, 4, 2048, 64) * torch.logspace(0, 9, 4)[:, None, None] * scale
+    got, wanted = results(x, x.flip(2)), model(x, x.flip(2))
+    for name, module in model.modules_by_name.items():
+        for y, exact in zip(got[name], wanted[name], strict=True):
+            size = oracles.pair_magnitude(exact, 32, interleaved=module.interleaved)
+            assert_within_ulps(y, exact.double(), 1.0, size)
 
 
-def test_half_precision_takes_one_operator(tmp_path):
-    path, x = tmp_path / "rope.onnx", torch.randn(1, 2, 6, 8, dtype=torch.float16)
-    export(posenc.RoPE(8).eval(), (x, x), path)
-    assert operators(path) == 2
+def test_the_largest_numbers_stay_finite(tables):
+    _, _, results = tables
+    x = torch.zeros(1, 4, 6, 64)
+    x[:, :, 0] = torch.finfo(torch.float32).max
+    got = results(x, -x)
+    for name in ("interleaved", "halves"):
+        assert torch.equal(torch.stack(got[name]), torch.stack((x, -x)))
 
 
-def test_tables_are_rounded_in_the_file_and_not_at_every_run(tmp_path):
-    path = tmp_path / "rope.onnx"
-    export(Rotations().plain["halves"].eval(), rotations_at(2, 6)[:1] * 2, path)
-    stored = {tensor.data_type for tensor in onnx.load(path).graph.initializer}
+def test_tables_are_rounded_in_the_file_and_not_at_every_run(tables):
+    stored = {tensor.data_type for tensor in onnx.load(tables[0]).graph.initializer}
     assert onnx.TensorProto.FLOAT in stored
     assert onnx.TensorProto.DOUBLE not in stored
 
@@ -122,40 +155,27 @@ class AtPositions(torch.nn.Module):
         super().__init__()
         self.rope = posenc.RoPE(8, max_seq_len=16)
 
-    def forward(self, q, ids):
-        return self.rope.rotate(q, position_ids=ids), self.rope.shift(q, -3)
+    def forward(self, single, half, ids):
+        at_ids = [self.rope.rotate(x, position_ids=ids) for x in (single, half)]
+        return *at_ids, self.rope.shift(single, -3), self.rope.shift(half, -3)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["fp32", "fp16"])
-def test_tokens_may_be_more_than_rows(tmp_path, dtype):
+def test_tokens_may_be_more_than_rows_and_half_precision_takes_one_operator(tmp_path):
     """Packed sequences count from zero more than once."""
     path, model = tmp_path / "packed.onnx", AtPositions().eval()
     length = torch.export.Dim("length", max=64)
-    x, ids = torch.randn(2, 3, 40, 8, dtype=dtype), torch.arange(10).repeat(4)
-    export(model, (x[:, :, :6], ids[:6]), path, dynamic_shapes=({2: length}, {0: length}))
-    for got, wanted in zip(run(path, x, ids), model(x, ids), strict=True):
+    x, ids = torch.randn(2, 3, 40, 8), torch.arange(10).repeat(4)
+    arguments, shapes = (x, x.half(), ids), ({2: length}, {2: length}, {0: length})
+    traced = x[:, :, :6], x[:, :, :6].half(), ids[:6]
+    export(model, traced, path, dynamic_shapes=shapes)
+    for got, wanted in zip(run(path, *arguments), model(*arguments), strict=True):
         torch.testing.assert_close(got, wanted)
+    assert operators(path) == 2 * 3 + 2 * 1
 
 
-def test_the_largest_numbers_stay_finite(tmp_path):
-    path, x = tmp_path / "rope.onnx", torch.full((1, 1, 1, 8), torch.finfo(torch.float32).max)
-    export(posenc.RoPE(8).eval(), (x, -x), path)
-    for got, wanted in zip(run(path, x, -x), (x, -x), strict=True):
-        assert torch.equal(got, wanted)
-
-
-def test_a_missing_extra_names_the_command():
-    script = """
-import sys
-sys.modules["onnxscript"] = None
-import torch, posenc
-from posenc.interop.onnx import export
-try:
-    export(posenc.RoPE(8), (torch.ones(1, 1, 2, 8),) * 2, "never.onnx")
-except ImportError as error:
-    print(error)
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", script], check=True, timeout=120, capture_output=True, text=True
-    )
-    assert "posenc.interop.onnx needs onnxscript: pip install '.[onnx]'" in done.stdout
+def test_a_missing_extra_names_the_command(monkeypatch):
+    monkeypatch.setitem(sys.modules, "onnxscript", None)
+    monkeypatch.delitem(sys.modules, "posenc.interop.onnx")
+    module = importlib.import_module("posenc.interop.onnx")
+    with pytest.raises(ImportError, match=r"needs onnxscript: pip install '\.\[onnx\]'"):
+        module.export(posenc.RoPE(8), (torch.ones(1, 1, 2, 8),) * 2, "never.onnx")
