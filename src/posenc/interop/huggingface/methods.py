@@ -1,4 +1,4 @@
-"""The methods that a patched module calls instead of those of its class."""
+"""Methods of patched modules that replace those of their classes."""
 
 from __future__ import annotations
 
@@ -13,20 +13,16 @@ from posenc.interop.huggingface.probing import Known, NotUnderstood
 from posenc.interop.huggingface.rewrite import Rewriter, rotates
 from posenc.interop.huggingface.tables import Tables
 
-# The attribute that a module has for as long as it is patched.
+# An attribute that every patched module has.
 PATCHED = "_posenc_patched"
 
 
 class Replacement:
-    """A method of ours for the instances of a class, which are passed to it first.
+    """A method of ours in place of the method ``name`` of the class ``kind``.
 
-    It calls the method of the class if that was replaced since, or if the module is not patched any
-    more, because wrappers may still hold it then.
-
-    Attributes:
-        kind: The class.
-        name: The method's name there.
-        gone: Name, variant and layout of each function that it no longer calls.
+    ``gone`` has name, variant and layout of each function that it no longer calls. It calls the
+    method of the class if that was replaced since, or if the module was unpatched, because wrappers
+    may still hold ours then.
     """
 
     def __init__(
@@ -53,11 +49,11 @@ class Replacement:
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Functions made here have no name to be found by, and are made again where they are loaded.
-        return _again, (self.kind, self.name, self._tables)
+        # Pickle cannot write functions that are made here, so loading makes them again.
+        return _rebuilt, (self.kind, self.name, self._tables)
 
 
-def _again(kind: type, name: str, tables: Tables | None) -> Replacement:
+def _rebuilt(kind: type, name: str, tables: Tables | None) -> Replacement:
     if tables is not None:
         return of_tables(kind, tables)
     return next(one for one in replacements(kind) if one.name == name)
@@ -69,7 +65,7 @@ def of_tables(kind: type, tables: Tables) -> Replacement:
 
 
 def replacements(kind: type) -> list[Replacement]:
-    """What the instances of a class need to rotate by our op."""
+    """The methods that the instances of a class need to rotate by our op."""
     found: list[Replacement] = []
     seen: dict[str, FunctionType] = {}
     for owner in kind.__mro__:
@@ -82,7 +78,7 @@ def replacements(kind: type) -> list[Replacement]:
             if name.startswith("__") or not isinstance(function, FunctionType):
                 continue
             made, gone = Rewriter(_recognised).rewrite(name, function)
-            # A method behind another is reached by super(), which no instance overrides.
+            # An instance cannot override a method that is called by super().
             if gone and name in seen and "super" in seen[name].__code__.co_names:
                 raise NotUnderstood(f"{owner.__name__}.{name}, called by super(),")
             if gone and name not in seen:

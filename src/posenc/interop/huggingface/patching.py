@@ -1,4 +1,4 @@
-"""A loaded transformers model made to run on our rotation, and made itself again."""
+"""Patch a loaded transformers model to run on our rotation, and undo it."""
 
 from __future__ import annotations
 
@@ -23,13 +23,12 @@ _REPLICATE = "_replicate_for_data_parallel"
 def patch(model: nn.Module) -> Report:
     """Make ``model`` run on our rotation and tables, until :func:`unpatch`.
 
-    Each function that rotates is tried on small random tensors, and replaced where one of ours
-    agrees with it. The modules that call it get a ``forward`` of their own, whose code is the
-    model's and whose rotation is ours: other models of the class stay as they are, and the
-    weights, the state dict and the classes are untouched. Rotary modules take their rates from the
-    config, whatever became of their buffers; a warning names those whose rates it does not say. All
-    or nothing: if any function is not understood, the model is left as it was. Patch first, then
-    compile.
+    Each function that rotates is called on small random tensors, and replaced by one of ours that
+    gives the same result. The modules that call it get a ``forward`` of their own: the model's code
+    with our rotation. Weights, state dict, classes and other models of these classes stay as they
+    are. Rotary modules take their rates from the config instead of their buffers; a warning names
+    those whose rates the config does not say. If any rotating function is not known, nothing is
+    patched. Patch before you compile.
 
     Args:
         model: A transformers model, or any part of one.
@@ -38,8 +37,8 @@ def patch(model: nn.Module) -> Report:
         What was replaced, and where.
 
     Raises:
-        ValueError: If the model is patched already, if nothing in it rotates, or if one of its
-            functions rotates in a way that is not understood; the message names it.
+        ValueError: If the model is patched already, if nothing in it rotates, or if none of our
+            functions gives the result of one of its own; the message names it.
 
     Examples:
         >>> from transformers import LlamaConfig, LlamaModel
@@ -52,9 +51,9 @@ def patch(model: nn.Module) -> Report:
     """
     if not isinstance(model, nn.Module):
         rule = "model must be a torch.nn.Module"
-        raise TypeError(checks.message("patch", rule, type(model).__name__, "Pass the model."))
+        checks.fail("patch", rule, type(model).__name__, "Pass the model.", TypeError)
     classes: dict[type, list[Replacement]] = {}
-    placed: list[tuple[nn.Module, dict[str, Replacement]]] = []
+    planned: list[tuple[nn.Module, dict[str, Replacement]]] = []
     places: list[Place] = []
     rotary: list[Table] = []
     edited: list[Table] = []
@@ -62,31 +61,32 @@ def patch(model: nn.Module) -> Report:
         kind = type(module)
         if PATCHED in vars(module):
             got, way_out = f"a patched {kind.__name__} at '{path}'", "Call unpatch(model) first."
-            raise ValueError(checks.message("patch", "model must not be patched", got, way_out))
+            checks.fail("patch", "model must not be patched", got, way_out)
         try:
             if kind not in classes:
                 classes[kind] = replacements(kind)
-            makes_tables, ours = _tables(module)
+            buffers = [name for name, _ in module.named_buffers(recurse=False)]
+            is_rotary = any(name.endswith("inv_freq") for name in buffers)
+            ours = tables.understood(module) if is_rotary else None
         except NotUnderstood as error:
             rule = "every function that rotates must be one that is understood"
             got = f"{error} in {kind.__module__}.{kind.__name__} at '{path}'"
-            way_out = "The model is left as it was."
-            raise ValueError(checks.message("patch", rule, got, way_out)) from None
+            checks.fail("patch", rule, got, "The model is left as it was.")
         methods = list(classes[kind])
         places += [Place(path, kind.__name__, *gone) for one in methods for gone in one.gone]
-        if makes_tables:
-            said = ("unchanged", "its own") if ours is None else (ours.form, ours.rates)
-            rotary.append(Table(path, kind.__name__, *said))
+        if is_rotary:
+            form, rates = ("unchanged", "its own") if ours is None else (ours.form, ours.rates)
+            rotary.append(Table(path, kind.__name__, form, rates))
         if ours is not None:
             methods.append(of_tables(kind, ours))
             if tables.holds_other_rates(module, ours):
                 edited.append(rotary[-1])
         if methods:
-            placed.append((module, {_attribute(module, path, one): one for one in methods}))
+            planned.append((module, {_attribute(module, path, one): one for one in methods}))
     if not places:
         got = f"{type(model).__name__}, which calls no function that rotates"
         way_out = "Nothing was changed. Models without rotary positions need no patch."
-        raise ValueError(checks.message("patch", "model must rotate", got, way_out))
+        checks.fail("patch", "model must rotate", got, way_out)
     _refuse_converted(model, places)
     _warn(
         "the config should say the rates of every rotary module, got none for",
@@ -98,15 +98,9 @@ def patch(model: nn.Module) -> Report:
         edited,
         "Write them into the config: the rates of the config are used.",
     )
-    for module, methods_at in placed:
-        _put(module, methods_at)
+    for module, named in planned:
+        _put(module, named)
     return Report(tuple(places), tuple(rotary))
-
-
-def _tables(module: nn.Module) -> tuple[bool, tables.Tables | None]:
-    """Whether a module makes tables, and what ours are to be."""
-    rotary = any(name.endswith("inv_freq") for name, _ in module.named_buffers(recurse=False))
-    return rotary, tables.understood(module) if rotary else None
 
 
 def _warn(problem: str, modules: list[Table], way_out: str) -> None:
@@ -116,14 +110,16 @@ def _warn(problem: str, modules: list[Table], way_out: str) -> None:
 
 
 def _refuse_converted(model: nn.Module, places: list[Place]) -> None:
-    """Weights that `posenc convert` moved are not what the model's own code rotates."""
+    """Refuse weights that `posenc convert` left in a layout that the model's code does not read."""
     for place in places:
-        own = getattr(model.get_submodule(place.module), "config", getattr(model, "config", None))
-        said, code = getattr(own, LAYOUT, None), place.layout.split()[0]
-        if said not in (None, code):
+        config = getattr(
+            model.get_submodule(place.module), "config", getattr(model, "config", None)
+        )
+        marked, code = getattr(config, LAYOUT, None), place.layout.split()[0]
+        if marked not in (None, code):
             rule = f"the weights must be in the layout of the model's code, {code}"
             way_out = f"Convert them: posenc convert MODEL -o NEW --to {code}"
-            raise ValueError(checks.message("patch", rule, f"{said} ({LAYOUT})", way_out))
+            checks.fail("patch", rule, f"{marked} ({LAYOUT})", way_out)
 
 
 def unpatch(model: nn.Module) -> None:
@@ -138,7 +134,7 @@ def unpatch(model: nn.Module) -> None:
     found = [module for module in modules if PATCHED in vars(module)]
     if not found:
         got, way_out = type(model).__name__, "Pass what patch was called on."
-        raise ValueError(checks.message("unpatch", "model must be patched", got, way_out))
+        checks.fail("unpatch", "model must be patched", got, way_out)
     for module in found:
         for name, ours in _held(module).items():
             if name == ours.name:
@@ -163,32 +159,32 @@ def patched(model: nn.Module) -> Iterator[Report]:
 
 
 def _attribute(module: nn.Module, path: str, method: Replacement) -> str:
-    """The attribute of the instance that a method is to be."""
+    """The name of the instance's attribute that is to hold a method."""
     name = method.name
-    # accelerate wraps forward in its hooks and calls what it keeps under this name.
+    # accelerate's hooks wrap forward and call the original by this name.
     if name == "forward" and "_old_forward" in vars(module):
         name = "_old_forward"
     theirs, held = getattr(method.kind, method.name), vars(module).get(name)
     if held is not None and getattr(held, "__func__", held) is not theirs:
         rule, got = f"'{path}' must have the {method.name} of its class", repr(held)[:80]
-        raise ValueError(checks.message("patch", rule, got, "Patch before wrapping methods."))
+        checks.fail("patch", rule, got, "Patch before wrapping methods.")
     return name
 
 
 def _put(module: nn.Module, methods: dict[str, Replacement]) -> None:
-    # Partials, since pickle has no way to write a method that belongs to an instance alone.
+    # Partials, because pickle cannot write a method that only an instance has.
     vars(module).update({name: partial(ours, module) for name, ours in methods.items()})
     vars(module).update({PATCHED: True, _REPLICATE: partial(_replica, module)})
 
 
 def _held(module: nn.Module) -> dict[str, Replacement]:
-    """Which attributes of a patched module are ours, whatever was wrapped or hooked since."""
+    """The attributes of a patched module that are ours, without those wrapped since."""
     functions = {name: getattr(value, "func", None) for name, value in vars(module).items()}
     return {name: ours for name, ours in functions.items() if isinstance(ours, Replacement)}
 
 
 def _replica(module: nn.Module) -> nn.Module:
-    """A copy for another device, as DataParallel makes it, that does not call the original."""
+    """A replica for DataParallel, whose methods are bound to the replica."""
     made: nn.Module = type(module)._replicate_for_data_parallel(module)
     _put(made, _held(module))
     return made

@@ -1,4 +1,4 @@
-"""Trying the functions of a model: what a try may raise, and when two answers are the same."""
+"""What comparing a model's functions with ours needs: errors, forms of tables, equality."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-# What a function raises on arguments that it was not made for.
+# Errors of a function that is called with arguments it was not made for.
 FAILURES = (RuntimeError, ValueError, LookupError, TypeError, AttributeError)
 
-# How a row of a table holds the numbers of its pairs.
+# A row with the numbers of its pairs in each form: doubled is 0 1 0 1, repeated is 0 0 1 1.
 WIDEN: dict[str, Callable[[Tensor], Tensor]] = {
     "doubled": lambda pairs: torch.cat((pairs, pairs), dim=-1),
     "repeated": lambda pairs: pairs.repeat_interleave(2, dim=-1),
@@ -21,11 +21,11 @@ WIDEN: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class NotUnderstood(Exception):
-    """A function that rotates, in a way that none of ours does."""
+    """A function rotates in a way that none of ours does."""
 
 
 class Known(NamedTuple):
-    """A rotating function that was recognised: its variant and layout in words, and ours."""
+    """A known rotating function: its variant and layout in words, and our function."""
 
     variant: str
     layout: str
@@ -33,7 +33,7 @@ class Known(NamedTuple):
 
 
 def same(got: Any, expected: Any, error: float = 1e-5) -> bool:
-    """Whether two answers have the same shape and differ by at most ``error``."""
+    """Whether two results have the same shapes and differ by at most ``error``."""
     if isinstance(expected, Tensor):
         alike = isinstance(got, Tensor) and got.shape == expected.shape
         return alike and torch.allclose(got, expected.to(got.dtype), rtol=0, atol=error)

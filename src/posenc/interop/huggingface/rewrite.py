@@ -1,8 +1,8 @@
-"""Functions rebuilt so that names in them mean something else, and nothing else changes.
+"""Rebuild functions of a model so that they call ours, with nothing else changed.
 
-A rebuilt function has the code and the globals of the one it was made from. A global that is to
-mean something else has another name in the code, and an entry under that name in the model's own
-module. So every name is looked up when it is called, and one that is replaced later is obeyed.
+A rebuilt function has the code and the globals of the original. The name of a function to replace
+is changed in the code to an alias, and the model's module gets an entry for that alias. Names are
+still looked up at every call, so a function of the module that is replaced later takes effect.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 from posenc.interop.huggingface.probing import Known, NotUnderstood
 
-# Names of functions that rotate; those that only make positions or rates have other endings.
+# Names of functions that rotate, and of those among them that compute positions or rates.
 _ROTATES = re.compile(r"rotary|rotate|rope")
 _DOES_NOT = re.compile(r"get_rope_index|rope_(parameters|deltas|index)|_init")
 
@@ -26,21 +26,16 @@ def rotates(name: str) -> bool:
 
 
 class Rewriter:
-    """Rebuilds functions over those of ours that ``replace`` gives for theirs, or None."""
+    """Rebuilds functions to call what ``replace`` returns for a name and function, if not None."""
 
     def __init__(self, replace: Callable[[str, Any], Known | None]) -> None:
         self._replace = replace
         self._rebuilt: dict[FunctionType, tuple[FunctionType, list[Any]]] = {}
 
     def rewrite(self, name: str, function: Any, of_model: bool = True) -> tuple[Any, list[Any]]:
-        """``function`` over ours; and name, variant and layout of each that it no longer calls.
+        """``function`` rebuilt; and name, variant and layout of each function it no longer calls.
 
-        A function that none of this concerns is returned as it is.
-
-        Args:
-            name: What its caller calls it.
-            function: Theirs.
-            of_model: Whether it is code of the model, so that what it calls is rebuilt as well.
+        Functions that it calls are rebuilt too if it is code ``of_model``, not of a library.
         """
         known = self._replace(name, function)
         if known is not None:
@@ -60,7 +55,7 @@ class Rewriter:
     def _rebuild(self, function: FunctionType) -> tuple[FunctionType, list[Any]]:
         if function in self._rebuilt:
             return self._rebuilt[function]
-        # A function that calls itself calls the original.
+        # In a recursive function, the inner call stays the original.
         self._rebuilt[function] = function, []
         gone: list[Any] = []
         names: dict[str, str] = {}
@@ -77,7 +72,7 @@ class Rewriter:
                 value = cell.cell_contents
             except ValueError:
                 continue
-            # What a decorator holds is the model's own code, wherever the decorator comes from.
+            # The function inside a decorator is the model's, wherever the decorator comes from.
             if isinstance(value, FunctionType):
                 made, inner = self.rewrite(value.__name__, value)
                 if inner:
@@ -89,7 +84,7 @@ class Rewriter:
         return self._rebuilt[function]
 
 
-# Stands for the name that `_alias` puts in its place.
+# A global name that `_alias` replaces by the model's.
 _theirs: Any = None
 
 
@@ -100,7 +95,7 @@ def _alias(scope: dict[str, Any], name: str, theirs: Any, ours: Any) -> str:
         return (ours if _theirs is theirs else _theirs)(*args, **kwargs)
 
     alias = f"_posenc_{name}"
-    # A new function would make compiled models that call the old one compile again.
+    # A new function would make torch.compile recompile the models that call the old one.
     if getattr(scope.get(alias), "__wrapped__", None) is not theirs:
         code = _renamed(called.__code__, {"_theirs": name})
         made = FunctionType(code, scope, alias, None, called.__closure__)
@@ -112,7 +107,7 @@ def _alias(scope: dict[str, Any], name: str, theirs: Any, ours: Any) -> str:
 def _renamed(code: CodeType, names: dict[str, str]) -> CodeType:
     """``code`` with other global names."""
     for step in dis.get_instructions(code):
-        # Globals and attributes share one list of names.
+        # Globals and attributes share co_names.
         if step.opcode in dis.hasname and step.argval in names and step.opname != "LOAD_GLOBAL":
             raise NotUnderstood(f"{step.argval}, which {code.co_name} also has as an attribute,")
     return code.replace(
@@ -135,7 +130,7 @@ def _copied(function: FunctionType, code: CodeType, cells: list[CellType]) -> Fu
 
 
 def _is_function(value: Any) -> bool:
-    # With the `kernels` package a decorated function is a module that calls it.
+    # The `kernels` package makes a module of a decorated function.
     return isinstance(value, FunctionType) or hasattr(type(value), "kernel_layer_name")
 
 

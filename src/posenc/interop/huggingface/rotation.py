@@ -1,4 +1,4 @@
-"""Tables and tensors in the shapes that models pass them, brought to the one rotation."""
+"""The rotation for tables and tensors in the shapes that transformers' models have."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def apply_rotary_pos_emb(
     who = "apply_rotary_pos_emb"
     if unsqueeze_dim not in (1, 2):
         rule, way_out = "unsqueeze_dim must be 1 or 2", "Pass 2 for tensors of (B, L, H, D)."
-        raise ValueError(checks.message(who, rule, unsqueeze_dim, way_out))
+        checks.fail(who, rule, unsqueeze_dim, way_out)
     for name, x in (("q", q), ("k", k), ("cos", cos), ("sin", sin)):
         checks.float_tensor(who, name, x)
     c = halved(who, "cos", cos, False).unsqueeze(unsqueeze_dim)
@@ -58,20 +58,11 @@ def rotate_all(
     last: bool = False,
     backwards: bool = False,
 ) -> list[Tensor]:
-    """Rotate ``xs`` by tables that broadcast against them.
+    """Rotate ``xs [..., D]`` by tables ``[..., P]`` that broadcast against them, or ValueError.
 
-    Raises ValueError where they do not.
-
-    Args:
-        xs: Tensors ``[..., D]``, with heads before tokens, after them, or not yet split.
-        cos: ``[..., P]``, whose other axes broadcast against those of ``xs``.
-        sin: As ``cos``.
-        interleaved: Pairs of the input are ``(2i, 2i + 1)``, else ``(i, P + i)``.
-        interleaved_out: The same for the output.
-        last: Rotate the last ``2P`` channels instead of the first.
-        backwards: Rotate by the negative angle.
+    ``last`` rotates the last ``2P`` channels instead of the first, ``backwards`` by ``-angle``.
     """
-    # Tokens before heads: the op wants them after, and does not mind the strides.
+    # The op takes heads before tokens, with any strides.
     swapped = cos.dim() > 2 and cos.shape[-2] == 1 and cos.shape[-3] != 1
     if swapped:
         cos, sin = cos.transpose(-2, -3), sin.transpose(-2, -3)
@@ -97,11 +88,11 @@ def _alike(x: Tensor, y: Tensor, cos: Tensor) -> bool:
 
 
 def _rotate(xs: list[Tensor], cos: Tensor, sin: Tensor, spec: Spec) -> list[Tensor]:
-    """Rotate tensors that are alike in one call of the op, which takes ``[B, H, T, D]``."""
+    """Rotate tensors of like shapes in one call of the op, which takes ``[B, H, T, D]``."""
     cos_rows, sin_rows = _rows(xs[0], cos), _rows(xs[0], sin)
     fours = xs
     if _has_heads(cos):
-        # Every head is a sequence of its own.
+        # Each head becomes a sequence, because sequences may have their own tables.
         fours = [x.flatten(0, -3).unsqueeze(1) for x in xs]
     elif xs[0].dim() > 4:
         fours = [x.flatten(0, -4) for x in xs]
@@ -112,19 +103,18 @@ def _rotate(xs: list[Tensor], cos: Tensor, sin: Tensor, spec: Spec) -> list[Tens
 
 
 def _rows(x: Tensor, table: Tensor) -> Tensor:
-    """``table`` as the op takes it: ``[T, P]``, or ``[B, T, P]`` for sequences with their own."""
-    each = table.shape[:-2]
-    wide = (x.shape[-2], table.shape[-1])
-    if all(size == 1 for size in each):
-        table = table[(0,) * len(each)]
+    """``table`` as the op takes it: ``[T, P]``, or ``[B, T, P]`` with rows for each sequence."""
+    batch = table.shape[:-2]
+    shape = (x.shape[-2], table.shape[-1])
+    if all(size == 1 for size in batch):
+        table = table[(0,) * len(batch)]
     elif table.shape[-3] == 1:
-        table, wide = table.squeeze(-3), (*x.shape[:-3], *wide)
+        table, shape = table.squeeze(-3), (*x.shape[:-3], *shape)
     else:
-        wide = (*x.shape[:-2], *wide)
+        shape = (*x.shape[:-2], *shape)
     try:
-        table = table.expand(wide)
+        table = table.expand(shape)
     except RuntimeError:
         rule = f"cos and sin must broadcast against queries and keys of shape {tuple(x.shape)}"
-        way_out = "Call unpatch, and report the model."
-        raise ValueError(checks.message(_WHO, rule, tuple(each), way_out)) from None
-    return table.flatten(0, -3) if len(wide) > 2 else table
+        checks.fail(_WHO, rule, tuple(batch), "Call unpatch, and report the model.")
+    return table.flatten(0, -3) if len(shape) > 2 else table

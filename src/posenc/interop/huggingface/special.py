@@ -1,7 +1,7 @@
-"""Rotating functions with a form of their own: found by their parameters, then tried like any.
+"""Rotating functions of single models, found by their parameters and then compared like any.
 
-Each of ours keeps the parameters of the one it replaces. ``PROBES`` holds, for those parameters,
-what is known of our function, and arguments to compare the two on.
+Each of ours has the parameters of the one it replaces. ``PROBES`` maps those parameters to our
+function and to arguments on which the two are compared.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def with_values(
     position_ids: Tensor,
     unsqueeze_dim: int = 1,
 ) -> tuple[Tensor, ...]:
-    """CLVP: values rotate as well, by rows picked from a table."""
+    """CLVP: values are rotated as well, by the rows of ``position_ids``."""
     pairs = cos.shape[-1] // 2
     c, s = (t[..., :pairs][position_ids].unsqueeze(unsqueeze_dim) for t in (cos, sin))
     return _half(q, c, s), _half(k, c, s), _half(v, c, s)
@@ -49,7 +49,7 @@ def sine_first(
     key_layer: Tensor,
     value_layer: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
-    """RoFormer: one table, sines and then cosines; values rotate as well if they are given."""
+    """RoFormer: one table, sines and then cosines; values are rotated as well if given."""
     sin, cos = sinusoidal_pos.chunk(2, dim=-1)
     xs = (query_layer, key_layer, value_layer)
     return tuple(_adjacent(x, cos, sin) for x in xs if x is not None)
@@ -58,7 +58,7 @@ def sine_first(
 def before_the_heads(
     self: Any, hidden_states: Tensor, relative_position_embeddings: Tensor
 ) -> Tensor:
-    """The conformers of speech: states rotate before queries and keys are made of them."""
+    """Speech conformers: hidden states are rotated before the projections."""
     length, pairs = hidden_states.shape[1], self.head_size // 2
     cos, sin = relative_position_embeddings[:, :length, 0, :, :pairs].unbind(0)
     states = hidden_states.unflatten(-1, (self.num_heads, self.head_size))
@@ -73,7 +73,7 @@ def memories(
     num_k_exclude_rope: int = 0,
     repeat_freqs_k: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """SAM 2: the last keys do not rotate, and the others may be several frames of one grid."""
+    """SAM 2: the last keys are not rotated, and the others may be several frames of one grid."""
     frames = (k.shape[-2] - num_k_exclude_rope) // q.shape[-2] if repeat_freqs_k else 1
     return grouped_memories(q, k, cos, sin, cos, sin, num_k_exclude_rope, frames)
 
@@ -88,23 +88,23 @@ def grouped_memories(
     num_k_exclude_rope: int = 0,
     repeat_freqs_k: int = 1,
 ) -> tuple[Tensor, Tensor]:
-    """EdgeTAM: of each group of keys the last rotate, one for each row of their own table."""
+    """EdgeTAM: the last keys of each group are rotated, one by each row of ``cos_k``."""
     y = _adjacent(q, cos[..., ::2], sin[..., ::2])
     rotating = k.shape[-2] - num_k_exclude_rope
     if rotating == 0:
         return y, k
     groups = k[..., :rotating, :].unflatten(-2, (repeat_freqs_k, -1))
-    still = groups.shape[-2] - cos_k.shape[-2]
+    first = groups.shape[-2] - cos_k.shape[-2]
     c, s = cos_k[..., ::2].unsqueeze(-3), sin_k[..., ::2].unsqueeze(-3)
-    rotated = _adjacent(groups[..., still:, :], c, s)
-    keys = torch.cat((groups[..., :still, :], rotated), dim=-2).flatten(-3, -2)
+    rotated = _adjacent(groups[..., first:, :], c, s)
+    keys = torch.cat((groups[..., :first, :], rotated), dim=-2).flatten(-3, -2)
     return y, torch.cat((keys, k[..., rotating:, :]), dim=-2)
 
 
 def two_angles(x: Tensor, pos: Tensor) -> Tensor:
-    """V-JEPA 2: channel ``c`` rotates at rate ``c`` modulo ``P``, so a pair has two angles.
+    """V-JEPA 2: channel ``c`` has rate ``c`` modulo ``P``, so the two of a pair have two angles.
 
-    No rotation, but two halves of two: even channels of one, odd channels of the other.
+    The result is the even channels of one rotation and the odd channels of another.
     """
     tables = cos_sin(pos.long(), Spectrum(x.shape[-1]))
     c, s = (torch.cat((t, t), dim=-1).to(x.dtype) for t in tables)
@@ -142,7 +142,7 @@ def _probes() -> Iterator[tuple[Known, list[tuple[Any, ...]]]]:
     yield Known("two angles to a pair", "interleaved", two_angles), angles
 
 
-# Whatever device is the default where this is first imported.
+# The caller's default device must not matter.
 with torch.device("cpu"):
     PROBES = {
         tuple(inspect.signature(known.function).parameters): (known, tries)

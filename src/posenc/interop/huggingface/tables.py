@@ -1,14 +1,12 @@
-"""The cosines and sines of a model's own rotary modules, with the rounding taken out.
+"""Exact cosines and sines for the rotary modules of a model.
 
-A module of transformers multiplies positions and rates in float32, which is off by 2e-4 at
-position 4 000 and by 6e-2 at a million; and it keeps its rates in a buffer, which a cast of the
-model rounds to bfloat16 and `to_empty` leaves without numbers. Where its forward does that and
-nothing else, ours takes its place inside the decorators that it had: rates come from the config in
-float64, angles are exact, and cosines and sines are rounded once, to float32 also where the model
-is bfloat16: only our rotation reads them.
+A rotary module of transformers multiplies positions and rates in float32, which is off by 2e-4 at
+position 4 000 and by 6e-2 at a million; and a cast of the model rounds the rates in its buffer to
+bfloat16. Our forward takes rates from the config in float64, computes exact angles, and rounds
+cosines and sines once, to float32 in a bfloat16 model too, because only our rotation reads them.
 
-What a module does is found by trying another one of its class, made of the same config on the CPU:
-the buffers of the model's own are not read. Modules that do anything else keep their forward.
+To learn what a module's forward computes, another module is made of the same config on the CPU and
+called. A module that computes anything else keeps its forward.
 """
 
 from __future__ import annotations
@@ -32,24 +30,24 @@ from posenc.numerics.frequencies import Spectrum, scaled_rates
 from posenc.numerics.scaling import DynamicNTK
 from posenc.numerics.tables import angles, of_angles
 
-# Positions to compare on; a float32 angle is off by some millionths of the position.
+# Positions at which forwards are compared.
 _NEAR = torch.tensor([[0, 1, 2, 3, 7], [5, 4, 9, 1, 0]], device="cpu")
-# Two sequences: modules that take no coordinates refuse them only if these are several.
+# Two sequences, because modules without coordinates raise only on several sequences of them.
 _LONG = torch.arange(2100, device="cpu").expand(2, -1)
 _FAR = _NEAR * 40_009
 
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """Rates of a config, and their order in the module: Pixtral's has the even ones first."""
+    """Rates by the config, and their order in the module: Pixtral has the even ones first."""
 
     spectrum: Spectrum
     order: tuple[int, ...] | None
 
     def follow_length(self) -> bool:
-        """Whether the rule of these rates depends on the length of the sequence."""
-        rule = self.spectrum.scaling
-        return rule is not None and rule.trained_length() is not None
+        """Whether these rates depend on the length of the sequence."""
+        scaling = self.spectrum.scaling
+        return scaling is not None and scaling.trained_length() is not None
 
     def exact(self, seq_len: Tensor | None = None) -> Tensor:
         """The rates in float64, as the module has them in float32."""
@@ -58,19 +56,12 @@ class Rates:
 
 @dataclass(frozen=True, slots=True)
 class Tables:
-    """What our forward for a rotary module makes.
+    """What our forward for a rotary module computes."""
 
-    Attributes:
-        form: How a row holds its numbers.
-        by_layer: The rates of each layer type; None for those that the module's buffer holds.
-        coordinates: How many coordinates a position is expanded to, or zero.
-        named: Whether ``recomposition_frequencies`` is told the layer type.
-    """
-
-    form: str
-    by_layer: dict[str | None, Rates | None]
-    coordinates: int = 0
-    named: bool = False
+    form: str  # how a row holds the numbers of its pairs: a key of WIDEN, or "recomposed"
+    by_layer: dict[str | None, Rates | None]  # by layer type; None for the rates in the buffer
+    coordinates: int = 0  # how many coordinates a position is expanded to, if any
+    named: bool = False  # recomposition_frequencies takes the layer type
 
     @property
     def rates(self) -> str:
@@ -85,28 +76,28 @@ class Tables:
 
 
 def understood(module: nn.Module) -> Tables | None:
-    """What our forward for a rotary module is to make, or None if the module is to keep its own.
+    """The tables that a rotary module computes, or None if it must keep its own forward.
 
-    Raises NotUnderstood if no rotation is what the module's tables are for.
+    Raises NotUnderstood if the two channels of a pair have different angles.
     """
     kind = type(module)
     names = list(inspect.signature(kind.forward).parameters)
     if names not in (["self", "x", "position_ids"], ["self", "x", "position_ids", "layer_type"]):
         return None
-    # What a checkpoint fills may agree today and not tomorrow.
+    # Tensors that a checkpoint fills may change what the module computes.
     if any(not name.endswith("inv_freq") for name in module.state_dict()):
         return None
     with torch.device("cpu"), torch.no_grad():
-        tried = _another(module)
-        if tried is None:
+        fresh = _fresh_copy(module)
+        if fresh is None:
             return None
-        types = getattr(tried, "rope_type", None) if len(names) == 4 else None
+        types = getattr(fresh, "rope_type", None) if len(names) == 4 else None
         layers = list(types) if isinstance(types, dict) else [None]
-        answers = {layer: list(_answers(tried, layer)) for layer in layers}
-        from_config = {layer: _rates(tried, layer) for layer in layers}
+        results = {layer: list(_results(fresh, layer)) for layer in layers}
+        from_config = {layer: _rates(fresh, layer) for layer in layers}
         for by_layer in (from_config, dict.fromkeys(layers)):
             for tables in _candidates(kind, by_layer):
-                if all(_agree(tried, tables, layer, answers[layer]) for layer in layers):
+                if all(_agree(fresh, tables, layer, results[layer]) for layer in layers):
                     return tables
     return None
 
@@ -121,19 +112,19 @@ def _candidates(kind: Any, by_layer: dict[str | None, Rates | None]) -> Iterator
 
 
 def holds_other_rates(module: nn.Module, tables: Tables) -> bool:
-    """Whether a buffer holds other numbers than the rates of the config, rounded by a cast."""
+    """Whether a buffer differs from the rates of the config by more than a cast rounds."""
     for layer_type, rates in tables.by_layer.items():
         held = _attribute(module, layer_type, "inv_freq")
         if rates is None or held.is_meta or rates.follow_length():
             continue
-        # What bfloat16 rounds off, and what float16 has no numbers for.
+        # The rounding of bfloat16, and the smallest number of float16.
         if not torch.allclose(held.cpu().double(), rates.exact(), rtol=2**-7, atol=2**-24):
             return True
     return False
 
 
-def _another(module: nn.Module) -> nn.Module | None:
-    """A module like this one, on the CPU; made of the config if its class needs nothing else."""
+def _fresh_copy(module: nn.Module) -> nn.Module | None:
+    """A copy on the CPU, made from the config if its class needs nothing else."""
     kind, made = type(module), module
     if set(inspect.signature(kind.__init__).parameters) <= {"self", "config", "device"}:
         with contextlib.suppress(*FAILURES):
@@ -150,7 +141,7 @@ def _attribute(module: Any, layer_type: str | None, name: str) -> Any:
 
 
 def _rates(module: nn.Module, layer_type: str | None) -> Rates | None:
-    """The float64 rates that the config asks for, if they are what the module rounded."""
+    """The float64 rates of the config, if the module holds them rounded to float32."""
     held = _attribute(module, layer_type, "inv_freq").double()
     ranks = tuple(held.argsort(descending=True).argsort().tolist())
     for spectrum in _spectra(module, layer_type, held.shape[-1]):
@@ -162,18 +153,18 @@ def _rates(module: nn.Module, layer_type: str | None) -> Rates | None:
 
 
 def _spectra(module: Any, layer_type: str | None, pairs: int) -> Iterator[Spectrum]:
-    """What a config may mean: what it says, or its base alone, as for vision towers."""
+    """The spectrum as the config is read, then one of its base alone, as vision towers have it."""
     with contextlib.suppress(*FAILURES):
         recipe = configs.read(module.config, layer_type=layer_type)
         yield Spectrum(recipe.rotary_dim, recipe.base, recipe.scaling)
     with contextlib.suppress(*FAILURES):
-        said = module.config.rope_parameters
-        base = (said if layer_type is None else said[layer_type])["rope_theta"]
+        parameters = module.config.rope_parameters
+        base = (parameters if layer_type is None else parameters[layer_type])["rope_theta"]
         yield Spectrum(2 * pairs, float(base))
 
 
 def _near(held: Tensor, exact: Tensor) -> bool:
-    """Whether rates are these in float32."""
+    """Whether the rates ``held`` are ``exact`` in float32."""
     return torch.allclose(held.double(), exact, rtol=2e-6, atol=0)
 
 
@@ -208,7 +199,7 @@ def _forward(
 def _seq_len(
     module: Any, layer_type: str | None, rates: Rates, position_ids: Tensor
 ) -> Tensor | None:
-    """The length that a rule is to see; the longest of several calls if the module keeps that."""
+    """The length that the scaling depends on: of DynamicNTK, the longest that was seen."""
     if not rates.follow_length():
         return None
     if isinstance(rates.spectrum.scaling, DynamicNTK):
@@ -221,11 +212,11 @@ def _options(layer_type: str | None) -> dict[str, str]:
     return {} if layer_type is None else {"layer_type": layer_type}
 
 
-def _answers(module: Any, layer_type: str | None) -> Iterator[tuple[Tensor, Any]]:
-    """Positions, with one coordinate and with several, and what a module makes of them."""
+def _results(module: Any, layer_type: str | None) -> Iterator[tuple[Tensor, Any]]:
+    """Positions, with one coordinate and with several, and what the module returns for them."""
     pairs = _attribute(module, layer_type, "inv_freq").shape[-1]
     module, forward = copy.deepcopy(module), type(module).forward
-    # Near ones twice: some modules remember that a sequence was long.
+    # The first positions come twice, because some modules remember that a sequence was long.
     for p in (_NEAR, _LONG, _FAR, _NEAR):
         several = torch.stack((p, p + 1, p * 2, p * 3))
         for positions in (p, p.T, several[:2], several[:3], several):
@@ -242,15 +233,12 @@ def _answers(module: Any, layer_type: str | None) -> Iterator[tuple[Tensor, Any]
 
 
 def _agree(
-    module: nn.Module,
-    tables: Tables,
-    layer_type: str | None,
-    answers: list[tuple[Tensor, Any]],
+    module: nn.Module, tables: Tables, layer_type: str | None, results: list[tuple[Tensor, Any]]
 ) -> bool:
-    """Whether ours gives what the module gives, up to float32's error in the angle."""
+    """Whether ours returns what the module returns, up to float32's error in the angle."""
     rates = tables.by_layer[layer_type]
     module, ours = copy.deepcopy(module), tables.forward_of(type(module))
-    for positions, expected in answers:
+    for positions, expected in results:
         try:
             got = ours(module, torch.zeros(1), positions, **_options(layer_type))
         except FAILURES:
@@ -258,8 +246,8 @@ def _agree(
         if not same(got, expected, 1e-5 + 1e-6 * float(positions.max())):
             return False
         if rates is not None:
-            # What the decorators made of the rates in the buffer tells slow pairs apart.
+            # The slowest pairs differ in their rates before they differ in their angles.
             seq_len = _seq_len(module, layer_type, rates, positions)
             if not _near(_attribute(module, layer_type, "inv_freq"), rates.exact(seq_len)):
                 return False
-    return bool(answers)
+    return bool(results)

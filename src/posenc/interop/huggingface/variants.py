@@ -1,8 +1,8 @@
-"""What a rotating function of a model means, found by trying it.
+"""What a rotating function of a model does, found by calling it.
 
-One name means several things (``rotate_half`` takes adjacent pairs in Cohere, halves in Llama), so
-a function is known by what it does: it is called on small random tensors, and the `Variant` whose
-result agrees to rounding is its meaning. What agrees with none is not understood, and not replaced.
+One name stands for several functions (``rotate_half`` pairs neighbours in Cohere, halves in Llama),
+so each is called on small random tensors, and the `Variant` whose results agree to rounding is what
+it does. A function that agrees with none is not replaced.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from torch import Tensor
 from posenc.interop.huggingface import rotation, special
 from posenc.interop.huggingface.probing import FAILURES, WIDEN, Known, same
 
-# What model code calls the tensors that it rotates, and the tables that it rotates them by.
+# Parameter names in model code: the tensors to rotate, complex tables, and those not read here.
 _ROTATED = {"q", "k", "x", "xq", "xk", "query", "key", "tensor", "hidden_states"}
 _COMPLEX = {"freqs_cis", "freqs_ci"}
 _IGNORED = {"position_ids", "kwargs"}
 _AXIS = "unsqueeze_dim"
 
-# How pairs of channels share the entries of a table row that was made for all channels.
+# One number for each pair, of a row that has one for each channel.
 _PAIRS: dict[str, Callable[[Tensor], Tensor]] = {
     "doubled": lambda table: table[..., : table.shape[-1] // 2],
     "repeated": lambda table: table[..., ::2],
@@ -36,38 +36,28 @@ _PAIRS: dict[str, Callable[[Tensor], Tensor]] = {
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """The meaning of a rotating function.
+    """What a rotating function does."""
 
-    Attributes:
-        tables: How a row of cos holds its ``P`` numbers: ``doubled`` (0 1 … 0 1 …), ``repeated``
-            (0 0 1 1 …), ``single`` or ``complex``.
-        layout: ``half``, ``interleaved``, or ``interleaved to half``.
-        axis: Where the tables get an axis for the heads: an index, ``unsqueeze_dim`` if the caller
-            says, ``tokens`` if any table is read as one row for each token before the heads, or
-            None if they come with one.
-        tokens: ``all``; ``patches only`` if tokens before the table's are left alone; ``last rows
-            for queries`` if fewer queries than rows take the last ones.
-        last: Whether the last channels are rotated, rather than the first.
-        backwards: Whether the angle is negated.
-        bare: Whether queries alone, with None for keys, come back without the None.
-    """
-
-    tables: str
-    layout: str
+    tables: str  # how a row of cos holds its numbers: a key of WIDEN
+    layout: str  # half, interleaved, or interleaved to half
+    # Where the tables get an axis for the heads: an index; unsqueeze_dim, an argument; tokens, if
+    # tables are flattened to one row for each token; None, if they come with the axis.
     axis: int | str | None
+    # all; patches only, if the tokens before those with a row are not rotated; last rows for
+    # queries, if fewer queries than rows are rotated by the last rows.
     tokens: str = "all"
-    last: bool = False
-    backwards: bool = False
-    bare: bool = False
+    last: bool = False  # the last channels are rotated, rather than the first
+    backwards: bool = False  # the angle is negated
+    bare: bool = False  # queries without keys are returned as a tensor, not as (q, None)
 
     def __str__(self) -> str:
-        said = [self.tables] + [self.tokens] * (self.tokens != "all")
-        said += ["last channels"] * self.last + ["backwards"] * self.backwards
-        return ", ".join(said)
+        words = [self.tables] + [self.tokens] * (self.tokens != "all")
+        words += ["last channels"] * self.last + ["backwards"] * self.backwards
+        return ", ".join(words)
 
 
 def _function(names: tuple[str, ...], variant: Variant, default_axis: int) -> Callable[..., Any]:
-    """A function of the given parameter names that rotates as ``variant`` says, by our op."""
+    """A function with these parameter names that rotates as ``variant`` says, by our op."""
     rotating = [name for name in names if name in _ROTATED]
     flags = {
         "interleaved": variant.layout != "half",
@@ -77,7 +67,6 @@ def _function(names: tuple[str, ...], variant: Variant, default_axis: int) -> Ca
     }
     freqs = next((name for name in names if name in _COMPLEX), None)
     pick = _PAIRS[variant.tables if freqs is None else "single"]
-    fixed, tokens, bare = variant.axis, variant.tokens, variant.bare
 
     def rotated(*args: Any, **kwargs: Any) -> Any:
         given = {**dict(zip(names, args, strict=False)), **kwargs}
@@ -85,17 +74,17 @@ def _function(names: tuple[str, ...], variant: Variant, default_axis: int) -> Ca
             cos, sin = given[freqs].real, given[freqs].imag
         else:
             cos, sin = pick(given["cos"]), pick(given["sin"])
-        axis = given.get(_AXIS, default_axis) if fixed == _AXIS else fixed
+        axis = given.get(_AXIS, default_axis) if variant.axis == _AXIS else variant.axis
         if axis == "tokens":
             cos, sin = (t.reshape(-1, 1, t.shape[-1]) for t in (cos, sin))
         elif axis is not None:
             cos, sin = cos.unsqueeze(axis), sin.unsqueeze(axis)
         xs = [given[name] for name in rotating if given.get(name) is not None]
-        if tokens == "all":
+        if variant.tokens == "all":
             ys = rotation.rotate_all(xs, cos, sin, **flags)
         else:
-            ys = [_rotate_some(tokens, x, cos, sin, flags) for x in xs]
-        if len(ys) == 1 and (bare or len(rotating) == 1):
+            ys = [_rotate_some(variant.tokens, x, cos, sin, flags) for x in xs]
+        if len(ys) == 1 and (variant.bare or len(rotating) == 1):
             return ys[0]
         return tuple(ys) if len(ys) == len(rotating) else (ys[0], None)
 
@@ -118,7 +107,7 @@ _known: MutableMapping[Any, Known | None] = WeakKeyDictionary()
 
 
 def recognise(original: Callable[..., Any]) -> Known | None:
-    """Variant, layout and our function for ``original``, or None if nothing of ours agrees."""
+    """Our function that gives what ``original`` gives, or None."""
     if original not in _known:
         with torch.device("cpu"), torch.no_grad():
             _known[original] = _search(original)
@@ -126,7 +115,7 @@ def recognise(original: Callable[..., Any]) -> Known | None:
 
 
 def _search(original: Callable[..., Any]) -> Known | None:
-    # A function that the kernels package wrapped is a module, and says this of its forward alone.
+    # A function that the kernels package wrapped is a module, and its forward has the signature.
     parameters = inspect.signature(getattr(original, "forward", original)).parameters
     names = tuple(parameters)
     if names in special.PROBES:
@@ -134,27 +123,26 @@ def _search(original: Callable[..., Any]) -> Known | None:
         agrees = all(same(known.function(*given), original(*given)) for given in tries)
         return known if agrees else None
     tables = _COMPLEX & set(names) or {"cos", "sin"}
-    asks = _AXIS in names
     if not tables <= set(names) <= tables | _ROTATED | _IGNORED | {_AXIS}:
         return None
-    default = parameters[_AXIS].default if asks else 1
-    answers: dict[str, list[tuple[dict[str, Any], Any]]] = {}
-    for variant in _variants(tables <= _COMPLEX, asks):
+    default = parameters[_AXIS].default if _AXIS in names else 1
+    results: dict[str, list[tuple[dict[str, Any], Any]]] = {}
+    for variant in _variants(tables <= _COMPLEX, _AXIS in names):
         form = variant.tables
-        if form not in answers:
-            asked = [(given, _try(original, given)) for given in _probes(form, names)]
-            answers[form] = [(given, answer) for given, answer in asked if answer is not None]
+        if form not in results:
+            tried = [(given, _try(original, given)) for given in _probes(form, names)]
+            results[form] = [(given, result) for given, result in tried if result is not None]
         ours = _function(names, variant, default)
-        agree = (same(_try(ours, given), answer) for given, answer in answers[form])
-        if answers[form] and all(agree):
+        agree = (same(_try(ours, given), result) for given, result in results[form])
+        if results[form] and all(agree):
             return Known(str(variant), variant.layout, ours)
     return None
 
 
-def _variants(is_complex: bool, asks: bool) -> Iterator[Variant]:
+def _variants(is_complex: bool, axis_given: bool) -> Iterator[Variant]:
     """Every variant, the likeliest first."""
     forms = ("complex",) if is_complex else tuple(_PAIRS)
-    axes: tuple[int | str | None, ...] = (_AXIS,) if asks else (None, 1, -2, "tokens")
+    axes: tuple[int | str | None, ...] = (_AXIS,) if axis_given else (None, 1, -2, "tokens")
     layouts = ("half", "interleaved", "interleaved to half")
     tokens, no = ("all", "patches only", "last rows for queries"), (False, True)
     for bare, backwards, last, which in itertools.product(no, no, no, tokens):
@@ -162,7 +150,8 @@ def _variants(is_complex: bool, asks: bool) -> Iterator[Variant]:
             yield Variant(form, layout, axis, which, last, backwards, bare)
 
 
-# Shapes of what is rotated and of its tables, but for the channels: heads 3, tokens 5.
+# Shapes of queries and of tables without their channels, for 3 heads and 5 tokens; and
+# unsqueeze_dim.
 _SHAPES = (
     ((2, 3, 5), (2, 5), 1),
     ((2, 5, 3), (2, 5), 2),
@@ -176,7 +165,7 @@ _SHAPES = (
 
 
 def _probes(form: str, names: tuple[str, ...]) -> Iterator[dict[str, Any]]:
-    """Arguments to try a function on; those that it does not take, it refuses."""
+    """Arguments to call a function with; it raises on those that it was not made for."""
     made = torch.Generator().manual_seed(0)
     for (shape, rows, axis), width in itertools.product(_SHAPES, (8, 12)):
         if _AXIS in names and axis is None:
@@ -184,15 +173,13 @@ def _probes(form: str, names: tuple[str, ...]) -> Iterator[dict[str, Any]]:
         phi = torch.rand(*rows, 4, generator=made, dtype=torch.float32) * 6
         given: dict[str, Any] = {"cos": WIDEN[form](phi.cos()), "sin": WIDEN[form](phi.sin())}
         if form == "complex":
-            given = {
-                name: torch.complex(phi.cos(), phi.sin()) for name in names if name in _COMPLEX
-            }
+            given = dict.fromkeys(_COMPLEX & set(names), torch.complex(phi.cos(), phi.sin()))
         if _AXIS in names:
             given[_AXIS] = axis
-        for name in names:
-            if name in _ROTATED:
-                given[name] = torch.randn(*shape, width, generator=made, dtype=torch.float32)
-        xs = {name: x for name, x in given.items() if name in _ROTATED}
+        size = (*shape, width)
+        rotating = [name for name in names if name in _ROTATED]
+        xs = {name: torch.randn(size, generator=made, dtype=torch.float32) for name in rotating}
+        given |= xs
         yield given
         yield {**given, **{name: torch.cat((x, x), dim=-2) for name, x in xs.items()}}
         if len(xs) == 2:
@@ -200,19 +187,19 @@ def _probes(form: str, names: tuple[str, ...]) -> Iterator[dict[str, Any]]:
             yield {**given, first: xs[first][..., -2:, :]}
             yield {**given, second: None}
         if "position_ids" in names:
-            # Ours does not read them: a function that picks rows by them is not understood.
+            # Ours does not read them, so a function that picks rows by them does not agree.
             ids = torch.arange(rows[-1]).flip(0)
             yield {**given, "position_ids": ids}
             yield {**given, "position_ids": ids[None]}
 
 
 def _try(function: Callable[..., Any], given: dict[str, Any]) -> Any:
-    """What a function answers, or None where it raises or gives other shapes than it got."""
+    """What a function returns, or None where it raises or returns other shapes than it got."""
     try:
-        answer = function(**given)
+        result = function(**given)
     except FAILURES:
         return None
-    got = [answer] if isinstance(answer, Tensor) else answer
-    asked = [x for name, x in given.items() if name in _ROTATED]
-    fits = all(y is None or y.shape == x.shape for x, y in zip(asked, got, strict=False))
-    return answer if fits else None
+    ys = [result] if isinstance(result, Tensor) else result
+    xs = [x for name, x in given.items() if name in _ROTATED]
+    fits = all(y is None or y.shape == x.shape for x, y in zip(xs, ys, strict=False))
+    return result if fits else None
