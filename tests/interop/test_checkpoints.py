@@ -211,7 +211,7 @@ def test_a_file_says_what_it_is_and_is_not_converted_twice(saved, tmp_path):
         pytest.param({"model_type": "mine"}, SIZES, "unknown family 'mine'", id="family"),
         pytest.param({"model_type": "cohere"}, SIZES, "other layout, half", id="already"),
         pytest.param({}, {**SIZES, "head_dim": 4}, "must have 8 rows", id="shape"),
-        pytest.param({"attention_k_eq_v": True}, SIZES, "values are the keys", id="values"),
+        pytest.param({"attention_k_eq_v": True}, SIZES, "values must not be the keys", id="values"),
         pytest.param({"position_embedding_type": "absolute"}, SIZES, "rotary", id="absolute"),
         pytest.param({}, {**SIZES, "layout": "x"}, "layout must be", id="layout"),
         pytest.param({}, {**SIZES, "to": "x"}, "to must be", id="to"),

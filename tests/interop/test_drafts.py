@@ -110,7 +110,7 @@ def test_a_source_that_a_killed_run_was_to_replace_is_found(source, tmp_path):
     room = drafts.workspace(source)
     room.mkdir()
     source.rename(room / "old")
-    with pytest.raises(FileNotFoundError, match=r"it is whole in .*source\.posenc-convert.old"):
+    with pytest.raises(FileNotFoundError, match=r"use .*source\.posenc-convert.old, which is"):
         convert(source, tmp_path / "target", to="interleaved", **SIZES)
     with pytest.raises(ValueError, match="lie apart"):
         convert(room / "old", source, to="interleaved", **SIZES)

@@ -146,7 +146,9 @@ def test_only_a_checkpoint_is_overwritten(small, tmp_path):
     (tmp_path / "papers").mkdir()
     (tmp_path / "papers" / "one.tex").write_text("x")
     (tmp_path / "papers" / "config.json").write_text("{}")
-    with pytest.raises(FileExistsError, match="must be a checkpoint, because all in it goes"):
+    with pytest.raises(
+        FileExistsError, match="must be a checkpoint, because everything in it is deleted"
+    ):
         convert(small, tmp_path / "papers", to="interleaved", overwrite=True)
     assert (tmp_path / "papers" / "one.tex").read_text() == "x"
 

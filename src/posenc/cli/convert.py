@@ -21,8 +21,8 @@ _config = functools.partial(typer.Option, show_default="the config's")
 _family = functools.partial(typer.Option, show_default="the family's")
 _beside = functools.partial(typer.Option, show_default="beside the weights")
 _MARKED = (
-    "  posenc reads the mark it left; the model's own code does not, and would rotate these weights"
-    " as if they were the old ones"
+    "  posenc finds the new layout in the files; the model's own code does not read it, and would"
+    " rotate these weights in the wrong pairs"
 )
 
 
@@ -45,9 +45,9 @@ def convert(
     """Write a checkpoint again with its queries and keys in the other pair layout.
 
     IN is a .safetensors file or a folder of them, a model's or an adapter's. One tensor is in
-    memory at a time, no bit of any row changes, and OUT appears whole after a self-test of the
-    attention logits, or not at all. IN is never written to. What a killed run leaves is in the
-    folder OUT.posenc-convert until the next run with the same OUT puts it in order.
+    memory at a time, no bit of any row changes, and IN is never written to. The result is written
+    in the folder OUT.posenc-convert and renamed to OUT after a self-test of the attention logits;
+    the next run with the same OUT cleans up after a killed one.
 
     Example: posenc convert model -o model-interleaved --to interleaved
     """
@@ -70,17 +70,17 @@ def convert(
 
 @contextlib.contextmanager
 def _ended_by_signals() -> Iterator[None]:
-    """SIGTERM and SIGHUP end the command as Ctrl-C does: what it has written is removed."""
+    """Let SIGTERM and SIGHUP end the command as Ctrl-C does, with its files removed."""
 
     def end(number: int, frame: object) -> None:
         for each in numbers:
-            # One is enough, and the next would come in the way of the removal.
+            # A second signal would interrupt the removal.
             signal.signal(each, signal.SIG_IGN)
         raise SystemExit(128 + number)
 
     names = [name for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
     numbers = [signal.Signals[name] for name in names]
-    # Under nohup, say, a signal is ignored, and stays so.
+    # A signal that is ignored, under nohup for example, stays ignored.
     numbers = [number for number in numbers if signal.getsignal(number) == signal.SIG_DFL]
     try:
         for number in numbers:

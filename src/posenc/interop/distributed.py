@@ -30,13 +30,8 @@ def _replicate(table: Tensor, x: Tensor) -> DTensor:
     return DTensor.from_local(table, x.device_mesh, everywhere, run_check=False)
 
 
-def _local(x: Tensor) -> Tensor:
-    assert isinstance(x, DTensor)
-    return x.to_local()
-
-
 def _tables(dim: int, x: Any, cos: Any, positions: Any, start: int) -> Placements | None:
-    """Placements of cos, sin and positions beside ``x`` sharded along ``dim``, if there are any."""
+    """Placements of cos, sin and positions for ``x`` sharded along ``dim``; None if impossible."""
     ids = None if positions is None else Replicate()
     if dim == 0:
         table = Shard(0) if len(cos.shape) == 3 else Replicate()
@@ -44,9 +39,9 @@ def _tables(dim: int, x: Any, cos: Any, positions: Any, start: int) -> Placement
     if dim == 1:
         return [Replicate(), Replicate(), ids]
     if dim == 2 and ids is not None:
-        one_each = positions.shape[1] == x.shape[2]
-        return [Replicate(), Replicate(), Shard(1)] if one_each else None
-    # A shard knows its rows only where there is one for each token, and no others.
+        for_each_token = positions.shape[1] == x.shape[2]
+        return [Replicate(), Replicate(), Shard(1)] if for_each_token else None
+    # Without positions, a shard has its rows only if the table has one for each token.
     if dim != 2 or start != 0 or cos.shape[-2] != x.shape[2]:
         return None
     rows = Shard(len(cos.shape) - 2)
@@ -54,7 +49,7 @@ def _tables(dim: int, x: Any, cos: Any, positions: Any, start: int) -> Placement
 
 
 def _rules(xs: tuple[Any, ...], cos: Any, sin: Any, positions: Any, start: int) -> list[Any]:
-    """What ``xs`` may be: as they are. Only what cannot be rotated in pieces is gathered first."""
+    """Keep the placements of ``xs``; gather first what cannot be rotated in shards."""
     spec: Placements = [None] * 5
     found = {}
     for placement in (Replicate(), *xs[0].placements):
@@ -94,22 +89,22 @@ def _attend(
     query_offset: int | Tensor | None = None,
     **options: Any,
 ) -> Tensor:
-    """Attention of this rank's queries: its batch, its heads' slopes, its place in the sequence.
+    """Attention of the local queries, with the slopes of their heads and their positions.
 
-    Keys and values are sharded with the batch and the heads of ``q``, and gathered where it is
-    sharded along the sequence; their gradients are then summed over the ranks that saw them.
+    Keys and values are sharded as ``q`` along batch and heads, and gathered along the sequence;
+    their gradients are then summed over the ranks.
     """
     if isinstance(slopes, DTensor) or (torch.is_grad_enabled() and slopes.requires_grad):
         rule = "slopes must be a plain tensor without a gradient where q is a DTensor"
-        way_out = "Each would have a part of it: use ALiBi's own, or learn them in one process."
-        checks.fail("alibi_attention", rule, "another", way_out)
+        way_out = "Use the slopes of posenc.ALiBi, or train slopes in one process."
+        checks.fail("alibi_attention", rule, checks.describe(slopes), way_out)
     placements = [p if p in (Shard(0), Shard(1), Shard(2)) else Replicate() for p in q.placements]
     q = q.redistribute(placements=placements)
     batch, heads, tokens = (_local_range(q, dim) for dim in range(3))
     ranks = math.prod(q.device_mesh.size(i) for i, p in enumerate(placements) if p == Shard(1))
     sharded = [Shard(0)] if k.shape[1] % ranks else [Shard(0), Shard(1)]
     of_keys = [p if p in sharded else Replicate() for p in placements]
-    # A rank whose queries are not those of another has but a part of the gradient.
+    # Along mesh dimensions where queries are sharded and keys are not, gradients are partial sums.
     gradients = [p if p == b else Partial() for p, b in zip(placements, of_keys, strict=True)]
     group = q.shape[1] // k.shape[1]
     k, v = (x.redistribute(placements=of_keys).to_local(grad_placements=gradients) for x in (k, v))
@@ -122,7 +117,7 @@ def _attend(
         start = local("query_offset", first) + tokens[0]
         y = attend(q.to_local(), k, v, local("slopes", slopes), query_offset=start, **options)
     else:
-        # No queries here, but others wait for this rank's part of the gradients.
+        # A rank without queries must still take part in the sum of the gradients.
         y = q.to_local()[..., :1] * (k.sum() + v.sum())
         y = y.expand(-1, -1, -1, v.shape[3])
     shape = torch.Size((*q.shape[:3], v.shape[3]))
@@ -133,11 +128,11 @@ def _attend(
 
 
 def _local_range(x: DTensor, dim: int) -> range:
-    """Which entries of the whole along ``dim`` this rank has."""
+    """The global indices along ``dim`` that this rank has."""
     found = range(x.shape[dim])
-    ranks_of = x.device_mesh.get_coordinate()
-    assert ranks_of is not None
-    for placement, ranks, rank in zip(x.placements, x.device_mesh.shape, ranks_of, strict=True):
+    coordinate = x.device_mesh.get_coordinate()
+    assert coordinate is not None
+    for placement, ranks, rank in zip(x.placements, x.device_mesh.shape, coordinate, strict=True):
         if placement == Shard(dim):
             step = -(-len(found) // ranks)
             found = found[rank * step : (rank + 1) * step]
@@ -145,7 +140,7 @@ def _local_range(x: DTensor, dim: int) -> range:
 
 
 def _local_option(batch: range, heads: range, name: str, value: Any) -> Any:
-    """The part of an option that belongs to this rank's sequences and heads."""
+    """The part of an option for this rank's sequences and heads."""
     if not isinstance(value, Tensor):
         return value
     if value.dim() == (1 if name == "query_offset" else 2) and value.shape[0] > 1:
@@ -155,4 +150,4 @@ def _local_option(batch: range, heads: range, name: str, value: Any) -> Any:
     return value
 
 
-sharding.known = sharding.Sharding(DTensor, _replicate, _local, _attend)
+sharding.known = sharding.Sharding(DTensor, _replicate, DTensor.to_local, _attend)  # type: ignore[arg-type]

@@ -18,7 +18,7 @@ from posenc._contract import checks
 from posenc.kernels import Rows, Spec, reference
 from posenc.kernels.dispatch import exported_as
 
-# The first with a rotation of its own.
+# The first opset with RotaryEmbedding.
 OPSET = 23
 
 
@@ -33,17 +33,16 @@ def export(
 ) -> torch.onnx.ONNXProgram:
     """Write ``model`` to ``path``, with rotations as the standard ``RotaryEmbedding`` operator.
 
-    The operator has no float64 and one order of pairs: float64 inputs, and results in another
-    layout than their inputs, become plain operations. It also multiplies float32 in float32, three
-    roundings where the eager rotation has one; so float32 inputs are rotated in parts whose
-    products it does not round, by three operators in place of one, and finite ones come out as the
-    eager result or its neighbour. Half precision needs one.
+    The operator takes no float64, and its output has the layout of its input: other rotations
+    become plain operations. It rounds float32 three times where the eager rotation rounds once, so
+    a float32 rotation becomes three operators on parts whose products are exact: finite results
+    are within one ulp of the eager ones. Half precision needs one operator.
 
     Args:
         model: Its forward is traced, as by :func:`torch.export.export`.
         args: Inputs to trace it with.
         path: The file to write, ``model.onnx``, say.
-        dynamic_shapes: Which sizes may differ, in the words of :func:`torch.export.export`.
+        dynamic_shapes: Which sizes may differ, as in :func:`torch.export.export`.
         kwargs: Inputs by name.
         exact: False for one operator in float32 too, within three roundings.
 
@@ -69,7 +68,7 @@ def export(
     checks.boolean("posenc.interop.onnx.export", "exact", exact)
     rotation = partial(_rotary_embedding, exact)
     with warnings.catch_warnings(), exported_as(rotation):
-        # The exporter warns of its own spellings, and of two sizes that were said to be equal.
+        # The exporter warns of its own deprecated calls, and of two axes with one name.
         for category in (DeprecationWarning, FutureWarning):
             warnings.simplefilter("ignore", category)
         warnings.filterwarnings("ignore", "# The axis name")
@@ -83,39 +82,35 @@ def export(
             verbose=False,
         )
     assert program is not None
-    _fold(program)
+    # Tables of any size are rounded in the file, and not at every run.
+    optimizer = importlib.import_module("onnxscript.optimizer")
+    sizes = {"input_size_limit": sys.maxsize, "output_size_limit": sys.maxsize}
+    optimizer.fold_constants(program.model, **sizes)
     program.save(path)
     return program
-
-
-def _fold(program: torch.onnx.ONNXProgram) -> None:
-    """Round the tables now, whatever their size, and not at every run."""
-    from onnxscript.optimizer import fold_constants
-
-    fold_constants(program.model, input_size_limit=sys.maxsize, output_size_limit=sys.maxsize)
 
 
 def _rotary_embedding(
     exact: bool, x: Tensor, cos: Tensor, sin: Tensor, rows: Rows, spec: Spec
 ) -> Tensor:
-    """The rotation as ONNX has it: one order of pairs, and positions ``[B, T]``."""
+    """The rotation by the operator of ONNX, or by plain operations where that cannot."""
     own_rows = cos.dim() == 3 and (rows.positions is not None or cos.shape[1] != x.shape[2])
     if x.dtype == torch.float64 or spec.interleaved != spec.interleaved_out or own_rows:
         return reference.rotate(x, cos, sin, rows, spec)
-    # The operator turns the first channels, and leaves the others.
+    # The operator rotates the first channels, and leaves the others.
     before, x = x[..., : spec.first_channel], x[..., spec.first_channel :]
     ids = None
     if cos.dim() == 2:
         ids = rows.as_index(x.shape[2], x.device).expand(x.shape[0], -1)
-    # The operator finds rows itself, unless there are more tokens than rows.
-    finds = rows.positions is None or statically_known_true(x.shape[2] <= cos.shape[0])
+    # The operator picks rows itself, unless there may be more tokens than rows.
+    picks = rows.positions is None or statically_known_true(x.shape[2] <= cos.shape[0])
 
     def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         return torch.onnx.ops.rotary_embedding(
             x,
-            cos if finds or ids is None else cos[ids],
-            sin if finds or ids is None else sin[ids],
-            position_ids=ids if finds else None,
+            cos if picks or ids is None else cos[ids],
+            sin if picks or ids is None else sin[ids],
+            position_ids=ids if picks else None,
             interleaved=spec.interleaved,
             rotary_embedding_dim=2 * cos.shape[-1] if 2 * cos.shape[-1] < x.shape[-1] else 0,
         )
@@ -131,16 +126,16 @@ def _rotary_embedding(
 def _in_parts(
     rotated: Callable[..., Tensor], x: Tensor, tables: tuple[Tensor, ...], width: int
 ) -> Tensor:
-    """Rotate float32 by an operator that rounds each product to float32, half an ulp twice.
+    """Rotate float32 by an operator that rounds each product to float32.
 
-    Eight bits of ``x`` times eight of a table are exact, and the sum of two such products is
-    rounded once. What is left of both adds less than one part in 256, so that its roundings do not
-    count, and the last sum rounds once more.
+    Products of the upper eight bits of ``x`` and of a table are exact, so their sum is rounded
+    once. The lower bits add less than one part in 256, so their roundings are negligible, and the
+    last sum rounds once more.
     """
     largest = torch.finfo(torch.bfloat16).max
     upper = x.clamp(-largest, largest).to(torch.bfloat16).float()
     coarse = [table.to(torch.bfloat16).float() for table in tables]
     fine = [(table - part).float() for table, part in zip(tables, coarse, strict=True)]
     y = rotated(upper, *coarse) + (rotated(x - upper, *coarse) + rotated(x, *fine))
-    # Channels beside the pairs went through whole, three times.
+    # Channels that are not rotated were added three times.
     return y if width == x.shape[-1] else torch.cat((y[..., :width], x[..., width:]), dim=-1)

@@ -22,7 +22,7 @@ from posenc.interop.checkpoints.safetensors import Source
 __all__ = ["Heads", "Report", "convert", "convert_state", "permute", "resize_learned"]
 
 Tell = Callable[[str, float], None]
-# The key of a file's metadata that says which layout its queries and keys have.
+# The key in a file's metadata for the layout of its queries and keys.
 METADATA = "posenc.rope_layout"
 _fail = functools.partial(checks.fail, "convert")
 
@@ -82,14 +82,14 @@ def convert(
 
     Rows of the q and k projections (separate, fused, latent), their biases, scales and LoRA
     factors, and the weights of q and k norms move; no bit of them changes. One tensor is in
-    memory at a time. The target appears whole, under its name, after the self-test has passed,
-    or not at all; the source is never written to. All is written in ``TARGET.posenc-convert``;
-    what a killed run leaves there, the next one to this target puts in order.
+    memory at a time. The target is written in ``TARGET.posenc-convert`` and renamed after the
+    self-test has passed; the next run to the same target cleans up after a killed one. The source
+    is never written to.
 
-    The new layout is in the config where the family's code has a key for it
+    The new layout is written into the config if the family's code has a key for it
     (``rope_interleave``). Otherwise it is in each file's metadata as ``posenc.rope_layout`` and in
     the folder's config as ``posenc_rope_layout``, which `RoPE.from_config` reads; the family's own
-    code does not, and would rotate the new weights as if they were the old ones.
+    code does not, and would rotate the new weights in the wrong pairs.
 
     Args:
         source: A ``.safetensors`` file, or a folder: a model's, sharded or not, or an adapter's.
@@ -98,14 +98,14 @@ def convert(
         config: A config's dict, ``config.json`` or its folder. None looks beside the weights, and
             for an adapter in the folder of its base model.
         layout: The layout of the source. None takes it from the files' metadata, or the
-            family; with neither config nor metadata it is the one that ``to`` is not.
-        num_heads: Heads of queries, instead of the config's. So are the next three.
-        num_kv_heads: Heads of keys.
-        head_dim: Channels of a head.
-        rotary_dim: Channels of a head that are rotated.
+            family; with neither config nor metadata it is the other one than ``to``.
+        num_heads: Heads of queries, instead of the config's.
+        num_kv_heads: Heads of keys, instead of the config's.
+        head_dim: Channels of a head, instead of the config's.
+        rotary_dim: Channels of a head that are rotated, instead of the config's.
         fused: ``"qkv"`` or ``"qkv_grouped"``, as in :func:`permute`, for a fused projection of a
             family unknown here.
-        check: Attention modules to self-test, spread over the depth. 0 tests none.
+        check: How many attention modules to self-test, evenly spaced over the depth.
         overwrite: Whether an existing target may be replaced: a file, or a folder with weights.
         tell: Called with a name and the share done.
 
@@ -173,7 +173,7 @@ def convert_state(
     """A state dict with its queries and keys in the other pair layout.
 
     As :func:`convert`, in memory: tensors that move are new, the others are the same objects.
-    Nothing in a state dict says which layout it has; it is taken to be the one ``to`` is not.
+    A state dict does not say its layout: it must be the other one than ``to``.
 
     Examples:
         >>> import torch
@@ -230,13 +230,13 @@ def _check_layout(
     # Releases that transformers' checkpoints are made from have these names, and their own layout.
     if not found and model.layout and words & {"wq", "wk"}:
         rule = "the layout of the source must be given, because its names are not transformers'"
-        _fail(rule, "wq and wk", "Meta's and Mistral's: layout='interleaved' (--layout).")
+        _fail(rule, "wq and wk", "Pass layout='interleaved' (--layout) for Meta's or Mistral's.")
     actual = found.pop() if found else model.layout
     if actual is None and model.family is not None:
         rule, got = "the layout of the source must be known", f"the unknown family {model.family!r}"
         _fail(rule, got, "Read how it rotates, and pass layout='half' or 'interleaved' (--layout).")
     if actual == to:
-        way_out = f"It needs no conversion; if it is {OTHER[to]}, pass layout={OTHER[to]!r}."
+        way_out = f"Use it as it is; if it is {OTHER[to]}, pass layout={OTHER[to]!r}."
         _fail(f"the source must be in the other layout, {OTHER[to]}", to, way_out)
 
 

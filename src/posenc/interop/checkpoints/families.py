@@ -169,7 +169,7 @@ def _heads(config: configs.Config, given: Given, layer: int) -> Heads:
     num_heads = given.num_heads or first(*_HEADS) or model.get("num_attention_heads")
     if num_heads is None:
         rule, got = "the config must say num_attention_heads", f"only {sorted(map(str, top))[:8]}"
-        way_out = "Pass the model's config.json (--config), or --num-heads and --head-dim."
+        way_out = "Pass config (--config), the model's config.json, or num_heads and head_dim."
         checks.fail("convert", rule, got, way_out)
     kv_heads = first("num_key_value_heads", "num_kv_heads")
     if config.kind == "falcon" and not top.get("new_decoder_architecture"):
@@ -191,14 +191,12 @@ def _heads(config: configs.Config, given: Given, layer: int) -> Heads:
 
 def _refuse(config: Config) -> None:
     """Refuse models whose positions are not rotary, or whose values depend on the layout."""
-    found = configs.not_rotary(config)
+    found, way_out = configs.not_rotary(config), "Use the weights as they are."
     if found is not None:
-        rule, got = "positions must be rotary", f"{found[0]}={found[1]!r}"
-        checks.fail("convert", rule, got, "Use the weights as they are.")
-    for key, why in (
-        ("attention_k_eq_v", "values are the keys"),
-        ("rotary_value", "values are rotated too"),
+        checks.fail("convert", "positions must be rotary", f"{found[0]}={found[1]!r}", way_out)
+    for key, rule in (
+        ("attention_k_eq_v", "values must not be the keys, because keys depend on the layout"),
+        ("rotary_value", "values must not be rotated, because only queries and keys are converted"),
     ):
         if config.get(key):
-            rule = f"queries and keys alone must depend on the layout ({key}: {why})"
-            checks.fail("convert", rule, f"{key}={config[key]}", "Use the weights as they are.")
+            checks.fail("convert", rule, f"{key}={config[key]}", way_out)

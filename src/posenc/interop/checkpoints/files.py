@@ -1,4 +1,4 @@
-"""Where a checkpoint lies: its weights, its config, and the files that go along."""
+"""Files of a checkpoint: its weights, its config, and those that are copied along."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ from posenc.interop.checkpoints.layouts import Layout
 from posenc.interop.checkpoints.safetensors import Advance, Source, copy_bytes
 
 _fail = functools.partial(checks.fail, "convert")
-# The first that is there is the checkpoint.
+# The first that exists is the checkpoint.
 _SINGLE = ("model.safetensors", "adapter_model.safetensors")
-# Weights that nobody converted would keep the old layout under the new name.
+# Weights in formats that are not converted are not copied: they have the old layout.
 _WEIGHTS = frozenset(
     ".safetensors .bin .pt .pth .ckpt .gguf .h5 .msgpack .onnx .onnx_data .ot .npz .npy".split()
 )
-# Folders within folders; no checkpoint comes near it, and code that walks them recurses.
+# Nested folders; far more than any checkpoint has, and code that walks them recurses.
 _DEEPEST = 64
 _CLEAN = "Remove it from the source, or convert a copy without it."
 
 
 def check_paths(source: Path, target: Path) -> None:
-    """Refuse paths that would fail after minutes of writing, or by which something is lost."""
+    """Refuse paths that would fail after minutes of writing, or overwrite the source."""
     if not source.exists():
         rule = "source must be a .safetensors file or a folder with one"
         way_out, kept = "Check the path; nothing is downloaded.", drafts.workspace(source) / "old"
         if kept.exists():
-            way_out = f"A run that was to replace it was stopped: it is whole in {kept}."
+            way_out = f"A run that was replacing it was killed: use {kept}, which is complete."
         _fail(rule, source, way_out, FileNotFoundError)
     old, new = source.resolve(), target.resolve()
     if {new, drafts.workspace(new)} & {old, *old.parents} or old in new.parents:
@@ -51,15 +51,15 @@ def check_paths(source: Path, target: Path) -> None:
 
 
 def shards(source: Path) -> list[Source]:
-    """The safetensors files of a checkpoint; they hold what its index says, if it has one."""
+    """The safetensors files of a checkpoint, compared with its index if it has one."""
     if source.is_file():
         return [Source(source)]
     indices = list(source.glob("*.safetensors.index.json"))
-    promised = _index(indices[0]) if len(indices) == 1 else {}
-    names = sorted(set(promised.values()))
+    index = _index(indices[0]) if len(indices) == 1 else {}
+    names = sorted(set(index.values()))
     names = names or [name for name in _SINGLE if (source / name).is_file()][:1]
     names = names or sorted(path.name for path in source.glob("*.safetensors"))
-    if not promised and len(names) != 1:
+    if not index and len(names) != 1:
         rule = f"a folder must have one of {', '.join(_SINGLE)}, or one index of shards"
         way_out = "Name the file instead." if names else "Save the weights as safetensors first."
         _fail(rule, f"{len(names)} .safetensors files in {source}", way_out)
@@ -67,10 +67,10 @@ def shards(source: Path) -> list[Source]:
         _inside(source, source / name)
     found = [Source(source / name) for name in names]
     actual = {name: shard.path.name for shard in found for name in shard.entries}
-    if promised and promised != actual:
-        first = min(promised.items() ^ actual.items())[0]
+    if index and index != actual:
+        first = min(index.items() ^ actual.items())[0]
         rule = "the index and the shards must list the same tensors"
-        _fail(rule, f"a dispute over {first}", "Rebuild it.")
+        _fail(rule, f"a difference at {first}", "Build the index again.")
     return found
 
 
@@ -80,10 +80,10 @@ def _index(path: Path) -> dict[str, str]:
     if not isinstance(found, dict) or not found:
         _fail(f"{path} must have a weight_map", checks.describe(found), "Download it again.")
     for name in found.values():
-        # A name that leads out of the folder would be written out of it too.
+        # A path out of the folder would be written to, too.
         if not isinstance(name, str) or Path(name).name != name:
             rule, got = f"{path} must name files of its own folder", checks.describe(name)
-            _fail(rule, got, "Do not trust it.")
+            _fail(rule, got, "Download it again, from a source you trust.")
         if not (path.parent / name).is_file():
             rule = f"every file of {path} must be there"
             _fail(rule, f"no {name}", "Download it.", FileNotFoundError)
@@ -96,9 +96,9 @@ def config(folder: Path) -> Config:
     if not path.exists() and adapter.is_file():
         base = files.read_json("convert", adapter).get("base_model_name_or_path")
         if base and isinstance(base, str):
-            # As PEFT looks for it: from the folder that the program runs in.
+            # As in PEFT, the path is relative to the current directory.
             path = Path(base) / "config.json"
-    # A name that no disk could hold is not there either.
+    # os.path.exists is False for names that are too long, where Path.exists raises.
     return files.read_json("convert", path) if os.path.exists(path) else {}
 
 
@@ -120,11 +120,10 @@ def disk_space(target: Path, nbytes: int) -> Iterator[None]:
 
 
 def others(source: Path, taken: Collection[Path]) -> tuple[dict[Path, int], list[str]]:
-    """What is copied along with the weights ``taken``, with its bytes; what is left out.
+    """Files and folders to copy along with the weights ``taken``, with their sizes; weights not to.
 
-    Weights that are not converted are left out. Folders that begin with a dot are somebody's own
-    records: neither a repository's nor a cache's is part of a checkpoint. A linked folder is not
-    walked through: what it leads to lies in the source too, and is copied once.
+    Folders whose names begin with a dot are no part of a checkpoint. A link to a folder is copied
+    as a link, because that folder is in the source too.
     """
     found: dict[Path, int] = {}
     left_out = []
@@ -151,19 +150,19 @@ def others(source: Path, taken: Collection[Path]) -> tuple[dict[Path, int], list
 
 
 def copy(old: Path, new: Path, nbytes: int, advance: Advance) -> None:
-    """Make ``new`` what ``old`` is: a folder, a link to one within the source, or a file."""
+    """Copy a folder without its content, a link to a folder of the source, or a file."""
     if old.is_symlink() and old.is_dir():
-        leads_to = os.path.relpath(os.path.realpath(old), os.path.realpath(old.parent))
-        os.symlink(leads_to, new, target_is_directory=True)
+        relative = os.path.relpath(os.path.realpath(old), os.path.realpath(old.parent))
+        os.symlink(relative, new, target_is_directory=True)
     elif old.is_dir():
         os.mkdir(new, 0o700)
-        # What nobody may write into could be neither filled nor removed.
+        # Without write permission, it could be neither filled nor removed.
         files.set_mode(new, old.stat().st_mode | 0o700)
     else:
         opened = files.open_regular("convert", old)
         mode = os.fstat(opened.fileno()).st_mode
         with opened as source, files.create(new, mode) as target:
-            # A file that grows meanwhile, without end perhaps, is copied as it was.
+            # A file that grows meanwhile is copied up to its first size.
             copy_bytes(source, target, nbytes, advance)
 
 
@@ -172,7 +171,7 @@ def _raise(error: OSError) -> None:
 
 
 def _inside(source: Path, path: Path) -> str:
-    """Where ``path`` leads. Links lead out of ``source`` to a Hugging Face cache's blobs alone."""
+    """The real path; a link may leave ``source`` only for the blobs of a Hugging Face cache."""
     real = os.path.realpath(path)
     if not path.is_symlink():
         return real
@@ -182,15 +181,14 @@ def _inside(source: Path, path: Path) -> str:
     allowed = {base, *(folder / "blobs" for folder in caches)} & {Path(real), *Path(real).parents}
     if not allowed or not os.path.exists(real):
         rule, got = f"links in {source} must lead to something in it", f"{path}, a link to {real}"
-        _fail(rule, got, "Put the file in place of the link, if you know why it is there.")
+        _fail(rule, got, "Replace the link by the file, if you trust it.")
     return real
 
 
 def mark(folder: Path, to: Layout, native: bool) -> bool:
-    """Write the layout into the config; whether its own code reads it there, or needs no mark.
+    """Write the layout into the config; return whether the family's own code then reads it right.
 
-    The key is the family's, where it has one. Else it is ours, and is left out of a config whose
-    family has this layout anyway, which is ``native``.
+    The key is the family's, if it has one, or else ours, unless the layout is ``native`` to it.
     """
     path = folder / "config.json"
     config = files.read_json("convert", path) if path.is_file() else {}

@@ -15,7 +15,7 @@ from posenc._contract import checks
 Layout = Literal["half", "interleaved"]
 LAYOUTS: tuple[Layout, ...] = ("half", "interleaved")
 OTHER: dict[Layout, Layout] = {"half": "interleaved", "interleaved": "half"}
-# Moving rows moves bits: any dtype can be indexed as the integer of its size.
+# Rows of any dtype are moved as integers of its size, because not all dtypes can be indexed.
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 
 
@@ -67,8 +67,7 @@ class Heads:
 class Rows(NamedTuple):
     """The rows of a projection: ``runs`` one after the other, all of them ``repeats`` times.
 
-    A run is ``(part, heads, width)``: so many heads of queries "q" or keys "k", or rows "" that
-    stay where they are. It takes no memory for the heads that a config claims.
+    A run is ``(part, heads, width)``, with part "q" for queries, "k" for keys, "" for other rows.
     """
 
     repeats: int
@@ -189,7 +188,7 @@ def check_choice(who: str, name: str, value: Any, allowed: Sequence[str]) -> Non
 
 
 def take(tensor: Tensor, rows: Tensor, dim: int = 0) -> Tensor:
-    """``tensor`` with its rows in this order, or its elements where they are what is counted."""
+    """``tensor`` with its rows in this order; its elements, if there is an entry for each."""
     bits = tensor.detach().contiguous().view(_BITS[tensor.element_size()])
     if tensor.shape[dim] != len(rows):
         bits, dim = bits.flatten(), 0

@@ -16,7 +16,7 @@ from posenc.interop.checkpoints.layouts import check_choice
 
 Table = TypeVar("Table", Tensor, dict[str, Tensor])
 _WHO = "resize_learned"
-# How models call their table, with or without the `.weight` of an Embedding.
+# Names of position tables in models, with or without the `.weight` of an Embedding.
 _TABLE = re.compile(
     r"(.*\.)?(pos_emb|pos_embed|wpe|embed_positions|position_embeddings?|pos_embedding)(\.weight)?"
 )

@@ -1,7 +1,7 @@
 """Safetensors files, one tensor at a time: an 8-byte length, a JSON header, then the bytes.
 
-The format's own package refuses dtypes that it does not know, and writes a file from tensors that
-are all in memory. Here rows are bytes, so that every file passes through, a tensor at a time.
+The safetensors package refuses dtypes that it does not know, and holds all tensors in memory to
+write a file. Here rows are bytes, and one tensor is in memory at a time.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _DTYPES = {
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One tensor of a file: where its bytes are, and how they are divided."""
+    """One tensor in a file: dtype, shape, and where its bytes are."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -49,7 +49,7 @@ class Entry:
 
 
 class Source:
-    """A safetensors file; nothing but its header is held, with ``metadata`` apart."""
+    """A safetensors file, of which the header is in memory."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -60,7 +60,7 @@ class Source:
         metadata = self.header.pop(_METADATA, {})
         self.metadata: dict[str, str] = metadata if isinstance(metadata, dict) else {}
         entries = {name: _entry(path, name, value) for name, value in self.header.items()}
-        # As their bytes follow each other.
+        # In the order of their bytes.
         self.entries = dict(sorted(entries.items(), key=lambda item: (item[1].start, item[1].stop)))
         end, size = 0, status.st_size - self.body
         for name, entry in self.entries.items():
@@ -71,7 +71,7 @@ class Source:
             raise _broken(path, f"its tensors take {end} bytes and the file has {size}")
 
     def tensor(self, name: str) -> Tensor:
-        """One tensor; its rows of bytes ``(rows, n)`` where torch has no name for the dtype."""
+        """One tensor; as bytes ``(rows, n)`` where torch has no such dtype."""
         entry = self.entries[name]
         with files.open_regular("convert", self.path) as file:
             data = _read(self, file, entry)
@@ -89,14 +89,13 @@ def write(
     rows: Mapping[str, Tensor],
     tell: Callable[[str, int], None],
 ) -> None:
-    """Copy ``source`` to ``target``, with the rows of some tensors in another order.
+    """Copy ``source`` to ``target`` with new ``metadata`` and ``rows`` of tensors in a new order.
 
-    Sizes do not change, so neither does the header but for its metadata. Held at any time: the
-    bytes of one tensor that moves, or a chunk of one that does not.
+    In memory at a time are one tensor that moves, or a chunk of one that does not.
     """
     header = {_METADATA: dict(metadata), **source.header} if metadata else source.header
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    # The format wants the bytes to start at a multiple of eight.
+    # The format aligns the tensors to eight bytes.
     text += b" " * (-len(text) % 8)
     opened = files.open_regular("convert", source.path)
     with opened as old, files.create(target, source.mode) as new:
@@ -114,7 +113,7 @@ def write(
 
 
 def copy_bytes(old: BinaryIO, new: BinaryIO, nbytes: int, advance: Advance) -> int:
-    """Copy so many bytes, chunk by chunk; how many of them ``old`` does not have."""
+    """Copy ``nbytes`` in chunks; return how many of them ``old`` lacks."""
     while nbytes and (data := old.read(min(CHUNK, nbytes))):
         new.write(data)
         nbytes -= len(data)
@@ -138,17 +137,17 @@ def _read(source: Source, file: BinaryIO, entry: Entry) -> memoryview:
 
 
 def _header(path: Path, file: BinaryIO, size: int) -> tuple[dict[str, Any], int]:
-    """The header, and where the bytes of the tensors begin."""
+    """The header, and the offset of the tensors' bytes."""
     length = int.from_bytes(file.read(8), "little")
     if size < 8 or length > min(size - 8, files.LARGEST_JSON):
         if path.suffix != ".safetensors" or length.to_bytes(8, "little") == b"version ":
             rule, got = "source must be in the format of safetensors", f"{path}, which is not"
-            way_out = "Save a .bin again with safetensors; fetch what Git LFS points to."
+            way_out = "Save a .bin file as safetensors; run git lfs pull for a Git LFS pointer."
             checks.fail("convert", rule, got, way_out)
         raise _broken(path, f"a header of {length} bytes does not fit a file of {size}")
     try:
         header = files.parse_json(file.read(length), _unique)
-        # Escapes may spell what is no character, and what cannot be written again.
+        # JSON escapes may spell lone surrogates, which cannot be written again.
         json.dumps(header, ensure_ascii=False).encode()
     except ValueError as error:
         raise _broken(path, f"its header is {error}") from None
@@ -173,7 +172,7 @@ def _entry(path: Path, name: str, value: Any) -> Entry:
     if not sound:
         raise _broken(path, f"{name} has no dtype, shape and data_offsets")
     dtype, size = _DTYPES.get(entry.dtype), math.prod(shape)
-    # No element of any dtype is smaller than a bit.
+    # The elements of an unknown dtype have at least a bit each.
     fits = size <= 8 * entry.nbytes if dtype is None else size * dtype.itemsize == entry.nbytes
     if not fits or entry.nbytes < 0:
         raise _broken(path, f"{name} has {entry.nbytes} bytes for shape {list(shape)}")

@@ -18,14 +18,14 @@ from posenc.interop.checkpoints.layouts import Layout
 # Float64 rounding of a dot product is near 1e-14; a row in the wrong place is near 1.
 _TOLERANCE = 1e-9
 _TOKENS = 5
-# Rows of a weight that are float64 at a time.
+# Rows of a weight that are converted to float64 at a time.
 _ROWS = 256
 
 Read = Callable[[str], Tensor]
 
 
 def modules(names: Iterable[str]) -> dict[str, list[str]]:
-    """Names of tensors that move, by the attention module they are in."""
+    """Names of tensors, by the attention module they are in."""
     found: dict[str, list[str]] = {}
     for name in names:
         module, _ = families.module_of(name) or ("", "")
@@ -36,9 +36,9 @@ def modules(names: Iterable[str]) -> dict[str, list[str]]:
 def run(
     names: Mapping[str, Sequence[str]], model: Model, old: Read, new: Read, to: Layout, number: int
 ) -> dict[str, float]:
-    r"""How far the logits of ``number`` attention modules, spread over the depth, differ.
+    """The largest difference of logits, relative to the largest logit, of ``number`` modules.
 
-    .. math:: \frac{\max |R'q' \cdot R'k' - Rq \cdot Rk|}{\max |Rq \cdot Rk|}
+    The modules are evenly spaced over the depth.
     """
     number = min(number, len(names))
     chosen = {round(i * (len(names) - 1) / max(1, number - 1)) for i in range(number)}
@@ -49,7 +49,7 @@ def run(
         difference = float((after - before).abs().max()) / (float(before.abs().max()) or 1.0)
         if not difference <= _TOLERANCE:
             got = f"a difference of {difference:.2g}"
-            way_out = "Nothing was written. Check num_heads, head_dim and the fused layout."
+            way_out = "Check num_heads, head_dim and the fused layout; nothing was written."
             checks.fail("convert", f"logits of {module} must stay the same", got, way_out)
         found[module] = difference
     return found
@@ -58,9 +58,8 @@ def run(
 def _logits(names: Sequence[str], model: Model, read: Read, layout: Layout) -> Tensor:
     """Logits ``(H, H, T, T)`` of every head of queries with every head of keys.
 
-    Random hidden states meet every tensor that moved: weights as weights, biases and scales as
-    further columns, norms as factors. Where the checkpoint has only queries or only keys (an
-    adapter), they are multiplied with themselves.
+    Random hidden states are multiplied by every tensor that moved, norms last. If the checkpoint
+    has only queries or only keys (an adapter), they are multiplied with themselves.
     """
     heads = model.heads(families.layer_of(names[0]))
     generator = torch.Generator().manual_seed(0)
@@ -85,6 +84,6 @@ def _logits(names: Sequence[str], model: Model, read: Read, layout: Layout) -> T
         functional.rotate, interleaved=layout == "interleaved", last=heads.last
     )
     q, k = (rotate(found[part][None], angles.cos(), angles.sin())[0] for part in "qk")
-    # A latent key has the rotated channels alone: those of the queries are their last.
+    # A latent key has rotated channels alone, which are the last ones of the queries.
     width = min(q.shape[-1], k.shape[-1])
     return torch.einsum("htd,gsd->hgts", q[..., -width:], k[..., -width:])

@@ -68,6 +68,10 @@ def replacements(kind: type) -> list[Replacement]:
     """The methods that the instances of a class need to rotate by our op."""
     found: list[Replacement] = []
     seen: dict[str, FunctionType] = {}
+
+    def ours_for(name: str, function: Callable[..., Any]) -> Known | None:
+        return variants.recognise(function) if rotates(name) else None
+
     for owner in kind.__mro__:
         library = owner.__module__.split(".")[0] in ("builtins", "torch", "accelerate", "peft")
         inside = owner.__module__.startswith("transformers.")
@@ -77,7 +81,7 @@ def replacements(kind: type) -> list[Replacement]:
             function = value.__func__ if isinstance(value, staticmethod) else value
             if name.startswith("__") or not isinstance(function, FunctionType):
                 continue
-            made, gone = Rewriter(_recognised).rewrite(name, function)
+            made, gone = Rewriter(ours_for).rewrite(name, function)
             # An instance cannot override a method that is called by super().
             if gone and name in seen and "super" in seen[name].__code__.co_names:
                 raise NotUnderstood(f"{owner.__name__}.{name}, called by super(),")
@@ -85,7 +89,3 @@ def replacements(kind: type) -> list[Replacement]:
                 found.append(Replacement(kind, name, made, gone))
             seen.setdefault(name, function)
     return found
-
-
-def _recognised(name: str, function: Callable[..., Any]) -> Known | None:
-    return variants.recognise(function) if rotates(name) else None

@@ -71,7 +71,7 @@ def patch(model: nn.Module) -> Report:
         except NotUnderstood as error:
             rule = "every function that rotates must be one that is understood"
             got = f"{error} in {kind.__module__}.{kind.__name__} at '{path}'"
-            checks.fail("patch", rule, got, "The model is left as it was.")
+            checks.fail("patch", rule, got, "Use the model without patch: nothing was changed.")
         methods = list(classes[kind])
         places += [Place(path, kind.__name__, *gone) for one in methods for gone in one.gone]
         if is_rotary:
@@ -85,7 +85,7 @@ def patch(model: nn.Module) -> Report:
             planned.append((module, {_attribute(module, path, one): one for one in methods}))
     if not places:
         got = f"{type(model).__name__}, which calls no function that rotates"
-        way_out = "Nothing was changed. Models without rotary positions need no patch."
+        way_out = "Use the model as it is: without rotary positions it needs no patch."
         checks.fail("patch", "model must rotate", got, way_out)
     _refuse_converted(model, places)
     _warn(

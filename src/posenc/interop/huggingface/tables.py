@@ -94,21 +94,16 @@ def understood(module: nn.Module) -> Tables | None:
         types = getattr(fresh, "rope_type", None) if len(names) == 4 else None
         layers = list(types) if isinstance(types, dict) else [None]
         results = {layer: list(_results(fresh, layer)) for layer in layers}
-        from_config = {layer: _rates(fresh, layer) for layer in layers}
-        for by_layer in (from_config, dict.fromkeys(layers)):
-            for tables in _candidates(kind, by_layer):
+        # Rates of the config come first, and then those that the buffer holds.
+        for rates in ({layer: _rates(fresh, layer) for layer in layers}, dict.fromkeys(layers)):
+            candidates = [Tables(form, rates) for form in WIDEN]
+            if hasattr(kind, "recomposition_frequencies"):
+                named = "layer_type" in inspect.signature(kind.recomposition_frequencies).parameters
+                candidates = [Tables("recomposed", rates, n, named) for n in (0, 2, 3, 4)]
+            for tables in candidates:
                 if all(_agree(fresh, tables, layer, results[layer]) for layer in layers):
                     return tables
     return None
-
-
-def _candidates(kind: Any, by_layer: dict[str | None, Rates | None]) -> Iterator[Tables]:
-    recompose = getattr(kind, "recomposition_frequencies", None)
-    if recompose is None:
-        yield from (Tables(form, by_layer) for form in WIDEN)
-        return
-    named = "layer_type" in inspect.signature(recompose).parameters
-    yield from (Tables("recomposed", by_layer, n, named) for n in (0, 2, 3, 4))
 
 
 def holds_other_rates(module: nn.Module, tables: Tables) -> bool:
