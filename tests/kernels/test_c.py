@@ -96,10 +96,15 @@ def test_queries_and_keys_share_the_rows_made_ready_for_them(dtype, own):
     check("c", [q, k], *tables(720, 32), rows, Spec(False, False), index)
 
 
-def test_instruction_sets_are_named_and_refused_by_name():
+def test_backends_name_the_instruction_set_in_use_now(monkeypatch):
+    assert c._rotate.isa() in dispatch.backends()[0].why
+    monkeypatch.setattr(c._rotate, "isa", lambda: "another")
+    assert "another" in dispatch.backends()[0].why
+
+
+def test_instruction_sets_are_refused_by_name():
     from posenc.kernels.c import _rotate
 
-    assert _rotate.isa() in dispatch.backends()[0].why
     _rotate.set_isa(_rotate.isa())
     with pytest.raises(ValueError, match="does not run here"):
         _rotate.set_isa("abacus")

@@ -1,8 +1,8 @@
-"""Which implementation runs: C on the CPU, Triton on CUDA, torch's own operations elsewhere.
+"""Choose the kernel: C on the CPU, Triton on CUDA, plain torch operations elsewhere.
 
-At decode the dispatcher of torch costs more than the rotation, so a plain eager call goes to its
-kernel by the shortest way. torch.compile, dispatch modes and DTensors go through the ops of
-`ops.py`, which run the same kernels; torch.func and forward mode follow the rules of `_Rotate`.
+For one token, torch's dispatcher takes longer than the rotation, so a plain eager call runs its
+kernel directly. torch.compile, dispatch modes and DTensors call the ops of `ops.py`, which run the
+same kernels; torch.func and forward mode use the rules of `_RotateWithRules`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 from posenc._contract.sharding import is_sharded, replicate_like
 from posenc._contract.tracing import in_forward_mode, in_func, in_transform, is_exporting, is_plain
 from posenc.kernels import c, reference, triton
-from posenc.kernels.spec import Norm, Rows, Spec, flatten, shardable, unflatten
+from posenc.kernels.spec import Norm, Rows, Spec, flatten, shardable
 
 Rotation = Callable[[Tensor, Tensor, Tensor, Rows, Spec], Tensor]
 
@@ -43,7 +43,7 @@ def backends() -> list[Backend]:
         reference serves every device
     """
     return [
-        Backend("c", "cpu", c.available, c.why),
+        Backend("c", "cpu", c.available, c.why()),
         Backend("triton", "cuda", triton.available(), triton.why()),
         Backend("reference", "every device", True, "plain torch operations"),
     ]
@@ -56,8 +56,8 @@ def kernel_for(x: Tensor) -> Any:
     return triton if x.is_cuda and triton.installed else reference
 
 
-# An exported program must run where this package is not installed, so it is made of torch's own
-# operations, unless its format has a rotation.
+# An exported program must run without this package, so it consists of torch operations, unless its
+# format (ONNX) has an operator for the rotation.
 _exported: Rotation = reference.rotate
 
 
@@ -73,22 +73,14 @@ def exported_as(rotation: Rotation) -> Iterator[None]:
 
 
 def rotate(xs: list[Tensor], cos: Tensor, sin: Tensor, rows: Rows, spec: Spec) -> list[Tensor]:
-    """Rotate one tensor, or queries and keys, ``[B, H, T, D]`` each, into new tensors.
-
-    Args:
-        xs: One or two tensors of one device.
-        cos: ``[R, P]`` or ``[B, R, P]``.
-        sin: As ``cos``.
-        rows: Which table row each token takes.
-        spec: Which channels form pairs, and the direction of the rotation.
-    """
+    """Rotate one tensor, or queries and keys, into new tensors; see `reference.rotate`."""
     plain = is_plain(*xs, cos, sin)
     if plain and not in_forward_mode():
         if _records(cos, sin, *xs):
-            return list(_Rotate.apply(*xs, cos, sin, *flatten(rows, spec)))
+            return list(_Rotate.apply(*xs, cos, sin, rows, spec))
         return run(xs, cos, sin, rows, spec)
     if plain or in_func():
-        return list(_RotateWithRules.apply(*xs, cos, sin, *flatten(rows, spec)))
+        return list(_RotateWithRules.apply(*xs, cos, sin, rows, spec))
     if in_forward_mode() or in_transform(*xs):
         return [reference.rotate(x, cos, sin, rows, spec) for x in xs]
     if is_exporting():
@@ -109,21 +101,21 @@ def _through_op(x: Tensor, cos: Tensor, sin: Tensor, rows: Rows, spec: Spec) -> 
 
 
 def rotate_(xs: list[Tensor], cos: Tensor, sin: Tensor, rows: Rows, spec: Spec) -> None:
-    """Rotate each of ``xs`` in place; arguments as :func:`rotate`.
+    """Rotate each of ``xs`` in place.
 
-    Where a derivative is recorded the result is computed beside it and copied, so that autograd
-    sees, and may refuse, the write.
+    If autograd records, the result is computed in new memory and copied, so that autograd sees the
+    write and can refuse it.
     """
     recorded = _records(cos, sin, *xs) or in_forward_mode()
     if not recorded and is_plain(*xs, cos, sin):
         run_(xs, cos, sin, rows, spec)
         torch.autograd.graph.increment_version(xs)
     elif recorded or in_transform(*xs) or is_exporting():
-        # A gradient to the tables keeps what is rotated, which is then written over.
-        kept = [x.clone() for x in xs] if cos.requires_grad or sin.requires_grad else xs
-        ys = rotate(kept, cos, sin, rows, spec)
+        # The tables' gradient saves its input, which the copy below overwrites.
+        inputs = [x.clone() for x in xs] if cos.requires_grad or sin.requires_grad else xs
+        ys = rotate(inputs, cos, sin, rows, spec)
         if len(xs) == 2 and is_plain(*xs):
-            # Autograd refuses to write some views: here it refuses k before q has been written.
+            # If k is a view that autograd must not write, this raises before q is written.
             xs[1][:0].zero_()
         for x, y in zip(xs, ys, strict=True):
             x.copy_(y)
@@ -132,18 +124,17 @@ def rotate_(xs: list[Tensor], cos: Tensor, sin: Tensor, rows: Rows, spec: Spec) 
             tables = shardable(x, cos, sin, rows) if is_sharded(x) else (cos, sin, rows)
             torch.ops.posenc.rotate_.default(x, *tables[:2], *flatten(tables[2], spec))
             if is_sharded(x) and not torch.compiler.is_compiling():
-                # The op saw the local tensor alone.
+                # The op incremented the version of the local tensor only.
                 torch.autograd.graph.increment_version(x)
 
 
 def norm_rotate(
     x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, rows: Rows, spec: Spec, norm: Norm
 ) -> Tensor:
-    """Normalise and rotate ``x`` of ``[B, H, T, D]`` into a new tensor.
+    """Normalise and rotate ``x`` into a new tensor, in one pass over memory.
 
-    One pass over memory where Triton or C run, and one for the gradient; a compiler on the CPU is
-    given torch's operations, which it fuses. ``weight`` is ``[D]``, or ``[H * D]`` for a norm over
-    all heads; other arguments as :func:`rotate`.
+    ``weight`` is ``[D]``, or ``[H * D]`` for a norm over all heads. torch.compile on the CPU gets
+    torch operations, which it fuses.
     """
     if is_sharded(x):
         cos, sin, rows = shardable(x, cos, sin, rows)
@@ -169,7 +160,7 @@ def _records(*tensors: Tensor) -> bool:
 
 
 def run(xs: Sequence[Tensor], cos: Tensor, sin: Tensor, rows: Rows, spec: Spec) -> list[Tensor]:
-    """Run the kernel on ``xs``, without a derivative; results have the strides of `empty_like`."""
+    """Run the kernel without autograd; results have the strides of `torch.empty_like`."""
     kernel = kernel_for(xs[0])
     ys = [torch.empty_like(x) for x in xs]
     if kernel is not reference:
@@ -180,9 +171,9 @@ def run(xs: Sequence[Tensor], cos: Tensor, sin: Tensor, rows: Rows, spec: Spec) 
 
 
 def run_(xs: list[Tensor], cos: Tensor, sin: Tensor, rows: Rows, spec: Spec) -> None:
-    """Run the kernel on ``xs`` in place, without a derivative."""
+    """Run the kernel in place, without autograd."""
     kernel = kernel_for(xs[0])
-    # From one layout to the other, a kernel would overwrite channels it has yet to read.
+    # Between two layouts, a kernel would overwrite channels before it reads them.
     if kernel is reference or spec.interleaved != spec.interleaved_out:
         for x, y in zip(xs, run(xs, cos, sin, rows, spec), strict=True):
             x.copy_(y)
@@ -193,7 +184,7 @@ def run_(xs: list[Tensor], cos: Tensor, sin: Tensor, rows: Rows, spec: Spec) -> 
 def rotate_into(
     kernel: Any, xs: Sequence[Tensor], ys: Sequence[Tensor], cos: Tensor, sin: Tensor, *how: Any
 ) -> None:
-    """Run ``kernel`` from ``xs`` to ``ys``, which may be ``xs``; through copies if it declines."""
+    """Run ``kernel`` from ``xs`` to ``ys``, which may be ``xs``; on copies if it returns False."""
     if kernel.rotate_into(xs, ys, cos, sin, *how):
         return
     cos, sin = _dense(cos), _dense(sin)
@@ -205,7 +196,7 @@ def rotate_into(
 
 
 def run_norm(kernel: Any, x: Tensor, *arguments: Any) -> Tensor:
-    """As :func:`run`, for :func:`norm_rotate`."""
+    """Run the kernel of :func:`norm_rotate` without autograd."""
     y = torch.empty_like(x)
     if _has_dense_rows(x, y):
         kernel.norm_into(x, y, *arguments)
@@ -216,7 +207,7 @@ def run_norm(kernel: Any, x: Tensor, *arguments: Any) -> Tensor:
 
 
 def run_norm_backward(kernel: Any, g: Tensor, x: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
-    """Gradients of :func:`norm_rotate` to ``x`` and the weight, given ``g``, that to its result."""
+    """Gradients of :func:`norm_rotate` with respect to ``x`` and the weight; ``g`` is incoming."""
     dx = torch.empty_like(x)
     g = g if _has_dense_rows(g) else _dense(g)
     if _has_dense_rows(x, dx):
@@ -227,87 +218,89 @@ def run_norm_backward(kernel: Any, g: Tensor, x: Tensor, *arguments: Any) -> tup
 
 
 def _has_dense_rows(*tensors: Tensor) -> bool:
-    """Whether a kernel can read or write them where they are; torch has zeros without memory."""
+    """Whether a kernel can use ``tensors`` without a copy; some gradients have no memory."""
     return all(t.stride(-1) == 1 and not t.is_neg() and t.data_ptr() for t in tensors)
 
 
 def _dense(x: Tensor) -> Tensor:
-    # contiguous() leaves any stride to an axis of one, and a clone keeps what is to be negated.
+    # contiguous() keeps odd strides of axes of size 1, and clone() keeps the negative bit.
     return x.resolve_neg().clone(memory_format=torch.contiguous_format)
 
 
 class _Rotate(torch.autograd.Function):
-    """The rotation and its gradient; its arguments are those of the ops, which share `keep`.
+    """The rotation and its gradient, which is a rotation too: it is linear in ``xs`` and tables.
 
-    It is linear in ``xs`` and in the tables, so every derivative is a rotation too.
+    Arguments are ``*xs, cos, sin, rows, spec``; the ops share `save` and `backward`.
     """
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Any:
-        xs, *how = unflatten(arguments)
-        ys = tuple(run(xs, *how))
-        _Rotate.keep(ctx, arguments, ys)
+        *xs, cos, sin, rows, spec = arguments
+        ys = tuple(run(xs, cos, sin, rows, spec))
+        _Rotate.save(ctx, arguments, ys)
         return ys
 
     @staticmethod
-    def keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        """What `setup_context` does."""
-        xs, cos, sin, rows, ctx.spec = unflatten(inputs)
-        ctx.count, ctx.start, needs = len(xs), rows.start, ctx.needs_input_grad
-        ctx.for_tables = needs[len(xs)] or needs[len(xs) + 1]
+    def save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        """Save for the gradient what `setup_context` would."""
+        *xs, cos, sin, (ctx.start, positions), ctx.spec = inputs
+        count, needs = len(xs), ctx.needs_input_grad
+        ctx.for_tables = needs[count] or needs[count + 1]
         if in_forward_mode():
-            ctx.save_for_forward(cos, sin, rows.positions, *xs)
-        elif len(xs) == 2 and not ctx.for_tables and needs[0] != needs[1]:
-            # A cache that k is written to would otherwise hold on to the graph of q.
+            ctx.save_for_forward(cos, sin, positions, *xs)
+        elif count == 2 and not ctx.for_tables and needs[0] != needs[1]:
+            # A cache that k is written to would otherwise keep the graph of q alive.
             ctx.mark_non_differentiable(output[1 if needs[0] else 0])
-        ctx.save_for_backward(cos, sin, rows.positions, *(xs if ctx.for_tables else ()))
+        ctx.save_for_backward(cos, sin, positions, *(xs if ctx.for_tables else ()))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         cos, sin, positions, *xs = ctx.saved_tensors
         rows, spec = Rows(ctx.start, positions), ctx.spec
         to_xs = rotate(list(gradients), cos, sin, rows, spec.transpose())
-        to_tables: tuple[Any, Any] = (None, None)
+        to_tables: Sequence[Any] = (None, None)
         if ctx.for_tables:
             both = zip(xs, gradients, strict=True)
-            shares = [reference.table_gradients(x, g, cos, sin, rows, spec) for x, g in both]
-            to_tables = (sum(to_cos for to_cos, _ in shares), sum(to_sin for _, to_sin in shares))
+            terms = [reference.table_gradients(x, g, cos, sin, rows, spec) for x, g in both]
+            to_tables = [sum(term) for term in zip(*terms, strict=True)]
+        # The ops have six more inputs; autograd drops a None too many.
         return (*to_xs, *to_tables, *[None] * 6)
 
 
 class _RotateWithRules(_Rotate):
     """As :class:`_Rotate`, for torch.func and forward mode.
 
-    torch inspects the signature of a `forward` that has a `setup_context` at every call, which
-    takes longer than a short rotation.
+    For a `forward` with a `setup_context`, torch inspects the signature at every call, which takes
+    longer than a short rotation.
     """
 
-    setup_context = _Rotate.keep
+    setup_context = _Rotate.save
 
     @staticmethod
     def forward(*arguments: Any) -> Any:
-        xs, *how = unflatten(arguments)
-        if is_plain(*xs, *how[:2]):
-            return tuple(run(xs, *how))
-        return tuple([reference.rotate(x, *how) for x in xs])
+        *xs, cos, sin, rows, spec = arguments
+        if is_plain(*xs, cos, sin):
+            return tuple(run(xs, cos, sin, rows, spec))
+        return tuple([reference.rotate(x, cos, sin, rows, spec) for x in xs])
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
         cos, sin, positions, *xs = ctx.saved_tensors
-        rows, spec, count = Rows(ctx.start, positions), ctx.spec, ctx.count
+        rows, spec, count = Rows(ctx.start, positions), ctx.spec, len(xs)
         ys = rotate(list(tangents[:count]), cos, sin, rows, spec)
         first, last = spec.first_channel, spec.first_channel + 2 * cos.shape[-1]
-        how = (*tangents[count : count + 2], rows, spec._replace(first_channel=0))
+        to_cos, to_sin, *_ = tangents[count:]
         for i, x in enumerate(xs):
-            by_tables = reference.rotate(x[..., first:last], *how)
+            pairs, only_pairs = x[..., first:last], spec._replace(first_channel=0)
+            by_tables = reference.rotate(pairs, to_cos, to_sin, rows, only_pairs)
             ys[i] = ys[i] + F.pad(by_tables, (first, x.shape[-1] - last))
         return tuple(ys)
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> Any:
         """Fold the samples into the batch."""
-        xs, cos, sin, (start, positions), spec = unflatten(arguments)
-        *x_dims, cos_dim, sin_dim, ids_dim = in_dims[:-5]
+        *xs, cos, sin, (start, positions), spec = arguments
+        *x_dims, cos_dim, sin_dim, (_, ids_dim), _ = in_dims
         samples = info.batch_size
         batch = (xs[0] if x_dims[0] is None else xs[0].select(x_dims[0], 0)).shape[0]
 
@@ -338,7 +331,7 @@ class _NormRotate(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Any:
         *tensors, positions = ctx.saved_tensors
-        # A gradient that is differentiated again, or batched, is made of torch's operations.
+        # A gradient that is differentiated again, or batched, consists of torch operations.
         plain = is_plain(g) and not torch.is_grad_enabled() and not in_forward_mode()
         how = (*tensors, Rows(ctx.start, positions), *ctx.kinds)
         if plain:

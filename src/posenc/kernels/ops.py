@@ -1,10 +1,10 @@
 """The rotation as PyTorch ops, for everything that is not a plain eager call.
 
-``posenc::rotate`` and ``posenc::rotate_qk`` return new tensors, and their gradient is the op
-itself, transposed; ``posenc::rotate_`` writes into its tensor and has none. ``posenc::norm_rotate``
-exists on CUDA, where a compiler could not fuse the norm with the rotation by itself.
+The gradient of ``posenc::rotate`` and ``posenc::rotate_qk`` is the transposed op;
+``posenc::rotate_`` works in place and has no gradient. ``posenc::norm_rotate`` exists on CUDA only,
+where torch.compile does not fuse the norm with the rotation.
 
-Kernels trust their arguments, and anyone can call an op, so the ops check them first.
+Kernels do not check their arguments, and anyone can call an op, so the ops check them.
 """
 
 from __future__ import annotations
@@ -28,35 +28,27 @@ def define_op(
     schema: str,
     impl: Callable[..., Any],
     fake: Callable[..., Any],
-    keep: Callable[..., None] | None = None,
-    back: Callable[..., Any] | None = None,
+    setup_context: Callable[..., None] | None = None,
+    backward: Callable[..., Any] | None = None,
     key: str = "CompositeExplicitAutograd",
 ) -> Any:
-    """Define ``posenc::name``, and return its overload.
-
-    Args:
-        name: The op.
-        schema: Its arguments and results, as ``"(Tensor x) -> Tensor"``.
-        impl: Computes them.
-        fake: Makes results of the right shape, dtype and strides.
-        keep: ``setup_context`` of its gradient, if it has one.
-        back: ``backward`` of its gradient.
-        key: The dispatch key that ``impl`` is for.
-    """
+    """Define ``posenc::name`` with ``impl`` for the dispatch key ``key``; return its overload."""
     _LIBRARY.define(name + schema)
     _LIBRARY.impl(name, impl, key)
     torch.library.register_fake(f"posenc::{name}", fake, lib=_LIBRARY)
-    if back is not None:
-        torch.library.register_autograd(f"posenc::{name}", back, setup_context=keep, lib=_LIBRARY)
+    if backward is not None:
+        torch.library.register_autograd(
+            f"posenc::{name}", backward, setup_context=setup_context, lib=_LIBRARY
+        )
     return getattr(torch.ops.posenc, name).default
 
 
 def _check(who: str, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Refuse arguments with which a kernel would read or write out of bounds; unflatten them.
+    """Refuse arguments with which a kernel would access memory out of bounds; unflatten the others.
 
-    Values of positions are left to the kernels, which check each before it is used.
+    The kernels check the values of positions.
     """
-    xs, cos, sin, rows, spec = unflatten(arguments)
+    *xs, cos, sin, rows, spec = unflatten(arguments)
     x, (start, positions) = xs[0], rows
     shape, table = x.shape, cos.shape
     _check_devices(who, *xs, cos, sin, positions)
@@ -64,12 +56,11 @@ def _check(who: str, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
         other = t.shape
         if len(other) != 4 or t.dtype not in checks.FLOAT_DTYPES:
             rule = "tensors must be floating, of shape (B, H, T, D)"
-            raise ValueError(checks.message(who, rule, _described(t), "Convert or reshape them."))
+            checks.fail(who, rule, _described(t), "Convert or reshape them.")
         if t is not x and (other[0] != shape[0] or other[2:] != shape[2:]):
             rule = "q and k must agree in batch, length and head_dim"
             got = f"{_described(x)} and {_described(t)}"
-            way_out = "Pass tensors that differ in their head counts at most."
-            raise ValueError(checks.message(who, rule, got, way_out))
+            checks.fail(who, rule, got, "Pass tensors that differ in their head counts at most.")
     batch, _, length, width = shape
     if (
         table != sin.shape
@@ -81,38 +72,32 @@ def _check(who: str, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
         rule = f"cos and sin must be (R, P) or ({batch}, R, P), with 1 <= P <= {width // 2}"
         got = f"{_described(cos)} and {_described(sin)} for {_described(x)}"
         way_out = "Pass floating tables of one shape, with a column for each pair of channels."
-        raise ValueError(checks.message(who, rule, got, way_out))
-    held, rest = table[-2], width - 2 * table[-1]
-    if spec.first_channel not in (0, rest):
-        rule, way_out = f"first_channel must be 0 or {rest}", "Rotate the first or last channels."
-        raise ValueError(checks.message(who, rule, spec.first_channel, way_out))
-    if positions is None:
-        if start < 0 or start + length > held:
-            raise RowOutOfRange(start if start < 0 else start + length - 1, held)
-        return xs, cos, sin, rows, spec
-    ids = positions.shape
-    if (
-        len(ids) != 2
-        or ids[0] not in (1, batch)
-        or ids[1] not in (1, length)
+        checks.fail(who, rule, got, way_out)
+    table_rows, unrotated = table[-2], width - 2 * table[-1]
+    if spec.first_channel not in (0, unrotated):
+        rule = f"first_channel must be 0 or {unrotated}"
+        checks.fail(who, rule, spec.first_channel, "Rotate the first or last channels.")
+    end = start + length if positions is None else start
+    if start < 0 or end > table_rows:
+        raise RowOutOfRange(start if start < 0 else max(start, end - 1), table_rows)
+    if positions is not None and (
+        positions.dim() != 2
+        or positions.shape[0] not in (1, batch)
+        or positions.shape[1] not in (1, length)
         or positions.dtype != torch.int64
     ):
         rule = f"positions must be int64 of shape (1 or {batch}, 1 or {length})"
         got = f"{_described(positions)} for {_described(x)}"
-        way_out = "Pass a row for each token, or for the first of each sequence."
-        raise ValueError(checks.message(who, rule, got, way_out))
-    if not 0 <= start <= held:
-        raise RowOutOfRange(start, held)
+        checks.fail(who, rule, got, "Pass a row for each token, or for the first of each sequence.")
     return xs, cos, sin, rows, spec
 
 
 def _check_devices(who: str, x: Tensor, *others: Any) -> None:
     """Refuse tensors of several devices: beside a meta tensor, a result would stay unwritten."""
-    device = x.device
     for other in others:
-        if isinstance(other, Tensor) and other.device != device:
-            rule, got = "tensors must be on one device", f"{device} and {other.device}"
-            raise ValueError(checks.message(who, rule, got, "Move them to one."))
+        if isinstance(other, Tensor) and other.device != x.device:
+            got = f"{x.device} and {other.device}"
+            checks.fail(who, "tensors must be on one device", got, "Move them to one.")
 
 
 def _described(x: Tensor) -> str:
@@ -131,14 +116,14 @@ def _rotate_qk(*arguments: Any) -> tuple[Tensor, Tensor]:
 def _rotate_(*arguments: Any) -> None:
     (x,), cos, sin, (start, positions), spec = _check("posenc::rotate_", arguments)
     check_no_internal_overlap("posenc::rotate_", x)
-    # Positions are checked before they are used: nothing may be written over them in between.
+    # The kernel checks positions before it reads them again: it must not overwrite them in between.
     cos, sin, *ids = copy_if_overlapping([x], cos, sin, *([] if positions is None else [positions]))
     dispatch.run_([x], cos, sin, Rows(start, *ids), spec)
     torch.autograd.graph.increment_version(x)
 
 
 def _fake(name: str, count: int) -> Callable[..., Any]:
-    """Results like the first ``count`` arguments of an op."""
+    """The fake implementation of an op whose results are like its first ``count`` arguments."""
 
     def fake(*arguments: Any) -> Any:
         _check_devices(f"posenc::{name}", *arguments)
@@ -152,7 +137,13 @@ _HOW = (
     "Tensor cos, Tensor sin, Tensor? positions, SymInt start, "
     "bool interleaved, bool interleaved_out, SymInt first_channel, bool transposed"
 )
-_RULES = dispatch._Rotate.keep, dispatch._Rotate.backward
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    dispatch._Rotate.save(ctx, unflatten(inputs), output)
+
+
+_RULES = _save, dispatch._Rotate.backward
 rotate = define_op("rotate", f"(Tensor x, {_HOW}) -> Tensor", _rotate, _fake("rotate", 1), *_RULES)
 rotate_qk = define_op(
     "rotate_qk",
@@ -165,18 +156,18 @@ rotate_ = define_op("rotate_", f"(Tensor(a!) x, {_HOW}) -> ()", _rotate_, _fake(
 
 
 def _check_norm(gradients: Sequence[Tensor], x: Tensor, weight: Tensor, how: Any) -> Any:
-    """As :func:`_check`; the arguments of `dispatch.run_norm` and its backward, without a g."""
+    """As :func:`_check`, for the arguments of `norm_rotate` and its incoming gradient."""
     who, norm = "posenc::norm_rotate", Norm(*how[8:])
     _, cos, sin, rows, spec = _check(who, (x, *how[:8]))
     _check_devices(who, x, weight, *gradients)
     wanted = x.shape[1] * x.shape[3] if norm.all_heads else x.shape[3]
     if weight.shape != (wanted,) or weight.dtype not in checks.FLOAT_DTYPES:
-        rule, way_out = f"weight must be floating, of shape ({wanted},)", "Pass one per channel."
-        raise ValueError(checks.message(who, rule, _described(weight), way_out))
+        rule = f"weight must be floating, of shape ({wanted},)"
+        checks.fail(who, rule, _described(weight), "Pass one per channel.")
     for g in gradients:
         if g.shape != x.shape or g.dtype != x.dtype:
-            rule, way_out = f"a gradient must be {_described(x)}", "Pass that to the result."
-            raise ValueError(checks.message(who, rule, _described(g), way_out))
+            rule = f"a gradient must be {_described(x)}"
+            checks.fail(who, rule, _described(g), "Pass the gradient of the result.")
     return x, weight, cos, sin, rows, spec, norm
 
 
@@ -188,13 +179,13 @@ def _norm_backward(g: Tensor, x: Tensor, weight: Tensor, *how: Any) -> tuple[Ten
     return dispatch.run_norm_backward(triton, g, *_check_norm((g,), x, weight, how))
 
 
-def _keep_norm(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    x, weight, cos, sin, positions, *ctx.kinds = inputs
-    ctx.save_for_backward(x, weight, cos, sin, positions)
+def _save_norm(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    *tensors, ctx.others = *inputs[:5], inputs[5:]
+    ctx.save_for_backward(*tensors)
 
 
-def _back_norm(ctx: Any, g: Tensor) -> tuple[Any, ...]:
-    return (*norm_rotate_backward(g, *ctx.saved_tensors, *ctx.kinds), *[None] * 11)
+def _op_backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
+    return (*norm_rotate_backward(g, *ctx.saved_tensors, *ctx.others), *[None] * 11)
 
 
 _NORM = f"Tensor x, Tensor weight, {_HOW}, float eps, float shift, bool all_heads"
@@ -203,8 +194,8 @@ norm_rotate = define_op(
     f"({_NORM}) -> Tensor",
     _norm_rotate,
     _fake("norm_rotate", 1),
-    keep=_keep_norm,
-    back=_back_norm,
+    _save_norm,
+    _op_backward,
     key="CUDA",
 )
 norm_rotate_backward = define_op(

@@ -11,19 +11,17 @@ from posenc._contract.sharding import replicate_like
 
 
 class Rows(NamedTuple):
-    """Which table row each token takes: ``start + positions[b, t]``, plus ``t`` in a sequence.
+    """The table row of each token: ``start``, plus ``positions`` if given.
 
-    Attributes:
-        start: Row of the first token.
-        positions: None for a sequence from ``start`` on; int64 ``[1 or B, T]`` for a row of each
-            token's own; ``[1 or B, 1]`` for the first row of each sequence.
+    ``positions`` are int64: ``[1 or B, T]`` for every token, or ``[1 or B, 1]`` for the first token
+    of every sequence. In that case, and without ``positions``, rows are consecutive.
     """
 
     start: int = 0
     positions: Tensor | None = None
 
     def is_sequential(self) -> bool:
-        """Whether the row moves on with the token."""
+        """Whether the tokens of a sequence take consecutive rows."""
         return self.positions is None or self.positions.shape[1] == 1
 
     def as_index(self, length: int, device: torch.device) -> Tensor:
@@ -37,48 +35,35 @@ class Rows(NamedTuple):
 
 
 class Spec(NamedTuple):
-    """Which channels form pairs, and the direction of the rotation.
+    """Which channels form pairs, and the direction of the rotation."""
 
-    Attributes:
-        interleaved: Pairs of the input are ``(2i, 2i + 1)`` if true, ``(i, P + i)`` if false.
-        interleaved_out: The same for the output.
-        first_channel: First channel that is rotated.
-        transposed: Rotate by the negative angle: the gradient.
-    """
-
-    interleaved: bool = True
-    interleaved_out: bool = True
-    first_channel: int = 0
-    transposed: bool = False
+    interleaved: bool = True  # pairs of the input are (2i, 2i + 1), otherwise (i, P + i)
+    interleaved_out: bool = True  # the same for the output
+    first_channel: int = 0  # first channel that is rotated
+    transposed: bool = False  # rotate by the negative angle
 
     def transpose(self) -> Spec:
-        """The rotation that a gradient takes: from the output's layout to the input's."""
+        """The rotation of a gradient, from the layout of the output to that of the input."""
         return Spec(self.interleaved_out, self.interleaved, self.first_channel, not self.transposed)
 
 
 def flatten(rows: Rows, spec: Spec) -> tuple[Any, ...]:
-    """Arguments of an op that follow the tables."""
+    """``rows`` and ``spec`` as the last six arguments of an op."""
     return (rows.positions, rows.start, *spec)
 
 
 def unflatten(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Arguments of an op as ``xs, cos, sin, rows, spec``."""
-    *xs, cos, sin, positions, start = arguments[:-4]
-    return xs, cos, sin, Rows(start, positions), Spec(*arguments[-4:])
+    """Arguments of an op as ``*xs, cos, sin, rows, spec``."""
+    positions, start, *spec = arguments[-6:]
+    return *arguments[:-6], Rows(start, positions), Spec(*spec)
 
 
 class Norm(NamedTuple):
-    """RMSNorm before the rotation: ``x / sqrt(mean(x^2) + eps) * (weight + shift)``.
-
-    Attributes:
-        eps: Added to the mean square.
-        shift: Added to the weight: 1 for weights that are stored around zero (Gemma).
-        all_heads: Take the mean over all heads of a token together (OLMo 2), not over each.
-    """
+    """RMSNorm before the rotation: ``x / sqrt(mean(x^2) + eps) * (weight + shift)``."""
 
     eps: float = 1e-6
-    shift: float = 0.0
-    all_heads: bool = False
+    shift: float = 0.0  # 1 for weights that are stored around zero (Gemma)
+    all_heads: bool = False  # one mean over all heads of a token (OLMo 2), not one for each head
 
 
 class RowOutOfRange(ValueError):
@@ -91,10 +76,10 @@ class RowOutOfRange(ValueError):
 
 
 def shardable(x: Tensor, cos: Tensor, sin: Tensor, rows: Rows) -> tuple[Tensor, Tensor, Rows]:
-    """Tables with one row for each token of a DTensor ``x``, or a position for each token.
+    """Tables with one row for each token of a DTensor ``x``, or one position for each token.
 
-    Where the tokens are sharded, so are then the rows or the positions, and no rank needs the row
-    of its first token.
+    If the tokens are sharded, the rows or positions are sharded alike, and no rank needs the row of
+    its first token.
     """
     length, held = x.shape[2], cos.shape[-2]
     if rows.positions is None:

@@ -15,13 +15,18 @@ from posenc.kernels.spec import Norm, RowOutOfRange, Rows, Spec
 try:
     import posenc.kernels.c._rotate as _rotate
 
-    available, why = True, f"compiled, using {_rotate.isa()}"
+    available, _error = True, ""
 except ModuleNotFoundError:
-    available, why = False, "not built: no C compiler was found at install"
-except ImportError as broken:
-    available, why = False, f"built, but it does not load: {broken}"
+    available, _error = False, "not built: no C compiler was found at install"
+except ImportError as error:
+    available, _error = False, f"built, but it does not load: {error}"
 
 _CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}
+
+
+def why() -> str:
+    """The instruction set in use, or the reason why the extension is missing."""
+    return f"compiled, using {_rotate.isa()}" if available else _error
 
 
 def rotate_into(
@@ -33,15 +38,14 @@ def rotate_into(
     spec: Spec,
     norm: tuple[int, int, int, int] = (0, 0, 0, 0),
 ) -> bool:
-    """Rotate each of ``xs`` into the tensor of ``ys`` beside it, which may be itself.
+    """Rotate each of ``xs`` into the tensor of ``ys`` at the same index, which may be itself.
 
-    ``norm`` holds the address of a norm's float64 factors, the bits of its eps, whether it is over
-    all heads, and the address of the factors' gradient. If that is not zero, ``xs`` are the norm's
-    input and the gradient to its result.
+    ``norm`` is the address of float64 factors, the bits of eps, ``all_heads``, and the address of
+    the gradient of the factors; if that is not zero, ``xs`` are the input of the norm and the
+    incoming gradient.
 
-    Returns:
-        False, and nothing is written, if the kernel cannot read or write the tensors as they are:
-        they differ in dtype, are negated lazily, have no memory, or are strided along channels.
+    Returns False, and writes nothing, if the tensors differ in dtype, have the negative bit set,
+    have no memory, or are strided along channels.
     """
     shape, steps = cos.shape, cos.stride()
     held = shape[-2]
@@ -66,7 +70,7 @@ def rotate_into(
         if x.is_neg() or x.dtype is not dtype:
             return False
         tensors += (x.data_ptr(), y.data_ptr(), x.shape, x.stride(), y.stride())
-    # A thread that never called torch would otherwise use all cores, whatever was set.
+    # In a thread that has not called torch, this makes OpenMP use torch.set_num_threads.
     torch.get_num_threads()
     bad = _rotate.rotate(
         _CODES[dtype], cos.data_ptr(), sin.data_ptr(), *tables, where, spec, norm, *tensors
@@ -79,47 +83,37 @@ def rotate_into(
 
 
 def _dense_rows(table: Tensor, rows: Rows, length: int) -> Tensor:
-    """The rows of this call in float64: a table may be long, and a call short."""
+    """The table rows of this call, converted to float64."""
     picked = reference.take(table, rows, length)
     if picked.dim() == 4:
         picked = picked[0, 0] if picked.shape[0] == 1 else picked[:, 0]
     return picked.double().contiguous()
 
 
-def norm_into(
-    x: Tensor,
-    y: Tensor,
-    weight: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    rows: Rows,
-    spec: Spec,
-    norm: Norm,
-) -> None:
+def norm_into(x: Tensor, y: Tensor, weight: Tensor, *arguments: Any) -> None:
     """Normalise and rotate ``x`` into ``y``, in one pass; both have dense rows."""
+    cos, sin, rows, spec, norm = arguments
     factors = _factors(weight, norm)
-    rotate_into([x], [y], cos, sin, rows, spec, (factors.data_ptr(), *_kind(norm), 0))
+    numbers = (factors.data_ptr(), _bits(norm.eps), norm.all_heads, 0)
+    rotate_into([x], [y], cos, sin, rows, spec, numbers)
 
 
-def norm_backward_into(
-    g: Tensor, x: Tensor, dx: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, *rest: Any
-) -> Tensor:
-    """Write the gradient to ``x`` into ``dx`` and return that to ``weight``; ``g`` is given."""
-    rows, spec, norm = rest
+def norm_backward_into(g: Tensor, x: Tensor, dx: Tensor, weight: Tensor, *arguments: Any) -> Tensor:
+    """Write the gradient of ``x`` into ``dx`` and return that of ``weight``; ``g`` is incoming."""
+    cos, sin, rows, spec, norm = arguments
     factors = _factors(weight, norm)
     to_factors = torch.zeros_like(factors)
-    numbers = (factors.data_ptr(), *_kind(norm), to_factors.data_ptr())
+    numbers = (factors.data_ptr(), _bits(norm.eps), norm.all_heads, to_factors.data_ptr())
     rotate_into([x, g], [dx, g], cos, sin, rows, spec, numbers)
     return to_factors.to(weight.dtype).view_as(weight)
 
 
 def _factors(weight: Tensor, norm: Norm) -> Tensor:
-    """What a row is multiplied by, as the kernel reads it."""
+    """The weight, plus its shift, as a dense float64 tensor."""
     factors = weight.detach().resolve_neg().double()
     return factors.contiguous() if norm.shift == 0 else factors + norm.shift
 
 
-def _kind(norm: Norm) -> tuple[int, int]:
-    """The bits of its eps, and whether it is over all heads."""
-    (eps,) = struct.unpack("q", struct.pack("d", norm.eps))
-    return eps, norm.all_heads
+def _bits(number: float) -> int:
+    """The bits of a float64 as an integer."""
+    return int(struct.unpack("q", struct.pack("d", number))[0])
