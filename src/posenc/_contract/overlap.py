@@ -14,10 +14,7 @@ from posenc._contract.tracing import has_real_storage, view_base
 def check_writable(who: str, xs: Sequence[Tensor], *, recorded_by: Sequence[Tensor]) -> None:
     """Refuse one or two tensors that must not be written in place.
 
-    Args:
-        who: The caller, for the error.
-        xs: The tensors to write.
-        recorded_by: What the result depends on besides: a gradient to it is recorded too.
+    If a tensor in ``recorded_by`` requires a gradient, autograd records the write too.
     """
     real = has_real_storage(*xs)
     recorded = torch.is_grad_enabled() and any(t.requires_grad for t in (*xs, *recorded_by))
@@ -25,31 +22,29 @@ def check_writable(who: str, xs: Sequence[Tensor], *, recorded_by: Sequence[Tens
         check_no_internal_overlap(who, x)
         if real and x.is_inference() and not torch.is_inference_mode_enabled():
             rule = "an inference tensor must not be written in place outside inference mode"
-            raise ValueError(checks.message(who, rule, "one", "Call clone() first."))
+            checks.fail(who, rule, "one", "Call clone() first.")
         base = view_base(x)
         if recorded and x.requires_grad and (x if base is None else base).is_leaf:
             rule = "a leaf that requires a gradient must not be written in place"
             got = "one" if base is None else "a view of one"
-            raise ValueError(checks.message(who, rule, got, "Rotate a clone of it."))
+            checks.fail(who, rule, got, "Rotate a clone of it.")
     if len(xs) == 2 and (xs[0] is xs[1] or (real and overlaps(*xs))):
         rule = "q and k must not share memory to be written in place"
         got = f"{tuple(xs[0].shape)} and {tuple(xs[1].shape)}"
-        raise ValueError(checks.message(who, rule, got, "Call clone() on one of them."))
+        checks.fail(who, rule, got, "Call clone() on one of them.")
 
 
 def check_no_internal_overlap(who: str, x: Tensor) -> None:
-    """Refuse a tensor two of whose elements may share memory, such as an expanded one."""
+    """Refuse a tensor if two of its elements may share memory, as in an expanded tensor."""
     if not x.is_contiguous() and _has_internal_overlap(x):
         rule = "a tensor must not share memory with itself to be written in place"
-        raise ValueError(
-            checks.message(who, rule, f"strides {x.stride()}", "Call contiguous() first.")
-        )
+        checks.fail(who, rule, f"strides {x.stride()}", "Call contiguous() first.")
 
 
 def _has_internal_overlap(x: Tensor) -> bool:
     axes = [(step, size) for step, size in zip(x.stride(), x.shape, strict=True) if size > 1]
     if torch.compiler.is_compiling():
-        # Dynamic sizes cannot be sorted.
+        # Symbolic sizes cannot be sorted.
         return any(step == 0 for step, _ in axes)
     reach = 0
     for step, size in sorted(axes):
@@ -60,17 +55,17 @@ def _has_internal_overlap(x: Tensor) -> bool:
 
 
 def copy_if_overlapping(xs: Sequence[Tensor], *read: Tensor) -> list[Tensor]:
-    """The tensors that are ``read`` while ``xs`` are written, cloned where their memory meets."""
+    """The tensors in ``read``; those whose memory overlaps that of ``xs`` are cloned."""
     if not has_real_storage(*xs, *read):
         return list(read)
-    return [t.clone() if any(_ranges_meet(t, x) for x in xs) else t for t in read]
+    return [t.clone() if any(_address_ranges_overlap(t, x) for x in xs) else t for t in read]
 
 
 def overlaps(a: Tensor, b: Tensor) -> bool:
-    """Whether ``a`` and ``b``, of as many axes, share an element.
+    """Whether ``a`` and ``b``, which have as many axes, share an element.
 
-    Slices of one buffer have the same strides, and are compared exactly; other views are taken to
-    overlap where their address ranges do.
+    The answer is exact for tensors of equal strides, such as slices of one buffer; other tensors
+    count as overlapping if their address ranges do.
 
     Examples:
         >>> qkv = torch.zeros(2, 5, 6, 8)
@@ -80,9 +75,9 @@ def overlaps(a: Tensor, b: Tensor) -> bool:
     if a.numel() == 0 or b.numel() == 0 or a.is_meta:
         return False
     if a.device.type == "mps" and a.untyped_storage().data_ptr() != b.untyped_storage().data_ptr():
-        # An address there is of an object that knows the storage.
+        # On MPS, data_ptr() is not an address in memory: it identifies the storage.
         return False
-    if not _ranges_meet(a, b):
+    if not _address_ranges_overlap(a, b):
         return False
     distance, misaligned = divmod(b.data_ptr() - a.data_ptr(), a.element_size())
     if misaligned or a.dtype != b.dtype:
@@ -93,22 +88,23 @@ def overlaps(a: Tensor, b: Tensor) -> bool:
             return True
         if size > 1 or size_b > 1:
             axes.append((step if size > 1 else step_b, size, size_b))
-    # Elements coincide where index differences, times strides, add up to the distance. Smaller
-    # strides together stay within one larger stride, so only two differences can do on an axis.
-    left = {distance}
+    # Two elements coincide if the index differences times the strides add up to the distance.
+    # The smaller strides together span less than one larger stride, so that only two index
+    # differences are possible along each axis.
+    remaining = {distance}
     for step, size, size_b in sorted(axes, reverse=True):
-        tried = [(d, n) for d in left for n in (d // step, d // step + 1)]
-        left = {d - n * step for d, n in tried if -size_b < n < size}
-    return 0 in left
+        candidates = [(d, n) for d in remaining for n in (d // step, d // step + 1)]
+        remaining = {d - n * step for d, n in candidates if -size_b < n < size}
+    return 0 in remaining
 
 
-def _ranges_meet(a: Tensor, b: Tensor) -> bool:
-    (start, end), (low, high) = _range(a), _range(b)
-    return start < high and low < end
+def _address_ranges_overlap(a: Tensor, b: Tensor) -> bool:
+    (a_start, a_end), (b_start, b_end) = _address_range(a), _address_range(b)
+    return a_start < b_end and b_start < a_end
 
 
-def _range(x: Tensor) -> tuple[int, int]:
-    """The addresses of the first element, and past the last."""
+def _address_range(x: Tensor) -> tuple[int, int]:
+    """The address of the first element, and the address after the last."""
     start = x.data_ptr()
     if x.is_contiguous():
         return start, start + x.nbytes

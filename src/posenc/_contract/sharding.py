@@ -1,4 +1,4 @@
-"""DTensors, without importing them: `posenc.interop.distributed` sets ``known``."""
+"""DTensors, without importing them: `posenc.interop.distributed` registers their functions."""
 
 from __future__ import annotations
 
@@ -11,19 +11,12 @@ Held = TypeVar("Held", Tensor, "Tensor | None")
 
 
 class Sharding(NamedTuple):
-    """The class of tensors that are sharded over processes, and what is done with them.
-
-    Attributes:
-        kind: The class.
-        replicate: Makes a replicated one of a plain tensor, on the mesh of another.
-        local: The local tensor of this process.
-        attend: Runs an attention, given first, on the local queries.
-    """
+    """The class DTensor, and the functions that other modules need from it."""
 
     kind: type[Tensor]
-    replicate: Callable[[Tensor, Tensor], Tensor]
-    local: Callable[[Tensor], Tensor]
-    attend: Callable[..., Tensor]
+    replicate: Callable[[Tensor, Tensor], Tensor]  # a plain tensor, on the mesh of a DTensor
+    local: Callable[[Tensor], Tensor]  # the local tensor of this process
+    attend: Callable[..., Tensor]  # runs an attention function on the local queries
 
 
 known: Sharding | None = None
@@ -35,14 +28,14 @@ def is_sharded(x: object) -> bool:
         return isinstance(x, known.kind)
     if type(x).__name__ == "DTensor":
         raise TypeError(
-            "posenc: DTensors need their sharding rules, got one before these were loaded.\n"
+            "posenc: sharding rules must be loaded before a DTensor is used, got a DTensor.\n"
             "  Run `import posenc.interop.distributed` first."
         )
     return False
 
 
 def local(x: Tensor) -> Tensor:
-    """The local tensor of ``x``, which is ``x`` unless it is sharded."""
+    """The local tensor of a DTensor; any other tensor is returned unchanged."""
     if not is_sharded(x):
         return x
     assert known is not None
@@ -50,7 +43,7 @@ def local(x: Tensor) -> Tensor:
 
 
 def replicate_like(x: Tensor, table: Held) -> Held:
-    """``table``, replicated on the mesh of ``x`` if that is a DTensor."""
+    """``table``, replicated on the mesh of ``x`` if ``x`` is a DTensor."""
     if table is None or not is_sharded(x) or is_sharded(table):
         return table
     assert known is not None

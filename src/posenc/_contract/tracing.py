@@ -1,6 +1,6 @@
-"""What kind of call this is: eager, traced, compiled, transformed or captured.
+"""Find out whether a call is eager, traced, compiled, transformed or captured.
 
-The only file that uses private names of torch; tests/_contract/test_tracing.py tries each of them.
+Only this file uses private names of torch; tests/_contract/test_tracing.py tests each of them.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from posenc._contract.sharding import is_sharded
 PLAIN_TYPES = frozenset((Tensor, torch.nn.Parameter))
 _modes = torch._C._len_torch_dispatch_stack
 _transforms = torch._C._functorch.peek_interpreter_stack
-# torch.autograd.grad(is_grads_batched=True) still makes these.
+# torch.autograd.grad(is_grads_batched=True) creates such tensors.
 _is_legacy_batched = torch._C._functorch.is_legacy_batchedtensor
 in_jit_trace = torch.jit.is_tracing  # type: ignore[attr-defined]
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def is_plain(*xs: Tensor) -> bool:
-    """Whether ``xs`` hold their own numbers: no compiler, transform, mode or subclass around them.
+    """Whether ``xs`` are ordinary tensors outside any compiler, transform or dispatch mode.
 
-    Only then may a module store a table it built for one: a traced, batched or fake table would
-    outlive the trace it belongs to.
+    Only then may a module store a table that it built: a traced, batched or fake table would
+    outlive its trace.
     """
     if torch.compiler.is_compiling() or _modes() != 0 or _transforms() or in_jit_trace():
         return False
@@ -40,7 +40,7 @@ def is_plain(*xs: Tensor) -> bool:
 
 
 def has_real_storage(*xs: Tensor) -> bool:
-    """Whether ``data_ptr()`` of ``xs`` is meaningful; dispatch modes are allowed."""
+    """Whether ``data_ptr()`` of ``xs`` is an address; dispatch modes may be active."""
     if is_plain(*xs):
         return True
     eager = not torch.compiler.is_compiling() and not in_transform(*xs)
@@ -48,54 +48,45 @@ def has_real_storage(*xs: Tensor) -> bool:
 
 
 def may_keep(x: Tensor) -> bool:
-    """Whether a table that is built for ``x`` now may be stored; a DTensor's table is plain."""
+    """Whether a table built for ``x`` may be stored; the table of a DTensor is a plain tensor."""
     return is_plain() if is_sharded(x) else is_plain(x)
 
 
 def is_read_by(x: Tensor) -> bool:
-    """Whether an operation on ``x`` may read a plain tensor beside it.
-
-    A FakeTensor refuses it outside a compiler, and other subclasses may too.
-    """
+    """Whether an operation may mix ``x`` with plain tensors: a FakeTensor refuses them."""
     return type(x) in PLAIN_TYPES or torch.compiler.is_compiling() or is_sharded(x)
 
 
 def fix_sizes(x: Tensor) -> Tensor:
-    """Keep torch.compile from making the sizes of ``x`` dynamic.
-
-    This is torch._dynamo.mark_static, without the import of the compiler.
-    """
+    """Do as torch._dynamo.mark_static, which would import the compiler."""
     x._dynamo_static_indices = set(range(x.dim()))  # type: ignore[attr-defined]
     return x
 
 
 def constant_under_compile(function: Function) -> Function:
-    """Let torch.compile call ``function`` while it traces, and take the result as a constant.
-
-    This is torch.compiler.assume_constant_result, without the import of the compiler.
-    """
+    """Do as torch.compiler.assume_constant_result, which would import the compiler."""
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
 
 
 def without_modes() -> AbstractContextManager[Any]:
-    """A context in which tensors are real, whatever dispatch modes are active around it."""
+    """A context without the dispatch modes that are active around it."""
     return _disable_current_modes()
 
 
 def in_capture(x: Tensor) -> bool:
-    """Whether a CUDA graph is being captured: results exist once the graph is replayed."""
+    """Whether a CUDA graph is being captured: results exist only after a replay."""
     return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
-# CUDA graphs hold raw pointers, and never tell when they are destroyed.
+# CUDA graphs hold raw pointers, and their destruction is not reported.
 _captured: dict[int, Any] = {}
 
 
 def keep_alive_for_cuda_graph(owner: Any, tensors: tuple[Tensor, ...]) -> None:
-    """Keep ``tensors`` and ``owner`` for good if a CUDA graph that reads them is being captured.
+    """During the capture of a CUDA graph, keep ``tensors`` and their ``owner`` alive for good.
 
-    Captures that find the same owner read the same tensors, so they do not add up.
+    Captures with the same tensors share one entry.
     """
     if not torch.compiler.is_compiling() and in_capture(tensors[0]):
         _captured[tensors[0].data_ptr()] = owner, tensors
@@ -124,22 +115,19 @@ def _compiles_transform() -> bool:
 
 
 def is_exporting() -> bool:
-    """Whether torch.export is active; ``torch.compile`` is not.
-
-    Within a compiled program, torch.compiler.is_exporting() is true up to torch 2.11.
-    """
+    """Whether torch.export is active; up to torch 2.11, the public flag is true in compile too."""
     return torch.compiler._is_exporting_flag
 
 
 def is_readable(x: Tensor) -> bool:
-    """Whether the values of ``x`` can be read now without waiting on a device."""
+    """Whether the values of ``x`` can be read now without a device synchronisation."""
     if not x.is_cpu or is_plain(x):
         return x.is_cpu
     traced = torch.compiler.is_compiling() or _modes() != 0 or in_jit_trace()
     if traced or type(x) not in PLAIN_TYPES or _is_legacy_batched(x):
         return False
     try:
-        # torch.func.vmap refuses: there is one value for each sample. Other transforms have one.
+        # Under vmap, item() raises: there is one value for each sample.
         x.sum().item()
     except RuntimeError:
         return False
@@ -147,7 +135,7 @@ def is_readable(x: Tensor) -> bool:
 
 
 def device_assert(ok: Tensor, text: str) -> None:
-    """Stop with ``text`` unless ``ok``, on its device, without waiting for the answer."""
+    """Raise an error with ``text`` on the device of ``ok`` if it is false, asynchronously."""
     torch._assert_async(ok, text)
 
 
@@ -157,13 +145,13 @@ def view_base(x: Tensor) -> Tensor | None:
 
 
 def has_native_bf16() -> bool:
-    """Whether this CPU multiplies bfloat16 matrices in hardware."""
+    """Whether this CPU has instructions for bfloat16 matrix products."""
     available = torch.backends.mkldnn.is_available()
     return available and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def dynamo() -> tuple[Any, Any]:
-    """The settings and the exceptions of torch.compile, which are imported here."""
+    """The modules `config` and `exc` of torch.compile, imported at the call."""
     from torch._dynamo import config, exc
 
     return config, exc

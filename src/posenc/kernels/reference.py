@@ -1,6 +1,8 @@
-"""The plain torch formulation of each kernel: what the others are held against."""
+"""Every kernel in plain torch operations, which the other implementations are tested against."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -16,20 +18,11 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, rows: Rows, spec: Spec) -> Tenso
 
     .. math:: (a, b) \mapsto (a \cos\phi - b \sin\phi,\; a \sin\phi + b \cos\phi)
 
-    Multiplies one precision up, in float64 for float32 and in float32 for the halves, and rounds
-    once to the dtype of ``x``: the result is within a hair of half an ulp of the exact one.
-
-    Args:
-        x: ``[B, H, T, D]``.
-        cos: ``[R, P]``, or ``[B, R, P]``.
-        sin: As ``cos``.
-        rows: Which table row each token takes.
-        spec: Which channels form pairs, and the direction of the rotation.
-
-    Returns:
-        A new tensor like ``x``; the other channels are copied.
+    ``x`` is ``[B, H, T, D]``; ``cos`` and ``sin`` are ``[R, P]`` or ``[B, R, P]``. Other channels
+    are copied. The products are computed in float64 for float32, and in float32 for half
+    precision, and rounded once: the error is barely more than half an ulp.
     """
-    wide = one_up(x)
+    wide = wider_dtype(x)
     c, s = (take(table, rows, x.shape[2]).to(wide) for table in (cos, sin))
     if spec.transposed:
         s = -s
@@ -44,8 +37,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, rows: Rows, spec: Spec) -> Tenso
 def table_gradients(
     x: Tensor, g: Tensor, cos: Tensor, sin: Tensor, rows: Rows, spec: Spec
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of :func:`rotate` to its tables, given ``g``, the gradient to its output."""
-    wide, span = one_up(x), slice(spec.first_channel, spec.first_channel + 2 * cos.shape[-1])
+    """Gradients of :func:`rotate` with respect to its tables; ``g`` is the incoming gradient."""
+    wide, span = wider_dtype(x), slice(spec.first_channel, spec.first_channel + 2 * cos.shape[-1])
     a, b = pairs(x[..., span].to(wide), spec.interleaved)
     ga, gb = pairs(g[..., span].to(wide), spec.interleaved_out)
     sign = -1 if spec.transposed else 1
@@ -56,22 +49,16 @@ def table_gradients(
 def norm_rotate(
     x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, rows: Rows, spec: Spec, norm: Norm
 ) -> Tensor:
-    """RMSNorm of each head of ``x``, or of all together, then :func:`rotate`."""
+    """RMSNorm over each head of ``x``, or over all heads together, then :func:`rotate`."""
     unit, _, factor = _unit_scale_factor(x, weight, norm)
     return rotate(unit * factor, cos, sin, rows, spec).to(x.dtype)
 
 
 def norm_rotate_backward(
-    g: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    rows: Rows,
-    spec: Spec,
-    norm: Norm,
+    g: Tensor, x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, *how: Any
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of :func:`norm_rotate` to ``x`` and ``weight``, given that to its output."""
+    """Gradients of :func:`norm_rotate` with respect to ``x`` and ``weight``."""
+    rows, spec, norm = how
     unit, scale, factor = _unit_scale_factor(x, weight, norm)
     rotated = rotate(g.to(unit.dtype), cos, sin, rows, spec.transpose())
     pull = (rotated * factor * unit).mean(dim=(1, 3) if norm.all_heads else 3, keepdim=True)
@@ -81,7 +68,7 @@ def norm_rotate_backward(
 
 
 def _unit_scale_factor(x: Tensor, weight: Tensor, norm: Norm) -> tuple[Tensor, Tensor, Tensor]:
-    wide = x.to(one_up(x))
+    wide = x.to(wider_dtype(x))
     mean = wide.square().mean(dim=(1, 3) if norm.all_heads else 3, keepdim=True)
     scale = torch.rsqrt(mean + norm.eps)
     factor = weight.to(wide.dtype) + norm.shift
@@ -91,21 +78,21 @@ def _unit_scale_factor(x: Tensor, weight: Tensor, norm: Norm) -> tuple[Tensor, T
 
 
 def take(table: Tensor, rows: Rows, length: int) -> Tensor:
-    """Rows of ``table`` for each token: ``[B or 1, 1, T, P]``."""
-    held = table.shape[-2]
+    """The rows of ``table`` for all tokens: ``[B or 1, 1, T, P]``, or ``[T, P]``."""
+    held, start = table.shape[-2], rows.start
     if rows.positions is None:
-        if rows.start < 0 or rows.start + length > held:
-            raise RowOutOfRange(rows.start if rows.start < 0 else rows.start + length - 1, held)
-        picked = table[..., rows.start : rows.start + length, :]
+        if start < 0 or start + length > held:
+            raise RowOutOfRange(start if start < 0 else start + length - 1, held)
+        picked = table[..., start : start + length, :]
         return picked if picked.dim() == 2 else picked.unsqueeze(1)
     index = rows.as_index(length, table.device)
-    seen = local(index)
-    outside = (seen < 0) | (seen >= held)
-    if is_readable(seen):
+    values = local(index)
+    outside = (values < 0) | (values >= held)
+    if is_readable(values):
         if outside.any():
-            raise RowOutOfRange(int(seen[outside][0]), held)
+            raise RowOutOfRange(int(values[outside][0]), held)
     elif in_transform(index):
-        # Values cannot be looked at here; indexing itself refuses what is past the end.
+        # Values cannot be read here, but indexing refuses rows past the end.
         index = torch.where(index < 0, held, index)
     else:
         device_assert(~outside.any(), f"positions must be in [0, {held}).")
@@ -116,7 +103,7 @@ def take(table: Tensor, rows: Rows, length: int) -> Tensor:
 
 
 def _scatter(gradient: Tensor, table: Tensor, rows: Rows) -> Tensor:
-    """Add ``[B, T, P]`` onto the rows that :func:`take` took from ``table``."""
+    """Add ``[B, T, P]`` to the rows that :func:`take` selects, in zeros like ``table``."""
     shared = table.dim() == 2
     if shared and (rows.positions is None or rows.positions.shape[0] == 1):
         gradient = gradient.sum(0, keepdim=True)
@@ -134,7 +121,7 @@ def _scatter(gradient: Tensor, table: Tensor, rows: Rows) -> Tensor:
 
 
 def pairs(x: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
-    """First and second channel of each pair."""
+    """The first channels of all pairs, and the second channels."""
     if interleaved:
         return x[..., 0::2], x[..., 1::2]
     half = x.shape[-1] // 2
@@ -143,25 +130,22 @@ def pairs(x: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
 
 def join(a: Tensor, b: Tensor, interleaved: bool) -> Tensor:
     """Undo :func:`pairs`."""
-    return torch.stack((a, b), dim=-1 if interleaved else -2).reshape(
-        *a.shape[:-1], 2 * a.shape[-1]
-    )
+    return torch.stack((a, b), dim=-1 if interleaved else -2).flatten(-2)
 
 
-def one_up(x: Tensor) -> torch.dtype:
-    """The dtype to compute in for ``x``: the next wider one, as far as its device goes."""
+def wider_dtype(x: Tensor) -> torch.dtype:
+    """The dtype to compute in for ``x``: the next wider one that its device has."""
     if x.dtype in (torch.float16, torch.bfloat16) or x.device.type == "mps":
         return torch.float32
     return torch.float64
 
 
 def add(x: Tensor, table: Tensor) -> Tensor:
-    """``x + table`` in the dtype of ``x``, within one ulp at the magnitude of the larger term.
+    """``x + table`` in the dtype of ``x``, computed in float32 or wider and rounded once.
 
-    A half-precision ``x`` is added in float32 and rounded once. Rounding the table to half
-    precision first would leave its rounding in the sum wherever the two cancel.
+    A table rounded to half precision before the sum would leave its error where the terms cancel.
     """
     wide = torch.promote_types(x.dtype, torch.float32)
-    # Even a cast to what a tensor is already costs as much as the sum of a token.
+    # Even a cast to the same dtype takes as long as the sum of one token.
     table = replicate_like(x, table if table.dtype is wide else table.to(wide))
     return x + table if x.dtype is wide else (x.to(wide) + table).to(x.dtype)
