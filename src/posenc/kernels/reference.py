@@ -130,7 +130,9 @@ def pairs(x: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
 
 def join(a: Tensor, b: Tensor, interleaved: bool) -> Tensor:
     """Undo :func:`pairs`."""
-    return torch.stack((a, b), dim=-1 if interleaved else -2).flatten(-2)
+    stacked = torch.stack((a, b), dim=-1 if interleaved else -2)
+    # Not flatten(-2), which autograd.grad(is_grads_batched=True) cannot batch.
+    return stacked.reshape(*a.shape[:-1], 2 * a.shape[-1])
 
 
 def wider_dtype(x: Tensor) -> torch.dtype:
