@@ -69,7 +69,7 @@ def test_links_lead_somewhere(page):
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_names_exist(page):
+def test_every_name_in_the_manual_exists(page):
     """References become links to the API, and ``:::`` becomes its pages."""
     for pair in REFERENCE.findall((DOCS / page).read_text()):
         pkgutil.resolve_name("".join(pair))

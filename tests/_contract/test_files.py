@@ -63,13 +63,13 @@ def test_deep_json_is_a_clear_error(tmp_path, text):
         RoPE.from_config(tmp_path)
 
 
-def test_what_is_deep_but_allowed_is_read(tmp_path):
+def test_json_just_below_the_depth_limit_is_read(tmp_path):
     (tmp_path / "x").write_text('{"a":' + "[" * 63 + "]" * 63 + "}")
     assert list(files.read_json("who", tmp_path / "x")) == ["a"]
 
 
 @pytest.mark.parametrize("text", ["{", "", "[1]", '"x"', "\xff"])
-def test_what_is_no_json_object_is_named_with_its_file(tmp_path, text):
+def test_json_that_is_no_object_is_an_error_with_the_files_name(tmp_path, text):
     (tmp_path / "x.json").write_bytes(text.encode("latin-1"))
     with pytest.raises(ValueError, match=r"who: .*x\.json must hold a JSON object, got .*JSON"):
         files.read_json("who", tmp_path / "x.json")

@@ -30,7 +30,7 @@ def test_a_batched_tensor_is_not_plain():
     assert seen == [False]
 
 
-def test_under_a_transform_what_is_not_batched_can_be_read():
+def test_an_unbatched_tensor_can_be_read_under_a_transform():
     one, seen = torch.ones(()), []
 
     def probe(x):

@@ -2,10 +2,10 @@ import pytest
 import torch
 
 import oracles
-from assertions import compilations
 from posenc import ALiBi
 from posenc.attention import alibi_attention
 from posenc.functional import alibi_bias, alibi_slopes
+from support.assertions import compilations
 from support.attention import HEADS, STEEP, WIDTH, qkv
 
 CASES = {
@@ -108,7 +108,7 @@ def test_slopes_may_differ_by_sequence():
         assert (out[b : b + 1] - alone).abs().max() <= 1e-14
 
 
-def test_it_compiles_whole_and_once_for_all_offsets():
+def test_attention_compiles_whole_and_once_for_all_offsets():
     alibi = ALiBi(HEADS, **STEEP)
     q, k, v = qkv(2, 100, dtype=torch.float32)
     calls = [(q, k, v, torch.tensor(n)) for n in (0, 40, 98)]
@@ -117,7 +117,7 @@ def test_it_compiles_whole_and_once_for_all_offsets():
 
 
 @pytest.mark.parametrize("size", [(0, 0), (0, 5)], ids=str)
-def test_nothing_in_nothing_out(size):
+def test_empty_inputs_give_empty_outputs(size):
     xs = qkv(*size, grad=True)
     out = alibi_attention(*xs, alibi_slopes(HEADS))
     assert out.shape == (2, HEADS, 0, 8)

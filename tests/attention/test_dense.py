@@ -40,7 +40,7 @@ def exact(q, k, v, slopes=SLOPES, *, causal=True, document_ids=None, query_offse
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_forward_mode_and_torch_func(case):
+def test_forward_mode_and_torch_func_agree_with_autograd(case):
     xs, ts = qkv(), qkv()
     near = {"rtol": 1e-10, "atol": 1e-12}
     wanted = torch.func.jvp(lambda *x: exact(*x, **case), tuple(xs), tuple(ts))

@@ -92,6 +92,6 @@ def test_chunks_take_over_with_one_warning(monkeypatch):
 
 
 @pytest.mark.parametrize("why", ["cpu", "float64", "narrow"])
-def test_what_has_no_kernel_is_known_beforehand(why):
+def test_inputs_without_a_kernel_are_known_before_a_launch(why):
     q = torch.empty(1, 2, 3, 8 if why == "narrow" else 64, device="meta")
     assert not flex.can_run(q.double() if why == "float64" else q, q)

@@ -135,7 +135,7 @@ def test_an_offset_is_whole_and_has_a_key(offset, error, text):
             mod(1, 4, query_offset=offset)
 
 
-def test_what_is_said_of_each_sequence_is_said_of_all():
+def test_arguments_of_different_batches_are_refused():
     three = torch.zeros(3, dtype=torch.int64)
     with pytest.raises(ValueError, match="alibi_mask_mod: query_offset must be for 1 or 3 seq"):
         alibi_mask_mod(1, 3, query_offset=three[:2], document_ids=three.expand(3, 3))

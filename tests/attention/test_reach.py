@@ -8,7 +8,7 @@ from posenc.functional import alibi_slopes
 
 
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "symmetric"])
-def test_what_lies_past_the_reach_weighs_next_to_nothing(causal):
+def test_keys_past_the_reach_weigh_less_than_the_rounding(causal):
     """Counted one by one, with the own key's score at -S and every other at S."""
     slopes, keys, bound = alibi_slopes(12), 5000, 4.0
     reach = alibi_reach(slopes, keys, score_bound=bound, dtype=torch.bfloat16, causal=causal)
@@ -56,7 +56,7 @@ def test_sequences_may_have_slopes_and_bounds_of_their_own():
     ],
     ids=["slopes", "k_len", "score_bound", "dtype"],
 )
-def test_arguments_are_checked(given, error, text):
+def test_bad_arguments_are_refused(given, error, text):
     usual = {"slopes": alibi_slopes(2), "k_len": 8, "score_bound": 1.0, "dtype": torch.float32}
     with pytest.raises(error, match=f"alibi_reach: {text}"):
         alibi_reach(**{**usual, **given})

@@ -34,7 +34,7 @@ def test_a_run_prints_a_plain_table_and_writes_json_and_a_picture(run, tmp_path)
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-def test_what_was_measured_is_kept_where_it_cannot_be_shown(run, tmp_path, monkeypatch):
+def test_measurements_are_saved_when_printing_them_fails(run, tmp_path, monkeypatch):
     from posenc.cli import bench
 
     monkeypatch.setattr(bench, "_show", lambda *shown: 1 / 0)

@@ -85,7 +85,11 @@ def test_the_length_decides_where_a_rule_asks_for_it(run):
     ("config", "arguments", "text"),
     [
         ("{", (), "is not JSON"),
-        ({"head_dim": 64, "rope_scaling": {"typ": "yarn"}}, (), "rope_scaling.typ must be a known key"),
+        (
+            {"head_dim": 64, "rope_scaling": {"typ": "yarn"}},
+            (),
+            "rope_scaling.typ must be a known key",
+        ),
         (LAYERS, ("--layer-type", "none"), "layer_type must be one of"),
         (YARN, ("--seq-len", "0"), "seq-len"),
     ],
@@ -204,7 +208,7 @@ QWEN_VL = {"head_dim": 128, "rope_scaling": {"type": "mrope", "mrope_section": [
         pytest.param(BLOOM, ["maximal length any"], id="a-bias-has-no-end"),
     ],
 )
-def test_what_a_model_has_is_said(run, config, words, monkeypatch):
+def test_lengths_and_the_softmax_scale_are_printed(run, config, words, monkeypatch):
     # So wide that no cell is folded.
     monkeypatch.setenv("COLUMNS", "200")
     result = run(config)
@@ -271,7 +275,7 @@ def test_the_python_that_is_printed_builds_tables(run):
     assert made["decoder"].pos_emb.weight.shape == (448, 384)
 
 
-def test_python_for_what_posenc_has_not_is_refused(run):
+def test_python_for_an_encoding_posenc_does_not_have_is_refused(run):
     result = run(T5, "--python")
     assert result.exit_code == 2
     assert "posenc has no module for T5's relative bias" in result.stderr
@@ -297,7 +301,7 @@ def test_long_factors_are_shortened_to_the_width(run, monkeypatch, columns):
 HOSTILE = "\x1b]0;gone\x07[link=https://example.com]x[/link]\u202e"
 
 
-def test_what_a_file_says_reaches_no_terminal_raw(run, monkeypatch):
+def test_control_characters_of_a_file_do_not_reach_the_terminal(run, monkeypatch):
     """Neither a control code nor a markup, in a cell, in a title, or in Python."""
     rope = {"rope_type": "default", "rope_theta": 1e4}
     config = {"head_dim": 64, "rope_parameters": {HOSTILE: rope, "b": {**rope, "rope_theta": 2e4}}}

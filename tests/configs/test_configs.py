@@ -281,7 +281,7 @@ def test_a_layout_that_nobody_said_is_nobodys():
     assert configs.read({**SIZES, "model_type": "glm"}).sources["interleaved"] == "model_type"
 
 
-def test_what_is_no_config_is_refused(tmp_path):
+def test_an_object_that_is_no_config_is_refused(tmp_path):
     with pytest.raises(ValueError, match="cannot read"):
         RoPE.from_config(tmp_path / "none.json")
     (tmp_path / "config.json").write_text("{")

@@ -51,7 +51,7 @@ with warnings.catch_warnings():
 
 
 @pytest.mark.parametrize("config", DEFAULTS)
-def test_what_a_config_leaves_out_is_what_its_class_fills_in(config):
+def test_defaults_are_those_of_the_config_class(config):
     wanted = rotations(config)
     sizes = ("model_type", "hidden_size", "num_attention_heads")
     got = rotations({key: config[key] for key in sizes if key in config})
@@ -187,7 +187,7 @@ def test_the_text_model_is_found_wherever_it_is_described(config, base):
         ({"model_type": "pixtral", "rope_theta": 1e4}, "see posenc.axes.Axial"),
     ],
 )
-def test_what_no_rope_does_is_refused(config, text):
+def test_configs_that_no_rope_can_follow_are_refused(config, text):
     with pytest.raises(ValueError, match=text):
         configs.read({**SIZES, **config})
 
@@ -200,7 +200,7 @@ def test_a_type_that_is_said_to_rotate_is_believed():
         configs.read({**config, "position_embedding_type": "absolute"})
 
 
-def test_what_only_looks_like_another_kind_is_read():
+def test_rotary_configs_with_keys_of_other_kinds_are_read():
     assert configs.read({**SIZES, "model_type": "falcon", "alibi": False}).base == 1e4
     for kind in ("rope", "rotary", None):
         assert configs.read({**SIZES, "position_embedding_type": kind}).base == 1e4

@@ -175,7 +175,7 @@ def test_bad_places_are_named():
         alibi_key_bias(slopes, 5, position_ids=torch.zeros(5))
 
 
-def test_what_is_of_different_batches_is_named():
+def test_arguments_of_different_batches_are_refused():
     slopes, ids = torch.ones(2, 2), torch.zeros(3, 5, dtype=torch.int64)
     for call in (
         lambda: alibi_bias(slopes, 2, 5, document_ids=ids),

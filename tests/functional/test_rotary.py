@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from torch.autograd import gradcheck, gradgradcheck
 
 import oracles
-from assertions import assert_rotated, compilations
 from posenc.functional import rotary_pos_embedding
+from support.assertions import assert_rotated, compilations
 
 LAYOUTS = pytest.mark.parametrize("interleaved", [True, False], ids=["interleaved", "half"])
 DTYPES = pytest.mark.parametrize(
@@ -122,7 +122,7 @@ def test_strides_do_not_matter():
 
 
 @LAYOUTS
-def test_gradients(interleaved):
+def test_first_and_second_gradients_are_numerical_ones(interleaved):
     x = torch.randn(2, 3, 4, dtype=torch.float64, requires_grad=True)
     ids = torch.tensor([[0, 3, 9], [1, 1, 2]])
 

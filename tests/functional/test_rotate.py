@@ -40,7 +40,7 @@ def test_of_a_long_table_only_the_rows_that_are_needed_are_converted(form, batch
             rotate_qk(q, k, cos, sin, **at)
 
 
-def test_it_is_what_rope_does():
+def test_rotate_qk_equals_the_module():
     rope = posenc.RoPE(8, 16, interleaved=False)
     q, k = torch.randn(2, 4, 5, 8), torch.randn(2, 2, 5, 8)
     got = rotate_qk(q, k, rope.cos_cached, rope.sin_cached, offset=3, interleaved=False)

@@ -116,7 +116,7 @@ def test_one_tensor_is_not_rotated_twice_in_place():
         pytest.param(lambda x: (x[..., :4], x[..., 4:]), False, id="channels"),
     ],
 )
-def test_what_shares_memory_is_not_written_in_place(parts, meets):
+def test_only_tensors_that_share_no_element_are_written_in_place(parts, meets):
     whole = torch.randn(2, 5, 6, 8)
     before = whole.clone()
     q, k = (part.transpose(1, 2) for part in parts(whole))
@@ -132,7 +132,7 @@ def test_what_shares_memory_is_not_written_in_place(parts, meets):
 
 
 @pytest.mark.parametrize("mode", [nullcontext, lambda: FlopCounterMode(display=False)])
-def test_what_is_written_over_was_read_before(mode):
+def test_positions_and_tables_in_the_written_memory_are_read_first(mode):
     """Positions and tables in the memory that is rotated."""
     x = torch.randn(2, 1, 2, 8, dtype=torch.float64)
     ids, (cos, sin) = x.view(torch.int64)[0, 0, :, ::4], tables(9, 4)

@@ -149,7 +149,7 @@ class TestGrid:
         got = sinusoidal_grid_embedding(at, 16, dtype=torch.float64, concatenated=True)
         torch.testing.assert_close(got, wanted, rtol=0, atol=1e-14)
 
-    def test_what_does_not_fit_is_refused(self):
+    def test_a_width_that_coordinates_cannot_share_is_refused(self):
         with pytest.raises(ValueError, match="multiple of twice the coordinates"):
             sinusoidal_grid_embedding(positions.grid(2, 2), 6)
         with pytest.raises(ValueError, match="multiple of twice the coordinates"):
@@ -162,7 +162,7 @@ class TestTimesteps:
     @pytest.mark.parametrize("shift", [0.0, 1.0])
     @pytest.mark.parametrize("flip", [False, True])
     @pytest.mark.parametrize("dim", [8, 9])
-    def test_it_is_the_formula(self, dim, flip, shift):
+    def test_timesteps_follow_the_formula(self, dim, flip, shift):
         steps, half = [0.0, 1.0, 999.0, 0.25], dim // 2
         got = timestep_embedding(
             torch.tensor(steps),

@@ -42,7 +42,7 @@ def exact(q, k, v, slopes, causal, offset, documents):
 @pytest.mark.parametrize("grad", [True, False], ids=["grad", "no-grad"])
 @pytest.mark.parametrize("prune", [True, False], ids=["pruned", "all-keys"])
 @pytest.mark.parametrize("name", CASES)
-def test_flex_is_the_attention(name, prune, grad):
+def test_flex_agrees_with_the_whole_matrix(name, prune, grad):
     """bf16 results carry 2^-9 of each weight and of the sum: 2^-6 of the largest value covers."""
     case = {"offset": None, "documents": False, "causal": True, "groups": 1, "heads": 8}
     case |= CASES[name]

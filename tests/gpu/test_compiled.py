@@ -45,23 +45,23 @@ def assert_equal_calls(function, op, times, inputs, grad):
 
 
 @pytest.mark.parametrize("grad", [False, True], ids=["no-grad", "grad"])
-def test_a_rotation(grad):
+def test_a_compiled_rotation_is_the_eager_one(grad):
     rope = posenc.RoPE(64, 1024, interleaved=False).to(CUDA)
     assert_equal_calls(rope, ops.rotate_qk, 1, queries_and_keys, grad)
 
 
 @pytest.mark.parametrize("grad", [False, True], ids=["no-grad", "grad"])
-def test_a_norm_and_a_rotation(grad):
+def test_a_compiled_norm_and_rotation_are_the_eager_ones(grad):
     cos, sin = tables(1024, 32, CUDA)
 
-    def turn(q, k, weight):
+    def rotate(q, k, weight):
         return qk_norm_rope(q, k, weight, weight, cos, sin, interleaved=False)
 
     def inputs(length, grad):
         weight = torch.rand(64, device=CUDA, dtype=torch.bfloat16, requires_grad=grad)
         return *queries_and_keys(length, grad), weight
 
-    assert_equal_calls(turn, torch.ops.posenc.norm_rotate.default, 2, inputs, grad)
+    assert_equal_calls(rotate, torch.ops.posenc.norm_rotate.default, 2, inputs, grad)
 
 
 @pytest.mark.parametrize("grad", [False, True], ids=["no-grad", "grad"])

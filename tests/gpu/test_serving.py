@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import posenc
-from assertions import compilations
 from posenc import axes, scaling
+from support.assertions import compilations
 
 LENGTHS = (17, 64, 65, 100, 256, 300, 511, 777)
 CUDA = "cuda"
@@ -129,7 +129,7 @@ def test_a_replayed_graph_rotates_by_the_positions_it_finds(name, dtype):
 
 @torch.no_grad()
 @pytest.mark.parametrize("name", ["by-length", "two-sets"])
-def test_a_sequence_turns_as_it_would_alone_whoever_is_beside_it(name):
+def test_a_sequence_rotates_as_it_would_alone_whoever_is_beside_it(name):
     rope, starts = ROPES[name]().to(CUDA), torch.tensor([3, 1200], device=CUDA)
     q, k = heads(5, torch.bfloat16)
     got = rope(q, k, starts)

@@ -63,7 +63,7 @@ def test_a_converted_model_has_the_same_logits_and_comes_back_bit_for_bit(
 
 @pytest.mark.parametrize("interleave", [True, False], ids=["from-interleaved", "from-half"])
 @pytest.mark.parametrize("rank", [24, None], ids=["q-latent", "q-plain"])
-def test_deepseek_says_in_its_config_what_it_is_and_runs_as_it_is(interleave, rank, tmp_path):
+def test_deepseek_states_its_layout_in_the_config(interleave, rank, tmp_path):
     """The family has a key for the layout, so nothing needs to be patched."""
     sizes = {**models.LATENT, "q_lora_rank": rank, "rope_interleave": interleave}
     model = models.build("DeepseekV3", sizes)
@@ -190,7 +190,7 @@ def test_blocks_that_rows_cannot_leave_are_refused(part, tensor, tmp_path):
     assert os.listdir(tmp_path) == ["a"]
 
 
-def test_a_file_says_what_it_is_and_is_not_converted_twice(saved, tmp_path):
+def test_a_converted_file_is_marked_and_not_converted_twice(saved, tmp_path):
     new = tmp_path / "new.safetensors"
     convert(saved, new, to="interleaved", **SIZES)
     with safe_open(new, "pt") as file:
@@ -218,7 +218,9 @@ def test_a_file_says_what_it_is_and_is_not_converted_twice(saved, tmp_path):
         pytest.param({}, {**SIZES, "check": -1}, "check must be", id="check"),
     ],
 )
-def test_what_cannot_be_is_refused_and_leaves_nothing(config, arguments, words, saved, tmp_path):
+def test_impossible_arguments_are_refused_and_leave_nothing(
+    config, arguments, words, saved, tmp_path
+):
     arguments = {"to": "interleaved", **arguments}
     with pytest.raises(ValueError, match=words):
         convert(saved, tmp_path / "new", config=config, **arguments)

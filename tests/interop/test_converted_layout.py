@@ -10,7 +10,7 @@ from posenc.interop.checkpoints import convert
 from support import hf_models as models
 
 
-def test_what_reads_a_converted_folder_knows_its_layout(tmp_path):
+def test_every_reader_of_a_converted_folder_knows_its_layout(tmp_path):
     old, new = tmp_path / "old", tmp_path / "new"
     models.build("Llama", models.GQA).save_pretrained(old)
     convert(old, new, to="interleaved")

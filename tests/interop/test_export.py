@@ -8,7 +8,7 @@ import torch
 from torch.export import Dim
 
 import posenc
-from interop.models import Model, Rotations, dynamic_rotations, rotations_at
+from support.models import Model, Rotations, dynamic_rotations, rotations_at
 
 
 def test_every_rotation_exports_with_any_batch_and_length():

@@ -137,12 +137,12 @@ def rotation_in_other_layout(monkeypatch, family, model, native):
             twice = angles.is_complex() or family in NOT_DOUBLED
             width = angles.shape[-1] * (2 if twice else 1)
 
-            def turn(x):
+            def rotate(x):
                 y = original(x, x if both else k, *tables, **more)
                 return y[0] if both else y
 
             if not calls:
-                calls.append(pairing(turn, q, width))
+                calls.append(pairing(rotate, q, width))
             mine = [relay(x, width, native) for x in ((q, k) if both else (q,))]
             out = original(*mine, *tables, **more) if both else original(*mine, k, *tables, **more)
             if isinstance(out, tuple):

@@ -45,7 +45,7 @@ def test_everything_but_weights_goes_along(small, tmp_path):
     assert not (tmp_path / "new" / "vocab.txt").is_symlink()
 
 
-def test_of_a_link_what_it_leads_to_is_written(small, tmp_path):
+def test_a_link_is_written_as_the_file_it_leads_to(small, tmp_path):
     (tmp_path / "real").mkdir()
     link = tmp_path / "link"
     link.symlink_to(tmp_path / "real")
@@ -105,7 +105,7 @@ def test_a_config_object_and_a_width_left_out_are_read(small, tmp_path):
     assert not torch.equal(made[0][name], state[name])
 
 
-def test_what_is_fused_in_an_unknown_family_has_to_be_said():
+def test_a_fused_weight_of_an_unknown_family_needs_its_layout_named():
     """Rows of values would move, and the self-test shares the assumption."""
     state = {"model.layers.0.self_attn.query_key_value.weight": torch.randn(96, 32)}
     config = {"model_type": "unheard_of", "hidden_size": 32, "num_attention_heads": 4}
@@ -119,7 +119,7 @@ def test_a_rotary_kind_by_any_name_is_converted(small, tmp_path):
     assert convert(small, tmp_path / "new", to="half", config=config).moved
 
 
-def test_names_of_a_release_beside_a_config_of_transformers_need_a_word(small, tmp_path):
+def test_original_names_beside_a_transformers_config_need_the_layout_named(small, tmp_path):
     """Mistral's files lie beside a config whose family rotates in halves, and theirs do not."""
     released = {f"layers.0.attention.{name}.weight": torch.randn(32, 32) for name in ("wq", "wk")}
     save_file(released, small / "consolidated.safetensors")

@@ -9,8 +9,8 @@ import copy
 import pytest
 import torch
 
-from interop.models import Everything
-from processes import assert_passed, run
+from support.models import Everything
+from support.processes import assert_passed, run
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
@@ -34,7 +34,7 @@ def assert_same_numbers(got, plain, dtype):
 
 @DTYPES
 @pytest.mark.parametrize("device_map", [None, "cpu"], ids=["whole", "device-map"])
-def test_a_model_of_transformers(tmp_path, plain, dtype, device_map):
+def test_from_pretrained_leaves_every_encoding_exact(tmp_path, plain, dtype, device_map):
     transformers = pytest.importorskip("transformers")
 
     class Config(transformers.PretrainedConfig):
@@ -63,7 +63,7 @@ def test_a_model_of_transformers(tmp_path, plain, dtype, device_map):
 
 @DTYPES
 @pytest.mark.parametrize("low_memory", [True, False])
-def test_a_model_of_diffusers(tmp_path, plain, dtype, low_memory):
+def test_diffusers_from_pretrained_leaves_every_encoding_exact(tmp_path, plain, dtype, low_memory):
     pytest.importorskip("diffusers")
     from diffusers import ConfigMixin, ModelMixin
     from diffusers.configuration_utils import register_to_config
@@ -85,7 +85,7 @@ def test_a_model_of_diffusers(tmp_path, plain, dtype, low_memory):
 
 
 @DTYPES
-def test_a_module_of_lightning(tmp_path, plain, dtype):
+def test_a_lightning_checkpoint_leaves_every_encoding_exact(tmp_path, plain, dtype):
     lightning = pytest.importorskip("lightning")
 
     class Module(lightning.LightningModule):
@@ -123,7 +123,7 @@ def test_a_module_of_lightning(tmp_path, plain, dtype):
 
 @DTYPES
 @pytest.mark.parametrize("assign", [True, False], ids=["assigned", "to_empty"])
-def test_a_plain_module_born_on_meta(tmp_path, plain, dtype, assign):
+def test_a_module_built_on_meta_and_loaded_is_exact(tmp_path, plain, dtype, assign):
     torch.save(plain.state_dict(), tmp_path / "weights.pt")
     with torch.device("meta"):
         loaded = Everything()
@@ -138,7 +138,9 @@ def test_a_plain_module_born_on_meta(tmp_path, plain, dtype, assign):
 
 @DTYPES
 @pytest.mark.parametrize("include_buffers", [True, False])
-def test_accelerate_loads_and_offloads(tmp_path, plain, dtype, include_buffers):
+def test_accelerate_loading_and_offloading_leaves_every_encoding_exact(
+    tmp_path, plain, dtype, include_buffers
+):
     accelerate = pytest.importorskip("accelerate")
     torch.save(plain.to(dtype).state_dict(), tmp_path / "weights.bin")
     with accelerate.init_empty_weights(include_buffers=include_buffers):
@@ -155,6 +157,6 @@ def test_accelerate_loads_and_offloads(tmp_path, plain, dtype, include_buffers):
     assert torch.equal(offloaded(x), wanted)
 
 
-def test_on_several_ranks(tmp_path):
+def test_ddp_and_fsdp2_leave_every_encoding_exact(tmp_path):
     """DistributedDataParallel sends buffers at every step, FSDP2 refills what was on meta."""
-    assert_passed(run(2, "interop.frameworks:on_ranks", tmp_path))
+    assert_passed(run(2, "support.frameworks:on_ranks", tmp_path))

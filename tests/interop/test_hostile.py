@@ -152,7 +152,7 @@ def test_a_config_that_makes_no_sense_is_refused_by_name(source, config, words):
     ],
     ids=["no-list", "no-words", "no-number"],
 )
-def test_what_a_config_says_of_layers_that_are_none_is_passed_over(source, tmp_path, config):
+def test_layer_entries_that_are_null_are_ignored(source, tmp_path, config):
     """These ended in errors of Python's own."""
     (source / "config.json").write_text(json.dumps({**LLAMA, "rope_theta": 1e4, **config}))
     assert convert(source, tmp_path / "target", to="interleaved").moved

@@ -152,7 +152,7 @@ def test_rows_may_lie_in_another_dimension():
         ),
     ],
 )
-def test_what_cannot_be_is_refused(call, words):
+def test_impossible_arguments_are_refused(call, words):
     with pytest.raises(ValueError, match=words):
         call()
 

@@ -10,10 +10,10 @@ import torch
 
 import oracles
 import posenc
-from assertions import assert_within_ulps
-from interop.models import Model, Rotations, dynamic_rotations, rotations_at
 from posenc import scaling
 from posenc.interop.onnx import export
+from support.assertions import assert_within_ulps
+from support.models import Model, Rotations, dynamic_rotations, rotations_at
 
 # Those that the exporter treats differently from the others.
 FEW = ("interleaved", "halves", "partial", "last", "halves-out")

@@ -107,7 +107,7 @@ def test_other_tensors_of_a_state_are_the_same_objects():
         pytest.param({"a": torch.ones(5, 2)}, {"length": 9, "key": "b"}, "'b'", id="key"),
     ],
 )
-def test_what_cannot_be_is_refused(table, arguments, words):
+def test_impossible_arguments_are_refused(table, arguments, words):
     with pytest.raises(ValueError, match=words):
         resize_learned(table, arguments.pop("length"), **arguments)
 

@@ -7,7 +7,7 @@ import oracles
 from oracles import tables
 from posenc.kernels import c, dispatch, reference
 from posenc.kernels.spec import Rows, Spec
-from rotations import DTYPES, LAYOUTS, check
+from support.rotations import DTYPES, LAYOUTS, check
 
 pytestmark = pytest.mark.skipif(not c.available, reason="the extension was not built")
 

@@ -5,11 +5,11 @@ import torch
 from torch.autograd import forward_ad, gradcheck, gradgradcheck
 
 import oracles
-from assertions import assert_within_ulps
 from posenc import kernels
 from posenc.kernels import c, dispatch, reference
 from posenc.kernels.spec import Norm, RowOutOfRange, Rows, Spec
-from rotations import GPU, LAYOUTS
+from support.assertions import assert_within_ulps
+from support.rotations import GPU, LAYOUTS
 
 CASES = pytest.mark.parametrize(
     ("pairs", "width", "first"), [(6, 12, 0), (6, 16, 0), (6, 16, 4)], ids=["all", "first", "last"]
@@ -46,7 +46,7 @@ def test_reference_is_norm_then_rotation(pairs, width, first, all_heads):
 
 
 @NORMS
-def test_reference_gradients(all_heads):
+def test_gradients_of_the_reference_are_numerical_ones(all_heads):
     x, weight, cos, sin = example(3, 8, all_heads, torch.float64)
 
     def normed(x, weight):
@@ -226,7 +226,7 @@ def check_c_backward(g, x, weight, arguments):
 @NORMS
 @DTYPES
 @LAYOUTS
-def test_c_gradients(pairs, width, first, all_heads, dtype, inner, outer):
+def test_c_gradients_agree_with_the_reference(pairs, width, first, all_heads, dtype, inner, outer):
     x, weight, cos, sin = example(pairs, width, all_heads, dtype)
     for transposed in (False, True):
         spec = Spec(inner, outer, first, transposed)
@@ -325,7 +325,7 @@ def test_a_plain_call_goes_to_c(monkeypatch):
 
 
 @pytest.mark.skipif(GPU == "cpu", reason="the op exists where Triton compiles")
-def test_opcheck():
+def test_the_ops_pass_opcheck():
     x, weight, cos, sin = example(6, 16, False, torch.float32, GPU)
     op = torch.ops.posenc.norm_rotate.default
     flags = (None, 0, True, True, 0, False, 1e-6, 0.0, False)

@@ -35,7 +35,7 @@ def test_ops_have_gradients_to_their_tables(rows, batched):
     ("count", "in_place"), [(1, False), (2, False), (1, True)], ids=["one", "q-and-k", "in-place"]
 )
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_opcheck(dtype, count, in_place):
+def test_the_ops_pass_opcheck(dtype, count, in_place):
     device = GPU
     xs = [torch.randn(2, heads, 4, 8).to(device, DTYPES[dtype]) for heads in (3, 1)[:count]]
     name = ("rotate" if count == 1 else "rotate_qk") + ("_" if in_place else "")
@@ -140,7 +140,7 @@ def test_queries_and_keys_that_do_not_belong_together_are_refused(change):
         _call(ops.rotate_qk, **change)
 
 
-def test_a_tensor_that_meets_itself_is_not_written_in_place():
+def test_a_tensor_that_overlaps_itself_is_not_written_in_place():
     x = torch.ones(1, 3, 5, 8).expand(X)
     with pytest.raises(ValueError, match="share memory with itself"):
         _call(ops.rotate_, x=x)

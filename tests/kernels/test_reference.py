@@ -3,10 +3,10 @@ import torch
 from torch.autograd import gradcheck, gradgradcheck
 
 import oracles
-from assertions import assert_within_ulps
 from oracles import tables
 from posenc.kernels import reference
 from posenc.kernels.spec import Rows, Spec
+from support.assertions import assert_within_ulps
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
@@ -54,7 +54,7 @@ def test_transposed_undoes_it_and_is_its_gradient(interleaved):
 
 
 @pytest.mark.parametrize("interleaved", [False, True], ids=["half", "interleaved"])
-def test_gradients(interleaved):
+def test_first_and_second_gradients_are_numerical_ones(interleaved):
     x = torch.randn(2, 1, 3, 8, dtype=torch.float64, requires_grad=True)
     cos, sin = (t.requires_grad_() for t in tables(3, 3))
 

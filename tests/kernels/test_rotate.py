@@ -6,11 +6,11 @@ import sys
 import pytest
 import torch
 
-from assertions import assert_within_ulps
 from oracles import tables
 from posenc.kernels import c, dispatch
 from posenc.kernels.spec import RowOutOfRange, Rows, Spec
-from rotations import BACKENDS, DTYPES, GPU, LAYOUTS, check, expected
+from support.assertions import assert_within_ulps
+from support.rotations import BACKENDS, DTYPES, GPU, LAYOUTS, check, expected
 
 SHAPES = {
     "odd-length": lambda: torch.randn(2, 3, 17, 16),
@@ -33,7 +33,7 @@ SHAPES = {
 @pytest.mark.parametrize("name", BACKENDS)
 @LAYOUTS
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_every_dtype_and_layout(name, dtype, inner, outer):
+def test_every_dtype_and_layout_agrees_with_the_oracle(name, dtype, inner, outer):
     """Halves and float32 owe their output rounding; float64 is computed in itself."""
     xs = [torch.randn(2, 5, 3, 16).transpose(1, 2), torch.randn(2, 2, 5, 16)]
     cos, sin = tables(9, 8)
@@ -87,7 +87,7 @@ def test_triton_takes_any_tile(tile, inner, outer, heads, monkeypatch):
 @pytest.mark.parametrize("interleaved", [True, False], ids=["interleaved", "half"])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_every_shape_and_stride(name, shape, dtype, interleaved):
+def test_every_shape_and_stride_agrees_with_the_oracle(name, shape, dtype, interleaved):
     x = SHAPES[shape]().to(DTYPES[dtype])
     cos, sin = tables(20, 8)
     spec = Spec(interleaved, interleaved)
@@ -130,14 +130,14 @@ def test_every_number_of_pairs_first_and_last(name, pairs, width, column, interl
         ),
     ],
 )
-def test_every_way_to_choose_rows(name, start, positions, index):
+def test_every_way_to_choose_rows_agrees_with_the_oracle(name, start, positions, index):
     xs = [torch.randn(2, 3, 4, 8), torch.randn(2, 1, 4, 8)]
     cos, sin = tables(9, 4)
     check(name, xs, cos, sin, Rows(start, positions), Spec(), index)
 
 
 @pytest.mark.parametrize("name", BACKENDS)
-def test_tables_of_each_sequence(name):
+def test_each_sequence_may_have_tables_of_its_own(name):
     run, device = BACKENDS[name]
     x = torch.randn(2, 3, 4, 8, device=device)
     cos, sin = (t.unflatten(0, (2, 5)) for t in tables(10, 4, device))
@@ -164,7 +164,7 @@ def test_tables_of_each_sequence(name):
     ],
     ids=str,
 )
-def test_tables_lie_as_they_like(name, rows, pairs, strides):
+def test_tables_may_have_any_strides(name, rows, pairs, strides):
     x = torch.randn(2, 3, rows, 2 * pairs)
     cos, sin = (
         torch.rand(64, dtype=torch.float64).as_strided((rows, pairs), each) for each in strides
@@ -234,7 +234,7 @@ def test_queries_and_keys_may_differ_in_dtype_and_strides(name):
 
 
 @pytest.mark.parametrize("name", BACKENDS)
-def test_what_is_yet_to_be_negated(name):
+def test_a_lazy_negation_is_resolved(name):
     run, device = BACKENDS[name]
     x = torch.randn(2, 3, 5, 16, device=device)
     cos, sin = tables(5, 8, device)

@@ -2,8 +2,8 @@ import pytest
 import torch
 
 import oracles
-from assertions import compilations
 from posenc.nn import ALiBi
+from support.assertions import compilations
 
 
 @pytest.mark.parametrize("heads", [1, 8, 12])

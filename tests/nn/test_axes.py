@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import oracles
-from assertions import assert_within_ulps
 from posenc import RoPE, axes, positions, scaling
+from support.assertions import assert_within_ulps
 
 
 class TestAxes:

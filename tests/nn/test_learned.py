@@ -3,8 +3,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from assertions import compilations
 from posenc.nn import LearnedPosEmbedding
+from support.assertions import compilations
 
 
 def test_the_table_is_an_embedding_and_all_that_is_saved():

@@ -3,8 +3,8 @@ import torch
 from torch.autograd import gradcheck
 
 import oracles
-from assertions import assert_within_ulps, compilations
 from posenc import MixedRoPE, positions
+from support.assertions import assert_within_ulps, compilations
 
 
 def expected(x, at, freqs, *, interleaved):
@@ -36,7 +36,7 @@ def test_every_head_rotates_by_its_own_mixture(batched, queries, interleaved):
         assert_within_ulps(got, wanted, 1.0, size)
 
 
-def test_it_starts_as_an_axial_encoding_rotated_in_each_head():
+def test_the_initial_frequencies_are_axial_ones_rotated_in_each_head():
     """The lengths of the two-dimensional frequencies are the axial rates."""
     freqs = MixedRoPE(16, 3, base=100.0).freqs.detach()
     rates = 100.0 ** (-torch.arange(4) / 4)

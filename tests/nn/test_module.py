@@ -53,7 +53,7 @@ def test_a_replaced_rope_rotates_by_its_own_arguments():
     )
 
 
-def test_what_cannot_be_made_is_refused_by_the_constructor():
+def test_replace_with_an_impossible_argument_is_refused_by_the_constructor():
     with pytest.raises(ValueError, match="rotary_dim must be at most head_dim=8"):
         posenc.RoPE(8).replace(rotary_dim=16)
     with pytest.raises(TypeError, match="unexpected keyword"):

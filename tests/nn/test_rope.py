@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import oracles
-from assertions import compilations
 from posenc import RoPE, scaling
+from support.assertions import compilations
 from support.rules import ALL, LONG, assert_rotated_by
 
 

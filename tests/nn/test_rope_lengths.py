@@ -5,8 +5,8 @@ import torch
 from torch.autograd import gradcheck
 
 import oracles
-from assertions import assert_within_ulps
 from posenc import RoPE
+from support.assertions import assert_within_ulps
 from support.rules import ALL, DEPENDENT, RULES, assert_rotated_by, name
 
 

@@ -4,10 +4,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.autograd import gradcheck, gradgradcheck
 
-from assertions import assert_rotated, compilations
 from posenc.functional import rotary_pos_embedding
 from posenc.nn import RoPE, RotaryPosEmbedding
 from posenc.nn._tables import GROWTH_LIMIT
+from support.assertions import assert_rotated, compilations
 
 LAYOUTS = pytest.mark.parametrize("interleaved", [True, False], ids=["interleaved", "half"])
 
@@ -116,7 +116,7 @@ class TestCache:
 
 
 class TestEmbeddingErrors:
-    def test_types(self):
+    def test_wrong_types_are_refused(self):
         with pytest.raises(TypeError, match="RotaryPosEmbedding: input_ must be a float16"):
             RotaryPosEmbedding()(torch.ones(3, 4).long())
         with pytest.raises(TypeError, match="position_ids must be an integer tensor"):
@@ -126,7 +126,7 @@ class TestEmbeddingErrors:
         with pytest.raises(TypeError, match="max_seq_len must be an int"):
             RotaryPosEmbedding(max_seq_len=True)
 
-    def test_widths(self):
+    def test_odd_zero_and_unexpected_widths_are_refused(self):
         with pytest.raises(ValueError, match=r"must be even.*got 5"):
             RotaryPosEmbedding()(torch.ones(3, 5))
         with pytest.raises(ValueError, match=r"embed_dim must be even.*got 5"):
@@ -136,7 +136,7 @@ class TestEmbeddingErrors:
         with pytest.raises(ValueError, match="embed_dim must be at least 1, got 0"):
             RotaryPosEmbedding(embed_dim=0)
 
-    def test_shapes(self):
+    def test_shapes_that_do_not_fit_are_refused(self):
         with pytest.raises(ValueError, match=r"input_ must have shape \(\.\.\., L, D\)"):
             RotaryPosEmbedding()(torch.ones(4))
         with pytest.raises(
@@ -144,7 +144,7 @@ class TestEmbeddingErrors:
         ):
             RotaryPosEmbedding()(torch.ones(2, 3, 4), torch.arange(4))
 
-    def test_positions(self):
+    def test_negative_positions_and_those_past_the_limit_are_refused(self):
         rope = RotaryPosEmbedding(max_seq_len=8)
         with pytest.raises(ValueError, match="must not be negative, got -4"):
             rope(torch.ones(3, 4), torch.tensor([5, -4, 1]))
@@ -220,7 +220,7 @@ def test_rope_refuses_shapes_that_do_not_belong_together(q_shape, k_shape, probl
         RoPE(8).apply(torch.ones(q_shape), torch.ones(k_shape))
 
 
-def test_rope_errors():
+def test_rope_refuses_bad_arguments():
     rope, x = RoPE(8, max_seq_len=16), torch.ones(1, 2, 4, 8)
     with pytest.raises(ValueError, match="RoPE: head_dim must be even"):
         RoPE(7)
@@ -245,7 +245,7 @@ def test_rope_errors():
 
 
 @LAYOUTS
-def test_gradients(interleaved):
+def test_first_and_second_gradients_are_numerical_ones(interleaved):
     rope = RoPE(4, 16, interleaved=interleaved)
     q = torch.randn(1, 2, 3, 4, dtype=torch.float64, requires_grad=True)
     k = torch.randn(1, 1, 3, 4, dtype=torch.float64, requires_grad=True)

@@ -12,7 +12,7 @@ import torch
 
 import oracles
 import posenc
-from assertions import assert_rotated
+from support.assertions import assert_rotated
 
 
 @pytest.mark.parametrize("interleaved", [True, False], ids=["interleaved", "half"])

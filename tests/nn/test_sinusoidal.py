@@ -4,8 +4,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import oracles
-from assertions import assert_within_ulps, compilations
 from posenc.nn import SinusoidalPE, SinusoidalPosEmbedding, sinusoidal
+from support.assertions import assert_within_ulps, compilations
 
 BOTH = pytest.mark.parametrize(
     "make",

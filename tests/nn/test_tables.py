@@ -151,7 +151,7 @@ def test_weights_are_averaged_whatever_was_called(name, use_buffers, called):
     assert torch.equal(call(model["position"], x), wanted)
 
 
-def test_inside_a_larger_model(case):
+def test_a_module_inside_a_model_follows_its_casts_and_copies(case):
     make, x = case
     model = torch.nn.ModuleDict({"position": make(), "other": torch.nn.Linear(2, 2)})
     wanted = call(model["position"], x)
@@ -180,7 +180,7 @@ def test_the_default_dtype_changes_nothing(case):
     assert torch.equal(got, wanted)
 
 
-def test_it_says_what_it_is(case):
+def test_repr_shows_the_class_and_its_arguments(case):
     make, _ = case
     text = repr(make())
     assert text.startswith(type(make()).__name__ + "(")

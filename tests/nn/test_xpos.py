@@ -2,8 +2,8 @@ import pytest
 import torch
 
 import oracles
-from assertions import assert_within_ulps, compilations
 from posenc import XPos
+from support.assertions import assert_within_ulps, compilations
 
 
 def expected(x, positions, sign, *, max_seq_len=64, scale_base=512.0, interleaved=True):
@@ -48,7 +48,7 @@ def test_decay_makes_far_keys_weaker():
     assert size[0] > size[1] > size[2]
 
 
-def test_casts_compilation_and_state():
+def test_casts_compilation_and_loading_change_no_result():
     xpos = XPos(8, 64)
     q, k = torch.randn(1, 2, 5, 8), torch.randn(1, 2, 5, 8)
     before = xpos(q, k)

@@ -36,7 +36,7 @@ def test_a_second_call_copies_nothing(name, lengths, monkeypatch):
     assert torch.equal(angles(at, spectrum, length), first)
 
 
-def test_they_serve_training_after_inference():
+def test_constants_made_in_inference_mode_serve_training():
     constants._cached.cache_clear()
     at = torch.tensor([0.5], dtype=torch.float64)
     with torch.inference_mode():
@@ -98,7 +98,7 @@ def test_rules_that_are_no_dataclasses_are_told_apart():
     assert not torch.equal(one.cos_cached, other.cos_cached)
 
 
-def test_what_users_get_is_their_own():
+def test_writing_to_inv_freq_changes_no_later_table():
     """Written to, it must not change what the next table is made of."""
     rope = posenc.RoPE(8, None)
     rope.inv_freq().zero_()

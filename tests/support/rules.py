@@ -3,8 +3,8 @@
 import pytest
 
 import oracles
-from assertions import assert_within_ulps
 from posenc import scaling
+from support.assertions import assert_within_ulps
 
 LONG = scaling.LongRoPE((1.0, 1.5, 2.0, 3.0), (2.0, 3.0, 5.0, 8.0), 16, 4.0)
 

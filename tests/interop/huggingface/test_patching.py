@@ -67,7 +67,7 @@ def run(model):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_outputs_and_gradients_stay_and_its_own_rotation_rests(family):
+def test_outputs_and_gradients_stay_and_the_models_rotation_is_not_called(family):
     """What a patched model may owe the original is fp32 rounding, and nothing else."""
     name, changes, layout = FAMILIES[family]
     model = tiny(name, **changes)
@@ -145,7 +145,7 @@ def test_patching_twice_is_refused_also_from_inside():
         patch(model)
 
 
-def test_unpatching_what_is_not_patched_is_refused():
+def test_unpatching_an_unpatched_model_is_refused():
     with pytest.raises(ValueError, match="unpatch: model must be patched, got LlamaForCausalLM"):
         unpatch(llama())
 
@@ -156,7 +156,7 @@ def test_a_model_without_rotation_is_refused():
         patch(model)
 
 
-def test_what_is_not_a_model_is_refused():
+def test_an_object_that_is_no_model_is_refused():
     with pytest.raises(TypeError, match=r"must be a torch\.nn\.Module, got dict"):
         patch({})
 

@@ -84,7 +84,7 @@ def test_hooks_that_are_added_after_the_patch_do_not_hold_it(first):
     patch(model)
 
 
-def test_what_was_wrapped_since_stays_and_calls_the_models_own():
+def test_a_wrapper_added_after_the_patch_stays_and_calls_the_models_own_method():
     """Putting the class's forward back would throw the wrapper away."""
     model, seen = llama(), []
     expected = model(tokens()).logits

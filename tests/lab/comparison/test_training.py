@@ -60,7 +60,7 @@ def test_rows_past_the_training_length_are_never_trained():
     assert (after[:8] != before[:8]).any(dim=1).all()
 
 
-def test_what_is_let_go_is_not_counted_twice():
+def test_freed_memory_is_not_counted_twice():
     def chain():
         x = torch.zeros(1000)
         for _ in range(10):
@@ -70,7 +70,7 @@ def test_what_is_let_go_is_not_counted_twice():
     assert peak_bytes(chain) == pytest.approx(2 * 4000, abs=NUMBERS)
 
 
-def test_views_and_what_the_caller_brought_are_free():
+def test_views_and_the_callers_tensors_are_not_counted():
     x = torch.zeros(1000)
 
     def look():
@@ -80,7 +80,7 @@ def test_views_and_what_the_caller_brought_are_free():
     assert peak_bytes(look) <= NUMBERS
 
 
-def test_what_backward_needs_is_counted():
+def test_tensors_kept_for_backward_are_counted():
     """The first product is kept until the backward has used it: that is what training holds."""
     w = torch.randn(1000, requires_grad=True)
 
@@ -96,7 +96,7 @@ def test_what_backward_needs_is_counted():
     assert peak_bytes(training) >= 3 * 4000
 
 
-def test_what_an_operation_needs_inside_itself_is_counted():
+def test_memory_that_an_operation_uses_inside_is_counted():
     """A matrix of scores that is gone when attention returns was memory all the same."""
     q = torch.randn(1, 1, 256, 8)
     mask = torch.zeros(256, 256)

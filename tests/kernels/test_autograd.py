@@ -1,4 +1,4 @@
-"""The way in: gradients of every order, in place, compiled, and what must not confuse it."""
+"""Gradients of every order, rotation in place, and compiled calls, through `kernels.rotate`."""
 
 import itertools
 import subprocess
@@ -18,7 +18,7 @@ from posenc.kernels.spec import Rows, Spec
 
 @pytest.mark.parametrize("inner", [True, False], ids=["interleaved", "half"])
 @pytest.mark.parametrize("outer", [True, False], ids=["interleaved-out", "half-out"])
-def test_the_way_in_has_gradients_of_every_order(inner, outer):
+def test_rotate_has_gradients_of_every_order(inner, outer):
     spec = Spec(inner, outer, 2)
     q = torch.randn(2, 3, 3, 8, dtype=torch.float64, requires_grad=True)
     k = torch.randn(2, 1, 3, 8, dtype=torch.float64, requires_grad=True)
@@ -72,7 +72,7 @@ def test_a_write_that_is_refused_is_none():
 
 @pytest.mark.parametrize("backend", [None, "eager", "aot_eager"])
 @pytest.mark.parametrize("mode", [nullcontext, lambda: FlopCounterMode(display=False)])
-def test_what_needs_no_gradient_has_none_beside_what_does(mode, backend):
+def test_a_tensor_without_a_gradient_gets_none_beside_one_with(mode, backend):
     cos, sin = tables(4, 4)
 
     def rotated(q, k):

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import oracles
-from assertions import assert_within_ulps
 from posenc.kernels import c, dispatch, reference
 from posenc.kernels.spec import Rows
+from support.assertions import assert_within_ulps
 
 DTYPES = {
     "fp64": torch.float64,

@@ -11,8 +11,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import distribute_tensor, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
-from interop.models import Everything
-from processes import each
+from support.models import Everything
+from support.processes import each
 
 
 def ours(dtype: torch.dtype = torch.float32) -> tuple[Everything, torch.Tensor]:

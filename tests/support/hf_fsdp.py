@@ -10,8 +10,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import distribute_tensor, init_device_mesh
 
 from posenc.interop.huggingface import patch
-from processes import each
 from support.hf_models import apart, llama, tokens
+from support.processes import each
 
 
 def patched_on_meta(folder: Path) -> dict[str, str]:

@@ -18,7 +18,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import NamedTuple
 
-TESTS = Path(__file__).parent
+TESTS = Path(__file__).parents[1]
 # A collective that waits longer for a rank than this is an error on the ranks that wait.
 PATIENCE = 20
 

@@ -14,8 +14,8 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_mo
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor, init_device_mesh
 
-from interop.models import Model
-from processes import each
+from support.models import Model
+from support.processes import each
 
 
 def in_one_process() -> tuple[Model, Tensor]:

@@ -1,4 +1,4 @@
-"""A token is turned into the same bits alone, in a batch, and anywhere in a long prompt."""
+"""A token is rotated to the same bits alone, in a batch, and anywhere in a long prompt."""
 
 import pytest
 import torch
@@ -30,7 +30,7 @@ def same(found, whole, at):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("interleaved", [False, True], ids=["half", "interleaved"])
-def test_a_rotation(device, dtype, interleaved):
+def test_a_token_is_rotated_to_the_same_bits_in_any_batch_and_prompt(device, dtype, interleaved):
     rope = posenc.RoPE(128, LENGTH, interleaved=interleaved).to(device)
     q, k = prompt(device, dtype)
     whole = rope(q, k)
@@ -49,7 +49,7 @@ def test_a_rotation(device, dtype, interleaved):
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_a_norm_and_a_rotation(device, dtype):
+def test_a_normalised_token_is_rotated_to_the_same_bits_in_any_batch_and_prompt(device, dtype):
     rope = posenc.RoPE(128, LENGTH).to(device)
     q, k = prompt(device, dtype)
     weights = [torch.rand(128, device=device).to(dtype) for _ in range(2)]

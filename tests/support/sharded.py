@@ -26,7 +26,7 @@ from torch.testing import assert_close
 import posenc
 import posenc.interop.distributed
 from posenc import axes, functional, positions, scaling
-from processes import each
+from support.processes import each
 
 R, BATCH, HEADS, LENGTH = Replicate(), Shard(0), Shard(1), Shard(2)
 
