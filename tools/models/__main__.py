@@ -35,6 +35,8 @@ def main() -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     asked, known = sys.argv[1:], study.folders()
+    if unknown := set(asked) - set(known):
+        sys.exit(f"No rotary folder of transformers: {', '.join(sorted(unknown))}.\n\n{__doc__}")
     KEPT.mkdir(parents=True, exist_ok=True)
     todo = asked or [f for f in known if not (KEPT / f"{f}.json").exists()]
     with ThreadPoolExecutor(2) as pool:
