@@ -2,6 +2,7 @@
 
 import gc
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -152,8 +153,12 @@ def test_a_kill_leaves_no_half_written_target(saved, tmp_path):
         process.send_signal(signal.SIGKILL)
     assert not target.exists()
     assert saved.read_bytes() == before
-    # What it left has a name that the next run knows.
-    assert sorted(os.listdir(tmp_path)) == [f"{target.name}.posenc-convert", saved.name]
+    # What it left is named in the error of the next run.
+    room = tmp_path / f"{target.name}.posenc-convert"
+    assert sorted(os.listdir(tmp_path)) == [room.name, saved.name]
+    with pytest.raises(FileExistsError, match=f"delete .*{room.name} and run again"):
+        convert(saved, target, to="half", **SIZES)
+    shutil.rmtree(room)
     convert(saved, target, to="half", **SIZES)
     assert load_file(target).keys() == load_file(saved).keys()
     assert sorted(os.listdir(tmp_path)) == [target.name, saved.name]

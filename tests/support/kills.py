@@ -26,7 +26,7 @@ WRITES = {
     "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.chmod", "os.link", "os.symlink",
     "os.truncate",
 }  # fmt: skip
-READS = {"open", "os.listdir", "os.scandir", "shutil.rmtree", "fcntl.flock"}
+READS = {"open", "os.listdir", "os.scandir", "shutil.rmtree"}
 SIZES = {"num_heads": 1, "head_dim": 8, "check": 0}
 Snapshot = dict[str, bytes]
 
@@ -146,8 +146,8 @@ class Case:
                 os._exit(1)
         return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
-    def judge(self, overwrite: bool) -> list[str]:
-        """What is wrong after a run was stopped, and after the one that follows."""
+    def judge(self, overwrite: bool, clean: bool) -> list[str]:
+        """What is wrong after a run was stopped, and after the way out of the next one's error."""
         wrong = []
         stands, kept = snapshot(self.target), snapshot(self.room / "old")
         if stands not in (None, self.old, self.new):
@@ -156,6 +156,10 @@ class Case:
             wrong.append("no whole copy is left")
         if snapshot(self.source) != self.before:
             wrong.append("the source has changed")
+        if clean and self.room.exists():
+            wrong.append("the workspace is left behind")
+        if self.room.exists():
+            wrong += self.follow_the_way_out(overwrite)
         try:
             self.convert(overwrite)
         except FileExistsError as refused:
@@ -165,6 +169,22 @@ class Case:
         if snapshot(self.target) not in wanted or self.left() != ["source", "target"]:
             wrong.append(f"after the next run there is {self.left()}")
         return wrong
+
+    def follow_the_way_out(self, overwrite: bool) -> list[str]:
+        """Do what the error of the next run says, which must leave a whole target or none."""
+        try:
+            self.convert(overwrite)
+        except FileExistsError as refused:
+            said = str(refused)
+        else:
+            return ["the next run shares the workspace"]
+        if f"move {self.room / 'old'}, the complete former checkpoint, to {self.target}" in said:
+            os.rename(self.room / "old", self.target)
+        if f"delete {self.room} and run again" not in said:
+            return [f"the next run says {said}"]
+        shutil.rmtree(self.room)
+        found = snapshot(self.target)
+        return [] if found in (self.old, self.new) else ["the way out loses the checkpoint"]
 
     def left(self) -> list[str]:
         return sorted(os.listdir(self.root))
@@ -176,9 +196,9 @@ def main(root: Path) -> None:
     os.fsync = lambda handle: None
     all_steps, failures = {}, []
 
-    def judge(case: Case, what: str, overwrite: bool) -> None:
+    def judge(case: Case, what: str, overwrite: bool, clean: bool = False) -> None:
         try:
-            wrong = case.judge(overwrite)
+            wrong = case.judge(overwrite, clean)
         except Exception as error:
             wrong = [f"a later run ends in {error!r}"]
         failures.extend(f"{what}: {each}" for each in wrong)
@@ -186,6 +206,7 @@ def main(root: Path) -> None:
     for kind in ("a folder", "a file", "nothing"):
         case = Case(root / kind.replace(" ", "-"), kind)
         steps = all_steps[kind] = case.attempt(lambda late, event: None, 1)
+        last = len(steps) - steps[::-1].index("os.rename")
         for at, event in enumerate(steps, 1):
             what = f"{kind}, step {at} ({event})"
             # What only reads leaves the disk as the next step finds it.
@@ -197,7 +218,9 @@ def main(root: Path) -> None:
             for number, (name, way) in enumerate(WAYS.items()):
                 if kind == "a folder" or name == "interrupted":
                     case.attempt(way, at)
-                    judge(case, f"{what}, {name}", overwrite=at % 2 == number % 2)
+                    # After the last rename, what fails is the removal itself.
+                    clean = name in ("interrupted", "an error") and at <= last
+                    judge(case, f"{what}, {name}", at % 2 == number % 2, clean)
     print(json.dumps({"steps": all_steps, "failures": failures}))
 
 

@@ -46,8 +46,7 @@ def convert(
 
     IN is a .safetensors file or a folder of them, a model's or an adapter's. One tensor is in
     memory at a time, no bit of any row changes, and IN is never written to. The result is written
-    in the folder OUT.posenc-convert and renamed to OUT after a self-test of the attention logits;
-    the next run with the same OUT cleans up after a killed one.
+    in the folder OUT.posenc-convert and renamed to OUT after a self-test of the attention logits.
 
     Example: posenc convert model -o model-interleaved --to interleaved
     """

@@ -83,8 +83,8 @@ def convert(
     Rows of the q and k projections (separate, fused, latent), their biases, scales and LoRA
     factors, and the weights of q and k norms move; no bit of them changes. One tensor is in
     memory at a time. The target is written in ``TARGET.posenc-convert`` and renamed after the
-    self-test has passed; the next run to the same target cleans up after a killed one. The source
-    is never written to.
+    self-test has passed; an error leaves nothing behind, and what a killed run leaves there is
+    named in the error of the next run. The source is never written to.
 
     The new layout is written into the config if the family's code has a key for it
     (``rope_interleave``). Otherwise it is in each file's metadata as ``posenc.rope_layout`` and in
