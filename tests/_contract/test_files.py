@@ -48,24 +48,11 @@ def test_a_file_too_large_for_a_config_is_not_read(tmp_path):
         files.read_json("who", path)
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        pytest.param('{"a":' * 100_000, id="past-python"),
-        pytest.param('{"a":' * 300 + "1" + "}" * 300, id="past-our-readers"),
-        pytest.param('{"a":' + "[" * 64 + "]" * 64 + "}", id="one-too-many"),
-    ],
-)
-def test_deep_json_is_a_clear_error(tmp_path, text):
-    """Python's own reader ends in a RecursionError, and so would code that walks the result."""
-    (tmp_path / "config.json").write_text(text)
-    with pytest.raises(ValueError, match=r"JSON object, got lists or dicts more than 64 deep"):
+def test_deep_json_is_a_clear_error(tmp_path):
+    """Python's own reader ends in a RecursionError."""
+    (tmp_path / "config.json").write_text('{"a":' * 100_000)
+    with pytest.raises(ValueError, match=r"JSON object, got lists or dicts that are nested too"):
         RoPE.from_config(tmp_path)
-
-
-def test_json_just_below_the_depth_limit_is_read(tmp_path):
-    (tmp_path / "x").write_text('{"a":' + "[" * 63 + "]" * 63 + "}")
-    assert list(files.read_json("who", tmp_path / "x")) == ["a"]
 
 
 @pytest.mark.parametrize("text", ["{", "", "[1]", '"x"', "\xff"])

@@ -5,8 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -14,20 +13,15 @@ from posenc._contract import checks
 
 # Bytes of a JSON text, as the safetensors format allows.
 LARGEST_JSON = 100_000_000
-# Nesting of dicts and lists. Configs have six levels or so, and code that reads them recurses.
-_DEEPEST = 64
-# Do not wait for the writer of a pipe, nor translate the line ends of Windows.
-_FLAGS = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
 
 
 def open_regular(who: str, path: Path) -> BinaryIO:
     """Open ``path`` for reading, if it is a regular file: no device, pipe or folder."""
-    handle = os.open(path, _FLAGS)
-    if not stat.S_ISREG(os.fstat(handle).st_mode):
-        os.close(handle)
+    # Opening a pipe would wait for its writer, and a device may have no end.
+    if os.path.exists(path) and not os.path.isfile(path):
         rule, got = f"{path} must be a regular file", "a device, a pipe or a folder"
         checks.fail(who, rule, got, "Copy its content into a file first.")
-    return os.fdopen(handle, "rb")
+    return open(path, "rb")
 
 
 def read_json(who: str, path: Path) -> dict[str, Any]:
@@ -49,9 +43,7 @@ def read_json(who: str, path: Path) -> dict[str, Any]:
         checks.fail(who, f"{path} must hold a JSON object", wrong, "Download the file again.")
 
 
-def parse_json(
-    text: bytes, pairs: Callable[[list[tuple[str, Any]]], dict[str, Any]] | None = None
-) -> dict[str, Any]:
+def parse_json(text: bytes) -> dict[str, Any]:
     """The JSON object in ``text``, in time and memory proportional to its length.
 
     Examples:
@@ -59,31 +51,23 @@ def parse_json(
         {'a': 1}
         >>> parse_json(b"[" * 100_000)
         Traceback (most recent call last):
-        ValueError: lists or dicts more than 64 deep
+        ValueError: lists or dicts that are nested too deep
     """
-    deep = f"lists or dicts more than {_DEEPEST} deep"
     try:
-        found = json.loads(text, object_pairs_hook=pairs)
+        found = json.loads(text)
     except RecursionError:
-        raise ValueError(deep) from None
+        raise ValueError("lists or dicts that are nested too deep") from None
     except ValueError as wrong:
         raise ValueError(f"text that is not JSON ({wrong})") from None
     if not isinstance(found, dict):
         raise ValueError(f"{checks.describe(found)}, which is not a JSON object")
-    level: list[Any] = [found]
-    for _ in range(_DEEPEST):
-        inner = (each.values() if isinstance(each, dict) else each for each in level)
-        level = [value for values in inner for value in values if isinstance(value, (dict, list))]
-        if not level:
-            return found
-    raise ValueError(deep)
+    return found
 
 
 @contextlib.contextmanager
 def create(path: Path, mode: int | None = None) -> Iterator[BinaryIO]:
     """Make a new file, not through a link, and sync it to the disk; then set its ``mode``."""
-    first = 0o666 if mode is None else 0o600
-    with open(path, "xb", opener=lambda name, flags: os.open(name, flags, first)) as file:
+    with open(path, "xb") as file:
         yield file
         file.flush()
         os.fsync(file.fileno())

@@ -130,18 +130,19 @@ def convert(
         others, left_out = files.others(source, taken) if folder else ({}, [])
         total = sum(entry.nbytes for shard in old for entry in shard.entries.values())
         nbytes = total + sum(others.values())
-        with files.disk_space(target, nbytes):
-            advance = _progress(tell, nbytes)
-            for path, size in others.items():
-                files.copy(source / path, draft / path, size, functools.partial(advance, str(path)))
-            native = files.mark(draft, to, native=model.layout == to)
-            new = []
-            for shard in old:
-                path = draft / shard.path.name if folder else draft
-                metadata = {k: v for k, v in shard.metadata.items() if k != METADATA}
-                metadata |= {} if native else {METADATA: to}
-                safetensors.write(shard, path, metadata, plan, advance)
-                new.append(Source(path))
+        files.check_disk_space(target, nbytes)
+        advance = _progress(tell, nbytes)
+        for path, size in others.items():
+            files.copy(source / path, draft / path)
+            advance(str(path), size)
+        native = files.mark(draft, to, native=model.layout == to)
+        new = []
+        for shard in old:
+            path = draft / shard.path.name if folder else draft
+            metadata = {k: v for k, v in shard.metadata.items() if k != METADATA}
+            metadata |= {} if native else {METADATA: to}
+            safetensors.write(shard, path, metadata, plan, advance)
+            new.append(Source(path))
         readers = _reader(old), _reader(new)
         checked = selftest.run(selftest.modules(plan), model, *readers, to, check)
     return Report(

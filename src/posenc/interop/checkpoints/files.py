@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import functools
 import json
 import os
 import shutil
 import stat
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from pathlib import Path
 
 from posenc._contract import checks, files
@@ -17,7 +15,7 @@ from posenc.configs import LAYOUT, text_part
 from posenc.interop.checkpoints import drafts, families
 from posenc.interop.checkpoints.families import Config
 from posenc.interop.checkpoints.layouts import Layout
-from posenc.interop.checkpoints.safetensors import Advance, Source, copy_bytes
+from posenc.interop.checkpoints.safetensors import Source
 
 _fail = functools.partial(checks.fail, "convert")
 # The first that exists is the checkpoint.
@@ -26,9 +24,6 @@ _SINGLE = ("model.safetensors", "adapter_model.safetensors")
 _WEIGHTS = frozenset(
     ".safetensors .bin .pt .pth .ckpt .gguf .h5 .msgpack .onnx .onnx_data .ot .npz .npy".split()
 )
-# Nested folders; far more than any checkpoint has, and code that walks them recurses.
-_DEEPEST = 64
-_CLEAN = "Remove it from the source, or convert a copy without it."
 
 
 def check_paths(source: Path, target: Path) -> None:
@@ -43,8 +38,6 @@ def check_paths(source: Path, target: Path) -> None:
     if {new, drafts.workspace(new)} & {old, *old.parents} or old in new.parents:
         way_out = "Pick another folder: the source is never written to."
         _fail("source and target must lie apart", f"{source} and {target}", way_out)
-    if target.is_symlink() and not target.exists():
-        _fail("target must not be a link to nothing", target, "Remove it first.", FileExistsError)
     if not new.parent.is_dir():
         rule = "target must lie in a folder that exists"
         _fail(rule, target, f"mkdir {target.parent}", FileNotFoundError)
@@ -102,41 +95,27 @@ def config(folder: Path) -> Config:
     return files.read_json("convert", path) if os.path.exists(path) else {}
 
 
-@contextlib.contextmanager
-def disk_space(target: Path, nbytes: int) -> Iterator[None]:
-    """Refuse a disk that cannot hold the result, or that fills up in the block."""
+def check_disk_space(target: Path, nbytes: int) -> None:
+    """Refuse a disk that cannot hold the result."""
     free = shutil.disk_usage(target.resolve().parent).free
-    try:
-        if free < nbytes:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        yield
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            raise
+    if free < nbytes:
         rule = f"the disk of {target} must have {nbytes} bytes free"
-        got = f"{free} bytes" if free < nbytes else "a full disk"
-        way_out = "Free some space, or write to another disk; nothing was left behind."
-        raise OSError(checks.message("convert", rule, got, way_out)) from error
+        _fail(rule, free, "Free some space, or write to another disk.", OSError)
 
 
 def others(source: Path, taken: Collection[Path]) -> tuple[dict[Path, int], list[str]]:
     """Files and folders to copy along with the weights ``taken``, with their sizes; weights not to.
 
-    Folders whose names begin with a dot are no part of a checkpoint. A link to a folder is copied
-    as a link, because that folder is in the source too.
+    Folders whose names begin with a dot are no part of a checkpoint.
     """
     found: dict[Path, int] = {}
     left_out = []
     for folder, inner, names in os.walk(source, onerror=_raise):
         relative = Path(folder).relative_to(source)
-        if len(relative.parts) > _DEEPEST:
-            _fail(f"folders in {source} must be at most {_DEEPEST} deep", relative, _CLEAN)
+        found[relative] = 0
         inner[:] = sorted(name for name in inner if not name.startswith("."))
-        links = [relative / name for name in inner if os.path.islink(os.path.join(folder, name))]
-        for path in links:
-            _inside(source, source / path)
-        found |= dict.fromkeys([relative, *links], 0)
-        for path in (relative / name for name in sorted(names)):
+        links = [name for name in inner if os.path.islink(os.path.join(folder, name))]
+        for path in (relative / name for name in sorted(names + links)):
             if source / path in taken:
                 continue
             if path.suffix.lower() in _WEIGHTS:
@@ -144,26 +123,23 @@ def others(source: Path, taken: Collection[Path]) -> tuple[dict[Path, int], list
                 continue
             status = os.stat(_inside(source, source / path))
             if not stat.S_ISREG(status.st_mode):
-                _fail(f"{source / path} must be a regular file", "a device or a pipe", _CLEAN)
+                got = "a device, a pipe or a link to a folder"
+                way_out = "Remove it from the source, or convert a copy without it."
+                _fail(f"{source / path} must be a regular file", got, way_out)
             found[path] = status.st_size
     return found, left_out
 
 
-def copy(old: Path, new: Path, nbytes: int, advance: Advance) -> None:
-    """Copy a folder without its content, a link to a folder of the source, or a file."""
-    if old.is_symlink() and old.is_dir():
-        relative = os.path.relpath(os.path.realpath(old), os.path.realpath(old.parent))
-        os.symlink(relative, new, target_is_directory=True)
-    elif old.is_dir():
-        os.mkdir(new, 0o700)
+def copy(old: Path, new: Path) -> None:
+    """Copy a folder without its content, or a file."""
+    mode = old.stat().st_mode
+    if old.is_dir():
+        os.mkdir(new)
         # Without write permission, it could be neither filled nor removed.
-        files.set_mode(new, old.stat().st_mode | 0o700)
+        files.set_mode(new, mode | 0o700)
     else:
-        opened = files.open_regular("convert", old)
-        mode = os.fstat(opened.fileno()).st_mode
-        with opened as source, files.create(new, mode) as target:
-            # A file that grows meanwhile is copied up to its first size.
-            copy_bytes(source, target, nbytes, advance)
+        with files.open_regular("convert", old) as source, files.create(new, mode) as target:
+            shutil.copyfileobj(source, target)
 
 
 def _raise(error: OSError) -> None:

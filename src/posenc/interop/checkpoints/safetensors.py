@@ -6,11 +6,10 @@ write a file. Here rows are bytes, and one tensor is in memory at a time.
 
 from __future__ import annotations
 
-import functools
 import json
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -24,8 +23,6 @@ CHUNK = 1 << 22
 # As many as a torch.Tensor may have.
 _MOST_DIMENSIONS = 64
 _METADATA = "__metadata__"
-# Called with the bytes that were written since it was last called.
-Advance = Callable[[int], None]
 _DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "BOOL": torch.bool,
@@ -74,7 +71,7 @@ class Source:
         """One tensor; as bytes ``(rows, n)`` where torch has no such dtype."""
         entry = self.entries[name]
         with files.open_regular("convert", self.path) as file:
-            data = _read(self, file, entry)
+            data = _read(self, file, entry.start, entry.stop)
         dtype = _DTYPES.get(entry.dtype, torch.uint8)
         if not data:
             return torch.empty(entry.shape, dtype=dtype, device="cpu")
@@ -101,37 +98,31 @@ def write(
     with opened as old, files.create(target, source.mode) as new:
         new.write(len(text).to_bytes(8, "little") + text)
         for name, entry in source.entries.items():
-            advance = functools.partial(tell, name)
-            if name in rows:
-                if entry.nbytes % len(rows[name]):
-                    raise _broken(source.path, f"rows of {name} are not whole bytes")
-                _write_rows(new, _read(source, old, entry), rows[name], advance)
-            else:
-                old.seek(source.body + entry.start)
-                if copy_bytes(old, new, entry.nbytes, advance):
-                    raise _broken(source.path, "its tensors end early")
+            if name in rows and entry.nbytes % len(rows[name]):
+                raise _broken(source.path, f"rows of {name} are not whole bytes")
+            for chunk in _chunks(source, old, entry, rows.get(name)):
+                new.write(chunk)
+                tell(name, len(chunk))
 
 
-def copy_bytes(old: BinaryIO, new: BinaryIO, nbytes: int, advance: Advance) -> int:
-    """Copy ``nbytes`` in chunks; return how many of them ``old`` lacks."""
-    while nbytes and (data := old.read(min(CHUNK, nbytes))):
-        new.write(data)
-        nbytes -= len(data)
-        advance(len(data))
-    return nbytes
+def _chunks(
+    source: Source, file: BinaryIO, entry: Entry, order: Tensor | None
+) -> Iterator[bytes | memoryview]:
+    """The bytes of a tensor, with its rows in a new order if one is given."""
+    if order is None:
+        for start in range(entry.start, entry.stop, CHUNK):
+            yield _read(source, file, start, min(start + CHUNK, entry.stop))
+        return
+    data = _read(source, file, entry.start, entry.stop)
+    width = len(data) // len(order)
+    for some in order.split(max(1, CHUNK // width)):
+        yield b"".join(data[row * width : (row + 1) * width] for row in some.tolist())
 
 
-def _write_rows(file: BinaryIO, data: memoryview, rows: Tensor, advance: Advance) -> None:
-    width = len(data) // len(rows)
-    for some in rows.split(max(1, CHUNK // width)):
-        file.write(b"".join(data[row * width : (row + 1) * width] for row in some.tolist()))
-        advance(len(some) * width)
-
-
-def _read(source: Source, file: BinaryIO, entry: Entry) -> memoryview:
-    data = bytearray(entry.nbytes)
-    file.seek(source.body + entry.start)
-    if file.readinto(data) != entry.nbytes:  # type: ignore[attr-defined]
+def _read(source: Source, file: BinaryIO, start: int, stop: int) -> memoryview:
+    data = bytearray(stop - start)
+    file.seek(source.body + start)
+    if file.readinto(data) != len(data):  # type: ignore[attr-defined]
         raise _broken(source.path, "its tensors end early")
     return memoryview(data)
 
@@ -146,19 +137,12 @@ def _header(path: Path, file: BinaryIO, size: int) -> tuple[dict[str, Any], int]
             checks.fail("convert", rule, got, way_out)
         raise _broken(path, f"a header of {length} bytes does not fit a file of {size}")
     try:
-        header = files.parse_json(file.read(length), _unique)
+        header = files.parse_json(file.read(length))
         # JSON escapes may spell lone surrogates, which cannot be written again.
         json.dumps(header, ensure_ascii=False).encode()
     except ValueError as error:
         raise _broken(path, f"its header is {error}") from None
     return header, 8 + length
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        raise ValueError("a name occurs twice")
-    return found
 
 
 def _entry(path: Path, name: str, value: Any) -> Entry:
