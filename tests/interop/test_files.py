@@ -1,6 +1,5 @@
 """What a conversion makes of the folder around its weights, and of what it is told."""
 
-import importlib
 import json
 
 import pytest
@@ -172,10 +171,3 @@ def test_an_adapter_finds_the_config_of_its_base_on_this_machine(small, tmp_path
         said.write_text(json.dumps({"base_model_name_or_path": base}))
         with pytest.raises(ValueError, match=r"num_attention_heads.*\n.*--config"):
             convert(adapter, tmp_path / "none", to="interleaved")
-
-
-def test_the_name_that_an_error_sends_to_exists(small, tmp_path):
-    with pytest.raises(ValueError, match="See posenc") as error:
-        convert(small, tmp_path / "new", to="interleaved", fused="bogus")
-    *place, name = str(error.value).split("See ")[1].rstrip(".").split(".")
-    assert hasattr(importlib.import_module(".".join(place)), name)

@@ -141,9 +141,8 @@ def from_config(config: Config, given: Given = Given()) -> Model:  # noqa: B008
     for name, value in given._asdict().items():
         if name != "fused":
             checks.optional(checks.integer, "convert", name, value)
-    if given.fused not in (None, *_FUSED):
-        rule, got = f"fused must be one of {', '.join(_FUSED)}", checks.describe(given.fused)
-        checks.fail("convert", rule, got, "See posenc.interop.checkpoints.permute.")
+    if given.fused is not None:
+        layouts.check_choice("convert", "fused", given.fused, _FUSED)
 
     found = configs.open_config(text, "convert")
     fused = given.fused or facts_of(family).get("fused")

@@ -77,9 +77,6 @@ def _index(path: Path) -> dict[str, str]:
         if not isinstance(name, str) or Path(name).name != name:
             rule, got = f"{path} must name files of its own folder", checks.describe(name)
             _fail(rule, got, "Download it again, from a source you trust.")
-        if not (path.parent / name).is_file():
-            rule = f"every file of {path} must be there"
-            _fail(rule, f"no {name}", "Download it.", FileNotFoundError)
     return found
 
 
@@ -171,18 +168,16 @@ def mark(folder: Path, to: Layout, native: bool) -> bool:
     text, _ = text_part(config)
     if not config or not isinstance(text, dict):
         return native
-    kind = text.get("model_type")
-    has_key = isinstance(kind, str) and kind in families.SWITCHED
-    marked = {key: value for key, value in text.items() if key != LAYOUT}
-    if has_key:
-        marked["rope_interleave"] = to == "interleaved"
+    before = dict(text)
+    text.pop(LAYOUT, None)
+    if str(text.get("model_type")) in families.SWITCHED:
+        text["rope_interleave"] = to == "interleaved"
+        native = True
     elif not native:
-        marked[LAYOUT] = to
-    if marked != text:
-        text.clear()
-        text.update(marked)
+        text[LAYOUT] = to
+    if text != before:
         mode = path.stat().st_mode
         os.unlink(path)
         with files.create(path, mode) as file:
             file.write(json.dumps(config, indent=2).encode() + b"\n")
-    return has_key or native
+    return native

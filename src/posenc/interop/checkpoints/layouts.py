@@ -104,9 +104,7 @@ def blocks(kind: str, heads: Heads) -> Rows:
         # The latent, then one key that every head shares (DeepSeek's kv_a_proj_with_mqa).
         "kv_a": Rows(1, [("", 1, heads.latent), ("k", 1, heads.rotated)]),
     }
-    if kind not in kinds:
-        rule = f"kind must be one of {', '.join((*kinds, 'norm'))}"
-        checks.fail("permute", rule, repr(kind), "Pick the fused layout.")
+    check_choice("permute", "kind", kind, (*kinds, "norm"))
     return kinds[kind]
 
 
