@@ -141,19 +141,6 @@ def test_layer_entries_that_are_null_are_ignored(source, tmp_path, config):
     assert RoPE.from_config(source, layer_type="a").head_dim == 8
 
 
-@pytest.mark.parametrize("where", ["name", "metadata"])
-def test_a_header_that_spells_no_character_is_refused(tmp_path, where):
-    """It could be read, and not written again."""
-    entry = {"dtype": "F32", "shape": [8, 2], "data_offsets": [0, 64]}
-    metadata = {"__metadata__": {"a": "\ud800"}} if where == "metadata" else {}
-    name = "q_proj.weight" if metadata else "\ud800.q_proj.weight"
-    text = json.dumps({**metadata, name: entry}).encode()
-    whole = len(text).to_bytes(8, "little") + text + b"\0" * 64
-    (tmp_path / "a.safetensors").write_bytes(whole)
-    with pytest.raises(ValueError, match="must be a whole safetensors file"):
-        convert(tmp_path / "a.safetensors", tmp_path / "b", to="half", num_heads=1, head_dim=8)
-
-
 def test_rows_of_a_new_dtype_that_are_not_whole_bytes_are_refused(tmp_path):
     entry = {"dtype": "F4", "shape": [8, 1], "data_offsets": [0, 4]}
     text = json.dumps({"q_proj.weight": entry}).encode()

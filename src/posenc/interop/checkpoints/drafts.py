@@ -34,7 +34,11 @@ def replaced(target: Path, *, folder: bool, overwrite: bool) -> Iterator[Path]:
     try:
         os.mkdir(work, 0o700)
     except FileExistsError:
-        _refuse_workspace(work, old, target)
+        rule, got = f"{work} must be free", "one that exists: a run is writing there, or was killed"
+        first = f"move {old}, the complete former checkpoint, to {target}; then "
+        first = first if old.exists() and not target.exists() else ""
+        way_out = f"Wait for that run. If there is none, {first}delete {work} and run again."
+        _fail(rule, got, way_out, FileExistsError)
     try:
         _check_replaceable(target, folder, overwrite)
         yield new
@@ -54,16 +58,6 @@ def replaced(target: Path, *, folder: bool, overwrite: bool) -> Iterator[Path]:
         if "old" in os.listdir(work) and not os.path.lexists(target):
             os.rename(old, target)
         shutil.rmtree(work)
-
-
-def _refuse_workspace(work: Path, old: Path, target: Path) -> None:
-    first = f"move {old}, the complete former checkpoint, to {target}; then "
-    way_out = (
-        "Wait for that run. If there is none, "
-        f"{first if old.exists() and not target.exists() else ''}delete {work} and run again."
-    )
-    rule, got = f"{work} must be free", "one that exists: a run is writing there, or was killed"
-    _fail(rule, got, way_out, FileExistsError)
 
 
 def _check_replaceable(target: Path, folder: bool, overwrite: bool) -> None:

@@ -91,10 +91,8 @@ class Model:
         if kind is None or not size or (size == 1 and name.endswith(("_scale", "_scale_inv"))):
             return None
         heads = self.heads(layer_of(name))
-        if kind == "norm":
-            return layouts.order(layouts.norm_blocks(shape, heads), heads, to)
-        rows = layouts.blocks(kind, heads)
-        if shape and shape[0] == rows.total:
+        rows = layouts.blocks(kind, heads, shape)
+        if kind == "norm" or (shape and shape[0] == rows.total):
             return layouts.order(rows, heads, to)
         rule = f"{name} must have {rows.total} rows by {heads}"
         way_out = "Check the config or the arguments."

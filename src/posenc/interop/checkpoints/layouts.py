@@ -87,9 +87,9 @@ class Rows(NamedTuple):
                 yield part, run.unflatten(-1, (heads, width))
 
 
-def blocks(kind: str, heads: Heads) -> Rows:
-    """The rows of a projection of this kind."""
-    h, kv, d = heads.num_heads, heads.kv_heads, heads.head_dim
+def blocks(kind: str, heads: Heads, shape: Sequence[int] = ()) -> Rows:
+    """The rows of a projection of this kind, or the channels of a norm of this shape."""
+    size, h, kv, d = math.prod(shape), heads.num_heads, heads.kv_heads, heads.head_dim
     kinds = {
         # q_proj, q_b_proj; a gated one has a gate after each head (Qwen3-Next).
         "q": Rows(1, [("q", h, d)]),
@@ -103,19 +103,15 @@ def blocks(kind: str, heads: Heads) -> Rows:
         "qkv_codegen": Rows(4, [("q", h // 4, d), ("", h // 4, d), ("k", h // 4, d)]),
         # The latent, then one key that every head shares (DeepSeek's kv_a_proj_with_mqa).
         "kv_a": Rows(1, [("", 1, heads.latent), ("k", 1, heads.rotated)]),
+        # A weight for each channel of one head, or of all.
+        "norm": Rows(1, [("q", size // d, d)]),
     }
-    check_choice("permute", "kind", kind, (*kinds, "norm"))
-    return kinds[kind]
-
-
-def norm_blocks(shape: Sequence[int], heads: Heads) -> Rows:
-    """The channels of a norm's weight, head by head."""
-    size = math.prod(shape)
-    sizes = sorted({heads.head_dim * n for n in (1, heads.num_heads, heads.kv_heads)})
-    if size not in sizes:
+    check_choice("permute", "kind", kind, tuple(kinds))
+    sizes = sorted({d, h * d, kv * d})
+    if kind == "norm" and size not in sizes:
         rule = f"a norm of queries or keys must have {' or '.join(map(str, sizes))} weights"
         checks.fail("permute", rule, f"shape {tuple(shape)}", f"Check {heads}.")
-    return Rows(1, [("q", size // heads.head_dim, heads.head_dim)])
+    return kinds[kind]
 
 
 def order(rows: Rows, heads: Heads, to: Layout) -> Tensor:
@@ -168,9 +164,9 @@ def permute(tensor: Tensor, kind: str, heads: Heads, *, to: Layout, dim: int = 0
         rule = "tensor must be a torch.Tensor, kind a string and heads a Heads"
         got = ", ".join(map(checks.describe, (tensor, kind, heads)))
         checks.fail("permute", rule, got, "Pass one weight, 'q' and Heads(32, 128).", TypeError)
+    rows = blocks(kind, heads, tensor.shape)
     if kind == "norm":
-        return take(tensor, order(norm_blocks(tensor.shape, heads), heads, to))
-    rows = blocks(kind, heads)
+        return take(tensor, order(rows, heads, to))
     if not -tensor.dim() <= dim < tensor.dim() or tensor.shape[dim] != rows.total:
         rule = f"a tensor of kind {kind!r} must have {rows.total} rows in dimension {dim}"
         got = f"shape {tuple(tensor.shape)}"

@@ -137,12 +137,9 @@ def _header(path: Path, file: BinaryIO, size: int) -> tuple[dict[str, Any], int]
             checks.fail("convert", rule, got, way_out)
         raise _broken(path, f"a header of {length} bytes does not fit a file of {size}")
     try:
-        header = files.parse_json(file.read(length))
-        # JSON escapes may spell lone surrogates, which cannot be written again.
-        json.dumps(header, ensure_ascii=False).encode()
+        return files.parse_json(file.read(length)), 8 + length
     except ValueError as error:
         raise _broken(path, f"its header is {error}") from None
-    return header, 8 + length
 
 
 def _entry(path: Path, name: str, value: Any) -> Entry:
