@@ -6,7 +6,7 @@ import contextlib
 import importlib.util
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Literal, TypeAlias
+from typing import Any, Literal
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -15,8 +15,6 @@ from rich.text import Text
 
 from posenc._contract.checks import printable
 from posenc.cli import INSTALL
-
-Tell: TypeAlias = Callable[[str, float], None]
 
 
 def check_file(path: Path | None) -> None:
@@ -41,21 +39,17 @@ def check_matplotlib(who: str) -> None:
 
 
 @contextlib.contextmanager
-def progress(
-    title: str = "", *, piped: Tell = lambda message, done: None, background: bool = True
-) -> Iterator[Tell]:
-    """A progress bar on stderr if it is a terminal; ``piped`` is called instead if it is not.
+def progress(title: str = "", *, background: bool = True) -> Iterator[Callable[[str, float], None]]:
+    """A progress bar on stderr if it is a terminal; yields what takes a message and the part done.
 
     With ``background``, a thread redraws the bar between two calls.
     """
     console = Console(stderr=True)
-    if not console.is_terminal:
-        yield piped
-        return
     # Messages hold names from files, whose brackets are not markup.
     message = TextColumn("{task.percentage:>3.0f}% {task.description}", markup=False)
     columns = BarColumn(20), TimeElapsedColumn(), TimeRemainingColumn(), message
-    with Progress(*columns, console=console, transient=True, auto_refresh=background) as bar:
+    shown: Any = {"transient": True, "auto_refresh": background, "disable": not console.is_terminal}
+    with Progress(*columns, console=console, **shown) as bar:
         task = bar.add_task("", total=1.0)
         yield lambda message, done: bar.update(
             task, description=f"{title}{message}", completed=done, refresh=not background

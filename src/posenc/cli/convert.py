@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import json
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
@@ -15,7 +13,6 @@ import typer
 from posenc._contract.checks import printable
 from posenc.cli import _print
 from posenc.interop import checkpoints
-from posenc.interop.checkpoints import Tell
 
 _config = functools.partial(typer.Option, show_default="the config's")
 _family = functools.partial(typer.Option, show_default="the family's")
@@ -51,7 +48,8 @@ def convert(
     Example: posenc convert model -o model-interleaved --to interleaved
     """
     given = {name: value for name, value in context.params.items() if name != "json_"}
-    with _ended_by_signals(), _print.progress(piped=_line_for_each_tenth()) as tell:
+    _interrupt_on_signals()
+    with _print.progress() as tell:
         report = checkpoints.convert(**given, tell=lambda name, done: tell(_short(name), done))
     if json_:
         typer.echo(json.dumps(report.as_dict(), indent=1))
@@ -67,42 +65,13 @@ def convert(
         typer.echo(f"  left out: {printable(name)}, weights in the old layout")
 
 
-@contextlib.contextmanager
-def _ended_by_signals() -> Iterator[None]:
+def _interrupt_on_signals() -> None:
     """Let SIGTERM and SIGHUP end the command as Ctrl-C does, with its files removed."""
-
-    def end(number: int, frame: object) -> None:
-        for each in numbers:
-            # A second signal would interrupt the removal.
-            signal.signal(each, signal.SIG_IGN)
-        raise SystemExit(128 + number)
-
-    names = [name for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
-    numbers = [signal.Signals[name] for name in names]
-    # A signal that is ignored, under nohup for example, stays ignored.
-    numbers = [number for number in numbers if signal.getsignal(number) == signal.SIG_DFL]
-    try:
-        for number in numbers:
-            signal.signal(number, end)
-        yield
-    except SystemExit:
-        typer.echo("posenc: ended by a signal", err=True)
-        raise
-    finally:
-        for number in numbers:
-            signal.signal(number, signal.SIG_DFL)
-
-
-def _line_for_each_tenth() -> Tell:
-    tenths = 0
-
-    def tell(name: str, done: float) -> None:
-        nonlocal tenths
-        if int(done * 10) > tenths:
-            tenths = int(done * 10)
-            typer.echo(f"posenc: {tenths * 10} % written, at {name}", err=True)
-
-    return tell
+    for name in ("SIGTERM", "SIGHUP"):
+        number = getattr(signal, name, None)
+        # A signal that is ignored, under nohup for example, stays ignored.
+        if number and signal.getsignal(number) == signal.SIG_DFL:
+            signal.signal(number, signal.default_int_handler)
 
 
 def _short(name: str) -> str:
