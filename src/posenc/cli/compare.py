@@ -15,7 +15,6 @@ import typer
 from rich.text import Text
 
 from posenc.cli import _print
-from posenc.lab import store
 from posenc.lab.comparison import report
 from posenc.lab.comparison.plan import COMPARED, ENCODINGS, QUICK, Plan
 from posenc.lab.comparison.run import RESULTS, Run
@@ -133,7 +132,7 @@ def _draw(run: Run) -> dict[str, Path]:
     written = {"numbers": folder / RESULTS}
     if run.results["summary"]:
         written = {"report": folder / "report.html", **written, "figure": folder / "figure.png"}
-        store.write(written["report"], report.page(run.plan, run.results).encode())
+        written["report"].write_text(report.page(run.plan, run.results), "utf-8")
         sheet = report.overview(run.plan, run.results)
         for suffix in (".svg", ".png"):
             save(sheet, written["figure"].with_suffix(suffix))

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import hashlib
 import json
 import os
 import statistics
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import posenc
 from posenc._contract import files
-from posenc.lab import machine, store
+from posenc.lab import machine
 from posenc.lab.comparison.plan import ENCODINGS, Plan
 from posenc.lab.comparison.text import load
 from posenc.lab.comparison.training import Tell, train_and_test
@@ -68,14 +65,7 @@ class Run:
     @classmethod
     def resume(cls, folder: Path) -> Run:
         """The run that a folder has, with all that is finished in it."""
-        results = _read(folder)
-        # Another version of posenc has other options and encodings.
-        with _damage_named(folder):
-            if results.pop("checksum", None) != _checksum(results):
-                raise ValueError
-            begun: dict[str, Any] = results["plan"]
-            begun = {k: tuple(v) if type(v) is list else v for k, v in begun.items()}
-            plan = Plan(**begun)
+        plan, results = _read(folder)
         run = cls(folder, plan)
         if run.text.sha256 != results["text"]["sha256"]:
             raise ValueError(
@@ -101,36 +91,29 @@ class Run:
                 self._write()
 
     def _write(self) -> None:
-        content = {**self.results, "checksum": _checksum(self.results)}
-        text = f"{json.dumps(content, indent=1, allow_nan=False)}\n"
-        store.write(self.folder / RESULTS, text.encode())
+        self.folder.mkdir(parents=True, exist_ok=True)
+        half = self.folder / f".{RESULTS}.partial"
+        half.write_text(f"{json.dumps(self.results, indent=1, allow_nan=False)}\n", "utf-8")
+        # In one move, so that a killed run leaves the old file or the new one.
+        os.replace(half, self.folder / RESULTS)
 
 
-def _read(folder: Path) -> dict[str, Any]:
-    """What the ``results.json`` of a folder holds; ValueError if it is not of posenc compare."""
-    if not os.path.lexists(folder / RESULTS):
+def _read(folder: Path) -> tuple[Plan, dict[str, Any]]:
+    """The plan and the results of the run that a folder has; ValueError if it has none."""
+    path = folder / RESULTS
+    if not path.exists():
         raise ValueError(f"{folder} has no {RESULTS} to resume: name the folder of a run with -o.")
-    with _damage_named(folder):
-        results = files.read_json("compare", folder / RESULTS)
+    try:
+        results = files.read_json("compare", path)
         if not results.keys() >= {"posenc", "plan", "text", "units"}:
             raise ValueError
-    return results
-
-
-@contextlib.contextmanager
-def _damage_named(folder: Path) -> Iterator[None]:
-    """Whatever is wrong with the content of the ``results.json``, the way out is one."""
-    try:
-        yield
-    except (TypeError, ValueError):
+        options = {k: tuple(v) if type(v) is list else v for k, v in results["plan"].items()}
+        return Plan(**options), results
+    except (AttributeError, TypeError, ValueError):
         raise ValueError(
-            f"{folder / RESULTS} is damaged, or not of posenc compare: "
+            f"{path} is damaged, or not of this version of posenc compare: "
             "move it away, or name another folder with -o."
         ) from None
-
-
-def _checksum(results: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(results, sort_keys=True).encode()).hexdigest()
 
 
 def summarize(plan: Plan, units: dict[str, Any]) -> list[dict[str, Any]]:

@@ -9,8 +9,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from posenc.lab import store
-
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
@@ -90,7 +88,7 @@ def image(picture: Figure, suffix: str) -> bytes:
 
 def save(picture: Figure, path: Path) -> None:
     """Write a picture in the format that the suffix of ``path`` names."""
-    store.write(path, image(picture, path.suffix))
+    path.write_bytes(image(picture, path.suffix))
 
 
 def in_page(picture: Figure, description: str) -> str:
