@@ -35,13 +35,6 @@ class OneLineErrors(TyperGroup):
         sys.exit(code if isinstance(code, int) else 0)
 
 
-def given_by_user(context: typer.Context) -> dict[str, Any]:
-    """The arguments of the command line, without those that have their defaults."""
-    sources = {name: context.get_parameter_source(name) for name in context.params}
-    given = [name for name, source in sources.items() if source and source.name == "COMMANDLINE"]
-    return {name: context.params[name] for name in given}
-
-
 def root(
     context: typer.Context,
     version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,

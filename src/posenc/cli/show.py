@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import json
 import shutil
@@ -11,31 +12,34 @@ from typing import Annotated, Any
 import typer
 
 from posenc.cli import _print
-from posenc.cli._root import given_by_user
 from posenc.lab.pictures import show as lab
 from posenc.lab.pictures.style import save
 
-_FLAGS = {name: inspect.signature(view).parameters for name, view in lab.ENCODINGS.items()}
+_OPTIONS = "dim length trained base heads scaling factor against layer_type".split()
 _RULE = f"For RoPE: {', '.join(lab.RULES)}."
+
+
+def _number(help_: str, usual: float, least: int | None = None) -> Any:
+    return typer.Option(help=help_, show_default=f"{usual}", min=least)
 
 
 def show(
     context: typer.Context,
     encoding: Annotated[
         str | None,
-        typer.Argument(metavar="ENCODING", help=f"{', '.join(_FLAGS)}.", show_default=False),
+        typer.Argument(metavar="ENCODING", help=f"{', '.join(lab.ENCODINGS)}.", show_default=False),
     ] = None,
     output: Annotated[
         Path | None,
         typer.Option("--output", "-o", metavar="FILE", help="Draw here: .png, .svg or .pdf."),
     ] = None,
-    dim: Annotated[int, typer.Option(min=2, help="Channels, of a head for RoPE.")] = 128,
-    length: Annotated[int, typer.Option(min=2, help="Positions of a heatmap.")] = 128,
-    trained: Annotated[int, typer.Option(min=2, help="Context that is marked.")] = 4096,
-    base: Annotated[float, typer.Option(help="Of the rates.")] = 10_000.0,
-    heads: Annotated[int, typer.Option(min=1, help="Of ALiBi.")] = 8,
+    dim: Annotated[int | None, _number("Channels, of a head for RoPE.", 128, 2)] = None,
+    length: Annotated[int | None, _number("Positions of a heatmap.", 128, 2)] = None,
+    trained: Annotated[int | None, _number("Context that is marked.", 4096, 2)] = None,
+    base: Annotated[float | None, _number("Of the rates.", 10_000.0)] = None,
+    heads: Annotated[int | None, _number("Of ALiBi.", 8, 1)] = None,
     scaling: Annotated[str | None, typer.Option(metavar="RULE", help=_RULE)] = None,
-    factor: Annotated[float, typer.Option(help="How many times longer.")] = 8.0,
+    factor: Annotated[float | None, _number("How many times longer.", 8.0)] = None,
     against: Annotated[str | None, typer.Option(metavar="RULE", help="One beside it.")] = None,
     config: Annotated[
         Path | None, typer.Option(metavar="PATH", help="A model's config.json: its RoPE.")
@@ -50,12 +54,7 @@ def show(
     Example: posenc show rope --scaling yarn --factor 8 --against linear -o rope.png
     """
     _print.check_picture(output, "-o")
-    names = set().union(*_FLAGS.values())
-    given = {name: value for name, value in given_by_user(context).items() if name in names}
-    if config is None:
-        view = _of_flags(encoding, given)
-    else:
-        view = _of_config(config, layer_type, encoding, given)
+    view = _view(encoding, config, context.params)
     if output is not None:
         save(lab.figure(view), output)
     if as_json:
@@ -67,19 +66,16 @@ def show(
         typer.echo(lab.terminal(view, min(columns - 2, 100)))
 
 
-def _of_flags(encoding: str | None, given: dict[str, Any]) -> lab.View:
-    if encoding not in _FLAGS:
-        raise ValueError(f"ENCODING must be one of {', '.join(_FLAGS)}; got {encoding or 'none'}.")
-    for name in given.keys() - _FLAGS[encoding].keys():
-        raise ValueError(f"--{name} is not for {encoding}.")
-    return lab.ENCODINGS[encoding](**given)
-
-
-def _of_config(
-    config: Path, layer_type: str | None, encoding: str | None, given: dict[str, Any]
-) -> lab.View:
-    if encoding not in (None, "rope"):
-        raise ValueError(f"--config describes rope, not {encoding}.")
-    for name in given.keys() - {"length", "trained", "against"}:
-        raise ValueError(f"--{name} and --config exclude each other.")
-    return lab.of_config(config, layer_type=layer_type, **given)
+def _view(encoding: str | None, config: Path | None, options: dict[str, Any]) -> lab.View:
+    draw = lab.ENCODINGS.get(encoding or "")
+    if config is not None:
+        if encoding not in (None, "rope"):
+            raise ValueError(f"--config describes rope, not {encoding}.")
+        encoding, draw = "--config", functools.partial(lab.of_config, config)
+    if draw is None:
+        known = ", ".join(lab.ENCODINGS)
+        raise ValueError(f"ENCODING must be one of {known}; got {encoding or 'none'}.")
+    given = {name: options[name] for name in _OPTIONS if options[name] is not None}
+    for name in given.keys() - inspect.signature(draw).parameters.keys():
+        raise ValueError(f"--{name.replace('_', '-')} is not for {encoding}.")
+    return draw(**given)
