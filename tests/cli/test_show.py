@@ -152,7 +152,9 @@ def test_a_rule_that_stops_every_pair_is_drawn(run, tmp_path):
         pytest.param(["rope", "-o", "no/such/x.png"], "folder that exists", id="folder"),
         pytest.param(["--config", "no-such.json"], "no-such.json", id="no-config"),
         pytest.param(["alibi", "--config", "x"], "describes rope, not alibi", id="config-of-alibi"),
-        pytest.param(["--config", "x", "--dim", "8"], "--dim is not for --config", id="config-and-dim"),
+        pytest.param(
+            ["--config", "x", "--dim", "8"], "--dim is not for --config", id="config-and-dim"
+        ),
         pytest.param(["rope", "--frob"], "--frob", id="option"),
     ],
 )

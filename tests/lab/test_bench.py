@@ -102,14 +102,10 @@ def test_the_ratio_pairs_times_of_one_round():
 
 @pytest.mark.parametrize(("mode", "wanted"), [("forward", 1), ("train", 2)])
 def test_the_copy_moves_what_a_step_moves(mode, wanted):
-    """In training the gradients too, from and into memory of their own."""
+    """In training the gradients too."""
     load = work(mode, interleaved=True)
-    lane = bench._copies(load, [bench._inputs(load, 0)])[0]
-    # Some versions of torch warn where events are not added up.
-    with torch.profiler.profile(acc_events=True) as profile:
-        lane.run(1)
-    copies = [event for event in profile.events() if event.name == "aten::copy_"]
-    assert len(copies) == wanted
+    ((copy,), _) = bench._copies(load, [bench._inputs(load, 0)]).values()
+    assert copy().nbytes == wanted * load.nbytes
 
 
 def test_a_copy_that_is_slow_in_a_graph_flatters_nobody():

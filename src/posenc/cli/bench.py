@@ -57,11 +57,6 @@ def bench(
     _print.check_picture(plot, "--plot")
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
-        far = [name for name in cases or () if name in CASES and CASES[name].home == "cuda"]
-        if far and device == "cpu":
-            raise ValueError(
-                f"{', '.join(far)} is for CUDA: --device cpu runs it here all the same."
-            )
     works = choose(
         cases or (), dtype=dtype, layout=layout, device=device, positions=positions, mode=mode
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
@@ -64,28 +65,24 @@ def measure(
     # A compiled peer gets one graph for this workload, not the leftovers of the last one.
     torch.compiler.reset()
     sets = [_inputs(work, seed) for seed in range(_set_count(work))]
-    results, lanes = [], _copies(work, sets)
-    for lane in lanes:
-        lane.calibrate(loop_seconds)
-    # From Python a short call is timed with its launch, and a model may spare itself that.
-    clocks = {"loop": loop_lane}
-    if work.device == "cuda":
-        clocks["graph"] = graph_lane
+    results, steps = [], _copies(work, sets)
     everyone = peers.contestants(work, peers=peers_too)
     for i, contestant in enumerate(everyone):
         tell(f"checking {contestant.name}", i / len(everyone) / 2)
         result, call = _admit(contestant, work)
         results.append(result)
-        if call is None:
-            continue
-        steps = [_step(call, inputs) for inputs in sets]
-        for via, lane_of in clocks.items():
-            try:
-                lane = lane_of(contestant.name, steps, device=work.device, grad=work.training)
-                lane.calibrate(loop_seconds)
-                lanes.append(lane)
-            except Exception as broken:
-                results.append(_failed(contestant.name, broken, via=via))
+        if call is not None:
+            steps[contestant.name] = [_step(call, inputs) for inputs in sets]
+    # From Python a short call is timed with its launch, and a model may spare itself that.
+    clocks = {"loop": loop_lane, "graph": graph_lane}
+    lanes = []
+    for name, via in itertools.product(steps, clocks if work.device == "cuda" else ["loop"]):
+        try:
+            lane = clocks[via](name, steps[name], device=work.device, grad=work.training)
+            lane.calibrate(loop_seconds)
+            lanes.append(lane)
+        except Exception as broken:
+            results.append(_failed(name, broken, via=via))
     race(lanes, rounds, lambda r: tell(f"round {r + 1} of {rounds}", 0.5 + r / rounds / 2))
     return {
         **work.as_dict(),
@@ -168,24 +165,17 @@ def _set_count(work: Workload) -> int:
     return 1 if work.nbytes >= 2 * cache else min(math.ceil(4 * cache / work.nbytes), MOST_SETS)
 
 
-def _copies(work: Workload, sets: list[Inputs]) -> list[Lane]:
-    """What a step moves, as copies: into memory in use, and on the CPU into fresh memory.
+def _copies(work: Workload, sets: list[Inputs]) -> dict[str, list[Step]]:
+    """Copies of what a step moves: into memory in use, and on the CPU into fresh memory too.
 
-    In training that is q and k, and then their gradients: memory of their own, as in the step.
+    That is q and k, and in training their gradients.
     """
-    pairs = [(inputs[:2], inputs[2:])[: 1 + work.training] for inputs in sets]
-    sources = [[torch.cat([x.detach().flatten() for x in xs]) for xs in each] for each in pairs]
-    steps = [_both([partial(torch.empty_like(x).copy_, x) for x in xs]) for xs in sources]
-    copy = loop_lane(COPY, steps, device=work.device, grad=False)
-    if work.device == "cuda":
-        return [copy, graph_lane(COPY, steps, device=work.device, grad=False)]
-    fresh = [_both([x.clone for x in xs]) for xs in sources]
-    return [copy, loop_lane(CLONE, fresh, device=work.device, grad=False)]
-
-
-def _both(copies: list[Step]) -> Step:
-    """One copy as it is, since a small one takes no longer than a call; two after each other."""
-    return copies[0] if len(copies) == 1 else lambda: (copies[0](), copies[1]())
+    moved = [inputs if work.training else inputs[:2] for inputs in sets]
+    sources = [torch.cat([x.detach().flatten() for x in xs]) for xs in moved]
+    copies: dict[str, list[Step]] = {COPY: [partial(torch.empty_like(x).copy_, x) for x in sources]}
+    if work.device == "cpu":
+        copies[CLONE] = [x.clone for x in sources]
+    return copies
 
 
 def _summarize(lanes: list[Lane], results: list[Result]) -> list[Result]:

@@ -107,15 +107,6 @@ def rotary_embedding_torch(work: Workload) -> Call:
     return _each(partial(peer.to(work.device).rotate_queries_or_keys, offset=work.offset))
 
 
-def torchtune(work: Workload) -> Call:
-    """Its ``RotaryPositionalEmbeddings``, which wants ``[B, T, H, D]``."""
-    _only(work.interleaved, "interleaved")
-    module = _load("torchtune.modules.position_embeddings").RotaryPositionalEmbeddings
-    peer = module(work.dim, max_seq_len=work.max_seq_len, base=BASE).to(work.device)
-    at = work.positions() if work.ids or work.offset else None
-    return _each(lambda x: peer(x.transpose(1, 2), input_pos=at).transpose(1, 2))
-
-
 def complex_multiply(work: Workload) -> Call:
     """Neighbouring channels seen as complex numbers, times a complex64 table."""
     _only(work.interleaved, "interleaved")
@@ -137,15 +128,6 @@ def liger(work: Workload) -> Call:
     if work.training:
         return lambda q, k: rotate(q.clone(), k.clone(), cos, sin)
     return lambda q, k: rotate(q, k, cos, sin)
-
-
-def flash_attn(work: Workload) -> Call:
-    """Its Triton ``apply_rotary_emb``, which wants ``[B, T, H, D]``."""
-    _only(work.device == "cuda" and not work.ids, "CUDA and offset")
-    apply = _load("flash_attn.layers.rotary").apply_rotary_emb
-    cis = truth.cis(work)[0]
-    tables = cis.real.to(work.dtype).contiguous(), cis.imag.to(work.dtype).contiguous()
-    return _each(lambda x: apply(x.transpose(1, 2), *tables, work.interleaved).transpose(1, 2))
 
 
 def norm_then_rotate(work: Workload) -> Call:
@@ -202,10 +184,8 @@ _ROTARY = (
     Contestant("transformers eager", transformers, **_HF),
     Contestant("transformers compiled", _compiled(transformers), **_HF),
     Contestant(_LUCIDRAINS, rotary_embedding_torch, _LUCIDRAINS, float32_angles=True),
-    Contestant("torchtune", torchtune, "torchtune", float32_angles=True),
     Contestant("complex multiply", complex_multiply),
     Contestant("Liger in place", liger, "liger-kernel", in_place=True),
-    Contestant("flash-attn Triton", flash_attn, "flash-attn"),
 )
 _QK_NORM = (
     Contestant("posenc", posenc_qk_norm),

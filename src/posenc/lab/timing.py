@@ -101,7 +101,6 @@ def race(lanes: Sequence[Lane], rounds: int, tell: Callable[[int], None]) -> Non
     worth 5 % on a GPU.
     """
     order, shuffle = list(lanes), random.Random(0).shuffle
-    was_on = gc.isenabled()
     gc.collect()
     gc.disable()
     try:
@@ -111,8 +110,7 @@ def race(lanes: Sequence[Lane], rounds: int, tell: Callable[[int], None]) -> Non
             for lane in order:
                 lane.seconds.append(lane.run(lane.passes) / (lane.passes * lane.calls))
     finally:
-        if was_on:
-            gc.enable()
+        gc.enable()
 
 
 def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
