@@ -107,7 +107,8 @@ def _read(folder: Path) -> tuple[Plan, dict[str, Any]]:
         results = files.read_json("compare", path)
         if not results.keys() >= {"posenc", "plan", "text", "units"}:
             raise ValueError
-        options = {k: tuple(v) if type(v) is list else v for k, v in results["plan"].items()}
+        options: dict[str, Any] = results["plan"]
+        options = {k: tuple(v) if type(v) is list else v for k, v in options.items()}
         return Plan(**options), results
     except (AttributeError, TypeError, ValueError):
         raise ValueError(
