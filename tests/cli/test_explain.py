@@ -229,7 +229,7 @@ def test_json_has_the_same_facts(run):
     (alibi,) = json.loads(run(BLOOM, "--json").stdout)["layers"]
     assert alibi["kind"] == "ALiBi"
     assert alibi["slopes"] == posenc.ALiBi(16).slopes.tolist()
-    assert alibi["python"] == "posenc.ALiBi(16)"
+    assert alibi["python"] == "posenc.ALiBi.from_model('bloom', num_heads=16, bias_max=8.0)"
     (long,) = json.loads(run(PHI3, "--json").stdout)["layers"]
     assert repr(tuple(FACTORS)) in long["arguments"]["scaling"]["value"]
 

@@ -88,20 +88,17 @@ def compare(
     if quick:
         given = QUICK | given
     stopped = False
+    if resume:
+        run = Run.resume(output)
+        _check_same(run, given)
+    else:
+        run = Run(output, Plan(**given), shlex.join(["posenc", *sys.argv[1:]]))
+        run.begin(overwrite=overwrite)
     try:
-        if resume:
-            run = Run.resume(output)
-            _check_same(run, given)
-        else:
-            run = Run(output, Plan(**given), shlex.join(["posenc", *sys.argv[1:]]))
-            run.begin(overwrite=overwrite)
-        try:
-            with _print.progress() as tell:
-                run.go(tell)
-        except KeyboardInterrupt:
-            stopped = True
-    except OSError as wrong:
-        raise ValueError(f"{output} cannot be written: {wrong.strerror}.") from None
+        with _print.progress() as tell:
+            run.go(tell)
+    except KeyboardInterrupt:
+        stopped = True
     written = _draw(run)
     if as_json:
         typer.echo(json.dumps(run.results, indent=1))

@@ -116,15 +116,14 @@ def _explained(part: Any, seq_len: int | None) -> Explanation:
     if isinstance(part, configs.Buckets):
         return Explanation(_T5, None, arguments, {}, None, f"posenc has no module for {_T5}")
     if isinstance(part, configs.Alibi):
-        alibi, python = ALiBi(part.num_heads, bias_max=part.bias_max), f"({part.num_heads})"
-        if part.bias_max != 8:
-            python = f"({part.num_heads}, bias_max={part.bias_max})"
-        if part.model == "falcon":
-            alibi = ALiBi.from_model("falcon", part.num_heads, head_dim=part.head_dim)
-            python = f".from_model('falcon', {part.num_heads}, head_dim={part.head_dim})"
-        slopes = {"slopes": alibi.slopes.tolist()}
-        build = "posenc.ALiBi.from_config(config)"
-        return Explanation("ALiBi", None, arguments, slopes, f"posenc.ALiBi{python}", build)
+        given = {name: value for name, (value, _) in arguments.items()}
+        words = [repr(part.model), *(f"{name}={value}" for name, value in given.items())]
+        slopes = {"slopes": ALiBi.from_model(part.model, **given).slopes.tolist()}
+        python, build = (
+            f"posenc.ALiBi.from_model({', '.join(words)})",
+            "posenc.ALiBi.from_config(config)",
+        )
+        return Explanation("ALiBi", None, arguments, slopes, python, build)
     if isinstance(part, configs.Learned):
         python = build = f"posenc.LearnedPosEmbedding({part.max_len}, {part.embed_dim})"
         if part.offset:

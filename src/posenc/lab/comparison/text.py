@@ -38,22 +38,18 @@ class Text(NamedTuple):
 
 def load(file: Path | None = None) -> Text:
     """The text of ``file``, or the built-in one."""
-    content = tales() if file is None else _read(file)
+    if file is None:
+        content = tales()
+    else:
+        # A device or a pipe may have no end, and a run that is resumed must find the text again.
+        with files.open_regular("compare --text", file) as opened:
+            content = opened.read()
     symbols = torch.frombuffer(bytearray(content or b"\n"), dtype=torch.uint8)
     distinct, symbols = torch.unique(symbols, return_inverse=True)
     cut = round(0.9 * len(symbols))
     digest = hashlib.sha256(content).hexdigest()
     name = "the built-in tales" if file is None else file.name
     return Text(name, symbols[:cut], symbols[cut:], len(distinct), digest)
-
-
-def _read(file: Path) -> bytes:
-    # A device or a pipe may have no end, and a run that is resumed must find the same text again.
-    try:
-        with files.open_regular("compare --text", file) as opened:
-            return opened.read()
-    except OSError as wrong:
-        raise ValueError(f"--text {file} cannot be read: {wrong.strerror}.") from None
 
 
 @lru_cache(maxsize=1)
