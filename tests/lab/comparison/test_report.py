@@ -122,15 +122,16 @@ def test_a_dollar_in_the_name_of_a_text_is_drawn_as_it_is(results):
     assert rb"$\frac$.txt" in image(report.overview(TINY, named), ".svg")
 
 
-def test_the_sheet_labels_every_line_at_its_end(results):
+def test_the_sheet_names_every_line_beside_it(results):
     sheet = report.overview(TINY, results)
     sheet.canvas.draw()
     by_length = sheet.axes[0]
-    labels = {text.get_text(): text for text in by_length.texts}
-    for row in results["summary"]:
-        box = labels[row["label"]].get_window_extent()
-        assert box.x0 >= by_length.get_window_extent().x1
-        assert box.x1 <= sheet.bbox.x1 + 1
+    legend = by_length.get_legend()
+    assert {text.get_text() for text in legend.texts} == {
+        row["label"] for row in results["summary"]
+    }
+    assert legend.get_window_extent().x0 >= by_length.get_window_extent().x1
+    assert legend.get_window_extent().x1 <= sheet.bbox.x1 + 1
     assert image(sheet, ".svg").startswith(b"<?xml")
 
 

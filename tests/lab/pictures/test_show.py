@@ -18,14 +18,14 @@ VIEWS = {
 
 @pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
 def test_every_view_is_drawn_without_a_word_cut_off(view):
-    """Labels beside the axes are the legend: they must be on the sheet."""
+    """Legends are beside the axes, and must be on the sheet."""
     figure = show.figure(view)
     figure.draw_without_rendering()
     sheet = figure.bbox
     titled = [ax for ax in figure.axes if ax.get_title(loc="left")]
     assert len(titled) == 4
     for ax in titled:
-        for text in ax.texts:
+        for text in (*ax.texts, *([ax.get_legend()] if ax.get_legend() else [])):
             box = text.get_window_extent()
             assert box.x0 >= sheet.x0 - 1, text
             assert box.x1 <= sheet.x1 + 1, text

@@ -1,25 +1,20 @@
 import base64
-import itertools
 import xml.etree.ElementTree as ElementTree
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from posenc.lab.pictures import style
 
 
-@given(st.lists(st.floats(0, 1), min_size=1, max_size=8), st.floats(0.01, 0.1))
-def test_labels_are_pushed_apart_and_keep_their_order(heights, apart):
-    """Direct labels replace a legend only if none hides another or changes places with it."""
-    moved = style.push_apart(heights, apart)
-    order = sorted(range(len(heights)), key=lambda i: heights[i])
-    ranked = [moved[i] for i in order]
-    assert all(b - a >= apart - 1e-9 for a, b in itertools.pairwise(ranked))
-
-
-def test_labels_that_have_room_stay():
-    assert style.push_apart([0.9, 0.1, 0.5], 0.1) == pytest.approx([0.9, 0.1, 0.5])
+def test_a_legend_names_the_lines_that_have_a_label():
+    ax = style.figure(3, 2).subplots()
+    ax.plot([0, 1], [0, 1], label="")
+    style.legend(ax)
+    assert ax.get_legend() is None
+    ax.plot([0, 1], [1, 0], label="down", color=style.INK)
+    style.legend(ax)
+    (text,) = ax.get_legend().texts
+    assert (text.get_text(), text.get_color()) == ("down", style.INK)
 
 
 def drawing():

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from posenc.lab.pictures.style import FAINT, INK, SERIES, figure, label_ends, note, plain
+from posenc.lab.pictures.style import FAINT, INK, SERIES, figure, legend, note, plain
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -65,7 +65,7 @@ class Heat:
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """Lines, each with its label at its end."""
+    """Lines, named in a legend."""
 
     title: str
     x: str
@@ -103,18 +103,13 @@ class Chart:
             ax.minorticks_off()
         has_markers = self.dots or self.lines[0].marker
         ax.margins(x=0.1 if has_markers else 0, y=0.12)
-        farthest, ends = max(line.x[-1] for line in self.lines), []
         look = {"ms": 4, "ls": ""} if self.dots else {"ms": 6, "lw": 1.6}
         for line, usual in zip(self.lines, cycle(SERIES), strict=False):
             colour = line.colour or usual
             marker = line.marker or ("o" if self.dots else None)
-            ax.plot(line.x, line.y, color=colour, marker=marker, **look)
+            ax.plot(line.x, line.y, color=colour, marker=marker, label=line.label, **look)
             if line.band:
                 ax.fill_between(line.x, *line.band, color=colour, alpha=0.18, lw=0)
-            if line.x[-1] == farthest or self.square:
-                ends.append((line.y[-1], line.label, colour))
-            else:
-                note(ax, line.label, (line.x[-1], line.y[-1]), (4, 2), color=colour)
         for x, y, word in zip(self.lines[0].x, self.lines[0].y, self.words, strict=False):
             note(ax, word, (x, y), (-8, 7))
         shade: dict[str, Any] = {"color": FAINT, "alpha": 0.45, "lw": 0}
@@ -125,13 +120,13 @@ class Chart:
             ax.axhspan(height, high, **shade)
             ax.set_ylim(low, high)
             ax.text(0.02, 0.97, words, transform=ax.transAxes, va="top", fontsize=8, color=INK)
-        if self.right is not None and self.right[0] < farthest:
+        if self.right is not None and self.right[0] < max(line.x[-1] for line in self.lines):
             left, right = ax.get_xlim()
             ax.axvspan(self.right[0], right, **shade)
             ax.set_xlim(left, right)
             top = {"xycoords": ("data", "axes fraction"), "ha": "right", "va": "top"}
             note(ax, self.right[1], (self.right[0], 1), (-4, -2), **top)
-        label_ends(ax, ends)
+        legend(ax)
 
     def text(self, columns: int) -> str:
         """The same in characters."""

@@ -1,11 +1,10 @@
-"""The look of every picture: colours that differ for every eye, labels on the lines themselves."""
+"""The look of every picture: colours that differ for every eye, and words in the same colours."""
 
 from __future__ import annotations
 
 import base64
 import html
 import io
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -49,30 +48,11 @@ def note(ax: Axes, text: str, at: tuple[float, float], by: tuple[int, int], **ho
     ax.annotate(text, at, xytext=by, textcoords="offset points", **{**usual, **how})
 
 
-def label_ends(ax: Axes, ends: Sequence[tuple[float, str, str]], *, size: float = 8.5) -> None:
-    """Write right of the axes, for each height, a text in a colour, pushed apart if need be."""
-    # A line of text and some air, in parts of the axes' height; layout will take a tenth of that.
-    apart = 1.35 * size / (0.9 * ax.bbox.height / ax.figure.dpi * 72)
-    low, high = ax.get_ylim()
-    scale = ax.transData.transform
-    span = scale((0, high))[1] - scale((0, low))[1]
-    heights = [(scale((0, y))[1] - scale((0, low))[1]) / span for y, _, _ in ends]
-    look: dict[str, Any] = {"xycoords": "axes fraction", "va": "center", "fontsize": size}
-    for (_, text, colour), height in zip(ends, push_apart(heights, apart), strict=True):
-        note(ax, text, (1, height), (6, 0), color=colour, **look)
-
-
-def push_apart(heights: Sequence[float], apart: float) -> list[float]:
-    """Heights moved until they are ``apart``, in their order: down from the top, then up from 0."""
-    moved, ceiling, floor = list(heights), 1.0, 0.0
-    order = sorted(range(len(heights)), key=lambda i: heights[i])
-    for i in reversed(order):
-        moved[i] = min(moved[i], ceiling)
-        ceiling = moved[i] - apart
-    for i in order:
-        moved[i] = max(moved[i], floor)
-        floor = moved[i] + apart
-    return moved
+def legend(ax: Axes) -> None:
+    """Name the lines that have a label right of the axes, in their colours."""
+    if ax.get_legend_handles_labels()[0]:
+        look: dict[str, Any] = {"labelcolor": "linecolor", "frameon": False, "fontsize": 8.5}
+        ax.legend(loc="upper left", bbox_to_anchor=(1, 1), handlelength=1, **look)
 
 
 def image(picture: Figure, suffix: str) -> bytes:
