@@ -246,8 +246,8 @@ def test_a_damaged_results_file_is_one_line_and_stays(run, tmp_path, flag, conte
     done = run("-o", tmp_path, *TINY, flag)
     assert done.exit_code == 2
     assert done.stderr == (
-        f"posenc: {tmp_path / 'results.json'} is damaged, or not of this version of posenc compare: "
-        "move it away, or name another folder with -o.\n"
+        f"posenc: {tmp_path / 'results.json'} is damaged, or not of this version of "
+        "posenc compare: move it away, or name another folder with -o.\n"
     )
     assert (tmp_path / "results.json").read_text() == content
 

@@ -13,7 +13,6 @@ from typer.testing import CliRunner
 
 import posenc.cli
 from posenc.cli import _print
-from posenc.cli import convert as command
 from posenc.interop.checkpoints import Heads, permute
 
 SIZES = ["--num-heads", "4", "--num-kv-heads", "2", "--head-dim", "8"]
@@ -91,7 +90,7 @@ def test_the_bar_advances_and_shows_names_as_they_are(terminal):
     """Names are a stranger's: a link or an escape in them is text."""
     with _print.progress(background=False) as tell:
         for percent in (7, 39, 84):
-            tell(command._short("[link=http://x]q[/link]\x1b[2J"), percent / 100)
+            tell("[link=http://x]q[/link]\x1b[2J", percent / 100)
             assert f" {percent}%" in terminal.getvalue()
     assert "[link=http://x]q[/link]\\x1b[2J" in terminal.getvalue()
 

@@ -52,7 +52,7 @@ def progress(title: str = "", *, background: bool = True) -> Iterator[Callable[[
     with Progress(*columns, console=console, **shown) as bar:
         task = bar.add_task("", total=1.0)
         yield lambda message, done: bar.update(
-            task, description=f"{title}{message}", completed=done, refresh=not background
+            task, description=title + printable(message), completed=done, refresh=not background
         )
 
 

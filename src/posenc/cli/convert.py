@@ -50,7 +50,7 @@ def convert(
     given = {name: value for name, value in context.params.items() if name != "json_"}
     _interrupt_on_signals()
     with _print.progress() as tell:
-        report = checkpoints.convert(**given, tell=lambda name, done: tell(_short(name), done))
+        report = checkpoints.convert(**given, tell=tell)
     if json_:
         typer.echo(json.dumps(report.as_dict(), indent=1))
         return
@@ -72,8 +72,3 @@ def _interrupt_on_signals() -> None:
         # A signal that is ignored, under nohup for example, stays ignored.
         if number and signal.getsignal(number) == signal.SIG_DFL:
             signal.signal(number, signal.default_int_handler)
-
-
-def _short(name: str) -> str:
-    name = printable(name)
-    return name if len(name) <= 60 else name[:57] + "..."

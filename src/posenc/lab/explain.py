@@ -163,5 +163,4 @@ def _code(value: Any) -> str:
 
 def _with_source(fact: Fact) -> dict[str, Any]:
     value, source = fact
-    plain = value is None or isinstance(value, (bool, int, float, str, tuple))
-    return {"value": value if plain else repr(value), "from": source}
+    return {"value": _code(value) if is_dataclass(value) else value, "from": source}

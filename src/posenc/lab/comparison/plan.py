@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import cycle
 from typing import Literal, NamedTuple
 
 from torch import nn
@@ -72,10 +71,7 @@ ENCODINGS = {
 COMPARED = ("none", "sinusoidal", "learned", "rope", "rope-yarn", "alibi")
 # Okabe and Ito's colours and a grey differ for every eye; with markers, colour is never alone.
 _COLOURS = "#8c8c8c #e69f00 #d55e00 #0072b2 #56b4e9 #cc79a7 #7d6bb0 #009e73".split()
-LOOKS = {
-    name: (colour, marker)
-    for name, colour, marker in zip(ENCODINGS, cycle(_COLOURS), cycle("os^Dv<>oPX*"), strict=False)
-}
+LOOKS = dict(zip(ENCODINGS, zip(_COLOURS, "os^Dv<>o", strict=True), strict=True))
 
 
 class Unit(NamedTuple):

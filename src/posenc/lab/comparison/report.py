@@ -45,20 +45,18 @@ def charts(plan: Plan, rows: Rows) -> dict[str, Chart]:
         by_length.append(_line(name, plan.lengths, row["tail"], **marked))
         middles = [(i + 0.5) * plan.longest / len(losses) for i in range(len(losses))]
         by_position.append(_line(name, middles, losses))
-        # Encodings that share a training share a line.
-        training[_trained_as(row)] = _line(_trained_as(row), curve["step"], curve["loss"])
-    # The first fall is the same for all, and would hide the rest.
-    settled = [loss for line in training.values() for loss in line.y[len(line.y) // 10 :]]
-    low, high = min(settled), max(settled)
-    room = max(high - low, 0.1)
-    heights = (low - 0.05 * room, high + 0.15 * room)
+        # Encodings that share a training share a line. The first fall is the same for all, and
+        # would hide the rest.
+        first = len(curve["step"]) // 10
+        settled = curve["step"][first:], curve["loss"][first:]
+        training[_trained_as(row)] = _line(_trained_as(row), *settled)
     nats = partial(Chart, y="nats per symbol")
     at_length = "Loss of the last symbols, by length of the sequence"
     at_position = f"Loss at each position of {plan.longest} symbols"
     return {
         "by_length": nats(at_length, "symbols", lines=by_length, log="x", right=right, ticks=names),
         "by_position": nats(at_position, "position", lines=by_position, right=right),
-        "training": nats("While training", "step", lines=[*training.values()], heights=heights),
+        "training": nats("While training", "step", lines=[*training.values()]),
     }
 
 

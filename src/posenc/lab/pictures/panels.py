@@ -85,8 +85,6 @@ class Chart:
     square: bool = False
     # Names of the places across that are marked, instead of numbers.
     ticks: dict[int, str] | None = None
-    # The heights that are shown, if not all.
-    heights: tuple[float, float] | None = None
 
     def draw(self, ax: Axes) -> None:
         """Draw on these axes."""
@@ -96,8 +94,6 @@ class Chart:
             ax.set(**{f"{self.log}scale": "log", f"{self.log}label": f"{words}, log scale"})
         if self.square:
             ax.set_aspect("equal")
-        if self.heights:
-            ax.set_ylim(self.heights)
         if self.ticks:
             ax.set_xticks(list(self.ticks), list(self.ticks.values()))
             ax.minorticks_off()
