@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from posenc.lab.pictures.style import FAINT, INK, SERIES, figure, legend, note, plain
+from posenc.lab.pictures.style import FAINT, INK, SERIES, figure, legend, plain
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -73,10 +73,8 @@ class Chart:
     lines: Sequence[Line]
     # The axis on which equal steps are equal ratios: x, y or none.
     log: str = ""
-    # A height above which the background is shaded, and what that means.
-    above: tuple[float, str] | None = None
-    # A place right of which it is shaded, and its name.
-    right: tuple[float, str] | None = None
+    # An axis, x or y, a place on it from which on the background is shaded, and what that means.
+    shaded: tuple[str, float, str] | None = None
     # Whether points are drawn instead of lines between them.
     dots: bool = False
     # One for each point of the first line.
@@ -107,27 +105,30 @@ class Chart:
             if line.band:
                 ax.fill_between(line.x, *line.band, color=colour, alpha=0.18, lw=0)
         for x, y, word in zip(self.lines[0].x, self.lines[0].y, self.words, strict=False):
-            note(ax, word, (x, y), (-8, 7))
-        shade: dict[str, Any] = {"color": FAINT, "alpha": 0.45, "lw": 0}
-        if self.above is not None:
-            height, words = self.above
-            ax.axhline(height, color=INK, lw=1, ls=(0, (4, 3)))
-            low, high = ax.get_ylim()
-            ax.axhspan(height, high, **shade)
-            ax.set_ylim(low, high)
-            ax.text(0.02, 0.97, words, transform=ax.transAxes, va="top", fontsize=8, color=INK)
-        if self.right is not None and self.right[0] < max(line.x[-1] for line in self.lines):
-            left, right = ax.get_xlim()
-            ax.axvspan(self.right[0], right, **shade)
-            ax.set_xlim(left, right)
-            top = {"xycoords": ("data", "axes fraction"), "ha": "right", "va": "top"}
-            note(ax, self.right[1], (self.right[0], 1), (-4, -2), **top)
+            ax.annotate(word, (x, y), (-8, 7), textcoords="offset points", fontsize=8, color=INK)
+        if self.shaded is not None:
+            self._shade(ax, *self.shaded)
         legend(ax)
+
+    def _shade(self, ax: Axes, axis: str, place: float, words: str) -> None:
+        limits = ax.get_xlim() if axis == "x" else ax.get_ylim()
+        if place < limits[1]:
+            span = ax.axvspan if axis == "x" else ax.axhspan
+            span(place, limits[1], color=FAINT, alpha=0.45, lw=0)
+            ax.set(**{f"{axis}lim": limits})
+            look: dict[str, Any] = {
+                "transform": ax.transAxes,
+                "va": "top",
+                "fontsize": 8,
+                "color": INK,
+            }
+            ax.text(0.02, 0.97, f"shaded: {words}", **look)
 
     def text(self, columns: int) -> str:
         """The same in characters."""
         width = min(columns, 40) if self.square else columns
-        drawn = chart(self.lines, columns=width, mark=self.above, log=self.log)
+        mark = self.shaded[1:] if self.shaded and self.shaded[0] == "y" else None
+        drawn = chart(self.lines, columns=width, mark=mark, log=self.log)
         words = f"{self.title}, {self.x} across" + f", {self.log} on a log scale" * bool(self.log)
         return f"{words}:\n{drawn}"
 

@@ -235,12 +235,12 @@ def _added(table: Tensor) -> tuple[Heat, Heat]:
 def _by_rate(found: Sequence[Rotation], trained: int, farthest: int) -> tuple[Chart, Chart]:
     """Wavelengths of all pairs, and scores at all distances."""
     waves = [_by_pair(each, math.tau / each.rates) for each in found]
-    above = (trained, f"above: no full turn in the trained context, {trained}")
+    above = ("y", trained, f"no full turn in the trained context, {trained}")
     lines = [_line(each.label, *scores(each, farthest)) for each in found]
-    right = (trained, "trained\ncontext")
+    right = ("x", trained, "past the trained context")
     return (
-        Chart("Positions for a full turn", "pair", "positions", waves, log="y", above=above),
-        Chart("Score of equal vectors, q·k / D", "distance", "", lines, log="x", right=right),
+        Chart("Positions for a full turn", "pair", "positions", waves, log="y", shaded=above),
+        Chart("Score of equal vectors, q·k / D", "distance", "", lines, log="x", shaded=right),
     )
 
 

@@ -42,12 +42,6 @@ def plain(ax: Axes, title: str, x: str, y: str) -> None:
     ax.patch.set_alpha(0)
 
 
-def note(ax: Axes, text: str, at: tuple[float, float], by: tuple[int, int], **how: Any) -> None:
-    """Write ``text`` so many points from a place, outside of the axes too."""
-    usual: dict[str, Any] = {"fontsize": 8, "color": INK, "annotation_clip": False}
-    ax.annotate(text, at, xytext=by, textcoords="offset points", **{**usual, **how})
-
-
 def legend(ax: Axes) -> None:
     """Name the lines that have a label right of the axes, in their colours."""
     if ax.get_legend_handles_labels()[0]:
