@@ -109,9 +109,9 @@ def compare(
         if seen := report.sentence(run.plan, run.results["summary"]):
             typer.echo(seen)
     if stopped:
-        done, all_ = len(run.results["units"]), len(run.plan.units())
+        done = f"{len(run.results['units'])} of {len(run.plan.units())} trainings"
         again = shlex.join(["posenc", "compare", "--resume", "-o", str(output)])
-        typer.echo(f"posenc: stopped after {done} of {all_} trainings; {again} goes on", err=True)
+        typer.echo(f"posenc: stopped after {done}; {again} goes on", err=True)
         raise typer.Exit(130)
 
 

@@ -47,7 +47,7 @@ def explain(
 def _show(found: lab.Report) -> None:
     for part in found.parts:
         rows = [(name, *fact) for name, fact in part.arguments.items()]
-        rows += [(name, value, "") for name, value in part.summary().items()]
+        rows += [(name, value, "") for name, value in part.numbers.items() if name != "inv_freq"]
         rows.append(("build", part.build, ""))
         _table(part.kind if part.layer_type is None else f"{part.kind}, {part.layer_type}", rows)
     facts = {name: fact for name, fact in found.facts.items() if fact is not None}

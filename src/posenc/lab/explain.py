@@ -31,15 +31,6 @@ class Explanation:
     # How to build it from the config, or why posenc cannot.
     build: str
 
-    def summary(self) -> dict[str, Any]:
-        """What a reader wants to know of the numbers."""
-        said = dict(self.numbers)
-        rates = [rate for rate in said.pop("inv_freq", ()) if rate > 0]
-        if rates:
-            fast, slow = math.tau / max(rates), math.tau / min(rates)
-            said["wavelengths"] = f"{fast:.4g} to {slow:.6g} tokens"
-        return said
-
 
 @dataclass(frozen=True, slots=True)
 class Report:
@@ -139,10 +130,10 @@ def _rotary(part: configs.Rotary, seq_len: int | None) -> Explanation:
     given, sources = part.recipe.arguments(), part.recipe.sources
     rope = RoPE(max_seq_len=None, **given)
     arguments = {name: (value, sources.get(name, "default")) for name, value in given.items()}
-    numbers = {
-        "attention_factor": rope.attention_factor(seq_len),
-        "inv_freq": rope.inv_freq(seq_len).tolist(),
-    }
+    rates = rope.inv_freq(seq_len).tolist()
+    numbers = {"attention_factor": rope.attention_factor(seq_len), "inv_freq": rates}
+    if waves := [math.tau / rate for rate in rates if rate > 0]:
+        numbers["wavelengths"] = f"{min(waves):.4g} to {max(waves):.6g} tokens"
     words = [str(given.pop("head_dim")), "max_seq_len=None"]
     words += [f"{name}={_code(given[name])}" for name in given if given[name] != _USUAL.get(name)]
     layer = "" if part.layer_type is None else f", layer_type={part.layer_type!r}"

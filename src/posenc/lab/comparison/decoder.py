@@ -30,7 +30,7 @@ class Decoder(nn.Module):
             self.blocks = nn.ModuleList(_Block(plan.width, plan.heads) for _ in range(plan.layers))
             self.norm = nn.LayerNorm(plan.width)
             self.head = nn.Linear(plan.width, symbols, bias=False)
-            for weight in (p for p in (*self.blocks.parameters(), self.head.weight) if p.dim() > 1):
+            for weight in self._matrices():
                 nn.init.normal_(weight, std=0.02)
             self.position = ENCODINGS[encoding].build(plan, plan.train_length)
 
@@ -55,13 +55,15 @@ class Decoder(nn.Module):
 
         A learned row that no gradient reaches must stay as it was made.
         """
-        tables = [*self.embedding.parameters(), *self.position.parameters()]
-        others = [p for part in (self.blocks, self.norm, self.head) for p in part.parameters()]
-        vectors = [p for p in others if p.dim() == 1]
+        matrices = self._matrices()
+        others = [p for p in self.parameters() if all(p is not matrix for matrix in matrices)]
         return [
-            {"params": [p for p in others if p.dim() > 1], "weight_decay": decay},
-            {"params": [*tables, *vectors], "weight_decay": 0.0},
+            {"params": matrices, "weight_decay": decay},
+            {"params": others, "weight_decay": 0.0},
         ]
+
+    def _matrices(self) -> list[Tensor]:
+        return [p for p in (*self.blocks.parameters(), self.head.weight) if p.dim() > 1]
 
 
 class _Block(nn.Module):

@@ -36,7 +36,7 @@ def overview(plan: Plan, results: dict[str, Any]) -> Figure:
 
 def charts(plan: Plan, rows: Rows) -> dict[str, Chart]:
     """Loss by length of the sequence, by position of the longest one, and while training."""
-    longer = {"shaded": ("x", plan.train_length, "longer than in training")}
+    past = ("x", plan.train_length, "longer than in training")
     names = {n: f"{n}\n{times} ×" for times, n in zip(plan.times, plan.lengths, strict=True)}
     by_length, by_position, training = [], [], {}
     for row in rows:
@@ -54,8 +54,8 @@ def charts(plan: Plan, rows: Rows) -> dict[str, Chart]:
     at_length = "Loss of the last symbols, by length of the sequence"
     at_position = f"Loss at each position of {plan.longest} symbols"
     return {
-        "by_length": nats(at_length, "symbols", lines=by_length, log="x", ticks=names, **longer),
-        "by_position": nats(at_position, "position", lines=by_position, **longer),
+        "by_length": nats(at_length, "symbols", lines=by_length, log="x", shaded=past, ticks=names),
+        "by_position": nats(at_position, "position", lines=by_position, shaded=past),
         "training": nats("While training", "step", lines=[*training.values()]),
     }
 

@@ -201,14 +201,13 @@ def _rotary(
     """Angles of the first rule, if there is one, and all rotations side by side."""
     shown, named = found[0], ""
     last = _circles(shown.rates, min(length, 24))
-    moving = [each for each in found if each.rates.any()]
     if len(found) > 1:
         shown, named = found[1], f", {found[1].label}"
-        slower = [_by_pair(each, found[0].rates / each.rates) for each in moving]
+        slower = [_by_pair(each, found[0].rates / each.rates) for each in found]
         last = Chart("How many times slower each pair rotates", "pair", "", slower)
     cos = (torch.arange(length)[:, None] * shown.rates).cos() * shown.gain
     heat = Heat(f"Cosines of the angles{named}", "pair", "position", cos)
-    panels = (heat, *_by_rate(moving, trained, longest), last)
+    panels = (heat, *_by_rate(found, trained, longest), last)
     title = f"RoPE: queries and keys rotated, {dim} channels, base {base:g}"
     return View(title, panels, _numbers("rope", dim, base, trained, found))
 
