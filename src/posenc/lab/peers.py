@@ -58,19 +58,14 @@ def contestants(work: Workload, *, peers: bool = True) -> list[Contestant]:
 
 def posenc_forward(work: Workload) -> Call:
     """``RoPE.forward``: new tensors, positions checked, table rows picked."""
-    rope, offset = _rope(work), work.offset
-    if work.ids:
-        ids = work.positions()
-        return lambda q, k: rope(q, k, position_ids=ids)
-    return lambda q, k: rope(q, k, offset)
+    return partial(_rope(work), **_positions(work))
 
 
 def posenc_in_place(work: Workload) -> Call:
     """``functional.rotate_qk_``: q and k in one pass, where they stand."""
     _only(not work.training, "without gradients")
     rope = _rope(work)
-    at = {"position_ids": work.positions()} if work.ids else {"offset": work.offset}
-    rotate: Any = partial(functional.rotate_qk_, **at, interleaved=work.interleaved)
+    rotate: Any = partial(functional.rotate_qk_, interleaved=work.interleaved, **_positions(work))
     return lambda q, k: rotate(q, k, rope.cos_cached, rope.sin_cached)
 
 
@@ -158,6 +153,10 @@ def _each(rotate: Callable[[Tensor], Tensor]) -> Call:
 def _rope(work: Workload) -> nn.RoPE:
     rope = nn.RoPE(work.dim, work.max_seq_len, BASE, interleaved=work.interleaved)
     return rope.to(work.device)
+
+
+def _positions(work: Workload) -> dict[str, Any]:
+    return {"position_ids": work.positions()} if work.ids else {"offset": work.offset}
 
 
 def _load(module: str) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import math
 import random
 import statistics
 import time
@@ -32,13 +31,10 @@ class Lane:
     seconds: list[float] = field(default_factory=list)
 
     def calibrate(self, least: float) -> None:
-        """Warm up, then choose the passes of a round so that it takes ``least`` seconds."""
+        """Warm up, then double the passes of a round until it takes ``least`` seconds."""
         self.run(2)
-        once = max(self.run(1), 1e-7)
-        # One pass is a poor estimate of a fast one: it carries the clock and a cold cache.
-        some = math.ceil(least / once / 8)
-        once = self.run(some) / some
-        self.passes = math.ceil(least / max(once, 1e-9))
+        while self.run(self.passes) < least:
+            self.passes *= 2
 
 
 def loop_lane(name: str, steps: Sequence[Step], *, device: str, grad: bool) -> Lane:
