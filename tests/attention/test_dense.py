@@ -6,7 +6,7 @@ from torch.autograd import forward_ad
 
 import oracles
 from posenc import ALiBi
-from posenc.attention import alibi_attention, chunked
+from posenc.attention import alibi_attention
 from posenc.functional import alibi_slopes
 
 DOCUMENTS = torch.tensor([0, 0, 0, 1, 1, 1, 1, -1, -1])
@@ -126,14 +126,3 @@ def test_an_exported_program_holds_operations_of_torch_alone():
 def test_a_bound_of_another_shape_is_refused(bound):
     with pytest.raises(ValueError, match="score_bound must be for"):
         alibi_attention(*qkv(), SLOPES, score_bound=bound)
-
-
-def test_pieces_refuse_a_gradient_that_they_do_not_have():
-    """Not zero in silence, for whoever comes to the op by another way."""
-    q, k, v = qkv()
-    at = torch.arange(2, 9)[None]
-    low = torch.zeros(1, 1, 7, dtype=torch.int64)
-    plan = at, torch.zeros_like(at), at, low, at[None]
-    out = chunked.attend(q, k, v, *plan, SLOPES[None].clone().requires_grad_(), 8**-0.5)
-    with pytest.raises(RuntimeError, match="nothing but q, k and v"):
-        out.sum().backward()

@@ -115,8 +115,7 @@ def alibi_attention(
             prune = not chunked.is_dense(q, k)
         plan = Plan(slopes.detach(), ends, bound, scale, causal, prune)
         seen, low, high = needed_keys(q, k, start, plan)
-        # Not detached: the op raises for a gradient to the slopes, where zero would be wrong.
-        wide_slopes = torch.atleast_2d(slopes).to(torch.promote_types(q.dtype, torch.float32))
+        wide_slopes = torch.atleast_2d(plan.slopes).to(torch.promote_types(q.dtype, torch.float32))
         out = chunked.attend(q, k, v, *seen, low, high, wide_slopes, scale)
     if ids is not None:
         own = spans(queries, keys, causal=causal, offset=start, device=device).own

@@ -1,20 +1,20 @@
 """ALiBi attention in plain torch, a few queries of one head at a time: memory O(L).
 
 It is a custom op, ``posenc::alibi_chunked``, because the sizes of its pieces depend on values,
-which a compiler cannot trace. Its backward recomputes every piece: nothing of size ``Q × K`` is
-saved.
+which a compiler cannot trace. :func:`alibi_attention` checks its arguments, and calls it only
+where the slopes need no gradient. Its backward recomputes every piece: nothing of size ``Q × K``
+is saved.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from posenc._contract import checks
 from posenc._contract.tracing import has_native_bf16
 from posenc.kernels.ops import define_op
 from posenc.numerics.spans import Spans
@@ -26,21 +26,8 @@ CHUNK, MIN_CHUNK, SCORES = 256, 32, 2**21
 DENSE_SCORES, DENSE_KEYS = 2**20, 2**18
 
 Gradients = tuple[Tensor, Tensor, Tensor]
-
-
-class _Piece(NamedTuple):
-    """Some queries of some heads, the keys they need, and the bias between them."""
-
-    heads: slice
-    kv_heads: slice
-    rows: slice
-    keys: slice
-    bias: Tensor
-
-    def take(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The queries, keys and values of this piece."""
-        key_rows = (slice(None), self.kv_heads, self.keys)
-        return q[:, self.heads, self.rows], k[key_rows], v[key_rows]
+_Index = tuple[slice, ...]
+_ALL: _Index = (slice(None),)
 
 
 def is_dense(q: Tensor, k: Tensor) -> bool:
@@ -50,15 +37,15 @@ def is_dense(q: Tensor, k: Tensor) -> bool:
     return few_keys and heads * queries * keys <= DENSE_SCORES
 
 
-def _pieces(q: Tensor, k: Tensor, *plan: Tensor) -> Iterator[_Piece]:
-    """All queries of all heads, each piece with the keys that it needs."""
+def _pieces(q: Tensor, k: Tensor, *plan: Tensor) -> Iterator[tuple[_Index, _Index, Tensor]]:
+    """Cut the work in pieces: where the queries are in ``q``, their keys in ``k``, and the bias."""
     own, first, last, low, high, slopes = plan
     (_, heads, queries, _), keys = q.shape, k.shape[2]
     seen = Spans(*(x[:, None, :, None].int() for x in (own, first, last)))
     if is_dense(q, k):
         distance, mask = _distance_and_mask(0, keys, seen, slopes.dtype)
         bias = torch.addcmul(mask, distance, slopes[..., None, None], value=-1)
-        yield _Piece(slice(None), slice(None), slice(None), slice(None), bias)
+        yield _ALL, _ALL, bias
         return
     size = max(MIN_CHUNK, min(CHUNK, SCORES // keys))
     for n, ranges in enumerate(_key_ranges(low, high, heads, keys, size)):
@@ -72,7 +59,8 @@ def _pieces(q: Tensor, k: Tensor, *plan: Tensor) -> Iterator[_Piece]:
             slope = slopes[:, head, None, None, None]
             bias = torch.addcmul(mask[..., inner], distance[..., inner], slope, value=-1)
             kv_head = head * k.shape[1] // heads
-            yield _Piece(slice(head, head + 1), slice(kv_head, kv_head + 1), rows, each, bias)
+            key_index = slice(None), slice(kv_head, kv_head + 1), each
+            yield (slice(None), slice(head, head + 1), rows), key_index, bias
         # Free these before the next are allocated.
         del distance, mask, bias
 
@@ -114,30 +102,17 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float) -> Tensor
     return out.to(q.dtype)
 
 
-def _check(q: Tensor, k: Tensor, v: Tensor, *plan: Any) -> None:
-    """Refuse shapes that would leave part of the result unwritten: users can call the op."""
-    *queries, slopes, _ = plan
-    batch, heads, length, width = q.shape
-    fits = k.shape == (batch, k.shape[1], v.shape[2], width) and k.shape[:2] == v.shape[:2]
-    fits = fits and heads % k.shape[1] == 0 and slopes.shape[-1] == heads
-    if not fits or any(each.shape[-1] != length for each in queries):
-        rule = "q, k, v must be (B, H, Q, D), (B, Hk, K, D), (B, Hk, K, Dv), one slope for a head"
-        got = ", ".join(str(tuple(each.shape)) for each in (q, k, v, *queries, slopes))
-        checks.fail("alibi_chunked", rule, got, "Call posenc.attention.alibi_attention instead.")
-
-
 def _forward(q: Tensor, k: Tensor, v: Tensor, *given: Any) -> Tensor:
-    _check(q, k, v, *given)
     *plan, scale = given
-    out = q.new_empty((*q.shape[:3], v.shape[3]))
+    out = _fake(q, k, v)
     if not out.numel():
         return out
     # Autocast would round the wide tensors.
     with torch.autocast(q.device.type, enabled=False):
-        for p in _pieces(q, k, *plan):
-            if p.heads == slice(None):
-                return _sdpa(q, k, v, p.bias, scale).contiguous()
-            out[:, p.heads, p.rows] = _sdpa(*p.take(q, k, v), p.bias, scale)
+        for queries, keys, bias in _pieces(q, k, *plan):
+            if queries == _ALL:
+                return _sdpa(q, k, v, bias, scale).contiguous()
+            out[queries] = _sdpa(q[queries], k[keys], v[keys], bias, scale)
     return out
 
 
@@ -147,12 +122,13 @@ def _gradients(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *given: Any) -> Gr
     to_q, to_k, to_v = (x.new_zeros(x.shape, dtype=wide) for x in (q, k, v))
     if grad.numel():
         with torch.autocast(q.device.type, enabled=False):
-            for p in _pieces(q, k, *plan):
-                above = grad[:, p.heads, p.rows]
-                dq, dk, dv = _sdpa_gradients(above, *p.take(q, k, v), p.bias, scale)
-                to_q[:, p.heads, p.rows] = dq
-                to_k[:, p.kv_heads, p.keys] += dk
-                to_v[:, p.kv_heads, p.keys] += dv
+            for queries, keys, bias in _pieces(q, k, *plan):
+                dq, dk, dv = _sdpa_gradients(
+                    grad[queries], q[queries], k[keys], v[keys], bias, scale
+                )
+                to_q[queries] = dq
+                to_k[keys] += dk
+                to_v[keys] += dv
     return to_q.to(q.dtype), to_k.to(k.dtype), to_v.to(v.dtype)
 
 
@@ -196,10 +172,6 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 
 def _autograd(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    if any(ctx.needs_input_grad[3:]):
-        rule = "nothing but q, k and v may require a gradient"
-        way_out = "Call alibi_attention, whose dense backend has gradients to the slopes."
-        checks.fail("alibi_chunked", rule, "another tensor that does", way_out, RuntimeError)
     # With create_graph=True autograd records the operations of the backward pass.
     backward = _gradients if torch.is_grad_enabled() else _backward
     return (*backward(grad, *ctx.saved_tensors, ctx.scale), *([None] * 7))
