@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from posenc._contract import checks
 from posenc.numerics.scaling.fixed import NTK, _PerPair, slow_pairs, with_larger_base
-from posenc.numerics.scaling.rule import Rule
+from posenc.numerics.scaling.rule import PublishedRule, Rule
 
 
 @dataclass(frozen=True, eq=False)
-class DynamicNTK(Rule):
+class DynamicNTK(PublishedRule):
     r"""NTK with a factor that grows with the sequence, and is one up to the trained length.
 
     .. math:: s' = s\,L/M - (s - 1), \qquad L = \max(\text{seq\_len}, M)
@@ -36,10 +37,6 @@ class DynamicNTK(Rule):
     factor: float
     original_length: int
 
-    def __post_init__(self) -> None:
-        self._check_factor()
-        self._check_count("original_length")
-
     def __call__(self, rates: Tensor, base: float, seq_len: Tensor | None = None) -> Tensor:
         """Scaled rates."""
         if seq_len is None:
@@ -59,7 +56,7 @@ class DynamicNTK(Rule):
 
 
 @dataclass(frozen=True, eq=False)
-class LongRoPE(Rule):
+class LongRoPE(PublishedRule):
     r"""A factor found by search for each pair, and another past the trained length.
 
     .. math:: \theta_i \mapsto \theta_i / \lambda_i, \qquad \lambda = \text{long\_factor}
@@ -91,6 +88,7 @@ class LongRoPE(Rule):
     factor: float = 1.0
     attention_factor: float | None = None
     short_attention_factor: float | None = None
+    least_factor: ClassVar[float] = 0.0
 
     def __post_init__(self) -> None:
         for name in ("short_factor", "long_factor"):
@@ -106,11 +104,7 @@ class LongRoPE(Rule):
             rule = "short_factor and long_factor must be equally long"
             got = f"{len(self.short_factor)} and {len(self.long_factor)}"
             checks.fail("LongRoPE", rule, got, "Pass one for each pair.")
-        self._check_positive("factor")
-        self._check_count("original_length")
-        for name in ("attention_factor", "short_attention_factor"):
-            if getattr(self, name) is not None:
-                self._check_positive(name)
+        super().__post_init__()
 
     def __call__(self, rates: Tensor, base: float, seq_len: Tensor | None = None) -> Tensor:
         """Scaled rates."""

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from posenc._contract import checks
 from posenc.numerics.constants import constant
-from posenc.numerics.scaling.rule import Rule
+from posenc.numerics.scaling.rule import PublishedRule, Rule
 
 
 @dataclass(frozen=True, eq=False)
-class Linear(Rule):
+class Linear(PublishedRule):
     r"""Position interpolation: every pair rotates slower by ``factor``.
 
     .. math:: \theta_i \mapsto \theta_i / s
@@ -31,9 +32,7 @@ class Linear(Rule):
     """
 
     factor: float
-
-    def __post_init__(self) -> None:
-        self._check_positive("factor")
+    least_factor: ClassVar[float] = 0.0
 
     def __call__(self, rates: Tensor, base: float, seq_len: Tensor | None = None) -> Tensor:
         """Scaled rates."""
@@ -41,7 +40,7 @@ class Linear(Rule):
 
 
 @dataclass(frozen=True, eq=False)
-class NTK(Rule):
+class NTK(PublishedRule):
     r"""A larger base: the slowest pair is slower by ``factor``, the fastest as before.
 
     .. math:: b \mapsto b\,s^{d/(d-2)}, \qquad \theta_i \mapsto \theta_i\, s^{-2i/(d-2)}
@@ -56,16 +55,13 @@ class NTK(Rule):
 
     factor: float
 
-    def __post_init__(self) -> None:
-        self._check_factor()
-
     def __call__(self, rates: Tensor, base: float, seq_len: Tensor | None = None) -> Tensor:
         """Scaled rates."""
         return with_larger_base(rates, self.factor)
 
 
 @dataclass(frozen=True, eq=False)
-class YaRN(Rule):
+class YaRN(PublishedRule):
     r"""Slow the slow pairs by ``factor``, leave the fast ones, blend linearly in the pair index.
 
     .. math::
@@ -110,18 +106,10 @@ class YaRN(Rule):
     truncate: bool = True
 
     def __post_init__(self) -> None:
-        self._check_factor()
-        self._check_positive("beta_fast", "beta_slow")
-        self._check_count("original_length")
-        if self.attention_factor is not None:
-            self._check_positive("attention_factor")
         for name in ("mscale", "mscale_all_dim"):
             # Published configs write 0 for "not used".
-            if getattr(self, name):
-                self._check_positive(name)
-            else:
-                object.__setattr__(self, name, None)
-        checks.boolean("YaRN", "truncate", self.truncate)
+            object.__setattr__(self, name, getattr(self, name) or None)
+        super().__post_init__()
 
     def __call__(self, rates: Tensor, base: float, seq_len: Tensor | None = None) -> Tensor:
         """Scaled rates."""
@@ -160,7 +148,7 @@ class YaRN(Rule):
 
 
 @dataclass(frozen=True, eq=False)
-class Llama3(Rule):
+class Llama3(PublishedRule):
     r"""Slow the slow pairs by ``factor``, leave the fast ones, blend between.
 
     .. math:: \theta_i \mapsto (1 - \kappa_i)\,\theta_i / s + \kappa_i\,\theta_i, \qquad
@@ -187,9 +175,7 @@ class Llama3(Rule):
     high_freq_factor: float = 4.0
 
     def __post_init__(self) -> None:
-        self._check_factor()
-        self._check_positive("low_freq_factor", "high_freq_factor")
-        self._check_count("original_length")
+        super().__post_init__()
         if self.high_freq_factor < self.low_freq_factor:
             rule = f"high_freq_factor must be at least low_freq_factor={self.low_freq_factor}"
             checks.fail("Llama3", rule, self.high_freq_factor, "Swap the two.")
@@ -205,7 +191,7 @@ class Llama3(Rule):
 
 
 @dataclass(frozen=True, eq=False)
-class Proportional(Rule):
+class Proportional(PublishedRule):
     r"""Rotate the fastest fraction of the pairs, and leave the others as they are.
 
     .. math:: \theta_i \mapsto \theta_i / s \text{ for } i < \lfloor p\,d/2 \rfloor,
@@ -230,8 +216,7 @@ class Proportional(Rule):
     factor: float = 1.0
 
     def __post_init__(self) -> None:
-        self._check_positive("fraction")
-        self._check_factor()
+        super().__post_init__()
         if self.fraction > 1:
             rule = "fraction must be at most 1"
             checks.fail("Proportional", rule, self.fraction, "Pass 1.0 to rotate every pair.")

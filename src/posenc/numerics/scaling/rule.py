@@ -1,8 +1,11 @@
-"""The base class of scaling rules."""
+"""The base classes of scaling rules."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from functools import partial
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -37,19 +40,28 @@ class Rule(ByValue):
         """The longest sequence whose rule is ``at(None)``; None if the length does not matter."""
         return None
 
-    def _check_positive(self, *names: str) -> None:
-        for name in names:
-            value = checks.positive_float(type(self).__name__, name, getattr(self, name))
-            object.__setattr__(self, name, value)
 
-    def _check_factor(self) -> None:
-        """Refuse a factor below one: sequences get longer, never shorter."""
-        self._check_positive("factor")
+_CHECKS: dict[Any, Callable[..., Any]] = {
+    "float": checks.positive_float,
+    "float | None": partial(checks.optional, checks.positive_float),
+    "int": checks.integer,
+    "bool": checks.boolean,
+}
+
+
+@dataclass(frozen=True, eq=False)
+class PublishedRule(Rule):
+    """A rule whose fields are checked by their types: its numbers are positive."""
+
+    least_factor: ClassVar[float] = 1.0  # sequences get longer, never shorter
+
+    def __post_init__(self) -> None:
+        who = type(self).__name__
+        for field in fields(self):
+            if field.type in _CHECKS:
+                value = _CHECKS[field.type](who, field.name, getattr(self, field.name))
+                object.__setattr__(self, field.name, value)
         factor: float = self.factor  # type: ignore[attr-defined]
-        if factor < 1:
+        if factor < self.least_factor:
             way_out = "Pass how many times longer sequences may be, 4.0 for four times."
-            checks.fail(type(self).__name__, "factor must be at least 1", factor, way_out)
-
-    def _check_count(self, name: str) -> None:
-        value = checks.integer(type(self).__name__, name, getattr(self, name))
-        object.__setattr__(self, name, value)
+            checks.fail(who, "factor must be at least 1", factor, way_out)
