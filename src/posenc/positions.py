@@ -1,13 +1,14 @@
-"""Positions of tokens, as `position_ids` for every encoding."""
+"""Positions of tokens in every arrangement that models meet, as int64 `position_ids`."""
 
-from posenc.numerics.positions import (
-    context_parallel,
-    from_cu_seqlens,
-    from_left_padding,
-    from_offset,
-    grid,
-    mrope,
-)
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from posenc._contract import checks, position_checks
+from posenc._contract.tracing import device_assert, is_readable
 
 __all__ = [
     "context_parallel",
@@ -17,3 +18,207 @@ __all__ = [
     "grid",
     "mrope",
 ]
+
+
+def from_offset(
+    length: int, offset: int | Tensor = 0, *, device: torch.device | str | None = None
+) -> Tensor:
+    """Consecutive positions from ``offset`` on.
+
+    Args:
+        length: Tokens ``L``.
+        offset: The first position, or an integer tensor ``(B,)`` of each sequence's own.
+        device: Where the result lives; with the offsets if None.
+
+    Returns:
+        int64 of shape ``(L,)``, or ``(B, L)``.
+
+    Examples:
+        >>> from_offset(3, 5)
+        tensor([5, 6, 7])
+        >>> from_offset(3, torch.tensor([0, 4]))
+        tensor([[0, 1, 2],
+                [4, 5, 6]])
+    """
+    who = "from_offset"
+    count = checks.integer(who, "length", length, least=0)
+    if not isinstance(offset, Tensor):
+        start = checks.integer(who, "offset", offset, least=0)
+        return torch.arange(start, start + count, device=device)
+    where = torch.device(device or offset.device)
+    first = position_checks.index_tensor(who, "offset", offset, ((offset.numel(),),), where)
+    position_checks.check_ids(who, first)
+    return first[:, None] + torch.arange(count, device=first.device)
+
+
+def from_cu_seqlens(cu_seqlens: Tensor, total: int | None = None) -> Tensor:
+    """Positions of sequences packed one after the other: each counts from zero.
+
+    Args:
+        cu_seqlens: Integers ``(N + 1,)``: where each sequence begins, then where the last ends.
+        total: Tokens ``L``; the last of ``cu_seqlens`` if None, which waits for the device and
+            breaks a compiled graph. Tokens past the last end, as in padded buffers, count on as if
+            they belonged to the last sequence.
+
+    Returns:
+        int64 of shape ``(L,)``.
+
+    Examples:
+        >>> from_cu_seqlens(torch.tensor([0, 3, 3, 5]))
+        tensor([0, 1, 2, 0, 1])
+        >>> from_cu_seqlens(torch.tensor([0, 3, 5]), total=7)
+        tensor([0, 1, 2, 0, 1, 2, 3])
+    """
+    who = "from_cu_seqlens"
+    if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype not in checks.INT_DTYPES:
+        rule, got = "cu_seqlens must be an integer tensor", checks.describe(cu_seqlens)
+        checks.fail(who, rule, got, "Pass torch.tensor(cu_seqlens).", TypeError)
+    checks.rank(who, "cu_seqlens", cu_seqlens, (1,), "(N + 1,)")
+    starts = cu_seqlens.to(torch.int64)
+    readable = total is None or is_readable(starts)
+    if total is None:
+        total = max([0, *starts.tolist()])
+    total = checks.integer(who, "total", total, least=0)
+    rule = "cu_seqlens must begin with 0, never fall, and end at total or before"
+    fits = (starts[:1] == 0).any() & (starts.diff() >= 0).all() & (starts <= total).all()
+    if not readable:
+        device_assert(fits, f"{who}: {rule}.")
+    elif not fits:
+        got = f"{checks.describe(starts.tolist())} and total={total}"
+        checks.fail(who, rule, got, "Pass lengths.cumsum(0), 0 first, and the number of tokens.")
+    token = torch.arange(total, device=starts.device)
+    # A token belongs to the last sequence that begins at or before it; an empty one has no token.
+    begins = starts[:-1] if len(starts) > 1 else starts
+    owner = torch.searchsorted(begins, token, right=True) - 1
+    return token - begins[owner]
+
+
+def from_left_padding(mask: Tensor) -> Tensor:
+    """Positions of a batch padded on the left: each sequence counts from its first real token.
+
+    Args:
+        mask: ``(B, L)``, true or 1 for real tokens, as Hugging Face's ``attention_mask``.
+
+    Returns:
+        int64 of shape ``(B, L)``. Padding on the left has position 0, padding on the right the
+        position of the last token.
+
+    Examples:
+        >>> from_left_padding(torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]]))
+        tensor([[0, 0, 0, 1],
+                [0, 1, 2, 3]])
+    """
+    who = "from_left_padding"
+    if not isinstance(mask, Tensor) or (mask.dtype not in (*checks.INT_DTYPES, torch.bool)):
+        rule = "mask must be a bool or integer tensor"
+        checks.fail(who, rule, checks.describe(mask), "Pass mask.bool().", TypeError)
+    checks.rank(who, "mask", mask, (2,), "(B, L)")
+    return ((mask != 0).cumsum(1) - 1).clamp(min=0)
+
+
+def grid(*sizes: int, device: torch.device | str | None = None) -> Tensor:
+    """Coordinates of the cells of a grid, the last axis fastest, as patches are flattened.
+
+    Args:
+        *sizes: Cells along each axis: height and width, or frames, height and width.
+        device: Where the result lives.
+
+    Returns:
+        int64 of shape ``(A, L)``, ``L`` the product of ``sizes``.
+
+    Examples:
+        >>> grid(2, 3)
+        tensor([[0, 0, 0, 1, 1, 1],
+                [0, 1, 2, 0, 1, 2]])
+    """
+    if not sizes:
+        checks.fail("grid", "sizes must be one or more ints", "none", "Call grid(height, width).")
+    counts = [checks.integer("grid", "sizes", size, least=0) for size in sizes]
+    lines = [torch.arange(count, device=device) for count in counts]
+    return torch.stack(torch.meshgrid(*lines, indexing="ij")).flatten(1)
+
+
+def context_parallel(
+    length: int,
+    rank: int,
+    world_size: int,
+    *,
+    zigzag: bool = False,
+    device: torch.device | str | None = None,
+) -> Tensor:
+    """Positions of the tokens that one rank holds when a sequence is split over several.
+
+    Args:
+        length: Tokens of the whole sequence, a multiple of ``world_size`` (of twice that if
+            zig-zag).
+        rank: From 0 to ``world_size - 1``.
+        world_size: How many ranks share the sequence.
+        zigzag: False if each has one run of tokens. True if the sequence is cut in twice as many
+            pieces and rank ``r`` has the ``r``-th from the front and the ``r``-th from the back,
+            so that causal attention costs each the same.
+        device: Where the result lives.
+
+    Returns:
+        int64 of shape ``(length / world_size,)``.
+
+    Examples:
+        >>> context_parallel(8, rank=0, world_size=2)
+        tensor([0, 1, 2, 3])
+        >>> context_parallel(8, rank=0, world_size=2, zigzag=True)
+        tensor([0, 1, 6, 7])
+    """
+    who = "context_parallel"
+    count = checks.integer(who, "length", length, least=0)
+    ranks = checks.integer(who, "world_size", world_size)
+    which = checks.integer(who, "rank", rank, least=0)
+    if which >= ranks:
+        checks.fail(who, f"rank must be below world_size={ranks}", which, "Count ranks from zero.")
+    pieces = 2 * ranks if checks.boolean(who, "zigzag", zigzag) else ranks
+    if count % pieces:
+        checks.fail(who, f"length must be a multiple of {pieces}", count, "Pad the sequence.")
+    size = count // pieces
+    piece = torch.arange(size, device=device)
+    if not zigzag:
+        return which * size + piece
+    return torch.cat((which * size + piece, (pieces - 1 - which) * size + piece))
+
+
+def mrope(spans: Sequence[int | tuple[int, int, int]], *, start: int = 0) -> Tensor:
+    """Time, height and width of each token of a text with images and videos in it.
+
+    A token of text has three equal coordinates. The frames, rows and columns of a span of patches
+    each count from the position after the text before it; the text after it goes on one past the
+    largest coordinate so far.
+
+    Args:
+        spans: In order: an int for a number of tokens of text, ``(frames, rows, columns)`` for
+            patches (as many as the model sees, after any merging).
+        start: The first position.
+
+    Returns:
+        int64 of shape ``(3, L)``.
+
+    Examples:
+        >>> mrope([2, (1, 2, 2), 1])
+        tensor([[0, 1, 2, 2, 2, 2, 4],
+                [0, 1, 2, 2, 3, 3, 4],
+                [0, 1, 2, 3, 2, 3, 4]])
+
+    References:
+        Wang et al., *Qwen2-VL*, 2024, section 2.1.
+    """
+    who = "mrope"
+    following = checks.integer(who, "start", start, least=0)
+    parts = []
+    for span in spans:
+        if isinstance(span, (tuple, list)):
+            if len(span) != 3:
+                rule = "a span of patches must be (frames, rows, columns)"
+                checks.fail(who, rule, span, "Pass 1 frame for an image.")
+            parts.append(grid(*span) + following)
+            following += max(span) if parts[-1].numel() else 0
+        else:
+            tokens = checks.integer(who, "spans", span, least=0)
+            parts.append(from_offset(tokens, following).expand(3, tokens))
+            following += tokens
+    return torch.cat(parts, dim=1) if parts else torch.empty((3, 0), dtype=torch.int64)

@@ -1,1 +1,1 @@
-"""Float64, pure, small: positions, rates, angles, tables and slopes, before any rounding."""
+"""Float64, pure, small: rates, angles, tables and slopes, before any rounding."""
