@@ -8,7 +8,7 @@ import operator
 from dataclasses import dataclass
 from decimal import Decimal
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -19,6 +19,8 @@ from posenc.numerics.constants import constant
 from posenc.numerics.scaling import Rule
 
 _TAU = Decimal("6.283185307179586476925286766559005768394338798750211641949889184615632812572")
+# Rates, steps and rests: see scaled_rates and turn_steps.
+_Numbers: TypeAlias = tuple[tuple[float, ...], tuple[int, ...], tuple[float, ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,11 +64,7 @@ def scaled_rates(
     """
     device = torch.device("cpu") if device is None else device
     if seq_len is None or spectrum.scaling is None:
-        if torch.compiler.is_compiling():
-            rates = _constant_rates(*_frozen(spectrum))
-        else:
-            rates = _rounded_rates(spectrum)
-        return constant(rates, torch.float64, device)
+        return constant(_numbers(spectrum)[0], torch.float64, device)
     plain = scaled_rates(Spectrum(spectrum.width(), spectrum.base), device)
     scaled, axes = spectrum.scaling(plain, spectrum.base, seq_len), spectrum.axes
     if axes is None:
@@ -87,9 +85,13 @@ def turn_steps(spectrum: Spectrum) -> tuple[tuple[int, ...], tuple[float, ...]]:
         >>> steps[0] / 2**64  # one radian, in turns
         0.15915494309189535
     """
+    return _numbers(spectrum)[1:]
+
+
+def _numbers(spectrum: Spectrum) -> _Numbers:
     if torch.compiler.is_compiling():
-        return _constant_steps(*_frozen(spectrum))
-    return _turn_steps(spectrum)
+        return _constant_numbers(*_frozen(spectrum))
+    return _cached_numbers(spectrum)
 
 
 def _frozen(part: Any) -> Any:
@@ -127,57 +129,39 @@ def _thawed(part: Any) -> Any:
 
 
 @constant_under_compile
-def _constant_rates(*frozen: Any) -> tuple[float, ...]:
-    return _rounded_rates(_thawed(frozen))
+def _constant_numbers(*frozen: Any) -> _Numbers:
+    return _cached_numbers(_thawed(frozen))
 
 
-@constant_under_compile
-def _constant_steps(*frozen: Any) -> tuple[tuple[int, ...], tuple[float, ...]]:
-    return _turn_steps(_thawed(frozen))
-
-
-# An entry is about 128 numbers, and takes a few milliseconds to compute.
+# An entry is about 192 numbers, and takes a few milliseconds to compute.
 @lru_cache(maxsize=256)
-def _rounded_rates(spectrum: Spectrum) -> tuple[float, ...]:
-    rule = spectrum.scaling
-    if rule is None:
-        return tuple(map(float, _exact_rates(spectrum)))
-    # Cached, because a rule that depends on the length needs them again at every token.
-    unscaled = _rounded_rates(Spectrum(spectrum.width(), spectrum.base))
-    # Without modes: a fake tensor has no values to put into the list.
-    with without_modes():
-        plain = torch.tensor(unscaled, dtype=torch.float64, device="cpu")
-        rates = rule(plain, spectrum.base).tolist()
-    if not all(map(math.isfinite, rates)):
-        problem = f"{rule} makes rates that are not finite, with base {spectrum.base}"
-        raise ValueError(f"{problem}.\n  Pass a factor closer to 1.")
-    return tuple(_in_axes_order(spectrum, rates))
-
-
-@lru_cache(maxsize=256)
-def _turn_steps(spectrum: Spectrum) -> tuple[tuple[int, ...], tuple[float, ...]]:
-    if spectrum.scaling is None:
-        rates = _exact_rates(spectrum)
-    else:
-        rates = [Decimal(rate) for rate in _rounded_rates(spectrum)]
+def _cached_numbers(spectrum: Spectrum) -> _Numbers:
+    rates = _exact_rates(spectrum)
+    if spectrum.axes is not None:
+        rates = [rates[i] for i in spectrum.axes.rate_index(spectrum.dim // 2)]
     # 60 digits hold 64 bits of turn, 53 of rest and a margin; a rate above 1 has whole turns too.
     digits = max(0, *(rate.adjusted() for rate in rates))
     with decimal.localcontext(decimal.Context(prec=60 + digits)):
         units = [rate * 2**64 / _TAU for rate in rates]
         whole = [int(unit.to_integral_value(decimal.ROUND_HALF_EVEN)) for unit in units]
         rests = tuple(float(unit - step) for unit, step in zip(units, whole, strict=True))
-    return tuple(step % 2**64 for step in whole), rests
+    return tuple(map(float, rates)), tuple(step % 2**64 for step in whole), rests
 
 
 def _exact_rates(spectrum: Spectrum) -> list[Decimal]:
-    width = spectrum.width()
-    digits = max(0, -Decimal(spectrum.base).adjusted())
-    with decimal.localcontext(decimal.Context(prec=60 + digits)):
-        log_base = Decimal(spectrum.base).ln()
-        rates = [(log_base * (-2 * i) / width).exp() for i in range((width + 1) // 2)]
-    return _in_axes_order(spectrum, rates)
-
-
-def _in_axes_order(spectrum: Spectrum, rates: list[Any]) -> list[Any]:
-    axes = spectrum.axes
-    return rates if axes is None else [rates[i] for i in axes.rate_index(spectrum.dim // 2)]
+    """The rates before axes reorder them; a rule scales those that are rounded to float64."""
+    width, base, rule = spectrum.width(), spectrum.base, spectrum.scaling
+    if rule is None:
+        digits = max(0, -Decimal(base).adjusted())
+        with decimal.localcontext(decimal.Context(prec=60 + digits)):
+            log_base = Decimal(base).ln()
+            return [(log_base * (-2 * i) / width).exp() for i in range((width + 1) // 2)]
+    # Cached, because a rule that depends on the length needs them again at every token.
+    unscaled = _cached_numbers(Spectrum(width, base))[0]
+    # Without modes: a fake tensor has no values to put into the list.
+    with without_modes():
+        rates = rule(torch.tensor(unscaled, dtype=torch.float64, device="cpu"), base).tolist()
+    if not all(map(math.isfinite, rates)):
+        problem = f"{rule} makes rates that are not finite, with base {base}"
+        raise ValueError(f"{problem}.\n  Pass a factor closer to 1.")
+    return [Decimal(rate) for rate in rates]
