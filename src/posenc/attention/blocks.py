@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from torch import Tensor
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 # FlexAttention's default block size.
 BLOCK = 128
+# For each row of blocks the first and the last that it takes; neither decreases from row to row.
+_Range: TypeAlias = tuple[Tensor, Tensor]
 
 
 def alibi_block_mask(
@@ -82,19 +84,6 @@ def alibi_block_mask(
     return block_mask(seen, low, high, keys, sees, block=block, grad=True)
 
 
-class _Ranges(NamedTuple):
-    """For each row of blocks, the blocks it visits, and the full ones, which need no mask.
-
-    Both ends are included, and never decrease from row to row. Full ranges may reach beyond the
-    visited ones; ``full_high < full_low`` is an empty range.
-    """
-
-    low: Tensor
-    high: Tensor
-    full_low: Tensor
-    full_high: Tensor
-
-
 def block_mask(
     seen: Spans, low: Tensor, high: Tensor, keys: int, mask_mod: MaskMod, *, block: int, grad: bool
 ) -> BlockMask:
@@ -106,15 +95,20 @@ def block_mask(
     from torch.nn.attention.flex_attention import BlockMask  # costs a second of imports
 
     queries, columns = low.shape[-1], -(-keys // block)
-    rows = _row_ranges(seen, low, high, block)
-    kv = _lists(rows, columns)
+    visited, full = _row_ranges(seen, low, high, block)
+    kv = _lists(visited, full, columns)
     q: Iterable[Tensor | None] = (None,) * 4
     if grad:
-        q = _lists(_transpose(rows, columns), rows.low.shape[-1], negative=True)
+        back = _transpose(visited, columns), _transpose(full, columns)
+        q = _lists(*back, visited[0].shape[-1], negative=True)
     return BlockMask((queries, keys), *kv, *q, (block, block), mask_mod)  # type: ignore[call-arg, arg-type]
 
 
-def _row_ranges(seen: Spans, low: Tensor, high: Tensor, block: int) -> _Ranges:
+def _row_ranges(seen: Spans, low: Tensor, high: Tensor, block: int) -> tuple[_Range, _Range]:
+    """The blocks that each row of blocks visits, and those that are full, which need no mask.
+
+    Full ranges may reach beyond the visited ones, and are empty where they end before they begin.
+    """
     queries = low.shape[-1]
     begin = torch.arange(0, queries, block, device=low.device)
     end = (begin + block - 1).clamp(max=queries - 1)
@@ -123,7 +117,7 @@ def _row_ranges(seen: Spans, low: Tensor, high: Tensor, block: int) -> _Ranges:
     visited_high = _split_blocks(high, block).amax(-1).cummax(-1).values // block
     full_low = -(-seen.first[:, None, end] // block)
     full_high = (seen.last[:, None, begin] + 1) // block - 1
-    return _Ranges(visited_low, visited_high, full_low, torch.maximum(full_high, full_low - 1))
+    return (visited_low, visited_high), (full_low, full_high)
 
 
 def _split_blocks(x: Tensor, block: int) -> Tensor:
@@ -133,28 +127,25 @@ def _split_blocks(x: Tensor, block: int) -> Tensor:
     return padded.reshape(*x.shape[:-1], -1, block)
 
 
-def _transpose(rows: _Ranges, columns: int) -> _Ranges:
-    """For each column the rows that visit it, negated, because `_lists` counts downwards."""
-
-    def count_below(ends: Tensor, *, right: bool) -> Tensor:
-        column = torch.arange(columns, device=ends.device).expand(*ends.shape[:-1], columns)
-        return torch.searchsorted(ends.contiguous(), column.contiguous(), right=right)
-
-    last, first = count_below(rows.low, right=True) - 1, count_below(rows.high, right=False)
-    full_last = count_below(rows.full_low, right=True) - 1
-    full_first = count_below(rows.full_high, right=False)
-    full_high = torch.maximum(-full_first, -full_last - 1)
-    return _Ranges(-last, -first, -full_last, full_high)
+def _transpose(rows: _Range, columns: int) -> _Range:
+    """For each column the rows that take it, negated, because `_lists` counts downwards."""
+    low, high = (x.contiguous() for x in rows)
+    column = torch.arange(columns, device=low.device)
+    last = torch.searchsorted(low, column.expand(*low.shape[:-1], -1).contiguous(), right=True) - 1
+    first = torch.searchsorted(high, column.expand(*high.shape[:-1], -1).contiguous())
+    return -last, -first
 
 
-def _lists(ranges: _Ranges, width: int, *, negative: bool = False) -> tuple[Tensor, ...]:
+def _lists(
+    visited: _Range, full_range: _Range, width: int, *, negative: bool = False
+) -> tuple[Tensor, ...]:
     """Counts and indices of the blocks to mask, then of the full ones, int32.
 
     Indices run downwards from the high end. In causal attention pruning moves only the low end, so
     all heads share one list of indices, and differ in how many of them count.
     """
-    low, high, full_low, full_high = ranges
-    top = torch.minimum(full_high, high)
+    (low, high), (full_low, full_high) = visited, full_range
+    top = torch.minimum(torch.maximum(full_high, full_low - 1), high)
     full = (top - torch.maximum(full_low, low) + 1).clamp(min=0)
     masked = (high - low + 1).clamp(min=0) - full
     n = torch.arange(width, device=low.device)
