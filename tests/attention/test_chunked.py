@@ -15,7 +15,7 @@ def test_the_op_keeps_torchs_rules():
     at = torch.arange(40)[None]
     low, slopes = (at - 20).clamp(min=0)[None], alibi_slopes(HEADS).double()[None]
     plan = (at, torch.zeros_like(at), at, low, at[None], slopes, 0.25)
-    torch.library.opcheck(chunked.attend, (q, k, v, *plan))
+    torch.library.opcheck(chunked.attend_op, (q, k, v, *plan))
 
 
 def test_gradients_are_there_under_a_mode():

@@ -17,8 +17,12 @@ HEADS, WIDTH = 4, 16
 @pytest.fixture(autouse=True)
 def _on_the_cpu(monkeypatch):
     """torch's own dense form of FlexAttention, traced as the compiled one is."""
-    compiled = torch.compile(flex.attend, backend="eager", fullgraph=True)
-    monkeypatch.setattr(flex, "_compiled", lambda: compiled)
+    compiled = torch.compile(flex._attend, backend="eager", fullgraph=True)
+
+    def with_lists_of_the_backward_pass(*given, grad, **flags):
+        return compiled(*given, grad=True, **flags)
+
+    monkeypatch.setattr(flex, "_compiled", lambda: with_lists_of_the_backward_pass)
     monkeypatch.setattr(flex, "_refused", set())
 
 
@@ -28,8 +32,8 @@ def run(queries, keys, *, offset=None, documents=None, bound=None, causal=True, 
     k, v = torch.randn(2, 2, HEADS // groups, keys, WIDTH).unbind()
     slopes = alibi_slopes(HEADS, bias_max=3.0)
     place = torch.tensor(keys - queries if offset is None else offset, dtype=torch.int32)
-    plan = Plan(slopes, document_ends(documents), bound, 0.25, causal=causal, prune=True)
-    out = flex.attend_compiled(q, k, v, place, plan, aligned=offset is None, grad=True)
+    plan = Plan(slopes, document_ends(documents), bound, 0.25, causal, True, offset is None)
+    out = flex.attend(q, k, v, place, plan)
     place = None if offset is None else place
     places = {"query_offset": place, "document_ids": documents}
     bias = alibi_bias(slopes, queries, keys, **places, causal=causal)
@@ -84,11 +88,10 @@ def test_chunks_take_over_with_one_warning(monkeypatch):
 
     monkeypatch.setattr(flex, "_compiled", lambda: refuses)
     q = torch.randn(1, HEADS, 8, WIDTH)
-    plan = Plan(alibi_slopes(HEADS), None, None, 0.25, causal=True, prune=True)
-    given, flags = (q, q, q, torch.tensor(0), plan), {"aligned": True, "grad": False}
+    plan = Plan(alibi_slopes(HEADS), None, None, 0.25, causal=True, prune=True, aligned=True)
     with pytest.warns(RuntimeWarning, match="attention runs in chunks instead: no such kernel"):
-        assert flex.attend_compiled(*given, **flags) is None
-    assert flex.attend_compiled(*given, **flags) is None
+        assert flex.attend(q, q, q, 0, plan) is None
+    assert flex.attend(q, q, q, 0, plan) is None
 
 
 @pytest.mark.parametrize("why", ["cpu", "float64", "narrow"])

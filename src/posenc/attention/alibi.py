@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from posenc._contract import checks, qk_checks
 from posenc._contract.sharding import attend_shards, is_sharded
 from posenc.attention import chunked, dense, flex
-from posenc.attention.mods import as_int32
-from posenc.attention.pruning import Plan, needed_keys
+from posenc.attention.pruning import Plan
 from posenc.functional.alibi import KeyOptions
 from posenc.numerics.spans import document_ends, gather_rows, spans
 
@@ -70,6 +69,7 @@ def alibi_attention(
         ``(B, H, Q, Dv)`` in the dtype of ``q``.
 
     Examples:
+        >>> import torch
         >>> from posenc.functional import alibi_slopes
         >>> q, k, v = torch.randn(3, 1, 8, 512, 64).unbind()
         >>> alibi_attention(q, k, v, alibi_slopes(8)).shape
@@ -94,36 +94,23 @@ def alibi_attention(
     ids = qk_checks.check_key_ids(who, "document_ids", document_ids, keys, device)
     rows = {"slopes": slopes, "score_bound": bound, "query_offset": start, "document_ids": ids}
     qk_checks.check_batches(who, q.shape[0], **rows)
-    _check_backend(who, backend, q, v)
-    ends = document_ends(ids)
-    out = None
-    if backend == "dense" or dense.is_needed(q, k, v, slopes):
-        seen = spans(queries, keys, causal=causal, offset=start, ends=ends, device=device)
-        out = dense.attend(q, k, v, seen, slopes, scale)
-    elif backend != "chunked" and flex.can_run(q, v):
-        grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
-        plan = Plan(slopes.detach().float(), ends, bound, scale, causal, prune)
-        out = flex.attend_compiled(
-            *(q, k, v, as_int32(start, device), plan), aligned=query_offset is None, grad=grad
-        )
-        if out is None and backend == "flex":
+    plan = Plan(slopes, document_ends(ids), bound, scale, causal, prune, query_offset is None)
+    out = _choose_backend(who, backend, q, k, v, slopes)(q, k, v, start, plan)
+    if out is None:
+        if backend == "flex":
             rule, way_out = "backend='flex' must compile", "Leave backend out to run in chunks."
             checks.fail(who, rule, "an error of the compiler", way_out, RuntimeError)
-    if out is None:
-        # A dense piece reads all keys. A compiled graph is for all lengths, and cannot ask.
-        if prune and not torch.compiler.is_compiling():
-            prune = not chunked.is_dense(q, k)
-        plan = Plan(slopes.detach(), ends, bound, scale, causal, prune)
-        seen, low, high = needed_keys(q, k, start, plan)
-        wide_slopes = torch.atleast_2d(plan.slopes).to(torch.promote_types(q.dtype, torch.float32))
-        out = chunked.attend(q, k, v, *seen, low, high, wide_slopes, scale)
+        out = chunked.attend(q, k, v, start, plan)
     if ids is not None:
         own = spans(queries, keys, causal=causal, offset=start, device=device).own
         out = out.masked_fill(gather_rows(ids < 0, own)[:, None, :, None], 0)
     return out
 
 
-def _check_backend(who: str, backend: Any, q: Tensor, v: Tensor) -> None:
+def _choose_backend(
+    who: str, backend: Any, q: Tensor, k: Tensor, v: Tensor, slopes: Tensor
+) -> Callable[..., Tensor | None]:
+    """The function that attends; it returns None if it finds out that it cannot."""
     if backend not in (None, "flex", "chunked", "dense"):
         rule, got = "backend must be 'flex', 'chunked', 'dense' or None", checks.describe(backend)
         checks.fail(who, rule, got, "Leave backend out to have one chosen.")
@@ -131,3 +118,8 @@ def _check_backend(who: str, backend: Any, q: Tensor, v: Tensor) -> None:
         rule = "backend='flex' needs CUDA, Triton, at most float32 and heads of 16 and wider"
         got = f"{q.dtype} on {q.device}, {q.shape[-1]} wide"
         checks.fail(who, rule, got, "Leave backend out to have one chosen.")
+    if backend == "dense" or dense.is_needed(q, k, v, slopes):
+        return dense.attend
+    if backend != "chunked" and flex.can_run(q, v):
+        return flex.attend
+    return chunked.attend

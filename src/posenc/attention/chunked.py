@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from posenc._contract.tracing import has_native_bf16
+from posenc.attention.pruning import Plan, needed_keys
 from posenc.kernels.ops import define_op
 from posenc.numerics.spans import Spans
 
@@ -28,6 +29,18 @@ DENSE_SCORES, DENSE_KEYS = 2**20, 2**18
 Gradients = tuple[Tensor, Tensor, Tensor]
 _Index = tuple[slice, ...]
 _ALL: _Index = (slice(None),)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, start: int | Tensor, plan: Plan) -> Tensor:
+    """Attention in pieces."""
+    # A dense piece reads all keys. A compiled graph is for all lengths, and cannot ask.
+    prune = plan.prune and (torch.compiler.is_compiling() or not is_dense(q, k))
+    slopes, ends, bound, scale, causal, _, aligned = plan
+    plan = Plan(slopes, ends, bound, scale, causal, prune, aligned)
+    seen, low, high = needed_keys(q, k, start, plan)
+    wide_slopes = torch.atleast_2d(slopes).to(torch.promote_types(q.dtype, torch.float32))
+    out: Tensor = attend_op(q, k, v, *seen, low, high, wide_slopes, scale)
+    return out
 
 
 def is_dense(q: Tensor, k: Tensor) -> bool:
@@ -182,7 +195,7 @@ _INPUTS = (
     "Tensor q, Tensor k, Tensor v, Tensor own, Tensor first, Tensor last, "
     "Tensor low, Tensor high, Tensor slopes, float scale"
 )
-attend = define_op(
+attend_op = define_op(
     "alibi_chunked", f"({_INPUTS}) -> Tensor", _forward, _fake, _setup_context, _autograd
 )
 _backward = define_op(

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from posenc._contract.tracing import in_forward_mode, in_transform, is_exporting
-from posenc.numerics.spans import Spans
+from posenc.attention.pruning import Plan
+from posenc.numerics.spans import spans
 
 
 def is_needed(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor) -> bool:
@@ -19,19 +20,21 @@ def is_needed(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor) -> bool:
     return torch.is_grad_enabled() and slopes.requires_grad
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, seen: Spans, slopes: Tensor, scale: float) -> Tensor:
-    """Attention over the keys ``seen``, by torch's own operations."""
+def attend(q: Tensor, k: Tensor, v: Tensor, start: int | Tensor, plan: Plan) -> Tensor:
+    """Attention by torch's own operations."""
+    keys, causal, ends = k.shape[2], plan.causal, plan.ends
+    seen = spans(q.shape[2], keys, causal=causal, offset=start, ends=ends, device=q.device)
     wide = torch.promote_types(q.dtype, torch.float32)
     shared = q.shape[1] // k.shape[1]
     with torch.autocast(q.device.type, enabled=False):
-        keys, values = (x.to(wide).repeat_interleave(shared, 1) for x in (k, v))
+        k, v = (x.to(wide).repeat_interleave(shared, 1) for x in (k, v))
         own, first, last = (x[:, None, :, None] for x in seen)
-        index = torch.arange(k.shape[2], device=q.device)
+        index = torch.arange(keys, device=q.device)
         hidden = (index < first) | (index > last)
-        rows: Tensor = torch.atleast_2d(slopes).to(wide)
+        rows: Tensor = torch.atleast_2d(plan.slopes).to(wide)
         bias = rows[..., None, None] * (index - own).abs()
-        scores = q.to(wide) @ keys.mT * scale - bias
+        scores = q.to(wide) @ k.mT * plan.scale - bias
         # Not minus infinity: a query that sees nothing would make its gradient NaN.
         scores = scores.masked_fill(hidden, torch.finfo(wide).min)
         weights = scores.softmax(-1).masked_fill(hidden, 0.0)
-        return (weights @ values).to(q.dtype)
+        return (weights @ v).to(q.dtype)

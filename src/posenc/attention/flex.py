@@ -12,7 +12,7 @@ from torch import Tensor
 
 from posenc._contract.tracing import dynamo
 from posenc.attention.blocks import BLOCK, block_mask
-from posenc.attention.mods import bias_mod, pair_mod
+from posenc.attention.mods import as_int32, bias_mod, pair_mod
 from posenc.attention.pruning import Plan, needed_keys
 from posenc.kernels import triton
 
@@ -31,28 +31,19 @@ def can_run(q: Tensor, v: Tensor) -> bool:
     )
 
 
-def attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    offset: Tensor,
-    plan: Plan,
-    *,
-    aligned: bool,
-    grad: bool,
-    general: bool = False,
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, offset: Tensor, plan: Plan, *, grad: bool, general: bool
 ) -> Tensor:
     """Attention as one graph, with the int32 ``offset`` of the first query.
 
-    ``aligned`` says that the offset is ``K - Q``, so that the queries' own keys are a slice;
-    ``grad`` that a backward pass may follow. ``general`` takes FlexAttention's general kernel for
-    short queries too: the decoding kernel of torch 2.11 does not compile in a larger graph, where
-    slopes and offset may be made in the graph.
+    ``grad`` says that a backward pass may follow. ``general`` takes FlexAttention's general kernel
+    for short queries too: the decoding kernel of torch 2.11 does not compile in a larger graph,
+    where slopes and offset may be made in the graph.
     """
     from torch.nn.attention.flex_attention import flex_attention
 
     keys = k.shape[2]
-    seen, low, high = needed_keys(q, k, keys - q.shape[2] if aligned else offset, plan)
+    seen, low, high = needed_keys(q, k, offset, plan)
     sees = pair_mod(offset, plan.ends, plan.causal)
     mask = block_mask(seen, low, high, keys, sees, block=BLOCK, grad=grad)
     score_mod = bias_mod(plan.slopes, offset, plan.causal)
@@ -66,39 +57,40 @@ def attend(
 @functools.cache
 def _compiled() -> Callable[..., Tensor]:
     # With fullgraph the recompile limit raises, instead of running the uncompiled L × L.
-    return torch.compile(attend, fullgraph=True)
+    return torch.compile(_attend, fullgraph=True)
 
 
 # Calls that did not compile, by what decides their graph, so that each is tried once.
 _refused: set[object] = set()
 
 
-def attend_compiled(
-    q: Tensor, k: Tensor, v: Tensor, offset: Tensor, plan: Plan, **flags: bool
-) -> Tensor | None:
-    """:func:`attend`, compiled; None and a warning if neither kernel compiles.
+def attend(q: Tensor, k: Tensor, v: Tensor, start: int | Tensor, plan: Plan) -> Tensor | None:
+    """Compiled attention; None and a warning if neither kernel compiles.
 
     Short queries get FlexAttention's decoding kernel, or, if that does not compile, the general
     one, which is slower for them.
     """
+    offset = as_int32(start, q.device)
+    plan = Plan(plan.slopes.float(), *plan[1:])
+    grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
     if torch.compiler.is_compiling():
-        return attend(q, k, v, offset, plan, **flags, general=True)
+        return _attend(q, k, v, offset, plan, grad=grad, general=True)
     config, exc = dynamo()
     shape = q.shape[2] < BLOCK, q.shape[3], v.shape[3], q.shape[1] // k.shape[1]
     for general in (False, True):
-        kind = q.dtype, shape, plan.causal, plan.prune, *flags.items(), general
+        kind = q.dtype, shape, plan.causal, plan.prune, plan.aligned, grad, general
         if kind in _refused:
             continue
         try:
             # Causal or not, with documents or not, with gradients or not: each is a graph.
             with config.patch(recompile_limit=LIMIT):
-                return _compiled()(q, k, v, offset, plan, **flags, general=general)
+                return _compiled()(q, k, v, offset, plan, grad=grad, general=general)
         except exc.TorchDynamoException as error:
             _refused.add(kind)
             reason = [*str(error).strip().splitlines(), type(error).__name__][0]
         except exc.FailOnRecompileLimitHit:
             reason = f"there are {LIMIT} graphs already"
         if general:
-            start = "FlexAttention did not compile, and attention runs in chunks instead"
-            warnings.warn(f"{start}: {reason}", RuntimeWarning, stacklevel=4)
+            problem = "FlexAttention did not compile, and attention runs in chunks instead"
+            warnings.warn(f"{problem}: {reason}", RuntimeWarning, stacklevel=4)
     return None

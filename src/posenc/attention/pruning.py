@@ -25,6 +25,7 @@ class Plan(NamedTuple):
     scale: float
     causal: bool
     prune: bool
+    aligned: bool = False  # whether the query offset is K - Q in calls of every length
 
 
 def alibi_reach(
@@ -94,8 +95,11 @@ def needed_keys(
     q: Tensor, k: Tensor, offset: int | Tensor, plan: Plan
 ) -> tuple[Spans, Tensor, Tensor]:
     """The keys that each query sees, and the first and the last of them that it needs."""
-    slopes, ends, bound, scale, causal, prune = plan
+    slopes, ends, bound, scale, causal, prune, aligned = plan
     queries, keys = q.shape[2], k.shape[2]
+    if aligned:
+        # Read from the shapes: then the queries' own keys are a slice, in a compiled graph too.
+        offset = keys - queries
     seen = spans(queries, keys, causal=causal, offset=offset, ends=ends, device=q.device)
     gap = None
     if prune and queries:
