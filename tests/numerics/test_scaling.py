@@ -199,7 +199,6 @@ def test_a_rule_is_a_value(rule):
         (lambda: scaling.Linear(0.0), ValueError, "Linear: factor must be finite and above zero"),
         (lambda: scaling.Linear("4"), TypeError, "Linear: factor must be a number"),
         (lambda: scaling.YaRN(4.0, 0), ValueError, "original_length must be at least 1"),
-        (lambda: scaling.YaRN(4.0, 64)(inverse_frequencies(8), 1.0), ValueError, "base must be"),
         (lambda: scaling.LongRoPE((), (), 64), TypeError, "short_factor must be a list"),
         (lambda: scaling.LongRoPE((1.0,), (1.0, 2.0), 64), ValueError, "equally long"),
         (lambda: scaling.Llama3(8.0, 64, 4.0, 1.0), ValueError, "high_freq_factor must be"),

@@ -152,8 +152,7 @@ def _exact_rates(spectrum: Spectrum) -> list[Decimal]:
     """The rates before axes reorder them; a rule scales those that are rounded to float64."""
     width, base, rule = spectrum.width(), spectrum.base, spectrum.scaling
     if rule is None:
-        digits = max(0, -Decimal(base).adjusted())
-        with decimal.localcontext(decimal.Context(prec=60 + digits)):
+        with decimal.localcontext(decimal.Context(prec=60)):
             log_base = Decimal(base).ln()
             return [(log_base * (-2 * i) / width).exp() for i in range((width + 1) // 2)]
     # Cached, because a rule that depends on the length needs them again at every token.

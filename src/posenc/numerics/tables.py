@@ -23,22 +23,14 @@ def angles(positions: Tensor, rates: Spectrum | Tensor, seq_len: Tensor | None =
 
     .. math:: \phi_{p,i} = p\,\theta_i
 
-    Whole positions and the rates of a `Spectrum` are multiplied in 64-bit fixed point modulo one
-    turn, in two 32-bit halves, so that nothing overflows and nothing is lost: the error is below
-    1e-15 rad up to position :math:`2^{31}`, where a float64 product is off by 1e-7 rad. Positions
-    that are not whole, and rates in a tensor (learned ones, say), are multiplied in float64, and
-    gradients reach them.
+    Whole positions within :math:`\pm 2^{31}` and the rates of a `Spectrum` are multiplied in 64-bit
+    fixed point modulo one turn, in two 32-bit halves, so that nothing overflows and nothing is
+    lost: the error is below 1e-15 rad, where a float64 product is off by 1e-7 rad. Positions that
+    are not whole, rates in a tensor, and lengths in a tensor, for rules that depend on them, are
+    multiplied in float64, and gradients reach them.
 
-    Args:
-        positions: int64 within :math:`\pm 2^{31}`, or floating, of any shape; where the spectrum
-            has several axes, with one for the coordinates before it.
-        rates: A spectrum, or a tensor whose shape ends in ``P``.
-        seq_len: Length of the sequence, or of each, in a tensor, for rules that depend on it;
-            float64 then serves.
-
-    Returns:
-        float64 of shape ``[*positions.shape, P]``; in fixed point within a hair of
-        :math:`[-\pi, \pi]`.
+    The result is float64 ``[*positions.shape, P]``, without the leading axis of ``positions`` for
+    the coordinates, where the spectrum has several.
 
     Examples:
         >>> angles(torch.tensor([0, 1, 7]), Spectrum(4))

@@ -121,9 +121,6 @@ class YaRN(PublishedRule):
 
     def blend_range(self, dim: int, base: float) -> tuple[float, float]:
         """First pair that is slowed at all, and first that is slowed all the way."""
-        if base <= 1:
-            way_out = "Pass the base the model was trained with."
-            checks.fail("YaRN", "base must be above 1", base, way_out)
 
         def pair_with(turns: float) -> float:
             length = math.log(self.original_length) - math.log(turns) - math.log(math.tau)
