@@ -28,10 +28,11 @@ def test_a_table_on_a_terminal_is_drawn_with_its_styles(terminal, capsys):
     assert "[a] note" in drawn
 
 
-def test_progress_in_a_pipe_prints_nothing(capsys):
-    with _print.progress() as tell:
-        tell("one", 0.5)
-    assert capsys.readouterr() == ("", "")
+def test_progress_in_a_log_is_a_line_for_each_tenth(capsys):
+    with _print.progress("title: ") as tell:
+        for hundredths in range(0, 36, 5):
+            tell("one\x1b", hundredths / 100)
+    assert capsys.readouterr() == ("", "".join(f"{n} % title: one\\x1b\n" for n in (10, 20, 30)))
 
 
 def test_progress_on_a_terminal_is_a_bar_on_stderr(terminal, capsys):

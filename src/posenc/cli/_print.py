@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -40,9 +41,10 @@ def check_matplotlib(who: str) -> None:
 
 @contextlib.contextmanager
 def progress(title: str = "", *, background: bool = True) -> Iterator[Callable[[str, float], None]]:
-    """A progress bar on stderr if it is a terminal; yields what takes a message and the part done.
+    """Yields what takes a message and the part done, and shows them on stderr.
 
-    With ``background``, a thread redraws the bar between two calls.
+    A terminal gets a bar, which a thread redraws between two calls with ``background``; a log gets
+    a line for each tenth.
     """
     console = Console(stderr=True)
     # Messages hold names from files, whose brackets are not markup.
@@ -50,10 +52,17 @@ def progress(title: str = "", *, background: bool = True) -> Iterator[Callable[[
     columns = BarColumn(20), TimeElapsedColumn(), TimeRemainingColumn(), message
     shown: Any = {"transient": True, "auto_refresh": background, "disable": not console.is_terminal}
     with Progress(*columns, console=console, **shown) as bar:
-        task = bar.add_task("", total=1.0)
-        yield lambda message, done: bar.update(
-            task, description=title + printable(message), completed=done, refresh=not background
-        )
+        task, tenths = bar.add_task("", total=1.0), 0
+
+        def tell(message: str, done: float) -> None:
+            nonlocal tenths
+            message = title + printable(message)
+            bar.update(task, description=message, completed=done, refresh=not background)
+            if bar.disable and int(done * 10) > tenths:
+                tenths = int(done * 10)
+                print(f"{tenths * 10} % {message}", file=sys.stderr)
+
+        yield tell
 
 
 def table(
