@@ -65,11 +65,10 @@ def test_tables_may_differ_in_dtype(name, dtype, narrow):
 @pytest.mark.parametrize("heads", [(3, 2), (4, 1), (3,)], ids=str)
 def test_triton_takes_any_tile(tile, inner, outer, heads, monkeypatch):
     """With tables of float64, and of float32 where those are the same numbers."""
-    from posenc.kernels.triton import rotate
-    from posenc.kernels.triton.launch import Launches
+    from posenc.kernels.triton import launch, rotate
 
     monkeypatch.setattr(rotate, "tile", lambda *arguments: TILES[tile])
-    monkeypatch.setattr(rotate, "_LAUNCHES", Launches())
+    monkeypatch.setattr(launch, "_launches", {})
     xs = [torch.randn(2, 5, h, 18, device=GPU).half().transpose(1, 2) for h in heads]
     cos, sin = (table.to(GPU) for table in tables(9, 6))
     spec, found = Spec(inner, outer, 6), []
@@ -262,18 +261,14 @@ def test_tables_that_do_not_fit_are_refused(name):
             run([x], [torch.empty_like(x)], cos, sin, Rows(), Spec())
 
 
-def test_a_launch_in_use_outlives_many_others():
-    """Every prompt length is a kind of call of its own, and must not cost decode its launch."""
-    from posenc.kernels.triton.launch import Launches
+def test_a_launch_is_prepared_once_and_the_launches_are_bounded(monkeypatch):
+    from posenc.kernels.triton import launch
 
-    launches, made = Launches(8), []
-
-    def make(name):
-        return lambda: made.append(name) or name
-
-    x = (torch.ones(1),)
+    monkeypatch.setattr(launch, "_launches", {})
+    monkeypatch.setattr(launch, "MOST_LAUNCHES", 8)
+    made, x = [], (torch.ones(1),)
     for i in range(100):
-        assert launches.get((f"prompt {i}",), x, make(i)) == i
-        assert launches.get(("decode",), x, make("decode")) == "decode"
-    assert made.count("decode") == 1
-    assert len(launches.recent) + len(launches.older) <= 8
+        for _ in range(2):
+            launch.launch_for((f"prompt {i}",), x, lambda: made.append(0))
+        assert len(made) == i + 1
+        assert len(launch._launches) <= 8

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,8 +12,9 @@ from torch import Tensor
 # to the indices. Nor does it choose which products to fuse with a sum, since its choice differs
 # from shape to shape: the kernels call fma themselves.
 OPTIONS: dict[str, Any] = {"debug": True, "sanitize_overflow": False, "enable_fp_fusion": False}
-
-Made = TypeVar("Made")
+# Every prompt length is a kind of call. When there are too many, all are prepared anew.
+MOST_LAUNCHES = 4096
+_launches: dict[Hashable, Any] = {}
 
 
 class Launch:
@@ -38,51 +39,39 @@ class Launch:
     def __call__(self, tensors: tuple[Tensor, ...], start: int) -> None:
         """Run the kernel, with table rows from ``start`` on."""
         device = tensors[0].device
-        if device.type != "cuda" or device.index == torch.cuda.current_device():
-            self._run(*tensors, start, *self.numbers)
-        else:
+        if device.type == "cuda" and device.index != torch.cuda.current_device():
             # Triton launches on the current device.
             with torch.cuda.device(device):
-                self._run(*tensors, start, *self.numbers)
-
-    def _run(self, *arguments: Any) -> None:
-        if self.compiled is not None:
+                self(tensors, start)
+        elif self.compiled is not None:
             # Straight to the launch: Triton's own look-up takes longer than a short kernel.
-            self.compiled(*arguments, *self.values)
+            self.compiled(*tensors, start, *self.numbers, *self.values)
         elif 0 not in self.grid:
+            arguments = (*tensors, start, *self.numbers)
             made = self.kernel[self.grid](*arguments, **self.constants, **self.options)
             # Nothing was compiled if the kernel is interpreted.
             self.compiled = None if made is None else made[self.grid]
 
 
-class Launches(Generic[Made]):
-    """Launches by kind of call: the least recently used half is dropped when there are too many."""
+def launch_for(
+    described: tuple[Hashable, ...], tensors: tuple[Tensor, ...], prepare: Callable[[], Any]
+) -> Any:
+    """What ``prepare`` returned for a call like this one; Triton specialises a kernel on no more.
 
-    def __init__(self, most: int = 4096) -> None:
-        self.half = most // 2
-        self.recent: dict[Hashable, Made] = {}
-        self.older: dict[Hashable, Made] = {}
-
-    def get(
-        self,
-        described: tuple[Hashable, ...],
-        tensors: tuple[Tensor, ...],
-        make: Callable[[], Made],
-    ) -> Made:
-        """The launch for calls like this one; Triton specialises a kernel on no more."""
-        key = (
-            *described,
-            tensors[0].device,
-            *[(t.dtype, t.shape, t.stride(), t.data_ptr() % 16) for t in tensors],
-        )
-        try:
-            return self.recent[key]
-        except KeyError:
-            launch = self.older[key] if key in self.older else make()
-            if len(self.recent) >= self.half:
-                self.older, self.recent = self.recent, {}
-            self.recent[key] = launch
-            return launch
+    ``described`` begins with the name of the kernel.
+    """
+    key = (
+        *described,
+        tensors[0].device,
+        *[(t.dtype, t.shape, t.stride(), t.data_ptr() % 16) for t in tensors],
+    )
+    try:
+        return _launches[key]
+    except KeyError:
+        if len(_launches) >= MOST_LAUNCHES:
+            _launches.clear()
+        launch = _launches[key] = prepare()
+        return launch
 
 
 def starts_early(device: torch.device) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -12,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from posenc.kernels.spec import Norm, Rows, Spec
-from posenc.kernels.triton.launch import Launch, Launches
+from posenc.kernels.triton.launch import Launch, launch_for
 from posenc.kernels.triton.pairs import (
     as_words,
     check_tables,
@@ -29,26 +28,16 @@ from posenc.kernels.triton.pairs import (
 
 # Programs of the backward pass: enough to fill a large GPU, few enough to add up their shares.
 _SHARES = 1056
-_LAUNCHES: Launches[Launch] = Launches()
 
 
-def norm_into(
-    x: Tensor,
-    y: Tensor,
-    weight: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    rows: Rows,
-    spec: Spec,
-    norm: Norm,
-) -> None:
+def norm_into(x: Tensor, y: Tensor, weight: Tensor, *how: Any) -> None:
     """Normalise and rotate ``x`` into ``y``; both have dense rows."""
     if y.numel():
-        _run(_forward_launch, (x, y), weight, cos, sin, rows, spec, norm)
+        _run(_forward, (x, y), weight, *how)
 
 
 def norm_backward_into(g: Tensor, x: Tensor, dx: Tensor, weight: Tensor, *how: Any) -> Tensor:
-    """Write the gradient to ``x`` into ``dx`` and return that to ``weight``; ``g`` is given."""
+    """Write the gradient to ``x`` into ``dx`` and return that to ``weight``; ``g`` is incoming."""
     if x.numel() == 0:
         return torch.zeros_like(weight)
     norm: Norm = how[-1]
@@ -58,12 +47,12 @@ def norm_backward_into(g: Tensor, x: Tensor, dx: Tensor, weight: Tensor, *how: A
     share_type = torch.promote_types(weight.dtype, torch.float32)
     share = heads * width if norm.all_heads else width
     shares = torch.empty((programs, share), device=x.device, dtype=share_type)
-    _run(_backward_launch, (g, x, dx, shares), weight, *how)
+    _run(_backward, (g, x, dx, shares), weight, *how)
     return shares.sum(0).to(weight.dtype).view_as(weight)
 
 
 def _run(
-    prepare: Callable[..., Launch],
+    kernel: Any,
     tensors: tuple[Tensor, ...],
     weight: Tensor,
     cos: Tensor,
@@ -78,36 +67,43 @@ def _run(
         cos, sin = cos.contiguous(), sin.contiguous()
     weight, positions = weight.resolve_neg().contiguous(), rows.positions
     given = (*tensors, weight, cos, sin, tensors[0] if positions is None else positions)
-    make = partial(prepare, *tensors, weight, cos, rows, spec, norm)
-    launch = _LAUNCHES.get((prepare, positions is None, spec, norm), given, make)
-    launch(given, rows.start)
+    prepare = partial(_launch, kernel, tensors, weight, cos, rows, spec, norm)
+    launch_for((kernel.__name__, positions is None, spec, norm), given, prepare)(given, rows.start)
 
 
-def _forward_launch(
-    x: Tensor, y: Tensor, weight: Tensor, cos: Tensor, rows: Rows, spec: Spec, norm: Norm
+def _launch(
+    kernel: Any,
+    tensors: tuple[Tensor, ...],
+    weight: Tensor,
+    cos: Tensor,
+    rows: Rows,
+    spec: Spec,
+    norm: Norm,
 ) -> Launch:
-    inner, outer = layout(spec.interleaved, spec, x), layout(spec.interleaved_out, spec, y)
-    numbers = *strides(x, inner), *strides(y, outer), *_sizes(x, cos, rows, norm)
-    constants = _constants(x, weight, cos, rows, spec, norm, inner, outer)
-    # One program takes all heads of a token. Measured on an H200: benchmarks/README.md.
-    warps = min(max(constants["BLOCK_H"] * x.shape[3] // 1024, 2), 8)
-    grid = (x.shape[0] * x.shape[2], 1, 1)
-    return Launch(_forward, grid, numbers, constants, num_warps=warps)
-
-
-def _backward_launch(
-    g: Tensor, x: Tensor, dx: Tensor, shares: Tensor, weight: Tensor, cos: Tensor, *how: Any
-) -> Launch:
-    rows, spec, norm = how
-    inner, outer = layout(spec.interleaved, spec, x, dx), layout(spec.interleaved_out, spec, g)
-    constants = _constants(x, weight, cos, rows, spec, norm, inner, outer)
-    programs, block = shares.shape[0], constants["BLOCK_H"]
-    numbers = (
-        *strides(g, outer), *strides(x, inner), *strides(dx, inner),
-        programs // triton.cdiv(x.shape[1], block), *_sizes(x, cos, rows, norm),
-    )  # fmt: skip
-    warps = 8 if block * x.shape[3] >= 4096 else 4
-    return Launch(_backward, (programs, 1, 1), numbers, constants, num_warps=warps)
+    x = tensors[0 if kernel is _forward else 1]
+    (batch, heads, length, width), block = x.shape, _heads(x, norm)
+    if kernel is _forward:
+        y = tensors[1]
+        inner, outer = layout(spec.interleaved, spec, x), layout(spec.interleaved_out, spec, y)
+        steps = *strides(x, inner), *strides(y, outer)
+        # One program takes all heads of a token. Measured on an H200: benchmarks/README.md.
+        programs, warps = batch * length, min(max(block * width // 1024, 2), 8)
+    else:
+        g, _, dx, shares = tensors
+        inner, outer = layout(spec.interleaved, spec, x, dx), layout(spec.interleaved_out, spec, g)
+        programs, warps = shares.shape[0], 8 if block * width >= 4096 else 4
+        stride = programs // triton.cdiv(heads, block)
+        steps = *strides(g, outer), *strides(x, inner), *strides(dx, inner), stride
+    numbers = *steps, *table_numbers(cos, rows), batch, length, norm.eps, norm.shift
+    constants = {
+        "HEADS": heads,
+        "WIDTH": width,
+        **shared_constants(x, cos, rows, spec, inner, outer),
+        "WEIGHT": layout(spec.interleaved, spec, weight.view(1, 1, -1, width)),
+        "ALL_HEADS": norm.all_heads,
+        "BLOCK_H": block,
+    }
+    return Launch(kernel, (programs, 1, 1), numbers, constants, num_warps=warps)
 
 
 def _heads(x: Tensor, norm: Norm) -> int:
@@ -116,23 +112,6 @@ def _heads(x: Tensor, norm: Norm) -> int:
     if norm.all_heads:
         return heads
     return min(heads, max(1, 1024 // int(triton.next_power_of_2(x.shape[3]))))
-
-
-def _sizes(x: Tensor, cos: Tensor, rows: Rows, norm: Norm) -> tuple[float, ...]:
-    return *table_numbers(cos, rows), x.shape[0], x.shape[2], norm.eps, norm.shift
-
-
-def _constants(
-    x: Tensor, weight: Tensor, cos: Tensor, rows: Rows, spec: Spec, norm: Norm, *layouts: int
-) -> dict[str, Any]:
-    return {
-        "HEADS": x.shape[1],
-        "WIDTH": x.shape[3],
-        **shared_constants(x, cos, rows, spec, *layouts),
-        "WEIGHT": layout(spec.interleaved, spec, weight.view(1, 1, -1, x.shape[3])),
-        "ALL_HEADS": norm.all_heads,
-        "BLOCK_H": _heads(x, norm),
-    }
 
 
 @triton.jit
@@ -164,12 +143,9 @@ def _weights(
         first = (h * WIDTH)[None, :, None]
         mask = mask & (h < HEADS)[None, :, None]
         keep = keep & (h < HEADS)[None, :, None]
-    words = as_words(weight, LAYOUT) + first // (2 if LAYOUT == 2 else 1)
-    wa, wb = load_pairs(words, at, mask, FIRST, PAIRS, LAYOUT, weight.dtype.element_ty, WIDE)
-    wr = wa * 0
-    if REST > 0:
-        wr = tl.load(weight + first + other, mask=keep, other=0.0).to(WIDE) + shift
-    return wa + shift, wb + shift, wr
+    first = first // (2 if LAYOUT == 2 else 1)
+    wp, wq, wr = _load(weight, first, at, mask, other, keep, PAIRS, FIRST, REST, LAYOUT, WIDE)
+    return wp + shift, wq + shift, wr + shift
 
 
 @triton.jit
@@ -266,12 +242,8 @@ def _backward(
         x_at = (b * x_b + t[:, None] * x_t + h[None, :] * x_h)[:, :, None]
         p, q, rest = _load(x, x_at, at, mask, other, keep, PAIRS, FIRST, REST, IN, WIDE)
         g_at = (b * g_b + t[:, None] * g_t + h[None, :] * g_h)[:, :, None]
-        gp, gq = load_pairs(as_words(g, OUT) + g_at, at, mask, FIRST, PAIRS, OUT, element, WIDE)
+        gp, gq, gr = _load(g, g_at, at, mask, other, keep, PAIRS, FIRST, REST, OUT, WIDE)
         gp, gq = rotated(gp, gq, c, negative(s))
-        gr = rest * 0
-        if REST > 0:
-            above = g + g_at * (2 if OUT == 2 else 1) + other
-            gr = tl.load(above, mask=keep, other=0.0).to(WIDE)
         scale = tl.rsqrt(_dot(p, q, rest, p, q, rest, REST, ALL_HEADS) / count + eps).to(WIDE)
         p, q, rest = p * scale, q * scale, rest * scale
         to_wp, to_wq = tl.fma(gp, p, to_wp), tl.fma(gq, q, to_wq)
@@ -288,13 +260,11 @@ def _backward(
             tl.store(dx + dx_at * (2 if IN == 2 else 1) + other, back, mask=keep)
     if ALL_HEADS:
         mine = (partial + program * HEADS * WIDTH + h * WIDTH)[None, :, None]
-        store_pairs(mine, at, mask, to_wp, to_wq, FIRST, PAIRS, flat, share)
-        if REST > 0:
-            tl.store(mine + other, to_wr.to(share), mask=keep)
     else:
         mine = partial + program * WIDTH + tl.zeros((1, 1, 1), tl.int64)
-        wp, wq = tl.sum(to_wp, axis=1, keep_dims=True), tl.sum(to_wq, axis=1, keep_dims=True)
-        store_pairs(mine, at, at < PAIRS, wp, wq, FIRST, PAIRS, flat, share)
-        if REST > 0:
-            left = tl.sum(to_wr, axis=1, keep_dims=True).to(share)
-            tl.store(mine + other, left, mask=tl.arange(0, BLOCK_REST)[None, None, :] < REST)
+        mask, keep = at < PAIRS, tl.arange(0, BLOCK_REST)[None, None, :] < REST
+        to_wp, to_wq = tl.sum(to_wp, axis=1, keep_dims=True), tl.sum(to_wq, axis=1, keep_dims=True)
+        to_wr = tl.sum(to_wr, axis=1, keep_dims=True)
+    store_pairs(mine, at, mask, to_wp, to_wq, FIRST, PAIRS, flat, share)
+    if REST > 0:
+        tl.store(mine + other, to_wr.to(share), mask=keep)

@@ -12,7 +12,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from posenc.kernels.spec import Rows, Spec
-from posenc.kernels.triton.launch import Launch, Launches, starts_early
+from posenc.kernels.triton.launch import Launch, launch_for, starts_early
 from posenc.kernels.triton.pairs import (
     HALVES,
     as_words,
@@ -32,7 +32,6 @@ from posenc.kernels.triton.pairs import (
 # A call of at most this many tokens takes no longer than its launch, which then overlaps the
 # kernel before it.
 SHORT = 1024
-_LAUNCHES: Launches[Launch | None] = Launches()
 
 
 def rotate_into(
@@ -45,8 +44,8 @@ def rotate_into(
     """
     q, k, positions = xs[0], xs[-1], rows.positions
     tensors = (q, k, ys[0], ys[-1], cos, sin, q if positions is None else positions)
-    described = (len(xs), q is ys[0], spec, positions is None, q.is_neg(), k.is_neg())
-    launch = _LAUNCHES.get(described, tensors, partial(_launch, xs, ys, cos, sin, rows, spec))
+    described = ("rotate", len(xs), q is ys[0], spec, positions is None, q.is_neg(), k.is_neg())
+    launch = launch_for(described, tensors, partial(_launch, xs, ys, cos, sin, rows, spec))
     if launch is None:
         return False
     launch(tensors, rows.start)
