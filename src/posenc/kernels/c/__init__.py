@@ -92,19 +92,14 @@ def _dense_rows(table: Tensor, rows: Rows, length: int) -> Tensor:
 
 def norm_into(x: Tensor, y: Tensor, weight: Tensor, *arguments: Any) -> None:
     """Normalise and rotate ``x`` into ``y``, in one pass; both have dense rows."""
-    cos, sin, rows, spec, norm = arguments
-    factors = _factors(weight, norm)
-    numbers = (factors.data_ptr(), _bits(norm.eps), norm.all_heads, 0)
-    rotate_into([x], [y], cos, sin, rows, spec, numbers)
+    _run_norm([x], [y], _factors(weight, arguments[-1]), 0, *arguments)
 
 
 def norm_backward_into(g: Tensor, x: Tensor, dx: Tensor, weight: Tensor, *arguments: Any) -> Tensor:
     """Write the gradient of ``x`` into ``dx`` and return that of ``weight``; ``g`` is incoming."""
-    cos, sin, rows, spec, norm = arguments
-    factors = _factors(weight, norm)
+    factors = _factors(weight, arguments[-1])
     to_factors = torch.zeros_like(factors)
-    numbers = (factors.data_ptr(), _bits(norm.eps), norm.all_heads, to_factors.data_ptr())
-    rotate_into([x, g], [dx, g], cos, sin, rows, spec, numbers)
+    _run_norm([x, g], [dx, g], factors, to_factors.data_ptr(), *arguments)
     return to_factors.to(weight.dtype).view_as(weight)
 
 
@@ -114,6 +109,9 @@ def _factors(weight: Tensor, norm: Norm) -> Tensor:
     return factors.contiguous() if norm.shift == 0 else factors + norm.shift
 
 
-def _bits(number: float) -> int:
-    """The bits of a float64 as an integer."""
-    return int(struct.unpack("q", struct.pack("d", number))[0])
+def _run_norm(
+    xs: list[Tensor], ys: list[Tensor], factors: Tensor, to_factors: int, *arguments: Any
+) -> None:
+    *tables_rows_spec, norm = arguments
+    (eps,) = struct.unpack("q", struct.pack("d", norm.eps))
+    rotate_into(xs, ys, *tables_rows_spec, (factors.data_ptr(), eps, norm.all_heads, to_factors))

@@ -17,7 +17,6 @@
 #define LOAD_PAIRS(x, P, in, out, a, b) load_pairs_f32(x, P, in, a, b)
 #define STORE_PAIRS(y, P, in, out, p, q) store_pairs_f32(y, P, out, p, q)
 #define VECTOR float64x2_t
-#define LANES 4
 #define TABLE vld1q_f64
 #else
 #define BLOCK 16
@@ -42,14 +41,12 @@
 #define LOAD_PAIRS(x, P, in, out, a, b) load_pairs_bf16(x, P, in, a, b)
 #define STORE_PAIRS(y, P, in, out, p, q) store_pairs_bf16(y, P, out, p, q)
 #define VECTOR float32x4_t
-#define LANES 8
 #define TABLE vld1q_f32
 #elif defined(WORDS_OF_512)
 #define BLOCK WORD_BLOCK
 #define LOAD_PAIRS load512_bf16
 #define STORE_PAIRS store512_bf16
 #define VECTOR __m512
-#define LANES 32
 #define TABLE _mm512_loadu_ps
 #elif PACKS_PAIRS
 #define BLOCK WORD_BLOCK
@@ -69,7 +66,6 @@
 #define LOAD_PAIRS(x, P, in, out, a, b) load_pairs_f16(x, P, in, a, b)
 #define STORE_PAIRS(y, P, in, out, p, q) store_pairs_f16(y, P, out, p, q)
 #define VECTOR float32x4_t
-#define LANES 8
 #define TABLE vld1q_f32
 #endif
 #include "rotate_rows.h"
@@ -93,16 +89,12 @@ TARGET static void FN(convert_row)(const double *row, void *to, size_t P, double
     INDEPENDENT for (size_t i = done; i < P; i++) f[i] = plain_nan((float)(sign * row[i]));
 }
 
-static const Kernels FN(kernels) = {
-    {NAME2(rows, f32, ISA), NAME2(rows, bf16, ISA), NAME2(rows, f16, ISA), NAME2(rows, f64, ISA)},
-    {NAME2(normed, f32, ISA), NAME2(normed, bf16, ISA), NAME2(normed, f16, ISA),
-     NAME2(normed, f64, ISA)},
-    {NAME2(norm_backward, f32, ISA), NAME2(norm_backward, bf16, ISA),
-     NAME2(norm_backward, f16, ISA), NAME2(norm_backward, f64, ISA)},
-    FN(convert_row),
-};
-#undef KIND
+#define EACH(name) \
+    {NAME2(name, f32, ISA), NAME2(name, bf16, ISA), NAME2(name, f16, ISA), NAME2(name, f64, ISA)}
+static const Kernels FN(kernels) = {EACH(rows), EACH(normed), EACH(norm_backward), FN(convert_row)};
 
+#undef EACH
+#undef KIND
 #undef NAME3
 #undef NAME2
 #undef FN

@@ -23,14 +23,10 @@ typedef struct {
     const void *weight;
     double eps;
     int all_heads; /* over all rows together, each with factors of its own */
-} Norm;
-
-/* What the gradient of normalised rows takes besides: */
-typedef struct {
-    const void *g; /* gradients to the results */
+    void *work, *sums; /* for gradients: room for two rows, and those of the factors, to be added to */
+    const void *g; /* the incoming gradients */
     i64 g_step;
-    void *work, *sums; /* room for two rows; the gradient to the factors, to be added to */
-} NormGradient;
+} Norm;
 
 enum {
     PREFETCH_BYTES = 1024, /* from what a kernel works on to what it prefetches */
@@ -47,11 +43,12 @@ enum {
  * block before its odd ones. */
 typedef enum { DOUBLES, FLOATS, EVEN_THEN_ODD } TableOrder;
 
+/* Pairs that LOAD_PAIRS loads, in two vectors of first channels and two of second ones. */
+#define LANES (2 * sizeof(VECTOR) / sizeof(REAL))
+
+typedef void Kernel(const RowBlock *rows, size_t P, int layout, const Norm *norm);
 typedef struct {
-    void (*rows[DTYPES])(const RowBlock *rows, size_t P, int layout);
-    void (*normed[DTYPES])(const RowBlock *rows, size_t P, int layout, const Norm *norm);
-    void (*norm_backward[DTYPES])(const RowBlock *rows, size_t P, int layout, const Norm *norm,
-                                  const NormGradient *gradient);
+    Kernel *rows[DTYPES], *normed[DTYPES], *norm_backward[DTYPES];
     void (*convert_row)(const double *row, void *to, size_t P, double sign, TableOrder order);
 } Kernels;
 

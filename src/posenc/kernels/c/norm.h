@@ -23,14 +23,14 @@ TARGET static REAL FN(squares)(const ELEM *x, size_t D)
     sums[0] = (sums[0] + sums[1]) + (sums[2] + sums[3]);
     for (size_t k = 0; k < LANES / 2; k++) sum += sums[0][k];
 #else
-    enum { LANES = 16 };
-    REAL sums[2 * LANES] = {0};
-    for (; done + LANES <= half; done += LANES)
-        for (size_t k = 0; k < LANES; k++) {
+    enum { WIDTH = 16 };
+    REAL sums[2 * WIDTH] = {0};
+    for (; done + WIDTH <= half; done += WIDTH)
+        for (size_t k = 0; k < WIDTH; k++) {
             const REAL a = LOAD(x[done + k]), b = LOAD(x[half + done + k]);
-            sums[k] += a * a, sums[k + LANES] += b * b;
+            sums[k] += a * a, sums[k + WIDTH] += b * b;
         }
-    for (size_t width = LANES; width > 0; width /= 2)
+    for (size_t width = WIDTH; width > 0; width /= 2)
         for (size_t k = 0; k < width; k++) sums[k] += sums[k + width];
     sum = sums[0];
 #endif

@@ -33,14 +33,14 @@ TARGET static void FN(pack_row)(const REAL *x, ELEM *to, size_t P, const Norm *n
 }
 
 /* Row i and its gradient before the rotation, into x and t. */
-TARGET static void FN(load_row)(const RowBlock *r, const NormGradient *k, i64 i, size_t P, int in,
-                                int out, const Norm *n, REAL *x, REAL *t)
+TARGET static void FN(load_row)(const RowBlock *r, i64 i, size_t P, int in, int out, const Norm *n,
+                                REAL *x, REAL *t)
 {
     const REAL *const c = (const REAL *)((const char *)r->c + i * r->table_step);
     const REAL *const s = (const REAL *)((const char *)r->s + i * r->table_step);
     REAL *const a = t + n->first_channel, *const b = a + P;
     FN(unpack_row)((const ELEM *)r->x + i * r->x_step, x, P, n, in);
-    FN(unpack_row)((const ELEM *)k->g + i * k->g_step, t, P, n, out);
+    FN(unpack_row)((const ELEM *)n->g + i * n->g_step, t, P, n, out);
     INDEPENDENT for (size_t j = 0; j < P; j++) {
         const REAL p = a[j], q = b[j];
         a[j] = p * c[j] + q * s[j], b[j] = q * c[j] - p * s[j];
@@ -66,26 +66,25 @@ TARGET static void FN(sums)(const REAL *x, const REAL *t, const REAL *w, size_t 
 }
 
 /* Gradients to the rows, into r->y, and what the rows add to those of the factors. */
-TARGET static void FN(norm_backward)(const RowBlock *r, size_t P, int layout, const Norm *n,
-                                     const NormGradient *k)
+TARGET static void FN(norm_backward)(const RowBlock *r, size_t P, int layout, const Norm *n)
 {
     const int in = layout >> 1, out = layout & 1;
     const size_t D = n->channels;
     const i64 group = n->all_heads ? r->count : 1;
     const double count = (double)D * (double)group;
-    REAL *const x = k->work, *const t = x + D;
+    REAL *const x = n->work, *const t = x + D;
     for (i64 first = 0; first < r->count; first += group) {
         REAL squares = 0, dot = 0;
         for (i64 i = 0; i < group; i++) {
-            FN(load_row)(r, k, first + i, P, in, out, n, x, t);
+            FN(load_row)(r, first + i, P, in, out, n, x, t);
             FN(sums)(x, t, (const REAL *)n->weight + i * (i64)D, D, &squares, &dot);
         }
         const REAL scale = FN(scale)(squares, count, n->eps);
         const REAL pull = scale * scale * scale * dot / (REAL)count;
         for (i64 i = 0; i < group; i++) {
             const REAL *const w = (const REAL *)n->weight + i * (i64)D;
-            REAL *const sum = (REAL *)k->sums + i * (i64)D;
-            if (group > 1) FN(load_row)(r, k, first + i, P, in, out, n, x, t);
+            REAL *const sum = (REAL *)n->sums + i * (i64)D;
+            if (group > 1) FN(load_row)(r, first + i, P, in, out, n, x, t);
             INDEPENDENT for (size_t j = 0; j < D; j++) {
                 sum[j] += t[j] * x[j] * scale;
                 x[j] = t[j] * w[j] * scale - x[j] * pull;

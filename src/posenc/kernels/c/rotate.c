@@ -8,9 +8,7 @@
 #include <Python.h>
 #include <math.h>
 #include <stddef.h>
-#include <stdint.h>
 #include <stdlib.h>
-#include <string.h>
 #ifndef _WIN32
 #include <dlfcn.h>
 #endif
@@ -83,33 +81,19 @@ static PyObject *py_isa(PyObject *self, PyObject *none)
 
 static PyObject *py_set_isa(PyObject *self, PyObject *name)
 {
-    char here[64] = "";
     (void)self;
-    for (int i = 0; i < ISAS; i++) {
-        if (!runs_here(i)) continue;
-        PyObject *known = PyUnicode_FromString(isas[i].name);
-        const int differs = known ? PyUnicode_Compare(name, known) : 0;
-        Py_XDECREF(known);
-        if (PyErr_Occurred()) return NULL;
-        if (!differs) {
+    for (int i = 0; PyUnicode_Check(name) && i < ISAS; i++)
+        if (runs_here(i) && PyUnicode_CompareWithASCIIString(name, isas[i].name) == 0) {
             isa = i;
             Py_RETURN_NONE;
         }
-        strcat(strcat(here, here[0] ? ", " : ""), isas[i].name);
-    }
-    return PyErr_Format(PyExc_ValueError, "%R does not run here; these do: %s", name, here);
-}
-
-static PyObject *py_parallel(PyObject *self, PyObject *none)
-{
-    return (void)self, (void)none, PyBool_FromLong(pool.parallel != NULL);
+    return PyErr_Format(PyExc_ValueError, "%R does not run here", name);
 }
 
 static PyMethodDef methods[] = {
     {"rotate", (PyCFunction)(void (*)(void))py_rotate, METH_FASTCALL, NULL},
     {"isa", py_isa, METH_NOARGS, NULL},
     {"set_isa", py_set_isa, METH_O, NULL},
-    {"parallel", py_parallel, METH_NOARGS, NULL},
     {NULL, NULL, 0, NULL},
 };
 
@@ -139,12 +123,7 @@ PyMODINIT_FUNC PyInit__rotate(void)
 #ifndef _WIN32
     void *found[] = {torch_symbol("GOMP_parallel"), torch_symbol("omp_get_thread_num"),
                      torch_symbol("omp_get_num_threads"), torch_symbol("omp_get_max_threads")};
-    if (found[0] && found[1] && found[2] && found[3]) {
-        memcpy(&pool.parallel, &found[0], sizeof found[0]);
-        memcpy(&pool.thread, &found[1], sizeof found[0]);
-        memcpy(&pool.threads, &found[2], sizeof found[0]);
-        memcpy(&pool.max_threads, &found[3], sizeof found[0]);
-    }
+    if (found[0] && found[1] && found[2] && found[3]) memcpy(&pool, found, sizeof pool);
 #endif
     return PyModule_Create(&module);
 }

@@ -81,8 +81,9 @@ TARGET INLINE void FN(layout)(const RowBlock *r, size_t P, int in, int out, int 
     }
 }
 
-TARGET static void FN(rows)(const RowBlock *r, size_t P, int layout)
+TARGET static void FN(rows)(const RowBlock *r, size_t P, int layout, const Norm *none)
 {
+    (void)none;
     /* On short rows, a loop for the pairs left over costs time even if it does not run. */
     const int even = P % BLOCK == 0;
     switch (2 * layout + even) {
@@ -107,6 +108,5 @@ TARGET static void FN(rows)(const RowBlock *r, size_t P, int layout)
 #undef LOAD_PAIRS
 #undef STORE_PAIRS
 #undef VECTOR
-#undef LANES
 #undef TABLE
 #undef WORDS

@@ -8,8 +8,10 @@ typedef struct {
     i64 dtype, cos, sin, tables, rows, P, table_sb, table_st, table_sd; /* float64 */
     i64 start, pos, pos_sb, pos_st, sequential;
     i64 interleaved_in, interleaved_out, first_channel, transposed;
-    i64 weight, eps, all_heads; /* of a norm, if there is one: float64, and the bits of a double */
-    i64 to_weight; /* if its gradient is wanted: float64; the second tensor is what is given */
+    i64 weight; /* of a norm, if there is one: float64 */
+    union { i64 bits; double number; } eps;
+    i64 all_heads;
+    i64 to_weight; /* if its gradient is wanted: float64; the second tensor is the incoming one */
     Tensor tensors[2];
     i64 count, B, T, D; /* found from them */
 } Job;
@@ -71,13 +73,6 @@ static i64 factor_at(const Job *j, i64 i)
     return i - c + (c < j->P ? 2 * c : 2 * (c - j->P) + 1);
 }
 
-static double double_of(i64 bits)
-{
-    double number;
-    memcpy(&number, &bits, sizeof number);
-    return number;
-}
-
 /* Bytes of a number in the precision of the computation. */
 static i64 real_size(const Job *j) { return j->dtype == FLOAT32 || j->dtype == FLOAT64 ? 8 : 4; }
 
@@ -117,27 +112,20 @@ static void copy_unrotated(const Job *j, const RowBlock *r)
 }
 
 /* Rotate whole rows, after a norm if there is one, or compute the gradient of both. */
-static void rotate_block(const Job *j, RowBlock rows, const Norm *norm, const NormGradient *back)
+static void rotate_block(const Job *j, RowBlock rows, const Norm *norm)
 {
-    const i64 skipped = j->first_channel * element_size[j->dtype];
-    const int layout = 2 * (int)j->interleaved_in + (int)j->interleaved_out;
-    if (j->to_weight) {
-        isas[isa].kernels->norm_backward[j->dtype](&rows, (size_t)j->P, layout, norm, back);
-        return;
-    }
-    if (j->weight) {
-        isas[isa].kernels->normed[j->dtype](&rows, (size_t)j->P, layout, norm);
-        return;
-    }
-    if (rows.x != rows.y && j->D > 2 * j->P) copy_unrotated(j, &rows);
+    const Kernels *const all = isas[isa].kernels;
+    Kernel *const *kernels = j->to_weight ? all->norm_backward : j->weight ? all->normed : all->rows;
+    const i64 skipped = j->weight ? 0 : j->first_channel * element_size[j->dtype];
+    if (!j->weight && rows.x != rows.y && j->D > 2 * j->P) copy_unrotated(j, &rows);
     rows.x = (const char *)rows.x + skipped;
     rows.y = (char *)rows.y + skipped;
-    isas[isa].kernels->rows[j->dtype](&rows, (size_t)j->P, layout);
+    kernels[j->dtype](&rows, (size_t)j->P, 2 * (int)j->interleaved_in + (int)j->interleaved_out, norm);
 }
 
 /* One tensor's heads of the tokens t .. t+nt-1 of sequence b, whose table rows are in c and s. */
 static void rotate_tile(const Job *j, const Tensor *a, i64 b, i64 t, i64 nt, const char *c,
-                      const char *s, const Norm *norm, NormGradient back)
+                      const char *s, Norm norm)
 {
     const i64 size = element_size[j->dtype], table = j->P * real_size(j);
     const char *const x = (const char *)(intptr_t)a->x + (b * a->x_sb + t * a->x_st) * size;
@@ -164,11 +152,11 @@ static void rotate_tile(const Job *j, const Tensor *a, i64 b, i64 t, i64 nt, con
             };
             if (j->to_weight) {
                 const Tensor *const g = &j->tensors[1];
-                back.g = (const char *)(intptr_t)g->x +
+                norm.g = (const char *)(intptr_t)g->x +
                          (b * g->x_sb + (t + n) * g->x_st + h * g->x_sh) * size;
-                back.g_step = by_token ? g->x_sh : g->x_st;
+                norm.g_step = by_token ? g->x_sh : g->x_st;
             }
-            rotate_block(j, rows, norm, &back);
+            rotate_block(j, rows, &norm);
         }
 }
 
@@ -196,9 +184,8 @@ static void run_units(Plan *p, i64 first, i64 last, i64 thread)
     }
     char *const c = block + (-(uintptr_t)block & (CACHE_LINE - 1)), *const s = c + tables;
     char *const weight = s + tables, *const work = weight + weights;
-    const Norm norm = {(size_t)j->D, (size_t)j->first_channel, weight, double_of(j->eps),
-                       (int)j->all_heads};
-    const NormGradient back = {NULL, 0, work, work + 2 * j->D * size};
+    const Norm norm = {(size_t)j->D, (size_t)j->first_channel, weight, j->eps.number,
+                       (int)j->all_heads, work, work + 2 * j->D * size, NULL, 0};
     for (i64 i = 0; i < factors(j); i++) {
         const double factor = ((const double *)(intptr_t)j->weight)[factor_at(j, i)];
         if (size == 8)
@@ -210,10 +197,10 @@ static void run_units(Plan *p, i64 first, i64 last, i64 thread)
         const i64 b = unit % j->B, tile = unit / j->B, t = tile * p->tile;
         const i64 nt = j->T - t < p->tile ? j->T - t : p->tile;
         if (tile != ready || !every_sequence) convert_tables(j, b, t, nt, c, s), ready = tile;
-        if (j->to_weight) memset(back.sums, 0, (size_t)weights);
+        if (j->to_weight) memset(norm.sums, 0, (size_t)weights);
         for (i64 n = 0; n < (j->to_weight ? 1 : j->count); n++)
-            rotate_tile(j, &j->tensors[n], b, t, nt, c, s, &norm, back);
-        if (j->to_weight) add_share(p, thread, back.sums);
+            rotate_tile(j, &j->tensors[n], b, t, nt, c, s, norm);
+        if (j->to_weight) add_share(p, thread, norm.sums);
     }
     free(block);
 }
