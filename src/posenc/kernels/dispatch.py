@@ -43,8 +43,8 @@ def backends() -> list[Backend]:
         reference serves every device
     """
     return [
-        Backend("c", "cpu", c.available, c.why()),
-        Backend("triton", "cuda", triton.available(), triton.why()),
+        Backend("c", "cpu", *c.status()),
+        Backend("triton", "cuda", *triton.status()),
         Backend("reference", "every device", True, "plain torch operations"),
     ]
 
@@ -197,24 +197,23 @@ def rotate_into(
 
 def run_norm(kernel: Any, x: Tensor, *arguments: Any) -> Tensor:
     """Run the kernel of :func:`norm_rotate` without autograd."""
-    y = torch.empty_like(x)
-    if _has_dense_rows(x, y):
-        kernel.norm_into(x, y, *arguments)
-        return y
-    made = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    kernel.norm_into(_dense(x), made, *arguments)
-    return y.copy_(made)
+    return _on_dense_rows(x, lambda x, y: kernel.norm_into(x, y, *arguments))[0]
 
 
 def run_norm_backward(kernel: Any, g: Tensor, x: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
     """Gradients of :func:`norm_rotate` with respect to ``x`` and the weight; ``g`` is incoming."""
-    dx = torch.empty_like(x)
     g = g if _has_dense_rows(g) else _dense(g)
-    if _has_dense_rows(x, dx):
-        return dx, kernel.norm_backward_into(g, x, dx, *arguments)
+    return _on_dense_rows(x, lambda x, dx: kernel.norm_backward_into(g, x, dx, *arguments))
+
+
+def _on_dense_rows(x: Tensor, run: Callable[[Tensor, Tensor], Any]) -> tuple[Tensor, Any]:
+    """A tensor like ``x`` that ``run(x, y)`` wrote, on copies if need be, and what it returned."""
+    y = torch.empty_like(x)
+    if _has_dense_rows(x, y):
+        return y, run(x, y)
     made = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    to_weight = kernel.norm_backward_into(g, _dense(x), made, *arguments)
-    return dx.copy_(made), to_weight
+    returned = run(_dense(x), made)
+    return y.copy_(made), returned
 
 
 def _has_dense_rows(*tensors: Tensor) -> bool:

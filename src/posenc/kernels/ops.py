@@ -43,25 +43,25 @@ def define_op(
     return getattr(torch.ops.posenc, name).default
 
 
-def _check(who: str, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+def _refuse(who: str, rule: str, *tensors: Any) -> None:
+    shown = [f"{t.dtype} {tuple(t.shape)} on {t.device}" for t in tensors if isinstance(t, Tensor)]
+    way_out = "Call posenc.functional.rotate, which explains its arguments."
+    checks.fail(who, rule, " and ".join(shown), way_out)
+
+
+def _check(who: str, arguments: tuple[Any, ...], *others: Tensor) -> tuple[Any, ...]:
     """Refuse arguments with which a kernel would access memory out of bounds; unflatten the others.
 
-    The kernels check the values of positions.
+    The kernels check the values of positions. ``others`` must be on the same device.
     """
     *xs, cos, sin, rows, spec = unflatten(arguments)
     x, (start, positions) = xs[0], rows
-    shape, table = x.shape, cos.shape
-    _check_devices(who, *xs, cos, sin, positions)
+    _check_devices(who, *xs, cos, sin, positions, *others)
     for t in xs:
-        other = t.shape
-        if len(other) != 4 or t.dtype not in checks.FLOAT_DTYPES:
-            rule = "tensors must be floating, of shape (B, H, T, D)"
-            checks.fail(who, rule, _described(t), "Convert or reshape them.")
-        if t is not x and (other[0] != shape[0] or other[2:] != shape[2:]):
-            rule = "q and k must agree in batch, length and head_dim"
-            got = f"{_described(x)} and {_described(t)}"
-            checks.fail(who, rule, got, "Pass tensors that differ in their head counts at most.")
-    batch, _, length, width = shape
+        agrees = t.dim() == 4 and (t.shape[0], *t.shape[2:]) == (x.shape[0], *x.shape[2:])
+        if not agrees or t.dtype not in checks.FLOAT_DTYPES:
+            _refuse(who, "tensors must be floating, (B, H, T, D), and differ in H at most", *xs)
+    (batch, _, length, width), table = x.shape, cos.shape
     if (
         table != sin.shape
         or not (len(table) == 2 or (len(table) == 3 and table[0] == batch))
@@ -69,14 +69,11 @@ def _check(who: str, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
         or cos.dtype not in checks.FLOAT_DTYPES
         or sin.dtype not in checks.FLOAT_DTYPES
     ):
-        rule = f"cos and sin must be (R, P) or ({batch}, R, P), with 1 <= P <= {width // 2}"
-        got = f"{_described(cos)} and {_described(sin)} for {_described(x)}"
-        way_out = "Pass floating tables of one shape, with a column for each pair of channels."
-        checks.fail(who, rule, got, way_out)
+        rule = f"cos and sin must be floating, (R, P) or ({batch}, R, P), 1 <= P <= {width // 2}"
+        _refuse(who, rule, cos, sin, x)
     table_rows, unrotated = table[-2], width - 2 * table[-1]
     if spec.first_channel not in (0, unrotated):
-        rule = f"first_channel must be 0 or {unrotated}"
-        checks.fail(who, rule, spec.first_channel, "Rotate the first or last channels.")
+        _refuse(who, f"first_channel must be 0 or {unrotated}, not {spec.first_channel}", cos, x)
     end = start + length if positions is None else start
     if start < 0 or end > table_rows:
         raise RowOutOfRange(start if start < 0 else max(start, end - 1), table_rows)
@@ -86,31 +83,22 @@ def _check(who: str, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
         or positions.shape[1] not in (1, length)
         or positions.dtype != torch.int64
     ):
-        rule = f"positions must be int64 of shape (1 or {batch}, 1 or {length})"
-        got = f"{_described(positions)} for {_described(x)}"
-        checks.fail(who, rule, got, "Pass a row for each token, or for the first of each sequence.")
+        _refuse(who, f"positions must be int64, (1 or {batch}, 1 or {length})", positions, x)
     return xs, cos, sin, rows, spec
 
 
-def _check_devices(who: str, x: Tensor, *others: Any) -> None:
+def _check_devices(who: str, *tensors: Any) -> None:
     """Refuse tensors of several devices: beside a meta tensor, a result would stay unwritten."""
-    for other in others:
-        if isinstance(other, Tensor) and other.device != x.device:
-            got = f"{x.device} and {other.device}"
-            checks.fail(who, "tensors must be on one device", got, "Move them to one.")
-
-
-def _described(x: Tensor) -> str:
-    return f"{x.dtype} of shape {tuple(x.shape)}"
+    if len({t.device for t in tensors if isinstance(t, Tensor)}) > 1:
+        _refuse(who, "tensors must be on one device", *tensors)
 
 
 def _rotate(*arguments: Any) -> Tensor:
     return dispatch.run(*_check("posenc::rotate", arguments))[0]
 
 
-def _rotate_qk(*arguments: Any) -> tuple[Tensor, Tensor]:
-    q, k = dispatch.run(*_check("posenc::rotate_qk", arguments))
-    return q, k
+def _rotate_qk(*arguments: Any) -> tuple[Tensor, ...]:
+    return tuple(dispatch.run(*_check("posenc::rotate_qk", arguments)))
 
 
 def _rotate_(*arguments: Any) -> None:
@@ -158,16 +146,12 @@ rotate_ = define_op("rotate_", f"(Tensor(a!) x, {_HOW}) -> ()", _rotate_, _fake(
 def _check_norm(gradients: Sequence[Tensor], x: Tensor, weight: Tensor, how: Any) -> Any:
     """As :func:`_check`, for the arguments of `norm_rotate` and its incoming gradient."""
     who, norm = "posenc::norm_rotate", Norm(*how[8:])
-    _, cos, sin, rows, spec = _check(who, (x, *how[:8]))
-    _check_devices(who, x, weight, *gradients)
-    wanted = x.shape[1] * x.shape[3] if norm.all_heads else x.shape[3]
-    if weight.shape != (wanted,) or weight.dtype not in checks.FLOAT_DTYPES:
-        rule = f"weight must be floating, of shape ({wanted},)"
-        checks.fail(who, rule, _described(weight), "Pass one per channel.")
-    for g in gradients:
-        if g.shape != x.shape or g.dtype != x.dtype:
-            rule = f"a gradient must be {_described(x)}"
-            checks.fail(who, rule, _described(g), "Pass the gradient of the result.")
+    _, cos, sin, rows, spec = _check(who, (x, *how[:8]), weight, *gradients)
+    channels = x.shape[1] * x.shape[3] if norm.all_heads else x.shape[3]
+    if weight.shape != (channels,) or weight.dtype not in checks.FLOAT_DTYPES:
+        _refuse(who, f"weight must be floating, ({channels},)", weight, x)
+    if any(g.shape != x.shape or g.dtype != x.dtype for g in gradients):
+        _refuse(who, "a gradient must be like its tensor", *gradients, x)
     return x, weight, cos, sin, rows, spec, norm
 
 

@@ -24,9 +24,9 @@ except ImportError as error:
 _CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}
 
 
-def why() -> str:
-    """The instruction set in use, or the reason why the extension is missing."""
-    return f"compiled, using {_rotate.isa()}" if available else _error
+def status() -> tuple[bool, str]:
+    """Whether the extension is there, and the instruction set in use or why it is missing."""
+    return available, f"compiled, using {_rotate.isa()}" if available else _error
 
 
 def rotate_into(
@@ -112,6 +112,7 @@ def _factors(weight: Tensor, norm: Norm) -> Tensor:
 def _run_norm(
     xs: list[Tensor], ys: list[Tensor], factors: Tensor, to_factors: int, *arguments: Any
 ) -> None:
-    *tables_rows_spec, norm = arguments
+    cos, sin, rows, spec, norm = arguments
     (eps,) = struct.unpack("q", struct.pack("d", norm.eps))
-    rotate_into(xs, ys, *tables_rows_spec, (factors.data_ptr(), eps, norm.all_heads, to_factors))
+    numbers = (factors.data_ptr(), eps, norm.all_heads, to_factors)
+    rotate_into(xs, ys, cos, sin, rows, spec, numbers)

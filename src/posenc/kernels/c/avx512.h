@@ -58,5 +58,7 @@ TARGET INLINE void store512_bf16(uint16_t *y, size_t P, int in, int out, const _
     _mm512_storeu_si512(y + (out ? 32 : P), v);
 }
 
+#define LOAD_PAIRS load512_bf16
+#define STORE_PAIRS store512_bf16
 #undef BITS
 #undef FLOATS

@@ -14,8 +14,6 @@
 #define STORE(v) ((float)(v))
 #if NEON
 #define BLOCK 8
-#define LOAD_PAIRS(x, P, in, out, a, b) load_pairs_f32(x, P, in, a, b)
-#define STORE_PAIRS(y, P, in, out, p, q) store_pairs_f32(y, P, out, p, q)
 #define VECTOR float64x2_t
 #define TABLE vld1q_f64
 #else
@@ -38,14 +36,10 @@
 #define STORE(v) store_bf16(v)
 #if NEON
 #define BLOCK 16
-#define LOAD_PAIRS(x, P, in, out, a, b) load_pairs_bf16(x, P, in, a, b)
-#define STORE_PAIRS(y, P, in, out, p, q) store_pairs_bf16(y, P, out, p, q)
 #define VECTOR float32x4_t
 #define TABLE vld1q_f32
 #elif defined(WORDS_OF_512)
 #define BLOCK WORD_BLOCK
-#define LOAD_PAIRS load512_bf16
-#define STORE_PAIRS store512_bf16
 #define VECTOR __m512
 #define TABLE _mm512_loadu_ps
 #elif PACKS_PAIRS
@@ -63,8 +57,6 @@
 #define LOAD(v) load_f16(v)
 #define STORE(v) store_f16(v)
 #if NEON
-#define LOAD_PAIRS(x, P, in, out, a, b) load_pairs_f16(x, P, in, a, b)
-#define STORE_PAIRS(y, P, in, out, p, q) store_pairs_f16(y, P, out, p, q)
 #define VECTOR float32x4_t
 #define TABLE vld1q_f32
 #endif

@@ -4,6 +4,8 @@
 
 #define BITS(v) vreinterpretq_u16_f32(v)
 #define FLOATS(v) vreinterpretq_f32_u16(v)
+#define LOAD_PAIRS(x, P, in, out, a, b) NAME2(load, pairs, KIND)(x, P, in, a, b)
+#define STORE_PAIRS(y, P, in, out, p, q) NAME2(store, pairs, KIND)(y, P, out, p, q)
 
 INLINE void load_pairs_f32(const float *x, size_t P, int interleaved, float64x2_t *a, float64x2_t *b)
 {

@@ -13,7 +13,7 @@ TARGET static REAL FN(squares)(const ELEM *x, size_t D)
     const size_t half = D / 2;
     REAL sum = 0;
     size_t done = 0;
-#ifdef LOAD_PAIRS
+#ifdef VECTOR
     VECTOR sums[4] = {{0}};
     for (; done + LANES <= half; done += LANES) {
         VECTOR a[2], b[2];
@@ -44,7 +44,7 @@ TARGET INLINE void FN(rotate_normed)(const ELEM *x, ELEM *y, const REAL *c, cons
                                    const REAL *w, REAL scale, size_t P, int in, int out)
 {
     size_t done = 0;
-#ifdef LOAD_PAIRS
+#ifdef VECTOR
     for (; done + LANES <= P; done += LANES) {
         VECTOR a[2], b[2], p[2], q[2];
         /* As if between two layouts, so that columns keep their order. */

@@ -43,22 +43,16 @@ static PyObject *py_rotate(PyObject *self, PyObject *const *args, Py_ssize_t giv
         count != SHARED_ARGUMENTS + job.count * TENSOR_ARGUMENTS)
         return PyErr_Format(PyExc_TypeError, "%d numbers given, %d wanted, and %d a tensor", count,
                             SHARED_ARGUMENTS, TENSOR_ARGUMENTS);
-    if (job.to_weight && (job.count != 2 || !job.weight))
-        return PyErr_Format(PyExc_TypeError, "a norm's gradient takes a weight and two tensors");
     job.B = job.tensors[0].B, job.T = job.tensors[0].T, job.D = job.tensors[0].D;
     for (i64 n = 0; n < job.count; n++) {
         const Tensor *const a = &job.tensors[n];
         const int nowhere = (!a->x || !a->y) && a->B && a->H && a->T && a->D;
         if (a->x_sd != 1 || a->y_sd != 1 || nowhere) Py_RETURN_NOTIMPLEMENTED;
     }
-    if (job.dtype < 0 || job.dtype >= DTYPES)
-        return PyErr_Format(PyExc_ValueError, "no dtype has code %lld", (long long)job.dtype);
-    if (job.P < 1 || job.first_channel < 0 || job.first_channel + 2 * job.P > job.D)
-        return PyErr_Format(PyExc_ValueError, "%lld pairs from channel %lld on do not fit %lld",
-                            (long long)job.P, (long long)job.first_channel, (long long)job.D);
-    if (job.tables && job.tables != job.B)
-        return PyErr_Format(PyExc_ValueError, "%lld tables do not fit %lld sequences",
-                            (long long)job.tables, (long long)job.B);
+    if (job.P < 1 || job.first_channel < 0 || job.first_channel + 2 * job.P > job.D ||
+        (job.tables && job.tables != job.B))
+        return PyErr_Format(PyExc_ValueError, "%lld tables of %lld pairs do not fit (%lld, ..., %lld)",
+                            (long long)job.tables, (long long)job.P, (long long)job.B, (long long)job.D);
     for (i64 n = 0; n < job.count; n++) heads += job.tensors[n].H;
     const i64 elements = job.B * heads * job.T * job.D;
     if (!in_range(&job, &bad)) return PyLong_FromLongLong(bad);

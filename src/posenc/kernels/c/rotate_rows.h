@@ -24,7 +24,7 @@ TARGET INLINE void FN(pairs)(const ELEM *x, ELEM *y, const REAL *c, const REAL *
 TARGET INLINE void FN(block)(const ELEM *x, ELEM *y, const REAL *c, const REAL *s, size_t P, int in,
                              int out, size_t from)
 {
-#ifdef LOAD_PAIRS
+#ifdef VECTOR
     enum { PARTS = BLOCK / LANES };
     VECTOR a[2 * PARTS], b[2 * PARTS], p[2 * PARTS], q[2 * PARTS];
     for (size_t k = 0; k < PARTS; k++)
@@ -105,8 +105,6 @@ TARGET static void FN(rows)(const RowBlock *r, size_t P, int layout, const Norm 
 #undef REAL
 #undef LOAD
 #undef STORE
-#undef LOAD_PAIRS
-#undef STORE_PAIRS
 #undef VECTOR
 #undef TABLE
 #undef WORDS

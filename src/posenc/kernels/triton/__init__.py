@@ -11,16 +11,12 @@ import torch
 installed = importlib.util.find_spec("triton") is not None
 
 
-def available() -> bool:
-    """Whether Triton is installed and torch sees a CUDA device."""
-    return installed and torch.cuda.is_available()
-
-
-def why() -> str:
-    """The reason for :func:`available`, in words."""
+def status() -> tuple[bool, str]:
+    """Whether these kernels can run here, and why."""
     if not installed:
-        return "triton is not installed"
-    return "ready" if available() else "torch sees no CUDA device"
+        return False, "triton is not installed"
+    cuda = torch.cuda.is_available()
+    return cuda, "ready" if cuda else "torch sees no CUDA device"
 
 
 def __getattr__(name: str) -> Any:

@@ -144,12 +144,6 @@ def rotated(p, q, c, s):
 
 
 @triton.jit
-def stop_unless(inside):
-    """Out-of-range rows end the program, as torch's own indexing does."""
-    tl.device_assert(inside, "position outside the table")
-
-
-@triton.jit
 def load_tables(
     table, b, t, alive, at, in_pairs,
     HAS_POSITIONS: tl.constexpr, ADVANCES: tl.constexpr, TRANSPOSED: tl.constexpr,
@@ -170,7 +164,7 @@ def load_tables(
     if LATE:
         alive &= inside
     else:
-        stop_unless(inside)
+        tl.device_assert(inside, "position outside the table")
     where = b * table_b + row[:, None, None] * table_t + at
     mask = alive[:, None, None] & in_pairs
     c = tl.load(cos + where, mask=mask, other=0).to(WIDE)

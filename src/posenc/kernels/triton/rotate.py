@@ -23,7 +23,6 @@ from posenc.kernels.triton.pairs import (
     load_tables,
     rotated,
     shared_constants,
-    stop_unless,
     store_pairs,
     strides,
     table_numbers,
@@ -177,7 +176,7 @@ def _rotate_block(
         HEADS, PAIRS, FIRST, REST, IN, OUT, BLOCK_REST, BLOCK_H,
     )  # fmt: skip
     if LATE:
-        stop_unless(inside)
+        tl.device_assert(inside, "position outside the table")
 
 
 @triton.jit
