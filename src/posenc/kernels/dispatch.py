@@ -87,17 +87,16 @@ def rotate(xs: list[Tensor], cos: Tensor, sin: Tensor, rows: Rows, spec: Spec) -
         return [_exported(x, cos, sin, rows, spec) for x in xs]
     if len(xs) == 2 and not (is_sharded(xs[0]) or is_sharded(xs[1])):
         return list(torch.ops.posenc.rotate_qk.default(*xs, cos, sin, *flatten(rows, spec)))
-    return [_through_op(x, cos, sin, rows, spec) for x in xs]
+    return [_through_op(torch.ops.posenc.rotate.default, x, cos, sin, rows, spec) for x in xs]
 
 
-def _through_op(x: Tensor, cos: Tensor, sin: Tensor, rows: Rows, spec: Spec) -> Tensor:
+def _through_op(op: Any, x: Tensor, cos: Tensor, sin: Tensor, rows: Rows, spec: Spec) -> Any:
     if is_sharded(x):
         to_tables = _records(cos, sin)
         cos, sin, rows = shardable(x, cos, sin, rows)
         if to_tables:
             return reference.rotate(x, cos, sin, rows, spec)
-    result: Tensor = torch.ops.posenc.rotate.default(x, cos, sin, *flatten(rows, spec))
-    return result
+    return op(x, cos, sin, *flatten(rows, spec))
 
 
 def rotate_(xs: list[Tensor], cos: Tensor, sin: Tensor, rows: Rows, spec: Spec) -> None:
@@ -121,8 +120,7 @@ def rotate_(xs: list[Tensor], cos: Tensor, sin: Tensor, rows: Rows, spec: Spec) 
             x.copy_(y)
     else:
         for x in xs:
-            tables = shardable(x, cos, sin, rows) if is_sharded(x) else (cos, sin, rows)
-            torch.ops.posenc.rotate_.default(x, *tables[:2], *flatten(tables[2], spec))
+            _through_op(torch.ops.posenc.rotate_.default, x, cos, sin, rows, spec)
             if is_sharded(x) and not torch.compiler.is_compiling():
                 # The op incremented the version of the local tensor only.
                 torch.autograd.graph.increment_version(x)

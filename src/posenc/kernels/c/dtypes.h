@@ -16,14 +16,11 @@
 #define BLOCK 8
 #define VECTOR float64x2_t
 #define TABLE vld1q_f64
-#else
-#define BLOCK 16
 #endif
 #include "rotate_rows.h"
 
 #define KIND f64
 #define ELEM double
-#define BLOCK 16
 #define REAL double
 #define LOAD(v) (v)
 #define STORE(v) (v)
@@ -35,7 +32,6 @@
 #define LOAD(v) load_bf16(v)
 #define STORE(v) store_bf16(v)
 #if NEON
-#define BLOCK 16
 #define VECTOR float32x4_t
 #define TABLE vld1q_f32
 #elif defined(WORDS_OF_512)
@@ -45,14 +41,11 @@
 #elif PACKS_PAIRS
 #define BLOCK WORD_BLOCK
 #define WORDS
-#else
-#define BLOCK 16
 #endif
 #include "rotate_rows.h"
 
 #define KIND f16
 #define ELEM half
-#define BLOCK 16
 #define REAL float
 #define LOAD(v) load_f16(v)
 #define STORE(v) store_f16(v)

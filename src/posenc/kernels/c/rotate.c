@@ -34,7 +34,7 @@ static PyObject *py_rotate(PyObject *self, PyObject *const *args, Py_ssize_t giv
 {
     Job job;
     i64 heads = 0, bad = 0;
-    int failed = 0, count = 0;
+    int count = 0;
     (void)self;
     for (Py_ssize_t i = 0; i < given; i++)
         if (!append_numbers(args[i], &job.dtype, &count)) return NULL;
@@ -57,13 +57,9 @@ static PyObject *py_rotate(PyObject *self, PyObject *const *args, Py_ssize_t giv
     const i64 elements = job.B * heads * job.T * job.D;
     if (!in_range(&job, &bad)) return PyLong_FromLongLong(bad);
     if (elements == 0) Py_RETURN_NONE;
-    if (elements < PARALLEL_ELEMENTS) {
-        failed = run(&job, elements);
-    } else {
-        Py_BEGIN_ALLOW_THREADS
-        failed = run(&job, elements);
-        Py_END_ALLOW_THREADS
-    }
+    PyThreadState *const state = elements < PARALLEL_ELEMENTS ? NULL : PyEval_SaveThread();
+    const int failed = run(&job, elements);
+    if (state) PyEval_RestoreThread(state);
     if (failed) return PyErr_NoMemory();
     Py_RETURN_NONE;
 }

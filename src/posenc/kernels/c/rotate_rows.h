@@ -1,5 +1,8 @@
 /* The rotation of rows for one dtype of dtypes.h: KIND, ELEM as stored, REAL to compute in, LOAD and
- * STORE between them, and BLOCK, the pairs that are rotated together. */
+ * STORE between them, and BLOCK, the pairs that are rotated together, if they are not 16. */
+#ifndef BLOCK
+#define BLOCK 16
+#endif
 
 /* The pairs from..to-1 of a row. */
 TARGET INLINE void FN(pairs)(const ELEM *x, ELEM *y, const REAL *c, const REAL *s, size_t P, int in,

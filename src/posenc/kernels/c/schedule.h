@@ -14,6 +14,9 @@ typedef struct {
     i64 to_weight; /* if its gradient is wanted: float64; the second tensor is the incoming one */
     Tensor tensors[2];
     i64 count, B, T, D; /* found from them */
+    i64 tile, tiles; /* tokens of a tile, and tiles of a sequence */
+    double *shares; /* of each thread in the gradient to the weight */
+    int failed;
 } Job;
 enum {
     SHARED_ARGUMENTS = offsetof(Job, tensors) / sizeof(i64),
@@ -51,13 +54,6 @@ static int in_range(const Job *j, i64 *bad)
         }
     return 1;
 }
-
-typedef struct {
-    const Job *job;
-    i64 tile, tiles;
-    double *shares; /* of each thread in the gradient to the weight */
-    int failed;
-} Plan;
 
 /* Numbers of a norm's weight. */
 static i64 factors(const Job *j)
@@ -160,26 +156,15 @@ static void rotate_tile(const Job *j, const Tensor *a, i64 b, i64 t, i64 nt, con
         }
 }
 
-/* The sums of one unit, which are floats for halves, go to the doubles of its thread. */
-static void add_share(Plan *p, i64 thread, const void *sums)
-{
-    const i64 many = factors(p->job);
-    const int wide = real_size(p->job) == 8;
-    double *const share = p->shares + thread * many;
-    for (i64 i = 0; i < many; i++)
-        share[i] += wide ? ((const double *)sums)[i] : (double)((const float *)sums)[i];
-}
-
 /* Units first .. last-1; a unit is a tile of tokens of one sequence, with all its heads. */
-static void run_units(Plan *p, i64 first, i64 last, i64 thread)
+static void run_units(Job *j, i64 first, i64 last, i64 thread)
 {
-    const Job *j = p->job;
-    const i64 size = real_size(j), tables = p->tile * j->P * size, weights = factors(j) * size;
+    const i64 size = real_size(j), tables = j->tile * j->P * size, weights = factors(j) * size;
     const int every_sequence = j->table_sb == 0 && j->pos_sb == 0;
     const i64 room = j->to_weight ? 2 * j->D * size + weights : 0;
     char *const block = malloc((size_t)(2 * tables + weights + room + CACHE_LINE));
     if (!block) {
-        p->failed = 1;
+        j->failed = 1;
         return;
     }
     char *const c = block + (-(uintptr_t)block & (CACHE_LINE - 1)), *const s = c + tables;
@@ -194,45 +179,47 @@ static void run_units(Plan *p, i64 first, i64 last, i64 thread)
             ((float *)weight)[i] = plain_nan((float)factor);
     }
     for (i64 unit = first, ready = -1; unit < last; unit++) {
-        const i64 b = unit % j->B, tile = unit / j->B, t = tile * p->tile;
-        const i64 nt = j->T - t < p->tile ? j->T - t : p->tile;
+        const i64 b = unit % j->B, tile = unit / j->B, t = tile * j->tile;
+        const i64 nt = j->T - t < j->tile ? j->T - t : j->tile;
         if (tile != ready || !every_sequence) convert_tables(j, b, t, nt, c, s), ready = tile;
         if (j->to_weight) memset(norm.sums, 0, (size_t)weights);
         for (i64 n = 0; n < (j->to_weight ? 1 : j->count); n++)
             rotate_tile(j, &j->tensors[n], b, t, nt, c, s, norm);
-        if (j->to_weight) add_share(p, thread, norm.sums);
+        /* The sums of a unit are floats for halves; those of a thread are doubles. */
+        for (i64 i = 0; j->to_weight && i < factors(j); i++)
+            j->shares[thread * factors(j) + i] +=
+                size == 8 ? ((double *)norm.sums)[i] : (double)((float *)norm.sums)[i];
     }
     free(block);
 }
 
-static void run_share(void *plan)
+static void run_share(void *job)
 {
-    Plan *p = plan;
-    const i64 units = p->job->B * p->tiles, n = pool.threads(), i = pool.thread();
-    run_units(p, units * i / n, units * (i + 1) / n, i);
+    Job *const j = job;
+    const i64 units = j->B * j->tiles, n = pool.threads(), i = pool.thread();
+    run_units(j, units * i / n, units * (i + 1) / n, i);
 }
 
-static int run(const Job *j, i64 elements)
+static int run(Job *j, i64 elements)
 {
     i64 threads = 1;
     if (pool.parallel && elements >= PARALLEL_ELEMENTS) threads = pool.max_threads();
-    Plan p = {j, TILE_BYTES / (2 * j->P * real_size(j)), 0, NULL, 0};
-    if (p.tile < 1) p.tile = 1;
+    j->tile = TILE_BYTES / (2 * j->P * real_size(j));
+    if (j->tile < 1) j->tile = 1;
     /* At least four units for each thread. */
     const i64 fair = (j->B * j->T + 4 * threads - 1) / (4 * threads);
-    if (threads > 1 && p.tile > fair) p.tile = fair;
-    if (p.tile > j->T) p.tile = j->T;
-    p.tiles = (j->T + p.tile - 1) / p.tile;
-    if (j->to_weight) {
-        p.shares = calloc((size_t)(threads * factors(j)), sizeof *p.shares);
-        if (!p.shares) return 1;
-    }
+    if (threads > 1 && j->tile > fair) j->tile = fair;
+    if (j->tile > j->T) j->tile = j->T;
+    j->tiles = (j->T + j->tile - 1) / j->tile;
+    j->failed = 0;
+    j->shares = j->to_weight ? calloc((size_t)(threads * factors(j)), sizeof *j->shares) : NULL;
+    if (j->to_weight && !j->shares) return 1;
     if (threads > 1)
-        pool.parallel(run_share, &p, (unsigned)threads, 0);
+        pool.parallel(run_share, j, (unsigned)threads, 0);
     else
-        run_units(&p, 0, j->B * p.tiles, 0);
+        run_units(j, 0, j->B * j->tiles, 0);
     for (i64 i = 0; j->to_weight && i < threads * factors(j); i++)
-        ((double *)(intptr_t)j->to_weight)[factor_at(j, i % factors(j))] += p.shares[i];
-    free(p.shares);
-    return p.failed;
+        ((double *)(intptr_t)j->to_weight)[factor_at(j, i % factors(j))] += j->shares[i];
+    free(j->shares);
+    return j->failed;
 }

@@ -72,9 +72,3 @@ def launch_for(
             _launches.clear()
         launch = _launches[key] = prepare()
         return launch
-
-
-def starts_early(device: torch.device) -> bool:
-    """Whether a kernel can be set up before its predecessor has ended: on Hopper and later."""
-    cuda = device.type == "cuda" and torch.version.cuda is not None
-    return cuda and torch.cuda.get_device_capability(device) >= (9, 0)

@@ -12,7 +12,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from posenc.kernels.spec import Rows, Spec
-from posenc.kernels.triton.launch import Launch, launch_for, starts_early
+from posenc.kernels.triton.launch import Launch, launch_for
 from posenc.kernels.triton.pairs import (
     HALVES,
     as_words,
@@ -66,7 +66,9 @@ def _launch(
     rounded = cos.dtype == torch.float32
     heads, tokens, warps, split = tile(q, k_heads, cos.shape[-1], inner, rounded)
     short = batch * length <= SHORT
-    early = short and starts_early(q.device)
+    # A kernel can be set up before its predecessor has ended: on Hopper and later.
+    early = short and q.is_cuda and torch.version.cuda is not None
+    early = early and torch.cuda.get_device_capability(q.device) >= (9, 0)
     blocks = triton.cdiv(q_heads, heads) + triton.cdiv(k_heads, heads)
     numbers = (
         *strides(q, inner), *strides(k, inner), *strides(q_out, outer), *strides(k_out, outer),
