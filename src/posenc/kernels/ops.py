@@ -45,7 +45,7 @@ def define_op(
 
 def _refuse(who: str, rule: str, *tensors: Any) -> None:
     shown = [f"{t.dtype} {tuple(t.shape)} on {t.device}" for t in tensors if isinstance(t, Tensor)]
-    way_out = "Call posenc.functional.rotate, which explains its arguments."
+    way_out = "Call the functions of posenc.functional, which explain their arguments."
     checks.fail(who, rule, " and ".join(shown), way_out)
 
 

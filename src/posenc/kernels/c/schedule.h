@@ -202,8 +202,7 @@ static void run_share(void *job)
 
 static int run(Job *j, i64 elements)
 {
-    i64 threads = 1;
-    if (pool.parallel && elements >= PARALLEL_ELEMENTS) threads = pool.max_threads();
+    const i64 threads = pool.parallel && elements >= PARALLEL_ELEMENTS ? pool.max_threads() : 1;
     j->tile = TILE_BYTES / (2 * j->P * real_size(j));
     if (j->tile < 1) j->tile = 1;
     /* At least four units for each thread. */
