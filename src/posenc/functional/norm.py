@@ -8,8 +8,8 @@ from torch import Tensor
 
 from posenc import kernels
 from posenc._contract import checks
-from posenc._contract.position_checks import Limit, check_position
-from posenc.functional.rotary import ROWS, RotateOptions, arguments, swap_heads
+from posenc._contract.position_checks import check_position
+from posenc.functional.rotary import RotateOptions, arguments, swap_heads
 from posenc.kernels import RowOutOfRange
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def qk_norm_rope(
         Henry et al., *Query-Key Normalization for Transformers*, 2020.
     """
     who = "qk_norm_rope"
-    (q, k), cos, sin, rows, spec = arguments(who, "qk", [q, k], cos, sin, **options)
+    limit, (q, k), cos, sin, rows, spec = arguments(who, "qk", [q, k], cos, sin, **options)
     eps = checks.positive_float(who, "eps", eps)
     shift = 1.0 if checks.boolean(who, "zero_centered", zero_centered) else 0.0
     rotated = []
@@ -79,7 +79,7 @@ def qk_norm_rope(
         try:
             rotated.append(kernels.norm_rotate(x, weight, cos, sin, rows, spec, norm))
         except RowOutOfRange as error:
-            check_position(who, error.row, Limit(cos.shape[-2], ROWS))
+            check_position(who, error.row, limit)
             raise
     normed_q, normed_k = swap_heads(rotated, options.get("seq_dim", -2))
     return normed_q, normed_k

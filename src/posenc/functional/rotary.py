@@ -10,7 +10,7 @@ from torch import Tensor
 from posenc import kernels
 from posenc._contract import checks
 from posenc._contract.overlap import check_writable, copy_if_overlapping
-from posenc._contract.position_checks import Limit, check_position
+from posenc._contract.position_checks import UNLIMITED, Limit, check_position
 from posenc._contract.tracing import device_assert, in_transform, is_readable
 from posenc.functional._positions import positions_of, rows_of
 from posenc.kernels import RowOutOfRange, Rows, Spec
@@ -19,9 +19,6 @@ from posenc.numerics.tables import cos_sin
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
-
-# The name of the limit in errors, where users pass the tables.
-ROWS = "the rows of cos"
 
 
 def rotary_pos_embedding(
@@ -66,7 +63,8 @@ def rotary_pos_embedding(
     spectrum = Spectrum(width, checks.base(who, base))
     rows = rows_of(who, input_, offset, position_ids)
     cos, sin = cos_sin(positions_of(who, input_, rows), spectrum)
-    return rotate_tokens(who, ROWS, input_, cos, sin, Rows(), Spec(interleaved, interleaved))
+    xs, spec = [with_heads(input_)], Spec(interleaved, interleaved)
+    return rotate_rows(who, UNLIMITED, xs, cos, sin, Rows(), spec)[0].reshape(input_.shape)
 
 
 class RotateOptions(TypedDict, total=False):
@@ -106,7 +104,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, **options: Unpack[RotateOptions]
         >>> rotate(x, torch.tensor([[0.0]]), torch.tensor([[1.0]])).flatten()
         tensor([0., 1., 5.])
     """
-    return _rotated("rotate", "x", [x], cos, sin, **options)[0]
+    return _rotate("rotate", "x", [x], cos, sin, **options)[0]
 
 
 def rotate_qk(
@@ -120,7 +118,7 @@ def rotate_qk(
         >>> q.flatten(), k.flatten()
         (tensor([0., 1.]), tensor([-1.,  0.]))
     """
-    a, b = _rotated("rotate_qk", "qk", [q, k], cos, sin, **options)
+    a, b = _rotate("rotate_qk", "qk", [q, k], cos, sin, **options)
     return a, b
 
 
@@ -136,8 +134,7 @@ def rotate_(x: Tensor, cos: Tensor, sin: Tensor, **options: Unpack[RotateOptions
         >>> x.flatten()
         tensor([0., 1.])
     """
-    xs, cos, sin, rows, spec = arguments("rotate_", "x", [x], cos, sin, **options)
-    rotate_in_place("rotate_", ROWS, xs, cos, sin, rows, spec)
+    _rotate("rotate_", "x", [x], cos, sin, in_place=True, **options)
     return x
 
 
@@ -152,55 +149,58 @@ def rotate_qk_(
         >>> q.flatten(), k.flatten()
         (tensor([0., 1.]), tensor([-1.,  0.]))
     """
-    xs, cos, sin, rows, spec = arguments("rotate_qk_", "qk", [q, k], cos, sin, **options)
-    rotate_in_place("rotate_qk_", ROWS, xs, cos, sin, rows, spec)
+    _rotate("rotate_qk_", "qk", [q, k], cos, sin, in_place=True, **options)
     return q, k
 
 
-def _rotated(
-    who: str, names: str, xs: list[Tensor], *tables: Tensor, **options: Unpack[RotateOptions]
+def _rotate(
+    who: str,
+    names: str,
+    xs: list[Tensor],
+    *tables: Tensor,
+    in_place: bool = False,
+    **options: Unpack[RotateOptions],
 ) -> list[Tensor]:
-    ys = rotate_rows(who, ROWS, *arguments(who, names, xs, *tables, **options))
+    ys = rotate_rows(who, *arguments(who, names, xs, *tables, **options), in_place=in_place)
     return swap_heads(ys, options.get("seq_dim", -2))
 
 
 def rotate_rows(
-    who: str, limit_name: str, xs: list[Tensor], cos: Tensor, sin: Tensor, rows: Rows, spec: Spec
+    who: str,
+    limit: Limit,
+    xs: list[Tensor],
+    cos: Tensor,
+    sin: Tensor,
+    rows: Rows,
+    spec: Spec,
+    *,
+    in_place: bool = False,
 ) -> list[Tensor]:
-    """Rotate ``xs`` of ``(B, H, L, D)``; a row past the tables is an error about ``limit_name``."""
+    """Rotate ``xs`` of ``(B, H, L, D)``; a call that raises writes nothing.
+
+    A row past the tables is an error about ``limit``, or `RowOutOfRange` if that allows it.
+    """
     assert cos.dim() == 2 or cos.shape[0] == xs[0].shape[0], "a table for each sequence"
+    if in_place:
+        check_writable(who, xs, recorded_by=(cos, sin))
+        read = (cos, sin) if rows.positions is None else (cos, sin, rows.positions)
+        cos, sin, *positions = copy_if_overlapping(xs, *read)
+        rows = Rows(rows.start, *positions)
     try:
-        return kernels.rotate(xs, cos, sin, rows, spec)
+        if not in_place:
+            return kernels.rotate(xs, cos, sin, rows, spec)
+        kernels.rotate_(xs, cos, sin, rows, spec)
     except RowOutOfRange as error:
-        check_position(who, error.row, Limit(cos.shape[-2], limit_name))
-        raise
-
-
-def rotate_in_place(
-    who: str, limit_name: str, xs: list[Tensor], cos: Tensor, sin: Tensor, rows: Rows, spec: Spec
-) -> list[Tensor]:
-    """As :func:`rotate_rows`, in place; a call that raises writes nothing."""
-    check_writable(who, xs, recorded_by=(cos, sin))
-    read = (cos, sin) if rows.positions is None else (cos, sin, rows.positions)
-    cos, sin, *positions = copy_if_overlapping(xs, *read)
-    try:
-        kernels.rotate_(xs, cos, sin, Rows(rows.start, *positions), spec)
-    except RowOutOfRange as error:
-        check_position(who, error.row, Limit(cos.shape[-2], limit_name))
+        check_position(who, error.row, limit)
         raise
     return xs
 
 
-def rotate_tokens(
-    who: str, limit_name: str, x: Tensor, cos: Tensor, sin: Tensor, rows: Rows, spec: Spec
-) -> Tensor:
-    """Rotate ``x`` of ``(..., L, D)``; positions and 3-D tables belong to its first axis."""
-    if x.dim() == 4:
-        return rotate_rows(who, limit_name, [x], cos, sin, rows, spec)[0]
-    batch = x[None] if x.dim() == 2 else x
-    four = batch.unsqueeze(1) if batch.dim() == 3 else batch.flatten(1, -3)
-    (y,) = rotate_rows(who, limit_name, [four], cos, sin, rows, spec)
-    return y.view(x.shape) if x.dim() < 4 else y.unflatten(1, x.shape[1:-2])
+def with_heads(x: Tensor) -> Tensor:
+    """``x`` of ``(..., L, D)`` as ``(B, H, L, D)``: all axes but the first are heads."""
+    if x.dim() < 4:
+        return x[None, None] if x.dim() == 2 else x.unsqueeze(1)
+    return x if x.dim() == 4 else x.flatten(1, -3)
 
 
 def check_seq_dim(who: str, seq_dim: int) -> int:
@@ -287,8 +287,8 @@ def arguments(
     interleaved: bool = True,
     interleaved_out: bool | None = None,
     last: bool = False,
-) -> tuple[list[Tensor], Tensor, Tensor, Rows, Spec]:
-    """Check the arguments of :func:`rotate` and return those of the kernels."""
+) -> tuple[Limit, list[Tensor], Tensor, Tensor, Rows, Spec]:
+    """Check the arguments of :func:`rotate` and return those of :func:`rotate_rows`."""
     check_heads(who, names, xs, seq_dim=check_seq_dim(who, seq_dim))
     xs = swap_heads(xs, seq_dim)
     for name, table in (("cos", cos), ("sin", sin)):
@@ -310,8 +310,10 @@ def arguments(
     if pairs == 0 or 2 * pairs > width or (cos.dim() == 3 and cos.shape[0] != x.shape[0]):
         rule = f"cos must have shape (T, P) or ({x.shape[0]}, T, P) with 1 <= P <= {width // 2}"
         checks.fail(who, rule, f"shape {tuple(cos.shape)}", "Give each pair of channels a column.")
-    rows = rows_of(who, x, offset, position_ids, Limit(cos.shape[-2], ROWS))
+    limit = Limit(cos.shape[-2], "the rows of cos")
+    rows = rows_of(who, x, offset, position_ids, limit)
     out = checks.optional(checks.boolean, who, "interleaved_out", interleaved_out)
     out = interleaved if out is None else out
     first_channel = width - 2 * pairs if checks.boolean(who, "last", last) else 0
-    return xs, cos.resolve_neg(), sin.resolve_neg(), rows, Spec(interleaved, out, first_channel)
+    spec = Spec(interleaved, out, first_channel)
+    return limit, xs, cos.resolve_neg(), sin.resolve_neg(), rows, spec

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,29 +9,20 @@ from torch import Tensor
 
 from posenc._contract import checks, position_checks
 from posenc._contract.position_checks import Limit
-from posenc._contract.tracing import is_readable, may_keep
+from posenc._contract.tracing import is_plain, is_readable, may_keep
 from posenc.functional._positions import positions_of, rows_of
-from posenc.kernels import Rows
+from posenc.functional.rotary import rotate_rows
+from posenc.kernels import RowOutOfRange, Rows, Spec
 from posenc.nn._tables import Numbers, SharedTables
 from posenc.numerics.axes import Axes
 from posenc.numerics.frequencies import Spectrum, turn_steps
 from posenc.numerics.tables import angles, cos_sin, of_angles, widest
 
 
-@dataclass(frozen=True, slots=True)
-class RotaryTable:
-    """Cosines and sines ``[T, P]`` of a spectrum."""
-
-    spectrum: Spectrum
-
-    def __call__(self, rows: int, device: torch.device, dtype: torch.dtype) -> Numbers:
-        """The first ``rows`` rows; float64 means the widest dtype of the device."""
-        cos, sin = self.at(torch.arange(rows, device=device))
-        return (cos, sin) if dtype == torch.float64 else (cos.to(dtype), sin.to(dtype))
-
-    def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """The rows of these positions, in the widest dtype of their device."""
-        return cos_sin(for_axes(positions, self.spectrum.axes), self.spectrum)
+def rotary_tables(positions: Tensor, dtype: torch.dtype, spectrum: Spectrum) -> Numbers:
+    """Cosines and sines ``[..., P]``; float64 means the widest dtype of the device."""
+    cos, sin = cos_sin(for_axes(positions, spectrum.axes), spectrum)
+    return (cos, sin) if dtype == torch.float64 else (cos.to(dtype), sin.to(dtype))
 
 
 def for_axes(positions: Tensor, axes: Axes | None) -> Tensor:
@@ -40,32 +30,48 @@ def for_axes(positions: Tensor, axes: Axes | None) -> Tensor:
     return positions if axes is None else positions.expand(axes.count(), *positions.shape)
 
 
-def read_rows(
-    who: str, tables: SharedTables[RotaryTable], xs: list[Tensor], rows: Rows
-) -> tuple[Tensor, Tensor, Rows]:
-    """Tables, and the row of each token of ``xs``; of a table that grows, they are checked here."""
+def rotate_by_tables(
+    who: str,
+    limit: Limit,
+    tables: SharedTables,
+    xs: list[Tensor],
+    rows: Rows,
+    spec: Spec,
+    *,
+    in_place: bool = False,
+) -> list[Tensor]:
+    """Rotate ``xs`` of ``(B, H, L, D)`` by shared tables, which grow if they must."""
     x, dtype, needed = xs[0], torch.float64, None
     if x.is_cuda and all(x.element_size() == 2 for x in xs):
         # Half precision gets the same results from float32 tables, which are half as large.
         dtype = torch.float32
+    recorded = torch.is_grad_enabled() and any(x.requires_grad for x in xs)
     if tables.length is None:
-        length = x.shape[-2]
-        if rows.positions is None:
+        length, ids = x.shape[2], rows.positions
+        if ids is None:
             needed = rows.start + length
         else:
-            needed = position_checks.check_ids(who, rows.positions)
+            held = None if recorded else tables.held(x.device, dtype)
+            if held is not None and x.is_cpu and is_plain(x, ids):
+                cos, sin = held
+                try:
+                    # The kernel checks positions in less time than it takes to find the largest.
+                    return rotate_rows(who, limit, xs, cos, sin, rows, spec, in_place=in_place)
+                except RowOutOfRange:
+                    pass
+            needed = position_checks.check_ids(who, ids)
             if needed and length > 1 and rows.is_sequential():
                 position_checks.check_range(who, needed - 1, length)
                 needed += length - 1
     kept = tables.read(x, dtype, needed)
+    cos, sin = tables.at(positions_of(who, x, rows)) if kept is None else kept
     if kept is None:
-        return *tables.description.at(positions_of(who, x, rows)), Rows()
-    cos, sin = kept
-    if needed is not None and torch.is_grad_enabled() and any(x.requires_grad for x in xs):
+        rows = Rows()
+    elif needed is not None and recorded:
         # Activation checkpointing compares the shapes of saved tensors with those of a second
         # call, and the table may have grown by then.
         cos, sin = cos[:needed], sin[:needed]
-    return cos, sin, rows
+    return rotate_rows(who, limit, xs, cos, sin, rows, spec, in_place=in_place)
 
 
 class RopeAngles:
@@ -98,15 +104,14 @@ class RopeAngles:
     def rows(
         self,
         who: str,
-        tables: SharedTables[RotaryTable],
-        xs: list[Tensor],
+        x: Tensor,
         offset: int | Tensor,
         position_ids: Tensor | None,
         seq_len: Any,
         inverse: bool,
-    ) -> tuple[Tensor, Tensor, Rows]:
-        """Cosines, sines, and the row of each token of ``xs``."""
-        x, axes, limit, length = xs[0], self.spectrum.axes, self.limit, None
+    ) -> tuple[Rows, tuple[Tensor, Tensor] | None]:
+        """The row of each token of ``x``, and its tables; None for the shared ones."""
+        axes, limit, length = self.spectrum.axes, self.limit, None
         if isinstance(position_ids, Tensor) and (
             position_ids.is_floating_point() or (axes is not None and position_ids.dim() > 1)
         ):
@@ -124,9 +129,9 @@ class RopeAngles:
             if seq_len is not None:
                 length = self.rule_length(who, x, seq_len)
             if length is None and (not inverse or self.usual.gain() == 1.0):
-                return read_rows(who, tables, xs, rows)
+                return rows, None
             phi, gain = self.at(for_axes(positions_of(who, x, rows, limit), axes), length)
-        return *tables_of(phi, x.device, 1 / gain if inverse else gain), Rows()
+        return Rows(), tables_of(phi, x.device, 1 / gain if inverse else gain)
 
     def rule_length(self, who: str, x: Tensor, seq_len: Any) -> int | Tensor | None:
         """``seq_len`` if the spectrum depends on it, checked; None if it is :attr:`usual`."""

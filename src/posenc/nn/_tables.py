@@ -6,15 +6,14 @@ They are no buffers, because frameworks broadcast, cast and shard buffers, and
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
-from typing import Any, Generic, Protocol, TypeVar
+from collections.abc import Callable
+from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 
 from posenc._contract.tracing import (
-    PLAIN_TYPES,
     fix_sizes,
     in_capture,
     is_plain,
@@ -30,21 +29,8 @@ GROWTH_LIMIT = 2**17
 Numbers = tuple[Tensor, ...]
 
 
-class Description(Hashable, Protocol):
-    """All that decides the numbers of tables, besides their length; frozen."""
-
-    def __call__(self, rows: int, device: torch.device, dtype: torch.dtype) -> Numbers:
-        """The first ``rows`` rows, rounded once to ``dtype``."""
-        ...
-
-
-D = TypeVar("D", bound=Description)
-
-
 class _Table:
-    """The tables of one description on one device, which longer ones replace."""
-
-    __slots__ = ("__weakref__", "numbers")
+    """The tables of one key, which longer ones replace."""
 
     def __init__(self, numbers: Numbers) -> None:
         self.numbers = numbers
@@ -54,31 +40,41 @@ class _Table:
 _process: WeakValueDictionary[tuple[Any, ...], _Table] = WeakValueDictionary()
 
 
-class SharedTables(Generic[D]):
-    """The tables of one module: of ``length`` rows, or growing as longer sequences come."""
+class SharedTables:
+    """The tables of one module: ``compute(positions, dtype, *parameters)`` for all positions.
+
+    They have ``length`` rows, or grow as longer sequences come if it is None. The parameters are
+    hashable, and with ``compute`` decide every number.
+    """
 
     def __init__(
         self,
-        description: D,
+        compute: Callable[..., Numbers],
+        parameters: tuple[Any, ...],
         length: int | None,
         dtype: torch.dtype,
         device: torch.device | None = None,
     ) -> None:
-        self.description = description
-        self.length = length
-        self.dtype = dtype
+        self.compute, self.parameters = compute, parameters
+        self.length, self.dtype = length, dtype
         self.device = torch.get_default_device() if device is None else device
         self._held: dict[tuple[torch.device, torch.dtype], _Table] = {}
-        self._prepare()
+        # torch.compile and CUDA graphs build no tables, so those of fixed length exist already.
+        if length is not None and self.device.type != "meta" and is_plain():
+            self._build(self.device, dtype, None)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> SharedTables[D]:
-        copied: SharedTables[D] = SharedTables.__new__(SharedTables)
-        copied.__dict__.update(self.__dict__, _held=dict(self._held))
-        return copied
+    def __deepcopy__(self, memo: dict[int, Any]) -> SharedTables:
+        # A module that is moved gets others.
+        return self
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A pickle holds no numbers, and no device that the reader may not have.
-        return SharedTables, (self.description, self.length, self.dtype)
+        return SharedTables, (self.compute, self.parameters, self.length, self.dtype)
+
+    def held(self, device: torch.device, dtype: torch.dtype) -> Numbers | None:
+        """The tables that exist already, however long they are."""
+        table = self._held.get((device, dtype))
+        return None if table is None else table.numbers
 
     def read(self, x: Tensor, dtype: torch.dtype, rows: int | None = None) -> Numbers | None:
         """The tables on the device of ``x``, of at least ``rows`` rows, built if need be.
@@ -90,7 +86,7 @@ class SharedTables(Generic[D]):
         grows = self.length is None
         if grows and (rows is None or not may_keep(x) or rows > GROWTH_LIMIT):
             return None
-        if type(x) not in PLAIN_TYPES and not is_read_by(x):
+        if not is_read_by(x):
             return None
         device = x.device
         table = self._held.get((device, dtype))
@@ -114,46 +110,46 @@ class SharedTables(Generic[D]):
 
     def shown(self) -> Numbers | None:
         """The tables on the module's device; None before a growing table is needed."""
-        table = self._held.get((self.device, self.dtype))
-        if table is None and self.length is None:
-            return None
-        return self._build(self.device, self.dtype, None) if table is None else table.numbers
+        held = self.held(self.device, self.dtype)
+        if held is None and self.length is not None:
+            return self._build(self.device, self.dtype, None)
+        return held
 
-    def follow(self, fn: Callable[[Tensor], Tensor]) -> None:
-        """Follow ``fn``, the argument of `Module._apply`, to the device it moves tensors to."""
+    def moved(self, fn: Callable[[Tensor], Tensor]) -> SharedTables:
+        """The tables on the device that ``fn``, the argument of `Module._apply`, moves to."""
         try:
             there = fn(torch.empty(0, device=self.device)).device
         except RuntimeError:
             # Meta tensors can neither be moved nor shared.
             there = fn(torch.empty(0, device="cpu")).device
-        if there != self.device:
-            self.device, self._held = there, {}
-            self._prepare()
+        if there == self.device:
+            return self
+        return SharedTables(self.compute, self.parameters, self.length, self.dtype, there)
 
-    def _prepare(self) -> None:
-        # torch.compile and CUDA graphs build no tables, so those of fixed length exist already.
-        if self.length is not None and self.device.type != "meta" and is_plain():
-            self._build(self.device, self.dtype, None)
+    def at(self, positions: Tensor, dtype: torch.dtype = torch.float64) -> Numbers:
+        """The rows of these positions, computed for one call."""
+        return self.compute(positions, dtype, *self.parameters)
 
     def _build(self, device: torch.device, dtype: torch.dtype, rows: int | None) -> Numbers:
-        key = (self.description, device, dtype, self.length)
+        key = (self.compute, self.parameters, device, dtype, self.length)
         table = _process.get(key)
-        if table is not None and (rows is None or table.numbers[0].shape[0] >= rows):
-            self._held[device, dtype] = table
-            return table.numbers
-        needed = self.length
-        if needed is None:
-            assert rows is not None
-            before = 0 if table is None else table.numbers[0].shape[0]
-            needed = max(rows, min(2 * before, GROWTH_LIMIT))
-        # Autograd could not save a table that was made in inference mode.
-        with torch.inference_mode(False), torch.no_grad():
-            numbers = tuple(map(fix_sizes, self.description(needed, device, dtype)))
-        if not is_plain():
-            return numbers
-        if table is None:
-            table = _process[key] = _Table(numbers)
-        table.numbers = numbers
+        numbers = None if table is None else table.numbers
+        if numbers is None or (rows is not None and numbers[0].shape[0] < rows):
+            needed = self.length
+            if needed is None:
+                assert rows is not None
+                before = 0 if numbers is None else numbers[0].shape[0]
+                needed = max(rows, min(2 * before, GROWTH_LIMIT))
+            # Autograd could not save a table that was made in inference mode.
+            with torch.inference_mode(False), torch.no_grad():
+                exact = self.at(torch.arange(needed, device=device), dtype)
+                numbers = tuple(map(fix_sizes, exact))
+            if not is_plain():
+                return numbers
+            if table is None:
+                table = _process[key] = _Table(numbers)
+            table.numbers = numbers
+        assert table is not None
         self._held[device, dtype] = table
         return numbers
 
@@ -166,7 +162,7 @@ class TableModule(ReadOnlyArguments):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         super()._apply(fn, recurse)
         if self._tables is not None:
-            self._tables.follow(fn)
+            self._tables = self._tables.moved(fn)
         return self
 
 

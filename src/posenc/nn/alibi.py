@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,16 +26,10 @@ if TYPE_CHECKING:
     from posenc.functional.alibi import BiasOptions, KeyOptions
 
 
-@dataclass(frozen=True, slots=True)
-class Slopes:
-    """The slope of each head, ``(H,)`` or ``(B, H)``, as numbers."""
-
-    numbers: tuple[float, ...] | tuple[tuple[float, ...], ...]
-
-    def __call__(self, rows: int, device: torch.device, dtype: torch.dtype) -> Numbers:
-        """The slopes, in the widest dtype of the device; they have no rows."""
-        exact = torch.tensor(self.numbers, dtype=torch.float64, device="cpu")
-        return (exact.to(widest(device)).to(device),)
+def _slope_table(positions: Tensor, dtype: torch.dtype, numbers: Any) -> Numbers:
+    """Slopes ``(H,)`` or ``(B, H)`` in the widest dtype of the device; they have no positions."""
+    exact = torch.tensor(numbers, dtype=torch.float64, device="cpu")
+    return (exact.to(widest(positions.device)).to(positions.device),)
 
 
 class ALiBi(TableModule):
@@ -92,9 +85,7 @@ class ALiBi(TableModule):
             numbers = slope_numbers(self.num_heads, self.bias_max, geometric=self.geometric)
         else:
             numbers = qk_checks.check_slope_numbers(who, slopes, self.num_heads)
-        self._tables: SharedTables[Slopes] = SharedTables(
-            Slopes(numbers), 1, widest(torch.get_default_device())
-        )
+        self._tables = SharedTables(_slope_table, (numbers,), 1, torch.float64)
 
     @property
     def slopes(self) -> Tensor:
@@ -147,14 +138,14 @@ class ALiBi(TableModule):
         if not first < last <= self.num_heads:
             rule, got = f"heads must be at least one of the {self.num_heads}", f"{first} to {last}"
             checks.fail(who, rule, got, "Pass 0 <= start < stop <= num_heads.")
-        (exact,) = self._tables.description(1, torch.device("cpu"), torch.float64)
+        (exact,) = self._tables.at(torch.empty(0, device="cpu"))
         part = type(self)(last - first, causal=self.causal, slopes=exact[..., first:last])
         return part.to(self._tables.device)
 
     def _exact(self, device: torch.device | str | None) -> Tensor:
         where = self._tables.device if device is None else torch.device(device)
-        kept = self._tables.read(torch.empty(0, device=where), torch.float64)
-        (slopes,) = self._tables.description(1, where, torch.float64) if kept is None else kept
+        like = torch.empty(0, device=where)
+        slopes: Tensor = (self._tables.read(like, torch.float64) or self._tables.at(like))[0]
         return slopes
 
     def get_bias(self, seq_len: int) -> Tensor:
@@ -242,5 +233,5 @@ class ALiBi(TableModule):
         return kernels.add(scores, bias)
 
     def _given(self, names: Iterable[str]) -> dict[str, Any]:
-        slopes = self._tables.description.numbers if self._has_own_slopes else None
+        slopes = self._tables.parameters[0] if self._has_own_slopes else None
         return {**super()._given(names), "slopes": slopes}

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from posenc._contract import checks, position_checks
+from posenc._contract.position_checks import UNLIMITED
 from posenc._contract.sharding import replicate_like
 from posenc.functional._positions import positions_of, rows_of
 from posenc.functional.rotary import check_heads, rotate_rows
@@ -128,7 +129,7 @@ class MixedRoPE(ReadOnlyArguments):
         if cos.dim() == 3:
             # The kernel takes a table for each index of the first axis: put the heads there.
             heads = x.transpose(0, 1)
-            return rotate_rows(who, "cos", [heads], cos, sin, Rows(), spec)[0].transpose(0, 1)
+            return rotate_rows(who, UNLIMITED, [heads], cos, sin, Rows(), spec)[0].transpose(0, 1)
         heads = x.flatten(0, 1).unsqueeze(1)
         cos, sin = (table.expand(x.shape[0], -1, -1, -1).flatten(0, 1) for table in (cos, sin))
-        return rotate_rows(who, "cos", [heads], cos, sin, Rows(), spec)[0].view(x.shape)
+        return rotate_rows(who, UNLIMITED, [heads], cos, sin, Rows(), spec)[0].view(x.shape)

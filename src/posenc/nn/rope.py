@@ -13,7 +13,7 @@ from posenc._contract import checks, position_checks
 from posenc._contract.position_checks import Limit
 from posenc.functional import rotary
 from posenc.kernels import Rows, Spec
-from posenc.nn._rope import RopeAngles, RotaryTable, for_axes, tables_of
+from posenc.nn._rope import RopeAngles, for_axes, rotary_tables, rotate_by_tables, tables_of
 from posenc.nn._tables import SharedTables, TableModule, shown_table
 from posenc.numerics.axes import Axes
 from posenc.numerics.frequencies import Spectrum, scaled_rates
@@ -100,9 +100,8 @@ class RoPE(TableModule):
         first_channel = self.head_dim - width if last else 0
         self._spec = Spec(interleaved, interleaved if out is None else out, first_channel)
         limit = Limit.of("max_seq_len", self.max_seq_len)
-        self._angles = RopeAngles(Spectrum(width, self.base, scaling, axes), limit)
-        table = RotaryTable(self._angles.usual)
-        self._tables = SharedTables(table, self.max_seq_len, torch.float64)
+        self._angles = angles = RopeAngles(Spectrum(width, self.base, scaling, axes), limit)
+        self._tables = SharedTables(rotary_tables, (angles.usual,), max_seq_len, torch.float64)
 
     @classmethod
     def from_config(
@@ -331,10 +330,13 @@ class RoPE(TableModule):
     ) -> list[Tensor]:
         rotary.check_heads(who, names, xs, self.head_dim, self.seq_dim)
         xs = rotary.swap_heads(xs, self.seq_dim)
-        tables = self._angles.rows(who, self._tables, xs, offset, position_ids, seq_len, inverse)
-        spec = self._spec.transpose() if inverse else self._spec
-        rotate = rotary.rotate_in_place if in_place else rotary.rotate_rows
-        return rotary.swap_heads(rotate(who, "max_seq_len", xs, *tables, spec), self.seq_dim)
+        rows, own = self._angles.rows(who, xs[0], offset, position_ids, seq_len, inverse)
+        spec, limit = self._spec.transpose() if inverse else self._spec, self._angles.limit
+        if own is None:
+            ys = rotate_by_tables(who, limit, self._tables, xs, rows, spec, in_place=in_place)
+        else:
+            ys = rotary.rotate_rows(who, limit, xs, *own, rows, spec, in_place=in_place)
+        return rotary.swap_heads(ys, self.seq_dim)
 
     def _rotated_keys(self, who: str, k: Tensor) -> Tensor:
         rotary.check_heads(who, "k", [k], self.head_dim, self.seq_dim)
@@ -344,5 +346,5 @@ class RoPE(TableModule):
         # Rotated keys are in the layout of the output.
         spec = self._spec._replace(interleaved=self._spec.interleaved_out)
         tables = tables_of(phi, k.device, gain)
-        ys = rotary.rotate_rows(who, "max_seq_len", [k], *tables, rows, spec)
+        ys = rotary.rotate_rows(who, self._angles.limit, [k], *tables, rows, spec)
         return rotary.swap_heads(ys, self.seq_dim)[0]

@@ -9,9 +9,9 @@ from posenc._contract import checks
 from posenc._contract.position_checks import Limit
 from posenc._contract.tracing import may_keep
 from posenc.functional._positions import rows_of
-from posenc.functional.rotary import check_rotary_input, rotate_tokens
+from posenc.functional.rotary import check_rotary_input, with_heads
 from posenc.kernels import Spec
-from posenc.nn._rope import RotaryTable, read_rows
+from posenc.nn._rope import rotary_tables, rotate_by_tables
 from posenc.nn._tables import SharedTables, TableModule, shown_table
 from posenc.numerics.frequencies import Spectrum
 
@@ -60,9 +60,9 @@ class RotaryPosEmbedding(TableModule):
         self.base = checks.base(who, base)
         self._tables = None if embed_dim is None else self._of_width(embed_dim, None)
 
-    def _of_width(self, width: int, device: torch.device | None) -> SharedTables[RotaryTable]:
-        table = RotaryTable(Spectrum(width, self.base))
-        return SharedTables(table, self.max_seq_len, torch.float64, device)
+    def _of_width(self, width: int, device: torch.device | None) -> SharedTables:
+        parameters = (Spectrum(width, self.base),)
+        return SharedTables(rotary_tables, parameters, self.max_seq_len, torch.float64, device)
 
     def forward(
         self, input_: Tensor, position_ids: Tensor | None = None, *, offset: int | Tensor = 0
@@ -86,12 +86,11 @@ class RotaryPosEmbedding(TableModule):
         limit = Limit.of("max_seq_len", self.max_seq_len)
         rows = rows_of(who, input_, offset, position_ids, limit)
         tables = self._tables
-        if tables is None or tables.description.spectrum.dim != width:
+        if tables is None or tables.parameters[0].dim != width:
             tables = self._of_width(width, input_.device)
-        cos, sin, rows = read_rows(who, tables, [input_], rows)
         spec = Spec(self.interleaved, self.interleaved)
-        rotated = rotate_tokens(who, "max_seq_len", input_, cos, sin, rows, spec)
+        (rotated,) = rotate_by_tables(who, limit, tables, [with_heads(input_)], rows, spec)
         if tables is not self._tables and may_keep(input_):
             # Only now: a call that raises leaves the tables as they were.
             self._tables = tables
-        return rotated
+        return rotated.reshape(input_.shape)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
@@ -18,22 +16,15 @@ from posenc.numerics.frequencies import Spectrum
 from posenc.numerics.tables import sinusoid
 
 
-@dataclass(frozen=True, slots=True)
-class SinusoidTable:
-    """The encodings ``[T, D]`` of a spectrum."""
-
-    spectrum: Spectrum
-
-    def __call__(self, rows: int, device: torch.device, dtype: torch.dtype) -> Numbers:
-        """The first ``rows`` rows."""
-        return (sinusoid(torch.arange(rows, device=device), self.spectrum, dtype),)
+def _sinusoid_table(positions: Tensor, dtype: torch.dtype, spectrum: Spectrum) -> Numbers:
+    return (sinusoid(positions, spectrum, dtype),)
 
 
 def _encoded(
-    who: str, tables: SharedTables[SinusoidTable], x: Tensor, rows: Rows, limit: Limit = UNLIMITED
+    who: str, tables: SharedTables, x: Tensor, rows: Rows, limit: Limit = UNLIMITED
 ) -> Tensor:
     """``x`` plus the encodings of its positions."""
-    dtype, start, end = torch.promote_types(x.dtype, torch.float32), rows.start, None
+    dtype, start = torch.promote_types(x.dtype, torch.float32), rows.start
     if rows.positions is None:
         end = start + x.shape[-2]
         kept = tables.read(x, dtype, end)
@@ -41,8 +32,7 @@ def _encoded(
             return kernels.add(x, kept[0][start:end])
     at = positions_of(who, x, rows, limit)
     kept = tables.read(x, dtype) if tables.length is not None and is_plain(x, at) else None
-    table = sinusoid(at, tables.description.spectrum, dtype) if kept is None else kept[0][at]
-    return kernels.add(x, table)
+    return kernels.add(x, tables.at(at, dtype)[0] if kept is None else kept[0][at])
 
 
 class SinusoidalPosEmbedding(TableModule):
@@ -75,7 +65,7 @@ class SinusoidalPosEmbedding(TableModule):
         self.seq_len = checks.optional(checks.integer, who, "seq_len", seq_len)
         self.embed_dim = checks.optional(checks.integer, who, "embed_dim", embed_dim)
         self.base = checks.base(who, base)
-        self._tables: SharedTables[SinusoidTable] | None = None
+        self._tables: SharedTables | None = None
 
     def forward(
         self, input_: Tensor, *, offset: int | Tensor = 0, position_ids: Tensor | None = None
@@ -100,9 +90,9 @@ class SinusoidalPosEmbedding(TableModule):
         width = checks.integer(who, "the last dimension of input_", width)
         rows = rows_of(who, input_, offset, position_ids)
         tables = self._tables
-        if tables is None or tables.description.spectrum.dim != width:
-            table = SinusoidTable(Spectrum(width, self.base))
-            tables = SharedTables(table, None, torch.float32, input_.device)
+        if tables is None or tables.parameters[0].dim != width:
+            parameters, device = (Spectrum(width, self.base),), input_.device
+            tables = SharedTables(_sinusoid_table, parameters, None, torch.float32, device)
             if may_keep(input_):
                 self._tables = tables
         return _encoded(who, tables, input_, rows)
@@ -135,8 +125,8 @@ class SinusoidalPE(TableModule):
         self.max_seq_len = checks.integer(who, "max_seq_len", max_seq_len)
         self.embed_dim = checks.integer(who, "embed_dim", embed_dim)
         self.base = checks.base(who, base)
-        table = SinusoidTable(Spectrum(self.embed_dim, self.base))
-        self._tables = SharedTables(table, self.max_seq_len, torch.float32)
+        parameters = (Spectrum(self.embed_dim, self.base),)
+        self._tables = SharedTables(_sinusoid_table, parameters, max_seq_len, torch.float32)
 
     def get_encoding(self, seq_len: int) -> Tensor:
         """The first ``seq_len`` rows of the table, float32 of shape ``(seq_len, embed_dim)``."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
@@ -20,24 +18,20 @@ from posenc.numerics.tables import cos_sin
 _POWER = 44
 
 
-@dataclass(frozen=True, slots=True)
-class XPosTable:
-    """Cosines and sines of queries, times the scale, and of keys, divided by it."""
+def xpos_tables(
+    positions: Tensor, dtype: torch.dtype, spectrum: Spectrum, middle: int, scale_base: float
+) -> Numbers:
+    """Cosines and sines of queries, times the scale, and of keys, divided by it.
 
-    spectrum: Spectrum
-    middle: int
-    scale_base: float
-
-    def __call__(self, rows: int, device: torch.device, dtype: torch.dtype) -> Numbers:
-        """The first ``rows`` rows, in the widest dtype of the device."""
-        positions = torch.arange(rows, device=device)
-        cos, sin = cos_sin(positions, self.spectrum)
-        dim = self.spectrum.dim
-        decay = (torch.arange(0, dim, 2, dtype=cos.dtype, device=device) / dim + 0.4) / 1.4
-        # Without the cast, the quotient would be in torch's default dtype.
-        power = (positions - self.middle).to(cos.dtype)[:, None] / self.scale_base
-        grown, shrunk = decay**power, decay**-power
-        return cos * grown, sin * grown, cos * shrunk, sin * shrunk
+    They are in the widest dtype of the device.
+    """
+    cos, sin = cos_sin(positions, spectrum)
+    channels = torch.arange(0, spectrum.dim, 2, dtype=cos.dtype, device=cos.device)
+    decay = (channels / spectrum.dim + 0.4) / 1.4
+    # Without the cast, the quotient would be in torch's default dtype.
+    power = (positions - middle).to(cos.dtype)[:, None] / scale_base
+    grown, shrunk = decay**power, decay**-power
+    return cos * grown, sin * grown, cos * shrunk, sin * shrunk
 
 
 class XPos(TableModule):
@@ -95,8 +89,8 @@ class XPos(TableModule):
             way_out = f"Raise scale_base to {self.max_seq_len / 2 / _POWER:.0f} or more."
             checks.fail(who, rule, self.max_seq_len, way_out)
         spectrum = Spectrum(self.head_dim, self.base)
-        table = XPosTable(spectrum, self.max_seq_len // 2, self.scale_base)
-        self._tables = SharedTables(table, self.max_seq_len, torch.float64)
+        parameters = (spectrum, self.max_seq_len // 2, self.scale_base)
+        self._tables = SharedTables(xpos_tables, parameters, self.max_seq_len, torch.float64)
 
     def forward(
         self, q: Tensor, k: Tensor, offset: int | Tensor = 0, *, position_ids: Tensor | None = None
@@ -108,9 +102,9 @@ class XPos(TableModule):
         rows = rows_of(who, q, offset, position_ids, limit)
         tables = self._tables.read(q, torch.float64)
         if tables is None:
-            tables = self._tables.description(limit.value, q.device, torch.float64)
+            tables = self._tables.at(torch.arange(limit.value, device=q.device))
         q_cos, q_sin, k_cos, k_sin = tables
         spec = Spec(self.interleaved, self.interleaved)
-        (a,) = rotate_rows(who, limit.name, [q], q_cos, q_sin, rows, spec)
-        (b,) = rotate_rows(who, limit.name, [k], k_cos, k_sin, rows, spec)
+        (a,) = rotate_rows(who, limit, [q], q_cos, q_sin, rows, spec)
+        (b,) = rotate_rows(who, limit, [k], k_cos, k_sin, rows, spec)
         return a, b

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from posenc._contract import checks
+from posenc._contract.position_checks import UNLIMITED
 from posenc.functional.rotary import halved, rotate_rows
 from posenc.kernels import Rows, Spec
 
@@ -98,7 +99,7 @@ def _rotate(xs: list[Tensor], cos: Tensor, sin: Tensor, spec: Spec) -> list[Tens
         fours = [x.flatten(0, -4) for x in xs]
     elif xs[0].dim() < 4:
         fours = [x[(None,) * (4 - x.dim())] for x in xs]
-    ys = rotate_rows(_WHO, "the rows of cos", fours, cos_rows, sin_rows, Rows(), spec)
+    ys = rotate_rows(_WHO, UNLIMITED, fours, cos_rows, sin_rows, Rows(), spec)
     return ys if fours is xs else [y.reshape(x.shape) for x, y in zip(xs, ys, strict=True)]
 
 
