@@ -49,7 +49,7 @@ def has_real_storage(*xs: Tensor) -> bool:
 
 def may_keep(x: Tensor) -> bool:
     """Whether a table built for ``x`` may be stored; the table of a DTensor is a plain tensor."""
-    return is_plain() if is_sharded(x) else is_plain(x)
+    return is_plain(x) or (is_sharded(x) and is_plain())
 
 
 def is_read_by(x: Tensor) -> bool:

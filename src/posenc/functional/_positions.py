@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from posenc._contract import position_checks as checks
@@ -28,7 +29,9 @@ def rows_of(
 
 def positions_of(who: str, x: Tensor, rows: Rows, limit: Limit = UNLIMITED) -> Tensor:
     """Positions of the tokens of ``x``, checked: int64 ``(B, L)``, or ``(L,)`` for all alike."""
-    at = rows.as_index(x.shape[-2], x.device)
-    if rows.positions is not None:
-        checks.check_ids(who, at, limit)
+    length = x.shape[-2]
+    if rows.positions is None:
+        return torch.arange(rows.start, rows.start + length, device=x.device)
+    at = rows.as_index(length, x.device)
+    checks.check_ids(who, at, limit)
     return at[0] if at.shape[0] == 1 else at

@@ -64,7 +64,8 @@ def rotary_pos_embedding(
     rows = rows_of(who, input_, offset, position_ids)
     cos, sin = cos_sin(positions_of(who, input_, rows), spectrum)
     xs, spec = [with_heads(input_)], Spec(interleaved, interleaved)
-    return rotate_rows(who, UNLIMITED, xs, cos, sin, Rows(), spec)[0].reshape(input_.shape)
+    (rotated,) = rotate_rows(who, UNLIMITED, xs, cos, sin, Rows(), spec)
+    return without_heads(rotated, input_)
 
 
 class RotateOptions(TypedDict, total=False):
@@ -201,6 +202,11 @@ def with_heads(x: Tensor) -> Tensor:
     if x.dim() < 4:
         return x[None, None] if x.dim() == 2 else x.unsqueeze(1)
     return x if x.dim() == 4 else x.flatten(1, -3)
+
+
+def without_heads(y: Tensor, x: Tensor) -> Tensor:
+    """``y``, made from :func:`with_heads` of ``x``, in the shape of ``x``."""
+    return y if x.dim() == 4 else y.reshape(x.shape)
 
 
 def check_seq_dim(who: str, seq_dim: int) -> int:

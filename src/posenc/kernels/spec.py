@@ -28,8 +28,8 @@ class Rows(NamedTuple):
         """Rows as a tensor ``[1 or B, T]``."""
         if self.positions is None:
             return torch.arange(length, device=device)[None] + self.start
-        index = self.positions + self.start
-        if self.is_sequential():
+        index = self.positions + self.start if self.start else self.positions
+        if length != 1 and self.is_sequential():
             index = index + replicate_like(index, torch.arange(length, device=device))
         return index
 

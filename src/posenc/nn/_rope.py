@@ -48,17 +48,17 @@ def rotate_by_tables(
     recorded = torch.is_grad_enabled() and any(x.requires_grad for x in xs)
     if tables.length is None:
         length, ids = x.shape[2], rows.positions
+        held = tables.held(x.device, dtype) if x.is_cpu and not recorded else None
+        if held is not None and (is_plain(x) if ids is None else is_plain(x, ids)):
+            cos, sin = held
+            try:
+                # The kernel compares positions with the table in less time than aminmax takes.
+                return rotate_rows(who, limit, xs, cos, sin, rows, spec, in_place=in_place)
+            except RowOutOfRange:
+                pass
         if ids is None:
             needed = rows.start + length
         else:
-            held = None if recorded else tables.held(x.device, dtype)
-            if held is not None and x.is_cpu and is_plain(x, ids):
-                cos, sin = held
-                try:
-                    # The kernel checks positions in less time than it takes to find the largest.
-                    return rotate_rows(who, limit, xs, cos, sin, rows, spec, in_place=in_place)
-                except RowOutOfRange:
-                    pass
             needed = position_checks.check_ids(who, ids)
             if needed and length > 1 and rows.is_sequential():
                 position_checks.check_range(who, needed - 1, length)

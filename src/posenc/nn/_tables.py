@@ -84,9 +84,9 @@ class SharedTables:
         call also reads a table of the constructor's dtype, if that is as wide as ``dtype``.
         """
         grows = self.length is None
-        if grows and (rows is None or not may_keep(x) or rows > GROWTH_LIMIT):
+        if grows and (rows is None or rows > GROWTH_LIMIT or not may_keep(x)):
             return None
-        if not is_read_by(x):
+        if not grows and not is_read_by(x):
             return None
         device = x.device
         table = self._held.get((device, dtype))

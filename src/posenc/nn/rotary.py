@@ -9,7 +9,7 @@ from posenc._contract import checks
 from posenc._contract.position_checks import Limit
 from posenc._contract.tracing import may_keep
 from posenc.functional._positions import rows_of
-from posenc.functional.rotary import check_rotary_input, with_heads
+from posenc.functional.rotary import check_rotary_input, with_heads, without_heads
 from posenc.kernels import Spec
 from posenc.nn._rope import rotary_tables, rotate_by_tables
 from posenc.nn._tables import SharedTables, TableModule, shown_table
@@ -93,4 +93,4 @@ class RotaryPosEmbedding(TableModule):
         if tables is not self._tables and may_keep(input_):
             # Only now: a call that raises leaves the tables as they were.
             self._tables = tables
-        return rotated.reshape(input_.shape)
+        return without_heads(rotated, input_)
