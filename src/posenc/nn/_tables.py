@@ -84,7 +84,8 @@ class SharedTables:
         call also reads a table of the constructor's dtype, if that is as wide as ``dtype``.
         """
         grows = self.length is None
-        if grows and (rows is None or rows > GROWTH_LIMIT or not may_keep(x)):
+        # In this order: in a traced call, the last comparison would put a bound on the length.
+        if grows and (rows is None or not may_keep(x) or rows > GROWTH_LIMIT):
             return None
         if not grows and not is_read_by(x):
             return None
