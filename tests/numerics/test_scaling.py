@@ -280,5 +280,5 @@ def test_a_rule_of_a_users_own_is_all_that_it_holds(rule):
 
 
 def test_a_rule_that_cannot_be_a_key_is_refused():
-    with pytest.raises(TypeError, match=r"must be hashable.*\n.*tuples instead of lists"):
+    with pytest.raises(TypeError, match="unhashable type: 'list'"):
         RoPE(4, scaling=Plain([2.0]))

@@ -19,11 +19,6 @@ class Limit(NamedTuple):
     value: int = FARTHEST + 1
     name: str = ""
 
-    @classmethod
-    def of(cls, name: str, value: int | None) -> Limit:
-        """The limit that an optional argument sets."""
-        return UNLIMITED if value is None else cls(value, name)
-
 
 UNLIMITED = Limit()
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from posenc._contract import checks, qk_checks
 from posenc.numerics.slopes import head_slopes
 from posenc.numerics.spans import document_ends, gather_rows, spans
-from posenc.numerics.tables import round_once
+from posenc.numerics.tables import float64_device, round_once
 
 
 class KeyOptions(TypedDict, total=False):
@@ -114,7 +114,7 @@ def alibi_bias(
     queries, keys = qk_checks.check_lengths(who, q_len, k_len)
     checks.boolean(who, "causal", causal)
     checks.float_dtype(who, "dtype", dtype)
-    device = _float64_device(slopes)
+    device = float64_device(slopes.device)
     start = qk_checks.check_query_offset(who, query_offset, queries, keys, device)
     documents = qk_checks.check_key_ids(who, "document_ids", document_ids, keys, device)
     positions = qk_checks.check_key_ids(who, "position_ids", position_ids, keys, device)
@@ -185,7 +185,7 @@ def alibi_key_bias(
     slopes = qk_checks.check_slopes(who, slopes)
     keys = checks.integer(who, "k_len", k_len, least=0)
     checks.float_dtype(who, "dtype", dtype)
-    device = _float64_device(slopes)
+    device = float64_device(slopes.device)
     positions = qk_checks.check_key_ids(who, "position_ids", position_ids, keys, device)
     qk_checks.check_batches(who, slopes=slopes, position_ids=positions)
     if positions is None:
@@ -194,8 +194,3 @@ def alibi_key_bias(
         positions = positions - positions.amax(-1, keepdim=True)
     bias = slopes.to(device, torch.float64)[..., None, None] * positions[..., None, None, :]
     return round_once(bias, dtype).to(slopes.device)
-
-
-def _float64_device(x: Tensor) -> torch.device:
-    """The device of ``x``, or the CPU for Apple's GPUs, which have no float64."""
-    return torch.device("cpu") if x.device.type == "mps" else x.device

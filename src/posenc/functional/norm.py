@@ -8,9 +8,7 @@ from torch import Tensor
 
 from posenc import kernels
 from posenc._contract import checks
-from posenc._contract.position_checks import check_position
 from posenc.functional.rotary import RotateOptions, arguments, swap_heads
-from posenc.kernels import RowOutOfRange
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -61,7 +59,7 @@ def qk_norm_rope(
         Henry et al., *Query-Key Normalization for Transformers*, 2020.
     """
     who = "qk_norm_rope"
-    limit, (q, k), cos, sin, rows, spec = arguments(who, "qk", [q, k], cos, sin, **options)
+    _, (q, k), cos, sin, rows, spec = arguments(who, "qk", [q, k], cos, sin, **options)
     eps = checks.positive_float(who, "eps", eps)
     shift = 1.0 if checks.boolean(who, "zero_centered", zero_centered) else 0.0
     rotated = []
@@ -76,10 +74,6 @@ def qk_norm_rope(
             rule = f"{name} must be on the device of q and k"
             checks.fail(who, rule, weight.device, f"Move it to {x.device}.")
         norm = kernels.Norm(eps, shift, weight.shape[0] != width)
-        try:
-            rotated.append(kernels.norm_rotate(x, weight, cos, sin, rows, spec, norm))
-        except RowOutOfRange as error:
-            check_position(who, error.row, limit)
-            raise
+        rotated.append(kernels.norm_rotate(x, weight, cos, sin, rows, spec, norm))
     normed_q, normed_k = swap_heads(rotated, options.get("seq_dim", -2))
     return normed_q, normed_k

@@ -298,9 +298,6 @@ def arguments(
     check_heads(who, names, xs, seq_dim=check_seq_dim(who, seq_dim))
     xs = swap_heads(xs, seq_dim)
     for name, table in (("cos", cos), ("sin", sin)):
-        if table is None:
-            way_out = "Pass rope.tables(position_ids): RoPE(max_seq_len=None) has none at first."
-            checks.fail(who, f"{name} must be a torch.Tensor", None, way_out, TypeError)
         checks.float_tensor(who, name, table)
         checks.rank(who, name, table, (2, 3), "(T, P) or (B, T, P)")
     x, width = xs[0], xs[0].shape[3]

@@ -9,7 +9,7 @@ from posenc._contract import checks
 from posenc._contract.position_checks import positions
 from posenc.functional._positions import positions_of, rows_of
 from posenc.numerics.frequencies import Spectrum
-from posenc.numerics.tables import angles, round_once, sinusoid
+from posenc.numerics.tables import angles, float64_device, round_once, sinusoid
 
 
 def sinusoidal_pos_embedding(
@@ -158,7 +158,7 @@ def timestep_embedding(
         checks.fail(who, rule, checks.describe(downscale_freq_shift), "Pass 0 or 1.")
     span = half - downscale_freq_shift
     period = checks.base(who, max_period, "max_period")
-    where = torch.device("cpu") if at.device.type == "mps" else at.device
+    where = float64_device(at.device)
     index = torch.arange(half, dtype=torch.float64, device=where)
     phi = angles(at.to(where), scale * period ** (-index / span))
     parts = (phi.cos(), phi.sin()) if flip_sin_to_cos else (phi.sin(), phi.cos())

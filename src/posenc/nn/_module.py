@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import nn
@@ -23,7 +22,7 @@ class ReadOnlyArguments(nn.Module):
     def __init_subclass__(cls, **keywords: Any) -> None:
         super().__init_subclass__(**keywords)
         if cls.__module__.startswith("posenc."):
-            cls._arguments = _parameters(cls)
+            cls._arguments = dict(inspect.signature(cls).parameters)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in self._arguments and name in self.__dict__ and self.__dict__[name] != value:
@@ -35,36 +34,24 @@ class ReadOnlyArguments(nn.Module):
     def replace(self, **arguments: Any) -> Self:
         """A new module: these constructor arguments, and this module's others.
 
-        Learned parameters are not copied.
+        Learned parameters are not copied. A subclass whose constructor takes other arguments
+        overrides this.
         """
-        taken = _parameters(type(self))
-        if any(each.kind is inspect.Parameter.VAR_KEYWORD for each in taken.values()):
-            taken = self._arguments
-        lost = [name for name in taken if name not in arguments and not hasattr(self, name)]
-        if lost:
-            who = type(self).__name__
-            problem = f"{who}.replace: {', '.join(lost)} must be given, because it was not kept."
-            raise TypeError(f"{problem}\n  Pass it, or set an attribute of that name.")
-        return type(self)(**{**self._given(taken), **arguments})
+        return type(self)(**{**self._given(), **arguments})
 
-    def _given(self, names: Iterable[str]) -> dict[str, Any]:
+    def _given(self) -> dict[str, Any]:
         """Constructor arguments by name."""
-        return {name: getattr(self, name) for name in names if hasattr(self, name)}
+        return {name: getattr(self, name) for name in self._arguments}
 
     def extra_repr(self) -> str:
         """The arguments; keyword-only ones if they are True or not the default."""
         return ", ".join(
             f"{name}={_short(value)}"
-            for name, value in self._given(self._arguments).items()
+            for name, value in self._given().items()
             if self._arguments[name].kind is not inspect.Parameter.KEYWORD_ONLY
             or value is True
             or value != self._arguments[name].default
         )
-
-
-def _parameters(cls: type) -> dict[str, inspect.Parameter]:
-    parameters = inspect.signature(cls.__init__).parameters  # type: ignore[misc]
-    return dict(list(parameters.items())[1:])
 
 
 def _short(value: Any) -> str:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from posenc._contract import checks, position_checks
-from posenc._contract.position_checks import Limit
+from posenc._contract.position_checks import UNLIMITED, Limit
 from posenc._contract.tracing import is_plain, is_readable, may_keep
 from posenc.functional._positions import positions_of, rows_of
 from posenc.functional.rotary import rotate_rows
@@ -16,7 +16,7 @@ from posenc.kernels import RowOutOfRange, Rows, Spec
 from posenc.nn._tables import Numbers, SharedTables
 from posenc.numerics.axes import Axes
 from posenc.numerics.frequencies import Spectrum, turn_steps
-from posenc.numerics.tables import angles, cos_sin, of_angles, widest
+from posenc.numerics.tables import angles, cos_sin, float64_device, of_angles
 
 
 def rotary_tables(positions: Tensor, dtype: torch.dtype, spectrum: Spectrum) -> Numbers:
@@ -59,10 +59,7 @@ def rotate_by_tables(
         if ids is None:
             needed = rows.start + length
         else:
-            needed = position_checks.check_ids(who, ids)
-            if needed and length > 1 and rows.is_sequential():
-                position_checks.check_range(who, needed - 1, length)
-                needed += length - 1
+            needed = position_checks.check_ids(who, rows.as_index(length, x.device))
     kept = tables.read(x, dtype, needed)
     cos, sin = tables.at(positions_of(who, x, rows)) if kept is None else kept
     if kept is None:
@@ -81,16 +78,12 @@ class RopeAngles:
     sequences, several coordinates and floating positions are computed at each call.
     """
 
-    def __init__(self, spectrum: Spectrum, limit: Limit) -> None:
-        self.spectrum, self.limit = spectrum, limit
+    def __init__(self, spectrum: Spectrum, max_seq_len: int | None) -> None:
+        self.spectrum = spectrum
+        self.limit = UNLIMITED if max_seq_len is None else Limit(max_seq_len, "max_seq_len")
         # Up to this length the spectrum is self.usual; None if no length changes it.
         self.trained = None if spectrum.scaling is None else spectrum.scaling.trained_length()
         self.usual = self.spectrum_at(None)
-        try:
-            hash(self.usual)
-        except TypeError as wrong:
-            rule = "scaling and axes must be hashable, because they are keys of a cache"
-            checks.fail("RoPE", rule, wrong, "Give them tuples instead of lists.", TypeError)
         # Raise now if the rule cannot scale these rates, and cache them: torch.export cannot.
         turn_steps(self.usual)
 
@@ -170,10 +163,9 @@ class RopeAngles:
     def at(self, at: Tensor, length: int | Tensor | None) -> tuple[Tensor, float | Tensor]:
         """Angles in float64, and the gain of their tables, in sequences of this length."""
         spectrum = self.spectrum_at(length)
-        length = length if isinstance(length, Tensor) else None
-        if widest(at.device) != torch.float64:
-            at, length = at.cpu(), None if length is None else length.cpu()
-        return angles(at, spectrum, length), spectrum.gain(length)
+        where = float64_device(at.device)
+        length = length.to(where) if isinstance(length, Tensor) else None
+        return angles(at.to(where), spectrum, length), spectrum.gain(length)
 
 
 def tables_of(phi: Tensor, device: torch.device, gain: float | Tensor) -> tuple[Tensor, Tensor]:

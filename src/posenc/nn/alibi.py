@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -232,6 +232,6 @@ class ALiBi(TableModule):
         bias = alibi_bias(slopes, queries, keys, causal=self.causal, dtype=wide)
         return kernels.add(scores, bias)
 
-    def _given(self, names: Iterable[str]) -> dict[str, Any]:
+    def _given(self) -> dict[str, Any]:
         slopes = self._tables.parameters[0] if self._has_own_slopes else None
-        return {**super()._given(names), "slopes": slopes}
+        return {**super()._given(), "slopes": slopes}

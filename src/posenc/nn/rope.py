@@ -10,7 +10,6 @@ from torch import Tensor
 
 from posenc import configs
 from posenc._contract import checks, position_checks
-from posenc._contract.position_checks import Limit
 from posenc.functional import rotary
 from posenc.kernels import Rows, Spec
 from posenc.nn._rope import RopeAngles, for_axes, rotary_tables, rotate_by_tables, tables_of
@@ -99,9 +98,9 @@ class RoPE(TableModule):
             axes.check(who, width)
         first_channel = self.head_dim - width if last else 0
         self._spec = Spec(interleaved, interleaved if out is None else out, first_channel)
-        limit = Limit.of("max_seq_len", self.max_seq_len)
-        self._angles = angles = RopeAngles(Spectrum(width, self.base, scaling, axes), limit)
-        self._tables = SharedTables(rotary_tables, (angles.usual,), max_seq_len, torch.float64)
+        length = self.max_seq_len
+        self._angles = angles = RopeAngles(Spectrum(width, self.base, scaling, axes), length)
+        self._tables = SharedTables(rotary_tables, (angles.usual,), length, torch.float64)
 
     @classmethod
     def from_config(

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from posenc._contract import checks
-from posenc._contract.position_checks import Limit
+from posenc._contract.position_checks import UNLIMITED, Limit
 from posenc._contract.tracing import may_keep
 from posenc.functional._positions import rows_of
 from posenc.functional.rotary import check_rotary_input, with_heads, without_heads
@@ -58,6 +58,8 @@ class RotaryPosEmbedding(TableModule):
         self.max_seq_len = checks.optional(checks.integer, who, "max_seq_len", max_seq_len)
         self.interleaved = checks.boolean(who, "interleaved", interleaved)
         self.base = checks.base(who, base)
+        length = self.max_seq_len
+        self._limit = UNLIMITED if length is None else Limit(length, "max_seq_len")
         self._tables = None if embed_dim is None else self._of_width(embed_dim, None)
 
     def _of_width(self, width: int, device: torch.device | None) -> SharedTables:
@@ -83,7 +85,7 @@ class RotaryPosEmbedding(TableModule):
         if self.embed_dim is not None:
             way_out = "Pass embed_dim=None to take any width."
             checks.equal(who, "embed_dim", width, self.embed_dim, way_out)
-        limit = Limit.of("max_seq_len", self.max_seq_len)
+        limit = self._limit
         rows = rows_of(who, input_, offset, position_ids, limit)
         tables = self._tables
         if tables is None or tables.parameters[0].dim != width:

@@ -125,8 +125,8 @@ class SinusoidalPE(TableModule):
         self.max_seq_len = checks.integer(who, "max_seq_len", max_seq_len)
         self.embed_dim = checks.integer(who, "embed_dim", embed_dim)
         self.base = checks.base(who, base)
-        parameters = (Spectrum(self.embed_dim, self.base),)
-        self._tables = SharedTables(_sinusoid_table, parameters, max_seq_len, torch.float32)
+        parameters, length = (Spectrum(self.embed_dim, self.base),), self.max_seq_len
+        self._tables = SharedTables(_sinusoid_table, parameters, length, torch.float32)
 
     def get_encoding(self, seq_len: int) -> Tensor:
         """The first ``seq_len`` rows of the table, float32 of shape ``(seq_len, embed_dim)``."""

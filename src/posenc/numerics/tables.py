@@ -64,7 +64,7 @@ def angles(positions: Tensor, rates: Spectrum | Tensor, seq_len: Tensor | None =
 
 def cos_sin(positions: Tensor, spectrum: Spectrum) -> tuple[Tensor, Tensor]:
     """Rotary tables ``[*positions.shape, P]``, times the gain, in the device's widest float."""
-    phi = angles(_on_float64_device(positions), spectrum)
+    phi = angles(positions.to(float64_device(positions.device)), spectrum)
     return of_angles(phi, positions.device, spectrum.gain())
 
 
@@ -85,7 +85,7 @@ def of_angles(
 
 def sinusoid(positions: Tensor, spectrum: Spectrum, dtype: torch.dtype) -> Tensor:
     """Sinusoidal table ``[*positions.shape, D]``: sine in even channels, cosine in odd ones."""
-    phi = angles(_on_float64_device(positions), spectrum)
+    phi = angles(positions.to(float64_device(positions.device)), spectrum)
     table = torch.stack((phi.sin(), phi.cos()), dim=-1).flatten(-2)
     return round_once(table[..., : spectrum.dim], dtype).to(positions.device)
 
@@ -112,6 +112,6 @@ def widest(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "mps" else torch.float64
 
 
-def _on_float64_device(positions: Tensor) -> Tensor:
-    # Where the device has no float64, the table is made on the CPU and rounded before it is moved.
-    return positions if widest(positions.device) == torch.float64 else positions.cpu()
+def float64_device(device: torch.device) -> torch.device:
+    """``device``, or the CPU for Apple's GPUs, which have no float64."""
+    return torch.device("cpu") if device.type == "mps" else device
