@@ -131,22 +131,6 @@ def test_only_tensors_that_share_no_element_are_written_in_place(parts, meets):
     assert torch.equal(whole, before)
 
 
-@pytest.mark.parametrize("mode", [nullcontext, lambda: FlopCounterMode(display=False)])
-def test_positions_and_tables_in_the_written_memory_are_read_first(mode):
-    """Positions and tables in the memory that is rotated."""
-    x = torch.randn(2, 1, 2, 8, dtype=torch.float64)
-    ids, (cos, sin) = x.view(torch.int64)[0, 0, :, ::4], tables(9, 4)
-    ids.copy_(torch.tensor([[0, 1], [2, 3]]))
-    wanted, _ = rotate_qk(x, x, cos, sin, position_ids=ids)
-    with mode():
-        assert torch.equal(rotate_(x, cos, sin, position_ids=ids), wanted)
-    x = torch.randn(2, 1, 2, 8, dtype=torch.float64)
-    own, ids = (x[0, 0, :, :4], x[0, 0, :, 4:]), torch.tensor([[1, 0], [0, 1]])
-    wanted, _ = rotate_qk(x, x, *own, position_ids=ids)
-    with mode():
-        assert torch.equal(rotate_(x, *own, position_ids=ids), wanted)
-
-
 def test_a_leaf_is_refused_before_anything_is_written():
     q, k = torch.randn(1, 2, 3, 4), torch.randn(1, 2, 3, 4, requires_grad=True)
     before = q.clone()

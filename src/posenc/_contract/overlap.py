@@ -42,13 +42,6 @@ def check_no_internal_overlap(who: str, x: Tensor) -> None:
         checks.fail(who, rule, f"strides {x.stride()}", "Call contiguous() first.")
 
 
-def copy_if_overlapping(xs: Sequence[Tensor], *read: Tensor) -> list[Tensor]:
-    """The tensors in ``read``; those whose memory overlaps that of ``xs`` are cloned."""
-    if not has_real_storage(*xs, *read):
-        return list(read)
-    return [t.clone() if any(_address_ranges_overlap(t, x) for x in xs) else t for t in read]
-
-
 def overlaps(a: Tensor, b: Tensor) -> bool:
     """Whether ``a`` and ``b``, which have as many axes, share an element.
 
@@ -65,9 +58,10 @@ def overlaps(a: Tensor, b: Tensor) -> bool:
     if a.device.type == "mps" and a.untyped_storage().data_ptr() != b.untyped_storage().data_ptr():
         # On MPS, data_ptr() is not an address in memory: it identifies the storage.
         return False
-    if not _address_ranges_overlap(a, b):
+    (a_start, a_end), (b_start, b_end) = _address_range(a), _address_range(b)
+    if a_end <= b_start or b_end <= a_start:
         return False
-    distance, misaligned = divmod(b.data_ptr() - a.data_ptr(), a.element_size())
+    distance, misaligned = divmod(b_start - a_start, a.element_size())
     if misaligned or a.dtype != b.dtype:
         return True
     axes = []
@@ -84,11 +78,6 @@ def overlaps(a: Tensor, b: Tensor) -> bool:
         candidates = [(d, n) for d in remaining for n in (d // step, d // step + 1)]
         remaining = {d - n * step for d, n in candidates if -size_b < n < size}
     return 0 in remaining
-
-
-def _address_ranges_overlap(a: Tensor, b: Tensor) -> bool:
-    (a_start, a_end), (b_start, b_end) = _address_range(a), _address_range(b)
-    return a_start < b_end and b_start < a_end
 
 
 def _address_range(x: Tensor) -> tuple[int, int]:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from posenc import kernels
 from posenc._contract import checks
-from posenc._contract.overlap import check_writable, copy_if_overlapping
+from posenc._contract.overlap import check_writable
 from posenc._contract.position_checks import UNLIMITED, Limit, check_position
 from posenc._contract.tracing import device_assert, in_transform, is_readable
 from posenc.functional._positions import positions_of, rows_of
@@ -184,9 +184,6 @@ def rotate_rows(
     assert cos.dim() == 2 or cos.shape[0] == xs[0].shape[0], "a table for each sequence"
     if in_place:
         check_writable(who, xs, recorded_by=(cos, sin))
-        read = (cos, sin) if rows.positions is None else (cos, sin, rows.positions)
-        cos, sin, *positions = copy_if_overlapping(xs, *read)
-        rows = Rows(rows.start, *positions)
     try:
         if not in_place:
             return kernels.rotate(xs, cos, sin, rows, spec)

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from posenc._contract import checks
-from posenc._contract.overlap import check_no_internal_overlap, copy_if_overlapping
+from posenc._contract.overlap import check_no_internal_overlap
 from posenc.kernels import dispatch, triton
-from posenc.kernels.spec import Norm, RowOutOfRange, Rows, unflatten
+from posenc.kernels.spec import Norm, RowOutOfRange, unflatten
 
 _LIBRARY = torch.library.Library("posenc", "DEF")
 
@@ -102,11 +102,9 @@ def _rotate_qk(*arguments: Any) -> tuple[Tensor, ...]:
 
 
 def _rotate_(*arguments: Any) -> None:
-    (x,), cos, sin, (start, positions), spec = _check("posenc::rotate_", arguments)
+    (x,), cos, sin, rows, spec = _check("posenc::rotate_", arguments)
     check_no_internal_overlap("posenc::rotate_", x)
-    # The kernel checks positions before it reads them again: it must not overwrite them in between.
-    cos, sin, *ids = copy_if_overlapping([x], cos, sin, *([] if positions is None else [positions]))
-    dispatch.run_([x], cos, sin, Rows(start, *ids), spec)
+    dispatch.run_([x], cos, sin, rows, spec)
     torch.autograd.graph.increment_version(x)
 
 
