@@ -179,6 +179,21 @@ def test_tables_that_grow_are_shared_too():
     assert torch.equal(one(x, x, 2)[0], posenc.RoPE(8, 64)(x, x, 2)[0])
 
 
+def test_a_table_grows_when_positions_pass_its_end():
+    """The held table is tried first: in place too, nothing is written before it is long enough."""
+    rope, fixed, x = posenc.RoPE(8, None), posenc.RoPE(8, 128), torch.randn(2, 1, 3, 8)
+    rope(x, x)
+    for ids in (torch.tensor([1, 2, 70]), torch.tensor([[0, 1, 2], [99, 3, 4]])):
+        wanted, y, z = fixed.rotate(x, position_ids=ids), x.clone(), x.clone()
+        assert torch.equal(rope.rotate(x, position_ids=ids), wanted)
+        assert torch.equal(posenc.RoPE(8, None).forward_(y, z, position_ids=ids)[0], wanted)
+    before, y, z = rope.cos_cached.shape, x.clone(), x.clone()
+    with pytest.raises(ValueError, match=r"RoPE.forward_: positions must not be negative, got -1"):
+        rope.forward_(y, z, position_ids=torch.tensor([500, -1, 2]))
+    assert torch.equal(y, x)
+    assert rope.cos_cached.shape == before
+
+
 def test_a_table_goes_with_the_last_module_that_reads_it():
     """The process must not hold memory that nobody reads."""
     rope, growing, x = posenc.RoPE(24, 77), posenc.RotaryPosEmbedding(), torch.randn(77, 24)
