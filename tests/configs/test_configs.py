@@ -3,6 +3,7 @@ import json
 import pytest
 
 from posenc import RoPE, axes, configs, scaling
+from posenc.configs import reader
 
 SIZES = {"hidden_size": 512, "num_attention_heads": 8}
 
@@ -41,7 +42,7 @@ SIZES = {"hidden_size": 512, "num_attention_heads": 8}
             id="converted",
         ),
         pytest.param(
-            {"text_config": {"model_type": "llama", "posenc_rope_layout": "interleaved"}},
+            {"text_config": {**SIZES, "posenc_rope_layout": "interleaved"}},
             {"interleaved": True},
             id="converted-within",
         ),
@@ -192,7 +193,10 @@ def test_layer_types_have_their_own():
     full = {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6}
     local = {"rope_type": "default", "rope_theta": 1e4}
     config = {**SIZES, "rope_parameters": {"full_attention": full, "sliding_attention": local}}
-    assert configs.layer_types(config) == ("full_attention", "sliding_attention")
+    assert reader.rotating_types(configs.open_config(config)) == (
+        "full_attention",
+        "sliding_attention",
+    )
     assert configs.read(config, layer_type="full_attention").scaling == scaling.Linear(8.0)
     assert configs.read(config, layer_type="sliding_attention").base == 1e4
     with pytest.raises(ValueError, match="layer_type must be given"):

@@ -8,7 +8,7 @@ import transformers
 from transformers import CONFIG_MAPPING
 
 from posenc import configs
-from posenc.configs import models, nested
+from posenc.configs import models, reader
 from support.hf_models import knows_all_families
 
 SIZES = {"hidden_size": 512, "num_attention_heads": 8}
@@ -21,7 +21,7 @@ CHOSEN = TYPES if os.environ.get("HYPOTHESIS_PROFILE") == "thorough" else TYPES[
 def rotations(config):
     """The arguments of the rotation by layer type; a text where it cannot be read."""
     try:
-        types = configs.layer_types(config)
+        types = reader.rotating_types(configs.open_config(config))
         found = [configs.read(config, layer_type=each) for each in types]
     except (TypeError, ValueError) as error:
         return str(error)
@@ -120,7 +120,7 @@ def test_types_that_say_nothing_of_rotation_are_not_given_one():
             config = CONFIG_MAPPING[kind]().to_dict()
         except ValueError:
             continue
-        if configs.text_part(config)[0] is not config or nested.mentions_rotation(config):
+        if configs.text_part(config)[0] is not config or reader.mentions_rotation(config):
             continue
         with pytest.raises(ValueError, match=r"not known to rotate|must say that positions are"):
             configs.read({**SIZES, "model_type": kind})

@@ -11,6 +11,7 @@ import torch
 import transformers
 
 from posenc import RoPE, configs
+from posenc.configs.reader import rotating_types
 from posenc.interop.huggingface.rewrite import rotates
 from posenc.interop.huggingface.variants import recognise
 
@@ -55,7 +56,7 @@ def made_by(folder, name):
 def test_rates_are_those_of_the_model(folder, name):
     _, theirs, config = made_by(folder, name)
     made = theirs(config)
-    for layer_type in configs.layer_types(config):
+    for layer_type in rotating_types(configs.open_config(config)):
         prefix = "" if layer_type is None else f"{layer_type}_"
         rates = getattr(made, f"{prefix}inv_freq", None)
         if rates is None:
@@ -75,7 +76,7 @@ def test_pairs_are_those_of_the_model(folder, name):
         if inspect.isfunction(function) and rotates(called) and "vision" not in called
     ]
     layouts = {known.layout for known in tried if known is not None}
-    for layer_type in configs.layer_types(config) if layouts else ():
+    for layer_type in rotating_types(configs.open_config(config)) if layouts else ():
         if layer_type is not None and config.rope_parameters.get(layer_type) is None:
             continue
         rope = RoPE.from_config(config, layer_type=layer_type)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from posenc._contract import checks
-from posenc.configs.others import Learned, Sinusoidal
+from posenc.configs.others import Table
 from posenc.configs.reader import Config
 from posenc.numerics import scaling
 
@@ -52,8 +52,8 @@ def lengths(
 def lengths_of_others(config: Config, parts: Iterable[object]) -> tuple[Fact | None, Fact | None]:
     """The trained and the maximal length of a model without rotation; a bias has no maximum."""
     for part in parts:
-        if isinstance(part, (Learned, Sinusoidal)):
-            first = part.offset if isinstance(part, Learned) else 0
+        if isinstance(part, Table):
+            first = part.offset if part.downscale_freq_shift is None else 0
             found = part.max_len - first, part.sources["max_len"]
             return found, found
     return _longest(config), None

@@ -9,8 +9,7 @@ from typing import Any
 
 from posenc._contract import checks
 from posenc.configs.models import facts_of
-from posenc.configs.nested import KIND_KEYS, LAYOUT, mentions_rotation
-from posenc.configs.reader import Config
+from posenc.configs.reader import KIND_KEYS, LAYOUT, Config, mentions_rotation
 
 # More heads than any model has. Each gets a slope, so a file's number must be bounded.
 _MOST_HEADS = 2**12
@@ -37,24 +36,16 @@ class Alibi:
 
 
 @dataclass(frozen=True, slots=True)
-class Learned:
-    """A trained vector for each position; that of position 0 is row ``offset``."""
+class Table:
+    """A vector for each position, that of position 0 in row ``offset``.
+
+    Each is learned, or the `timestep_embedding` of the row if there is a ``downscale_freq_shift``.
+    """
 
     max_len: int
     embed_dim: int
     offset: int
-    part: str | None
-    sources: Mapping[str, str] = field(compare=False)
-
-
-@dataclass(frozen=True, slots=True)
-class Sinusoidal:
-    """The `timestep_embedding` of positions; that of position 0 is row ``offset``."""
-
-    max_len: int
-    embed_dim: int
-    offset: int
-    downscale_freq_shift: int
+    downscale_freq_shift: int | None
     part: str | None
     sources: Mapping[str, str] = field(compare=False)
 
@@ -76,7 +67,7 @@ class Other:
     noun: str
 
 
-Part = Alibi | Learned | Sinusoidal | Buckets | Other
+Part = Alibi | Table | Buckets | Other
 
 _NONE_HERE = "Use the model's own code: posenc has no module for it."
 _SIZES = "Use LearnedPosEmbedding(max_len, embed_dim); `posenc explain` prints the sizes."
@@ -191,9 +182,9 @@ def _table(config: Config, part: str | None, key: str | None) -> Part:
     else:
         # The file's length does not count the rows before position 0.
         length += first
-    if model.get(part or "", model["positions"]) == "learned":
-        return Learned(length, width, first, part, config.sources)
-    return Sinusoidal(length, width, first, model["downscale_freq_shift"], part, config.sources)
+    learned = model.get(part or "", model["positions"]) == "learned"
+    shift = None if learned else model["downscale_freq_shift"]
+    return Table(length, width, first, shift, part, config.sources)
 
 
 def _alibi(config: Config) -> Part:
@@ -209,7 +200,7 @@ def _alibi(config: Config) -> Part:
                 return Other("rotary embeddings of its own code (attn_config.rope)")
             length = config.count("max_len", "max_seq_len")
             dim = config.count("embed_dim", *_WIDTHS)
-            return Learned(length, dim, 0, None, config.sources)
+            return Table(length, dim, 0, None, None, config.sources)
         given = inner.get("alibi_bias_max")
         if given is not None:
             config.sources["bias_max"] = f"{config.prefix}attn_config.alibi_bias_max"

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import os
 from collections import ChainMap
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
-from posenc._contract import checks
+from posenc._contract import checks, files
 from posenc.configs.models import facts_of
-from posenc.configs.nested import as_dict, converted_layout, text_part
 
+# The key for the layout that posenc's conversion writes, if the model type has none.
+LAYOUT = "posenc_rope_layout"
+# Keys that name the kind of positions.
+KIND_KEYS = ("position_embedding_type", "position_embeddings_type")
+# Keys of the text model's config in a multimodal one.
+_TEXT = ("text_config", "llm_config", "language_config", "thinker_config")
 # Values of rope_type that scale nothing.
 UNSCALED = ("default", "mrope")
 _TYPES = ("full_attention", "sliding_attention")
@@ -28,8 +35,6 @@ class Config:
     top: MutableMapping[str, Any]
     # Where the keys of ``top`` are in the file.
     prefix: str = ""
-    # The layout that posenc's conversion has written.
-    converted: Any = None
     # rope_parameters or rope_scaling, and which of them.
     rope: Mapping[str, Any] = field(default_factory=dict)
     where: str = ""
@@ -101,11 +106,49 @@ class Config:
         return default
 
 
+def as_dict(who: str, config: Any) -> Mapping[str, Any]:
+    """A dict, an object with ``to_dict``, or the path of a config or its folder, as a dict."""
+    if isinstance(config, (str, os.PathLike)):
+        path = Path(config)
+        return files.read_json(who, path / "config.json" if path.is_dir() else path)
+    if hasattr(config, "to_dict"):
+        config = config.to_dict()
+    if not isinstance(config, Mapping):
+        rule = "config must be a dict, a path, or an object with to_dict()"
+        got, way_out = checks.describe(config), "Pass the model's config.json."
+        checks.fail(who, rule, got, way_out, TypeError)
+    return config
+
+
+def text_part(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], str]:
+    """The part of a config that describes the text model, and the prefix of its keys."""
+    prefix = ""
+    while True:
+        for name in _TEXT:
+            inner = config.get(name)
+            # Some configs nest a few keys only, and keep those of the text model outside.
+            if isinstance(inner, Mapping) and (
+                "hidden_size" in inner or "hidden_size" not in config
+            ):
+                config, prefix = inner, f"{prefix}{name}."
+                break
+        else:
+            return config, prefix
+
+
+def mentions_rotation(config: Mapping[str, Any]) -> bool:
+    """Whether a key names rotary positions, besides qk_rope_head_dim, which may go unrotated."""
+    words = [key for key, value in config.items() if value is not None]
+    words += [str(config[key]) for key in KIND_KEYS if config.get(key)]
+    named = (str(word) for word in words if word != "qk_rope_head_dim")
+    return any("rope" in word or "rotary" in word for word in named)
+
+
 def open_config(config: Any, who: str = "from_config") -> Config:
     """Find the text model in what `as_dict` takes, and its rope dict."""
     config = as_dict(who, config)
     top, prefix = text_part(config)
-    found = Config(who, dict(top), prefix, converted_layout(config))
+    found = Config(who, dict(top), prefix)
     names = ("rope_parameters", "rope_scaling")
     given = {name: top[name] for name in names if top.get(name) is not None}
     for name, value in given.items():

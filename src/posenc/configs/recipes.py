@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from posenc._contract import checks
-from posenc.configs import facts, others, rotation
+from posenc.configs import facts, others, reader, rotation
 from posenc.configs.facts import Fact
-from posenc.configs.nested import mentions_rotation
 from posenc.configs.others import Alibi, kind_of, refuse_unlike
-from posenc.configs.reader import Config, choose_layer, open_config, rotating_types
+from posenc.configs.reader import Config, open_config
 from posenc.configs.rules import scaling_rule
 from posenc.numerics import scaling
 from posenc.numerics.axes import Axes
@@ -19,7 +18,7 @@ from posenc.numerics.axes import Axes
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """The arguments of a `RoPE`, and the key of the config that each one came from."""
+    """The arguments of a `RoPE`, the key of the config that each came from, and the layers."""
 
     head_dim: int
     base: float
@@ -29,20 +28,15 @@ class Recipe:
     scaling: scaling.Rule | None
     axes: Axes | None
     sources: Mapping[str, str] = field(compare=False)
+    # None for all layers.
+    layer_type: str | None = field(default=None, compare=False)
 
     def arguments(self) -> dict[str, Any]:
         """Keywords for `RoPE`."""
-        given = {name: getattr(self, name) for name in self.__slots__ if name != "sources"}
+        names = (each.name for each in fields(self) if each.compare)
+        given = {name: getattr(self, name) for name in names}
         # None stays right if the user passes another head_dim.
         return {**given, "rotary_dim": None} if self.rotary_dim == self.head_dim else given
-
-
-@dataclass(frozen=True, slots=True)
-class Rotary:
-    """The rotation of one layer type, or of all layers."""
-
-    layer_type: str | None
-    recipe: Recipe
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +44,7 @@ class Positions:
     """The encodings of a model, and its lengths, each with the key that it was read from."""
 
     # One for all layers, one for each layer type, or one for encoder and decoder each.
-    parts: tuple[Rotary | others.Part, ...]
+    parts: tuple[Recipe | others.Part, ...]
     trained_length: Fact | None = None
     max_length: Fact | None = None
     # Indices of the layers that do not rotate, where others do.
@@ -67,7 +61,7 @@ def read(config: Any, *, layer_type: str | None = None, base: float | None = Non
 
 
 def _recipe(config: Config, layer_type: str | None, base: float | None = None) -> Recipe:
-    config, layer_type = choose_layer(replace(config, sources={}), layer_type)
+    config, layer_type = reader.choose_layer(replace(config, sources={}), layer_type)
     head_dim = rotation.head_dim(config, layer_type)
     rule = scaling_rule(config)
     interleaved, interleaved_out = rotation.layout(config)
@@ -80,6 +74,7 @@ def _recipe(config: Config, layer_type: str | None, base: float | None = None) -
         rule,
         rotation.axes(config),
         config.sources,
+        layer_type,
     )
 
 
@@ -96,9 +91,9 @@ def read_positions(config: Any, *, layer_type: str | None = None) -> Positions:
             parts = (named[layer_type],)
         return Positions(parts, *facts.lengths_of_others(found, parts))
     refuse_unlike(found)
-    names = rotating_types(found) if layer_type is None else (layer_type,)
-    rotary = tuple(Rotary(name, _recipe(found, name)) for name in names)
-    rules = [each.recipe.scaling for each in rotary]
+    names = reader.rotating_types(found) if layer_type is None else (layer_type,)
+    rotary = tuple(_recipe(found, name) for name in names)
+    rules = [each.scaling for each in rotary]
     lengths = facts.lengths(found, rules)
     scale = facts.softmax_scale(found, rules[0])
     return Positions(rotary, *lengths, facts.without_rope(found), scale)
@@ -111,7 +106,7 @@ def read_alibi(config: Any) -> Alibi:
     if kind is None:
         noun, way_out = "rotary embeddings", "Use RoPE.from_config."
         known = {"rope_theta", "rope_parameters"} & found.model.keys()
-        if name is None or not (known or mentions_rotation(found.top)):
+        if name is None or not (known or reader.mentions_rotation(found.top)):
             rule = "model_type must be bloom, mpt or falcon with alibi"
             way_out = "Construct ALiBi(num_heads) directly."
             raise found.error(rule, checks.describe(name), way_out)
@@ -122,10 +117,3 @@ def read_alibi(config: Any) -> Alibi:
         if kind == "alibi":
             noun, way_out = "ALiBi switched off", "Construct ALiBi(num_heads) directly."
     raise ValueError(f"from_config: model_type {name!r} has {noun}.\n  {way_out}")
-
-
-def layer_types(config: Any) -> tuple[str | None, ...]:
-    """The layer types whose rotations differ; ``(None,)`` if all rotate alike."""
-    found = open_config(config)
-    refuse_unlike(found)
-    return rotating_types(found)

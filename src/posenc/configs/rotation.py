@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from posenc._contract import checks
-from posenc.configs.nested import LAYOUT, mentions_rotation, per_layer
-from posenc.configs.reader import Config, local_key
+from posenc.configs.reader import LAYOUT, Config, local_key, mentions_rotation
 from posenc.numerics.axes import Axes, Sections
 
 _HEAD_DIMS = ("qk_rope_head_dim", "head_dim", "attention_head_dim", "kv_channels")
@@ -28,7 +27,7 @@ _WIDEST_HEAD = 2**13
 def head_dim(config: Config, layer_type: str | None) -> int:
     """Channels of a head; in latent attention, of its rotary part."""
     top = config.top
-    own = per_layer(top, layer_type, "head_dim")
+    own = _own_head_dim(config, layer_type)
     if own is not None:
         return _width(config, "head_dim", own, "per_layer_config")
     wide = ("global_head_dim",) if layer_type == "full_attention" else ()
@@ -61,6 +60,20 @@ def _width(config: Config, name: str, value: Any, source: str) -> int:
         raise config.error(f"{name} must be at most {_WIDEST_HEAD}", width)
     config.sources["head_dim"] = config.prefix + source
     return width
+
+
+def _own_head_dim(config: Config, layer_type: str | None) -> Any:
+    """The head_dim that ``per_layer_config`` gives to all layers of one type."""
+    types, layers = config.top.get("layer_types"), config.top.get("per_layer_config")
+    if not isinstance(types, (list, tuple)) or not isinstance(layers, Mapping):
+        return None
+    # JSON makes strings of the indices.
+    own = [layers.get(i, layers.get(str(i))) for i, kind in enumerate(types) if kind == layer_type]
+    found = [each.get("head_dim") for each in own if isinstance(each, Mapping)]
+    if any(value != found[0] for value in found):
+        rule = f"per_layer_config must give all {layer_type} layers one head_dim"
+        raise config.error(rule, checks.describe(found), "Fix the config.")
+    return found[0] if found else None
 
 
 def base(config: Config, layer_type: str | None) -> float:
@@ -118,12 +131,13 @@ def rotary_dim(config: Config, head_dim: int) -> int:
 
 def layout(config: Config) -> tuple[bool, bool | None]:
     """``interleaved`` and ``interleaved_out``."""
-    if config.converted is None:
+    converted = config.top.get(LAYOUT)
+    if converted is None:
         return family_layout(config)
-    if config.converted not in ("half", "interleaved"):
-        raise config.error(f"{LAYOUT} must be 'half' or 'interleaved'", config.converted)
-    config.sources["interleaved"] = LAYOUT
-    return config.converted == "interleaved", None
+    if converted not in ("half", "interleaved"):
+        raise config.error(f"{LAYOUT} must be 'half' or 'interleaved'", converted)
+    config.sources["interleaved"] = config.prefix + LAYOUT
+    return converted == "interleaved", None
 
 
 def family_layout(config: Config) -> tuple[bool, bool | None]:

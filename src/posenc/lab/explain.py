@@ -94,7 +94,7 @@ def kernels() -> dict[str, str]:
 
 
 def _explained(part: Any, seq_len: int | None) -> Explanation:
-    if isinstance(part, configs.Rotary):
+    if isinstance(part, configs.Recipe):
         return _rotary(part, seq_len)
     arguments = {}
     for name in (each.name for each in fields(part)):
@@ -109,12 +109,10 @@ def _explained(part: Any, seq_len: int | None) -> Explanation:
         given = {name: value for name, (value, _) in arguments.items()}
         words = [repr(part.model), *(f"{name}={value}" for name, value in given.items())]
         slopes = {"slopes": ALiBi.from_model(part.model, **given).slopes.tolist()}
-        python, build = (
-            f"posenc.ALiBi.from_model({', '.join(words)})",
-            "posenc.ALiBi.from_config(config)",
-        )
+        python = f"posenc.ALiBi.from_model({', '.join(words)})"
+        build = "posenc.ALiBi.from_config(config)"
         return Explanation("ALiBi", None, arguments, slopes, python, build)
-    if isinstance(part, configs.Learned):
+    if part.downscale_freq_shift is None:
         python = build = f"posenc.LearnedPosEmbedding({part.max_len}, {part.embed_dim})"
         if part.offset:
             build += f", and call it with offset={part.offset}: the first position's row"
@@ -125,8 +123,8 @@ def _explained(part: Any, seq_len: int | None) -> Explanation:
     return Explanation("sinusoidal", part.part, arguments, {}, python, python)
 
 
-def _rotary(part: configs.Rotary, seq_len: int | None) -> Explanation:
-    given, sources = part.recipe.arguments(), part.recipe.sources
+def _rotary(part: configs.Recipe, seq_len: int | None) -> Explanation:
+    given, sources = part.arguments(), part.sources
     rope = RoPE(max_seq_len=None, **given)
     arguments = {name: (value, sources.get(name, "default")) for name, value in given.items()}
     rates = rope.inv_freq(seq_len).tolist()
