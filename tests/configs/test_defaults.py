@@ -178,7 +178,6 @@ def test_the_text_model_is_found_wherever_it_is_described(config, base):
         ({"model_type": "zamba2", "use_mem_rope": False}, "use_mem_rope must say"),
         ({"position_embeddings_type": "relative"}, "position_embeddings_type must say"),
         ({"model_type": "nomic_bert", "rotary_emb_fraction": 0.0}, "rotary_emb_fraction|positive"),
-        ({"rope_ratio": 500}, "rope_ratio must be left out"),
         ({"model_type": "hunyuan_vl_text"}, "channels of a pair"),
         ({"model_type": "gpt_oss"}, "rope_parameters must be given, because this is gpt_oss"),
         ({"model_type": "kimi_linear", "qk_rope_head_dim": 64}, "not known to rotate"),

@@ -293,7 +293,7 @@ def _alone(module: nn.Module) -> Any:
     """Run an attention module on random states and tables of the form that it takes."""
     if type(module).__name__ in INPUTS:
         return module(**INPUTS[type(module).__name__](module))
-    from posenc.interop.huggingface.methods import replacements
+    from posenc.interop.huggingface.rewrite import replacements
 
     takes = inspect.signature(module.forward).parameters
     linear = next(m for m in module.modules() if isinstance(m, nn.Linear))

@@ -16,7 +16,7 @@ import transformers
 from torch import nn
 from transformers import PreTrainedModel
 
-from posenc.interop.huggingface.methods import replacements
+from posenc.interop.huggingface.rewrite import replacements
 
 
 def folders() -> dict[str, list[str]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from posenc._contract import checks
@@ -71,12 +71,9 @@ def without_rope(config: Config) -> Fact | None:
         found = tuple(i for i, rotates in enumerate(used) if not rotates)
         return found, f"{config.prefix}no_rope_layers"
     types = types if isinstance(types, (list, tuple)) else ()
-    for name in ("rope_parameters", "rope_scaling"):
-        rope = top.get(name)
-        null = {key for key in rope if rope[key] is None} if isinstance(rope, Mapping) else set()
-        found = _layers(types, null)
-        if found:
-            return found, f"{config.prefix}{name}.{types[found[0]]}"
+    found = _layers(types, {name for name, rope in config.by_layer.items() if rope is None})
+    if found:
+        return found, f"{config.prefix}{config.where}.{types[found[0]]}"
     if config.kind.startswith("exaone") and top.get("sliding_window", 1) is None:
         return None
     if not model.get("full_attention_rotates", True) and types:

@@ -130,10 +130,6 @@ def refuse_unlike(config: Config) -> None:
             way_out = "Use ALiBi(num_heads)."
         rule = f"{prefix}{found[0]} must say that positions are rotary"
         raise config.error(rule, found[1], way_out)
-    if top.get("rope_ratio") not in (None, 1, 1.0):
-        rule = f"{prefix}rope_ratio must be left out"
-        way_out = "Remove rope_ratio, and set rope_theta to 10000 times it."
-        raise config.error(rule, top["rope_ratio"], way_out)
     for key, value in top.items():
         for meant in _KEYS if isinstance(key, str) and value else ():
             if top.get(meant) is None and _is_typo(key, meant):

@@ -193,9 +193,6 @@ def rotating_types(config: Config) -> tuple[str | None, ...]:
 
 def choose_layer(config: Config, layer_type: str | None) -> tuple[Config, str | None]:
     """The config of one layer type, and the type; None will do if all layers rotate alike."""
-    if layer_type is not None and not isinstance(layer_type, str):
-        rule, got = "layer_type must be a string", checks.describe(layer_type)
-        checks.fail(config.who, rule, got, "Pass a name, or None.", TypeError)
     dicts, local = config.by_layer, local_key(config)
     if dicts:
         first, *others = dicts

@@ -13,9 +13,9 @@ from torch import nn
 from posenc._contract import checks
 from posenc.configs import LAYOUT
 from posenc.interop.huggingface import tables
-from posenc.interop.huggingface.methods import PATCHED, Replacement, of_tables, replacements
 from posenc.interop.huggingface.probing import NotUnderstood
 from posenc.interop.huggingface.report import Place, Report, Table
+from posenc.interop.huggingface.rewrite import PATCHED, Replacement, of_tables, replacements
 
 _REPLICATE = "_replicate_for_data_parallel"
 

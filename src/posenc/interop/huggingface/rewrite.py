@@ -1,4 +1,4 @@
-"""Rebuild functions of a model so that they call ours, with nothing else changed.
+"""Rebuild methods of a model so that they call our functions, with nothing else changed.
 
 A rebuilt function has the code and the globals of the original. The name of a function to replace
 is changed in the code to an alias, and the model's module gets an entry for that alias. Names are
@@ -8,11 +8,14 @@ still looked up at every call, so a function of the module that is replaced late
 from __future__ import annotations
 
 import dis
+import functools
+import inspect
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import CellType, CodeType, FunctionType
 from typing import Any
 
+from posenc.interop.huggingface import variants
 from posenc.interop.huggingface.probing import Known, NotUnderstood
 
 # Names of functions that rotate, and of those among them that compute positions or rates.
@@ -23,6 +26,10 @@ _DOES_NOT = re.compile(r"get_rope_index|rope_(parameters|deltas|index)|_init")
 def rotates(name: str) -> bool:
     """Whether a function's name says that it rotates."""
     return bool(_ROTATES.search(name)) and not _DOES_NOT.search(name)
+
+
+def _known(name: str, function: Any) -> Known | None:
+    return variants.recognise(function) if rotates(name) else None
 
 
 class Rewriter:
@@ -123,9 +130,7 @@ def _copied(function: FunctionType, code: CodeType, cells: list[CellType]) -> Fu
     scope, defaults = function.__globals__, function.__defaults__
     made = FunctionType(code, scope, function.__name__, defaults, tuple(cells) or None)
     made.__kwdefaults__ = function.__kwdefaults__
-    made.__dict__.update(function.__dict__)
-    made.__qualname__, made.__module__ = function.__qualname__, function.__module__
-    made.__doc__, made.__annotations__ = function.__doc__, function.__annotations__
+    functools.update_wrapper(made, function)
     return made
 
 
@@ -145,3 +150,78 @@ def names_in(code: CodeType) -> Iterator[str]:
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
             yield from names_in(constant)
+
+
+# An attribute that every patched module has.
+PATCHED = "_posenc_patched"
+
+
+class Replacement:
+    """A method of ours in place of the method ``name`` of the class ``kind``.
+
+    ``gone`` has name, variant and layout of each function that it no longer calls. It calls the
+    method of the class if that was replaced since, or if the module was unpatched, because wrappers
+    may still hold ours then.
+    """
+
+    def __init__(
+        self,
+        kind: type,
+        name: str,
+        ours: Callable[..., Any],
+        gone: Sequence[tuple[str, str, str]] = (),
+        tables: Any = None,
+    ) -> None:
+        self.kind, self.name, self.gone = kind, name, tuple(dict.fromkeys(gone))
+        self._ours, self._theirs, self._tables = ours, getattr(kind, name), tables
+        self._static = isinstance(inspect.getattr_static(kind, name), staticmethod)
+        functools.update_wrapper(self, self._theirs)
+
+    def __call__(self, module: Any, *args: Any, **kwargs: Any) -> Any:
+        """Run our method, or the one of the class."""
+        method = getattr(self.kind, self.name)
+        if method is self._theirs and hasattr(module, PATCHED):
+            method = self._ours
+        return method(*args, **kwargs) if self._static else method(module, *args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Replacement:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Pickle cannot write functions that are made here, so loading makes them again.
+        return _rebuilt, (self.kind, self.name, self._tables)
+
+
+def _rebuilt(kind: type, name: str, tables: Any) -> Replacement:
+    if tables is not None:
+        return of_tables(kind, tables)
+    return next(one for one in replacements(kind) if one.name == name)
+
+
+def of_tables(kind: type, tables: Any) -> Replacement:
+    """The forward of a rotary module whose tables are ours."""
+    return Replacement(kind, "forward", tables.forward_of(kind), tables=tables)
+
+
+def replacements(kind: type) -> list[Replacement]:
+    """The methods that the instances of a class need to rotate by our op."""
+    found: list[Replacement] = []
+    seen: dict[str, FunctionType] = {}
+
+    for owner in kind.__mro__:
+        library = owner.__module__.split(".")[0] in ("builtins", "torch", "accelerate", "peft")
+        inside = owner.__module__.startswith("transformers.")
+        if library or (inside and ".models." not in owner.__module__):
+            continue
+        for name, value in vars(owner).items():
+            function = value.__func__ if isinstance(value, staticmethod) else value
+            if name.startswith("__") or not isinstance(function, FunctionType):
+                continue
+            made, gone = Rewriter(_known).rewrite(name, function)
+            # An instance cannot override a method that is called by super().
+            if gone and name in seen and "super" in seen[name].__code__.co_names:
+                raise NotUnderstood(f"{owner.__name__}.{name}, called by super(),")
+            if gone and name not in seen:
+                found.append(Replacement(kind, name, made, gone))
+            seen.setdefault(name, function)
+    return found
