@@ -8,7 +8,7 @@ import transformers
 from transformers import CONFIG_MAPPING
 
 from posenc import configs
-from posenc.configs import models, reader
+from posenc.configs import reader
 from support.hf_models import knows_all_families
 
 SIZES = {"hidden_size": 512, "num_attention_heads": 8}
@@ -67,7 +67,7 @@ def test_defaults_are_those_of_the_config_class(config):
 
 
 def test_types_that_rotate_nothing_have_no_rotation_in_their_configs():
-    for kind in models.types_with("positions") & set(TYPES):
+    for kind in configs.types_with("positions") & set(TYPES):
         keys = CONFIG_MAPPING[kind]().to_dict()
         assert not [key for key in keys if "rope" in key or "rotary" in key], kind
 
@@ -75,7 +75,7 @@ def test_types_that_rotate_nothing_have_no_rotation_in_their_configs():
 @knows_all_families
 def test_every_type_named_is_one_that_transformers_knows():
     keys = ("rope_theta", "rope_parameters", "head_dim", "qk_rope_head_dim", "layout")
-    named = frozenset().union(*map(models.types_with, (*keys, "rope_interleave")))
+    named = frozenset().union(*map(configs.types_with, (*keys, "rope_interleave")))
     unknown = named - set(CONFIG_MAPPING.keys())
     assert unknown == {"kimi_k2"}, transformers.__version__
 
@@ -93,7 +93,7 @@ def test_gemma_3_as_it_is_published():
     assert rotations(config) == rotations(made)
     full = configs.read(config, layer_type="full_attention")
     assert full.sources["base"] == full.sources["head_dim"] == "text_config.model_type"
-    with pytest.raises(ValueError, match="because layers of gemma3_text differ"):
+    with pytest.raises(ValueError, match="because layers differ by model_type"):
         configs.read(config)
     with pytest.raises(ValueError, match="layer_type must be one of"):
         configs.read(config, layer_type="sliding")
@@ -115,7 +115,9 @@ SILENT = {"clvp_decoder", "clvp_encoder", "codegen", "gptj", "roformer"}
 
 @knows_all_families
 def test_types_that_say_nothing_of_rotation_are_not_given_one():
-    for kind in set(TYPES) - SILENT - models.types_with("refused") - models.types_with("positions"):
+    for kind in (
+        set(TYPES) - SILENT - configs.types_with("refused") - configs.types_with("positions")
+    ):
         try:
             config = CONFIG_MAPPING[kind]().to_dict()
         except ValueError:

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from transformers import CONFIG_MAPPING, AutoModel
 
 from posenc import ALiBi, RoPE, configs
-from posenc.configs import models
 from posenc.functional import timestep_embedding
 from support.hf_models import knows_all_families
 
@@ -45,7 +44,7 @@ def tables(model):
 
 # Not built by AutoModel, or only with packages that are not here.
 APART = {"blip_text_model", "layoutlmv2", "siglip_text_model", "trocr"}
-KINDS = {kind: configs.facts_of(kind)["positions"] for kind in models.types_with("positions")}
+KINDS = {kind: configs.facts_of(kind)["positions"] for kind in configs.types_with("positions")}
 LEARNED = sorted(kind for kind, what in KINDS.items() if what == "learned")
 
 

@@ -1,8 +1,16 @@
 """The positions that a model's ``config.json`` describes; transformers is not imported."""
 
-from posenc.configs.models import facts_of, types_with
 from posenc.configs.others import Alibi, Buckets, Other, Table, not_rotary
-from posenc.configs.reader import LAYOUT, Config, as_dict, at_layer, open_config, text_part
+from posenc.configs.reader import (
+    LAYOUT,
+    Config,
+    as_dict,
+    at_layer,
+    facts_of,
+    open_config,
+    text_part,
+    types_with,
+)
 from posenc.configs.recipes import Positions, Recipe, read, read_alibi, read_positions
 
 __all__ = [

@@ -8,8 +8,7 @@ from difflib import SequenceMatcher
 from typing import Any
 
 from posenc._contract import checks
-from posenc.configs.models import facts_of
-from posenc.configs.reader import KIND_KEYS, LAYOUT, Config, mentions_rotation
+from posenc.configs.reader import KIND_KEYS, LAYOUT, Config, facts_of, mentions_rotation
 
 # More heads than any model has. Each gets a slope, so a file's number must be bounded.
 _MOST_HEADS = 2**12

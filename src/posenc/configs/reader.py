@@ -1,7 +1,9 @@
-"""Opening a config: its text model, its rope dict, and one layer type."""
+"""Opening a config: its text model, its rope dict, one layer type, and its type's defaults."""
 
 from __future__ import annotations
 
+import functools
+import json
 import os
 from collections import ChainMap
 from collections.abc import Mapping, MutableMapping
@@ -10,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from posenc._contract import checks, files
-from posenc.configs.models import facts_of
 
 # The key for the layout that posenc's conversion writes, if the model type has none.
 LAYOUT = "posenc_rope_layout"
@@ -25,6 +26,24 @@ _WAY_OUT = {
     "from_config": "Fix the config, or construct RoPE(...) directly.",
     "convert": "Fix the config, or pass head_dim and rotary_dim.",
 }
+
+
+@functools.cache
+def _rows() -> dict[str, dict[str, Any]]:
+    """Defaults of each model type, which ``tools/configs`` writes."""
+    text = Path(__file__).with_name("models.json").read_text(encoding="utf-8")
+    rows: dict[str, dict[str, Any]] = json.loads(text)["models"]
+    return rows
+
+
+def facts_of(model_type: Any) -> Mapping[str, Any]:
+    """The defaults of a model type; empty for an unknown one."""
+    return _rows().get(model_type, {}) if isinstance(model_type, str) else {}
+
+
+def types_with(key: str) -> frozenset[str]:
+    """The model types that have a default for ``key``."""
+    return frozenset(model_type for model_type, row in _rows().items() if key in row)
 
 
 @dataclass
@@ -209,9 +228,8 @@ def choose_layer(config: Config, layer_type: str | None) -> tuple[Config, str | 
         return replace(config, rope=rope, where=where), layer_type
     if layer_type is None and local:
         way_out = "Pass layer_type='full_attention' or 'sliding_attention'."
-        same = f"{local} is for sliding layers only"
-        why = f"layers of {config.kind} differ" if local == "model_type" else same
-        raise config.error(f"layer_type must be given, because {why}", None, way_out)
+        rule = f"layer_type must be given, because layers differ by {local}"
+        raise config.error(rule, None, way_out)
     known = _layer_types(config) or {*_TYPES, *(() if local else ("chunked_attention",))}
     if layer_type is not None and layer_type not in known:
         raise config.error(f"layer_type must be one of {sorted(known)}", layer_type)

@@ -32,7 +32,7 @@ def head_dim(config: Config, layer_type: str | None) -> int:
         return _width(config, "head_dim", own, "per_layer_config")
     wide = ("global_head_dim",) if layer_type == "full_attention" else ()
     for name in (*wide, *_HEAD_DIMS):
-        if top.get(name) is not None and top[name] != 0:
+        if top.get(name) not in (None, 0):
             return _width(config, name, top[name], name)
     for name in (*wide, *_HEAD_DIMS):
         if name in config.model:

@@ -114,25 +114,6 @@ def test_a_name_that_is_replaced_in_the_models_module_after_the_patch_is_obeyed(
     assert seen == [1, 1]
 
 
-def test_a_rotation_that_is_replaced_after_the_patch_is_obeyed(monkeypatch):
-    """As other libraries of kernels do it: the last that was asked for rotates."""
-    model, seen = llama(), []
-    expected = model(tokens()).logits
-    patch(model)
-    own = modeling_llama.apply_rotary_pos_emb
-    with monkeypatch.context() as replaced:
-        replaced.setattr(
-            modeling_llama,
-            "apply_rotary_pos_emb",
-            lambda *args, **kwargs: seen.append(1) or own(*args, **kwargs),
-        )
-        assert apart(expected, model(tokens()).logits) < 2e-5
-    assert seen == [1, 1]
-    with Calls() as calls:
-        model(tokens())
-    assert not calls.names
-
-
 def test_a_forward_that_its_class_is_given_after_the_patch_is_obeyed(monkeypatch):
     """transformers' exporters put forwards of their own on the classes that they export."""
     model, seen = llama(), []

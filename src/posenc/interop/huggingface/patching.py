@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from types import MethodType
 
@@ -14,10 +15,68 @@ from posenc._contract import checks
 from posenc.configs import LAYOUT
 from posenc.interop.huggingface import tables
 from posenc.interop.huggingface.probing import NotUnderstood
-from posenc.interop.huggingface.report import Place, Report, Table
 from posenc.interop.huggingface.rewrite import PATCHED, Replacement, of_tables, replacements
 
 _REPLICATE = "_replicate_for_data_parallel"
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """One rotating function that one module no longer calls.
+
+    Attributes:
+        module: Path of the module in the model, as in ``named_modules``.
+        cls: Its class.
+        function: The function that made way for ours.
+        variant: How the model's tables hold their numbers.
+        layout: ``half``, ``interleaved``, or ``interleaved to half``.
+    """
+
+    module: str
+    cls: str
+    function: str
+    variant: str
+    layout: str
+
+    def __str__(self) -> str:
+        return f"{self.module} ({self.cls}): {self.function} [{self.variant}; {self.layout}]"
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """One rotary module, and where its cosines and sines come from.
+
+    Attributes:
+        module: Path of the module in the model.
+        cls: Its class.
+        form: How a row of our tables holds its numbers; ``unchanged`` where the module makes its
+            own tables as before.
+        rates: ``from the config``, worked out in float64; or ``its own``, as its buffer holds them.
+    """
+
+    module: str
+    cls: str
+    form: str
+    rates: str
+
+    def __str__(self) -> str:
+        return f"{self.module} ({self.cls}): tables [{self.form}; rates {self.rates}]"
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Everything that was replaced.
+
+    Attributes:
+        places: One for each module and function that rotates.
+        tables: One for each rotary module.
+    """
+
+    places: tuple[Place, ...]
+    tables: tuple[Table, ...] = ()
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, (*self.places, *self.tables)))
 
 
 def patch(model: nn.Module) -> Report:
@@ -56,7 +115,6 @@ def patch(model: nn.Module) -> Report:
     planned: list[tuple[nn.Module, dict[str, Replacement]]] = []
     places: list[Place] = []
     rotary: list[Table] = []
-    edited: list[Table] = []
     for path, module in model.named_modules():
         kind = type(module)
         if PATCHED in vars(module):
@@ -79,8 +137,6 @@ def patch(model: nn.Module) -> Report:
             rotary.append(Table(path, kind.__name__, form, rates))
         if ours is not None:
             methods.append(of_tables(kind, ours))
-            if tables.holds_other_rates(module, ours):
-                edited.append(rotary[-1])
         if methods:
             planned.append((module, {_attribute(module, path, one): one for one in methods}))
     if not places:
@@ -88,25 +144,14 @@ def patch(model: nn.Module) -> Report:
         way_out = "Use the model as it is: without rotary positions it needs no patch."
         checks.fail("patch", "model must rotate", got, way_out)
     _refuse_converted(model, places)
-    _warn(
-        "the config should say the rates of every rotary module, got none for",
-        [table for table in rotary if table.rates != "from the config"],
-        "Keep inv_freq in float32: these modules rotate by what that buffer holds.",
-    )
-    _warn(
-        "inv_freq should hold the rates of the config, got others in",
-        edited,
-        "Write them into the config: the rates of the config are used.",
-    )
+    own = [f"{table.module} ({table.cls})" for table in rotary if table.rates == "its own"]
+    if own:
+        problem = "the config should say the rates of every rotary module, got none for"
+        way_out = "Keep inv_freq in float32: these modules rotate by what that buffer holds."
+        warnings.warn(f"patch: {problem} {', '.join(own)}.\n  {way_out}", UserWarning, stacklevel=2)
     for module, named in planned:
         _put(module, named)
     return Report(tuple(places), tuple(rotary))
-
-
-def _warn(problem: str, modules: list[Table], way_out: str) -> None:
-    if modules:
-        named = ", ".join(f"{table.module} ({table.cls})" for table in modules)
-        warnings.warn(f"patch: {problem} {named}.\n  {way_out}", UserWarning, stacklevel=3)
 
 
 def _refuse_converted(model: nn.Module, places: list[Place]) -> None:

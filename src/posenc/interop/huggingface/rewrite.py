@@ -1,8 +1,8 @@
 """Rebuild methods of a model so that they call our functions, with nothing else changed.
 
 A rebuilt function has the code and the globals of the original. The name of a function to replace
-is changed in the code to an alias, and the model's module gets an entry for that alias. Names are
-still looked up at every call, so a function of the module that is replaced later takes effect.
+is changed in the code to an alias, and the model's module gets an entry for that alias. Other names
+are still looked up at every call, so a function that is replaced later takes effect.
 """
 
 from __future__ import annotations
@@ -86,28 +86,16 @@ class Rewriter:
                     gone += inner
                     cells[i] = CellType(made)
         if gone:
-            code = _renamed(function.__code__, names)
-            self._rebuilt[function] = _copied(function, code, cells), gone
+            self._rebuilt[function] = _copied(function, names, cells), gone
         return self._rebuilt[function]
 
 
-# A global name that `_alias` replaces by the model's.
-_theirs: Any = None
-
-
 def _alias(scope: dict[str, Any], name: str, theirs: Any, ours: Any) -> str:
-    """A new name in ``scope`` that means ``ours`` for as long as ``name`` means ``theirs``."""
-
-    def called(*args: Any, **kwargs: Any) -> Any:
-        return (ours if _theirs is theirs else _theirs)(*args, **kwargs)
-
+    """A new name in ``scope`` for ``ours``."""
     alias = f"_posenc_{name}"
-    # A new function would make torch.compile recompile the models that call the old one.
+    # A function rebuilt again would make torch.compile recompile the models that call the old one.
     if getattr(scope.get(alias), "__wrapped__", None) is not theirs:
-        code = _renamed(called.__code__, {"_theirs": name})
-        made = FunctionType(code, scope, alias, None, called.__closure__)
-        made.__wrapped__ = theirs  # type: ignore[attr-defined]
-        scope[alias] = made
+        scope[alias] = ours
     return alias
 
 
@@ -126,9 +114,10 @@ def _renamed(code: CodeType, names: dict[str, str]) -> CodeType:
     )
 
 
-def _copied(function: FunctionType, code: CodeType, cells: list[CellType]) -> FunctionType:
-    scope, defaults = function.__globals__, function.__defaults__
-    made = FunctionType(code, scope, function.__name__, defaults, tuple(cells) or None)
+def _copied(function: FunctionType, names: dict[str, str], cells: list[CellType]) -> FunctionType:
+    """``function`` with other global names and cells."""
+    code, scope = _renamed(function.__code__, names), function.__globals__
+    made = FunctionType(code, scope, None, function.__defaults__, tuple(cells) or None)
     made.__kwdefaults__ = function.__kwdefaults__
     functools.update_wrapper(made, function)
     return made

@@ -61,7 +61,6 @@ class Tables:
     form: str  # how a row holds the numbers of its pairs: a key of WIDEN, or "recomposed"
     by_layer: dict[str | None, Rates | None]  # by layer type; None for the rates in the buffer
     coordinates: int = 0  # how many coordinates a position is expanded to, if any
-    named: bool = False  # recomposition_frequencies takes the layer type
 
     @property
     def rates(self) -> str:
@@ -95,27 +94,15 @@ def understood(module: nn.Module) -> Tables | None:
         layers = list(types) if isinstance(types, dict) else [None]
         results = {layer: list(_results(fresh, layer)) for layer in layers}
         # Rates of the config come first, and then those that the buffer holds.
-        for rates in ({layer: _rates(fresh, layer) for layer in layers}, dict.fromkeys(layers)):
+        said = {layer: _rates(module, fresh, layer) for layer in layers}
+        for rates in (said, dict.fromkeys(layers)):
             candidates = [Tables(form, rates) for form in WIDEN]
             if hasattr(kind, "recomposition_frequencies"):
-                named = "layer_type" in inspect.signature(kind.recomposition_frequencies).parameters
-                candidates = [Tables("recomposed", rates, n, named) for n in (0, 2, 3, 4)]
+                candidates = [Tables("recomposed", rates, n) for n in (0, 2, 3, 4)]
             for tables in candidates:
                 if all(_agree(fresh, tables, layer, results[layer]) for layer in layers):
                     return tables
     return None
-
-
-def holds_other_rates(module: nn.Module, tables: Tables) -> bool:
-    """Whether a buffer differs from the rates of the config by more than a cast rounds."""
-    for layer_type, rates in tables.by_layer.items():
-        held = _attribute(module, layer_type, "inv_freq")
-        if rates is None or held.is_meta or rates.follow_length():
-            continue
-        # The rounding of bfloat16, and the smallest number of float16.
-        if not torch.allclose(held.cpu().double(), rates.exact(), rtol=2**-7, atol=2**-24):
-            return True
-    return False
 
 
 def _fresh_copy(module: nn.Module) -> nn.Module | None:
@@ -135,14 +122,23 @@ def _attribute(module: Any, layer_type: str | None, name: str) -> Any:
     return getattr(module, name) if own is None else own
 
 
-def _rates(module: nn.Module, layer_type: str | None) -> Rates | None:
-    """The float64 rates of the config, if the module holds them rounded to float32."""
-    held = _attribute(module, layer_type, "inv_freq").double()
-    ranks = tuple(held.argsort(descending=True).argsort().tolist())
-    for spectrum in _spectra(module, layer_type, held.shape[-1]):
+def _rates(module: nn.Module, fresh: nn.Module, layer_type: str | None) -> Rates | None:
+    """The float64 rates of the config, if a fresh module holds them rounded to float32.
+
+    None if the module itself holds others, by more than a cast rounds: somebody edited them.
+    """
+    held, made = (_attribute(each, layer_type, "inv_freq") for each in (module, fresh))
+    ranks = tuple(made.argsort(descending=True).argsort().tolist())
+    for spectrum in _spectra(fresh, layer_type, made.shape[-1]):
         for rates in (Rates(spectrum, None), Rates(spectrum, ranks)):
             with contextlib.suppress(*FAILURES):
-                if _near(held, rates.exact()):
+                exact = rates.exact()
+                if not _near(made, exact):
+                    continue
+                if held.is_meta or rates.follow_length():
+                    return rates
+                # The rounding of bfloat16, and the smallest number of float16.
+                if torch.allclose(held.cpu().double(), exact, rtol=2**-7, atol=2**-24):
                     return rates
     return None
 
@@ -185,10 +181,13 @@ def _forward(
     cos, sin = of_angles(phi, x.device, gain)
     if tables.form == "complex":
         return torch.complex(cos, sin).to(torch.complex64)
-    widen = WIDEN.get(tables.form) or module.recomposition_frequencies
-    more = (layer_type,) if tables.named else ()
     dtype = torch.promote_types(x.dtype, torch.float32)
-    return widen(cos, *more).to(dtype), widen(sin, *more).to(dtype)
+    if tables.form == "recomposed":
+        more = () if layer_type is None else (layer_type,)
+        cos, sin = (module.recomposition_frequencies(t, *more) for t in (cos, sin))
+        return cos.to(dtype), sin.to(dtype)
+    widen = WIDEN[tables.form]
+    return widen(cos).to(dtype), widen(sin).to(dtype)
 
 
 def _seq_len(
@@ -203,8 +202,12 @@ def _seq_len(
     return position_ids.max() + 1
 
 
-def _options(layer_type: str | None) -> dict[str, str]:
-    return {} if layer_type is None else {"layer_type": layer_type}
+def _called(forward: Any, module: nn.Module, positions: Tensor, layer_type: str | None) -> Any:
+    """What a forward returns, or None where it raises."""
+    more = () if layer_type is None else (layer_type,)
+    with contextlib.suppress(*FAILURES):
+        return forward(module, torch.zeros(1), positions, *more)
+    return None
 
 
 def _results(module: Any, layer_type: str | None) -> Iterator[tuple[Tensor, Any]]:
@@ -215,9 +218,8 @@ def _results(module: Any, layer_type: str | None) -> Iterator[tuple[Tensor, Any]
     for p in (_NEAR, _LONG, _FAR, _NEAR):
         several = torch.stack((p, p + 1, p * 2, p * 3))
         for positions in (p, p.T, several[:2], several[:3], several):
-            try:
-                made = forward(module, torch.zeros(1), positions, **_options(layer_type))
-            except FAILURES:
+            made = _called(forward, module, positions, layer_type)
+            if made is None:
                 continue
             cos = made[0]
             if cos.shape[-3:] == (*positions.shape[-2:], 2 * pairs):
@@ -234,10 +236,7 @@ def _agree(
     rates = tables.by_layer[layer_type]
     module, ours = copy.deepcopy(module), tables.forward_of(type(module))
     for positions, expected in results:
-        try:
-            got = ours(module, torch.zeros(1), positions, **_options(layer_type))
-        except FAILURES:
-            return False
+        got = _called(ours, module, positions, layer_type)
         if not same(got, expected, 1e-5 + 1e-6 * float(positions.max())):
             return False
         if rates is not None:

@@ -7,12 +7,12 @@ it does. A function that agrees with none is not replaced.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import itertools
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -103,15 +103,11 @@ def _rotate_some(
     return torch.cat((x[..., :before, :], y), dim=-2) if before else y
 
 
-_known: MutableMapping[Any, Known | None] = WeakKeyDictionary()
-
-
+@functools.cache
 def recognise(original: Callable[..., Any]) -> Known | None:
     """Our function that gives what ``original`` gives, or None."""
-    if original not in _known:
-        with torch.device("cpu"), torch.no_grad():
-            _known[original] = _search(original)
-    return _known[original]
+    with torch.device("cpu"), torch.no_grad():
+        return _search(original)
 
 
 def _search(original: Callable[..., Any]) -> Known | None:
