@@ -28,21 +28,6 @@ def _adjacent(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return rotation.rotate_all([x], cos, sin, interleaved=True, interleaved_out=True)[0]
 
 
-def with_values(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    position_ids: Tensor,
-    unsqueeze_dim: int = 1,
-) -> tuple[Tensor, ...]:
-    """CLVP: values are rotated as well, by the rows of ``position_ids``."""
-    pairs = cos.shape[-1] // 2
-    c, s = (t[..., :pairs][position_ids].unsqueeze(unsqueeze_dim) for t in (cos, sin))
-    return _half(q, c, s), _half(k, c, s), _half(v, c, s)
-
-
 def sine_first(
     sinusoidal_pos: Tensor,
     query_layer: Tensor,
@@ -126,7 +111,6 @@ def _tables(form: str, *shape: int) -> tuple[Tensor, Tensor]:
 def _probes() -> Iterator[tuple[Known, list[tuple[Any, ...]]]]:
     q, k, more = _random(2, 3, 5, 8), _random(2, 1, 5, 8), _random(2, 1, 12, 8)
     ids = torch.tensor([[0, 3, 1, 2, 6], [5, 4, 3, 2, 1]])
-    yield Known("values too", "half", with_values), [(q, k, q, *_tables("doubled", 7, 4), ids)]
     line = torch.cat(_tables("single", 1, 1, 5, 4)[::-1], dim=-1)
     yield Known("sine first", "interleaved", sine_first), [(line, q, k), (line, q, k, q)]
     conformer = SimpleNamespace(num_heads=3, head_size=8)

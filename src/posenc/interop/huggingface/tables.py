@@ -133,12 +133,10 @@ def _rates(module: nn.Module, fresh: nn.Module, layer_type: str | None) -> Rates
         for rates in (Rates(spectrum, None), Rates(spectrum, ranks)):
             with contextlib.suppress(*FAILURES):
                 exact = rates.exact()
-                if not _near(made, exact):
-                    continue
-                if held.is_meta or rates.follow_length():
-                    return rates
+                unknown = held.is_meta or rates.follow_length()
                 # The rounding of bfloat16, and the smallest number of float16.
-                if torch.allclose(held.cpu().double(), exact, rtol=2**-7, atol=2**-24):
+                kept = unknown or _near(held.cpu(), exact, rtol=2**-7, atol=2**-24)
+                if kept and _near(made, exact):
                     return rates
     return None
 
@@ -154,9 +152,9 @@ def _spectra(module: Any, layer_type: str | None, pairs: int) -> Iterator[Spectr
         yield Spectrum(2 * pairs, float(base))
 
 
-def _near(held: Tensor, exact: Tensor) -> bool:
-    """Whether the rates ``held`` are ``exact`` in float32."""
-    return torch.allclose(held.double(), exact, rtol=2e-6, atol=0)
+def _near(held: Tensor, exact: Tensor, rtol: float = 2e-6, atol: float = 0.0) -> bool:
+    """Whether the rates ``held`` are ``exact``, by default up to the rounding of float32."""
+    return torch.allclose(held.double(), exact, rtol=rtol, atol=atol)
 
 
 def _ordered(of_pairs: Tensor, order: Sequence[int] | None) -> Tensor:

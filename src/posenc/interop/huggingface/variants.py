@@ -20,11 +20,10 @@ from torch import Tensor
 from posenc.interop.huggingface import rotation, special
 from posenc.interop.huggingface.probing import FAILURES, WIDEN, Known, same
 
-# Parameter names in model code: the tensors to rotate, complex tables, and those not read here.
-_ROTATED = {"q", "k", "x", "xq", "xk", "query", "key", "tensor", "hidden_states"}
+# Parameter names in model code: the tensors to rotate, complex tables, and others.
+_ROTATED = {"q", "k", "v", "x", "xq", "xk", "query", "key", "tensor", "hidden_states"}
 _COMPLEX = {"freqs_cis", "freqs_ci"}
-_IGNORED = {"position_ids", "kwargs"}
-_AXIS = "unsqueeze_dim"
+_AXIS, _POSITIONS = "unsqueeze_dim", "position_ids"
 
 # One number for each pair, of a row that has one for each channel.
 _PAIRS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -49,10 +48,12 @@ class Variant:
     last: bool = False  # the last channels are rotated, rather than the first
     backwards: bool = False  # the angle is negated
     bare: bool = False  # queries without keys are returned as a tensor, not as (q, None)
+    picks: bool = False  # position_ids pick the rows, rather than being ignored
 
     def __str__(self) -> str:
         words = [self.tables] + [self.tokens] * (self.tokens != "all")
         words += ["last channels"] * self.last + ["backwards"] * self.backwards
+        words += ["rows by position"] * self.picks
         return ", ".join(words)
 
 
@@ -74,6 +75,8 @@ def _function(names: tuple[str, ...], variant: Variant, default_axis: int) -> Ca
             cos, sin = given[freqs].real, given[freqs].imag
         else:
             cos, sin = pick(given["cos"]), pick(given["sin"])
+        if variant.picks:
+            cos, sin = cos[given[_POSITIONS]], sin[given[_POSITIONS]]
         axis = given.get(_AXIS, default_axis) if variant.axis == _AXIS else variant.axis
         if axis == "tokens":
             cos, sin = (t.reshape(-1, 1, t.shape[-1]) for t in (cos, sin))
@@ -119,11 +122,11 @@ def _search(original: Callable[..., Any]) -> Known | None:
         agrees = all(same(known.function(*given), original(*given)) for given in tries)
         return known if agrees else None
     tables = _COMPLEX & set(names) or {"cos", "sin"}
-    if not tables <= set(names) <= tables | _ROTATED | _IGNORED | {_AXIS}:
+    if not tables <= set(names) <= tables | _ROTATED | {_AXIS, _POSITIONS, "kwargs"}:
         return None
     default = parameters[_AXIS].default if _AXIS in names else 1
     results: dict[str, list[tuple[dict[str, Any], Any]]] = {}
-    for variant in _variants(tables <= _COMPLEX, _AXIS in names):
+    for variant in _variants(tables <= _COMPLEX, names):
         form = variant.tables
         if form not in results:
             tried = [(given, _try(original, given)) for given in _probes(form, names)]
@@ -135,21 +138,23 @@ def _search(original: Callable[..., Any]) -> Known | None:
     return None
 
 
-def _variants(is_complex: bool, axis_given: bool) -> Iterator[Variant]:
+def _variants(is_complex: bool, names: tuple[str, ...]) -> Iterator[Variant]:
     """Every variant, the likeliest first."""
     forms = ("complex",) if is_complex else tuple(_PAIRS)
-    axes: tuple[int | str | None, ...] = (_AXIS,) if axis_given else (None, 1, -2, "tokens")
+    axes: tuple[int | str | None, ...] = (_AXIS,) if _AXIS in names else (None, 1, -2, "tokens")
     layouts = ("half", "interleaved", "interleaved to half")
     tokens, no = ("all", "patches only", "last rows for queries"), (False, True)
-    for bare, backwards, last, which in itertools.product(no, no, no, tokens):
+    picks = no if _POSITIONS in names else (False,)
+    for pick, bare, backwards, last, which in itertools.product(picks, no, no, no, tokens):
         for form, layout, axis in itertools.product(forms, layouts, axes):
-            yield Variant(form, layout, axis, which, last, backwards, bare)
+            yield Variant(form, layout, axis, which, last, backwards, bare, pick)
 
 
 # Shapes of queries and of tables without their channels, for 3 heads and 5 tokens; and
 # unsqueeze_dim.
 _SHAPES = (
     ((2, 3, 5), (2, 5), 1),
+    ((2, 3, 5), (5,), 1),
     ((2, 5, 3), (2, 5), 2),
     ((5, 3), (5,), -2),
     ((1, 5, 3), (5,), None),
@@ -182,11 +187,10 @@ def _probes(form: str, names: tuple[str, ...]) -> Iterator[dict[str, Any]]:
             first, second = xs
             yield {**given, first: xs[first][..., -2:, :]}
             yield {**given, second: None}
-        if "position_ids" in names:
-            # Ours does not read them, so a function that picks rows by them does not agree.
+        if _POSITIONS in names:
             ids = torch.arange(rows[-1]).flip(0)
-            yield {**given, "position_ids": ids}
-            yield {**given, "position_ids": ids[None]}
+            yield {**given, _POSITIONS: ids}
+            yield {**given, _POSITIONS: ids[None]}
 
 
 def _try(function: Callable[..., Any], given: dict[str, Any]) -> Any:
