@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from posenc._contract import checks
 from posenc.configs import facts, others, reader, rotation
 from posenc.configs.facts import Fact
 from posenc.configs.others import Alibi, kind_of, refuse_unlike
@@ -102,18 +101,18 @@ def read_positions(config: Any, *, layer_type: str | None = None) -> Positions:
 def read_alibi(config: Any) -> Alibi:
     """The ALiBi that a config describes."""
     found = open_config(config)
-    kind, name = kind_of(found.top), found.top.get("model_type")
-    if kind is None:
-        noun, way_out = "rotary embeddings", "Use RoPE.from_config."
-        known = {"rope_theta", "rope_parameters"} & found.model.keys()
-        if name is None or not (known or reader.mentions_rotation(found.top)):
-            rule = "model_type must be bloom, mpt or falcon with alibi"
-            way_out = "Construct ALiBi(num_heads) directly."
-            raise found.error(rule, checks.describe(name), way_out)
-    else:
-        (part, *_), (noun, way_out) = others.describe(found), others.NOUNS[kind]
+    kind, directly = kind_of(found.top), "Construct ALiBi(num_heads) directly."
+    known = {"rope_theta", "rope_parameters"} & found.model.keys()
+    if kind == "alibi":
+        (part,) = others.describe(found)
         if isinstance(part, Alibi):
             return part
-        if kind == "alibi":
-            noun, way_out = "ALiBi switched off", "Construct ALiBi(num_heads) directly."
+        noun, way_out = "ALiBi switched off", directly
+    elif kind is not None:
+        noun, way_out = others.NOUNS[kind]
+    elif known or reader.mentions_rotation(found.top):
+        noun, way_out = "rotary embeddings", "Use RoPE.from_config."
+    else:
+        noun, way_out = "no ALiBi that is known: bloom, mpt and falcon have", directly
+    name = found.top.get("model_type")
     raise ValueError(f"from_config: model_type {name!r} has {noun}.\n  {way_out}")

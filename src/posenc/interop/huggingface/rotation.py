@@ -106,16 +106,14 @@ def _rotate(xs: list[Tensor], cos: Tensor, sin: Tensor, spec: Spec) -> list[Tens
 def _rows(x: Tensor, table: Tensor) -> Tensor:
     """``table`` as the op takes it: ``[T, P]``, or ``[B, T, P]`` with rows for each sequence."""
     batch = table.shape[:-2]
-    shape = (x.shape[-2], table.shape[-1])
+    lead: tuple[int, ...] = x.shape[:-2]
     if all(size == 1 for size in batch):
-        table = table[(0,) * len(batch)]
-    elif table.shape[-3] == 1:
-        table, shape = table.squeeze(-3), (*x.shape[:-3], *shape)
-    else:
-        shape = (*x.shape[:-2], *shape)
+        table, lead = table[(0,) * len(batch)], ()
+    elif batch[-1] == 1:
+        table, lead = table.squeeze(-3), x.shape[:-3]
     try:
-        table = table.expand(shape)
+        table = table.expand(*lead, x.shape[-2], table.shape[-1])
     except RuntimeError:
         rule = f"cos and sin must broadcast against queries and keys of shape {tuple(x.shape)}"
         checks.fail(_WHO, rule, tuple(batch), "Call unpatch, and report the model.")
-    return table.flatten(0, -3) if len(shape) > 2 else table
+    return table.flatten(0, -3) if lead else table
