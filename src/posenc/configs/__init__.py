@@ -1,20 +1,10 @@
 """The positions that a model's ``config.json`` describes; transformers is not imported."""
 
-from posenc.configs.others import Alibi, Buckets, Other, Table, not_rotary
-from posenc.configs.reader import (
-    LAYOUT,
-    Config,
-    as_dict,
-    at_layer,
-    facts_of,
-    open_config,
-    text_part,
-    types_with,
-)
+from posenc.configs.others import Alibi, Buckets, Table, not_rotary
+from posenc.configs.reader import LAYOUT, as_dict, facts_of, open_config, text_part, types_with
 from posenc.configs.recipes import Positions, Recipe, read, read_alibi, read_positions
 
 __all__ = [
-    "LAYOUT", "Alibi", "Buckets", "Config", "Other", "Positions", "Recipe", "Table", "as_dict",
-    "at_layer", "facts_of", "not_rotary", "open_config", "read", "read_alibi", "read_positions",
-    "text_part", "types_with",
+    "LAYOUT", "Alibi", "Buckets", "Positions", "Recipe", "Table", "as_dict", "facts_of",
+    "not_rotary", "open_config", "read", "read_alibi", "read_positions", "text_part", "types_with",
 ]  # fmt: skip

@@ -59,14 +59,8 @@ class Buckets:
     sources: Mapping[str, str] = field(compare=False)
 
 
-@dataclass(frozen=True, slots=True)
-class Other:
-    """An encoding that posenc has no module for."""
-
-    noun: str
-
-
-Part = Alibi | Table | Buckets | Other
+# A string names an encoding that posenc has no module for.
+Part = Alibi | Table | Buckets | str
 
 _NONE_HERE = "Use the model's own code: posenc has no module for it."
 _SIZES = "Use LearnedPosEmbedding(max_len, embed_dim); `posenc explain` prints the sizes."
@@ -142,11 +136,11 @@ def refuse_unlike(config: Config) -> None:
 
 def _is_typo(key: str, meant: str) -> bool:
     """Whether one letter within ``key`` is wrong, missing or too many, or two are swapped."""
-    if abs(len(key) - len(meant)) > 1 or meant in key or key in meant:
+    if meant in key or key in meant:
         return False
     # A wrong letter leaves two unmatched, one in each word.
-    blocks = SequenceMatcher(None, key, meant).get_matching_blocks()
-    return len(key) + len(meant) - 2 * sum(block.size for block in blocks) <= 2
+    alike = SequenceMatcher(None, key, meant).ratio()
+    return round((1 - alike) * (len(key) + len(meant))) <= 2
 
 
 def describe(config: Config) -> tuple[Part, ...]:
@@ -161,7 +155,7 @@ def describe(config: Config) -> tuple[Part, ...]:
     if kind in ("learned", "sinusoidal"):
         parts = config.model.get("max_len", {None: None})
         return tuple(_table(replace(config, sources={}), *each) for each in parts.items())
-    return (Other(NOUNS[kind or "none"][0]),)
+    return (NOUNS[kind or "none"][0],)
 
 
 def _table(config: Config, part: str | None, key: str | None) -> Part:
@@ -192,7 +186,7 @@ def _alibi(config: Config) -> Part:
     elif config.kind == "mpt" and isinstance(inner, Mapping):
         if inner.get("alibi") is False:
             if inner.get("rope"):
-                return Other("rotary embeddings of its own code (attn_config.rope)")
+                return "rotary embeddings of its own code (attn_config.rope)"
             length = config.count("max_len", "max_seq_len")
             dim = config.count("embed_dim", *_WIDTHS)
             return Table(length, dim, 0, None, None, config.sources)

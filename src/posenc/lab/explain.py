@@ -96,15 +96,16 @@ def kernels() -> dict[str, str]:
 def _explained(part: Any, seq_len: int | None) -> Explanation:
     if isinstance(part, configs.Recipe):
         return _rotary(part, seq_len)
+    if isinstance(part, str):
+        return Explanation(part, None, {}, {}, None, f"posenc has no module for {part}")
     arguments = {}
     for name in (each.name for each in fields(part)):
         value = getattr(part, name)
         omitted = value is None or (name, value) == ("offset", 0)
-        if not omitted and name not in ("model", "part", "sources", "noun"):
+        if not omitted and name not in ("model", "part", "sources"):
             arguments[name] = (value, part.sources.get(name, "model_type"))
-    if isinstance(part, (configs.Buckets, configs.Other)):
-        kind = getattr(part, "noun", _T5)
-        return Explanation(kind, None, arguments, {}, None, f"posenc has no module for {kind}")
+    if isinstance(part, configs.Buckets):
+        return Explanation(_T5, None, arguments, {}, None, f"posenc has no module for {_T5}")
     if isinstance(part, configs.Alibi):
         given = {name: value for name, (value, _) in arguments.items()}
         words = [repr(part.model), *(f"{name}={value}" for name, value in given.items())]

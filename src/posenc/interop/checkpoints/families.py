@@ -151,7 +151,7 @@ def from_config(config: Config, given: Given = Given()) -> Model:  # noqa: B008
     return Model(partial(_heads, found, given), family, layout, fused, towers)
 
 
-def _heads(config: configs.Config, given: Given, layer: int) -> Heads:
+def _heads(config: configs.reader.Config, given: Given, layer: int) -> Heads:
     top, model = config.top, config.model
 
     def first(*keys: str) -> Any:
@@ -180,7 +180,7 @@ def _heads(config: configs.Config, given: Given, layer: int) -> Heads:
         return Heads(num_heads, width, num_heads, rope, last=True, latent=latent)
     # Without latent attention, head_dim counts the channels of qk_rope_head_dim too.
     known = {"qk_rope_head_dim": None, "head_dim": first("head_dim")}
-    own = configs.at_layer(config, layer, **dict.fromkeys(_HEADS, num_heads), **known)
+    own = configs.reader.at_layer(config, layer, **dict.fromkeys(_HEADS, num_heads), **known)
     width = given.head_dim or rotation.head_dim(own, None)
     rotary = given.rotary_dim or rotation.rotary_dim(own, width)
     return Heads(num_heads, width, kv_heads, rotary)

@@ -157,9 +157,8 @@ def patch(model: nn.Module) -> Report:
 def _refuse_converted(model: nn.Module, places: list[Place]) -> None:
     """Refuse weights that `posenc convert` left in a layout that the model's code does not read."""
     for place in places:
-        config = getattr(
-            model.get_submodule(place.module), "config", getattr(model, "config", None)
-        )
+        module = model.get_submodule(place.module)
+        config = getattr(module, "config", getattr(model, "config", None))
         marked, code = getattr(config, LAYOUT, None), place.layout.split()[0]
         if marked not in (None, code):
             rule = f"the weights must be in the layout of the model's code, {code}"

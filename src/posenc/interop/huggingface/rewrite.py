@@ -158,11 +158,11 @@ class Replacement:
         kind: type,
         name: str,
         ours: Callable[..., Any],
-        gone: Sequence[tuple[str, str, str]] = (),
-        tables: Any = None,
+        gone: Sequence[tuple[str, str, str]],
+        remake: tuple[Any, ...],
     ) -> None:
         self.kind, self.name, self.gone = kind, name, tuple(dict.fromkeys(gone))
-        self._ours, self._theirs, self._tables = ours, getattr(kind, name), tables
+        self._ours, self._theirs, self._remake = ours, getattr(kind, name), remake
         self._static = isinstance(inspect.getattr_static(kind, name), staticmethod)
         functools.update_wrapper(self, self._theirs)
 
@@ -178,18 +178,17 @@ class Replacement:
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Pickle cannot write functions that are made here, so loading makes them again.
-        return _rebuilt, (self.kind, self.name, self._tables)
-
-
-def _rebuilt(kind: type, name: str, tables: Any) -> Replacement:
-    if tables is not None:
-        return of_tables(kind, tables)
-    return next(one for one in replacements(kind) if one.name == name)
+        return self._remake
 
 
 def of_tables(kind: type, tables: Any) -> Replacement:
     """The forward of a rotary module whose tables are ours."""
-    return Replacement(kind, "forward", tables.forward_of(kind), tables=tables)
+    forward = tables.forward_of(kind)
+    return Replacement(kind, "forward", forward, (), (of_tables, (kind, tables)))
+
+
+def _of_rotation(kind: type, name: str) -> Replacement:
+    return next(one for one in replacements(kind) if one.name == name)
 
 
 def replacements(kind: type) -> list[Replacement]:
@@ -211,6 +210,7 @@ def replacements(kind: type) -> list[Replacement]:
             if gone and name in seen and "super" in seen[name].__code__.co_names:
                 raise NotUnderstood(f"{owner.__name__}.{name}, called by super(),")
             if gone and name not in seen:
-                found.append(Replacement(kind, name, made, gone))
+                remake = _of_rotation, (kind, name)
+                found.append(Replacement(kind, name, made, gone, remake))
             seen.setdefault(name, function)
     return found
