@@ -32,8 +32,7 @@ class Recipe:
 
     def arguments(self) -> dict[str, Any]:
         """Keywords for `RoPE`."""
-        names = (each.name for each in fields(self) if each.compare)
-        given = {name: getattr(self, name) for name in names}
+        given = {each.name: getattr(self, each.name) for each in fields(self) if each.compare}
         # None stays right if the user passes another head_dim.
         return {**given, "rotary_dim": None} if self.rotary_dim == self.head_dim else given
 
@@ -62,7 +61,6 @@ def read(config: Any, *, layer_type: str | None = None, base: float | None = Non
 def _recipe(config: Config, layer_type: str | None, base: float | None = None) -> Recipe:
     config, layer_type = reader.choose_layer(replace(config, sources={}), layer_type)
     head_dim = rotation.head_dim(config, layer_type)
-    rule = scaling_rule(config)
     interleaved, interleaved_out = rotation.layout(config)
     return Recipe(
         head_dim,
@@ -70,7 +68,7 @@ def _recipe(config: Config, layer_type: str | None, base: float | None = None) -
         rotation.rotary_dim(config, head_dim),
         interleaved,
         interleaved_out,
-        rule,
+        scaling_rule(config),
         rotation.axes(config),
         config.sources,
         layer_type,
