@@ -70,7 +70,8 @@ def rotate_all(
         xs = [x.transpose(-2, -3) for x in xs]
     first_channel = xs[0].shape[-1] - 2 * cos.shape[-1] if last else 0
     spec = Spec(interleaved, interleaved_out, first_channel, backwards)
-    if all(_alike(x, xs[0], cos) for x in xs[1:]):
+    # The op takes one tensor, or queries and keys.
+    if len(xs) <= 2 and all(_alike(x, xs[0], cos) for x in xs[1:]):
         ys = _rotate(xs, cos, sin, spec)
     else:
         ys = [y for x in xs for y in _rotate([x], cos, sin, spec)]

@@ -61,6 +61,7 @@ class Tables:
     form: str  # how a row holds the numbers of its pairs: a key of WIDEN, or "recomposed"
     by_layer: dict[str | None, Rates | None]  # by layer type; None for the rates in the buffer
     coordinates: int = 0  # how many coordinates a position is expanded to, if any
+    named: bool = False  # recomposition_frequencies takes the layer type
 
     @property
     def rates(self) -> str:
@@ -98,7 +99,8 @@ def understood(module: nn.Module) -> Tables | None:
         for rates in (said, dict.fromkeys(layers)):
             candidates = [Tables(form, rates) for form in WIDEN]
             if hasattr(kind, "recomposition_frequencies"):
-                candidates = [Tables("recomposed", rates, n) for n in (0, 2, 3, 4)]
+                named = "layer_type" in inspect.signature(kind.recomposition_frequencies).parameters
+                candidates = [Tables("recomposed", rates, n, named) for n in (0, 2, 3, 4)]
             for tables in candidates:
                 if all(_agree(fresh, tables, layer, results[layer]) for layer in layers):
                     return tables
@@ -180,12 +182,9 @@ def _forward(
     if tables.form == "complex":
         return torch.complex(cos, sin).to(torch.complex64)
     dtype = torch.promote_types(x.dtype, torch.float32)
-    if tables.form == "recomposed":
-        more = () if layer_type is None else (layer_type,)
-        cos, sin = (module.recomposition_frequencies(t, *more) for t in (cos, sin))
-        return cos.to(dtype), sin.to(dtype)
-    widen = WIDEN[tables.form]
-    return widen(cos).to(dtype), widen(sin).to(dtype)
+    widen = WIDEN.get(tables.form) or module.recomposition_frequencies
+    more = (layer_type,) if tables.named else ()
+    return widen(cos, *more).to(dtype), widen(sin, *more).to(dtype)
 
 
 def _seq_len(
