@@ -23,7 +23,7 @@ def test_a_run_prints_a_plain_table_and_writes_json_and_a_picture(run, tmp_path)
     numbers, picture = tmp_path / "tiny.json", tmp_path / "tiny.png"
     done = run("bench", "tiny", *QUICK, "--json", str(numbers), "--plot", str(picture))
     assert done.exit_code == 0, done.output
-    assert done.stdout.startswith("tiny bf16 half forward: B=1 H=1 Hk=1 L=1 D=64 at 3, 256 B")
+    assert done.stdout.startswith("tiny bf16 half forward: B=1 H=1 Hk=1 L=1 D=64 at 3, 256 bytes")
     assert "\x1b" not in done.stdout
     assert "─" not in done.stdout
     for word in ("copy_", "clone", "posenc", "× copy", "ulp"):

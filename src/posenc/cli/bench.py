@@ -72,7 +72,7 @@ def bench(
             # Before it is shown, and after each: what was measured is not to be lost.
             if json_file is not None:
                 json_file.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-            _show(f"{work}: {work.shape}, {_size(work.nbytes)}", measurements[-1])
+            _show(f"{work}: {work.shape}, {work.nbytes:,} bytes", measurements[-1])
     if plot is not None:
         save(timings(found), plot)
 
@@ -104,8 +104,3 @@ def _row(result: dict[str, Any]) -> list[Text]:
 
 def _short(value: float) -> str:
     return f"{value:.3g}" if value < 1000 else f"{value:.0f}"
-
-
-def _size(count: int) -> str:
-    power = min(len(str(count)) - 1, 9) // 3
-    return f"{_short(count / 1000**power)} {('B', 'kB', 'MB', 'GB')[power]}"

@@ -70,7 +70,9 @@ class Rewriter:
         for name in dict.fromkeys(names_in(function.__code__)):
             value = scope.get(name)
             if _is_function(value):
-                made, inner = self.rewrite(name, value, _is_of_model(value, function))
+                home = value.__module__ or ""
+                of_model = home == function.__module__ or ".models." in home
+                made, inner = self.rewrite(name, value, of_model)
                 if inner:
                     gone += inner
                     names[name] = _alias(scope, name, value, made)
@@ -126,11 +128,6 @@ def _copied(function: FunctionType, names: dict[str, str], cells: list[CellType]
 def _is_function(value: Any) -> bool:
     # The `kernels` package makes a module of a decorated function.
     return isinstance(value, FunctionType) or hasattr(type(value), "kernel_layer_name")
-
-
-def _is_of_model(value: Any, caller: FunctionType) -> bool:
-    """Whether ``value`` is code of the model, rather than of a library."""
-    return value.__module__ == caller.__module__ or ".models." in (value.__module__ or "")
 
 
 def names_in(code: CodeType) -> Iterator[str]:

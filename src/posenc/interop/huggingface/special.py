@@ -20,10 +20,6 @@ from posenc.numerics.frequencies import Spectrum
 from posenc.numerics.tables import cos_sin
 
 
-def _half(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    return rotation.rotate_all([x], cos, sin, interleaved=False, interleaved_out=False)[0]
-
-
 def _adjacent(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return rotation.rotate_all([x], cos, sin, interleaved=True, interleaved_out=True)[0]
 
@@ -47,7 +43,8 @@ def before_the_heads(
     length, pairs = hidden_states.shape[1], self.head_size // 2
     cos, sin = relative_position_embeddings[:, :length, 0, :, :pairs].unbind(0)
     states = hidden_states.unflatten(-1, (self.num_heads, self.head_size))
-    return _half(states, cos, sin).flatten(-2)
+    layout = {"interleaved": False, "interleaved_out": False}
+    return rotation.rotate_all([states], cos, sin, **layout)[0].flatten(-2)
 
 
 def memories(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -88,7 +87,6 @@ class LongRoPE(PublishedRule):
     factor: float = 1.0
     attention_factor: float | None = None
     short_attention_factor: float | None = None
-    least_factor: ClassVar[float] = 0.0
 
     def __post_init__(self) -> None:
         for name in ("short_factor", "long_factor"):
