@@ -69,7 +69,7 @@ def test_halves_are_rounded_once(dtype):
 def test_second_derivatives(dense_scores, monkeypatch):
     monkeypatch.setattr(chunked, "DENSE_SCORES", dense_scores)
     alibi = ALiBi(HEADS, **STEEP)
-    inputs = [x.detach()[:, :, :5, :4].requires_grad_() for x in qkv(5, 5, groups=2, batch=1)]
+    inputs = [x.detach()[:, :, :4, :2].requires_grad_() for x in qkv(4, 4, groups=2, batch=1)]
     assert torch.autograd.gradgradcheck(alibi.attention, inputs)
 
 

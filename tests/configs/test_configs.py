@@ -241,7 +241,7 @@ def test_files_folders_and_objects_are_read(tmp_path):
         ({"rope_scaling": {"type": "cubic", "factor": 2.0}}, "rope_scaling.type must be one of"),
         ({"rope_scaling": {"type": "linear", "rope_type": "yarn", "factor": 2.0}}, "rope_type"),
         ({"rope_scaling": {"type": "linear"}}, "rope_scaling.factor must be given"),
-        ({"rope_scaling": {"type": "linear", "factor": 0.5}}, "factor must be at le"),
+        ({"rope_scaling": {"type": "linear", "factor": 0.5}}, "rope_scaling.factor must be at le"),
         ({"rope_theta": 1e4, "rope_parameters": {"rope_theta": 1e6}}, "must agree"),
         ({"rope_theta": 1e4, "rotary_emb_base": 1e5}, "rope_theta and rotary_emb_base"),
         ({"rope_scaling": {"factor": 2.0}, "rope_parameters": {"factor": 3.0}}, "must agree"),

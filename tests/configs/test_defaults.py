@@ -114,6 +114,7 @@ SILENT = {"clvp_decoder", "clvp_encoder", "codegen", "gptj", "roformer"}
 
 
 @knows_all_families
+@pytest.mark.slow
 def test_types_that_say_nothing_of_rotation_are_not_given_one():
     for kind in (
         set(TYPES) - SILENT - configs.types_with("refused") - configs.types_with("positions")

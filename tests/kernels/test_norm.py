@@ -60,9 +60,13 @@ def test_gradients_of_the_reference_are_numerical_ones(all_heads):
 @CASES
 @NORMS
 @pytest.mark.parametrize(
-    ("inner", "outer"), [(True, True), (False, False), (True, False)],
-    ids=["interleaved", "half", "interleaved-to-half"],
-)  # fmt: skip
+    ("inner", "outer"),
+    [
+        pytest.param(True, True, marks=pytest.mark.slow, id="interleaved"),
+        pytest.param(False, False, id="half"),
+        pytest.param(True, False, id="interleaved-to-half"),
+    ],
+)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=["fp64", "bf16"])
 def test_triton_matches_forward_and_backward(pairs, width, first, all_heads, inner, outer, dtype):
     from posenc.kernels.triton import norm as kernel

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 from torch import Tensor
 
@@ -48,9 +48,3 @@ def replicate_like(x: Tensor, table: Held) -> Held:
         return table
     assert known is not None
     return known.replicate(table, x)
-
-
-def attend_shards(attend: Callable[..., Tensor], *tensors: Tensor, **options: Any) -> Tensor:
-    """Run ``attend`` on the local queries, the first of ``tensors``."""
-    assert known is not None
-    return known.attend(attend, *tensors, **options)

@@ -7,8 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from posenc._contract import checks, qk_checks
-from posenc._contract.sharding import attend_shards, is_sharded
+from posenc._contract import checks, qk_checks, sharding
 from posenc.attention import chunked, dense, flex
 from posenc.attention.pruning import Plan
 from posenc.functional.alibi import KeyOptions
@@ -76,12 +75,12 @@ def alibi_attention(
         torch.Size([1, 8, 512, 64])
     """
     who = "alibi_attention"
-    if is_sharded(q):
+    if sharding.is_sharded(q):
+        assert sharding.known is not None
         options: Any = {"score_bound": score_bound, "backend": backend, "scale": scale}
         options |= {"query_offset": query_offset, "document_ids": document_ids}
-        return attend_shards(
-            alibi_attention, q, k, v, slopes, causal=causal, prune=prune, **options
-        )
+        options |= {"causal": causal, "prune": prune}
+        return sharding.known.attend(alibi_attention, q, k, v, slopes, **options)
     slopes = qk_checks.check_qkv(who, q, k, v, slopes)
     checks.boolean(who, "causal", causal)
     checks.boolean(who, "prune", prune)

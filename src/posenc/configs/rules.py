@@ -50,7 +50,10 @@ def scaling_rule(config: Config) -> scaling.Rule | None:
 
 
 def _linear(config: Config) -> scaling.Rule:
-    return scaling.Linear(config.need("factor"))
+    rule = scaling.Linear(config.need("factor"))
+    if rule.factor < 1:
+        raise config.error(f"{config.where}.factor must be at least 1", rule.factor)
+    return rule
 
 
 def _dynamic(config: Config) -> scaling.Rule:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -31,6 +32,7 @@ class Linear(PublishedRule):
     """
 
     factor: float
+    least_factor: ClassVar[float] = 0.0  # images may count coordinates in other units
 
     def __call__(self, rates: Tensor, base: float, seq_len: Tensor | None = None) -> Tensor:
         """Scaled rates."""

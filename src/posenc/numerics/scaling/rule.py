@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -53,6 +53,8 @@ _CHECKS: dict[Any, Callable[..., Any]] = {
 class PublishedRule(Rule):
     """A rule whose fields are checked by their types: its numbers are positive."""
 
+    least_factor: ClassVar[float] = 1.0  # sequences get longer, never shorter
+
     def __post_init__(self) -> None:
         who = type(self).__name__
         for field in fields(self):
@@ -60,6 +62,6 @@ class PublishedRule(Rule):
                 value = _CHECKS[field.type](who, field.name, getattr(self, field.name))
                 object.__setattr__(self, field.name, value)
         factor: float = self.factor  # type: ignore[attr-defined]
-        if factor < 1:
+        if factor < self.least_factor:
             way_out = "Pass how many times longer sequences may be, 4.0 for four times."
             checks.fail(who, "factor must be at least 1", factor, way_out)
