@@ -39,7 +39,7 @@ def _fresh_state():
     """Fixed seed, no tables yet, and NaN in fresh memory: an output nobody wrote cannot hide."""
     torch.manual_seed(0)
     # Tables that grew for a module of another test, if that is still alive.
-    _tables._process.clear()
+    _tables._cache.clear()
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)

@@ -1,6 +1,6 @@
 """Positional encodings for transformers: sinusoidal, learned, rotary (RoPE) and ALiBi.
 
-Exact at any position, in float16, bfloat16, float32 and float64, on any device of PyTorch's.
+They are exact at any position, in float16, bfloat16, float32 and float64, on any PyTorch device.
 """
 
 from importlib import import_module
@@ -43,7 +43,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    # Found at first use: most programs need no other people's formats.
+    # Import this at first use: most programs do not need it.
     if name == "interop":
         return import_module("posenc.interop")
     raise AttributeError(f"module 'posenc' has no attribute {name!r}")

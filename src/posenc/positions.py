@@ -1,4 +1,4 @@
-"""Positions of tokens in every arrangement that models meet, as int64 `position_ids`."""
+"""Compute `position_ids`, int64: of caches, packed or padded batches, grids, ranks and M-RoPE."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def from_offset(
 
     Args:
         length: Tokens ``L``.
-        offset: The first position, or an integer tensor ``(B,)`` of each sequence's own.
-        device: Where the result lives; with the offsets if None.
+        offset: The first position, or an integer tensor ``(B,)`` with one for each sequence.
+        device: The device of the result; if None, that of a tensor ``offset``.
 
     Returns:
         int64 of shape ``(L,)``, or ``(B, L)``.
@@ -55,10 +55,10 @@ def from_cu_seqlens(cu_seqlens: Tensor, total: int | None = None) -> Tensor:
     """Positions of sequences packed one after the other: each counts from zero.
 
     Args:
-        cu_seqlens: Integers ``(N + 1,)``: where each sequence begins, then where the last ends.
-        total: Tokens ``L``; the last of ``cu_seqlens`` if None, which waits for the device and
-            breaks a compiled graph. Tokens past the last end, as in padded buffers, count on as if
-            they belonged to the last sequence.
+        cu_seqlens: Cumulative lengths, integers ``(N + 1,)``, the first zero, as in flash-attn.
+        total: Tokens ``L``. If None, it is the last of ``cu_seqlens``; reading that synchronises
+            the device and breaks a compiled graph. Tokens past the last end, as in padded buffers,
+            continue the last sequence.
 
     Returns:
         int64 of shape ``(L,)``.
@@ -79,15 +79,15 @@ def from_cu_seqlens(cu_seqlens: Tensor, total: int | None = None) -> Tensor:
     if total is None:
         total = max([0, *starts.tolist()])
     total = checks.integer(who, "total", total, least=0)
-    rule = "cu_seqlens must begin with 0, never fall, and end at total or before"
+    rule = "cu_seqlens must begin with 0, never decrease, and end at total or before"
     fits = (starts[:1] == 0).any() & (starts.diff() >= 0).all() & (starts <= total).all()
     if not readable:
         device_assert(fits, f"{who}: {rule}.")
     elif not fits:
         got = f"{checks.describe(starts.tolist())} and total={total}"
-        checks.fail(who, rule, got, "Pass lengths.cumsum(0), 0 first, and the number of tokens.")
+        checks.fail(who, rule, got, "Pass F.pad(lengths.cumsum(0), (1, 0)) and the token count.")
     token = torch.arange(total, device=starts.device)
-    # A token belongs to the last sequence that begins at or before it; an empty one has no token.
+    # A token belongs to the last sequence that begins at or before it; an empty sequence has none.
     begins = starts[:-1] if len(starts) > 1 else starts
     owner = torch.searchsorted(begins, token, right=True) - 1
     return token - begins[owner]
@@ -117,14 +117,14 @@ def from_left_padding(mask: Tensor) -> Tensor:
 
 
 def grid(*sizes: int, device: torch.device | str | None = None) -> Tensor:
-    """Coordinates of the cells of a grid, the last axis fastest, as patches are flattened.
+    """Coordinates of the cells of a grid in row-major order, as patches are flattened.
 
     Args:
         *sizes: Cells along each axis: height and width, or frames, height and width.
-        device: Where the result lives.
+        device: The device of the result.
 
     Returns:
-        int64 of shape ``(A, L)``, ``L`` the product of ``sizes``.
+        int64 of shape ``(A, L)``, where ``L`` is the product of ``sizes``.
 
     Examples:
         >>> grid(2, 3)
@@ -153,10 +153,10 @@ def context_parallel(
             zig-zag).
         rank: From 0 to ``world_size - 1``.
         world_size: How many ranks share the sequence.
-        zigzag: False if each has one run of tokens. True if the sequence is cut in twice as many
-            pieces and rank ``r`` has the ``r``-th from the front and the ``r``-th from the back,
-            so that causal attention costs each the same.
-        device: Where the result lives.
+        zigzag: If false, each rank holds one run of tokens. If true, the sequence is cut into
+            ``2 * world_size`` pieces, and rank ``r`` holds the ``r``-th piece from either end,
+            which balances the cost of causal attention.
+        device: The device of the result.
 
     Returns:
         int64 of shape ``(length / world_size,)``.
@@ -186,13 +186,13 @@ def context_parallel(
 def mrope(spans: Sequence[int | tuple[int, int, int]], *, start: int = 0) -> Tensor:
     """Time, height and width of each token of a text with images and videos in it.
 
-    A token of text has three equal coordinates. The frames, rows and columns of a span of patches
-    each count from the position after the text before it; the text after it goes on one past the
-    largest coordinate so far.
+    A token of text has three equal coordinates. Each run of text and each span of patches starts
+    one past the largest coordinate so far; in a span, frames, rows and columns are each counted
+    from there.
 
     Args:
-        spans: In order: an int for a number of tokens of text, ``(frames, rows, columns)`` for
-            patches (as many as the model sees, after any merging).
+        spans: In order: an int for a run of text tokens, ``(frames, rows, columns)`` for a span
+            of patches, counted after any merging.
         start: The first position.
 
     Returns:

@@ -134,7 +134,7 @@ def test_bad_input_is_named():
         (ValueError, "the 4 heads of q must be a multiple of those of k",
          (q, k[:, :3], v[:, :3], slopes)),
         (ValueError, "v must have shape", (q, k, v[:, :, :3], slopes)),
-        (ValueError, "k must have the batch and width of q", (q, k[..., :3], v, slopes)),
+        (ValueError, "k must have the batch and head_dim of q", (q, k[..., :3], v, slopes)),
         (ValueError, "q, k and v must have one dtype", (q, k.float(), v, slopes)),
         (ValueError, r"q must have shape \(B, heads, tokens, D\)", (q[0], k, v, slopes)),
         (TypeError, "v must be a torch.Tensor", (q, k, None, slopes)),

@@ -54,7 +54,7 @@ def test_falcon_differs_from_the_paper_by_its_scale():
 def test_bad_arguments_are_named():
     with pytest.raises(ValueError, match="model must be one of bloom, falcon, mpt"):
         alibi_model_bias("gpt", 8, MASK)
-    with pytest.raises(ValueError, match="falcon needs head_dim"):
+    with pytest.raises(ValueError, match="head_dim must be given for falcon"):
         alibi_model_slopes("falcon", 8)
     with pytest.raises(ValueError, match=r"attention_mask must be a \(B, K\) tensor"):
         alibi_model_bias("bloom", 8, MASK[0])

@@ -152,9 +152,9 @@ def test_bad_slopes_are_named():
         ALiBi(3, slopes=[0.5, 0.1])
     with pytest.raises(TypeError, match="slopes must be numbers"):
         ALiBi(2, slopes="ab")
-    with pytest.raises(ValueError, match="heads must be at least one of the 8"):
+    with pytest.raises(ValueError, match="must select at least one of the 8 heads"):
         ALiBi(8).select_heads(4, 9)
-    with pytest.raises(ValueError, match="right only under a causal softmax"):
+    with pytest.raises(ValueError, match="causal must be True for a bias of keys alone"):
         ALiBi(8, causal=False).key_bias(4)
 
 

@@ -37,7 +37,7 @@ def test_replace_gives_a_module_with_another_argument(make, name, value):
     other = module.replace(**{name: value})
     assert type(other) is type(module)
     assert getattr(other, name) == value
-    assert other._given() == {**module._given(), name: value}
+    assert other._argument_values() == {**module._argument_values(), name: value}
 
 
 def test_a_replaced_rope_rotates_by_its_own_arguments():

@@ -41,7 +41,7 @@ def test_packed_positions_are_made_inside_a_compiled_function():
         wanted = positions.from_cu_seqlens(torch.tensor(cu), total=total)
         assert torch.equal(compiled(torch.tensor(cu), total=total), wanted)
     for cu in ([1, 3, 5], [0, 3, 2], [0, 3, 6]):
-        with pytest.raises(RuntimeError, match="cu_seqlens must begin with 0, never fall"):
+        with pytest.raises(RuntimeError, match="cu_seqlens must begin with 0, never decrease"):
             compiled(torch.tensor(cu), total=5)
 
 
@@ -111,7 +111,7 @@ def test_no_patches_take_no_positions():
         (lambda: positions.from_offset(3, 1.5), TypeError, "offset must be an int"),
         (lambda: positions.from_cu_seqlens([0, 3]), TypeError, "cu_seqlens must be an integer"),
         (lambda: positions.from_cu_seqlens(torch.tensor([1, 3])), ValueError, "begin with 0"),
-        (lambda: positions.from_cu_seqlens(torch.tensor([0, 3, 2])), ValueError, "never fall"),
+        (lambda: positions.from_cu_seqlens(torch.tensor([0, 3, 2])), ValueError, "never decrease"),
         (lambda: positions.from_cu_seqlens(torch.tensor([0, 3]), 2), ValueError, "total or before"),
         (lambda: positions.from_cu_seqlens(torch.tensor([]).long(), 2), ValueError, "begin with 0"),
         (lambda: positions.from_left_padding(torch.ones(2, 2)), TypeError, "mask must be a bool"),

@@ -1,1 +1,1 @@
-"""What every room agrees on: argument checks, their wording, and when a call may be read."""
+"""Shared by all subpackages: argument checks, error texts, and tests of how a call is traced."""

@@ -84,7 +84,7 @@ def even(who: str, name: str, value: Any) -> int:
 
 def positive_float(who: str, name: str, value: Any) -> float:
     """``value`` as a finite float above zero."""
-    # torch.compile knows int and float, and not numbers.Real, which numpy's scalars are.
+    # Test int and float first: torch.compile cannot trace numbers.Real, the type of numpy scalars.
     plain = isinstance(value, (int, float)) and not isinstance(value, bool)
     if not plain and (isinstance(value, (bool, Tensor)) or not isinstance(value, numbers.Real)):
         fail(who, f"{name} must be a number", describe(value), f"Pass float({name}).", TypeError)
@@ -95,7 +95,7 @@ def positive_float(who: str, name: str, value: Any) -> float:
 
 
 def base(who: str, value: Any, name: str = "base") -> float:
-    """``value`` as the base of rates, which is above one."""
+    """``value`` as a base of frequencies: a finite float above one."""
     number = positive_float(who, name, value)
     if number <= 1:
         rule = f"{name} must be above 1, because each pair is slower than the one before"
@@ -104,7 +104,7 @@ def base(who: str, value: Any, name: str = "base") -> float:
 
 
 def boolean(who: str, name: str, value: Any) -> bool:
-    """``value`` if it is a bool: a misplaced argument might be truthy."""
+    """``value`` if it is a bool; anything else is probably a misplaced argument."""
     if not isinstance(value, bool):
         rule = f"{name} must be True or False"
         fail(who, rule, describe(value), f"Pass {name} by keyword.", TypeError)
@@ -164,6 +164,6 @@ def check_embeddings(who: str, name: str, x: Any) -> tuple[int, int]:
 
 
 def equal(who: str, name: str, got: int, wanted: int, way_out: str) -> None:
-    """Refuse a size that is not the one of the constructor."""
+    """Refuse a size that differs from the constructor's."""
     if got != wanted:
         fail(who, f"{name} must be {wanted}", got, way_out)

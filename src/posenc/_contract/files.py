@@ -1,4 +1,4 @@
-"""Reading files of unknown origin within bounds, and writing files to the disk."""
+"""Read untrusted files with limits on kind and size, and sync new files to the disk."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, BinaryIO
 
 from posenc._contract import checks
 
-# Bytes of a JSON text, as the safetensors format allows.
+# The safetensors format limits a JSON header to this many bytes.
 LARGEST_JSON = 100_000_000
 
 
@@ -66,7 +66,7 @@ def parse_json(text: bytes) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def create(path: Path, mode: int | None = None) -> Iterator[BinaryIO]:
-    """Make a new file, not through a link, and sync it to the disk; then set its ``mode``."""
+    """Create a file that does not exist yet, sync it to the disk, and set its ``mode``."""
     with open(path, "xb") as file:
         yield file
         file.flush()
@@ -76,6 +76,6 @@ def create(path: Path, mode: int | None = None) -> Iterator[BinaryIO]:
 
 
 def set_mode(path: Path, mode: int) -> None:
-    """Set the permissions of a file or folder, on disks that have them."""
+    """Set the permissions of a file or folder, on file systems that have them."""
     with contextlib.suppress(PermissionError):
         os.chmod(path, mode & 0o777)

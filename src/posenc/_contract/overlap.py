@@ -1,4 +1,4 @@
-"""What may be written in place: tensors that share no elements, and that autograd permits."""
+"""Checks before a tensor is written in place: shared memory, and the rules of autograd."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def check_writable(who: str, xs: Sequence[Tensor], *, recorded_by: Sequence[Tens
 
 
 def check_no_internal_overlap(who: str, x: Tensor) -> None:
-    """Refuse an expanded tensor; as in torch, windows that overlap are the caller's business."""
+    """Refuse an expanded tensor; overlapping windows are not detected, as in torch."""
     steps = () if x.is_contiguous() else zip(x.stride(), x.shape, strict=True)
     if any(step == 0 and size > 1 for step, size in steps):
         rule = "a tensor must not share memory with itself to be written in place"
@@ -43,7 +43,7 @@ def check_no_internal_overlap(who: str, x: Tensor) -> None:
 
 
 def overlaps(a: Tensor, b: Tensor) -> bool:
-    """Whether ``a`` and ``b``, which have as many axes, share an element.
+    """Whether ``a`` and ``b``, with the same number of axes, share an element.
 
     The answer is exact for tensors of equal strides, such as slices of one buffer; other tensors
     count as overlapping if their address ranges do.

@@ -14,7 +14,7 @@ from posenc._contract.tracing import device_assert, in_transform, is_readable
 
 
 class Limit(NamedTuple):
-    """Positions are below ``value``, the argument ``name``; without a name, exact angles end."""
+    """Positions must be below ``value``, set by the argument ``name``, or by default 2**31 + 1."""
 
     value: int = FARTHEST + 1
     name: str = ""
@@ -32,7 +32,7 @@ def index_tensor(
     *,
     kind: str = "an integer tensor",
     floating: bool = False,
-    way_out: str = "Give one position to each token.",
+    way_out: str = "Pass one position for each token.",
 ) -> Tensor:
     """``value`` on ``device`` as int64, or as float64 if it is floating; values are not read.
 
@@ -55,9 +55,9 @@ def index_tensor(
 
 
 def offsets(who: str, value: Any, x: Tensor, name: str = "offset", *more: tuple[()]) -> Tensor:
-    """An integer for each sequence of ``x`` as int64 ``(B,)``; values are not read."""
+    """Integers for the sequences of ``x``: int64 ``(B,)``, or of a shape in ``more``; not read."""
     shapes = ((x.shape[0] if x.dim() > 2 else 1,), *more)
-    kind, way_out = "an int, or an integer tensor", "Give one to each sequence."
+    kind, way_out = "an int, or an integer tensor", "Pass one for each sequence."
     return index_tensor(who, name, value, shapes, x.device, kind=kind, way_out=way_out)
 
 
@@ -88,7 +88,7 @@ def coordinates(
         at = at.expand(axes, *at.shape)
     shapes = ((*lead, length), (*lead, batch, length), (*lead, 1, length))
     kind = "a tensor of positions"
-    way_out = f"Give each token one position; {name}.expand(A, -1, -1) repeats it for A axes."
+    way_out = f"Pass one position for each token; {name}.expand(A, -1, -1) repeats it for A axes."
     ids = index_tensor(who, name, at, shapes, x.device, kind=kind, floating=True, way_out=way_out)
     if is_readable(at) and not at.is_floating_point():
         check_ids(who, at, limit)
@@ -145,7 +145,7 @@ def check_ids(who: str, ids: Tensor, limit: Limit = UNLIMITED) -> int | None:
     """
     if not is_readable(ids):
         if sharding.is_sharded(ids):
-            # Each process checks its own; the largest of all would take communication.
+            # Each process checks its local ids; the global maximum would need communication.
             check_ids(who, sharding.local(ids), limit)
         elif not in_transform(ids):
             inside = (ids >= 0) & (ids < limit.value)

@@ -11,11 +11,11 @@ from posenc._contract import checks
 from posenc._contract.checks import describe, fail
 from posenc._contract.tracing import device_assert, in_transform, is_readable
 
-_PASS_ALL_KEYS = "Pass the keys of all queries, cached ones too."
+_PASS_ALL_KEYS = "Pass all keys, those in the cache included."
 
 
 def check_lengths(who: str, q_len: Any, k_len: Any) -> tuple[int, int]:
-    """Numbers of queries and of keys; None is as many keys as queries, and fewer are refused."""
+    """Numbers of queries and keys; ``k_len=None`` means ``q_len``, and fewer keys are refused."""
     queries = checks.integer(who, "q_len", q_len, least=0)
     keys = queries if k_len is None else checks.integer(who, "k_len", k_len, least=0)
     if keys < queries:
@@ -34,7 +34,7 @@ def check_slope_numbers(who: str, slopes: Any, heads: int) -> Any:
     """The user's own slopes as tuples of floats, ``(H,)`` or ``(B, H)``."""
     if isinstance(slopes, Tensor) and slopes.requires_grad:
         rule = "slopes must not require a gradient, because the module keeps them as constants"
-        way_out = "Pass slopes that learn to posenc.attention.alibi_attention(q, k, v, slopes)."
+        way_out = "Pass trainable slopes to posenc.attention.alibi_attention(q, k, v, slopes)."
         fail(who, rule, describe(slopes), way_out)
     try:
         found = torch.as_tensor(slopes, dtype=torch.float64, device="cpu").detach()
@@ -56,7 +56,7 @@ def check_query_offset(
 ) -> int | Tensor:
     """Key index of the first query: an int, or an int64 tensor ``()`` or ``(B,)`` on ``device``.
 
-    None is ``keys - queries``, which is also the most. Values on a device are checked there, by an
+    None means ``keys - queries``, the largest value. Values on a device are checked there, by an
     asynchronous assertion.
     """
     most = keys - queries
@@ -94,15 +94,15 @@ def check_key_ids(
         fail(who, f"{name} must be an integer tensor", describe(ids), way_out, TypeError)
     if ids.dim() not in (1, 2) or ids.shape[-1] != keys:
         rule, got = f"{name} must have shape ({keys},) or (B, {keys})", f"shape {tuple(ids.shape)}"
-        fail(who, rule, got, "Pass one for each key, cached ones too.")
+        fail(who, rule, got, "Pass one for each key, those in the cache included.")
     return ids.to(device=device, dtype=torch.int64)
 
 
 def check_batches(who: str, batch: int | None = None, **values: Tensor | int | None) -> bool:
-    """Whether any of ``values`` has a batch axis; each must be 1 or ``batch`` long.
+    """Whether any of ``values`` has a batch axis; its size must be 1 or ``batch``.
 
-    A query offset with a batch axis has one axis, the others have two. Without ``batch``, the
-    longest decides.
+    ``batch=None`` means the largest of these sizes. A batched query offset has one axis, other
+    batched values have two.
     """
     rows = {}
     for name, x in values.items():
@@ -117,25 +117,25 @@ def check_batches(who: str, batch: int | None = None, **values: Tensor | int | N
 
 
 def check_qk(who: str, q: Any, k: Any) -> None:
-    """Refuse queries and keys that do not belong together."""
+    """Refuse queries and keys whose shapes do not match."""
     for name, x in (("q", q), ("k", k)):
         checks.float_tensor(who, name, x)
         checks.rank(who, name, x, (4,), "(B, heads, tokens, D)")
     if q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
-        rule = f"k must have the batch and width of q, {q.shape[0]} and {q.shape[3]}"
-        fail(who, rule, f"shape {tuple(k.shape)}", "Match q and k.")
+        rule = f"k must have the batch and head_dim of q, {q.shape[0]} and {q.shape[3]}"
+        fail(who, rule, f"shape {tuple(k.shape)}", "Pass q and k of one attention layer.")
     if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
         rule = f"the {q.shape[1]} heads of q must be a multiple of those of k"
         fail(who, rule, k.shape[1], "Use num_heads divisible by num_kv_heads.")
 
 
 def check_qkv(who: str, q: Any, k: Any, v: Any, slopes: Any) -> Tensor:
-    """The slopes, on the device of ``q``, once everything fits together."""
+    """Check that the arguments match, and return the slopes on the device of ``q``."""
     check_qk(who, q, k)
     checks.float_tensor(who, "v", v)
     if v.dim() != 4 or v.shape[:3] != k.shape[:3]:
         rule = f"v must have shape {(*k.shape[:3], 'Dv')}, the keys of k"
-        fail(who, rule, f"shape {tuple(v.shape)}", "Match k and v.")
+        fail(who, rule, f"shape {tuple(v.shape)}", "Pass one value for each key.")
     if not (q.dtype == k.dtype == v.dtype and q.device == k.device == v.device):
         got = ", ".join(f"{x.dtype} on {x.device}" for x in (q, k, v))
         fail(who, "q, k and v must have one dtype and device", got, "Convert them first.")

@@ -1,4 +1,4 @@
-"""DTensors, without importing them: `posenc.interop.distributed` registers their functions."""
+"""Calls into DTensor without importing it: `posenc.interop.distributed` registers them."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ class Sharding(NamedTuple):
     attend: Callable[..., Tensor]  # runs an attention function on the local queries
 
 
-known: Sharding | None = None
+registered: Sharding | None = None
 
 
 def is_sharded(x: object) -> bool:
     """Whether ``x`` is a DTensor, whose shape is global."""
-    if known is not None:
-        return isinstance(x, known.kind)
+    if registered is not None:
+        return isinstance(x, registered.kind)
     if type(x).__name__ == "DTensor":
         raise TypeError(
             "posenc: sharding rules must be loaded before a DTensor is used, got a DTensor.\n"
@@ -38,13 +38,13 @@ def local(x: Tensor) -> Tensor:
     """The local tensor of a DTensor; any other tensor is returned unchanged."""
     if not is_sharded(x):
         return x
-    assert known is not None
-    return known.local(x)
+    assert registered is not None
+    return registered.local(x)
 
 
 def replicate_like(x: Tensor, table: Held) -> Held:
     """``table``, replicated on the mesh of ``x`` if ``x`` is a DTensor."""
     if table is None or not is_sharded(x) or is_sharded(table):
         return table
-    assert known is not None
-    return known.replicate(table, x)
+    assert registered is not None
+    return registered.replicate(table, x)

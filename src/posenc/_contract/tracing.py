@@ -52,19 +52,19 @@ def may_keep(x: Tensor) -> bool:
     return is_plain(x) or (is_sharded(x) and is_plain())
 
 
-def is_read_by(x: Tensor) -> bool:
+def mixes_with_plain(x: Tensor) -> bool:
     """Whether an operation may mix ``x`` with plain tensors: a FakeTensor refuses them."""
     return type(x) in PLAIN_TYPES or torch.compiler.is_compiling() or is_sharded(x)
 
 
 def fix_sizes(x: Tensor) -> Tensor:
-    """Do as torch._dynamo.mark_static, which would import the compiler."""
+    """Mark all sizes static, as torch._dynamo.mark_static does, without importing the compiler."""
     x._dynamo_static_indices = set(range(x.dim()))  # type: ignore[attr-defined]
     return x
 
 
 def constant_under_compile(function: Function) -> Function:
-    """Do as torch.compiler.assume_constant_result, which would import the compiler."""
+    """Do as torch.compiler.assume_constant_result, without importing the compiler."""
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
 

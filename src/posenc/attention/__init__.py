@@ -1,4 +1,4 @@
-"""Where scores are made: ALiBi for FlexAttention and SDPA, and attention that prunes far keys."""
+"""ALiBi for FlexAttention and SDPA, and attention that prunes far keys."""
 
 from posenc.attention.alibi import alibi_attention
 from posenc.attention.blocks import alibi_block_mask

@@ -43,8 +43,8 @@ def alibi_attention(
 
     Far keys are pruned where their weights together are provably below the rounding of the output;
     see ``docs/alibi.md``. On CUDA this is compiled FlexAttention. Elsewhere, and where that does
-    not compile, it is SDPA on a few queries of one head at a time. Forward-mode derivatives, those
-    of torch.func, and gradients to ``slopes`` use the dense backend.
+    not compile, it is SDPA on a few queries of one head at a time. Forward-mode AD,
+    torch.func transforms and gradients to ``slopes`` use the dense backend.
 
     Args:
         q: ``(B, H, Q, D)``.
@@ -54,14 +54,14 @@ def alibi_attention(
         causal: Whether a query sees only keys up to its own.
         scale: :math:`s`, :math:`1/\sqrt{D}` if None.
         query_offset: Key index of the first query, ``K - Q`` if None: an int, or an integer tensor
-            ``()`` or ``(B,)``. In a cache of fixed size it says where the queries are; if causal,
-            later keys are not seen.
+            ``()`` or ``(B,)``. It locates the queries in a cache of fixed size; if causal,
+            they do not see later keys.
         document_ids: Ids ``(K,)`` or ``(B, K)``. A run of equal ids is a document, and a query
             sees only its own. Negative ids are padding, whose output is zero.
         prune: Whether to leave far keys out.
         score_bound: A bound on :math:`|s\, q \cdot k|` to prune by, a number or a tensor ``(H,)``
-            or ``(B, H)``; computed from the data if None, at the same cost. A head whose norms
-            exceed it is not pruned.
+            or ``(B, H)``; computed from the data if None. The norms of ``q`` and ``k`` are
+            computed either way: a head whose norms exceed the bound is not pruned.
         backend: ``flex``, ``chunked`` or ``dense`` (all scores at once); None chooses.
 
     Returns:
@@ -76,11 +76,11 @@ def alibi_attention(
     """
     who = "alibi_attention"
     if sharding.is_sharded(q):
-        assert sharding.known is not None
+        assert sharding.registered is not None
         options: Any = {"score_bound": score_bound, "backend": backend, "scale": scale}
         options |= {"query_offset": query_offset, "document_ids": document_ids}
         options |= {"causal": causal, "prune": prune}
-        return sharding.known.attend(alibi_attention, q, k, v, slopes, **options)
+        return sharding.registered.attend(alibi_attention, q, k, v, slopes, **options)
     slopes = qk_checks.check_qkv(who, q, k, v, slopes)
     checks.boolean(who, "causal", causal)
     checks.boolean(who, "prune", prune)
@@ -109,7 +109,7 @@ def alibi_attention(
 def _choose_backend(
     who: str, backend: Any, q: Tensor, k: Tensor, v: Tensor, slopes: Tensor
 ) -> Callable[..., Tensor | None]:
-    """The function that attends; it returns None if it finds out that it cannot."""
+    """The ``attend`` function of a backend; it returns None if its kernels do not compile."""
     if backend not in (None, "flex", "chunked", "dense"):
         rule, got = "backend must be 'flex', 'chunked', 'dense' or None", checks.describe(backend)
         checks.fail(who, rule, got, "Leave backend out to have one chosen.")

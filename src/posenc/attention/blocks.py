@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from posenc._contract import checks, qk_checks
-from posenc.attention.mods import MaskMod, as_int32, pair_mod
+from posenc.attention.mods import MaskMod, as_int32, visible_mod
 from posenc.attention.pruning import SLACK, prune_keys
 from posenc.numerics.spans import Spans, document_ends, spans
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 # FlexAttention's default block size.
 BLOCK = 128
-# For each row of blocks the first and the last that it takes; neither decreases from row to row.
+# The first and the last block of each row of blocks; neither decreases from row to row.
 _Range: TypeAlias = tuple[Tensor, Tensor]
 
 
@@ -44,14 +44,14 @@ def alibi_block_mask(
         slopes: ``(H,)`` or ``(B, H)``, on the device of the attention.
         q_len: Queries ``Q``.
         k_len: Keys ``K``; ``Q`` if None.
-        score_bound: At least every ``|q · k| · scale``: a number, or a tensor
+        score_bound: An upper bound on every ``|q · k| · scale``: a number, or a tensor
             ``(H,)`` or ``(B, H)``. Infinity prunes nothing.
-        dtype: Of the output.
+        dtype: The dtype of the output.
         causal: Whether a query sees only keys up to its own.
         query_offset: Key index of the first query, ``K - Q`` if None: an int, or an integer tensor
             ``()`` or ``(B,)``.
         document_ids: Ids ``(K,)`` or ``(B, K)``; a run of equal ids is a document.
-        block: Queries of a block, and keys of a block.
+        block: The block size, in queries and in keys.
 
     Examples:
         >>> from posenc.functional import alibi_slopes
@@ -60,7 +60,7 @@ def alibi_block_mask(
         >>> visited = mask.to_dense()[0].sum((1, 2))
         >>> visited.tolist()
         [63, 63, 93, 150, 228, 375, 522, 528]
-        >>> 32 * 33 // 2  # what a causal mask alone visits
+        >>> 32 * 33 // 2  # the blocks of a causal mask alone
         528
     """
     who = "alibi_block_mask"
@@ -80,7 +80,7 @@ def alibi_block_mask(
     seen = spans(queries, keys, causal=causal, offset=start, ends=ends, device=device)
     gap = 2 * SLACK * bound[..., None]
     low, high = prune_keys(seen, slopes, gap, keys, dtype, causal=causal)
-    sees = pair_mod(as_int32(start, device), ends, causal)
+    sees = visible_mod(as_int32(start, device), ends, causal)
     return block_mask(seen, low, high, keys, sees, block=block, grad=True)
 
 
@@ -128,7 +128,7 @@ def _split_blocks(x: Tensor, block: int) -> Tensor:
 
 
 def _transpose(rows: _Range, columns: int) -> _Range:
-    """For each column the rows that take it, negated, because `_lists` counts downwards."""
+    """The rows that visit each column, negated, because `_lists` counts downwards."""
     low, high = (x.contiguous() for x in rows)
     column = torch.arange(columns, device=low.device)
     last = torch.searchsorted(low, column.expand(*low.shape[:-1], -1).contiguous(), right=True) - 1
@@ -142,7 +142,7 @@ def _lists(
     """Counts and indices of the blocks to mask, then of the full ones, int32.
 
     Indices run downwards from the high end. In causal attention pruning moves only the low end, so
-    all heads share one list of indices, and differ in how many of them count.
+    all heads share one list of indices, and differ only in the counts.
     """
     (low, high), (full_low, full_high) = visited, full_range
     top = torch.minimum(torch.maximum(full_high, full_low - 1), high)

@@ -22,8 +22,8 @@ from posenc.numerics.spans import Spans
 
 # Queries of a piece: from MIN_CHUNK to CHUNK, so that it has about SCORES scores.
 CHUNK, MIN_CHUNK, SCORES = 256, 32, 2**21
-# All heads are one piece up to DENSE_SCORES scores: at decode the loop over heads would cost more
-# than pruning saves, except, on a CPU, with more than DENSE_KEYS keys to read.
+# Up to DENSE_SCORES scores, and on a CPU up to DENSE_KEYS keys, all heads are one piece: at decode
+# the loop over heads would cost more than pruning saves.
 DENSE_SCORES, DENSE_KEYS = 2**20, 2**18
 
 Gradients = tuple[Tensor, Tensor, Tensor]
@@ -33,7 +33,7 @@ _ALL: _Index = (slice(None),)
 
 def attend(q: Tensor, k: Tensor, v: Tensor, start: int | Tensor, plan: Plan) -> Tensor:
     """Attention in pieces."""
-    # A dense piece reads all keys. A compiled graph is for all lengths, and cannot ask.
+    # A dense piece reads all keys. A compiled graph serves all lengths, so it always prunes.
     prune = plan.prune and (torch.compiler.is_compiling() or not is_dense(q, k))
     slopes, ends, bound, scale, causal, _, aligned = plan
     plan = Plan(slopes, ends, bound, scale, causal, prune, aligned)
@@ -104,7 +104,7 @@ def _key_ranges(low: Tensor, high: Tensor, heads: int, keys: int, size: int) -> 
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float) -> Tensor:
-    # CPU kernels take a float32 bias beside bfloat16; those of other devices want one dtype.
+    # CPU kernels take a float32 bias beside bfloat16; those of other devices need one dtype.
     # Where the CPU cannot multiply a dtype, float32 is ten to a hundred times faster.
     native = has_native_bf16() if q.dtype == torch.bfloat16 else q.dtype.itemsize > 2
     wide = q.dtype if q.device.type == "cpu" and native else bias.dtype

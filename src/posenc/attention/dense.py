@@ -11,7 +11,7 @@ from posenc.numerics.spans import spans
 
 
 def is_needed(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor) -> bool:
-    """Whether the call is in torch.func or forward mode, exported, or has slopes that learn.
+    """Whether the call is in torch.func or forward mode, is exported, or has trainable slopes.
 
     An exported program must run where this package is not installed, so it cannot hold its ops.
     """
@@ -34,7 +34,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, start: int | Tensor, plan: Plan) -> 
         rows: Tensor = torch.atleast_2d(plan.slopes).to(wide)
         bias = rows[..., None, None] * (index - own).abs()
         scores = q.to(wide) @ k.mT * plan.scale - bias
-        # Not minus infinity: a query that sees nothing would make its gradient NaN.
+        # With minus infinity, the gradients of a query that sees no key would be NaN.
         scores = scores.masked_fill(hidden, torch.finfo(wide).min)
         weights = scores.softmax(-1).masked_fill(hidden, 0.0)
         return (weights @ v).to(q.dtype)

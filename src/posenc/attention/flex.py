@@ -12,7 +12,7 @@ from torch import Tensor
 
 from posenc._contract.tracing import dynamo
 from posenc.attention.blocks import BLOCK, block_mask
-from posenc.attention.mods import as_int32, bias_mod, pair_mod
+from posenc.attention.mods import as_int32, bias_mod, visible_mod
 from posenc.attention.pruning import Plan, needed_keys
 from posenc.kernels import triton
 
@@ -44,7 +44,7 @@ def _attend(
 
     keys = k.shape[2]
     seen, low, high = needed_keys(q, k, offset, plan)
-    sees = pair_mod(offset, plan.ends, plan.causal)
+    sees = visible_mod(offset, plan.ends, plan.causal)
     mask = block_mask(seen, low, high, keys, sees, block=BLOCK, grad=grad)
     score_mod = bias_mod(plan.slopes, offset, plan.causal)
     options: Any = {"FORCE_USE_FLEX_ATTENTION": True} if general else None
@@ -56,11 +56,11 @@ def _attend(
 
 @functools.cache
 def _compiled() -> Callable[..., Tensor]:
-    # With fullgraph the recompile limit raises, instead of running the uncompiled L × L.
+    # With fullgraph, the recompile limit raises; without, the call would run eagerly, in L × L.
     return torch.compile(_attend, fullgraph=True)
 
 
-# Calls that did not compile, by what decides their graph, so that each is tried once.
+# Kinds of calls that did not compile, so that each kind is tried once.
 _refused: set[object] = set()
 
 
@@ -82,7 +82,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, start: int | Tensor, plan: Plan) -> 
         if kind in _refused:
             continue
         try:
-            # Causal or not, with documents or not, with gradients or not: each is a graph.
+            # Each combination of causal, documents, gradients and so on is a graph.
             with config.patch(recompile_limit=LIMIT):
                 return _compiled()(q, k, v, offset, plan, grad=grad, general=general)
         except exc.TorchDynamoException as error:

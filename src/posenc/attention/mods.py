@@ -1,4 +1,4 @@
-"""ALiBi as FlexAttention takes it: functions of one score, and of one pair of indices."""
+"""ALiBi as a score_mod and a mask_mod for FlexAttention."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def alibi_score_mod(
     """Score modification for ``flex_attention``: adds the bias, and hides keys that are not seen.
 
     It reads lengths, offsets and documents from tensors, so that other values do not recompile the
-    kernel. FlexAttention does not tell a mod the lengths: make one for each call.
+    kernel. FlexAttention passes no lengths to a mod: make one for each call.
 
     Args:
         slopes: Shape ``(H,)`` or ``(B, H)``, on the device of the attention.
@@ -59,7 +59,7 @@ def alibi_score_mod(
             ``()`` or ``(B,)``.
         position_ids: Position of each key, ``(K,)`` or ``(B, K)``, instead of its index.
         document_ids: Ids ``(K,)`` or ``(B, K)``; a run of equal ids is a document.
-        head_offset: Index of the attention's first head among those of ``slopes``.
+        head_offset: Index in ``slopes`` of the attention's first head.
         masked: Whether to hide the future and other documents here. False leaves that to a
             block mask made with :func:`alibi_mask_mod`, which is faster.
         base: A score_mod of your own, applied first.
@@ -84,7 +84,7 @@ def alibi_score_mod(
     )
     start = as_int32(start, device)
     bias = bias_mod(slopes[..., first_head:], start, causal, positions)
-    sees = pair_mod(start, document_ends(documents), causal)
+    sees = visible_mod(start, document_ends(documents), causal)
 
     def score_mod(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         if base is not None:
@@ -129,13 +129,13 @@ def alibi_mask_mod(
     start = qk_checks.check_query_offset(who, query_offset, queries, keys, device)
     documents = qk_checks.check_key_ids(who, "document_ids", document_ids, keys, device)
     qk_checks.check_batches(who, query_offset=start, document_ids=documents)
-    sees = pair_mod(as_int32(start, device), document_ends(documents), causal)
+    sees = visible_mod(as_int32(start, device), document_ends(documents), causal)
     if base is None:
         return sees
     return lambda b, h, q, k: sees(b, h, q, k) & base(b, h, q, k)
 
 
-def pair_mod(offset: Tensor, ends: Ends | None, causal: bool) -> MaskMod:
+def visible_mod(offset: Tensor, ends: Ends | None, causal: bool) -> MaskMod:
     """The mask of the keys that a query sees, from checked tensors."""
     own_key = _own_key(offset)
     first, last = (None, None) if ends is None else map(_by_sequence, ends)

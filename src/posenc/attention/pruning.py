@@ -1,4 +1,4 @@
-"""Which keys each query needs: bounds on its scores, and the distances that follow from them."""
+"""Find the keys that each query needs, from bounds on its scores."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def alibi_reach(
     dtype: torch.dtype,
     causal: bool = True,
 ) -> Tensor:
-    """Distance from which each head's keys weigh too little to move its output, in tokens.
+    """Distance in tokens at which keys stop affecting the output, for each head.
 
     Keys at this distance and further may be pruned, as :func:`alibi_block_mask` does: a sliding
     window of this many tokens, the query's own among them, is enough.
@@ -44,8 +44,8 @@ def alibi_reach(
     Args:
         slopes: ``(H,)`` or ``(B, H)``.
         k_len: Keys ``K``.
-        score_bound: At least every ``|q · k| · scale``, as in :func:`alibi_block_mask`.
-        dtype: Of the output.
+        score_bound: An upper bound on every ``|q · k| · scale``, as in :func:`alibi_block_mask`.
+        dtype: The dtype of the output.
         causal: Whether keys are on one side of the query only.
 
     Returns:
@@ -98,7 +98,7 @@ def needed_keys(
     slopes, ends, bound, scale, causal, prune, aligned = plan
     queries, keys = q.shape[2], k.shape[2]
     if aligned:
-        # Read from the shapes: then the queries' own keys are a slice, in a compiled graph too.
+        # With an int from the shapes, the queries' own keys are a slice, in a compiled graph too.
         offset = keys - queries
     seen = spans(queries, keys, causal=causal, offset=offset, ends=ends, device=q.device)
     gap = None
@@ -124,8 +124,8 @@ def score_gap(q: Tensor, k: Tensor, own_keys: Tensor, scale: float) -> Tensor:
 
     .. math:: g_i = s\,|q_i| \max_j |k_j| - s\, q_i \cdot k_i
 
-    By Cauchy-Schwarz. The own score is computed, which about halves the windows that the bound
-    :math:`2 s |q||k|` would give.
+    This follows from Cauchy-Schwarz. The score of the own key is computed, which about halves the
+    windows of the bound :math:`2 s |q||k|`.
     """
     q_norms, k_norms = norms(q, k, scale)
     groups, wide = (k.shape[1], q.shape[1] // k.shape[1]), q_norms.dtype

@@ -1,4 +1,4 @@
-"""``offset`` and ``position_ids``, as every module and function takes them."""
+"""Table rows and positions from the arguments ``offset`` and ``position_ids``."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def rows_of(
 
 
 def positions_of(who: str, x: Tensor, rows: Rows, limit: Limit = UNLIMITED) -> Tensor:
-    """Positions of the tokens of ``x``, checked: int64 ``(B, L)``, or ``(L,)`` for all alike."""
+    """Positions of the tokens of ``x``, checked: int64 ``(B, L)``, or ``(L,)`` if shared."""
     length = x.shape[-2]
     if rows.positions is None:
         return torch.arange(rows.start, rows.start + length, device=x.device)

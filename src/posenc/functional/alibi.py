@@ -37,14 +37,14 @@ def alibi_slopes(
 ) -> Tensor:
     r"""Slope of each head, in the paper's head order.
 
-    :math:`2^{-8h/n}` for ``n`` heads, a power of two. For other counts the paper's code takes
-    the slopes of the power of two below, then every second one of the power of two above.
+    Head ``h`` of ``n`` has slope :math:`2^{-8h/n}` if ``n`` is a power of two. For other ``n`` the
+    paper's code takes the slopes of the power of two below, then every second one of that above.
 
     Args:
         num_heads: Heads ``n``, positive.
         bias_max: The exponent 8 above, as in MPT's ``alibi_bias_max``.
         geometric: Use :math:`2^{-8h/n}` for every ``n``, also where the paper's code does not.
-        device: Where the result lives.
+        device: The device of the result.
         dtype: A floating dtype; each slope is rounded to it once.
 
     Returns:
@@ -80,8 +80,8 @@ def alibi_bias(
     .. math:: \text{bias}_{h,i,j} = -m_h\,(i + K - Q - j)
 
     The last query is at the last key, so that one query against a cache of keys gets the last row.
-    If causal, later keys get ``-inf``; otherwise the distance is absolute. Computed in float64 and
-    rounded once. ``scaled_dot_product_attention`` takes it as ``attn_mask``.
+    If causal, later keys get ``-inf``; otherwise the distance is absolute. The bias is computed in
+    float64 and rounded once. ``scaled_dot_product_attention`` takes it as ``attn_mask``.
 
     Args:
         slopes: :math:`m`, shape ``(H,)`` or ``(B, H)``, as :func:`alibi_slopes` gives them.
@@ -90,8 +90,8 @@ def alibi_bias(
         causal: Whether a query sees only keys up to its own.
         query_offset: Key index of the first query, ``K - Q`` if None: an int, or an integer tensor
             ``()`` or ``(B,)``.
-        position_ids: Position of each key, ``(K,)`` or ``(B, K)``, to take distances between.
-            Which keys are later is still decided by their order.
+        position_ids: Position of each key, ``(K,)`` or ``(B, K)``, from which distances are
+            computed. The causal mask still compares key indices.
         document_ids: Ids ``(K,)`` or ``(B, K)``. A run of equal ids is a document, and a query
             sees only its own.
         dtype: A floating dtype for the result.
@@ -131,7 +131,7 @@ def alibi_bias(
     k_positions, q_positions = index[None], own
     if positions is not None:
         k_positions, q_positions = torch.atleast_2d(positions), gather_rows(positions, own)
-    # Subtracted from zero, so that no zero is negative.
+    # Subtract from zero, because negation would give -0.0.
     distance = (q_positions[:, None, :, None] - k_positions[:, None, None]).abs().double()
     bias = (0.0 - distance) * torch.atleast_2d(exact)[..., None, None]
     hidden = (index < first[:, None, :, None]) | (index > last[:, None, :, None])

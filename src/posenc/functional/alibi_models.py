@@ -49,8 +49,8 @@ def alibi_model_bias(
 
     BLOOM and Falcon count positions over the tokens that ``attention_mask`` keeps, MPT over all
     keys, back from the last. Falcon multiplies bfloat16 slopes by bfloat16 positions, so that
-    neighbours past 256 share one, and divides by :math:`\sqrt{D}`. The bias hides no keys, and is
-    right only together with a causal mask.
+    neighbours past 256 have the same bias, and divides by :math:`\sqrt{D}`. The bias hides no
+    keys, and is right only together with a causal mask.
 
     Args:
         model: ``bloom``, ``mpt`` or ``falcon``.
@@ -86,7 +86,7 @@ def alibi_model_bias(
 def _slopes_and_root(
     who: str, model: Any, num_heads: Any, head_dim: Any, bias_max: Any
 ) -> tuple[Tensor, float]:
-    """A model's slopes in float64, and what to divide them by: the root of Falcon's head width."""
+    """A model's slopes in float64, and their divisor: Falcon's ``sqrt(head_dim)``, otherwise 1."""
     if model not in ("bloom", "falcon", "mpt"):
         rule = "model must be one of bloom, falcon, mpt"
         checks.fail(who, rule, checks.describe(model), "Pass one of these.")
@@ -94,7 +94,7 @@ def _slopes_and_root(
     if model != "falcon":
         return head_slopes(heads, checks.positive_float(who, "bias_max", bias_max)), 1.0
     if head_dim is None:
-        way_out = "Pass the width of a head: Falcon adds its bias before it scales by the width."
-        checks.fail(who, "falcon needs head_dim", None, way_out)
+        way_out = "Pass head_dim: Falcon divides its slopes by sqrt(head_dim)."
+        checks.fail(who, "head_dim must be given for falcon", None, way_out)
     root = math.sqrt(checks.integer(who, "head_dim", head_dim))
     return head_slopes(heads).bfloat16().double(), root

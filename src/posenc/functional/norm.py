@@ -30,8 +30,8 @@ def qk_norm_rope(
 
     .. math:: x \mapsto R_\phi \left( \frac{x}{\sqrt{\text{mean}(x^2) + \epsilon}} \odot w \right)
 
-    So do Qwen3, Gemma 3 and OLMo 2. It is computed one precision up and rounded once. Gradients
-    reach ``q``, ``k`` and the weights.
+    Qwen3, Gemma 3 and OLMo 2 do this. It is computed in the next wider dtype and rounded once.
+    Gradients reach ``q``, ``k`` and the weights.
 
     Args:
         q: Queries ``(B, H, L, D)``.

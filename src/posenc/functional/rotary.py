@@ -34,8 +34,8 @@ def rotary_pos_embedding(
     .. math:: (a, b) \mapsto (a \cos\phi - b \sin\phi,\; a \sin\phi + b \cos\phi),
               \qquad \phi = p\,\theta_i,\; \theta_i = \text{base}^{-2i/D}
 
-    The rotation is computed one precision up from the input's and rounded once: each output is
-    within a hair of half an ulp, at any position.
+    The rotation is computed in the next wider dtype and rounded once: the error of each output is
+    hardly more than half an ulp, at any position.
 
     Args:
         input_: Floating tensor of shape ``(..., L, D)`` with even ``D``.
@@ -179,7 +179,7 @@ def rotate_rows(
 ) -> list[Tensor]:
     """Rotate ``xs`` of ``(B, H, L, D)``; a call that raises writes nothing.
 
-    A row past the tables is an error about ``limit``, or `RowOutOfRange` if that allows it.
+    A row outside the tables raises ValueError if ``limit`` excludes it, else `RowOutOfRange`.
     """
     assert cos.dim() == 2 or cos.shape[0] == xs[0].shape[0], "a table for each sequence"
     if in_place:
@@ -304,12 +304,12 @@ def arguments(
         rule = f"cos and sin must have one shape, on {x.device}"
         checks.fail(who, rule, got, "Build both from the same angles.")
     if width < 2 * cos.shape[-1] <= 2 * width and cos.shape[-1] % 2 == 0:
-        # There are more columns than pairs.
+        # The tables have each column twice, as Hugging Face's do.
         cos, sin = halved(who, "cos", cos, interleaved), halved(who, "sin", sin, interleaved)
     pairs = cos.shape[-1]
     if pairs == 0 or 2 * pairs > width or (cos.dim() == 3 and cos.shape[0] != x.shape[0]):
         rule = f"cos must have shape (T, P) or ({x.shape[0]}, T, P) with 1 <= P <= {width // 2}"
-        checks.fail(who, rule, f"shape {tuple(cos.shape)}", "Give each pair of channels a column.")
+        checks.fail(who, rule, f"shape {tuple(cos.shape)}", "Pass one column for each pair.")
     limit = Limit(cos.shape[-2], "the rows of cos")
     rows = rows_of(who, x, offset, position_ids, limit)
     out = checks.optional(checks.boolean, who, "interleaved_out", interleaved_out)

@@ -59,7 +59,7 @@ def sinusoidal_pos_embedding(
         lead = position_ids.shape[:-1]
     elif isinstance(offset, Tensor):
         lead = offset.shape
-    # rows_of takes the tensor to encode; it needs no channels.
+    # Of the tensor to encode, rows_of reads only the shape and the device.
     like = torch.empty((*(lead or (1,)), length, 0), device=device)
     at = positions_of(who, like, rows_of(who, like, offset, position_ids))
     return sinusoid(at, spectrum, dtype).view(*lead, length, dim)
@@ -81,8 +81,8 @@ def sinusoidal_grid_embedding(
         embed_dim: Channels ``D``, a multiple of ``2 A``.
         dtype: A floating dtype.
         base: As in :func:`sinusoidal_pos_embedding`.
-        concatenated: Coordinates from last to first, and all sines of a coordinate before its
-            cosines, as in MAE and DiT. If false, from first to last, sines and cosines alternating.
+        concatenated: If true, coordinates run from last to first, each with all its sines before
+            its cosines (MAE, DiT). If false, from first to last, sines and cosines alternating.
 
     Returns:
         Tensor of shape ``(..., L, embed_dim)``.
@@ -130,7 +130,7 @@ def timestep_embedding(
         timesteps: ``(N,)``, integer or floating.
         embed_dim: Channels ``D``. If odd, the last one is zero.
         max_period: :math:`P`.
-        flip_sin_to_cos: Cosines first (ADM, DiT, Stable Diffusion).
+        flip_sin_to_cos: Put the cosines first (ADM, DiT, Stable Diffusion).
         downscale_freq_shift: :math:`\delta`: 1 as in DDPM, 0 as in ADM, DiT and Stable Diffusion.
         scale: :math:`s`.
         dtype: A floating dtype.

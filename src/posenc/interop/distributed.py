@@ -150,4 +150,4 @@ def _local_option(batch: range, heads: range, name: str, value: Any) -> Any:
     return value
 
 
-sharding.known = sharding.Sharding(DTensor, _replicate, DTensor.to_local, _attend)  # type: ignore[arg-type]
+sharding.registered = sharding.Sharding(DTensor, _replicate, DTensor.to_local, _attend)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Modules: the functional forms with their tables kept."""
+"""Positional encodings as modules, which keep their tables between calls."""
 
 from posenc.nn import functional
 from posenc.nn.alibi import ALiBi

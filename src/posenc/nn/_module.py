@@ -28,26 +28,26 @@ class ReadOnlyArguments(nn.Module):
         if name in self._arguments and name in self.__dict__ and self.__dict__[name] != value:
             who = type(self).__name__
             problem = f"{who}: {name} is read-only once the module is made."
-            raise AttributeError(f"{problem}\n  Make another: module.replace({name}=...).")
+            raise AttributeError(f"{problem}\n  Call module.replace({name}=...) for a new module.")
         super().__setattr__(name, value)
 
     def replace(self, **arguments: Any) -> Self:
-        """A new module: these constructor arguments, and this module's others.
+        """A new module with this one's constructor arguments, except for those passed here.
 
         Learned parameters are not copied. A subclass whose constructor takes other arguments
         overrides this.
         """
-        return type(self)(**{**self._given(), **arguments})
+        return type(self)(**{**self._argument_values(), **arguments})
 
-    def _given(self) -> dict[str, Any]:
+    def _argument_values(self) -> dict[str, Any]:
         """Constructor arguments by name."""
         return {name: getattr(self, name) for name in self._arguments}
 
     def extra_repr(self) -> str:
-        """The arguments; keyword-only ones if they are True or not the default."""
+        """The arguments; of keyword-only ones, those that are True or differ from the default."""
         return ", ".join(
             f"{name}={_short(value)}"
-            for name, value in self._given().items()
+            for name, value in self._argument_values().items()
             if self._arguments[name].kind is not inspect.Parameter.KEYWORD_ONLY
             or value is True
             or value != self._arguments[name].default

@@ -13,13 +13,13 @@ from posenc._contract.tracing import is_plain, is_readable, may_keep
 from posenc.functional._positions import positions_of, rows_of
 from posenc.functional.rotary import rotate_rows
 from posenc.kernels import RowOutOfRange, Rows, Spec
-from posenc.nn._tables import Numbers, SharedTables
+from posenc.nn._tables import SharedTables, Tensors
 from posenc.numerics.axes import Axes
 from posenc.numerics.frequencies import Spectrum, turn_steps
 from posenc.numerics.tables import angles, cos_sin, float64_device, of_angles
 
 
-def rotary_tables(positions: Tensor, dtype: torch.dtype, spectrum: Spectrum) -> Numbers:
+def rotary_tables(positions: Tensor, dtype: torch.dtype, spectrum: Spectrum) -> Tensors:
     """Cosines and sines ``[..., P]``; float64 means the widest dtype of the device."""
     cos, sin = cos_sin(for_axes(positions, spectrum.axes), spectrum)
     return (cos, sin) if dtype == torch.float64 else (cos.to(dtype), sin.to(dtype))
@@ -40,7 +40,7 @@ def rotate_by_tables(
     *,
     in_place: bool = False,
 ) -> list[Tensor]:
-    """Rotate ``xs`` of ``(B, H, L, D)`` by shared tables, which grow if they must."""
+    """Rotate ``xs`` of ``(B, H, L, D)`` by shared tables, which grow as needed."""
     x, dtype, needed = xs[0], torch.float64, None
     if x.is_cuda and all(x.element_size() == 2 for x in xs):
         # Half precision gets the same results from float32 tables, which are half as large.
@@ -52,7 +52,7 @@ def rotate_by_tables(
         if held is not None and (is_plain(x) if ids is None else is_plain(x, ids)):
             cos, sin = held
             try:
-                # The kernel compares positions with the table in less time than aminmax takes.
+                # The kernel checks positions against the table faster than aminmax would.
                 return rotate_rows(who, limit, xs, cos, sin, rows, spec, in_place=in_place)
             except RowOutOfRange:
                 pass
@@ -88,7 +88,7 @@ class RopeAngles:
         turn_steps(self.usual)
 
     def spectrum_at(self, seq_len: int | Tensor | None) -> Spectrum:
-        """The spectrum in a sequence of this length; a tensor of lengths leaves the rule open."""
+        """The spectrum at this length; for a tensor of lengths, `angles` evaluates the rule."""
         base, rule = self.spectrum, self.spectrum.scaling
         if rule is not None and not isinstance(seq_len, Tensor):
             rule = rule.at(seq_len)
@@ -103,7 +103,7 @@ class RopeAngles:
         seq_len: Any,
         inverse: bool,
     ) -> tuple[Rows, tuple[Tensor, Tensor] | None]:
-        """The row of each token of ``x``, and its tables; None for the shared ones."""
+        """The table rows of ``x``, and the tables of this call, or None for the shared ones."""
         axes, limit, length = self.spectrum.axes, self.limit, None
         if isinstance(position_ids, Tensor) and (
             position_ids.is_floating_point() or (axes is not None and position_ids.dim() > 1)
@@ -127,7 +127,7 @@ class RopeAngles:
         return Rows(), tables_of(phi, x.device, 1 / gain if inverse else gain)
 
     def rule_length(self, who: str, x: Tensor, seq_len: Any) -> int | Tensor | None:
-        """``seq_len`` if the spectrum depends on it, checked; None if it is :attr:`usual`."""
+        """Check and return ``seq_len``, or None if the spectrum at that length is :attr:`usual`."""
         if isinstance(seq_len, Tensor):
             given, seq_len = seq_len, position_checks.offsets(who, seq_len, x, "seq_len", ())
             if is_readable(given) and given.numel():
@@ -145,7 +145,7 @@ class RopeAngles:
         if isinstance(seq_len, Tensor) or may_keep(x):
             short = not isinstance(seq_len, Tensor) and seq_len <= self.trained
             return None if short else seq_len
-        # A compiled graph compares the length itself, so that one graph serves every length.
+        # In a compiled graph the length is a tensor, so that one graph serves every length.
         return torch.full((), seq_len, dtype=torch.int64, device=x.device)
 
     def at_coordinates(

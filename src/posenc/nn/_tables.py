@@ -1,6 +1,6 @@
-"""Tables that modules share: one cache for the process, whose key is all that decides a table.
+"""Tables that modules share, in one cache for the process, keyed by all that determines them.
 
-They are no buffers, because frameworks broadcast, cast and shard buffers, and
+They are not buffers, because frameworks broadcast, cast and shard buffers, and
 ``from_pretrained`` of transformers fills them with uninitialised memory.
 """
 
@@ -17,39 +17,39 @@ from posenc._contract.tracing import (
     fix_sizes,
     in_capture,
     is_plain,
-    is_read_by,
     keep_alive_for_cuda_graph,
     may_keep,
+    mixes_with_plain,
 )
 from posenc.nn._module import ReadOnlyArguments
 
-# Rows that a growing table has at most: 128 MiB of cos and sin at 128 channels.
+# The most rows of a growing table: 128 MiB of cos and sin at 128 channels.
 GROWTH_LIMIT = 2**17
 
-Numbers = tuple[Tensor, ...]
+Tensors = tuple[Tensor, ...]
 
 
 class _Table:
-    """The tables of one key, which longer ones replace."""
+    """The tables of one key; longer tables replace them."""
 
-    def __init__(self, numbers: Numbers) -> None:
-        self.numbers = numbers
+    def __init__(self, tensors: Tensors) -> None:
+        self.tensors = tensors
 
 
 # Modules hold the tables, which are freed with the last module.
-_process: WeakValueDictionary[tuple[Any, ...], _Table] = WeakValueDictionary()
+_cache: WeakValueDictionary[tuple[Any, ...], _Table] = WeakValueDictionary()
 
 
 class SharedTables:
     """The tables of one module: ``compute(positions, dtype, *parameters)`` for all positions.
 
-    They have ``length`` rows, or grow as longer sequences come if it is None. The parameters are
-    hashable, and with ``compute`` decide every number.
+    They have ``length`` rows; if it is None, they grow with the longest sequence. ``compute`` and
+    the ``parameters``, which are hashable, determine every number.
     """
 
     def __init__(
         self,
-        compute: Callable[..., Numbers],
+        compute: Callable[..., Tensors],
         parameters: tuple[Any, ...],
         length: int | None,
         dtype: torch.dtype,
@@ -59,57 +59,57 @@ class SharedTables:
         self.length, self.dtype = length, dtype
         self.device = torch.get_default_device() if device is None else device
         self._held: dict[tuple[torch.device, torch.dtype], _Table] = {}
-        # torch.compile and CUDA graphs build no tables, so those of fixed length exist already.
+        # Build tables of fixed length now, because torch.compile and CUDA graphs build none.
         if length is not None and self.device.type != "meta" and is_plain():
             self._build(self.device, dtype, None)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SharedTables:
-        # A module that is moved gets others.
+        # A copy shares the tables until it is moved to another device.
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # A pickle holds no numbers, and no device that the reader may not have.
+        # A pickle holds no tensors, and no device that the reader may not have.
         return SharedTables, (self.compute, self.parameters, self.length, self.dtype)
 
-    def held(self, device: torch.device, dtype: torch.dtype) -> Numbers | None:
-        """The tables that exist already, however long they are."""
+    def held(self, device: torch.device, dtype: torch.dtype) -> Tensors | None:
+        """The tables that exist already, of any length, or None."""
         table = self._held.get((device, dtype))
-        return None if table is None else table.numbers
+        return None if table is None else table.tensors
 
-    def read(self, x: Tensor, dtype: torch.dtype, rows: int | None = None) -> Numbers | None:
+    def read(self, x: Tensor, dtype: torch.dtype, rows: int | None = None) -> Tensors | None:
         """The tables on the device of ``x``, of at least ``rows`` rows, built if need be.
 
-        None if the caller must compute its rows: a growing table has an unknown or too large
-        number of them, or a traced or captured call, which builds no table, finds none. Such a
-        call also reads a table of the constructor's dtype, if that is as wide as ``dtype``.
+        None means that the caller must compute its rows: a growing table would need too many, or
+        an unknown number; or a traced or captured call, which builds no table, found none. Such a
+        call may read a table in the constructor's dtype, if that is as wide as ``dtype``.
         """
         grows = self.length is None
-        # In this order: in a traced call, the last comparison would put a bound on the length.
+        # The comparison comes last, because it would guard the length in a traced call.
         if grows and (rows is None or not may_keep(x) or rows > GROWTH_LIMIT):
             return None
-        if not grows and not is_read_by(x):
+        if not grows and not mixes_with_plain(x):
             return None
         device = x.device
         table = self._held.get((device, dtype))
         if table is not None:
             # Read this once: another thread may replace it by longer tables.
-            numbers = table.numbers
-            if not grows or numbers[0].shape[0] >= rows:  # type: ignore[operator]
+            tensors = table.tensors
+            if not grows or tensors[0].shape[0] >= rows:  # type: ignore[operator]
                 if x.is_cuda:
-                    keep_alive_for_cuda_graph(table, numbers)
-                return numbers
+                    keep_alive_for_cuda_graph(table, tensors)
+                return tensors
         if not may_keep(x) or in_capture(x):
             table = self._held.get((device, self.dtype))
             narrower = torch.promote_types(dtype, self.dtype) != self.dtype
             if table is None or grows or narrower:
                 return None
-            keep_alive_for_cuda_graph(table, table.numbers)
-            return table.numbers
+            keep_alive_for_cuda_graph(table, table.tensors)
+            return table.tensors
         if grows or self.device.type == "meta":
             self.device = device
         return self._build(device, dtype, rows)
 
-    def shown(self) -> Numbers | None:
+    def shown(self) -> Tensors | None:
         """The tables on the module's device; None before a growing table is needed."""
         held = self.held(self.device, self.dtype)
         if held is None and self.length is not None:
@@ -127,36 +127,36 @@ class SharedTables:
             return self
         return SharedTables(self.compute, self.parameters, self.length, self.dtype, there)
 
-    def at(self, positions: Tensor, dtype: torch.dtype = torch.float64) -> Numbers:
+    def at(self, positions: Tensor, dtype: torch.dtype = torch.float64) -> Tensors:
         """The rows of these positions, computed for one call."""
         return self.compute(positions, dtype, *self.parameters)
 
-    def _build(self, device: torch.device, dtype: torch.dtype, rows: int | None) -> Numbers:
+    def _build(self, device: torch.device, dtype: torch.dtype, rows: int | None) -> Tensors:
         key = (self.compute, self.parameters, device, dtype, self.length)
-        table = _process.get(key)
-        numbers = None if table is None else table.numbers
-        if numbers is None or (rows is not None and numbers[0].shape[0] < rows):
+        table = _cache.get(key)
+        tensors = None if table is None else table.tensors
+        if tensors is None or (rows is not None and tensors[0].shape[0] < rows):
             needed = self.length
             if needed is None:
                 assert rows is not None
-                before = 0 if numbers is None else numbers[0].shape[0]
+                before = 0 if tensors is None else tensors[0].shape[0]
                 needed = max(rows, min(2 * before, GROWTH_LIMIT))
             # Autograd could not save a table that was made in inference mode.
             with torch.inference_mode(False), torch.no_grad():
                 exact = self.at(torch.arange(needed, device=device), dtype)
-                numbers = tuple(map(fix_sizes, exact))
+                tensors = tuple(map(fix_sizes, exact))
             if not is_plain():
-                return numbers
+                return tensors
             if table is None:
-                table = _process[key] = _Table(numbers)
-            table.numbers = numbers
+                table = _cache[key] = _Table(tensors)
+            table.tensors = tensors
         assert table is not None
         self._held[device, dtype] = table
-        return numbers
+        return tensors
 
 
 class TableModule(ReadOnlyArguments):
-    """A module that reads shared tables, wherever it is moved."""
+    """A module with shared tables, which follow it to other devices."""
 
     _tables: Any
 

@@ -13,7 +13,7 @@ from posenc import attention, configs, kernels
 from posenc._contract import checks, qk_checks
 from posenc.functional.alibi import alibi_bias, alibi_key_bias
 from posenc.functional.alibi_models import alibi_model_slopes
-from posenc.nn._tables import Numbers, SharedTables, TableModule
+from posenc.nn._tables import SharedTables, TableModule, Tensors
 from posenc.numerics.slopes import slope_numbers
 from posenc.numerics.tables import widest
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from posenc.functional.alibi import BiasOptions, KeyOptions
 
 
-def _slope_table(positions: Tensor, dtype: torch.dtype, numbers: Any) -> Numbers:
+def _slope_table(positions: Tensor, dtype: torch.dtype, numbers: Any) -> Tensors:
     """Slopes ``(H,)`` or ``(B, H)`` in the widest dtype of the device; they have no positions."""
     exact = torch.tensor(numbers, dtype=torch.float64, device="cpu")
     return (exact.to(widest(positions.device)).to(positions.device),)
@@ -36,20 +36,20 @@ class ALiBi(TableModule):
     """Lower each attention score in proportion to the distance between query and key.
 
     :meth:`attention` computes attention with the bias in one call; the other methods give the bias
-    in the forms that an attention of your own takes. ``docs/alibi.md`` is the manual.
+    in the forms that other attention functions take. ``docs/alibi.md`` is the manual.
 
     Args:
         num_heads: Heads ``H``.
         causal: Whether a query sees only keys up to its own position.
         bias_max: The last head's slope is ``2**-bias_max``.
-        geometric: Slopes ``2**(-bias_max * h / H)`` for every ``H``, also where the paper's code
-            takes others (``H`` not a power of two).
+        geometric: Use slopes ``2**(-bias_max * h / H)`` for every ``H``; the paper's code does so
+            only if ``H`` is a power of two.
         slopes: Slopes of your own instead, ``(H,)`` or ``(B, H)``, not below zero. A head with
             slope zero has no bias, and is never pruned.
 
     Attributes:
         slopes: float32 of shape ``(H,)`` or ``(B, H)``, in the paper's head order, as flash-attn's
-            ``alibi_slopes``. They are constants; pass slopes that learn to
+            ``alibi_slopes``. They are constants; pass trainable slopes to
             :func:`posenc.attention.alibi_attention`.
 
     Examples:
@@ -136,8 +136,8 @@ class ALiBi(TableModule):
         first = checks.integer(who, "start", start, least=0)
         last = checks.integer(who, "stop", stop)
         if not first < last <= self.num_heads:
-            rule, got = f"heads must be at least one of the {self.num_heads}", f"{first} to {last}"
-            checks.fail(who, rule, got, "Pass 0 <= start < stop <= num_heads.")
+            rule = f"start and stop must select at least one of the {self.num_heads} heads"
+            checks.fail(who, rule, f"{first} to {last}", "Pass 0 <= start < stop <= num_heads.")
         (exact,) = self._tables.at(torch.empty(0, device="cpu"))
         part = type(self)(last - first, causal=self.causal, slopes=exact[..., first:last])
         return part.to(self._tables.device)
@@ -174,17 +174,17 @@ class ALiBi(TableModule):
     ) -> Tensor:
         """The bias to add beside a causal mask: :func:`posenc.functional.alibi_key_bias`."""
         if not self.causal:
-            rule = "a bias of keys alone is right only under a causal softmax"
-            way_out = "Call bias(), which has the absolute distance."
+            rule = "causal must be True for a bias of keys alone"
+            way_out = "Call bias() for attention to both sides."
             checks.fail(type(self).__name__, rule, "causal=False", way_out)
         return alibi_key_bias(self._exact(device), k_len, position_ids=position_ids, dtype=dtype)
 
     def score_mod(self, q_len: int, k_len: int, **options: Unpack[ScoreModOptions]) -> ScoreMod:
-        """For ``flex_attention``, with the keywords of :func:`posenc.attention.alibi_score_mod`."""
+        """A score_mod for ``flex_attention``: :func:`posenc.attention.alibi_score_mod`."""
         return attention.alibi_score_mod(self.slopes, q_len, k_len, causal=self.causal, **options)
 
     def mask_mod(self, q_len: int, k_len: int, **options: Unpack[MaskModOptions]) -> MaskMod:
-        """For ``create_block_mask``: :func:`posenc.attention.alibi_mask_mod` on this device."""
+        """A mask_mod for ``create_block_mask``: :func:`posenc.attention.alibi_mask_mod`."""
         device = self._tables.device
         return attention.alibi_mask_mod(q_len, k_len, causal=self.causal, device=device, **options)
 
@@ -197,7 +197,7 @@ class ALiBi(TableModule):
         dtype: torch.dtype,
         **options: Unpack[KeyOptions],
     ) -> BlockMask:
-        """For ``flex_attention``, without far keys: :func:`posenc.attention.alibi_block_mask`."""
+        """A block mask that prunes far keys: :func:`posenc.attention.alibi_block_mask`."""
         given: Any = {"score_bound": score_bound, "dtype": dtype, **options}
         return attention.alibi_block_mask(self.slopes, q_len, k_len, causal=self.causal, **given)
 
@@ -232,6 +232,6 @@ class ALiBi(TableModule):
         bias = alibi_bias(slopes, queries, keys, causal=self.causal, dtype=wide)
         return kernels.add(scores, bias)
 
-    def _given(self) -> dict[str, Any]:
+    def _argument_values(self) -> dict[str, Any]:
         slopes = self._tables.parameters[0] if self._has_own_slopes else None
-        return {**super()._given(), "slopes": slopes}
+        return {**super()._argument_values(), "slopes": slopes}

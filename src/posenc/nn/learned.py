@@ -57,6 +57,6 @@ class LearnedPosEmbedding(ReadOnlyArguments):
         way_out = f"Build LearnedPosEmbedding({self.max_len}, {width})."
         checks.equal(who, "embed_dim", width, self.embed_dim, way_out)
         limit = Limit(self.max_len, "max_len")
-        # On the device of x: an offloaded weight is on meta until pos_emb is called.
+        # Use the device of x: an offloaded weight is on meta until pos_emb is called.
         at = positions_of(who, x, rows_of(who, x, offset, position_ids, limit), limit)
         return kernels.add(x, self.pos_emb(replicate_like(self.pos_emb.weight, at)))

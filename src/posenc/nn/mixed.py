@@ -1,4 +1,4 @@
-"""Rotation by learned frequencies, each head with its own: RoPE-ViT's mixed form."""
+"""Rotation by learned frequencies of each head: RoPE-Mixed."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class MixedRoPE(ReadOnlyArguments):
 
     Args:
         head_dim: Channels ``D`` of a head, a multiple of twice ``coordinates``.
-        num_heads: Key heads. There may be a multiple of them for queries.
+        num_heads: Key heads; the number of query heads must be a multiple of it.
         coordinates: Coordinates of a position: 2 for rows and columns of an image, 1 for text.
-        base: The base of the frequencies at the start; small for images, which are short.
+        base: The base of the frequencies at the start; small for images, whose sides are short.
         interleaved: As in :class:`posenc.RoPE`.
 
     Attributes:
@@ -65,7 +65,7 @@ class MixedRoPE(ReadOnlyArguments):
         self.interleaved = checks.boolean(who, "interleaved", interleaved)
         if self.head_dim % (2 * self.coordinates):
             rule = f"head_dim must be a multiple of {2 * self.coordinates}"
-            checks.fail(who, rule, head_dim, "Pass a head_dim that is.")
+            checks.fail(who, rule, head_dim, "Pass another head_dim, or fewer coordinates.")
         self.freqs = nn.Parameter(torch.empty(self.coordinates, self.num_heads, head_dim // 2))
         self.reset_parameters()
 
@@ -75,7 +75,7 @@ class MixedRoPE(ReadOnlyArguments):
             return
         rates = inverse_frequencies(self.head_dim // self.coordinates, self.base)
         noise = torch.randn(self.num_heads, self.coordinates, self.coordinates, device="cpu")
-        # An orthogonal matrix for each head: column g is the direction that group g follows.
+        # An orthogonal matrix for each head: column g is the direction of group g.
         directions = torch.linalg.qr(noise.double()).Q
         with torch.no_grad():
             self.freqs.copy_((directions[..., None] * rates.cpu()).flatten(2).transpose(0, 1))

@@ -1,4 +1,4 @@
-"""Rotary position embedding (RoPE) of queries and keys, as models and their caches need it."""
+"""Rotary position embedding (RoPE) of queries and keys, for models with or without a cache."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Where(TypedDict, total=False):
 
 
 class RoPE(TableModule):
-    """Rotate queries and keys of ``(B, H, L, D)``, by tables that equal modules share.
+    """Rotate queries and keys of ``(B, H, L, D)``, by tables shared between equal modules.
 
     Args:
         head_dim: Channels ``D`` of a head, even.
@@ -47,7 +47,7 @@ class RoPE(TableModule):
         last: Rotate the last ``rotary_dim`` channels instead of the first.
         scaling: A rule of `posenc.scaling`, for sequences longer than those trained on.
         axes: An arrangement of `posenc.axes`, for positions with several coordinates.
-        seq_dim: Which dimension are the tokens: -2, or 1 for tensors of ``(B, L, H, D)``.
+        seq_dim: The dimension of the tokens: -2, or 1 for tensors of ``(B, L, H, D)``.
 
     Examples:
         >>> rope = RoPE(head_dim=64)
@@ -60,7 +60,7 @@ class RoPE(TableModule):
         Su et al., *RoFormer*, 2021.
     """
 
-    cos_cached = shown_table(0, "Cosines ``(max_seq_len, P)``, float64; None until they grow.")
+    cos_cached = shown_table(0, "Cosines ``(max_seq_len, P)``, float64; None until needed.")
     sin_cached = shown_table(1, "Sines, as ``cos_cached``.")
 
     def __init__(
@@ -113,12 +113,12 @@ class RoPE(TableModule):
         """The rotation of a model, from its Hugging Face config.
 
         A key that is not understood, or contradicts another, is an error that names it; `posenc
-        explain config.json` shows what was read from which key.
+        explain config.json` shows the key that each value was read from.
 
         Args:
-            config: A dict, a config of transformers, or the path of a ``config.json`` or a model.
+            config: A dict, a transformers config, or the path of a ``config.json`` or its folder.
             layer_type: ``"sliding_attention"``, say, for models whose layers rotate differently.
-            **keywords: Arguments of the constructor, which win over the config.
+            **keywords: Arguments of the constructor, which override the config.
 
         Returns:
             A module without a ``max_seq_len``, unless one is given.
@@ -147,7 +147,7 @@ class RoPE(TableModule):
     ) -> Any:
         """Rotate queries and keys; the same as calling the module."""
         if k is None and callable(q):
-            # nn.Module.apply of a model around this one calls it with a function.
+            # nn.Module.apply of a parent module calls this with a function.
             return super().apply(q)
         return self(q, k, offset, **where)
 
@@ -222,8 +222,8 @@ class RoPE(TableModule):
     ) -> Tensor:
         """Move rotated keys to other positions: one rotation by the difference of the angles.
 
-        For caches that evict tokens and close the gap, and for rules that change their rates once
-        the sequence is long. The keys are rounded once more.
+        Use this for caches that evict tokens and close the gap, and for rules that change their
+        rates once the sequence is long. The keys are rounded once more.
 
         Args:
             k: Rotated keys ``(B, H, L, D)``.
@@ -287,7 +287,7 @@ class RoPE(TableModule):
         seq_len: int | Tensor | None = None,
         dtype: torch.dtype = torch.float64,
     ) -> tuple[Tensor, Tensor]:
-        """Cosines and sines at these positions, computed once and used by every layer.
+        """Cosines and sines at these positions, to compute once and use in every layer.
 
         Args:
             position_ids: As in :meth:`forward`.

@@ -19,9 +19,9 @@ from posenc.numerics.frequencies import Spectrum
 class RotaryPosEmbedding(TableModule):
     """Rotate ``(..., L, D)`` by position, keeping cosines and sines between calls.
 
-    The tables are built anew when the device or the width changes, and without ``max_seq_len``
-    also, twice as long, when a sequence is longer; positions past 131 072 are then computed at
-    each call. Give both sizes under ``torch.compile``, whose graph otherwise computes the tables.
+    The tables are rebuilt when the device or the width changes. Without ``max_seq_len`` they grow
+    with the longest sequence, up to 131 072 rows; longer sequences compute theirs at each call.
+    Pass both sizes under ``torch.compile``, whose graph otherwise computes the tables.
 
     Args:
         embed_dim: Fixed, even ``D``; inferred from each input if None.

@@ -11,12 +11,12 @@ from posenc._contract.position_checks import UNLIMITED, Limit
 from posenc._contract.tracing import is_plain, may_keep
 from posenc.functional._positions import positions_of, rows_of
 from posenc.kernels import Rows
-from posenc.nn._tables import Numbers, SharedTables, TableModule, shown_table
+from posenc.nn._tables import SharedTables, TableModule, Tensors, shown_table
 from posenc.numerics.frequencies import Spectrum
 from posenc.numerics.tables import sinusoid
 
 
-def _sinusoid_table(positions: Tensor, dtype: torch.dtype, spectrum: Spectrum) -> Numbers:
+def _sinusoid_table(positions: Tensor, dtype: torch.dtype, spectrum: Spectrum) -> Tensors:
     return (sinusoid(positions, spectrum, dtype),)
 
 

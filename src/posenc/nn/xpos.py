@@ -10,17 +10,17 @@ from posenc._contract.position_checks import Limit
 from posenc.functional._positions import rows_of
 from posenc.functional.rotary import check_heads, rotate_rows
 from posenc.kernels import Spec
-from posenc.nn._tables import Numbers, SharedTables, TableModule, shown_table
+from posenc.nn._tables import SharedTables, TableModule, Tensors, shown_table
 from posenc.numerics.frequencies import Spectrum
 from posenc.numerics.tables import cos_sin
 
-# The largest power of 1 / 0.2857 that leaves float32 room: 1e24.
+# The largest exponent of 3.5 in the scales: 3.5**44 is about 1e24, and float32 holds 3e38.
 _POWER = 44
 
 
 def xpos_tables(
     positions: Tensor, dtype: torch.dtype, spectrum: Spectrum, middle: int, scale_base: float
-) -> Numbers:
+) -> Tensors:
     """Cosines and sines of queries, times the scale, and of keys, divided by it.
 
     They are in the widest dtype of the device.
@@ -95,7 +95,7 @@ class XPos(TableModule):
     def forward(
         self, q: Tensor, k: Tensor, offset: int | Tensor = 0, *, position_ids: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Rotate and scale queries and keys; arguments as of :meth:`posenc.RoPE.forward`."""
+        """Rotate and scale queries and keys; arguments as :meth:`posenc.RoPE.forward`."""
         who = type(self).__name__
         check_heads(who, "qk", [q, k], self.head_dim)
         limit = Limit(self.max_seq_len, "max_seq_len")
