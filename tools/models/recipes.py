@@ -297,7 +297,7 @@ def _alone(module: nn.Module) -> Any:
 
     takes = inspect.signature(module.forward).parameters
     linear = next(m for m in module.modules() if isinstance(m, nn.Linear))
-    form = replacements(type(module))[0].gone[0][1].split(",")[0]
+    form = replacements(type(module))[0].replaced[0][1].split(",")[0]
     width = getattr(module, "head_dim", None) or module.config.head_dim
     flat = "cu_seqlens" in takes
     lead = (18,) if flat else (2, 9)

@@ -1,4 +1,4 @@
-"""DTensor: importing this file teaches PyTorch how the rotation is sharded.
+"""DTensor: importing this file registers sharding rules for the rotation with PyTorch.
 
 Afterwards every function and module of this library takes DTensors that are sharded along the
 batch, the heads or the sequence, over meshes of any number of dimensions, and returns DTensors
@@ -49,7 +49,7 @@ def _tables(dim: int, x: Any, cos: Any, positions: Any, start: int) -> Placement
 
 
 def _rules(xs: tuple[Any, ...], cos: Any, sin: Any, positions: Any, start: int) -> list[Any]:
-    """Keep the placements of ``xs``; gather first what cannot be rotated in shards."""
+    """Keep the placements of ``xs``, or replicate where a shard cannot be rotated by itself."""
     spec: Placements = [None] * 5
     found = {}
     for placement in (Replicate(), *xs[0].placements):

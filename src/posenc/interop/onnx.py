@@ -1,4 +1,4 @@
-"""ONNX: models with this library's modules as files that run without Python."""
+"""Export models with this library's modules to ONNX files, which run without Python."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def export(
 ) -> torch.onnx.ONNXProgram:
     """Write ``model`` to ``path``, with rotations as the standard ``RotaryEmbedding`` operator.
 
-    The operator takes no float64, and its output has the layout of its input: other rotations
-    become plain operations. It rounds float32 three times where the eager rotation rounds once, so
+    A rotation in float64, or from one layout to the other, becomes plain operations, because the
+    operator supports neither. It rounds float32 three times, and the eager rotation only once, so
     a float32 rotation becomes three operators on parts whose products are exact: finite results
     are within one ulp of the eager ones. Half precision needs one operator.
 
@@ -44,10 +44,10 @@ def export(
         path: The file to write, ``model.onnx``, say.
         dynamic_shapes: Which sizes may differ, as in :func:`torch.export.export`.
         kwargs: Inputs by name.
-        exact: False for one operator in float32 too, within three roundings.
+        exact: If False, float32 takes one operator too, and three roundings.
 
     Returns:
-        What :func:`torch.onnx.export` made: call it to run it in onnxruntime.
+        The program of :func:`torch.onnx.export`; call it to run it in onnxruntime.
 
     Examples:
         >>> import posenc, tempfile
@@ -82,7 +82,7 @@ def export(
             verbose=False,
         )
     assert program is not None
-    # Tables of any size are rounded in the file, and not at every run.
+    # Fold constants of any size, so that tables are rounded once and not at every run.
     optimizer = importlib.import_module("onnxscript.optimizer")
     sizes = {"input_size_limit": sys.maxsize, "output_size_limit": sys.maxsize}
     optimizer.fold_constants(program.model, **sizes)
@@ -93,7 +93,7 @@ def export(
 def _rotary_embedding(
     exact: bool, x: Tensor, cos: Tensor, sin: Tensor, rows: Rows, spec: Spec
 ) -> Tensor:
-    """The rotation by the operator of ONNX, or by plain operations where that cannot."""
+    """The rotation by ONNX's operator, or by plain operations if the operator cannot do it."""
     own_rows = cos.dim() == 3 and (rows.positions is not None or cos.shape[1] != x.shape[2])
     if x.dtype == torch.float64 or spec.interleaved != spec.interleaved_out or own_rows:
         return reference.rotate(x, cos, sin, rows, spec)

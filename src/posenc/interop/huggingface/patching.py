@@ -15,20 +15,20 @@ from posenc._contract import checks
 from posenc.configs import LAYOUT
 from posenc.interop.huggingface import tables
 from posenc.interop.huggingface.probing import NotUnderstood
-from posenc.interop.huggingface.rewrite import PATCHED, Replacement, of_tables, replacements
+from posenc.interop.huggingface.rewrite import PATCHED, Replacement, replacements, rotary_forward
 
 _REPLICATE = "_replicate_for_data_parallel"
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """One rotating function that one module no longer calls.
+    """One call of a rotating function that was replaced in one module.
 
     Attributes:
         module: Path of the module in the model, as in ``named_modules``.
         cls: Its class.
-        function: The function that made way for ours.
-        variant: How the model's tables hold their numbers.
+        function: Name of the function that was replaced.
+        variant: Form of its cos and sin, such as ``doubled``, and any further traits.
         layout: ``half``, ``interleaved``, or ``interleaved to half``.
     """
 
@@ -49,9 +49,9 @@ class Table:
     Attributes:
         module: Path of the module in the model.
         cls: Its class.
-        form: How a row of our tables holds its numbers; ``unchanged`` where the module makes its
-            own tables as before.
-        rates: ``from the config``, worked out in float64; or ``its own``, as its buffer holds them.
+        form: Form of our cos and sin, such as ``doubled``; ``unchanged`` if the module keeps its
+            own forward.
+        rates: ``from the config``, in float64; or ``its own``, from its ``inv_freq`` buffer.
     """
 
     module: str
@@ -86,7 +86,7 @@ def patch(model: nn.Module) -> Report:
     gives the same result. The modules that call it get a ``forward`` of their own: the model's code
     with our rotation. Weights, state dict, classes and other models of these classes stay as they
     are. Rotary modules take their rates from the config instead of their buffers; a warning names
-    those whose rates the config does not say. If any rotating function is not known, nothing is
+    those whose rates do not follow from the config. If any rotating function is unknown, nothing is
     patched. Patch before you compile.
 
     Args:
@@ -96,8 +96,8 @@ def patch(model: nn.Module) -> Report:
         What was replaced, and where.
 
     Raises:
-        ValueError: If the model is patched already, if nothing in it rotates, or if none of our
-            functions gives the result of one of its own; the message names it.
+        ValueError: If the model is patched already, if nothing in it rotates, or if one of its
+            rotating functions matches none of ours; the message names that function.
 
     Examples:
         >>> from transformers import LlamaConfig, LlamaModel
@@ -127,30 +127,30 @@ def patch(model: nn.Module) -> Report:
             is_rotary = any(name.endswith("inv_freq") for name in buffers)
             ours = tables.understood(module) if is_rotary else None
         except NotUnderstood as error:
-            rule = "every function that rotates must be one that is understood"
+            rule = "every rotating function must be known to posenc"
             got = f"{error} in {kind.__module__}.{kind.__name__} at '{path}'"
             checks.fail("patch", rule, got, "Use the model without patch: nothing was changed.")
         methods = list(classes[kind])
-        places += [Place(path, kind.__name__, *gone) for one in methods for gone in one.gone]
+        places += [Place(path, kind.__name__, *old) for one in methods for old in one.replaced]
         if is_rotary:
             form, rates = ("unchanged", "its own") if ours is None else (ours.form, ours.rates)
             rotary.append(Table(path, kind.__name__, form, rates))
         if ours is not None:
-            methods.append(of_tables(kind, ours))
+            methods.append(rotary_forward(kind, ours))
         if methods:
             planned.append((module, {_attribute(module, path, one): one for one in methods}))
     if not places:
         got = f"{type(model).__name__}, which calls no function that rotates"
         way_out = "Use the model as it is: without rotary positions it needs no patch."
-        checks.fail("patch", "model must rotate", got, way_out)
+        checks.fail("patch", "model must have rotary embeddings", got, way_out)
     _refuse_converted(model, places)
     own = [f"{table.module} ({table.cls})" for table in rotary if table.rates == "its own"]
     if own:
-        problem = "the config should say the rates of every rotary module, got none for"
-        way_out = "Keep inv_freq in float32: these modules rotate by what that buffer holds."
+        problem = "the config should determine the rates of every rotary module, got none for"
+        way_out = "Keep inv_freq in float32: these modules compute their angles from it."
         warnings.warn(f"patch: {problem} {', '.join(own)}.\n  {way_out}", UserWarning, stacklevel=2)
     for module, named in planned:
-        _put(module, named)
+        _install(module, named)
     return Report(tuple(places), tuple(rotary))
 
 
@@ -167,20 +167,20 @@ def _refuse_converted(model: nn.Module, places: list[Place]) -> None:
 
 
 def unpatch(model: nn.Module) -> None:
-    """Give ``model`` back its own rotation: outputs are again what they were, bit for bit.
+    """Restore the rotation of ``model``: its outputs are bit for bit those before the patch.
 
-    Hooks and wrappers that were put around methods since the patch stay.
+    Hooks and wrappers that were added after the patch stay.
 
     Args:
-        model: What :func:`patch` was called on, a part of it, or a copy of either.
+        model: The patched model, a part of it, or a copy of either.
     """
     modules = list(model.modules()) if isinstance(model, nn.Module) else []
     found = [module for module in modules if PATCHED in vars(module)]
     if not found:
-        got, way_out = type(model).__name__, "Pass what patch was called on."
+        got, way_out = type(model).__name__, "Pass the model that was patched."
         checks.fail("unpatch", "model must be patched", got, way_out)
     for module in found:
-        for name, ours in _held(module).items():
+        for name, ours in _replacements_of(module).items():
             if name == ours.name:
                 del vars(module)[name]
             else:
@@ -203,7 +203,7 @@ def patched(model: nn.Module) -> Iterator[Report]:
 
 
 def _attribute(module: nn.Module, path: str, method: Replacement) -> str:
-    """The name of the instance's attribute that is to hold a method."""
+    """The attribute of ``module`` that gets ``method``."""
     name = method.name
     # accelerate's hooks wrap forward and call the original by this name.
     if name == "forward" and "_old_forward" in vars(module):
@@ -215,14 +215,14 @@ def _attribute(module: nn.Module, path: str, method: Replacement) -> str:
     return name
 
 
-def _put(module: nn.Module, methods: dict[str, Replacement]) -> None:
-    # Partials, because pickle cannot write a method that only an instance has.
+def _install(module: nn.Module, methods: dict[str, Replacement]) -> None:
+    # Pickle can store a partial, but not a bound method that the class does not have.
     vars(module).update({name: partial(ours, module) for name, ours in methods.items()})
     vars(module).update({PATCHED: True, _REPLICATE: partial(_replica, module)})
 
 
-def _held(module: nn.Module) -> dict[str, Replacement]:
-    """The attributes of a patched module that are ours, without those wrapped since."""
+def _replacements_of(module: nn.Module) -> dict[str, Replacement]:
+    """The replacements among a module's attributes, except those that were wrapped since."""
     functions = {name: getattr(value, "func", None) for name, value in vars(module).items()}
     return {name: ours for name, ours in functions.items() if isinstance(ours, Replacement)}
 
@@ -230,5 +230,5 @@ def _held(module: nn.Module) -> dict[str, Replacement]:
 def _replica(module: nn.Module) -> nn.Module:
     """A replica for DataParallel, whose methods are bound to the replica."""
     made: nn.Module = type(module)._replicate_for_data_parallel(module)
-    _put(made, _held(module))
+    _install(made, _replacements_of(module))
     return made

@@ -1,4 +1,4 @@
-"""What comparing a model's functions with ours needs: errors, forms of tables, equality."""
+"""Shared by all comparisons of a model's functions with ours: errors, table forms, equality."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-# Errors of a function that is called with arguments it was not made for.
+# Exceptions of functions that are called with unsuitable arguments.
 FAILURES = (RuntimeError, ValueError, LookupError, TypeError, AttributeError)
 
-# A row with the numbers of its pairs in each form: doubled is 0 1 0 1, repeated is 0 0 1 1.
+# Expand one number per pair to each form: of 0 1, doubled makes 0 1 0 1, repeated 0 0 1 1.
 WIDEN: dict[str, Callable[[Tensor], Tensor]] = {
     "doubled": lambda pairs: torch.cat((pairs, pairs), dim=-1),
     "repeated": lambda pairs: pairs.repeat_interleave(2, dim=-1),

@@ -1,8 +1,8 @@
 """Rebuild methods of a model so that they call our functions, with nothing else changed.
 
-A rebuilt function has the code and the globals of the original. The name of a function to replace
-is changed in the code to an alias, and the model's module gets an entry for that alias. Other names
-are still looked up at every call, so a function that is replaced later takes effect.
+A rebuilt function has the code and the globals of the original. In the code, the name of a function
+to replace becomes an alias, which is added to the globals. Other names are still looked up at every
+call, so assigning a new function to one of them takes effect.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from typing import Any
 from posenc.interop.huggingface import variants
 from posenc.interop.huggingface.probing import Known, NotUnderstood
 
-# Names of functions that rotate, and of those among them that compute positions or rates.
+# Names of functions that rotate, and exceptions that compute positions or rates.
 _ROTATES = re.compile(r"rotary|rotate|rope")
-_DOES_NOT = re.compile(r"get_rope_index|rope_(parameters|deltas|index)|_init")
+_EXCEPTIONS = re.compile(r"get_rope_index|rope_(parameters|deltas|index)|_init")
 
 
 def rotates(name: str) -> bool:
     """Whether a function's name says that it rotates."""
-    return bool(_ROTATES.search(name)) and not _DOES_NOT.search(name)
+    return bool(_ROTATES.search(name)) and not _EXCEPTIONS.search(name)
 
 
 def _known(name: str, function: Any) -> Known | None:
@@ -33,38 +33,38 @@ def _known(name: str, function: Any) -> Known | None:
 
 
 class Rewriter:
-    """Rebuilds functions to call what ``replace`` returns for a name and function, if not None."""
+    """Rebuilds functions to call a replacement wherever ``replace(name, function)`` has one."""
 
     def __init__(self, replace: Callable[[str, Any], Known | None]) -> None:
         self._replace = replace
         self._rebuilt: dict[FunctionType, tuple[FunctionType, list[Any]]] = {}
 
     def rewrite(self, name: str, function: Any, of_model: bool = True) -> tuple[Any, list[Any]]:
-        """``function`` rebuilt; and name, variant and layout of each function it no longer calls.
+        """``function`` rebuilt, and name, variant and layout of each function that was replaced.
 
-        Functions that it calls are rebuilt too if it is code ``of_model``, not of a library.
+        Functions that it calls are rebuilt too if ``of_model``: library code stays as it is.
         """
         known = self._replace(name, function)
         if known is not None:
             return known.function, [(name, known.variant, known.layout)]
-        must = rotates(name) and function.__module__ != "transformers.modeling_rope_utils"
-        made, gone = function, list[Any]()
+        must_change = rotates(name) and function.__module__ != "transformers.modeling_rope_utils"
+        made, replaced = function, list[Any]()
         if of_model and isinstance(function, FunctionType):
             try:
-                made, gone = self._rebuild(function)
+                made, replaced = self._rebuild(function)
             except NotUnderstood:
-                if not must:
+                if not must_change:
                     raise
-        if must and not gone:
+        if must_change and not replaced:
             raise NotUnderstood(f"{function.__module__}.{name}")
-        return made, gone
+        return made, replaced
 
     def _rebuild(self, function: FunctionType) -> tuple[FunctionType, list[Any]]:
         if function in self._rebuilt:
             return self._rebuilt[function]
-        # In a recursive function, the inner call stays the original.
+        # A recursive call still calls the original.
         self._rebuilt[function] = function, []
-        gone: list[Any] = []
+        replaced: list[Any] = []
         names: dict[str, str] = {}
         scope, cells = function.__globals__, list(function.__closure__ or ())
         for name in dict.fromkeys(names_in(function.__code__)):
@@ -74,7 +74,7 @@ class Rewriter:
                 of_model = home == function.__module__ or ".models." in home
                 made, inner = self.rewrite(name, value, of_model)
                 if inner:
-                    gone += inner
+                    replaced += inner
                     names[name] = _alias(scope, name, value, made)
         for i, cell in enumerate(cells):
             try:
@@ -85,17 +85,17 @@ class Rewriter:
             if isinstance(value, FunctionType):
                 made, inner = self.rewrite(value.__name__, value)
                 if inner:
-                    gone += inner
+                    replaced += inner
                     cells[i] = CellType(made)
-        if gone:
-            self._rebuilt[function] = _copied(function, names, cells), gone
+        if replaced:
+            self._rebuilt[function] = _copied(function, names, cells), replaced
         return self._rebuilt[function]
 
 
 def _alias(scope: dict[str, Any], name: str, theirs: Any, ours: Any) -> str:
     """A new name in ``scope`` for ``ours``."""
     alias = f"_posenc_{name}"
-    # A function rebuilt again would make torch.compile recompile the models that call the old one.
+    # A new function object would make torch.compile recompile the models patched earlier.
     if getattr(scope.get(alias), "__wrapped__", None) is not theirs:
         scope[alias] = ours
     return alias
@@ -126,7 +126,7 @@ def _copied(function: FunctionType, names: dict[str, str], cells: list[CellType]
 
 
 def _is_function(value: Any) -> bool:
-    # The `kernels` package makes a module of a decorated function.
+    # The `kernels` package turns a decorated function into a module.
     return isinstance(value, FunctionType) or hasattr(type(value), "kernel_layer_name")
 
 
@@ -145,9 +145,9 @@ PATCHED = "_posenc_patched"
 class Replacement:
     """A method of ours in place of the method ``name`` of the class ``kind``.
 
-    ``gone`` has name, variant and layout of each function that it no longer calls. It calls the
-    method of the class if that was replaced since, or if the module was unpatched, because wrappers
-    may still hold ours then.
+    ``replaced`` has name, variant and layout of each function that was replaced. The method of the
+    class runs instead if it was reassigned since, or if the module was unpatched while a wrapper
+    still refers to ours.
     """
 
     def __init__(
@@ -155,10 +155,10 @@ class Replacement:
         kind: type,
         name: str,
         ours: Callable[..., Any],
-        gone: Sequence[tuple[str, str, str]],
+        replaced: Sequence[tuple[str, str, str]],
         remake: tuple[Any, ...],
     ) -> None:
-        self.kind, self.name, self.gone = kind, name, tuple(dict.fromkeys(gone))
+        self.kind, self.name, self.replaced = kind, name, tuple(dict.fromkeys(replaced))
         self._ours, self._theirs, self._remake = ours, getattr(kind, name), remake
         self._static = isinstance(inspect.getattr_static(kind, name), staticmethod)
         functools.update_wrapper(self, self._theirs)
@@ -174,22 +174,22 @@ class Replacement:
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Pickle cannot write functions that are made here, so loading makes them again.
+        # Pickle cannot store functions that are built at run time, so loading rebuilds them.
         return self._remake
 
 
-def of_tables(kind: type, tables: Any) -> Replacement:
+def rotary_forward(kind: type, tables: Any) -> Replacement:
     """The forward of a rotary module whose tables are ours."""
     forward = tables.forward_of(kind)
-    return Replacement(kind, "forward", forward, (), (of_tables, (kind, tables)))
+    return Replacement(kind, "forward", forward, (), (rotary_forward, (kind, tables)))
 
 
-def _of_rotation(kind: type, name: str) -> Replacement:
+def _replacement_of(kind: type, name: str) -> Replacement:
     return next(one for one in replacements(kind) if one.name == name)
 
 
 def replacements(kind: type) -> list[Replacement]:
-    """The methods that the instances of a class need to rotate by our op."""
+    """Replacements for the methods of a class that rotate."""
     found: list[Replacement] = []
     seen: dict[str, FunctionType] = {}
 
@@ -202,12 +202,12 @@ def replacements(kind: type) -> list[Replacement]:
             function = value.__func__ if isinstance(value, staticmethod) else value
             if name.startswith("__") or not isinstance(function, FunctionType):
                 continue
-            made, gone = Rewriter(_known).rewrite(name, function)
+            made, replaced = Rewriter(_known).rewrite(name, function)
             # An instance cannot override a method that is called by super().
-            if gone and name in seen and "super" in seen[name].__code__.co_names:
+            if replaced and name in seen and "super" in seen[name].__code__.co_names:
                 raise NotUnderstood(f"{owner.__name__}.{name}, called by super(),")
-            if gone and name not in seen:
-                remake = _of_rotation, (kind, name)
-                found.append(Replacement(kind, name, made, gone, remake))
+            if replaced and name not in seen:
+                remake = _replacement_of, (kind, name)
+                found.append(Replacement(kind, name, made, replaced, remake))
             seen.setdefault(name, function)
     return found

@@ -17,13 +17,13 @@ def apply_rotary_pos_emb(
 ) -> tuple[Tensor, Tensor]:
     """Rotate queries and keys: a drop-in for the function of this name in transformers' models.
 
-    For code of your own that was written after theirs; models of theirs are for :func:`patch`.
+    Use it in your own model code; for a transformers model, call :func:`patch`.
 
     Args:
         q: ``(B, H, L, D)``, or ``(B, L, H, D)``.
         k: As ``q``; the head count may differ.
-        cos: ``(B, L, D)`` or ``(1, L, D)`` with both numbers of a pair, as their rotary modules
-            give them. A narrower table rotates the first channels.
+        cos: ``(B, L, D)`` or ``(1, L, D)``, one number per channel, as their rotary modules
+            return it. A narrower table rotates only the first channels.
         sin: As ``cos``.
         unsqueeze_dim: Where the heads are: 1, or 2 for ``(B, L, H, D)``.
 
@@ -59,7 +59,7 @@ def rotate_all(
     last: bool = False,
     backwards: bool = False,
 ) -> list[Tensor]:
-    """Rotate ``xs [..., D]`` by tables ``[..., P]`` that broadcast against them, or ValueError.
+    """Rotate ``xs [..., D]`` by tables ``[..., P]``; ValueError if they do not broadcast.
 
     ``last`` rotates the last ``2P`` channels instead of the first, ``backwards`` by ``-angle``.
     """

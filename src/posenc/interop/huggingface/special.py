@@ -1,4 +1,4 @@
-"""Rotating functions of single models, found by their parameters and then compared like any.
+"""Rotating functions of single models, found by the names of their parameters.
 
 Each of ours has the parameters of the one it replaces. ``PROBES`` maps those parameters to our
 function and to arguments on which the two are compared.
@@ -84,7 +84,7 @@ def grouped_memories(
 
 
 def two_angles(x: Tensor, pos: Tensor) -> Tensor:
-    """V-JEPA 2: channel ``c`` has rate ``c`` modulo ``P``, so the two of a pair have two angles.
+    """V-JEPA 2: channel ``c`` has rate ``c`` modulo ``P``, so a pair has two angles.
 
     The result is the even channels of one rotation and the odd channels of another.
     """
@@ -123,7 +123,7 @@ def _probes() -> Iterator[tuple[Known, list[tuple[Any, ...]]]]:
     yield Known("two angles to a pair", "interleaved", two_angles), angles
 
 
-# The caller's default device must not matter.
+# Probes are CPU tensors, whatever the caller's default device is.
 with torch.device("cpu"):
     PROBES = {
         tuple(inspect.signature(known.function).parameters): (known, tries)

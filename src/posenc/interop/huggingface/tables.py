@@ -5,8 +5,8 @@ position 4 000 and by 6e-2 at a million; and a cast of the model rounds the rate
 bfloat16. Our forward takes rates from the config in float64, computes exact angles, and rounds
 cosines and sines once, to float32 in a bfloat16 model too, because only our rotation reads them.
 
-To learn what a module's forward computes, another module is made of the same config on the CPU and
-called. A module that computes anything else keeps its forward.
+To learn what a module's forward computes, another one is made from the same config on the CPU and
+called. If its results differ from ours, the module keeps its forward.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from posenc.numerics.tables import angles, of_angles
 
 # Positions at which forwards are compared.
 _NEAR = torch.tensor([[0, 1, 2, 3, 7], [5, 4, 9, 1, 0]], device="cpu")
-# Two sequences, because modules without coordinates raise only on several sequences of them.
+# Two sequences, because modules for one coordinate raise on [3, B, T] only if B is above 1.
 _LONG = torch.arange(2100, device="cpu").expand(2, -1)
 _FAR = _NEAR * 40_009
 
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """Rates by the config, and their order in the module: Pixtral has the even ones first."""
+    """Rates from the config, and their order in the module: Pixtral has the even ones first."""
 
     spectrum: Spectrum
     order: tuple[int, ...] | None
@@ -50,7 +50,7 @@ class Rates:
         return scaling is not None and scaling.trained_length() is not None
 
     def exact(self, seq_len: Tensor | None = None) -> Tensor:
-        """The rates in float64, as the module has them in float32."""
+        """The rates in float64, in the module's order."""
         return _ordered(scaled_rates(self.spectrum, None, seq_len), self.order)
 
 
@@ -94,9 +94,9 @@ def understood(module: nn.Module) -> Tables | None:
         types = getattr(fresh, "rope_type", None) if len(names) == 4 else None
         layers = list(types) if isinstance(types, dict) else [None]
         results = {layer: list(_results(fresh, layer)) for layer in layers}
-        # Rates of the config come first, and then those that the buffer holds.
-        said = {layer: _rates(module, fresh, layer) for layer in layers}
-        for rates in (said, dict.fromkeys(layers)):
+        # Try the rates of the config first, then those in the buffer.
+        of_config = {layer: _rates(module, fresh, layer) for layer in layers}
+        for rates in (of_config, dict.fromkeys(layers)):
             candidates = [Tables(form, rates) for form in WIDEN]
             if hasattr(kind, "recomposition_frequencies"):
                 named = "layer_type" in inspect.signature(kind.recomposition_frequencies).parameters
@@ -127,7 +127,7 @@ def _attribute(module: Any, layer_type: str | None, name: str) -> Any:
 def _rates(module: nn.Module, fresh: nn.Module, layer_type: str | None) -> Rates | None:
     """The float64 rates of the config, if a fresh module holds them rounded to float32.
 
-    None if the module itself holds others, by more than a cast rounds: somebody edited them.
+    None if the module's own rates differ by more than a cast rounds: they were edited.
     """
     held, made = (_attribute(each, layer_type, "inv_freq") for each in (module, fresh))
     ranks = tuple(made.argsort(descending=True).argsort().tolist())
@@ -136,7 +136,7 @@ def _rates(module: nn.Module, fresh: nn.Module, layer_type: str | None) -> Rates
             with contextlib.suppress(*FAILURES):
                 exact = rates.exact()
                 unknown = held.is_meta or rates.follow_length()
-                # The rounding of bfloat16, and the smallest number of float16.
+                # Tolerances are the rounding of bfloat16 and the smallest float16.
                 kept = unknown or _near(held.cpu(), exact, rtol=2**-7, atol=2**-24)
                 if kept and _near(made, exact):
                     return rates
@@ -144,7 +144,7 @@ def _rates(module: nn.Module, fresh: nn.Module, layer_type: str | None) -> Rates
 
 
 def _spectra(module: Any, layer_type: str | None, pairs: int) -> Iterator[Spectrum]:
-    """The spectrum as the config is read, then one of its base alone, as vision towers have it."""
+    """The spectrum that the config describes, then an unscaled one, as in vision towers."""
     with contextlib.suppress(*FAILURES):
         recipe = configs.read(module.config, layer_type=layer_type)
         yield Spectrum(recipe.rotary_dim, recipe.base, recipe.scaling)
@@ -190,7 +190,7 @@ def _forward(
 def _seq_len(
     module: Any, layer_type: str | None, rates: Rates, position_ids: Tensor
 ) -> Tensor | None:
-    """The length that the scaling depends on: of DynamicNTK, the longest that was seen."""
+    """The length that the scaling depends on: for DynamicNTK, the longest so far."""
     if not rates.follow_length():
         return None
     if isinstance(rates.spectrum.scaling, DynamicNTK):
@@ -208,10 +208,10 @@ def _called(forward: Any, module: nn.Module, positions: Tensor, layer_type: str 
 
 
 def _results(module: Any, layer_type: str | None) -> Iterator[tuple[Tensor, Any]]:
-    """Positions, with one coordinate and with several, and what the module returns for them."""
+    """Yield positions, with one coordinate or several, and the module's result for each."""
     pairs = _attribute(module, layer_type, "inv_freq").shape[-1]
     module, forward = copy.deepcopy(module), type(module).forward
-    # The first positions come twice, because some modules remember that a sequence was long.
+    # The first positions come twice, because some modules change after a long sequence.
     for p in (_NEAR, _LONG, _FAR, _NEAR):
         several = torch.stack((p, p + 1, p * 2, p * 3))
         for positions in (p, p.T, several[:2], several[:3], several):
@@ -229,7 +229,7 @@ def _results(module: Any, layer_type: str | None) -> Iterator[tuple[Tensor, Any]
 def _agree(
     module: nn.Module, tables: Tables, layer_type: str | None, results: list[tuple[Tensor, Any]]
 ) -> bool:
-    """Whether ours returns what the module returns, up to float32's error in the angle."""
+    """Whether our forward gives the same results, up to float32's error in the angle."""
     rates = tables.by_layer[layer_type]
     module, ours = copy.deepcopy(module), tables.forward_of(type(module))
     for positions, expected in results:
@@ -237,7 +237,7 @@ def _agree(
         if not same(got, expected, 1e-5 + 1e-6 * float(positions.max())):
             return False
         if rates is not None:
-            # The slowest pairs differ in their rates before they differ in their angles.
+            # Rates are compared too, because the slowest ones hardly change the angles.
             seq_len = _seq_len(module, layer_type, rates, positions)
             if not _near(_attribute(module, layer_type, "inv_freq"), rates.exact(seq_len)):
                 return False

@@ -1,8 +1,8 @@
-"""What a rotating function of a model does, found by calling it.
+"""Find out what a rotating function of a model does, by calling it.
 
 One name stands for several functions (``rotate_half`` pairs neighbours in Cohere, halves in Llama),
-so each is called on small random tensors, and the `Variant` whose results agree to rounding is what
-it does. A function that agrees with none is not replaced.
+so each is called on small random tensors, and its results are compared with those of every
+`Variant`. A function that agrees with none is not replaced.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _ROTATED = {"q", "k", "v", "x", "xq", "xk", "query", "key", "tensor", "hidden_st
 _COMPLEX = {"freqs_cis", "freqs_ci"}
 _AXIS, _POSITIONS = "unsqueeze_dim", "position_ids"
 
-# One number for each pair, of a row that has one for each channel.
+# Take one number per pair from a row with one per channel.
 _PAIRS: dict[str, Callable[[Tensor], Tensor]] = {
     "doubled": lambda table: table[..., : table.shape[-1] // 2],
     "repeated": lambda table: table[..., ::2],
@@ -42,8 +42,8 @@ class Variant:
     # Where the tables get an axis for the heads: an index; unsqueeze_dim, an argument; tokens, if
     # tables are flattened to one row for each token; None, if they come with the axis.
     axis: int | str | None
-    # all; patches only, if the tokens before those with a row are not rotated; last rows for
-    # queries, if fewer queries than rows are rotated by the last rows.
+    # all; patches only, if the last tokens have rows and the others are not rotated; last rows for
+    # queries, if there are fewer queries than rows.
     tokens: str = "all"
     last: bool = False  # the last channels are rotated, rather than the first
     backwards: bool = False  # the angle is negated
@@ -166,7 +166,7 @@ _SHAPES = (
 
 
 def _probes(form: str, names: tuple[str, ...]) -> Iterator[dict[str, Any]]:
-    """Arguments to call a function with; it raises on those that it was not made for."""
+    """Arguments to call a function with; it may raise on some of them."""
     made = torch.Generator().manual_seed(0)
     for (shape, rows, axis), width in itertools.product(_SHAPES, (8, 12)):
         if _AXIS in names and axis is None:
@@ -194,7 +194,7 @@ def _probes(form: str, names: tuple[str, ...]) -> Iterator[dict[str, Any]]:
 
 
 def _try(function: Callable[..., Any], given: dict[str, Any]) -> Any:
-    """What a function returns, or None where it raises or returns other shapes than it got."""
+    """The result of a function, or None if it raises or returns other shapes than it got."""
     try:
         result = function(**given)
     except FAILURES:
