@@ -71,7 +71,7 @@ def test_alone_it_shows_its_help(run):
         pytest.param(["--layout", "x"], "--layout must be one of half", id="layout"),
         pytest.param(["--device", "tpu"], "--device must be one of cpu, cuda", id="device"),
         pytest.param(["--mode", "x"], "--mode must be one of forward, train", id="mode"),
-        pytest.param(["qk-norm", "--mode", "train"], "only forward", id="norm-train"),
+        pytest.param(["qk-norm", "--mode", "train"], "must be forward for", id="norm-train"),
         pytest.param(["--positions", "x"], "--positions must be one of", id="positions"),
         pytest.param(["--rounds", "0"], "--rounds", id="rounds"),
         pytest.param(["--threads", "some"], "--threads", id="threads"),

@@ -108,7 +108,7 @@ def test_ctrl_c_keeps_what_is_done_and_resume_goes_on(run, tmp_path, monkeypatch
     stopped = run(*TINY, "--encodings", "none,alibi", "-o", out)
     assert stopped.exit_code == 130
     assert stopped.stderr == (
-        f"posenc: stopped after 1 of 2 trainings; posenc compare --resume -o {out} goes on\n"
+        f"posenc: stopped after 1 of 2 trainings; continue with posenc compare --resume -o {out}\n"
     )
     assert "Not finished" in (out / "report.html").read_text()
     monkeypatch.setattr(Run, "go", go)
@@ -170,7 +170,7 @@ def test_an_earlier_run_stays_unless_told(run, tmp_path):
     before = (tmp_path / "results.json").read_bytes()
     again = run(*arguments)
     assert again.exit_code == 2
-    assert "--resume goes on with it, --overwrite begins anew" in again.stderr
+    assert "continue it with --resume, or replace it with --overwrite" in again.stderr
     assert (tmp_path / "results.json").read_bytes() == before
     assert run(*arguments, "--overwrite").exit_code == 0
     assert (tmp_path / "results.json").read_bytes() != before
@@ -246,7 +246,7 @@ def test_a_damaged_results_file_is_one_line_and_stays(run, tmp_path, flag, conte
     done = run("-o", tmp_path, *TINY, flag)
     assert done.exit_code == 2
     assert done.stderr == (
-        f"posenc: {tmp_path / 'results.json'} is damaged, or not of this version of "
+        f"posenc: {tmp_path / 'results.json'} is damaged, or from another version of "
         "posenc compare: move it away, or name another folder with -o.\n"
     )
     assert (tmp_path / "results.json").read_text() == content

@@ -1,4 +1,4 @@
-"""The command `posenc`: one file for each sub-command, each a thin skin over `lab` or `interop`."""
+"""The command `posenc`: a file for each sub-command, a thin layer over `lab` or `interop`."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def application() -> Typer:
 
 
 def main() -> None:
-    """Entry point of the script; without the extra it says how to get it."""
+    """Entry point of the script; without the ``cli`` extra it prints how to install it."""
     try:
         app = application()
     except ModuleNotFoundError as missing:
@@ -43,7 +43,7 @@ def main() -> None:
         print(f"posenc: the command line needs {package}: {INSTALL}", file=sys.stderr)
         raise SystemExit(2) from None
     for stream in (sys.stdout, sys.stderr):
-        # A sign that a terminal does not have is worth a question mark, not the command.
+        # Print a question mark for a character that the terminal's encoding does not have.
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
     app()

@@ -1,4 +1,4 @@
-"""What several sub-commands print, and which files they refuse before any work is done."""
+"""Output of several sub-commands, and checks of their files before any work is done."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from posenc.cli import INSTALL
 def check_file(path: Path | None) -> None:
     """Refuse a path that no file can be written to."""
     if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
-        raise ValueError(f"{path} is not a file in a folder that exists.")
+        raise ValueError(f"an output must be a file in a folder that exists, got {path}.")
 
 
 def check_picture(path: Path | None, flag: str) -> None:
@@ -41,10 +41,10 @@ def check_matplotlib(who: str) -> None:
 
 @contextlib.contextmanager
 def progress(title: str = "", *, background: bool = True) -> Iterator[Callable[[str, float], None]]:
-    """Yields what takes a message and the part done, and shows them on stderr.
+    """Yield a function that shows a message and the fraction done on stderr.
 
-    A terminal gets a bar, which a thread redraws between two calls with ``background``; a log gets
-    a line for each tenth.
+    A terminal gets a bar, which a thread redraws between calls if ``background``; a log gets a line
+    for each tenth.
     """
     console = Console(stderr=True)
     # Messages hold names from files, whose brackets are not markup.
@@ -74,10 +74,10 @@ def table(
     justify: Literal["left", "right"] = "right",
     piped_width: int = 10_000,
 ) -> None:
-    """A table on stdout, in lines on a terminal; in a pipe padded columns without codes.
+    """Print a table on stdout: with borders on a terminal, as padded columns in a pipe.
 
-    A string of a cell comes from a file perhaps: it is neither markup nor a control code. In a pipe
-    cells are folded after ``piped_width`` characters.
+    Strings may come from a file, so markup and control codes in them are printed as text. In a pipe
+    the table is at most ``piped_width`` characters wide.
     """
     console, drawn = Console(), Table()
     if not console.is_terminal:

@@ -11,9 +11,9 @@ from typer.core import TyperGroup
 from posenc import __version__
 from posenc._contract.checks import printable
 
-# Newer typers carry their own click, older ones use the package.
+# Newer versions of typer vendor click, older ones import it.
 _BAD_USAGE: Any = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
-# What the library raises for an argument, a config or a file that it cannot take.
+# Exceptions of the library for an invalid argument, config or file.
 _REFUSED = (ValueError, TypeError, OverflowError, OSError)
 
 
@@ -21,7 +21,7 @@ class OneLineErrors(TyperGroup):
     """A group that says what is wrong in one line: no usage, no box, no traceback."""
 
     def main(self, *args: Any, **keywords: Any) -> Any:
-        """Run, and turn every error of the user's into its line."""
+        """Run, and print a user error as one line."""
         keywords["standalone_mode"] = False
         try:
             code = super().main(*args, **keywords)

@@ -23,16 +23,16 @@ _UNITS = ((1e-6, "µs"), (1e-3, "ms"), (1.0, "s"))
 
 def bench(
     cases: Annotated[
-        list[str] | None, typer.Argument(metavar="CASE", help="See --list; all of the device.")
+        list[str] | None, typer.Argument(metavar="CASE", help="From --list; default: all.")
     ] = None,
     dtype: Annotated[str, typer.Option(help="fp32, bf16 or fp16.")] = "bf16",
     layout: Annotated[str, typer.Option(help="half, interleaved or both.")] = "both",
     device: Annotated[str | None, typer.Option(help="cpu, or cuda if there is one.")] = None,
-    mode: Annotated[str | None, typer.Option(help="forward or train, not the case's.")] = None,
+    mode: Annotated[str | None, typer.Option(help="forward or train, for all cases.")] = None,
     positions: Annotated[str, typer.Option(help="offset, or ids of shape (B, L).")] = "offset",
-    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads, not torch's.")] = None,
-    rounds: Annotated[int, typer.Option(min=1, help="Times each is timed.")] = lab.ROUNDS,
-    peers: Annotated[bool, typer.Option(help="Whether anyone but posenc takes part.")] = True,
+    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads.")] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="Timings of each.")] = lab.ROUNDS,
+    peers: Annotated[bool, typer.Option(help="Time other libraries too.")] = True,
     json_file: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Write every number here.")
     ] = None,
@@ -44,8 +44,8 @@ def bench(
     """Time posenc and every installed peer, against a copy of the same bytes.
 
     Each contestant is first compared with float64 and refused if it is wrong. Then all are timed
-    in interleaved rounds of one process. "× copy" is the time divided by that of copying q and k;
-    in training their gradients too, since they move as well.
+    in interleaved rounds of one process. "× copy" is the time divided by that of copying q and k,
+    and in training of copying their gradients too.
 
     Example: posenc bench decode tiny --dtype fp32 --layout half --rounds 5
     """
@@ -65,11 +65,11 @@ def bench(
         used = torch.get_num_threads()
         for i, work in enumerate(works):
             title = f"{work} ({i + 1} of {len(works)}): "
-            # A thread that redraws the bar would share the cores with what is timed.
+            # A thread that redraws the bar would take time from the cores that are measured.
             with _print.progress(title, background=False) as tell:
                 measurements.append(lab.measure(work, rounds=rounds, peers_too=peers, tell=tell))
             found = lab.report(measurements, threads=used, rounds=rounds)
-            # Before it is shown, and after each: what was measured is not to be lost.
+            # Written after each workload, so that an interrupted run keeps its results.
             if json_file is not None:
                 json_file.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
             _show(f"{work}: {work.shape}, {work.nbytes:,} bytes", measurements[-1])

@@ -21,7 +21,7 @@ from posenc.lab.comparison.run import RESULTS, Run
 from posenc.lab.pictures.style import save
 
 _DEFAULTS = {field.name: field.default for field in dataclasses.fields(Plan)}
-_BASE = "Of RoPE and the sinusoid; 0 is the training length."
+_BASE = "Base of RoPE and the sinusoid; 0: the training length."
 _KNOWN = f"Comma-separated, of: {', '.join(ENCODINGS)}."
 
 
@@ -47,28 +47,28 @@ def _times(text: str) -> tuple[int, ...]:
 
 def compare(
     context: typer.Context,
-    output: Annotated[Path, typer.Option("--output", "-o", metavar="DIR", help="The folder.")] = (
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="DIR", help="For results.")] = (
         Path("posenc-compare")
     ),
     quick: Annotated[bool, typer.Option(help="About a minute on one core, not fifteen.")] = False,
     encodings: Annotated[Any, _parsed(_names, "NAMES", _KNOWN, ",".join(COMPARED))] = None,
-    seeds: Annotated[int | None, _number("seeds", "Trainings of each.")] = None,
+    seeds: Annotated[int | None, _number("seeds", "Trainings of each encoding.")] = None,
     text: Annotated[
-        Any, _parsed(os.path.abspath, "FILE", "What to learn.", "built-in tales")
+        Any, _parsed(os.path.abspath, "FILE", "Text to train on.", "built-in tales")
     ] = None,
-    resume: Annotated[bool, typer.Option(help="Go on with the run that the folder has.")] = False,
-    overwrite: Annotated[bool, typer.Option(help="Begin anew where the folder has a run.")] = False,
+    resume: Annotated[bool, typer.Option(help="Continue the run in the folder.")] = False,
+    overwrite: Annotated[bool, typer.Option(help="Replace the run in the folder.")] = False,
     train_length: Annotated[int | None, _number("train_length", "Symbols to train on.", 4)] = None,
-    times: Annotated[Any, _parsed(_times, "LIST", "Tested, in train lengths.", "1,2,4,8")] = None,
-    steps: Annotated[int | None, _number("steps", "Of the optimizer.")] = None,
-    batch: Annotated[int | None, _number("batch", "Sequences of a step.")] = None,
+    times: Annotated[Any, _parsed(_times, "LIST", "Tested, × train length.", "1,2,4,8")] = None,
+    steps: Annotated[int | None, _number("steps", "Optimizer steps.")] = None,
+    batch: Annotated[int | None, _number("batch", "Sequences per step.")] = None,
     width: Annotated[int | None, _number("width", "Channels.")] = None,
     layers: Annotated[int | None, _number("layers", "Blocks.")] = None,
     heads: Annotated[int | None, _number("heads", "Attention heads.")] = None,
-    learning_rate: Annotated[float | None, _number("learning_rate", "The largest.", None)] = None,
+    learning_rate: Annotated[float | None, _number("learning_rate", "The peak.", None)] = None,
     base: Annotated[float | None, _number("base", _BASE, None)] = None,
-    windows: Annotated[int | None, _number("windows", "Sequences tested.")] = None,
-    threads: Annotated[int | None, _number("threads", "Of the CPU.")] = None,
+    windows: Annotated[int | None, _number("windows", "Sequences per test.")] = None,
+    threads: Annotated[int | None, _number("threads", "CPU threads.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the numbers as JSON.")] = False,
 ) -> None:
     """Train the same small transformer with each encoding, and test it on longer sequences.
@@ -76,14 +76,14 @@ def compare(
     All start from the same weights and see the same text in the same order. Written to a folder:
     `report.html`, one page that opens offline; `figure.png` and `figure.svg`; `results.json`, every
     number. The folder must be new or empty, or have an earlier run; other files are never touched.
-    After each training the numbers are safe: Ctrl-C keeps them, and `--resume` trains what is
-    missing, to the same numbers as a run that was never stopped.
+    Numbers are saved after each training: Ctrl-C keeps them, and `--resume` does the missing
+    trainings, to the same numbers as a run that was never stopped.
 
     Example: posenc compare --quick -o compared
     """
     _print.check_matplotlib("compare")
     if resume and overwrite:
-        raise ValueError("--resume and --overwrite exclude each other.")
+        raise ValueError("--resume and --overwrite exclude each other: pass one of them.")
     given = {k: v for k, v in context.params.items() if k in _DEFAULTS and v is not None}
     if quick:
         given = QUICK | given
@@ -111,12 +111,12 @@ def compare(
     if stopped:
         done = f"{len(run.results['units'])} of {len(run.plan.units())} trainings"
         again = shlex.join(["posenc", "compare", "--resume", "-o", str(output)])
-        typer.echo(f"posenc: stopped after {done}; {again} goes on", err=True)
+        typer.echo(f"posenc: stopped after {done}; continue with {again}", err=True)
         raise typer.Exit(130)
 
 
 def _check_same(run: Run, given: dict[str, Any]) -> None:
-    """Refuse options other than those that a run was begun with."""
+    """Refuse options that differ from those of the run."""
     for name, value in given.items():
         if dataclasses.replace(run.plan, **{name: value}) != run.plan:
             flag = f"--{name.replace('_', '-')}"

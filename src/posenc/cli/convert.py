@@ -18,8 +18,8 @@ _config = functools.partial(typer.Option, show_default="the config's")
 _family = functools.partial(typer.Option, show_default="the family's")
 _beside = functools.partial(typer.Option, show_default="beside the weights")
 _MARKED = (
-    "  posenc finds the new layout in the files; the model's own code does not read it, and would"
-    " rotate these weights in the wrong pairs"
+    "  posenc reads the new layout from the files; the model's own code does not, and would rotate"
+    " the wrong pairs"
 )
 
 
@@ -27,14 +27,14 @@ def convert(
     context: typer.Context,
     source: Annotated[Path, typer.Argument(metavar="IN", help="A file or a folder.")],
     target: Annotated[Path, typer.Option("--output", "-o", metavar="OUT", help="What to write.")],
-    to: Annotated[str, typer.Option(help="half or interleaved.")],
+    to: Annotated[str, typer.Option(help="New layout: half or interleaved.")],
     config: Annotated[Path | None, _beside(metavar="FILE", help="config.json.")] = None,
-    layout: Annotated[str | None, _family(help="half or interleaved: what IN has.")] = None,
+    layout: Annotated[str | None, _family(help="Layout of IN: half or interleaved.")] = None,
     num_heads: Annotated[int | None, _config(min=1, help="Heads of queries.")] = None,
     num_kv_heads: Annotated[int | None, _config(min=1, help="Heads of keys.")] = None,
     head_dim: Annotated[int | None, _config(min=1, help="Channels of a head.")] = None,
-    rotary_dim: Annotated[int | None, _config(min=2, help="Of them rotated.")] = None,
-    fused: Annotated[str | None, _family(help="qkv or qkv_grouped.")] = None,
+    rotary_dim: Annotated[int | None, _config(min=2, help="Rotated channels of a head.")] = None,
+    fused: Annotated[str | None, _family(help="Fused weights: qkv or qkv_grouped.")] = None,
     check: Annotated[int, typer.Option(min=0, help="Attention modules to self-test.")] = 3,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUT, all of it.")] = False,
     json_: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
@@ -66,7 +66,7 @@ def convert(
 
 
 def _interrupt_on_signals() -> None:
-    """Let SIGTERM and SIGHUP end the command as Ctrl-C does, with its files removed."""
+    """Make SIGTERM and SIGHUP act as Ctrl-C, which removes the partial output."""
     for name in ("SIGTERM", "SIGHUP"):
         number = getattr(signal, name, None)
         # A signal that is ignored, under nohup for example, stays ignored.

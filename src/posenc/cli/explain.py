@@ -1,4 +1,4 @@
-"""`posenc explain`: what a config says about positions, and which key said it."""
+"""`posenc explain`: the positions that a config describes, and the key of each value."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ _FACTS = {
 def explain(
     config: Annotated[Path, typer.Argument(metavar="CONFIG", help="A config.json, or its folder.")],
     layer_type: Annotated[str | None, typer.Option(help="One of its layer types, not all.")] = None,
-    seq_len: Annotated[int | None, typer.Option(min=1, help="For rules that depend on it.")] = None,
-    as_python: Annotated[bool, typer.Option("--python", help="Print what builds it.")] = False,
+    seq_len: Annotated[int | None, typer.Option(min=1, help="Length of the sequence.")] = None,
+    as_python: Annotated[bool, typer.Option("--python", help="Print Python code.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Show the positions that a model's config.json describes, and the key each part came from.
@@ -34,7 +34,7 @@ def explain(
     Example: posenc explain path/to/config.json --seq-len 32768
     """
     if as_python and as_json:
-        raise ValueError("--python and --json exclude each other: the JSON has the Python, too.")
+        raise ValueError("--python and --json exclude each other: the JSON contains the Python.")
     found = lab.explain(config, layer_type=layer_type, seq_len=seq_len)
     if as_python:
         typer.echo(found.python())

@@ -35,16 +35,16 @@ def show(
     ] = None,
     dim: Annotated[int | None, _number("Channels, of a head for RoPE.", 128, 2)] = None,
     length: Annotated[int | None, _number("Positions of a heatmap.", 128, 2)] = None,
-    trained: Annotated[int | None, _number("Context that is marked.", 4096, 2)] = None,
-    base: Annotated[float | None, _number("Of the rates.", 10_000.0)] = None,
-    heads: Annotated[int | None, _number("Of ALiBi.", 8, 1)] = None,
+    trained: Annotated[int | None, _number("Trained context.", 4096, 2)] = None,
+    base: Annotated[float | None, _number("Base of the rates.", 10_000.0)] = None,
+    heads: Annotated[int | None, _number("Heads of ALiBi.", 8, 1)] = None,
     scaling: Annotated[str | None, typer.Option(metavar="RULE", help=_RULE)] = None,
     factor: Annotated[float | None, _number("How many times longer.", 8.0)] = None,
-    against: Annotated[str | None, typer.Option(metavar="RULE", help="One beside it.")] = None,
+    against: Annotated[str | None, typer.Option(metavar="RULE", help="A second rule.")] = None,
     config: Annotated[
         Path | None, typer.Option(metavar="PATH", help="A model's config.json: its RoPE.")
     ] = None,
-    layer_type: Annotated[str | None, typer.Option(help="Which layers of the config.")] = None,
+    layer_type: Annotated[str | None, typer.Option(help="Layers of --config.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the numbers as JSON.")] = False,
 ) -> None:
     """Draw an encoding: heatmaps, wavelengths, scores by distance, rule against rule, slopes.

@@ -1,1 +1,1 @@
-"""What looks at the library: pictures of the encodings, comparisons and measurements."""
+"""Tools that use the library: pictures of the encodings, comparisons and measurements."""

@@ -28,7 +28,7 @@ Inputs: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor]
 
 @dataclass(slots=True)
 class Result:
-    """What became of one contestant, on one clock; times are the seconds of one call."""
+    """The result of one contestant by one clock; times are in seconds per call."""
 
     contestant: str
     # timed; wrong, refused by the check against float64; missing, not installed or not made for
@@ -60,9 +60,9 @@ def measure(
     """Check everyone who can run ``work``, then time them in interleaved rounds.
 
     Each timing takes ``loop_seconds`` or more. The result has a :class:`Result` for each contestant
-    and clock; ``copies`` is how many of q and k the ratios are to. JSON takes it as it is.
+    and clock. Ratios are to ``copies`` copies of q and k. The dict can be written as JSON.
     """
-    # A compiled peer gets one graph for this workload, not the leftovers of the last one.
+    # Compiled peers must not reuse the graphs of the last workload.
     torch.compiler.reset()
     sets = [_inputs(work, seed) for seed in range(_set_count(work))]
     results, steps = [], _copies(work, sets)
@@ -73,7 +73,7 @@ def measure(
         results.append(result)
         if call is not None:
             steps[contestant.name] = [_step(call, inputs) for inputs in sets]
-    # From Python a short call is timed with its launch, and a model may spare itself that.
+    # A short call from Python is bound by its launch; in a CUDA graph it is not.
     clocks = {"loop": loop_lane, "graph": graph_lane}
     lanes = []
     for name, via in itertools.product(steps, clocks if work.device == "cuda" else ["loop"]):
@@ -93,7 +93,7 @@ def measure(
 
 
 def report(measurements: list[dict[str, Any]], **settings: Any) -> dict[str, Any]:
-    """What :func:`measure` gave, with the machine and the versions."""
+    """The results of :func:`measure`, with the machine and the versions."""
     results = [result for measurement in measurements for result in measurement["results"]]
     return {
         "posenc": posenc.__version__,
@@ -154,10 +154,10 @@ def _step(call: Call, inputs: Inputs) -> Step:
 
 
 def _set_count(work: Workload) -> int:
-    """Sets of inputs to alternate between, so that a GPU's cache holds none of them by then.
+    """How many sets of inputs to cycle through, so that a GPU's L2 cache holds none of them.
 
-    At decode q and k do come from the cache in a model: the projection has just written them.
-    What is so small that it takes more sets waits for its launch, not for memory.
+    At decode one set is enough: in a model, q and k are in the cache, because the projection has
+    just written them. Inputs that need more than ``MOST_SETS`` are bound by the launch anyway.
     """
     if work.device != "cuda" or work.length == 1:
         return 1
@@ -166,9 +166,9 @@ def _set_count(work: Workload) -> int:
 
 
 def _copies(work: Workload, sets: list[Inputs]) -> dict[str, list[Step]]:
-    """Copies of what a step moves: into memory in use, and on the CPU into fresh memory too.
+    """Copies of the bytes that a step moves, into existing memory; on the CPU into new memory too.
 
-    That is q and k, and in training their gradients.
+    The bytes are those of q and k, and in training of their gradients.
     """
     moved = [inputs if work.training else inputs[:2] for inputs in sets]
     sources = [torch.cat([x.detach().flatten() for x in xs]) for xs in moved]
@@ -181,8 +181,8 @@ def _copies(work: Workload, sets: list[Inputs]) -> dict[str, list[Step]]:
 def _summarize(lanes: list[Lane], results: list[Result]) -> list[Result]:
     copy = {lane.via: lane.seconds for lane in lanes if lane.name == COPY}
     if "graph" in copy:
-        # Inside a graph a large copy can be the slower one (0.50 instead of 0.32 ms for 671 MB on
-        # an H200); no ratio should look better for that.
+        # A large copy can be slower in a graph (0.50 instead of 0.32 ms for 671 MB on an H200),
+        # so ratios are to the faster of the two.
         copy["graph"] = [min(pair) for pair in zip(copy["graph"], copy["loop"], strict=True)]
     known = {result.contestant: result for result in results if result.status == "timed"}
     timed = []
@@ -198,6 +198,6 @@ def _summarize(lanes: list[Lane], results: list[Result]) -> list[Result]:
 
 
 def _failed(name: str, broken: BaseException, **known: Any) -> Result:
-    """What raised, with the first line of its error that says something."""
+    """The result of a contestant that raised, with the first line of its error."""
     lines = [line.strip() for line in str(broken).splitlines() if line.strip()]
     return Result(name, "failed", ": ".join([type(broken).__name__, *lines[:1]]), **known)

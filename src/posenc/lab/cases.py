@@ -1,4 +1,4 @@
-"""What is measured: named shapes, with everything a run has to decide."""
+"""Workloads to measure: named shapes, with dtype, layout, device and mode."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LAYOUTS = ("half", "interleaved")
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """A shape that models have, its dtype, layout, device and way of naming positions."""
+    """A shape that occurs in models, with its dtype, layout, device and kind of positions."""
 
     name: str
     batch: int
@@ -25,9 +25,9 @@ class Workload:
     key_heads: int
     length: int
     dim: int
-    # Position of the first token: what the cache holds.
+    # Position of the first token: the number of tokens in the cache.
     offset: int = 0
-    # Forward without gradients, or train: forward and backward.
+    # forward, without gradients; or train, forward and backward.
     mode: str = "forward"
     # Device it was chosen for; it runs on the others too.
     home: str = "cpu"
@@ -56,7 +56,7 @@ class Workload:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of q plus k: what a copy reads, and writes."""
+        """Bytes of q plus k."""
         heads = self.heads + self.key_heads
         return self.batch * heads * self.length * self.dim * self.dtype.itemsize
 
@@ -154,7 +154,7 @@ def choose(
         if got not in known:
             raise ValueError(f"{flag} must be one of {', '.join(known)}, got {got!r}.")
     if device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("this torch sees no CUDA device. Use --device cpu.")
+        raise ValueError("--device must be cpu if torch finds no CUDA device, got cuda.")
     chosen: dict[str, Any] = {"dtype": DTYPES[dtype], "device": device, "ids": positions == "ids"}
     cases = [
         replace(CASES[name], mode=mode or CASES[name].mode, interleaved=interleaved, **chosen)
@@ -164,5 +164,5 @@ def choose(
     ]
     for case in cases:
         if case.qk_norm and case.training:
-            raise ValueError(f"{case.name} has no --mode train, only forward.")
+            raise ValueError(f"--mode must be forward for {case.name}, got train.")
     return cases

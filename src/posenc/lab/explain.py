@@ -1,4 +1,4 @@
-"""What a model's config comes down to, which of its keys said so, and the Python that builds it."""
+"""The encodings that a config describes, the key of each value, and the Python that builds them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from posenc import ALiBi, RoPE, backends, configs, scaling
 Fact = tuple[Any, str]
 _T5 = "T5's relative bias"
 BIASES = ("ALiBi", _T5)
-# Arguments of RoPE that need not be written, beside those that are None.
+# Defaults of RoPE that are not None: arguments equal to them are left out.
 _USUAL = {"base": 10_000.0}
 
 
@@ -22,11 +22,11 @@ class Explanation:
 
     kind: str
     layer_type: str | None
-    # What builds it, each with the key it came from.
+    # Its arguments, each with the key it came from.
     arguments: dict[str, Fact]
-    # What follows from them: rates and gain of a rotation, slopes of ALiBi.
+    # Numbers that follow from them: rates and gain of a rotation, slopes of ALiBi.
     numbers: dict[str, Any]
-    # The expression that builds it, None where posenc has no module for it.
+    # The expression that builds it, None if posenc has no module for it.
     python: str | None
     # How to build it from the config, or why posenc cannot.
     build: str
@@ -34,13 +34,13 @@ class Explanation:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """All of a config: its encodings, and what holds for the whole model."""
+    """The encodings of a config, and facts about the whole model."""
 
     parts: list[Explanation]
     facts: dict[str, Fact | None]
 
     def as_json(self) -> dict[str, Any]:
-        """For a program to read."""
+        """The report as plain values, for JSON."""
         layers = [
             {
                 "kind": part.kind,
@@ -55,7 +55,7 @@ class Report:
         return {"layers": layers, **facts, "kernels": kernels()}
 
     def python(self) -> str:
-        """The lines that build it."""
+        """Python code that builds the encodings."""
         for part in self.parts:
             if part.python is None:
                 raise ValueError(f"explain: {part.build}.")
@@ -66,7 +66,7 @@ class Report:
         if len(self.parts) == 1 and first.layer_type is None:
             lines.append(f"positions = {first.python}")
         else:
-            # Names come from the file, so they are quoted, never made to be Python.
+            # Layer types come from the file, so they are quoted and never become code.
             each = [f"    {part.layer_type!r}: {part.python}," for part in self.parts]
             lines += ["positions = {", *each, "}"]
         if first.kind == "learned table" and "offset" in first.arguments:
@@ -77,7 +77,7 @@ class Report:
 def explain(config: Any, *, layer_type: str | None = None, seq_len: int | None = None) -> Report:
     """Resolve a config: one explanation for each layer type, or for the one that is named.
 
-    Rules that depend on the length of a sequence are taken at ``seq_len``.
+    Rules that depend on the length of a sequence are evaluated at ``seq_len``.
     """
     found = configs.read_positions(config, layer_type=layer_type)
     names = ("trained_length", "max_length", "without_rope", "softmax_scale")
@@ -86,7 +86,7 @@ def explain(config: Any, *, layer_type: str | None = None, seq_len: int | None =
 
 
 def kernels() -> dict[str, str]:
-    """Which kernels there are, and why not the others."""
+    """Whether each kernel is available, and why or why not."""
     return {
         each.name: f"{'serves' if each.available else 'not for'} {each.serves}: {each.why}"
         for each in backends()
@@ -141,7 +141,7 @@ def _rotary(part: configs.Recipe, seq_len: int | None) -> Explanation:
 
 
 def _code(value: Any) -> str:
-    """A value as Python; of a rule or an arrangement of axes, without what is the default."""
+    """A value as Python; rules and axes are written without arguments that have their default."""
     if not is_dataclass(value):
         return repr(value)
     held = ((each, getattr(value, each.name)) for each in fields(value))

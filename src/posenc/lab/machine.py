@@ -31,8 +31,8 @@ def threads(count: int | None) -> Iterator[None]:
 
 
 def describe() -> dict[str, str | int | None]:
-    """What a reader needs to judge a time by."""
-    # A container is often given fewer cores than the machine has; macOS cannot say.
+    """Hardware and software that times depend on."""
+    # A container often has fewer cores than the machine; macOS does not report them.
     given = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None
     return {
         "cpu": _cpu(),
@@ -49,7 +49,7 @@ def describe() -> dict[str, str | int | None]:
 
 
 def _cpu() -> str:
-    """Model name as the kernel gives it; lscpu knows the names that ARM kernels do not."""
+    """Model name from /proc/cpuinfo, or from lscpu, because ARM kernels do not report it."""
     known = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
     if not _MODEL.search(known) and shutil.which("lscpu"):
         known = subprocess.run(["lscpu"], capture_output=True, text=True).stdout

@@ -1,7 +1,7 @@
-"""Who is measured: posenc, plain torch, and one small adapter for each peer.
+"""The contestants: posenc, plain torch, and one small adapter for each peer.
 
-An adapter gets a workload, does outside the clock what a model does once (tables, modules), and
-returns what a model calls in every layer. It raises :class:`Missing` where it has nothing to run.
+An adapter takes a workload, builds the tables and modules that a model builds once, and returns the
+function that every layer calls, which is timed. If it cannot run, it raises :class:`Missing`.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ class Contestant:
     """Code that rotates q and k."""
 
     name: str
-    # From a workload to the call that is timed.
+    # Returns the function to time for a workload.
     prepare: Callable[[Workload], Call]
-    # Whose code it is; None for posenc and for formulas in plain torch.
+    # The package that has the code; None for posenc and for formulas in plain torch.
     package: str | None = None
     # Whether the call writes into q and k.
     in_place: bool = False
-    # Whether it computes angles in float32, as its own code has them.
+    # Whether its own code computes angles in float32.
     float32_angles: bool = False
 
     def version(self) -> str | None:
@@ -62,7 +62,7 @@ def posenc_forward(work: Workload) -> Call:
 
 
 def posenc_in_place(work: Workload) -> Call:
-    """``functional.rotate_qk_``: q and k in one pass, where they stand."""
+    """``functional.rotate_qk_``: q and k in one pass, in place."""
     _only(not work.training, "without gradients")
     rope = _rope(work)
     rotate: Any = partial(functional.rotate_qk_, interleaved=work.interleaved, **_positions(work))
@@ -165,7 +165,7 @@ def _load(module: str) -> Any:
         try:
             return importlib.import_module(module)
         except Exception as broken:
-            # Peers fail to import in ways of their own, a missing package being one of them.
+            # A missing package is only one of the ways in which an import of a peer fails.
             why = " ".join(str(broken).split()) or type(broken).__name__
             raise Missing(f"cannot import {module}: {why}") from broken
 

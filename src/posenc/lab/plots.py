@@ -1,4 +1,4 @@
-"""Charts of what was measured: how many copies of q and k a call takes, on a log scale."""
+"""Charts of benchmark results: time as a multiple of a copy of q and k, on a log scale."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def timings(report: dict[str, Any]) -> Figure:
 
 
 def ratios(measurement: dict[str, Any]) -> dict[str, float]:
-    """Copies that each contestant took: from the CUDA graph where there is one."""
+    """Time of each contestant in copies: from the CUDA graph if there is one."""
     timed = [result for result in measurement["results"] if result["status"] == "timed"]
     via = "graph" if any(result["via"] == "graph" for result in timed) else "loop"
     return {r["contestant"]: r["ratio"] for r in timed if r["via"] == via}

@@ -22,12 +22,12 @@ class Lane:
 
     name: str
     via: str
-    # Makes so many passes, of ``calls`` calls each, and returns the seconds they took.
+    # run(passes) makes ``passes * calls`` calls and returns the seconds they took.
     run: Callable[[int], float]
     calls: int
-    # In one round.
+    # Passes in one round.
     passes: int = 1
-    # Of one call, for each round.
+    # Seconds of one call, for each round.
     seconds: list[float] = field(default_factory=list)
 
     def calibrate(self, least: float) -> None:
@@ -41,7 +41,7 @@ def loop_lane(name: str, steps: Sequence[Step], *, device: str, grad: bool) -> L
     """Call ``steps`` one after the other from Python.
 
     With several steps each has memory of its own, and results are kept for a whole pass, so that
-    fresh outputs do not land where the last ones are still in the cache.
+    new outputs are not written to memory that is still in the cache.
     """
     kept: list[Any] = [None] * len(steps)
 
@@ -80,7 +80,7 @@ def graph_lane(name: str, steps: Sequence[Step], *, device: str, grad: bool) -> 
                 for i, step in enumerate(steps):
                     kept[i] = step()
 
-    # A graph has raw pointers: what it reads and writes must live as long as it does.
+    # A graph holds raw pointers, so its inputs and outputs must live as long as it does.
     def replay(passes: int, held: Any = (steps, kept)) -> None:
         for _ in range(passes):
             graph.replay()
@@ -91,8 +91,8 @@ def graph_lane(name: str, steps: Sequence[Step], *, device: str, grad: bool) -> 
 def race(lanes: Sequence[Lane], rounds: int, tell: Callable[[int], None]) -> None:
     """Time every lane once a round, so that a slow minute of the machine slows all of them.
 
-    Each round has an order of its own, because always running behind the same neighbour has been
-    worth 5 % on a GPU.
+    Each round has a random order, because running always after the same lane has changed times by
+    5 % on a GPU.
     """
     order, shuffle = list(lanes), random.Random(0).shuffle
     gc.collect()
@@ -115,7 +115,7 @@ def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
 
 
 def _seconds(call: Callable[[int], None], passes: int, device: str) -> float:
-    """By the host's clock, or by that of the GPU."""
+    """Time of a call, by the host's clock or by CUDA events."""
     if device == "cpu":
         begun = time.perf_counter()
         call(passes)

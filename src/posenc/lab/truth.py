@@ -1,4 +1,4 @@
-"""What a rotation must give: complex multiplication in float64, and how far off is still right."""
+"""The exact rotation, by complex multiplication in float64, and the error that is allowed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ RADIANS_PER_POSITION = 2.0**-22
 
 
 class Verdict(NamedTuple):
-    """Largest error, in ulps of the dtype at the magnitude of the pair, and why it is refused."""
+    """Largest error, in ulps at the magnitude of the pair; and a reason if it is too large."""
 
     ulps: float
     reason: str = ""
@@ -34,10 +34,10 @@ def judge(
     float32_angles: bool,
     transposed: bool = False,
 ) -> Verdict:
-    """Compare what a contestant made of ``inputs`` with the exact rotation.
+    """Compare the ``outputs`` of a contestant with the exact rotation of ``inputs``.
 
-    These are q and k, or, ``transposed``, the gradients of the outputs and those of the inputs:
-    rotated by the negative angle. ``float32_angles`` allows for angles computed in float32.
+    Both are q and k; or, if ``transposed``, the gradients of the outputs and of the inputs, which
+    are rotated by the negative angle. ``float32_angles`` allows for angles computed in float32.
     """
     radians = RADIANS_PER_POSITION * work.max_seq_len if float32_angles else 0.0
     weights = work.weights() if work.qk_norm else (None, None)
@@ -56,7 +56,7 @@ def judge(
             spacing = ulp(size, work.dtype)
             errors.append((off / spacing).amax())
             excesses.append((off / (ULPS * spacing + radians * size)).amax())
-    # amax() lets a NaN through, where max() of Python may not.
+    # amax() propagates NaN; Python's max() may not.
     worst = float(torch.stack(errors).amax())
     if torch.stack(excesses).amax() <= 1:
         return Verdict(worst)

@@ -9,7 +9,7 @@ from posenc.lab.comparison.run import FILES, RESULTS, Run
 TINY = Plan(
     encodings=("none",), train_length=8, steps=3, batch=2, width=16, layers=1, heads=2, windows=2
 )
-DAMAGED = "results.json is damaged, or not of this version of posenc compare: move it away"
+DAMAGED = "results.json is damaged, or from another version of posenc compare: move it away"
 
 
 @pytest.fixture(scope="module")

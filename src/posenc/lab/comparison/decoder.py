@@ -17,8 +17,8 @@ Attend: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
 class Decoder(nn.Module):
     """Embedding, pre-norm blocks of attention and a squared-ReLU MLP, and an untied head.
 
-    The sizes are the plan's, and ``symbols`` distinct tokens. Weights that all encodings share are
-    drawn first, so they are the same for one seed.
+    The plan has the sizes, except ``symbols``, the number of distinct tokens. Weights that all
+    encodings share are drawn first, so they are the same for one seed.
     """
 
     def __init__(self, encoding: str, plan: Plan, *, symbols: int, seed: int) -> None:
@@ -53,7 +53,7 @@ class Decoder(nn.Module):
     def weight_groups(self, decay: float) -> list[dict[str, object]]:
         """Parameters for an optimizer: decay for matrices, none for vectors and for tables.
 
-        A learned row that no gradient reaches must stay as it was made.
+        A learned row that no gradient reaches must keep its initial value.
         """
         matrices = self._matrices()
         others = [p for p in self.parameters() if all(p is not matrix for matrix in matrices)]

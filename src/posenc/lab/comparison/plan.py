@@ -1,4 +1,4 @@
-"""What is trained and tested: the encodings, where an entry of the table adds one, and a plan."""
+"""What a comparison trains and tests: the table of encodings, and the plan with all sizes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Encoding:
     """One line of the comparison."""
 
     label: str
-    # What its module takes: module(x), module(q, k), or module.attention(q, k, v).
+    # How its module is called: module(x), module(q, k), or module.attention(q, k, v).
     acts_on: Literal["input", "queries and keys", "scores"]
     # Makes the module, for a plan and the length of the sequences.
     build: Callable[[Plan, int], nn.Module]
@@ -51,16 +51,16 @@ ENCODINGS = {
         "sinusoidal",
         "input",
         lambda plan, length: SinusoidalPE(plan.longest, plan.width, base=plan.base),
-        "The formula goes on; no model saw it there.",
+        "The formula continues, to positions that the model was not trained on.",
     ),
     "learned": Encoding(
         "learned",
         "input",
         lambda plan, length: LearnedPosEmbedding(plan.longest, plan.width),
-        "The table has rows for the longest test, and the later ones were never trained: "
-        "they are as LearnedPosEmbedding made them.",
+        "The table has rows for the longest test; rows past the training length were never "
+        "trained, and have their initial values.",
     ),
-    "rope": _rope("RoPE", "The pairs rotate on, to distances that no model was trained on."),
+    "rope": _rope("RoPE", "The pairs rotate on, to distances that the model was not trained on."),
     "rope-yarn": _rope("RoPE + YaRN", "tested with YaRN of factor", "yarn"),
     "rope-linear": _rope("RoPE + linear", "every pair slowed by", "linear"),
     "rope-ntk": _rope("RoPE + NTK", "its base raised for", "ntk"),
@@ -69,7 +69,7 @@ ENCODINGS = {
     ),
 }
 COMPARED = ("none", "sinusoidal", "learned", "rope", "rope-yarn", "alibi")
-# Okabe and Ito's colours and a grey differ for every eye; with markers, colour is never alone.
+# Okabe and Ito's colours suit colour-blind readers; markers tell the lines apart without them.
 _COLOURS = "#8c8c8c #e69f00 #d55e00 #0072b2 #56b4e9 #cc79a7 #7d6bb0 #009e73".split()
 LOOKS = dict(zip(ENCODINGS, zip(_COLOURS, "os^Dv<>o", strict=True), strict=True))
 
@@ -86,7 +86,7 @@ class Unit(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """All that decides the numbers of a comparison, apart from the text.
+    """Everything that the numbers of a comparison depend on, except the text.
 
     The fields are the options that ``posenc compare --help`` explains. A base of 0 stands for the
     training length: the slow pairs then rotate less than once in a training sequence and the fast
@@ -106,7 +106,7 @@ class Plan:
     learning_rate: float = 8e-3
     base: float = 0.0
     windows: int = 64
-    # Sums are rounded differently with another count.
+    # Sums are rounded differently with another number of threads.
     threads: int = 1
 
     def __post_init__(self) -> None:
@@ -117,7 +117,7 @@ class Plan:
         if min(self.times) < 1:
             raise ValueError(f"--times must be 1 or more, got {min(self.times)}.")
         if self.width % (2 * self.heads):
-            raise ValueError(f"--width must be a multiple of 2 × {self.heads} heads.")
+            raise ValueError(f"--width must be a multiple of 2 × {self.heads}, got {self.width}.")
         if self.base == 0:
             object.__setattr__(self, "base", float(self.train_length))
         if not 1 < self.base < 1e300:
@@ -136,6 +136,6 @@ class Plan:
         return max(self.lengths)
 
     def units(self) -> list[Unit]:
-        """What is trained, seed by seed, so that an early end has every encoding of some seeds."""
+        """Trainings, seed by seed, so that a stopped run has every encoding of its first seeds."""
         trained = dict.fromkeys(ENCODINGS[name].trained_as or name for name in self.encodings)
         return [Unit(name, seed) for seed in range(self.seeds) for name in trained]

@@ -1,4 +1,4 @@
-"""What a comparison showed: charts, a page that opens without a network, and a sentence."""
+"""The results of a comparison as charts, as a page that opens offline, and as a sentence."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 Rows: TypeAlias = Sequence[dict[str, Any]]
 
-# Labels that a sentence cannot take as they are.
+# Labels that read differently inside a sentence.
 _SPOKEN = {"none": "no encoding"} | {n: f"{n} positions" for n in ("sinusoidal", "learned")}
 
 
@@ -80,7 +80,7 @@ def page(plan: Plan, results: dict[str, Any]) -> str:
         "held": f"{text['held']:,}",
         "longest": plan.longest,
         "bands": f"Means of {plan.seeds} seeds; bands are their range." if plan.seeds > 1 else "",
-        "unfinished": "" if results["complete"] else "Not finished: this is what was done so far.",
+        "unfinished": "" if results["complete"] else "Not finished: these are the results so far.",
         "base": f"{plan.base:g}",
         "slowest": f"{math.tau * plan.base ** ((head_dim - 2) / head_dim):.0f}",
     }
@@ -137,7 +137,7 @@ def _name(row: dict[str, Any]) -> str:
 
 
 def sentence(plan: Plan, rows: Rows) -> str:
-    """What was seen past the training length, or nothing where there is nothing to compare."""
+    """The best and the worst past the training length; empty if there is nothing to compare."""
     if len(rows) < 2 or len(plan.times) < 2:
         return ""
 

@@ -44,7 +44,7 @@ class Run:
         }
 
     def begin(self, *, overwrite: bool = False) -> None:
-        """Make a new or an empty folder this run's; with ``overwrite``, one that has a run too."""
+        """Begin in a new or an empty folder; with ``overwrite``, also in one that has a run."""
         folder = self.folder
         found = sorted(os.listdir(folder)) if folder.exists() else []
         if found and RESULTS not in found:
@@ -55,28 +55,28 @@ class Run:
         if found:
             _read(folder)
             if not overwrite:
-                way_out = "--resume goes on with it, --overwrite begins anew."
+                way_out = "continue it with --resume, or replace it with --overwrite."
                 raise ValueError(f"{folder} has a run: {way_out}")
             for name in FILES[1:]:
                 (folder / name).unlink(missing_ok=True)
-        # Replaced last and in one move, so the folder is a run's at every moment.
+        # Replaced last and in one move, so the folder has a complete results.json at every moment.
         self._write()
 
     @classmethod
     def resume(cls, folder: Path) -> Run:
-        """The run that a folder has, with all that is finished in it."""
+        """The run in ``folder``, with its finished trainings."""
         plan, results = _read(folder)
         run = cls(folder, plan)
         if run.text.sha256 != results["text"]["sha256"]:
             raise ValueError(
                 f"{run.text.name} has changed since {folder / RESULTS} was written: "
-                "--overwrite begins anew."
+                "start again with --overwrite."
             )
         run.results = results
         return run
 
     def go(self, tell: Tell = lambda label, done: None) -> None:
-        """Train and test what is not finished, one after the other; ``tell`` hears of each step."""
+        """Do the unfinished trainings, one by one; ``tell`` is called after each step."""
         finished, units = self.results["units"], self.plan.units()
 
         def tell_all(label: str, done: float) -> None:
@@ -99,7 +99,7 @@ class Run:
 
 
 def _read(folder: Path) -> tuple[Plan, dict[str, Any]]:
-    """The plan and the results of the run that a folder has; ValueError if it has none."""
+    """The plan and the results of the run in ``folder``; ValueError if there is none."""
     path = folder / RESULTS
     if not path.exists():
         raise ValueError(f"{folder} has no {RESULTS} to resume: name the folder of a run with -o.")
@@ -112,7 +112,7 @@ def _read(folder: Path) -> tuple[Plan, dict[str, Any]]:
         return Plan(**options), results
     except (AttributeError, TypeError, ValueError):
         raise ValueError(
-            f"{path} is damaged, or not of this version of posenc compare: "
+            f"{path} is damaged, or from another version of posenc compare: "
             "move it away, or name another folder with -o."
         ) from None
 
@@ -120,8 +120,8 @@ def _read(folder: Path) -> tuple[Plan, dict[str, Any]]:
 def summarize(plan: Plan, units: dict[str, Any]) -> list[dict[str, Any]]:
     """One row for each encoding that has a finished seed: means over the seeds, and their range.
 
-    ``tail`` is the loss of the last training length of each tested length; ``rise`` is what it
-    has gained since the first; ``low`` and ``high`` are the least and the largest of the seeds.
+    ``tail`` is the loss of the last ``train_length`` symbols at each length; ``rise`` is how much
+    higher it is than at the first; ``low`` and ``high`` are the extremes of the seeds.
     """
     rows = []
     for name in plan.encodings:

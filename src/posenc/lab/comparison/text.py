@@ -32,7 +32,7 @@ class Text(NamedTuple):
     train: Tensor
     held: Tensor
     symbols: int
-    # Of the bytes, so that a run is never continued on others.
+    # Of the bytes, so that a run is resumed only with the same text.
     sha256: str
 
 
@@ -88,7 +88,7 @@ class _Teller:
         return (self.state >> 33) % count
 
     def expand(self, name: str) -> str:
-        """The fact of that name, or one alternative of the rule, with all that stands in it."""
+        """The fact of that name, or one alternative of the rule, with its braces expanded."""
         if name == "who":
             self.subject = "ABC"[self.below(3)]
             name = (self.subject, f"{self.subject} title")[self.below(2)]

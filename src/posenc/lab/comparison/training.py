@@ -1,4 +1,4 @@
-"""Train one decoder, test it on sequences longer than those, and measure what it costs."""
+"""Train a decoder, test it on longer sequences, and measure its speed and memory."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from posenc.lab.comparison.decoder import Decoder
 from posenc.lab.comparison.plan import ENCODINGS, Plan, Unit
 from posenc.lab.comparison.text import Text
 
-# Called after each step with what is trained and its loss, and the part that is done.
+# Called after each step with a message and the fraction that is done.
 Tell: TypeAlias = Callable[[str, float], None]
 
 
@@ -79,7 +79,7 @@ def batches(text: Tensor, plan: Plan, seed: int) -> Tensor:
 
 
 def learning_rate(step: int, steps: int, peak: float) -> float:
-    """Up in a straight line for a tenth of the steps, then down a cosine to a twentieth."""
+    """Linear warm-up over a tenth of the steps, and cosine decay to a twentieth of the peak."""
     rising = min(1.0, (step + 1) / max(1.0, 0.1 * steps))
     falling = 0.05 + 0.95 * (1 + math.cos(math.pi * step / steps)) / 2
     return peak * rising * falling
@@ -94,10 +94,10 @@ def next_token_loss(model: Decoder, tokens: Tensor) -> Tensor:
 
 @torch.no_grad()
 def losses_by_length(model: Decoder, name: str, plan: Plan, text: Tensor) -> dict[str, list[float]]:
-    """Loss at each length: of the last training length of it, of all of it, and by position.
+    """Loss at each length: of its last symbols, of all symbols, and by position of the longest.
 
-    Every length ends at the same places of the text. So the last symbols, as many as a training
-    sequence has, are the same at every length, and only what is before them grows.
+    Every length ends at the same places of the text. So the last ``train_length`` symbols
+    are the same at every length, and only the context before them grows.
     """
     encoding, trained = ENCODINGS[name], model.position
     ends = torch.linspace(plan.longest, len(text) - 1, plan.windows).long()
@@ -119,7 +119,7 @@ def losses_by_length(model: Decoder, name: str, plan: Plan, text: Tensor) -> dic
 
 
 def _cost(model: Decoder, plan: Plan, text: Text, step_seconds: float) -> dict[str, float]:
-    """Speed of training and of reading the longest sequence; memory of one of each."""
+    """Speed and peak memory of a training step, and of a forward of one longest sequence."""
     short = text.train[: plan.train_length + 1].expand(plan.batch, -1)
     long = text.held[None, : plan.longest + 1]
 
@@ -131,7 +131,7 @@ def _cost(model: Decoder, plan: Plan, text: Text, step_seconds: float) -> dict[s
     def read() -> None:
         next_token_loss(model, long)
 
-    # Gradients and tables that were there before are not part of what is watched.
+    # Allocate tables, and free gradients, before memory is measured.
     model.zero_grad()
     learn()
     read_seconds = statistics.median(timeit.repeat(read, repeat=3, number=1))
@@ -144,7 +144,7 @@ def _cost(model: Decoder, plan: Plan, text: Text, step_seconds: float) -> dict[s
 
 
 def peak_bytes(call: Callable[[], Any]) -> int:
-    """Most bytes that ``call`` had allocated at one time, and not given back.
+    """Peak of the bytes that ``call`` has allocated and not freed.
 
     Every allocation and release of torch's CPU allocator is counted, those inside operations too;
     the sum is the same on a busy machine.

@@ -22,7 +22,7 @@ _MARKS = "*o+x"
 
 
 class Line(NamedTuple):
-    """One line of a chart; without a colour of its own it has one by its place."""
+    """One line of a chart; without a colour it takes the next of ``SERIES``."""
 
     label: str
     x: Sequence[float]
@@ -42,7 +42,7 @@ class Heat:
     table: Tensor
 
     def draw(self, ax: Axes) -> None:
-        """Draw on these axes; what is infinite is left empty."""
+        """Draw on these axes; infinite values are left empty."""
         plain(ax, self.title, self.x, self.y)
         ax.grid(visible=False)
         ax.locator_params(integer=True)
@@ -71,17 +71,17 @@ class Chart:
     x: str
     y: str
     lines: Sequence[Line]
-    # The axis on which equal steps are equal ratios: x, y or none.
+    # The axis with a log scale: x, y or none.
     log: str = ""
-    # An axis, x or y, a place on it from which on the background is shaded, and what that means.
+    # An axis (x or y), the value from which the background is shaded, and the label of the shade.
     shaded: tuple[str, float, str] | None = None
     # Whether points are drawn instead of lines between them.
     dots: bool = False
-    # One for each point of the first line.
+    # Labels of the points of the first line.
     words: Sequence[str] = ()
-    # Whether a step across is as long as one upwards.
+    # Whether both axes have the same scale.
     square: bool = False
-    # Names of the places across that are marked, instead of numbers.
+    # Tick labels of the x axis, by value.
     ticks: dict[int, str] | None = None
 
     def draw(self, ax: Axes) -> None:
@@ -139,7 +139,7 @@ Panel: TypeAlias = Heat | Chart
 def sheet(
     panels: Sequence[Panel], width: float, height: float, *, columns: int = 1, title: str = ""
 ) -> Figure:
-    """Panels side by side, on so many inches."""
+    """Panels in rows of ``columns``, on a figure of this size in inches."""
     drawn = figure(width, height, title)
     axes = drawn.subplots(len(panels) // columns, columns, squeeze=False)
     for ax, panel in zip(axes.flat, panels, strict=True):

@@ -18,7 +18,7 @@ from posenc.numerics.frequencies import inverse_frequencies
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# From the factor and the trained length to the rule for sequences that many times longer.
+# Each makes a rule from a factor and the trained length.
 RULES: dict[str, Callable[[float, int], rules.Rule]] = {
     "linear": lambda factor, trained: rules.Linear(factor),
     "ntk": lambda factor, trained: rules.NTK(factor),
@@ -29,7 +29,7 @@ RULES: dict[str, Callable[[float, int], rules.Rule]] = {
 
 
 class View(NamedTuple):
-    """One encoding: a title, four panels of which the first says most, numbers for a program."""
+    """One encoding: a title, four panels with the most important first, and numbers for JSON."""
 
     title: str
     panels: tuple[Panel, ...]
@@ -83,7 +83,7 @@ def sinusoidal(
 
 
 def learned(*, dim: int = 128, length: int = 128) -> View:
-    """The table that is added, as it is made."""
+    """The table that is added, as it is initialised."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         table = nn.LearnedPosEmbedding(length, dim).pos_emb.weight.detach()
@@ -153,7 +153,7 @@ def alibi(*, heads: int = 8, length: int = 128, trained: int = 4096) -> View:
     subtracted, left = [], []
     for head in sorted({round(i * (heads - 1) / 3) for i in range(4)}):
         row, weight = bias[head, -1].flip(-1), (-slopes[head] * distance).exp()
-        # Lines end where there is little left to see.
+        # Lines end where their values become negligible.
         near, seen = row >= -12, weight >= 0.01
         subtracted.append(_line(f"head {head}", torch.arange(length)[near], row[near]))
         left.append(_line(f"head {head}", distance[seen], weight[seen]))

@@ -1,4 +1,4 @@
-"""The look of every picture: colours that differ for every eye, and words in the same colours."""
+"""The look of every picture, and its file: colours, axes, legend, image formats."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 INK, FAINT, GREY = "#24292f", "#d0d7de", "#8c8c8c"
-# Okabe and Ito's colours differ for every eye.
+# Okabe and Ito's colours suit colour-blind readers.
 SERIES = ("#0072b2", "#d55e00", "#009e73", "#cc79a7")
 _DPI = 144
 
@@ -24,13 +24,13 @@ def figure(width: float, height: float, title: str = "") -> Figure:
 
     drawn = Figure(figsize=(width, height), layout="constrained")
     if title:
-        # A title may hold the name of a file, and that a dollar sign.
+        # A title may contain a file name with a dollar sign.
         drawn.suptitle(title, fontsize=14, color=INK, x=0.01, ha="left", parse_math=False)
     return drawn
 
 
 def plain(ax: Axes, title: str, x: str, y: str) -> None:
-    """Two axes, a faint grid, and words where they are needed."""
+    """Set title, labels, ticks and a faint grid."""
     ax.set_title(title, fontsize=11, color=INK, loc="left", pad=8)
     ax.set_xlabel(x, fontsize=9, color=INK)
     ax.set_ylabel(y, fontsize=9, color=INK)
