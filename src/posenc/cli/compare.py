@@ -47,7 +47,7 @@ def _times(text: str) -> tuple[int, ...]:
 
 def compare(
     context: typer.Context,
-    output: Annotated[Path, typer.Option("--output", "-o", metavar="DIR", help="For results.")] = (
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="DIR", help="Write here.")] = (
         Path("posenc-compare")
     ),
     quick: Annotated[bool, typer.Option(help="About a minute on one core, not fifteen.")] = False,
@@ -59,7 +59,7 @@ def compare(
     resume: Annotated[bool, typer.Option(help="Continue the run in the folder.")] = False,
     overwrite: Annotated[bool, typer.Option(help="Replace the run in the folder.")] = False,
     train_length: Annotated[int | None, _number("train_length", "Symbols to train on.", 4)] = None,
-    times: Annotated[Any, _parsed(_times, "LIST", "Tested, × train length.", "1,2,4,8")] = None,
+    times: Annotated[Any, _parsed(_times, "LIST", "Test / train length.", "1,2,4,8")] = None,
     steps: Annotated[int | None, _number("steps", "Optimizer steps.")] = None,
     batch: Annotated[int | None, _number("batch", "Sequences per step.")] = None,
     width: Annotated[int | None, _number("width", "Channels.")] = None,
