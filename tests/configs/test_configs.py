@@ -246,7 +246,7 @@ def test_files_folders_and_objects_are_read(tmp_path):
         ({"rope_theta": 1e4, "rotary_emb_base": 1e5}, "rope_theta and rotary_emb_base"),
         ({"rope_scaling": {"factor": 2.0}, "rope_parameters": {"factor": 3.0}}, "must agree"),
         ({"rotary_dim": 32, "partial_rotary_factor": 0.25}, "rotary_dim and partial"),
-        ({"partial_rotary_factor": 1.5}, "even number of the 64"),
+        ({"partial_rotary_factor": 1.5}, "even number of 64"),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "max_position_embeddings"),
         ({"hidden_size": None}, "head_dim must be in the config"),
         ({"head_dim": 2**20}, "at most"),

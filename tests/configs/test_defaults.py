@@ -182,7 +182,7 @@ def test_the_text_model_is_found_wherever_it_is_described(config, base):
         ({"position_embeddings_type": "relative"}, "position_embeddings_type must say"),
         ({"model_type": "nomic_bert", "rotary_emb_fraction": 0.0}, "rotary_emb_fraction|positive"),
         ({"model_type": "hunyuan_vl_text"}, "channels of a pair"),
-        ({"model_type": "gpt_oss"}, "rope_parameters must be given, because this is gpt_oss"),
+        ({"model_type": "gpt_oss"}, "rope_parameters must be given for model_type 'gpt_oss'"),
         ({"model_type": "kimi_linear", "qk_rope_head_dim": 64}, "not known to rotate"),
         ({"model_type": "timesfm"}, "rope_theta must be given, because timesfm"),
         ({"model_type": "dinov3_vit", "rope_theta": 100.0}, "fractions of an image"),

@@ -28,7 +28,7 @@ def test_paths_that_would_lose_something_are_refused(saved, tmp_path):
         convert(saved, there, to="half", **SIZES)
     assert there.read_text() == "mine"
     for target in (saved, tmp_path):
-        with pytest.raises(ValueError, match="lie apart"):
+        with pytest.raises(ValueError, match="must not contain each other"):
             convert(saved, target, to="half", overwrite=True, **SIZES)
     with pytest.raises(FileNotFoundError, match="a folder that exists"):
         convert(saved, tmp_path / "no" / "where", to="half", **SIZES)

@@ -42,7 +42,7 @@ def test_two_runs_to_one_target_do_not_share_a_draft(source, tmp_path):
     target, refused = tmp_path / "target", []
 
     def another(name, share):
-        with pytest.raises(FileExistsError, match=r"must be free.*a run is writing") as error:
+        with pytest.raises(FileExistsError, match=r"must not exist.*a run is writing") as error:
             convert(source, target, to="interleaved", **SIZES)
         refused.append(str(error.value))
 
@@ -68,7 +68,7 @@ def test_a_taken_name_of_the_workspace_is_left_alone(source, tmp_path, what):
     else:
         (room / "new").mkdir(parents=True)
     before = sorted(tmp_path.rglob("*"))
-    with pytest.raises(FileExistsError, match="must be free"):
+    with pytest.raises(FileExistsError, match="must not exist"):
         convert(source, tmp_path / "target", to="interleaved", **SIZES)
     assert sorted(tmp_path.rglob("*")) == before
 
@@ -77,9 +77,9 @@ def test_a_source_that_a_killed_run_was_to_replace_is_found(source, tmp_path):
     room = drafts.workspace(source)
     room.mkdir()
     source.rename(room / "old")
-    with pytest.raises(FileNotFoundError, match=r"use .*source\.posenc-convert.old, which is"):
+    with pytest.raises(FileNotFoundError, match=r"Use .*source\.posenc-convert.old, the complete"):
         convert(source, tmp_path / "target", to="interleaved", **SIZES)
-    with pytest.raises(ValueError, match="lie apart"):
+    with pytest.raises(ValueError, match="must not contain each other"):
         convert(room / "old", source, to="interleaved", **SIZES)
 
 

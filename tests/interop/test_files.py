@@ -79,7 +79,7 @@ def test_bad_arguments_are_named(small, tmp_path):
     pointer = tmp_path / "b.safetensors"
     pointer.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
     for path in (tmp_path / "a.bin", pointer):
-        with pytest.raises(ValueError, match="must be in the format of safetensors"):
+        with pytest.raises(ValueError, match="must be a safetensors file"):
             convert(path, tmp_path / "new", to="interleaved", config=LLAMA)
     index = {"weight_map": {"a": ["x"]}}
     (small / "model.safetensors.index.json").write_text(json.dumps(index))

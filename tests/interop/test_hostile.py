@@ -48,13 +48,13 @@ def test_a_link_to_a_file_outside_is_refused(source, tmp_path, name, steps):
         (source / name).replace(outside)
     (source / name).symlink_to(outside if steps == 1 else "../between")
     (tmp_path / "between").symlink_to(outside)
-    assert "outside" in refuse(source, "links in .* must lead to something in it")
+    assert "outside" in refuse(source, "links in .* must lead to a file in it")
 
 
 def test_a_link_to_a_folder_outside_to_a_device_and_to_nothing_is_refused(source, tmp_path):
     for leads in (tmp_path, Path("/dev/zero"), source / "nothing", source / "link", Path("..")):
         (source / "link").symlink_to(leads)
-        refuse(source, "links in .* must lead to something in it")
+        refuse(source, "links in .* must lead to a file in it")
         (source / "link").unlink()
 
 
@@ -106,7 +106,7 @@ def test_a_cache_of_hugging_face_is_converted_through_its_links(tmp_path):
     (tmp_path / "secret").write_text("secret")
     (blobs / "9").symlink_to(tmp_path / "secret")
     (snapshot / "notes.txt").symlink_to("../../blobs/9")
-    with pytest.raises(ValueError, match="must lead to something in it"):
+    with pytest.raises(ValueError, match="must lead to a file in it"):
         convert(snapshot, tmp_path / "again", to="interleaved")
 
 

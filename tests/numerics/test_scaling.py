@@ -212,7 +212,7 @@ def test_a_rule_is_a_value(rule):
         (
             lambda: RoPE(16, scaling=scaling.LongRoPE((5e-324,) * 8, (1.0,) * 8, 64)),
             ValueError,
-            "not finite",
+            "rates must be finite",
         ),
     ],
 )

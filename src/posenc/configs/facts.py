@@ -38,13 +38,13 @@ def lengths(
     applied = [rule for rule in rules if rule is not None]
     rule: Any = next((each for each in applied if hasattr(each, "original_length")), None)
     if rule is None:
-        # Without original_length, files disagree on whether this is the length before scaling.
+        # Without original_length, configs disagree on whether they name the length before scaling.
         return (None if applied else named), named
     original, key = rule.original_length, "original_max_position_embeddings"
     if named is not None and named[0] == original:
         key = named[1].removeprefix(config.prefix)
-    factor = math.floor(original * getattr(rule, "factor", 1.0))
-    stretched = factor, f"{config.prefix}factor * {key}"
+    scaled = math.floor(original * getattr(rule, "factor", 1.0))
+    stretched = scaled, f"{config.prefix}factor * {key}"
     longest = max(named or stretched, stretched, key=lambda fact: fact[0])
     return (original, config.prefix + key), longest
 

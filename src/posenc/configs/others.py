@@ -36,9 +36,9 @@ class Alibi:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """A vector for each position, that of position 0 in row ``offset``.
+    """A vector for each position; position 0 has row ``offset``.
 
-    Each is learned, or the `timestep_embedding` of the row if there is a ``downscale_freq_shift``.
+    It is learned, or the `timestep_embedding` of the row if there is a ``downscale_freq_shift``.
     """
 
     max_len: int
@@ -62,18 +62,18 @@ class Buckets:
 # A string names an encoding that posenc has no module for.
 Part = Alibi | Table | Buckets | str
 
-_NONE_HERE = "Use the model's own code: posenc has no module for it."
-_SIZES = "Use LearnedPosEmbedding(max_len, embed_dim); `posenc explain` prints the sizes."
-_LINE = "Use functional.timestep_embedding; `posenc explain` prints the line."
+_USE_MODEL = "Use the model's own code: posenc has no module for it."
+_USE_LEARNED = "Use LearnedPosEmbedding(max_len, embed_dim); `posenc explain` prints the sizes."
+_USE_TIMESTEP = "Use functional.timestep_embedding; `posenc explain` prints the call."
 # The name of each kind in an error, and the way out.
 NOUNS = {
     "alibi": ("ALiBi", "Use ALiBi.from_config."),
     "own_alibi": ("ALiBi", "Construct ALiBi(num_heads) directly."),
-    "learned": ("a learned table of positions", _SIZES),
-    "sinusoidal": ("sinusoidal positions", _LINE),
-    "buckets": ("T5's relative bias, a number for each bucket of distances", _NONE_HERE),
-    "relative": ("relative position embeddings", _NONE_HERE),
-    "convolution": ("a convolution for positions", _NONE_HERE),
+    "learned": ("a learned table of positions", _USE_LEARNED),
+    "sinusoidal": ("sinusoidal positions", _USE_TIMESTEP),
+    "buckets": ("T5's relative bias, a number for each bucket of distances", _USE_MODEL),
+    "relative": ("relative position embeddings", _USE_MODEL),
+    "convolution": ("a convolution for positions", _USE_MODEL),
     "patches": ("a learned vector for each patch of an image", "Use LearnedPosEmbedding."),
     "none": ("no positional encoding", "Leave positions out."),
 }
@@ -106,7 +106,7 @@ def not_rotary(config: Mapping[str, Any]) -> tuple[str, Any] | None:
     return None
 
 
-def refuse_unlike(config: Config) -> None:
+def check_rotary(config: Config) -> None:
     """Refuse other positions than RoPE's, misspelled keys, and missing rope_parameters."""
     top, prefix, kind = config.top, config.prefix, config.kind
     other, found = kind_of(top), not_rotary(top)
@@ -115,7 +115,7 @@ def refuse_unlike(config: Config) -> None:
         rule = f"model_type {kind!r} has no rotary embedding"
         raise ValueError(f"{config.who}: {rule}. It has {noun}.\n  {way_out}")
     if "refused" in config.model:
-        rule = f"model_type {kind!r} has a rotation that RoPE does not: {config.model['refused']}"
+        rule = f"model_type {kind!r} rotates unlike RoPE: {config.model['refused']}"
         raise ValueError(f"{config.who}: {rule}.\n  Use functional.rotate with its tables.")
     if found is not None:
         way_out = "Construct RoPE(...) directly if the model rotates."
@@ -129,7 +129,7 @@ def refuse_unlike(config: Config) -> None:
                 rule = f"{prefix}{key} must be a known key"
                 raise config.error(rule, key, f"Did you mean {meant}?")
     if "rope_parameters" in config.model and not config.where:
-        rule = f"{prefix}rope_parameters must be given, because this is {kind}"
+        rule = f"{prefix}rope_parameters must be given for model_type {kind!r}"
         way_out = "Add them: the rotation of this type is scaled, or differs by layer."
         raise config.error(rule, None, way_out)
 

@@ -29,7 +29,7 @@ _WAY_OUT = {
 
 
 @functools.cache
-def _rows() -> dict[str, dict[str, Any]]:
+def _defaults() -> dict[str, dict[str, Any]]:
     """Defaults of each model type, which ``tools/configs`` writes."""
     text = Path(__file__).with_name("models.json").read_text(encoding="utf-8")
     rows: dict[str, dict[str, Any]] = json.loads(text)["models"]
@@ -38,12 +38,12 @@ def _rows() -> dict[str, dict[str, Any]]:
 
 def facts_of(model_type: Any) -> Mapping[str, Any]:
     """The defaults of a model type; empty for an unknown one."""
-    return _rows().get(model_type, {}) if isinstance(model_type, str) else {}
+    return _defaults().get(model_type, {}) if isinstance(model_type, str) else {}
 
 
 def types_with(key: str) -> frozenset[str]:
     """The model types that have a default for ``key``."""
-    return frozenset(model_type for model_type, row in _rows().items() if key in row)
+    return frozenset(model_type for model_type, row in _defaults().items() if key in row)
 
 
 @dataclass
@@ -156,7 +156,7 @@ def text_part(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], str]:
 
 
 def mentions_rotation(config: Mapping[str, Any]) -> bool:
-    """Whether a key names rotary positions, besides qk_rope_head_dim, which may go unrotated."""
+    """Whether a key other than qk_rope_head_dim, which may go unrotated, names a rotation."""
     words = [key for key, value in config.items() if value is not None]
     words += [str(config[key]) for key in KIND_KEYS if config.get(key)]
     named = (str(word) for word in words if word != "qk_rope_head_dim")
@@ -164,7 +164,7 @@ def mentions_rotation(config: Mapping[str, Any]) -> bool:
 
 
 def open_config(config: Any, who: str = "from_config") -> Config:
-    """Find the text model in what `as_dict` takes, and its rope dict."""
+    """Find the text model and its rope dict in any config that `as_dict` takes."""
     config = as_dict(who, config)
     top, prefix = text_part(config)
     found = Config(who, dict(top), prefix)
@@ -217,7 +217,7 @@ def choose_layer(config: Config, layer_type: str | None) -> tuple[Config, str | 
         first, *others = dicts
         if layer_type is None and any(dicts[other] != dicts[first] for other in others):
             rule = f"layer_type must be given, one of {list(dicts)}"
-            raise config.error(rule, None, "Pass layer_type: their rotations differ.")
+            raise config.error(rule, None, "Pass layer_type, because rotations differ by it.")
         layer_type = first if layer_type is None else layer_type
         if layer_type not in dicts:
             raise config.error(f"layer_type must be one of {list(dicts)}", layer_type)

@@ -8,7 +8,7 @@ from typing import Any
 
 from posenc.configs import facts, others, reader, rotation
 from posenc.configs.facts import Fact
-from posenc.configs.others import Alibi, kind_of, refuse_unlike
+from posenc.configs.others import Alibi, check_rotary, kind_of
 from posenc.configs.reader import Config, open_config
 from posenc.configs.rules import scaling_rule
 from posenc.numerics import scaling
@@ -33,7 +33,7 @@ class Recipe:
     def arguments(self) -> dict[str, Any]:
         """Keywords for `RoPE`."""
         given = {each.name: getattr(self, each.name) for each in fields(self) if each.compare}
-        # None stays right if the user passes another head_dim.
+        # None means the whole head, even if the user passes another head_dim.
         return {**given, "rotary_dim": None} if self.rotary_dim == self.head_dim else given
 
 
@@ -54,7 +54,7 @@ class Positions:
 def read(config: Any, *, layer_type: str | None = None, base: float | None = None) -> Recipe:
     """The rotation that a config describes, with ``base`` instead of its own if that is given."""
     found = open_config(config)
-    refuse_unlike(found)
+    check_rotary(found)
     return _recipe(found, layer_type, base)
 
 
@@ -87,7 +87,7 @@ def read_positions(config: Any, *, layer_type: str | None = None) -> Positions:
                 raise found.error(rule, layer_type, "Leave layer_type out.")
             parts = (named[layer_type],)
         return Positions(parts, *facts.lengths_of_others(found, parts))
-    refuse_unlike(found)
+    check_rotary(found)
     names = reader.rotating_types(found) if layer_type is None else (layer_type,)
     rotary = tuple(_recipe(found, name) for name in names)
     rules = [each.scaling for each in rotary]
@@ -111,6 +111,6 @@ def read_alibi(config: Any) -> Alibi:
     elif known or reader.mentions_rotation(found.top):
         noun, way_out = "rotary embeddings", "Use RoPE.from_config."
     else:
-        noun, way_out = "no ALiBi that is known: bloom, mpt and falcon have", directly
+        noun, way_out = "no known ALiBi; bloom, mpt and falcon have one", directly
     name = found.top.get("model_type")
     raise ValueError(f"from_config: model_type {name!r} has {noun}.\n  {way_out}")

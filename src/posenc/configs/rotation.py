@@ -1,4 +1,4 @@
-"""The arguments of a RoPE, a function each: from the config's keys, or its type's defaults."""
+"""A function for each argument of RoPE: it reads the config's keys or the type's defaults."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def rotary_dim(config: Config, head_dim: int) -> int:
     share = checks.positive_float(config.who, _SHARE, share)
     width = int(head_dim * share) if share <= 1 else 0
     if width < 2 or width % 2:
-        rule = f"{_SHARE} must be at most 1, and an even number of the {head_dim} channels"
+        rule = f"{_SHARE} must be at most 1, and rotate an even number of {head_dim} channels"
         raise config.error(rule, f"{share:g}")
     if count is not None and count != width:
         raise config.contradiction("rotary_dim", _SHARE, f"{count} and {width} channels")

@@ -37,7 +37,7 @@ def scaling_rule(config: Config) -> scaling.Rule | None:
         raise config.contradiction("type", "rope_type", " and ".join(sorted(names)))
     scales = next((key for key in _SCALES if config.rope.get(key) is not None), None)
     if not names and scales is not None:
-        rule = f"{config.where}.rope_type must be given, because {config.where}.{scales} is"
+        rule = f"{config.where}.rope_type must be given with {config.where}.{scales}"
         raise config.error(rule, None, f"Add one of {', '.join(_RULES)}.")
     name = names.pop() if names else "default"
     if name == "default":

@@ -1,4 +1,4 @@
-"""Your dtype, your device: what touches the user's tensors. Tensors and flags, never a rule."""
+"""Kernels for users' tensors, in their dtype and on their device; no scaling rule is known here."""
 
 from posenc.kernels import ops as ops  # defines the ops that dispatch calls
 from posenc.kernels.dispatch import Backend, backends, norm_rotate, rotate, rotate_

@@ -63,7 +63,7 @@ _exported: Rotation = reference.rotate
 
 @contextmanager
 def exported_as(rotation: Rotation) -> Iterator[None]:
-    """Export programs with ``rotation`` inside this context; arguments as `reference.rotate`."""
+    """Export with ``rotation``, which has the arguments of `reference.rotate`, in this context."""
     global _exported
     before, _exported = _exported, rotation
     try:
@@ -153,7 +153,7 @@ def norm_rotate(
 
 
 def _records(*tensors: Tensor) -> bool:
-    """Whether autograd records a gradient to one of ``tensors``."""
+    """Whether autograd records operations on one of ``tensors``."""
     return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
 
 
@@ -205,7 +205,7 @@ def run_norm_backward(kernel: Any, g: Tensor, x: Tensor, *arguments: Any) -> tup
 
 
 def _on_dense_rows(x: Tensor, run: Callable[[Tensor, Tensor], Any]) -> tuple[Tensor, Any]:
-    """A tensor like ``x`` that ``run(x, y)`` wrote, on copies if need be, and what it returned."""
+    """Call ``run(x, y)`` with a new ``y``, on copies if need be; return ``y`` and the result."""
     y = torch.empty_like(x)
     if _has_dense_rows(x, y):
         return y, run(x, y)
@@ -215,7 +215,7 @@ def _on_dense_rows(x: Tensor, run: Callable[[Tensor, Tensor], Any]) -> tuple[Ten
 
 
 def _has_dense_rows(*tensors: Tensor) -> bool:
-    """Whether a kernel can use ``tensors`` without a copy; some gradients have no memory."""
+    """Whether a kernel can use ``tensors`` without a copy; some gradients have no storage."""
     return all(t.stride(-1) == 1 and not t.is_neg() and t.data_ptr() for t in tensors)
 
 
@@ -225,7 +225,7 @@ def _dense(x: Tensor) -> Tensor:
 
 
 class _Rotate(torch.autograd.Function):
-    """The rotation and its gradient, which is a rotation too: it is linear in ``xs`` and tables.
+    """The rotation; its gradient with respect to ``xs`` is the transposed rotation.
 
     Arguments are ``*xs, cos, sin, rows, spec``; the ops share `save` and `backward`.
     """
@@ -239,7 +239,7 @@ class _Rotate(torch.autograd.Function):
 
     @staticmethod
     def save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        """Save for the gradient what `setup_context` would."""
+        """Save the tensors that the gradient needs; this is also the `setup_context`."""
         *xs, cos, sin, (ctx.start, positions), ctx.spec = inputs
         count, needs = len(xs), ctx.needs_input_grad
         ctx.for_tables = needs[count] or needs[count + 1]
@@ -260,15 +260,15 @@ class _Rotate(torch.autograd.Function):
             both = zip(xs, gradients, strict=True)
             terms = [reference.table_gradients(x, g, cos, sin, rows, spec) for x, g in both]
             to_tables = [sum(term) for term in zip(*terms, strict=True)]
-        # The ops have six more inputs; autograd drops a None too many.
+        # The ops have six inputs after the tables, the Function two; autograd drops surplus Nones.
         return (*to_xs, *to_tables, *[None] * 6)
 
 
 class _RotateWithRules(_Rotate):
     """As :class:`_Rotate`, for torch.func and forward mode.
 
-    For a `forward` with a `setup_context`, torch inspects the signature at every call, which takes
-    longer than a short rotation.
+    If there is a `setup_context`, torch inspects the signature of `forward` at every call, which
+    takes longer than a short rotation; so `_Rotate` has none.
     """
 
     setup_context = _Rotate.save
@@ -320,7 +320,7 @@ class _NormRotate(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, *arguments: Any) -> Tensor:
-        cos, sin, rows, *ctx.kinds = arguments
+        cos, sin, rows, *ctx.spec_and_norm = arguments
         ctx.save_for_backward(x, weight, cos, sin, rows.positions)
         ctx.start = rows.start
         return run_norm(kernel_for(x), x, weight, *arguments)
@@ -330,7 +330,7 @@ class _NormRotate(torch.autograd.Function):
         *tensors, positions = ctx.saved_tensors
         # A gradient that is differentiated again, or batched, consists of torch operations.
         plain = is_plain(g) and not torch.is_grad_enabled() and not in_forward_mode()
-        how = (*tensors, Rows(ctx.start, positions), *ctx.kinds)
+        how = (*tensors, Rows(ctx.start, positions), *ctx.spec_and_norm)
         if plain:
             return *run_norm_backward(kernel_for(g), g, *how), *[None] * 5
         return *reference.norm_rotate_backward(g, *how), *[None] * 5

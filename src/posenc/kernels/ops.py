@@ -50,9 +50,9 @@ def _refuse(who: str, rule: str, *tensors: Any) -> None:
 
 
 def _check(who: str, arguments: tuple[Any, ...], *others: Tensor) -> tuple[Any, ...]:
-    """Refuse arguments with which a kernel would access memory out of bounds; unflatten the others.
+    """Unflatten the arguments; refuse those with which a kernel would access memory out of bounds.
 
-    The kernels check the values of positions. ``others`` must be on the same device.
+    The kernels check the values of positions. ``others`` are tensors for the same device.
     """
     *xs, cos, sin, rows, spec = unflatten(arguments)
     x, (start, positions) = xs[0], rows
@@ -60,7 +60,7 @@ def _check(who: str, arguments: tuple[Any, ...], *others: Tensor) -> tuple[Any, 
     for t in xs:
         agrees = t.dim() == 4 and (t.shape[0], *t.shape[2:]) == (x.shape[0], *x.shape[2:])
         if not agrees or t.dtype not in checks.FLOAT_DTYPES:
-            _refuse(who, "tensors must be floating, (B, H, T, D), and differ in H at most", *xs)
+            _refuse(who, "tensors must be floating, (B, H, T, D), and differ only in H", *xs)
     (batch, _, length, width), table = x.shape, cos.shape
     if (
         table != sin.shape
@@ -88,7 +88,7 @@ def _check(who: str, arguments: tuple[Any, ...], *others: Tensor) -> tuple[Any, 
 
 
 def _check_devices(who: str, *tensors: Any) -> None:
-    """Refuse tensors of several devices: beside a meta tensor, a result would stay unwritten."""
+    """Refuse tensors on several devices; if one is meta, the result would stay unwritten."""
     if len({t.device for t in tensors if isinstance(t, Tensor)}) > 1:
         _refuse(who, "tensors must be on one device", *tensors)
 
@@ -149,7 +149,7 @@ def _check_norm(gradients: Sequence[Tensor], x: Tensor, weight: Tensor, how: Any
     if weight.shape != (channels,) or weight.dtype not in checks.FLOAT_DTYPES:
         _refuse(who, f"weight must be floating, ({channels},)", weight, x)
     if any(g.shape != x.shape or g.dtype != x.dtype for g in gradients):
-        _refuse(who, "a gradient must be like its tensor", *gradients, x)
+        _refuse(who, "a gradient must be of its tensor's shape and dtype", *gradients, x)
     return x, weight, cos, sin, rows, spec, norm
 
 

@@ -92,7 +92,7 @@ def take(table: Tensor, rows: Rows, length: int) -> Tensor:
         if outside.any():
             raise RowOutOfRange(int(values[outside][0]), held)
     elif in_transform(index):
-        # Values cannot be read here, but indexing refuses rows past the end.
+        # Values cannot be read here; indexing raises for any past the end, but wraps negative rows.
         index = torch.where(index < 0, held, index)
     else:
         device_assert(~outside.any(), f"positions must be in [0, {held}).")
@@ -131,7 +131,7 @@ def pairs(x: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
 def join(a: Tensor, b: Tensor, interleaved: bool) -> Tensor:
     """Undo :func:`pairs`."""
     stacked = torch.stack((a, b), dim=-1 if interleaved else -2)
-    # Not flatten(-2), which autograd.grad(is_grads_batched=True) cannot batch.
+    # autograd.grad(is_grads_batched=True) cannot batch flatten(-2).
     return stacked.reshape(*a.shape[:-1], 2 * a.shape[-1])
 
 
@@ -145,7 +145,7 @@ def wider_dtype(x: Tensor) -> torch.dtype:
 def add(x: Tensor, table: Tensor) -> Tensor:
     """``x + table`` in the dtype of ``x``, computed in float32 or wider and rounded once.
 
-    A table rounded to half precision before the sum would leave its error where the terms cancel.
+    If the table were rounded to half precision first, its error would remain where terms cancel.
     """
     wide = torch.promote_types(x.dtype, torch.float32)
     # Even a cast to the same dtype takes as long as the sum of one token.

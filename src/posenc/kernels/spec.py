@@ -1,4 +1,4 @@
-"""What a rotation takes besides its tensors: table rows, the layout of pairs, a norm."""
+"""The arguments of a rotation besides its tensors: table rows, the layout of pairs, a norm."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Rows(NamedTuple):
     """The table row of each token: ``start``, plus ``positions`` if given.
 
     ``positions`` are int64: ``[1 or B, T]`` for every token, or ``[1 or B, 1]`` for the first token
-    of every sequence. In that case, and without ``positions``, rows are consecutive.
+    of every sequence. In the second case, and without ``positions``, rows are consecutive.
     """
 
     start: int = 0
@@ -76,10 +76,9 @@ class RowOutOfRange(ValueError):
 
 
 def shardable(x: Tensor, cos: Tensor, sin: Tensor, rows: Rows) -> tuple[Tensor, Tensor, Rows]:
-    """Tables with one row for each token of a DTensor ``x``, or one position for each token.
+    """The arguments as DTensors, with one table row or one position for each token of ``x``.
 
-    If the tokens are sharded, the rows or positions are sharded alike, and no rank needs the row of
-    its first token.
+    DTensor shards them like the tokens, so that no rank needs the row of its first token.
     """
     length, held = x.shape[2], cos.shape[-2]
     if rows.positions is None:

@@ -1,1 +1,1 @@
-"""Float64, pure, small: rates, angles, tables and slopes, before any rounding."""
+"""Rates, angles, tables and slopes: pure functions in float64, before any rounding."""

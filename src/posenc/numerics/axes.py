@@ -98,8 +98,8 @@ class Axial(Axes):
     Args:
         coordinates: How many; 2 for height and width.
         rates: ``"per_axis"`` if each coordinate has the whole range of rates, those of ``D / A``
-            channels (Qwen2-VL's vision, SAM 2, DINOv3). ``"shared"`` if the coordinates take the
-            rates of ``D`` channels one after the other, the first coordinate the first (Pixtral).
+            channels (Qwen2-VL's vision, SAM 2, DINOv3). ``"shared"`` if coordinate ``a`` has the
+            rates ``a``, ``a + A``, ``a + 2 A``, ... of ``D`` channels (Pixtral).
 
     Examples:
         >>> Axial(2).followed(4), Axial(2).rate_index(4), Axial(2).width(8)
@@ -148,4 +148,4 @@ class Axial(Axes):
         """Refuse a width that is not an even number of channels for each coordinate."""
         if dim % (2 * self.coordinates):
             rule = f"rotated channels must be a multiple of {2 * self.coordinates}"
-            checks.fail(who, rule, dim, "Choose a width that gives each coordinate as many pairs.")
+            checks.fail(who, rule, dim, "Give each coordinate the same number of pairs.")

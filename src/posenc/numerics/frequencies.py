@@ -42,7 +42,7 @@ class Spectrum:
         return self.dim if self.axes is None else self.axes.width(self.dim)
 
     def gain(self, seq_len: Tensor | None = None) -> float | Tensor:
-        """What cosines and sines are multiplied with."""
+        """The factor of cosines and sines."""
         return 1.0 if self.scaling is None else self.scaling.gain(seq_len)
 
 
@@ -97,8 +97,8 @@ def _numbers(spectrum: Spectrum) -> _Numbers:
 def _frozen(part: Any) -> Any:
     """A description of ``part`` that torch.compile takes for a constant.
 
-    hex() and index() fix numbers that torch.compile would otherwise leave open. A rule of a user's
-    own stays as it is, since its fields are not known.
+    hex() and index() make constants of numbers that torch.compile may treat as dynamic. A
+    user-defined rule stays as it is, since its fields are not known.
 
     Examples:
         >>> from posenc.numerics.scaling import Linear
@@ -119,7 +119,7 @@ def _frozen(part: Any) -> Any:
 
 
 def _thawed(part: Any) -> Any:
-    """What :func:`_frozen` was given."""
+    """Undo :func:`_frozen`."""
     if not isinstance(part, tuple):
         return part
     if part[:1] == ("hex",):
@@ -149,7 +149,7 @@ def _cached_numbers(spectrum: Spectrum) -> _Numbers:
 
 
 def _exact_rates(spectrum: Spectrum) -> list[Decimal]:
-    """The rates before axes reorder them; a rule scales those that are rounded to float64."""
+    """The rates before axes reorder them, to 60 digits, or in float64 if there is a rule."""
     width, base, rule = spectrum.width(), spectrum.base, spectrum.scaling
     if rule is None:
         with decimal.localcontext(decimal.Context(prec=60)):
@@ -161,6 +161,6 @@ def _exact_rates(spectrum: Spectrum) -> list[Decimal]:
     with without_modes():
         rates = rule(torch.tensor(unscaled, dtype=torch.float64, device="cpu"), base).tolist()
     if not all(map(math.isfinite, rates)):
-        problem = f"{rule} makes rates that are not finite, with base {base}"
+        problem = f"scaling: rates must be finite, got {rule} with base {base}"
         raise ValueError(f"{problem}.\n  Pass a factor closer to 1.")
     return [Decimal(rate) for rate in rates]

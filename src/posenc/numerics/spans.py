@@ -1,4 +1,4 @@
-"""Which keys a query sees: a run of them, from a first to a last."""
+"""The keys that each query sees: a contiguous range, from a first to a last."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Ends: TypeAlias = tuple[Tensor, Tensor]
 
 
 class Spans(NamedTuple):
-    """For each query its own key, and the first and the last key it sees, int64 ``[1 or B, Q]``.
+    """For each query, the index of its own, first and last visible key, int64 ``[1 or B, Q]``.
 
     ``first`` and ``last`` never decrease along the queries; block masks rely on it.
     """
@@ -30,7 +30,7 @@ def spans(
     ends: Ends | None = None,
     device: torch.device | str = "cpu",
 ) -> Spans:
-    """Keys that ``q_len`` queries see, the first query at key index ``offset``, ``[]`` or ``[B]``.
+    """The keys that each query sees; ``offset``, ``[]`` or ``[B]``, is the first query's own key.
 
     With ``ends``, from :func:`document_ends`, a query sees only its own document.
     """
@@ -38,7 +38,7 @@ def spans(
     own = torch.arange(q_len, device=device)[None] + start
     first, last = torch.zeros_like(own), own if causal else torch.full_like(own, k_len - 1)
     if ends is not None and q_len:
-        # Offsets on a device are checked asynchronously: one out of range must not read past here.
+        # Offsets on a device are checked asynchronously, so one out of range may get here: clamp.
         first, end = (gather_rows(x, own.clamp(0, k_len - 1)) for x in ends)
         last = torch.minimum(last, end)
     return Spans(own, first, last)

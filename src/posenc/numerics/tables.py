@@ -14,7 +14,7 @@ from posenc.numerics.frequencies import Spectrum, scaled_rates, turn_steps
 _HALF = 2**32 - 1
 # The bits of a float64's fraction that float32 lacks.
 _PAST_FLOAT32 = 2**29 - 1
-# Written as >> and <<, a DTensor takes them for writes in place, and does nothing.
+# DTensor treats the operators >> and << as in-place operations, and does nothing.
 _right, _left = torch.bitwise_right_shift, torch.bitwise_left_shift
 
 
@@ -25,12 +25,12 @@ def angles(positions: Tensor, rates: Spectrum | Tensor, seq_len: Tensor | None =
 
     Whole positions within :math:`\pm 2^{31}` and the rates of a `Spectrum` are multiplied in 64-bit
     fixed point modulo one turn, in two 32-bit halves, so that nothing overflows and nothing is
-    lost: the error is below 1e-15 rad, where a float64 product is off by 1e-7 rad. Positions that
-    are not whole, rates in a tensor, and lengths in a tensor, for rules that depend on them, are
-    multiplied in float64, and gradients reach them.
+    lost: the error is below 1e-15 rad, where a float64 product is off by 1e-7 rad. If
+    positions are floats, rates are a tensor, or lengths are a tensor (for a rule that depends on
+    them), the product is a differentiable float64 product.
 
-    The result is float64 ``[*positions.shape, P]``, without the leading axis of ``positions`` for
-    the coordinates, where the spectrum has several.
+    The result is float64 ``[*positions.shape, P]``. If the spectrum has ``axes``, it lacks the
+    leading axis of ``positions``, the coordinates.
 
     Examples:
         >>> angles(torch.tensor([0, 1, 7]), Spectrum(4))
@@ -57,7 +57,7 @@ def angles(positions: Tensor, rates: Spectrum | Tensor, seq_len: Tensor | None =
     high = (at * upper + _right(low, 32)) & _HALF
     # The upper half as a signed number puts the angle between minus and plus half a turn.
     units = _left(high - _left(_right(high, 31), 32), 32) + (low & _HALF)
-    # A tensor, since exporters round a number to float32.
+    # Exporters round a Python number to float32, so the unit is a tensor.
     unit = replicate_like(at, constant((math.tau / 2**64,), torch.float64, device))
     return (units.to(torch.float64) + at.to(torch.float64) * rest) * unit
 
@@ -103,7 +103,7 @@ def round_once(x: Tensor, dtype: torch.dtype) -> Tensor:
     bits = x.detach().view(torch.int64)
     lost = bits & _PAST_FLOAT32
     odd = ((bits - lost) | (_PAST_FLOAT32 + 1)).view(torch.float64)
-    # As a sum, for the gradient: the difference is exact, and so is the sum.
+    # The sum passes the gradient of x; it is exact, and so is the difference.
     return torch.where(lost == 0, x, x + (odd - x.detach())).to(dtype)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class ByValue:
-    """Equal to another of its class with the same attributes, dataclass fields or not.
+    """Base class: two objects are equal if their class and attributes are, fields or not.
 
     Rules and axes are part of the keys of tables.
     """

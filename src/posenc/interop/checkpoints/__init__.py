@@ -29,12 +29,12 @@ _fail = functools.partial(checks.fail, "convert")
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What a conversion did.
+    """The result of a conversion.
 
     Args:
-        source: What was read.
-        target: What was written.
-        layout: The layout it has now.
+        source: The path that was read.
+        target: The path that was written.
+        layout: The layout of the target.
         family: The config's ``model_type``, if there was one.
         tensors: How many tensors the checkpoint has.
         moved: Names of those whose rows moved.
@@ -42,7 +42,7 @@ class Report:
         checked: Attention modules whose logits were compared.
         difference: The largest difference found, relative to the largest logit.
         left_out: Files of the folder that were not carried over: weights in the old layout.
-        marked: Whether the layout is not what the family's own code reads.
+        marked: Whether the layout differs from the one that the family's own code reads.
     """
 
     source: str
@@ -58,7 +58,7 @@ class Report:
     marked: bool
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """The fields as a dict, for JSON."""
         return asdict(self)
 
 
@@ -83,8 +83,8 @@ def convert(
     Rows of the q and k projections (separate, fused, latent), their biases, scales and LoRA
     factors, and the weights of q and k norms move; no bit of them changes. One tensor is in
     memory at a time. The target is written in ``TARGET.posenc-convert`` and renamed after the
-    self-test has passed; an error leaves nothing behind, and what a killed run leaves there is
-    named in the error of the next run. The source is never written to.
+    self-test has passed; an error leaves nothing behind. After a killed run, the error of the
+    next run names the folder that is left. The source is never written to.
 
     The new layout is written into the config if the family's code has a key for it
     (``rope_interleave``). Otherwise it is in each file's metadata as ``posenc.rope_layout`` and in
@@ -95,10 +95,10 @@ def convert(
         source: A ``.safetensors`` file, or a folder: a model's, sharded or not, or an adapter's.
         target: The file or folder to write.
         to: ``"interleaved"`` or ``"half"``.
-        config: A config's dict, ``config.json`` or its folder. None looks beside the weights, and
-            for an adapter in the folder of its base model.
+        config: A config's dict, ``config.json`` or its folder. None is the one beside the
+            weights; for an adapter, the one in the folder of its base model.
         layout: The layout of the source. None takes it from the files' metadata, or the
-            family; with neither config nor metadata it is the other one than ``to``.
+            family; with neither config nor metadata it is the opposite of ``to``.
         num_heads: Heads of queries, instead of the config's.
         num_kv_heads: Heads of keys, instead of the config's.
         head_dim: Channels of a head, instead of the config's.
@@ -107,7 +107,7 @@ def convert(
             family unknown here.
         check: How many attention modules to self-test, evenly spaced over the depth.
         overwrite: Whether an existing target may be replaced: a file, or a folder with weights.
-        tell: Called with a name and the share done.
+        tell: Called with the name of a tensor or file, and the fraction of bytes written.
 
     Returns:
         A :class:`Report`.
@@ -174,7 +174,7 @@ def convert_state(
     """A state dict with its queries and keys in the other pair layout.
 
     As :func:`convert`, in memory: tensors that move are new, the others are the same objects.
-    A state dict does not say its layout: it must be the other one than ``to``.
+    The layout of ``state``, which cannot be checked, must be the opposite of ``to``.
 
     Examples:
         >>> import torch
@@ -206,7 +206,7 @@ def _plan(shapes: Mapping[str, tuple[int, ...]], model: Model, to: Layout) -> di
         way_out = "Rename them as transformers does, or use permute on each."
         _fail("a checkpoint must have projections of queries or keys", got, way_out)
     for names in selftest.modules(plan).values():
-        # The norm of a projection whose name is not known here would move without it.
+        # The norm would move, and a projection with an unknown name would not.
         if all(model.kind(name) == "norm" for name in names):
             way_out = "Convert the whole folder, or use permute on each tensor."
             _fail("a norm of queries or keys must come with their projection", names[0], way_out)
@@ -228,7 +228,7 @@ def _check_layout(
         got, way_out = " and ".join(sorted(found)), "Leave layout out, or convert each file."
         _fail("the metadata of all files, the config and layout= must agree", got, way_out)
     words = {word for shard in shards for name in shard.entries for word in name.split(".")}
-    # Releases that transformers' checkpoints are made from have these names, and their own layout.
+    # The original releases have these names, and often another layout than transformers.
     if not found and model.layout and words & {"wq", "wk"}:
         rule = "the layout of the source must be given, because its names are not transformers'"
         _fail(rule, "wq and wk", "Pass layout='interleaved' (--layout) for Meta's or Mistral's.")

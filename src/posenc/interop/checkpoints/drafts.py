@@ -1,4 +1,4 @@
-"""A target that is replaced as a whole or not at all, whenever the process ends.
+"""A target that is replaced as a whole or not at all, even if the process is killed.
 
 A run works in a folder beside its target, ``NAME.posenc-convert``. Only one run can make that
 folder, so it is the lock as well. In it are
@@ -34,7 +34,7 @@ def replaced(target: Path, *, folder: bool, overwrite: bool) -> Iterator[Path]:
     try:
         os.mkdir(work, 0o700)
     except FileExistsError:
-        rule, got = f"{work} must be free", "one that exists: a run is writing there, or was killed"
+        rule, got = f"{work} must not exist", "a folder: a run is writing there, or was killed"
         first = f"move {old}, the complete former checkpoint, to {target}; then "
         first = first if old.exists() and not target.exists() else ""
         way_out = f"Wait for that run. If there is none, {first}delete {work} and run again."
@@ -54,7 +54,7 @@ def replaced(target: Path, *, folder: bool, overwrite: bool) -> Iterator[Path]:
         _flush(work)
         _flush(target.parent)
     finally:
-        # Listing the folder raises on a failing disk, where os.path.exists would be False.
+        # Listing the folder raises on a failing disk, where os.path.exists returns False.
         if "old" in os.listdir(work) and not os.path.lexists(target):
             os.rename(old, target)
         shutil.rmtree(work)

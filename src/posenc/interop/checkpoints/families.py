@@ -1,4 +1,4 @@
-"""Model families: what a config says about heads, and what a tensor's name says about its rows."""
+"""Model families: the heads that a config describes, and the rows that a tensor's name implies."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Config = Mapping[str, Any]
 
 # Tests build a model of each of these, convert it, and compare its logits.
 CONVERTED = configs.types_with("converted")
-# Families whose config decides, by its `rope_interleave`.
+# Families whose layout is set by the config's `rope_interleave`.
 SWITCHED = CONVERTED & configs.types_with("rope_interleave")
 _HEADS = ("num_attention_heads", "n_head", "n_heads")
 _FUSED = ("qkv", "qkv_grouped", "qkv_codegen")
@@ -39,14 +39,14 @@ _ROW_PARTS = re.compile(
     r"(base_layer\.)?(weight|bias|weight_scale|weight_scale_inv|weight_packed|SCB)"
     r"|lora_B(\.\w+)?(\.weight|\.bias)?|lora_magnitude_vector(\.\w+)*|ia3_l(\.\w+)?"
 )
-# Tensors of a projection that do not, and stay as they are.
+# The other tensors of a projection, which stay as they are.
 _OTHER_PARTS = re.compile(
     r"lora_A(\.\w+)?(\.weight)?"
     r"|(base_layer\.)?(weight_shape|weight_g_idx|weight_format)|(input|activation|output|[qkv])_scale"
 )
 _NORM_PARTS = re.compile(r"(norms\.\d+\.)?(weight|bias)")
 _LAYER = re.compile(r"(?:^|\.)(?:layers|layer|h|blocks|block)\.(\d{1,9})\.")
-# Tensors of the tower that the text config describes, in a checkpoint with several.
+# Tensors of the text model, in a checkpoint that has other towers too.
 _TEXT = re.compile(
     r"(^|\.)(language_model|text_model|mtp)\.|^(base_model\.model\.)?model\.layers\."
 )
@@ -54,13 +54,13 @@ _TEXT = re.compile(
 
 @dataclass(frozen=True)
 class Model:
-    """What the config and the arguments say about a checkpoint."""
+    """The heads, family and layouts of a checkpoint, from its config and the arguments."""
 
-    heads: Callable[[int], Heads]  # of a layer, by its number
+    heads: Callable[[int], Heads]  # the heads of a layer, by its index
     family: str | None = None  # the model_type
-    layout: Layout | None = None  # what the family's own code reads; None if unknown
+    layout: Layout | None = None  # that the family's own code reads; None if unknown
     fused: str | None = None  # the kind of a fused projection
-    towers: bool = False  # whether there are other towers than the text's
+    towers: bool = False  # whether there are towers besides the text model
 
     def kind(self, name: str) -> str | None:
         """The kind of a tensor's rows, as in `permute`, or None for a tensor that stays."""
@@ -74,7 +74,7 @@ class Model:
         if _OTHER_PARTS.fullmatch(part):
             return None
         if not _ROW_PARTS.fullmatch(part):
-            rule = "a projection must be stored by rows, because rows are what moves"
+            rule = "a projection must be stored by rows, because conversion moves rows"
             checks.fail("convert", rule, name, _DEQUANTISE)
         if role == "qkv" and self.fused is None:
             rule = "fused must be given, because the family is not known"
@@ -101,7 +101,7 @@ class Model:
         checks.fail("convert", rule, f"shape {tuple(shape)}", way_out)
 
 
-_DEQUANTISE = "Where it is quantised in blocks, convert the original and quantise the result."
+_DEQUANTISE = "If it is quantised in blocks, convert the original and quantise the result."
 
 
 def layer_of(name: str) -> int:
@@ -111,7 +111,7 @@ def layer_of(name: str) -> int:
 
 
 def module_of(name: str) -> tuple[str, str] | None:
-    """The attention module a tensor of queries or keys is in, and the name in it."""
+    """The attention module a tensor of queries or keys is in, and the tensor's name in it."""
     words = name.split(".")
     if "linear_attn" in words:
         return None
@@ -120,7 +120,7 @@ def module_of(name: str) -> tuple[str, str] | None:
 
 
 class Given(NamedTuple):
-    """Arguments that win over the config; None leaves it to the config."""
+    """Arguments that override the values of the config, unless they are None."""
 
     num_heads: int | None = None
     num_kv_heads: int | None = None
@@ -165,7 +165,7 @@ def _heads(config: configs.reader.Config, given: Given, layer: int) -> Heads:
 
     num_heads = given.num_heads or first(*_HEADS) or model.get("num_attention_heads")
     if num_heads is None:
-        rule, got = "the config must say num_attention_heads", f"only {sorted(map(str, top))[:8]}"
+        rule, got = "the config must have num_attention_heads", f"keys {sorted(map(str, top))[:8]}"
         way_out = "Pass config (--config), the model's config.json, or num_heads and head_dim."
         checks.fail("convert", rule, got, way_out)
     kv_heads = first("num_key_value_heads", "num_kv_heads")
@@ -178,7 +178,7 @@ def _heads(config: configs.reader.Config, given: Given, layer: int) -> Heads:
     if latent is not None and rope is not None:
         width = (first("qk_nope_head_dim") or 0) + rope
         return Heads(num_heads, width, num_heads, rope, last=True, latent=latent)
-    # Without latent attention, head_dim counts the channels of qk_rope_head_dim too.
+    # Without latent attention, head_dim includes the channels of qk_rope_head_dim.
     known = {"qk_rope_head_dim": None, "head_dim": first("head_dim")}
     own = configs.reader.at_layer(config, layer, **dict.fromkeys(_HEADS, num_heads), **known)
     width = given.head_dim or rotation.head_dim(own, None)

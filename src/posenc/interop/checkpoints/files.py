@@ -32,15 +32,15 @@ def check_paths(source: Path, target: Path) -> None:
         rule = "source must be a .safetensors file or a folder with one"
         way_out, kept = "Check the path; nothing is downloaded.", drafts.workspace(source) / "old"
         if kept.exists():
-            way_out = f"A run that was replacing it was killed: use {kept}, which is complete."
+            way_out = f"Use {kept}, the complete source: a run that was replacing it was killed."
         _fail(rule, source, way_out, FileNotFoundError)
     old, new = source.resolve(), target.resolve()
     if {new, drafts.workspace(new)} & {old, *old.parents} or old in new.parents:
         way_out = "Pick another folder: the source is never written to."
-        _fail("source and target must lie apart", f"{source} and {target}", way_out)
+        _fail("source and target must not contain each other", f"{source} and {target}", way_out)
     if not new.parent.is_dir():
         rule = "target must lie in a folder that exists"
-        _fail(rule, target, f"mkdir {target.parent}", FileNotFoundError)
+        _fail(rule, target, f"Run mkdir {target.parent}.", FileNotFoundError)
 
 
 def shards(source: Path) -> list[Source]:
@@ -54,7 +54,7 @@ def shards(source: Path) -> list[Source]:
     names = names or sorted(path.name for path in source.glob("*.safetensors"))
     if not index and len(names) != 1:
         rule = f"a folder must have one of {', '.join(_SINGLE)}, or one index of shards"
-        way_out = "Name the file instead." if names else "Save the weights as safetensors first."
+        way_out = "Pass one of the files." if names else "Save the weights as safetensors first."
         _fail(rule, f"{len(names)} .safetensors files in {source}", way_out)
     for name in names:
         _inside(source, source / name)
@@ -73,7 +73,7 @@ def _index(path: Path) -> dict[str, str]:
     if not isinstance(found, dict) or not found:
         _fail(f"{path} must have a weight_map", checks.describe(found), "Download it again.")
     for name in found.values():
-        # A path out of the folder would be written to, too.
+        # A path that leads out of the folder could overwrite other files.
         if not isinstance(name, str) or Path(name).name != name:
             rule, got = f"{path} must name files of its own folder", checks.describe(name)
             _fail(rule, got, "Download it again, from a source you trust.")
@@ -101,9 +101,9 @@ def check_disk_space(target: Path, nbytes: int) -> None:
 
 
 def others(source: Path, taken: Collection[Path]) -> tuple[dict[Path, int], list[str]]:
-    """Files and folders to copy along with the weights ``taken``, with their sizes; weights not to.
+    """The other files and folders to copy, with their sizes, and the names of weights left out.
 
-    Folders whose names begin with a dot are no part of a checkpoint.
+    ``taken`` are the converted weights. Folders whose names begin with a dot are ignored.
     """
     found: dict[Path, int] = {}
     left_out = []
@@ -153,7 +153,7 @@ def _inside(source: Path, path: Path) -> str:
     caches = [folder for folder in base.parents if folder.name.startswith("models--")]
     allowed = {base, *(folder / "blobs" for folder in caches)} & {Path(real), *Path(real).parents}
     if not allowed or not os.path.exists(real):
-        rule, got = f"links in {source} must lead to something in it", f"{path}, a link to {real}"
+        rule, got = f"links in {source} must lead to a file in it", f"{path}, a link to {real}"
         _fail(rule, got, "Replace the link by the file, if you trust it.")
     return real
 
@@ -161,7 +161,7 @@ def _inside(source: Path, path: Path) -> str:
 def mark(folder: Path, to: Layout, native: bool) -> bool:
     """Write the layout into the config; return whether the family's own code then reads it right.
 
-    The key is the family's, if it has one, or else ours, unless the layout is ``native`` to it.
+    The key is the family's, or else ``posenc_rope_layout``; a ``native`` layout needs none.
     """
     path = folder / "config.json"
     config = files.read_json("convert", path) if path.is_file() else {}

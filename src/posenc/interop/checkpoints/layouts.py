@@ -182,7 +182,7 @@ def check_choice(who: str, name: str, value: Any, allowed: Sequence[str]) -> Non
 
 
 def take(tensor: Tensor, rows: Tensor, dim: int = 0) -> Tensor:
-    """``tensor`` with its rows in this order; its elements, if there is an entry for each."""
+    """``tensor`` with its rows in this order, or its elements if ``rows`` has one for each."""
     bits = tensor.detach().contiguous().view(_BITS[tensor.element_size()])
     if tensor.shape[dim] != len(rows):
         bits, dim = bits.flatten(), 0

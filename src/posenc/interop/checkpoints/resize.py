@@ -36,14 +36,14 @@ def resize_learned(
 ) -> Table:
     r"""Resize a learned position table to another length.
 
-    Interpolation stretches the trained positions over the new ones. A line is interpolated
-    linearly with both ends kept, so that no two positions become one (``align_corners=True``):
+    Interpolation stretches the trained positions over the new ones. Positions on a
+    line are interpolated linearly, from the first to the last one (``align_corners=True``):
 
     .. math:: \text{new}_i = \text{old}\left(i\,\tfrac{T - 1}{L - 1}\right)
 
     A grid is interpolated bicubically between the centres of its cells
-    (``align_corners=False``), as vision transformers are moved to another resolution. Both are
-    computed in float64 and rounded once.
+    (``align_corners=False``), as is usual for vision transformers. Both are computed in float64
+    and rounded once.
 
     Extension keeps every trained row, and fills the rest with small noise (``"normal"``, to be
     trained) or with the trained rows again (``"repeat"``: row ``i`` is row ``i mod T``).
@@ -58,7 +58,7 @@ def resize_learned(
         grid: Height and width of the trained grid; None means it is square.
         std: Standard deviation of ``"normal"``.
         generator: Source of ``"normal"``.
-        key: Name of the table in the state dict, where it is not evident.
+        key: Name of the table in the state dict, if it has no usual name or there are several.
 
     Returns:
         A new table, or a new dict with it in place of the old.
@@ -147,7 +147,7 @@ def _extend(
 def _find(state: Mapping[str, Tensor], key: str | None) -> str:
     found = [name for name in state if (_TABLE.fullmatch(name) if key is None else name == key)]
     if len(found) != 1:
-        rule = "the state must have one position table" if key is None else "key must be in it"
+        rule = "the state must have one position table" if key is None else "key must be in state"
         got = f"{len(found)}: {', '.join(found[:4])}" if key is None else repr(key)
         checks.fail(_WHO, rule, got, "Pass key, the table's name.")
     return found[0]

@@ -86,9 +86,9 @@ def write(
     rows: Mapping[str, Tensor],
     tell: Callable[[str, int], None],
 ) -> None:
-    """Copy ``source`` to ``target`` with new ``metadata`` and ``rows`` of tensors in a new order.
+    """Copy ``source`` to ``target`` with new ``metadata``, and tensors in the order of ``rows``.
 
-    In memory at a time are one tensor that moves, or a chunk of one that does not.
+    One tensor that moves, or one chunk of a tensor that stays, is in memory at a time.
     """
     header = {_METADATA: dict(metadata), **source.header} if metadata else source.header
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
@@ -132,7 +132,7 @@ def _header(path: Path, file: BinaryIO, size: int) -> tuple[dict[str, Any], int]
     length = int.from_bytes(file.read(8), "little")
     if size < 8 or length > min(size - 8, files.LARGEST_JSON):
         if path.suffix != ".safetensors" or length.to_bytes(8, "little") == b"version ":
-            rule, got = "source must be in the format of safetensors", f"{path}, which is not"
+            rule, got = "source must be a safetensors file", path
             way_out = "Save a .bin file as safetensors; run git lfs pull for a Git LFS pointer."
             checks.fail("convert", rule, got, way_out)
         raise _broken(path, f"a header of {length} bytes does not fit a file of {size}")

@@ -15,7 +15,7 @@ from posenc.interop.checkpoints import families, layouts
 from posenc.interop.checkpoints.families import Model
 from posenc.interop.checkpoints.layouts import Layout
 
-# Float64 rounding of a dot product is near 1e-14; a row in the wrong place is near 1.
+# Float64 rounding changes a logit by about 1e-14 of it; a row in the wrong place, by about 1.
 _TOLERANCE = 1e-9
 _TOKENS = 5
 # Rows of a weight that are converted to float64 at a time.

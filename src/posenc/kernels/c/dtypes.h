@@ -1,7 +1,7 @@
 /* The kernels of every dtype, compiled once for each instruction set.
  *
- * Included with ISA (a name) and TARGET (the attribute that enables it). Loops are plain C for
- * the compiler to vectorise, but for what neon.h and avx512.h do better. */
+ * Define ISA (a name) and TARGET (the attribute that enables it) before the include. Loops are plain
+ * C, which the compiler vectorises; neon.h and avx512.h replace those that intrinsics make faster. */
 
 #define NAME3(a, b, c) a##_##b##_##c
 #define NAME2(a, b, c) NAME3(a, b, c)
@@ -56,7 +56,7 @@
 #include "rotate_rows.h"
 
 #define KIND all
-/* Convert a table row to what the kernels read. */
+/* Convert a table row to the precision and order that the kernels read. */
 TARGET static void FN(convert_row)(const double *row, void *to, size_t P, double sign, TableOrder order)
 {
     double *const d = to;

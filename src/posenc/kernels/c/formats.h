@@ -16,7 +16,7 @@
 #define PACKS_PAIRS 0
 #endif
 
-/* In place, x and y are the same row, so `restrict` would lie; but a pair depends on no other. */
+/* In place, x and y are the same row, which rules out `restrict`; but no pair depends on another. */
 #if defined(__clang__)
 #define INDEPENDENT _Pragma("clang loop vectorize(assume_safety)")
 #elif defined(__GNUC__)
@@ -31,8 +31,8 @@ enum { CACHE_LINE = 64 };
 
 typedef int64_t i64;
 
-/* Ask for bytes that are soon to be read or written. A Xeon does not do so by itself across pages, nor
- * from one head to the next; an ARM core has enough to do with the rotation. */
+/* Prefetch bytes that are soon read or written. A Xeon's hardware prefetcher crosses neither pages nor
+ * heads; on an ARM core, the rotation takes longer than its memory accesses. */
 INLINE void prefetch(const void *from, size_t bytes)
 {
 #if defined(__GNUC__) && defined(__x86_64__)
@@ -56,13 +56,13 @@ INLINE float float_of(uint32_t u)
     return f;
 }
 
-/* Any NaN as the usual one, whose lower half is zero. */
+/* Replace any NaN by the usual one, whose lower half is zero. */
 INLINE float plain_nan(float f) { return f != f ? float_of(0x7fc00000u) : f; }
 
 INLINE float load_bf16(uint16_t h) { return float_of((uint32_t)h << 16); }
 
-/* The bfloat16 in the upper half. The rounding would carry a NaN of all ones into zero, but none
- * comes here: bfloat16 inputs have zeros below, and tables are cleared of them. */
+/* Round to bfloat16, in the upper half. A NaN of all ones would overflow to zero, but none occurs:
+ * bfloat16 inputs have zeros as lower halves, and tables hold plain_nan. */
 INLINE uint32_t round_bf16(float f)
 {
     const uint32_t u = bits_of(f);
@@ -71,7 +71,7 @@ INLINE uint32_t round_bf16(float f)
 
 INLINE uint16_t store_bf16(float f) { return (uint16_t)(round_bf16(f) >> 16); }
 
-/* Two neighbours as one word: shifts are cheaper than picking every second element. */
+/* Load two neighbours as one word: a shift is cheaper than a load of every second element. */
 INLINE uint32_t load_word(const uint16_t *x)
 {
     uint32_t w;
@@ -99,8 +99,8 @@ INLINE float load_f16(half h)
 {
     const uint32_t sign = (uint32_t)(h & 0x8000) << 16, mag = h & 0x7fffu, tiny = mag < 0x0400;
     const uint32_t rebias = mag < 0x7c00 ? (112 + tiny) << 23 : 224u << 23;
-    /* A subnormal is read as if it had a leading one, which is then taken off: in all numbers, because
-     * a loop with an operation that only some of them need is not vectorised. */
+    /* A subnormal is read as if it had a leading one, which is then subtracted. Other numbers subtract
+     * zero, because a loop with a conditional operation is not vectorised. */
     const float one = float_of(tiny ? 113u << 23 : 0);
     return float_of(sign | bits_of(float_of((mag << 13) + rebias) - one));
 }

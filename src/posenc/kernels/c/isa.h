@@ -1,4 +1,4 @@
-/* The kernels, compiled once for every instruction set, and which of the sets runs here. */
+/* The kernels, compiled once for every instruction set, and the choice of the set for this CPU. */
 enum { FLOAT32, BFLOAT16, FLOAT16, FLOAT64, DTYPES };
 static const i64 element_size[DTYPES] = {4, 2, 2, 8};
 
@@ -8,7 +8,7 @@ static const i64 element_size[DTYPES] = {4, 2, 2, 8};
 #define NEON 0
 #endif
 
-/* RowBlock at equal steps, and the table rows they take. */
+/* Rows at equal steps, and their table rows. */
 typedef struct {
     const void *x;
     void *y;
@@ -23,13 +23,13 @@ typedef struct {
     const void *weight;
     double eps;
     int all_heads; /* over all rows together, each with factors of its own */
-    void *work, *sums; /* for gradients: room for two rows, and those of the factors, to be added to */
+    void *work, *sums; /* for gradients: two rows of scratch, and sums for the factors' gradients */
     const void *g; /* the incoming gradients */
     i64 g_step;
 } Norm;
 
 enum {
-    PREFETCH_BYTES = 1024, /* from what a kernel works on to what it prefetches */
+    PREFETCH_BYTES = 1024, /* from the bytes in use to those that are prefetched */
 #if defined(__x86_64__) || defined(_M_X64)
     HEADS_PER_STEP = 4, /* heads rotated together, while their table row is in the cache */
 #else

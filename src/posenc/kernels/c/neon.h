@@ -1,5 +1,5 @@
-/* 64-bit ARM: four pairs of float32, or eight in half precision, between memory and registers. What
- * the compiler makes of the plain loops is up to 3 times slower on a Neoverse N1. */
+/* 64-bit ARM: four pairs of float32, or eight in half precision, between memory and registers. The
+ * compiler's code for the plain loops is up to 3 times slower on a Neoverse N1. */
 #include <arm_neon.h>
 
 #define BITS(v) vreinterpretq_u16_f32(v)
@@ -38,9 +38,9 @@ INLINE void load_pairs_bf16(const uint16_t *x, size_t P, int interleaved, float3
     }
 }
 
-/* Upper and lower halves of eight floats to bfloat16. A lower half of exactly one half must not round
- * an even upper half up, so there it is taken one down first. A NaN of all ones would carry into
- * zero, but none comes here: bfloat16 inputs have zeros below, and tables are cleared of them. */
+/* Round eight floats, given by their upper and lower halves, to bfloat16. If the upper half is even,
+ * the lower one is first decremented, so that a tie rounds to even. A NaN of all ones would overflow
+ * to zero, but none occurs: bfloat16 inputs have zeros as lower halves, and tables hold plain_nan. */
 INLINE uint16x8_t round8_bf16(uint16x8_t upper, uint16x8_t lower)
 {
     const uint16x8_t even = vbicq_u16(vdupq_n_u16(1), upper);

@@ -39,7 +39,7 @@ TARGET static REAL FN(squares)(const ELEM *x, size_t D)
     return sum;
 }
 
-/* The pairs of a row; factors `w` are of the first channels of all pairs, then of the second ones. */
+/* Normalise and rotate the pairs of a row; `w` has the factors of first channels, then of second. */
 TARGET INLINE void FN(rotate_normed)(const ELEM *x, ELEM *y, const REAL *c, const REAL *s,
                                    const REAL *w, REAL scale, size_t P, int in, int out)
 {
@@ -47,7 +47,7 @@ TARGET INLINE void FN(rotate_normed)(const ELEM *x, ELEM *y, const REAL *c, cons
 #ifdef VECTOR
     for (; done + LANES <= P; done += LANES) {
         VECTOR a[2], b[2], p[2], q[2];
-        /* As if between two layouts, so that columns keep their order. */
+        /* If the other layout is interleaved, columns keep their order. */
         LOAD_PAIRS(x + (in ? 2 : 1) * done, P, in, 1, a, b);
         for (size_t k = 0; k < 2; k++) {
             const size_t at = done + LANES / 2 * k;

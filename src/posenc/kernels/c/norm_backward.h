@@ -1,7 +1,7 @@
 /* The gradient of normalised and rotated rows, for one dtype of dtypes.h. */
 
-/* A row as numbers to compute with, in the order of the factors: the first channels of all pairs come
- * before the second ones. */
+/* Convert a row to REAL, in the order of the factors: the first channels of all pairs come before the
+ * second ones. */
 TARGET static void FN(unpack_row)(const ELEM *x, REAL *to, size_t P, const Norm *n, int interleaved)
 {
     const size_t start = n->first_channel;
@@ -32,7 +32,7 @@ TARGET static void FN(pack_row)(const REAL *x, ELEM *to, size_t P, const Norm *n
     INDEPENDENT for (size_t i = start + 2 * P; i < n->channels; i++) to[i] = STORE(x[i]);
 }
 
-/* Row i and its gradient before the rotation, into x and t. */
+/* Load row i into x, and its incoming gradient, rotated back, into t. */
 TARGET static void FN(load_row)(const RowBlock *r, i64 i, size_t P, int in, int out, const Norm *n,
                                 REAL *x, REAL *t)
 {
@@ -47,7 +47,7 @@ TARGET static void FN(load_row)(const RowBlock *r, i64 i, size_t P, int in, int 
     }
 }
 
-/* The sum of x x, and that of x t w. */
+/* Add the sum of x x to *squares, and that of x t w to *dot. */
 TARGET static void FN(sums)(const REAL *x, const REAL *t, const REAL *w, size_t D, REAL *squares,
                             REAL *dot)
 {
@@ -65,7 +65,7 @@ TARGET static void FN(sums)(const REAL *x, const REAL *t, const REAL *w, size_t 
     *squares += a[0], *dot += b[0];
 }
 
-/* Gradients to the rows, into r->y, and what the rows add to those of the factors. */
+/* Write the gradients of the rows into r->y, and add those of the factors to n->sums. */
 TARGET static void FN(norm_backward)(const RowBlock *r, size_t P, int layout, const Norm *n)
 {
     const int in = layout >> 1, out = layout & 1;

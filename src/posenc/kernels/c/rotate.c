@@ -16,7 +16,7 @@
 #include "isa.h"
 #include "schedule.h"
 
-/* Append an int, or the ints of a tuple, to the numbers; false with an error set if it is neither. */
+/* Append an int, or the ints of a tuple, to the numbers; return 0 with an exception set otherwise. */
 static int append_numbers(PyObject *given, i64 *numbers, int *count)
 {
     const Py_ssize_t many = PyTuple_Check(given) ? PyTuple_Size(given) : -1;
@@ -28,8 +28,8 @@ static int append_numbers(PyObject *given, i64 *numbers, int *count)
     return 1;
 }
 
-/* rotate(shared arguments, arguments of one tensor[, of another]), in tuples or one by one: None, or a
- * row that is missing, or NotImplemented for channels that do not lie side by side, or nowhere. */
+/* rotate(shared arguments, arguments of one tensor[, of another]), in tuples or one by one. Returns
+ * None, a row outside the table, or NotImplemented for strided channels or null pointers. */
 static PyObject *py_rotate(PyObject *self, PyObject *const *args, Py_ssize_t given)
 {
     Job job;

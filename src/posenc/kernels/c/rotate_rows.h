@@ -1,10 +1,10 @@
-/* The rotation of rows for one dtype of dtypes.h: KIND, ELEM as stored, REAL to compute in, LOAD and
- * STORE between them, and BLOCK, the pairs that are rotated together, if they are not 16. */
+/* The rotation of rows for one dtype. dtypes.h defines KIND, ELEM (the stored type), REAL (the type of
+ * the computation), LOAD and STORE between them, and BLOCK, the pairs rotated together, if not 16. */
 #ifndef BLOCK
 #define BLOCK 16
 #endif
 
-/* The pairs from..to-1 of a row. */
+/* Rotate the pairs from .. to-1 of a row. */
 TARGET INLINE void FN(pairs)(const ELEM *x, ELEM *y, const REAL *c, const REAL *s, size_t P, int in,
                              int out, size_t from, size_t to)
 {
@@ -23,7 +23,7 @@ TARGET INLINE void FN(pairs)(const ELEM *x, ELEM *y, const REAL *c, const REAL *
     }
 }
 
-/* A block of pairs. */
+/* Rotate BLOCK pairs. */
 TARGET INLINE void FN(block)(const ELEM *x, ELEM *y, const REAL *c, const REAL *s, size_t P, int in,
                              int out, size_t from)
 {
@@ -60,7 +60,7 @@ TARGET INLINE void FN(block)(const ELEM *x, ELEM *y, const REAL *c, const REAL *
 #endif
 }
 
-/* All rows; `even` says at compile time that blocks leave no pairs over. */
+/* Rotate all rows; `even`, a compile-time constant, says that P is a multiple of BLOCK. */
 TARGET INLINE void FN(layout)(const RowBlock *r, size_t P, int in, int out, int even)
 {
     const i64 per_step = HEADS_PER_STEP > 1 ? r->per_step : 1;

@@ -5,17 +5,17 @@ typedef struct {
 
 /* The arguments of rotate() in their order. Pointers are integers and strides count elements. */
 typedef struct {
-    i64 dtype, cos, sin, tables, rows, P, table_sb, table_st, table_sd; /* float64 */
+    i64 dtype, cos, sin, tables, rows, P, table_sb, table_st, table_sd; /* tables are float64 */
     i64 start, pos, pos_sb, pos_st, sequential;
     i64 interleaved_in, interleaved_out, first_channel, transposed;
-    i64 weight; /* of a norm, if there is one: float64 */
+    i64 weight; /* float64 factors of a norm, or 0 */
     union { i64 bits; double number; } eps;
     i64 all_heads;
-    i64 to_weight; /* if its gradient is wanted: float64; the second tensor is the incoming one */
+    i64 to_weight; /* float64 gradient of weight, or 0; tensors[1] is then the incoming gradient */
     Tensor tensors[2];
-    i64 count, B, T, D; /* found from them */
+    i64 count, B, T, D; /* derived from the tensors */
     i64 tile, tiles; /* tokens of a tile, and tiles of a sequence */
-    double *shares; /* of each thread in the gradient to the weight */
+    double *shares; /* partial gradients of the weight, one for each thread */
     int failed;
 } Job;
 enum {
@@ -25,7 +25,7 @@ enum {
 };
 
 enum {
-    PARALLEL_ELEMENTS = 1 << 18, /* below this, waking threads costs more than they bring */
+    PARALLEL_ELEMENTS = 1 << 18, /* below this, waking threads costs more than they save */
     TILE_BYTES = 128 << 10, /* of table rows, converted once for all heads of their tokens */
 };
 
@@ -40,10 +40,10 @@ static i64 table_row(const Job *j, i64 b, i64 t)
     return j->pos ? row + ((const i64 *)(intptr_t)j->pos)[b * j->pos_sb + t * j->pos_st] : row;
 }
 
-/* Whether every token has a row in the table; otherwise the first that has not, in *bad. */
+/* Whether every token has a row in the table; if not, *bad is the first row outside it. */
 static int in_range(const Job *j, i64 *bad)
 {
-    /* A position this large would wrap around in the sum above. */
+    /* A larger position could overflow the sum in table_row. */
     const i64 far = INT64_MAX / 4;
     for (i64 b = 0; b < (j->pos_sb ? j->B : 1); b++)
         for (i64 t = 0; t < j->T; t++) {
@@ -55,13 +55,13 @@ static int in_range(const Job *j, i64 *bad)
     return 1;
 }
 
-/* Numbers of a norm's weight. */
+/* The number of a norm's factors; 0 without a norm. */
 static i64 factors(const Job *j)
 {
     return j->weight ? (j->all_heads ? j->tensors[0].H : 1) * j->D : 0;
 }
 
-/* Where the i-th factor is in the weight: the first channels of all pairs come before the second. */
+/* The i-th factor's index in the weight; factors of first channels precede those of second ones. */
 static i64 factor_at(const Job *j, i64 i)
 {
     const i64 c = i % j->D - j->first_channel;
@@ -80,7 +80,7 @@ static TableOrder table_order(const Job *j)
     return WORDS_OF_PAIRS && j->dtype == BFLOAT16 && half && !j->weight ? EVEN_THEN_ODD : FLOATS;
 }
 
-/* The table rows of nt tokens, in the precision of the computation, one after the other. */
+/* Convert the table rows of nt tokens to the precision of the computation, one after the other. */
 static void convert_tables(const Job *j, i64 b, i64 t, i64 nt, char *c, char *s)
 {
     const double *cos = (const double *)(intptr_t)j->cos + b * j->table_sb;
@@ -119,7 +119,7 @@ static void rotate_block(const Job *j, RowBlock rows, const Norm *norm)
     kernels[j->dtype](&rows, (size_t)j->P, 2 * (int)j->interleaved_in + (int)j->interleaved_out, norm);
 }
 
-/* One tensor's heads of the tokens t .. t+nt-1 of sequence b, whose table rows are in c and s. */
+/* Rotate one tensor's heads of tokens t .. t+nt-1 of sequence b; c and s hold their table rows. */
 static void rotate_tile(const Job *j, const Tensor *a, i64 b, i64 t, i64 nt, const char *c,
                       const char *s, Norm norm)
 {
@@ -156,7 +156,7 @@ static void rotate_tile(const Job *j, const Tensor *a, i64 b, i64 t, i64 nt, con
         }
 }
 
-/* Units first .. last-1; a unit is a tile of tokens of one sequence, with all its heads. */
+/* Run units first .. last-1; a unit is a tile of tokens of one sequence, with all its heads. */
 static void run_units(Job *j, i64 first, i64 last, i64 thread)
 {
     const i64 size = real_size(j), tables = j->tile * j->P * size, weights = factors(j) * size;
@@ -185,7 +185,7 @@ static void run_units(Job *j, i64 first, i64 last, i64 thread)
         if (j->to_weight) memset(norm.sums, 0, (size_t)weights);
         for (i64 n = 0; n < (j->to_weight ? 1 : j->count); n++)
             rotate_tile(j, &j->tensors[n], b, t, nt, c, s, norm);
-        /* The sums of a unit are floats for halves; those of a thread are doubles. */
+        /* In half precision, the sums of a unit are floats; those of a thread are doubles. */
         for (i64 i = 0; j->to_weight && i < factors(j); i++)
             j->shares[thread * factors(j) + i] +=
                 size == 8 ? ((double *)norm.sums)[i] : (double)((float *)norm.sums)[i];

@@ -1,4 +1,4 @@
-"""The rotation in Triton. Triton itself is imported when the first CUDA tensor comes."""
+"""The rotation in Triton. Triton is imported at the first call with a CUDA tensor."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-# Looked up once, here: a compiler that traces a call does not follow the search.
+# This is looked up at import, because torch.compile cannot trace find_spec.
 installed = importlib.util.find_spec("triton") is not None
 
 
@@ -20,7 +20,7 @@ def status() -> tuple[bool, str]:
 
 
 def __getattr__(name: str) -> Any:
-    """The kernels of a backend, imported together when one is first used."""
+    """The kernels, which are imported together when one is first used."""
     if name not in ("rotate_into", "norm_into", "norm_backward_into"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from posenc.kernels.triton import norm, rotate

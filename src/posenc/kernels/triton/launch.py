@@ -8,17 +8,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Out-of-range rows stop the kernel as torch's own indexing does, but Triton adds no overflow checks
-# to the indices. Nor does it choose which products to fuse with a sum, since its choice differs
+# `debug` enables device_assert, which stops a kernel at a row out of range, as torch's indexing
+# does. Overflow checks are off. FP fusion is off, because Triton's choice of products differs
 # from shape to shape: the kernels call fma themselves.
 OPTIONS: dict[str, Any] = {"debug": True, "sanitize_overflow": False, "enable_fp_fusion": False}
-# Every prompt length is a kind of call. When there are too many, all are prepared anew.
+# Each prompt length has a launch of its own. At this number of launches, the cache is cleared.
 MOST_LAUNCHES = 4096
 _launches: dict[Hashable, Any] = {}
 
 
 class Launch:
-    """A kernel with its grid, sizes and constants, for calls that differ in their tensors alone.
+    """A kernel with its grid, sizes and constants, for calls that differ only in tensors and row.
 
     The kernel takes its tensors, the first row, ``numbers`` and ``constants``, in this order.
     """
@@ -44,21 +44,21 @@ class Launch:
             with torch.cuda.device(device):
                 self(tensors, start)
         elif self.compiled is not None:
-            # Straight to the launch: Triton's own look-up takes longer than a short kernel.
+            # Triton's own look-up of the compiled kernel takes longer than a short kernel.
             self.compiled(*tensors, start, *self.numbers, *self.values)
         elif 0 not in self.grid:
             arguments = (*tensors, start, *self.numbers)
             made = self.kernel[self.grid](*arguments, **self.constants, **self.options)
-            # Nothing was compiled if the kernel is interpreted.
+            # Triton's interpreter compiles nothing and returns None.
             self.compiled = None if made is None else made[self.grid]
 
 
 def launch_for(
     described: tuple[Hashable, ...], tensors: tuple[Tensor, ...], prepare: Callable[[], Any]
 ) -> Any:
-    """What ``prepare`` returned for a call like this one; Triton specialises a kernel on no more.
+    """The cached result of ``prepare`` for this kind of call.
 
-    ``described`` begins with the name of the kernel.
+    The key holds all that Triton specialises on; ``described`` begins with the kernel's name.
     """
     key = (
         *described,

@@ -26,7 +26,7 @@ from posenc.kernels.triton.pairs import (
     table_numbers,
 )
 
-# Programs of the backward pass: enough to fill a large GPU, few enough to add up their shares.
+# The most programs of the backward pass: they fill a large GPU, and their shares are soon summed.
 _SHARES = 1056
 
 
@@ -37,7 +37,7 @@ def norm_into(x: Tensor, y: Tensor, weight: Tensor, *how: Any) -> None:
 
 
 def norm_backward_into(g: Tensor, x: Tensor, dx: Tensor, weight: Tensor, *how: Any) -> Tensor:
-    """Write the gradient to ``x`` into ``dx`` and return that to ``weight``; ``g`` is incoming."""
+    """Write the gradient of ``x`` into ``dx`` and return that of ``weight``; ``g`` is incoming."""
     if x.numel() == 0:
         return torch.zeros_like(weight)
     norm: Norm = how[-1]
@@ -107,7 +107,7 @@ def _launch(
 
 
 def _heads(x: Tensor, norm: Norm) -> int:
-    """Heads of one block: all that a shared norm needs, else about 1024 channels' worth."""
+    """Heads of one block: all for a norm over all heads, else as many as 1024 channels hold."""
     heads = int(triton.next_power_of_2(x.shape[1]))
     if norm.all_heads:
         return heads
@@ -120,7 +120,7 @@ def _load(
     PAIRS: tl.constexpr, FIRST: tl.constexpr, REST: tl.constexpr,
     IN: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Channels of a token as pairs and rest."""
+    """Load both channels of a token's pairs, and the channels that are not rotated."""
     words = as_words(x, IN) + x_at
     a, b = load_pairs(words, at, mask, FIRST, PAIRS, IN, x.dtype.element_ty, WIDE)
     rest = a * 0
@@ -135,7 +135,7 @@ def _weights(
     WIDTH: tl.constexpr, PAIRS: tl.constexpr, FIRST: tl.constexpr, REST: tl.constexpr,
     LAYOUT: tl.constexpr, ALL_HEADS: tl.constexpr, WIDE: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
-    """The factor that the norm gives each channel: ``[1, 1, P]``, or ``[1, H, P]`` for all."""
+    """The norm's factor of each channel: ``[1, 1, P]``, or ``[1, H, P]`` for ``ALL_HEADS``."""
     first = tl.zeros((1, 1, 1), tl.int64)
     mask = at < PAIRS
     keep = other < WIDTH
@@ -181,7 +181,7 @@ def _forward(
     c, s, _ = load_tables(
         table, b, t, t < length, at, at < PAIRS, HAS_POSITIONS, ADVANCES, TRANSPOSED, WIDE
     )
-    # A norm over all heads has them in one block; otherwise blocks share the token's tables.
+    # A norm over all heads needs them in one block. Otherwise blocks share the token's tables.
     wp, wq, wr = _weights(
         weight, tl.arange(0, BLOCK_H), at, other, shift,
         WIDTH, PAIRS, FIRST, REST, WEIGHT, ALL_HEADS, WIDE, HEADS,

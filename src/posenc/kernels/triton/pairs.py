@@ -1,4 +1,4 @@
-"""How pairs and tables lie in memory, and how a kernel takes them from there."""
+"""The layouts of pairs and tables in memory, and their loads and stores in a kernel."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def strides(x: Tensor, how: int) -> tuple[int, ...]:
 
 
 def index(*tensors: Tensor) -> Any:
-    """The dtype of offsets: twice as wide, and slower, where one may pass 2^31 elements."""
+    """The dtype of offsets: int32, or the slower int64 if one may reach 2^31 elements."""
     last = max(
         sum((n - 1) * step for n, step in zip(t.shape, t.stride(), strict=True)) for t in tensors
     )
@@ -62,7 +62,7 @@ def table_numbers(cos: Tensor, rows: Rows) -> tuple[int, ...]:
 def shared_constants(
     x: Tensor, cos: Tensor, rows: Rows, spec: Spec, inner: int, outer: int
 ) -> dict[str, Any]:
-    """What every kernel is compiled for, in the order of its parameters."""
+    """The constexpr parameters that all kernels share, in their order."""
     pairs, rest = cos.shape[-1], x.shape[-1] - 2 * cos.shape[-1]
     return {
         "PAIRS": pairs,
@@ -93,7 +93,7 @@ def load_pairs(
     row, at, mask, FIRST: tl.constexpr, PAIRS: tl.constexpr, LAYOUT: tl.constexpr,
     ELEMENT: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Both channels of each pair; ``row`` is what :func:`as_words` gave, ``at`` counts pairs."""
+    """Both channels of each pair; ``row`` is from :func:`as_words`, ``at`` counts pairs."""
     if LAYOUT == 0:
         a = tl.load(row + FIRST + at, mask=mask, other=0)
         b = tl.load(row + FIRST + PAIRS + at, mask=mask, other=0)
@@ -133,13 +133,13 @@ def store_pairs(
 
 @triton.jit
 def negative(x):
-    """Also of a zero: the minus sign of Triton 3.6 subtracts from zero, one operation more."""
+    """Negate ``x``, and zeros too: Triton 3.6 compiles ``-x`` as ``0 - x``, one operation more."""
     return x * -1
 
 
 @triton.jit
 def rotated(p, q, c, s):
-    """Pairs rotated: in the same roundings wherever this is called from."""
+    """Rotate pairs, with the same roundings in every kernel."""
     return tl.fma(p, c, negative(q * s)), tl.fma(q, c, p * s)
 
 
@@ -149,10 +149,10 @@ def load_tables(
     HAS_POSITIONS: tl.constexpr, ADVANCES: tl.constexpr, TRANSPOSED: tl.constexpr,
     WIDE: tl.constexpr, LATE: tl.constexpr = False,
 ):  # fmt: skip
-    """Cosine and sine ``[T, 1, P]`` of tokens ``t`` of sequence ``b``, and whether there are any.
+    """Cosine and sine ``[T, 1, P]`` of tokens ``t`` of sequence ``b``, and which have a row.
 
-    A check waits for the loads before it, ahead of any others. With ``LATE`` it is the caller's,
-    and rows outside the table are not read.
+    A device_assert waits for the loads before it, and later loads wait for the assert. With
+    ``LATE`` the caller asserts, and rows outside the table are not read.
     """
     cos, sin, rows, table_b, table_t, positions, positions_b, positions_t, start = table
     row = tl.zeros_like(t) + start

@@ -28,15 +28,15 @@ from posenc.kernels.triton.pairs import (
     table_numbers,
 )
 
-# A call of at most this many tokens takes no longer than its launch, which then overlaps the
-# kernel before it.
+# A call of at most this many tokens takes no longer than its launch, so the launch overlaps
+# the previous kernel (programmatic dependent launch).
 SHORT = 1024
 
 
 def rotate_into(
     xs: Sequence[Tensor], ys: Sequence[Tensor], cos: Tensor, sin: Tensor, rows: Rows, spec: Spec
 ) -> bool:
-    """Rotate each of ``xs`` into the tensor of ``ys`` beside it, which may be itself.
+    """Rotate each of ``xs`` into the tensor of ``ys`` at the same index, which may be itself.
 
     Returns:
         False, and nothing is written, if one launch cannot take the tensors as they are.
@@ -66,7 +66,7 @@ def _launch(
     rounded = cos.dtype == torch.float32
     heads, tokens, warps, split = tile(q, k_heads, cos.shape[-1], inner, rounded)
     short = batch * length <= SHORT
-    # A kernel can be set up before its predecessor has ended: on Hopper and later.
+    # Programmatic dependent launch needs Hopper or later.
     early = short and q.is_cuda and torch.version.cuda is not None
     early = early and torch.cuda.get_device_capability(q.device) >= (9, 0)
     blocks = triton.cdiv(q_heads, heads) + triton.cdiv(k_heads, heads)
@@ -104,7 +104,7 @@ def tile(
     width = int(triton.next_power_of_2(pairs))
     most = int(triton.next_power_of_2(max(q_heads, k_heads)))
     if length > 1 and q.stride(1) > q.stride(2):
-        # Each head is a stretch of its own: take neighbouring tokens, and heads side by side.
+        # The tokens of a head are neighbours in memory: one step takes many tokens, and few heads.
         tokens = min(int(triton.next_power_of_2(length)), 16, max(1, 1024 // width))
         return max(1, 512 // width // tokens), tokens, 4, True
     heads = min(most, max(1, 512 // width))
@@ -116,7 +116,7 @@ def tile(
         many = rounded or (how == HALVES and q.element_size() == 2)
         return min(most, 2 * heads), 1, 8 if many else 4, True
     if batch * length < 16384:
-        # A short call needs all its loads in flight at once more than it needs to share tables.
+        # In a short call, loads in flight at once gain more than heads that share tables.
         return heads, 1, 2 if rounded and how == HALVES else 4, True
     return (heads, 1, 2, True) if width <= 32 else (heads, 1, 4, False)
 
@@ -152,7 +152,7 @@ def _store_block(
     p, q = rotated(p, q, c, s)
     store_pairs(where, at, mask, p, q, FIRST, PAIRS, OUT, element)
     if REST > 0:
-        # The channels that are not rotated: all after the pairs, or all before.
+        # The channels that are not rotated are all after the pairs, or all before them.
         other = (2 * PAIRS if FIRST == 0 else 0) + tl.arange(0, BLOCK_REST)[None, None, :]
         keep = present & (tl.arange(0, BLOCK_REST)[None, None, :] < REST)
         x_at = (b * x_b + t[:, None] * x_t + h[None, :] * x_h)[:, :, None]
@@ -168,7 +168,7 @@ def _rotate_block(
     TRANSPOSED: tl.constexpr, WIDE: tl.constexpr, LATE: tl.constexpr,
     BLOCK_REST: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
-    """One block of heads; its loads are in flight before those of the tables are waited for."""
+    """Rotate one block of heads, whose loads are issued before those of the tables."""
     p, q = _load_block(x, block, b, t, alive, at, HEADS, PAIRS, FIRST, IN, WIDE, BLOCK_H)
     c, s, inside = load_tables(
         table, b, t, alive, at, at < PAIRS, HAS_POSITIONS, ADVANCES, TRANSPOSED, WIDE, LATE
@@ -188,7 +188,7 @@ def _rotate_heads(
     IN: tl.constexpr, OUT: tl.constexpr, WIDE: tl.constexpr,
     BLOCK_REST: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
-    """All heads of a token, which share its table row."""
+    """Rotate all heads of a token, which share its table row."""
     for block in tl.static_range((HEADS + BLOCK_H - 1) // BLOCK_H):
         p, q = _load_block(x, block, b, t, alive, at, HEADS, PAIRS, FIRST, IN, WIDE, BLOCK_H)
         _store_block(
@@ -211,13 +211,13 @@ def _rotate(
     BLOCK_H: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
     if EARLY:
-        # This kernel was set up while its predecessor ran. It waits for what that one wrote, and
-        # then lets its own successor be set up.
+        # This kernel may start while the previous one runs: wait for that one's writes, and then
+        # let the next kernel start.
         gdc_wait()
         gdc_launch_dependents()
     program = tl.program_id(0)
     if BATCH_FIRST:
-        # In the order of memory.
+        # Programs follow the order of memory.
         steps = tl.cdiv(length, BLOCK_T)
         b, step = program // steps, program % steps
     else:

@@ -1,9 +1,9 @@
 r"""Scaling rules: how a model trained on one length rotates slower for a longer one.
 
-A rule takes the rates :math:`\theta_i = b^{-2i/d}` of the pairs, in float64, and gives the scaled
-rates; ``gain()`` is what its cosines and sines are multiplied with. Rules are frozen and hashable:
-a rule is part of the key of every table made with it. `at` gives the rule to use for a sequence of
-some length; most do not depend on it and give themselves.
+A rule takes the rates :math:`\theta_i = b^{-2i/d}` of the pairs, in float64, and returns the
+scaled rates; ``gain()`` is the factor of cosines and sines. Rules are frozen and hashable: a rule
+is part of the key of every table made with it. `at` returns the rule for a sequence of some length;
+most rules do not depend on the length and return themselves.
 """
 
 from posenc.numerics.scaling.by_length import DynamicNTK, LongRoPE

@@ -113,7 +113,7 @@ class LongRoPE(PublishedRule):
         return torch.where((seq_len > self.original_length)[..., None, None], long, short)
 
     def gain(self, seq_len: Tensor | None = None) -> float | Tensor:
-        """What cosines and sines are multiplied with; without lengths, past the trained one."""
+        """The factor of cosines and sines; without ``seq_len``, the one past the trained length."""
         if self.attention_factor is not None:
             long = self.attention_factor
         elif self.factor <= 1 or self.original_length == 1:

@@ -20,7 +20,7 @@ class Linear(PublishedRule):
 
     .. math:: \theta_i \mapsto \theta_i / s
 
-    Below 1, every pair rotates faster: ``Linear(1 / math.tau)`` takes positions in whole turns.
+    If ``factor < 1``, pairs rotate faster: ``Linear(1 / math.tau)`` is for positions in turns.
 
     Examples:
         >>> Linear(2.0)(torch.tensor([1.0, 0.5]), 4.0)
@@ -80,7 +80,7 @@ class YaRN(PublishedRule):
             zero, and :math:`m(1)` otherwise, with :math:`m(x) = 0.1\,x \ln s + 1`.
         mscale: See ``attention_factor``; DeepSeek's checkpoints have it.
         mscale_all_dim: See ``attention_factor``.
-        beta_fast: Pairs with more turns than this over :math:`M` stay.
+        beta_fast: Pairs with more turns than this over :math:`M` stay as they are.
         beta_slow: Pairs with fewer turns than this over :math:`M` are slowed all the way.
         truncate: Whether :math:`l` and :math:`h` are rounded to whole pairs.
 
@@ -133,7 +133,7 @@ class YaRN(PublishedRule):
         return low, high if high != low else high + 0.001
 
     def gain(self, seq_len: Tensor | None = None) -> float:
-        """What cosines and sines are multiplied with."""
+        """The factor of cosines and sines."""
         if self.attention_factor is not None:
             return self.attention_factor
         if self.mscale and self.mscale_all_dim:
@@ -155,8 +155,8 @@ class Llama3(PublishedRule):
         factor: :math:`s`.
         original_length: :math:`M`, the length the model was trained on.
         low_freq_factor: :math:`l`: pairs with fewer turns over :math:`M` are slowed fully.
-        high_freq_factor: :math:`h`: pairs with more turns stay. Equal to ``low_freq_factor`` it
-            is a step: pairs at or above it stay.
+        high_freq_factor: :math:`h`: pairs with more turns stay as they are. If it equals
+            ``low_freq_factor``, nothing is blended: pairs at or above it stay.
 
     Examples:
         >>> Llama3(8.0, original_length=8192)(torch.tensor([1.0, 0.002, 0.0001]), 5e5)
@@ -237,7 +237,7 @@ class _PerPair(Rule):
         return slow_pairs(rates, self.factors)
 
     def gain(self, seq_len: Tensor | None = None) -> float:
-        """What cosines and sines are multiplied with."""
+        """The factor of cosines and sines."""
         return self.attention_factor
 
 

@@ -29,7 +29,7 @@ class Rule(ByValue):
         raise NotImplementedError
 
     def gain(self, seq_len: Tensor | None = None) -> float | Tensor:
-        """What cosines and sines are multiplied with."""
+        """The factor of cosines and sines."""
         return 1.0
 
     def at(self, seq_len: int | None) -> Rule:
@@ -51,7 +51,7 @@ _CHECKS: dict[Any, Callable[..., Any]] = {
 
 @dataclass(frozen=True, eq=False)
 class PublishedRule(Rule):
-    """A rule whose fields are checked by their types: its numbers are positive."""
+    """A rule whose fields are checked by their types; numbers must be positive."""
 
     least_factor: ClassVar[float] = 1.0  # sequences get longer, never shorter
 
