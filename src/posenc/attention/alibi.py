@@ -39,7 +39,7 @@ def alibi_attention(
 ) -> Tensor:
     r"""Attention with ALiBi, without an ``L × L`` matrix and without far keys.
 
-    .. math:: \text{softmax}_j(s\, q_i \cdot k_j - m\,|i - j|)\, v_j
+    .. math:: \sum_j \text{softmax}_j(s\, q_i \cdot k_j - m\,|i - j|)\, v_j
 
     Far keys are pruned where their weights together are provably below the rounding of the output;
     see ``docs/alibi.md``. On CUDA this is compiled FlexAttention. Elsewhere, and where that does
