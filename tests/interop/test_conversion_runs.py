@@ -52,6 +52,20 @@ def test_a_folder_is_replaced_only_when_asked(saved, tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["new", "old"]
 
 
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs pipes")
+@pytest.mark.parametrize("kind", ["pipe", "folder"])
+def test_only_a_regular_file_is_overwritten_by_a_file(saved, tmp_path, kind):
+    target = tmp_path / "target"
+    if kind == "folder":
+        target.mkdir()
+    else:
+        os.mkfifo(target)
+    before = target.lstat()
+    with pytest.raises(FileExistsError, match=r"a file to overwrite[^$]*or move it away"):
+        convert(saved, target, to="half", overwrite=True, **SIZES)
+    assert target.lstat() == before
+
+
 def test_the_self_test_finds_rows_that_did_not_move(saved, tmp_path, monkeypatch):
     """Written in their old order, they would be taken for the new one."""
     chunks = safetensors._chunks

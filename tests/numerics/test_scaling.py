@@ -212,7 +212,7 @@ def test_a_rule_is_a_value(rule):
         (
             lambda: RoPE(16, scaling=scaling.LongRoPE((5e-324,) * 8, (1.0,) * 8, 64)),
             ValueError,
-            "rates must be finite",
+            "must give a finite rate",
         ),
     ],
 )
@@ -277,6 +277,17 @@ def test_a_rule_of_a_users_own_is_all_that_it_holds(rule):
     for again in (pickle.loads(pickle.dumps(one)), copy.deepcopy(one)):
         assert torch.equal(again.inv_freq(), one.inv_freq())
         assert torch.equal(again.cos_cached, one.cos_cached)
+
+
+def test_a_rule_that_gives_too_few_rates_is_refused():
+    """The pairs without a rate would silently stay as they are."""
+
+    class First(scaling.Rule):
+        def __call__(self, rates, base, seq_len=None):
+            return rates[:3]
+
+    with pytest.raises(ValueError, match="a finite rate for each of the 8 pairs"):
+        RoPE(16, scaling=First())
 
 
 def test_a_rule_that_cannot_be_a_key_is_refused():

@@ -13,6 +13,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from posenc._contract import checks
 from posenc._contract.tracing import constant_under_compile, without_modes
 from posenc.numerics.axes import Axes
 from posenc.numerics.constants import constant
@@ -160,7 +161,8 @@ def _exact_rates(spectrum: Spectrum) -> list[Decimal]:
     # Without modes: a fake tensor has no values to put into the list.
     with without_modes():
         rates = rule(torch.tensor(unscaled, dtype=torch.float64, device="cpu"), base).tolist()
-    if not all(map(math.isfinite, rates)):
-        problem = f"scaling: rates must be finite, got {rule} with base {base}"
-        raise ValueError(f"{problem}.\n  Pass a factor closer to 1.")
+    if len(rates) != len(unscaled) or not all(map(math.isfinite, rates)):
+        rule_text = f"a rule must give a finite rate for each of the {len(unscaled)} pairs"
+        way_out = "Pass a factor closer to 1, or return as many rates as the rule is called with."
+        checks.fail("scaling", rule_text, f"{rule} with base {base}", way_out)
     return [Decimal(rate) for rate in rates]

@@ -61,10 +61,11 @@ def replaced(target: Path, *, folder: bool, overwrite: bool) -> Iterator[Path]:
 
 
 def _check_replaceable(target: Path, folder: bool, overwrite: bool) -> None:
-    if os.path.lexists(target) and (not overwrite or target.is_dir() != folder):
+    replaceable = target.is_dir() if folder else target.is_file()
+    if os.path.lexists(target) and not (overwrite and replaceable):
         rule = f"target must be new, or a {'folder' if folder else 'file'} to overwrite"
-        way_out = "Pick another name, or pass overwrite=True (--overwrite)."
-        _fail(rule, target, way_out, FileExistsError)
+        way_out = "or pass overwrite=True (--overwrite)." if replaceable else "or move it away."
+        _fail(rule, target, f"Pick another name, {way_out}", FileExistsError)
     if target.is_dir() and any(target.iterdir()) and not any(target.glob("*.safetensors")):
         rule = "a folder to overwrite must be a checkpoint, because everything in it is deleted"
         _fail(rule, target, "Pick another name.", FileExistsError)
