@@ -10,7 +10,7 @@ import recipes
 import transformers
 
 LIMIT = 2e-5
-_REFUSED = re.compile(r"must be one that is understood, got (.+?) in transformers\.")
+_REFUSED = re.compile(r"must be known to posenc, got (.+?) in transformers\.")
 
 
 def verdict(result: dict[str, Any]) -> str:
