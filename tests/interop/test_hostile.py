@@ -21,6 +21,7 @@ def source(tmp_path):
     return save_folder(tmp_path / "source", LLAMA)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="limits are Linux's")
 def test_reading_costs_what_the_file_is_and_not_what_it_claims(tmp_path):
     script = Path(__file__).parents[1] / "support" / "hostile.py"

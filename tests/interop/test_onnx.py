@@ -113,6 +113,7 @@ def tables(tmp_path_factory):
     return path, model, results
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scale", [1.0, 1e-9], ids=["plain", "small"])
 def test_half_a_million_values_are_within_one_ulp(tables, scale):
     """Of any size, where the two products all but cancel, and by tables far from one."""

@@ -37,6 +37,7 @@ def compiled(function):
     return torch.compile(function, backend="aot_eager")
 
 
+@pytest.mark.slow
 def test_a_tangent_passes_a_compiler(case):
     function, x = case
     wanted = jvp(function, (x,), (x,))[1]
