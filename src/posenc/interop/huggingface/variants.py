@@ -2,7 +2,7 @@
 
 One name stands for several functions (``rotate_half`` pairs neighbours in Cohere, halves in Llama),
 so each is called on small random tensors, and its results are compared with those of every
-`Variant`. A function that agrees with none is not replaced.
+`Variant`. For a function that agrees with none, `patch` fails.
 """
 
 from __future__ import annotations
