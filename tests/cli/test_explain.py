@@ -9,6 +9,7 @@ from typer.testing import CliRunner
 import posenc
 from posenc.cli import application
 
+TYPO = {"head_dim": 64, "rope_scaling": {"typ": "yarn"}}
 YARN = {
     "hidden_size": 512,
     "num_attention_heads": 8,
@@ -85,11 +86,7 @@ def test_the_length_decides_where_a_rule_asks_for_it(run):
     ("config", "arguments", "text"),
     [
         ("{", (), "is not JSON"),
-        (
-            {"head_dim": 64, "rope_scaling": {"typ": "yarn"}},
-            (),
-            "rope_scaling.typ must be a known key",
-        ),
+        (TYPO, (), "rope_scaling.typ must be a known key"),
         (LAYERS, ("--layer-type", "none"), "layer_type must be one of"),
         (YARN, ("--seq-len", "0"), "seq-len"),
     ],

@@ -41,10 +41,9 @@ def check_matplotlib(who: str) -> None:
 
 @contextlib.contextmanager
 def progress(title: str = "", *, background: bool = True) -> Iterator[Callable[[str, float], None]]:
-    """Yield a function that shows a message and the fraction done on stderr.
+    """Yield a function of a message and the part done: a bar, or in a log a line for each tenth.
 
-    A terminal gets a bar, which a thread redraws between calls if ``background``; a log gets a line
-    for each tenth.
+    With ``background``, a thread redraws the bar between two calls.
     """
     console = Console(stderr=True)
     # Messages hold names from files, whose brackets are not markup.

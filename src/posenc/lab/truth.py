@@ -49,7 +49,10 @@ def judge(
             return Verdict(math.nan, f"wrong kind of output: {got}")
         # One sequence at a time: float64 of a whole batch would need many times its memory.
         for b, rotation in enumerate(rotations.expand(len(x), -1, -1)):
-            wide = x[b].double() if weight is None else _normalized(x[b].double(), weight)
+            wide = x[b].double()
+            if weight is not None:
+                scale = (wide.square().mean(-1, keepdim=True) + EPS).rsqrt()
+                wide = wide * scale * weight.double()
             exact = _pairs(wide, work.interleaved) * rotation
             off = torch.view_as_real(_pairs(y[b], work.interleaved) - exact).abs().amax(-1)
             size = exact.abs()
@@ -84,8 +87,3 @@ def _pairs(x: Tensor, interleaved: bool) -> Tensor:
     """Channel pairs of ``[H, T, D]`` as complex128 ``[H, T, P]``."""
     grid, axis = ((-1, 2), -1) if interleaved else ((2, -1), -2)
     return torch.complex(*x.double().unflatten(-1, grid).unbind(axis))
-
-
-def _normalized(x: Tensor, weight: Tensor) -> Tensor:
-    scale = (x.square().mean(-1, keepdim=True) + EPS).rsqrt()
-    return x * scale * weight.double()

@@ -254,11 +254,15 @@ def test_tables_that_stay_the_modules_own_are_reported_with_a_warning():
     assert [(t.form, t.rates) for t in report.tables] == [("unchanged", "its own")]
 
 
-def test_rates_that_were_written_into_the_buffer_are_kept_with_a_warning():
+@pytest.mark.parametrize("fill", ["edited", "emptied"])
+def test_a_buffer_with_other_rates_than_the_config_is_warned_of(fill):
+    """The config wins: `to_empty` leaves any numbers there, and an edit is lost with a warning."""
     model = llama()
-    model.model.rotary_emb.inv_freq /= 4
-    expected = model(tokens()).logits
-    with pytest.warns(UserWarning, match=r"none for model\.rotary_emb .*\n  Keep inv_freq"):
-        report = patch(model)
-    assert report.tables[0].rates == "its own"
-    assert apart(expected, model(tokens()).logits) < 2e-5
+    if fill == "edited":
+        model.model.rotary_emb.inv_freq /= 4
+    else:
+        model.model.rotary_emb.inv_freq.fill_(float("nan"))
+    with pytest.warns(UserWarning, match=r"others in model\.rotary_emb .*\n  Write them into"):
+        patch(model)
+    cos, exact = far_cosines(model)
+    assert (cos - exact).abs().max() < 1e-7

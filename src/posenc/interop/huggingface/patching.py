@@ -114,7 +114,7 @@ def patch(model: nn.Module) -> Report:
     classes: dict[type, list[Replacement]] = {}
     planned: list[tuple[nn.Module, dict[str, Replacement]]] = []
     places: list[Place] = []
-    rotary: list[Table] = []
+    rotary, edited = list[Table](), list[Table]()
     for path, module in model.named_modules():
         kind = type(module)
         if PATCHED in vars(module):
@@ -137,6 +137,7 @@ def patch(model: nn.Module) -> Report:
             rotary.append(Table(path, kind.__name__, form, rates))
         if ours is not None:
             methods.append(rotary_forward(kind, ours))
+            edited += rotary[-1:] if tables.holds_other_rates(module, ours) else []
         if methods:
             planned.append((module, {_attribute(module, path, one): one for one in methods}))
     if not places:
@@ -144,14 +145,20 @@ def patch(model: nn.Module) -> Report:
         way_out = "Use the model as it is: without rotary positions it needs no patch."
         checks.fail("patch", "model must have rotary embeddings", got, way_out)
     _refuse_converted(model, places)
-    own = [f"{table.module} ({table.cls})" for table in rotary if table.rates == "its own"]
-    if own:
-        problem = "the config should determine the rates of every rotary module, got none for"
-        way_out = "Keep inv_freq in float32: these modules compute their angles from it."
-        warnings.warn(f"patch: {problem} {', '.join(own)}.\n  {way_out}", UserWarning, stacklevel=2)
+    problem = "the config should determine the rates of every rotary module, got none for"
+    way_out = "Keep inv_freq in float32: these modules compute their angles from it."
+    _warn(problem, [table for table in rotary if table.rates == "its own"], way_out)
+    problem = "inv_freq should hold the rates of the config, got others in"
+    _warn(problem, edited, "Write them into the config: the patched model takes its rates from it.")
     for module, named in planned:
         _install(module, named)
     return Report(tuple(places), tuple(rotary))
+
+
+def _warn(problem: str, found: list[Table], way_out: str) -> None:
+    if found:
+        names = ", ".join(f"{table.module} ({table.cls})" for table in found)
+        warnings.warn(f"patch: {problem} {names}.\n  {way_out}", UserWarning, stacklevel=3)
 
 
 def _refuse_converted(model: nn.Module, places: list[Place]) -> None:
@@ -190,11 +197,7 @@ def unpatch(model: nn.Module) -> None:
 
 @contextmanager
 def patched(model: nn.Module) -> Iterator[Report]:
-    """Patch ``model`` for a ``with`` block.
-
-    Yields:
-        The report of :func:`patch`.
-    """
+    """Patch ``model`` for a ``with`` block, which gets the report of :func:`patch`."""
     report = patch(model)
     try:
         yield report

@@ -69,7 +69,8 @@ class Rewriter:
         scope, cells = function.__globals__, list(function.__closure__ or ())
         for name in dict.fromkeys(names_in(function.__code__)):
             value = scope.get(name)
-            if _is_function(value):
+            # The `kernels` package makes a module of a decorated function.
+            if isinstance(value, FunctionType) or hasattr(type(value), "kernel_layer_name"):
                 home = value.__module__ or ""
                 of_model = home == function.__module__ or ".models." in home
                 made, inner = self.rewrite(name, value, of_model)
@@ -125,11 +126,6 @@ def _copied(function: FunctionType, names: dict[str, str], cells: list[CellType]
     return made
 
 
-def _is_function(value: Any) -> bool:
-    # The `kernels` package turns a decorated function into a module.
-    return isinstance(value, FunctionType) or hasattr(type(value), "kernel_layer_name")
-
-
 def names_in(code: CodeType) -> Iterator[str]:
     """Every name that ``code`` and the functions inside it look up."""
     yield from code.co_names
@@ -143,11 +139,10 @@ PATCHED = "_posenc_patched"
 
 
 class Replacement:
-    """A method of ours in place of the method ``name`` of the class ``kind``.
+    """Our method for the method ``name`` of the class ``kind``.
 
-    ``replaced`` has name, variant and layout of each function that was replaced. The method of the
-    class runs instead if it was reassigned since, or if the module was unpatched while a wrapper
-    still refers to ours.
+    ``replaced`` has name, variant and layout of each function that was replaced. The class's method
+    runs instead if it was reassigned since, or if the module was unpatched below a wrapper.
     """
 
     def __init__(

@@ -1,9 +1,10 @@
 """Exact cosines and sines for the rotary modules of a model.
 
 A rotary module of transformers multiplies positions and rates in float32, which is off by 2e-4 at
-position 4 000 and by 6e-2 at a million; and a cast of the model rounds the rates in its buffer to
-bfloat16. Our forward takes rates from the config in float64, computes exact angles, and rounds
-cosines and sines once, to float32 in a bfloat16 model too, because only our rotation reads them.
+position 4 000 and by 6e-2 at a million; and its rates are in a buffer, which a cast of the model
+rounds to bfloat16 and `to_empty` leaves uninitialised. Our forward takes rates from the config in
+float64, computes exact angles, and rounds cosines and sines once, to float32 in a bfloat16 model
+too, because only our rotation reads them.
 
 To learn what a module's forward computes, another one is made from the same config on the CPU and
 called. If its results differ from ours, the module keeps its forward.
@@ -95,7 +96,7 @@ def understood(module: nn.Module) -> Tables | None:
         layers = list(types) if isinstance(types, dict) else [None]
         results = {layer: list(_results(fresh, layer)) for layer in layers}
         # Try the rates of the config first, then those in the buffer.
-        of_config = {layer: _rates(module, fresh, layer) for layer in layers}
+        of_config = {layer: _rates(fresh, layer) for layer in layers}
         for rates in (of_config, dict.fromkeys(layers)):
             candidates = [Tables(form, rates) for form in WIDEN]
             if hasattr(kind, "recomposition_frequencies"):
@@ -124,21 +125,25 @@ def _attribute(module: Any, layer_type: str | None, name: str) -> Any:
     return getattr(module, name) if own is None else own
 
 
-def _rates(module: nn.Module, fresh: nn.Module, layer_type: str | None) -> Rates | None:
-    """The float64 rates of the config, if a fresh module holds them rounded to float32.
+def holds_other_rates(module: nn.Module, tables: Tables) -> bool:
+    """Whether a buffer differs from the rates of the config by more than a cast rounds."""
+    for layer_type, rates in tables.by_layer.items():
+        held = _attribute(module, layer_type, "inv_freq")
+        unknown = rates is None or held.is_meta or rates.follow_length()
+        # Tolerances are the rounding of bfloat16 and the smallest float16.
+        if rates and not (unknown or _near(held.cpu(), rates.exact(), rtol=2**-7, atol=2**-24)):
+            return True
+    return False
 
-    None if the module's own rates differ by more than a cast rounds: they were edited.
-    """
-    held, made = (_attribute(each, layer_type, "inv_freq") for each in (module, fresh))
+
+def _rates(fresh: nn.Module, layer_type: str | None) -> Rates | None:
+    """The float64 rates of the config, if a fresh module holds them rounded to float32."""
+    made = _attribute(fresh, layer_type, "inv_freq")
     ranks = tuple(made.argsort(descending=True).argsort().tolist())
     for spectrum in _spectra(fresh, layer_type, made.shape[-1]):
         for rates in (Rates(spectrum, None), Rates(spectrum, ranks)):
             with contextlib.suppress(*FAILURES):
-                exact = rates.exact()
-                unknown = held.is_meta or rates.follow_length()
-                # Tolerances are the rounding of bfloat16 and the smallest float16.
-                kept = unknown or _near(held.cpu(), exact, rtol=2**-7, atol=2**-24)
-                if kept and _near(made, exact):
+                if _near(made, rates.exact()):
                     return rates
     return None
 
