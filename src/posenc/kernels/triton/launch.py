@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
@@ -56,15 +56,20 @@ class Launch:
 def launch_for(
     described: tuple[Hashable, ...], tensors: tuple[Tensor, ...], prepare: Callable[[], Any]
 ) -> Any:
-    """The cached result of ``prepare`` for this kind of call.
+    """The cached result of ``prepare`` for this kind of call; see :func:`find_launch`."""
+    return find_launch((*described, *signature(tensors)), prepare)
 
-    The key holds all that Triton specialises on; ``described`` begins with the kernel's name.
-    """
-    key = (
-        *described,
+
+def signature(tensors: Sequence[Tensor]) -> tuple[Hashable, ...]:
+    """All that Triton specialises on, and the launches' sizes and strides."""
+    return (
         tensors[0].device,
         *[(t.dtype, t.shape, t.stride(), t.data_ptr() % 16) for t in tensors],
     )
+
+
+def find_launch(key: tuple[Hashable, ...], prepare: Callable[[], Any]) -> Any:
+    """The cached result of ``prepare``; the key begins with the kernel's name."""
     try:
         return _launches[key]
     except KeyError:

@@ -1,0 +1,133 @@
+"""The attention kernels against float64: in Triton's interpreter, or on the GPU if there is one."""
+
+import pytest
+import torch
+
+from posenc.attention.biased import hide_padding
+from posenc.attention.biases import Call
+from support.attention import DEVICE, numbers_of, written_down
+
+attend = pytest.importorskip("posenc.kernels.triton.attend")
+attend_arguments = pytest.importorskip("posenc.kernels.triton.attend_arguments")
+KINDS = ["none", "slopes", "table", "sums"]
+SLOW = pytest.mark.slow
+CASES = {
+    "square": {"size": (70, 70)},
+    "one-query-one-key": {"size": (1, 1)},
+    "cache": {"size": (67, 150), "heads": (4, 2), "width": (24, 80)},
+    "offsets": {"size": (66, 170), "starts": [3, 100]},
+    "documents": {"size": (90, 90), "heads": (2, 1), "documents": True},
+    "symmetric": {"size": (70, 70), "causal": False, "zero": 17},
+    "symmetric-documents": {"size": (90, 90), "causal": False, "documents": True, "zero": 39},
+    "symmetric-cache": {"size": (66, 150), "causal": False, "zero": 1},
+    "decode": {"size": (3, 300), "heads": (4, 2), "starts": [30, 297]},
+    "long-table": {"size": (70, 100), "columns": 300},
+    "one-column": {"size": (70, 70), "columns": 1},
+}
+# The interpreter takes seconds for each: the others run in make test-all.
+QUICK = {
+    ("square", "table"),
+    ("square", "slopes"),
+    ("offsets", "sums"),
+    ("symmetric-documents", "table"),
+    ("symmetric-documents", "slopes"),
+    ("decode", "sums"),
+}
+
+
+def run(
+    kind, size, *, heads=(2, 2), width=(16, 16), causal=True, zero=0, starts=None, documents=False,
+    columns=40, prune=True, steep=1.0, dtype=torch.float32,
+):  # fmt: skip
+    """Results and gradients of the kernels, and the same in float64."""
+    torch.manual_seed(3)
+    queries, keys = size
+    zero = min(zero, columns - 1)
+    # Projections give (B, L, H, D) seen as (B, H, L, D).
+    q = torch.randn(2, queries, heads[0], width[0]).transpose(1, 2).to(DEVICE, dtype)
+    k = torch.randn(2, heads[1], keys, width[0]).to(DEVICE, dtype)
+    v = torch.randn(2, heads[1], keys, width[1]).to(DEVICE, dtype)
+    values = numbers_of(kind, heads[0], keys, columns=columns, steep=steep)
+    values = None if values is None else values.to(DEVICE)
+    begin = torch.tensor([keys - queries] * 2 if starts is None else starts, device=DEVICE)
+    ids = None
+    if documents:
+        ids = torch.arange(keys, device=DEVICE)[None] // torch.tensor([[37], [50]], device=DEVICE)
+        ids[0, -5:] = -1
+    first, last = hide_padding(ids)
+    scale = width[0] ** -0.5
+    starts = None if starts is None else begin
+    start = keys - queries if starts is None else 0
+    call = Call(values, starts, first, last, kind, zero, start, scale, causal, prune)
+
+    out, lse, ranges = attend.forward(q, k, v, call)
+    g, g_lse = torch.randn_like(out), torch.randn_like(lse).masked_fill(lse == -torch.inf, 0)
+    to_values = values is not None
+    back = [attend.backward(g, g_lse, q, k, v, out, lse, ranges, call, to_values) for _ in "ab"]
+
+    exact = [x.double().requires_grad_() for x in (q, k, v, values) if x is not None]
+    own = begin[:, None] + torch.arange(queries, device=DEVICE)
+    true_out, true_lse = written_down(
+        *exact[:3], exact[3] if to_values else None, kind,
+        own=own, scale=scale, zero=zero, causal=causal, documents=ids,
+    )  # fmt: skip
+    seen = true_lse != -torch.inf
+    loss = (true_out * g.double()).sum() + (true_lse * g_lse.double())[seen].sum()
+    grads = torch.autograd.grad(loss, exact)
+    return (out, lse), back, (true_out.detach(), true_lse.detach()), grads, ranges
+
+
+def assert_is_exact(made, back, wanted, grads, dtype):
+    """Norms of the errors: a result has the rounding of the dtype in each product and weight."""
+    room = 4e-6 if dtype == torch.float32 else 4 * torch.finfo(dtype).eps
+    (out, lse), (true_out, true_lse) = made, wanted
+    assert (out.double() - true_out).norm() <= room * true_out.norm()
+    assert torch.equal(lse == -torch.inf, true_lse == -torch.inf)
+    seen = true_lse != -torch.inf
+    error = (lse.double() - true_lse)[seen].abs()
+    assert (error <= room * true_lse[seen].abs().clamp(min=10)).all()
+    # Gradients that cancel, as of the one key of a query, keep the rounding of what they cancel.
+    scale = max(float(x.norm()) for x in grads)
+    for got, again, true in zip(*back, grads, strict=False):
+        assert torch.equal(got, again)
+        assert (got.double() - true).norm() <= 2 * room * max(float(true.norm()), 0.1 * scale)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        pytest.param(
+            *pair, id="-".join(pair), marks=[] if pair in QUICK or size == (1, 1) else [SLOW]
+        )
+        for pair, size in (((n, k), CASES[n]["size"]) for n in CASES for k in KINDS)
+    ],
+)
+def test_results_and_gradients_are_those_of_float64(name, kind):
+    made, back, wanted, grads, _ = run(kind, **CASES[name])
+    assert_is_exact(made, back, wanted, grads, torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("kind", "causal"),
+    [
+        pytest.param("slopes", True, id="slopes"),
+        pytest.param("slopes", False, id="symmetric", marks=SLOW),
+        pytest.param("sums", True, id="sums", marks=SLOW),
+    ],
+)
+def test_pruning_leaves_keys_out_and_changes_nothing(kind, causal, monkeypatch):
+    monkeypatch.setattr(attend_arguments, "PRUNE_FROM", 0)
+    case = {"size": (70, 400), "steep": 8.0, "causal": causal}
+    made, back, wanted, grads, ranges = run(kind, **case)
+    assert_is_exact(made, back, wanted, grads, torch.float32)
+    assert (ranges[..., 0] > 0).any()
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="the interpreter takes minutes")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("width", [(16, 16), (64, 64), (80, 80), (128, 64), (256, 256)], ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_width_and_dtype(kind, width, dtype):
+    case = {"size": (700, 1500), "heads": (4, 2), "width": width, "columns": 300, "steep": 0.2}
+    made, back, wanted, grads, _ = run(kind, **case, dtype=dtype)
+    assert_is_exact(made, back, wanted, grads, dtype)
