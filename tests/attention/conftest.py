@@ -1,11 +1,10 @@
 import pytest
 
-from posenc.attention import chunked
+from posenc.attention import pieces
 
 
 @pytest.fixture(autouse=True)
 def _small_pieces(monkeypatch):
-    """So that short sequences are cut, too."""
-    monkeypatch.setattr(chunked, "SCORES", 2**12)
-    monkeypatch.setattr(chunked, "DENSE_SCORES", 2**12)
-    monkeypatch.setattr(chunked, "CHUNK", 32)
+    """So that short sequences are cut and pruned, too."""
+    for name, size in (("SCORES", 2**12), ("DENSE_SCORES", 2**12), ("CHUNK", 32)):
+        monkeypatch.setattr(pieces, name, size)

@@ -1,21 +1,151 @@
-from types import SimpleNamespace
+import itertools
+import math
 
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from posenc import ALiBi
-from posenc.attention import chunked
-from posenc.functional import alibi_slopes
-from support.attention import HEADS, STEEP, qkv
+from posenc.attention import (
+    DistanceTable,
+    RunningSum,
+    Slopes,
+    biased_attention,
+    biased_attention_with_lse,
+    chunked,
+    op,
+)
+from posenc.attention.biases import Call
+from support.attention import HEADS, STEEP, WIDTH, qkv
+
+KINDS = ("none", "slopes", "table", "sums")
 
 
-def test_the_op_keeps_torchs_rules():
+def numbers(kind, keys, batch=2):
+    if kind == "slopes":
+        return torch.rand(HEADS, dtype=torch.float64)
+    if kind == "table":
+        return torch.randn(HEADS, 40, dtype=torch.float64)
+    # Neither falling nor rising, and far apart: pruned all the same.
+    return torch.randn(batch, HEADS, keys, dtype=torch.float64).cumsum(-1) * 3
+
+
+def bias_of(kind, values):
+    if kind == "none":
+        return None
+    return DistanceTable(values, 11) if kind == "table" else BIASES[kind](values)
+
+
+BIASES = {"slopes": Slopes, "sums": RunningSum}
+
+
+def exact(q, k, v, kind, values, *, causal, start, seen):
+    """Every score written down: the output and the log-sum-exp."""
+    batch, heads, queries, _ = q.shape
+    shared, keys = heads // k.shape[1], k.shape[2]
+    outs, sums = [], []
+    for b, h, n in itertools.product(range(batch), range(heads), range(queries)):
+        i = start + n
+        at = [j for j in range(keys) if (j <= i or not causal) and seen(i, j)]
+        if not at:
+            outs.append(v.new_zeros(v.shape[3]))
+            sums.append(v.new_tensor(-math.inf))
+            continue
+        j = torch.tensor(at)
+        scores = k[b, h // shared, j] @ q[b, h, n] * WIDTH**-0.5
+        if kind == "slopes":
+            scores = scores - values[h] * (i - j).abs()
+        elif kind == "table":
+            scores = scores + values[h, (i - j + 11).clamp(0, 39)]
+        elif kind == "sums":
+            scores = scores + values[b, h, i] - values[b, h, j]
+        sums.append(scores.logsumexp(0))
+        outs.append(scores.softmax(0) @ v[b, h // shared, j])
+    return torch.stack(outs).view(*q.shape[:3], -1), torch.stack(sums).view(q.shape[:3])
+
+
+@pytest.mark.parametrize("learned", [True, False], ids=["learned", "fixed"])
+@pytest.mark.parametrize("case", ["causal", "symmetric", "offset", "padded"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_outputs_and_gradients_are_those_of_the_scores_written_down(kind, case, learned):
+    """float64, where pruning leaves out less than 2^-55. Fixed numbers take SDPA's backward."""
+    queries, keys, start = (9, 70, 31) if case == "offset" else (45, 45, 0)
+    q, k, v = qkv(queries, keys, groups=2, grad=True)
+    v = torch.randn(2, HEADS // 2, keys, WIDTH, dtype=torch.float64).requires_grad_()
+    values = numbers(kind, keys).requires_grad_(learned)
+    ids = torch.where(torch.arange(keys) < 7, -1, torch.arange(keys) // 20)
+    how = {"causal": case != "symmetric", "start": start, "seen": lambda i, j: True}
+    if case == "padded":
+        how["seen"] = lambda i, j: ids[i] == ids[j] >= 0
+    wanted = exact(q, k, v, kind, values, **how)
+
+    got = biased_attention_with_lse(
+        *(q, k, v, bias_of(kind, values)),
+        causal=how["causal"],
+        query_offset=start,
+        document_ids=ids if case == "padded" else None,
+    )
+
+    inputs = [q, k, v] + [values] * (learned and kind != "none")
+    above = [torch.randn_like(x) * (learned or n == 0) for n, x in enumerate(got)]
+    for a, b in zip(got, wanted, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+    finite = [x.where(x.isfinite(), 0) for x in wanted]
+    wanted_gradients = torch.autograd.grad(finite, inputs, above)
+    for a, b in zip(torch.autograd.grad(got, inputs, above), wanted_gradients, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_float32_owes_the_rounding_of_its_scores(kind):
+    """A running sum of thousands, too: its differences are taken before they are rounded."""
+    xs, values = qkv(300, 300), numbers(kind, 300)
+    if kind == "sums":
+        values = values + 5000
+    wanted = biased_attention(*xs, bias_of(kind, values), backend="dense")
+    fixed = values if kind == "sums" else values.float()
+    got = biased_attention(*(x.float() for x in xs), bias_of(kind, fixed))
+    # Scores that count are below 32 in size: they are off by 2^-19 and a weight by 2^-18 of it.
+    assert (got - wanted).abs().max() <= 2**-17 * xs[2].abs().max()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_step_gives_the_same_bits_twice(kind):
+    xs = [x.detach().requires_grad_() for x in qkv(150, 150, groups=2, dtype=torch.float32)]
+    values = numbers(kind, 150).requires_grad_()
+    inputs = xs + [values] * (kind != "none")
+
+    def step():
+        out = biased_attention(*xs, bias_of(kind, values))
+        return out, *torch.autograd.grad(out.square().sum(), inputs)
+
+    assert all(map(torch.equal, step(), step()))
+
+
+def test_a_table_that_hides_the_own_key_leaves_the_first_query_nothing():
+    q, k, v = qkv(20, 20, grad=True)
+    table = torch.zeros(HEADS, 3, dtype=torch.float64)
+    table[:, 0] = -math.inf
+    out, lse = biased_attention_with_lse(q, k, v, DistanceTable(table))
+    assert not out[:, :, 0].any()
+    assert (lse[:, :, 0] == -math.inf).all()
+    assert lse[:, :, 1:].isfinite().all()
+    for gradient in torch.autograd.grad(out.sum(), (q, k, v)):
+        assert gradient.isfinite().all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_ops_keep_torchs_rules(kind):
     q, k, v = qkv(40, 40, grad=True)
-    at = torch.arange(40)[None]
-    low, slopes = (at - 20).clamp(min=0)[None], alibi_slopes(HEADS).double()[None]
-    plan = (at, torch.zeros_like(at), at, low, at[None], slopes, 0.25)
-    torch.library.opcheck(chunked.attend_op, (q, k, v, *plan))
+    values = None if kind == "none" else numbers(kind, 40)
+    values = values[None] if kind == "slopes" else values
+    call = Call(values, None, None, None, kind, 11, 0, 0.25, causal=True, prune=True)
+    torch.library.opcheck(op.attend_op, (q, k, v, *call))
+    with torch.no_grad():
+        out, lse, ranges = op.attend_op(q, k, v, *call)
+        saved = (torch.randn_like(out), torch.randn_like(lse), q, k, v, out, lse, ranges)
+    saved = [x.detach() for x in saved]
+    torch.library.opcheck(op.attend_backward_op, (*saved, kind != "none", *call))
 
 
 def test_gradients_are_there_under_a_mode():
@@ -31,15 +161,16 @@ def test_gradients_are_there_under_a_mode():
 @pytest.mark.parametrize("casting", [False, True], ids=["", "autocast"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_halves_run_in_what_the_cpu_multiplies(dtype, casting, monkeypatch):
-    seen = []
+    seen, kernel = [], chunked.cpu_flash_attention
 
-    def spy(q, *rest, **keywords):
+    def spy(q, *rest):
         seen.append(q.dtype)
-        return torch.nn.functional.scaled_dot_product_attention(q, *rest, **keywords)
+        return kernel(q, *rest)
 
-    monkeypatch.setattr(chunked, "F", SimpleNamespace(scaled_dot_product_attention=spy))
+    monkeypatch.setattr(chunked, "cpu_flash_attention", spy)
+    q, k, _ = qkv(70, 70, dtype=dtype)
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=casting):
-        out = ALiBi(HEADS).attention(*qkv(70, 70, dtype=dtype))
+        out = ALiBi(HEADS).attention(q, k, torch.randn_like(k))
     native = dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
     assert set(seen) == {dtype if native else torch.float32}
     assert out.dtype == dtype
@@ -65,18 +196,14 @@ def test_halves_are_rounded_once(dtype):
         assert (half - exact).abs().max() <= room * torch.finfo(dtype).eps * exact.abs().max()
 
 
-@pytest.mark.parametrize("dense_scores", [2**20, 0], ids=["dense", "pieces"])
-def test_second_derivatives(dense_scores, monkeypatch):
-    monkeypatch.setattr(chunked, "DENSE_SCORES", dense_scores)
+def test_second_derivatives():
     alibi = ALiBi(HEADS, **STEEP)
     inputs = [x.detach()[:, :, :4, :2].requires_grad_() for x in qkv(4, 4, groups=2, batch=1)]
     assert torch.autograd.gradgradcheck(alibi.attention, inputs)
 
 
-@pytest.mark.parametrize("dense_scores", [2**20, 0], ids=["dense", "pieces"])
-def test_results_are_contiguous_as_the_compiler_was_told(dense_scores, monkeypatch):
+def test_results_are_contiguous_as_the_compiler_was_told():
     """Projections give ``(B, L, H, D)`` seen as ``(B, H, L, D)``, and strides follow from less."""
-    monkeypatch.setattr(chunked, "DENSE_SCORES", dense_scores)
     alibi = ALiBi(HEADS, **STEEP)
     inputs = [torch.randn(2, 40, HEADS, 8).transpose(1, 2).requires_grad_() for _ in range(3)]
     above = torch.randn(2, HEADS, 40, 8)

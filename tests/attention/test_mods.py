@@ -81,6 +81,7 @@ def test_flex_attention_takes_them(masked):
     torch.testing.assert_close(out.double(), exact, rtol=0, atol=2e-6)
 
 
+@pytest.mark.slow
 def test_one_query_against_a_growing_cache_is_the_last_row():
     """Lengths are required: FlexAttention tells a mod neither, and a query is not key 0."""
     alibi = ALiBi(HEADS)

@@ -2,9 +2,15 @@ import pytest
 import torch
 
 import oracles
-from posenc.attention import alibi_attention, bound_scores, chunked, pruning
+from posenc.attention import alibi_attention, bound_scores, pieces, pruning
+from posenc.attention.biases import Call
 from posenc.functional import alibi_bias, alibi_slopes
 from support.attention import HEADS, STEEP, WIDTH, qkv
+
+
+def call_of(kind, values, causal=True):
+    values = torch.atleast_2d(values) if kind == "slopes" else values
+    return Call(values, None, None, None, kind, 0, 0, WIDTH**-0.5, causal, prune=True)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
@@ -17,8 +23,7 @@ def test_pruned_keys_move_the_output_by_less_than_half_an_ulp(dtype):
     slopes = alibi_slopes(HEADS, dtype=torch.float64, **STEEP)
     # Windows of this dtype: taken from its inputs, used on exact arithmetic.
     cut = [x.to(dtype) for x in (q, k, v)]
-    plan = pruning.Plan(slopes, None, None, WIDTH**-0.5, causal=True, prune=True)
-    _, low, _ = pruning.needed_keys(cut[0], cut[1], 0, plan)
+    _, low, _ = pruning.needed_keys(cut[0], cut[1], call_of("slopes", slopes))
     bias = alibi_bias(slopes, 400, dtype=torch.float64)
     exact = oracles.attention(*cut, bias, WIDTH**-0.5)
     far = torch.arange(400) < low[..., None]
@@ -37,8 +42,8 @@ def test_scores_as_adverse_as_the_bound_allows_are_still_within_it(dtype):
     q = torch.full((1, 1, 300, WIDTH), 1.5, dtype=torch.float64)
 
     def left_out(k):
-        plan = pruning.Plan(slopes, None, None, 0.25, causal=True, prune=True)
-        return key < pruning.needed_keys(q.to(dtype), k.to(dtype), 0, plan)[1][0, 0, 299]
+        low = pruning.needed_keys(q.to(dtype), k.to(dtype), call_of("slopes", slopes))[1]
+        return key < low[0, 0, 299]
 
     # The own key is against the query from the start: it decides how far others can be above it.
     k = torch.where(left_out(-q), 1.0, -1.0)[:, None] * q
@@ -52,22 +57,25 @@ def test_scores_as_adverse_as_the_bound_allows_are_still_within_it(dtype):
     assert moved <= torch.finfo(dtype).eps / 4 + 2.0**-50
 
 
-def test_a_bound_the_data_breaks_costs_the_pruning_and_not_the_answer():
-    """Per head: the norms of the others still confirm it."""
-    q, k, v = qkv(200, 200)
-    q[:, 1] *= 50
-    slopes = alibi_slopes(HEADS, dtype=torch.float64, **STEEP)
-    exact = oracles.attention(q, k, v, alibi_bias(slopes, 200, dtype=torch.float64), WIDTH**-0.5)
-    out = alibi_attention(q, k, v, slopes, score_bound=10.0)
-    assert (out - exact).abs().max() <= 1e-12
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "symmetric"])
+@pytest.mark.parametrize("shape", ["falling", "wandering"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_keys_pruned_by_running_sums_have_no_weight(dtype, shape, causal):
+    """Of the weights in float64, those left out sum to at most an eighth of the dtype's spacing."""
+    q, k, _ = (x.to(dtype) for x in qkv(300, 300, groups=2))
+    steps = torch.randn(2, HEADS, 300, dtype=torch.float64)
+    sums = (-steps.abs() if shape == "falling" else 4 * steps).cumsum(-1)
 
+    _, low, high = pruning.needed_keys(q, k, call_of("sums", sums, causal))
 
-def test_a_bound_that_is_the_product_of_the_norms_is_confirmed():
-    """As after a norm of q and k, where it is met with equality."""
-    q, k = torch.nn.functional.normalize(torch.randn(2, 1, 2, 50, 64), dim=-1).mul(8).unbind()
-    gap = pruning.confirmed_gap(q, k, 0.125, torch.tensor([[8.0, 7.9]]))
-    assert torch.isfinite(gap[0, 0]).all()
-    assert torch.isinf(gap[0, 1]).all()
+    index = torch.arange(300)
+    left_out = (index < low[..., None]) | (index > high[..., None])
+    hidden = (index > index[:, None]) if causal else torch.zeros(300, 300, dtype=torch.bool)
+    scores = q.double() @ k.double().repeat_interleave(2, 1).mT * WIDTH**-0.5
+    scores = scores + sums[..., :, None] - sums[..., None, :]
+    weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+    assert (left_out & ~hidden).float().mean() > 0.02
+    assert weights.masked_fill(~left_out, 0).sum(-1).max() <= torch.finfo(dtype).eps / 8
 
 
 def test_bound_scores_is_above_every_score():
@@ -93,14 +101,13 @@ def test_at_decode_no_norms_are_taken_of_keys_that_are_all_read(monkeypatch):
     wanted = alibi_attention(q, k, v, alibi_slopes(4), prune=False)
     monkeypatch.setattr(pruning, "norms", None)
     assert torch.equal(alibi_attention(q, k, v, alibi_slopes(4)), wanted)
-    assert torch.equal(alibi_attention(q, k, v, alibi_slopes(4), score_bound=9.0), wanted)
 
 
 @pytest.mark.parametrize("batch", [1, 3])
 def test_keys_are_pruned_once_there_are_many(batch, monkeypatch):
     q, k, v = torch.randn(batch, 4, 1, 16), *torch.randn(2, batch, 2, 300, 16).unbind()
     wanted = alibi_attention(q, k, v, alibi_slopes(4))
-    monkeypatch.setattr(chunked, "DENSE_KEYS", batch * 4 * 300 - 1)
-    assert not chunked.is_dense(q, k)
-    assert chunked.is_dense(q, k[:, :, 1:])
+    monkeypatch.setattr(pieces, "DENSE_KEYS", batch * 4 * 300 - 1)
+    assert not pieces.is_dense(q, k)
+    assert pieces.is_dense(q, k[:, :, 1:])
     torch.testing.assert_close(alibi_attention(q, k, v, alibi_slopes(4)), wanted)

@@ -1,4 +1,4 @@
-"""ALiBi attention in FlexAttention's own kernels, forward and backward, against float64."""
+"""Attention on a GPU as users call it: eager, compiled, in a CUDA graph, twice."""
 
 import math
 
@@ -39,17 +39,16 @@ def exact(q, k, v, slopes, causal, offset, documents):
     return out.masked_fill(pad[:, None, :, None], 0)
 
 
-@pytest.mark.parametrize("grad", [True, False], ids=["grad", "no-grad"])
 @pytest.mark.parametrize("prune", [True, False], ids=["pruned", "all-keys"])
 @pytest.mark.parametrize("name", CASES)
-def test_flex_agrees_with_the_whole_matrix(name, prune, grad):
+def test_alibi_agrees_with_the_whole_matrix(name, prune):
     """bf16 results carry 2^-9 of each weight and of the sum: 2^-6 of the largest value covers."""
     case = {"offset": None, "documents": False, "causal": True, "groups": 1, "heads": 8}
     case |= CASES[name]
     heads, queries, keys = case["heads"], case["queries"], case["keys"]
     few = max(1, heads // case["groups"])
     q, k, v = (
-        torch.randn(2, h, n, 64, device=CUDA, dtype=torch.bfloat16).requires_grad_(grad)
+        torch.randn(2, h, n, 64, device=CUDA, dtype=torch.bfloat16).requires_grad_()
         for h, n in ((heads, queries), (few, keys), (few, keys))
     )
     alibi = posenc.ALiBi(heads, bias_max=4.0, causal=case["causal"]).to(CUDA)
@@ -59,15 +58,76 @@ def test_flex_agrees_with_the_whole_matrix(name, prune, grad):
         documents[0, :137] = -1
     offset = None if case["offset"] is None else torch.tensor(case["offset"], device=CUDA)
     places = {"query_offset": offset, "document_ids": documents}
-    got = alibi.attention(q, k, v, **places, backend="flex", prune=prune)
+    got = alibi.attention(q, k, v, **places, backend="triton", prune=prune)
     start = keys - queries if offset is None else offset
     wanted = exact(q, k, v, alibi.slopes, case["causal"], start, documents)
     assert (got - wanted).abs().max() < wanted.abs().max() * 2**-6
-    # The decoding kernel has no gradient.
-    if not grad or queries < 128:
-        return
     above = torch.randn_like(got)
     grads = torch.autograd.grad(got, (q, k, v), above)
     exact_grads = torch.autograd.grad(wanted, (q, k, v), above.double())
     for grad, true in zip(grads, exact_grads, strict=True):
         assert (grad - true).abs().max() < true.abs().max() * 2**-5
+
+
+def biases(length):
+    """Each kind of bias for 8 heads, with numbers to learn."""
+    slopes = posenc.functional.alibi_slopes(8, device=CUDA)
+    gates = torch.nn.functional.logsigmoid(torch.randn(2, 8, length, device=CUDA).double() + 3)
+    made = {
+        "slopes": posenc.attention.Slopes(slopes),
+        "table": posenc.attention.DistanceTable(torch.randn(8, 200, device=CUDA)),
+        "sums": posenc.attention.RunningSum(gates.cumsum(-1)),
+    }
+    return {name: bias._replace(values=bias.values.requires_grad_()) for name, bias in made.items()}
+
+
+@pytest.mark.parametrize("kind", ["slopes", "table", "sums"])
+def test_a_training_step_gives_the_same_bits_twice(kind):
+    """Sums have one order: no atomic addition shows."""
+    bias = biases(3000)[kind]
+    xs = [torch.randn(2, 8, 3000, 64, device=CUDA, dtype=torch.bfloat16) for _ in range(4)]
+    inputs = [x.requires_grad_() for x in xs[:3]] + [bias.values]
+
+    def step():
+        out = posenc.attention.biased_attention(*inputs[:3], bias)
+        return out, *torch.autograd.grad(out, inputs, xs[3])
+
+    assert all(map(torch.equal, step(), step()))
+
+
+@pytest.mark.parametrize("kind", ["slopes", "table", "sums"])
+def test_one_graph_serves_all_lengths(kind):
+    torch._dynamo.reset()
+    attend = torch.compile(posenc.attention.biased_attention, fullgraph=True, dynamic=True)
+    for length in (700, 1500, 2049):
+        bias = biases(length)[kind]
+        q, k, v = (torch.randn(2, 8, length, 64, device=CUDA).requires_grad_() for _ in range(3))
+        inputs = [q, k, v, bias.values]
+        wanted = posenc.attention.biased_attention(q, k, v, bias)
+        got = attend(q, k, v, bias)
+        torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
+        pairs = (torch.autograd.grad(x.square().sum(), inputs) for x in (got, wanted))
+        for a, b in zip(*pairs, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("queries", [1, 300])
+@pytest.mark.parametrize("kind", ["slopes", "table", "sums"])
+def test_a_captured_step_follows_the_offset(kind, queries):
+    bias = biases(2000)[kind]
+    q = torch.randn(2, 8, queries, 64, device=CUDA, dtype=torch.bfloat16)
+    k, v = (torch.randn(2, 8, 2000, 64, device=CUDA, dtype=torch.bfloat16) for _ in range(2))
+    offset = torch.tensor([3, 700], device=CUDA)
+
+    @torch.no_grad()
+    def step():
+        return posenc.attention.biased_attention(q, k, v, bias, query_offset=offset)
+
+    step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    for places in ([3, 700], [1500, 0]):
+        offset.copy_(torch.tensor(places))
+        graph.replay()
+        assert torch.equal(captured, step())

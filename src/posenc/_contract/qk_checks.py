@@ -34,7 +34,7 @@ def check_slope_numbers(who: str, slopes: Any, heads: int) -> Any:
     """The user's own slopes as tuples of floats, ``(H,)`` or ``(B, H)``."""
     if isinstance(slopes, Tensor) and slopes.requires_grad:
         rule = "slopes must not require a gradient, because the module keeps them as constants"
-        way_out = "Pass trainable slopes to posenc.attention.alibi_attention(q, k, v, slopes)."
+        way_out = "Pass slopes.detach() and learned=True, or call alibi_attention(q, k, v, slopes)."
         fail(who, rule, describe(slopes), way_out)
     try:
         found = torch.as_tensor(slopes, dtype=torch.float64, device="cpu").detach()
@@ -129,8 +129,8 @@ def check_qk(who: str, q: Any, k: Any) -> None:
         fail(who, rule, k.shape[1], "Use num_heads divisible by num_kv_heads.")
 
 
-def check_qkv(who: str, q: Any, k: Any, v: Any, slopes: Any) -> Tensor:
-    """Check that the arguments match, and return the slopes on the device of ``q``."""
+def check_qkv(who: str, q: Any, k: Any, v: Any) -> None:
+    """Refuse queries, keys and values that do not match."""
     check_qk(who, q, k)
     checks.float_tensor(who, "v", v)
     if v.dim() != 4 or v.shape[:3] != k.shape[:3]:
@@ -142,10 +142,6 @@ def check_qkv(who: str, q: Any, k: Any, v: Any, slopes: Any) -> Tensor:
     if k.shape[2] < q.shape[2]:
         rule = f"k must have at least as many keys as there are queries, {q.shape[2]}"
         fail(who, rule, k.shape[2], _PASS_ALL_KEYS)
-    if check_slopes(who, slopes).shape[-1] != q.shape[1]:
-        rule = f"q must have {slopes.shape[-1]} heads, one for each slope"
-        fail(who, rule, q.shape[1], "Pass the slopes of these heads.")
-    return slopes.to(q.device)  # type: ignore[no-any-return]
 
 
 def check_scale(who: str, scale: Any, q: Tensor) -> float:

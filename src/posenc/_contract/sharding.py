@@ -16,7 +16,7 @@ class Sharding(NamedTuple):
     kind: type[Tensor]
     replicate: Callable[[Tensor, Tensor], Tensor]  # a plain tensor, on the mesh of a DTensor
     local: Callable[[Tensor], Tensor]  # the local tensor of this process
-    attend: Callable[..., Tensor]  # runs an attention function on the local queries
+    attend: Callable[..., tuple[Tensor, Tensor]]  # attention and its log-sum-exp
 
 
 registered: Sharding | None = None

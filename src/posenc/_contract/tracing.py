@@ -150,6 +150,34 @@ def has_native_bf16() -> bool:
     return available and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
+def cpu_flash_attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor]:
+    """SDPA's kernel for CPUs, which reads ``mask`` by its strides, and its log-sum-exp.
+
+    q, k and v have one width. A query that sees no key gets zero, and a log-sum-exp of zero.
+    """
+    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    out, lse = flash(q, k, v, attn_mask=mask, scale=scale)
+    return out, lse
+
+
+def cpu_flash_gradients(
+    g: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    mask: Tensor | None,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of q, k and v for :func:`cpu_flash_attention`; its heads run in parallel."""
+    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+    dq, dk, dv = flash(g, q, k, v, out, lse, 0.0, False, attn_mask=mask, scale=scale)
+    return dq, dk, dv
+
+
 def dynamo() -> tuple[Any, Any]:
     """The modules `config` and `exc` of torch.compile, imported at the call."""
     from torch._dynamo import config, exc

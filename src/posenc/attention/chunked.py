@@ -1,206 +1,209 @@
-"""ALiBi attention in plain torch, a few queries of one head at a time: memory O(L).
-
-It is a custom op, ``posenc::alibi_chunked``, because the sizes of its pieces depend on values,
-which a compiler cannot trace. :func:`alibi_attention` checks its arguments, and calls it only
-where the slopes need no gradient. Its backward recomputes every piece: nothing of size ``Q × K``
-is saved.
-"""
+"""Attention in plain torch, a few queries at a time: memory O(L)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
-
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from posenc._contract.tracing import has_native_bf16
-from posenc.attention.pruning import Plan, needed_keys
-from posenc.kernels.ops import define_op
-from posenc.numerics.spans import Spans
+from posenc._contract.tracing import cpu_flash_attention, cpu_flash_gradients, has_native_bf16
+from posenc.attention.biases import Call
+from posenc.attention.pieces import Piece, distances, pieces, sequences
 
-# Queries of a piece: from MIN_CHUNK to CHUNK, so that it has about SCORES scores.
-CHUNK, MIN_CHUNK, SCORES = 256, 32, 2**21
-# Up to DENSE_SCORES scores, and on a CPU up to DENSE_KEYS keys, all heads are one piece: at decode
-# the loop over heads would cost more than pruning saves.
-DENSE_SCORES, DENSE_KEYS = 2**20, 2**18
-
-Gradients = tuple[Tensor, Tensor, Tensor]
-_Index = tuple[slice, ...]
-_ALL: _Index = (slice(None),)
+Gradients = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, start: int | Tensor, plan: Plan) -> Tensor:
-    """Attention in pieces."""
-    # A dense piece reads all keys. A compiled graph serves all lengths, so it always prunes.
-    prune = plan.prune and (torch.compiler.is_compiling() or not is_dense(q, k))
-    slopes, ends, bound, scale, causal, _, aligned = plan
-    plan = Plan(slopes, ends, bound, scale, causal, prune, aligned)
-    seen, low, high = needed_keys(q, k, start, plan)
-    wide_slopes = torch.atleast_2d(slopes).to(torch.promote_types(q.dtype, torch.float32))
-    out: Tensor = attend_op(q, k, v, *seen, low, high, wide_slopes, scale)
-    return out
-
-
-def is_dense(q: Tensor, k: Tensor) -> bool:
-    """Whether all heads are one piece, with all keys."""
-    (batch, heads, queries, _), keys = q.shape, k.shape[2]
-    few_keys = not q.is_cpu or batch * heads * keys <= DENSE_KEYS
-    return few_keys and heads * queries * keys <= DENSE_SCORES
-
-
-def _pieces(q: Tensor, k: Tensor, *plan: Tensor) -> Iterator[tuple[_Index, _Index, Tensor]]:
-    """Cut the work in pieces: where the queries are in ``q``, their keys in ``k``, and the bias."""
-    own, first, last, low, high, slopes = plan
-    (_, heads, queries, _), keys = q.shape, k.shape[2]
-    seen = Spans(*(x[:, None, :, None].int() for x in (own, first, last)))
-    if is_dense(q, k):
-        distance, mask = _distance_and_mask(0, keys, seen, slopes.dtype)
-        bias = torch.addcmul(mask, distance, slopes[..., None, None], value=-1)
-        yield _ALL, _ALL, bias
-        return
-    size = max(MIN_CHUNK, min(CHUNK, SCORES // keys))
-    for n, ranges in enumerate(_key_ranges(low, high, heads, keys, size)):
-        rows = slice(n * size, min((n + 1) * size, queries))
-        # Computed once for all heads: distances are the same, and windows are similar.
-        start, stop = min(each.start for each in ranges), max(each.stop for each in ranges)
-        chunk = Spans(*(x[:, :, rows] for x in seen))
-        distance, mask = _distance_and_mask(start, stop, chunk, slopes.dtype)
-        for head, each in enumerate(ranges):
-            inner = slice(each.start - start, each.stop - start)
-            slope = slopes[:, head, None, None, None]
-            bias = torch.addcmul(mask[..., inner], distance[..., inner], slope, value=-1)
-            kv_head = head * k.shape[1] // heads
-            key_index = slice(None), slice(kv_head, kv_head + 1), each
-            yield (slice(None), slice(head, head + 1), rows), key_index, bias
-        # Free these before the next are allocated.
-        del distance, mask, bias
-
-
-def _distance_and_mask(
-    start: int, stop: int, seen: Spans, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    """Distances to keys ``start .. stop - 1``, and minus infinity where they are hidden."""
-    index = torch.arange(start, stop, dtype=torch.int32, device=seen.own.device)
-    distance = (index - seen.own).abs_().to(dtype)
-    hidden = (index < seen.first) | (index > seen.last)
-    return distance, torch.zeros_like(hidden, dtype=dtype).masked_fill_(hidden, float("-inf"))
-
-
-def _key_ranges(low: Tensor, high: Tensor, heads: int, keys: int, size: int) -> list[list[slice]]:
-    """The keys that a chunk of ``size`` queries needs, for each chunk and each head.
-
-    The tensors are read once, because each read waits for the device. Queries that see no key get
-    one, which the bias hides.
-    """
-    lows = torch.stack([x.amin((0, 2)) for x in low.split(size, -1)]).clamp(max=keys - 1)
-    highs = torch.stack([x.amax((0, 2)) for x in high.split(size, -1)])
-    ends = torch.stack([x.expand(-1, heads) for x in (lows, highs)])
-    return [
-        [slice(a, max(a, b) + 1) for a, b in zip(*chunk, strict=True)]
-        for chunk in zip(*ends.tolist(), strict=True)
-    ]
-
-
-def _sdpa(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float) -> Tensor:
-    # CPU kernels take a float32 bias beside bfloat16; those of other devices need one dtype.
-    # Where the CPU cannot multiply a dtype, float32 is ten to a hundred times faster.
-    native = has_native_bf16() if q.dtype == torch.bfloat16 else q.dtype.itemsize > 2
-    wide = q.dtype if q.device.type == "cpu" and native else bias.dtype
-    mask, gqa = bias.expand(q.shape[0], -1, -1, -1), q.shape[1] != k.shape[1]
-    out: Tensor = F.scaled_dot_product_attention(
-        q.to(wide), k.to(wide), v.to(wide), attn_mask=mask, scale=scale, enable_gqa=gqa
-    )
-    return out.to(q.dtype)
-
-
-def _forward(q: Tensor, k: Tensor, v: Tensor, *given: Any) -> Tensor:
-    *plan, scale = given
-    out = _fake(q, k, v)
-    if not out.numel():
-        return out
+def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor, Tensor]:
+    """The output, the log-sum-exp, and no ranges; see `op`."""
+    ranges = ranges_like(q, k, v, call)
+    if not q.shape[:3].numel():
+        return q.new_empty((*q.shape[:3], v.shape[3])), _new_lse(q), ranges
     # Autocast would round the wide tensors.
     with torch.autocast(q.device.type, enabled=False):
-        for queries, keys, bias in _pieces(q, k, *plan):
-            if queries == _ALL:
-                return _sdpa(q, k, v, bias, scale).contiguous()
-            out[queries] = _sdpa(q[queries], k[keys], v[keys], bias, scale)
-    return out
+        made = [_forward(q[some], k[some], v[some], alone) for some, alone in sequences(call)]
+    out, lse = made[0] if len(made) == 1 else (torch.cat(x) for x in zip(*made, strict=True))
+    return out, lse, ranges
 
 
-def _gradients(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *given: Any) -> Gradients:
-    *plan, scale = given
-    wide = torch.promote_types(q.dtype, torch.float32)
-    to_q, to_k, to_v = (x.new_zeros(x.shape, dtype=wide) for x in (q, k, v))
-    if grad.numel():
-        with torch.autocast(q.device.type, enabled=False):
-            for queries, keys, bias in _pieces(q, k, *plan):
-                dq, dk, dv = _sdpa_gradients(
-                    grad[queries], q[queries], k[keys], v[keys], bias, scale
-                )
-                to_q[queries] = dq
-                to_k[keys] += dk
-                to_v[keys] += dv
-    return to_q.to(q.dtype), to_k.to(k.dtype), to_v.to(v.dtype)
+def ranges_like(q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
+    """An empty tensor: the ranges of keys are found again in the backward pass."""
+    return q.new_empty(0, dtype=torch.int32)
 
 
-def _sdpa_gradients(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float
+def backward(
+    g: Tensor,
+    g_lse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    ranges: Tensor | None,
+    call: Call,
+    to_values: bool,
 ) -> Gradients:
-    r"""Gradients to ``q``, ``k`` and ``v``, in the dtype of the bias.
+    """The gradients of q, k, v and the bias's numbers."""
+    sees_nothing = lse == float("-inf")
+    g_lse = torch.zeros_like(lse) if g_lse is None else g_lse
+    # Its weights are zero in the pieces, and not NaN.
+    lse, g_lse = lse.masked_fill(sees_nothing, 0.0), g_lse.masked_fill(sees_nothing, 0.0)
+    grads = [torch.zeros_like(x, dtype=lse.dtype).contiguous() for x in (q, k, v)]
+    values = call.values if to_values else None
+    to = q.new_empty(0) if values is None else torch.zeros_like(values, dtype=_exact(q))
+    # SDPA's kernel keeps the gradients of the scores to itself.
+    flash = values is None and _has_flash(q, v) and not g_lse.any()
+    with torch.autocast(q.device.type, enabled=False):
+        for some, alone in sequences(call) if lse.numel() else ():
+            into = [x[some] for x in grads]
+            saved = [x[some].to(lse.dtype) for x in (g, q, k, v, out, lse)]
+            to_bias = None if values is None else _BiasGradient(q[some], k, alone)
+            for piece in pieces(q[some], k[some], alone, written=not flash):
+                if flash and saved[0][piece.queries].shape[:2].numel() > 1:
+                    _flash_gradients(saved, piece, call.scale, into)
+                    continue
+                ds = _piece_gradients(saved, g_lse[some], piece, call.scale, into)
+                if to_bias is not None:
+                    to_bias.add(ds, piece)
+            if to_bias is not None and values is not None:
+                batched = call.kind != "table" and len(values) > 1
+                to[some if batched else slice(None)] += to_bias.result(g_lse[some])
+    dq, dk, dv = (x.to(q.dtype) for x in grads)
+    return dq, dk, dv, to if values is None else to.to(values.dtype)
 
-    .. math:: P = \text{softmax}(S), \quad dV = P^T dO, \quad
-              dS = P \odot (dP - \text{rowsum}(P \odot dP)), \quad dP = dO\,V^T
-    """
+
+def _new_lse(q: Tensor) -> Tensor:
+    return q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+    """The output and the log-sum-exp of sequences that see the same keys."""
+    lse = _new_lse(q)
+    # Where the CPU cannot multiply a dtype, float32 is ten to a hundred times faster.
+    native = has_native_bf16() if q.dtype == torch.bfloat16 else q.dtype.itemsize > 2
+    flash = _has_flash(q, v)
+    work = q.dtype if flash and native else lse.dtype
+    bare = call.first is not None
+    if call.kind == "table" and call.values is not None:
+        bare = bare or bool(call.values.isinf().any())
+    out, (q1, k1, v1) = None, (x.to(work) for x in (q, k, v))
+    for queries, keys, mask, _ in pieces(q, k, call, written=not flash):
+        attend = cpu_flash_attention if flash else _attend
+        some, sums = attend(q1[queries].flip(2), k1[keys], v1[keys], mask, call.scale)
+        if bare and mask is not None:
+            sums = sums.masked_fill(mask.amax(-1) == float("-inf"), float("-inf"))
+        some, sums = some.flip(2), sums.flip(2)
+        if sums.shape == lse.shape:
+            return some.to(q.dtype).contiguous(), sums.contiguous()
+        out = q.new_empty((*q.shape[:3], v.shape[3])) if out is None else out
+        out[queries], lse[queries] = some, sums
+    assert out is not None
+    return out, lse
+
+
+def _has_flash(q: Tensor, v: Tensor) -> bool:
+    return q.is_cpu and q.shape[3] == v.shape[3] > 0
+
+
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor]:
     shared = q.shape[1] // k.shape[1]
-
-    def fold(x: Tensor) -> Tensor:
-        """Put the queries of heads that share keys one after the other, as of one head."""
-        return x.to(bias.dtype).reshape(x.shape[0], k.shape[1], shared * x.shape[2], x.shape[3])
-
-    q, grad, bias = fold(q), fold(grad), fold(bias.expand(*q.shape[:3], -1))
-    k, v = k.to(bias.dtype), v.to(bias.dtype)
-    # Out of place, so that a second derivative can be taken through here.
-    scores = q @ k.mT * scale + bias
-    sees_nothing = scores.amax(-1, keepdim=True) == float("-inf")
-    weights = scores.softmax(-1).masked_fill(sees_nothing, 0)
-    dp = grad @ v.mT
-    ds = (dp - (dp * weights).sum(-1, keepdim=True)) * weights * scale
-    dq = (ds @ k).unflatten(2, (shared, -1)).flatten(1, 2)
-    return dq, ds.mT @ q, weights.mT @ grad
+    scores = _unfold(_fold(q, shared) @ k.mT, shared) * scale
+    scores = scores if mask is None else scores + mask
+    lse = scores.logsumexp(-1)
+    finite = lse.clamp(min=torch.finfo(lse.dtype).min)
+    weights = (scores - finite[..., None]).exp()
+    return _unfold(_fold(weights, shared) @ v, shared), lse
 
 
-def _fake(q: Tensor, k: Tensor, v: Tensor, *plan: Any) -> Tensor:
-    return q.new_empty((*q.shape[:3], v.shape[3]))
+def _fold(x: Tensor, shared: int) -> Tensor:
+    """Put the queries of heads that share keys one after the other, as of one head."""
+    folded: Tensor = x.unflatten(1, (-1, shared)).flatten(2, 3)
+    return folded
 
 
-def _fake_gradients(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *plan: Any) -> Gradients:
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+def _unfold(x: Tensor, shared: int) -> Tensor:
+    unfolded: Tensor = x.unflatten(2, (shared, -1)).flatten(1, 2)
+    return unfolded
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    *tensors, ctx.scale = inputs
-    ctx.save_for_backward(*tensors)
+def _flash_gradients(saved: list[Tensor], piece: Piece, scale: float, into: list[Tensor]) -> None:
+    """Add the gradients of a piece to those of q, k and v."""
+    queries, keys, mask, _ = piece
+    g, q, out, lse = (saved[n][queries].flip(2) for n in (0, 1, 4, 5))
+    k, v = saved[2][keys], saved[3][keys]
+    to_q, to_k, to_v = cpu_flash_gradients(g, q, k, v, out, lse, mask, scale)
+    into[0][queries] = to_q.flip(2)
+    into[1][keys].add_(to_k)
+    into[2][keys].add_(to_v)
 
 
-def _autograd(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    # With create_graph=True autograd records the operations of the backward pass.
-    backward = _gradients if torch.is_grad_enabled() else _backward
-    return (*backward(grad, *ctx.saved_tensors, ctx.scale), *([None] * 7))
+def _piece_gradients(
+    saved: list[Tensor], g_lse: Tensor, piece: Piece, scale: float, into: list[Tensor]
+) -> Tensor:
+    r"""Add the gradients of a piece to those of q, k and v; return that of the scores.
+
+    .. math:: P = e^{S - lse}, \quad dV = P^T dO, \quad dP = dO\,V^T, \quad
+              dS = P \odot (dP - \text{rowsum}(O \odot dO) + d\,lse)
+    """
+    queries, keys, mask, _ = piece
+    g, q, out, lse = (saved[n][queries].flip(2) for n in (0, 1, 4, 5))
+    shift = (g * out).sum(-1) - g_lse[queries].flip(2)
+    k, v = saved[2][keys], saved[3][keys]
+    shared = q.shape[1] // k.shape[1]
+    q, g = _fold(q, shared), _fold(g, shared)
+    # A product with a transposed matrix that lies in memory as such is up to twice as fast.
+    scores = _unfold(q @ k.mT.contiguous(), shared).mul_(scale)
+    if mask is not None:
+        scores += mask
+    weights = scores.sub_(lse[..., None]).exp_()
+    ds = _unfold(g @ v.mT.contiguous(), shared).sub_(shift[..., None]).mul_(weights)
+    folded = _fold(ds, shared)
+    into[0][queries] = _unfold(folded @ k, shared).mul_(scale).flip(2)
+    into[1][keys].add_(folded.mT @ q, alpha=scale)
+    into[2][keys].add_(_fold(weights, shared).mT @ g)
+    return ds
 
 
-# own, first, last: [1 or B, Q]; low, high: [1 or B, 1 or H, Q]; slopes: [1 or B, H].
-_INPUTS = (
-    "Tensor q, Tensor k, Tensor v, Tensor own, Tensor first, Tensor last, "
-    "Tensor low, Tensor high, Tensor slopes, float scale"
-)
-attend_op = define_op(
-    "alibi_chunked", f"({_INPUTS}) -> Tensor", _forward, _fake, _setup_context, _autograd
-)
-_backward = define_op(
-    "alibi_chunked_backward",
-    f"(Tensor grad, {_INPUTS}) -> (Tensor, Tensor, Tensor)",
-    _gradients,
-    _fake_gradients,
-)
+def _exact(x: Tensor) -> torch.dtype:
+    """A dtype for long sums."""
+    return torch.float64 if x.is_cpu else torch.promote_types(x.dtype, torch.float32)
+
+
+class _BiasGradient:
+    """The gradient of the bias's numbers, summed over pieces."""
+
+    def __init__(self, q: Tensor, k: Tensor, call: Call) -> None:
+        self.call = call
+        self.distance = distances(call, q.shape[2], k.shape[2], q.device)
+        width = len(self.distance)
+        if call.kind == "sums" and call.values is not None:
+            width = call.values.shape[2]
+        self.sums = q.new_zeros((*q.shape[:2], width), dtype=_exact(q))
+
+    def add(self, ds: Tensor, piece: Piece) -> None:
+        """Add the gradient of a piece's scores: by key for running sums, else by distance."""
+        heads, keys = piece.queries[1], piece.keys[2]
+        if self.call.kind == "sums":
+            self.sums[:, heads, keys].sub_(ds.sum(2))
+            return
+        *some, n, m = ds.shape
+        width = n + m - 1
+        # Each row starts one place after that above, so that diagonals become columns.
+        spread = ds.new_zeros((*some, n, width))
+        spread.as_strided(ds.shape, (*spread.stride()[:2], width + 1, 1)).copy_(ds)
+        self.sums[:, heads, piece.at : piece.at + width].add_(spread.sum(2))
+
+    def result(self, g_lse: Tensor) -> Tensor:
+        """The gradient, of the shape of the values."""
+        call, sums = self.call, self.sums
+        assert call.values is not None
+        if call.kind == "table":
+            columns = (self.distance + call.zero).clamp(0, call.values.shape[1] - 1)
+            return torch.zeros_like(call.values, dtype=sums.dtype).index_add_(
+                1, columns, sums.sum(0)
+            )
+        if call.kind == "slopes":
+            return -(sums * self.distance.abs()).sum(-1).sum_to_size(call.values.shape)
+        # The gradients of a query's scores sum to that of its log-sum-exp.
+        sums[:, :, call.start : call.start + g_lse.shape[2]] += g_lse
+        return sums.sum_to_size(call.values.shape)

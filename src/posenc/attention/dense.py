@@ -1,4 +1,4 @@
-"""ALiBi attention with all scores at once, for derivatives that the other backends lack."""
+"""Attention with all scores at once, for derivatives that the kernels lack."""
 
 from __future__ import annotations
 
@@ -6,35 +6,38 @@ import torch
 from torch import Tensor
 
 from posenc._contract.tracing import in_forward_mode, in_transform, is_exporting
-from posenc.attention.pruning import Plan
-from posenc.numerics.spans import spans
+from posenc.attention.biases import Call, bias_rows, hidden_keys
 
 
-def is_needed(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor) -> bool:
-    """Whether the call is in torch.func or forward mode, is exported, or has trainable slopes.
+def is_needed(*tensors: Tensor | None) -> bool:
+    """Whether the call is in torch.func or forward mode, or is exported.
 
     An exported program must run where this package is not installed, so it cannot hold its ops.
     """
-    if is_exporting() or in_transform(q, k, v, slopes) or in_forward_mode():
-        return True
-    return torch.is_grad_enabled() and slopes.requires_grad
+    given = [t for t in tensors if t is not None]
+    return is_exporting() or in_transform(*given) or in_forward_mode()
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, start: int | Tensor, plan: Plan) -> Tensor:
-    """Attention by torch's own operations."""
-    keys, causal, ends = k.shape[2], plan.causal, plan.ends
-    seen = spans(q.shape[2], keys, causal=causal, offset=start, ends=ends, device=q.device)
+def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+    """Attention and its log-sum-exp by torch's own operations, with every derivative."""
+    queries, keys = q.shape[2], k.shape[2]
+    seen = call.spans(queries, keys, q.device)
     wide = torch.promote_types(q.dtype, torch.float32)
     shared = q.shape[1] // k.shape[1]
     with torch.autocast(q.device.type, enabled=False):
         k, v = (x.to(wide).repeat_interleave(shared, 1) for x in (k, v))
-        own, first, last = (x[:, None, :, None] for x in seen)
         index = torch.arange(keys, device=q.device)
-        hidden = (index < first) | (index > last)
-        rows: Tensor = torch.atleast_2d(plan.slopes).to(wide)
-        bias = rows[..., None, None] * (index - own).abs()
-        scores = q.to(wide) @ k.mT * plan.scale - bias
-        # With minus infinity, the gradients of a query that sees no key would be NaN.
-        scores = scores.masked_fill(hidden, torch.finfo(wide).min)
-        weights = scores.softmax(-1).masked_fill(hidden, 0.0)
-        return (weights @ v).to(q.dtype)
+        bias = bias_rows(call.kind, call.values, call.zero, seen.own, index).to(wide)
+        scores = q.to(wide) @ k.mT * call.scale + bias
+        return attend_scores(scores, hidden_keys(seen, keys), v, q.dtype)
+
+
+def attend_scores(
+    scores: Tensor, hidden: Tensor, v: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Attention by ``scores``, ``[B, H, Q, K]``; queries that see no key get zero, and -inf."""
+    # With minus infinity, the gradients of a query that sees no key would be NaN.
+    scores = scores.masked_fill(hidden, torch.finfo(scores.dtype).min)
+    weights = scores.softmax(-1).masked_fill(hidden, 0.0)
+    lse = scores.logsumexp(-1).masked_fill(hidden.all(-1), float("-inf"))
+    return (weights @ v).to(dtype), lse

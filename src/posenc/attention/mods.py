@@ -1,4 +1,4 @@
-"""ALiBi as a score_mod and a mask_mod for FlexAttention."""
+"""Relative biases as score_mods, and ALiBi as a mask_mod, for FlexAttention."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from posenc._contract import checks, qk_checks
+from posenc.attention.biases import Bias, DistanceTable, RowBias, Slopes, check_bias, heads_of
 from posenc.functional.alibi import KeyOptions
 from posenc.numerics.spans import Ends, document_ends
 
@@ -23,13 +24,18 @@ class MaskModOptions(KeyOptions, total=False):
     base: MaskMod | None
 
 
-class ScoreModOptions(KeyOptions, total=False):
+class ModOptions(KeyOptions, total=False):
+    """The keywords of :func:`relative_score_mod` that the modules' ``score_mod`` takes too."""
+
+    masked: bool
+    base: ScoreMod | None
+
+
+class ScoreModOptions(ModOptions, total=False):
     """The keywords of :func:`alibi_score_mod` that :meth:`posenc.ALiBi.score_mod` takes too."""
 
     position_ids: Tensor | None
     head_offset: int
-    masked: bool
-    base: ScoreMod | None
 
 
 def alibi_score_mod(
@@ -85,7 +91,67 @@ def alibi_score_mod(
     start = as_int32(start, device)
     bias = bias_mod(slopes[..., first_head:], start, causal, positions)
     sees = visible_mod(start, document_ends(documents), causal)
+    return _masked_mod(bias, sees, masked, base)
 
+
+def relative_score_mod(
+    bias: Bias,
+    q_len: int,
+    k_len: int,
+    *,
+    causal: bool = True,
+    query_offset: int | Tensor | None = None,
+    document_ids: Tensor | None = None,
+    masked: bool = True,
+    base: ScoreMod | None = None,
+) -> ScoreMod:
+    """Score modification for ``flex_attention`` with any bias but a :class:`RowBias`.
+
+    As :func:`alibi_score_mod`, make one for each call. Gradients reach the bias's numbers.
+
+    Args:
+        bias: :class:`Slopes`, :class:`DistanceTable` or :class:`RunningSum`, on the device of the
+            attention.
+        q_len: Queries ``Q`` of the call.
+        k_len: Keys ``K`` of the call, cached ones too.
+        causal: Whether a query sees only keys up to its own.
+        query_offset: Key index of the first query, ``K - Q`` if None: an int, or an integer tensor
+            ``()`` or ``(B,)``.
+        document_ids: Ids ``(K,)`` or ``(B, K)``; a run of equal ids is a document.
+        masked: Whether to hide the future and other documents here. False leaves that to a
+            block mask made with :func:`alibi_mask_mod`, which is faster.
+        base: A score_mod of your own, applied first.
+
+    Examples:
+        >>> table = DistanceTable(torch.tensor([[0.0, -1.0, -3.0]]))
+        >>> mod = relative_score_mod(table, 1, 6)  # one query, the last of six keys
+        >>> zero = torch.tensor(0)
+        >>> mod(torch.tensor(0.0), zero, zero, zero, zero + 4)
+        tensor(-1.)
+    """
+    who = "relative_score_mod"
+    queries, keys = qk_checks.check_lengths(who, q_len, k_len)
+    checks.boolean(who, "causal", causal)
+    if bias is None or isinstance(bias, RowBias):
+        rule = "bias must be Slopes, DistanceTable or RunningSum"
+        way_out = "Pass a RowBias to biased_attention, which FlexAttention cannot compute."
+        checks.fail(who, rule, checks.describe(bias), way_out, TypeError)
+    check_bias(who, bias, heads_of(bias), keys)
+    values, device = bias.values, bias.values.device
+    start = qk_checks.check_query_offset(who, query_offset, queries, keys, device)
+    documents = qk_checks.check_key_ids(who, "document_ids", document_ids, keys, device)
+    qk_checks.check_batches(who, query_offset=start, document_ids=documents)
+    start = as_int32(start, device)
+    if isinstance(bias, Slopes):
+        mod = bias_mod(values, start, causal)
+    elif isinstance(bias, DistanceTable):
+        mod = _table_mod(bias, start)
+    else:
+        mod = _sums_mod(values, start)
+    return _masked_mod(mod, visible_mod(start, document_ends(documents), causal), masked, base)
+
+
+def _masked_mod(bias: ScoreMod, sees: MaskMod, masked: bool, base: ScoreMod | None) -> ScoreMod:
     def score_mod(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         if base is not None:
             score = base(score, b, h, q, k)
@@ -93,6 +159,26 @@ def alibi_score_mod(
         return torch.where(sees(b, h, q, k), biased, float("-inf")) if masked else biased
 
     return score_mod
+
+
+def _table_mod(bias: DistanceTable, offset: Tensor) -> ScoreMod:
+    own_key, table, zero, last = _own_key(offset), *bias, bias.values.shape[1] - 1
+    return lambda score, b, h, q, k: (
+        score + table[h, (own_key(b, q) - k + zero).clamp(0, last)].to(score.dtype)
+    )
+
+
+def _sums_mod(sums: Tensor, offset: Tensor) -> ScoreMod:
+    own_key = _own_key(offset)
+    if sums.dim() == 3 and len(sums) == 1:
+        sums = sums[0]
+    if sums.dim() == 2:
+        return lambda score, b, h, q, k: (
+            score + (sums[h, own_key(b, q)] - sums[h, k]).to(score.dtype)
+        )
+    return lambda score, b, h, q, k: (
+        score + (sums[b, h, own_key(b, q)] - sums[b, h, k]).to(score.dtype)
+    )
 
 
 def alibi_mask_mod(

@@ -2,30 +2,19 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import math
 
 import torch
 from torch import Tensor
 
 from posenc._contract import checks, qk_checks
+from posenc.attention.biases import Call
 from posenc.numerics.slopes import window_length
-from posenc.numerics.spans import Ends, Spans, spans
+from posenc.numerics.spans import Spans
 
 # Norms, products and the kernels' own scores are sums in float32. With up to 2^14 channels each is
 # off by at most 2^-10 |q||k|, and the three together by less than this factor.
 SLACK = 1 + 2**-8
-
-
-class Plan(NamedTuple):
-    """The checked arguments of an attention, beside q, k, v and the query offset."""
-
-    slopes: Tensor  # [H] or [B, H]
-    ends: Ends | None  # first and last key of each key's document, [K] or [B, K]
-    bound: Tensor | None  # on the scores, [1 or B, 1 or H]; None computes one for each query
-    scale: float
-    causal: bool
-    prune: bool
-    aligned: bool = False  # whether the query offset is K - Q in calls of every length
 
 
 def alibi_reach(
@@ -91,24 +80,19 @@ def bound_scores(q: Tensor, k: Tensor, *, scale: float | None = None) -> Tensor:
     return q_norms.amax(-1) * k_norms
 
 
-def needed_keys(
-    q: Tensor, k: Tensor, offset: int | Tensor, plan: Plan
-) -> tuple[Spans, Tensor, Tensor]:
+def needed_keys(q: Tensor, k: Tensor, call: Call) -> tuple[Spans, Tensor, Tensor]:
     """The keys that each query sees, and the first and the last of them that it needs."""
-    slopes, ends, bound, scale, causal, prune, aligned = plan
     queries, keys = q.shape[2], k.shape[2]
-    if aligned:
-        # With an int from the shapes, the queries' own keys are a slice, in a compiled graph too.
-        offset = keys - queries
-    seen = spans(queries, keys, causal=causal, offset=offset, ends=ends, device=q.device)
+    seen = call.spans(queries, keys, q.device)
     gap = None
-    if prune and queries:
+    if call.prune and call.kind in ("slopes", "sums") and queries:
         with torch.no_grad():
-            if bound is None:
-                gap = score_gap(q, k, _own_keys(k, queries, offset, seen.own), scale)
-            else:
-                gap = confirmed_gap(q, k, scale, bound)
-    return seen, *prune_keys(seen, slopes, gap, keys, q.dtype, causal=causal)
+            offset = call.start if call.starts is None else call.starts
+            gap = score_gap(q, k, _own_keys(k, queries, offset, seen.own), call.scale)
+    if gap is not None and call.kind == "sums" and call.values is not None:
+        return seen, *prune_sums(seen, call.values, gap, q.dtype, causal=call.causal)
+    slopes = torch.zeros(()) if call.values is None else call.values
+    return seen, *prune_keys(seen, slopes, gap, keys, q.dtype, causal=call.causal)
 
 
 def norms(q: Tensor, k: Tensor, scale: float) -> tuple[Tensor, Tensor]:
@@ -119,15 +103,19 @@ def norms(q: Tensor, k: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     return q_norms, k_norms.repeat_interleave(q.shape[1] // k.shape[1], 1)
 
 
-def score_gap(q: Tensor, k: Tensor, own_keys: Tensor, scale: float) -> Tensor:
+def score_gap(
+    q: Tensor, k: Tensor, own_keys: Tensor, scale: float, longest: Tensor | None = None
+) -> Tensor:
     r"""How far any score of a query can be above that of its own key, ``[B, H, Q]``.
 
     .. math:: g_i = s\,|q_i| \max_j |k_j| - s\, q_i \cdot k_i
 
     This follows from Cauchy-Schwarz. The score of the own key is computed, which about halves the
-    windows of the bound :math:`2 s |q||k|`.
+    windows of the bound :math:`2 s |q||k|`. ``longest``, ``[B, H]``, is the norm of the longest key
+    where ``k`` has only some of them.
     """
     q_norms, k_norms = norms(q, k, scale)
+    k_norms = k_norms if longest is None else longest
     groups, wide = (k.shape[1], q.shape[1] // k.shape[1]), q_norms.dtype
     products = q.unflatten(1, groups).to(wide) * own_keys.unsqueeze(2).to(wide)
     own_scores: Tensor = products.sum(-1).flatten(1, 2) * scale
@@ -140,15 +128,6 @@ def _own_keys(k: Tensor, q_len: int, offset: int | Tensor, own: Tensor) -> Tenso
         return k.narrow(2, offset, q_len)
     rows = own.clamp(0, k.shape[2] - 1)[:, None, :, None]
     return k.gather(2, rows.expand(k.shape[0], k.shape[1], -1, k.shape[3]))
-
-
-def confirmed_gap(q: Tensor, k: Tensor, scale: float, bound: Tensor) -> Tensor:
-    """Twice ``bound`` where the norms confirm it, and otherwise infinite, ``[B, H, 1]``."""
-    q_norms, k_norms = norms(q, k, scale)
-    # With slack, because a bound that equals the product of the norms must pass.
-    holds = q_norms.amax(-1) * k_norms <= bound * SLACK
-    gap = bound * (2 * SLACK * SLACK)
-    return torch.where(holds, gap, torch.full_like(gap, float("inf")))[..., None]
 
 
 def prune_keys(
@@ -166,3 +145,31 @@ def prune_keys(
     low = torch.maximum(first, own - reach + 1)
     # A causal range ends at the own key for every head.
     return low, last if causal else torch.minimum(last, own + reach - 1)
+
+
+def prune_sums(
+    seen: Spans, sums: Tensor, gap: Tensor, dtype: torch.dtype, *, causal: bool
+) -> tuple[Tensor, Tensor]:
+    r"""As :func:`prune_keys`, for the bias :math:`c_i - c_j` with ``sums``, ``[1 or B, H, K]``.
+
+    The weight of key :math:`j` is at most :math:`e^{g_i + c_i - c_j}`. With
+    :math:`c_j \ge c_i + g_i + \ln(8 K / \epsilon)` for all keys that are left out, at most ``K``,
+    their weights together are at most :math:`\epsilon / 8`. Keys are left out up to the first one
+    below that, whether or not the sums are monotone.
+    """
+    batch, keys = max(len(sums), len(gap), len(seen.own)), sums.shape[-1]
+    sums = sums.to(torch.promote_types(sums.dtype, gap.dtype)).expand(batch, -1, -1).contiguous()
+    own, first, last = (x[:, None] for x in seen)
+    at = own.clamp(0, max(keys - 1, 0)).expand(batch, sums.shape[1], -1)
+    spare = math.log(8 * max(keys, 1) / torch.finfo(dtype).eps)
+    # The factor covers the roundings of this line in float32.
+    far = sums.gather(2, at) + (gap + spare) * (1 + 2**-20)
+    far = far.masked_fill(far.isnan(), float("inf"))
+    least_before = sums.cummin(-1).values
+    count = torch.searchsorted(-least_before, -far, right=True)
+    low = torch.maximum(first, torch.minimum(count, own))
+    if causal:
+        return low, last
+    least_after = sums.flip(-1).cummin(-1).values.flip(-1)
+    count = torch.searchsorted(least_after, far)
+    return low, torch.minimum(last, torch.maximum(count - 1, own))

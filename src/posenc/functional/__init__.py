@@ -9,6 +9,7 @@ from posenc.functional.sinusoidal import (
     sinusoidal_pos_embedding,
     timestep_embedding,
 )
+from posenc.functional.t5 import t5_buckets
 
 __all__ = [
     "alibi_bias",
@@ -24,5 +25,6 @@ __all__ = [
     "rotate_qk_",
     "sinusoidal_grid_embedding",
     "sinusoidal_pos_embedding",
+    "t5_buckets",
     "timestep_embedding",
 ]

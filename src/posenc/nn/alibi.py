@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from posenc import attention, configs, kernels
 from posenc._contract import checks, qk_checks
 from posenc.functional.alibi import alibi_bias, alibi_key_bias
 from posenc.functional.alibi_models import alibi_model_slopes
+from posenc.nn._bias import KeepsDtype
 from posenc.nn._tables import SharedTables, TableModule, Tensors
 from posenc.numerics.slopes import slope_numbers
 from posenc.numerics.tables import widest
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
     from typing_extensions import Unpack
 
-    from posenc.attention.alibi import AttentionOptions
+    from posenc.attention.biased import AttentionOptions
     from posenc.attention.mods import MaskMod, MaskModOptions, ScoreMod, ScoreModOptions
     from posenc.functional.alibi import BiasOptions, KeyOptions
 
@@ -32,7 +33,7 @@ def _slope_table(positions: Tensor, dtype: torch.dtype, numbers: Any) -> Tensors
     return (exact.to(widest(positions.device)).to(positions.device),)
 
 
-class ALiBi(TableModule):
+class ALiBi(KeepsDtype, TableModule):
     """Lower each attention score in proportion to the distance between query and key.
 
     :meth:`attention` computes attention with the bias in one call; the other methods give the bias
@@ -46,11 +47,14 @@ class ALiBi(TableModule):
             only if ``H`` is a power of two.
         slopes: Slopes of your own instead, ``(H,)`` or ``(B, H)``, not below zero. A head with
             slope zero has no bias, and is never pruned.
+        learned: Learn the slopes, which start as above. What is learned is their logarithm, so
+            that they stay above zero, and a step of the optimizer changes small and large ones by
+            the same factor; zero cannot be learned.
 
     Attributes:
         slopes: float32 of shape ``(H,)`` or ``(B, H)``, in the paper's head order, as flash-attn's
-            ``alibi_slopes``. They are constants; pass trainable slopes to
-            :func:`posenc.attention.alibi_attention`.
+            ``alibi_slopes``; gradients pass if they are learned.
+        log_slopes: If ``learned``, a float32 Parameter ``(H,)``, also in a model that is cast.
 
     Examples:
         >>> alibi = ALiBi(num_heads=8)
@@ -73,6 +77,7 @@ class ALiBi(TableModule):
         bias_max: float = 8.0,
         geometric: bool = False,
         slopes: Tensor | Sequence[Any] | None = None,
+        learned: bool = False,
     ) -> None:
         super().__init__()
         who = type(self).__name__
@@ -85,11 +90,29 @@ class ALiBi(TableModule):
             numbers = slope_numbers(self.num_heads, self.bias_max, geometric=self.geometric)
         else:
             numbers = qk_checks.check_slope_numbers(who, slopes, self.num_heads)
+        self.learned = checks.boolean(who, "learned", learned)
         self._tables = SharedTables(_slope_table, (numbers,), 1, torch.float64)
+        if learned:
+            self._check_learnable(who, numbers)
+            self.log_slopes = nn.Parameter(torch.empty(self.num_heads, dtype=torch.float32))
+            self.reset_parameters()
+
+    @staticmethod
+    def _check_learnable(who: str, numbers: Any) -> None:
+        if isinstance(numbers[0], tuple) or not all(numbers):
+            rule = "learned slopes must be one for each head, above zero"
+            checks.fail(who, rule, numbers, "Pass slopes of shape (H,), or learned=False.")
+
+    def reset_parameters(self) -> None:
+        """Set learned slopes to those of the constructor."""
+        if self.learned and not self.log_slopes.is_meta:
+            with torch.no_grad():
+                (exact,) = self._tables.at(torch.empty(0, device="cpu"))
+                self.log_slopes.copy_(exact.log())
 
     @property
     def slopes(self) -> Tensor:
-        """A float32 copy of the slopes; the bias is computed from exact ones."""
+        """A float32 copy of the slopes; the bias is computed from float64."""
         return self._exact(self._tables.device).to(torch.float32, copy=True)
 
     @classmethod
@@ -139,11 +162,26 @@ class ALiBi(TableModule):
             rule = f"start and stop must select at least one of the {self.num_heads} heads"
             checks.fail(who, rule, f"{first} to {last}", "Pass 0 <= start < stop <= num_heads.")
         (exact,) = self._tables.at(torch.empty(0, device="cpu"))
-        part = type(self)(last - first, causal=self.causal, slopes=exact[..., first:last])
+        given: Any = {"causal": self.causal, "learned": self.learned}
+        part = type(self)(last - first, slopes=exact[..., first:last], **given)
+        if self.learned:
+            part.log_slopes = nn.Parameter(self.log_slopes.detach()[first:last].clone())
         return part.to(self._tables.device)
+
+    def numbers(
+        self,
+        k_len: int,
+        *,
+        dtype: torch.dtype = torch.float32,
+        document_ids: Tensor | None = None,
+    ) -> attention.Slopes:
+        """The bias as :func:`posenc.attention.biased_attention` takes it."""
+        return attention.Slopes(self._exact(None).to(dtype))
 
     def _exact(self, device: torch.device | str | None) -> Tensor:
         where = self._tables.device if device is None else torch.device(device)
+        if self.learned:
+            return self.log_slopes.to(where).to(widest(where)).exp()
         like = torch.empty(0, device=where)
         slopes: Tensor = (self._tables.read(like, torch.float64) or self._tables.at(like))[0]
         return slopes
@@ -199,7 +237,8 @@ class ALiBi(TableModule):
     ) -> BlockMask:
         """A block mask that prunes far keys: :func:`posenc.attention.alibi_block_mask`."""
         given: Any = {"score_bound": score_bound, "dtype": dtype, **options}
-        return attention.alibi_block_mask(self.slopes, q_len, k_len, causal=self.causal, **given)
+        slopes = self.slopes.detach()
+        return attention.alibi_block_mask(slopes, q_len, k_len, causal=self.causal, **given)
 
     def attention(
         self, q: Tensor, k: Tensor, v: Tensor, **options: Unpack[AttentionOptions]

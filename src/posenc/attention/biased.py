@@ -1,0 +1,188 @@
+"""Attention with a bias, in one call."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from posenc._contract import checks, qk_checks, sharding
+from posenc.attention import op, rows
+from posenc.attention.biases import (
+    Bias,
+    Call,
+    DistanceTable,
+    RowBias,
+    RunningSum,
+    Slopes,
+    check_bias,
+    stored,
+)
+from posenc.functional.alibi import KeyOptions
+from posenc.numerics.spans import document_ends
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+
+class AttentionOptions(KeyOptions, total=False):
+    """The keywords of :func:`biased_attention` that the modules' ``attention`` takes too."""
+
+    scale: float | None
+    prune: bool
+    backend: str | None
+
+
+def biased_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Bias | None = None,
+    *,
+    causal: bool = True,
+    scale: float | None = None,
+    query_offset: int | Tensor | None = None,
+    document_ids: Tensor | None = None,
+    prune: bool = True,
+    backend: str | None = None,
+) -> Tensor:
+    r"""Attention with a relative bias, without an ``L × L`` matrix.
+
+    .. math:: \sum_j \text{softmax}_j(s\, q_i \cdot k_j + \text{bias}_{ij})\, v_j
+
+    Gradients reach ``q``, ``k``, ``v`` and the numbers of the bias, and are the same bits in every
+    run. On CUDA this is one Triton kernel; elsewhere it runs a few queries at a time.
+
+    Args:
+        q: ``(B, H, Q, D)``.
+        k: ``(B, Hk, K, D)`` with ``H`` a multiple of ``Hk`` and ``K`` at least ``Q``.
+        v: ``(B, Hk, K, Dv)``.
+        bias: :class:`Slopes`, :class:`DistanceTable`, :class:`RunningSum`, :class:`RowBias`, or
+            None for none.
+        causal: Whether a query sees only keys up to its own.
+        scale: :math:`s`, :math:`1/\sqrt{D}` if None.
+        query_offset: Key index of the first query, ``K - Q`` if None: an int, or an integer tensor
+            ``()`` or ``(B,)``. It locates the queries in a cache of fixed size; if causal,
+            they do not see later keys.
+        document_ids: Ids ``(K,)`` or ``(B, K)``. A run of equal ids is a document, and a query
+            sees only its own. Negative ids are padding, whose output is zero.
+        prune: Whether to leave out far keys of :class:`Slopes` and :class:`RunningSum`, where their
+            weights together are provably below the rounding of the output; see ``docs/alibi.md``.
+        backend: ``triton``, ``chunked`` or ``dense`` (all scores at once); None chooses.
+
+    Returns:
+        ``(B, H, Q, Dv)`` in the dtype of ``q``.
+
+    Examples:
+        >>> from posenc.attention import DistanceTable
+        >>> q, k, v = torch.randn(3, 1, 8, 512, 64).unbind()
+        >>> table = torch.zeros(8, 100)  # one number for each distance below 100
+        >>> biased_attention(q, k, v, DistanceTable(table)).shape
+        torch.Size([1, 8, 512, 64])
+    """
+    how: Any = {"causal": causal, "scale": scale, "query_offset": query_offset}
+    how |= {"document_ids": document_ids, "prune": prune, "backend": backend}
+    return attend("biased_attention", q, k, v, bias, **how)[0]
+
+
+def biased_attention_with_lse(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Bias | None = None,
+    *,
+    causal: bool = True,
+    **options: Unpack[AttentionOptions],
+) -> tuple[Tensor, Tensor]:
+    r"""As :func:`biased_attention`, with the log-sum-exp of each query's biased scores.
+
+    With it, attention over parts of the keys can be put together.
+
+    Returns:
+        The output, and :math:`\ln \sum_j \exp(s\, q_i \cdot k_j + \text{bias}_{ij})`, shape
+        ``(B, H, Q)``, in at least float32: minus infinity for a query that sees no key.
+
+    Examples:
+        >>> q, k, v = torch.randn(3, 1, 8, 512, 64).unbind()
+        >>> out, lse = biased_attention_with_lse(q, k, v)
+        >>> lse.shape
+        torch.Size([1, 8, 512])
+    """
+    return attend("biased_attention_with_lse", q, k, v, bias, causal=causal, **options)
+
+
+def attend(
+    who: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Bias | None,
+    *,
+    causal: bool = True,
+    scale: float | None = None,
+    query_offset: int | Tensor | None = None,
+    document_ids: Tensor | None = None,
+    prune: bool = True,
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Check the arguments of an attention function named ``who``, and run it."""
+    if sharding.is_sharded(q):
+        assert sharding.registered is not None
+        how: Any = {"causal": causal, "scale": scale, "query_offset": query_offset}
+        how |= {"document_ids": document_ids, "prune": prune, "backend": backend}
+        return sharding.registered.attend(who, q, k, v, bias, **how)
+    qk_checks.check_qkv(who, q, k, v)
+    queries, keys, device = q.shape[2], k.shape[2], q.device
+    check_bias(who, bias, q.shape[1], keys)
+    checks.boolean(who, "causal", causal)
+    checks.boolean(who, "prune", prune)
+    scale = qk_checks.check_scale(who, scale, q)
+    start = qk_checks.check_query_offset(who, query_offset, queries, keys, device)
+    ids = qk_checks.check_key_ids(who, "document_ids", document_ids, keys, device)
+    kind, values, zero = ("none", None, 0) if isinstance(bias, RowBias) else stored(bias)
+    if values is not None:
+        values = values if values.device == device else values.to(device)
+        if kind != "table" and values.shape[0] not in (1, q.shape[0]):
+            rule = f"{kind} must be for 1 or {q.shape[0]} sequences"
+            checks.fail(who, rule, values.shape[0], "Pass one row for each sequence.")
+    if ids is not None or isinstance(start, Tensor):
+        qk_checks.check_batches(who, q.shape[0], query_offset=start, document_ids=ids)
+    starts, begin = (start.reshape(-1), 0) if isinstance(start, Tensor) else (None, start)
+    first, last = hide_padding(ids)
+    call = Call(values, starts, first, last, kind, zero, begin, scale, causal, prune)
+    if isinstance(bias, RowBias):
+        return rows.attend(q, k, v, bias, call)
+    return op.attend(who, q, k, v, call, backend)
+
+
+def attend_block(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Slopes | DistanceTable | RunningSum | None,
+    *,
+    start: int,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """Attention to keys that are all before, or all after, all of the queries, without a mask.
+
+    Nothing is checked. The own index of the first query, ``start``, is at least the number of keys,
+    or so far below zero that no query is among the keys; there may be fewer keys than queries. The
+    values of a :class:`RunningSum` are those of the keys and then of the queries, wherever these
+    are, and ``start`` is the number of keys.
+    """
+    kind, values, zero = stored(bias)
+    # Where all keys are earlier, a causal mask hides none, and the kernels have less to compute.
+    call = Call(values, None, None, None, kind, zero, start, scale, start >= k.shape[2], False)
+    return op.attend("attend_block", q, k, v, call, None)
+
+
+def hide_padding(ids: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    """First and last key of each key's document; padding, below zero, has none."""
+    if ids is None:
+        return None, None
+    first, last = document_ends(ids)  # type: ignore[misc]
+    padding = ids < 0
+    first, last = first.masked_fill(padding, ids.shape[-1]), last.masked_fill(padding, -1)
+    return torch.atleast_2d(first), torch.atleast_2d(last)

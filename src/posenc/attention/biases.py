@@ -1,0 +1,224 @@
+"""The biases that attention takes: a few numbers from which every score's bias follows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+from posenc._contract import checks, qk_checks
+from posenc.numerics.spans import Spans, document_ends, spans
+
+
+class Slopes(NamedTuple):
+    r"""A line for each head: :math:`-m\,|i - j|` for query :math:`i` and key :math:`j`.
+
+    Attributes:
+        values: :math:`m`, ``(H,)`` or ``(B, H)``.
+    """
+
+    values: Tensor
+
+
+class DistanceTable(NamedTuple):
+    r"""A number for each head and distance: :math:`t_{i - j + z}`, clipped at both ends.
+
+    Attributes:
+        values: :math:`t`, ``(H, R)``. A distance past either end has the number at that end.
+        zero: :math:`z`, the column of distance zero; earlier columns are for later keys.
+    """
+
+    values: Tensor
+    zero: int = 0
+
+
+class RunningSum(NamedTuple):
+    r"""The difference of a running sum: :math:`c_i - c_j`.
+
+    Attributes:
+        values: :math:`c`, one number for each head and key, ``(H, K)`` or ``(B, H, K)``. Use
+            float64: the difference of large sums loses bits.
+    """
+
+    values: Tensor
+
+
+class RowBias(NamedTuple):
+    """Any other bias, computed for a few queries at a time.
+
+    Attributes:
+        rows: A function of the queries' key indices, int64 ``[1 or B, n]``, and of key indices,
+            ``[k]``, that returns the bias, ``[1 or B, H, n, k]``. It is called again in the
+            backward pass, and must then return the same.
+    """
+
+    rows: Callable[[Tensor, Tensor], Tensor]
+
+
+Bias: TypeAlias = Slopes | DistanceTable | RunningSum | RowBias
+
+
+class Call(NamedTuple):
+    """The checked arguments of an attention, beside q, k and v; the inputs of its op.
+
+    In a block of a longer sequence, see `biased.attend_block`, the queries' own indices are past
+    the keys, or below zero; sums are then longer than the keys.
+    """
+
+    values: Tensor | None  # slopes [1 or B, H], table [H, R], or sums [1 or B, H, K or more]
+    starts: Tensor | None  # key index of the first query, int64 [1 or B]; `start` if None
+    first: Tensor | None  # first and last key of each key's document, int64 [1 or B, K]
+    last: Tensor | None
+    kind: str  # none, slopes, table or sums
+    zero: int  # the table's column of distance zero
+    start: int
+    scale: float
+    causal: bool
+    prune: bool
+
+    def spans(self, queries: int, keys: int, device: torch.device) -> Spans:
+        """The keys that each query sees."""
+        offset = self.start if self.starts is None else self.starts
+        ends = None
+        if self.first is not None and self.last is not None:
+            ends = self.first, self.last
+        return spans(queries, keys, causal=self.causal, offset=offset, ends=ends, device=device)
+
+
+def check_bias(who: str, bias: object, heads: int, keys: int) -> None:
+    """Refuse a bias that is not for these heads and keys."""
+    if bias is None or isinstance(bias, RowBias):
+        return
+    if not isinstance(bias, (Slopes, DistanceTable, RunningSum)):
+        rule = "bias must be Slopes, DistanceTable, RunningSum, RowBias or None"
+        way_out = "Wrap slopes as posenc.attention.Slopes(slopes), say."
+        checks.fail(who, rule, checks.describe(bias), way_out, TypeError)
+    values = bias.values
+    if isinstance(bias, Slopes):
+        qk_checks.check_slopes(who, values)
+        if values.shape[-1] != heads:
+            rule = f"q must have {values.shape[-1]} heads, one for each slope"
+            checks.fail(who, rule, heads, "Pass the slopes of these heads.")
+        return
+    name = "table" if isinstance(bias, DistanceTable) else "sums"
+    checks.float_tensor(who, name, values)
+    if isinstance(bias, DistanceTable):
+        checks.integer(who, "zero", bias.zero, least=0)
+        if values.dim() != 2 or values.shape[0] != heads or bias.zero >= values.shape[1]:
+            rule = f"table must have shape ({heads}, R), with R above zero={bias.zero}"
+            way_out = "Pass a row for each head, with a column for distance zero."
+            checks.fail(who, rule, f"shape {tuple(values.shape)}", way_out)
+    elif values.dim() not in (2, 3) or values.shape[-2:] != (heads, keys):
+        rule = f"sums must have shape ({heads}, {keys}) or (B, {heads}, {keys})"
+        way_out = "Pass one for each head and key, those in the cache included."
+        checks.fail(who, rule, f"shape {tuple(values.shape)}", way_out)
+
+
+def heads_of(bias: Slopes | DistanceTable | RunningSum) -> int:
+    """The heads of a bias; any number if its shape is wrong, which :func:`check_bias` refuses."""
+    shape = getattr(bias.values, "shape", ()) or (0,)
+    return int(shape[-1] if isinstance(bias, Slopes) else shape[max(len(shape) - 2, 0)])
+
+
+def bias_rows(kind: str, values: Tensor | None, zero: int, own: Tensor, index: Tensor) -> Tensor:
+    """The bias of queries at key indices ``own``, ``[1 or B, n]``, to keys at ``index``, ``[k]``.
+
+    ``[1 or B, H, n, k]`` in the dtype of ``values``; nothing is hidden.
+    """
+    if values is None:
+        return own.new_zeros((1, 1, 1, 1), dtype=torch.float32)
+    distance = own[:, None, :, None] - index
+    if kind == "slopes":
+        return -values[..., None, None] * distance.abs()
+    if kind == "table":
+        columns = (distance + zero).clamp(0, values.shape[1] - 1)[:, 0]
+        return values[:, columns].transpose(0, 1)
+    heads, batch = values.shape[1], max(len(values), len(own))
+    at = own[:, None].expand(batch, heads, -1)
+    sums = values.expand(batch, -1, -1)
+    return sums.gather(2, at)[..., None] - sums[:, :, index][:, :, None]
+
+
+def relative_bias(
+    bias: Bias,
+    q_len: int,
+    k_len: int | None = None,
+    *,
+    causal: bool = True,
+    query_offset: int | Tensor | None = None,
+    document_ids: Tensor | None = None,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str | None = None,
+) -> Tensor:
+    """The whole matrix of a bias, to look at, or for an attention of your own.
+
+    Args:
+        bias: The bias.
+        q_len: Queries ``Q``.
+        k_len: Keys ``K``, at least ``Q``; ``Q`` if None.
+        causal: Whether later keys get ``-inf``.
+        query_offset: Key index of the first query, ``K - Q`` if None: an int, or an integer tensor
+            ``()`` or ``(B,)``.
+        document_ids: Ids ``(K,)`` or ``(B, K)``. A run of equal ids is a document, and a query
+            sees only its own.
+        dtype: A floating dtype for the result.
+        device: The device of a :class:`RowBias`; other biases are on that of their values.
+
+    Returns:
+        Tensor of shape ``(H, Q, K)``, or ``(B, H, Q, K)`` if an argument has a batch axis.
+
+    Examples:
+        >>> relative_bias(DistanceTable(torch.tensor([[0.0, -1.0, -3.0]])), 4)
+        tensor([[[ 0., -inf, -inf, -inf],
+                 [-1.,  0., -inf, -inf],
+                 [-3., -1.,  0., -inf],
+                 [-3., -3., -1.,  0.]]])
+    """
+    who = "relative_bias"
+    queries, keys = qk_checks.check_lengths(who, q_len, k_len)
+    checks.boolean(who, "causal", causal)
+    checks.float_dtype(who, "dtype", dtype)
+    if not isinstance(bias, RowBias):
+        check_bias(who, bias, heads_of(bias), keys)
+        device = bias.values.device
+    start = qk_checks.check_query_offset(who, query_offset, queries, keys, device or "cpu")
+    ids = qk_checks.check_key_ids(who, "document_ids", document_ids, keys, device or "cpu")
+    batched = qk_checks.check_batches(who, query_offset=start, document_ids=ids)
+    if isinstance(bias, (Slopes, RunningSum)):
+        batched |= bias.values.dim() == (2 if isinstance(bias, Slopes) else 3)
+    ends = document_ends(ids)
+    seen = spans(queries, keys, causal=causal, offset=start, ends=ends, device=device or "cpu")
+    matrix = matrix_of(bias, seen.own, torch.arange(keys, device=seen.own.device))
+    hidden = hidden_keys(seen, keys)
+    matrix = matrix.to(dtype).masked_fill(hidden, float("-inf"))
+    return matrix if batched or len(matrix) > 1 else matrix[0]
+
+
+def matrix_of(bias: Bias, own: Tensor, index: Tensor) -> Tensor:
+    """The bias of queries at key indices ``own`` to keys at ``index``, ``[1 or B, H, n, k]``."""
+    if isinstance(bias, RowBias):
+        return bias.rows(own, index)
+    kind, values, zero = stored(bias)
+    return bias_rows(kind, values, zero, own, index)
+
+
+def stored(bias: Bias | None) -> tuple[str, Tensor | None, int]:
+    """The fields `kind`, `values` and `zero` of a :class:`Call`."""
+    if bias is None:
+        return "none", None, 0
+    if isinstance(bias, Slopes):
+        return "slopes", bias.values if bias.values.dim() == 2 else bias.values[None], 0
+    if isinstance(bias, DistanceTable):
+        return "table", bias.values, bias.zero
+    assert isinstance(bias, RunningSum)
+    values = bias.values if bias.values.dim() == 3 else bias.values[None]
+    return "sums", values, 0
+
+
+def hidden_keys(seen: Spans, keys: int) -> Tensor:
+    """Whether a query does not see a key, ``[1 or B, 1, Q, K]``."""
+    index = torch.arange(keys, device=seen.own.device)
+    first, last = seen.first[:, None, :, None], seen.last[:, None, :, None]
+    return (index < first) | (index > last)
