@@ -9,26 +9,42 @@ from typing import Any
 from posenc import attention, axes, functional, nn, positions, scaling
 from posenc.kernels import backends
 from posenc.nn import (
+    FIRE,
+    KERPLE,
     ALiBi,
+    CoPE,
+    ForgetGate,
+    GridBias,
+    LearnedBias,
     LearnedPosEmbedding,
     MixedRoPE,
     RoPE,
     RotaryPosEmbedding,
+    Sandwich,
     SinusoidalPE,
     SinusoidalPosEmbedding,
+    T5Bias,
     XPos,
 )
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "FIRE",
+    "KERPLE",
     "ALiBi",
+    "CoPE",
+    "ForgetGate",
+    "GridBias",
+    "LearnedBias",
     "LearnedPosEmbedding",
     "MixedRoPE",
     "RoPE",
     "RotaryPosEmbedding",
+    "Sandwich",
     "SinusoidalPE",
     "SinusoidalPosEmbedding",
+    "T5Bias",
     "XPos",
     "__version__",
     "attention",

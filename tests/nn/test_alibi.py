@@ -2,8 +2,10 @@ import pytest
 import torch
 
 import oracles
+import posenc
 from posenc.nn import ALiBi
 from support.assertions import compilations
+from support.biases import assert_is_formula
 
 
 @pytest.mark.parametrize("heads", [1, 8, 12])
@@ -168,3 +170,29 @@ def test_scores_keep_their_shape_with_slopes_of_each_sequence():
     for shape in [(1, 2, 4, 5), (2, 4, 5), (2, 2, 4, 5)]:
         with pytest.raises(ValueError, match=r"scores must have shape \(3, 2, Q, K\)"):
             ALiBi(2, slopes=slopes)(torch.randn(shape))
+
+
+def test_learned_slopes_are_the_formula_and_start_at_the_papers():
+    """Their logarithm is learned, so the gradient is the slope's times the slope."""
+
+    def formula(given, h, i, j):
+        return -given["log_slopes"][h].exp() * abs(i - j)
+
+    for causal in (True, False):
+        alibi = posenc.ALiBi(4, causal=causal, learned=True)
+        torch.testing.assert_close(alibi.slopes, posenc.ALiBi(4).slopes, rtol=1e-6, atol=0)
+        assert_is_formula(alibi, formula, kv_heads=2)
+
+
+def test_learned_slopes_are_selected_copied_and_refused():
+    alibi = posenc.ALiBi(4, slopes=[0.5, 0.3, 0.2, 0.1], learned=True)
+    with torch.no_grad():
+        alibi.log_slopes.add_(1.0)
+    assert torch.equal(alibi.select_heads(1, 3).slopes, alibi.slopes[1:3])
+    assert torch.equal(alibi.get_bias(5), alibi.bias(5))
+    assert list(alibi.state_dict()) == ["log_slopes"]
+    assert not posenc.ALiBi(4).state_dict()
+    assert alibi.replace(learned=False).slopes[0] == 0.5
+    for slopes in ([0.5, 0.0], [[0.5, 0.1], [0.2, 0.1]]):
+        with pytest.raises(ValueError, match="learned slopes must be one for each head, above"):
+            posenc.ALiBi(2, slopes=slopes, learned=True)

@@ -17,6 +17,14 @@ MODULES = {
     "XPos": (lambda: posenc.XPos(8, 64), "scale_base", 64.0),
     "MixedRoPE": (lambda: posenc.MixedRoPE(8, 2), "base", 100.0),
     "ALiBi": (lambda: posenc.ALiBi(3, slopes=[0.1, 0.2, 0.3]), "causal", False),
+    "T5Bias": (lambda: posenc.T5Bias(4), "num_buckets", 16),
+    "LearnedBias": (lambda: posenc.LearnedBias(4, 9), "max_distance", 5),
+    "KERPLE": (lambda: posenc.KERPLE(4), "kind", "power"),
+    "FIRE": (lambda: posenc.FIRE(4), "threshold", 64.0),
+    "ForgetGate": (lambda: posenc.ForgetGate(8, 4), "num_heads", 2),
+    "GridBias": (lambda: posenc.GridBias(4, 2), "size", (7, 5)),
+    "CoPE": (lambda: posenc.CoPE(8, 4), "max_pos", 9),
+    "Sandwich": (lambda: posenc.Sandwich(4), "dim", 64),
 }
 EACH = pytest.mark.parametrize(("make", "name", "value"), MODULES.values(), ids=MODULES)
 

@@ -63,6 +63,7 @@ class Buckets:
 Part = Alibi | Table | Buckets | str
 
 _USE_MODEL = "Use the model's own code: posenc has no module for it."
+_USE_T5 = "Use T5Bias.from_config."
 _USE_LEARNED = "Use LearnedPosEmbedding(max_len, embed_dim); `posenc explain` prints the sizes."
 _USE_TIMESTEP = "Use functional.timestep_embedding; `posenc explain` prints the call."
 # The name of each kind in an error, and the way out.
@@ -71,7 +72,7 @@ NOUNS = {
     "own_alibi": ("ALiBi", "Construct ALiBi(num_heads) directly."),
     "learned": ("a learned table of positions", _USE_LEARNED),
     "sinusoidal": ("sinusoidal positions", _USE_TIMESTEP),
-    "buckets": ("T5's relative bias, a number for each bucket of distances", _USE_MODEL),
+    "buckets": ("T5's relative bias, a number for each bucket of distances", _USE_T5),
     "relative": ("relative position embeddings", _USE_MODEL),
     "convolution": ("a convolution for positions", _USE_MODEL),
     "patches": ("a learned vector for each patch of an image", "Use LearnedPosEmbedding."),

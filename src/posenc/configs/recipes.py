@@ -8,7 +8,7 @@ from typing import Any
 
 from posenc.configs import facts, others, reader, rotation
 from posenc.configs.facts import Fact
-from posenc.configs.others import Alibi, check_rotary, kind_of
+from posenc.configs.others import Alibi, Buckets, check_rotary, kind_of
 from posenc.configs.reader import Config, open_config
 from posenc.configs.rules import scaling_rule
 from posenc.numerics import scaling
@@ -113,4 +113,19 @@ def read_alibi(config: Any) -> Alibi:
     else:
         noun, way_out = "no known ALiBi; bloom, mpt and falcon have one", directly
     name = found.top.get("model_type")
+    raise ValueError(f"from_config: model_type {name!r} has {noun}.\n  {way_out}")
+
+
+def read_buckets(config: Any) -> Buckets:
+    """The buckets of T5's bias that a config describes."""
+    found = open_config(config)
+    kind = kind_of(found.top)
+    if kind == "buckets":
+        (part,) = others.describe(found)
+        if isinstance(part, Buckets):
+            return part
+    name, noun = found.top.get("model_type"), "other positions"
+    if kind is not None:
+        noun = others.NOUNS[kind][0]
+    way_out = "Construct T5Bias(num_heads) directly if the model has T5's bias."
     raise ValueError(f"from_config: model_type {name!r} has {noun}.\n  {way_out}")

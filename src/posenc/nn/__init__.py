@@ -2,21 +2,37 @@
 
 from posenc.nn import functional
 from posenc.nn.alibi import ALiBi
+from posenc.nn.cope import CoPE
+from posenc.nn.fire import FIRE
+from posenc.nn.forget_gate import ForgetGate
+from posenc.nn.grid_bias import GridBias
+from posenc.nn.kerple import KERPLE
 from posenc.nn.learned import LearnedPosEmbedding
+from posenc.nn.learned_bias import LearnedBias
 from posenc.nn.mixed import MixedRoPE
 from posenc.nn.rope import RoPE
 from posenc.nn.rotary import RotaryPosEmbedding
+from posenc.nn.sandwich import Sandwich
 from posenc.nn.sinusoidal import SinusoidalPE, SinusoidalPosEmbedding
+from posenc.nn.t5 import T5Bias
 from posenc.nn.xpos import XPos
 
 __all__ = [
+    "FIRE",
+    "KERPLE",
     "ALiBi",
+    "CoPE",
+    "ForgetGate",
+    "GridBias",
+    "LearnedBias",
     "LearnedPosEmbedding",
     "MixedRoPE",
     "RoPE",
     "RotaryPosEmbedding",
+    "Sandwich",
     "SinusoidalPE",
     "SinusoidalPosEmbedding",
+    "T5Bias",
     "XPos",
     "functional",
 ]

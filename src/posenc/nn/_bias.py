@@ -1,0 +1,195 @@
+"""The base of the modules with a relative bias."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from posenc import kernels
+from posenc._contract import checks, qk_checks
+from posenc.attention.biased import attend
+from posenc.attention.biases import Bias, DistanceTable, relative_bias
+from posenc.attention.mods import relative_score_mod
+from posenc.nn._module import ReadOnlyArguments
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from posenc.attention.biased import AttentionOptions
+    from posenc.attention.mods import ModOptions, ScoreMod
+
+
+class KeepsDtype(nn.Module):
+    """A module whose parameters keep their dtype when the model is cast or loaded.
+
+    A bias is a difference of scores, and half precision has too few bits for it.
+    """
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        def move(x: Tensor) -> Tensor:
+            moved = fn(x)
+            return moved if moved.dtype == x.dtype else x.to(moved.device)
+
+        return super()._apply(move, recurse)
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """Register a parameter; one that replaces another gets its dtype."""
+        # Loaders that do not copy assign the checkpoint's tensor.
+        held = self._parameters.get(name)
+        if held is not None and param is not None and param.dtype != held.dtype:
+            param = nn.Parameter(param.detach().to(held.dtype), param.requires_grad)
+        super().register_parameter(name, param)
+
+
+class Linear(KeepsDtype, nn.Linear):
+    """A linear layer that keeps its dtype, and computes in it or in a wider one."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """The product with the weight, plus the bias."""
+        wide = torch.promote_types(input.dtype, self.weight.dtype)
+        bias = None if self.bias is None else self.bias.to(wide)
+        return nn.functional.linear(input.to(wide), self.weight.to(wide), bias)
+
+
+class RelativeBias(KeepsDtype, ReadOnlyArguments):
+    """A bias that follows from a few numbers, which :meth:`numbers` of a subclass gives."""
+
+    num_heads: int
+    causal: bool
+    dtype: torch.dtype
+    # The scale of the scores if the call names none; None is one over the root of the width.
+    _scale: ClassVar[float | None] = None
+
+    def __init__(self, num_heads: int, *, causal: bool, dtype: torch.dtype) -> None:
+        super().__init__()
+        who = type(self).__name__
+        self.num_heads = checks.integer(who, "num_heads", num_heads)
+        self.causal = checks.boolean(who, "causal", causal)
+        self.dtype = checks.float_dtype(who, "dtype", dtype)
+
+    def numbers(
+        self,
+        k_len: int,
+        *,
+        dtype: torch.dtype = torch.float32,
+        document_ids: Tensor | None = None,
+    ) -> Bias:
+        """The bias for ``k_len`` keys as :func:`posenc.attention.biased_attention` takes it.
+
+        Args:
+            k_len: Keys ``K``.
+            dtype: The dtype of the numbers.
+            document_ids: As in :meth:`attention`, for a bias that depends on where a document
+                begins.
+        """
+        raise NotImplementedError
+
+    def table(self, k_len: int, *, dtype: torch.dtype = torch.float32) -> Tensor:
+        """The bias of each head and distance, ``(H, R)``, gradients included.
+
+        Column ``d`` is for the key ``d`` before the query. If the module is not causal, the
+        columns begin with later keys, and distance zero is in the middle. The numbers at either
+        end are those of all farther distances.
+        """
+        found = self.numbers(k_len, dtype=dtype)
+        if isinstance(found, DistanceTable):
+            return found.values
+        rule = "the bias must be a function of the distance alone"
+        way_out = "Call bias() for the whole matrix, or attention()."
+        checks.fail(type(self).__name__, rule, type(found).__name__, way_out)
+
+    def bias(
+        self,
+        q_len: int,
+        k_len: int | None = None,
+        *,
+        query_offset: int | Tensor | None = None,
+        document_ids: Tensor | None = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> Tensor:
+        """The whole matrix, to look at, or as ``attn_mask`` of SDPA.
+
+        Args:
+            q_len: Queries ``Q``.
+            k_len: Keys ``K``, at least ``Q``; ``Q`` if None.
+            query_offset: Key index of the first query, ``K - Q`` if None: an int, or an integer
+                tensor ``()`` or ``(B,)``.
+            document_ids: Ids ``(K,)`` or ``(B, K)``. A run of equal ids is a document, and a query
+                sees only its own.
+            dtype: A floating dtype for the result.
+
+        Returns:
+            Tensor of shape ``(H, Q, K)``, or ``(B, H, Q, K)`` if an argument has a batch axis;
+            ``-inf`` for keys that are not seen.
+        """
+        who = type(self).__name__
+        queries, keys = qk_checks.check_lengths(who, q_len, k_len)
+        checks.float_dtype(who, "dtype", dtype)
+        wide = torch.promote_types(dtype, torch.float32)
+        found = self._numbers(keys, wide, document_ids)
+        given: Any = {"query_offset": query_offset, "document_ids": document_ids, "dtype": dtype}
+        return relative_bias(
+            found, queries, keys, causal=self.causal, device=self._device(), **given
+        )
+
+    def score_mod(self, q_len: int, k_len: int, **options: Unpack[ModOptions]) -> ScoreMod:
+        """A score_mod for ``flex_attention``: :func:`posenc.attention.relative_score_mod`."""
+        who = type(self).__name__
+        queries, keys = qk_checks.check_lengths(who, q_len, k_len)
+        found = self._numbers(keys, torch.float32, options.get("document_ids"))
+        return relative_score_mod(found, queries, keys, causal=self.causal, **options)
+
+    def attention(
+        self, q: Tensor, k: Tensor, v: Tensor, **options: Unpack[AttentionOptions]
+    ) -> Tensor:
+        """Attention with this bias, without a matrix of scores.
+
+        Args:
+            q: ``(B, H, Q, D)``.
+            k: ``(B, Hk, K, D)`` with ``H`` a multiple of ``Hk`` and ``K`` at least ``Q``.
+            v: ``(B, Hk, K, Dv)``.
+            **options: ``scale``, ``query_offset``, ``document_ids``, ``prune`` and ``backend``, as
+                in :func:`posenc.attention.biased_attention`.
+
+        Returns:
+            ``(B, H, Q, Dv)`` in the dtype of ``q``.
+        """
+        who = type(self).__name__
+        qk_checks.check_qkv(who, q, k, v)
+        if q.shape[1] != self.num_heads:
+            rule = f"q must have {self.num_heads} heads, one for each of the bias"
+            checks.fail(who, rule, q.shape[1], f"Build {who} with that num_heads.")
+        if options.get("scale") is None:
+            options["scale"] = self._scale
+        wide = torch.promote_types(q.dtype, torch.float32)
+        found = self._numbers(k.shape[2], wide, options.get("document_ids"))
+        return attend(who, q, k, v, found, causal=self.causal, **options)[0]
+
+    def forward(self, scores: Tensor) -> Tensor:
+        """Add the bias to scores ``(..., H, Q, K)``, whose last query is at the last key."""
+        who = type(self).__name__
+        checks.float_tensor(who, "scores", scores)
+        if scores.dim() < 3 or scores.shape[-3] != self.num_heads:
+            rule = f"scores must have shape (..., {self.num_heads}, Q, K)"
+            got = f"shape {tuple(scores.shape)}"
+            checks.fail(who, rule, got, "Put the heads third from last.")
+        wide = torch.promote_types(scores.dtype, torch.float32)
+        return kernels.add(scores, self.bias(*scores.shape[-2:], dtype=wide).to(scores.device))
+
+    def _numbers(self, keys: int, dtype: torch.dtype, document_ids: Tensor | None) -> Bias:
+        # A bias is not rounded to the dtype of autocast.
+        with torch.autocast(self._device().type, enabled=False):
+            return self.numbers(keys, dtype=dtype, document_ids=document_ids)
+
+    def _device(self) -> torch.device:
+        return next(self.parameters()).device
+
+    def _distances(self, keys: int) -> tuple[Tensor, int]:
+        """All distances between ``keys`` keys, int64 ``[R]``, and the column of distance zero."""
+        most, device = max(keys, 1), self._device()
+        if self.causal:
+            return torch.arange(most, device=device), 0
+        return torch.arange(1 - most, most, device=device), most - 1

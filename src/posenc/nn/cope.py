@@ -1,0 +1,137 @@
+"""CoPE: positions that the content counts."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from posenc._contract import checks, qk_checks
+from posenc.attention.biased import attend
+from posenc.attention.biases import RowBias, relative_bias
+from posenc.nn._bias import KeepsDtype
+from posenc.nn._module import ReadOnlyArguments
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from posenc.attention.biased import AttentionOptions
+
+
+def _gather(x: Tensor, index: Tensor) -> Tensor:
+    """``x.gather(-1, index)`` with a gradient that is sorted, and so repeats, on CUDA."""
+    rows = torch.arange(x[..., 0].numel(), device=x.device).view(*x.shape[:-1], 1)
+    return x.flatten(0, -2)[rows, index]
+
+
+class CoPE(KeepsDtype, ReadOnlyArguments):
+    r"""Add the product of the query with the embedding of a position that gates count.
+
+    .. math::
+        p_{ij} = \min\Big(\sum_{l=j}^{i} \sigma(s\, q_i \cdot k_l),\ P - 1\Big), \qquad
+        \text{bias}_{ij} = q_i \cdot e[p_{ij}]
+
+    for :math:`P` whole positions; between two of them :math:`q_i \cdot e` is interpolated. The
+    gates are those of the scaled scores, as in the authors' code. Attention is causal, and goes
+    a few queries at a time: the bias depends on all keys in between.
+
+    Args:
+        head_dim: Channels ``D`` of a head.
+        max_pos: Positions :math:`P`.
+        dtype: The dtype of the parameter, which it keeps when the model is cast.
+
+    Attributes:
+        pos_emb: Parameter of shape ``(1, head_dim, max_pos)``, shared by the heads; zero at the
+            start.
+
+    Examples:
+        >>> cope = CoPE(head_dim=64, max_pos=32)
+        >>> q, k, v = torch.randn(3, 1, 8, 100, 64).unbind()
+        >>> cope.attention(q, k, v).shape
+        torch.Size([1, 8, 100, 64])
+
+    References:
+        Golovneva et al., *Contextual Position Encoding: Learning to Count What's Important*, 2024.
+    """
+
+    def __init__(self, head_dim: int, max_pos: int, *, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        who = type(self).__name__
+        self.head_dim = checks.integer(who, "head_dim", head_dim)
+        self.max_pos = checks.integer(who, "max_pos", max_pos)
+        self.dtype = checks.float_dtype(who, "dtype", dtype)
+        self.pos_emb = nn.Parameter(torch.empty(1, self.head_dim, self.max_pos, dtype=dtype))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Set the embeddings to zero."""
+        nn.init.zeros_(self.pos_emb)
+
+    def bias(
+        self,
+        q: Tensor,
+        k: Tensor,
+        *,
+        scale: float | None = None,
+        query_offset: int | Tensor | None = None,
+        document_ids: Tensor | None = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> Tensor:
+        """The whole matrix ``(B, H, Q, K)``; ``-inf`` for keys that are not seen."""
+        who = type(self).__name__
+        found = self._rows(who, q, k, scale, query_offset)
+        given = {"query_offset": query_offset, "document_ids": document_ids, "dtype": dtype}
+        lengths = q.shape[2], k.shape[2]
+        made = relative_bias(found, *lengths, device=q.device, **given)  # type: ignore[arg-type]
+        return made if made.dim() == 4 else made[None]
+
+    def attention(
+        self, q: Tensor, k: Tensor, v: Tensor, **options: Unpack[AttentionOptions]
+    ) -> Tensor:
+        """Attention with counted positions, without a matrix of scores.
+
+        Args:
+            q: ``(B, H, Q, D)``.
+            k: ``(B, Hk, K, D)`` with ``H`` a multiple of ``Hk`` and ``K`` at least ``Q``.
+            v: ``(B, Hk, K, Dv)``.
+            **options: ``scale``, ``query_offset`` and ``document_ids``, as in
+                :func:`posenc.attention.biased_attention`.
+
+        Returns:
+            ``(B, H, Q, Dv)`` in the dtype of ``q``.
+        """
+        who = type(self).__name__
+        found = self._rows(who, q, k, options.get("scale"), options.get("query_offset"))
+        return attend(who, q, k, v, found, **options)[0]
+
+    def _rows(
+        self, who: str, q: Tensor, k: Tensor, scale: float | None, offset: int | Tensor | None
+    ) -> RowBias:
+        qk_checks.check_qk(who, q, k)
+        qk_checks.check_lengths(who, q.shape[2], k.shape[2])
+        way_out = f"Build {who}({q.shape[3]}, {self.max_pos})."
+        checks.equal(who, "head_dim", q.shape[3], self.head_dim, way_out)
+        size = qk_checks.check_scale(who, scale, q)
+        start = qk_checks.check_query_offset(who, offset, q.shape[2], k.shape[2], q.device)
+        start = start.reshape(-1, 1) if isinstance(start, Tensor) else start
+        wide = torch.promote_types(q.dtype, torch.float32)
+
+        def rows(own: Tensor, index: Tensor) -> Tensor:
+            with torch.autocast(q.device.type, enabled=False):
+                some = q[:, :, (own - start)[0]].to(wide)
+                keys = k.to(wide).repeat_interleave(q.shape[1] // k.shape[1], 1)
+                gates = (some @ keys.mT * size).sigmoid()
+                gates = gates.masked_fill(index > own[:, None, :, None], 0.0)
+                # Count from the query backwards.
+                at = gates.flip(-1).cumsum(-1).flip(-1).clamp(max=self.max_pos - 1)
+                below = at.detach().floor()
+                whole = some @ self.pos_emb.to(wide)
+                ends = below.long(), at.detach().ceil().long()
+                # On the CPU it is the other way round: the gradient of gather repeats.
+                left, right = (
+                    whole.gather(-1, end) if whole.is_cpu else _gather(whole, end) for end in ends
+                )
+                return left + (right - left) * (at - below)
+
+        return RowBias(rows)

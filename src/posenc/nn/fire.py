@@ -1,0 +1,130 @@
+"""FIRE: a learned function of the distance relative to the query's position."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from posenc._contract import checks, qk_checks
+from posenc._contract.tracing import is_readable
+from posenc.attention.biases import DistanceTable, RowBias
+from posenc.nn._bias import Linear, RelativeBias
+from posenc.numerics.spans import document_ends, gather_rows
+from posenc.numerics.tables import widest
+
+
+class FIRE(RelativeBias):
+    r"""Add a learned function of the distance, measured against the query's position.
+
+    .. math::
+        \text{bias}_{h,i,j} = f_h\!\left(\frac{\psi(i - j)}{\psi(\max(L, i))}\right), \qquad
+        \psi(x) = \ln(|c|\,x + 1)
+
+    :math:`f` is a network with one hidden layer and ReLU, and :math:`i` counts from the beginning
+    of the query's document. If no query is past :math:`L`, the bias is a table of distances;
+    otherwise rows have scales of their own, and are computed a few at a time.
+
+    Args:
+        num_heads: Heads ``H``.
+        hidden: Width of the hidden layer.
+        causal: Whether a query sees only keys up to its own; otherwise the distance is absolute.
+        init_c: :math:`c` at the start.
+        threshold: :math:`L` at the start.
+        learn_threshold: Whether :math:`L` is learned, as a factor. Then attention on a device
+            always goes by rows, because looking at :math:`L` would wait for the device. With False
+            it takes the faster table for up to ``threshold + 1`` keys.
+        dtype: The dtype of the parameters, which they keep when the model is cast.
+
+    Attributes:
+        mlp: :math:`f`, from one number to ``num_heads``.
+        c: Parameter of shape ``()``.
+        L_multiplier: Parameter of shape ``()`` if learned; :math:`L` is its absolute value times
+            ``threshold``.
+
+    Examples:
+        >>> bias = FIRE(num_heads=8)
+        >>> q, k, v = torch.randn(3, 1, 8, 700, 64).unbind()
+        >>> bias.attention(q, k, v).shape
+        torch.Size([1, 8, 700, 64])
+
+    References:
+        Li et al., *Functional Interpolation for Relative Positions Improves Long Context
+        Transformers*, 2024, section 3.
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        hidden: int = 32,
+        causal: bool = True,
+        *,
+        init_c: float = 0.1,
+        threshold: float = 512.0,
+        learn_threshold: bool = True,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        super().__init__(num_heads, causal=causal, dtype=dtype)
+        who = type(self).__name__
+        self.hidden = checks.integer(who, "hidden", hidden)
+        self.threshold = checks.positive_float(who, "threshold", threshold)
+        self.learn_threshold = checks.boolean(who, "learn_threshold", learn_threshold)
+        self.init_c = checks.positive_float(who, "init_c", init_c)
+        self.mlp = nn.Sequential(
+            Linear(1, self.hidden, dtype=dtype),
+            nn.ReLU(),
+            Linear(self.hidden, self.num_heads, dtype=dtype),
+        )
+        self.c = nn.Parameter(torch.empty((), dtype=dtype))
+        if learn_threshold:
+            self.L_multiplier = nn.Parameter(torch.empty((), dtype=dtype))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw the network as :class:`torch.nn.Linear` does, and set the other numbers."""
+        for layer in (self.mlp[0], self.mlp[2]):
+            layer.reset_parameters()  # type: ignore[operator]
+        nn.init.constant_(self.c, self.init_c)
+        if self.learn_threshold:
+            nn.init.ones_(self.L_multiplier)
+
+    def numbers(
+        self,
+        k_len: int,
+        *,
+        dtype: torch.dtype = torch.float32,
+        document_ids: Tensor | None = None,
+    ) -> DistanceTable | RowBias:
+        """A table of distances if no query is past :math:`L`; otherwise rows."""
+        who, device = type(self).__name__, self.c.device
+        ids = qk_checks.check_key_ids(who, "document_ids", document_ids, k_len, device)
+        if self._is_table(k_len):
+            exact = widest(device)
+            c, least = self._scales(exact)
+            distance, zero = self._distances(k_len)
+            ratio = (c * distance.abs()).log1p() / (c * least).log1p()
+            return DistanceTable(self.mlp(ratio[:, None]).T.to(dtype), zero)
+        c, least = self._scales(dtype)
+        ends = document_ends(ids)
+
+        def rows(own: Tensor, index: Tensor) -> Tensor:
+            position = own if ends is None else own - gather_rows(ends[0], own)
+            scale = torch.maximum(position.to(dtype), least)
+            distance = (own[..., None] - index).abs()
+            ratio = (c * distance).log1p() / (c * scale).log1p()[..., None]
+            made: Tensor = self.mlp(ratio[..., None])
+            return made.movedim(-1, 1)
+
+        return RowBias(rows)
+
+    def _is_table(self, keys: int) -> bool:
+        if not self.learn_threshold:
+            return keys - 1 <= self.threshold
+        factor = self.L_multiplier.detach()
+        return is_readable(factor) and keys - 1 <= abs(factor.item()) * self.threshold
+
+    def _scales(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """The absolute values of :math:`c` and :math:`L`."""
+        c = self.c.to(dtype).abs()
+        if self.learn_threshold:
+            return c, self.L_multiplier.to(dtype).abs() * self.threshold
+        return c, torch.full_like(c, self.threshold, requires_grad=False)

@@ -1,0 +1,164 @@
+"""Forgetting gates: a decay that the tokens decide."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from posenc._contract import checks
+from posenc.attention.biased import attend
+from posenc.attention.biases import RunningSum, relative_bias
+from posenc.attention.mods import relative_score_mod
+from posenc.nn._bias import KeepsDtype, Linear
+from posenc.nn._module import ReadOnlyArguments
+from posenc.numerics.tables import widest
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from posenc.attention.biased import AttentionOptions
+    from posenc.attention.mods import ModOptions, ScoreMod
+    from posenc.functional.alibi import KeyOptions
+
+
+class ForgetGate(KeepsDtype, ReadOnlyArguments):
+    r"""Lower each score by what the tokens in between forget.
+
+    .. math::
+        \text{bias}_{h,i,j} = \sum_{l=j+1}^{i} \ln \sigma(w_h \cdot x_l + b_h) = c_i - c_j
+
+    Calling the module with embeddings gives the running sum :math:`c`, in float64;
+    :meth:`attention` takes it. Far keys are pruned where they provably do not count, as with ALiBi.
+    Attention is causal.
+
+    Args:
+        embed_dim: Channels ``E`` of the embeddings.
+        num_heads: Heads ``H``.
+        dtype: The dtype of the parameters, which they keep when the model is cast.
+
+    Attributes:
+        proj: The linear map to the gates, with ``weight`` and ``bias``. At the start an average
+            token keeps :math:`e^{-1/T}`, with :math:`T` from 16 tokens in the first head to 4096
+            in the last.
+
+    Examples:
+        >>> gate = ForgetGate(embed_dim=512, num_heads=8)
+        >>> x = torch.randn(1, 100, 512)
+        >>> q, k, v = torch.randn(3, 1, 8, 100, 64).unbind()
+        >>> sums = gate(x)
+        >>> gate.attention(q, k, v, sums).shape
+        torch.Size([1, 8, 100, 64])
+
+        A cache of keys has their sums beside it:
+
+        >>> sums = gate(torch.randn(1, 1, 512), past=sums)
+        >>> sums.shape
+        torch.Size([1, 8, 101])
+
+    References:
+        Lin et al., *Forgetting Transformer: Softmax Attention with a Forget Gate*, 2025.
+    """
+
+    def __init__(
+        self, embed_dim: int, num_heads: int, *, dtype: torch.dtype = torch.float32
+    ) -> None:
+        super().__init__()
+        who = type(self).__name__
+        self.embed_dim = checks.integer(who, "embed_dim", embed_dim)
+        self.num_heads = checks.integer(who, "num_heads", num_heads)
+        self.dtype = checks.float_dtype(who, "dtype", dtype)
+        self.proj = Linear(self.embed_dim, self.num_heads, dtype=dtype)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw the weight as :class:`torch.nn.Linear` does, and set the bias to long memories."""
+        self.proj.reset_parameters()
+        if self.proj.bias.is_meta:
+            return
+        length = torch.logspace(4, 12, self.num_heads, 2, dtype=torch.float64, device="cpu")
+        with torch.no_grad():
+            self.proj.bias.copy_(-torch.expm1(1 / length).log())
+
+    def forward(self, x: Tensor, *, past: Tensor | None = None) -> Tensor:
+        """The running sum of the logarithms of the gates.
+
+        Args:
+            x: Embeddings ``(L, E)`` or ``(B, L, E)``.
+            past: Sums ``(H, P)`` or ``(B, H, P)`` of the tokens before, as returned for them. The
+                last of them is enough for a cache of your own.
+
+        Returns:
+            ``(H, P + L)`` or ``(B, H, P + L)``: those of ``past``, then those of ``x``. They are
+            float64, or float32 on Apple's GPUs.
+        """
+        who = type(self).__name__
+        _, width = checks.check_embeddings(who, "x", x)
+        way_out = f"Build {who}({width}, {self.num_heads})."
+        checks.equal(who, "embed_dim", width, self.embed_dim, way_out)
+        with torch.autocast(x.device.type, enabled=False):
+            logits = self.proj(x).mT.to(widest(x.device))
+            sums = torch.nn.functional.logsigmoid(logits).cumsum(-1)
+        if past is None:
+            return sums
+        checks.float_tensor(who, "past", past)
+        if past.shape[:-1] != sums.shape[:-1] or past.shape[-1] == 0:
+            rule = f"past must have shape {(*sums.shape[:-1], 'P')}, with P at least 1"
+            checks.fail(
+                who, rule, f"shape {tuple(past.shape)}", "Pass None before the first token."
+            )
+        past = past.to(sums.dtype)
+        return torch.cat((past, past[..., -1:] + sums), -1)
+
+    def bias(
+        self,
+        sums: Tensor,
+        q_len: int | None = None,
+        *,
+        dtype: torch.dtype = torch.float32,
+        **options: Unpack[KeyOptions],
+    ) -> Tensor:
+        """The whole matrix, ``(H, Q, K)`` or ``(B, H, Q, K)``; ``-inf`` for keys not seen.
+
+        Args:
+            sums: What the module returned for the ``K`` keys.
+            q_len: Queries ``Q``, ``K`` if None.
+            dtype: A floating dtype for the result.
+            **options: ``query_offset`` and ``document_ids``, as in
+                :func:`posenc.attention.relative_bias`.
+        """
+        keys = self._keys(sums)
+        queries = keys if q_len is None else q_len
+        return relative_bias(RunningSum(sums), queries, keys, dtype=dtype, **options)
+
+    def score_mod(self, sums: Tensor, q_len: int, **options: Unpack[ModOptions]) -> ScoreMod:
+        """A score_mod for ``flex_attention``: :func:`posenc.attention.relative_score_mod`."""
+        return relative_score_mod(RunningSum(sums), q_len, self._keys(sums), **options)
+
+    def attention(
+        self, q: Tensor, k: Tensor, v: Tensor, sums: Tensor, **options: Unpack[AttentionOptions]
+    ) -> Tensor:
+        """Attention with these gates, without a matrix of scores.
+
+        Args:
+            q: ``(B, H, Q, D)``.
+            k: ``(B, Hk, K, D)`` with ``H`` a multiple of ``Hk`` and ``K`` at least ``Q``.
+            v: ``(B, Hk, K, Dv)``.
+            sums: What the module returned for the ``K`` keys.
+            **options: ``scale``, ``query_offset``, ``document_ids``, ``prune`` and ``backend``, as
+                in :func:`posenc.attention.biased_attention`.
+
+        Returns:
+            ``(B, H, Q, Dv)`` in the dtype of ``q``. Gradients reach the gates through ``sums``.
+        """
+        return attend(type(self).__name__, q, k, v, RunningSum(sums), **options)[0]
+
+    def _keys(self, sums: Tensor) -> int:
+        who = type(self).__name__
+        checks.float_tensor(who, "sums", sums)
+        if sums.dim() not in (2, 3) or sums.shape[-2] != self.num_heads:
+            rule = f"sums must have shape ({self.num_heads}, K) or (B, {self.num_heads}, K)"
+            way_out = "Pass what the module returned for the embeddings."
+            checks.fail(who, rule, f"shape {tuple(sums.shape)}", way_out)
+        return sums.shape[-1]

@@ -1,0 +1,224 @@
+"""The bias of a window of an image: a learned number for each step in rows and columns."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from posenc._contract import checks
+from posenc.attention.biases import RowBias
+from posenc.nn._bias import Linear, RelativeBias
+from posenc.numerics.tables import widest
+
+if TYPE_CHECKING:
+    from posenc.attention.mods import ScoreMod
+
+Size = tuple[int, int]
+
+
+def _check_size(who: str, name: str, size: Any) -> Size:
+    sides = size if isinstance(size, (tuple, list)) else (size, size)
+    if len(sides) != 2:
+        rule = f"{name} must be one side, or rows and columns"
+        checks.fail(who, rule, checks.describe(size), f"Pass {name}=(7, 7), say.")
+    rows, columns = (checks.integer(who, name, side) for side in sides)
+    return rows, columns
+
+
+class GridBias(RelativeBias):
+    r"""Add a learned number for the steps in rows and columns between two cells of a window.
+
+    .. math:: \text{bias}_{h,i,j} = t_{y_i - y_j,\ x_i - x_j,\ h}
+
+    Tokens are the cells of the window, row by row, and every token sees every other. This is the
+    bias of Swin; with a class token that of BEiT; and if continuous that of Swin v2, whose table
+    is computed from the steps :math:`\Delta`, by a network with one hidden layer and ReLU:
+
+    .. math::
+        t = 16\,\sigma(f(g(\Delta y), g(\Delta x))), \qquad
+        g(\Delta) = \frac{\text{sign}(\Delta)}{3} \log_2\!\left(1 + \frac{8|\Delta|}{n - 1}\right)
+
+    for :math:`n` rows, or columns, of the window of the pretraining.
+
+    Args:
+        size: Rows and columns ``(h, w)``, or one number for both.
+        num_heads: Heads ``H``.
+        class_token: Whether a token before the cells belongs to the whole, as in BEiT: it has
+            numbers of its own, to, from and with itself.
+        continuous: Whether the table is computed, as in Swin v2.
+        hidden: Width of the hidden layer, if continuous.
+        pretrained_size: The window of the pretraining, if continuous; ``size`` if None.
+        dtype: The dtype of the parameters, which they keep when the model is cast.
+
+    Attributes:
+        relative_position_bias_table: Unless continuous, a Parameter of shape
+            ``((2h - 1)(2w - 1), num_heads)``, with three rows more for a class token; zero at the
+            start. It has Swin's and BEiT's name and order.
+        continuous_position_bias_mlp: If continuous, the network, with the names of Swin v2 in
+            transformers.
+
+    Examples:
+        >>> bias = GridBias(7, num_heads=4)
+        >>> q, k, v = torch.randn(3, 64, 4, 49, 32).unbind()  # 64 windows
+        >>> bias.attention(q, k, v).shape
+        torch.Size([64, 4, 49, 32])
+        >>> bias.resize(12).bias().shape
+        torch.Size([4, 144, 144])
+
+    References:
+        Liu et al., *Swin Transformer*, 2021, section 3.2; Bao et al., *BEiT*, 2022; Liu et al.,
+        *Swin Transformer V2*, 2022, section 3.3.
+    """
+
+    def __init__(
+        self,
+        size: int | Size,
+        num_heads: int,
+        *,
+        class_token: bool = False,
+        continuous: bool = False,
+        hidden: int = 512,
+        pretrained_size: int | Size | None = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        super().__init__(num_heads, causal=False, dtype=dtype)
+        who = type(self).__name__
+        self.size = rows, columns = _check_size(who, "size", size)
+        self.class_token = checks.boolean(who, "class_token", class_token)
+        self.continuous = checks.boolean(who, "continuous", continuous)
+        self.hidden = checks.integer(who, "hidden", hidden)
+        self.pretrained_size = checks.optional(_check_size, who, "pretrained_size", pretrained_size)
+        if continuous and class_token:
+            rule = "a continuous bias must have no class token, which is no step away"
+            checks.fail(who, rule, "class_token=True", "Pass continuous=False.")
+        if continuous:
+            first = Linear(2, self.hidden, dtype=dtype)
+            last = Linear(self.hidden, self.num_heads, bias=False, dtype=dtype)
+            self.continuous_position_bias_mlp = nn.Sequential(first, nn.ReLU(), last)
+        else:
+            entries = (2 * rows - 1) * (2 * columns - 1) + (3 if class_token else 0)
+            self.relative_position_bias_table = nn.Parameter(
+                torch.empty(entries, self.num_heads, dtype=dtype)
+            )
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Set a table to zero; draw a network as :class:`torch.nn.Linear` does."""
+        if not self.continuous:
+            nn.init.zeros_(self.relative_position_bias_table)
+            return
+        for layer in (self.continuous_position_bias_mlp[0], self.continuous_position_bias_mlp[2]):
+            layer.reset_parameters()  # type: ignore[operator]
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a window, the class token included."""
+        return self.size[0] * self.size[1] + int(self.class_token)
+
+    def numbers(
+        self,
+        k_len: int,
+        *,
+        dtype: torch.dtype = torch.float32,
+        document_ids: Tensor | None = None,
+    ) -> RowBias:
+        """The bias of each query to each key, from the table."""
+        way_out = f"Call resize() for another window than {self.size}."
+        checks.equal(type(self).__name__, "k_len", k_len, self.tokens, way_out)
+        steps = self._steps(dtype) if self.continuous else self.relative_position_bias_table
+        entries = steps.to(dtype)
+
+        def rows(own: Tensor, index: Tensor) -> Tensor:
+            # The gradient of indexing may depend on the order of threads.
+            at = self._entry(own[..., None], index)
+            return nn.functional.embedding(at, entries).movedim(-1, 1)
+
+        return RowBias(rows)
+
+    def _entry(self, query: Tensor, key: Tensor) -> Tensor:
+        """The row of the table for a query and a key."""
+        height, width = self.size
+        first = int(self.class_token)
+        i, j = query - first, key - first
+        down = i.div(width, rounding_mode="floor") - j.div(width, rounding_mode="floor")
+        right = i.remainder(width) - j.remainder(width)
+        entry = (down + height - 1) * (2 * width - 1) + right + width - 1
+        if not self.class_token:
+            return entry
+        last = (2 * height - 1) * (2 * width - 1) + 2
+        entry = entry.masked_fill(query == 0, last - 2).masked_fill(key == 0, last - 1)
+        return entry.masked_fill((query == 0) & (key == 0), last)
+
+    def _steps(self, dtype: torch.dtype) -> Tensor:
+        """The computed table of Swin v2."""
+        device = self._device()
+        sides = []
+        for side, before in zip(self.size, self.pretrained_size or self.size, strict=True):
+            steps = torch.arange(1 - side, side, device=device).to(widest(device))
+            far = (8 * steps.abs() / max(before - 1, 1) + 1).log2() / math.log2(8)
+            sides.append(far * steps.sign())
+        pairs = torch.stack(torch.meshgrid(*sides, indexing="ij"), -1).flatten(0, 1)
+        made: Tensor = self.continuous_position_bias_mlp(pairs.to(dtype))
+        return 16 * made.sigmoid()
+
+    def bias(self, q_len: int | None = None, k_len: int | None = None, **options: Any) -> Tensor:
+        """The whole matrix ``(H, N, N)`` of a window, as ``attn_mask`` of SDPA.
+
+        Args:
+            q_len: Queries, all ``N`` tokens if None.
+            k_len: Keys, all ``N`` tokens if None; there are no other numbers.
+            **options: ``query_offset``, ``document_ids`` and ``dtype``, as in
+                :func:`posenc.attention.relative_bias`.
+        """
+        queries = self.tokens if q_len is None else q_len
+        return super().bias(queries, self.tokens if k_len is None else k_len, **options)
+
+    def score_mod(
+        self, q_len: int, k_len: int, *, base: ScoreMod | None = None, **options: Any
+    ) -> ScoreMod:
+        """A score_mod for ``flex_attention``, which reads the matrix of a window.
+
+        Args:
+            q_len: Queries of the call.
+            k_len: Keys of the call, all ``N`` tokens.
+            base: A score_mod of your own, applied first.
+            **options: ``query_offset`` and ``document_ids``, as in :meth:`bias`.
+        """
+        matrix = self.bias(q_len, k_len, **options)
+
+        def score_mod(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+            if base is not None:
+                score = base(score, b, h, q, k)
+            read = matrix[h, q, k] if matrix.dim() == 3 else matrix[b, h, q, k]
+            return score + read.to(score.dtype)
+
+        return score_mod
+
+    def resize(self, size: int | Size, *, mode: str = "bicubic") -> GridBias:
+        """A new module for windows of another size, with these parameters.
+
+        A table is interpolated; what belongs to the class token is copied. The network of a
+        continuous bias is copied, and measures steps by the window of the pretraining.
+
+        Args:
+            size: Rows and columns, or one number for both.
+            mode: ``bicubic``, as Swin's table is usually resized, or ``bilinear``, as BEiT's.
+        """
+        old = self.pretrained_size or self.size if self.continuous else self.pretrained_size
+        other = self.replace(size=size, pretrained_size=old).to(self._device())
+        with torch.no_grad():
+            if self.continuous:
+                other.load_state_dict(self.state_dict())
+                return other
+            sides = [2 * side - 1 for side in self.size]
+            table = self.relative_position_bias_table
+            cells = math.prod(sides)
+            grid = table[:cells].T.unflatten(1, sides)[None]
+            wanted = [2 * side - 1 for side in other.size]
+            grid = nn.functional.interpolate(grid, wanted, mode=mode, align_corners=False)
+            new = torch.cat((grid[0].flatten(1).T, table[cells:]))
+            other.relative_position_bias_table.copy_(new)
+        return other

@@ -1,0 +1,101 @@
+"""Forgetting gates: a running sum that attention and a cache take."""
+
+import math
+
+import pytest
+import torch
+
+import oracles
+import posenc
+from support.biases import leaves, qkv
+
+
+def made(embed=6, heads=4):
+    torch.manual_seed(0)
+    return posenc.ForgetGate(embed, heads)
+
+
+def exact_bias(given, x, queries):
+    """The sum of the logarithms of the gates after the key, up to the query."""
+    keys = x.shape[1]
+    gates = torch.sigmoid(x.double() @ given["proj.weight"].T + given["proj.bias"])  # [B, K, H]
+    rows = []
+    for i in range(keys - queries, keys):
+        row = [gates[:, j + 1 : i + 1].log().sum(1) for j in range(i + 1)]
+        hidden = [torch.full_like(row[0], -math.inf)] * (keys - i - 1)
+        rows.append(torch.stack(row + hidden, -1))  # [B, H, K]
+    return torch.stack(rows, 2)
+
+
+@pytest.mark.parametrize("queries", [7, 2, 1])
+def test_attention_is_the_formula_with_its_gradients(queries):
+    gate, x = made(), torch.randn(2, 7, 6, dtype=torch.float64, requires_grad=True)
+    given, copy = leaves(gate), x.detach().clone().requires_grad_()
+    q, k, v = qkv(4, queries, 7, kv_heads=2)
+    wanted = exact_bias(given, copy, queries)
+    sums = gate(x)
+    got = gate.bias(sums, queries, dtype=torch.float64)
+    torch.testing.assert_close(got, wanted, rtol=1e-12, atol=1e-12)
+
+    out, exact = gate.attention(q, k, v, sums), oracles.attention(q, k, v, wanted, 8**-0.5)
+    torch.testing.assert_close(out, exact, rtol=1e-11, atol=1e-11)
+    weight = torch.randn(out.shape, dtype=torch.float64)
+    (out * weight).sum().backward()
+    (exact * weight).sum().backward()
+    torch.testing.assert_close(x.grad, copy.grad, rtol=1e-9, atol=1e-11)
+    for name, p in gate.named_parameters():
+        torch.testing.assert_close(p.grad.double(), given[name].grad, rtol=1e-5, atol=1e-7)
+
+
+def test_a_cache_of_sums_gives_what_the_whole_gives():
+    gate, x = made(), torch.randn(2, 9, 6)
+    q, k, v = (y.detach().float() for y in qkv(4, 9, 9))
+    whole = gate.attention(q, k, v, gate(x))
+    sums = gate(x[:, :4])
+    for n in range(5, 10):
+        sums = gate(x[:, n - 1 : n], past=sums)
+        got = gate.attention(q[:, :, n - 1 : n], k[:, :, :n], v[:, :, :n], sums)
+        torch.testing.assert_close(got, whole[:, :, n - 1 : n], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(gate(x[:, 8:], past=sums[..., 7:8])[..., 1:], sums[..., 8:])
+
+
+def test_the_sum_is_float64_in_half_precision_and_under_autocast():
+    gate, x = made().bfloat16(), torch.randn(1, 5, 6).bfloat16()
+    assert gate.proj.weight.dtype == torch.float32
+    with torch.autocast("cpu", torch.bfloat16):
+        sums = gate(x)
+    assert sums.dtype == torch.float64
+    wanted = gate.double()(x.double())
+    # The product of float32 numbers, once; bfloat16 would be off by 2**-9.
+    torch.testing.assert_close(sums, wanted, rtol=1e-6, atol=1e-7)
+
+
+def test_gates_start_near_one():
+    gate = made(8, 5)
+    keep = gate(torch.zeros(1, 8)).detach().exp().flatten()
+    wanted = torch.tensor([math.exp(-1 / 2**n) for n in (4, 6, 8, 10, 12)], dtype=torch.float64)
+    torch.testing.assert_close(keep, wanted, rtol=1e-6, atol=0)
+
+
+def test_the_score_mod_is_the_bias():
+    gate = made()
+    b, h, q, k = map(torch.arange, (2, 4, 3, 8))
+    at = b[:, None, None, None], h[:, None, None], q[:, None], k
+    for x in (torch.randn(2, 8, 6), torch.randn(8, 6)):
+        sums = gate(x).detach()
+        got = gate.score_mod(sums, 3)(torch.zeros(()), *at)
+        wanted = gate.bias(sums, 3).expand(got.shape)
+        torch.testing.assert_close(got, wanted, rtol=1e-6, atol=1e-7)
+
+
+def test_what_does_not_fit_is_refused():
+    gate = made()
+    with pytest.raises(ValueError, match="ForgetGate: embed_dim must be 6, got 5"):
+        gate(torch.randn(2, 3, 5))
+    with pytest.raises(ValueError, match=r"ForgetGate: past must have shape \(2, 4, 'P'\)"):
+        gate(torch.randn(2, 3, 6), past=torch.zeros(2, 4, 0))
+    with pytest.raises(ValueError, match=r"ForgetGate: sums must have shape \(4, K\)"):
+        gate.bias(torch.zeros(2, 3, 5))
+    q, k, v = torch.randn(3, 1, 4, 5, 8).unbind()
+    with pytest.raises(ValueError, match=r"ForgetGate: sums must have shape \(4, 5\)"):
+        gate.attention(q, k, v, torch.zeros(1, 4, 6))

@@ -1,0 +1,239 @@
+"""What all modules with a relative bias share."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch.nn.attention.flex_attention import flex_attention
+
+import oracles
+import posenc
+from support.assertions import compilations
+from support.biases import qkv
+
+TABLES = {
+    "T5Bias": lambda: posenc.T5Bias(4, 8, 20),
+    "T5Bias-causal": lambda: posenc.T5Bias(4, 8, 20, True),
+    "LearnedBias": lambda: posenc.LearnedBias(4, 5),
+    "LearnedBias-both-sides": lambda: posenc.LearnedBias(4, 5, causal=False),
+    "KERPLE": lambda: posenc.KERPLE(4),
+    "KERPLE-power": lambda: posenc.KERPLE(4, "power", causal=False),
+    "Sandwich": lambda: posenc.Sandwich(4, 16),
+    "ALiBi-learned": lambda: posenc.ALiBi(4, learned=True),
+    "FIRE": lambda: posenc.FIRE(4, 3, threshold=20.0),
+    "FIRE-fixed": lambda: posenc.FIRE(4, 3, causal=False, learn_threshold=False),
+}
+LEARNED = {name: make for name, make in TABLES.items() if name != "Sandwich"}
+# Their bias is no table, but their parameters are kept and loaded as those of the others.
+OTHERS = {
+    "ForgetGate": lambda: posenc.ForgetGate(6, 4),
+    "GridBias": lambda: posenc.GridBias((2, 3), 4),
+    "GridBias-continuous": lambda: posenc.GridBias((2, 3), 4, continuous=True, hidden=3),
+    "CoPE": lambda: posenc.CoPE(8, 4),
+}
+# Rows of a learned threshold are computed in pieces, whose number is part of a graph.
+ONE_GRAPH = [name for name in TABLES if name != "FIRE"]
+EACH = pytest.mark.parametrize("make", TABLES.values(), ids=TABLES)
+PARAMETERS = {**LEARNED, **OTHERS}
+EACH_LEARNED = pytest.mark.parametrize("make", PARAMETERS.values(), ids=PARAMETERS)
+
+
+def drawn(make):
+    """A module with random parameters."""
+    torch.manual_seed(0)
+    module = make()
+    with torch.no_grad():
+        for p in module.parameters():
+            p.copy_(torch.randn(p.shape) * 0.5)
+    return module
+
+
+def exact(module, q, k, v, bias):
+    scale = 1.0 if isinstance(module, posenc.T5Bias) else q.shape[-1] ** -0.5
+    return oracles.attention(q, k, v, bias, scale)
+
+
+@EACH
+def test_one_query_gets_the_last_row_and_an_offset_another(make):
+    module = drawn(make)
+    whole = module.bias(9)
+    assert torch.equal(module.bias(1, 9), whole[:, -1:])
+    assert torch.equal(module.bias(2, 9, query_offset=4), whole[:, 4:6])
+    q, k, v = qkv(4, 2, 9)
+    got = module.attention(q, k, v, query_offset=torch.tensor([4, 7]))
+    rows = torch.stack((whole[:, 4:6], whole[:, 7:9]))
+    torch.testing.assert_close(got, exact(module, q, k, v, rows), rtol=0, atol=1e-6)
+
+
+@EACH
+def test_documents_do_not_see_each_other(make):
+    module, ids = drawn(make), torch.tensor([0, 0, 0, 1, 1, 1, 1])
+    q, k, v = qkv(4, 7, 7)
+    got = module.attention(q, k, v, document_ids=ids)
+    parts = [
+        module.attention(*(x[:, :, part] for x in (q, k, v))) for part in (slice(3), slice(3, 7))
+    ]
+    torch.testing.assert_close(got, torch.cat(parts, 2), rtol=1e-11, atol=1e-11)
+    bias = module.bias(7, document_ids=ids)
+    assert torch.equal(bias[:, 3:, 3:], module.bias(4))
+    assert (bias[:, :3, 3:] == float("-inf")).all()
+
+
+@EACH
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_the_output_owes_the_rounding_of_its_dtype_alone(make, dtype):
+    module = drawn(make)
+    q, k, v = qkv(4, 33, 33, 16, dtype=dtype)
+    got = module.attention(q, k, v)
+    wanted = exact(module, q, k, v, module.bias(33, dtype=torch.float64))
+    assert got.dtype == dtype
+    # The output's rounding, and that of float32 scores below 16 and of sums of 33 products.
+    bound = torch.finfo(dtype).eps / 2 + 64 * 2**-24
+    assert ((got - wanted).abs() <= bound * v.abs().max()).all()
+
+
+@EACH
+def test_the_score_mod_is_the_bias(make):
+    module = drawn(make)
+    b, h, q, k = torch.zeros((), dtype=torch.int64), *map(torch.arange, (4, 3, 8))
+    for options in ({}, {"query_offset": 2}, {"document_ids": torch.tensor([0] * 6 + [1, 1])}):
+        mod = module.score_mod(3, 8, **options)
+        got = mod(torch.zeros(()), b, h[:, None, None], q[:, None], k)
+        torch.testing.assert_close(got, module.bias(3, 8, **options), rtol=1e-6, atol=0)
+
+
+@pytest.mark.slow
+def test_flex_attention_takes_the_score_mod():
+    module = drawn(TABLES["KERPLE"])
+    flex = torch.compile(flex_attention, backend="aot_eager", fullgraph=True)
+    q, k, v = (x.detach() for x in qkv(4, 30, 40, 16, dtype=torch.float32))
+    with torch.no_grad():
+        got = flex(q, k, v, score_mod=module.score_mod(30, 40))
+    torch.testing.assert_close(got, module.attention(q, k, v), rtol=1e-5, atol=1e-5)
+
+
+@EACH_LEARNED
+@pytest.mark.parametrize("cast", ["half", "bfloat16", "double"])
+def test_a_cast_of_the_model_leaves_the_parameters(make, cast):
+    """The bias would lose bits that the scores have."""
+    model = torch.nn.ModuleList([drawn(make)])
+    before = copy.deepcopy(model.state_dict())
+    getattr(model, cast)()
+    model.to(torch.bfloat16)
+    for name, x in model.state_dict().items():
+        assert x.dtype == torch.float32
+        assert torch.equal(x, before[name])
+
+
+@EACH_LEARNED
+@pytest.mark.parametrize("assign", [False, True], ids=["copy", "assign"])
+def test_a_checkpoint_in_bfloat16_is_loaded_into_float32(make, assign):
+    module, other = drawn(make), make()
+    state = {name: x.bfloat16() for name, x in module.state_dict().items()}
+    other.load_state_dict(state, assign=assign)
+    for name, x in other.named_parameters():
+        assert x.dtype == torch.float32
+        assert x.requires_grad
+        assert torch.equal(x.detach(), state[name].float())
+
+
+@EACH_LEARNED
+def test_copies_and_pickles_have_the_same_parameters(make):
+    module = drawn(make)
+    for other in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+        assert other._argument_values() == module._argument_values()
+        for name, x in other.state_dict().items():
+            assert torch.equal(x, module.state_dict()[name])
+
+
+@EACH_LEARNED
+def test_meta_parameters_are_filled_by_a_checkpoint(make):
+    module = drawn(make)
+    with torch.device("meta"):
+        other = make()
+    other.to_empty(device="cpu").load_state_dict(module.state_dict())
+    for name, x in other.state_dict().items():
+        assert torch.equal(x, module.state_dict()[name])
+    other.reset_parameters()
+    assert all(x.isfinite().all() for x in other.parameters())
+
+
+@EACH
+def test_autocast_does_not_round_the_bias(make):
+    module = drawn(make)
+    with torch.autocast("cpu", torch.bfloat16):
+        got = module.bias(6)
+    assert torch.equal(got, module.bias(6))
+
+
+@EACH
+def test_forward_adds_the_bias_to_scores(make):
+    module = drawn(make)
+    scores = torch.randn(2, 4, 3, 7)
+    assert torch.equal(module(scores), scores + module.bias(3, 7))
+    with pytest.raises(ValueError, match=r"scores must have shape \(..., 4, Q, K\)"):
+        module(scores[:, :3])
+
+
+@EACH
+def test_tensors_that_do_not_match_are_refused_by_the_modules_name(make):
+    module = drawn(make)
+    q, k, v = torch.randn(3, 1, 4, 5, 8).unbind()
+    with pytest.raises(ValueError, match="v must have shape"):
+        module.attention(q, k, v[:, :, 1:])
+    with pytest.raises(ValueError, match="heads"):
+        module.attention(q[:, :2], k[:, :2], v[:, :2])
+    with pytest.raises(ValueError, match="k_len must be at least q_len=5"):
+        module.bias(5, 3)
+
+
+@pytest.mark.parametrize("make", [TABLES[name] for name in ONE_GRAPH], ids=ONE_GRAPH)
+@pytest.mark.slow
+def test_one_graph_serves_every_length(make):
+    module = drawn(make)
+    calls = [tuple(x.detach() for x in qkv(4, n, n, dtype=torch.float32)) for n in (9, 12, 17)]
+    assert compilations(module.attention, calls, dynamic=True, backend="aot_eager") == 1
+
+
+def test_a_dtype_that_was_asked_for_is_kept():
+    bias = posenc.LearnedBias(2, 3, dtype=torch.bfloat16)
+    assert bias.float().weight.dtype == torch.bfloat16
+    assert posenc.T5Bias(2, dtype=torch.float64).half().weight.dtype == torch.float64
+    with pytest.raises(TypeError, match="KERPLE: dtype must be one of"):
+        posenc.KERPLE(2, dtype=torch.int64)
+
+
+def test_a_default_dtype_of_bfloat16_makes_float32_parameters():
+    """Loaders set it while they build a model."""
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        modules = [make() for make in PARAMETERS.values()]
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert all(p.dtype == torch.float32 for module in modules for p in module.parameters())
+
+
+def test_from_pretrained_in_bfloat16_leaves_the_biases_in_float32(tmp_path):
+    transformers = pytest.importorskip("transformers")
+
+    class Model(transformers.PreTrainedModel):
+        config_class = transformers.PretrainedConfig
+
+        def __init__(self, config):
+            super().__init__(config)
+            self.linear = torch.nn.Linear(4, 4)
+            self.biases = torch.nn.ModuleList(make() for make in PARAMETERS.values())
+            self.post_init()
+
+        def _init_weights(self, module):
+            pass
+
+    model = Model(transformers.PretrainedConfig())
+    model.save_pretrained(tmp_path)
+    loaded = Model.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    assert loaded.linear.weight.dtype == torch.bfloat16
+    for name, x in loaded.biases.state_dict().items():
+        assert x.dtype == torch.float32
+        wanted = model.biases.state_dict()[name]
+        assert torch.equal(x, wanted) or torch.equal(x, wanted.bfloat16().float())
