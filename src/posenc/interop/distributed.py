@@ -3,14 +3,13 @@
 Afterwards every function and module of this library takes DTensors that are sharded along the
 batch, the heads or the sequence, over meshes of any number of dimensions, and returns DTensors
 with the same placements. A rotation communicates nothing: each process rotates its own shard by the
-positions that its tokens have in the whole sequence. Attention gathers keys and values.
+positions that its tokens have in the whole sequence. Attention sends keys and values from rank to
+rank.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +18,9 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor.experimental import register_sharding
 
 from posenc._contract import checks, sharding
+from posenc.attention import biased
+from posenc.attention.biases import Bias, RowBias, RunningSum, Slopes, check_bias
+from posenc.interop.ring import attention as ring_attention
 from posenc.kernels import ops
 
 Placements = list[Placement | None]
@@ -80,51 +82,103 @@ def _(x: Any, cos: Any, sin: Any, positions: Any, start: int, *spec: Any) -> lis
 
 
 def _attend(
-    attend: Callable[..., Tensor],
+    who: str,
     q: Any,
     k: Any,
     v: Any,
-    slopes: Tensor,
+    bias: Any,
     *,
     query_offset: int | Tensor | None = None,
+    backend: str | None = None,
     **options: Any,
-) -> Tensor:
-    """Attention of the local queries, with the slopes of their heads and their positions.
+) -> tuple[Tensor, Tensor]:
+    """Attention of the local queries, with the bias of their heads and their positions.
 
-    Keys and values are sharded as ``q`` along batch and heads, and gathered along the sequence;
-    their gradients are then summed over the ranks.
+    Keys and values are sharded as ``q`` along batch and heads. Along the sequence they go from rank
+    to rank, see `posenc.interop.ring`; where that is impossible they are gathered, and their
+    gradients summed over the ranks.
     """
-    if isinstance(slopes, DTensor) or (torch.is_grad_enabled() and slopes.requires_grad):
-        rule = "slopes must be a plain tensor without a gradient where q is a DTensor"
-        way_out = "Use the slopes of posenc.ALiBi, or train slopes in one process."
-        checks.fail("alibi_attention", rule, checks.describe(slopes), way_out)
+    _check_sharded(who, q, k, v, bias)
     placements = [p if p in (Shard(0), Shard(1), Shard(2)) else Replicate() for p in q.placements]
     q = q.redistribute(placements=placements)
     batch, heads, tokens = (_local_range(q, dim) for dim in range(3))
+    ring = None if backend or query_offset is not None else _ring_dimension(q, k, v)
     ranks = math.prod(q.device_mesh.size(i) for i, p in enumerate(placements) if p == Shard(1))
     sharded = [Shard(0)] if k.shape[1] % ranks else [Shard(0), Shard(1)]
-    of_keys = [p if p in sharded else Replicate() for p in placements]
+    of_keys = [p if p in sharded or i == ring else Replicate() for i, p in enumerate(placements)]
     # Along mesh dimensions where queries are sharded and keys are not, gradients are partial sums.
     gradients = [p if p == b else Partial() for p, b in zip(placements, of_keys, strict=True)]
-    group = q.shape[1] // k.shape[1]
+    group, keys = q.shape[1] // k.shape[1], k.shape[2]
     k, v = (x.redistribute(placements=of_keys).to_local(grad_placements=gradients) for x in (k, v))
     if k.shape[1] * group != len(heads):
         k, v = (x[:, [head // group for head in heads]] for x in (k, v))
-    if tokens:
-        first = v.shape[2] - q.shape[2] if query_offset is None else query_offset
-        local = partial(_local_option, batch, heads)
-        options = {name: local(name, value) for name, value in options.items()}
-        start = local("query_offset", first) + tokens[0]
-        y = attend(q.to_local(), k, v, local("slopes", slopes), query_offset=start, **options)
+    mine = tokens if ring is not None else range(keys)
+    bias = _local_bias(bias, q, batch, heads, mine)
+    options = {name: _local_option(batch, mine, name, x) for name, x in options.items()}
+    local = q.to_local()
+    if ring is not None:
+        group_of_ranks = q.device_mesh.get_group(ring)
+        y, lse = ring_attention.attend(who, local, k, v, bias, group=group_of_ranks, **options)
+    elif tokens:
+        first = keys - q.shape[2] if query_offset is None else query_offset
+        start = _local_option(batch, mine, "query_offset", first) + tokens[0]
+        options |= {"query_offset": start, "backend": backend}
+        y, lse = biased.attend(who, local, k, v, bias, **options)
     else:
-        # A rank without queries must still take part in the sum of the gradients.
-        y = q.to_local()[..., :1] * (k.sum() + v.sum())
-        y = y.expand(-1, -1, -1, v.shape[3])
-    shape = torch.Size((*q.shape[:3], v.shape[3]))
-    stride = torch.empty(shape, device="meta").stride()
-    return DTensor.from_local(
-        y, q.device_mesh, placements, run_check=False, shape=shape, stride=stride
-    )
+        # A rank without queries must still take part in the sums of the gradients.
+        values = 0 if bias is None else bias.values.sum()
+        y = local[..., :1] * (k.sum() + v.sum() + values)
+        y, lse = y.expand(-1, -1, -1, v.shape[3]), y[..., 0]
+    made = []
+    for x, shape in ((y, (*q.shape[:3], v.shape[3])), (lse, q.shape[:3])):
+        whole = torch.empty(shape, device="meta")
+        how: Any = {"run_check": False, "shape": whole.shape, "stride": whole.stride()}
+        made.append(DTensor.from_local(x, q.device_mesh, placements, **how))
+    return made[0], made[1]
+
+
+def _check_sharded(who: str, q: Any, k: Any, v: Any, bias: Bias | None) -> None:
+    for name, x in (("k", k), ("v", v)):
+        if not isinstance(x, DTensor):
+            way_out = f"Pass distribute_tensor({name}, q.device_mesh, placements)."
+            checks.fail(
+                who, f"{name} must be a DTensor, as q is", type(x).__name__, way_out, TypeError
+            )
+    if isinstance(bias, RowBias):
+        rule = "bias must be Slopes, DistanceTable, RunningSum or None where q is a DTensor"
+        checks.fail(who, rule, "RowBias", "Call the function on local tensors.", TypeError)
+    check_bias(who, bias, q.shape[1], k.shape[2])
+
+
+def _ring_dimension(q: DTensor, k: DTensor, v: DTensor) -> int | None:
+    """The mesh dimension along which all three are sharded by the sequence, evenly."""
+    found = [i for i, p in enumerate(q.placements) if p == Shard(2)]
+    if len(found) != 1 or torch.compiler.is_compiling() or q.shape[2] != k.shape[2]:
+        return None
+    (ring,) = found
+    even = q.shape[2] % q.device_mesh.size(ring) == 0
+    return ring if even and k.placements[ring] == v.placements[ring] == Shard(2) else None
+
+
+def _local_bias(bias: Any, q: DTensor, batch: range, heads: range, keys: range) -> Any:
+    """The numbers for this rank's sequences, heads and keys; their gradients are summed."""
+    if bias is None:
+        return None
+    values, mesh = bias.values, q.device_mesh
+    everywhere = [Replicate()] * mesh.ndim
+    if not isinstance(values, DTensor):
+        values = DTensor.from_local(values, mesh, everywhere, run_check=False)
+    partial_sums = [Partial() if isinstance(p, Shard) else Replicate() for p in q.placements]
+    values = values.redistribute(placements=everywhere).to_local(grad_placements=partial_sums)
+    if values.dim() == (2 if isinstance(bias, Slopes) else 3) and len(values) > 1:
+        values = values[batch.start : batch.stop]
+    if isinstance(bias, Slopes):
+        values = values[..., heads.start : heads.stop]
+    else:
+        values = values[..., heads.start : heads.stop, :]
+    if isinstance(bias, RunningSum):
+        values = values[..., keys.start : keys.stop]
+    return bias._replace(values=values)
 
 
 def _local_range(x: DTensor, dim: int) -> range:
@@ -139,15 +193,13 @@ def _local_range(x: DTensor, dim: int) -> range:
     return found
 
 
-def _local_option(batch: range, heads: range, name: str, value: Any) -> Any:
-    """The part of an option for this rank's sequences and heads."""
+def _local_option(batch: range, keys: range, name: str, value: Any) -> Any:
+    """The part of an option for this rank's sequences and keys."""
     if not isinstance(value, Tensor):
         return value
     if value.dim() == (1 if name == "query_offset" else 2) and value.shape[0] > 1:
         value = value[batch.start : batch.stop]
-    if name in ("slopes", "score_bound") and value.dim() and value.shape[-1] > 1:
-        value = value[..., heads.start : heads.stop]
-    return value
+    return value[..., keys.start : keys.stop] if name == "document_ids" else value
 
 
 sharding.registered = sharding.Sharding(DTensor, _replicate, DTensor.to_local, _attend)  # type: ignore[arg-type]
