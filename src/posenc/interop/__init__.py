@@ -3,7 +3,7 @@
 from importlib import import_module
 from typing import Any
 
-__all__ = ["checkpoints", "distributed", "huggingface", "onnx"]
+__all__ = ["checkpoints", "distributed", "huggingface", "onnx", "ring"]
 
 
 def __getattr__(name: str) -> Any:

@@ -152,7 +152,7 @@ def test_unpatching_an_unpatched_model_is_refused():
 
 def test_a_model_without_rotation_is_refused():
     model = tiny("BertModel", **SMALL)
-    with pytest.raises(ValueError, match="must have rotary embeddings, got BertModel"):
+    with pytest.raises(ValueError, match="got BertModel, which calls no function that rotates"):
         patch(model)
 
 

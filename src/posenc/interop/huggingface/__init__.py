@@ -1,6 +1,16 @@
-"""Hugging Face models on our rotation: `patch`, `unpatch`, `patched`, `apply_rotary_pos_emb`."""
+"""Hugging Face models on our rotation and attention: `patch` and `unpatch`."""
 
 from posenc.interop.huggingface.patching import Place, Report, Table, patch, patched, unpatch
 from posenc.interop.huggingface.rotation import apply_rotary_pos_emb
+from posenc.interop.huggingface.stacks import Attention
 
-__all__ = ["Place", "Report", "Table", "apply_rotary_pos_emb", "patch", "patched", "unpatch"]
+__all__ = [
+    "Attention",
+    "Place",
+    "Report",
+    "Table",
+    "apply_rotary_pos_emb",
+    "patch",
+    "patched",
+    "unpatch",
+]

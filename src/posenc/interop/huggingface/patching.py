@@ -1,4 +1,4 @@
-"""Patch a loaded transformers model to run on our rotation, and undo it."""
+"""Patch a loaded transformers model to run on our rotation and attention, and undo it."""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ from torch import nn
 
 from posenc._contract import checks
 from posenc.configs import LAYOUT
-from posenc.interop.huggingface import tables
+from posenc.interop.huggingface import stacks, tables
+from posenc.interop.huggingface.biased import kind_of
 from posenc.interop.huggingface.probing import NotUnderstood
 from posenc.interop.huggingface.rewrite import PATCHED, Replacement, replacements, rotary_forward
+from posenc.interop.huggingface.stacks import Attention
 
 _REPLICATE = "_replicate_for_data_parallel"
 
@@ -70,17 +72,19 @@ class Report:
     Attributes:
         places: One for each module and function that rotates.
         tables: One for each rotary module.
+        attentions: One for each attention layer with a bias.
     """
 
     places: tuple[Place, ...]
     tables: tuple[Table, ...] = ()
+    attentions: tuple[Attention, ...] = ()
 
     def __str__(self) -> str:
-        return "\n".join(map(str, (*self.places, *self.tables)))
+        return "\n".join(map(str, (*self.places, *self.tables, *self.attentions)))
 
 
 def patch(model: nn.Module) -> Report:
-    """Make ``model`` run on our rotation and tables, until :func:`unpatch`.
+    """Make ``model`` run on our rotation and attention, until :func:`unpatch`.
 
     Each function that rotates is called on small random tensors, and replaced by one of ours that
     gives the same result. The modules that call it get a ``forward`` of their own: the model's code
@@ -89,6 +93,13 @@ def patch(model: nn.Module) -> Report:
     those whose rates do not follow from the config. If any rotating function is unknown, nothing is
     patched. Patch before you compile.
 
+    Attention layers with ALiBi (BLOOM, MPT, Falcon) or with T5's buckets call
+    :func:`posenc.attention.biased_attention`, which makes no matrix, once a small random model with
+    the same config has given the same hidden states with it. It gives padding tokens other hidden
+    states than the model does. The model's own attention still runs for calls with a mask of four
+    axes or with padding between tokens, for ``output_attentions``, and in training if the weights
+    of the attention have dropout.
+
     Args:
         model: A transformers model, or any part of one.
 
@@ -96,8 +107,9 @@ def patch(model: nn.Module) -> Report:
         What was replaced, and where.
 
     Raises:
-        ValueError: If the model is patched already, if nothing in it rotates, or if one of its
-            rotating functions matches none of ours; the message names that function.
+        ValueError: If the model is patched already, if nothing in it rotates or has such a bias,
+            or if one of its rotating functions or attention layers matches none of ours; the
+            message names it.
 
     Examples:
         >>> from transformers import LlamaConfig, LlamaModel
@@ -130,7 +142,8 @@ def patch(model: nn.Module) -> Report:
             rule = "every rotating function must be known to posenc"
             got = f"{error} in {kind.__module__}.{kind.__name__} at '{path}'"
             checks.fail("patch", rule, got, "Use the model without patch: nothing was changed.")
-        methods = list(classes[kind])
+        # Falcon's attention rotates only without ALiBi.
+        methods = [] if kind_of(module) else list(classes[kind])
         places += [Place(path, kind.__name__, *old) for one in methods for old in one.replaced]
         if is_rotary:
             form, rates = ("unchanged", "its own") if ours is None else (ours.form, ours.rates)
@@ -140,10 +153,14 @@ def patch(model: nn.Module) -> Report:
             edited += rotary[-1:] if tables.holds_other_rates(module, ours) else []
         if methods:
             planned.append((module, {_attribute(module, path, one): one for one in methods}))
-    if not places:
+    biased, attentions = _biased(model, rotates=bool(places))
+    for path, (module, method) in biased.items():
+        planned.append((module, {_attribute(module, path, method): method}))
+    if not planned:
         got = f"{type(model).__name__}, which calls no function that rotates"
         way_out = "Use the model as it is: without rotary positions it needs no patch."
-        checks.fail("patch", "model must have rotary embeddings", got, way_out)
+        rule = "model must have rotary embeddings, ALiBi or T5's buckets"
+        checks.fail("patch", rule, got, way_out)
     _refuse_converted(model, places)
     problem = "the config should determine the rates of every rotary module, got none for"
     way_out = "Keep inv_freq in float32: these modules compute their angles from it."
@@ -152,7 +169,18 @@ def patch(model: nn.Module) -> Report:
     _warn(problem, edited, "Write them into the config: the patched model takes its rates from it.")
     for module, named in planned:
         _install(module, named)
-    return Report(tuple(places), tuple(rotary))
+    return Report(tuple(places), tuple(rotary), tuple(attentions))
+
+
+def _biased(model: nn.Module, *, rotates: bool) -> tuple[stacks.Plan, list[Attention]]:
+    """The plan for attention with a bias, which a model that rotates need not have."""
+    try:
+        return stacks.plan(model)
+    except NotUnderstood as error:
+        if rotates:
+            return {}, []
+        rule = "every attention with a bias must be known to posenc"
+        checks.fail("patch", rule, f"{error}", "Use the model without patch: nothing was changed.")
 
 
 def _warn(problem: str, found: list[Table], way_out: str) -> None:
@@ -174,7 +202,7 @@ def _refuse_converted(model: nn.Module, places: list[Place]) -> None:
 
 
 def unpatch(model: nn.Module) -> None:
-    """Restore the rotation of ``model``: its outputs are bit for bit those before the patch.
+    """Restore the code of ``model``: its outputs are bit for bit those before the patch.
 
     Hooks and wrappers that were added after the patch stay.
 
@@ -211,7 +239,7 @@ def _attribute(module: nn.Module, path: str, method: Replacement) -> str:
     # accelerate's hooks wrap forward and call the original by this name.
     if name == "forward" and "_old_forward" in vars(module):
         name = "_old_forward"
-    theirs, held = getattr(method.kind, method.name), vars(module).get(name)
+    theirs, held = getattr(method.kind, method.name, None), vars(module).get(name)
     if held is not None and getattr(held, "__func__", held) is not theirs:
         rule, got = f"'{path}' must have the {method.name} of its class", repr(held)[:80]
         checks.fail("patch", rule, got, "Patch before wrapping methods.")
