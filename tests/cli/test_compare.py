@@ -5,7 +5,7 @@ import pytest
 from typer.testing import CliRunner
 
 import posenc.cli
-from posenc.lab.comparison.plan import Plan
+from posenc.lab.comparison.plan import COMPARED, ENCODINGS, Plan
 from posenc.lab.comparison.run import Run
 
 TINY = ("--train-length 8 --steps 3 --batch 2 --width 16 --layers 1 --heads 2 --windows 2").split()
@@ -91,6 +91,17 @@ def test_json_has_the_plan_and_a_row_for_each_encoding(run, tmp_path):
             "train_tokens_per_second", "test_tokens_per_second", "train_bytes", "test_bytes"
         }  # fmt: skip
         assert all(value > 0 for value in row["cost"].values())
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_all_means_every_encoding(run, tmp_path, monkeypatch):
+    """The default set stays short; what is trained with each is tested with its decoder."""
+    monkeypatch.setattr(Run, "go", lambda self, tell: None)
+    for words, names in (("all", ENCODINGS), (",".join(COMPARED), COMPARED)):
+        done = run(*TINY, "--encodings", words, "-o", tmp_path / words[:3], "--json")
+        assert done.exit_code == 0, done.output
+        assert json.loads(done.stdout)["plan"]["encodings"] == list(names)
+    assert len(COMPARED) < len(ENCODINGS) / 2
 
 
 def test_ctrl_c_keeps_what_is_done_and_resume_goes_on(run, tmp_path, monkeypatch):

@@ -264,6 +264,11 @@ def test_the_python_that_is_printed_builds_the_biases(run, config):
     assert torch.equal(made.slopes, posenc.ALiBi.from_config(config).slopes)
 
 
+def test_the_python_that_is_printed_builds_the_bias_of_t5(run):
+    made = executed(run, T5)
+    assert (made.num_heads, made.weight.shape) == (8, (32, 8))
+
+
 def test_the_python_that_is_printed_builds_tables(run):
     made = executed(run, OPT)
     assert made.pos_emb.weight.shape == (2050, 768)
@@ -273,9 +278,9 @@ def test_the_python_that_is_printed_builds_tables(run):
 
 
 def test_python_for_an_encoding_posenc_does_not_have_is_refused(run):
-    result = run(T5, "--python")
+    result = run({"model_type": "deberta", "num_attention_heads": 8}, "--python")
     assert result.exit_code == 2
-    assert "posenc has no module for T5's relative bias" in result.stderr
+    assert "posenc has no module for relative position embeddings" in result.stderr
     result = run(BLOOM, "--python", "--json")
     assert result.exit_code == 2
     assert "exclude each other" in result.stderr

@@ -5,6 +5,7 @@ import pytest
 from typer.testing import CliRunner
 
 import posenc.cli
+from posenc.lab.pictures.show import ENCODINGS
 
 YARN = {
     "hidden_size": 512,
@@ -28,11 +29,13 @@ def config(tmp_path):
     return path
 
 
-@pytest.mark.parametrize("encoding", ["sinusoidal", "learned", "rope", "alibi"])
+@pytest.mark.parametrize("encoding", ENCODINGS)
 def test_without_a_file_it_draws_in_the_terminal(run, encoding):
     done = run(encoding)
     assert done.exit_code == 0, done.output
-    assert done.stdout.lower().startswith(encoding)
+    assert done.stdout.lower().startswith(
+        encoding.replace("-", " ").replace("forget", "forgetting")
+    )
     assert len(done.stdout.splitlines()) > 12
     assert "\x1b" not in done.stdout
 
@@ -136,6 +139,7 @@ def test_a_rule_that_stops_every_pair_is_drawn(run, tmp_path):
             ["learned", "--scaling", "yarn"], "--scaling is not for", id="rule-of-learned"
         ),
         pytest.param(["rope", "--heads", "8"], "--heads is not for rope", id="heads-of-rope"),
+        pytest.param(["grid", "--length", "8"], "--length is not for grid", id="length-of-grid"),
         pytest.param(["rope", "--scaling", "x"], "must be one of linear", id="rule"),
         pytest.param(["rope", "--scaling", "yarn", "--against", "x"], "got x", id="against"),
         pytest.param(["rope", "--factor", "2"], "--factor needs --scaling", id="factor-alone"),

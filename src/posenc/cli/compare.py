@@ -22,7 +22,7 @@ from posenc.lab.pictures.style import save
 
 _DEFAULTS = {field.name: field.default for field in dataclasses.fields(Plan)}
 _BASE = "Base of RoPE and the sinusoid; 0: the training length."
-_KNOWN = f"Comma-separated, of: {', '.join(ENCODINGS)}."
+_KNOWN = f"Comma-separated, of: {', '.join(ENCODINGS)}; or all."
 
 
 def _number(name: str, help_: str, least: int | None = 1) -> Any:
@@ -35,7 +35,8 @@ def _parsed(parse: Callable[[str], object], metavar: str, help_: str, default: s
 
 
 def _names(text: str) -> tuple[str, ...]:
-    return tuple(name.strip() for name in text.split(",") if name.strip())
+    names = tuple(name.strip() for name in text.split(",") if name.strip())
+    return tuple(ENCODINGS) if names == ("all",) else names
 
 
 def _times(text: str) -> tuple[int, ...]:

@@ -13,13 +13,14 @@ import typer
 
 from posenc.cli import _print
 from posenc.lab.pictures import show as lab
+from posenc.lab.pictures.panels import View
 from posenc.lab.pictures.style import save
 
 _OPTIONS = "dim length trained base heads scaling factor against layer_type".split()
 _RULE = f"For RoPE: {', '.join(lab.RULES)}."
 
 
-def _number(help_: str, usual: float, least: int | None = None) -> Any:
+def _number(help_: str, usual: float | str, least: int | None = None) -> Any:
     return typer.Option(help=help_, show_default=f"{usual}", min=least)
 
 
@@ -34,10 +35,12 @@ def show(
         typer.Option("--output", "-o", metavar="FILE", help="Draw here: .png, .svg or .pdf."),
     ] = None,
     dim: Annotated[int | None, _number("Channels, of a head for RoPE.", 128, 2)] = None,
-    length: Annotated[int | None, _number("Positions of a heatmap.", 128, 2)] = None,
-    trained: Annotated[int | None, _number("Trained context.", 4096, 2)] = None,
+    length: Annotated[
+        int | None, _number("Positions of a heatmap.", "128, of a bias 256", 2)
+    ] = None,
+    trained: Annotated[int | None, _number("Trained context.", "4096, of a bias 128", 2)] = None,
     base: Annotated[float | None, _number("Base of the rates.", 10_000.0)] = None,
-    heads: Annotated[int | None, _number("Heads of ALiBi.", 8, 1)] = None,
+    heads: Annotated[int | None, _number("Heads of a bias.", 8, 1)] = None,
     scaling: Annotated[str | None, typer.Option(metavar="RULE", help=_RULE)] = None,
     factor: Annotated[float | None, _number("How many times longer.", 8.0)] = None,
     against: Annotated[str | None, typer.Option(metavar="RULE", help="A second rule.")] = None,
@@ -47,7 +50,7 @@ def show(
     layer_type: Annotated[str | None, typer.Option(help="Layers of --config.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the numbers as JSON.")] = False,
 ) -> None:
-    """Draw an encoding: heatmaps, wavelengths, scores by distance, rule against rule, slopes.
+    """Draw an encoding: heatmaps, wavelengths, scores and biases by distance, rule against rule.
 
     With `-o` a PNG, SVG or PDF of four panels; without it, coarse charts in the terminal.
 
@@ -66,7 +69,7 @@ def show(
         typer.echo(lab.terminal(view, min(columns - 2, 100)))
 
 
-def _view(encoding: str | None, config: Path | None, options: dict[str, Any]) -> lab.View:
+def _view(encoding: str | None, config: Path | None, options: dict[str, Any]) -> View:
     draw = lab.ENCODINGS.get(encoding or "")
     if config is not None:
         if encoding not in (None, "rope"):

@@ -105,7 +105,9 @@ def _explained(part: Any, seq_len: int | None) -> Explanation:
         if not omitted and name not in ("model", "part", "sources"):
             arguments[name] = (value, part.sources.get(name, "model_type"))
     if isinstance(part, configs.Buckets):
-        return Explanation(_T5, None, arguments, {}, None, f"posenc has no module for {_T5}")
+        words = [f"{name}={value}" for name, (value, _) in arguments.items()]
+        python = f"posenc.T5Bias({', '.join(words)})"
+        return Explanation(_T5, None, arguments, {}, python, "posenc.T5Bias.from_config(config)")
     if isinstance(part, configs.Alibi):
         given = {name: value for name, (value, _) in arguments.items()}
         words = [repr(part.model), *(f"{name}={value}" for name, value in given.items())]

@@ -5,6 +5,7 @@ import torch
 
 from posenc.lab.comparison.decoder import Decoder
 from posenc.lab.comparison.plan import ENCODINGS, Plan
+from posenc.lab.comparison.training import next_token_loss
 
 PLAN = Plan(train_length=8, times=(1, 3), width=16, layers=2, heads=2)
 ONE_LAYER = dataclasses.replace(PLAN, layers=1)
@@ -43,9 +44,39 @@ def test_every_encoding_sees_the_order_of_what_came_before(encoding):
     for block in model.blocks:
         for part in (block.qkv, block.out):
             torch.nn.init.normal_(part.weight, std=0.4)
+    # Biases that are zero before training know no order yet.
+    for weight in model.position.parameters():
+        torch.nn.init.normal_(weight)
     tokens = torch.tensor([[1, 2, 3, 4, 5], [3, 1, 4, 2, 5]])
     last = model(tokens)[:, -1]
     assert not torch.allclose(last[0], last[1], rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("encoding", TRAINED[1:])
+def test_one_step_trains_every_number_of_an_encoding(encoding):
+    """A parameter that the loss does not reach would be compared untrained."""
+    model = decoder(encoding)
+    # At the first weights of 0.02, gradients through attention are below the rounding.
+    for block in model.blocks:
+        torch.nn.init.normal_(block.qkv.weight, std=0.4)
+    tokens = torch.randint(0, 11, (4, PLAN.train_length + 1))
+    next_token_loss(model, tokens).mean().backward()
+    before = [p.detach().clone() for p in model.position.parameters()]
+    torch.optim.AdamW(model.weight_groups(0.1), lr=1e-2).step()
+    for old, new in zip(before, model.position.parameters(), strict=True):
+        assert new.isfinite().all()
+        assert not torch.equal(old, new)
+
+
+def test_every_bias_has_the_scale_of_the_others():
+    """T5's own is one: without the bias, which is zero here, its attention must be theirs."""
+    tokens = torch.randint(0, 11, (2, 8))
+    none, t5 = (decoder(name) for name in ("none", "t5"))
+    for model in (none, t5):
+        drawn = torch.Generator().manual_seed(0)
+        for block in model.blocks:
+            torch.nn.init.normal_(block.qkv.weight, std=0.4, generator=drawn)
+    torch.testing.assert_close(t5(tokens), none(tokens), rtol=0, atol=1e-5)
 
 
 def test_without_an_encoding_one_layer_sees_a_set():

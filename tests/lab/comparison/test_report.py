@@ -11,7 +11,7 @@ from posenc.lab.comparison.run import Run
 from posenc.lab.pictures.style import image
 
 TINY = Plan(
-    encodings=("none", "learned", "rope-yarn", "alibi"),
+    encodings=("none", "learned", "rope-yarn", "alibi", "forget-gate"),
     train_length=8,
     steps=3,
     batch=2,
@@ -75,7 +75,7 @@ def test_the_page_needs_nothing_from_anywhere(page):
 
 
 def test_the_pictures_are_light_on_a_dark_page(page):
-    assert len(re.findall("<img alt", page)) == 6
+    assert len(re.findall("<img alt", page)) == 7
     assert re.search(r"prefers-color-scheme: dark\) { img { filter: invert", page)
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import posenc
-from posenc.lab.pictures import show
+from posenc.lab.pictures import biases, show
 
 VIEWS = {
     "sinusoidal": show.sinusoidal(dim=16, length=12, trained=64),
@@ -13,6 +13,8 @@ VIEWS = {
     "rope-rules": show.rope(dim=16, trained=64, scaling="yarn", against="ntk"),
     "alibi": show.alibi(heads=4, length=12, trained=64),
     "alibi-12": show.alibi(heads=12, length=12, trained=64),
+    **{name: draw(heads=4, length=12, trained=8) for name, draw in biases.VIEWS.items()},
+    "grid": biases.grid(heads=2),
 }
 
 
@@ -48,6 +50,33 @@ def test_scores_are_those_of_the_module():
     q, k = rope(ones, ones)
     exact = (k[0, 0] @ q[0, 0, 0]) / 32
     assert torch.allclose(score, exact[distance.long()], rtol=0, atol=1e-12)
+
+
+def test_a_bias_is_drawn_as_the_module_has_it():
+    """By distance, and as the matrix: Sandwich has no parameters, so there is one picture."""
+    view = show.ENCODINGS["sandwich"](heads=4, length=12, trained=8)
+    table = posenc.Sandwich(4).table(12)
+    assert view.numbers["bias"] == table.tolist()
+    added, matrix, weight, queries = view.panels
+    assert [line.y for line in added.lines] == table.tolist()
+    assert torch.equal(matrix.table, posenc.Sandwich(4).bias(12)[2])
+    assert weight.lines[0].y == pytest.approx((table[0] - table[0, 0]).exp().tolist())
+    assert [line.y for line in queries.lines] == [table[2, :n].tolist() for n in (12, 7, 4)]
+
+
+def test_a_bias_that_starts_at_zero_is_drawn_with_random_numbers():
+    """A flat line would show nothing; the same numbers every time, so the picture is too."""
+    once, again = (biases.relative("learned-bias", heads=2, length=12, trained=8) for _ in range(2))
+    row = once.numbers["bias"][0]
+    assert len(set(row)) == 8
+    assert len(set(row[7:])) == 1
+    assert once.numbers == again.numbers
+
+
+def test_three_tokens_forget_and_the_others_keep():
+    gates = biases.forget_gate(heads=2, length=64).panels[3].lines[1]
+    low = {position for position, kept in zip(gates.x, gates.y, strict=True) if kept < 0.5}
+    assert low == {16, 32, 40}
 
 
 def test_numbers_of_rope_are_rates_and_wavelengths():

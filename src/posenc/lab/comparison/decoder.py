@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from posenc.lab.comparison.plan import ENCODINGS, Plan
 
-Attend: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
+Attend: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 class Decoder(nn.Module):
@@ -43,9 +43,13 @@ class Decoder(nn.Module):
             x = block(x, self._attend)
         return self.head(self.norm(x))  # type: ignore[no-any-return]
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        if self.acts_on == "scores":
-            return self.position.attention(q, k, v)  # type: ignore[operator, no-any-return]
+    def _attend(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Attention for queries, keys and values that were made from ``x``."""
+        if self.acts_on in ("scores", "gates"):
+            given = (self.position(x),) if self.acts_on == "gates" else ()
+            # Named, because T5's own scale is another, and the encoding alone should vary.
+            scale = q.shape[-1] ** -0.5
+            return self.position.attention(q, k, v, *given, scale=scale)  # type: ignore[operator, no-any-return]
         if self.acts_on == "queries and keys":
             q, k = self.position(q, k)
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -82,4 +86,4 @@ class _Block(nn.Module):
 
     def _attention(self, x: Tensor, attend: Attend) -> Tensor:
         q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4).unbind()
-        return self.out(attend(q, k, v).transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+        return self.out(attend(x, q, k, v).transpose(1, 2).flatten(2))  # type: ignore[no-any-return]

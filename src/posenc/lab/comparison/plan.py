@@ -8,8 +8,9 @@ from typing import Literal, NamedTuple
 
 from torch import nn
 
+from posenc.lab.pictures.biases import FAMILIES
 from posenc.lab.pictures.show import RULES
-from posenc.nn import ALiBi, LearnedPosEmbedding, RoPE, SinusoidalPE
+from posenc.nn import ALiBi, CoPE, ForgetGate, LearnedPosEmbedding, RoPE, SinusoidalPE
 
 QUICK = {"train_length": 32, "steps": 400, "width": 64, "layers": 2, "learning_rate": 2e-2}
 
@@ -19,8 +20,9 @@ class Encoding:
     """One line of the comparison."""
 
     label: str
-    # How its module is called: module(x), module(q, k), or module.attention(q, k, v).
-    acts_on: Literal["input", "queries and keys", "scores"]
+    # How its module is called: module(x), module(q, k), module.attention(q, k, v), or, for gates,
+    # module.attention(q, k, v, module(x)).
+    acts_on: Literal["input", "queries and keys", "scores", "gates"]
     # Makes the module, for a plan and the length of the sequences.
     build: Callable[[Plan, int], nn.Module]
     # What happens to it past the training length.
@@ -41,6 +43,12 @@ def _rope(label: str, past: str, rule: str | None = None) -> Encoding:
     if rule is not None:
         past = f"RoPE's model, {past} length / training length."
     return Encoding(label, "queries and keys", build, past, "rope" if rule else None)
+
+
+def _family(name: str, past: str) -> Encoding:
+    """The relative bias that `posenc show` draws under this name; one for all layers."""
+    label, _, make = FAMILIES[name]
+    return Encoding(label, "scores", lambda plan, length: make(plan.heads, plan.train_length), past)
 
 
 ENCODINGS = {
@@ -67,11 +75,38 @@ ENCODINGS = {
     "alibi": Encoding(
         "ALiBi", "scores", lambda plan, length: ALiBi(plan.heads), "The slopes stay as they are."
     ),
+    "alibi-learned": Encoding(
+        "ALiBi, learned",
+        "scores",
+        lambda plan, length: ALiBi(plan.heads, learned=True),
+        "The slopes stay as they were trained.",
+    ),
+    "t5": _family("t5", "All farther keys are in the last bucket."),
+    "learned-bias": _family("learned-bias", "All farther keys share the last trained number."),
+    "kerple": _family("kerple", "The logarithm continues."),
+    "sandwich": _family("sandwich", "The sum of cosines continues."),
+    "fire": _family("fire", "Distances over the query's position stay in the trained range."),
+    "forget-gate": Encoding(
+        "forgetting gates",
+        "gates",
+        lambda plan, length: ForgetGate(plan.width, plan.heads),
+        "The tokens go on to decide what is kept of those before them.",
+    ),
+    "cope": Encoding(
+        "CoPE",
+        "scores",
+        lambda plan, length: CoPE(plan.width // plan.heads, plan.train_length),
+        "Counts end at the training length, but gates need not count every token.",
+    ),
 }
 COMPARED = ("none", "sinusoidal", "learned", "rope", "rope-yarn", "alibi")
-# Okabe and Ito's colours suit colour-blind readers; markers tell the lines apart without them.
-_COLOURS = "#8c8c8c #e69f00 #d55e00 #0072b2 #56b4e9 #cc79a7 #7d6bb0 #009e73".split()
-LOOKS = dict(zip(ENCODINGS, zip(_COLOURS, "os^Dv<>o", strict=True), strict=True))
+# Okabe and Ito's colours, then Tol's, suit colour-blind readers; markers tell the lines apart
+# without them.
+_COLOURS = (
+    "#8c8c8c #e69f00 #d55e00 #0072b2 #56b4e9 #cc79a7 #7d6bb0 #009e73 "
+    "#44aa99 #332288 #882255 #117733 #999933 #cc6677 #aa4499 #ddcc77"
+).split()
+LOOKS = dict(zip(ENCODINGS, zip(_COLOURS, "os^Dv<>oPXs^*hpd", strict=True), strict=True))
 
 
 class Unit(NamedTuple):

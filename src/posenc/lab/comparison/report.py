@@ -11,7 +11,7 @@ from string import Template
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from posenc.lab.comparison.plan import ENCODINGS, LOOKS, Plan
-from posenc.lab.pictures import show
+from posenc.lab.pictures import biases, show
 from posenc.lab.pictures.panels import Chart, Line, sheet
 from posenc.lab.pictures.style import figure, in_page
 
@@ -109,7 +109,11 @@ def _looks(plan: Plan, rows: Rows) -> Iterator[str]:
         "rope": show.rope(dim=plan.width // plan.heads, length=longest, trained=length, base=base),
         "alibi": show.alibi(heads=plan.heads, length=longest),
     }
-    for view in (views[name] for name in dict.fromkeys(map(_trained_as, rows)) if name in views):
+    trained = dict.fromkeys(map(_trained_as, rows))
+    for name in biases.VIEWS.keys() & trained:
+        sizes = {"heads": plan.heads, "length": longest, "trained": length}
+        views[name] = biases.VIEWS[name](**sizes)
+    for view in (views[name] for name in trained if name in views):
         picture = in_page(sheet(view.panels[:1], 4.6, 3.1), view.title)
         yield f"<figure>{picture}<figcaption>{view.title}</figcaption></figure>"
 

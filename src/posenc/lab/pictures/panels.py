@@ -136,6 +136,19 @@ class Chart:
 Panel: TypeAlias = Heat | Chart
 
 
+class View(NamedTuple):
+    """One encoding: a title, four panels with the most important first, and numbers for JSON."""
+
+    title: str
+    panels: tuple[Panel, ...]
+    numbers: dict[str, Any]
+
+
+def line(label: str, x: Tensor, y: Tensor) -> Line:
+    """A line through tensors."""
+    return Line(label, x.tolist(), y.tolist())
+
+
 def sheet(
     panels: Sequence[Panel], width: float, height: float, *, columns: int = 1, title: str = ""
 ) -> Figure:

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from posenc import configs, nn
-from posenc.lab.pictures.panels import Chart, Heat, Line, Panel, sheet
+from posenc.lab.pictures import biases
+from posenc.lab.pictures.panels import Chart, Heat, Line, View, line, sheet
 from posenc.numerics import scaling as rules
 from posenc.numerics.frequencies import inverse_frequencies
 
@@ -26,14 +27,6 @@ RULES: dict[str, Callable[[float, int], rules.Rule]] = {
     "yarn": lambda factor, trained: rules.YaRN(factor, original_length=trained),
     "llama3": lambda factor, trained: rules.Llama3(factor, original_length=trained),
 }
-
-
-class View(NamedTuple):
-    """One encoding: a title, four panels with the most important first, and numbers for JSON."""
-
-    title: str
-    panels: tuple[Panel, ...]
-    numbers: dict[str, Any]
 
 
 class Rotation(NamedTuple):
@@ -88,11 +81,11 @@ def learned(*, dim: int = 128, length: int = 128) -> View:
         torch.manual_seed(0)
         table = nn.LearnedPosEmbedding(length, dim).pos_emb.weight.detach()
     count, edges = torch.histogram(table, bins=60)
-    norms = _line("", torch.arange(length), table.norm(dim=-1))
+    norms = line("", torch.arange(length), table.norm(dim=-1))
     panels = (
         *_added(table),
         Chart("Length of the vector of each position", "position", "", [norms]),
-        Chart("Values of the table", "value", "how many", [_line("", edges[:-1], count)]),
+        Chart("Values of the table", "value", "how many", [line("", edges[:-1], count)]),
     )
     title = f"Learned: added to the input, {dim} channels, before training"
     return View(title, panels, {"encoding": "learned", "dim": dim})
@@ -151,15 +144,15 @@ def alibi(*, heads: int = 8, length: int = 128, trained: int = 4096) -> View:
     bias, slopes = module.get_bias(length), module.slopes.double()
     distance = torch.logspace(0, math.log10(trained), 300, dtype=torch.float64)
     subtracted, left = [], []
-    for head in sorted({round(i * (heads - 1) / 3) for i in range(4)}):
+    for head in biases.some(heads):
         row, weight = bias[head, -1].flip(-1), (-slopes[head] * distance).exp()
         # Lines end where their values become negligible.
         near, seen = row >= -12, weight >= 0.01
-        subtracted.append(_line(f"head {head}", torch.arange(length)[near], row[near]))
-        left.append(_line(f"head {head}", distance[seen], weight[seen]))
+        subtracted.append(line(f"head {head}", torch.arange(length)[near], row[near]))
+        left.append(line(f"head {head}", distance[seen], weight[seen]))
     steps = [1 / slope for slope in slopes.tolist()]
     words = [f"1/{n:.0f}" if abs(n - round(n)) < 1e-6 else f"{1 / n:.3g}" for n in steps]
-    by_head = [_line("", torch.arange(heads), slopes)]
+    by_head = [line("", torch.arange(heads), slopes)]
     look: dict[str, Any] = {"log": "y", "dots": True, "words": words if heads <= 16 else ()}
     panels = (
         Heat(f"Bias of head {middle}", "key", "query", bias[middle]),
@@ -173,7 +166,9 @@ def alibi(*, heads: int = 8, length: int = 128, trained: int = 4096) -> View:
 
 
 ENCODINGS: dict[str, Callable[..., View]] = {
-    view.__name__: view for view in (sinusoidal, learned, rope, alibi)
+    **{view.__name__: view for view in (sinusoidal, learned, rope, alibi)},
+    **biases.VIEWS,
+    "grid": biases.grid,
 }
 
 
@@ -219,7 +214,7 @@ def _circles(rates: Tensor, positions: int) -> Chart:
         angle, wavelength = torch.arange(positions) * rates[pair], math.tau / float(rates[pair])
         unit = torch.polar(torch.full_like(angle, 1 - 0.28 * i), angle)
         label = f"pair {pair}, {wavelength:.3g} a turn"
-        lines.append(_line(label, unit.real, unit.imag))
+        lines.append(line(label, unit.real, unit.imag))
     title = f"Pairs at positions 0 to {positions - 1}"
     return Chart(title, "cosine", "sine", lines, dots=True, square=True)
 
@@ -235,7 +230,7 @@ def _by_rate(found: Sequence[Rotation], trained: int, farthest: int) -> tuple[Ch
     """Wavelengths of all pairs, and scores at all distances."""
     waves = [_by_pair(each, math.tau / each.rates) for each in found]
     above = ("y", trained, f"no full turn in the trained context, {trained}")
-    lines = [_line(each.label, *scores(each, farthest)) for each in found]
+    lines = [line(each.label, *scores(each, farthest)) for each in found]
     right = ("x", trained, "past the trained context")
     return (
         Chart("Positions for a full turn", "pair", "positions", waves, log="y", shaded=above),
@@ -246,11 +241,7 @@ def _by_rate(found: Sequence[Rotation], trained: int, farthest: int) -> tuple[Ch
 def _by_pair(shown: Rotation, values: Tensor) -> Line:
     """A line over the pairs that rotate at all."""
     moving = shown.rates > 0
-    return _line(shown.label, moving.nonzero().flatten(), values[moving])
-
-
-def _line(label: str, x: Tensor, y: Tensor) -> Line:
-    return Line(label, x.tolist(), y.tolist())
+    return line(shown.label, moving.nonzero().flatten(), values[moving])
 
 
 def _numbers(
