@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
@@ -11,6 +13,11 @@ from posenc.nn._bias import RelativeBias
 from posenc.nn._tables import SharedTables, TableModule, Tensors
 from posenc.numerics.frequencies import Spectrum
 from posenc.numerics.tables import angles, float64_device, round_once, widest
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from posenc.attention.biased import AttentionOptions
 
 
 def _products(positions: Tensor, dtype: torch.dtype, dim: int) -> Tensors:
@@ -68,6 +75,15 @@ class Sandwich(TableModule, RelativeBias):
         values = products[distance.abs()] * (self.num_heads / (8 * ratio))[:, None]
         return DistanceTable(round_once(values, dtype), zero)
 
+    def attention(
+        self, q: Tensor, k: Tensor, v: Tensor, **options: Unpack[AttentionOptions]
+    ) -> Tensor:
+        """Attention with this bias, as that of the other biases."""
+        # A model that was loaded on the meta device moves its parameters, and here are none.
+        if self._tables.device.type == "meta" and isinstance(q, Tensor):
+            self._tables = self._tables.moved(lambda x: x.to(q.device))
+        return super().attention(q, k, v, **options)
+
     def _device(self) -> torch.device:
         device: torch.device = self._tables.device
-        return device
+        return torch.device("cpu") if device.type == "meta" else device

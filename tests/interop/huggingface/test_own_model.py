@@ -1,0 +1,57 @@
+"""A user's own transformers model with relative biases, saved and loaded again."""
+
+import pytest
+import torch
+
+import posenc
+
+transformers = pytest.importorskip("transformers")
+
+
+class Config(transformers.PretrainedConfig):
+    model_type = "own-biases"
+
+
+class Model(transformers.PreTrainedModel):
+    config_class = Config
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.factor = torch.nn.Parameter(torch.randn(3, 1, 1, 32))
+        self.biases = torch.nn.ModuleList(
+            [
+                posenc.T5Bias(4, causal=True),
+                posenc.LearnedBias(4, 16),
+                posenc.KERPLE(4),
+                posenc.Sandwich(4),
+                posenc.FIRE(4),
+                posenc.ALiBi(4),
+                posenc.ALiBi(4, learned=True),
+            ]
+        )
+        self.gate, self.cope = posenc.ForgetGate(32, 4), posenc.CoPE(8, 16)
+        self.post_init()
+
+    def _init_weights(self, module):
+        pass
+
+    def forward(self, x):
+        q, k, v = (self.factor * x).unflatten(-1, (4, 8)).transpose(2, 3)
+        outs = [bias.attention(q, k, v) for bias in self.biases]
+        outs.append(self.gate.attention(q, k, v, self.gate(x)))
+        return torch.stack([*outs, self.cope.attention(q, k, v)])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_a_loaded_model_gives_the_outputs_of_the_saved_one(dtype, tmp_path):
+    """from_pretrained builds on the meta device; a bias without parameters must come back too."""
+    model = Model(Config())
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    model.to(dtype).save_pretrained(tmp_path)
+    loaded = Model.from_pretrained(tmp_path, dtype=dtype)
+    x = torch.randn(2, 40, 32, dtype=dtype)
+    assert torch.equal(loaded(x), model(x))
+    kept = {p.dtype for name, p in loaded.named_parameters() if name != "factor"}
+    assert kept == {torch.float32}
