@@ -122,6 +122,21 @@ def test_pruning_leaves_keys_out_and_changes_nothing(kind, causal, monkeypatch):
     assert (ranges[..., 0] > 0).any()
 
 
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    [
+        pytest.param((2048, 32, 4, 64), torch.bfloat16, id="more-heads-than-a-grid-has"),
+        pytest.param((1, 2, 4, 257), torch.bfloat16, id="wide"),
+        pytest.param((1, 2, 4, 64), torch.float64, id="float64"),
+        pytest.param((1, 2, 0, 64), torch.bfloat16, id="empty"),
+    ],
+)
+def test_what_no_kernel_takes_is_known_before_a_launch(shape, dtype):
+    q = torch.empty(shape, dtype=dtype, device="meta")
+    assert not attend.can_run(q, q)
+    assert attend.can_run(torch.empty(2047, 32, 4, 64, device="meta"), torch.empty(1, 1, 1, 256))
+
+
 @pytest.mark.skipif(DEVICE == "cpu", reason="the interpreter takes minutes")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("width", [(16, 16), (64, 64), (80, 80), (128, 64), (256, 256)], ids=str)

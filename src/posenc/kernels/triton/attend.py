@@ -39,9 +39,13 @@ __all__ = ["backward", "can_run", "forward", "ranges_like"]
 
 
 def can_run(q: Tensor, v: Tensor) -> bool:
-    """Whether there is a kernel for these: no float64, heads of at most 256 channels."""
+    """Whether there is a kernel for these: no float64, heads of at most 256 channels.
+
+    CUDA's grids have at most 65,535 programs along the axis of sequences and heads.
+    """
     narrow = 0 < q.shape[3] <= 256 and 0 < v.shape[3] <= 256
-    return narrow and q.dtype != torch.float64 and min(q.shape[:3]) > 0
+    fits = q.shape[0] * q.shape[1] < 2**16
+    return narrow and fits and q.dtype != torch.float64 and min(q.shape[:3]) > 0
 
 
 def ranges_like(q: Tensor, k: Tensor, v: Tensor, call: Any) -> Tensor:
