@@ -73,7 +73,7 @@ def test_queries_may_be_anywhere(kernel, dtype, tolerance, queries, keys, start,
     call = Call(values, None, None, None, kind, 3, start, 0.4, start >= keys, False)
     out, lse, ranges = kernel.forward(q, k, v, call)
     to_values = values is not None
-    got_back = kernel.backward(*seeds, q, k, v, out, lse, ranges, call, to_values)
+    got_back = kernel.backward(*seeds, (q, k, v, out, lse, ranges), call, to_values)
 
     for a, b in zip((out, lse, *got_back), (*wanted, *wanted_back), strict=False):
         assert_close(a.double().cpu(), b.detach(), rtol=tolerance, atol=tolerance)

@@ -139,6 +139,8 @@ def test_the_ops_keep_torchs_rules(kind):
     q, k, v = qkv(40, 40, grad=True)
     values = None if kind == "none" else numbers(kind, 40)
     values = values[None] if kind == "slopes" else values
+    if values is not None and kind == "table":
+        values = values.T.contiguous().T  # T5Bias has its table so
     call = Call(values, None, None, None, kind, 11, 0, 0.25, causal=True, prune=True)
     torch.library.opcheck(op.attend_op, (q, k, v, *call))
     with torch.no_grad():

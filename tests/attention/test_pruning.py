@@ -99,7 +99,7 @@ def test_one_bad_key_does_not_silence_the_others(value):
 def test_at_decode_no_norms_are_taken_of_keys_that_are_all_read(monkeypatch):
     q, k, v = torch.randn(1, 4, 1, 16), *torch.randn(2, 1, 2, 300, 16).unbind()
     wanted = alibi_attention(q, k, v, alibi_slopes(4), prune=False)
-    monkeypatch.setattr(pruning, "norms", None)
+    monkeypatch.setattr(pruning, "longest_key", None)
     assert torch.equal(alibi_attention(q, k, v, alibi_slopes(4)), wanted)
 
 

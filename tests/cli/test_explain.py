@@ -109,7 +109,6 @@ BLOOM = {"model_type": "bloom", "n_head": 16, "seq_length": 2048}
 MPT = {"model_type": "mpt", "n_heads": 12, "d_model": 768, "attn_config": {"alibi_bias_max": 4}}
 FALCON = {"model_type": "falcon", "alibi": True, "num_attention_heads": 71, "hidden_size": 4544}
 GPT2 = {"model_type": "gpt2", "n_positions": 1024, "n_embd": 768}
-BERT = {"model_type": "bert", "max_position_embeddings": 512, "hidden_size": 768}
 OPT = {"model_type": "opt", "max_position_embeddings": 2048, "hidden_size": 768}
 T5 = {"model_type": "t5", "num_heads": 8, "relative_attention_num_buckets": 32}
 WHISPER = {
@@ -179,11 +178,11 @@ QWEN_VL = {"head_dim": 128, "rope_scaling": {"type": "mrope", "mrope_section": [
         pytest.param(MPT, ["ALiBi", "4.0 attn_config.alibi_bias_max", "12 n_heads"], id="mpt"),
         pytest.param(FALCON, ["ALiBi", "64 hidden_size / num_attention_heads"], id="falcon"),
         pytest.param(GPT2, ["learned table", "LearnedPosEmbedding(1024, 768)"], id="gpt2"),
-        pytest.param(BERT, ["learned table", "LearnedPosEmbedding(512, 768)"], id="bert"),
         pytest.param(OPT, ["LearnedPosEmbedding(2050, 768), and call it with offset=2"], id="opt"),
         pytest.param(T5, ["T5's relative bias", "num_buckets 32", "max_distance 128"], id="t5"),
         pytest.param(WHISPER, ["sinusoidal, encoder", "learned table, decoder"], id="whisper"),
         pytest.param({"model_type": "mamba"}, ["no positional encoding"], id="mamba"),
+        pytest.param({"model_type": "swin"}, ["Use GridBias(size, num_heads)"], id="swin"),
         pytest.param(
             SMOLLM3,
             ["layers without RoPE (3, 7, 11, 15, 19, 23, 27, 31, 35)", "length 65536"],
@@ -274,7 +273,7 @@ def test_the_python_that_is_printed_builds_tables(run):
 
 
 def test_python_for_an_encoding_posenc_does_not_have_is_refused(run):
-    result = run({"model_type": "deberta", "num_attention_heads": 8}, "--python")
+    result = run({"model_type": "deberta"}, "--python")
     assert result.exit_code == 2
     assert "posenc has no module for relative position embeddings" in result.stderr
     result = run(BLOOM, "--python", "--json")

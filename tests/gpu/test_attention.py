@@ -131,3 +131,20 @@ def test_a_captured_step_follows_the_offset(kind, queries):
         offset.copy_(torch.tensor(places))
         graph.replay()
         assert torch.equal(captured, step())
+
+
+@pytest.mark.parametrize("queries", [1, 40], ids=["decode", "forward"])
+def test_a_grid_has_room_for_every_head(queries):
+    """CUDA has at most 65,535 programs along all axes of a grid but the first.
+
+    The keys of a few queries are split into more parts in the smaller batch: two roundings.
+    """
+    q = torch.randn(2**15, 4, queries, 16, device=CUDA, dtype=torch.bfloat16, requires_grad=True)
+    k, v = (torch.randn(2**15, 2, 256, 16, device=CUDA, dtype=q.dtype) for _ in range(2))
+    alibi = posenc.ALiBi(4).to(CUDA)
+    whole = alibi.attention(q, k, v)
+    (grad,) = torch.autograd.grad(whole.sum(), q)
+    ends = alibi.attention(q[-2:], k[-2:], v[-2:])
+    assert (whole[-2:] - ends).abs().max() <= ends.abs().max() * 2**-8
+    (wanted,) = torch.autograd.grad(ends.sum(), q)
+    assert (grad[-2:] - wanted[-2:]).abs().max() <= wanted.abs().max() * 2**-7

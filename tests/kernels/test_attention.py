@@ -26,11 +26,8 @@ CASES = {
 }
 # The interpreter takes seconds for each: the others run in make test-all.
 QUICK = {
-    ("square", "table"),
     ("square", "slopes"),
-    ("offsets", "none"),
     ("symmetric-documents", "table"),
-    ("symmetric-documents", "slopes"),
 }
 
 
@@ -62,7 +59,7 @@ def run(
     out, lse, ranges = attend.forward(q, k, v, call)
     g, g_lse = torch.randn_like(out), torch.randn_like(lse).masked_fill(lse == -torch.inf, 0)
     to_values = values is not None
-    back = [attend.backward(g, g_lse, q, k, v, out, lse, ranges, call, to_values) for _ in "ab"]
+    back = [attend.backward(g, g_lse, (q, k, v, out, lse, ranges), call, to_values) for _ in "ab"]
 
     exact = [x.double().requires_grad_() for x in (q, k, v, values) if x is not None]
     own = begin[:, None] + torch.arange(queries, device=DEVICE)
@@ -125,7 +122,6 @@ def test_pruning_leaves_keys_out_and_changes_nothing(kind, causal, monkeypatch):
 @pytest.mark.parametrize(
     ("shape", "dtype"),
     [
-        pytest.param((2048, 32, 4, 64), torch.bfloat16, id="more-heads-than-a-grid-has"),
         pytest.param((1, 2, 4, 257), torch.bfloat16, id="wide"),
         pytest.param((1, 2, 4, 64), torch.float64, id="float64"),
         pytest.param((1, 2, 0, 64), torch.bfloat16, id="empty"),
@@ -134,7 +130,7 @@ def test_pruning_leaves_keys_out_and_changes_nothing(kind, causal, monkeypatch):
 def test_what_no_kernel_takes_is_known_before_a_launch(shape, dtype):
     q = torch.empty(shape, dtype=dtype, device="meta")
     assert not attend.can_run(q, q)
-    assert attend.can_run(torch.empty(2047, 32, 4, 64, device="meta"), torch.empty(1, 1, 1, 256))
+    assert attend.can_run(torch.empty(1, 2, 4, 64, device="meta"), torch.empty(1, 2, 4, 256))
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="the interpreter takes minutes")

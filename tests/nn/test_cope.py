@@ -8,14 +8,11 @@ import torch
 import oracles
 import posenc
 from posenc.nn.cope import _gather
-from support.biases import leaves, qkv
+from support.biases import drawn, leaves, qkv
 
 
 def made(dim=8, positions=4):
-    torch.manual_seed(0)
-    cope = posenc.CoPE(dim, positions)
-    torch.nn.init.normal_(cope.pos_emb)
-    return cope
+    return drawn(posenc.CoPE, dim, positions)
 
 
 def exact_bias(given, q, k, scale, start):

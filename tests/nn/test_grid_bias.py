@@ -5,17 +5,8 @@ import math
 import pytest
 import torch
 
-import posenc
-from support.biases import assert_is_formula
-
-
-def drawn(*arguments, **keywords):
-    torch.manual_seed(0)
-    bias = posenc.GridBias(*arguments, **keywords)
-    with torch.no_grad():
-        for p in bias.parameters():
-            p.copy_(torch.randn(p.shape))
-    return bias
+from posenc import GridBias
+from support.biases import assert_is_formula, drawn
 
 
 def cell(token, width):
@@ -34,7 +25,7 @@ def test_attention_is_the_formula(token):
         (a, b), (c, d) = cell(i - token, width), cell(j - token, width)
         return table[(a - c + height - 1) * (2 * width - 1) + b - d + width - 1, h]
 
-    bias = drawn((height, width), 4, class_token=token)
+    bias = drawn(GridBias, (height, width), 4, class_token=token)
     assert_is_formula(bias, formula, queries=6 + token, keys=6 + token, kv_heads=2)
 
 
@@ -49,7 +40,7 @@ def test_continuous_attention_is_the_formula():
         hidden = torch.relu(first @ x + given["continuous_position_bias_mlp.0.bias"])
         return 16 * torch.sigmoid(last[h] @ hidden)
 
-    bias = drawn((2, 3), 4, continuous=True, hidden=5, pretrained_size=(4, 5))
+    bias = drawn(GridBias, (2, 3), 4, continuous=True, hidden=5, pretrained_size=(4, 5))
     assert_is_formula(bias, formula, queries=6, keys=6)
 
 
@@ -59,7 +50,7 @@ def test_swin_is_reproduced():
     config = transformers.SwinConfig(attention_probs_dropout_prob=0.0)
     name = "SwinSelfAttention" if hasattr(modeling, "SwinSelfAttention") else "SwinAttention"
     layer = getattr(modeling, name)(config, 32, 4, 4).eval()
-    bias = drawn(4, 4)
+    bias = drawn(GridBias, 4, 4)
     holder = next(m for m in layer.modules() if hasattr(m, "relative_position_bias_table"))
     holder.load_state_dict(bias.state_dict(), strict=False)
     table, index = holder.relative_position_bias_table, holder.relative_position_index
@@ -72,7 +63,7 @@ def test_beit_is_reproduced():
     modeling = pytest.importorskip("transformers.models.beit.modeling_beit")
     config = transformers.BeitConfig(image_size=64, patch_size=16, num_attention_heads=4)
     theirs = modeling.BeitRelativePositionBias(config)
-    bias = drawn(4, 4, class_token=True)
+    bias = drawn(GridBias, 4, 4, class_token=True)
     theirs.load_state_dict(bias.state_dict(), strict=False)
     assert torch.equal(bias.bias(), theirs((4, 4))[0])
     larger = bias.resize((6, 5), mode="bilinear")
@@ -85,7 +76,7 @@ def test_swin_v2_is_reproduced(pretrained):
     modeling = pytest.importorskip("transformers.models.swinv2.modeling_swinv2")
     config = transformers.Swinv2Config(attention_probs_dropout_prob=0.0)
     theirs = modeling.Swinv2SelfAttention(config, 32, 4, (4, 4), (pretrained, pretrained)).eval()
-    bias = drawn(pretrained or 4, 4, continuous=True)
+    bias = drawn(GridBias, pretrained or 4, 4, continuous=True)
     bias = bias.resize(4) if pretrained else bias
     theirs.load_state_dict(bias.state_dict(), strict=False)
     table = theirs.continuous_position_bias_mlp(theirs.relative_coords_table).view(-1, 4)
@@ -94,19 +85,19 @@ def test_swin_v2_is_reproduced(pretrained):
 
 
 def test_resizing_keeps_what_it_can():
-    bias = drawn((3, 4), 2, class_token=True)
+    bias = drawn(GridBias, (3, 4), 2, class_token=True)
     same, larger = bias.resize((3, 4)), bias.resize((6, 7))
     torch.testing.assert_close(same.bias(), bias.bias(), rtol=0, atol=1e-6)
     assert (larger.size, larger.tokens) == ((6, 7), 43)
     table = larger.relative_position_bias_table
     assert torch.equal(table[-3:], bias.relative_position_bias_table[-3:])
-    flat = posenc.GridBias(3, 2)
+    flat = GridBias(3, 2)
     torch.nn.init.constant_(flat.relative_position_bias_table, 0.75)
     torch.testing.assert_close(flat.resize(5).bias(), torch.full((2, 25, 25), 0.75))
 
 
 def test_the_score_mod_is_the_bias():
-    bias = drawn((2, 3), 4)
+    bias = drawn(GridBias, (2, 3), 4)
     b, h, q, k = torch.zeros((), dtype=torch.int64), *map(torch.arange, (4, 6, 6))
     got = bias.score_mod(6, 6)(torch.ones(()), b, h[:, None, None], q[:, None], k)
     assert torch.equal(got, bias.bias() + 1)
@@ -115,8 +106,8 @@ def test_the_score_mod_is_the_bias():
 def test_windows_that_do_not_fit_are_refused():
     q, k, v = torch.randn(3, 1, 2, 8, 4).unbind()
     with pytest.raises(ValueError, match=r"GridBias: k_len must be 9, got 8.\n  Call resize"):
-        posenc.GridBias(3, 2).attention(q, k, v)
+        GridBias(3, 2).attention(q, k, v)
     with pytest.raises(ValueError, match="GridBias: size must be one side, or rows and columns"):
-        posenc.GridBias((2, 3, 4), 2)
+        GridBias((2, 3, 4), 2)
     with pytest.raises(ValueError, match="GridBias: a continuous bias must have no class token"):
-        posenc.GridBias(3, 2, class_token=True, continuous=True)
+        GridBias(3, 2, class_token=True, continuous=True)

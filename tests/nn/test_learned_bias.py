@@ -1,17 +1,15 @@
 """A learned number for each distance, clipped."""
 
 import pytest
-import torch
 
 import posenc
-from support.biases import assert_is_formula
+from support.biases import assert_is_formula, drawn
 
 
 @pytest.mark.parametrize("most", [0, 3, 50])
 @pytest.mark.parametrize("causal", [True, False])
 def test_attention_is_the_formula(causal, most):
-    bias = posenc.LearnedBias(4, most, causal)
-    torch.nn.init.normal_(bias.weight)
+    bias = drawn(posenc.LearnedBias, 4, most, causal)
 
     def formula(given, h, i, j):
         distance = max(min(i - j, most), -most)

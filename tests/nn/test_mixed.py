@@ -55,6 +55,7 @@ def test_gradients_reach_the_frequencies():
     assert gradcheck(run, (q, rope.freqs.detach().requires_grad_()))
 
 
+@pytest.mark.slow
 def test_one_graph_for_every_length():
     rope = MixedRoPE(8, 2)
     calls = [

@@ -10,7 +10,7 @@ from torch.nn.attention.flex_attention import flex_attention
 import oracles
 import posenc
 from support.assertions import compilations
-from support.biases import qkv
+from support.biases import drawn, qkv
 
 TABLES = {
     "T5Bias": lambda: posenc.T5Bias(4, 8, 20),
@@ -37,16 +37,6 @@ ONE_GRAPH = [name for name in TABLES if name != "FIRE"]
 EACH = pytest.mark.parametrize("make", TABLES.values(), ids=TABLES)
 PARAMETERS = {**LEARNED, **OTHERS}
 EACH_LEARNED = pytest.mark.parametrize("make", PARAMETERS.values(), ids=PARAMETERS)
-
-
-def drawn(make):
-    """A module with random parameters."""
-    torch.manual_seed(0)
-    module = make()
-    with torch.no_grad():
-        for p in module.parameters():
-            p.copy_(torch.randn(p.shape) * 0.5)
-    return module
 
 
 def exact(module, q, k, v, bias):
@@ -161,10 +151,11 @@ def test_meta_parameters_are_filled_by_a_checkpoint(make):
 
 @EACH
 def test_autocast_does_not_round_the_bias(make):
+    """Thirty keys: past the threshold of one FIRE."""
     module = drawn(make)
     with torch.autocast("cpu", torch.bfloat16):
-        got = module.bias(6)
-    assert torch.equal(got, module.bias(6))
+        got = module.bias(30)
+    assert torch.equal(got, module.bias(30))
 
 
 @EACH
@@ -186,6 +177,18 @@ def test_tensors_that_do_not_match_are_refused_by_the_modules_name(make):
         module.attention(q[:, :2], k[:, :2], v[:, :2])
     with pytest.raises(ValueError, match="k_len must be at least q_len=5"):
         module.bias(5, 3)
+
+
+@EACH_LEARNED
+@pytest.mark.parametrize("keyword", ["causal", "attn_mask"])
+def test_a_keyword_that_attention_does_not_take_is_refused_by_the_modules_name(make, keyword):
+    """A forgetting gate, whose bias is for earlier keys alone, took causal=False."""
+    module = make()
+    inputs = list(torch.randn(3, 1, 4, 6, 8).unbind())
+    inputs += [torch.zeros(4, 6)] * isinstance(module, posenc.ForgetGate)
+    rule = f"{type(module).__name__}: attention takes the keywords scale, .*, got {keyword}"
+    with pytest.raises(TypeError, match=rule):
+        module.attention(*inputs, **{keyword: False})
 
 
 @pytest.mark.parametrize("make", [TABLES[name] for name in ONE_GRAPH], ids=ONE_GRAPH)
@@ -212,28 +215,3 @@ def test_a_default_dtype_of_bfloat16_makes_float32_parameters():
     finally:
         torch.set_default_dtype(torch.float32)
     assert all(p.dtype == torch.float32 for module in modules for p in module.parameters())
-
-
-def test_from_pretrained_in_bfloat16_leaves_the_biases_in_float32(tmp_path):
-    transformers = pytest.importorskip("transformers")
-
-    class Model(transformers.PreTrainedModel):
-        config_class = transformers.PretrainedConfig
-
-        def __init__(self, config):
-            super().__init__(config)
-            self.linear = torch.nn.Linear(4, 4)
-            self.biases = torch.nn.ModuleList(make() for make in PARAMETERS.values())
-            self.post_init()
-
-        def _init_weights(self, module):
-            pass
-
-    model = Model(transformers.PretrainedConfig())
-    model.save_pretrained(tmp_path)
-    loaded = Model.from_pretrained(tmp_path, dtype=torch.bfloat16)
-    assert loaded.linear.weight.dtype == torch.bfloat16
-    for name, x in loaded.biases.state_dict().items():
-        assert x.dtype == torch.float32
-        wanted = model.biases.state_dict()[name]
-        assert torch.equal(x, wanted) or torch.equal(x, wanted.bfloat16().float())

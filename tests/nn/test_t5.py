@@ -7,7 +7,7 @@ import torch
 
 import posenc
 from posenc.functional import t5_buckets
-from support.biases import assert_is_formula
+from support.biases import assert_is_formula, drawn
 
 
 def bucket(n, buckets, far, causal):
@@ -24,20 +24,16 @@ def bucket(n, buckets, far, causal):
     return first + min(exact + int(ratio * (buckets - exact)), buckets - 1)
 
 
-def drawn(*arguments, **keywords):
-    bias = posenc.T5Bias(*arguments, **keywords)
-    torch.nn.init.normal_(bias.weight)
-    return bias
-
-
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(("buckets", "far"), [(32, 128), (8, 20), (6, 7)])
 def test_attention_is_the_formula(causal, buckets, far):
     def formula(given, h, i, j):
         return given["weight"][bucket(i - j, buckets, far, causal), h]
 
-    assert_is_formula(drawn(3, buckets, far, causal), formula, scale=1.0)
-    assert_is_formula(drawn(2, buckets, far, causal), formula, scale=1.0, queries=2, keys=30)
+    assert_is_formula(drawn(posenc.T5Bias, 3, buckets, far, causal), formula, scale=1.0)
+    assert_is_formula(
+        drawn(posenc.T5Bias, 2, buckets, far, causal), formula, scale=1.0, queries=2, keys=30
+    )
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -90,7 +86,7 @@ def test_the_layer_of_transformers_is_reproduced(kind, decoder):
 
 
 def test_the_table_ends_where_the_last_bucket_begins():
-    bias = drawn(2, 8, 20)
+    bias = drawn(posenc.T5Bias, 2, 8, 20)
     table = bias.table(1000)
     assert table.shape == (2, 41)
     assert torch.equal(bias.bias(60)[:, 59, 0], table[:, -1])
@@ -98,7 +94,7 @@ def test_the_table_ends_where_the_last_bucket_begins():
 
 
 def test_scores_are_not_scaled_unless_asked():
-    bias = drawn(2)
+    bias = drawn(posenc.T5Bias, 2)
     q, k, v = torch.randn(3, 1, 2, 5, 8).unbind()
     assert torch.equal(bias.attention(q, k, v), bias.attention(q, k, v, scale=1.0))
     assert not torch.allclose(bias.attention(q, k, v), bias.attention(q, k, v, scale=0.3))

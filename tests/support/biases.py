@@ -7,6 +7,16 @@ import torch
 import oracles
 
 
+def drawn(make, *arguments, **keywords):
+    """A module with random parameters."""
+    torch.manual_seed(0)
+    module = make(*arguments, **keywords)
+    with torch.no_grad():
+        for p in module.parameters():
+            p.copy_(torch.randn(p.shape) * 0.5)
+    return module
+
+
 def leaves(module):
     """The parameters by name, in float64, with gradients of their own."""
     return {n: p.detach().double().requires_grad_() for n, p in module.named_parameters()}

@@ -34,6 +34,18 @@ class AttentionOptions(KeyOptions, total=False):
     backend: str | None
 
 
+_OPTIONS = ("scale", "query_offset", "document_ids", "prune", "backend")
+
+
+def check_options(who: str, options: Any) -> None:
+    """Refuse a keyword that the ``attention`` of a module does not take."""
+    for name in options:
+        if name not in _OPTIONS:
+            rule = f"attention takes the keywords {', '.join(_OPTIONS)}"
+            way_out = "Padding is for document_ids; causal is for the constructor, if it takes it."
+            checks.fail(who, rule, name, way_out, TypeError)
+
+
 def biased_attention(
     q: Tensor,
     k: Tensor,
@@ -152,7 +164,8 @@ def attend(
     first, last = hide_padding(ids)
     call = Call(values, starts, first, last, kind, zero, begin, scale, causal, prune)
     if isinstance(bias, RowBias):
-        return rows.attend(q, k, v, bias, call)
+        op.check_backend(who, backend)
+        return rows.attend(who, q, k, v, bias, call)
     return op.attend(who, q, k, v, call, backend)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -118,8 +118,16 @@ def check_bias(who: str, bias: object, heads: int, keys: int) -> None:
 
 def heads_of(bias: Slopes | DistanceTable | RunningSum) -> int:
     """The heads of a bias; any number if its shape is wrong, which :func:`check_bias` refuses."""
-    shape = getattr(bias.values, "shape", ()) or (0,)
+    shape = getattr(getattr(bias, "values", None), "shape", ()) or (0,)
     return int(shape[-1] if isinstance(bias, Slopes) else shape[max(len(shape) - 2, 0)])
+
+
+def check_sequences(who: str, bias: object, **others: Any) -> bool:
+    """Whether a checked bias or ``others`` have a batch axis; they must agree on its size."""
+    given: Any = {"slopes": bias.values} if isinstance(bias, Slopes) else {}
+    if isinstance(bias, RunningSum) and bias.values.dim() == 3:
+        given["sums"] = bias.values.flatten(1)
+    return qk_checks.check_batches(who, **given, **others)
 
 
 def bias_rows(kind: str, values: Tensor | None, zero: int, own: Tensor, index: Tensor) -> Tensor:
@@ -180,14 +188,15 @@ def relative_bias(
     queries, keys = qk_checks.check_lengths(who, q_len, k_len)
     checks.boolean(who, "causal", causal)
     checks.float_dtype(who, "dtype", dtype)
+    if bias is None:
+        rule = "bias must be Slopes, DistanceTable, RunningSum or RowBias"
+        checks.fail(who, rule, None, "Pass Slopes(torch.zeros(heads)) for none.", TypeError)
     if not isinstance(bias, RowBias):
         check_bias(who, bias, heads_of(bias), keys)
         device = bias.values.device
     start = qk_checks.check_query_offset(who, query_offset, queries, keys, device or "cpu")
     ids = qk_checks.check_key_ids(who, "document_ids", document_ids, keys, device or "cpu")
-    batched = qk_checks.check_batches(who, query_offset=start, document_ids=ids)
-    if isinstance(bias, (Slopes, RunningSum)):
-        batched |= bias.values.dim() == (2 if isinstance(bias, Slopes) else 3)
+    batched = check_sequences(who, bias, query_offset=start, document_ids=ids)
     ends = document_ends(ids)
     seen = spans(queries, keys, causal=causal, offset=start, ends=ends, device=device or "cpu")
     matrix = matrix_of(bias, seen.own, torch.arange(keys, device=seen.own.device))
@@ -205,16 +214,17 @@ def matrix_of(bias: Bias, own: Tensor, index: Tensor) -> Tensor:
 
 
 def stored(bias: Bias | None) -> tuple[str, Tensor | None, int]:
-    """The fields `kind`, `values` and `zero` of a :class:`Call`."""
+    """The fields `kind`, `values` and `zero` of a :class:`Call`, in at least float32."""
     if bias is None:
         return "none", None, 0
-    if isinstance(bias, Slopes):
-        return "slopes", bias.values if bias.values.dim() == 2 else bias.values[None], 0
+    assert not isinstance(bias, RowBias)
+    # A product with a distance, or a difference, has more bits than a half.
+    values = bias.values.to(torch.promote_types(bias.values.dtype, torch.float32))
     if isinstance(bias, DistanceTable):
-        return "table", bias.values, bias.zero
-    assert isinstance(bias, RunningSum)
-    values = bias.values if bias.values.dim() == 3 else bias.values[None]
-    return "sums", values, 0
+        return "table", values, bias.zero
+    if isinstance(bias, Slopes):
+        return "slopes", values if values.dim() == 2 else values[None], 0
+    return "sums", values if values.dim() == 3 else values[None], 0
 
 
 def hidden_keys(seen: Spans, keys: int) -> Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -30,37 +32,30 @@ def ranges_like(q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
 
 
 def backward(
-    g: Tensor,
-    g_lse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    ranges: Tensor | None,
-    call: Call,
-    to_values: bool,
+    g: Tensor, g_lse: Tensor | None, saved: Sequence[Tensor], call: Call, to_values: bool
 ) -> Gradients:
-    """The gradients of q, k, v and the bias's numbers."""
+    """The gradients of q, k, v and the bias's numbers; see `op`."""
+    q, k, v, out, lse, _ = saved
     sees_nothing = lse == float("-inf")
     g_lse = torch.zeros_like(lse) if g_lse is None else g_lse
     # Its weights are zero in the pieces, and not NaN.
     lse, g_lse = lse.masked_fill(sees_nothing, 0.0), g_lse.masked_fill(sees_nothing, 0.0)
     grads = [torch.zeros_like(x, dtype=lse.dtype).contiguous() for x in (q, k, v)]
     values = call.values if to_values else None
-    to = q.new_empty(0) if values is None else torch.zeros_like(values, dtype=_exact(q))
+    # Contiguous, as the op promises, also if the values are a transpose.
+    to = q.new_empty(0) if values is None else q.new_zeros(values.shape, dtype=_exact(q))
     # SDPA's kernel keeps the gradients of the scores to itself.
     flash = values is None and _has_flash(q, v) and not g_lse.any()
     with torch.autocast(q.device.type, enabled=False):
         for some, alone in sequences(call) if lse.numel() else ():
             into = [x[some] for x in grads]
-            saved = [x[some].to(lse.dtype) for x in (g, q, k, v, out, lse)]
+            wide = [_with_dense_rows(x[some].to(lse.dtype)) for x in (g, q, k, v, out, lse)]
             to_bias = None if values is None else _BiasGradient(q[some], k, alone)
             for piece in pieces(q[some], k[some], alone, written=not flash):
-                if flash and saved[0][piece.queries].shape[:2].numel() > 1:
-                    _flash_gradients(saved, piece, call.scale, into)
+                if flash and wide[0][piece.queries].shape[:2].numel() > 1:
+                    _flash_gradients(wide, piece, call.scale, into)
                     continue
-                ds = _piece_gradients(saved, g_lse[some], piece, call.scale, into)
+                ds = _piece_gradients(wide, g_lse[some], piece, call.scale, into)
                 if to_bias is not None:
                     to_bias.add(ds, piece)
             if to_bias is not None and values is not None:
@@ -84,7 +79,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tenso
     bare = call.first is not None
     if call.kind == "table" and call.values is not None:
         bare = bare or bool(call.values.isinf().any())
-    out, (q1, k1, v1) = None, (x.to(work) for x in (q, k, v))
+    out, (q1, k1, v1) = None, (_with_dense_rows(x.to(work)) for x in (q, k, v))
     for queries, keys, mask, _ in pieces(q, k, call, written=not flash):
         attend = cpu_flash_attention if flash else _attend
         some, sums = attend(q1[queries].flip(2), k1[keys], v1[keys], mask, call.scale)
@@ -97,6 +92,11 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tenso
         out[queries], lse[queries] = some, sums
     assert out is not None
     return out, lse
+
+
+def _with_dense_rows(x: Tensor) -> Tensor:
+    """``x``, or a copy where its last axis has a step: SDPA's kernel reads rows as dense."""
+    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _has_flash(q: Tensor, v: Tensor) -> bool:
@@ -126,11 +126,11 @@ def _unfold(x: Tensor, shared: int) -> Tensor:
     return unfolded
 
 
-def _flash_gradients(saved: list[Tensor], piece: Piece, scale: float, into: list[Tensor]) -> None:
+def _flash_gradients(wide: list[Tensor], piece: Piece, scale: float, into: list[Tensor]) -> None:
     """Add the gradients of a piece to those of q, k and v."""
     queries, keys, mask, _ = piece
-    g, q, out, lse = (saved[n][queries].flip(2) for n in (0, 1, 4, 5))
-    k, v = saved[2][keys], saved[3][keys]
+    g, q, out, lse = (wide[n][queries].flip(2) for n in (0, 1, 4, 5))
+    k, v = wide[2][keys], wide[3][keys]
     to_q, to_k, to_v = cpu_flash_gradients(g, q, k, v, out, lse, mask, scale)
     into[0][queries] = to_q.flip(2)
     into[1][keys].add_(to_k)
@@ -138,7 +138,7 @@ def _flash_gradients(saved: list[Tensor], piece: Piece, scale: float, into: list
 
 
 def _piece_gradients(
-    saved: list[Tensor], g_lse: Tensor, piece: Piece, scale: float, into: list[Tensor]
+    wide: list[Tensor], g_lse: Tensor, piece: Piece, scale: float, into: list[Tensor]
 ) -> Tensor:
     r"""Add the gradients of a piece to those of q, k and v; return that of the scores.
 
@@ -146,9 +146,9 @@ def _piece_gradients(
               dS = P \odot (dP - \text{rowsum}(O \odot dO) + d\,lse)
     """
     queries, keys, mask, _ = piece
-    g, q, out, lse = (saved[n][queries].flip(2) for n in (0, 1, 4, 5))
+    g, q, out, lse = (wide[n][queries].flip(2) for n in (0, 1, 4, 5))
     shift = (g * out).sum(-1) - g_lse[queries].flip(2)
-    k, v = saved[2][keys], saved[3][keys]
+    k, v = wide[2][keys], wide[3][keys]
     shared = q.shape[1] // k.shape[1]
     q, g = _fold(q, shared), _fold(g, shared)
     # A product with a transposed matrix that lies in memory as such is up to twice as fast.

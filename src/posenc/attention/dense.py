@@ -36,7 +36,9 @@ def attend_scores(
     scores: Tensor, hidden: Tensor, v: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """Attention by ``scores``, ``[B, H, Q, K]``; queries that see no key get zero, and -inf."""
-    # With minus infinity, the gradients of a query that sees no key would be NaN.
+    # A bias of minus infinity hides a key too. With minus infinity in the softmax, the gradients of
+    # a query that sees no key would be NaN.
+    hidden = hidden | (scores == float("-inf"))
     scores = scores.masked_fill(hidden, torch.finfo(scores.dtype).min)
     weights = scores.softmax(-1).masked_fill(hidden, 0.0)
     lse = scores.logsumexp(-1).masked_fill(hidden.all(-1), float("-inf"))

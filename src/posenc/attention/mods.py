@@ -9,7 +9,15 @@ import torch
 from torch import Tensor
 
 from posenc._contract import checks, qk_checks
-from posenc.attention.biases import Bias, DistanceTable, RowBias, Slopes, check_bias, heads_of
+from posenc.attention.biases import (
+    Bias,
+    DistanceTable,
+    RowBias,
+    Slopes,
+    check_bias,
+    check_sequences,
+    heads_of,
+)
 from posenc.functional.alibi import KeyOptions
 from posenc.numerics.spans import Ends, document_ends
 
@@ -82,6 +90,9 @@ def alibi_score_mod(
     queries, keys = qk_checks.check_lengths(who, q_len, k_len)
     checks.boolean(who, "causal", causal)
     first_head = checks.integer(who, "head_offset", head_offset, least=0)
+    if first_head >= slopes.shape[-1]:
+        rule = f"head_offset must be below the {slopes.shape[-1]} heads of slopes"
+        checks.fail(who, rule, first_head, "Pass the slopes of all ranks.")
     start = qk_checks.check_query_offset(who, query_offset, queries, keys, device)
     documents = qk_checks.check_key_ids(who, "document_ids", document_ids, keys, device)
     positions = qk_checks.check_key_ids(who, "position_ids", position_ids, keys, device)
@@ -134,13 +145,13 @@ def relative_score_mod(
     checks.boolean(who, "causal", causal)
     if bias is None or isinstance(bias, RowBias):
         rule = "bias must be Slopes, DistanceTable or RunningSum"
-        way_out = "Pass a RowBias to biased_attention, which FlexAttention cannot compute."
+        way_out = "FlexAttention cannot compute it: call attention(), or biased_attention."
         checks.fail(who, rule, checks.describe(bias), way_out, TypeError)
     check_bias(who, bias, heads_of(bias), keys)
     values, device = bias.values, bias.values.device
     start = qk_checks.check_query_offset(who, query_offset, queries, keys, device)
     documents = qk_checks.check_key_ids(who, "document_ids", document_ids, keys, device)
-    qk_checks.check_batches(who, query_offset=start, document_ids=documents)
+    check_sequences(who, bias, query_offset=start, document_ids=documents)
     start = as_int32(start, device)
     if isinstance(bias, Slopes):
         mod = bias_mod(values, start, causal)

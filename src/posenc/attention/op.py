@@ -4,9 +4,9 @@ A kernel is a module with
 
 ``forward(q, k, v, call)``, which returns the output, the log-sum-exp, and what its backward pass
 needs to know of the pruned keys, an int32 tensor or None; ``ranges_like(q, k, v, call)``, an empty
-tensor of that kind; and ``backward(g, g_lse, q, k, v, out, lse, ranges, call, to_values)``, which
-returns the gradients of q, k, v and, if ``to_values``, of the bias's numbers. ``g_lse`` is None
-where nobody used the log-sum-exp.
+tensor of that kind; and ``backward(g, g_lse, saved, call, to_values)``, with the inputs and results
+of ``forward`` as ``saved``, which returns the gradients of q, k, v and, if ``to_values``, of the
+bias's numbers. ``g_lse`` is None where nobody used the log-sum-exp.
 """
 
 from __future__ import annotations
@@ -30,16 +30,14 @@ def attend(
     who: str, q: Tensor, k: Tensor, v: Tensor, call: Call, backend: str | None
 ) -> tuple[Tensor, Tensor]:
     """Attention and its log-sum-exp by the kernel named ``backend``, or by one for the device."""
-    if backend not in (None, "triton", "chunked", "dense"):
-        rule = "backend must be 'triton', 'chunked', 'dense' or None"
-        checks.fail(who, rule, checks.describe(backend), "Leave backend out to have one chosen.")
+    check_backend(who, backend)
     if backend == "triton" and kernel_for(q, v) is chunked:
         rule = "backend='triton' needs CUDA, Triton, at most float32 and heads of at most 256"
         got = f"{q.dtype} on {q.device}, {q.shape[-1]} wide"
         checks.fail(who, rule, got, "Leave backend out to have one chosen.")
     if backend == "dense":
         return dense.attend(q, k, v, call)
-    if is_plain(q, k, v) and not in_forward_mode():
+    if is_plain(q, k, v) and not in_forward_mode() and not q.is_meta:
         kernel = chunked if backend == "chunked" else kernel_for(q, v)
         if torch.is_grad_enabled() and _requires_grad(q, k, v, call.values):
             return _Attend.apply(kernel, q, k, v, *call)  # type: ignore[no-any-return]
@@ -49,6 +47,13 @@ def attend(
         return dense.attend(q, k, v, call)
     out, lse, _ = attend_op(q, k, v, *call)
     return out, lse
+
+
+def check_backend(who: str, backend: Any) -> None:
+    """Refuse a name that no kernel has."""
+    if backend not in (None, "triton", "chunked", "dense"):
+        rule = "backend must be 'triton', 'chunked', 'dense' or None"
+        checks.fail(who, rule, checks.describe(backend), "Leave backend out to have one chosen.")
 
 
 def _requires_grad(*tensors: Tensor | None) -> bool:
@@ -78,19 +83,21 @@ class _Attend(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, g: Tensor | None, g_lse: Tensor | None) -> Any:
-        q, k, v, out, lse, ranges, *held = ctx.saved_tensors
-        call, needs = Call(*held, *ctx.others), ctx.needs_input_grad[1:5]
-        g = torch.zeros_like(out) if g is None else g
+        held = ctx.saved_tensors
+        saved, call = held[:6], Call(*held[6:], *ctx.others)
+        needs = ctx.needs_input_grad[1:5]
+        g = torch.zeros_like(saved[3]) if g is None else g
         if torch.is_grad_enabled() or not is_plain(g):
-            return None, *_recorded_gradients(needs, g, g_lse, q, k, v, call), *[None] * 9
-        *found, to = ctx.kernel.backward(g, g_lse, q, k, v, out, lse, ranges, call, needs[3])
+            return None, *_recorded_gradients(needs, g, g_lse, saved, call), *[None] * 9
+        *found, to = ctx.kernel.backward(g, g_lse, saved, call, needs[3])
         return None, *found, to if needs[3] else None, *[None] * 9
 
 
 def _recorded_gradients(
-    needs: Any, g: Tensor, g_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, call: Call
+    needs: Any, g: Tensor, g_lse: Tensor | None, saved: Any, call: Call
 ) -> list[Tensor | None]:
     """The gradients as operations of torch, for a second derivative, or a batch of gradients."""
+    q, k, v, *_ = saved
     given: Any = (q, k, v, call.values)
     wanted = [x for x, need in zip(given, needs, strict=True) if need]
     with torch.enable_grad():
@@ -114,21 +121,10 @@ def _fake(q: Tensor, k: Tensor, v: Tensor, *call: Any) -> tuple[Tensor, Tensor, 
     return out, q.new_empty(q.shape[:3], dtype=wide), ranges
 
 
-def _backward(
-    g: Tensor,
-    g_lse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    ranges: Tensor,
-    to_values: bool,
-    *call: Any,
-) -> Gradients:
-    kernel, given = kernel_for(q, v), Call(*call)
-    *found, to = kernel.backward(g, g_lse, q, k, v, out, lse, ranges, given, to_values)
-    return *found, q.new_empty(0) if to is None else to
+def _backward(g: Tensor, g_lse: Tensor | None, *others: Any) -> Gradients:
+    saved, to_values, call = others[:6], others[6], Call(*others[7:])
+    *found, to = kernel_for(saved[0], saved[2]).backward(g, g_lse, saved, call, to_values)
+    return *found, g.new_empty(0) if to is None else to
 
 
 def _fake_backward(
@@ -148,12 +144,13 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 
 def _gradients(ctx: Any, g: Tensor | None, g_lse: Tensor | None, _: Any) -> tuple[Any, ...]:
-    q, k, v, out, lse, ranges, *held = ctx.saved_tensors
-    call, needs = Call(*held, *ctx.others), ctx.needs_input_grad[:4]
-    g = torch.zeros_like(out) if g is None else g
+    held = ctx.saved_tensors
+    saved, call = held[:6], Call(*held[6:], *ctx.others)
+    needs = ctx.needs_input_grad[:4]
+    g = torch.zeros_like(saved[3]) if g is None else g
     if torch.is_grad_enabled():
-        return *_recorded_gradients(needs, g, g_lse, q, k, v, call), *[None] * 9
-    *found, to = attend_backward_op(g, g_lse, q, k, v, out, lse, ranges, needs[3], *call)
+        return *_recorded_gradients(needs, g, g_lse, saved, call), *[None] * 9
+    *found, to = attend_backward_op(g, g_lse, *saved, needs[3], *call)
     return *found, to if needs[3] else None, *[None] * 9
 
 

@@ -15,9 +15,9 @@ from torch import Tensor
 from posenc.attention.biases import Call
 from posenc.attention.pruning import needed_keys
 
-# Queries of a piece: few skip more hidden keys, many multiply faster, and scores that are written
-# down need more for that. At most SCORES of them are written at once.
-ROWS, WRITTEN_ROWS, CHUNK, SCORES = 64, 128, 256, 2**21
+# Queries of a piece, at least and at most: few skip more hidden keys, many multiply faster. At most
+# SCORES scores are written down at once.
+ROWS, CHUNK, SCORES = 128, 256, 2**21
 # Up to DENSE_SCORES scores, and on a CPU up to DENSE_KEYS keys, nothing is pruned: finding the keys
 # would cost more than it saves.
 DENSE_SCORES, DENSE_KEYS = 2**22, 2**18
@@ -83,7 +83,7 @@ def pieces(q: Tensor, k: Tensor, call: Call, *, written: bool) -> Iterator[Piece
     batch, heads, queries, _ = q.shape
     shared = heads // k.shape[1]
     pruned = call.prune and call.kind in ("slopes", "sums") and not is_dense(q, k)
-    size = min(CHUNK, max(WRITTEN_ROWS if written else ROWS, queries // 512 * 64))
+    size = min(CHUNK, max(ROWS, queries // 512 * 64))
     bias = _Bias(q, k, call)
     ranges = _key_ranges(q, k, call._replace(prune=pruned), size)
     for n, each in enumerate(ranges):
@@ -113,7 +113,9 @@ def _key_ranges(q: Tensor, k: Tensor, call: Call, size: int) -> list[list[slice]
         stops = [call.start + min(n + size, queries) for n in range(0, queries, size)]
         return [[slice(0, min(stop, keys) if call.causal else keys)] for stop in stops]
     _, low, high = needed_keys(q, k, call)
-    lows = torch.stack([x.amin((0, 2)) for x in low.split(size, -1)]).clamp(max=keys - 1)
+    # A key that a causal line of distances has, also where padding sees none.
+    most = min(keys, call.start + queries) - 1 if call.causal else keys - 1
+    lows = torch.stack([x.amin((0, 2)) for x in low.split(size, -1)]).clamp(max=most)
     highs = torch.stack([x.amax((0, 2)) for x in high.split(size, -1)])
     ends = torch.stack(torch.broadcast_tensors(lows, highs)).tolist()
     found = []

@@ -76,8 +76,8 @@ def bound_scores(q: Tensor, k: Tensor, *, scale: float | None = None) -> Tensor:
     """
     who = "bound_scores"
     qk_checks.check_qk(who, q, k)
-    q_norms, k_norms = norms(q, k, qk_checks.check_scale(who, scale, q))
-    return q_norms.amax(-1) * k_norms
+    scale = qk_checks.check_scale(who, scale, q)
+    return _norms(q).amax(-1) * longest_key(q, k) * abs(scale)
 
 
 def needed_keys(q: Tensor, k: Tensor, call: Call) -> tuple[Spans, Tensor, Tensor]:
@@ -95,12 +95,15 @@ def needed_keys(q: Tensor, k: Tensor, call: Call) -> tuple[Spans, Tensor, Tensor
     return seen, *prune_keys(seen, slopes, gap, keys, q.dtype, causal=call.causal)
 
 
-def norms(q: Tensor, k: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Norm of each query times ``scale``, ``[B, H, Q]``, and of the longest key, ``[B, H]``."""
-    wide = torch.promote_types(q.dtype, torch.float32)
-    q_norms = torch.linalg.vector_norm(q, dim=-1, dtype=wide) * abs(scale)
-    k_norms = torch.linalg.vector_norm(k, dim=-1, dtype=wide).amax(-1)
-    return q_norms, k_norms.repeat_interleave(q.shape[1] // k.shape[1], 1)
+def _norms(x: Tensor) -> Tensor:
+    wide = torch.promote_types(x.dtype, torch.float32)
+    norms: Tensor = torch.linalg.vector_norm(x, dim=-1, dtype=wide)
+    return norms
+
+
+def longest_key(q: Tensor, k: Tensor) -> Tensor:
+    """Norm of the longest key, for each head of ``q``, ``[B, H]``."""
+    return _norms(k).amax(-1).repeat_interleave(q.shape[1] // k.shape[1], 1)
 
 
 def score_gap(
@@ -114,12 +117,12 @@ def score_gap(
     windows of the bound :math:`2 s |q||k|`. ``longest``, ``[B, H]``, is the norm of the longest key
     where ``k`` has only some of them.
     """
-    q_norms, k_norms = norms(q, k, scale)
-    k_norms = k_norms if longest is None else longest
+    longest = longest_key(q, k) if longest is None else longest
+    q_norms = _norms(q) * abs(scale)
     groups, wide = (k.shape[1], q.shape[1] // k.shape[1]), q_norms.dtype
     products = q.unflatten(1, groups).to(wide) * own_keys.unsqueeze(2).to(wide)
     own_scores: Tensor = products.sum(-1).flatten(1, 2) * scale
-    return q_norms * k_norms[..., None] * SLACK - own_scores
+    return q_norms * longest[..., None] * SLACK - own_scores
 
 
 def _own_keys(k: Tensor, q_len: int, offset: int | Tensor, own: Tensor) -> Tensor:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from posenc._contract import checks
+from posenc._contract.tracing import in_transform
 from posenc.attention.biases import Call, RowBias, hidden_keys
 from posenc.attention.dense import attend_scores
 from posenc.numerics.spans import Spans
@@ -14,17 +18,21 @@ from posenc.numerics.spans import Spans
 SCORES = 2**21
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, bias: RowBias, call: Call) -> tuple[Tensor, Tensor]:
+def attend(
+    who: str, q: Tensor, k: Tensor, v: Tensor, bias: RowBias, call: Call
+) -> tuple[Tensor, Tensor]:
     """Attention and its log-sum-exp; each piece is computed again in the backward pass."""
     (batch, heads, queries, _), keys = q.shape, k.shape[2]
     seen = call.spans(queries, keys, q.device)
     size = max(1, SCORES // max(1, batch * heads * keys))
     pieces = []
+    # A checkpoint has hooks, which torch.func does not take.
+    again = torch.is_grad_enabled() and not in_transform(q, k, v)
     for start in range(0, max(queries, 1), size):
         rows = slice(start, start + size)
         some = Spans(*(x[:, rows] for x in seen))
-        given = q[:, :, rows], k, v, bias, some, call.scale
-        if torch.is_grad_enabled():
+        given = who, q[:, :, rows], k, v, bias, some, call.scale
+        if again:
             pieces.append(checkpoint(_piece, *given, use_reentrant=False))
         else:
             pieces.append(_piece(*given))
@@ -33,12 +41,23 @@ def attend(q: Tensor, k: Tensor, v: Tensor, bias: RowBias, call: Call) -> tuple[
 
 
 def _piece(
-    q: Tensor, k: Tensor, v: Tensor, bias: RowBias, seen: Spans, scale: float
+    who: str, q: Tensor, k: Tensor, v: Tensor, bias: RowBias, seen: Spans, scale: float
 ) -> tuple[Tensor, Tensor]:
     wide = torch.promote_types(q.dtype, torch.float32)
     keys, shared = k.shape[2], q.shape[1] // k.shape[1]
     with torch.autocast(q.device.type, enabled=False):
         k, v = (x.to(wide).repeat_interleave(shared, 1) for x in (k, v))
         index = torch.arange(keys, device=q.device)
-        scores = q.to(wide) @ k.mT * scale + bias.rows(seen.own, index).to(wide)
+        scores = q.to(wide) @ k.mT * scale
+        scores = scores + _check_rows(who, bias.rows(seen.own, index), scores.shape).to(wide)
         return attend_scores(scores, hidden_keys(seen, keys), v, q.dtype)
+
+
+def _check_rows(who: str, made: Any, shape: torch.Size) -> Tensor:
+    """What a :class:`RowBias` returned, if it is for the scores of ``shape``."""
+    sizes = made.shape if isinstance(made, Tensor) else ()
+    if len(sizes) != 4 or any(n not in (1, m) for n, m in zip(sizes, shape, strict=True)):
+        rule = f"RowBias.rows must return a tensor of shape {tuple(shape)}, or (1, ...)"
+        way_out = "Return [1 or B, H, n, k] for queries [1 or B, n] and keys [k]."
+        checks.fail(who, rule, checks.describe(made), way_out)
+    return made  # type: ignore[no-any-return]

@@ -59,7 +59,7 @@ class Buckets:
     sources: Mapping[str, str] = field(compare=False)
 
 
-# A string names an encoding that posenc has no module for.
+# A string names an encoding that posenc has no module for, or whose sizes no key of a config says.
 Part = Alibi | Table | Buckets | str
 
 _USE_MODEL = "Use the model's own code: posenc has no module for it."
@@ -75,9 +75,11 @@ NOUNS = {
     "buckets": ("T5's relative bias, a number for each bucket of distances", _USE_T5),
     "relative": ("relative position embeddings", _USE_MODEL),
     "convolution": ("a convolution for positions", _USE_MODEL),
+    "windows": ("a bias for each offset of two patches", "Use GridBias(size, num_heads)."),
     "patches": ("a learned vector for each patch of an image", "Use LearnedPosEmbedding."),
     "none": ("no positional encoding", "Leave positions out."),
 }
+WITHOUT_SIZES = dict(NOUNS[kind] for kind in ("windows", "patches", "none"))
 
 
 def kind_of(config: Mapping[str, Any]) -> str | None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 from posenc import ALiBi, RoPE, backends, configs, scaling
+from posenc.configs import others
 
 # A value, and the key it came from.
 Fact = tuple[Any, str]
@@ -97,7 +98,8 @@ def _explained(part: Any, seq_len: int | None) -> Explanation:
     if isinstance(part, configs.Recipe):
         return _rotary(part, seq_len)
     if isinstance(part, str):
-        return Explanation(part, None, {}, {}, None, f"posenc has no module for {part}")
+        build = others.WITHOUT_SIZES.get(part, f"posenc has no module for {part}")
+        return Explanation(part, None, {}, {}, None, build)
     arguments = {}
     for name in (each.name for each in fields(part)):
         value = getattr(part, name)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from posenc import kernels
 from posenc._contract import checks, qk_checks
-from posenc.attention.biased import attend
+from posenc.attention.biased import attend, check_options
 from posenc.attention.biases import Bias, DistanceTable, relative_bias
 from posenc.attention.mods import relative_score_mod
 from posenc.nn._module import ReadOnlyArguments
@@ -45,17 +45,18 @@ class KeepsDtype(nn.Module):
 
 
 class Linear(KeepsDtype, nn.Linear):
-    """A linear layer that keeps its dtype, and computes in it or in a wider one."""
+    """A linear layer that keeps its dtype, and computes in it or a wider one, autocast or not."""
 
     def forward(self, input: Tensor) -> Tensor:
         """The product with the weight, plus the bias."""
         wide = torch.promote_types(input.dtype, self.weight.dtype)
         bias = None if self.bias is None else self.bias.to(wide)
-        return nn.functional.linear(input.to(wide), self.weight.to(wide), bias)
+        with torch.autocast(input.device.type, enabled=False):
+            return nn.functional.linear(input.to(wide), self.weight.to(wide), bias)
 
 
 class RelativeBias(KeepsDtype, ReadOnlyArguments):
-    """A bias that follows from a few numbers, which :meth:`numbers` of a subclass gives."""
+    """A bias that follows from a few numbers, which ``_numbers`` of a subclass makes."""
 
     num_heads: int
     causal: bool
@@ -85,6 +86,10 @@ class RelativeBias(KeepsDtype, ReadOnlyArguments):
             document_ids: As in :meth:`attention`, for a bias that depends on where a document
                 begins.
         """
+        keys = checks.integer(type(self).__name__, "k_len", k_len, least=0)
+        return self._numbers(keys, dtype, document_ids)
+
+    def _numbers(self, keys: int, dtype: torch.dtype, ids: Tensor | None) -> Bias:
         raise NotImplementedError
 
     def table(self, k_len: int, *, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -94,12 +99,14 @@ class RelativeBias(KeepsDtype, ReadOnlyArguments):
         columns begin with later keys, and distance zero is in the middle. The numbers at either
         end are those of all farther distances.
         """
-        found = self.numbers(k_len, dtype=dtype)
+        who = type(self).__name__
+        keys = checks.integer(who, "k_len", k_len, least=0)
+        found = self.numbers(keys, dtype=checks.float_dtype(who, "dtype", dtype))
         if isinstance(found, DistanceTable):
             return found.values
         rule = "the bias must be a function of the distance alone"
         way_out = "Call bias() for the whole matrix, or attention()."
-        checks.fail(type(self).__name__, rule, type(found).__name__, way_out)
+        checks.fail(who, rule, type(found).__name__, way_out)
 
     def bias(
         self,
@@ -125,22 +132,17 @@ class RelativeBias(KeepsDtype, ReadOnlyArguments):
             Tensor of shape ``(H, Q, K)``, or ``(B, H, Q, K)`` if an argument has a batch axis;
             ``-inf`` for keys that are not seen.
         """
-        who = type(self).__name__
-        queries, keys = qk_checks.check_lengths(who, q_len, k_len)
-        checks.float_dtype(who, "dtype", dtype)
+        queries, keys = qk_checks.check_lengths(type(self).__name__, q_len, k_len)
         wide = torch.promote_types(dtype, torch.float32)
-        found = self._numbers(keys, wide, document_ids)
+        found = self.numbers(keys, dtype=wide, document_ids=document_ids)
         given: Any = {"query_offset": query_offset, "document_ids": document_ids, "dtype": dtype}
-        return relative_bias(
-            found, queries, keys, causal=self.causal, device=self._device(), **given
-        )
+        given |= {"causal": self.causal, "device": self._device()}
+        return relative_bias(found, queries, keys, **given)
 
     def score_mod(self, q_len: int, k_len: int, **options: Unpack[ModOptions]) -> ScoreMod:
         """A score_mod for ``flex_attention``: :func:`posenc.attention.relative_score_mod`."""
-        who = type(self).__name__
-        queries, keys = qk_checks.check_lengths(who, q_len, k_len)
-        found = self._numbers(keys, torch.float32, options.get("document_ids"))
-        return relative_score_mod(found, queries, keys, causal=self.causal, **options)
+        found = self.numbers(k_len, document_ids=options.get("document_ids"))
+        return relative_score_mod(found, q_len, k_len, causal=self.causal, **options)
 
     def attention(
         self, q: Tensor, k: Tensor, v: Tensor, **options: Unpack[AttentionOptions]
@@ -158,14 +160,16 @@ class RelativeBias(KeepsDtype, ReadOnlyArguments):
             ``(B, H, Q, Dv)`` in the dtype of ``q``.
         """
         who = type(self).__name__
+        check_options(who, options)
         qk_checks.check_qkv(who, q, k, v)
         if q.shape[1] != self.num_heads:
             rule = f"q must have {self.num_heads} heads, one for each of the bias"
-            checks.fail(who, rule, q.shape[1], f"Build {who} with that num_heads.")
+            way_out = f"Build {who} with that num_heads, or transpose to (B, heads, tokens, D)."
+            checks.fail(who, rule, q.shape[1], way_out)
         if options.get("scale") is None:
             options["scale"] = self._scale
         wide = torch.promote_types(q.dtype, torch.float32)
-        found = self._numbers(k.shape[2], wide, options.get("document_ids"))
+        found = self.numbers(k.shape[2], dtype=wide, document_ids=options.get("document_ids"))
         return attend(who, q, k, v, found, causal=self.causal, **options)[0]
 
     def forward(self, scores: Tensor) -> Tensor:
@@ -178,11 +182,6 @@ class RelativeBias(KeepsDtype, ReadOnlyArguments):
             checks.fail(who, rule, got, "Put the heads third from last.")
         wide = torch.promote_types(scores.dtype, torch.float32)
         return kernels.add(scores, self.bias(*scores.shape[-2:], dtype=wide).to(scores.device))
-
-    def _numbers(self, keys: int, dtype: torch.dtype, document_ids: Tensor | None) -> Bias:
-        # A bias is not rounded to the dtype of autocast.
-        with torch.autocast(self._device().type, enabled=False):
-            return self.numbers(keys, dtype=dtype, document_ids=document_ids)
 
     def _device(self) -> torch.device:
         return next(self.parameters()).device

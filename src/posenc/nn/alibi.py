@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from posenc import attention, configs, kernels
 from posenc._contract import checks, qk_checks
+from posenc.attention.biased import check_options
 from posenc.functional.alibi import alibi_bias, alibi_key_bias
 from posenc.functional.alibi_models import alibi_model_slopes
 from posenc.nn._bias import KeepsDtype
@@ -93,15 +94,11 @@ class ALiBi(KeepsDtype, TableModule):
         self.learned = checks.boolean(who, "learned", learned)
         self._tables = SharedTables(_slope_table, (numbers,), 1, torch.float64)
         if learned:
-            self._check_learnable(who, numbers)
+            if isinstance(numbers[0], tuple) or not all(numbers):
+                rule = "learned slopes must be one for each head, above zero"
+                checks.fail(who, rule, numbers, "Pass slopes of shape (H,), or learned=False.")
             self.log_slopes = nn.Parameter(torch.empty(self.num_heads, dtype=torch.float32))
             self.reset_parameters()
-
-    @staticmethod
-    def _check_learnable(who: str, numbers: Any) -> None:
-        if isinstance(numbers[0], tuple) or not all(numbers):
-            rule = "learned slopes must be one for each head, above zero"
-            checks.fail(who, rule, numbers, "Pass slopes of shape (H,), or learned=False.")
 
     def reset_parameters(self) -> None:
         """Set learned slopes to those of the constructor."""
@@ -252,6 +249,7 @@ class ALiBi(KeepsDtype, TableModule):
             >>> ALiBi(8).attention(q, k, v).shape
             torch.Size([1, 8, 512, 64])
         """
+        check_options(type(self).__name__, options)
         slopes = self._exact(q.device if isinstance(q, Tensor) else None)
         return attention.alibi_attention(q, k, v, slopes, causal=self.causal, **options)
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from posenc._contract import checks, qk_checks
-from posenc.attention.biased import attend
+from posenc.attention.biased import attend, check_options
 from posenc.attention.biases import RowBias, relative_bias
 from posenc.nn._bias import KeepsDtype
 from posenc.nn._module import ReadOnlyArguments
@@ -79,8 +79,7 @@ class CoPE(KeepsDtype, ReadOnlyArguments):
         dtype: torch.dtype = torch.float32,
     ) -> Tensor:
         """The whole matrix ``(B, H, Q, K)``; ``-inf`` for keys that are not seen."""
-        who = type(self).__name__
-        found = self._rows(who, q, k, scale, query_offset)
+        found = self._rows(q, k, scale, query_offset)
         given = {"query_offset": query_offset, "document_ids": document_ids, "dtype": dtype}
         lengths = q.shape[2], k.shape[2]
         made = relative_bias(found, *lengths, device=q.device, **given)  # type: ignore[arg-type]
@@ -102,12 +101,14 @@ class CoPE(KeepsDtype, ReadOnlyArguments):
             ``(B, H, Q, Dv)`` in the dtype of ``q``.
         """
         who = type(self).__name__
-        found = self._rows(who, q, k, options.get("scale"), options.get("query_offset"))
+        check_options(who, options)
+        found = self._rows(q, k, options.get("scale"), options.get("query_offset"))
         return attend(who, q, k, v, found, **options)[0]
 
     def _rows(
-        self, who: str, q: Tensor, k: Tensor, scale: float | None, offset: int | Tensor | None
+        self, q: Tensor, k: Tensor, scale: float | None, offset: int | Tensor | None
     ) -> RowBias:
+        who = type(self).__name__
         qk_checks.check_qk(who, q, k)
         qk_checks.check_lengths(who, q.shape[2], k.shape[2])
         way_out = f"Build {who}({q.shape[3]}, {self.max_pos})."

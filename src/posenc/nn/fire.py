@@ -87,24 +87,18 @@ class FIRE(RelativeBias):
         if self.learn_threshold:
             nn.init.ones_(self.L_multiplier)
 
-    def numbers(
-        self,
-        k_len: int,
-        *,
-        dtype: torch.dtype = torch.float32,
-        document_ids: Tensor | None = None,
+    def _numbers(
+        self, keys: int, dtype: torch.dtype, ids: Tensor | None
     ) -> DistanceTable | RowBias:
-        """A table of distances if no query is past :math:`L`; otherwise rows."""
-        who, device = type(self).__name__, self.c.device
-        ids = qk_checks.check_key_ids(who, "document_ids", document_ids, k_len, device)
-        if self._is_table(k_len):
-            exact = widest(device)
-            c, least = self._scales(exact)
-            distance, zero = self._distances(k_len)
+        device = self.c.device
+        if self._is_table(keys):
+            c, least = self._scales(widest(device))
+            distance, zero = self._distances(keys)
             ratio = (c * distance.abs()).log1p() / (c * least).log1p()
             return DistanceTable(self.mlp(ratio[:, None]).T.to(dtype), zero)
         c, least = self._scales(dtype)
-        ends = document_ends(ids)
+        who = type(self).__name__
+        ends = document_ends(qk_checks.check_key_ids(who, "document_ids", ids, keys, device))
 
         def rows(own: Tensor, index: Tensor) -> Tensor:
             position = own if ends is None else own - gather_rows(ends[0], own)

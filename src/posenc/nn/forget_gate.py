@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from posenc._contract import checks
-from posenc.attention.biased import attend
+from posenc.attention.biased import attend, check_options
 from posenc.attention.biases import RunningSum, relative_bias
 from posenc.attention.mods import relative_score_mod
 from posenc.nn._bias import KeepsDtype, Linear
@@ -97,17 +97,16 @@ class ForgetGate(KeepsDtype, ReadOnlyArguments):
         _, width = checks.check_embeddings(who, "x", x)
         way_out = f"Build {who}({width}, {self.num_heads})."
         checks.equal(who, "embed_dim", width, self.embed_dim, way_out)
-        with torch.autocast(x.device.type, enabled=False):
-            logits = self.proj(x).mT.to(widest(x.device))
-            sums = torch.nn.functional.logsigmoid(logits).cumsum(-1)
+        logits = self.proj(x).mT.to(widest(x.device))
+        sums = torch.nn.functional.logsigmoid(logits).cumsum(-1)
         if past is None:
             return sums
         checks.float_tensor(who, "past", past)
         if past.shape[:-1] != sums.shape[:-1] or past.shape[-1] == 0:
-            rule = f"past must have shape {(*sums.shape[:-1], 'P')}, with P at least 1"
-            checks.fail(
-                who, rule, f"shape {tuple(past.shape)}", "Pass None before the first token."
-            )
+            shape = ", ".join(map(str, (*sums.shape[:-1], "P")))
+            rule = f"past must have shape ({shape}), with P at least 1"
+            way_out = "Pass None before the first token."
+            checks.fail(who, rule, f"shape {tuple(past.shape)}", way_out)
         past = past.to(sums.dtype)
         return torch.cat((past, past[..., -1:] + sums), -1)
 
@@ -128,13 +127,14 @@ class ForgetGate(KeepsDtype, ReadOnlyArguments):
             **options: ``query_offset`` and ``document_ids``, as in
                 :func:`posenc.attention.relative_bias`.
         """
-        keys = self._keys(sums)
+        keys = checks.float_tensor(type(self).__name__, "sums", sums).shape[-1]
         queries = keys if q_len is None else q_len
         return relative_bias(RunningSum(sums), queries, keys, dtype=dtype, **options)
 
     def score_mod(self, sums: Tensor, q_len: int, **options: Unpack[ModOptions]) -> ScoreMod:
         """A score_mod for ``flex_attention``: :func:`posenc.attention.relative_score_mod`."""
-        return relative_score_mod(RunningSum(sums), q_len, self._keys(sums), **options)
+        keys = checks.float_tensor(type(self).__name__, "sums", sums).shape[-1]
+        return relative_score_mod(RunningSum(sums), q_len, keys, **options)
 
     def attention(
         self, q: Tensor, k: Tensor, v: Tensor, sums: Tensor, **options: Unpack[AttentionOptions]
@@ -152,13 +152,6 @@ class ForgetGate(KeepsDtype, ReadOnlyArguments):
         Returns:
             ``(B, H, Q, Dv)`` in the dtype of ``q``. Gradients reach the gates through ``sums``.
         """
-        return attend(type(self).__name__, q, k, v, RunningSum(sums), **options)[0]
-
-    def _keys(self, sums: Tensor) -> int:
         who = type(self).__name__
-        checks.float_tensor(who, "sums", sums)
-        if sums.dim() not in (2, 3) or sums.shape[-2] != self.num_heads:
-            rule = f"sums must have shape ({self.num_heads}, K) or (B, {self.num_heads}, K)"
-            way_out = "Pass what the module returned for the embeddings."
-            checks.fail(who, rule, f"shape {tuple(sums.shape)}", way_out)
-        return sums.shape[-1]
+        check_options(who, options)
+        return attend(who, q, k, v, RunningSum(sums), **options)[0]

@@ -118,16 +118,9 @@ class GridBias(RelativeBias):
         """Tokens of a window, the class token included."""
         return self.size[0] * self.size[1] + int(self.class_token)
 
-    def numbers(
-        self,
-        k_len: int,
-        *,
-        dtype: torch.dtype = torch.float32,
-        document_ids: Tensor | None = None,
-    ) -> RowBias:
-        """The bias of each query to each key, from the table."""
+    def _numbers(self, keys: int, dtype: torch.dtype, ids: Tensor | None) -> RowBias:
         way_out = f"Call resize() for another window than {self.size}."
-        checks.equal(type(self).__name__, "k_len", k_len, self.tokens, way_out)
+        checks.equal(type(self).__name__, "k_len", keys, self.tokens, way_out)
         steps = self._steps(dtype) if self.continuous else self.relative_position_bias_table
         entries = steps.to(dtype)
 

@@ -83,15 +83,8 @@ class KERPLE(RelativeBias):
         raw = self.raw_r2.to(widest(self.raw_r2.device))
         return raw.exp() if self.kind == "log" else 2 * raw.sigmoid()
 
-    def numbers(
-        self,
-        k_len: int,
-        *,
-        dtype: torch.dtype = torch.float32,
-        document_ids: Tensor | None = None,
-    ) -> DistanceTable:
-        """The table of all distances between ``k_len`` keys."""
-        distance, zero = self._distances(k_len)
+    def _numbers(self, keys: int, dtype: torch.dtype, ids: Tensor | None) -> DistanceTable:
+        distance, zero = self._distances(keys)
         r1, r2 = self.r1[:, None], self.r2[:, None]
         far = distance.abs().to(r1.dtype)
         if self.kind == "log":

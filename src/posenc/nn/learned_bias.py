@@ -56,12 +56,5 @@ class LearnedBias(RelativeBias):
         """Set the weight to zero."""
         nn.init.zeros_(self.weight)
 
-    def numbers(
-        self,
-        k_len: int,
-        *,
-        dtype: torch.dtype = torch.float32,
-        document_ids: Tensor | None = None,
-    ) -> DistanceTable:
-        """The table, which is the parameter."""
+    def _numbers(self, keys: int, dtype: torch.dtype, ids: Tensor | None) -> DistanceTable:
         return DistanceTable(self.weight.to(dtype), 0 if self.causal else self.max_distance)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
@@ -13,11 +11,6 @@ from posenc.nn._bias import RelativeBias
 from posenc.nn._tables import SharedTables, TableModule, Tensors
 from posenc.numerics.frequencies import Spectrum
 from posenc.numerics.tables import angles, float64_device, round_once, widest
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
-    from posenc.attention.biased import AttentionOptions
 
 
 def _products(positions: Tensor, dtype: torch.dtype, dim: int) -> Tensors:
@@ -34,7 +27,8 @@ class Sandwich(TableModule, RelativeBias):
         \text{bias}_{h,i,j} = \frac{H}{8h} \sum_{k=0}^{d/2-1}
         \cos\!\left(\frac{i - j}{10000^{2k/d}}\right), \qquad h = 1, \dots, H
 
-    Nothing is learned. The sum is computed in float64 and rounded once.
+    Nothing is learned. The sum is computed in float64 and rounded once. A loader that moves only
+    parameters leaves the table on the CPU: call ``model.to(device)``.
 
     Args:
         num_heads: Heads ``H``.
@@ -59,31 +53,15 @@ class Sandwich(TableModule, RelativeBias):
         self.dim = checks.even(type(self).__name__, "dim", dim)
         self._tables = SharedTables(_products, (self.dim,), None, torch.float64)
 
-    def numbers(
-        self,
-        k_len: int,
-        *,
-        dtype: torch.dtype = torch.float32,
-        document_ids: Tensor | None = None,
-    ) -> DistanceTable:
-        """The table of all distances between ``k_len`` keys."""
-        distance, zero = self._distances(k_len)
-        (products,) = self._tables.read(distance, torch.float64, max(k_len, 1)) or self._tables.at(
-            distance[zero:]
-        )
+    def _numbers(self, keys: int, dtype: torch.dtype, ids: Tensor | None) -> DistanceTable:
+        distance, zero = self._distances(keys)
+        held = self._tables.read(distance, torch.float64, max(keys, 1))
+        (products,) = held or self._tables.at(distance[zero:])
         ratio = torch.arange(1, self.num_heads + 1, device=products.device).to(products.dtype)
         values = products[distance.abs()] * (self.num_heads / (8 * ratio))[:, None]
         return DistanceTable(round_once(values, dtype), zero)
 
-    def attention(
-        self, q: Tensor, k: Tensor, v: Tensor, **options: Unpack[AttentionOptions]
-    ) -> Tensor:
-        """Attention with this bias, as that of the other biases."""
-        # A model that was loaded on the meta device moves its parameters, and here are none.
-        if self._tables.device.type == "meta" and isinstance(q, Tensor):
-            self._tables = self._tables.moved(lambda x: x.to(q.device))
-        return super().attention(q, k, v, **options)
-
     def _device(self) -> torch.device:
+        # A loader that builds on the meta device moves parameters, of which there are none here.
         device: torch.device = self._tables.device
         return torch.device("cpu") if device.type == "meta" else device

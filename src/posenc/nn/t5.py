@@ -103,14 +103,7 @@ class T5Bias(TableModule, RelativeBias):
         names = ("num_heads", "num_buckets", "max_distance")
         return cls(**{**{name: getattr(found, name) for name in names}, **keywords})
 
-    def numbers(
-        self,
-        k_len: int,
-        *,
-        dtype: torch.dtype = torch.float32,
-        document_ids: Tensor | None = None,
-    ) -> DistanceTable:
-        """The table of the distances up to ``max_distance``; the last is that of all others."""
+    def _numbers(self, keys: int, dtype: torch.dtype, ids: Tensor | None) -> DistanceTable:
         like = self.weight.detach()
         (buckets,) = self._tables.read(like, torch.int64) or self._tables.at(like)
         # The gradient of indexing may depend on the order of threads.

@@ -13,10 +13,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import dropout, pad, scaled_dot_product_attention
+from torch.nn.functional import dropout, scaled_dot_product_attention
 
 from posenc.attention import DistanceTable, RunningSum, biased_attention
 from posenc.attention.biases import Bias
+from posenc.functional import t5_buckets
 
 
 def bloom(
@@ -31,7 +32,7 @@ def bloom(
     """BLOOM; its bias is added to the scaled scores."""
     q, k, v = self._reshape(self.query_key_value(hidden_states))
     k, v, start = _cached(layer_past, self.layer_idx, k, v)
-    sums = _alibi_sums(alibi * self.beta, self.num_heads, k.shape[2])
+    sums = _alibi_sums(alibi * self.beta, self.num_heads)
     out = self.dense(_attend(q, k, v, sums, attention_mask, self.inv_norm_factor, start))
     return residual + dropout(out, self.hidden_dropout, self.training), None
 
@@ -48,7 +49,7 @@ def falcon(
     """Falcon; its bias is added before the scores are scaled."""
     q, k, v = (x.transpose(1, 2) for x in self._split_heads(self.query_key_value(hidden_states)))
     k, v, start = _cached(layer_past, self.layer_idx, k, v)
-    sums = _alibi_sums(alibi * self.inv_norm_factor, self.num_heads, k.shape[2])
+    sums = _alibi_sums(alibi * self.inv_norm_factor, self.num_heads)
     out = _attend(q, k, v, sums, attention_mask, self.inv_norm_factor, start)
     return self.dense(out), None
 
@@ -67,7 +68,7 @@ def mpt(
         mixed = mixed.clamp(-self.clip_qkv, self.clip_qkv)
     q, k, v = (_heads(x, self.n_heads) for x in mixed.chunk(3, -1))
     k, v, start = _cached(past_key_values, self.layer_idx, k, v)
-    sums = _alibi_sums(position_bias[..., -k.shape[2] :], self.n_heads, k.shape[2])
+    sums = _alibi_sums(position_bias[..., -k.shape[2] :], self.n_heads)
     out = _attend(q, k, v, sums, attention_mask, self.softmax_scale, start)
     return self.out_proj(out), None
 
@@ -84,11 +85,7 @@ def t5(
     """T5 and its kin; the first layer returns its table for the others, as ``position_bias``."""
     if key_value_states is not None:
         return _cross(self, hidden_states, key_value_states, mask, past_key_values), None, None
-    table = position_bias
-    if table is None:
-        others = {"num_buckets": self.relative_attention_num_buckets}
-        others |= {"max_distance": self.relative_attention_max_distance}
-        table = _bucket_table(self, bidirectional=not self.is_decoder, **others)
+    table = _bucket_table(self) if position_bias is None else position_bias
     return _self(self, hidden_states, table, mask, past_key_values), table, None
 
 
@@ -119,8 +116,6 @@ def _cached(cache: Any, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tenso
     if cache is None:
         return k, v, None
     start = cache.get_seq_length(layer)
-    # A static cache counts on in the same tensor.
-    start = start.clone() if isinstance(start, Tensor) else start
     return *cache.update(k, v, layer), start
 
 
@@ -135,32 +130,26 @@ def _attend(
     causal: bool = True,
 ) -> Tensor:
     """Attention, ``[B, Q, H D]``."""
-    ids = None
-    if padding.shape[1]:
-        ids = -padding[:, : k.shape[2]].long()
-        ids = pad(ids, (0, k.shape[2] - ids.shape[1]), value=-1)
+    ids = -padding.long() if padding.shape[1] else None
     how: Any = {"scale": scale, "query_offset": start, "document_ids": ids, "causal": causal}
     return biased_attention(q, k, v, bias, **how).transpose(1, 2).flatten(2)
 
 
-def _alibi_sums(alibi: Tensor, heads: int, keys: int) -> RunningSum:
+def _alibi_sums(alibi: Tensor, heads: int) -> RunningSum:
     """The model's own bias of each key, ``[B H or H, 1, K]``, with its slopes and its rounding.
 
     The model leaves out the query's position, since softmax does not see what all keys share.
     """
     wide = torch.promote_types(alibi.dtype, torch.float32)
-    sums = -alibi.to(wide).reshape(-1, heads, alibi.shape[-1])[..., :keys]
-    # A static cache has keys that are not there yet.
-    return RunningSum(pad(sums, (0, keys - sums.shape[-1])))
+    return RunningSum(-alibi.to(wide).reshape(-1, heads, alibi.shape[-1]))
 
 
-def _bucket_table(layer: Any, **buckets: Any) -> Tensor:
-    """Bias of each head and distance, ``[H, R]``, from the layer's own buckets and weights."""
-    weight, far = layer.relative_attention_bias.weight, layer.relative_attention_max_distance
-    distance = torch.arange(0 if layer.is_decoder else -far, far + 1, device=weight.device)
-    table: Tensor = layer.relative_attention_bias(
-        layer._relative_position_bucket(-distance, **buckets)
-    )
+def _bucket_table(layer: Any) -> Tensor:
+    """Bias of each head and distance, ``[H, R]``, from the layer's own weights."""
+    embedding, causal = layer.relative_attention_bias, layer.is_decoder
+    count, far = layer.relative_attention_num_buckets, layer.relative_attention_max_distance
+    distance = torch.arange(0 if causal else -far, far + 1, device=embedding.weight.device)
+    table: Tensor = embedding(t5_buckets(distance, count, far, causal=causal))
     return table.T
 
 

@@ -12,9 +12,9 @@ from torch import Tensor
 from posenc._contract import checks, qk_checks, sharding
 from posenc.attention import biased
 from posenc.attention.biases import Bias, RowBias, check_bias, stored
-from posenc.attention.pruning import norms, score_gap
+from posenc.attention.pruning import longest_key, score_gap
 from posenc.interop.ring.blocks import Job, RingAttention
-from posenc.interop.ring.exchange import Ranks, ranks_of
+from posenc.interop.ring.exchange import Ranks, check_ranks
 from posenc.interop.ring.plan import Plan, Reach
 from posenc.numerics.slopes import window_length
 
@@ -114,18 +114,16 @@ def attend(
         rule = "q must have an even number of tokens if zigzag, half from either end"
         checks.fail(who, rule, tokens, "Pad the sequence to a multiple of twice the ranks.")
     ranks = check_ranks(who, group)
-    _check_equal(who, ranks, q, v, k.shape[1], kind, values, ids)
+    _check_equal(who, ranks, q)
     if not q.shape[0] or not tokens:
         return biased.attend(who, q, k, v, bias, causal=causal)
+    plan = Plan(ranks.world, tokens // 2 if zigzag else tokens, zigzag, causal, k.shape[1], Reach())
     if values is not None:
-        shape = {"slopes": (*values.shape, 1), "table": (1, *values.shape)}
-        values = values.to(device).reshape(shape.get(kind, values.shape))
-    size = tokens // 2 if zigzag else tokens
-    reach = Reach()
-    if prune and values is not None and kind != "table":
-        with torch.no_grad():
-            reach = _find_reach(q, k, values, kind, size, scale, ranks, causal, zigzag)
-    plan = Plan(ranks.world, size, zigzag, causal, k.shape[1], reach)
+        values = values.to(device)
+        values = {"slopes": values[..., None], "table": values[None]}.get(kind, values)
+        if prune and kind != "table":
+            with torch.no_grad():
+                plan = plan._replace(reach=_find_reach(plan, ranks, q, k, kind, values, scale))
     if ids is not None:
         ids = ranks.gather(torch.atleast_2d(ids), zigzag=zigzag)
         plan = with_documents(plan, ids)
@@ -133,18 +131,6 @@ def attend(
     job = Job(who, plan, ranks, kind, zero, scale, prune, ids, share)
     made: tuple[Tensor, Tensor] = RingAttention.apply(q, k, v, values, job)
     return made
-
-
-def check_ranks(who: str, group: Any) -> Ranks:
-    """The ranks of ``group``, this one among them."""
-    if not (dist.is_available() and dist.is_initialized()):
-        rule, way_out = "torch.distributed must be initialised", "Call init_process_group first."
-        checks.fail(who, rule, "no process group", way_out, RuntimeError)
-    ranks = ranks_of(group)
-    if ranks.rank < 0:
-        rule, way_out = "this rank must be in group", "Call it only on the ranks of the group."
-        checks.fail(who, rule, f"rank {dist.get_rank()}", way_out)
-    return ranks
 
 
 def _check_tensors(who: str, q: Any, k: Any, v: Any, bias: Any) -> None:
@@ -164,52 +150,34 @@ def _check_tensors(who: str, q: Any, k: Any, v: Any, bias: Any) -> None:
     check_bias(who, bias, q.shape[1], k.shape[2])
 
 
-def _check_equal(who: str, ranks: Ranks, q: Tensor, v: Tensor, *others: Any) -> None:
-    """Refuse ranks whose tensors differ in shape: they would wait for each other's messages."""
-    kv_heads, kind, values, ids = others
-    kinds = ("none", "slopes", "table", "sums")
-    given = 0 if values is None or kind == "table" else len(values)
-    documents = 0 if ids is None else (1 if ids.dim() == 1 else len(ids))
-    mine = [*q.shape, kv_heads, v.shape[3], kinds.index(kind), given, documents]
-    mine.append(q.dtype.itemsize)
-    row = torch.tensor(mine, device=q.device)[:, None]
-    table = ranks.gather(row, zigzag=False)
-    if bool((table != row).any()):
-        found = table.T.tolist()
-        lengths = [sizes[2] for sizes in found]
-        if len(set(lengths)) > 1:
-            way_out = "Pad the sequence to a multiple of the ranks."
-            checks.fail(who, "q must have as many tokens on every rank", lengths, way_out)
-        rule = "q, k, v, bias and document_ids must have the same shapes on every rank"
-        checks.fail(who, rule, found, "Pass tensors of one attention layer on all ranks.")
+def _check_equal(who: str, ranks: Ranks, q: Tensor) -> None:
+    """Refuse ranks with other shapes: they would wait for each other's messages."""
+    mine = torch.tensor(q.shape, device=q.device)[:, None]
+    found = ranks.gather(mine, zigzag=False)
+    if bool((found != mine).any()):
+        rule, way_out = "q must have one shape", "Pad the sequence to a multiple of the ranks."
+        checks.fail(who, f"{rule} on every rank", list(map(tuple, found.T.tolist())), way_out)
 
 
 def _find_reach(
-    q: Tensor,
-    k: Tensor,
-    values: Tensor,
-    kind: str,
-    size: int,
-    scale: float,
-    ranks: Ranks,
-    causal: bool,
-    zigzag: bool,
+    plan: Plan, ranks: Ranks, q: Tensor, k: Tensor, kind: str, values: Tensor, scale: float
 ) -> Reach:
     """How far the keys of every rank count, from the longest key of all ranks."""
-    longest = torch.nan_to_num(norms(q, k, scale)[1], nan=math.inf)
+    longest = torch.nan_to_num(longest_key(q, k), nan=math.inf)
     dist.all_reduce(longest, dist.ReduceOp.MAX, group=ranks.group)
     gap = score_gap(q, k, k, scale, longest).double()
-    total = q.shape[2] * ranks.world
+    total, values = q.shape[2] * ranks.world, values.double()
+    chunks = (-1, plan.size)
     if kind == "slopes":
-        gaps = gap.unflatten(2, (-1, size)).amax(-1)
-        windows = window_length(values.double(), gaps, total, q.dtype, causal=causal).amax(0)
+        gaps = gap.unflatten(2, chunks).amax(-1)
+        windows = window_length(values, gaps, total, q.dtype, causal=plan.causal).amax(0)
         of_keys = windows.unflatten(0, (k.shape[1], -1)).amax(1).long()
-        return Reach(window=ranks.gather(of_keys, zigzag=zigzag).T.tolist())
+        return Reach(window=ranks.gather(of_keys, zigzag=plan.zigzag).T.tolist())
     # Each key that is left out has at most this share of the weight: eps / 8 in all.
     spare = math.log(8 * total / torch.finfo(q.dtype).eps)
-    most = (gap + values.double() + spare).unflatten(2, (-1, size)).amax(-1)
-    least = values.double().unflatten(2, (-1, size)).amin(-1).expand_as(most)
-    both = ranks.gather(torch.stack((most, least)), zigzag=zigzag).permute(0, 3, 1, 2).cpu()
+    most = (gap + values + spare).unflatten(2, chunks).amax(-1)
+    least = values.unflatten(2, chunks).amin(-1).expand_as(most)
+    both = ranks.gather(torch.stack((most, least)), zigzag=plan.zigzag).permute(0, 3, 1, 2).cpu()
     return Reach(most=both[0], least=both[1])
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Iterable
+from functools import partial
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -12,6 +14,9 @@ from posenc.attention.biased import attend, attend_block
 from posenc.attention.biases import DistanceTable, RunningSum, Slopes
 from posenc.interop.ring.exchange import Held, Messages, Ranks, send_gradients, travel
 from posenc.interop.ring.plan import Block, Piece, Plan
+
+# Sequences, heads and rows of a tensor.
+Index: TypeAlias = tuple[slice, list[int], slice]
 
 
 class Job(NamedTuple):
@@ -36,28 +41,34 @@ class Job(NamedTuple):
         """The heads of q that share these of k."""
         return [head * self.group + n for head in heads for n in range(self.group)]
 
-    def keys(self, piece: Piece, k: Tensor, v: Tensor, values: Tensor | None) -> list[Tensor]:
-        """A piece of this rank's keys and values, and of their running sums."""
-        at = self.homes(piece)
-        tensors = [k, v] if self.kind != "sums" or values is None else [k, v, values]
-        return [part(x, *a) for x, a in zip(tensors, at, strict=False)]
-
-    def homes(self, piece: Piece) -> list[Any]:
-        """Where a piece is in k, v and sums: sequences, heads and rows."""
+    def homes(self, piece: Piece) -> list[Index]:
+        """Where a piece is in this rank's k and v, and in its sums."""
         rows = self.rows(piece.keys, piece.columns)
         of_keys = piece.sequence, piece.heads, rows
-        return [of_keys, of_keys, (piece.sequence, self.query_heads(piece.heads), rows)]
+        of_sums = piece.sequence, self.query_heads(piece.heads), rows
+        return [of_keys, of_keys, of_sums] if self.kind == "sums" else [of_keys, of_keys]
 
-    def parts(self, piece: Piece, block: Block) -> tuple[Any, Any, list[Any]]:
-        """Where a block is in q, in slopes or table, and in the k, v and sums of the piece."""
+    def cut(self, tensors: tuple[Any, ...], piece: Piece) -> list[Tensor]:
+        """A piece of this rank's keys and values, and of their sums."""
+        return _parts(tensors, self.homes(piece))
+
+    def places(self, piece: Piece, block: Block) -> list[Index]:
+        """Where a block is in q, in the k and v of its piece, and in slopes, table or sums.
+
+        Sums are in two places, this rank's own and those of the piece, which are one if a chunk
+        attends to itself.
+        """
         heads = self.query_heads(block.heads)
         of_queries = piece.sequence, heads, self.rows(block.queries, block.rows)
         within = [piece.heads.index(head) for head in block.heads]
         first = piece.columns.start
         columns = slice(block.columns.start - first, block.columns.stop - first)
         of_keys = slice(None), within, columns
-        of_sums = slice(None), self.query_heads(within), columns
-        return of_queries, (piece.sequence, heads, slice(None)), [of_keys, of_keys, of_sums]
+        of_bias = [(piece.sequence, heads, slice(None))]
+        if self.kind == "sums":
+            of_sums = slice(None), self.query_heads(within), columns
+            of_bias = [of_queries] if block.queries == block.keys else [of_queries, of_sums]
+        return [of_queries, of_keys, of_keys, *(of_bias if self.kind != "none" else [])]
 
     def attend(self, block: Block, sequence: slice, inputs: list[Tensor]) -> tuple[Tensor, Tensor]:
         """Attention of a block's queries to its keys.
@@ -66,16 +77,15 @@ class Job(NamedTuple):
         the sums of the queries and those of the keys.
         """
         q, k, v, *values = inputs
-        own = block.queries == block.keys
         bias: Slopes | DistanceTable | RunningSum | None = None
         if self.kind == "slopes":
             bias = Slopes(values[0][..., 0])
         elif self.kind == "table":
             bias = DistanceTable(values[0][0], self.zero)
         elif self.kind == "sums":
-            bias = RunningSum(values[0] if own else torch.cat((values[1], values[0]), -1))
+            bias = RunningSum(torch.cat(values[::-1], -1))
         size = self.plan.size
-        if own:
+        if block.queries == block.keys:
             ids = self.ids
             if ids is not None:
                 ids = ids[:, block.queries * size : (block.queries + 1) * size]
@@ -87,15 +97,16 @@ class Job(NamedTuple):
         return attend_block(q, k, v, bias, start=start, scale=self.scale)
 
 
-def part(x: Tensor, sequence: slice, heads: list[int], rows: slice) -> Tensor:
-    """Some sequences, heads and rows of ``x``, ``[1 or B, heads, rows, ...]``."""
-    return x[_index(x, sequence, heads, rows)]
-
-
-def _index(x: Tensor, sequence: slice, heads: list[int], rows: slice) -> Any:
+def _at(x: Tensor, place: Index) -> Any:
+    """The index of a place in ``x``, ``[1 or B, heads, rows, ...]``."""
+    sequence, heads, rows = place
     every = slice(None)
-    one = len(x) == 1
-    return every if one else sequence, every if len(heads) == x.shape[1] else heads, rows
+    return every if len(x) == 1 else sequence, every if len(heads) == x.shape[1] else heads, rows
+
+
+def _parts(tensors: Iterable[Any], places: list[Index]) -> list[Tensor]:
+    """What is at these places of as many of the tensors."""
+    return [x[_at(x, place)] for x, place in zip(tensors, places, strict=False)]
 
 
 class RingAttention(torch.autograd.Function):
@@ -113,11 +124,12 @@ class RingAttention(torch.autograd.Function):
         wide = torch.promote_types(q.dtype, torch.float32)
         out = q.new_zeros((*q.shape[:3], v.shape[3]), dtype=wide)
         lse = q.new_full(q.shape[:3], float("-inf"), dtype=wide)
-        for _, held in travel(job.plan, job.ranks, lambda piece: job.keys(piece, k, v, values)):
+        for _, held in travel(job.plan, job.ranks, partial(job.cut, (k, v, values))):
             for piece, keys in held:
                 for block in piece.blocks:
-                    inputs, at = _inputs(job, piece, block, keys, q, values)
-                    _merge(out, lse, *job.attend(block, piece.sequence, inputs), at)
+                    places = job.places(piece, block)
+                    inputs = _parts((q, *keys[:2], values, *keys[2:]), places)
+                    _merge(out, lse, *job.attend(block, piece.sequence, inputs), places[0])
         out = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, values, out, lse)
         ctx.job = job
@@ -130,36 +142,34 @@ class RingAttention(torch.autograd.Function):
         q, k, v, values, out, lse = ctx.saved_tensors
         job: Job = ctx.job
         g = g.to(lse.dtype)
-        row = _Rows(g, lse, g_lse - (g * out.to(lse.dtype)).sum(-1))
+        rows = g, lse, g_lse - (g * out.to(lse.dtype)).sum(-1)
         to_q, *to_own = (torch.zeros_like(x, dtype=lse.dtype) for x in (q, k, v))
-        to_values = None
-        if values is not None and (ctx.needs_input_grad[3] or job.kind == "sums"):
-            to_values = torch.zeros_like(values)
-            to_own += [to_values] if job.kind == "sums" else []
-
-        def cut(piece: Piece) -> list[Tensor]:
-            return job.keys(piece, k, v, values)
+        to_values = torch.zeros_like(values) if ctx.needs_input_grad[3] else None
+        if job.kind == "sums" and to_values is not None:
+            to_own.append(to_values)
 
         def collect(found: Held) -> None:
             for piece, grads in found:
-                for x, grad, at in zip(to_own, grads, job.homes(piece), strict=False):
-                    x[_index(x, *at)] += grad
+                for x, grad, place in zip(to_own, grads, job.homes(piece), strict=False):
+                    x[_at(x, place)] += grad
 
-        coming = Messages([], [], [], [])
+        cut, coming = partial(job.cut, (k, v, values)), Messages()
         for step, held in travel(job.plan, job.ranks, cut):
             made = []
             for piece, keys in held:
-                to = _Gradients(to_q, [_wide_zeros(x) for x in keys], to_values)
+                wide = [torch.promote_types(x.dtype, lse.dtype) for x in keys]
+                to_keys = [torch.zeros_like(x, dtype=d) for x, d in zip(keys, wide, strict=True)]
+                inputs = q, *keys[:2], values, *keys[2:]
+                to = to_q, *to_keys[:2], to_values, *to_keys[2:]
                 for block in piece.blocks:
-                    _add_gradients(job, piece, block, keys, q, values, row, to)
-                made.append((piece, to.keys))
+                    _add_gradients(job, piece, block, inputs, to, rows)
+                if step:
+                    # Gradients travel in the dtype of the keys.
+                    to_keys = [x.to(y.dtype) for x, y in zip(to_keys, keys, strict=True)]
+                made.append((piece, to_keys))
             collect(coming.wait())
             if step:
-                narrow = [
-                    [x.to(y.dtype) for x, y in zip(a[1], b[1], strict=True)]
-                    for a, b in zip(made, held, strict=True)
-                ]
-                coming = send_gradients(job.plan, job.ranks, step, narrow, cut)
+                coming = send_gradients(job.plan, job.ranks, step, made, cut)
             else:
                 collect(made)
         collect(coming.wait())
@@ -167,77 +177,42 @@ class RingAttention(torch.autograd.Function):
         return to_q.to(q.dtype), to_k.to(k.dtype), to_v.to(v.dtype), to_values, None
 
 
-class _Rows(NamedTuple):
-    """For each query: the output's gradient, the log-sum-exp, and what its gradient begins with."""
-
-    g: Tensor
-    lse: Tensor
-    g_lse: Tensor
-
-
-class _Gradients(NamedTuple):
-    """Sums of the gradients: to q, to the keys, values and sums of a piece, and to the bias."""
-
-    q: Tensor
-    keys: list[Tensor]
-    values: Tensor | None
-
-
-def _inputs(
-    job: Job, piece: Piece, block: Block, keys: list[Tensor], q: Tensor, values: Tensor | None
-) -> tuple[list[Tensor], Any]:
-    """The inputs of :meth:`Job.attend`, and where the queries are."""
-    of_queries, of_values, of_keys = job.parts(piece, block)
-    k, v, *sums = (part(x, *at) for x, at in zip(keys, of_keys, strict=False))
-    inputs = [part(q, *of_queries), k, v]
-    if values is not None:
-        inputs += [part(values, *(of_queries if sums else of_values)), *sums]
-    return inputs, of_queries
-
-
-def _merge(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor, at: Any) -> None:
+def _merge(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor, place: Index) -> None:
     """Put attention to some keys together with attention to others."""
-    here, old = _index(out, *at), lse[_index(lse, *at)]
+    here = _at(out, place)
+    old = lse[here]
     both = torch.logaddexp(old, more_lse)
     # A query that sees no key yet must not subtract infinities.
     top = both.masked_fill(both == float("-inf"), 0.0)
     kept = out[here] * (old - top).exp()[..., None]
     out[here] = kept + more.to(out.dtype) * (more_lse - top).exp()[..., None]
-    lse[_index(lse, *at)] = both
+    lse[here] = both
 
 
 def _add_gradients(
     job: Job,
     piece: Piece,
     block: Block,
-    keys: list[Tensor],
-    q: Tensor,
-    values: Tensor | None,
-    row: _Rows,
-    to: _Gradients,
+    tensors: tuple[Any, ...],
+    to: tuple[Any, ...],
+    rows: tuple[Tensor, Tensor, Tensor],
 ) -> None:
-    """Compute a block again, and add its gradients."""
-    of_queries, of_values, of_keys = job.parts(piece, block)
-    homes: list[Any] = [(to.q, of_queries), (to.keys[0], of_keys[0]), (to.keys[1], of_keys[1])]
-    if to.values is not None:
-        homes.append((to.values, of_queries if job.kind == "sums" else of_values))
-        # A chunk's own sums are those of its queries and of its keys.
-        if job.kind == "sums" and block.queries != block.keys:
-            homes.append((to.keys[2], of_keys[2]))
-    inputs, _ = _inputs(job, piece, block, keys, q, values)
-    wanted = [x.detach().requires_grad_() for x in inputs[: len(homes)]]
+    """Compute a block again, and add its gradients to ``to``, where that is not None.
+
+    ``rows`` are the gradient of the output, the log-sum-exp, and what its gradient begins with.
+    """
+    places = job.places(piece, block)
+    inputs = [x.detach() for x in _parts(tensors, places)]
+    wanted = [found for found in zip(inputs, to, places, strict=False) if found[1] is not None]
+    leaves = [x.requires_grad_() for x, _, _ in wanted]
     with torch.enable_grad():
-        out, lse = job.attend(block, piece.sequence, [*wanted, *inputs[len(homes) :]])
-    g, whole, g_lse = (part(x, *of_queries) for x in row)
+        out, lse = job.attend(block, piece.sequence, inputs)
+    g, whole, g_lse = _parts(rows, [places[0]] * 3)
     # If this block has the weight w in the whole, its log-sum-exp moves the output by w times the
     # difference of the block's output from the whole.
     weight = (lse.detach() - whole.masked_fill(whole == float("-inf"), float("inf"))).exp()
     to_out = (g * weight[..., None]).to(out.dtype)
     to_lse = weight * ((g * out.detach().to(g.dtype)).sum(-1) + g_lse)
-    grads = torch.autograd.grad((out, lse), wanted, (to_out, to_lse))
-    for grad, (home, at) in zip(grads, homes, strict=True):
-        home[_index(home, *at)] += grad
-
-
-def _wide_zeros(x: Tensor) -> Tensor:
-    return torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32))
+    grads = torch.autograd.grad((out, lse), leaves, (to_out, to_lse))
+    for grad, (_, home, place) in zip(grads, wanted, strict=True):
+        home[_at(home, place)] += grad

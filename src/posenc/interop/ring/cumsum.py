@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from posenc._contract import checks
-from posenc.interop.ring.attention import check_ranks
-from posenc.interop.ring.exchange import Ranks
+from posenc.interop.ring.exchange import Ranks, check_ranks
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

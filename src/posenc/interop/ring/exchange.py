@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from posenc._contract import checks
 from posenc.interop.ring.plan import Piece, Plan
 
 Cut = Callable[[Piece], list[Tensor]]
@@ -36,10 +37,10 @@ class Ranks(NamedTuple):
 class Messages(NamedTuple):
     """Tensors on their way to one rank, and from another."""
 
-    works: list[Any]
-    sent: list[Tensor]  # alive until they have arrived
-    pieces: list[Piece]  # what comes
-    buffers: list[list[Tensor]]
+    works: Sequence[Any] = ()
+    sent: Sequence[Tensor] = ()  # alive until they have arrived
+    pieces: Sequence[Piece] = ()  # what comes
+    buffers: Sequence[list[Tensor]] = ()
 
     def wait(self) -> Held:
         """What has come."""
@@ -48,10 +49,17 @@ class Messages(NamedTuple):
         return list(zip(self.pieces, self.buffers, strict=True))
 
 
-def ranks_of(group: Any) -> Ranks:
-    """The ranks of a group, of the default one if None."""
+def check_ranks(who: str, group: Any) -> Ranks:
+    """The ranks of a group, of the default one if None; this rank must be among them."""
+    if not (dist.is_available() and dist.is_initialized()):
+        rule, way_out = "torch.distributed must be initialised", "Call init_process_group first."
+        checks.fail(who, rule, "no process group", way_out, RuntimeError)
     group = dist.group.WORLD if group is None else group
-    return Ranks(group, dist.get_rank(group), dist.get_world_size(group))
+    rank = dist.get_rank(group)
+    if rank < 0:
+        rule, way_out = "this rank must be in group", "Call it only on the ranks of the group."
+        checks.fail(who, rule, f"rank {dist.get_rank()}", way_out)
+    return Ranks(group, rank, dist.get_world_size(group))
 
 
 def travel(plan: Plan, ranks: Ranks, cut: Cut) -> Iterator[tuple[int, Held]]:
@@ -68,18 +76,17 @@ def travel(plan: Plan, ranks: Ranks, cut: Cut) -> Iterator[tuple[int, Held]]:
         yield step, held
 
 
-def send_gradients(
-    plan: Plan, ranks: Ranks, step: int, made: list[list[Tensor]], cut: Cut
-) -> Messages:
+def send_gradients(plan: Plan, ranks: Ranks, step: int, made: Held, cut: Cut) -> Messages:
     """Give the gradients of a step's pieces to their owner, and take those of this rank's own."""
     to, come_from = (ranks.rank - step) % ranks.world, (ranks.rank + step) % ranks.world
     pieces = plan.pieces(come_from, ranks.rank)
-    return _start(ranks, to, made, come_from, pieces, [cut(piece) for piece in pieces])
+    sent, like = [grads for _, grads in made], [cut(piece) for piece in pieces]
+    return _start(ranks, to, sent, come_from, pieces, like)
 
 
 def _send_keys(plan: Plan, ranks: Ranks, step: int, cut: Cut) -> Messages:
     if step >= ranks.world:
-        return Messages([], [], [], [])
+        return Messages()
     to, come_from = (ranks.rank + step) % ranks.world, (ranks.rank - step) % ranks.world
     pieces = plan.pieces(ranks.rank, come_from)
     # What comes has the shape of the same piece of this rank's own chunk.

@@ -103,13 +103,12 @@ class Plan(NamedTuple):
             if queries == keys:
                 every = slice(0, self.size)
                 yield Block(queries, keys, every, every, list(range(self.kv_heads)))
-            if queries == keys or (self.causal and queries < keys):
-                continue
-            extents = self.reach.extents(queries, keys, self.size, self.kv_heads)
-            rows, columns = self._rectangle(queries, keys, max(extents), sequence)
-            if rows.start < rows.stop and columns.start < columns.stop:
-                heads = [head for head, extent in enumerate(extents) if extent]
-                yield Block(queries, keys, rows, columns, heads)
+            elif queries > keys or not self.causal:
+                extents = self.reach.extents(queries, keys, self.size, self.kv_heads)
+                rows, columns = self._rectangle(queries, keys, max(extents), sequence)
+                if rows.start < rows.stop and columns.start < columns.stop:
+                    heads = [head for head, extent in enumerate(extents) if extent]
+                    yield Block(queries, keys, rows, columns, heads)
 
     def _rectangle(
         self, queries: int, keys: int, extent: int, sequence: int

@@ -24,8 +24,8 @@ from posenc.kernels.triton.attend_arguments import (
     as_dense,
     blocks_for,
     constants_of,
+    inputs_of,
     is_short,
-    numbers_of,
     places_of,
     prunes,
     strides_of,
@@ -39,13 +39,9 @@ __all__ = ["backward", "can_run", "forward", "ranges_like"]
 
 
 def can_run(q: Tensor, v: Tensor) -> bool:
-    """Whether there is a kernel for these: no float64, heads of at most 256 channels.
-
-    CUDA's grids have at most 65,535 programs along the axis of sequences and heads.
-    """
+    """Whether there is a kernel for these: no float64, heads of at most 256 channels."""
     narrow = 0 < q.shape[3] <= 256 and 0 < v.shape[3] <= 256
-    fits = q.shape[0] * q.shape[1] < 2**16
-    return narrow and fits and q.dtype != torch.float64 and min(q.shape[:3]) > 0
+    return narrow and q.dtype != torch.float64 and min(q.shape[:3]) > 0
 
 
 def ranges_like(q: Tensor, k: Tensor, v: Tensor, call: Any) -> Tensor:
@@ -63,18 +59,15 @@ def forward(q: Tensor, k: Tensor, v: Tensor, call: Any) -> tuple[Tensor, Tensor,
     lse = q.new_empty(q.shape[:3], dtype=torch.float32)
     prune = prunes(q, k, call)
     ranges = ranges_like(q, k, v, call) if prune else None
-    values, *steps = numbers_of(call)
-    given = (values, call.starts, call.first, call.last)
-    present = [x for x in given if x is not None]
-    numbers, starts, first, last = (q if x is None else x for x in given)
+    inputs, present, steps = inputs_of(q, call)
     if is_short(q, k):
-        _run_split(q, k, v, out, lse, (numbers, starts, first, last), steps, call)
+        _run_split(q, k, v, out, lse, inputs, steps, call)
         return out, lse, None
     norms = lows = q
     if prune:
-        norms, lows = _key_bounds(k, numbers, call)
+        norms, lows = _key_bounds(k, inputs[0], call)
     saved = q if ranges is None else ranges
-    tensors = (q, k, v, out, lse, numbers, starts, first, last, norms, lows, saved)
+    tensors = (q, k, v, out, lse, *inputs, norms, lows, saved)
     described = ("attend", *call[4:6], *call[7:9], prune, call.starts is None, call.first is None)
     prepare = partial(_forward_launch, q, k, v, out, steps, prune, call)
     launch_for(described, (q, k, v, *present), prepare)(tensors, call.start)
@@ -94,7 +87,7 @@ def _forward_launch(
     constants = constants_of(q, k, v, call) | {"PRUNE": prune, **arithmetic_of(q)}
     constants |= {"BLOCK_M": m, "BLOCK_N": n, **widths_of(q, v), "CHUNK": CHUNK}
     constants |= {"RANGE": RANGE, "NORMS": NORMS}
-    grid = (triton.cdiv(queries, m), batch * heads, 1)
+    grid = (triton.cdiv(queries, m) * batch * heads, 1, 1)
     options = {**OPTIONS, "num_warps": warps, "num_stages": stages}
     return Launch(attention.forward, grid, numbers, constants, **options)
 
@@ -108,7 +101,7 @@ def _key_bounds(k: Tensor, sums: Tensor, call: Any) -> tuple[Tensor, Tensor]:
     def prepare() -> Launch:
         block = max(16, triton.next_power_of_2(width))
         constants = {"KV_HEADS": heads, "D": width, "BLOCK_D": block, "NORMS": NORMS}
-        numbers, grid = (*strides_of(k), keys), (parts, batch * heads, 1)
+        numbers, grid = (*strides_of(k), keys), (batch * heads, parts, 1)
         return Launch(attention_bias.longest_keys, grid, numbers, constants, **OPTIONS)
 
     launch_for(("longest_keys",), (k, norms), prepare)((k, norms), 0)
@@ -148,7 +141,7 @@ def _run_split(
         places = (*places_of(call), queries, keys, *width_and_zero(call))
         strides = (*strides_of(q), *strides_of(k), *strides_of(v))
         numbers = (call.scale * LOG2E, *strides, *steps, *places)
-        grid = (parts, batch * kv_heads, 1)
+        grid = (batch * kv_heads, parts, 1)
         options = {**OPTIONS, "num_warps": 4, "num_stages": 2}
         return Launch(attention_split.split, grid, numbers, constants, **options)
 

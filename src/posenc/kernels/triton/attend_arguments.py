@@ -42,6 +42,17 @@ def strides_of(x: Tensor) -> tuple[int, int, int]:
     return x.stride()[:3]  # type: ignore[return-value]
 
 
+def inputs_of(q: Tensor, call: Any) -> tuple[tuple[Tensor, ...], list[Tensor], list[int]]:
+    """Bias, starts and documents of a call, the ones it has, and the bias's steps.
+
+    In the first, ``q`` stands for what the call does not have; no kernel reads it there.
+    """
+    values, *steps = numbers_of(call)
+    given = (values, call.starts, call.first, call.last)
+    present = [x for x in given if x is not None]
+    return tuple([q if x is None else x for x in given]), present, steps
+
+
 def numbers_of(call: Any) -> tuple[Tensor | None, int, int]:
     """The bias's numbers as the kernels read them, and their steps from batch and head."""
     values = call.values

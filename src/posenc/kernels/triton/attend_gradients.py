@@ -21,7 +21,7 @@ from posenc.kernels.triton.attend_arguments import (
     as_dense,
     blocks_for,
     constants_of,
-    numbers_of,
+    inputs_of,
     places_of,
     prunes,
     strides_of,
@@ -32,43 +32,30 @@ from posenc.kernels.triton.launch import Launch, find_launch, signature
 
 
 def backward(
-    g: Tensor,
-    g_lse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    ranges: Tensor | None,
-    call: Any,
-    to_values: bool,
+    g: Tensor, g_lse: Tensor | None, saved: Any, call: Any, to_values: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """The gradients of q, k, v and the bias's numbers."""
+    """The gradients of q, k, v and the bias's numbers; see `posenc.attention.op`."""
+    q, k, v, out, lse, ranges = saved
     q, k, v, g = as_dense(q), as_dense(k), as_dense(v), as_dense(g)
     g_lse = None if g_lse is None else g_lse.float().contiguous()
     (batch, heads, _, _), keys = q.shape, k.shape[2]
     dq, dk, dv = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
     delta = torch.empty_like(lse)
-    values, *steps = numbers_of(call)
-    given = (values, call.starts, call.first, call.last)
-    present = [x for x in given if x is not None]
-    numbers, starts, first, last = (q if x is None else x for x in given)
+    inputs, present, steps = inputs_of(q, call)
     prune = prunes(q, k, call)
     rows_too = to_values and (call.kind == "slopes" or (call.kind == "table" and not call.causal))
     by_row = torch.empty_like(lse) if rows_too else lse
     by_key = lse.new_empty((batch, heads, keys)) if call.kind == "sums" else lse
     how = (*call[4:6], *call[7:9], prune, call.starts is None, call.first is None, rows_too)
     how = (*how, g_lse is None)
-    saved = q if ranges is None else ranges
+    pruned = q if ranges is None else ranges
     how = (*how, *signature((q, k, v, g, out, *present)))
     shared = _Shared(q, k, v, g, steps, prune, call)
     to_lse = lse if g_lse is None else g_lse
-    tensors: tuple[Tensor, ...] = (
-        *(q, k, v, g, out, lse, to_lse, numbers, starts, first, last, saved, dq, delta, by_row),
-    )
+    tensors: tuple[Tensor, ...] = (q, k, v, g, out, lse, to_lse, *inputs, pruned, dq, delta, by_row)
     prepare = partial(shared.to_queries, out, dq, rows_too, g_lse is not None)
     find_launch(("to_queries", *how), prepare)(tensors, call.start)
-    tensors = (q, k, v, g, lse, delta, numbers, starts, first, last, saved, dk, dv, by_key)
+    tensors = (q, k, v, g, lse, delta, *inputs, pruned, dk, dv, by_key)
     find_launch(("to_keys", *how), partial(shared.to_keys, dk, dv))(tensors, call.start)
     if not to_values:
         return dq, dk, dv, None
@@ -77,7 +64,7 @@ def backward(
     elif call.kind == "sums":
         to = _sum_gradient(by_key, g_lse, lse, call)
     else:
-        read = (q, k, v, g, lse, delta, numbers, starts, first, last)
+        read = (q, k, v, g, lse, delta, *inputs)
         to = _table_gradient(shared, read, g_lse, by_row, how)
     return dq, dk, dv, to.to(call.values.dtype)
 
@@ -108,7 +95,7 @@ class _Shared:
         prune = RANGE if self.prune else 0
         constants = constants_of(q, k, v, call) | {"PRUNE": prune, **others}
         constants |= {**arithmetic_of(q), "BLOCK_M": m, "BLOCK_N": n, **widths_of(q, v)}
-        grid = (owned, q.shape[0] * heads, 1)
+        grid = (owned * q.shape[0] * heads, 1, 1)
         options = {**OPTIONS, "num_warps": warps, "num_stages": stages}
         return Launch(kernel, grid, numbers, constants, **options)
 

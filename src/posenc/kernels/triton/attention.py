@@ -114,11 +114,13 @@ def forward(
     CHUNK: tl.constexpr, RANGE: tl.constexpr, NORMS: tl.constexpr,
 ):  # fmt: skip
     """Attention of a block of queries, and its log-sum-exp."""
-    blocks = tl.num_programs(0)
+    # One axis of programs, because CUDA's other axes have at most 65,535.
+    blocks = (queries + BLOCK_M - 1) // BLOCK_M
+    sequence = tl.program_id(0) // blocks
     # The last queries see the most keys: begin with them.
-    block = blocks - 1 - tl.program_id(0)
-    b = (tl.program_id(1) // HEADS).to(tl.int64)
-    h = tl.program_id(1) % HEADS
+    block = blocks - 1 - tl.program_id(0) % blocks
+    b = (sequence // HEADS).to(tl.int64)
+    h = sequence % HEADS
     k_width: tl.constexpr = (D, BLOCK_D)
     v_width: tl.constexpr = (DV, BLOCK_DV)
     own0 = query_start(starts, start, b, starts_b, HAS_STARTS) + block * BLOCK_M
@@ -180,7 +182,7 @@ def forward(
         # A program may have several of the blocks that share a range.
         part = block * (BLOCK_M // RANGE) + tl.arange(0, BLOCK_M // RANGE)
         count = (queries + RANGE - 1) // RANGE
-        saved = ranges + (tl.program_id(1).to(tl.int64) * count + part) * 2
+        saved = ranges + (sequence.to(tl.int64) * count + part) * 2
         tl.store(saved, begin * BLOCK_N, mask=part < count)
         tl.store(saved + 1, end * BLOCK_N, mask=part < count)
     near = begin
@@ -218,7 +220,7 @@ def forward(
     sums = tl.where(nothing, float("-inf"), most + tl.log2(tl.where(nothing, 1.0, total)))
     if not exact:
         sums += row_bias(numbers, own0, own, KIND)
-    tl.store(lse + tl.program_id(1).to(tl.int64) * queries + rows, sums * LN2, mask=present)
+    tl.store(lse + sequence.to(tl.int64) * queries + rows, sums * LN2, mask=present)
     channels = tl.arange(0, BLOCK_DV)
     to = out + b * o_b + h.to(tl.int64) * o_h + rows.to(tl.int64)[:, None] * o_t + channels[None, :]
     store = present[:, None] & (channels < DV)[None, :]

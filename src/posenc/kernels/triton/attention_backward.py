@@ -91,10 +91,11 @@ def to_queries(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
     """The gradient of a block of queries, and ``delta``, which the other kernels read."""
-    blocks = tl.num_programs(0)
-    block = blocks - 1 - tl.program_id(0)
-    b = (tl.program_id(1) // HEADS).to(tl.int64)
-    h = tl.program_id(1) % HEADS
+    blocks = (queries + BLOCK_M - 1) // BLOCK_M
+    sequence = tl.program_id(0) // blocks
+    block = blocks - 1 - tl.program_id(0) % blocks
+    b = (sequence // HEADS).to(tl.int64)
+    h = sequence % HEADS
     h64 = h.to(tl.int64)
     k_width: tl.constexpr = (D, BLOCK_D)
     v_width: tl.constexpr = (DV, BLOCK_DV)
@@ -106,7 +107,7 @@ def to_queries(
     query = load_rows(q + b * q_b + h64 * q_h, row0, queries, q_t, k_width, BLOCK_M)
     grad = load_rows(g + b * g_b + h64 * g_h, row0, queries, g_t, v_width, BLOCK_M)
     made = load_rows(out + b * o_b + h64 * o_h, row0, queries, o_t, v_width, BLOCK_M)
-    of_head = tl.program_id(1).to(tl.int64) * queries
+    of_head = sequence.to(tl.int64) * queries
     minus = tl.sum(grad.to(tl.float32) * made.to(tl.float32), 1)
     if LSE_TOO:
         minus -= tl.load(g_lse + of_head + rows, mask=present, other=0.0)
@@ -130,7 +131,7 @@ def to_queries(
     begin = tl.maximum(tl.min(low), 0) // BLOCK_N
     end = (tl.max(high) + BLOCK_N) // BLOCK_N
     if PRUNE:
-        of_block = (tl.program_id(1).to(tl.int64) * range_size + row0 // PRUNE) * 2
+        of_block = (sequence.to(tl.int64) * range_size + row0 // PRUNE) * 2
         begin = tl.maximum(begin, tl.load(ranges + of_block) // BLOCK_N)
         stop = tl.load(ranges + of_block + 1)
         end = tl.minimum(end, (stop + BLOCK_N - 1) // BLOCK_N)
@@ -232,9 +233,10 @@ def to_keys(
 ):  # fmt: skip
     """The gradients of a tile of keys and values."""
     kv_heads: tl.constexpr = HEADS // GROUP
-    tile = tl.program_id(0)
-    b = (tl.program_id(1) // kv_heads).to(tl.int64)
-    kv = tl.program_id(1) % kv_heads
+    tiles = (keys + BLOCK_N - 1) // BLOCK_N
+    tile = tl.program_id(0) % tiles
+    b = (tl.program_id(0) // tiles // kv_heads).to(tl.int64)
+    kv = tl.program_id(0) // tiles % kv_heads
     kv64 = kv.to(tl.int64)
     k_width: tl.constexpr = (D, BLOCK_D)
     v_width: tl.constexpr = (DV, BLOCK_DV)

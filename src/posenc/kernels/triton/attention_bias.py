@@ -217,12 +217,12 @@ def longest_keys(
     KV_HEADS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, NORMS: tl.constexpr,
 ):  # fmt: skip
     """The norm of the longest of ``NORMS`` keys; infinity for NaN, which must prune nothing."""
-    b = (tl.program_id(1) // KV_HEADS).to(tl.int64)
-    kv = (tl.program_id(1) % KV_HEADS).to(tl.int64)
+    b = (tl.program_id(0) // KV_HEADS).to(tl.int64)
+    kv = (tl.program_id(0) % KV_HEADS).to(tl.int64)
     at = k + b * k_b + kv * k_h
     width: tl.constexpr = (D, BLOCK_D)
-    rows = load_rows(at, tl.program_id(0) * NORMS, keys, k_t, width, NORMS).to(tl.float32)
+    rows = load_rows(at, tl.program_id(1) * NORMS, keys, k_t, width, NORMS).to(tl.float32)
     squares = tl.sum(rows * rows, 1)
     longest = tl.max(tl.where(squares == squares, squares, float("inf")))
-    to = norms + tl.program_id(1).to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
+    to = norms + tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
     tl.store(to, tl.sqrt(longest))

@@ -32,8 +32,9 @@ def split(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
     """Attention to one part of the keys, and its log-sum-exp in units of log2."""
-    b = (tl.program_id(1) // (HEADS // GROUP)).to(tl.int64)
-    kv = tl.program_id(1) % (HEADS // GROUP)
+    b = (tl.program_id(0) // (HEADS // GROUP)).to(tl.int64)
+    kv = tl.program_id(0) % (HEADS // GROUP)
+    part = tl.program_id(1)
     row = tl.arange(0, BLOCK_M)
     present = row < GROUP * queries
     t = row % queries
@@ -48,9 +49,9 @@ def split(
     low = tl.where(present, low, keys)
     high = tl.where(present, high, -1)
     tiles = (keys + BLOCK_N - 1) // BLOCK_N
-    share = (tiles + tl.num_programs(0) - 1) // tl.num_programs(0)
-    begin = tl.maximum(tl.program_id(0) * share, tl.maximum(tl.min(low), 0) // BLOCK_N)
-    end = tl.minimum((tl.program_id(0) + 1) * share, (tl.max(high) + BLOCK_N) // BLOCK_N)
+    share = (tiles + tl.num_programs(1) - 1) // tl.num_programs(1)
+    begin = tl.maximum(part * share, tl.maximum(tl.min(low), 0) // BLOCK_N)
+    end = tl.minimum((part + 1) * share, (tl.max(high) + BLOCK_N) // BLOCK_N)
     numbers = values + b * values_b + h.to(tl.int64) * values_h
     slope = tl.zeros((BLOCK_M,), tl.float32)
     of_query = tl.zeros((BLOCK_M,), tl.float64)
@@ -92,7 +93,7 @@ def split(
     sums = tl.where(nothing, float("-inf"), most + tl.log2(tl.where(nothing, 1.0, total)))
     # Rows of heads and queries, as in the output.
     to = (b * HEADS + h) * queries + t
-    to += tl.program_id(0).to(tl.int64) * (tl.num_programs(1) * GROUP) * queries
+    to += part.to(tl.int64) * (tl.num_programs(0) * GROUP) * queries
     tl.store(part_lse + to, sums, mask=present)
     channels = tl.arange(0, BLOCK_DV)
     store = present[:, None] & (channels < DV)[None, :]
