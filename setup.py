@@ -29,7 +29,7 @@ setup(
             depends=sorted(glob.glob(SOURCE + "*.h")),
             extra_compile_args=[]
             if sys.platform == "win32"
-            else ["-std=c99", "-O3", "-ffp-contract=fast"],
+            else ["-std=c99", "-O3", "-ffp-contract=fast", "-fno-trapping-math"],
             libraries=["dl", "m"] if sys.platform.startswith("linux") else [],
             py_limited_api=True,
             # Without a C compiler the install goes on, and plain torch serves.

@@ -6,7 +6,7 @@ They are exact at any position, in float16, bfloat16, float32 and float64, on an
 from importlib import import_module
 from typing import Any
 
-from posenc import attention, axes, functional, nn, positions, scaling
+from posenc import attention, axes, cache, functional, nn, positions, scaling
 from posenc.kernels import backends
 from posenc.nn import (
     FIRE,
@@ -50,6 +50,7 @@ __all__ = [
     "attention",
     "axes",
     "backends",
+    "cache",
     "functional",
     "interop",
     "nn",

@@ -1,6 +1,10 @@
-"""Compile every Triton kernel for an H100 without having one: types and layouts show here."""
+"""Compile the rotation and the norm for an H100 without having one: types and layouts show here.
+
+With titles of `CASES` as arguments, these alone, and the write to a cache.
+"""
 
 import re
+import sys
 import warnings
 
 import triton.language as tl
@@ -8,7 +12,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 
 from posenc.kernels.triton import norm, rotate
-from posenc.kernels.triton.launch import OPTIONS
+from posenc.kernels.triton.launch import OPTIONS, Launch
 
 POINTERS = {"q", "k", "q_out", "k_out", "x", "y", "g", "dx", "weight"}
 ROTATE = {
@@ -19,6 +23,7 @@ ROTATE = {
 }  # fmt: skip
 ONE_PAIR = {**ROTATE, "Q_HEADS": 2, "K_HEADS": 0, "PAIRS": 1, "BLOCK_P": 1, "IN": 2, "OUT": 2}
 NORM = {
+    "EPS": 1e-6, "SHIFT": 0.0,
     "HEADS": 8, "WIDTH": 128, "PAIRS": 32, "FIRST": 0, "REST": 64, "HAS_POSITIONS": True,
     "ADVANCES": False, "IN": 2, "OUT": 0, "WEIGHT": 2, "TRANSPOSED": False, "ALL_HEADS": False,
     "WIDE": tl.float32, "BLOCK_P": 32, "BLOCK_REST": 64, "BLOCK_H": 8,
@@ -40,7 +45,7 @@ CASES = {
 def types(kernel, constants, ones, element):
     """Signature and constants as a launch would find them; ``ones`` are arguments that are 1."""
     known = {"cos": "*fp64", "sin": "*fp64", "partial": "*fp32", "positions": "*i64"}
-    known |= {"eps": "fp32", "shift": "fp32"} | dict.fromkeys(POINTERS, "*" + element)
+    known |= dict.fromkeys(POINTERS, "*" + element)
     fixed = {**constants, **dict.fromkeys(ones, 1)}
     names = kernel.arg_names
     signature = {n: "constexpr" if n in fixed else known.get(n, "i32") for n in names}
@@ -48,10 +53,13 @@ def types(kernel, constants, ones, element):
 
 
 if __name__ == "__main__":
+    import compile_launches_for_hopper as launches
+
     warnings.simplefilter("error")
     # Triton builds syntax trees in a way that Python 3.13 warns of.
     warnings.simplefilter("ignore", DeprecationWarning)
-    for title, (kernel, constants, ones, element) in CASES.items():
+    for title in sys.argv[1:] or CASES:
+        kernel, constants, ones, element = CASES[title]
         signature, fixed = types(kernel, constants, ones, element)
         source = ASTSource(fn=kernel, signature=signature, constexprs=fixed)
         options = {"num_warps": 4, **OPTIONS}
@@ -61,3 +69,5 @@ if __name__ == "__main__":
         assert not re.findall(r"\bmul\.f(?:16|32|64)\b", done.asm["ptx"]), title
         assert "fma.rn.f" in done.asm["ptx"], title
         print(f"{title}: compiled")
+    Launch.__call__ = launches.compiled
+    launches.write("float8_e4m3fn", "half")

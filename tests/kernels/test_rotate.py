@@ -63,7 +63,7 @@ def test_tables_may_differ_in_dtype(name, dtype, narrow):
 @pytest.mark.parametrize("tile", TILES)
 @LAYOUTS
 @pytest.mark.parametrize(
-    "heads", [(3, 2), pytest.param((4, 1), marks=pytest.mark.slow), (3,)], ids=str
+    "heads", [(3, 2), *(pytest.param(n, marks=pytest.mark.slow) for n in ((4, 1), (3,)))], ids=str
 )
 def test_triton_takes_any_tile(tile, inner, outer, heads, monkeypatch):
     """With tables of float64, and of float32 where those are the same numbers."""

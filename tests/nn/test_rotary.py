@@ -254,7 +254,7 @@ def test_first_and_second_gradients_are_numerical_ones(interleaved):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("max_seq_len", [None, 64])
+@pytest.mark.parametrize("max_seq_len", [None, pytest.param(64, marks=pytest.mark.slow)])
 def test_embedding_compiles_to_one_graph(max_seq_len, dtype):
     rope = RotaryPosEmbedding(8, max_seq_len)
     calls = [(torch.randn(2, n, 8).to(dtype),) for n in (5, 3, 17, 63)]

@@ -20,9 +20,8 @@ def check_writable(who: str, xs: Sequence[Tensor], *, recorded_by: Sequence[Tens
     recorded = torch.is_grad_enabled() and any(t.requires_grad for t in (*xs, *recorded_by))
     for x in xs:
         check_no_internal_overlap(who, x)
-        if real and x.is_inference() and not torch.is_inference_mode_enabled():
-            rule = "an inference tensor must not be written in place outside inference mode"
-            checks.fail(who, rule, "one", "Call clone() first.")
+        if real:
+            check_inference_mode(who, x)
         base = view_base(x)
         if recorded and x.requires_grad and (x if base is None else base).is_leaf:
             rule = "a leaf that requires a gradient must not be written in place"
@@ -40,6 +39,13 @@ def check_no_internal_overlap(who: str, x: Tensor) -> None:
     if any(step == 0 and size > 1 for step, size in steps):
         rule = "a tensor must not share memory with itself to be written in place"
         checks.fail(who, rule, f"strides {x.stride()}", "Call contiguous() first.")
+
+
+def check_inference_mode(who: str, x: Tensor) -> None:
+    """Refuse an inference tensor outside inference mode."""
+    if x.is_inference() and not torch.is_inference_mode_enabled():
+        rule = "an inference tensor must not be written in place outside inference mode"
+        checks.fail(who, rule, "one", "Call clone() first.")
 
 
 def overlaps(a: Tensor, b: Tensor) -> bool:

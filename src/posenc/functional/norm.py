@@ -64,16 +64,21 @@ def qk_norm_rope(
     shift = 1.0 if checks.boolean(who, "zero_centered", zero_centered) else 0.0
     rotated = []
     for name, x, weight in (("q_weight", q, q_weight), ("k_weight", k, k_weight)):
-        checks.float_tensor(who, name, weight)
-        heads, width = x.shape[1], x.shape[3]
-        # Two comparisons, because torch.compile cannot search a tuple for a symbolic size.
-        if weight.dim() != 1 or (weight.shape[0] != width and weight.shape[0] != heads * width):
-            rule = f"{name} must have shape ({width},) or ({heads * width},)"
-            checks.fail(who, rule, f"shape {tuple(weight.shape)}", "Give each channel one weight.")
-        if weight.device != x.device:
-            rule = f"{name} must be on the device of q and k"
-            checks.fail(who, rule, weight.device, f"Move it to {x.device}.")
-        norm = kernels.Norm(eps, shift, weight.shape[0] != width)
+        check_weight(who, name, weight, x)
+        norm = kernels.Norm(eps, shift, weight.shape[0] != x.shape[3])
         rotated.append(kernels.norm_rotate(x, weight, cos, sin, rows, spec, norm))
     normed_q, normed_k = swap_heads(rotated, options.get("seq_dim", -2))
     return normed_q, normed_k
+
+
+def check_weight(who: str, name: str, weight: Tensor, x: Tensor) -> None:
+    """Refuse a weight that is not for one head of ``x``, ``(B, H, L, D)``, or for all of them."""
+    checks.float_tensor(who, name, weight)
+    heads, width = x.shape[1], x.shape[3]
+    # Two comparisons, because torch.compile cannot search a tuple for a symbolic size.
+    if weight.dim() != 1 or (weight.shape[0] != width and weight.shape[0] != heads * width):
+        rule = f"{name} must have shape ({width},) or ({heads * width},)"
+        checks.fail(who, rule, f"shape {tuple(weight.shape)}", "Give each channel one weight.")
+    if weight.device != x.device:
+        rule = f"{name} must be on the device of q and k"
+        checks.fail(who, rule, weight.device, f"Move it to {x.device}.")

@@ -1,19 +1,34 @@
 """Kernels for users' tensors, in their dtype and on their device; no scaling rule is known here."""
 
 from posenc.kernels import ops as ops  # defines the ops that dispatch calls
+from posenc.kernels.cache import rotate_and_cache
 from posenc.kernels.dispatch import Backend, backends, norm_rotate, rotate, rotate_
 from posenc.kernels.reference import add
-from posenc.kernels.spec import Norm, RowOutOfRange, Rows, Spec
+from posenc.kernels.spec import (
+    LARGEST,
+    Norm,
+    RowOutOfRange,
+    Rows,
+    SlotOutOfRange,
+    Spec,
+    Store,
+    Write,
+)
 
 __all__ = [
+    "LARGEST",
     "Backend",
     "Norm",
     "RowOutOfRange",
     "Rows",
+    "SlotOutOfRange",
     "Spec",
+    "Store",
+    "Write",
     "add",
     "backends",
     "norm_rotate",
     "rotate",
     "rotate_",
+    "rotate_and_cache",
 ]

@@ -185,11 +185,11 @@ def rotate_into(
     """Run ``kernel`` from ``xs`` to ``ys``, which may be ``xs``; on copies if it returns False."""
     if kernel.rotate_into(xs, ys, cos, sin, *how):
         return
-    cos, sin = _dense(cos), _dense(sin)
+    cos, sin = dense(cos), dense(sin)
     for x, y in zip(xs, ys, strict=True):
         if x.numel() and not kernel.rotate_into([x], [y], cos, sin, *how):
             made = torch.empty(y.shape, dtype=y.dtype, device=y.device)
-            kernel.rotate_into([_dense(x)], [made], cos, sin, *how)
+            kernel.rotate_into([dense(x)], [made], cos, sin, *how)
             y.copy_(made)
 
 
@@ -200,26 +200,30 @@ def run_norm(kernel: Any, x: Tensor, *arguments: Any) -> Tensor:
 
 def run_norm_backward(kernel: Any, g: Tensor, x: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
     """Gradients of :func:`norm_rotate` with respect to ``x`` and the weight; ``g`` is incoming."""
-    g = g if _has_dense_rows(g) else _dense(g)
+    g = g if has_dense_rows(g) else dense(g)
     return _on_dense_rows(x, lambda x, dx: kernel.norm_backward_into(g, x, dx, *arguments))
 
 
 def _on_dense_rows(x: Tensor, run: Callable[[Tensor, Tensor], Any]) -> tuple[Tensor, Any]:
     """Call ``run(x, y)`` with a new ``y``, on copies if need be; return ``y`` and the result."""
     y = torch.empty_like(x)
-    if _has_dense_rows(x, y):
+    if has_dense_rows(x, y):
         return y, run(x, y)
     made = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    returned = run(_dense(x), made)
+    returned = run(dense(x), made)
     return y.copy_(made), returned
 
 
-def _has_dense_rows(*tensors: Tensor) -> bool:
+def has_dense_rows(*tensors: Tensor) -> bool:
     """Whether a kernel can use ``tensors`` without a copy; some gradients have no storage."""
-    return all(t.stride(-1) == 1 and not t.is_neg() and t.data_ptr() for t in tensors)
+    for t in tensors:  # noqa: SIM110 (a generator would cost time at every token)
+        if t.stride(-1) != 1 or t.is_neg() or not t.data_ptr():
+            return False
+    return True
 
 
-def _dense(x: Tensor) -> Tensor:
+def dense(x: Tensor) -> Tensor:
+    """A contiguous copy of ``x``."""
     # contiguous() keeps odd strides of axes of size 1, and clone() keeps the negative bit.
     return x.resolve_neg().clone(memory_format=torch.contiguous_format)
 

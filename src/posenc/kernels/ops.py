@@ -10,7 +10,7 @@ Kernels do not check their arguments, and anyone can call an op, so the ops chec
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -43,13 +43,14 @@ def define_op(
     return getattr(torch.ops.posenc, name).default
 
 
-def _refuse(who: str, rule: str, *tensors: Any) -> None:
+def refuse(who: str, rule: str, *tensors: Any) -> NoReturn:
+    """Raise an error that shows ``tensors``."""
     shown = [f"{t.dtype} {tuple(t.shape)} on {t.device}" for t in tensors if isinstance(t, Tensor)]
     way_out = "Call the functions of posenc.functional, which explain their arguments."
     checks.fail(who, rule, " and ".join(shown), way_out)
 
 
-def _check(who: str, arguments: tuple[Any, ...], *others: Tensor) -> tuple[Any, ...]:
+def check_rotation(who: str, arguments: tuple[Any, ...], *others: Tensor) -> tuple[Any, ...]:
     """Unflatten the arguments; refuse those with which a kernel would access memory out of bounds.
 
     The kernels check the values of positions. ``others`` are tensors for the same device.
@@ -60,7 +61,7 @@ def _check(who: str, arguments: tuple[Any, ...], *others: Tensor) -> tuple[Any, 
     for t in xs:
         agrees = t.dim() == 4 and (t.shape[0], *t.shape[2:]) == (x.shape[0], *x.shape[2:])
         if not agrees or t.dtype not in checks.FLOAT_DTYPES:
-            _refuse(who, "tensors must be floating, (B, H, T, D), and differ only in H", *xs)
+            refuse(who, "tensors must be floating, (B, H, T, D), and differ only in H", *xs)
     (batch, _, length, width), table = x.shape, cos.shape
     if (
         table != sin.shape
@@ -70,10 +71,10 @@ def _check(who: str, arguments: tuple[Any, ...], *others: Tensor) -> tuple[Any, 
         or sin.dtype not in checks.FLOAT_DTYPES
     ):
         rule = f"cos and sin must be floating, (R, P) or ({batch}, R, P), 1 <= P <= {width // 2}"
-        _refuse(who, rule, cos, sin, x)
+        refuse(who, rule, cos, sin, x)
     table_rows, unrotated = table[-2], width - 2 * table[-1]
     if spec.first_channel not in (0, unrotated):
-        _refuse(who, f"first_channel must be 0 or {unrotated}, not {spec.first_channel}", cos, x)
+        refuse(who, f"first_channel must be 0 or {unrotated}, not {spec.first_channel}", cos, x)
     end = start + length if positions is None else start
     if start < 0 or end > table_rows:
         raise RowOutOfRange(start if start < 0 else max(start, end - 1), table_rows)
@@ -83,32 +84,32 @@ def _check(who: str, arguments: tuple[Any, ...], *others: Tensor) -> tuple[Any, 
         or positions.shape[1] not in (1, length)
         or positions.dtype != torch.int64
     ):
-        _refuse(who, f"positions must be int64, (1 or {batch}, 1 or {length})", positions, x)
+        refuse(who, f"positions must be int64, (1 or {batch}, 1 or {length})", positions, x)
     return xs, cos, sin, rows, spec
 
 
 def _check_devices(who: str, *tensors: Any) -> None:
     """Refuse tensors on several devices; if one is meta, the result would stay unwritten."""
     if len({t.device for t in tensors if isinstance(t, Tensor)}) > 1:
-        _refuse(who, "tensors must be on one device", *tensors)
+        refuse(who, "tensors must be on one device", *tensors)
 
 
 def _rotate(*arguments: Any) -> Tensor:
-    return dispatch.run(*_check("posenc::rotate", arguments))[0]
+    return dispatch.run(*check_rotation("posenc::rotate", arguments))[0]
 
 
 def _rotate_qk(*arguments: Any) -> tuple[Tensor, ...]:
-    return tuple(dispatch.run(*_check("posenc::rotate_qk", arguments)))
+    return tuple(dispatch.run(*check_rotation("posenc::rotate_qk", arguments)))
 
 
 def _rotate_(*arguments: Any) -> None:
-    (x,), cos, sin, rows, spec = _check("posenc::rotate_", arguments)
+    (x,), cos, sin, rows, spec = check_rotation("posenc::rotate_", arguments)
     check_no_internal_overlap("posenc::rotate_", x)
     dispatch.run_([x], cos, sin, rows, spec)
     torch.autograd.graph.increment_version(x)
 
 
-def _fake(name: str, count: int) -> Callable[..., Any]:
+def fake_like(name: str, count: int) -> Callable[..., Any]:
     """The fake implementation of an op whose results are like its first ``count`` arguments."""
 
     def fake(*arguments: Any) -> Any:
@@ -119,7 +120,7 @@ def _fake(name: str, count: int) -> Callable[..., Any]:
     return fake
 
 
-_HOW = (
+HOW = (
     "Tensor cos, Tensor sin, Tensor? positions, SymInt start, "
     "bool interleaved, bool interleaved_out, SymInt first_channel, bool transposed"
 )
@@ -130,27 +131,34 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 
 _RULES = _save, dispatch._Rotate.backward
-rotate = define_op("rotate", f"(Tensor x, {_HOW}) -> Tensor", _rotate, _fake("rotate", 1), *_RULES)
+rotate = define_op(
+    "rotate", f"(Tensor x, {HOW}) -> Tensor", _rotate, fake_like("rotate", 1), *_RULES
+)
 rotate_qk = define_op(
     "rotate_qk",
-    f"(Tensor q, Tensor k, {_HOW}) -> (Tensor, Tensor)",
+    f"(Tensor q, Tensor k, {HOW}) -> (Tensor, Tensor)",
     _rotate_qk,
-    _fake("rotate_qk", 2),
+    fake_like("rotate_qk", 2),
     *_RULES,
 )
-rotate_ = define_op("rotate_", f"(Tensor(a!) x, {_HOW}) -> ()", _rotate_, _fake("rotate_", 0))
+rotate_ = define_op("rotate_", f"(Tensor(a!) x, {HOW}) -> ()", _rotate_, fake_like("rotate_", 0))
 
 
 def _check_norm(gradients: Sequence[Tensor], x: Tensor, weight: Tensor, how: Any) -> Any:
-    """As :func:`_check`, for the arguments of `norm_rotate` and its incoming gradient."""
+    """As :func:`check_rotation`, for the arguments of `norm_rotate` and its incoming gradient."""
     who, norm = "posenc::norm_rotate", Norm(*how[8:])
-    _, cos, sin, rows, spec = _check(who, (x, *how[:8]), weight, *gradients)
-    channels = x.shape[1] * x.shape[3] if norm.all_heads else x.shape[3]
-    if weight.shape != (channels,) or weight.dtype not in checks.FLOAT_DTYPES:
-        _refuse(who, f"weight must be floating, ({channels},)", weight, x)
+    _, cos, sin, rows, spec = check_rotation(who, (x, *how[:8]), weight, *gradients)
+    check_weight(who, weight, x, norm.all_heads)
     if any(g.shape != x.shape or g.dtype != x.dtype for g in gradients):
-        _refuse(who, "a gradient must be of its tensor's shape and dtype", *gradients, x)
+        refuse(who, "a gradient must be of its tensor's shape and dtype", *gradients, x)
     return x, weight, cos, sin, rows, spec, norm
+
+
+def check_weight(who: str, weight: Tensor, x: Tensor, all_heads: bool) -> None:
+    """Refuse a weight that a kernel would read out of bounds."""
+    channels = x.shape[1] * x.shape[3] if all_heads else x.shape[3]
+    if weight.shape != (channels,) or weight.dtype not in checks.FLOAT_DTYPES:
+        refuse(who, f"weight must be floating, ({channels},)", weight, x)
 
 
 def _norm_rotate(x: Tensor, weight: Tensor, *how: Any) -> Tensor:
@@ -170,12 +178,12 @@ def _op_backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
     return (*norm_rotate_backward(g, *ctx.saved_tensors, *ctx.others), *[None] * 11)
 
 
-_NORM = f"Tensor x, Tensor weight, {_HOW}, float eps, float shift, bool all_heads"
+_NORM = f"Tensor x, Tensor weight, {HOW}, float eps, float shift, bool all_heads"
 norm_rotate = define_op(
     "norm_rotate",
     f"({_NORM}) -> Tensor",
     _norm_rotate,
-    _fake("norm_rotate", 1),
+    fake_like("norm_rotate", 1),
     _save_norm,
     _op_backward,
     key="CUDA",
@@ -184,6 +192,6 @@ norm_rotate_backward = define_op(
     "norm_rotate_backward",
     f"(Tensor g, {_NORM}) -> (Tensor, Tensor)",
     _norm_backward,
-    lambda g, *arguments: _fake("norm_rotate_backward", 2)(*arguments),
+    lambda g, *arguments: fake_like("norm_rotate_backward", 2)(*arguments),
     key="CUDA",
 )

@@ -66,6 +66,47 @@ class Norm(NamedTuple):
     all_heads: bool = False  # one mean over all heads of a token (OLMo 2), not one for each head
 
 
+class Store(NamedTuple):
+    """A cache that rows are written to, and what divides them before they are rounded.
+
+    The scale is one of: ``scale``, given; ``scales``, worked out and written; neither, which is 1.
+    """
+
+    cache: Tensor  # [pages, H, page, D], dense along D
+    scale: Tensor | None = None  # float32 [B, H, T], with strides of zero where it is shared
+    scales: Tensor | None = None  # float32 [pages, H, page]
+
+    def slots(self) -> int:
+        """How many rows of a head the cache has."""
+        pages, _, page, _ = self.cache.shape
+        return pages * page
+
+
+class Write(NamedTuple):
+    """What `rotate_and_cache` reads and writes, besides the rotation.
+
+    Slot ``s`` is row ``s % page`` of page ``s // page``, where ``page`` may differ between the two
+    caches; -1 stores nothing. A weight means RMSNorm before the rotation: ``[D]`` of each head, or
+    ``[H * D]`` over all heads, whatever ``norm.all_heads`` says.
+    """
+
+    q: Tensor  # [B, H, T, D]
+    k: Tensor  # [B, Hk, T, D], of the dtype of q, as v is
+    v: Tensor  # [B, Hv, T, Dv]
+    slots: Tensor  # int64 or int32 [B, T]
+    k_store: Store
+    v_store: Store
+    q_weight: Tensor | None = None
+    k_weight: Tensor | None = None
+    norm: Norm = Norm()
+
+
+# The largest number of each dtype that a cache may have beside that of its keys; int8 is symmetric.
+LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0, torch.int8: 127.0}
+# What C and Triton call these dtypes; 0 is that of the keys.
+FORMATS = {torch.float8_e4m3fn: 1, torch.float8_e5m2: 2, torch.int8: 3}
+
+
 class RowOutOfRange(ValueError):
     """A position is outside the table; ``row`` is the row it would take."""
 
@@ -73,6 +114,15 @@ class RowOutOfRange(ValueError):
         way_out = "Pass smaller positions, or make a longer table."
         super().__init__(f"positions must be in [0, {rows}), got {row}.\n  {way_out}")
         self.row = row
+
+
+class SlotOutOfRange(ValueError):
+    """A slot is outside the cache."""
+
+    def __init__(self, slot: int, slots: int) -> None:
+        way_out = "Pass page * page length + place, or -1 to store nothing."
+        super().__init__(f"slots must be in [-1, {slots}), got {slot}.\n  {way_out}")
+        self.slot = slot
 
 
 def shardable(x: Tensor, cos: Tensor, sin: Tensor, rows: Rows) -> tuple[Tensor, Tensor, Rows]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,7 +17,9 @@ from posenc.kernels import RowOutOfRange, Rows, Spec
 from posenc.nn._tables import SharedTables, Tensors
 from posenc.numerics.axes import Axes
 from posenc.numerics.frequencies import Spectrum, turn_steps
-from posenc.numerics.tables import angles, cos_sin, float64_device, of_angles
+from posenc.numerics.tables import angles, cos_sin, float64_device, of_angles, round_once
+
+Result = TypeVar("Result")
 
 
 def rotary_tables(positions: Tensor, dtype: torch.dtype, spectrum: Spectrum) -> Tensors:
@@ -30,17 +33,25 @@ def for_axes(positions: Tensor, axes: Axes | None) -> Tensor:
     return positions if axes is None else positions.expand(axes.count(), *positions.shape)
 
 
-def rotate_by_tables(
+def check_width(who: str, head_dim: int, rotary_dim: int | None, axes: Axes | None) -> int:
+    """The number of channels that are rotated."""
+    width = head_dim if rotary_dim is None else rotary_dim
+    if width > head_dim:
+        rule = f"rotary_dim must be at most head_dim={head_dim}"
+        checks.fail(who, rule, width, "Pass None to rotate all of a head.")
+    if axes is not None:
+        axes.check(who, width)
+    return width
+
+
+def by_tables(
     who: str,
-    limit: Limit,
     tables: SharedTables,
     xs: list[Tensor],
     rows: Rows,
-    spec: Spec,
-    *,
-    in_place: bool = False,
-) -> list[Tensor]:
-    """Rotate ``xs`` of ``(B, H, L, D)`` by shared tables, which grow as needed."""
+    run: Callable[[Tensor, Tensor, Rows], Result],
+) -> Result:
+    """``run(cos, sin, rows)`` for ``xs`` of ``(B, H, L, D)``; the shared tables grow as needed."""
     x, dtype, needed = xs[0], torch.float64, None
     if x.is_cuda and all(x.element_size() == 2 for x in xs):
         # Half precision gets the same results from float32 tables, which are half as large.
@@ -53,7 +64,7 @@ def rotate_by_tables(
             cos, sin = held
             try:
                 # The kernel checks positions against the table faster than aminmax would.
-                return rotate_rows(who, limit, xs, cos, sin, rows, spec, in_place=in_place)
+                return run(cos, sin, rows)
             except RowOutOfRange:
                 pass
         if ids is None:
@@ -68,7 +79,25 @@ def rotate_by_tables(
         # Activation checkpointing compares the shapes of saved tensors with those of a second
         # call, and the table may have grown by then.
         cos, sin = cos[:needed], sin[:needed]
-    return rotate_rows(who, limit, xs, cos, sin, rows, spec, in_place=in_place)
+    return run(cos, sin, rows)
+
+
+def rotate_by_tables(
+    who: str,
+    limit: Limit,
+    tables: SharedTables,
+    xs: list[Tensor],
+    rows: Rows,
+    spec: Spec,
+    *,
+    in_place: bool = False,
+) -> list[Tensor]:
+    """Rotate ``xs`` of ``(B, H, L, D)`` by shared tables."""
+
+    def run(cos: Tensor, sin: Tensor, rows: Rows) -> list[Tensor]:
+        return rotate_rows(who, limit, xs, cos, sin, rows, spec, in_place=in_place)
+
+    return by_tables(who, tables, xs, rows, run)
 
 
 class RopeAngles:
@@ -159,6 +188,41 @@ class RopeAngles:
             last = _last_positions(at if axes is None else at.amax(0))
             seq_len = last.floor().to(torch.int64).clamp(min=-1) + 1
         return self.at(at, self.rule_length(who, x, seq_len))
+
+    def shifted(self, who: str, k: Tensor, by: int | Tensor, seq_len: Any) -> Tensor:
+        """Angles ``[1 or B, 1, P]`` that move the tokens of ``k`` by this many positions."""
+        rule = self.spectrum.scaling
+        if isinstance(by, Tensor):
+            at = position_checks.offsets(who, by, k, "by")
+        else:
+            by = checks.integer(who, "by", by, least=-checks.FARTHEST)
+            at = torch.full((1,), by, device=k.device)
+        if seq_len is None and self.trained is not None:
+            needs = f"seq_len must be given, because {type(rule).__name__} depends on it"
+            checks.fail(who, needs, None, "Pass the seq_len that the keys were rotated with.")
+        length = self.rule_length(who, k, seq_len)
+        return self.at(for_axes(at[:, None], self.spectrum.axes), length)[0]
+
+    def moved(
+        self, who: str, k: Tensor, to: Tensor, before: Tensor, to_len: Any, len_before: Any
+    ) -> tuple[Tensor, float | Tensor]:
+        """Angles and gain that move the tokens of ``k`` from positions ``before``."""
+        phi, gain = self.at_coordinates(who, "to_positions", k, to, to_len)
+        old, old_gain = self.at_coordinates(who, "from_positions", k, before, len_before)
+        return phi - old, gain / old_gain
+
+    def tables(
+        self, who: str, position_ids: Tensor, seq_len: Any, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        """The body of :meth:`RoPE.tables`."""
+        shape = position_checks.positions(who, "position_ids", position_ids).shape
+        batch = shape[-2] if len(shape) > 1 else 1
+        like = torch.empty((batch, 1, shape[-1], 0), device=position_ids.device)
+        phi, gain = self.at_coordinates(who, "position_ids", like, position_ids, seq_len)
+        cos, sin = of_angles(phi, position_ids.device, gain)
+        if checks.float_dtype(who, "dtype", dtype) != torch.float64:
+            cos, sin = round_once(cos, dtype), round_once(sin, dtype)
+        return cos, sin
 
     def at(self, at: Tensor, length: int | Tensor | None) -> tuple[Tensor, float | Tensor]:
         """Angles in float64, and the gain of their tables, in sequences of this length."""

@@ -3,33 +3,26 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from posenc import configs
-from posenc._contract import checks, position_checks
+from posenc._contract import checks
 from posenc.functional import rotary
 from posenc.kernels import Rows, Spec
-from posenc.nn._rope import RopeAngles, for_axes, rotary_tables, rotate_by_tables, tables_of
+from posenc.nn._rope import RopeAngles, check_width, rotary_tables, rotate_by_tables, tables_of
+from posenc.nn._rope_cache import CacheWhere, Where, rotate_and_cache
 from posenc.nn._tables import SharedTables, TableModule, shown_table
 from posenc.numerics.axes import Axes
 from posenc.numerics.frequencies import Spectrum, scaled_rates
 from posenc.numerics.scaling import Rule
-from posenc.numerics.tables import of_angles, round_once
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 _NO_RULE = "Pass posenc.scaling.Linear(2.0), say; RoPE.from_config takes a config's dict."
-
-
-class Where(TypedDict, total=False):
-    """The keywords of :meth:`RoPE.forward`."""
-
-    position_ids: Tensor | None
-    seq_len: int | Tensor | None
 
 
 class RoPE(TableModule):
@@ -90,12 +83,7 @@ class RoPE(TableModule):
         self.scaling = checks.check_instance(who, "scaling", scaling, Rule, _NO_RULE)
         self.axes = checks.check_instance(who, "axes", axes, Axes, "Pass axes.Axial(2), say.")
         self.seq_dim = rotary.check_seq_dim(who, seq_dim)
-        width = self.head_dim if self.rotary_dim is None else self.rotary_dim
-        if width > self.head_dim:
-            rule = f"rotary_dim must be at most head_dim={self.head_dim}"
-            checks.fail(who, rule, width, "Pass None to rotate all of a head.")
-        if axes is not None:
-            axes.check(who, width)
+        width = check_width(who, self.head_dim, self.rotary_dim, axes)
         first_channel = self.head_dim - width if last else 0
         self._spec = Spec(interleaved, interleaved if out is None else out, first_channel)
         length = self.max_seq_len
@@ -192,9 +180,37 @@ class RoPE(TableModule):
             >>> torch.equal(q, wanted[0])
             True
         """
-        who = f"{type(self).__name__}.forward_"
-        self._rotate(who, "qk", [q, k], offset, **where, in_place=True)
+        self._rotate(
+            f"{type(self).__name__}.forward_", "qk", [q, k], offset, **where, in_place=True
+        )
         return q, k
+
+    def cache(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        slots: Tensor,
+        offset: int | Tensor = 0,
+        **options: Unpack[CacheWhere],
+    ) -> Tensor:
+        """Rotate queries into a new tensor, and keys, with values, into a cache, in one kernel.
+
+        Arguments are those of :func:`posenc.functional.rotate_and_cache`, with ``offset``,
+        ``position_ids`` and ``seq_len`` as in :meth:`forward`. Tokens ``(T, H, D)`` count as one
+        sequence: for a rule that depends on the length, pass ``seq_len``.
+
+        Examples:
+            >>> rope, (q, k, v) = RoPE(8), torch.randn(3, 1, 2, 4, 8)
+            >>> k_cache, v_cache = torch.zeros(2, 3, 16, 2, 8)  # 3 pages of 16 tokens
+            >>> _ = rope.cache(q, k, v, k_cache, v_cache, torch.tensor([[20, 21, 22, 23]]), 2)
+            >>> torch.equal(k_cache[1, 4:8].transpose(0, 1), rope.rotate(k, 2)[0])
+            True
+        """
+        who, caches = f"{type(self).__name__}.cache", (k_cache, v_cache)
+        return rotate_and_cache(who, self, (q, k, v), caches, slots, offset, **options)
 
     def rotate(self, x: Tensor, offset: int | Tensor = 0, **where: Unpack[Where]) -> Tensor:
         """Rotate one tensor; arguments as :meth:`forward`."""
@@ -242,13 +258,10 @@ class RoPE(TableModule):
             >>> torch.allclose(moved, rope.rotate(k), atol=1e-6)
             True
         """
-        who, angles = f"{type(self).__name__}.rerotate", self._angles
-        k = self._rotated_keys(who, k)
-        phi, gain = angles.at_coordinates(who, "to_positions", k, to_positions, to_seq_len)
-        old, old_gain = angles.at_coordinates(
-            who, "from_positions", k, from_positions, from_seq_len
-        )
-        return self._rotate_again(who, k, phi - old, gain / old_gain, Rows())
+        who = f"{type(self).__name__}.rerotate"
+        k, lengths = self._rotated_keys(who, k), (to_seq_len, from_seq_len)
+        phi, gain = self._angles.moved(who, k, to_positions, from_positions, *lengths)
+        return self._rotate_again(who, k, phi, gain, Rows())
 
     def shift(self, k: Tensor, by: int | Tensor, *, seq_len: int | Tensor | None = None) -> Tensor:
         """Add ``by`` to the positions of rotated keys.
@@ -266,16 +279,7 @@ class RoPE(TableModule):
         """
         who = f"{type(self).__name__}.shift"
         k = self._rotated_keys(who, k)
-        if isinstance(by, Tensor):
-            at = position_checks.offsets(who, by, k, "by")
-        else:
-            by = checks.integer(who, "by", by, least=-checks.FARTHEST)
-            at = torch.full((1,), by, device=k.device)
-        if seq_len is None and self._angles.trained is not None:
-            rule = f"seq_len must be given, because {type(self.scaling).__name__} depends on it"
-            checks.fail(who, rule, None, "Pass the seq_len that the keys were rotated with.")
-        length = self._angles.rule_length(who, k, seq_len)
-        phi, _ = self._angles.at(for_axes(at[:, None], self.axes), length)
+        phi = self._angles.shifted(who, k, by, seq_len)
         # One row serves every token of a sequence.
         first = torch.zeros((1, k.shape[2]), dtype=torch.int64, device=k.device)
         return self._rotate_again(who, k, phi, 1.0, Rows(0, first))
@@ -305,15 +309,7 @@ class RoPE(TableModule):
             >>> torch.equal(rotated[0], rope(q, k)[0])
             True
         """
-        who = f"{type(self).__name__}.tables"
-        shape = position_checks.positions(who, "position_ids", position_ids).shape
-        batch = shape[-2] if len(shape) > 1 else 1
-        like = torch.empty((batch, 1, shape[-1], 0), device=position_ids.device)
-        phi, gain = self._angles.at_coordinates(who, "position_ids", like, position_ids, seq_len)
-        cos, sin = of_angles(phi, position_ids.device, gain)
-        if checks.float_dtype(who, "dtype", dtype) != torch.float64:
-            cos, sin = round_once(cos, dtype), round_once(sin, dtype)
-        return cos, sin
+        return self._angles.tables(f"{type(self).__name__}.tables", position_ids, seq_len, dtype)
 
     def _rotate(
         self,

@@ -10,7 +10,16 @@ import torch
 from torch import Tensor
 
 from posenc.kernels import reference
-from posenc.kernels.spec import Norm, RowOutOfRange, Rows, Spec
+from posenc.kernels.spec import (
+    FORMATS,
+    Norm,
+    RowOutOfRange,
+    Rows,
+    SlotOutOfRange,
+    Spec,
+    Store,
+    Write,
+)
 
 try:
     import posenc.kernels.c._rotate as _rotate
@@ -47,23 +56,9 @@ def rotate_into(
     Returns False, and writes nothing, if the tensors differ in dtype, have the negative bit set,
     have no memory, or are strided along channels.
     """
-    shape, steps = cos.shape, cos.stride()
-    held = shape[-2]
-    wide = cos.dtype is torch.float64 and sin.dtype is torch.float64
-    if not wide or steps[-1] != 1 or sin.stride() != steps:
-        cos, sin = (_dense_rows(table, rows, xs[0].shape[2]) for table in (cos, sin))
-        rows, shape, steps = Rows(), cos.shape, cos.stride()
-    tables = (shape, steps) if len(shape) == 3 else (0, shape, 0, steps)
-    start, positions = rows
-    if positions is None:
-        where = (start, 0, 0, 0, 1)
-    else:
-        (many, each), (by_sequence, by_token) = positions.shape, positions.stride()
-        if many == 0 or each == 0:
-            return True
-        if each == 1:
-            by_token = 0
-        where = (start, positions.data_ptr(), by_sequence if many > 1 else 0, by_token, each == 1)
+    held, (cos, sin, tables, where) = cos.shape[-2], _tables(cos, sin, rows, xs[0].shape[2])
+    if where is None:
+        return True
     dtype = xs[0].dtype
     tensors: list[Any] = []
     for x, y in zip(xs, ys):  # noqa: B905 (the check would cost time at every token)
@@ -80,6 +75,26 @@ def rotate_into(
     if bad is NotImplemented:
         return False
     raise RowOutOfRange(bad, held)
+
+
+def _tables(cos: Tensor, sin: Tensor, rows: Rows, length: int) -> tuple[Any, ...]:
+    """The tables, which must stay alive, their sizes, and the rows; None if no token has one."""
+    shape, steps = cos.shape, cos.stride()
+    wide = cos.dtype is torch.float64 and sin.dtype is torch.float64
+    if not wide or steps[-1] != 1 or sin.stride() != steps:
+        cos, sin = (_dense_rows(table, rows, length) for table in (cos, sin))
+        rows, shape, steps = Rows(), cos.shape, cos.stride()
+    tables = (shape, steps) if len(shape) == 3 else (0, shape, 0, steps)
+    start, positions = rows
+    if positions is None:
+        return cos, sin, tables, (start, 0, 0, 0, 1)
+    (many, each), (by_sequence, by_token) = positions.shape, positions.stride()
+    if many == 0 or each == 0:
+        return cos, sin, tables, None
+    if each == 1:
+        by_token = 0
+    where = (start, positions.data_ptr(), by_sequence if many > 1 else 0, by_token, each == 1)
+    return cos, sin, tables, where
 
 
 def _dense_rows(table: Tensor, rows: Rows, length: int) -> Tensor:
@@ -105,7 +120,7 @@ def norm_backward_into(g: Tensor, x: Tensor, dx: Tensor, weight: Tensor, *argume
 
 def _factors(weight: Tensor, norm: Norm) -> Tensor:
     """The weight, plus its shift, as a dense float64 tensor."""
-    factors = weight.detach().resolve_neg().double()
+    factors = weight.resolve_neg().double()
     return factors.contiguous() if norm.shift == 0 else factors + norm.shift
 
 
@@ -113,6 +128,57 @@ def _run_norm(
     xs: list[Tensor], ys: list[Tensor], factors: Tensor, to_factors: int, *arguments: Any
 ) -> None:
     cos, sin, rows, spec, norm = arguments
-    (eps,) = struct.unpack("q", struct.pack("d", norm.eps))
-    numbers = (factors.data_ptr(), eps, norm.all_heads, to_factors)
+    numbers = (factors.data_ptr(), _bits(norm.eps), norm.all_heads, to_factors)
     rotate_into(xs, ys, cos, sin, rows, spec, numbers)
+
+
+def _bits(number: float) -> int:
+    bits: int = struct.unpack("q", struct.pack("d", number))[0]
+    return bits
+
+
+def cache_into(write: Write, y: Tensor, cos: Tensor, sin: Tensor, rows: Rows, spec: Spec) -> None:
+    """Rotate ``q`` into ``y``, write ``k`` and ``v``; see `reference_cache.rotate_and_cache`."""
+    q, k, v, slots, k_store, v_store, q_weight, k_weight, norm = write
+    held, (cos, sin, tables, where) = cos.shape[-2], _tables(cos, sin, rows, q.shape[2])
+    if where is None:
+        return
+    if slots.dtype is not torch.int64:
+        slots = slots.long()
+    q_factors = None if q_weight is None else _factors(q_weight, norm)
+    k_factors = None if k_weight is None else _factors(k_weight, norm)
+    torch.get_num_threads()
+    bad = _rotate.cache(
+        *(_CODES[q.dtype], cos.data_ptr(), sin.data_ptr(), *tables, where, spec),
+        *(_address(q_factors), _bits(norm.eps), _is_wider(q_factors, q), 0),
+        *(q.data_ptr(), y.data_ptr(), q.shape, q.stride(), y.stride()),
+        *(_address(k_factors), _is_wider(k_factors, k), slots.data_ptr(), slots.stride()),
+        *_written(k, k_store),
+        *_written(v, v_store),
+    )
+    if bad is not None:
+        what, number = bad
+        if what == "row":
+            raise RowOutOfRange(number, held)
+        raise SlotOutOfRange(number, k_store.slots())
+
+
+def _address(x: Tensor | None) -> int:
+    return 0 if x is None else x.data_ptr()
+
+
+def _is_wider(factors: Tensor | None, x: Tensor) -> bool:
+    """Whether the norm is over all heads."""
+    return factors is not None and factors.shape[0] != x.shape[3]
+
+
+def _written(x: Tensor, store: Store) -> tuple[Any, ...]:
+    """The numbers of ``Cached`` in cache.h."""
+    cache, scale, scales = store
+    none = (0, 0, 0, 0)
+    return (
+        *(x.data_ptr(), x.shape, x.stride()),
+        *(FORMATS.get(cache.dtype, 0), cache.data_ptr(), cache.shape, cache.stride()),
+        *(none if scale is None else (scale.data_ptr(), scale.stride())),
+        *(none if scales is None else (scales.data_ptr(), scales.stride())),
+    )

@@ -10,8 +10,10 @@
 #define KIND f32
 #define ELEM float
 #define REAL double
+#define REAL_BITS uint64_t
 #define LOAD(v) ((double)(v))
 #define STORE(v) ((float)(v))
+#define CUT(v) cut(v)
 #if NEON
 #define BLOCK 8
 #define VECTOR float64x2_t
@@ -22,15 +24,19 @@
 #define KIND f64
 #define ELEM double
 #define REAL double
+#define REAL_BITS uint64_t
 #define LOAD(v) (v)
 #define STORE(v) (v)
+#define CUT(v) cut(v)
 #include "rotate_rows.h"
 
 #define KIND bf16
 #define ELEM uint16_t
 #define REAL float
+#define REAL_BITS uint32_t
 #define LOAD(v) load_bf16(v)
 #define STORE(v) store_bf16(v)
+#define CUT(v) (v)
 #if NEON
 #define VECTOR float32x4_t
 #define TABLE vld1q_f32
@@ -47,8 +53,10 @@
 #define KIND f16
 #define ELEM half
 #define REAL float
+#define REAL_BITS uint32_t
 #define LOAD(v) load_f16(v)
 #define STORE(v) store_f16(v)
+#define CUT(v) (v)
 #if NEON
 #define VECTOR float32x4_t
 #define TABLE vld1q_f32
@@ -76,7 +84,8 @@ TARGET static void FN(convert_row)(const double *row, void *to, size_t P, double
 
 #define EACH(name) \
     {NAME2(name, f32, ISA), NAME2(name, bf16, ISA), NAME2(name, f16, ISA), NAME2(name, f64, ISA)}
-static const Kernels FN(kernels) = {EACH(rows), EACH(normed), EACH(norm_backward), FN(convert_row)};
+static const Kernels FN(kernels) = {EACH(rows), EACH(normed), EACH(norm_backward), EACH(encoded),
+                                     FN(convert_row)};
 
 #undef EACH
 #undef KIND

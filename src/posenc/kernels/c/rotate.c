@@ -15,15 +15,17 @@
 #include "formats.h"
 #include "isa.h"
 #include "schedule.h"
+#include "cache.h"
 
-/* Append an int, or the ints of a tuple, to the numbers; return 0 with an exception set otherwise. */
-static int append_numbers(PyObject *given, i64 *numbers, int *count)
+/* Append an int, or the ints of a tuple, to the numbers, of which there is room for `most`; return 0
+ * with an exception set otherwise. */
+static int append_numbers(PyObject *given, i64 *numbers, int *count, int most)
 {
     const Py_ssize_t many = PyTuple_Check(given) ? PyTuple_Size(given) : -1;
     for (Py_ssize_t i = 0; i < (many < 0 ? 1 : many); i++, ++*count) {
         const i64 number = PyLong_AsLongLong(many < 0 ? given : PyTuple_GetItem(given, i));
         if (number == -1 && PyErr_Occurred()) return 0;
-        if (*count < MOST_ARGUMENTS) numbers[*count] = number;
+        if (*count < most) numbers[*count] = number;
     }
     return 1;
 }
@@ -37,7 +39,8 @@ static PyObject *py_rotate(PyObject *self, PyObject *const *args, Py_ssize_t giv
     int count = 0;
     (void)self;
     for (Py_ssize_t i = 0; i < given; i++)
-        if (!append_numbers(args[i], &job.dtype, &count)) return NULL;
+        if (!append_numbers(args[i], &job.dtype, &count, MOST_ARGUMENTS)) return NULL;
+    job.encodes = 0;
     job.count = (count - SHARED_ARGUMENTS) / TENSOR_ARGUMENTS;
     if (job.count < 1 || job.count > 2 ||
         count != SHARED_ARGUMENTS + job.count * TENSOR_ARGUMENTS)
@@ -64,6 +67,32 @@ static PyObject *py_rotate(PyObject *self, PyObject *const *args, Py_ssize_t giv
     Py_RETURN_NONE;
 }
 
+/* cache(the numbers of CacheArguments), in tuples or one by one. Returns None, or (what, number) for a
+ * row outside the table or a slot outside the caches; nothing is written then. */
+static PyObject *py_cache(PyObject *self, PyObject *const *args, Py_ssize_t given)
+{
+    enum { COUNT = sizeof(CacheArguments) / sizeof(i64) };
+    CacheArguments a;
+    CacheJob job;
+    i64 bad = 0;
+    int count = 0;
+    (void)self;
+    for (Py_ssize_t i = 0; i < given; i++)
+        if (!append_numbers(args[i], a.shared, &count, COUNT)) return NULL;
+    if (count != COUNT)
+        return PyErr_Format(PyExc_TypeError, "%d numbers given, %d wanted", count, (int)COUNT);
+    make_jobs(&job, &a);
+    if (!in_range(&job.q, &bad)) return Py_BuildValue("sL", "row", (long long)bad);
+    if (!slots_in_range(&a, &bad)) return Py_BuildValue("sL", "slot", (long long)bad);
+    const i64 elements = a.q.B * a.q.T * (a.q.H * a.q.D + a.k.H * a.k.D + a.v.H * a.v.D);
+    if (elements == 0) Py_RETURN_NONE;
+    PyThreadState *const state = elements < PARALLEL_ELEMENTS ? NULL : PyEval_SaveThread();
+    const int failed = write_all(&job, elements);
+    if (state) PyEval_RestoreThread(state);
+    if (failed) return PyErr_NoMemory();
+    Py_RETURN_NONE;
+}
+
 static PyObject *py_isa(PyObject *self, PyObject *none)
 {
     return (void)self, (void)none, PyUnicode_FromString(isas[isa].name);
@@ -82,6 +111,7 @@ static PyObject *py_set_isa(PyObject *self, PyObject *name)
 
 static PyMethodDef methods[] = {
     {"rotate", (PyCFunction)(void (*)(void))py_rotate, METH_FASTCALL, NULL},
+    {"cache", (PyCFunction)(void (*)(void))py_cache, METH_FASTCALL, NULL},
     {"isa", py_isa, METH_NOARGS, NULL},
     {"set_isa", py_set_isa, METH_O, NULL},
     {NULL, NULL, 0, NULL},

@@ -1,5 +1,6 @@
 /* The rotation of rows for one dtype. dtypes.h defines KIND, ELEM (the stored type), REAL (the type of
- * the computation), LOAD and STORE between them, and BLOCK, the pairs rotated together, if not 16. */
+ * the computation), REAL_BITS (an integer of its size), LOAD and STORE between ELEM and REAL, CUT from
+ * REAL to float, and BLOCK, the pairs rotated together, if not 16. */
 #ifndef BLOCK
 #define BLOCK 16
 #endif
@@ -101,13 +102,16 @@ TARGET static void FN(rows)(const RowBlock *r, size_t P, int layout, const Norm 
 
 #include "norm.h"
 #include "norm_backward.h"
+#include "encoded_rows.h"
 
 #undef KIND
 #undef ELEM
 #undef BLOCK
 #undef REAL
+#undef REAL_BITS
 #undef LOAD
 #undef STORE
+#undef CUT
 #undef VECTOR
 #undef TABLE
 #undef WORDS

@@ -14,6 +14,7 @@ typedef struct {
     i64 to_weight; /* float64 gradient of weight, or 0; tensors[1] is then the incoming gradient */
     Tensor tensors[2];
     i64 count, B, T, D; /* derived from the tensors */
+    i64 encodes; /* whether the result is in 8 bits */
     i64 tile, tiles; /* tokens of a tile, and tiles of a sequence */
     double *shares; /* partial gradients of the weight, one for each thread */
     int failed;
@@ -77,7 +78,8 @@ static TableOrder table_order(const Job *j)
 {
     if (real_size(j) == 8) return DOUBLES;
     const int half = !j->interleaved_in && !j->interleaved_out;
-    return WORDS_OF_PAIRS && j->dtype == BFLOAT16 && half && !j->weight ? EVEN_THEN_ODD : FLOATS;
+    const int words = WORDS_OF_PAIRS && j->dtype == BFLOAT16 && half && !j->weight && !j->encodes;
+    return words ? EVEN_THEN_ODD : FLOATS;
 }
 
 /* Convert the table rows of nt tokens to the precision of the computation, one after the other. */
@@ -156,6 +158,18 @@ static void rotate_tile(const Job *j, const Tensor *a, i64 b, i64 t, i64 nt, con
         }
 }
 
+/* Convert a norm's factors to the precision of the computation, in the order of factor_at. */
+static void convert_factors(const Job *j, char *weight)
+{
+    for (i64 i = 0; i < factors(j); i++) {
+        const double factor = ((const double *)(intptr_t)j->weight)[factor_at(j, i)];
+        if (real_size(j) == 8)
+            ((double *)weight)[i] = factor;
+        else
+            ((float *)weight)[i] = plain_nan((float)factor);
+    }
+}
+
 /* Run units first .. last-1; a unit is a tile of tokens of one sequence, with all its heads. */
 static void run_units(Job *j, i64 first, i64 last, i64 thread)
 {
@@ -171,13 +185,7 @@ static void run_units(Job *j, i64 first, i64 last, i64 thread)
     char *const weight = s + tables, *const work = weight + weights;
     const Norm norm = {(size_t)j->D, (size_t)j->first_channel, weight, j->eps.number,
                        (int)j->all_heads, work, work + 2 * j->D * size, NULL, 0};
-    for (i64 i = 0; i < factors(j); i++) {
-        const double factor = ((const double *)(intptr_t)j->weight)[factor_at(j, i)];
-        if (size == 8)
-            ((double *)weight)[i] = factor;
-        else
-            ((float *)weight)[i] = plain_nan((float)factor);
-    }
+    convert_factors(j, weight);
     for (i64 unit = first, ready = -1; unit < last; unit++) {
         const i64 b = unit % j->B, tile = unit / j->B, t = tile * j->tile;
         const i64 nt = j->T - t < j->tile ? j->T - t : j->tile;
@@ -200,7 +208,8 @@ static void run_share(void *job)
     run_units(j, units * i / n, units * (i + 1) / n, i);
 }
 
-static int run(Job *j, i64 elements)
+/* Divide the tokens into tiles; return the number of threads. */
+static i64 plan(Job *j, i64 elements)
 {
     const i64 threads = pool.parallel && elements >= PARALLEL_ELEMENTS ? pool.max_threads() : 1;
     j->tile = TILE_BYTES / (2 * j->P * real_size(j));
@@ -211,6 +220,12 @@ static int run(Job *j, i64 elements)
     if (j->tile > j->T) j->tile = j->T;
     j->tiles = (j->T + j->tile - 1) / j->tile;
     j->failed = 0;
+    return threads;
+}
+
+static int run(Job *j, i64 elements)
+{
+    const i64 threads = plan(j, elements);
     j->shares = j->to_weight ? calloc((size_t)(threads * factors(j)), sizeof *j->shares) : NULL;
     if (j->to_weight && !j->shares) return 1;
     if (threads > 1)

@@ -21,10 +21,10 @@ def status() -> tuple[bool, str]:
 
 def __getattr__(name: str) -> Any:
     """The kernels, which are imported together when one is first used."""
-    if name not in ("rotate_into", "norm_into", "norm_backward_into"):
+    if name not in ("rotate_into", "norm_into", "norm_backward_into", "cache_into"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from posenc.kernels.triton import norm, rotate
+    from posenc.kernels.triton import cache, norm, rotate
 
-    kernels = rotate.rotate_into, norm.norm_into, norm.norm_backward_into
+    kernels = rotate.rotate_into, norm.norm_into, norm.norm_backward_into, cache.cache_into
     globals().update({kernel.__name__: kernel for kernel in kernels})
     return globals()[name]

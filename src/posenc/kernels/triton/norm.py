@@ -94,8 +94,11 @@ def _launch(
         programs, warps = shares.shape[0], 8 if block * width >= 4096 else 4
         stride = programs // triton.cdiv(heads, block)
         steps = *strides(g, outer), *strides(x, inner), *strides(dx, inner), stride
-    numbers = *steps, *table_numbers(cos, rows), batch, length, norm.eps, norm.shift
+    numbers = *steps, *table_numbers(cos, rows), batch, length
     constants = {
+        # As arguments these would be float32.
+        "EPS": norm.eps,
+        "SHIFT": norm.shift,
         "HEADS": heads,
         "WIDTH": width,
         **shared_constants(x, cos, rows, spec, inner, outer),
@@ -115,7 +118,7 @@ def _heads(x: Tensor, norm: Norm) -> int:
 
 
 @triton.jit
-def _load(
+def load_channels(
     x, x_at, at, mask, other, keep,
     PAIRS: tl.constexpr, FIRST: tl.constexpr, REST: tl.constexpr,
     IN: tl.constexpr, WIDE: tl.constexpr,
@@ -130,7 +133,7 @@ def _load(
 
 
 @triton.jit
-def _weights(
+def norm_factors(
     weight, h, at, other, shift,
     WIDTH: tl.constexpr, PAIRS: tl.constexpr, FIRST: tl.constexpr, REST: tl.constexpr,
     LAYOUT: tl.constexpr, ALL_HEADS: tl.constexpr, WIDE: tl.constexpr, HEADS: tl.constexpr,
@@ -144,12 +147,14 @@ def _weights(
         mask = mask & (h < HEADS)[None, :, None]
         keep = keep & (h < HEADS)[None, :, None]
     first = first // (2 if LAYOUT == 2 else 1)
-    wp, wq, wr = _load(weight, first, at, mask, other, keep, PAIRS, FIRST, REST, LAYOUT, WIDE)
+    wp, wq, wr = load_channels(
+        weight, first, at, mask, other, keep, PAIRS, FIRST, REST, LAYOUT, WIDE
+    )
     return wp + shift, wq + shift, wr + shift
 
 
 @triton.jit
-def _dot(p, q, rest, a, b, other, REST: tl.constexpr, ALL_HEADS: tl.constexpr):
+def sum_products(p, q, rest, a, b, other, REST: tl.constexpr, ALL_HEADS: tl.constexpr):
     """Sum of products over the channels that share a norm, ``[1, H or 1, 1]``."""
     total = tl.sum(tl.fma(p, a, q * b), axis=2, keep_dims=True)
     if REST > 0:
@@ -163,8 +168,8 @@ def _dot(p, q, rest, a, b, other, REST: tl.constexpr, ALL_HEADS: tl.constexpr):
 def _forward(
     x, y, weight, cos, sin, positions, start,
     x_b, x_h, x_t, y_b, y_h, y_t,
-    rows, table_b, table_t, positions_b, positions_t, batch, length, eps, shift,
-    HEADS: tl.constexpr, WIDTH: tl.constexpr,
+    rows, table_b, table_t, positions_b, positions_t, batch, length,
+    EPS: tl.constexpr, SHIFT: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr,
     PAIRS: tl.constexpr, FIRST: tl.constexpr, REST: tl.constexpr,
     HAS_POSITIONS: tl.constexpr, ADVANCES: tl.constexpr, IN: tl.constexpr, OUT: tl.constexpr,
     TRANSPOSED: tl.constexpr, WIDE: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_REST: tl.constexpr,
@@ -182,8 +187,8 @@ def _forward(
         table, b, t, t < length, at, at < PAIRS, HAS_POSITIONS, ADVANCES, TRANSPOSED, WIDE
     )
     # A norm over all heads needs them in one block. Otherwise blocks share the token's tables.
-    wp, wq, wr = _weights(
-        weight, tl.arange(0, BLOCK_H), at, other, shift,
+    wp, wq, wr = norm_factors(
+        weight, tl.arange(0, BLOCK_H), at, other, SHIFT,
         WIDTH, PAIRS, FIRST, REST, WEIGHT, ALL_HEADS, WIDE, HEADS,
     )  # fmt: skip
     for block in tl.static_range((HEADS + BLOCK_H - 1) // BLOCK_H):
@@ -193,8 +198,10 @@ def _forward(
         keep = present & (tl.arange(0, BLOCK_REST)[None, None, :] < REST)
         x_at = (b * x_b + t[:, None] * x_t + h[None, :] * x_h)[:, :, None]
         y_at = (b * y_b + t[:, None] * y_t + h[None, :] * y_h)[:, :, None]
-        p, q, rest = _load(x, x_at, at, mask, other, keep, PAIRS, FIRST, REST, IN, WIDE)
-        scale = tl.rsqrt(_dot(p, q, rest, p, q, rest, REST, ALL_HEADS) / count + eps).to(WIDE)
+        p, q, rest = load_channels(x, x_at, at, mask, other, keep, PAIRS, FIRST, REST, IN, WIDE)
+        scale = tl.rsqrt(sum_products(p, q, rest, p, q, rest, REST, ALL_HEADS) / count + EPS).to(
+            WIDE
+        )
         p, q = rotated(p * scale * wp, q * scale * wq, c, s)
         store_pairs(as_words(y, OUT) + y_at, at, mask, p, q, FIRST, PAIRS, OUT, element)
         if REST > 0:
@@ -206,8 +213,8 @@ def _forward(
 def _backward(
     g, x, dx, partial, weight, cos, sin, positions, start,
     g_b, g_h, g_t, x_b, x_h, x_t, dx_b, dx_h, dx_t, shares,
-    rows, table_b, table_t, positions_b, positions_t, batch, length, eps, shift,
-    HEADS: tl.constexpr, WIDTH: tl.constexpr,
+    rows, table_b, table_t, positions_b, positions_t, batch, length,
+    EPS: tl.constexpr, SHIFT: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr,
     PAIRS: tl.constexpr, FIRST: tl.constexpr, REST: tl.constexpr,
     HAS_POSITIONS: tl.constexpr, ADVANCES: tl.constexpr, IN: tl.constexpr, OUT: tl.constexpr,
     TRANSPOSED: tl.constexpr, WIDE: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_REST: tl.constexpr,
@@ -229,8 +236,8 @@ def _backward(
     to_wp = tl.zeros((1, BLOCK_H, BLOCK_P), WIDE)
     to_wq = tl.zeros((1, BLOCK_H, BLOCK_P), WIDE)
     to_wr = tl.zeros((1, BLOCK_H, BLOCK_REST), WIDE)
-    wp, wq, wr = _weights(
-        weight, h, at, other, shift, WIDTH, PAIRS, FIRST, REST, WEIGHT, ALL_HEADS, WIDE, HEADS
+    wp, wq, wr = norm_factors(
+        weight, h, at, other, SHIFT, WIDTH, PAIRS, FIRST, REST, WEIGHT, ALL_HEADS, WIDE, HEADS
     )
     # A program takes every `shares`-th token, so that neighbours read neighbouring memory.
     for token in range(program // blocks, batch * length, shares):
@@ -240,18 +247,20 @@ def _backward(
             table, b, t, t < length, at, at < PAIRS, HAS_POSITIONS, ADVANCES, TRANSPOSED, WIDE
         )
         x_at = (b * x_b + t[:, None] * x_t + h[None, :] * x_h)[:, :, None]
-        p, q, rest = _load(x, x_at, at, mask, other, keep, PAIRS, FIRST, REST, IN, WIDE)
+        p, q, rest = load_channels(x, x_at, at, mask, other, keep, PAIRS, FIRST, REST, IN, WIDE)
         g_at = (b * g_b + t[:, None] * g_t + h[None, :] * g_h)[:, :, None]
-        gp, gq, gr = _load(g, g_at, at, mask, other, keep, PAIRS, FIRST, REST, OUT, WIDE)
+        gp, gq, gr = load_channels(g, g_at, at, mask, other, keep, PAIRS, FIRST, REST, OUT, WIDE)
         gp, gq = rotated(gp, gq, c, negative(s))
-        scale = tl.rsqrt(_dot(p, q, rest, p, q, rest, REST, ALL_HEADS) / count + eps).to(WIDE)
+        scale = tl.rsqrt(sum_products(p, q, rest, p, q, rest, REST, ALL_HEADS) / count + EPS).to(
+            WIDE
+        )
         p, q, rest = p * scale, q * scale, rest * scale
         to_wp, to_wq = tl.fma(gp, p, to_wp), tl.fma(gq, q, to_wq)
         gp, gq = gp * wp, gq * wq
         if REST > 0:
             to_wr = tl.fma(gr, rest, to_wr)
             gr = gr * wr
-        pull = negative(_dot(gp, gq, gr, p, q, rest, REST, ALL_HEADS) / count)
+        pull = negative(sum_products(gp, gq, gr, p, q, rest, REST, ALL_HEADS) / count)
         dx_at = (b * dx_b + t[:, None] * dx_t + h[None, :] * dx_h)[:, :, None]
         gp, gq = tl.fma(p, pull, gp) * scale, tl.fma(q, pull, gq) * scale
         store_pairs(as_words(dx, IN) + dx_at, at, mask, gp, gq, FIRST, PAIRS, IN, element)

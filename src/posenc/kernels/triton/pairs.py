@@ -83,7 +83,8 @@ def shared_constants(
 def as_words(x, LAYOUT: tl.constexpr):
     """A pointer to elements, or to the words that hold two of them."""
     if LAYOUT == 2:
-        word: tl.constexpr = tl.int32 if x.dtype.element_ty.primitive_bitwidth == 16 else tl.int64
+        bits: tl.constexpr = x.dtype.element_ty.primitive_bitwidth
+        word: tl.constexpr = tl.int16 if bits == 8 else tl.int32 if bits == 16 else tl.int64
         x = x.to(tl.pointer_type(word), bitcast=True)
     return x
 
@@ -121,6 +122,9 @@ def store_pairs(
     elif LAYOUT == 1:
         tl.store(row + FIRST + 2 * at, a, mask=mask)
         tl.store(row + FIRST + 2 * at + 1, b, mask=mask)
+    elif ELEMENT.primitive_bitwidth == 8:
+        word = a.to(tl.uint16) | (b.to(tl.uint16) << 8)
+        tl.store(row + FIRST // 2 + at, word.to(tl.int16, bitcast=True), mask=mask)
     elif ELEMENT.primitive_bitwidth == 16:
         low = a.to(tl.uint16, bitcast=True).to(tl.uint32)
         high = b.to(tl.uint16, bitcast=True).to(tl.uint32) << 16

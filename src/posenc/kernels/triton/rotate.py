@@ -65,10 +65,7 @@ def _launch(
     inner, outer = layout(spec.interleaved, spec, *xs), layout(spec.interleaved_out, spec, *ys)
     rounded = cos.dtype == torch.float32
     heads, tokens, warps, split = tile(q, k_heads, cos.shape[-1], inner, rounded)
-    short = batch * length <= SHORT
-    # Programmatic dependent launch needs Hopper or later.
-    early = short and q.is_cuda and torch.version.cuda is not None
-    early = early and torch.cuda.get_device_capability(q.device) >= (9, 0)
+    short, early = batch * length <= SHORT, overlaps_the_launch(q)
     blocks = triton.cdiv(q_heads, heads) + triton.cdiv(k_heads, heads)
     numbers = (
         *strides(q, inner), *strides(k, inner), *strides(q_out, outer), *strides(k_out, outer),
@@ -91,6 +88,18 @@ def _launch(
     grid = (triton.cdiv(length, tokens) * batch, blocks if split else min(blocks, 1), 1)
     options = {"launch_pdl": True} if early else {}
     return Launch(_rotate, grid, numbers, constants, num_warps=warps, **options)
+
+
+def overlaps_the_launch(q: Tensor) -> bool:
+    """Whether the launch overlaps the previous kernel: for short calls, on Hopper or later."""
+    return q.shape[0] * q.shape[2] <= SHORT and has_capability(q, 9, 0)
+
+
+def has_capability(x: Tensor, major: int, minor: int) -> bool:
+    """Whether ``x`` is on a GPU of NVIDIA of this compute capability, or a later one."""
+    if not x.is_cuda or torch.version.cuda is None:
+        return False
+    return torch.cuda.get_device_capability(x.device) >= (major, minor)
 
 
 def tile(

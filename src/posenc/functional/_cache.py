@@ -1,0 +1,227 @@
+"""Checks of the arguments that `rotate_and_cache` and `RoPE.cache` share."""
+
+from __future__ import annotations
+
+from typing import Any, TypedDict
+
+import torch
+from torch import Tensor
+
+from posenc import kernels
+from posenc._contract import checks
+from posenc._contract.overlap import check_inference_mode, check_no_internal_overlap, overlaps
+from posenc._contract.position_checks import Limit, check_position
+from posenc._contract.tracing import is_plain
+from posenc.functional.norm import check_weight
+from posenc.functional.rotary import swap_heads
+from posenc.kernels import LARGEST, Norm, RowOutOfRange, Rows, SlotOutOfRange, Spec, Store, Write
+
+
+class CacheOptions(TypedDict, total=False):
+    """The keywords of `rotate_and_cache` that do not belong to the rotation."""
+
+    q_weight: Tensor | None
+    k_weight: Tensor | None
+    eps: float
+    zero_centered: bool
+    k_scale: Tensor | None
+    v_scale: Tensor | None
+    k_scale_cache: Tensor | None
+    v_scale_cache: Tensor | None
+    cache_layout: str
+
+
+def as_batch(
+    who: str, q: Tensor, k: Tensor, v: Tensor, seq_dim: int
+) -> tuple[list[Tensor], int, bool]:
+    """Tokens ``(T, H, D)`` as one sequence ``(1, T, H, D)``, its ``seq_dim``, and if they were."""
+    as_tokens = checks.float_tensor(who, "q", q).dim() == 3
+    if q.dim() not in (3, 4):
+        checks.rank(who, "q", q, (3, 4), "(B, H, L, D), (B, L, H, D) or (T, H, D)")
+    axes = "(T, H, D)" if as_tokens else "that of q, (B, heads, L, D) or (B, L, heads, D)"
+    for name, x in (("k", k), ("v", v)):
+        checks.float_tensor(who, name, x)
+        if x.dim() != q.dim():
+            checks.rank(who, name, x, (q.dim(),), axes)
+    if not as_tokens:
+        return [q, k, v], seq_dim, False
+    return [q[None], k[None], v[None]], 1, True
+
+
+def as_given(rotated: Tensor, seq_dim: int, as_tokens: bool) -> Tensor:
+    """The rotated ``(B, H, L, D)`` in the order of the user's tensor."""
+    rotated = swap_heads([rotated], seq_dim)[0]
+    return rotated[0] if as_tokens else rotated
+
+
+def check_write(
+    who: str,
+    qkv: tuple[Tensor, Tensor, Tensor],
+    caches: tuple[Tensor, Tensor],
+    slots: Tensor,
+    *,
+    as_tokens: bool,
+    q_weight: Tensor | None = None,
+    k_weight: Tensor | None = None,
+    eps: float = 1e-6,
+    zero_centered: bool = False,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    k_scale_cache: Tensor | None = None,
+    v_scale_cache: Tensor | None = None,
+    cache_layout: str = "NHD",
+) -> Write:
+    """Check all arguments but the rotation's; q and k are checked, and ``(B, H, L, D)`` like v."""
+    q, k, v = qkv
+    _check_values(who, q, k, v)
+    if q_weight is not None:
+        check_weight(who, "q_weight", q_weight, q)
+    if k_weight is not None:
+        check_weight(who, "k_weight", k_weight, k)
+    eps = checks.positive_float(who, "eps", eps)
+    shift = 1.0 if checks.boolean(who, "zero_centered", zero_centered) else 0.0
+    if cache_layout not in ("NHD", "HND"):
+        way_out = "NHD is (pages, page, heads, D), and HND is (pages, heads, page, D)."
+        checks.fail(who, 'cache_layout must be "NHD" or "HND"', repr(cache_layout), way_out)
+    slots = _check_slots(who, slots, q, as_tokens)
+    nhd = cache_layout == "NHD"
+    k_store = _check_store(who, "k", k, caches[0], k_scale, k_scale_cache, slots, nhd)
+    v_store = _check_store(who, "v", v, caches[1], v_scale, v_scale_cache, slots, nhd)
+    if k_store.slots() != v_store.slots():
+        got = f"{k_store.slots()} and {v_store.slots()}"
+        way_out = "Give both caches as many pages of the same length."
+        checks.fail(who, "k_cache and v_cache must have one number of slots", got, way_out)
+    _check_caches(who, *caches, k_scale_cache, v_scale_cache)
+    return Write(q, k, v, slots, k_store, v_store, q_weight, k_weight, Norm(eps, shift))
+
+
+def cache_rows(
+    who: str, limit: Limit, write: Write, cos: Tensor, sin: Tensor, rows: Rows, spec: Spec
+) -> Tensor:
+    """Run the kernel; a row or a slot out of range raises ValueError before anything is written.
+
+    A row outside the tables that ``limit`` allows raises `RowOutOfRange`.
+    """
+    if torch.is_grad_enabled():
+        *tensors, k_store, v_store, q_weight, k_weight, _ = write
+        read = *tensors, q_weight, k_weight, cos, sin
+        if any(t is not None and t.requires_grad for t in (*read, *k_store, *v_store)):
+            rule = "tensors must not require a gradient, because none passes through a cache"
+            checks.fail(who, rule, "one that does", "Call it under torch.no_grad().")
+    try:
+        return kernels.rotate_and_cache(write, cos, sin, rows, spec)
+    except RowOutOfRange as error:
+        check_position(who, error.row, limit)
+        raise
+    except SlotOutOfRange as error:
+        rule = f"slots must be in [0, {write.k_store.slots()}), or -1 to store nothing"
+        checks.fail(who, rule, error.slot, "Pass page index * page length + place.")
+
+
+def _check_values(who: str, q: Tensor, k: Tensor, v: Tensor) -> None:
+    (batch, _, length, width), (wanted, _, tokens, _) = v.shape, q.shape
+    if batch != wanted or length != tokens or width == 0:
+        rule = "v must have the batch and length of q and k, and at least one channel"
+        got = f"(B, H, L, D) of {tuple(v.shape)} beside {tuple(q.shape)}"
+        checks.fail(who, rule, got, "Pass one value for each key; for (B, L, H, D), seq_dim=1.")
+    if not (q.dtype == k.dtype == v.dtype and q.device == v.device):
+        got = ", ".join(f"{x.dtype} on {x.device}" for x in (q, k, v))
+        checks.fail(who, "q, k and v must have one dtype and device", got, "Convert them first.")
+
+
+def _check_slots(who: str, slots: Any, q: Tensor, as_tokens: bool) -> Tensor:
+    """``slots`` as ``[B, L]``."""
+    wanted = (q.shape[2],) if as_tokens else (q.shape[0], q.shape[2])
+    typed = isinstance(slots, Tensor) and slots.dtype in (torch.int64, torch.int32)
+    if not typed or slots.shape != wanted:
+        rule = f"slots must be an int64 or int32 tensor of shape {wanted}"
+        way_out = "Pass one slot for each token, -1 for one that is not stored."
+        error = ValueError if typed else TypeError
+        checks.fail(who, rule, checks.describe(slots), way_out, error)
+    if slots.device != q.device:
+        checks.fail(who, f"slots must be on {q.device}", slots.device, "Move them there.")
+    return slots[None] if as_tokens else slots  # type: ignore[no-any-return]
+
+
+def _check_store(
+    who: str,
+    name: str,
+    x: Tensor,
+    cache: Any,
+    scale: Any,
+    scales: Any,
+    slots: Tensor,
+    nhd: bool,
+) -> Store:
+    """The cache of ``x`` and its scales, all with heads before tokens."""
+    if not isinstance(cache, Tensor) or (cache.dtype != x.dtype and cache.dtype not in LARGEST):
+        rule = f"{name}_cache must be a tensor in {x.dtype}, float8_e4m3fn, float8_e5m2 or int8"
+        got = cache.dtype if isinstance(cache, Tensor) else checks.describe(cache)
+        checks.fail(who, rule, got, f"Make it in the dtype of {name}.", TypeError)
+    (_, heads, _, width), shape = x.shape, cache.shape
+    if len(shape) != 4 or shape[2 if nhd else 1] != heads or shape[3] != width:
+        axes = f"(pages, page, {heads}, {width})" if nhd else f"(pages, {heads}, page, {width})"
+        way_out = 'Pass cache_layout="HND" for caches that have heads before tokens.'
+        checks.fail(who, f"{name}_cache must be {axes}", f"shape {tuple(shape)}", way_out)
+    if cache.stride(3) != 1 or cache.device != x.device:
+        got = f"strides {cache.stride()} on {cache.device}"
+        rule = f"{name}_cache must be dense along its last dimension, on {x.device}"
+        checks.fail(who, rule, got, "Call contiguous(), or move it.")
+    view = cache.transpose(1, 2) if nhd else cache
+    if scale is None and scales is None:
+        return Store(view)
+    both = scale is not None and scales is not None
+    if both or cache.dtype == x.dtype:
+        rule = f"{name}_scale and {name}_scale_cache exclude each other, and need a cache of 8 bits"
+        got = "both" if both else f"one for a {cache.dtype} cache"
+        checks.fail(who, rule, got, "Pass one of them, or none.")
+    given = scales if scale is None else scale
+    if not isinstance(given, Tensor) or given.dtype != torch.float32:
+        rule = f"{name}_scale and {name}_scale_cache must be float32 tensors"
+        way_out = "Pass torch.tensor(scale), say."
+        checks.fail(who, rule, checks.describe(given), way_out, TypeError)
+    if given.device != x.device:
+        checks.fail(who, f"scales must be on {x.device}", given.device, "Move them there.")
+    if scale is not None:
+        scale = _expanded(who, f"{name}_scale", scale, (*slots.shape, heads))
+        return Store(view, scale.transpose(1, 2))
+    if scales.shape != shape[:3]:
+        rule = f"{name}_scale_cache must have shape {tuple(shape[:3])}"
+        got = f"shape {tuple(scales.shape)}"
+        checks.fail(who, rule, got, "Pass one scale for each row of the cache.")
+    return Store(view, None, scales.transpose(1, 2) if nhd else scales)
+
+
+def _expanded(who: str, name: str, scale: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """``scale`` as a view of ``shape``, (B, L, heads)."""
+    sizes = zip(reversed(scale.shape), reversed(shape), strict=False)
+    # Two comparisons, because torch.compile cannot search a tuple for a symbolic size.
+    if scale.dim() > 3 or any(size != 1 and size != wanted for size, wanted in sizes):
+        rule = f"{name} must broadcast to {shape}, tokens and heads"
+        got = f"shape {tuple(scale.shape)}"
+        checks.fail(who, rule, got, "Pass (), (heads,), or one for each token with a last 1.")
+    return scale.expand(shape)
+
+
+def _check_caches(
+    who: str, k_cache: Tensor, v_cache: Tensor, k_scales: Tensor | None, v_scales: Tensor | None
+) -> None:
+    """Refuse caches and scales that must not be written, or that share elements."""
+    tensors = [t for t in (k_cache, v_cache, k_scales, v_scales) if t is not None]
+    for t in tensors:
+        check_no_internal_overlap(who, t)
+    if not is_plain(*tensors):
+        return
+    for t in tensors:
+        check_inference_mode(who, t)
+    _check_apart(who, "k_cache and v_cache", k_cache, v_cache)
+    if k_scales is not None and v_scales is not None:
+        _check_apart(who, "k_scale_cache and v_scale_cache", k_scales, v_scales)
+
+
+def _check_apart(who: str, names: str, a: Tensor, b: Tensor) -> None:
+    """Refuse two tensors to be written that share elements; views of one tensor need not."""
+    shared = overlaps(a, b) if a.dtype == b.dtype else a.data_ptr() == b.data_ptr() != 0
+    if shared:
+        rule, got = f"{names} must not share memory", "the same elements in both"
+        checks.fail(who, rule, got, "Make two, or slices that do not overlap.")

@@ -1,0 +1,252 @@
+"""`rotate_and_cache`: what it refuses, and that a refusal changes nothing."""
+
+import pytest
+import torch
+
+from posenc.functional import rotate_and_cache, rotate_qk
+
+T, H, HK, D = 5, 4, 2, 8
+SLOTS = torch.tensor([11, 0, -1, 5, 7])
+
+
+def example(dtype=torch.float32, cache_dtype=None):
+    """Arguments that fit: 5 tokens, 3 pages of 4."""
+    q, k, v = (torch.randn(T, heads, D, dtype=dtype) for heads in (H, HK, HK))
+    cos, sin = torch.randn(2, 9, D // 2).double()
+    k_cache, v_cache = torch.zeros(2, 3, 4, HK, D).to(cache_dtype or dtype)
+    names = "q k v cos sin k_cache v_cache slots".split()
+    values = q, k, v, cos, sin, k_cache, v_cache, SLOTS
+    return dict(zip(names, values, strict=True))
+
+
+def test_queries_are_returned_and_keys_and_values_are_in_their_slots():
+    arguments = example()
+    q, k, v, cos, sin, k_cache, v_cache, _ = arguments.values()
+    rotated = rotate_and_cache(**arguments, offset=3)
+    wanted_q, wanted_k = rotate_qk(q[None], k[None], cos, sin, seq_dim=1, offset=3)
+    torch.testing.assert_close(rotated, wanted_q[0], rtol=0, atol=0)
+    stored = SLOTS >= 0
+    for cache, wanted in ((k_cache, wanted_k[0]), (v_cache, v)):
+        rows = torch.zeros(12, HK, D).index_copy(0, SLOTS[stored], wanted[stored])
+        torch.testing.assert_close(cache.flatten(0, 1), rows, rtol=0, atol=0)
+
+
+# A call that does not fit: what differs from the one that does, and what the error says.
+REFUSED = {
+    "slot-past-the-cache": ({"slots": SLOTS + 1}, r"slots must be in \[0, 12\).* got 12"),
+    "slot-below-minus-one": ({"slots": SLOTS - 1}, r"slots must be in \[0, 12\).* got -2"),
+    "slot-that-wraps": ({"slots": SLOTS + (2**63 - 12)}, "slots must be in"),
+    "slots-of-floats": ({"slots": SLOTS.double()}, "slots must be an int64"),
+    "slots-of-two-axes": ({"slots": SLOTS[None]}, r"shape \(5,\)"),
+    "slots-elsewhere": ({"slots": SLOTS.to("meta")}, "slots must be on cpu"),
+    "rows-past-the-table": ({"offset": 5}, "positions must stay below"),
+    "positions-past-the-table": ({"position_ids": torch.full((T,), 9)}, "positions must stay"),
+    "q-of-two-axes": ({"q": torch.zeros(T, D)}, "q must have shape"),
+    "k-of-another-dtype": ({"k": torch.zeros(T, HK, D).double()}, "one dtype"),
+    "v-of-fewer-tokens": ({"v": torch.zeros(T - 1, HK, D)}, "v must have the batch and length"),
+    "v-without-channels": ({"v": torch.zeros(T, HK, 0)}, "at least one channel"),
+    "v-with-a-batch": ({"v": torch.zeros(1, T, HK, D)}, "v must have shape"),
+    "cache-of-another-dtype": ({"k_cache": torch.zeros(3, 4, HK, D).half()}, "k_cache must be"),
+    "cache-of-another-layout": ({"cache_layout": "HND"}, r"\(pages, 2, page, 8\)"),
+    "cache-layout-unknown": ({"cache_layout": "NDH"}, "cache_layout must be"),
+    "cache-of-other-heads": ({"v_cache": torch.zeros(3, 4, 1, D)}, "v_cache must be"),
+    "cache-of-another-width": ({"v_cache": torch.zeros(3, 4, HK, 6)}, "v_cache must be"),
+    "caches-of-other-lengths": ({"v_cache": torch.zeros(3, 5, HK, D)}, "one number of slots"),
+    "cache-strided-by-channel": ({"v_cache": torch.zeros(3, 4, D, HK).mT}, "dense along"),
+    "cache-elsewhere": ({"v_cache": torch.zeros(3, 4, HK, D, device="meta")}, "on cpu"),
+    "cache-expanded": ({"v_cache": torch.zeros(1, 4, HK, D).expand(3, -1, -1, -1)}, "itself"),
+    "scale-of-a-wide-cache": ({"k_scale": torch.tensor(2.0)}, "need a cache of 8 bits"),
+    "weight-of-another-width": ({"q_weight": torch.ones(6)}, "q_weight must have shape"),
+    "eps-of-zero": ({"k_weight": torch.ones(D), "eps": 0.0}, "eps must be"),
+    "gradient": ({"k_weight": torch.ones(D, requires_grad=True)}, "require a gradient"),
+    "gradient-of-tables": ({"cos": torch.ones(9, 4, requires_grad=True)}, "require a gradient"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("changes", "says"), REFUSED.values(), ids=REFUSED)
+def test_a_call_that_does_not_fit_is_refused_and_changes_nothing(changes, says):
+    arguments = {**example(), **changes}
+    caches = [arguments[name] for name in ("k_cache", "v_cache") if arguments[name].is_cpu]
+    before = [cache.clone() for cache in caches]
+    with pytest.raises((ValueError, TypeError), match=says):
+        rotate_and_cache(**arguments)
+    assert all(map(torch.equal, caches, before))
+
+
+REFUSED_SCALES = {
+    "a-number": ({"k_scale": 2.0}, "must be float32 tensors"),
+    "float64": ({"k_scale": torch.ones(()).double()}, "must be float32 tensors"),
+    "two-kinds": ({"k_scale": torch.ones(()), "k_scale_cache": torch.ones(3, 4, HK)}, "exclude"),
+    "not-broadcast": ({"k_scale": torch.ones(T)}, "must broadcast"),
+    "four-axes": ({"k_scale": torch.ones(1, 1, 1, 1)}, "must broadcast"),
+    "scale-cache-of-heads": ({"v_scale_cache": torch.ones(3, HK, 4)}, "must have shape"),
+    "elsewhere": ({"v_scale_cache": torch.ones(3, 4, HK, device="meta")}, "scales must be on"),
+}
+
+
+@pytest.mark.parametrize(("changes", "says"), REFUSED_SCALES.values(), ids=REFUSED_SCALES)
+def test_a_scale_that_does_not_fit_is_refused(changes, says):
+    with pytest.raises((ValueError, TypeError), match=says):
+        rotate_and_cache(**example(cache_dtype=torch.int8), **changes)
+
+
+@pytest.mark.parametrize("shape", [(), (HK,), (1, HK), (T, 1), (T, HK)], ids=str)
+@pytest.mark.parametrize("as_tokens", [True, False], ids=["tokens", "batch"])
+def test_a_scale_is_for_the_tensor_the_head_the_token_or_both(shape, as_tokens):
+    arguments = example(torch.float64, torch.int8)
+    scale = 0.01 + torch.rand(shape)
+    if not as_tokens:
+        # Two sequences of tokens before heads, the second of which is not stored.
+        for name in ("q", "k", "v", "slots"):
+            arguments[name] = torch.stack(2 * [arguments[name]])
+        arguments["slots"][1] = -1
+        given = scale if len(shape) < 2 else torch.stack([scale, 0 * scale])
+        rotate_and_cache(**arguments, seq_dim=1, v_scale=given)
+    else:
+        rotate_and_cache(**arguments, v_scale=scale)
+    v = arguments["v"] if as_tokens else arguments["v"][0]
+    wanted = (v / scale.double().expand(T, HK).unsqueeze(-1)).clamp(-127, 127).round()
+    kept = SLOTS >= 0
+    assert torch.equal(arguments["v_cache"].flatten(0, 1)[SLOTS[kept]].double(), wanted[kept])
+
+
+@pytest.mark.parametrize("start", [0, 4], ids=["one-cache", "slices-that-overlap"])
+def test_caches_that_share_elements_are_refused(start):
+    """A value would be written over a part of its key."""
+    arguments, memory = example(), torch.zeros(3, 4, HK, D + 4)
+    arguments["k_cache"], arguments["v_cache"] = memory[..., :D], memory[..., start : start + D]
+    with pytest.raises(ValueError, match="k_cache and v_cache must not share memory"):
+        rotate_and_cache(**arguments)
+
+
+def test_one_cache_for_the_scales_of_keys_and_values_is_refused():
+    scales = torch.zeros(3, 4, HK)
+    with pytest.raises(ValueError, match="v_scale_cache must not share memory"):
+        rotate_and_cache(
+            **example(cache_dtype=torch.int8), k_scale_cache=scales, v_scale_cache=scales
+        )
+    assert not scales.any()
+
+
+# Where q, k and v may lie: (2, heads, 5, 8) each, made from one packed tensor or not.
+MEMORY = {
+    "packed": lambda: torch.randn(2, 5, H + 2 * HK, D).transpose(1, 2).split((H, HK, HK), 1),
+    "packed-by-head": lambda: [x.transpose(1, 2) for x in torch.randn(2, 5, H, 3, D).unbind(3)],
+    "heads-first": lambda: [torch.randn(2, heads, 5, D) for heads in (H, HK, HK)],
+    "channels-not-dense": lambda: [torch.randn(2, n, D, 5).transpose(2, 3) for n in (H, HK, HK)],
+    "expanded": lambda: [torch.randn(2, n, 1, D).expand(2, n, 5, D) for n in (H, HK, HK)],
+    "no-sequence": lambda: [torch.randn(0, heads, 5, D) for heads in (H, HK, HK)],
+    "no-token": lambda: [torch.randn(2, heads, 0, D) for heads in (H, HK, HK)],
+    "no-query-head": lambda: [torch.randn(2, heads, 5, D) for heads in (0, HK, HK)],
+}
+# Caches of 12 rows of (heads, D), as (pages, heads, page, D): the layout word, and the memory.
+CACHES = {
+    "NHD": lambda heads: torch.zeros(3, 4, heads, D),
+    "HND": lambda heads: torch.zeros(3, heads, 4, D),
+    "NHD-in-HND-memory": lambda heads: torch.zeros(3, heads, 4, D).transpose(1, 2),
+    "NHD-with-gaps": lambda heads: torch.zeros(6, 5, heads, D + 3)[::2, 1:, :, 2 : D + 2],
+    "HND-contiguous": lambda heads: torch.zeros(1, heads, 12, D),
+}
+
+
+@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize("memory", MEMORY)
+def test_any_strides_give_the_same_rows(memory, cache):
+    """Against the rotation of contiguous copies, and rows copied one by one."""
+    q, k, v = MEMORY[memory]()
+    batch, length = q.shape[0], q.shape[2]
+    slots = torch.randperm(12)[: batch * length].view(batch, length).int()
+    at = torch.randint(0, 9, (batch, length))
+    cos, sin = torch.randn(2, 9, 3).double()
+    caches = [CACHES[cache](x.shape[1]) for x in (k, v)]
+    how = {"position_ids": at, "interleaved": False, "last": True}
+    layout = {"cache_layout": cache[:3]}
+    rotated = rotate_and_cache(q, k, v, cos, sin, *caches, slots, **layout, **how)
+    wanted = rotate_qk(q.contiguous(), k.contiguous(), cos, sin, **how)
+    torch.testing.assert_close(rotated, wanted[0], rtol=0, atol=0)
+    for got, rows in zip(caches, (wanted[1], v), strict=True):
+        expected = torch.zeros(12, rows.shape[1], D)
+        for b in range(batch):
+            for t in range(length):
+                expected[slots[b, t]] = rows[b, :, t]
+        got = got.transpose(1, 2) if layout["cache_layout"] == "HND" else got
+        assert torch.equal(got.flatten(0, 1), expected)
+
+
+def test_latent_attention_keeps_a_latent_beside_one_rotated_head():
+    """DeepSeek: one row holds 4 groups of the latent in 8 bits, their scales, and the key."""
+    tokens, group, width = 5, 32, 16
+    row = 4 * group + 4 * 4 + 2 * width
+    memory = torch.zeros(3, 4, row, dtype=torch.uint8)
+    before = memory.clone()
+    parts = memory.split((4 * group, 16, 2 * width), dim=2)
+    latents = parts[0].view(torch.float8_e4m3fn).unflatten(2, (4, group))
+    scales, keys = parts[1].view(torch.float32), parts[2].view(torch.bfloat16).unsqueeze(2)
+    q, k = (torch.randn(tokens, heads, width).bfloat16() for heads in (6, 1))
+    latent = torch.randn(tokens, 4, group).bfloat16()
+    cos, sin = torch.randn(2, 9, width // 2).double()
+    rotate_and_cache(q, k, latent, cos, sin, keys, latents, SLOTS, v_scale_cache=scales)
+    _, wanted = rotate_qk(q[None], k[None], cos, sin, seq_dim=1)
+    kept = SLOTS >= 0
+    assert torch.equal(keys.flatten(0, 1)[SLOTS[kept]], wanted[0][kept])
+    back = latents.float() * scales.unsqueeze(-1)
+    off = (back.flatten(0, 1)[SLOTS[kept]] - latent[kept].float()).abs()
+    # e4m3 has 3 bits of fraction, and 2^-9 below its least exponent.
+    largest = latent[kept].float().abs().amax(-1, keepdim=True)
+    assert (off <= latent[kept].float().abs() / 16 * 1.01 + largest / 448 * 2.0**-10).all()
+    rest = [slot for slot in range(12) if slot not in SLOTS.tolist()]
+    assert torch.equal(memory.flatten(0, 1)[rest], before.flatten(0, 1)[rest])
+
+
+def test_caches_of_inference_mode_are_written_in_inference_mode_only():
+    with torch.inference_mode():
+        arguments = example()
+        rotate_and_cache(**arguments)
+        assert arguments["k_cache"].any()
+    with torch.no_grad(), pytest.raises(ValueError, match="inference tensor"):
+        rotate_and_cache(**arguments)
+
+
+def test_autograd_sees_that_a_cache_changed():
+    """A tensor that was saved for a gradient, and is overwritten, must raise an error there."""
+    arguments = example()
+    weight = torch.ones(D, requires_grad=True)
+    scores = (weight * arguments["k_cache"]).sum()
+    rotate_and_cache(**arguments)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        scores.backward()
+
+
+def test_the_norm_of_queries_and_of_keys_are_independent():
+    arguments = example(torch.float64)
+    q, k, _, cos, sin, *_ = arguments.values()
+    weight = torch.rand(HK * D).double()
+    rotated = rotate_and_cache(**arguments, k_weight=weight, zero_centered=True, eps=1e-3)
+    flat = torch.nn.functional.rms_norm(k.flatten(1), (HK * D,), 1 + weight, 1e-3)
+    wanted = rotate_qk(q[None], flat.view(1, T, HK, D), cos, sin, seq_dim=1)
+    torch.testing.assert_close(rotated, wanted[0][0], rtol=1e-14, atol=1e-14)
+    kept = SLOTS >= 0
+    got = arguments["k_cache"].flatten(0, 1)[SLOTS[kept]]
+    torch.testing.assert_close(got, wanted[1][0][kept], rtol=1e-13, atol=1e-14)
+
+
+def test_meta_tensors_have_a_shape_only():
+    arguments = {name: x.to("meta") for name, x in example(cache_dtype=torch.int8).items()}
+    assert rotate_and_cache(**arguments).shape == (T, H, D)
+
+
+def test_an_exported_program_consists_of_torch_operations():
+    """It must run where this package is not."""
+
+    class Step(torch.nn.Module):
+        def forward(self, q, k, v, cos, sin, k_cache, v_cache, slots):
+            return rotate_and_cache(q, k, v, cos, sin, k_cache, v_cache, slots)
+
+    arguments, again = example(), example()
+    again.update({name: arguments[name].clone() for name in arguments})
+    with torch.no_grad():
+        program = torch.export.export(Step(), tuple(arguments.values()))
+        rotated = program.module()(*arguments.values())
+        assert torch.equal(rotated, rotate_and_cache(**again))
+    assert torch.equal(arguments["k_cache"], again["k_cache"])
+    assert "posenc" not in program.graph_module.code

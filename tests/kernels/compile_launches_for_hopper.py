@@ -1,0 +1,74 @@
+"""Compile kernels for an H100 without having one, as their launches would."""
+
+import itertools
+import sys
+
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, compile
+
+from posenc.attention.biases import Call
+from posenc.kernels.spec import Rows, Spec, Store, Write
+from posenc.kernels.triton import attend, cache
+from posenc.kernels.triton.launch import Launch
+
+POINTERS = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.float64: "*fp64"}
+POINTERS |= {torch.int32: "*i32", torch.int64: "*i64", torch.uint8: "*u8"}
+# What a launch decides by the GPU; these tensors are on a CPU.
+BY_GPU = ("PTX", "NATIVE", "EARLY")
+
+
+def compiled(self, tensors, start):
+    """What a launch does, but for the launch."""
+    given = [*tensors, start, *self.numbers]
+    fixed = {name: name in BY_GPU or value for name, value in self.constants.items()}
+    names = self.kernel.arg_names
+    signature = {}
+    for name, value in itertools.zip_longest(names, given):
+        if name in fixed:
+            signature[name] = "constexpr"
+        elif isinstance(value, torch.Tensor):
+            signature[name] = POINTERS[value.dtype]
+        else:
+            signature[name] = "fp32" if isinstance(value, float) else "i32"
+    constants = {(names.index(name),): value for name, value in fixed.items()}
+    source = ASTSource(fn=self.kernel, signature=signature, constexprs=constants)
+    options = {key: value for key, value in self.options.items() if value is not None}
+    done = compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    assert "ret;" in done.asm["ptx"]
+    # More shared memory than a program of this GPU can have would stop the launch.
+    assert done.metadata.shared <= 227 * 1024
+    print(f"{self.kernel.__name__}: compiled")
+
+
+def attention(kind, width, *others):
+    """All kernels of a bias."""
+    width, length = int(width), 1100
+    dtype = torch.float32 if others else torch.bfloat16
+    q, k, v = (torch.zeros(2, 4, length, width, dtype=dtype) for _ in range(3))
+    values = {"slopes": torch.ones(1, 4), "table": torch.ones(4, 99)}.get(kind)
+    if kind == "sums":
+        values = torch.zeros(1, 4, length, dtype=torch.float64)
+    call = Call(values, None, None, None, kind, 0, 0, 1.0, True, True)
+    out, lse, ranges = attend.forward(q, k, v, call)
+    attend.backward(out, None, (q, k, v, out, lse, ranges), call, values is not None)
+    attend.forward(q[:, :, :1], k, v, call._replace(start=length - 1))
+
+
+def write(dtype, interleaved):
+    """A write to caches of 8 bits, and one to caches in the dtype of the keys."""
+    q, k, v = (torch.zeros(1, 4, 3, 80, dtype=torch.bfloat16) for _ in range(3))
+    slots, weight, table = torch.zeros(1, 3).long(), torch.ones(80), torch.zeros(9, 32)
+    scales = torch.zeros(2, 4, 16)
+    stores = [
+        Store(torch.zeros(2, 4, 16, 80).to(getattr(torch, dtype)), None, scales),
+        Store(torch.zeros(2, 4, 16, 80, dtype=v.dtype)),
+    ]
+    spec = Spec(interleaved == "interleaved", True)
+    write = Write(q, k, v, slots, *stores, weight)
+    cache.cache_into(write, torch.empty_like(q), table, table, Rows(), spec)
+
+
+if __name__ == "__main__":
+    Launch.__call__ = compiled
+    {"attention": attention, "write": write}[sys.argv[1]](*sys.argv[2:])
