@@ -1,0 +1,349 @@
+"""A paged cache of keys and values."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Hashable, Iterable
+from itertools import accumulate
+from operator import index
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from posenc._contract import checks
+from posenc.cache._memory import Memory, Shift
+from posenc.cache._pool import Pool, Sequence
+
+
+class PagedCache:
+    """Keys and values of many sequences, in pages that sequences take, share and give back.
+
+    Token ``p`` of a sequence is row ``p % page`` of its page number ``p // page``; all layers use
+    the same pages. Which sequence has which page is kept on the CPU, and nothing is read back from
+    the device. A sequence is named by any hashable value. A call that raises an error has changed
+    nothing.
+
+    Args:
+        pages: Pages of each layer.
+        page: Tokens of a page.
+        num_kv_heads: Heads of keys and of values.
+        head_dim: Channels of a key.
+        layers: Layers of the model.
+        v_head_dim: Channels of a value; as ``head_dim`` if None.
+        dtype: That of the model, or float8_e4m3fn, float8_e5m2 or int8. None is torch's default.
+        scales: Keep a scale for each row of a head, for 8-bit caches (``k_scale_cache`` and
+            ``v_scale_cache`` of :func:`posenc.functional.rotate_and_cache`).
+        cache_layout: ``"NHD"``, tokens before heads, or ``"HND"``.
+        joined: Keep the value and the key of a token side by side in one tensor ``kv`` of
+            ``v_head_dim + head_dim`` channels, as kernels for latent attention (DeepSeek) read
+            them: the value is the latent, the key its rotary part.
+        device: The device of the tensors.
+
+    Attributes:
+        k: Keys ``(layers, pages, page, heads, head_dim)``, or with ``"HND"`` ``(layers, pages,
+            heads, page, head_dim)``. ``k[layer]`` is a ``k_cache``.
+        v: Values, as ``k``.
+        k_scales: Scales of the keys, float32, as ``k`` without its last dimension; or None.
+        v_scales: Scales of the values.
+        kv: The tensor that ``k`` and ``v`` are views of, if ``joined``; or None.
+
+    Examples:
+        >>> cache = PagedCache(pages=8, page=4, num_kv_heads=2, head_dim=16)
+        >>> cache.slots_for("a", cache.allocate("a", 6))
+        tensor([0, 1, 2, 3, 4, 5])
+        >>> cache.fork("a", "b")  # shares both pages
+        >>> cache.slots_for("b", cache.allocate("b", 1))  # the second is copied first
+        tensor([10])
+        >>> cache.block_table(["a", "b"])
+        (tensor([[0, 1],
+                 [0, 2]], dtype=torch.int32), tensor([6, 7], dtype=torch.int32))
+
+    References:
+        Kwon et al., *Efficient Memory Management for Large Language Model Serving with
+        PagedAttention*, 2023, sections 4.1 to 4.4.
+    """
+
+    def __init__(
+        self,
+        pages: int,
+        page: int,
+        num_kv_heads: int,
+        head_dim: int,
+        *,
+        layers: int = 1,
+        v_head_dim: int | None = None,
+        dtype: torch.dtype | None = None,
+        scales: bool = False,
+        cache_layout: str = "NHD",
+        joined: bool = False,
+        device: torch.device | str | None = None,
+    ) -> None:
+        who = type(self).__name__
+        self.pages = checks.integer(who, "pages", pages)
+        self.page = checks.integer(who, "page", page)
+        heads = checks.integer(who, "num_kv_heads", num_kv_heads)
+        layers = checks.integer(who, "layers", layers)
+        width = checks.integer(who, "head_dim", head_dim)
+        v_width = checks.optional(checks.integer, who, "v_head_dim", v_head_dim) or width
+        self.cache_layout = cache_layout
+        self._memory = memory = Memory(
+            who,
+            (layers, self.pages, self.page, heads),
+            (width, v_width),
+            dtype=torch.get_default_dtype() if dtype is None else dtype,
+            scales=scales,
+            cache_layout=cache_layout,
+            joined=joined,
+            device=device,
+        )
+        self.k, self.v, self.kv = memory.k, memory.v, memory.kv
+        self.k_scales, self.v_scales = memory.k_scales, memory.v_scales
+        self._pool = Pool(self.pages)
+        self._sequences: dict[Hashable, Sequence] = {}
+
+    @property
+    def free_pages(self) -> int:
+        """How many pages no sequence has."""
+        return len(self._pool)
+
+    def length(self, sequence: Hashable) -> int:
+        """How many tokens ``sequence`` has."""
+        return self._find("length", sequence).length
+
+    def allocate(self, sequence: Hashable, tokens: int) -> range:
+        """Make room for ``tokens`` more tokens at the end of a sequence, which may be a new one.
+
+        If the last page has room but other sequences share it, it is copied first.
+
+        Returns:
+            The positions of the new tokens, for :meth:`slots_for`.
+        """
+        who = "PagedCache.allocate"
+        count = checks.integer(who, "tokens", tokens, least=0)
+        own = self._sequences.get(sequence, Sequence([], 0))
+        end = own.length + count
+        # Only a page with room is written to again.
+        last = own.pages[-1:] if count and own.length % self.page else []
+        old = self._pool.shared(last)
+        kept = own.pages[:-1] if old else own.pages
+        new = self._pool.pick(who, self._pages_of(end) - len(kept))
+        self._memory.copy(old, new[: len(old)])
+        self._pool.swap(old, new)
+        self._sequences[sequence] = Sequence(kept + new if new else kept, end)
+        return range(own.length, end)
+
+    def free(self, sequence: Hashable) -> None:
+        """Forget a sequence; pages that no other sequence has become free."""
+        own = self._find("free", sequence)
+        self._pool.swap(own.pages, [])
+        del self._sequences[sequence]
+
+    def truncate(self, sequence: Hashable, tokens: int) -> None:
+        """Keep the first ``tokens`` tokens of a sequence, as after rejected speculation."""
+        own = self._find("truncate", sequence)
+        count = self._count("truncate", tokens, own)
+        end = self._pages_of(count)
+        self._pool.swap(own.pages[end:], [])
+        self._sequences[sequence] = Sequence(own.pages[:end], count)
+
+    def fork(self, sequence: Hashable, child: Hashable, tokens: int | None = None) -> None:
+        """Make ``child`` a sequence that shares the first ``tokens`` tokens, or all if None.
+
+        No memory is copied until one of the two writes to a page that both have. Tokens that are
+        shared must not be written again: that would change them in both.
+        """
+        own = self._find("fork", sequence)
+        count = own.length if tokens is None else self._count("fork", tokens, own)
+        if child in self._sequences:
+            rule = "child must be a new sequence"
+            checks.fail("PagedCache.fork", rule, repr(child), "Free it first, or name another.")
+        pages = own.pages[: self._pages_of(count)]
+        self._pool.swap([], pages)
+        self._sequences[child] = Sequence(pages, count)
+
+    def evict(
+        self, sequence: Hashable, *, drop: int, keep_first: int = 0, shift: Shift | None = None
+    ) -> None:
+        """Drop tokens ``keep_first`` to ``keep_first + drop``; later ones move back by ``drop``.
+
+        Values are not moved, and keys are rotated where they are, layer by layer. Each eviction
+        rounds the keys once more. Pages that other sequences share are copied first.
+
+        Args:
+            sequence: The sequence.
+            drop: How many tokens to drop, a multiple of ``page``.
+            keep_first: How many of the first tokens to keep: attention sinks.
+            shift: ``rope.shift``, or any function of keys ``(1, heads, n, head_dim)`` and
+                ``-drop``. If None, the keys stay as they are, which is right for keys without
+                positions. Keys of an 8-bit cache are float32 here, multiplied by their scales if
+                the cache has them. If it fails after the first layer, free the sequence.
+
+        Examples:
+            >>> cache = PagedCache(pages=8, page=4, num_kv_heads=1, head_dim=1)
+            >>> cache.k.view(-1)[cache.slots_for("a", cache.allocate("a", 11))] = torch.arange(11.0)
+            >>> cache.evict("a", drop=4, keep_first=2, shift=lambda k, by: k + by)
+            >>> cache.k.view(-1)[cache.slots_for("a", range(7))]
+            tensor([0., 1., 2., 3., 4., 5., 6.])
+
+        References:
+            Xiao et al., *Efficient Streaming Language Models with Attention Sinks*, 2023,
+            section 3.2.
+        """
+        who = "PagedCache.evict"
+        own = self._find("evict", sequence)
+        drop = checks.integer(who, "drop", drop)
+        keep_first = checks.integer(who, "keep_first", keep_first, least=0)
+        if drop % self.page:
+            rule = f"drop must be a multiple of page={self.page}"
+            checks.fail(who, rule, drop, f"Pass {self._pages_of(drop) * self.page}, say.")
+        end = own.length - drop
+        if keep_first > end:
+            rule = f"keep_first + drop must be at most the length {own.length}"
+            checks.fail(who, rule, keep_first + drop, "Drop fewer tokens, or free the sequence.")
+        first, sinks = divmod(keep_first, self.page)
+        after = first + drop // self.page
+        gone, tail = own.pages[first:after], own.pages[after:]
+        # Sinks in a page that goes are copied to the page that takes its place.
+        old = self._pool.shared(tail[: bool(sinks)] if shift is None else tail)
+        new = self._pool.pick(who, len(old))
+        self._memory.copy(old, new)
+        copies = dict(zip(old, new, strict=True))
+        kept = own.pages[:first] + [copies.get(page, page) for page in tail]
+        if shift is not None and keep_first < end:
+            slots = self._tensor(self._slots(kept, range(keep_first, end)), torch.int64)
+            self._memory.shift(who, slots, -drop, shift)
+        if sinks:
+            self._memory.copy(gone[:1], kept[first : first + 1], sinks)
+        self._pool.swap(gone + old, new)
+        self._sequences[sequence] = Sequence(kept, end)
+
+    def slots_for(self, sequence: Hashable | list[Hashable], positions: Any) -> Tensor:
+        """The slots of tokens, for :func:`posenc.functional.rotate_and_cache`.
+
+        Args:
+            sequence: A sequence, or a list of several.
+            positions: The positions of its tokens: a range, a list of ints, or an integer tensor
+                ``(T,)``. For a list of sequences, a list with one of these for each.
+
+        Returns:
+            int64 ``(T,)`` with ``page index * page + place``, one sequence after the other.
+
+        Examples:
+            >>> cache = PagedCache(pages=8, page=4, num_kv_heads=2, head_dim=16)
+            >>> new = {"a": cache.allocate("a", 5), "b": cache.allocate("b", 2)}
+            >>> cache.slots_for(list(new), list(new.values()))
+            tensor([0, 1, 2, 3, 4, 8, 9])
+        """
+        who = "PagedCache.slots_for"
+        names: list[Hashable] = sequence if isinstance(sequence, list) else [sequence]
+        places = positions if names is sequence else [positions]
+        if len(names) != len(places):
+            rule = "positions must be a list with an entry for each sequence"
+            checks.fail(who, rule, f"{len(places)} for {len(names)}", "Pass one for each.")
+        slots: list[int] = []
+        for name, where in zip(names, places, strict=True):
+            own = self._find("slots_for", name)
+            try:
+                at = [index(p) for p in (where.tolist() if isinstance(where, Tensor) else where)]
+            except TypeError:
+                rule, got = "positions must be a range, ints or a tensor (T,)", repr(where)
+                checks.fail(who, rule, got, "Pass range(3), or [3] for one token.", TypeError)
+            if at and not 0 <= min(at) <= max(at) < own.length:
+                rule = f"positions of {name!r} must be in [0, {own.length})"
+                got = f"{min(at)} to {max(at)}"
+                checks.fail(who, rule, got, "Allocate room for new tokens first.")
+            slots += self._slots(own.pages, at)
+        return self._tensor(slots, torch.int64)
+
+    def block_table(
+        self, sequences: Iterable[Hashable], *, width: int | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Page indices and lengths, as ``block_table`` and ``cache_seqlens`` of FlashAttention.
+
+        Args:
+            sequences: N sequences.
+            width: Columns of the table, for a CUDA graph. If None, the pages of the longest.
+
+        Returns:
+            int32 ``(N, width)``, zero after the last page of a sequence, and int32 ``(N,)``.
+        """
+        who = "PagedCache.block_table"
+        rows = [self._find("block_table", sequence) for sequence in sequences]
+        longest = max((len(own.pages) for own in rows), default=0)
+        width = checks.optional(checks.integer, who, "width", width) or longest
+        if width < longest:
+            rule = f"width must be at least {longest}, the pages of the longest sequence"
+            checks.fail(who, rule, width, "Pass the most pages of any.")
+        padded = [page for own in rows for page in own.pages + [0] * (width - len(own.pages))]
+        lengths = self._tensor([own.length for own in rows], torch.int32)
+        return self._tensor(padded, torch.int32).view(len(rows), width), lengths
+
+    def flashinfer_tables(self, sequences: Iterable[Hashable]) -> tuple[Tensor, Tensor, Tensor]:
+        """FlashInfer's ``paged_kv_indptr``, ``paged_kv_indices`` and ``paged_kv_last_page_len``.
+
+        Returns:
+            int32 ``(N + 1,)``, the pages of all sequences one after the other, and int32 ``(N,)``.
+
+        Examples:
+            >>> cache = PagedCache(pages=8, page=4, num_kv_heads=2, head_dim=16)
+            >>> _ = cache.allocate("a", 5), cache.allocate("b", 4)
+            >>> [table.tolist() for table in cache.flashinfer_tables(["a", "b"])]
+            [[0, 2, 3], [0, 1, 2], [1, 4]]
+        """
+        rows = [self._find("flashinfer_tables", sequence) for sequence in sequences]
+        indptr = [0, *accumulate(len(own.pages) for own in rows)]
+        indices = [page for own in rows for page in own.pages]
+        last = [own.length - max(len(own.pages) - 1, 0) * self.page for own in rows]
+        a, b, c = (self._tensor(numbers, torch.int32) for numbers in (indptr, indices, last))
+        return a, b, c
+
+    def flex_tables(self, sequences: Iterable[Hashable]) -> tuple[Tensor, Tensor]:
+        """``page_table`` and ``physical_to_logical`` of FlexAttention's ``PagedAttention``.
+
+        Returns:
+            int64 ``(N, pages)``: the page index of each page of a sequence, and for each page
+            index which page of the sequence it is; -1 where there is none.
+
+        Examples:
+            >>> cache = PagedCache(pages=3, page=4, num_kv_heads=2, head_dim=16)
+            >>> _ = cache.allocate("a", 4), cache.allocate("b", 5)
+            >>> [table.tolist() for table in cache.flex_tables(["b"])]
+            [[[1, 2, -1]], [[-1, 0, 1]]]
+        """
+        rows = [self._find("flex_tables", sequence).pages for sequence in sequences]
+        table = torch.full((2, len(rows), self.pages), -1, dtype=torch.int64)
+        for (physical, logical), own in zip(table.unbind(1), rows, strict=True):
+            pages = torch.tensor(own, dtype=torch.int64)
+            physical[: len(own)] = pages
+            logical[pages] = torch.arange(len(own))
+        page_table, physical_to_logical = table.to(self.k.device)
+        return page_table, physical_to_logical
+
+    def _find(self, method: str, sequence: Hashable) -> Sequence:
+        own = self._sequences.get(sequence)
+        if own is None:
+            rule, way_out = "the sequence must have been allocated", "Allocate or fork it first."
+            checks.fail(f"PagedCache.{method}", rule, repr(sequence), way_out)
+        return own
+
+    def _count(self, method: str, tokens: Any, own: Sequence) -> int:
+        count = checks.integer(f"PagedCache.{method}", "tokens", tokens, least=0)
+        if count > own.length:
+            rule = f"tokens must be at most the length {own.length}"
+            checks.fail(f"PagedCache.{method}", rule, count, "Allocate adds tokens.")
+        return count
+
+    def _pages_of(self, tokens: int) -> int:
+        return -(-tokens // self.page)
+
+    def _slots(self, pages: list[int], positions: Iterable[int]) -> list[int]:
+        page = self.page
+        return [pages[p // page] * page + p % page for p in positions]
+
+    def _tensor(self, numbers: list[int], dtype: torch.dtype) -> Tensor:
+        if not numbers:
+            return torch.empty(0, dtype=dtype, device=self.k.device)
+        # Three times as fast as torch.tensor, which looks at the type of every number.
+        buffer = array("i" if dtype == torch.int32 else "q", numbers)
+        return torch.frombuffer(buffer, dtype=dtype).to(self.k.device)
