@@ -172,6 +172,7 @@ def test_the_text_model_is_found_wherever_it_is_described(config, base):
         ({"model_type": "bert"}, "Use LearnedPosEmbedding"),
         ({"model_type": "whisper"}, "has no rotary embedding. It has sinusoidal positions"),
         ({"model_type": "t5"}, "has no rotary embedding. It has T5's relative bias"),
+        ({"model_type": "swin"}, "has no rotary embedding. It has a bias .*\n  Use GridBias"),
         ({"model_type": "mamba"}, "has no rotary embedding. It has no positional encoding"),
         ({"model_type": "bloom"}, "It has ALiBi.\n  Use ALiBi.from_config"),
         ({"model_type": "falcon", "alibi": True}, "Use ALiBi.from_config"),

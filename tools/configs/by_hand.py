@@ -201,10 +201,12 @@ BY_HAND: list[tuple[str, str, dict[str, Any]]] = [
         "data2vec-audio hubert unispeech unispeech-sat wav2vec2 wavlm",
         {"positions": "convolution"},
     ),
+    ("Read in their code.", "beit data2vec-vision donut-swin maskformer-swin swin swinv2",
+     {"positions": "windows"}),
     (
         "Read in their code.",
         """
-        beit blip blip-2 blip_vision_model clip clip_vision_model data2vec-vision deit dinov2
+        blip blip-2 blip_vision_model clip clip_vision_model deit dinov2
         dinov2_with_registers siglip siglip_vision_model videomae vit vit_mae
         """,
         {"positions": "patches"},

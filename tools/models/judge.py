@@ -105,6 +105,7 @@ def judge(model: Any, call: Any) -> dict[str, Any]:
         "tables": sorted(
             {(t.cls, t.form, t.rates) for t in report.tables if t.form != "unchanged"}
         ),
+        "norms": sorted({(n.cls, n.fused, n.others) for n in report.norms}),
         "moved": _moved(model, call, out),
     }
 

@@ -74,6 +74,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "EsmConfig": {"vocab_size": 128, "position_embedding_type": "rotary"},
     "EsmcConfig": {"num_key_value_heads": 4, "vocab_size": 128},
     "FlintConfig": {"num_hidden_layers": 4},
+    "Glm4MoeConfig": {"use_qk_norm": True},
     "Gemma3nTextConfig": {"layer_types": [*_BOTH, *_BOTH], "num_hidden_layers": 4,
                           "num_kv_shared_layers": 2},
     "Glm4vTextConfig": {"rope_parameters": _SECTIONS},

@@ -58,6 +58,7 @@ def page(results: list[dict[str, Any]]) -> str:
     )
     kinds = [f"| {v} | {lay} | {n} |" for (v, lay), n in places.most_common()]
     exact = sum(1 for result in results if any(d["tables"] for d in result["driven"]))
+    fused = sum(1 for result in results if _fuses(result))
     worst = [d for r in results if verdict(r) == "patched" for d in r["driven"]]
     return _PAGE.format(
         version=transformers.__version__,
@@ -66,9 +67,15 @@ def page(results: list[dict[str, Any]]) -> str:
         gradients=max(d["gradients"] for d in worst),
         limit=LIMIT,
         exact=exact,
+        fused=fused,
         kinds="\n".join(kinds),
         rows="\n".join(map(_row, results)),
     )
+
+
+def _fuses(result: dict[str, Any]) -> bool:
+    """Whether a norm of queries or keys was computed with the rotation."""
+    return any(names for d in result["driven"] for _, names, _ in d["norms"])
 
 
 def _row(result: dict[str, Any]) -> str:
@@ -83,7 +90,9 @@ def _row(result: dict[str, Any]) -> str:
     said = verdict(result)
     if result["folder"] in recipes.NOTES:
         said += f" ({recipes.NOTES[result['folder']]})"
-    cells = (result["folder"], said, what, "; ".join(how), ", ".join(tables), outputs, gradients)
+    norms = "fused" if _fuses(result) else ""
+    cells = (result["folder"], said, what, "; ".join(how), ", ".join(tables), norms)
+    cells = (*cells, outputs, gradients)
     return "| " + " | ".join(cells) + " |"
 
 
@@ -102,7 +111,9 @@ driven and, patched,
 - the outputs would move if nothing rotated, by a hundred times the difference at least;
 
 and, unpatched again, outputs are bit for bit what they were. In {exact} of them rotary modules give
-our exact tables as well; the others make tables of a form of their own, and keep them.
+our exact tables as well; the others make tables of a form of their own, and keep them. In {fused}
+of them an RMSNorm of queries or keys comes directly before the rotation, and one kernel computes
+both: *norms* says so. Norms of another kind, and norms after the rotation, are left as they are.
 
 The page is written by `python tools/models`, which downloads nothing and takes about five minutes
 on two cores. Where a whole model is hard to feed, the modules that rotate are driven alone:
@@ -112,7 +123,7 @@ on two cores. Where a whole model is hard to feed, the modules that rotate are d
 |---|---|---|
 {kinds}
 
-| folder | verdict | driven | how | our tables | outputs | gradients |
-|---|---|---|---|---|---|---|
+| folder | verdict | driven | how | our tables | norms | outputs | gradients |
+|---|---|---|---|---|---|---|---|
 {rows}
 """

@@ -120,10 +120,9 @@ def read_buckets(config: Any) -> Buckets:
     """The buckets of T5's bias that a config describes."""
     found = open_config(config)
     kind = kind_of(found.top)
-    if kind == "buckets":
-        (part,) = others.describe(found)
-        if isinstance(part, Buckets):
-            return part
+    part = others.describe(found)[0] if kind == "buckets" else None
+    if isinstance(part, Buckets):
+        return part
     name, noun = found.top.get("model_type"), "other positions"
     if kind is not None:
         noun = others.NOUNS[kind][0]

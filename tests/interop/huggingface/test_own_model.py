@@ -27,6 +27,8 @@ class Model(transformers.PreTrainedModel):
                 posenc.FIRE(4),
                 posenc.ALiBi(4),
                 posenc.ALiBi(4, learned=True),
+                posenc.GridBias((5, 8), 4),
+                posenc.GridBias((5, 8), 4, continuous=True),
             ]
         )
         self.gate, self.cope = posenc.ForgetGate(32, 4), posenc.CoPE(8, 16)

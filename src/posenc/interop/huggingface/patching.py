@@ -13,8 +13,9 @@ from torch import nn
 
 from posenc._contract import checks
 from posenc.configs import LAYOUT
-from posenc.interop.huggingface import stacks, tables
+from posenc.interop.huggingface import norms, stacks, tables
 from posenc.interop.huggingface.biased import kind_of
+from posenc.interop.huggingface.norms import Norms
 from posenc.interop.huggingface.probing import NotUnderstood
 from posenc.interop.huggingface.rewrite import PATCHED, Replacement, replacements, rotary_forward
 from posenc.interop.huggingface.stacks import Attention
@@ -73,17 +74,20 @@ class Report:
         places: One for each module and function that rotates.
         tables: One for each rotary module.
         attentions: One for each attention layer with a bias.
+        norms: One for each module that rotates and has norms.
     """
 
     places: tuple[Place, ...]
     tables: tuple[Table, ...] = ()
     attentions: tuple[Attention, ...] = ()
+    norms: tuple[Norms, ...] = ()
 
     def __str__(self) -> str:
-        return "\n".join(map(str, (*self.places, *self.tables, *self.attentions)))
+        rows = (*self.places, *self.norms, *self.tables, *self.attentions)
+        return "\n".join(map(str, rows))
 
 
-def patch(model: nn.Module) -> Report:
+def patch(model: nn.Module, *, fuse: bool = True) -> Report:
     """Make ``model`` run on our rotation and attention, until :func:`unpatch`.
 
     Each function that rotates is called on small random tensors, and replaced by one of ours that
@@ -93,15 +97,21 @@ def patch(model: nn.Module) -> Report:
     those whose rates do not follow from the config. If any rotating function is unknown, nothing is
     patched. Patch before you compile.
 
+    Where an RMSNorm of the queries or keys comes directly before the rotation (Qwen3, Gemma 3,
+    OLMo 2), one kernel computes both, with gradients. It rounds once; the model rounds after the
+    norm too, once or twice, so in half precision the two differ by up to four unit roundoffs of the
+    pair. A norm with hooks, or with weights of another dtype than its input, runs on its own.
+
     Attention layers with ALiBi (BLOOM, MPT, Falcon) or with T5's buckets call
     :func:`posenc.attention.biased_attention`, which makes no matrix, once a small random model with
     the same config has given the same hidden states with it. It gives padding tokens other hidden
     states than the model does. The model's own attention still runs for calls with a mask of four
-    axes or with padding between tokens, for ``output_attentions``, and in training if the weights
-    of the attention have dropout.
+    axes, with padding between tokens, with a static cache, for ``output_attentions``, and in
+    training if the weights of the attention have dropout.
 
     Args:
         model: A transformers model, or any part of one.
+        fuse: Compute norms together with the rotation, where they come directly before it.
 
     Returns:
         What was replaced, and where.
@@ -123,10 +133,11 @@ def patch(model: nn.Module) -> Report:
     if not isinstance(model, nn.Module):
         rule = "model must be a torch.nn.Module"
         checks.fail("patch", rule, type(model).__name__, "Pass the model.", TypeError)
+    checks.boolean("patch", "fuse", fuse)
     classes: dict[type, list[Replacement]] = {}
     planned: list[tuple[nn.Module, dict[str, Replacement]]] = []
     places: list[Place] = []
-    rotary, edited = list[Table](), list[Table]()
+    rotary, edited, found = list[Table](), list[Table](), list[Norms]()
     for path, module in model.named_modules():
         kind = type(module)
         if PATCHED in vars(module):
@@ -148,6 +159,10 @@ def patch(model: nn.Module) -> Report:
         if is_rotary:
             form, rates = ("unchanged", "its own") if ours is None else (ours.form, ours.rates)
             rotary.append(Table(path, kind.__name__, form, rates))
+        if methods and fuse:
+            fused, said = norms.plan(path, module, methods)
+            planned += [(norm, {"forward": method}) for norm, method in fused]
+            found += said
         if ours is not None:
             methods.append(rotary_forward(kind, ours))
             edited += rotary[-1:] if tables.holds_other_rates(module, ours) else []
@@ -169,7 +184,7 @@ def patch(model: nn.Module) -> Report:
     _warn(problem, edited, "Write them into the config: the patched model takes its rates from it.")
     for module, named in planned:
         _install(module, named)
-    return Report(tuple(places), tuple(rotary), tuple(attentions))
+    return Report(tuple(places), tuple(rotary), tuple(attentions), tuple(found))
 
 
 def _biased(model: nn.Module, *, rotates: bool) -> tuple[stacks.Plan, list[Attention]]:
@@ -224,9 +239,9 @@ def unpatch(model: nn.Module) -> None:
 
 
 @contextmanager
-def patched(model: nn.Module) -> Iterator[Report]:
+def patched(model: nn.Module, *, fuse: bool = True) -> Iterator[Report]:
     """Patch ``model`` for a ``with`` block, which gets the report of :func:`patch`."""
-    report = patch(model)
+    report = patch(model, fuse=fuse)
     try:
         yield report
     finally:
@@ -239,7 +254,7 @@ def _attribute(module: nn.Module, path: str, method: Replacement) -> str:
     # accelerate's hooks wrap forward and call the original by this name.
     if name == "forward" and "_old_forward" in vars(module):
         name = "_old_forward"
-    theirs, held = getattr(method.kind, method.name, None), vars(module).get(name)
+    theirs, held = getattr(method.kind, method.name), vars(module).get(name)
     if held is not None and getattr(held, "__func__", held) is not theirs:
         rule, got = f"'{path}' must have the {method.name} of its class", repr(held)[:80]
         checks.fail("patch", rule, got, "Patch before wrapping methods.")

@@ -139,7 +139,7 @@ PATCHED = "_posenc_patched"
 
 
 class Replacement:
-    """Our method for the method ``name`` of the class ``kind``, which may lack it.
+    """Our method for the method ``name`` of the class ``kind``.
 
     ``replaced`` has name, variant and layout of each function that was replaced. The class's method
     runs instead if it was reassigned since, or if the module was unpatched below a wrapper.
@@ -154,15 +154,15 @@ class Replacement:
         remake: tuple[Any, ...],
     ) -> None:
         self.kind, self.name, self.replaced = kind, name, tuple(dict.fromkeys(replaced))
-        self._ours, self._theirs, self._remake = ours, getattr(kind, name, None), remake
-        self._static = isinstance(inspect.getattr_static(kind, name, None), staticmethod)
-        functools.update_wrapper(self, self._theirs or ours)
+        self._ours, self._theirs, self._remake = ours, getattr(kind, name), remake
+        self._static = isinstance(inspect.getattr_static(kind, name), staticmethod)
+        functools.update_wrapper(self, self._theirs)
         # torch.export reads this of the model that it is given.
         self.__code__ = ours.__code__
 
     def __call__(self, module: Any, *args: Any, **kwargs: Any) -> Any:
         """Run our method, or the one of the class."""
-        method: Any = getattr(self.kind, self.name, None)
+        method = getattr(self.kind, self.name)
         if method is self._theirs and hasattr(module, PATCHED):
             method = self._ours
         return method(*args, **kwargs) if self._static else method(module, *args, **kwargs)

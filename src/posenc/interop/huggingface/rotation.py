@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
 from posenc._contract import checks
 from posenc._contract.position_checks import UNLIMITED
 from posenc.functional.rotary import halved, rotate_rows
+from posenc.interop.huggingface.pending import Pending
 from posenc.kernels import Rows, Spec
 
 _WHO = "the patched model"
@@ -50,7 +53,7 @@ def apply_rotary_pos_emb(
 
 
 def rotate_all(
-    xs: list[Tensor],
+    xs: list[Any],
     cos: Tensor,
     sin: Tensor,
     *,
@@ -61,6 +64,7 @@ def rotate_all(
 ) -> list[Tensor]:
     """Rotate ``xs [..., D]`` by tables ``[..., P]``; ValueError if they do not broadcast.
 
+    Those of ``xs`` that are `Pending` are normalised as well, in the same kernel.
     ``last`` rotates the last ``2P`` channels instead of the first, ``backwards`` by ``-angle``.
     """
     # The op takes heads before tokens, with any strides.
@@ -89,7 +93,7 @@ def _alike(x: Tensor, y: Tensor, cos: Tensor) -> bool:
     return heads and x.shape[:-3] == y.shape[:-3] and x.shape[-2:] == y.shape[-2:]
 
 
-def _rotate(xs: list[Tensor], cos: Tensor, sin: Tensor, spec: Spec) -> list[Tensor]:
+def _rotate(xs: list[Any], cos: Tensor, sin: Tensor, spec: Spec) -> list[Tensor]:
     """Rotate tensors of like shapes in one call of the op, which takes ``[B, H, T, D]``."""
     cos_rows, sin_rows = _rows(xs[0], cos), _rows(xs[0], sin)
     fours = xs
@@ -99,9 +103,18 @@ def _rotate(xs: list[Tensor], cos: Tensor, sin: Tensor, spec: Spec) -> list[Tens
     elif xs[0].dim() > 4:
         fours = [x.flatten(0, -4) for x in xs]
     elif xs[0].dim() < 4:
-        fours = [x[(None,) * (4 - x.dim())] for x in xs]
-    ys = rotate_rows(_WHO, UNLIMITED, fours, cos_rows, sin_rows, Rows(), spec)
+        fours = [x.reshape((1,) * (4 - x.dim()) + x.shape) for x in xs]
+    if any(isinstance(x, Pending) for x in fours):
+        ys = [_rotate_one(x, cos_rows, sin_rows, spec) for x in fours]
+    else:
+        ys = rotate_rows(_WHO, UNLIMITED, fours, cos_rows, sin_rows, Rows(), spec)
     return ys if fours is xs else [y.reshape(x.shape) for x, y in zip(xs, ys, strict=True)]
+
+
+def _rotate_one(x: Tensor | Pending, cos: Tensor, sin: Tensor, spec: Spec) -> Tensor:
+    if isinstance(x, Pending):
+        return x.rotate(cos, sin, spec)
+    return rotate_rows(_WHO, UNLIMITED, [x], cos, sin, Rows(), spec)[0]
 
 
 def _rows(x: Tensor, table: Tensor) -> Tensor:

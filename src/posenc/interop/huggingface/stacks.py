@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import pad
 
 from posenc._contract.tracing import device_assert, in_capture, in_transform, is_plain, is_readable
 from posenc.interop.huggingface.biased import Kind, kind_of
@@ -70,15 +69,10 @@ def plan(model: nn.Module) -> tuple[Plan, list[Attention]]:
         if holder not in planned:
             _try(stack, f"{_name(layer)} at '{path}'")
             planned[holder] = stack, stack_forward(type(stack))
-        if type(layer) not in forwards:
-            forwards[type(layer)] = attention_forward(type(layer), kind)
-        planned[path] = layer, forwards[type(layer)]
+        forward = forwards.setdefault(type(layer), attention_forward(type(layer), kind))
+        planned[path] = layer, forward
         bias = "none" if path.endswith("EncDecAttention") else kind.bias
         found.append(Attention(path, type(layer).__name__, bias, kind.dropout(layer)))
-    for path, one in modules.items() if planned else ():
-        generates = hasattr(one, "prepare_inputs_for_generation")
-        if path not in planned and generates and not hasattr(one, "create_masks_for_generate"):
-            planned[path] = one, generation_mask(type(one))
     return planned, found
 
 
@@ -131,20 +125,6 @@ def stack_forward(kind: type) -> Replacement:
     return Replacement(kind, "forward", forward, (), (stack_forward, (kind,)))
 
 
-def generation_mask(kind: type) -> Replacement:
-    """The mask that ``generate`` makes for a static cache: zero at keys that are not there yet."""
-
-    def create_masks_for_generate(
-        module: Any, attention_mask: Tensor | None, past_key_values: Any, **_: Any
-    ) -> Tensor | None:
-        if attention_mask is None or attention_mask.dim() != 2:
-            return attention_mask
-        return pad(attention_mask, (0, past_key_values.get_max_length() - attention_mask.shape[1]))
-
-    ours = create_masks_for_generate
-    return Replacement(kind, ours.__name__, ours, (), (generation_mask, (kind,)))
-
-
 def attention_forward(kind: type, known: Kind) -> Replacement:
     """The forward of an attention layer, which is ours if the mask is a row for each sequence."""
     theirs = kind.forward  # type: ignore[attr-defined]
@@ -160,6 +140,9 @@ def attention_forward(kind: type, known: Kind) -> Replacement:
 
 def _serves(stack: Any, given: dict[str, Any]) -> bool:
     """Whether our attention serves a call; a mask that hides nothing is then dropped from it."""
+    # A static cache has keys that are not there yet.
+    if getattr(given.get("past_key_values"), "is_compileable", False):
+        return False
     for name in _WEIGHTS:
         asked = given.get(name)
         if getattr(stack.config, name, False) if asked is None else asked:

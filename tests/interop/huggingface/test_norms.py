@@ -1,0 +1,339 @@
+"""Norms of queries and keys that a patched model computes together with the rotation."""
+
+import importlib
+import pickle
+import sys
+
+import pytest
+import torch
+import transformers
+from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from posenc.interop.huggingface import patch, patched, unpatch
+from support.hf_models import GQA, LATENT, SMALL, apart, tiny, tokens
+
+EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2}
+EXPERTS |= {"moe_intermediate_size": 32, "n_routed_experts": 4, "n_group": 1, "topk_group": 1}
+SECTIONS = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [2, 3, 3]}
+HEADS = {**SMALL, **GQA}
+LAYERS = ["sliding_attention", "full_attention"]
+LINEAR = {"layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2}
+LINEAR |= {"linear_num_value_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 16}
+
+QUICK = {
+    "Qwen3": HEADS,
+    "Gemma3": HEADS,
+    "Olmo2": SMALL,
+}
+SLOW = {
+    "Afmoe": {**HEADS, **EXPERTS},
+    "Apertus": HEADS,
+    "Doge": HEADS,
+    "Dots1": {**HEADS, **EXPERTS, "n_shared_experts": 1},
+    "Gemma4": {**HEADS, "layer_types": LAYERS},
+    "Kolibri1": HEADS,
+    "Mellum": {**HEADS, **EXPERTS},
+    "Molmo2": HEADS,
+    "Qwen3_5": {**HEADS, **LINEAR},
+    "Qwen3_5Moe": {**HEADS, **EXPERTS, **LINEAR},
+    "MiniMaxM3VL": {**HEADS, **EXPERTS},
+    "FlexOlmo": {**SMALL, **EXPERTS},
+    "Glm4Moe": {**HEADS, **EXPERTS, "use_qk_norm": True},
+    "HYV3": {**HEADS, **EXPERTS},
+    "Laguna": {**HEADS, **EXPERTS},
+    "Lfm2": {**SMALL, "layer_types": ["conv", "full_attention"]},
+    "MiniMaxM2": {**HEADS, **EXPERTS},
+    "Olmo3": {**SMALL, "layer_types": LAYERS},
+    "Olmoe": {**SMALL, **EXPERTS},
+    "Qwen3Moe": {**HEADS, **EXPERTS},
+    "Qwen3Next": {**HEADS, **EXPERTS, **LINEAR, "shared_expert_intermediate_size": 32},
+    "Qwen3VLText": {**HEADS, "rope_parameters": SECTIONS},
+}
+# tools/models drives the others.
+FAMILIES = [*QUICK, *(pytest.param(one, marks=pytest.mark.slow) for one in SLOW)]
+
+
+def model_of(family, **changes):
+    whole, text = f"{family}Model", f"{family}TextModel"
+    name = text if hasattr(transformers, text) else whole
+    if not hasattr(transformers, name):
+        pytest.skip(f"this release of transformers has no {name}")
+    return tiny(name, **{**{**QUICK, **SLOW}[family], **changes})
+
+
+def run(model):
+    """Output, and the gradient of every parameter by its name."""
+    model.zero_grad()
+    out = model(tokens()).last_hidden_state
+    (out * torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view(out.shape)).sum().backward()
+    grads = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return out.detach(), grads
+
+
+def qk_norms(model):
+    ends = ("q_norm", "k_norm", "q_layernorm", "k_layernorm")
+    return [one for name, one in model.named_modules() if name.endswith(ends)]
+
+
+class OwnNorms:
+    """The norms of queries and keys whose own forward runs."""
+
+    def __init__(self, model):
+        self.norms, self.ran = qk_norms(model), []
+        self.codes = {type(one).forward.__code__ for one in self.norms}
+
+    def __enter__(self):
+        sys.setprofile(self.see)
+        return self
+
+    def __exit__(self, *_):
+        sys.setprofile(None)
+
+    def see(self, frame, event, _):
+        if event == "call" and frame.f_code in self.codes:
+            one = frame.f_locals["self"]
+            self.ran += [one] * any(one is norm for norm in self.norms)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_outputs_and_gradients_stay_and_the_norms_do_not_run_on_their_own(family):
+    """One kernel owes the model float32 rounding only, in the gradients of its weights as well."""
+    model = model_of(family).train()
+    with OwnNorms(model) as before:
+        out, gradients = run(model)
+    keys = list(model.state_dict())
+
+    report = patch(model)
+    with OwnNorms(model) as after:
+        ours, our_gradients = run(model)
+
+    paths = [f"{row.module}.{name}" for row in report.norms for name in row.fused]
+    fused = {model.get_submodule(path) for path in paths}
+    assert set(before.ran) == set(before.norms)
+    assert set(after.ran) == set(before.norms) - fused
+    # Some of the others have layers that do not rotate.
+    assert len(fused) == len(before.norms) if family in QUICK else fused
+    assert list(model.state_dict()) == keys
+    assert apart(out, ours) < 2e-5
+    assert gradients.keys() == our_gradients.keys()
+    top = max(g.abs().max() for g in gradients.values())
+    gaps = {name: (g - our_gradients[name]).abs().max() for name, g in gradients.items()}
+    assert max(gaps.values()) < 2e-5 * top
+    unpatch(model)
+    assert torch.equal(model(tokens()).last_hidden_state, out)
+
+
+def test_the_report_names_the_norms_and_fuse_false_leaves_them_alone():
+    model = model_of("Qwen3")
+    with patched(model) as report:
+        assert [(row.module, row.cls, row.fused, row.others) for row in report.norms] == [
+            (f"layers.{i}.self_attn", "Qwen3Attention", ("q_norm", "k_norm"), ()) for i in (0, 1)
+        ]
+        assert "self_attn (Qwen3Attention): norms [q_norm, k_norm fused]" in str(report)
+    with patched(model, fuse=False) as report, OwnNorms(model) as own:
+        model(tokens())
+        assert report.norms == ()
+        assert len(own.ran) == 4
+    with pytest.raises(TypeError, match="fuse must be"):
+        patch(model, fuse="no")
+
+
+OTHERS = {
+    "layer-norm": ("CohereModel", {**SMALL, "use_qk_norm": True}, "q_norm", "no RMSNorm"),
+    "after-the-rotation": ("HunYuanDenseV1Model", HEADS, "query_layernorm", "no rotation took"),
+    "without-weights": ("Llama4TextModel", {**HEADS, **EXPERTS}, "qk_norm", "no RMSNorm"),
+    "rotated-in-some-calls": (
+        "OlmoHybridModel",
+        {**SMALL, "layer_types": ["linear_attention", "full_attention"]},
+        "q_norm",
+        "no rotation took",
+    ),
+    "of-latents": (
+        "DeepseekV3Model",
+        {**SMALL, **LATENT, "num_key_value_heads": 4},
+        "kv_a_layernorm",
+        "no rotation took",
+    ),
+    "clamped-in-place": (
+        "OlmoeModel",
+        {**SMALL, **EXPERTS, "clip_qkv": 0.5},
+        "q_norm",
+        "no rotation took",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", OTHERS)
+def test_a_norm_of_another_kind_or_at_another_place_is_left_alone(case):
+    name, changes, norm, why = OTHERS[case]
+    model = tiny(name, **changes)
+    expected = model(tokens())[0]
+
+    report = patch(model)
+
+    assert not any(row.fused for row in report.norms)
+    assert why in dict(report.norms[0].others)[norm]
+    assert apart(expected, model(tokens())[0]) < 2e-5
+
+
+def test_a_layer_that_does_not_rotate_still_normalises():
+    """Exaone 4 rotates only in its sliding layers, in the code of one class."""
+    changes = {**HEADS, "sliding_window": 4, "layer_types": LAYERS}
+    model = tiny("Exaone4Model", **changes)
+    expected = model(tokens())[0]
+
+    report = patch(model)
+
+    assert [row.fused for row in report.norms] == [("q_norm", "k_norm"), ()]
+    assert apart(expected, model(tokens())[0]) < 2e-5
+
+
+def test_a_hook_on_a_norm_gets_the_tensor_that_the_model_computes():
+    """Whether it was registered before the patch, or after."""
+    model, seen = model_of("Qwen3"), []
+    first, second = (layer.self_attn.q_norm for layer in model.layers)
+    for one in (first, second):
+        one.register_forward_hook(lambda module, args, out: seen.append(out.detach()))
+    model(tokens())
+    hooks = dict(second._forward_hooks)
+    second._forward_hooks.clear()
+
+    report = patch(model)
+    second._forward_hooks.update(hooks)
+    model(tokens())
+
+    assert dict(report.norms[0].others).keys() == {"q_norm"}
+    assert report.norms[1].fused == ("q_norm", "k_norm")
+    assert torch.equal(seen[0], seen[2])
+    assert apart(seen[1], seen[3]) < 2e-5
+
+
+@pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
+@pytest.mark.parametrize(("family", "roundings"), [("Qwen3", 4), ("Gemma3", 3)])
+def test_in_bfloat16_fused_and_not_differ_by_their_roundings(monkeypatch, family, roundings):
+    """The budget, for a pair of length r and unit roundoff u = 2^-8.
+
+    Ours rounds once: u r. The model rounds its result after the norm (Qwen3 also before it
+    multiplies by the weight), which moves a rotated number by u r for each, and after the rotation.
+    """
+    model = model_of(family, attn_implementation="eager", num_hidden_layers=1).bfloat16()
+    attention, made, projected = model.layers[0].self_attn, [], []
+    module = importlib.import_module(type(model).__module__)
+    theirs = module.eager_attention_forward
+
+    def spy(layer, q, k, *args, **kwargs):
+        made.append((q.double(), k.double()))
+        return theirs(layer, q, k, *args, **kwargs)
+
+    monkeypatch.setattr(module, "eager_attention_forward", spy)
+    for linear in (attention.q_proj, attention.k_proj):
+        linear.register_forward_hook(lambda one, args, out: projected.append(out.double()))
+    with torch.no_grad():
+        for fuse in (True, False):
+            with patched(model, fuse=fuse):
+                model(tokens())
+
+    u = 2.0**-8
+    both = (attention.q_norm, attention.k_norm)
+    for norm, x, ours, alone in zip(both, projected[:2], *made, strict=True):
+        weight = norm.weight.detach().double() + (family == "Gemma3")
+        x = x.unflatten(-1, (-1, 16)).transpose(1, 2)
+        y = x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() * weight
+        # A rotation keeps the length of a pair.
+        r = torch.hypot(*y.chunk(2, dim=-1))
+        near = 1 + 2.0**-5  # products of roundings, and float32
+        assert ((torch.hypot(*ours.chunk(2, dim=-1)) - r).abs() <= 2**0.5 * u * near * r).all()
+        gap = (ours - alone).abs()
+        assert gap.max() > 0
+        assert (gap <= roundings * u * near * r.repeat(1, 1, 1, 2)).all()
+
+
+@pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
+def test_under_autocast_the_norms_of_float32_weights_run_on_their_own():
+    """Their result is float32, while a kernel for bfloat16 would give bfloat16."""
+    model = model_of("Qwen3")
+    results = []
+    for fuse in (True, False):
+        with patched(model, fuse=fuse), torch.autocast("cpu", torch.bfloat16):
+            results.append(model(tokens()).last_hidden_state)
+    assert torch.equal(*results)
+
+
+class Packed(nn.Module):
+    """As a quantised or adapted layer: a linear one whose weight cannot run on another device."""
+
+    def __init__(self, linear):
+        super().__init__()
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.weight = nn.Parameter(torch.zeros(4, dtype=torch.uint8), requires_grad=False)
+        self.kept = [linear]
+
+    def forward(self, x):
+        return self.kept[0](x)
+
+
+def test_quantised_projections_do_not_hide_a_norm():
+    model = model_of("Qwen3")
+    for layer in model.layers:
+        layer.self_attn.q_proj = Packed(layer.self_attn.q_proj)
+    expected = model(tokens())[0]
+
+    report = patch(model)
+
+    assert [row.fused for row in report.norms] == [("q_norm", "k_norm")] * 2
+    assert apart(expected, model(tokens())[0]) < 2e-5
+
+
+def test_generation_with_a_cache_gives_the_same_tokens():
+    model = tiny("Qwen3ForCausalLM", **HEADS)
+    asked = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+    mask = torch.ones(2, 9, dtype=torch.long)
+    mask[0, :4] = 0  # left padding
+    expected = model.generate(tokens(), attention_mask=mask, **asked)
+
+    with patched(model), OwnNorms(model) as own:
+        got = model.generate(tokens(), attention_mask=mask, **asked)
+
+    assert not own.ran
+    assert torch.equal(got, expected)
+
+
+def test_gradient_checkpointing_gives_the_same_gradients():
+    model = model_of("Olmo2").train()
+    _, expected = run(model)
+    model.gradient_checkpointing_enable()
+
+    with patched(model), OwnNorms(model) as own:
+        _, got = run(model)
+
+    assert not own.ran
+    top = max(g.abs().max() for g in expected.values())
+    assert max((g - got[name]).abs().max() for name, g in expected.items()) < 2e-5 * top
+
+
+def test_a_pickled_model_comes_back_fused():
+    model = model_of("Gemma3")
+    expected = model(tokens())[0]
+    patch(model)
+
+    again = pickle.loads(pickle.dumps(model))
+
+    with OwnNorms(again) as own:
+        assert torch.equal(again(tokens())[0], model(tokens())[0])
+    assert not own.ran
+    unpatch(again)
+    assert torch.equal(again(tokens())[0], expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", QUICK)
+def test_a_fused_model_compiles_whole_and_once(family):
+    model, compiles = model_of(family), CompileCounterWithBackend("aot_eager")
+    expected = model(tokens())[0]
+    patch(model)
+    compiled = torch.compile(model, fullgraph=True, backend=compiles)
+    assert apart(expected, compiled(tokens())[0]) < 2e-5
+    patch(model_of(family))
+    compiled(tokens())
+    assert compiles.frame_count == 1
