@@ -35,13 +35,14 @@ def cache_into(write: Write, y: Tensor, cos: Tensor, sin: Tensor, rows: Rows, sp
     weights = _dense(q_weight), _dense(k_weight)
     k_cache, k_scale, k_kind = _target(k_store)
     v_cache, v_scale, v_kind = _target(v_store)
-    optional = positions, *weights, k_scale, v_scale
-    filled = [q if t is None else t for t in optional]
-    tensors = (q, k, v, y, k_cache, v_cache, slots, cos, sin, *filled)
-    absent = positions is None, q_weight is None, k_weight is None
-    described = ("cache", k_kind, v_kind, *absent, spec, norm)
+    others = positions, *weights, k_scale, v_scale
+    present = (q, k, v, y, k_cache, v_cache, slots, cos, sin, *[t for t in others if t is not None])
+    # The kernel reads nothing of the tensor that stands for an absent one.
+    tensors = (*present[:9], *[q if t is None else t for t in others])
+    absent = tuple(t is None for t in others)
+    described = ("cache", k_kind, v_kind, absent, spec, norm)
     prepare = partial(_launch, tensors, weights, (k_kind, v_kind), rows, spec, norm)
-    launch_for(described, tensors, prepare)(tensors, rows.start)
+    launch_for(described, present, prepare)(tensors, rows.start)
 
 
 def _dense(weight: Tensor | None) -> Tensor | None:
