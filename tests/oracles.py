@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import cache
 
 import mpmath
 import torch
@@ -12,8 +13,21 @@ from torch import Tensor
 mpmath.mp.prec = 160
 
 
+# Hundreds of tests ask for the same rows, and mpmath takes a second for a long table. What is kept
+# belongs to the precision in force, ``bits``.
+@cache
+def _rate(pair: int, dim: int, base: float, bits: int) -> mpmath.mpf:
+    return mpmath.power(mpmath.mpf(base), mpmath.mpf(-2 * pair) / dim)
+
+
 def angle(position: int, pair: int, dim: int, base: float = 10_000.0) -> mpmath.mpf:
-    return mpmath.mpf(position) * mpmath.power(mpmath.mpf(base), mpmath.mpf(-2 * pair) / dim)
+    return mpmath.mpf(position) * _rate(pair, dim, base, mpmath.mp.prec)
+
+
+@cache
+def _cos_sin(position: int, pair: int, dim: int, base: float, bits: int) -> tuple[float, float]:
+    cos, sin = mpmath.cos_sin(angle(position, pair, dim, base))
+    return float(cos), float(sin)
 
 
 def exact_cos_sin(
@@ -21,10 +35,9 @@ def exact_cos_sin(
 ) -> tuple[Tensor, Tensor]:
     """cos and sin of the exact angles, correctly rounded to float64, ``[T, P]``."""
     pairs = (dim + 1) // 2
-    phi = [[angle(p, i, dim, base) for i in range(pairs)] for p in positions]
-    cos = [[float(mpmath.cos(a)) for a in row] for row in phi]
-    sin = [[float(mpmath.sin(a)) for a in row] for row in phi]
-    return torch.tensor(cos, dtype=torch.float64), torch.tensor(sin, dtype=torch.float64)
+    rows = [[_cos_sin(p, i, dim, base, mpmath.mp.prec) for i in range(pairs)] for p in positions]
+    both = torch.tensor(rows, dtype=torch.float64).view(len(rows), pairs, 2)
+    return both[..., 0].contiguous(), both[..., 1].contiguous()
 
 
 def tables(rows: int, pairs: int, device: str = "cpu") -> list[Tensor]:
@@ -90,8 +103,8 @@ def sinusoid(positions: Sequence[int], dim: int, base: float = 10_000.0) -> Tens
     for p in positions:
         row = []
         for channel in range(dim):
-            phi = angle(p, channel // 2, dim, base)
-            row.append(float(mpmath.sin(phi) if channel % 2 == 0 else mpmath.cos(phi)))
+            cos, sin = _cos_sin(p, channel // 2, dim, base, mpmath.mp.prec)
+            row.append(sin if channel % 2 == 0 else cos)
         rows.append(row)
     return torch.tensor(rows, dtype=torch.float64)
 
