@@ -11,6 +11,7 @@ if not torch.cuda.is_available():
 
 import posenc
 from posenc.nn import _tables
+from support.interpreter import search_the_language_once
 
 # Scripts that tests start in other folders import the same package.
 os.environ["PYTHONPATH"] = os.pathsep.join(
@@ -28,6 +29,7 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
+    search_the_language_once()
     if config.getoption("--isa"):
         from posenc.kernels.c import _rotate
 
