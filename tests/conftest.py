@@ -2,6 +2,11 @@ import os
 from pathlib import Path
 
 import pytest
+
+# Read when torch is first imported. Workers have as many threads each as there are cores, and one
+# that waits for others would else spin on the core that they need.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
 import torch
 from hypothesis import settings
 
