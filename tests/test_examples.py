@@ -1,3 +1,4 @@
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -26,6 +27,7 @@ def run(script, *arguments):
 
 
 LONG = ("context_parallel", "serve")
+SCRIPTS = [path for path in EXAMPLES if path.stem != "tour"]
 
 
 @pytest.mark.parametrize("script", EXAMPLES, ids=lambda path: path.stem)
@@ -35,20 +37,26 @@ def test_an_example_is_short(script):
     assert len(script.read_text().splitlines()) < limits.get(script.stem, 60)
 
 
-@pytest.mark.parametrize(
-    "script",
-    [
-        pytest.param(p, id=p.stem, marks=[pytest.mark.slow] if p.stem in LONG else [])
-        for p in EXAMPLES
-        if p.stem != "tour"
-    ],
-)
-def test_an_example_runs_and_its_claims_hold(script):
-    said = run(script)
+def assert_claims_hold(script, said):
     for claim in CLAIMS[script.stem]:
         assert float(said.split(f"{claim} ")[1].split()[0]) < 2e-5, said
     for fact in FACTS.get(script.stem, []):
         assert fact in said
+
+
+@pytest.mark.parametrize(
+    "script", [p for p in SCRIPTS if p.stem not in LONG], ids=lambda path: path.stem
+)
+def test_the_claims_of_an_example_hold(script, capsys):
+    """In this process, where warnings are errors too."""
+    runpy.run_path(str(script), run_name="__main__")
+    assert_claims_hold(script, capsys.readouterr().out)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
+def test_an_example_runs_on_its_own_and_its_claims_hold(script):
+    assert_claims_hold(script, run(script))
 
 
 @pytest.mark.slow
