@@ -103,6 +103,18 @@ def each(cases: dict[str, Callable[[], None]]) -> dict[str, str]:
     return failures
 
 
+def one_is_killed(folder: Path) -> dict[str, str]:
+    """A job whose second rank is killed while the others wait for it."""
+    import torch
+    import torch.distributed as dist
+
+    dist.barrier()
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.all_reduce(torch.ones(1))
+    return {}
+
+
 def _rank(
     rank: int, world: int, store: Path, job: Callable[[Path], dict[str, str]], folder: Path
 ) -> None:
@@ -125,6 +137,8 @@ def _rank(
 
 
 def _main(world: int, job: str, folder: Path) -> None:
+    import torch.distributed  # noqa: F401 (once, before the ranks are forked)
+
     sys.path.insert(0, str(TESTS))
     module, function = job.split(":")
     work = getattr(importlib.import_module(module), function)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -276,11 +274,3 @@ def layouts(folder: Path) -> dict[str, str]:
 
 def more_layouts(folder: Path) -> dict[str, str]:
     return each(special(init_device_mesh("cpu", (4,))) | on_a_grid())
-
-
-def one_is_killed(folder: Path) -> dict[str, str]:
-    dist.barrier()
-    if dist.get_rank() == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    dist.all_reduce(torch.ones(1))
-    return {}
