@@ -7,7 +7,7 @@ from torch.autograd import gradcheck, gradgradcheck
 from posenc.functional import rotary_pos_embedding
 from posenc.nn import RoPE, RotaryPosEmbedding
 from posenc.nn._tables import GROWTH_LIMIT
-from support.assertions import assert_rotated, compilations
+from support.assertions import COMPILERS, assert_rotated, compilations
 
 LAYOUTS = pytest.mark.parametrize("interleaved", [True, False], ids=["interleaved", "half"])
 
@@ -255,23 +255,26 @@ def test_first_and_second_gradients_are_numerical_ones(interleaved):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("max_seq_len", [None, pytest.param(64, marks=pytest.mark.slow)])
-def test_embedding_compiles_to_one_graph(max_seq_len, dtype):
+@COMPILERS
+def test_embedding_compiles_to_one_graph(max_seq_len, dtype, backend):
     rope = RotaryPosEmbedding(8, max_seq_len)
     calls = [(torch.randn(2, n, 8).to(dtype),) for n in (5, 3, 17, 63)]
-    assert compilations(rope, calls, dynamic=True) == 1
+    assert compilations(rope, calls, dynamic=True, backend=backend) == 1
 
 
-def test_rope_compiles_to_one_graph_for_all_lengths_and_offsets():
+@COMPILERS
+def test_rope_compiles_to_one_graph_for_all_lengths_and_offsets(backend):
     rope = RoPE(8, 128)
     calls = [
         (torch.randn(2, 4, n, 8), torch.randn(2, 2, n, 8), offset)
         for n, offset in ((5, 2), (3, 9), (17, 30), (63, 64))
     ]
-    assert compilations(rope, calls, dynamic=True) == 1
+    assert compilations(rope, calls, dynamic=True, backend=backend) == 1
 
 
 @pytest.mark.parametrize("how", ["ids", "shared-ids", "offsets"])
-def test_rope_compiles_to_one_graph_for_all_positions(how):
+@COMPILERS
+def test_rope_compiles_to_one_graph_for_all_positions(how, backend):
     rope = RoPE(8, 128)
 
     def rotated(q, k, positions):
@@ -287,10 +290,11 @@ def test_rope_compiles_to_one_graph_for_all_positions(how):
             "offsets": torch.tensor([3, 100]),
         }[how]
         calls.append((torch.randn(2, 4, n, 8), torch.randn(2, 2, n, 8), positions))
-    assert compilations(rotated, calls, dynamic=True) == 1
+    assert compilations(rotated, calls, dynamic=True, backend=backend) == 1
 
 
-def test_a_compiled_model_makes_its_own_positions():
+@COMPILERS
+def test_a_compiled_model_makes_its_own_positions(backend):
     rope = RoPE(8, 128)
 
     def rotated(q):
@@ -298,12 +302,12 @@ def test_a_compiled_model_makes_its_own_positions():
         return rope(q, q, position_ids=ids)[0]
 
     calls = [(torch.randn(2, 4, n, 8),) for n in (5, 3, 17)]
-    assert compilations(rotated, calls, dynamic=True) == 1
+    assert compilations(rotated, calls, dynamic=True, backend=backend) == 1
 
 
 def test_a_compiled_call_leaves_the_cache_alone():
     rope = RotaryPosEmbedding()
-    torch.compile(rope, fullgraph=True)(torch.randn(4, 8))
+    torch.compile(rope, fullgraph=True, backend="aot_eager")(torch.randn(4, 8))
     assert rope.cos_cached is None
 
 

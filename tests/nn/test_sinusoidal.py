@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 import oracles
 from posenc.nn import SinusoidalPE, SinusoidalPosEmbedding, sinusoidal
-from support.assertions import assert_within_ulps, compilations
+from support.assertions import COMPILERS, assert_within_ulps, compilations
 
 BOTH = pytest.mark.parametrize(
     "make",
@@ -134,10 +134,11 @@ def test_pe_is_held_to_its_length():
 
 
 @BOTH
-def test_one_graph_for_all_lengths(make):
+@COMPILERS
+def test_one_graph_for_all_lengths(make, backend):
     module = make(8)
     calls = [(torch.randn(2, n, 8),) for n in (5, 3, 17, 64)]
-    assert compilations(module, calls, dynamic=True) == 1
+    assert compilations(module, calls, dynamic=True, backend=backend) == 1
 
 
 @BOTH

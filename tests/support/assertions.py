@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
 
 import oracles
+
+# How many graphs there are is the same for both; Inductor starts a C++ compiler for each.
+COMPILERS = pytest.mark.parametrize(
+    "backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]
+)
 
 
 def assert_within_ulps(got: Tensor, exact: Tensor, ulps: float, magnitude: Tensor) -> None:
