@@ -8,7 +8,8 @@ import torch
 import oracles
 from posenc import RoPE, scaling
 from support.assertions import compilations
-from support.rules import ALL, LONG, assert_rotated_by
+from support.rules import ALL, LONG, RULES, assert_rotated_by
+from support.rules import name as name_of
 
 
 @ALL
@@ -32,17 +33,29 @@ def test_one_graph_for_every_length(rule):
     assert compilations(rope, calls, dynamic=True, backend=backend) == 1
 
 
-@ALL
+class ByEveryRule(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        ropes = {name_of(rule): RoPE(8, 256, scaling=rule) for rule in RULES}
+        self.ropes = torch.nn.ModuleDict(ropes)
+
+    def forward(self, q, k):
+        return {rule: rope(q, k) for rule, rope in self.ropes.items()}
+
+
 @pytest.mark.filterwarnings("ignore")
-def test_every_rule_is_exported(rule):
-    rope = RoPE(8, 256, scaling=rule)
+def test_every_rule_is_exported():
+    model = ByEveryRule()
     length = torch.export.Dim("length", min=2, max=256)
     q, k = torch.randn(2, 3, 5, 8), torch.randn(2, 1, 5, 8)
-    program = torch.export.export(rope, (q, k), dynamic_shapes=({2: length}, {2: length}))
+    program = torch.export.export(model, (q, k), dynamic_shapes=({2: length}, {2: length})).module()
     for n in (3, 16, 17, 200):
         q, k = torch.randn(2, 3, n, 8), torch.randn(2, 1, n, 8)
-        for got, wanted in zip(program.module()(q, k), rope(q, k), strict=True):
-            assert torch.allclose(got, wanted, rtol=0, atol=1e-6)
+        got, wanted = program(q, k), model(q, k)
+        assert len(got) == len(RULES)
+        for rule, both in wanted.items():
+            for ours, eager in zip(got[rule], both, strict=True):
+                assert torch.allclose(ours, eager, rtol=0, atol=1e-6), (rule, n)
 
 
 @pytest.mark.parametrize("last", [False, True], ids=["first", "last"])
