@@ -11,12 +11,15 @@ DOCUMENTED := .venv/.documented
 demo: $(DEMO)
 	$(BIN)/posenc compare --quick --overwrite -o out/compare
 
+# A worker takes neighbours, which share imports and fixtures, and the rest of the other's at the end.
+PYTEST := $(BIN)/pytest -n 2 --dist worksteal
+
 test: $(INSTALLED)
-	$(BIN)/pytest -n 2 -m "not slow"
+	$(PYTEST) -m "not slow"
 
 # The slow tests too, and ten times the property-test examples.
 test-all: $(INSTALLED)
-	HYPOTHESIS_PROFILE=thorough $(BIN)/pytest -n 2
+	HYPOTHESIS_PROFILE=thorough $(PYTEST)
 
 check: $(INSTALLED)
 	$(BIN)/ruff format --check .
