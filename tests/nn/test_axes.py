@@ -1,11 +1,17 @@
 """RoPE of tokens that have several coordinates, or ones between the whole ones."""
 
+import mpmath
 import pytest
 import torch
 
 import oracles
 from posenc import RoPE, axes, positions, scaling
 from support.assertions import assert_within_ulps
+
+RULES = [
+    scaling.Linear(2.0), scaling.NTK(4.0), scaling.YaRN(4.0, 64), scaling.Llama3(8.0, 64),
+    scaling.DynamicNTK(2.0, 64), scaling.Proportional(0.5),
+]  # fmt: skip
 
 
 class TestAxes:
@@ -83,6 +89,7 @@ class TestAxes:
         for rope in (
             RoPE(16, 64, axes=axes.Sections((4, 2, 2))),
             RoPE(16, 64, axes=axes.Axial(2)),
+            RoPE(16, 64, axes=axes.Axial((4, 12))),
         ):
             made = rope.tables(torch.arange(9))
             assert all(t.is_contiguous() for t in (rope.cos_cached, rope.sin_cached, *made))
@@ -113,8 +120,66 @@ class TestAxes:
             RoPE(16, axes=axes.Sections((4, 4, 4)))
         with pytest.raises(ValueError, match="multiple of 6"):
             RoPE(16, axes=axes.Axial(3))
-        with pytest.raises(ValueError, match="must not be negative"):
-            rope.rotate(x, position_ids=-self.at)
+        with pytest.raises(ValueError, match=r"4 \+ 16 = 20"):
+            RoPE(16, axes=axes.Axial((4, 16)))
+        with pytest.raises(ValueError, match="must be even"):
+            axes.Axial((5, 11))
+        with pytest.raises(ValueError, match="an int, or the channels of each"):
+            axes.Axial(())
+        with pytest.raises(ValueError, match=r"an int if rates are shared.*\n.*Sections"):
+            axes.Axial((4, 12), rates="shared")
+
+
+@pytest.mark.parametrize("base", [10_000.0, 256.0], ids=["flux", "hunyuan-video"])
+@pytest.mark.parametrize("widths", [(16, 56, 56), (44, 42, 42), (2, 126)], ids=str)
+def test_unequal_widths_have_rates_of_their_own(widths, base):
+    """Against mpmath, up to the last position, in whichever direction."""
+    rope = RoPE(128, None, base, axes=axes.Axial(widths))
+    at = torch.tensor([[0, 1, 7, 2**31], [0, 5, -3, 12345], [0, 2, -(2**31), 9]])[: len(widths)]
+    cos, sin = rope.tables(at)
+    first = 0
+    for line, width in zip(at, widths, strict=True):
+        for i in (0, width // 4, width // 2 - 1):
+            wanted = [oracles.angle(int(p), i, width, base) for p in line]
+            column = slice(first + i, first + i + 1)
+            got = torch.cat((cos[:, column], sin[:, column]), dim=1)
+            exact = [[float(mpmath.cos(phi)), float(mpmath.sin(phi))] for phi in wanted]
+            assert (got - torch.tensor(exact, dtype=torch.float64)).abs().max() < 1.5e-15
+        first += width // 2
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: type(rule).__name__)
+def test_a_rule_scales_each_coordinate_by_its_own_width(rule):
+    """YaRN and NTK depend on d, and so does where they begin to slow down."""
+    whole = RoPE(32, None, axes=axes.Axial((8, 24)), scaling=rule)
+    parts = RoPE(8, None, scaling=rule), RoPE(24, None, scaling=rule)
+    for length in (None, 40):
+        wanted = torch.cat([part.inv_freq(length) for part in parts])
+        assert torch.equal(whole.inv_freq(length), wanted)
+    at = positions.grid(5, 9)
+    x = torch.randn(2, 3, 45, 32)
+    lengths = torch.tensor([40, 400])
+    cos, _ = whole.tables(at[:, None].expand(2, 2, 45), seq_len=lengths)
+    lines = zip(parts, at, strict=True)
+    wanted = [part.tables(line.expand(2, 45), seq_len=lengths)[0] for part, line in lines]
+    assert torch.equal(cos, torch.cat(wanted, dim=-1))
+    assert whole.rotate(x, position_ids=at).shape == x.shape
+
+
+def test_factors_of_each_pair_are_for_one_range():
+    rule = scaling.LongRoPE((1.0,) * 16, (2.0,) * 16, 64)
+    with pytest.raises(ValueError, match="short_factor and long_factor must have 4 numbers"):
+        RoPE(32, None, axes=axes.Axial((8, 24)), scaling=rule)
+
+
+def test_coordinates_may_be_negative():
+    """Qwen-Image counts rows and columns from the middle."""
+    rope, x = RoPE(16, 64, axes=axes.Axial((4, 12))), torch.randn(1, 2, 6, 16)
+    at = positions.grid(2, 3) - torch.tensor([[1], [2]])
+    whole = rope.rotate(x, position_ids=at)
+    assert torch.allclose(rope.rotate(x, position_ids=at.double()), whole, atol=1e-6)
+    back = rope.rotate(whole, position_ids=-at)
+    assert torch.allclose(back, x, atol=1e-6)
 
 
 def test_the_limit_holds_for_coordinates_too():
@@ -144,10 +209,10 @@ def test_an_image_has_no_positions_in_a_row():
     assert torch.equal(diagonal, rope.rotate(x, position_ids=torch.arange(4).expand(2, -1)))
 
 
-@pytest.mark.parametrize("rates", ["shared", "per_axis"])
-def test_axes_compile_whole(rates):
+@pytest.mark.parametrize("how", [axes.Axial(2), axes.Axial(2, "shared"), axes.Axial((4, 12))])
+def test_axes_compile_whole(how):
     """A word among the fields of an axis is a constant to the compiler, as its numbers are."""
-    rope = RoPE(16, 64, axes=axes.Axial(2, rates=rates))
+    rope = RoPE(16, 64, axes=how)
     q, ids = torch.randn(1, 2, 6, 16), positions.grid(2, 3)
     compiled = torch.compile(rope.rotate, fullgraph=True, backend="aot_eager")
     assert torch.equal(compiled(q, position_ids=ids), rope.rotate(q, position_ids=ids))

@@ -15,6 +15,7 @@ SPECTRA = {
     "plain": Spectrum(8),
     "sections": Spectrum(8, axes=axes.Sections((2, 1, 1))),
     "axial": Spectrum(8, scaling=scaling.Linear(3.0), axes=axes.Axial()),
+    "unequal": Spectrum(8, scaling=scaling.Linear(3.0), axes=axes.Axial((2, 6))),
     "by-length": Spectrum(8, scaling=scaling.DynamicNTK(2.0, 16)),
     "per-pair": Spectrum(8, scaling=scaling.LongRoPE((1.0,) * 4, (2.0,) * 4, 16)),
 }
@@ -106,7 +107,9 @@ def test_writing_to_inv_freq_changes_no_later_table():
 
 
 @pytest.mark.parametrize("rule", [scaling.YaRN(4.0, 64), scaling.Llama3(8.0, 64), None], ids=str)
-@pytest.mark.parametrize("where", [axes.Sections((2, 1, 1)), axes.Axial(2), None], ids=str)
+@pytest.mark.parametrize(
+    "where", [axes.Sections((2, 1, 1)), axes.Axial(2), axes.Axial((2, 6)), None], ids=str
+)
 def test_a_rule_is_a_constant_to_the_compiler(rule, where):
     """In numbers and names: not every torch takes a frozen dataclass for one."""
     from posenc.numerics.frequencies import _frozen, _thawed

@@ -156,8 +156,8 @@ class RoPE(TableModule):
             offset: Position of the first token, which is the number of cached tokens; an int, or
                 an integer tensor ``(B,)`` with one for each sequence.
             position_ids: Integers of shape ``(L,)`` or ``(B, L)``, instead of ``offset``; with
-                several axes ``(L,)``, ``(A, L)`` or ``(A, B, L)``. ``Axial`` needs them. Floating
-                positions may be fractional or negative.
+                several axes ``(L,)``, ``(A, L)`` or ``(A, B, L)``, which may be negative. ``Axial``
+                needs them. Floating positions may be fractional or negative.
             seq_len: Length of the sequence, cached tokens included, for a rule that depends on
                 it; an int, or an integer tensor ``(B,)``. If None, the last position plus one.
 

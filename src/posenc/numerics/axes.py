@@ -7,6 +7,7 @@ all coordinates of a token are equal, as they are for text, `Sections` rotate as
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from posenc._contract import checks
 from posenc.numerics.values import ByValue
@@ -20,16 +21,19 @@ class Axes(ByValue):
         """How many coordinates a position has."""
         raise NotImplementedError
 
-    def width(self, dim: int) -> int:
-        """:math:`d` of the rates :math:`b^{-2i/d}`, where ``dim`` channels are rotated."""
-        return dim
+    def widths(self, dim: int) -> tuple[int, ...]:
+        """:math:`d` of each range of rates :math:`b^{-2i/d}`, where ``dim`` channels are rotated.
+
+        A scaling rule is applied to each range by itself.
+        """
+        return (dim,)
 
     def followed(self, pairs: int) -> tuple[int, ...]:
         """The coordinate of each pair."""
         raise NotImplementedError
 
     def rate_index(self, pairs: int) -> tuple[int, ...]:
-        """The index of each pair's rate among those of :meth:`width` channels."""
+        """The index of each pair's rate among those of all ranges, one range after the other."""
         return tuple(range(pairs))
 
     def of_text(self) -> bool:
@@ -93,59 +97,88 @@ class Sections(Axes):
 
 @dataclass(frozen=True, eq=False)
 class Axial(Axes):
-    """An equal run of pairs for each coordinate, as vision models have it.
+    r"""A run of pairs for each coordinate, as vision and diffusion models have it.
+
+    .. math:: \theta_{a,i} = b^{-2i/d_a}, \qquad i = 0, \dots, d_a/2 - 1
 
     Args:
-        coordinates: How many; 2 for height and width.
-        rates: ``"per_axis"`` if each coordinate has the whole range of rates, those of ``D / A``
-            channels (Qwen2-VL's vision, SAM 2, DINOv3). ``"shared"`` if coordinate ``a`` has the
+        coordinates: How many, in equal runs: 2 for height and width. Or the channels
+            :math:`d_a` of each: ``(16, 56, 56)`` for Flux, whose heads have 128.
+        rates: ``"per_axis"`` if each coordinate has a whole range of rates, as above (Qwen2-VL's
+            vision, SAM 2, DINOv3, Flux, Wan). ``"shared"`` if coordinate ``a`` of ``A`` has the
             rates ``a``, ``a + A``, ``a + 2 A``, ... of ``D`` channels (Pixtral).
 
     Examples:
-        >>> Axial(2).followed(4), Axial(2).rate_index(4), Axial(2).width(8)
-        ((0, 0, 1, 1), (0, 1, 0, 1), 4)
-        >>> Axial(2, rates="shared").rate_index(4), Axial(2, rates="shared").width(8)
-        ((0, 2, 1, 3), 8)
+        >>> Axial(2).followed(4), Axial(2).rate_index(4), Axial(2).widths(8)
+        ((0, 0, 1, 1), (0, 1, 0, 1), (4,))
+        >>> Axial((2, 6)).followed(4), Axial((2, 6)).widths(8)
+        ((0, 1, 1, 1), (2, 6))
+        >>> Axial(2, rates="shared").rate_index(4), Axial(2, rates="shared").widths(8)
+        ((0, 2, 1, 3), (8,))
 
     References:
-        Heo et al., *Rotary Position Embedding for Vision Transformer*, 2024, section 3.2.
+        Heo et al., *Rotary Position Embedding for Vision Transformer*, 2024, section 3.2;
+        Black Forest Labs, the code of *FLUX.1*, 2024 (unequal widths).
     """
 
-    coordinates: int = 2
+    coordinates: int | tuple[int, ...] = 2
     rates: str = "per_axis"
 
     def __post_init__(self) -> None:
-        count = checks.integer("Axial", "coordinates", self.coordinates)
-        object.__setattr__(self, "coordinates", count)
+        given: Any = self.coordinates
+        if not isinstance(given, (list, tuple)):
+            given = checks.integer("Axial", "coordinates", given)
+        elif given:
+            given = tuple(checks.even("Axial", "each of coordinates", width) for width in given)
+        else:
+            rule = "coordinates must be an int, or the channels of each coordinate"
+            checks.fail("Axial", rule, given, "Pass 2, or (16, 56, 56), say.")
+        object.__setattr__(self, "coordinates", given)
         if self.rates not in ("per_axis", "shared"):
             rule = "rates must be 'per_axis' or 'shared'"
             checks.fail("Axial", rule, checks.describe(self.rates), "Pass one of these.")
+        if self.rates == "shared" and isinstance(given, tuple):
+            rule = "coordinates must be an int if rates are shared"
+            way_out = "For unequal runs of one range of rates, use axes.Sections."
+            checks.fail("Axial", rule, given, way_out)
 
     def count(self) -> int:
         """How many coordinates a position has."""
-        return self.coordinates
+        return self.coordinates if isinstance(self.coordinates, int) else len(self.coordinates)
 
     def of_text(self) -> bool:
         """Whether positions of text make sense: they would be the diagonal of an image."""
-        return self.coordinates == 1
+        return self.count() == 1
 
-    def width(self, dim: int) -> int:
-        """:math:`d` of the rates."""
-        return dim if self.rates == "shared" else dim // self.coordinates
+    def widths(self, dim: int) -> tuple[int, ...]:
+        """:math:`d` of each range of rates; equal runs take theirs from one range."""
+        if isinstance(self.coordinates, tuple):
+            return self.coordinates
+        return (dim if self.rates == "shared" else dim // self.coordinates,)
 
     def followed(self, pairs: int) -> tuple[int, ...]:
         """The coordinate of each pair."""
+        if isinstance(self.coordinates, tuple):
+            return tuple(a for a, width in enumerate(self.coordinates) for _ in range(width // 2))
         return tuple(i * self.coordinates // pairs for i in range(pairs))
 
     def rate_index(self, pairs: int) -> tuple[int, ...]:
         """The index of each pair's rate."""
+        if isinstance(self.coordinates, tuple):
+            return super().rate_index(pairs)
         each = pairs // self.coordinates
         if self.rates == "per_axis":
             return tuple(i % each for i in range(pairs))
         return tuple(i % each * self.coordinates + i // each for i in range(pairs))
 
     def check(self, who: str, dim: int) -> None:
-        """Refuse a width that is not an even number of channels for each coordinate."""
-        if dim % (2 * self.coordinates):
+        """Refuse a width that is not that of the coordinates together."""
+        if isinstance(self.coordinates, tuple):
+            if sum(self.coordinates) != dim:
+                got = f"{' + '.join(map(str, self.coordinates))} = {sum(self.coordinates)}"
+                rule = f"the channels of the coordinates must add up to the {dim} rotated channels"
+                checks.fail(who, rule, got, "Change coordinates or rotary_dim.")
+        elif dim % (2 * self.coordinates):
             rule = f"rotated channels must be a multiple of {2 * self.coordinates}"
-            checks.fail(who, rule, dim, "Give each coordinate the same number of pairs.")
+            way_out = "Give the channels of each coordinate, as in axes.Axial((16, 56, 56))."
+            checks.fail(who, rule, dim, way_out)

@@ -38,9 +38,10 @@ class Spectrum:
     scaling: Rule | None = None
     axes: Axes | None = None
 
-    def width(self) -> int:
-        """:math:`d` in the exponents, which axes may make smaller than ``dim``."""
-        return self.dim if self.axes is None else self.axes.width(self.dim)
+    def ranges(self) -> list[Spectrum]:
+        """Plain spectra whose rates, scaled and in the order of the axes, are those of this one."""
+        widths = (self.dim,) if self.axes is None else self.axes.widths(self.dim)
+        return [Spectrum(width, self.base) for width in widths]
 
     def gain(self, seq_len: Tensor | None = None) -> float | Tensor:
         """The factor of cosines and sines."""
@@ -66,11 +67,13 @@ def scaled_rates(
     device = torch.device("cpu") if device is None else device
     if seq_len is None or spectrum.scaling is None:
         return constant(_numbers(spectrum)[0], torch.float64, device)
-    plain = scaled_rates(Spectrum(spectrum.width(), spectrum.base), device)
-    scaled, axes = spectrum.scaling(plain, spectrum.base, seq_len), spectrum.axes
+    rule, axes = spectrum.scaling, spectrum.axes
+    plain = [scaled_rates(each, device) for each in spectrum.ranges()]
+    scaled = [rule(rates, spectrum.base, seq_len) for rates in plain]
     if axes is None:
-        return scaled
-    return scaled[..., constant(axes.rate_index(spectrum.dim // 2), torch.int64, device)]
+        return scaled[0]
+    order = constant(axes.rate_index(spectrum.dim // 2), torch.int64, device)
+    return torch.cat(scaled, dim=-1)[..., order]
 
 
 def turn_steps(spectrum: Spectrum) -> tuple[tuple[int, ...], tuple[float, ...]]:
@@ -137,7 +140,8 @@ def _constant_numbers(*frozen: Any) -> _Numbers:
 # An entry is about 192 numbers, and takes a few milliseconds to compute.
 @lru_cache(maxsize=256)
 def _cached_numbers(spectrum: Spectrum) -> _Numbers:
-    rates = _exact_rates(spectrum)
+    rule = spectrum.scaling
+    rates = [rate for each in spectrum.ranges() for rate in _exact_rates(each, rule)]
     if spectrum.axes is not None:
         rates = [rates[i] for i in spectrum.axes.rate_index(spectrum.dim // 2)]
     # 60 digits hold 64 bits of turn, 53 of rest and a margin; a rate above 1 has whole turns too.
@@ -149,15 +153,15 @@ def _cached_numbers(spectrum: Spectrum) -> _Numbers:
     return tuple(map(float, rates)), tuple(step % 2**64 for step in whole), rests
 
 
-def _exact_rates(spectrum: Spectrum) -> list[Decimal]:
-    """The rates before axes reorder them, to 60 digits, or in float64 if there is a rule."""
-    width, base, rule = spectrum.width(), spectrum.base, spectrum.scaling
+def _exact_rates(plain: Spectrum, rule: Rule | None) -> list[Decimal]:
+    """The rates of one range to 60 digits, or in float64 if a rule scales them."""
+    width, base = plain.dim, plain.base
     if rule is None:
         with decimal.localcontext(decimal.Context(prec=60)):
             log_base = Decimal(base).ln()
             return [(log_base * (-2 * i) / width).exp() for i in range((width + 1) // 2)]
     # Cached, because a rule that depends on the length needs them again at every token.
-    unscaled = _cached_numbers(Spectrum(width, base))[0]
+    unscaled = _cached_numbers(plain)[0]
     # Without modes: a fake tensor has no values to put into the list.
     with without_modes():
         rates = rule(torch.tensor(unscaled, dtype=torch.float64, device="cpu"), base).tolist()
