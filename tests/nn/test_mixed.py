@@ -45,14 +45,15 @@ def test_the_initial_frequencies_are_axial_ones_rotated_in_each_head():
     assert torch.allclose((first * second).sum(0), torch.zeros(3, 4), atol=1e-6)
 
 
-def test_gradients_reach_the_frequencies():
-    rope = MixedRoPE(4, 2, coordinates=1).double()
+@pytest.mark.parametrize("heads", [1, 2], ids=["shared", "each"])
+def test_gradients_reach_the_frequencies(heads):
+    rope = MixedRoPE(4, heads, coordinates=1)
     q = torch.randn(1, 2, 3, 4, dtype=torch.float64, requires_grad=True)
 
     def run(x, freqs):
         return torch.func.functional_call(rope, {"freqs": freqs}, (x, x, torch.arange(3)))[0]
 
-    assert gradcheck(run, (q, rope.freqs.detach().requires_grad_()))
+    assert gradcheck(run, (q, rope.freqs.detach().double().requires_grad_()))
 
 
 @pytest.mark.slow

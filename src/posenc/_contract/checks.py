@@ -103,6 +103,27 @@ def base(who: str, value: Any, name: str = "base") -> float:
     return number
 
 
+def frequencies(who: str, name: str, values: Any, count: int, way_out: str) -> tuple[float, ...]:
+    """``count`` finite numbers, from a sequence or a tensor that holds values, as floats."""
+    if isinstance(values, Tensor):
+        if values.requires_grad or values.is_meta:
+            kind = "that requires grad" if values.requires_grad else "on the meta device"
+            learn = "To learn frequencies, use MixedRoPE; otherwise pass freqs.detach()."
+            fail(who, f"{name} must be constants", f"a tensor {kind}", learn, TypeError)
+        rank(who, name, values, (1,), f"({count},)")
+    values = values.tolist() if hasattr(values, "tolist") else values
+    if not isinstance(values, (list, tuple)):
+        fail(who, f"{name} must be a sequence of numbers", describe(values), way_out, TypeError)
+    if len(values) != count:
+        fail(who, f"{name} must have {count} numbers", len(values), way_out)
+    for value in values:
+        if isinstance(value, bool) or not isinstance(value, numbers.Real):
+            fail(who, f"{name} must be numbers", describe(value), way_out, TypeError)
+        if not -FARTHEST <= float(value) <= FARTHEST:
+            fail(who, f"{name} must be finite and within 2**31", value, way_out)
+    return tuple(map(float, values))
+
+
 def boolean(who: str, name: str, value: Any) -> bool:
     """``value`` if it is a bool; anything else is probably a misplaced argument."""
     if not isinstance(value, bool):

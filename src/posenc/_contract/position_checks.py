@@ -80,17 +80,18 @@ def coordinates(
 ) -> Tensor:
     """Positions of the tokens of ``x``, int64 or float64, ``(axes, ..., L)`` if there are axes.
 
-    Floating ones and those with axes may be negative: images often count from the middle.
+    Floating ones and those with several axes may be negative: images often count from the middle.
     """
     batch, length = x.shape[0], x.shape[-2]
     lead = () if axes is None else (axes,)
+    one = axes is None or (isinstance(at, Tensor) and at.dim() == 1)
     if axes is not None and isinstance(at, Tensor) and at.dim() == 1:
         at = at.expand(axes, *at.shape)
     shapes = ((*lead, length), (*lead, batch, length), (*lead, 1, length))
     kind = "a tensor of positions"
     way_out = f"Pass one position for each token; {name}.expand(A, -1, -1) repeats it for A axes."
     ids = index_tensor(who, name, at, shapes, x.device, kind=kind, floating=True, way_out=way_out)
-    if is_readable(at) and axes is None and not at.is_floating_point():
+    if one and is_readable(at) and not at.is_floating_point():
         check_ids(who, at, limit)
     elif is_readable(at) and at.numel():
         low, high = (float(end) for end in torch.aminmax(at.detach()))

@@ -11,6 +11,7 @@ from posenc.functional.sinusoidal import (
     timestep_embedding,
 )
 from posenc.functional.t5 import t5_buckets
+from posenc.numerics.frequencies import pixel_frequencies
 
 __all__ = [
     "alibi_bias",
@@ -18,6 +19,7 @@ __all__ = [
     "alibi_model_bias",
     "alibi_model_slopes",
     "alibi_slopes",
+    "pixel_frequencies",
     "qk_norm_rope",
     "rotary_pos_embedding",
     "rotate",

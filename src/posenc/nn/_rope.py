@@ -20,6 +20,8 @@ from posenc.numerics.frequencies import Spectrum, turn_steps
 from posenc.numerics.tables import angles, cos_sin, float64_device, of_angles, round_once
 
 Result = TypeVar("Result")
+# What the base of a `RoPE` is if none is passed.
+_BASE = 10_000.0
 
 
 def rotary_tables(positions: Tensor, dtype: torch.dtype, spectrum: Spectrum) -> Tensors:
@@ -42,6 +44,20 @@ def check_width(who: str, head_dim: int, rotary_dim: int | None, axes: Axes | No
     if axes is not None:
         axes.check(who, width)
     return width
+
+
+def check_freqs(who: str, freqs: Any, base: float, width: int, axes: Axes | None) -> Any:
+    """``freqs`` as a tuple of one rate for each pair of the ranges of ``axes``, or None."""
+    if freqs is None:
+        return None
+    if base != _BASE:
+        rule, way_out = "base and freqs exclude each other", "Leave base out, or pass freqs=None."
+        checks.fail(who, rule, f"base={base:g}", way_out)
+    widths = (width,) if axes is None else axes.widths(width)
+    way_out = "Pass one rate for each pair"
+    if axes is not None and sum(widths) != width:
+        way_out += " of one coordinate, or give Axial the channels of each"
+    return checks.frequencies(who, "freqs", freqs, sum(widths) // 2, f"{way_out}.")
 
 
 def by_tables(
@@ -121,7 +137,7 @@ class RopeAngles:
         base, rule = self.spectrum, self.spectrum.scaling
         if rule is not None and not isinstance(seq_len, Tensor):
             rule = rule.at(seq_len)
-        return Spectrum(base.dim, base.base, rule, base.axes)
+        return Spectrum(base.dim, base.base, rule, base.axes, base.freqs)
 
     def rows(
         self,

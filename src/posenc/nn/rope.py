@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +13,14 @@ from posenc import configs
 from posenc._contract import checks
 from posenc.functional import rotary
 from posenc.kernels import Rows, Spec
-from posenc.nn._rope import RopeAngles, check_width, rotary_tables, rotate_by_tables, tables_of
+from posenc.nn._rope import (
+    RopeAngles,
+    check_freqs,
+    check_width,
+    rotary_tables,
+    rotate_by_tables,
+    tables_of,
+)
 from posenc.nn._rope_cache import CacheWhere, Where, rotate_and_cache
 from posenc.nn._tables import SharedTables, TableModule, shown_table
 from posenc.numerics.axes import Axes
@@ -40,6 +48,8 @@ class RoPE(TableModule):
         last: Rotate the last ``rotary_dim`` channels instead of the first.
         scaling: A rule of `posenc.scaling`, for sequences longer than those trained on.
         axes: An arrangement of `posenc.axes`, for positions with several coordinates.
+        freqs: The rate of each pair in radians per position, instead of those of ``base``; with
+            ``Axial(A)`` those of one coordinate, which all share. Kept as a tuple of floats.
         seq_dim: The dimension of the tokens: -2, or 1 for tensors of ``(B, L, H, D)``.
 
     Examples:
@@ -68,6 +78,7 @@ class RoPE(TableModule):
         last: bool = False,
         scaling: Rule | None = None,
         axes: Axes | None = None,
+        freqs: Sequence[float] | Tensor | None = None,
         seq_dim: int = -2,
     ) -> None:
         super().__init__()
@@ -84,10 +95,12 @@ class RoPE(TableModule):
         self.axes = checks.check_instance(who, "axes", axes, Axes, "Pass axes.Axial(2), say.")
         self.seq_dim = rotary.check_seq_dim(who, seq_dim)
         width = check_width(who, self.head_dim, self.rotary_dim, axes)
+        self.freqs = check_freqs(who, freqs, self.base, width, axes)
         first_channel = self.head_dim - width if last else 0
         self._spec = Spec(interleaved, interleaved if out is None else out, first_channel)
         length = self.max_seq_len
-        self._angles = angles = RopeAngles(Spectrum(width, self.base, scaling, axes), length)
+        spectrum = Spectrum(width, self.base, scaling, axes, self.freqs)
+        self._angles = angles = RopeAngles(spectrum, length)
         self._tables = SharedTables(rotary_tables, (angles.usual,), length, torch.float64)
 
     @classmethod

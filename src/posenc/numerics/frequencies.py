@@ -31,17 +31,30 @@ class Spectrum:
     .. math:: \theta_i = b^{-2i/d}, \qquad i = 0, \dots, \lceil d/2 \rceil - 1
 
     ``dim`` is :math:`d`, odd for a sinusoid whose last sine has no cosine; ``base`` is :math:`b`.
+    ``freqs`` are other rates instead, those of each range of the axes one after the other.
     """
 
     dim: int
     base: float = 10_000.0
     scaling: Rule | None = None
     axes: Axes | None = None
+    freqs: tuple[float, ...] | None = None
 
     def ranges(self) -> list[Spectrum]:
         """Plain spectra whose rates, scaled and in the order of the axes, are those of this one."""
         widths = (self.dim,) if self.axes is None else self.axes.widths(self.dim)
-        return [Spectrum(width, self.base) for width in widths]
+        if self.freqs is None:
+            return [Spectrum(width, self.base) for width in widths]
+        first, plain = 0, []
+        for width in widths:
+            part = self.freqs[first : first + width // 2]
+            plain.append(Spectrum(width, self.base, freqs=part))
+            first += width // 2
+        return plain
+
+    def rule_base(self) -> float:
+        """The base that a scaling rule is told: NaN if the rates follow from none."""
+        return self.base if self.freqs is None else math.nan
 
     def gain(self, seq_len: Tensor | None = None) -> float | Tensor:
         """The factor of cosines and sines."""
@@ -54,6 +67,44 @@ def inverse_frequencies(dim: int, base: float = 10_000.0) -> Tensor:
     Rounding them to float32 here would cost 0.03 rad at position 1 000 000 (d = 128).
     """
     return scaled_rates(Spectrum(dim, float(base))).clone()
+
+
+def pixel_frequencies(count: int, max_freq: float = 224.0, *, linear: bool = True) -> Tensor:
+    r"""Rates for an image whose coordinates run from -1 to 1: equally spaced, or by equal ratios.
+
+    .. math:: \theta_i = \pi \left(1 + \tfrac{i}{n - 1} \left(\tfrac{m}{2} - 1\right)\right)
+        \qquad \text{or} \qquad \theta_i = \pi \left(\tfrac{m}{2}\right)^{i/(n - 1)}
+
+    The slowest makes one turn from edge to edge, the fastest :math:`m / 2`. Computed in float64,
+    for the argument ``freqs`` of `RoPE`.
+
+    Args:
+        count: :math:`n`: pairs of each coordinate, ``D / 2A`` for ``A`` coordinates.
+        max_freq: :math:`m`: the pixels along a side; more than 2. timm has 224,
+            rotary-embedding-torch 10.
+        linear: True for the first formula (rotary-embedding-torch's ``"pixel"``, timm's
+            ``linear_bands=True``), False for the second (timm's default).
+
+    Returns:
+        Rates of shape ``[count]`` in radians, slowest first.
+
+    Examples:
+        >>> pixel_frequencies(3, max_freq=10) / torch.pi
+        tensor([1., 3., 5.], dtype=torch.float64)
+        >>> pixel_frequencies(3, max_freq=32, linear=False) / torch.pi
+        tensor([ 1.,  4., 16.], dtype=torch.float64)
+
+    References:
+        Jaegle et al., *Perceiver*, 2021, section 3.2 (the bands); the code of timm.
+    """
+    who = "pixel_frequencies"
+    number = checks.integer(who, "count", count)
+    most = checks.positive_float(who, "max_freq", max_freq) / 2
+    if most <= 1:
+        checks.fail(who, "max_freq must be above 2", max_freq, "Pass the pixels along a side.")
+    share = torch.linspace(0, 1, number, dtype=torch.float64, device="cpu")
+    bands = 1 + share * (most - 1) if checks.boolean(who, "linear", linear) else most**share
+    return bands * math.pi
 
 
 def scaled_rates(
@@ -69,7 +120,7 @@ def scaled_rates(
         return constant(_numbers(spectrum)[0], torch.float64, device)
     rule, axes = spectrum.scaling, spectrum.axes
     plain = [scaled_rates(each, device) for each in spectrum.ranges()]
-    scaled = [rule(rates, spectrum.base, seq_len) for rates in plain]
+    scaled = [rule(rates, spectrum.rule_base(), seq_len) for rates in plain]
     if axes is None:
         return scaled[0]
     order = constant(axes.rate_index(spectrum.dim // 2), torch.int64, device)
@@ -155,7 +206,9 @@ def _cached_numbers(spectrum: Spectrum) -> _Numbers:
 
 def _exact_rates(plain: Spectrum, rule: Rule | None) -> list[Decimal]:
     """The rates of one range to 60 digits, or in float64 if a rule scales them."""
-    width, base = plain.dim, plain.base
+    width, base = plain.dim, plain.rule_base()
+    if rule is None and plain.freqs is not None:
+        return [Decimal(rate) for rate in plain.freqs]
     if rule is None:
         with decimal.localcontext(decimal.Context(prec=60)):
             log_base = Decimal(base).ln()
@@ -168,5 +221,6 @@ def _exact_rates(plain: Spectrum, rule: Rule | None) -> list[Decimal]:
     if len(rates) != len(unscaled) or not all(map(math.isfinite, rates)):
         rule_text = f"a rule must give a finite rate for each of the {len(unscaled)} pairs"
         way_out = "Pass a factor closer to 1, or return as many rates as the rule is called with."
-        checks.fail("scaling", rule_text, f"{rule} with base {base}", way_out)
+        got = f"{rule} with " + ("freqs" if plain.freqs else f"base {base}")
+        checks.fail("scaling", rule_text, got, way_out)
     return [Decimal(rate) for rate in rates]

@@ -1,0 +1,200 @@
+"""RoPE with rates of one's own, and with learned ones."""
+
+import copy
+import math
+import pickle
+
+import mpmath
+import pytest
+import torch
+
+import oracles
+from posenc import MixedRoPE, RoPE, axes, functional, positions, scaling
+from support.assertions import assert_within_ulps, compilations
+
+FREQS = (0.0, 1.0, -0.3, 100.7)
+
+
+def cos_sin(at, freqs):
+    """Of exact products, by mpmath."""
+    angles = [[mpmath.mpf(p) * mpmath.mpf(f) for f in freqs] for p in at]
+    return [
+        torch.tensor([[float(f(phi)) for phi in row] for row in angles], dtype=torch.float64)
+        for f in (mpmath.cos, mpmath.sin)
+    ]
+
+
+@pytest.mark.parametrize("rate", [*FREQS, 1e-9, math.pi, 2.0**31], ids=str)
+def test_angles_are_exact_at_any_position(rate):
+    at = [0, 1, 12345, 2**31]
+    rope = RoPE(2, None, freqs=[rate])
+    with mpmath.workdps(60):
+        wanted = cos_sin(at, [rate])
+    for got, exact in zip(rope.tables(torch.tensor(at)), wanted, strict=True):
+        assert (got - exact).abs().max() < 1.5e-15
+
+
+@pytest.mark.parametrize("interleaved", [False, True], ids=["half", "interleaved"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_tokens_rotate_by_them(dtype, interleaved):
+    rope = RoPE(10, 16, freqs=torch.tensor(FREQS), rotary_dim=8, interleaved=interleaved)
+    q, k = torch.randn(2, 4, 5, 10).to(dtype), torch.randn(2, 2, 5, 10).to(dtype)
+    tables = cos_sin(range(3, 8), torch.tensor(FREQS).tolist())
+    for got, x in zip(rope(q, k, 3), (q, k), strict=True):
+        exact = oracles.rotate(x[..., :8], *tables, interleaved=interleaved)
+        size = oracles.pair_magnitude(exact, 4, interleaved=interleaved)
+        assert_within_ulps(got[..., :8], exact, 1.0, size)
+        assert torch.equal(got[..., 8:], x[..., 8:])
+
+
+def test_the_usual_rates_give_the_usual_rotation():
+    """Up to the rounding of the rates to float64, which base does not have."""
+    plain, x = RoPE(16, 64), torch.randn(1, 2, 9, 16)
+    for rates in (plain.inv_freq(), plain.inv_freq().tolist(), plain.inv_freq().numpy()):
+        assert torch.allclose(RoPE(16, 64, freqs=rates).rotate(x), plain.rotate(x), atol=1e-6)
+
+
+def test_equal_rates_share_tables_and_others_do_not():
+    one, same = (
+        RoPE(8, 16, freqs=FREQS),
+        RoPE(8, 16, freqs=torch.tensor(FREQS, dtype=torch.float64)),
+    )
+    x = torch.randn(1, 1, 4, 8)
+    (one.rotate(x), same.rotate(x))
+    assert one.freqs == same.freqs == FREQS
+    assert one.cos_cached.data_ptr() == same.cos_cached.data_ptr()
+    assert not torch.equal(RoPE(8, 16).cos_cached, one.cos_cached)
+
+
+def test_a_copy_a_cast_and_a_replacement_keep_them():
+    rope, x = RoPE(8, 16, freqs=FREQS), torch.randn(1, 2, 4, 8)
+    wanted = rope.rotate(x)
+    for other in (copy.deepcopy(rope), pickle.loads(pickle.dumps(rope)), rope.replace()):
+        assert other.freqs == FREQS
+        assert torch.equal(other.half().rotate(x), wanted)
+    assert not rope.state_dict()
+    assert rope.replace(freqs=None).inv_freq()[0] == 1
+    assert "freqs=(0.0, 1.0" in str(rope)
+
+
+@pytest.mark.parametrize(
+    ("how", "count"),
+    [
+        (axes.Axial(2), 4),
+        (axes.Axial((4, 12)), 8),
+        (axes.Axial(2, "shared"), 8),
+        (axes.Sections((4, 2, 2)), 8),
+    ],
+    ids=["axial", "unequal", "shared", "sections"],
+)
+def test_axes_arrange_them(how, count):
+    freqs = [0.1 * i + 0.05 for i in range(count)]
+    rope = RoPE(16, None, axes=how, freqs=freqs)
+    at = positions.grid(*(2,) * how.count())
+    taken = [freqs[i] for i in how.rate_index(8)]
+    assert rope.inv_freq().tolist() == taken
+    pairs = zip(how.followed(8), taken, strict=True)
+    phi = torch.stack([at[axis].double() * rate for axis, rate in pairs], dim=-1)
+    assert torch.allclose(rope.tables(at)[1], phi.sin(), atol=1e-14)
+
+
+@pytest.mark.parametrize(
+    ("rule", "wanted"),
+    [
+        (scaling.Linear(2.0), [f / 2 for f in FREQS]),
+        (scaling.Llama3(2.0, 8), [0.0, 1 / 2 + 1 / 2 * (8 / math.tau - 1) / 3, -0.15, 100.7]),
+        (scaling.LongRoPE((1.0, 2.0, 3.0, 4.0), (1.0,) * 4, 64), [0.0, 0.5, -0.1, 100.7 / 4]),
+        (scaling.NTK(8.0), [0.0, 1 / 2, -0.3 / 4, 100.7 / 8]),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_rules_scale_them(rule, wanted):
+    got = RoPE(8, None, freqs=FREQS, scaling=rule).inv_freq()
+    assert torch.allclose(got, torch.tensor(wanted, dtype=torch.float64), rtol=1e-15)
+
+
+def test_a_rule_that_needs_a_base_says_so():
+    with pytest.raises(ValueError, match=r"YaRN: freqs must be None.*\n.*Llama3"):
+        RoPE(8, None, freqs=FREQS, scaling=scaling.YaRN(4.0, 64))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"freqs": [1.0]}, ValueError, "freqs must have 4 numbers, got 1"),
+        ({"freqs": 1.0}, TypeError, "a sequence of numbers"),
+        ({"freqs": ["1"] * 4}, TypeError, "must be numbers"),
+        ({"freqs": [True] * 4}, TypeError, "must be numbers"),
+        ({"freqs": [math.nan] * 4}, ValueError, "finite and within"),
+        ({"freqs": [math.inf] * 4}, ValueError, "finite and within"),
+        ({"freqs": torch.ones(2, 2)}, ValueError, r"must have shape \(4,\)"),
+        ({"freqs": torch.ones(4, requires_grad=True)}, TypeError, "use MixedRoPE"),
+        ({"freqs": torch.ones(4, device="meta")}, TypeError, "on the meta device"),
+        ({"freqs": FREQS, "base": 500.0}, ValueError, "base and freqs exclude each other"),
+        ({"freqs": FREQS, "axes": axes.Axial(2)}, ValueError, r"2 numbers.*\n.*of one coordinate"),
+    ],
+)
+def test_bad_rates_are_refused(arguments, error, message):
+    with pytest.raises(error, match=message):
+        RoPE(8, **arguments)
+
+
+@pytest.mark.slow
+def test_they_compile_whole():
+    rope = RoPE(8, None, freqs=FREQS)
+    calls = [(torch.randn(1, 2, n, 8), torch.arange(n) + 0.5) for n in (5, 6)]
+    rotate = lambda x, at: rope.rotate(x, position_ids=at)  # noqa: E731
+    assert compilations(rotate, calls, dynamic=True, backend="aot_eager") == 1
+
+
+@pytest.mark.parametrize("count", [1, 2, 16])
+@pytest.mark.parametrize("most", [10, 224.0])
+def test_pixel_frequencies_are_those_of_the_formula(count, most):
+    shares = [mpmath.mpf(i) / max(count - 1, 1) for i in range(count)]
+    half = mpmath.mpf(most) / 2
+    for linear, bands in (
+        (True, [1 + share * (half - 1) for share in shares]),
+        (False, [half**share for share in shares]),
+    ):
+        wanted = torch.tensor([float(mpmath.pi * band) for band in bands], dtype=torch.float64)
+        got = functional.pixel_frequencies(count, most, linear=linear)
+        # A rounding each of the share, two products and a sum; a power is off by an ulp or two.
+        assert ((got - wanted).abs() / wanted).max() < 4 * 2**-52
+
+
+def test_pixel_frequencies_refuse_an_image_of_two_pixels():
+    with pytest.raises(ValueError, match="max_freq must be above 2"):
+        functional.pixel_frequencies(4, 2.0)
+
+
+@pytest.mark.parametrize("heads", [1, 2], ids=["shared", "each"])
+def test_learned_frequencies_start_as_rope(heads):
+    mixed = MixedRoPE(16, heads, coordinates=1, base=10_000.0)
+    q, k = torch.randn(2, 4, 9, 16), torch.randn(2, 2, 9, 16)
+    rates = mixed.freqs[0, 0].tolist()
+    assert torch.allclose(mixed.freqs.double(), RoPE(16).inv_freq().expand(1, heads, 8))
+    for got, wanted in zip(mixed(q, k, offset=3), RoPE(16, freqs=rates)(q, k, 3), strict=True):
+        assert torch.allclose(got, wanted, atol=1e-6)
+
+
+@pytest.mark.parametrize("batched", [False, True], ids=["shared", "batched"])
+def test_one_set_of_learned_frequencies_serves_all_heads(batched):
+    """As many sets as there are heads, all the same, are the reference."""
+    one, each = MixedRoPE(16, 1, start=[3.0, 2.0, 1.0, 0.5]), MixedRoPE(16, 4)
+    at = positions.grid(3, 3)
+    at = torch.stack((at, at + 4), dim=1) if batched else at
+    each.load_state_dict({"freqs": one.freqs.detach().expand(2, 4, 8)})
+    q, k = torch.randn(2, 8, 9, 16), torch.randn(2, 4, 9, 16)
+    results = []
+    for rope in (one, each):
+        a, b = rope(q, k, at)
+        (a.square().sum() + (a * a.flip(2)).sum() + (b * b.flip(2)).sum()).backward()
+        results.append((a, b, rope.freqs.grad.sum(1)))
+    for got, wanted in zip(*results, strict=True):
+        assert torch.allclose(got, wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_the_start_of_learned_frequencies_is_checked():
+    assert torch.equal(MixedRoPE(8, 2, coordinates=1, start=FREQS).freqs[0, 1], torch.tensor(FREQS))
+    with pytest.raises(ValueError, match="start must have 2 numbers"):
+        MixedRoPE(8, 2, start=FREQS)
