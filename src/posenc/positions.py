@@ -1,7 +1,8 @@
-"""Compute `position_ids`, int64: of caches, packed or padded batches, grids, ranks and M-RoPE."""
+"""Compute `position_ids`: of caches, packed or padded batches, images, ranks and M-RoPE."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from posenc._contract import checks, position_checks
 from posenc._contract.tracing import device_assert, is_readable
+from posenc.numerics.tables import widest
 
 __all__ = [
     "context_parallel",
@@ -17,6 +19,7 @@ __all__ = [
     "from_offset",
     "grid",
     "mrope",
+    "normalized_grid",
 ]
 
 
@@ -116,26 +119,134 @@ def from_left_padding(mask: Tensor) -> Tensor:
     return ((mask != 0).cumsum(1) - 1).clamp(min=0)
 
 
-def grid(*sizes: int, device: torch.device | str | None = None) -> Tensor:
+def grid(
+    *sizes: int,
+    start: int | Sequence[int] = 0,
+    prefix: int = 0,
+    device: torch.device | str | None = None,
+) -> Tensor:
     """Coordinates of the cells of a grid in row-major order, as patches are flattened.
 
     Args:
         *sizes: Cells along each axis: height and width, or frames, height and width.
+        start: The coordinates of the first cell, which may be negative; an int for all axes.
+        prefix: Tokens before the cells, such as a class token and registers. All their coordinates
+            are zero, so they are not rotated.
         device: The device of the result.
 
     Returns:
-        int64 of shape ``(A, L)``, where ``L`` is the product of ``sizes``.
+        int64 of shape ``(A, prefix + L)``, where ``L`` is the product of ``sizes``.
 
     Examples:
         >>> grid(2, 3)
         tensor([[0, 0, 0, 1, 1, 1],
                 [0, 1, 2, 0, 1, 2]])
+        >>> grid(2, 3, start=(1, -2), prefix=1)
+        tensor([[ 0,  1,  1,  1,  2,  2,  2],
+                [ 0, -2, -1,  0, -2, -1,  0]])
     """
+    who, counts = "grid", _sizes("grid", sizes)
+    starts = list(start) if isinstance(start, (list, tuple)) else [start] * len(counts)
+    if len(starts) != len(counts):
+        rule = f"start must be one int, or one for each of the {len(counts)} axes"
+        checks.fail(who, rule, start, "Pass (0, 0), say.")
+    least = -checks.FARTHEST
+    firsts = [checks.integer(who, "start", first, least=least) for first in starts]
+    pairs = zip(firsts, counts, strict=True)
+    return _cells(who, [torch.arange(a, a + n, device=device) for a, n in pairs], prefix)
+
+
+def normalized_grid(
+    *sizes: int,
+    normalize: str = "separate",
+    align_corners: bool = False,
+    prefix: int = 0,
+    shift: float | None = None,
+    jitter: float | None = None,
+    rescale: float | None = None,
+    generator: torch.Generator | None = None,
+    device: torch.device | str | None = None,
+) -> Tensor:
+    r"""Coordinates of the cells of a grid between -1 and 1, whatever its resolution.
+
+    .. math:: p_i = \frac{2i + 1}{n} - 1 \qquad \text{or} \qquad
+        p_i = \frac{2i}{n - 1} - 1, \qquad i = 0, \dots, n - 1
+
+    They are rounded once to float64. In training, DINOv3 augments them, once for the whole batch:
+    it adds a uniform number to each axis, then multiplies each axis, then both, by log-uniform
+    ones. These are drawn as its code draws them, in float32: shift, jitter, then rescale.
+
+    Args:
+        *sizes: Cells along each axis: height and width of an image in patches.
+        normalize: :math:`n` of an axis: its own size (``"separate"``), or that of the longest
+            (``"max"``) or shortest axis (``"min"``), so that cells are square.
+        align_corners: False for the first formula: the edges of the image are at -1 and 1, as in
+            DINOv3. True for the second: the centres of its first and last cell are, as in timm's
+            and rotary-embedding-torch's tables for pixels.
+        prefix: Tokens before the cells, such as a class token and registers. All their coordinates
+            are zero, so they are not rotated.
+        shift: Add a number from -shift to shift to each axis.
+        jitter: Multiply each axis by a number from 1 / jitter to jitter.
+        rescale: Multiply all axes by one number from 1 / rescale to rescale.
+        generator: The source of these numbers.
+        device: The device of the result.
+
+    Returns:
+        float64 of shape ``(A, prefix + L)``.
+
+    Examples:
+        >>> normalized_grid(2, 2, prefix=1)
+        tensor([[ 0.0000, -0.5000, -0.5000,  0.5000,  0.5000],
+                [ 0.0000, -0.5000,  0.5000, -0.5000,  0.5000]], dtype=torch.float64)
+
+    References:
+        Siméoni et al., *DINOv3*, 2025, section 3.2, and the authors' code.
+    """
+    who, counts = "normalized_grid", _sizes("normalized_grid", sizes)
+    if normalize not in ("separate", "max", "min"):
+        rule = "normalize must be 'separate', 'max' or 'min'"
+        checks.fail(who, rule, checks.describe(normalize), "Pass one of these.")
+    corners = int(checks.boolean(who, "align_corners", align_corners))
+    where = torch.device("cpu" if device is None else device)
+    wide, lines = widest(where), []
+    for count in counts:
+        size = {"separate": count, "max": max(counts), "min": min(counts)}[normalize] - corners
+        # Twice the distance from the middle, a whole number, is rounded once by the quotient.
+        twice = (2 * torch.arange(count, device=where) + (1 - corners - size)).to(wide)
+        # A lone cell is at -1 if corners are aligned, as in torch.linspace.
+        lines.append(twice / size if size else twice - 1)
+
+    def draw(bound: float | None, number: int) -> Tensor:
+        if bound is None:
+            return torch.zeros(number, dtype=wide, device=where)
+        drawn = torch.empty(number, dtype=torch.float32, device=where)
+        return drawn.uniform_(-bound, bound, generator=generator).to(wide)
+
+    moved = draw(checks.optional(checks.positive_float, who, "shift", shift), len(counts))
+    logs = draw(_log(who, "jitter", jitter), len(counts)) + draw(_log(who, "rescale", rescale), 1)
+    changes = zip(lines, moved, logs.exp(), strict=True)
+    return _cells(who, [(line + by) * factor for line, by, factor in changes], prefix)
+
+
+def _log(who: str, name: str, factor: float | None) -> float | None:
+    if factor is None:
+        return None
+    if checks.positive_float(who, name, factor) < 1:
+        checks.fail(who, f"{name} must be at least 1", factor, "Pass 2.0 for half to double.")
+    return math.log(factor)
+
+
+def _sizes(who: str, sizes: tuple[int, ...]) -> list[int]:
     if not sizes:
-        checks.fail("grid", "sizes must be one or more ints", "none", "Call grid(height, width).")
-    counts = [checks.integer("grid", "sizes", size, least=0) for size in sizes]
-    lines = [torch.arange(count, device=device) for count in counts]
-    return torch.stack(torch.meshgrid(*lines, indexing="ij")).flatten(1)
+        checks.fail(who, "sizes must be one or more ints", "none", f"Call {who}(height, width).")
+    return [checks.integer(who, "sizes", size, least=0) for size in sizes]
+
+
+def _cells(who: str, lines: list[Tensor], prefix: int) -> Tensor:
+    """Row-major cells of the coordinates along each axis, after ``prefix`` tokens at zero."""
+    cells = torch.stack(torch.meshgrid(*lines, indexing="ij")).flatten(1)
+    tokens = checks.integer(who, "prefix", prefix, least=0)
+    return torch.cat((cells.new_zeros(len(cells), tokens), cells), dim=1) if tokens else cells
 
 
 def context_parallel(
