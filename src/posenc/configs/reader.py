@@ -26,6 +26,7 @@ _WAY_OUT = {
     "from_config": "Fix the config, or construct RoPE(...) directly.",
     "convert": "Fix the config, or pass head_dim and rotary_dim.",
 }
+_FIX_SCALING = "Fix the dict, or pass a rule of posenc.scaling."
 
 
 @functools.cache
@@ -69,7 +70,9 @@ class Config:
 
     def error(self, rule: str, got: object, way_out: str = "") -> ValueError:
         """The error for a rule that does not hold."""
-        return ValueError(checks.message(self.who, rule, got, way_out or _WAY_OUT[self.who]))
+        return ValueError(
+            checks.message(self.who, rule, got, way_out or _WAY_OUT.get(self.who, _FIX_SCALING))
+        )
 
     def contradiction(self, a: str, b: str, got: str) -> ValueError:
         """The error for two keys that differ."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from difflib import get_close_matches
 from typing import Any
 
@@ -47,6 +47,36 @@ def scaling_rule(config: Config) -> scaling.Rule | None:
         raise config.error(f"{key} must be one of default, {', '.join(_RULES)}", name)
     config.sources["scaling"] = config.prefix + key
     return _RULES[name](config)
+
+
+def read_scaling(who: str, given: Any, base: float) -> Any:
+    """The rule of a published dict, or of a ``rope_type`` alone; anything else as it is.
+
+    Examples:
+        >>> read_scaling("RoPE", {"rope_type": "linear", "factor": 4.0}, 10_000.0)
+        Linear(factor=4.0)
+    """
+    if isinstance(given, str):
+        given = {"rope_type": given}
+    if not isinstance(given, Mapping):
+        return given
+    config = Config(who, {}, rope=given, where="scaling")
+    kind = given.get("rope_type") or given.get("type")
+    # Two lengths give a factor; alpha stands for itself.
+    other = {"factor", _LENGTH} if given.get("max_position_embeddings") else set()
+    needed = [key for key in _NEEDED.get(str(kind), ()) if given.get(key) is None]
+    if not other.issuperset(needed) and given.get("alpha") is None:
+        rule = f"scaling of rope_type {kind!r} must have {', '.join(needed)}"
+        way_out = f'Pass {{"rope_type": "{kind}", "{needed[0]}": ...}}, or a rule.'
+        raise config.error(rule, checks.describe(dict(given)), way_out)
+    theta, share = given.get("rope_theta"), given.get("partial_rotary_factor")
+    if theta is not None and theta != base:
+        raise config.error(f"base must be scaling.rope_theta={theta}", base, "Pass it as base too.")
+    if given.get("mrope_section") or (share not in (None, 1.0) and kind != "proportional"):
+        rule = "scaling must not have mrope_section or partial_rotary_factor"
+        way_out = "Leave them out and pass axes or rotary_dim, or call RoPE.from_config."
+        raise config.error(rule, checks.describe(dict(given)), way_out)
+    return scaling_rule(config)
 
 
 def _linear(config: Config) -> scaling.Rule:
@@ -107,6 +137,15 @@ def _factor(config: Config) -> Any:
     return longest / checks.integer(config.who, f"original_{name}", _original_length(config))
 
 
+# The keys without which there is no rule.
+_LENGTH = "original_max_position_embeddings"
+_NEEDED = {
+    "linear": ("factor",),
+    "dynamic": ("factor", "max_position_embeddings"),
+    "yarn": ("factor", _LENGTH),
+    "longrope": ("short_factor", "long_factor", _LENGTH, "factor"),
+    "llama3": ("factor", _LENGTH, "low_freq_factor", "high_freq_factor"),
+}
 _RULES: dict[str, Callable[[Config], scaling.Rule]] = {
     "linear": _linear,
     "dynamic": _dynamic,

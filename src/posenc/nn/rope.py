@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,16 +12,10 @@ from torch import Tensor
 from posenc import configs
 from posenc._contract import checks
 from posenc.functional import rotary
-from posenc.kernels import Rows, Spec
-from posenc.nn._rope import (
-    RopeAngles,
-    check_freqs,
-    check_width,
-    rotary_tables,
-    rotate_by_tables,
-    tables_of,
-)
+from posenc.kernels import Spec
+from posenc.nn._rope import RopeAngles, check_freqs, check_width, rotary_tables, rotate_by_tables
 from posenc.nn._rope_cache import CacheWhere, Where, rotate_and_cache
+from posenc.nn._rope_keys import move_keys, rotate_last_queries, shift_keys
 from posenc.nn._tables import SharedTables, TableModule, shown_table
 from posenc.numerics.axes import Axes
 from posenc.numerics.frequencies import Spectrum, scaled_rates
@@ -30,7 +24,7 @@ from posenc.numerics.scaling import Rule
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-_NO_RULE = "Pass posenc.scaling.Linear(2.0), say; RoPE.from_config takes a config's dict."
+_NO_RULE = "Pass posenc.scaling.Linear(2.0), say, or the rope_scaling of a config."
 
 
 class RoPE(TableModule):
@@ -46,7 +40,8 @@ class RoPE(TableModule):
         interleaved_out: Pairs of the result, if they are to differ (DeepSeek-V3).
         rotary_dim: Channels of each head that are rotated, even; all if None.
         last: Rotate the last ``rotary_dim`` channels instead of the first.
-        scaling: A rule of `posenc.scaling`, for sequences longer than those trained on.
+        scaling: A rule of `posenc.scaling`, for sequences longer than those trained on; or the
+            dict that a config publishes as ``rope_scaling`` or ``rope_parameters``.
         axes: An arrangement of `posenc.axes`, for positions with several coordinates.
         freqs: The rate of each pair in radians per position, instead of those of ``base``; with
             ``Axial(A)`` those of one coordinate, which all share. Kept as a tuple of floats.
@@ -76,7 +71,7 @@ class RoPE(TableModule):
         interleaved_out: bool | None = None,
         rotary_dim: int | None = None,
         last: bool = False,
-        scaling: Rule | None = None,
+        scaling: Rule | Mapping[str, Any] | str | None = None,
         axes: Axes | None = None,
         freqs: Sequence[float] | Tensor | None = None,
         seq_dim: int = -2,
@@ -91,7 +86,8 @@ class RoPE(TableModule):
         self.interleaved_out = out
         self.rotary_dim = checks.optional(checks.even, who, "rotary_dim", rotary_dim)
         self.last = checks.boolean(who, "last", last)
-        self.scaling = checks.check_instance(who, "scaling", scaling, Rule, _NO_RULE)
+        rule = configs.read_scaling(who, scaling, self.base)
+        self.scaling = checks.check_instance(who, "scaling", rule, Rule, _NO_RULE)
         self.axes = checks.check_instance(who, "axes", axes, Axes, "Pass axes.Axial(2), say.")
         self.seq_dim = rotary.check_seq_dim(who, seq_dim)
         width = check_width(who, self.head_dim, self.rotary_dim, axes)
@@ -99,7 +95,7 @@ class RoPE(TableModule):
         first_channel = self.head_dim - width if last else 0
         self._spec = Spec(interleaved, interleaved if out is None else out, first_channel)
         length = self.max_seq_len
-        spectrum = Spectrum(width, self.base, scaling, axes, self.freqs)
+        spectrum = Spectrum(width, self.base, rule, axes, self.freqs)
         self._angles = angles = RopeAngles(spectrum, length)
         self._tables = SharedTables(rotary_tables, (angles.usual,), length, torch.float64)
 
@@ -164,7 +160,8 @@ class RoPE(TableModule):
         """Rotate queries and keys.
 
         Args:
-            q: Queries ``(B, H, L, D)``.
+            q: Queries ``(B, H, L, D)``. If there are fewer than keys, which a cache then holds
+                unrotated, they are the last tokens: ``offset`` and ``position_ids`` are the keys'.
             k: Keys ``(B, H', L, D)``; the head count may differ from that of ``q``.
             offset: Position of the first token, which is the number of cached tokens; an int, or
                 an integer tensor ``(B,)`` with one for each sequence.
@@ -271,10 +268,8 @@ class RoPE(TableModule):
             >>> torch.allclose(moved, rope.rotate(k), atol=1e-6)
             True
         """
-        who = f"{type(self).__name__}.rerotate"
-        k, lengths = self._rotated_keys(who, k), (to_seq_len, from_seq_len)
-        phi, gain = self._angles.moved(who, k, to_positions, from_positions, *lengths)
-        return self._rotate_again(who, k, phi, gain, Rows())
+        who, lengths = f"{type(self).__name__}.rerotate", (to_seq_len, from_seq_len)
+        return move_keys(who, self, k, to_positions, from_positions, *lengths)
 
     def shift(self, k: Tensor, by: int | Tensor, *, seq_len: int | Tensor | None = None) -> Tensor:
         """Add ``by`` to the positions of rotated keys.
@@ -290,12 +285,7 @@ class RoPE(TableModule):
             >>> torch.allclose(rope.shift(rope.rotate(k, 7), -3), rope.rotate(k, 4), atol=1e-6)
             True
         """
-        who = f"{type(self).__name__}.shift"
-        k = self._rotated_keys(who, k)
-        phi = self._angles.shifted(who, k, by, seq_len)
-        # One row serves every token of a sequence.
-        first = torch.zeros((1, k.shape[2]), dtype=torch.int64, device=k.device)
-        return self._rotate_again(who, k, phi, 1.0, Rows(0, first))
+        return shift_keys(f"{type(self).__name__}.shift", self, k, by, seq_len)
 
     def tables(
         self,
@@ -336,23 +326,15 @@ class RoPE(TableModule):
         inverse: bool = False,
         in_place: bool = False,
     ) -> list[Tensor]:
-        rotary.check_heads(who, names, xs, self.head_dim, self.seq_dim)
+        new, width = not in_place, self.head_dim
+        fewer = rotary.check_heads(who, names, xs, width, self.seq_dim, cached_keys=new)
         xs = rotary.swap_heads(xs, self.seq_dim)
-        rows, own = self._angles.rows(who, xs[0], offset, position_ids, seq_len, inverse)
+        rows, own = self._angles.rows(who, xs[-1], offset, position_ids, seq_len, inverse)
         spec, limit = self._spec.transpose() if inverse else self._spec, self._angles.limit
-        if own is None:
+        if fewer:
+            ys = rotate_last_queries(who, limit, self._tables, xs, rows, spec, own)
+        elif own is None:
             ys = rotate_by_tables(who, limit, self._tables, xs, rows, spec, in_place=in_place)
         else:
             ys = rotary.rotate_rows(who, limit, xs, *own, rows, spec, in_place=in_place)
         return rotary.swap_heads(ys, self.seq_dim)
-
-    def _rotated_keys(self, who: str, k: Tensor) -> Tensor:
-        rotary.check_heads(who, "k", [k], self.head_dim, self.seq_dim)
-        return rotary.swap_heads([k], self.seq_dim)[0]
-
-    def _rotate_again(self, who: str, k: Tensor, phi: Tensor, gain: Any, rows: Rows) -> Tensor:
-        # Rotated keys are in the layout of the output.
-        spec = self._spec._replace(interleaved=self._spec.interleaved_out)
-        tables = tables_of(phi, k.device, gain)
-        ys = rotary.rotate_rows(who, self._angles.limit, [k], *tables, rows, spec)
-        return rotary.swap_heads(ys, self.seq_dim)[0]
