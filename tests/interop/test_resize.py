@@ -39,6 +39,51 @@ def bicubic(cells, size):
     return new
 
 
+def antialiased(line, size, mode):
+    """Of a line of cells: a kernel as wide as a new cell, its weights divided by their sum."""
+    step = len(line) / size
+    wide = max(step, 1.0)
+    new = []
+    for i in range(size):
+        away = [(j + 0.5 - (i + 0.5) * step) / wide for j in range(len(line))]
+        if mode == "bicubic":
+            weights = torch.tensor([cubic(x, a=-0.5) for x in away], dtype=torch.float64)
+        else:
+            weights = torch.tensor([max(1 - abs(x), 0.0) for x in away], dtype=torch.float64)
+        new.append((weights / weights.sum() * line.movedim(0, -1)).sum(-1))
+    return torch.stack(new)
+
+
+@pytest.mark.parametrize("mode", ["bicubic", "bilinear"])
+@pytest.mark.parametrize(
+    ("grid", "size"),
+    [((4, 4), (7, 9)), ((9, 7), (3, 2)), ((6, 4), (2, 8)), ((5, 5), (5, 5))],
+    ids=str,
+)
+def test_a_grid_is_resized_with_antialiasing(grid, size, mode):
+    table = torch.randn(2 + grid[0] * grid[1], 3, dtype=torch.float64)
+    options = {"grid": grid, "extra": 2, "mode": mode}
+    got = resize_learned(table, size, antialias=True, **options)
+    rows = antialiased(table[2:].view(*grid, 3), size[0], mode)
+    exact = antialiased(rows.transpose(0, 1), size[1], mode).transpose(0, 1).reshape(-1, 3)
+    assert torch.equal(got[:2], table[:2])
+    torch.testing.assert_close(got[2:], exact, rtol=0, atol=1e-13)
+    state = resize_learned({"wpe": table}, size, antialias=True, **options)
+    assert torch.equal(state["wpe"], got)
+    half = resize_learned(table.bfloat16(), size, antialias=True, **options)
+    wide = resize_learned(table.bfloat16().double(), size, antialias=True, **options)
+    assert torch.equal(half, wide.bfloat16())
+
+
+@pytest.mark.parametrize("size", [(3, 5), (7, 6)], ids=str)
+def test_bilinear_without_antialiasing_is_torch_s(size):
+    table = torch.randn(16, 3, dtype=torch.float64)
+    cells = table.view(1, 4, 4, 3).permute(0, 3, 1, 2)
+    wanted = torch.nn.functional.interpolate(cells, size=size, mode="bilinear")
+    got = resize_learned(table, size, mode="bilinear")
+    torch.testing.assert_close(got, wanted[0].flatten(1).T, rtol=0, atol=1e-14)
+
+
 @pytest.mark.parametrize("length", [2, 5, 7, 20])
 def test_a_line_is_interpolated_between_its_ends(length):
     table = torch.randn(7, 3, dtype=torch.float64)
@@ -102,6 +147,8 @@ def test_other_tensors_of_a_state_are_the_same_objects():
         pytest.param(torch.ones(5, 2), {"length": (3, 3)}, "extra=1", id="not-square"),
         pytest.param(torch.ones(5, 2), {"length": (3, 3), "grid": (2, 3)}, "2 x 3", id="grid"),
         pytest.param(torch.ones(5, 2), {"length": 9, "method": "x"}, "method must", id="method"),
+        pytest.param(torch.ones(4, 2), {"length": 9, "antialias": True}, "for a grid", id="line"),
+        pytest.param(torch.ones(4, 2), {"length": (3, 3), "mode": "x"}, "mode must", id="mode"),
         pytest.param(torch.ones(5, 2), {"length": 9, "extra": 5}, "positions of table", id="extra"),
         pytest.param({"a": torch.ones(5, 2)}, {"length": 9}, "Pass key", id="no-table"),
         pytest.param({"a": torch.ones(5, 2)}, {"length": 9, "key": "b"}, "'b'", id="key"),

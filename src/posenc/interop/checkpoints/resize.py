@@ -30,6 +30,8 @@ def resize_learned(
     fill: Literal["normal", "repeat"] = "normal",
     extra: int = 0,
     grid: tuple[int, int] | None = None,
+    mode: Literal["bicubic", "bilinear"] = "bicubic",
+    antialias: bool = False,
     std: float = 0.02,
     generator: torch.Generator | None = None,
     key: str | None = None,
@@ -41,9 +43,8 @@ def resize_learned(
 
     .. math:: \text{new}_i = \text{old}\left(i\,\tfrac{T - 1}{L - 1}\right)
 
-    A grid is interpolated bicubically between the centres of its cells
-    (``align_corners=False``), as is usual for vision transformers. Both are computed in float64
-    and rounded once.
+    A grid is interpolated between the centres of its cells (``align_corners=False``), bicubically
+    as is usual for vision transformers. Both are computed in float64 and rounded once.
 
     Extension keeps every trained row, and fills the rest with small noise (``"normal"``, to be
     trained) or with the trained rows again (``"repeat"``: row ``i`` is row ``i mod T``).
@@ -56,6 +57,10 @@ def resize_learned(
         extra: Leading rows that are no positions and stay as they are: class tokens of a vision
             transformer, the two rows of RoBERTa's and OPT's offset. Not counted in ``length``.
         grid: Height and width of the trained grid; None means it is square.
+        mode: How a grid is interpolated: ``"bicubic"``, or ``"bilinear"`` as for SigLIP 2.
+        antialias: For a grid. True averages over the cells that a smaller one merges, and takes
+            another cubic kernel (Keys' with -0.5, not -0.75), so that a larger grid differs too.
+            timm and DINOv2 with registers have it; most models of transformers do not.
         std: Standard deviation of ``"normal"``.
         generator: Source of ``"normal"``.
         key: Name of the table in the state dict, if it has no usual name or there are several.
@@ -77,7 +82,7 @@ def resize_learned(
     """
     if isinstance(table, Mapping):
         how: dict[str, Any] = {"method": method, "fill": fill, "extra": extra, "grid": grid}
-        how |= {"std": std, "generator": generator}
+        how |= {"mode": mode, "antialias": antialias, "std": std, "generator": generator}
         name = _find(table, key)
         return {**table, name: resize_learned(table[name], length, **how)}
     checks.float_tensor(_WHO, "table", table)
@@ -90,12 +95,17 @@ def resize_learned(
     kept, trained = rows[:extra], rows[extra:]
     check_choice(_WHO, "method", method, ("interpolate", "extend"))
     check_choice(_WHO, "fill", fill, ("normal", "repeat"))
+    check_choice(_WHO, "mode", mode, ("bicubic", "bilinear"))
+    checks.boolean(_WHO, "antialias", antialias)
     if isinstance(length, (tuple, list)) or grid is not None:
         size, grid = _pair("length", length), None if grid is None else _pair("grid", grid)
         if method != "interpolate":
             rule, way_out = "a grid can only be interpolated", 'Pass method="interpolate".'
             checks.fail(_WHO, rule, f"method={method!r}", way_out)
-        new = _grid(trained, size, grid)
+        new = _grid(trained, size, grid, mode, antialias)
+    elif antialias or mode != "bicubic":
+        rule, way_out = "mode and antialias are for a grid", "Pass length=(height, width)."
+        checks.fail(_WHO, rule, f"length={length}", way_out)
     elif method == "interpolate":
         new = _line(trained, checks.integer(_WHO, "length", length))
     else:
@@ -118,7 +128,9 @@ def _line(trained: Tensor, length: int) -> Tensor:
     return new[0].T.to(trained.dtype)
 
 
-def _grid(trained: Tensor, size: tuple[int, int], grid: tuple[int, int] | None) -> Tensor:
+def _grid(
+    trained: Tensor, size: tuple[int, int], grid: tuple[int, int] | None, mode: str, antialias: bool
+) -> Tensor:
     side = math.isqrt(len(trained))
     height, width = grid or (side, side)
     if height * width != len(trained):
@@ -127,7 +139,7 @@ def _grid(trained: Tensor, size: tuple[int, int], grid: tuple[int, int] | None) 
         way_out = "Pass grid=(height, width), and extra=1 if there is a class token."
         checks.fail(_WHO, rule, got, way_out)
     cells = trained.double().view(1, height, width, -1).permute(0, 3, 1, 2)
-    new = F.interpolate(cells, size=size, mode="bicubic", align_corners=False)
+    new = F.interpolate(cells, size=size, mode=mode, align_corners=False, antialias=antialias)
     return new[0].flatten(1).T.to(trained.dtype)
 
 
