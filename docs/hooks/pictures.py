@@ -29,6 +29,30 @@ def layouts() -> Figure:
     return drawn
 
 
+def axes() -> Figure:
+    """The rate of each pair of a head, and the coordinate that it follows, three times."""
+    import posenc
+    from posenc.axes import Axial, Sections
+
+    kinds = {
+        "Sections((16, 24, 24))": Sections((16, 24, 24)),
+        "Axial(2)": Axial(2),
+        "Axial((16, 56, 56))": Axial((16, 56, 56)),
+    }
+    drawn = figure(9.6, 3.2)
+    for ax, (name, kind) in zip(drawn.subplots(1, 3, sharey=True), kinds.items(), strict=True):
+        rates, followed = posenc.RoPE(128, axes=kind).inv_freq().tolist(), kind.followed(64)
+        words = ("row", "column") if kind.count() == 2 else ("time", "row", "column")
+        for axis, (word, colour) in enumerate(zip(words, SERIES[-len(words) :], strict=True)):
+            mine = [i for i, one in enumerate(followed) if one == axis]
+            ax.semilogy(mine, [rates[i] for i in mine], ".", color=colour, label=word, ms=5)
+        plain(ax, name, "pair", "")
+    first = drawn.axes[0]
+    first.set_ylabel("radians per step", fontsize=9)
+    first.legend(frameon=False, fontsize=8.5, labelcolor="linecolor", loc="lower left")
+    return drawn
+
+
 def precision() -> Figure:
     """How far cosines are from the truth, by position: the usual ways, and ours."""
     from mpmath import mp, mpf
@@ -75,6 +99,7 @@ PICTURES: dict[str, Callable[[], Figure]] = {
     "forget-gate": lambda: draw("forget-gate"),
     "scaling": lambda: draw("rope", scaling="yarn", against="linear"),
     "layouts": layouts,
+    "axes": axes,
     "precision": precision,
 }
 
