@@ -95,6 +95,7 @@ class Everything(nn.Module):
             {
                 "rope": posenc.RoPE(8, 16),
                 "growing": posenc.RoPE(8, None),
+                "freqs": posenc.RoPE(8, 16, freqs=(1.0, 0.3, 0.1, 0.0)),
                 "yarn": posenc.RoPE(8, 16, scaling=scaling.YaRN(4.0, 4)),
                 "xpos": posenc.XPos(8, 16, scale_base=8.0),
             }
