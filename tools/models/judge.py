@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from typing import Any
 
@@ -27,7 +28,7 @@ class Watch:
         code = frame.f_code
         # A function that was rebuilt over ours has the code of the model, with names of ours.
         rebuilt = any(name.startswith("_posenc_") for name in names_in(code))
-        own = "transformers/models/" in code.co_filename and not rebuilt
+        own = re.search(r"(transformers|diffusers)/models/", code.co_filename) and not rebuilt
         if event == "call" and own and rotates(code.co_name):
             self.calls.add(code.co_name)
             while frame is not None:

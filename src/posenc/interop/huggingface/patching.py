@@ -8,12 +8,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from types import MethodType
+from typing import Any
 
 from torch import nn
 
 from posenc._contract import checks
 from posenc.configs import LAYOUT
-from posenc.interop.huggingface import norms, stacks, tables
+from posenc.interop.huggingface import norms, processors, stacks, tables
 from posenc.interop.huggingface.biased import kind_of
 from posenc.interop.huggingface.norms import Norms
 from posenc.interop.huggingface.probing import NotUnderstood
@@ -136,6 +137,7 @@ def patch(model: nn.Module, *, fuse: bool = True) -> Report:
     checks.boolean("patch", "fuse", fuse)
     classes: dict[type, list[Replacement]] = {}
     planned: list[tuple[nn.Module, dict[str, Replacement]]] = []
+    processing: list[tuple[nn.Module, Any]] = []
     places: list[Place] = []
     rotary, edited, found = list[Table](), list[Table](), list[Norms]()
     for path, module in model.named_modules():
@@ -146,6 +148,7 @@ def patch(model: nn.Module, *, fuse: bool = True) -> Report:
         try:
             if kind not in classes:
                 classes[kind] = replacements(kind)
+            processor, by_processor = processors.ours_for(module)
             buffers = [name for name, _ in module.named_buffers(recurse=False)]
             is_rotary = any(name.endswith("inv_freq") for name in buffers)
             ours = tables.understood(module) if is_rotary else None
@@ -156,6 +159,9 @@ def patch(model: nn.Module, *, fuse: bool = True) -> Report:
         # Falcon's attention rotates only without ALiBi.
         methods = [] if kind_of(module) else list(classes[kind])
         places += [Place(path, kind.__name__, *old) for one in methods for old in one.replaced]
+        if processor is not None:
+            places += [Place(path, type(processor).__name__, *old) for old in by_processor]
+            processing.append((module, processor))
         if is_rotary:
             form, rates = ("unchanged", "its own") if ours is None else (ours.form, ours.rates)
             rotary.append(Table(path, kind.__name__, form, rates))
@@ -171,7 +177,7 @@ def patch(model: nn.Module, *, fuse: bool = True) -> Report:
     biased, attentions = _biased(model, rotates=bool(places))
     for path, (module, method) in biased.items():
         planned.append((module, {_attribute(module, path, method): method}))
-    if not planned:
+    if not planned and not processing:
         got = f"{type(model).__name__}, which calls no function that rotates"
         way_out = "Use the model as it is: without rotary positions it needs no patch."
         rule = "model must have rotary embeddings, ALiBi or T5's buckets"
@@ -184,6 +190,9 @@ def patch(model: nn.Module, *, fuse: bool = True) -> Report:
     _warn(problem, edited, "Write them into the config: the patched model takes its rates from it.")
     for module, named in planned:
         _install(module, named)
+    for module, processor in processing:
+        _install(module, {})
+        processors.install(module, processor)
     return Report(tuple(places), tuple(rotary), tuple(attentions), tuple(found))
 
 
@@ -235,6 +244,7 @@ def unpatch(model: nn.Module) -> None:
                 del vars(module)[name]
             else:
                 vars(module)[name] = MethodType(getattr(ours.kind, ours.name), module)
+        processors.restore(module)
         del vars(module)[PATCHED], vars(module)[_REPLICATE]
 
 

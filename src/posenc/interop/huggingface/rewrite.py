@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import dis
 import functools
+import importlib.util
 import inspect
 import re
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from types import CellType, CodeType, FunctionType
 from typing import Any
@@ -18,9 +20,12 @@ from typing import Any
 from posenc.interop.huggingface import variants
 from posenc.interop.huggingface.probing import Known, NotUnderstood
 
-# Names of functions that rotate, and exceptions that compute positions or rates.
+# Names of functions that rotate, and exceptions that compute positions, rates or tables.
 _ROTATES = re.compile(r"rotary|rotate|rope")
-_EXCEPTIONS = re.compile(r"get_rope_index|rope_(parameters|deltas|index)|_init")
+_EXCEPTIONS = re.compile(
+    r"rope_(parameters|deltas|index|params|freqs)|rotary_freqs|_init|property|^rope$"
+    r"|^_?(get|build|create|pad|prepare|slice|store|pre)_|_mrope$"
+)
 
 
 def rotates(name: str) -> bool:
@@ -66,17 +71,26 @@ class Rewriter:
         self._rebuilt[function] = function, []
         replaced: list[Any] = []
         names: dict[str, str] = {}
+        codes: dict[CodeType, CodeType] = {}
         scope, cells = function.__globals__, list(function.__closure__ or ())
-        for name in dict.fromkeys(names_in(function.__code__)):
-            value = scope.get(name)
+        looked_up = ((scope, name) for name in dict.fromkeys(names_in(function.__code__)))
+        for home, name in (*looked_up, *_imports(function.__code__, scope)):
+            value = home.get(name)
             # The `kernels` package makes a module of a decorated function.
             if isinstance(value, FunctionType) or hasattr(type(value), "kernel_layer_name"):
-                home = value.__module__ or ""
-                of_model = home == function.__module__ or ".models." in home
+                source = value.__module__ or ""
+                of_model = source == function.__module__ or ".models." in source
                 made, inner = self.rewrite(name, value, of_model)
                 if inner:
                     replaced += inner
-                    names[name] = _alias(scope, name, value, made)
+                    names[name] = _alias(home, name, value, made)
+        for code in _codes(function.__code__):
+            if rotates(code.co_name):
+                value = _defined(code, function.__module__)
+                made, inner = self.rewrite(code.co_name, value)
+                alias = _alias(scope, f"{code.co_name}_{code.co_firstlineno}", value, made)
+                replaced += inner
+                codes[code] = _calling(code, alias)
         for i, cell in enumerate(cells):
             try:
                 value = cell.cell_contents
@@ -89,7 +103,7 @@ class Rewriter:
                     replaced += inner
                     cells[i] = CellType(made)
         if replaced:
-            self._rebuilt[function] = _copied(function, names, cells), replaced
+            self._rebuilt[function] = _copied(function, names, codes, cells), replaced
         return self._rebuilt[function]
 
 
@@ -102,24 +116,69 @@ def _alias(scope: dict[str, Any], name: str, theirs: Any, ours: Any) -> str:
     return alias
 
 
-def _renamed(code: CodeType, names: dict[str, str]) -> CodeType:
-    """``code`` with other global names."""
+def _imports(code: CodeType, scope: dict[str, Any]) -> Iterator[tuple[dict[str, Any], str]]:
+    """Rotating functions that ``code`` imports: the names of their module, and each name."""
+    home: dict[str, Any] = {}
+    steps = list(dis.get_instructions(code)) if any(map(rotates, code.co_names)) else []
+    for i, step in enumerate(steps):
+        if step.opname == "IMPORT_NAME":
+            # The level of a relative import is loaded two steps before, and its names in between.
+            relative = "." * steps[i - 2].argval + step.argval
+            name = importlib.util.resolve_name(relative, scope.get("__package__"))
+            home = vars(sys.modules[name]) if name in sys.modules else {}
+        elif step.opname == "IMPORT_FROM" and rotates(step.argval):
+            yield home, step.argval
+
+
+# A new function object for each patch would be tried again, and compiled again.
+@functools.cache
+def _defined(code: CodeType, module: str) -> FunctionType:
+    """The function that another one in ``module`` defines by ``code``."""
+    if code.co_freevars:
+        raise NotUnderstood(f"{module}.{code.co_name}, which has variables of another function,")
+    return FunctionType(code, vars(sys.modules[module]))
+
+
+@functools.cache
+def _calling(code: CodeType, name: str) -> CodeType:
+    """The code of a function with the parameters of ``code`` that calls the global ``name``."""
+    given = ", ".join(code.co_varnames[: code.co_argcount])
+    text = f"def {code.co_name}({given}): return {name}({given})"
+    made = compile(text, code.co_filename, "exec").co_consts[0]
+    assert isinstance(made, CodeType)
+    return made
+
+
+def _renamed(code: CodeType, names: dict[str, str], codes: dict[CodeType, CodeType]) -> CodeType:
+    """``code`` with other global names, and other code for the functions that it defines."""
     for step in dis.get_instructions(code):
         # Globals and attributes share co_names.
-        if step.opcode in dis.hasname and step.argval in names and step.opname != "LOAD_GLOBAL":
+        own = step.opname in ("LOAD_GLOBAL", "IMPORT_FROM")
+        if step.opcode in dis.hasname and step.argval in names and not own:
             raise NotUnderstood(f"{step.argval}, which {code.co_name} also has as an attribute,")
+    inner = {c: codes.get(c) or _renamed(c, names, {}) for c in _codes(code)}
     return code.replace(
         co_names=tuple(names.get(name, name) for name in code.co_names),
         co_consts=tuple(
-            _renamed(constant, names) if isinstance(constant, CodeType) else constant
+            inner[constant] if isinstance(constant, CodeType) else constant
             for constant in code.co_consts
         ),
     )
 
 
-def _copied(function: FunctionType, names: dict[str, str], cells: list[CellType]) -> FunctionType:
-    """``function`` with other global names and cells."""
-    code, scope = _renamed(function.__code__, names), function.__globals__
+def _codes(code: CodeType) -> list[CodeType]:
+    """Code of the functions that ``code`` defines."""
+    return [constant for constant in code.co_consts if isinstance(constant, CodeType)]
+
+
+def _copied(
+    function: FunctionType,
+    names: dict[str, str],
+    codes: dict[CodeType, CodeType],
+    cells: list[CellType],
+) -> FunctionType:
+    """``function`` with other global names, functions of its own, and cells."""
+    code, scope = _renamed(function.__code__, names, codes), function.__globals__
     made = FunctionType(code, scope, None, function.__defaults__, tuple(cells) or None)
     made.__kwdefaults__ = function.__kwdefaults__
     functools.update_wrapper(made, function)
@@ -129,9 +188,8 @@ def _copied(function: FunctionType, names: dict[str, str], cells: list[CellType]
 def names_in(code: CodeType) -> Iterator[str]:
     """Every name that ``code`` and the functions inside it look up."""
     yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from names_in(constant)
+    for inner in _codes(code):
+        yield from names_in(inner)
 
 
 # An attribute that every patched module has.
@@ -187,24 +245,34 @@ def _replacement_of(kind: type, name: str) -> Replacement:
 
 def replacements(kind: type) -> list[Replacement]:
     """Replacements for the methods of a class that rotate."""
-    found: list[Replacement] = []
-    seen: dict[str, FunctionType] = {}
+    return [
+        Replacement(kind, name, made, replaced, (_replacement_of, (kind, name)))
+        for name, (made, replaced) in rebuilt(kind).items()
+    ]
 
+
+def rebuilt(kind: type, *special: str) -> dict[str, tuple[Any, list[Any]]]:
+    """The methods of a class that rotate, rebuilt, and what was replaced in each.
+
+    Methods with names such as ``__call__`` are left out, except for ``special`` ones.
+    """
+    found: dict[str, tuple[Any, list[Any]]] = {}
+    seen: dict[str, FunctionType] = {}
     for owner in kind.__mro__:
         library = owner.__module__.split(".")[0] in ("builtins", "torch", "accelerate", "peft")
-        inside = owner.__module__.startswith("transformers.")
+        inside = owner.__module__.startswith(("transformers.", "diffusers."))
         if library or (inside and ".models." not in owner.__module__):
             continue
         for name, value in vars(owner).items():
             function = value.__func__ if isinstance(value, staticmethod) else value
-            if name.startswith("__") or not isinstance(function, FunctionType):
+            left_out = name.startswith("__") and name not in special
+            if left_out or not isinstance(function, FunctionType):
                 continue
             made, replaced = Rewriter(_known).rewrite(name, function)
             # An instance cannot override a method that is called by super().
             if replaced and name in seen and "super" in seen[name].__code__.co_names:
                 raise NotUnderstood(f"{owner.__name__}.{name}, called by super(),")
             if replaced and name not in seen:
-                remake = _replacement_of, (kind, name)
-                found.append(Replacement(kind, name, made, replaced, remake))
+                found[name] = made, replaced
             seen.setdefault(name, function)
     return found

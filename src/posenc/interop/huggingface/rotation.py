@@ -67,6 +67,12 @@ def rotate_all(
     Those of ``xs`` that are `Pending` are normalised as well, in the same kernel.
     ``last`` rotates the last ``2P`` channels instead of the first, ``backwards`` by ``-angle``.
     """
+    if cos.dim() == 4 and cos.shape[-3] != 1 and xs[0].dim() == 3:
+        # LTX-2 rotates before it splits the heads, by tables of (B, H, L, P).
+        split = [x.unflatten(-1, (cos.shape[-3], -1)).transpose(-2, -3) for x in xs]
+        flags = {"interleaved": interleaved, "interleaved_out": interleaved_out}
+        ys = rotate_all(split, cos, sin, **flags, last=last, backwards=backwards)
+        return [y.transpose(-2, -3).flatten(-2) for y in ys]
     # The op takes heads before tokens, with any strides.
     swapped = cos.dim() > 2 and cos.shape[-2] == 1 and cos.shape[-3] != 1
     if swapped:

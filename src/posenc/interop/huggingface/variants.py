@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from posenc.interop.huggingface import rotation, special
+from posenc.interop.huggingface import diffusion, rotation, special
 from posenc.interop.huggingface.probing import FAILURES, WIDEN, Known, same
 
 # Parameter names in model code: the tensors to rotate, complex tables, and others.
-_ROTATED = {"q", "k", "v", "x", "xq", "xk", "query", "key", "tensor", "hidden_states"}
+_ROTATED = set("q k v x t xq xk x_in query key tensor hidden_states".split())
 _COMPLEX = {"freqs_cis", "freqs_ci"}
 _AXIS, _POSITIONS = "unsqueeze_dim", "position_ids"
 
@@ -117,14 +117,26 @@ def _search(original: Callable[..., Any]) -> Known | None:
     # A function that the kernels package wrapped is a module, and its forward has the signature.
     parameters = inspect.signature(getattr(original, "forward", original)).parameters
     names = tuple(parameters)
-    if names in special.PROBES:
-        known, tries = special.PROBES[names]
-        agrees = all(same(known.function(*given), original(*given)) for given in tries)
-        return known if agrees else None
+    for probes in (special.PROBES, diffusion.PROBES):
+        if names in probes:
+            known, tries = probes[names]
+            agrees = all(same(known.function(*given), original(*given)) for given in tries)
+            return known if agrees else None
+    default = parameters[_AXIS].default if _AXIS in names else 1
+    found = _matching(original, names, default)
+    rotating = tuple(name for name in names if name in _ROTATED)
+    for form in diffusion.forms(names[len(rotating) :]) if found is None else ():
+        plain = _matching(form.plain(original), (*rotating, "cos", "sin"), 1)
+        if plain is not None:
+            return form.known(plain, len(rotating))
+    return found
+
+
+def _matching(original: Callable[..., Any], names: tuple[str, ...], default: int) -> Known | None:
+    """Our function for one with these parameter names, found by trying every variant."""
     tables = _COMPLEX & set(names) or {"cos", "sin"}
     if not tables <= set(names) <= tables | _ROTATED | {_AXIS, _POSITIONS, "kwargs"}:
         return None
-    default = parameters[_AXIS].default if _AXIS in names else 1
     results: dict[str, list[tuple[dict[str, Any], Any]]] = {}
     for variant in _variants(tables <= _COMPLEX, names):
         form = variant.tables
@@ -151,7 +163,7 @@ def _variants(is_complex: bool, names: tuple[str, ...]) -> Iterator[Variant]:
 
 
 # Shapes of queries and of tables without their channels, for 3 heads and 5 tokens; and
-# unsqueeze_dim.
+# unsqueeze_dim. Tables with more axes than queries have heads that the queries' channels hold.
 _SHAPES = (
     ((2, 3, 5), (2, 5), 1),
     ((2, 3, 5), (5,), 1),
@@ -162,6 +174,7 @@ _SHAPES = (
     ((2, 3, 5), (5,), None),
     ((2, 3, 5), (2, 1, 5), None),
     ((2, 5), (2, 5), None),
+    ((2, 5), (2, 3, 5), None),
 )
 
 
@@ -177,7 +190,7 @@ def _probes(form: str, names: tuple[str, ...]) -> Iterator[dict[str, Any]]:
             given = dict.fromkeys(_COMPLEX & set(names), torch.complex(phi.cos(), phi.sin()))
         if _AXIS in names:
             given[_AXIS] = axis
-        size = (*shape, width)
+        size = (*shape, 3 * width if len(rows) > len(shape) else width)
         rotating = [name for name in names if name in _ROTATED]
         xs = {name: torch.randn(size, generator=made, dtype=torch.float32) for name in rotating}
         given |= xs

@@ -1,0 +1,365 @@
+"""Tiny random transformers of diffusers with rotary positions, and inputs for them."""
+
+import math
+
+import torch
+
+from posenc import positions
+from support.diffusion_parts import (
+    COG,
+    COG_INPUTS,
+    COGVIEW,
+    FIVE,
+    FLUX,
+    FLUX2_INPUTS,
+    FLUX_INPUTS,
+    HEADS,
+    HUNYUAN,
+    HUNYUAN_INPUTS,
+    IMAGE,
+    JOY,
+    KANDINSKY,
+    KANDINSKY_INPUTS,
+    LTX,
+    LTX2,
+    LTX2_INPUTS,
+    LTX_INPUTS,
+    MASK,
+    NORM,
+    ONE,
+    QWEN,
+    QWEN_INPUTS,
+    SIZES,
+    VIDEO,
+    WAN,
+    Z,
+    counted,
+    ids,
+    noise,
+    turned,
+)  # fmt: skip
+
+# Class: configuration, and arguments of a call.
+MODELS = {
+    "FluxTransformer2DModel": (
+        {**FLUX, "pooled_projection_dim": 32}, {**FLUX_INPUTS, "pooled_projections": (2, 32)},
+    ),
+    "Flux2Transformer2DModel": ({**FLUX, "axes_dims_rope": (2, 4, 8, 2)}, FLUX2_INPUTS),
+    "Flux3Transformer2DModel": (
+        {
+            **{k: v for k, v in FLUX.items() if k != "patch_size"},
+            "axes_dims_rope": (2, 4, 8, 2), "cond_in_channels": 4,
+        },
+        {k: v for k, v in FLUX2_INPUTS.items() if k != "guidance"},
+    ),
+    "ChromaTransformer2DModel": (
+        {
+            **FLUX, "approximator_num_channels": 8, "approximator_hidden_dim": 16,
+            "approximator_layers": 1,
+        },
+        FLUX_INPUTS,
+    ),
+    "BriaTransformer2DModel": ({**FLUX, "pooled_projection_dim": None}, FLUX_INPUTS),
+    "BriaFiboTransformer2DModel": (
+        {**FLUX, "pooled_projection_dim": None, "text_encoder_dim": 16},
+        {**FLUX_INPUTS, "text_encoder_layers": [noise(2, 7, 16)] * 2},
+    ),
+    "BriaFibo2Transformer2DModel": (
+        {
+            **Z, "in_channels": 4, "injection_layer_ids": (0,), "perceiver_num_layers": 1,
+            "min_num_gist_tokens": 4, "max_num_gist_tokens": 8, "gist_step": 2,
+            "gist_min_text_len": 4, "gist_max_text_len": 8,
+        },
+        {**IMAGE, "timestep": ONE, "encoder_hidden_states": (2, 2, 7, 16)},
+    ),
+    "LongCatImageTransformer2DModel": (
+        {**FLUX, "pooled_projection_dim": 32}, {**FLUX_INPUTS, "guidance": ONE},
+    ),
+    "OvisImageTransformer2DModel": ({**FLUX, "out_channels": 4}, FLUX_INPUTS),
+    "Krea2Transformer2DModel": (
+        {
+            **HEADS, "in_channels": 4, "num_layers": 2, "num_key_value_heads": 1,
+            "intermediate_size": 32, "timestep_embed_dim": 8, "text_hidden_dim": 16,
+            "num_text_layers": 2, "text_num_attention_heads": 2, "text_num_key_value_heads": 1,
+            "text_intermediate_size": 16, "num_layerwise_text_blocks": 1,
+            "num_refiner_text_blocks": 1, "axes_dims_rope": (8, 4, 4),
+        },
+        {
+            "hidden_states": (2, 20, 4), "encoder_hidden_states": (2, 7, 2, 16), "timestep": ONE,
+            "position_ids": torch.cat((counted(7, 3), ids(1, 4, 5))),
+        },
+    ),
+    "HunyuanVideoTransformer3DModel": (HUNYUAN, {**HUNYUAN_INPUTS, "guidance": FIVE.float()}),
+    "HunyuanVideoFramepackTransformer3DModel": (
+        {**HUNYUAN, "has_image_proj": True, "image_proj_dim": 8, "has_clean_x_embedder": True},
+        {
+            **HUNYUAN_INPUTS, "guidance": FIVE.float(), "image_embeds": (2, 7, 8),
+            "indices_latents": torch.arange(3.0), "latents_clean": (2, 4, 2, 8, 12),
+            "indices_latents_clean": torch.arange(2.0), "latents_history_2x": (2, 4, 2, 8, 12),
+            "indices_latents_history_2x": torch.arange(2.0),
+            "latents_history_4x": (2, 4, 4, 8, 12),
+            "indices_latents_history_4x": torch.arange(4.0),
+        },
+    ),
+    "HunyuanVideo15Transformer3DModel": (
+        {
+            **{k: v for k, v in HUNYUAN.items() if k[:6] not in ("num_si", "pooled")},
+            "text_embed_2_dim": 8, "image_embed_dim": 8, "target_size": 16,
+        },
+        {
+            **VIDEO, "timestep": ONE, "encoder_hidden_states_2": (2, 5, 8),
+            "encoder_attention_mask": MASK, "encoder_attention_mask_2": MASK[:, :5],
+            "image_embeds": torch.zeros(2, 3, 8),
+        },
+    ),
+    "HunyuanImageTransformer2DModel": (
+        {
+            **{k: v for k, v in HUNYUAN.items() if k[:7] not in ("pooled_", "patch_s")},
+            "patch_size": (2, 2), "rope_axes_dim": (8, 8),
+        },
+        {**IMAGE, "timestep": ONE, "encoder_attention_mask": MASK},
+    ),
+    "HunyuanDiT2DModel": (
+        {
+            **HEADS, "sample_size": 8, "patch_size": 2, "in_channels": 4, "num_layers": 2,
+            "cross_attention_dim": 16, "cross_attention_dim_t5": 16, "pooled_projection_dim": 4,
+            "hidden_size": 32, "text_len": 7, "text_len_t5": 7,
+            "activation_fn": "gelu-approximate",
+        },
+        {
+            **IMAGE, "hidden_states": (2, 4, 8, 8), "timestep": FIVE.float(),
+            "text_embedding_mask": MASK, "encoder_hidden_states_t5": (2, 7, 16),
+            "text_embedding_mask_t5": MASK, "image_meta_size": torch.ones(2, 6),
+            "style": torch.zeros(2, dtype=torch.int64), "image_rotary_emb": turned(16, 16),
+        },
+    ),
+    "WanTransformer3DModel": ({**WAN, **NORM}, VIDEO),
+    "WanVACETransformer3DModel": (
+        {**WAN, **NORM, "vace_layers": [0], "vace_in_channels": 12},
+        {**VIDEO, "control_hidden_states": (2, 12, 3, 8, 12)},
+    ),
+    "SkyReelsV2Transformer3DModel": ({**WAN, **NORM}, VIDEO),
+    # It cuts tables at a third of the head, between two pairs if that is odd.
+    "ChronoEditTransformer3DModel": ({**WAN, **NORM, "attention_head_dim": 12}, VIDEO),
+    "SanaVideoTransformer3DModel": (
+        {
+            **HEADS, **NORM, "in_channels": 4, "out_channels": 4, "num_layers": 2,
+            "num_cross_attention_heads": 2, "cross_attention_head_dim": 16,
+            "cross_attention_dim": 32, "caption_channels": 16, "patch_size": (1, 2, 2),
+            "sample_size": 8, "rope_max_seq_len": 32,
+        },
+        VIDEO,
+    ),
+    "AnyFlowTransformer3DModel": (
+        {**WAN, "gate_value": 0.25, "deltatime_type": "r"},
+        {
+            "hidden_states": (2, 3, 4, 8, 12), "encoder_hidden_states": (2, 7, 16),
+            "timestep": torch.full((2, 3), 500.0), "r_timestep": torch.full((2, 3), 250.0),
+        },
+    ),
+    "HeliosTransformer3DModel": (
+        {
+            **{k: v for k, v in WAN.items() if k != "rope_max_seq_len"}, **NORM,
+            "rope_dim": (4, 6, 6), "has_multi_term_memory_patch": False,
+            "guidance_cross_attn": False, "zero_history_timestep": False,
+        },
+        {**VIDEO, "indices_hidden_states": torch.arange(3.0).expand(2, -1)},
+    ),
+    "QwenImageTransformer2DModel": (QWEN, QWEN_INPUTS),
+    "NucleusMoEImageTransformer2DModel": (
+        {**QWEN, "moe_enabled": False, "capacity_factors": [8.0, 8.0]},
+        {**QWEN_INPUTS, "img_shapes": [(1, 4, 5)]},
+    ),
+    "CogVideoXTransformer3DModel": (COG, COG_INPUTS),
+    "CogView4Transformer2DModel": (COGVIEW, {**IMAGE, **SIZES}),
+    "GlmImageTransformer2DModel": (
+        {**COGVIEW, "prior_vq_quantizer_codebook_size": 64},
+        {
+            **IMAGE, **{k: SIZES[k] for k in ("target_size", "crop_coords")},
+            "prior_token_id": torch.arange(48).view(2, 24),
+            "prior_token_drop": torch.zeros(2, 24, dtype=torch.bool),
+        },
+    ),
+    "EasyAnimateTransformer3DModel": (
+        {
+            **HEADS, "in_channels": 4, "mmdit_layers": 1, "num_layers": 2, "out_channels": 4,
+            "patch_size": 2, "text_embed_dim": 16, "time_embed_dim": 8,
+        },
+        VIDEO,
+    ),
+    "LTXVideoTransformer3DModel": ({**LTX, **NORM}, LTX_INPUTS),
+    "LTX2VideoTransformer3DModel": ({**LTX2, "rope_type": "interleaved"}, LTX2_INPUTS),
+    "LTX2VideoTransformer3DModel, split": ({**LTX2, "rope_type": "split"}, LTX2_INPUTS),
+    "Lumina2Transformer2DModel": (
+        {
+            "sample_size": 16, "patch_size": 2, "in_channels": 4, "hidden_size": 32,
+            "num_layers": 2, "num_refiner_layers": 1, "num_attention_heads": 2,
+            "num_kv_heads": 1, "multiple_of": 2, "axes_dim_rope": (8, 4, 4),
+            "axes_lens": (64, 32, 32), "cap_feat_dim": 16,
+        },
+        {**IMAGE, "timestep": ONE, "encoder_attention_mask": MASK.bool()},
+    ),
+    "LuminaNextDiT2DModel": (
+        {
+            "sample_size": 16, "patch_size": 2, "in_channels": 4, "hidden_size": 32,
+            "num_layers": 2, "num_attention_heads": 2, "num_kv_heads": 1, "multiple_of": 16,
+            "learn_sigma": False, "cross_attention_dim": 16,
+        },
+        {
+            **IMAGE, "timestep": ONE, "encoder_mask": MASK, "cross_attention_kwargs": {},
+            "image_rotary_emb": torch.polar(*(t.view(8, 8, 8) for t in (
+                torch.ones(512), torch.arange(512.0) % 11
+            ))),
+        },
+    ),
+    "HiDreamImageTransformer2DModel": (
+        {
+            **HEADS, "patch_size": 2, "in_channels": 4, "out_channels": 4, "num_layers": 1,
+            "num_single_layers": 1, "caption_channels": [8, 4], "text_emb_dim": 8,
+            "num_routed_experts": 2, "num_activated_experts": 2, "axes_dims_rope": (8, 4, 4),
+            "max_resolution": (16, 16), "llama_layers": (0, 1), "force_inference_output": True,
+        },
+        {
+            "hidden_states": (2, 4, 16, 16), "encoder_hidden_states_t5": (2, 7, 8),
+            "encoder_hidden_states_llama3": (2, 2, 7, 4), "pooled_embeds": (2, 8),
+            "timesteps": FIVE,
+        },
+    ),
+    "CosmosTransformer3DModel": (
+        {
+            **HEADS, "in_channels": 4, "out_channels": 4, "num_layers": 2, "mlp_ratio": 2,
+            "text_embed_dim": 16, "adaln_lora_dim": 4, "max_size": (4, 32, 32),
+            "concat_padding_mask": False,
+        },
+        {**VIDEO, "fps": 30},
+    ),
+    "MochiTransformer3DModel": (
+        {
+            **HEADS, "patch_size": 2, "num_layers": 2, "pooled_projection_dim": 16,
+            "in_channels": 4, "text_embed_dim": 16, "time_embed_dim": 4,
+            "max_sequence_length": 7,
+        },
+        {**VIDEO, "encoder_attention_mask": MASK.bool()},
+    ),
+    "ZImageTransformer2DModel": (
+        {**Z, "n_kv_heads": 2, "in_channels": 4},
+        {
+            "x": [noise(4, 1, 8, 12), noise(4, 1, 8, 8)], "t": ONE,
+            "cap_feats": [noise(7, 16), noise(5, 16)],
+        },
+    ),
+    "Kandinsky5Transformer3DModel": (
+        KANDINSKY, {**KANDINSKY_INPUTS, "text_rope_pos": torch.arange(7)},
+    ),
+    "Kandinsky6Transformer3DModel": (
+        {
+            **KANDINSKY, "in_audio_dim": 4, "out_audio_dim": 4, "model_dim_a": 32,
+            "time_dim_a": 8, "ff_dim_a": 32, "axes_dims_a": (4, 6, 6),
+        },
+        {**KANDINSKY_INPUTS, "audio_hidden_states": (1, 5, 4)},
+    ),
+    "PRXTransformer2DModel": (
+        {
+            "in_channels": 4, "patch_size": 2, "context_in_dim": 16, "hidden_size": 32,
+            "num_heads": 2, "depth": 2, "axes_dim": [8, 8],
+        },
+        {**IMAGE, "timestep": ONE},
+    ),
+    "OmniGenTransformer2DModel": (
+        {
+            "hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 2,
+            "intermediate_size": 32, "num_layers": 2, "pad_token_id": 0, "vocab_size": 99,
+            "in_channels": 4, "time_step_dim": 4,
+            "rope_scaling": {"long_factor": [2.0] * 8, "short_factor": [1.0] * 8},
+        },
+        {
+            "hidden_states": (2, 4, 8, 8), "timestep": ONE,
+            "input_ids": torch.arange(1, 25).expand(2, -1), "input_img_latents": [],
+            "input_image_sizes": {}, "attention_mask": torch.ones(2, 41, 41),
+            "position_ids": torch.arange(41).expand(2, -1),
+        },
+    ),
+    "MotifVideoTransformer3DModel": (
+        {
+            **HEADS, "in_channels": 4, "out_channels": 4, "num_layers": 1,
+            "num_single_layers": 1, "num_decoder_layers": 0, "patch_size": 2, "patch_size_t": 1,
+            "text_embed_dim": 16, "image_embed_dim": 4, "rope_axes_dim": (4, 6, 6),
+        },
+        VIDEO,
+    ),
+    "JoyImageEditTransformer3DModel": (JOY, {**VIDEO, "timestep": ONE}),
+    "JoyImageEditPlusTransformer3DModel": (
+        JOY,
+        {
+            "hidden_states": (1, 2, 4, 1, 2, 2), "encoder_hidden_states": (1, 7, 16),
+            "timestep": ONE[:1], "shape_list": [[(1, 1, 1), (1, 1, 1)]],
+        },
+    ),
+    "AllegroTransformer3DModel": (
+        {
+            "num_attention_heads": 2, "attention_head_dim": 24, "in_channels": 4,
+            "out_channels": 4, "num_layers": 2, "cross_attention_dim": 48, "sample_width": 12,
+            "sample_height": 8, "sample_frames": 3, "caption_channels": 16,
+        },
+        {
+            **VIDEO,
+            "image_rotary_emb": (
+                [turned(n, 8, repeated=False) for n in (3, 4, 6)],
+                [axis[None] for axis in positions.grid(3, 4, 6)],
+            ),
+        },
+    ),
+    "StableAudioDiTModel": (
+        {
+            **HEADS, "sample_size": 8, "in_channels": 4, "num_layers": 2, "out_channels": 4,
+            "num_key_value_attention_heads": 1, "cross_attention_dim": 16, "time_proj_dim": 8,
+            "global_states_input_dim": 8, "cross_attention_input_dim": 16,
+        },
+        {
+            "hidden_states": (2, 4, 9), "timestep": FIVE, "encoder_hidden_states": (2, 7, 16),
+            "global_hidden_states": (2, 1, 8),
+            "rotary_embedding": turned(10, 8, repeated=False),
+        },
+    ),
+    "LongCatAudioDiTTransformer": (
+        {
+            "dit_dim": 32, "dit_depth": 2, "dit_heads": 2, "dit_text_dim": 16, "latent_dim": 8,
+            "text_conv": False,
+        },
+        {
+            "hidden_states": (2, 9, 8), "encoder_hidden_states": (2, 7, 16),
+            "encoder_attention_mask": MASK.bool(), "timestep": ONE,
+            "attention_mask": torch.ones(2, 9, dtype=torch.bool),
+        },
+    ),
+    "AceStepTransformer1DModel": (
+        {
+            "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
+            "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16,
+            "in_channels": 24, "audio_acoustic_hidden_dim": 8, "patch_size": 2,
+            "sliding_window": 4,
+        },
+        {
+            "hidden_states": (2, 8, 8), "timestep": ONE, "timestep_r": ONE,
+            "encoder_hidden_states": (2, 7, 32), "context_latents": (2, 8, 16),
+        },
+    ),
+}  # fmt: skip
+
+
+def tiny(name):
+    """A model of ``MODELS`` with random weights in which the rotation shows, and its arguments."""
+    import diffusers
+
+    config, given = MODELS[name]
+    torch.manual_seed(0)
+    model = getattr(diffusers, name.split(",")[0])(**config).eval()
+    # Fresh weights have zeros in the gates and the last layer, and make attention flat.
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1 and parameter.numel():
+                parameter.normal_(0, math.sqrt(1 / max(parameter[0].numel(), 1)))
+            else:
+                parameter.add_(torch.rand_like(parameter), alpha=0.1)
+    shapes = {k for k, v in given.items() if isinstance(v, tuple) and type(v[0]) is int}
+    return model, {k: noise(*v) if k in shapes else v for k, v in given.items()}
