@@ -2,10 +2,12 @@
 
 import math
 
+import pytest
 import torch
 
 from posenc import positions
 from support.diffusion_parts import (
+    AUDIO,
     COG,
     COG_INPUTS,
     COGVIEW,
@@ -18,12 +20,8 @@ from support.diffusion_parts import (
     HUNYUAN_INPUTS,
     IMAGE,
     JOY,
-    KANDINSKY,
-    KANDINSKY_INPUTS,
-    LTX,
-    LTX2,
-    LTX2_INPUTS,
-    LTX_INPUTS,
+    KANDINSKY_MODELS,
+    LTX_MODELS,
     MASK,
     NORM,
     ONE,
@@ -39,6 +37,15 @@ from support.diffusion_parts import (
     turned,
 )  # fmt: skip
 
+# Warnings of diffusers about itself.
+OWN_WARNINGS = [
+    pytest.mark.filterwarnings(f"ignore:{said}")
+    for said in (
+        "`FluxPosEmbed` is deprecated",  # Chroma
+        "In CPU autocast",  # Mochi
+        "Initializing zero-element",  # Nucleus-Image
+    )
+]
 # Class: configuration, and arguments of a call.
 MODELS = {
     "FluxTransformer2DModel": (
@@ -170,7 +177,19 @@ MODELS = {
         {**QWEN, "moe_enabled": False, "capacity_factors": [8.0, 8.0]},
         {**QWEN_INPUTS, "img_shapes": [(1, 4, 5)]},
     ),
+    "QwenImage21Transformer2DModel": (
+        {
+            **{k: v for k, v in QWEN.items() if k != "joint_attention_dim"}, "patch_size": 1,
+            "out_channels": 16, "context_in_dim": 16,
+        },
+        {
+            "hidden_states": (1, 16, 16), "encoder_hidden_states": (1, 7, 16),
+            "timestep": ONE[:1], "img_shapes": [[(1, 4, 4)]],
+            "img_mask": torch.arange(11)[None] >= 7,
+        },
+    ),
     "CogVideoXTransformer3DModel": (COG, COG_INPUTS),
+    "ConsisIDTransformer3DModel": (COG, COG_INPUTS),
     "CogView4Transformer2DModel": (COGVIEW, {**IMAGE, **SIZES}),
     "GlmImageTransformer2DModel": (
         {**COGVIEW, "prior_vq_quantizer_codebook_size": 64},
@@ -187,9 +206,7 @@ MODELS = {
         },
         VIDEO,
     ),
-    "LTXVideoTransformer3DModel": ({**LTX, **NORM}, LTX_INPUTS),
-    "LTX2VideoTransformer3DModel": ({**LTX2, "rope_type": "interleaved"}, LTX2_INPUTS),
-    "LTX2VideoTransformer3DModel, split": ({**LTX2, "rope_type": "split"}, LTX2_INPUTS),
+    **LTX_MODELS,
     "Lumina2Transformer2DModel": (
         {
             "sample_size": 16, "patch_size": 2, "in_channels": 4, "hidden_size": 32,
@@ -248,16 +265,7 @@ MODELS = {
             "cap_feats": [noise(7, 16), noise(5, 16)],
         },
     ),
-    "Kandinsky5Transformer3DModel": (
-        KANDINSKY, {**KANDINSKY_INPUTS, "text_rope_pos": torch.arange(7)},
-    ),
-    "Kandinsky6Transformer3DModel": (
-        {
-            **KANDINSKY, "in_audio_dim": 4, "out_audio_dim": 4, "model_dim_a": 32,
-            "time_dim_a": 8, "ff_dim_a": 32, "axes_dims_a": (4, 6, 6),
-        },
-        {**KANDINSKY_INPUTS, "audio_hidden_states": (1, 5, 4)},
-    ),
+    **KANDINSKY_MODELS,
     "PRXTransformer2DModel": (
         {
             "in_channels": 4, "patch_size": 2, "context_in_dim": 16, "hidden_size": 32,
@@ -309,41 +317,7 @@ MODELS = {
             ),
         },
     ),
-    "StableAudioDiTModel": (
-        {
-            **HEADS, "sample_size": 8, "in_channels": 4, "num_layers": 2, "out_channels": 4,
-            "num_key_value_attention_heads": 1, "cross_attention_dim": 16, "time_proj_dim": 8,
-            "global_states_input_dim": 8, "cross_attention_input_dim": 16,
-        },
-        {
-            "hidden_states": (2, 4, 9), "timestep": FIVE, "encoder_hidden_states": (2, 7, 16),
-            "global_hidden_states": (2, 1, 8),
-            "rotary_embedding": turned(10, 8, repeated=False),
-        },
-    ),
-    "LongCatAudioDiTTransformer": (
-        {
-            "dit_dim": 32, "dit_depth": 2, "dit_heads": 2, "dit_text_dim": 16, "latent_dim": 8,
-            "text_conv": False,
-        },
-        {
-            "hidden_states": (2, 9, 8), "encoder_hidden_states": (2, 7, 16),
-            "encoder_attention_mask": MASK.bool(), "timestep": ONE,
-            "attention_mask": torch.ones(2, 9, dtype=torch.bool),
-        },
-    ),
-    "AceStepTransformer1DModel": (
-        {
-            "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
-            "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16,
-            "in_channels": 24, "audio_acoustic_hidden_dim": 8, "patch_size": 2,
-            "sliding_window": 4,
-        },
-        {
-            "hidden_states": (2, 8, 8), "timestep": ONE, "timestep_r": ONE,
-            "encoder_hidden_states": (2, 7, 32), "context_latents": (2, 8, 16),
-        },
-    ),
+    **AUDIO,
 }  # fmt: skip
 
 

@@ -121,3 +121,80 @@ Z = {
 
 def noise(*shape):
     return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+# Models of audio.
+AUDIO = {
+    "StableAudioDiTModel": (
+        {
+            **HEADS, "sample_size": 8, "in_channels": 4, "num_layers": 2, "out_channels": 4,
+            "num_key_value_attention_heads": 1, "cross_attention_dim": 16, "time_proj_dim": 8,
+            "global_states_input_dim": 8, "cross_attention_input_dim": 16,
+        },
+        {
+            "hidden_states": (2, 4, 9), "timestep": FIVE, "encoder_hidden_states": (2, 7, 16),
+            "global_hidden_states": (2, 1, 8),
+            "rotary_embedding": turned(10, 8, repeated=False),
+        },
+    ),
+    "StableAudio3DiTModel": (
+        {
+            "io_channels": 4, "embed_dim": 64, "depth": 2, "num_heads": 2, "cond_token_dim": 16,
+            "global_cond_dim": 8, "local_add_cond_dim": 5, "timestep_features_dim": 8,
+            "ff_mult": 2, "num_memory_tokens": 3,
+        },
+        {
+            "hidden_states": (2, 4, 9), "timestep": ONE, "encoder_hidden_states": (2, 7, 16),
+            "global_hidden_states": (2, 8),
+        },
+    ),
+    "LongCatAudioDiTTransformer": (
+        {
+            "dit_dim": 32, "dit_depth": 2, "dit_heads": 2, "dit_text_dim": 16, "latent_dim": 8,
+            "text_conv": False,
+        },
+        {
+            "hidden_states": (2, 9, 8), "encoder_hidden_states": (2, 7, 16),
+            "encoder_attention_mask": MASK.bool(), "timestep": ONE,
+            "attention_mask": torch.ones(2, 9, dtype=torch.bool),
+        },
+    ),
+    "AceStepTransformer1DModel": (
+        {
+            "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
+            "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16,
+            "in_channels": 24, "audio_acoustic_hidden_dim": 8, "patch_size": 2,
+            "sliding_window": 4,
+        },
+        {
+            "hidden_states": (2, 8, 8), "timestep": ONE, "timestep_r": ONE,
+            "encoder_hidden_states": (2, 7, 32), "context_latents": (2, 8, 16),
+        },
+    ),
+    "MiniMaxMusic3Transformer1DModel": (
+        {
+            **HEADS, "in_channels": 4, "condition_dim": 16, "num_layers": 2, "ff_inner_dim": 32,
+            "rotary_dim": 8, "fourier_embedding_dim": 8,
+        },
+        {"hidden_states": (2, 4, 9), "encoder_hidden_states": (2, 9, 16), "timestep": ONE},
+    ),
+}  # fmt: skip
+
+LTX_MODELS = {
+    "LTXVideoTransformer3DModel": ({**LTX, **NORM}, LTX_INPUTS),
+    "LTX2VideoTransformer3DModel": ({**LTX2, "rope_type": "interleaved"}, LTX2_INPUTS),
+    "LTX2VideoTransformer3DModel, split": ({**LTX2, "rope_type": "split"}, LTX2_INPUTS),
+}  # fmt: skip
+
+KANDINSKY_MODELS = {
+    "Kandinsky5Transformer3DModel": (
+        KANDINSKY, {**KANDINSKY_INPUTS, "text_rope_pos": torch.arange(7)},
+    ),
+    "Kandinsky6Transformer3DModel": (
+        {
+            **KANDINSKY, "in_audio_dim": 4, "out_audio_dim": 4, "model_dim_a": 32,
+            "time_dim_a": 8, "ff_dim_a": 32, "axes_dims_a": (4, 6, 6),
+        },
+        {**KANDINSKY_INPUTS, "audio_hidden_states": (1, 5, 4)},
+    ),
+}  # fmt: skip

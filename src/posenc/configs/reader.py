@@ -129,12 +129,15 @@ class Config:
 
 
 def as_dict(who: str, config: Any) -> Mapping[str, Any]:
-    """A dict, an object with ``to_dict``, or the path of a config or its folder, as a dict."""
+    """A dict of: a dict, an object with ``to_dict``, a diffusers model, or a path."""
     if isinstance(config, (str, os.PathLike)):
         path = Path(config)
         return files.read_json(who, path / "config.json" if path.is_dir() else path)
     if hasattr(config, "to_dict"):
         config = config.to_dict()
+    elif isinstance(getattr(config, "config", None), Mapping):
+        # A model of diffusers, whose config has no class until it is saved.
+        config = {**config.config, "_class_name": type(config).__name__}
     if not isinstance(config, Mapping):
         rule = "config must be a dict, a path, or an object with to_dict()"
         got, way_out = checks.describe(config), "Pass the model's config.json."

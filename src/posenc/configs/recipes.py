@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from posenc.configs import facts, others, reader, rotation
+from posenc.configs import diffusion, facts, others, reader, rotation
 from posenc.configs.facts import Fact
 from posenc.configs.others import Alibi, Buckets, check_rotary, kind_of
 from posenc.configs.reader import Config, open_config
@@ -29,10 +29,13 @@ class Recipe:
     sources: Mapping[str, str] = field(compare=False)
     # None for all layers.
     layer_type: str | None = field(default=None, compare=False)
+    freqs: tuple[float, ...] | None = None
 
     def arguments(self) -> dict[str, Any]:
         """Keywords for `RoPE`."""
         given = {each.name: getattr(self, each.name) for each in fields(self) if each.compare}
+        if self.freqs is None:
+            del given["freqs"]
         # None means the whole head, even if the user passes another head_dim.
         return {**given, "rotary_dim": None} if self.rotary_dim == self.head_dim else given
 
@@ -54,8 +57,20 @@ class Positions:
 def read(config: Any, *, layer_type: str | None = None, base: float | None = None) -> Recipe:
     """The rotation that a config describes, with ``base`` instead of its own if that is given."""
     found = open_config(config)
+    if diffusion.is_diffusers(found.top):
+        return _of_diffusers(found, layer_type, base)
     check_rotary(found)
     return _recipe(found, layer_type, base)
+
+
+def _of_diffusers(config: Config, layer_type: str | None, base: float | None = None) -> Recipe:
+    if layer_type is not None:
+        rule, way_out = "layer_type must be None for a model of diffusers", "Leave it out."
+        raise config.error(rule, layer_type, way_out)
+    given = diffusion.arguments(config)
+    if base is not None:
+        given["base"] = base
+    return Recipe(interleaved_out=None, scaling=None, sources=config.sources, **given)
 
 
 def _recipe(config: Config, layer_type: str | None, base: float | None = None) -> Recipe:
@@ -78,6 +93,8 @@ def _recipe(config: Config, layer_type: str | None, base: float | None = None) -
 def read_positions(config: Any, *, layer_type: str | None = None) -> Positions:
     """The encodings that a config describes, rotary or not: of one layer type, or of all."""
     found = open_config(config)
+    if diffusion.is_diffusers(found.top):
+        return Positions((_of_diffusers(found, layer_type),))
     if kind_of(found.top) is not None:
         parts = others.describe(found)
         if layer_type is not None:

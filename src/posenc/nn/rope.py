@@ -113,7 +113,8 @@ class RoPE(TableModule):
         explain config.json` shows the key that each value was read from.
 
         Args:
-            config: A dict, a transformers config, or the path of a ``config.json`` or its folder.
+            config: A dict, a transformers config, the path of a ``config.json`` or its folder; or a
+                transformer of diffusers, or its config, for the rotation of its images.
             layer_type: ``"sliding_attention"``, say, for models whose layers rotate differently.
             **keywords: Arguments of the constructor, which override the config.
 

@@ -11,7 +11,9 @@ from posenc.interop.huggingface import patch, patched, unpatch
 
 diffusers = pytest.importorskip("diffusers")
 
-from support.diffusion import MODELS, noise, tiny  # noqa: E402
+from support.diffusion import MODELS, OWN_WARNINGS, noise, tiny  # noqa: E402
+
+pytestmark = OWN_WARNINGS
 
 # Ways in which a processor finds its function, and forms of tables.
 QUICK = {
@@ -86,7 +88,6 @@ def test_outputs_and_gradients_stay_and_the_models_rotation_is_not_called(name):
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:In CPU autocast")  # Mochi
 @pytest.mark.parametrize("name", [name for name in MODELS if name not in QUICK])
 def test_every_tiny_model_keeps_its_outputs(name):
     check_patched(name)

@@ -136,9 +136,9 @@ def _probes() -> Iterator[tuple[Known, list[tuple[Any, ...]]]]:
     tries: list[tuple[Any, ...]] = [(x, repeated), (x, doubled, True, -2)]
     fewer = [*tries, (turned, complex_[0], False)]
     more = [(turned, repeated, True, -1, 1), (turned, doubled, True, -2, 1)]
-    said = "as the call says"
-    yield Known(said, said, by_flags), [*tries, *more, (turned, complex_, False)]
-    yield Known(said, said, by_fewer_flags), fewer
+    said = "real or complex", "as the call says"
+    yield Known(*said, by_flags), [*tries, *more, (turned, complex_, False)]
+    yield Known(*said, by_fewer_flags), fewer
     axes, rows = torch.cat((x, x, x), dim=-1), torch.tensor([[4, 2, 0, 1, 1]])
     yield (
         Known("by axis, doubled", "half", by_axis),

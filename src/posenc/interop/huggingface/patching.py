@@ -1,4 +1,4 @@
-"""Patch a loaded transformers model to run on our rotation and attention, and undo it."""
+"""Patch a loaded model to run on our rotation and attention, and undo it."""
 
 from __future__ import annotations
 
@@ -30,10 +30,11 @@ class Place:
 
     Attributes:
         module: Path of the module in the model, as in ``named_modules``.
-        cls: Its class.
+        cls: Its class; that of its attention processor in a model of diffusers.
         function: Name of the function that was replaced.
         variant: Form of its cos and sin, such as ``doubled``, and any further traits.
-        layout: ``half``, ``interleaved``, or ``interleaved to half``.
+        layout: ``half``, ``interleaved``, or ``interleaved to half``; ``as the call says`` if the
+            function has arguments for it, as that of diffusers has.
     """
 
     module: str
@@ -110,8 +111,11 @@ def patch(model: nn.Module, *, fuse: bool = True) -> Report:
     axes, with padding between tokens, with a static cache, for ``output_attentions``, and in
     training if the weights of the attention have dropout.
 
+    In a transformer of diffusers, attention processors rotate. Each module that has one gets
+    another, of a subclass that calls our rotation; set your own processors before you patch.
+
     Args:
-        model: A transformers model, or any part of one.
+        model: A model of transformers, a transformer of diffusers, or any part of one.
         fuse: Compute norms together with the rotation, where they come directly before it.
 
     Returns:

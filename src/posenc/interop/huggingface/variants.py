@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -109,7 +110,9 @@ def _rotate_some(
 @functools.cache
 def recognise(original: Callable[..., Any]) -> Known | None:
     """Our function that gives what ``original`` gives, or None."""
-    with torch.device("cpu"), torch.no_grad():
+    with torch.device("cpu"), torch.no_grad(), warnings.catch_warnings():
+        # Functions may warn of arguments that do not suit them.
+        warnings.simplefilter("ignore")
         return _search(original)
 
 
