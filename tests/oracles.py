@@ -109,6 +109,32 @@ def sinusoid(positions: Sequence[int], dim: int, base: float = 10_000.0) -> Tens
     return torch.tensor(rows, dtype=torch.float64)
 
 
+def fourier_features(
+    points: Sequence[Sequence[float]], matrix: Sequence[Sequence[float]]
+) -> Tensor:
+    """cos and sin of two pi times B x, from exact numbers, correctly rounded to float64."""
+    rows = []
+    for point in points:
+        sums = [mpmath.fdot(map(mpmath.mpf, row), map(mpmath.mpf, point)) for row in matrix]
+        phi = [2 * mpmath.pi * total for total in sums]
+        rows.append([float(mpmath.cos(a)) for a in phi] + [float(mpmath.sin(a)) for a in phi])
+    return torch.tensor(rows, dtype=torch.float64)
+
+
+def nerf_features(
+    points: Sequence[Sequence[float]], frequencies: int, scale: float | mpmath.mpf = 1.0
+) -> Tensor:
+    """sin and cos of two to the k times pi, a frequency after the other, rounded to float64."""
+    rows = []
+    for point in points:
+        row = []
+        for k in range(frequencies):
+            phi = [2**k * mpmath.pi * mpmath.mpf(scale) * mpmath.mpf(x) for x in point]
+            row += [float(mpmath.sin(a)) for a in phi] + [float(mpmath.cos(a)) for a in phi]
+        rows.append(row)
+    return torch.tensor(rows, dtype=torch.float64)
+
+
 def attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float) -> Tensor:
     """Attention with every score written down, in float64; key heads serve groups of heads."""
     q, k, v = (x.double() for x in (q, k, v))

@@ -22,6 +22,7 @@ MODULES = {
     "KERPLE": (lambda: posenc.KERPLE(4), "kind", "power"),
     "FIRE": (lambda: posenc.FIRE(4), "threshold", 64.0),
     "ForgetGate": (lambda: posenc.ForgetGate(8, 4), "num_heads", 2),
+    "FourierFeatures": (lambda: posenc.FourierFeatures(2, 4), "scale", 2.0),
     "GridBias": (lambda: posenc.GridBias(4, 2), "size", (7, 5)),
     "CoPE": (lambda: posenc.CoPE(8, 4), "max_pos", 9),
     "Sandwich": (lambda: posenc.Sandwich(4), "dim", 64),

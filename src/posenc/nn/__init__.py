@@ -5,6 +5,7 @@ from posenc.nn.alibi import ALiBi
 from posenc.nn.cope import CoPE
 from posenc.nn.fire import FIRE
 from posenc.nn.forget_gate import ForgetGate
+from posenc.nn.fourier import FourierFeatures
 from posenc.nn.grid_bias import GridBias
 from posenc.nn.kerple import KERPLE
 from posenc.nn.learned import LearnedPosEmbedding
@@ -23,6 +24,7 @@ __all__ = [
     "ALiBi",
     "CoPE",
     "ForgetGate",
+    "FourierFeatures",
     "GridBias",
     "LearnedBias",
     "LearnedPosEmbedding",

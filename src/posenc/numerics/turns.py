@@ -1,0 +1,59 @@
+"""Turns of continuous coordinates: products modulo one, in float64."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from posenc._contract.sharding import replicate_like
+
+# Numbers of at most 24 bits: the product of two is exact in float64.
+_SHORT = frozenset(
+    (torch.float32, torch.bfloat16, torch.float16, torch.int16, torch.int8, torch.uint8)
+)
+# The lower 27 bits of a float64's fraction, and digits of whole numbers.
+_LOWER = 2**27 - 1
+_DIGIT = 2**22
+
+
+def turns(x: Tensor, rates: Tensor) -> Tensor:
+    r"""``x * rates``, broadcast, less whole turns: float64, in :math:`[-3, 3]`.
+
+    Both are cut into parts of at most 27 bits, whose products are exact; whole turns are taken
+    from each product before they are summed. The error is below 1.2e-15 turns for any integers
+    and floats whose product is below :math:`2^{52}` turns. Gradients pass to both.
+
+    Examples:
+        >>> turns(torch.tensor([10**18 + 1]), torch.tensor([0.25]))
+        tensor([0.2500], dtype=torch.float64)
+    """
+    rates = replicate_like(x, rates)
+    products = [a * b for a in _parts(x) for b in _parts(rates)]
+    total = products[0] - products[0].round()
+    for product in products[1:]:
+        total = total + (product - product.round())
+    return total
+
+
+def angles_of_mixtures(x: Tensor, matrix: Tensor) -> Tensor:
+    r""":math:`2\pi B x` less whole turns: ``[..., A]`` and ``[F, A]`` to float64 ``[..., F]``."""
+    total = turns(x[..., 0, None], matrix[:, 0])
+    for axis in range(1, matrix.shape[1]):
+        total = total + turns(x[..., axis, None], matrix[:, axis])
+    return total * math.tau
+
+
+def _parts(x: Tensor) -> list[Tensor]:
+    """float64 numbers that add up to ``x``; the last part passes its gradient."""
+    if x.dtype in _SHORT:
+        return [x.to(torch.float64)]
+    if x.dtype is torch.float64:
+        high = (x.detach().view(torch.int64) & ~_LOWER).view(torch.float64)
+        return [high, x - high]
+    low = x & (_DIGIT - 1)
+    if x.dtype is torch.int32:
+        return [low.to(torch.float64), (x - low).to(torch.float64)]
+    middle = (x - low) & (_DIGIT**2 - 1)
+    return [part.to(torch.float64) for part in (low, middle, x - low - middle)]
