@@ -1,4 +1,3 @@
-import itertools
 import math
 
 import mpmath
@@ -8,12 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import oracles
-from posenc import positions
-from posenc.functional import (
-    sinusoidal_grid_embedding,
-    sinusoidal_pos_embedding,
-    timestep_embedding,
-)
+from posenc.functional import sinusoidal_pos_embedding, timestep_embedding
 
 
 def test_shape_dtype_and_device_by_default():
@@ -123,37 +117,6 @@ def test_positions_are_held_to_what_every_encoding_takes():
         sinusoidal_pos_embedding(2, 4, position_ids=torch.arange(3))
     with pytest.raises(TypeError, match="position_ids must be an integer tensor"):
         sinusoidal_pos_embedding(2, 4, position_ids=[0, 1])
-
-
-class TestGrid:
-    """Several coordinates, an equal run of channels each."""
-
-    def test_each_coordinate_has_its_own_sinusoid(self):
-        at = positions.grid(2, 2, 3)
-        got = sinusoidal_grid_embedding(at, 24, dtype=torch.float64)
-        for a in range(3):
-            wanted = oracles.sinusoid(at[a].tolist(), 8)
-            assert torch.allclose(got[:, 8 * a : 8 * a + 8], wanted, rtol=0, atol=1e-15)
-
-    @pytest.mark.parametrize(("height", "width"), [(2, 3), (4, 1), (3, 3)], ids=str)
-    def test_concatenated_is_the_table_of_mae_and_dit(self, height, width):
-        """Width first, all sines before all cosines; on a square grid no shape tells them apart."""
-        rows = []
-        for y, x in itertools.product(range(height), range(width)):
-            # Channels of one coordinate: D / 2, so D / 4 rates of 10000^(-i / (D / 4)).
-            phi = [[p * 10_000 ** (-i / 4) for i in range(4)] for p in (x, y)]
-            halves = [[math.sin(a) for a in part] + [math.cos(a) for a in part] for part in phi]
-            rows.append(halves[0] + halves[1])
-        wanted = torch.tensor(rows, dtype=torch.float64)
-        at = positions.grid(height, width)
-        got = sinusoidal_grid_embedding(at, 16, dtype=torch.float64, concatenated=True)
-        torch.testing.assert_close(got, wanted, rtol=0, atol=1e-14)
-
-    def test_a_width_that_coordinates_cannot_share_is_refused(self):
-        with pytest.raises(ValueError, match="multiple of twice the coordinates"):
-            sinusoidal_grid_embedding(positions.grid(2, 2), 6)
-        with pytest.raises(ValueError, match="multiple of twice the coordinates"):
-            sinusoidal_grid_embedding(torch.arange(4), 8)
 
 
 class TestTimesteps:

@@ -65,52 +65,6 @@ def sinusoidal_pos_embedding(
     return sinusoid(at, spectrum, dtype).view(*lead, length, dim)
 
 
-def sinusoidal_grid_embedding(
-    position_ids: Tensor,
-    embed_dim: int,
-    *,
-    dtype: torch.dtype = torch.float32,
-    base: float = 10_000.0,
-    concatenated: bool = False,
-) -> Tensor:
-    """Sinusoidal encoding of positions with ``A`` coordinates, in ``D / A`` channels each.
-
-    Args:
-        position_ids: Integer or floating coordinates ``(A, ..., L)``, as from
-            :func:`posenc.positions.grid`.
-        embed_dim: Channels ``D``, a multiple of ``2 A``.
-        dtype: A floating dtype.
-        base: As in :func:`sinusoidal_pos_embedding`.
-        concatenated: If true, coordinates run from last to first, each with all its sines before
-            its cosines (MAE, DiT). If false, from first to last, sines and cosines alternating.
-
-    Returns:
-        Tensor of shape ``(..., L, embed_dim)``.
-
-    Examples:
-        >>> from posenc.positions import grid
-        >>> sinusoidal_grid_embedding(grid(2, 3), embed_dim=16).shape
-        torch.Size([6, 16])
-
-    References:
-        Vaswani et al., 2017, section 3.5; He et al., *Masked Autoencoders*, 2022, appendix A.
-    """
-    who = "sinusoidal_grid_embedding"
-    at = positions(who, "position_ids", position_ids)
-    checks.float_dtype(who, "dtype", dtype)
-    checks.boolean(who, "concatenated", concatenated)
-    width = checks.even(who, "embed_dim", embed_dim)
-    if at.dim() < 2 or len(at) == 0 or width % (2 * len(at)):
-        rule = "embed_dim must be a multiple of twice the coordinates of position_ids, (A, ..., L)"
-        got = f"{width} and shape {tuple(at.shape)}"
-        checks.fail(who, rule, got, "Pass position_ids[None] for one coordinate.")
-    spectrum = Spectrum(width // len(at), checks.base(who, base))
-    parts = [sinusoid(line, spectrum, dtype) for line in at.unbind(0)]
-    if concatenated:
-        parts = [torch.cat((part[..., 0::2], part[..., 1::2]), dim=-1) for part in parts[::-1]]
-    return torch.cat(parts, dim=-1)
-
-
 def timestep_embedding(
     timesteps: Tensor,
     embed_dim: int,
