@@ -11,6 +11,7 @@ from posenc import axes, scaling
 MODULES = {
     "SinusoidalPosEmbedding": (lambda: posenc.SinusoidalPosEmbedding(embed_dim=8), "seq_len", 4),
     "SinusoidalPE": (lambda: posenc.SinusoidalPE(16, 8), "max_seq_len", 32),
+    "SinusoidalGrid": (lambda: posenc.SinusoidalGrid((4, 4), 8), "size", (2, 3)),
     "LearnedPosEmbedding": (lambda: posenc.LearnedPosEmbedding(16, 8), "max_len", 32),
     "RotaryPosEmbedding": (lambda: posenc.RotaryPosEmbedding(8), "max_seq_len", 64),
     "RoPE": (lambda: posenc.RoPE(8, rotary_dim=4), "scaling", scaling.Linear(2.0)),

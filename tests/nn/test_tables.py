@@ -13,6 +13,8 @@ import posenc
 MODULES = {
     "SinusoidalPosEmbedding": (lambda: posenc.SinusoidalPosEmbedding(), (2, 5, 8)),
     "SinusoidalPE": (lambda: posenc.SinusoidalPE(16, 8), (2, 5, 8)),
+    "SinusoidalPE-scaled": (lambda: posenc.SinusoidalPE(16, 8, scale_input=True), (2, 5, 8)),
+    "SinusoidalGrid": (lambda: posenc.SinusoidalGrid((2, 3), 8), (2, 6, 8)),
     "RotaryPosEmbedding": (lambda: posenc.RotaryPosEmbedding(), (2, 5, 8)),
     "RotaryPosEmbedding-fixed": (lambda: posenc.RotaryPosEmbedding(8, 16, False), (2, 5, 8)),
     "RoPE": (lambda: posenc.RoPE(8, 16), (2, 3, 5, 8)),
@@ -135,7 +137,7 @@ def test_a_module_left_on_meta_works_once_called(case):
 
 @pytest.mark.parametrize("called", [False, True])
 @pytest.mark.parametrize("use_buffers", [False, True])
-@pytest.mark.parametrize("name", sorted(set(MODULES) - {"RotaryPosEmbedding"}))
+@pytest.mark.parametrize("name", sorted(set(MODULES) - {"RotaryPosEmbedding", "SinusoidalGrid"}))
 def test_weights_are_averaged_whatever_was_called(name, use_buffers, called):
     """torch goes through the buffers of both models side by side."""
     make, shape = MODULES[name]

@@ -94,6 +94,17 @@ def positive_float(who: str, name: str, value: Any) -> float:
     return float(value)
 
 
+def probability(who: str, name: str, value: Any) -> float:
+    """``value`` as a float from 0 to below 1."""
+    if value == 0 and isinstance(value, (int, float)) and not isinstance(value, bool):
+        return 0.0
+    number = positive_float(who, name, value)
+    if number >= 1:
+        rule = f"{name} must be a probability below 1"
+        fail(who, rule, describe(value), "Pass 0.1, say.")
+    return number
+
+
 def base(who: str, value: Any, name: str = "base") -> float:
     """``value`` as a base of frequencies: a finite float above one."""
     number = positive_float(who, name, value)

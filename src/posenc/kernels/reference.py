@@ -142,12 +142,19 @@ def wider_dtype(x: Tensor) -> torch.dtype:
     return torch.float64
 
 
-def add(x: Tensor, table: Tensor) -> Tensor:
-    """``x + table`` in the dtype of ``x``, computed in float32 or wider and rounded once.
+def add(x: Tensor, table: Tensor, gain: float = 1.0, factor: float | Tensor = 1.0) -> Tensor:
+    """``gain * x + factor * table`` in the dtype of ``x``, rounded once.
 
-    If the table were rounded to half precision first, its error would remain where terms cancel.
+    Halves are summed in float32; with factors, float32 is summed in float64. If the table were
+    rounded to half precision first, its error would remain where terms cancel.
     """
     wide = torch.promote_types(x.dtype, torch.float32)
+    if gain != 1.0 or isinstance(factor, Tensor) or factor != 1.0:
+        if wide is x.dtype and x.device.type != "mps":
+            wide = torch.float64
+        if isinstance(factor, Tensor):
+            factor = replicate_like(x, factor.to(wide))
+        return (x.to(wide) * gain + replicate_like(x, table.to(wide)) * factor).to(x.dtype)
     # Even a cast to the same dtype takes as long as the sum of one token.
     table = replicate_like(x, table if table.dtype is wide else table.to(wide))
     return x + table if x.dtype is wide else (x.to(wide) + table).to(x.dtype)

@@ -15,6 +15,7 @@ from posenc.nn.rope import RoPE
 from posenc.nn.rotary import RotaryPosEmbedding
 from posenc.nn.sandwich import Sandwich
 from posenc.nn.sinusoidal import SinusoidalPE, SinusoidalPosEmbedding
+from posenc.nn.sinusoidal_grid import SinusoidalGrid
 from posenc.nn.t5 import T5Bias
 from posenc.nn.xpos import XPos
 
@@ -32,6 +33,7 @@ __all__ = [
     "RoPE",
     "RotaryPosEmbedding",
     "Sandwich",
+    "SinusoidalGrid",
     "SinusoidalPE",
     "SinusoidalPosEmbedding",
     "T5Bias",

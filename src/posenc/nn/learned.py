@@ -21,6 +21,7 @@ class LearnedPosEmbedding(ReadOnlyArguments):
     Args:
         max_len: Rows of the table.
         embed_dim: Channels ``D``.
+        dropout: Probability that a channel of the sum is set to zero in training.
 
     Examples:
         >>> import torch
@@ -32,11 +33,12 @@ class LearnedPosEmbedding(ReadOnlyArguments):
         Gehring et al., *Convolutional Sequence to Sequence Learning*, 2017, section 3.1.
     """
 
-    def __init__(self, max_len: int, embed_dim: int) -> None:
+    def __init__(self, max_len: int, embed_dim: int, *, dropout: float = 0.0) -> None:
         super().__init__()
         who = type(self).__name__
         self.max_len = checks.integer(who, "max_len", max_len)
         self.embed_dim = checks.integer(who, "embed_dim", embed_dim)
+        self.dropout = checks.probability(who, "dropout", dropout)
         self.pos_emb = nn.Embedding(self.max_len, self.embed_dim)
 
     def forward(
@@ -59,4 +61,5 @@ class LearnedPosEmbedding(ReadOnlyArguments):
         limit = Limit(self.max_len, "max_len")
         # Use the device of x: an offloaded weight is on meta until pos_emb is called.
         at = positions_of(who, x, rows_of(who, x, offset, position_ids, limit), limit)
-        return kernels.add(x, self.pos_emb(replicate_like(self.pos_emb.weight, at)))
+        total = kernels.add(x, self.pos_emb(replicate_like(self.pos_emb.weight, at)))
+        return nn.functional.dropout(total, self.dropout, self.training) if self.dropout else total

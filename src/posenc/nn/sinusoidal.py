@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from posenc import kernels
 from posenc._contract import checks
 from posenc._contract.position_checks import UNLIMITED, Limit
 from posenc._contract.tracing import is_plain, may_keep
 from posenc.functional._positions import positions_of, rows_of
 from posenc.kernels import Rows
-from posenc.nn._tables import SharedTables, TableModule, Tensors, shown_table
+from posenc.nn._added import AddedTable
+from posenc.nn._tables import SharedTables, Tensors, shown_table
 from posenc.numerics.frequencies import Spectrum
 from posenc.numerics.tables import sinusoid
 
@@ -20,45 +20,64 @@ def _sinusoid_table(positions: Tensor, dtype: torch.dtype, spectrum: Spectrum) -
     return (sinusoid(positions, spectrum, dtype),)
 
 
-def _encoded(
+def _rows(
     who: str, tables: SharedTables, x: Tensor, rows: Rows, limit: Limit = UNLIMITED
 ) -> Tensor:
-    """``x`` plus the encodings of its positions."""
+    """The encodings of the positions of ``x``."""
     dtype, start = torch.promote_types(x.dtype, torch.float32), rows.start
     if rows.positions is None:
         end = start + x.shape[-2]
         kept = tables.read(x, dtype, end)
         if kept is not None:
-            return kernels.add(x, kept[0][start:end])
+            return kept[0][start:end]
     at = positions_of(who, x, rows, limit)
     kept = tables.read(x, dtype) if tables.length is not None and is_plain(x, at) else None
-    return kernels.add(x, tables.at(at, dtype)[0] if kept is None else kept[0][at])
+    return tables.at(at, dtype)[0] if kept is None else kept[0][at]
 
 
-class SinusoidalPosEmbedding(TableModule):
-    """Add the sinusoidal encoding to embeddings ``(L, D)`` or ``(N, L, D)``.
+class SinusoidalPosEmbedding(AddedTable):
+    r"""Add the sinusoidal encoding to embeddings ``(L, D)`` or ``(N, L, D)``.
+
+    .. math:: y = \text{dropout}(g\,x + \alpha\,\text{PE}), \qquad g \in \{1, \sqrt{D}\}
 
     The sum keeps the input's dtype and is within one ulp at the magnitude of the larger term.
-    Nothing is learned and nothing is saved.
+    Nothing is learned and nothing is saved, unless :math:`\alpha` is learned.
 
     Args:
         seq_len: Fixed ``L``; inferred from each input if None.
         embed_dim: Fixed ``D``; inferred from each input if None.
         base: The wavelengths run from ``2π`` to ``2π · base``.
+        scale_input: Whether the input is multiplied by :math:`\sqrt{D}` first (Vaswani et al.,
+            fairseq, ESPnet).
+        scale: :math:`\alpha`.
+        learn_scale: Whether :math:`\alpha` is learned, from ``scale`` on: the parameter ``alpha``
+            of shape ``()``, float32 also where the model is cast.
+        dropout: Probability that a channel of the sum is set to zero in training.
 
     Examples:
         >>> pos = SinusoidalPosEmbedding()
         >>> pos(torch.zeros(1, 4))
         tensor([[0., 1., 0., 1.]])
+        >>> SinusoidalPosEmbedding(scale_input=True)(torch.ones(1, 4))
+        tensor([[2., 3., 2., 3.]])
 
     References:
-        Vaswani et al., *Attention Is All You Need*, 2017, section 3.5.
+        Vaswani et al., *Attention Is All You Need*, 2017, sections 3.4, 3.5 and 5.4; Li et al.,
+        *Neural Speech Synthesis with Transformer Network*, 2019, section 3.2, for ``learn_scale``.
     """
 
     encodings = shown_table(0, "The table ``(T, D)``, float32; None until it is needed.")
 
     def __init__(
-        self, seq_len: int | None = None, embed_dim: int | None = None, *, base: float = 10_000.0
+        self,
+        seq_len: int | None = None,
+        embed_dim: int | None = None,
+        *,
+        base: float = 10_000.0,
+        scale_input: bool = False,
+        scale: float = 1.0,
+        learn_scale: bool = False,
+        dropout: float = 0.0,
     ) -> None:
         who = type(self).__name__
         super().__init__()
@@ -66,6 +85,7 @@ class SinusoidalPosEmbedding(TableModule):
         self.embed_dim = checks.optional(checks.integer, who, "embed_dim", embed_dim)
         self.base = checks.base(who, base)
         self._tables: SharedTables | None = None
+        self._set_sum(who, scale_input, scale, learn_scale, dropout)
 
     def forward(
         self, input_: Tensor, *, offset: int | Tensor = 0, position_ids: Tensor | None = None
@@ -95,16 +115,20 @@ class SinusoidalPosEmbedding(TableModule):
             tables = SharedTables(_sinusoid_table, parameters, None, torch.float32, device)
             if may_keep(input_):
                 self._tables = tables
-        return _encoded(who, tables, input_, rows)
+        return self._sum(input_, _rows(who, tables, input_, rows))
 
 
-class SinusoidalPE(TableModule):
+class SinusoidalPE(AddedTable):
     """Sinusoidal encoding with a table of ``max_seq_len`` positions, built at construction.
 
     Args:
         max_seq_len: Rows of the table.
         embed_dim: Channels ``D``.
-        base: As in :class:`SinusoidalPosEmbedding`.
+        base: As in :class:`SinusoidalPosEmbedding`, and so are the arguments after it.
+        scale_input: Whether the input is multiplied by the root of ``D``.
+        scale: The factor of the encoding.
+        learn_scale: Whether that factor is learned.
+        dropout: Probability that a channel of the sum is set to zero in training.
 
     Examples:
         >>> pe = SinusoidalPE(max_seq_len=128, embed_dim=64)
@@ -119,7 +143,17 @@ class SinusoidalPE(TableModule):
 
     encodings = shown_table(0, "The table ``(max_seq_len, embed_dim)``, float32.")
 
-    def __init__(self, max_seq_len: int, embed_dim: int, *, base: float = 10_000.0) -> None:
+    def __init__(
+        self,
+        max_seq_len: int,
+        embed_dim: int,
+        *,
+        base: float = 10_000.0,
+        scale_input: bool = False,
+        scale: float = 1.0,
+        learn_scale: bool = False,
+        dropout: float = 0.0,
+    ) -> None:
         who = type(self).__name__
         super().__init__()
         self.max_seq_len = checks.integer(who, "max_seq_len", max_seq_len)
@@ -127,9 +161,10 @@ class SinusoidalPE(TableModule):
         self.base = checks.base(who, base)
         parameters, length = (Spectrum(self.embed_dim, self.base),), self.max_seq_len
         self._tables = SharedTables(_sinusoid_table, parameters, length, torch.float32)
+        self._set_sum(who, scale_input, scale, learn_scale, dropout)
 
     def get_encoding(self, seq_len: int) -> Tensor:
-        """The first ``seq_len`` rows of the table, float32 of shape ``(seq_len, embed_dim)``."""
+        """The first ``seq_len`` rows of the table, unscaled, float32 ``(seq_len, embed_dim)``."""
         who = type(self).__name__
         length = checks.integer(who, "seq_len", seq_len, least=0)
         if length > self.max_seq_len:
@@ -148,4 +183,4 @@ class SinusoidalPE(TableModule):
         checks.equal(who, "embed_dim", width, self.embed_dim, way_out)
         limit = Limit(self.max_seq_len, "max_seq_len")
         rows = rows_of(who, input, offset, position_ids, limit)
-        return _encoded(who, self._tables, input, rows, limit)
+        return self._sum(input, _rows(who, self._tables, input, rows, limit))
