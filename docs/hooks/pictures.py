@@ -97,6 +97,7 @@ PICTURES: dict[str, Callable[[], Figure]] = {
     "t5": lambda: draw("t5"),
     "fire": lambda: draw("fire"),
     "forget-gate": lambda: draw("forget-gate"),
+    "fourier": lambda: draw("fourier"),
     "scaling": lambda: draw("rope", scaling="yarn", against="linear"),
     "layouts": layouts,
     "axes": axes,

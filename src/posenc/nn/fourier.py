@@ -106,6 +106,12 @@ class FourierFeatures(KeepsDtype, ReadOnlyArguments):
         with torch.no_grad():
             self.frequencies.copy_(replicate_like(self.frequencies, drawn))
 
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """Register the frequencies; random ones stay untrained when a loader replaces them."""
+        super().register_parameter(name, param)
+        if name == "frequencies" and self.kind == "random" and param is not None:
+            self.frequencies.requires_grad_(False)  # type: ignore[union-attr]
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         before = self.frequencies
         super()._apply(fn, recurse)

@@ -57,3 +57,47 @@ def test_a_loaded_model_gives_the_outputs_of_the_saved_one(dtype, tmp_path):
     assert torch.equal(loaded(x), model(x))
     kept = {p.dtype for name, p in loaded.named_parameters() if name != "factor"}
     assert kept == {torch.float32}
+
+
+class Added(transformers.PreTrainedModel):
+    config_class = Config
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.features = torch.nn.ModuleList(
+            [posenc.FourierFeatures(2, 4, kind, seed=3) for kind in ("random", "learned", "nerf")]
+        )
+        self.sums = torch.nn.ModuleList(
+            [
+                posenc.SinusoidalPosEmbedding(scale_input=True, scale=0.3, learn_scale=True),
+                posenc.SinusoidalPE(64, 32, dropout=0.1),
+                posenc.SinusoidalGrid((5, 8), 32, extra=1, learn_scale=True),
+            ]
+        )
+        self.proj = torch.nn.Linear(32, 32)
+        self.post_init()
+
+    def _init_weights(self, module):
+        pass
+
+    def forward(self, x, at):
+        made = [features(at, dtype=x.dtype) for features in self.features]
+        for encoding in self.sums:
+            x = encoding(x)
+        return torch.cat((self.proj(x), *made), dim=-1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_encodings_that_are_added_come_back_too(dtype, tmp_path):
+    """Random frequencies are saved, and neither they nor learned factors are rounded."""
+    model = Added(Config()).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    model.to(dtype).save_pretrained(tmp_path)
+    loaded = Added.from_pretrained(tmp_path, dtype=dtype)
+    x, at = torch.randn(2, 41, 32, dtype=dtype), torch.rand(2, 41, 2)
+    assert torch.equal(loaded(x, at), model(x, at))
+    ours = [*loaded.features.parameters(), *loaded.sums.parameters()]
+    assert {p.dtype for p in ours} == {torch.float32}
+    assert [p.requires_grad for p in loaded.features.parameters()] == [False, True]

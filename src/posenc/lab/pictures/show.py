@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from posenc import configs, nn
-from posenc.lab.pictures import biases
+from posenc.lab.pictures import biases, continuous
 from posenc.lab.pictures.panels import Chart, Heat, Line, View, line, sheet
 from posenc.numerics import scaling as rules
 from posenc.numerics.frequencies import inverse_frequencies
@@ -169,6 +169,7 @@ ENCODINGS: dict[str, Callable[..., View]] = {
     **{view.__name__: view for view in (sinusoidal, learned, rope, alibi)},
     **biases.VIEWS,
     "grid": biases.grid,
+    "fourier": continuous.fourier,
 }
 
 
