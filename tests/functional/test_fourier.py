@@ -9,8 +9,8 @@ import oracles
 from posenc.functional import fourier_features, nerf_features
 from support.assertions import compilations
 
-# Six products of up to half a turn are summed for each coordinate: see numerics/turns.py.
-EXACT = 2 * math.pi * 1.2e-15 + 2.3e-16
+# Six products of less than a turn are summed for each coordinate: see numerics/turns.py.
+EXACT = 2 * math.pi * 2.3e-15 + 2.3e-16
 
 
 def drawn(*shape, seed=0, dtype=torch.float32):

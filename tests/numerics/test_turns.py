@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from posenc.numerics.turns import turns
 
-EXACT = 1.2e-15
+EXACT = 2.3e-15
 WIDE = st.floats(-(2.0**40), 2.0**40)
 RATE = st.floats(-(2.0**11), 2.0**11)
 

@@ -19,10 +19,10 @@ _DIGIT = 2**22
 
 
 def turns(x: Tensor, rates: Tensor) -> Tensor:
-    r"""``x * rates``, broadcast, less whole turns: float64, in :math:`[-3, 3]`.
+    r"""``x * rates``, broadcast, less whole turns: float64, between -6 and 6.
 
     Both are cut into parts of at most 27 bits, whose products are exact; whole turns are taken
-    from each product before they are summed. The error is below 1.2e-15 turns for any integers
+    from each product before they are summed. The error is below 2.3e-15 turns for any integers
     and floats whose product is below :math:`2^{52}` turns. Gradients pass to both.
 
     Examples:
@@ -30,10 +30,11 @@ def turns(x: Tensor, rates: Tensor) -> Tensor:
         tensor([0.2500], dtype=torch.float64)
     """
     rates = replicate_like(x, rates)
-    products = [a * b for a in _parts(x) for b in _parts(rates)]
-    total = products[0] - products[0].round()
-    for product in products[1:]:
-        total = total + (product - product.round())
+    pairs = [(a, b) for a in _parts(x) for b in _parts(rates)]
+    # In place: for many points, new memory costs more than the arithmetic.
+    total = (pairs[0][0] * pairs[0][1]).frac_()
+    for a, b in pairs[1:]:
+        total.add_((a * b).frac_())
     return total
 
 
@@ -41,8 +42,8 @@ def angles_of_mixtures(x: Tensor, matrix: Tensor) -> Tensor:
     r""":math:`2\pi B x` less whole turns: ``[..., A]`` and ``[F, A]`` to float64 ``[..., F]``."""
     total = turns(x[..., 0, None], matrix[:, 0])
     for axis in range(1, matrix.shape[1]):
-        total = total + turns(x[..., axis, None], matrix[:, axis])
-    return total * math.tau
+        total.add_(turns(x[..., axis, None], matrix[:, axis]))
+    return total.mul_(math.tau)
 
 
 def _parts(x: Tensor) -> list[Tensor]:
