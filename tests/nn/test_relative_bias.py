@@ -180,7 +180,7 @@ def test_tensors_that_do_not_match_are_refused_by_the_modules_name(make):
 
 
 @EACH_LEARNED
-@pytest.mark.parametrize("keyword", ["causal", "attn_mask"])
+@pytest.mark.parametrize("keyword", ["causal", "is_causal"])
 def test_a_keyword_that_attention_does_not_take_is_refused_by_the_modules_name(make, keyword):
     """A forgetting gate, whose bias is for earlier keys alone, took causal=False."""
     module = make()

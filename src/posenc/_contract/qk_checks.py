@@ -151,6 +151,35 @@ def check_scale(who: str, scale: Any, q: Tensor) -> float:
     return checks.positive_float(who, "scale", scale)
 
 
+def check_dropout(who: str, dropout_p: Any) -> float:
+    """``dropout_p`` as a probability."""
+    if type(dropout_p) is float and 0.0 <= dropout_p <= 1.0:
+        return dropout_p
+    if isinstance(dropout_p, bool) or not isinstance(dropout_p, (int, float)):
+        rule, got = "dropout_p must be a number", describe(dropout_p)
+        fail(who, rule, got, "Pass float(dropout_p).", TypeError)
+    if not 0 <= dropout_p <= 1:
+        fail(who, "dropout_p must be from 0 to 1", dropout_p, "Pass 0.1, say.")
+    return float(dropout_p)
+
+
+def check_attn_mask(
+    who: str, mask: Any, shape: tuple[int, ...], device: torch.device
+) -> Tensor | None:
+    """A bool or floating mask for scores of ``shape``, with four axes, on ``device``, or None."""
+    if mask is None:
+        return None
+    if not isinstance(mask, Tensor) or mask.dtype not in (torch.bool, *checks.FLOAT_DTYPES):
+        rule = "attn_mask must be a tensor of bools, True for seen keys, or of numbers to add"
+        fail(who, rule, describe(mask), "Pass attn_mask.bool(), say.", TypeError)
+    sizes = (1,) * (4 - mask.dim()) + tuple(mask.shape)
+    if len(sizes) != 4 or any(n not in (1, m) for n, m in zip(sizes, shape, strict=True)):
+        rule = f"attn_mask must broadcast to (B, H, Q, K) = {tuple(shape)}"
+        way_out = "For one row of keys for each sequence, pass mask[:, None, None, :]."
+        fail(who, rule, f"shape {tuple(mask.shape)}", way_out)
+    return mask.to(device).reshape(sizes)
+
+
 def check_score_bound(who: str, bound: Any, heads: int, like: Tensor) -> Tensor:
     """A bound ``[1 or B, 1 or H]`` in at least float32, neither negative nor NaN.
 

@@ -16,6 +16,7 @@ from posenc.attention.biases import (
     RowBias,
     RunningSum,
     Slopes,
+    bias_rows,
     check_bias,
     stored,
 )
@@ -30,11 +31,21 @@ class AttentionOptions(KeyOptions, total=False):
     """The keywords of :func:`biased_attention` that the modules' ``attention`` takes too."""
 
     scale: float | None
+    attn_mask: Tensor | None
+    dropout_p: float
     prune: bool
     backend: str | None
 
 
-_OPTIONS = ("scale", "query_offset", "document_ids", "prune", "backend")
+_OPTIONS = (
+    "scale",
+    "query_offset",
+    "document_ids",
+    "attn_mask",
+    "dropout_p",
+    "prune",
+    "backend",
+)
 
 
 def check_options(who: str, options: Any) -> None:
@@ -56,6 +67,8 @@ def biased_attention(
     scale: float | None = None,
     query_offset: int | Tensor | None = None,
     document_ids: Tensor | None = None,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
     prune: bool = True,
     backend: str | None = None,
 ) -> Tensor:
@@ -79,6 +92,12 @@ def biased_attention(
             they do not see later keys.
         document_ids: Ids ``(K,)`` or ``(B, K)``. A run of equal ids is a document, and a query
             sees only its own. Negative ids are padding, whose output is zero.
+        attn_mask: A further mask that can be broadcast to ``(B, H, Q, K)``, as SDPA's: bool, True
+            for keys that are seen, or floating, to be added to the scores. A query that sees no
+            key gets zero.
+        dropout_p: The probability with which a weight is set to zero, as SDPA's: pass 0.0 unless
+            the model is training. With it, or with ``attn_mask``, attention goes a few queries at a
+            time on every device, by torch operations, and nothing is pruned.
         prune: Whether to leave out far keys of :class:`Slopes` and :class:`RunningSum`, where their
             weights together are provably below the rounding of the output; see ``docs/alibi.md``.
         backend: ``triton``, ``chunked`` or ``dense`` (all scores at once); None chooses.
@@ -94,8 +113,8 @@ def biased_attention(
         torch.Size([1, 8, 512, 64])
     """
     how: Any = {"causal": causal, "scale": scale, "query_offset": query_offset}
-    how |= {"document_ids": document_ids, "prune": prune, "backend": backend}
-    return attend("biased_attention", q, k, v, bias, **how)[0]
+    how |= {"document_ids": document_ids, "attn_mask": attn_mask, "dropout_p": dropout_p}
+    return attend("biased_attention", q, k, v, bias, prune=prune, backend=backend, **how)[0]
 
 
 def biased_attention_with_lse(
@@ -135,10 +154,22 @@ def attend(
     scale: float | None = None,
     query_offset: int | Tensor | None = None,
     document_ids: Tensor | None = None,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
     prune: bool = True,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Check the arguments of an attention function named ``who``, and run it."""
+    drop = qk_checks.check_dropout(who, dropout_p)
+    by_rows = isinstance(bias, RowBias) or attn_mask is not None or drop > 0
+    if (
+        by_rows
+        and (backend == "triton" or sharding.is_sharded(q))
+        and not isinstance(bias, RowBias)
+    ):
+        rule = "attn_mask must be None and dropout_p zero for DTensors and for backend='triton'"
+        way_out = "Call the function on local tensors, and leave backend out."
+        checks.fail(who, rule, f"dropout_p={drop}", way_out)
     if sharding.is_sharded(q):
         assert sharding.registered is not None
         how: Any = {"causal": causal, "scale": scale, "query_offset": query_offset}
@@ -163,10 +194,13 @@ def attend(
     starts, begin = (start.reshape(-1), 0) if isinstance(start, Tensor) else (None, start)
     first, last = hide_padding(ids)
     call = Call(values, starts, first, last, kind, zero, begin, scale, causal, prune)
-    if isinstance(bias, RowBias):
-        op.check_backend(who, backend)
-        return rows.attend(who, q, k, v, bias, call)
-    return op.attend(who, q, k, v, call, backend)
+    if not by_rows:
+        return op.attend(who, q, k, v, call, backend)
+    op.check_backend(who, backend)
+    mask = qk_checks.check_attn_mask(who, attn_mask, (*q.shape[:3], keys), device)
+    if not isinstance(bias, RowBias):
+        bias = RowBias(lambda own, index: bias_rows(kind, values, zero, own, index))
+    return rows.attend(who, q, k, v, bias, call, mask, drop)
 
 
 def attend_block(

@@ -141,12 +141,34 @@ def bias_rows(kind: str, values: Tensor | None, zero: int, own: Tensor, index: T
     if kind == "slopes":
         return -values[..., None, None] * distance.abs()
     if kind == "table":
-        columns = (distance + zero).clamp(0, values.shape[1] - 1)[:, 0]
-        return values[:, columns].transpose(0, 1)
+        return _table_rows(values, zero, own, len(index))
     heads, batch = values.shape[1], max(len(values), len(own))
     at = own[:, None].expand(batch, heads, -1)
     sums = values.expand(batch, -1, -1)
     return sums.gather(2, at)[..., None] - sums[:, :, index][:, :, None]
+
+
+def _table_rows(table: Tensor, zero: int, own: Tensor, keys: int) -> Tensor:
+    """One line of numbers for all distances, and then a row of it for each query."""
+    count = own.shape[1]
+    if not count:
+        return table.new_zeros((1, table.shape[0], 0, keys))
+    line = own[:, -1:] - torch.arange(count + keys, device=own.device)
+    # The gradient of indexing may depend on the order of threads.
+    columns = (line + zero).clamp(0, table.shape[1] - 1)
+    values = torch.nn.functional.embedding(columns, table.T).mT
+    return skew(values[:, :, None].expand(-1, -1, count, -1), keys)
+
+
+def skew(x: Tensor, width: int) -> Tensor:
+    """Move row ``r`` of ``x``, ``[..., n, w]``, left by ``n - 1 - r``, and keep ``width`` columns.
+
+    ``w`` is at least ``n + width``. Slices and views do it, so gradients are summed in one order.
+    """
+    n, w = x.shape[-2:]
+    moved = x.flatten(-2)[..., n - 1 : n - 1 + n * (w - 1)]
+    rows: Tensor = moved.unflatten(-1, (n, w - 1))
+    return rows[..., :width]
 
 
 def relative_bias(

@@ -33,7 +33,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]
 
 
 def attend_scores(
-    scores: Tensor, hidden: Tensor, v: Tensor, dtype: torch.dtype
+    scores: Tensor, hidden: Tensor, v: Tensor, dtype: torch.dtype, dropout_p: float = 0.0
 ) -> tuple[Tensor, Tensor]:
     """Attention by ``scores``, ``[B, H, Q, K]``; queries that see no key get zero, and -inf."""
     # A bias of minus infinity hides a key too. With minus infinity in the softmax, the gradients of
@@ -42,4 +42,6 @@ def attend_scores(
     scores = scores.masked_fill(hidden, torch.finfo(scores.dtype).min)
     weights = scores.softmax(-1).masked_fill(hidden, 0.0)
     lse = scores.logsumexp(-1).masked_fill(hidden.all(-1), float("-inf"))
+    if dropout_p:
+        weights = torch.nn.functional.dropout(weights, dropout_p)
     return (weights @ v).to(dtype), lse

@@ -1,4 +1,4 @@
-"""Attention with a bias that is a function, a few queries at a time."""
+"""Attention with a bias that is a function, a mask or dropout, a few queries at a time."""
 
 from __future__ import annotations
 
@@ -19,9 +19,19 @@ SCORES = 2**21
 
 
 def attend(
-    who: str, q: Tensor, k: Tensor, v: Tensor, bias: RowBias, call: Call
+    who: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: RowBias,
+    call: Call,
+    mask: Tensor | None = None,
+    dropout_p: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """Attention and its log-sum-exp; each piece is computed again in the backward pass."""
+    """Attention and its log-sum-exp; each piece is computed again in the backward pass.
+
+    The mask has four axes. A checkpoint draws the same random numbers again.
+    """
     (batch, heads, queries, _), keys = q.shape, k.shape[2]
     seen = call.spans(queries, keys, q.device)
     size = max(1, SCORES // max(1, batch * heads * keys))
@@ -31,7 +41,8 @@ def attend(
     for start in range(0, max(queries, 1), size):
         rows = slice(start, start + size)
         some = Spans(*(x[:, rows] for x in seen))
-        given = who, q[:, :, rows], k, v, bias, some, call.scale
+        part = mask if mask is None or mask.shape[2] == 1 else mask[:, :, rows]
+        given = who, q[:, :, rows], k, v, bias, some, call.scale, part, dropout_p
         if again:
             pieces.append(checkpoint(_piece, *given, use_reentrant=False))
         else:
@@ -41,7 +52,15 @@ def attend(
 
 
 def _piece(
-    who: str, q: Tensor, k: Tensor, v: Tensor, bias: RowBias, seen: Spans, scale: float
+    who: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: RowBias,
+    seen: Spans,
+    scale: float,
+    mask: Tensor | None,
+    dropout_p: float,
 ) -> tuple[Tensor, Tensor]:
     wide = torch.promote_types(q.dtype, torch.float32)
     keys, shared = k.shape[2], q.shape[1] // k.shape[1]
@@ -50,7 +69,12 @@ def _piece(
         index = torch.arange(keys, device=q.device)
         scores = q.to(wide) @ k.mT * scale
         scores = scores + _check_rows(who, bias.rows(seen.own, index), scores.shape).to(wide)
-        return attend_scores(scores, hidden_keys(seen, keys), v, q.dtype)
+        hidden = hidden_keys(seen, keys)
+        if mask is not None and mask.dtype == torch.bool:
+            hidden = hidden | ~mask
+        elif mask is not None:
+            scores = scores + mask.to(wide)
+        return attend_scores(scores, hidden, v, q.dtype, dropout_p)
 
 
 def _check_rows(who: str, made: Any, shape: torch.Size) -> Tensor:

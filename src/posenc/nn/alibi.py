@@ -242,7 +242,7 @@ class ALiBi(KeepsDtype, TableModule):
     ) -> Tensor:
         """Attention with this bias, with the keywords of :func:`posenc.attention.alibi_attention`.
 
-        Pass ``document_ids`` for padding and packing; use :meth:`score_mod` for other masks.
+        Pass ``document_ids`` for padding and packing, and ``attn_mask`` for other masks.
 
         Examples:
             >>> q, k, v = torch.randn(3, 1, 8, 512, 64).unbind()

@@ -146,8 +146,8 @@ class ForgetGate(KeepsDtype, ReadOnlyArguments):
             k: ``(B, Hk, K, D)`` with ``H`` a multiple of ``Hk`` and ``K`` at least ``Q``.
             v: ``(B, Hk, K, Dv)``.
             sums: What the module returned for the ``K`` keys.
-            **options: ``scale``, ``query_offset``, ``document_ids``, ``prune`` and ``backend``, as
-                in :func:`posenc.attention.biased_attention`.
+            **options: ``scale``, ``query_offset``, ``document_ids``, ``attn_mask``, ``dropout_p``,
+                ``prune`` and ``backend``, as in :func:`posenc.attention.biased_attention`.
 
         Returns:
             ``(B, H, Q, Dv)`` in the dtype of ``q``. Gradients reach the gates through ``sums``.
