@@ -155,3 +155,30 @@ def alibi_bias(slopes: Sequence[float], queries: int, keys: int, *, causal: bool
                 else:
                     bias[h, i, j] = -slope * abs(distance)
     return bias
+
+
+def relative_keys(q: Tensor, k: Tensor, i: int, j: int, vectors: Tensor, most: int) -> Tensor:
+    """Shaw's product of one query with the vector of one key, before the scale.
+
+    ``vectors``, ``[R, D]``, are for ``j - i`` from ``-most``.
+    """
+    row = min(max(j - i, -most), len(vectors) - 1 - most) + most
+    return q.double() @ vectors[row].double()
+
+
+def transformer_xl(
+    q: Tensor, k: Tensor, i: int, j: int, project: Tensor, u: Tensor, v: Tensor, *, alternate: bool
+) -> Tensor:
+    """Terms b, c and d of Transformer-XL's equation for one head, with ``project``, ``[D, E]``."""
+    width = project.shape[1]
+    (r,) = sinusoid([i - j], width)
+    if not alternate:
+        r = torch.cat((r[0::2], r[1::2]))
+    return (q.double() + v.double()) @ (project.double() @ r) + u.double() @ k.double()
+
+
+def deberta(q: Tensor, k: Tensor, i: int, j: int, to_q: Tensor, to_k: Tensor) -> Tensor:
+    """Content to position and position to content for one head; vectors ``[2 span, D]``."""
+    span = len(to_q) // 2
+    row = min(max(i - j + span, 0), 2 * span - 1)
+    return q.double() @ to_q[row].double() + k.double() @ to_k[row].double()

@@ -6,7 +6,7 @@ Only this file uses private names of torch; tests/_contract/test_tracing.py test
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -117,6 +117,11 @@ def _compiles_transform() -> bool:
 def is_exporting() -> bool:
     """Whether torch.export is active; up to torch 2.11, the public flag is true in compile too."""
     return torch.compiler._is_exporting_flag
+
+
+def without_autocast(x: Tensor) -> AbstractContextManager[Any]:
+    """No autocast on the device of ``x``; the meta device has none, and refuses the question."""
+    return nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False)
 
 
 def is_readable(x: Tensor) -> bool:

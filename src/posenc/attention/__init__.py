@@ -6,6 +6,7 @@ from posenc.attention.biases import DistanceTable, RowBias, RunningSum, Slopes, 
 from posenc.attention.blocks import alibi_block_mask
 from posenc.attention.mods import alibi_mask_mod, alibi_score_mod, relative_score_mod
 from posenc.attention.pruning import alibi_reach, bound_scores
+from posenc.attention.terms import relative_terms
 
 __all__ = [
     "DistanceTable",
@@ -22,4 +23,5 @@ __all__ = [
     "bound_scores",
     "relative_bias",
     "relative_score_mod",
+    "relative_terms",
 ]

@@ -161,15 +161,12 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """Check the arguments of an attention function named ``who``, and run it."""
     drop = qk_checks.check_dropout(who, dropout_p)
-    by_rows = isinstance(bias, RowBias) or attn_mask is not None or drop > 0
-    if (
-        by_rows
-        and (backend == "triton" or sharding.is_sharded(q))
-        and not isinstance(bias, RowBias)
-    ):
+    masked = attn_mask is not None or drop > 0
+    if masked and (backend == "triton" or sharding.is_sharded(q)):
         rule = "attn_mask must be None and dropout_p zero for DTensors and for backend='triton'"
+        got = f"dropout_p={drop}" if drop else checks.describe(attn_mask)
         way_out = "Call the function on local tensors, and leave backend out."
-        checks.fail(who, rule, f"dropout_p={drop}", way_out)
+        checks.fail(who, rule, got, way_out)
     if sharding.is_sharded(q):
         assert sharding.registered is not None
         how: Any = {"causal": causal, "scale": scale, "query_offset": query_offset}
@@ -194,7 +191,7 @@ def attend(
     starts, begin = (start.reshape(-1), 0) if isinstance(start, Tensor) else (None, start)
     first, last = hide_padding(ids)
     call = Call(values, starts, first, last, kind, zero, begin, scale, causal, prune)
-    if not by_rows:
+    if not masked and not isinstance(bias, RowBias):
         return op.attend(who, q, k, v, call, backend)
     op.check_backend(who, backend)
     mask = qk_checks.check_attn_mask(who, attn_mask, (*q.shape[:3], keys), device)

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from posenc._contract import checks
-from posenc._contract.tracing import in_transform
+from posenc._contract.tracing import in_transform, without_autocast
 from posenc.attention.biases import Call, RowBias, hidden_keys
 from posenc.attention.dense import attend_scores
 from posenc.numerics.spans import Spans
@@ -48,7 +48,8 @@ def attend(
         else:
             pieces.append(_piece(*given))
     outs, sums = zip(*pieces, strict=True)
-    return torch.cat(outs, 2), torch.cat(sums, 2)
+    with without_autocast(q):
+        return torch.cat(outs, 2), torch.cat(sums, 2)
 
 
 def _piece(
@@ -64,7 +65,7 @@ def _piece(
 ) -> tuple[Tensor, Tensor]:
     wide = torch.promote_types(q.dtype, torch.float32)
     keys, shared = k.shape[2], q.shape[1] // k.shape[1]
-    with torch.autocast(q.device.type, enabled=False):
+    with without_autocast(q):
         k, v = (x.to(wide).repeat_interleave(shared, 1) for x in (k, v))
         index = torch.arange(keys, device=q.device)
         scores = q.to(wide) @ k.mT * scale

@@ -3,6 +3,7 @@
 from posenc.nn import functional
 from posenc.nn.alibi import ALiBi
 from posenc.nn.cope import CoPE
+from posenc.nn.deberta import DeBERTaBias
 from posenc.nn.fire import FIRE
 from posenc.nn.forget_gate import ForgetGate
 from posenc.nn.fourier import FourierFeatures
@@ -11,12 +12,14 @@ from posenc.nn.kerple import KERPLE
 from posenc.nn.learned import LearnedPosEmbedding
 from posenc.nn.learned_bias import LearnedBias
 from posenc.nn.mixed import MixedRoPE
+from posenc.nn.relative_keys import RelativeKeys
 from posenc.nn.rope import RoPE
 from posenc.nn.rotary import RotaryPosEmbedding
 from posenc.nn.sandwich import Sandwich
 from posenc.nn.sinusoidal import SinusoidalPE, SinusoidalPosEmbedding
 from posenc.nn.sinusoidal_grid import SinusoidalGrid
 from posenc.nn.t5 import T5Bias
+from posenc.nn.transformer_xl import TransformerXLBias
 from posenc.nn.xpos import XPos
 
 __all__ = [
@@ -24,12 +27,14 @@ __all__ = [
     "KERPLE",
     "ALiBi",
     "CoPE",
+    "DeBERTaBias",
     "ForgetGate",
     "FourierFeatures",
     "GridBias",
     "LearnedBias",
     "LearnedPosEmbedding",
     "MixedRoPE",
+    "RelativeKeys",
     "RoPE",
     "RotaryPosEmbedding",
     "Sandwich",
@@ -37,6 +42,7 @@ __all__ = [
     "SinusoidalPE",
     "SinusoidalPosEmbedding",
     "T5Bias",
+    "TransformerXLBias",
     "XPos",
     "functional",
 ]

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from posenc import kernels
 from posenc._contract import checks, qk_checks
+from posenc._contract.tracing import without_autocast
 from posenc.attention.biased import attend, check_options
 from posenc.attention.biases import Bias, DistanceTable, relative_bias
 from posenc.attention.mods import relative_score_mod
@@ -51,7 +52,7 @@ class Linear(KeepsDtype, nn.Linear):
         """The product with the weight, plus the bias."""
         wide = torch.promote_types(input.dtype, self.weight.dtype)
         bias = None if self.bias is None else self.bias.to(wide)
-        with torch.autocast(input.device.type, enabled=False):
+        with without_autocast(input):
             return nn.functional.linear(input.to(wide), self.weight.to(wide), bias)
 
 

@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor, nn
 
 from posenc._contract import checks, qk_checks
-from posenc.attention.biased import attend, check_options
-from posenc.attention.biases import RowBias, relative_bias
-from posenc.nn._bias import KeepsDtype
-from posenc.nn._module import ReadOnlyArguments
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
-    from posenc.attention.biased import AttentionOptions
+from posenc._contract.tracing import without_autocast
+from posenc.attention.biases import RowBias
+from posenc.nn._product import ProductBias
 
 
 def _gather(x: Tensor, index: Tensor) -> Tensor:
@@ -25,7 +17,7 @@ def _gather(x: Tensor, index: Tensor) -> Tensor:
     return x.flatten(0, -2)[rows, index]
 
 
-class CoPE(KeepsDtype, ReadOnlyArguments):
+class CoPE(ProductBias):
     r"""Add the product of the query with the embedding of a position that gates count.
 
     .. math::
@@ -68,61 +60,17 @@ class CoPE(KeepsDtype, ReadOnlyArguments):
         """Set the embeddings to zero."""
         nn.init.zeros_(self.pos_emb)
 
-    def bias(
-        self,
-        q: Tensor,
-        k: Tensor,
-        *,
-        scale: float | None = None,
-        query_offset: int | Tensor | None = None,
-        document_ids: Tensor | None = None,
-        dtype: torch.dtype = torch.float32,
-    ) -> Tensor:
-        """The whole matrix ``(B, H, Q, K)``; ``-inf`` for keys that are not seen."""
-        found = self._rows(q, k, scale, query_offset)
-        given = {"query_offset": query_offset, "document_ids": document_ids, "dtype": dtype}
-        lengths = q.shape[2], k.shape[2]
-        made = relative_bias(found, *lengths, device=q.device, **given)  # type: ignore[arg-type]
-        return made if made.dim() == 4 else made[None]
-
-    def attention(
-        self, q: Tensor, k: Tensor, v: Tensor, **options: Unpack[AttentionOptions]
-    ) -> Tensor:
-        """Attention with counted positions, without a matrix of scores.
-
-        Args:
-            q: ``(B, H, Q, D)``.
-            k: ``(B, Hk, K, D)`` with ``H`` a multiple of ``Hk`` and ``K`` at least ``Q``.
-            v: ``(B, Hk, K, Dv)``.
-            **options: ``scale``, ``query_offset`` and ``document_ids``, as in
-                :func:`posenc.attention.biased_attention`.
-
-        Returns:
-            ``(B, H, Q, Dv)`` in the dtype of ``q``.
-        """
+    def _rows(self, q: Tensor, k: Tensor, scale: float, offset: int | Tensor | None) -> RowBias:
         who = type(self).__name__
-        check_options(who, options)
-        found = self._rows(q, k, options.get("scale"), options.get("query_offset"))
-        return attend(who, q, k, v, found, **options)[0]
-
-    def _rows(
-        self, q: Tensor, k: Tensor, scale: float | None, offset: int | Tensor | None
-    ) -> RowBias:
-        who = type(self).__name__
-        qk_checks.check_qk(who, q, k)
-        qk_checks.check_lengths(who, q.shape[2], k.shape[2])
-        way_out = f"Build {who}({q.shape[3]}, {self.max_pos})."
-        checks.equal(who, "head_dim", q.shape[3], self.head_dim, way_out)
-        size = qk_checks.check_scale(who, scale, q)
         start = qk_checks.check_query_offset(who, offset, q.shape[2], k.shape[2], q.device)
         start = start.reshape(-1, 1) if isinstance(start, Tensor) else start
         wide = torch.promote_types(q.dtype, torch.float32)
 
         def rows(own: Tensor, index: Tensor) -> Tensor:
-            with torch.autocast(q.device.type, enabled=False):
+            with without_autocast(q):
                 some = q[:, :, (own - start)[0]].to(wide)
                 keys = k.to(wide).repeat_interleave(q.shape[1] // k.shape[1], 1)
-                gates = (some @ keys.mT * size).sigmoid()
+                gates = (some @ keys.mT * scale).sigmoid()
                 gates = gates.masked_fill(index > own[:, None, :, None], 0.0)
                 # Count from the query backwards.
                 at = gates.flip(-1).cumsum(-1).flip(-1).clamp(max=self.max_pos - 1)

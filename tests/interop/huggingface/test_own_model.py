@@ -31,7 +31,16 @@ class Model(transformers.PreTrainedModel):
                 posenc.GridBias((5, 8), 4, continuous=True),
             ]
         )
-        self.gate, self.cope = posenc.ForgetGate(32, 4), posenc.CoPE(8, 16)
+        self.products = torch.nn.ModuleList(
+            [
+                posenc.CoPE(8, 16),
+                posenc.RelativeKeys(8, 16),
+                posenc.TransformerXLBias(32, 4),
+                posenc.DeBERTaBias(4, 8, 16),
+                posenc.DeBERTaBias(4, 8, 16, 8),
+            ]
+        )
+        self.gate = posenc.ForgetGate(32, 4)
         self.post_init()
 
     def _init_weights(self, module):
@@ -39,9 +48,9 @@ class Model(transformers.PreTrainedModel):
 
     def forward(self, x):
         q, k, v = (self.factor * x).unflatten(-1, (4, 8)).transpose(2, 3)
-        outs = [bias.attention(q, k, v) for bias in self.biases]
+        outs = [bias.attention(q, k, v) for bias in (*self.biases, *self.products)]
         outs.append(self.gate.attention(q, k, v, self.gate(x)))
-        return torch.stack([*outs, self.cope.attention(q, k, v)])
+        return torch.stack(outs)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])

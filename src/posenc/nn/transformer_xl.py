@@ -1,0 +1,125 @@
+"""Transformer-XL's terms: products with the projected sinusoid of the distance."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from posenc._contract import checks
+from posenc._contract.tracing import without_autocast
+from posenc.attention.biases import RowBias
+from posenc.attention.terms import relative_terms
+from posenc.nn._bias import Linear
+from posenc.nn._product import ProductBias
+from posenc.numerics.frequencies import Spectrum
+from posenc.numerics.tables import sinusoid
+
+
+class TransformerXLBias(ProductBias):
+    r"""Add the products of the query, and of two learned vectors, with key and distance.
+
+    .. math:: \text{score}_{ij} = s\,\big((q_i + u) \cdot k_j + (q_i + v) \cdot W r_{i - j}\big)
+
+    for the sinusoid :math:`r` of the distance, exact up to one rounding. :math:`u` and :math:`v`
+    are for each head. This is the attention of Transformer-XL and XLNet, and of Conformers.
+
+    Args:
+        embed_dim: Channels ``E`` of the sinusoid and of the model, a multiple of ``2 * num_heads``.
+        num_heads: Heads ``H``, of ``E / H`` channels.
+        causal: Whether a query sees only keys up to its own.
+        max_distance: The distance from which all have one sinusoid (``clamp_len``); None for none.
+        base: The base of the sinusoid's frequencies.
+        concatenated: Whether all sines come before all cosines, as in Transformer-XL and XLNet;
+            False, where they alternate, as in Conformers.
+        dtype: The dtype of the parameters, which they keep when the model is cast.
+
+    Attributes:
+        linear_pos: :math:`W`, a linear layer from ``E`` to ``E`` without a bias.
+        pos_bias_u: :math:`u`, a Parameter of shape ``(num_heads, head_dim)``; zero at the start.
+        pos_bias_v: :math:`v`, in the same way.
+
+    Examples:
+        >>> bias = TransformerXLBias(embed_dim=512, num_heads=8)
+        >>> q, k, v = torch.randn(3, 1, 8, 512, 64).unbind()
+        >>> bias.attention(q, k, v).shape
+        torch.Size([1, 8, 512, 64])
+
+    References:
+        Dai et al., *Transformer-XL: Attentive Language Models Beyond a Fixed-Length Context*,
+        2019, section 3.3.
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        causal: bool = True,
+        *,
+        max_distance: int | None = None,
+        base: float = 10_000.0,
+        concatenated: bool = True,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        super().__init__()
+        who = type(self).__name__
+        self.embed_dim = checks.even(who, "embed_dim", embed_dim)
+        self.num_heads = checks.integer(who, "num_heads", num_heads)
+        if self.embed_dim % self.num_heads:
+            rule = f"embed_dim must be a multiple of num_heads={num_heads}"
+            checks.fail(who, rule, embed_dim, "Pass head_dim * num_heads.")
+        self.head_dim = self.embed_dim // self.num_heads
+        self.causal = checks.boolean(who, "causal", causal)
+        self.max_distance = checks.optional(checks.integer, who, "max_distance", max_distance)
+        self.base = checks.base(who, base)
+        self.concatenated = checks.boolean(who, "concatenated", concatenated)
+        self.dtype = checks.float_dtype(who, "dtype", dtype)
+        self.linear_pos = Linear(self.embed_dim, self.embed_dim, bias=False, dtype=dtype)
+        shape = self.num_heads, self.head_dim
+        self.pos_bias_u = nn.Parameter(torch.empty(shape, dtype=dtype))
+        self.pos_bias_v = nn.Parameter(torch.empty(shape, dtype=dtype))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw the projection as :class:`torch.nn.Linear` does; set both vectors to zero."""
+        self.linear_pos.reset_parameters()
+        nn.init.zeros_(self.pos_bias_u)
+        nn.init.zeros_(self.pos_bias_v)
+
+    def vectors(self, k_len: int, *, dtype: torch.dtype = torch.float32) -> Tensor:
+        r""":math:`W r` of each distance between ``k_len`` keys, ``(R, H, D)``, later keys first.
+
+        If causal, they begin with distance zero.
+        """
+        keys = checks.integer(type(self).__name__, "k_len", k_len, least=0)
+        least, most = self._ends(keys)
+        distance = torch.arange(least, most + 1, device=self.pos_bias_u.device)
+        r = sinusoid(distance, Spectrum(self.embed_dim, self.base), dtype)
+        if self.concatenated:
+            r = torch.cat((r[..., 0::2], r[..., 1::2]), -1)
+        return self.linear_pos(r).unflatten(-1, (self.num_heads, self.head_dim))  # type: ignore[no-any-return]
+
+    def _ends(self, keys: int) -> tuple[int, int]:
+        """The first and the last distance."""
+        most = max(keys - 1, 0)
+        most = most if self.max_distance is None else min(most, self.max_distance)
+        return 0 if self.causal else -most, most
+
+    def _rows(self, q: Tensor, k: Tensor, scale: float, offset: int | Tensor | None) -> RowBias:
+        who, heads, keys = type(self).__name__, q.shape[1], k.shape[2]
+        way_out = f"Build {who} with that num_heads, or transpose to (B, heads, tokens, D)."
+        checks.equal(who, "the heads of q", heads, self.num_heads, way_out)
+        wide = torch.promote_types(q.dtype, torch.float32)
+        least, most = self._ends(keys)
+        with without_autocast(q):
+            shifted = q.to(wide) + self.pos_bias_v.to(q.device, wide)[:, None]
+            u = self.pos_bias_u.to(q.device, wide)[..., None]
+            of_keys = (k.to(wide).repeat_interleave(heads // k.shape[1], 1) @ u).mT * scale
+        terms = relative_terms(
+            shifted,
+            k,
+            lambda distance: distance.clamp(least, most) - least,
+            for_queries=self.vectors(keys, dtype=wide),
+            scale=scale,
+            query_offset=offset,
+        )
+        return RowBias(lambda own, index: terms.rows(own, index) + of_keys)

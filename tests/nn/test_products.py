@@ -1,0 +1,241 @@
+"""Relative keys, Transformer-XL's terms and DeBERTa's: products with a vector for each distance."""
+
+import copy
+import math
+import pickle
+
+import pytest
+import torch
+
+import oracles
+import posenc
+from posenc.attention import biased_attention, relative_terms
+from posenc.attention import rows as by_rows
+from support.biases import drawn, leaves, qkv
+
+H, D = 4, 6
+E = H * D
+
+
+def shaw(given, q, k, h, i, j):
+    vectors = given["weight"] if given["weight"].dim() == 2 else given["weight"][:, h]
+    return oracles.relative_keys(q, k, i, j, vectors, 3)
+
+
+def xl(alternate):
+    def formula(given, q, k, h, i, j):
+        project = given["linear_pos.weight"].unflatten(0, (H, D))[h]
+        u, v = given["pos_bias_u"][h], given["pos_bias_v"][h]
+        return oracles.transformer_xl(q, k, i, j, project, u, v, alternate=alternate)
+
+    return formula
+
+
+def deberta(given, q, k, h, i, j):
+    return oracles.deberta(q, k, i, j, given["pos_key"][:, h], given["pos_query"][:, h])
+
+
+MODULES = {
+    "RelativeKeys": (lambda: posenc.RelativeKeys(D, 3), shaw),
+    "RelativeKeys-both-sides": (lambda: posenc.RelativeKeys(D, 3, False), shaw),
+    "RelativeKeys-asymmetric": (lambda: posenc.RelativeKeys(D, 3, False, max_later=1), shaw),
+    "RelativeKeys-of-heads": (lambda: posenc.RelativeKeys(D, 3, num_heads=H), shaw),
+    "TransformerXL": (lambda: posenc.TransformerXLBias(E, H), xl(False)),
+    "TransformerXL-conformer": (
+        lambda: posenc.TransformerXLBias(E, H, False, concatenated=False),
+        xl(True),
+    ),
+    "DeBERTa": (lambda: posenc.DeBERTaBias(H, D, 3), deberta),
+    "DeBERTa-causal": (lambda: posenc.DeBERTaBias(H, D, 3, causal=True), deberta),
+}
+EACH = pytest.mark.parametrize(("make", "formula"), MODULES.values(), ids=MODULES)
+MAKES = {name: make for name, (make, _) in MODULES.items()}
+MAKES["DeBERTa-buckets"] = lambda: posenc.DeBERTaBias(H, D, 8, 4)
+EACH_MADE = pytest.mark.parametrize("make", MAKES.values(), ids=MAKES)
+
+
+def scale_of(module):
+    return (3 * D) ** -0.5 if isinstance(module, posenc.DeBERTaBias) else D**-0.5
+
+
+def matrix(module, formula, given, q, k, starts):
+    k = k.repeat_interleave(q.shape[1] // k.shape[1], 1)
+    hidden = torch.tensor(-math.inf, dtype=torch.float64)
+    entries = [
+        hidden
+        if module.causal and j > start + r
+        else formula(given, q[b, h, r], k[b, h, j], h, start + r, j) * scale_of(module)
+        for b, start in enumerate(starts)
+        for h in range(H)
+        for r in range(q.shape[2])
+        for j in range(k.shape[2])
+    ]
+    return torch.stack(entries).view(*q.shape[:3], k.shape[2])
+
+
+@EACH
+@pytest.mark.parametrize("starts", [(3, 3), (0, 2)], ids=["last", "offsets"])
+def test_attention_is_the_formula_with_its_gradients(make, formula, starts, monkeypatch):
+    """Pieces of two queries, the last of one; two heads share keys."""
+    monkeypatch.setattr(by_rows, "SCORES", 2 * 2 * H * 6)
+    module = drawn(make)
+    q, k, v = qkv(H, 3, 6, D, kv_heads=2)
+    copies, given = [x.detach().clone().requires_grad_() for x in (q, k, v)], leaves(module)
+    wanted = matrix(module, formula, given, *copies[:2], starts)
+    offset = None if starts == (3, 3) else torch.tensor(starts)
+    got = module.bias(q, k, query_offset=offset, dtype=torch.float64)
+    torch.testing.assert_close(got, wanted, rtol=1e-12, atol=1e-13)
+
+    out = module.attention(q, k, v, query_offset=offset)
+    exact = oracles.attention(*copies, wanted, scale_of(module))
+    torch.testing.assert_close(out, exact, rtol=1e-11, atol=1e-12)
+    weight = torch.randn(out.shape, dtype=torch.float64)
+    (out * weight).sum().backward()
+    (exact * weight).sum().backward()
+    for x, copied in zip((q, k, v), copies, strict=True):
+        torch.testing.assert_close(x.grad, copied.grad, rtol=1e-9, atol=1e-11)
+    for name, p in module.named_parameters():
+        # Gradients are rounded to the parameter's float32.
+        bound = 2**-23 * given[name].grad.abs().max().item()
+        torch.testing.assert_close(p.grad.double(), given[name].grad, rtol=1e-6, atol=bound)
+
+
+@EACH_MADE
+def test_one_query_is_the_last_row(make):
+    module, (q, k, v) = drawn(make), (x.detach() for x in qkv(H, 9, 9, D))
+    whole = module.attention(q, k, v)
+    last = module.attention(q[:, :, -1:], k, v)
+    torch.testing.assert_close(last, whole[:, :, -1:], rtol=1e-12, atol=1e-12)
+    in_a_cache = module.attention(q[:, :, 4:6], k, v, query_offset=4)
+    torch.testing.assert_close(in_a_cache, whole[:, :, 4:6], rtol=1e-12, atol=1e-12)
+
+
+@EACH_MADE
+def test_documents_and_padding_do_not_see_each_other(make):
+    module, (q, k, v) = drawn(make), (x.detach() for x in qkv(H, 8, 8, D))
+    got = module.attention(q, k, v, document_ids=torch.tensor([0] * 3 + [1] * 4 + [-1]))
+    parts = [
+        module.attention(*(x[:, :, part] for x in (q, k, v))) for part in (slice(3), slice(3, 7))
+    ]
+    torch.testing.assert_close(got[:, :, :7], torch.cat(parts, 2), rtol=1e-11, atol=1e-11)
+    assert not got[:, :, 7].any()
+
+
+@EACH_MADE
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_the_output_owes_the_rounding_of_its_dtype_alone(make, dtype):
+    module, (q, k, v) = drawn(make), (x.detach() for x in qkv(H, 20, 20, D, dtype=dtype))
+    with torch.autocast("cpu", torch.bfloat16):
+        got = module.to(dtype).attention(q, k, v)
+    wanted = module.attention(*(x.double() for x in (q, k, v)))
+    assert got.dtype == dtype
+    # The output's rounding, and that of float32 scores below 32 and of sums of 20 products.
+    bound = torch.finfo(dtype).eps / 2 + 128 * 2**-24
+    assert ((got - wanted).abs() <= bound * v.abs().max()).all()
+
+
+@EACH_MADE
+def test_gradients_repeat_bit_for_bit_and_inputs_may_be_strided(make):
+    module, (q, k, v) = drawn(make), qkv(H, 17, 17, D, dtype=torch.float32)
+    strided = [x.detach().transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)]
+    runs = []
+    for given in ((q, k, v), (q, k, v), [x.requires_grad_() for x in strided]):
+        out = module.attention(*given)
+        runs.append(torch.autograd.grad(out.square().sum(), [*given, *module.parameters()]))
+    for one, two, three in zip(*runs, strict=True):
+        assert torch.equal(one, two)
+        torch.testing.assert_close(one, three)
+
+
+@EACH_MADE
+def test_torch_func_gives_the_same_gradient(make):
+    module, (q, k, v) = drawn(make), qkv(H, 3, 4, D, batch=1)
+    wanted = torch.autograd.grad(module.attention(q, k, v).sum(), q)[0]
+    ours = torch.func.grad(lambda x: module.attention(x, k.detach(), v.detach()).sum())
+    torch.testing.assert_close(ours(q.detach()), wanted)
+
+
+@EACH_MADE
+def test_nothing_is_attention_to_nothing(make):
+    module = drawn(make)
+    for queries, keys in ((0, 0), (0, 3)):
+        q, k, v = torch.randn(2, H, queries, D), *torch.randn(2, 2, H, keys, D)
+        assert module.attention(q, k, v).shape == (2, H, queries, D)
+    empty = torch.randn(0, H, 3, D)
+    assert module.attention(empty, empty, empty).shape == empty.shape
+    meta = torch.empty(2, H, 5, D, device="meta")
+    assert make().to("meta").attention(meta, meta, meta).shape == meta.shape
+
+
+@EACH_MADE
+def test_copies_pickles_and_casts_keep_the_parameters(make):
+    module = drawn(make)
+    with torch.device("meta"):
+        empty = make()
+    empty.to_empty(device="cpu").load_state_dict(module.state_dict())
+    cast = copy.deepcopy(module).bfloat16()
+    q, k, v = (x.detach() for x in qkv(H, 7, 7, D))
+    wanted = module.attention(q, k, v)
+    for other in (empty, cast, pickle.loads(pickle.dumps(module))):
+        assert other._argument_values() == module._argument_values()
+        assert torch.equal(other.attention(q, k, v), wanted)
+    empty.reset_parameters()
+    assert all(x.isfinite().all() for x in empty.parameters())
+    assert repr(module.replace(causal=module.causal)) == repr(module)
+
+
+@EACH_MADE
+@pytest.mark.slow
+def test_a_compiled_call_is_one_graph(make):
+    module, given = drawn(make), [x.detach() for x in qkv(H, 9, 9, D, dtype=torch.float32)]
+    run = torch.compile(module.attention, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(run(*given), module.attention(*given))
+
+
+def test_distances_are_clipped_as_published():
+    """clamp_len of Transformer-XL: farther keys have one sinusoid."""
+    module = drawn(posenc.TransformerXLBias, E, H, max_distance=4)
+    q = torch.randn(1, H, 1, D, dtype=torch.float64).expand(-1, -1, 9, -1)
+    bias = module.bias(q, torch.zeros_like(q), dtype=torch.float64)
+    far, row = bias[0, :, -1, :5], bias[0, :, -1, 4:5]
+    assert torch.equal(far, row.expand_as(far))
+    assert (bias[0, :, -1, 5] != row[:, 0]).all()
+
+
+def test_a_function_takes_vectors_that_a_layer_projects():
+    """DeBERTa shares its projections between content and position."""
+    module, (q, k, v) = drawn(posenc.DeBERTaBias, H, D, 3), qkv(H, 6, 6, D)
+    scale = (3 * D) ** -0.5
+    vectors = {"for_queries": module.pos_key, "for_keys": module.pos_query}
+    bias = relative_terms(q, k, module.distance_rows, scale=scale, **vectors)
+    got = biased_attention(q, k, v, bias, scale=scale, causal=False)
+    assert torch.equal(got, module.attention(q, k, v))
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda: posenc.RelativeKeys(0, 3), "RelativeKeys: head_dim must be at least 1"),
+        (lambda: posenc.RelativeKeys(8, -1), "RelativeKeys: max_distance must be at least 0"),
+        (lambda: posenc.RelativeKeys(8, 3, max_later=2), "max_later must be None if causal"),
+        (lambda: posenc.TransformerXLBias(10, 4), "embed_dim must be a multiple of num_heads=4"),
+        (lambda: posenc.DeBERTaBias(2, 8, 5, 8), "max_relative_positions must be above 5"),
+        (lambda: posenc.DeBERTaBias(2, 8, 5, 1), "position_buckets must be at least 2"),
+    ],
+    ids=["width", "distance", "later", "heads", "buckets", "few-buckets"],
+)
+def test_bad_arguments_are_refused(make, text):
+    with pytest.raises(ValueError, match=text):
+        make()
+
+
+def test_tensors_of_another_layer_are_refused():
+    q, k, v = torch.randn(3, 1, 2, 5, D).unbind()
+    with pytest.raises(ValueError, match="RelativeKeys: head_dim must be 8, got 6"):
+        posenc.RelativeKeys(8, 3).attention(q, k, v)
+    with pytest.raises(ValueError, match=r"for_queries must have shape \(R, 6\) or \(R, 2, 6\)"):
+        posenc.RelativeKeys(D, 3, num_heads=4).attention(q, k, v)
+    with pytest.raises(ValueError, match="the heads of q must be 4, got 2"):
+        posenc.TransformerXLBias(E, H).attention(q, k, v)
+    with pytest.raises(TypeError, match="DeBERTaBias: attention takes the keywords"):
+        posenc.DeBERTaBias(2, D).attention(q, k, v, is_causal=True)

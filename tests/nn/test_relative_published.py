@@ -1,0 +1,181 @@
+"""Relative keys, Transformer-XL's and DeBERTa's terms equal the attention of published models.
+
+All in float64, with random weights. Sinusoids are given, exact, to the published layers, which
+would make them in float32.
+"""
+
+import pytest
+import torch
+
+import oracles
+import posenc
+from support.biases import drawn
+
+pytest.importorskip("transformers")
+B, L, H, D = 2, 23, 4, 12
+E = H * D
+# Sums of up to 48 products and 23 weights, all near one.
+CLOSE = {"rtol": 1e-12, "atol": 1e-12}
+
+
+def drawn_double(layer):
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for p in layer.parameters():
+            p.copy_(torch.randn(p.shape) * 0.3)
+    return layer.double().eval()
+
+
+def heads(x):
+    return x.unflatten(-1, (H, D)).transpose(1, 2)
+
+
+def merged(x):
+    return x.transpose(1, 2).flatten(2)
+
+
+def hidden_states():
+    return torch.randn(B, L, E, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+
+
+def speech_layer(name, kind):
+    """A self-attention of wav2vec 2.0's successors, eager."""
+    from transformers import Wav2Vec2BertConfig, Wav2Vec2ConformerConfig
+    from transformers.models.wav2vec2_bert import modeling_wav2vec2_bert as bert
+    from transformers.models.wav2vec2_conformer import modeling_wav2vec2_conformer as conformer
+
+    config, layer = {
+        "bert": (Wav2Vec2BertConfig, bert.Wav2Vec2BertSelfAttention),
+        "conformer": (Wav2Vec2ConformerConfig, conformer.Wav2Vec2ConformerSelfAttention),
+    }[name]
+    sizes = {"hidden_size": E, "num_attention_heads": H, "position_embeddings_type": kind}
+    if name == "bert":
+        sizes |= {"left_max_position_embeddings": 7, "right_max_position_embeddings": 3}
+    made = config(**sizes)
+    made._attn_implementation = "eager"
+    return drawn_double(layer(made))
+
+
+def projected(layer, x):
+    return [heads(part(x)) for part in (layer.linear_q, layer.linear_k, layer.linear_v)]
+
+
+def sinusoids(first, last, *, concatenated):
+    """The rows of distances from ``first`` down to ``last``."""
+    rows = oracles.sinusoid(range(first, last - 1, -1), E)
+    return torch.cat((rows[:, 0::2], rows[:, 1::2]), 1) if concatenated else rows
+
+
+def test_relative_keys_are_those_of_w2v_bert():
+    layer, x = speech_layer("bert", "relative_key"), hidden_states()
+    ours = posenc.RelativeKeys(D, 7, causal=False, max_later=3, dtype=torch.float64)
+    ours.load_state_dict({"weight": layer.distance_embedding.weight})
+    wanted, _ = layer(x)
+    got = layer.linear_out(merged(ours.attention(*projected(layer, x))))
+    torch.testing.assert_close(got, wanted, **CLOSE)
+
+
+@pytest.mark.parametrize("name", ["conformer", "bert"])
+def test_transformer_xl_is_the_attention_of_conformers(name):
+    layer, x = speech_layer(name, "relative"), hidden_states()
+    ours = posenc.TransformerXLBias(E, H, False, concatenated=False, dtype=torch.float64)
+    state = layer.state_dict()
+    ours.load_state_dict({name: state[name] for name in ours.state_dict()})
+    r = sinusoids(L - 1, 1 - L, concatenated=False)[None]
+    wanted, _ = layer(x, relative_position_embeddings=r)
+    got = layer.linear_out(merged(ours.attention(*projected(layer, x))))
+    torch.testing.assert_close(got, wanted, **CLOSE)
+
+
+@pytest.mark.parametrize("causal", [True, False], ids=["uni", "bi"])
+@pytest.mark.parametrize("memory", [0, 9])
+def test_transformer_xl_is_the_attention_of_xlnet(causal, memory):
+    """A memory is keys before the queries."""
+    from transformers import XLNetConfig
+    from transformers.models.xlnet.modeling_xlnet import XLNetRelativeAttention
+
+    layer = drawn_double(XLNetRelativeAttention(XLNetConfig(d_model=E, n_head=H, d_inner=8)))
+    ours = posenc.TransformerXLBias(E, H, causal, dtype=torch.float64)
+    state = {"pos_bias_u": layer.r_w_bias, "pos_bias_v": layer.r_r_bias}
+    ours.load_state_dict(state | {"linear_pos.weight": layer.r.flatten(1).T})
+    x = hidden_states()
+    q, k, v = (
+        torch.einsum("blh,hnd->bnld", part, w)
+        for part, w in ((x[:, memory:], layer.q), (x, layer.k), (x, layer.v))
+    )
+    by_place = [part.permute(2, 0, 1, 3) for part in (q, k, v)]
+    r = sinusoids(L, memory - L, concatenated=True)
+    r = torch.einsum("ih,hnd->ind", r, layer.r)[:, None].expand(-1, B, -1, -1)
+    later = torch.ones(L - memory, L, dtype=torch.float64).triu(memory + 1)[..., None, None]
+    wanted = layer.rel_attn_core(*by_place, r, attn_mask=later if causal else None)
+    torch.testing.assert_close(ours.attention(q, k, v).permute(2, 0, 1, 3), wanted, **CLOSE)
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("buckets", [-1, 6])
+@pytest.mark.parametrize("shared", [True, False], ids=["v3", "v2-without-sharing"])
+def test_deberta_v2_is_itself(shared, buckets, padded):
+    """Scores are over √(3 D), here 6: the layer makes the root in float32."""
+    from transformers import DebertaV2Config
+    from transformers.models.deberta_v2.modeling_deberta_v2 import DisentangledSelfAttention
+
+    config = DebertaV2Config(
+        hidden_size=E,
+        num_attention_heads=H,
+        relative_attention=True,
+        pos_att_type=["p2c", "c2p"],
+        share_att_key=shared,
+        position_buckets=buckets,
+        max_relative_positions=10,
+    )
+    layer = drawn_double(DisentangledSelfAttention(config))
+    span = layer.pos_ebd_size
+    rel = torch.randn(2 * span, E, dtype=torch.float64)
+    to_key = layer.key_proj if shared else layer.pos_key_proj
+    to_query = layer.query_proj if shared else layer.pos_query_proj
+    sizes = H, D, 10, None if buckets < 0 else buckets
+    ours = posenc.DeBERTaBias(*sizes, dtype=torch.float64)
+    vectors = {"pos_key": to_key(rel), "pos_query": to_query(rel)}
+    ours.load_state_dict({name: x.view(2 * span, H, D) for name, x in vectors.items()})
+    x = hidden_states()
+    real = torch.ones(B, L, dtype=torch.bool)
+    real[0, 15:] = not padded
+    wanted, _ = layer(x, real[:, None, :, None] & real[:, None, None], rel_embeddings=rel)
+    q, k, v = (heads(part(x)) for part in (layer.query_proj, layer.key_proj, layer.value_proj))
+    got = merged(ours.attention(q, k, v, document_ids=torch.where(real, 0, -1)))
+    torch.testing.assert_close(got[real], wanted[real], **CLOSE)
+
+
+@pytest.mark.parametrize("most", [10, 40], ids=["clipped", "not-clipped"])
+def test_deberta_is_itself(most):
+    from transformers import DebertaConfig
+    from transformers.models.deberta import modeling_deberta as deberta
+
+    config = DebertaConfig(
+        hidden_size=E,
+        num_attention_heads=H,
+        relative_attention=True,
+        pos_att_type=["c2p", "p2c"],
+        max_relative_positions=most,
+    )
+    layer, x = drawn_double(deberta.DisentangledSelfAttention(config)), hidden_states()
+    rel = torch.randn(2 * most, E, dtype=torch.float64)
+    q, k, v = layer.transpose_for_scores(layer.in_proj(x)).chunk(3, -1)
+    q, v = q + heads(layer.q_bias[None, None]), v + heads(layer.v_bias[None, None])
+    ours = posenc.DeBERTaBias(H, D, most, dtype=torch.float64)
+    vectors = {"pos_key": layer.pos_proj(rel), "pos_query": layer.pos_q_proj(rel)}
+    ours.load_state_dict({name: y.view(2 * most, H, D) for name, y in vectors.items()})
+    place = deberta.build_relative_position(q, k)
+    wanted, _ = layer(x, torch.ones(B, 1, L, L), relative_pos=place, rel_embeddings=rel)
+    torch.testing.assert_close(merged(ours.attention(q, k, v)), wanted, **CLOSE)
+
+
+@pytest.mark.parametrize("sizes", [(256, 512), (8, 20), (5, 100), (2, 4), (128, 4096)], ids=str)
+def test_buckets_are_the_published_ones(sizes):
+    from transformers.models.deberta_v2.modeling_deberta_v2 import make_log_bucket_position
+
+    buckets, most = sizes
+    distance = torch.arange(-5 * most, 5 * most)
+    wanted = make_log_bucket_position(distance, buckets, most).long() + buckets
+    got = drawn(posenc.DeBERTaBias, 1, 1, most, buckets).distance_rows(distance)
+    assert torch.equal(got, wanted.clamp(0, 2 * buckets - 1))
