@@ -5,15 +5,19 @@ import pytest
 from typer.testing import CliRunner
 
 import posenc.cli
-from posenc.lab.comparison.plan import COMPARED, ENCODINGS, Plan
+from posenc.lab.comparison.encodings import COMPARED, ENCODINGS
+from posenc.lab.comparison.plan import Plan
 from posenc.lab.comparison.run import Run
 
-TINY = ("--train-length 8 --steps 3 --batch 2 --width 16 --layers 1 --heads 2 --windows 2").split()
+TINY = (
+    "--train-length 8 --steps 3 --batch 2 --width 16 --layers 1 --heads 2 --windows 2 --jobs 1"
+).split()
 
 
 @pytest.fixture
 def run(monkeypatch):
     app = posenc.cli.application()
+    monkeypatch.setattr("posenc.lab.comparison.costs.REPEATS", 1)
 
     def invoke(*arguments):
         words = ["compare", *map(str, arguments)]
@@ -31,21 +35,9 @@ def test_a_run_writes_page_figures_and_numbers_and_says_where(run, tmp_path):
     assert "\x1b" not in done.stdout
     assert all(" % " in line for line in done.stderr.splitlines())
     lines = done.stdout.splitlines()
-    assert lines[1].split() == [
-        "1",
-        "×",
-        "(8)",
-        "2",
-        "×",
-        "(16)",
-        "4",
-        "×",
-        "(32)",
-        "8",
-        "×",
-        "(64)",
-    ]
-    assert [line.split()[0] for line in lines[2:4]] == ["none", "ALiBi"]
+    assert lines[1].split() == "1 × (8) 2 × (16) 4 × (32) 8 × (64) how".split()
+    assert {line.split()[0] for line in lines[2:4]} == {"none", "ALiBi"}
+    assert lines[4] == "what each costs"
     for name, file in [
         ("report", "report.html"),
         ("figure", "figure.png"),
@@ -77,26 +69,31 @@ def test_json_has_the_plan_and_a_row_for_each_encoding(run, tmp_path):
     assert done.exit_code == 0, done.output
     found = json.loads(done.stdout)
     assert found.keys() == {
-        "posenc", "command", "machine", "plan", "text", "complete", "units", "summary"
+        "posenc", "command", "machine", "plan", "text", "complete", "units", "costs", "summary"
     }  # fmt: skip
     assert found["plan"]["times"] == [1, 2]
-    assert [row["encoding"] for row in found["summary"]] == ["rope", "rope-yarn"]
-    for row in found["summary"]:
+    assert [row["encoding"] for row in found["summary"]["text"]] == ["rope", "rope-yarn"]
+    for row in found["summary"]["text"]:
         assert row.keys() == {
-            "encoding", "label", "past", "seeds", "tail", "low", "high", "rise", "whole",
-            "by_position", "curve", "parameters", "cost",
+            "encoding", "label", "how", "past", "seeds", "score", "low", "high", "worse", "rank",
+            "level", "loss", "by_position", "curve",
         }  # fmt: skip
-        assert len(row["tail"]) == 2
-        assert row["cost"].keys() == {
-            "train_tokens_per_second", "test_tokens_per_second", "train_bytes", "test_bytes"
+        assert len(row["score"]) == len(row["rank"]) == 2
+    assert list(found["costs"]) == ["rope", "rope-yarn"]
+    for cost in found["costs"].values():
+        assert cost.keys() == {
+            "parameters", "step", "step_seconds", "step_bytes", "read", "read_bytes"
         }  # fmt: skip
-        assert all(value > 0 for value in row["cost"].values())
+    rope, yarn = found["costs"].values()
+    assert all(value > 0 for key, value in rope.items() if key != "parameters")
+    assert yarn["step"] is None
+    assert yarn["read_bytes"] > 0
 
 
 @pytest.mark.usefixtures("undrawn")
 def test_all_means_every_encoding(run, tmp_path, monkeypatch):
     """The default set stays short; what is trained with each is tested with its decoder."""
-    monkeypatch.setattr(Run, "go", lambda self, tell: None)
+    monkeypatch.setattr(Run, "go", lambda self, tell, jobs: None)
     for words, names in (("all", ENCODINGS), (",".join(COMPARED), COMPARED)):
         done = run(*TINY, "--encodings", words, "-o", tmp_path / words[:3], "--json")
         assert done.exit_code == 0, done.output
@@ -108,9 +105,9 @@ def test_ctrl_c_keeps_what_is_done_and_resume_goes_on(run, tmp_path, monkeypatch
     out = tmp_path / "out"
     go = Run.go
 
-    def interrupted(self, tell):
+    def interrupted(self, tell, jobs):
         def stop(label, done):
-            if label.startswith("alibi-0"):
+            if label.startswith("text-alibi-0"):
                 raise KeyboardInterrupt
 
         go(self, stop)
@@ -123,18 +120,18 @@ def test_ctrl_c_keeps_what_is_done_and_resume_goes_on(run, tmp_path, monkeypatch
     )
     assert "Not finished" in (out / "report.html").read_text()
     monkeypatch.setattr(Run, "go", go)
-    before = json.loads((out / "results.json").read_text())["units"]["none-0"]
+    before = json.loads((out / "results.json").read_text())["units"]["text-none-0"]
     done = run("--resume", "-o", out, *TINY)
     assert done.exit_code == 0, done.output
     found = json.loads((out / "results.json").read_text())
     assert found["complete"]
-    assert found["units"]["none-0"] == before
-    assert list(found["units"]) == ["none-0", "alibi-0"]
+    assert found["units"]["text-none-0"] == before
+    assert list(found["units"]) == ["text-none-0", "text-alibi-0"]
     assert "Not finished" not in (out / "report.html").read_text()
 
 
 def test_ctrl_c_in_the_first_training_leaves_a_folder_to_resume(run, tmp_path, monkeypatch):
-    def interrupted(self, tell):
+    def interrupted(self, tell, jobs):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(Run, "go", interrupted)
@@ -169,7 +166,8 @@ def test_the_example_in_the_help_is_accepted(run, tmp_path):
 
 def test_help_names_every_flag(run):
     text = run("--help").stdout
-    flags = "--quick --encodings --seeds --text --resume --overwrite --times --json"
+    flags = "--quick --encodings --tasks --seeds --text --resume --overwrite --times --json"
+    flags += " --device --jobs"
     for flag in flags.split():
         assert flag in text
 
@@ -192,6 +190,9 @@ def test_an_earlier_run_stays_unless_told(run, tmp_path):
     [
         pytest.param(["--encodings", "rope,x"], "--encodings must be among none", id="encoding"),
         pytest.param(["--encodings", ","], "got nothing", id="no-encoding"),
+        pytest.param(["--tasks", "text,x"], "--tasks must be among text, copy, index", id="task"),
+        pytest.param(["--device", "tpu"], "--device must be cpu or cuda", id="device-name"),
+        pytest.param(["--jobs", "0"], "--jobs", id="jobs"),
         pytest.param(["--times", "1,x"], "'--times': must be whole numbers", id="times"),
         pytest.param(["--times", "0"], "--times must be 1 or more", id="zero-times"),
         pytest.param(["--text", "no-such-file"], "No such file or directory: ", id="no-text"),
@@ -267,7 +268,7 @@ def test_a_training_that_diverges_says_so_in_one_line(run, tmp_path):
     done = run("-o", tmp_path, *TINY, "--learning-rate", "1e30", "--encodings", "none")
     assert done.exit_code == 2
     *_, said = done.stderr.splitlines()
-    assert said.startswith("posenc: the training of none-0 diverged at step ")
+    assert said.startswith("posenc: the training of text-none-0 diverged at step ")
     assert said.endswith(": lower --learning-rate.")
 
 

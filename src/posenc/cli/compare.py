@@ -7,7 +7,7 @@ import json
 import os
 import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,14 +15,21 @@ import typer
 from rich.text import Text
 
 from posenc.cli import _print
-from posenc.lab.comparison import report
-from posenc.lab.comparison.plan import COMPARED, ENCODINGS, QUICK, Plan
+from posenc.lab import machine
+from posenc.lab.comparison import charts, report
+from posenc.lab.comparison.encodings import COMPARED, ENCODINGS
+from posenc.lab.comparison.plan import QUICK, Plan
 from posenc.lab.comparison.run import RESULTS, Run
+from posenc.lab.comparison.tasks import TASKS
 from posenc.lab.pictures.style import save
 
 _DEFAULTS = {field.name: field.default for field in dataclasses.fields(Plan)}
 _BASE = "Base of RoPE and the sinusoid; 0: the training length."
 _KNOWN = f"Comma-separated, of: {', '.join(ENCODINGS)}; or all."
+_TASKS = f"Comma-separated, of: {', '.join(TASKS)}; or all."
+
+
+_JOBS = typer.Option(help="Trainings at a time.", show_default="cores / threads", min=1)
 
 
 def _number(name: str, help_: str, least: int | None = 1) -> Any:
@@ -34,9 +41,14 @@ def _parsed(parse: Callable[[str], object], metavar: str, help_: str, default: s
     return typer.Option(parser=parse, metavar=metavar, help=help_, show_default=default)
 
 
-def _names(text: str) -> tuple[str, ...]:
-    names = tuple(name.strip() for name in text.split(",") if name.strip())
-    return tuple(ENCODINGS) if names == ("all",) else names
+def _among(known: Collection[str]) -> Callable[[str], tuple[str, ...]]:
+    """Reads names with commas between them; all stands for those that are known."""
+
+    def names(text: str) -> tuple[str, ...]:
+        found = tuple(name.strip() for name in text.split(",") if name.strip())
+        return tuple(known) if found == ("all",) else found
+
+    return names
 
 
 def _times(text: str) -> tuple[int, ...]:
@@ -51,8 +63,11 @@ def compare(
     output: Annotated[Path, typer.Option("--output", "-o", metavar="DIR", help="Write here.")] = (
         Path("posenc-compare")
     ),
-    quick: Annotated[bool, typer.Option(help="About a minute on one core, not fifteen.")] = False,
-    encodings: Annotated[Any, _parsed(_names, "NAMES", _KNOWN, ",".join(COMPARED))] = None,
+    quick: Annotated[bool, typer.Option(help="A minute on one core, not five.")] = False,
+    encodings: Annotated[
+        Any, _parsed(_among(ENCODINGS), "NAMES", _KNOWN, ",".join(COMPARED))
+    ] = None,
+    tasks: Annotated[Any, _parsed(_among(TASKS), "NAMES", _TASKS, "text")] = None,
     seeds: Annotated[int | None, _number("seeds", "Trainings of each encoding.")] = None,
     text: Annotated[
         Any, _parsed(os.path.abspath, "FILE", "Text to train on.", "built-in tales")
@@ -69,16 +84,19 @@ def compare(
     learning_rate: Annotated[float | None, _number("learning_rate", "The peak.", None)] = None,
     base: Annotated[float | None, _number("base", _BASE, None)] = None,
     windows: Annotated[int | None, _number("windows", "Sequences per test.")] = None,
-    threads: Annotated[int | None, _number("threads", "CPU threads.")] = None,
+    threads: Annotated[int | None, _number("threads", "CPU threads of a training.")] = None,
+    device: Annotated[str | None, _number("device", "cpu or cuda.", None)] = None,
+    jobs: Annotated[int | None, _JOBS] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the numbers as JSON.")] = False,
 ) -> None:
     """Train the same small transformer with each encoding, and test it on longer sequences.
 
-    All start from the same weights and see the same text in the same order. Written to a folder:
-    `report.html`, one page that opens offline; `figure.png` and `figure.svg`; `results.json`, every
-    number. The folder must be new or empty, or have an earlier run; other files are never touched.
-    Numbers are saved after each training: Ctrl-C keeps them, and `--resume` does the missing
-    trainings, to the same numbers as a run that was never stopped.
+    All start from the same weights and see the same data in the same order. Encodings that are
+    applied to a trained model are tested with RoPE's. Written to a folder: `report.html`, one page
+    that opens offline; `figure.png` and `figure.svg`; `results.json`, every number. The folder must
+    be new or empty, or have an earlier run; other files are never touched. Numbers are saved after
+    each training: Ctrl-C keeps them, and `--resume` does the missing trainings, to the same numbers
+    as a run that was never stopped.
 
     Example: posenc compare --quick -o compared
     """
@@ -97,7 +115,7 @@ def compare(
         run.begin(overwrite=overwrite)
     try:
         with _print.progress() as tell:
-            run.go(tell)
+            run.go(tell, jobs=jobs or _cores() // run.plan.threads or 1)
     except KeyboardInterrupt:
         stopped = True
     written = _draw(run)
@@ -107,8 +125,9 @@ def compare(
         _show(run)
         for name, path in written.items():
             typer.echo(f"{name}: {path}")
-        if seen := report.sentence(run.plan, run.results["summary"]):
-            typer.echo(seen)
+        for task, rows in run.results["summary"].items():
+            if seen := report.sentence(run.plan, task, rows):
+                typer.echo(seen)
     if stopped:
         done = f"{len(run.results['units'])} of {len(run.plan.units())} trainings"
         again = shlex.join(["posenc", "compare", "--resume", "-o", str(output)])
@@ -128,24 +147,35 @@ def _draw(run: Run) -> dict[str, Path]:
     """Write the page and the figures of the trainings that are finished."""
     folder = run.folder.absolute()
     written = {"numbers": folder / RESULTS}
-    if run.results["summary"]:
+    if any(run.results["summary"].values()):
         written = {"report": folder / "report.html", **written, "figure": folder / "figure.png"}
         written["report"].write_text(report.page(run.plan, run.results), "utf-8")
-        sheet = report.overview(run.plan, run.results)
+        sheet = charts.overview(run.plan, run.results)
         for suffix in (".svg", ".png"):
             save(sheet, written["figure"].with_suffix(suffix))
     return written
 
 
 def _show(run: Run) -> None:
-    plan = run.plan
+    """Print scores and ranks of each task, the best of the longest first, and then the costs."""
+    plan, results = run.plan, run.results
     heads = [f"{t} × ({n})" for t, n in zip(plan.times, plan.lengths, strict=True)]
-    rows = []
-    for row in run.results["summary"]:
-        cells = [Text(row["label"])]
-        for i, (loss, rise) in enumerate(zip(row["tail"], row["rise"], strict=True)):
-            colour = "green" if rise < 0.1 else "yellow" if rise < 0.5 else "red"
-            cells.append(Text(f"{loss:.3f}", style=colour if i else ""))
-        rows.append(cells)
-    title = f"loss of the last {plan.train_length} symbols, nats, by length of the sequence"
-    _print.table(title, ["", *heads], rows)
+    for task, found in results["summary"].items():
+        rows = []
+        for row in sorted(found, key=lambda row: row["rank"][-1]):
+            cells = [Text(row["label"])]
+            for at, (score, worse) in enumerate(zip(report.scores(row), row["worse"], strict=True)):
+                colour = "green" if worse < 0.1 else "yellow" if worse < 0.5 else "red"
+                cells.append(Text(f"{score} #{row['rank'][at]}", style=colour if at else ""))
+            rows.append([*cells, Text(row["how"])])
+        titles = {"text": f"loss of the last {plan.train_length} symbols, nats"}
+        title = titles.get(task, f"accuracy in {TASKS[task].label}")
+        _print.table(f"{title}, by length of the sequence", ["", *heads, "how"], rows)
+    if results["costs"]:
+        costs = [[ENCODINGS[n].label, *report.costs(c)] for n, c in results["costs"].items()]
+        note = "×: of the time without an encoding; reading: one sequence of the longest length"
+        _print.table("what each costs", ["", *report.COSTS], costs, [note])
+
+
+def _cores() -> int:
+    return int(machine.describe()["cores"] or 1)

@@ -4,8 +4,10 @@ import pytest
 import torch
 
 from posenc.lab.comparison.decoder import Decoder
-from posenc.lab.comparison.plan import ENCODINGS, Plan
-from posenc.lab.comparison.training import next_token_loss
+from posenc.lab.comparison.encodings import ENCODINGS, LOOKS
+from posenc.lab.comparison.plan import Plan
+from posenc.lab.comparison.tasks import Batch
+from posenc.lab.comparison.training import losses_of
 
 PLAN = Plan(train_length=8, times=(1, 3), width=16, layers=2, heads=2)
 ONE_LAYER = dataclasses.replace(PLAN, layers=1)
@@ -60,7 +62,7 @@ def test_one_step_trains_every_number_of_an_encoding(encoding):
     for block in model.blocks:
         torch.nn.init.normal_(block.qkv.weight, std=0.4)
     tokens = torch.randint(0, 11, (4, PLAN.train_length + 1))
-    next_token_loss(model, tokens).mean().backward()
+    losses_of(model, Batch(tokens[:, :-1], tokens[:, 1:])).mean().backward()
     before = [p.detach().clone() for p in model.position.parameters()]
     torch.optim.AdamW(model.weight_groups(0.1), lr=1e-2).step()
     for old, new in zip(before, model.position.parameters(), strict=True):
@@ -86,7 +88,10 @@ def test_without_an_encoding_one_layer_sees_a_set():
     assert torch.allclose(last[0], last[1], rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", [name for name, e in ENCODINGS.items() if e.trained_as])
+AFTERWARDS = [name for name, encoding in ENCODINGS.items() if encoding.trained_as]
+
+
+@pytest.mark.parametrize("name", [n for n in AFTERWARDS if not ENCODINGS[n].recalibration])
 def test_a_rule_changes_what_the_same_weights_say_past_the_training_length_alone(name):
     """Otherwise two lines of the picture would be one."""
     model = decoder("rope")
@@ -96,9 +101,9 @@ def test_a_rule_changes_what_the_same_weights_say_past_the_training_length_alone
         torch.nn.init.normal_(block.qkv.weight, std=0.4, generator=drawn)
     tokens = torch.arange(24)[None] % 11
     plain = model(tokens)
-    model.position = ENCODINGS[name].build(PLAN, 24)
+    model.use(name, 24)
     assert (model(tokens) - plain).abs().max() > 1e-3
-    model.position = ENCODINGS[name].build(PLAN, 8)
+    model.use(name, 8)
     assert torch.equal(model(tokens), plain)
 
 
@@ -110,3 +115,41 @@ def test_weight_decay_is_for_matrices_and_never_for_tables():
     assert not tables & {id(p) for p in decayed}
     assert {p.dim() for p in decayed} == {2}
     assert len(decayed) + len(others) == len(list(model.parameters()))
+
+
+def test_a_dropped_rotation_leaves_a_decoder_without_an_encoding():
+    tokens = torch.arange(24)[None] % 11
+    none, dropped = decoder("none"), decoder("rope")
+    dropped.use("drope", 24)
+    assert torch.equal(dropped(tokens), none(tokens))
+
+
+def test_a_skipped_layer_attends_without_an_encoding():
+    """Layers 0 and 2 of three rotate; the second sees a set."""
+    encoding = ENCODINGS["rope-nope"]
+    assert [encoding.acts_in(layer) for layer in range(4)] == [True, False, True, False]
+    model, called = decoder("rope-nope", dataclasses.replace(PLAN, layers=3)), []
+    model.position.register_forward_hook(lambda *_: called.append(1))
+    model(torch.arange(8)[None])
+    assert len(called) == 2
+
+
+def test_queries_and_keys_may_become_wider():
+    """Their products keep the scale of the head's own width."""
+
+    class Doubled(torch.nn.Module):
+        def forward(self, q, k):
+            return torch.cat([q, q], -1), torch.cat([k, torch.zeros_like(k)], -1)
+
+    tokens = torch.arange(8)[None]
+    plain, wide = decoder("none"), decoder("rope")
+    wide.position = Doubled()
+    torch.testing.assert_close(wide(tokens), plain(tokens), rtol=0, atol=1e-6)
+
+
+def test_every_encoding_says_whether_it_is_trained_and_has_a_look_of_its_own():
+    assert ENCODINGS["alibi"].how == "trained"
+    assert ENCODINGS["rope-yarn"].how == "applied to RoPE's model"
+    assert ENCODINGS["drope"].how == "applied to RoPE's model, then trained further"
+    assert LOOKS.keys() == ENCODINGS.keys()
+    assert len(set(LOOKS.values())) == len(LOOKS)

@@ -5,7 +5,7 @@ from html.parser import HTMLParser
 
 import pytest
 
-from posenc.lab.comparison import report
+from posenc.lab.comparison import charts, report
 from posenc.lab.comparison.plan import Plan
 from posenc.lab.comparison.run import Run
 from posenc.lab.pictures.style import image
@@ -81,12 +81,15 @@ def test_the_pictures_are_light_on_a_dark_page(page):
 
 def test_the_page_has_every_number_and_the_command(results, page):
     text = " ".join("".join(Page(page).text).split())
-    for row in results["summary"]:
+    for row in results["summary"]["text"]:
         assert row["label"] in text
+        assert row["how"] in text
         assert row["past"] in text
-        for loss in row["tail"]:
+        for loss in row["score"]:
             assert f"{loss:.3f}" in text
-        assert f"{row['parameters']:,}" in text
+        cost = results["costs"][row["encoding"]]
+        assert f"{cost['parameters']:,}" in text
+        assert f"{cost['read_bytes'] / 1e6:.2f}" in text
     assert "posenc compare --text '<b>.txt'" in text
     assert "Not finished" not in text
 
@@ -108,8 +111,8 @@ def test_nothing_of_the_results_becomes_a_tag(results):
     hostile["machine"] = dict.fromkeys(hostile["machine"], tag)
     hostile["text"] |= {"name": tag, "sha256": tag}
     hostile["plan"]["layers"] = tag
-    for row in hostile["summary"]:
-        row |= {"label": tag, "past": tag}
+    for row in hostile["summary"]["text"]:
+        row |= {"label": tag, "past": tag, "how": tag}
     written = report.page(TINY, hostile)
     assert "<script" not in written
     assert written.count("&lt;script&gt;alert(1)&lt;/script&gt;&#x27;&quot;") > 5
@@ -119,16 +122,16 @@ def test_nothing_of_the_results_becomes_a_tag(results):
 def test_a_dollar_in_the_name_of_a_text_is_drawn_as_it_is(results):
     """Matplotlib would read a formula between two of them, and refuse one it cannot read."""
     named = {**results, "text": {**results["text"], "name": r"$\frac$.txt"}}
-    assert rb"$\frac$.txt" in image(report.overview(TINY, named), ".svg")
+    assert rb"$\frac$.txt" in image(charts.overview(TINY, named), ".svg")
 
 
 def test_the_sheet_names_every_line_beside_it(results):
-    sheet = report.overview(TINY, results)
+    sheet = charts.overview(TINY, results)
     sheet.canvas.draw()
     by_length = sheet.axes[0]
     legend = by_length.get_legend()
     assert {text.get_text() for text in legend.texts} == {
-        row["label"] for row in results["summary"]
+        row["label"] for row in results["summary"]["text"]
     }
     assert legend.get_window_extent().x0 >= by_length.get_window_extent().x1
     assert legend.get_window_extent().x1 <= sheet.bbox.x1 + 1
@@ -140,5 +143,5 @@ def test_one_length_alone_is_drawn(tmp_path):
     run = Run(tmp_path, plan)
     run.begin()
     run.go()
-    assert report.overview(plan, run.results).axes
+    assert charts.overview(plan, run.results).axes
     assert "1 ×" in report.page(plan, run.results)

@@ -1,4 +1,5 @@
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -12,7 +13,7 @@ import torch
 from posenc.lab.comparison.decoder import Decoder
 from posenc.lab.comparison.plan import QUICK, Plan
 from posenc.lab.comparison.run import RESULTS, Run
-from posenc.lab.comparison.training import losses_by_length
+from posenc.lab.comparison.training import scores_by_length
 
 TINY = {
     "train_length": 8,
@@ -29,10 +30,7 @@ def numbers(folder):
     """Everything of a run but the times, which differ."""
     results = json.loads((folder / RESULTS).read_text())
     assert results["complete"]
-    return {
-        name: {key: value for key, value in unit.items() if key != "cost"}
-        for name, unit in results["units"].items()
-    }
+    return results["units"]
 
 
 @pytest.fixture(scope="module")
@@ -47,12 +45,12 @@ def whole(tmp_path_factory):
 
 def test_a_run_tests_every_encoding_at_every_length(whole):
     assert list(whole) == [
-        f"{name}-0" for name in ("none", "sinusoidal", "learned", "rope", "alibi")
+        f"text-{name}-0" for name in ("none", "sinusoidal", "learned", "rope", "alibi")
     ]
-    assert list(whole["rope-0"]["tests"]) == ["rope", "rope-yarn"]
+    assert list(whole["text-rope-0"]["tests"]) == ["rope", "rope-yarn"]
     for unit in whole.values():
         for test in unit["tests"].values():
-            assert len(test["tail"]) == len(test["whole"]) == 4
+            assert len(test["score"]) == len(test["loss"]) == 4
             assert len(test["by_position"]) == 32
         assert len(unit["curve"]["loss"]) == 6
 
@@ -60,11 +58,11 @@ def test_a_run_tests_every_encoding_at_every_length(whole):
 def test_a_rule_is_applied_past_the_training_length_alone(tmp_path):
     """Weights are drawn, not trained, and large: the rule then shows in every digit."""
     run = Run(tmp_path, Plan(**TINY))
-    model = Decoder("rope", run.plan, symbols=run.text.symbols, seed=0)
+    model = Decoder("rope", run.plan, symbols=run.data["text"].symbols, seed=0)
     for weight in model.parameters():
         torch.nn.init.normal_(weight, std=1.0, generator=torch.Generator().manual_seed(0))
     plain, yarn = (
-        losses_by_length(model, name, run.plan, run.text.held)["tail"]
+        scores_by_length(model, name, run.plan, "text", run.data["text"])["score"]
         for name in ("rope", "rope-yarn")
     )
     assert plain[0] == yarn[0]
@@ -74,9 +72,9 @@ def test_a_rule_is_applied_past_the_training_length_alone(tmp_path):
 @pytest.mark.parametrize(
     ("unit", "step"),
     [
-        pytest.param("none-0", 1, id="after-the-first-step"),
-        pytest.param("sinusoidal-0", 4, id="within-a-training"),
-        pytest.param("alibi-0", 6, id="after-the-last-step"),
+        pytest.param("text-none-0", 1, id="after-the-first-step"),
+        pytest.param("text-sinusoidal-0", 4, id="within-a-training"),
+        pytest.param("text-alibi-0", 6, id="after-the-last-step"),
     ],
 )
 def test_a_run_that_was_stopped_goes_on_to_the_same_numbers(tmp_path, whole, unit, step):
@@ -85,7 +83,7 @@ def test_a_run_that_was_stopped_goes_on_to_the_same_numbers(tmp_path, whole, uni
     steps = Counter()
 
     def stop(label, done):
-        steps[label.split(",")[0]] += 1
+        steps[label.split(",")[0]] += ", loss" in label
         if steps[unit] == step:
             raise KeyboardInterrupt
 
@@ -94,7 +92,10 @@ def test_a_run_that_was_stopped_goes_on_to_the_same_numbers(tmp_path, whole, uni
     with pytest.raises(KeyboardInterrupt):
         run.go(stop)
     begun = []
-    Run.resume(tmp_path).go(lambda label, done: begun.append(label.split(",")[0]))
+    resumed = Run.resume(tmp_path)
+    costs = dict(resumed.results["costs"])
+    resumed.go(lambda label, done: begun.append(label.split(",")[0]))
+    assert resumed.results["costs"] == costs
     assert numbers(tmp_path) == whole
     assert list(dict.fromkeys(begun)) == list(whole)[list(whole).index(unit) :]
     assert os.listdir(tmp_path) == [RESULTS]
@@ -148,21 +149,22 @@ def test_seeds_are_averaged_and_their_range_is_kept(tmp_path):
     run = Run(tmp_path, Plan(**TINY, encodings=("none",), seeds=2, times=(1, 2)))
     run.begin()
     run.go()
-    first, second = (run.results["units"][f"none-{seed}"] for seed in (0, 1))
-    (row,) = run.results["summary"]
+    first, second = (run.results["units"][f"text-none-{seed}"] for seed in (0, 1))
+    (row,) = run.results["summary"]["text"]
     for i in range(2):
-        both = [unit["tests"]["none"]["tail"][i] for unit in (first, second)]
+        both = [unit["tests"]["none"]["score"][i] for unit in (first, second)]
         assert both[0] != both[1]
-        assert row["tail"][i] == pytest.approx(sum(both) / 2)
+        assert row["score"][i] == pytest.approx(sum(both) / 2)
         assert [row["low"][i], row["high"][i]] == sorted(both)
-    assert row["rise"] == pytest.approx([0.0, row["tail"][1] - row["tail"][0]])
+    assert row["worse"] == pytest.approx([0.0, row["score"][1] - row["score"][0]])
 
 
 def test_the_last_symbols_are_the_same_at_every_length(tmp_path):
     """Only what is before them may differ, or a length would be compared on other text."""
     run = Run(tmp_path, Plan(**{**TINY, "steps": 1}, encodings=("none",)))
     seen = []
-    original = run.text.held
+    text = run.data["text"].text
+    original = text.held
 
     class Spy:
         def __len__(self):
@@ -174,7 +176,7 @@ def test_the_last_symbols_are_the_same_at_every_length(tmp_path):
                 seen.append(picked[:, -8:])
             return picked
 
-    run.text = run.text._replace(held=Spy())
+    run.data["text"].text = text._replace(held=Spy())
     run.begin()
     run.go()
     assert len(seen) == 4
@@ -186,7 +188,8 @@ def test_a_run_says_how_much_of_all_trainings_is_done(tmp_path):
     run.begin()
     told = []
     run.go(lambda label, done: told.append(done))
-    assert told == pytest.approx([(i + 1) / 12 for i in range(12)])
+    # The costs of three encodings come first.
+    assert told == pytest.approx([0] * 3 + [(i + 1) / 12 for i in range(12)])
 
 
 def test_a_text_that_changed_is_not_gone_on_with(tmp_path):
@@ -218,3 +221,40 @@ def test_a_plan_that_cannot_be_is_refused(fields, words):
 def test_the_quick_plan_differs_in_size_alone():
     assert not QUICK.keys() & {"encodings", "times", "seeds", "text"}
     assert Plan(**QUICK).base == 32.0
+
+
+def test_several_jobs_give_the_numbers_of_one_in_its_order(tmp_path, whole):
+    run = Run(tmp_path, Plan(**TINY))
+    run.begin()
+    told = []
+    run.go(lambda label, done: told.append(done), jobs=2)
+    assert numbers(tmp_path) == whole
+    assert list(numbers(tmp_path)) == list(whole)
+    assert told[-5:] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
+
+
+def test_a_training_that_fails_in_a_job_says_what_it_says_in_one(tmp_path):
+    before = multiprocessing.active_children()
+    run = Run(tmp_path, Plan(**TINY, encodings=("none", "alibi"), learning_rate=1e30))
+    run.begin()
+    with pytest.raises(ValueError, match=r"diverged at step \d: lower --learning-rate"):
+        run.go(jobs=2)
+    assert multiprocessing.active_children() == before
+
+
+def test_games_are_trained_and_summarized_beside_the_text(tmp_path):
+    run = Run(tmp_path, Plan(**TINY, encodings=("rope", "drope"), tasks=("copy", "index")))
+    run.begin()
+    run.go()
+    assert run.results["text"] is None
+    assert list(numbers(tmp_path)) == ["copy-rope-0", "index-rope-0"]
+    for task in ("copy", "index"):
+        assert [row["encoding"] for row in run.results["summary"][task]] == ["rope", "drope"]
+    resumed = Run.resume(tmp_path)
+    assert resumed.results == run.results
+
+
+def test_a_gpu_that_is_not_there_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(ValueError, match="--device cuda needs a GPU"):
+        Run(tmp_path, Plan(device="cuda"))

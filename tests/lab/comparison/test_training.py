@@ -4,24 +4,14 @@ import pytest
 import torch
 
 from posenc.lab.comparison import training
+from posenc.lab.comparison.costs import cost, peak_bytes
 from posenc.lab.comparison.decoder import Decoder
 from posenc.lab.comparison.plan import Plan, Unit
-from posenc.lab.comparison.training import peak_bytes
+from posenc.lab.comparison.tasks import TASKS, UNASKED, Batch, Reading
+from posenc.lab.comparison.text import Text
 
 # Python numbers in an expression become tensors of a few bytes.
 NUMBERS = 100
-
-
-def test_the_data_order_is_a_function_of_the_seed_and_stays_in_the_text():
-    text = torch.arange(50)
-    plan = Plan(steps=200, batch=4, train_length=8)
-    starts = training.batches(text, plan, seed=5)
-    assert starts.shape == (200, 4)
-    assert torch.equal(starts, training.batches(text, plan, seed=5))
-    assert not torch.equal(starts, training.batches(text, plan, seed=6))
-    assert starts.min() == 0
-    # The last sequence has 8 symbols and the one after them.
-    assert starts.max() == 50 - 8 - 1
 
 
 def test_the_rate_rises_for_a_tenth_and_falls_to_a_twentieth():
@@ -39,7 +29,7 @@ def test_the_loss_is_that_of_the_next_token():
     plan = Plan(train_length=6, width=8, layers=1, heads=2)
     model = Decoder("none", plan, symbols=5, seed=0)
     tokens = torch.randint(0, 5, (2, 7))
-    lost = training.next_token_loss(model, tokens)
+    lost = training.losses_of(model, Batch(tokens[:, :-1], tokens[:, 1:]))
     chance = model(tokens[:, :-1]).log_softmax(-1)
     for row in range(2):
         for at in range(6):
@@ -53,7 +43,8 @@ def test_rows_past_the_training_length_are_never_trained():
     model = Decoder("learned", plan, symbols=5, seed=0)
     before = model.position.pos_emb.weight.detach().clone()
     text = torch.randint(0, 5, (100,))
-    training.train(model, text, plan, Unit("learned", 0), lambda label, done: None)
+    data = Reading(Text("", text, text, 5, ""))
+    training.train(model, data, plan, Unit("text", "learned", 0), lambda label, done: None)
     after = model.position.pos_emb.weight.detach()
     assert len(after) == 64
     assert torch.equal(after[8:], before[8:])
@@ -111,3 +102,43 @@ def test_memory_that_an_operation_uses_inside_is_counted():
 def test_nothing_is_written_while_it_watches(capfd):
     peak_bytes(lambda: torch.zeros(10))
     assert capfd.readouterr() == ("", "")
+
+
+def test_a_recalibrated_model_was_trained_on_and_the_first_stays_as_it_was():
+    plan = Plan(train_length=8, steps=10, batch=4, width=8, layers=1, heads=2, windows=2)
+    data = TASKS["copy"].load(plan)
+    model = Decoder("rope", plan, symbols=data.symbols, seed=0)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    unit = Unit("copy", "rope", 0)
+    dropped = training.evaluate(model, "drope", plan, unit, data)
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    model.use("none", 8)
+    untrained = training.evaluate(model, "none", plan, unit, data)
+    assert dropped["loss"] != untrained["loss"]
+
+
+def test_the_accuracy_is_that_of_the_answers_alone():
+    """A model that always answers with letter 3 is right where 3 is wanted."""
+    plan = Plan(train_length=16, width=8, layers=1, heads=2, windows=20, times=(1, 2))
+    data = TASKS["copy"].load(plan)
+    model = Decoder("none", plan, symbols=data.symbols, seed=0)
+    torch.nn.init.zeros_(model.norm.weight)
+    torch.nn.init.ones_(model.norm.bias)
+    torch.nn.init.zeros_(model.head.weight)
+    torch.nn.init.ones_(model.head.weight[3])
+    found = training.scores_by_length(model, "none", plan, "copy", data)
+    wanted = data.testing(plan, 16).wanted
+    share = (wanted == 3).sum().item() / (wanted != UNASKED).sum().item()
+    assert found["score"] == pytest.approx([share, share])
+    assert found["by_position"] == []
+
+
+@pytest.mark.parametrize("name", ["rope", "drope", "cope"])
+def test_a_cost_has_time_and_memory_of_what_the_encoding_does(name):
+    plan = Plan(train_length=8, batch=2, width=16, layers=1, heads=2)
+    found = cost(name, plan)
+    afterwards = name == "drope"
+    assert (found["step"] is None) == (found["step_bytes"] is None) == afterwards
+    assert found["read"] > 0
+    assert found["read_bytes"] > 64 * 16 * 4
+    assert found["parameters"] == (8 * 8 if name == "cope" else 0)

@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from posenc.lab.comparison.plan import ENCODINGS, Plan
+from posenc.lab.comparison.encodings import ENCODINGS
+from posenc.lab.comparison.plan import Plan
 
 Attend: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
@@ -23,7 +24,7 @@ class Decoder(nn.Module):
 
     def __init__(self, encoding: str, plan: Plan, *, symbols: int, seed: int) -> None:
         super().__init__()
-        self.acts_on = ENCODINGS[encoding].acts_on
+        self.plan = plan
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             self.embedding = nn.Embedding(symbols, plan.width)
@@ -32,27 +33,34 @@ class Decoder(nn.Module):
             self.head = nn.Linear(plan.width, symbols, bias=False)
             for weight in self._matrices():
                 nn.init.normal_(weight, std=0.02)
-            self.position = ENCODINGS[encoding].build(plan, plan.train_length)
+            self.use(encoding, plan.train_length)
+
+    def use(self, encoding: str, length: int) -> None:
+        """Take a new module of ``encoding``, made for sequences of ``length``."""
+        self.encoding = ENCODINGS[encoding]
+        self.position = self.encoding.build(self.plan, length).to(self.embedding.weight.device)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Scores of each next token, ``(B, L, symbols)`` for tokens ``(B, L)``."""
         x = self.embedding(tokens)
-        if self.acts_on == "input":
+        if self.encoding.acts_on == "input":
             x = self.position(x)
-        for block in self.blocks:
-            x = block(x, self._attend)
+        for layer, block in enumerate(self.blocks):
+            attend = self._attend if self.encoding.acts_in(layer) else _attend_plainly
+            x = block(x, attend)
         return self.head(self.norm(x))  # type: ignore[no-any-return]
 
     def _attend(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Attention for queries, keys and values that were made from ``x``."""
-        if self.acts_on in ("scores", "gates"):
-            given = (self.position(x),) if self.acts_on == "gates" else ()
+        acts_on, scale = self.encoding.acts_on, q.shape[-1] ** -0.5
+        if acts_on in ("scores", "gates"):
+            given = (self.position(x),) if acts_on == "gates" else ()
             # Named, because T5's own scale is another, and the encoding alone should vary.
-            scale = q.shape[-1] ** -0.5
             return self.position.attention(q, k, v, *given, scale=scale)  # type: ignore[operator, no-any-return]
-        if self.acts_on == "queries and keys":
+        if acts_on == "queries and keys":
             q, k = self.position(q, k)
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        # Named here too: an encoding may make queries and keys wider.
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
 
     def weight_groups(self, decay: float) -> list[dict[str, object]]:
         """Parameters for an optimizer: decay for matrices, none for vectors and for tables.
@@ -68,6 +76,10 @@ class Decoder(nn.Module):
 
     def _matrices(self) -> list[Tensor]:
         return [p for p in (*self.blocks.parameters(), self.head.weight) if p.dim() > 1]
+
+
+def _attend_plainly(x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
 class _Block(nn.Module):

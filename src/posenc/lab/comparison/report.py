@@ -1,103 +1,118 @@
-"""The results of a comparison as charts, as a page that opens offline, and as a sentence."""
+"""The results of a comparison as a page that opens offline, and as sentences."""
 
 from __future__ import annotations
 
 import html
 import math
-from collections.abc import Iterator, Sequence
-from functools import partial
+from collections.abc import Iterator
 from pathlib import Path
 from string import Template
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any
 
-from posenc.lab.comparison.plan import ENCODINGS, LOOKS, Plan
+from posenc.lab.comparison.charts import Rows, board, charts, trained_as
+from posenc.lab.comparison.encodings import LOOKS
+from posenc.lab.comparison.plan import Plan
+from posenc.lab.comparison.tasks import TASKS
 from posenc.lab.pictures import biases, show
-from posenc.lab.pictures.panels import Chart, Line, sheet
-from posenc.lab.pictures.style import figure, in_page
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-Rows: TypeAlias = Sequence[dict[str, Any]]
+from posenc.lab.pictures.panels import sheet
+from posenc.lab.pictures.style import in_page
 
 # Labels that read differently inside a sentence.
 _SPOKEN = {"none": "no encoding"} | {n: f"{n} positions" for n in ("sinusoidal", "learned")}
 
 
-def overview(plan: Plan, results: dict[str, Any]) -> Figure:
-    """All three charts on one sheet."""
-    title = f"Trained on {plan.train_length} symbols of {results['text']['name']}"
-    drawn = figure(13, 7.2, f"{title}, tested on up to {plan.longest}")
-    axes = drawn.subplot_mosaic([["by_length", "by_position"], ["by_length", "training"]])
-    for name, chart in charts(plan, results["summary"]).items():
-        chart.draw(axes[name])
-    return drawn
-
-
-def charts(plan: Plan, rows: Rows) -> dict[str, Chart]:
-    """Loss by length of the sequence, by position of the longest one, and while training."""
-    past = ("x", plan.train_length, "longer than in training")
-    names = {n: f"{n}\n{times} ×" for times, n in zip(plan.times, plan.lengths, strict=True)}
-    by_length, by_position, training = [], [], {}
-    for row in rows:
-        name, losses, curve = row["encoding"], row["by_position"], row["curve"]
-        marked = {"marker": LOOKS[name][1], "band": (row["low"], row["high"])}
-        by_length.append(_line(name, plan.lengths, row["tail"], **marked))
-        middles = [(i + 0.5) * plan.longest / len(losses) for i in range(len(losses))]
-        by_position.append(_line(name, middles, losses))
-        # Encodings that share a training share a line. The first fall is the same for all, and
-        # would hide the rest.
-        first = len(curve["step"]) // 10
-        settled = curve["step"][first:], curve["loss"][first:]
-        training[_trained_as(row)] = _line(_trained_as(row), *settled)
-    nats = partial(Chart, y="nats per symbol")
-    at_length = "Loss of the last symbols, by length of the sequence"
-    at_position = f"Loss at each position of {plan.longest} symbols"
-    return {
-        "by_length": nats(at_length, "symbols", lines=by_length, log="x", shaded=past, ticks=names),
-        "by_position": nats(at_position, "position", lines=by_position, shaded=past),
-        "training": nats("While training", "step", lines=[*training.values()]),
-    }
-
-
-def _line(name: str, x: Sequence[float], y: Sequence[float], **look: Any) -> Line:
-    return Line(ENCODINGS[name].label, x, y, LOOKS[name][0], **look)
-
-
-def _trained_as(row: dict[str, Any]) -> str:
-    return ENCODINGS[row["encoding"]].trained_as or row["encoding"]
-
-
 def page(plan: Plan, results: dict[str, Any]) -> str:
     """The template ``page.html``, filled in; one encoding at least must be finished."""
-    rows, text, head_dim = results["summary"], results["text"], plan.width // plan.heads
+    done = {task: rows for task, rows in results["summary"].items() if rows}
+    # The same encodings in every task, up to those that are not finished.
+    rows = max(done.values(), key=len)
     words = {
         **results,
         **results["plan"],
         **results["machine"],
-        **text,
-        "train": f"{text['train']:,}",
-        "held": f"{text['held']:,}",
         "longest": plan.longest,
-        "bands": f"Means of {plan.seeds} seeds; bands are their range." if plan.seeds > 1 else "",
+        "bands": "Numbers are means of the seeds, ± half their range, which the bands show. "
+        "Bold: the range reaches that of the best." * (plan.seeds > 1),
         "unfinished": "" if results["complete"] else "Not finished: these are the results so far.",
         "base": f"{plan.base:g}",
-        "slowest": f"{math.tau * plan.base ** ((head_dim - 2) / head_dim):.0f}",
+        "slowest": f"{math.tau * plan.base ** ((plan.head_dim - 2) / plan.head_dim):.0f}",
+        "where": results["machine"]["gpu" if plan.device == "cuda" else "cpu"],
+        "source": _source(results["text"]),
     }
-    lengths = zip(plan.times, plan.lengths, strict=True)
     parts = {
-        **{
-            name: in_page(sheet([chart], 4.9, 3.6), f"{chart.title}: the numbers are in the tables")
-            for name, chart in charts(plan, rows).items()
-        },
-        "lengths": "".join(f"<th>{times} × ({length})</th>" for times, length in lengths),
-        "losses": "\n".join(map(_losses, rows)),
+        "tasks": "\n".join(_sections(plan, done)),
         "past": "\n".join(f"<dt>{_name(r)}</dt><dd>{html.escape(r['past'])}</dd>" for r in rows),
         "looks": "\n".join(_looks(plan, rows)),
-        "costs": "\n".join(map(_costs, rows)),
+        "costs": "\n".join(_cost(row, results["costs"][row["encoding"]]) for row in rows),
     }
     template = Template(Path(__file__).with_name("page.html").read_text(encoding="utf-8"))
     return template.substitute({k: html.escape(str(v)) for k, v in words.items()}, **parts)
+
+
+def _source(text: dict[str, Any] | None) -> str:
+    if text is None:
+        return ""
+    sizes = f"{text['train']:,} symbols to learn from and {text['held']:,} to test on"
+    return f"Text: {text['name']}, {sizes}, SHA-256 {text['sha256']}."
+
+
+def _sections(plan: Plan, summary: dict[str, Rows]) -> Iterator[str]:
+    """Charts and a table for each task; before them the board, if there are several."""
+    if len(summary) > 1:
+        drawn = in_page(board(plan, summary), "Scores and ranks: the numbers are in the tables")
+        yield f"<figure>{drawn}</figure>"
+    for task, rows in summary.items():
+        pictures = {
+            name: in_page(sheet([chart], 4.9, 3.6), f"{chart.title}: the numbers are in the tables")
+            for name, chart in charts(plan, task, rows).items()
+        }
+        first, *others = (f"<figure>{picture}</figure>" for picture in pictures.values())
+        about = TASKS[task]
+        better = "Lower" if about.lower_is_better else "Higher"
+        yield f"<h2>{html.escape(about.label.capitalize())}</h2>"
+        yield f"<p>{html.escape(about.about)} {better} is better.</p>"
+        yield f'<div class="wide">{first}</div>'
+        yield _table(plan, task, rows)
+        yield f'<div class="pair">{"".join(others)}</div>'
+
+
+def _table(plan: Plan, task: str, rows: Rows) -> str:
+    """Mean, spread and rank of every encoding at every length, the best of the longest first."""
+    lengths = zip(plan.times, plan.lengths, strict=True)
+    heads = "".join(f"<th>{times} × ({length})</th><th>rank</th>" for times, length in lengths)
+    lines = [f"<tr><th>{TASKS[task].measure}</th><th></th>{heads}</tr>"]
+    for row in sorted(rows, key=lambda row: row["rank"][-1]):
+        cells = [html.escape(row["how"])]
+        for at, score in enumerate(scores(row)):
+            value, _, spread = score.partition(" ")
+            value = f"<b>{value}</b>" if row["level"][at] else value
+            cells += [f"{value} <small>{spread}</small>", str(row["rank"][at])]
+        lines.append(_table_row(row, *cells))
+    return f'<div class="scroll"><table>{"".join(lines)}</table></div>'
+
+
+def scores(row: dict[str, Any]) -> list[str]:
+    """Mean and half the range of the seeds at each length, as text."""
+    found = []
+    for score, low, high in zip(row["score"], row["low"], row["high"], strict=True):
+        spread = f" ± {(high - low) / 2:.3f}" if len(row["seeds"]) > 1 else ""
+        found.append(f"{score:.3f}{spread}")
+    return found
+
+
+def costs(cost: dict[str, Any]) -> list[str]:
+    """Parameters, time and memory of a step, time and memory of reading, as text."""
+    step = f"{cost['step']:.2f}" if cost["step"] else "as trained"
+    memory = f"{cost['step_bytes'] / 1e6:.1f}" if cost["step_bytes"] else ""
+    read = f"{cost['read']:.2f}", f"{cost['read_bytes'] / 1e6:.2f}"
+    return [f"{cost['parameters']:,}", step, memory, *read]
+
+
+COSTS = ("parameters", "step, ×", "step, MB", "reading, ×", "reading, MB")
+
+
+def _cost(row: dict[str, Any], cost: dict[str, Any]) -> str:
+    return _table_row(row, html.escape(row["how"]), *costs(cost))
 
 
 def _looks(plan: Plan, rows: Rows) -> Iterator[str]:
@@ -106,29 +121,16 @@ def _looks(plan: Plan, rows: Rows) -> Iterator[str]:
     views = {
         "sinusoidal": show.sinusoidal(dim=plan.width, length=longest, trained=length, base=base),
         "learned": show.learned(dim=plan.width, length=longest),
-        "rope": show.rope(dim=plan.width // plan.heads, length=longest, trained=length, base=base),
+        "rope": show.rope(dim=plan.head_dim, length=longest, trained=length, base=base),
         "alibi": show.alibi(heads=plan.heads, length=longest),
     }
-    trained = dict.fromkeys(map(_trained_as, rows))
+    trained = dict.fromkeys(map(trained_as, rows))
     for name in biases.VIEWS.keys() & trained:
         sizes = {"heads": plan.heads, "length": longest, "trained": length}
         views[name] = biases.VIEWS[name](**sizes)
     for view in (views[name] for name in trained if name in views):
         picture = in_page(sheet(view.panels[:1], 4.6, 3.1), view.title)
         yield f"<figure>{picture}<figcaption>{view.title}</figcaption></figure>"
-
-
-def _losses(row: dict[str, Any]) -> str:
-    first, *later = zip(row["tail"], row["rise"], strict=True)
-    cells = [f"{loss:.3f} <small>{rise:+.2f}</small>" for loss, rise in later]
-    return _table_row(row, f"{first[0]:.3f}", *cells)
-
-
-def _costs(row: dict[str, Any]) -> str:
-    cost = row["cost"]
-    speeds = f"{cost['train_tokens_per_second']:,.0f}", f"{cost['test_tokens_per_second']:,.0f}"
-    memory = f"{cost['train_bytes'] / 1e6:.1f}", f"{cost['test_bytes'] / 1e6:.2f}"
-    return _table_row(row, f"{row['parameters']:,}", *speeds, *memory)
 
 
 def _table_row(row: dict[str, Any], *cells: str) -> str:
@@ -140,17 +142,24 @@ def _name(row: dict[str, Any]) -> str:
     return f'<span class="dot" style="background:{colour}"></span>{html.escape(row["label"])}'
 
 
-def sentence(plan: Plan, rows: Rows) -> str:
+def sentence(plan: Plan, task: str, rows: Rows) -> str:
     """The best and the worst past the training length; empty if there is nothing to compare."""
     if len(rows) < 2 or len(plan.times) < 2:
         return ""
 
     def say(row: dict[str, Any]) -> str:
         name = _SPOKEN.get(row["encoding"], row["label"])
-        return f"{name} ({row['tail'][0]:.2f} → {row['tail'][-1]:.2f})"
+        return f"{name} ({row['score'][0]:.2f} → {row['score'][-1]:.2f})"
 
-    best, *_, worst = map(say, sorted(rows, key=lambda row: row["rise"][-1]))
+    if TASKS[task].lower_is_better:
+        best, *_, worst = map(say, sorted(rows, key=lambda row: row["worse"][-1]))
+        return (
+            f"From {plan.lengths[0]} to {plan.lengths[-1]} symbols, a transformer trained on "
+            f"{plan.train_length} kept its loss best with {best} and worst with {worst}."
+        )
+    # An encoding that was never right loses nothing: here the last score tells.
+    best, *_, worst = map(say, sorted(rows, key=lambda row: -row["score"][-1]))
     return (
-        f"From {plan.lengths[0]} to {plan.lengths[-1]} symbols, a transformer trained on "
-        f"{plan.train_length} kept its loss best with {best} and worst with {worst}."
+        f"In {TASKS[task].label}, a transformer trained on {plan.train_length} symbols was right "
+        f"at {plan.lengths[-1]} most often with {best} and least with {worst}."
     )

@@ -5,15 +5,20 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import statistics
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+import torch
 
 import posenc
 from posenc._contract import files
 from posenc.lab import machine
-from posenc.lab.comparison.plan import ENCODINGS, Plan
-from posenc.lab.comparison.text import load
+from posenc.lab.comparison import workers
+from posenc.lab.comparison.costs import cost
+from posenc.lab.comparison.plan import Plan, Unit
+from posenc.lab.comparison.summary import summarize
+from posenc.lab.comparison.tasks import TASKS, Reading
 from posenc.lab.comparison.training import Tell, train_and_test
 
 RESULTS = "results.json"
@@ -26,21 +31,19 @@ class Run:
 
     def __init__(self, folder: Path, plan: Plan, command: str = "") -> None:
         self.folder, self.plan = folder, plan
-        self.text = text = load(None if plan.text is None else Path(plan.text))
-        if len(text.held) <= plan.longest:
-            raise ValueError(
-                f"{text.name} is too short: its last tenth has {len(text.held)} bytes, and "
-                f"{plan.longest + 1} are needed to test a length of {plan.longest}; lower --times."
-            )
+        if plan.device == "cuda" and not torch.cuda.is_available():
+            raise ValueError("--device cuda needs a GPU that torch can use: leave it out.")
+        self.data = {task: TASKS[task].load(plan) for task in plan.tasks}
         self.results: dict[str, Any] = {
             "posenc": posenc.__version__,
             "command": command,
             "machine": machine.describe(),
             "plan": dataclasses.asdict(plan),
-            "text": {**text._asdict(), "train": len(text.train), "held": len(text.held)},
+            "text": self._text(),
             "complete": False,
             "units": {},
-            "summary": [],
+            "costs": {},
+            "summary": {},
         }
 
     def begin(self, *, overwrite: bool = False) -> None:
@@ -53,7 +56,7 @@ class Run:
                 "name a new or an empty folder with -o."
             )
         if found:
-            _read(folder)
+            read(folder)
             if not overwrite:
                 way_out = "continue it with --resume, or replace it with --overwrite."
                 raise ValueError(f"{folder} has a run: {way_out}")
@@ -65,30 +68,63 @@ class Run:
     @classmethod
     def resume(cls, folder: Path) -> Run:
         """The run in ``folder``, with its finished trainings."""
-        plan, results = _read(folder)
+        plan, results = read(folder)
         run = cls(folder, plan)
-        if run.text.sha256 != results["text"]["sha256"]:
+        if run.results["text"] != results["text"]:
             raise ValueError(
-                f"{run.text.name} has changed since {folder / RESULTS} was written: "
+                f"{run.results['text']['name']} has changed since {folder / RESULTS} was written: "
                 "start again with --overwrite."
             )
         run.results = results
         return run
 
-    def go(self, tell: Tell = lambda label, done: None) -> None:
-        """Do the unfinished trainings, one by one; ``tell`` is called after each step."""
-        finished, units = self.results["units"], self.plan.units()
+    def go(self, tell: Tell = lambda label, done: None, *, jobs: int = 1) -> None:
+        """Measure the costs, then do the unfinished trainings, ``jobs`` of them at a time.
 
-        def tell_all(label: str, done: float) -> None:
-            tell(label, (len(finished) + done) / len(units))
-
-        for unit in units:
-            if str(unit) not in finished:
+        ``tell`` is called after each step, or with several jobs after each training.
+        """
+        for name in self.plan.encodings:
+            if name not in self.results["costs"]:
+                tell(f"measuring the cost of {name}", 0.0)
                 with machine.threads(self.plan.threads):
-                    finished[str(unit)] = train_and_test(unit, self.plan, self.text, tell_all)
-                self.results["complete"] = len(finished) == len(units)
-                self.results["summary"] = summarize(self.plan, finished)
+                    self.results["costs"][name] = cost(name, self.plan)
                 self._write()
+        units = self.plan.units()
+        for unit, result in self._train(tell, jobs):
+            finished = {**self.results["units"], str(unit): result}
+            ordered = {str(each): finished[str(each)] for each in units if str(each) in finished}
+            self.results["units"] = ordered
+            self.results["complete"] = len(ordered) == len(units)
+            self.results["summary"] = summarize(self.plan, ordered)
+            self._write()
+
+    def _train(self, tell: Tell, jobs: int) -> Iterator[tuple[Unit, dict[str, Any]]]:
+        """Do the unfinished trainings, and yield each as it ends."""
+        units = self.plan.units()
+        missing = [unit for unit in units if str(unit) not in self.results["units"]]
+        first = len(units) - len(missing)
+        if jobs > 1 and len(missing) > 1:
+            ended = workers.train_all(missing, self.plan, min(jobs, len(missing)))
+            for done, (unit, result) in enumerate(ended, first + 1):
+                tell(f"{unit} is trained", done / len(units))
+                yield unit, result
+            return
+        for done, unit in enumerate(missing, first):
+
+            def tell_all(label: str, part: float, done: int = done) -> None:
+                tell(label, (done + part) / len(units))
+
+            with machine.threads(self.plan.threads):
+                result = train_and_test(unit, self.plan, self.data[unit.task], tell_all)
+            yield unit, result
+
+    def _text(self) -> dict[str, Any] | None:
+        """What is known of the text, if there is one."""
+        data = self.data.get("text")
+        if not isinstance(data, Reading):
+            return None
+        text = data.text
+        return {**text._asdict(), "train": len(text.train), "held": len(text.held)}
 
     def _write(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -98,14 +134,14 @@ class Run:
         os.replace(half, self.folder / RESULTS)
 
 
-def _read(folder: Path) -> tuple[Plan, dict[str, Any]]:
+def read(folder: Path) -> tuple[Plan, dict[str, Any]]:
     """The plan and the results of the run in ``folder``; ValueError if there is none."""
     path = folder / RESULTS
     if not path.exists():
         raise ValueError(f"{folder} has no {RESULTS} to resume: name the folder of a run with -o.")
     try:
         results = files.read_json("compare", path)
-        if not results.keys() >= {"posenc", "plan", "text", "units"}:
+        if not results.keys() >= {"posenc", "plan", "text", "units", "costs"}:
             raise ValueError
         options: dict[str, Any] = results["plan"]
         options = {k: tuple(v) if type(v) is list else v for k, v in options.items()}
@@ -115,42 +151,3 @@ def _read(folder: Path) -> tuple[Plan, dict[str, Any]]:
             f"{path} is damaged, or from another version of posenc compare: "
             "move it away, or name another folder with -o."
         ) from None
-
-
-def summarize(plan: Plan, units: dict[str, Any]) -> list[dict[str, Any]]:
-    """One row for each encoding that has a finished seed: means over the seeds, and their range.
-
-    ``tail`` is the loss of the last ``train_length`` symbols at each length; ``rise`` is how much
-    higher it is than at the first; ``low`` and ``high`` are the extremes of the seeds.
-    """
-    rows = []
-    for name in plan.encodings:
-        found = [unit for unit in units.values() if name in unit["tests"]]
-        if not found:
-            continue
-        tests = [unit["tests"][name] for unit in found]
-        curves, costs = ([unit[part] for unit in found] for part in ("curve", "cost"))
-        columns = list(zip(*(test["tail"] for test in tests), strict=True))
-        tail = [statistics.fmean(column) for column in columns]
-        rows.append(
-            {
-                "encoding": name,
-                "label": ENCODINGS[name].label,
-                "past": ENCODINGS[name].past,
-                "seeds": [unit["seed"] for unit in found],
-                "tail": tail,
-                "low": [min(column) for column in columns],
-                "high": [max(column) for column in columns],
-                "rise": [loss - tail[0] for loss in tail],
-                "whole": _mean([test["whole"] for test in tests]),
-                "by_position": _mean([test["by_position"] for test in tests]),
-                "curve": {**curves[0], "loss": _mean([curve["loss"] for curve in curves])},
-                "parameters": found[0]["parameters"],
-                "cost": {k: statistics.median(cost[k] for cost in costs) for k in costs[0]},
-            }
-        )
-    return rows
-
-
-def _mean(rows: list[list[float]]) -> list[float]:
-    return [statistics.fmean(column) for column in zip(*rows, strict=True)]

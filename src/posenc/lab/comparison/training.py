@@ -1,38 +1,39 @@
-"""Train a decoder, test it on longer sequences, and measure its speed and memory."""
+"""Train a decoder, and test it on longer sequences."""
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import math
-import os
 import statistics
-import time
-import timeit
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.profiler import profile
 
 from posenc.lab.comparison.decoder import Decoder
-from posenc.lab.comparison.plan import ENCODINGS, Plan, Unit
-from posenc.lab.comparison.text import Text
+from posenc.lab.comparison.encodings import ENCODINGS
+from posenc.lab.comparison.plan import Plan, Unit
+from posenc.lab.comparison.tasks import TASKS, UNASKED, Batch, Data
 
 # Called after each step with a message and the fraction that is done.
 Tell: TypeAlias = Callable[[str, float], None]
+# Recalibration sees other data than the training before it.
+_LATER = 2**20
 
 
-def train_and_test(unit: Unit, plan: Plan, text: Text, tell: Tell) -> dict[str, Any]:
-    """All numbers of one training: its curve, the losses of each tested encoding, and its cost."""
-    model = Decoder(unit.trains, plan, symbols=text.symbols, seed=unit.seed)
-    losses, seconds = train(model, text.train, plan, unit, tell)
-    model.eval()
+def train_and_test(unit: Unit, plan: Plan, data: Data, tell: Tell) -> dict[str, Any]:
+    """All numbers of one training: its curve, and the scores of each tested encoding."""
+    model = Decoder(unit.trains, plan, symbols=data.symbols, seed=unit.seed).to(plan.device)
+    losses = train(model, data, plan, unit, tell)
     tested = [n for n in plan.encodings if (ENCODINGS[n].trained_as or n) == unit.trains]
     # A point of the curve is the mean of a few steps; there are about 50 points.
     size = math.ceil(plan.steps / 50)
     ends = range(size, plan.steps + 1, size)
     return {
+        "task": unit.task,
         "trains": unit.trains,
         "seed": unit.seed,
         "parameters": sum(p.numel() for p in model.parameters()),
@@ -40,42 +41,39 @@ def train_and_test(unit: Unit, plan: Plan, text: Text, tell: Tell) -> dict[str, 
             "step": list(ends),
             "loss": [statistics.fmean(losses[end - size : end]) for end in ends],
         },
-        "tests": {name: losses_by_length(model, name, plan, text.held) for name in tested},
-        "cost": _cost(model, plan, text, statistics.median(seconds)),
+        "tests": {name: evaluate(model, name, plan, unit, data) for name in tested},
     }
 
 
-def train(
-    model: Decoder, text: Tensor, plan: Plan, unit: Unit, tell: Tell
-) -> tuple[list[float], list[float]]:
-    """Train ``model`` in place; returns the loss and the seconds of each step."""
-    losses, seconds = [], []
+def train(model: Decoder, data: Data, plan: Plan, unit: Unit, tell: Tell) -> list[float]:
+    """Train ``model`` in place; returns the loss of each step."""
+    losses: list[float] = []
     peak = plan.learning_rate
-    optimizer = torch.optim.AdamW(model.weight_groups(0.1), lr=peak, betas=(0.9, 0.95), fused=True)
-    window = torch.arange(plan.train_length + 1)
-    for step, starts in enumerate(batches(text, plan, unit.seed)):
-        began = time.perf_counter()
+    optimizer = make_optimizer(model, peak)
+    for step, batch in enumerate(data.training(plan, unit.seed)):
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step, plan.steps, peak)
-        loss = next_token_loss(model, text[starts[:, None] + window]).mean()
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        losses.append(loss.item())
-        seconds.append(time.perf_counter() - began)
+        losses.append(learn(model, batch, optimizer).item())
         if not math.isfinite(losses[-1]):
             diverged = f"the training of {unit} diverged at step {step + 1}"
             raise ValueError(f"{diverged}: lower --learning-rate.")
         tell(f"{unit}, loss {losses[-1]:.2f}", (step + 1) / plan.steps)
-    return losses, seconds
+    return losses
 
 
-def batches(text: Tensor, plan: Plan, seed: int) -> Tensor:
-    """First symbol of every sequence, ``(steps, batch)``: the data order of a seed."""
-    generator = torch.Generator().manual_seed(seed)
-    starts = len(text) - plan.train_length
-    return torch.randint(0, starts, (plan.steps, plan.batch), generator=generator)
+def make_optimizer(model: Decoder, rate: float) -> torch.optim.Optimizer:
+    """The optimizer of every training."""
+    return torch.optim.AdamW(model.weight_groups(0.1), lr=rate, betas=(0.9, 0.95), fused=True)
+
+
+def learn(model: Decoder, batch: Batch, optimizer: torch.optim.Optimizer) -> Tensor:
+    """One step; returns the mean loss before it."""
+    loss = losses_of(model, batch)[batch.wanted != UNASKED].mean()
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach()
 
 
 def learning_rate(step: int, steps: int, peak: float) -> float:
@@ -85,77 +83,68 @@ def learning_rate(step: int, steps: int, peak: float) -> float:
     return peak * rising * falling
 
 
-def next_token_loss(model: Decoder, tokens: Tensor) -> Tensor:
-    """Nats lost on each token after the first, ``(B, L)`` for tokens ``(B, L + 1)``."""
-    scores, wanted = model(tokens[:, :-1]), tokens[:, 1:]
-    lost = F.cross_entropy(scores.flatten(0, 1), wanted.flatten(), reduction="none")
+def losses_of(model: Decoder, batch: Batch) -> Tensor:
+    """Nats lost on what should follow each token, ``(B, L)``; 0 where nothing is asked."""
+    return _compare(model(batch.tokens.to(model.plan.device)), batch.wanted)
+
+
+def _compare(scores: Tensor, wanted: Tensor) -> Tensor:
+    wanted = wanted.to(scores.device)
+    lost = F.cross_entropy(
+        scores.flatten(0, 1), wanted.flatten(), ignore_index=UNASKED, reduction="none"
+    )
     return lost.view_as(wanted)
 
 
-@torch.no_grad()
-def losses_by_length(model: Decoder, name: str, plan: Plan, text: Tensor) -> dict[str, list[float]]:
-    """Loss at each length: of its last symbols, of all symbols, and by position of the longest.
+def evaluate(
+    model: Decoder, name: str, plan: Plan, unit: Unit, data: Data
+) -> dict[str, list[float]]:
+    """The score at each length, of the model that was trained or of one that follows from it."""
+    encoding = ENCODINGS[name]
+    if encoding.trained_as is not None:
+        model = copy.deepcopy(model)
+        model.use(name, plan.train_length)
+    if encoding.recalibration:
+        few = dataclasses.replace(plan, steps=max(1, round(encoding.recalibration * plan.steps)))
+        later = unit._replace(seed=unit.seed + _LATER)
+        train(model, data, few, later, lambda label, done: None)
+    model.eval()
+    return scores_by_length(model, name, plan, unit.task, data)
 
-    Every length ends at the same places of the text. So the last ``train_length`` symbols
-    are the same at every length, and only the context before them grows.
+
+@torch.no_grad()
+def scores_by_length(
+    model: Decoder, name: str, plan: Plan, task: str, data: Data
+) -> dict[str, list[float]]:
+    """Score and mean loss at each length; of a text, also the loss by position of the longest.
+
+    The score is the loss of the last ``train_length`` symbols, or the accuracy of the answers.
     """
-    encoding, trained = ENCODINGS[name], model.position
-    ends = torch.linspace(plan.longest, len(text) - 1, plan.windows).long()
-    tail, whole = [], []
+    score, whole, by_position = [], [], []
     for length in plan.lengths:
-        if encoding.trained_as is not None:
-            model.position = encoding.build(plan, length)
-        tokens = text[ends[:, None] + torch.arange(-length, 1)]
+        if ENCODINGS[name].trained_as is not None:
+            model.use(name, length)
+        batch = data.testing(plan, length)
         # A few at a time: the memory of the longest stays near that of a training step.
         most = max(1, plan.batch * plan.train_length // length)
-        lost = torch.cat([next_token_loss(model, some) for some in tokens.split(most)])
-        tail.append(lost[:, -plan.train_length :].mean().item())
-        whole.append(lost.mean().item())
-    model.position = trained
-    # Times are in order, so the last length is the longest.
-    parts = lost.split(max(1, plan.train_length // 4), dim=1)
-    by_position = [part.mean().item() for part in parts]
-    return {"tail": tail, "whole": whole, "by_position": by_position}
+        parts = [
+            _marks(model, Batch(*some))
+            for some in zip(batch.tokens.split(most), batch.wanted.split(most), strict=True)
+        ]
+        lost, right = (torch.cat(part) for part in zip(*parts, strict=True))
+        asked = batch.wanted != UNASKED
+        by_loss = TASKS[task].lower_is_better
+        found = lost[:, -plan.train_length :] if by_loss else right[asked].float()
+        score.append(found.mean().item())
+        whole.append(lost[asked].mean().item())
+        if by_loss and length == plan.longest:
+            pieces = lost.split(max(1, plan.train_length // 4), dim=1)
+            by_position = [piece.mean().item() for piece in pieces]
+    return {"score": score, "loss": whole, "by_position": by_position}
 
 
-def _cost(model: Decoder, plan: Plan, text: Text, step_seconds: float) -> dict[str, float]:
-    """Speed and peak memory of a training step, and of a forward of one longest sequence."""
-    short = text.train[: plan.train_length + 1].expand(plan.batch, -1)
-    long = text.held[None, : plan.longest + 1]
-
-    def learn() -> None:
-        next_token_loss(model, short).mean().backward()
-        model.zero_grad()
-
-    @torch.no_grad()
-    def read() -> None:
-        next_token_loss(model, long)
-
-    # Allocate tables, and free gradients, before memory is measured.
-    model.zero_grad()
-    learn()
-    read_seconds = statistics.median(timeit.repeat(read, repeat=3, number=1))
-    return {
-        "train_tokens_per_second": plan.batch * plan.train_length / step_seconds,
-        "test_tokens_per_second": plan.longest / read_seconds,
-        "train_bytes": peak_bytes(learn),
-        "test_bytes": peak_bytes(read),
-    }
-
-
-def peak_bytes(call: Callable[[], Any]) -> int:
-    """Peak of the bytes that ``call`` has allocated and not freed.
-
-    Every allocation and release of torch's CPU allocator is counted, those inside operations too;
-    the sum is the same on a busy machine.
-    """
-    # The profiler writes a line to stderr when it starts and when it stops, unless told not to.
-    os.environ.setdefault("KINETO_LOG_LEVEL", "6")
-    with profile(profile_memory=True) as watched:
-        call()
-    held = peak = 0
-    for event in watched.kineto_results.events():
-        if event.name() == "[memory]":
-            held += event.nbytes()
-            peak = max(peak, held)
-    return peak
+def _marks(model: Decoder, batch: Batch) -> tuple[Tensor, Tensor]:
+    """The loss of each token, and whether the likeliest was wanted; on the CPU."""
+    scores = model(batch.tokens.to(model.plan.device))
+    lost = _compare(scores, batch.wanted).cpu()
+    return lost, scores.argmax(-1).cpu() == batch.wanted

@@ -1,0 +1,82 @@
+"""The page of the tournament, made from what `posenc compare` wrote; no number on it is typed."""
+
+from __future__ import annotations
+
+import html
+from pathlib import Path
+from typing import Any
+
+from posenc.lab.comparison import charts, report
+from posenc.lab.comparison.run import RESULTS, read
+from posenc.lab.comparison.tasks import TASKS
+from posenc.lab.pictures.style import image
+
+FOLDER = Path(__file__).parents[2] / "benchmarks" / "tournament"
+_MISSING = """!!! note
+    No numbers are in `benchmarks/tournament` yet. The command above writes them.
+"""
+
+
+def results(folder: Path = FOLDER) -> tuple[Any, dict[str, Any]] | None:
+    """The plan and the numbers of the tournament, if it was run."""
+    return read(folder) if (folder / RESULTS).exists() else None
+
+
+def fill(markdown: str, folder: Path = FOLDER) -> str:
+    """Put the numbers of ``folder`` at the mark of the page."""
+    found = results(folder)
+    return markdown.replace("<!-- tournament -->", _MISSING if found is None else _write(*found))
+
+
+def _write(plan: Any, found: dict[str, Any]) -> str:
+    machine = found["machine"]
+    where = machine["gpu"] if plan.device == "cuda" else machine["cpu"]
+    parts = [
+        f"{where}, torch {machine['torch']}, {machine['date'][:10]}. {plan.layers} layers of "
+        f"{plan.width} channels and {plan.heads} heads, {plan.steps} steps of {plan.batch} "
+        f"sequences of {plan.train_length} symbols, {plan.seeds} seeds.\n",
+        "![Scores of all encodings](pictures/tournament.svg)\n",
+    ]
+    for task, rows in found["summary"].items():
+        about = TASKS[task]
+        heads = [f"{times} ×" for times in plan.times]
+        lines = []
+        for row in sorted(rows, key=lambda row: row["rank"][-1]):
+            cells = [
+                f"{'**' * level}{score}{'**' * level} #{rank}"
+                for score, rank, level in zip(
+                    report.scores(row), row["rank"], row["level"], strict=True
+                )
+            ]
+            lines.append([row["label"], row["how"], *cells])
+        parts.append(f"## {about.label.capitalize()}\n\n{about.about}\n")
+        parts.append(f"{report.sentence(plan, task, rows)}\n")
+        parts.append(_table((about.measure, ""), heads, lines))
+    labels = {row["encoding"]: row["label"] for rows in found["summary"].values() for row in rows}
+    lines = [[labels[name], *report.costs(cost)] for name, cost in found["costs"].items()]
+    parts.append("## What each costs\n")
+    parts.append(_table(("",), report.COSTS, lines))
+    return "\n".join(parts)
+
+
+def _table(words: tuple[str, ...], numbers: Any, rows: list[list[str]]) -> str:
+    cells = [[html.escape(cell) for cell in row] for row in ([*words, *numbers], *rows)]
+    lines = [f"| {' | '.join(row)} |" for row in cells]
+    lines.insert(1, "|---" * len(words) + "|--:" * len(numbers) + "|")
+    return '<div class="numbers" markdown>\n\n' + "\n".join(lines) + "\n\n</div>\n"
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """Fill the page of the tournament."""
+    return fill(markdown) if page.file.src_uri == "tournament.md" else markdown
+
+
+def on_files(files: Any, config: Any) -> Any:
+    """Put the figure among the files of the site."""
+    from mkdocs.structure.files import File
+
+    found = results()
+    if found is not None:
+        content = image(charts.overview(*found), ".svg")
+        files.append(File.generated(config, "pictures/tournament.svg", content=content))
+    return files

@@ -1,0 +1,107 @@
+"""What an encoding costs: the time of a step, its memory, and its parameters."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.autograd.profiler import profile
+
+from posenc.lab.comparison.decoder import Decoder
+from posenc.lab.comparison.encodings import ENCODINGS
+from posenc.lab.comparison.plan import Plan
+from posenc.lab.comparison.tasks import Batch
+from posenc.lab.comparison.training import learn, losses_of, make_optimizer
+
+# Symbols of a text, about.
+_SYMBOLS = 64
+REPEATS = 10
+
+
+def cost(name: str, plan: Plan) -> dict[str, Any]:
+    """Seconds and peak bytes of a training step, and of reading one sequence of the longest length.
+
+    Random tokens and new weights: neither changes what a step does. Steps with the encoding
+    alternate with steps without one, and ``step`` is the ratio of their medians, so that another
+    program that slows the machine slows both. An encoding that is applied afterwards has no step
+    of its own.
+    """
+    model, plain = (_ready(each, plan) for each in (name, "none"))
+    if ENCODINGS[name].trained_as is not None:
+        model.use(name, plan.longest)
+    short = torch.randint(0, _SYMBOLS, (plan.batch, plan.train_length), device=plan.device)
+    long = torch.randint(0, _SYMBOLS, (1, plan.longest), device=plan.device)
+
+    def step(of: Decoder) -> Callable[[], Any]:
+        optimizer = make_optimizer(of, 1e-6)
+        return lambda: learn(of, Batch(short, short), optimizer)
+
+    @torch.no_grad()
+    def read(of: Decoder) -> None:
+        losses_of(of, Batch(long, long))
+
+    found: dict[str, Any] = {
+        "parameters": sum(p.numel() for p in model.position.parameters()),
+        "read": _ratio(lambda: read(model), lambda: read(plain), plan.device),
+        "read_bytes": peak_bytes(lambda: read(model), plan.device),
+        "step": None,
+        "step_seconds": None,
+        "step_bytes": None,
+    }
+    if ENCODINGS[name].trained_as is None:
+        ours, theirs = step(model), step(plain)
+        found["step"] = _ratio(ours, theirs, plan.device)
+        found["step_seconds"] = statistics.median(_seconds(ours, plan.device) for _ in range(3))
+        found["step_bytes"] = peak_bytes(ours, plan.device)
+    return found
+
+
+def _ready(name: str, plan: Plan) -> Decoder:
+    trained = ENCODINGS[name].trained_as or name
+    return Decoder(trained, plan, symbols=_SYMBOLS, seed=0).to(plan.device)
+
+
+def _ratio(ours: Callable[[], Any], theirs: Callable[[], Any], device: str) -> float:
+    """Median time of one over that of the other; they take turns."""
+    # Allocate tables, states and gradients, and compile kernels, before anything is timed.
+    for _ in range(2):
+        ours()
+        theirs()
+    pairs = [(_seconds(ours, device), _seconds(theirs, device)) for _ in range(REPEATS)]
+    one, other = (statistics.median(times) for times in zip(*pairs, strict=True))
+    return float(one / other)
+
+
+def _seconds(call: Callable[[], Any], device: str) -> float:
+    began = time.perf_counter()
+    call()
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - began
+
+
+def peak_bytes(call: Callable[[], Any], device: str = "cpu") -> int:
+    """Peak of the bytes that ``call`` has allocated and not freed.
+
+    On the CPU every allocation and release of torch's allocator is counted, those inside operations
+    too; the sum is the same on a busy machine. On CUDA it is the statistic of torch's allocator.
+    """
+    if device == "cuda":
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        call()
+        return torch.cuda.max_memory_allocated() - before
+    # The profiler writes a line to stderr when it starts and when it stops, unless told not to.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")
+    with profile(profile_memory=True) as watched:
+        call()
+    held = peak = 0
+    for event in watched.kineto_results.events():
+        if event.name() == "[memory]":
+            held += event.nbytes()
+            peak = max(peak, held)
+    return peak

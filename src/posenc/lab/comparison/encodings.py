@@ -1,0 +1,168 @@
+"""The table of encodings that can be compared: one entry for each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import cycle
+from typing import TYPE_CHECKING, Literal
+
+from torch import nn
+
+from posenc.lab.pictures.biases import FAMILIES
+from posenc.lab.pictures.show import RULES
+from posenc.nn import (
+    ALiBi,
+    CoPE,
+    ForgetGate,
+    LearnedPosEmbedding,
+    MixedRoPE,
+    RoPE,
+    SinusoidalPE,
+    XPos,
+)
+
+if TYPE_CHECKING:
+    from posenc.lab.comparison.plan import Plan
+
+
+@dataclass(frozen=True, slots=True)
+class Encoding:
+    """One line of the comparison."""
+
+    label: str
+    # How its module is called: module(x); module(q, k), whose results may have another width;
+    # module.attention(q, k, v); or, for gates, module.attention(q, k, v, module(x)).
+    acts_on: Literal["input", "queries and keys", "scores", "gates"]
+    # Makes the module, for a plan and the length of the sequences.
+    build: Callable[[Plan, int], nn.Module]
+    # What happens to it past the training length.
+    past: str
+    # If it is applied to a trained model: the encoding that the model was trained with.
+    trained_as: str | None = None
+    # Steps that the trained model then learns with it, as a part of those before.
+    recalibration: float = 0.0
+    # Every how many layers one is without it; 0 if all have it.
+    skips: int = 0
+
+    def acts_in(self, layer: int) -> bool:
+        """Whether this layer, counted from 0, has it."""
+        return not self.skips or (layer + 1) % self.skips > 0
+
+    @property
+    def how(self) -> str:
+        """Whether it is trained, or applied afterwards, in words."""
+        if self.trained_as is None:
+            return "trained"
+        applied = f"applied to {ENCODINGS[self.trained_as].label}'s model"
+        return f"{applied}, then trained further" if self.recalibration else applied
+
+
+def _rope(
+    label: str, past: str, rule: str | None = None, *, part: int = 1, skips: int = 0
+) -> Encoding:
+    """RoPE of one ``part`` of the channels; or with a rule, past the training length."""
+
+    def build(plan: Plan, length: int) -> nn.Module:
+        factor = length / plan.train_length
+        scaling = RULES[rule](factor, plan.train_length) if rule and factor > 1 else None
+        sizes = plan.head_dim, plan.longest, plan.base
+        rotated = max(2, plan.head_dim // part // 2 * 2)
+        return RoPE(*sizes, interleaved=False, scaling=scaling, rotary_dim=rotated)
+
+    if rule is not None:
+        past = f"RoPE's model, {past} length / training length."
+    return Encoding(label, "queries and keys", build, past, "rope" if rule else None, skips=skips)
+
+
+def _xpos(plan: Plan, length: int) -> nn.Module:
+    # Half the training length is the paper's ratio. float32 holds the scales of 88 times it.
+    decay = max(plan.train_length / 2, plan.longest / 88)
+    return XPos(plan.head_dim, plan.longest, plan.base, scale_base=decay, interleaved=False)
+
+
+def _learned_rates(plan: Plan, length: int) -> nn.Module:
+    sizes = plan.head_dim, plan.heads
+    return MixedRoPE(*sizes, coordinates=1, base=plan.base, interleaved=False)
+
+
+def _family(name: str, past: str) -> Encoding:
+    """The relative bias that `posenc show` draws under this name; one for all layers."""
+    label, _, make = FAMILIES[name]
+    return Encoding(label, "scores", lambda plan, length: make(plan.heads, plan.train_length), past)
+
+
+ENCODINGS = {
+    "none": Encoding(
+        "none", "input", lambda plan, length: nn.Identity(), "The causal mask alone tells order."
+    ),
+    "sinusoidal": Encoding(
+        "sinusoidal",
+        "input",
+        lambda plan, length: SinusoidalPE(plan.longest, plan.width, base=plan.base),
+        "The formula continues, to positions that the model was not trained on.",
+    ),
+    "learned": Encoding(
+        "learned",
+        "input",
+        lambda plan, length: LearnedPosEmbedding(plan.longest, plan.width),
+        "The table has rows for the longest test; rows past the training length were never "
+        "trained, and have their initial values.",
+    ),
+    "rope": _rope("RoPE", "The pairs rotate on, to distances that the model was not trained on."),
+    "rope-yarn": _rope("RoPE + YaRN", "tested with YaRN of factor", "yarn"),
+    "rope-linear": _rope("RoPE + linear", "every pair slowed by", "linear"),
+    "rope-ntk": _rope("RoPE + NTK", "its base raised for", "ntk"),
+    "rope-llama3": _rope("RoPE + Llama 3", "its slow pairs slowed by", "llama3"),
+    "drope": Encoding(
+        "DroPE",
+        "input",
+        lambda plan, length: nn.Identity(),
+        "RoPE's model, trained on for a tenth of the steps without any rotation.",
+        trained_as="rope",
+        recalibration=0.1,
+    ),
+    "rope-half": _rope("RoPE, half", "Half of the channels rotate on; the rest never did.", part=2),
+    "rope-nope": _rope("RoPE, NoPE", "As RoPE; every second layer has no encoding.", skips=2),
+    "rope-learned": Encoding(
+        "RoPE, learned rates",
+        "queries and keys",
+        _learned_rates,
+        "The pairs of each head rotate on, as fast as was learned.",
+    ),
+    "xpos": Encoding("xPos", "queries and keys", _xpos, "Rotation and decay continue."),
+    "alibi": Encoding(
+        "ALiBi", "scores", lambda plan, length: ALiBi(plan.heads), "The slopes stay as they are."
+    ),
+    "alibi-learned": Encoding(
+        "ALiBi, learned",
+        "scores",
+        lambda plan, length: ALiBi(plan.heads, learned=True),
+        "The slopes stay as they were trained.",
+    ),
+    "t5": _family("t5", "All farther keys are in the last bucket."),
+    "learned-bias": _family("learned-bias", "All farther keys share the last trained number."),
+    "kerple": _family("kerple", "The logarithm continues."),
+    "sandwich": _family("sandwich", "The sum of cosines continues."),
+    "fire": _family("fire", "Distances over the query's position stay in the trained range."),
+    "forget-gate": Encoding(
+        "forgetting gates",
+        "gates",
+        lambda plan, length: ForgetGate(plan.width, plan.heads),
+        "The tokens go on to decide what is kept of those before them.",
+    ),
+    "cope": Encoding(
+        "CoPE",
+        "scores",
+        lambda plan, length: CoPE(plan.head_dim, plan.train_length),
+        "Counts end at the training length, but gates need not count every token.",
+    ),
+}
+COMPARED = ("none", "sinusoidal", "learned", "rope", "rope-yarn", "alibi")
+# Okabe and Ito's colours, then Tol's, suit colour-blind readers; markers tell the lines apart
+# without them. There are 16 and 13, so 208 pairs.
+_COLOURS = (
+    "#8c8c8c #e69f00 #d55e00 #0072b2 #56b4e9 #cc79a7 #7d6bb0 #009e73 "
+    "#44aa99 #332288 #882255 #117733 #999933 #cc6677 #aa4499 #ddcc77"
+).split()
+LOOKS = dict(zip(ENCODINGS, zip(cycle(_COLOURS), cycle("os^Dv<>PX*hpd")), strict=False))

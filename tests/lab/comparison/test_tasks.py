@@ -1,0 +1,111 @@
+import pytest
+import torch
+
+from posenc.lab.comparison.plan import Plan
+from posenc.lab.comparison.tasks import TASKS, UNASKED, Reading
+from posenc.lab.comparison.text import Text
+
+LENGTHS = [8, 9, 16, 30, 64]
+PLAN = Plan(train_length=16, steps=6, batch=40, windows=40)
+
+
+def game(task, plan=PLAN):
+    return TASKS[task].load(plan)
+
+
+def strings(data, batch):
+    """Letters of each sequence up to the first question, which has all places but the last."""
+    for tokens, wanted in zip(*(part.tolist() for part in batch), strict=True):
+        first = min(i for i, each in enumerate(wanted) if each != UNASKED)
+        letters = [i for i, each in enumerate(tokens[: first + 1]) if each < data.letters]
+        begin = letters[0]
+        yield tokens, wanted, begin, tokens[begin : begin + data.size]
+
+
+def test_the_data_order_of_a_text_is_a_function_of_the_seed_and_stays_in_it():
+    text = torch.arange(50)
+    data, plan = Reading(Text("", text, text, 50, "")), Plan(steps=200, batch=4, train_length=8)
+
+    def order(seed):
+        return torch.stack([batch.tokens for batch in data.training(plan, seed)])
+
+    found = order(5)
+    assert found.shape == (200, 4, 8)
+    assert torch.equal(found, order(5))
+    assert not torch.equal(found, order(6))
+    assert found.min() == 0
+    # The last sequence has 8 symbols and the one after them.
+    assert found.max() == 50 - 2
+    for batch in data.training(plan, 5):
+        assert torch.equal(batch.wanted, batch.tokens + 1)
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_a_copy_asks_for_the_whole_string_after_its_sign(length):
+    plan = Plan(train_length=length, steps=2, batch=40)
+    data = game("copy", plan)
+    for batch in data.training(plan, 0):
+        assert batch.tokens.shape == batch.wanted.shape == (40, length)
+        assert batch.tokens.max() < data.symbols
+        for tokens, wanted, _, string in strings(data, batch):
+            assert len(set(string)) == data.size == min(8, length // 4)
+            assert wanted == [UNASKED] * (length - data.size) + string
+            assert tokens[-data.size] > data.blank
+            assert tokens[-data.size + 1 :] == string[:-1] or data.size == 1
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_an_index_asks_for_the_neighbours_of_a_letter(length):
+    """What is asked is worked out here from the string, the sign and the last letter alone."""
+    plan, seen = Plan(train_length=length, steps=2, batch=40), set()
+    data = game("index", plan)
+    for batch in data.training(plan, 0):
+        for tokens, wanted, _, string in strings(data, batch):
+            sign = None
+            for at, (token, answer) in enumerate(zip(tokens, wanted, strict=True)):
+                sign = token if token > data.blank else sign
+                if answer != UNASKED:
+                    shift = {data.blank + 1: 1, data.blank + 2: -1}[sign]
+                    seen.add(shift)
+                    assert answer == string[string.index(token) + shift]
+                    assert at == length - 1 or tokens[at + 1] == answer
+            assert sum(each != UNASKED for each in wanted) == data.size // 2 * 2
+    assert seen == {-1, 1}
+
+
+@pytest.mark.parametrize("task", ["copy", "index"])
+def test_longer_tests_have_the_same_strings_and_questions_farther_apart(task):
+    data = game(task)
+    short, *longer = (data.testing(PLAN, length) for length in PLAN.lengths)
+    assert {begin for *_, begin, _ in strings(data, short)} == {0}
+    for length, batch in zip(PLAN.lengths[1:], longer, strict=True):
+        assert batch.tokens.shape == (40, length)
+        assert torch.equal(batch.tokens[:, : data.size], short.tokens[:, : data.size])
+        assert torch.equal(batch.wanted[:, -8:], short.wanted[:, -8:])
+        assert (batch.wanted[:, :-8] == UNASKED).all()
+        between = batch.tokens[:, data.size : -8]
+        assert (between == data.blank).all()
+
+
+@pytest.mark.parametrize("task", ["copy", "index"])
+def test_a_game_is_a_function_of_the_seed_and_its_strings_begin_anywhere(task):
+    data = game(task)
+
+    def drawn(seed):
+        return torch.cat([batch.tokens for batch in data.training(PLAN, seed)])
+
+    assert torch.equal(drawn(3), drawn(3))
+    assert not torch.equal(drawn(3), drawn(4))
+    begins = {b for batch in data.training(PLAN, 3) for _, _, b, _ in strings(data, batch)}
+    question = 1 + 4 if task == "copy" else 8
+    assert begins == set(range(16 + 1 - question - 4 + 1))
+
+
+@pytest.mark.parametrize("task", ["copy", "index"])
+def test_no_test_is_a_training_sequence_by_construction(task):
+    """The strings of a test are drawn by a seed that no training has."""
+    data = game(task)
+    tested = data.testing(PLAN, 16).tokens
+    trained = next(data.training(PLAN, 0)).tokens
+    assert not torch.equal(tested[:, :4], trained[:, :4])
+    assert torch.equal(tested, data.testing(PLAN, 16).tokens)
