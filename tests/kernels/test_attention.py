@@ -119,6 +119,36 @@ def test_pruning_leaves_keys_out_and_changes_nothing(kind, causal, monkeypatch):
     assert (ranges[..., 0] > 0).any()
 
 
+@pytest.mark.parametrize("size", [(90, 90), pytest.param((3, 300), marks=SLOW)], ids=str)
+@pytest.mark.parametrize("kind", ["window", pytest.param("far", marks=SLOW)])
+def test_any_ranges_of_keys(kind, size):
+    """A key of a window is seen by queries past the end of its own range."""
+    torch.manual_seed(3)
+    (queries, keys), width, scale = size, 16, 0.25
+    q, k, v = (torch.randn(1, 2, n, width, device=DEVICE) for n in (queries, keys, keys))
+    j = torch.arange(keys, device=DEVICE)[None]
+    first, last = (
+        ((j - 20).clamp(min=0), j) if kind == "window" else (0 * j, (j - 21).clamp(min=-1))
+    )
+    call = Call(None, None, first, last, "none", 0, keys - queries, scale, True, False)
+
+    out, lse, ranges = attend.forward(q, k, v, call)
+    g, g_lse = torch.randn_like(out), torch.randn_like(lse).masked_fill(lse == -torch.inf, 0)
+    back = [attend.backward(g, g_lse, (q, k, v, out, lse, ranges), call, False) for _ in "ab"]
+
+    exact = [x.double().requires_grad_() for x in (q, k, v)]
+    low, high = (x[0, keys - queries :, None] for x in (first, last))
+    hidden = (j < low) | (j > high)
+    scores = (exact[0] @ exact[1].mT * scale).masked_fill(hidden, -torch.inf)
+    nothing = hidden.all(-1, keepdim=True)
+    true_out = scores.masked_fill(nothing, 0.0).softmax(-1).masked_fill(hidden, 0) @ exact[2]
+    true_lse, seen = scores.logsumexp(-1), ~nothing[..., 0].expand(1, 2, -1)
+    loss = (true_out * g.double()).sum() + (true_lse * g_lse.double())[seen].sum()
+    grads = torch.autograd.grad(loss, exact)
+    wanted = true_out.detach(), true_lse.detach()
+    assert_is_exact((out, lse), back, wanted, grads, torch.float32)
+
+
 @pytest.mark.parametrize(
     ("shape", "dtype"),
     [

@@ -222,6 +222,28 @@ def attend_block(
     return op.attend("attend_block", q, k, v, call, None)
 
 
+def attend_ranges(
+    who: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    first: Tensor,
+    last: Tensor,
+    *,
+    start: int | Tensor,
+    scale: float,
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attention of each query to a range of keys at or before its own; no bias, nothing is checked.
+
+    ``first`` and ``last``, int64 ``[1 or B, K]``, are the ends of the range of the query at each
+    key; ``last`` below ``first`` is an empty one.
+    """
+    starts, begin = (start.reshape(-1), 0) if isinstance(start, Tensor) else (None, start)
+    call = Call(None, starts, first, last, "none", 0, begin, scale, True, False)
+    return op.attend(who, q, k, v, call, backend)
+
+
 def hide_padding(ids: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
     """First and last key of each key's document; padding, below zero, has none."""
     if ids is None:

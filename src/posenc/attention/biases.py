@@ -76,6 +76,8 @@ class Call(NamedTuple):
     start: int
     scale: float
     causal: bool
+    # Whether far keys are left out. If false, `first` and `last` at a query's own key may be the
+    # ends of any range, as in `biased.attend_ranges`; if true, they are those of a document.
     prune: bool
 
     def spans(self, queries: int, keys: int, device: torch.device) -> Spans:

@@ -46,7 +46,7 @@ def backward(
     rows_too = to_values and (call.kind == "slopes" or (call.kind == "table" and not call.causal))
     by_row = torch.empty_like(lse) if rows_too else lse
     by_key = lse.new_empty((batch, heads, keys)) if call.kind == "sums" else lse
-    how = (*call[4:6], *call[7:9], prune, call.starts is None, call.first is None, rows_too)
+    how = (*call[4:6], *call[7:10], prune, call.starts is None, call.first is None, rows_too)
     how = (*how, g_lse is None)
     pruned = q if ranges is None else ranges
     how = (*how, *signature((q, k, v, g, out, *present)))
@@ -116,7 +116,9 @@ class _Shared:
         strides = [step for x in (q, k, v, g, dk, dv) for step in strides_of(x)]
         owned = -(-k.shape[2] // blocks[1])
         kernel = attention_backward.to_keys
-        return self._launch(kernel, blocks, strides, owned, k.shape[1], {})
+        # Without pruning, the ranges of keys need not be documents.
+        others = {"NARROW": self.call.first is not None and self.call.prune}
+        return self._launch(kernel, blocks, strides, owned, k.shape[1], others)
 
     def to_table(self, nearest: int, diagonals: int, blocks: tuple[int, int, int]) -> Launch:
         (q, k, v, g), call = self.tensors, self.call

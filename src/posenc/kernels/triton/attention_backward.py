@@ -228,7 +228,7 @@ def to_keys(
     values_b, values_h, starts_b, ends_b, queries, keys, width, zero, range_size,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     KIND: tl.constexpr, CAUSAL: tl.constexpr, HAS_STARTS: tl.constexpr, DOCUMENTS: tl.constexpr,
-    PRUNE: tl.constexpr, PRECISION: tl.constexpr, PTX: tl.constexpr,
+    NARROW: tl.constexpr, PRUNE: tl.constexpr, PRECISION: tl.constexpr, PTX: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
     """The gradients of a tile of keys and values."""
@@ -256,7 +256,8 @@ def to_keys(
     most_own = own_start + queries - 1
     if CAUSAL:
         least_own = tl.maximum(least_own, column0)
-    if DOCUMENTS:
+    if NARROW:
+        # A document's queries see its keys, and no others do.
         near = tl.minimum(columns, keys - 1)
         of_first = tl.load(first + b * ends_b + near).to(tl.int32)
         of_last = tl.load(last + b * ends_b + near).to(tl.int32)
