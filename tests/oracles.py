@@ -182,3 +182,66 @@ def deberta(q: Tensor, k: Tensor, i: int, j: int, to_q: Tensor, to_k: Tensor) ->
     span = len(to_q) // 2
     row = min(max(i - j + span, 0), 2 * span - 1)
     return q.double() @ to_q[row].double() + k.double() @ to_k[row].double()
+def self_extend(length: int, group: int, window: int) -> Tensor:
+    """The relative position of query ``i`` and key ``j`` by Self-Extend; -1 for later keys."""
+    found = torch.full((length, length), -1)
+    for i in range(length):
+        for j in range(i + 1):
+            far = math.floor(i / group) - math.floor(j / group) + window - window // group
+            found[i, j] = i - j if i - j < window else far
+    return found
+
+
+def dual_chunk(length: int, chunk: int, window: int) -> Tensor:
+    """As `self_extend`, by Dual Chunk Attention with ``c = chunk + window``: its three vectors."""
+    farthest = chunk + window - 1
+    as_keys = list(range(chunk))
+    successive = [*range(chunk, chunk + window), *[farthest] * (chunk - window)]
+    found = torch.full((length, length), -1)
+    for i in range(length):
+        for j in range(i + 1):
+            apart = i // chunk - j // chunk
+            query = {0: as_keys[i % chunk], 1: successive[i % chunk]}.get(apart, farthest)
+            found[i, j] = query - as_keys[j % chunk]
+    return found
+
+
+def attention_at(
+    q: Tensor, k: Tensor, v: Tensor, relative: Tensor, *, base: float = 10_000.0
+) -> Tensor:
+    """Attention in float64 whose pair ``(i, j)`` is rotated by ``relative[i, j]``; -1 is hidden.
+
+    Pairs are the halves of a head, taken as complex numbers: the score is the real part of
+    ``sum q conj(k) exp(i r theta)``.
+    """
+    q, k, v = (
+        q.double(),
+        *(x.double().repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v)),
+    )
+    half = q.shape[-1] // 2
+    a, b = (torch.complex(x[..., :half], x[..., half:]) for x in (q, k))
+    theta = base ** (-torch.arange(half, dtype=torch.float64) / half)
+    turn = torch.polar(torch.ones(()).double(), relative[..., None] * theta)
+    scores = torch.einsum("bhip,bhjp,ijp->bhij", a, b.conj(), turn).real / (2 * half) ** 0.5
+    return scores.masked_fill(relative < 0, -math.inf).softmax(-1) @ v
+
+
+def string_generators(freqs: Tensor, skew: Tensor) -> Tensor:
+    """STRING's generators of one head, ``[A, D, D]``: ``P (f J) P^T``, by Cayley's formula.
+
+    ``freqs`` is ``[A, D / 2]``; ``skew`` is the matrix above its diagonal, row by row. Pairs are
+    neighbours.
+    """
+    pairs = freqs.shape[1]
+    dim, one = 2 * pairs, torch.eye(2 * pairs, dtype=torch.float64)
+    above = iter(skew.double())
+    s = torch.zeros(dim, dim, dtype=torch.float64)
+    for i in range(dim):
+        for j in range(i + 1, dim):
+            s[i, j] = next(above)
+            s[j, i] = -s[i, j]
+    basis = (one - s) @ torch.linalg.inv(one + s)
+    blocks = torch.zeros(len(freqs), dim, dim, dtype=torch.float64)
+    for i in range(pairs):
+        blocks[:, 2 * i, 2 * i + 1], blocks[:, 2 * i + 1, 2 * i] = -freqs[:, i], freqs[:, i]
+    return basis @ blocks @ basis.T

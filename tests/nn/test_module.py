@@ -8,6 +8,7 @@ import torch
 import posenc
 from posenc import axes, scaling
 
+ROPE = posenc.RoPE(8)
 MODULES = {
     "SinusoidalPosEmbedding": (lambda: posenc.SinusoidalPosEmbedding(embed_dim=8), "seq_len", 4),
     "SinusoidalPE": (lambda: posenc.SinusoidalPE(16, 8), "max_seq_len", 32),
@@ -17,6 +18,9 @@ MODULES = {
     "RoPE": (lambda: posenc.RoPE(8, rotary_dim=4), "scaling", scaling.Linear(2.0)),
     "XPos": (lambda: posenc.XPos(8, 64), "scale_base", 64.0),
     "MixedRoPE": (lambda: posenc.MixedRoPE(8, 2), "base", 100.0),
+    "STRING": (lambda: posenc.STRING(8, 2), "coordinates", 1),
+    "SelfExtend": (lambda: posenc.SelfExtend(ROPE, group=2, window=4), "group", 3),
+    "DualChunk": (lambda: posenc.DualChunk(ROPE, chunk=8, window=4), "chunk", 9),
     "ALiBi": (lambda: posenc.ALiBi(3, slopes=[0.1, 0.2, 0.3]), "causal", False),
     "T5Bias": (lambda: posenc.T5Bias(4), "num_buckets", 16),
     "LearnedBias": (lambda: posenc.LearnedBias(4, 9), "max_distance", 5),

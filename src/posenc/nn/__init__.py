@@ -4,6 +4,7 @@ from posenc.nn import functional
 from posenc.nn.alibi import ALiBi
 from posenc.nn.cope import CoPE
 from posenc.nn.deberta import DeBERTaBias
+from posenc.nn.extended import DualChunk, SelfExtend
 from posenc.nn.fire import FIRE
 from posenc.nn.forget_gate import ForgetGate
 from posenc.nn.fourier import FourierFeatures
@@ -18,6 +19,7 @@ from posenc.nn.rotary import RotaryPosEmbedding
 from posenc.nn.sandwich import Sandwich
 from posenc.nn.sinusoidal import SinusoidalPE, SinusoidalPosEmbedding
 from posenc.nn.sinusoidal_grid import SinusoidalGrid
+from posenc.nn.string import STRING
 from posenc.nn.t5 import T5Bias
 from posenc.nn.transformer_xl import TransformerXLBias
 from posenc.nn.xpos import XPos
@@ -25,9 +27,11 @@ from posenc.nn.xpos import XPos
 __all__ = [
     "FIRE",
     "KERPLE",
+    "STRING",
     "ALiBi",
     "CoPE",
     "DeBERTaBias",
+    "DualChunk",
     "ForgetGate",
     "FourierFeatures",
     "GridBias",
@@ -39,6 +43,7 @@ __all__ = [
     "RotaryPosEmbedding",
     "Sandwich",
     "SinusoidalGrid",
+    "SelfExtend",
     "SinusoidalPE",
     "SinusoidalPosEmbedding",
     "T5Bias",

@@ -80,7 +80,10 @@ class MixedRoPE(ReadOnlyArguments):
             way_out = "Pass one for each pair of one coordinate."
             start = checks.frequencies(who, "start", start, count, way_out)
         self.start = start
-        self.freqs = nn.Parameter(torch.empty(self.coordinates, self.num_heads, head_dim // 2))
+        # transformers builds models with a default dtype of half precision.
+        wide = torch.promote_types(torch.get_default_dtype(), torch.float32)
+        size = self.coordinates, self.num_heads, head_dim // 2
+        self.freqs = nn.Parameter(torch.empty(size, dtype=wide))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -114,13 +117,7 @@ class MixedRoPE(ReadOnlyArguments):
             New tensors with the shapes and dtypes of ``q`` and ``k``.
         """
         who = type(self).__name__
-        check_heads(who, "qk", [q, k], self.head_dim)
-        if self.num_heads > 1:
-            way_out = "Build MixedRoPE with that num_heads."
-            checks.equal(who, "heads of k", k.shape[1], self.num_heads, way_out)
-        if q.shape[1] % self.num_heads:
-            rule = f"heads of q must be a multiple of {self.num_heads}"
-            checks.fail(who, rule, q.shape[1], "Give each key head equally many query heads.")
+        self._check_heads(who, q, k)
         at = self._coordinates(who, q, position_ids, offset)
         wide = widest(q.device)
         # [A, (B,) 1, L, 1] times [A, (1,) H, 1, P], added up over the coordinates.
@@ -134,6 +131,15 @@ class MixedRoPE(ReadOnlyArguments):
             return q, k
         cos, sin = of_angles(phi, q.device)
         return self._rotated(who, q, cos, sin), self._rotated(who, k, cos, sin)
+
+    def _check_heads(self, who: str, q: Tensor, k: Tensor) -> None:
+        check_heads(who, "qk", [q, k], self.head_dim)
+        if self.num_heads > 1:
+            way_out = f"Build {who} with that num_heads."
+            checks.equal(who, "heads of k", k.shape[1], self.num_heads, way_out)
+        if q.shape[1] % self.num_heads:
+            rule = f"heads of q must be a multiple of {self.num_heads}"
+            checks.fail(who, rule, q.shape[1], "Give each key head equally many query heads.")
 
     def _coordinates(self, who: str, x: Tensor, ids: Tensor | None, offset: Any) -> Tensor:
         if ids is not None:

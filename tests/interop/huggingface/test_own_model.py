@@ -41,6 +41,8 @@ class Model(transformers.PreTrainedModel):
             ]
         )
         self.gate = posenc.ForgetGate(32, 4)
+        self.string = posenc.STRING(8, 4, coordinates=1)
+        self.extend = posenc.SelfExtend(posenc.RoPE(8), group=3, window=7)
         self.post_init()
 
     def _init_weights(self, module):
@@ -50,6 +52,7 @@ class Model(transformers.PreTrainedModel):
         q, k, v = (self.factor * x).unflatten(-1, (4, 8)).transpose(2, 3)
         outs = [bias.attention(q, k, v) for bias in (*self.biases, *self.products)]
         outs.append(self.gate.attention(q, k, v, self.gate(x)))
+        outs += [self.string(q, k)[0], self.extend.attention(q, k, v)]
         return torch.stack(outs)
 
 
