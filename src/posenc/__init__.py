@@ -33,6 +33,7 @@ from posenc.nn import (
     T5Bias,
     TransformerXLBias,
     XPos,
+    rope_layers,
 )
 
 __version__ = "0.1.0"
@@ -71,6 +72,7 @@ __all__ = [
     "interop",
     "nn",
     "positions",
+    "rope_layers",
     "scaling",
 ]
 

@@ -68,6 +68,9 @@ def test_layers_without_rotation_are_those_that_call_none(kind, given, saved, mo
 
     still = () if read.without_rope is None else read.without_rope[0]
     assert set(range(6)) - rotated == set(still)
+    given = json.loads(config.to_json_string()) if saved else published
+    layers = configs.read_layers(given)
+    assert [i for i, each in enumerate(layers) if each is not None] == sorted(rotated)
 
 
 @knows_all_families

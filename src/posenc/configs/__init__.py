@@ -9,4 +9,18 @@ __all__ = [
     "LAYOUT", "Alibi", "Buckets", "Positions", "Recipe", "Table", "as_dict", "facts_of",
     "not_rotary", "open_config", "read", "read_alibi", "read_buckets", "read_positions",
     "read_scaling", "text_part", "types_with",
+from posenc.configs.recipes import (
+    Positions,
+    Recipe,
+    read,
+    read_alibi,
+    read_buckets,
+    read_layers,
+    read_positions,
+)
+
+__all__ = [
+    "LAYOUT", "Alibi", "Buckets", "Positions", "Recipe", "Table", "as_dict", "facts_of",
+    "not_rotary", "open_config", "read", "read_alibi", "read_buckets", "read_layers",
+    "read_positions", "text_part", "types_with",
 ]  # fmt: skip

@@ -17,8 +17,10 @@ _LENGTHS = (
     "max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "seq_length",
     "n_ctx",
 )  # fmt: skip
+# Names of the number of layers.
+LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 # More layers than any model has. Each is listed, so a file's number must be bounded.
-_MOST_LAYERS = 2**12
+MOST_LAYERS = 2**12
 
 
 def _longest(config: Config) -> Fact | None:
@@ -83,8 +85,8 @@ def without_rope(config: Config) -> Fact | None:
     step = top.get(key, 4 if "no_rope_interval" in model else None)
     if type(step) is not int or step < 1 or type(count) is not int:
         return None
-    if count > _MOST_LAYERS:
-        rule = f"num_hidden_layers must be at most {_MOST_LAYERS}"
+    if count > MOST_LAYERS:
+        rule = f"num_hidden_layers must be at most {MOST_LAYERS}"
         raise config.error(rule, count, "Fix the config.")
     source = key if key in top else "model_type"
     return tuple(range(step - 1, count, step)), config.prefix + source

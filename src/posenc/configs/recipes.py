@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
+from posenc._contract import checks
 from posenc.configs import diffusion, facts, others, reader, rotation
 from posenc.configs.facts import Fact
 from posenc.configs.others import Alibi, Buckets, check_rotary, kind_of
@@ -111,6 +112,26 @@ def read_positions(config: Any, *, layer_type: str | None = None) -> Positions:
     lengths = facts.lengths(found, rules)
     scale = facts.softmax_scale(found, rules[0])
     return Positions(rotary, *lengths, facts.without_rope(found), scale)
+
+
+def read_layers(config: Any, *, base: float | None = None) -> list[Recipe | None]:
+    """The rotation of each layer that a config describes; None for layers that do not rotate."""
+    found = open_config(config)
+    check_rotary(found)
+    count = found.count("layers", *facts.LAYERS, most=facts.MOST_LAYERS)
+    still, named = facts.without_rope(found), found.top.get("layer_types")
+    recipes = {name: _recipe(found, name, base) for name in reader.rotating_types(found)}
+    types = [None] * count if None in recipes else named
+    if not isinstance(types, (list, tuple)) or len(types) < count:
+        rule = f"layer_types must name the {count} layers, because rotations differ by it"
+        way_out = "Load the config with transformers' AutoConfig, which lists them."
+        raise found.error(rule, checks.describe(named), way_out)
+    layers: list[Recipe | None] = [None] * count
+    for i in set(range(count)) - set(() if still is None else still[0]):
+        if types[i] is not None and types[i] not in map(str, recipes):
+            raise found.error(f"layer_types must be among {list(recipes)}", types[i])
+        layers[i] = recipes[types[i]]
+    return layers
 
 
 def read_alibi(config: Any) -> Alibi:

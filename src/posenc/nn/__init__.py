@@ -10,6 +10,7 @@ from posenc.nn.forget_gate import ForgetGate
 from posenc.nn.fourier import FourierFeatures
 from posenc.nn.grid_bias import GridBias
 from posenc.nn.kerple import KERPLE
+from posenc.nn.layers import rope_layers
 from posenc.nn.learned import LearnedPosEmbedding
 from posenc.nn.learned_bias import LearnedBias
 from posenc.nn.mixed import MixedRoPE
@@ -50,4 +51,5 @@ __all__ = [
     "TransformerXLBias",
     "XPos",
     "functional",
+    "rope_layers",
 ]
