@@ -182,6 +182,8 @@ def deberta(q: Tensor, k: Tensor, i: int, j: int, to_q: Tensor, to_k: Tensor) ->
     span = len(to_q) // 2
     row = min(max(i - j + span, 0), 2 * span - 1)
     return q.double() @ to_q[row].double() + k.double() @ to_k[row].double()
+
+
 def self_extend(length: int, group: int, window: int) -> Tensor:
     """The relative position of query ``i`` and key ``j`` by Self-Extend; -1 for later keys."""
     found = torch.full((length, length), -1)

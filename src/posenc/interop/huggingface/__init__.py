@@ -1,9 +1,10 @@
-"""Hugging Face models on our rotation and attention: `patch` and `unpatch`."""
+"""Hugging Face models on our rotation and attention, or without a rotation: `patch`, `unpatch`."""
 
 from posenc.interop.huggingface.norms import Norms
 from posenc.interop.huggingface.patching import Place, Report, Table, patch, patched, unpatch
 from posenc.interop.huggingface.rotation import apply_rotary_pos_emb
 from posenc.interop.huggingface.stacks import Attention
+from posenc.interop.huggingface.unrotated import drop_rotation, dual_chunk, self_extend
 
 __all__ = [
     "Attention",
@@ -12,7 +13,10 @@ __all__ = [
     "Report",
     "Table",
     "apply_rotary_pos_emb",
+    "drop_rotation",
+    "dual_chunk",
     "patch",
     "patched",
+    "self_extend",
     "unpatch",
 ]

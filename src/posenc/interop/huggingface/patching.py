@@ -14,7 +14,7 @@ from torch import nn
 
 from posenc._contract import checks
 from posenc.configs import LAYOUT
-from posenc.interop.huggingface import norms, processors, stacks, tables
+from posenc.interop.huggingface import attending, norms, processors, stacks, tables
 from posenc.interop.huggingface.biased import kind_of
 from posenc.interop.huggingface.norms import Norms
 from posenc.interop.huggingface.probing import NotUnderstood
@@ -177,10 +177,10 @@ def patch(model: nn.Module, *, fuse: bool = True) -> Report:
             methods.append(rotary_forward(kind, ours))
             edited += rotary[-1:] if tables.holds_other_rates(module, ours) else []
         if methods:
-            planned.append((module, {_attribute(module, path, one): one for one in methods}))
+            planned.append((module, {attribute_for(module, path, one): one for one in methods}))
     biased, attentions = _biased(model, rotates=bool(places))
     for path, (module, method) in biased.items():
-        planned.append((module, {_attribute(module, path, method): method}))
+        planned.append((module, {attribute_for(module, path, method): method}))
     if not planned and not processing:
         got = f"{type(model).__name__}, which calls no function that rotates"
         way_out = "Use the model as it is: without rotary positions it needs no patch."
@@ -193,9 +193,9 @@ def patch(model: nn.Module, *, fuse: bool = True) -> Report:
     problem = "inv_freq should hold the rates of the config, got others in"
     _warn(problem, edited, "Write them into the config: the patched model takes its rates from it.")
     for module, named in planned:
-        _install(module, named)
+        install(module, named)
     for module, processor in processing:
-        _install(module, {})
+        install(module, {})
         processors.install(module, processor)
     return Report(tuple(places), tuple(rotary), tuple(attentions), tuple(found))
 
@@ -242,6 +242,7 @@ def unpatch(model: nn.Module) -> None:
     if not found:
         got, way_out = type(model).__name__, "Pass the model that was patched."
         checks.fail("unpatch", "model must be patched", got, way_out)
+    attending.detach(modules)
     for module in found:
         for name, ours in _replacements_of(module).items():
             if name == ours.name:
@@ -262,7 +263,7 @@ def patched(model: nn.Module, *, fuse: bool = True) -> Iterator[Report]:
         unpatch(model)
 
 
-def _attribute(module: nn.Module, path: str, method: Replacement) -> str:
+def attribute_for(module: nn.Module, path: str, method: Replacement) -> str:
     """The attribute of ``module`` that gets ``method``."""
     name = method.name
     # accelerate's hooks wrap forward and call the original by this name.
@@ -275,7 +276,8 @@ def _attribute(module: nn.Module, path: str, method: Replacement) -> str:
     return name
 
 
-def _install(module: nn.Module, methods: dict[str, Replacement]) -> None:
+def install(module: nn.Module, methods: dict[str, Replacement]) -> None:
+    """Give ``module`` our methods, by the attributes that get them."""
     # Pickle can store a partial, but not a bound method that the class does not have.
     vars(module).update({name: partial(ours, module) for name, ours in methods.items()})
     vars(module).update({PATCHED: True, _REPLICATE: partial(_replica, module)})
@@ -290,5 +292,5 @@ def _replacements_of(module: nn.Module) -> dict[str, Replacement]:
 def _replica(module: nn.Module) -> nn.Module:
     """A replica for DataParallel, whose methods are bound to the replica."""
     made: nn.Module = type(module)._replicate_for_data_parallel(module)
-    _install(made, _replacements_of(module))
+    install(made, _replacements_of(module))
     return made

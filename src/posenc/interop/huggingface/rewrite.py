@@ -37,11 +37,20 @@ def _known(name: str, function: Any) -> Known | None:
     return variants.recognise(function) if rotates(name) else None
 
 
-class Rewriter:
-    """Rebuilds functions to call a replacement wherever ``replace(name, function)`` has one."""
+def _still(name: str, function: Any) -> Known | None:
+    return variants.recognise(function, still=True) if rotates(name) else None
 
-    def __init__(self, replace: Callable[[str, Any], Known | None]) -> None:
-        self._replace = replace
+
+class Rewriter:
+    """Rebuilds functions to call a replacement wherever ``replace(name, function)`` has one.
+
+    The names of replacements begin with ``prefix``: one for each way to replace.
+    """
+
+    def __init__(
+        self, replace: Callable[[str, Any], Known | None], prefix: str = "_posenc_"
+    ) -> None:
+        self._replace, self._prefix = replace, prefix
         self._rebuilt: dict[FunctionType, tuple[FunctionType, list[Any]]] = {}
 
     def rewrite(self, name: str, function: Any, of_model: bool = True) -> tuple[Any, list[Any]]:
@@ -83,12 +92,13 @@ class Rewriter:
                 made, inner = self.rewrite(name, value, of_model)
                 if inner:
                     replaced += inner
-                    names[name] = _alias(home, name, value, made)
+                    names[name] = _alias(home, self._prefix + name, value, made)
         for code in _codes(function.__code__):
             if rotates(code.co_name):
                 value = _defined(code, function.__module__)
                 made, inner = self.rewrite(code.co_name, value)
-                alias = _alias(scope, f"{code.co_name}_{code.co_firstlineno}", value, made)
+                name = f"{self._prefix}{code.co_name}_{code.co_firstlineno}"
+                alias = _alias(scope, name, value, made)
                 replaced += inner
                 codes[code] = _calling(code, alias)
         for i, cell in enumerate(cells):
@@ -107,9 +117,8 @@ class Rewriter:
         return self._rebuilt[function]
 
 
-def _alias(scope: dict[str, Any], name: str, theirs: Any, ours: Any) -> str:
+def _alias(scope: dict[str, Any], alias: str, theirs: Any, ours: Any) -> str:
     """A new name in ``scope`` for ``ours``."""
-    alias = f"_posenc_{name}"
     # A new function object would make torch.compile recompile the models patched earlier.
     if getattr(scope.get(alias), "__wrapped__", None) is not theirs:
         scope[alias] = ours
@@ -239,19 +248,19 @@ def rotary_forward(kind: type, tables: Any) -> Replacement:
     return Replacement(kind, "forward", forward, (), (rotary_forward, (kind, tables)))
 
 
-def _replacement_of(kind: type, name: str) -> Replacement:
-    return next(one for one in replacements(kind) if one.name == name)
+def _replacement_of(kind: type, name: str, still: bool = False) -> Replacement:
+    return next(one for one in replacements(kind, still=still) if one.name == name)
 
 
-def replacements(kind: type) -> list[Replacement]:
-    """Replacements for the methods of a class that rotate."""
+def replacements(kind: type, *, still: bool = False) -> list[Replacement]:
+    """Replacements for the methods of a class that rotate, by ones that do not if ``still``."""
     return [
-        Replacement(kind, name, made, replaced, (_replacement_of, (kind, name)))
-        for name, (made, replaced) in rebuilt(kind).items()
+        Replacement(kind, name, made, replaced, (_replacement_of, (kind, name, still)))
+        for name, (made, replaced) in rebuilt(kind, still=still).items()
     ]
 
 
-def rebuilt(kind: type, *special: str) -> dict[str, tuple[Any, list[Any]]]:
+def rebuilt(kind: type, *special: str, still: bool = False) -> dict[str, tuple[Any, list[Any]]]:
     """The methods of a class that rotate, rebuilt, and what was replaced in each.
 
     Methods with names such as ``__call__`` are left out, except for ``special`` ones.
@@ -268,7 +277,8 @@ def rebuilt(kind: type, *special: str) -> dict[str, tuple[Any, list[Any]]]:
             left_out = name.startswith("__") and name not in special
             if left_out or not isinstance(function, FunctionType):
                 continue
-            made, replaced = Rewriter(_known).rewrite(name, function)
+            rewriter = Rewriter(_still, "_posenc_still_") if still else Rewriter(_known)
+            made, replaced = rewriter.rewrite(name, function)
             # An instance cannot override a method that is called by super().
             if replaced and name in seen and "super" in seen[name].__code__.co_names:
                 raise NotUnderstood(f"{owner.__name__}.{name}, called by super(),")

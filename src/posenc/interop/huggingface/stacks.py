@@ -157,7 +157,7 @@ def _serves(stack: Any, given: dict[str, Any]) -> bool:
             continue
         if not isinstance(mask, Tensor) or mask.dim() != 2:
             return False
-        hides, holes = _padding_of(mask)
+        hides, holes = padding_of(mask)
         if holes and name == "attention_mask":
             return False
         if not hides:
@@ -165,7 +165,7 @@ def _serves(stack: Any, given: dict[str, Any]) -> bool:
     return True
 
 
-def _padding_of(mask: Tensor) -> tuple[bool, bool]:
+def padding_of(mask: Tensor) -> tuple[bool, bool]:
     """Whether a mask hides keys, and whether some of them are between others of their row."""
     seen = mask != 0
     begins = seen.clone()

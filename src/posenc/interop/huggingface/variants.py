@@ -58,8 +58,13 @@ class Variant:
         return ", ".join(words)
 
 
-def _function(names: tuple[str, ...], variant: Variant, default_axis: int) -> Callable[..., Any]:
-    """A function with these parameter names that rotates as ``variant`` says, by our op."""
+def _function(
+    names: tuple[str, ...], variant: Variant, default_axis: int, still: bool = False
+) -> Callable[..., Any]:
+    """A function with these parameter names that rotates as ``variant`` says, by our op.
+
+    If ``still``, it returns what it is given.
+    """
     rotating = [name for name in names if name in _ROTATED]
     flags = {
         "interleaved": variant.layout != "half",
@@ -72,6 +77,9 @@ def _function(names: tuple[str, ...], variant: Variant, default_axis: int) -> Ca
 
     def rotated(*args: Any, **kwargs: Any) -> Any:
         given = {**dict(zip(names, args, strict=False)), **kwargs}
+        xs = [given[name] for name in rotating if given.get(name) is not None]
+        if still:
+            return packed(xs)
         if freqs is not None:
             cos, sin = given[freqs].real, given[freqs].imag
         else:
@@ -83,11 +91,13 @@ def _function(names: tuple[str, ...], variant: Variant, default_axis: int) -> Ca
             cos, sin = (t.reshape(-1, 1, t.shape[-1]) for t in (cos, sin))
         elif axis is not None:
             cos, sin = cos.unsqueeze(axis), sin.unsqueeze(axis)
-        xs = [given[name] for name in rotating if given.get(name) is not None]
         if variant.tokens == "all":
             ys = rotation.rotate_all(xs, cos, sin, **flags)
         else:
             ys = [_rotate_some(variant.tokens, x, cos, sin, flags) for x in xs]
+        return packed(ys)
+
+    def packed(ys: list[Any]) -> Any:
         if len(ys) == 1 and (variant.bare or len(rotating) == 1):
             return ys[0]
         return tuple(ys) if len(ys) == len(rotating) else (ys[0], None)
@@ -108,15 +118,18 @@ def _rotate_some(
 
 
 @functools.cache
-def recognise(original: Callable[..., Any]) -> Known | None:
-    """Our function that gives what ``original`` gives, or None."""
+def recognise(original: Callable[..., Any], *, still: bool = False) -> Known | None:
+    """Our function that gives what ``original`` gives, or None.
+
+    If ``still``, a function that takes and returns the same, but does not rotate.
+    """
     with torch.device("cpu"), torch.no_grad(), warnings.catch_warnings():
         # Functions may warn of arguments that do not suit them.
         warnings.simplefilter("ignore")
-        return _search(original)
+        return _search(original, still)
 
 
-def _search(original: Callable[..., Any]) -> Known | None:
+def _search(original: Callable[..., Any], still: bool) -> Known | None:
     # A function that the kernels package wrapped is a module, and its forward has the signature.
     parameters = inspect.signature(getattr(original, "forward", original)).parameters
     names = tuple(parameters)
@@ -124,18 +137,20 @@ def _search(original: Callable[..., Any]) -> Known | None:
         if names in probes:
             known, tries = probes[names]
             agrees = all(same(known.function(*given), original(*given)) for given in tries)
-            return known if agrees else None
+            return known if agrees and not still else None
     default = parameters[_AXIS].default if _AXIS in names else 1
-    found = _matching(original, names, default)
+    found = _matching(original, names, default, still)
     rotating = tuple(name for name in names if name in _ROTATED)
-    for form in diffusion.forms(names[len(rotating) :]) if found is None else ():
+    for form in diffusion.forms(names[len(rotating) :]) if found is None and not still else ():
         plain = _matching(form.plain(original), (*rotating, "cos", "sin"), 1)
         if plain is not None:
             return form.known(plain, len(rotating))
     return found
 
 
-def _matching(original: Callable[..., Any], names: tuple[str, ...], default: int) -> Known | None:
+def _matching(
+    original: Callable[..., Any], names: tuple[str, ...], default: int, still: bool = False
+) -> Known | None:
     """Our function for one with these parameter names, found by trying every variant."""
     tables = _COMPLEX & set(names) or {"cos", "sin"}
     if not tables <= set(names) <= tables | _ROTATED | {_AXIS, _POSITIONS, "kwargs"}:
@@ -149,7 +164,8 @@ def _matching(original: Callable[..., Any], names: tuple[str, ...], default: int
         ours = _function(names, variant, default)
         agree = (same(_try(ours, given), result) for given, result in results[form])
         if results[form] and all(agree):
-            return Known(str(variant), variant.layout, ours)
+            made = _function(names, variant, default, still=True) if still else ours
+            return Known(str(variant), variant.layout, made)
     return None
 
 
