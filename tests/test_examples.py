@@ -11,6 +11,7 @@ CLAIMS = {
     "alibi_attention": ["off from the bias matrix by", "as in decoding: off by"],
     "context_parallel": ["losses of four processes are those of one to"],
     "decode_with_cache": ["off from reading all at once by", "are those of new positions, to"],
+    "drope": ["and back: logits are off by"],
     "packed_sequences": ["text 2,  9 tokens: packed and alone differ by"],
     "rotary_block": ["3000 positions later differs by"],
     "serve": [f"{name} answers that differ from those alone:" for name in ("Llama", "Qwen3")],
@@ -26,7 +27,7 @@ def run(script, *arguments):
     return subprocess.run(command, check=True, timeout=300, capture_output=True, text=True).stdout
 
 
-LONG = ("context_parallel", "serve")
+LONG = ("context_parallel", "drope", "serve")
 SCRIPTS = [path for path in EXAMPLES if path.stem != "tour"]
 
 

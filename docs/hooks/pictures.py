@@ -88,6 +88,27 @@ def precision() -> Figure:
     return drawn
 
 
+def extended() -> Figure:
+    """The relative position of every query and key: plain, Self-Extend, Dual Chunk."""
+    import posenc
+
+    length, rope = 48, posenc.RoPE(64, None)
+    found = {
+        "RoPE": posenc.SelfExtend(rope, group=1, window=1),
+        "Self-Extend, groups of 4": posenc.SelfExtend(rope, group=4, window=12),
+        "Dual Chunk, chunks of 16": posenc.DualChunk(rope, chunk=16, window=6),
+    }
+    drawn = figure(9.6, 3.6)
+    for ax, (name, extend) in zip(drawn.subplots(1, 3), found.items(), strict=True):
+        distance = extend.distances(length).double()
+        shown = distance.masked_fill(distance < 0, float("nan"))
+        picture = ax.imshow(shown.numpy(), vmin=0, vmax=length - 1, cmap="viridis")
+        plain(ax, f"{name}: up to {int(distance.max())}", "key", "query")
+        ax.grid(visible=False)
+    drawn.colorbar(picture, ax=drawn.axes, shrink=0.8)
+    return drawn
+
+
 PICTURES: dict[str, Callable[[], Figure]] = {
     "gallery": show.gallery,
     "sinusoidal": lambda: draw("sinusoidal"),
@@ -102,6 +123,7 @@ PICTURES: dict[str, Callable[[], Figure]] = {
     "layouts": layouts,
     "axes": axes,
     "precision": precision,
+    "extended": extended,
 }
 
 

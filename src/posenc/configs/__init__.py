@@ -2,13 +2,6 @@
 
 from posenc.configs.others import Alibi, Buckets, Table, not_rotary
 from posenc.configs.reader import LAYOUT, as_dict, facts_of, open_config, text_part, types_with
-from posenc.configs.recipes import Positions, Recipe, read, read_alibi, read_buckets, read_positions
-from posenc.configs.rules import read_scaling
-
-__all__ = [
-    "LAYOUT", "Alibi", "Buckets", "Positions", "Recipe", "Table", "as_dict", "facts_of",
-    "not_rotary", "open_config", "read", "read_alibi", "read_buckets", "read_positions",
-    "read_scaling", "text_part", "types_with",
 from posenc.configs.recipes import (
     Positions,
     Recipe,
@@ -18,9 +11,10 @@ from posenc.configs.recipes import (
     read_layers,
     read_positions,
 )
+from posenc.configs.rules import read_scaling
 
 __all__ = [
     "LAYOUT", "Alibi", "Buckets", "Positions", "Recipe", "Table", "as_dict", "facts_of",
     "not_rotary", "open_config", "read", "read_alibi", "read_buckets", "read_layers",
-    "read_positions", "text_part", "types_with",
+    "read_positions", "read_scaling", "text_part", "types_with",
 ]  # fmt: skip
