@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from functools import cache
@@ -133,6 +134,30 @@ def nerf_features(
             row += [float(mpmath.sin(a)) for a in phi] + [float(mpmath.cos(a)) for a in phi]
         rows.append(row)
     return torch.tensor(rows, dtype=torch.float64)
+
+
+def softplus(x: float) -> mpmath.mpf:
+    """The logarithm of one plus the exponential."""
+    return mpmath.log1p(mpmath.exp(mpmath.mpf(x)))
+
+
+def polar(
+    x: Tensor, positions: Sequence[float], delta: Tensor | None = None, base: float = 10_000.0
+) -> tuple[Tensor, Tensor]:
+    """PoPE of ``(B, H, T, D)``, number by number, and the magnitude of each result, in float64."""
+    width = x.shape[-1]
+    exact = torch.empty(*x.shape[:-1], 2 * width, dtype=torch.float64)
+    size = torch.empty_like(exact)
+    for b, h, t, c in itertools.product(*map(range, x.shape)):
+        rate = mpmath.power(mpmath.mpf(base), mpmath.mpf(-c) / width)
+        phase = mpmath.mpf(0 if delta is None else float(delta[h, c]))
+        phi, mu = mpmath.mpf(positions[t]) * rate + phase, softplus(float(x[b, h, t, c]))
+        exact[b, h, t, c], exact[b, h, t, width + c] = (
+            float(mu * mpmath.cos(phi)),
+            float(mu * mpmath.sin(phi)),
+        )
+        size[b, h, t, c] = size[b, h, t, width + c] = float(mu)
+    return exact, size
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float) -> Tensor:

@@ -11,7 +11,7 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 
-from posenc.kernels.triton import norm, rotate
+from posenc.kernels.triton import norm, polar, rotate
 from posenc.kernels.triton.launch import OPTIONS, Launch
 
 POINTERS = {"q", "k", "q_out", "k_out", "x", "y", "g", "dx", "weight"}
@@ -28,6 +28,10 @@ NORM = {
     "ADVANCES": False, "IN": 2, "OUT": 0, "WEIGHT": 2, "TRANSPOSED": False, "ALL_HEADS": False,
     "WIDE": tl.float32, "BLOCK_P": 32, "BLOCK_REST": 64, "BLOCK_H": 8,
 }  # fmt: skip
+POLAR = {
+    "HEADS": 8, "WIDTH": 96, "HAS_POSITIONS": True, "ADVANCES": False, "TURNED": True,
+    "WIDE": tl.float32, "INDEX": tl.int32, "BLOCK_H": 8, "BLOCK_T": 1, "BLOCK_D": 128,
+}  # fmt: skip
 CASES = {
     "loop over heads": (rotate._rotate, {**ROTATE, "SPLIT": False}, (), "bf16"),
     "interleaved to half": (rotate._rotate, {**ROTATE, "IN": 2, "SPLIT": False}, ("q_h",), "fp16"),
@@ -39,12 +43,16 @@ CASES = {
     "norm of all heads": (norm._forward, {**NORM, "ALL_HEADS": True}, (), "bf16"),
     "norm backward": (norm._backward, NORM, (), "bf16"),
     "norm of all heads backward": (norm._backward, {**NORM, "ALL_HEADS": True}, (), "bf16"),
+    "polar": (polar._forward, POLAR, (), "bf16"),
+    "polar in float64": (polar._forward, {**POLAR, "WIDE": tl.float64}, (), "fp32"),
+    "polar backward": (polar._backward, POLAR, (), "bf16"),
 }
 
 
 def types(kernel, constants, ones, element):
     """Signature and constants as a launch would find them; ``ones`` are arguments that are 1."""
     known = {"cos": "*fp64", "sin": "*fp64", "partial": "*fp32", "positions": "*i64"}
+    known |= {"phases": "*fp64", "shares": "*fp64"} if "TURNED" in constants else {}
     known |= dict.fromkeys(POINTERS, "*" + element)
     fixed = {**constants, **dict.fromkeys(ones, 1)}
     names = kernel.arg_names

@@ -4,6 +4,7 @@ from posenc.functional.alibi import alibi_bias, alibi_key_bias, alibi_slopes
 from posenc.functional.alibi_models import alibi_model_bias, alibi_model_slopes
 from posenc.functional.fourier import fourier_features, nerf_features
 from posenc.functional.norm import qk_norm_rope
+from posenc.functional.polar import polar
 from posenc.functional.rotary import rotary_pos_embedding, rotate, rotate_, rotate_qk, rotate_qk_
 from posenc.functional.serving import rotate_and_cache
 from posenc.functional.sinusoidal import sinusoidal_pos_embedding, timestep_embedding
@@ -20,6 +21,7 @@ __all__ = [
     "fourier_features",
     "nerf_features",
     "pixel_frequencies",
+    "polar",
     "qk_norm_rope",
     "rotary_pos_embedding",
     "rotate",

@@ -3,6 +3,7 @@
 from posenc.kernels import ops as ops  # defines the ops that dispatch calls
 from posenc.kernels.cache import rotate_and_cache
 from posenc.kernels.dispatch import Backend, backends, norm_rotate, rotate, rotate_
+from posenc.kernels.polar import polar
 from posenc.kernels.reference import add
 from posenc.kernels.spec import (
     LARGEST,
@@ -28,6 +29,7 @@ __all__ = [
     "add",
     "backends",
     "norm_rotate",
+    "polar",
     "rotate",
     "rotate_",
     "rotate_and_cache",

@@ -18,7 +18,7 @@ from torch import Tensor
 from posenc._contract import checks
 from posenc._contract.overlap import check_no_internal_overlap
 from posenc.kernels import dispatch, triton
-from posenc.kernels.spec import Norm, RowOutOfRange, unflatten
+from posenc.kernels.spec import Norm, RowOutOfRange, Rows, unflatten
 
 _LIBRARY = torch.library.Library("posenc", "DEF")
 
@@ -56,13 +56,13 @@ def check_rotation(who: str, arguments: tuple[Any, ...], *others: Tensor) -> tup
     The kernels check the values of positions. ``others`` are tensors for the same device.
     """
     *xs, cos, sin, rows, spec = unflatten(arguments)
-    x, (start, positions) = xs[0], rows
-    _check_devices(who, *xs, cos, sin, positions, *others)
+    x = xs[0]
+    check_devices(who, *xs, cos, sin, rows.positions, *others)
     for t in xs:
         agrees = t.dim() == 4 and (t.shape[0], *t.shape[2:]) == (x.shape[0], *x.shape[2:])
         if not agrees or t.dtype not in checks.FLOAT_DTYPES:
             refuse(who, "tensors must be floating, (B, H, T, D), and differ only in H", *xs)
-    (batch, _, length, width), table = x.shape, cos.shape
+    (batch, _, _, width), table = x.shape, cos.shape
     if (
         table != sin.shape
         or not (len(table) == 2 or (len(table) == 3 and table[0] == batch))
@@ -75,6 +75,13 @@ def check_rotation(who: str, arguments: tuple[Any, ...], *others: Tensor) -> tup
     table_rows, unrotated = table[-2], width - 2 * table[-1]
     if spec.first_channel not in (0, unrotated):
         refuse(who, f"first_channel must be 0 or {unrotated}, not {spec.first_channel}", cos, x)
+    check_rows(who, x, table_rows, rows)
+    return xs, cos, sin, rows, spec
+
+
+def check_rows(who: str, x: Tensor, table_rows: int, rows: Rows) -> None:
+    """Refuse rows of the tokens of ``x`` outside a table; positions are checked by the kernels."""
+    (batch, _, length, _), (start, positions) = x.shape, rows
     end = start + length if positions is None else start
     if start < 0 or end > table_rows:
         raise RowOutOfRange(start if start < 0 else max(start, end - 1), table_rows)
@@ -85,10 +92,9 @@ def check_rotation(who: str, arguments: tuple[Any, ...], *others: Tensor) -> tup
         or positions.dtype != torch.int64
     ):
         refuse(who, f"positions must be int64, (1 or {batch}, 1 or {length})", positions, x)
-    return xs, cos, sin, rows, spec
 
 
-def _check_devices(who: str, *tensors: Any) -> None:
+def check_devices(who: str, *tensors: Any) -> None:
     """Refuse tensors on several devices; if one is meta, the result would stay unwritten."""
     if len({t.device for t in tensors if isinstance(t, Tensor)}) > 1:
         refuse(who, "tensors must be on one device", *tensors)
@@ -113,7 +119,7 @@ def fake_like(name: str, count: int) -> Callable[..., Any]:
     """The fake implementation of an op whose results are like its first ``count`` arguments."""
 
     def fake(*arguments: Any) -> Any:
-        _check_devices(f"posenc::{name}", *arguments)
+        check_devices(f"posenc::{name}", *arguments)
         made = tuple([torch.empty_like(x) for x in arguments[:count]])
         return made[0] if count == 1 else made or None
 

@@ -14,6 +14,7 @@ from posenc.nn.layers import rope_layers
 from posenc.nn.learned import LearnedPosEmbedding
 from posenc.nn.learned_bias import LearnedBias
 from posenc.nn.mixed import MixedRoPE
+from posenc.nn.pope import PoPE
 from posenc.nn.relative_keys import RelativeKeys
 from posenc.nn.rope import RoPE
 from posenc.nn.rotary import RotaryPosEmbedding
@@ -39,6 +40,7 @@ __all__ = [
     "LearnedBias",
     "LearnedPosEmbedding",
     "MixedRoPE",
+    "PoPE",
     "RelativeKeys",
     "RoPE",
     "RotaryPosEmbedding",

@@ -66,13 +66,17 @@ def by_tables(
     xs: list[Tensor],
     rows: Rows,
     run: Callable[[Tensor, Tensor, Rows], Result],
+    *learned: Tensor,
 ) -> Result:
-    """``run(cos, sin, rows)`` for ``xs`` of ``(B, H, L, D)``; the shared tables grow as needed."""
+    """``run(cos, sin, rows)`` for ``xs`` of ``(B, H, L, D)``; the shared tables grow as needed.
+
+    ``learned`` are parameters that ``run`` reads.
+    """
     x, dtype, needed = xs[0], torch.float64, None
     if x.is_cuda and all(x.element_size() == 2 for x in xs):
         # Half precision gets the same results from float32 tables, which are half as large.
         dtype = torch.float32
-    recorded = torch.is_grad_enabled() and any(x.requires_grad for x in xs)
+    recorded = torch.is_grad_enabled() and any(x.requires_grad for x in (*xs, *learned))
     if tables.length is None:
         length, ids = x.shape[2], rows.positions
         held = tables.held(x.device, dtype) if x.is_cpu and not recorded else None
@@ -114,6 +118,31 @@ def rotate_by_tables(
         return rotate_rows(who, limit, xs, cos, sin, rows, spec, in_place=in_place)
 
     return by_tables(who, tables, xs, rows, run)
+
+
+def rotate_last_queries(
+    who: str,
+    limit: Limit,
+    tables: SharedTables,
+    qk: list[Tensor],
+    rows: Rows,
+    spec: Spec,
+    own: tuple[Tensor, Tensor] | None,
+) -> list[Tensor]:
+    """Rotate keys by ``rows``, and fewer queries by the last of these; ``own`` tables if any."""
+    q, k = qk
+    ahead, at = k.shape[2] - q.shape[2], rows.positions
+    if own is not None:
+        cos, sin = (table.narrow(-2, ahead, q.shape[2]) for table in own)
+        (a,) = rotate_rows(who, limit, [q], cos, sin, rows, spec)
+        return [a, *rotate_rows(who, limit, [k], *own, rows, spec)]
+    if at is None or rows.is_sequential():
+        ends = Rows(rows.start + ahead, at)
+    else:
+        ends = Rows(rows.start, at[:, ahead:])
+    # Keys first: the table grows for them, and for their queries too.
+    keys = rotate_by_tables(who, limit, tables, [k], rows, spec)
+    return [*rotate_by_tables(who, limit, tables, [q], ends, spec), *keys]
 
 
 class RopeAngles:

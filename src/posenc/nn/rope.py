@@ -6,28 +6,24 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
 from posenc import configs
 from posenc._contract import checks
 from posenc.functional import rotary
 from posenc.kernels import Spec
-from posenc.nn._rope import RopeAngles, check_freqs, check_width, rotary_tables, rotate_by_tables
+from posenc.nn._rope import check_freqs, check_width, rotate_by_tables, rotate_last_queries
 from posenc.nn._rope_cache import CacheWhere, Where, rotate_and_cache
-from posenc.nn._rope_keys import move_keys, rotate_last_queries, shift_keys
-from posenc.nn._tables import SharedTables, TableModule, shown_table
+from posenc.nn._rotated_keys import RotatedKeys, check_scaling
 from posenc.numerics.axes import Axes
-from posenc.numerics.frequencies import Spectrum, scaled_rates
+from posenc.numerics.frequencies import Spectrum
 from posenc.numerics.scaling import Rule
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-_NO_RULE = "Pass posenc.scaling.Linear(2.0), say, or the rope_scaling of a config."
 
-
-class RoPE(TableModule):
+class RoPE(RotatedKeys):
     """Rotate queries and keys of ``(B, H, L, D)``, by tables shared between equal modules.
 
     Args:
@@ -48,6 +44,7 @@ class RoPE(TableModule):
         seq_dim: The dimension of the tokens: -2, or 1 for tensors of ``(B, L, H, D)``.
 
     Examples:
+        >>> import torch
         >>> rope = RoPE(head_dim=64)
         >>> q, k = torch.randn(2, 8, 16, 64), torch.randn(2, 2, 16, 64)
         >>> rotated_q, rotated_k = rope.apply(q, k, offset=100)
@@ -57,9 +54,6 @@ class RoPE(TableModule):
     References:
         Su et al., *RoFormer*, 2021.
     """
-
-    cos_cached = shown_table(0, "Cosines ``(max_seq_len, P)``, float64; None until needed.")
-    sin_cached = shown_table(1, "Sines, as ``cos_cached``.")
 
     def __init__(
         self,
@@ -86,18 +80,20 @@ class RoPE(TableModule):
         self.interleaved_out = out
         self.rotary_dim = checks.optional(checks.even, who, "rotary_dim", rotary_dim)
         self.last = checks.boolean(who, "last", last)
-        rule = configs.read_scaling(who, scaling, self.base)
-        self.scaling = checks.check_instance(who, "scaling", rule, Rule, _NO_RULE)
+        self.scaling = check_scaling(who, scaling, self.base)
         self.axes = checks.check_instance(who, "axes", axes, Axes, "Pass axes.Axial(2), say.")
         self.seq_dim = rotary.check_seq_dim(who, seq_dim)
         width = check_width(who, self.head_dim, self.rotary_dim, axes)
         self.freqs = check_freqs(who, freqs, self.base, width, axes)
         first_channel = self.head_dim - width if last else 0
         self._spec = Spec(interleaved, interleaved if out is None else out, first_channel)
-        length = self.max_seq_len
-        spectrum = Spectrum(width, self.base, rule, axes, self.freqs)
-        self._angles = angles = RopeAngles(spectrum, length)
-        self._tables = SharedTables(rotary_tables, (angles.usual,), length, torch.float64)
+        # Rotated keys are in the layout of the output.
+        self._set_angles(
+            Spectrum(width, self.base, self.scaling, axes, self.freqs),
+            self.max_seq_len,
+            self.head_dim,
+            self._spec._replace(interleaved=self._spec.interleaved_out),
+        )
 
     @classmethod
     def from_config(
@@ -129,16 +125,6 @@ class RoPE(TableModule):
         """
         recipe = configs.read(config, layer_type=layer_type, base=keywords.get("base"))
         return cls(**{"max_seq_len": None, **recipe.arguments(), **keywords})
-
-    def inv_freq(self, seq_len: int | None = None) -> Tensor:
-        """Scaled rates in a sequence of this length, float64 ``[P]``, radians per position."""
-        length = checks.optional(checks.integer, "RoPE.inv_freq", "seq_len", seq_len)
-        return scaled_rates(self._angles.spectrum_at(length)).clone()
-
-    def attention_factor(self, seq_len: int | None = None) -> float:
-        """The factor on cosines and sines in a sequence of this length."""
-        length = checks.optional(checks.integer, "RoPE.attention_factor", "seq_len", seq_len)
-        return float(self._angles.spectrum_at(length).gain())
 
     def apply(  # type: ignore[override]
         self, q: Any, k: Any = None, offset: int | Tensor = 0, **where: Any
@@ -185,6 +171,7 @@ class RoPE(TableModule):
         """Rotate queries and keys in place, and return them; arguments as :meth:`forward`.
 
         Examples:
+            >>> import torch
             >>> rope, q, k = RoPE(8), torch.randn(1, 4, 3, 8), torch.randn(1, 2, 3, 8)
             >>> wanted = rope(q, k, offset=5)
             >>> _ = rope.forward_(q, k, offset=5)
@@ -214,6 +201,7 @@ class RoPE(TableModule):
         sequence: for a rule that depends on the length, pass ``seq_len``.
 
         Examples:
+            >>> import torch
             >>> rope, (q, k, v) = RoPE(8), torch.randn(3, 1, 2, 4, 8)
             >>> k_cache, v_cache = torch.zeros(2, 3, 16, 2, 8)  # 3 pages of 16 tokens
             >>> _ = rope.cache(q, k, v, k_cache, v_cache, torch.tensor([[20, 21, 22, 23]]), 2)
@@ -231,89 +219,13 @@ class RoPE(TableModule):
         """Undo :meth:`rotate`, the gain of a rule included; arguments as :meth:`forward`.
 
         Examples:
+            >>> import torch
             >>> rope, k = RoPE(8), torch.randn(1, 1, 4, 8)
             >>> torch.allclose(rope.unrotate(rope.rotate(k, 7), 7), k, atol=1e-6)
             True
         """
         who = f"{type(self).__name__}.unrotate"
         return self._rotate(who, "x", [x], offset, **where, inverse=True)[0]
-
-    def rerotate(
-        self,
-        k: Tensor,
-        from_positions: Tensor,
-        to_positions: Tensor,
-        *,
-        from_seq_len: int | Tensor | None = None,
-        to_seq_len: int | Tensor | None = None,
-    ) -> Tensor:
-        """Move rotated keys to other positions: one rotation by the difference of the angles.
-
-        Use this for caches that evict tokens and close the gap, and for rules that change their
-        rates once the sequence is long. The keys are rounded once more.
-
-        Args:
-            k: Rotated keys ``(B, H, L, D)``.
-            from_positions: Their positions now, as ``position_ids`` of :meth:`forward`.
-            to_positions: Their new positions.
-            from_seq_len: The ``seq_len`` they were rotated with.
-            to_seq_len: The ``seq_len`` to rotate them with.
-
-        Returns:
-            A new tensor like ``k``.
-
-        Examples:
-            >>> rope, k = RoPE(8), torch.randn(1, 1, 4, 8)
-            >>> old, new = torch.tensor([0, 5, 6, 7]), torch.arange(4)
-            >>> moved = rope.rerotate(rope.rotate(k, position_ids=old), old, new)
-            >>> torch.allclose(moved, rope.rotate(k), atol=1e-6)
-            True
-        """
-        who, lengths = f"{type(self).__name__}.rerotate", (to_seq_len, from_seq_len)
-        return move_keys(who, self, k, to_positions, from_positions, *lengths)
-
-    def shift(self, k: Tensor, by: int | Tensor, *, seq_len: int | Tensor | None = None) -> Tensor:
-        """Add ``by`` to the positions of rotated keys.
-
-        Args:
-            k: Rotated keys ``(B, H, L, D)``.
-            by: An int, which may be negative, or an integer tensor ``(B,)`` with one for each
-                sequence. All axes move by it.
-            seq_len: The ``seq_len`` they were rotated with, for a rule that depends on it.
-
-        Examples:
-            >>> rope, k = RoPE(8), torch.randn(1, 1, 4, 8)
-            >>> torch.allclose(rope.shift(rope.rotate(k, 7), -3), rope.rotate(k, 4), atol=1e-6)
-            True
-        """
-        return shift_keys(f"{type(self).__name__}.shift", self, k, by, seq_len)
-
-    def tables(
-        self,
-        position_ids: Tensor,
-        *,
-        seq_len: int | Tensor | None = None,
-        dtype: torch.dtype = torch.float64,
-    ) -> tuple[Tensor, Tensor]:
-        """Cosines and sines at these positions, to compute once and use in every layer.
-
-        Args:
-            position_ids: As in :meth:`forward`.
-            seq_len: As in :meth:`forward`.
-            dtype: The dtype of the tables. Float32 is enough to rotate half precision.
-
-        Returns:
-            Tables ``(L, P)`` or ``(B, L, P)`` for :func:`posenc.functional.rotate_qk`.
-
-        Examples:
-            >>> from posenc.functional import rotate_qk
-            >>> rope, q, k = RoPE(8), torch.randn(1, 4, 3, 8), torch.randn(1, 2, 3, 8)
-            >>> cos, sin = rope.tables(torch.arange(3))
-            >>> rotated = rotate_qk(q, k, cos, sin)
-            >>> torch.equal(rotated[0], rope(q, k)[0])
-            True
-        """
-        return self._angles.tables(f"{type(self).__name__}.tables", position_ids, seq_len, dtype)
 
     def _rotate(
         self,

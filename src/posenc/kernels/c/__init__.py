@@ -182,3 +182,42 @@ def _written(x: Tensor, store: Store) -> tuple[Any, ...]:
         *(none if scale is None else (scale.data_ptr(), scale.stride())),
         *(none if scales is None else (scales.data_ptr(), scales.stride())),
     )
+
+
+def polar_into(
+    x: Tensor, y: Tensor, phases: Tensor | None, cos: Tensor, sin: Tensor, rows: Rows
+) -> None:
+    """Write PoPE of ``x`` into ``y``; both have dense rows, and ``phases`` are `phases_of`."""
+    _polar([(x, y)], phases, None, cos, sin, rows)
+
+
+def polar_backward_into(
+    g: Tensor, x: Tensor, dx: Tensor, phases: Tensor | None, cos: Tensor, sin: Tensor, rows: Rows
+) -> Tensor | None:
+    """Write the gradient of ``x`` into ``dx`` and return that of the phases."""
+    sums = None if phases is None else torch.zeros_like(phases[0])
+    _polar([(x, dx), (g, g)], phases, sums, cos, sin, rows)
+    return sums
+
+
+def _polar(
+    pairs: list[tuple[Tensor, Tensor]],
+    phases: Tensor | None,
+    sums: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    rows: Rows,
+) -> None:
+    x = pairs[0][0]
+    held, (cos, sin, tables, where) = cos.shape[-2], _tables(cos, sin, rows, x.shape[2])
+    if where is None:
+        return
+    tensors: list[Any] = []
+    for a, b in pairs:
+        tensors += (a.data_ptr(), b.data_ptr(), a.shape, a.stride(), b.stride())
+    torch.get_num_threads()
+    # The layout of pairs and the eps are not used.
+    how = (cos.data_ptr(), sin.data_ptr(), *tables, where, Spec(), _address(phases), 0, 0)
+    bad = _rotate.polar(_CODES[x.dtype], *how, _address(sums), *tensors)
+    if bad is not None:
+        raise RowOutOfRange(bad, held)

@@ -14,6 +14,9 @@
 #define LOAD(v) ((double)(v))
 #define STORE(v) ((float)(v))
 #define CUT(v) cut(v)
+#define FARTHEST FARTHEST_F32
+#define EXP_MINUS exp_minus_f32
+#define LOG1P log1p_f32
 #if NEON
 #define BLOCK 8
 #define VECTOR float64x2_t
@@ -28,6 +31,9 @@
 #define LOAD(v) (v)
 #define STORE(v) (v)
 #define CUT(v) cut(v)
+#define FARTHEST 800.0
+#define EXP_MINUS(a) exp(-(a))
+#define LOG1P log1p
 #include "rotate_rows.h"
 
 #define KIND bf16
@@ -37,6 +43,9 @@
 #define LOAD(v) load_bf16(v)
 #define STORE(v) store_bf16(v)
 #define CUT(v) (v)
+#define FARTHEST FARTHEST_HALF
+#define EXP_MINUS exp_minus_half
+#define LOG1P log1p_half
 #if NEON
 #define VECTOR float32x4_t
 #define TABLE vld1q_f32
@@ -57,6 +66,9 @@
 #define LOAD(v) load_f16(v)
 #define STORE(v) store_f16(v)
 #define CUT(v) (v)
+#define FARTHEST FARTHEST_HALF
+#define EXP_MINUS exp_minus_half
+#define LOG1P log1p_half
 #if NEON
 #define VECTOR float32x4_t
 #define TABLE vld1q_f32
@@ -85,7 +97,7 @@ TARGET static void FN(convert_row)(const double *row, void *to, size_t P, double
 #define EACH(name) \
     {NAME2(name, f32, ISA), NAME2(name, bf16, ISA), NAME2(name, f16, ISA), NAME2(name, f64, ISA)}
 static const Kernels FN(kernels) = {EACH(rows), EACH(normed), EACH(norm_backward), EACH(encoded),
-                                     FN(convert_row)};
+                                     EACH(polar), FN(convert_row)};
 
 #undef EACH
 #undef KIND

@@ -37,6 +37,16 @@ typedef struct {
     i64 scale_step, scales_step;
 } Encoding;
 
+/* Rows of PoPE at equal steps, their table rows, and the phases of their heads, or NULL. With g, the
+ * incoming gradients, y is the gradient of x, and sums that of the phases. */
+typedef struct {
+    const void *x;
+    void *y;
+    const void *g, *c, *s, *pc, *ps;
+    void *sums;
+    i64 count, x_step, y_step, g_step, table_step, phase_step;
+} PolarRows;
+
 enum {
     PREFETCH_BYTES = 1024, /* from the bytes in use to those that are prefetched */
 #if defined(__x86_64__) || defined(_M_X64)
@@ -60,6 +70,7 @@ typedef struct {
     Kernel *rows[DTYPES], *normed[DTYPES], *norm_backward[DTYPES];
     void (*encoded[DTYPES])(const RowBlock *rows, size_t P, int layout, const Norm *norm,
                             const Encoding *to);
+    void (*polar[DTYPES])(const PolarRows *rows, size_t D);
     void (*convert_row)(const double *row, void *to, size_t P, double sign, TableOrder order);
 } Kernels;
 

@@ -13,9 +13,11 @@
 #include <dlfcn.h>
 #endif
 #include "formats.h"
+#include "softplus.h"
 #include "isa.h"
 #include "schedule.h"
 #include "cache.h"
+#include "polar.h"
 
 /* Append an int, or the ints of a tuple, to the numbers, of which there is room for `most`; return 0
  * with an exception set otherwise. */
@@ -30,41 +32,80 @@ static int append_numbers(PyObject *given, i64 *numbers, int *count, int most)
     return 1;
 }
 
-/* rotate(shared arguments, arguments of one tensor[, of another]), in tuples or one by one. Returns
- * None, a row outside the table, or NotImplemented for strided channels or null pointers. */
-static PyObject *py_rotate(PyObject *self, PyObject *const *args, Py_ssize_t given)
+/* Read the arguments shared by all tensors, and those of one tensor or two, in tuples or one by one; return
+ * 0 with an exception set otherwise. */
+static int read_job(Job *job, PyObject *const *args, Py_ssize_t given)
 {
-    Job job;
-    i64 heads = 0, bad = 0;
     int count = 0;
-    (void)self;
     for (Py_ssize_t i = 0; i < given; i++)
-        if (!append_numbers(args[i], &job.dtype, &count, MOST_ARGUMENTS)) return NULL;
-    job.encodes = 0;
-    job.count = (count - SHARED_ARGUMENTS) / TENSOR_ARGUMENTS;
-    if (job.count < 1 || job.count > 2 ||
-        count != SHARED_ARGUMENTS + job.count * TENSOR_ARGUMENTS)
-        return PyErr_Format(PyExc_TypeError, "%d numbers given, %d wanted, and %d a tensor", count,
-                            SHARED_ARGUMENTS, TENSOR_ARGUMENTS);
-    job.B = job.tensors[0].B, job.T = job.tensors[0].T, job.D = job.tensors[0].D;
-    for (i64 n = 0; n < job.count; n++) {
-        const Tensor *const a = &job.tensors[n];
-        const int nowhere = (!a->x || !a->y) && a->B && a->H && a->T && a->D;
-        if (a->x_sd != 1 || a->y_sd != 1 || nowhere) Py_RETURN_NOTIMPLEMENTED;
+        if (!append_numbers(args[i], &job->dtype, &count, MOST_ARGUMENTS)) return 0;
+    job->encodes = 0;
+    job->count = (count - SHARED_ARGUMENTS) / TENSOR_ARGUMENTS;
+    if (job->count < 1 || job->count > 2 ||
+        count != SHARED_ARGUMENTS + job->count * TENSOR_ARGUMENTS) {
+        PyErr_Format(PyExc_TypeError, "%d numbers given, %d wanted, and %d a tensor", count,
+                     SHARED_ARGUMENTS, TENSOR_ARGUMENTS);
+        return 0;
     }
-    if (job.P < 1 || job.first_channel < 0 || job.first_channel + 2 * job.P > job.D ||
-        (job.tables && job.tables != job.B))
-        return PyErr_Format(PyExc_ValueError, "%lld tables of %lld pairs do not fit (%lld, ..., %lld)",
-                            (long long)job.tables, (long long)job.P, (long long)job.B, (long long)job.D);
-    for (i64 n = 0; n < job.count; n++) heads += job.tensors[n].H;
-    const i64 elements = job.B * heads * job.T * job.D;
-    if (!in_range(&job, &bad)) return PyLong_FromLongLong(bad);
+    job->B = job->tensors[0].B, job->T = job->tensors[0].T, job->D = job->tensors[0].D;
+    return 1;
+}
+
+/* Whether a tensor has strided channels or null pointers. */
+static int is_unusual(const Job *job)
+{
+    for (i64 n = 0; n < job->count; n++) {
+        const Tensor *const a = &job->tensors[n];
+        const int nowhere = (!a->x || !a->y) && a->B && a->H && a->T && a->D;
+        if (a->x_sd != 1 || a->y_sd != 1 || nowhere) return 1;
+    }
+    return 0;
+}
+
+static PyObject *misfit(const Job *job)
+{
+    return PyErr_Format(PyExc_ValueError, "%lld tables of %lld pairs do not fit (%lld, ..., %lld)",
+                        (long long)job->tables, (long long)job->P, (long long)job->B, (long long)job->D);
+}
+
+/* Check the rows, and call `work` without the GIL if it takes long. */
+static PyObject *run_job(Job *job, i64 elements, int (*work)(Job *, i64))
+{
+    i64 bad = 0;
+    if (!in_range(job, &bad)) return PyLong_FromLongLong(bad);
     if (elements == 0) Py_RETURN_NONE;
     PyThreadState *const state = elements < PARALLEL_ELEMENTS ? NULL : PyEval_SaveThread();
-    const int failed = run(&job, elements);
+    const int failed = work(job, elements);
     if (state) PyEval_RestoreThread(state);
     if (failed) return PyErr_NoMemory();
     Py_RETURN_NONE;
+}
+
+/* rotate(the numbers of Job) returns None, a row outside the table, or NotImplemented for strided channels
+ * or null pointers. */
+static PyObject *py_rotate(PyObject *self, PyObject *const *args, Py_ssize_t given)
+{
+    Job job;
+    i64 heads = 0;
+    (void)self;
+    if (!read_job(&job, args, given)) return NULL;
+    if (is_unusual(&job)) Py_RETURN_NOTIMPLEMENTED;
+    if (job.P < 1 || job.first_channel < 0 || job.first_channel + 2 * job.P > job.D ||
+        (job.tables && job.tables != job.B))
+        return misfit(&job);
+    for (i64 n = 0; n < job.count; n++) heads += job.tensors[n].H;
+    return run_job(&job, job.B * heads * job.T * job.D, run);
+}
+
+/* polar(the numbers of Job, as polar.h has them) returns what rotate() does. */
+static PyObject *py_polar(PyObject *self, PyObject *const *args, Py_ssize_t given)
+{
+    Job job = {0};
+    (void)self;
+    if (!read_job(&job, args, given)) return NULL;
+    if (is_unusual(&job)) Py_RETURN_NOTIMPLEMENTED;
+    if (job.P != job.D || (job.tables && job.tables != job.B)) return misfit(&job);
+    return run_job(&job, job.B * job.tensors[0].H * job.T * job.D, run_polar);
 }
 
 /* cache(the numbers of CacheArguments), in tuples or one by one. Returns None, or (what, number) for a
@@ -111,6 +152,7 @@ static PyObject *py_set_isa(PyObject *self, PyObject *name)
 
 static PyMethodDef methods[] = {
     {"rotate", (PyCFunction)(void (*)(void))py_rotate, METH_FASTCALL, NULL},
+    {"polar", (PyCFunction)(void (*)(void))py_polar, METH_FASTCALL, NULL},
     {"cache", (PyCFunction)(void (*)(void))py_cache, METH_FASTCALL, NULL},
     {"isa", py_isa, METH_NOARGS, NULL},
     {"set_isa", py_set_isa, METH_O, NULL},

@@ -1,6 +1,6 @@
 /* The rotation of rows for one dtype. dtypes.h defines KIND, ELEM (the stored type), REAL (the type of
  * the computation), REAL_BITS (an integer of its size), LOAD and STORE between ELEM and REAL, CUT from
- * REAL to float, and BLOCK, the pairs rotated together, if not 16. */
+ * REAL to float, BLOCK, the pairs rotated together, if not 16, and what polar_rows.h needs. */
 #ifndef BLOCK
 #define BLOCK 16
 #endif
@@ -103,6 +103,7 @@ TARGET static void FN(rows)(const RowBlock *r, size_t P, int layout, const Norm 
 #include "norm.h"
 #include "norm_backward.h"
 #include "encoded_rows.h"
+#include "polar_rows.h"
 
 #undef KIND
 #undef ELEM
@@ -112,6 +113,9 @@ TARGET static void FN(rows)(const RowBlock *r, size_t P, int layout, const Norm 
 #undef LOAD
 #undef STORE
 #undef CUT
+#undef FARTHEST
+#undef EXP_MINUS
+#undef LOG1P
 #undef VECTOR
 #undef TABLE
 #undef WORDS

@@ -9,6 +9,14 @@ import torch
 
 # This is looked up at import, because torch.compile cannot trace find_spec.
 installed = importlib.util.find_spec("triton") is not None
+_KERNELS = (
+    "rotate_into",
+    "norm_into",
+    "norm_backward_into",
+    "cache_into",
+    "polar_into",
+    "polar_backward_into",
+)
 
 
 def status() -> tuple[bool, str]:
@@ -21,10 +29,10 @@ def status() -> tuple[bool, str]:
 
 def __getattr__(name: str) -> Any:
     """The kernels, which are imported together when one is first used."""
-    if name not in ("rotate_into", "norm_into", "norm_backward_into", "cache_into"):
+    if name not in _KERNELS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from posenc.kernels.triton import cache, norm, rotate
+    from posenc.kernels.triton import cache, norm, polar, rotate
 
-    kernels = rotate.rotate_into, norm.norm_into, norm.norm_backward_into, cache.cache_into
-    globals().update({kernel.__name__: kernel for kernel in kernels})
+    for kernel, module in zip(_KERNELS, (rotate, norm, norm, cache, polar, polar), strict=True):
+        globals()[kernel] = getattr(module, kernel)
     return globals()[name]

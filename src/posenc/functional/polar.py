@@ -1,0 +1,103 @@
+"""Polar coordinate position embedding (PoPE)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from posenc import kernels
+from posenc._contract import checks
+from posenc._contract.position_checks import Limit, check_position
+from posenc.functional._positions import rows_of
+from posenc.functional.rotary import check_heads, check_seq_dim, swap_heads
+from posenc.kernels import RowOutOfRange, Rows
+
+
+def polar(
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    delta: Tensor | None = None,
+    *,
+    offset: int | Tensor = 0,
+    position_ids: Tensor | None = None,
+    seq_dim: int = -2,
+) -> Tensor:
+    r"""PoPE of queries, or of keys, by tables of your own.
+
+    .. math:: x_c \mapsto (\mu_c \cos(\phi_c + \delta_c),\; \mu_c \sin(\phi_c + \delta_c)),
+              \qquad \mu_c = \ln(1 + e^{x_c})
+
+    Computed in the next wider dtype and rounded once: the error is hardly more than half an ulp at
+    the magnitude of :math:`\mu_c`. Gradients reach ``x``, ``delta``, ``cos`` and ``sin``.
+
+    Args:
+        x: ``(B, H, L, D)``.
+        cos: :math:`\cos\phi`, ``(T, D)``, or ``(B, T, D)`` with a table for each sequence.
+        sin: As ``cos``.
+        delta: A phase for each head and channel of keys, ``(H, D)``; None for queries.
+        offset: Table row of the first token, or an integer tensor ``(B,)`` of them.
+        position_ids: Table row of each token, ``(L,)`` or ``(B, L)``, instead of ``offset``.
+        seq_dim: The dimension of the tokens: -2, or 1 for ``(B, L, H, D)``.
+
+    Returns:
+        A new tensor ``(B, H, L, 2 D)``: ``D`` channels with the cosine, then ``D`` with the sine.
+
+    Examples:
+        >>> import torch
+        >>> x = torch.tensor([0.0, 1.0]).view(1, 1, 1, 2)
+        >>> polar(x, torch.tensor([[1.0, 0.0]]), torch.tensor([[0.0, 1.0]])).flatten()
+        tensor([0.6931, 0.0000, 0.0000, 1.3133])
+
+    References:
+        Gopalakrishnan et al., *Decoupling the "What" and "Where" With Polar Coordinate Positional
+        Embeddings*, 2025.
+    """
+    who = "polar"
+    check_heads(who, "x", [x], seq_dim=check_seq_dim(who, seq_dim))
+    (x,) = swap_heads([x], seq_dim)
+    batch, heads, _, width = x.shape
+    for name, table in (("cos", cos), ("sin", sin)):
+        checks.float_tensor(who, name, table)
+        checks.rank(who, name, table, (2, 3), "(T, D) or (B, T, D)")
+        one_each = table.dim() == 2 or table.shape[0] == batch
+        if table.shape[-1] != width or not one_each or table.device != x.device:
+            rule = f"{name} must have shape (T, {width}) or ({batch}, T, {width}), on {x.device}"
+            got = f"shape {tuple(table.shape)} on {table.device}"
+            checks.fail(who, rule, got, "Pass one column for each channel.")
+    if cos.shape != sin.shape:
+        rule = f"sin must have the shape of cos, {tuple(cos.shape)}"
+        checks.fail(who, rule, f"shape {tuple(sin.shape)}", "Build both from the same angles.")
+    if delta is not None:
+        check_delta(who, delta, (heads, width), x)
+    limit = Limit(cos.shape[-2], "the rows of cos")
+    rows = rows_of(who, x, offset, position_ids, limit)
+    y = polar_rows(who, limit, x, delta, cos.resolve_neg(), sin.resolve_neg(), rows)
+    return swap_heads([y], seq_dim)[0]
+
+
+def check_delta(who: str, delta: Any, shape: tuple[int, int], x: Tensor) -> None:
+    """Refuse a ``delta`` that is not floating, of this shape, and on the device of ``x``."""
+    checks.float_tensor(who, "delta", delta)
+    if delta.shape != shape or delta.device != x.device:
+        rule = f"delta must have shape {tuple(shape)}, one row for each head, on {x.device}"
+        got = f"shape {tuple(delta.shape)} on {delta.device}"
+        checks.fail(who, rule, got, "Pass delta of the keys with their heads.")
+
+
+def polar_rows(
+    who: str,
+    limit: Limit,
+    x: Tensor,
+    delta: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    rows: Rows,
+) -> Tensor:
+    """PoPE of ``x``, ``(B, H, L, D)``; errors for rows as in `rotary.rotate_rows`."""
+    try:
+        return kernels.polar(x, delta, cos, sin, rows)
+    except RowOutOfRange as error:
+        check_position(who, error.row, limit)
+        raise

@@ -1,0 +1,228 @@
+"""Polar coordinate position embedding (PoPE) of queries and keys."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from posenc._contract import checks, qk_checks
+from posenc.functional import rotary
+from posenc.functional.polar import polar_rows
+from posenc.kernels import Rows, Spec
+from posenc.nn._bias import KeepsDtype
+from posenc.nn._rope import by_tables
+from posenc.nn._rotated_keys import RotatedKeys, check_scaling
+from posenc.numerics.axes import Axes
+from posenc.numerics.frequencies import Spectrum
+from posenc.numerics.scaling import Rule
+
+
+class PoPE(KeepsDtype, RotatedKeys):
+    r"""Queries and keys in polar coordinates: the content is the length, the position the angle.
+
+    .. math::
+        q_c &\mapsto \mu(q_c)\,(\cos p\theta_c,\; \sin p\theta_c), \qquad
+        \mu(x) = \ln(1 + e^x), \quad \theta_c = b^{-c/D} \\
+        k_c &\mapsto \mu(k_c)\,(\cos(p\theta_c + \delta_c),\; \sin(p\theta_c + \delta_c))
+
+    so that the score of a query at :math:`t` and a key at :math:`s` is
+
+    .. math:: \textstyle\sum_c \mu(q_c)\,\mu(k_c)\,\cos((s - t)\,\theta_c + \delta_c)
+
+    Every channel has an angle of its own, so a head of ``D`` channels becomes one of ``2 D``: all
+    cosines, then all sines. Angles are exact as in :class:`posenc.RoPE`; the result is rounded
+    once, within 0.503 ulp at the magnitude of :math:`\mu`.
+
+    Args:
+        head_dim: Channels ``D`` of a head, as the projections give them.
+        num_heads: Key heads, which have a row of ``delta`` each; None for no ``delta``.
+        max_seq_len: Positions are ``0 .. max_seq_len - 1``. None for no limit.
+        base: :math:`b`.
+        init: ``"zero"``, or ``"uniform"`` for angles drawn from the whole turn.
+        scaling: A rule of `posenc.scaling`, which scales the ``D`` rates.
+        axes: An arrangement of `posenc.axes`, for positions with several coordinates: the channels
+            of the head are its pairs, so ``Sections`` add up to ``D``.
+        seq_dim: The dimension of the tokens: -2, or 1 for tensors of ``(B, L, H, D)``.
+
+    Attributes:
+        delta: Parameter ``(num_heads, head_dim)``, or None. It stays in float32, and is limited to
+            :math:`[-2\pi, 0]` where it is used; a number outside gets no gradient.
+
+    Examples:
+        >>> pope = PoPE(head_dim=64, num_heads=2)
+        >>> q, k = torch.randn(1, 8, 16, 64), torch.randn(1, 2, 16, 64)
+        >>> polar_q, polar_k = pope(q, k, offset=100)
+        >>> polar_q.shape, polar_k.shape
+        (torch.Size([1, 8, 16, 128]), torch.Size([1, 2, 16, 128]))
+
+    References:
+        Gopalakrishnan, Csordás, Schmidhuber and Mozer, *Decoupling the "What" and "Where" With
+        Polar Coordinate Positional Embeddings*, 2025.
+    """
+
+    delta: nn.Parameter | None
+
+    def __init__(
+        self,
+        head_dim: int,
+        num_heads: int | None,
+        max_seq_len: int | None = 2048,
+        base: float = 10_000.0,
+        *,
+        init: str = "zero",
+        scaling: Rule | Mapping[str, Any] | str | None = None,
+        axes: Axes | None = None,
+        seq_dim: int = -2,
+    ) -> None:
+        super().__init__()
+        who = type(self).__name__
+        self.head_dim = checks.integer(who, "head_dim", head_dim)
+        self.num_heads = checks.optional(checks.integer, who, "num_heads", num_heads)
+        self.max_seq_len = checks.optional(checks.integer, who, "max_seq_len", max_seq_len)
+        self.base = checks.base(who, base)
+        if init not in ("zero", "uniform"):
+            rule = "init must be 'zero' or 'uniform'"
+            checks.fail(who, rule, checks.describe(init), "Pass init='zero', say.")
+        self.init = init
+        self.scaling = check_scaling(who, scaling, self.base)
+        self.axes = checks.check_instance(who, "axes", axes, Axes, "Pass axes.Axial(2), say.")
+        self.seq_dim = rotary.check_seq_dim(who, seq_dim)
+        # The pairs of a rotation of 2 D channels have the D rates of PoPE.
+        width = 2 * self.head_dim
+        if axes is not None:
+            axes.check(who, width)
+        spectrum = Spectrum(width, self.base, self.scaling, axes)
+        self._set_angles(spectrum, self.max_seq_len, width, Spec(False, False))
+        made = None
+        if self.num_heads is not None:
+            made = nn.Parameter(torch.empty(self.num_heads, self.head_dim, dtype=torch.float32))
+        self.register_parameter("delta", made)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Set ``delta`` as ``init`` says."""
+        if self.delta is None or self.delta.is_meta:
+            return
+        with torch.no_grad():
+            if self.init == "zero":
+                self.delta.zero_()
+            else:
+                self.delta.uniform_(-math.tau, 0.0)
+
+    @property
+    def scale(self) -> float:
+        """The factor of scores, one over the root of ``head_dim``: pass it to SDPA.
+
+        SDPA's own would be that of ``2 D`` channels.
+        """
+        return self.head_dim**-0.5  # type: ignore[no-any-return]
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        offset: int | Tensor = 0,
+        *,
+        position_ids: Tensor | None = None,
+        seq_len: int | Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Queries and keys of ``2 D`` channels.
+
+        Args:
+            q: Queries ``(B, H, L, D)``.
+            k: Keys ``(B, num_heads, L, D)``, of the same tokens. Cache the result, and attend to
+                all cached ones.
+            offset: Position of the first token, which is the number of cached tokens; an int, or
+                an integer tensor ``(B,)`` with one for each sequence.
+            position_ids: As in :meth:`posenc.RoPE.forward`, floating positions included.
+            seq_len: As in :meth:`posenc.RoPE.forward`, for a rule that depends on it.
+
+        Returns:
+            New tensors ``(B, H, L, 2 D)`` and ``(B, num_heads, L, 2 D)``, in the dtypes of ``q``
+            and ``k``.
+        """
+        who, limit = type(self).__name__, self._angles.limit
+        rotary.check_heads(who, "qk", [q, k], self.head_dim, self.seq_dim)
+        q, k = rotary.swap_heads([q, k], self.seq_dim)
+        learned = () if self.delta is None else (self.delta,)
+        if self.num_heads is not None and k.shape[1] != self.num_heads:
+            rule = f"k must have {self.num_heads} heads, one for each row of delta"
+            way_out = f"Build {who} with the number of key heads, or pass seq_dim=1."
+            checks.fail(who, rule, k.shape[1], way_out)
+        if any(delta.device != k.device for delta in learned):
+            rule = f"k must be on the device of delta, {learned[0].device}"
+            checks.fail(who, rule, k.device, f"Move {who} with .to(k.device).")
+        delta = None if self.delta is None else self.delta.clamp(-math.tau, 0.0)
+        rows, own = self._angles.rows(who, q, offset, position_ids, seq_len, False)
+
+        def run(cos: Tensor, sin: Tensor, rows: Rows) -> list[Tensor]:
+            both = ((q, None), (k, delta))
+            return [polar_rows(who, limit, x, phase, cos, sin, rows) for x, phase in both]
+
+        if own is None:
+            ys = by_tables(who, self._tables, [q, k], rows, run, *learned)
+        else:
+            ys = run(own[0], own[1], rows)
+        a, b = rotary.swap_heads(ys, self.seq_dim)
+        return a, b
+
+    def attention(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        causal: bool = True,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        scale: float | None = None,
+        position_ids: Tensor | None = None,
+        seq_len: int | Tensor | None = None,
+    ) -> Tensor:
+        """Attention with PoPE, by SDPA; none of the keys are cached.
+
+        Args:
+            q: ``(B, H, L, D)``; ``(B, L, H, D)`` if ``seq_dim`` is 1, and so are the others.
+            k: ``(B, num_heads, L, D)`` with ``H`` a multiple of ``num_heads``.
+            v: ``(B, num_heads, L, Dv)``.
+            causal: Whether a query sees only keys up to its own; False with an ``attn_mask``.
+            attn_mask: As in SDPA.
+            dropout_p: As in SDPA.
+            scale: The factor of scores; :attr:`scale` if None.
+            position_ids: As in :meth:`forward`.
+            seq_len: As in :meth:`forward`.
+
+        Returns:
+            ``(B, H, L, Dv)`` in the dtype of ``q``.
+
+        Examples:
+            >>> pope, (q, k, v) = PoPE(8, num_heads=2), torch.randn(3, 1, 2, 5, 8)
+            >>> pope.attention(q, k, v).shape
+            torch.Size([1, 2, 5, 8])
+        """
+        who = f"{type(self).__name__}.attention"
+        factor = self.scale if scale is None else checks.positive_float(who, "scale", scale)
+        checks.boolean(who, "causal", causal)
+        heads_first = rotary.swap_heads([q, k, v], self.seq_dim)
+        qk_checks.check_qkv(who, *heads_first)
+        q, k = self(q, k, position_ids=position_ids, seq_len=seq_len)
+        q, k = rotary.swap_heads([q, k], self.seq_dim)
+        v, width = heads_first[2], heads_first[2].shape[-1]
+        # SDPA's kernels want one width; otherwise it makes the matrix of scores.
+        v = F.pad(v, (0, max(q.shape[-1] - width, 0)))
+        out = F.scaled_dot_product_attention(
+            q,
+            k,
+            v,
+            attn_mask,
+            dropout_p,
+            is_causal=causal and attn_mask is None,
+            scale=factor,
+            enable_gqa=q.shape[1] != k.shape[1],
+        )
+        return rotary.swap_heads([out[..., :width]], self.seq_dim)[0]
