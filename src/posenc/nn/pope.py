@@ -20,6 +20,7 @@ from posenc.nn._rotated_keys import RotatedKeys, check_scaling
 from posenc.numerics.axes import Axes
 from posenc.numerics.frequencies import Spectrum
 from posenc.numerics.scaling import Rule
+from posenc.numerics.tables import widest
 
 
 class PoPE(KeepsDtype, RotatedKeys):
@@ -65,7 +66,7 @@ class PoPE(KeepsDtype, RotatedKeys):
         Polar Coordinate Positional Embeddings*, 2025.
     """
 
-    delta: nn.Parameter | None
+    delta: Tensor | None
 
     def __init__(
         self,
@@ -149,15 +150,17 @@ class PoPE(KeepsDtype, RotatedKeys):
         who, limit = type(self).__name__, self._angles.limit
         rotary.check_heads(who, "qk", [q, k], self.head_dim, self.seq_dim)
         q, k = rotary.swap_heads([q, k], self.seq_dim)
-        learned = () if self.delta is None else (self.delta,)
         if self.num_heads is not None and k.shape[1] != self.num_heads:
             rule = f"k must have {self.num_heads} heads, one for each row of delta"
             way_out = f"Build {who} with the number of key heads, or pass seq_dim=1."
             checks.fail(who, rule, k.shape[1], way_out)
-        if any(delta.device != k.device for delta in learned):
-            rule = f"k must be on the device of delta, {learned[0].device}"
-            checks.fail(who, rule, k.device, f"Move {who} with .to(k.device).")
-        delta = None if self.delta is None else self.delta.clamp(-math.tau, 0.0)
+        delta, learned = self.delta, () if self.delta is None else (self.delta,)
+        if delta is not None:
+            if delta.device != k.device:
+                rule = f"k must be on the device of delta, {delta.device}"
+                checks.fail(who, rule, k.device, f"Move {who} with .to(k.device).")
+            # In float32, the lower end would not be a whole turn.
+            delta = delta.to(widest(delta.device)).clamp(-math.tau, 0.0)
         rows, own = self._angles.rows(who, q, offset, position_ids, seq_len, False)
 
         def run(cos: Tensor, sin: Tensor, rows: Rows) -> list[Tensor]:

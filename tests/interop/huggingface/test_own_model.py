@@ -38,6 +38,7 @@ class Model(transformers.PreTrainedModel):
                 posenc.TransformerXLBias(32, 4),
                 posenc.DeBERTaBias(4, 8, 16),
                 posenc.DeBERTaBias(4, 8, 16, 8),
+                posenc.PoPE(8, 4, init="uniform"),
             ]
         )
         self.gate = posenc.ForgetGate(32, 4)
