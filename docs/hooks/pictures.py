@@ -114,6 +114,7 @@ PICTURES: dict[str, Callable[[], Figure]] = {
     "sinusoidal": lambda: draw("sinusoidal"),
     "learned": lambda: draw("learned"),
     "rope": lambda: draw("rope"),
+    "pope": lambda: draw("pope"),
     "alibi": lambda: draw("alibi"),
     "t5": lambda: draw("t5"),
     "fire": lambda: draw("fire"),

@@ -11,6 +11,7 @@ VIEWS = {
     "learned": show.learned(dim=16, length=12),
     "rope": show.rope(dim=16, length=12, trained=64),
     "rope-rules": show.rope(dim=16, trained=64, scaling="yarn", against="ntk"),
+    "pope": show.pope(dim=16, length=12, trained=64),
     "alibi": show.alibi(heads=4, length=12, trained=64),
     "alibi-12": show.alibi(heads=12, length=12, trained=64),
     **{name: draw(heads=4, length=12, trained=8) for name, draw in biases.VIEWS.items()},
@@ -50,6 +51,26 @@ def test_scores_are_those_of_the_module():
     q, k = rope(ones, ones)
     exact = (k[0, 0] @ q[0, 0, 0]) / 32
     assert torch.allclose(score, exact[distance.long()], rtol=0, atol=1e-12)
+
+
+def test_scores_of_pope_are_those_of_the_module():
+    """Equal lengths by distance, and one channel with its phase."""
+    view = show.pope(dim=16, length=40, trained=64)
+    pope = posenc.PoPE(16, 1, 64)
+    x = torch.full((1, 1, 64, 16), math.log(math.e - 1), dtype=torch.float64)
+    q, k = pope(x, x)
+    distance, score = (
+        torch.tensor(axis, dtype=torch.float64) for axis in view.panels[2].lines[0][1:3]
+    )
+    exact = (k[0, 0] @ q[0, 0, 0]) / 16
+    near = distance < 64
+    assert torch.allclose(score[near], exact[distance[near].long()], rtol=0, atol=1e-12)
+    with torch.no_grad():
+        pope.delta.fill_(-math.pi / 4)
+    k = pope(x, x)[1][0, 0].unflatten(-1, (2, 16))[..., 4]
+    q = q[0, 0, 63].view(2, 16)[:, 4]
+    drawn = torch.tensor(view.panels[3].lines[1].y, dtype=torch.float64)
+    assert torch.allclose(drawn, (k @ q).flip(0)[:40], rtol=0, atol=1e-6)
 
 
 def test_a_bias_is_drawn_as_the_module_has_it():

@@ -112,6 +112,25 @@ def rope(
     return _rotary(found, dim, base, length, trained, longest)
 
 
+def pope(*, dim: int = 128, length: int = 128, trained: int = 4096, base: float = 10_000.0) -> View:
+    """PoPE beside RoPE, and what a phase does to one channel's part of the score."""
+    rates = nn.PoPE(dim, None, None, base).inv_freq()
+    found = [Rotation("PoPE", rates), Rotation("RoPE", inverse_frequencies(dim, base))]
+    cos = (torch.arange(length)[:, None] * rates).cos()
+    distance, middle = torch.arange(length, dtype=torch.float64), dim // 4
+    parts = [
+        line(f"δ = {name}", distance, (delta - distance * rates[middle]).cos())
+        for name, delta in (("0", 0.0), ("−π/4", -math.pi / 4), ("−π/2", -math.pi / 2))
+    ]
+    panels = (
+        Heat("Cosines of the angles", "channel", "position", cos),
+        *_by_rate(found, trained, trained),
+        Chart(f"Score of channel {middle}, lengths one", "distance", "", parts),
+    )
+    title = f"PoPE: lengths softplus(x), angles of positions, {dim} channels, base {base:g}"
+    return View(title, panels, _numbers("pope", dim, base, trained, found))
+
+
 def of_config(
     config: Any,
     *,
@@ -166,7 +185,7 @@ def alibi(*, heads: int = 8, length: int = 128, trained: int = 4096) -> View:
 
 
 ENCODINGS: dict[str, Callable[..., View]] = {
-    **{view.__name__: view for view in (sinusoidal, learned, rope, alibi)},
+    **{view.__name__: view for view in (sinusoidal, learned, rope, pope, alibi)},
     **biases.VIEWS,
     "grid": biases.grid,
     "fourier": continuous.fourier,
