@@ -69,12 +69,12 @@ def test_nothing_is_saved_but_what_is_learned(make):
 @BOTH
 def test_the_factor_gets_its_gradient(make):
     module = make(learn_scale=True)
-    x = torch.randn(2, 4, 16, dtype=torch.float64, requires_grad=True)
+    x = torch.randn(2, 16, dtype=torch.float64, requires_grad=True)
     alpha = torch.tensor(0.7, dtype=torch.float64, requires_grad=True)
     run = torch.func.functional_call
     assert gradcheck(lambda x, alpha: run(module, {"alpha": alpha}, (x,)), (x, alpha))
     module(x.detach().float()).sum().backward()
-    assert abs(module.alpha.grad.item() - 2 * sinusoids(4).sum().item()) < 1e-5
+    assert abs(module.alpha.grad.item() - sinusoids(2).sum().item()) < 1e-5
 
 
 @BOTH
@@ -129,6 +129,13 @@ def test_bad_factors_are_named(make):
         make(scale=0.0)
     with pytest.raises(TypeError, match="learn_scale must be True or False"):
         make(learn_scale=None)
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")
+def test_a_traced_module_has_the_root_of_the_width_in_full():
+    """torch.jit.trace makes a tensor of a size, and its power is a float32."""
+    module, x = SinusoidalPE(32, 6, scale_input=True), torch.randn(3, 6)
+    assert torch.equal(torch.jit.trace(module, (x,))(x + 1), module(x + 1))
 
 
 @pytest.mark.slow

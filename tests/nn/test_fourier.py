@@ -133,6 +133,7 @@ def test_one_graph_for_all_lengths(kind):
     assert compilations(module, calls, dynamic=True) == 1
 
 
+@pytest.mark.slow
 def test_it_is_exported():
     module, x = FourierFeatures(2, 5), torch.rand(4, 2)
     program = torch.export.export(module, (x,), strict=False)

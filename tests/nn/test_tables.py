@@ -13,7 +13,6 @@ import posenc
 MODULES = {
     "SinusoidalPosEmbedding": (lambda: posenc.SinusoidalPosEmbedding(), (2, 5, 8)),
     "SinusoidalPE": (lambda: posenc.SinusoidalPE(16, 8), (2, 5, 8)),
-    "SinusoidalPE-scaled": (lambda: posenc.SinusoidalPE(16, 8, scale_input=True), (2, 5, 8)),
     "SinusoidalGrid": (lambda: posenc.SinusoidalGrid((2, 3), 8), (2, 6, 8)),
     "RotaryPosEmbedding": (lambda: posenc.RotaryPosEmbedding(), (2, 5, 8)),
     "RotaryPosEmbedding-fixed": (lambda: posenc.RotaryPosEmbedding(8, 16, False), (2, 5, 8)),
