@@ -209,7 +209,11 @@ def test_an_image_has_no_positions_in_a_row():
     assert torch.equal(diagonal, rope.rotate(x, position_ids=torch.arange(4).expand(2, -1)))
 
 
-@pytest.mark.parametrize("how", [axes.Axial(2), axes.Axial(2, "shared"), axes.Axial((4, 12))])
+@pytest.mark.parametrize(
+    "how",
+    [axes.Axial(2), axes.Axial(2, "shared"), axes.Axial((4, 12))],
+    ids=["per-axis", "shared", "unequal"],
+)
 def test_axes_compile_whole(how):
     """A word among the fields of an axis is a constant to the compiler, as its numbers are."""
     rope = RoPE(16, 64, axes=how)
