@@ -259,7 +259,7 @@ def test_one_graph_serves_all_lengths(length):
         (lambda: PoPE(0, 2), ValueError, "head_dim must be at least 1"),
         (lambda: PoPE(8, 0), ValueError, "num_heads must be at least 1"),
         (lambda: PoPE(8, 2, init="one"), ValueError, "init must be 'zero' or 'uniform'"),
-        (lambda: PoPE(8, 2, scaling={}), TypeError, "scaling must be of type Rule"),
+        (lambda: PoPE(8, 2, scaling=2.0), TypeError, "scaling must be of type Rule"),
         (lambda: PoPE(8, 2)(torch.zeros(1, 2, 3, 8), None), TypeError, "k must be"),
         (lambda: _called(torch.zeros(1, 2, 3, 6)), ValueError, "head_dim of q"),
         (lambda: _called(torch.zeros(1, 3, 3, 8)), ValueError, "k must have 2 heads"),

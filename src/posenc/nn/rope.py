@@ -147,8 +147,7 @@ class RoPE(RotatedKeys):
         """Rotate queries and keys.
 
         Args:
-            q: Queries ``(B, H, L, D)``. If there are fewer than keys, which a cache then holds
-                unrotated, they are the last tokens: ``offset`` and ``position_ids`` are the keys'.
+            q: Queries ``(B, H, L, D)``.
             k: Keys ``(B, H', L, D)``; the head count may differ from that of ``q``.
             offset: Position of the first token, which is the number of cached tokens; an int, or
                 an integer tensor ``(B,)`` with one for each sequence.
@@ -182,6 +181,25 @@ class RoPE(RotatedKeys):
             f"{type(self).__name__}.forward_", "qk", [q, k], offset, **where, in_place=True
         )
         return q, k
+
+    def rotate_queries_with_cached_keys(
+        self, q: Tensor, k: Tensor, offset: int | Tensor = 0, **where: Unpack[Where]
+    ) -> tuple[Tensor, Tensor]:
+        """Rotate all keys of a cache that holds them unrotated, and queries as its last tokens.
+
+        ``offset``, ``position_ids`` and ``seq_len`` are those of the keys. A cache of rotated keys
+        needs no more than :meth:`forward` of the new queries and keys.
+
+        Examples:
+            >>> import torch
+            >>> rope, q, k = RoPE(8), torch.randn(1, 4, 6, 8), torch.randn(1, 2, 6, 8)
+            >>> last, keys = rope.rotate_queries_with_cached_keys(q[:, :, 5:], k)
+            >>> torch.equal(last, rope(q, k)[0][:, :, 5:])
+            True
+        """
+        who = f"{type(self).__name__}.rotate_queries_with_cached_keys"
+        a, b = self._rotate(who, "qk", [q, k], offset, **where, cached_keys=True)
+        return a, b
 
     def cache(
         self,
@@ -238,9 +256,10 @@ class RoPE(RotatedKeys):
         *,
         inverse: bool = False,
         in_place: bool = False,
+        cached_keys: bool = False,
     ) -> list[Tensor]:
-        new, width = not in_place, self.head_dim
-        fewer = rotary.check_heads(who, names, xs, width, self.seq_dim, cached_keys=new)
+        width, seq_dim = self.head_dim, self.seq_dim
+        fewer = rotary.check_heads(who, names, xs, width, seq_dim, cached_keys=cached_keys)
         xs = rotary.swap_heads(xs, self.seq_dim)
         rows, own = self._angles.rows(who, xs[-1], offset, position_ids, seq_len, inverse)
         spec, limit = self._spec.transpose() if inverse else self._spec, self._angles.limit
