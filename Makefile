@@ -45,7 +45,7 @@ sanitize: $(INSTALLED)
 	LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so)" \
 	  ASAN_OPTIONS=detect_leaks=0 PYTHONPATH=$(SANITIZED) \
 	  $(BIN)/python -m pytest tests/kernels/test_outputs.py tests/kernels/test_norm.py \
-	  tests/kernels/test_c.py tests/kernels/test_rotate.py tests/kernels/test_ops.py \
+	  tests/kernels/test_c.py tests/kernels/test_rotate.py tests/kernels/test_ops.py tests/kernels/test_polar.py \
 	  -k "outputs or ops and not opcheck or c and not triton and not opcheck"
 
 # What the demo needs: torch, and what the `posenc` command draws and prints with.

@@ -15,6 +15,7 @@
 #define STORE(v) ((float)(v))
 #define CUT(v) cut(v)
 #define FARTHEST FARTHEST_F32
+#define ABS fabs
 #define EXP_MINUS exp_minus_f32
 #define LOG1P log1p_f32
 #if NEON
@@ -32,6 +33,7 @@
 #define STORE(v) (v)
 #define CUT(v) cut(v)
 #define FARTHEST 800.0
+#define ABS fabs
 #define EXP_MINUS(a) exp(-(a))
 #define LOG1P log1p
 #include "rotate_rows.h"
@@ -44,6 +46,7 @@
 #define STORE(v) store_bf16(v)
 #define CUT(v) (v)
 #define FARTHEST FARTHEST_HALF
+#define ABS fabsf
 #define EXP_MINUS exp_minus_half
 #define LOG1P log1p_half
 #if NEON
@@ -67,6 +70,7 @@
 #define STORE(v) store_f16(v)
 #define CUT(v) (v)
 #define FARTHEST FARTHEST_HALF
+#define ABS fabsf
 #define EXP_MINUS exp_minus_half
 #define LOG1P log1p_half
 #if NEON

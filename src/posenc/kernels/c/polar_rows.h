@@ -1,10 +1,10 @@
-/* PoPE for one dtype of dtypes.h, which also defines EXP_MINUS (exp of minus a number from 0 to FARTHEST) and
+/* PoPE for one dtype of dtypes.h, which also defines ABS, EXP_MINUS (exp of minus a number from 0 to FARTHEST) and
  * LOG1P (of a number from 0 to 1): softplus(x) is max(x, 0) + log1p(exp(-|x|)). */
 
 /* exp(-|x|), with FARTHEST for larger |x| and for NaN. */
 TARGET INLINE REAL FN(decay)(REAL x)
 {
-    const REAL a = x < 0 ? -x : x;
+    const REAL a = ABS(x);
     return EXP_MINUS(a < FARTHEST ? a : FARTHEST);
 }
 

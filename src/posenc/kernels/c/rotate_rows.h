@@ -114,6 +114,7 @@ TARGET static void FN(rows)(const RowBlock *r, size_t P, int layout, const Norm 
 #undef STORE
 #undef CUT
 #undef FARTHEST
+#undef ABS
 #undef EXP_MINUS
 #undef LOG1P
 #undef VECTOR

@@ -25,33 +25,27 @@ INLINE double exp_minus_f32(double a)
     /* Near this number, doubles are integers, and the lower bits of the sum are n. */
     const double whole = 6755399441055744.0, shifted = a * 1.4426950408889634 + whole;
     const double r = (shifted - whole) * 0.6931471805599453 - a;
-    double p = 0.00019907569310848288;
-    p = p * r + 0.0013948578326459795;
-    p = p * r + 0.008333283538708528;
-    p = p * r + 0.041666218319291945;
-    p = p * r + 0.16666666786308587;
-    p = p * r + 0.5000000107729166;
-    p = p * r + 0.999999999995509;
-    p = p * r + 0.9999999999595618;
+    /* Even and odd powers apart, because a chain of sums takes longer than their number. */
+    const double rr = r * r;
+    double even = 0.0013948578326459795, odd = 0.00019907569310848288;
+    even = even * rr + 0.041666218319291945, odd = odd * rr + 0.008333283538708528;
+    even = even * rr + 0.5000000107729166, odd = odd * rr + 0.16666666786308587;
+    even = even * rr + 0.9999999999595618, odd = odd * rr + 0.999999999995509;
+    const double p = even + odd * r;
     return double_of(bits_of_double(p) - (bits_of_double(shifted) << 52));
 }
 
 /* For u from 0 to 1, with a relative error below 2^-33. */
 INLINE double log1p_f32(double u)
 {
-    double p = 0.0011261745502929483;
-    p = p * u - 0.008009632563823666;
-    p = p * u + 0.02666285302885365;
-    p = p * u - 0.056546791059659804;
-    p = p * u + 0.08907937721356587;
-    p = p * u - 0.11697161413148038;
-    p = p * u + 0.14084001010579714;
-    p = p * u - 0.1663354003469392;
-    p = p * u + 0.19996719986775702;
-    p = p * u - 0.24999829427637563;
-    p = p * u + 0.3333332981138023;
-    p = p * u - 0.4999999998780975;
-    return u + u * u * p;
+    const double uu = u * u;
+    double even = -0.008009632563823666, odd = 0.0011261745502929483;
+    even = even * uu - 0.056546791059659804, odd = odd * uu + 0.02666285302885365;
+    even = even * uu - 0.11697161413148038, odd = odd * uu + 0.08907937721356587;
+    even = even * uu - 0.1663354003469392, odd = odd * uu + 0.14084001010579714;
+    even = even * uu - 0.24999829427637563, odd = odd * uu + 0.19996719986775702;
+    even = even * uu - 0.4999999998780975, odd = odd * uu + 0.3333332981138023;
+    return u + uu * (even + odd * u);
 }
 
 /* As above for half precision: in float, with relative errors below 2^-21 and 2^-19. */
