@@ -120,6 +120,7 @@ PICTURES: dict[str, Callable[[], Figure]] = {
     "fire": lambda: draw("fire"),
     "forget-gate": lambda: draw("forget-gate"),
     "fourier": lambda: draw("fourier"),
+    "transformer-xl": lambda: draw("transformer-xl"),
     "scaling": lambda: draw("rope", scaling="yarn", against="linear"),
     "layouts": layouts,
     "axes": axes,

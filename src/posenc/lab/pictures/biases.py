@@ -50,12 +50,40 @@ FAMILIES = {
     ),
 }
 
+# The same, for biases that depend on queries and keys, here of 16 channels.
+PRODUCTS = {
+    "relative-keys": Family(
+        "relative keys",
+        "the query times a vector for each distance, here random",
+        lambda heads, trained: nn.RelativeKeys(16, trained - 1),
+    ),
+    "transformer-xl": Family(
+        "Transformer-XL",
+        "the query times the projected sinusoid of the distance",
+        lambda heads, trained: nn.TransformerXLBias(16 * heads, heads),
+    ),
+    "deberta": Family(
+        "DeBERTa",
+        "query and key times vectors for each bucket",
+        lambda heads, trained: nn.DeBERTaBias(heads, 16, trained, max(trained // 4, 2), True),
+    ),
+}
+
 
 def relative(name: str, *, heads: int = 8, length: int = 256, trained: int = 128) -> View:
     """One of the families, before training."""
     label, words, make = FAMILIES[name]
     with _before_training():
         bias = _drawn(make(heads, trained)).bias(length)
+    return _view(name, f"{label[0].upper()}{label[1:]}: {words}", bias, trained)
+
+
+def product(name: str, *, heads: int = 8, length: int = 256, trained: int = 128) -> View:
+    """One of the products, if all tokens have one query and one key."""
+    label, words, make = PRODUCTS[name]
+    with _before_training():
+        q, k = torch.randn(2, 1, heads, 1, 16).expand(-1, -1, -1, length, -1)
+        bias = _drawn(make(heads, trained)).bias(q, k)[0]
     return _view(name, f"{label[0].upper()}{label[1:]}: {words}", bias, trained)
 
 
@@ -107,6 +135,7 @@ def grid(*, heads: int = 8) -> View:
 
 VIEWS: dict[str, Callable[..., View]] = {
     **{name: partial(relative, name) for name in FAMILIES},
+    **{name: partial(product, name) for name in PRODUCTS},
     "forget-gate": forget_gate,
     "cope": cope,
 }
