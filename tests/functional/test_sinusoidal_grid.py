@@ -1,9 +1,11 @@
 """Several coordinates, a run of channels each."""
 
 import itertools
+import math
 
 import pytest
 import torch
+from torch.autograd import gradcheck
 
 import oracles
 from posenc import positions
@@ -61,6 +63,22 @@ def test_coordinates_may_lie_between_the_cells():
     got = sinusoidal_grid_embedding(fine, 8, dtype=torch.float64).view(4, 4, 8)[::2, ::2]
     wanted = sinusoidal_grid_embedding(coarse, 8, dtype=torch.float64).view(2, 2, 8)
     torch.testing.assert_close(got, wanted, rtol=0, atol=1e-15)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16], ids=str)
+def test_fractional_times_are_exact(dtype):
+    """A float64 product is off by 2e-7 where seconds are counted from 1970."""
+    times = torch.tensor([1_763_362_800.123, 1e6 + 0.3, 3.7, -0.1, 0.0], dtype=torch.float64)
+    times = times.clamp(max=torch.finfo(dtype).max).to(dtype)
+    got = sinusoidal_grid_embedding(times[None], 12, dtype=torch.float64)
+    exact = oracles.sinusoid(times.tolist(), 12)
+    # Six products of less than a turn are summed.
+    assert (got - exact).abs().max() < 2 * math.pi * 2.3e-15 + 2.3e-16
+
+
+def test_gradients_pass_to_fractional_coordinates():
+    at = torch.tensor([[0.3, 7.1]], dtype=torch.float64, requires_grad=True)
+    assert gradcheck(lambda at: sinusoidal_grid_embedding(at, 6, dtype=torch.float64), (at,))
 
 
 def test_batches_of_coordinates():

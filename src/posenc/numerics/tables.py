@@ -10,6 +10,7 @@ from torch import Tensor
 from posenc._contract.sharding import replicate_like
 from posenc.numerics.constants import constant
 from posenc.numerics.frequencies import Spectrum, scaled_rates, turn_steps
+from posenc.numerics.turns import angles_of_floats
 
 _HALF = 2**32 - 1
 # The bits of a float64's fraction that float32 lacks.
@@ -85,7 +86,8 @@ def of_angles(
 
 def sinusoid(positions: Tensor, spectrum: Spectrum, dtype: torch.dtype) -> Tensor:
     """Sinusoidal table ``[*positions.shape, D]``: sine in even channels, cosine in odd ones."""
-    phi = angles(positions.to(float64_device(positions.device)), spectrum)
+    at = positions.to(float64_device(positions.device))
+    phi = angles_of_floats(at, spectrum) if at.is_floating_point() else angles(at, spectrum)
     table = torch.stack((phi.sin(), phi.cos()), dim=-1).flatten(-2)
     return round_once(table[..., : spectrum.dim], dtype).to(positions.device)
 

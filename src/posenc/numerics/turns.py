@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 from posenc._contract.sharding import replicate_like
+from posenc.numerics.constants import constant
+from posenc.numerics.frequencies import Spectrum, turn_steps
 
 # Numbers of at most 24 bits: the product of two is exact in float64.
 _SHORT = frozenset(
@@ -29,13 +31,28 @@ def turns(x: Tensor, rates: Tensor) -> Tensor:
         >>> turns(torch.tensor([10**18 + 1]), torch.tensor([0.25]))
         tensor([0.2500], dtype=torch.float64)
     """
-    rates = replicate_like(x, rates)
-    pairs = [(a, b) for a in _parts(x) for b in _parts(rates)]
-    # In place: for many points, new memory costs more than the arithmetic.
-    total = (pairs[0][0] * pairs[0][1]).frac_()
-    for a, b in pairs[1:]:
-        total.add_((a * b).frac_())
-    return total
+    return _summed(_parts(x), _parts(replicate_like(x, rates)))
+
+
+def angles_of_floats(positions: Tensor, spectrum: Spectrum) -> Tensor:
+    r""":math:`p\,\theta_i` less whole turns for floating positions: float64 ``[..., P]``.
+
+    The rates, which are at most 1, are cut into digits of 22 bits and a rest, so that an angle is
+    as exact as that of a whole position.
+    """
+    at, (steps, rests) = positions.unsqueeze(-1), turn_steps(spectrum)
+    digits = (
+        tuple([(step >> 42) * 2.0**-22 for step in steps]),
+        tuple([(step >> 20 & _DIGIT - 1) * 2.0**-44 for step in steps]),
+        tuple(
+            [
+                ((step & 2**20 - 1) + rest) * 2.0**-64
+                for step, rest in zip(steps, rests, strict=True)
+            ]
+        ),
+    )
+    rates = [replicate_like(at, constant(d, torch.float64, at.device)) for d in digits]
+    return _summed(_parts(at), rates).mul_(math.tau)
 
 
 def angles_of_mixtures(x: Tensor, matrix: Tensor) -> Tensor:
@@ -44,6 +61,16 @@ def angles_of_mixtures(x: Tensor, matrix: Tensor) -> Tensor:
     for axis in range(1, matrix.shape[1]):
         total.add_(turns(x[..., axis, None], matrix[:, axis]))
     return total.mul_(math.tau)
+
+
+def _summed(xs: list[Tensor], rates: list[Tensor]) -> Tensor:
+    """The sum of all products, less whole turns of each."""
+    pairs = [(a, b) for a in xs for b in rates]
+    # In place: for many points, new memory costs more than the arithmetic.
+    total = (pairs[0][0] * pairs[0][1]).frac_()
+    for a, b in pairs[1:]:
+        total.add_((a * b).frac_())
+    return total
 
 
 def _parts(x: Tensor) -> list[Tensor]:
