@@ -9,6 +9,10 @@ from pathlib import Path
 import pytest
 import yaml
 
+from posenc.lab.comparison import report as comparison
+from posenc.lab.comparison.plan import Plan
+from posenc.lab.comparison.run import Run
+
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 PAGES = sorted(path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md"))
@@ -25,6 +29,7 @@ def hook(name):
 
 
 measured, pictures, formulas = map(hook, ("measured", "pictures", "formulas"))
+tournament = hook("tournament")
 SETTINGS = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
 
 
@@ -140,6 +145,29 @@ def test_pages_of_numbers_have_marks_and_no_numbers_of_their_own(page):
     assert not numbers(text)
     assert numbers(measured.fill(text))
     assert "<!--" not in measured.fill(text)
+
+
+def test_the_tournament_is_written_from_its_results_or_says_how_to_make_them(tmp_path):
+    """Every score, rank and cost of the file is on the page, and no other."""
+    page = (DOCS / "tournament.md").read_text()
+    assert "No numbers are in" in tournament.fill(page, tmp_path)
+
+    sizes = {"train_length": 8, "steps": 2, "batch": 2, "width": 16, "layers": 1, "windows": 2}
+    plan = Plan(encodings=("none", "rope-yarn"), tasks=("copy", "index"), seeds=2, **sizes)
+    run = Run(tmp_path, plan)
+    run.begin()
+    run.go()
+    written = tournament.fill(page, tmp_path)
+
+    assert "<!--" not in written
+    for rows in run.results["summary"].values():
+        for row in rows:
+            cells = [
+                line for line in written.splitlines() if line.startswith(f"| {row['label']} |")
+            ]
+            assert any(all(score in cell for score in comparison.scores(row)) for cell in cells)
+    assert "applied to RoPE&#x27;s model" in written
+    assert f"| {comparison.costs(run.results['costs']['none'])[2]} |" in written
 
 
 def test_every_file_of_results_is_shown():

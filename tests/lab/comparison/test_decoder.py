@@ -104,7 +104,7 @@ def test_a_rule_changes_what_the_same_weights_say_past_the_training_length_alone
     model.use(name, 24)
     assert (model(tokens) - plain).abs().max() > 1e-3
     model.use(name, 8)
-    assert torch.equal(model(tokens), plain)
+    torch.testing.assert_close(model(tokens[:, :8]), plain[:, :8], rtol=0, atol=1e-5)
 
 
 def test_weight_decay_is_for_matrices_and_never_for_tables():

@@ -90,10 +90,19 @@ def board(plan: Plan, summary: dict[str, Rows]) -> Figure:
             ax.text(column, row, text, ha="center", va="center", **look)
     for edge in range(len(plan.times), len(columns), len(plan.times)):
         ax.axvline(edge - 0.5, color="white", lw=4)
-    labels = [f"{plan.times[at]} ×" for _, at in columns]
     for start, task in enumerate(summary):
-        middle = start * len(plan.times) + (len(plan.times) - 1) // 2
-        labels[middle] += f"\n{TASKS[task].label}, {TASKS[task].measure}"
+        middle = (start + 0.5) * len(plan.times) - 0.5
+        words = f"{TASKS[task].label}\n{TASKS[task].measure}\n"
+        ax.annotate(
+            words,
+            (middle, -0.5),
+            (0, 8),
+            textcoords="offset points",
+            ha="center",
+            fontsize=9,
+            color=INK,
+        )
+    labels = [f"{plan.times[at]} ×" for _, at in columns]
     ax.set_xticks(range(len(columns)), labels, fontsize=8, color=INK)
     afterwards = {name: " *" if ENCODINGS[name].trained_as else "" for name in shared}
     names = [f"{ENCODINGS[name].label}{afterwards[name]}" for name in shared]

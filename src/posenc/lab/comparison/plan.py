@@ -42,7 +42,7 @@ class Plan:
     width: int = 64
     layers: int = 2
     heads: int = 4
-    learning_rate: float = 5e-3
+    learning_rate: float = 1e-2
     base: float = 0.0
     windows: int = 64
     # Sums are rounded differently with another number of threads, and on another device.
