@@ -12,13 +12,20 @@ from torch import nn
 from posenc.lab.pictures.biases import FAMILIES
 from posenc.lab.pictures.show import RULES
 from posenc.nn import (
+    STRING,
     ALiBi,
     CoPE,
+    DeBERTaBias,
+    DualChunk,
     ForgetGate,
     LearnedPosEmbedding,
     MixedRoPE,
+    PoPE,
+    RelativeKeys,
     RoPE,
+    SelfExtend,
     SinusoidalPE,
+    TransformerXLBias,
     XPos,
 )
 
@@ -81,9 +88,26 @@ def _xpos(plan: Plan, length: int) -> nn.Module:
     return XPos(plan.head_dim, plan.longest, plan.base, scale_base=decay, interleaved=False)
 
 
-def _learned_rates(plan: Plan, length: int) -> nn.Module:
+def _learned_rates(kind: type[MixedRoPE], plan: Plan) -> nn.Module:
     sizes = plan.head_dim, plan.heads
-    return MixedRoPE(*sizes, coordinates=1, base=plan.base, interleaved=False)
+    return kind(*sizes, coordinates=1, base=plan.base, interleaved=False)
+
+
+def _self_extend(plan: Plan, length: int) -> nn.Module:
+    rope, window = _plain_rope(plan), max(1, plan.train_length // 2)
+    # The last position of the farthest group is one that was trained.
+    group = max(1, -((window - length) // max(1, plan.train_length - window)))
+    return SelfExtend(rope, group=group, window=window)
+
+
+def _dual_chunk(plan: Plan, length: int) -> nn.Module:
+    window = max(1, plan.train_length // 4)
+    chunk = max(window, plan.train_length - window)
+    return DualChunk(_plain_rope(plan), chunk=chunk, window=window)
+
+
+def _plain_rope(plan: Plan) -> RoPE:
+    return RoPE(plan.head_dim, plan.longest, plan.base, interleaved=False)
 
 
 def _family(name: str, past: str) -> Encoding:
@@ -122,13 +146,39 @@ ENCODINGS = {
         trained_as="rope",
         recalibration=0.1,
     ),
+    "self-extend": Encoding(
+        "Self-Extend",
+        "scores",
+        _self_extend,
+        "RoPE's model; positions farther than half of the training length are shared in groups.",
+        trained_as="rope",
+    ),
+    "dual-chunk": Encoding(
+        "Dual Chunk",
+        "scores",
+        _dual_chunk,
+        "RoPE's model; positions are counted in chunks, so none is past the training length.",
+        trained_as="rope",
+    ),
     "rope-half": _rope("RoPE, half", "Half of the channels rotate on; the rest never did.", part=2),
     "rope-nope": _rope("RoPE, NoPE", "As RoPE; every second layer has no encoding.", skips=2),
     "rope-learned": Encoding(
         "RoPE, learned rates",
         "queries and keys",
-        _learned_rates,
+        lambda plan, length: _learned_rates(MixedRoPE, plan),
         "The pairs of each head rotate on, as fast as was learned.",
+    ),
+    "string": Encoding(
+        "STRING",
+        "queries and keys",
+        lambda plan, length: _learned_rates(STRING, plan),
+        "The planes of each head rotate on, as they were learned.",
+    ),
+    "pope": Encoding(
+        "PoPE",
+        "queries and keys",
+        lambda plan, length: PoPE(plan.head_dim, plan.heads, plan.longest, plan.base),
+        "The angles go on, to distances that the model was not trained on.",
     ),
     "xpos": Encoding("xPos", "queries and keys", _xpos, "Rotation and decay continue."),
     "alibi": Encoding(
@@ -156,6 +206,24 @@ ENCODINGS = {
         "scores",
         lambda plan, length: CoPE(plan.head_dim, plan.train_length),
         "Counts end at the training length, but gates need not count every token.",
+    ),
+    "relative-keys": Encoding(
+        "relative keys",
+        "scores",
+        lambda plan, length: RelativeKeys(plan.head_dim, plan.train_length),
+        "All farther keys share the last trained vector.",
+    ),
+    "transformer-xl": Encoding(
+        "Transformer-XL",
+        "scores",
+        lambda plan, length: TransformerXLBias(plan.width, plan.heads, base=plan.base),
+        "The sinusoid of the distance continues.",
+    ),
+    "deberta": Encoding(
+        "DeBERTa",
+        "scores",
+        lambda plan, length: DeBERTaBias(plan.heads, plan.head_dim, plan.train_length, causal=True),
+        "All farther keys share the last trained vectors.",
     ),
 }
 COMPARED = ("none", "sinusoidal", "learned", "rope", "rope-yarn", "alibi")
