@@ -33,9 +33,8 @@ def config(tmp_path):
 def test_without_a_file_it_draws_in_the_terminal(run, encoding):
     done = run(encoding)
     assert done.exit_code == 0, done.output
-    assert done.stdout.lower().startswith(
-        encoding.replace("-", " ").replace("forget", "forgetting")
-    )
+    title = done.stdout.lower().replace("-", " ")
+    assert title.startswith(encoding.replace("-", " ").replace("forget", "forgetting"))
     assert len(done.stdout.splitlines()) > 12
     assert "\x1b" not in done.stdout
 

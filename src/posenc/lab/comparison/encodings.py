@@ -94,16 +94,15 @@ def _learned_rates(kind: type[MixedRoPE], plan: Plan) -> nn.Module:
 
 
 def _self_extend(plan: Plan, length: int) -> nn.Module:
-    rope, window = _plain_rope(plan), max(1, plan.train_length // 2)
+    rope, window = _plain_rope(plan), plan.train_length // 2
     # The last position of the farthest group is one that was trained.
-    group = max(1, -((window - length) // max(1, plan.train_length - window)))
+    group = max(1, -((window - length) // (plan.train_length - window)))
     return SelfExtend(rope, group=group, window=window)
 
 
 def _dual_chunk(plan: Plan, length: int) -> nn.Module:
-    window = max(1, plan.train_length // 4)
-    chunk = max(window, plan.train_length - window)
-    return DualChunk(_plain_rope(plan), chunk=chunk, window=window)
+    window = plan.train_length // 4
+    return DualChunk(_plain_rope(plan), chunk=plan.train_length - window, window=window)
 
 
 def _plain_rope(plan: Plan) -> RoPE:
