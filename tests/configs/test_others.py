@@ -232,7 +232,7 @@ NAMES = "bloom mpt falcon t5 roberta opt whisper gpt_refact mamba smollm3 cohere
 )
 def test_any_dict_ends_in_a_description_or_a_clear_error(config):
     """No KeyError, no unhashable key, and nothing built to a number that the config says."""
-    for read in (configs.read_positions, ALiBi.from_config):
+    for read in (configs.read_positions, configs.read_layers, ALiBi.from_config):
         said = "from_config: "
         try:
             read(config)

@@ -9,6 +9,7 @@ from support.hf_models import knows_all_families
 
 SMALL = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
 SMALL |= {"intermediate_size": 32, "num_hidden_layers": 8, "vocab_size": 50, "pad_token_id": 0}
+SLOW = pytest.mark.slow
 FEW = {"num_local_experts": 2, "num_experts_per_tok": 1, "intermediate_size_mlp": 32}
 
 
@@ -17,12 +18,14 @@ FEW = {"num_local_experts": 2, "num_experts_per_tok": 1, "intermediate_size_mlp"
     ("kind", "given", "still"),
     [
         pytest.param("llama4_text", FEW, [3, 7], id="llama4"),
-        pytest.param("smollm3", {}, [3, 7], id="smollm3"),
-        pytest.param("smollm3", {"no_rope_layer_interval": 3}, [2, 5], id="smollm3-interval"),
+        pytest.param("smollm3", {}, [3, 7], id="smollm3", marks=SLOW),
+        pytest.param(
+            "smollm3", {"no_rope_layer_interval": 3}, [2, 5], id="smollm3-interval", marks=SLOW
+        ),
         pytest.param("cohere2", {"sliding_window": 4}, [3, 7], id="cohere2"),
-        pytest.param("exaone4", {"sliding_window": 4}, [3, 7], id="exaone4"),
-        pytest.param("gemma3_text", {}, [], id="gemma3"),
-        pytest.param("llama", {}, [], id="llama"),
+        pytest.param("exaone4", {"sliding_window": 4}, [3, 7], id="exaone4", marks=SLOW),
+        pytest.param("gemma3_text", {}, [], id="gemma3", marks=SLOW),
+        pytest.param("llama", {}, [], id="llama", marks=SLOW),
     ],
 )
 @pytest.mark.filterwarnings("ignore")
@@ -76,7 +79,8 @@ def test_what_cannot_be_known_is_an_error():
     config["rope_parameters"] = types
     with pytest.raises(ValueError, match=r"layer_types must name the 2 layers"):
         rope_layers(config)
-    with pytest.raises(ValueError, match="layer_types must be among"):
-        rope_layers({**config, "layer_types": ["full_attention", "chunked_attention"]})
+    for other in ("chunked_attention", None, ["full_attention"]):
+        with pytest.raises(ValueError, match="layer_types must be among"):
+            rope_layers({**config, "layer_types": ["full_attention", other]})
     with pytest.raises(ValueError, match="num_hidden_layers must be at most"):
         rope_layers({**config, "num_hidden_layers": 10**9})

@@ -128,7 +128,7 @@ def read_layers(config: Any, *, base: float | None = None) -> list[Recipe | None
         raise found.error(rule, checks.describe(named), way_out)
     layers: list[Recipe | None] = [None] * count
     for i in set(range(count)) - set(() if still is None else still[0]):
-        if types[i] is not None and types[i] not in map(str, recipes):
+        if types[i] not in list(recipes):
             raise found.error(f"layer_types must be among {list(recipes)}", types[i])
         layers[i] = recipes[types[i]]
     return layers
