@@ -223,6 +223,7 @@ def test_the_quick_plan_differs_in_size_alone():
     assert Plan(**QUICK).base == 32.0
 
 
+@pytest.mark.slow
 def test_several_jobs_give_the_numbers_of_one_in_its_order(tmp_path, whole):
     run = Run(tmp_path, Plan(**TINY))
     run.begin()
@@ -233,6 +234,7 @@ def test_several_jobs_give_the_numbers_of_one_in_its_order(tmp_path, whole):
     assert told[-5:] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
 
 
+@pytest.mark.slow
 def test_a_training_that_fails_in_a_job_says_what_it_says_in_one(tmp_path):
     before = multiprocessing.active_children()
     run = Run(tmp_path, Plan(**TINY, encodings=("none", "alibi"), learning_rate=1e30))

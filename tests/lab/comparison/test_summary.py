@@ -1,6 +1,8 @@
 import pytest
 
+from posenc.lab.comparison.charts import board
 from posenc.lab.comparison.plan import Plan
+from posenc.lab.comparison.report import scores
 from posenc.lab.comparison.summary import summarize
 
 PLAN = Plan(encodings=("none", "rope", "rope-yarn", "alibi"), tasks=("text", "copy"), times=(1, 8))
@@ -67,3 +69,22 @@ def test_an_encoding_without_a_finished_seed_has_no_row():
     summary = summarize(PLAN, done)
     assert [row["encoding"] for row in summary["text"]] == ["alibi"]
     assert summary["copy"] == []
+
+
+def test_the_board_has_every_score_with_the_best_mean_rank_first():
+    """RoPE and YaRN have 2.25 on average, the others 2.5; equal ones stay in the plan's order."""
+    both = units("text", SCORES) | units("copy", SCORES)
+    drawn = board(PLAN, summarize(PLAN, both))
+    (ax,) = drawn.axes
+    names = [label.get_text() for label in ax.get_yticklabels()]
+    assert names == ["RoPE", "RoPE + YaRN *", "none", "ALiBi"]
+    cells = [text.get_text() for text in ax.texts][: 4 * len(names)]
+    assert cells[4:8] == ["1.20", "2.10", "120%", "210%"]
+    assert "* applied to a trained model" in ax.get_xlabel()
+
+
+def test_a_score_is_shown_with_half_the_range_of_its_seeds():
+    (row,) = summarize(PLAN, units("text", {"alibi": SCORES["alibi"]}))["text"]
+    assert scores(row) == ["1.600 ± 0.300", "1.100 ± 0.100"]
+    (alone,) = summarize(PLAN, units("text", {"alibi": SCORES["alibi"][:1]}))["text"]
+    assert scores(alone) == ["1.300", "1.000"]

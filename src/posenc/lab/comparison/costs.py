@@ -25,7 +25,7 @@ REPEATS = 10
 def cost(name: str, plan: Plan) -> dict[str, Any]:
     """Seconds and peak bytes of a training step, and of reading one sequence of the longest length.
 
-    Random tokens and new weights: neither changes what a step does. Steps with the encoding
+    Any tokens and new weights: neither changes what a step does. Steps with the encoding
     alternate with steps without one, and ``step`` is the ratio of their medians, so that another
     program that slows the machine slows both. An encoding that is applied afterwards has no step
     of its own.
@@ -33,8 +33,8 @@ def cost(name: str, plan: Plan) -> dict[str, Any]:
     model, plain = (_ready(each, plan) for each in (name, "none"))
     if ENCODINGS[name].trained_as is not None:
         model.use(name, plan.longest)
-    short = torch.randint(0, _SYMBOLS, (plan.batch, plan.train_length), device=plan.device)
-    long = torch.randint(0, _SYMBOLS, (1, plan.longest), device=plan.device)
+    short = (torch.arange(plan.train_length) % _SYMBOLS).expand(plan.batch, -1)
+    long = torch.arange(plan.longest)[None] % _SYMBOLS
 
     def step(of: Decoder) -> Callable[[], Any]:
         optimizer = make_optimizer(of, 1e-6)
