@@ -41,15 +41,11 @@ def angles_of_floats(positions: Tensor, spectrum: Spectrum) -> Tensor:
     as exact as that of a whole position.
     """
     at, (steps, rests) = positions.unsqueeze(-1), turn_steps(spectrum)
+    last = [(step & (2**20 - 1)) + rest for step, rest in zip(steps, rests, strict=True)]
     digits = (
         tuple([(step >> 42) * 2.0**-22 for step in steps]),
-        tuple([(step >> 20 & _DIGIT - 1) * 2.0**-44 for step in steps]),
-        tuple(
-            [
-                ((step & 2**20 - 1) + rest) * 2.0**-64
-                for step, rest in zip(steps, rests, strict=True)
-            ]
-        ),
+        tuple([((step >> 20) & (_DIGIT - 1)) * 2.0**-44 for step in steps]),
+        tuple([units * 2.0**-64 for units in last]),
     )
     rates = [replicate_like(at, constant(d, torch.float64, at.device)) for d in digits]
     return _summed(_parts(at), rates).mul_(math.tau)
