@@ -64,7 +64,9 @@ def written_down(q, k, v, bias, mask, causal, drop=None):
 
 
 @EACH
-@pytest.mark.parametrize("causal", [True, False], ids=["causal", "symmetric"])
+@pytest.mark.parametrize(
+    "causal", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["causal", "symmetric"]
+)
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
 def test_a_mask_hides_keys_beside_the_bias(make, causal, mask):
     torch.manual_seed(0)

@@ -74,7 +74,9 @@ def matrix(module, formula, given, q, k, starts):
 
 
 @EACH
-@pytest.mark.parametrize("starts", [(3, 3), (0, 2)], ids=["last", "offsets"])
+@pytest.mark.parametrize(
+    "starts", [(0, 2), pytest.param((3, 3), marks=pytest.mark.slow)], ids=["offsets", "last"]
+)
 def test_attention_is_the_formula_with_its_gradients(make, formula, starts, monkeypatch):
     """Pieces of two queries, the last of one; two heads share keys."""
     monkeypatch.setattr(by_rows, "SCORES", 2 * 2 * H * 6)
@@ -101,6 +103,7 @@ def test_attention_is_the_formula_with_its_gradients(make, formula, starts, monk
 
 
 @EACH_MADE
+@pytest.mark.slow
 def test_one_query_is_the_last_row(make):
     module, (q, k, v) = drawn(make), (x.detach() for x in qkv(H, 9, 9, D))
     whole = module.attention(q, k, v)
@@ -122,7 +125,10 @@ def test_documents_and_padding_do_not_see_each_other(make):
 
 
 @EACH_MADE
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.bfloat16, *(pytest.param(x, marks=pytest.mark.slow) for x in (torch.half, torch.float))],
+)
 def test_the_output_owes_the_rounding_of_its_dtype_alone(make, dtype):
     module, (q, k, v) = drawn(make), (x.detach() for x in qkv(H, 20, 20, D, dtype=dtype))
     with torch.autocast("cpu", torch.bfloat16):
@@ -148,6 +154,7 @@ def test_gradients_repeat_bit_for_bit_and_inputs_may_be_strided(make):
 
 
 @EACH_MADE
+@pytest.mark.slow
 def test_torch_func_gives_the_same_gradient(make):
     module, (q, k, v) = drawn(make), qkv(H, 3, 4, D, batch=1)
     wanted = torch.autograd.grad(module.attention(q, k, v).sum(), q)[0]

@@ -75,7 +75,7 @@ def test_relative_keys_are_those_of_w2v_bert():
     torch.testing.assert_close(got, wanted, **CLOSE)
 
 
-@pytest.mark.parametrize("name", ["conformer", "bert"])
+@pytest.mark.parametrize("name", ["conformer", pytest.param("bert", marks=pytest.mark.slow)])
 def test_transformer_xl_is_the_attention_of_conformers(name):
     layer, x = speech_layer(name, "relative"), hidden_states()
     ours = posenc.TransformerXLBias(E, H, False, concatenated=False, dtype=torch.float64)
@@ -88,7 +88,7 @@ def test_transformer_xl_is_the_attention_of_conformers(name):
 
 
 @pytest.mark.parametrize("causal", [True, False], ids=["uni", "bi"])
-@pytest.mark.parametrize("memory", [0, 9])
+@pytest.mark.parametrize("memory", [pytest.param(0, marks=pytest.mark.slow), 9])
 def test_transformer_xl_is_the_attention_of_xlnet(causal, memory):
     """A memory is keys before the queries."""
     from transformers import XLNetConfig
@@ -111,7 +111,7 @@ def test_transformer_xl_is_the_attention_of_xlnet(causal, memory):
     torch.testing.assert_close(ours.attention(q, k, v).permute(2, 0, 1, 3), wanted, **CLOSE)
 
 
-@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("padded", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize("buckets", [-1, 6])
 @pytest.mark.parametrize("shared", [True, False], ids=["v3", "v2-without-sharing"])
 def test_deberta_v2_is_itself(shared, buckets, padded):
