@@ -107,3 +107,66 @@ def test_the_drop_in_is_the_function_of_transformers(unsqueeze_dim, batch):
     assert all(apart(a, b) < 1e-6 for a, b in zip(expected, found, strict=True))
     with pytest.raises(ValueError, match="must be the same in cos"):
         apply_rotary_pos_emb(q, k, cos[..., : width // 2], sin[..., : width // 2])
+
+
+def apply_rotary_by_keyword(x, freqs):
+    turned = torch.view_as_complex(x.unflatten(-1, (-1, 2))) * freqs
+    return torch.view_as_real(turned).flatten(-2)
+
+
+class Processor:
+    """An object that a module calls to attend, as diffusers has it."""
+
+    def __call__(self, x, freqs):
+        def apply_rotary_inside(x, freqs):
+            real, imag = x.unflatten(-1, (-1, 2)).unbind(-1)
+            cos, sin = freqs.real, freqs.imag
+            turned = real * cos - imag * sin, real * sin + imag * cos
+            return torch.stack(turned, dim=-1).flatten(-2)
+
+        return apply_rotary_inside(x, freqs) + apply_rotary_by_keyword(x=x, freqs=freqs)
+
+
+class Enclosing:
+    def __call__(self, x, freqs):
+        def apply_rotary_here(x):
+            return x * freqs
+
+        return apply_rotary_here(x)
+
+
+class Attention(nn.Module):
+    def __init__(self, processor):
+        super().__init__()
+        self.processor = processor
+
+    def forward(self, x, freqs):
+        return self.processor(x, freqs)
+
+
+def test_functions_of_a_processor_are_replaced_where_it_defines_or_names_them():
+    model, shared = Attention(Processor()), Processor()
+    x, phi = torch.randn(2, 3, 5, 8), torch.rand(5, 4)
+    freqs = torch.polar(torch.ones(5, 4), phi)
+    expected = model(x, freqs)
+
+    with patched(model) as report:
+        got = model(x, freqs)
+        assert isinstance(model.processor, Processor)
+        assert type(model.processor) is not Processor
+
+    places = {(p.cls, p.function, p.variant) for p in report.places}
+    names = ("apply_rotary_inside", "apply_rotary_by_keyword")
+    assert places == {("Processor", name, "complex, single") for name in names}
+    assert apart(expected, got) < 1e-6
+    assert type(model.processor) is Processor
+    assert torch.equal(shared(x, freqs), expected)
+
+
+def test_a_function_that_reads_variables_around_it_is_refused_by_name():
+    model = Attention(Enclosing())
+
+    with pytest.raises(ValueError, match="apply_rotary_here, which has variables of another"):
+        patch(model)
+
+    assert type(model.processor) is Enclosing

@@ -31,12 +31,13 @@ class Form(NamedTuple):
 
         return called
 
-    def known(self, plain: Known, rotated: int) -> Known:
-        """Our function for ``plain``, with the arguments of the model's."""
+    def known(self, plain: Known, names: tuple[str, ...], rotated: int) -> Known:
+        """Our function for ``plain``, with the parameters of the model's, tensors first."""
         ours, unpack = plain.function, self.unpack
 
-        def function(*args: Any) -> Any:
-            return ours(*args[:rotated], *unpack(*args[rotated:]))
+        def function(*args: Any, **kwargs: Any) -> Any:
+            given = (*args, *(kwargs[name] for name in names[len(args) :]))
+            return ours(*given[:rotated], *unpack(*given[rotated:]))
 
         name = ", ".join((self.name, plain.variant)) if self.name else plain.variant
         return Known(name, plain.layout, function)

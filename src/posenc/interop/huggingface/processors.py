@@ -21,7 +21,7 @@ _THEIRS = "_posenc_theirs"
 def ours_for(module: nn.Module) -> tuple[Any, list[Any]]:
     """Our processor for a module, or None; and name, variant and layout of what was replaced."""
     processor = getattr(module, _NAME, None)
-    if processor is None or "__call__" not in dir(type(processor)) or isinstance(processor, type):
+    if not callable(processor) or isinstance(processor, type):
         return None, []
     theirs: Any = type(processor)
     kind, replaced = _subclass(theirs)

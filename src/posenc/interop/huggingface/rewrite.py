@@ -23,7 +23,7 @@ from posenc.interop.huggingface.probing import Known, NotUnderstood
 # Names of functions that rotate, and exceptions that compute positions, rates or tables.
 _ROTATES = re.compile(r"rotary|rotate|rope")
 _EXCEPTIONS = re.compile(
-    r"rope_(parameters|deltas|index|params|freqs)|rotary_freqs|_init|property|^rope$"
+    r"rope_(parameters|deltas|index|params|freqs)|rotary_freqs|_init|propert|^rope$"
     r"|^_?(get|build|create|pad|prepare|slice|store|pre)_|_mrope$"
 )
 
@@ -153,9 +153,7 @@ def _calling(code: CodeType, name: str) -> CodeType:
     """The code of a function with the parameters of ``code`` that calls the global ``name``."""
     given = ", ".join(code.co_varnames[: code.co_argcount])
     text = f"def {code.co_name}({given}): return {name}({given})"
-    made = compile(text, code.co_filename, "exec").co_consts[0]
-    assert isinstance(made, CodeType)
-    return made
+    return _codes(compile(text, code.co_filename, "exec"))[0]
 
 
 def _renamed(code: CodeType, names: dict[str, str], codes: dict[CodeType, CodeType]) -> CodeType:

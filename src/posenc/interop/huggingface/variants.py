@@ -144,7 +144,7 @@ def _search(original: Callable[..., Any], still: bool) -> Known | None:
     for form in diffusion.forms(names[len(rotating) :]) if found is None and not still else ():
         plain = _matching(form.plain(original), (*rotating, "cos", "sin"), 1)
         if plain is not None:
-            return form.known(plain, len(rotating))
+            return form.known(plain, names, len(rotating))
     return found
 
 
