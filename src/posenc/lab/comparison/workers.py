@@ -31,6 +31,7 @@ def train_all(units: list[Unit], plan: Plan, jobs: int) -> Iterator[tuple[Unit, 
         pool.shutdown(wait=False, cancel_futures=True)
         for process in set(multiprocessing.active_children()) - others:
             process.terminate()
+            process.join()
 
 
 def _ignore_interrupt() -> None:
