@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -55,6 +55,9 @@ class MixedRoPE(ReadOnlyArguments):
         Heo et al., *Rotary Position Embedding for Vision Transformer*, 2024, section 3.2.
     """
 
+    # The dtype of the parameters; None is torch's default.
+    _dtype: ClassVar[torch.dtype | None] = None
+
     def __init__(
         self,
         head_dim: int,
@@ -80,10 +83,8 @@ class MixedRoPE(ReadOnlyArguments):
             way_out = "Pass one for each pair of one coordinate."
             start = checks.frequencies(who, "start", start, count, way_out)
         self.start = start
-        # transformers builds models with a default dtype of half precision.
-        wide = torch.promote_types(torch.get_default_dtype(), torch.float32)
         size = self.coordinates, self.num_heads, head_dim // 2
-        self.freqs = nn.Parameter(torch.empty(size, dtype=wide))
+        self.freqs = nn.Parameter(torch.empty(size, dtype=self._dtype))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:

@@ -47,6 +47,8 @@ class STRING(KeepsDtype, MixedRoPE):
         Schenck et al., *Learning the RoPEs: Better 2D and 3D Position Encodings with STRING*, 2025.
     """
 
+    _dtype = torch.float32
+
     def __init__(
         self,
         head_dim: int,

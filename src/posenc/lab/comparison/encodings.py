@@ -209,7 +209,7 @@ ENCODINGS = {
     "relative-keys": Encoding(
         "relative keys",
         "scores",
-        lambda plan, length: RelativeKeys(plan.head_dim, plan.train_length),
+        lambda plan, length: RelativeKeys(plan.head_dim, plan.train_length - 1),
         "All farther keys share the last trained vector.",
     ),
     "transformer-xl": Encoding(
