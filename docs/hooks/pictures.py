@@ -95,8 +95,8 @@ def extended() -> Figure:
     length, rope = 48, posenc.RoPE(64, None)
     found = {
         "RoPE": posenc.SelfExtend(rope, group=1, window=1),
-        "Self-Extend, groups of 4": posenc.SelfExtend(rope, group=4, window=12),
-        "Dual Chunk, chunks of 16": posenc.DualChunk(rope, chunk=16, window=6),
+        "Self-Extend by 4": posenc.SelfExtend(rope, group=4, window=12),
+        "Dual Chunk of 16": posenc.DualChunk(rope, chunk=16, window=6),
     }
     drawn = figure(9.6, 3.6)
     for ax, (name, extend) in zip(drawn.subplots(1, 3), found.items(), strict=True):

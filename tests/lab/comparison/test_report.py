@@ -6,6 +6,7 @@ from html.parser import HTMLParser
 import pytest
 
 from posenc.lab.comparison import charts, report
+from posenc.lab.comparison.encodings import ENCODINGS
 from posenc.lab.comparison.plan import Plan
 from posenc.lab.comparison.run import Run
 from posenc.lab.pictures.style import image
@@ -145,3 +146,17 @@ def test_one_length_alone_is_drawn(tmp_path):
     run.go()
     assert charts.overview(plan, run.results).axes
     assert "1 ×" in report.page(plan, run.results)
+
+
+def test_many_encodings_have_a_board_and_charts_with_room_for_every_name(results):
+    (row, *_), names = results["summary"]["text"], tuple(ENCODINGS)
+    rows = [{**row, "encoding": name, "label": ENCODINGS[name].label} for name in names]
+    plan = dataclasses.replace(TINY, encodings=names)
+    drawn = charts.overview(plan, {**results, "summary": {"text": rows}})
+    named = [label.get_text().removesuffix(" *") for label in drawn.axes[0].get_yticklabels()]
+    assert sorted(named) == sorted(ENCODINGS[name].label for name in names)
+    for chart in charts.charts(plan, "text", rows).values():
+        sheet = report._tall_enough(chart)
+        # Matplotlib warns, which is an error here, if names leave no room for the lines.
+        sheet.canvas.draw()
+        assert sheet.axes[0].get_legend().get_window_extent().y0 >= 0

@@ -17,12 +17,14 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Rows: TypeAlias = Sequence[dict[str, Any]]
+# More lines than this are hard to tell apart in a chart.
+_MOST_LINES = 12
 
 
 def overview(plan: Plan, results: dict[str, Any]) -> Figure:
-    """The charts of one task on a sheet, or the board of several."""
+    """The charts of one task on a sheet, or the board of several tasks or many encodings."""
     done = {task: rows for task, rows in results["summary"].items() if rows}
-    if len(done) > 1:
+    if needs_board(done):
         return board(plan, done)
     ((task, rows),) = done.items()
     what = results["text"]["name"] if task == "text" else TASKS[task].label
@@ -68,6 +70,11 @@ def charts(plan: Plan, task: str, rows: Rows) -> dict[str, Chart]:
         "by_position": nats(at_position, "position", lines=by_position, shaded=past),
         "training": nats("Loss while training", "step", lines=lines),
     }
+
+
+def needs_board(summary: dict[str, Rows]) -> bool:
+    """Whether charts alone would not show who is better: several tasks, or many lines."""
+    return len(summary) > 1 or any(len(rows) > _MOST_LINES for rows in summary.values())
 
 
 def board(plan: Plan, summary: dict[str, Rows]) -> Figure:

@@ -7,15 +7,18 @@ import math
 from collections.abc import Iterator
 from pathlib import Path
 from string import Template
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from posenc.lab.comparison.charts import Rows, board, charts, trained_as
+from posenc.lab.comparison.charts import Rows, board, charts, needs_board, trained_as
 from posenc.lab.comparison.encodings import LOOKS
 from posenc.lab.comparison.plan import Plan
 from posenc.lab.comparison.tasks import TASKS
 from posenc.lab.pictures import biases, show
-from posenc.lab.pictures.panels import sheet
+from posenc.lab.pictures.panels import Chart, sheet
 from posenc.lab.pictures.style import in_page
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 # Labels that read differently inside a sentence.
 _SPOKEN = {"none": "no encoding"} | {n: f"{n} positions" for n in ("sinusoidal", "learned")}
@@ -57,13 +60,13 @@ def _source(text: dict[str, Any] | None) -> str:
 
 
 def _sections(plan: Plan, summary: dict[str, Rows]) -> Iterator[str]:
-    """Charts and a table for each task; before them the board, if there are several."""
-    if len(summary) > 1:
+    """Charts and a table for each task; before them the board, if it is needed."""
+    if needs_board(summary):
         drawn = in_page(board(plan, summary), "Scores and ranks: the numbers are in the tables")
         yield f"<figure>{drawn}</figure>"
     for task, rows in summary.items():
         pictures = {
-            name: in_page(sheet([chart], 4.9, 3.6), f"{chart.title}: the numbers are in the tables")
+            name: in_page(_tall_enough(chart), f"{chart.title}: the numbers are in the tables")
             for name, chart in charts(plan, task, rows).items()
         }
         first, *others = (f"<figure>{picture}</figure>" for picture in pictures.values())
@@ -74,6 +77,11 @@ def _sections(plan: Plan, summary: dict[str, Rows]) -> Iterator[str]:
         yield f'<div class="wide">{first}</div>'
         yield _table(plan, task, rows)
         yield f'<div class="pair">{"".join(others)}</div>'
+
+
+def _tall_enough(chart: Chart) -> Figure:
+    """The chart on a sheet with room for its legend."""
+    return sheet([chart], 4.9, max(3.6, 0.9 + 0.19 * len(chart.lines)))
 
 
 def _table(plan: Plan, task: str, rows: Rows) -> str:
