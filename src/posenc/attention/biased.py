@@ -48,11 +48,11 @@ _OPTIONS = (
 )
 
 
-def check_options(who: str, options: Any) -> None:
+def check_options(who: str, options: Any, taken: tuple[str, ...] = _OPTIONS) -> None:
     """Refuse a keyword that the ``attention`` of a module does not take."""
     for name in options:
-        if name not in _OPTIONS:
-            rule = f"attention takes the keywords {', '.join(_OPTIONS)}"
+        if name not in taken:
+            rule = f"attention takes the keywords {', '.join(taken)}"
             way_out = "Padding is for document_ids; causal is for the constructor, if it takes it."
             checks.fail(who, rule, name, way_out, TypeError)
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from posenc._contract import checks, qk_checks
 from posenc.attention.biased import attend_ranges, check_options
+from posenc.functional.alibi import KeyOptions
 from posenc.nn._module import ReadOnlyArguments
 from posenc.nn.rope import RoPE
 from posenc.numerics.spans import document_ends, gather_rows
@@ -17,7 +18,12 @@ from posenc.numerics.spans import document_ends, gather_rows
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from posenc.attention.biased import AttentionOptions
+
+class ExtendedOptions(KeyOptions, total=False):
+    """The keywords of ``attention``."""
+
+    scale: float | None
+    backend: str | None
 
 
 class Part(NamedTuple):
@@ -72,7 +78,7 @@ class ExtendedRoPE(ReadOnlyArguments):
         raise NotImplementedError
 
     def attention(
-        self, q: Tensor, k: Tensor, v: Tensor, **options: Unpack[AttentionOptions]
+        self, q: Tensor, k: Tensor, v: Tensor, **options: Unpack[ExtendedOptions]
     ) -> Tensor:
         """Causal attention with these positions; queries and keys are rotated here.
 
@@ -92,7 +98,7 @@ class ExtendedRoPE(ReadOnlyArguments):
             ``(B, H, Q, Dv)`` in the dtype of ``q``.
         """
         who = f"{type(self).__name__}.attention"
-        check_options(who, options)
+        check_options(who, options, ("scale", "query_offset", "document_ids", "backend"))
         qk_checks.check_qkv(who, q, k, v)
         checks.equal(who, "channels of q", q.shape[3], self.rope.head_dim, "Pass rope's heads.")
         given, keys = options.get("document_ids"), k.shape[2]
