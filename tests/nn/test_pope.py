@@ -152,12 +152,32 @@ def test_attention_is_that_of_the_scores(causal, width):
     bias = torch.zeros(7, 7).masked_fill(~mask, -torch.inf)
     wanted = oracles.attention(a, b, v, bias, 8**-0.5).float()
     torch.testing.assert_close(pope.attention(q, k, v, causal=causal), wanted)
-    masked = pope.attention(q, k, v, attn_mask=mask)
+    masked = pope.attention(q, k, v, attn_mask=mask, causal=False)
     torch.testing.assert_close(masked, wanted)
     swapped = pope.replace(seq_dim=1)
     swapped.load_state_dict(pope.state_dict())
     turned = swapped.attention(*(x.transpose(1, 2) for x in (q, k, v)), causal=causal)
     torch.testing.assert_close(turned.transpose(1, 2), wanted)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_a_mask_hides_further_keys(causal):
+    """As in every other attention here, so that a mask of padding does not show later keys."""
+    pope, (q, k, v) = trained(8, 2), torch.randn(3, 2, 2, 5, 8)
+    seen = (torch.ones(5, 5).tril() if causal else torch.ones(5, 5)) > 0
+    real, added = torch.tensor([[0, 1, 1, 1, 0], [1, 1, 1, 0, 1]]) > 0, torch.randn(2, 1, 5, 5)
+    a, b = pope(q.double(), k.double())
+    bias = torch.zeros(2, 1, 5, 5).masked_fill(~(seen & real[:, None, None]), -torch.inf)
+    got = pope.attention(q, k, v, causal=causal, attn_mask=real[:, None, None])
+    if causal:
+        # The first token of the first row sees nothing.
+        assert not got[0, :, 0].any()
+        bias[0, :, 0] = 0.0
+    wanted = oracles.attention(a, b, v, bias, 8**-0.5).float()
+    torch.testing.assert_close(got[:, :, 1:], wanted[:, :, 1:])
+    bias = added.masked_fill(~seen, -torch.inf)
+    got = pope.attention(q, k, v, causal=causal, attn_mask=added.double())
+    torch.testing.assert_close(got, oracles.attention(a, b, v, bias, 8**-0.5).float())
 
 
 def test_attention_with_a_cache_is_attention():
@@ -268,6 +288,8 @@ def test_one_graph_serves_all_lengths(length):
         (lambda: _called(torch.zeros(1, 2, 3, 8).to("meta")), ValueError, "the device of delta"),
         (lambda: _attended(v=torch.zeros(1, 2, 4, 8)), ValueError, "v must have shape"),
         (lambda: _attended(scale=0.0), ValueError, "scale must be finite and above zero"),
+        (lambda: _attended(dropout_p=-0.1), ValueError, "dropout_p must be from 0 to 1"),
+        (lambda: _attended(attn_mask=torch.ones(3, 4) > 0), ValueError, "attn_mask must broadcast"),
         (lambda: _polar(torch.zeros(9, 4)), ValueError, "cos must have shape"),
         (lambda: _polar(torch.zeros(9, 8), torch.zeros(3, 8)), ValueError, "delta must have shape"),
         (lambda: _polar(torch.zeros(2, 8)), ValueError, "the rows of cos=2"),

@@ -193,8 +193,8 @@ class PoPE(KeepsDtype, RotatedKeys):
             q: ``(B, H, L, D)``; ``(B, L, H, D)`` if ``seq_dim`` is 1, and so are the others.
             k: ``(B, num_heads, L, D)`` with ``H`` a multiple of ``num_heads``.
             v: ``(B, num_heads, L, Dv)``.
-            causal: Whether a query sees only keys up to its own; False with an ``attn_mask``.
-            attn_mask: As in SDPA.
+            causal: Whether a query sees only keys up to its own.
+            attn_mask: A further mask, as in :func:`posenc.attention.biased_attention`.
             dropout_p: As in SDPA.
             scale: The factor of scores; :attr:`scale` if None.
             position_ids: As in :meth:`forward`.
@@ -211,8 +211,18 @@ class PoPE(KeepsDtype, RotatedKeys):
         who = f"{type(self).__name__}.attention"
         factor = self.scale if scale is None else checks.positive_float(who, "scale", scale)
         checks.boolean(who, "causal", causal)
+        drop = qk_checks.check_dropout(who, dropout_p)
         heads_first = rotary.swap_heads([q, k, v], self.seq_dim)
         qk_checks.check_qkv(who, *heads_first)
+        scores = *heads_first[0].shape[:3], heads_first[1].shape[2]
+        mask = qk_checks.check_attn_mask(who, attn_mask, scores, q.device)
+        if mask is not None:
+            mask = mask if mask.dtype is torch.bool else mask.to(q.dtype)
+            if causal:
+                # SDPA takes a mask or is_causal, not both.
+                earlier = torch.ones(scores[2:], dtype=torch.bool, device=q.device).tril()
+                hidden = False if mask.dtype is torch.bool else float("-inf")
+                mask = torch.where(earlier, mask, hidden)
         q, k = self(q, k, position_ids=position_ids, seq_len=seq_len)
         q, k = rotary.swap_heads([q, k], self.seq_dim)
         v, width = heads_first[2], heads_first[2].shape[-1]
@@ -222,9 +232,9 @@ class PoPE(KeepsDtype, RotatedKeys):
             q,
             k,
             v,
-            attn_mask,
-            dropout_p,
-            is_causal=causal and attn_mask is None,
+            mask,
+            drop,
+            is_causal=causal and mask is None,
             scale=factor,
             enable_gqa=q.shape[1] != k.shape[1],
         )
