@@ -182,6 +182,21 @@ def test_an_extension_that_fails_leaves_the_model_as_it_was(extension):
         model(IDS, attention_mask=holes)
 
 
+@pytest.mark.parametrize("part", ["", "model"], ids=["model", "part"])
+def test_another_attention_is_refused_until_unpatch(part):
+    """Its layers rotate no more, so with SDPA the model would have no positions."""
+    model = made()
+    before = logits(model)
+    self_extend(model, group=3, window=8)
+    model.get_submodule(part).set_attn_implementation("eager")
+
+    with pytest.raises(ValueError, match=r"must stay 'posenc'.*got eager.*\n.*unpatch"):
+        logits(model)
+
+    unpatch(model)
+    assert torch.equal(logits(model), before)
+
+
 def test_layers_that_do_not_rotate_cannot_be_dropped():
     model = made("smollm3")
     with pytest.raises(ValueError, match=r"layers that rotate, got \[9\]"):

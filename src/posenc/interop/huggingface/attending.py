@@ -10,14 +10,12 @@ from torch import Tensor, nn
 
 from posenc._contract import checks
 from posenc.attention import biased_attention
+from posenc.interop.huggingface.rewrite import ATTENTION, HELD
 from posenc.interop.huggingface.stacks import padding_of
 from posenc.nn.extended import ExtendedRoPE
 
-# The name of the implementation, in transformers' registries and in a config.
-NAME = "posenc"
-# An attribute of each layer, what attends there, or None for a layer without rotation; and one of
-# the model, the implementation that it had.
-_HELD, _BEFORE = "_posenc_attention", "_posenc_implementation"
+# An attribute of the model, the implementation that it had.
+_BEFORE = "_posenc_implementation"
 _UNKNOWN = ("sliding_window", "softcap", "s_aux")
 
 
@@ -28,24 +26,24 @@ def attach(who: str, model: Any, layers: dict[Any, ExtendedRoPE | None]) -> None
         checks.fail(who, rule, type(model).__name__, "Pass the model around its layers.", TypeError)
     from transformers import AttentionInterface, AttentionMaskInterface
 
-    AttentionInterface.register(NAME, _attend)
-    AttentionMaskInterface.register(NAME, _document_ids)
+    AttentionInterface.register(ATTENTION, _attend)
+    AttentionMaskInterface.register(ATTENTION, _document_ids)
     before = model.config._attn_implementation
-    model.set_attn_implementation(NAME)
-    if any(layer.config._attn_implementation != NAME for layer in layers):
+    model.set_attn_implementation(ATTENTION)
+    if any(layer.config._attn_implementation != ATTENTION for layer in layers):
         model.set_attn_implementation(before)
         rule = "model must let its attention implementation be set"
         way_out = "Use the model as it is: nothing was changed."
         checks.fail(who, rule, type(model).__name__, way_out)
     vars(model)[_BEFORE] = before
     for layer, held in layers.items():
-        # Not as a submodule: the model's modules stay as they are.
-        vars(layer)[_HELD] = held
+        # Not as a submodule: the model's modules stay as they are. None is for no rotation.
+        vars(layer)[HELD] = held
 
 
 def detach(modules: Iterable[nn.Module]) -> None:
     """Undo `attach` for all ``modules``, which are those of the model or include them."""
-    layers = [module for module in modules if _HELD in vars(module)]
+    layers = [module for module in modules if HELD in vars(module)]
     models: list[Any] = [module for module in modules if _BEFORE in vars(module)]
     if layers and not models:
         rule, got = "model must be the one that was extended", "a part of it"
@@ -53,7 +51,7 @@ def detach(modules: Iterable[nn.Module]) -> None:
     for model in models:
         model.set_attn_implementation(vars(model).pop(_BEFORE))
     for layer in layers:
-        del vars(layer)[_HELD]
+        del vars(layer)[HELD]
 
 
 def _attend(
@@ -77,7 +75,7 @@ def _attend(
         way_out = "Pass attention_mask of shape (B, K)."
         checks.fail(who, "attention_mask must have two axes", tuple(attention_mask.shape), way_out)
     how: Any = {"scale": scaling, "document_ids": attention_mask}
-    held: ExtendedRoPE | None = vars(module)[_HELD]
+    held: ExtendedRoPE | None = vars(module)[HELD]
     attend = biased_attention if held is None else held.attention
     return attend(query, key, value, **how).transpose(1, 2), None
 

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from types import CellType, CodeType, FunctionType
 from typing import Any
 
+from posenc._contract import checks
 from posenc.interop.huggingface import variants
 from posenc.interop.huggingface.probing import Known, NotUnderstood
 
@@ -199,8 +200,10 @@ def names_in(code: CodeType) -> Iterator[str]:
         yield from names_in(inner)
 
 
-# An attribute that every patched module has.
-PATCHED = "_posenc_patched"
+# An attribute that every patched module has, and one of layers that attend by ours: what does.
+PATCHED, HELD = "_posenc_patched", "_posenc_attention"
+# The name of our attention in transformers' registries and in a config.
+ATTENTION = "posenc"
 
 
 class Replacement:
@@ -230,6 +233,10 @@ class Replacement:
         method = getattr(self.kind, self.name)
         if method is self._theirs and hasattr(module, PATCHED):
             method = self._ours
+            if HELD in vars(module) and module.config._attn_implementation != ATTENTION:
+                rule = f"the attention implementation must stay {ATTENTION!r}, which rotates"
+                got = module.config._attn_implementation
+                checks.fail("the extended model", rule, got, "Call unpatch(model) first.")
         return method(*args, **kwargs) if self._static else method(module, *args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Replacement:

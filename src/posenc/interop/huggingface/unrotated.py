@@ -86,7 +86,8 @@ def self_extend(model: nn.Module, *, group: int, window: int) -> Report:
     """Let ``model`` read past its trained length by Self-Extend, until :func:`unpatch`.
 
     Every layer that rotates gets :class:`posenc.SelfExtend` with the rotation of its config, as an
-    attention implementation of transformers. A cache that was filled before is of no use: it holds
+    attention implementation of transformers. Positions are counted from a sequence's first token;
+    ``position_ids`` are not read. A cache that was filled before is of no use: it holds
     rotated keys. Sequences may be padded, but not packed, and caches grow: a static one is an
     error, as are sliding windows, soft caps, sinks, and dropout of the attention.
 
