@@ -203,9 +203,7 @@ def normalized_grid(
         Siméoni et al., *DINOv3*, 2025, section 3.2, and the authors' code.
     """
     who, counts = "normalized_grid", _sizes("normalized_grid", sizes)
-    if normalize not in ("separate", "max", "min"):
-        rule = "normalize must be 'separate', 'max' or 'min'"
-        checks.fail(who, rule, checks.describe(normalize), "Pass one of these.")
+    checks.choice(who, "normalize", normalize, ("separate", "max", "min"))
     corners = int(checks.boolean(who, "align_corners", align_corners))
     where = torch.device("cpu" if device is None else device)
     wide, lines = widest(where), []

@@ -52,7 +52,7 @@ def test_falcon_differs_from_the_paper_by_its_scale():
 
 
 def test_bad_arguments_are_named():
-    with pytest.raises(ValueError, match="model must be one of bloom, falcon, mpt"):
+    with pytest.raises(ValueError, match="model must be 'bloom' or 'falcon' or 'mpt'"):
         alibi_model_bias("gpt", 8, MASK)
     with pytest.raises(ValueError, match="head_dim must be given for falcon"):
         alibi_model_slopes("falcon", 8)

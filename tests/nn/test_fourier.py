@@ -141,7 +141,7 @@ def test_it_is_exported():
 
 
 def test_bad_arguments_are_named():
-    with pytest.raises(ValueError, match="FourierFeatures: kind must be one of random, learned"):
+    with pytest.raises(ValueError, match="FourierFeatures: kind must be 'random' or 'learned'"):
         FourierFeatures(2, 5, "gauss")
     with pytest.raises(ValueError, match="num_frequencies must be at most 64"):
         FourierFeatures(2, 65, "nerf")

@@ -102,7 +102,7 @@ def test_a_grid_begins_where_it_is_told():
     ("call", "error", "text"),
     [
         (lambda: positions.normalized_grid(), ValueError, "one or more ints"),
-        (lambda: positions.normalized_grid(2, normalize="mean"), ValueError, "'separate', 'max'"),
+        (lambda: positions.normalized_grid(2, normalize="mean"), ValueError, "'separate' or 'max'"),
         (lambda: positions.normalized_grid(2, jitter=0.5), ValueError, "jitter must be at least 1"),
         (lambda: positions.normalized_grid(2, shift=-1.0), ValueError, "shift must be finite and"),
         (lambda: positions.normalized_grid(2, align_corners=1), TypeError, "True or False"),

@@ -135,6 +135,14 @@ def frequencies(who: str, name: str, values: Any, count: int, way_out: str) -> t
     return tuple(map(float, values))
 
 
+def choice(who: str, name: str, value: Any, allowed: Sequence[str]) -> str:
+    """``value`` if it is one of the ``allowed`` words."""
+    if value not in allowed:
+        rule = f"{name} must be {' or '.join(map(repr, allowed))}"
+        fail(who, rule, describe(value), "Pass one of them.")
+    return value  # type: ignore[no-any-return]
+
+
 def boolean(who: str, name: str, value: Any) -> bool:
     """``value`` if it is a bool; anything else is probably a misplaced argument."""
     if not isinstance(value, bool):

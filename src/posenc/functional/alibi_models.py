@@ -87,9 +87,7 @@ def _slopes_and_root(
     who: str, model: Any, num_heads: Any, head_dim: Any, bias_max: Any
 ) -> tuple[Tensor, float]:
     """A model's slopes in float64, and their divisor: Falcon's ``sqrt(head_dim)``, otherwise 1."""
-    if model not in ("bloom", "falcon", "mpt"):
-        rule = "model must be one of bloom, falcon, mpt"
-        checks.fail(who, rule, checks.describe(model), "Pass one of these.")
+    checks.choice(who, "model", model, ("bloom", "falcon", "mpt"))
     heads = checks.integer(who, "num_heads", num_heads)
     if model != "falcon":
         return head_slopes(heads, checks.positive_float(who, "bias_max", bias_max)), 1.0

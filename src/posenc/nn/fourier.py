@@ -14,8 +14,6 @@ from posenc.functional.fourier import check_octaves, of_mixtures, of_octaves
 from posenc.nn._bias import KeepsDtype
 from posenc.nn._module import ReadOnlyArguments
 
-_KINDS = ("random", "learned", "nerf")
-
 
 class FourierFeatures(KeepsDtype, ReadOnlyArguments):
     r"""Sines and cosines of coordinates, which need not be whole numbers.
@@ -72,12 +70,9 @@ class FourierFeatures(KeepsDtype, ReadOnlyArguments):
         who = type(self).__name__
         self.coordinates = checks.integer(who, "coordinates", coordinates)
         self.num_frequencies = checks.integer(who, "num_frequencies", num_frequencies)
-        if kind not in _KINDS:
-            rule = f"kind must be one of {', '.join(_KINDS)}"
-            checks.fail(who, rule, checks.describe(kind), "Pass one of these.")
+        self.kind = checks.choice(who, "kind", kind, ("random", "learned", "nerf"))
         if kind == "nerf":
             check_octaves(who, num_frequencies)
-        self.kind = kind
         self.scale = checks.positive_float(who, "scale", scale)
         self.include_input = checks.boolean(who, "include_input", include_input)
         self.seed = checks.integer(who, "seed", seed, least=0)

@@ -52,10 +52,7 @@ class KERPLE(RelativeBias):
         dtype: torch.dtype = torch.float32,
     ) -> None:
         super().__init__(num_heads, causal=causal, dtype=dtype)
-        if kind not in ("log", "power"):
-            rule = "kind must be 'log' or 'power'"
-            checks.fail(type(self).__name__, rule, checks.describe(kind), "Pass kind='log', say.")
-        self.kind = kind
+        self.kind = checks.choice(type(self).__name__, "kind", kind, ("log", "power"))
         self.raw_r1 = nn.Parameter(torch.empty(self.num_heads, dtype=dtype))
         self.raw_r2 = nn.Parameter(torch.empty(self.num_heads, dtype=dtype))
         self.reset_parameters()

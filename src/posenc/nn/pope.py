@@ -86,10 +86,7 @@ class PoPE(KeepsDtype, RotatedKeys):
         self.num_heads = checks.optional(checks.integer, who, "num_heads", num_heads)
         self.max_seq_len = checks.optional(checks.integer, who, "max_seq_len", max_seq_len)
         self.base = checks.base(who, base)
-        if init not in ("zero", "uniform"):
-            rule = "init must be 'zero' or 'uniform'"
-            checks.fail(who, rule, checks.describe(init), "Pass init='zero', say.")
-        self.init = init
+        self.init = checks.choice(who, "init", init, ("zero", "uniform"))
         self.scaling = check_scaling(who, scaling, self.base)
         self.axes = checks.check_instance(who, "axes", axes, Axes, "Pass axes.Axial(2), say.")
         self.seq_dim = rotary.check_seq_dim(who, seq_dim)

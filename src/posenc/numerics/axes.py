@@ -134,9 +134,7 @@ class Axial(Axes):
             rule = "coordinates must be an int, or the channels of each coordinate"
             checks.fail("Axial", rule, given, "Pass 2, or (16, 56, 56), say.")
         object.__setattr__(self, "coordinates", given)
-        if self.rates not in ("per_axis", "shared"):
-            rule = "rates must be 'per_axis' or 'shared'"
-            checks.fail("Axial", rule, checks.describe(self.rates), "Pass one of these.")
+        checks.choice("Axial", "rates", self.rates, ("per_axis", "shared"))
         if self.rates == "shared" and isinstance(given, tuple):
             rule = "coordinates must be an int if rates are shared"
             way_out = "For unequal runs of one range of rates, use axes.Sections."

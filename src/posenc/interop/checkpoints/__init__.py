@@ -112,7 +112,7 @@ def convert(
     Returns:
         A :class:`Report`.
     """
-    layouts.check_choice("convert", "to", to, LAYOUTS)
+    checks.choice("convert", "to", to, LAYOUTS)
     checks.integer("convert", "check", check, least=0)
     source, target = Path(source), Path(target)
     files.check_paths(source, target)
@@ -182,7 +182,7 @@ def convert_state(
         >>> convert_state(state, to="interleaved", num_heads=1, head_dim=4)
         {'layers.0.attn.q_proj.bias': tensor([0, 2, 1, 3]), 'head.bias': tensor([0, 1, 2, 3])}
     """
-    layouts.check_choice("convert_state", "to", to, LAYOUTS)
+    checks.choice("convert_state", "to", to, LAYOUTS)
     given = Given(num_heads, num_kv_heads, head_dim, rotary_dim, fused)
     model = families.from_config({} if config is None else as_dict("convert", config), given)
     if not isinstance(state, Mapping) or not all(isinstance(name, str) for name in state):
@@ -222,7 +222,7 @@ def _check_layout(
     said |= {LAYOUT: text_part(config)[0].get(LAYOUT)} if layout is None else {"layout": layout}
     said = {name: value for name, value in said.items() if value is not None}
     for name, value in said.items():
-        layouts.check_choice("convert", name, value, LAYOUTS)
+        checks.choice("convert", name, value, LAYOUTS)
     found = set(said.values())
     if len(found) > 1:
         got, way_out = " and ".join(sorted(found)), "Leave layout out, or convert each file."

@@ -140,7 +140,7 @@ def from_config(config: Config, given: Given = Given()) -> Model:  # noqa: B008
         if name != "fused":
             checks.optional(checks.integer, "convert", name, value)
     if given.fused is not None:
-        layouts.check_choice("convert", "fused", given.fused, _FUSED)
+        checks.choice("convert", "fused", given.fused, _FUSED)
 
     found = configs.open_config(text, "convert")
     fused = given.fused or facts_of(family).get("fused")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -106,7 +106,7 @@ def blocks(kind: str, heads: Heads, shape: Sequence[int] = ()) -> Rows:
         # A weight for each channel of one head, or of all.
         "norm": Rows(1, [("q", size // d, d)]),
     }
-    check_choice("permute", "kind", kind, tuple(kinds))
+    checks.choice("permute", "kind", kind, tuple(kinds))
     sizes = sorted({d, h * d, kv * d})
     if kind == "norm" and size not in sizes:
         rule = f"a norm of queries or keys must have {' or '.join(map(str, sizes))} weights"
@@ -159,7 +159,7 @@ def permute(tensor: Tensor, kind: str, heads: Heads, *, to: Layout, dim: int = 0
         Su et al., *RoFormer*, 2021, section 3.4.2, pairs neighbours; Wang & Komatsuzaki's GPT-J
         does too, and Black et al., *GPT-NeoX-20B*, 2022, pairs halves.
     """
-    check_choice("permute", "to", to, LAYOUTS)
+    checks.choice("permute", "to", to, LAYOUTS)
     if not (isinstance(tensor, Tensor) and isinstance(kind, str) and isinstance(heads, Heads)):
         rule = "tensor must be a torch.Tensor, kind a string and heads a Heads"
         got = ", ".join(map(checks.describe, (tensor, kind, heads)))
@@ -172,13 +172,6 @@ def permute(tensor: Tensor, kind: str, heads: Heads, *, to: Layout, dim: int = 0
         got = f"shape {tuple(tensor.shape)}"
         checks.fail("permute", rule, got, f"Check kind, dim and {heads}.")
     return take(tensor, order(rows, heads, to), dim)
-
-
-def check_choice(who: str, name: str, value: Any, allowed: Sequence[str]) -> None:
-    """Refuse a ``value`` that is none of the ``allowed`` words."""
-    if value not in allowed:
-        rule = f"{name} must be {' or '.join(map(repr, allowed))}"
-        checks.fail(who, rule, checks.describe(value), "Pass one of them.")
 
 
 def take(tensor: Tensor, rows: Tensor, dim: int = 0) -> Tensor:

@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from posenc._contract import checks
-from posenc.interop.checkpoints.layouts import check_choice
 
 Table = TypeVar("Table", Tensor, dict[str, Tensor])
 _WHO = "resize_learned"
@@ -93,9 +92,9 @@ def resize_learned(
     checks.integer(_WHO, "extra", extra, least=0)
     checks.integer(_WHO, "the positions of table", len(rows) - extra)
     kept, trained = rows[:extra], rows[extra:]
-    check_choice(_WHO, "method", method, ("interpolate", "extend"))
-    check_choice(_WHO, "fill", fill, ("normal", "repeat"))
-    check_choice(_WHO, "mode", mode, ("bicubic", "bilinear"))
+    checks.choice(_WHO, "method", method, ("interpolate", "extend"))
+    checks.choice(_WHO, "fill", fill, ("normal", "repeat"))
+    checks.choice(_WHO, "mode", mode, ("bicubic", "bilinear"))
     checks.boolean(_WHO, "antialias", antialias)
     if isinstance(length, (tuple, list)) or grid is not None:
         size, grid = _pair("length", length), None if grid is None else _pair("grid", grid)
