@@ -95,14 +95,14 @@ def positive_float(who: str, name: str, value: Any) -> float:
 
 
 def probability(who: str, name: str, value: Any) -> float:
-    """``value`` as a float from 0 to below 1."""
-    if value == 0 and isinstance(value, (int, float)) and not isinstance(value, bool):
-        return 0.0
-    number = positive_float(who, name, value)
-    if number >= 1:
-        rule = f"{name} must be a probability below 1"
-        fail(who, rule, describe(value), "Pass 0.1, say.")
-    return number
+    """``value`` as a float from 0 to 1."""
+    if type(value) is float and 0.0 <= value <= 1.0:
+        return value
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        fail(who, f"{name} must be a number", describe(value), f"Pass float({name}).", TypeError)
+    if not 0 <= float(value) <= 1:
+        fail(who, f"{name} must be from 0 to 1", value, "Pass 0.1, say.")
+    return float(value)
 
 
 def base(who: str, value: Any, name: str = "base") -> float:

@@ -151,18 +151,6 @@ def check_scale(who: str, scale: Any, q: Tensor) -> float:
     return checks.positive_float(who, "scale", scale)
 
 
-def check_dropout(who: str, dropout_p: Any) -> float:
-    """``dropout_p`` as a probability."""
-    if type(dropout_p) is float and 0.0 <= dropout_p <= 1.0:
-        return dropout_p
-    if isinstance(dropout_p, bool) or not isinstance(dropout_p, (int, float)):
-        rule, got = "dropout_p must be a number", describe(dropout_p)
-        fail(who, rule, got, "Pass float(dropout_p).", TypeError)
-    if not 0 <= dropout_p <= 1:
-        fail(who, "dropout_p must be from 0 to 1", dropout_p, "Pass 0.1, say.")
-    return float(dropout_p)
-
-
 def check_attn_mask(
     who: str, mask: Any, shape: tuple[int, ...], device: torch.device
 ) -> Tensor | None:

@@ -160,7 +160,7 @@ def attend(
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Check the arguments of an attention function named ``who``, and run it."""
-    drop = qk_checks.check_dropout(who, dropout_p)
+    drop = checks.probability(who, "dropout_p", dropout_p)
     masked = attn_mask is not None or drop > 0
     if masked and (backend == "triton" or sharding.is_sharded(q)):
         rule = "attn_mask must be None and dropout_p zero for DTensors and for backend='triton'"
