@@ -229,18 +229,9 @@ def check_rotary_input(who: str, name: str, x: Tensor) -> int:
 
 
 def check_heads(
-    who: str,
-    names: str,
-    xs: list[Tensor],
-    head_dim: int | None = None,
-    seq_dim: int = -2,
-    *,
-    cached_keys: bool = False,
-) -> bool:
-    """Check that ``xs``, one tensor or q and k, are floating, ``(B, H, L, D)``, and agree.
-
-    With ``cached_keys``, q may have fewer tokens than k; returns whether it has.
-    """
+    who: str, names: str, xs: list[Tensor], head_dim: int | None = None, seq_dim: int = -2
+) -> None:
+    """Check that ``xs``, one tensor or q and k, are floating, ``(B, H, L, D)``, and agree."""
     q, k = xs[0], xs[-1]
     # One expression, because decoding evaluates it at every token.
     if (
@@ -255,7 +246,7 @@ def check_heads(
         and a[seq_dim] == b[seq_dim]
         and q.device == k.device
     ):
-        return False
+        return
     for name, x in zip(names, xs, strict=True):
         if x is None and name == "k":
             rule, way_out = "k must be a torch.Tensor", "Call rotate for one tensor alone."
@@ -270,8 +261,6 @@ def check_heads(
     got = f"{tuple(q.shape)} on {q.device} and {tuple(k.shape)} on {k.device}"
     way_out = "Only the head counts may differ; for (B, L, H, D) pass seq_dim=1."
     if q.shape[0] == k.shape[0] and q.shape[seq_dim] < k.shape[seq_dim]:
-        if cached_keys and q.device == k.device and q.shape[3] == k.shape[3]:
-            return True
         way_out = "Rotate and cache new keys alone, with the offset of the new queries."
     checks.fail(who, rule, got, way_out)
 

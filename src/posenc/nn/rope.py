@@ -197,8 +197,16 @@ class RoPE(RotatedKeys):
             >>> torch.equal(last, rope(q, k)[0][:, :, 5:])
             True
         """
-        who = f"{type(self).__name__}.rotate_queries_with_cached_keys"
-        a, b = self._rotate(who, "qk", [q, k], offset, **where, cached_keys=True)
+        who, at = f"{type(self).__name__}.rotate_queries_with_cached_keys", self.seq_dim
+        rotary.check_heads(who, "q", [q], self.head_dim, at)
+        rotary.check_heads(who, "k", [k], self.head_dim, at)
+        as_many = k.narrow(at, 0, min(q.shape[at], k.shape[at]))
+        rotary.check_heads(who, "qk", [q, as_many], self.head_dim, at)
+        qk = rotary.swap_heads([q, k], at)
+        ids, length = where.get("position_ids"), where.get("seq_len")
+        rows, own = self._angles.rows(who, qk[1], offset, ids, length, False)
+        ys = rotate_last_queries(who, self._angles.limit, self._tables, qk, rows, self._spec, own)
+        a, b = rotary.swap_heads(ys, at)
         return a, b
 
     def cache(
@@ -256,16 +264,12 @@ class RoPE(RotatedKeys):
         *,
         inverse: bool = False,
         in_place: bool = False,
-        cached_keys: bool = False,
     ) -> list[Tensor]:
-        width, seq_dim = self.head_dim, self.seq_dim
-        fewer = rotary.check_heads(who, names, xs, width, seq_dim, cached_keys=cached_keys)
+        rotary.check_heads(who, names, xs, self.head_dim, self.seq_dim)
         xs = rotary.swap_heads(xs, self.seq_dim)
-        rows, own = self._angles.rows(who, xs[-1], offset, position_ids, seq_len, inverse)
+        rows, own = self._angles.rows(who, xs[0], offset, position_ids, seq_len, inverse)
         spec, limit = self._spec.transpose() if inverse else self._spec, self._angles.limit
-        if fewer:
-            ys = rotate_last_queries(who, limit, self._tables, xs, rows, spec, own)
-        elif own is None:
+        if own is None:
             ys = rotate_by_tables(who, limit, self._tables, xs, rows, spec, in_place=in_place)
         else:
             ys = rotary.rotate_rows(who, limit, xs, *own, rows, spec, in_place=in_place)
