@@ -104,10 +104,8 @@ def of_grid(coordinates: Sequence[Tensor], channels: Channels, dtype: torch.dtyp
     """The encoding of a tensor ``[...]`` for each coordinate, ``[..., D]``."""
     parts = []
     for axis in channels.order:
-        part = sinusoid(coordinates[axis], Spectrum(channels.widths[axis], channels.base), dtype)
-        if channels.concatenated:
-            part = torch.cat((part[..., 0::2], part[..., 1::2]), dim=-1)
-        parts.append(part)
+        at, spectrum = coordinates[axis], Spectrum(channels.widths[axis], channels.base)
+        parts.append(sinusoid(at, spectrum, dtype, concatenated=channels.concatenated))
     return torch.cat(parts, dim=-1)
 
 

@@ -93,9 +93,8 @@ class TransformerXLBias(ProductBias):
         keys = checks.integer(type(self).__name__, "k_len", k_len, least=0)
         least, most = self._ends(keys)
         distance = torch.arange(least, most + 1, device=self.pos_bias_u.device)
-        r = sinusoid(distance, Spectrum(self.embed_dim, self.base), dtype)
-        if self.concatenated:
-            r = torch.cat((r[..., 0::2], r[..., 1::2]), -1)
+        spectrum = Spectrum(self.embed_dim, self.base)
+        r = sinusoid(distance, spectrum, dtype, concatenated=self.concatenated)
         return self.linear_pos(r).unflatten(-1, (self.num_heads, self.head_dim))  # type: ignore[no-any-return]
 
     def _ends(self, keys: int) -> tuple[int, int]:

@@ -84,11 +84,17 @@ def of_angles(
     return cos.to(dtype).to(device), sin.to(dtype).to(device)
 
 
-def sinusoid(positions: Tensor, spectrum: Spectrum, dtype: torch.dtype) -> Tensor:
-    """Sinusoidal table ``[*positions.shape, D]``: sine in even channels, cosine in odd ones."""
+def sinusoid(
+    positions: Tensor, spectrum: Spectrum, dtype: torch.dtype, *, concatenated: bool = False
+) -> Tensor:
+    """Sinusoidal table ``[*positions.shape, D]``: sine in even channels, cosine in odd ones.
+
+    If ``concatenated``, for an even ``D``, all sines come before all cosines.
+    """
     at = positions.to(float64_device(positions.device))
     phi = angles_of_floats(at, spectrum) if at.is_floating_point() else angles(at, spectrum)
-    table = torch.stack((phi.sin(), phi.cos()), dim=-1).flatten(-2)
+    parts = phi.sin(), phi.cos()
+    table = torch.cat(parts, -1) if concatenated else torch.stack(parts, -1).flatten(-2)
     return round_once(table[..., : spectrum.dim], dtype).to(positions.device)
 
 
