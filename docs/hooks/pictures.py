@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -109,19 +110,11 @@ def extended() -> Figure:
     return drawn
 
 
+_SHOWN = "sinusoidal learned rope pope alibi t5 fire forget-gate fourier transformer-xl".split()
 PICTURES: dict[str, Callable[[], Figure]] = {
     "gallery": show.gallery,
-    "sinusoidal": lambda: draw("sinusoidal"),
-    "learned": lambda: draw("learned"),
-    "rope": lambda: draw("rope"),
-    "pope": lambda: draw("pope"),
-    "alibi": lambda: draw("alibi"),
-    "t5": lambda: draw("t5"),
-    "fire": lambda: draw("fire"),
-    "forget-gate": lambda: draw("forget-gate"),
-    "fourier": lambda: draw("fourier"),
-    "transformer-xl": lambda: draw("transformer-xl"),
-    "scaling": lambda: draw("rope", scaling="yarn", against="linear"),
+    **{name: partial(draw, name) for name in _SHOWN},
+    "scaling": partial(draw, "rope", scaling="yarn", against="linear"),
     "layouts": layouts,
     "axes": axes,
     "precision": precision,
