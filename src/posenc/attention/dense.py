@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from posenc._contract.tracing import in_forward_mode, in_transform, is_exporting
+from posenc._contract.tracing import in_forward_mode, in_transform, is_exporting, without_autocast
 from posenc.attention.biases import Call, bias_rows, hidden_keys
 
 
@@ -24,7 +24,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]
     seen = call.spans(queries, keys, q.device)
     wide = torch.promote_types(q.dtype, torch.float32)
     shared = q.shape[1] // k.shape[1]
-    with torch.autocast(q.device.type, enabled=False):
+    with without_autocast(q):
         k, v = (x.to(wide).repeat_interleave(shared, 1) for x in (k, v))
         index = torch.arange(keys, device=q.device)
         bias = bias_rows(call.kind, call.values, call.zero, seen.own, index).to(wide)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
 
 from posenc import kernels
@@ -70,20 +68,15 @@ def polar(
         rule = f"sin must have the shape of cos, {tuple(cos.shape)}"
         checks.fail(who, rule, f"shape {tuple(sin.shape)}", "Build both from the same angles.")
     if delta is not None:
-        check_delta(who, delta, (heads, width), x)
+        checks.float_tensor(who, "delta", delta)
+        if delta.shape != (heads, width) or delta.device != x.device:
+            rule = f"delta must have shape {heads, width}, one row for each head, on {x.device}"
+            got = f"shape {tuple(delta.shape)} on {delta.device}"
+            checks.fail(who, rule, got, "Pass delta of the keys with their heads.")
     limit = Limit(cos.shape[-2], "the rows of cos")
     rows = rows_of(who, x, offset, position_ids, limit)
     y = polar_rows(who, limit, x, delta, cos.resolve_neg(), sin.resolve_neg(), rows)
     return swap_heads([y], seq_dim)[0]
-
-
-def check_delta(who: str, delta: Any, shape: tuple[int, int], x: Tensor) -> None:
-    """Refuse a ``delta`` that is not floating, of this shape, and on the device of ``x``."""
-    checks.float_tensor(who, "delta", delta)
-    if delta.shape != shape or delta.device != x.device:
-        rule = f"delta must have shape {tuple(shape)}, one row for each head, on {x.device}"
-        got = f"shape {tuple(delta.shape)} on {delta.device}"
-        checks.fail(who, rule, got, "Pass delta of the keys with their heads.")
 
 
 def polar_rows(

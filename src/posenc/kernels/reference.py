@@ -150,8 +150,7 @@ def add(x: Tensor, table: Tensor, gain: float = 1.0, factor: float | Tensor = 1.
     """
     wide = torch.promote_types(x.dtype, torch.float32)
     if gain != 1.0 or isinstance(factor, Tensor) or factor != 1.0:
-        if wide is x.dtype and x.device.type != "mps":
-            wide = torch.float64
+        wide = wider_dtype(x)
         if isinstance(factor, Tensor):
             factor = replicate_like(x, factor.to(wide))
         return (x.to(wide) * gain + replicate_like(x, table.to(wide)) * factor).to(x.dtype)

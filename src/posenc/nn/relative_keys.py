@@ -87,5 +87,5 @@ class RelativeKeys(ProductBias):
         def rows(distance: Tensor) -> Tensor:
             return self.max_distance - distance.clamp(-self._later, self.max_distance)
 
-        how = {"scale": scale, "query_offset": offset}
-        return relative_terms(q, k, rows, for_queries=self.weight, **how)  # type: ignore[arg-type]
+        vectors = self.weight
+        return relative_terms(q, k, rows, for_queries=vectors, scale=scale, query_offset=offset)

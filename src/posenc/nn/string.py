@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from posenc._contract.tracing import without_autocast
 from posenc.nn._bias import KeepsDtype
 from posenc.nn.mixed import MixedRoPE
 from posenc.numerics.tables import float64_device, widest
@@ -96,7 +97,6 @@ class STRING(KeepsDtype, MixedRoPE):
         """``x`` in the basis of its head, in at least float32."""
         wide = torch.promote_types(x.dtype, torch.float32)
         heads = x.unflatten(1, (self.num_heads, -1)).to(wide)
-        # The meta device has no autocast.
-        with torch.autocast("cpu" if x.is_meta else x.device.type, enabled=False):
+        with without_autocast(x):
             changed: Tensor = (heads @ basis[:, None].to(x.device, wide)).flatten(1, 2)
         return changed

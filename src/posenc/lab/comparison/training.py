@@ -36,7 +36,6 @@ def train_and_test(unit: Unit, plan: Plan, data: Data, tell: Tell) -> dict[str, 
         "task": unit.task,
         "trains": unit.trains,
         "seed": unit.seed,
-        "parameters": sum(p.numel() for p in model.parameters()),
         "curve": {
             "step": list(ends),
             "loss": [statistics.fmean(losses[end - size : end]) for end in ends],
