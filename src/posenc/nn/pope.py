@@ -208,7 +208,7 @@ class PoPE(KeepsDtype, RotatedKeys):
         who = f"{type(self).__name__}.attention"
         factor = self.scale if scale is None else checks.positive_float(who, "scale", scale)
         checks.boolean(who, "causal", causal)
-        drop = qk_checks.check_dropout(who, dropout_p)
+        drop = checks.probability(who, "dropout_p", dropout_p)
         heads_first = rotary.swap_heads([q, k, v], self.seq_dim)
         qk_checks.check_qkv(who, *heads_first)
         scores = *heads_first[0].shape[:3], heads_first[1].shape[2]
