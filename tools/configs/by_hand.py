@@ -58,7 +58,7 @@ BY_HAND: list[tuple[str, str, dict[str, Any]]] = [
     (
         "Read in its code.",
         "dinov3_vit eomt_dinov3 sapiens2",
-        {"refused": "its coordinates are fractions of an image"},
+        {"refused": "its coordinates are fractions of an image, see positions.normalized_grid"},
     ),
     (
         "Read in its code.",

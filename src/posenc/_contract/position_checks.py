@@ -90,6 +90,9 @@ def coordinates(
     shapes = ((*lead, length), (*lead, batch, length), (*lead, 1, length))
     kind = "a tensor of positions"
     way_out = f"Pass one position for each token; {name}.expand(A, -1, -1) repeats it for A axes."
+    # The second comparison would be a guard of compiled graphs, so it comes after the first.
+    if isinstance(at, Tensor) and at.shape not in shapes and at.shape == (length, axes):
+        way_out = f"Pass {name}.T: coordinates come first."
     ids = index_tensor(who, name, at, shapes, x.device, kind=kind, floating=True, way_out=way_out)
     if one and is_readable(at) and not at.is_floating_point():
         check_ids(who, at, limit)

@@ -145,6 +145,9 @@ class RotatedKeys(TableModule):
         return self._angles.tables(f"{type(self).__name__}.tables", position_ids, seq_len, dtype)
 
     def _rotated_keys(self, who: str, k: Tensor) -> Tensor:
+        if isinstance(k, Tensor) and k.dim() == 4:
+            way_out = f"Pass keys as {type(self).__name__} returned them."
+            checks.equal(who, "head_dim of k", k.shape[3], self._key_dim, way_out)
         rotary.check_heads(who, "k", [k], self._key_dim, self.seq_dim)
         return rotary.swap_heads([k], self.seq_dim)[0]
 

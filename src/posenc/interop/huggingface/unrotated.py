@@ -71,11 +71,11 @@ def drop_rotation(model: nn.Module, *, layers: Collection[int] | None = None) ->
     """
     who = "drop_rotation"
     wanted = None if layers is None else {checks.integer(who, "layers", i, least=0) for i in layers}
-    found = _rotating(who, model)
+    found = rotating = _rotating(who, model)
     if wanted is not None:
-        found = {path: each for path, each in found.items() if _index(path) in wanted}
+        found = {path: each for path, each in rotating.items() if _index(path) in wanted}
         if missing := wanted - set(map(_index, found)):
-            way_out = "Pass indices of layers that rotate."
+            way_out = f"Pass some of {sorted({i for i in map(_index, rotating) if i is not None})}."
             checks.fail(who, "layers must be layers that rotate", sorted(missing), way_out)
     for each in found.values():
         install(each.module, each.methods)
