@@ -39,6 +39,17 @@ def test_results_and_gradients_match_float64(dtype, tokens_first, width):
     torch.testing.assert_close(pope.delta.grad.double(), to_delta, rtol=1e-4, atol=1e-3)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+def test_every_number_of_half_precision(dtype):
+    x = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(dtype)
+    x = x[x.isfinite()].view(1, 1, -1, 1)
+    cos, sin = torch.ones(x.shape[2], 1, device="cuda"), torch.zeros(x.shape[2], 1, device="cuda")
+    got = posenc.functional.polar(x.cuda(), cos, sin)[..., :1]
+    exact = torch.logaddexp(x.double(), torch.zeros(1, dtype=torch.float64))
+    assert_within_ulps(got.cpu(), exact, 0.503, exact)
+
+
+@pytest.mark.filterwarnings("ignore:TensorFloat32")
 def test_attention_compiles_and_agrees_with_the_cpu():
     pope = posenc.PoPE(64, 2, init="uniform")
     q, k, v = torch.randn(1, 4, 50, 64), torch.randn(1, 2, 50, 64), torch.randn(1, 2, 50, 64)

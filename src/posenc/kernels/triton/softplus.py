@@ -1,6 +1,6 @@
 """exp(-a) and log1p(u), which softplus is made of, in polynomials that `tools/softplus` prints.
 
-Triton's own log1p does not run in its interpreter, and its float32 exp is off by 2^-17 at -100.
+Triton's own log1p does not run in its interpreter. Its exp2 is exact enough for half precision.
 """
 
 from __future__ import annotations
@@ -17,10 +17,6 @@ _LOG_64 = tl.constexpr((
     0.0011261745502929483, -0.008009632563823666, 0.02666285302885365, -0.056546791059659804,
     0.08907937721356587, -0.11697161413148038, 0.14084001010579714, -0.1663354003469392,
     0.19996719986775702, -0.24999829427637563, 0.3333332981138023, -0.4999999998780975,
-))  # fmt: skip
-_EXP_32 = tl.constexpr((
-    0.008369148490856347, 0.04191750724961526, 0.16666505260408124, 0.49998869378303396,
-    1.00000001077157, 1.0000000754548972,
 ))  # fmt: skip
 _LOG_32 = tl.constexpr((
     -0.011684066983334834, 0.05476871895059311, -0.12181987872771625, 0.18663247910600975,
@@ -43,36 +39,33 @@ def _polynomial(x, NUMBERS: tl.constexpr, COUNT: tl.constexpr):
 
 
 @triton.jit
-def decay_of(x):
-    """``exp(-|x|)``; zero in float32 where ``|x|`` is large, and where it is NaN."""
-    wide: tl.constexpr = x.dtype == tl.float64
-    a = tl.where(x < 0, x * -1, x)
-    farthest = _filled(a, 150.0 if wide else 104.0)
-    a = tl.where(a < farthest, a, farthest)
-    # Near this number, floats are integers, and the lower bits of the sum are those of n.
-    whole = _filled(a, 6755399441055744.0 if wide else 12582912.0)
-    shifted = tl.fma(a, _filled(a, 1.4426950408889634), whole)
-    r = tl.fma(shifted - whole, _filled(a, 0.6931471805599453), a * -1)
-    if wide:
+def decay_of(x, WIDE: tl.constexpr):
+    """``exp(-|x|)`` of a float32 in ``WIDE``; zero in float32 where ``|x|`` is large."""
+    if tl.float64 == WIDE:
+        a = tl.minimum(tl.abs(x), 150.0).to(tl.float64)
+        # Near this number, floats are integers, and the lower bits of the sum are those of n.
+        whole = _filled(a, 6755399441055744.0)
+        shifted = tl.fma(a, _filled(a, 1.4426950408889634), whole)
+        r = tl.fma(shifted - whole, _filled(a, 0.6931471805599453), a * -1)
         p = _polynomial(r, _EXP_64, 8).to(tl.int64, bitcast=True)
         return (p - (shifted.to(tl.int64, bitcast=True) << 52)).to(tl.float64, bitcast=True)
     else:
-        n = shifted.to(tl.int32, bitcast=True) - whole.to(tl.int32, bitcast=True)
-        # A power of two that is too small for a float is a product of two that are not.
-        first = n >> 1
-        p = _polynomial(r, _EXP_32, 6) * ((127 - first) << 23).to(tl.float32, bitcast=True)
-        return p * ((127 - (n - first)) << 23).to(tl.float32, bitcast=True)
+        # A GPU's exp2 has no subnormal results, a product has.
+        root = tl.exp2(tl.abs(x) * -0.7213475204444817)
+        return root * root
 
 
 @triton.jit
 def softplus(x, decay):
     """``max(x, 0) + log1p(decay)``, where ``decay`` is :func:`decay_of` ``x``."""
-    p = _polynomial(decay, _LOG_64, 12) if x.dtype == tl.float64 else _polynomial(decay, _LOG_32, 7)
-    return tl.where(x < 0, _filled(x, 0.0), x) + tl.fma(decay * decay, p, decay)
+    wide: tl.constexpr = decay.dtype == tl.float64
+    p = _polynomial(decay, _LOG_64, 12) if wide else _polynomial(decay, _LOG_32, 7)
+    positive = tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL).to(decay.dtype)
+    return positive + tl.fma(decay * decay, p, decay)
 
 
 @triton.jit
 def softplus_slope(x, decay):
     """The derivative of softplus; NaN where ``x`` is."""
-    one = _filled(x, 1.0)
-    return tl.where(x < 0, decay, tl.where(x >= 0, one, x)) / (one + decay)
+    one = _filled(decay, 1.0)
+    return tl.where(x < 0, decay, tl.where(x >= 0, one, x.to(decay.dtype))) / (one + decay)
