@@ -85,7 +85,7 @@ def _launch(
     early = overlaps_the_launch(q)
     constants = {
         # As arguments these would be float32.
-        "EPS": norm.eps, "SHIFT": norm.shift,
+        "EPS": norm.eps, "SHIFT": norm.shift, "ONE_SEQUENCE": batch == 1,
         "Q_HEADS": heads, "K_HEADS": k.shape[1], "V_HEADS": v.shape[1],
         "WIDTH": width, "V_WIDTH": values,
         **shared_constants(q, cos, rows, spec, inner, outer),

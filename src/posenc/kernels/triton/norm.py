@@ -134,9 +134,10 @@ def load_channels(
 
 @triton.jit
 def norm_factors(
-    weight, h, at, other, shift,
-    WIDTH: tl.constexpr, PAIRS: tl.constexpr, FIRST: tl.constexpr, REST: tl.constexpr,
-    LAYOUT: tl.constexpr, ALL_HEADS: tl.constexpr, WIDE: tl.constexpr, HEADS: tl.constexpr,
+    weight, h, at, other,
+    SHIFT: tl.constexpr, WIDTH: tl.constexpr, PAIRS: tl.constexpr, FIRST: tl.constexpr,
+    REST: tl.constexpr, LAYOUT: tl.constexpr, ALL_HEADS: tl.constexpr, WIDE: tl.constexpr,
+    HEADS: tl.constexpr,
 ):  # fmt: skip
     """The norm's factor of each channel: ``[1, 1, P]``, or ``[1, H, P]`` for ``ALL_HEADS``."""
     first = tl.zeros((1, 1, 1), tl.int64)
@@ -150,7 +151,9 @@ def norm_factors(
     wp, wq, wr = load_channels(
         weight, first, at, mask, other, keep, PAIRS, FIRST, REST, LAYOUT, WIDE
     )
-    return wp + shift, wq + shift, wr + shift
+    if SHIFT != 0.0:
+        wp, wq, wr = wp + SHIFT, wq + SHIFT, wr + SHIFT
+    return wp, wq, wr
 
 
 @triton.jit
