@@ -170,6 +170,47 @@ def test_the_tournament_is_written_from_its_results_or_says_how_to_make_them(tmp
     assert f"| {comparison.costs(run.results['costs']['none'])[2]} |" in written
 
 
+# What the page says in words: at this length, each encoding is better than the next one.
+ORDER = [
+    ("text", (1,), "rope pope"),
+    ("text", (2, 4, 8), "rope-yarn pope rope"),
+    ("index", (1,), "rope pope"),
+    ("index", (2, 4, 8), "rope-yarn pope rope"),
+    ("text", (8,), "kerple sandwich alibi"),
+    ("copy", (8,), "kerple alibi"),
+    ("text", (2, 4, 8), "kerple alibi fire"),
+    ("text", (2, 4), "t5 fire"),
+    ("text", (8,), "fire t5"),
+    ("copy", (8,), "alibi none learned rope"),
+    ("text", (1, 2, 4, 8), "alibi none"),
+    ("index", (2, 4, 8), "rope-nope rope"),
+    ("text", (2, 4), "rope-ntk rope-yarn rope-linear"),
+    ("text", (8,), "rope-yarn rope-ntk"),
+    ("index", (2, 4, 8), "rope-yarn rope-ntk"),
+    ("copy", (2,), "cope rope-half"),
+]
+
+
+@pytest.mark.parametrize(("task", "at", "names"), ORDER)
+def test_what_the_tournament_says_is_so(task, at, names):
+    """A run that contradicts the page must change it."""
+    plan, found = tournament.results()
+    rows = {row["encoding"]: row["score"] for row in found["summary"][task]}
+    for times in at:
+        here = plan.times.index(times)
+        scores = [rows[name][here] for name in names.split()]
+        assert scores == sorted(scores, reverse=task != "text")
+        assert len(set(scores)) == len(scores)
+
+
+@pytest.mark.parametrize("name", ["alibi", "xpos", "self-extend", "dual-chunk", "kerple"])
+def test_what_the_tournament_says_of_losses_that_are_kept_is_so(name):
+    """On the longest text they are nearer to the loss of the training length than to RoPE's."""
+    _, found = tournament.results()
+    rows = {row["encoding"]: row["score"] for row in found["summary"]["text"]}
+    assert rows[name][-1] - rows[name][0] < 0.1 * (rows["rope"][-1] - rows["rope"][0])
+
+
 def test_every_file_of_results_is_shown():
     """A machine that was measured has its place."""
     found = measured.reports()

@@ -154,6 +154,18 @@ def test_resume_refuses_another_plan(run, tmp_path):
     )
 
 
+def test_a_finished_run_of_a_gpu_is_drawn_without_one(run, tmp_path):
+    run(*TINY, "--encodings", "none", "-o", tmp_path)
+    path = tmp_path / "results.json"
+    found = json.loads(path.read_text())
+    found["plan"]["device"] = "cuda"
+    path.write_text(json.dumps(found))
+    (tmp_path / "report.html").unlink()
+    done = run("--resume", "-o", tmp_path)
+    assert done.exit_code == 0, done.output
+    assert (tmp_path / "report.html").exists()
+
+
 @pytest.mark.usefixtures("undrawn")
 def test_the_example_in_the_help_is_accepted(run, tmp_path):
     """Only made small: what it would do is what the flags of every other test do."""

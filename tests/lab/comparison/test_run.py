@@ -258,6 +258,10 @@ def test_games_are_trained_and_summarized_beside_the_text(tmp_path):
 
 
 def test_a_gpu_that_is_not_there_is_refused(tmp_path, monkeypatch):
+    """Before anything is written."""
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    with pytest.raises(ValueError, match="--device cuda needs a GPU"):
-        Run(tmp_path, Plan(device="cuda"))
+    run = Run(tmp_path, Plan(device="cuda"))
+    for step in (run.begin, run.go):
+        with pytest.raises(ValueError, match="--device cuda needs a GPU"):
+            step()
+    assert not list(tmp_path.iterdir())

@@ -52,6 +52,13 @@ def test_of_a_game_the_last_accuracy_tells():
     )
 
 
+def test_a_game_that_nobody_learned_has_no_winner():
+    found = compared({NONE: [0.1, 0.1, 0.1], ROPE: [0.3, 0.2, 0.2]}, task="copy")
+    assert sentence(*found) == (
+        "No encoding learned copying at a distance in 1000 steps: train longer."
+    )
+
+
 @pytest.mark.parametrize(
     "found",
     [

@@ -165,6 +165,8 @@ def sentence(plan: Plan, task: str, rows: Rows) -> str:
             f"From {plan.lengths[0]} to {plan.lengths[-1]} symbols, a transformer trained on "
             f"{plan.train_length} kept its loss best with {best} and worst with {worst}."
         )
+    if max(row["score"][0] for row in rows) < 0.5:
+        return f"No encoding learned {TASKS[task].label} in {plan.steps} steps: train longer."
     # An encoding that was never right loses nothing: here the last score tells.
     best, *_, worst = map(say, sorted(rows, key=lambda row: -row["score"][-1]))
     return (

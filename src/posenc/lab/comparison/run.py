@@ -31,8 +31,6 @@ class Run:
 
     def __init__(self, folder: Path, plan: Plan, command: str = "") -> None:
         self.folder, self.plan = folder, plan
-        if plan.device == "cuda" and not torch.cuda.is_available():
-            raise ValueError("--device cuda needs a GPU that torch can use: leave it out.")
         self.data = {task: TASKS[task].load(plan) for task in plan.tasks}
         self.results: dict[str, Any] = {
             "posenc": posenc.__version__,
@@ -48,6 +46,7 @@ class Run:
 
     def begin(self, *, overwrite: bool = False) -> None:
         """Begin in a new or an empty folder; with ``overwrite``, also in one that has a run."""
+        self._check_device()
         folder = self.folder
         found = sorted(os.listdir(folder)) if folder.exists() else []
         if found and RESULTS not in found:
@@ -83,6 +82,8 @@ class Run:
 
         ``tell`` is called after each step, or with several jobs after each training.
         """
+        if not self.results["complete"]:
+            self._check_device()
         for name in self.plan.encodings:
             if name not in self.results["costs"]:
                 tell(f"measuring the cost of {name}", 0.0)
@@ -117,6 +118,10 @@ class Run:
             with machine.threads(self.plan.threads):
                 result = train_and_test(unit, self.plan, self.data[unit.task], tell_all)
             yield unit, result
+
+    def _check_device(self) -> None:
+        if self.plan.device == "cuda" and not torch.cuda.is_available():
+            raise ValueError("--device cuda needs a GPU that torch can use: leave it out.")
 
     def _text(self) -> dict[str, Any] | None:
         """What is known of the text, if there is one."""
