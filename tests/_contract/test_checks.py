@@ -17,6 +17,11 @@ def test_only_integers_are_counts(value):
         checks.integer("Thing", "size", value)
 
 
+def test_numpy_floats_are_numbers():
+    """Without a warning: float32 cannot hold the largest float that they are compared with."""
+    assert checks.positive_float("Thing", "base", np.float32(0.5)) == 0.5
+
+
 def test_numpy_integers_are_counts():
     assert checks.integer("Thing", "size", np.int32(7)) == 7
 

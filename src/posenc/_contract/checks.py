@@ -88,10 +88,12 @@ def positive_float(who: str, name: str, value: Any) -> float:
     plain = isinstance(value, (int, float)) and not isinstance(value, bool)
     if not plain and (isinstance(value, (bool, Tensor)) or not isinstance(value, numbers.Real)):
         fail(who, f"{name} must be a number", describe(value), f"Pass float({name}).", TypeError)
-    if not 0 < value < sys.float_info.max:
+    # A scalar of numpy would warn that it cannot hold the largest float.
+    number = value if plain else float(value)
+    if not 0 < number < sys.float_info.max:
         rule = f"{name} must be finite and above zero"
         fail(who, rule, describe(value), f"Pass a positive {name}.")
-    return float(value)
+    return float(number)
 
 
 def probability(who: str, name: str, value: Any) -> float:

@@ -88,7 +88,8 @@ class PoPE(KeepsDtype, RotatedKeys):
         self.base = checks.base(who, base)
         self.init = checks.choice(who, "init", init, ("zero", "uniform"))
         self.scaling = check_scaling(who, scaling, self.base)
-        self.axes = checks.check_instance(who, "axes", axes, Axes, "Pass axes.Axial(2), say.")
+        way_out = "Pass axes.Axial(2) for equal widths, axes.Axial((16, 56, 56)) for others."
+        self.axes = checks.check_instance(who, "axes", axes, Axes, way_out)
         self.seq_dim = rotary.check_seq_dim(who, seq_dim)
         # The pairs of a rotation of 2 D channels have the D rates of PoPE.
         width = 2 * self.head_dim

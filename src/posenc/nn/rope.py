@@ -81,7 +81,8 @@ class RoPE(RotatedKeys):
         self.rotary_dim = checks.optional(checks.even, who, "rotary_dim", rotary_dim)
         self.last = checks.boolean(who, "last", last)
         self.scaling = check_scaling(who, scaling, self.base)
-        self.axes = checks.check_instance(who, "axes", axes, Axes, "Pass axes.Axial(2), say.")
+        way_out = "Pass axes.Axial(2) for equal widths, axes.Axial((16, 56, 56)) for others."
+        self.axes = checks.check_instance(who, "axes", axes, Axes, way_out)
         self.seq_dim = rotary.check_seq_dim(who, seq_dim)
         width = check_width(who, self.head_dim, self.rotary_dim, axes)
         self.freqs = check_freqs(who, freqs, self.base, width, axes)
