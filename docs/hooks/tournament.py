@@ -23,20 +23,25 @@ def results(folder: Path = FOLDER) -> tuple[Any, dict[str, Any]] | None:
 
 
 def fill(markdown: str, folder: Path = FOLDER) -> str:
-    """Put the numbers of ``folder`` at the mark of the page."""
+    """Put the picture and the numbers of ``folder`` at the marks of the page."""
     found = results(folder)
-    return markdown.replace("<!-- tournament -->", _MISSING if found is None else _write(*found))
+    picture, numbers = (_MISSING, "") if found is None else (_picture(*found), _write(*found))
+    return markdown.replace("<!-- picture -->", picture).replace("<!-- numbers -->", numbers)
+
+
+def _picture(plan: Any, found: dict[str, Any]) -> str:
+    machine = found["machine"]
+    where = machine["gpu"] if plan.device == "cuda" else machine["cpu"]
+    return (
+        "![Scores of all encodings](pictures/tournament.svg)\n\n"
+        f"{where}, torch {machine['torch']}, {machine['date'][:10]}. {plan.layers} layers of "
+        f"{plan.width} channels and {plan.heads} heads, {plan.steps} steps of {plan.batch} "
+        f"sequences of {plan.train_length} symbols, {plan.seeds} seeds."
+    )
 
 
 def _write(plan: Any, found: dict[str, Any]) -> str:
-    machine = found["machine"]
-    where = machine["gpu"] if plan.device == "cuda" else machine["cpu"]
-    parts = [
-        f"{where}, torch {machine['torch']}, {machine['date'][:10]}. {plan.layers} layers of "
-        f"{plan.width} channels and {plan.heads} heads, {plan.steps} steps of {plan.batch} "
-        f"sequences of {plan.train_length} symbols, {plan.seeds} seeds.\n",
-        "![Scores of all encodings](pictures/tournament.svg)\n",
-    ]
+    parts = []
     for task, rows in found["summary"].items():
         about = TASKS[task]
         heads = [f"{times} ×" for times in plan.times]
@@ -63,7 +68,7 @@ def _table(words: tuple[str, ...], numbers: Any, rows: list[list[str]]) -> str:
     cells = [[html.escape(cell) for cell in row] for row in ([*words, *numbers], *rows)]
     lines = [f"| {' | '.join(row)} |" for row in cells]
     lines.insert(1, "|---" * len(words) + "|--:" * len(numbers) + "|")
-    return '<div class="numbers" markdown>\n\n' + "\n".join(lines) + "\n\n</div>\n"
+    return '<div class="numbers scores" markdown>\n\n' + "\n".join(lines) + "\n\n</div>\n"
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
