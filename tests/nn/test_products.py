@@ -11,6 +11,7 @@ import oracles
 import posenc
 from posenc.attention import biased_attention, relative_terms
 from posenc.attention import rows as by_rows
+from support.assertions import assert_exports, compilations
 from support.biases import drawn, leaves, qkv
 
 H, D = 4, 6
@@ -193,10 +194,17 @@ def test_copies_pickles_and_casts_keep_the_parameters(make):
 
 @EACH_MADE
 @pytest.mark.slow
-def test_a_compiled_call_is_one_graph(make):
-    module, given = drawn(make), [x.detach() for x in qkv(H, 9, 9, D, dtype=torch.float32)]
-    run = torch.compile(module.attention, backend="aot_eager", fullgraph=True)
-    torch.testing.assert_close(run(*given), module.attention(*given))
+def test_one_graph_serves_every_length(make):
+    module = drawn(make)
+    calls = [[x.detach() for x in qkv(H, n, n, D, dtype=torch.float32)] for n in (9, 12, 17)]
+    assert compilations(module.attention, calls, dynamic=True, backend="aot_eager") == 1
+
+
+@EACH_MADE
+@pytest.mark.slow
+def test_an_exported_program_takes_every_length(make):
+    short, long = (qkv(H, n, n, D, dtype=torch.float32) for n in (9, 17))
+    assert_exports(drawn(make), short, long)
 
 
 def test_distances_are_clipped_as_published():

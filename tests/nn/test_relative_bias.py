@@ -9,7 +9,7 @@ from torch.nn.attention.flex_attention import flex_attention
 
 import oracles
 import posenc
-from support.assertions import compilations
+from support.assertions import assert_exports, compilations
 from support.biases import drawn, qkv
 
 TABLES = {
@@ -32,8 +32,6 @@ OTHERS = {
     "GridBias-continuous": lambda: posenc.GridBias((2, 3), 4, continuous=True, hidden=3),
     "CoPE": lambda: posenc.CoPE(8, 4),
 }
-# Rows of a learned threshold are computed in pieces, whose number is part of a graph.
-ONE_GRAPH = [name for name in TABLES if name != "FIRE"]
 EACH = pytest.mark.parametrize("make", TABLES.values(), ids=TABLES)
 PARAMETERS = {**LEARNED, **OTHERS}
 EACH_LEARNED = pytest.mark.parametrize("make", PARAMETERS.values(), ids=PARAMETERS)
@@ -191,12 +189,20 @@ def test_a_keyword_that_attention_does_not_take_is_refused_by_the_modules_name(m
         module.attention(*inputs, **{keyword: False})
 
 
-@pytest.mark.parametrize("make", [TABLES[name] for name in ONE_GRAPH], ids=ONE_GRAPH)
+@EACH
 @pytest.mark.slow
 def test_one_graph_serves_every_length(make):
     module = drawn(make)
     calls = [tuple(x.detach() for x in qkv(4, n, n, dtype=torch.float32)) for n in (9, 12, 17)]
     assert compilations(module.attention, calls, dynamic=True, backend="aot_eager") == 1
+
+
+@EACH
+@pytest.mark.slow
+def test_an_exported_program_takes_every_length(make):
+    assert_exports(
+        drawn(make), qkv(4, 9, 9, dtype=torch.float32), qkv(4, 17, 17, dtype=torch.float32)
+    )
 
 
 def test_a_dtype_that_was_asked_for_is_kept():

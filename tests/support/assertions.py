@@ -44,3 +44,23 @@ def compilations(function, calls, **options) -> int:
         wanted, got = function(*arguments), compiled(*arguments)
         torch.testing.assert_close(got, wanted, rtol=1e-6, atol=1e-6)
     return counters["stats"]["unique_graphs"]
+
+
+def assert_exports(module, traced, others) -> None:
+    """``module.attention``, exported with ``traced``, takes ``others``, of another length."""
+    attend = Attention(module)
+    length = {2: torch.export.Dim("length", min=2, max=64)}
+    program = torch.export.export(attend, tuple(traced), dynamic_shapes=(length,) * 3)
+    with torch.no_grad():
+        torch.testing.assert_close(program.module()(*others), attend(*others))
+
+
+class Attention(torch.nn.Module):
+    """The attention of a module as its forward, which is what torch.export takes."""
+
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+
+    def forward(self, q, k, v):
+        return self.module.attention(q, k, v)

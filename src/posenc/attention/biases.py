@@ -143,7 +143,7 @@ def bias_rows(kind: str, values: Tensor | None, zero: int, own: Tensor, index: T
     if kind == "slopes":
         return -values[..., None, None] * distance.abs()
     if kind == "table":
-        return _table_rows(values, zero, own, len(index))
+        return _table_rows(values, zero, own, index.shape[0])
     heads, batch = values.shape[1], max(len(values), len(own))
     at = own[:, None].expand(batch, heads, -1)
     sums = values.expand(batch, -1, -1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from posenc._contract import checks
-from posenc._contract.tracing import in_transform, without_autocast
+from posenc._contract.tracing import in_transform, is_exporting, without_autocast
 from posenc.attention.biases import Call, RowBias, hidden_keys
 from posenc.attention.dense import attend_scores
 from posenc.numerics.spans import Spans
@@ -35,18 +36,18 @@ def attend(
     (batch, heads, queries, _), keys = q.shape, k.shape[2]
     seen = call.spans(queries, keys, q.device)
     size = max(1, SCORES // max(1, batch * heads * keys))
-    pieces = []
     # A checkpoint has hooks, which torch.func does not take.
     again = torch.is_grad_enabled() and not in_transform(q, k, v)
-    for start in range(0, max(queries, 1), size):
+    piece = partial(checkpoint, _piece, use_reentrant=False) if again else _piece
+    # A loop is traced for one length alone, so short calls have none, and exported ones neither.
+    if is_exporting() or queries <= size:
+        return piece(who, q, k, v, bias, seen, call.scale, mask, dropout_p)
+    pieces = []
+    for start in range(0, queries, size):
         rows = slice(start, start + size)
         some = Spans(*(x[:, rows] for x in seen))
         part = mask if mask is None or mask.shape[2] == 1 else mask[:, :, rows]
-        given = who, q[:, :, rows], k, v, bias, some, call.scale, part, dropout_p
-        if again:
-            pieces.append(checkpoint(_piece, *given, use_reentrant=False))
-        else:
-            pieces.append(_piece(*given))
+        pieces.append(piece(who, q[:, :, rows], k, v, bias, some, call.scale, part, dropout_p))
     outs, sums = zip(*pieces, strict=True)
     with without_autocast(q):
         return torch.cat(outs, 2), torch.cat(sums, 2)
@@ -81,7 +82,7 @@ def _piece(
 def _check_rows(who: str, made: Any, shape: torch.Size) -> Tensor:
     """What a :class:`RowBias` returned, if it is for the scores of ``shape``."""
     sizes = made.shape if isinstance(made, Tensor) else ()
-    if len(sizes) != 4 or any(n not in (1, m) for n, m in zip(sizes, shape, strict=True)):
+    if len(sizes) != 4 or any(n != 1 and n != m for n, m in zip(sizes, shape, strict=True)):
         rule = f"RowBias.rows must return a tensor of shape {tuple(shape)}, or (1, ...)"
         way_out = "Return [1 or B, H, n, k] for queries [1 or B, n] and keys [k]."
         checks.fail(who, rule, checks.describe(made), way_out)

@@ -73,7 +73,7 @@ def relative_terms(
 
     def made(own: Tensor, index: Tensor) -> Tensor:
         """Queries and keys are contiguous."""
-        count, keys = own.shape[1], len(index)
+        count, keys = own.shape[1], index.shape[0]
         if not count:
             return q.new_zeros((1, heads, 0, keys), dtype=wide)
         bias = q.new_zeros((1, 1, 1, 1), dtype=wide)
@@ -126,7 +126,9 @@ def _check_vectors(who: str, name: str, vectors: Any, q: Tensor, wide: torch.dty
         return None
     checks.float_tensor(who, name, vectors)
     heads, width, sizes = q.shape[1], q.shape[3], tuple(vectors.shape)
-    if len(sizes) not in (2, 3) or sizes[-1] != width or sizes[1:-1] not in ((), (heads,)):
+    # The heads are compared, not searched for: torch.compile cannot search for a symbolic size.
+    shared = len(sizes) == 2 or (len(sizes) == 3 and sizes[1] == heads)
+    if not shared or sizes[-1] != width:
         rule = f"{name} must have shape (R, {width}) or (R, {heads}, {width})"
         way_out = "Pass a row for each distance, of the width and heads of q."
         checks.fail(who, rule, f"shape {sizes}", way_out)
