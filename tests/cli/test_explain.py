@@ -183,9 +183,14 @@ QWEN_VL = {"head_dim": 128, "rope_scaling": {"type": "mrope", "mrope_section": [
         pytest.param(WHISPER, ["sinusoidal, encoder", "learned table, decoder"], id="whisper"),
         pytest.param({"model_type": "mamba"}, ["no positional encoding"], id="mamba"),
         pytest.param({"model_type": "swin"}, ["Use GridBias(size, num_heads)"], id="swin"),
+        pytest.param({"model_type": "deberta"}, ["Use DeBERTaBias(num_heads"], id="deberta"),
         pytest.param(
             SMOLLM3,
-            ["layers without RoPE (3, 7, 11, 15, 19, 23, 27, 31, 35)", "length 65536"],
+            [
+                "layers without RoPE (3, 7, 11, 15, 19, 23, 27, 31, 35)",
+                "length 65536",
+                "posenc.rope_layers(config)",
+            ],
             id="smollm3",
         ),
         pytest.param(
@@ -272,10 +277,13 @@ def test_the_python_that_is_printed_builds_tables(run):
     assert made["decoder"].pos_emb.weight.shape == (448, 384)
 
 
-def test_python_for_an_encoding_posenc_does_not_have_is_refused(run):
+def test_python_for_an_encoding_that_no_key_describes_is_refused(run):
+    result = run({"model_type": "funnel"}, "--python")
+    assert result.exit_code == 2
+    assert "posenc has no module for it" in result.stderr
     result = run({"model_type": "deberta"}, "--python")
     assert result.exit_code == 2
-    assert "posenc has no module for relative position embeddings" in result.stderr
+    assert "vectors for each distance. Use DeBERTaBias(num_heads, head_dim)." in result.stderr
     result = run(BLOOM, "--python", "--json")
     assert result.exit_code == 2
     assert "exclude each other" in result.stderr

@@ -194,8 +194,9 @@ BY_HAND: list[tuple[str, str, dict[str, Any]]] = [
         "codet5 longt5 mt5 switch_transformers t5 umt5",
         {"positions": "buckets"},
     ),
-    ("Read in their code.", "deberta deberta-v2 funnel speecht5 udop xlnet",
-     {"positions": "relative"}),
+    ("Read in their code.", "deberta deberta-v2", {"positions": "deberta"}),
+    ("Read in their code.", "xlnet", {"positions": "xlnet"}),
+    ("Read in their code.", "funnel speecht5 udop", {"positions": "relative"}),
     (
         "Read in their code.",
         "data2vec-audio hubert unispeech unispeech-sat wav2vec2 wavlm",

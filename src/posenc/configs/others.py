@@ -73,13 +73,19 @@ NOUNS = {
     "learned": ("a learned table of positions", _USE_LEARNED),
     "sinusoidal": ("sinusoidal positions", _USE_TIMESTEP),
     "buckets": ("T5's relative bias, a number for each bucket of distances", _USE_T5),
+    "deberta": ("DeBERTa's vectors for each distance", "Use DeBERTaBias(num_heads, head_dim)."),
+    "xlnet": ("Transformer-XL's terms", "Use TransformerXLBias(embed_dim, num_heads, False)."),
     "relative": ("relative position embeddings", _USE_MODEL),
     "convolution": ("a convolution for positions", _USE_MODEL),
     "windows": ("a bias for each offset of two patches", "Use GridBias(size, num_heads)."),
     "patches": ("a learned vector for each patch of an image", "Use LearnedPosEmbedding."),
     "none": ("no positional encoding", "Leave positions out."),
 }
-WITHOUT_SIZES = dict(NOUNS[kind] for kind in ("windows", "patches", "none"))
+# The way out for the value of a key of KIND_KEYS.
+_RELATIVE = {
+    "relative": "Use TransformerXLBias(embed_dim, num_heads, False, concatenated=False).",
+    "relative_key": "Use RelativeKeys(head_dim, max_distance).",
+}
 
 
 def kind_of(config: Mapping[str, Any]) -> str | None:
@@ -124,6 +130,7 @@ def check_rotary(config: Config) -> None:
         way_out = "Construct RoPE(...) directly if the model rotates."
         if found[0] == "alibi":
             way_out = "Use ALiBi(num_heads)."
+        way_out = _RELATIVE.get(str(found[1]), way_out)
         rule = f"{prefix}{found[0]} must say that positions are rotary"
         raise config.error(rule, found[1], way_out)
     for key, value in top.items():

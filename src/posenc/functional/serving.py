@@ -54,7 +54,8 @@ def rotate_and_cache(
         k_cache: Pages ``(pages, page, Hk, D)``, or ``(pages, Hk, page, D)`` with
             ``cache_layout="HND"``, which a contiguous cache ``(B, Hk, L, D)`` is too; any strides,
             dense along ``D``. In the dtype of ``k``, float8_e4m3fn, float8_e5m2 or int8.
-        v_cache: As ``k_cache``, for ``v``. Both may be views of one tensor.
+        v_cache: As ``k_cache``, for ``v``. Both may be views of one tensor; no input may be a view
+            of them.
         slots: The row of the caches for each token, ``page index * page + place``: int64 or int32,
             ``(B, L)``, or ``(T,)`` for tokens. -1 stores nothing. If two tokens have the same slot,
             either may be stored.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
 from posenc import ALiBi, RoPE, backends, configs, scaling
@@ -59,7 +59,7 @@ class Report:
         """Python code that builds the encodings."""
         for part in self.parts:
             if part.python is None:
-                raise ValueError(f"explain: {part.build}.")
+                raise ValueError(f"explain: there is no code for {part.kind}. {part.build}")
         first = self.parts[0]
         lines = ["import posenc", ""]
         if any("torch." in str(part.python) for part in self.parts):
@@ -83,6 +83,9 @@ def explain(config: Any, *, layer_type: str | None = None, seq_len: int | None =
     found = configs.read_positions(config, layer_type=layer_type)
     names = ("trained_length", "max_length", "without_rope", "softmax_scale")
     parts = [_explained(part, seq_len) for part in found.parts]
+    if found.without_rope is not None:
+        how = "posenc.rope_layers(config), which has None for layers without RoPE"
+        parts = [replace(part, build=how) for part in parts]
     return Report(parts, {name: getattr(found, name) for name in names})
 
 
@@ -98,8 +101,7 @@ def _explained(part: Any, seq_len: int | None) -> Explanation:
     if isinstance(part, configs.Recipe):
         return _rotary(part, seq_len)
     if isinstance(part, str):
-        build = others.WITHOUT_SIZES.get(part, f"posenc has no module for {part}")
-        return Explanation(part, None, {}, {}, None, build)
+        return Explanation(part, None, {}, {}, None, dict(others.NOUNS.values())[part])
     arguments = {}
     for name in (each.name for each in fields(part)):
         value = getattr(part, name)
