@@ -187,6 +187,7 @@ ORDER = [
     ("text", (2, 4), "rope-ntk rope-yarn rope-linear"),
     ("text", (8,), "rope-yarn rope-ntk"),
     ("index", (2, 4, 8), "rope-yarn rope-ntk"),
+    ("text", (8,), "drope rope-yarn rope"),
     ("copy", (2,), "cope rope-half"),
 ]
 
