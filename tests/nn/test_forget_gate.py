@@ -97,3 +97,9 @@ def test_what_does_not_fit_is_refused():
     q, k, v = torch.randn(3, 1, 4, 5, 8).unbind()
     with pytest.raises(ValueError, match=r"ForgetGate: sums must have shape \(4, 5\)"):
         gate.attention(q, k, v, torch.zeros(1, 4, 6))
+
+
+@pytest.mark.parametrize("how", [{}, {"dropout_p": 0.1}, {"backend": "dense"}], ids=str)
+def test_an_empty_batch_gives_an_empty_result(how):
+    gate, q = posenc.ForgetGate(4, 2), torch.zeros(0, 2, 5, 8)
+    assert gate.attention(q, q, q, gate(torch.zeros(0, 5, 4)), **how).shape == q.shape

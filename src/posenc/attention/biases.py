@@ -144,7 +144,7 @@ def bias_rows(kind: str, values: Tensor | None, zero: int, own: Tensor, index: T
         return -values[..., None, None] * distance.abs()
     if kind == "table":
         return _table_rows(values, zero, own, index.shape[0])
-    heads, batch = values.shape[1], max(len(values), len(own))
+    heads, batch = values.shape[1], own.shape[0] if values.shape[0] == 1 else values.shape[0]
     at = own[:, None].expand(batch, heads, -1)
     sums = values.expand(batch, -1, -1)
     return sums.gather(2, at)[..., None] - sums[:, :, index][:, :, None]
