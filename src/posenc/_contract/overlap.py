@@ -64,7 +64,7 @@ def overlaps(a: Tensor, b: Tensor) -> bool:
     if a.device.type == "mps" and a.untyped_storage().data_ptr() != b.untyped_storage().data_ptr():
         # On MPS, data_ptr() is not an address in memory: it identifies the storage.
         return False
-    (a_start, a_end), (b_start, b_end) = address_range(a), address_range(b)
+    (a_start, a_end), (b_start, b_end) = _address_range(a), _address_range(b)
     if a_end <= b_start or b_end <= a_start:
         return False
     distance, misaligned = divmod(b_start - a_start, a.element_size())
@@ -86,7 +86,7 @@ def overlaps(a: Tensor, b: Tensor) -> bool:
     return 0 in remaining
 
 
-def address_range(x: Tensor) -> tuple[int, int]:
+def _address_range(x: Tensor) -> tuple[int, int]:
     """The address of the first element, and the address after the last."""
     start = x.data_ptr()
     if x.is_contiguous():

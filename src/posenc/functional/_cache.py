@@ -9,12 +9,7 @@ from torch import Tensor
 
 from posenc import kernels
 from posenc._contract import checks
-from posenc._contract.overlap import (
-    address_range,
-    check_inference_mode,
-    check_no_internal_overlap,
-    overlaps,
-)
+from posenc._contract.overlap import check_inference_mode, check_no_internal_overlap, overlaps
 from posenc._contract.position_checks import Limit, check_position
 from posenc._contract.tracing import is_plain
 from posenc.functional.norm import check_weight
@@ -96,7 +91,7 @@ def check_write(
         got = f"{k_store.slots()} and {v_store.slots()}"
         way_out = "Give both caches as many pages of the same length."
         checks.fail(who, "k_cache and v_cache must have one number of slots", got, way_out)
-    _check_caches(who, qkv, *caches, k_scale_cache, v_scale_cache)
+    _check_caches(who, *caches, k_scale_cache, v_scale_cache)
     return Write(q, k, v, slots, k_store, v_store, q_weight, k_weight, Norm(eps, shift))
 
 
@@ -188,7 +183,7 @@ def _check_store(
     if given.device != x.device:
         checks.fail(who, f"scales must be on {x.device}", given.device, "Move them there.")
     if scale is not None:
-        scale = _expanded(who, f"{name}_scale", scale.resolve_neg(), (*slots.shape, heads))
+        scale = _expanded(who, f"{name}_scale", scale, (*slots.shape, heads))
         return Store(view, scale.transpose(1, 2))
     if scales.shape != shape[:3]:
         rule = f"{name}_scale_cache must have shape {tuple(shape[:3])}"
@@ -209,12 +204,7 @@ def _expanded(who: str, name: str, scale: Tensor, shape: tuple[int, ...]) -> Ten
 
 
 def _check_caches(
-    who: str,
-    qkv: tuple[Tensor, Tensor, Tensor],
-    k_cache: Tensor,
-    v_cache: Tensor,
-    k_scales: Tensor | None,
-    v_scales: Tensor | None,
+    who: str, k_cache: Tensor, v_cache: Tensor, k_scales: Tensor | None, v_scales: Tensor | None
 ) -> None:
     """Refuse caches and scales that must not be written, or that share elements."""
     tensors = [t for t in (k_cache, v_cache, k_scales, v_scales) if t is not None]
@@ -224,11 +214,6 @@ def _check_caches(
         return
     for t in tensors:
         check_inference_mode(who, t)
-    for cache in (k_cache, v_cache):
-        first, end = address_range(cache)
-        if first and any(first <= x.data_ptr() < end for x in qkv):
-            rule, got = "q, k and v must not be views of a cache", "one that is"
-            checks.fail(who, rule, got, "Call clone() on it: rows would be lost before they move.")
     _check_apart(who, "k_cache and v_cache", k_cache, v_cache)
     if k_scales is not None and v_scales is not None:
         _check_apart(who, "k_scale_cache and v_scale_cache", k_scales, v_scales)
