@@ -4,7 +4,7 @@ BIN := .venv/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 DEMO := .venv/.demo
 INSTALLED := .venv/.installed
-OLD := 'import sys; sys.version_info < (3, 11) and sys.exit("make needs Python 3.11 or newer: PYTHON=python3.12, say")'
+IS_NEW := 'import sys; sys.version_info < (3, 11) and sys.exit("make needs Python 3.11 or newer: PYTHON=python3.12, say")'
 DOCUMENTED := .venv/.documented
 
 .PHONY: demo test test-all check docs format sanitize clean
@@ -51,7 +51,7 @@ sanitize: $(INSTALLED)
 
 # What the demo needs: torch, and what the `posenc` command draws and prints with.
 $(DEMO): pyproject.toml constraints.txt setup.py $(wildcard src/posenc/kernels/c/*.[ch])
-	test -x $(BIN)/python || { $(PYTHON) -c $(OLD) && $(PYTHON) -m venv .venv; }
+	test -x $(BIN)/python || { $(PYTHON) -c $(IS_NEW) && $(PYTHON) -m venv .venv; }
 	$(INSTALL) -e '.[cli]'
 	touch $@
 

@@ -8,6 +8,7 @@ import oracles
 from posenc import ALiBi
 from posenc.attention import alibi_attention
 from posenc.functional import alibi_slopes
+from support.assertions import Attention
 
 DOCUMENTS = torch.tensor([0, 0, 0, 1, 1, 1, 1, -1, -1])
 SLOPES = alibi_slopes(4, dtype=torch.float64)
@@ -105,18 +106,11 @@ def test_a_compiled_transform_reaches_the_slopes():
 
 
 def test_an_exported_program_holds_operations_of_torch_alone():
-    class Attention(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.alibi = ALiBi(4)
-
-        def forward(self, q, k, v):
-            return self.alibi.attention(q, k, v)
-
+    attend = Attention(ALiBi(4))
     batch, length = torch.export.Dim("batch"), torch.export.Dim("length", min=2, max=512)
     given = [torch.randn(3, 4, 6, 8) for _ in range(3)]
     open_sizes = ({0: batch, 2: length},) * 3
-    program = torch.export.export(Attention(), tuple(given), dynamic_shapes=open_sizes)
+    program = torch.export.export(attend, tuple(given), dynamic_shapes=open_sizes)
     assert not [node for node in program.graph.nodes if "posenc" in str(node.target)]
     other = [torch.randn(5, 4, 11, 8) for _ in range(3)]
-    torch.testing.assert_close(program.module()(*other), Attention()(*other))
+    torch.testing.assert_close(program.module()(*other), attend(*other))

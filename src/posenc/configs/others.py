@@ -81,7 +81,8 @@ NOUNS = {
     "patches": ("a learned vector for each patch of an image", "Use LearnedPosEmbedding."),
     "none": ("no positional encoding", "Leave positions out."),
 }
-# The way out for the value of a key of KIND_KEYS.
+WAYS_OUT = dict(NOUNS.values())
+# The way out for a value of KIND_KEYS that is not rotary.
 _RELATIVE = {
     "relative": "Use TransformerXLBias(embed_dim, num_heads, False, concatenated=False).",
     "relative_key": "Use RelativeKeys(head_dim, max_distance).",

@@ -72,6 +72,8 @@ class Report:
             lines += ["positions = {", *each, "}"]
         if first.kind == "learned table" and "offset" in first.arguments:
             lines.append(f"# Call it with offset={first.arguments['offset'][0]}: the first row.")
+        if without := self.facts["without_rope"]:
+            lines.append(f"# Not for the layers {without[0]}, which do not rotate.")
         return "\n".join(lines)
 
 
@@ -101,7 +103,7 @@ def _explained(part: Any, seq_len: int | None) -> Explanation:
     if isinstance(part, configs.Recipe):
         return _rotary(part, seq_len)
     if isinstance(part, str):
-        return Explanation(part, None, {}, {}, None, dict(others.NOUNS.values())[part])
+        return Explanation(part, None, {}, {}, None, others.WAYS_OUT[part])
     arguments = {}
     for name in (each.name for each in fields(part)):
         value = getattr(part, name)

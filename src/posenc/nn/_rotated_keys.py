@@ -13,8 +13,16 @@ from posenc.functional import rotary
 from posenc.kernels import Rows, Spec
 from posenc.nn._rope import RopeAngles, rotary_tables, tables_of
 from posenc.nn._tables import SharedTables, TableModule, shown_table
+from posenc.numerics.axes import Axes
 from posenc.numerics.frequencies import Spectrum, scaled_rates
 from posenc.numerics.scaling import Rule
+
+
+def check_axes(who: str, axes: Any) -> Axes | None:
+    """``axes`` if they are Axes, or None."""
+    way_out = "Pass axes.Axial(2) for equal widths, axes.Axial((16, 56, 56)) for others."
+    found: Axes | None = checks.check_instance(who, "axes", axes, Axes, way_out)
+    return found
 
 
 def check_scaling(who: str, scaling: Any, base: float) -> Any:

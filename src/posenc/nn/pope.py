@@ -16,7 +16,7 @@ from posenc.functional.polar import polar_rows
 from posenc.kernels import Rows, Spec
 from posenc.nn._bias import KeepsDtype
 from posenc.nn._rope import by_tables
-from posenc.nn._rotated_keys import RotatedKeys, check_scaling
+from posenc.nn._rotated_keys import RotatedKeys, check_axes, check_scaling
 from posenc.numerics.axes import Axes
 from posenc.numerics.frequencies import Spectrum
 from posenc.numerics.scaling import Rule
@@ -88,8 +88,7 @@ class PoPE(KeepsDtype, RotatedKeys):
         self.base = checks.base(who, base)
         self.init = checks.choice(who, "init", init, ("zero", "uniform"))
         self.scaling = check_scaling(who, scaling, self.base)
-        way_out = "Pass axes.Axial(2) for equal widths, axes.Axial((16, 56, 56)) for others."
-        self.axes = checks.check_instance(who, "axes", axes, Axes, way_out)
+        self.axes = check_axes(who, axes)
         self.seq_dim = rotary.check_seq_dim(who, seq_dim)
         # The pairs of a rotation of 2 D channels have the D rates of PoPE.
         width = 2 * self.head_dim

@@ -14,7 +14,7 @@ from posenc.functional import rotary
 from posenc.kernels import Spec
 from posenc.nn._rope import check_freqs, check_width, rotate_by_tables, rotate_last_queries
 from posenc.nn._rope_cache import CacheWhere, Where, rotate_and_cache
-from posenc.nn._rotated_keys import RotatedKeys, check_scaling
+from posenc.nn._rotated_keys import RotatedKeys, check_axes, check_scaling
 from posenc.numerics.axes import Axes
 from posenc.numerics.frequencies import Spectrum
 from posenc.numerics.scaling import Rule
@@ -81,8 +81,7 @@ class RoPE(RotatedKeys):
         self.rotary_dim = checks.optional(checks.even, who, "rotary_dim", rotary_dim)
         self.last = checks.boolean(who, "last", last)
         self.scaling = check_scaling(who, scaling, self.base)
-        way_out = "Pass axes.Axial(2) for equal widths, axes.Axial((16, 56, 56)) for others."
-        self.axes = checks.check_instance(who, "axes", axes, Axes, way_out)
+        self.axes = check_axes(who, axes)
         self.seq_dim = rotary.check_seq_dim(who, seq_dim)
         width = check_width(who, self.head_dim, self.rotary_dim, axes)
         self.freqs = check_freqs(who, freqs, self.base, width, axes)
