@@ -13,12 +13,9 @@ from posenc.kernels.spec import FORMATS, Norm, Rows, Spec, Store, Write
 from posenc.kernels.triton.cache_kernel import write_cache
 from posenc.kernels.triton.launch import Launch, launch_for
 from posenc.kernels.triton.pairs import (
-    HALVES,
     check_tables,
     index,
-    layout,
     shared_constants,
-    strides,
     table_numbers,
 )
 from posenc.kernels.triton.rotate import has_capability, overlaps_the_launch
@@ -67,14 +64,11 @@ def _launch(
     q, k, v, y, k_cache, v_cache, slots, cos, sin, _, _, _, k_scale, v_scale = tensors
     check_tables(q, cos, sin, spec)
     (batch, heads, length, width), values = q.shape, v.shape[3]
-    inner, outer = layout(spec.interleaved, spec, q, k), layout(spec.interleaved_out, spec, y)
-    stored = layout(spec.interleaved_out, spec, k_cache)
-    as_heads = [w.view(1, 1, -1, width) for w in weights if w is not None]
     norms = [0 if w is None else 1 if w.shape[0] == width else 2 for w in weights]
     (k_format, k_origin), (v_format, v_origin) = kinds
     numbers = (
-        *strides(q, inner), *strides(k, inner), *strides(v, HALVES), *strides(y, outer),
-        *strides(k_cache, stored), k_cache.shape[2], *strides(v_cache, HALVES), v_cache.shape[2],
+        *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *y.stride()[:3],
+        *k_cache.stride()[:3], k_cache.shape[2], *v_cache.stride()[:3], v_cache.shape[2],
         *(k_scale.stride() if k_origin else (0, 0, 0)),
         *(v_scale.stride() if v_origin else (0, 0, 0)),
         *slots.stride(), k_cache.shape[0] * k_cache.shape[2], *table_numbers(cos, rows), length,
@@ -88,9 +82,8 @@ def _launch(
         "EPS": norm.eps, "SHIFT": norm.shift, "ONE_SEQUENCE": batch == 1,
         "Q_HEADS": heads, "K_HEADS": k.shape[1], "V_HEADS": v.shape[1],
         "WIDTH": width, "V_WIDTH": values,
-        **shared_constants(q, cos, rows, spec, inner, outer),
-        "STORED": stored, "Q_NORM": norms[0], "K_NORM": norms[1],
-        "WEIGHTS": layout(spec.interleaved, spec, *as_heads),
+        **shared_constants(q, cos, rows, spec),
+        "Q_NORM": norms[0], "K_NORM": norms[1],
         "K_FORMAT": k_format, "V_FORMAT": v_format, "K_SCALING": k_origin, "V_SCALING": v_origin,
         # Instructions for float8 round float32, not float64.
         "NATIVE": q.element_size() == 2 and has_capability(q, 9, 0),

@@ -8,7 +8,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from posenc.kernels.triton.eight_bits import encode
 from posenc.kernels.triton.norm import load_channels, norm_factors, sum_products
-from posenc.kernels.triton.pairs import as_words, load_tables, rotated, store_pairs
+from posenc.kernels.triton.pairs import load_tables, rotated, store_pairs
 
 # Norms: 0 for none, 1 of each head, 2 over all heads. Scales: 0 for none, 1 given, 2 worked out.
 # Formats: see `FORMATS` in spec.py.
@@ -20,17 +20,18 @@ def rotated_block(
     EPS: tl.constexpr, SHIFT: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr,
     PAIRS: tl.constexpr, FIRST: tl.constexpr, REST: tl.constexpr, HAS_POSITIONS: tl.constexpr,
     ADVANCES: tl.constexpr, IN: tl.constexpr, TRANSPOSED: tl.constexpr, WIDE: tl.constexpr,
-    WEIGHTS: tl.constexpr, NORM: tl.constexpr,
+    NORM: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     """Norm and rotation of a block of heads; ``x`` is a pointer and its strides."""
     source, x_b, x_h, x_t = x
     h = (block * BLOCK_H + tl.arange(0, BLOCK_H)).to(b.dtype)
     present = (h < HEADS)[None, :, None]
-    mask = present & (at < PAIRS)
     keep = present & (other < WIDTH)
     x_at = (b * x_b + t[:, None] * x_t + h[None, :] * x_h)[:, :, None]
-    p, q, rest = load_channels(source, x_at, at, mask, other, keep, PAIRS, FIRST, REST, IN, WIDE)
+    p, q, rest = load_channels(
+        source + x_at, present, at, other, keep, PAIRS, FIRST, REST, IN, WIDE
+    )
     c, s, inside = load_tables(
         table, b, t, t >= 0, at, at < PAIRS, HAS_POSITIONS, ADVANCES, TRANSPOSED, WIDE, True
     )
@@ -38,13 +39,13 @@ def rotated_block(
         count: tl.constexpr = WIDTH * HEADS if NORM == 2 else WIDTH
         wp, wq, wr = norm_factors(
             weight, h, at, other, SHIFT,
-            WIDTH, PAIRS, FIRST, REST, WEIGHTS, NORM == 2, WIDE, HEADS,
+            WIDTH, PAIRS, FIRST, REST, IN, NORM == 2, WIDE, HEADS,
         )  # fmt: skip
         scale = sum_products(p, q, rest, p, q, rest, REST, NORM == 2) / count + EPS
         scale = tl.rsqrt(scale).to(WIDE)
         p, q, rest = p * scale * wp, q * scale * wq, rest * scale * wr
     p, q = rotated(p, q, c, s)
-    return p, q, rest, h, mask, keep, inside
+    return p, q, rest, h, present, keep, inside
 
 
 @triton.jit
@@ -92,7 +93,7 @@ def place_of(slots, b, t, slots_b, slots_t, count, size):
 
 @triton.jit
 def store_keys(
-    p, q, rest, h, mask, keep, at, other, to, scale, b, t, page, place, kept,
+    p, q, rest, h, present, keep, at, other, to, scale, b, t, page, place, kept,
     HEADS: tl.constexpr, PAIRS: tl.constexpr, FIRST: tl.constexpr, REST: tl.constexpr,
     OUT: tl.constexpr, FORMAT: tl.constexpr, SCALING: tl.constexpr, WIDE: tl.constexpr,
     NATIVE: tl.constexpr,
@@ -108,18 +109,17 @@ def store_keys(
         )
         p, q, rest = p * factor, q * factor, rest * factor
     if FORMAT > 0:
-        p, q, rest = (
-            encode(p, FORMAT, NATIVE),
-            encode(q, FORMAT, NATIVE),
-            encode(rest, FORMAT, NATIVE),
-        )
-    element: tl.constexpr = target.dtype.element_ty
-    mask = mask & kept[:, None, None]
-    keep = keep & kept[:, None, None]
+        if OUT:
+            # One instruction rounds two numbers that are neighbours in memory.
+            p, q = tl.split(encode(tl.join(p, q), FORMAT, NATIVE))
+        else:
+            p, q = encode(p, FORMAT, NATIVE), encode(q, FORMAT, NATIVE)
+        rest = encode(rest, FORMAT, NATIVE)
+    kept = kept[:, None, None]
     where = (page[:, None] * by_page + h[None, :] * by_head + place[:, None] * by_place)[:, :, None]
-    store_pairs(as_words(target, OUT) + where, at, mask, p, q, FIRST, PAIRS, OUT, element)
+    store_pairs(target + where, present & kept, at, p, q, FIRST, PAIRS, OUT)
     if REST > 0:
-        tl.store(target + where * (2 if OUT == 2 else 1) + other, rest.to(element), mask=keep)
+        tl.store(target + where + other, rest.to(target.dtype.element_ty), mask=keep & kept)
 
 
 @triton.jit
@@ -172,7 +172,7 @@ def write_cache(
     PAIRS: tl.constexpr, FIRST: tl.constexpr, REST: tl.constexpr,
     HAS_POSITIONS: tl.constexpr, ADVANCES: tl.constexpr, IN: tl.constexpr, OUT: tl.constexpr,
     TRANSPOSED: tl.constexpr, WIDE: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_REST: tl.constexpr,
-    STORED: tl.constexpr, Q_NORM: tl.constexpr, K_NORM: tl.constexpr, WEIGHTS: tl.constexpr,
+    Q_NORM: tl.constexpr, K_NORM: tl.constexpr,
     K_FORMAT: tl.constexpr, V_FORMAT: tl.constexpr, K_SCALING: tl.constexpr,
     V_SCALING: tl.constexpr, NATIVE: tl.constexpr, INDEX: tl.constexpr, EARLY: tl.constexpr,
     BLOCK_V: tl.constexpr, Q_BLOCK: tl.constexpr, K_BLOCK: tl.constexpr, V_BLOCK: tl.constexpr,
@@ -196,28 +196,27 @@ def write_cache(
     other = tl.where(tl.arange(0, BLOCK_REST)[None, None, :] < REST, other, WIDTH)
     table = cos, sin, rows, table_b, table_t, positions, positions_b, positions_t, start
     if block < q_blocks:
-        p, r, rest, h, mask, keep, inside = rotated_block(
+        p, r, rest, h, present, keep, inside = rotated_block(
             (q, q_b, q_h, q_t), q_weight, block, table, b, t, at, other,
             EPS, SHIFT, Q_HEADS, WIDTH, PAIRS, FIRST, REST, HAS_POSITIONS, ADVANCES, IN,
-            TRANSPOSED, WIDE, WEIGHTS, Q_NORM, Q_BLOCK,
+            TRANSPOSED, WIDE, Q_NORM, Q_BLOCK,
         )  # fmt: skip
-        element: tl.constexpr = y.dtype.element_ty
         y_at = (b * y_b + t[:, None] * y_t + h[None, :] * y_h)[:, :, None]
-        store_pairs(as_words(y, OUT) + y_at, at, mask, p, r, FIRST, PAIRS, OUT, element)
+        store_pairs(y + y_at, present, at, p, r, FIRST, PAIRS, OUT)
         if REST > 0:
-            tl.store(y + y_at * (2 if OUT == 2 else 1) + other, rest.to(element), mask=keep)
+            tl.store(y + y_at + other, rest.to(y.dtype.element_ty), mask=keep)
         tl.device_assert(inside, "position outside the table")
     elif block < q_blocks + k_blocks:
         page, place, kept, fits = place_of(slots, b, t, slots_b, slots_t, count, k_page)
-        p, r, rest, h, mask, keep, inside = rotated_block(
+        p, r, rest, h, present, keep, inside = rotated_block(
             (k, k_b, k_h, k_t), k_weight, block - q_blocks, table, b, t, at, other,
             EPS, SHIFT, K_HEADS, WIDTH, PAIRS, FIRST, REST, HAS_POSITIONS, ADVANCES, IN,
-            TRANSPOSED, WIDE, WEIGHTS, K_NORM, K_BLOCK,
+            TRANSPOSED, WIDE, K_NORM, K_BLOCK,
         )  # fmt: skip
         store_keys(
-            p, r, rest, h, mask, keep, at, other, (k_cache, kc_p, kc_h, kc_t),
+            p, r, rest, h, present, keep, at, other, (k_cache, kc_p, kc_h, kc_t),
             (k_scale, ks_b, ks_h, ks_t), b, t, page, place, kept & inside,
-            K_HEADS, PAIRS, FIRST, REST, STORED, K_FORMAT, K_SCALING, WIDE, NATIVE,
+            K_HEADS, PAIRS, FIRST, REST, OUT, K_FORMAT, K_SCALING, WIDE, NATIVE,
         )  # fmt: skip
         tl.device_assert(inside & fits, "position outside the table, or slot outside the cache")
     else:

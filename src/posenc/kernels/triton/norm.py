@@ -13,16 +13,13 @@ from torch import Tensor
 from posenc.kernels.spec import Norm, Rows, Spec
 from posenc.kernels.triton.launch import Launch, launch_for
 from posenc.kernels.triton.pairs import (
-    as_words,
     check_tables,
-    layout,
     load_pairs,
     load_tables,
     negative,
     rotated,
     shared_constants,
     store_pairs,
-    strides,
     table_numbers,
 )
 
@@ -84,16 +81,14 @@ def _launch(
     (batch, heads, length, width), block = x.shape, _heads(x, norm)
     if kernel is _forward:
         y = tensors[1]
-        inner, outer = layout(spec.interleaved, spec, x), layout(spec.interleaved_out, spec, y)
-        steps = *strides(x, inner), *strides(y, outer)
+        steps = *x.stride()[:3], *y.stride()[:3]
         # One program takes all heads of a token. Measured on an H200: benchmarks/README.md.
         programs, warps = batch * length, min(max(block * width // 1024, 2), 8)
     else:
         g, _, dx, shares = tensors
-        inner, outer = layout(spec.interleaved, spec, x, dx), layout(spec.interleaved_out, spec, g)
         programs, warps = shares.shape[0], 8 if block * width >= 4096 else 4
         stride = programs // triton.cdiv(heads, block)
-        steps = *strides(g, outer), *strides(x, inner), *strides(dx, inner), stride
+        steps = *g.stride()[:3], *x.stride()[:3], *dx.stride()[:3], stride
     numbers = *steps, *table_numbers(cos, rows), batch, length
     constants = {
         # As arguments these would be float32.
@@ -101,8 +96,7 @@ def _launch(
         "SHIFT": norm.shift,
         "HEADS": heads,
         "WIDTH": width,
-        **shared_constants(x, cos, rows, spec, inner, outer),
-        "WEIGHT": layout(spec.interleaved, spec, weight.view(1, 1, -1, width)),
+        **shared_constants(x, cos, rows, spec),
         "ALL_HEADS": norm.all_heads,
         "BLOCK_H": block,
     }
@@ -119,16 +113,15 @@ def _heads(x: Tensor, norm: Norm) -> int:
 
 @triton.jit
 def load_channels(
-    x, x_at, at, mask, other, keep,
+    row, present, at, other, keep,
     PAIRS: tl.constexpr, FIRST: tl.constexpr, REST: tl.constexpr,
     IN: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Load both channels of a token's pairs, and the channels that are not rotated."""
-    words = as_words(x, IN) + x_at
-    a, b = load_pairs(words, at, mask, FIRST, PAIRS, IN, x.dtype.element_ty, WIDE)
+    a, b = load_pairs(row, present, at, FIRST, PAIRS, IN, WIDE)
     rest = a * 0
     if REST > 0:
-        rest = tl.load(x + x_at * (2 if IN == 2 else 1) + other, mask=keep, other=0.0).to(WIDE)
+        rest = tl.load(row + other, mask=keep, other=0.0).to(WIDE)
     return a, b, rest
 
 
@@ -136,21 +129,14 @@ def load_channels(
 def norm_factors(
     weight, h, at, other,
     SHIFT: tl.constexpr, WIDTH: tl.constexpr, PAIRS: tl.constexpr, FIRST: tl.constexpr,
-    REST: tl.constexpr, LAYOUT: tl.constexpr, ALL_HEADS: tl.constexpr, WIDE: tl.constexpr,
+    REST: tl.constexpr, IN: tl.constexpr, ALL_HEADS: tl.constexpr, WIDE: tl.constexpr,
     HEADS: tl.constexpr,
 ):  # fmt: skip
     """The norm's factor of each channel: ``[1, 1, P]``, or ``[1, H, P]`` for ``ALL_HEADS``."""
-    first = tl.zeros((1, 1, 1), tl.int64)
-    mask = at < PAIRS
-    keep = other < WIDTH
-    if ALL_HEADS:
-        first = (h * WIDTH)[None, :, None]
-        mask = mask & (h < HEADS)[None, :, None]
-        keep = keep & (h < HEADS)[None, :, None]
-    first = first // (2 if LAYOUT == 2 else 1)
-    wp, wq, wr = load_channels(
-        weight, first, at, mask, other, keep, PAIRS, FIRST, REST, LAYOUT, WIDE
-    )
+    h = h[None, :, None]
+    row, present = weight + h * (WIDTH if ALL_HEADS else 0), h < HEADS
+    keep = present & (other < WIDTH)
+    wp, wq, wr = load_channels(row, present, at, other, keep, PAIRS, FIRST, REST, IN, WIDE)
     if SHIFT != 0.0:
         wp, wq, wr = wp + SHIFT, wq + SHIFT, wr + SHIFT
     return wp, wq, wr
@@ -176,14 +162,13 @@ def _forward(
     PAIRS: tl.constexpr, FIRST: tl.constexpr, REST: tl.constexpr,
     HAS_POSITIONS: tl.constexpr, ADVANCES: tl.constexpr, IN: tl.constexpr, OUT: tl.constexpr,
     TRANSPOSED: tl.constexpr, WIDE: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_REST: tl.constexpr,
-    WEIGHT: tl.constexpr, ALL_HEADS: tl.constexpr, BLOCK_H: tl.constexpr,
+    ALL_HEADS: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     b = (program % batch).to(tl.int64)
     t = (program // batch).to(tl.int64) + tl.arange(0, 1)
     at = tl.arange(0, BLOCK_P)[None, None, :]
     other = (2 * PAIRS if FIRST == 0 else 0) + tl.arange(0, BLOCK_REST)[None, None, :]
-    element: tl.constexpr = y.dtype.element_ty
     count: tl.constexpr = WIDTH * HEADS if ALL_HEADS else WIDTH
     table = cos, sin, rows, table_b, table_t, positions, positions_b, positions_t, start
     c, s, _ = load_tables(
@@ -192,24 +177,22 @@ def _forward(
     # A norm over all heads needs them in one block. Otherwise blocks share the token's tables.
     wp, wq, wr = norm_factors(
         weight, tl.arange(0, BLOCK_H), at, other, SHIFT,
-        WIDTH, PAIRS, FIRST, REST, WEIGHT, ALL_HEADS, WIDE, HEADS,
+        WIDTH, PAIRS, FIRST, REST, IN, ALL_HEADS, WIDE, HEADS,
     )  # fmt: skip
     for block in tl.static_range((HEADS + BLOCK_H - 1) // BLOCK_H):
         h = (block * BLOCK_H + tl.arange(0, BLOCK_H)).to(tl.int64)
         present = (h < HEADS)[None, :, None]
-        mask = present & (at < PAIRS)
         keep = present & (tl.arange(0, BLOCK_REST)[None, None, :] < REST)
         x_at = (b * x_b + t[:, None] * x_t + h[None, :] * x_h)[:, :, None]
         y_at = (b * y_b + t[:, None] * y_t + h[None, :] * y_h)[:, :, None]
-        p, q, rest = load_channels(x, x_at, at, mask, other, keep, PAIRS, FIRST, REST, IN, WIDE)
+        p, q, rest = load_channels(x + x_at, present, at, other, keep, PAIRS, FIRST, REST, IN, WIDE)
         scale = tl.rsqrt(sum_products(p, q, rest, p, q, rest, REST, ALL_HEADS) / count + EPS).to(
             WIDE
         )
         p, q = rotated(p * scale * wp, q * scale * wq, c, s)
-        store_pairs(as_words(y, OUT) + y_at, at, mask, p, q, FIRST, PAIRS, OUT, element)
+        store_pairs(y + y_at, present, at, p, q, FIRST, PAIRS, OUT)
         if REST > 0:
-            kept = y + y_at * (2 if OUT == 2 else 1) + other
-            tl.store(kept, (rest * scale * wr).to(element), mask=keep)
+            tl.store(y + y_at + other, (rest * scale * wr).to(y.dtype.element_ty), mask=keep)
 
 
 @triton.jit(do_not_specialize=["start"])
@@ -221,7 +204,7 @@ def _backward(
     PAIRS: tl.constexpr, FIRST: tl.constexpr, REST: tl.constexpr,
     HAS_POSITIONS: tl.constexpr, ADVANCES: tl.constexpr, IN: tl.constexpr, OUT: tl.constexpr,
     TRANSPOSED: tl.constexpr, WIDE: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_REST: tl.constexpr,
-    WEIGHT: tl.constexpr, ALL_HEADS: tl.constexpr, BLOCK_H: tl.constexpr,
+    ALL_HEADS: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     blocks = (HEADS + BLOCK_H - 1) // BLOCK_H
     program = tl.program_id(0)
@@ -229,18 +212,14 @@ def _backward(
     at = tl.arange(0, BLOCK_P)[None, None, :]
     other = (2 * PAIRS if FIRST == 0 else 0) + tl.arange(0, BLOCK_REST)[None, None, :]
     present = (h < HEADS)[None, :, None]
-    mask = present & (at < PAIRS)
     keep = present & (tl.arange(0, BLOCK_REST)[None, None, :] < REST)
     count = WIDTH * HEADS if ALL_HEADS else WIDTH
     table = cos, sin, rows, table_b, table_t, positions, positions_b, positions_t, start
-    element: tl.constexpr = x.dtype.element_ty
-    share: tl.constexpr = partial.dtype.element_ty
-    flat: tl.constexpr = 1 if IN == 2 else IN
     to_wp = tl.zeros((1, BLOCK_H, BLOCK_P), WIDE)
     to_wq = tl.zeros((1, BLOCK_H, BLOCK_P), WIDE)
     to_wr = tl.zeros((1, BLOCK_H, BLOCK_REST), WIDE)
     wp, wq, wr = norm_factors(
-        weight, h, at, other, SHIFT, WIDTH, PAIRS, FIRST, REST, WEIGHT, ALL_HEADS, WIDE, HEADS
+        weight, h, at, other, SHIFT, WIDTH, PAIRS, FIRST, REST, IN, ALL_HEADS, WIDE, HEADS
     )
     # A program takes every `shares`-th token, so that neighbours read neighbouring memory.
     for token in range(program // blocks, batch * length, shares):
@@ -250,9 +229,11 @@ def _backward(
             table, b, t, t < length, at, at < PAIRS, HAS_POSITIONS, ADVANCES, TRANSPOSED, WIDE
         )
         x_at = (b * x_b + t[:, None] * x_t + h[None, :] * x_h)[:, :, None]
-        p, q, rest = load_channels(x, x_at, at, mask, other, keep, PAIRS, FIRST, REST, IN, WIDE)
+        p, q, rest = load_channels(x + x_at, present, at, other, keep, PAIRS, FIRST, REST, IN, WIDE)
         g_at = (b * g_b + t[:, None] * g_t + h[None, :] * g_h)[:, :, None]
-        gp, gq, gr = load_channels(g, g_at, at, mask, other, keep, PAIRS, FIRST, REST, OUT, WIDE)
+        gp, gq, gr = load_channels(
+            g + g_at, present, at, other, keep, PAIRS, FIRST, REST, OUT, WIDE
+        )
         gp, gq = rotated(gp, gq, c, negative(s))
         scale = tl.rsqrt(sum_products(p, q, rest, p, q, rest, REST, ALL_HEADS) / count + EPS).to(
             WIDE
@@ -266,17 +247,18 @@ def _backward(
         pull = negative(sum_products(gp, gq, gr, p, q, rest, REST, ALL_HEADS) / count)
         dx_at = (b * dx_b + t[:, None] * dx_t + h[None, :] * dx_h)[:, :, None]
         gp, gq = tl.fma(p, pull, gp) * scale, tl.fma(q, pull, gq) * scale
-        store_pairs(as_words(dx, IN) + dx_at, at, mask, gp, gq, FIRST, PAIRS, IN, element)
+        store_pairs(dx + dx_at, present, at, gp, gq, FIRST, PAIRS, IN)
         if REST > 0:
-            back = (tl.fma(rest, pull, gr) * scale).to(element)
-            tl.store(dx + dx_at * (2 if IN == 2 else 1) + other, back, mask=keep)
+            back = (tl.fma(rest, pull, gr) * scale).to(dx.dtype.element_ty)
+            tl.store(dx + dx_at + other, back, mask=keep)
     if ALL_HEADS:
         mine = (partial + program * HEADS * WIDTH + h * WIDTH)[None, :, None]
     else:
         mine = partial + program * WIDTH + tl.zeros((1, 1, 1), tl.int64)
-        mask, keep = at < PAIRS, tl.arange(0, BLOCK_REST)[None, None, :] < REST
+        present = tl.full((1, 1, 1), True, tl.int1)
+        keep = tl.arange(0, BLOCK_REST)[None, None, :] < REST
         to_wp, to_wq = tl.sum(to_wp, axis=1, keep_dims=True), tl.sum(to_wq, axis=1, keep_dims=True)
         to_wr = tl.sum(to_wr, axis=1, keep_dims=True)
-    store_pairs(mine, at, mask, to_wp, to_wq, FIRST, PAIRS, flat, share)
+    store_pairs(mine, present, at, to_wp, to_wq, FIRST, PAIRS, IN)
     if REST > 0:
-        tl.store(mine + other, to_wr.to(share), mask=keep)
+        tl.store(mine + other, to_wr.to(partial.dtype.element_ty), mask=keep)

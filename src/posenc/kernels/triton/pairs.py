@@ -11,28 +11,6 @@ from torch import Tensor
 
 from posenc.kernels.spec import Rows, Spec
 
-# How the pairs of a row lie in memory. A packed pair is one word, so that loads stay wide.
-HALVES, STRIDED, PACKED = 0, 1, 2
-
-
-def layout(interleaved: bool, spec: Spec, *tensors: Tensor) -> int:
-    """How the pairs of ``tensors`` lie: halves, or interleaved and, if aligned, packed in words."""
-    if not interleaved:
-        return HALVES
-    aligned = spec.first_channel % 2 == 0 and all(
-        t.element_size() < 8
-        and t.data_ptr() % (2 * t.element_size()) == 0
-        and all(stride % 2 == 0 for stride in t.stride()[:3])
-        for t in tensors
-    )
-    return PACKED if aligned else STRIDED
-
-
-def strides(x: Tensor, how: int) -> tuple[int, ...]:
-    """Batch, head and token strides, in words if pairs are packed."""
-    unit = 2 if how == PACKED else 1
-    return tuple(stride // unit for stride in x.stride()[:3])
-
 
 def index(*tensors: Tensor) -> Any:
     """The dtype of offsets: int32, or the slower int64 if one may reach 2^31 elements."""
@@ -59,9 +37,7 @@ def table_numbers(cos: Tensor, rows: Rows) -> tuple[int, ...]:
     return *table, by_sequence if batch > 1 else 0, by_token if token > 1 else 0
 
 
-def shared_constants(
-    x: Tensor, cos: Tensor, rows: Rows, spec: Spec, inner: int, outer: int
-) -> dict[str, Any]:
+def shared_constants(x: Tensor, cos: Tensor, rows: Rows, spec: Spec) -> dict[str, Any]:
     """The constexpr parameters that all kernels share, in their order."""
     pairs, rest = cos.shape[-1], x.shape[-1] - 2 * cos.shape[-1]
     return {
@@ -70,8 +46,8 @@ def shared_constants(
         "REST": rest,
         "HAS_POSITIONS": rows.positions is not None,
         "ADVANCES": rows.is_sequential(),
-        "IN": inner,
-        "OUT": outer,
+        "IN": spec.interleaved,
+        "OUT": spec.interleaved_out,
         "TRANSPOSED": spec.transposed,
         "WIDE": tl.float64 if x.dtype in (torch.float32, torch.float64) else tl.float32,
         "BLOCK_P": triton.next_power_of_2(pairs),
@@ -80,59 +56,38 @@ def shared_constants(
 
 
 @triton.jit
-def as_words(x, LAYOUT: tl.constexpr):
-    """A pointer to elements, or to the words that hold two of them."""
-    if LAYOUT == 2:
-        bits: tl.constexpr = x.dtype.element_ty.primitive_bitwidth
-        word: tl.constexpr = tl.int16 if bits == 8 else tl.int32 if bits == 16 else tl.int64
-        x = x.to(tl.pointer_type(word), bitcast=True)
-    return x
-
-
-@triton.jit
 def load_pairs(
-    row, at, mask, FIRST: tl.constexpr, PAIRS: tl.constexpr, LAYOUT: tl.constexpr,
-    ELEMENT: tl.constexpr, WIDE: tl.constexpr,
+    row, present, at, FIRST: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr,
+    WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Both channels of each pair; ``row`` is from :func:`as_words`, ``at`` counts pairs."""
-    if LAYOUT == 0:
+    """Both channels ``[T, H, P]`` of each pair of the rows ``[T, H, 1]`` that are ``present``."""
+    if INTERLEAVED:
+        # One wide load, whose channels stay in their thread.
+        both = tl.arange(0, 2 * at.shape[2])[None, None, :]
+        x = tl.load(row + FIRST + both, mask=present & (both < 2 * PAIRS), other=0)
+        a, b = tl.split(tl.reshape(x, (x.shape[0], x.shape[1], at.shape[2], 2)))
+    else:
+        mask = present & (at < PAIRS)
         a = tl.load(row + FIRST + at, mask=mask, other=0)
         b = tl.load(row + FIRST + PAIRS + at, mask=mask, other=0)
-    elif LAYOUT == 1:
-        a = tl.load(row + FIRST + 2 * at, mask=mask, other=0)
-        b = tl.load(row + FIRST + 2 * at + 1, mask=mask, other=0)
-    else:
-        word = tl.load(row + FIRST // 2 + at, mask=mask, other=0)
-        half: tl.constexpr = tl.int16 if ELEMENT.primitive_bitwidth == 16 else tl.int32
-        a = word.to(half).to(ELEMENT, bitcast=True)
-        b = (word >> ELEMENT.primitive_bitwidth).to(half).to(ELEMENT, bitcast=True)
+    # A conversion waits for its load, so both loads are issued before.
     return a.to(WIDE), b.to(WIDE)
 
 
 @triton.jit
 def store_pairs(
-    row, at, mask, a, b, FIRST: tl.constexpr, PAIRS: tl.constexpr, LAYOUT: tl.constexpr,
-    ELEMENT: tl.constexpr,
+    row, present, at, a, b, FIRST: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr
 ):  # fmt: skip
     """The counterpart of :func:`load_pairs`."""
-    a, b = a.to(ELEMENT), b.to(ELEMENT)
-    if LAYOUT == 0:
-        tl.store(row + FIRST + at, a, mask=mask)
-        tl.store(row + FIRST + PAIRS + at, b, mask=mask)
-    elif LAYOUT == 1:
-        tl.store(row + FIRST + 2 * at, a, mask=mask)
-        tl.store(row + FIRST + 2 * at + 1, b, mask=mask)
-    elif ELEMENT.primitive_bitwidth == 8:
-        word = a.to(tl.uint16) | (b.to(tl.uint16) << 8)
-        tl.store(row + FIRST // 2 + at, word.to(tl.int16, bitcast=True), mask=mask)
-    elif ELEMENT.primitive_bitwidth == 16:
-        low = a.to(tl.uint16, bitcast=True).to(tl.uint32)
-        high = b.to(tl.uint16, bitcast=True).to(tl.uint32) << 16
-        tl.store(row + FIRST // 2 + at, (low | high).to(tl.int32, bitcast=True), mask=mask)
+    element: tl.constexpr = row.dtype.element_ty
+    if INTERLEAVED:
+        both = tl.arange(0, 2 * at.shape[2])[None, None, :]
+        x = tl.reshape(tl.join(a, b), (a.shape[0], a.shape[1], 2 * at.shape[2])).to(element)
+        tl.store(row + FIRST + both, x, mask=present & (both < 2 * PAIRS))
     else:
-        low = a.to(tl.uint32, bitcast=True).to(tl.uint64)
-        high = b.to(tl.uint32, bitcast=True).to(tl.uint64) << 32
-        tl.store(row + FIRST // 2 + at, (low | high).to(tl.int64, bitcast=True), mask=mask)
+        mask = present & (at < PAIRS)
+        tl.store(row + FIRST + at, a.to(element), mask=mask)
+        tl.store(row + FIRST + PAIRS + at, b.to(element), mask=mask)
 
 
 @triton.jit

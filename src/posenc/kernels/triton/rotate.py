@@ -14,17 +14,13 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from posenc.kernels.spec import Rows, Spec
 from posenc.kernels.triton.launch import Launch, launch_for
 from posenc.kernels.triton.pairs import (
-    HALVES,
-    as_words,
     check_tables,
     index,
-    layout,
     load_pairs,
     load_tables,
     rotated,
     shared_constants,
     store_pairs,
-    strides,
     table_numbers,
 )
 
@@ -62,19 +58,18 @@ def _launch(
         return None
     batch, q_heads, length, _ = q.shape
     k_heads = k.shape[1] if len(xs) == 2 else 0
-    inner, outer = layout(spec.interleaved, spec, *xs), layout(spec.interleaved_out, spec, *ys)
     rounded = cos.dtype == torch.float32
-    heads, tokens, warps, split = tile(q, k_heads, cos.shape[-1], inner, rounded)
+    heads, tokens, warps, split = tile(q, k_heads, cos.shape[-1], spec.interleaved, rounded)
     short, early = batch * length <= SHORT, overlaps_the_launch(q)
     blocks = triton.cdiv(q_heads, heads) + triton.cdiv(k_heads, heads)
     numbers = (
-        *strides(q, inner), *strides(k, inner), *strides(q_out, outer), *strides(k_out, outer),
+        *q.stride()[:3], *k.stride()[:3], *q_out.stride()[:3], *k_out.stride()[:3],
         *table_numbers(cos, rows), batch, length,
     )  # fmt: skip
     constants = {
         "Q_HEADS": q_heads,
         "K_HEADS": k_heads,
-        **shared_constants(q, cos, rows, spec, inner, outer),
+        **shared_constants(q, cos, rows, spec),
         "INDEX": index(*xs, *ys, cos, *([] if rows.positions is None else [rows.positions])),
         "BATCH_FIRST": batch > 4,
         "SPLIT": split,
@@ -103,7 +98,7 @@ def has_capability(x: Tensor, major: int, minor: int) -> bool:
 
 
 def tile(
-    q: Tensor, k_heads: int, pairs: int, how: int, rounded: bool
+    q: Tensor, k_heads: int, pairs: int, interleaved: bool, rounded: bool
 ) -> tuple[int, int, int, bool]:
     """Heads and tokens of one step, warps, and whether head blocks get programs of their own.
 
@@ -122,11 +117,11 @@ def tile(
     if batch * length <= SHORT:
         if rounded and batch * length > 512:
             return min(most, 4 * heads), 1, 4, True
-        many = rounded or (how == HALVES and q.element_size() == 2)
+        many = rounded or (not interleaved and q.element_size() == 2)
         return min(most, 2 * heads), 1, 8 if many else 4, True
     if batch * length < 16384:
         # In a short call, loads in flight at once gain more than heads that share tables.
-        return heads, 1, 2 if rounded and how == HALVES else 4, True
+        return heads, 1, 2 if rounded and not interleaved else 4, True
     return (heads, 1, 2, True) if width <= 32 else (heads, 1, 4, False)
 
 
@@ -139,9 +134,9 @@ def _load_block(
     """The pairs of one block of heads; ``x`` is a pointer and its strides."""
     source, x_b, x_h, x_t = x
     h = (block * BLOCK_H + tl.arange(0, BLOCK_H)).to(b.dtype)
-    mask = alive[:, None, None] & (h < HEADS)[None, :, None] & (at < PAIRS)
-    where = as_words(source, IN) + (b * x_b + t[:, None] * x_t + h[None, :] * x_h)[:, :, None]
-    return load_pairs(where, at, mask, FIRST, PAIRS, IN, source.dtype.element_ty, WIDE)
+    present = alive[:, None, None] & (h < HEADS)[None, :, None]
+    x_at = (b * x_b + t[:, None] * x_t + h[None, :] * x_h)[:, :, None]
+    return load_pairs(source + x_at, present, at, FIRST, PAIRS, IN, WIDE)
 
 
 @triton.jit
@@ -156,17 +151,15 @@ def _store_block(
     h = (block * BLOCK_H + tl.arange(0, BLOCK_H)).to(b.dtype)
     present = alive[:, None, None] & (h < HEADS)[None, :, None]
     y_at = (b * y_b + t[:, None] * y_t + h[None, :] * y_h)[:, :, None]
-    element: tl.constexpr = source.dtype.element_ty
-    where, mask = as_words(target, OUT) + y_at, present & (at < PAIRS)
     p, q = rotated(p, q, c, s)
-    store_pairs(where, at, mask, p, q, FIRST, PAIRS, OUT, element)
+    store_pairs(target + y_at, present, at, p, q, FIRST, PAIRS, OUT)
     if REST > 0:
         # The channels that are not rotated are all after the pairs, or all before them.
         other = (2 * PAIRS if FIRST == 0 else 0) + tl.arange(0, BLOCK_REST)[None, None, :]
         keep = present & (tl.arange(0, BLOCK_REST)[None, None, :] < REST)
         x_at = (b * x_b + t[:, None] * x_t + h[None, :] * x_h)[:, :, None]
-        rest = tl.load(source + x_at * (2 if IN == 2 else 1) + other, mask=keep)
-        tl.store(target + y_at * (2 if OUT == 2 else 1) + other, rest, mask=keep)
+        rest = tl.load(source + x_at + other, mask=keep)
+        tl.store(target + y_at + other, rest, mask=keep)
 
 
 @triton.jit
