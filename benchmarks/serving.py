@@ -1,11 +1,12 @@
-"""Norm, rotation and cache on a GPU: `rotate_and_cache` against a copy and against its pieces.
+"""Norm, rotation and cache on a GPU: `rotate_and_cache` against a copy, its pieces, and peers.
 
     python benchmarks/serving.py [--only kernel host model]
 
 kernel: calls in a CUDA graph, as ratios to a copy of the bytes of q, k and v; a result that is
 wrong stops the script. host: microseconds of a call from Python for one token. model: a Qwen3 of
 1 B parameters with random weights, as it comes, patched, and patched with its norms left alone.
-Times are medians of interleaved rounds.
+Times are medians of interleaved rounds. Peers run if they are installed: Liger, FlashAttention and
+vLLM, whose Triton kernels serving_peers.py calls.
 """
 
 from __future__ import annotations
@@ -14,8 +15,11 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
 
 import torch
+from serving_peers import PEERS, Missing, liger
 from torch import Tensor
 
 import posenc
@@ -56,6 +60,8 @@ def race(functions: dict[str, Callable[[], object]], calls: int, repeats: int) -
 class Case:
     """Tokens of a packed projection, pages for them, and what is timed."""
 
+    heads = HEADS, KV_HEADS
+
     def __init__(self, tokens: int, interleaved: bool, norm: bool, cache: torch.dtype) -> None:
         # Long calls take turns on several tensors, so that none is in the L2 cache.
         count = 4 if tokens >= 2048 else 1
@@ -80,7 +86,7 @@ class Case:
     def qkv(self, i: int) -> tuple[Tensor, ...]:
         """Queries, keys and values of a call."""
         packed = self.packed[i % len(self.packed)]
-        return packed.split((HEADS, KV_HEADS, KV_HEADS), 1)
+        return packed.split((*self.heads, KV_HEADS), 1)
 
     def one(self, i: int) -> Tensor:
         """Our one call."""
@@ -89,15 +95,18 @@ class Case:
         return rotate_and_cache(*self.qkv(i), *self.tables, *self.caches, self.slots, **how)
 
     def pieces(self, i: int) -> Tensor:
-        """Norm, rotation, and two writes."""
+        """Norm, rotation, and two writes, of numbers divided by their scale if there is one."""
         q, k, v = self.qkv(i)
         how = {**self.how, "seq_dim": 1}
         if self.weights:
             q, k = qk_norm_rope(q[None], k[None], *self.weights, *self.tables, **how)
         else:
             q, k = rotate_qk(q[None], k[None], *self.tables, **how)
-        for cache, x in zip(self.caches, (k[0], v), strict=True):
-            cache.flatten(0, 1).index_copy_(0, self.slots, x)
+        bits = torch.uint8 if self.scales else q.dtype
+        for cache, name, x in zip(self.caches, "kv", (k[0], v), strict=True):
+            if self.scales:
+                x = (x / self.scales[f"{name}_scale"]).to(cache.dtype)
+            cache.flatten(0, 1).view(bits).index_copy_(0, self.slots, x.view(bits))
         return q[0]
 
     def copy(self, i: int) -> Tensor:
@@ -105,36 +114,42 @@ class Case:
         n = i % len(self.packed)
         return self.copies[n].copy_(self.packed[n])
 
-    def check(self) -> None:
-        """Compare one call with the pieces, which have one more rounding."""
-        made = self.one(0)
-        kept = [cache.clone() for cache in self.caches]
-        for cache in self.caches:
-            cache.zero_()
-        for ours, theirs in zip((made, *kept), (self.pieces(0), *self.caches), strict=True):
-            off = (ours.float() - theirs.float()).abs().max()
-            assert off <= 2**-7 * theirs.float().abs().max(), off
+    def calls(self) -> dict[str, Callable[[int], Tensor]]:
+        """What is timed beside a copy and our call, each compared with our call."""
+        calls = {"pieces": self.pieces}
+        for name, peer in PEERS.items():
+            with suppress(Missing):
+                calls[name] = peer(self)
+        made = [self.one(0), *[cache.clone() for cache in self.caches]]
+        for name, call in calls.items():
+            for cache in self.caches:
+                cache.zero_()
+            for ours, theirs in zip(made, (call(0), *self.caches), strict=True):
+                # They round up to five times: four steps of bfloat16, or one of float8.
+                step = 2**-6 if theirs.dtype == torch.bfloat16 else 2**-3
+                off = (ours.float() - theirs.float()).abs().max()
+                assert off <= step * theirs.float().abs().max(), (name, off)
+        return calls
 
 
 def kernel() -> None:
     """Rows of ratios to a copy."""
-    print("tokens  layout       norm  cache          copy, us   one call   pieces")
+    others = ("pieces", *PEERS)
+    names = "".join(f"  {name:>20}" for name in others)
+    print(f"tokens  layout       norm  cache          copy, us  one call{names}")
     for cache in (torch.bfloat16, torch.float8_e4m3fn):
         for interleaved in (False, True):
             for norm in (False, True):
                 for tokens in TOKENS:
                     case = Case(tokens, interleaved, norm, cache)
-                    timed = {"copy": case.copy, "one": case.one}
-                    if cache == torch.bfloat16:
-                        case.check()
-                        timed["pieces"] = case.pieces
+                    timed = {"copy": case.copy, "one": case.one, **case.calls()}
                     found = race({n: captured(f) for n, f in timed.items()}, CALLS, 3)
                     base = found["copy"]
                     words = ["interleaved" if interleaved else "half", "yes" if norm else "no"]
-                    pieces = f"{found['pieces'] / base:8.2f}" if "pieces" in found else ""
+                    ratios = [f"{found[n] / base:.2f}" if n in found else "-" for n in others]
                     print(
                         f"{tokens:6}  {words[0]:11}  {words[1]:4}  {str(cache)[6:]:13} {base:8.1f}"
-                        f"  {found['one'] / base:8.2f}  {pieces}",
+                        f"  {found['one'] / base:8.2f}" + "".join(f"  {x:>20}" for x in ratios),
                         flush=True,
                     )
 
@@ -156,6 +171,12 @@ def host() -> None:
         ),
         "pieces": lambda: case.pieces(0),
     }
+    for name, peer in PEERS.items():
+        plain = Case(1, False, peer is liger, torch.bfloat16)
+        try:
+            timed[name] = partial(peer(plain), 0)
+        except Missing as why:
+            print(why)
     for f in timed.values():
         f()
     for name, took in race(timed, 1, 200).items():
