@@ -60,10 +60,7 @@ def test_gradients_of_the_reference_are_numerical_ones(all_heads):
 
 
 def interpreted():
-    """All of them; of those that are quick, every two of the five are met together.
-
-    In the interpreter, interleaved pairs of float64 are strided, and those of bfloat16 are words.
-    """
+    """All of them; of those that are quick, every two of the five are met together."""
     parts = {"all": (6, 12, 0), "first": (6, 16, 0), "last": (6, 16, 4)}
     layouts = {"half": (False, False), "to-half": (True, False), "interleaved": (True, True)}
     dtypes = {"fp64": torch.float64, "bf16": torch.bfloat16}
