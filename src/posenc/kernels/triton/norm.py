@@ -132,7 +132,10 @@ def norm_factors(
     REST: tl.constexpr, IN: tl.constexpr, ALL_HEADS: tl.constexpr, WIDE: tl.constexpr,
     HEADS: tl.constexpr,
 ):  # fmt: skip
-    """The norm's factor of each channel: ``[1, 1, P]``, or ``[1, H, P]`` for ``ALL_HEADS``."""
+    """The norm's factor of each channel, ``[1, H, P]``: the heads share it if not ``ALL_HEADS``.
+
+    It is loaded for each head, as the channels are, so that it lies in the same threads.
+    """
     h = h[None, :, None]
     row, present = weight + h * (WIDTH if ALL_HEADS else 0), h < HEADS
     keep = present & (other < WIDTH)
