@@ -6,24 +6,21 @@ bfloat16 and gathered beforehand where a peer needs it, as a model does once for
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from posenc.lab.peers import Missing, load
+
 Call = Callable[[int], Tensor]
-
-
-class Missing(Exception):
-    """A peer that is not installed, or does not do this."""
 
 
 def liger(case: Any) -> Call:
     """Norm and rotation of Liger, on copies, which it rotates in place."""
-    rotate = _load("liger_kernel.ops.rope").LigerRopeFunction.apply
-    normalise = _load("liger_kernel.ops.rms_norm").LigerRMSNormFunction.apply
+    rotate = load("liger_kernel.ops.rope").LigerRopeFunction.apply
+    normalise = load("liger_kernel.ops.rms_norm").LigerRMSNormFunction.apply
     if case.how["interleaved"]:
         raise Missing("Liger rotates halves only")
     dense = torch.contiguous_format
@@ -45,7 +42,7 @@ def liger(case: Any) -> Call:
 
 def flash_attention(case: Any) -> Call:
     """Rotation of FlashAttention: each token is a sequence whose position is an offset."""
-    rotate = _load("flash_attn.ops.triton.rotary").apply_rotary
+    rotate = load("flash_attn.ops.triton.rotary").apply_rotary
     if case.weights:
         raise Missing("FlashAttention has no norm of heads")
     cos, sin = (table.bfloat16() for table in case.tables)
@@ -65,19 +62,11 @@ def flash_attention(case: Any) -> Call:
 def _write(case: Any) -> Callable[[Tensor, Tensor], None]:
     """The write of vLLM."""
     module = "vllm.v1.attention.ops.triton_reshape_and_cache_flash"
-    write = _load(module).triton_reshape_and_cache_flash
+    write = load(module).triton_reshape_and_cache_flash
     dtype = "fp8" if case.scales else "auto"
     one = torch.ones((), device=case.slots.device)
     scales = [case.scales.get(name, one) for name in ("k_scale", "v_scale")]
     return lambda k, v: write(k, v, *case.caches, case.slots, dtype, *scales)
-
-
-def _load(module: str) -> Any:
-    try:
-        return importlib.import_module(module)
-    except Exception as broken:
-        # A missing package is only one of the ways in which an import of a peer fails.
-        raise Missing(f"cannot import {module}: {broken}") from broken
 
 
 PEERS = {"Liger, vLLM": liger, "FlashAttention, vLLM": flash_attention}

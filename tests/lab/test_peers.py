@@ -56,7 +56,7 @@ def test_without_peers_there_is_posenc_alone():
 
 def test_a_peer_that_cannot_be_imported_says_so_in_one_line():
     with pytest.raises(Missing, match="cannot import no_such_peer") as missing:
-        peers._load("no_such_peer")
+        peers.load("no_such_peer")
     assert "\n" not in str(missing.value)
 
 

@@ -81,8 +81,8 @@ def transformers(work: Workload) -> Call:
     """Llama's function for the half layout, Cohere's for the interleaved one."""
     name = "Cohere" if work.interleaved else "Llama"
     folder = f"transformers.models.{name.lower()}"
-    modeling = _load(f"{folder}.modeling_{name.lower()}")
-    config = getattr(_load(f"{folder}.configuration_{name.lower()}"), f"{name}Config")(
+    modeling = load(f"{folder}.modeling_{name.lower()}")
+    config = getattr(load(f"{folder}.configuration_{name.lower()}"), f"{name}Config")(
         hidden_size=work.heads * work.dim,
         num_attention_heads=work.heads,
         max_position_embeddings=work.max_seq_len,
@@ -98,7 +98,7 @@ def transformers(work: Workload) -> Call:
 def rotary_embedding_torch(work: Workload) -> Call:
     """Its ``rotate_queries_or_keys``, with the cache it keeps by default."""
     _only(work.interleaved and not work.ids, "interleaved and offset")
-    peer = _load("rotary_embedding_torch").RotaryEmbedding(work.dim, theta=BASE)
+    peer = load("rotary_embedding_torch").RotaryEmbedding(work.dim, theta=BASE)
     return _each(partial(peer.to(work.device).rotate_queries_or_keys, offset=work.offset))
 
 
@@ -117,7 +117,7 @@ def complex_multiply(work: Workload) -> Call:
 def liger(work: Workload) -> Call:
     """Its Triton kernel, in place; in training on clones, or it would overwrite the leaves."""
     _only(work.device == "cuda" and not work.interleaved, "CUDA and half")
-    rotate = _load("liger_kernel.ops.rope").LigerRopeFunction.apply
+    rotate = load("liger_kernel.ops.rope").LigerRopeFunction.apply
     cis = truth.cis(work).repeat(1, 1, 2)
     cos, sin = cis.real.to(work.dtype), cis.imag.to(work.dtype)
     if work.training:
@@ -159,7 +159,8 @@ def _positions(work: Workload) -> dict[str, Any]:
     return {"position_ids": work.positions()} if work.ids else {"offset": work.offset}
 
 
-def _load(module: str) -> Any:
+def load(module: str) -> Any:
+    """Import a module of a peer; raise :class:`Missing` if that fails."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
