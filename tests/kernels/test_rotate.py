@@ -61,7 +61,7 @@ def test_tables_may_differ_in_dtype(name, dtype, narrow):
     check(name, [x], pair["cos"], pair["sin"], Rows(), Spec(), slice(0, 7))
 
 
-# Each tile with halves and with neighbours; the other layouts run in make test-all. All four are
+# Each tile with half and with interleaved pairs; the rest runs in make test-all. All four are
 # loaded and stored in the loop over heads by "whole", and one block to a program in the test above.
 QUICK_TILES = {
     "split": ["half", "interleaved"],

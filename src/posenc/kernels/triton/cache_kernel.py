@@ -110,7 +110,7 @@ def store_keys(
         p, q, rest = p * factor, q * factor, rest * factor
     if FORMAT > 0:
         if OUT:
-            # One instruction rounds two numbers that are neighbours in memory.
+            # One instruction rounds both numbers of a pair.
             p, q = tl.split(encode(tl.join(p, q), FORMAT, NATIVE))
         else:
             p, q = encode(p, FORMAT, NATIVE), encode(q, FORMAT, NATIVE)

@@ -134,7 +134,7 @@ def norm_factors(
 ):  # fmt: skip
     """The norm's factor of each channel, ``[1, H, P]``: the heads share it if not ``ALL_HEADS``.
 
-    It is loaded for each head, as the channels are, so that it lies in the same threads.
+    It is loaded for each head, so that each thread has the factors of its own channels.
     """
     h = h[None, :, None]
     row, present = weight + h * (WIDTH if ALL_HEADS else 0), h < HEADS

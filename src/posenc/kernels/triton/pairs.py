@@ -62,7 +62,7 @@ def load_pairs(
 ):  # fmt: skip
     """Both channels ``[T, H, P]`` of each pair of the rows ``[T, H, 1]`` that are ``present``."""
     if INTERLEAVED:
-        # One wide load, whose channels stay in their thread.
+        # One wide load: both channels of a pair are in the same thread.
         both = tl.arange(0, 2 * at.shape[2])[None, None, :]
         x = tl.load(row + FIRST + both, mask=present & (both < 2 * PAIRS), other=0)
         a, b = tl.split(tl.reshape(x, (x.shape[0], x.shape[1], at.shape[2], 2)))
@@ -70,7 +70,7 @@ def load_pairs(
         mask = present & (at < PAIRS)
         a = tl.load(row + FIRST + at, mask=mask, other=0)
         b = tl.load(row + FIRST + PAIRS + at, mask=mask, other=0)
-    # A conversion waits for its load, so both loads are issued before.
+    # A conversion waits for its load, so both loads are issued first.
     return a.to(WIDE), b.to(WIDE)
 
 
