@@ -9,8 +9,7 @@ import copy
 import pytest
 import torch
 
-from support.models import Everything
-from support.processes import assert_passed, run
+from support.modules import TOKENS, WIDTH, Everything, kept
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
@@ -24,8 +23,9 @@ def plain():
 
 def assert_same_numbers(got, plain, dtype):
     """As a module that nobody touched, with the same weights in the same dtype."""
-    x = torch.randn(2, 3, 5, 8, generator=torch.Generator().manual_seed(0)).to(dtype)
-    assert {p.dtype for p in got.parameters()} == {dtype}
+    x = torch.randn(2, TOKENS, WIDTH, generator=torch.Generator().manual_seed(0)).to(dtype)
+    others = {p.dtype for name, p in got.named_parameters() if name not in kept(got)}
+    assert others == {dtype}
     wanted = copy.deepcopy(plain).to(dtype)(x)
     assert wanted.isfinite().all()
     assert torch.equal(got(x), wanted)
@@ -69,6 +69,10 @@ def test_diffusers_from_pretrained_leaves_every_encoding_exact(tmp_path, plain, 
     from diffusers.configuration_utils import register_to_config
 
     class Model(ModelMixin, ConfigMixin):
+        # With little memory, diffusers assigns what it loads in its own dtype, except for these.
+        names = ["delta", "freqs", "skew", "frequencies"]
+        _keep_in_fp32_modules = names if low_memory else None
+
         @register_to_config
         def __init__(self):
             super().__init__()
@@ -110,7 +114,7 @@ def test_a_lightning_checkpoint_leaves_every_encoding_exact(tmp_path, plain, dty
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
         default_root_dir=tmp_path,
     )  # fmt: skip
-    batch = torch.utils.data.TensorDataset(torch.randn(2, 3, 5, 8).to(dtype))
+    batch = torch.utils.data.TensorDataset(torch.randn(2, TOKENS, WIDTH).to(dtype))
     trainer.fit(module, torch.utils.data.DataLoader(batch, batch_size=2))
     trainer.save_checkpoint(tmp_path / "model.ckpt")
     loaded = Module.load_from_checkpoint(tmp_path / "model.ckpt", map_location="cpu")
@@ -144,19 +148,15 @@ def test_accelerate_loading_and_offloading_leaves_every_encoding_exact(
     accelerate = pytest.importorskip("accelerate")
     torch.save(plain.to(dtype).state_dict(), tmp_path / "weights.bin")
     with accelerate.init_empty_weights(include_buffers=include_buffers):
-        empty = Everything()
+        # The argument dtype of the next call would round what keeps float32.
+        empty = Everything().to(dtype)
     loaded = accelerate.load_checkpoint_and_dispatch(
-        empty, str(tmp_path / "weights.bin"), device_map={"": "cpu"}, dtype=dtype
+        empty, str(tmp_path / "weights.bin"), device_map={"": "cpu"}
     )
     assert_same_numbers(loaded, plain, dtype)
-    x = torch.randn(2, 3, 5, 8).to(dtype)
+    x = torch.randn(2, TOKENS, WIDTH).to(dtype)
     wanted = plain(x)
     offloaded = accelerate.cpu_offload(
         copy.deepcopy(plain), execution_device="cpu", offload_buffers=include_buffers
     )
     assert torch.equal(offloaded(x), wanted)
-
-
-def test_ddp_and_fsdp2_leave_every_encoding_exact(tmp_path):
-    """DistributedDataParallel sends buffers at every step, FSDP2 refills what was on meta."""
-    assert_passed(run(2, "support.frameworks:on_ranks", tmp_path))

@@ -78,14 +78,25 @@ def test_the_factor_gets_its_gradient(make):
 
 
 @BOTH
-def test_casts_and_copies_keep_the_factor(make):
+def test_the_factor_is_cast_with_the_model_and_a_sum_is_rounded_once(make):
     module, x = make(scale=0.3, learn_scale=True), torch.randn(3, 16)
     wanted = module(x)
-    for other in (copy.deepcopy(module), copy.deepcopy(module).bfloat16()):
-        assert other.alpha.dtype == torch.float32
-        assert torch.equal(other(x), wanted)
+    assert torch.equal(copy.deepcopy(module)(x), wanted)
+    cast = copy.deepcopy(module).bfloat16()
+    assert cast.alpha.dtype == torch.bfloat16
+    assert torch.equal(cast(x), make(scale=cast.alpha.item(), learn_scale=True)(x))
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(module(x), wanted)
+
+
+@BOTH
+def test_a_checkpoint_may_have_the_factor_without_an_axis(make):
+    """FSDP2 shards no parameter of shape (), so ours has one axis; older ones had none."""
+    module = make(scale=0.3, learn_scale=True)
+    assert module.alpha.shape == (1,)
+    model = torch.nn.ModuleDict({"position": copy.deepcopy(module)})
+    model.load_state_dict({"position.alpha": torch.tensor(0.5)})
+    assert model["position"].alpha.tolist() == [0.5]
 
 
 DROPPING = pytest.mark.parametrize(

@@ -50,13 +50,13 @@ def test_the_seeds_plain_sequence_on_request():
 def test_forward_adds_the_bias_to_scores():
     alibi, scores = ALiBi(4), torch.randn(2, 4, 3, 5)
     wanted = scores + oracles.alibi_bias(alibi.slopes.tolist(), 3, 5, causal=True)
-    torch.testing.assert_close(alibi(scores), wanted.float(), rtol=1e-6, atol=1e-6)
-    assert alibi(scores.bfloat16()).dtype == torch.bfloat16
+    torch.testing.assert_close(alibi.add_bias(scores), wanted.float(), rtol=1e-6, atol=1e-6)
+    assert alibi.add_bias(scores.bfloat16()).dtype == torch.bfloat16
 
 
 def test_softmax_over_far_keys_prefers_the_near():
     alibi = ALiBi(8)
-    weights = alibi(torch.zeros(8, 16, 16)).softmax(-1)
+    weights = alibi.add_bias(torch.zeros(8, 16, 16)).softmax(-1)
     assert (weights[:, -1].diff() > 0).all()
     assert weights.triu(1).sum() == 0
 
@@ -78,11 +78,11 @@ def test_bad_input_is_named():
     with pytest.raises(TypeError, match="seq_len must be an int"):
         alibi.get_bias(3.0)
     with pytest.raises(ValueError, match=r"scores must have shape \(\.\.\., 4, Q, K\)"):
-        alibi(torch.zeros(2, 3, 5, 5))
+        alibi.add_bias(torch.zeros(2, 3, 5, 5))
     with pytest.raises(ValueError, match="ALiBi: k_len must be at least q_len=5, got 4"):
-        alibi(torch.zeros(4, 5, 4))
+        alibi.add_bias(torch.zeros(4, 5, 4))
     with pytest.raises(TypeError, match="scores must be a float16"):
-        alibi(torch.zeros(4, 5, 5).long())
+        alibi.add_bias(torch.zeros(4, 5, 5).long())
 
 
 @pytest.mark.parametrize(
@@ -91,13 +91,13 @@ def test_bad_input_is_named():
 @COMPILERS
 def test_one_graph_for_all_lengths(sizes, backend):
     calls = [(torch.randn(2, 4, q, k),) for q, k in sizes]
-    assert compilations(ALiBi(4), calls, dynamic=True, backend=backend) == 1
+    assert compilations(ALiBi(4).add_bias, calls, dynamic=True, backend=backend) == 1
 
 
 def test_float64_scores_get_exact_slopes():
     alibi = ALiBi(12)
     wanted = oracles.alibi_bias([2 ** (-8 * h / 8) for h in range(1, 9)], 9, 9, causal=True)
-    assert torch.equal(alibi(torch.zeros(12, 9, 9, dtype=torch.float64))[:8], wanted)
+    assert torch.equal(alibi.add_bias(torch.zeros(12, 9, 9, dtype=torch.float64))[:8], wanted)
 
 
 def test_slopes_are_made_where_the_device_context_says():
@@ -117,7 +117,7 @@ def test_slopes_of_ones_own():
 def test_slopes_of_ones_own_survive_the_meta_device_and_a_cast():
     with torch.device("meta"):
         alibi = ALiBi(2, slopes=[0.3, 0.2])
-    assert alibi.slopes.is_meta
+        assert alibi.slopes.is_meta
     alibi = alibi.to_empty(device="cpu").half()
     assert torch.equal(alibi.slopes, torch.tensor([0.3, 0.2]))
 
@@ -164,13 +164,13 @@ def test_bad_slopes_are_named():
 def test_scores_keep_their_shape_with_slopes_of_each_sequence():
     slopes = [[0.1, 0.2], [0.3, 0.4], [0.5, 0.6]]
     scores = torch.randn(3, 2, 4, 5)
-    got = ALiBi(2, slopes=slopes)(scores)
+    got = ALiBi(2, slopes=slopes).add_bias(scores)
     for each, row, x in zip(got, slopes, scores, strict=True):
-        assert torch.equal(each, ALiBi(2, slopes=row)(x))
-    assert ALiBi(2, slopes=slopes[:1])(scores[0]).shape == (2, 4, 5)
+        assert torch.equal(each, ALiBi(2, slopes=row).add_bias(x))
+    assert ALiBi(2, slopes=slopes[:1]).add_bias(scores[0]).shape == (2, 4, 5)
     for shape in [(1, 2, 4, 5), (2, 4, 5), (2, 2, 4, 5)]:
         with pytest.raises(ValueError, match=r"scores must have shape \(3, 2, Q, K\)"):
-            ALiBi(2, slopes=slopes)(torch.randn(shape))
+            ALiBi(2, slopes=slopes).add_bias(torch.randn(shape))
 
 
 def test_learned_slopes_are_the_formula_and_start_at_the_papers():

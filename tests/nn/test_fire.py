@@ -1,11 +1,13 @@
 """FIRE on both sides of its threshold."""
 
+import copy
+
 import pytest
 import torch
 
 import posenc
 from posenc.attention import DistanceTable, RowBias
-from support.biases import assert_is_formula, qkv
+from support.biases import assert_is_formula, drawn, qkv
 
 
 def formula_of(threshold, *, learned=True):
@@ -70,3 +72,29 @@ def test_numbers_that_are_not_positive_are_refused():
         posenc.FIRE(2, threshold=0.0)
     with pytest.raises(ValueError, match="FIRE: init_c must be finite and above zero"):
         posenc.FIRE(2, init_c=-1.0)
+
+
+@pytest.mark.parametrize("name", ["c", "L_multiplier"])
+@pytest.mark.parametrize("keys", [9, 40], ids=["table", "rows"])
+def test_a_factor_of_zero_is_the_limit(name, keys):
+    """With c towards 0 the ratio tends to (i - j) / max(L, i); with L at 0 the scale is i."""
+    fire = drawn(posenc.FIRE, 2, 3, threshold=20.0)
+    near = copy.deepcopy(fire)
+    with torch.no_grad():
+        getattr(fire, name).zero_()
+        getattr(near, name).fill_(1e-6)
+    got, wanted = (module.bias(keys, dtype=torch.float64) for module in (fire, near))
+    torch.testing.assert_close(got, wanted, rtol=0, atol=1e-4)
+    q, k, v = qkv(2, keys, keys)
+    fire(q, k, v).square().sum().backward()
+    assert all(p.grad.isfinite().all() for p in fire.parameters())
+
+
+def test_a_checkpoint_may_have_its_numbers_without_an_axis():
+    """FSDP2 shards no parameter of shape (), so ours have one axis; older ones had none."""
+    fire = drawn(posenc.FIRE, 2, 3)
+    state = {name: x.reshape(()) if x.numel() == 1 else x for name, x in fire.state_dict().items()}
+    other = posenc.FIRE(2, 3)
+    other.load_state_dict(state)
+    assert other.c.shape == other.L_multiplier.shape == (1,)
+    assert torch.equal(other.bias(9), fire.bias(9))

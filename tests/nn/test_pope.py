@@ -6,6 +6,7 @@ import pickle
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 import oracles
@@ -84,6 +85,28 @@ def test_delta_is_limited_where_it_is_used():
     drawn = trained(64, 4).delta
     assert -math.tau <= drawn.min() < -5
     assert -1 < drawn.max() <= 0
+
+
+@pytest.mark.parametrize("end", [0.0, -math.tau])
+def test_the_ends_of_its_range_get_the_gradient_of_the_formula(end):
+    """delta starts at one; the gradient of torch.clamp there is 1 or 0, by the version of torch."""
+    q, k, v = torch.randn(3, 1, 2, 7, 8, dtype=torch.float64).unbind()
+    pope = PoPE(8, 2).double()
+    if end:
+        torch.nn.init.constant_(pope.delta, end)
+    delta = pope.delta.detach().clone().requires_grad_()
+    at = torch.arange(7, dtype=torch.float64)
+    rates = 10_000.0 ** -(torch.arange(8, dtype=torch.float64) / 8)
+    angle = (at[None, :] - at[:, None])[..., None] * rates + delta[:, None, None]
+    lengths = torch.einsum("bhic,bhjc->bhijc", F.softplus(q), F.softplus(k))
+    scores = (lengths * angle.cos()).sum(-1) * 8**-0.5
+    hidden = torch.ones(7, 7, dtype=torch.bool).triu(1)
+    exact = scores.masked_fill(hidden, -math.inf).softmax(-1) @ v
+    weight = torch.randn(exact.shape, dtype=torch.float64)
+    (exact * weight).sum().backward()
+    (pope.attention(q, k, v) * weight).sum().backward()
+    assert (pope.delta.grad != 0).all()
+    torch.testing.assert_close(pope.delta.grad, delta.grad, rtol=1e-9, atol=1e-9)
 
 
 def test_without_delta_keys_are_queries():
@@ -232,13 +255,11 @@ def test_casts_copies_and_meta_keep_delta_and_tables():
     for made in (copy.deepcopy(pope), pickle.loads(pickle.dumps(pope))):
         for cast in (torch.bfloat16, torch.float16, torch.float64):
             made.to(cast)
-            assert made.delta.dtype == torch.float32
+            assert made.delta.dtype == (torch.float64 if cast is torch.float64 else torch.float32)
             assert torch.equal(torch.stack(made(x, x)), wanted)
     with torch.device("meta"):
         empty = PoPE(8, 2, 16)
         assert empty(x.to("meta"), x.to("meta"))[0].shape == (1, 2, 5, 16)
-    empty.load_state_dict({"delta": pope.delta.detach().bfloat16()}, assign=True)
-    assert empty.delta.dtype == torch.float32
     empty.load_state_dict(pope.state_dict(), assign=True)
     assert torch.equal(torch.stack(empty(x, x)), wanted)
     with torch.autocast("cpu", torch.bfloat16):

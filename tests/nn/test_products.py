@@ -176,20 +176,27 @@ def test_nothing_is_attention_to_nothing(make):
 
 
 @EACH_MADE
-def test_copies_pickles_and_casts_keep_the_parameters(make):
+def test_copies_and_pickles_keep_the_parameters(make):
     module = drawn(make)
     with torch.device("meta"):
         empty = make()
     empty.to_empty(device="cpu").load_state_dict(module.state_dict())
-    cast = copy.deepcopy(module).bfloat16()
     q, k, v = (x.detach() for x in qkv(H, 7, 7, D))
     wanted = module.attention(q, k, v)
-    for other in (empty, cast, pickle.loads(pickle.dumps(module))):
+    for other in (empty, copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
         assert other._argument_values() == module._argument_values()
         assert torch.equal(other.attention(q, k, v), wanted)
     empty.reset_parameters()
     assert all(x.isfinite().all() for x in empty.parameters())
     assert repr(module.replace(causal=module.causal)) == repr(module)
+
+
+@EACH_MADE
+def test_a_cast_rounds_the_parameters_and_nothing_else(make):
+    module = drawn(make).bfloat16()
+    assert {p.dtype for p in module.parameters()} == {torch.bfloat16}
+    q, k, v = (x.detach() for x in qkv(H, 7, 7, D))
+    assert torch.equal(module(q, k, v), copy.deepcopy(module).double()(q, k, v))
 
 
 @EACH_MADE

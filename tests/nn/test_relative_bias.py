@@ -103,27 +103,36 @@ def test_flex_attention_takes_the_score_mod():
 
 @EACH_LEARNED
 @pytest.mark.parametrize("cast", ["half", "bfloat16", "double"])
-def test_a_cast_of_the_model_leaves_the_parameters(make, cast):
-    """The bias would lose bits that the scores have."""
+def test_parameters_are_cast_with_the_model(make, cast):
+    """FSDP2 shards parameters of one dtype together."""
     model = torch.nn.ModuleList([drawn(make)])
-    before = copy.deepcopy(model.state_dict())
+    wanted = getattr(torch.nn.ParameterList(p.clone() for p in model.parameters()), cast)()
     getattr(model, cast)()
-    model.to(torch.bfloat16)
-    for name, x in model.state_dict().items():
-        assert x.dtype == torch.float32
-        assert torch.equal(x, before[name])
+    for got, p in zip(model.parameters(), wanted, strict=True):
+        assert got.dtype == p.dtype
+        assert torch.equal(got, p)
+
+
+@EACH
+def test_the_bias_of_rounded_parameters_is_made_in_float32(make):
+    """The bias would lose bits that the scores have."""
+    module = drawn(make).bfloat16()
+    wanted = copy.deepcopy(module).float()
+    assert torch.equal(module.bias(30), wanted.bias(30))
+    q, k, v = qkv(4, 9, 9, dtype=torch.bfloat16)
+    assert torch.equal(module(q, k, v), wanted(q, k, v))
 
 
 @EACH_LEARNED
 @pytest.mark.parametrize("assign", [False, True], ids=["copy", "assign"])
-def test_a_checkpoint_in_bfloat16_is_loaded_into_float32(make, assign):
+def test_a_checkpoint_in_bfloat16_is_loaded_as_by_a_linear_layer(make, assign):
     module, other = drawn(make), make()
     state = {name: x.bfloat16() for name, x in module.state_dict().items()}
     other.load_state_dict(state, assign=assign)
     for name, x in other.named_parameters():
-        assert x.dtype == torch.float32
+        assert x.dtype == (torch.bfloat16 if assign else torch.float32)
         assert x.requires_grad
-        assert torch.equal(x.detach(), state[name].float())
+        assert torch.equal(x.detach().float(), state[name].float())
 
 
 @EACH_LEARNED
@@ -157,12 +166,12 @@ def test_autocast_does_not_round_the_bias(make):
 
 
 @EACH
-def test_forward_adds_the_bias_to_scores(make):
+def test_the_bias_is_added_to_scores(make):
     module = drawn(make)
     scores = torch.randn(2, 4, 3, 7)
-    assert torch.equal(module(scores), scores + module.bias(3, 7))
+    assert torch.equal(module.add_bias(scores), scores + module.bias(3, 7))
     with pytest.raises(ValueError, match=r"scores must have shape \(..., 4, Q, K\)"):
-        module(scores[:, :3])
+        module.add_bias(scores[:, :3])
 
 
 @EACH
@@ -183,7 +192,7 @@ def test_a_keyword_that_attention_does_not_take_is_refused_by_the_modules_name(m
     """A forgetting gate, whose bias is for earlier keys alone, took causal=False."""
     module = make()
     inputs = list(torch.randn(3, 1, 4, 6, 8).unbind())
-    inputs += [torch.zeros(4, 6)] * isinstance(module, posenc.ForgetGate)
+    inputs += [torch.zeros(6, 6)] * isinstance(module, posenc.ForgetGate)
     rule = f"{type(module).__name__}: attention takes the keywords scale, .*, got {keyword}"
     with pytest.raises(TypeError, match=rule):
         module.attention(*inputs, **{keyword: False})
@@ -205,19 +214,18 @@ def test_an_exported_program_takes_every_length(make):
     )
 
 
-def test_a_dtype_that_was_asked_for_is_kept():
-    bias = posenc.LearnedBias(2, 3, dtype=torch.bfloat16)
-    assert bias.float().weight.dtype == torch.bfloat16
-    assert posenc.T5Bias(2, dtype=torch.float64).half().weight.dtype == torch.float64
+def test_parameters_have_the_dtype_that_was_asked_for():
+    assert posenc.LearnedBias(2, 3, dtype=torch.bfloat16).weight.dtype == torch.bfloat16
+    assert posenc.T5Bias(2, dtype=torch.float64).weight.dtype == torch.float64
     with pytest.raises(TypeError, match="KERPLE: dtype must be one of"):
         posenc.KERPLE(2, dtype=torch.int64)
 
 
-def test_a_default_dtype_of_bfloat16_makes_float32_parameters():
-    """Loaders set it while they build a model."""
+def test_parameters_have_torchs_default_dtype():
+    """Loaders set it while they build a model in the dtype of a checkpoint."""
     torch.set_default_dtype(torch.bfloat16)
     try:
         modules = [make() for make in PARAMETERS.values()]
     finally:
         torch.set_default_dtype(torch.float32)
-    assert all(p.dtype == torch.float32 for module in modules for p in module.parameters())
+    assert all(p.dtype == torch.bfloat16 for module in modules for p in module.parameters())

@@ -1,4 +1,4 @@
-"""Models that use every module of the library, and every way to call the rotation."""
+"""Models with the modules of the seeds, and with every way to call the rotation."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.qkv(x).unflatten(-1, (12, 8)).transpose(1, 2).chunk(3, dim=1)
         q, k = self.rope(q, k)
-        scores = self.alibi(q @ k.transpose(-1, -2) / 8**0.5)
+        scores = self.alibi.add_bias(q @ k.transpose(-1, -2) / 8**0.5)
         return x + (scores.softmax(-1) @ v).transpose(1, 2).flatten(2)
 
 
 class Model(nn.Module):
-    """Every module of the library, around one block of attention."""
+    """The modules of the seeds, around one block of attention."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -74,43 +74,6 @@ class Rotations(nn.Module):
         coordinates = torch.stack((ids, ids + 1, ids))
         rotated["coordinates"] = self.mrope.rotate(q, position_ids=coordinates)
         return rotated
-
-
-class Everything(nn.Module):
-    """One of every module of the library, with a linear layer that says what was loaded."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
-        self.added = nn.ModuleDict(
-            {
-                "sinusoidal": posenc.SinusoidalPosEmbedding(),
-                "fixed": posenc.SinusoidalPE(16, 8),
-                "learned": posenc.LearnedPosEmbedding(16, 8),
-                "rotary": posenc.RotaryPosEmbedding(),
-                "rotary-fixed": posenc.RotaryPosEmbedding(8, 16, False),
-            }
-        )
-        self.rotated = nn.ModuleDict(
-            {
-                "rope": posenc.RoPE(8, 16),
-                "growing": posenc.RoPE(8, None),
-                "freqs": posenc.RoPE(8, 16, freqs=(1.0, 0.3, 0.1, 0.0)),
-                "yarn": posenc.RoPE(8, 16, scaling=scaling.YaRN(4.0, 4)),
-                "xpos": posenc.XPos(8, 16, scale_base=8.0),
-            }
-        )
-        self.mixed = posenc.MixedRoPE(8, 3, coordinates=1)
-        self.alibi = posenc.ALiBi(3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Of ``(B, 3, L, 8)``, what each makes of it, one after the other."""
-        x = self.linear(x)
-        made = [module(x[:, 0]) for module in self.added.values()]
-        made += [module(x, x)[0] for module in self.rotated.values()]
-        made.append(self.mixed(x, x, torch.arange(x.shape[2]))[0])
-        made.append(self.alibi(x @ x.transpose(-1, -2)).exp())
-        return torch.cat([each.flatten() for each in made])
 
 
 def rotations_at(batch: int, length: int) -> tuple[Tensor, ...]:

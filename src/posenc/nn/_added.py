@@ -10,11 +10,11 @@ from torch import Tensor, nn
 
 from posenc import kernels
 from posenc._contract import checks
-from posenc.nn._bias import KeepsDtype
+from posenc.nn._module import load_scalars
 from posenc.nn._tables import TableModule
 
 
-class AddedTable(KeepsDtype, TableModule):
+class AddedTable(TableModule):
     r"""A module that returns :math:`\text{dropout}(g x + \alpha P)` for rows :math:`P` of a table.
 
     :math:`g` is one, or the root of the width; :math:`\alpha` is a number, or learned.
@@ -33,8 +33,8 @@ class AddedTable(KeepsDtype, TableModule):
         self.scale = checks.positive_float(who, "scale", scale)
         self.learn_scale = checks.boolean(who, "learn_scale", learn_scale)
         self.dropout = checks.probability(who, "dropout", dropout)
-        alpha = nn.Parameter(torch.empty((), dtype=torch.float32)) if learn_scale else None
-        self.register_parameter("alpha", alpha)
+        self.register_parameter("alpha", nn.Parameter(torch.empty(1)) if learn_scale else None)
+        self.register_load_state_dict_pre_hook(load_scalars)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from posenc import kernels
 from posenc._contract import checks, qk_checks
-from posenc._contract.tracing import without_autocast
 from posenc.attention.biased import attend, check_options
 from posenc.attention.biases import Bias, DistanceTable, relative_bias
 from posenc.attention.mods import relative_score_mod
@@ -23,54 +21,21 @@ if TYPE_CHECKING:
     from posenc.attention.mods import ModOptions, ScoreMod
 
 
-class KeepsDtype(nn.Module):
-    """A module whose parameters keep their dtype when the model is cast or loaded.
-
-    A bias is a difference of scores, and half precision has too few bits for it.
-    """
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        def move(x: Tensor) -> Tensor:
-            moved = fn(x)
-            return moved if moved.dtype == x.dtype else x.to(moved.device)
-
-        return super()._apply(move, recurse)
-
-    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """Register a parameter; one that replaces another gets its dtype."""
-        # Loaders that do not copy assign the checkpoint's tensor.
-        held = self._parameters.get(name)
-        if held is not None and param is not None and param.dtype != held.dtype:
-            param = nn.Parameter(param.detach().to(held.dtype), param.requires_grad)
-        super().register_parameter(name, param)
-
-
-class Linear(KeepsDtype, nn.Linear):
-    """A linear layer that keeps its dtype, and computes in it or a wider one, autocast or not."""
-
-    def forward(self, input: Tensor) -> Tensor:
-        """The product with the weight, plus the bias."""
-        wide = torch.promote_types(input.dtype, self.weight.dtype)
-        bias = None if self.bias is None else self.bias.to(wide)
-        with without_autocast(input):
-            return nn.functional.linear(input.to(wide), self.weight.to(wide), bias)
-
-
-class RelativeBias(KeepsDtype, ReadOnlyArguments):
+class RelativeBias(ReadOnlyArguments):
     """A bias that follows from a few numbers, which ``_numbers`` of a subclass makes."""
 
     num_heads: int
     causal: bool
-    dtype: torch.dtype
+    dtype: torch.dtype | None
     # The scale of the scores if the call names none; None is one over the root of the width.
     _scale: ClassVar[float | None] = None
 
-    def __init__(self, num_heads: int, *, causal: bool, dtype: torch.dtype) -> None:
+    def __init__(self, num_heads: int, *, causal: bool, dtype: torch.dtype | None) -> None:
         super().__init__()
         who = type(self).__name__
         self.num_heads = checks.integer(who, "num_heads", num_heads)
         self.causal = checks.boolean(who, "causal", causal)
-        self.dtype = checks.float_dtype(who, "dtype", dtype)
+        self.dtype = checks.optional(checks.float_dtype, who, "dtype", dtype)
 
     def numbers(
         self,
@@ -88,9 +53,11 @@ class RelativeBias(KeepsDtype, ReadOnlyArguments):
                 begins.
         """
         keys = checks.integer(type(self).__name__, "k_len", k_len, least=0)
-        return self._numbers(keys, dtype, document_ids)
+        return self._numbers(keys, dtype, document_ids, self._device())
 
-    def _numbers(self, keys: int, dtype: torch.dtype, ids: Tensor | None) -> Bias:
+    def _numbers(
+        self, keys: int, dtype: torch.dtype, ids: Tensor | None, device: torch.device
+    ) -> Bias:
         raise NotImplementedError
 
     def table(self, k_len: int, *, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -145,7 +112,7 @@ class RelativeBias(KeepsDtype, ReadOnlyArguments):
         found = self.numbers(k_len, document_ids=options.get("document_ids"))
         return relative_score_mod(found, q_len, k_len, causal=self.causal, **options)
 
-    def attention(
+    def forward(
         self, q: Tensor, k: Tensor, v: Tensor, **options: Unpack[AttentionOptions]
     ) -> Tensor:
         """Attention with this bias, without a matrix of scores.
@@ -170,11 +137,20 @@ class RelativeBias(KeepsDtype, ReadOnlyArguments):
         if options.get("scale") is None:
             options["scale"] = self._scale
         wide = torch.promote_types(q.dtype, torch.float32)
-        found = self.numbers(k.shape[2], dtype=wide, document_ids=options.get("document_ids"))
+        # Offloaded weights are on the meta device until the layer that has them is called.
+        device = self._device()
+        device = q.device if device.type == "meta" else device
+        found = self._numbers(k.shape[2], wide, options.get("document_ids"), device)
         return attend(who, q, k, v, found, causal=self.causal, **options)[0]
 
-    def forward(self, scores: Tensor) -> Tensor:
-        """Add the bias to scores ``(..., H, Q, K)``, whose last query is at the last key."""
+    def attention(
+        self, q: Tensor, k: Tensor, v: Tensor, **options: Unpack[AttentionOptions]
+    ) -> Tensor:
+        """The same as calling the module: :meth:`forward`."""
+        return self(q, k, v, **options)  # type: ignore[no-any-return]
+
+    def add_bias(self, scores: Tensor) -> Tensor:
+        """Scores ``(..., H, Q, K)``, whose last query is at the last key, plus the bias."""
         who = type(self).__name__
         checks.float_tensor(who, "scores", scores)
         if scores.dim() < 3 or scores.shape[-3] != self.num_heads:
@@ -187,9 +163,9 @@ class RelativeBias(KeepsDtype, ReadOnlyArguments):
     def _device(self) -> torch.device:
         return next(self.parameters()).device
 
-    def _distances(self, keys: int) -> tuple[Tensor, int]:
+    def _distances(self, keys: int, device: torch.device) -> tuple[Tensor, int]:
         """All distances between ``keys`` keys, int64 ``[R]``, and the column of distance zero."""
-        most, device = max(keys, 1), self._device()
+        most = max(keys, 1)
         if self.causal:
             return torch.arange(most, device=device), 0
         return torch.arange(1 - most, most, device=device), most - 1

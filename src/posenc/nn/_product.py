@@ -10,7 +10,6 @@ from torch import Tensor
 from posenc._contract import checks, qk_checks
 from posenc.attention.biased import attend, check_options
 from posenc.attention.biases import RowBias, relative_bias
-from posenc.nn._bias import KeepsDtype
 from posenc.nn._module import ReadOnlyArguments
 
 if TYPE_CHECKING:
@@ -19,7 +18,7 @@ if TYPE_CHECKING:
     from posenc.attention.biased import AttentionOptions
 
 
-class ProductBias(KeepsDtype, ReadOnlyArguments):
+class ProductBias(ReadOnlyArguments):
     """A bias that follows from queries and keys, by ``_rows`` of a subclass."""
 
     head_dim: int
@@ -48,7 +47,7 @@ class ProductBias(KeepsDtype, ReadOnlyArguments):
         made = relative_bias(found, q.shape[2], k.shape[2], **given)
         return made if made.dim() == 4 else made[None]
 
-    def attention(
+    def forward(
         self, q: Tensor, k: Tensor, v: Tensor, **options: Unpack[AttentionOptions]
     ) -> Tensor:
         """Attention with this bias, without a matrix of scores.
@@ -68,6 +67,12 @@ class ProductBias(KeepsDtype, ReadOnlyArguments):
         scale = options["scale"] = self._check(q, k, options.get("scale"))
         found = self._rows(q, k, scale, options.get("query_offset"))
         return attend(who, q, k, v, found, causal=self.causal, **options)[0]
+
+    def attention(
+        self, q: Tensor, k: Tensor, v: Tensor, **options: Unpack[AttentionOptions]
+    ) -> Tensor:
+        """The same as calling the module: :meth:`forward`."""
+        return self(q, k, v, **options)  # type: ignore[no-any-return]
 
     def _rows(self, q: Tensor, k: Tensor, scale: float, offset: int | Tensor | None) -> RowBias:
         raise NotImplementedError

@@ -71,6 +71,14 @@ class SharedTables:
         # A pickle holds no tensors, and no device that the reader may not have.
         return SharedTables, (self.compute, self.parameters, self.length, self.dtype)
 
+    @property
+    def real_device(self) -> torch.device:
+        """The device of the tables; torch's default if they were built on the meta device.
+
+        A loader that builds there moves parameters and buffers; tables are neither.
+        """
+        return torch.get_default_device() if self.device.type == "meta" else self.device
+
     def held(self, device: torch.device, dtype: torch.dtype) -> Tensors | None:
         """The tables that exist already, of any length, or None."""
         table = self._held.get((device, dtype))

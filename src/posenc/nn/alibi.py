@@ -14,7 +14,6 @@ from posenc._contract import checks, qk_checks
 from posenc.attention.biased import check_options
 from posenc.functional.alibi import alibi_bias, alibi_key_bias
 from posenc.functional.alibi_models import alibi_model_slopes
-from posenc.nn._bias import KeepsDtype
 from posenc.nn._tables import SharedTables, TableModule, Tensors
 from posenc.numerics.slopes import slope_numbers
 from posenc.numerics.tables import widest
@@ -34,11 +33,11 @@ def _slope_table(positions: Tensor, dtype: torch.dtype, numbers: Any) -> Tensors
     return (exact.to(widest(positions.device)).to(positions.device),)
 
 
-class ALiBi(KeepsDtype, TableModule):
+class ALiBi(TableModule):
     """Lower each attention score in proportion to the distance between query and key.
 
-    :meth:`attention` computes attention with the bias in one call; the other methods give the bias
-    in the forms that other attention functions take. ``docs/alibi.md`` is the manual.
+    The module is attention with this bias; its methods give the bias in the forms that other
+    attention functions take. ``docs/alibi.md`` is the manual.
 
     Args:
         num_heads: Heads ``H``.
@@ -55,10 +54,13 @@ class ALiBi(KeepsDtype, TableModule):
     Attributes:
         slopes: float32 of shape ``(H,)`` or ``(B, H)``, in the paper's head order, as flash-attn's
             ``alibi_slopes``; gradients pass if they are learned.
-        log_slopes: If ``learned``, a float32 Parameter ``(H,)``, also in a model that is cast.
+        log_slopes: If ``learned``, a Parameter ``(H,)``.
 
     Examples:
         >>> alibi = ALiBi(num_heads=8)
+        >>> q, k, v = torch.randn(3, 1, 8, 512, 64).unbind()
+        >>> alibi(q, k, v).shape
+        torch.Size([1, 8, 512, 64])
         >>> alibi.get_bias(16).shape
         torch.Size([8, 16, 16])
         >>> alibi.get_bias(3)[0]
@@ -97,7 +99,7 @@ class ALiBi(KeepsDtype, TableModule):
             if isinstance(numbers[0], tuple) or not all(numbers):
                 rule = "learned slopes must be one for each head, above zero"
                 checks.fail(who, rule, numbers, "Pass slopes of shape (H,), or learned=False.")
-            self.log_slopes = nn.Parameter(torch.empty(self.num_heads, dtype=torch.float32))
+            self.log_slopes = nn.Parameter(torch.empty(self.num_heads))
             self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -110,7 +112,7 @@ class ALiBi(KeepsDtype, TableModule):
     @property
     def slopes(self) -> Tensor:
         """A float32 copy of the slopes; the bias is computed from float64."""
-        return self._exact(self._tables.device).to(torch.float32, copy=True)
+        return self._exact(None).to(torch.float32, copy=True)
 
     @classmethod
     def from_model(
@@ -163,7 +165,7 @@ class ALiBi(KeepsDtype, TableModule):
         part = type(self)(last - first, slopes=exact[..., first:last], **given)
         if self.learned:
             part.log_slopes = nn.Parameter(self.log_slopes.detach()[first:last].clone())
-        return part.to(self._tables.device)
+        return part.to(self._device())
 
     def numbers(
         self,
@@ -176,12 +178,15 @@ class ALiBi(KeepsDtype, TableModule):
         return attention.Slopes(self._exact(None).to(dtype))
 
     def _exact(self, device: torch.device | str | None) -> Tensor:
-        where = self._tables.device if device is None else torch.device(device)
+        where = self._device() if device is None else torch.device(device)
         if self.learned:
             return self.log_slopes.to(where).to(widest(where)).exp()
         like = torch.empty(0, device=where)
         slopes: Tensor = (self._tables.read(like, torch.float64) or self._tables.at(like))[0]
         return slopes
+
+    def _device(self) -> torch.device:
+        return self.log_slopes.device if self.learned else self._tables.real_device
 
     def get_bias(self, seq_len: int) -> Tensor:
         """Bias for ``seq_len`` queries and keys, float32 of shape ``(H, L, L)``."""
@@ -220,7 +225,7 @@ class ALiBi(KeepsDtype, TableModule):
 
     def mask_mod(self, q_len: int, k_len: int, **options: Unpack[MaskModOptions]) -> MaskMod:
         """A mask_mod for ``create_block_mask``: :func:`posenc.attention.alibi_mask_mod`."""
-        device = self._tables.device
+        device = self._device()
         return attention.alibi_mask_mod(q_len, k_len, causal=self.causal, device=device, **options)
 
     def block_mask(
@@ -237,24 +242,25 @@ class ALiBi(KeepsDtype, TableModule):
         slopes = self.slopes.detach()
         return attention.alibi_block_mask(slopes, q_len, k_len, causal=self.causal, **given)
 
-    def attention(
+    def forward(
         self, q: Tensor, k: Tensor, v: Tensor, **options: Unpack[AttentionOptions]
     ) -> Tensor:
         """Attention with this bias, with the keywords of :func:`posenc.attention.alibi_attention`.
 
         Pass ``document_ids`` for padding and packing, and ``attn_mask`` for other masks.
-
-        Examples:
-            >>> q, k, v = torch.randn(3, 1, 8, 512, 64).unbind()
-            >>> ALiBi(8).attention(q, k, v).shape
-            torch.Size([1, 8, 512, 64])
         """
         check_options(type(self).__name__, options)
         slopes = self._exact(q.device if isinstance(q, Tensor) else None)
         return attention.alibi_attention(q, k, v, slopes, causal=self.causal, **options)
 
-    def forward(self, scores: Tensor) -> Tensor:
-        """Add the bias to scores ``(..., H, Q, K)``, whose last query is at the last key."""
+    def attention(
+        self, q: Tensor, k: Tensor, v: Tensor, **options: Unpack[AttentionOptions]
+    ) -> Tensor:
+        """The same as calling the module: :meth:`forward`."""
+        return self(q, k, v, **options)  # type: ignore[no-any-return]
+
+    def add_bias(self, scores: Tensor) -> Tensor:
+        """Scores ``(..., H, Q, K)``, whose last query is at the last key, plus the bias."""
         who = type(self).__name__
         checks.float_tensor(who, "scores", scores)
         slopes = self._exact(scores.device)

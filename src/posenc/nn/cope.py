@@ -31,7 +31,7 @@ class CoPE(ProductBias):
     Args:
         head_dim: Channels ``D`` of a head.
         max_pos: Positions :math:`P`.
-        dtype: The dtype of the parameter, which it keeps when the model is cast.
+        dtype: The dtype of the parameter, torch's default if None. The bias is made in float32.
 
     Attributes:
         pos_emb: Parameter of shape ``(1, head_dim, max_pos)``, shared by the heads; zero at the
@@ -47,12 +47,12 @@ class CoPE(ProductBias):
         Golovneva et al., *Contextual Position Encoding: Learning to Count What's Important*, 2024.
     """
 
-    def __init__(self, head_dim: int, max_pos: int, *, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(self, head_dim: int, max_pos: int, *, dtype: torch.dtype | None = None) -> None:
         super().__init__()
         who = type(self).__name__
         self.head_dim = checks.integer(who, "head_dim", head_dim)
         self.max_pos = checks.integer(who, "max_pos", max_pos)
-        self.dtype = checks.float_dtype(who, "dtype", dtype)
+        self.dtype = checks.optional(checks.float_dtype, who, "dtype", dtype)
         self.pos_emb = nn.Parameter(torch.empty(1, self.head_dim, self.max_pos, dtype=dtype))
         self.reset_parameters()
 

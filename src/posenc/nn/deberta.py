@@ -45,7 +45,7 @@ class DeBERTaBias(TableModule, ProductBias):
             the distance at which these end.
         position_buckets: Buckets of earlier keys, and of later ones; None for none (-1 in configs).
         causal: Whether a query sees only keys up to its own; DeBERTa is not causal.
-        dtype: The dtype of the parameters, which they keep when the model is cast.
+        dtype: The dtype of the parameters, torch's default if None. The bias is made in float32.
 
     Attributes:
         pos_key: :math:`K`, a Parameter of shape ``(R, num_heads, head_dim)``, later keys first,
@@ -73,7 +73,7 @@ class DeBERTaBias(TableModule, ProductBias):
         position_buckets: int | None = None,
         causal: bool = False,
         *,
-        dtype: torch.dtype = torch.float32,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         who = type(self).__name__
@@ -82,7 +82,7 @@ class DeBERTaBias(TableModule, ProductBias):
         name = "max_relative_positions"
         self.max_relative_positions = checks.integer(who, name, max_relative_positions)
         self.causal = checks.boolean(who, "causal", causal)
-        self.dtype = checks.float_dtype(who, "dtype", dtype)
+        self.dtype = checks.optional(checks.float_dtype, who, "dtype", dtype)
         self.position_buckets = position_buckets
         self._span, self._tables = self.max_relative_positions, None
         if position_buckets is not None:

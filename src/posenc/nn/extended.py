@@ -45,6 +45,7 @@ class ExtendedRoPE(ReadOnlyArguments):
     position, and no matrix is made. Subclasses say which parts.
     """
 
+    _children = ("rope",)
     rope: RoPE
 
     def __init__(self, rope: RoPE) -> None:
@@ -77,7 +78,7 @@ class ExtendedRoPE(ReadOnlyArguments):
         """
         raise NotImplementedError
 
-    def attention(
+    def forward(
         self, q: Tensor, k: Tensor, v: Tensor, **options: Unpack[ExtendedOptions]
     ) -> Tensor:
         """Causal attention with these positions; queries and keys are rotated here.
@@ -97,7 +98,7 @@ class ExtendedRoPE(ReadOnlyArguments):
         Returns:
             ``(B, H, Q, Dv)`` in the dtype of ``q``.
         """
-        who = f"{type(self).__name__}.attention"
+        who = type(self).__name__
         check_options(who, options, ("scale", "query_offset", "document_ids", "backend"))
         qk_checks.check_qkv(who, q, k, v)
         checks.equal(who, "channels of q", q.shape[3], self.rope.head_dim, "Pass rope's heads.")
@@ -123,6 +124,12 @@ class ExtendedRoPE(ReadOnlyArguments):
             how: Any = {"start": start, "scale": scale, "backend": options.get("backend")}
             made.append(attend_ranges(who, rotated_q, rotated, v, *ends, **how))
         return _put_together(made, q.dtype)
+
+    def attention(
+        self, q: Tensor, k: Tensor, v: Tensor, **options: Unpack[ExtendedOptions]
+    ) -> Tensor:
+        """The same as calling the module: :meth:`forward`."""
+        return self(q, k, v, **options)  # type: ignore[no-any-return]
 
     def _rotated(self, x: Tensor, at: Tensor) -> Tensor:
         return self.rope.rotate(x, position_ids=at[0] if len(at) == 1 else at)

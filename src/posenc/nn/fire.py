@@ -8,9 +8,13 @@ from torch import Tensor, nn
 from posenc._contract import checks, qk_checks
 from posenc._contract.tracing import is_readable
 from posenc.attention.biases import DistanceTable, RowBias
-from posenc.nn._bias import Linear, RelativeBias
+from posenc.nn._bias import RelativeBias
+from posenc.nn._module import Linear, load_scalars
 from posenc.numerics.spans import document_ends, gather_rows
 from posenc.numerics.tables import widest
+
+# The product of two of them is a normal number of float32.
+_SMALLEST = 1e-15
 
 
 class FIRE(RelativeBias):
@@ -33,12 +37,12 @@ class FIRE(RelativeBias):
         learn_threshold: Whether :math:`L` is learned, as a factor. Then attention on a device
             always goes by rows, because looking at :math:`L` would wait for the device. With False
             it takes the faster table for up to ``threshold + 1`` keys.
-        dtype: The dtype of the parameters, which they keep when the model is cast.
+        dtype: The dtype of the parameters, torch's default if None. The bias is made in float32.
 
     Attributes:
         mlp: :math:`f`, from one number to ``num_heads``.
-        c: Parameter of shape ``()``.
-        L_multiplier: Parameter of shape ``()`` if learned; :math:`L` is its absolute value times
+        c: Parameter of shape ``(1,)``; a checkpoint may have it as ``()``.
+        L_multiplier: Parameter of shape ``(1,)`` if learned; :math:`L` is its absolute value times
             ``threshold``.
 
     Examples:
@@ -61,7 +65,7 @@ class FIRE(RelativeBias):
         init_c: float = 0.1,
         threshold: float = 512.0,
         learn_threshold: bool = True,
-        dtype: torch.dtype = torch.float32,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(num_heads, causal=causal, dtype=dtype)
         who = type(self).__name__
@@ -74,9 +78,10 @@ class FIRE(RelativeBias):
             nn.ReLU(),
             Linear(self.hidden, self.num_heads, dtype=dtype),
         )
-        self.c = nn.Parameter(torch.empty((), dtype=dtype))
+        self.c = nn.Parameter(torch.empty(1, dtype=dtype))
         if learn_threshold:
-            self.L_multiplier = nn.Parameter(torch.empty((), dtype=dtype))
+            self.L_multiplier = nn.Parameter(torch.empty(1, dtype=dtype))
+        self.register_load_state_dict_pre_hook(load_scalars)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -88,12 +93,11 @@ class FIRE(RelativeBias):
             nn.init.ones_(self.L_multiplier)
 
     def _numbers(
-        self, keys: int, dtype: torch.dtype, ids: Tensor | None
+        self, keys: int, dtype: torch.dtype, ids: Tensor | None, device: torch.device
     ) -> DistanceTable | RowBias:
-        device = self.c.device
         if self._is_table(keys):
             c, least = self._scales(widest(device))
-            distance, zero = self._distances(keys)
+            distance, zero = self._distances(keys, device)
             ratio = (c * distance.abs()).log1p() / (c * least).log1p()
             return DistanceTable(self.mlp(ratio[:, None]).T.to(dtype), zero)
         c, least = self._scales(dtype)
@@ -117,8 +121,9 @@ class FIRE(RelativeBias):
         return is_readable(factor) and keys - 1 <= abs(factor.item()) * self.threshold
 
     def _scales(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """The absolute values of :math:`c` and :math:`L`."""
-        c = self.c.to(dtype).abs()
+        """The absolute values of :math:`c` and :math:`L`, ``(1,)`` each."""
+        # The ratio has a limit where either is zero, but no value.
+        c = self.c.to(dtype).abs().clamp(min=_SMALLEST)
         if self.learn_threshold:
-            return c, self.L_multiplier.to(dtype).abs() * self.threshold
+            return c, (self.L_multiplier.to(dtype).abs() * self.threshold).clamp(min=_SMALLEST)
         return c, torch.full_like(c, self.threshold, requires_grad=False)

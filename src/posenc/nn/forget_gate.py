@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -11,8 +11,7 @@ from posenc._contract import checks
 from posenc.attention.biased import attend, check_options
 from posenc.attention.biases import RunningSum, relative_bias
 from posenc.attention.mods import relative_score_mod
-from posenc.nn._bias import KeepsDtype, Linear
-from posenc.nn._module import ReadOnlyArguments
+from posenc.nn._module import Linear, ReadOnlyArguments
 from posenc.numerics.tables import widest
 
 if TYPE_CHECKING:
@@ -23,20 +22,20 @@ if TYPE_CHECKING:
     from posenc.functional.alibi import KeyOptions
 
 
-class ForgetGate(KeepsDtype, ReadOnlyArguments):
+class ForgetGate(ReadOnlyArguments):
     r"""Lower each score by what the tokens in between forget.
 
     .. math::
         \text{bias}_{h,i,j} = \sum_{l=j+1}^{i} \ln \sigma(w_h \cdot x_l + b_h) = c_i - c_j
 
-    Calling the module with embeddings gives the running sum :math:`c`, in float64;
-    :meth:`attention` takes it. Far keys are pruned where they provably do not count, as with ALiBi.
-    Attention is causal.
+    The module is causal attention with this bias. It takes the embeddings :math:`x` of the keys,
+    or the running sum :math:`c` that :meth:`sums` makes of them. Far keys are pruned where they
+    provably do not count, as with ALiBi.
 
     Args:
         embed_dim: Channels ``E`` of the embeddings.
         num_heads: Heads ``H``.
-        dtype: The dtype of the parameters, which they keep when the model is cast.
+        dtype: The dtype of the parameters, torch's default if None. The bias is made in float32.
 
     Attributes:
         proj: The linear map to the gates, with ``weight`` and ``bias``. At the start an average
@@ -47,28 +46,27 @@ class ForgetGate(KeepsDtype, ReadOnlyArguments):
         >>> gate = ForgetGate(embed_dim=512, num_heads=8)
         >>> x = torch.randn(1, 100, 512)
         >>> q, k, v = torch.randn(3, 1, 8, 100, 64).unbind()
-        >>> sums = gate(x)
-        >>> gate.attention(q, k, v, sums).shape
+        >>> gate(q, k, v, x).shape
         torch.Size([1, 8, 100, 64])
 
-        A cache of keys has their sums beside it:
+        A cache of keys has their sums too:
 
-        >>> sums = gate(torch.randn(1, 1, 512), past=sums)
-        >>> sums.shape
-        torch.Size([1, 8, 101])
+        >>> sums = gate.sums(x)
+        >>> sums = gate.sums(torch.randn(1, 1, 512), past=sums)
+        >>> k, v = torch.randn(2, 1, 8, 101, 64).unbind()
+        >>> gate(q[:, :, :1], k, v, sums=sums).shape
+        torch.Size([1, 8, 1, 64])
 
     References:
         Lin et al., *Forgetting Transformer: Softmax Attention with a Forget Gate*, 2025.
     """
 
-    def __init__(
-        self, embed_dim: int, num_heads: int, *, dtype: torch.dtype = torch.float32
-    ) -> None:
+    def __init__(self, embed_dim: int, num_heads: int, *, dtype: torch.dtype | None = None) -> None:
         super().__init__()
         who = type(self).__name__
         self.embed_dim = checks.integer(who, "embed_dim", embed_dim)
         self.num_heads = checks.integer(who, "num_heads", num_heads)
-        self.dtype = checks.float_dtype(who, "dtype", dtype)
+        self.dtype = checks.optional(checks.float_dtype, who, "dtype", dtype)
         self.proj = Linear(self.embed_dim, self.num_heads, dtype=dtype)
         self.reset_parameters()
 
@@ -81,7 +79,7 @@ class ForgetGate(KeepsDtype, ReadOnlyArguments):
         with torch.no_grad():
             self.proj.bias.copy_(-torch.expm1(1 / length).log())
 
-    def forward(self, x: Tensor, *, past: Tensor | None = None) -> Tensor:
+    def sums(self, x: Tensor, *, past: Tensor | None = None) -> Tensor:
         """The running sum of the logarithms of the gates.
 
         Args:
@@ -121,7 +119,7 @@ class ForgetGate(KeepsDtype, ReadOnlyArguments):
         """The whole matrix, ``(H, Q, K)`` or ``(B, H, Q, K)``; ``-inf`` for keys not seen.
 
         Args:
-            sums: What the module returned for the ``K`` keys.
+            sums: What :meth:`sums` returned for the ``K`` keys.
             q_len: Queries ``Q``, ``K`` if None.
             dtype: A floating dtype for the result.
             **options: ``query_offset`` and ``document_ids``, as in
@@ -136,8 +134,15 @@ class ForgetGate(KeepsDtype, ReadOnlyArguments):
         keys = checks.float_tensor(type(self).__name__, "sums", sums).shape[-1]
         return relative_score_mod(RunningSum(sums), q_len, keys, **options)
 
-    def attention(
-        self, q: Tensor, k: Tensor, v: Tensor, sums: Tensor, **options: Unpack[AttentionOptions]
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        x: Tensor | None = None,
+        *,
+        sums: Tensor | None = None,
+        **options: Unpack[AttentionOptions],
     ) -> Tensor:
         """Attention with these gates, without a matrix of scores.
 
@@ -145,13 +150,26 @@ class ForgetGate(KeepsDtype, ReadOnlyArguments):
             q: ``(B, H, Q, D)``.
             k: ``(B, Hk, K, D)`` with ``H`` a multiple of ``Hk`` and ``K`` at least ``Q``.
             v: ``(B, Hk, K, Dv)``.
-            sums: What the module returned for the ``K`` keys.
+            x: Embeddings ``(K, E)`` or ``(B, K, E)`` of the tokens of the keys.
+            sums: Instead of ``x``, what :meth:`sums` returned for the ``K`` keys.
             **options: ``scale``, ``query_offset``, ``document_ids``, ``attn_mask``, ``dropout_p``,
                 ``prune`` and ``backend``, as in :func:`posenc.attention.biased_attention`.
 
         Returns:
-            ``(B, H, Q, Dv)`` in the dtype of ``q``. Gradients reach the gates through ``sums``.
+            ``(B, H, Q, Dv)`` in the dtype of ``q``. Gradients reach the gates, also through
+            ``sums``.
         """
         who = type(self).__name__
         check_options(who, options)
-        return attend(who, q, k, v, RunningSum(sums), **options)[0]
+        if (x is None) == (sums is None):
+            got = "neither" if x is None else "both"
+            hint = "Pass x of all keys, or sums if some of them are in a cache."
+            checks.fail(who, "either x or sums must be given", got, hint)
+        found = self.sums(x) if sums is None else sums  # type: ignore[arg-type]
+        return attend(who, q, k, v, RunningSum(found), **options)[0]
+
+    def attention(
+        self, q: Tensor, k: Tensor, v: Tensor, x: Tensor | None = None, **options: Any
+    ) -> Tensor:
+        """The same as calling the module: :meth:`forward`."""
+        return self(q, k, v, x, **options)  # type: ignore[no-any-return]

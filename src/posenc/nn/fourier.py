@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
 from posenc._contract import checks
 from posenc._contract.sharding import replicate_like
 from posenc.functional.fourier import check_octaves, of_mixtures, of_octaves
-from posenc.nn._bias import KeepsDtype
-from posenc.nn._module import ReadOnlyArguments
+from posenc.nn._module import KeepsFloat32, ReadOnlyArguments
 
 
-class FourierFeatures(KeepsDtype, ReadOnlyArguments):
+class FourierFeatures(KeepsFloat32, ReadOnlyArguments):
     r"""Sines and cosines of coordinates, which need not be whole numbers.
 
     .. math::
@@ -33,11 +29,11 @@ class FourierFeatures(KeepsDtype, ReadOnlyArguments):
         scale: :math:`s`: the larger, the finer the details that features tell apart.
         include_input: Whether the coordinates come before the features.
         seed: The seed of :math:`B`: modules with equal arguments have equal matrices at the start.
-        dtype: The dtype of :math:`B`, which it keeps when the model is cast.
+        dtype: The dtype of :math:`B`, which stays float32 when the model is cast to half precision.
 
     Attributes:
-        frequencies: :math:`B`, a parameter of shape ``(F, A)``, in turns per unit, which is saved;
-            it is trained only if ``kind`` is ``"learned"``. None if ``kind`` is ``"nerf"``.
+        frequencies: :math:`B`, of shape ``(F, A)``, in turns per unit, which is saved: a Parameter
+            if ``kind`` is ``"learned"``, a buffer if ``"random"``, None if ``"nerf"``.
         embed_dim: Channels of the result.
 
     Examples:
@@ -53,7 +49,7 @@ class FourierFeatures(KeepsDtype, ReadOnlyArguments):
         Spatial Positional Encoding*, 2021; Mildenhall et al., *NeRF*, 2020, section 5.1.
     """
 
-    frequencies: nn.Parameter | None
+    frequencies: Tensor | None
 
     def __init__(
         self,
@@ -77,11 +73,14 @@ class FourierFeatures(KeepsDtype, ReadOnlyArguments):
         self.include_input = checks.boolean(who, "include_input", include_input)
         self.seed = checks.integer(who, "seed", seed, least=0)
         self.dtype = checks.float_dtype(who, "dtype", dtype)
-        frequencies = None
-        if kind != "nerf":
+        if kind == "nerf":
+            self.frequencies = None
+        else:
             empty = torch.empty(self.num_frequencies, self.coordinates, dtype=dtype)
-            frequencies = nn.Parameter(empty, requires_grad=kind == "learned")
-        self.register_parameter("frequencies", frequencies)
+            if kind == "learned":
+                self.frequencies = nn.Parameter(empty)
+            else:
+                self.register_buffer("frequencies", empty)
         self.reset_parameters()
 
     @property
@@ -101,20 +100,6 @@ class FourierFeatures(KeepsDtype, ReadOnlyArguments):
         with torch.no_grad():
             self.frequencies.copy_(replicate_like(self.frequencies, drawn))
 
-    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """Register the frequencies; random ones stay untrained when a loader replaces them."""
-        super().register_parameter(name, param)
-        if name == "frequencies" and self.kind == "random" and param is not None:
-            self.frequencies.requires_grad_(False)  # type: ignore[union-attr]
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        before = self.frequencies
-        super()._apply(fn, recurse)
-        # Nobody draws frequencies that are not trained, so to_empty would leave them undefined.
-        if before is not None and before.is_meta:
-            self.reset_parameters()
-        return self
-
     def forward(self, coordinates: Tensor, *, dtype: torch.dtype = torch.float32) -> Tensor:
         """The features of each position.
 
@@ -129,6 +114,4 @@ class FourierFeatures(KeepsDtype, ReadOnlyArguments):
         if self.frequencies is None:
             octaves = (self.coordinates, self.num_frequencies, self.scale)
             return of_octaves(who, coordinates, *octaves, included, dtype)
-        learned = self.kind == "learned"
-        matrix = self.frequencies if learned else self.frequencies.detach()
-        return of_mixtures(who, coordinates, matrix, included, dtype)
+        return of_mixtures(who, coordinates, self.frequencies, included, dtype)

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from posenc._contract import checks
 from posenc.attention.biases import RowBias
-from posenc.nn._bias import Linear, RelativeBias
+from posenc.nn._bias import RelativeBias
+from posenc.nn._module import Linear
 from posenc.numerics.tables import widest
 
 if TYPE_CHECKING:
@@ -51,7 +52,7 @@ class GridBias(RelativeBias):
         continuous: Whether the table is computed, as in Swin v2.
         hidden: Width of the hidden layer, if continuous.
         pretrained_size: The window of the pretraining, if continuous; ``size`` if None.
-        dtype: The dtype of the parameters, which they keep when the model is cast.
+        dtype: The dtype of the parameters, torch's default if None. The bias is made in float32.
 
     Attributes:
         relative_position_bias_table: Unless continuous, a Parameter of shape
@@ -82,7 +83,7 @@ class GridBias(RelativeBias):
         continuous: bool = False,
         hidden: int = 512,
         pretrained_size: int | Size | None = None,
-        dtype: torch.dtype = torch.float32,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(num_heads, causal=False, dtype=dtype)
         who = type(self).__name__
@@ -118,10 +119,12 @@ class GridBias(RelativeBias):
         """Tokens of a window, the class token included."""
         return self.size[0] * self.size[1] + int(self.class_token)
 
-    def _numbers(self, keys: int, dtype: torch.dtype, ids: Tensor | None) -> RowBias:
+    def _numbers(
+        self, keys: int, dtype: torch.dtype, ids: Tensor | None, device: torch.device
+    ) -> RowBias:
         way_out = f"Call resize() for another window than {self.size}."
         checks.equal(type(self).__name__, "k_len", keys, self.tokens, way_out)
-        steps = self._steps(dtype) if self.continuous else self.relative_position_bias_table
+        steps = self._steps(dtype, device) if self.continuous else self.relative_position_bias_table
         entries = steps.to(dtype)
 
         def rows(own: Tensor, index: Tensor) -> Tensor:
@@ -145,9 +148,8 @@ class GridBias(RelativeBias):
         entry = entry.masked_fill(query == 0, last - 2).masked_fill(key == 0, last - 1)
         return entry.masked_fill((query == 0) & (key == 0), last)
 
-    def _steps(self, dtype: torch.dtype) -> Tensor:
+    def _steps(self, dtype: torch.dtype, device: torch.device) -> Tensor:
         """The computed table of Swin v2."""
-        device = self._device()
         sides = []
         for side, before in zip(self.size, self.pretrained_size or self.size, strict=True):
             steps = torch.arange(1 - side, side, device=device).to(widest(device))

@@ -24,7 +24,7 @@ class KERPLE(RelativeBias):
         num_heads: Heads ``H``.
         kind: ``log`` or ``power``.
         causal: Whether a query sees only keys up to its own.
-        dtype: The dtype of the parameters, which they keep when the model is cast.
+        dtype: The dtype of the parameters, torch's default if None. The bias is made in float32.
 
     Attributes:
         raw_r1: Parameter ``(num_heads,)``; :attr:`r1` is its exponential.
@@ -49,7 +49,7 @@ class KERPLE(RelativeBias):
         kind: str = "log",
         causal: bool = True,
         *,
-        dtype: torch.dtype = torch.float32,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(num_heads, causal=causal, dtype=dtype)
         self.kind = checks.choice(type(self).__name__, "kind", kind, ("log", "power"))
@@ -80,8 +80,10 @@ class KERPLE(RelativeBias):
         raw = self.raw_r2.to(widest(self.raw_r2.device))
         return raw.exp() if self.kind == "log" else 2 * raw.sigmoid()
 
-    def _numbers(self, keys: int, dtype: torch.dtype, ids: Tensor | None) -> DistanceTable:
-        distance, zero = self._distances(keys)
+    def _numbers(
+        self, keys: int, dtype: torch.dtype, ids: Tensor | None, device: torch.device
+    ) -> DistanceTable:
+        distance, zero = self._distances(keys, device)
         r1, r2 = self.r1[:, None], self.r2[:, None]
         far = distance.abs().to(r1.dtype)
         if self.kind == "log":

@@ -20,7 +20,7 @@ class LearnedBias(RelativeBias):
         max_distance: The last distance with a number of its own; farther keys share it.
         causal: Whether a query sees only keys up to its own. Otherwise later keys have numbers of
             their own, which come first.
-        dtype: The dtype of the parameter, which it keeps when the model is cast.
+        dtype: The dtype of the parameter, torch's default if None. The bias is made in float32.
 
     Attributes:
         weight: Parameter of shape ``(num_heads, max_distance + 1)``, or
@@ -43,7 +43,7 @@ class LearnedBias(RelativeBias):
         max_distance: int,
         causal: bool = True,
         *,
-        dtype: torch.dtype = torch.float32,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(num_heads, causal=causal, dtype=dtype)
         who = type(self).__name__
@@ -56,5 +56,7 @@ class LearnedBias(RelativeBias):
         """Set the weight to zero."""
         nn.init.zeros_(self.weight)
 
-    def _numbers(self, keys: int, dtype: torch.dtype, ids: Tensor | None) -> DistanceTable:
+    def _numbers(
+        self, keys: int, dtype: torch.dtype, ids: Tensor | None, device: torch.device
+    ) -> DistanceTable:
         return DistanceTable(self.weight.to(dtype), 0 if self.causal else self.max_distance)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,13 +14,13 @@ from posenc._contract.sharding import replicate_like
 from posenc.functional._positions import positions_of, rows_of
 from posenc.functional.rotary import check_heads, rotate_rows
 from posenc.kernels import Rows, Spec
-from posenc.nn._module import ReadOnlyArguments
+from posenc.nn._module import KeepsFloat32, ReadOnlyArguments
 from posenc.nn._rope import tables_of
 from posenc.numerics.frequencies import inverse_frequencies
 from posenc.numerics.tables import of_angles, widest
 
 
-class MixedRoPE(ReadOnlyArguments):
+class MixedRoPE(KeepsFloat32, ReadOnlyArguments):
     r"""Rotate queries and keys by learned mixtures of their coordinates.
 
     .. math:: \phi_{h,i} = \sum_a p_a f_{a,h,i}
@@ -40,8 +40,9 @@ class MixedRoPE(ReadOnlyArguments):
         interleaved: As in :class:`posenc.RoPE`.
 
     Attributes:
-        freqs: Parameter of shape ``(coordinates, num_heads, head_dim / 2)``. Cast to
-            bfloat16, it is off by up to 0.4 %: keep it in float32 for long sequences.
+        freqs: Parameter of shape ``(coordinates, num_heads, head_dim / 2)``. It stays float32 when
+            the model is cast to half precision. FSDP2 shards such a model with this module as a
+            unit of its own.
 
     Examples:
         >>> from posenc.positions import grid
@@ -54,9 +55,6 @@ class MixedRoPE(ReadOnlyArguments):
     References:
         Heo et al., *Rotary Position Embedding for Vision Transformer*, 2024, section 3.2.
     """
-
-    # The dtype of the parameters; None is torch's default.
-    _dtype: ClassVar[torch.dtype | None] = None
 
     def __init__(
         self,
@@ -84,7 +82,7 @@ class MixedRoPE(ReadOnlyArguments):
             start = checks.frequencies(who, "start", start, count, way_out)
         self.start = start
         size = self.coordinates, self.num_heads, head_dim // 2
-        self.freqs = nn.Parameter(torch.empty(size, dtype=self._dtype))
+        self.freqs = nn.Parameter(torch.empty(size, dtype=torch.float32))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:

@@ -14,7 +14,7 @@ from posenc._contract import checks, qk_checks
 from posenc.functional import rotary
 from posenc.functional.polar import polar_rows
 from posenc.kernels import Rows, Spec
-from posenc.nn._bias import KeepsDtype
+from posenc.nn._module import KeepsFloat32
 from posenc.nn._rope import by_tables
 from posenc.nn._rotated_keys import RotatedKeys, check_axes, check_scaling
 from posenc.numerics.axes import Axes
@@ -23,7 +23,7 @@ from posenc.numerics.scaling import Rule
 from posenc.numerics.tables import widest
 
 
-class PoPE(KeepsDtype, RotatedKeys):
+class PoPE(KeepsFloat32, RotatedKeys):
     r"""Queries and keys in polar coordinates: the content is the length, the position the angle.
 
     .. math::
@@ -51,8 +51,9 @@ class PoPE(KeepsDtype, RotatedKeys):
         seq_dim: The dimension of the tokens: -2, or 1 for tensors of ``(B, L, H, D)``.
 
     Attributes:
-        delta: Parameter ``(num_heads, head_dim)``, or None. It stays in float32, and is limited to
-            :math:`[-2\pi, 0]` where it is used; a number outside gets no gradient.
+        delta: Parameter ``(num_heads, head_dim)``, or None. It is limited to :math:`[-2\pi, 0]`
+            where it is used; a number outside gets no gradient. It stays float32 when the model is
+            cast to half precision. FSDP2 shards such a model with this module as a unit of its own.
 
     Examples:
         >>> pope = PoPE(head_dim=64, num_heads=2)
@@ -157,7 +158,10 @@ class PoPE(KeepsDtype, RotatedKeys):
                 rule = f"k must be on the device of delta, {delta.device}"
                 checks.fail(who, rule, k.device, f"Move {who} with .to(k.device).")
             # In float32, the lower end would not be a whole turn.
-            delta = delta.to(widest(delta.device)).clamp(-math.tau, 0.0)
+            delta = delta.to(widest(delta.device))
+            # The ends get a gradient, as numbers between them. That of clamp differs by torch.
+            limited = delta.detach().clamp(-math.tau, 0.0)
+            delta = torch.where(delta == limited, delta, limited)
         rows, own = self._angles.rows(who, q, offset, position_ids, seq_len, False)
 
         def run(cos: Tensor, sin: Tensor, rows: Rows) -> list[Tensor]:

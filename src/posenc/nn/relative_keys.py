@@ -28,7 +28,7 @@ class RelativeKeys(ProductBias):
         max_later: :math:`m'` of later keys, ``max_distance`` if None; not if causal.
         num_heads: Heads, if each has vectors of its own, as in Music Transformer; None if they
             share them.
-        dtype: The dtype of the parameter, which it keeps when the model is cast.
+        dtype: The dtype of the parameter, torch's default if None. The bias is made in float32.
 
     Attributes:
         weight: Parameter of shape ``(max_distance + 1 + max_later, head_dim)``, or
@@ -53,7 +53,7 @@ class RelativeKeys(ProductBias):
         *,
         max_later: int | None = None,
         num_heads: int | None = None,
-        dtype: torch.dtype = torch.float32,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         who = type(self).__name__
@@ -67,7 +67,7 @@ class RelativeKeys(ProductBias):
                 rule = "max_later must be None if causal, because no later key is seen"
                 checks.fail(who, rule, max_later, "Pass causal=False.")
         self.num_heads = checks.optional(checks.integer, who, "num_heads", num_heads)
-        self.dtype = checks.float_dtype(who, "dtype", dtype)
+        self.dtype = checks.optional(checks.float_dtype, who, "dtype", dtype)
         heads = () if self.num_heads is None else (self.num_heads,)
         rows = self.max_distance + 1 + self._later
         self.weight = nn.Parameter(torch.empty(rows, *heads, self.head_dim, dtype=dtype))

@@ -53,8 +53,10 @@ class Sandwich(TableModule, RelativeBias):
         self.dim = checks.even(type(self).__name__, "dim", dim)
         self._tables = SharedTables(_products, (self.dim,), None, torch.float64)
 
-    def _numbers(self, keys: int, dtype: torch.dtype, ids: Tensor | None) -> DistanceTable:
-        distance, zero = self._distances(keys)
+    def _numbers(
+        self, keys: int, dtype: torch.dtype, ids: Tensor | None, device: torch.device
+    ) -> DistanceTable:
+        distance, zero = self._distances(keys, device)
         held = self._tables.read(distance, torch.float64, max(keys, 1))
         (products,) = held or self._tables.at(distance[zero:])
         ratio = torch.arange(1, self.num_heads + 1, device=products.device).to(products.dtype)
@@ -62,6 +64,5 @@ class Sandwich(TableModule, RelativeBias):
         return DistanceTable(round_once(values, dtype), zero)
 
     def _device(self) -> torch.device:
-        # A loader that builds on the meta device moves parameters, of which there are none here.
-        device: torch.device = self._tables.device
-        return torch.device("cpu") if device.type == "meta" else device
+        device: torch.device = self._tables.real_device
+        return device

@@ -51,7 +51,7 @@ class SinusoidalPosEmbedding(AddedTable):
             fairseq, ESPnet).
         scale: :math:`\alpha`.
         learn_scale: Whether :math:`\alpha` is learned, from ``scale`` on: the parameter ``alpha``
-            of shape ``()``, float32 also where the model is cast.
+            of shape ``(1,)``; a checkpoint may have it as ``()``.
         dropout: Probability that a channel of the sum is set to zero in training.
 
     Examples:

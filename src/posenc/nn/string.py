@@ -6,12 +6,11 @@ import torch
 from torch import Tensor, nn
 
 from posenc._contract.tracing import without_autocast
-from posenc.nn._bias import KeepsDtype
 from posenc.nn.mixed import MixedRoPE
 from posenc.numerics.tables import float64_device, widest
 
 
-class STRING(KeepsDtype, MixedRoPE):
+class STRING(MixedRoPE):
     r"""Rotate queries and keys in planes that are learned too: Cayley-STRING.
 
     .. math:: R(p) = \exp\Big(\sum_a p_a L_a\Big) = P\, \text{RoPE}(p)\, P^T, \qquad
@@ -23,8 +22,8 @@ class STRING(KeepsDtype, MixedRoPE):
     zero, where :math:`P` is the identity.
 
     :math:`P` is computed in float64; the product is made in float32, or in float64 if the input
-    is, and the result is rounded once, after the rotation. Parameters keep their dtype if the model
-    is cast.
+    is, and the result is rounded once, after the rotation. Parameters stay float32 when the model
+    is cast, as those of :class:`MixedRoPE`.
 
     Args:
         head_dim: As in :class:`MixedRoPE`, like all others.
@@ -47,8 +46,6 @@ class STRING(KeepsDtype, MixedRoPE):
     References:
         Schenck et al., *Learning the RoPEs: Better 2D and 3D Position Encodings with STRING*, 2025.
     """
-
-    _dtype = torch.float32
 
     def __init__(
         self,

@@ -42,7 +42,7 @@ class T5Bias(TableModule, RelativeBias):
         num_buckets: Buckets, half of them for later keys unless causal.
         max_distance: The distance from which all are in the last bucket.
         causal: Whether a query sees only keys up to its own: True for a decoder.
-        dtype: The dtype of the parameter, which it keeps when the model is cast.
+        dtype: The dtype of the parameter, torch's default if None. The bias is made in float32.
 
     Attributes:
         weight: Parameter of shape ``(num_buckets, num_heads)``, zero at the start. A T5 checkpoint
@@ -69,7 +69,7 @@ class T5Bias(TableModule, RelativeBias):
         max_distance: int = 128,
         causal: bool = False,
         *,
-        dtype: torch.dtype = torch.float32,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(num_heads, causal=causal, dtype=dtype)
         check_buckets(type(self).__name__, num_buckets, max_distance, causal=causal)
@@ -103,7 +103,9 @@ class T5Bias(TableModule, RelativeBias):
         names = ("num_heads", "num_buckets", "max_distance")
         return cls(**{**{name: getattr(found, name) for name in names}, **keywords})
 
-    def _numbers(self, keys: int, dtype: torch.dtype, ids: Tensor | None) -> DistanceTable:
+    def _numbers(
+        self, keys: int, dtype: torch.dtype, ids: Tensor | None, device: torch.device
+    ) -> DistanceTable:
         like = self.weight.detach()
         (buckets,) = self._tables.read(like, torch.int64) or self._tables.at(like)
         # The gradient of indexing may depend on the order of threads.

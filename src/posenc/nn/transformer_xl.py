@@ -9,7 +9,7 @@ from posenc._contract import checks
 from posenc._contract.tracing import without_autocast
 from posenc.attention.biases import RowBias
 from posenc.attention.terms import relative_terms
-from posenc.nn._bias import Linear
+from posenc.nn._module import Linear
 from posenc.nn._product import ProductBias
 from posenc.numerics.frequencies import Spectrum
 from posenc.numerics.tables import sinusoid
@@ -31,7 +31,7 @@ class TransformerXLBias(ProductBias):
         base: The base of the sinusoid's frequencies.
         concatenated: Whether all sines come before all cosines, as in Transformer-XL and XLNet;
             False, where they alternate, as in Conformers.
-        dtype: The dtype of the parameters, which they keep when the model is cast.
+        dtype: The dtype of the parameters, torch's default if None. The bias is made in float32.
 
     Attributes:
         linear_pos: :math:`W`, a linear layer from ``E`` to ``E`` without a bias.
@@ -58,7 +58,7 @@ class TransformerXLBias(ProductBias):
         max_distance: int | None = None,
         base: float = 10_000.0,
         concatenated: bool = True,
-        dtype: torch.dtype = torch.float32,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         who = type(self).__name__
@@ -72,7 +72,7 @@ class TransformerXLBias(ProductBias):
         self.max_distance = checks.optional(checks.integer, who, "max_distance", max_distance)
         self.base = checks.base(who, base)
         self.concatenated = checks.boolean(who, "concatenated", concatenated)
-        self.dtype = checks.float_dtype(who, "dtype", dtype)
+        self.dtype = checks.optional(checks.float_dtype, who, "dtype", dtype)
         self.linear_pos = Linear(self.embed_dim, self.embed_dim, bias=False, dtype=dtype)
         shape = self.num_heads, self.head_dim
         self.pos_bias_u = nn.Parameter(torch.empty(shape, dtype=dtype))

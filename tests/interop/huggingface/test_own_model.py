@@ -38,9 +38,9 @@ class Model(transformers.PreTrainedModel):
                 posenc.TransformerXLBias(32, 4),
                 posenc.DeBERTaBias(4, 8, 16),
                 posenc.DeBERTaBias(4, 8, 16, 8),
-                posenc.PoPE(8, 4, init="uniform"),
             ]
         )
+        self.pope = posenc.PoPE(8, 4, init="uniform")
         self.gate = posenc.ForgetGate(32, 4)
         self.string = posenc.STRING(8, 4, coordinates=1)
         self.extend = posenc.SelfExtend(posenc.RoPE(8), group=3, window=7)
@@ -51,9 +51,10 @@ class Model(transformers.PreTrainedModel):
 
     def forward(self, x):
         q, k, v = (self.factor * x).unflatten(-1, (4, 8)).transpose(2, 3)
-        outs = [bias.attention(q, k, v) for bias in (*self.biases, *self.products)]
-        outs.append(self.gate.attention(q, k, v, self.gate(x)))
-        outs += [self.string(q, k)[0], self.extend.attention(q, k, v)]
+        outs = [bias(q, k, v) for bias in (*self.biases, *self.products)]
+        outs.append(self.pope.attention(q, k, v))
+        outs.append(self.gate(q, k, v, x))
+        outs += [self.string(q, k)[0], self.extend(q, k, v)]
         return torch.stack(outs)
 
 
@@ -68,8 +69,20 @@ def test_a_loaded_model_gives_the_outputs_of_the_saved_one(dtype, tmp_path):
     loaded = Model.from_pretrained(tmp_path, dtype=dtype)
     x = torch.randn(2, 40, 32, dtype=dtype)
     assert torch.equal(loaded(x), model(x))
-    kept = {p.dtype for name, p in loaded.named_parameters() if name != "factor"}
-    assert kept == {torch.float32}
+    for name, p in loaded.named_parameters():
+        is_kept = name.startswith(("pope", "string"))
+        assert p.dtype == (torch.float32 if is_kept else dtype), name
+
+
+def test_a_loaded_bias_shows_its_numbers(tmp_path):
+    """Tables are neither parameters nor buffers, so no loader moves them from the meta device."""
+    Model(Config()).save_pretrained(tmp_path)
+    loaded = Model.from_pretrained(tmp_path)
+    alibi, sandwich = loaded.biases[5], loaded.biases[3]
+    assert torch.equal(alibi.slopes, posenc.ALiBi(4).slopes)
+    assert torch.equal(alibi.get_bias(9), posenc.ALiBi(4).get_bias(9))
+    assert torch.equal(alibi.select_heads(1, 3).slopes, posenc.ALiBi(4).slopes[1:3])
+    assert torch.equal(sandwich.bias(9), posenc.Sandwich(4).bias(9))
 
 
 class Added(transformers.PreTrainedModel):
@@ -102,15 +115,14 @@ class Added(transformers.PreTrainedModel):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_encodings_that_are_added_come_back_too(dtype, tmp_path):
-    """Random frequencies are saved, and neither they nor learned factors are rounded."""
+    """Random frequencies are saved, and neither they nor learned ones are rounded."""
     model = Added(Config()).eval()
     with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.1 * torch.randn_like(parameter))
+        for learned in (*model.parameters(), *model.buffers()):
+            learned.add_(0.1 * torch.randn_like(learned))
     model.to(dtype).save_pretrained(tmp_path)
     loaded = Added.from_pretrained(tmp_path, dtype=dtype)
     x, at = torch.randn(2, 41, 32, dtype=dtype), torch.rand(2, 41, 2)
     assert torch.equal(loaded(x, at), model(x, at))
-    ours = [*loaded.features.parameters(), *loaded.sums.parameters()]
-    assert {p.dtype for p in ours} == {torch.float32}
-    assert [p.requires_grad for p in loaded.features.parameters()] == [False, True]
+    assert {x.dtype for x in loaded.features.state_dict().values()} == {torch.float32}
+    assert {p.dtype for p in loaded.sums.parameters()} == {dtype}

@@ -54,9 +54,9 @@ class Decoder(nn.Module):
         """Attention for queries, keys and values that were made from ``x``."""
         acts_on, scale = self.encoding.acts_on, q.shape[-1] ** -0.5
         if acts_on in ("scores", "gates"):
-            given = (self.position(x),) if acts_on == "gates" else ()
+            given = (x,) if acts_on == "gates" else ()
             # Named, because T5's own scale is another, and the encoding alone should vary.
-            return self.position.attention(q, k, v, *given, scale=scale)  # type: ignore[operator, no-any-return]
+            return self.position(q, k, v, *given, scale=scale)  # type: ignore[no-any-return]
         if acts_on == "queries and keys":
             q, k = self.position(q, k)
         # Named here too: an encoding may make queries and keys wider.

@@ -39,7 +39,7 @@ class Encoding:
 
     label: str
     # How its module is called: module(x); module(q, k), whose results may have another width;
-    # module.attention(q, k, v); or, for gates, module.attention(q, k, v, module(x)).
+    # module(q, k, v); or, for gates, module(q, k, v, x).
     acts_on: Literal["input", "queries and keys", "scores", "gates"]
     # Makes the module, for a plan and the length of the sequences.
     build: Callable[[Plan, int], nn.Module]

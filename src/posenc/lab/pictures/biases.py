@@ -94,7 +94,7 @@ def forget_gate(*, heads: int = 8, length: int = 256, trained: int = 128) -> Vie
         closed = torch.tensor([length // 4, length // 2, length * 5 // 8])
         # The embedding for which the gate of every head is σ(-1).
         x[closed] = torch.linalg.pinv(gate.proj.weight) @ (-1 - gate.proj.bias)
-        sums = gate(x)
+        sums = gate.sums(x)
     kept = sums.diff(prepend=sums.new_zeros(heads, 1)).exp()
     lines = [line(f"head {h}", torch.arange(length), kept[h]) for h in some(heads)]
     gates = Chart("What each token keeps of those before it", "position", "", lines)
