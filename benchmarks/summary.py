@@ -12,7 +12,7 @@ from posenc.lab.plots import OURS, THEIRS, in_copies, ratios
 
 HERE = Path(__file__).parent
 START, END = "<!-- measured -->\n", "<!-- end -->\n"
-H200, XEON = "NVIDIA H200", "Intel(R) Xeon(R) Processor"
+H200 = "NVIDIA H200"
 MODES = {"forward": "forward", "train": "forward and backward"}
 PEERS = ("transformers compiled", "Liger in place")
 MARKS = {
@@ -38,31 +38,11 @@ BOUNDS = {
     "h200-decode, forward": 1.15,
     "h200-qk-norm, forward": 1.15,
 }
-# Runs whose files were not kept: three on the H200 and eleven on the Xeon, both layouts of each. Of
-# the first seven on the Xeon, one of them in the files, only least, median and most are known.
-FP32, BF16 = "fp32, 2 threads", "bf16, 2 threads"
+# Three runs whose files were not kept, both layouts of each.
 EARLIER = {
     (H200, "h200-decode, forward", "offset"): (1.01, 1.00, 1.05, 1.05, 1.03, 1.12),
     (H200, "h200-decode, forward", "ids"): (1.09, 1.09, 1.15, 1.08, 1.07, 1.152),
-    (XEON, "prefill, forward", BF16): (
-        0.88, 1.31, 0.79, 0.96, 1.11, 1.05, 1.01, 0.87, 0.86, 0.99, 0.96, 1.02, 0.98, 0.99, 1.00,
-    ),
-    (XEON, "prefill, in place", BF16): (
-        0.54, 0.65, 0.85, 0.52, 0.57, 0.81, 0.77, 0.62, 0.57, 0.60, 0.58, 0.56, 0.79, 0.67, 0.82,
-        0.80,
-    ),
-    (XEON, "train, forward", BF16): (
-        1.10, 1.45, 1.12, 1.20, 1.37, 1.29, 1.23, 1.23, 1.16, 1.12, 1.11, 1.22, 1.19, 1.35, 1.25,
-    ),
-    (XEON, "prefill, forward and backward", BF16): (
-        0.96, 1.04, 1.25, 1.03, 1.12, 0.97, 0.91, 1.10, 1.07, 1.00, 0.97, 1.02, 0.94, 1.05, 1.04,
-    ),
-    (XEON, "train, forward and backward", BF16): (
-        1.17, 1.58, 1.21, 1.34, 1.44, 1.40, 1.34, 1.29, 1.33, 1.12, 1.18, 1.27, 1.26, 1.47, 1.34,
-    ),
-    (XEON, "train, forward", FP32): (1.31,),
-    (XEON, "tiny, of transformers eager", "fp32, 1 thread"): (0.45, 0.53, 0.45, 0.40),
-}  # fmt: skip
+}
 
 
 def recorded(reports: Iterable[dict]) -> dict[tuple[str, str, str], list[float]]:

@@ -17,7 +17,7 @@ ENCODINGS = {
     "SinusoidalPosEmbedding": lambda q, x: posenc.SinusoidalPosEmbedding()(x),
     "SinusoidalPE": lambda q, x: posenc.SinusoidalPE(16, 8)(x),
     "LearnedPosEmbedding": lambda q, x: posenc.LearnedPosEmbedding(16, 8)(x),
-    "ALiBi": lambda q, x: posenc.ALiBi(4)(q),
+    "ALiBi": lambda q, x: posenc.ALiBi(4).add_bias(q),
     "ALiBi.attention": lambda q, x: posenc.ALiBi(4).attention(q, q, q),
     "bound_scores": lambda q, x: attention.bound_scores(q, q),
     "rotate": lambda q, x: functional.rotate(q, *TABLES),
