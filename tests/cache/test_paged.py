@@ -1,3 +1,7 @@
+import copy
+import io
+import pickle
+
 import pytest
 import torch
 from torch.nn.attention.experimental._paged_attention import PagedAttention
@@ -23,7 +27,7 @@ def filled(lengths, *, page=4, pages=16, heads=2, width=8, **how):
 def state(cache):
     """All that a call may change."""
     tensors = cache.k, cache.v, cache.k_scales, cache.v_scales
-    names = list(cache._sequences)
+    names = cache.sequences
     tables = [table.tolist() for table in (*cache.block_table(names), *cache.flex_tables(names))]
     return names, tables, cache.free_pages, [None if x is None else x.tolist() for x in tensors]
 
@@ -49,20 +53,29 @@ def fails(k, by):
         pytest.param(lambda c: c.fork("a", "a"), "new sequence", id="fork-onto-itself"),
         pytest.param(lambda c: c.fork("a", "c", 8), "at most the length 7", id="fork-too-long"),
         pytest.param(lambda c: c.truncate("a", 8), "at most the length 7", id="truncate-too-long"),
-        pytest.param(lambda c: c.free("c"), "allocated, got 'c'", id="free"),
-        pytest.param(lambda c: c.fork("c", "d"), "allocated", id="fork"),
-        pytest.param(lambda c: c.truncate("c", 0), "allocated", id="truncate"),
-        pytest.param(lambda c: c.evict("c", drop=4), "allocated", id="evict"),
-        pytest.param(lambda c: c.slots_for(["a", "c"], [[0], [0]]), "allocated", id="slots"),
-        pytest.param(lambda c: c.block_table(["a", "c"]), "allocated", id="block-table"),
+        pytest.param(lambda c: c.free("c"), "never allocated", id="free"),
+        pytest.param(lambda c: c.fork("c", "d"), "one of `sequences`", id="fork"),
+        pytest.param(lambda c: c.truncate("c", 0), "one of `sequences`", id="truncate"),
+        pytest.param(lambda c: c.evict("c", drop=4, shift=None), "one of `sequences`", id="evict"),
+        pytest.param(
+            lambda c: c.slots_for(["a", "c"], [[0], [0]]), "one of `sequences`", id="slots"
+        ),
+        pytest.param(lambda c: c.block_table(["a", "c"]), "one of `sequences`", id="block-table"),
         pytest.param(lambda c: c.slots_for("a", [7]), r"in \[0, 7\)", id="past-the-end"),
         pytest.param(lambda c: c.slots_for("a", [-1]), r"in \[0, 7\)", id="before-the-start"),
         pytest.param(lambda c: c.slots_for("a", 3), "Pass range", id="one-position"),
         pytest.param(lambda c: c.slots_for("a", [0.5]), "must be a range", id="half"),
         pytest.param(lambda c: c.slots_for(["a", "b"], [[0]]), "1 for 2", id="one-for-two"),
+        pytest.param(lambda c: c.block_table("ab"), r"Pass \['ab'\]", id="letters"),
+        pytest.param(lambda c: c.flashinfer_tables("ab"), "must be a list", id="flashinfer"),
+        pytest.param(lambda c: c.flex_tables("ab"), "must be a list", id="flex"),
         pytest.param(lambda c: c.block_table(["b"], width=2), "at least 3", id="narrow"),
-        pytest.param(lambda c: c.evict("a", drop=3), "multiple of page=4", id="part-of-a-page"),
-        pytest.param(lambda c: c.evict("a", drop=4, keep_first=4), "length 7", id="too-much"),
+        pytest.param(
+            lambda c: c.evict("a", drop=3, shift=None), "multiple of page=4", id="part-of-a-page"
+        ),
+        pytest.param(
+            lambda c: c.evict("a", drop=4, keep_first=4, shift=None), "length 7", id="too-much"
+        ),
         pytest.param(lambda c: c.evict("b", drop=4, shift=fails), "no shift", id="no-shift"),
         pytest.param(
             lambda c: c.evict("b", drop=4, keep_first=1, shift=lambda k, by: k[:, :1]),
@@ -88,7 +101,7 @@ def test_a_sequence_is_freed_once():
     cache.free("a")
     before = state(cache)
 
-    with pytest.raises(ValueError, match="allocated, got 'a'"):
+    with pytest.raises(ValueError, match=r"got 'a'.\n  It was freed before"):
         cache.free("a")
 
     assert state(cache) == before
@@ -134,7 +147,7 @@ def test_eviction_without_a_shift_moves_no_memory():
     memory, free = cache.k.clone(), cache.free_pages
     wanted = read(cache, cache.k, "b")[:, [0, 1, 2, 3, *range(12, 15)]]
 
-    cache.evict("a", drop=8, keep_first=4)
+    cache.evict("a", drop=8, keep_first=4, shift=None)
 
     assert torch.equal(cache.k, memory)
     assert cache.free_pages == free
@@ -285,6 +298,82 @@ def test_key_and_value_side_by_side():
     cache.v.fill_(2)
     assert cache.kv.shape == (1, 4, 2, 1, 12)
     assert cache.kv.flatten(0, -2).unique(dim=0).tolist() == [[2.0] * 8 + [1.0] * 4]
+
+
+def saved(cache):
+    buffer = io.BytesIO()
+    torch.save(cache, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=False)
+
+
+@pytest.mark.parametrize("joined", [False, True], ids=["apart", "joined"])
+@pytest.mark.parametrize(
+    "copied",
+    [copy.deepcopy, lambda cache: pickle.loads(pickle.dumps(cache)), saved],
+    ids=["deepcopy", "pickle", "save"],
+)
+def test_a_copy_is_a_cache_of_its_own(copied, joined):
+    """With the same sequences and rows; attention over kv reads what is written to k and v."""
+    cache = filled({"a": 7, "b": 3}, joined=joined)
+    before = state(cache)
+
+    other = copied(cache)
+
+    assert state(other) == before
+    other.free("a")
+    other.k.fill_(7)
+    other.v.fill_(8)
+    if joined:
+        assert other.kv.unique().tolist() == [7, 8]
+    assert state(cache) == before
+
+
+def test_sequences_are_listed_and_reset_forgets_them():
+    """A server that starts again must not have kept the names itself."""
+    cache = filled({"a": 7, ("b", 1): 3}, pages=9)
+    assert cache.sequences == ["a", ("b", 1)]
+    cache.free("a")
+    assert cache.sequences == [("b", 1)]
+
+    cache.reset()
+
+    assert cache.sequences == []
+    assert cache.free_pages == 9
+    assert cache.allocate(("b", 1), 36) == range(36)
+
+
+def test_eviction_asks_for_a_shift():
+    """Without one keys keep their old rotation, so leaving it out must be said: shift=None."""
+    cache = filled({"a": 7})
+    with pytest.raises(TypeError, match="shift"):
+        cache.evict("a", drop=4)
+
+
+def test_eviction_from_an_inference_tensor_is_refused_before_anything_is_written():
+    """Torch would refuse the first write, when the sequence is given up already."""
+    with torch.inference_mode():
+        cache = filled({"a": 7})
+    with pytest.raises(ValueError, match=r"PagedCache.evict: an inference tensor"):
+        cache.evict("a", drop=4, shift=lambda k, by: k)
+    assert cache.length("a") == 7
+
+
+def test_eviction_that_fails_between_layers_frees_the_sequence():
+    """Some of its keys are moved and others are not: nobody may read them."""
+    cache = filled({"a": 7, "b": 3}, layers=2)
+    other, calls = read(cache, cache.k, "b"), []
+
+    def fails_later(k, by):
+        calls.append(by)
+        return k if len(calls) == 1 else fails(k, by)
+
+    with pytest.raises(RuntimeError, match="no shift"):
+        cache.evict("a", drop=4, shift=fails_later)
+
+    assert cache.sequences == ["b"]
+    assert cache.free_pages == 15
+    assert torch.equal(read(cache, cache.k, "b"), other)
 
 
 @pytest.mark.parametrize(

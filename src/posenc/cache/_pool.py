@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterable
 from itertools import islice
+from typing import NamedTuple
 
 from posenc._contract import checks
 
@@ -14,43 +15,78 @@ class OutOfPages(RuntimeError):
     __module__ = "posenc.cache"
 
 
-@dataclass(frozen=True)
-class Sequence:
-    """The pages of a sequence, in order, and how many tokens it has."""
+class Sequence(NamedTuple):
+    """The pages of a sequence, in order, and how many tokens it has; neither is ever changed."""
 
     pages: list[int]
     length: int
 
 
 class Pool:
-    """How many sequences have each page, and which pages are free."""
+    """Which sequence has which pages.
+
+    ``sequences`` says it all. How many sequences have each page, and which pages are free, follows
+    from it and is kept only to save time.
+    """
 
     def __init__(self, pages: int) -> None:
-        self._owners = [0] * pages
-        # A dict is a stack that can also lose any of its entries.
-        self._free = dict.fromkeys(reversed(range(pages)))
+        self.pages = pages
+        self.sequences: dict[Hashable, Sequence] = {}
+        self._counts: tuple[list[int], dict[int, None]] | None = None
 
-    def __len__(self) -> int:
-        return len(self._free)
+    def put(
+        self,
+        name: Hashable,
+        sequence: Sequence | None,
+        *,
+        added: Iterable[int] = (),
+        removed: Iterable[int] = (),
+    ) -> None:
+        """Replace a sequence, or forget it if None; say which pages it gets and gives back.
+
+        Only one line changes ``sequences``. The counts are put aside while they differ from it, so
+        that after an interrupt, wherever it comes, they are counted anew.
+        """
+        (owners, free), self._counts = self._counted(), None
+        if sequence is None:
+            del self.sequences[name]
+        else:
+            self.sequences[name] = sequence
+        for page in added:
+            free.pop(page, None)
+            owners[page] += 1
+        for page in removed:
+            owners[page] -= 1
+            if owners[page] == 0:
+                free[page] = None
+        self._counts = owners, free
+
+    def free(self) -> int:
+        """How many pages no sequence has."""
+        return len(self._counted()[1])
 
     def shared(self, pages: list[int]) -> list[int]:
         """Those of ``pages`` that several sequences have."""
-        return [page for page in pages if self._owners[page] > 1]
+        owners, _ = self._counted()
+        return [page for page in pages if owners[page] > 1]
 
     def pick(self, who: str, count: int) -> list[int]:
-        """The next free pages, which stay free until :meth:`swap`."""
-        if count > len(self._free):
-            rule, got = f"{count} more pages must be free", f"{len(self._free)} free pages"
-            way_out = "Free, truncate or evict a sequence, or make the cache with more pages."
-            checks.fail(who, rule, got, way_out, OutOfPages)
-        return list(islice(reversed(self._free), count))
+        """The next free pages, which stay free until :meth:`put`."""
+        _, free = self._counted()
+        if count > len(free):
+            rule, got = f"{count} more pages must be free", f"{len(free)} free pages"
+            hint = "Free, truncate or evict a sequence, or make the cache with more pages."
+            checks.fail(who, rule, got, hint, OutOfPages)
+        return list(islice(reversed(free), count))
 
-    def swap(self, old: list[int], new: list[int]) -> None:
-        """A sequence takes the pages ``new``, and gives back ``old``."""
-        for page in new:
-            self._free.pop(page, None)
-            self._owners[page] += 1
-        for page in old:
-            self._owners[page] -= 1
-            if self._owners[page] == 0:
-                self._free[page] = None
+    def _counted(self) -> tuple[list[int], dict[int, None]]:
+        """How many sequences have each page, and the free pages, the next one last."""
+        if self._counts is None:
+            owners = [0] * self.pages
+            for sequence in self.sequences.values():
+                for page in sequence.pages:
+                    owners[page] += 1
+            # A dict is a stack that can also lose any of its entries.
+            unused = (page for page in reversed(range(self.pages)) if owners[page] == 0)
+            self._counts = owners, dict.fromkeys(unused)
+        return self._counts

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from itertools import accumulate
 from operator import index
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from posenc._contract import checks
-from posenc.cache._memory import Memory, Shift
+from posenc._contract.overlap import check_inference_mode
 from posenc.cache._pool import Pool, Sequence
+from posenc.kernels import LARGEST, Store
+from posenc.kernels.reference_cache import store
+
+Shift: TypeAlias = Callable[[Tensor, int], Tensor]
 
 
 class PagedCache:
@@ -21,8 +25,9 @@ class PagedCache:
 
     Token ``p`` of a sequence is row ``p % page`` of its page number ``p // page``; all layers use
     the same pages. Which sequence has which page is kept on the CPU, and nothing is read back from
-    the device. A sequence is named by any hashable value. A call that raises an error has changed
-    nothing.
+    the device. A sequence is named by any hashable value. A call that raises an error, or that
+    Ctrl-C interrupts, has changed nothing or is complete; :meth:`evict` may also have freed its
+    sequence.
 
     Args:
         pages: Pages of each layer.
@@ -85,27 +90,57 @@ class PagedCache:
         heads = checks.integer(who, "num_kv_heads", num_kv_heads)
         layers = checks.integer(who, "layers", layers)
         width = checks.integer(who, "head_dim", head_dim)
-        v_width = checks.optional(checks.integer, who, "v_head_dim", v_head_dim) or width
+        self._v_width = checks.optional(checks.integer, who, "v_head_dim", v_head_dim) or width
+        dtype = torch.get_default_dtype() if dtype is None else dtype
+        if dtype not in checks.FLOAT_DTYPES and dtype not in LARGEST:
+            rule = "dtype must be that of a model, float8_e4m3fn, float8_e5m2 or int8"
+            checks.fail(who, rule, dtype, "Pass torch.bfloat16, say.", TypeError)
+        if checks.boolean(who, "scales", scales) and dtype not in LARGEST:
+            hint = "Leave scales out: such rows are stored as they are."
+            checks.fail(who, "scales need a dtype of 8 bits", dtype, hint)
+        if cache_layout not in ("NHD", "HND"):
+            hint = "NHD is (pages, page, heads, D), and HND is (pages, heads, page, D)."
+            checks.fail(who, 'cache_layout must be "NHD" or "HND"', repr(cache_layout), hint)
         self.cache_layout = cache_layout
-        self._memory = memory = Memory(
-            who,
-            (layers, self.pages, self.page, heads),
-            (width, v_width),
-            dtype=torch.get_default_dtype() if dtype is None else dtype,
-            scales=scales,
-            cache_layout=cache_layout,
-            joined=joined,
-            device=device,
-        )
-        self.k, self.v, self.kv = memory.k, memory.v, memory.kv
-        self.k_scales, self.v_scales = memory.k_scales, memory.v_scales
+        rows = (self.page, heads) if cache_layout == "NHD" else (heads, self.page)
+
+        # Zeros, because NaN would pass through a mask: its weight is zero, and 0 * NaN is NaN.
+        def zeros(*width: int, dtype: torch.dtype = dtype) -> Tensor:
+            return torch.zeros(layers, self.pages, *rows, *width, dtype=dtype, device=device)
+
+        self.kv: Tensor | None = None
+        if checks.boolean(who, "joined", joined):
+            self.kv = zeros(self._v_width + width)
+        else:
+            self._k, self._v = zeros(width), zeros(self._v_width)
+        self.k_scales = zeros(dtype=torch.float32) if scales else None
+        self.v_scales = zeros(dtype=torch.float32) if scales else None
         self._pool = Pool(self.pages)
-        self._sequences: dict[Hashable, Sequence] = {}
+
+    # Views of kv are made when they are read: pickle would store them apart from it.
+    @property
+    def k(self) -> Tensor:
+        """The keys of all layers."""
+        return self._k if self.kv is None else self.kv[..., self._v_width :]
+
+    @property
+    def v(self) -> Tensor:
+        """The values of all layers."""
+        return self._v if self.kv is None else self.kv[..., : self._v_width]
+
+    @property
+    def sequences(self) -> list[Hashable]:
+        """The names of all sequences."""
+        return list(self._pool.sequences)
 
     @property
     def free_pages(self) -> int:
         """How many pages no sequence has."""
-        return len(self._pool)
+        return self._pool.free()
+
+    def reset(self) -> None:
+        """Forget all sequences; every page is free then."""
+        self._pool = Pool(self.pages)
 
     def length(self, sequence: Hashable) -> int:
         """How many tokens ``sequence`` has."""
@@ -121,31 +156,29 @@ class PagedCache:
         """
         who = "PagedCache.allocate"
         count = checks.integer(who, "tokens", tokens, least=0)
-        own = self._sequences.get(sequence, Sequence([], 0))
+        own = self._pool.sequences.get(sequence, Sequence([], 0))
         end = own.length + count
         # Only a page with room is written to again.
         last = own.pages[-1:] if count and own.length % self.page else []
         old = self._pool.shared(last)
         kept = own.pages[:-1] if old else own.pages
         new = self._pool.pick(who, self._pages_of(end) - len(kept))
-        self._memory.copy(old, new[: len(old)])
-        self._pool.swap(old, new)
-        self._sequences[sequence] = Sequence(kept + new if new else kept, end)
+        self._copy(old, new[: len(old)])
+        grown = Sequence(kept + new if new else kept, end)
+        self._pool.put(sequence, grown, added=new, removed=old)
         return range(own.length, end)
 
     def free(self, sequence: Hashable) -> None:
         """Forget a sequence; pages that no other sequence has become free."""
-        own = self._find("free", sequence)
-        self._pool.swap(own.pages, [])
-        del self._sequences[sequence]
+        own = self._find("free", sequence, "It was freed before, or never allocated.")
+        self._pool.put(sequence, None, removed=own.pages)
 
     def truncate(self, sequence: Hashable, tokens: int) -> None:
         """Keep the first ``tokens`` tokens of a sequence, as after rejected speculation."""
         own = self._find("truncate", sequence)
         count = self._count("truncate", tokens, own)
         end = self._pages_of(count)
-        self._pool.swap(own.pages[end:], [])
-        self._sequences[sequence] = Sequence(own.pages[:end], count)
+        self._pool.put(sequence, Sequence(own.pages[:end], count), removed=own.pages[end:])
 
     def fork(self, sequence: Hashable, child: Hashable, tokens: int | None = None) -> None:
         """Make ``child`` a sequence that shares the first ``tokens`` tokens, or all if None.
@@ -155,29 +188,34 @@ class PagedCache:
         """
         own = self._find("fork", sequence)
         count = own.length if tokens is None else self._count("fork", tokens, own)
-        if child in self._sequences:
+        if child in self._pool.sequences:
             rule = "child must be a new sequence"
             checks.fail("PagedCache.fork", rule, repr(child), "Free it first, or name another.")
         pages = own.pages[: self._pages_of(count)]
-        self._pool.swap([], pages)
-        self._sequences[child] = Sequence(pages, count)
+        self._pool.put(child, Sequence(pages, count), added=pages)
 
     def evict(
-        self, sequence: Hashable, *, drop: int, keep_first: int = 0, shift: Shift | None = None
+        self,
+        sequence: Hashable,
+        *,
+        drop: int,
+        keep_first: int = 0,
+        shift: Shift | None,
     ) -> None:
         """Drop tokens ``keep_first`` to ``keep_first + drop``; later ones move back by ``drop``.
 
         Values are not moved, and keys are rotated where they are, layer by layer. Each eviction
-        rounds the keys once more. Pages that other sequences share are copied first.
+        rounds the keys once more. Pages that other sequences share are copied first. If an error or
+        Ctrl-C comes when some keys are rotated and others are not yet, the sequence is freed: start
+        it again from its tokens.
 
         Args:
             sequence: The sequence.
             drop: How many tokens to drop, a multiple of ``page``.
             keep_first: How many of the first tokens to keep: attention sinks.
             shift: ``rope.shift``, or any function of keys ``(1, heads, n, head_dim)`` and
-                ``-drop``. If None, the keys stay as they are, which is right for keys without
-                positions. Keys of an 8-bit cache are float32 here, multiplied by their scales if
-                the cache has them. If it fails after the first layer, free the sequence.
+                ``-drop``. Pass None for keys without positions: they stay as they are. Keys of an
+                8-bit cache are float32 here, multiplied by their scales if the cache has them.
 
         Examples:
             >>> cache = PagedCache(pages=8, page=4, num_kv_heads=1, head_dim=1)
@@ -204,19 +242,30 @@ class PagedCache:
         first, sinks = divmod(keep_first, self.page)
         after = first + drop // self.page
         gone, tail = own.pages[first:after], own.pages[after:]
+        if keep_first == end:
+            shift = None  # no key is left to move
         # Sinks in a page that goes are copied to the page that takes its place.
         old = self._pool.shared(tail[: bool(sinks)] if shift is None else tail)
         new = self._pool.pick(who, len(old))
-        self._memory.copy(old, new)
+        self._copy(old, new)
         copies = dict(zip(old, new, strict=True))
         kept = own.pages[:first] + [copies.get(page, page) for page in tail]
-        if shift is not None and keep_first < end:
-            slots = self._tensor(self._slots(kept, range(keep_first, end)), torch.int64)
-            self._memory.shift(who, slots, -drop, shift)
+        if shift is None and not sinks:
+            self._pool.put(sequence, Sequence(kept, end), removed=gone)
+            return
+        check_inference_mode(who, self.k)
+        slots = self._tensor(self._slots(kept, range(keep_first, end)), torch.int64).unsqueeze(0)
+        for layer in range(len(self.k)):
+            keys = self._keys(layer)
+            moved = None if shift is None else self._shifted(who, keys, slots, -drop, shift)
+            if layer == 0:
+                # From here on rows are overwritten: no one has them until all are.
+                self._pool.put(sequence, None, removed=own.pages)
+            if moved is not None:
+                store(keys, moved, slots, ...)
         if sinks:
-            self._memory.copy(gone[:1], kept[first : first + 1], sinks)
-        self._pool.swap(gone + old, new)
-        self._sequences[sequence] = Sequence(kept, end)
+            self._copy(gone[:1], kept[first : first + 1], sinks)
+        self._pool.put(sequence, Sequence(kept, end), added=kept)
 
     def slots_for(self, sequence: Hashable | list[Hashable], positions: Any) -> Tensor:
         """The slots of tokens, for :func:`posenc.functional.rotate_and_cache`.
@@ -269,7 +318,7 @@ class PagedCache:
             int32 ``(N, width)``, zero after the last page of a sequence, and int32 ``(N,)``.
         """
         who = "PagedCache.block_table"
-        rows = [self._find("block_table", sequence) for sequence in sequences]
+        rows = self._find_all("block_table", sequences)
         longest = max((len(own.pages) for own in rows), default=0)
         width = checks.optional(checks.integer, who, "width", width) or longest
         if width < longest:
@@ -291,7 +340,7 @@ class PagedCache:
             >>> [table.tolist() for table in cache.flashinfer_tables(["a", "b"])]
             [[0, 2, 3], [0, 1, 2], [1, 4]]
         """
-        rows = [self._find("flashinfer_tables", sequence) for sequence in sequences]
+        rows = self._find_all("flashinfer_tables", sequences)
         indptr = [0, *accumulate(len(own.pages) for own in rows)]
         indices = [page for own in rows for page in own.pages]
         last = [own.length - max(len(own.pages) - 1, 0) * self.page for own in rows]
@@ -311,21 +360,29 @@ class PagedCache:
             >>> [table.tolist() for table in cache.flex_tables(["b"])]
             [[[1, 2, -1]], [[-1, 0, 1]]]
         """
-        rows = [self._find("flex_tables", sequence).pages for sequence in sequences]
+        rows = self._find_all("flex_tables", sequences)
         table = torch.full((2, len(rows), self.pages), -1, dtype=torch.int64)
         for (physical, logical), own in zip(table.unbind(1), rows, strict=True):
-            pages = torch.tensor(own, dtype=torch.int64)
-            physical[: len(own)] = pages
-            logical[pages] = torch.arange(len(own))
+            pages = torch.tensor(own.pages, dtype=torch.int64)
+            physical[: len(pages)] = pages
+            logical[pages] = torch.arange(len(pages))
         page_table, physical_to_logical = table.to(self.k.device)
         return page_table, physical_to_logical
 
-    def _find(self, method: str, sequence: Hashable) -> Sequence:
-        own = self._sequences.get(sequence)
+    def _find(
+        self, method: str, sequence: Hashable, hint: str = "Allocate or fork it first."
+    ) -> Sequence:
+        own = self._pool.sequences.get(sequence)
         if own is None:
-            rule, way_out = "the sequence must have been allocated", "Allocate or fork it first."
-            checks.fail(f"PagedCache.{method}", rule, repr(sequence), way_out)
+            rule = "the sequence must be one of `sequences`"
+            checks.fail(f"PagedCache.{method}", rule, repr(sequence), hint)
         return own
+
+    def _find_all(self, method: str, sequences: Iterable[Hashable]) -> list[Sequence]:
+        if isinstance(sequences, (str, bytes)):
+            rule, hint = "sequences must be a list", f"Pass [{sequences!r}]."
+            checks.fail(f"PagedCache.{method}", rule, repr(sequences), hint, TypeError)
+        return [self._find(method, sequence) for sequence in sequences]
 
     def _count(self, method: str, tokens: Any, own: Sequence) -> int:
         count = checks.integer(f"PagedCache.{method}", "tokens", tokens, least=0)
@@ -347,3 +404,40 @@ class PagedCache:
         # Three times as fast as torch.tensor, which looks at the type of every number.
         buffer = array("i" if dtype == torch.int32 else "q", numbers)
         return torch.frombuffer(buffer, dtype=dtype).to(self.k.device)
+
+    def _copy(self, old: list[int], new: list[int], tokens: int | None = None) -> None:
+        """Copy the first ``tokens``, or all, of the pages ``old`` of all layers to ``new``."""
+        if old:
+            memory = [self.k, self.v] if self.kv is None else [self.kv]
+            for x in (*memory, self.k_scales, self.v_scales):
+                if x is not None:
+                    rows = _bytes(x if self.cache_layout == "NHD" else x.transpose(2, 3))
+                    rows[:, new, :tokens] = rows[:, old, :tokens]
+
+    def _keys(self, layer: int) -> Store:
+        """The keys of a layer and their scales, heads before tokens."""
+        k, scales = self.k[layer], None if self.k_scales is None else self.k_scales[layer]
+        if self.cache_layout == "NHD":
+            k, scales = k.transpose(1, 2), None if scales is None else scales.transpose(1, 2)
+        return Store(k, None, scales)
+
+    @torch.no_grad()
+    def _shifted(self, who: str, keys: Store, slots: Tensor, by: int, shift: Shift) -> Tensor:
+        """``shift`` of the keys at ``slots``, ``(1, T)``."""
+        k, _, scales = keys
+        at = slots // self.page, slice(None), slots % self.page
+        rows = _bytes(k)[at].transpose(1, 2)  # [1, H, T, D]
+        if k.dtype in LARGEST:
+            rows = rows.view(k.dtype).float()
+        if scales is not None:
+            rows = rows * scales[at].transpose(1, 2).unsqueeze(-1)
+        moved = shift(rows, by)
+        if moved.shape != rows.shape or moved.dtype != rows.dtype:
+            rule, got = f"shift must return {checks.describe(rows)}", checks.describe(moved)
+            checks.fail(who, rule, got, "Pass rope.shift, say.")
+        return moved
+
+
+def _bytes(x: Tensor) -> Tensor:
+    # Not every device can index float8.
+    return x.view(torch.uint8) if x.dtype in LARGEST else x
