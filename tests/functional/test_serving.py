@@ -58,6 +58,7 @@ REFUSED = {
     "scale-of-a-wide-cache": ({"k_scale": torch.tensor(2.0)}, "need a cache of 8 bits"),
     "weight-of-another-width": ({"q_weight": torch.ones(6)}, "q_weight must have shape"),
     "eps-of-zero": ({"k_weight": torch.ones(D), "eps": 0.0}, "eps must be"),
+    "cache-negated": ({"k_cache": torch._neg_view(torch.zeros(3, 4, HK, D))}, "negative bit"),
     "gradient": ({"k_weight": torch.ones(D, requires_grad=True)}, "require a gradient"),
     "gradient-of-tables": ({"cos": torch.ones(9, 4, requires_grad=True)}, "require a gradient"),
 }  # fmt: skip
@@ -81,13 +82,22 @@ REFUSED_SCALES = {
     "four-axes": ({"k_scale": torch.ones(1, 1, 1, 1)}, "must broadcast"),
     "scale-cache-of-heads": ({"v_scale_cache": torch.ones(3, HK, 4)}, "must have shape"),
     "elsewhere": ({"v_scale_cache": torch.ones(3, 4, HK, device="meta")}, "scales must be on"),
+    "negated": ({"v_scale_cache": torch.zeros(3, 4, HK).cfloat().conj().imag}, "negative bit"),
+    "none-of-keys": ({"k_scale": None}, "k_cache of 8 bits needs k_scale or k_scale_cache"),
+    "none-of-values": ({"v_scale": None}, "v_cache of 8 bits needs v_scale or v_scale_cache"),
 }
 
 
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
 @pytest.mark.parametrize(("changes", "says"), REFUSED_SCALES.values(), ids=REFUSED_SCALES)
-def test_a_scale_that_does_not_fit_is_refused(changes, says):
+def test_a_scale_that_does_not_fit_is_refused(changes, says, dtype):
+    """Nor may one be forgotten: int8 would keep integers, and a cache of scales stay zero."""
+    one = torch.ones(())
+    scales = {} if "v_scale_cache" in changes else {"v_scale": one}
+    arguments = {**example(cache_dtype=dtype), "k_scale": one, **scales, **changes}
     with pytest.raises((ValueError, TypeError), match=says):
-        rotate_and_cache(**example(cache_dtype=torch.int8), **changes)
+        rotate_and_cache(**arguments)
+    assert not any(arguments[name].view(torch.uint8).any() for name in ("k_cache", "v_cache"))
 
 
 @pytest.mark.parametrize("shape", [(), (HK,), (1, HK), (T, 1), (T, HK)], ids=str)
@@ -101,9 +111,9 @@ def test_a_scale_is_for_the_tensor_the_head_the_token_or_both(shape, as_tokens):
             arguments[name] = torch.stack(2 * [arguments[name]])
         arguments["slots"][1] = -1
         given = scale if len(shape) < 2 else torch.stack([scale, 0 * scale])
-        rotate_and_cache(**arguments, seq_dim=1, v_scale=given)
+        rotate_and_cache(**arguments, seq_dim=1, k_scale=torch.ones(()), v_scale=given)
     else:
-        rotate_and_cache(**arguments, v_scale=scale)
+        rotate_and_cache(**arguments, k_scale=torch.ones(()), v_scale=scale)
     v = arguments["v"] if as_tokens else arguments["v"][0]
     wanted = (v / scale.double().expand(T, HK).unsqueeze(-1)).clamp(-127, 127).round()
     kept = SLOTS >= 0
@@ -198,6 +208,21 @@ def test_latent_attention_keeps_a_latent_beside_one_rotated_head():
     assert torch.equal(memory.flatten(0, 1)[rest], before.flatten(0, 1)[rest])
 
 
+def test_a_lazily_negated_scale_is_read_by_its_values():
+    """As ``z.conj().imag`` is: a bit says that memory holds the other sign."""
+    arguments = example(cache_dtype=torch.int8)
+    again = arguments | {name: arguments[name].clone() for name in ("k_cache", "v_cache")}
+    scales = {"k_scale": 0.01 + torch.rand(HK), "v_scale": 0.01 + torch.rand(T, 1)}
+    negated = {name: torch.complex(x, -x).conj().imag for name, x in scales.items()}
+    assert all(scale.is_neg() for scale in negated.values())
+
+    rotate_and_cache(**arguments, **scales)
+    rotate_and_cache(**again, **negated)
+
+    assert torch.equal(again["k_cache"], arguments["k_cache"])
+    assert torch.equal(again["v_cache"], arguments["v_cache"])
+
+
 def test_caches_of_inference_mode_are_written_in_inference_mode_only():
     with torch.inference_mode():
         arguments = example()
@@ -231,7 +256,9 @@ def test_the_norm_of_queries_and_of_keys_are_independent():
 
 
 def test_meta_tensors_have_a_shape_only():
-    arguments = {name: x.to("meta") for name, x in example(cache_dtype=torch.int8).items()}
+    one = torch.ones(())
+    arguments = example(cache_dtype=torch.int8) | {"k_scale": one, "v_scale": one}
+    arguments = {name: x.to("meta") for name, x in arguments.items()}
     assert rotate_and_cache(**arguments).shape == (T, H, D)
 
 

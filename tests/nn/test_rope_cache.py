@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from posenc import RoPE, axes, scaling
+from posenc.cache import PagedCache
 from support.assertions import compilations
 
 AT = torch.tensor([[4, 9, 0, 33, 7]])
@@ -64,11 +65,33 @@ def test_a_position_out_of_range_changes_no_cache():
     assert not caches.any()
 
 
+@pytest.mark.parametrize("where", [{}, {"offset": 3}], ids=["nothing", "offset"])
+def test_tokens_need_their_positions(where):
+    """They may be of several sequences, and counting on from one to the next would be wrong."""
+    q, k, v = (x[0].transpose(0, 1) for x in example())
+    caches = torch.zeros(2, 3, 4, 2, 8)
+    with pytest.raises(ValueError, match=r"RoPE.cache: position_ids must be given for tokens"):
+        RoPE(8).cache(q, k, v, *caches, SLOTS[0], **where)
+    assert not caches.any()
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn], ids=["int8", "float8"])
+@pytest.mark.parametrize("scales", [False, True], ids=["no-scales", "scales"])
+def test_the_scales_of_a_paged_cache_cannot_be_forgotten(dtype, scales):
+    """Rows would be read back as zeros by the scales of the cache, or as integers without."""
+    cache = PagedCache(3, 4, 2, 8, dtype=dtype, scales=scales)
+    slots = cache.slots_for("a", cache.allocate("a", 5))[None]
+    with pytest.raises(ValueError, match=r"RoPE.cache: k_cache of 8 bits needs k_scale"):
+        RoPE(8).cache(*example(), cache.k[0], cache.v[0], slots)
+    assert not cache.k.view(torch.uint8).any()
+
+
 def test_a_norm_and_a_scale_are_passed_on():
     rope, (q, k, v) = RoPE(8), example()
     caches, weight = torch.zeros(2, 3, 4, 2, 8).to(torch.int8), torch.rand(8)
     scales = torch.zeros(3, 4, 2)
-    rope.cache(q, k, v, *caches, SLOTS, k_weight=weight, k_scale_cache=scales, eps=1e-5)
+    how = {"k_scale_cache": scales, "v_scale": torch.tensor(0.1)}
+    rope.cache(q, k, v, *caches, SLOTS, k_weight=weight, eps=1e-5, **how)
     normed = torch.nn.functional.rms_norm(k, (8,), weight, 1e-5)
     wanted = rope.rotate(normed)[0].transpose(0, 1)
     got = (caches[0] * scales[..., None]).flatten(0, 1)[SLOTS[0]]

@@ -169,6 +169,10 @@ def _check_store(
         checks.fail(who, rule, got, "Call contiguous(), or move it.")
     view = cache.transpose(1, 2) if nhd else cache
     if scale is None and scales is None:
+        if cache.dtype in LARGEST:
+            rule = f"{name}_cache of 8 bits needs {name}_scale or {name}_scale_cache"
+            hint = f"Pass the {name}_scales[layer] of a PagedCache with scales, or a {name}_scale."
+            checks.fail(who, rule, f"a {cache.dtype} cache and neither", hint)
         return Store(view)
     both = scale is not None and scales is not None
     if both or cache.dtype == x.dtype:
@@ -178,13 +182,14 @@ def _check_store(
     given = scales if scale is None else scale
     if not isinstance(given, Tensor) or given.dtype != torch.float32:
         rule = f"{name}_scale and {name}_scale_cache must be float32 tensors"
-        way_out = "Pass torch.tensor(scale), say."
+        way_out = f"Pass torch.tensor(scale, device={name}.device), say."
         checks.fail(who, rule, checks.describe(given), way_out, TypeError)
     if given.device != x.device:
         checks.fail(who, f"scales must be on {x.device}", given.device, "Move them there.")
     if scale is not None:
         scale = _expanded(who, f"{name}_scale", scale, (*slots.shape, heads))
-        return Store(view, scale.transpose(1, 2))
+        # A kernel would not see the negative bit.
+        return Store(view, scale.resolve_neg().transpose(1, 2))
     if scales.shape != shape[:3]:
         rule = f"{name}_scale_cache must have shape {tuple(shape[:3])}"
         got = f"shape {tuple(scales.shape)}"
@@ -214,6 +219,10 @@ def _check_caches(
         return
     for t in tensors:
         check_inference_mode(who, t)
+        if t.is_neg():  # in a graph, torch refuses it
+            rule = "a cache must not have the negative bit, which no kernel sees"
+            got = f"a lazily negated view of shape {tuple(t.shape)}"
+            checks.fail(who, rule, got, "Call resolve_neg(), and keep the result as the cache.")
     _check_apart(who, "k_cache and v_cache", k_cache, v_cache)
     if k_scales is not None and v_scales is not None:
         _check_apart(who, "k_scale_cache and v_scale_cache", k_scales, v_scales)

@@ -63,16 +63,17 @@ def rotate_and_cache(
         k_weight: The same for ``k``.
         eps: Added to the mean square.
         zero_centered: Multiply by ``1 + weight`` (Gemma).
-        k_scale: For caches of 8 bits, keys are divided by this and limited to the range of the
-            dtype, -127 to 127 for int8: float32, ``()``, ``(Hk,)``, or any shape that broadcasts
-            to ``(*slots.shape, Hk)``. None is 1.
+        k_scale: A ``k_cache`` of 8 bits needs this or ``k_scale_cache``. Keys are divided by it and
+            limited to the range of the dtype, -127 to 127 for int8: float32, ``()``, ``(Hk,)``, or
+            any shape that broadcasts to ``(*slots.shape, Hk)``. 1 may do for float8, not for int8.
         v_scale: As ``k_scale``, for ``v``.
         k_scale_cache: Instead of ``k_scale``: float32, of the shape of ``k_cache`` without its last
             dimension. The scale of each row is its largest magnitude over the largest number of the
             dtype; it is stored here.
         v_scale_cache: As ``k_scale_cache``, for ``v``.
         cache_layout: ``"NHD"`` or ``"HND"``, of both caches and their scales.
-        **options: As in :func:`rotate`; ``position_ids`` is ``(T,)`` for tokens.
+        **options: As in :func:`rotate`; ``position_ids`` is ``(T,)`` for tokens. Without them,
+            token ``t`` takes table row ``t``, which suits tables with a row for each token.
 
     Returns:
         The rotated ``q``, a new tensor.

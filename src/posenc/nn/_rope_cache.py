@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 
 from torch import Tensor
 
+from posenc._contract import checks
 from posenc.functional._cache import CacheOptions, as_batch, as_given, cache_rows, check_write
 from posenc.functional.rotary import check_heads, swap_heads
 from posenc.kernels import Rows
@@ -39,6 +40,9 @@ def rotate_and_cache(
 ) -> Tensor:
     """Rotate by the tables of ``rope``, and write the cache; see :meth:`RoPE.cache`."""
     xs, seq_dim, as_tokens = as_batch(who, *qkv, rope.seq_dim)
+    if as_tokens and position_ids is None:
+        rule = "position_ids must be given for tokens (T, H, D), which may be of several sequences"
+        checks.fail(who, rule, None, "Pass the position of each token in its sequence, (T,).")
     check_heads(who, "qk", xs[:2], rope.head_dim, seq_dim)
     q, k, v = swap_heads(xs, seq_dim)
     write = check_write(who, (q, k, v), caches, slots, as_tokens=as_tokens, **options)

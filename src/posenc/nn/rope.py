@@ -223,8 +223,8 @@ class RoPE(RotatedKeys):
         """Rotate queries into a new tensor, and keys, with values, into a cache, in one kernel.
 
         Arguments are those of :func:`posenc.functional.rotate_and_cache`, with ``offset``,
-        ``position_ids`` and ``seq_len`` as in :meth:`forward`. Tokens ``(T, H, D)`` count as one
-        sequence: for a rule that depends on the length, pass ``seq_len``.
+        ``position_ids`` and ``seq_len`` as in :meth:`forward`. Tokens ``(T, H, D)`` need
+        ``position_ids``, and for a rule that depends on the length ``seq_len``.
 
         Examples:
             >>> import torch
