@@ -189,8 +189,8 @@ def test_the_text_model_is_found_wherever_it_is_described(config, base):
         ({"model_type": "gpt_oss"}, "rope_parameters must be given for model_type 'gpt_oss'"),
         ({"model_type": "kimi_linear", "qk_rope_head_dim": 64}, "not known to rotate"),
         ({"model_type": "timesfm"}, "rope_theta must be given, because timesfm"),
-        ({"model_type": "dinov3_vit", "rope_theta": 100.0}, "fractions of an image"),
-        ({"model_type": "pixtral", "rope_theta": 1e4}, "see posenc.axes.Axial"),
+        ({"model_type": "pixtral", "rope_theta": 1e4}, r"Axial\(2, rates='shared'\)"),
+        ({"model_type": "sam3_vit_model"}, "is not read as a RoPE: positions are those of an"),
     ],
 )
 def test_configs_that_no_rope_can_follow_are_refused(config, text):

@@ -218,9 +218,13 @@ KEYS = """
     max_position_embeddings max_source_positions max_target_positions pad_token_id attn_config
     alibi alibi_bias_max relative_attention_num_buckets num_hidden_layers no_rope_layers layer_types
     no_rope_layer_interval sliding_window_pattern sliding_window qk_nope_head_dim qk_rope_head_dim
-    rope_parameters rope_theta
+    rope_parameters rope_theta dual_chunk_attention_config local_attention attention_chunk_size
+    attn_temperature_tuning floor_scale use_sliding_window max_window_layers num_register_tokens
 """.split()
-NAMES = "bloom mpt falcon t5 roberta opt whisper gpt_refact mamba smollm3 cohere2 deepseek_v3"
+NAMES = (
+    "bloom mpt falcon t5 roberta opt whisper gpt_refact mamba smollm3 cohere2 deepseek_v3 "
+    "gemma3_text modernbert llama4_text qwen2 dinov3_vit"
+)
 
 
 @settings(max_examples=settings.default.max_examples * 10)

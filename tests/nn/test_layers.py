@@ -75,7 +75,7 @@ def test_what_cannot_be_known_is_an_error():
     with pytest.raises(ValueError, match="num_hidden_layers or n_layer"):
         rope_layers({"model_type": "llama", "head_dim": 16})
     types = {"full_attention": {"rope_theta": 1e4}, "sliding_attention": {"rope_theta": 1e3}}
-    config = {"model_type": "gemma3_text", "head_dim": 16, "num_hidden_layers": 2}
+    config = {"model_type": "my_own", "head_dim": 16, "num_hidden_layers": 2}
     config["rope_parameters"] = types
     with pytest.raises(ValueError, match=r"layer_types must name the 2 layers"):
         rope_layers(config)

@@ -62,3 +62,63 @@ PHI3 = {
     "rope_scaling": {"type": "longrope", "short_factor": FACTORS, "long_factor": FACTORS},
 }
 QWEN_VL = {"head_dim": 128, "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]}}
+# As on the hub, with their keys of old.
+GEMMA3 = {
+    "model_type": "gemma3_text",
+    "head_dim": 256,
+    "num_hidden_layers": 26,
+    "max_position_embeddings": 32768,
+    "rope_local_base_freq": 10000,
+    "rope_theta": 1000000,
+    "sliding_window": 512,
+    "sliding_window_pattern": 6,
+}
+MODERNBERT = {
+    "model_type": "modernbert",
+    "hidden_size": 768,
+    "num_attention_heads": 12,
+    "num_hidden_layers": 22,
+    "max_position_embeddings": 8192,
+    "global_attn_every_n_layers": 3,
+    "global_rope_theta": 160000.0,
+    "local_attention": 128,
+    "local_rope_theta": 10000.0,
+    "position_embedding_type": "absolute",
+}
+QWEN_1M = {
+    "model_type": "qwen2",
+    "hidden_size": 3584,
+    "num_attention_heads": 28,
+    "num_hidden_layers": 28,
+    "max_position_embeddings": 1010000,
+    "max_window_layers": 28,
+    "rope_theta": 1e7,
+    "sliding_window": 1010000,
+    "use_sliding_window": False,
+    "dual_chunk_attention_config": {
+        "chunk_size": 262144,
+        "local_size": 8192,
+        "original_max_position_embeddings": 262144,
+    },
+}
+GPT_OSS = {
+    "model_type": "gpt_oss",
+    "head_dim": 64,
+    "num_hidden_layers": 24,
+    "max_position_embeddings": 131072,
+    "sliding_window": 128,
+    "rope_theta": 150000,
+    "rope_scaling": {
+        "rope_type": "yarn",
+        "factor": 32.0,
+        "original_max_position_embeddings": 4096,
+        "truncate": False,
+    },
+}
+DINOV3 = {
+    "model_type": "dinov3_vit",
+    "hidden_size": 384,
+    "num_attention_heads": 6,
+    "num_register_tokens": 4,
+    "rope_theta": 100.0,
+}

@@ -9,10 +9,16 @@ its models. `by_hand.BY_HAND` has the facts that neither says. Nothing is downlo
 Keys of a row that are also keys of a config have the value of a config that lacks them:
 ``rope_theta``, ``rope_local_base_freq`` (null: as ``rope_theta``, unscaled), ``head_dim``,
 ``qk_rope_head_dim``, ``rotary_dim``, ``partial_rotary_factor``, ``rope_interleave``,
-``mrope_interleaved``, ``num_attention_heads``, ``num_key_value_heads``. The other keys:
+``mrope_interleaved``, ``num_attention_heads``, ``num_key_value_heads``, ``no_rope_layer_interval``
+and those of `FIELDS`. The other keys:
 
 - ``rope_parameters``: ``"required"`` if rotations are scaled, or differ by layer, by default
 - ``layout``: ``"interleaved"`` if pairs are adjacent channels
+- ``layer_types``: those of the first layers, which repeat; null if they follow no cycle
+- ``layer_cycle``: the key of older files that says after how many layers they do
+- ``last_layer``: the type of the last layer, whatever the others are
+- ``window``: ``"both sides"`` if ``sliding_window`` counts the keys on each side of a query
+- ``coordinates``: how many numbers between -1 and 1 are the position of a patch
 - ``refused``: why no RoPE rotates as this type does
 - ``positions``: the kind of positions of a type that does not rotate; see ``by_hand.py``
 - ``converted``: a tiny model was converted to the other layout, and kept its logits
@@ -45,6 +51,19 @@ RULES = {"default", "linear", "dynamic", "yarn", "longrope", "llama3", "proporti
 SKIPPED = {"blt", "edgetam_video", "efficientloftr", "mlcd", "sam2_video", "sam3_tracker_video"}
 # Their older files name the base of sliding layers beside that of the others.
 LOCAL = {"gemma3_text", "gemma3n_text", "modernbert", "modernbert-decoder"}
+
+# Fields of a class that say what attention sees and how queries are scaled. Some classes have one
+# that their models do not read.
+FIELDS = (
+    "sliding_window", "local_attention", "use_sliding_window", "max_window_layers",
+    "attention_chunk_size", "attn_temperature_tuning", "attn_scale", "floor_scale",
+    "num_register_tokens",
+)  # fmt: skip
+# Older files have one of these in place of layer_types.
+CYCLES = (
+    "sliding_window_pattern", "global_attn_every_n_layers", "full_attention_interval",
+    "layer_group_size", "no_rope_layer_interval",
+)  # fmt: skip
 
 
 def main() -> None:
@@ -89,7 +108,7 @@ def _read(kind: str, said: dict[str, Any]) -> dict[str, Any]:
     row = _defaults(kind, config, said)
     # An empty dict has an entry for each layer type, once a file names them.
     has_rotation = row or "layout" in said or config.get("rope_parameters") == {}
-    return row | _tried(kind) if has_rotation else {}
+    return row | _tried(kind) | _layers(kind) if has_rotation else {}
 
 
 def _config(kind: str) -> dict[str, Any]:
@@ -131,6 +150,54 @@ def _defaults(kind: str, config: dict[str, Any], said: dict[str, Any]) -> dict[s
     if isinstance(width, int) and "qk_rope_head_dim" not in row:
         row["head_dim"] = width
     return row
+
+
+def _layers(kind: str) -> dict[str, Any]:
+    """The kinds of layers, as seen from models of two depths, and what attention sees in them."""
+    defaults = {each.name: each.default for each in dataclasses.fields(CONFIG_MAPPING[kind])}
+    row = {key: defaults[key] for key in FIELDS if key in defaults}
+    spec = importlib.util.find_spec(_module(kind))
+    masks = vars(importlib.import_module(_module(kind))) if spec else {}
+    causal = "create_sliding_window_causal_mask" in masks
+    both = "create_bidirectional_sliding_window_mask" in masks
+    if causal == both:
+        # Nothing slides, or the config does not say which way.
+        for key in FIELDS[:4]:
+            row.pop(key, None)
+    elif both:
+        row["window"] = "both sides"
+    few, many = _types(kind, 25), _types(kind, 27)
+    if few is None or many is None:
+        return row
+    if "max_window_layers" in row:
+        asked = {"use_sliding_window": True} if "use_sliding_window" in row else {}
+        late = _types(kind, 3, **asked, sliding_window=8, max_window_layers=1)
+        if late == ["full_attention"] + ["sliding_attention"] * 2:
+            return row
+        del row["max_window_layers"]
+    elif len(set(few)) == 1 and "use_sliding_window" not in row:
+        # All layers slide, or none does.
+        return row | ({"layer_types": few[:1]} if "sliding_window" in row else {})
+    row["layer_types"] = None
+    for period in range(2, 9) if len(set(few)) > 1 else ():
+        cycle = few[:period]
+        if few[:24] + many[:26] == (cycle * 24)[:24] + (cycle * 26)[:26]:
+            row["layer_types"] = cycle
+            if (few[24], many[26]) != (cycle[24 % period], cycle[26 % period]):
+                row["last_layer"] = few[24]
+            for key in CYCLES:
+                if _types(kind, 25, **{key: period + 1}) != few:
+                    row["layer_cycle"] = key
+            break
+    return row
+
+
+def _types(kind: str, count: int, **given: int) -> list[str] | None:
+    try:
+        found = CONFIG_MAPPING[kind](num_hidden_layers=count, **given)
+    except (TypeError, ValueError, StrictDataclassError):
+        return None
+    return getattr(found, "layer_types", None)
 
 
 def _module(kind: str) -> str:

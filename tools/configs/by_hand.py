@@ -49,6 +49,11 @@ BY_HAND: list[tuple[str, str, dict[str, Any]]] = [
         "modernbert modernbert-decoder",
         {"ignores_position_embedding_type": True},
     ),
+    (
+        "Rows and columns are fractions of an image, as no key of their configs says.",
+        "dinov3_vit eomt_dinov3 sapiens2",
+        {"coordinates": 2, "rope_theta": 100.0},
+    ),
     # Rotations that no RoPE has, whatever their configs say.
     (
         "It has no class here, and its own code reads its keys in ways of its own.",
@@ -57,13 +62,16 @@ BY_HAND: list[tuple[str, str, dict[str, Any]]] = [
     ),
     (
         "Read in its code.",
-        "dinov3_vit eomt_dinov3 sapiens2",
-        {"refused": "its coordinates are fractions of an image, see positions.normalized_grid"},
+        "llama4_vision_model sam3_vit_model",
+        {"refused": "positions are those of an image, see posenc.axes.Axial"},
     ),
     (
-        "Read in its code.",
-        "llama4_vision_model pixtral sam3_vit_model",
-        {"refused": "positions are those of an image, see posenc.axes.Axial"},
+        "tests/nn/test_axes.py compares them. No scaling rule has its rope_type.",
+        "pixtral",
+        {
+            "refused": "its rope_type is axial; it is RoPE(head_dim, None, rope_theta, "
+            "interleaved=False, axes=Axial(2, rates='shared')) at positions.grid(rows, columns)"
+        },
     ),
     (
         "Read in its code.",
@@ -79,16 +87,10 @@ BY_HAND: list[tuple[str, str, dict[str, Any]]] = [
     ("Read in its code.", "nanochat", {"refused": "it rotates the other way"}),
     # Layers without rotation.
     (
-        "Each n-th layer does not rotate; n is the key's value, 4 by default.",
+        "Each n-th layer does not rotate.",
         "llama4_text mistral_large4_text smollm3",
-        {"no_rope_interval": "no_rope_layer_interval"},
+        {"no_rope_layer_interval": 4},
     ),
-    (
-        "The same.",
-        "cohere2 exaone4 exaone_moe",
-        {"no_rope_interval": "sliding_window_pattern"},
-    ),
-    ("The same.", "afmoe", {"no_rope_interval": "global_attn_every_n_layers"}),
     (
         "Layers of full attention do not rotate.",
         "afmoe cohere2 exaone4 exaone_moe flint",

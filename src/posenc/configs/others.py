@@ -125,8 +125,9 @@ def check_rotary(config: Config) -> None:
         rule = f"model_type {kind!r} has no rotary embedding"
         raise ValueError(f"{config.who}: {rule}. It has {noun}.\n  {way_out}")
     if "refused" in config.model:
-        rule = f"model_type {kind!r} rotates unlike RoPE: {config.model['refused']}"
-        raise ValueError(f"{config.who}: {rule}.\n  Use functional.rotate with its tables.")
+        rule = f"model_type {kind!r} is not read as a RoPE: {config.model['refused']}"
+        way_out = "Construct RoPE(...) directly, or use functional.rotate with the model's tables."
+        raise ValueError(f"{config.who}: {rule}.\n  {way_out}")
     if found is not None:
         way_out = "Construct RoPE(...) directly if the model rotates."
         if found[0] == "alibi":

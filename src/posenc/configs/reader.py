@@ -21,6 +21,8 @@ KIND_KEYS = ("position_embedding_type", "position_embeddings_type")
 _TEXT = ("text_config", "llm_config", "language_config", "thinker_config")
 # Values of rope_type that scale nothing.
 UNSCALED = ("default", "mrope")
+# More layers than any model has. Each is listed, so a file's number must be bounded.
+MOST_LAYERS = 2**12
 _TYPES = ("full_attention", "sliding_attention")
 _WAY_OUT = {
     "from_config": "Fix the config, or construct RoPE(...) directly.",
@@ -62,6 +64,8 @@ class Config:
     by_layer: Mapping[str, Any] = field(default_factory=dict)
     # The key that each argument was read from.
     sources: dict[str, str] = field(default_factory=dict)
+    # The key that the types of the layers were read from.
+    types_key: str = "layer_types"
 
     def __post_init__(self) -> None:
         kind = self.top.get("model_type")
@@ -173,7 +177,7 @@ def open_config(config: Any, who: str = "from_config") -> Config:
     """Find the text model and its rope dict in any config that `as_dict` takes."""
     config = as_dict(who, config)
     top, prefix = text_part(config)
-    found = Config(who, dict(top), prefix)
+    found = _with_layer_types(Config(who, dict(top), prefix))
     names = ("rope_parameters", "rope_scaling")
     given = {name: top[name] for name in names if top.get(name) is not None}
     for name, value in given.items():
@@ -189,6 +193,59 @@ def open_config(config: Any, who: str = "from_config") -> Config:
         }
         return replace(found, rope=rope, where=name, by_layer=by_layer)
     return found
+
+
+def _with_layer_types(config: Config) -> Config:
+    """Name the type of each layer where a file leaves that to its model type."""
+    top, model, count = config.top, config.model, config.top.get("num_hidden_layers")
+    known = model.get("layer_types") or "max_window_layers" in model
+    if not known or top.get("layer_types") is not None or type(count) is not int or count < 1:
+        return config
+    if count > MOST_LAYERS:
+        rule = f"num_hidden_layers must be at most {MOST_LAYERS}"
+        raise config.error(rule, count, "Fix the config.")
+    key, types = (_cycle if model.get("layer_types") else _last_slide)(config, count)
+    if types is None:
+        return config
+    if "last_layer" in model:
+        types[-1] = model["last_layer"]
+    top["layer_types"] = types[:count]
+    return replace(config, types_key=key if key in top else "model_type")
+
+
+def _last_slide(config: Config, count: int) -> tuple[str, list[str]]:
+    """Full attention, and windows from the layer ``max_window_layers`` on, if there are any."""
+    key, start = "max_window_layers", count
+    slides = said_or_default(config, "use_sliding_window") is not False
+    if slides and said_or_default(config, "sliding_window") is not None:
+        start = said_or_default(config, key)
+    start = min(max(start, 0), count) if type(start) is int else count
+    return key, ["full_attention"] * start + ["sliding_attention"] * (count - start)
+
+
+def _cycle(config: Config, count: int) -> tuple[str, list[str] | None]:
+    """The types of the first layers over and over, in a period that an older file may name."""
+    top, cycle = config.top, config.model["layer_types"]
+    key = config.model.get("layer_cycle", "")
+    period, flags = top.get(key, len(cycle)), top.get("no_rope_layers")
+    if key == "no_rope_layer_interval" and isinstance(flags, (list, tuple)) and flags:
+        # Llama 4's list holds 1 for a layer that rotates.
+        return "no_rope_layers", [cycle[0] if rotates else cycle[-1] for rotates in flags]
+    none_slides = config.kind.startswith("exaone") or cycle == ["sliding_attention"]
+    if none_slides and top.get("sliding_window", 1) is None:
+        return key, None
+    if type(period) is not int or not 0 < period <= MOST_LAYERS:
+        return key, None
+    if period != len(cycle):
+        # One layer of a cycle differs from the others: its first or its last.
+        first = 1 if cycle[1] == cycle[-1] else period - 1
+        cycle = [cycle[0]] * first + [cycle[-1]] * (period - first)
+    return key, (cycle * (count // period + 1))[:count]
+
+
+def said_or_default(config: Config, key: str) -> Any:
+    """The value of ``key`` in the config, which may be null, or else that of its model type."""
+    return config.top[key] if key in config.top else config.model.get(key)
 
 
 def _layer_types(config: Config) -> frozenset[str]:

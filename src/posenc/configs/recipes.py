@@ -53,6 +53,18 @@ class Positions:
     without_rope: Fact | None = None
     # None for 1 / sqrt(head_dim).
     softmax_scale: Fact | None = None
+    # The type of each layer; None if all have full attention.
+    layer_types: Fact | None = None
+    # Keys that a query sees before and after its own, in layers of sliding attention.
+    window: Fact | None = None
+    # Tokens of a chunk, in layers of chunked attention.
+    chunk: Fact | None = None
+    # ``chunk`` and ``window`` of `DualChunk`.
+    dual_chunk: Fact | None = None
+    # A factor of queries, as Python of their position or of the length.
+    query_scale: Fact | None = None
+    # Python of the coordinates of an image's tokens.
+    position_ids: Fact | None = None
 
 
 def read(config: Any, *, layer_type: str | None = None, base: float | None = None) -> Recipe:
@@ -111,20 +123,31 @@ def read_positions(config: Any, *, layer_type: str | None = None) -> Positions:
     rules = [each.scaling for each in rotary]
     lengths = facts.lengths(found, rules)
     scale = facts.softmax_scale(found, rules[0])
-    return Positions(rotary, *lengths, facts.without_rope(found), scale)
+    return Positions(
+        rotary,
+        *lengths,
+        facts.without_rope(found),
+        scale,
+        facts.layer_types(found),
+        facts.window(found),
+        facts.chunk(found),
+        facts.dual_chunk(found),
+        facts.query_scale(found),
+        facts.position_ids(found),
+    )
 
 
 def read_layers(config: Any, *, base: float | None = None) -> list[Recipe | None]:
     """The rotation of each layer that a config describes; None for layers that do not rotate."""
     found = open_config(config)
     check_rotary(found)
-    count = found.count("layers", *facts.LAYERS, most=facts.MOST_LAYERS)
+    count = found.count("layers", *facts.LAYERS, most=reader.MOST_LAYERS)
     still, named = facts.without_rope(found), found.top.get("layer_types")
     recipes = {name: _recipe(found, name, base) for name in reader.rotating_types(found)}
     types = [None] * count if None in recipes else named
     if not isinstance(types, (list, tuple)) or len(types) < count:
         rule = f"layer_types must name the {count} layers, because rotations differ by it"
-        way_out = "Load the config with transformers' AutoConfig, which lists them."
+        way_out = "Add layer_types, a name for each layer."
         raise found.error(rule, checks.describe(named), way_out)
     layers: list[Recipe | None] = [None] * count
     for i in set(range(count)) - set(() if still is None else still[0]):

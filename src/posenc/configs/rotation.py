@@ -7,7 +7,7 @@ from typing import Any
 
 from posenc._contract import checks
 from posenc.configs.reader import LAYOUT, Config, local_key, mentions_rotation
-from posenc.numerics.axes import Axes, Sections
+from posenc.numerics.axes import Axes, Axial, Sections
 
 _HEAD_DIMS = ("qk_rope_head_dim", "head_dim", "attention_head_dim", "kv_channels")
 # The width of a model, and its number of heads.
@@ -158,8 +158,11 @@ def family_layout(config: Config) -> tuple[bool, bool | None]:
 
 
 def axes(config: Config) -> Axes | None:
-    """The sections of M-RoPE."""
+    """The sections of M-RoPE, or the rows and columns of an image."""
     sizes = config.rope.get("mrope_section")
+    if sizes is None and "coordinates" in config.model:
+        config.sources["axes"] = f"{config.prefix}model_type"
+        return Axial(config.model["coordinates"])
     if sizes is None:
         return None
     config.sources["axes"] = f"{config.prefix}{config.where}.mrope_section"

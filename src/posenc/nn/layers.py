@@ -17,8 +17,9 @@ def rope_layers(config: dict[str, Any] | str | Path | Any, **keywords: Any) -> l
     module.
 
     Args:
-        config: As in :meth:`posenc.RoPE.from_config`; it must name the number of layers, and their
-            types if rotations differ by them.
+        config: As in :meth:`posenc.RoPE.from_config`; it must name the number of layers. Their
+            types, if rotations differ by them, are its ``layer_types``, or those that transformers
+            fills in for the model type.
         **keywords: Arguments of :class:`posenc.RoPE`, which override the config.
 
     Returns:

@@ -110,7 +110,9 @@ class RoPE(RotatedKeys):
 
         Args:
             config: A dict, a transformers config, the path of a ``config.json`` or its folder; or a
-                transformer of diffusers, or its config, for the rotation of its images.
+                transformer of diffusers, or its config, for the rotation of its images. Images
+                need ``position_ids``, which the config of a vision model does not hold: `posenc
+                explain` prints those of DINOv3.
             layer_type: ``"sliding_attention"``, say, for models whose layers rotate differently.
             **keywords: Arguments of the constructor, which override the config.
 
