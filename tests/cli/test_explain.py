@@ -11,19 +11,25 @@ from posenc.cli import application
 from support.configs import (
     BLOOM,
     DEEPSEEK,
+    DINOV3,
     FACTORS,
     FALCON,
+    GEMMA3,
     GPT2,
+    GPT_OSS,
     LLAMA4,
+    MODERNBERT,
     MPT,
     OPT,
     PHI3,
+    QWEN_1M,
     QWEN_VL,
     SMOLLM3,
     T5,
     WHISPER,
 )
 
+TEN_TIMES = {"short_factor": [1.0] * 48, "long_factor": [10.0] * 48}
 TYPO = {"head_dim": 64, "rope_scaling": {"typ": "yarn"}}
 YARN = {
     "hidden_size": 512,
@@ -59,8 +65,20 @@ def test_every_argument_is_shown_with_its_key(run):
     assert "500000.0" in lines["base"]
     assert "rope_theta" in lines["base"]
     assert "hidden_size / num_attention_heads" in lines["head_dim"]
-    assert "YaRN(" in lines["scaling"]
-    assert lines["reference:"].startswith("reference: serves every device")
+    assert "YaRN(factor=4.0, original_length=4096," in lines["scaling"]
+    # Arguments that are left out take no line.
+    assert "axes" not in lines
+
+
+def test_kernels_are_named_on_request_alone(run):
+    """What a config means does not depend on the machine."""
+    assert "reference" not in run(YARN).stdout
+    lines = run(YARN, "--kernels").stdout.splitlines()
+    assert [line.split(":")[0] for line in lines[-3:]] == ["c", "triton", "reference"]
+    assert lines[-1].startswith("reference: serves every device")
+    assert "kernels" not in json.loads(run(YARN, "--json").stdout)
+    found = json.loads(run(YARN, "--json", "--kernels").stdout)
+    assert set(found["kernels"]) == {"c", "triton", "reference"}
 
 
 def test_json_has_values_sources_and_rates(run):
@@ -71,7 +89,6 @@ def test_json_has_values_sources_and_rates(run):
     assert layer["arguments"]["rotary_dim"]["from"] == "default"
     assert len(layer["inv_freq"]) == 32
     assert layer["attention_factor"] > 1
-    assert set(found["kernels"]) == {"c", "triton", "reference"}
 
 
 def test_all_layer_types_or_the_one_that_is_named(run):
@@ -138,7 +155,7 @@ def test_help_has_an_example():
         pytest.param(
             SMOLLM3,
             [
-                "layers without RoPE (3, 7, 11, 15, 19, 23, 27, 31, 35)",
+                "layers without RoPE 3, 7, ..., 35 (9 layers)",
                 "length 65536",
                 "posenc.rope_layers(config)",
             ],
@@ -147,7 +164,10 @@ def test_help_has_an_example():
         pytest.param(
             LLAMA4,
             [
-                "layers without RoPE (3, 7, 11, 15, 19, 23, 27, 31, 35, 39, 43, 47) text_config",
+                "layers without RoPE 3, 7, ..., 47 (12 layers) text_config.model_type",
+                "chunk 8192 tokens: a query sees keys of its own text_config.model_type",
+                "query scale 1 + 0.1 * log(1 + (p + 1) // 8192) at position p, in layers without",
+                "chunked_attention the other layers",
                 "trained length 8192 text_config.original_max_position_embeddings",
                 "maximal length 10485760 text_config.max_position_embeddings",
             ],
@@ -156,6 +176,61 @@ def test_help_has_an_example():
         # (0.1 ln 40 + 1)^2 / sqrt(192)
         pytest.param(DEEPSEEK, ["softmax scale 0.135234", "trained length 4096"], id="deepseek"),
         pytest.param(YARN, ["maximal length 16384 factor * original"], id="stretched"),
+        pytest.param(
+            GEMMA3,
+            [
+                "sliding window 512 keys: a query's own, and 511 before it sliding_window",
+                "full_attention 5, 11, ..., 23 (4 layers) sliding_window_pattern",
+                "sliding_attention the other layers sliding_window_pattern",
+            ],
+            id="gemma3",
+        ),
+        pytest.param(
+            MODERNBERT,
+            [
+                "sliding window 129 keys: a query's own, and 64 on each side local_attention",
+                "full_attention 0, 3, ..., 21 (8 layers) global_attn_every_n_layers",
+            ],
+            id="modernbert",
+        ),
+        pytest.param(
+            GPT_OSS,
+            [
+                "sliding window 128 keys: a query's own, and 127 before it sliding_window",
+                "full_attention 1, 3, ..., 23 (12 layers) model_type",
+            ],
+            id="gpt-oss",
+        ),
+        pytest.param(
+            QWEN_1M,
+            [
+                "RoPE with Dual Chunk Attention",
+                "chunk 253952 dual_chunk_attention_config",
+                "window 8193 dual_chunk_attention_config",
+                "posenc.DualChunk(posenc.RoPE.from_config(config), chunk=253952, window=8193)",
+                "trained length 262144 dual_chunk_attention_config.original_max_position",
+                "maximal length 1010000 max_position_embeddings",
+                "query scale max(1, 1 + 0.1 * log(n / 262144)) for n tokens",
+            ],
+            id="qwen2.5-1m",
+        ),
+        pytest.param(
+            DINOV3,
+            [
+                "axes Axial(coordinates=2",
+                "position_ids math.tau * posenc.positions.normalized_grid(rows, columns, prefix=5)",
+            ],
+            id="dinov3",
+        ),
+        # 2 pi 10000^(94/96) times the last factor: 1 in short sequences, then 10.
+        pytest.param(
+            {**PHI3, "rope_scaling": {**PHI3["rope_scaling"], **TEN_TIMES}},
+            [
+                "wavelengths 6.283 to 51,862 tokens at the trained length",
+                "wavelengths 62.83 to 518,617 tokens at 131072 tokens",
+            ],
+            id="longrope",
+        ),
         pytest.param({"head_dim": 64}, ["trained length not in the config"], id="nothing"),
         pytest.param(BLOOM, ["maximal length any"], id="a-bias-has-no-end"),
     ],
@@ -203,6 +278,18 @@ def test_the_python_that_is_printed_builds_the_rotation(run, config):
         assert getattr(made, name) == getattr(wanted, name)
     assert (made.interleaved, made.interleaved_out) == (wanted.interleaved, wanted.interleaved_out)
     assert torch.equal(made.inv_freq(50_000), wanted.inv_freq(50_000))
+
+
+def test_the_python_of_qwen_1m_counts_as_qwen_does(run):
+    """As its authors do in vLLM: keys modulo the chunk, queries at most ``chunk_size`` ahead."""
+    size, local = 16, 4
+    dual = {"chunk_size": size, "local_size": local, "original_max_position_embeddings": 16}
+    found = executed(run, {**QWEN_1M, "dual_chunk_attention_config": dual}).distances(60)
+    chunk = size - local
+    for i in range(60):
+        for j in range(i + 1):
+            ahead = {0: i % chunk, 1: min(i % chunk + chunk, size)}
+            assert found[i, j] == ahead.get(i // chunk - j // chunk, size) - j % chunk
 
 
 def test_the_python_names_layers_that_do_not_rotate(run):
@@ -302,7 +389,9 @@ def test_layers_whose_rotation_is_null_are_named(run):
     }
     result = run(config)
     assert result.exit_code == 0
-    assert "layers without RoPE (1, 3) rope_parameters.b" in " ".join(result.stdout.split())
+    assert "layers without RoPE 1, 3 (2 layers) rope_parameters.b" in " ".join(
+        result.stdout.split()
+    )
 
 
 def test_a_rotation_without_a_turn_has_no_wavelengths(run):

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
-from posenc import ALiBi, RoPE, backends, configs, scaling
+from posenc import ALiBi, RoPE, axes, backends, configs, scaling
 from posenc.configs import others
 
 # A value, and the key it came from.
@@ -25,7 +25,8 @@ class Explanation:
     layer_type: str | None
     # Its arguments, each with the key it came from.
     arguments: dict[str, Fact]
-    # Numbers that follow from them: rates and gain of a rotation, slopes of ALiBi.
+    # Numbers that follow from them: rates and gain of a rotation, slopes of ALiBi. Those of longer
+    # sequences are in ``longer``, where a rule depends on the length.
     numbers: dict[str, Any]
     # The expression that builds it, None if posenc has no module for it.
     python: str | None
@@ -53,7 +54,7 @@ class Report:
             for part in self.parts
         ]
         facts = {name: fact and _with_source(fact) for name, fact in self.facts.items()}
-        return {"layers": layers, **facts, "kernels": kernels()}
+        return {"layers": layers, **facts}
 
     def python(self) -> str:
         """Python code that builds the encodings."""
@@ -83,12 +84,26 @@ def explain(config: Any, *, layer_type: str | None = None, seq_len: int | None =
     Rules that depend on the length of a sequence are evaluated at ``seq_len``.
     """
     found = configs.read_positions(config, layer_type=layer_type)
-    names = ("trained_length", "max_length", "without_rope", "softmax_scale")
-    parts = [_explained(part, seq_len) for part in found.parts]
+    longest = 0 if found.max_length is None else found.max_length[0]
+    parts = [_explained(part, seq_len, longest) for part in found.parts]
+    if found.dual_chunk is not None:
+        parts = [_in_chunks(part, *found.dual_chunk) for part in parts]
     if found.without_rope is not None:
         how = "posenc.rope_layers(config), which has None for layers without RoPE"
         parts = [replace(part, build=how) for part in parts]
+    names = (each.name for each in fields(found) if each.name not in ("parts", "dual_chunk"))
     return Report(parts, {name: getattr(found, name) for name in names})
+
+
+def _in_chunks(part: Explanation, sizes: tuple[int, int], key: str) -> Explanation:
+    """Dual Chunk Attention around a rotation."""
+    arguments = {**part.arguments, "chunk": (sizes[0], key), "window": (sizes[1], key)}
+    python, build = (
+        f"posenc.DualChunk({inner}, chunk={sizes[0]}, window={sizes[1]})"
+        for inner in (part.python, part.build)
+    )
+    kind = "RoPE with Dual Chunk Attention"
+    return replace(part, kind=kind, arguments=arguments, python=python, build=build)
 
 
 def kernels() -> dict[str, str]:
@@ -99,9 +114,9 @@ def kernels() -> dict[str, str]:
     }
 
 
-def _explained(part: Any, seq_len: int | None) -> Explanation:
+def _explained(part: Any, seq_len: int | None, longest: int) -> Explanation:
     if isinstance(part, configs.Recipe):
-        return _rotary(part, seq_len)
+        return _rotary(part, seq_len, longest)
     if isinstance(part, str):
         return Explanation(part, None, {}, {}, None, others.WAYS_OUT[part])
     arguments = {}
@@ -132,20 +147,37 @@ def _explained(part: Any, seq_len: int | None) -> Explanation:
     return Explanation("sinusoidal", part.part, arguments, {}, python, python)
 
 
-def _rotary(part: configs.Recipe, seq_len: int | None) -> Explanation:
+def _rotary(part: configs.Recipe, seq_len: int | None, longest: int) -> Explanation:
     given, sources = part.arguments(), part.sources
     rope = RoPE(max_seq_len=None, **given)
     arguments = {name: (value, sources.get(name, "default")) for name, value in given.items()}
-    rates = rope.inv_freq(seq_len).tolist()
-    numbers = {"attention_factor": rope.attention_factor(seq_len), "inv_freq": rates}
-    if waves := [math.tau / rate for rate in rates if rate > 0]:
-        numbers["wavelengths"] = f"{min(waves):.4g} to {max(waves):.6g} tokens"
+    numbers = _numbers(rope, seq_len)
+    rule: Any = rope.scaling
+    trained = None if rule is None else rule.trained_length()
+    if seq_len is None and trained is not None:
+        # The numbers above are those of sequences up to the trained length.
+        length = max(longest, trained + 1)
+        numbers["longer"] = {"seq_len": length, **_numbers(rope, length)}
     words = [str(given.pop("head_dim")), "max_seq_len=None"]
     words += [f"{name}={_code(given[name])}" for name in given if given[name] != _USUAL.get(name)]
     layer = "" if part.layer_type is None else f", layer_type={part.layer_type!r}"
     build = f"posenc.RoPE.from_config(config{layer})"
     python = f"posenc.RoPE({', '.join(words)})"
     return Explanation("RoPE", part.layer_type, arguments, numbers, python, build)
+
+
+def _numbers(rope: RoPE, seq_len: int | None) -> dict[str, Any]:
+    rates = rope.inv_freq(seq_len).tolist()
+    numbers = {"attention_factor": rope.attention_factor(seq_len), "inv_freq": rates}
+    if waves := [math.tau / rate for rate in rates if rate > 0]:
+        # An image's coordinates need not be tokens.
+        unit = "" if isinstance(rope.axes, axes.Axial) else " tokens"
+        numbers["wavelengths"] = f"{_length(min(waves))} to {_length(max(waves))}{unit}"
+    return numbers
+
+
+def _length(wave: float) -> str:
+    return f"{wave:.4g}" if wave < 1000 else f"{wave:,.0f}"
 
 
 def _code(value: Any) -> str:
