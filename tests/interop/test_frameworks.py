@@ -12,6 +12,7 @@ import torch
 from support.modules import TOKENS, WIDTH, Everything, kept
 
 pytestmark = pytest.mark.filterwarnings("ignore")
+FLOATS = ["delta", "freqs", "skew", "frequencies"]
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 
 
@@ -70,8 +71,7 @@ def test_diffusers_from_pretrained_leaves_every_encoding_exact(tmp_path, plain, 
 
     class Model(ModelMixin, ConfigMixin):
         # With little memory, diffusers assigns what it loads in its own dtype, except for these.
-        names = ["delta", "freqs", "skew", "frequencies"]
-        _keep_in_fp32_modules = names if low_memory else None
+        _keep_in_fp32_modules = FLOATS if low_memory else None
 
         @register_to_config
         def __init__(self):
