@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from posenc._contract import checks
+from posenc._contract.tracing import device_assert, in_transform
 from posenc.attention import biased_attention
 from posenc.interop.huggingface.rewrite import ATTENTION, HELD
-from posenc.interop.huggingface.stacks import padding_of
+from posenc.interop.huggingface.stacks import can_read
 from posenc.nn.extended import ExtendedRoPE
 
 # An attribute of the model, the implementation that it had.
@@ -102,8 +103,15 @@ def _document_ids(
         checks.fail(who, "the mask must be causal, over the keys so far", got, way_out)
     if attention_mask is None:
         return None
-    hides, holes = padding_of(attention_mask)
-    if holes:
-        rule = "padding must be at the ends of its row"
-        checks.fail(who, rule, "padding between tokens", "Pass the tokens without it.")
-    return torch.where(attention_mask, 0, -1) if hides else None
+    rule, begins = "padding must be at the ends of its row", attention_mask.clone()
+    begins[:, 1:] &= ~attention_mask[:, :-1]
+    one_run = (begins.sum(-1) <= 1).all()
+    if can_read(attention_mask):
+        hides, holes = torch.stack((~attention_mask.all(), ~one_run)).tolist()
+        if holes:
+            checks.fail(who, rule, "padding between tokens", "Pass the tokens without it.")
+        if not hides:
+            return None
+    elif not in_transform(attention_mask):
+        device_assert(one_run, f"{who}: {rule}.")
+    return torch.where(attention_mask, 0, -1)

@@ -13,8 +13,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import dropout, scaled_dot_product_attention
+from torch.nn.functional import dropout, pad, scaled_dot_product_attention
 
+from posenc._contract import checks
 from posenc.attention import DistanceTable, RunningSum, biased_attention
 from posenc.attention.biases import Bias
 from posenc.functional import t5_buckets
@@ -130,9 +131,34 @@ def _attend(
     causal: bool = True,
 ) -> Tensor:
     """Attention, ``[B, Q, H D]``."""
-    ids = -padding.long() if padding.shape[1] else None
-    how: Any = {"scale": scale, "query_offset": start, "document_ids": ids, "causal": causal}
-    return biased_attention(q, k, v, bias, **how).transpose(1, 2).flatten(2)
+    width = v.shape[3]
+    if padding.shape[1]:
+        if padding.shape[1] != k.shape[2]:
+            rule = f"attention_mask must have {k.shape[2]} columns, one for each key"
+            way_out = "Pass a mask of all tokens, those in the cache included."
+            checks.fail("the patched model", rule, padding.shape[1], way_out)
+        q, k, v, bias = _hide(q, k, v, bias, padding)
+    out = biased_attention(q, k, v, bias, scale=scale, query_offset=start, causal=causal)
+    return out[..., :width].transpose(1, 2).flatten(2)
+
+
+def _hide(
+    q: Tensor, k: Tensor, v: Tensor, bias: Bias, padding: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Bias]:
+    """Lower the scores of keys at padding by 2^20, so that their weights are zero.
+
+    Unlike document ids, which cannot express padding between tokens, this serves every mask, and a
+    compiled graph need not read it. A query at padding may see such keys only: by a finite number
+    its weights stay finite, and by one of this size their error does.
+    """
+    if isinstance(bias, RunningSum):
+        return q, k, v, RunningSum(torch.where(padding[:, None], 2.0**20, bias.values))
+    # Sixteen further channels: 256 for queries, -256 or 0 for keys, exact in every dtype. GPUs read
+    # rows whose width is a multiple of 16 faster.
+    low = (-256.0 * padding).to(k.dtype)[:, None, :, None].expand(*k.shape[:3], 16)
+    # SDPA's kernel for CPUs has one width for all three.
+    v = pad(v, (0, 16)) if v.is_cpu else v
+    return pad(q, (0, 16), value=256.0), torch.cat((k, low), -1), v, bias
 
 
 def _alibi_sums(alibi: Tensor, heads: int) -> RunningSum:

@@ -108,8 +108,8 @@ def patch(model: nn.Module, *, fuse: bool = True) -> Report:
     :func:`posenc.attention.biased_attention`, which makes no matrix, once a small random model with
     the same config has given the same hidden states with it. It gives padding tokens other hidden
     states than the model does. The model's own attention still runs for calls with a mask of four
-    axes, with padding between tokens, with a static cache, for ``output_attentions``, and in
-    training if the weights of the attention have dropout.
+    axes, with a static cache, for ``output_attentions``, and in training if the weights of the
+    attention have dropout.
 
     In a transformer of diffusers, attention processors rotate. Each module that has one gets
     another, of a subclass that calls our rotation; set your own processors before you patch.

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from posenc._contract.tracing import device_assert, in_capture, in_transform, is_plain, is_readable
+from posenc._contract.tracing import in_capture, is_plain, is_readable
 from posenc.interop.huggingface.biased import Kind, kind_of
 from posenc.interop.huggingface.probing import FAILURES, Known, NotUnderstood, same
 from posenc.interop.huggingface.rewrite import PATCHED, Replacement, Rewriter
@@ -104,7 +104,7 @@ def _padding_instead(name: str, function: Any) -> Known | None:
     def padding(
         config: Any, inputs_embeds: Tensor, attention_mask: Tensor | None = None, **_: Any
     ) -> Tensor:
-        if attention_mask is None:
+        if attention_mask is None or _hides_nothing(attention_mask):
             return inputs_embeds.new_empty((1, 0), dtype=torch.bool)
         return attention_mask.to(inputs_embeds.device) == 0
 
@@ -139,7 +139,7 @@ def attention_forward(kind: type, known: Kind) -> Replacement:
 
 
 def _serves(stack: Any, given: dict[str, Any]) -> bool:
-    """Whether our attention serves a call; a mask that hides nothing is then dropped from it."""
+    """Whether our attention serves a call."""
     # A static cache has keys that are not there yet.
     if getattr(given.get("past_key_values"), "is_compileable", False):
         return False
@@ -151,32 +151,19 @@ def _serves(stack: Any, given: dict[str, Any]) -> bool:
         ours = ((one, kind_of(one)) for one in stack.modules() if PATCHED in vars(one))
         if any(kind.dropout(one) for one, kind in ours if kind is not None and one.training):
             return False
-    for name in _MASKS:
-        mask = given.get(name)
-        if mask is None:
-            continue
-        if not isinstance(mask, Tensor) or mask.dim() != 2:
-            return False
-        hides, holes = padding_of(mask)
-        if holes and name == "attention_mask":
-            return False
-        if not hides:
-            given[name] = None
-    return True
+    masks = [given[name] for name in _MASKS if given.get(name) is not None]
+    return all(isinstance(mask, Tensor) and mask.dim() == 2 for mask in masks)
 
 
-def padding_of(mask: Tensor) -> tuple[bool, bool]:
-    """Whether a mask hides keys, and whether some of them are between others of their row."""
-    seen = mask != 0
-    begins = seen.clone()
-    begins[:, 1:] &= ~seen[:, :-1]
-    one_run = begins.sum(-1) <= 1
-    if is_readable(mask) or (is_plain(mask) and not mask.is_meta and not in_capture(mask)):
-        hides, holes = torch.stack((~seen.all(), ~one_run.all())).tolist()
-        return hides, holes
-    if not in_transform(mask):
-        device_assert(one_run.all(), "patch: padding must be at the ends of its row.")
-    return True, False
+def _hides_nothing(mask: Tensor) -> bool:
+    """Whether a mask can be read, which it cannot in a compiled graph, and hides no key."""
+    return can_read(mask) and bool((mask != 0).all())
+
+
+def can_read(mask: Tensor) -> bool:
+    """Whether the values of a mask can be read, if need be by waiting for its device."""
+    waits = is_plain(mask) and not mask.is_meta and not in_capture(mask)
+    return waits or is_readable(mask)
 
 
 # Sizes of the small model, by the names that configs have for them.
