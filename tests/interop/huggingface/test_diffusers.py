@@ -88,8 +88,6 @@ def test_outputs_and_gradients_stay_and_the_models_rotation_is_not_called(name):
 
 
 @pytest.mark.slow
-# OmniGen and Stable Audio 3 have rotary modules that are told so.
-@pytest.mark.filterwarnings("ignore:patch. the config should determine the rates")
 @pytest.mark.parametrize("name", [name for name in MODELS if name not in QUICK])
 def test_every_tiny_model_keeps_its_outputs(name):
     check_patched(name)

@@ -211,6 +211,79 @@ def test_a_rotation_behind_super_is_refused():
         patch(model)
 
 
+def attended(attention, hidden_states, position_embeddings):
+    """Attention that rotates by itself; its ``cos`` and ``sin`` must be of the model's dtype."""
+    shape = (*hidden_states.shape[:-1], -1, attention.head_dim)
+    cos, sin = (table.unsqueeze(1) for table in position_embeddings)
+
+    def turned(x):
+        a, b = x.chunk(2, -1)
+        return x * cos + torch.cat((-b, a), -1) * sin
+
+    projections = (attention.q_proj, attention.k_proj, attention.v_proj)
+    q, k, v = (of(hidden_states).view(shape).transpose(1, 2) for of in projections)
+    attend = nn.functional.scaled_dot_product_attention
+    out = attend(turned(q), turned(k), v, is_causal=True, enable_gqa=True)
+    return attention.o_proj(out.transpose(1, 2).flatten(2)), None
+
+
+class Inherited(modeling_llama.LlamaAttention):
+    def forward(self, hidden_states, **kwargs):
+        return attended(self, hidden_states, kwargs["position_embeddings"])
+
+
+class Alone(nn.Module):
+    """With the parts of another, but not of its class."""
+
+    def __init__(self, other):
+        super().__init__()
+        for name in ("q_proj", "k_proj", "v_proj", "o_proj", "head_dim"):
+            setattr(self, name, getattr(other, name))
+
+    def forward(self, hidden_states, position_embeddings, **kwargs):
+        cos, sin = position_embeddings
+        return attended(self, hidden_states, (cos, sin))
+
+
+def with_own_attention(own):
+    model = llama()
+    first = model.model.layers[0]
+    if own is Inherited:
+        first.self_attn.__class__ = own
+    else:
+        first.self_attn = own(first.self_attn)
+    return model
+
+
+@pytest.mark.parametrize("own", [Inherited, Alone])
+def test_an_attention_that_rotates_by_itself_is_named(own):
+    """Nothing else would tell that a layer does without our rotation."""
+    model = with_own_attention(own)
+    expected = model(tokens(), use_cache=False).logits
+    report = patch(model)
+
+    path = "model.layers.0.self_attn"
+    assert [(one.module, one.cls) for one in report.kept] == [(path, own.__name__)]
+    assert f"{path} ({own.__name__}): left as it is" in str(report)
+    assert [place.module for place in report.places] == ["model.layers.1.self_attn"]
+    assert apart(expected, model(tokens(), use_cache=False).logits) < 2e-5
+
+
+def test_an_attention_that_rotates_by_itself_gets_tables_of_the_models_dtype():
+    """A product with float32 would be float32, which its next projection refuses."""
+    model = with_own_attention(Inherited).bfloat16()
+    patch(model)
+    assert model(tokens(), use_cache=False).logits.dtype == torch.bfloat16
+    at, width = torch.arange(9), model.config.head_dim
+    cos, _ = model.model.rotary_emb(torch.zeros(1, dtype=torch.bfloat16), at[None])
+    exact = (at[:, None] * 10_000.0 ** -(torch.arange(0, width, 2).double() / width)).cos()
+    assert torch.equal(cos[0], torch.cat((exact, exact), -1).bfloat16())
+
+
+def test_no_attention_of_a_known_class_is_left():
+    assert patch(llama()).kept == ()
+
+
 def test_the_state_dict_and_the_saved_model_are_the_same(tmp_path):
     model = llama()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}

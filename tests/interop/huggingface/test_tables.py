@@ -1,6 +1,7 @@
 """Rotary modules of patched models: exact tables, and the rules that made them."""
 
 import math
+import warnings
 
 import pytest
 import torch
@@ -234,24 +235,40 @@ class Slower(LlamaRotaryEmbedding):
         self.inv_freq = self.inv_freq * speed
 
 
-def test_rates_that_the_config_does_not_say_are_reported_with_a_warning():
+def test_rates_that_the_config_does_not_say_are_reported():
     model = llama()
     model.model.rotary_emb = Slower(model.config, 0.5)
     expected = model(tokens()).logits
 
-    with pytest.warns(UserWarning, match=r"none for model\.rotary_emb \(Slower\)"):
-        report = patch(model)
+    report = patch(model)
 
     assert [(t.form, t.rates) for t in report.tables] == [("doubled", "its own")]
     assert apart(expected, model(tokens()).logits) < 2e-5
 
 
-def test_tables_that_stay_the_modules_own_are_reported_with_a_warning():
+def test_tables_that_stay_the_modules_own_are_reported():
     model = llama()
     model.model.rotary_emb = OfLength(model.config)
-    with pytest.warns(UserWarning, match=r"none for model\.rotary_emb \(OfLength\)"):
+    report = patch(model)
+    assert [(t.form, t.rates) for t in report.tables] == [("unchanged", "its own")]
+
+
+DINOV3 = {**SMALL, "image_size": 32, "patch_size": 8, "num_register_tokens": 1}
+
+
+def test_dinov3_is_patched_without_a_warning():
+    """Its rates are its own by design: coordinates are fractions of the image, in float32."""
+    model = tiny("DINOv3ViTModel", **DINOV3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
         report = patch(model)
     assert [(t.form, t.rates) for t in report.tables] == [("unchanged", "its own")]
+
+
+def test_rates_that_were_rounded_and_cannot_be_had_from_the_config_are_warned_of():
+    model = tiny("DINOv3ViTModel", **DINOV3).bfloat16()
+    with pytest.warns(UserWarning, match="half precision in rope_embeddings .*\n  Keep that"):
+        patch(model)
 
 
 @pytest.mark.parametrize("fill", ["edited", "emptied"])

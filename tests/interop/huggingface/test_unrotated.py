@@ -2,10 +2,12 @@
 
 import copy
 import pickle
+from functools import partial
 
 import pytest
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, StaticCache
+from transformers.models.llama import modeling_llama
 
 import oracles
 from posenc.interop.huggingface import drop_rotation, dual_chunk, patch, self_extend, unpatch
@@ -54,6 +56,24 @@ def test_a_llama_that_dropped_its_rotation_is_a_smollm3_without_it(layers):
     torch.testing.assert_close(logits(model), logits(other), rtol=0, atol=1e-12)
     unpatch(model)
     assert torch.equal(logits(model), before)
+
+
+class Own(modeling_llama.LlamaAttention):
+    def forward(self, hidden_states, position_embeddings, **kwargs):
+        cos, sin = position_embeddings
+        return self.o_proj(self.q_proj(hidden_states) * (cos + sin).repeat(1, 1, 4)), None
+
+
+@pytest.mark.parametrize(
+    "change", [drop_rotation, partial(self_extend, group=3, window=8)], ids=["drop", "extend"]
+)
+def test_a_layer_that_rotates_by_itself_is_refused(change):
+    """It would go on rotating."""
+    model = made()
+    model.model.layers[2].self_attn.__class__ = Own
+    with pytest.raises(ValueError, match=r"calls no function in .*Own at 'model\.layers\.2\."):
+        change(model)
+    assert not any("forward" in vars(module) for module in model.modules())
 
 
 def test_other_models_of_the_class_rotate_whatever_is_patched_first():

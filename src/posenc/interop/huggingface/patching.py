@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -18,7 +18,13 @@ from posenc.interop.huggingface import attending, norms, processors, stacks, tab
 from posenc.interop.huggingface.biased import kind_of
 from posenc.interop.huggingface.norms import Norms
 from posenc.interop.huggingface.probing import NotUnderstood
-from posenc.interop.huggingface.rewrite import PATCHED, Replacement, replacements, rotary_forward
+from posenc.interop.huggingface.rewrite import (
+    PATCHED,
+    Replacement,
+    keeps_rotation,
+    replacements,
+    rotary_forward,
+)
 from posenc.interop.huggingface.stacks import Attention
 
 _REPLICATE = "_replicate_for_data_parallel"
@@ -69,23 +75,44 @@ class Table:
 
 
 @dataclass(frozen=True, slots=True)
+class Kept:
+    """One module whose code stays, though it may rotate: it calls no function that rotates.
+
+    Its class overrides a method that rotates, or its ``forward`` takes ``position_embeddings``
+    apart into ``cos`` and ``sin``.
+
+    Attributes:
+        module: Path of the module in the model.
+        cls: Its class.
+    """
+
+    module: str
+    cls: str
+
+    def __str__(self) -> str:
+        return f"{self.module} ({self.cls}): left as it is, calls no function that rotates"
+
+
+@dataclass(frozen=True, slots=True)
 class Report:
-    """Everything that was replaced.
+    """Everything that was replaced, and what was not.
 
     Attributes:
         places: One for each module and function that rotates.
         tables: One for each rotary module.
         attentions: One for each attention layer with a bias.
         norms: One for each module that rotates and has norms.
+        kept: One for each module that may rotate by code of its own, which stays.
     """
 
     places: tuple[Place, ...]
     tables: tuple[Table, ...] = ()
     attentions: tuple[Attention, ...] = ()
     norms: tuple[Norms, ...] = ()
+    kept: tuple[Kept, ...] = ()
 
     def __str__(self) -> str:
-        rows = (*self.places, *self.norms, *self.tables, *self.attentions)
+        rows = (*self.places, *self.norms, *self.tables, *self.attentions, *self.kept)
         return "\n".join(map(str, rows))
 
 
@@ -95,9 +122,11 @@ def patch(model: nn.Module, *, fuse: bool = True) -> Report:
     Each function that rotates is called on small random tensors, and replaced by one of ours that
     gives the same result. The modules that call it get a ``forward`` of their own: the model's code
     with our rotation. Weights, state dict, classes and other models of these classes stay as they
-    are. Rotary modules take their rates from the config instead of their buffers; a warning names
-    those whose rates do not follow from the config. If any rotating function is unknown, nothing is
-    patched. Patch before you compile.
+    are. Rotary modules take their rates from the config instead of their buffers, where these
+    follow from it. If any rotating function is unknown, nothing is patched. A module that rotates
+    without calling a function, such as an attention of your own, stays as it is, and the report
+    names it; the rotary modules then round cos and sin to the model's dtype, which it expects.
+    Patch before you compile.
 
     Where an RMSNorm of the queries or keys comes directly before the rotation (Qwen3, Gemma 3,
     OLMo 2), one kernel computes both, with gradients. It rounds once; the model rounds after the
@@ -143,7 +172,9 @@ def patch(model: nn.Module, *, fuse: bool = True) -> Report:
     planned: list[tuple[nn.Module, dict[str, Replacement]]] = []
     processing: list[tuple[nn.Module, Any]] = []
     places: list[Place] = []
-    rotary, edited, found = list[Table](), list[Table](), list[Norms]()
+    rotary, edited, rounded = list[Table](), list[Table](), list[Table]()
+    exact: list[tuple[str, nn.Module, tables.Tables]] = []
+    found, kept = list[Norms](), list[Kept]()
     for path, module in model.named_modules():
         kind = type(module)
         if PATCHED in vars(module):
@@ -156,6 +187,8 @@ def patch(model: nn.Module, *, fuse: bool = True) -> Report:
             buffers = [name for name, _ in module.named_buffers(recurse=False)]
             is_rotary = any(name.endswith("inv_freq") for name in buffers)
             ours = tables.understood(module) if is_rotary else None
+            if not classes[kind] and keeps_rotation(kind):
+                kept.append(Kept(path, kind.__name__))
         except NotUnderstood as error:
             rule = "every rotating function must be known to posenc"
             got = f"{error} in {kind.__module__}.{kind.__name__} at '{path}'"
@@ -169,15 +202,19 @@ def patch(model: nn.Module, *, fuse: bool = True) -> Report:
         if is_rotary:
             form, rates = ("unchanged", "its own") if ours is None else (ours.form, ours.rates)
             rotary.append(Table(path, kind.__name__, form, rates))
+            rounded += rotary[-1:] if rates == "its own" and tables.is_rounded(module) else []
         if methods and fuse:
             fused, said = norms.plan(path, module, methods)
             planned += [(norm, {"forward": method}) for norm, method in fused]
             found += said
         if ours is not None:
-            methods.append(rotary_forward(kind, ours))
+            exact.append((path, module, ours))
             edited += rotary[-1:] if tables.holds_other_rates(module, ours) else []
         if methods:
             planned.append((module, {attribute_for(module, path, one): one for one in methods}))
+    for path, module, ours in exact:
+        method = rotary_forward(type(module), replace(ours, rounded=bool(kept)))
+        planned.append((module, {attribute_for(module, path, method): method}))
     biased, attentions = _biased(model, rotates=bool(places))
     for path, (module, method) in biased.items():
         planned.append((module, {attribute_for(module, path, method): method}))
@@ -187,9 +224,9 @@ def patch(model: nn.Module, *, fuse: bool = True) -> Report:
         rule = "model must have rotary embeddings, ALiBi or T5's buckets"
         checks.fail("patch", rule, got, way_out)
     _refuse_converted(model, places)
-    problem = "the config should determine the rates of every rotary module, got none for"
-    way_out = "Keep inv_freq in float32: these modules compute their angles from it."
-    _warn(problem, [table for table in rotary if table.rates == "its own"], way_out)
+    problem = "inv_freq should be in float32 if the config has no such rates, got half precision in"
+    way_out = "Keep that buffer in float32: the module computes its angles from it."
+    _warn(problem, rounded, way_out)
     problem = "inv_freq should hold the rates of the config, got others in"
     _warn(problem, edited, "Write them into the config: the patched model takes its rates from it.")
     for module, named in planned:
@@ -197,7 +234,7 @@ def patch(model: nn.Module, *, fuse: bool = True) -> Report:
     for module, processor in processing:
         install(module, {})
         processors.install(module, processor)
-    return Report(tuple(places), tuple(rotary), tuple(attentions), tuple(found))
+    return Report(tuple(places), tuple(rotary), tuple(attentions), tuple(found), tuple(kept))
 
 
 def _biased(model: nn.Module, *, rotates: bool) -> tuple[stacks.Plan, list[Attention]]:

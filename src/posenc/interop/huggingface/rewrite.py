@@ -265,6 +265,20 @@ def replacements(kind: type, *, still: bool = False) -> list[Replacement]:
     ]
 
 
+def keeps_rotation(kind: type) -> bool:
+    """Whether a class without replacements may rotate all the same, by code of its own.
+
+    Such a class overrides a method that rotates, or its forward takes tables apart.
+    """
+    if any(rebuilt(base) for base in kind.__mro__[1:]):
+        return True
+    forward = inspect.unwrap(kind.forward)  # type: ignore[attr-defined]
+    given, code = inspect.signature(forward).parameters, getattr(forward, "__code__", None)
+    return "position_embeddings" in given and {"cos", "sin"} <= set(
+        getattr(code, "co_varnames", ())
+    )
+
+
 def rebuilt(kind: type, *special: str, still: bool = False) -> dict[str, tuple[Any, list[Any]]]:
     """The methods of a class that rotate, rebuilt, and what was replaced in each.
 

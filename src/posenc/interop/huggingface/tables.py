@@ -4,7 +4,7 @@ A rotary module of transformers multiplies positions and rates in float32, which
 position 4 000 and by 6e-2 at a million; and its rates are in a buffer, which a cast of the model
 rounds to bfloat16 and `to_empty` leaves uninitialised. Our forward takes rates from the config in
 float64, computes exact angles, and rounds cosines and sines once, to float32 in a bfloat16 model
-too, because only our rotation reads them.
+too, if only our rotation reads them.
 
 To learn what a module's forward computes, another one is made from the same config on the CPU and
 called. If its results differ from ours, the module keeps its forward.
@@ -63,6 +63,7 @@ class Tables:
     by_layer: dict[str | None, Rates | None]  # by layer type; None for the rates in the buffer
     coordinates: int = 0  # how many coordinates a position is expanded to, if any
     named: bool = False  # recomposition_frequencies takes the layer type
+    rounded: bool = False  # to the dtype of the input, because code of the model reads them
 
     @property
     def rates(self) -> str:
@@ -123,6 +124,12 @@ def _attribute(module: Any, layer_type: str | None, name: str) -> Any:
     """An attribute of a rotary module, which may have one for each layer type."""
     own = None if layer_type is None else getattr(module, f"{layer_type}_{name}", None)
     return getattr(module, name) if own is None else own
+
+
+def is_rounded(module: nn.Module) -> bool:
+    """Whether the rates in a buffer are in half precision."""
+    buffers = module.named_buffers(recurse=False)
+    return any(buffer.itemsize < 4 for name, buffer in buffers if name.endswith("inv_freq"))
 
 
 def holds_other_rates(module: nn.Module, tables: Tables) -> bool:
@@ -186,7 +193,7 @@ def _forward(
     cos, sin = of_angles(phi, x.device, gain)
     if tables.form == "complex":
         return torch.complex(cos, sin).to(torch.complex64)
-    dtype = torch.promote_types(x.dtype, torch.float32)
+    dtype = x.dtype if tables.rounded else torch.promote_types(x.dtype, torch.float32)
     widen = WIDEN.get(tables.form) or module.recomposition_frequencies
     more = (layer_type,) if tables.named else ()
     return widen(cos, *more).to(dtype), widen(sin, *more).to(dtype)

@@ -21,7 +21,7 @@ from posenc.interop.huggingface.patching import (
     unpatch,
 )
 from posenc.interop.huggingface.probing import WIDEN, NotUnderstood
-from posenc.interop.huggingface.rewrite import PATCHED, Replacement, replacements
+from posenc.interop.huggingface.rewrite import PATCHED, Replacement, keeps_rotation, replacements
 from posenc.nn import DualChunk, RoPE, SelfExtend, rope_layers
 from posenc.nn.extended import ExtendedRoPE
 
@@ -190,6 +190,8 @@ def _rotating(who: str, model: nn.Module) -> dict[str, Still]:
         try:
             if kind not in classes:
                 classes[kind] = replacements(kind, still=True)
+                if not classes[kind] and keeps_rotation(kind):
+                    raise NotUnderstood("a method that calls no function")
         except NotUnderstood as error:
             rule = "every rotating function must be known to posenc"
             got = f"{error} in {kind.__module__}.{kind.__name__} at '{path}'"
