@@ -16,12 +16,12 @@ from posenc.nn._tables import SharedTables, TableModule, Tensors
 
 def _bucket_table(positions: Tensor, dtype: torch.dtype, buckets: int, most: int) -> Tensors:
     """The buckets of the distances up to ``2 most``, either way; the farthest are all clipped."""
-    # On the CPU for every device, and in float32 as published: the ceiling of another logarithm may
-    # differ.
+    # On the CPU for every device, and in float32 as published, whatever torch's default: the
+    # ceiling of another logarithm may differ.
     distance = torch.arange(-2 * most, 2 * most + 1, device="cpu")
     middle = buckets // 2
-    far = distance.abs().clamp(min=middle)
-    log = (far / middle).log() / torch.tensor((most - 1) / middle).log()
+    far = distance.abs().clamp(min=middle).to(torch.float32)
+    log = (far / middle).log() / far.new_tensor((most - 1) / middle).log()
     large = (log * (middle - 1)).ceil().long() + middle
     found = torch.where(distance.abs() <= middle, distance, large * distance.sign())
     return (found.to(positions.device),)

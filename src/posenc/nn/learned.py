@@ -15,8 +15,8 @@ from posenc.nn._module import ReadOnlyArguments
 class LearnedPosEmbedding(ReadOnlyArguments):
     """Add a trained vector for each position to embeddings ``(L, D)`` or ``(N, L, D)``.
 
-    The table is ``self.pos_emb``, a :class:`torch.nn.Embedding`, which is learned and saved. The
-    sum keeps the input's dtype.
+    The table is ``self.pos_emb``, a :class:`torch.nn.Embedding` in torch's default dtype, which is
+    learned and saved. The sum keeps the input's dtype.
 
     Args:
         max_len: Rows of the table.

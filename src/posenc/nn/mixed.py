@@ -94,7 +94,8 @@ class MixedRoPE(KeepsFloat32, ReadOnlyArguments):
             rates = torch.tensor(self.start, dtype=torch.float64)
         directions = torch.ones(self.num_heads, 1, 1, dtype=torch.float64, device="cpu")
         if self.coordinates > 1:
-            noise = torch.randn(self.num_heads, self.coordinates, self.coordinates, device="cpu")
+            shape = self.num_heads, self.coordinates, self.coordinates
+            noise = torch.randn(shape, dtype=torch.float32, device="cpu")
             # An orthogonal matrix for each head: column g is the direction of group g.
             directions = torch.linalg.qr(noise.double()).Q
         with torch.no_grad():

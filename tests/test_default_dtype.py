@@ -1,0 +1,48 @@
+"""Numbers do not depend on the dtype that torch gives to tensors nobody gave one."""
+
+import inspect
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch.utils._pytree import tree_flatten
+
+import posenc
+from support import every
+
+DTYPES = ["bfloat16", "float16", "float64"]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """What every module and function makes under each default dtype."""
+    folder = tmp_path_factory.mktemp("made")
+    script = [every.__file__, str(folder), "float32", *DTYPES]
+    subprocess.run([sys.executable, *script], check=True, timeout=240)
+    return {name: torch.load(folder / f"{name}.pt") for name in ("float32", *DTYPES)}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_number_is_that_of_float32(dtype, made):
+    """Models are often built under bfloat16, to save memory, and tables are shared by all.
+
+    Parameters in torch's default dtype are excepted: they start as its roundings.
+    """
+    assert made[dtype].keys() == made["float32"].keys()
+    for name, wanted in made["float32"].items():
+        got = made[dtype][name]
+        if name[1] == "start":
+            wanted = {n: p for n, p in wanted.items() if n in got}
+        (flat, form), (exact, expected) = tree_flatten(got), tree_flatten(wanted)
+        assert form == expected, name
+        for x, y in zip(flat, exact, strict=True):
+            assert x.dtype == y.dtype, name
+            assert torch.equal(x, y), name
+
+
+def test_no_module_or_function_is_forgotten():
+    classes = {name for name in posenc.__all__ if inspect.isclass(getattr(posenc, name))}
+    assert {name.split(",")[0] for name in every.MODULES} == classes
+    given = every.qkv(torch.float32, 2, every.HEADS, every.TOKENS, every.WIDTH)
+    assert set(every.functions(*given)) == every.public_functions()
