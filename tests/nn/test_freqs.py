@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import oracles
-from posenc import MixedRoPE, RoPE, axes, functional, positions, scaling
+from posenc import STRING, MixedRoPE, RoPE, axes, functional, positions, scaling
 from support.assertions import assert_within_ulps, compilations
 
 FREQS = (0.0, 1.0, -0.3, 100.7)
@@ -167,14 +167,24 @@ def test_pixel_frequencies_refuse_an_image_of_two_pixels():
         functional.pixel_frequencies(4, 2.0)
 
 
+@pytest.mark.parametrize("kind", [MixedRoPE, STRING])
 @pytest.mark.parametrize("heads", [1, 2], ids=["shared", "each"])
-def test_learned_frequencies_start_as_rope(heads):
-    mixed = MixedRoPE(16, heads, coordinates=1, base=10_000.0)
+def test_learned_frequencies_of_one_coordinate_start_as_rope(heads, kind):
+    mixed = kind(16, heads, coordinates=1)
     q, k = torch.randn(2, 4, 9, 16), torch.randn(2, 2, 9, 16)
     rates = mixed.freqs[0, 0].tolist()
     assert torch.allclose(mixed.freqs.double(), RoPE(16).inv_freq().expand(1, heads, 8))
     for got, wanted in zip(mixed(q, k, offset=3), RoPE(16, freqs=rates)(q, k, 3), strict=True):
         assert torch.allclose(got, wanted, atol=1e-6)
+
+
+def test_the_base_at_the_start_follows_the_number_of_coordinates():
+    """An image is tens of patches wide: at base 10,000 most pairs would hardly turn."""
+    for kind in (MixedRoPE, STRING):
+        image, text = kind(16, 3), kind(16, 3).replace(coordinates=1)
+        # The lengths of the mixtures are the rates of an axis.
+        assert torch.allclose(image.freqs[:, 0].norm(dim=0)[:4], 10.0 ** -(torch.arange(4) / 4))
+        assert torch.allclose(text.freqs[0, 0], 10_000.0 ** -(torch.arange(8) / 8))
 
 
 @pytest.mark.parametrize("batched", [False, True], ids=["shared", "batched"])
@@ -187,7 +197,7 @@ def test_one_set_of_learned_frequencies_serves_all_heads(batched):
     q, k = torch.randn(2, 8, 9, 16), torch.randn(2, 4, 9, 16)
     results = []
     for rope in (one, each):
-        a, b = rope(q, k, at)
+        a, b = rope(q, k, position_ids=at)
         (a.square().sum() + (a * a.flip(2)).sum() + (b * b.flip(2)).sum()).backward()
         results.append((a, b, rope.freqs.grad.sum(1)))
     for got, wanted in zip(*results, strict=True):

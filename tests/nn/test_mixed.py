@@ -30,7 +30,7 @@ def test_every_head_rotates_by_its_own_mixture(batched, queries, interleaved):
     at = positions.grid(2, 3)
     at = torch.stack((at, at + 4), dim=1) if batched else at
     q, k = torch.randn(2, queries, 6, 8), torch.randn(2, 2, 6, 8)
-    for got, x in zip(rope(q, k, at), (q, k), strict=True):
+    for got, x in zip(rope(q, k, position_ids=at), (q, k), strict=True):
         wanted = expected(x, at, rope.freqs.detach(), interleaved=interleaved)
         size = oracles.pair_magnitude(wanted, 4, interleaved=interleaved)
         assert_within_ulps(got, wanted, 1.0, size)
@@ -51,7 +51,7 @@ def test_gradients_reach_the_frequencies(heads):
     q = torch.randn(1, 2, 3, 4, dtype=torch.float64, requires_grad=True)
 
     def run(x, freqs):
-        return torch.func.functional_call(rope, {"freqs": freqs}, (x, x, torch.arange(3)))[0]
+        return torch.func.functional_call(rope, {"freqs": freqs}, (x, x))[0]
 
     assert gradcheck(run, (q, rope.freqs.detach().double().requires_grad_()))
 
@@ -59,11 +59,15 @@ def test_gradients_reach_the_frequencies(heads):
 @pytest.mark.slow
 def test_one_graph_for_every_length():
     rope = MixedRoPE(8, 2)
+
+    def rotated(q, k, at):
+        return rope(q, k, position_ids=at)
+
     calls = [
         (torch.randn(1, 2, n * n, 8), torch.randn(1, 2, n * n, 8), positions.grid(n, n))
         for n in (2, 3, 4)
     ]
-    assert compilations(rope, calls, dynamic=True, backend="aot_eager") == 1
+    assert compilations(rotated, calls, dynamic=True, backend="aot_eager") == 1
 
 
 def test_results_lie_in_memory_as_their_inputs():
@@ -71,16 +75,16 @@ def test_results_lie_in_memory_as_their_inputs():
     for x in (torch.randn(3, 2, 6, 8), torch.randn(3, 6, 2, 8).transpose(1, 2)):
         for frozen in (False, True):
             rope.requires_grad_(not frozen)
-            assert [y.stride() for y in rope(x, x, at)] == [x.stride()] * 2
+            assert [y.stride() for y in rope(x, x, position_ids=at)] == [x.stride()] * 2
 
 
 def test_bad_input_is_refused():
     rope, x = MixedRoPE(8, 2), torch.randn(1, 2, 6, 8)
     with pytest.raises(ValueError, match=r"of shape \(2, 6\)"):
-        rope(x, x, positions.grid(1, 2, 3))
+        rope(x, x, position_ids=positions.grid(1, 2, 3))
     with pytest.raises(ValueError, match="heads of k must be 2"):
-        rope(x, x[:, :1], positions.grid(2, 3))
+        rope(x, x[:, :1], position_ids=positions.grid(2, 3))
     with pytest.raises(ValueError, match="heads of q must be a multiple of 2"):
-        rope(torch.randn(1, 3, 6, 8), x, positions.grid(2, 3))
+        rope(torch.randn(1, 3, 6, 8), x, position_ids=positions.grid(2, 3))
     with pytest.raises(ValueError, match="head_dim must be a multiple of 4"):
         MixedRoPE(6, 2)

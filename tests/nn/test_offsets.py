@@ -21,14 +21,15 @@ MODULES = {
     "RoPE-growing": (each(posenc.RoPE(8, None)), (2, 4, 3, 8)),
     "XPos": (each(posenc.XPos(8, 16)), (2, 4, 3, 8)),
     "MixedRoPE": (each(posenc.MixedRoPE(8, 4, coordinates=1)), (2, 4, 3, 8)),
+    "STRING": (each(posenc.STRING(8, 4, coordinates=1)), (2, 4, 3, 8)),
 }
 EACH = pytest.mark.parametrize(("encode", "shape"), MODULES.values(), ids=MODULES)
 IDS = torch.tensor([[5, 6, 7], [11, 12, 13]])
 
 
 def ids_of(encode, ids):
-    """MixedRoPE has an axis of coordinates before the batch."""
-    mixed = encode is MODULES["MixedRoPE"][0]
+    """MixedRoPE and STRING have an axis of coordinates before the batch."""
+    mixed = encode in (MODULES["MixedRoPE"][0], MODULES["STRING"][0])
     return ids[None] if mixed and ids.dim() == 2 else ids
 
 
@@ -74,11 +75,32 @@ def test_a_position_that_cannot_be_is_refused(encode, shape, where, error, text)
         encode(torch.randn(shape), **where)
 
 
+@pytest.mark.parametrize(
+    "module",
+    [
+        posenc.RoPE(8),
+        posenc.XPos(8),
+        posenc.PoPE(8, 2),
+        posenc.MixedRoPE(8, 2, coordinates=1),
+        posenc.STRING(8, 2, coordinates=1),
+    ],
+    ids=lambda module: type(module).__name__,
+)
+def test_the_third_argument_of_every_rotation_is_an_offset(module):
+    """Of three sequences of three tokens, a tensor of three could be either."""
+    q, k, starts = torch.randn(3, 4, 3, 8), torch.randn(3, 2, 3, 8), torch.tensor([5, 11, 2])
+    for got, wanted in zip(module(q, k, starts), module(q, k, offset=starts), strict=True):
+        assert torch.equal(got, wanted)
+    for b, start in enumerate((5, 11, 2)):
+        alone = module(q[b : b + 1], k[b : b + 1], start)
+        assert torch.equal(alone[0][0], module(q, k, starts)[0][b])
+
+
 def test_an_image_has_no_offset():
     rope, x = posenc.MixedRoPE(8, 2), torch.randn(1, 2, 3, 8)
-    for where in ({}, {"offset": 3}):
-        with pytest.raises(ValueError, match=r"position_ids must be given.*\n.*grid"):
-            rope(x, x, **where)
+    for where in ((), (3,), (posenc.positions.grid(1, 3),)):
+        with pytest.raises(ValueError, match=r"position_ids must be given.*\n.*position_ids=pos"):
+            rope(x, x, *where)
 
 
 def test_one_sequence_without_a_batch_has_one_offset():

@@ -34,7 +34,8 @@ class MixedRoPE(KeepsFloat32, ReadOnlyArguments):
         num_heads: Key heads; the number of query heads must be a multiple of it. 1 for
             frequencies that all heads of queries and keys share.
         coordinates: Coordinates of a position: 2 for rows and columns of an image, 1 for text.
-        base: The base of the frequencies at the start; small for images, whose sides are short.
+        base: The base of the frequencies at the start. If None, 10,000 for one coordinate, as in
+            :class:`posenc.RoPE`, and 10 for several, because the sides of images are short.
         start: The frequencies of each coordinate at the start, instead of those of ``base``: a
             sequence or tensor of ``head_dim / 2 / coordinates`` numbers.
         interleaved: As in :class:`posenc.RoPE`.
@@ -48,8 +49,8 @@ class MixedRoPE(KeepsFloat32, ReadOnlyArguments):
         >>> from posenc.positions import grid
         >>> rope = MixedRoPE(head_dim=64, num_heads=4)
         >>> q = k = torch.randn(2, 4, 6, 64)
-        >>> q, k = rope(q, k, grid(2, 3))
-        >>> learned = MixedRoPE(head_dim=64, num_heads=1, coordinates=1, base=10_000.0)
+        >>> q, k = rope(q, k, position_ids=grid(2, 3))
+        >>> learned = MixedRoPE(head_dim=64, num_heads=1, coordinates=1)
         >>> q, k = learned(q, k, offset=100)  # RoPE(64), until its frequencies are trained
 
     References:
@@ -62,7 +63,7 @@ class MixedRoPE(KeepsFloat32, ReadOnlyArguments):
         num_heads: int,
         *,
         coordinates: int = 2,
-        base: float = 10.0,
+        base: float | None = None,
         start: Sequence[float] | Tensor | None = None,
         interleaved: bool = True,
     ) -> None:
@@ -71,7 +72,7 @@ class MixedRoPE(KeepsFloat32, ReadOnlyArguments):
         self.head_dim = checks.even(who, "head_dim", head_dim)
         self.num_heads = checks.integer(who, "num_heads", num_heads)
         self.coordinates = checks.integer(who, "coordinates", coordinates)
-        self.base = checks.base(who, base)
+        self.base = None if base is None else checks.base(who, base)
         self.interleaved = checks.boolean(who, "interleaved", interleaved)
         if self.head_dim % (2 * self.coordinates):
             rule = f"head_dim must be a multiple of {2 * self.coordinates}"
@@ -89,7 +90,8 @@ class MixedRoPE(KeepsFloat32, ReadOnlyArguments):
         """Set the frequencies to axial ones, rotated at random in each head."""
         if self.freqs.is_meta:
             return
-        rates = inverse_frequencies(self.head_dim // self.coordinates, self.base)
+        base = self.base or (10_000.0 if self.coordinates == 1 else 10.0)
+        rates = inverse_frequencies(self.head_dim // self.coordinates, base)
         if self.start is not None:
             rates = torch.tensor(self.start, dtype=torch.float64)
         directions = torch.ones(self.num_heads, 1, 1, dtype=torch.float64, device="cpu")
@@ -102,16 +104,16 @@ class MixedRoPE(KeepsFloat32, ReadOnlyArguments):
             self.freqs.copy_((directions[..., None] * rates.cpu()).flatten(2).transpose(0, 1))
 
     def forward(
-        self, q: Tensor, k: Tensor, position_ids: Tensor | None = None, *, offset: int | Tensor = 0
+        self, q: Tensor, k: Tensor, offset: int | Tensor = 0, *, position_ids: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """Rotate queries and keys.
 
         Args:
             q: Queries ``(B, H, L, D)``.
             k: Keys ``(B, num_heads, L, D)``; any number of heads if ``num_heads`` is 1.
+            offset: As in :meth:`posenc.RoPE.forward`, if ``coordinates`` is 1.
             position_ids: Integer or floating positions ``(coordinates, L)`` or
                 ``(coordinates, B, L)``; ``(L,)`` if all coordinates are the same.
-            offset: As in :meth:`posenc.RoPE.forward`, if ``coordinates`` is 1.
 
         Returns:
             New tensors with the shapes and dtypes of ``q`` and ``k``.
@@ -146,7 +148,7 @@ class MixedRoPE(KeepsFloat32, ReadOnlyArguments):
             position_checks.exclusive_offset(who, offset)
         elif self.coordinates > 1:
             rule = f"position_ids must be given, because there are {self.coordinates} coordinates"
-            checks.fail(who, rule, None, "Pass positions.grid(H, W), say.")
+            checks.fail(who, rule, None, "Pass position_ids=positions.grid(H, W), say.")
         else:
             ids = positions_of(who, x, rows_of(who, x, offset, None))[None]
         return position_checks.coordinates(who, "position_ids", ids, x, self.coordinates)

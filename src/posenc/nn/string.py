@@ -29,7 +29,7 @@ class STRING(MixedRoPE):
         head_dim: As in :class:`MixedRoPE`, like all others.
         num_heads: Key heads.
         coordinates: Coordinates of a position.
-        base: The base of the frequencies at the start.
+        base: The base of the frequencies at the start, which depends on ``coordinates`` if None.
         interleaved: Which channels form pairs.
 
     Attributes:
@@ -41,7 +41,7 @@ class STRING(MixedRoPE):
         >>> from posenc.positions import grid
         >>> string = STRING(head_dim=64, num_heads=4)
         >>> q = k = torch.randn(2, 4, 6, 64)
-        >>> q, k = string(q, k, grid(2, 3))
+        >>> q, k = string(q, k, position_ids=grid(2, 3))
 
     References:
         Schenck et al., *Learning the RoPEs: Better 2D and 3D Position Encodings with STRING*, 2025.
@@ -53,7 +53,7 @@ class STRING(MixedRoPE):
         num_heads: int,
         *,
         coordinates: int = 2,
-        base: float = 10.0,
+        base: float | None = None,
         interleaved: bool = True,
     ) -> None:
         super().__init__(
@@ -80,13 +80,13 @@ class STRING(MixedRoPE):
         return basis
 
     def forward(
-        self, q: Tensor, k: Tensor, position_ids: Tensor | None = None, *, offset: int | Tensor = 0
+        self, q: Tensor, k: Tensor, offset: int | Tensor = 0, *, position_ids: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """Rotate queries and keys; arguments as :meth:`MixedRoPE.forward`."""
         self._check_heads(type(self).__name__, q, k)
         basis = self.basis()
         a, b = super().forward(
-            self._changed(q, basis), self._changed(k, basis), position_ids, offset=offset
+            self._changed(q, basis), self._changed(k, basis), offset, position_ids=position_ids
         )
         return a.to(q.dtype), b.to(k.dtype)
 
