@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 
@@ -94,6 +95,68 @@ def test_resizing_keeps_what_it_can():
     flat = GridBias(3, 2)
     torch.nn.init.constant_(flat.relative_position_bias_table, 0.75)
     torch.testing.assert_close(flat.resize(5).bias(), torch.full((2, 25, 25), 0.75))
+
+
+def geometric_oracle(grid, old, new):
+    """Side by side, with the ratio as a root: its powers add up to the farthest new distance."""
+    for before, after in zip(old, new, strict=True):
+        powers = np.ones(before - 1)
+        powers[-1] -= after - 1
+        roots = np.roots(powers)
+        ratio = np.clip(max([1.0, *roots[abs(roots.imag) < 1e-9].real]), 1.01, 1.5)
+        reach = np.cumsum(ratio ** np.arange(before - 1))
+        known = np.concatenate((-reach[::-1], [0.0], reach))
+        wanted = np.arange(1 - after, after)
+        # The columns are rows then, and the second side comes next.
+        grid = np.stack([np.interp(wanted, known, line) for line in grid.T])
+    return grid
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        pytest.param((7, 7), (12, 12), id="swin-224-to-384"),
+        pytest.param((14, 14), (24, 24), id="beit-224-to-384"),
+        pytest.param((4, 3), (6, 5), id="not-square"),
+        pytest.param((8, 6), (5, 9), id="one-side-smaller"),
+        pytest.param((3, 3), (12, 12), id="farther-than-the-ratio-reaches"),
+        pytest.param((2, 4), (3, 4), id="one-side-as-before"),
+    ],
+)
+@pytest.mark.parametrize("token", [False, True], ids=["cells", "class-token"])
+def test_geometric_resizing_is_linear_between_growing_distances(old, new, token):
+    """timm's loaders resize so; the table of the result is rounded once to float32."""
+    bias = drawn(GridBias, old, 3, class_token=token)
+    larger = bias.resize(new, mode="geometric")
+    table = bias.relative_position_bias_table.detach()
+    cells = (2 * old[0] - 1) * (2 * old[1] - 1)
+    got = larger.relative_position_bias_table.detach()
+    for head in range(3):
+        grid = table[:cells, head].double().view(2 * old[0] - 1, -1).numpy()
+        wanted = torch.from_numpy(geometric_oracle(grid, old, new)).flatten()
+        # The root of a polynomial of degree 12 is exact to some 1e-12.
+        torch.testing.assert_close(
+            got[: len(wanted), head].double(), wanted, rtol=2**-24, atol=1e-9
+        )
+    assert torch.equal(got[len(wanted) :], table[cells:])
+    assert len(got) == len(wanted) + 3 * token
+
+
+def test_geometric_resizing_keeps_near_numbers_and_the_farthest():
+    bias = drawn(GridBias, (7, 1), 2)
+    table = bias.relative_position_bias_table
+    larger = bias.resize((12, 1), mode="geometric").relative_position_bias_table
+    assert torch.equal(larger[[0, 10, 11, 12, 22]], table[[0, 5, 6, 7, 12]])
+    assert torch.equal(bias.resize((7, 1), mode="geometric").relative_position_bias_table, table)
+    one = bias.resize((7, 4), mode="geometric").relative_position_bias_table
+    assert torch.equal(one.view(13, 7, 2)[:, 0], one.view(13, 7, 2)[:, -1])
+
+
+def test_an_unknown_way_to_resize_is_refused():
+    with pytest.raises(
+        ValueError, match=r"GridBias.resize: mode must be .* or 'geometric', got 'cubic'"
+    ):
+        GridBias(3, 2).resize(4, mode="cubic")
 
 
 def test_the_score_mod_is_the_bias():

@@ -29,6 +29,29 @@ def _check_size(who: str, name: str, size: Any) -> Size:
     return rows, columns
 
 
+def _geometric_weights(old: int, new: int) -> Tensor:
+    """How much of each number of a side of ``old`` cells goes into each of ``new``, float64.
+
+    The numbers lie at distances whose steps grow by a ratio, so that they reach over the new side,
+    and are read at whole distances: linearly between them, the last one beyond them.
+    """
+    low, high = 1.01, 1.5
+    # Halved this often, the two are neighbours in float64.
+    for _ in range(52):
+        ratio = (low + high) / 2
+        far = sum(ratio**n for n in range(old - 1)) > new - 1
+        low, high = (low, ratio) if far else (ratio, high)
+    steps = torch.tensor([high**n for n in range(old - 1)], dtype=torch.float64, device="cpu")
+    distance = torch.cat((-steps.cumsum(0).flip(0), steps.new_zeros(1), steps.cumsum(0)))
+    wanted = torch.arange(1 - new, new, device="cpu").to(distance)
+    right = torch.searchsorted(distance, wanted).clamp(max=2 * old - 2)
+    left = (right - 1).clamp(min=0)
+    # Steps are at least one, unless there is none.
+    share = (wanted - distance[left]) / (distance[right] - distance[left]).clamp(min=1)
+    each = torch.eye(2 * old - 1, dtype=torch.float64, device="cpu")
+    return torch.lerp(each[left], each[right], share.clamp(0, 1)[:, None])
+
+
 class GridBias(RelativeBias):
     r"""Add a learned number for the steps in rows and columns between two cells of a window.
 
@@ -193,27 +216,43 @@ class GridBias(RelativeBias):
         return score_mod
 
     def resize(self, size: int | Size, *, mode: str = "bicubic") -> GridBias:
-        """A new module for windows of another size, with these parameters.
+        r"""A new module for windows of another size, with these parameters.
 
         A table is interpolated; what belongs to the class token is copied. The network of a
         continuous bias is copied, and measures steps by the window of the pretraining.
 
+        Which way belongs to the model that goes on from the table. ``bicubic`` and ``bilinear``
+        stretch the old window over the new one. ``geometric`` keeps the numbers of near cells near
+        and stretches the far ones: those at a distance of :math:`n` cells are put at
+
+        .. math:: 1 + r + \dots + r^{n-1}, \qquad 1.01 \le r \le 1.5
+
+        with :math:`r` such that the farthest is that of the new window, and read linearly.
+
         Args:
             size: Rows and columns, or one number for both.
-            mode: ``bicubic``, as Swin's table is usually resized, or ``bilinear``, as BEiT's.
+            mode: ``bicubic``, as Swin's own code fine-tunes at another size; ``bilinear``, as BEiT
+                in transformers; or ``geometric``, as timm loads Swin, BEiT, MaxViT and others.
+                BEiT's own code has a cubic spline through the numbers of ``geometric``.
         """
+        who = f"{type(self).__name__}.resize"
+        checks.choice(who, "mode", mode, ("bicubic", "bilinear", "geometric"))
         old = self.pretrained_size or self.size if self.continuous else self.pretrained_size
         other = self.replace(size=size, pretrained_size=old).to(self._device())
         with torch.no_grad():
-            if self.continuous:
+            if self.continuous or other.size == self.size:
                 other.load_state_dict(self.state_dict())
                 return other
             sides = [2 * side - 1 for side in self.size]
-            table = self.relative_position_bias_table
+            table = self.relative_position_bias_table.to(widest(self._device()))
             cells = math.prod(sides)
-            grid = table[:cells].T.unflatten(1, sides)[None]
-            wanted = [2 * side - 1 for side in other.size]
-            grid = nn.functional.interpolate(grid, wanted, mode=mode, align_corners=False)
-            new = torch.cat((grid[0].flatten(1).T, table[cells:]))
+            grid = table[:cells].T.unflatten(1, sides)
+            if mode == "geometric":
+                down, right = map(_geometric_weights, self.size, other.size)
+                grid = down.to(grid) @ grid @ right.to(grid).T
+            else:
+                wanted = [2 * side - 1 for side in other.size]
+                grid = nn.functional.interpolate(grid[None], wanted, mode=mode)[0]
+            new = torch.cat((grid.flatten(1).T, table[cells:]))
             other.relative_position_bias_table.copy_(new)
         return other
