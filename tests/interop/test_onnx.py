@@ -12,6 +12,7 @@ import oracles
 import posenc
 from posenc import scaling
 from posenc.interop.onnx import export
+from support import every
 from support.assertions import assert_within_ulps
 from support.models import Model, Rotations, dynamic_rotations, rotations_at
 
@@ -149,6 +150,76 @@ def test_a_model_with_every_module_runs_in_onnxruntime(tmp_path):
         ids = torch.randint(0, 11, (batch, length))
         (got,) = run(path, ids)
         torch.testing.assert_close(got, model(ids), rtol=1e-5, atol=1e-5)
+
+
+class Case(torch.nn.Module):
+    """A call of one of the public modules, with random parameters."""
+
+    def __init__(self, name):
+        super().__init__()
+        self.encoding, self.name = every.MODULES[name].build(), name
+        every.draw_parameters(self.encoding)
+
+    def forward(self, q, k, v):
+        return every.MODULES[self.name].call(self.encoding, q, k, v)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", every.MODULES)
+def test_every_module_runs_in_onnxruntime(tmp_path, name):
+    """At another length than was traced, unless the tokens are the cells of an image.
+
+    Scores and outputs are sums of at most as many products as there are tokens or channels, in
+    another order, and of biases that are a few roundings off.
+    """
+    path, model, given = tmp_path / "module.onnx", Case(name).eval(), every.qkv()
+    image = "Grid" in name or "image" in name
+    length = torch.export.Dim("length", min=2, max=16)
+    export(model, tuple(given), path, dynamic_shapes=None if image else ({2: length},) * 3)
+    given = [x.flip(0) if image else torch.cat((x, x.flip(1)), 2)[:, :, :11] for x in given]
+    with torch.no_grad():
+        wanted = torch.utils._pytree.tree_leaves(model(*given))
+    session, named = onnxruntime.InferenceSession(path), dict(zip("qkv", given, strict=True))
+    got = session.run(None, {i.name: named[i.name].numpy() for i in session.get_inputs()})
+    for x, y in zip(got, wanted, strict=True):
+        torch.testing.assert_close(torch.from_numpy(x), y, rtol=2**-19, atol=2**-19)
+
+
+class Lengths(torch.nn.Module):
+    """PoPE, and a softplus of the model's own."""
+
+    def __init__(self):
+        super().__init__()
+        self.pope = posenc.PoPE(8, 2)
+
+    def forward(self, q, gate):
+        return self.pope(q, q)[0], torch.nn.functional.softplus(gate, beta=2.5)
+
+
+def test_softplus_is_exact_where_it_is_all_but_zero(tmp_path):
+    """``log(1 + exp(x))`` is zero from -17 on in float32, and loses half of its digits at -8."""
+    path, model = tmp_path / "softplus.onnx", Lengths().eval()
+    q = torch.linspace(-80, 80, 2 * 50 * 8).view(1, 2, 50, 8)
+    # Above 20 / beta torch's softplus is x.
+    gate = torch.linspace(-40, 8, 1000, dtype=torch.float64)
+    export(model, (q, gate), path)
+    polar, plain = run(path, q, gate)
+    exact = model(q.double(), gate)[0]
+    size = torch.nn.functional.softplus(q.double(), threshold=37.0).repeat(1, 1, 1, 2)
+    assert_within_ulps(polar, exact, 1.0, size)
+    # Eight roundings, and that of the exponent, up to 100.
+    wanted = torch.log1p(torch.exp(2.5 * gate)) / 2.5
+    torch.testing.assert_close(plain, wanted, rtol=110 * 2**-53, atol=0)
+
+
+def test_a_basis_is_a_constant_of_the_file_alone(tmp_path):
+    string, q = posenc.STRING(8, 2, coordinates=1), torch.randn(1, 2, 5, 8)
+    torch.nn.init.normal_(string.skew)
+    export(string.eval(), (q, q), tmp_path / "string.onnx")
+    got, _ = run(tmp_path / "string.onnx", q, q)
+    torch.testing.assert_close(got, string(q, q)[0].detach())
+    (string(q, q)[0] * q).sum().backward()
+    assert string.skew.grad.any()
 
 
 class AtPositions(torch.nn.Module):

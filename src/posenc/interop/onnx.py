@@ -6,7 +6,8 @@ import importlib.util
 import os
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from posenc._contract import checks
 from posenc.kernels import Rows, Spec, reference
 from posenc.kernels.dispatch import exported_as
+from posenc.nn import STRING
 
 # The first opset with RotaryEmbedding.
 OPSET = 23
@@ -37,6 +39,9 @@ def export(
     operator supports neither. It rounds float32 three times, and the eager rotation only once, so
     a float32 rotation becomes three operators on parts whose products are exact: finite results
     are within one ulp of the eager ones. Half precision needs one operator.
+
+    Softplus becomes exponentials and logarithms, because onnxruntime has no Softplus of this opset.
+    ONNX solves no equations, so :meth:`posenc.STRING.basis` becomes a constant.
 
     Args:
         model: Its forward is traced, as by :func:`torch.export.export`.
@@ -67,7 +72,7 @@ def export(
         )
     checks.boolean("posenc.interop.onnx.export", "exact", exact)
     rotation = partial(_rotary_embedding, exact)
-    with warnings.catch_warnings(), exported_as(rotation):
+    with warnings.catch_warnings(), exported_as(rotation), _constant_bases(model):
         # The exporter warns of its own deprecated calls, and of two axes with one name.
         for category in (DeprecationWarning, FutureWarning):
             warnings.simplefilter("ignore", category)
@@ -78,6 +83,7 @@ def export(
             kwargs=kwargs,
             dynamic_shapes=dynamic_shapes,
             opset_version=OPSET,
+            custom_translation_table={torch.ops.aten.softplus.default: _softplus},
             dynamo=True,
             verbose=False,
         )
@@ -88,6 +94,37 @@ def export(
     optimizer.fold_constants(program.model, **sizes)
     program.save(path)
     return program
+
+
+@contextmanager
+def _constant_bases(model: nn.Module) -> Iterator[None]:
+    """Let every STRING of ``model`` return its basis as it is now."""
+    strings = [module for module in model.modules() if isinstance(module, STRING)]
+    bases = [module.basis().detach() for module in strings]
+    try:
+        for module, basis in zip(strings, bases, strict=True):
+            module.basis = partial(torch.clone, basis)  # type: ignore[method-assign]
+        yield
+    finally:
+        for module in strings:
+            module.__dict__.pop("basis", None)
+
+
+def _softplus(x: Any, beta: Any = 1.0, threshold: Any = 20.0) -> Any:
+    r"""Softplus of ONNX operators: :math:`\max(z, 0) + \ln(1 + e^{-|z|})` for :math:`z = \beta x`.
+
+    The logarithm of :math:`u = 1 + t` is that of a rounded :math:`u`. Times :math:`t / (u - 1)` it
+    is that of :math:`1 + t`, because :math:`\ln(u) / (u - 1)` hardly depends on :math:`u`.
+    """
+    op = importlib.import_module("onnxscript").opset18
+    # Numbers are float32, whatever x is.
+    beta, threshold, one = (op.CastLike(number, x) for number in (beta, threshold, 1.0))
+    z = op.Mul(x, beta)
+    t = op.Exp(op.Neg(op.Abs(z)))
+    u = op.Add(one, t)
+    log = op.Mul(op.Log(u), op.Div(t, op.Sub(u, one)))
+    exact = op.Add(op.Relu(z), op.Where(op.Equal(u, one), t, log))
+    return op.Where(op.Greater(z, threshold), x, op.Div(exact, beta))
 
 
 def _rotary_embedding(
