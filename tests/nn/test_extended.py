@@ -10,7 +10,7 @@ from torch.nn.functional import scaled_dot_product_attention
 import oracles
 import posenc
 from posenc import DualChunk, RoPE, SelfExtend
-from support.assertions import compilations
+from support.assertions import assert_exports, compilations
 
 ROPE = RoPE(16, max_seq_len=None, interleaved=False)
 CASES = {
@@ -211,3 +211,9 @@ def test_what_does_not_fit_is_refused():
         extend.attention(q, k[:, :, :3], v[:, :, :3])
     with pytest.raises(AttributeError, match="window is read-only"):
         extend.window = 3
+
+
+@each
+def test_an_exported_program_has_the_parts_of_longer_sequences(extend):
+    """Six tokens are in one part, and thirty in all of them."""
+    assert_exports(extend, qkv(6), qkv(30))

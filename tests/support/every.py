@@ -35,18 +35,23 @@ def _rope(**options: Any) -> posenc.RoPE:
     return posenc.RoPE(modules.DIM, 16, **options)
 
 
+# Lengths that decide how a module computes are 8, between those that are traced and run.
 MODULES = modules.MODULES | {
     "DeBERTaBias, in buckets": Use(
         lambda: posenc.DeBERTaBias(modules.HEADS, modules.DIM, 512, 256), attended
     ),
+    "FIRE, by rows from 8": Use(
+        lambda: posenc.FIRE(modules.HEADS, 3, threshold=8.0, learn_threshold=False), attended
+    ),
     "MixedRoPE, of an image": Use(lambda: posenc.MixedRoPE(modules.DIM, modules.HEADS), _of_cells),
     "RoPE, of an image": Use(lambda: _rope(axes=axes.Axial(2)), _of_cells),
-    "RoPE, dynamic": Use(lambda: _rope(scaling=scaling.DynamicNTK(2.0, 4)), rotated),
-    "RoPE, llama3": Use(lambda: _rope(scaling=scaling.Llama3(8.0, 4)), rotated),
+    "RoPE, dynamic": Use(lambda: _rope(scaling=scaling.DynamicNTK(2.0, 8)), rotated),
+    "RoPE, llama3": Use(lambda: _rope(scaling=scaling.Llama3(8.0, 8)), rotated),
     "RoPE, longrope": Use(
-        lambda: _rope(scaling=scaling.LongRoPE((1.1,) * 2, (2.3,) * 2, 4, factor=4.0)), rotated
+        lambda: _rope(scaling=scaling.LongRoPE((1.1,) * 2, (2.3,) * 2, 8, factor=4.0)), rotated
     ),
-    "RoPE, yarn": Use(lambda: _rope(scaling=scaling.YaRN(4.0, 4)), rotated),
+    "SelfExtend, from 8": Use(lambda: posenc.SelfExtend(_rope(), group=2, window=8), attended),
+    "RoPE, yarn": Use(lambda: _rope(scaling=scaling.YaRN(4.0, 8)), rotated),
 }
 
 

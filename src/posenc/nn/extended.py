@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from posenc._contract import checks, qk_checks
+from posenc._contract.tracing import is_exporting
 from posenc.attention.biased import attend_ranges, check_options
 from posenc.functional.alibi import KeyOptions
 from posenc.nn._module import ReadOnlyArguments
@@ -74,7 +75,8 @@ class ExtendedRoPE(ReadOnlyArguments):
     def _parts(self, at: Tensor, keys: int) -> Iterator[Part]:
         """The parts of sequences of ``keys`` tokens at positions ``at``, ``[1 or B, K]``.
 
-        In the first of them, every token sees itself.
+        In the first of them, every token sees itself. A part that ``keys`` are too few for is left
+        out, but not of an exported program, which takes other lengths and does not see the test.
         """
         raise NotImplementedError
 
@@ -212,7 +214,7 @@ class SelfExtend(ExtendedRoPE):
     def _parts(self, at: Tensor, keys: int) -> Iterator[Part]:
         group, window = self.group, self.window
         yield Part(at, at, (at - (window - 1)).clamp(min=0), at)
-        if keys > window:
+        if is_exporting() or keys > window:
             grouped = at // group
             shift = window - window // group
             zero = torch.zeros_like(at)
@@ -261,7 +263,7 @@ class DualChunk(ExtendedRoPE):
         now = at - within
         before = (now - chunk).clamp(min=0)
         yield Part(within, within, now, at)
-        if keys > chunk:
+        if is_exporting() or keys > chunk:
             yield Part((within + chunk).clamp(max=far), within, before, now - 1)
-        if keys > 2 * chunk:
+        if is_exporting() or keys > 2 * chunk:
             yield Part(torch.full_like(at, far), within, torch.zeros_like(at), before - 1)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from posenc._contract import checks, qk_checks
-from posenc._contract.tracing import is_readable
+from posenc._contract.tracing import is_exporting, is_readable
 from posenc.attention.biases import DistanceTable, RowBias
 from posenc.nn._bias import RelativeBias
 from posenc.nn._module import Linear, load_scalars
@@ -116,7 +116,8 @@ class FIRE(RelativeBias):
 
     def _is_table(self, keys: int) -> bool:
         if not self.learn_threshold:
-            return keys - 1 <= self.threshold
+            # An exported program takes other lengths, and does not see the test.
+            return not is_exporting() and keys - 1 <= self.threshold
         factor = self.L_multiplier.detach()
         return is_readable(factor) and keys - 1 <= abs(factor.item()) * self.threshold
 
