@@ -3,6 +3,7 @@ import torch
 from torch.autograd import gradcheck
 
 import oracles
+import posenc
 from posenc import MixedRoPE, positions
 from support.assertions import assert_within_ulps, compilations
 
@@ -88,3 +89,12 @@ def test_bad_input_is_refused():
         rope(torch.randn(1, 3, 6, 8), x, position_ids=positions.grid(2, 3))
     with pytest.raises(ValueError, match="head_dim must be a multiple of 4"):
         MixedRoPE(6, 2)
+
+
+@pytest.mark.parametrize("kind", [MixedRoPE, posenc.STRING])
+def test_positions_of_each_sequence_are_taken_as_by_rope(kind):
+    """So that one can be swapped for the other. Frequencies are float32: 50 times 2**-25 rad."""
+    rope, x = kind(8, 1, coordinates=1), torch.randn(3, 2, 5, 8)
+    for ids in (torch.randint(0, 50, (3, 5)), torch.randint(0, 50, (1, 5))):
+        got, wanted = rope(x, x, position_ids=ids), posenc.RoPE(8)(x, x, position_ids=ids)
+        torch.testing.assert_close(got, wanted, rtol=0, atol=2e-5)

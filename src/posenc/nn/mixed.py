@@ -113,7 +113,8 @@ class MixedRoPE(KeepsFloat32, ReadOnlyArguments):
             k: Keys ``(B, num_heads, L, D)``; any number of heads if ``num_heads`` is 1.
             offset: As in :meth:`posenc.RoPE.forward`, if ``coordinates`` is 1.
             position_ids: Integer or floating positions ``(coordinates, L)`` or
-                ``(coordinates, B, L)``; ``(L,)`` if all coordinates are the same.
+                ``(coordinates, B, L)``; ``(L,)`` if all coordinates are the same. With one
+                coordinate also ``(B, L)``, as in :meth:`posenc.RoPE.forward`.
 
         Returns:
             New tensors with the shapes and dtypes of ``q`` and ``k``.
@@ -146,6 +147,9 @@ class MixedRoPE(KeepsFloat32, ReadOnlyArguments):
     def _coordinates(self, who: str, x: Tensor, ids: Tensor | None, offset: Any) -> Tensor:
         if ids is not None:
             position_checks.exclusive_offset(who, offset)
+            if self.coordinates == 1 and isinstance(ids, Tensor) and ids.dim() == 2:
+                # Whether a single row is for the coordinate or for the batch makes no difference.
+                ids = ids[None]
         elif self.coordinates > 1:
             rule = f"position_ids must be given, because there are {self.coordinates} coordinates"
             checks.fail(who, rule, None, "Pass position_ids=positions.grid(H, W), say.")
