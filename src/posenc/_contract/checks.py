@@ -22,8 +22,9 @@ FARTHEST = 2**31
 
 
 def message(who: str, rule: str, got: object, way_out: str) -> str:
-    """The text of an error. Rules and values are escaped, because they may quote any file."""
-    return f"{who}: {printable(rule)}, got {printable(got)}.\n  {way_out}"
+    """The text of an error, at most a screen. Rules and values may quote any file: escape them."""
+    rule, got = shortened(printable(rule)), shortened(printable(got))
+    return f"{who}: {rule}, got {got}.\n  {shortened(way_out)}"
 
 
 def fail(
@@ -44,6 +45,19 @@ def printable(value: object) -> str:
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+
+
+def shortened(text: str, most: int = 500) -> str:
+    """``text`` without its middle if it is longer than ``most``; three such parts fit a screen.
+
+    Examples:
+        >>> shortened("1" * 40 + "2" * 60, most=20)
+        '1111111111 ... (80 characters) ... 2222222222'
+    """
+    left_out = len(text) - most
+    if left_out <= 0:
+        return text
+    return f"{text[: most // 2]} ... ({left_out} characters) ... {text[-(most // 2) :]}"
 
 
 def describe(value: object) -> str:

@@ -173,8 +173,8 @@ def read_alibi(config: Any) -> Alibi:
         noun, way_out = "rotary embeddings", "Use RoPE.from_config."
     else:
         noun, way_out = "no known ALiBi; bloom, mpt and falcon have one", directly
-    name = found.top.get("model_type")
-    raise ValueError(f"from_config: model_type {name!r} has {noun}.\n  {way_out}")
+    name = checks.shortened(repr(found.top.get("model_type")))
+    raise ValueError(f"from_config: model_type {name} has {noun}.\n  {way_out}")
 
 
 def read_buckets(config: Any) -> Buckets:
@@ -184,8 +184,8 @@ def read_buckets(config: Any) -> Buckets:
     part = others.describe(found)[0] if kind == "buckets" else None
     if isinstance(part, Buckets):
         return part
-    name, noun = found.top.get("model_type"), "other positions"
+    name, noun = checks.shortened(repr(found.top.get("model_type"))), "other positions"
     if kind is not None:
         noun = others.NOUNS[kind][0]
     way_out = "Construct T5Bias(num_heads) directly if the model has T5's bias."
-    raise ValueError(f"from_config: model_type {name!r} has {noun}.\n  {way_out}")
+    raise ValueError(f"from_config: model_type {name} has {noun}.\n  {way_out}")
