@@ -55,6 +55,19 @@ def test_deep_json_is_a_clear_error(tmp_path):
         RoPE.from_config(tmp_path)
 
 
+@pytest.mark.parametrize(
+    "text",
+    [b'{"\\ud800": 1}', b'{"a": ["\\uDC00\\ud800"]}', b'{"a": "\xed\xa0\x80"}'],
+    ids=["key", "value", "bytes"],
+)
+def test_half_of_a_surrogate_pair_is_refused_when_it_is_read(tmp_path, text):
+    """It can be neither printed nor written; a whole pair is a character."""
+    (tmp_path / "x.json").write_bytes(text)
+    with pytest.raises(ValueError, match=r"JSON object, got text with half of a surrogate pair"):
+        files.read_json("who", tmp_path / "x.json")
+    assert files.parse_json(b'{"\\ud83d\\ude00": 1}') == {"\U0001f600": 1}
+
+
 @pytest.mark.parametrize("text", ["{", "", "[1]", '"x"', "\xff"])
 def test_json_that_is_no_object_is_an_error_with_the_files_name(tmp_path, text):
     (tmp_path / "x.json").write_bytes(text.encode("latin-1"))

@@ -45,6 +45,12 @@ def test_a_tensor_is_read_as_the_format_s_own_package_reads_it(tmp_path):
         pytest.param(whole(b"{nonsense"), "not JSON", id="json"),
         pytest.param(whole(b"\xff\xfe\xfd\xfc"), "not JSON", id="not-text"),
         pytest.param(whole(b"[1]"), "not a JSON object", id="list"),
+        pytest.param(
+            whole({NAME: entry(), "\ud800": entry(64, 64, (0,))}), "half of a surrogate", id="name"
+        ),
+        pytest.param(
+            whole({NAME: entry(), "__metadata__": {"a": "\udfff"}}), "surrogate", id="metadata"
+        ),
         pytest.param(whole({NAME: {"dtype": "F32"}}), "has no dtype, shape", id="entry"),
         pytest.param(whole({NAME: entry(shape=(-8, -2))}), "has no dtype, shape", id="negative"),
         pytest.param(whole({NAME: entry(shape=(8, 3))}), "64 bytes for shape", id="shape"),

@@ -55,8 +55,12 @@ def parse_json(text: bytes) -> dict[str, Any]:
     """
     try:
         found = json.loads(text)
+        # Half of a surrogate pair can be neither printed nor written.
+        json.dumps(found, ensure_ascii=False).encode()
     except RecursionError:
         raise ValueError("lists or dicts that are nested too deep") from None
+    except UnicodeEncodeError:
+        raise ValueError("text with half of a surrogate pair, which is no character") from None
     except ValueError as wrong:
         raise ValueError(f"text that is not JSON ({wrong})") from None
     if not isinstance(found, dict):
