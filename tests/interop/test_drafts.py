@@ -38,6 +38,33 @@ def test_no_signal_and_no_error_at_any_step_loses_a_checkpoint(tmp_path):
     assert renames == {"a folder": 2, "a file": 1, "nothing": 1}
 
 
+@pytest.mark.parametrize("made", ["a folder", "a file"])
+def test_what_another_program_makes_between_the_renames_costs_no_checkpoint(
+    source, tmp_path, monkeypatch, made
+):
+    """The former checkpoint is in the workspace then, and may be the only copy."""
+    target = save_folder(tmp_path / "target", {"model_type": "llama", "hidden_size": 8})
+    (target / "note.txt").write_text("former")
+    replace, room = os.replace, drafts.workspace(target)
+
+    def late(old, new):
+        if made == "a folder":
+            target.mkdir()
+            (target / "log.txt").write_text("another's")
+        else:
+            target.write_text("another's")
+        replace(old, new)
+
+    monkeypatch.setattr(os, "replace", late)
+    with pytest.raises(OSError, match=r"the former checkpoint, must go back to") as refused:
+        convert(source, target, to="interleaved", overwrite=True, **SIZES)
+    assert str(room / "old") in str(refused.value)
+    assert (room / "old" / "note.txt").read_text() == "former"
+    assert (room / "new" / "model.safetensors").exists()
+    with pytest.raises(FileExistsError, match=r"move .*old, the complete .* to another place; the"):
+        convert(source, target, to="interleaved", overwrite=True, **SIZES)
+
+
 def test_two_runs_to_one_target_do_not_share_a_draft(source, tmp_path):
     target, refused = tmp_path / "target", []
 

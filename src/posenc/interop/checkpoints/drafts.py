@@ -4,7 +4,7 @@ A run works in a folder beside its target, ``NAME.posenc-convert``. Only one run
 folder, so it is the lock as well. In it are
 
 - ``new``, which the run writes and renames to the target at the end;
-- ``old``, the former target if it is a folder: complete as long as the target is missing.
+- ``old``, the former target if it is a folder: complete as long as ``new`` is there too.
 """
 
 from __future__ import annotations
@@ -13,8 +13,11 @@ import contextlib
 import functools
 import os
 import shutil
+import signal
+import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from posenc._contract import checks
 
@@ -31,33 +34,81 @@ def replaced(target: Path, *, folder: bool, overwrite: bool) -> Iterator[Path]:
     """A path to write to: it becomes ``target`` after the block, or is removed after an error."""
     work = workspace(target)
     old, new = work / "old", work / "new"
+    made = False
     try:
-        os.mkdir(work, 0o700)
-    except FileExistsError:
-        rule, got = f"{work} must not exist", "a folder: a run is writing there, or was killed"
-        first = f"move {old}, the complete former checkpoint, to {target}; then "
-        first = first if old.exists() and not target.exists() else ""
-        way_out = f"Wait for that run. If there is none, {first}delete {work} and run again."
-        _fail(rule, got, way_out, FileExistsError)
-    try:
+        with _uninterrupted():
+            _make(work, target)
+            made = True
         _check_replaceable(target, folder, overwrite)
         yield new
         # Another program may have made a target meanwhile.
         _check_replaceable(target, folder, overwrite)
         for path, _, _ in os.walk(work):
             _flush(path)
-        if target.is_dir():
-            # Folders cannot be swapped in one step.
-            os.rename(target, old)
+        with _uninterrupted():
+            if target.is_dir():
+                # Folders cannot be swapped in one step.
+                os.rename(target, old)
+                _flush(work)
+            os.replace(new, target)
             _flush(work)
-        os.replace(new, target)
-        _flush(work)
-        _flush(target.parent)
-    finally:
-        # Listing the folder raises on a failing disk, where os.path.exists returns False.
-        if "old" in os.listdir(work) and not os.path.lexists(target):
+            _flush(target.parent)
+            shutil.rmtree(work)
+            made = False
+    except BaseException:
+        if made:
+            with _uninterrupted():
+                _undo(work, target)
+        raise
+
+
+def _make(work: Path, target: Path) -> None:
+    try:
+        os.mkdir(work, 0o700)
+    except FileExistsError:
+        rule, got = f"{work} must not exist", "a folder: a run is writing there, or was killed"
+        old, first = work / "old", ""
+        if old.exists() and (work / "new").exists():
+            # The run ended between its two renames.
+            place = "another place" if target.exists() else target
+            first = f"move {old}, the complete former checkpoint, to {place}; then "
+        way_out = f"Wait for that run. If there is none, {first}delete {work} and run again."
+        _fail(rule, got, way_out, FileExistsError)
+
+
+def _undo(work: Path, target: Path) -> None:
+    """Put the former target back, if the new one has not taken its place, and remove ``work``."""
+    old, new = work / "old", work / "new"
+    # Listing the folder raises on a failing disk, where os.path.exists returns False.
+    if {"old", "new"} <= set(os.listdir(work)):
+        try:
             os.rename(old, target)
-        shutil.rmtree(work)
+        except OSError as error:
+            # Another program has made a folder there between the two renames, for example.
+            rule = f"{old}, the former checkpoint, must go back to {target}"
+            way_out = f"Move it, or {new}, to where you want it; then delete {work}."
+            _fail(rule, error.strerror, way_out, OSError)
+    shutil.rmtree(work)
+
+
+@contextlib.contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Let signals that Python handles, such as that of Ctrl-C, wait until the block has ended."""
+    handlers: dict[int, Any] = {}
+    # Only the main thread is interrupted, and only there can handlers be set.
+    if threading.current_thread() is threading.main_thread():
+        found = {number: signal.getsignal(number) for number in signal.valid_signals()}
+        handlers = {number: handler for number, handler in found.items() if callable(handler)}
+    arrived: list[int] = []
+    for number in handlers:
+        signal.signal(number, lambda number, frame: arrived.append(number))
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        for number in arrived:
+            signal.raise_signal(number)
 
 
 def _check_replaceable(target: Path, folder: bool, overwrite: bool) -> None:
