@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from posenc.lab.comparison import charts, report
-from posenc.lab.comparison.run import RESULTS, read
+from posenc.lab.comparison.results import RESULTS, read
 from posenc.lab.comparison.tasks import TASKS
 from posenc.lab.pictures.style import image
 

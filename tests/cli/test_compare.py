@@ -209,7 +209,8 @@ def test_an_earlier_run_stays_unless_told(run, tmp_path):
         pytest.param(["--times", "0"], "--times must be 1 or more", id="zero-times"),
         pytest.param(["--text", "no-such-file"], "No such file or directory: ", id="no-text"),
         pytest.param(["--text", os.devnull], "must be a regular file", id="device"),
-        pytest.param(["--times", "100000"], "is too short", id="too-long"),
+        pytest.param(["--times", "10000"], "is too short", id="too-long"),
+        pytest.param(["--times", "100000"], "must end at 2**20 symbols", id="far-too-long"),
         pytest.param(["--width", "30"], "--width must be a multiple of", id="width"),
         pytest.param(["--steps", "0"], "--steps", id="steps"),
         pytest.param(["--train-length", "3"], "--train-length", id="length"),
@@ -292,11 +293,12 @@ def test_an_output_that_is_a_file_is_an_error(run, tmp_path):
     assert done.stderr == f"posenc: [Errno 20] Not a directory: '{file}'\n"
 
 
-def test_a_missing_matplotlib_names_the_command_that_brings_it(run, tmp_path, monkeypatch):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+@pytest.mark.parametrize("package", ["matplotlib", "jinja2"])
+def test_a_missing_package_names_the_command_that_brings_it(run, tmp_path, monkeypatch, package):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name != package or None)
     done = run("-o", tmp_path / "out")
     assert done.exit_code == 2
     assert (
         done.stderr
-        == "posenc: compare needs matplotlib: pip install 'posenc[cli]', or '.[cli]' in a clone\n"
+        == f"posenc: compare needs {package}: pip install 'posenc[cli]', or '.[cli]' in a clone\n"
     )

@@ -1,9 +1,10 @@
+import re
+
 import pytest
-from rich.text import Text
 
 from posenc.cli import _print
 
-ROWS = [[Text("plain"), Text("7")], [Text("[x]"), Text("10", style="red")]]
+ROWS = [["plain", "7"], ["[x]", ("10", "red")]]
 
 
 @pytest.fixture
@@ -26,6 +27,19 @@ def test_a_table_on_a_terminal_is_drawn_with_its_styles(terminal, capsys):
     assert "│ [x]   │" in drawn
     assert "\x1b[31m10\x1b[0m" in drawn
     assert "[a] note" in drawn
+
+
+def test_no_control_character_of_a_file_reaches_the_terminal(terminal, capsys):
+    """An escape sequence renames the window, or writes over what was said."""
+    evil = "\x1b]0;owned\x07\x9b31m\u202e\ud800"
+    _print.say(evil)
+    _print.say(evil, err=True)
+    _print.table(evil, (evil, "n"), [[evil, (evil, "red")]], [evil])
+    out, err = capsys.readouterr()
+    assert out.count("\\x1b]0;owned\\x07\\x9b31m\\u202e\\ud800") >= 5
+    # Of our own, rich writes colours and styles alone.
+    left = re.sub(r"\x1b\[[0-9;]*m", "", out + err)
+    assert left.replace("\n", "").isprintable()
 
 
 def test_progress_in_a_log_is_a_line_for_each_tenth(capsys):

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
@@ -30,13 +31,19 @@ def check_picture(path: Path | None, flag: str) -> None:
         if path.suffix not in (".png", ".svg", ".pdf"):
             raise ValueError(f"{flag} writes .png, .svg or .pdf, got {path}.")
         check_file(path)
-        check_matplotlib(flag)
+        check_installed(flag, "matplotlib")
 
 
-def check_matplotlib(who: str) -> None:
-    """Refuse to go on without matplotlib."""
-    if importlib.util.find_spec("matplotlib") is None:
-        raise ValueError(f"{who} needs matplotlib: {INSTALL}")
+def check_installed(who: str, *packages: str) -> None:
+    """Refuse to go on without one of these packages of the ``cli`` extra."""
+    for package in packages:
+        if importlib.util.find_spec(package) is None:
+            raise ValueError(f"{who} needs {package}: {INSTALL}")
+
+
+def say(words: str, *, err: bool = False) -> None:
+    """Print a line that may hold words of a file, whose control characters are escaped."""
+    typer.echo(printable(words), err=err)
 
 
 @contextlib.contextmanager
@@ -67,7 +74,7 @@ def progress(title: str = "", *, background: bool = True) -> Iterator[Callable[[
 def table(
     title: str,
     heads: Sequence[str],
-    rows: Sequence[Sequence[str | Text]],
+    rows: Sequence[Sequence[str | tuple[str, str]]],
     notes: Sequence[str] = (),
     *,
     justify: Literal["left", "right"] = "right",
@@ -75,16 +82,18 @@ def table(
 ) -> None:
     """Print a table on stdout: with borders on a terminal, as padded columns in a pipe.
 
-    Strings may come from a file, so markup and control codes in them are printed as text. In a pipe
-    the table is at most ``piped_width`` characters wide.
+    A cell is a string, or a string and its style. Strings may come from a file, so markup and
+    control characters in them are printed as text. In a pipe the table is at most ``piped_width``
+    characters wide.
     """
     console, drawn = Console(), Table()
     if not console.is_terminal:
         console, drawn = Console(width=piped_width), Table(box=None, padding=(0, 0, 0, 2))
     for i, head in enumerate(heads):
-        drawn.add_column(head, justify=justify if i else "left", overflow="fold")
+        drawn.add_column(Text(printable(head)), justify=justify if i else "left", overflow="fold")
     for row in rows:
-        drawn.add_row(*(cell if isinstance(cell, Text) else Text(printable(cell)) for cell in row))
+        cells = ((cell, "") if isinstance(cell, str) else cell for cell in row)
+        drawn.add_row(*(Text(printable(words), style=style) for words, style in cells))
     console.print(Text(printable(title), style="bold"), drawn, sep="\n")
     for note in notes:
         console.print(Text(f"  {printable(note)}", style="dim"))

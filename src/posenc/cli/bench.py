@@ -8,7 +8,6 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from rich.text import Text
 
 from posenc.cli import _print
 from posenc.lab import bench as lab
@@ -85,7 +84,7 @@ def _show(title: str, measurement: dict[str, Any]) -> None:
     print(flush=True)
 
 
-def _row(result: dict[str, Any]) -> list[Text]:
+def _row(result: dict[str, Any]) -> list[tuple[str, str]]:
     name = result["contestant"] + (" (graph)" if result["via"] == "graph" else "")
     scale, unit = next(u for u in _UNITS if result["median"] < 1000 * u[0])
     low, median, high = (_short(result[each] / scale) for each in ("low", "median", "high"))
@@ -99,7 +98,7 @@ def _row(result: dict[str, Any]) -> list[Text]:
         "" if error is None else f"{_short(error)} ulp",
     )
     style = "bold" if name.startswith("posenc") else ""
-    return [Text(cell, style=style) for cell in cells]
+    return [(cell, style) for cell in cells]
 
 
 def _short(value: float) -> str:

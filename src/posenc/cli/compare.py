@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.text import Text
 
 from posenc.cli import _print
 from posenc.lab import machine
 from posenc.lab.comparison import charts, report
 from posenc.lab.comparison.encodings import COMPARED, ENCODINGS
 from posenc.lab.comparison.plan import QUICK, Plan
-from posenc.lab.comparison.run import RESULTS, Run
+from posenc.lab.comparison.results import RESULTS
+from posenc.lab.comparison.run import Run
 from posenc.lab.comparison.tasks import TASKS
 from posenc.lab.pictures.style import save
 
@@ -100,7 +100,7 @@ def compare(
 
     Example: posenc compare --quick -o compared
     """
-    _print.check_matplotlib("compare")
+    _print.check_installed("compare", "matplotlib", "jinja2")
     if resume and overwrite:
         raise ValueError("--resume and --overwrite exclude each other: pass one of them.")
     given = {k: v for k, v in context.params.items() if k in _DEFAULTS and v is not None}
@@ -124,14 +124,14 @@ def compare(
     else:
         _show(run)
         for name, path in written.items():
-            typer.echo(f"{name}: {path}")
+            _print.say(f"{name}: {path}")
         for task, rows in run.results["summary"].items():
             if seen := report.sentence(run.plan, task, rows):
-                typer.echo(seen)
+                _print.say(seen)
     if stopped:
         done = f"{len(run.results['units'])} of {len(run.plan.units())} trainings"
         again = shlex.join(["posenc", "compare", "--resume", "-o", str(output)])
-        typer.echo(f"posenc: stopped after {done}; continue with {again}", err=True)
+        _print.say(f"posenc: stopped after {done}; continue with {again}", err=True)
         raise typer.Exit(130)
 
 
@@ -163,11 +163,11 @@ def _show(run: Run) -> None:
     for task, found in results["summary"].items():
         rows = []
         for row in sorted(found, key=lambda row: row["rank"][-1]):
-            cells = [Text(row["label"])]
+            cells = []
             for at, (score, worse) in enumerate(zip(report.scores(row), row["worse"], strict=True)):
                 colour = "green" if worse < 0.1 else "yellow" if worse < 0.5 else "red"
-                cells.append(Text(f"{score} #{row['rank'][at]}", style=colour if at else ""))
-            rows.append([*cells, Text(row["how"])])
+                cells.append((f"{score} #{row['rank'][at]}", colour if at else ""))
+            rows.append([row["label"], *cells, row["how"]])
         titles = {"text": f"loss of the last {plan.train_length} symbols, nats"}
         title = titles.get(task, f"accuracy in {TASKS[task].label}")
         _print.table(f"{title}, by length of the sequence", ["", *heads, "how"], rows)

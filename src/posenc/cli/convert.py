@@ -10,7 +10,6 @@ from typing import Annotated
 
 import typer
 
-from posenc._contract.checks import printable
 from posenc.cli import _print
 from posenc.interop import checkpoints
 
@@ -55,14 +54,14 @@ def convert(
         typer.echo(json.dumps(report.as_dict(), indent=1))
         return
     counts = f"{len(report.moved)} of {report.tensors} tensors moved"
-    typer.echo(f"{printable(report.target)}: {report.layout}, {counts}")
+    _print.say(f"{report.target}: {report.layout}, {counts}")
     if report.checked:
         modules = f"logits of {len(report.checked)} attention modules"
         typer.echo(f"  {modules} differ by {report.difference:.1g} of the largest")
     if report.marked:
         typer.echo(_MARKED)
     for name in report.left_out:
-        typer.echo(f"  left out: {printable(name)}, weights in the old layout")
+        _print.say(f"  left out: {name}, weights in the old layout")
 
 
 def _interrupt_on_signals() -> None:

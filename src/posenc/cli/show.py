@@ -63,7 +63,7 @@ def show(
     if as_json:
         typer.echo(json.dumps(view.numbers, indent=1))
     elif output is not None:
-        typer.echo(f"picture: {output.absolute()}")
+        _print.say(f"picture: {output.absolute()}")
     else:
         columns = shutil.get_terminal_size((80, 24)).columns
         typer.echo(lab.terminal(view, min(columns - 2, 100)))

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from posenc.lab.comparison.decoder import Decoder
-from posenc.lab.comparison.encodings import ENCODINGS, LOOKS
+from posenc.lab.comparison.encodings import ENCODINGS
 from posenc.lab.comparison.plan import Plan
 from posenc.lab.comparison.tasks import Batch
 from posenc.lab.comparison.training import losses_of
@@ -147,9 +147,7 @@ def test_queries_and_keys_may_become_wider():
     torch.testing.assert_close(wide(tokens), plain(tokens), rtol=0, atol=1e-6)
 
 
-def test_every_encoding_says_whether_it_is_trained_and_has_a_look_of_its_own():
+def test_every_encoding_says_whether_it_is_trained():
     assert ENCODINGS["alibi"].how == "trained"
     assert ENCODINGS["rope-yarn"].how == "applied to RoPE's model"
     assert ENCODINGS["drope"].how == "applied to RoPE's model, then trained further"
-    assert LOOKS.keys() == ENCODINGS.keys()
-    assert len(set(LOOKS.values())) == len(LOOKS)

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from posenc.lab.comparison.encodings import ENCODINGS, LOOKS
+from posenc.lab.comparison.encodings import ENCODINGS
 from posenc.lab.comparison.plan import Plan
 from posenc.lab.comparison.tasks import TASKS
 from posenc.lab.pictures.panels import Chart, Line
-from posenc.lab.pictures.style import INK, figure
+from posenc.lab.pictures.style import INK, Look, figure, legend, look
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -34,8 +34,15 @@ def overview(plan: Plan, results: dict[str, Any]) -> Figure:
     first, *others = found
     axes = drawn.subplot_mosaic([[first, name] for name in others])
     for name, chart in found.items():
-        chart.draw(axes[name])
+        chart.draw(axes[name], named=False)
+    # The first chart has a line for each encoding.
+    legend(axes[first], of_figure=True)
     return drawn
+
+
+def looks(plan: Plan) -> dict[str, Look]:
+    """How each encoding of a comparison is drawn, in all of its charts."""
+    return {name: look(i) for i, name in enumerate(dict.fromkeys(plan.encodings))}
 
 
 def charts(plan: Plan, task: str, rows: Rows) -> dict[str, Chart]:
@@ -43,17 +50,20 @@ def charts(plan: Plan, task: str, rows: Rows) -> dict[str, Chart]:
     past = ("x", plan.train_length, "longer than in training")
     names = {n: f"{n}\n{times} ×" for times, n in zip(plan.times, plan.lengths, strict=True)}
     by_length, by_position, training = [], [], {}
+    drawn_as = looks(plan)
     for row in rows:
         name, losses, curve = row["encoding"], row["by_position"], row["curve"]
-        marked = {"marker": LOOKS[name][1], "band": (row["low"], row["high"])}
-        by_length.append(_line(name, plan.lengths, row["score"], **marked))
+        label, own, band = ENCODINGS[name].label, drawn_as[name], (row["low"], row["high"])
+        by_length.append(Line(label, plan.lengths, row["score"], *own, band))
         middles = [(i + 0.5) * plan.longest / len(losses) for i in range(len(losses))]
-        by_position.append(_line(name, middles, losses))
+        by_position.append(Line(label, middles, losses, *own))
         # Encodings that share a training share a line. The first fall is the same for all, and
         # would hide the rest.
         first = len(curve["step"]) // 10
         settled = curve["step"][first:], curve["loss"][first:]
-        training[trained_as(row)] = _line(trained_as(row), *settled)
+        trained = trained_as(row)
+        own = drawn_as.get(trained, own)
+        training[trained] = Line(ENCODINGS[trained].label, *settled, *own)
     nats = partial(Chart, y="nats per symbol")
     lines = list(training.values())
     at_length: dict[str, Any] = {"lines": by_length, "log": "x", "shaded": past, "ticks": names}
@@ -124,7 +134,3 @@ def board(plan: Plan, summary: dict[str, Rows]) -> Figure:
 def trained_as(row: dict[str, Any]) -> str:
     """The encoding that the model of a row was trained with."""
     return ENCODINGS[row["encoding"]].trained_as or row["encoding"]
-
-
-def _line(name: str, x: Sequence[float], y: Sequence[float], **look: Any) -> Line:
-    return Line(ENCODINGS[name].label, x, y, LOOKS[name][0], **look)

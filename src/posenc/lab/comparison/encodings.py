@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import cycle
 from typing import TYPE_CHECKING, Literal
 
 from torch import nn
@@ -226,10 +225,3 @@ ENCODINGS = {
     ),
 }
 COMPARED = ("none", "sinusoidal", "learned", "rope", "rope-yarn", "alibi")
-# Okabe and Ito's colours, then Tol's, suit colour-blind readers; markers tell the lines apart
-# without them. There are 16 and 13, so 208 pairs.
-_COLOURS = (
-    "#8c8c8c #e69f00 #d55e00 #0072b2 #56b4e9 #cc79a7 #7d6bb0 #009e73 "
-    "#44aa99 #332288 #882255 #117733 #999933 #cc6677 #aa4499 #ddcc77"
-).split()
-LOOKS = dict(zip(ENCODINGS, zip(cycle(_COLOURS), cycle("os^Dv<>PX*hpd")), strict=False))

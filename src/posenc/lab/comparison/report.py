@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import html
 import math
 from collections.abc import Iterator
 from pathlib import Path
-from string import Template
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from posenc.lab.comparison.charts import Rows, board, charts, needs_board, trained_as
-from posenc.lab.comparison.encodings import LOOKS
+from posenc.lab.comparison.charts import Rows, board, charts, looks, needs_board, trained_as
 from posenc.lab.comparison.plan import Plan
 from posenc.lab.comparison.tasks import TASKS
 from posenc.lab.pictures import biases, show
@@ -24,79 +21,59 @@ if TYPE_CHECKING:
 _SPOKEN = {"none": "no encoding"} | {n: f"{n} positions" for n in ("sinusoidal", "learned")}
 
 
+class Picture(NamedTuple):
+    """An image as an address that holds it, and what it shows in words."""
+
+    source: str
+    words: str
+
+
 def page(plan: Plan, results: dict[str, Any]) -> str:
-    """The template ``page.html``, filled in; one encoding at least must be finished."""
+    """The template ``page.html``, filled in; one encoding at least must be finished.
+
+    Jinja escapes every word and number, because the results may come from anybody's file.
+    """
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
     done = {task: rows for task, rows in results["summary"].items() if rows}
     # The same encodings in every task, up to those that are not finished.
     rows = max(done.values(), key=len)
-    words = {
-        **results,
-        **results["plan"],
-        **results["machine"],
-        "longest": plan.longest,
-        "bands": "Numbers are means of the seeds, ± half their range, which the bands show. "
-        "Bold: the range reaches that of the best." * (plan.seeds > 1),
-        "unfinished": "" if results["complete"] else "Not finished: these are the results so far.",
-        "base": f"{plan.base:g}",
-        "slowest": f"{math.tau * plan.base ** ((plan.head_dim - 2) / plan.head_dim):.0f}",
-        "where": results["machine"]["gpu" if plan.device == "cuda" else "cpu"],
-        "source": _source(results["text"]),
-    }
-    parts = {
-        "tasks": "\n".join(_sections(plan, done)),
-        "past": "\n".join(f"<dt>{_name(r)}</dt><dd>{html.escape(r['past'])}</dd>" for r in rows),
-        "looks": "\n".join(_looks(plan, rows)),
-        "costs": "\n".join(_cost(row, results["costs"][row["encoding"]]) for row in rows),
-    }
-    template = Template(Path(__file__).with_name("page.html").read_text(encoding="utf-8"))
-    return template.substitute({k: html.escape(str(v)) for k, v in words.items()}, **parts)
+    words = "Scores and ranks: the numbers are in the tables"
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent, encoding="utf-8"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    return environment.get_template("page.html").render(
+        plan=plan,
+        results=results,
+        machine=results["machine"],
+        slowest=round(math.tau * plan.base ** ((plan.head_dim - 2) / plan.head_dim)),
+        board=Picture(in_page(board(plan, done)), words) if needs_board(done) else None,
+        tasks=[_task(plan, *each) for each in done.items()],
+        rows=rows,
+        shown=list(_shown(plan, rows)),
+        looks=looks(plan),
+        scores=scores,
+        costs=costs,
+    )
 
 
-def _source(text: dict[str, Any] | None) -> str:
-    if text is None:
-        return ""
-    sizes = f"{text['train']:,} symbols to learn from and {text['held']:,} to test on"
-    return f"Text: {text['name']}, {sizes}, SHA-256 {text['sha256']}."
-
-
-def _sections(plan: Plan, summary: dict[str, Rows]) -> Iterator[str]:
-    """Charts and a table for each task; before them the board, if it is needed."""
-    if needs_board(summary):
-        drawn = in_page(board(plan, summary), "Scores and ranks: the numbers are in the tables")
-        yield f"<figure>{drawn}</figure>"
-    for task, rows in summary.items():
-        pictures = {
-            name: in_page(_tall_enough(chart), f"{chart.title}: the numbers are in the tables")
-            for name, chart in charts(plan, task, rows).items()
-        }
-        first, *others = (f"<figure>{picture}</figure>" for picture in pictures.values())
-        about = TASKS[task]
-        better = "Lower" if about.lower_is_better else "Higher"
-        yield f"<h2>{html.escape(about.label.capitalize())}</h2>"
-        yield f"<p>{html.escape(about.about)} {better} is better.</p>"
-        yield f'<div class="wide">{first}</div>'
-        yield _table(plan, task, rows)
-        yield f'<div class="pair">{"".join(others)}</div>'
+def _task(plan: Plan, task: str, rows: Rows) -> dict[str, Any]:
+    """What the page says of one task, and its charts."""
+    pictures = [
+        Picture(in_page(_tall_enough(chart)), f"{chart.title}: the numbers are in the tables")
+        for chart in charts(plan, task, rows).values()
+    ]
+    best_first = sorted(rows, key=lambda row: row["rank"][-1])
+    return {"about": TASKS[task], "pictures": pictures, "rows": best_first}
 
 
 def _tall_enough(chart: Chart) -> Figure:
     """The chart on a sheet with room for its legend."""
     return sheet([chart], 4.9, max(3.6, 0.9 + 0.19 * len(chart.lines)))
-
-
-def _table(plan: Plan, task: str, rows: Rows) -> str:
-    """Mean, spread and rank of every encoding at every length, the best of the longest first."""
-    lengths = zip(plan.times, plan.lengths, strict=True)
-    heads = "".join(f"<th>{times} × ({length})</th><th>rank</th>" for times, length in lengths)
-    lines = [f"<tr><th>{TASKS[task].measure}</th><th></th>{heads}</tr>"]
-    for row in sorted(rows, key=lambda row: row["rank"][-1]):
-        cells = [html.escape(row["how"])]
-        for at, score in enumerate(scores(row)):
-            value, _, spread = score.partition(" ")
-            value = f"<b>{value}</b>" if row["level"][at] else value
-            cells += [f"{value} <small>{spread}</small>", str(row["rank"][at])]
-        lines.append(_table_row(row, *cells))
-    return f'<div class="scroll"><table>{"".join(lines)}</table></div>'
 
 
 def scores(row: dict[str, Any]) -> list[str]:
@@ -119,13 +96,10 @@ def costs(cost: dict[str, Any]) -> list[str]:
 COSTS = ("parameters", "step, ×", "step, MB", "reading, ×", "reading, MB")
 
 
-def _cost(row: dict[str, Any], cost: dict[str, Any]) -> str:
-    return _table_row(row, html.escape(row["how"]), *costs(cost))
-
-
-def _looks(plan: Plan, rows: Rows) -> Iterator[str]:
+def _shown(plan: Plan, rows: Rows) -> Iterator[Picture]:
     """The first picture of `posenc show` for each encoding, for the sizes of this model."""
-    length, longest, base = plan.train_length, plan.longest, plan.base
+    # Beyond that, a position has less than a pixel.
+    length, longest, base = plan.train_length, min(plan.longest, 512), plan.base
     views = {
         "sinusoidal": show.sinusoidal(dim=plan.width, length=longest, trained=length, base=base),
         "learned": show.learned(dim=plan.width, length=longest),
@@ -137,17 +111,7 @@ def _looks(plan: Plan, rows: Rows) -> Iterator[str]:
         sizes = {"heads": plan.heads, "length": longest, "trained": length}
         views[name] = biases.VIEWS[name](**sizes)
     for view in (views[name] for name in trained if name in views):
-        picture = in_page(sheet(view.panels[:1], 4.6, 3.1), view.title)
-        yield f"<figure>{picture}<figcaption>{view.title}</figcaption></figure>"
-
-
-def _table_row(row: dict[str, Any], *cells: str) -> str:
-    return f"<tr>{''.join(f'<td>{cell}</td>' for cell in (_name(row), *cells))}</tr>"
-
-
-def _name(row: dict[str, Any]) -> str:
-    colour, _ = LOOKS[row["encoding"]]
-    return f'<span class="dot" style="background:{colour}"></span>{html.escape(row["label"])}'
+        yield Picture(in_page(sheet(view.panels[:1], 4.6, 3.1)), view.title)
 
 
 def sentence(plan: Plan, task: str, rows: Rows) -> str:

@@ -12,16 +12,15 @@ from typing import Any
 import torch
 
 import posenc
-from posenc._contract import files
 from posenc.lab import machine
 from posenc.lab.comparison import workers
 from posenc.lab.comparison.costs import cost
 from posenc.lab.comparison.plan import Plan, Unit
+from posenc.lab.comparison.results import RESULTS, read
 from posenc.lab.comparison.summary import summarize
 from posenc.lab.comparison.tasks import TASKS, Reading
 from posenc.lab.comparison.training import Tell, train_and_test
 
-RESULTS = "results.json"
 # Everything that a run writes. No other file of a folder is ever replaced or removed.
 FILES = (RESULTS, "report.html", "figure.svg", "figure.png")
 
@@ -71,7 +70,7 @@ class Run:
         run = cls(folder, plan)
         if run.results["text"] != results["text"]:
             raise ValueError(
-                f"{run.results['text']['name']} has changed since {folder / RESULTS} was written: "
+                f"the text has changed since {folder / RESULTS} was written: "
                 "start again with --overwrite."
             )
         run.results = results
@@ -137,22 +136,3 @@ class Run:
         half.write_text(f"{json.dumps(self.results, indent=1, allow_nan=False)}\n", "utf-8")
         # In one move, so that a killed run leaves the old file or the new one.
         os.replace(half, self.folder / RESULTS)
-
-
-def read(folder: Path) -> tuple[Plan, dict[str, Any]]:
-    """The plan and the results of the run in ``folder``; ValueError if there is none."""
-    path = folder / RESULTS
-    if not path.exists():
-        raise ValueError(f"{folder} has no {RESULTS} to resume: name the folder of a run with -o.")
-    try:
-        results = files.read_json("compare", path)
-        if not results.keys() >= {"posenc", "plan", "text", "units", "costs"}:
-            raise ValueError
-        options: dict[str, Any] = results["plan"]
-        options = {k: tuple(v) if type(v) is list else v for k, v in options.items()}
-        return Plan(**options), results
-    except (AttributeError, TypeError, ValueError):
-        raise ValueError(
-            f"{path} is damaged, or from another version of posenc compare: "
-            "move it away, or name another folder with -o."
-        ) from None

@@ -29,6 +29,7 @@ class Line(NamedTuple):
     y: Sequence[float]
     colour: str = ""
     marker: str = ""
+    dash: str = "-"
     band: tuple[Sequence[float], Sequence[float]] | None = None
 
 
@@ -84,8 +85,8 @@ class Chart:
     # Tick labels of the x axis, by value.
     ticks: dict[int, str] | None = None
 
-    def draw(self, ax: Axes) -> None:
-        """Draw on these axes."""
+    def draw(self, ax: Axes, *, named: bool = True) -> None:
+        """Draw on these axes, with a legend if lines are to be ``named``."""
         plain(ax, self.title, self.x, self.y)
         if self.log:
             words = {"x": self.x, "y": self.y}[self.log]
@@ -95,20 +96,24 @@ class Chart:
         if self.ticks:
             ax.set_xticks(list(self.ticks), list(self.ticks.values()))
             ax.minorticks_off()
-        has_markers = self.dots or self.lines[0].marker
-        ax.margins(x=0.1 if has_markers else 0, y=0.12)
-        look = {"ms": 4, "ls": ""} if self.dots else {"ms": 6, "lw": 1.6}
-        for line, usual in zip(self.lines, cycle(SERIES), strict=False):
+        ax.margins(x=0.1 if self.dots or self.ticks else 0, y=0.12)
+        for i, (line, usual) in enumerate(zip(self.lines, cycle(SERIES), strict=False)):
             colour = line.colour or usual
-            marker = line.marker or ("o" if self.dots else None)
-            ax.plot(line.x, line.y, color=colour, marker=marker, label=line.label, **look)
+            look: dict[str, Any] = {"ms": 4, "ls": "", "marker": "o"}
+            if not self.dots:
+                # Markers of a long line are apart, and not above those of the others.
+                apart = max(1, len(line.x) // 8)
+                look = {"ms": 6, "lw": 1.6, "ls": line.dash, "marker": line.marker or None}
+                look["markevery"] = (i * apart // len(self.lines), apart)
+            ax.plot(line.x, line.y, color=colour, label=line.label, **look)
             if line.band:
                 ax.fill_between(line.x, *line.band, color=colour, alpha=0.18, lw=0)
         for x, y, word in zip(self.lines[0].x, self.lines[0].y, self.words, strict=False):
             ax.annotate(word, (x, y), (-8, 7), textcoords="offset points", fontsize=8, color=INK)
         if self.shaded is not None:
             self._shade(ax, *self.shaded)
-        legend(ax)
+        if named:
+            legend(ax)
 
     def _shade(self, ax: Axes, axis: str, place: float, words: str) -> None:
         limits = ax.get_xlim() if axis == "x" else ax.get_ylim()

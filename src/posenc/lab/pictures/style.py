@@ -3,19 +3,38 @@
 from __future__ import annotations
 
 import base64
-import html
 import io
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 INK, FAINT, GREY = "#24292f", "#d0d7de", "#8c8c8c"
-# Okabe and Ito's colours suit colour-blind readers.
+# Okabe and Ito's colours, which suit colour-blind readers, without their yellow, which is faint on
+# white; and five more that are as far from all others as theirs are from each other.
+COLOURS = (
+    "#000000 #e69f00 #d55e00 #0072b2 #56b4e9 #009e73 #cc79a7 "
+    "#5a2d00 #6969ff #78e187 #1e0087 #0000ff"
+).split()
 SERIES = ("#0072b2", "#d55e00", "#009e73", "#cc79a7")
+_MARKERS, _DASHES = "os^Dv<>PX*hpd", ("-", "--", ":", "-.")
 _DPI = 144
+
+
+class Look(NamedTuple):
+    """How one line of many is drawn."""
+
+    colour: str
+    marker: str
+    dash: str
+
+
+def look(index: int) -> Look:
+    """A look for each line of a figure; the first twelve have a colour of their own."""
+    dash = _DASHES[index // len(COLOURS) % len(_DASHES)]
+    return Look(COLOURS[index % len(COLOURS)], _MARKERS[index % len(_MARKERS)], dash)
 
 
 def figure(width: float, height: float, title: str = "") -> Figure:
@@ -42,11 +61,16 @@ def plain(ax: Axes, title: str, x: str, y: str) -> None:
     ax.patch.set_alpha(0)
 
 
-def legend(ax: Axes) -> None:
-    """Name the lines that have a label right of the axes, in their colours."""
-    if ax.get_legend_handles_labels()[0]:
-        look: dict[str, Any] = {"labelcolor": "linecolor", "frameon": False, "fontsize": 8.5}
-        ax.legend(loc="upper left", bbox_to_anchor=(1, 1), handlelength=1, **look)
+def legend(ax: Axes, *, of_figure: bool = False) -> None:
+    """Name the lines that have a label right of the axes, or of all axes, in their colours."""
+    lines, labels = ax.get_legend_handles_labels()
+    if lines:
+        words: dict[str, Any] = {"labelcolor": "linecolor", "frameon": False, "fontsize": 8.5}
+        if of_figure:
+            words["fontsize"] = 10
+            ax.figure.legend(lines, labels, loc="outside right upper", handlelength=3, **words)
+        else:
+            ax.legend(loc="upper left", bbox_to_anchor=(1, 1), handlelength=2, **words)
 
 
 def image(picture: Figure, suffix: str) -> bytes:
@@ -65,8 +89,7 @@ def save(picture: Figure, path: Path) -> None:
     path.write_bytes(image(picture, path.suffix))
 
 
-def in_page(picture: Figure, description: str) -> str:
-    """An element that holds the picture itself, so that a page needs no other file."""
+def in_page(picture: Figure) -> str:
+    """An address that holds the picture itself, so that a page needs no other file."""
     picture.patch.set_alpha(0)
-    content = base64.b64encode(image(picture, ".svg")).decode()
-    return f'<img alt="{html.escape(description)}" src="data:image/svg+xml;base64,{content}"/>'
+    return f"data:image/svg+xml;base64,{base64.b64encode(image(picture, '.svg')).decode()}"
