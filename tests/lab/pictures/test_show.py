@@ -35,6 +35,24 @@ def test_every_view_is_drawn_without_a_word_cut_off(view):
 
 
 @pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
+def test_a_panel_says_shaded_where_a_shade_is_seen(view):
+    """A shade narrower than a pixel is none."""
+    figure = show.figure(view)
+    figure.draw_without_rendering()
+    for ax in figure.axes:
+        boxes = [patch.get_window_extent() for patch in ax.patches]
+        seen = any(min(box.width, box.height) > 1 for box in boxes)
+        assert any(text.get_text().startswith("shaded: ") for text in ax.texts) == seen, ax
+
+
+def test_pope_turns_channels_and_rope_pairs():
+    heat, waves, _, _ = VIEWS["pope"].panels
+    assert heat.x == "channel"
+    assert waves.x == "channel (RoPE: pair)"
+    assert [len(line.x) for line in waves.lines] == [16, 8]
+
+
+@pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
 def test_every_view_fits_a_terminal(view):
     lines = show.terminal(view, columns=72).split("\n")
     assert lines[0] == view.title

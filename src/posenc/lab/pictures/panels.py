@@ -117,7 +117,8 @@ class Chart:
 
     def _shade(self, ax: Axes, axis: str, place: float, words: str) -> None:
         limits = ax.get_xlim() if axis == "x" else ax.get_ylim()
-        if place < limits[1]:
+        # The end of a log scale is rounded, and may be past the last point by that.
+        if any(value > place for line in self.lines for value in getattr(line, axis)):
             span = ax.axvspan if axis == "x" else ax.axhspan
             span(place, limits[1], color=FAINT, alpha=0.45, lw=0)
             ax.set(**{f"{axis}lim": limits})

@@ -124,7 +124,7 @@ def pope(*, dim: int = 128, length: int = 128, trained: int = 4096, base: float 
     ]
     panels = (
         Heat("Cosines of the angles", "channel", "position", cos),
-        *_by_rate(found, trained, trained),
+        *_by_rate(found, trained, trained, "channel (RoPE: pair)"),
         Chart(f"Score of channel {middle}, lengths one", "distance", "", parts),
     )
     title = f"PoPE: lengths softplus(x), angles of positions, {dim} channels, base {base:g}"
@@ -246,14 +246,16 @@ def _added(table: Tensor) -> tuple[Heat, Heat]:
     return added, Heat(title, "position", "position", unit @ unit.T)
 
 
-def _by_rate(found: Sequence[Rotation], trained: int, farthest: int) -> tuple[Chart, Chart]:
-    """Wavelengths of all pairs, and scores at all distances."""
+def _by_rate(
+    found: Sequence[Rotation], trained: int, farthest: int, what: str = "pair"
+) -> tuple[Chart, Chart]:
+    """Wavelengths of all pairs, or of ``what`` has rates, and scores at all distances."""
     waves = [_by_pair(each, math.tau / each.rates) for each in found]
     above = ("y", trained, f"no full turn in the trained context, {trained}")
     lines = [line(each.label, *scores(each, farthest)) for each in found]
     right = ("x", trained, "past the trained context")
     return (
-        Chart("Positions for a full turn", "pair", "positions", waves, log="y", shaded=above),
+        Chart("Positions for a full turn", what, "positions", waves, log="y", shaded=above),
         Chart("Score of equal vectors, q·k / D", "distance", "", lines, log="x", shaded=right),
     )
 
