@@ -96,23 +96,6 @@ def test_a_missing_gpu_is_an_error(run):
     assert "no CUDA device" in done.stderr
 
 
-@pytest.mark.parametrize("package", ["typer", "rich"])
-def test_a_missing_extra_names_the_command_that_brings_it(package, monkeypatch, capsys):
-    posenc.cli.application()
-    for name in list(sys.modules):
-        if name.startswith("posenc.cli."):
-            monkeypatch.delitem(sys.modules, name)
-            monkeypatch.delattr(name)
-        if name == package or name.startswith(f"{package}."):
-            monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(SystemExit) as stop:
-        posenc.cli.main()
-    said = capsys.readouterr().err
-    assert stop.value.code == 2
-    assert "pip install 'posenc[cli]'" in said
-    assert said.count("\n") == 1
-
-
 def test_a_stream_of_ascii_gets_question_marks(monkeypatch):
     """A terminal without a sign must not cost a run its result."""
     stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii")

@@ -1,9 +1,16 @@
+import importlib
+import inspect
+import re
 import runpy
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 import posenc
+import posenc_command
 
 
 def test_python_m_posenc_is_the_command(monkeypatch, capsys):
@@ -12,3 +19,61 @@ def test_python_m_posenc_is_the_command(monkeypatch, capsys):
         runpy.run_module("posenc", run_name="__main__", alter_sys=True)
     assert not ended.value.code
     assert capsys.readouterr().out == f"{posenc.__version__}\n"
+
+
+def test_the_help_imports_neither_torch_nor_what_imports_it():
+    """Torch takes seconds to import, and help should be there at once."""
+    script = (
+        "import sys, posenc_command; sys.argv = ['posenc', '--help']\n"
+        "try: posenc_command.main()\n"
+        "except SystemExit as ended: assert not ended.code\n"
+        "heavy = {'torch', 'numpy', 'matplotlib', 'posenc'} & set(sys.modules)\n"
+        "assert not heavy, heavy"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    for name in posenc_command.COMMANDS:
+        assert name in done.stdout
+
+
+def test_the_script_is_the_module_that_imports_nothing():
+    project = (Path(__file__).parents[2] / "pyproject.toml").read_text("utf-8")
+    assert '\nposenc = "posenc_command:main"\n' in project
+    assert '\npy-modules = ["posenc_command"]\n' in project
+
+
+@pytest.mark.parametrize("name", posenc_command.COMMANDS)
+def test_the_list_has_the_first_sentence_of_each_help(name):
+    """The list is written without importing the sub-command."""
+    command = getattr(importlib.import_module(f"posenc.cli.{name}"), name)
+    first, *_ = inspect.getdoc(command).split("\n\n")
+    assert posenc_command.COMMANDS[name] == first
+
+
+@pytest.mark.parametrize("package", ["typer", "rich"])
+def test_a_missing_package_is_one_line_that_names_the_way_out(package):
+    script = f"import sys; sys.modules['{package}'] = None; import posenc_command"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr == (
+        f"posenc: the command line needs {package}: pip install 'posenc[cli]', "
+        "or '.[cli]' in a clone\n"
+    )
+
+
+@pytest.mark.parametrize("name", ["compare", "show", "bench", "convert"])
+def test_half_of_a_terminal_of_80_columns_is_left_for_the_text_of_options(name, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("TERMINAL_WIDTH", "80")
+    text = CliRunner().invoke(posenc_command.application(), [name, "--help"]).stdout
+    (line,) = re.findall(r"^│.* {2}Show this message and exit\. *│$", text, re.MULTILINE)
+    assert len(line) == 80
+    # Inside of the frame and its padding.
+    assert 78 - line.index("Show this") >= 38
+
+
+def test_an_error_as_long_as_a_file_is_cut():
+    done = CliRunner().invoke(posenc_command.application(), ["x" * 100_000])
+    assert done.exit_code == 2
+    assert done.stderr.startswith("posenc: No such command 'xxx")
+    assert len(done.stderr) < 80 * 24

@@ -29,9 +29,9 @@ def bench(
     device: Annotated[str | None, typer.Option(help="cpu, or cuda if there is one.")] = None,
     mode: Annotated[str | None, typer.Option(help="forward or train, for all cases.")] = None,
     positions: Annotated[str, typer.Option(help="offset, or ids of shape (B, L).")] = "offset",
-    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads.")] = None,
-    rounds: Annotated[int, typer.Option(min=1, help="Timings of each.")] = lab.ROUNDS,
-    peers: Annotated[bool, typer.Option(help="Time other libraries too.")] = True,
+    threads: Annotated[int | None, typer.Option(metavar="N", min=1, help="CPU threads.")] = None,
+    rounds: Annotated[int, typer.Option(metavar="N", min=1, help="Timings of each.")] = lab.ROUNDS,
+    no_peers: Annotated[bool, typer.Option("--no-peers", help="Time posenc alone.")] = False,
     json_file: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Write every number here.")
     ] = None,
@@ -66,7 +66,9 @@ def bench(
             title = f"{work} ({i + 1} of {len(works)}): "
             # A thread that redraws the bar would take time from the cores that are measured.
             with _print.progress(title, background=False) as tell:
-                measurements.append(lab.measure(work, rounds=rounds, peers_too=peers, tell=tell))
+                measurements.append(
+                    lab.measure(work, rounds=rounds, peers_too=not no_peers, tell=tell)
+                )
             found = lab.report(measurements, threads=used, rounds=rounds)
             # Written after each workload, so that an interrupted run keeps its results.
             if json_file is not None:

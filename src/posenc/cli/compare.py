@@ -27,14 +27,15 @@ _DEFAULTS = {field.name: field.default for field in dataclasses.fields(Plan)}
 _BASE = "Base of RoPE and the sinusoid; 0: the training length."
 _KNOWN = f"Comma-separated, of: {', '.join(ENCODINGS)}; or all."
 _TASKS = f"Comma-separated, of: {', '.join(TASKS)}; or all."
-
-
-_JOBS = typer.Option(help="Trainings at a time.", show_default="cores / threads", min=1)
+_JOBS = typer.Option(
+    metavar="N", help="Trainings at a time.", show_default="cores / threads", min=1
+)
 
 
 def _number(name: str, help_: str, least: int | None = 1) -> Any:
     quick = f", quick {QUICK[name]}" if name in QUICK else ""
-    return typer.Option(help=help_, show_default=f"{_DEFAULTS[name]}{quick}", min=least)
+    default = f"{_DEFAULTS[name]}{quick}"
+    return typer.Option(metavar="N", help=help_, show_default=default, min=least)
 
 
 def _parsed(parse: Callable[[str], object], metavar: str, help_: str, default: str) -> Any:
@@ -63,17 +64,21 @@ def compare(
     output: Annotated[Path, typer.Option("--output", "-o", metavar="DIR", help="Write here.")] = (
         Path("posenc-compare")
     ),
-    quick: Annotated[bool, typer.Option(help="A minute on one core, not five.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="A minute on one core, not five.")] = False,
     encodings: Annotated[
-        Any, _parsed(_among(ENCODINGS), "NAMES", _KNOWN, ",".join(COMPARED))
+        Any, _parsed(_among(ENCODINGS), "NAMES", _KNOWN, ", ".join(COMPARED))
     ] = None,
     tasks: Annotated[Any, _parsed(_among(TASKS), "NAMES", _TASKS, "text")] = None,
     seeds: Annotated[int | None, _number("seeds", "Trainings of each encoding.")] = None,
     text: Annotated[
         Any, _parsed(os.path.abspath, "FILE", "Text to train on.", "built-in tales")
     ] = None,
-    resume: Annotated[bool, typer.Option(help="Continue the run in the folder.")] = False,
-    overwrite: Annotated[bool, typer.Option(help="Replace the run in the folder.")] = False,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Continue the run in the folder.")
+    ] = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace the run in the folder.")
+    ] = False,
     train_length: Annotated[int | None, _number("train_length", "Symbols to train on.", 4)] = None,
     times: Annotated[Any, _parsed(_times, "LIST", "Test / train length.", "1,2,4,8")] = None,
     steps: Annotated[int | None, _number("steps", "Optimizer steps.")] = None,
@@ -85,7 +90,9 @@ def compare(
     base: Annotated[float | None, _number("base", _BASE, None)] = None,
     windows: Annotated[int | None, _number("windows", "Sequences per test.")] = None,
     threads: Annotated[int | None, _number("threads", "CPU threads of a training.")] = None,
-    device: Annotated[str | None, _number("device", "cpu or cuda.", None)] = None,
+    device: Annotated[
+        str | None, typer.Option(metavar="NAME", help="cpu or cuda.", show_default="cpu")
+    ] = None,
     jobs: Annotated[int | None, _JOBS] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the numbers as JSON.")] = False,
 ) -> None:

@@ -29,12 +29,16 @@ def convert(
     to: Annotated[str, typer.Option(help="New layout: half or interleaved.")],
     config: Annotated[Path | None, _beside(metavar="FILE", help="config.json.")] = None,
     layout: Annotated[str | None, _family(help="Layout of IN: half or interleaved.")] = None,
-    num_heads: Annotated[int | None, _config(min=1, help="Heads of queries.")] = None,
-    num_kv_heads: Annotated[int | None, _config(min=1, help="Heads of keys.")] = None,
-    head_dim: Annotated[int | None, _config(min=1, help="Channels of a head.")] = None,
-    rotary_dim: Annotated[int | None, _config(min=2, help="Rotated channels of a head.")] = None,
+    num_heads: Annotated[int | None, _config(metavar="N", min=1, help="Heads of queries.")] = None,
+    num_kv_heads: Annotated[int | None, _config(metavar="N", min=1, help="Heads of keys.")] = None,
+    head_dim: Annotated[int | None, _config(metavar="N", min=1, help="Channels of a head.")] = None,
+    rotary_dim: Annotated[
+        int | None, _config(metavar="N", min=2, help="Rotated channels of a head.")
+    ] = None,
     fused: Annotated[str | None, _family(help="Fused weights: qkv or qkv_grouped.")] = None,
-    check: Annotated[int, typer.Option(min=0, help="Attention modules to self-test.")] = 3,
+    check: Annotated[
+        int, typer.Option(metavar="N", min=0, help="Attention modules to self-test.")
+    ] = 3,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUT, all of it.")] = False,
     json_: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
 ) -> None:

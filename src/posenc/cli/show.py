@@ -21,7 +21,7 @@ _RULE = f"For RoPE: {', '.join(lab.RULES)}."
 
 
 def _number(help_: str, usual: float | str, least: int | None = None) -> Any:
-    return typer.Option(help=help_, show_default=f"{usual}", min=least)
+    return typer.Option(metavar="N", help=help_, show_default=f"{usual}", min=least)
 
 
 def show(

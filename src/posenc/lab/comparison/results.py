@@ -49,7 +49,9 @@ def read(folder: Path) -> tuple[Plan, dict[str, Any]]:
     try:
         results = files.read_json("compare", path)
         _check(_fits(results, _FILE))
-        plan = Plan(**{k: tuple(v) if type(v) is list else v for k, v in results["plan"].items()})
+        options: dict[str, Any] = results["plan"]
+        options = {k: tuple(v) if type(v) is list else v for k, v in options.items()}
+        plan = Plan(**options)
         units, costs = results["units"], results["costs"]
         known = {str(unit): _unit(plan, unit) for unit in plan.units()}
         _check(all(name in known and _fits(units[name], known[name]) for name in units))
