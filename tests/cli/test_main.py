@@ -61,7 +61,7 @@ def test_a_missing_package_is_one_line_that_names_the_way_out(package):
     )
 
 
-@pytest.mark.parametrize("name", ["compare", "show", "bench", "convert"])
+@pytest.mark.parametrize("name", posenc_command.COMMANDS)
 def test_half_of_a_terminal_of_80_columns_is_left_for_the_text_of_options(name, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setenv("TERMINAL_WIDTH", "80")

@@ -30,7 +30,9 @@ _FACTS = {
 def explain(
     config: Annotated[Path, typer.Argument(metavar="CONFIG", help="A config.json, or its folder.")],
     layer_type: Annotated[str | None, typer.Option(help="One of its layer types, not all.")] = None,
-    seq_len: Annotated[int | None, typer.Option(min=1, help="Length of the sequence.")] = None,
+    seq_len: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="Length of the sequence.")
+    ] = None,
     as_python: Annotated[bool, typer.Option("--python", help="Print Python code.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     kernels: Annotated[bool, typer.Option("--kernels", help="Say which kernels run here.")] = False,
