@@ -122,6 +122,18 @@ def test_rows_of_another_shape_are_named(shape):
         biased_attention(q, k, v, RowBias(lambda own, index: torch.zeros(())), backend="fast")
 
 
+@pytest.mark.parametrize("backend", [None, "dense"])
+def test_slopes_of_float32_lose_nothing_beside_float64(backend):
+    q, k, v = qkv(5, 4000)
+    slopes = torch.tensor([0.1, 0.007])
+    how = {"prune": False, "backend": backend}
+    got = biased_attention(q, k, v, Slopes(slopes), **how)
+    exact = biased_attention(q, k, v, Slopes(slopes.double()), **how)
+    assert torch.equal(got, exact)
+    matrix = relative_bias(Slopes(slopes), 5, 4000, dtype=torch.float64)
+    assert torch.equal(matrix, relative_bias(Slopes(slopes.double()), 5, 4000, dtype=torch.float64))
+
+
 def test_torch_func_reaches_a_bias_by_rows():
     """torch.func refuses the hooks of a checkpoint."""
     q, k, v = qkv(5, 5)

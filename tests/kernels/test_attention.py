@@ -23,17 +23,25 @@ CASES = {
     "decode": {"size": (3, 300), "heads": (4, 2), "starts": [30, 297]},
     "long-table": {"size": (70, 100), "columns": 300},
     "one-column": {"size": (70, 70), "columns": 1},
+    "window": {"size": (150, 150), "window": (20, 0)},
+    "window-cache": {"size": (66, 170), "heads": (4, 2), "starts": [3, 100], "window": (63, 63)},
+    "window-documents": {"size": (90, 90), "documents": True, "window": (9, 0), "columns": 10},
+    "symmetric-window": {"size": (150, 150), "causal": False, "zero": 17, "window": (70, 5)},
+    "one-sided-window": {"size": (90, 90), "causal": False, "zero": 17, "window": (2**30, 30)},
+    "window-decode": {"size": (3, 300), "heads": (4, 2), "window": (40, 0)},
 }
 # The interpreter takes seconds for each: the others run in make test-all.
 QUICK = {
     ("square", "slopes"),
     ("symmetric-documents", "table"),
+    ("window-documents", "table"),
+    ("window-decode", "slopes"),
 }
 
 
 def run(
     kind, size, *, heads=(2, 2), width=(16, 16), causal=True, zero=0, starts=None, documents=False,
-    columns=40, prune=True, steep=1.0, dtype=torch.float32,
+    columns=40, window=None, prune=True, steep=1.0, dtype=torch.float32,
 ):  # fmt: skip
     """Results and gradients of the kernels, and the same in float64."""
     torch.manual_seed(3)
@@ -54,7 +62,7 @@ def run(
     scale = width[0] ** -0.5
     starts = None if starts is None else begin
     start = keys - queries if starts is None else 0
-    call = Call(values, starts, first, last, kind, zero, start, scale, causal, prune)
+    call = Call(values, starts, first, last, kind, zero, start, scale, causal, prune, window)
 
     out, lse, ranges = attend.forward(q, k, v, call)
     g, g_lse = torch.randn_like(out), torch.randn_like(lse).masked_fill(lse == -torch.inf, 0)
@@ -65,7 +73,7 @@ def run(
     own = begin[:, None] + torch.arange(queries, device=DEVICE)
     true_out, true_lse = written_down(
         *exact[:3], exact[3] if to_values else None, kind,
-        own=own, scale=scale, zero=zero, causal=causal, documents=ids,
+        own=own, scale=scale, zero=zero, causal=causal, documents=ids, window=window,
     )  # fmt: skip
     seen = true_lse != -torch.inf
     loss = (true_out * g.double()).sum() + (true_lse * g_lse.double())[seen].sum()
@@ -117,6 +125,15 @@ def test_pruning_leaves_keys_out_and_changes_nothing(kind, causal, monkeypatch):
     made, back, wanted, grads, ranges = run(kind, **case)
     assert_is_exact(made, back, wanted, grads, torch.float32)
     assert (ranges[..., 0] > 0).any()
+
+
+@SLOW
+@pytest.mark.parametrize("kind", ["slopes", "sums"])
+def test_a_window_and_pruning_together(kind, monkeypatch):
+    monkeypatch.setattr(attend_arguments, "PRUNE_FROM", 0)
+    case = {"size": (150, 300), "steep": 0.5, "window": (100, 100), "documents": True}
+    made, back, wanted, grads, _ = run(kind, **case)
+    assert_is_exact(made, back, wanted, grads, torch.float32)
 
 
 @SLOW

@@ -27,11 +27,13 @@ def numbers_of(kind, heads, keys, *, batch=2, columns=40, steep=1.0):
     return None
 
 
-def written_down(q, k, v, values, kind, *, own, scale, zero=0, causal=True, documents=None):
+def written_down(
+    q, k, v, values, kind, *, own, scale, zero=0, causal=True, documents=None, window=None
+):  # fmt: skip
     """Output and log-sum-exp in float64, every score by its definition.
 
     ``own``, ``[B, Q]``, are the queries' key indices; ``documents``, ``[B, K]``, have padding
-    below zero.
+    below zero; ``window`` are the keys before and after that a query sees.
     """
     k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
     j = torch.arange(k.shape[2], device=q.device)
@@ -49,6 +51,8 @@ def written_down(q, k, v, values, kind, *, own, scale, zero=0, causal=True, docu
     if documents is not None:
         mine = documents.gather(1, own)
         hidden = hidden | (mine[:, :, None] != documents[:, None]) | (mine < 0)[:, :, None]
+    if window is not None:
+        hidden = hidden | (distance > window[0]) | (-distance > window[1])
     hidden = hidden[:, None]
     scores = scores.masked_fill(hidden, -torch.inf)
     out = scores.masked_fill(hidden.all(-1, keepdim=True), 0.0).softmax(-1).masked_fill(hidden, 0)

@@ -61,6 +61,7 @@ def biased_attention(mesh, ways):
         for way in ways:
             for as_dtensor in (False, True):
                 how = {"causal": n % 2 == 0, "document_ids": ids if as_dtensor else None}
+                how["window"] = 7 if n % 2 and as_dtensor else None
                 plain = [x.clone().requires_grad_() for x in (*tensors, bias.values)]
                 wanted = run(*plain[:3], bias._replace(values=plain[3]), **how)
                 spread = [activation(x, mesh, way) for x in tensors]

@@ -81,6 +81,25 @@ def check_query_offset(
     return offset.to(device=device, dtype=torch.int64)
 
 
+# A window without an end on one side.
+UNBOUNDED = 2**30
+
+
+def check_window(who: str, window: Any) -> tuple[int, int] | None:
+    """How many keys a query sees before its own and after it; None for all."""
+    if window is None:
+        return None
+    if isinstance(window, (tuple, list)):
+        if len(window) != 2:
+            rule = "window must be an int, or a pair: the keys before the query's own, and after"
+            fail(who, rule, describe(window), "Pass (left, right), with -1 for no limit.")
+        sides = [checks.integer(who, "window", n, least=-1) for n in window]
+        left, right = (UNBOUNDED if n < 0 else min(n, UNBOUNDED) for n in sides)
+        return None if left == right == UNBOUNDED else (left, right)
+    reach = min(checks.integer(who, "window", window) - 1, UNBOUNDED)
+    return reach, reach
+
+
 def check_key_ids(
     who: str, name: str, ids: Any, keys: int, device: torch.device | str
 ) -> Tensor | None:

@@ -35,8 +35,8 @@ def alibi_attention(
         v: ``(B, Hk, K, Dv)``.
         slopes: ``(H,)`` or ``(B, H)``.
         causal: Whether a query sees only keys up to its own.
-        **options: ``scale``, ``query_offset``, ``document_ids``, ``attn_mask``, ``dropout_p``,
-            ``prune`` and ``backend``, as in :func:`biased_attention`.
+        **options: ``scale``, ``query_offset``, ``document_ids``, ``window``, ``attn_mask``,
+            ``dropout_p``, ``prune`` and ``backend``, as in :func:`biased_attention`.
 
     Returns:
         ``(B, H, Q, Dv)`` in the dtype of ``q``.

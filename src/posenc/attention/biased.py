@@ -41,6 +41,7 @@ _OPTIONS = (
     "scale",
     "query_offset",
     "document_ids",
+    "window",
     "attn_mask",
     "dropout_p",
     "prune",
@@ -67,6 +68,7 @@ def biased_attention(
     scale: float | None = None,
     query_offset: int | Tensor | None = None,
     document_ids: Tensor | None = None,
+    window: int | tuple[int, int] | None = None,
     attn_mask: Tensor | None = None,
     dropout_p: float = 0.0,
     prune: bool = True,
@@ -92,6 +94,10 @@ def biased_attention(
             they do not see later keys.
         document_ids: Ids ``(K,)`` or ``(B, K)``. A run of equal ids is a document, and a query
             sees only its own. Negative ids are padding, whose output is zero.
+        window: A sliding window of so many keys on each side, the query's own among them: ``w``
+            shows the keys at distances below ``w``. Or a pair ``(left, right)``, as flash-attn's:
+            so many keys before the query's own, and after it, with -1 for no limit. Keys outside
+            cost nothing. None for all keys.
         attn_mask: A further mask that can be broadcast to ``(B, H, Q, K)``, as SDPA's: bool, True
             for keys that are seen, or floating, to be added to the scores. A query that sees no
             key gets zero.
@@ -113,7 +119,8 @@ def biased_attention(
         torch.Size([1, 8, 512, 64])
     """
     how: Any = {"causal": causal, "scale": scale, "query_offset": query_offset}
-    how |= {"document_ids": document_ids, "attn_mask": attn_mask, "dropout_p": dropout_p}
+    how |= {"document_ids": document_ids, "window": window}
+    how |= {"attn_mask": attn_mask, "dropout_p": dropout_p}
     return attend("biased_attention", q, k, v, bias, prune=prune, backend=backend, **how)[0]
 
 
@@ -154,6 +161,7 @@ def attend(
     scale: float | None = None,
     query_offset: int | Tensor | None = None,
     document_ids: Tensor | None = None,
+    window: int | tuple[int, int] | None = None,
     attn_mask: Tensor | None = None,
     dropout_p: float = 0.0,
     prune: bool = True,
@@ -170,7 +178,7 @@ def attend(
     if sharding.is_sharded(q):
         assert sharding.registered is not None
         how: Any = {"causal": causal, "scale": scale, "query_offset": query_offset}
-        how |= {"document_ids": document_ids, "prune": prune, "backend": backend}
+        how |= {"document_ids": document_ids, "window": window, "prune": prune, "backend": backend}
         return sharding.registered.attend(who, q, k, v, bias, **how)
     qk_checks.check_qkv(who, q, k, v)
     queries, keys, device = q.shape[2], k.shape[2], q.device
@@ -180,7 +188,9 @@ def attend(
     scale = qk_checks.check_scale(who, scale, q)
     start = qk_checks.check_query_offset(who, query_offset, queries, keys, device)
     ids = qk_checks.check_key_ids(who, "document_ids", document_ids, keys, device)
-    kind, values, zero = ("none", None, 0) if isinstance(bias, RowBias) else stored(bias)
+    sides = qk_checks.check_window(who, window)
+    given = ("none", None, 0) if isinstance(bias, RowBias) else stored(bias, q.dtype)
+    kind, values, zero = given
     if values is not None:
         values = values if values.device == device else values.to(device)
         if kind != "table" and values.shape[0] not in (1, q.shape[0]):
@@ -190,7 +200,7 @@ def attend(
         qk_checks.check_batches(who, q.shape[0], query_offset=start, document_ids=ids)
     starts, begin = (start.reshape(-1), 0) if isinstance(start, Tensor) else (None, start)
     first, last = hide_padding(ids)
-    call = Call(values, starts, first, last, kind, zero, begin, scale, causal, prune)
+    call = Call(values, starts, first, last, kind, zero, begin, scale, causal, prune, sides)
     if not masked and not isinstance(bias, RowBias):
         return op.attend(who, q, k, v, call, backend)
     op.check_backend(who, backend)
@@ -216,7 +226,7 @@ def attend_block(
     values of a :class:`RunningSum` are those of the keys and then of the queries, wherever these
     are, and ``start`` is the number of keys.
     """
-    kind, values, zero = stored(bias)
+    kind, values, zero = stored(bias, q.dtype)
     # Where all keys are earlier, a causal mask hides none, and the kernels have less to compute.
     call = Call(values, None, None, None, kind, zero, start, scale, start >= k.shape[2], False)
     return op.attend("attend_block", q, k, v, call, None)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from posenc._contract import checks, qk_checks
-from posenc.numerics.spans import Spans, document_ends, spans
+from posenc.numerics.spans import Spans, Window, document_ends, spans
 
 
 class Slopes(NamedTuple):
@@ -50,8 +50,9 @@ class RowBias(NamedTuple):
 
     Attributes:
         rows: A function of the queries' key indices, int64 ``[1 or B, n]``, and of key indices,
-            ``[k]``, that returns the bias, ``[1 or B, H, n, k]``. It is called again in the
-            backward pass, and must then return the same.
+            ``[k]``, that returns the bias, ``[1 or B, H, n, k]``. Both are consecutive; keys that
+            none of the queries see may be left out. It is called again in the backward pass, and
+            must then return the same.
     """
 
     rows: Callable[[Tensor, Tensor], Tensor]
@@ -79,6 +80,7 @@ class Call(NamedTuple):
     # Whether far keys are left out. If false, `first` and `last` at a query's own key may be the
     # ends of any range, as in `biased.attend_ranges`; if true, they are those of a document.
     prune: bool
+    window: Window | None = None  # keys before a query's own that it sees, and keys after it
 
     def spans(self, queries: int, keys: int, device: torch.device) -> Spans:
         """The keys that each query sees."""
@@ -86,7 +88,8 @@ class Call(NamedTuple):
         ends = None
         if self.first is not None and self.last is not None:
             ends = self.first, self.last
-        return spans(queries, keys, causal=self.causal, offset=offset, ends=ends, device=device)
+        how: Any = {"causal": self.causal, "window": self.window, "device": device}
+        return spans(queries, keys, offset=offset, ends=ends, **how)
 
 
 def check_bias(who: str, bias: object, heads: int, keys: int) -> None:
@@ -143,19 +146,19 @@ def bias_rows(kind: str, values: Tensor | None, zero: int, own: Tensor, index: T
     if kind == "slopes":
         return -values[..., None, None] * distance.abs()
     if kind == "table":
-        return _table_rows(values, zero, own, index.shape[0])
+        return _table_rows(values, zero, own, index)
     heads, batch = values.shape[1], own.shape[0] if values.shape[0] == 1 else values.shape[0]
     at = own[:, None].expand(batch, heads, -1)
     sums = values.expand(batch, -1, -1)
     return sums.gather(2, at)[..., None] - sums[:, :, index][:, :, None]
 
 
-def _table_rows(table: Tensor, zero: int, own: Tensor, keys: int) -> Tensor:
+def _table_rows(table: Tensor, zero: int, own: Tensor, index: Tensor) -> Tensor:
     """One line of numbers for all distances, and then a row of it for each query."""
-    count = own.shape[1]
+    count, keys = own.shape[1], index.shape[0]
     if not count:
         return table.new_zeros((1, table.shape[0], 0, keys))
-    line = own[:, -1:] - torch.arange(count + keys, device=own.device)
+    line = own[:, -1:] - index[:1] - torch.arange(count + keys, device=own.device)
     # The gradient of indexing may depend on the order of threads.
     columns = (line + zero).clamp(0, table.shape[1] - 1)
     values = torch.nn.functional.embedding(columns, table.T).mT
@@ -181,6 +184,7 @@ def relative_bias(
     causal: bool = True,
     query_offset: int | Tensor | None = None,
     document_ids: Tensor | None = None,
+    window: int | tuple[int, int] | None = None,
     dtype: torch.dtype = torch.float32,
     device: torch.device | str | None = None,
 ) -> Tensor:
@@ -195,6 +199,7 @@ def relative_bias(
             ``()`` or ``(B,)``.
         document_ids: Ids ``(K,)`` or ``(B, K)``. A run of equal ids is a document, and a query
             sees only its own.
+        window: As in :func:`biased_attention`.
         dtype: A floating dtype for the result.
         device: The device of a :class:`RowBias`; other biases are on that of their values.
 
@@ -222,28 +227,33 @@ def relative_bias(
     ids = qk_checks.check_key_ids(who, "document_ids", document_ids, keys, device or "cpu")
     batched = check_sequences(who, bias, query_offset=start, document_ids=ids)
     ends = document_ends(ids)
-    seen = spans(queries, keys, causal=causal, offset=start, ends=ends, device=device or "cpu")
-    matrix = matrix_of(bias, seen.own, torch.arange(keys, device=seen.own.device))
-    hidden = hidden_keys(seen, keys)
+    how: Any = {"causal": causal, "window": qk_checks.check_window(who, window)}
+    seen = spans(queries, keys, offset=start, ends=ends, device=device or "cpu", **how)
+    index = torch.arange(keys, device=seen.own.device)
+    matrix, hidden = matrix_of(bias, seen.own, index, dtype), hidden_keys(seen, index)
     matrix = matrix.to(dtype).masked_fill(hidden, float("-inf"))
     return matrix if batched or len(matrix) > 1 else matrix[0]
 
 
-def matrix_of(bias: Bias, own: Tensor, index: Tensor) -> Tensor:
+def matrix_of(bias: Bias, own: Tensor, index: Tensor, dtype: torch.dtype) -> Tensor:
     """The bias of queries at key indices ``own`` to keys at ``index``, ``[1 or B, H, n, k]``."""
     if isinstance(bias, RowBias):
         return bias.rows(own, index)
-    kind, values, zero = stored(bias)
+    kind, values, zero = stored(bias, dtype)
     return bias_rows(kind, values, zero, own, index)
 
 
-def stored(bias: Bias | None) -> tuple[str, Tensor | None, int]:
-    """The fields `kind`, `values` and `zero` of a :class:`Call`, in at least float32."""
+def stored(bias: Bias | None, dtype: torch.dtype = torch.float32) -> tuple[str, Tensor | None, int]:
+    """The fields `kind`, `values` and `zero` of a :class:`Call`, in at least float32.
+
+    ``dtype`` is that of the scores, of which a product of a slope and a distance has all bits.
+    """
     if bias is None:
         return "none", None, 0
     assert not isinstance(bias, RowBias)
     # A product with a distance, or a difference, has more bits than a half.
-    values = bias.values.to(torch.promote_types(bias.values.dtype, torch.float32))
+    wide = torch.promote_types(torch.promote_types(bias.values.dtype, dtype), torch.float32)
+    values = bias.values.to(wide)
     if isinstance(bias, DistanceTable):
         return "table", values, bias.zero
     if isinstance(bias, Slopes):
@@ -251,8 +261,7 @@ def stored(bias: Bias | None) -> tuple[str, Tensor | None, int]:
     return "sums", values if values.dim() == 3 else values[None], 0
 
 
-def hidden_keys(seen: Spans, keys: int) -> Tensor:
-    """Whether a query does not see a key, ``[1 or B, 1, Q, K]``."""
-    index = torch.arange(keys, device=seen.own.device)
+def hidden_keys(seen: Spans, index: Tensor) -> Tensor:
+    """Whether a query does not see the keys at ``index``, ``[1 or B, 1, Q, k]``."""
     first, last = seen.first[:, None, :, None], seen.last[:, None, :, None]
     return (index < first) | (index > last)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -32,6 +32,7 @@ def alibi_block_mask(
     causal: bool = True,
     query_offset: int | Tensor | None = None,
     document_ids: Tensor | None = None,
+    window: int | tuple[int, int] | None = None,
     block: int = BLOCK,
 ) -> BlockMask:
     """Block mask for ``flex_attention`` without the blocks of keys that a head does not need.
@@ -51,6 +52,7 @@ def alibi_block_mask(
         query_offset: Key index of the first query, ``K - Q`` if None: an int, or an integer tensor
             ``()`` or ``(B,)``.
         document_ids: Ids ``(K,)`` or ``(B, K)``; a run of equal ids is a document.
+        window: A sliding window, as in :func:`biased_attention`.
         block: The block size, in queries and in keys.
 
     Examples:
@@ -76,11 +78,12 @@ def alibi_block_mask(
     qk_checks.check_batches(
         who, slopes=slopes, score_bound=bound, query_offset=start, document_ids=ids
     )
-    ends = document_ends(ids)
-    seen = spans(queries, keys, causal=causal, offset=start, ends=ends, device=device)
+    ends, sides = document_ends(ids), qk_checks.check_window(who, window)
+    how: Any = {"causal": causal, "offset": start, "ends": ends, "window": sides, "device": device}
+    seen = spans(queries, keys, **how)
     gap = 2 * SLACK * bound[..., None]
     low, high = prune_keys(seen, slopes, gap, keys, dtype, causal=causal)
-    sees = visible_mod(as_int32(start, device), ends, causal)
+    sees = visible_mod(as_int32(start, device), ends, causal, sides)
     return block_mask(seen, low, high, keys, sees, block=block, grad=True)
 
 

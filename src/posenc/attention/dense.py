@@ -29,7 +29,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]
         index = torch.arange(keys, device=q.device)
         bias = bias_rows(call.kind, call.values, call.zero, seen.own, index).to(wide)
         scores = q.to(wide) @ k.mT * call.scale + bias
-        return attend_scores(scores, hidden_keys(seen, keys), v, q.dtype)
+        return attend_scores(scores, hidden_keys(seen, index), v, q.dtype)
 
 
 def attend_scores(

@@ -19,7 +19,7 @@ from posenc.attention.biases import (
     heads_of,
 )
 from posenc.functional.alibi import KeyOptions
-from posenc.numerics.spans import Ends, document_ends
+from posenc.numerics.spans import Ends, Window, document_ends
 
 ScoreMod: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 MaskMod: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -55,6 +55,7 @@ def alibi_score_mod(
     query_offset: int | Tensor | None = None,
     position_ids: Tensor | None = None,
     document_ids: Tensor | None = None,
+    window: int | tuple[int, int] | None = None,
     head_offset: int = 0,
     masked: bool = True,
     base: ScoreMod | None = None,
@@ -73,6 +74,7 @@ def alibi_score_mod(
             ``()`` or ``(B,)``.
         position_ids: Position of each key, ``(K,)`` or ``(B, K)``, instead of its index.
         document_ids: Ids ``(K,)`` or ``(B, K)``; a run of equal ids is a document.
+        window: A sliding window, as in :func:`biased_attention`.
         head_offset: Index in ``slopes`` of the attention's first head.
         masked: Whether to hide the future and other documents here. False leaves that to a
             block mask made with :func:`alibi_mask_mod`, which is faster.
@@ -101,7 +103,8 @@ def alibi_score_mod(
     )
     start = as_int32(start, device)
     bias = bias_mod(slopes[..., first_head:], start, causal, positions)
-    sees = visible_mod(start, document_ends(documents), causal)
+    sides = qk_checks.check_window(who, window)
+    sees = visible_mod(start, document_ends(documents), causal, sides)
     return _masked_mod(bias, sees, masked, base)
 
 
@@ -113,6 +116,7 @@ def relative_score_mod(
     causal: bool = True,
     query_offset: int | Tensor | None = None,
     document_ids: Tensor | None = None,
+    window: int | tuple[int, int] | None = None,
     masked: bool = True,
     base: ScoreMod | None = None,
 ) -> ScoreMod:
@@ -129,6 +133,7 @@ def relative_score_mod(
         query_offset: Key index of the first query, ``K - Q`` if None: an int, or an integer tensor
             ``()`` or ``(B,)``.
         document_ids: Ids ``(K,)`` or ``(B, K)``; a run of equal ids is a document.
+        window: A sliding window, as in :func:`biased_attention`.
         masked: Whether to hide the future and other documents here. False leaves that to a
             block mask made with :func:`alibi_mask_mod`, which is faster.
         base: A score_mod of your own, applied first.
@@ -159,7 +164,9 @@ def relative_score_mod(
         mod = _table_mod(bias, start)
     else:
         mod = _sums_mod(values, start)
-    return _masked_mod(mod, visible_mod(start, document_ends(documents), causal), masked, base)
+    sides = qk_checks.check_window(who, window)
+    sees = visible_mod(start, document_ends(documents), causal, sides)
+    return _masked_mod(mod, sees, masked, base)
 
 
 def _masked_mod(bias: ScoreMod, sees: MaskMod, masked: bool, base: ScoreMod | None) -> ScoreMod:
@@ -199,6 +206,7 @@ def alibi_mask_mod(
     causal: bool = True,
     query_offset: int | Tensor | None = None,
     document_ids: Tensor | None = None,
+    window: int | tuple[int, int] | None = None,
     device: torch.device | str = "cpu",
     base: MaskMod | None = None,
 ) -> MaskMod:
@@ -211,6 +219,7 @@ def alibi_mask_mod(
         query_offset: Key index of the first query, ``K - Q`` if None: an int, or an integer tensor
             ``()`` or ``(B,)``.
         document_ids: Ids ``(K,)`` or ``(B, K)``; a run of equal ids is a document.
+        window: A sliding window, as in :func:`biased_attention`.
         device: The device of the attention.
         base: A mask_mod of your own; a key is seen if both masks say so.
 
@@ -226,13 +235,14 @@ def alibi_mask_mod(
     start = qk_checks.check_query_offset(who, query_offset, queries, keys, device)
     documents = qk_checks.check_key_ids(who, "document_ids", document_ids, keys, device)
     qk_checks.check_batches(who, query_offset=start, document_ids=documents)
-    sees = visible_mod(as_int32(start, device), document_ends(documents), causal)
+    sides = qk_checks.check_window(who, window)
+    sees = visible_mod(as_int32(start, device), document_ends(documents), causal, sides)
     if base is None:
         return sees
     return lambda b, h, q, k: sees(b, h, q, k) & base(b, h, q, k)
 
 
-def visible_mod(offset: Tensor, ends: Ends | None, causal: bool) -> MaskMod:
+def visible_mod(offset: Tensor, ends: Ends | None, causal: bool, window: Window | None) -> MaskMod:
     """The mask of the keys that a query sees, from checked tensors."""
     own_key = _own_key(offset)
     first, last = (None, None) if ends is None else map(_by_sequence, ends)
@@ -242,6 +252,8 @@ def visible_mod(offset: Tensor, ends: Ends | None, causal: bool) -> MaskMod:
         seen = k <= own if causal else k == k
         if first is not None and last is not None:
             seen = seen & (k >= first(b, own)) & (k <= last(b, own))
+        if window is not None:
+            seen = seen & (k >= own - window[0]) & (k <= own + window[1])
         return seen
 
     return mask_mod

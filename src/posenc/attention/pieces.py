@@ -70,12 +70,17 @@ def line_of(call: Call, distance: Tensor, wide: torch.dtype) -> Tensor | None:
     elif call.kind == "table" and call.values is not None:
         columns = (distance + call.zero).clamp(0, call.values.shape[1] - 1)
         line = call.values[:, columns][None]
-    elif call.causal or call.first is not None:
+    elif call.causal or call.first is not None or call.window is not None:
         line = torch.zeros_like(distance, dtype=wide)[None, None]
     else:
         return None
     line = line.to(wide)
-    return line.masked_fill(distance < 0, float("-inf")) if call.causal else line
+    if call.causal:
+        line = line.masked_fill(distance < 0, float("-inf"))
+    if call.window is not None:
+        left, right = call.window
+        line = line.masked_fill((distance > left) | (-distance > right), float("-inf"))
+    return line
 
 
 def pieces(q: Tensor, k: Tensor, call: Call, *, written: bool) -> Iterator[Piece]:
@@ -109,7 +114,7 @@ def _key_ranges(q: Tensor, k: Tensor, call: Call, size: int) -> list[list[slice]
     one, which the mask hides.
     """
     queries, keys = q.shape[2], k.shape[2]
-    if not call.prune and call.first is None:
+    if not call.prune and call.first is None and call.window is None:
         stops = [call.start + min(n + size, queries) for n in range(0, queries, size)]
         return [[slice(0, min(stop, keys) if call.causal else keys)] for stop in stops]
     _, low, high = needed_keys(q, k, call)
@@ -174,7 +179,7 @@ class _Bias:
         # Rounded once, after the difference.
         torch.sub(own[..., None], at_keys, out=mask)
         if hidden is not None:
-            # Keys up to the first query's own are seen by all.
-            later = max(0, first + 1 - keys.start)
+            # Keys up to the first query's own are seen by all, if no window hides some.
+            later = max(0, first + 1 - keys.start) if self.call.window is None else 0
             mask[..., later:].add_(hidden[..., later:])
         return mask

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from posenc._contract import checks
+from posenc._contract.qk_checks import UNBOUNDED
 from posenc._contract.tracing import in_transform, is_exporting, without_autocast
 from posenc.attention.biases import Call, RowBias, hidden_keys
 from posenc.attention.dense import attend_scores
@@ -36,21 +37,37 @@ def attend(
     (batch, heads, queries, _), keys = q.shape, k.shape[2]
     seen = call.spans(queries, keys, q.device)
     size = max(1, SCORES // max(1, batch * heads * keys))
+    if call.window is not None:
+        # So many queries meet at most twice as many keys.
+        reach = min(call.window[0] + (0 if call.causal else call.window[1]) + 1, keys)
+        size = max(1, min(reach, SCORES // max(1, 2 * batch * heads * reach)))
     # A checkpoint has hooks, which torch.func does not take.
     again = torch.is_grad_enabled() and not in_transform(q, k, v)
     piece = partial(checkpoint, _piece, use_reentrant=False) if again else _piece
     # A loop is traced for one length alone, so short calls have none, and exported ones neither.
-    if is_exporting() or queries <= size:
-        return piece(who, q, k, v, bias, seen, call.scale, mask, dropout_p)
+    if is_exporting():
+        return piece(who, q, k, v, bias, seen, slice(0, keys), call.scale, mask, dropout_p)
     pieces = []
-    for start in range(0, queries, size):
-        rows = slice(start, start + size)
-        some = Spans(*(x[:, rows] for x in seen))
+    for start in range(0, queries, size) if queries > size else (0,):
+        rows = slice(start, min(start + size, queries))
+        some, near = Spans(*(x[:, rows] for x in seen)), _near_keys(call, rows, keys)
         part = mask if mask is None or mask.shape[2] == 1 else mask[:, :, rows]
-        pieces.append(piece(who, q[:, :, rows], k, v, bias, some, call.scale, part, dropout_p))
+        part = part if part is None or part.shape[3] == 1 else part[..., near]
+        given = q[:, :, rows], k[:, :, near], v[:, :, near]
+        pieces.append(piece(who, *given, bias, some, near, call.scale, part, dropout_p))
     outs, sums = zip(*pieces, strict=True)
     with without_autocast(q):
         return torch.cat(outs, 2), torch.cat(sums, 2)
+
+
+def _near_keys(call: Call, rows: slice, keys: int) -> slice:
+    """The keys that some of these queries may see."""
+    if call.starts is not None:
+        return slice(0, keys)
+    left, right = call.window or (UNBOUNDED, UNBOUNDED)
+    begin = torch.sym_max(call.start + rows.start - left, 0)
+    end = call.start + rows.stop + (0 if call.causal else right)
+    return slice(begin, torch.sym_min(end, keys))
 
 
 def _piece(
@@ -60,18 +77,19 @@ def _piece(
     v: Tensor,
     bias: RowBias,
     seen: Spans,
+    near: slice,
     scale: float,
     mask: Tensor | None,
     dropout_p: float,
 ) -> tuple[Tensor, Tensor]:
     wide = torch.promote_types(q.dtype, torch.float32)
-    keys, shared = k.shape[2], q.shape[1] // k.shape[1]
+    shared = q.shape[1] // k.shape[1]
     with without_autocast(q):
         k, v = (x.to(wide).repeat_interleave(shared, 1) for x in (k, v))
-        index = torch.arange(keys, device=q.device)
+        index = torch.arange(near.start, near.stop, device=q.device)
         scores = q.to(wide) @ k.mT * scale
         scores = scores + _check_rows(who, bias.rows(seen.own, index), scores.shape).to(wide)
-        hidden = hidden_keys(seen, keys)
+        hidden = hidden_keys(seen, index)
         if mask is not None and mask.dtype == torch.bool:
             hidden = hidden | ~mask
         elif mask is not None:

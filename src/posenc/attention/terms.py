@@ -72,35 +72,35 @@ def relative_terms(
     )
 
     def made(own: Tensor, index: Tensor) -> Tensor:
-        """Queries and keys are contiguous."""
-        count, keys = own.shape[1], index.shape[0]
-        if not count:
-            return q.new_zeros((1, heads, 0, keys), dtype=wide)
+        if not own.shape[1]:
+            return q.new_zeros((1, heads, 0, index.shape[0]), dtype=wide)
         bias = q.new_zeros((1, 1, 1, 1), dtype=wide)
         with without_autocast(q):
             if to_q is not None:
                 # Each index is there once, so the order of the gradient's sums does not matter.
                 some = q.index_select(2, (own - start)[0]).to(wide)
-                bias = _by_queries(some, to_q, rows, own, keys)
+                bias = _by_queries(some, to_q, rows, own, index)
             if to_k is not None:
-                all_keys = k.to(wide).repeat_interleave(heads // k.shape[1], 1)
-                bias = bias + _by_keys(all_keys, to_k, rows, own)
+                some = k.index_select(2, index).to(wide).repeat_interleave(heads // k.shape[1], 1)
+                bias = bias + _by_keys(some, to_k, rows, own - index[:1])
             return bias * size
 
     return RowBias(made)
 
 
 def _by_queries(
-    q: Tensor, vectors: Tensor, rows: Callable[[Tensor], Tensor], own: Tensor, keys: int
+    q: Tensor, vectors: Tensor, rows: Callable[[Tensor], Tensor], own: Tensor, index: Tensor
 ) -> Tensor:
-    """The products of queries with the vectors of their keys, ``[B, H, n, K]``."""
-    distance = own[:, -1:] - torch.arange(own.shape[1] + keys, device=q.device)
+    """The products of queries with the vectors of their keys, ``[B, H, n, k]``."""
+    keys = index.shape[0]
+    distance = own[:, -1:] - index[:1] - torch.arange(own.shape[1] + keys, device=q.device)
     return skew(torch.einsum("bhnd,bwhd->bhnw", q, _read(vectors, rows(distance), q)), keys)
 
 
 def _by_keys(k: Tensor, vectors: Tensor, rows: Callable[[Tensor], Tensor], own: Tensor) -> Tensor:
-    """The products of keys with the vectors of their queries, ``[B, H, n, K]``.
+    """The products of keys with the vectors of their queries, ``[B, H, n, k]``.
 
+    ``own`` counts from the first of these keys.
     Blocks of as many keys as queries need the vectors of twice as many distances.
     """
     keys, size = k.shape[2], own.shape[1]

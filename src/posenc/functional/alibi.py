@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TypedDict
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
 
 from posenc._contract import checks, qk_checks
 from posenc.numerics.slopes import head_slopes
-from posenc.numerics.spans import document_ends, gather_rows, spans
+from posenc.numerics.spans import Window, document_ends, gather_rows, spans
 from posenc.numerics.tables import float64_device, round_once
 
 
@@ -18,6 +18,7 @@ class KeyOptions(TypedDict, total=False):
 
     query_offset: int | Tensor | None
     document_ids: Tensor | None
+    window: int | tuple[int, int] | None
 
 
 class BiasOptions(KeyOptions, total=False):
@@ -73,6 +74,7 @@ def alibi_bias(
     query_offset: int | Tensor | None = None,
     position_ids: Tensor | None = None,
     document_ids: Tensor | None = None,
+    window: int | tuple[int, int] | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
     r"""Bias to add to the attention scores, before the softmax.
@@ -94,6 +96,7 @@ def alibi_bias(
             computed. The causal mask still compares key indices.
         document_ids: Ids ``(K,)`` or ``(B, K)``. A run of equal ids is a document, and a query
             sees only its own.
+        window: A sliding window, as in :func:`posenc.attention.biased_attention`.
         dtype: A floating dtype for the result.
 
     Returns:
@@ -121,12 +124,14 @@ def alibi_bias(
     batched = qk_checks.check_batches(
         who, slopes=slopes, query_offset=start, document_ids=documents, position_ids=positions
     )
+    sides = qk_checks.check_window(who, window)
     exact = slopes.to(device, torch.float64)
     by_distance = positions is None and documents is None and exact.dim() == 1
     if by_distance and queries and keys and not isinstance(start, Tensor):
-        return _from_line(exact, queries, keys, start, causal, dtype).to(slopes.device)
+        return _from_line(exact, queries, keys, start, causal, sides, dtype).to(slopes.device)
     ends = document_ends(documents)
-    own, first, last = spans(queries, keys, causal=causal, offset=start, ends=ends, device=device)
+    how: Any = {"causal": causal, "offset": start, "ends": ends, "window": sides, "device": device}
+    own, first, last = spans(queries, keys, **how)
     index = torch.arange(keys, device=device)
     k_positions, q_positions = index[None], own
     if positions is not None:
@@ -140,7 +145,13 @@ def alibi_bias(
 
 
 def _from_line(
-    slopes: Tensor, queries: int, keys: int, start: int, causal: bool, dtype: torch.dtype
+    slopes: Tensor,
+    queries: int,
+    keys: int,
+    start: int,
+    causal: bool,
+    window: Window | None,
+    dtype: torch.dtype,
 ) -> Tensor:
     # The bias depends only on j - i, so one line of Q + K - 1 values holds every row: row i is the
     # K values from index Q - 1 - i on. Copying these windows is as fast as filling memory.
@@ -148,6 +159,8 @@ def _from_line(
     line = slopes[:, None] * (ahead if causal else -ahead.abs())
     if causal:
         line = line.masked_fill(ahead > 0, float("-inf"))
+    if window is not None:
+        line = line.masked_fill((-ahead > window[0]) | (ahead > window[1]), float("-inf"))
     line = round_once(line, dtype).contiguous()
     windows = line.as_strided((len(slopes), queries, keys), (queries + keys - 1, 1, 1))
     return windows.flip(1)

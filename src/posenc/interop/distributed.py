@@ -89,6 +89,7 @@ def _attend(
     bias: Any,
     *,
     query_offset: int | Tensor | None = None,
+    window: int | tuple[int, int] | None = None,
     backend: str | None = None,
     **options: Any,
 ) -> tuple[Tensor, Tensor]:
@@ -102,7 +103,8 @@ def _attend(
     placements = [p if p in (Shard(0), Shard(1), Shard(2)) else Replicate() for p in q.placements]
     q = q.redistribute(placements=placements)
     batch, heads, tokens = (_local_range(q, dim) for dim in range(3))
-    ring = None if backend or query_offset is not None else _ring_dimension(q, k, v)
+    gathered = backend or query_offset is not None or window is not None
+    ring = None if gathered else _ring_dimension(q, k, v)
     ranks = math.prod(q.device_mesh.size(i) for i, p in enumerate(placements) if p == Shard(1))
     sharded = [Shard(0)] if k.shape[1] % ranks else [Shard(0), Shard(1)]
     of_keys = [p if p in sharded or i == ring else Replicate() for i, p in enumerate(placements)]
@@ -122,7 +124,7 @@ def _attend(
     elif tokens:
         first = keys - q.shape[2] if query_offset is None else query_offset
         start = _local_option(batch, mine, "query_offset", first) + tokens[0]
-        options |= {"query_offset": start, "backend": backend}
+        options |= {"query_offset": start, "window": window, "backend": backend}
         y, lse = biased.attend(who, local, k, v, bias, **options)
     else:
         # A rank without queries must still take part in the sums of the gradients.

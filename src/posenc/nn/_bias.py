@@ -83,6 +83,7 @@ class RelativeBias(ReadOnlyArguments):
         *,
         query_offset: int | Tensor | None = None,
         document_ids: Tensor | None = None,
+        window: int | tuple[int, int] | None = None,
         dtype: torch.dtype = torch.float32,
     ) -> Tensor:
         """The whole matrix, to look at, or as ``attn_mask`` of SDPA.
@@ -94,6 +95,7 @@ class RelativeBias(ReadOnlyArguments):
                 tensor ``()`` or ``(B,)``.
             document_ids: Ids ``(K,)`` or ``(B, K)``. A run of equal ids is a document, and a query
                 sees only its own.
+            window: As in :func:`posenc.attention.biased_attention`.
             dtype: A floating dtype for the result.
 
         Returns:
@@ -104,7 +106,7 @@ class RelativeBias(ReadOnlyArguments):
         wide = torch.promote_types(dtype, torch.float32)
         found = self.numbers(keys, dtype=wide, document_ids=document_ids)
         given: Any = {"query_offset": query_offset, "document_ids": document_ids, "dtype": dtype}
-        given |= {"causal": self.causal, "device": self._device()}
+        given |= {"window": window, "causal": self.causal, "device": self._device()}
         return relative_bias(found, queries, keys, **given)
 
     def score_mod(self, q_len: int, k_len: int, **options: Unpack[ModOptions]) -> ScoreMod:
@@ -121,8 +123,9 @@ class RelativeBias(ReadOnlyArguments):
             q: ``(B, H, Q, D)``.
             k: ``(B, Hk, K, D)`` with ``H`` a multiple of ``Hk`` and ``K`` at least ``Q``.
             v: ``(B, Hk, K, Dv)``.
-            **options: ``scale``, ``query_offset``, ``document_ids``, ``attn_mask``, ``dropout_p``,
-                ``prune`` and ``backend``, as in :func:`posenc.attention.biased_attention`.
+            **options: ``scale``, ``query_offset``, ``document_ids``, ``window``, ``attn_mask``,
+                ``dropout_p``, ``prune`` and ``backend``, as in
+                :func:`posenc.attention.biased_attention`.
 
         Returns:
             ``(B, H, Q, Dv)`` in the dtype of ``q``.

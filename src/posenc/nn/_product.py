@@ -34,6 +34,7 @@ class ProductBias(ReadOnlyArguments):
         scale: float | None = None,
         query_offset: int | Tensor | None = None,
         document_ids: Tensor | None = None,
+        window: int | tuple[int, int] | None = None,
         dtype: torch.dtype = torch.float32,
     ) -> Tensor:
         """The whole matrix ``(B, H, Q, K)``; ``-inf`` for keys that are not seen.
@@ -41,9 +42,9 @@ class ProductBias(ReadOnlyArguments):
         It includes the scale, which the scores must have too.
         """
         scale = self._check(q, k, scale)
-        found = self._rows(q, k, scale, query_offset)
+        found = self._rows(q, k, scale, {"query_offset": query_offset})
         given: Any = {"query_offset": query_offset, "document_ids": document_ids, "dtype": dtype}
-        given |= {"causal": self.causal, "device": q.device}
+        given |= {"window": window, "causal": self.causal, "device": q.device}
         made = relative_bias(found, q.shape[2], k.shape[2], **given)
         return made if made.dim() == 4 else made[None]
 
@@ -56,8 +57,8 @@ class ProductBias(ReadOnlyArguments):
             q: ``(B, H, Q, D)``.
             k: ``(B, Hk, K, D)`` with ``H`` a multiple of ``Hk`` and ``K`` at least ``Q``.
             v: ``(B, Hk, K, Dv)``.
-            **options: ``scale``, ``query_offset``, ``document_ids``, ``attn_mask`` and
-                ``dropout_p``, as in :func:`posenc.attention.biased_attention`.
+            **options: ``scale``, ``query_offset``, ``document_ids``, ``window``, ``attn_mask``
+                and ``dropout_p``, as in :func:`posenc.attention.biased_attention`.
 
         Returns:
             ``(B, H, Q, Dv)`` in the dtype of ``q``.
@@ -65,7 +66,7 @@ class ProductBias(ReadOnlyArguments):
         who = type(self).__name__
         check_options(who, options)
         scale = options["scale"] = self._check(q, k, options.get("scale"))
-        found = self._rows(q, k, scale, options.get("query_offset"))
+        found = self._rows(q, k, scale, options)
         return attend(who, q, k, v, found, causal=self.causal, **options)[0]
 
     def attention(
@@ -74,7 +75,7 @@ class ProductBias(ReadOnlyArguments):
         """The same as calling the module: :meth:`forward`."""
         return self(q, k, v, **options)  # type: ignore[no-any-return]
 
-    def _rows(self, q: Tensor, k: Tensor, scale: float, offset: int | Tensor | None) -> RowBias:
+    def _rows(self, q: Tensor, k: Tensor, scale: float, options: AttentionOptions) -> RowBias:
         raise NotImplementedError
 
     def _check(self, q: Tensor, k: Tensor, scale: float | None) -> float:

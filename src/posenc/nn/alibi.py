@@ -247,7 +247,8 @@ class ALiBi(TableModule):
     ) -> Tensor:
         """Attention with this bias, with the keywords of :func:`posenc.attention.alibi_attention`.
 
-        Pass ``document_ids`` for padding and packing, and ``attn_mask`` for other masks.
+        Pass ``document_ids`` for padding and packing, ``window`` for a sliding window, and
+        ``attn_mask`` for other masks.
         """
         check_options(type(self).__name__, options)
         slopes = self._exact(q.device if isinstance(q, Tensor) else None)

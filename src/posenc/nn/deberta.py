@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from posenc._contract import checks
+from posenc.attention.biased import AttentionOptions
 from posenc.attention.biases import RowBias
 from posenc.attention.terms import relative_terms
 from posenc.nn._product import ProductBias
@@ -113,7 +114,7 @@ class DeBERTaBias(TableModule, ProductBias):
             distance = buckets[distance.clamp(-far, far) + far]
         return (distance + self._span).clamp(0, 2 * self._span - 1)
 
-    def _rows(self, q: Tensor, k: Tensor, scale: float, offset: int | Tensor | None) -> RowBias:
-        how: Any = {"scale": scale, "query_offset": offset}
+    def _rows(self, q: Tensor, k: Tensor, scale: float, options: AttentionOptions) -> RowBias:
+        how: Any = {"scale": scale, "query_offset": options.get("query_offset")}
         vectors: Any = {"for_queries": self.pos_key, "for_keys": self.pos_query}
         return relative_terms(q, k, self.distance_rows, **vectors, **how)

@@ -122,7 +122,7 @@ class ForgetGate(ReadOnlyArguments):
             sums: What :meth:`sums` returned for the ``K`` keys.
             q_len: Queries ``Q``, ``K`` if None.
             dtype: A floating dtype for the result.
-            **options: ``query_offset`` and ``document_ids``, as in
+            **options: ``query_offset``, ``document_ids`` and ``window``, as in
                 :func:`posenc.attention.relative_bias`.
         """
         keys = checks.float_tensor(type(self).__name__, "sums", sums).shape[-1]
@@ -152,8 +152,9 @@ class ForgetGate(ReadOnlyArguments):
             v: ``(B, Hk, K, Dv)``.
             x: Embeddings ``(K, E)`` or ``(B, K, E)`` of the tokens of the keys.
             sums: Instead of ``x``, what :meth:`sums` returned for the ``K`` keys.
-            **options: ``scale``, ``query_offset``, ``document_ids``, ``attn_mask``, ``dropout_p``,
-                ``prune`` and ``backend``, as in :func:`posenc.attention.biased_attention`.
+            **options: ``scale``, ``query_offset``, ``document_ids``, ``window``, ``attn_mask``,
+                ``dropout_p``, ``prune`` and ``backend``, as in
+                :func:`posenc.attention.biased_attention`.
 
         Returns:
             ``(B, H, Q, Dv)`` in the dtype of ``q``. Gradients reach the gates, also through

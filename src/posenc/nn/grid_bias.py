@@ -188,7 +188,7 @@ class GridBias(RelativeBias):
         Args:
             q_len: Queries, all ``N`` tokens if None.
             k_len: Keys, all ``N`` tokens if None; there are no other numbers.
-            **options: ``query_offset``, ``document_ids`` and ``dtype``, as in
+            **options: ``query_offset``, ``document_ids``, ``window`` and ``dtype``, as in
                 :func:`posenc.attention.relative_bias`.
         """
         queries = self.tokens if q_len is None else q_len
@@ -203,7 +203,7 @@ class GridBias(RelativeBias):
             q_len: Queries of the call.
             k_len: Keys of the call, all ``N`` tokens.
             base: A score_mod of your own, applied first.
-            **options: ``query_offset`` and ``document_ids``, as in :meth:`bias`.
+            **options: ``query_offset``, ``document_ids`` and ``window``, as in :meth:`bias`.
         """
         matrix = self.bias(q_len, k_len, **options)
 

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from posenc._contract import checks, qk_checks
+from posenc.attention.biased import attend
 from posenc.functional import rotary
 from posenc.functional.polar import polar_rows
 from posenc.kernels import Rows, Spec
@@ -182,27 +183,39 @@ class PoPE(KeepsFloat32, RotatedKeys):
         v: Tensor,
         *,
         causal: bool = True,
+        query_offset: int | Tensor | None = None,
+        document_ids: Tensor | None = None,
+        window: int | tuple[int, int] | None = None,
         attn_mask: Tensor | None = None,
         dropout_p: float = 0.0,
         scale: float | None = None,
         position_ids: Tensor | None = None,
         seq_len: int | Tensor | None = None,
     ) -> Tensor:
-        """Attention with PoPE, by SDPA; none of the keys are cached.
+        """Attention with PoPE, of queries and keys as the projections give them.
+
+        Every key is encoded again. To cache encoded keys, call the module, and then
+        :func:`posenc.attention.biased_attention` with :attr:`scale`.
 
         Args:
-            q: ``(B, H, L, D)``; ``(B, L, H, D)`` if ``seq_dim`` is 1, and so are the others.
-            k: ``(B, num_heads, L, D)`` with ``H`` a multiple of ``num_heads``.
-            v: ``(B, num_heads, L, Dv)``.
+            q: ``(B, H, Q, D)``; ``(B, Q, H, D)`` if ``seq_dim`` is 1, and so are the others.
+            k: ``(B, num_heads, K, D)`` with ``H`` a multiple of ``num_heads`` and ``K`` at least
+                ``Q``.
+            v: ``(B, num_heads, K, Dv)``.
             causal: Whether a query sees only keys up to its own.
-            attn_mask: A further mask, as in :func:`posenc.attention.biased_attention`.
+            query_offset: Key index of the first query, as ``document_ids``, ``window`` and
+                ``attn_mask`` that of :func:`posenc.attention.biased_attention`.
+            document_ids: Ids ``(K,)`` or ``(B, K)``. Positions go on from document to document,
+                which changes no score: it depends on distances.
+            window: A sliding window.
+            attn_mask: A further mask.
             dropout_p: As in SDPA.
             scale: The factor of scores; :attr:`scale` if None.
-            position_ids: As in :meth:`forward`.
+            position_ids: Of the keys, as in :meth:`forward`; a query has that of its own key.
             seq_len: As in :meth:`forward`.
 
         Returns:
-            ``(B, H, L, Dv)`` in the dtype of ``q``.
+            ``(B, H, Q, Dv)`` in the dtype of ``q``.
 
         Examples:
             >>> pope, (q, k, v) = PoPE(8, num_heads=2), torch.randn(3, 1, 2, 5, 8)
@@ -213,10 +226,29 @@ class PoPE(KeepsFloat32, RotatedKeys):
         factor = self.scale if scale is None else checks.positive_float(who, "scale", scale)
         checks.boolean(who, "causal", causal)
         drop = checks.probability(who, "dropout_p", dropout_p)
-        heads_first = rotary.swap_heads([q, k, v], self.seq_dim)
-        qk_checks.check_qkv(who, *heads_first)
-        scores = *heads_first[0].shape[:3], heads_first[1].shape[2]
+        q, k, v = rotary.swap_heads([q, k, v], self.seq_dim)
+        qk_checks.check_qkv(who, q, k, v)
+        scores, at = (*q.shape[:3], k.shape[2]), None
+        if scores[2] != scores[3]:
+            # The module encodes queries and keys of the same tokens: put the queries among them.
+            queries, keys = qk_checks.check_lengths(who, *scores[2:])
+            start = qk_checks.check_query_offset(who, query_offset, queries, keys, q.device)
+            start = start.reshape(-1, 1, 1, 1) if isinstance(start, Tensor) else start
+            at = (start + torch.arange(queries, device=q.device)[:, None]).expand(*q.shape[:3], 1)
+            among = q.new_zeros((*scores[:2], keys, q.shape[3]))
+            q = among.scatter(2, at.expand(*q.shape), q)
+        polar = self(
+            *rotary.swap_heads([q, k], self.seq_dim), position_ids=position_ids, seq_len=seq_len
+        )
+        q, k = rotary.swap_heads(list(polar), self.seq_dim)
+        if at is not None:
+            q = q.gather(2, at.expand(*at.shape[:3], q.shape[3]))
         mask = qk_checks.check_attn_mask(who, attn_mask, scores, q.device)
+        if at is not None or any(x is not None for x in (query_offset, document_ids, window)):
+            how: Any = {"causal": causal, "scale": factor, "dropout_p": drop, "window": window}
+            how |= {"query_offset": query_offset, "document_ids": document_ids}
+            out, _ = attend(who, q, k, v, None, attn_mask=mask, **how)
+            return rotary.swap_heads([out], self.seq_dim)[0]
         if mask is not None:
             mask = mask if mask.dtype is torch.bool else mask.to(q.dtype)
             if causal:
@@ -224,10 +256,8 @@ class PoPE(KeepsFloat32, RotatedKeys):
                 earlier = torch.ones(scores[2:], dtype=torch.bool, device=q.device).tril()
                 hidden = False if mask.dtype is torch.bool else float("-inf")
                 mask = torch.where(earlier, mask, hidden)
-        q, k = self(q, k, position_ids=position_ids, seq_len=seq_len)
-        q, k = rotary.swap_heads([q, k], self.seq_dim)
-        v, width = heads_first[2], heads_first[2].shape[-1]
         # SDPA's kernels want one width; otherwise it makes the matrix of scores.
+        width = v.shape[-1]
         v = F.pad(v, (0, max(q.shape[-1] - width, 0)))
         out = F.scaled_dot_product_attention(
             q,

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
 from posenc._contract import checks
+from posenc.attention.biased import AttentionOptions
 from posenc.attention.biases import RowBias
 from posenc.attention.terms import relative_terms
 from posenc.nn._product import ProductBias
@@ -83,9 +86,9 @@ class RelativeKeys(ProductBias):
             return 0
         return self.max_distance if self.max_later is None else self.max_later
 
-    def _rows(self, q: Tensor, k: Tensor, scale: float, offset: int | Tensor | None) -> RowBias:
+    def _rows(self, q: Tensor, k: Tensor, scale: float, options: AttentionOptions) -> RowBias:
         def rows(distance: Tensor) -> Tensor:
             return self.max_distance - distance.clamp(-self._later, self.max_distance)
 
-        vectors = self.weight
-        return relative_terms(q, k, rows, for_queries=vectors, scale=scale, query_offset=offset)
+        how: Any = {"scale": scale, "query_offset": options.get("query_offset")}
+        return relative_terms(q, k, rows, for_queries=self.weight, **how)

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from posenc._contract import checks
 from posenc._contract.tracing import without_autocast
+from posenc.attention.biased import AttentionOptions
 from posenc.attention.biases import RowBias
 from posenc.attention.terms import relative_terms
 from posenc.nn._module import Linear
@@ -103,7 +104,7 @@ class TransformerXLBias(ProductBias):
         most = most if self.max_distance is None else min(most, self.max_distance)
         return 0 if self.causal else -most, most
 
-    def _rows(self, q: Tensor, k: Tensor, scale: float, offset: int | Tensor | None) -> RowBias:
+    def _rows(self, q: Tensor, k: Tensor, scale: float, options: AttentionOptions) -> RowBias:
         who, heads, keys = type(self).__name__, q.shape[1], k.shape[2]
         way_out = f"Build {who} with that num_heads, or transpose to (B, heads, tokens, D)."
         checks.equal(who, "the heads of q", heads, self.num_heads, way_out)
@@ -119,6 +120,6 @@ class TransformerXLBias(ProductBias):
             lambda distance: distance.clamp(least, most) - least,
             for_queries=self.vectors(keys, dtype=wide),
             scale=scale,
-            query_offset=offset,
+            query_offset=options.get("query_offset"),
         )
-        return RowBias(lambda own, index: terms.rows(own, index) + of_keys)
+        return RowBias(lambda own, index: terms.rows(own, index) + of_keys.index_select(3, index))

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 Ends: TypeAlias = tuple[Tensor, Tensor]
+# Keys before a query's own that it sees, and keys after it.
+Window: TypeAlias = tuple[int, int]
 
 
 class Spans(NamedTuple):
@@ -28,11 +30,13 @@ def spans(
     causal: bool,
     offset: int | Tensor,
     ends: Ends | None = None,
+    window: Window | None = None,
     device: torch.device | str = "cpu",
 ) -> Spans:
     """The keys that each query sees; ``offset``, ``[]`` or ``[B]``, is the first query's own key.
 
-    With ``ends``, from :func:`document_ends`, a query sees only its own document.
+    With ``ends``, from :func:`document_ends`, a query sees only its own document; with ``window``,
+    only so many keys before its own and after it.
     """
     start = offset.reshape(-1, 1) if isinstance(offset, Tensor) else offset
     own = torch.arange(q_len, device=device)[None] + start
@@ -41,6 +45,8 @@ def spans(
         # Offsets on a device are checked asynchronously, so one out of range may get here: clamp.
         first, end = (gather_rows(x, own.clamp(0, k_len - 1)) for x in ends)
         last = torch.minimum(last, end)
+    if window is not None:
+        first, last = torch.maximum(first, own - window[0]), torch.minimum(last, own + window[1])
     return Spans(own, first, last)
 
 

@@ -107,7 +107,7 @@ def attend(
     scale = qk_checks.check_scale(who, scale, q)
     tokens, device = q.shape[2], q.device
     ids = qk_checks.check_key_ids(who, "document_ids", document_ids, tokens, device)
-    kind, values, zero = stored(bias)
+    kind, values, zero = stored(bias, q.dtype)
     batched = {} if kind == "table" or values is None else {kind: values.flatten(1)}
     qk_checks.check_batches(who, q.shape[0], document_ids=ids, **batched)
     if zigzag and tokens % 2:

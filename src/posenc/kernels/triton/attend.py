@@ -26,6 +26,7 @@ from posenc.kernels.triton.attend_arguments import (
     constants_of,
     inputs_of,
     is_short,
+    kind_of_mask,
     places_of,
     prunes,
     strides_of,
@@ -68,7 +69,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, call: Any) -> tuple[Tensor, Tensor,
         norms, lows = _key_bounds(k, inputs[0], call)
     saved = q if ranges is None else ranges
     tensors = (q, k, v, out, lse, *inputs, norms, lows, saved)
-    described = ("attend", *call[4:6], *call[7:9], prune, call.starts is None, call.first is None)
+    described = ("attend", *call[4:6], *call[7:9], prune, *kind_of_mask(call))
     prepare = partial(_forward_launch, q, k, v, out, steps, prune, call)
     launch_for(described, (q, k, v, *present), prepare)(tensors, call.start)
     return out, lse, ranges
@@ -150,7 +151,7 @@ def _run_split(
         constants = {"PARTS": parts, "DV": v.shape[3], **block}
         return Launch(attention_split.combine, (rows, 1, 1), (rows,), constants, **OPTIONS)
 
-    described = ("split", *call[4:6], *call[7:9], call.starts is None, call.first is None)
+    described = ("split", *call[4:6], *call[7:9], *kind_of_mask(call))
     launch_for(described, tensors, prepare)(tensors, call.start)
     tensors = (part_out, part_lse, out, lse)
     launch_for(("combine",), tensors, prepare_combine)(tensors, 0)

@@ -87,6 +87,7 @@ def constants_of(q: Tensor, k: Tensor, v: Tensor, call: Any) -> dict[str, Any]:
         "CAUSAL": call.causal,
         "HAS_STARTS": call.starts is not None,
         "DOCUMENTS": call.first is not None,
+        "WINDOW": call.window is not None,
     }
 
 
@@ -98,11 +99,17 @@ def widths_of(q: Tensor, v: Tensor) -> dict[str, int]:
     }
 
 
-def places_of(call: Any) -> tuple[int, int]:
-    """Steps from sequence to sequence of the starts and of the documents' ends."""
+def places_of(call: Any) -> tuple[int, int, int, int]:
+    """Steps from sequence to sequence of the starts and of the documents' ends; the window."""
     starts = 0 if call.starts is None or len(call.starts) == 1 else 1
     ends = 0 if call.first is None or len(call.first) == 1 else call.first.stride(0)
-    return starts, ends
+    left, right = call.window or (0, 0)
+    return starts, ends, left, right
+
+
+def kind_of_mask(call: Any) -> tuple[Any, ...]:
+    """What a launch is made for: whether there are starts and documents, and the window."""
+    return call.starts is None, call.first is None, *(call.window or ())
 
 
 def width_and_zero(call: Any) -> tuple[int, int]:

@@ -22,6 +22,7 @@ from posenc.kernels.triton.attend_arguments import (
     blocks_for,
     constants_of,
     inputs_of,
+    kind_of_mask,
     places_of,
     prunes,
     strides_of,
@@ -46,7 +47,7 @@ def backward(
     rows_too = to_values and (call.kind == "slopes" or (call.kind == "table" and not call.causal))
     by_row = torch.empty_like(lse) if rows_too else lse
     by_key = lse.new_empty((batch, heads, keys)) if call.kind == "sums" else lse
-    how = (*call[4:6], *call[7:10], prune, call.starts is None, call.first is None, rows_too)
+    how = (*call[4:6], *call[7:10], prune, *kind_of_mask(call), rows_too)
     how = (*how, g_lse is None)
     pruned = q if ranges is None else ranges
     how = (*how, *signature((q, k, v, g, out, *present)))
@@ -162,6 +163,9 @@ def _table_gradient(
     blocks = blocks_for(TO_TABLE, q, v)
     nearest = max(-zero, 0) if call.causal else -zero
     longest = max(k.shape[2], call.start + q.shape[2]) - 1
+    if call.window is not None:
+        # No other distance is seen.
+        nearest, longest = max(nearest, -call.window[1]), min(longest, call.window[0])
     furthest = min(width - 2 - zero, longest)
     diagonals = max(0, -(-(furthest - nearest) // blocks[0]) + 1)
     sums = q.new_empty((q.shape[1], diagonals, 2, blocks[0]), dtype=torch.float32)

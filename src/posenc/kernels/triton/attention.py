@@ -102,14 +102,16 @@ def prune(
     return begin, end
 
 
-@triton.jit(do_not_specialize=["start", "keys", "queries", "width", "zero", "chunks"])
+@triton.jit(
+    do_not_specialize=["start", "left", "right", "keys", "queries", "width", "zero", "chunks"]
+)
 def forward(
     q, k, v, out, lse, values, starts, first, last, norms, lows, ranges, start,
     scale, spare, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h, o_t,
-    values_b, values_h, starts_b, ends_b, queries, keys, width, zero, chunks,
+    values_b, values_h, starts_b, ends_b, left, right, queries, keys, width, zero, chunks,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     KIND: tl.constexpr, CAUSAL: tl.constexpr, HAS_STARTS: tl.constexpr, DOCUMENTS: tl.constexpr,
-    PRUNE: tl.constexpr, PRECISION: tl.constexpr, PTX: tl.constexpr,
+    WINDOW: tl.constexpr, PRUNE: tl.constexpr, PRECISION: tl.constexpr, PTX: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     CHUNK: tl.constexpr, RANGE: tl.constexpr, NORMS: tl.constexpr,
 ):  # fmt: skip
@@ -133,7 +135,8 @@ def forward(
     kv = (h // GROUP).to(tl.int64)
     keys_at = k + b * k_b + kv * k_h
     values_at = v + b * v_b + kv * v_h
-    low, high = visible(own, first + b * ends_b, last + b * ends_b, keys, CAUSAL, DOCUMENTS)
+    of_sequence = first + b * ends_b, last + b * ends_b, left, right
+    low, high = visible(own, of_sequence, keys, CAUSAL, DOCUMENTS, WINDOW)
     low = tl.where(present, low, keys)
     high = tl.where(present, high, -1)
     ends = low, high
@@ -141,6 +144,7 @@ def forward(
     numbers = head_bias(values, b, h, own0, width, zero, values_b, values_h, KIND)
     exact: tl.constexpr = q.dtype.element_ty == tl.float32
     how: tl.constexpr = (KIND, exact, PRECISION, PTX)
+    masks: tl.constexpr = DOCUMENTS or WINDOW
     whole: tl.constexpr = KIND == TABLE or (exact and KIND != NONE)
     read: tl.constexpr = TILE if whole or (KIND == SLOPES and not CAUSAL) else COLUMN
     # Tiles of keys that some query sees, and those in the middle that hold the queries' own.
@@ -193,11 +197,11 @@ def forward(
         near = tl.minimum(tl.maximum((own0 + zero - width + 2) // BLOCK_N, begin), middle)
         state = visit(
             state, query, source, numbers, flat, own0, ends, scale, begin, near, k_width, v_width,
-            BLOCK_M, BLOCK_N, how, FLAT, DOCUMENTS,
+            BLOCK_M, BLOCK_N, how, FLAT, masks,
         )  # fmt: skip
     state = visit(
         state, query, source, numbers, 0.0, own0, ends, scale, near, middle, k_width, v_width,
-        BLOCK_M, BLOCK_N, how, read, DOCUMENTS,
+        BLOCK_M, BLOCK_N, how, read, masks,
     )  # fmt: skip
     if not CAUSAL:
         if KIND == TABLE:

@@ -30,6 +30,9 @@ from posenc.kernels.triton.attention_bias import (
     visible,
 )
 
+# Lengths, offsets and windows, which would compile a kernel again.
+UNSPECIALIZED = ["start", "left", "right", "keys", "queries", "width", "zero", "range_size"]
+
 
 @triton.jit
 def load_lse(lse, rows, queries):
@@ -78,16 +81,16 @@ def visit_keys(
     return dq, by_row
 
 
-@triton.jit(do_not_specialize=["start", "keys", "queries", "width", "zero", "range_size"])
+@triton.jit(do_not_specialize=UNSPECIALIZED)
 def to_queries(
     q, k, v, g, out, lse, g_lse, values, starts, first, last, ranges, dq, delta, by_row, start,
     scale, natural_scale, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t,
     g_b, g_h, g_t, o_b, o_h, o_t, dq_b, dq_h, dq_t,
-    values_b, values_h, starts_b, ends_b, queries, keys, width, zero, range_size,
+    values_b, values_h, starts_b, ends_b, left, right, queries, keys, width, zero, range_size,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     KIND: tl.constexpr, CAUSAL: tl.constexpr, HAS_STARTS: tl.constexpr, DOCUMENTS: tl.constexpr,
-    PRUNE: tl.constexpr, TO_ROWS: tl.constexpr, LSE_TOO: tl.constexpr, PRECISION: tl.constexpr,
-    PTX: tl.constexpr,
+    WINDOW: tl.constexpr, PRUNE: tl.constexpr, TO_ROWS: tl.constexpr, LSE_TOO: tl.constexpr,
+    PRECISION: tl.constexpr, PTX: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
     """The gradient of a block of queries, and ``delta``, which the other kernels read."""
@@ -115,13 +118,15 @@ def to_queries(
     numbers = head_bias(values, b, h, own0, width, zero, values_b, values_h, KIND)
     exact: tl.constexpr = q.dtype.element_ty == tl.float32
     how: tl.constexpr = (KIND, exact, PRECISION, PTX)
+    masks: tl.constexpr = DOCUMENTS or WINDOW
     sums = load_lse(lse + of_head, rows, queries)
     if not exact:
         sums -= row_bias(numbers, own0, own, KIND)
     kv = (h // GROUP).to(tl.int64)
     keys_at = k + b * k_b + kv * k_h
     values_at = v + b * v_b + kv * v_h
-    low, high = visible(own, first + b * ends_b, last + b * ends_b, keys, CAUSAL, DOCUMENTS)
+    of_sequence = first + b * ends_b, last + b * ends_b, left, right
+    low, high = visible(own, of_sequence, keys, CAUSAL, DOCUMENTS, WINDOW)
     low = tl.where(present, low, keys)
     high = tl.where(present, high, -1)
     ends = low, high
@@ -138,7 +143,7 @@ def to_queries(
     middle = end
     if CAUSAL:
         middle = tl.minimum(tl.maximum((tl.minimum(own0, keys - 1) + 1) // BLOCK_N, begin), end)
-    elif not DOCUMENTS:
+    elif not masks:
         # Only the last tile may be cut short.
         middle = tl.minimum(keys // BLOCK_N, end)
     state = tl.zeros((BLOCK_M, BLOCK_D), tl.float32), tl.zeros((BLOCK_M,), tl.float32)
@@ -149,18 +154,18 @@ def to_queries(
         near = tl.minimum(tl.maximum((own0 + zero - width + 2) // BLOCK_N, begin), middle)
         state = visit_keys(
             state, query, grad, sums, minus, source, numbers, flat, own0, ends, scale, begin,
-            near, k_width, v_width, BLOCK_M, BLOCK_N, how, FLAT, DOCUMENTS, False,
+            near, k_width, v_width, BLOCK_M, BLOCK_N, how, FLAT, masks, False,
         )  # fmt: skip
         if not CAUSAL:
             far = tl.minimum(tl.maximum((own0 + BLOCK_M + zero + BLOCK_N) // BLOCK_N, near), middle)
             flat = tl.load(numbers[0] + PAD + width - 1)
             state = visit_keys(
                 state, query, grad, sums, minus, source, numbers, flat, own0, ends, scale, far,
-                middle, k_width, v_width, BLOCK_M, BLOCK_N, how, FLAT, DOCUMENTS, TO_ROWS,
+                middle, k_width, v_width, BLOCK_M, BLOCK_N, how, FLAT, masks, TO_ROWS,
             )  # fmt: skip
     state = visit_keys(
         state, query, grad, sums, minus, source, numbers, 0.0, own0, ends, scale, near, far,
-        k_width, v_width, BLOCK_M, BLOCK_N, how, read, DOCUMENTS, TO_ROWS,
+        k_width, v_width, BLOCK_M, BLOCK_N, how, read, masks, TO_ROWS,
     )  # fmt: skip
     state = visit_keys(
         state, query, grad, sums, minus, source, numbers, 0.0, own0, ends, scale, middle, end,
@@ -181,7 +186,7 @@ def visit_queries(
     state, k, v, source, of_head, flat, column0, own_start, ends, scale, begin, end,
     K_WIDTH: tl.constexpr, V_WIDTH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     HOW: tl.constexpr, READ: tl.constexpr, MASKED: tl.constexpr,
-    CAUSAL: tl.constexpr, DOCUMENTS: tl.constexpr,
+    CAUSAL: tl.constexpr, DOCUMENTS: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
     """Add the gradients from the blocks of queries ``begin .. end - 1``."""
     dk, dv, by_key = state
@@ -206,7 +211,7 @@ def visit_queries(
         if HOW[0] != TABLE and not HOW[1]:
             sums -= row_bias(numbers, own0, own, HOW[0])
         if MASKED:
-            low, high = visible(own, ends[0], ends[1], keys, CAUSAL, DOCUMENTS)
+            low, high = visible(own, ends, keys, CAUSAL, DOCUMENTS, WINDOW)
             seen = (columns[:, None] >= low[None, :]) & (columns[:, None] <= high[None, :])
             scores = tl.where(seen, scores, float("-inf"))
         weights = tl.exp2(scores - sums[None, :])
@@ -220,15 +225,16 @@ def visit_queries(
     return dk, dv, by_key
 
 
-@triton.jit(do_not_specialize=["start", "keys", "queries", "width", "zero", "range_size"])
+@triton.jit(do_not_specialize=UNSPECIALIZED)
 def to_keys(
     q, k, v, g, lse, delta, values, starts, first, last, ranges, dk, dv, by_key, start,
     scale, natural_scale, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, g_b, g_h, g_t,
     dk_b, dk_h, dk_t, dv_b, dv_h, dv_t,
-    values_b, values_h, starts_b, ends_b, queries, keys, width, zero, range_size,
+    values_b, values_h, starts_b, ends_b, left, right, queries, keys, width, zero, range_size,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     KIND: tl.constexpr, CAUSAL: tl.constexpr, HAS_STARTS: tl.constexpr, DOCUMENTS: tl.constexpr,
-    NARROW: tl.constexpr, PRUNE: tl.constexpr, PRECISION: tl.constexpr, PTX: tl.constexpr,
+    WINDOW: tl.constexpr, NARROW: tl.constexpr, PRUNE: tl.constexpr,
+    PRECISION: tl.constexpr, PTX: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
     """The gradients of a tile of keys and values."""
@@ -247,7 +253,8 @@ def to_keys(
     v_tile = load_rows(v + b * v_b + kv64 * v_h, column0, keys, v_t, v_width, BLOCK_N)
     exact: tl.constexpr = q.dtype.element_ty == tl.float32
     how: tl.constexpr = (KIND, exact, PRECISION, PTX)
-    ends = first + b * ends_b, last + b * ends_b
+    masks: tl.constexpr = DOCUMENTS or WINDOW
+    ends = first + b * ends_b, last + b * ends_b, left, right
     whole: tl.constexpr = KIND == TABLE or (exact and KIND != NONE)
     read: tl.constexpr = TILE if whole or (KIND == SLOPES and not CAUSAL) else COLUMN
     blocks = (queries + BLOCK_M - 1) // BLOCK_M
@@ -256,6 +263,9 @@ def to_keys(
     most_own = own_start + queries - 1
     if CAUSAL:
         least_own = tl.maximum(least_own, column0)
+    if WINDOW:
+        least_own = tl.maximum(least_own, column0 - right)
+        most_own = tl.minimum(most_own, column0 + BLOCK_N - 1 + left)
     if NARROW:
         # A document's queries see its keys, and no others do.
         near = tl.minimum(columns, keys - 1)
@@ -304,7 +314,7 @@ def to_keys(
             state = visit_queries(
                 state, k_tile, v_tile, source, numbers, 0.0, column0, own_start, ends, scale,
                 start_block, full, k_width, v_width, BLOCK_M, BLOCK_N, how, read, True, CAUSAL,
-                DOCUMENTS,
+                DOCUMENTS, WINDOW,
             )  # fmt: skip
         far = stop_block
         if KIND == TABLE:
@@ -318,20 +328,21 @@ def to_keys(
                 flat = tl.load(numbers[0] + PAD + width - 1)
                 state = visit_queries(
                     state, k_tile, v_tile, source, numbers, flat, column0, own_start, ends, scale,
-                    start_block, early, k_width, v_width, BLOCK_M, BLOCK_N, how, FLAT, DOCUMENTS,
-                    CAUSAL, DOCUMENTS,
+                    start_block, early, k_width, v_width, BLOCK_M, BLOCK_N, how, FLAT, masks,
+                    CAUSAL, DOCUMENTS, WINDOW,
                 )  # fmt: skip
                 full = early
         state = visit_queries(
             state, k_tile, v_tile, source, numbers, 0.0, column0, own_start, ends, scale, full,
-            far, k_width, v_width, BLOCK_M, BLOCK_N, how, read, DOCUMENTS, CAUSAL, DOCUMENTS,
+            far, k_width, v_width, BLOCK_M, BLOCK_N, how, read, masks, CAUSAL, DOCUMENTS,
+            WINDOW,
         )  # fmt: skip
         if KIND == TABLE:
             flat = tl.load(numbers[0])
             state = visit_queries(
                 state, k_tile, v_tile, source, numbers, flat, column0, own_start, ends, scale,
-                far, stop_block, k_width, v_width, BLOCK_M, BLOCK_N, how, FLAT, DOCUMENTS, CAUSAL,
-                DOCUMENTS,
+                far, stop_block, k_width, v_width, BLOCK_M, BLOCK_N, how, FLAT, masks, CAUSAL,
+                DOCUMENTS, WINDOW,
             )  # fmt: skip
         dk_tile, dv_tile, sums = state
         if KIND == SUMS:

@@ -60,8 +60,13 @@ def query_start(starts, start, b, starts_b, HAS_STARTS: tl.constexpr):
 
 
 @triton.jit
-def visible(own, first, last, keys, CAUSAL: tl.constexpr, DOCUMENTS: tl.constexpr):
-    """The first and the last key that each query sees; ``first`` and ``last`` of a sequence."""
+def visible(own, ends, keys, CAUSAL: tl.constexpr, DOCUMENTS: tl.constexpr, WINDOW: tl.constexpr):
+    """The first and the last key that each query sees.
+
+    ``ends`` are those of documents in a sequence, and then the window's keys before the own one and
+    after it.
+    """
+    first, last, left, right = ends
     low = own * 0
     high = own * 0 + keys - 1
     if CAUSAL:
@@ -70,6 +75,9 @@ def visible(own, first, last, keys, CAUSAL: tl.constexpr, DOCUMENTS: tl.constexp
         at = tl.minimum(tl.maximum(own, 0), keys - 1)
         low = tl.load(first + at).to(tl.int32)
         high = tl.minimum(high, tl.load(last + at).to(tl.int32))
+    if WINDOW:
+        low = tl.maximum(low, own - left)
+        high = tl.minimum(high, own + right)
     return low, high
 
 

@@ -21,14 +21,14 @@ from posenc.kernels.triton.attention_bias import (
 )
 
 
-@triton.jit(do_not_specialize=["start", "keys", "queries", "width", "zero"])
+@triton.jit(do_not_specialize=["start", "left", "right", "keys", "queries", "width", "zero"])
 def split(
     q, k, v, values, starts, first, last, part_out, part_lse, start,
     scale, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t,
-    values_b, values_h, starts_b, ends_b, queries, keys, width, zero,
+    values_b, values_h, starts_b, ends_b, left, right, queries, keys, width, zero,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     KIND: tl.constexpr, CAUSAL: tl.constexpr, HAS_STARTS: tl.constexpr, DOCUMENTS: tl.constexpr,
-    PRECISION: tl.constexpr,
+    WINDOW: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
     """Attention to one part of the keys, and its log-sum-exp in units of log2."""
@@ -45,13 +45,17 @@ def split(
     query = tl.load(
         at + channels[None, :], mask=present[:, None] & (channels < D)[None, :], other=0.0
     )
-    low, high = visible(own, first + b * ends_b, last + b * ends_b, keys, CAUSAL, DOCUMENTS)
+    ends = first + b * ends_b, last + b * ends_b, left, right
+    low, high = visible(own, ends, keys, CAUSAL, DOCUMENTS, WINDOW)
     low = tl.where(present, low, keys)
     high = tl.where(present, high, -1)
-    tiles = (keys + BLOCK_N - 1) // BLOCK_N
+    # The tiles of keys that are seen, in equal parts.
+    first_tile = tl.maximum(tl.min(low), 0) // BLOCK_N
+    tiles_end = (tl.max(high) + BLOCK_N) // BLOCK_N
+    tiles = tl.maximum(tiles_end - first_tile, 0)
     share = (tiles + tl.num_programs(1) - 1) // tl.num_programs(1)
-    begin = tl.maximum(part * share, tl.maximum(tl.min(low), 0) // BLOCK_N)
-    end = tl.minimum((part + 1) * share, (tl.max(high) + BLOCK_N) // BLOCK_N)
+    begin = first_tile + part * share
+    end = tl.minimum(begin + share, tiles_end)
     numbers = values + b * values_b + h.to(tl.int64) * values_h
     slope = tl.zeros((BLOCK_M,), tl.float32)
     of_query = tl.zeros((BLOCK_M,), tl.float64)

@@ -5,17 +5,17 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from posenc.kernels.triton.attention_backward import load_lse
+from posenc.kernels.triton.attention_backward import UNSPECIALIZED, load_lse
 from posenc.kernels.triton.attention_bias import PAD, load_keys, query_start, visible
 
 
 @triton.jit
 def visit_diagonal(
-    sums, bias, at_head, at_keys, lse, delta, first, last, steps, where, scale, begin, end,
+    sums, bias, at_head, at_keys, lse, delta, ends, steps, where, scale, begin, end,
     gap, gap_size,
     D: tl.constexpr, DV: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr, CAUSAL: tl.constexpr, DOCUMENTS: tl.constexpr, MASKED: tl.constexpr,
-    PRECISION: tl.constexpr,
+    BLOCK_DV: tl.constexpr, CAUSAL: tl.constexpr, DOCUMENTS: tl.constexpr, WINDOW: tl.constexpr,
+    MASKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Add ``dS`` of a diagonal's tiles; from block ``gap`` on, leave out ``gap_size`` blocks."""
     own_start, distance, queries, keys = where
@@ -36,7 +36,7 @@ def visit_diagonal(
         scores = tl.dot(query, key.T, input_precision=PRECISION) * scale + bias
         total = load_lse(lse, rows, queries)
         if MASKED:
-            low, high = visible(own0 + row, first, last, keys, CAUSAL, DOCUMENTS)
+            low, high = visible(own0 + row, ends, keys, CAUSAL, DOCUMENTS, WINDOW)
             columns = (key0 + row)[None, :]
             seen = (columns >= low[:, None]) & (columns <= high[:, None])
             scores = tl.where(seen, scores, float("-inf"))
@@ -47,14 +47,15 @@ def visit_diagonal(
     return sums
 
 
-@triton.jit(do_not_specialize=["start", "keys", "queries", "width", "zero", "nearest", "batch"])
+@triton.jit(do_not_specialize=[*UNSPECIALIZED[:-1], "nearest", "batch"])
 def to_table(
     q, k, v, g, lse, delta, values, starts, first, last, by_distance, start,
     scale, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, g_b, g_h, g_t,
-    values_h, starts_b, ends_b, queries, keys, width, zero, nearest, batch,
+    values_h, starts_b, ends_b, left, right, queries, keys, width, zero, nearest, batch,
     GROUP: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     CAUSAL: tl.constexpr, HAS_STARTS: tl.constexpr, DOCUMENTS: tl.constexpr,
-    PRECISION: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    WINDOW: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
     """Sums of ``dS`` for the distances of one diagonal of tiles, ``[H, diagonals, 2 * BLOCK]``.
 
@@ -84,7 +85,7 @@ def to_table(
         end = tl.maximum(begin, end)
         inner = begin
         outer = begin
-        if not DOCUMENTS:
+        if not (DOCUMENTS or WINDOW):
             inner = tl.maximum(distance - own_start + BLOCK - 1, 0) // BLOCK
             inner = tl.minimum(tl.maximum(inner, begin), end)
             outer = tl.minimum(tl.maximum(keys + distance - own_start, 0), queries) // BLOCK
@@ -94,16 +95,17 @@ def to_table(
                 outer = tl.where(distance >= BLOCK - 1, outer, inner)
         where = own_start, distance, queries, keys
         steps = q_t, g_t, k_t, v_t
+        ends = first + b * ends_b, last + b * ends_b, left, right
         sums = visit_diagonal(
-            sums, bias, at_head, at_keys, lse + of_head, delta + of_head, first + b * ends_b,
-            last + b * ends_b, steps, where, scale, inner, outer, 0, 0,
-            D, DV, BLOCK, BLOCK_D, BLOCK_DV, CAUSAL, DOCUMENTS, False, PRECISION,
+            sums, bias, at_head, at_keys, lse + of_head, delta + of_head, ends, steps, where,
+            scale, inner, outer, 0, 0,
+            D, DV, BLOCK, BLOCK_D, BLOCK_DV, CAUSAL, DOCUMENTS, WINDOW, False, PRECISION,
         )  # fmt: skip
         # The others, at both ends.
         sums = visit_diagonal(
-            sums, bias, at_head, at_keys, lse + of_head, delta + of_head, first + b * ends_b,
-            last + b * ends_b, steps, where, scale, begin, end - (outer - inner), inner,
-            outer - inner, D, DV, BLOCK, BLOCK_D, BLOCK_DV, CAUSAL, DOCUMENTS, True, PRECISION,
+            sums, bias, at_head, at_keys, lse + of_head, delta + of_head, ends, steps, where,
+            scale, begin, end - (outer - inner), inner, outer - inner,
+            D, DV, BLOCK, BLOCK_D, BLOCK_DV, CAUSAL, DOCUMENTS, WINDOW, True, PRECISION,
         )  # fmt: skip
     # Skew the tile so that its diagonals become columns.
     place = tl.arange(0, 2 * BLOCK)

@@ -1,0 +1,205 @@
+"""Sliding windows: the keys near a query's own, in every bias, matrix and mod."""
+
+import itertools
+
+import pytest
+import torch
+
+import posenc
+from posenc import attention
+from posenc.attention import (
+    DistanceTable,
+    RowBias,
+    RunningSum,
+    Slopes,
+    biased_attention,
+    biased_attention_with_lse,
+    pieces,
+    relative_bias,
+)
+from posenc.attention import rows as by_rows
+from posenc.attention.biases import Call
+from support.attention import written_down
+from support.modules import DIM, HEADS, MODULES, TOKENS, attended, gated
+
+B, H, WIDTH, COLUMNS, ZERO = 2, 4, 16, 37, 7
+PLACES = [
+    ((140, 140), "end", False),
+    ((140, 140), "end", True),
+    ((3, 17), "middle", True),
+    ((3, 17), "each", False),
+    ((1, 300), "each", True),
+]
+# What a user writes, and the keys before and after.
+WINDOWS = {"own": (1, (0, 0)), "20": (20, (19, 19)), "pair": ((5, 2), (5, 2)), "left": ((9, -1),)}
+
+
+def numbers_of(kind, keys):
+    if kind == "sums":
+        return -(torch.rand(B, H, keys).double() * 0.1).cumsum(-1).requires_grad_()
+    shapes = {"slopes": (H,), "table": (H, COLUMNS), "rows": (H, COLUMNS)}
+    return torch.rand(shapes[kind]).double().requires_grad_() if kind in shapes else None
+
+
+def bias_of(kind, values):
+    if kind == "rows":
+        table = DistanceTable(values, ZERO)
+        return RowBias(lambda own, index: attention.biases.bias_rows("table", *table, own, index))
+    makers = {"slopes": Slopes, "sums": RunningSum, "table": lambda x: DistanceTable(x, ZERO)}
+    return makers[kind](values) if kind in makers else None
+
+
+@pytest.fixture(autouse=True)
+def _few_rows(monkeypatch):
+    monkeypatch.setattr(by_rows, "SCORES", 2**12)
+
+
+@pytest.mark.parametrize("window", WINDOWS.values(), ids=WINDOWS)
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "symmetric"])
+@pytest.mark.parametrize("kind", ["none", "slopes", "table", "sums", "rows"])
+def test_attention_sees_the_keys_of_the_window(kind, causal, window):
+    """Output, log-sum-exp and gradients by the definition, wherever the queries are."""
+    given, sides = window[0], window[-1] if len(window) > 1 else (9, 10**6)
+    for ((queries, keys), place, packed), backend in itertools.product(PLACES, (None, "dense")):
+        if kind == "rows" and backend:
+            continue
+        torch.manual_seed(0)
+        q, k, v = (
+            torch.randn(B, n, m, WIDTH).double().requires_grad_()
+            for n, m in ((H, queries), (2, keys), (2, keys))
+        )
+        values, most = numbers_of(kind, keys), keys - queries
+        offset = {"end": None, "middle": most // 2, "each": torch.tensor([0, most])}[place]
+        ids = (torch.arange(keys) // max(2, keys // 3)).expand(B, -1) if packed else None
+        inputs = [x for x in (q, k, v, values) if x is not None]
+        start = torch.as_tensor(most if offset is None else offset).reshape(-1, 1)
+        how = {"query_offset": offset, "document_ids": ids, "window": given, "backend": backend}
+        got = biased_attention_with_lse(q, k, v, bias_of(kind, values), causal=causal, **how)
+
+        own = (start + torch.arange(queries)).expand(B, -1)
+        exact = values[None] if kind == "slopes" else values
+        named = "table" if kind == "rows" else kind
+        how = {"own": own, "scale": WIDTH**-0.5, "zero": ZERO, "causal": causal}
+        wanted = written_down(q, k, v, exact, named, **how, documents=ids, window=sides)
+        above = [torch.randn_like(x) for x in got]
+        grads = zip(*(torch.autograd.grad(x, inputs, above) for x in (got, wanted)), strict=True)
+        for a, b in (*zip(got, wanted, strict=True), *grads):
+            torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-11)
+
+
+def test_keys_outside_cost_nothing():
+    """Of 4,096 keys, queries with a window of 64 meet a hundred at a time."""
+    q = torch.randn(1, 2, 4096, 16)
+    met = []
+
+    def rows(own, index):
+        met.append(len(index))
+        return torch.zeros(1, 2, own.shape[1], len(index))
+
+    biased_attention(q, q, q, RowBias(rows), window=64)
+    assert max(met) <= 128
+    assert len(met) < 4096
+    call = Call(None, None, None, None, "none", 0, 0, 0.25, True, True, (63, 63))
+    cut = [piece.keys[2] for piece in pieces.pieces(q, q, call, written=True)]
+    assert max(keys.stop - keys.start for keys in cut) <= 64 + pieces.CHUNK
+
+
+BIASED = [name for name, use in MODULES.items() if use.call in (attended, gated)]
+BIASED = [name for name in BIASED if not name.startswith(("SelfExtend", "DualChunk"))]
+
+
+@pytest.mark.parametrize("name", BIASED)
+def test_every_module_takes_a_window(name):
+    """The same as a mask of that window."""
+    torch.manual_seed(0)
+    module = MODULES[name].build().double()
+    q, k, v = torch.randn(3, 2, HEADS, TOKENS, DIM).double().unbind()
+    k.requires_grad_()
+    x = torch.randn(2, TOKENS, HEADS * DIM).double()
+    given = (q, k, v, x) if MODULES[name].call is gated else (q, k, v)
+    for parameter in module.parameters():
+        torch.nn.init.normal_(parameter)
+    distance = torch.arange(TOKENS)[:, None] - torch.arange(TOKENS)
+    for window, seen in ((2, distance.abs() < 2), ((1, 3), (distance <= 1) & (-distance <= 3))):
+        got, wanted = module(*given, window=window), module(*given, attn_mask=seen)
+        torch.testing.assert_close(got, wanted, rtol=1e-9, atol=1e-11)
+        assert not torch.allclose(got, module(*given))
+        of = [k, *module.parameters()]
+        for a, b in zip(*(torch.autograd.grad(y.sum(), of) for y in (got, wanted)), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-10)
+
+
+@pytest.mark.parametrize("seq_dim", [-2, 1])
+def test_pope_takes_windows_documents_and_offsets(seq_dim):
+    """The same as attention to the encoded queries and keys of the whole sequence."""
+    torch.manual_seed(0)
+    keys, queries = 12, 4
+    pope = posenc.PoPE(8, num_heads=2, init="uniform", seq_dim=seq_dim).double()
+    q, k, v = (torch.randn(2, h, keys, 8).double() for h in (4, 2, 2))
+    ids = torch.tensor([[0] * 5 + [1] * 7, [-1] * 2 + [3] * 10])
+    polar = posenc.PoPE(8, num_heads=2).double()
+    polar.load_state_dict(pope.state_dict())
+
+    def attend(q, k, v, **options):
+        if seq_dim == 1:
+            q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        made = pope.attention(q, k, v, **options)
+        return made.transpose(1, 2) if seq_dim == 1 else made
+
+    for offset in (None, 3, torch.tensor([0, 8])):
+        start = torch.as_tensor(keys - queries if offset is None else offset).reshape(-1, 1)
+        own = (start + torch.arange(queries)).expand(2, -1)
+        some = q.gather(2, own[:, None, :, None].expand(2, 4, -1, 8))
+        how = {"query_offset": offset, "document_ids": ids, "window": (3, 1)}
+        got = attend(some, k, v, causal=False, **how)
+        both = polar(q, k)
+        polar_q = both[0].gather(2, own[:, None, :, None].expand(2, 4, -1, 16))
+        exact = {"own": own, "scale": 8**-0.5, "causal": False, "documents": ids, "window": (3, 1)}
+        wanted, _ = written_down(polar_q, both[1], v, None, "none", **exact)
+        torch.testing.assert_close(got, wanted, rtol=1e-9, atol=1e-11)
+    # All tokens, without any of these, go to SDPA.
+    torch.testing.assert_close(attend(q, k, v), attend(q, k, v, window=keys))
+
+
+def test_matrices_and_mods_hide_the_same_keys():
+    slopes, (queries, keys), window = torch.rand(H), (5, 9), (3, 1)
+    i, j = torch.arange(queries)[:, None] + keys - queries, torch.arange(keys)
+    seen = (i - j <= 3) & (j - i <= 1)
+    how = {"causal": False, "window": window}
+    bias = posenc.functional.alibi_bias(slopes, queries, keys, **how)
+    assert torch.equal(bias.isfinite(), seen.expand(H, -1, -1))
+    ids = torch.zeros(keys, dtype=torch.int64)
+    assert torch.equal(bias, posenc.functional.alibi_bias(slopes, 5, 9, document_ids=ids, **how))
+    torch.testing.assert_close(relative_bias(Slopes(slopes), queries, keys, **how), bias)
+    torch.testing.assert_close(
+        posenc.ALiBi(H, causal=False).bias(5, 9, window=4)[0, 0, 5:],
+        posenc.ALiBi(H, causal=False).bias(5, 9)[0, 0, 5:].where(j[5:] < 8, -torch.inf),
+    )
+    grid = torch.tensor(0), torch.tensor(0), torch.arange(queries)[:, None], torch.arange(keys)
+    assert torch.equal(attention.alibi_mask_mod(queries, keys, **how)(*grid), seen)
+    score = torch.zeros(queries, keys)
+    for mod in (
+        attention.alibi_score_mod(slopes, queries, keys, **how),
+        attention.relative_score_mod(Slopes(slopes), queries, keys, **how),
+    ):
+        torch.testing.assert_close(mod(score, *grid), bias[0])
+    mask = attention.alibi_block_mask(
+        slopes, 256, score_bound=float("inf"), dtype=torch.float32, window=100, block=64
+    )
+    assert mask.to_dense()[0, 0].tolist() == [
+        [1, 0, 0, 0],
+        [1, 1, 0, 0],
+        [1, 1, 1, 0],
+        [0, 1, 1, 1],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("window", "error"),
+    [(0, ValueError), (True, TypeError), (2.5, TypeError), ((1,), ValueError),
+     ((-2, 0), ValueError), ((1, "2"), TypeError), ("ab", TypeError)],
+)  # fmt: skip
+def test_a_window_that_is_none_is_refused(window, error):
+    q = torch.randn(1, 2, 4, 8)
+    with pytest.raises(error, match="biased_attention: window must"):
+        biased_attention(q, q, q, window=window)
