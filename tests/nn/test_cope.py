@@ -15,7 +15,7 @@ def made(dim=8, positions=4):
     return drawn(posenc.CoPE, dim, positions)
 
 
-def exact_bias(given, q, k, scale, start):
+def exact_bias(given, q, k, scale, start, mask=None):
     """Position by position, as the paper defines it."""
     table = given["pos_emb"][0]
     most = table.shape[1] - 1
@@ -25,7 +25,8 @@ def exact_bias(given, q, k, scale, start):
         for h in range(q.shape[1]):
             for r in range(q.shape[2]):
                 i, query = start + r, q[b, h, r].double()
-                gates = torch.sigmoid(k[b, h].double() @ query * scale)
+                scores = k[b, h].double() @ query * scale
+                gates = torch.sigmoid(scores if mask is None else scores + mask[b, h, r])
                 for j in range(k.shape[2]):
                     if j > i:
                         matrix.append(query.new_full((), -math.inf))
@@ -57,6 +58,25 @@ def test_attention_is_the_formula_with_its_gradients(queries):
     torch.testing.assert_close(
         cope.pos_emb.grad.double(), given["pos_emb"].grad, rtol=1e-5, atol=1e-6
     )
+
+
+@pytest.mark.parametrize("kind", ["bool", "float", "keys"])
+def test_a_hidden_key_is_not_counted(kind, monkeypatch):
+    """The authors' gates are those of the masked scores."""
+    monkeypatch.setattr("posenc.attention.rows.SCORES", 2 * 2 * 4 * 9)
+    cope, (q, k, v) = made(), (x.detach() for x in qkv(4, 5, 9, kv_heads=2))
+    seen = torch.rand(*q.shape[:2], 5, 9, generator=torch.Generator().manual_seed(2)) < 0.6
+    if kind == "keys":
+        seen = seen[:1, :1, :1].index_fill(3, torch.arange(4), True)
+    else:
+        seen = seen | torch.eye(9, dtype=torch.bool)[-5:]
+    mask = torch.where(seen, torch.randn(seen.shape).double(), -math.inf)
+    mask = mask if kind == "float" else seen.double().log()
+    given, whole = leaves(cope), mask.expand(*q.shape[:3], 9)
+    wanted = exact_bias(given, q, k, 8**-0.5, 4, whole) + whole
+    exact = oracles.attention(q, k, v, wanted, 8**-0.5)
+    got = cope.attention(q, k, v, attn_mask=mask if kind == "float" else seen)
+    torch.testing.assert_close(got, exact, rtol=1e-11, atol=1e-11)
 
 
 def test_pieces_are_put_together_and_rows_are_found_by_their_offsets(monkeypatch):

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from posenc._contract import checks, qk_checks
 from posenc._contract.tracing import without_autocast
+from posenc.attention.biased import AttentionOptions
 from posenc.attention.biases import RowBias
 from posenc.nn._product import ProductBias
 
@@ -25,8 +26,9 @@ class CoPE(ProductBias):
         \text{bias}_{ij} = q_i \cdot e[p_{ij}]
 
     for :math:`P` whole positions; between two of them :math:`q_i \cdot e` is interpolated. The
-    gates are those of the scaled scores, as in the authors' code. Attention is causal, and goes
-    a few queries at a time: the bias depends on all keys in between.
+    gates are those of the scaled scores with ``attn_mask``, as in the authors' code: a key that the
+    mask hides is not counted. Attention is causal, and goes a few queries at a time: the bias
+    depends on all keys in between.
 
     Args:
         head_dim: Channels ``D`` of a head.
@@ -60,18 +62,26 @@ class CoPE(ProductBias):
         """Set the embeddings to zero."""
         nn.init.zeros_(self.pos_emb)
 
-    def _rows(self, q: Tensor, k: Tensor, scale: float, offset: int | Tensor | None) -> RowBias:
-        who = type(self).__name__
-        start = qk_checks.check_query_offset(who, offset, q.shape[2], k.shape[2], q.device)
+    def _rows(self, q: Tensor, k: Tensor, scale: float, options: AttentionOptions) -> RowBias:
+        who, lengths = type(self).__name__, (q.shape[2], k.shape[2])
+        offset, mask = options.get("query_offset"), options.get("attn_mask")
+        start = qk_checks.check_query_offset(who, offset, *lengths, q.device)
+        mask = qk_checks.check_attn_mask(who, mask, (*q.shape[:2], *lengths), q.device)
         start = start.reshape(-1, 1) if isinstance(start, Tensor) else start
-        wide = torch.promote_types(q.dtype, torch.float32)
+        wide, shared = torch.promote_types(q.dtype, torch.float32), q.shape[1] // k.shape[1]
 
         def rows(own: Tensor, index: Tensor) -> Tensor:
             with without_autocast(q):
-                some = q[:, :, (own - start)[0]].to(wide)
-                keys = k.to(wide).repeat_interleave(q.shape[1] // k.shape[1], 1)
-                gates = (some @ keys.mT * scale).sigmoid()
-                gates = gates.masked_fill(index > own[:, None, :, None], 0.0)
+                at_queries = (own - start)[0]
+                some = q[:, :, at_queries].to(wide)
+                keys = k.index_select(2, index).to(wide).repeat_interleave(shared, 1)
+                scores, hidden = some @ keys.mT * scale, index > own[:, None, :, None]
+                if mask is not None:
+                    part = mask if mask.shape[2] == 1 else mask[:, :, at_queries]
+                    part = part if mask.shape[3] == 1 else part[..., index]
+                    hidden = hidden | (~part if mask.dtype == torch.bool else part == float("-inf"))
+                    scores = scores if mask.dtype == torch.bool else scores + part.to(wide)
+                gates = scores.sigmoid().masked_fill(hidden, 0.0)
                 # Count from the query backwards.
                 at = gates.flip(-1).cumsum(-1).flip(-1).clamp(max=self.max_pos - 1)
                 below = at.detach().floor()
