@@ -4,6 +4,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed.run
+
+import posenc
 
 EXAMPLES = sorted((Path(__file__).parent.parent / "examples").glob("*.py"))
 # What each must have said: the claim it makes, as a number small enough to be rounding.
@@ -15,15 +19,19 @@ CLAIMS = {
     "packed_sequences": ["text 2,  9 tokens: packed and alone differ by"],
     "rotary_block": ["3000 positions later differs by"],
     "serve": [f"{name} answers that differ from those alone:" for name in ("Llama", "Qwen3")],
+    "swap_encodings": ["decoding is off from reading all at once by"],
     "tour": [],
 }
 # What its numbers follow from: two prompts begin with the same 19 tokens, and a request of 80, the
 # last of which is not read, has a window of 48 and pages of 8.
-FACTS = {"serve": ["19 tokens of a prompt were shared, 32 were evicted"]}
+FACTS = {
+    "serve": ["19 tokens of a prompt were shared, 32 were evicted"],
+    "swap_encodings": ["all learned: True"],
+}
 
 
 def run(script, *arguments):
-    command = [sys.executable, "-W", "error", str(script), *arguments]
+    command = [sys.executable, "-W", "error", *map(str, (script, *arguments))]
     return subprocess.run(command, check=True, timeout=300, capture_output=True, text=True).stdout
 
 
@@ -34,7 +42,7 @@ SCRIPTS = [path for path in EXAMPLES if path.stem != "tour"]
 @pytest.mark.parametrize("script", EXAMPLES, ids=lambda path: path.stem)
 def test_an_example_is_short(script):
     # Several processes need a model, a loss and a launcher; a server is one to begin with.
-    limits = {"context_parallel": 160, "serve": 200}
+    limits = {"context_parallel": 160, "serve": 200, "swap_encodings": 150}
     assert len(script.read_text().splitlines()) < limits.get(script.stem, 60)
 
 
@@ -58,6 +66,27 @@ def test_the_claims_of_an_example_hold(script, capsys):
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
 def test_an_example_runs_on_its_own_and_its_claims_hold(script):
     assert_claims_hold(script, run(script))
+
+
+@pytest.mark.slow
+def test_encodings_are_swapped_in_two_processes():
+    script = Path(EXAMPLES[0].parent, "swap_encodings.py")
+    launcher = Path(torch.distributed.run.__file__)
+    said = run(launcher, "--standalone", "--nproc-per-node", "2", script)
+    assert_claims_hold(script, said)
+
+
+# Of images, of numbers that are no positions of text, and of models that are trained already.
+NOT_OF_TEXT = {"GridBias", "SinusoidalGrid", "FourierFeatures", "SelfExtend", "DualChunk"}
+
+
+def test_every_encoding_of_text_is_swapped():
+    classes = {name for name in posenc.__all__ if isinstance(getattr(posenc, name), type)}
+    swapped = runpy.run_path(str(EXAMPLES[0].parent / "swap_encodings.py"))["ENCODINGS"]
+    assert set(swapped) | NOT_OF_TEXT == {
+        c for c in classes if issubclass(getattr(posenc, c), torch.nn.Module)
+    }
+    assert not set(swapped) & NOT_OF_TEXT
 
 
 @pytest.mark.slow
