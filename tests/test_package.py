@@ -1,6 +1,9 @@
 import inspect
 import subprocess
 import sys
+import warnings
+
+import pytest
 
 import posenc
 import posenc.functional
@@ -64,3 +67,11 @@ def test_seed_arguments_come_first_and_ours_are_keyword_only():
         found = parameters(function)
         assert [p.name for p in found[: len(names)]] == names, function
         assert all(p.kind is p.KEYWORD_ONLY for p in found[len(names) :]), function
+
+
+def test_a_warning_of_ours_is_an_error():
+    """Whatever is installed: with versions that are not pinned those of others are let pass."""
+    with pytest.raises(UserWarning, match="of a test"):
+        warnings.warn("of a test", stacklevel=1)
+    with pytest.raises(UserWarning, match="of the package"):
+        exec("import warnings; warnings.warn('of the package')", {"__name__": "posenc.nn.rope"})
