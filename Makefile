@@ -6,14 +6,16 @@ DEMO := .venv/.demo
 INSTALLED := .venv/.installed
 IS_NEW := 'import sys; sys.version_info < (3, 11) and sys.exit("make needs Python 3.11 or newer: PYTHON=python3.12, say")'
 DOCUMENTED := .venv/.documented
+NEWEST := .venv-newest
 
-.PHONY: demo test test-all check docs format sanitize clean
+.PHONY: demo test test-all test-newest check docs format sanitize clean
 
 demo: $(DEMO)
 	$(BIN)/posenc compare --quick --overwrite -o out/compare
 
 # A worker takes neighbours, which share imports and fixtures, and the rest of the other's at the end.
-PYTEST := $(BIN)/pytest -n 2 --dist worksteal
+WORKERS := -n 2 --dist worksteal
+PYTEST := $(BIN)/pytest $(WORKERS)
 
 test: $(INSTALLED)
 	$(PYTEST) -m "not slow"
@@ -21,6 +23,13 @@ test: $(INSTALLED)
 # The slow tests too, and ten times the property-test examples.
 test-all: $(INSTALLED)
 	HYPOTHESIS_PROFILE=thorough $(PYTEST)
+
+# With the newest of every package, whatever constraints.txt says; asks for newer ones at each run.
+test-newest:
+	test -x $(NEWEST)/bin/python || { $(PYTHON) -c $(IS_NEW) && $(PYTHON) -m venv $(NEWEST); }
+	$(NEWEST)/bin/python -m pip install --quiet --disable-pip-version-check \
+	  --upgrade --upgrade-strategy eager -e '.[test]'
+	$(NEWEST)/bin/pytest $(WORKERS) -m "not slow"
 
 check: $(INSTALLED)
 	$(BIN)/ruff format --check .
@@ -66,4 +75,4 @@ $(DOCUMENTED): $(INSTALLED)
 	touch $@
 
 clean:
-	rm -rf .venv build dist out site src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv $(NEWEST) build dist out site src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
