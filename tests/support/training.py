@@ -16,7 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 from support.modules import KEEP_FLOAT32, MODULES, TOKENS, WIDTH, Block, loss
 from support.processes import each
 
-HALF = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+# torch 2.15 reduces in float32 where nothing is said, and older ones in the dtype of parameters.
+HALF = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
 RATE = 0.5
 
 
