@@ -15,6 +15,9 @@ SIZES = {"hidden_size": 512, "num_attention_heads": 8}
 # Widths that the class works out from others; and configs that have no default.
 OTHER = {"dbrx", "gradium_phonon_tts", "pocket_tts", "zamba2", "gemma4_assistant", "nougat"}
 TYPES = sorted(set(CONFIG_MAPPING.keys()) - OTHER)
+# Types that older releases lack.
+SINCE_5_23 = {"lfm3", "internlm3", "iquestcoder", "granite_docling_text"}
+SINCE_5_23 |= {"dots3_note", "dots3_note_text", "dots3_note_audio_encoder"}
 CHOSEN = TYPES if os.environ.get("HYPOTHESIS_PROFILE") == "thorough" else TYPES[::9]
 
 
@@ -77,7 +80,18 @@ def test_every_type_named_is_one_that_transformers_knows():
     keys = ("rope_theta", "rope_parameters", "head_dim", "qk_rope_head_dim", "layout")
     named = frozenset().union(*map(configs.types_with, (*keys, "rope_interleave")))
     unknown = named - set(CONFIG_MAPPING.keys())
-    assert unknown == {"kimi_k2"}, transformers.__version__
+    newer = set() if "lfm3" in CONFIG_MAPPING else SINCE_5_23
+    assert unknown == {"kimi_k2"} | newer, transformers.__version__
+
+
+def test_parts_of_one_model_have_layouts_of_their_own():
+    """The text of dots3_note interleaves; its audio encoder, in the same file, does not."""
+    text = {**SIZES, "model_type": "dots3_note_text", "rope_parameters": {"rope_theta": 8e7}}
+    whole = {"model_type": "dots3_note", "text_config": text, "vision_config": {}}
+    for recipe in map(configs.read, (text, whole)):
+        assert (recipe.head_dim, recipe.interleaved, recipe.interleaved_out) == (64, True, False)
+    audio = configs.read({**SIZES, "model_type": "dots3_note_audio_encoder"})
+    assert (audio.rotary_dim, audio.interleaved, audio.interleaved_out) == (32, False, None)
 
 
 def test_gemma_3_as_it_is_published():

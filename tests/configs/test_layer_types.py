@@ -30,7 +30,8 @@ CHANGES = [
 # Layers of the first follow no cycle. The others have full attention alone, unless a file switches
 # use_sliding_window on; then their windows go by rules of their own.
 OWN = {
-    "deepseek_v4", "flint", "kimi_linear", "mimo_v2_flash", "muse_glimmer_text", "muse_spark_text",
+    "deepseek_v4", "dots3_note_text", "flint", "kimi_linear", "lfm3", "mimo_v2_flash",
+    "muse_glimmer_text", "muse_spark_text",
 }  # fmt: skip
 SWITCHED = {"smollm3", "qwen2_moe", "deepseek_ocr2_encoder"}
 

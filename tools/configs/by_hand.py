@@ -54,6 +54,40 @@ BY_HAND: list[tuple[str, str, dict[str, Any]]] = [
         "dinov3_vit eomt_dinov3 sapiens2",
         {"coordinates": 2, "rope_theta": 100.0},
     ),
+    # Types of transformers 5.23, which is newer than the release that constraints.txt pins. But for
+    # the reasons given, the tool finds the same in its classes.
+    ("Read off its class.", "granite_docling_text", {"rope_theta": 10_000.0}),
+    (
+        "Read off their classes.",
+        "internlm3 iquestcoder",
+        {"head_dim": 128, "rope_theta": 10_000.0},
+    ),
+    (
+        "Read off its class.",
+        "lfm3",
+        {
+            "head_dim": 128,
+            "layer_types": None,
+            "rope_parameters": "required",
+            "sliding_window": 256,
+        },
+    ),
+    ("Read off their classes.", "dots3_note dots3_note_text", {"rope_interleave": True}),
+    (
+        "The class puts 512 where a window is left out.",
+        "dots3_note_text",
+        {
+            "layer_types": None,
+            "qk_rope_head_dim": 64,
+            "rope_parameters": "required",
+            "sliding_window": 512,
+        },
+    ),
+    (
+        "The function that interleaves beside its class is that of the text.",
+        "dots3_note_audio_encoder",
+        {"partial_rotary_factor": 0.5, "rope_interleave": False, "rope_theta": 10_000.0},
+    ),
     # Rotations that no RoPE has, whatever their configs say.
     (
         "It has no class here, and its own code reads its keys in ways of its own.",
