@@ -62,6 +62,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
     "DeepseekOcr2SamVisionConfig": {"downsample_channels": [32, 64]},
     "Dots1Config": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
+    "Dots3NoteAudioConfig": {"adapter_input_size": 64},
+    "Dots3NoteVisionConfig": {"adapter_in_dim": 64, "mlp_layer_types": ["dense", "dense"]},
     "EfficientLoFTRConfig": {
         "out_features": [32, 32, 64, 64],
         "stage_num_blocks": [1, 1, 1, 1],
@@ -92,6 +94,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "rope_parameters": {**_DEFAULT, "mrope_section": [2, 2, 2, 2]},
     },
     "Lfm2MoeConfig": {"layer_types": ["conv", "full_attention"]},
+    "Lfm3Config": {"layer_types": _BOTH},
+    "Lfm3VlVisionConfig": {"layer_types": ["conv", "full_attention"]},
     "Llama4VisionConfig": {"vision_output_dim": 64, "projector_input_dim": 64,
                            "projector_output_dim": 64, "intermediate_size": 256},
     "MinistralConfig": {"head_dim": 16},
