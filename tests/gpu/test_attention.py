@@ -148,3 +148,28 @@ def test_a_grid_has_room_for_every_head(queries):
     assert (whole[-2:] - ends).abs().max() <= ends.abs().max() * 2**-8
     (wanted,) = torch.autograd.grad(ends.sum(), q)
     assert (grad[-2:] - wanted[-2:]).abs().max() <= wanted.abs().max() * 2**-7
+
+
+@pytest.mark.parametrize("window", [64, (700, 30)], ids=str)
+@pytest.mark.parametrize("kind", ["none", "slopes", "table", "sums"])
+def test_a_window_is_a_mask_of_that_window(kind, window):
+    """The mask goes by torch operations, which tests/attention holds to the definition."""
+    length, causal = 1500, isinstance(window, int)
+    q, k, v = (
+        torch.randn(2, 8, length, 64, device=CUDA, dtype=torch.bfloat16).requires_grad_()
+        for _ in range(3)
+    )
+    bias = None if kind == "none" else biases(length)[kind]
+    distance = torch.arange(length, device=CUDA)[:, None] - torch.arange(length, device=CUDA)
+    left, right = (63, 0) if causal else window
+    mask = (distance <= left) & (-distance <= right)
+    inputs = [q, k, v] + ([] if bias is None else [bias.values])
+    made = [
+        posenc.attention.biased_attention(q, k, v, bias, causal=causal, **how)
+        for how in ({"window": window, "backend": "triton"}, {"attn_mask": mask})
+    ]
+    above = torch.randn_like(made[0])
+    grads = [torch.autograd.grad(x, inputs, above) for x in made]
+    for got, wanted in ((made[0], made[1]), *zip(*grads, strict=True)):
+        error = (got.double() - wanted.double()).norm()
+        assert error < 2**-6 * wanted.double().norm()

