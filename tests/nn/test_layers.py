@@ -84,3 +84,26 @@ def test_what_cannot_be_known_is_an_error():
             rope_layers({**config, "layer_types": ["full_attention", other]})
     with pytest.raises(ValueError, match="num_hidden_layers must be at most"):
         rope_layers({**config, "num_hidden_layers": 10**9})
+
+
+def test_each_layer_may_have_a_base_of_its_own():
+    """Granite with sliding windows; zero is for a layer that does not rotate."""
+    bases = [10_000.0, 0.0, 500_000.0, 10_000.0]
+    given = {**SMALL, "num_hidden_layers": 4, "layer_rope_theta": bases}
+    config = CONFIG_MAPPING["granite_swa"](**given)
+    theirs = {
+        e.config.rope_parameters["rope_theta"]: e for e in AutoModel.from_config(config).rotary_embs
+    }
+    ropes = rope_layers(config)
+    assert ropes[1] is None
+    assert ropes[0] is ropes[3]
+    for rope, base in zip(ropes, bases, strict=True):
+        if rope is not None:
+            torch.testing.assert_close(rope.inv_freq().float(), theirs[base].inv_freq)
+    with pytest.raises(ValueError, match="layer_rope_theta must have one base for one RoPE"):
+        RoPE.from_config(config)
+    assert RoPE.from_config(config, base=100.0).base == 100.0
+    with pytest.raises(ValueError, match="a number for each of the 5 layers, got 4"):
+        rope_layers({**config.to_dict(), "num_hidden_layers": 5})
+    config.layer_rope_theta = [7.0, 0.0, 7.0, 7.0]
+    assert RoPE.from_config(config).base == 7.0

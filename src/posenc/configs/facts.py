@@ -9,6 +9,7 @@ from typing import Any
 from posenc._contract import checks
 from posenc.configs.others import Table
 from posenc.configs.reader import MOST_LAYERS, Config, said_or_default
+from posenc.configs.rotation import layer_bases
 from posenc.numerics import scaling
 
 # A value, and the key that it was read from.
@@ -76,6 +77,10 @@ def without_rope(config: Config) -> Fact | None:
         used = flags[:count] if type(count) is int else flags
         found = tuple(i for i, rotates in enumerate(used) if not rotates)
         return found, f"{config.prefix}no_rope_layers"
+    bases = layer_bases(config)[: count if type(count) is int else None]
+    still = tuple(i for i, theta in enumerate(bases) if not theta)
+    if still:
+        return still, f"{config.prefix}layer_rope_theta"
     types = types if isinstance(types, (list, tuple)) else ()
     found = _layers(types, {name for name, rope in config.by_layer.items() if rope is None})
     if found:

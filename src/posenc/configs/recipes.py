@@ -143,6 +143,13 @@ def read_layers(config: Any, *, base: float | None = None) -> list[Recipe | None
     check_rotary(found)
     count = found.count("layers", *facts.LAYERS, most=reader.MOST_LAYERS)
     still, named = facts.without_rope(found), found.top.get("layer_types")
+    own = rotation.layer_bases(found) if base is None else []
+    if own:
+        if len(own) < count:
+            rule = f"layer_rope_theta must have a number for each of the {count} layers"
+            raise found.error(rule, len(own), "Fix the config.")
+        made = {theta: _recipe(found, None, theta) for theta in own[:count] if theta}
+        return [made.get(theta) for theta in own[:count]]
     recipes = {name: _recipe(found, name, base) for name in reader.rotating_types(found)}
     types = [None] * count if None in recipes else named
     if not isinstance(types, (list, tuple)) or len(types) < count:

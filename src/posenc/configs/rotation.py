@@ -88,6 +88,13 @@ def base(config: Config, layer_type: str | None) -> float:
     elif config.top.get("global_rope_theta") is not None:
         keys = ("global_rope_theta",)
     value = config.agreed("base", "rope_theta", keys)
+    own = layer_bases(config)
+    if own:
+        if len(set(filter(None, own))) != 1:
+            rule = "layer_rope_theta must have one base for one RoPE"
+            way_out = "Call posenc.rope_layers for that of each layer, or pass base."
+            raise config.error(rule, checks.describe(own), way_out)
+        value, config.sources["base"] = max(own), f"{config.prefix}layer_rope_theta"
     inner = config.top.get("attn_config")
     if value is None and isinstance(inner, Mapping) and inner.get("rope_theta") is not None:
         value = inner["rope_theta"]
@@ -99,6 +106,14 @@ def base(config: Config, layer_type: str | None) -> float:
         raise config.error(rule, None, "If it does, add rope_theta: 10000 is the usual one.")
     name = config.sources.get("base", "base")
     return 10_000.0 if value is None else checks.base(config.who, value, name)
+
+
+def layer_bases(config: Config) -> list[float]:
+    """The base of each layer, zero for layers that do not rotate; empty if layers share one."""
+    found, name = config.top.get("layer_rope_theta"), f"{config.prefix}layer_rope_theta"
+    if not isinstance(found, (list, tuple)):
+        return []
+    return [checks.base(config.who, x, name) if x else 0.0 for x in found]
 
 
 def rotary_dim(config: Config, head_dim: int) -> int:
