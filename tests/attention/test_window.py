@@ -99,6 +99,23 @@ def test_keys_outside_cost_nothing():
     biased_attention(q, q, q, RowBias(rows), window=64)
     assert max(met) <= 128
     assert len(met) < 4096
+
+
+def test_pieces_keep_their_bound_wherever_the_queries_are():
+    q, k = torch.randn(1, 2, 40, 16), torch.randn(1, 2, 400, 16)
+    sizes = []
+
+    def rows(own, index):
+        sizes.append(2 * own.shape[1] * len(index))
+        return torch.zeros(1, 2, own.shape[1], len(index))
+
+    for offset, window in itertools.product((7, torch.tensor([7])), (1, 8, 300)):
+        biased_attention(q, k, k, RowBias(rows), window=window, query_offset=offset)
+    assert max(sizes) <= 2**12
+
+
+def test_few_keys_are_met_in_pieces_of_attention():
+    q = torch.randn(1, 2, 4096, 16)
     call = Call(None, None, None, None, "none", 0, 0, 0.25, True, True, (63, 63))
     cut = [piece.keys[2] for piece in pieces.pieces(q, q, call, written=True)]
     assert max(keys.stop - keys.start for keys in cut) <= 64 + pieces.CHUNK

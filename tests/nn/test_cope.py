@@ -77,6 +77,9 @@ def test_a_hidden_key_is_not_counted(kind, monkeypatch):
     exact = oracles.attention(q, k, v, wanted, 8**-0.5)
     got = cope.attention(q, k, v, attn_mask=mask if kind == "float" else seen)
     torch.testing.assert_close(got, exact, rtol=1e-11, atol=1e-11)
+    mask = mask if kind == "float" else seen
+    matrix = cope.bias(q, k, attn_mask=mask, dtype=torch.float64)
+    torch.testing.assert_close(matrix, wanted, rtol=1e-11, atol=1e-11)
 
 
 def test_pieces_are_put_together_and_rows_are_found_by_their_offsets(monkeypatch):

@@ -152,6 +152,11 @@ def test_geometric_resizing_keeps_near_numbers_and_the_farthest():
     assert torch.equal(one.view(13, 7, 2)[:, 0], one.view(13, 7, 2)[:, -1])
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+def test_a_resized_module_has_the_dtype_of_the_old_one(dtype):
+    assert GridBias(4, 2).to(dtype).resize(6).relative_position_bias_table.dtype == dtype
+
+
 def test_an_unknown_way_to_resize_is_refused():
     with pytest.raises(
         ValueError, match=r"GridBias.resize: mode must be .* or 'geometric', got 'cubic'"

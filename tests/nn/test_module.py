@@ -7,6 +7,7 @@ import torch
 
 import posenc
 from posenc import axes, scaling
+from support.modules import MODULES as EVERY
 
 ROPE = posenc.RoPE(8)
 MODULES = {
@@ -43,6 +44,16 @@ def test_an_argument_does_not_change(make, name, value):
     with pytest.raises(AttributeError, match=rf"{name} is read-only.*\n.*replace\({name}="):
         setattr(module, name, value)
     assert getattr(module, name) == before
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_no_argument_of_any_module_changes(name):
+    module = EVERY[name].build()
+    for argument in set(module._arguments) - set(module._children):
+        with pytest.raises(AttributeError):
+            setattr(module, argument, "another")
+    module.args = 1
+    module.args = 2  # a user's own
 
 
 @EACH

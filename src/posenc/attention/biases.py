@@ -246,7 +246,7 @@ def matrix_of(bias: Bias, own: Tensor, index: Tensor, dtype: torch.dtype) -> Ten
 def stored(bias: Bias | None, dtype: torch.dtype = torch.float32) -> tuple[str, Tensor | None, int]:
     """The fields `kind`, `values` and `zero` of a :class:`Call`, in at least float32.
 
-    ``dtype`` is that of the scores, of which a product of a slope and a distance has all bits.
+    ``dtype`` is that of the scores: a slope times a distance is as precise as they are.
     """
     if bias is None:
         return "none", None, 0

@@ -121,7 +121,7 @@ def check_call(who: str, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Call:
         or k.shape[:3] != v.shape[:3]
         or min(k.shape[1], k.shape[3], v.shape[3]) < 1
         or q.shape[1] % k.shape[1]
-        or q.shape[2] > 0 == k.shape[2]
+        or (q.shape[2] and not k.shape[2])
     ):
         rule = "q (B, H, Q, D), k (B, Hk, K, D) and v (B, Hk, K, Dv) must be floating, of one dtype"
         refuse(who, rule, q, k, v)

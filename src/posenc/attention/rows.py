@@ -16,8 +16,8 @@ from posenc.attention.biases import Call, RowBias, hidden_keys
 from posenc.attention.dense import attend_scores
 from posenc.numerics.spans import Spans
 
-# Scores of a piece.
-SCORES = 2**21
+# Scores of a piece, and the fewest queries that a window leaves in one.
+SCORES, FEWEST = 2**21, 64
 
 
 def attend(
@@ -37,9 +37,10 @@ def attend(
     (batch, heads, queries, _), keys = q.shape, k.shape[2]
     seen = call.spans(queries, keys, q.device)
     size = max(1, SCORES // max(1, batch * heads * keys))
-    if call.window is not None:
+    if call.window is not None and call.starts is None:
         # So many queries meet at most twice as many keys.
-        reach = min(call.window[0] + (0 if call.causal else call.window[1]) + 1, keys)
+        reach = call.window[0] + (0 if call.causal else call.window[1]) + 1
+        reach = min(max(reach, FEWEST), keys)
         size = max(1, min(reach, SCORES // max(1, 2 * batch * heads * reach)))
     # A checkpoint has hooks, which torch.func does not take.
     again = torch.is_grad_enabled() and not in_transform(q, k, v)

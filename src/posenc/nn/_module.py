@@ -28,6 +28,9 @@ class _SetOnce:
             raise AttributeError(f"{problem}\n  {hint}")
 
 
+_ANY = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+
+
 class ReadOnlyArguments(nn.Module):
     """A module whose constructor arguments, which decide its tables, are read-only attributes.
 
@@ -41,7 +44,9 @@ class ReadOnlyArguments(nn.Module):
     def __init_subclass__(cls, **keywords: Any) -> None:
         super().__init_subclass__(**keywords)
         if cls.__module__.startswith("posenc."):
-            cls._arguments = dict(inspect.signature(cls).parameters)
+            given = inspect.signature(cls).parameters
+            # A base without a constructor has nn.Module's, (*args, **kwargs).
+            cls._arguments = {n: p for n, p in given.items() if p.kind not in _ANY}
             for name in cls._arguments:
                 if not hasattr(cls, name) and name not in cls._children:
                     setattr(cls, name, _SetOnce(name))

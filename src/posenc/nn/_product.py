@@ -22,7 +22,7 @@ class ProductBias(ReadOnlyArguments):
     """A bias that follows from queries and keys, by ``_rows`` of a subclass."""
 
     head_dim: int
-    causal: bool = True
+    causal: bool
     # How many terms a score is the sum of, if it is scaled for that.
     _terms: int = 1
 
@@ -35,18 +35,26 @@ class ProductBias(ReadOnlyArguments):
         query_offset: int | Tensor | None = None,
         document_ids: Tensor | None = None,
         window: int | tuple[int, int] | None = None,
+        attn_mask: Tensor | None = None,
         dtype: torch.dtype = torch.float32,
     ) -> Tensor:
         """The whole matrix ``(B, H, Q, K)``; ``-inf`` for keys that are not seen.
 
-        It includes the scale, which the scores must have too.
+        It includes the scale, which the scores must have too, and ``attn_mask``.
         """
         scale = self._check(q, k, scale)
-        found = self._rows(q, k, scale, {"query_offset": query_offset})
+        found = self._rows(q, k, scale, {"query_offset": query_offset, "attn_mask": attn_mask})
         given: Any = {"query_offset": query_offset, "document_ids": document_ids, "dtype": dtype}
         given |= {"window": window, "causal": self.causal, "device": q.device}
-        made = relative_bias(found, q.shape[2], k.shape[2], **given)
-        return made if made.dim() == 4 else made[None]
+        matrix = relative_bias(found, q.shape[2], k.shape[2], **given)
+        matrix = matrix if matrix.dim() == 4 else matrix[None]
+        shape = *q.shape[:3], k.shape[2]
+        mask = qk_checks.check_attn_mask(type(self).__name__, attn_mask, shape, q.device)
+        if mask is not None and mask.dtype == torch.bool:
+            matrix = matrix.masked_fill(~mask, float("-inf"))
+        elif mask is not None:
+            matrix = matrix + mask.to(dtype)
+        return matrix
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, **options: Unpack[AttentionOptions]

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from posenc import attention, configs, kernels
 from posenc._contract import checks, qk_checks
+from posenc._contract.sharding import replicate_like
 from posenc.attention.biased import check_options
 from posenc.functional.alibi import alibi_bias, alibi_key_bias
 from posenc.functional.alibi_models import alibi_model_slopes
@@ -107,7 +108,7 @@ class ALiBi(TableModule):
         if self.learned and not self.log_slopes.is_meta:
             with torch.no_grad():
                 (exact,) = self._tables.at(torch.empty(0, device="cpu"))
-                self.log_slopes.copy_(exact.log())
+                self.log_slopes.copy_(replicate_like(self.log_slopes, exact.log()))
 
     @property
     def slopes(self) -> Tensor:

@@ -49,6 +49,8 @@ class CoPE(ProductBias):
         Golovneva et al., *Contextual Position Encoding: Learning to Count What's Important*, 2024.
     """
 
+    causal = True
+
     def __init__(self, head_dim: int, max_pos: int, *, dtype: torch.dtype | None = None) -> None:
         super().__init__()
         who = type(self).__name__
@@ -87,7 +89,7 @@ class CoPE(ProductBias):
                 below = at.detach().floor()
                 whole = some @ self.pos_emb.to(wide)
                 ends = below.long(), at.detach().ceil().long()
-                # On the CPU it is the other way round: the gradient of gather repeats.
+                # The gradient of gather has the same bits in every run on the CPU; see _gather.
                 left, right = (
                     whole.gather(-1, end) if whole.is_cpu else _gather(whole, end) for end in ends
                 )

@@ -76,7 +76,7 @@ class ExtendedRoPE(ReadOnlyArguments):
         """The parts of sequences of ``keys`` tokens at positions ``at``, ``[1 or B, K]``.
 
         In the first of them, every token sees itself. A part that ``keys`` are too few for is left
-        out, but not of an exported program, which takes other lengths and does not see the test.
+        out. An exported program keeps all parts, because it takes other lengths.
         """
         raise NotImplementedError
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from posenc._contract import checks
+from posenc._contract.sharding import replicate_like
 from posenc.attention.biased import attend, check_options
 from posenc.attention.biases import RunningSum, relative_bias
 from posenc.attention.mods import relative_score_mod
@@ -20,6 +21,19 @@ if TYPE_CHECKING:
     from posenc.attention.biased import AttentionOptions
     from posenc.attention.mods import ModOptions, ScoreMod
     from posenc.functional.alibi import KeyOptions
+
+
+class _Gates(Linear):
+    """The map to the gates. Its start is its own, because frameworks reset every layer."""
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        if self.bias.is_meta:
+            return
+        length = torch.logspace(4, 12, self.out_features, 2, dtype=torch.float64, device="cpu")
+        with torch.no_grad():
+            bias = -torch.expm1(1 / length).log()
+            self.bias.copy_(replicate_like(self.bias, bias))
 
 
 class ForgetGate(ReadOnlyArguments):
@@ -67,17 +81,11 @@ class ForgetGate(ReadOnlyArguments):
         self.embed_dim = checks.integer(who, "embed_dim", embed_dim)
         self.num_heads = checks.integer(who, "num_heads", num_heads)
         self.dtype = checks.optional(checks.float_dtype, who, "dtype", dtype)
-        self.proj = Linear(self.embed_dim, self.num_heads, dtype=dtype)
-        self.reset_parameters()
+        self.proj = _Gates(self.embed_dim, self.num_heads, dtype=dtype)
 
     def reset_parameters(self) -> None:
         """Draw the weight as :class:`torch.nn.Linear` does, and set the bias to long memories."""
         self.proj.reset_parameters()
-        if self.proj.bias.is_meta:
-            return
-        length = torch.logspace(4, 12, self.num_heads, 2, dtype=torch.float64, device="cpu")
-        with torch.no_grad():
-            self.proj.bias.copy_(-torch.expm1(1 / length).log())
 
     def sums(self, x: Tensor, *, past: Tensor | None = None) -> Tensor:
         """The running sum of the logarithms of the gates.
@@ -170,7 +178,14 @@ class ForgetGate(ReadOnlyArguments):
         return attend(who, q, k, v, RunningSum(found), **options)[0]
 
     def attention(
-        self, q: Tensor, k: Tensor, v: Tensor, x: Tensor | None = None, **options: Any
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        x: Tensor | None = None,
+        *,
+        sums: Tensor | None = None,
+        **options: Unpack[AttentionOptions],
     ) -> Tensor:
         """The same as calling the module: :meth:`forward`."""
-        return self(q, k, v, x, **options)  # type: ignore[no-any-return]
+        return self(q, k, v, x, sums=sums, **options)  # type: ignore[no-any-return]

@@ -30,6 +30,8 @@ class FourierFeatures(KeepsFloat32, ReadOnlyArguments):
         include_input: Whether the coordinates come before the features.
         seed: The seed of :math:`B`: modules with equal arguments have equal matrices at the start.
         dtype: The dtype of :math:`B`, which stays float32 when the model is cast to half precision.
+            FSDP2 shards such a model with this module as a unit of its own, which has no
+            MixedPrecisionPolicy.
 
     Attributes:
         frequencies: :math:`B`, of shape ``(F, A)``, in turns per unit, which is saved: a Parameter

@@ -238,7 +238,7 @@ class GridBias(RelativeBias):
         who = f"{type(self).__name__}.resize"
         checks.choice(who, "mode", mode, ("bicubic", "bilinear", "geometric"))
         old = self.pretrained_size or self.size if self.continuous else self.pretrained_size
-        other = self.replace(size=size, pretrained_size=old).to(self._device())
+        other = self.replace(size=size, pretrained_size=old).to(next(self.parameters()))
         with torch.no_grad():
             if self.continuous or other.size == self.size:
                 other.load_state_dict(self.state_dict())

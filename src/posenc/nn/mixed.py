@@ -43,7 +43,7 @@ class MixedRoPE(KeepsFloat32, ReadOnlyArguments):
     Attributes:
         freqs: Parameter of shape ``(coordinates, num_heads, head_dim / 2)``. It stays float32 when
             the model is cast to half precision. FSDP2 shards such a model with this module as a
-            unit of its own.
+            unit of its own, which has no MixedPrecisionPolicy.
 
     Examples:
         >>> from posenc.positions import grid
@@ -101,7 +101,8 @@ class MixedRoPE(KeepsFloat32, ReadOnlyArguments):
             # An orthogonal matrix for each head: column g is the direction of group g.
             directions = torch.linalg.qr(noise.double()).Q
         with torch.no_grad():
-            self.freqs.copy_((directions[..., None] * rates.cpu()).flatten(2).transpose(0, 1))
+            freqs = (directions[..., None] * rates.cpu()).flatten(2).transpose(0, 1)
+            self.freqs.copy_(replicate_like(self.freqs, freqs))
 
     def forward(
         self, q: Tensor, k: Tensor, offset: int | Tensor = 0, *, position_ids: Tensor | None = None

@@ -54,7 +54,8 @@ class PoPE(KeepsFloat32, RotatedKeys):
     Attributes:
         delta: Parameter ``(num_heads, head_dim)``, or None. It is limited to :math:`[-2\pi, 0]`
             where it is used; a number outside gets no gradient. It stays float32 when the model is
-            cast to half precision. FSDP2 shards such a model with this module as a unit of its own.
+            cast to half precision. FSDP2 shards such a model with this module as a unit of its own,
+            which has no MixedPrecisionPolicy.
 
     Examples:
         >>> pope = PoPE(head_dim=64, num_heads=2)
@@ -203,8 +204,8 @@ class PoPE(KeepsFloat32, RotatedKeys):
                 ``Q``.
             v: ``(B, num_heads, K, Dv)``.
             causal: Whether a query sees only keys up to its own.
-            query_offset: Key index of the first query, as ``document_ids``, ``window`` and
-                ``attn_mask`` that of :func:`posenc.attention.biased_attention`.
+            query_offset: Key index of the first query. This and the next three are those of
+                :func:`posenc.attention.biased_attention`.
             document_ids: Ids ``(K,)`` or ``(B, K)``. Positions go on from document to document,
                 which changes no score: it depends on distances.
             window: A sliding window.

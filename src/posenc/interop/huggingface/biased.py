@@ -148,8 +148,8 @@ def _hide(
     """Lower the scores of keys at padding by 2^20, so that their weights are zero.
 
     Unlike document ids, which cannot express padding between tokens, this serves every mask, and a
-    compiled graph need not read it. A query at padding may see such keys only: by a finite number
-    its weights stay finite, and by one of this size their error does.
+    compiled graph need not read it. The number is finite, because a query at padding may see only
+    such keys, and its weights must not be NaN.
     """
     if isinstance(bias, RunningSum):
         return q, k, v, RunningSum(torch.where(padding[:, None], 2.0**20, bias.values))

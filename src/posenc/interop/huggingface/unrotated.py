@@ -191,7 +191,7 @@ def _rotating(who: str, model: nn.Module) -> dict[str, Still]:
             if kind not in classes:
                 classes[kind] = replacements(kind, still=True)
                 if not classes[kind] and keeps_rotation(kind):
-                    raise NotUnderstood("a method that calls no function")
+                    raise NotUnderstood("rotating code of its own")
         except NotUnderstood as error:
             rule = "every rotating function must be known to posenc"
             got = f"{error} in {kind.__module__}.{kind.__name__} at '{path}'"
