@@ -209,9 +209,8 @@ def test_one_graph_serves_every_length(make):
 @EACH
 @pytest.mark.slow
 def test_an_exported_program_takes_every_length(make):
-    assert_exports(
-        drawn(make), qkv(4, 9, 9, dtype=torch.float32), qkv(4, 17, 17, dtype=torch.float32)
-    )
+    short, long = (qkv(4, n, n, kv_heads=2, dtype=torch.float32) for n in (9, 17))
+    assert_exports(drawn(make), short, long)
 
 
 def test_parameters_have_the_dtype_that_was_asked_for():

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from posenc._contract import checks, qk_checks
+from posenc._contract.tracing import is_exporting
 from posenc.numerics.spans import Spans, Window, document_ends, spans
 
 
@@ -265,3 +266,12 @@ def hidden_keys(seen: Spans, index: Tensor) -> Tensor:
     """Whether a query does not see the keys at ``index``, ``[1 or B, 1, Q, k]``."""
     first, last = seen.first[:, None, :, None], seen.last[:, None, :, None]
     return (index < first) | (index > last)
+
+
+def for_each_query_head(x: Tensor, heads: int) -> Tensor:
+    """Keys or values of ``heads`` heads of queries, ``[B, H, K, D]``, that share those of ``x``."""
+    shared = heads // x.shape[1]
+    if not is_exporting():
+        return x.repeat_interleave(shared, 1)
+    # torch 2.11 takes two axes that become one for a constraint on the lengths.
+    return x.index_select(1, torch.arange(heads, device=x.device) // shared)

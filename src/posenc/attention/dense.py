@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from posenc._contract.tracing import in_forward_mode, in_transform, is_exporting, without_autocast
-from posenc.attention.biases import Call, bias_rows, hidden_keys
+from posenc.attention.biases import Call, bias_rows, for_each_query_head, hidden_keys
 
 
 def is_needed(*tensors: Tensor | None) -> bool:
@@ -23,9 +23,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]
     queries, keys = q.shape[2], k.shape[2]
     seen = call.spans(queries, keys, q.device)
     wide = torch.promote_types(q.dtype, torch.float32)
-    shared = q.shape[1] // k.shape[1]
     with without_autocast(q):
-        k, v = (x.to(wide).repeat_interleave(shared, 1) for x in (k, v))
+        k, v = (for_each_query_head(x.to(wide), q.shape[1]) for x in (k, v))
         index = torch.arange(keys, device=q.device)
         bias = bias_rows(call.kind, call.values, call.zero, seen.own, index).to(wide)
         scores = q.to(wide) @ k.mT * call.scale + bias

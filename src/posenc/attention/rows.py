@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from posenc._contract import checks
 from posenc._contract.qk_checks import UNBOUNDED
 from posenc._contract.tracing import in_transform, is_exporting, without_autocast
-from posenc.attention.biases import Call, RowBias, hidden_keys
+from posenc.attention.biases import Call, RowBias, for_each_query_head, hidden_keys
 from posenc.attention.dense import attend_scores
 from posenc.numerics.spans import Spans
 
@@ -84,9 +84,8 @@ def _piece(
     dropout_p: float,
 ) -> tuple[Tensor, Tensor]:
     wide = torch.promote_types(q.dtype, torch.float32)
-    shared = q.shape[1] // k.shape[1]
     with without_autocast(q):
-        k, v = (x.to(wide).repeat_interleave(shared, 1) for x in (k, v))
+        k, v = (for_each_query_head(x.to(wide), q.shape[1]) for x in (k, v))
         index = torch.arange(near.start, near.stop, device=q.device)
         scores = q.to(wide) @ k.mT * scale
         scores = scores + _check_rows(who, bias.rows(seen.own, index), scores.shape).to(wide)

@@ -11,7 +11,7 @@ from torch.nn.functional import embedding, pad
 
 from posenc._contract import checks, qk_checks
 from posenc._contract.tracing import without_autocast
-from posenc.attention.biases import RowBias, skew
+from posenc.attention.biases import RowBias, for_each_query_head, skew
 
 
 def relative_terms(
@@ -81,7 +81,7 @@ def relative_terms(
                 some = q.index_select(2, (own - start)[0]).to(wide)
                 bias = _by_queries(some, to_q, rows, own, index)
             if to_k is not None:
-                some = k.index_select(2, index).to(wide).repeat_interleave(heads // k.shape[1], 1)
+                some = for_each_query_head(k.index_select(2, index).to(wide), heads)
                 bias = bias + _by_keys(some, to_k, rows, own - index[:1])
             return bias * size
 

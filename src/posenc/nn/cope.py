@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from posenc._contract import checks, qk_checks
 from posenc._contract.tracing import without_autocast
 from posenc.attention.biased import AttentionOptions
-from posenc.attention.biases import RowBias
+from posenc.attention.biases import RowBias, for_each_query_head
 from posenc.nn._product import ProductBias
 
 
@@ -70,13 +70,13 @@ class CoPE(ProductBias):
         start = qk_checks.check_query_offset(who, offset, *lengths, q.device)
         mask = qk_checks.check_attn_mask(who, mask, (*q.shape[:2], *lengths), q.device)
         start = start.reshape(-1, 1) if isinstance(start, Tensor) else start
-        wide, shared = torch.promote_types(q.dtype, torch.float32), q.shape[1] // k.shape[1]
+        wide = torch.promote_types(q.dtype, torch.float32)
 
         def rows(own: Tensor, index: Tensor) -> Tensor:
             with without_autocast(q):
                 at_queries = (own - start)[0]
                 some = q[:, :, at_queries].to(wide)
-                keys = k.index_select(2, index).to(wide).repeat_interleave(shared, 1)
+                keys = for_each_query_head(k.index_select(2, index).to(wide), q.shape[1])
                 scores, hidden = some @ keys.mT * scale, index > own[:, None, :, None]
                 if mask is not None:
                     part = mask if mask.shape[2] == 1 else mask[:, :, at_queries]

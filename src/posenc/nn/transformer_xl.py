@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from posenc._contract import checks
 from posenc._contract.tracing import without_autocast
 from posenc.attention.biased import AttentionOptions
-from posenc.attention.biases import RowBias
+from posenc.attention.biases import RowBias, for_each_query_head
 from posenc.attention.terms import relative_terms
 from posenc.nn._module import Linear
 from posenc.nn._product import ProductBias
@@ -113,7 +113,7 @@ class TransformerXLBias(ProductBias):
         with without_autocast(q):
             shifted = q.to(wide) + self.pos_bias_v.to(q.device, wide)[:, None]
             u = self.pos_bias_u.to(q.device, wide)[..., None]
-            of_keys = (k.to(wide).repeat_interleave(heads // k.shape[1], 1) @ u).mT * scale
+            of_keys = (for_each_query_head(k.to(wide), heads) @ u).mT * scale
         terms = relative_terms(
             shifted,
             k,
