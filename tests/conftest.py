@@ -19,7 +19,7 @@ if not torch.cuda.is_available():
 
 import posenc
 from posenc.nn import _tables
-from support.interpreter import search_the_language_once
+from support.interpreter import read_numbers_of_one_element, search_the_language_once
 
 # Scripts that tests start in other folders import the same package.
 os.environ["PYTHONPATH"] = os.pathsep.join(
@@ -52,6 +52,7 @@ def is_pinned():
 
 def pytest_configure(config):
     search_the_language_once()
+    read_numbers_of_one_element()
     if not is_pinned():
         # Other releases deprecate what those that are pinned still call among themselves.
         config.addinivalue_line("filterwarnings", f"default:::{OTHERS}")

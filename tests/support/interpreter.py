@@ -1,4 +1,4 @@
-"""Triton's interpreter, without a search that it repeats."""
+"""Triton's interpreter, without a search that it repeats, and with numpy 2.4."""
 
 from __future__ import annotations
 
@@ -32,3 +32,21 @@ def search_the_language_once() -> None:
     for pkg in (tl, tl.core, tl.tensor, tl.math, tl.core.tensor_descriptor_base):
         builtins(pkg)
     interpreter._patch_builtin = patch_builtin
+
+
+def read_numbers_of_one_element() -> None:
+    """Let numbers that a kernel computes be the ends of a range, as Triton 3.7 does itself.
+
+    Those of Triton 3.6 are arrays of one element, which are no numbers to numpy 2.4.
+    """
+    if find_spec("triton") is None:
+        return
+    from triton.runtime import interpreter
+
+    patch_tensor = interpreter._patch_lang_tensor
+
+    def patch_lang_tensor(tensor, scope):
+        patch_tensor(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.squeeze()))
+
+    interpreter._patch_lang_tensor = patch_lang_tensor
