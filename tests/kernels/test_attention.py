@@ -124,7 +124,7 @@ def test_pruning_leaves_keys_out_and_changes_nothing(kind, causal, monkeypatch):
     case = {"size": (70, 400), "steep": 8.0, "causal": causal}
     made, back, wanted, grads, ranges = run(kind, **case)
     assert_is_exact(made, back, wanted, grads, torch.float32)
-    assert (ranges[..., 0] > 0).any()
+    assert (ranges[..., ::2] > 0).any()
 
 
 @SLOW

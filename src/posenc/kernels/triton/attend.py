@@ -50,7 +50,8 @@ def ranges_like(q: Tensor, k: Tensor, v: Tensor, call: Any) -> Tensor:
     batch, heads, queries, _ = q.shape
     # A few queries are not pruned either; a compiler's graph serves all lengths.
     blocks = (queries + RANGE - 1) // RANGE if call.prune and call.kind in ("slopes", "sums") else 0
-    return q.new_empty((batch, heads, blocks, 2), dtype=torch.int32)
+    # One axis for blocks and both ends: a compiler would make a graph for one block alone.
+    return q.new_empty((batch, heads, 2 * blocks), dtype=torch.int32)
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, call: Any) -> tuple[Tensor, Tensor, Tensor | None]:
