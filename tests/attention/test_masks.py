@@ -48,6 +48,19 @@ def qkv(dtype=torch.float64, grad=True):
     return [torch.randn(shape).to(dtype).requires_grad_(grad) for shape in shapes]
 
 
+@EACH
+def test_a_mask_of_the_least_number_leaves_weights_that_add_up(make):
+    """As transformers makes it: the first queries see padding alone."""
+    q, k, v = qkv(torch.float32)
+    least = torch.finfo(torch.float32).min
+    mask = torch.where(torch.arange(K) < K - 3, least, 0.0)[None, None, None]
+    bias = make()
+    if isinstance(bias, (Slopes, DistanceTable, RunningSum)):
+        bias = bias._replace(values=bias.values.float())
+    out = biased_attention(q, k, torch.ones_like(v), bias, attn_mask=mask)
+    torch.testing.assert_close(out, torch.ones_like(out))
+
+
 def written_down(q, k, v, bias, mask, causal, drop=None):
     """Every score by its definition."""
     k, v = (x.repeat_interleave(2, 1) for x in (k, v))

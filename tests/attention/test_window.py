@@ -1,6 +1,7 @@
 """Sliding windows: the keys near a query's own, in every bias, matrix and mod."""
 
 import itertools
+from functools import partial
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from posenc.attention import (
 )
 from posenc.attention import rows as by_rows
 from posenc.attention.biases import Call
+from support.assertions import compilations
 from support.attention import written_down
 from support.modules import DIM, HEADS, MODULES, TOKENS, attended, gated
 
@@ -209,6 +211,16 @@ def test_matrices_and_mods_hide_the_same_keys():
         [1, 1, 1, 0],
         [0, 1, 1, 1],
     ]
+
+
+def test_one_graph_serves_windows_of_every_length(monkeypatch):
+    """By rows too: a compiled call has one piece."""
+    monkeypatch.setattr(by_rows, "SCORES", 2**21)
+    bias = posenc.RelativeKeys(DIM, 3)
+    torch.nn.init.normal_(bias.weight)
+    calls = [torch.randn(3, 1, 2, n, DIM).unbind() for n in (90, 91, 130, 200)]
+    attend = partial(bias, window=20)
+    assert compilations(attend, calls, dynamic=True, backend="eager") == 1
 
 
 @pytest.mark.parametrize(

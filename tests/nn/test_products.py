@@ -257,7 +257,7 @@ def test_tensors_of_another_layer_are_refused():
         posenc.RelativeKeys(8, 3).attention(q, k, v)
     with pytest.raises(ValueError, match=r"for_queries must have shape \(R, 6\) or \(R, 2, 6\)"):
         posenc.RelativeKeys(D, 3, num_heads=4).attention(q, k, v)
-    with pytest.raises(ValueError, match="the heads of q must be 4, got 2"):
+    with pytest.raises(ValueError, match="q must have 4 heads, one for each of the bias, got 2"):
         posenc.TransformerXLBias(E, H).attention(q, k, v)
     with pytest.raises(TypeError, match="DeBERTaBias: attention takes the keywords"):
         posenc.DeBERTaBias(2, D).attention(q, k, v, is_causal=True)

@@ -88,10 +88,10 @@ def integer(who: str, name: str, value: Any, *, least: int = 1) -> int:
 
 
 def even(who: str, name: str, value: Any) -> int:
-    """``value`` as a positive even int: channels are rotated in pairs."""
+    """``value`` as a positive even int: channels come in pairs."""
     value = integer(who, name, value)
     if value % 2:
-        rule = f"{name} must be even, because channels are rotated in pairs"
+        rule = f"{name} must be even, because channels come in pairs"
         fail(who, rule, value, f"Pad to {value + 1} or drop one channel.")
     return value  # type: ignore[no-any-return]
 

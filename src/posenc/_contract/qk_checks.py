@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -89,15 +90,18 @@ def check_window(who: str, window: Any) -> tuple[int, int] | None:
     """How many keys a query sees before its own and after it; None for all."""
     if window is None:
         return None
-    if isinstance(window, (tuple, list)):
-        if len(window) != 2:
-            rule = "window must be an int, or a pair: the keys before the query's own, and after"
-            fail(who, rule, describe(window), "Pass (left, right), with -1 for no limit.")
-        sides = [checks.integer(who, "window", n, least=-1) for n in window]
-        left, right = (UNBOUNDED if n < 0 else min(n, UNBOUNDED) for n in sides)
-        return None if left == right == UNBOUNDED else (left, right)
-    reach = min(checks.integer(who, "window", window) - 1, UNBOUNDED)
-    return reach, reach
+    pair = isinstance(window, (tuple, list))
+    sides = list(window) if pair else [window]
+    rule = "window must be an int of at least 1, or a pair (left, right) of ints from -1 on"
+    hint = "Pass None for all keys; -1 in a pair is no limit on that side."
+    if not all(isinstance(n, (Integral, torch.SymInt)) and not isinstance(n, bool) for n in sides):
+        fail(who, rule, describe(window), hint, TypeError)
+    if len(sides) != (2 if pair else 1) or min(sides) < (-1 if pair else 1):
+        fail(who, rule, window, hint)
+    if not pair:
+        sides = [sides[0] - 1] * 2
+    left, right = (UNBOUNDED if n < 0 else min(int(n), UNBOUNDED) for n in sides)
+    return None if left == right == UNBOUNDED else (left, right)
 
 
 def check_key_ids(

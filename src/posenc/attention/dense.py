@@ -35,12 +35,13 @@ def attend_scores(
     scores: Tensor, hidden: Tensor, v: Tensor, dtype: torch.dtype, dropout_p: float = 0.0
 ) -> tuple[Tensor, Tensor]:
     """Attention by ``scores``, ``[B, H, Q, K]``; queries that see no key get zero, and -inf."""
-    # A bias of minus infinity hides a key too. With minus infinity in the softmax, the gradients of
-    # a query that sees no key would be NaN.
+    # A bias of minus infinity hides a key too. A query that sees no key gets scores of zero at
+    # first: with minus infinity alone, its gradients would be NaN.
     hidden = hidden | (scores == float("-inf"))
-    scores = scores.masked_fill(hidden, torch.finfo(scores.dtype).min)
-    weights = scores.softmax(-1).masked_fill(hidden, 0.0)
-    lse = scores.logsumexp(-1).masked_fill(hidden.all(-1), float("-inf"))
+    nothing = hidden.all(-1, keepdim=True)
+    scores = scores.masked_fill(hidden, float("-inf")).masked_fill(nothing, 0.0)
+    weights = scores.softmax(-1).masked_fill(nothing, 0.0)
+    lse = scores.logsumexp(-1).masked_fill(nothing[..., 0], float("-inf"))
     if dropout_p:
         weights = torch.nn.functional.dropout(weights, dropout_p)
     return (weights @ v).to(dtype), lse

@@ -287,9 +287,10 @@ class PagedCache:
         who = "PagedCache.slots_for"
         names: list[Hashable] = sequence if isinstance(sequence, list) else [sequence]
         places = positions if names is sequence else [positions]
-        if len(names) != len(places):
+        count = len(places) if isinstance(places, (list, tuple)) else 0
+        if len(names) != count:
             rule = "positions must be a list with an entry for each sequence"
-            checks.fail(who, rule, f"{len(places)} for {len(names)}", "Pass one for each.")
+            checks.fail(who, rule, f"{count} for {len(names)}", "Pass one for each.")
         slots: list[int] = []
         for name, where in zip(names, places, strict=True):
             own = self._find("slots_for", name)

@@ -21,6 +21,14 @@ if TYPE_CHECKING:
     from posenc.attention.mods import ModOptions, ScoreMod
 
 
+def check_heads(who: str, q: Tensor, heads: int) -> None:
+    """Refuse queries of other heads than those of a bias."""
+    if q.shape[1] != heads:
+        rule = f"q must have {heads} heads, one for each of the bias"
+        hint = f"Build {who} with that num_heads, or transpose to (B, heads, tokens, D)."
+        checks.fail(who, rule, q.shape[1], hint)
+
+
 class RelativeBias(ReadOnlyArguments):
     """A bias that follows from a few numbers, which ``_numbers`` of a subclass makes."""
 
@@ -133,10 +141,7 @@ class RelativeBias(ReadOnlyArguments):
         who = type(self).__name__
         check_options(who, options)
         qk_checks.check_qkv(who, q, k, v)
-        if q.shape[1] != self.num_heads:
-            rule = f"q must have {self.num_heads} heads, one for each of the bias"
-            way_out = f"Build {who} with that num_heads, or transpose to (B, heads, tokens, D)."
-            checks.fail(who, rule, q.shape[1], way_out)
+        check_heads(who, q, self.num_heads)
         if options.get("scale") is None:
             options["scale"] = self._scale
         wide = torch.promote_types(q.dtype, torch.float32)

@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from posenc import attention, configs, kernels
 from posenc._contract import checks, qk_checks
 from posenc._contract.sharding import replicate_like
-from posenc.attention.biased import check_options
+from posenc.attention.biased import attend, check_options
 from posenc.functional.alibi import alibi_bias, alibi_key_bias
 from posenc.functional.alibi_models import alibi_model_slopes
+from posenc.nn._bias import check_heads
 from posenc.nn._tables import SharedTables, TableModule, Tensors
 from posenc.numerics.slopes import slope_numbers
 from posenc.numerics.tables import widest
@@ -251,9 +252,12 @@ class ALiBi(TableModule):
         Pass ``document_ids`` for padding and packing, ``window`` for a sliding window, and
         ``attn_mask`` for other masks.
         """
-        check_options(type(self).__name__, options)
-        slopes = self._exact(q.device if isinstance(q, Tensor) else None)
-        return attention.alibi_attention(q, k, v, slopes, causal=self.causal, **options)
+        who = type(self).__name__
+        check_options(who, options)
+        qk_checks.check_qkv(who, q, k, v)
+        check_heads(who, q, self.num_heads)
+        bias = attention.Slopes(self._exact(q.device))
+        return attend(who, q, k, v, bias, causal=self.causal, **options)[0]
 
     def attention(
         self, q: Tensor, k: Tensor, v: Tensor, **options: Unpack[AttentionOptions]

@@ -11,6 +11,7 @@ from posenc._contract import checks
 from posenc.attention.biased import AttentionOptions
 from posenc.attention.biases import RowBias
 from posenc.attention.terms import relative_terms
+from posenc.nn._bias import check_heads
 from posenc.nn._product import ProductBias
 from posenc.nn._tables import SharedTables, TableModule, Tensors
 
@@ -115,6 +116,7 @@ class DeBERTaBias(TableModule, ProductBias):
         return (distance + self._span).clamp(0, 2 * self._span - 1)
 
     def _rows(self, q: Tensor, k: Tensor, scale: float, options: AttentionOptions) -> RowBias:
+        check_heads(type(self).__name__, q, self.num_heads)
         how: Any = {"scale": scale, "query_offset": options.get("query_offset")}
         vectors: Any = {"for_queries": self.pos_key, "for_keys": self.pos_query}
         return relative_terms(q, k, self.distance_rows, **vectors, **how)

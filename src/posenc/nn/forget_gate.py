@@ -175,6 +175,9 @@ class ForgetGate(ReadOnlyArguments):
             hint = "Pass x of all keys, or sums if some of them are in a cache."
             checks.fail(who, "either x or sums must be given", got, hint)
         found = self.sums(x) if sums is None else sums  # type: ignore[arg-type]
+        if sums is None and found.shape[-1] != k.shape[2]:
+            rule = f"x must have the {k.shape[2]} tokens of the keys"
+            checks.fail(who, rule, found.shape[-1], "For keys in a cache, pass sums of all.")
         return attend(who, q, k, v, RunningSum(found), **options)[0]
 
     def attention(

@@ -245,18 +245,16 @@ class PoPE(KeepsFloat32, RotatedKeys):
         if at is not None:
             q = q.gather(2, at.expand(*at.shape[:3], q.shape[3]))
         mask = qk_checks.check_attn_mask(who, attn_mask, scores, q.device)
-        if at is not None or any(x is not None for x in (query_offset, document_ids, window)):
+        placed = any(x is not None for x in (at, query_offset, document_ids, window))
+        if placed or (mask is not None and mask.dtype not in (torch.bool, q.dtype)):
             how: Any = {"causal": causal, "scale": factor, "dropout_p": drop, "window": window}
             how |= {"query_offset": query_offset, "document_ids": document_ids}
             out, _ = attend(who, q, k, v, None, attn_mask=mask, **how)
             return rotary.swap_heads([out], self.seq_dim)[0]
-        if mask is not None:
-            mask = mask if mask.dtype is torch.bool else mask.to(q.dtype)
-            if causal:
-                # SDPA takes a mask or is_causal, not both.
-                earlier = torch.ones(scores[2:], dtype=torch.bool, device=q.device).tril()
-                hidden = False if mask.dtype is torch.bool else float("-inf")
-                mask = torch.where(earlier, mask, hidden)
+        if mask is not None and causal:
+            # SDPA takes a mask or is_causal, not both.
+            earlier = torch.ones(scores[2:], dtype=torch.bool, device=q.device).tril()
+            mask = torch.where(earlier, mask, False if mask.dtype is torch.bool else float("-inf"))
         # SDPA's kernels want one width; otherwise it makes the matrix of scores.
         width = v.shape[-1]
         v = F.pad(v, (0, max(q.shape[-1] - width, 0)))

@@ -10,6 +10,7 @@ from posenc._contract.tracing import without_autocast
 from posenc.attention.biased import AttentionOptions
 from posenc.attention.biases import RowBias, for_each_query_head
 from posenc.attention.terms import relative_terms
+from posenc.nn._bias import check_heads
 from posenc.nn._module import Linear
 from posenc.nn._product import ProductBias
 from posenc.numerics.frequencies import Spectrum
@@ -25,7 +26,8 @@ class TransformerXLBias(ProductBias):
     are for each head. This is the attention of Transformer-XL and XLNet, and of Conformers.
 
     Args:
-        embed_dim: Channels ``E`` of the sinusoid and of the model, a multiple of ``2 * num_heads``.
+        embed_dim: Channels ``E`` of the sinusoid and of the model, even and a multiple of
+            ``num_heads``.
         num_heads: Heads ``H``, of ``E / H`` channels.
         causal: Whether a query sees only keys up to its own.
         max_distance: The distance from which all have one sinusoid (``clamp_len``); None for none.
@@ -105,9 +107,8 @@ class TransformerXLBias(ProductBias):
         return 0 if self.causal else -most, most
 
     def _rows(self, q: Tensor, k: Tensor, scale: float, options: AttentionOptions) -> RowBias:
-        who, heads, keys = type(self).__name__, q.shape[1], k.shape[2]
-        way_out = f"Build {who} with that num_heads, or transpose to (B, heads, tokens, D)."
-        checks.equal(who, "the heads of q", heads, self.num_heads, way_out)
+        heads, keys = q.shape[1], k.shape[2]
+        check_heads(type(self).__name__, q, self.num_heads)
         wide = torch.promote_types(q.dtype, torch.float32)
         least, most = self._ends(keys)
         with without_autocast(q):
