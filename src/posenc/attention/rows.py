@@ -66,9 +66,9 @@ def _near_keys(call: Call, rows: slice, keys: int) -> slice:
     if call.starts is not None:
         return slice(0, keys)
     left, right = call.window or (UNBOUNDED, UNBOUNDED)
-    begin = torch.sym_max(call.start + rows.start - left, 0)
+    begin = max(call.start + rows.start - left, 0)
     end = call.start + rows.stop + (0 if call.causal else right)
-    return slice(begin, torch.sym_min(end, keys))
+    return slice(begin, min(end, keys))
 
 
 def _piece(
