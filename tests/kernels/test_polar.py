@@ -93,7 +93,10 @@ def test_rows_are_picked_in_every_form(name):
         assert torch.equal(got, by_sequence)
 
 
-@pytest.mark.parametrize("name", BACKENDS)
+# The interpreter takes 20 seconds.
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n == "triton")) for n in BACKENDS]
+)
 def test_softplus_is_exact_for_small_and_large_numbers(name):
     """Also where a result is subnormal, or where it is the input."""
     one, zero = torch.ones(1, 1), torch.zeros(1, 1)

@@ -71,7 +71,9 @@ def test_a_layer_that_rotates_by_itself_is_refused(change):
     """It would go on rotating."""
     model = made()
     model.model.layers[2].self_attn.__class__ = Own
-    with pytest.raises(ValueError, match=r"calls no function in .*Own at 'model\.layers\.2\."):
+    with pytest.raises(
+        ValueError, match=r"rotating code of its own in .*Own at 'model\.layers\.2\."
+    ):
         change(model)
     assert not any("forward" in vars(module) for module in model.modules())
 
