@@ -37,19 +37,20 @@ def attend(
     (batch, heads, queries, _), keys = q.shape, k.shape[2]
     seen = call.spans(queries, keys, q.device)
     size = max(1, SCORES // max(1, batch * heads * keys))
-    if call.window is not None and call.starts is None and not torch.compiler.is_compiling():
-        # So many queries meet at most twice as many keys. A compiler traces no more pieces.
+    traced = torch.compiler.is_compiling()
+    if call.window is not None and call.starts is None and not traced:
+        # So many queries meet at most twice as many keys.
         reach = call.window[0] + (0 if call.causal else call.window[1]) + 1
         reach = min(max(reach, FEWEST), keys)
         size = max(1, min(reach, SCORES // max(1, 2 * batch * heads * reach)))
     # A checkpoint has hooks, which torch.func does not take.
     again = torch.is_grad_enabled() and not in_transform(q, k, v)
     piece = partial(checkpoint, _piece, use_reentrant=False) if again else _piece
-    # A loop is traced for one length alone, so short calls have none, and exported ones neither.
-    if is_exporting():
+    # A loop, or a slice, is traced for one length alone: short calls have none, nor exported ones.
+    if is_exporting() or (traced and queries <= size):
         return piece(who, q, k, v, bias, seen, slice(0, keys), call.scale, mask, dropout_p)
     pieces = []
-    for start in range(0, queries, size) if queries > size else (0,):
+    for start in range(0, max(queries, 1), size):
         rows = slice(start, min(start + size, queries))
         some, near = Spans(*(x[:, rows] for x in seen)), _near_keys(call, rows, keys)
         part = mask if mask is None or mask.shape[2] == 1 else mask[:, :, rows]
