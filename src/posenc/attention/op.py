@@ -143,9 +143,7 @@ def check_call(who: str, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Call:
     window: Any = call.window if call.window is None else tuple(call.window)
     if not math.isfinite(call.scale) or (window is not None and not _is_window(window)):
         refuse(who, "scale must be finite, and window a pair of lengths", q, k)
-    if first is not None and last is not None:
-        first, last = first.clamp(min=0).contiguous(), last.clamp(max=keys - 1).contiguous()
-    starts = None if starts is None else starts.contiguous()
+    starts, first, last = (x if x is None else x.contiguous() for x in (starts, first, last))
     return call._replace(starts=starts, first=first, last=last, window=window)
 
 

@@ -120,8 +120,8 @@ def _key_ranges(q: Tensor, k: Tensor, call: Call, size: int) -> list[list[slice]
     _, low, high = needed_keys(q, k, call)
     # A key that a causal line of distances has, also where padding sees none.
     most = min(keys, call.start + queries) - 1 if call.causal else keys - 1
-    lows = torch.stack([x.amin((0, 2)) for x in low.split(size, -1)]).clamp(max=most)
-    highs = torch.stack([x.amax((0, 2)) for x in high.split(size, -1)])
+    lows = torch.stack([x.amin((0, 2)) for x in low.split(size, -1)]).clamp(0, most)
+    highs = torch.stack([x.amax((0, 2)) for x in high.split(size, -1)]).clamp(max=most)
     ends = torch.stack(torch.broadcast_tensors(lows, highs)).tolist()
     found = []
     for chunk in zip(*ends, strict=True):

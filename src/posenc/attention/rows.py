@@ -57,6 +57,8 @@ def attend(
         part = part if part is None or part.shape[3] == 1 else part[..., near]
         given = q[:, :, rows], k[:, :, near], v[:, :, near]
         pieces.append(piece(who, *given, bias, some, near, call.scale, part, dropout_p))
+    if len(pieces) == 1:
+        return pieces[0]
     outs, sums = zip(*pieces, strict=True)
     with without_autocast(q):
         return torch.cat(outs, 2), torch.cat(sums, 2)
