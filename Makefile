@@ -48,10 +48,10 @@ format: $(INSTALLED)
 SANITIZED := build/sanitized
 sanitize: $(INSTALLED)
 	rm -rf $(SANITIZED) && mkdir -p $(SANITIZED) && cp -r src/posenc $(SANITIZED)
-	rm -f $(SANITIZED)/posenc/kernels/c/*.so
+	rm -f $(SANITIZED)/posenc/kernels/native/*.so
 	gcc -std=c99 -O1 -g -fsanitize=address,undefined -fno-sanitize-recover=undefined -fPIC -shared \
 	  -I$$($(BIN)/python -c "import sysconfig; print(sysconfig.get_paths()['include'])") \
-	  src/posenc/kernels/c/rotate.c -o $(SANITIZED)/posenc/kernels/c/_rotate.abi3.so -ldl -lm
+	  src/posenc/kernels/native/native.c -o $(SANITIZED)/posenc/kernels/native/_native.abi3.so -ldl -lm
 	LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so)" \
 	  ASAN_OPTIONS=detect_leaks=0 PYTHONPATH=$(SANITIZED) \
 	  $(BIN)/python -m pytest tests/kernels/test_outputs.py tests/kernels/test_norm.py \
@@ -59,7 +59,7 @@ sanitize: $(INSTALLED)
 	  -k "outputs or ops and not opcheck or c and not triton and not opcheck"
 
 # What the demo needs: torch, and what the `posenc` command draws and prints with.
-$(DEMO): pyproject.toml constraints.txt setup.py $(wildcard src/posenc/kernels/c/*.[ch])
+$(DEMO): pyproject.toml constraints.txt setup.py $(wildcard src/posenc/kernels/native/*.[ch])
 	test -x $(BIN)/python || { $(PYTHON) -c $(IS_NEW) && $(PYTHON) -m venv .venv; }
 	$(INSTALL) -e '.[cli]'
 	touch $@

@@ -7,7 +7,7 @@ import sys
 from setuptools import Extension, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 
-SOURCE = "src/posenc/kernels/c/"
+SOURCE = "src/posenc/kernels/native/"
 
 
 class StableAbiWheel(bdist_wheel):
@@ -24,12 +24,12 @@ class StableAbiWheel(bdist_wheel):
 setup(
     ext_modules=[
         Extension(
-            "posenc.kernels.c._rotate",
-            [SOURCE + "rotate.c"],
+            "posenc.kernels.native._native",
+            [SOURCE + "native.c"],
             depends=sorted(glob.glob(SOURCE + "*.h")),
             extra_compile_args=[]
             if sys.platform == "win32"
-            else ["-std=c99", "-O3", "-ffp-contract=fast", "-fno-trapping-math"],
+            else ["-std=c99", "-O3", "-fexceptions", "-ffp-contract=fast", "-fno-trapping-math"],
             libraries=["dl", "m"] if sys.platform.startswith("linux") else [],
             py_limited_api=True,
             # Without a C compiler the install goes on, and plain torch serves.

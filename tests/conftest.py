@@ -57,9 +57,9 @@ def pytest_configure(config):
         # Other releases deprecate what those that are pinned still call among themselves.
         config.addinivalue_line("filterwarnings", f"default:::{OTHERS}")
     if config.getoption("--isa"):
-        from posenc.kernels.c import _rotate
+        from posenc.kernels.native import _native
 
-        _rotate.set_isa(config.getoption("--isa"))
+        _native.set_isa(config.getoption("--isa"))
 
 
 @pytest.fixture(autouse=True)

@@ -12,7 +12,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from oracles import tables
 from posenc import kernels
-from posenc.kernels import c, ops, reference
+from posenc.kernels import native, reference
+from posenc.kernels.rotation import rotate_qk_op
 from posenc.kernels.spec import Rows, Spec
 
 
@@ -122,7 +123,7 @@ def test_a_default_device_and_a_lazy_sign_change_nothing():
 
 
 def test_without_the_extension_compiled_strides_are_as_promised(monkeypatch):
-    monkeypatch.setattr(c, "available", False)
+    monkeypatch.setattr(native, "available", False)
     cos, sin = tables(5, 4)
     x = torch.randn(2, 5, 3, 8).transpose(1, 2)
 
@@ -151,7 +152,7 @@ def test_compiled_calls_run_the_op_and_agree():
         for got, x in zip(rotated(q, k, start), (q, k), strict=True):
             wanted = reference.rotate(x, cos, sin, Rows(start), Spec(False, False))
             torch.testing.assert_close(got, wanted, rtol=1e-6, atol=1e-6)
-    assert ops.rotate_qk in called
+    assert rotate_qk_op.overload in called
 
 
 @pytest.mark.parametrize("grad", [False, True], ids=["inference", "training"])
@@ -176,7 +177,7 @@ def test_compiled_calls_write_in_place(grad):
 def test_without_the_extension_everything_is_there():
     script = """
 import sys
-sys.modules["posenc.kernels.c._rotate"] = None
+sys.modules["posenc.kernels.native._native"] = None
 import torch, posenc
 assert not posenc.backends()[0].available
 x, weight = torch.randn(2, 16, 512, 128), torch.ones(128)

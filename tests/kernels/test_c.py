@@ -5,11 +5,11 @@ import torch
 
 import oracles
 from oracles import tables
-from posenc.kernels import c, dispatch, reference
+from posenc.kernels import backends, native, reference
 from posenc.kernels.spec import Rows, Spec
-from support.rotations import DTYPES, LAYOUTS, check
+from support.rotations import DTYPES, LAYOUTS, by_c, check
 
-pytestmark = pytest.mark.skipif(not c.available, reason="the extension was not built")
+pytestmark = pytest.mark.skipif(not native.available, reason="the extension was not built")
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -22,7 +22,7 @@ def test_threads_do_the_same_as_one(dtype, heads_together):
     threads = torch.get_num_threads()
     for count, y in zip((1, 4), ys, strict=True):
         torch.set_num_threads(count)
-        c.rotate_into([x], [y], cos, sin, Rows(), Spec())
+        by_c([x], [y], cos, sin, Rows(), Spec())
     torch.set_num_threads(threads)
     assert torch.equal(*ys)
     check("c", [x], cos, sin, Rows(), Spec(), slice(0, 101))
@@ -38,7 +38,7 @@ def test_special_numbers_keep_their_meaning(dtype):
     for interleaved in (True, False):
         y = torch.empty_like(x)
         cos, sin = torch.ones(1, 16).double(), torch.zeros(1, 16).double()
-        c.rotate_into([x], [y], cos, sin, Rows(), Spec(interleaved, interleaved))
+        by_c([x], [y], cos, sin, Rows(), Spec(interleaved, interleaved))
         finite = reference.rotate(x, cos, sin, Rows(), Spec(interleaved, interleaved))
         torch.testing.assert_close(y, finite, rtol=0, atol=0, equal_nan=True)
 
@@ -51,7 +51,7 @@ def test_every_bfloat16_and_float16_rounds_as_torch_does():
         cos = torch.full((512, 64), 1 / 3, dtype=torch.float64)
         sin = torch.full((512, 64), -0.7, dtype=torch.float64)
         y = torch.empty_like(x)
-        c.rotate_into([x], [y], cos, sin, Rows(), Spec(False, False))
+        by_c([x], [y], cos, sin, Rows(), Spec(False, False))
         wanted = reference.rotate(x, cos, sin, Rows(), Spec(False, False))
         same = (y == wanted) | (y.isnan() & wanted.isnan())
         # A fused multiply-add moves a tie now and then, by one spacing.
@@ -66,13 +66,13 @@ def test_every_bfloat16_and_float16_rounds_as_torch_does():
 @LAYOUTS
 def test_every_instruction_set_is_right(dtype, inner, outer, pytestconfig):
     """A machine runs the best set it has; the others are for older machines, and run here too."""
-    from posenc.kernels.c import _rotate
+    from posenc.kernels.native import _native
 
-    best, ran = _rotate.isa(), []
+    best, ran = _native.isa(), []
     try:
         for isa in ("avx512", "avx2", "neon", "baseline"):
             try:
-                _rotate.set_isa(isa)
+                _native.set_isa(isa)
             except ValueError:
                 continue
             ran.append(isa)
@@ -80,7 +80,7 @@ def test_every_instruction_set_is_right(dtype, inner, outer, pytestconfig):
                 x = torch.randn(2, 9, 5, 2 * pairs).to(DTYPES[dtype])
                 check("c", [x], *tables(5, pairs), Rows(), Spec(inner, outer), slice(0, 5))
     finally:
-        _rotate.set_isa(best)
+        _native.set_isa(best)
     assert best == (pytestconfig.getoption("--isa") or ran[0])
 
 
@@ -97,14 +97,14 @@ def test_queries_and_keys_share_the_rows_made_ready_for_them(dtype, own):
 
 
 def test_backends_name_the_instruction_set_in_use_now(monkeypatch):
-    assert c._rotate.isa() in dispatch.backends()[0].why
-    monkeypatch.setattr(c._rotate, "isa", lambda: "another")
-    assert "another" in dispatch.backends()[0].why
+    assert native._native.isa() in backends()[0].why
+    monkeypatch.setattr(native._native, "isa", lambda: "another")
+    assert "another" in backends()[0].why
 
 
 def test_instruction_sets_are_refused_by_name():
-    from posenc.kernels.c import _rotate
+    from posenc.kernels.native import _native
 
-    _rotate.set_isa(_rotate.isa())
+    _native.set_isa(_native.isa())
     with pytest.raises(ValueError, match="does not run here"):
-        _rotate.set_isa("abacus")
+        _native.set_isa("abacus")

@@ -186,9 +186,9 @@ def test_special_numbers_saturate_and_nan_does_not_spread(backend, dtype, name):
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 def test_every_instruction_set_and_number_of_threads_stores_the_same_rows(dtype, cache_dtype):
     """Threads take whole tokens. Sets may fuse other products, so each is checked by itself."""
-    from posenc.kernels.c import _rotate
+    from posenc.kernels.native import _native
 
-    best, threads, found = _rotate.isa(), torch.get_num_threads(), []
+    best, threads, found = _native.isa(), torch.get_num_threads(), []
     q, k, v = (torch.randn(2, heads, 5, 40).to(DTYPES[dtype]) for heads in (3, 2, 2))
     kind = "none" if cache_dtype == "same" else "worked-out"
     long = [torch.randn(1, heads, 700, 128).to(DTYPES[dtype]) for heads in (2, 1, 1)]
@@ -197,7 +197,7 @@ def test_every_instruction_set_and_number_of_threads_stores_the_same_rows(dtype,
     try:
         for isa in ("avx512", "avx2", "neon", "baseline"):
             try:
-                _rotate.set_isa(isa)
+                _native.set_isa(isa)
             except ValueError:
                 continue
             for weights in ([None] * 2, [torch.randn(40) for _ in range(2)]):
@@ -211,6 +211,6 @@ def test_every_instruction_set_and_number_of_threads_stores_the_same_rows(dtype,
             rotated = BACKENDS["c"](write, *how)
             found.append([t.view(torch.uint8) for t in (rotated, *caches)])
     finally:
-        _rotate.set_isa(best)
+        _native.set_isa(best)
         torch.set_num_threads(threads)
     assert all(map(torch.equal, *found))

@@ -5,6 +5,7 @@ import torch
 
 from oracles import tables
 from posenc.functional import rotate_and_cache
+from posenc.kernels.cache import rotate_and_cache_op
 from support.assertions import compilations
 
 GPU = "cuda" if torch.cuda.is_available() else "cpu"
@@ -33,10 +34,7 @@ def call(op=OP, device=GPU, **changes):
         "sin": sin,
         "positions": torch.tensor([[3], [1]], device=device),
         "start": 0,
-        "interleaved": True,
-        "interleaved_out": False,
-        "first_channel": 2,
-        "transposed": False,
+        "layout": 5,
         "eps": 1e-6,
         "shift": 1.0,
     }
@@ -102,8 +100,10 @@ def test_the_op_refuses_what_a_kernel_would_access_out_of_bounds(changes):
         "k_cache": torch.zeros(CACHE).to(torch.float8_e4m3fn),
         "v_cache": torch.zeros(CACHE).bfloat16(),
     }
-    with pytest.raises(ValueError, match="must"):
+    with pytest.raises((RuntimeError, ValueError)):
         call(device="cpu", **{**caches, **changes})
+    with pytest.raises(ValueError, match="must"):
+        call(rotate_and_cache_op.run, device="cpu", **{**caches, **changes})
     assert not any(cache.float().any() for cache in caches.values())
 
 

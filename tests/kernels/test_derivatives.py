@@ -12,7 +12,8 @@ import posenc
 from oracles import tables
 from posenc import kernels
 from posenc.functional import qk_norm_rope, rotary_pos_embedding
-from posenc.kernels import dispatch, reference
+from posenc.kernels import reference
+from posenc.kernels.rotation import rotate_op
 from posenc.kernels.spec import Rows, Spec
 
 ROPE, ALIBI, ONES = posenc.RoPE(8), posenc.ALiBi(2), torch.ones(8)
@@ -75,18 +76,6 @@ def test_a_compiled_jacobian_is_the_eager_one(case):
     torch.testing.assert_close(compiled(jacfwd(function))(x), jacfwd(function)(x))
 
 
-def test_a_compiled_gradient_of_the_norm_is_no_op_that_cannot_be(monkeypatch):
-    """As on CUDA, where a compiler is given the op: torch.func has no rule for it."""
-    monkeypatch.setattr(dispatch, "kernel_for", lambda x: dispatch.triton)
-    torch.compiler.reset()
-
-    def each(x):
-        return grad(lambda x: CASES["norm"](x).pow(3).sum())(x)
-
-    x = torch.randn(1, 2, 5, 8)
-    torch.testing.assert_close(compiled(each)(x), each(x))
-
-
 ROWS = {
     "start": Rows(2),
     "ids": Rows(0, torch.tensor([[3, 1, 4, 1, 5], [0, 2, 2, 8, 1]])),
@@ -134,11 +123,14 @@ def test_derivatives_to_tensors_and_tables_compose(rows):
         torch.testing.assert_close(*found)
 
 
-def test_torch_func_runs_the_kernel(monkeypatch):
-    called, run = [], dispatch.run
-    monkeypatch.setattr(dispatch, "run", lambda *a: called.append(len(a[0])) or run(*a))
-    x = torch.randn(3, 1, 2, 5, 8)
-    vmap(ROPE.rotate)(x)
-    assert called == [1]
-    jvp(ROPE.rotate, (x[0],), (x[1],))
-    assert called == [1, 1, 1]
+def test_samples_are_rotated_by_one_call_of_the_op():
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
+            called.append(function)
+            return function(*arguments, **(keywords or {}))
+
+    called, x = [], torch.randn(3, 1, 2, 5, 8)
+    with Watch():
+        got = vmap(ROPE.rotate)(x)
+    assert called.count(rotate_op.overload) == 1
+    assert torch.equal(got, torch.stack([ROPE.rotate(one) for one in x]))

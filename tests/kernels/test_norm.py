@@ -8,8 +8,14 @@ from torch.autograd import forward_ad, gradcheck, gradgradcheck
 
 import oracles
 from posenc import kernels
-from posenc.kernels import c, dispatch, reference
-from posenc.kernels.spec import Norm, RowOutOfRange, Rows, Spec
+from posenc.kernels import native, reference
+from posenc.kernels.rotation import (
+    norm_rotate_backward_op,
+    norm_rotate_op,
+    run_norm,
+    run_norm_backward,
+)
+from posenc.kernels.spec import Norm, RowOutOfRange, Rows, Spec, flatten
 from support.assertions import assert_within_ulps
 from support.rotations import GPU, LAYOUTS
 
@@ -84,9 +90,9 @@ def test_triton_matches_forward_and_backward(pairs, width, first, all_heads, inn
     x, weight, cos, sin = example(pairs, width, all_heads, dtype, GPU, length=3)
     rows = Rows(0, torch.tensor([[0, 3, 8]], device=GPU))
     arguments = (cos, sin, rows, Spec(inner, outer, first), Norm(1e-6, 1.0, all_heads))
-    got = dispatch.run_norm(kernel, x, weight, *arguments)
+    got = run_norm(kernel, x, weight, *arguments)
     g = torch.randn_like(got)
-    to_x, to_weight = dispatch.run_norm_backward(kernel, g, x, weight, *arguments)
+    to_x, to_weight = run_norm_backward(kernel, g, x, weight, *arguments)
 
     wide_x, wide_weight = x.double().requires_grad_(), weight.double().requires_grad_()
     wanted = reference.norm_rotate(wide_x, wide_weight, *arguments)
@@ -108,8 +114,8 @@ def test_triton_takes_rows_that_overlap():
     arguments = (cos, sin, Rows(), Spec(), Norm())
     g = torch.randn(1, 2, 5, 8, dtype=torch.float64, device=GPU)
     found = (
-        dispatch.run_norm(kernel, x, weight, *arguments),
-        *dispatch.run_norm_backward(kernel, g, x, weight, *arguments),
+        run_norm(kernel, x, weight, *arguments),
+        *run_norm_backward(kernel, g, x, weight, *arguments),
     )
     wanted = (
         reference.norm_rotate(x, weight, *arguments),
@@ -129,14 +135,27 @@ MEMORY = {
     "no-tokens": lambda w: torch.randn(2, 3, 0, w),
     "rows-that-overlap": lambda w: torch.randn(w + 4).unfold(0, w, 1).expand(2, 3, 5, w),
 }
-needs_c = pytest.mark.skipif(not c.available, reason="needs the C extension")
+
+
+def by_c(x, weight, cos, sin, rows, spec, norm):
+    """Native code, which raises RuntimeError where it cannot run."""
+    how = cos, sin, *flatten(rows, spec), norm.eps, norm.shift
+    return norm_rotate_op.plain(x, weight, *how)
+
+
+def gradients_by_c(g, x, weight, cos, sin, rows, spec, norm):
+    how = cos, sin, *flatten(rows, spec), norm.eps, norm.shift
+    return norm_rotate_backward_op.plain(g, x, weight, *how)
+
+
+needs_c = pytest.mark.skipif(not native.available, reason="needs the C extension")
 
 
 def check_c(x, weight, pairs, spec, norm, positions=None, start=0):
     """The kernel against float64: half an ulp at the magnitude of the pair."""
     cos, sin = oracles.exact_cos_sin(range(9), 2 * pairs)
     rows = Rows(start, positions)
-    got = dispatch.run_norm(c, x, weight, cos, sin, rows, spec, norm)
+    got = by_c(x, weight, cos, sin, rows, spec, norm)
     arguments = (cos, sin, rows, spec, norm)
     exact = reference.norm_rotate(x.double(), weight.double(), *arguments)
     # Channels that are not rotated are pairs of themselves.
@@ -185,9 +204,9 @@ def test_c_on_several_threads_is_c_on_one(dtype, all_heads):
     x = torch.randn(2, 600, 4, 64).to(dtype).transpose(1, 2)
     weight = torch.randn(256 if all_heads else 64)
     arguments = (weight, *oracles.tables(600, 32), Rows(), Spec(), Norm(1e-6, 0.0, all_heads))
-    whole_call = dispatch.run_norm(c, x, *arguments)
+    whole_call = by_c(x, *arguments)
     # 153,600 elements a piece: below what is shared out.
-    pieces = [dispatch.run_norm(c, x[b : b + 1], *arguments) for b in range(2)]
+    pieces = [by_c(x[b : b + 1], *arguments) for b in range(2)]
     assert torch.equal(whole_call, torch.cat(pieces))
 
 
@@ -198,24 +217,26 @@ def test_c_keeps_nans_and_infinities():
         x[0, 0, 0, 3], x[0, 0, 1, 5] = float("nan"), float("inf")
         weight = torch.ones(8)
         tables = oracles.tables(3, 4)
-        got = dispatch.run_norm(c, x, weight, *tables, Rows(), Spec(), Norm())
+        got = by_c(x, weight, *tables, Rows(), Spec(), Norm())
         assert got[0, 0, :2].isnan().any(-1).all()
         assert got[0, 0, 2].isfinite().all()
         weight[2] = torch.tensor(-1, dtype=torch.int32).view(torch.float32)  # a NaN of all ones
-        got = dispatch.run_norm(c, x, weight, *tables, Rows(), Spec(), Norm())
+        got = by_c(x, weight, *tables, Rows(), Spec(), Norm())
         assert got[0, 0, 2, 2:4].isnan().all()
 
 
 @needs_c
 def test_c_refuses_a_row_it_has_not():
     x, weight, cos, sin = example(6, 12, False, torch.float32)
+    with pytest.raises(RuntimeError, match="no row"):
+        by_c(x, weight, cos, sin, Rows(5), Spec(), Norm())
     with pytest.raises(RowOutOfRange):
-        dispatch.run_norm(c, x, weight, cos, sin, Rows(5), Spec(), Norm())
+        kernels.norm_rotate(x, weight, cos, sin, Rows(5), Spec(), Norm())
 
 
 def check_c_backward(g, x, weight, arguments):
     """Gradients against autograd in float64: rounded once, at the size of the terms of a row."""
-    to_x, to_weight = dispatch.run_norm_backward(c, g, x, weight, *arguments)
+    to_x, to_weight = gradients_by_c(g, x, weight, *arguments)
     wide_x, wide_weight = x.double().requires_grad_(), weight.double().requires_grad_()
     wanted = reference.norm_rotate(wide_x, wide_weight, *arguments)
     exact_x, exact_weight = torch.autograd.grad(wanted, (wide_x, wide_weight), g.double())
@@ -272,8 +293,8 @@ def test_c_gradients_on_several_threads(dtype, all_heads):
     weight = torch.randn(256 if all_heads else 64)
     arguments = (*oracles.tables(600, 32), Rows(), Spec(), Norm(1e-6, 0.0, all_heads))
     check_c_backward(torch.randn_like(x), x, weight, arguments)
-    first = dispatch.run_norm_backward(c, x, x, weight, *arguments)
-    again = dispatch.run_norm_backward(c, x, x, weight, *arguments)
+    first = gradients_by_c(x, x, weight, *arguments)
+    again = gradients_by_c(x, x, weight, *arguments)
     assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
 
 
@@ -281,13 +302,13 @@ def test_c_gradients_on_several_threads(dtype, all_heads):
 @NORMS
 @pytest.mark.parametrize("interleaved", [False, True], ids=["half", "interleaved"])
 def test_c_every_instruction_set_has_the_gradient(interleaved, all_heads):
-    from posenc.kernels.c import _rotate
+    from posenc.kernels.native import _native
 
-    best = _rotate.isa()
+    best = _native.isa()
     try:
         for isa in ("avx512", "avx2", "neon", "baseline"):
             try:
-                _rotate.set_isa(isa)
+                _native.set_isa(isa)
             except ValueError:
                 continue
             for dtype in (torch.float32, torch.bfloat16, torch.float16):
@@ -296,7 +317,7 @@ def test_c_every_instruction_set_has_the_gradient(interleaved, all_heads):
                 arguments = (cos, sin, Rows(), spec, Norm(1e-6, 0.0, all_heads))
                 check_c_backward(torch.randn_like(x), x, weight, arguments)
     finally:
-        _rotate.set_isa(best)
+        _native.set_isa(best)
 
 
 @NORMS
@@ -321,26 +342,25 @@ def test_the_gradient_can_be_differentiated_again_and_batched(device, all_heads)
 def test_a_plain_call_goes_to_c(monkeypatch):
     """With a gradient and without; and what the gradient keeps is the input alone."""
     x, weight, cos, sin = example(6, 12, False, torch.bfloat16)
-    called = []
-    for name in ("norm_into", "norm_backward_into"):
-        run = getattr(c, name)
-        monkeypatch.setattr(c, name, lambda *a, run=run, name=name: called.append(name) or run(*a))
+    for op in (norm_rotate_op, norm_rotate_backward_op):
+        monkeypatch.setattr(op, "run", None)
     arguments = (cos, sin, Rows(), Spec(), Norm())
     without = kernels.norm_rotate(x, weight, *arguments)
-    assert called == ["norm_into"]
     recorded = kernels.norm_rotate(x, weight.requires_grad_(), *arguments)
     assert torch.equal(without, recorded)
     assert {t.dtype for t in recorded.grad_fn.saved_tensors if t is not None} == {
         torch.bfloat16, torch.float64,
     }  # fmt: skip
     recorded.sum().backward()
-    assert called == ["norm_into", "norm_into", "norm_backward_into"]
     assert weight.grad.isfinite().all()
 
 
-@pytest.mark.skipif(GPU == "cpu", reason="the op exists where Triton compiles")
-def test_the_ops_pass_opcheck():
-    x, weight, cos, sin = example(6, 16, False, torch.float32, GPU)
-    op = torch.ops.posenc.norm_rotate.default
-    flags = (None, 0, True, True, 0, False, 1e-6, 0.0, False)
-    torch.library.opcheck(op, (x.requires_grad_(), weight.requires_grad_(), cos, sin, *flags))
+@pytest.mark.parametrize("device", sorted({"cpu", GPU}))
+def test_the_ops_pass_opcheck(device):
+    x, weight, cos, sin = example(6, 16, False, torch.float32, device)
+    one, both = torch.ops.posenc.norm_rotate.default, torch.ops.posenc.norm_rotate_qk.default
+    how = (cos, sin, None, 0, 3, 1e-6, 0.0)
+    for grad in (False, True):
+        x, weight = x.detach().requires_grad_(grad), weight.detach().requires_grad_(grad)
+        torch.library.opcheck(one, (x, weight, *how))
+        torch.library.opcheck(both, (x, x, weight, weight, *how))

@@ -5,7 +5,7 @@ import torch
 from torch.autograd import gradcheck
 
 from oracles import tables
-from posenc.kernels import ops, reference
+from posenc.kernels import native, reference, rotation
 from posenc.kernels.spec import Rows, Spec, flatten
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -22,7 +22,7 @@ def test_ops_have_gradients_to_their_tables(rows, batched):
         cos, sin = cos.unflatten(0, (2, 4)), sin.unflatten(0, (2, 4))
 
     def rotated(q, cos, sin):
-        return ops.rotate(q, cos, sin, *flatten(rows, spec))
+        return rotation.rotate_op.overload(q, cos, sin, *flatten(rows, spec))
 
     assert gradcheck(rotated, (q, cos, sin))
     got = torch.autograd.grad(rotated(q, cos, sin).square().sum(), (cos, sin), retain_graph=True)
@@ -32,7 +32,9 @@ def test_ops_have_gradients_to_their_tables(rows, batched):
 
 
 @pytest.mark.parametrize(
-    ("count", "in_place"), [(1, False), (2, False), (1, True)], ids=["one", "q-and-k", "in-place"]
+    ("count", "in_place"),
+    [(1, False), (2, False), (1, True), (2, True)],
+    ids=["one", "q-and-k", "in-place", "q-and-k-in-place"],
 )
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_the_ops_pass_opcheck(dtype, count, in_place):
@@ -60,7 +62,7 @@ HOSTILE = {
     "table-of-one-axis": {"cos": (9,), "sin": (9,)},
     "table-of-four-axes": {"cos": (2, 1, 9, 3), "sin": (2, 1, 9, 3)},
     "table-of-five-axes-for-two": {"x": (5, 8), "cos": (1, 1, 1, 9, 3), "sin": (1, 1, 1, 9, 3)},
-    "one-table-for-two-sequences": {"cos": (1, 9, 3), "sin": (1, 9, 3)},
+    "three-tables-for-two-sequences": {"cos": (3, 9, 3), "sin": (3, 9, 3)},
     "tables-of-no-sequence": {"cos": (0, 9, 3), "sin": (0, 9, 3)},
     "table-of-integers": {"cos": torch.ones(9, 3, dtype=torch.int64)},
     "table-of-complex-numbers": {"cos": torch.ones(9, 3, dtype=torch.complex128)},
@@ -78,9 +80,10 @@ HOSTILE = {
     "positions-of-too-many-sequences": {"positions": IDS.new_zeros(3, 5)},
     "positions-of-no-sequence": {"positions": IDS[:0]},
     "positions-of-no-token": {"positions": IDS[:, :0]},
-    "positions-of-one-axis": {"positions": IDS[0]},
+    "positions-of-one-axis-and-too-few": {"positions": IDS[0, :1]},
+    "positions-of-no-axis": {"positions": IDS[0, 0]},
     "positions-of-three-axes": {"positions": IDS[..., None]},
-    "positions-of-32-bits": {"positions": IDS.int()},
+    "positions-of-32-bits-past-the-table": {"positions": IDS.int() + 9},
     "positions-of-8-bits": {"positions": IDS.to(torch.uint8)},
     "positions-of-floats": {"positions": IDS.double()},
     "positions-elsewhere": {"positions": IDS.to("meta")},
@@ -90,10 +93,10 @@ HOSTILE = {
     "x-of-complex-numbers": {"x": torch.ones(X, dtype=torch.complex64)},
     "x-narrower-than-its-pairs": {"x": (2, 3, 5, 4)},
     "x-without-channels": {"x": (2, 3, 5, 0)},
-    "first-channel-below-zero": {"first_channel": -2},
-    "first-channel-past-the-channels": {"first_channel": 6},
-    "first-channel-that-wraps": {"first_channel": 2**63 - 1},
-    "first-channel-between": {"first_channel": 1},
+    "layout-below-zero": {"layout": -1},
+    "layout-of-unknown-bits": {"layout": 67},
+    "layout-of-all-bits": {"layout": 2**63 - 1},
+    "whole-rows-of-a-partial-rotation": {"layout": 19},
 }  # fmt: skip
 HOSTILE_PAIRS = {
     "k-of-fewer-sequences": {"k": (1, 3, 5, 8)},
@@ -105,46 +108,77 @@ HOSTILE_PAIRS = {
 }
 
 
-def _call(op, x=X, k=X, cos=TABLE, sin=TABLE, positions=None, start=0, first_channel=0):
+OPS = {
+    "rotate": rotation.rotate_op,
+    "rotate_qk": rotation.rotate_qk_op,
+    "rotate_": rotation.rotate_in_place_op,
+    "rotate_qk_": rotation.rotate_qk_in_place_op,
+}
+
+
+def _call(name, call, x=X, k=X, cos=TABLE, sin=TABLE, positions=None, start=0, layout=3):
     """Call an op, and hand back what it was to rotate."""
-    made = [t if isinstance(t, torch.Tensor) else torch.ones(t) for t in (x, k)]
-    xs = made[: 2 if op is ops.rotate_qk else 1]
+    both = [t if isinstance(t, torch.Tensor) else torch.ones(t) for t in (x, k)]
+    xs = both[: 2 if "qk" in name else 1]
     wide = [t if isinstance(t, torch.Tensor) else torch.full(t, 0.5).double() for t in (cos, sin)]
-    op(*xs, *wide, positions, start, True, True, first_channel, False)
+    call(*xs, *wide, positions, start, layout)
     return xs
 
 
-@pytest.mark.parametrize("op", [ops.rotate, ops.rotate_qk, ops.rotate_], ids=str)
-@pytest.mark.parametrize("change", [{}, {"first_channel": 2}, {"start": 4}, {"positions": IDS + 8}])
-def test_a_call_that_fits_is_taken(op, change):
+@pytest.mark.parametrize("name", OPS)
+@pytest.mark.parametrize("change", [
+    {}, {"layout": 7}, {"start": 4}, {"positions": IDS + 8}, {"positions": IDS[0]},
+    {"positions": IDS.int()}, {"cos": (1, 9, 3), "sin": (1, 9, 3)}, {"cos": (9, 6), "sin": (9, 6)},
+])  # fmt: skip
+def test_a_call_that_fits_is_taken(name, change):
     """So that a refusal below is of what differs from this call."""
-    (x, *_) = _call(op, **change)
-    assert torch.equal(x, torch.ones(X)) == (op is not ops.rotate_)
+    for call in (OPS[name].overload, OPS[name].run):
+        for x in _call(name, call, **change):
+            assert torch.equal(x, torch.ones(X)) == (not name.endswith("_"))
 
 
-@pytest.mark.parametrize("op", [ops.rotate, ops.rotate_qk, ops.rotate_], ids=str)
+@pytest.mark.parametrize("name", OPS)
 @pytest.mark.parametrize("change", HOSTILE.values(), ids=HOSTILE)
-def test_an_op_refuses_what_does_not_fit_and_writes_nothing(op, change):
-    """Anyone can call an op, and the kernels trust what it gives them."""
+def test_an_op_refuses_what_does_not_fit_and_writes_nothing(name, change):
+    """Anyone can call an op. Native code says in a word what Python then explains."""
     x = change.get("x", X)
     x = x.clone() if isinstance(x, torch.Tensor) else torch.ones(x)
     before = x.clone()
+    with pytest.raises((RuntimeError, ValueError)):
+        _call(name, OPS[name].overload, **{**change, "x": x})
     with pytest.raises(ValueError, match=r"posenc::rotate|must be in \[0, "):
-        _call(op, **{**change, "x": x})
+        _call(name, OPS[name].run, **{**change, "x": x})
     assert torch.equal(x, before)
 
 
 @pytest.mark.parametrize("change", HOSTILE_PAIRS.values(), ids=HOSTILE_PAIRS)
 def test_queries_and_keys_that_do_not_belong_together_are_refused(change):
-    with pytest.raises(ValueError, match="posenc::rotate_qk: "):
-        _call(ops.rotate_qk, **change)
+    for name in ("rotate_qk", "rotate_qk_"):
+        with pytest.raises((RuntimeError, ValueError)):
+            _call(name, OPS[name].overload, **change)
+        with pytest.raises(ValueError, match="posenc::rotate_qk"):
+            _call(name, OPS[name].run, **change)
 
 
 def test_a_tensor_that_overlaps_itself_is_not_written_in_place():
     x = torch.ones(1, 3, 5, 8).expand(X)
-    with pytest.raises(ValueError, match="share memory with itself"):
-        _call(ops.rotate_, x=x)
+    for call in (OPS["rotate_"].overload, OPS["rotate_"].run):
+        with pytest.raises((RuntimeError, ValueError), match="memory with itself"):
+            _call("rotate_", call, x=x)
     assert torch.equal(x, torch.ones(X))
+
+
+def test_a_table_must_have_each_number_twice_if_it_has_one_for_each_channel():
+    x, wide = torch.randn(X), torch.randn(9, 8).double()
+    for layout, table in ((0, wide[:, :4].repeat(1, 2)), (3, wide[:, :4].repeat_interleave(2, 1))):
+        got = rotation.rotate_op.overload(x, table, table, None, 2, layout)
+        wanted = rotation.rotate_op.overload(x, wide[:, :4], wide[:, :4], None, 2, layout)
+        assert torch.equal(got, wanted)
+        other = table.clone()
+        other[4, 1] += 1
+        if native.available:
+            with pytest.raises(RuntimeError, match="both numbers of a pair"):
+                rotation.rotate_op.overload(x, table, other, None, 2, layout)
 
 
 def test_positions_inside_what_is_written_are_read_before():
@@ -155,17 +189,21 @@ def test_positions_inside_what_is_written_are_read_before():
     x = held.view(X)
     cos, sin = tables(9, 3)
     wanted = reference.rotate(x.clone(), cos, sin, Rows(0, ids.clone()), Spec())
-    ops.rotate_(x, cos, sin, ids, 0, True, True, 0, False)
+    rotation.rotate_in_place_op.overload(x, cos, sin, ids, 0, 3)
     torch.testing.assert_close(x, wanted, rtol=1e-15, atol=0)
 
 
 @pytest.mark.parametrize("wrong", [(3,), (8, 1), (25,)], ids=str)
 def test_the_norm_refuses_a_weight_that_does_not_fit(wrong):
-    x, (cos, sin), how = torch.ones(X), tables(9, 3), (None, 0, True, True, 0, False, 1e-6, 0.0)
-    for whole in (False, True):
-        with pytest.raises(ValueError, match="posenc::norm_rotate: weight must be"):
-            ops._norm_rotate(x, torch.ones(wrong), cos, sin, *how, whole)
-    with pytest.raises(ValueError, match="posenc::norm_rotate: a gradient must be"):
-        ops._norm_backward(torch.ones(2, 1, 5, 8), x, torch.ones(8), cos, sin, *how, False)
-    with pytest.raises(ValueError, match="posenc::norm_rotate: cos and sin must be"):
-        ops._norm_rotate(x, torch.ones(8), cos, sin[:2], *how, False)
+    x, (cos, sin), how = torch.ones(X), tables(9, 3), (None, 0, 3, 1e-6, 0.0)
+    forward, backward = rotation.norm_rotate_op, rotation.norm_rotate_backward_op
+    g, weight = torch.ones(2, 1, 5, 8), torch.ones(8)
+    for op, arguments, rule in (
+        (forward, (x, torch.ones(wrong), cos, sin), "weight must be"),
+        (backward, (g, x, weight, cos, sin), "a gradient must be"),
+        (forward, (x, weight, cos, sin[:2]), "cos and sin must be"),
+    ):
+        with pytest.raises((RuntimeError, ValueError)):
+            op.overload(*arguments, *how)
+        with pytest.raises(ValueError, match=f"posenc::norm_rotate.*: {rule}"):
+            op.run(*arguments, *how)

@@ -2,8 +2,9 @@
 
 import torch
 
-from posenc.kernels import c, reference_cache, triton
-from posenc.kernels.spec import Rows, Store, Write
+from posenc.kernels import native, reference_cache, triton
+from posenc.kernels.cache import rotate_and_cache_op
+from posenc.kernels.spec import Rows, Store, Write, flatten
 from support.assertions import assert_within_ulps
 from support.rotations import GPU, expected
 
@@ -17,10 +18,13 @@ GIVEN = {
 LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0, torch.int8: 127.0}
 
 
-def by_c(write, *how):
-    y = torch.full_like(write.q, float("nan"))
-    c.cache_into(write, y, *how)
-    return y
+def by_c(write, cos, sin, rows, spec):
+    """Native code, which raises RuntimeError where it cannot run."""
+    q, k, v, slots, (k_cache, k_scale, k_scales), (v_cache, v_scale, v_scales), *others = write
+    q_weight, k_weight, norm = others
+    written, read = (k_cache, v_cache, k_scales, v_scales), (slots, q_weight, k_weight)
+    how = *read, k_scale, v_scale, cos, sin, *flatten(rows, spec), norm.eps, norm.shift
+    return rotate_and_cache_op.plain(q, k, v, *written, *how)
 
 
 def by_triton(write, cos, sin, rows, spec):
@@ -43,7 +47,7 @@ def moved(value):
 
 
 BACKENDS = {"reference": reference_cache.rotate_and_cache}
-if c.available:
+if native.available:
     BACKENDS["c"] = by_c
 if triton.installed:
     BACKENDS["triton"] = by_triton

@@ -1,13 +1,11 @@
 """Every implementation of the rotation, and the check that all of them have to pass."""
 
-from functools import partial
-
 import pytest
 import torch
 
 import oracles
-from posenc.kernels import c, dispatch, reference
-from posenc.kernels.spec import Rows
+from posenc.kernels import native, reference, rotation
+from posenc.kernels.spec import Rows, flatten
 from support.assertions import assert_within_ulps
 
 DTYPES = {
@@ -32,12 +30,25 @@ def by_reference(xs, ys, *arguments):
 def by_triton(xs, ys, *arguments):
     from posenc.kernels.triton import rotate
 
-    dispatch.rotate_into(rotate, xs, ys, *arguments)
+    rotation.rotate_into(rotate, xs, ys, *arguments)
+
+
+def by_c(xs, ys, cos, sin, rows, spec):
+    """Native code, which raises RuntimeError where it cannot run."""
+    how = cos, sin, *flatten(rows, spec)
+    if xs[0] is ys[0]:
+        op = rotation.rotate_in_place_op if len(xs) == 1 else rotation.rotate_qk_in_place_op
+        op.plain(*xs, *how)
+        return
+    op = rotation.rotate_op if len(xs) == 1 else rotation.rotate_qk_op
+    results = op.plain(*xs, *how)
+    for y, result in zip(ys, [results] if len(xs) == 1 else results, strict=True):
+        y.copy_(result)
 
 
 BACKENDS = {"reference": (by_reference, "cpu"), "triton": (by_triton, GPU)}
-if c.available:
-    BACKENDS["c"] = (partial(dispatch.rotate_into, c), "cpu")
+if native.available:
+    BACKENDS["c"] = (by_c, "cpu")
 # Triton's interpreter cuts bfloat16 off where a GPU rounds it.
 CUT = {("triton", torch.bfloat16): 1.0} if GPU == "cpu" else {}
 

@@ -39,6 +39,49 @@ def is_plain(*xs: Tensor) -> bool:
     return True
 
 
+def is_ordinary() -> bool:
+    """Whether nothing stands between a call and its kernel: no compiler, mode or transform."""
+    return not (
+        torch.compiler.is_compiling()
+        or _modes()
+        or _transforms()
+        or in_jit_trace()
+        or forward_ad._current_level >= 0
+    )
+
+
+def is_recorded(*tensors: Tensor) -> bool:
+    """Whether autograd records operations on one of ``tensors``; a compiler can trace this."""
+    return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+
+
+def builtin_of(overload: Any) -> Any:
+    """The builtin function that an overload of an op calls: one Python frame less."""
+    return overload._op
+
+
+def is_traced_as_operations() -> bool:
+    """Whether a trace must consist of torch's operations: it may run without this package.
+
+    torch.func inside a compiler cannot trace an op with rules in Python.
+    """
+    if torch.compiler.is_compiling():
+        return is_exporting() or _compiles_transform()
+    return is_exporting() or in_jit_trace()
+
+
+def is_writable(x: Tensor) -> bool:
+    """Whether native code may write ``x``: no lazy negation, and no inference tensor outside."""
+    return not x.is_neg() and (not x.is_inference() or torch.is_inference_mode_enabled())
+
+
+def redispatch_below_versions(op: Any, keyset: Any, *arguments: Any) -> Any:
+    """Call ``op`` below the key that counts the writes to a tensor."""
+    below = torch._C._after_ADInplaceOrView_keyset
+    with torch._C._AutoDispatchBelowADInplaceOrView():
+        return op.redispatch(keyset & below, *arguments)
+
+
 def has_real_storage(*xs: Tensor) -> bool:
     """Whether ``data_ptr()`` of ``xs`` is an address; dispatch modes may be active."""
     if is_plain(*xs):

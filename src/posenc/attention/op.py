@@ -23,7 +23,8 @@ from posenc._contract.tracing import in_forward_mode, is_plain, is_readable
 from posenc.attention import chunked, dense
 from posenc.attention.biases import Call
 from posenc.kernels import triton
-from posenc.kernels.ops import check_devices, define_op, refuse
+from posenc.kernels.op import Op
+from posenc.kernels.rotation import check_devices, refuse
 
 Gradients = tuple[Tensor, Tensor, Tensor, Tensor]
 
@@ -47,7 +48,7 @@ def attend(
         return out, lse
     if dense.is_needed(q, k, v, call.values):
         return dense.attend(q, k, v, call)
-    out, lse, _ = attend_op(q, k, v, *call)
+    out, lse, _ = attend_op.overload(q, k, v, *call)
     return out, lse
 
 
@@ -217,6 +218,11 @@ def _fake_backward(
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), to
 
 
+def _operations(q: Tensor, k: Tensor, v: Tensor, *call: Any) -> tuple[Tensor, Tensor, Tensor]:
+    out, lse = dense.attend(q, k, v, Call(*call))
+    return out, lse, q.new_empty(0, dtype=torch.int32)
+
+
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     q, k, v, *call = inputs
     ctx.save_for_backward(q, k, v, *output, *call[:4])
@@ -231,7 +237,7 @@ def _gradients(ctx: Any, g: Tensor | None, g_lse: Tensor | None, _: Any) -> tupl
     g = torch.zeros_like(saved[3]) if g is None else g
     if torch.is_grad_enabled():
         return *_recorded_gradients(needs, g, g_lse, saved, call), *[None] * 10
-    *found, to = attend_backward_op(g, g_lse, *saved, needs[3], *call)
+    *found, to = attend_backward_op.overload(g, g_lse, *saved, needs[3], *call)
     return *found, to if needs[3] else None, *[None] * 10
 
 
@@ -239,18 +245,20 @@ _CALL = (
     "Tensor? values, Tensor? starts, Tensor? first, Tensor? last, str kind, SymInt zero, "
     "SymInt start, float scale, bool causal, bool prune, SymInt[]? window=None"
 )
-attend_op = define_op(
+attend_op = Op(
     "attend",
     f"(Tensor q, Tensor k, Tensor v, {_CALL}) -> (Tensor, Tensor, Tensor)",
     _forward,
+    _operations,
     _fake,
-    _save,
-    _gradients,
+    save=_save,
+    backward=_gradients,
 )
-attend_backward_op = define_op(
+attend_backward_op = Op(
     "attend_backward",
     "(Tensor g, Tensor? g_lse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
     f"Tensor ranges, bool to_values, {_CALL}) -> (Tensor, Tensor, Tensor, Tensor)",
+    _backward,
     _backward,
     _fake_backward,
 )

@@ -12,9 +12,11 @@ from posenc._contract import checks
 from posenc._contract.overlap import check_inference_mode, check_no_internal_overlap, overlaps
 from posenc._contract.position_checks import Limit, check_position
 from posenc._contract.tracing import is_plain
-from posenc.functional.norm import check_weight
+from posenc.functional.norm import check_weight, is_norm
 from posenc.functional.rotary import swap_heads
 from posenc.kernels import LARGEST, Norm, RowOutOfRange, Rows, SlotOutOfRange, Spec, Store, Write
+from posenc.kernels.cache import rotate_and_cache_op
+from posenc.kernels.spec import PAGES_OF_TOKENS
 
 
 class CacheOptions(TypedDict, total=False):
@@ -29,6 +31,45 @@ class CacheOptions(TypedDict, total=False):
     k_scale_cache: Tensor | None
     v_scale_cache: Tensor | None
     cache_layout: str
+
+
+def cache_at_once(
+    qkv: tuple[Any, Any, Any],
+    tables: tuple[Any, Any],
+    caches: tuple[Any, Any],
+    slots: Any,
+    position_ids: Any,
+    offset: Any,
+    layout: int,
+    *,
+    q_weight: Any = None,
+    k_weight: Any = None,
+    eps: Any = 1e-6,
+    zero_centered: Any = False,
+    k_scale: Any = None,
+    v_scale: Any = None,
+    k_scale_cache: Any = None,
+    v_scale_cache: Any = None,
+    cache_layout: Any = "NHD",
+) -> Tensor | None:
+    """The rotated queries if native code takes all arguments as they are, or None."""
+    if layout < 0 or not is_norm(eps, zero_centered) or cache_layout not in ("NHD", "HND"):
+        return None
+    kinds = k_scale, k_scale_cache, v_scale, v_scale_cache
+    if kinds == (None, None, None, None):
+        # A cache of 8 bits needs a scale.
+        if not all(isinstance(t, Tensor) and t.dtype is qkv[0].dtype for t in caches):
+            return None
+    elif (k_scale is None) == (k_scale_cache is None) or (v_scale is None) == (
+        v_scale_cache is None
+    ):
+        return None
+    layout += PAGES_OF_TOKENS if cache_layout == "NHD" else 0
+    read = slots, q_weight, k_weight, k_scale, v_scale
+    how = position_ids, offset, layout, eps, 1.0 if zero_centered else 0.0
+    written = *caches, k_scale_cache, v_scale_cache
+    result: Tensor | None = rotate_and_cache_op.at_once(*qkv, *written, *read, *tables, *how)
+    return result
 
 
 def as_batch(

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import math
+from typing import Any
 
 from torch import Tensor
 
 from posenc import kernels
 from posenc._contract import checks
-from posenc.functional.rotary import RotateOptions, arguments, swap_heads
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
+from posenc.functional.rotary import arguments, layout_of, swap_heads
+from posenc.kernels.rotation import norm_rotate_qk_op
 
 
 def qk_norm_rope(
@@ -24,7 +23,12 @@ def qk_norm_rope(
     *,
     eps: float = 1e-6,
     zero_centered: bool = False,
-    **options: Unpack[RotateOptions],
+    offset: int | Tensor = 0,
+    position_ids: Tensor | None = None,
+    seq_dim: int = -2,
+    interleaved: bool = True,
+    interleaved_out: bool | None = None,
+    last: bool = False,
 ) -> tuple[Tensor, Tensor]:
     r"""RMSNorm of queries and keys, then rotation: in one kernel on CUDA, and in C on the CPU.
 
@@ -43,7 +47,12 @@ def qk_norm_rope(
         sin: As ``cos``.
         eps: Added to the mean square.
         zero_centered: Multiply by ``1 + weight`` (Gemma).
-        **options: As in :func:`rotate`.
+        offset: As in :func:`rotate`, and so are all that follow.
+        position_ids: Instead of ``offset``.
+        seq_dim: The dimension of the tokens.
+        interleaved: The pairs.
+        interleaved_out: The pairs of the result.
+        last: Rotate the last channels.
 
     Returns:
         New tensors like ``q`` and ``k``.
@@ -58,17 +67,27 @@ def qk_norm_rope(
     References:
         Henry et al., *Query-Key Normalization for Transformers*, 2020.
     """
+    given = offset, position_ids, seq_dim, interleaved, interleaved_out, last
+    if (layout := layout_of(*given)) >= 0 and is_norm(eps, zero_centered):
+        how = position_ids, offset, layout, eps, 1.0 if zero_centered else 0.0
+        rotated = norm_rotate_qk_op.at_once(q, k, q_weight, k_weight, cos, sin, *how)
+        if rotated is not None:
+            return rotated  # type: ignore[no-any-return]
     who = "qk_norm_rope"
-    _, (q, k), cos, sin, rows, spec = arguments(who, "qk", [q, k], cos, sin, **options)
+    _, (q, k), cos, sin, rows, spec = arguments(who, "qk", [q, k], cos, sin, *given)
     eps = checks.positive_float(who, "eps", eps)
     shift = 1.0 if checks.boolean(who, "zero_centered", zero_centered) else 0.0
-    rotated = []
     for name, x, weight in (("q_weight", q, q_weight), ("k_weight", k, k_weight)):
         check_weight(who, name, weight, x)
-        norm = kernels.Norm(eps, shift, weight.shape[0] != x.shape[3])
-        rotated.append(kernels.norm_rotate(x, weight, cos, sin, rows, spec, norm))
-    normed_q, normed_k = swap_heads(rotated, options.get("seq_dim", -2))
+    norm = kernels.Norm(eps, shift)
+    both = kernels.norm_rotate_qk(q, k, q_weight, k_weight, cos, sin, rows, spec, norm)
+    normed_q, normed_k = swap_heads(list(both), seq_dim)
     return normed_q, normed_k
+
+
+def is_norm(eps: Any, zero_centered: Any) -> bool:
+    """Whether native code takes these numbers as they are."""
+    return type(eps) is float and 0 < eps < math.inf and type(zero_centered) is bool
 
 
 def check_weight(who: str, name: str, weight: Tensor, x: Tensor) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypedDict
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,11 +14,15 @@ from posenc._contract.position_checks import UNLIMITED, Limit, check_position
 from posenc._contract.tracing import device_assert, in_transform, is_readable
 from posenc.functional._positions import positions_of, rows_of
 from posenc.kernels import RowOutOfRange, Rows, Spec
+from posenc.kernels.rotation import (
+    rotate_in_place_op,
+    rotate_op,
+    rotate_qk_in_place_op,
+    rotate_qk_op,
+)
+from posenc.kernels.spec import INTERLEAVED, INTERLEAVED_OUT, TOKENS_FIRST
 from posenc.numerics.frequencies import Spectrum
 from posenc.numerics.tables import cos_sin
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 
 def rotary_pos_embedding(
@@ -68,18 +72,18 @@ def rotary_pos_embedding(
     return without_heads(rotated, input_)
 
 
-class RotateOptions(TypedDict, total=False):
-    """The keywords of :func:`rotate` and its siblings."""
-
-    offset: int | Tensor
-    position_ids: Tensor | None
-    seq_dim: int
-    interleaved: bool
-    interleaved_out: bool | None
-    last: bool
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor, **options: Unpack[RotateOptions]) -> Tensor:
+def rotate(
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    *,
+    offset: int | Tensor = 0,
+    position_ids: Tensor | None = None,
+    seq_dim: int = -2,
+    interleaved: bool = True,
+    interleaved_out: bool | None = None,
+    last: bool = False,
+) -> Tensor:
     """Rotate ``x`` by tables of your own.
 
     They may come from learned frequencies, a scaling rule of yours, or another library's cache.
@@ -90,12 +94,12 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, **options: Unpack[RotateOptions]
         cos: ``(T, P)``, or ``(B, T, P)`` with a table for each sequence; ``2P`` channels of the
             ``D`` are rotated. Hugging Face's ``(T, D)``, with each column twice, is accepted.
         sin: As ``cos``.
-        **options: ``offset``: table row of the first token (0), or an integer tensor ``(B,)``;
-            ``position_ids``: table row of each token, ``(L,)`` or ``(B, L)``, instead;
-            ``seq_dim``: the dimension of ``x`` for tokens: -2, or 1 for ``(B, L, H, D)``;
-            ``interleaved``: pairs are ``(2i, 2i + 1)`` if true (the default), ``(i, P + i)`` if
-            false; ``interleaved_out``: pairs of the result, if they differ (DeepSeek-V3);
-            ``last``: rotate the last ``2P`` channels instead of the first.
+        offset: Table row of the first token, or an integer tensor ``(B,)``.
+        position_ids: Table row of each token, ``(L,)`` or ``(B, L)``, instead of ``offset``.
+        seq_dim: The dimension of ``x`` for tokens: -2, or 1 for ``(B, L, H, D)``.
+        interleaved: Pairs are ``(2i, 2i + 1)`` if true, ``(i, P + i)`` if false.
+        interleaved_out: Pairs of the result, if they differ (DeepSeek-V3).
+        last: Rotate the last ``2P`` channels instead of the first.
 
     Returns:
         A new tensor like ``x``; channels that are not rotated are copied.
@@ -105,11 +109,26 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, **options: Unpack[RotateOptions]
         >>> rotate(x, torch.tensor([[0.0]]), torch.tensor([[1.0]])).flatten()
         tensor([0., 1., 5.])
     """
-    return _rotate("rotate", "x", [x], cos, sin, **options)[0]
+    how = offset, position_ids, seq_dim, interleaved, interleaved_out, last
+    if (layout := layout_of(*how)) >= 0:
+        rotated = rotate_op.at_once(x, cos, sin, position_ids, offset, layout)
+        if rotated is not None:
+            return rotated  # type: ignore[no-any-return]
+    return _rotate("rotate", "x", [x], cos, sin, *how)[0]
 
 
 def rotate_qk(
-    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, **options: Unpack[RotateOptions]
+    q: Tensor,
+    k: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    *,
+    offset: int | Tensor = 0,
+    position_ids: Tensor | None = None,
+    seq_dim: int = -2,
+    interleaved: bool = True,
+    interleaved_out: bool | None = None,
+    last: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Rotate queries ``(B, H, L, D)`` and keys ``(B, H', L, D)`` in one pass; see :func:`rotate`.
 
@@ -119,11 +138,27 @@ def rotate_qk(
         >>> q.flatten(), k.flatten()
         (tensor([0., 1.]), tensor([-1.,  0.]))
     """
-    a, b = _rotate("rotate_qk", "qk", [q, k], cos, sin, **options)
+    how = offset, position_ids, seq_dim, interleaved, interleaved_out, last
+    if (layout := layout_of(*how)) >= 0:
+        rotated = rotate_qk_op.at_once(q, k, cos, sin, position_ids, offset, layout)
+        if rotated is not None:
+            return rotated  # type: ignore[no-any-return]
+    a, b = _rotate("rotate_qk", "qk", [q, k], cos, sin, *how)
     return a, b
 
 
-def rotate_(x: Tensor, cos: Tensor, sin: Tensor, **options: Unpack[RotateOptions]) -> Tensor:
+def rotate_(
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    *,
+    offset: int | Tensor = 0,
+    position_ids: Tensor | None = None,
+    seq_dim: int = -2,
+    interleaved: bool = True,
+    interleaved_out: bool | None = None,
+    last: bool = False,
+) -> Tensor:
     """Rotate ``x`` in place, and return it; arguments as :func:`rotate`.
 
     Without gradients, no new tensor is made; with them, autograd records an in-place operation.
@@ -135,12 +170,25 @@ def rotate_(x: Tensor, cos: Tensor, sin: Tensor, **options: Unpack[RotateOptions
         >>> x.flatten()
         tensor([0., 1.])
     """
-    _rotate("rotate_", "x", [x], cos, sin, in_place=True, **options)
+    how = offset, position_ids, seq_dim, interleaved, interleaved_out, last
+    layout = layout_of(*how)
+    if layout < 0 or not rotate_in_place_op.at_once(x, cos, sin, position_ids, offset, layout):
+        _rotate("rotate_", "x", [x], cos, sin, *how, in_place=True)
     return x
 
 
 def rotate_qk_(
-    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, **options: Unpack[RotateOptions]
+    q: Tensor,
+    k: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    *,
+    offset: int | Tensor = 0,
+    position_ids: Tensor | None = None,
+    seq_dim: int = -2,
+    interleaved: bool = True,
+    interleaved_out: bool | None = None,
+    last: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Rotate queries and keys in place, in one pass, and return them; see :func:`rotate_qk`.
 
@@ -150,20 +198,44 @@ def rotate_qk_(
         >>> q.flatten(), k.flatten()
         (tensor([0., 1.]), tensor([-1.,  0.]))
     """
-    _rotate("rotate_qk_", "qk", [q, k], cos, sin, in_place=True, **options)
+    how = offset, position_ids, seq_dim, interleaved, interleaved_out, last
+    given = q, k, cos, sin, position_ids, offset
+    layout = layout_of(*how)
+    if layout < 0 or not rotate_qk_in_place_op.at_once(*given, layout):
+        _rotate("rotate_qk_", "qk", [q, k], cos, sin, *how, in_place=True)
     return q, k
+
+
+def layout_of(
+    offset: Any, position_ids: Any, seq_dim: Any, interleaved: Any, interleaved_out: Any, last: Any
+) -> int:
+    """The layout for native code, which takes rows and tensors as they are; -1 if it cannot."""
+    if type(offset) is not int or last or (offset and position_ids is not None):
+        return -1
+    out = interleaved if interleaved_out is None else interleaved_out
+    if type(interleaved) is not bool or type(out) is not bool:
+        return -1
+    layout = INTERLEAVED * interleaved + INTERLEAVED_OUT * out
+    if seq_dim == -2:
+        return layout
+    return layout + TOKENS_FIRST if seq_dim in (1, -3) else -1
 
 
 def _rotate(
     who: str,
     names: str,
     xs: list[Tensor],
-    *tables: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    offset: int | Tensor,
+    position_ids: Tensor | None,
+    seq_dim: int,
+    *layout: Any,
     in_place: bool = False,
-    **options: Unpack[RotateOptions],
 ) -> list[Tensor]:
-    ys = rotate_rows(who, *arguments(who, names, xs, *tables, **options), in_place=in_place)
-    return swap_heads(ys, options.get("seq_dim", -2))
+    given = arguments(who, names, xs, cos, sin, offset, position_ids, seq_dim, *layout)
+    ys = rotate_rows(who, *given, in_place=in_place)
+    return swap_heads(ys, seq_dim)
 
 
 def rotate_rows(
@@ -283,13 +355,12 @@ def arguments(
     xs: list[Tensor],
     cos: Tensor,
     sin: Tensor,
-    *,
-    offset: int | Tensor = 0,
-    position_ids: Tensor | None = None,
-    seq_dim: int = -2,
-    interleaved: bool = True,
-    interleaved_out: bool | None = None,
-    last: bool = False,
+    offset: int | Tensor,
+    position_ids: Tensor | None,
+    seq_dim: int,
+    interleaved: bool,
+    interleaved_out: bool | None,
+    last: bool,
 ) -> tuple[Limit, list[Tensor], Tensor, Tensor, Rows, Spec]:
     """Check the arguments of :func:`rotate` and return those of :func:`rotate_rows`."""
     check_heads(who, names, xs, seq_dim=check_seq_dim(who, seq_dim))

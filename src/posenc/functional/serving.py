@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from torch import Tensor
 
-from posenc.functional._cache import as_batch, as_given, cache_rows, check_write
-from posenc.functional.rotary import RotateOptions, arguments, swap_heads
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
+from posenc.functional._cache import as_batch, as_given, cache_at_once, cache_rows, check_write
+from posenc.functional.rotary import arguments, layout_of, swap_heads
 
 _WHO = "rotate_and_cache"
 
@@ -34,7 +29,12 @@ def rotate_and_cache(
     k_scale_cache: Tensor | None = None,
     v_scale_cache: Tensor | None = None,
     cache_layout: str = "NHD",
-    **options: Unpack[RotateOptions],
+    offset: int | Tensor = 0,
+    position_ids: Tensor | None = None,
+    seq_dim: int = -2,
+    interleaved: bool = True,
+    interleaved_out: bool | None = None,
+    last: bool = False,
 ) -> Tensor:
     r"""Rotate queries into a new tensor, and keys, with values, into a cache, in one kernel.
 
@@ -72,8 +72,13 @@ def rotate_and_cache(
             dtype; it is stored here.
         v_scale_cache: As ``k_scale_cache``, for ``v``.
         cache_layout: ``"NHD"`` or ``"HND"``, of both caches and their scales.
-        **options: As in :func:`rotate`; ``position_ids`` is ``(T,)`` for tokens. Without them,
-            token ``t`` takes table row ``t``, which suits tables with a row for each token.
+        offset: As in :func:`rotate`, and so are all that follow.
+        position_ids: ``(T,)`` for tokens. Without them, token ``t`` takes table row ``t``, which
+            suits tables with a row for each token.
+        seq_dim: The dimension of the tokens.
+        interleaved: The pairs.
+        interleaved_out: The pairs of the result.
+        last: Rotate the last channels.
 
     Returns:
         The rotated ``q``, a new tensor.
@@ -89,10 +94,30 @@ def rotate_and_cache(
         (tensor([ 0.,  0.,  0.,  0., -4.,  3.,  0.,  0.]),
          tensor([0., 0., 0., 0., 3., 4., 0., 0.]))
     """
-    seq_dim = options.get("seq_dim", -2)
+    layout = layout_of(offset, position_ids, seq_dim, interleaved, interleaved_out, last)
+    rotated = cache_at_once(
+        (q, k, v),
+        (cos, sin),
+        (k_cache, v_cache),
+        slots,
+        position_ids,
+        offset,
+        layout,
+        q_weight=q_weight,
+        k_weight=k_weight,
+        eps=eps,
+        zero_centered=zero_centered,
+        k_scale=k_scale,
+        v_scale=v_scale,
+        k_scale_cache=k_scale_cache,
+        v_scale_cache=v_scale_cache,
+        cache_layout=cache_layout,
+    )
+    if rotated is not None:
+        return rotated
     (q, k, v), seq_dim, as_tokens = as_batch(_WHO, q, k, v, seq_dim)
-    options["seq_dim"] = seq_dim
-    limit, (q, k), cos, sin, rows, spec = arguments(_WHO, "qk", [q, k], cos, sin, **options)
+    how = offset, position_ids, seq_dim, interleaved, interleaved_out, last
+    limit, (q, k), cos, sin, rows, spec = arguments(_WHO, "qk", [q, k], cos, sin, *how)
     (v,) = swap_heads([v], seq_dim)
     write = check_write(
         _WHO,

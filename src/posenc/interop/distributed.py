@@ -21,7 +21,7 @@ from posenc._contract import checks, sharding
 from posenc.attention import biased
 from posenc.attention.biases import Bias, RowBias, RunningSum, Slopes, check_bias
 from posenc.interop.ring import attention as ring_attention
-from posenc.kernels import ops
+from posenc.kernels import rotation
 
 Placements = list[Placement | None]
 
@@ -66,17 +66,17 @@ def _rules(xs: tuple[Any, ...], cos: Any, sin: Any, positions: Any, start: int) 
     return list(found.values())
 
 
-@register_sharding(ops.rotate)
+@register_sharding(rotation.rotate_op.overload)
 def _(x: Any, cos: Any, sin: Any, positions: Any, start: int, *spec: Any) -> list[Any]:
     return _rules((x,), cos, sin, positions, start)
 
 
-@register_sharding(ops.rotate_qk)
+@register_sharding(rotation.rotate_qk_op.overload)
 def _(q: Any, k: Any, cos: Any, sin: Any, positions: Any, start: int, *spec: Any) -> list[Any]:
     return _rules((q, k), cos, sin, positions, start)
 
 
-@register_sharding(ops.rotate_)
+@register_sharding(rotation.rotate_in_place_op.overload)
 def _(x: Any, cos: Any, sin: Any, positions: Any, start: int, *spec: Any) -> list[Any]:
     return [([], inputs) for _, inputs in _rules((x,), cos, sin, positions, start)]
 

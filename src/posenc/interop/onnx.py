@@ -17,7 +17,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from posenc._contract import checks
 from posenc.kernels import Rows, Spec, reference
-from posenc.kernels.dispatch import exported_as
+from posenc.kernels.rotation import exported_as
 from posenc.nn import STRING
 
 # The first opset with RotaryEmbedding.

@@ -1,10 +1,11 @@
 """Kernels for users' tensors, in their dtype and on their device; no scaling rule is known here."""
 
-from posenc.kernels import ops as ops  # defines the ops that dispatch calls
+from posenc.kernels import native
+from posenc.kernels.backends import Backend, backends
 from posenc.kernels.cache import rotate_and_cache
-from posenc.kernels.dispatch import Backend, backends, norm_rotate, rotate, rotate_
 from posenc.kernels.polar import polar
 from posenc.kernels.reference import add
+from posenc.kernels.rotation import norm_rotate, norm_rotate_qk, rotate, rotate_
 from posenc.kernels.spec import (
     LARGEST,
     Norm,
@@ -29,8 +30,12 @@ __all__ = [
     "add",
     "backends",
     "norm_rotate",
+    "norm_rotate_qk",
     "polar",
     "rotate",
     "rotate_",
     "rotate_and_cache",
 ]
+
+# The ops are defined above.
+native.register()

@@ -34,6 +34,13 @@ class Rows(NamedTuple):
         return index
 
 
+# The bits of a layout, which is an argument of an op: those of a `Spec`; WHOLE, if a tensor must
+# not have channels that are not rotated; TWINS, if tables are known to have each number twice.
+INTERLEAVED, INTERLEAVED_OUT, LAST, TRANSPOSED, WHOLE, TWINS = 1, 2, 4, 8, 16, 32
+# Bits for native code alone: tensors of (B, T, H, D), and caches of (pages, page, H, D).
+TOKENS_FIRST, PAGES_OF_TOKENS = 64, 128
+
+
 class Spec(NamedTuple):
     """Which channels form pairs, and the direction of the rotation."""
 
@@ -46,16 +53,45 @@ class Spec(NamedTuple):
         """The rotation of a gradient, from the layout of the output to that of the input."""
         return Spec(self.interleaved_out, self.interleaved, self.first_channel, not self.transposed)
 
+    def bits(self) -> int:
+        """The layout as an op takes it: a number is read faster than four flags."""
+        return (
+            INTERLEAVED * self.interleaved
+            + INTERLEAVED_OUT * self.interleaved_out
+            + LAST * (self.first_channel > 0)
+            + TRANSPOSED * self.transposed
+        )
+
 
 def flatten(rows: Rows, spec: Spec) -> tuple[Any, ...]:
-    """``rows`` and ``spec`` as the last six arguments of an op."""
-    return (rows.positions, rows.start, *spec)
+    """``rows`` and ``spec`` as the last three arguments of an op."""
+    return rows.positions, rows.start, spec.bits()
 
 
 def unflatten(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Arguments of an op as ``*xs, cos, sin, rows, spec``."""
-    positions, start, *spec = arguments[-6:]
-    return *arguments[:-6], Rows(start, positions), Spec(*spec)
+    """Arguments of an op as ``*xs, cos, sin, rows, spec``; tables have one number for each pair.
+
+    An op also takes positions ``[T]``, one table for all sequences as ``[1, R, P]``, and tables
+    that have each number twice.
+    """
+    *xs, cos, sin, positions, start, layout = arguments
+    interleaved = bool(layout & INTERLEAVED)
+    if positions is not None and positions.dim() == 1:
+        positions = positions[None]
+    if cos.dim() == 3 and cos.shape[0] == 1:
+        cos, sin = cos[0], sin[0]
+    width = xs[0].shape[-1]
+    if width < 2 * cos.shape[-1] <= 2 * width and cos.shape[-1] % 2 == 0:
+        cos, sin = first_of_twins(cos, interleaved), first_of_twins(sin, interleaved)
+    first_channel = width - 2 * cos.shape[-1] if layout & LAST else 0
+    out, transposed = bool(layout & INTERLEAVED_OUT), bool(layout & TRANSPOSED)
+    spec = Spec(interleaved, out, first_channel, transposed)
+    return *xs, cos, sin, Rows(start, positions), spec
+
+
+def first_of_twins(table: Tensor, interleaved: bool) -> Tensor:
+    """A table ``[..., P]`` from one ``[..., 2 P]`` that has each number twice."""
+    return table[..., ::2] if interleaved else table[..., : table.shape[-1] // 2]
 
 
 class Norm(NamedTuple):

@@ -7,7 +7,14 @@ from typing import TYPE_CHECKING, Any, TypedDict
 from torch import Tensor
 
 from posenc._contract import checks
-from posenc.functional._cache import CacheOptions, as_batch, as_given, cache_rows, check_write
+from posenc.functional._cache import (
+    CacheOptions,
+    as_batch,
+    as_given,
+    cache_at_once,
+    cache_rows,
+    check_write,
+)
 from posenc.functional.rotary import check_heads, swap_heads
 from posenc.kernels import Rows
 from posenc.nn._rope import by_tables
@@ -39,6 +46,13 @@ def rotate_and_cache(
     **options: Unpack[CacheOptions],
 ) -> Tensor:
     """Rotate by the tables of ``rope``, and write the cache; see :meth:`RoPE.cache`."""
+    tables = None if seq_len is not None else rope._tables_for(qkv[0], offset, position_ids)
+    # Tokens of several sequences need positions.
+    if tables is not None and (position_ids is not None or qkv[0].dim() == 4):
+        where = slots, position_ids, offset, rope._layout
+        rotated = cache_at_once(qkv, tables, caches, *where, **options)
+        if rotated is not None:
+            return rotated
     xs, seq_dim, as_tokens = as_batch(who, *qkv, rope.seq_dim)
     if as_tokens and position_ids is None:
         rule = "position_ids must be given for tokens (T, H, D), which may be of several sequences"

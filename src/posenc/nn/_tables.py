@@ -84,6 +84,18 @@ class SharedTables:
         table = self._held.get((device, dtype))
         return None if table is None else table.tensors
 
+    def found(self, x: Tensor) -> Tensors | None:
+        """The tables that exist for ``x``, of any length, or None."""
+        # Half precision gets the same results from float32 tables, which are half as large.
+        half = x.is_cuda and x.element_size() == 2
+        table = self._held.get((x.device, torch.float32 if half else torch.float64))
+        if table is None:
+            return None
+        tensors = table.tensors
+        if x.is_cuda:
+            keep_alive_for_cuda_graph(table, tensors)
+        return tensors
+
     def read(self, x: Tensor, dtype: torch.dtype, rows: int | None = None) -> Tensors | None:
         """The tables on the device of ``x``, of at least ``rows`` rows, built if need be.
 

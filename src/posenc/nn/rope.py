@@ -6,12 +6,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from posenc import configs
 from posenc._contract import checks
 from posenc.functional import rotary
 from posenc.kernels import Spec
+from posenc.kernels.rotation import rotate_qk_in_place_op, rotate_qk_op
+from posenc.kernels.spec import TOKENS_FIRST, WHOLE
 from posenc.nn._rope import check_freqs, check_width, rotate_by_tables, rotate_last_queries
 from posenc.nn._rope_cache import CacheWhere, Where, rotate_and_cache
 from posenc.nn._rotated_keys import RotatedKeys, check_axes, check_scaling
@@ -87,6 +90,12 @@ class RoPE(RotatedKeys):
         self.freqs = check_freqs(who, freqs, self.base, width, axes)
         first_channel = self.head_dim - width if last else 0
         self._spec = Spec(interleaved, interleaved if out is None else out, first_channel)
+        self._layout = self._spec.bits() + (WHOLE if width == head_dim else 0)
+        self._layout += TOKENS_FIRST if self.seq_dim in (1, -3) else 0
+        # Calls with more than a table and rows: other angles.
+        changes = self.scaling is not None and self.scaling.trained_length() is not None
+        self._is_special = changes or axes is not None
+        self._is_partial = width < head_dim
         # Rotated keys are in the layout of the output.
         self._set_angles(
             Spectrum(width, self.base, self.scaling, axes, self.freqs),
@@ -162,12 +171,23 @@ class RoPE(RotatedKeys):
         Returns:
             New tensors with the shapes and dtypes of ``q`` and ``k``.
         """
+        tables = None if seq_len is not None else self._tables_for(q, offset, position_ids)
+        if tables is not None:
+            rotated = rotate_qk_op.at_once(q, k, *tables, position_ids, offset, self._layout)
+            if rotated is not None:
+                return rotated  # type: ignore[no-any-return]
         who = type(self).__name__
         a, b = self._rotate(who, "qk", [q, k], offset, position_ids, seq_len)
         return a, b
 
     def forward_(
-        self, q: Tensor, k: Tensor, offset: int | Tensor = 0, **where: Unpack[Where]
+        self,
+        q: Tensor,
+        k: Tensor,
+        offset: int | Tensor = 0,
+        *,
+        position_ids: Tensor | None = None,
+        seq_len: int | Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Rotate queries and keys in place, and return them; arguments as :meth:`forward`.
 
@@ -179,9 +199,13 @@ class RoPE(RotatedKeys):
             >>> torch.equal(q, wanted[0])
             True
         """
-        self._rotate(
-            f"{type(self).__name__}.forward_", "qk", [q, k], offset, **where, in_place=True
-        )
+        tables = None if seq_len is not None else self._tables_for(q, offset, position_ids)
+        if tables is not None:
+            given = q, k, *tables, position_ids, offset, self._layout
+            if rotate_qk_in_place_op.at_once(*given):
+                return q, k
+        where = offset, position_ids, seq_len
+        self._rotate(f"{type(self).__name__}.forward_", "qk", [q, k], *where, in_place=True)
         return q, k
 
     def rotate_queries_with_cached_keys(
@@ -254,6 +278,16 @@ class RoPE(RotatedKeys):
         """
         who = f"{type(self).__name__}.unrotate"
         return self._rotate(who, "x", [x], offset, **where, inverse=True)[0]
+
+    def _tables_for(self, x: Any, offset: Any, position_ids: Any) -> Any:
+        """The tables of a call that an op may take as it is, or None."""
+        if self._is_special or type(offset) is not int or torch.compiler.is_compiling():
+            return None
+        if (offset and position_ids is not None) or not isinstance(x, Tensor):
+            return None
+        if self._is_partial and x.shape[-1:] != (self.head_dim,):
+            return None
+        return self._tables.found(x)
 
     def _rotate(
         self,

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Callable
 from typing import Any
 
 import torch
+
+from posenc.kernels import native
 
 # This is looked up at import, because torch.compile cannot trace find_spec.
 installed = importlib.util.find_spec("triton") is not None
@@ -25,6 +28,18 @@ def status() -> tuple[bool, str]:
         return False, "triton is not installed"
     cuda = torch.cuda.is_available()
     return cuda, "ready" if cuda else "torch sees no CUDA device"
+
+
+def run_and_install(call: bytes, run: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+    """Run an op, whose kernels native code launches from now on; ``call`` identifies the call."""
+    from posenc.kernels.triton import launch
+
+    with launch.recorded() as launches:
+        result = run(*arguments)
+    described = [one.described() for one in launches]
+    if None not in described:
+        native.install(call, described)
+    return result
 
 
 def __getattr__(name: str) -> Any:

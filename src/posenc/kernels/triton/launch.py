@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+import struct
+import threading
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -35,10 +38,14 @@ class Launch:
         self.options = {**OPTIONS, **options}
         self.values = tuple(constants.values())
         self.compiled: Any = None
+        self.binary: Any = None
 
     def __call__(self, tensors: tuple[Tensor, ...], start: int) -> None:
         """Run the kernel, with table rows from ``start`` on."""
         device = tensors[0].device
+        self.tensors = len(tensors)
+        if (record := getattr(_record, "launches", None)) is not None and self not in record:
+            record.append(self)
         if device.type == "cuda" and device.index != torch.cuda.current_device():
             # Triton launches on the current device.
             with torch.cuda.device(device):
@@ -48,9 +55,58 @@ class Launch:
             self.compiled(*tensors, start, *self.numbers, *self.values)
         elif 0 not in self.grid:
             arguments = (*tensors, start, *self.numbers)
-            made = self.kernel[self.grid](*arguments, **self.constants, **self.options)
+            self.binary = self.kernel[self.grid](*arguments, **self.constants, **self.options)
             # Triton's interpreter compiles nothing and returns None.
-            self.compiled = None if made is None else made[self.grid]
+            self.compiled = None if self.binary is None else self.binary[self.grid]
+
+    def described(self) -> tuple[int, ...] | None:
+        """The launch as native code reads it, `launches.h`; None if it needs more than that."""
+        made = self.binary
+        if made is None:
+            return None
+        about = made.metadata
+        unusual = about.global_scratch_size or about.profile_scratch_size
+        if unusual or about.num_ctas != 1 or about.launch_cooperative_grid:
+            return None
+        threads = about.num_warps * about.target.warp_size
+        found = [made.function, *self.grid, threads, about.shared, int(about.launch_pdl)]
+        values = [*range(self.tensors), 0, *self.numbers]
+        for i, (kind, value) in enumerate(zip(made.src.signature.values(), values, strict=False)):
+            if kind == "constexpr":
+                continue
+            if i < self.tensors:
+                found += (_TENSOR, 8, value)
+            elif i == self.tensors:
+                found += (_START, _SIZES[kind], 0)
+            else:
+                found += (_NUMBER, _SIZES[kind], bits_of(kind, value))
+        return tuple(found)
+
+
+_TENSOR, _START, _NUMBER = range(3)
+_SIZES = {"i32": 4, "i64": 8, "fp32": 4, "fp64": 8}
+
+
+def bits_of(kind: str, value: float) -> int:
+    """A number as a parameter of a kernel holds it."""
+    if kind in ("fp32", "fp64"):
+        form = "fi" if kind == "fp32" else "dq"
+        bits: int = struct.unpack(form[1], struct.pack(form[0], value))[0]
+        return bits
+    return int(value)
+
+
+_record = threading.local()
+
+
+@contextmanager
+def recorded() -> Iterator[list[Launch]]:
+    """Collect the launches of this thread in this context."""
+    _record.launches = []
+    try:
+        yield _record.launches
+    finally:
+        _record.launches = None
 
 
 def launch_for(

@@ -1,0 +1,40 @@
+"""The implementations of the kernels, and which one serves a device."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from posenc.kernels import native, reference, triton
+
+
+class Backend(NamedTuple):
+    """One implementation of the kernels, and whether it can run here."""
+
+    name: str
+    serves: str
+    available: bool
+    why: str
+
+
+def backends() -> list[Backend]:
+    """The implementations of the kernels, which devices they serve, and why one is missing.
+
+    Examples:
+        >>> for backend in backends():
+        ...     print(backend.name, "serves", backend.serves)
+        c serves cpu
+        triton serves cuda
+        reference serves every device
+    """
+    return [
+        Backend("c", "cpu", *native.status()),
+        Backend("triton", "cuda", *triton.status()),
+        Backend("reference", "every device", True, "plain torch operations"),
+    ]
+
+
+def kernel_for(x: Tensor) -> Any:
+    """The module that an op calls from Python: `triton` for CUDA, `reference` for other devices."""
+    return triton if x.is_cuda and triton.installed else reference

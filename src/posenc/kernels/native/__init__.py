@@ -1,0 +1,57 @@
+"""The ops in C: on the CPU whole, in one pass over memory; on CUDA the launches of the kernels."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor
+
+try:
+    import posenc.kernels.native._native as _native
+
+    available, _error = True, ""
+except ModuleNotFoundError:
+    available, _error = False, "not built: no C compiler was found at install"
+except ImportError as error:
+    available, _error = False, f"built, but it does not load: {error}"
+
+# Whether ops on CUDA launch their kernels themselves, once these are compiled.
+launches_kernels = False
+_LIBRARIES = {"win32": "torch_cpu.dll", "darwin": "libtorch_cpu.dylib"}
+
+
+def register() -> None:
+    """Implement the ops, which must be defined, for tensors on the CPU."""
+    global available, launches_kernels, _error
+    if available:
+        name = _LIBRARIES.get(sys.platform, "libtorch_cpu.so")
+        path = os.path.join(os.path.dirname(torch.__file__), "lib", name)
+        missing = _native.register(path)
+        if missing is not None:
+            available, _error = False, f"built, but torch {torch.__version__} has no {missing}"
+        elif torch.version.cuda is not None and hasattr(_native, "register_cuda"):
+            path = os.path.join(os.path.dirname(path), "libtorch_cuda.so")
+            launches_kernels = _native.register_cuda(path) is None
+
+
+def serves(x: Tensor) -> bool:
+    """Whether native code may run an op of ``x``."""
+    return (x.is_cpu and available) or (x.is_cuda and launches_kernels)
+
+
+def missed() -> bytes | None:
+    """What identifies the call of this thread that was just refused for want of a launch."""
+    return _native.missed() if launches_kernels else None
+
+
+def install(call: bytes, launches: list[Any]) -> None:
+    """Launch kernels from now on in calls like the one that was :func:`missed`."""
+    _native.install(call, *launches)
+
+
+def status() -> tuple[bool, str]:
+    """Whether the extension is there, and the instruction set in use or why it is missing."""
+    return available, f"compiled, using {_native.isa()}" if available else _error

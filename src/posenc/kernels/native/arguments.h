@@ -1,0 +1,211 @@
+/* The arguments that all ops share, and the rules they must keep so that no kernel leaves a tensor's
+ * memory. The words of a refusal are for a direct caller of an op: `posenc.functional` explains more. */
+typedef struct {
+    View x[3]; /* queries, keys and values, or one tensor */
+    int count;
+    View cos, sin, positions;
+    i64 start;
+    int interleaved_in, interleaved_out, transposed, last, whole;
+    int trusted; /* both numbers of a pair are known to be the same */
+    int tokens_first, pages_of_tokens, is_flat;
+    i64 pairs, twin; /* see Job */
+} Rotation;
+
+static void read_rows(Call *c, Rotation *r)
+{
+    r->cos = tensor_argument(c), r->sin = tensor_argument(c), r->positions = optional_argument(c);
+    r->start = integer_argument(c);
+}
+
+/* The bits of a layout, as `Spec.bits` in spec.py has them. */
+enum { INTERLEAVED_IN = 1, INTERLEAVED_OUT = 2, LAST_CHANNELS = 4, TRANSPOSED = 8, WHOLE = 16, TWINS = 32 };
+/* Forms of the tensors, which calls that need no gradient may have: no other code knows them. */
+enum { TOKENS_FIRST = 64, PAGES_OF_TOKENS = 128 };
+enum { USUAL_BITS = 63, ALL_BITS = 255 };
+
+static void read_layout(Call *c, Rotation *r)
+{
+    const i64 layout = integer_argument(c), known = c->plain ? ALL_BITS : USUAL_BITS;
+    if ((layout & ~known) && !c->problem) c->problem = "the layout has unknown bits";
+    r->interleaved_in = (layout & INTERLEAVED_IN) != 0;
+    r->interleaved_out = (layout & INTERLEAVED_OUT) != 0;
+    r->last = (layout & LAST_CHANNELS) != 0, r->transposed = (layout & TRANSPOSED) != 0;
+    r->whole = (layout & WHOLE) != 0, r->trusted = (layout & TWINS) != 0;
+    r->tokens_first = (layout & TOKENS_FIRST) != 0, r->pages_of_tokens = (layout & PAGES_OF_TOKENS) != 0;
+    for (int i = 0; i < r->count; i++)
+        if (r->tokens_first && r->x[i].dim == 4) swap_axes(&r->x[i]);
+}
+
+static int is_elsewhere(const View *a, const View *b)
+{
+    return a->handle && (a->device != b->device || a->index != b->index);
+}
+
+static int is_integer(const View *v) { return v->dtype == dtypes.int64 || v->dtype == dtypes.int32; }
+
+/* Why tensors are not floating (B, H, T, D) that differ in H only, or NULL. */
+static const char *wrong_tensors(const View *x, int count)
+{
+    for (int i = 0; i < count; i++) {
+        if (x[i].dim != 4 || float_dtype(x[i].dtype) < 0) return "a tensor is not floating, (B, H, T, D)";
+        if (x[i].size[0] != x->size[0] || x[i].size[2] != x->size[2] || x[i].size[3] != x->size[3])
+            return "tensors differ in more than their heads";
+        if (is_elsewhere(x + i, x)) return "tensors are on several devices";
+    }
+    return NULL;
+}
+
+/* Why tables and rows do not fit a tensor, or NULL; positions on the CPU are read later. */
+static const char *wrong_rows(const View *x, const View *cos, const View *sin, const View *at, i64 start)
+{
+    const i64 batch = x->size[0], length = x->size[2], dim = cos->dim;
+    if (is_elsewhere(cos, x) || is_elsewhere(sin, x) || is_elsewhere(at, x))
+        return "tensors are on several devices";
+    if (float_dtype(cos->dtype) < 0 || float_dtype(sin->dtype) < 0 || sin->dim != dim ||
+        (dim != 2 && dim != 3) || memcmp(cos->size, sin->size, (size_t)dim * sizeof(i64)) ||
+        (dim == 3 && cos->size[0] != 1 && cos->size[0] != batch))
+        return "cos and sin are not floating tables (R, P) or (B, R, P) of one shape";
+    const i64 rows = cos->size[dim - 2];
+    if (start < 0 || start > rows || (!at->handle && length > rows - start))
+        return "a token has no row in the tables";
+    if (!at->handle) return NULL;
+    const i64 each = at->dim ? at->size[at->dim - 1] : -1;
+    if (!is_integer(at) || (at->dim != 1 && at->dim != 2) || (each != length && (at->dim == 1 || each != 1)) ||
+        (at->dim == 2 && at->size[0] != 1 && at->size[0] != batch))
+        return "positions are not int64 or int32, (T,) or (1 or B, 1 or T)";
+    return NULL;
+}
+
+/* Work out the pairs of a rotation; why it does not fit, or NULL. */
+static const char *wrong_rotation(Rotation *r)
+{
+    const char *const wrong = wrong_tensors(r->x, r->count);
+    const char *const rows = wrong ? wrong : wrong_rows(r->x, &r->cos, &r->sin, &r->positions, r->start);
+    if (rows) return rows;
+    const i64 width = r->x->size[3], columns = r->cos.size[r->cos.dim - 1];
+    r->pairs = columns, r->twin = 0;
+    if (columns > width / 2 && columns <= width && columns % 2 == 0) {
+        r->pairs = columns / 2;
+        r->twin = r->interleaved_in ? 1 : r->pairs;
+    }
+    if (r->pairs < 1 || r->pairs > width / 2) return "the tables have no pairs, or more than channels";
+    if (r->whole && 2 * r->pairs != width) return "some channels are not rotated";
+    return NULL;
+}
+
+/* A norm's weight for (B, H, T, D): of each head, or of all heads together. */
+static int is_weight(const View *w, const View *x)
+{
+    return !is_elsewhere(w, x) && w->dim == 1 && float_dtype(w->dtype) >= 0 &&
+           (w->size[0] == x->size[3] || w->size[0] == x->size[1] * x->size[3]);
+}
+
+/* Whether two tensors to be written share an element, as far as can be told: the answer is exact for
+ * equal strides, such as slices of one buffer; others count if their addresses do. */
+static int overlap(const View *a, const View *b)
+{
+    const int dtype = float_dtype(a->dtype);
+    const i64 size = dtype < 0 ? 1 : element_size[dtype]; /* a cache may have 8 bits */
+    i64 last_a = 0, last_b = 0, steps[4], sizes_a[4], sizes_b[4];
+    int axes = 0;
+    if (!count_of(a) || !count_of(b)) return 0;
+    for (int d = 0; d < 4; d++)
+        last_a += a->step[d] * (a->size[d] - 1), last_b += b->step[d] * (b->size[d] - 1);
+    if (a->data + (last_a + 1) * size <= b->data || b->data + (last_b + 1) * size <= a->data) return 0;
+    if ((b->data - a->data) % size || a->dtype != b->dtype) return 1;
+    for (int d = 0; d < 4; d++) {
+        const int many_a = a->size[d] > 1, many_b = b->size[d] > 1;
+        if (many_a && many_b && a->step[d] != b->step[d]) return 1;
+        if (!many_a && !many_b) continue;
+        const i64 step = many_a ? a->step[d] : b->step[d];
+        int at = axes++;
+        for (; at > 0 && steps[at - 1] < step; at--)
+            steps[at] = steps[at - 1], sizes_a[at] = sizes_a[at - 1], sizes_b[at] = sizes_b[at - 1];
+        steps[at] = step, sizes_a[at] = a->size[d], sizes_b[at] = b->size[d];
+    }
+    /* Elements coincide if index differences times strides add up to the distance. Smaller strides together
+     * span less than a larger one, so only two differences are possible along each axis. */
+    i64 left[16] = {(b->data - a->data) / size};
+    int many = 1;
+    for (int axis = 0; axis < axes; axis++) {
+        i64 next[32];
+        int found = 0;
+        for (int i = 0; i < many; i++) {
+            const i64 step = steps[axis], down = left[i] / step - (left[i] % step < 0);
+            for (i64 n = down; n <= down + 1; n++)
+                if (-sizes_b[axis] < n && n < sizes_a[axis]) next[found++] = left[i] - n * step;
+        }
+        memcpy(left, next, (size_t)found * sizeof *next);
+        many = found;
+    }
+    for (int i = 0; i < many; i++)
+        if (left[i] == 0) return 1;
+    return 0;
+}
+
+/* The number of bytes from the first element of a tensor to beyond its last; of at most 8 each. */
+static i64 extent(const View *v)
+{
+    i64 last = 0;
+    for (i64 d = 0; d < v->dim; d++) last += v->size[d] > 0 ? v->step[d] * (v->size[d] - 1) : 0;
+    return (last + 1) * 8;
+}
+
+/* Integers that a call looks at twice: a copy of them if a tensor that it writes may be in their way. */
+static void read_first(Call *c, View *integers, const View *written, int count)
+{
+    for (int i = 0; i < count && integers->handle && !c->problem; i++)
+        if (written[i].handle && integers->data < written[i].data + extent(&written[i]) &&
+            written[i].data < integers->data + extent(integers)) {
+            *integers = dense_copy(c, integers);
+            return;
+        }
+}
+
+/* Why tensors must not be written in place, or NULL. */
+static const char *unwritable(const View *x, int count)
+{
+    for (int i = 0; i < count; i++)
+        for (i64 d = 0; d < x[i].dim; d++)
+            if (x[i].step[d] == 0 && x[i].size[d] > 1) return "a tensor shares memory with itself";
+    return count == 2 && overlap(x, x + 1) ? "two tensors share memory" : NULL;
+}
+
+/* The job of a rotation, without its tensors. */
+static Job job_of(const Rotation *r)
+{
+    Job j = {0};
+    const View *const x = r->x, *const at = &r->positions;
+    const i64 dim = r->cos.dim, step = r->twin == 1 && r->pairs * 2 == r->cos.size[dim - 1] ? 2 : 1;
+    const View *const tables[] = {&r->cos, &r->sin};
+    Numbers *const to[] = {&j.cos, &j.sin};
+    for (int i = 0; i < 2; i++) {
+        const View *const v = tables[i];
+        to[i]->data = v->data, to[i]->dtype = float_dtype(v->dtype);
+        to[i]->sb = dim == 3 && v->size[0] > 1 ? v->step[0] : 0;
+        to[i]->st = v->step[dim - 2], to[i]->sd = v->step[dim - 1] * step;
+    }
+    j.B = x->size[0], j.T = x->size[2], j.D = x->size[3];
+    j.rows = r->cos.size[dim - 2], j.P = r->pairs, j.start = r->start;
+    j.twin = r->trusted ? 0 : r->twin * r->cos.step[dim - 1];
+    j.interleaved_in = r->interleaved_in, j.interleaved_out = r->interleaved_out;
+    j.first_channel = r->last ? j.D - 2 * j.P : 0, j.transposed = r->transposed;
+    j.sequential = 1;
+    if (at->handle) {
+        const int each = at->size[at->dim - 1] == j.T && j.T != 1;
+        j.pos = at->data, j.wide_pos = at->dtype == dtypes.int64;
+        j.pos_sb = at->dim == 2 && at->size[0] > 1 ? at->step[0] : 0;
+        j.pos_st = each ? at->step[at->dim - 1] : 0;
+        j.sequential = !each;
+    }
+    return j;
+}
+
+/* Why the values of a job do not fit, or NULL. */
+static const char *wrong_values(const Job *j)
+{
+    if (!in_range(j)) return "positions must be in [0, R), the rows of the tables";
+    if (j->twin && !(has_twins(j, &j->cos) && has_twins(j, &j->sin)))
+        return "both numbers of a pair are not the same in cos or sin";
+    return NULL;
+}

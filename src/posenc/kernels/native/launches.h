@@ -1,0 +1,422 @@
+/* The ops on CUDA. Their kernels are Triton's, compiled and launched by Python the first time; after that
+ * the op launches them itself. A launch is found by everything it depends on: dtypes, sizes, strides and
+ * alignments of the tensors, and the flags of the call. Other calls are refused, and Python runs them. */
+#if defined(__linux__) && defined(__GNUC__)
+#define HAS_CUDA_OPS 1
+
+enum { MOST_PARAMETERS = 80, MOST_TOGETHER = 2, MOST_WORDS = 200, MOST_LAUNCHES = 4096 };
+enum { A_TENSOR, THE_START, A_NUMBER };
+
+typedef struct {
+    void *function;
+    unsigned grid[3], threads, shared, early;
+    int count;
+    struct {
+        int kind, size; /* of the parameter, in bytes */
+        i64 value;      /* an index of a tensor, or the bits of a number */
+    } parameters[MOST_PARAMETERS];
+} Launch;
+
+/* All that the launches of a call depend on. */
+typedef struct {
+    int count;
+    i64 words[MOST_WORDS];
+} Key;
+
+typedef struct Entry {
+    struct Entry *next;
+    Key key;
+    int count;
+    Launch launches[MOST_TOGETHER];
+} Entry;
+
+/* As in cuda.h. */
+typedef struct {
+    int id;
+    char unused[4];
+    union { char room[64]; int number; } value;
+} LaunchAttribute;
+typedef struct {
+    unsigned grid[3], block[3], shared;
+    void *stream;
+    LaunchAttribute *attributes;
+    unsigned count;
+} LaunchConfig;
+enum { OVERLAP_THE_PREVIOUS_KERNEL = 6 };
+
+static struct {
+    int (*launch)(const LaunchConfig *, void *, void **, void **);
+    int (*parameter)(void *, size_t, size_t *, size_t *);
+    int32_t (*stream)(int32_t, void **);
+    int32_t (*device)(int32_t *);
+    int32_t (*guard)(int32_t, void **);
+    int32_t (*delete_guard)(void *);
+} cuda;
+
+static Entry *entries[1024];
+static int entry_count;
+static char entries_busy;
+static __thread Key missed; /* the call of this thread that no launch was found for; empty if none */
+
+static void lock_entries(void) { while (__atomic_test_and_set(&entries_busy, __ATOMIC_ACQUIRE)); }
+static void unlock_entries(void) { __atomic_clear(&entries_busy, __ATOMIC_RELEASE); }
+
+static Entry **place_of(const Key *key)
+{
+    uint64_t hash = 0;
+    for (int i = 0; i < key->count; i++) {
+        hash = (hash ^ (uint64_t)key->words[i]) * 0x9e3779b97f4a7c15u;
+        hash ^= hash >> 29;
+    }
+    return &entries[hash % (sizeof entries / sizeof *entries)];
+}
+
+static int same_key(const Key *a, const Key *b)
+{
+    return a->count == b->count && !memcmp(a->words, b->words, (size_t)a->count * sizeof *a->words);
+}
+
+/* Copy the launches of a call; 0 if there are none. */
+static int find_launches(const Key *key, Launch *to)
+{
+    int count = 0;
+    lock_entries();
+    for (const Entry *e = *place_of(key); e && !count; e = e->next)
+        if (same_key(&e->key, key)) {
+            count = e->count;
+            for (int i = 0; i < count; i++)
+                memcpy(&to[i], &e->launches[i],
+                       offsetof(Launch, parameters) +
+                           (size_t)e->launches[i].count * sizeof *e->launches[i].parameters);
+        }
+    unlock_entries();
+    return count;
+}
+
+static void keep_launches(const Entry *entry)
+{
+    Entry *const made = malloc(sizeof *made);
+    if (!made) return;
+    *made = *entry;
+    lock_entries();
+    if (entry_count == MOST_LAUNCHES) {
+        for (size_t i = 0; i < sizeof entries / sizeof *entries; i++)
+            while (entries[i]) {
+                Entry *const first = entries[i];
+                entries[i] = first->next;
+                free(first);
+            }
+        entry_count = 0;
+    }
+    Entry **const place = place_of(&made->key);
+    made->next = *place, *place = made, entry_count++;
+    unlock_entries();
+}
+
+static void add_word(Key *key, i64 word)
+{
+    if (key->count < MOST_WORDS) key->words[key->count++] = word;
+}
+
+static void add_view(Key *key, const View *v)
+{
+    const i64 aligned = ((uintptr_t)v->data & 15) == 0;
+    add_word(key, v->handle ? 1 | (i64)v->dtype << 1 | v->dim << 16 | aligned << 32 : 0);
+    for (i64 d = 0; v->handle && d < v->dim; d++) add_word(key, v->size[d]), add_word(key, v->step[d]);
+}
+
+/* The part of a key that all ops have. */
+static void add_rotation(Key *key, int op, const Rotation *r)
+{
+    add_word(key, op | (i64)r->x->index << 16);
+    add_word(key, r->interleaved_in | r->interleaved_out << 1 | r->last << 2 | r->transposed << 3);
+    add_view(key, &r->cos), add_view(key, &r->sin), add_view(key, &r->positions);
+}
+
+/* Launch a kernel on the current stream of a device, which is the current one. */
+static int launch(Launch *l, char *const *tensors, i64 start, int32_t device)
+{
+    void *parameters[MOST_PARAMETERS], *stream;
+    LaunchAttribute overlap = {OVERLAP_THE_PREVIOUS_KERNEL, {0}, {{0}}};
+    LaunchConfig config = {{l->grid[0], l->grid[1], l->grid[2]}, {l->threads, 1, 1}, l->shared, NULL,
+                           &overlap, l->early};
+    overlap.value.number = 1;
+    for (int i = 0; i < l->count; i++) {
+        i64 *const value = &l->parameters[i].value;
+        if (l->parameters[i].kind == A_TENSOR) *value = (i64)(intptr_t)tensors[*value];
+        if (l->parameters[i].kind == THE_START) *value = start;
+        parameters[i] = value;
+    }
+    if (cuda.stream(device, &stream)) return 0;
+    config.stream = stream;
+    return cuda.launch(&config, l->function, parameters, NULL) == 0;
+}
+
+/* Run the launches of a key with the tensors of each, or say why not. */
+static void run_launches(Call *c, const Key *key, char *(*tensors)[16], i64 start, const View *like)
+{
+    Launch found[MOST_TOGETHER];
+    int32_t current = like->index;
+    void *guard = NULL;
+    const int count = key->count < MOST_WORDS ? find_launches(key, found) : 0;
+    if (!count) {
+        missed = *key;
+        c->problem = "this kernel was not launched before";
+        return;
+    }
+    if (cuda.device(&current) || (current != like->index && cuda.guard(like->index, &guard)))
+        c->problem = "the device cannot be chosen";
+    for (int i = 0; i < count && !c->problem; i++)
+        if (!launch(&found[i], tensors[i], start, like->index)) c->problem = "a launch failed";
+    if (guard) cuda.delete_guard(guard);
+}
+
+/* Whether Triton's kernels take these tables as they are: columns side by side, in the same places. */
+static int are_usual_tables(const Rotation *r)
+{
+    const View *const c = &r->cos, *const s = &r->sin;
+    return c->step[c->dim - 1] == 1 && !memcmp(c->step, s->step, (size_t)c->dim * sizeof *c->step) &&
+           (!r->twin || (r->trusted && !r->interleaved_in)) && r->start <= INT32_MAX;
+}
+
+static int is_usual(const View *v) { return has_rows(v) && count_of(v) > 0; }
+
+static void read_call(Call *c, Rotation *r)
+{
+    missed.count = 0;
+    if (!c->problem) c->problem = wrong_rotation(r);
+    if (!c->problem && !are_usual_tables(r)) c->problem = "these tables are for Python";
+    for (int i = 0; i < r->count && !c->problem; i++)
+        if (!is_usual(&r->x[i]) || r->x[i].dtype != r->x->dtype) c->problem = "these tensors are for Python";
+}
+
+static View make_usual(Call *c, const View *x, const Rotation *r)
+{
+    const View y = make_same(c, x, r);
+    if (!c->problem && !has_rows(&y)) c->problem = "this result is for Python";
+    return y;
+}
+
+static void cuda_rotate_op(Value *stack, int count, int in_place)
+{
+    Call c = {stack, {0}, 0, NULL, 1};
+    Rotation r = {0};
+    View y[2];
+    Key key;
+    key.count = 0;
+    r.count = count;
+    for (int i = 0; i < count; i++) r.x[i] = tensor_argument(&c);
+    read_rows(&c, &r);
+    read_layout(&c, &r);
+    read_call(&c, &r);
+    if (!c.problem && in_place) c.problem = unwritable(r.x, count);
+    if (!c.problem && in_place && r.interleaved_in != r.interleaved_out) c.problem = "two layouts are for Python";
+    if (!c.problem) {
+        add_rotation(&key, count | in_place << 2, &r);
+        for (int i = 0; i < count; i++) add_view(&key, &r.x[i]);
+        for (int i = 0; i < count && !c.problem; i++) y[i] = in_place ? r.x[i] : make_usual(&c, &r.x[i], &r);
+    }
+    if (!c.problem) {
+        const int k = count - 1;
+        char *const at = r.positions.handle ? r.positions.data : r.x->data;
+        char *tensors[1][16] = {{r.x[0].data, r.x[k].data, y[0].data, y[k].data, r.cos.data, r.sin.data, at}};
+        run_launches(&c, &key, tensors, r.start, r.x);
+    }
+    for (int i = 0; i < count && !c.problem && !in_place; i++) stack[i] = result(&c, &y[i]);
+    finish(&c);
+}
+
+static void cuda_rotate(Value *s, uint64_t n, uint64_t m) { (void)n, (void)m, cuda_rotate_op(s, 1, 0); }
+static void cuda_rotate_qk(Value *s, uint64_t n, uint64_t m) { (void)n, (void)m, cuda_rotate_op(s, 2, 0); }
+static void cuda_rotate_(Value *s, uint64_t n, uint64_t m) { (void)n, (void)m, cuda_rotate_op(s, 1, 1); }
+static void cuda_rotate_qk_(Value *s, uint64_t n, uint64_t m) { (void)n, (void)m, cuda_rotate_op(s, 2, 1); }
+
+static void add_number(Key *key, double number)
+{
+    i64 bits;
+    memcpy(&bits, &number, sizeof bits);
+    add_word(key, bits);
+}
+
+static void cuda_norm_op(Value *stack, int count)
+{
+    Call c = {stack, {0}, 0, NULL, 1};
+    Rotation r = {0};
+    View weight[2], y[2];
+    Key key;
+    key.count = 0;
+    r.count = count;
+    for (int i = 0; i < count; i++) r.x[i] = tensor_argument(&c);
+    for (int i = 0; i < count; i++) weight[i] = tensor_argument(&c);
+    read_rows(&c, &r);
+    read_layout(&c, &r);
+    const double eps = number_argument(&c), shift = number_argument(&c);
+    read_call(&c, &r);
+    for (int i = 0; i < count && !c.problem; i++)
+        if (!is_weight(&weight[i], &r.x[i]) || weight[i].step[0] != 1) c.problem = "a weight does not fit its tensor";
+    if (!c.problem) {
+        add_rotation(&key, 8 | count, &r);
+        add_number(&key, eps), add_number(&key, shift);
+        for (int i = 0; i < count; i++) add_view(&key, &r.x[i]), add_view(&key, &weight[i]);
+        for (int i = 0; i < count && !c.problem; i++) y[i] = make_usual(&c, &r.x[i], &r);
+    }
+    if (!c.problem) {
+        char *tensors[2][16] = {{0}};
+        for (int i = 0; i < count; i++) {
+            char *const at = r.positions.handle ? r.positions.data : r.x[i].data;
+            char *const given[] = {r.x[i].data, y[i].data, weight[i].data, r.cos.data, r.sin.data, at};
+            memcpy(tensors[i], given, sizeof given);
+        }
+        run_launches(&c, &key, tensors, r.start, r.x);
+    }
+    for (int i = 0; i < count && !c.problem; i++) stack[i] = result(&c, &y[i]);
+    finish(&c);
+}
+
+static void cuda_norm_rotate(Value *s, uint64_t n, uint64_t m) { (void)n, (void)m, cuda_norm_op(s, 1); }
+static void cuda_norm_rotate_qk(Value *s, uint64_t n, uint64_t m) { (void)n, (void)m, cuda_norm_op(s, 2); }
+
+static void cuda_rotate_and_cache(Value *stack, uint64_t arguments, uint64_t results)
+{
+    (void)arguments, (void)results;
+    Call c = {stack, {0}, 0, NULL, 1};
+    CacheArguments a = {0};
+    View y = {0};
+    Key key;
+    key.count = 0;
+    read_cache_arguments(&c, &a);
+    read_call(&c, &a.r);
+    if (!c.problem) c.problem = wrong_cache_arguments(&a);
+    const View *const q = a.r.x, *const v = &a.r.x[2];
+    const View *const weights[] = {&a.q_weight, &a.k_weight};
+    if (!c.problem && !is_usual(v)) c.problem = "these tensors are for Python";
+    for (int i = 0; i < 2 && !c.problem; i++)
+        if (weights[i]->handle && weights[i]->step[0] != 1) c.problem = "this weight is for Python";
+    if (!c.problem) {
+        const View *const given[] = {q, q + 1, v, &a.k_cache, &a.v_cache, &a.k_scales, &a.v_scales,
+                                     &a.slots, weights[0], weights[1], &a.k_scale, &a.v_scale};
+        add_rotation(&key, 16, &a.r);
+        add_number(&key, a.eps), add_number(&key, a.shift);
+        for (size_t i = 0; i < sizeof given / sizeof *given; i++) add_view(&key, given[i]);
+        y = make_usual(&c, q, &a.r);
+    }
+    if (!c.problem) {
+        const View *const maybe[] = {&a.r.positions, weights[0], weights[1],
+                                     a.k_scales.handle ? &a.k_scales : &a.k_scale,
+                                     a.v_scales.handle ? &a.v_scales : &a.v_scale};
+        char *tensors[1][16] = {{q->data, q[1].data, v->data, y.data, a.k_cache.data, a.v_cache.data,
+                                 a.slots.data, a.r.cos.data, a.r.sin.data}};
+        for (int i = 0; i < 5; i++) tensors[0][9 + i] = maybe[i]->handle ? maybe[i]->data : q->data;
+        run_launches(&c, &key, tensors, a.r.start, q);
+    }
+    if (!c.problem) stack[0] = result(&c, &y);
+    finish(&c);
+}
+
+static const struct {
+    const char *name;
+    Op *run;
+} cuda_ops[] = {
+    {"rotate.plain", cuda_rotate},
+    {"rotate_qk.plain", cuda_rotate_qk},
+    {"rotate_.plain", cuda_rotate_},
+    {"rotate_qk_.plain", cuda_rotate_qk_},
+    {"norm_rotate.plain", cuda_norm_rotate},
+    {"norm_rotate_qk.plain", cuda_norm_rotate_qk},
+    {"rotate_and_cache.plain", cuda_rotate_and_cache},
+};
+
+/* register_cuda(path of libtorch_cuda) implements the ops for CUDA. It returns None, or the name of what is
+ * missing. */
+static PyObject *py_register_cuda(PyObject *self, PyObject *path)
+{
+    (void)self;
+    PyObject *const bytes = PyUnicode_EncodeFSDefault(path);
+    if (!bytes) return NULL;
+    const LoadedLibrary loaded = loaded_library(PyBytes_AsString(bytes));
+    const LoadedLibrary driver = loaded_library("libcuda.so.1");
+    Py_DECREF(bytes);
+    const struct { LoadedLibrary library; const char *name; void *to; } wanted[] = {
+        {driver, "cuLaunchKernelEx", &cuda.launch},
+        {driver, "cuFuncGetParamInfo", &cuda.parameter},
+        {loaded, "aoti_torch_get_current_cuda_stream", &cuda.stream},
+        {loaded, "aoti_torch_get_current_device_index", &cuda.device},
+        {loaded, "aoti_torch_create_cuda_guard", &cuda.guard},
+        {loaded, "aoti_torch_delete_cuda_guard", &cuda.delete_guard},
+    };
+    for (size_t i = 0; i < sizeof wanted / sizeof *wanted; i++) {
+        void *const found = wanted[i].library ? symbol_of(wanted[i].library, wanted[i].name) : NULL;
+        if (!found) return PyUnicode_FromString(wanted[i].name);
+        memcpy(wanted[i].to, &found, sizeof found);
+    }
+    Library library = NULL;
+    if (torch.library("posenc", "CUDA", "posenc", 0, &library)) return PyUnicode_FromString("a library");
+    for (size_t i = 0; i < sizeof cuda_ops / sizeof *cuda_ops; i++)
+        if (torch.implement(library, cuda_ops[i].name, cuda_ops[i].run, ABI_VERSION))
+            return PyUnicode_FromString(cuda_ops[i].name);
+    Py_RETURN_NONE;
+}
+
+/* missed() returns the key of the last call of this thread, if no launch was found for it, or None. */
+static PyObject *py_missed(PyObject *self, PyObject *none)
+{
+    (void)self, (void)none;
+    if (!missed.count) Py_RETURN_NONE;
+    const Py_ssize_t size = (Py_ssize_t)(missed.count * (int)sizeof *missed.words);
+    PyObject *const key = PyBytes_FromStringAndSize((const char *)missed.words, size);
+    missed.count = 0;
+    return key;
+}
+
+/* Read a launch: (function, grid x, y, z, threads, shared memory, whether it overlaps the previous kernel,
+ * *(kind, size, value) of its parameters). Whether the kernel has these parameters. */
+static int read_launch(PyObject *given, Launch *l)
+{
+    const Py_ssize_t count = PyTuple_Size(given);
+    i64 numbers[7 + 3 * MOST_PARAMETERS];
+    if (count < 7 || count > 7 + 3 * (MOST_PARAMETERS - 4) || (count - 7) % 3) return 0;
+    for (Py_ssize_t i = 0; i < count; i++) numbers[i] = PyLong_AsLongLong(PyTuple_GetItem(given, i));
+    if (PyErr_Occurred()) return 0;
+    l->function = (void *)(intptr_t)numbers[0];
+    for (int i = 0; i < 3; i++) l->grid[i] = (unsigned)numbers[1 + i];
+    l->threads = (unsigned)numbers[4], l->shared = (unsigned)numbers[5], l->early = numbers[6] != 0;
+    l->count = (int)(count - 7) / 3;
+    size_t offset, size;
+    for (int i = 0; i < l->count; i++) {
+        const i64 *const from = numbers + 7 + 3 * i;
+        l->parameters[i].kind = (int)from[0], l->parameters[i].size = (int)from[1];
+        l->parameters[i].value = from[2];
+        if (cuda.parameter(l->function, (size_t)i, &offset, &size) || (i64)size != from[1]) return 0;
+    }
+    /* What Triton adds: pointers to scratch memory, which these kernels do not use. */
+    for (int added = 0; !cuda.parameter(l->function, (size_t)l->count, &offset, &size); added++) {
+        if (size != sizeof(void *) || added == 4) return 0;
+        l->parameters[l->count].kind = A_NUMBER, l->parameters[l->count].size = (int)size;
+        l->parameters[l->count++].value = 0;
+    }
+    return 1;
+}
+
+/* install(key, *launches) keeps the launches of a call; whether the op can launch them. */
+static PyObject *py_install(PyObject *self, PyObject *arguments)
+{
+    Entry entry;
+    char *words;
+    Py_ssize_t size, count = PyTuple_Size(arguments);
+    (void)self;
+    if (count < 2 || count > 1 + MOST_TOGETHER) Py_RETURN_FALSE;
+    if (PyBytes_AsStringAndSize(PyTuple_GetItem(arguments, 0), &words, &size)) return NULL;
+    if (size > (Py_ssize_t)sizeof entry.key.words) Py_RETURN_FALSE;
+    memcpy(entry.key.words, words, (size_t)size);
+    entry.key.count = (int)(size / (Py_ssize_t)sizeof *entry.key.words), entry.count = (int)count - 1;
+    for (int i = 0; i < entry.count; i++)
+        if (!read_launch(PyTuple_GetItem(arguments, i + 1), &entry.launches[i])) {
+            if (PyErr_Occurred()) return NULL;
+            Py_RETURN_FALSE;
+        }
+    keep_launches(&entry);
+    Py_RETURN_TRUE;
+}
+#else
+#define HAS_CUDA_OPS 0
+#endif

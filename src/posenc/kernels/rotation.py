@@ -1,0 +1,511 @@
+"""The rotation, and RMSNorm with the rotation, as ops: rules, gradients, and kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from posenc._contract import checks
+from posenc._contract.overlap import check_no_internal_overlap
+from posenc._contract.sharding import is_sharded, replicate_like
+from posenc._contract.tracing import (
+    in_forward_mode,
+    in_transform,
+    is_exporting,
+    is_plain,
+    is_recorded,
+)
+from posenc.kernels import reference
+from posenc.kernels.backends import kernel_for
+from posenc.kernels.op import Op
+from posenc.kernels.spec import (
+    TWINS,
+    WHOLE,
+    Norm,
+    RowOutOfRange,
+    Rows,
+    Spec,
+    flatten,
+    shardable,
+    unflatten,
+)
+
+Rotation = Callable[[Tensor, Tensor, Tensor, Rows, Spec], Tensor]
+
+
+def rotate(xs: list[Tensor], cos: Tensor, sin: Tensor, rows: Rows, spec: Spec) -> list[Tensor]:
+    """Rotate one tensor, or queries and keys, into new tensors; see `reference.rotate`."""
+    if len(xs) == 2 and not (is_sharded(xs[0]) or is_sharded(xs[1])):
+        return list(rotate_qk_op(*xs, cos, sin, *flatten(rows, spec)))
+    return [_through(rotate_op, x, cos, sin, rows, spec) for x in xs]
+
+
+def _through(op: Op, x: Tensor, cos: Tensor, sin: Tensor, rows: Rows, spec: Spec) -> Any:
+    if is_sharded(x):
+        learned = is_recorded(cos, sin)
+        cos, sin, rows = shardable(x, cos, sin, rows)
+        if learned:
+            return reference.rotate(x, cos, sin, rows, spec)
+    return op(x, cos, sin, *flatten(rows, spec))
+
+
+def rotate_(xs: list[Tensor], cos: Tensor, sin: Tensor, rows: Rows, spec: Spec) -> None:
+    """Rotate each of ``xs`` in place.
+
+    If autograd records, the result is computed in new memory and copied, so that autograd sees the
+    write and can refuse it.
+    """
+    recorded = is_recorded(cos, sin, *xs)
+    if recorded or in_forward_mode() or in_transform(*xs) or is_exporting():
+        # The tables' gradient saves its input, which the copy below overwrites.
+        inputs = [x.clone() for x in xs] if cos.requires_grad or sin.requires_grad else xs
+        ys = rotate(inputs, cos, sin, rows, spec)
+        if len(xs) == 2 and is_plain(*xs):
+            # If k is a view that autograd must not write, this raises before q is written.
+            xs[1][:0].zero_()
+        for x, y in zip(xs, ys, strict=True):
+            x.copy_(y)
+    elif len(xs) == 2 and not (is_sharded(xs[0]) or is_sharded(xs[1])):
+        rotate_qk_in_place_op(*xs, cos, sin, *flatten(rows, spec))
+    else:
+        for x in xs:
+            _through(rotate_in_place_op, x, cos, sin, rows, spec)
+            if is_sharded(x) and not torch.compiler.is_compiling():
+                # The op counted the write to the local tensor only.
+                torch.autograd.graph.increment_version(x)
+
+
+def norm_rotate(
+    x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, rows: Rows, spec: Spec, norm: Norm
+) -> Tensor:
+    """Normalise and rotate ``x`` into a new tensor, in one pass over memory.
+
+    ``weight`` is ``[D]``, or ``[H * D]`` for a norm over all heads.
+    """
+    if is_sharded(x) or is_recorded(cos, sin):
+        return _norm_by_operations(x, weight, cos, sin, rows, spec, norm)
+    how = *flatten(rows, spec), norm.eps, norm.shift
+    result: Tensor = norm_rotate_op(x, weight, cos, sin, *how)
+    return result
+
+
+def norm_rotate_qk(
+    q: Tensor,
+    k: Tensor,
+    q_weight: Tensor,
+    k_weight: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    rows: Rows,
+    spec: Spec,
+    norm: Norm,
+) -> tuple[Tensor, Tensor]:
+    """:func:`norm_rotate` of queries and keys."""
+    if is_sharded(q) or is_sharded(k) or is_recorded(cos, sin):
+        of_q = _norm_by_operations(q, q_weight, cos, sin, rows, spec, norm)
+        return of_q, _norm_by_operations(k, k_weight, cos, sin, rows, spec, norm)
+    how = *flatten(rows, spec), norm.eps, norm.shift
+    a, b = norm_rotate_qk_op(q, k, q_weight, k_weight, cos, sin, *how)
+    return a, b
+
+
+def _norm_by_operations(
+    x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, rows: Rows, spec: Spec, norm: Norm
+) -> Tensor:
+    """For DTensors, and where the tables get a gradient."""
+    if is_sharded(x):
+        cos, sin, rows = shardable(x, cos, sin, rows)
+        weight = replicate_like(x, weight)
+    norm = norm._replace(all_heads=weight.shape[0] != x.shape[3])
+    return reference.norm_rotate(x, weight, cos, sin, rows, spec, norm)
+
+
+# An exported program must run without this package, so it consists of torch operations, unless its
+# format (ONNX) has an operator for the rotation.
+_exported: Rotation = reference.rotate
+
+
+@contextmanager
+def exported_as(rotation: Rotation) -> Iterator[None]:
+    """Export with ``rotation``, which has the arguments of `reference.rotate`, in this context."""
+    global _exported
+    before, _exported = _exported, rotation
+    try:
+        yield
+    finally:
+        _exported = before
+
+
+def refuse(who: str, rule: str, *tensors: Any) -> NoReturn:
+    """Raise an error that shows ``tensors``."""
+    shown = [f"{t.dtype} {tuple(t.shape)} on {t.device}" for t in tensors if isinstance(t, Tensor)]
+    hint = "Call the functions of posenc.functional, which explain their arguments."
+    checks.fail(who, rule, " and ".join(shown), hint)
+
+
+def check_rotation(who: str, arguments: tuple[Any, ...], *others: Any) -> tuple[Any, ...]:
+    """Unflatten the arguments; refuse those with which a kernel would access memory out of bounds.
+
+    The kernels check the values of positions. ``others`` are tensors for the same device.
+    """
+    *xs, cos, sin, positions, start, layout = arguments
+    x = xs[0]
+    check_devices(who, *xs, cos, sin, positions, *others)
+    for t in xs:
+        agrees = t.dim() == 4 and (t.shape[0], *t.shape[2:]) == (x.shape[0], *x.shape[2:])
+        if not agrees or t.dtype not in checks.FLOAT_DTYPES:
+            refuse(who, "tensors must be floating, (B, H, T, D), and differ only in H", *xs)
+    check_rows(who, x, cos, sin, positions, start)
+    *xs, cos, sin, rows, spec = unflatten(arguments)
+    pairs, width = cos.shape[-1], x.shape[3]
+    if not 2 <= 2 * pairs <= width:
+        refuse(who, f"cos must have 1 to {width // 2} columns, or each of them twice", cos, x)
+    if not 0 <= layout < 2 * TWINS or (layout & WHOLE and 2 * pairs != width):
+        refuse(who, f"layout must be of known bits that fit, not {layout}", cos, x)
+    return xs, cos, sin, rows, spec
+
+
+def check_rows(who: str, x: Tensor, cos: Tensor, sin: Tensor, positions: Any, start: int) -> None:
+    """Refuse tables and rows that do not fit ``x``; kernels check the values of positions."""
+    batch, _, length, _ = x.shape
+    if (
+        cos.shape != sin.shape
+        or not (cos.dim() == 2 or (cos.dim() == 3 and cos.shape[0] in (1, batch)))
+        or cos.dtype not in checks.FLOAT_DTYPES
+        or sin.dtype not in checks.FLOAT_DTYPES
+    ):
+        rule = f"cos and sin must be floating, (R, P) or (1 or {batch}, R, P)"
+        refuse(who, rule, cos, sin, x)
+    held = cos.shape[-2]
+    end = start + length if positions is None else start
+    if start < 0 or end > held:
+        raise RowOutOfRange(start if start < 0 else max(start, end - 1), held)
+    if positions is not None and not _are_positions(positions, batch, length):
+        rule = f"positions must be int64 or int32, ({length},) or (1 or {batch}, 1 or {length})"
+        refuse(who, rule, positions, x)
+
+
+def _are_positions(at: Tensor, batch: int, length: int) -> bool:
+    if at.dtype not in (torch.int64, torch.int32):
+        return False
+    if at.dim() == 1:
+        return at.shape[0] == length
+    return at.dim() == 2 and at.shape[0] in (1, batch) and at.shape[1] in (1, length)
+
+
+def check_devices(who: str, *tensors: Any) -> None:
+    """Refuse tensors on several devices; if one is meta, the result would stay unwritten."""
+    if len({t.device for t in tensors if isinstance(t, Tensor)}) > 1:
+        refuse(who, "tensors must be on one device", *tensors)
+
+
+def check_weight(who: str, weight: Tensor, x: Tensor) -> None:
+    """Refuse a weight that a kernel would read out of bounds."""
+    each, every = x.shape[3], x.shape[1] * x.shape[3]
+    fits = weight.dim() == 1 and weight.shape[0] in (each, every)
+    if not fits or weight.dtype not in checks.FLOAT_DTYPES:
+        refuse(who, f"weight must be floating, ({each},) or ({every},)", weight, x)
+
+
+def run(xs: Sequence[Tensor], cos: Tensor, sin: Tensor, rows: Rows, spec: Spec) -> list[Tensor]:
+    """Run a kernel from Python; results have the strides of `torch.empty_like`."""
+    kernel = kernel_for(xs[0])
+    ys = [torch.empty_like(x) for x in xs]
+    if kernel is not reference:
+        rotate_into(kernel, xs, ys, cos, sin, rows, spec)
+        return ys
+    made = [reference.rotate(x, cos, sin, rows, spec) for x in xs]
+    return [y if y.stride() == z.stride() else z.copy_(y) for y, z in zip(made, ys, strict=True)]
+
+
+def rotate_into(
+    kernel: Any, xs: Sequence[Tensor], ys: Sequence[Tensor], cos: Tensor, sin: Tensor, *how: Any
+) -> None:
+    """Run ``kernel`` from ``xs`` to ``ys``, which may be ``xs``; on copies if it returns False."""
+    if kernel.rotate_into(xs, ys, cos, sin, *how):
+        return
+    cos, sin = dense(cos), dense(sin)
+    for x, y in zip(xs, ys, strict=True):
+        if x.numel() and not kernel.rotate_into([x], [y], cos, sin, *how):
+            made = torch.empty(y.shape, dtype=y.dtype, device=y.device)
+            kernel.rotate_into([dense(x)], [made], cos, sin, *how)
+            y.copy_(made)
+
+
+def run_norm(kernel: Any, x: Tensor, weight: Tensor, *how: Any) -> Tensor:
+    """Run ``kernel`` of :func:`norm_rotate`."""
+    if kernel is reference:
+        y = torch.empty_like(x)
+        made = reference.norm_rotate(x, weight, *how)
+        return made if made.stride() == y.stride() else y.copy_(made)
+    return on_dense_rows(x, lambda x, y: kernel.norm_into(x, y, weight, *how))[0]
+
+
+def run_norm_backward(
+    kernel: Any, g: Tensor, x: Tensor, weight: Tensor, *how: Any
+) -> tuple[Tensor, Tensor]:
+    """Gradients of :func:`norm_rotate` with respect to ``x`` and the weight; ``g`` is incoming."""
+    if kernel is reference:
+        to_x, to_weight = reference.norm_rotate_backward(g, x, weight, *how)
+        return torch.empty_like(x).copy_(to_x), to_weight
+    g = g if has_dense_rows(g) else dense(g)
+    return on_dense_rows(x, lambda x, dx: kernel.norm_backward_into(g, x, dx, weight, *how))
+
+
+def on_dense_rows(x: Tensor, run: Callable[[Tensor, Tensor], Any]) -> tuple[Tensor, Any]:
+    """Call ``run(x, y)`` with a new ``y``, on copies if need be; return ``y`` and the result."""
+    y = torch.empty_like(x)
+    if has_dense_rows(x, y):
+        return y, run(x, y)
+    made = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    returned = run(dense(x), made)
+    return y.copy_(made), returned
+
+
+def has_dense_rows(*tensors: Tensor) -> bool:
+    """Whether a kernel can use ``tensors`` without a copy; some gradients have no storage."""
+    return all(t.stride(-1) == 1 and not t.is_neg() and t.data_ptr() for t in tensors)
+
+
+def dense(x: Tensor) -> Tensor:
+    """A contiguous copy of ``x``."""
+    # contiguous() keeps odd strides of axes of size 1, and clone() keeps the negative bit.
+    return x.resolve_neg().clone(memory_format=torch.contiguous_format)
+
+
+def _run_one(*arguments: Any) -> Tensor:
+    return run(*check_rotation("posenc::rotate", arguments))[0]
+
+
+def _run_qk(*arguments: Any) -> tuple[Tensor, ...]:
+    return tuple(run(*check_rotation("posenc::rotate_qk", arguments)))
+
+
+def _run_in_place(name: str) -> Callable[..., None]:
+    def run_in_place(*arguments: Any) -> None:
+        xs, cos, sin, rows, spec = check_rotation(name, arguments)
+        for x in xs:
+            check_no_internal_overlap(name, x)
+        kernel = kernel_for(xs[0])
+        # Between two layouts, a kernel would overwrite channels before it reads them.
+        if kernel is reference or spec.interleaved != spec.interleaved_out:
+            for x, y in zip(xs, run(xs, cos, sin, rows, spec), strict=True):
+                x.copy_(y)
+        else:
+            rotate_into(kernel, xs, xs, cos, sin, rows, spec)
+            torch.autograd.graph.increment_version(xs)
+
+    return run_in_place
+
+
+def _by_operations(*arguments: Any) -> Any:
+    """The rotation of one tensor, or of two, as operations of torch, or of an exporter."""
+    *xs, cos, sin, rows, spec = unflatten(arguments)
+    by = _exported if is_exporting() else reference.rotate
+    ys = tuple([by(x, cos, sin, rows, spec) for x in xs])
+    return ys if len(ys) == 2 else ys[0]
+
+
+def fake_like(name: str, count: int) -> Callable[..., Any]:
+    """The fake implementation of an op whose results are like its first ``count`` arguments."""
+
+    def fake(*arguments: Any) -> Any:
+        check_devices(f"posenc::{name}", *arguments)
+        made = tuple([torch.empty_like(x) for x in arguments[:count]])
+        return made[0] if count == 1 else made or None
+
+    return fake
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    """Save what the gradient needs."""
+    *xs, cos, sin, (ctx.start, positions), ctx.spec = unflatten(tuple(inputs))
+    count, needs = len(xs), ctx.needs_input_grad
+    ctx.for_tables = needs[count] or needs[count + 1]
+    ctx.table_shape = inputs[count].shape
+    if count == 2 and not ctx.for_tables and needs[0] != needs[1]:
+        # A cache that k is written to would otherwise keep the graph of q alive.
+        ctx.mark_non_differentiable(output[1 if needs[0] else 0])
+    ctx.save_for_backward(cos, sin, positions, *(xs if ctx.for_tables else ()))
+
+
+def _backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+    """The gradient with respect to the tensors is the transposed rotation."""
+    cos, sin, positions, *xs = ctx.saved_tensors
+    rows, spec = Rows(ctx.start, positions), ctx.spec
+    to_xs = rotate(list(gradients), cos, sin, rows, spec.transpose())
+    to_tables: Sequence[Any] = (None, None)
+    if ctx.for_tables:
+        both = zip(xs, gradients, strict=True)
+        terms = [reference.table_gradients(x, g, cos, sin, rows, spec) for x, g in both]
+        to_tables = [sum(term) for term in zip(*terms, strict=True)]
+        to_tables = [_like_table(g, ctx.table_shape, spec) for g in to_tables]
+    return (*to_xs, *to_tables, None, None, None)
+
+
+def _like_table(gradient: Any, shape: torch.Size, spec: Spec) -> Tensor:
+    """The gradient of a table from that of its pairs."""
+    if gradient.shape[-1] != shape[-1]:
+        twice = torch.stack((gradient, torch.zeros_like(gradient)), -1 if spec.interleaved else -2)
+        gradient = twice.flatten(-2)
+    return gradient.reshape(shape)  # type: ignore[no-any-return]
+
+
+def _vmap(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> Any:
+    """Fold the samples into the batch."""
+    count = len(arguments) - 5
+    samples, x_dims = info.batch_size, in_dims[:count]
+    first = arguments[0] if x_dims[0] is None else arguments[0].select(x_dims[0], 0)
+    batch = first.shape[0]
+
+    def fold(t: Tensor, dim: int | None, rank: int) -> Tensor:
+        t = t.unsqueeze(0) if dim is None else t.movedim(dim, 0)
+        t = t.unsqueeze(1) if t.dim() == rank else t
+        return t.expand(samples, batch, *t.shape[2:]).flatten(0, 1)
+
+    xs = [fold(x, dim, 4) for x, dim in zip(arguments[:count], x_dims, strict=True)]
+    (cos, sin, positions), (cos_dim, sin_dim, ids_dim) = (
+        part[count : count + 3] for part in (arguments, in_dims)
+    )
+    if cos.dim() > 2 or (cos_dim, sin_dim) != (None, None):
+        cos, sin = fold(cos, cos_dim, 3), fold(sin, sin_dim, 3)
+    if ids_dim is not None or (positions is not None and positions.dim() == 2):
+        positions = fold(positions, ids_dim, 2)
+    op = rotate_op if count == 1 else rotate_qk_op
+    ys = op(*xs, cos, sin, positions, *arguments[count + 3 :])
+    if count == 1:
+        return ys.unflatten(0, (samples, batch)), 0
+    return tuple([y.unflatten(0, (samples, batch)) for y in ys]), (0, 0)
+
+
+HOW = "Tensor cos, Tensor sin, Tensor? positions, SymInt start, int layout"
+_RULES: dict[str, Any] = {"save": _save, "backward": _backward, "vmap": _vmap}
+rotate_op = Op(
+    "rotate",
+    f"(Tensor x, {HOW}) -> Tensor",
+    _run_one,
+    _by_operations,
+    fake_like("rotate", 1),
+    **_RULES,
+)
+rotate_qk_op = Op(
+    "rotate_qk",
+    f"(Tensor q, Tensor k, {HOW}) -> (Tensor, Tensor)",
+    _run_qk,
+    _by_operations,
+    fake_like("rotate_qk", 2),
+    **_RULES,
+)
+rotate_in_place_op = Op(
+    "rotate_",
+    f"(Tensor(a!) x, {HOW}) -> ()",
+    _run_in_place("posenc::rotate_"),
+    _run_in_place("posenc::rotate_"),
+    fake_like("rotate_", 0),
+    writes=(0,),
+)
+rotate_qk_in_place_op = Op(
+    "rotate_qk_",
+    f"(Tensor(a!) q, Tensor(b!) k, {HOW}) -> ()",
+    _run_in_place("posenc::rotate_qk_"),
+    _run_in_place("posenc::rotate_qk_"),
+    fake_like("rotate_qk_", 0),
+    writes=(0, 1),
+)
+
+
+def _check_norm(who: str, xs: Sequence[Tensor], weights: Sequence[Tensor], how: Any) -> Any:
+    _, cos, sin, rows, spec = check_rotation(who, (*xs, *how[:5]), *weights)
+    for x, weight in zip(xs, weights, strict=True):
+        check_weight(who, weight, x)
+    return cos, sin, rows, spec
+
+
+def _norm_of(x: Tensor, weight: Tensor, how: Any) -> Norm:
+    eps, shift = how[5:]
+    return Norm(eps, shift, weight.shape[0] != x.shape[3])
+
+
+def _run_norm_one(x: Tensor, weight: Tensor, *how: Any) -> Tensor:
+    rotation = _check_norm("posenc::norm_rotate", [x], [weight], how)
+    return run_norm(kernel_for(x), x, weight, *rotation, _norm_of(x, weight, how))
+
+
+def _run_norm_qk(q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, *how: Any) -> Any:
+    rotation = _check_norm("posenc::norm_rotate_qk", [q, k], [q_weight, k_weight], how)
+    both = (q, q_weight), (k, k_weight)
+    kernel = kernel_for(q)
+    return tuple([run_norm(kernel, x, w, *rotation, _norm_of(x, w, how)) for x, w in both])
+
+
+def _run_norm_backward(g: Tensor, x: Tensor, weight: Tensor, *how: Any) -> tuple[Tensor, Tensor]:
+    who = "posenc::norm_rotate_backward"
+    check_devices(who, g, x)
+    rotation = _check_norm(who, [x], [weight], how)
+    if g.shape != x.shape or g.dtype != x.dtype:
+        refuse(who, "a gradient must be of its tensor's shape and dtype", g, x)
+    return run_norm_backward(kernel_for(x), g, x, weight, *rotation, _norm_of(x, weight, how))
+
+
+def _norm_operations(x: Tensor, weight: Tensor, *how: Any) -> Tensor:
+    _, cos, sin, rows, spec = unflatten((x, *how[:5]))
+    norm = _norm_of(x, weight, how)
+    return reference.norm_rotate(x, weight, cos, sin, rows, spec, norm)
+
+
+def _norm_qk_operations(q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, *how: Any) -> Any:
+    return _norm_operations(q, q_weight, *how), _norm_operations(k, k_weight, *how)
+
+
+def _norm_backward_operations(g: Tensor, x: Tensor, weight: Tensor, *how: Any) -> Any:
+    _, cos, sin, rows, spec = unflatten((x, *how[:5]))
+    norm = _norm_of(x, weight, how)
+    return reference.norm_rotate_backward(g, x, weight, cos, sin, rows, spec, norm)
+
+
+def _save_norm(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    *tensors, start, layout, eps, shift = inputs
+    ctx.save_for_backward(*tensors)
+    ctx.others = start, layout, eps, shift
+
+
+def _norm_gradients(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+    count, held = len(gradients), ctx.saved_tensors
+    xs, weights, how = held[:count], held[count : 2 * count], (*held[2 * count :], *ctx.others)
+    # A gradient that is differentiated again consists of torch operations.
+    op = _norm_backward_operations if torch.is_grad_enabled() else norm_rotate_backward_op
+    found = [op(g, x, w, *how) for g, x, w in zip(gradients, xs, weights, strict=True)]
+    to_xs, to_weights = zip(*found, strict=True)
+    return (*to_xs, *to_weights, *[None] * 7)
+
+
+_NORM = f"{HOW}, float eps, float shift"
+norm_rotate_op = Op(
+    "norm_rotate",
+    f"(Tensor x, Tensor weight, {_NORM}) -> Tensor",
+    _run_norm_one,
+    _norm_operations,
+    fake_like("norm_rotate", 1),
+    save=_save_norm,
+    backward=_norm_gradients,
+)
+norm_rotate_qk_op = Op(
+    "norm_rotate_qk",
+    f"(Tensor q, Tensor k, Tensor q_weight, Tensor k_weight, {_NORM}) -> (Tensor, Tensor)",
+    _run_norm_qk,
+    _norm_qk_operations,
+    fake_like("norm_rotate_qk", 2),
+    save=_save_norm,
+    backward=_norm_gradients,
+)
+norm_rotate_backward_op = Op(
+    "norm_rotate_backward",
+    f"(Tensor g, Tensor x, Tensor weight, {_NORM}) -> (Tensor, Tensor)",
+    _run_norm_backward,
+    _norm_backward_operations,
+    lambda g, *arguments: fake_like("norm_rotate_backward", 2)(*arguments),
+)
