@@ -164,7 +164,9 @@ def is_exporting() -> bool:
 
 def without_autocast(x: Tensor) -> AbstractContextManager[Any]:
     """No autocast on the device of ``x``; the meta device has none, and refuses the question."""
-    return nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False)
+    if x.is_meta or not torch.is_autocast_enabled(x.device.type):
+        return nullcontext()
+    return torch.autocast(x.device.type, enabled=False)
 
 
 def is_readable(x: Tensor) -> bool:
@@ -205,7 +207,7 @@ def cpu_flash_attention(
 
     q, k and v have one width. A query that sees no key gets zero, and a log-sum-exp of zero.
     """
-    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    flash = torch._scaled_dot_product_flash_attention_for_cpu
     out, lse = flash(q, k, v, attn_mask=mask, scale=scale)
     return out, lse
 

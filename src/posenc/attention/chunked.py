@@ -7,23 +7,27 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from posenc._contract.tracing import cpu_flash_attention, cpu_flash_gradients, has_native_bf16
+from posenc._contract.tracing import (
+    cpu_flash_attention,
+    cpu_flash_gradients,
+    has_native_bf16,
+    without_autocast,
+)
 from posenc.attention.biases import Call
-from posenc.attention.pieces import Piece, distances, pieces, sequences
+from posenc.attention.pieces import Piece, distances, pieces, reverse, sequences
 
 Gradients = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor, Tensor]:
+def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor, None]:
     """The output, the log-sum-exp, and no ranges; see `op`."""
-    ranges = ranges_like(q, k, v, call)
     if not q.shape[:3].numel():
-        return q.new_empty((*q.shape[:3], v.shape[3])), _new_lse(q), ranges
+        return *_new_results(q, v), None
     # Autocast would round the wide tensors.
-    with torch.autocast(q.device.type, enabled=False):
-        made = [_forward(q[some], k[some], v[some], alone) for some, alone in sequences(call)]
-    out, lse = made[0] if len(made) == 1 else (torch.cat(x) for x in zip(*made, strict=True))
-    return out, lse, ranges
+    with without_autocast(q):
+        parts = [_forward(q[some], k[some], v[some], alone) for some, alone in sequences(call)]
+    out, lse = parts[0] if len(parts) == 1 else (torch.cat(x) for x in zip(*parts, strict=True))
+    return out, lse, None
 
 
 def ranges_like(q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
@@ -65,33 +69,35 @@ def backward(
     return dq, dk, dv, to if values is None else to.to(values.dtype)
 
 
-def _new_lse(q: Tensor) -> Tensor:
-    return q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
+def _new_results(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """The output and the log-sum-exp, not yet written."""
+    lse = q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
+    return q.new_empty((*q.shape[:3], v.shape[3])), lse
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
     """The output and the log-sum-exp of sequences that see the same keys."""
-    lse = _new_lse(q)
+    wide = torch.promote_types(q.dtype, torch.float32)
     # Where the CPU cannot multiply a dtype, float32 is ten to a hundred times faster.
     native = has_native_bf16() if q.dtype == torch.bfloat16 else q.dtype.itemsize > 2
     flash = _has_flash(q, v)
-    work = q.dtype if flash and native else lse.dtype
+    work = q.dtype if flash and native else wide
     bare = call.first is not None
     if call.kind == "table" and call.values is not None:
-        bare = bare or bool(call.values.isinf().any())
-    out, (q1, k1, v1) = None, (_with_dense_rows(x.to(work)) for x in (q, k, v))
+        bare = bare or call.values.amin().item() == float("-inf")
+    result, (q1, k1, v1) = None, (_with_dense_rows(x.to(work)) for x in (q, k, v))
     for queries, keys, mask, _ in pieces(q, k, call, written=not flash):
         attend = cpu_flash_attention if flash else _attend
-        some, sums = attend(q1[queries].flip(2), k1[keys], v1[keys], mask, call.scale)
+        some, sums = attend(reverse(q1[queries], 2), k1[keys], v1[keys], mask, call.scale)
         if bare and mask is not None:
             sums = sums.masked_fill(mask.amax(-1) == float("-inf"), float("-inf"))
-        some, sums = some.flip(2), sums.flip(2)
-        if sums.shape == lse.shape:
+        some, sums = reverse(some, 2), reverse(sums, 2)
+        if sums.shape == q.shape[:3]:
             return some.to(q.dtype).contiguous(), sums.contiguous()
-        out = q.new_empty((*q.shape[:3], v.shape[3])) if out is None else out
-        out[queries], lse[queries] = some, sums
-    assert out is not None
-    return out, lse
+        result = _new_results(q, v) if result is None else result
+        result[0][queries], result[1][queries] = some, sums
+    assert result is not None
+    return result
 
 
 def _with_dense_rows(x: Tensor) -> Tensor:

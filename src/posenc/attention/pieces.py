@@ -37,7 +37,10 @@ class Piece(NamedTuple):
 def sequences(call: Call) -> Iterator[tuple[slice, Call]]:
     """Split a call where sequences see different keys; in each part, `start` is an int."""
     given = [x for x in (call.starts, call.first) if x is not None]
-    count = max([len(x) for x in given], default=1)
+    if not given:
+        yield slice(None), call
+        return
+    count = max(len(x) for x in given)
     starts = [call.start] if call.starts is None else call.starts.tolist()
 
     def of(x: Tensor | None, b: int) -> Tensor | None:
@@ -57,25 +60,38 @@ def is_dense(q: Tensor, k: Tensor) -> bool:
     return few_keys and heads * queries * keys <= DENSE_SCORES
 
 
+def reverse(x: Tensor, axis: int) -> Tensor:
+    """The queries of ``x`` in reversed order; one query needs no copy."""
+    return x if x.shape[axis] == 1 else x.flip(axis)
+
+
 def distances(call: Call, queries: int, keys: int, device: torch.device) -> Tensor:
     """The distances of all queries and keys, each once, falling."""
     seen = min(keys, call.start + queries) if call.causal else keys
     return torch.arange(call.start + queries - 1, call.start - seen, -1, device=device)
 
 
-def line_of(call: Call, distance: Tensor, wide: torch.dtype) -> Tensor | None:
-    """The bias at each distance, ``[1 or B, 1 or H, W]``; minus infinity for hidden keys."""
+def line_of(call: Call, queries: int, keys: int, like: Tensor) -> Tensor | None:
+    """The bias at each distance, ``[1 or B, 1 or H, W]``; minus infinity for hidden keys.
+
+    It is on the device of ``like``, and has its dtype, or float32 if that is a half.
+    """
+    wide = torch.promote_types(like.dtype, torch.float32)
+    # One query sees all keys of a causal line.
+    causal = call.causal and call.start + 1 < min(keys, call.start + queries)
+    hides = causal or call.first is not None or call.window is not None
+    if call.kind not in ("slopes", "table") and not hides:
+        return None
+    distance = distances(call, queries, keys, like.device)
     if call.kind == "slopes" and call.values is not None:
         line = -call.values[..., None] * distance.abs()
     elif call.kind == "table" and call.values is not None:
         columns = (distance + call.zero).clamp(0, call.values.shape[1] - 1)
         line = call.values[:, columns][None]
-    elif call.causal or call.first is not None or call.window is not None:
-        line = torch.zeros_like(distance, dtype=wide)[None, None]
     else:
-        return None
+        line = torch.zeros_like(distance, dtype=wide)[None, None]
     line = line.to(wide)
-    if call.causal:
+    if causal:
         line = line.masked_fill(distance < 0, float("-inf"))
     if call.window is not None:
         left, right = call.window
@@ -139,8 +155,7 @@ class _Bias:
     def __init__(self, q: Tensor, k: Tensor, call: Call) -> None:
         self.call, self.queries = call, q.shape[2]
         self.wide = torch.promote_types(q.dtype, torch.float32)
-        distance = distances(call, self.queries, k.shape[2], q.device)
-        self.line = line_of(call, distance, self.wide)
+        self.line = line_of(call, self.queries, k.shape[2], q)
         self.sums: Tensor | None = None
         if call.kind == "sums" and call.values is not None:
             self.sums = call.values.to(torch.promote_types(call.values.dtype, self.wide))
@@ -173,11 +188,11 @@ class _Bias:
     def _sums_piece(self, hidden: Tensor | None, heads: slice, rows: slice, keys: slice) -> Tensor:
         assert self.sums is not None
         first = self.call.start + rows.start
-        own = self.sums[:, heads, first : self.call.start + rows.stop].flip(-1)
+        own = self.sums[:, heads, first : self.call.start + rows.stop]
         at_keys = self.sums[:, heads, None, keys]
         mask = own.new_empty((*own.shape, at_keys.shape[-1]), dtype=self.wide)
         # Rounded once, after the difference.
-        torch.sub(own[..., None], at_keys, out=mask)
+        torch.sub(reverse(own, 2)[..., None], at_keys, out=mask)
         if hidden is not None:
             # Keys up to the first query's own are seen by all, if no window hides some.
             later = max(0, first + 1 - keys.start) if self.call.window is None else 0
