@@ -104,7 +104,7 @@ def pieces(q: Tensor, k: Tensor, call: Call, *, written: bool) -> Iterator[Piece
     batch, heads, queries, _ = q.shape
     shared = heads // k.shape[1]
     pruned = call.prune and call.kind in ("slopes", "sums") and not is_dense(q, k)
-    size = min(CHUNK, max(ROWS, queries // 512 * 64))
+    size = min(CHUNK, max(ROWS, queries // 512 * 64), queries)
     bias = _Bias(q, k, call)
     ranges = _key_ranges(q, k, call._replace(prune=pruned), size)
     for n, each in enumerate(ranges):
