@@ -210,6 +210,23 @@ def attend(
     return rows.attend(who, q, k, v, bias, call, mask, drop)
 
 
+def attend_last(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: DistanceTable | RunningSum,
+    *,
+    scale: float,
+    causal: bool,
+    prune: bool,
+) -> Tensor:
+    """Attention of queries that are at the last keys; nothing is checked."""
+    kind, values, zero = stored(bias, q.dtype)
+    start = k.shape[2] - q.shape[2]
+    call = Call(values, None, None, None, kind, zero, start, scale, causal, prune)
+    return op.attend("attend_last", q, k, v, call, None)[0]
+
+
 def attend_block(
     q: Tensor,
     k: Tensor,

@@ -10,10 +10,10 @@ def calls(monkeypatch):
     """The biases of the calls of our attention."""
     seen = []
 
-    def spy(q, k, v, bias, **others):
+    def spy(q, k, v, bias, *others, **named):
         seen.append(bias)
-        return ours(q, k, v, bias, **others)
+        return ours(q, k, v, bias, *others, **named)
 
-    ours = biased.biased_attention
-    monkeypatch.setattr(biased, "biased_attention", spy)
+    ours = biased._attend
+    monkeypatch.setattr(biased, "_attend", spy)
     return seen

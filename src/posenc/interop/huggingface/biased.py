@@ -1,7 +1,9 @@
 """Attention layers of models with ALiBi or with T5's buckets, on our attention.
 
 Each function here replaces the ``forward`` of an attention class, and has its parameters. Its mask
-is ``[B, K]``, true at padding, or ``[1, 0]`` if there is none. It returns no weights.
+is subtracted from the scores, and is a row for each sequence, ``[B, K]``: `HIDDEN` at padding, else
+zero; ``[1, 1]`` if there is no padding. In short calls on the CPU it has three axes, ``[1 or B, Q,
+K]``, and hides later keys, too. It returns no weights.
 """
 
 from __future__ import annotations
@@ -16,9 +18,15 @@ from torch import Tensor, nn
 from torch.nn.functional import dropout, pad, scaled_dot_product_attention
 
 from posenc._contract import checks
-from posenc.attention import DistanceTable, RunningSum, biased_attention
-from posenc.attention.biases import Bias
+from posenc.attention import DistanceTable, RunningSum
+from posenc.attention.biased import attend_last
 from posenc.functional import t5_buckets
+
+# By this the scores of keys at padding are lowered, so that their weights are zero. Unlike document
+# ids, which cannot express padding between tokens, it serves every mask, and a compiled graph need
+# not read it. It is finite, because a query at padding may see only such keys, and its weights must
+# not be NaN.
+HIDDEN = 2.0**20
 
 
 def bloom(
@@ -32,9 +40,10 @@ def bloom(
 ) -> tuple[Tensor, None]:
     """BLOOM; its bias is added to the scaled scores."""
     q, k, v = self._reshape(self.query_key_value(hidden_states))
-    k, v, start = _cached(layer_past, self.layer_idx, k, v)
-    sums = _alibi_sums(alibi * self.beta, self.num_heads)
-    out = self.dense(_attend(q, k, v, sums, attention_mask, self.inv_norm_factor, start))
+    k, v = _cached(layer_past, self.layer_idx, k, v)
+    alibi = alibi if self.beta == 1.0 else alibi * self.beta
+    bias = _alibi(alibi.view(-1, self.num_heads, alibi.shape[2]), attention_mask, k)
+    out = self.dense(_merge(_attend(q, k, v, bias, self.inv_norm_factor)))
     return residual + dropout(out, self.hidden_dropout, self.training), None
 
 
@@ -49,10 +58,11 @@ def falcon(
 ) -> tuple[Tensor, None]:
     """Falcon; its bias is added before the scores are scaled."""
     q, k, v = (x.transpose(1, 2) for x in self._split_heads(self.query_key_value(hidden_states)))
-    k, v, start = _cached(layer_past, self.layer_idx, k, v)
-    sums = _alibi_sums(alibi * self.inv_norm_factor, self.num_heads)
-    out = _attend(q, k, v, sums, attention_mask, self.inv_norm_factor, start)
-    return self.dense(out), None
+    k, v = _cached(layer_past, self.layer_idx, k, v)
+    # Scaled in its own dtype, as the model does.
+    scaled = alibi.view(-1, self.num_heads, alibi.shape[2]) * self.inv_norm_factor
+    out = _attend(q, k, v, _alibi(scaled, attention_mask, k), self.inv_norm_factor)
+    return self.dense(_merge(out)), None
 
 
 def mpt(
@@ -68,10 +78,11 @@ def mpt(
     if self.clip_qkv:
         mixed = mixed.clamp(-self.clip_qkv, self.clip_qkv)
     q, k, v = (_heads(x, self.n_heads) for x in mixed.chunk(3, -1))
-    k, v, start = _cached(past_key_values, self.layer_idx, k, v)
-    sums = _alibi_sums(position_bias[..., -k.shape[2] :], self.n_heads)
-    out = _attend(q, k, v, sums, attention_mask, self.softmax_scale, start)
-    return self.out_proj(out), None
+    k, v = _cached(past_key_values, self.layer_idx, k, v)
+    # The model makes every mask boolean.
+    mask = attention_mask.to(position_bias.dtype) * HIDDEN
+    bias = _alibi(position_bias[None, :, 0, -k.shape[2] :], mask, k)
+    return self.out_proj(_merge(_attend(q, k, v, bias, self.softmax_scale))), None
 
 
 def t5(
@@ -83,11 +94,10 @@ def t5(
     past_key_values: Any = None,
     **_: Any,
 ) -> tuple[Tensor, Tensor | None, None]:
-    """T5 and its kin; the first layer returns its table for the others, as ``position_bias``."""
+    """T5 and its kin; the first layer returns its numbers for the others, as ``position_bias``."""
     if key_value_states is not None:
         return _cross(self, hidden_states, key_value_states, mask, past_key_values), None, None
-    table = _bucket_table(self) if position_bias is None else position_bias
-    return _self(self, hidden_states, table, mask, past_key_values), table, None
+    return *_self(self, hidden_states, position_bias, mask, past_key_values), None
 
 
 def umt5(
@@ -102,8 +112,7 @@ def umt5(
     if encoder_hidden_states is not None:
         states = encoder_hidden_states
         return _cross(self, hidden_states, states, attention_mask, past_key_values), None
-    table = _bucket_table(self)
-    return _self(self, hidden_states, table, attention_mask, past_key_values), None
+    return _self(self, hidden_states, None, attention_mask, past_key_values)[0], None
 
 
 def _heads(x: Tensor, heads: int) -> Tensor:
@@ -112,81 +121,96 @@ def _heads(x: Tensor, heads: int) -> Tensor:
     return split.transpose(1, 2)
 
 
-def _cached(cache: Any, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Any]:
-    """All keys and values, and the key index of the first query."""
-    if cache is None:
-        return k, v, None
-    start = cache.get_seq_length(layer)
-    return *cache.update(k, v, layer), start
+def _merge(x: Tensor) -> Tensor:
+    """``[B, H, L, D]`` as ``[B, L, H D]``."""
+    return x.transpose(1, 2).flatten(2)
+
+
+def _cached(cache: Any, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """All keys and values."""
+    return (k, v) if cache is None else cache.update(k, v, layer)
+
+
+def _alibi(bias: Tensor, mask: Tensor, k: Tensor) -> Tensor | RunningSum:
+    """A model's own bias of each key, ``[1 or B, H, K]``, with its slopes and its rounding.
+
+    The model leaves out the query's position, since softmax does not see what all keys share.
+    """
+    if bias.shape[2] != k.shape[2]:
+        rule = f"the model's bias must be for {k.shape[2]} keys, those in the cache included"
+        checks.fail("the patched model", rule, bias.shape[2], "Pass fewer tokens.")
+    if mask.dim() == 3:
+        return bias[:, :, None] - mask[:, None]
+    return RunningSum(mask[:, None] - bias)
 
 
 def _attend(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    bias: Bias,
-    padding: Tensor,
+    bias: Tensor | RunningSum | DistanceTable,
     scale: float,
-    start: Any,
     causal: bool = True,
+    prune: bool = True,
 ) -> Tensor:
-    """Attention, ``[B, Q, H D]``."""
-    width = v.shape[3]
-    if padding.shape[1]:
-        if padding.shape[1] != k.shape[2]:
-            rule = f"attention_mask must have {k.shape[2]} columns, one for each key"
-            way_out = "Pass a mask of all tokens, those in the cache included."
-            checks.fail("the patched model", rule, padding.shape[1], way_out)
-        q, k, v, bias = _hide(q, k, v, bias, padding)
-    out = biased_attention(q, k, v, bias, scale=scale, query_offset=start, causal=causal)
-    return out[..., :width].transpose(1, 2).flatten(2)
+    """Attention, ``[B, H, Q, D]``; a tensor is the bias of each score, and hides later keys."""
+    if isinstance(bias, Tensor):
+        shared = q.shape[1] != k.shape[1]
+        return scaled_dot_product_attention(q, k, v, bias, scale=scale, enable_gqa=shared)
+    return attend_last(q, k, v, bias, scale=scale, causal=causal, prune=prune)
 
 
-def _hide(
-    q: Tensor, k: Tensor, v: Tensor, bias: Bias, padding: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Bias]:
-    """Lower the scores of keys at padding by 2^20, so that their weights are zero.
+def _self(
+    layer: Any, x: Tensor, numbers: Tensor | None, mask: Tensor, cache: Any
+) -> tuple[Tensor, Tensor]:
+    """Attention with a bias of buckets, and the numbers of this bias, see `_bucket_numbers`."""
+    q, k, v = (_heads(of(x), layer.n_heads) for of in (layer.q, layer.k, layer.v))
+    k, v = _cached(getattr(cache, "self_attention_cache", cache), layer.layer_idx, k, v)
+    if numbers is None:
+        numbers = _bucket_numbers(layer, q.shape[2], k.shape[2], mask)
+    width, causal = v.shape[3], layer.is_decoder
+    bias: Tensor | RunningSum | DistanceTable = numbers
+    if numbers.dim() == 3:
+        bias = RunningSum(numbers)
+    elif numbers.dim() == 2:
+        bias = DistanceTable(numbers, 0 if causal else numbers.shape[1] // 2)
+        if mask.shape[1] > 1:
+            q, k, v = _hide(q, k, v, mask)
+    out = _attend(q, k, v, bias, layer.scaling, causal, prune=False)
+    return layer.o(_merge(out[..., :width])), numbers
 
-    Unlike document ids, which cannot express padding between tokens, this serves every mask, and a
-    compiled graph need not read it. The number is finite, because a query at padding may see only
-    such keys, and its weights must not be NaN.
+
+def _bucket_numbers(layer: Any, queries: int, keys: int, mask: Tensor) -> Tensor:
+    """The bias of buckets, from the layer's own weights.
+
+    ``[1 or B, H, Q, K]``, less the mask, if the mask has three axes; otherwise, for one query, the
+    mask less the bias, ``[1 or B, H, K]``: a running sum. For more queries, the bias of each
+    distance, ``[H, R]``.
     """
-    if isinstance(bias, RunningSum):
-        return q, k, v, RunningSum(torch.where(padding[:, None], 2.0**20, bias.values))
-    # Sixteen further channels: 256 for queries, -256 or 0 for keys, exact in every dtype. GPUs read
-    # rows whose width is a multiple of 16 faster.
-    low = (-256.0 * padding).to(k.dtype)[:, None, :, None].expand(*k.shape[:3], 16)
+    count, far = layer.relative_attention_num_buckets, layer.relative_attention_max_distance
+    causal, rows = layer.is_decoder, mask.dim() == 3 or queries == 1
+    if rows:
+        index = torch.arange(keys, device=mask.device)
+        distance = index[keys - queries :, None] - index
+    else:
+        distance = torch.arange(0 if causal else -far, far + 1, device=mask.device)
+    buckets = t5_buckets(distance, count, far, causal=causal)
+    bias: Tensor = layer.relative_attention_bias(buckets).movedim(-1, 0)
+    if mask.dim() == 3:
+        return bias - mask[:, None]
+    return mask[:, None] - bias[:, 0] if rows else bias
+
+
+def _hide(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Lower the scores of keys at padding by further channels.
+
+    There are sixteen, 256 for queries, -256 or 0 for keys, exact in every dtype: GPUs read rows
+    whose width is a multiple of 16 faster.
+    """
+    low = (mask * (-256.0 / HIDDEN)).to(k.dtype)[:, None, :, None].expand(*k.shape[:3], 16)
     # SDPA's kernel for CPUs has one width for all three.
     v = pad(v, (0, 16)) if v.is_cpu else v
-    return pad(q, (0, 16), value=256.0), torch.cat((k, low), -1), v, bias
-
-
-def _alibi_sums(alibi: Tensor, heads: int) -> RunningSum:
-    """The model's own bias of each key, ``[B H or H, 1, K]``, with its slopes and its rounding.
-
-    The model leaves out the query's position, since softmax does not see what all keys share.
-    """
-    wide = torch.promote_types(alibi.dtype, torch.float32)
-    return RunningSum(-alibi.to(wide).reshape(-1, heads, alibi.shape[-1]))
-
-
-def _bucket_table(layer: Any) -> Tensor:
-    """Bias of each head and distance, ``[H, R]``, from the layer's own weights."""
-    embedding, causal = layer.relative_attention_bias, layer.is_decoder
-    count, far = layer.relative_attention_num_buckets, layer.relative_attention_max_distance
-    distance = torch.arange(0 if causal else -far, far + 1, device=embedding.weight.device)
-    table: Tensor = embedding(t5_buckets(distance, count, far, causal=causal))
-    return table.T
-
-
-def _self(layer: Any, x: Tensor, table: Tensor, padding: Tensor, cache: Any) -> Tensor:
-    q, k, v = (_heads(of(x), layer.n_heads) for of in (layer.q, layer.k, layer.v))
-    cache = getattr(cache, "self_attention_cache", cache)
-    k, v, start = _cached(cache, layer.layer_idx, k, v)
-    causal = layer.is_decoder
-    bias = DistanceTable(table, 0 if causal else table.shape[1] // 2)
-    out: Tensor = layer.o(_attend(q, k, v, bias, padding, layer.scaling, start, causal))
-    return out
+    return pad(q, (0, 16), value=256.0), torch.cat((k, low), -1), v
 
 
 def _cross(layer: Any, x: Tensor, states: Tensor, padding: Tensor, cache: Any) -> Tensor:
@@ -202,9 +226,9 @@ def _cross(layer: Any, x: Tensor, states: Tensor, padding: Tensor, cache: Any) -
             k, v = getattr(cache, "cross_attention_cache", cache).update(k, v, at)
         if updated is not None:
             updated[at] = True
-    seen = ~padding[:, None, None] if padding.shape[1] else None
-    made = scaled_dot_product_attention(q, k, v, seen, scale=layer.scaling)
-    out: Tensor = layer.o(made.transpose(1, 2).flatten(2))
+    seen = padding[:, None, None] == 0 if padding.shape[1] > 1 else None
+    result = scaled_dot_product_attention(q, k, v, seen, scale=layer.scaling)
+    out: Tensor = layer.o(_merge(result))
     return out
 
 

@@ -1,7 +1,8 @@
 """Models whose attention has a bias: which layers take ours, and for which calls.
 
 The model that holds the layers makes no matrix for a mask any more, but passes a row for each
-sequence, ``[B, K]``. Calls that our attention cannot serve run the model's own code instead.
+sequence, ``[B, K]``, unless there are so few scores that a matrix is faster. Calls that our
+attention cannot serve run the model's own code instead.
 """
 
 from __future__ import annotations
@@ -15,13 +16,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from posenc._contract.tracing import in_capture, is_plain, is_readable
-from posenc.interop.huggingface.biased import Kind, kind_of
+from posenc._contract import checks
+from posenc._contract.tracing import in_capture, in_forward_mode, is_plain, is_readable
+from posenc.interop.huggingface.biased import HIDDEN, Kind, kind_of
 from posenc.interop.huggingface.probing import FAILURES, Known, NotUnderstood, same
 from posenc.interop.huggingface.rewrite import PATCHED, Replacement, Rewriter
 
 _MASKS = ("attention_mask", "encoder_attention_mask")
 _MAKERS = {"create_causal_mask", "create_bidirectional_mask"}
+# Of a head; up to here T5, whose buckets cost most, is faster with a matrix.
+FEW_SCORES = 2**13
 _WEIGHTS = ("output_attentions", "output_cross_attentions")
 
 
@@ -102,13 +106,36 @@ def _padding_instead(name: str, function: Any) -> Known | None:
 
     @functools.wraps(function)
     def padding(
-        config: Any, inputs_embeds: Tensor, attention_mask: Tensor | None = None, **_: Any
+        config: Any,
+        inputs_embeds: Tensor,
+        attention_mask: Tensor | None = None,
+        past_key_values: Any = None,
+        encoder_hidden_states: Tensor | None = None,
+        **_: Any,
     ) -> Tensor:
-        if attention_mask is None or _hides_nothing(attention_mask):
-            return inputs_embeds.new_empty((1, 0), dtype=torch.bool)
-        return attention_mask.to(inputs_embeds.device) == 0
+        queries = inputs_embeds.shape[1]
+        keys = queries if encoder_hidden_states is None else encoder_hidden_states.shape[1]
+        keys += 0 if past_key_values is None else past_key_values.get_seq_length()
+        wide = torch.promote_types(inputs_embeds.dtype, torch.float32)
+        row = inputs_embeds.new_zeros((1, 1), dtype=wide)
+        if attention_mask is not None and not _hides_nothing(attention_mask):
+            if attention_mask.shape[1] != keys:
+                rule = f"attention_mask must have {keys} columns, one for each key"
+                hint = "Pass a mask of all tokens, those in the cache included."
+                checks.fail("the patched model", rule, attention_mask.shape[1], hint)
+            row = (attention_mask.to(inputs_embeds.device) == 0).to(wide) * HIDDEN
+        if name != "create_causal_mask" or not _is_short(inputs_embeds, keys):
+            return row
+        later = row.new_full((queries, keys), float("inf")).triu_(keys - queries + 1)
+        return row[:, None] + later
 
     return Known("padding", "", padding)
+
+
+def _is_short(x: Tensor, keys: int) -> bool:
+    """Whether there are so few scores that SDPA's kernel for CPUs is faster with a matrix."""
+    few = x.shape[1] * keys <= FEW_SCORES and x.dtype.itemsize > 2
+    return few and x.is_cpu and is_plain(x) and not (torch.is_grad_enabled() or in_forward_mode())
 
 
 def stack_forward(kind: type) -> Replacement:
@@ -126,13 +153,13 @@ def stack_forward(kind: type) -> Replacement:
 
 
 def attention_forward(kind: type, known: Kind) -> Replacement:
-    """The forward of an attention layer, which is ours if the mask is a row for each sequence."""
+    """The forward of an attention layer, which is ours if the mask has fewer axes than theirs."""
     theirs = kind.forward  # type: ignore[attr-defined]
     at = tuple(inspect.signature(theirs).parameters).index(known.mask) - 1
 
     def forward(module: Any, *args: Any, **kwargs: Any) -> Any:
         mask = args[at] if at < len(args) else kwargs.get(known.mask)
-        ours = isinstance(mask, Tensor) and mask.dim() == 2
+        ours = isinstance(mask, Tensor) and mask.dim() < 4
         return (known.forward if ours else theirs)(module, *args, **kwargs)
 
     return Replacement(kind, "forward", forward, (), (attention_forward, (kind, known)))
@@ -157,7 +184,7 @@ def _serves(stack: Any, given: dict[str, Any]) -> bool:
 
 def _hides_nothing(mask: Tensor) -> bool:
     """Whether a mask can be read, which it cannot in a compiled graph, and hides no key."""
-    return can_read(mask) and bool((mask != 0).all())
+    return can_read(mask) and bool(mask.all())
 
 
 def can_read(mask: Tensor) -> bool:
