@@ -21,6 +21,7 @@ CASES = {
     "symmetric-documents": {"size": (90, 90), "causal": False, "documents": True, "zero": 39},
     "symmetric-cache": {"size": (66, 150), "causal": False, "zero": 1},
     "decode": {"size": (3, 300), "heads": (4, 2), "starts": [30, 297]},
+    "decode-in-one-part": {"size": (1, 300), "heads": (8, 4)},
     "long-table": {"size": (70, 100), "columns": 300},
     "one-column": {"size": (70, 70), "columns": 1},
     "window": {"size": (150, 150), "window": (20, 0)},
@@ -36,6 +37,7 @@ QUICK = {
     ("symmetric-documents", "table"),
     ("window-documents", "table"),
     ("window-decode", "slopes"),
+    ("decode-in-one-part", "table"),
 }
 
 

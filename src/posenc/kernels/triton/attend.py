@@ -29,12 +29,13 @@ from posenc.kernels.triton.attend_arguments import (
     kind_of_mask,
     places_of,
     prunes,
+    steps_of,
     strides_of,
     width_and_zero,
     widths_of,
 )
 from posenc.kernels.triton.attend_gradients import backward
-from posenc.kernels.triton.launch import Launch, launch_for
+from posenc.kernels.triton.launch import Launch, find_launch, launch_for
 
 __all__ = ["backward", "can_run", "forward", "ranges_like"]
 
@@ -59,12 +60,12 @@ def forward(q: Tensor, k: Tensor, v: Tensor, call: Any) -> tuple[Tensor, Tensor,
     q, k, v = as_dense(q), as_dense(k), as_dense(v)
     out = q.new_empty((*q.shape[:3], v.shape[3]))
     lse = q.new_empty(q.shape[:3], dtype=torch.float32)
+    if is_short(q, k):
+        _run_split(q, k, v, out, lse, call)
+        return out, lse, None
     prune = prunes(q, k, call)
     ranges = ranges_like(q, k, v, call) if prune else None
     inputs, present, steps = inputs_of(q, call)
-    if is_short(q, k):
-        _run_split(q, k, v, out, lse, inputs, steps, call)
-        return out, lse, None
     norms = lows = q
     if prune:
         norms, lows = _key_bounds(k, inputs[0], call)
@@ -121,28 +122,32 @@ def _processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def _run_split(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, given: Any, steps: Any, call: Any
-) -> None:
+def _run_split(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Any) -> None:
+    """Attention by parts of the keys; it reads the bias's numbers as they are."""
     (batch, heads, queries, _), (kv_heads, keys) = q.shape, k.shape[1:3]
     block_n, rows = 64, batch * heads * queries
     wanted = -(-2 * _processors(q.device) // (batch * kv_heads))
     parts = max(1, min(wanted, 64, -(-keys // (2 * block_n))))
-    part_out = q.new_empty((parts, rows, v.shape[3]), dtype=torch.float32)
-    part_lse = q.new_empty((parts, rows), dtype=torch.float32)
-    tensors = (q, k, v, *given, part_out, part_lse)
+    part_out, part_lse = out, lse
+    if parts > 1:
+        part_out = q.new_empty((parts, rows, v.shape[3]), dtype=torch.float32)
+        part_lse = q.new_empty((parts, rows), dtype=torch.float32)
+    given = call[:4]
+    present = [x for x in given if x is not None]
+    tensors = (q, k, v, *[q if x is None else x for x in given], part_out, part_lse)
     widths, group = widths_of(q, v), heads // kv_heads
 
     def prepare() -> Launch:
         block_m = max(16, triton.next_power_of_2(group * queries))
         constants = constants_of(q, k, v, call) | {
             "PRECISION": arithmetic_of(q)["PRECISION"],
+            "WHOLE": parts == 1,
             "BLOCK_M": block_m,
         }
         constants |= {"BLOCK_N": block_n if q.dtype.itemsize == 2 else 32, **widths}
         places = (*places_of(call), queries, keys, *width_and_zero(call))
         strides = (*strides_of(q), *strides_of(k), *strides_of(v))
-        numbers = (call.scale * LOG2E, *strides, *steps, *places)
+        numbers = (call.scale * LOG2E, *strides, *steps_of(call), *places)
         grid = (batch * kv_heads, parts, 1)
         options = {**OPTIONS, "num_warps": 4, "num_stages": 2}
         return Launch(attention_split.split, grid, numbers, constants, **options)
@@ -153,6 +158,8 @@ def _run_split(
         return Launch(attention_split.combine, (rows, 1, 1), (rows,), constants, **OPTIONS)
 
     described = ("split", *call[4:6], *call[7:9], *kind_of_mask(call))
-    launch_for(described, tensors, prepare)(tensors, call.start)
-    tensors = (part_out, part_lse, out, lse)
-    launch_for(("combine",), tensors, prepare_combine)(tensors, 0)
+    # The results are new and aligned, and their shapes follow from the others.
+    launch_for(described, (q, k, v, *present), prepare)(tensors, call.start)
+    if parts > 1:
+        key = ("combine", q.device, q.dtype, parts, rows, v.shape[3])
+        find_launch(key, prepare_combine)((part_out, part_lse, out, lse), 0)

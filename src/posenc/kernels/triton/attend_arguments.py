@@ -76,6 +76,16 @@ def numbers_of(call: Any) -> tuple[Tensor | None, int, int]:
     return values, values.stride(0) if values.shape[0] > 1 else 0, values.stride(1)
 
 
+def steps_of(call: Any) -> tuple[int, int, int]:
+    """Steps of the bias's numbers as they are: from batch, from head, and along a row."""
+    if call.values is None:
+        return 0, 0, 0
+    steps = call.values.stride()
+    if call.kind == "table":
+        return 0, *steps
+    return steps[0] if call.values.shape[0] > 1 else 0, steps[1], *(steps[2:] or (0,))
+
+
 def constants_of(q: Tensor, k: Tensor, v: Tensor, call: Any) -> dict[str, Any]:
     """The constants that most kernels have."""
     return {

@@ -11,7 +11,6 @@ import triton.language as tl
 from posenc.kernels.triton.attention_bias import (
     LN2,
     LOG2E,
-    PAD,
     SLOPES,
     SUMS,
     TABLE,
@@ -25,13 +24,16 @@ from posenc.kernels.triton.attention_bias import (
 def split(
     q, k, v, values, starts, first, last, part_out, part_lse, start,
     scale, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t,
-    values_b, values_h, starts_b, ends_b, left, right, queries, keys, width, zero,
+    values_b, values_h, values_t, starts_b, ends_b, left, right, queries, keys, width, zero,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     KIND: tl.constexpr, CAUSAL: tl.constexpr, HAS_STARTS: tl.constexpr, DOCUMENTS: tl.constexpr,
-    WINDOW: tl.constexpr, PRECISION: tl.constexpr,
+    WINDOW: tl.constexpr, PRECISION: tl.constexpr, WHOLE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
-    """Attention to one part of the keys, and its log-sum-exp in units of log2."""
+    """Attention to one part of the keys, and its log-sum-exp in units of log2.
+
+    If the part is the ``WHOLE``, these are the results, and the log-sum-exp is the natural one.
+    """
     b = (tl.program_id(0) // (HEADS // GROUP)).to(tl.int64)
     kv = tl.program_id(0) % (HEADS // GROUP)
     part = tl.program_id(1)
@@ -62,7 +64,8 @@ def split(
     if KIND == SLOPES:
         slope = tl.load(numbers).to(tl.float32) * LOG2E
     if KIND == SUMS:
-        of_query = tl.load(numbers + tl.minimum(tl.maximum(own, 0), width - 1))
+        near = tl.minimum(tl.maximum(own, 0), width - 1)
+        of_query = tl.load(numbers + near * values_t).to(tl.float64)
     total = tl.zeros((BLOCK_M,), tl.float32)
     most = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     acc = tl.zeros((BLOCK_M, BLOCK_DV), tl.float32)
@@ -77,9 +80,10 @@ def split(
             scores -= tl.abs(distance).to(tl.float32) * slope[:, None]
         if KIND == TABLE:
             column = tl.minimum(tl.maximum(distance + zero, 0), width - 1)
-            scores += tl.load(numbers[:, None] + (PAD + width - 1) - column)
+            scores += tl.load(numbers[:, None] + column * values_t).to(tl.float32) * LOG2E
         if KIND == SUMS:
-            sums = tl.load(numbers[:, None] + columns[None, :], mask=columns[None, :] < keys)
+            sums_at = numbers[:, None] + columns[None, :] * values_t
+            sums = tl.load(sums_at, mask=columns[None, :] < keys).to(tl.float64)
             scores += ((of_query[:, None] - sums) * LOG2E).to(tl.float32)
         seen = (columns[None, :] >= low[:, None]) & (columns[None, :] <= high[:, None])
         scores = tl.where(seen, scores, float("-inf"))
@@ -95,6 +99,8 @@ def split(
     nothing = total == 0.0
     acc = acc / tl.where(nothing, 1.0, total)[:, None]
     sums = tl.where(nothing, float("-inf"), most + tl.log2(tl.where(nothing, 1.0, total)))
+    if WHOLE:
+        sums *= LN2
     # Rows of heads and queries, as in the output.
     to = (b * HEADS + h) * queries + t
     to += part.to(tl.int64) * (tl.num_programs(0) * GROUP) * queries
