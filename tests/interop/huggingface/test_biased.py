@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from posenc.interop.huggingface import patch, patched, unpatch
+from posenc.interop.huggingface import patch, patched, stacks, unpatch
 from support.hf_biased import DECODERS, FAMILIES, build, inputs, rarely, run
 from support.hf_models import tiny, tokens
 
@@ -58,8 +58,10 @@ def generated(model, **how):
     return model.generate(prompt, attention_mask=mask, **how)
 
 
+@pytest.mark.parametrize("few", [stacks.FEW_SCORES, 0], ids=["matrix", "kernel"])
 @pytest.mark.parametrize("family", rarely([*DECODERS, "t5", "umt5"], "bloom", "t5"))
-def test_generate_gives_the_same_tokens(family, calls):
+def test_generate_gives_the_same_tokens(family, few, calls, monkeypatch):
+    monkeypatch.setattr(stacks, "FEW_SCORES", few)
     model = build(family)
     expected, beams = generated(model), generated(model, num_beams=2)
 

@@ -2,8 +2,8 @@
 
 Each function here replaces the ``forward`` of an attention class, and has its parameters. Its mask
 is subtracted from the scores, and is a row for each sequence, ``[B, K]``: `HIDDEN` at padding, else
-zero; ``[1, 1]`` if there is no padding. In short calls on the CPU it has three axes, ``[1 or B, Q,
-K]``, and hides later keys, too. It returns no weights.
+zero; ``[1, 1]`` if there is no padding. In short calls on the CPU it is a matrix, ``[1 or B, Q,
+K]``, which is added, and hides later keys, too. It returns no weights.
 """
 
 from __future__ import annotations
@@ -41,8 +41,7 @@ def bloom(
     """BLOOM; its bias is added to the scaled scores."""
     q, k, v = self._reshape(self.query_key_value(hidden_states))
     k, v = _cached(layer_past, self.layer_idx, k, v)
-    alibi = alibi if self.beta == 1.0 else alibi * self.beta
-    bias = _alibi(alibi.view(-1, self.num_heads, alibi.shape[2]), attention_mask, k)
+    bias = _alibi(alibi, self.beta, attention_mask, q, k)
     out = self.dense(_merge(_attend(q, k, v, bias, self.inv_norm_factor)))
     return residual + dropout(out, self.hidden_dropout, self.training), None
 
@@ -59,10 +58,8 @@ def falcon(
     """Falcon; its bias is added before the scores are scaled."""
     q, k, v = (x.transpose(1, 2) for x in self._split_heads(self.query_key_value(hidden_states)))
     k, v = _cached(layer_past, self.layer_idx, k, v)
-    # Scaled in its own dtype, as the model does.
-    scaled = alibi.view(-1, self.num_heads, alibi.shape[2]) * self.inv_norm_factor
-    out = _attend(q, k, v, _alibi(scaled, attention_mask, k), self.inv_norm_factor)
-    return self.dense(_merge(out)), None
+    bias = _alibi(alibi, self.inv_norm_factor, attention_mask, q, k)
+    return self.dense(_merge(_attend(q, k, v, bias, self.inv_norm_factor))), None
 
 
 def mpt(
@@ -80,8 +77,10 @@ def mpt(
     q, k, v = (_heads(x, self.n_heads) for x in mixed.chunk(3, -1))
     k, v = _cached(past_key_values, self.layer_idx, k, v)
     # The model makes every mask boolean.
-    mask = attention_mask.to(position_bias.dtype) * HIDDEN
-    bias = _alibi(position_bias[None, :, 0, -k.shape[2] :], mask, k)
+    mask = attention_mask.to(position_bias.dtype) * (
+        HIDDEN if attention_mask.dim() == 2 else -HIDDEN
+    )
+    bias = _alibi(position_bias[..., -k.shape[2] :], 1.0, mask, q, k)
     return self.out_proj(_merge(_attend(q, k, v, bias, self.softmax_scale))), None
 
 
@@ -131,17 +130,20 @@ def _cached(cache: Any, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tenso
     return (k, v) if cache is None else cache.update(k, v, layer)
 
 
-def _alibi(bias: Tensor, mask: Tensor, k: Tensor) -> Tensor | RunningSum:
-    """A model's own bias of each key, ``[1 or B, H, K]``, with its slopes and its rounding.
+def _alibi(alibi: Tensor, factor: float, mask: Tensor, q: Tensor, k: Tensor) -> Tensor | RunningSum:
+    """A model's own bias of each key, ``[B H or H, 1, K]``, with its slopes and its rounding.
 
     The model leaves out the query's position, since softmax does not see what all keys share.
     """
-    if bias.shape[2] != k.shape[2]:
-        rule = f"the model's bias must be for {k.shape[2]} keys, those in the cache included"
-        checks.fail("the patched model", rule, bias.shape[2], "Pass fewer tokens.")
+    heads, keys = q.shape[1], k.shape[2]
+    if alibi.shape[2] != keys:
+        rule = f"the model's bias must be for {keys} keys, those in the cache included"
+        checks.fail("the patched model", rule, alibi.shape[2], "Pass fewer tokens.")
     if mask.dim() == 3:
-        return bias[:, :, None] - mask[:, None]
-    return RunningSum(mask[:, None] - bias)
+        return torch.add(mask.unsqueeze(1), alibi.view(-1, heads, 1, keys), alpha=factor)
+    # The product has the rounding of a half.
+    alibi = alibi if factor == 1.0 else alibi * factor
+    return RunningSum(mask.unsqueeze(1) - alibi.view(-1, heads, keys))
 
 
 def _attend(
@@ -183,7 +185,7 @@ def _self(
 def _bucket_numbers(layer: Any, queries: int, keys: int, mask: Tensor) -> Tensor:
     """The bias of buckets, from the layer's own weights.
 
-    ``[1 or B, H, Q, K]``, less the mask, if the mask has three axes; otherwise, for one query, the
+    If the mask is a matrix, ``[1 or B, H, Q, K]`` with the mask; otherwise, for one query, the
     mask less the bias, ``[1 or B, H, K]``: a running sum. For more queries, the bias of each
     distance, ``[H, R]``.
     """
@@ -197,8 +199,8 @@ def _bucket_numbers(layer: Any, queries: int, keys: int, mask: Tensor) -> Tensor
     buckets = t5_buckets(distance, count, far, causal=causal)
     bias: Tensor = layer.relative_attention_bias(buckets).movedim(-1, 0)
     if mask.dim() == 3:
-        return bias - mask[:, None]
-    return mask[:, None] - bias[:, 0] if rows else bias
+        return bias + mask.unsqueeze(1)
+    return mask.unsqueeze(1) - bias[:, 0] if rows else bias
 
 
 def _hide(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:

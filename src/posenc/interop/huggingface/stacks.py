@@ -126,8 +126,8 @@ def _padding_instead(name: str, function: Any) -> Known | None:
             row = (attention_mask.to(inputs_embeds.device) == 0).to(wide) * HIDDEN
         if name != "create_causal_mask" or not _is_short(inputs_embeds, keys):
             return row
-        later = row.new_full((queries, keys), float("inf")).triu_(keys - queries + 1)
-        return row[:, None] + later
+        later = row.new_full((queries, keys), float("-inf")).triu_(keys - queries + 1)
+        return later - row[:, None]
 
     return Known("padding", "", padding)
 
