@@ -6,7 +6,7 @@ from torch.autograd import gradcheck
 
 from oracles import tables
 from posenc.kernels import native, reference, rotation
-from posenc.kernels.spec import Rows, Spec, flatten
+from posenc.kernels.spec import TWINS, Rows, Spec, flatten
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 GPU = "cuda" if torch.cuda.is_available() else "cpu"
@@ -94,7 +94,7 @@ HOSTILE = {
     "x-narrower-than-its-pairs": {"x": (2, 3, 5, 4)},
     "x-without-channels": {"x": (2, 3, 5, 0)},
     "layout-below-zero": {"layout": -1},
-    "layout-of-unknown-bits": {"layout": 67},
+    "layout-of-unknown-bits": {"layout": 259},
     "layout-of-all-bits": {"layout": 2**63 - 1},
     "whole-rows-of-a-partial-rotation": {"layout": 19},
 }  # fmt: skip
@@ -166,6 +166,16 @@ def test_a_tensor_that_overlaps_itself_is_not_written_in_place():
         with pytest.raises((RuntimeError, ValueError), match="memory with itself"):
             _call("rotate_", call, x=x)
     assert torch.equal(x, torch.ones(X))
+
+
+def test_a_table_of_all_channels_is_told_from_one_of_pairs():
+    """Half of the channels, each number twice, has as many columns as there are pairs."""
+    x, wide = torch.randn(X), torch.randn(9, 4).double()
+    for layout, table in ((0, wide[:, :2].repeat(1, 2)), (3, wide[:, :2].repeat_interleave(2, 1))):
+        for call in (rotation.rotate_op.overload, rotation.rotate_op.run):
+            got = call(x, table, table, None, 2, layout + TWINS)
+            assert torch.equal(got, call(x, wide[:, :2], wide[:, :2], None, 2, layout))
+            assert not torch.equal(got, call(x, table, table, None, 2, layout))
 
 
 def test_a_table_must_have_each_number_twice_if_it_has_one_for_each_channel():

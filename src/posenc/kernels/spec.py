@@ -81,7 +81,8 @@ def unflatten(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
     if cos.dim() == 3 and cos.shape[0] == 1:
         cos, sin = cos[0], sin[0]
     width = xs[0].shape[-1]
-    if width < 2 * cos.shape[-1] <= 2 * width and cos.shape[-1] % 2 == 0:
+    columns = cos.shape[-1]
+    if layout & TWINS or (width < 2 * columns <= 2 * width and columns % 2 == 0):
         cos, sin = first_of_twins(cos, interleaved), first_of_twins(sin, interleaved)
     first_channel = width - 2 * cos.shape[-1] if layout & LAST else 0
     out, transposed = bool(layout & INTERLEAVED_OUT), bool(layout & TRANSPOSED)

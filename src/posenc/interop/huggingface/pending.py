@@ -40,7 +40,7 @@ class Pending:
     def __init__(
         self, call: NormCall, x: Tensor, heads: int | None = None, views: tuple[Any, ...] = ()
     ) -> None:
-        self.call, self._x, self._views = call, x, views
+        self.call, self.x, self._views = call, x, views
         # The axis of the heads, counted from the end, if the norm is over all of them.
         self._heads = heads
 
@@ -56,21 +56,21 @@ class Pending:
     @property
     def shape(self) -> torch.Size:
         """Shape of the view."""
-        return self._x.shape
+        return self.x.shape
 
     @property
     def dtype(self) -> torch.dtype:
         """Dtype of the result."""
-        return self._x.dtype
+        return self.x.dtype
 
     @property
     def device(self) -> torch.device:
         """Device of the result."""
-        return self._x.device
+        return self.x.device
 
     def dim(self) -> int:
         """Axes of the view."""
-        return self._x.dim()
+        return self.x.dim()
 
     def transpose(self, a: int, b: int) -> Any:
         """Swap two axes."""
@@ -88,7 +88,7 @@ class Pending:
         return self._reshape("reshape", shape)
 
     def _reshape(self, name: str, shape: tuple[Any, ...]) -> Any:
-        width, before = self.call.weight.shape[0], self._x
+        width, before = self.call.weight.shape[0], self.x
         after = before.reshape(*shape) if self._heads is None else before
         if after.shape[-1] == width:
             return self._view(name, shape, None, keeps_rows=self._heads is None)
@@ -99,7 +99,7 @@ class Pending:
         if not keeps_rows:
             return getattr(self.tensor(), name)(*args)
         # The input may have no such view where the result has one.
-        x = getattr(self._x, "reshape" if name == "view" else name)(*args)
+        x = getattr(self.x, "reshape" if name == "view" else name)(*args)
         return Pending(self.call, x, heads, (*self._views, (name, args)))
 
     def tensor(self) -> Tensor:
@@ -114,6 +114,11 @@ class Pending:
             made = getattr(made, name)(*args)
         return made
 
+    def is_waiting(self) -> bool:
+        """Whether one kernel may compute the norm and the rotation, with nobody watching."""
+        call = self.call
+        return call.result is None and call.decided is None and self._heads in (None, -3)
+
     def rotate(self, cos: Tensor, sin: Tensor, spec: Spec) -> Tensor:
         """The result rotated; ``[B, H, T, D]`` in this view."""
         call = self.call
@@ -122,7 +127,7 @@ class Pending:
         if call.decided is not None:
             call.decided(True)
         norm = Norm(call.eps, call.shift, self._heads is not None)
-        return kernels.norm_rotate(self._x, call.weight, cos, sin, Rows(), spec, norm)
+        return kernels.norm_rotate(self.x, call.weight, cos, sin, Rows(), spec, norm)
 
 
 def _operator(name: str) -> Callable[..., Any]:

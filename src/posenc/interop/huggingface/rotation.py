@@ -11,6 +11,8 @@ from posenc._contract.position_checks import UNLIMITED
 from posenc.functional.rotary import halved, rotate_rows
 from posenc.interop.huggingface.pending import Pending
 from posenc.kernels import Rows, Spec
+from posenc.kernels.rotation import norm_rotate_qk_op, rotate_qk_op
+from posenc.kernels.spec import TOKENS_FIRST
 
 _WHO = "the patched model"
 
@@ -46,10 +48,34 @@ def apply_rotary_pos_emb(
         checks.fail(who, rule, unsqueeze_dim, way_out)
     for name, x in (("q", q), ("k", k), ("cos", cos), ("sin", sin)):
         checks.float_tensor(who, name, x)
+    if q.shape[-1:] == cos.shape[-1:]:
+        layout = 0 if unsqueeze_dim == 1 else TOKENS_FIRST
+        rotated = rotate_qk_op.at_once(q, k, cos, sin, None, 0, layout)
+        if rotated is not None:
+            return rotated  # type: ignore[no-any-return]
     c = halved(who, "cos", cos, False).unsqueeze(unsqueeze_dim)
     s = halved(who, "sin", sin, False).unsqueeze(unsqueeze_dim)
     a, b = rotate_all([q, k], c, s, interleaved=False, interleaved_out=False)
     return a, b
+
+
+def rotate_at_once(q: Any, k: Any, cos: Any, sin: Any, layout: int) -> tuple[Tensor, Tensor] | None:
+    """Rotate queries and keys by native code, together with their norms; None if it cannot."""
+    rotated: tuple[Tensor, Tensor] | None
+    if type(q) is Pending:
+        if type(k) is not Pending or not (q.is_waiting() and k.is_waiting()):
+            return None
+        norm, of_k = q.call, k.call
+        if norm.eps != of_k.eps or norm.shift != of_k.shift:
+            return None
+        weights = norm.weight, of_k.weight
+        how = None, 0, layout, norm.eps, norm.shift
+        rotated = norm_rotate_qk_op.at_once(q.x, k.x, *weights, cos, sin, *how)
+    elif type(k) is Pending:
+        return None
+    else:
+        rotated = rotate_qk_op.at_once(q, k, cos, sin, None, 0, layout)
+    return rotated
 
 
 def rotate_all(

@@ -20,6 +20,8 @@ from torch import Tensor
 
 from posenc.interop.huggingface import diffusion, rotation, special
 from posenc.interop.huggingface.probing import FAILURES, WIDEN, Known, same
+from posenc.kernels import Spec
+from posenc.kernels.spec import TOKENS_FIRST, TWINS
 
 # Parameter names in model code: the tensors to rotate, complex tables, and others.
 _ROTATED = set("q k v x t xq xk x_in query key tensor hidden_states".split())
@@ -74,8 +76,13 @@ def _function(
     }
     freqs = next((name for name in names if name in _COMPLEX), None)
     pick = _PAIRS[variant.tables if freqs is None else "single"]
+    layout = -1 if still else _layout(names, variant, default_axis)
 
     def rotated(*args: Any, **kwargs: Any) -> Any:
+        if layout >= 0 and len(args) == 4 and not kwargs:
+            result = rotation.rotate_at_once(*args, layout)
+            if result is not None:
+                return result
         given = {**dict(zip(names, args, strict=False)), **kwargs}
         xs = [given[name] for name in rotating if given.get(name) is not None]
         if still:
@@ -103,6 +110,20 @@ def _function(
         return tuple(ys) if len(ys) == len(rotating) else (ys[0], None)
 
     return rotated
+
+
+def _layout(names: tuple[str, ...], variant: Variant, default_axis: int) -> int:
+    """The layout for native code of a call with q, k, cos and sin; -1 if there is more to do."""
+    q, k, *tables = names[:4]
+    axis = default_axis if variant.axis == _AXIS else variant.axis
+    simple = {q, k} <= _ROTATED and tables == ["cos", "sin"] and variant.tokens == "all"
+    if not simple or variant.picks or variant.last or axis not in (1, 2):
+        return -1
+    # Of one number for each channel, native code takes the first of each pair.
+    if variant.tables != ("repeated" if variant.layout != "half" else "doubled"):
+        return -1
+    spec = Spec(variant.layout != "half", variant.layout == "interleaved", 0, variant.backwards)
+    return spec.bits() + TWINS + (TOKENS_FIRST if axis == 2 else 0)
 
 
 def _rotate_some(

@@ -8,13 +8,16 @@ typedef struct {
     int interleaved_in, interleaved_out, transposed, last, whole;
     int trusted; /* both numbers of a pair are known to be the same */
     int tokens_first, pages_of_tokens, is_flat;
-    i64 pairs, twin; /* see Job */
+    i64 pairs, twin, columns; /* see Job; the last is the step from pair to pair in a table */
 } Rotation;
 
 static void read_rows(Call *c, Rotation *r)
 {
     r->cos = tensor_argument(c), r->sin = tensor_argument(c), r->positions = optional_argument(c);
     r->start = integer_argument(c);
+    /* One form for each thing: positions (1, T), and one table for all sequences without their axis. */
+    if (r->positions.handle && r->positions.dim == 1) add_axis(&r->positions);
+    drop_axis(&r->cos), drop_axis(&r->sin);
 }
 
 /* The bits of a layout, as `Spec.bits` in spec.py has them. */
@@ -69,9 +72,8 @@ static const char *wrong_rows(const View *x, const View *cos, const View *sin, c
     if (start < 0 || start > rows || (!at->handle && length > rows - start))
         return "a token has no row in the tables";
     if (!at->handle) return NULL;
-    const i64 each = at->dim ? at->size[at->dim - 1] : -1;
-    if (!is_integer(at) || (at->dim != 1 && at->dim != 2) || (each != length && (at->dim == 1 || each != 1)) ||
-        (at->dim == 2 && at->size[0] != 1 && at->size[0] != batch))
+    if (!is_integer(at) || at->dim != 2 || (at->size[0] != 1 && at->size[0] != batch) ||
+        (at->size[1] != length && (at->size[1] != 1 || at->is_flat)))
         return "positions are not int64 or int32, (T,) or (1 or B, 1 or T)";
     return NULL;
 }
@@ -83,10 +85,12 @@ static const char *wrong_rotation(Rotation *r)
     const char *const rows = wrong ? wrong : wrong_rows(r->x, &r->cos, &r->sin, &r->positions, r->start);
     if (rows) return rows;
     const i64 width = r->x->size[3], columns = r->cos.size[r->cos.dim - 1];
-    r->pairs = columns, r->twin = 0;
-    if (columns > width / 2 && columns <= width && columns % 2 == 0) {
+    r->pairs = columns, r->twin = 0, r->columns = 1;
+    if ((r->trusted || columns > width / 2) && columns <= width && columns % 2 == 0) {
         r->pairs = columns / 2;
         r->twin = r->interleaved_in ? 1 : r->pairs;
+        r->columns = r->interleaved_in ? 2 : 1;
+        r->cos.size[r->cos.dim - 1] = r->sin.size[r->sin.dim - 1] = r->pairs;
     }
     if (r->pairs < 1 || r->pairs > width / 2) return "the tables have no pairs, or more than channels";
     if (r->whole && 2 * r->pairs != width) return "some channels are not rotated";
@@ -176,14 +180,14 @@ static Job job_of(const Rotation *r)
 {
     Job j = {0};
     const View *const x = r->x, *const at = &r->positions;
-    const i64 dim = r->cos.dim, step = r->twin == 1 && r->pairs * 2 == r->cos.size[dim - 1] ? 2 : 1;
+    const i64 dim = r->cos.dim;
     const View *const tables[] = {&r->cos, &r->sin};
     Numbers *const to[] = {&j.cos, &j.sin};
     for (int i = 0; i < 2; i++) {
         const View *const v = tables[i];
         to[i]->data = v->data, to[i]->dtype = float_dtype(v->dtype);
-        to[i]->sb = dim == 3 && v->size[0] > 1 ? v->step[0] : 0;
-        to[i]->st = v->step[dim - 2], to[i]->sd = v->step[dim - 1] * step;
+        to[i]->sb = dim == 3 ? v->step[0] : 0;
+        to[i]->st = v->step[dim - 2], to[i]->sd = v->step[dim - 1] * r->columns;
     }
     j.B = x->size[0], j.T = x->size[2], j.D = x->size[3];
     j.rows = r->cos.size[dim - 2], j.P = r->pairs, j.start = r->start;
@@ -192,10 +196,10 @@ static Job job_of(const Rotation *r)
     j.first_channel = r->last ? j.D - 2 * j.P : 0, j.transposed = r->transposed;
     j.sequential = 1;
     if (at->handle) {
-        const int each = at->size[at->dim - 1] == j.T && j.T != 1;
+        const int each = at->size[1] == j.T && j.T != 1;
         j.pos = at->data, j.wide_pos = at->dtype == dtypes.int64;
-        j.pos_sb = at->dim == 2 && at->size[0] > 1 ? at->step[0] : 0;
-        j.pos_st = each ? at->step[at->dim - 1] : 0;
+        j.pos_sb = at->size[0] > 1 ? at->step[0] : 0;
+        j.pos_st = each ? at->step[1] : 0;
         j.sequential = !each;
     }
     return j;

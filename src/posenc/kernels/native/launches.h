@@ -176,7 +176,7 @@ static int are_usual_tables(const Rotation *r)
 {
     const View *const c = &r->cos, *const s = &r->sin;
     return c->step[c->dim - 1] == 1 && !memcmp(c->step, s->step, (size_t)c->dim * sizeof *c->step) &&
-           (!r->twin || (r->trusted && !r->interleaved_in)) && r->start <= INT32_MAX;
+           (!r->twin || (r->trusted && r->columns == 1)) && r->start <= INT32_MAX;
 }
 
 static int is_usual(const View *v) { return has_rows(v) && count_of(v) > 0; }

@@ -378,7 +378,7 @@ static void polar_op(Value *stack, int plain, int backward)
          memcmp(g.size, size, 3 * sizeof *size) || g.size[3] != 2 * size[3]))
         c.problem = "the gradient is not that of the result";
     if (!c.problem) {
-        r.pairs = size[3];
+        r.pairs = size[3], r.columns = 1;
         Job j = job_of(&r);
         c.problem = wrong_values(&j);
         const View x = with_rows(&c, given);

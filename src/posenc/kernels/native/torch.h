@@ -104,6 +104,7 @@ typedef struct {
     Handle handle;
     i64 dim, size[MOST_DIMS], step[MOST_DIMS];
     int32_t dtype, device, index;
+    int is_flat; /* whether the first axis was added */
     char *data;
 } View;
 
@@ -253,7 +254,15 @@ static void swap_axes(View *v) { swap(&v->size[1], &v->size[2]), swap(&v->step[1
 static void add_axis(View *v)
 {
     for (i64 d = v->dim++; d > 0; d--) v->size[d] = v->size[d - 1], v->step[d] = v->step[d - 1];
-    v->size[0] = 1, v->step[0] *= v->size[1];
+    v->size[0] = 1, v->step[0] *= v->size[1], v->is_flat = 1;
+}
+
+/* A tensor of three axes without its first, if that has one element, as `v[0]`. */
+static void drop_axis(View *v)
+{
+    if (v->dim != 3 || v->size[0] != 1) return;
+    for (i64 d = 0; d < 2; d++) v->size[d] = v->size[d + 1], v->step[d] = v->step[d + 1];
+    v->dim = 2;
 }
 
 /* A new tensor on the device of `like`, which `finish` deletes. */
