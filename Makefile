@@ -49,7 +49,7 @@ SANITIZED := build/sanitized
 sanitize: $(INSTALLED)
 	rm -rf $(SANITIZED) && mkdir -p $(SANITIZED) && cp -r src/posenc $(SANITIZED)
 	rm -f $(SANITIZED)/posenc/kernels/native/*.so
-	gcc -std=c99 -O1 -g -fsanitize=address,undefined -fno-sanitize-recover=undefined -fPIC -shared \
+	gcc -std=c99 -O1 -g -fexceptions -fsanitize=address,undefined -fno-sanitize-recover=undefined -fPIC -shared \
 	  -I$$($(BIN)/python -c "import sysconfig; print(sysconfig.get_paths()['include'])") \
 	  src/posenc/kernels/native/native.c -o $(SANITIZED)/posenc/kernels/native/_native.abi3.so -ldl -lm
 	LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so)" \

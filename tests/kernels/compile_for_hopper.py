@@ -14,7 +14,7 @@ from triton.compiler import ASTSource, compile
 from posenc.kernels.triton import norm, polar, rotate
 from posenc.kernels.triton.launch import OPTIONS, Launch
 
-POINTERS = {"q", "k", "q_out", "k_out", "x", "y", "g", "dx", "weight"}
+POINTERS = {"q", "k", "q_out", "k_out", "x", "y", "g", "dx", "weight", "q_weight", "k_weight"}
 ROTATE = {
     "Q_HEADS": 32, "K_HEADS": 8, "PAIRS": 64, "FIRST": 0, "REST": 0, "HAS_POSITIONS": False,
     "ADVANCES": True, "IN": 0, "OUT": 0, "TRANSPOSED": False, "WIDE": tl.float32,
@@ -28,6 +28,9 @@ NORM = {
     "ADVANCES": False, "IN": 2, "OUT": 0, "WEIGHT": 2, "TRANSPOSED": False, "ALL_HEADS": False,
     "WIDE": tl.float32, "BLOCK_P": 32, "BLOCK_REST": 64, "BLOCK_H": 8,
 }  # fmt: skip
+BOTH_NORMS = NORM | {
+    "Q_HEADS": 8, "K_HEADS": 2, "Q_ALL": False, "K_ALL": False, "Q_BLOCK": 8, "K_BLOCK": 2,
+}  # fmt: skip
 POLAR = {
     "HEADS": 8, "WIDTH": 96, "HAS_POSITIONS": True, "ADVANCES": False, "TURNED": True,
     "WIDE": tl.float32, "INDEX": tl.int32, "BLOCK_H": 8, "BLOCK_T": 1, "BLOCK_D": 128,
@@ -39,8 +42,8 @@ CASES = {
     "far apart": (rotate._rotate, {**ROTATE, "INDEX": tl.int64, "LATE": False}, (), "bf16"),
     "float64": (rotate._rotate, {**ROTATE, "IN": 1, "OUT": 1, "WIDE": tl.float64}, (), "fp64"),
     "strides of one": (rotate._rotate, ONE_PAIR, ("q_t", "k_t", "qo_t", "ko_t"), "bf16"),
-    "norm": (norm._forward, NORM, (), "bf16"),
-    "norm of all heads": (norm._forward, {**NORM, "ALL_HEADS": True}, (), "bf16"),
+    "norm": (norm._forward, BOTH_NORMS, (), "bf16"),
+    "norm of all heads": (norm._forward, {**BOTH_NORMS, "Q_ALL": True}, (), "bf16"),
     "norm backward": (norm._backward, NORM, (), "bf16"),
     "norm of all heads backward": (norm._backward, {**NORM, "ALL_HEADS": True}, (), "bf16"),
     "polar": (polar._forward, POLAR, (), "bf16"),

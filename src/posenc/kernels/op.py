@@ -31,6 +31,7 @@ from posenc._contract.tracing import (
     without_modes,
 )
 from posenc.kernels import native, triton
+from posenc.kernels.spec import TOKENS_FIRST
 
 _LIBRARY = torch.library.Library("posenc", "DEF")
 
@@ -66,7 +67,8 @@ class Op:
     ) -> None:
         self.run, self.operations, self.writes = run, operations, writes
         self.save, self.backward, self.vmap = save, backward, vmap
-        # Tensors are among these first arguments.
+        # The index of the layout, if there is one; tensors are among the first arguments.
+        self.layout = schema.partition("int layout")[0].count(",")
         self.tensors = schema.partition(") ->")[0].rpartition("Tensor")[0].count(",") + 1
         _LIBRARY.define(name + schema)
         _LIBRARY.impl(name, self.run_now, "CompositeExplicitAutograd")
@@ -135,8 +137,12 @@ class Op:
                     return None
             result = self._run_plain(arguments)
         except (RuntimeError, AttributeError):
-            # There is no native code for them, or they do not fit, or they are no tensors.
-            return None
+            # There is no native code for them, or they do not fit, or they are no tensors; or they
+            # fit, but the kernel was not launched before, and Python has to do so.
+            call = native.missed()
+            if call is None or arguments[self.layout] >= TOKENS_FIRST:
+                return None
+            result = triton.run_and_install(call, self.run, arguments)
         return True if result is None else result
 
     def _run_plain(self, arguments: tuple[Any, ...]) -> Any:

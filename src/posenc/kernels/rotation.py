@@ -437,8 +437,13 @@ def _run_norm_one(x: Tensor, weight: Tensor, *how: Any) -> Tensor:
 
 def _run_norm_qk(q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, *how: Any) -> Any:
     rotation = _check_norm("posenc::norm_rotate_qk", [q, k], [q_weight, k_weight], how)
-    both = (q, q_weight), (k, k_weight)
-    kernel = kernel_for(q)
+    kernel, xs, weights = kernel_for(q), (q, k), (q_weight, k_weight)
+    if kernel is not reference and has_dense_rows(q, k):
+        ys = [torch.empty_like(x) for x in xs]
+        if has_dense_rows(*ys):
+            kernel.norm_qk_into(xs, ys, weights, *rotation, _norm_of(q, q_weight, how))
+            return tuple(ys)
+    both = zip(xs, weights, strict=True)
     return tuple([run_norm(kernel, x, w, *rotation, _norm_of(x, w, how)) for x, w in both])
 
 

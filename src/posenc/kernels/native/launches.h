@@ -152,7 +152,8 @@ static int launch(Launch *l, char *const *tensors, i64 start, int32_t device)
     return cuda.launch(&config, l->function, parameters, NULL) == 0;
 }
 
-/* Run the launches of a key with the tensors of each, or say why not. */
+/* Run the launch of a key, with the first row of tensors, or its launches, with the next rows; or say why
+ * not. */
 static void run_launches(Call *c, const Key *key, char *(*tensors)[16], i64 start, const View *like)
 {
     Launch found[MOST_TOGETHER];
@@ -167,7 +168,8 @@ static void run_launches(Call *c, const Key *key, char *(*tensors)[16], i64 star
     if (cuda.device(&current) || (current != like->index && cuda.guard(like->index, &guard)))
         c->problem = "the device cannot be chosen";
     for (int i = 0; i < count && !c->problem; i++)
-        if (!launch(&found[i], tensors[i], start, like->index)) c->problem = "a launch failed";
+        if (!launch(&found[i], tensors[count > 1 ? 1 + i : 0], start, like->index))
+            c->problem = "a launch failed";
     if (guard) cuda.delete_guard(guard);
 }
 
@@ -261,10 +263,13 @@ static void cuda_norm_op(Value *stack, int count)
         for (int i = 0; i < count && !c.problem; i++) y[i] = make_usual(&c, &r.x[i], &r);
     }
     if (!c.problem) {
-        char *tensors[2][16] = {{0}};
-        for (int i = 0; i < count; i++) {
-            char *const at = r.positions.handle ? r.positions.data : r.x[i].data;
-            char *const given[] = {r.x[i].data, y[i].data, weight[i].data, r.cos.data, r.sin.data, at};
+        /* Of both, of the queries alone, and of the keys alone. */
+        char *tensors[3][16] = {{0}};
+        for (int i = 0; i < 3; i++) {
+            const int first = i == 2 ? count - 1 : 0, last = i == 1 ? 0 : count - 1;
+            char *const at = r.positions.handle ? r.positions.data : r.x[first].data;
+            char *const given[] = {r.x[first].data, r.x[last].data, y[first].data, y[last].data,
+                                   weight[first].data, weight[last].data, r.cos.data, r.sin.data, at};
             memcpy(tensors[i], given, sizeof given);
         }
         run_launches(&c, &key, tensors, r.start, r.x);

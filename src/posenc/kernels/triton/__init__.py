@@ -15,6 +15,7 @@ installed = importlib.util.find_spec("triton") is not None
 _KERNELS = (
     "rotate_into",
     "norm_into",
+    "norm_qk_into",
     "norm_backward_into",
     "cache_into",
     "polar_into",
@@ -48,6 +49,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from posenc.kernels.triton import cache, norm, polar, rotate
 
-    for kernel, module in zip(_KERNELS, (rotate, norm, norm, cache, polar, polar), strict=True):
+    modules = (rotate, norm, norm, norm, cache, polar, polar)
+    for kernel, module in zip(_KERNELS, modules, strict=True):
         globals()[kernel] = getattr(module, kernel)
     return globals()[name]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -22,6 +23,7 @@ from posenc.kernels.triton.pairs import (
     store_pairs,
     table_numbers,
 )
+from posenc.kernels.triton.rotate import SHORT
 
 # The most programs of the backward pass: they fill a large GPU, and their shares are soon summed.
 _SHARES = 1056
@@ -30,7 +32,78 @@ _SHARES = 1056
 def norm_into(x: Tensor, y: Tensor, weight: Tensor, *how: Any) -> None:
     """Normalise and rotate ``x`` into ``y``; both have dense rows."""
     if y.numel():
-        _run(_forward, (x, y), weight, *how)
+        _run_forward([x], [y], [weight], *how)
+
+
+def norm_qk_into(
+    xs: Sequence[Tensor], ys: Sequence[Tensor], weights: Sequence[Tensor], *how: Any
+) -> None:
+    """:func:`norm_into` of queries and keys: one launch if that takes longer than the kernel."""
+    q, k = xs
+    together = q.dtype == k.dtype and q.numel() and k.numel()
+    if together and q.shape[0] * q.shape[2] <= SHORT:
+        _run_forward(xs, ys, weights, *how)
+    else:
+        for x, y, weight in zip(xs, ys, weights, strict=True):
+            norm_into(x, y, weight, *how)
+
+
+def _run_forward(
+    xs: Sequence[Tensor],
+    ys: Sequence[Tensor],
+    weights: Sequence[Tensor],
+    cos: Tensor,
+    sin: Tensor,
+    rows: Rows,
+    spec: Spec,
+    norm: Norm,
+) -> None:
+    """Launch the kernel on one tensor, or on queries and keys."""
+    q, positions = xs[0], rows.positions
+    check_tables(q, cos, sin, spec)
+    if cos.stride(-1) != 1 or cos.stride() != sin.stride():
+        cos, sin = cos.contiguous(), sin.contiguous()
+    weights = [weight.resolve_neg().contiguous() for weight in weights]
+    # Of one tensor, the last is the first.
+    tensors = (q, xs[-1], ys[0], ys[-1], weights[0], weights[-1])
+    given = (*tensors, cos, sin, q if positions is None else positions)
+    prepare = partial(_forward_launch, xs, ys, weights, cos, rows, spec, norm)
+    described = ("norm", len(xs), positions is None, spec, norm.eps, norm.shift)
+    launch_for(described, given, prepare)(given, rows.start)
+
+
+def _forward_launch(
+    xs: Sequence[Tensor],
+    ys: Sequence[Tensor],
+    weights: Sequence[Tensor],
+    cos: Tensor,
+    rows: Rows,
+    spec: Spec,
+    norm: Norm,
+) -> Launch:
+    q, k = xs[0], xs[-1]
+    batch, _, length, width = q.shape
+    norms = [norm._replace(all_heads=w.shape[0] != width) for w in weights]
+    blocks = [_heads(x, one) for x, one in zip(xs, norms, strict=True)]
+    steps = [step for t in (q, k, ys[0], ys[-1]) for step in t.stride()[:3]]
+    numbers = *steps, *table_numbers(cos, rows), batch, length
+    constants = {
+        # As arguments these would be float32.
+        "EPS": norm.eps,
+        "SHIFT": norm.shift,
+        "Q_HEADS": q.shape[1],
+        "K_HEADS": k.shape[1],
+        "WIDTH": width,
+        **shared_constants(q, cos, rows, spec),
+        "Q_ALL": norms[0].all_heads,
+        "K_ALL": norms[-1].all_heads,
+        "Q_BLOCK": blocks[0],
+        "K_BLOCK": blocks[-1],
+    }
+    # One program takes all heads of a token. Measured on an H200: benchmarks/README.md.
+    warps = min(max(blocks[0] * width // 1024, 2), 8)
+    grid = (batch * length, len(xs), 1)
+    return Launch(_forward, grid, numbers, constants, num_warps=warps)
 
 
 def norm_backward_into(g: Tensor, x: Tensor, dx: Tensor, weight: Tensor, *how: Any) -> Tensor:
@@ -44,12 +117,11 @@ def norm_backward_into(g: Tensor, x: Tensor, dx: Tensor, weight: Tensor, *how: A
     share_type = torch.promote_types(weight.dtype, torch.float32)
     share = heads * width if norm.all_heads else width
     shares = torch.empty((programs, share), device=x.device, dtype=share_type)
-    _run(_backward, (g, x, dx, shares), weight, *how)
+    _run_backward((g, x, dx, shares), weight, *how)
     return shares.sum(0).to(weight.dtype).view_as(weight)
 
 
-def _run(
-    kernel: Any,
+def _run_backward(
     tensors: tuple[Tensor, ...],
     weight: Tensor,
     cos: Tensor,
@@ -58,18 +130,17 @@ def _run(
     spec: Spec,
     norm: Norm,
 ) -> None:
-    """Launch a kernel on its own ``tensors`` and those that both kernels read."""
+    """Launch the kernel on ``tensors`` and those that both kernels read."""
     check_tables(tensors[1], cos, sin, spec)
     if cos.stride(-1) != 1 or cos.stride() != sin.stride():
         cos, sin = cos.contiguous(), sin.contiguous()
     weight, positions = weight.resolve_neg().contiguous(), rows.positions
     given = (*tensors, weight, cos, sin, tensors[0] if positions is None else positions)
-    prepare = partial(_launch, kernel, tensors, weight, cos, rows, spec, norm)
-    launch_for((kernel.__name__, positions is None, spec, norm), given, prepare)(given, rows.start)
+    prepare = partial(_backward_launch, tensors, weight, cos, rows, spec, norm)
+    launch_for(("norm_backward", positions is None, spec, norm), given, prepare)(given, rows.start)
 
 
-def _launch(
-    kernel: Any,
+def _backward_launch(
     tensors: tuple[Tensor, ...],
     weight: Tensor,
     cos: Tensor,
@@ -77,18 +148,11 @@ def _launch(
     spec: Spec,
     norm: Norm,
 ) -> Launch:
-    x = tensors[0 if kernel is _forward else 1]
+    g, x, dx, shares = tensors
     (batch, heads, length, width), block = x.shape, _heads(x, norm)
-    if kernel is _forward:
-        y = tensors[1]
-        steps = *x.stride()[:3], *y.stride()[:3]
-        # One program takes all heads of a token. Measured on an H200: benchmarks/README.md.
-        programs, warps = batch * length, min(max(block * width // 1024, 2), 8)
-    else:
-        g, _, dx, shares = tensors
-        programs, warps = shares.shape[0], 8 if block * width >= 4096 else 4
-        stride = programs // triton.cdiv(heads, block)
-        steps = *g.stride()[:3], *x.stride()[:3], *dx.stride()[:3], stride
+    programs, warps = shares.shape[0], 8 if block * width >= 4096 else 4
+    stride = programs // triton.cdiv(heads, block)
+    steps = *g.stride()[:3], *x.stride()[:3], *dx.stride()[:3], stride
     numbers = *steps, *table_numbers(cos, rows), batch, length
     constants = {
         # As arguments these would be float32.
@@ -100,7 +164,7 @@ def _launch(
         "ALL_HEADS": norm.all_heads,
         "BLOCK_H": block,
     }
-    return Launch(kernel, (programs, 1, 1), numbers, constants, num_warps=warps)
+    return Launch(_backward, (programs, 1, 1), numbers, constants, num_warps=warps)
 
 
 def _heads(x: Tensor, norm: Norm) -> int:
@@ -156,24 +220,21 @@ def sum_products(p, q, rest, a, b, other, REST: tl.constexpr, ALL_HEADS: tl.cons
     return total
 
 
-@triton.jit(do_not_specialize=["start"])
-def _forward(
-    x, y, weight, cos, sin, positions, start,
-    x_b, x_h, x_t, y_b, y_h, y_t,
-    rows, table_b, table_t, positions_b, positions_t, batch, length,
+@triton.jit
+def _normalise(
+    x, y, weight, table, b, t, length,
     EPS: tl.constexpr, SHIFT: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr,
     PAIRS: tl.constexpr, FIRST: tl.constexpr, REST: tl.constexpr,
     HAS_POSITIONS: tl.constexpr, ADVANCES: tl.constexpr, IN: tl.constexpr, OUT: tl.constexpr,
     TRANSPOSED: tl.constexpr, WIDE: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_REST: tl.constexpr,
     ALL_HEADS: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
-    program = tl.program_id(0)
-    b = (program % batch).to(tl.int64)
-    t = (program // batch).to(tl.int64) + tl.arange(0, 1)
+    """One token of one tensor; ``x`` and ``y`` are pointers and their strides."""
+    source, x_b, x_h, x_t = x
+    target, y_b, y_h, y_t = y
     at = tl.arange(0, BLOCK_P)[None, None, :]
     other = (2 * PAIRS if FIRST == 0 else 0) + tl.arange(0, BLOCK_REST)[None, None, :]
     count: tl.constexpr = WIDTH * HEADS if ALL_HEADS else WIDTH
-    table = cos, sin, rows, table_b, table_t, positions, positions_b, positions_t, start
     c, s, _ = load_tables(
         table, b, t, t < length, at, at < PAIRS, HAS_POSITIONS, ADVANCES, TRANSPOSED, WIDE
     )
@@ -186,16 +247,47 @@ def _forward(
         h = (block * BLOCK_H + tl.arange(0, BLOCK_H)).to(tl.int64)
         present = (h < HEADS)[None, :, None]
         keep = present & (tl.arange(0, BLOCK_REST)[None, None, :] < REST)
-        x_at = (b * x_b + t[:, None] * x_t + h[None, :] * x_h)[:, :, None]
-        y_at = (b * y_b + t[:, None] * y_t + h[None, :] * y_h)[:, :, None]
-        p, q, rest = load_channels(x + x_at, present, at, other, keep, PAIRS, FIRST, REST, IN, WIDE)
+        x_at = source + (b * x_b + t[:, None] * x_t + h[None, :] * x_h)[:, :, None]
+        y_at = target + (b * y_b + t[:, None] * y_t + h[None, :] * y_h)[:, :, None]
+        p, q, rest = load_channels(x_at, present, at, other, keep, PAIRS, FIRST, REST, IN, WIDE)
         scale = tl.rsqrt(sum_products(p, q, rest, p, q, rest, REST, ALL_HEADS) / count + EPS).to(
             WIDE
         )
         p, q = rotated(p * scale * wp, q * scale * wq, c, s)
-        store_pairs(y + y_at, present, at, p, q, FIRST, PAIRS, OUT)
+        store_pairs(y_at, present, at, p, q, FIRST, PAIRS, OUT)
         if REST > 0:
-            tl.store(y + y_at + other, (rest * scale * wr).to(y.dtype.element_ty), mask=keep)
+            tl.store(y_at + other, (rest * scale * wr).to(target.dtype.element_ty), mask=keep)
+
+
+@triton.jit(do_not_specialize=["start"])
+def _forward(
+    q, k, q_out, k_out, q_weight, k_weight, cos, sin, positions, start,
+    q_b, q_h, q_t, k_b, k_h, k_t, qo_b, qo_h, qo_t, ko_b, ko_h, ko_t,
+    rows, table_b, table_t, positions_b, positions_t, batch, length,
+    EPS: tl.constexpr, SHIFT: tl.constexpr,
+    Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, WIDTH: tl.constexpr,
+    PAIRS: tl.constexpr, FIRST: tl.constexpr, REST: tl.constexpr,
+    HAS_POSITIONS: tl.constexpr, ADVANCES: tl.constexpr, IN: tl.constexpr, OUT: tl.constexpr,
+    TRANSPOSED: tl.constexpr, WIDE: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_REST: tl.constexpr,
+    Q_ALL: tl.constexpr, K_ALL: tl.constexpr, Q_BLOCK: tl.constexpr, K_BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One token of the queries, or of the keys; of one tensor, the keys have no programs."""
+    program = tl.program_id(0)
+    b = (program % batch).to(tl.int64)
+    t = (program // batch).to(tl.int64) + tl.arange(0, 1)
+    table = cos, sin, rows, table_b, table_t, positions, positions_b, positions_t, start
+    if tl.program_id(1) == 0:
+        _normalise(
+            (q, q_b, q_h, q_t), (q_out, qo_b, qo_h, qo_t), q_weight, table, b, t, length,
+            EPS, SHIFT, Q_HEADS, WIDTH, PAIRS, FIRST, REST, HAS_POSITIONS, ADVANCES, IN, OUT,
+            TRANSPOSED, WIDE, BLOCK_P, BLOCK_REST, Q_ALL, Q_BLOCK,
+        )  # fmt: skip
+    else:
+        _normalise(
+            (k, k_b, k_h, k_t), (k_out, ko_b, ko_h, ko_t), k_weight, table, b, t, length,
+            EPS, SHIFT, K_HEADS, WIDTH, PAIRS, FIRST, REST, HAS_POSITIONS, ADVANCES, IN, OUT,
+            TRANSPOSED, WIDE, BLOCK_P, BLOCK_REST, K_ALL, K_BLOCK,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["start"])
