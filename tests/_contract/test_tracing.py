@@ -110,7 +110,7 @@ def test_private_names_of_torch_are_in_one_file():
     for path in SOURCE.rglob("*.py"):
         names = _private_names(path.read_text())
         if path.name == "tracing.py":
-            assert 1 <= len(names) <= 17, names
+            assert 1 <= len(names) <= 18, names
         else:
             assert not names, f"{path} uses {names}: give _contract/tracing.py a function for it"
 

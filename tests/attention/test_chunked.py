@@ -142,12 +142,12 @@ def test_the_ops_keep_torchs_rules(kind):
     if values is not None and kind == "table":
         values = values.T.contiguous().T  # T5Bias has its table so
     call = Call(values, None, None, None, kind, 11, 0, 0.25, True, True, window=(9, 0))
-    torch.library.opcheck(op.attend_op, (q, k, v, *call))
+    torch.library.opcheck(op.attend_op.overload, (q, k, v, *call))
     with torch.no_grad():
         out, lse, ranges = op.attend_op(q, k, v, *call)
         saved = (torch.randn_like(out), torch.randn_like(lse), q, k, v, out, lse, ranges)
     saved = [x.detach() for x in saved]
-    torch.library.opcheck(op.attend_backward_op, (*saved, kind != "none", *call))
+    torch.library.opcheck(op.attend_backward_op.overload, (*saved, kind != "none", *call))
 
 
 def test_gradients_are_there_under_a_mode():

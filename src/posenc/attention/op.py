@@ -253,6 +253,7 @@ attend_op = Op(
     _fake,
     save=_save,
     backward=_gradients,
+    native=(),
 )
 attend_backward_op = Op(
     "attend_backward",
@@ -261,4 +262,5 @@ attend_backward_op = Op(
     _backward,
     _backward,
     _fake_backward,
+    native=(),
 )

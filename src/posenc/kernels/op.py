@@ -50,6 +50,7 @@ class Op:
         vmap: The rule for a batch of samples, as `torch.library.register_vmap` takes it; without
             one, torch.func gets the ``operations``.
         writes: Indices of the arguments that are written.
+        native: Types of the devices that native code serves.
     """
 
     def __init__(
@@ -64,9 +65,10 @@ class Op:
         backward: Callable[..., Any] | None = None,
         vmap: Callable[..., Any] | None = None,
         writes: tuple[int, ...] = (),
+        native: tuple[str, ...] = ("cpu", "cuda"),
     ) -> None:
         self.run, self.operations, self.writes = run, operations, writes
-        self.save, self.backward, self.vmap = save, backward, vmap
+        self.save, self.backward, self.vmap, self.native = save, backward, vmap, native
         # The index of the layout, if there is one; tensors are among the first arguments.
         self.layout = schema.partition("int layout")[0].count(",")
         self.tensors = schema.partition(") ->")[0].rpartition("Tensor")[0].count(",") + 1
@@ -112,7 +114,7 @@ class Op:
         """The result without gradients; if native code refuses, Python takes over, or says why."""
         if arguments[0].is_meta:
             return self.overload(*arguments)
-        if native.serves(arguments[0]):
+        if native.serves(arguments[0], self.native):
             try:
                 return self._run_plain(arguments)
             except RuntimeError:

@@ -140,7 +140,14 @@ def _backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
 
 _HOW = "Tensor x, Tensor? delta, Tensor cos, Tensor sin, Tensor? positions, SymInt start"
 polar_op = Op(
-    "polar", f"({_HOW}) -> Tensor", _run, _operations, _fake, save=_save, backward=_backward
+    "polar",
+    f"({_HOW}) -> Tensor",
+    _run,
+    _operations,
+    _fake,
+    save=_save,
+    backward=_backward,
+    native=("cpu",),
 )
 polar_backward_op = Op(
     "polar_backward",
@@ -148,4 +155,5 @@ polar_backward_op = Op(
     _run_backward,
     _backward_operations,
     _fake_backward,
+    native=("cpu",),
 )

@@ -513,4 +513,5 @@ norm_rotate_backward_op = Op(
     _run_norm_backward,
     _norm_backward_operations,
     lambda g, *arguments: fake_like("norm_rotate_backward", 2)(*arguments),
+    native=("cpu",),
 )

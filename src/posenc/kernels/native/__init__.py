@@ -37,9 +37,11 @@ def register() -> None:
             launches_kernels = _native.register_cuda(path) is None
 
 
-def serves(x: Tensor) -> bool:
-    """Whether native code may run an op of ``x``."""
-    return (x.is_cpu and available) or (x.is_cuda and launches_kernels)
+def serves(x: Tensor, devices: tuple[str, ...]) -> bool:
+    """Whether native code may run an op of ``x`` that it has for ``devices``."""
+    if x.is_cpu:
+        return available and "cpu" in devices
+    return x.is_cuda and launches_kernels and "cuda" in devices
 
 
 def missed() -> bytes | None:
