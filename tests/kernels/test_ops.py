@@ -96,7 +96,8 @@ HOSTILE = {
     "layout-below-zero": {"layout": -1},
     "layout-of-unknown-bits": {"layout": 259},
     "layout-of-all-bits": {"layout": 2**63 - 1},
-    "whole-rows-of-a-partial-rotation": {"layout": 19},
+    "layout-with-a-form": {"layout": 35},
+    "layout-with-a-width": {"layout": 3 + 8 * 2**16},
 }  # fmt: skip
 HOSTILE_PAIRS = {
     "k-of-fewer-sequences": {"k": (1, 3, 5, 8)},

@@ -31,7 +31,7 @@ from posenc._contract.tracing import (
     without_modes,
 )
 from posenc.kernels import native, triton
-from posenc.kernels.spec import TOKENS_FIRST
+from posenc.kernels.spec import USUAL_BITS
 
 _LIBRARY = torch.library.Library("posenc", "DEF")
 
@@ -132,8 +132,12 @@ class Op:
         if not is_ordinary():
             return None
         try:
-            if self._is_recorded(arguments):
-                return None
+            if torch.is_grad_enabled():
+                for x in arguments[: self.tensors]:
+                    if x is not None and x.requires_grad:
+                        return None
+            if not self.writes:
+                return self.plain(*arguments)
             for i in self.writes:
                 if arguments[i] is not None and not is_writable(arguments[i]):
                     return None
@@ -142,7 +146,7 @@ class Op:
             # There is no native code for them, or they do not fit, or they are no tensors; or they
             # fit, but the kernel was not launched before, and Python has to do so.
             call = native.missed()
-            if call is None or arguments[self.layout] >= TOKENS_FIRST:
+            if call is None or arguments[self.layout] & ~USUAL_BITS:
                 return None
             result = triton.run_and_install(call, self.run, arguments)
         return True if result is None else result

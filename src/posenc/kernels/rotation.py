@@ -24,7 +24,6 @@ from posenc.kernels.backends import kernel_for
 from posenc.kernels.op import Op
 from posenc.kernels.spec import (
     TWINS,
-    WHOLE,
     Norm,
     RowOutOfRange,
     Rows,
@@ -164,8 +163,8 @@ def check_rotation(who: str, arguments: tuple[Any, ...], *others: Any) -> tuple[
     pairs, width = cos.shape[-1], x.shape[3]
     if not 2 <= 2 * pairs <= width:
         refuse(who, f"cos must have 1 to {width // 2} columns, or each of them twice", cos, x)
-    if not 0 <= layout < 2 * TWINS or (layout & WHOLE and 2 * pairs != width):
-        refuse(who, f"layout must be of known bits that fit, not {layout}", cos, x)
+    if not 0 <= layout < 2 * TWINS:
+        refuse(who, f"layout must be of known bits, not {layout}", cos, x)
     return xs, cos, sin, rows, spec
 
 

@@ -34,11 +34,13 @@ class Rows(NamedTuple):
         return index
 
 
-# The bits of a layout, which is an argument of an op: those of a `Spec`; WHOLE, if a tensor must
-# not have channels that are not rotated; TWINS, if tables are known to have each number twice.
-INTERLEAVED, INTERLEAVED_OUT, LAST, TRANSPOSED, WHOLE, TWINS = 1, 2, 4, 8, 16, 32
-# Bits for native code alone: tensors of (B, T, H, D), and caches of (pages, page, H, D).
-TOKENS_FIRST, PAGES_OF_TOKENS = 64, 128
+# The bits of a layout, which is an argument of an op: those of a `Spec`, and TWINS, if tables are
+# known to have each number twice.
+INTERLEAVED, INTERLEAVED_OUT, LAST, TRANSPOSED, TWINS = 1, 2, 4, 8, 16
+# For native code alone: tensors of (B, T, H, D), caches of (pages, page, H, D), and times WIDTH the
+# channels that a head must have.
+TOKENS_FIRST, PAGES_OF_TOKENS, WIDTH = 32, 64, 2**16
+USUAL_BITS = TOKENS_FIRST - 1
 
 
 class Spec(NamedTuple):

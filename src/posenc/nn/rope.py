@@ -14,7 +14,7 @@ from posenc._contract import checks
 from posenc.functional import rotary
 from posenc.kernels import Spec
 from posenc.kernels.rotation import rotate_qk_in_place_op, rotate_qk_op
-from posenc.kernels.spec import TOKENS_FIRST, WHOLE
+from posenc.kernels.spec import TOKENS_FIRST, WIDTH
 from posenc.nn._rope import check_freqs, check_width, rotate_by_tables, rotate_last_queries
 from posenc.nn._rope_cache import CacheWhere, Where, rotate_and_cache
 from posenc.nn._rotated_keys import RotatedKeys, check_axes, check_scaling
@@ -90,12 +90,11 @@ class RoPE(RotatedKeys):
         self.freqs = check_freqs(who, freqs, self.base, width, axes)
         first_channel = self.head_dim - width if last else 0
         self._spec = Spec(interleaved, interleaved if out is None else out, first_channel)
-        self._layout = self._spec.bits() + (WHOLE if width == head_dim else 0)
+        self._layout = self._spec.bits() + WIDTH * head_dim
         self._layout += TOKENS_FIRST if self.seq_dim in (1, -3) else 0
         # Calls with more than a table and rows: other angles.
         changes = self.scaling is not None and self.scaling.trained_length() is not None
         self._is_special = changes or axes is not None
-        self._is_partial = width < head_dim
         # Rotated keys are in the layout of the output.
         self._set_angles(
             Spectrum(width, self.base, self.scaling, axes, self.freqs),
@@ -283,11 +282,9 @@ class RoPE(RotatedKeys):
         """The tables of a call that an op may take as it is, or None."""
         if self._is_special or type(offset) is not int or torch.compiler.is_compiling():
             return None
-        if (offset and position_ids is not None) or not isinstance(x, Tensor):
+        if offset and position_ids is not None:
             return None
-        if self._is_partial and x.shape[-1:] != (self.head_dim,):
-            return None
-        return self._tables.found(x)
+        return self._tables.found(x) if isinstance(x, Tensor) else None
 
     def _rotate(
         self,

@@ -4,8 +4,8 @@ typedef struct {
     View x[3]; /* queries, keys and values, or one tensor */
     int count;
     View cos, sin, positions;
-    i64 start;
-    int interleaved_in, interleaved_out, transposed, last, whole;
+    i64 start, width;
+    int interleaved_in, interleaved_out, transposed, last;
     int trusted; /* both numbers of a pair are known to be the same */
     int tokens_first, pages_of_tokens, is_flat;
     i64 pairs, twin, columns; /* see Job; the last is the step from pair to pair in a table */
@@ -21,19 +21,20 @@ static void read_rows(Call *c, Rotation *r)
 }
 
 /* The bits of a layout, as `Spec.bits` in spec.py has them. */
-enum { INTERLEAVED_IN = 1, INTERLEAVED_OUT = 2, LAST_CHANNELS = 4, TRANSPOSED = 8, WHOLE = 16, TWINS = 32 };
+enum { INTERLEAVED_IN = 1, INTERLEAVED_OUT = 2, LAST_CHANNELS = 4, TRANSPOSED = 8, TWINS = 16 };
 /* Forms of the tensors, which calls that need no gradient may have: no other code knows them. */
-enum { TOKENS_FIRST = 64, PAGES_OF_TOKENS = 128 };
-enum { USUAL_BITS = 63, ALL_BITS = 255 };
+enum { TOKENS_FIRST = 32, PAGES_OF_TOKENS = 64 };
+enum { USUAL_BITS = 31, ALL_BITS = 127, WIDTH_SHIFT = 16 };
 
 static void read_layout(Call *c, Rotation *r)
 {
     const i64 layout = integer_argument(c), known = c->plain ? ALL_BITS : USUAL_BITS;
-    if ((layout & ~known) && !c->problem) c->problem = "the layout has unknown bits";
+    const i64 width = layout >> WIDTH_SHIFT; /* of the heads, or 0 if any will do */
+    if (((layout & 0xffff & ~known) || width < 0 || (width && !c->plain)) && !c->problem) c->problem = "the layout has unknown bits";
     r->interleaved_in = (layout & INTERLEAVED_IN) != 0;
     r->interleaved_out = (layout & INTERLEAVED_OUT) != 0;
     r->last = (layout & LAST_CHANNELS) != 0, r->transposed = (layout & TRANSPOSED) != 0;
-    r->whole = (layout & WHOLE) != 0, r->trusted = (layout & TWINS) != 0;
+    r->width = width, r->trusted = (layout & TWINS) != 0;
     r->tokens_first = (layout & TOKENS_FIRST) != 0, r->pages_of_tokens = (layout & PAGES_OF_TOKENS) != 0;
     for (int i = 0; i < r->count; i++)
         if (r->tokens_first && r->x[i].dim == 4) swap_axes(&r->x[i]);
@@ -93,7 +94,7 @@ static const char *wrong_rotation(Rotation *r)
         r->cos.size[r->cos.dim - 1] = r->sin.size[r->sin.dim - 1] = r->pairs;
     }
     if (r->pairs < 1 || r->pairs > width / 2) return "the tables have no pairs, or more than channels";
-    if (r->whole && 2 * r->pairs != width) return "some channels are not rotated";
+    if (r->width && r->width != width) return "the heads have another width";
     return NULL;
 }
 
