@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from posenc._contract.tracing import (
+    PLAIN_TYPES,
     builtin_of,
     has_real_storage,
     in_forward_mode,
@@ -40,7 +41,7 @@ class Op:
     """``posenc::name``, whose arguments are tensors and what its schema says.
 
     Args:
-        name: Its name; one that writes its arguments has an ``out`` of their indices.
+        name: Its name.
         schema: What follows the name.
         run: The implementation in Python, for all devices. Native code replaces it for the CPU.
         operations: The same as torch operations that autograd and exporters follow.
@@ -90,7 +91,7 @@ class Op:
 
     def __call__(self, *arguments: Any) -> Any:
         """The result, with gradients if autograd records."""
-        if is_ordinary():
+        if is_ordinary() and self._are_plain(arguments):
             if self._is_recorded(arguments):
                 return _Recorded.apply(*arguments, self)
             return self.run_now(*arguments)
@@ -142,13 +143,14 @@ class Op:
                 if arguments[i] is not None and not is_writable(arguments[i]):
                     return None
             result = self._run_plain(arguments)
+            return True if result is None else result
         except (RuntimeError, AttributeError):
             # There is no native code for them, or they do not fit, or they are no tensors; or they
             # fit, but the kernel was not launched before, and Python has to do so.
             call = native.missed()
-            if call is None or arguments[self.layout] & ~USUAL_BITS:
-                return None
-            result = triton.run_and_install(call, self.run, arguments)
+        if call is None or arguments[self.layout] & ~USUAL_BITS:
+            return None
+        result = triton.run_and_install(call, self.run, arguments)
         return True if result is None else result
 
     def _run_plain(self, arguments: tuple[Any, ...]) -> Any:
@@ -156,6 +158,13 @@ class Op:
         if self.writes:
             increment_version([arguments[i] for i in self.writes if arguments[i] is not None])
         return result
+
+    def _are_plain(self, arguments: tuple[Any, ...]) -> bool:
+        """Whether no tensor is of a subclass, which PyTorch's dispatcher has to see."""
+        for x in arguments[: self.tensors]:
+            if x is not None and type(x) not in PLAIN_TYPES:
+                return False
+        return True
 
     def _is_recorded(self, arguments: tuple[Any, ...]) -> bool:
         """Whether autograd records a call with these tensors."""

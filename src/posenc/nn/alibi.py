@@ -187,6 +187,12 @@ class ALiBi(TableModule):
         slopes: Tensor = (self._tables.read(like, torch.float64) or self._tables.at(like))[0]
         return slopes
 
+    def _slopes_for(self, q: Tensor) -> Tensor:
+        """The slopes on the device of ``q``: a GPU takes them in float32, unless ``q`` is wider."""
+        dtype = torch.float32 if q.is_cuda and q.dtype != torch.float64 else torch.float64
+        held = None if self.learned else self._tables.read(q, dtype)
+        return self._exact(q.device) if held is None else held[0]
+
     def _device(self) -> torch.device:
         return self.log_slopes.device if self.learned else self._tables.real_device
 
@@ -254,9 +260,10 @@ class ALiBi(TableModule):
         """
         who = type(self).__name__
         check_options(who, options)
-        qk_checks.check_qkv(who, q, k, v)
-        check_heads(who, q, self.num_heads)
-        bias = attention.Slopes(self._exact(q.device))
+        checks.float_tensor(who, "q", q)
+        if q.dim() == 4:
+            check_heads(who, q, self.num_heads)
+        bias = attention.Slopes(self._slopes_for(q))
         return attend(who, q, k, v, bias, causal=self.causal, **options)[0]
 
     def attention(

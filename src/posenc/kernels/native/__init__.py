@@ -54,6 +54,17 @@ def install(call: bytes, launches: list[Any]) -> None:
     _native.install(call, *launches)
 
 
+def prepare(launch: tuple[int, ...]) -> Any:
+    """What :func:`launch` takes for a launch that Python described, or None."""
+    return _native.prepare(*launch) if launches_kernels else None
+
+
+def launch(prepared: Any, tensors: tuple[Tensor, ...], start: int) -> bool:
+    """Launch a kernel on the current stream of the current device; whether that worked."""
+    device = tensors[0].get_device()
+    return _native.launch(prepared, device, start, *[t.data_ptr() for t in tensors])
+
+
 def status() -> tuple[bool, str]:
     """Whether the extension is there, and the instruction set in use or why it is missing."""
     return available, f"compiled, using {_native.isa()}" if available else _error

@@ -5,6 +5,7 @@
 #define HAS_CUDA_OPS 1
 
 enum { MOST_PARAMETERS = 80, MOST_TOGETHER = 2, MOST_WORDS = 200, MOST_LAUNCHES = 4096 };
+enum { ROW = 16 }; /* tensors of a launch of an op */
 enum { A_TENSOR, THE_START, A_NUMBER };
 
 typedef struct {
@@ -154,7 +155,7 @@ static int launch(Launch *l, char *const *tensors, i64 start, int32_t device)
 
 /* Run the launch of a key, with the first row of tensors, or its launches, with the next rows; or say why
  * not. */
-static void run_launches(Call *c, const Key *key, char *(*tensors)[16], i64 start, const View *like)
+static void run_launches(Call *c, const Key *key, char *(*tensors)[ROW], i64 start, const View *like)
 {
     Launch found[MOST_TOGETHER];
     int32_t current = like->index;
@@ -221,7 +222,7 @@ static void cuda_rotate_op(Value *stack, int count, int in_place)
     if (!c.problem) {
         const int k = count - 1;
         char *const at = r.positions.handle ? r.positions.data : r.x->data;
-        char *tensors[1][16] = {{r.x[0].data, r.x[k].data, y[0].data, y[k].data, r.cos.data, r.sin.data, at}};
+        char *tensors[1][ROW] = {{r.x[0].data, r.x[k].data, y[0].data, y[k].data, r.cos.data, r.sin.data, at}};
         run_launches(&c, &key, tensors, r.start, r.x);
     }
     for (int i = 0; i < count && !c.problem && !in_place; i++) stack[i] = result(&c, &y[i]);
@@ -264,7 +265,7 @@ static void cuda_norm_op(Value *stack, int count)
     }
     if (!c.problem) {
         /* Of both, of the queries alone, and of the keys alone. */
-        char *tensors[3][16] = {{0}};
+        char *tensors[3][ROW] = {{0}};
         for (int i = 0; i < 3; i++) {
             const int first = i == 2 ? count - 1 : 0, last = i == 1 ? 0 : count - 1;
             char *const at = r.positions.handle ? r.positions.data : r.x[first].data;
@@ -309,7 +310,7 @@ static void cuda_rotate_and_cache(Value *stack, uint64_t arguments, uint64_t res
         const View *const maybe[] = {&a.r.positions, weights[0], weights[1],
                                      a.k_scales.handle ? &a.k_scales : &a.k_scale,
                                      a.v_scales.handle ? &a.v_scales : &a.v_scale};
-        char *tensors[1][16] = {{q->data, q[1].data, v->data, y.data, a.k_cache.data, a.v_cache.data,
+        char *tensors[1][ROW] = {{q->data, q[1].data, v->data, y.data, a.k_cache.data, a.v_cache.data,
                                  a.slots.data, a.r.cos.data, a.r.sin.data}};
         for (int i = 0; i < 5; i++) tensors[0][9 + i] = maybe[i]->handle ? maybe[i]->data : q->data;
         run_launches(&c, &key, tensors, a.r.start, q);
@@ -375,7 +376,7 @@ static PyObject *py_missed(PyObject *self, PyObject *none)
 
 /* Read a launch: (function, grid x, y, z, threads, shared memory, whether it overlaps the previous kernel,
  * *(kind, size, value) of its parameters). Whether the kernel has these parameters. */
-static int read_launch(PyObject *given, Launch *l)
+static int read_launch(PyObject *given, Launch *l, int most_tensors)
 {
     const Py_ssize_t count = PyTuple_Size(given);
     i64 numbers[7 + 3 * MOST_PARAMETERS];
@@ -391,6 +392,7 @@ static int read_launch(PyObject *given, Launch *l)
         const i64 *const from = numbers + 7 + 3 * i;
         l->parameters[i].kind = (int)from[0], l->parameters[i].size = (int)from[1];
         l->parameters[i].value = from[2];
+        if (from[0] == A_TENSOR && (from[2] < 0 || from[2] >= most_tensors)) return 0;
         if (cuda.parameter(l->function, (size_t)i, &offset, &size) || (i64)size != from[1]) return 0;
     }
     /* What Triton adds: pointers to scratch memory, which these kernels do not use. */
@@ -400,6 +402,40 @@ static int read_launch(PyObject *given, Launch *l)
         l->parameters[l->count++].value = 0;
     }
     return 1;
+}
+
+static void delete_launch(PyObject *capsule) { free(PyCapsule_GetPointer(capsule, "posenc launch")); }
+
+/* prepare(*numbers of a launch) returns what launch() takes, or None if this kernel needs more than that. */
+static PyObject *py_prepare(PyObject *self, PyObject *numbers)
+{
+    Launch *const made = malloc(sizeof *made);
+    (void)self;
+    if (!made) return PyErr_NoMemory();
+    if (read_launch(numbers, made, MOST_PARAMETERS)) return PyCapsule_New(made, "posenc launch", delete_launch);
+    free(made);
+    if (PyErr_Occurred()) return NULL;
+    Py_RETURN_NONE;
+}
+
+/* launch(prepared, device, start, *addresses of the tensors) on the current stream of the device, which must
+ * be the current one; whether it was launched. */
+static PyObject *py_launch(PyObject *self, PyObject *const *arguments, Py_ssize_t count)
+{
+    char *tensors[MOST_PARAMETERS];
+    Launch copy;
+    (void)self;
+    if (count < 3 || count > 3 + MOST_PARAMETERS) return PyErr_Format(PyExc_TypeError, "%zd arguments", count);
+    const Launch *const prepared = PyCapsule_GetPointer(arguments[0], "posenc launch");
+    const i64 device = PyLong_AsLongLong(arguments[1]), start = PyLong_AsLongLong(arguments[2]);
+    for (Py_ssize_t i = 3; i < count; i++)
+        tensors[i - 3] = (char *)(intptr_t)PyLong_AsLongLong(arguments[i]);
+    if (PyErr_Occurred()) return NULL;
+    memcpy(&copy, prepared, offsetof(Launch, parameters) +
+                                (size_t)prepared->count * sizeof *prepared->parameters);
+    for (int i = 0; i < copy.count; i++)
+        if (copy.parameters[i].kind == A_TENSOR && copy.parameters[i].value >= count - 3) Py_RETURN_FALSE;
+    return PyBool_FromLong(launch(&copy, tensors, start, (int32_t)device));
 }
 
 /* install(key, *launches) keeps the launches of a call; whether the op can launch them. */
@@ -415,7 +451,7 @@ static PyObject *py_install(PyObject *self, PyObject *arguments)
     memcpy(entry.key.words, words, (size_t)size);
     entry.key.count = (int)(size / (Py_ssize_t)sizeof *entry.key.words), entry.count = (int)count - 1;
     for (int i = 0; i < entry.count; i++)
-        if (!read_launch(PyTuple_GetItem(arguments, i + 1), &entry.launches[i])) {
+        if (!read_launch(PyTuple_GetItem(arguments, i + 1), &entry.launches[i], ROW)) {
             if (PyErr_Occurred()) return NULL;
             Py_RETURN_FALSE;
         }

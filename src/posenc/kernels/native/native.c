@@ -63,6 +63,8 @@ static PyMethodDef methods[] = {
     {"register_cuda", py_register_cuda, METH_O, NULL},
     {"missed", py_missed, METH_NOARGS, NULL},
     {"install", py_install, METH_VARARGS, NULL},
+    {"prepare", py_prepare, METH_VARARGS, NULL},
+    {"launch", (PyCFunction)(void (*)(void))py_launch, METH_FASTCALL, NULL},
 #endif
     {"isa", py_isa, METH_NOARGS, NULL},
     {"set_isa", py_set_isa, METH_O, NULL},

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from posenc.kernels import native
+
 # `debug` enables device_assert, which stops a kernel at a row out of range, as torch's indexing
 # does. Overflow checks are off. FP fusion is off, because Triton's choice of products differs
 # from shape to shape: the kernels call fma themselves.
@@ -39,6 +41,7 @@ class Launch:
         self.values = tuple(constants.values())
         self.compiled: Any = None
         self.binary: Any = None
+        self.prepared: Any = None
 
     def __call__(self, tensors: tuple[Tensor, ...], start: int) -> None:
         """Run the kernel, with table rows from ``start`` on."""
@@ -50,14 +53,18 @@ class Launch:
             # Triton launches on the current device.
             with torch.cuda.device(device):
                 self(tensors, start)
+        elif self.prepared is not None and native.launch(self.prepared, tensors, start):
+            # Triton's own launch reads all arguments, which takes longer than a short kernel.
+            pass
         elif self.compiled is not None:
-            # Triton's own look-up of the compiled kernel takes longer than a short kernel.
             self.compiled(*tensors, start, *self.numbers, *self.values)
         elif 0 not in self.grid:
             arguments = (*tensors, start, *self.numbers)
             self.binary = self.kernel[self.grid](*arguments, **self.constants, **self.options)
             # Triton's interpreter compiles nothing and returns None.
             self.compiled = None if self.binary is None else self.binary[self.grid]
+            described = self.described()
+            self.prepared = None if described is None else native.prepare(described)
 
     def described(self) -> tuple[int, ...] | None:
         """The launch as native code reads it, `launches.h`; None if it needs more than that."""
