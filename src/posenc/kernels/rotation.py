@@ -163,7 +163,7 @@ def check_rotation(who: str, arguments: tuple[Any, ...], *others: Any) -> tuple[
     pairs, width = cos.shape[-1], x.shape[3]
     if not 2 <= 2 * pairs <= width:
         refuse(who, f"cos must have 1 to {width // 2} columns, or each of them twice", cos, x)
-    if not 0 <= layout < 2 * TWINS:
+    if not 0 <= layout < 2 * TWINS or (layout & TWINS and arguments[-5].shape[-1] % 2):
         refuse(who, f"layout must be of known bits, not {layout}", cos, x)
     return xs, cos, sin, rows, spec
 

@@ -17,6 +17,7 @@ static void read_rows(Call *c, Rotation *r)
     r->start = integer_argument(c);
     /* One form for each thing: positions (1, T), and one table for all sequences without their axis. */
     if (r->positions.handle && r->positions.dim == 1) add_axis(&r->positions);
+    if (!c->problem && r->cos.dim != r->sin.dim) c->problem = "cos and sin differ in their axes";
     drop_axis(&r->cos), drop_axis(&r->sin);
 }
 
@@ -93,6 +94,7 @@ static const char *wrong_rotation(Rotation *r)
         r->columns = r->interleaved_in ? 2 : 1;
         r->cos.size[r->cos.dim - 1] = r->sin.size[r->sin.dim - 1] = r->pairs;
     }
+    if (r->trusted && !r->twin) return "the tables do not have each number twice";
     if (r->pairs < 1 || r->pairs > width / 2) return "the tables have no pairs, or more than channels";
     if (r->width && r->width != width) return "the heads have another width";
     return NULL;
@@ -207,8 +209,9 @@ static Job job_of(const Rotation *r)
 }
 
 /* Why the values of a job do not fit, or NULL. */
-static const char *wrong_values(const Job *j)
+static const char *wrong_values(const Job *j, const View *at)
 {
+    if (at->handle && !count_of(at)) return NULL; /* there is no token */
     if (!in_range(j)) return "positions must be in [0, R), the rows of the tables";
     if (j->twin && !(has_twins(j, &j->cos) && has_twins(j, &j->sin)))
         return "both numbers of a pair are not the same in cos or sin";

@@ -81,7 +81,7 @@ static void rotate_op(Value *stack, int plain, int count, int in_place)
     if (!c.problem && in_place) c.problem = unwritable(r.x, count);
     if (!c.problem && in_place) read_first(&c, &r.positions, r.x, count);
     Job j = {0};
-    if (!c.problem) j = job_of(&r), c.problem = wrong_values(&j);
+    if (!c.problem) j = job_of(&r), c.problem = wrong_values(&j, &r.positions);
     /* Between two layouts, a kernel would overwrite channels before it reads them. */
     const int apart = r.interleaved_in != r.interleaved_out;
     for (int i = 0; i < count && !c.problem; i++) {
@@ -124,7 +124,7 @@ static void norm_op(Value *stack, int plain, int count)
     for (int i = 0; i < count && !c.problem; i++)
         if (!is_weight(&weight[i], &r.x[i])) c.problem = "a weight does not fit its tensor";
     Job j = {0};
-    if (!c.problem) j = job_of(&r), c.problem = wrong_values(&j);
+    if (!c.problem) j = job_of(&r), c.problem = wrong_values(&j, &r.positions);
     for (int i = 0; i < count && !c.problem; i++) {
         View to;
         const View x = with_rows(&c, &r.x[i]);
@@ -171,7 +171,7 @@ static void norm_backward_op(Value *stack, int plain)
     if (!c.problem && (!is_weight(&weight, r.x) || !is_like(&g, r.x)))
         c.problem = "the weight or the gradient does not fit its tensor";
     Job j = {0};
-    if (!c.problem) j = job_of(&r), c.problem = wrong_values(&j);
+    if (!c.problem) j = job_of(&r), c.problem = wrong_values(&j, &r.positions);
     if (!c.problem) {
         const View x = with_rows(&c, r.x), from = with_rows(&c, &g);
         dx = make_like(&c, r.x, &r, &to);
@@ -339,7 +339,7 @@ static void cache_op(Value *stack, int plain)
             job.slots = a.slots.data, job.wide_slots = a.slots.dtype == dtypes.int64;
             job.slots_sb = a.slots.step[0], job.slots_st = a.slots.step[1];
             job.count = a.k_cache.size[0] * a.k_cache.size[2];
-            c.problem = wrong_values(&job.q);
+            c.problem = wrong_values(&job.q, &a.r.positions);
             if (!c.problem && !slots_in_range(&job)) c.problem = "a slot is not in the cache";
         }
         const i64 tokens = q.size[0] * q.size[2];
@@ -380,7 +380,7 @@ static void polar_op(Value *stack, int plain, int backward)
     if (!c.problem) {
         r.pairs = size[3], r.columns = 1;
         Job j = job_of(&r);
-        c.problem = wrong_values(&j);
+        c.problem = wrong_values(&j, &r.positions);
         const View x = with_rows(&c, given);
         const i64 wide[] = {size[0], size[1], size[2], 2 * size[3]}, many = size[1] * size[3];
         i64 step[MOST_DIMS];
