@@ -20,7 +20,7 @@ PLAIN_TYPES = frozenset((Tensor, torch.nn.Parameter))
 _modes = torch._C._len_torch_dispatch_stack
 _transforms = torch._C._functorch.peek_interpreter_stack
 # torch.autograd.grad(is_grads_batched=True) creates such tensors.
-_is_legacy_batched = torch._C._functorch.is_legacy_batchedtensor
+is_legacy_batched = torch._C._functorch.is_legacy_batchedtensor
 in_jit_trace = torch.jit.is_tracing  # type: ignore[attr-defined]
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -34,7 +34,7 @@ def is_plain(*xs: Tensor) -> bool:
     if torch.compiler.is_compiling() or _modes() != 0 or _transforms() or in_jit_trace():
         return False
     for x in xs:  # noqa: SIM110 (a generator would cost as much as the rest, at every token)
-        if type(x) not in PLAIN_TYPES or _is_legacy_batched(x):
+        if type(x) not in PLAIN_TYPES or is_legacy_batched(x):
             return False
     return True
 
@@ -149,7 +149,7 @@ def in_transform(*xs: Tensor) -> bool:
     """Whether torch.func or torch.jit.trace is active, or one of ``xs`` is batched by autograd."""
     if torch.compiler.is_compiling():
         return _compiles_transform()
-    return bool(_transforms() or in_jit_trace()) or any(_is_legacy_batched(x) for x in xs)
+    return bool(_transforms() or in_jit_trace()) or any(is_legacy_batched(x) for x in xs)
 
 
 @constant_under_compile
@@ -174,7 +174,7 @@ def is_readable(x: Tensor) -> bool:
     if not x.is_cpu or is_plain(x):
         return x.is_cpu
     traced = torch.compiler.is_compiling() or _modes() != 0 or in_jit_trace()
-    if traced or type(x) not in PLAIN_TYPES or _is_legacy_batched(x):
+    if traced or type(x) not in PLAIN_TYPES or is_legacy_batched(x):
         return False
     try:
         # Under vmap, item() raises: there is one value for each sample.

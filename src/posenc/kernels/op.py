@@ -25,6 +25,7 @@ from posenc._contract.tracing import (
     has_real_storage,
     in_forward_mode,
     in_func,
+    is_legacy_batched,
     is_ordinary,
     is_traced_as_operations,
     is_writable,
@@ -160,9 +161,9 @@ class Op:
         return result
 
     def _are_plain(self, arguments: tuple[Any, ...]) -> bool:
-        """Whether no tensor is of a subclass, which PyTorch's dispatcher has to see."""
+        """Whether no tensor is of a subclass, or batched, which PyTorch's dispatcher has to see."""
         for x in arguments[: self.tensors]:
-            if x is not None and type(x) not in PLAIN_TYPES:
+            if x is not None and (type(x) not in PLAIN_TYPES or is_legacy_batched(x)):
                 return False
         return True
 
