@@ -127,6 +127,16 @@ def test_streams_graphs_and_threads_have_their_own_launches():
     assert not wrong
 
 
+def test_positions_past_a_table_that_grows_are_computed():
+    """A table that was made for a few tokens is no limit, and no kernel may stop at its end."""
+    rope, q, k = posenc.RoPE(64, None).to(CUDA), halves(1, 8, 3, 64), halves(1, 2, 3, 64)
+    rope(q, k)
+    ids = torch.tensor([[5, 4000, 70_000]], device=CUDA)
+    got, _ = rope(q, k, position_ids=ids)
+    cos, sin = rope.tables(ids)
+    assert torch.equal(got, posenc.functional.rotate(q, cos, sin))
+
+
 def test_what_a_kernel_cannot_take_is_refused_natively():
     rope, q, k = posenc.RoPE(64, 64).to(CUDA), halves(1, 8, 3, 64), halves(1, 2, 3, 64)
     rope(q, k)

@@ -84,8 +84,11 @@ class SharedTables:
         table = self._held.get((device, dtype))
         return None if table is None else table.tensors
 
-    def found(self, x: Tensor) -> Tensors | None:
+    def found(self, x: Tensor, has_ids: bool) -> Tensors | None:
         """The tables that exist for ``x``, of any length, or None."""
+        if has_ids and x.is_cuda and self.length is None:
+            # Whether a growing table has these rows is not known without waiting.
+            return None
         # Half precision gets the same results from float32 tables, which are half as large.
         half = x.is_cuda and x.element_size() == 2
         table = self._held.get((x.device, torch.float32 if half else torch.float64))

@@ -284,7 +284,8 @@ class RoPE(RotatedKeys):
             return None
         if offset and position_ids is not None:
             return None
-        return self._tables.found(x) if isinstance(x, Tensor) else None
+        has_ids = position_ids is not None
+        return self._tables.found(x, has_ids) if isinstance(x, Tensor) else None
 
     def _rotate(
         self,
