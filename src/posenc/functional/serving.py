@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from posenc.functional._cache import as_batch, as_given, cache_at_once, cache_rows, check_write
+from posenc.functional._cache import (
+    CacheOptions,
+    as_batch,
+    as_given,
+    cache_at_once,
+    cache_rows,
+    check_write,
+)
 from posenc.functional.rotary import arguments, layout_of, swap_heads
 
 _WHO = "rotate_and_cache"
@@ -94,46 +101,27 @@ def rotate_and_cache(
         (tensor([ 0.,  0.,  0.,  0., -4.,  3.,  0.,  0.]),
          tensor([0., 0., 0., 0., 3., 4., 0., 0.]))
     """
+    options: CacheOptions = {
+        "q_weight": q_weight,
+        "k_weight": k_weight,
+        "eps": eps,
+        "zero_centered": zero_centered,
+        "k_scale": k_scale,
+        "v_scale": v_scale,
+        "k_scale_cache": k_scale_cache,
+        "v_scale_cache": v_scale_cache,
+        "cache_layout": cache_layout,
+    }
+    caches = k_cache, v_cache
     layout = layout_of(offset, position_ids, seq_dim, interleaved, interleaved_out, last)
-    rotated = cache_at_once(
-        (q, k, v),
-        (cos, sin),
-        (k_cache, v_cache),
-        slots,
-        position_ids,
-        offset,
-        layout,
-        q_weight=q_weight,
-        k_weight=k_weight,
-        eps=eps,
-        zero_centered=zero_centered,
-        k_scale=k_scale,
-        v_scale=v_scale,
-        k_scale_cache=k_scale_cache,
-        v_scale_cache=v_scale_cache,
-        cache_layout=cache_layout,
-    )
+    where = slots, position_ids, offset, layout
+    rotated = cache_at_once((q, k, v), (cos, sin), caches, *where, **options)
     if rotated is not None:
         return rotated
     (q, k, v), seq_dim, as_tokens = as_batch(_WHO, q, k, v, seq_dim)
     how = offset, position_ids, seq_dim, interleaved, interleaved_out, last
     limit, (q, k), cos, sin, rows, spec = arguments(_WHO, "qk", [q, k], cos, sin, *how)
     (v,) = swap_heads([v], seq_dim)
-    write = check_write(
-        _WHO,
-        (q, k, v),
-        (k_cache, v_cache),
-        slots,
-        as_tokens=as_tokens,
-        q_weight=q_weight,
-        k_weight=k_weight,
-        eps=eps,
-        zero_centered=zero_centered,
-        k_scale=k_scale,
-        v_scale=v_scale,
-        k_scale_cache=k_scale_cache,
-        v_scale_cache=v_scale_cache,
-        cache_layout=cache_layout,
-    )
+    write = check_write(_WHO, (q, k, v), caches, slots, as_tokens=as_tokens, **options)
     rotated = cache_rows(_WHO, limit, write, cos, sin, rows, spec)
     return as_given(rotated, seq_dim, as_tokens)
