@@ -9,6 +9,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.testing import assert_close
 
 from posenc import attention
+from posenc.attention.biased import attend_last
 
 
 def equal_to_one_process(function, tensors, placements, mesh):
@@ -81,6 +82,11 @@ def biased_attention(mesh, ways):
                     b = b.full_tensor() if isinstance(b, DTensor) else b
                     assert_close(b, a, rtol=1e-12, atol=1e-12)
     spread = [distribute_tensor(x, mesh, ways[-1]) for x in tensors]
+    # What the layers of a patched model call.
+    how = {"scale": 0.3, "causal": True, "prune": True}
+    wanted = attend_last(*tensors, biases[3], **how)
+    got = attend_last(*spread, biases[3], **how).full_tensor()
+    assert_close(got, wanted, rtol=1e-12, atol=1e-12)
     with pytest.raises(TypeError, match="k must be a DTensor, as q is, got Tensor"):
         run(spread[0], *tensors[1:])
     with pytest.raises(TypeError, match="None where q is a DTensor, got RowBias"):

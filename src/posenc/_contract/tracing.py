@@ -71,7 +71,7 @@ def is_traced_as_operations() -> bool:
 
 
 def is_writable(x: Tensor) -> bool:
-    """Whether native code may write ``x``: no lazy negation, and no inference tensor outside."""
+    """Whether native code may write ``x``, outside inference mode too."""
     return not x.is_neg() and (not x.is_inference() or torch.is_inference_mode_enabled())
 
 

@@ -220,7 +220,10 @@ def attend_last(
     causal: bool,
     prune: bool,
 ) -> Tensor:
-    """Attention of queries that are at the last keys; nothing is checked."""
+    """Attention of queries that are at the last keys; nothing is checked but DTensors."""
+    if sharding.is_sharded(q):
+        how: Any = {"scale": scale, "causal": causal, "prune": prune}
+        return attend("the patched model", q, k, v, bias, **how)[0]
     kind, values, zero = stored(bias, q.dtype)
     start = k.shape[2] - q.shape[2]
     call = Call(values, None, None, None, kind, zero, start, scale, causal, prune)
