@@ -142,12 +142,13 @@ def test_the_ops_keep_torchs_rules(kind):
     if values is not None and kind == "table":
         values = values.T.contiguous().T  # T5Bias has its table so
     call = Call(values, None, None, None, kind, 11, 0, 0.25, True, True, window=(9, 0))
-    torch.library.opcheck(op.attend_op.overload, (q, k, v, *call))
+    torch.library.opcheck(op.attend_op.overload, (q, k, v, *op.flatten(call)))
     with torch.no_grad():
-        out, lse, ranges = op.attend_op(q, k, v, *call)
+        out, lse, ranges = op.attend_op(q, k, v, *op.flatten(call))
         saved = (torch.randn_like(out), torch.randn_like(lse), q, k, v, out, lse, ranges)
     saved = [x.detach() for x in saved]
-    torch.library.opcheck(op.attend_backward_op.overload, (*saved, kind != "none", *call))
+    how = op.flatten(call, op.TO_VALUES if kind != "none" else 0)
+    torch.library.opcheck(op.attend_backward_op.overload, (*saved, *how))
 
 
 def test_gradients_are_there_under_a_mode():

@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+from posenc.attention import op
+
 B, H, HK, Q, K, D, DV = 2, 4, 2, 3, 5, 8, 6
 IDS, NO_RANGES = torch.zeros(B, K, dtype=torch.int64), torch.zeros(0, dtype=torch.int32)
 HOSTILE = {
@@ -15,12 +17,12 @@ HOSTILE = {
     "k-of-heads-that-do-not-divide": {"k": (B, 3, K, D), "v": (B, 3, K, DV)},
     "k-of-halves": {"k": torch.ones(B, HK, K, D, dtype=torch.bfloat16)},
     "no-keys": {"k": (B, HK, 0, D), "v": (B, HK, 0, DV)},
-    "no-channels": {"q": (B, H, Q, 0), "k": (B, HK, K, 0)},
     "v-of-fewer-keys": {"v": (B, HK, K - 1, DV)},
     "v-of-other-heads": {"v": (B, H, K, DV)},
     "values-without-a-kind": {"kind": "none"},
     "a-kind-without-values": {"values": None},
-    "another-kind": {"kind": "rows"},
+    "unknown-bits": {"more": 64},
+    "a-sign": {"more": -(2**40)},
     "values-of-integers": {"values": torch.ones(1, H, dtype=torch.int64)},
     "values-elsewhere": {"values": torch.ones(1, H, device="meta")},
     "slopes-of-one-axis": {"values": (H,)},
@@ -44,7 +46,7 @@ HOSTILE = {
     "last-of-more-sequences": {"first": IDS, "last": IDS.new_zeros(3, K)},
     "first-of-32-bits": {"first": IDS.int(), "last": IDS},
     "scale-of-nan": {"scale": float("nan")},
-    "window-of-one": {"window": [3]},
+    "window-of-one-side": {"window": [3, -1]},
     "window-below-zero": {"window": [-1, 0]},
     "window-that-wraps": {"window": [2**63 - 1, 0]},
 }
@@ -67,9 +69,10 @@ def made(x):
 
 def inputs(
     q=(B, H, Q, D), k=(B, HK, K, D), v=(B, HK, K, DV), values=(1, H), starts=None, first=None,
-    last=None, kind="slopes", zero=0, start=K - Q, scale=0.5, window=None,
+    last=None, kind="slopes", zero=0, start=K - Q, scale=0.5, window=(-1, -1), more=0,
 ):  # fmt: skip
-    tensors, numbers = map(made, (q, k, v)), (kind, zero, start, scale, True, True, window)
+    how = op.KINDS.index(kind) | op.CAUSAL | op.PRUNE | more
+    tensors, numbers = map(made, (q, k, v)), (how, zero, start, scale, *window)
     return [*tensors, made(values), starts, first, last, *numbers]
 
 
@@ -78,8 +81,9 @@ def gradient(
     ranges=NO_RANGES, **others,
 ):  # fmt: skip
     q, k, v, *call = inputs(**others)
+    call[4] |= op.TO_VALUES
     given = *map(made, (g, g_lse)), q, k, v, *map(made, (out, lse)), ranges
-    return torch.ops.posenc.attend_backward(*given, True, *call)
+    return torch.ops.posenc.attend_backward(*given, *call)
 
 
 FITTING = {

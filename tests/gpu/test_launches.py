@@ -7,6 +7,8 @@ import torch
 
 import posenc
 from oracles import tables
+from posenc.attention import DistanceTable, RunningSum, Slopes, biased_attention_with_lse
+from posenc.attention.op import attend_backward_op, attend_op
 from posenc.functional import qk_norm_rope, rotate_and_cache
 from posenc.kernels import Rows, Spec, native, reference
 from posenc.kernels.cache import rotate_and_cache_op
@@ -31,7 +33,8 @@ def refuse_python(monkeypatch):
     """After this is called, the implementations in Python are not there."""
 
     def refuse():
-        for op in (rotate_qk_op, rotate_qk_in_place_op, norm_rotate_qk_op, rotate_and_cache_op):
+        rotation = rotate_qk_op, rotate_qk_in_place_op, norm_rotate_qk_op, rotate_and_cache_op
+        for op in (*rotation, attend_op, attend_backward_op):
             monkeypatch.setattr(op, "run", None)
 
     return refuse
@@ -146,3 +149,92 @@ def test_what_a_kernel_cannot_take_is_refused_natively():
         rope(q, k[:, :, :2])
     strided = torch.stack((q, q), -1)[..., 0]
     assert torch.equal(rope(strided, k, 3)[0], rope(q, k, 3)[0])
+
+
+BIASES = {
+    "none": lambda keys: None,
+    "slopes": lambda keys: Slopes(torch.rand(4, device=CUDA)),
+    "table": lambda keys: DistanceTable(torch.randn(4, 50, device=CUDA), 7),
+    "sums": lambda keys: RunningSum(torch.rand(4, keys, device=CUDA).double().cumsum(-1)),
+}
+LENGTHS = {"token": (1, 300), "first-token": (1, 20), "tokens": (7, 40), "prompt": (130, 130)}
+
+
+@pytest.mark.parametrize("bias", BIASES)
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "both-sides"])
+@pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
+def test_attention_is_launched_natively(bias, causal, lengths, refuse_python):
+    queries, keys = lengths
+    given = BIASES[bias](keys)
+    q, k, v = halves(2, 4, queries, 64), halves(2, 2, keys, 64), halves(2, 2, keys, 32)
+
+    def attend(**options):
+        return biased_attention_with_lse(q, k, v, given, causal=causal, **options)
+
+    def results():
+        others = attend(window=9), attend(scale=0.5, prune=False)
+        return [attend(), *[attend(query_offset=n) for n in offsets], *others]
+
+    offsets = sorted({0, min(3, keys - queries), keys - queries})
+    dense = [attend(query_offset=n, backend="dense") for n in offsets]
+    wanted, originals = results(), (q, k, v)
+    refuse_python()
+    q, k, v = (torch.randn_like(x) for x in originals)
+    attend()
+    q, k, v = originals
+    got = results()
+    for ours, theirs in zip(got, wanted, strict=True):
+        assert all(map(torch.equal, ours, theirs))
+    # The first row is an argument of the kernel.
+    for ours, theirs in zip(got[1:], dense, strict=False):
+        assert torch.allclose(ours[0].float(), theirs[0].float(), rtol=2e-2, atol=2e-2)
+        assert torch.allclose(ours[1], theirs[1], rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("bias", ["none", "slopes", "table", "sums"])
+def test_gradients_of_attention_are_launched_natively(bias, refuse_python):
+    given, found = BIASES[bias](130), []
+    start = [halves(2, 4, 130, 64), halves(2, 2, 130, 64), halves(2, 2, 130, 64)]
+    g = halves(2, 4, 130, 64)
+    for _ in range(3):
+        q, k, v = (x.clone().requires_grad_() for x in start)
+        out, _ = biased_attention_with_lse(q, k, v, given)
+        found.append((out.detach(), *torch.autograd.grad(out, (q, k, v), g)))
+        refuse_python()
+    for results in found[1:]:
+        assert all(map(torch.equal, results, found[0]))
+
+
+def test_attention_of_a_tensor_to_itself_says_nothing_of_others():
+    """Three arguments at one address: which of them a kernel reads cannot be told."""
+    x, y, z = halves(3, 1, 4, 80, 64).unbind()
+    posenc.attention.biased_attention(x, x, x)
+    wanted = posenc.attention.biased_attention(x, y, z, backend="chunked")
+    got = [posenc.attention.biased_attention(x, y, z) for _ in range(3)]
+    assert torch.allclose(got[0].float(), wanted.float(), rtol=2e-2, atol=2e-2)
+    assert torch.equal(got[0], got[1])
+    assert torch.equal(got[0], got[2])
+
+
+def test_learned_numbers_get_their_gradient_in_every_call():
+    """Sums of torch are no launches: such a backward pass stays Python's."""
+    q, k, v = halves(3, 2, 4, 70, 64).unbind()
+    alibi = posenc.ALiBi(4, learned=True).to(CUDA)
+    found = []
+    for _ in range(3):
+        alibi.zero_grad()
+        alibi(q, k, v).float().square().sum().backward()
+        found.append(alibi.log_slopes.grad.clone())
+    assert found[0].abs().min() > 0
+    assert all(torch.equal(found[0], other) for other in found[1:])
+
+
+def test_norms_of_equal_heads_are_both_launched():
+    cos, sin = (table.float() for table in tables(4096, 32, CUDA))
+    q, k, weight = halves(2, 4, 2000, 64), halves(2, 4, 2000, 64), halves(64)
+    for _ in range(3):
+        got = qk_norm_rope(q, k, weight, weight, cos, sin)
+        swapped = qk_norm_rope(k, q, weight, weight, cos, sin)
+        assert torch.equal(got[0], swapped[1])
+        assert torch.equal(got[1], swapped[0])
+        torch.full_like(q, torch.nan)  # what a result that nobody writes would hold

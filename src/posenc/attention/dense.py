@@ -5,17 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from posenc._contract.tracing import in_forward_mode, in_transform, is_exporting, without_autocast
+from posenc._contract.tracing import without_autocast
 from posenc.attention.biases import Call, bias_rows, for_each_query_head, hidden_keys
-
-
-def is_needed(*tensors: Tensor | None) -> bool:
-    """Whether the call is in torch.func or forward mode, or is exported.
-
-    An exported program must run where this package is not installed, so it cannot hold its ops.
-    """
-    given = [t for t in tensors if t is not None]
-    return is_exporting() or in_transform(*given) or in_forward_mode()
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from posenc._contract import checks
 from posenc._contract.qk_checks import UNBOUNDED
-from posenc._contract.tracing import in_forward_mode, is_plain, is_readable
+from posenc._contract.tracing import is_readable
 from posenc.attention import chunked, dense
 from posenc.attention.biases import Call
 from posenc.kernels import triton
@@ -27,6 +27,11 @@ from posenc.kernels.op import Op
 from posenc.kernels.rotation import check_devices, refuse
 
 Gradients = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+# Bits of the op's argument `how`, after the index of the bias's kind.
+KINDS = ("none", "slopes", "table", "sums")
+CAUSAL, PRUNE, CHUNKED, TO_VALUES = 4, 8, 16, 32
 
 
 def attend(
@@ -40,16 +45,39 @@ def attend(
         checks.fail(who, rule, got, "Leave backend out to have one chosen.")
     if backend == "dense":
         return dense.attend(q, k, v, call)
-    if is_plain(q, k, v) and not in_forward_mode() and not q.is_meta:
-        kernel = chunked if backend == "chunked" else kernel_for(q, v)
-        if torch.is_grad_enabled() and _requires_grad(q, k, v, call.values):
-            return _Attend.apply(kernel, q, k, v, *call)  # type: ignore[no-any-return]
-        out, lse, _ = kernel.forward(q, k, v, call)
-        return out, lse
-    if dense.is_needed(q, k, v, call.values):
-        return dense.attend(q, k, v, call)
-    out, lse, _ = attend_op.overload(q, k, v, *call)
+    out, lse, _ = attend_op(q, k, v, *flatten(call, CHUNKED if backend == "chunked" else 0))
     return out, lse
+
+
+def attend_at_once(
+    q: Tensor, k: Tensor, v: Tensor, kind: str, values: Tensor | None, zero: int, *, causal: bool
+) -> tuple[Tensor, Tensor] | None:
+    """Attention of queries at the last keys, with no options, if native code has done it before.
+
+    None otherwise: nothing has happened then, and nothing has been checked.
+    """
+    start = k.shape[-2] - q.shape[-2]
+    if start < 0:
+        return None
+    how = KINDS.index(kind) | PRUNE | (CAUSAL if causal else 0)
+    scale = q.shape[-1] ** -0.5
+    made = attend_op.at_once(q, k, v, values, None, None, None, how, zero, start, scale, -1, -1)
+    return None if made is None else made[:2]
+
+
+def flatten(call: Call, more: int = 0) -> tuple[Any, ...]:
+    """The arguments of the ops for a call; ``more`` are further bits of ``how``."""
+    how = KINDS.index(call.kind) | (CAUSAL if call.causal else 0) | (PRUNE if call.prune else 0)
+    return *call[:4], how | more, *call[5:8], *(call.window or (-1, -1))
+
+
+def unflatten(*given: Any) -> Call:
+    """The call of the arguments of an op, unchecked."""
+    values, starts, first, last, how, *numbers, left, right = given
+    zero, start, scale = numbers
+    kind, causal, prune = KINDS[how & 3], bool(how & CAUSAL), bool(how & PRUNE)
+    window = None if left == right == -1 else (left, right)
+    return Call(values, starts, first, last, kind, zero, start, scale, causal, prune, window)
 
 
 def check_backend(who: str, backend: Any) -> None:
@@ -59,13 +87,9 @@ def check_backend(who: str, backend: Any) -> None:
         checks.fail(who, rule, checks.describe(backend), "Leave backend out to have one chosen.")
 
 
-def _requires_grad(*tensors: Tensor | None) -> bool:
-    return any(t is not None and t.requires_grad for t in tensors)
-
-
-def kernel_for(q: Tensor, v: Tensor) -> Any:
+def kernel_for(q: Tensor, v: Tensor, how: int = 0) -> Any:
     """The module that implements attention for these tensors."""
-    if q.is_cuda and triton.installed:
+    if q.is_cuda and triton.installed and not how & CHUNKED:
         from posenc.kernels.triton import attend
 
         if attend.can_run(q, v):
@@ -73,46 +97,9 @@ def kernel_for(q: Tensor, v: Tensor) -> Any:
     return chunked
 
 
-class _Attend(torch.autograd.Function):
-    """Attention in plain eager calls, without torch's dispatcher."""
-
-    @staticmethod
-    def forward(ctx: Any, kernel: Any, q: Tensor, k: Tensor, v: Tensor, *call: Any) -> Any:
-        out, lse, ranges = kernel.forward(q, k, v, Call(*call))
-        ctx.save_for_backward(q, k, v, out, lse, ranges, *call[:4])
-        ctx.kernel, ctx.others = kernel, call[4:]
-        ctx.set_materialize_grads(False)
-        return out, lse
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor | None, g_lse: Tensor | None) -> Any:
-        held = ctx.saved_tensors
-        saved, call = held[:6], Call(*held[6:], *ctx.others)
-        needs = ctx.needs_input_grad[1:5]
-        g = torch.zeros_like(saved[3]) if g is None else g
-        if torch.is_grad_enabled() or not is_plain(g):
-            return None, *_recorded_gradients(needs, g, g_lse, saved, call), *[None] * 10
-        *found, to = ctx.kernel.backward(g, g_lse, saved, call, needs[3])
-        return None, *found, to if needs[3] else None, *[None] * 10
-
-
-def _recorded_gradients(
-    needs: Any, g: Tensor, g_lse: Tensor | None, saved: Any, call: Call
-) -> list[Tensor | None]:
-    """The gradients as operations of torch, for a second derivative, or a batch of gradients."""
-    q, k, v, *_ = saved
-    given: Any = (q, k, v, call.values)
-    wanted = [x for x, need in zip(given, needs, strict=True) if need]
-    with torch.enable_grad():
-        made = dense.attend(q, k, v, call)
-        count = 1 if g_lse is None else 2
-        grads: Any = (g, g_lse)[:count]
-        found = iter(torch.autograd.grad(made[:count], wanted, grads, create_graph=True))
-    return [next(found) if need else None for need in needs]
-
-
-def check_call(who: str, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Call:
+def _checked(who: str, q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> Call:
     """The call as the kernels read it; refuse what would lead them out of a tensor's memory."""
+    how, call = arguments[4], unflatten(*arguments)
     check_devices(who, q, k, v, *call[:4])
     if (
         not q.dim() == k.dim() == v.dim() == 4
@@ -120,7 +107,7 @@ def check_call(who: str, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Call:
         or q.dtype not in checks.FLOAT_DTYPES
         or (k.shape[0], k.shape[3]) != (q.shape[0], q.shape[3])
         or k.shape[:3] != v.shape[:3]
-        or min(k.shape[1], k.shape[3], v.shape[3]) < 1
+        or k.shape[1] < 1
         or q.shape[1] % k.shape[1]
         or (q.shape[2] and not k.shape[2])
     ):
@@ -140,12 +127,12 @@ def check_call(who: str, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Call:
     least = 0 if call.causal else -UNBOUNDED
     if not all(least <= n <= UNBOUNDED for n in begins):
         refuse(who, "the first query must be at a key from 0 on, or anywhere if not causal", q, k)
-    # The dispatcher makes a list of it.
-    window: Any = call.window if call.window is None else tuple(call.window)
-    if not math.isfinite(call.scale) or (window is not None and not _is_window(window)):
+    if not math.isfinite(call.scale) or not all(0 <= n <= UNBOUNDED for n in call.window or ()):
         refuse(who, "scale must be finite, and window a pair of lengths", q, k)
+    if not 0 <= how < 2 * TO_VALUES:
+        refuse(who, "how must have no unknown bits", q, k)
     starts, first, last = (x if x is None else x.contiguous() for x in (starts, first, last))
-    return call._replace(starts=starts, first=first, last=last, window=window)
+    return call._replace(starts=starts, first=first, last=last)
 
 
 def _is_bias(call: Call, batch: int, heads: int, keys: int) -> bool:
@@ -169,28 +156,24 @@ def _are_integers(x: Tensor | None, batch: int, *sizes: int) -> bool:
     )
 
 
-def _is_window(window: tuple[int, ...]) -> bool:
-    return len(window) == 2 and all(0 <= n <= UNBOUNDED for n in window)
+def _forward(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    call = _checked("posenc::attend", q, k, v, *arguments)
+    kernel = kernel_for(q, v, arguments[4])
+    out, lse, ranges = kernel.forward(q, k, v, call)
+    return out, lse, kernel.ranges_like(q, k, v, call) if ranges is None else ranges
 
 
-def _forward(q: Tensor, k: Tensor, v: Tensor, *call: Any) -> tuple[Tensor, Tensor, Tensor]:
-    given = check_call("posenc::attend", q, k, v, Call(*call))
-    kernel = kernel_for(q, v)
-    out, lse, ranges = kernel.forward(q, k, v, given)
-    return out, lse, kernel.ranges_like(q, k, v, given) if ranges is None else ranges
-
-
-def _fake(q: Tensor, k: Tensor, v: Tensor, *call: Any) -> tuple[Tensor, Tensor, Tensor]:
-    check_devices("posenc::attend", q, k, v, *call[:4])
+def _fake(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    check_devices("posenc::attend", q, k, v, *arguments[:4])
     wide = torch.promote_types(q.dtype, torch.float32)
     out = q.new_empty((*q.shape[:3], v.shape[3]))
-    ranges = kernel_for(q, v).ranges_like(q, k, v, Call(*call))
+    ranges = kernel_for(q, v, arguments[4]).ranges_like(q, k, v, unflatten(*arguments))
     return out, q.new_empty(q.shape[:3], dtype=wide), ranges
 
 
 def _backward(g: Tensor, g_lse: Tensor | None, *others: Any) -> Gradients:
-    who, (q, k, v, out, lse, ranges), to_values = "posenc::attend_backward", others[:6], others[6]
-    call = check_call(who, q, k, v, Call(*others[7:]))
+    who, (q, k, v, out, lse, ranges) = "posenc::attend_backward", others[:6]
+    call, how = _checked(who, q, k, v, *others[6:]), others[10]
     check_devices(who, q, g, g_lse, out, lse, ranges)
     wide = torch.promote_types(q.dtype, torch.float32)
     made = (*q.shape[:3], v.shape[3])
@@ -199,51 +182,66 @@ def _backward(g: Tensor, g_lse: Tensor | None, *others: Any) -> Gradients:
     for x in (lse, lse if g_lse is None else g_lse):
         if x.shape != made[:3] or x.dtype != wide:
             refuse(who, f"lse and g_lse must be {wide}, {tuple(made[:3])}", lse, g_lse)
-    kernel = kernel_for(q, v)
+    kernel = kernel_for(q, v, how)
     wanted = kernel.ranges_like(q, k, v, call)
     if ranges.shape != wanted.shape or ranges.dtype != wanted.dtype:
         refuse(who, f"ranges must be those of posenc::attend, {tuple(wanted.shape)}", ranges)
     saved = q, k, v, out.contiguous(), lse.contiguous(), ranges.contiguous()
-    *found, to = kernel.backward(g, g_lse, saved, call, to_values and call.values is not None)
+    to_values = bool(how & TO_VALUES) and call.values is not None
+    *found, to = kernel.backward(g, g_lse, saved, call, to_values)
     return *found, g.new_empty(0) if to is None else to
 
 
 def _fake_backward(
     g: Tensor, g_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *others: Any
 ) -> Gradients:
-    to_values, call = others[3], Call(*others[4:])
-    check_devices("posenc::attend_backward", g, g_lse, q, k, v, *others[:3], *call[:4])
-    values = call.values
-    to = q.new_empty(0) if values is None or not to_values else values.new_empty(values.shape)
+    check_devices("posenc::attend_backward", g, g_lse, q, k, v, *others[:7])
+    values, how = others[3], others[7]
+    to = q.new_empty(0) if values is None or not how & TO_VALUES else values.new_empty(values.shape)
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), to
 
 
-def _operations(q: Tensor, k: Tensor, v: Tensor, *call: Any) -> tuple[Tensor, Tensor, Tensor]:
-    out, lse = dense.attend(q, k, v, Call(*call))
+def _operations(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    out, lse = dense.attend(q, k, v, unflatten(*arguments))
     return out, lse, q.new_empty(0, dtype=torch.int32)
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    q, k, v, *call = inputs
-    ctx.save_for_backward(q, k, v, *output, *call[:4])
-    ctx.others = call[4:]
+def _save(ctx: Any, inputs: Any, output: Any) -> None:
+    ctx.save_for_backward(*inputs[:3], *output, *inputs[3:7])
+    ctx.others = inputs[7:]
     ctx.set_materialize_grads(False)
 
 
 def _gradients(ctx: Any, g: Tensor | None, g_lse: Tensor | None, _: Any) -> tuple[Any, ...]:
-    held = ctx.saved_tensors
-    saved, call = held[:6], Call(*held[6:], *ctx.others)
+    saved, (how, *numbers) = ctx.saved_tensors, ctx.others
     needs = ctx.needs_input_grad[:4]
     g = torch.zeros_like(saved[3]) if g is None else g
     if torch.is_grad_enabled():
-        return *_recorded_gradients(needs, g, g_lse, saved, call), *[None] * 10
-    *found, to = attend_backward_op.overload(g, g_lse, *saved, needs[3], *call)
-    return *found, to if needs[3] else None, *[None] * 10
+        call = unflatten(*saved[6:], how, *numbers)
+        return *_recorded_gradients(needs, g, g_lse, saved, call), *[None] * 9
+    how |= TO_VALUES if needs[3] else 0
+    *found, to = attend_backward_op(g, g_lse, *saved, how, *numbers)
+    return *found, to if needs[3] else None, *[None] * 9
+
+
+def _recorded_gradients(
+    needs: Any, g: Tensor, g_lse: Tensor | None, saved: Any, call: Call
+) -> list[Tensor | None]:
+    """The gradients as operations of torch, for a second derivative."""
+    q, k, v, *_ = saved
+    given: Any = (q, k, v, call.values)
+    wanted = [x for x, need in zip(given, needs, strict=True) if need]
+    with torch.enable_grad():
+        made = dense.attend(q, k, v, call)
+        count = 1 if g_lse is None else 2
+        grads: Any = (g, g_lse)[:count]
+        found = iter(torch.autograd.grad(made[:count], wanted, grads, create_graph=True))
+    return [next(found) if need else None for need in needs]
 
 
 _CALL = (
-    "Tensor? values, Tensor? starts, Tensor? first, Tensor? last, str kind, SymInt zero, "
-    "SymInt start, float scale, bool causal, bool prune, SymInt[]? window=None"
+    "Tensor? values, Tensor? starts, Tensor? first, Tensor? last, int how, SymInt zero, "
+    "SymInt start, float scale, SymInt left, SymInt right"
 )
 attend_op = Op(
     "attend",
@@ -253,14 +251,16 @@ attend_op = Op(
     _fake,
     save=_save,
     backward=_gradients,
-    native=(),
+    native=("cuda",),
+    repeats=True,
 )
 attend_backward_op = Op(
     "attend_backward",
     "(Tensor g, Tensor? g_lse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
-    f"Tensor ranges, bool to_values, {_CALL}) -> (Tensor, Tensor, Tensor, Tensor)",
+    f"Tensor ranges, {_CALL}) -> (Tensor, Tensor, Tensor, Tensor)",
     _backward,
     _backward,
     _fake_backward,
-    native=(),
+    native=("cuda",),
+    repeats=True,
 )

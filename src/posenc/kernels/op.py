@@ -53,6 +53,8 @@ class Op:
             one, torch.func gets the ``operations``.
         writes: Indices of the arguments that are written.
         native: Types of the devices that native code serves.
+        repeats: Whether native code on CUDA has no checks and repeats what Python did in a call
+            like it, see `triton.launch`.
     """
 
     def __init__(
@@ -68,11 +70,14 @@ class Op:
         vmap: Callable[..., Any] | None = None,
         writes: tuple[int, ...] = (),
         native: tuple[str, ...] = ("cpu", "cuda"),
+        repeats: bool = False,
     ) -> None:
         self.run, self.operations, self.writes = run, operations, writes
-        self.save, self.backward, self.vmap, self.native = save, backward, vmap, native
+        self.save, self.backward, self.vmap = save, backward, vmap
+        self.native, self.repeats = native, repeats
         # The index of the layout, if there is one; tensors are among the first arguments.
-        self.layout = schema.partition("int layout")[0].count(",")
+        before, has_layout, _ = schema.partition("int layout")
+        self.layout = before.count(",") if has_layout else None
         self.tensors = schema.partition(") ->")[0].rpartition("Tensor")[0].count(",") + 1
         _LIBRARY.define(name + schema)
         _LIBRARY.impl(name, self.run_now, "CompositeExplicitAutograd")
@@ -94,7 +99,7 @@ class Op:
         """The result, with gradients if autograd records."""
         if is_ordinary() and self._are_plain(arguments):
             if self._is_recorded(arguments):
-                return _Recorded.apply(*arguments, self)
+                return _Recorded.apply(*arguments, self, self.run_now)
             return self.run_now(*arguments)
         if (
             in_forward_mode()
@@ -122,14 +127,14 @@ class Op:
             except RuntimeError:
                 call = native.missed()
             if call is not None:
-                return triton.run_and_install(call, self.run, arguments)
+                return triton.run_and_install(call, self.run, arguments, self.repeats)
         return self.run(*arguments)
 
     def at_once(self, *arguments: Any) -> Any:
         """The result of a call that needs no preparation, or None: then nothing has happened.
 
-        That is an ordinary call of native code, without a gradient, of arguments that it takes as
-        they are. The result of an op that returns nothing is True.
+        That is an ordinary call of native code, of arguments that it takes as they are. The result
+        of an op that returns nothing is True.
         """
         if not is_ordinary():
             return None
@@ -137,7 +142,9 @@ class Op:
             if torch.is_grad_enabled():
                 for x in arguments[: self.tensors]:
                     if x is not None and x.requires_grad:
-                        return None
+                        if not self.repeats:
+                            return None
+                        return _Recorded.apply(*arguments, self, self.plain)
             if not self.writes:
                 return self.plain(*arguments)
             for i in self.writes:
@@ -149,9 +156,9 @@ class Op:
             # There is no native code for them, or they do not fit, or they are no tensors; or they
             # fit, but the kernel was not launched before, and Python has to do so.
             call = native.missed()
-        if call is None or arguments[self.layout] & ~USUAL_BITS:
+        if call is None or self.layout is None or arguments[self.layout] & ~USUAL_BITS:
             return None
-        result = triton.run_and_install(call, self.run, arguments)
+        result = triton.run_and_install(call, self.run, arguments, self.repeats)
         return True if result is None else result
 
     def _run_plain(self, arguments: tuple[Any, ...]) -> Any:
@@ -190,12 +197,12 @@ class _Recorded(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Any:
-        *given, op = arguments
-        result = op.run_now(*given)
+        *given, op, run = arguments
+        result = run(*given)
         ctx.op = op
         op.save(ctx, given, result)
         return result
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        return (*ctx.op.backward(ctx, *gradients), None)
+        return *ctx.op.backward(ctx, *gradients), None, None

@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 
 
 def _slope_table(positions: Tensor, dtype: torch.dtype, numbers: Any) -> Tensors:
-    """Slopes ``(H,)`` or ``(B, H)`` in the widest dtype of the device; they have no positions."""
-    exact = torch.tensor(numbers, dtype=torch.float64, device="cpu")
-    return (exact.to(widest(positions.device)).to(positions.device),)
+    """Slopes ``(H,)`` or ``(B, H)``; they have no positions. Not every device has float64."""
+    exact, device = torch.tensor(numbers, dtype=torch.float64, device="cpu"), positions.device
+    return (exact.to(widest(device) if dtype == torch.float64 else dtype).to(device),)
 
 
 class ALiBi(TableModule):

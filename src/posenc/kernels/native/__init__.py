@@ -49,9 +49,15 @@ def missed() -> bytes | None:
     return _native.missed() if launches_kernels else None
 
 
-def install(call: bytes, launches: list[Any]) -> None:
-    """Launch kernels from now on in calls like the one that was :func:`missed`."""
-    _native.install(call, *launches)
+def install(
+    call: bytes, launches: tuple[Any, ...], made: tuple[Any, ...] = (), results: int = 0
+) -> None:
+    """Launch kernels from now on in calls like the one that was :func:`missed`.
+
+    An op that repeats what Python did has the tensors to make, the results before the others.
+    Without launches, such calls stay Python's.
+    """
+    _native.install(call, launches, made, results)
 
 
 def prepare(launch: tuple[int, ...]) -> Any:

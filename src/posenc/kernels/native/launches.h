@@ -4,8 +4,8 @@
 #if defined(__linux__) && defined(__GNUC__)
 #define HAS_CUDA_OPS 1
 
-enum { MOST_PARAMETERS = 80, MOST_TOGETHER = 2, MOST_WORDS = 200, MOST_LAUNCHES = 4096 };
-enum { ROW = 16 }; /* tensors of a launch of an op */
+enum { MOST_PARAMETERS = 80, MOST_TOGETHER = 5, MOST_WORDS = 200, MOST_LAUNCHES = 4096 };
+enum { ROW = 24, MOST_MADE = 10 }; /* tensors of a launch of an op, and those that a call makes */
 enum { A_TENSOR, THE_START, A_NUMBER };
 
 typedef struct {
@@ -24,11 +24,17 @@ typedef struct {
     i64 words[MOST_WORDS];
 } Key;
 
+/* What a call does: the tensors that it makes, results before others, and its launches. */
+typedef struct {
+    int results, made_count, count;
+    View made[MOST_MADE];
+    Launch launches[MOST_TOGETHER];
+} Work;
+
 typedef struct Entry {
     struct Entry *next;
     Key key;
-    int count;
-    Launch launches[MOST_TOGETHER];
+    Work work; /* as far as `size_of` says */
 } Entry;
 
 /* As in cuda.h. */
@@ -77,28 +83,32 @@ static int same_key(const Key *a, const Key *b)
     return a->count == b->count && !memcmp(a->words, b->words, (size_t)a->count * sizeof *a->words);
 }
 
-/* Copy the launches of a call; 0 if there are none. */
-static int find_launches(const Key *key, Launch *to)
+static size_t size_of(const Work *work)
 {
-    int count = 0;
-    lock_entries();
-    for (const Entry *e = *place_of(key); e && !count; e = e->next)
-        if (same_key(&e->key, key)) {
-            count = e->count;
-            for (int i = 0; i < count; i++)
-                memcpy(&to[i], &e->launches[i],
-                       offsetof(Launch, parameters) +
-                           (size_t)e->launches[i].count * sizeof *e->launches[i].parameters);
-        }
-    unlock_entries();
-    return count;
+    return offsetof(Work, launches) + (size_t)work->count * sizeof *work->launches;
 }
 
-static void keep_launches(const Entry *entry)
+/* Copy the work of a call; whether it is known. Otherwise the call is `missed`. */
+static int find_work(Call *c, const Key *key, Work *to)
 {
-    Entry *const made = malloc(sizeof *made);
+    int found = 0;
+    if (key->count < MOST_WORDS) {
+        lock_entries();
+        for (const Entry *e = *place_of(key); e && !found; e = e->next)
+            if ((found = same_key(&e->key, key))) memcpy(to, &e->work, size_of(&e->work));
+        unlock_entries();
+    }
+    if (!found) missed = *key, c->problem = "this kernel was not launched before";
+    if (found && !to->count) c->problem = "more than launches is for Python";
+    return !c->problem;
+}
+
+static void keep_work(const Entry *entry)
+{
+    const size_t size = offsetof(Entry, work) + size_of(&entry->work);
+    Entry *const made = malloc(size);
     if (!made) return;
-    *made = *entry;
+    memcpy(made, entry, size);
     lock_entries();
     if (entry_count == MOST_LAUNCHES) {
         for (size_t i = 0; i < sizeof entries / sizeof *entries; i++)
@@ -153,25 +163,24 @@ static int launch(Launch *l, char *const *tensors, i64 start, int32_t device)
     return cuda.launch(&config, l->function, parameters, NULL) == 0;
 }
 
+/* Launch kernels on the device of `like`, each with its row of tensors; the next one is `step` rows on. */
+static void run_work(Call *c, Work *work, char *(*tensors)[ROW], int step, i64 start, const View *like)
+{
+    int32_t current = like->index;
+    void *guard = NULL;
+    if (cuda.device(&current) || (current != like->index && cuda.guard(like->index, &guard)))
+        c->problem = "the device cannot be chosen";
+    for (int i = 0; i < work->count && !c->problem; i++)
+        if (!launch(&work->launches[i], tensors[i * step], start, like->index)) c->problem = "a launch failed";
+    if (guard) cuda.delete_guard(guard);
+}
+
 /* Run the launch of a key, with the first row of tensors, or its launches, with the next rows; or say why
  * not. */
 static void run_launches(Call *c, const Key *key, char *(*tensors)[ROW], i64 start, const View *like)
 {
-    Launch found[MOST_TOGETHER];
-    int32_t current = like->index;
-    void *guard = NULL;
-    const int count = key->count < MOST_WORDS ? find_launches(key, found) : 0;
-    if (!count) {
-        missed = *key;
-        c->problem = "this kernel was not launched before";
-        return;
-    }
-    if (cuda.device(&current) || (current != like->index && cuda.guard(like->index, &guard)))
-        c->problem = "the device cannot be chosen";
-    for (int i = 0; i < count && !c->problem; i++)
-        if (!launch(&found[i], tensors[count > 1 ? 1 + i : 0], start, like->index))
-            c->problem = "a launch failed";
-    if (guard) cuda.delete_guard(guard);
+    Work work;
+    if (find_work(c, key, &work)) run_work(c, &work, tensors + (work.count > 1), 1, start, like);
 }
 
 /* Whether Triton's kernels take these tables as they are: columns side by side, in the same places. */
@@ -319,6 +328,53 @@ static void cuda_rotate_and_cache(Value *stack, uint64_t arguments, uint64_t res
     finish(&c);
 }
 
+/* An op that repeats what Python did in a call whose arguments were the same in everything but the addresses
+ * of the tensors and, if `kinds` has an s, the start. There is a letter for each argument: a tensor, an
+ * optional one (?), an integer, a number, or the start, which is also an integer. */
+static void replay(Value *stack, int op, const char *kinds)
+{
+    Call c = {stack, {0}, 0, NULL, 1};
+    Key key;
+    Work work;
+    View first = {0}, results[MOST_MADE];
+    char *tensors[1][ROW];
+    int count = 0;
+    i64 start = 0;
+    key.count = 0;
+    missed.count = 0;
+    add_word(&key, op);
+    for (const char *kind = kinds; *kind; kind++)
+        if (*kind == 't' || *kind == '?') {
+            const View v = *kind == 't' ? tensor_argument(&c) : optional_argument(&c);
+            if (!count) first = v;
+            tensors[0][count++] = v.data;
+            add_word(&key, (i64)v.device << 32 | v.index);
+            add_view(&key, &v);
+        } else {
+            const i64 word = integer_argument(&c); /* the bits, if it is a number */
+            if (*kind != 's') add_word(&key, word);
+            if (*kind == 's' || *kind == 'S') start = word;
+        }
+    if (!c.problem && (start < 0 || start > (i64)1 << 30)) c.problem = "a start below zero is for Python";
+    if (!c.problem && find_work(&c, &key, &work)) {
+        for (int i = 0; i < work.made_count && !c.problem; i++) {
+            const View *const m = &work.made[i];
+            const View y = make(&c, m->dim, m->size, m->step, m->dtype, &first);
+            tensors[0][count++] = y.data;
+            if (i < work.results) results[i] = y;
+        }
+        if (!c.problem) run_work(&c, &work, tensors, 0, start, &first);
+        for (int i = 0; i < work.results && !c.problem; i++) stack[i] = result(&c, &results[i]);
+    }
+    finish(&c);
+}
+
+static void cuda_attend(Value *s, uint64_t n, uint64_t m) { (void)n, (void)m, replay(s, 32, "ttt????iisnii"); }
+static void cuda_attend_backward(Value *s, uint64_t n, uint64_t m)
+{
+    (void)n, (void)m, replay(s, 33, "t?tttttt????iiSnii");
+}
+
 static const struct {
     const char *name;
     Op *run;
@@ -330,6 +386,8 @@ static const struct {
     {"norm_rotate.plain", cuda_norm_rotate},
     {"norm_rotate_qk.plain", cuda_norm_rotate_qk},
     {"rotate_and_cache.plain", cuda_rotate_and_cache},
+    {"attend.plain", cuda_attend},
+    {"attend_backward.plain", cuda_attend_backward},
 };
 
 /* register_cuda(path of libtorch_cuda) implements the ops for CUDA. It returns None, or the name of what is
@@ -438,25 +496,50 @@ static PyObject *py_launch(PyObject *self, PyObject *const *arguments, Py_ssize_
     return PyBool_FromLong(launch(&copy, tensors, start, (int32_t)device));
 }
 
-/* install(key, *launches) keeps the launches of a call; whether the op can launch them. */
+/* Read a tensor to make: (dtype, *sizes, *strides), where the dtype is a name of torch's. */
+static int read_made(PyObject *given, View *v)
+{
+    const Py_ssize_t count = PyTuple_Size(given);
+    memset(v, 0, sizeof *v);
+    v->dim = (count - 1) / 2;
+    if (count < 1 || v->dim > MOST_DIMS || count != 1 + 2 * v->dim) return 0;
+    for (Py_ssize_t d = 0; d < v->dim; d++) {
+        v->size[d] = PyLong_AsLongLong(PyTuple_GetItem(given, 1 + d));
+        v->step[d] = PyLong_AsLongLong(PyTuple_GetItem(given, 1 + v->dim + d));
+    }
+    v->dtype = -1;
+#define READ(name) \
+    if (!PyUnicode_CompareWithASCIIString(PyTuple_GetItem(given, 0), #name)) v->dtype = dtypes.name;
+    TORCH_DTYPES(READ)
+#undef READ
+    return v->dtype >= 0 && !PyErr_Occurred();
+}
+
+/* install(key, launches, tensors that it makes, number of results) keeps what a call does, for calls like it;
+ * whether the op can do that. An op that makes its results itself has none here. Without launches, such calls
+ * stay Python's. */
 static PyObject *py_install(PyObject *self, PyObject *arguments)
 {
     Entry entry;
-    char *words;
-    Py_ssize_t size, count = PyTuple_Size(arguments);
+    Work *const work = &entry.work;
+    PyObject *key, *launches, *made;
     (void)self;
-    if (count < 2 || count > 1 + MOST_TOGETHER) Py_RETURN_FALSE;
-    if (PyBytes_AsStringAndSize(PyTuple_GetItem(arguments, 0), &words, &size)) return NULL;
-    if (size > (Py_ssize_t)sizeof entry.key.words) Py_RETURN_FALSE;
-    memcpy(entry.key.words, words, (size_t)size);
-    entry.key.count = (int)(size / (Py_ssize_t)sizeof *entry.key.words), entry.count = (int)count - 1;
-    for (int i = 0; i < entry.count; i++)
-        if (!read_launch(PyTuple_GetItem(arguments, i + 1), &entry.launches[i], ROW)) {
-            if (PyErr_Occurred()) return NULL;
-            Py_RETURN_FALSE;
-        }
-    keep_launches(&entry);
-    Py_RETURN_TRUE;
+    if (!PyArg_ParseTuple(arguments, "SO!O!i", &key, &PyTuple_Type, &launches, &PyTuple_Type, &made, &work->results))
+        return NULL;
+    const Py_ssize_t size = PyBytes_Size(key), count = PyTuple_Size(launches), makes = PyTuple_Size(made);
+    if (size > (Py_ssize_t)sizeof entry.key.words || count > MOST_TOGETHER || makes > MOST_MADE ||
+        work->results < 0 || work->results > makes)
+        Py_RETURN_FALSE;
+    memcpy(entry.key.words, PyBytes_AsString(key), (size_t)size);
+    entry.key.count = (int)(size / (Py_ssize_t)sizeof *entry.key.words);
+    work->count = (int)count, work->made_count = (int)makes;
+    int fits = 1;
+    for (int i = 0; i < makes && fits; i++) fits = read_made(PyTuple_GetItem(made, i), &work->made[i]);
+    for (int i = 0; i < count && fits; i++)
+        fits = read_launch(PyTuple_GetItem(launches, i), &work->launches[i], ROW);
+    if (PyErr_Occurred()) return NULL;
+    if (fits) keep_work(&entry);
+    return PyBool_FromLong(fits);
 }
 #else
 #define HAS_CUDA_OPS 0

@@ -8,8 +8,6 @@ from typing import Any
 
 import torch
 
-from posenc.kernels import native
-
 # This is looked up at import, because torch.compile cannot trace find_spec.
 installed = importlib.util.find_spec("triton") is not None
 _KERNELS = (
@@ -31,16 +29,14 @@ def status() -> tuple[bool, str]:
     return cuda, "ready" if cuda else "torch sees no CUDA device"
 
 
-def run_and_install(call: bytes, run: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+def run_and_install(
+    call: bytes, run: Callable[..., Any], arguments: tuple[Any, ...], repeats: bool
+) -> Any:
     """Run an op, whose kernels native code launches from now on; ``call`` identifies the call."""
     from posenc.kernels.triton import launch
 
-    with launch.recorded() as launches:
-        result = run(*arguments)
-    described = [one.described() for one in launches]
-    if None not in described:
-        native.install(call, described)
-    return result
+    run_and = launch.run_and_repeat if repeats else launch.run_and_install
+    return run_and(call, run, arguments)
 
 
 def __getattr__(name: str) -> Any:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from posenc._contract.tracing import SeenOperations
 from posenc.kernels import native
 
 # `debug` enables device_assert, which stops a kernel at a row out of range, as torch's indexing
@@ -46,14 +47,14 @@ class Launch:
     def __call__(self, tensors: tuple[Tensor, ...], start: int) -> None:
         """Run the kernel, with table rows from ``start`` on."""
         device = tensors[0].device
-        self.tensors = len(tensors)
-        if (record := getattr(_record, "launches", None)) is not None and self not in record:
-            record.append(self)
         if device.type == "cuda" and device.index != torch.cuda.current_device():
             # Triton launches on the current device.
             with torch.cuda.device(device):
                 self(tensors, start)
-        elif self.prepared is not None and native.launch(self.prepared, tensors, start):
+            return
+        if (record := getattr(_record, "launches", None)) is not None:
+            record.append((self, tensors))
+        if self.prepared is not None and native.launch(self.prepared, tensors, start):
             # Triton's own launch reads all arguments, which takes longer than a short kernel.
             pass
         elif self.compiled is not None:
@@ -63,11 +64,14 @@ class Launch:
             self.binary = self.kernel[self.grid](*arguments, **self.constants, **self.options)
             # Triton's interpreter compiles nothing and returns None.
             self.compiled = None if self.binary is None else self.binary[self.grid]
-            described = self.described()
+            described = self.described(range(len(tensors)))
             self.prepared = None if described is None else native.prepare(described)
 
-    def described(self) -> tuple[int, ...] | None:
-        """The launch as native code reads it, `launches.h`; None if it needs more than that."""
+    def described(self, sources: Sequence[int]) -> tuple[int, ...] | None:
+        """The launch as native code reads it, `launches.h`; None if it needs more than that.
+
+        ``sources`` are the places of its tensors among those that native code has.
+        """
         made = self.binary
         if made is None:
             return None
@@ -77,13 +81,13 @@ class Launch:
             return None
         threads = about.num_warps * about.target.warp_size
         found = [made.function, *self.grid, threads, about.shared, int(about.launch_pdl)]
-        values = [*range(self.tensors), 0, *self.numbers]
+        values = [*sources, 0, *self.numbers]
         for i, (kind, value) in enumerate(zip(made.src.signature.values(), values, strict=False)):
             if kind == "constexpr":
                 continue
-            if i < self.tensors:
+            if i < len(sources):
                 found += (_TENSOR, 8, value)
-            elif i == self.tensors:
+            elif i == len(sources):
                 found += (_START, _SIZES[kind], 0)
             else:
                 found += (_NUMBER, _SIZES[kind], bits_of(kind, value))
@@ -107,13 +111,62 @@ _record = threading.local()
 
 
 @contextmanager
-def recorded() -> Iterator[list[Launch]]:
-    """Collect the launches of this thread in this context."""
+def _recorded() -> Iterator[list[tuple[Launch, tuple[Tensor, ...]]]]:
+    """Collect the launches of this thread in this context, and their tensors."""
     _record.launches = []
     try:
         yield _record.launches
     finally:
         _record.launches = None
+
+
+def run_and_install(call: bytes, run: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+    """Run an op, whose kernels native code launches from now on; ``call`` identifies the call.
+
+    Native code makes the results, and has the tensors in the order of the kernel.
+    """
+    with _recorded() as launches:
+        result = run(*arguments)
+    described = tuple([one.described(range(len(tensors))) for one, tensors in launches])
+    if None not in described:
+        native.install(call, described)
+    return result
+
+
+def run_and_repeat(call: bytes, run: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+    """As :func:`run_and_install`; native code makes the tensors too, and repeats all that is done.
+
+    That is possible if nothing is done but launches, on the arguments and on new tensors.
+    """
+    with _recorded() as launches, SeenOperations() as seen:
+        result = run(*arguments)
+    results = result if isinstance(result, tuple) else (result,)
+    used = {t.data_ptr() for _, tensors in launches for t in tensors if t.numel()}
+    created = {t.data_ptr(): t for t in seen.created if t.numel()}
+    returned = {t.data_ptr() for t in results}
+    made = [*results, *[t for at, t in created.items() if at in used and at not in returned]]
+    row = [t for t in (*arguments, *made) if t is None or isinstance(t, Tensor)]
+    places = {t.data_ptr(): i for i, t in enumerate(row) if t is not None and t.numel()}
+    if len(places) < sum(t is not None and t.numel() > 0 for t in row):
+        # Which of two arguments at one address a kernel reads cannot be told.
+        return result
+    new = [t.numel() == 0 or _is_whole(t, created.get(t.data_ptr())) for t in results]
+    if seen.others or not all(new) or not used <= places.keys():
+        native.install(call, ())
+        return result
+    # A kernel reads nothing of an empty tensor.
+    described = tuple(
+        [one.described([places.get(t.data_ptr(), 0) for t in tensors]) for one, tensors in launches]
+    )
+    if None not in described:
+        shapes = [(str(t.dtype).removeprefix("torch."), *t.shape, *t.stride()) for t in made]
+        native.install(call, described, tuple(shapes), len(results))
+    return result
+
+
+def _is_whole(x: Tensor, created: Tensor | None) -> bool:
+    """Whether ``x`` is all of a new tensor."""
+    return created is not None and x.numel() == created.numel() and x.dtype == created.dtype
 
 
 def launch_for(
