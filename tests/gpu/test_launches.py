@@ -12,6 +12,7 @@ from posenc.attention.op import attend_backward_op, attend_op
 from posenc.functional import qk_norm_rope, rotate_and_cache
 from posenc.kernels import Rows, Spec, native, reference
 from posenc.kernels.cache import rotate_and_cache_op
+from posenc.kernels.polar import polar_op
 from posenc.kernels.rotation import norm_rotate_qk_op, rotate_qk_in_place_op, rotate_qk_op
 
 CUDA = "cuda"
@@ -34,7 +35,7 @@ def refuse_python(monkeypatch):
 
     def refuse():
         rotation = rotate_qk_op, rotate_qk_in_place_op, norm_rotate_qk_op, rotate_and_cache_op
-        for op in (*rotation, attend_op, attend_backward_op):
+        for op in (*rotation, polar_op, attend_op, attend_backward_op):
             monkeypatch.setattr(op, "run", None)
 
     return refuse
@@ -100,6 +101,24 @@ def test_norms_and_caches_are_launched_natively(length, refuse_python):
             refuse_python()
     for results in found[1:]:
         assert all(map(torch.equal, results, found[0]))
+
+
+@pytest.mark.parametrize(
+    "where", [{"offset": 9}, {"position_ids": [[1, 0, 40]]}], ids=["at", "ids"]
+)
+def test_pope_is_launched_natively(where, refuse_python):
+    pope = posenc.PoPE(64, 2, max_seq_len=64).to(CUDA)
+    pope.delta.data.uniform_(-6.0, 0.0)
+    q, k = halves(1, 4, 3, 64), halves(1, 2, 3, 64)
+    if "position_ids" in where:
+        where = {"position_ids": torch.tensor(where["position_ids"], device=CUDA)}
+    with torch.no_grad():
+        first = pope(q, k, **where)
+        refuse_python()
+        assert all(map(torch.equal, pope(q, k, **where), first))
+        if "offset" in where:
+            with pytest.raises(ValueError, match="64"):
+                pope(q, k, offset=62)
 
 
 def test_streams_graphs_and_threads_have_their_own_launches():

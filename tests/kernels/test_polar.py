@@ -19,7 +19,7 @@ def by_c(x, y, delta, cos, sin, rows):
 def by_triton(x, y, delta, *how):
     from posenc.kernels.triton import polar as kernel
 
-    phases = None if delta is None else reference_polar.phases_of(delta)
+    phases = None if delta is None else kernel.phases_of(delta, x)
     kernel.polar_into(x, y, phases, *how)
 
 
@@ -146,7 +146,7 @@ def gradients(name, g, x, delta, cos, sin, rows):
 
     device = BACKENDS[name][1]
     g, x, cos, sin = (t.to(device) for t in (g, x, cos, sin))
-    phases = None if delta is None else reference_polar.phases_of(delta.to(device))
+    phases = None if delta is None else module.phases_of(delta.to(device), x)
     dx = torch.full_like(x, float("nan"))
     to_delta = module.polar_backward_into(g, x, dx, phases, cos, sin, rows)
     return dx.cpu(), None if to_delta is None else to_delta.cpu()

@@ -39,7 +39,7 @@ def run(x: Tensor, delta: Tensor | None, cos: Tensor, sin: Tensor, rows: Rows) -
     y = torch.empty((*x.shape[:3], 2 * x.shape[3]), dtype=x.dtype, device=x.device)
     if y.numel():
         x = x if has_dense_rows(x) else dense(x)
-        kernel.polar_into(x, y, _phases(delta), cos, sin, rows)
+        kernel.polar_into(x, y, _phases(kernel, delta, x), cos, sin, rows)
     return y
 
 
@@ -54,7 +54,8 @@ def run_backward(
     usual = has_dense_rows(x, dx)
     made = dx if usual else torch.empty(x.shape, dtype=x.dtype, device=x.device)
     x = x if usual else dense(x)
-    to_delta = kernel.polar_backward_into(g, x, made, _phases(delta), cos, sin, rows)
+    phases = _phases(kernel, delta, x)
+    to_delta = kernel.polar_backward_into(g, x, made, phases, cos, sin, rows)
     return made if usual else dx.copy_(made), None if delta is None else to_delta.to(delta.dtype)
 
 
@@ -63,8 +64,8 @@ def _kernel_for(x: Tensor) -> Any:
     return reference if x.dtype is torch.float64 and not x.is_cpu else kernel_for(x)
 
 
-def _phases(delta: Tensor | None) -> Tensor | None:
-    return None if delta is None else reference_polar.phases_of(delta.detach().resolve_neg())
+def _phases(kernel: Any, delta: Tensor | None, x: Tensor) -> Any:
+    return None if delta is None else kernel.phases_of(delta.detach().resolve_neg(), x)
 
 
 def _rows_of(cos: Tensor, sin: Tensor, positions: Tensor | None, start: int) -> tuple[Any, ...]:
@@ -147,7 +148,7 @@ polar_op = Op(
     _fake,
     save=_save,
     backward=_backward,
-    native=("cpu",),
+    repeats=True,
 )
 polar_backward_op = Op(
     "polar_backward",
@@ -155,5 +156,5 @@ polar_backward_op = Op(
     _run_backward,
     _backward_operations,
     _fake_backward,
-    native=("cpu",),
+    repeats=True,
 )

@@ -328,15 +328,25 @@ static void cuda_rotate_and_cache(Value *stack, uint64_t arguments, uint64_t res
     finish(&c);
 }
 
+/* Why tokens have no rows from `start` on, or NULL; of a tensor, what belongs to it, cos, sin and positions. */
+static const char *wrong_row(const View *v, i64 start)
+{
+    const View *const cos = v + 2, *const at = v + 4;
+    const i64 rows = v->dim == 4 && cos->dim > 1 ? cos->size[cos->dim - 2] : 0;
+    if (start < 0 || start > rows || (!at->handle && v->size[2] > rows - start)) return "a token has no row in the tables";
+    return NULL;
+}
+
 /* An op that repeats what Python did in a call whose arguments were the same in everything but the addresses
- * of the tensors and, if `kinds` has an s, the start. There is a letter for each argument: a tensor, an
- * optional one (?), an integer, a number, or the start, which is also an integer. */
+ * of the tensors and, if `kinds` has an s or an r, the start. There is a letter for each argument: a tensor, an
+ * optional one (?), an integer, a number, or the start, which is also an integer; an r is a row of the tables,
+ * which follow the tensor and what belongs to it, before the positions. */
 static void replay(Value *stack, int op, const char *kinds)
 {
     Call c = {stack, {0}, 0, NULL, 1};
     Key key;
     Work work;
-    View first = {0}, results[MOST_MADE];
+    View views[ROW], results[MOST_MADE];
     char *tensors[1][ROW];
     int count = 0;
     i64 start = 0;
@@ -346,24 +356,24 @@ static void replay(Value *stack, int op, const char *kinds)
     for (const char *kind = kinds; *kind; kind++)
         if (*kind == 't' || *kind == '?') {
             const View v = *kind == 't' ? tensor_argument(&c) : optional_argument(&c);
-            if (!count) first = v;
-            tensors[0][count++] = v.data;
+            views[count] = v, tensors[0][count++] = v.data;
             add_word(&key, (i64)v.device << 32 | v.index);
             add_view(&key, &v);
         } else {
             const i64 word = integer_argument(&c); /* the bits, if it is a number */
-            if (*kind != 's') add_word(&key, word);
-            if (*kind == 's' || *kind == 'S') start = word;
+            if (*kind != 's' && *kind != 'r') add_word(&key, word);
+            if (*kind == 's' || *kind == 'S' || *kind == 'r') start = word;
+            if (*kind == 'r' && !c.problem) c.problem = wrong_row(&views[count - 5], word);
         }
     if (!c.problem && (start < 0 || start > (i64)1 << 30)) c.problem = "a start below zero is for Python";
     if (!c.problem && find_work(&c, &key, &work)) {
         for (int i = 0; i < work.made_count && !c.problem; i++) {
             const View *const m = &work.made[i];
-            const View y = make(&c, m->dim, m->size, m->step, m->dtype, &first);
+            const View y = make(&c, m->dim, m->size, m->step, m->dtype, views);
             tensors[0][count++] = y.data;
             if (i < work.results) results[i] = y;
         }
-        if (!c.problem) run_work(&c, &work, tensors, 0, start, &first);
+        if (!c.problem) run_work(&c, &work, tensors, 0, start, views);
         for (int i = 0; i < work.results && !c.problem; i++) stack[i] = result(&c, &results[i]);
     }
     finish(&c);
@@ -373,6 +383,12 @@ static void cuda_attend(Value *s, uint64_t n, uint64_t m) { (void)n, (void)m, re
 static void cuda_attend_backward(Value *s, uint64_t n, uint64_t m)
 {
     (void)n, (void)m, replay(s, 33, "t?tttttt????iiSnii");
+}
+
+static void cuda_polar(Value *s, uint64_t n, uint64_t m) { (void)n, (void)m, replay(s, 34, "t?tt?r"); }
+static void cuda_polar_backward(Value *s, uint64_t n, uint64_t m)
+{
+    (void)n, (void)m, replay(s, 35, "tt?tt?r");
 }
 
 static const struct {
@@ -386,6 +402,8 @@ static const struct {
     {"norm_rotate.plain", cuda_norm_rotate},
     {"norm_rotate_qk.plain", cuda_norm_rotate_qk},
     {"rotate_and_cache.plain", cuda_rotate_and_cache},
+    {"polar.plain", cuda_polar},
+    {"polar_backward.plain", cuda_polar_backward},
     {"attend.plain", cuda_attend},
     {"attend_backward.plain", cuda_attend_backward},
 };

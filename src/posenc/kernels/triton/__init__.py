@@ -16,6 +16,7 @@ _KERNELS = (
     "norm_qk_into",
     "norm_backward_into",
     "cache_into",
+    "phases_of",
     "polar_into",
     "polar_backward_into",
 )
@@ -45,7 +46,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from posenc.kernels.triton import cache, norm, polar, rotate
 
-    modules = (rotate, norm, norm, norm, cache, polar, polar)
+    modules = (rotate, norm, norm, norm, cache, polar, polar, polar)
     for kernel, module in zip(_KERNELS, modules, strict=True):
         globals()[kernel] = getattr(module, kernel)
     return globals()[name]

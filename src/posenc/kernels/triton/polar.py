@@ -19,8 +19,22 @@ from posenc.kernels.triton.softplus import decay_of, softplus, softplus_slope
 _SHARES = 1056
 
 
+def phases_of(delta: Tensor, x: Tensor) -> Tensor:
+    """Cosines and sines of ``delta``, ``[2, H, D]``, in the dtype in which ``x`` is computed."""
+    dtype = torch.float32 if x.element_size() == 2 else torch.float64
+    phases = torch.empty((2, *delta.shape), device=x.device, dtype=dtype)
+
+    def prepare() -> Launch:
+        numbers = (*delta.stride(), delta.shape[1], delta.numel())
+        grid = (triton.cdiv(delta.numel(), 256), 1, 1)
+        return Launch(_phases, grid, numbers, {"BLOCK": 256})
+
+    launch_for(("phases",), (delta, phases), prepare)((delta, phases), 0)
+    return phases
+
+
 def polar_into(x: Tensor, y: Tensor, phases: Tensor | None, *how: Any) -> None:
-    """Write PoPE of ``x`` into ``y``; see `c.polar_into`. Not for float64."""
+    """Write PoPE of ``x`` into ``y``, with the phases of :func:`phases_of`. Not for float64."""
     _run(_forward, (x, y), phases, *how)
 
 
@@ -46,8 +60,6 @@ def _run(
 ) -> None:
     if cos.stride(-1) != 1 or cos.stride() != sin.stride():
         cos, sin = cos.contiguous(), sin.contiguous()
-    if phases is not None and tensors[0].element_size() == 2:
-        phases = phases.float()
     positions, turned = rows.positions, phases is not None
     given = (*tensors, cos if phases is None else phases, cos, sin)
     given = (*given, tensors[0] if positions is None else positions)
@@ -89,6 +101,17 @@ def _launch(
     programs = tensors[3].shape[0] if backward else batch * length
     grid = (programs, triton.cdiv(heads, block), 1)
     return Launch(kernel, grid, numbers, constants, num_warps=warps)
+
+
+@triton.jit(do_not_specialize=["start"])
+def _phases(delta, phases, start, delta_h, delta_d, width, count, BLOCK: tl.constexpr):
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    present = i < count
+    at = delta + i // width * delta_h + i % width * delta_d
+    angle = tl.load(at, mask=present, other=0).to(tl.float64)
+    element: tl.constexpr = phases.dtype.element_ty
+    tl.store(phases + i, tl.cos(angle).to(element), mask=present)
+    tl.store(phases + count + i, tl.sin(angle).to(element), mask=present)
 
 
 @triton.jit
