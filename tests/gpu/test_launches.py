@@ -1,5 +1,7 @@
 """Ops on a GPU launch their kernels themselves, once Python has compiled them."""
 
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -119,6 +121,45 @@ def test_pope_is_launched_natively(where, refuse_python):
         if "offset" in where:
             with pytest.raises(ValueError, match="64"):
                 pope(q, k, offset=62)
+
+
+def test_doubled_tables_are_checked_and_taken_as_they_are(refuse_python):
+    cos, sin = (t.float().repeat(1, 2)[None] for t in tables(5, 32, CUDA))
+    q, k = halves(2, 4, 5, 64), halves(2, 2, 5, 64)
+    wanted = posenc.functional.rotate_qk(q, k, cos[0, :, :32], sin[0, :, :32], interleaved=False)
+    posenc.interop.huggingface.apply_rotary_pos_emb(q, k, cos, sin)
+    refuse_python()
+    for _ in range(2):
+        got = posenc.interop.huggingface.apply_rotary_pos_emb(q, k, cos, sin)
+        assert all(map(torch.equal, got, wanted))
+
+
+WRONG = """
+import torch
+from posenc.interop.huggingface import apply_rotary_pos_emb
+q = torch.randn(1, 2, 3, 8, device="cuda", dtype=torch.bfloat16)
+cos, sin = torch.ones(2, 1, 3, 8, device="cuda").unbind()
+for _ in range({calls}):
+    apply_rotary_pos_emb(q, q.clone(), cos, sin)
+torch.cuda.synchronize()
+sin[0, 2, 7] = 2
+try:
+    apply_rotary_pos_emb(q, q.clone(), cos, sin)
+    torch.cuda.synchronize()
+except RuntimeError:
+    print("stopped")
+"""
+
+
+@pytest.mark.parametrize("calls", [0, 2])
+def test_tables_that_differ_in_a_pair_stop_the_device(calls):
+    done = subprocess.run(
+        [sys.executable, "-c", WRONG.format(calls=calls)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.stdout.split() == ["stopped"], done.stderr
 
 
 def test_streams_graphs_and_threads_have_their_own_launches():

@@ -19,7 +19,7 @@ from posenc._contract.tracing import (
     is_plain,
     is_recorded,
 )
-from posenc.kernels import reference
+from posenc.kernels import reference, triton
 from posenc.kernels.backends import kernel_for
 from posenc.kernels.op import Op
 from posenc.kernels.spec import (
@@ -165,6 +165,8 @@ def check_rotation(who: str, arguments: tuple[Any, ...], *others: Any) -> tuple[
         refuse(who, f"cos must have 1 to {width // 2} columns, or each of them twice", cos, x)
     if not 0 <= layout < 2 * TWINS or (layout & TWINS and arguments[-5].shape[-1] % 2):
         refuse(who, f"layout must be of known bits, not {layout}", cos, x)
+    if not layout & TWINS and pairs < arguments[-5].shape[-1] and kernel_for(x) is triton:
+        triton.check_twins(*arguments[-5:-3], spec.interleaved)
     return xs, cos, sin, rows, spec
 
 

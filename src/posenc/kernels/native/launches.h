@@ -140,7 +140,8 @@ static void add_view(Key *key, const View *v)
 static void add_rotation(Key *key, int op, const Rotation *r)
 {
     add_word(key, op | (i64)r->x->index << 16);
-    add_word(key, r->interleaved_in | r->interleaved_out << 1 | r->last << 2 | r->transposed << 3);
+    add_word(key, r->interleaved_in | r->interleaved_out << 1 | r->last << 2 | r->transposed << 3 |
+                      (r->twin && !r->trusted) << 4);
     add_view(key, &r->cos), add_view(key, &r->sin), add_view(key, &r->positions);
 }
 
@@ -175,29 +176,34 @@ static void run_work(Call *c, Work *work, char *(*tensors)[ROW], int step, i64 s
     if (guard) cuda.delete_guard(guard);
 }
 
-/* Run the launch of a key, with the first row of tensors, or its launches, with the next rows; or say why
- * not. */
-static void run_launches(Call *c, const Key *key, char *(*tensors)[ROW], i64 start, const View *like)
+/* Run the launch of a key, with the first row of tensors, or its launches, of which there are at most `most`,
+ * with the next rows; or say why not. */
+static void run_launches(Call *c, const Key *key, char *(*tensors)[ROW], int most, i64 start, const View *like)
 {
     Work work;
-    if (find_work(c, key, &work)) run_work(c, &work, tensors + (work.count > 1), 1, start, like);
+    if (!find_work(c, key, &work)) return;
+    if (work.count > most)
+        c->problem = "these launches are for Python";
+    else
+        run_work(c, &work, tensors + (work.count > 1), 1, start, like);
 }
 
-/* Whether Triton's kernels take these tables as they are: columns side by side, in the same places. */
-static int are_usual_tables(const Rotation *r)
+/* Whether Triton's kernels take these tables as they are: columns side by side, in the same places; without a
+ * check that both numbers of a pair are the same, unless there is a kernel for that too. */
+static int are_usual_tables(const Rotation *r, int are_checked)
 {
     const View *const c = &r->cos, *const s = &r->sin;
     return c->step[c->dim - 1] == 1 && !memcmp(c->step, s->step, (size_t)c->dim * sizeof *c->step) &&
-           (!r->twin || (r->trusted && r->columns == 1)) && r->start <= INT32_MAX;
+           (!r->twin || ((r->trusted || are_checked) && r->columns == 1)) && r->start <= INT32_MAX;
 }
 
 static int is_usual(const View *v) { return has_rows(v) && count_of(v) > 0; }
 
-static void read_call(Call *c, Rotation *r)
+static void read_call(Call *c, Rotation *r, int tables_are_checked)
 {
     missed.count = 0;
     if (!c->problem) c->problem = wrong_rotation(r);
-    if (!c->problem && !are_usual_tables(r)) c->problem = "these tables are for Python";
+    if (!c->problem && !are_usual_tables(r, tables_are_checked)) c->problem = "these tables are for Python";
     for (int i = 0; i < r->count && !c->problem; i++)
         if (!is_usual(&r->x[i]) || r->x[i].dtype != r->x->dtype) c->problem = "these tensors are for Python";
 }
@@ -220,7 +226,7 @@ static void cuda_rotate_op(Value *stack, int count, int in_place)
     for (int i = 0; i < count; i++) r.x[i] = tensor_argument(&c);
     read_rows(&c, &r);
     read_layout(&c, &r);
-    read_call(&c, &r);
+    read_call(&c, &r, 1);
     if (!c.problem && in_place) c.problem = unwritable(r.x, count);
     if (!c.problem && in_place && r.interleaved_in != r.interleaved_out) c.problem = "two layouts are for Python";
     if (!c.problem) {
@@ -231,8 +237,10 @@ static void cuda_rotate_op(Value *stack, int count, int in_place)
     if (!c.problem) {
         const int k = count - 1;
         char *const at = r.positions.handle ? r.positions.data : r.x->data;
-        char *tensors[1][ROW] = {{r.x[0].data, r.x[k].data, y[0].data, y[k].data, r.cos.data, r.sin.data, at}};
-        run_launches(&c, &key, tensors, r.start, r.x);
+        char *const row[] = {r.x[0].data, r.x[k].data, y[0].data, y[k].data, r.cos.data, r.sin.data, at};
+        char *tensors[3][ROW] = {{0}, {r.cos.data, r.sin.data}}; /* of the rotation; or of the check, and then it */
+        memcpy(tensors[0], row, sizeof row), memcpy(tensors[2], row, sizeof row);
+        run_launches(&c, &key, tensors, r.twin && !r.trusted ? 2 : 1, r.start, r.x);
     }
     for (int i = 0; i < count && !c.problem && !in_place; i++) stack[i] = result(&c, &y[i]);
     finish(&c);
@@ -263,7 +271,7 @@ static void cuda_norm_op(Value *stack, int count)
     read_rows(&c, &r);
     read_layout(&c, &r);
     const double eps = number_argument(&c), shift = number_argument(&c);
-    read_call(&c, &r);
+    read_call(&c, &r, 0);
     for (int i = 0; i < count && !c.problem; i++)
         if (!is_weight(&weight[i], &r.x[i]) || weight[i].step[0] != 1) c.problem = "a weight does not fit its tensor";
     if (!c.problem) {
@@ -282,7 +290,7 @@ static void cuda_norm_op(Value *stack, int count)
                                    weight[first].data, weight[last].data, r.cos.data, r.sin.data, at};
             memcpy(tensors[i], given, sizeof given);
         }
-        run_launches(&c, &key, tensors, r.start, r.x);
+        run_launches(&c, &key, tensors, 2, r.start, r.x);
     }
     for (int i = 0; i < count && !c.problem; i++) stack[i] = result(&c, &y[i]);
     finish(&c);
@@ -300,7 +308,7 @@ static void cuda_rotate_and_cache(Value *stack, uint64_t arguments, uint64_t res
     Key key;
     key.count = 0;
     read_cache_arguments(&c, &a);
-    read_call(&c, &a.r);
+    read_call(&c, &a.r, 0);
     if (!c.problem) c.problem = wrong_cache_arguments(&a);
     const View *const q = a.r.x, *const v = &a.r.x[2];
     const View *const weights[] = {&a.q_weight, &a.k_weight};
@@ -322,7 +330,7 @@ static void cuda_rotate_and_cache(Value *stack, uint64_t arguments, uint64_t res
         char *tensors[1][ROW] = {{q->data, q[1].data, v->data, y.data, a.k_cache.data, a.v_cache.data,
                                  a.slots.data, a.r.cos.data, a.r.sin.data}};
         for (int i = 0; i < 5; i++) tensors[0][9 + i] = maybe[i]->handle ? maybe[i]->data : q->data;
-        run_launches(&c, &key, tensors, a.r.start, q);
+        run_launches(&c, &key, tensors, 1, a.r.start, q);
     }
     if (!c.problem) stack[0] = result(&c, &y);
     finish(&c);

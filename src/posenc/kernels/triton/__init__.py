@@ -11,6 +11,7 @@ import torch
 # This is looked up at import, because torch.compile cannot trace find_spec.
 installed = importlib.util.find_spec("triton") is not None
 _KERNELS = (
+    "check_twins",
     "rotate_into",
     "norm_into",
     "norm_qk_into",
@@ -44,9 +45,9 @@ def __getattr__(name: str) -> Any:
     """The kernels, which are imported together when one is first used."""
     if name not in _KERNELS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from posenc.kernels.triton import cache, norm, polar, rotate
+    from posenc.kernels.triton import cache, norm, pairs, polar, rotate
 
-    modules = (rotate, norm, norm, norm, cache, polar, polar, polar)
+    modules = (pairs, rotate, norm, norm, norm, cache, polar, polar, polar)
     for kernel, module in zip(_KERNELS, modules, strict=True):
         globals()[kernel] = getattr(module, kernel)
     return globals()[name]

@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from posenc.kernels.spec import Rows, Spec
+from posenc.kernels.triton.launch import Launch, launch_for
 
 
 def index(*tensors: Tensor) -> Any:
@@ -26,6 +27,34 @@ def check_tables(x: Tensor, cos: Tensor, sin: Tensor, spec: Spec) -> None:
     fits = pairs >= 1 and spec.first_channel + 2 * pairs <= x.shape[3]
     if not fits or batch != x.shape[0] or cos.shape != sin.shape:
         raise ValueError(f"tables {tuple(cos.shape)} do not fit {tuple(x.shape)}")
+
+
+def check_twins(cos: Tensor, sin: Tensor, interleaved: bool) -> None:
+    """Stop the device if tables ``[..., R, 2 P]`` do not have each number twice."""
+
+    def prepare() -> Launch:
+        pairs, rows = cos.shape[-1] // 2, cos.shape[-2]
+        strides = [(t.stride(0) if t.dim() == 3 else 0, *t.stride()[-2:]) for t in (cos, sin)]
+        step, twin = (2, 1) if interleaved else (1, pairs)
+        numbers = (*strides[0], *strides[1], pairs, step, twin)
+        grid = (rows, cos.shape[0] if cos.dim() == 3 else 1, 1)
+        return Launch(_check_twins, grid, numbers, {"BLOCK": triton.next_power_of_2(pairs)})
+
+    launch_for(("twins", interleaved), (cos, sin), prepare)((cos, sin), 0)
+
+
+@triton.jit(do_not_specialize=["start"])
+def _check_twins(
+    cos, sin, start, cos_b, cos_t, cos_d, sin_b, sin_t, sin_d, pairs, step, twin,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    row, b = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    at, mask = tl.arange(0, BLOCK) * step, tl.arange(0, BLOCK) < pairs
+    cos += b * cos_b + row * cos_t
+    sin += b * sin_b + row * sin_t
+    same = tl.load(cos + at * cos_d, mask=mask) == tl.load(cos + (at + twin) * cos_d, mask=mask)
+    same &= tl.load(sin + at * sin_d, mask=mask) == tl.load(sin + (at + twin) * sin_d, mask=mask)
+    tl.device_assert(same | (mask == 0), "both numbers of a pair must be the same in cos and sin")
 
 
 def table_numbers(cos: Tensor, rows: Rows) -> tuple[int, ...]:
