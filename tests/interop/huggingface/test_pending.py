@@ -30,6 +30,8 @@ OPERATIONS = {
     "attention": lambda x: nn.functional.scaled_dot_product_attention(x, x, x),
     "split-heads-moved-then-joined": lambda x: x.view(2, 5, 3, 2, 4).transpose(1, 2).flatten(),
     "split-twice": lambda x: x.view(2, 5, 3, 2, 4).view(2, 5, 3, 8),
+    "other-dtype": lambda x: x.to(torch.float64),
+    "split-heads-and-then-channels": lambda x: x.unflatten(-1, (2, -1)).unflatten(-1, (2, -1)),
     "length": len,
 }
 
@@ -43,6 +45,24 @@ def test_an_operation_between_norm_and_rotation_takes_the_result_of_the_norm(nam
         assert torch.equal(got, expected)
     else:
         assert got == expected
+
+
+VIEWS = {
+    "heads-in-front": lambda x: x.transpose(1, 2),
+    "split-heads": lambda x: x.unflatten(-1, (2, -1)),
+    "split-batch": lambda x: x.unflatten(0, (1, 2)),
+    "same-dtype": lambda x: x.to(torch.float32),
+    "same-device": lambda x: x.to(device="cpu", dtype=torch.float32),
+}
+
+
+@pytest.mark.parametrize("name", VIEWS)
+def test_a_view_still_waits_and_gives_what_the_view_of_the_result_has(name):
+    result, waiting = pending(2, 5, 3, 8)
+    got, expected = VIEWS[name](waiting), VIEWS[name](result)
+    assert isinstance(got, Pending)
+    assert got.shape == expected.shape
+    assert torch.equal(got.tensor(), expected)
 
 
 def test_a_kernel_that_is_no_torch_function_gets_the_result_or_an_error():

@@ -32,9 +32,10 @@ class NormCall:
 class Pending:
     """The result of a norm, in a view of it, that is computed when it is needed.
 
-    ``transpose``, ``view`` and ``reshape`` give another view, and our rotation normalises and
-    rotates in one kernel. Every other operation takes the result of the norm's own forward. This is
-    no tensor, so code that knows nothing of it fails, rather than read what is not normalised.
+    ``transpose``, ``view``, ``reshape`` and ``unflatten`` give another view, and our rotation
+    normalises and rotates in one kernel. Every other operation takes the result of the norm's own
+    forward. This is no tensor, so code that knows nothing of it fails, rather than read what is not
+    normalised.
     """
 
     def __init__(
@@ -87,19 +88,28 @@ class Pending:
         """Give it another shape."""
         return self._reshape("reshape", shape)
 
-    def _reshape(self, name: str, shape: tuple[Any, ...]) -> Any:
+    def unflatten(self, dim: int, sizes: Any) -> Any:
+        """Split an axis."""
+        return self._reshape("unflatten", (dim, sizes))
+
+    def to(self, *args: Any, **kwargs: Any) -> Any:
+        """Itself, if it has that dtype and device."""
+        x = self.x.to(*args, **kwargs)
+        same = x.dtype == self.dtype and x.device == self.device
+        return self if same else self.tensor().to(*args, **kwargs)
+
+    def _reshape(self, name: str, args: tuple[Any, ...]) -> Any:
         width, before = self.call.weight.shape[0], self.x
-        after = before.reshape(*shape) if self._heads is None else before
+        after = _viewed(before, name, args) if self._heads is None else before
         if after.shape[-1] == width:
-            return self._view(name, shape, None, keeps_rows=self._heads is None)
+            return self._view(name, args, None, keeps_rows=self._heads is None)
         splits = after.dim() > 1 and after.shape[-2] * after.shape[-1] == width
-        return self._view(name, shape, -2, keeps_rows=self._heads is None and splits)
+        return self._view(name, args, -2, keeps_rows=self._heads is None and splits)
 
     def _view(self, name: str, args: tuple[Any, ...], heads: int | None, keeps_rows: bool) -> Any:
         if not keeps_rows:
             return getattr(self.tensor(), name)(*args)
-        # The input may have no such view where the result has one.
-        x = getattr(self.x, "reshape" if name == "view" else name)(*args)
+        x = _viewed(self.x, name, args)
         return Pending(self.call, x, heads, (*self._views, (name, args)))
 
     def tensor(self) -> Tensor:
@@ -128,6 +138,12 @@ class Pending:
             call.decided(True)
         norm = Norm(call.eps, call.shift, self._heads is not None)
         return kernels.norm_rotate(self.x, call.weight, cos, sin, Rows(), spec, norm)
+
+
+def _viewed(x: Tensor, name: str, args: tuple[Any, ...]) -> Tensor:
+    # The input may have no such view where the result has one.
+    viewed: Tensor = getattr(x, "reshape" if name == "view" else name)(*args)
+    return viewed
 
 
 def _operator(name: str) -> Callable[..., Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from torch import Tensor
@@ -131,7 +132,7 @@ def _rotate(xs: list[Any], cos: Tensor, sin: Tensor, spec: Spec) -> list[Tensor]
     fours = xs
     if _has_heads(cos):
         # Each head becomes a sequence, because sequences may have their own tables.
-        fours = [x.flatten(0, -3).unsqueeze(1) for x in xs]
+        fours = [x.reshape(math.prod(x.shape[:-2]), 1, *x.shape[-2:]) for x in xs]
     elif xs[0].dim() > 4:
         fours = [x.flatten(0, -4) for x in xs]
     elif xs[0].dim() < 4:
