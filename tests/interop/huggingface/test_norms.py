@@ -2,7 +2,6 @@
 
 import importlib
 import pickle
-import sys
 
 import pytest
 import torch
@@ -11,7 +10,7 @@ from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from posenc.interop.huggingface import patch, patched, unpatch
-from support.hf_models import GQA, LATENT, SMALL, apart, tiny, tokens
+from support.hf_models import GQA, LATENT, SMALL, OwnNorms, apart, tiny, tokens
 
 EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2}
 EXPERTS |= {"moe_intermediate_size": 32, "n_routed_experts": 4, "n_group": 1, "topk_group": 1}
@@ -76,36 +75,16 @@ def qk_norms(model):
     return [one for name, one in model.named_modules() if name.endswith(ends)]
 
 
-class OwnNorms:
-    """The norms of queries and keys whose own forward runs."""
-
-    def __init__(self, model):
-        self.norms, self.ran = qk_norms(model), []
-        self.codes = {type(one).forward.__code__ for one in self.norms}
-
-    def __enter__(self):
-        sys.setprofile(self.see)
-        return self
-
-    def __exit__(self, *_):
-        sys.setprofile(None)
-
-    def see(self, frame, event, _):
-        if event == "call" and frame.f_code in self.codes:
-            one = frame.f_locals["self"]
-            self.ran += [one] * any(one is norm for norm in self.norms)
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_outputs_and_gradients_stay_and_the_norms_do_not_run_on_their_own(family):
     """One kernel owes the model float32 rounding only, in the gradients of its weights as well."""
     model = model_of(family).train()
-    with OwnNorms(model) as before:
+    with OwnNorms(qk_norms(model)) as before:
         out, gradients = run(model)
     keys = list(model.state_dict())
 
     report = patch(model)
-    with OwnNorms(model) as after:
+    with OwnNorms(qk_norms(model)) as after:
         ours, our_gradients = run(model)
 
     paths = [f"{row.module}.{name}" for row in report.norms for name in row.fused]
@@ -131,7 +110,7 @@ def test_the_report_names_the_norms_and_fuse_false_leaves_them_alone():
             (f"layers.{i}.self_attn", "Qwen3Attention", ("q_norm", "k_norm"), ()) for i in (0, 1)
         ]
         assert "self_attn (Qwen3Attention): norms [q_norm, k_norm fused]" in str(report)
-    with patched(model, fuse=False) as report, OwnNorms(model) as own:
+    with patched(model, fuse=False) as report, OwnNorms(qk_norms(model)) as own:
         model(tokens())
         assert report.norms == ()
         assert len(own.ran) == 4
@@ -292,7 +271,7 @@ def test_generation_with_a_cache_gives_the_same_tokens():
     mask[0, :4] = 0  # left padding
     expected = model.generate(tokens(), attention_mask=mask, **asked)
 
-    with patched(model), OwnNorms(model) as own:
+    with patched(model), OwnNorms(qk_norms(model)) as own:
         got = model.generate(tokens(), attention_mask=mask, **asked)
 
     assert not own.ran
@@ -304,7 +283,7 @@ def test_gradient_checkpointing_gives_the_same_gradients():
     _, expected = run(model)
     model.gradient_checkpointing_enable()
 
-    with patched(model), OwnNorms(model) as own:
+    with patched(model), OwnNorms(qk_norms(model)) as own:
         _, got = run(model)
 
     assert not own.ran
@@ -319,7 +298,7 @@ def test_a_pickled_model_comes_back_fused():
 
     again = pickle.loads(pickle.dumps(model))
 
-    with OwnNorms(again) as own:
+    with OwnNorms(qk_norms(again)) as own:
         assert torch.equal(again(tokens())[0], model(tokens())[0])
     assert not own.ran
     unpatch(again)
