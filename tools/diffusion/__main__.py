@@ -71,9 +71,13 @@ def write(rows: list[dict[str, Any]]) -> None:
     worst = [max(row[kind] for row in near) for kind in ("outputs", "gradients")]
     others = ", ".join(row["name"] for row in rows if row not in near)
     classes = {row["name"].split(",")[0] for row in rows}
+    fused = {
+        row["name"].split(",")[0] for row in rows if any(names for _, names, _ in row["norms"])
+    }
     said = (
         f"{len(classes)} classes of diffusers {diffusers.__version__}; differences of at most "
-        f"{worst[0]:.0e} in outputs and {worst[1]:.0e} in gradients, except for {others}.\n\n"
+        f"{worst[0]:.0e} in outputs and {worst[1]:.0e} in gradients, except for {others}. "
+        f"Norms are computed with the rotation in {len(fused)} of them.\n\n"
         "| class | outputs | gradients | function (tables) | `RoPE.from_config` |\n"
         "|---|---|---|---|---|\n"
     )

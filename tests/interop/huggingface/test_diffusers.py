@@ -6,12 +6,14 @@ import sys
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from posenc.interop.huggingface import patch, patched, unpatch
 
 diffusers = pytest.importorskip("diffusers")
 
 from support.diffusion import MODELS, OWN_WARNINGS, noise, tiny  # noqa: E402
+from support.hf_models import OwnNorms  # noqa: E402
 
 pytestmark = OWN_WARNINGS
 
@@ -230,10 +232,173 @@ def test_a_rotation_that_is_not_known_is_refused_by_name(kind, config, function)
 
 
 @pytest.mark.slow
-def test_a_patched_model_compiles_in_one_graph():
-    model, given = flux()
+@pytest.mark.parametrize("name", ["FluxTransformer2DModel", "LTXVideoTransformer3DModel"])
+def test_a_patched_model_compiles_whole_and_once(name):
+    """The second has attention that gets no tables."""
+    (model, given), compiles = tiny(name), CompileCounterWithBackend("aot_eager")
     with torch.no_grad():
         expected = model(**given).sample
         patch(model)
-        compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+        compiled = torch.compile(model, fullgraph=True, backend=compiles)
         assert apart([expected], [compiled(**given).sample]) < 2e-6
+        patch(tiny(name)[0])
+        compiled(**given)
+    assert compiles.frame_count == 1
+
+
+# Modules, the norms in them that are fused, and a word of why others are not.
+BOTH, ALL = ("norm_q", "norm_k"), ("norm_q", "norm_k", "norm_added_q", "norm_added_k")
+NORMS = {
+    # The text is joined to the image before the rotation in the first blocks.
+    "FluxTransformer2DModel": {
+        "transformer_blocks.0.attn": ((), "no rotation took"),
+        "single_transformer_blocks.0.attn": (BOTH, ""),
+    },
+    # Over all heads, before they are split.
+    "WanTransformer3DModel": {
+        "blocks.0.attn1": (BOTH, ""),
+        "blocks.0.attn2": ((), "to other tokens"),
+    },
+    "QwenImageTransformer2DModel": {"transformer_blocks.0.attn": (ALL, "")},
+}
+SLOW_NORMS = {
+    # Text is not rotated.
+    "HunyuanVideoTransformer3DModel": {
+        "transformer_blocks.0.attn": (BOTH, "no rotation took"),
+        "single_transformer_blocks.0.attn": ((), "no rotation took"),
+    },
+    # Rotated before the heads are split.
+    "LTXVideoTransformer3DModel": {"transformer_blocks.0.attn1": (BOTH, "")},
+    # Cast to the dtype that they have.
+    "QwenImage21Transformer2DModel": {"transformer_blocks.0.attn": (BOTH, "")},
+    "AnyFlowTransformer3DModel": {"blocks.0.attn1": (BOTH, "")},
+    "CosmosTransformer3DModel": {
+        "transformer_blocks.0.attn1": (BOTH, ""),
+        "transformer_blocks.0.attn2": ((), "to other tokens"),
+    },
+    "HeliosTransformer3DModel": {"blocks.0.attn1": (BOTH, "")},
+    "Krea2Transformer2DModel": {"transformer_blocks.0.attn": (BOTH, "")},
+    "Lumina2Transformer2DModel": {"layers.0.attn": (BOTH, "")},
+    "MochiTransformer3DModel": {"transformer_blocks.0.attn1": (BOTH, "no rotation took")},
+    "PRXTransformer2DModel": {"blocks.0.attention": (BOTH, "no rotation took")},
+    "ZImageTransformer2DModel": {"layers.0.attention": (BOTH, "")},
+    "CogVideoXTransformer3DModel": {"transformer_blocks.0.attn1": ((), "no RMSNorm")},
+    "SanaVideoTransformer3DModel": {"transformer_blocks.0.attn1": ((), "no rotation took")},
+}
+
+
+def norms_in(model, fused):
+    """The norms of ``NORMS`` that are fused, or the others."""
+    paths = ({**NORMS, **SLOW_NORMS})[type(model).__name__]
+    named = {path: model.get_submodule(path).named_children() for path in paths}
+    return [
+        norm
+        for path, children in named.items()
+        for name, norm in children
+        if "Norm" in type(norm).__name__ and (name in paths[path][0]) == fused
+    ]
+
+
+@pytest.mark.parametrize(
+    "name", [*NORMS, *(pytest.param(one, marks=pytest.mark.slow) for one in SLOW_NORMS)]
+)
+def test_norms_before_a_rotation_do_not_run_on_their_own(name):
+    """One kernel owes the model float32 rounding only, in the gradients of its weights as well."""
+    model, given = tiny(name)
+    fused, others = norms_in(model, fused=True), norms_in(model, fused=False)
+    with OwnNorms(fused) as before:
+        run(model, given)
+    expected = [norm.weight.grad.clone() for norm in fused]
+
+    report = patch(model)
+    with OwnNorms([*fused, *others]) as after:
+        run(model, given)
+    ours = [norm.weight.grad.clone() for norm in fused]
+
+    assert set(before.ran) == set(fused)
+    assert not set(after.ran) & set(fused)
+    rows = {row.module: row for row in report.norms}
+    for path, (names, why) in {**NORMS, **SLOW_NORMS}[name].items():
+        assert rows[path].fused == names
+        assert rows[path].cls == type(model.get_submodule(path).processor).__name__
+        assert all(why and why in said for _, said in rows[path].others)
+    for a, b in zip(expected, ours, strict=True):
+        assert apart([a], [b]) < 2e-5
+    unpatch(model)
+    with OwnNorms(fused) as again:
+        run(model, given)
+    assert set(again.ran) == set(fused)
+
+
+def test_fuse_false_leaves_the_norms_of_a_processor_alone():
+    model, given = tiny("WanTransformer3DModel")
+    fused = norms_in(model, fused=True)
+    with patched(model, fuse=False) as report, OwnNorms(fused) as own:
+        run(model, given)
+    assert report.norms == ()
+    assert set(own.ran) == set(fused)
+
+
+def test_a_hook_on_a_norm_of_a_processor_gets_the_tensor_that_the_model_computes():
+    """Whether it was registered before the patch, or after; and diffusers has hooks of its own."""
+    from diffusers.hooks import HookRegistry, ModelHook
+
+    class Sees(ModelHook):
+        def post_forward(self, module, output):
+            seen.append(output)
+            return output
+
+    model, given = flux()
+    attention, seen = model.single_transformer_blocks[0].attn, []
+    attention.norm_q.register_forward_hook(lambda module, args, out: seen.append(out))
+    with torch.no_grad():
+        model(**given)
+        report = patch(model)
+        HookRegistry.check_if_exists_or_initialize(attention.norm_k).register_hook(Sees(), "sees")
+        model(**given)
+
+    (row,) = (row for row in report.norms if row.module == "single_transformer_blocks.0.attn")
+    assert row.fused == ("norm_k",)
+    assert "hooks" in dict(row.others)["norm_q"]
+    assert len(seen) == 3
+    assert apart([seen[0]], [seen[1]]) < 2e-6
+    assert type(seen[2]) is torch.Tensor
+
+
+def test_attention_that_gets_no_tables_is_called_with_tensors(monkeypatch):
+    """Diffusers attends by kernels of many packages, which take nothing else."""
+    from diffusers.models.attention_dispatch import _AttentionBackendRegistry as registry
+
+    model, given = tiny("LTXVideoTransformer3DModel")
+    name, attend = registry.get_active_backend()
+    seen = []
+
+    def spy(**arguments):
+        seen.append({type(arguments[name]) for name in ("query", "key", "value")})
+        return attend(**arguments)
+
+    monkeypatch.setitem(registry._backends, name, spy)
+    with patched(model), torch.no_grad():
+        model(**given)
+    assert seen == [{torch.Tensor}] * 2
+
+
+def test_copies_of_a_fused_model_are_fused():
+    model, given = tiny("WanTransformer3DModel")
+    patch(model)
+    for one in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        with OwnNorms(norms_in(one, fused=True)) as own, torch.no_grad():
+            assert torch.equal(one(**given).sample, model(**given).sample)
+        assert not own.ran
+
+
+def test_gradient_checkpointing_gives_the_same_gradients():
+    model, given = tiny("WanTransformer3DModel")
+    _, expected = run(model.train(), given)
+    model.enable_gradient_checkpointing()
+
+    with patched(model), OwnNorms(norms_in(model, fused=True)) as own:
+        _, got = run(model, given)
+
+    assert not own.ran
+    assert apart(expected, got) < 2e-6

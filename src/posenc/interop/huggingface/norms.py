@@ -9,7 +9,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -18,12 +19,15 @@ import torch
 from torch import Tensor, nn
 
 from posenc import kernels
+from posenc.interop.huggingface import diffusion
 from posenc.interop.huggingface.pending import NormCall, Pending
 from posenc.interop.huggingface.probing import FAILURES, WIDEN, same
 from posenc.interop.huggingface.rewrite import PATCHED, Replacement
 
 # The argument of an attention in transformers that has its cosines and sines.
 _TABLES = "position_embeddings"
+# Such arguments of an attention processor in diffusers.
+_TURNS = re.compile("rotary|freqs|rope")
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +36,9 @@ class Norms:
 
     Attributes:
         module: Path of the module in the model.
-        cls: Its class.
-        fused: Names of its norms that are computed with the rotation, in one kernel.
+        cls: Its class; that of its attention processor in a model of diffusers.
+        fused: Names of its norms that are computed with the rotation, in one kernel; in a call
+            that does not rotate, on their own.
         others: Names of the others, and why each still runs on its own.
     """
 
@@ -70,13 +75,17 @@ def norm_forward(kind: Any, eps: float, shift: float) -> Replacement:
 def _has_hooks(module: nn.Module) -> bool:
     """Whether hooks see the result of a norm, or take its weight away after the call."""
     hooks = module._forward_hooks or module._backward_hooks or module._backward_pre_hooks
-    return bool(hooks) or hasattr(module, "_hf_hook")
+    # Those of accelerate and of diffusers wrap the forward.
+    return bool(hooks) or hasattr(module, "_hf_hook") or hasattr(module, "_diffusers_hook")
 
 
 def plan(
-    path: str, module: nn.Module, methods: Sequence[Replacement]
+    path: str, module: nn.Module, methods: Sequence[Replacement], processor: Any = None
 ) -> tuple[list[tuple[nn.Module, Replacement]], list[Norms]]:
-    """What to fuse in a module that rotates by ``methods``: norms and our forwards; a report."""
+    """What to fuse in a module that rotates by ``methods`` or by a ``processor`` of diffusers.
+
+    Returns norms with our forwards, and a report.
+    """
     known: dict[str, Replacement] = {}
     others: dict[str, str] = {}
     for name, norm in module.named_children():
@@ -89,11 +98,18 @@ def plan(
             others[name] = "it is no RMSNorm with a weight"
         else:
             known[name] = norm_forward(kind, *formula)
-    rotated = _rotated(module, methods, known) if known else set()
+    why, rotated = "no rotation took its result as it is, in a trial", set[str]()
+    # In diffusers, such a module has the processor of the others, but gets no tables.
+    if processor is not None and getattr(module, "is_cross_attention", False):
+        why = "it is of attention to other tokens, which does not rotate"
+    elif known and processor is not None:
+        rotated = _rotated_by(processor, module, known)
+    elif known:
+        rotated = _rotated(module, methods, known)
     fused = tuple(name for name in known if name in rotated)
-    why = "no rotation took its result as it is, in a trial"
     others |= {name: why for name in known if name not in rotated}
-    report = [Norms(path, type(module).__name__, fused, tuple(others.items()))]
+    cls = type(module if processor is None else processor).__name__
+    report = [Norms(path, cls, fused, tuple(others.items()))]
     ours = [(module.get_submodule(name), known[name]) for name in fused]
     return ours, report if known or others else []
 
@@ -129,13 +145,47 @@ def _rotated(
     """Names of the norms whose results are rotated as they are, whenever the module runs."""
     form = methods[0].replaced[0][1].split(",")[0]
     for lead in ((1, 2), (2,)):
-        given = _arguments(module, form, lead)
+        table = WIDEN.get(form, WIDEN["doubled"])(torch.empty(*lead, 1, device="meta"))
+        tables = torch.complex(table, table) if form == "complex" else (table, table)
+        given = _arguments(module, type(module).forward, lead) | {_TABLES: tables}
         taken = _tried(module, methods, known, given)
         fused = {name for name, is_fused in taken.items() if is_fused}
         if fused:
             # Some models get no tables in layers that do not rotate.
             return fused - _tried(module, methods, known, given | {_TABLES: None}).keys()
     return set()
+
+
+def _rotated_by(processor: Any, module: nn.Module, known: dict[str, Replacement]) -> set[str]:
+    """Names of the norms whose results a processor rotates as they are, in calls with tables."""
+    kind, given = type(processor), _arguments(module, processor.__call__, (1, 2))
+    names = [one for one in inspect.signature(kind.__call__).parameters if _TURNS.search(one)]
+
+    def fused(tables: Any) -> dict[str, bool]:
+        return _tried(module, [], known, given | dict.fromkeys(names, tables), processor)
+
+    # Norms that are computed before the tables are read are not rotated as they are.
+    if len(fused(object())) == len(known):
+        return set()
+    forms = [_taken[kind]] if kind in _taken else list(_forms())
+    results = [{name for name, is_fused in fused(form).items() if is_fused} for form in forms]
+    best = max(results, key=len)
+    if best:
+        _taken[kind] = forms[results.index(best)]
+    return best
+
+
+# Tables in the form that a class of processors takes, once one of its modules was tried.
+_taken: dict[type, Any] = {}
+
+
+def _forms() -> Iterator[Any]:
+    """Tables of two tokens in all forms that processors get: of one stream, two, or in a dict."""
+    for packed in (lambda x: x, lambda x: (x, x), lambda x: {"query": x, "key": x}):
+        for form in diffusion.forms(("freqs",)):
+            for rows in ((2,), (1, 2), (1, 2, 1), (1, 1, 2)):
+                table = torch.empty(*rows, 2, device="meta")
+                yield packed(*form.pack(table, table))
 
 
 class _Decided(Exception):
@@ -147,6 +197,7 @@ def _tried(
     methods: Sequence[Replacement],
     known: dict[str, Replacement],
     given: dict[str, Any],
+    processor: Any = None,
 ) -> dict[str, bool]:
     """The norms whose results were used in a run of a copy, and whether a rotation took them."""
     fused: dict[str, bool] = {}
@@ -169,28 +220,33 @@ def _tried(
         for name in known:
             norm = one.get_submodule(name)
             vars(norm)["forward"] = partial(watched, name, norm)
-        one(**given)
+        one(**given) if processor is None else processor(one, **given)
     return fused
 
 
-def _arguments(module: Any, form: str, lead: tuple[int, ...]) -> dict[str, Any]:
-    """Arguments for an attention: hidden states, tables of one pair, and None for the rest."""
+def _arguments(module: Any, attend: Any, lead: tuple[int, ...]) -> dict[str, Any]:
+    """Arguments for ``attend``, after ``module``: hidden states, and None for what it needs."""
     widths = [one.in_features for one in module.modules() if hasattr(one, "in_features")]
-    table = WIDEN.get(form, WIDEN["doubled"])(torch.empty(*lead, 1, device="meta"))
     given: dict[str, Any] = {}
-    for p in list(inspect.signature(type(module).forward).parameters.values())[1:]:
+    for p in list(inspect.signature(attend).parameters.values())[1:]:
         if p.name.endswith("hidden_states"):
             given[p.name] = torch.empty(*lead, *widths[:1], device="meta")
         elif p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD:
             given[p.name] = None
-    tables = torch.complex(table, table) if form == "complex" else (table, table)
-    return {**given, _TABLES: tables}
+    return given
+
+
+class _Linear(nn.Linear):
+    """Any linear layer, for states of any width: those of a second stream may have another."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.new_empty((*x.shape[:-1], self.out_features))
 
 
 def _copy(module: Any, device: str) -> Any:
-    """A float32 copy for our methods, without values and hooks; linear layers are torch's."""
+    """A float32 copy for our methods, without values and hooks."""
     if hasattr(module, "in_features") and hasattr(module, "out_features"):
-        return nn.Linear(module.in_features, module.out_features, dtype=torch.float32)
+        return _Linear(module.in_features, module.out_features, dtype=torch.float32)
     made: nn.Module = object.__new__(type(module))
     nn.Module.__init__(made)
     left_out = {*vars(made), "forward", "_old_forward", "_hf_hook"}

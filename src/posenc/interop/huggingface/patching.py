@@ -129,9 +129,10 @@ def patch(model: nn.Module, *, fuse: bool = True) -> Report:
     Patch before you compile.
 
     Where an RMSNorm of the queries or keys comes directly before the rotation (Qwen3, Gemma 3,
-    OLMo 2), one kernel computes both, with gradients. It rounds once; the model rounds after the
-    norm too, once or twice, so in half precision the two differ by up to four unit roundoffs of the
-    pair. A norm with hooks, or with weights of another dtype than its input, runs on its own.
+    OLMo 2, Flux, Wan), one kernel computes both, with gradients. It rounds once; the model rounds
+    after the norm too, once or twice, so in half precision the two differ by up to four unit
+    roundoffs of the pair. A norm with hooks, or with weights of another dtype than its input, runs
+    on its own.
 
     Attention layers with ALiBi (BLOOM, MPT, Falcon) or with T5's buckets call
     :func:`posenc.attention.biased_attention`, which makes no matrix, once a small random model with
@@ -203,8 +204,8 @@ def patch(model: nn.Module, *, fuse: bool = True) -> Report:
             form, rates = ("unchanged", "its own") if ours is None else (ours.form, ours.rates)
             rotary.append(Table(path, kind.__name__, form, rates))
             rounded += rotary[-1:] if rates == "its own" and tables.is_rounded(module) else []
-        if methods and fuse:
-            fused, said = norms.plan(path, module, methods)
+        if fuse and (methods or processor is not None):
+            fused, said = norms.plan(path, module, methods, processor)
             planned += [(norm, {"forward": method}) for norm, method in fused]
             found += said
         if ours is not None:

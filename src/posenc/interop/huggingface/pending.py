@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -168,3 +169,15 @@ def computed(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: computed(one) for key, one in value.items()}
     return type(value)(map(computed, value)) if type(value) in (list, tuple) else value
+
+
+# A new function object for each patch would be compiled again.
+@functools.cache
+def taking_tensors(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``function``, called with tensors for what is pending in its arguments."""
+
+    @functools.wraps(function)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        return function(*computed(args), **computed(kwargs))
+
+    return called

@@ -19,6 +19,7 @@ from typing import Any
 
 from posenc._contract import checks
 from posenc.interop.huggingface import variants
+from posenc.interop.huggingface.pending import taking_tensors
 from posenc.interop.huggingface.probing import Known, NotUnderstood
 
 # Names of functions that rotate, and exceptions that compute positions, rates or tables.
@@ -28,6 +29,9 @@ _EXCEPTIONS = re.compile(
     r"|^_?(get|build|create|pad|prepare|slice|store|pre)_|_mrope$"
 )
 
+# The function of diffusers that attends, by any of many packages; they take tensors only.
+_ATTENDS = "dispatch_attention_fn"
+
 
 def rotates(name: str) -> bool:
     """Whether a function's name says that it rotates."""
@@ -35,6 +39,8 @@ def rotates(name: str) -> bool:
 
 
 def _known(name: str, function: Any) -> Known | None:
+    if name == _ATTENDS:
+        return Known("", "", taking_tensors(function))
     return variants.recognise(function) if rotates(name) else None
 
 
@@ -61,7 +67,8 @@ class Rewriter:
         """
         known = self._replace(name, function)
         if known is not None:
-            return known.function, [(name, known.variant, known.layout)]
+            rotated = [(name, known.variant, known.layout)] if known.variant else []
+            return known.function, rotated
         must_change = rotates(name) and function.__module__ != "transformers.modeling_rope_utils"
         made, replaced = function, list[Any]()
         if of_model and isinstance(function, FunctionType):
@@ -91,8 +98,8 @@ class Rewriter:
                 source = value.__module__ or ""
                 of_model = source == function.__module__ or ".models." in source
                 made, inner = self.rewrite(name, value, of_model)
-                if inner:
-                    replaced += inner
+                replaced += inner
+                if made is not value:
                     names[name] = _alias(home, self._prefix + name, value, made)
         for code in _codes(function.__code__):
             if rotates(code.co_name):
