@@ -188,7 +188,6 @@ def test_a_hook_on_a_norm_gets_the_tensor_that_the_model_computes():
     assert apart(seen[1], seen[3]) < 2e-5
 
 
-@pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
 @pytest.mark.parametrize(("family", "roundings"), [("Qwen3", 4), ("Gemma3", 3)])
 def test_in_bfloat16_fused_and_not_differ_by_their_roundings(monkeypatch, family, roundings):
     """The budget, for a pair of length r and unit roundoff u = 2^-8.
@@ -228,7 +227,6 @@ def test_in_bfloat16_fused_and_not_differ_by_their_roundings(monkeypatch, family
         assert (gap <= roundings * u * near * r.repeat(1, 1, 1, 2)).all()
 
 
-@pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
 def test_under_autocast_the_norms_of_float32_weights_run_on_their_own():
     """Their result is float32, while a kernel for bfloat16 would give bfloat16."""
     model = model_of("Qwen3")
