@@ -9,7 +9,7 @@ from triton.compiler import ASTSource, compile
 
 from posenc.attention.biases import Call
 from posenc.kernels.spec import Rows, Spec, Store, Write
-from posenc.kernels.triton import attend, cache
+from posenc.kernels.triton import attend, cache, terms
 from posenc.kernels.triton.launch import Launch
 
 POINTERS = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.float64: "*fp64"}
@@ -57,6 +57,17 @@ def attention(kind, width, *others):
         attend.forward(q[:n, :, :1], k[:n], v[:n], call._replace(start=length - 1))
 
 
+def products(width, *others):
+    """All kernels of attention with a vector for each distance."""
+    width, length = int(width), 300
+    dtype = torch.float32 if others else torch.bfloat16
+    q, k, v = (torch.zeros(2, 4, length, width, dtype=dtype) for _ in range(3))
+    vectors = torch.zeros(99, 1, width, dtype=dtype)
+    call = Call(None, None, None, None, "none", 0, 0, 1.0, False, False)
+    made = terms.Terms(q, k, v, (q, k, vectors, vectors), 49, call)
+    made.backward(q, None, *made.forward())
+
+
 def write(dtype, interleaved):
     """A write to caches of 8 bits, and one to caches in the dtype of the keys."""
     q, k, v = (torch.zeros(1, 4, 3, 80, dtype=torch.bfloat16) for _ in range(3))
@@ -73,4 +84,4 @@ def write(dtype, interleaved):
 
 if __name__ == "__main__":
     Launch.__call__ = compiled
-    {"attention": attention, "write": write}[sys.argv[1]](*sys.argv[2:])
+    {"attention": attention, "products": products, "write": write}[sys.argv[1]](*sys.argv[2:])

@@ -42,6 +42,14 @@ def test_attention_compiles_for_a_gpu_that_is_not_here(case, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("case", ["64", "256 float32"])
+def test_products_compile_for_a_gpu_that_is_not_here(case, tmp_path):
+    lines = compiled(tmp_path, "compile_launches_for_hopper.py", "products", *case.split())
+    names = {line.partition(":")[0] for line in lines}
+    assert names == {"forward", "to_queries", "to_keys", "to_vectors"}
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["float8_e5m2 interleaved", "int8 interleaved"])
 def test_the_write_to_a_cache_compiles_for_a_gpu_that_is_not_here(case, tmp_path):
     lines = compiled(tmp_path, "compile_launches_for_hopper.py", "write", *case.split())

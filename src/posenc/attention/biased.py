@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from posenc._contract import checks, qk_checks, sharding
-from posenc.attention import op, rows
+from posenc.attention import chunked, op, rows, terms
 from posenc.attention.biases import (
     Bias,
     Call,
@@ -211,6 +211,14 @@ def attend(
     if not masked and not isinstance(bias, RowBias):
         return op.attend(who, q, k, v, call, backend)
     op.check_backend(who, backend)
+    if (
+        isinstance(bias, RowBias)
+        and bias.terms is not None
+        and not masked
+        and backend in (None, "triton")
+        and op.kernel_for(q, v) is not chunked
+    ):
+        return terms.attend(q, k, v, bias.terms, call)
     mask = qk_checks.check_attn_mask(who, attn_mask, (*q.shape[:3], keys), device)
     if not isinstance(bias, RowBias):
         bias = RowBias(lambda own, index: bias_rows(kind, values, zero, own, index))

@@ -46,6 +46,30 @@ class RunningSum(NamedTuple):
     values: Tensor
 
 
+class Terms(NamedTuple):
+    """Products with a vector for each distance, see :func:`relative_terms`.
+
+    Attributes:
+        q: Queries for the products with keys, if they are not those of the attention.
+        p: Queries for those with the vectors ``for_queries``.
+        m: Keys for those with ``for_keys``.
+        rows: The rows of the vectors for distances.
+        for_queries: ``(R, H D or D)``, or None.
+        for_keys: In the same way.
+        least: Distances below this have the row of this one.
+        most: Distances above this have the row of this one.
+    """
+
+    q: Tensor | None
+    p: Tensor
+    m: Tensor
+    rows: Callable[[Tensor], Tensor]
+    for_queries: Tensor | None
+    for_keys: Tensor | None
+    least: int
+    most: int
+
+
 class RowBias(NamedTuple):
     """Any other bias, computed for a few queries at a time.
 
@@ -54,9 +78,11 @@ class RowBias(NamedTuple):
             ``[k]``, that returns the bias, ``[1 or B, H, n, k]``. Both are consecutive; keys that
             none of the queries see may be left out. It is called again in the backward pass, and
             must then return the same.
+        terms: What :func:`relative_terms` made it from, for a kernel; None for any function.
     """
 
     rows: Callable[[Tensor, Tensor], Tensor]
+    terms: Terms | None = None
 
 
 Bias: TypeAlias = Slopes | DistanceTable | RunningSum | RowBias

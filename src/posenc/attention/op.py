@@ -97,7 +97,7 @@ def kernel_for(q: Tensor, v: Tensor, how: int = 0) -> Any:
     return chunked
 
 
-def _checked(who: str, q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> Call:
+def check_call(who: str, q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> Call:
     """The call as the kernels read it; refuse what would lead them out of a tensor's memory."""
     how, call = arguments[4], unflatten(*arguments)
     check_devices(who, q, k, v, *call[:4])
@@ -157,7 +157,7 @@ def _are_integers(x: Tensor | None, batch: int, *sizes: int) -> bool:
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-    call = _checked("posenc::attend", q, k, v, *arguments)
+    call = check_call("posenc::attend", q, k, v, *arguments)
     kernel = kernel_for(q, v, arguments[4])
     out, lse, ranges = kernel.forward(q, k, v, call)
     return out, lse, kernel.ranges_like(q, k, v, call) if ranges is None else ranges
@@ -173,7 +173,7 @@ def _fake(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, Ten
 
 def _backward(g: Tensor, g_lse: Tensor | None, *others: Any) -> Gradients:
     who, (q, k, v, out, lse, ranges) = "posenc::attend_backward", others[:6]
-    call, how = _checked(who, q, k, v, *others[6:]), others[10]
+    call, how = check_call(who, q, k, v, *others[6:]), others[10]
     check_devices(who, q, g, g_lse, out, lse, ranges)
     wide = torch.promote_types(q.dtype, torch.float32)
     made = (*q.shape[:3], v.shape[3])

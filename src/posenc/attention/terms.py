@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,8 +11,21 @@ from torch import Tensor
 from torch.nn.functional import embedding, pad
 
 from posenc._contract import checks, qk_checks
+from posenc._contract.qk_checks import UNBOUNDED
 from posenc._contract.tracing import without_autocast
-from posenc.attention.biases import RowBias, for_each_query_head, skew
+from posenc.attention import chunked
+from posenc.attention.biases import (
+    Call,
+    RowBias,
+    Terms,
+    for_each_query_head,
+    hidden_keys,
+    skew,
+)
+from posenc.attention.dense import attend_scores
+from posenc.attention.op import check_call, flatten, kernel_for, unflatten
+from posenc.kernels.op import Op
+from posenc.kernels.rotation import check_devices, refuse
 
 
 def relative_terms(
@@ -23,13 +37,14 @@ def relative_terms(
     for_keys: Tensor | None = None,
     scale: float | None = None,
     query_offset: int | Tensor | None = None,
+    reach: tuple[int, int] | None = None,
 ) -> RowBias:
     r"""Add the products of queries, and of keys, with a vector for each distance.
 
     .. math:: \text{bias}_{ij} = s\,(q_i \cdot A_{r(i - j)} + k_j \cdot B_{r(i - j)})
 
-    The vectors are those of Shaw, Transformer-XL and DeBERTa, by the function :math:`r`. The
-    products are made for a few queries at a time: no more of them exist at once than scores.
+    The vectors are those of Shaw, Transformer-XL and DeBERTa, by the function :math:`r`. On CUDA
+    the attention's kernel makes the products; elsewhere they are made for a few queries at a time.
     Gradients reach ``q``, ``k`` and the vectors, and are the same bits in every run.
 
     Args:
@@ -42,6 +57,8 @@ def relative_terms(
         for_keys: :math:`B`, in the same way.
         scale: :math:`s`, :math:`1/\sqrt{D}` if None: that of the attention.
         query_offset: As in the attention.
+        reach: The least and the greatest distance, if those past them have the rows of these;
+            a kernel then has less to do. None for all distances.
 
     Returns:
         A bias for :func:`biased_attention` of these queries and keys.
@@ -85,7 +102,9 @@ def relative_terms(
                 bias = bias + _by_keys(some, to_k, rows, own - index[:1])
             return bias * size
 
-    return RowBias(made)
+    most = k.shape[2] + queries
+    least, most = (-most, most) if reach is None else reach
+    return RowBias(made, Terms(None, q, k, rows, to_q, to_k, least, most))
 
 
 def _by_queries(
@@ -133,3 +152,175 @@ def _check_vectors(who: str, name: str, vectors: Any, q: Tensor, wide: torch.dty
         way_out = "Pass a row for each distance, of the width and heads of q."
         checks.fail(who, rule, f"shape {sizes}", way_out)
     return vectors.to(q.device, wide).flatten(1)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, terms: Terms, call: Call) -> tuple[Tensor, Tensor]:
+    """Attention and its log-sum-exp by the op."""
+    # Distances that there are, and that have rows of their own.
+    furthest = q.shape[2] + k.shape[2]
+    least = max(terms.least, 0 if call.causal else -furthest)
+    most = max(min(terms.most, furthest), least)
+    rows = terms.rows(torch.arange(least, most + 1, device=q.device))
+    with without_autocast(q):
+        for_queries, for_keys = (
+            None if x is None else _read(x, rows, q).to(q.dtype)
+            for x in (terms.for_queries, terms.for_keys)
+        )
+        own = q if terms.q is None else terms.q.to(q.dtype)
+        p = None if for_queries is None else terms.p.to(q.dtype)
+        m = None if for_keys is None else terms.m.to(q.dtype)
+    _, *places, how, _, start, scale, left, right = flatten(call)
+    where = *places, how, -least, start, scale, left, right
+    out, lse = terms_op(own, k, v, p, m, for_queries, for_keys, *where)
+    return out, lse
+
+
+def _checked(who: str, *arguments: Any) -> Call:
+    """The call as the kernels read it; refuse what would lead them out of a tensor's memory."""
+    q, k, v, p, m, for_queries, for_keys, *where = arguments
+    check_devices(who, q, p, m, for_queries, for_keys)
+    call = check_call(who, q, k, v, None, *where)
+    if for_queries is None and for_keys is None:
+        refuse(who, "there must be vectors for queries or for keys", q)
+    for x, like, vectors in ((p, q, for_queries), (m, k, for_keys)):
+        if (x is None) != (vectors is None) or (
+            x is not None and (x.shape != like.shape or x.dtype != q.dtype)
+        ):
+            refuse(who, "p and m must be as q and k, each with its vectors", x, like, vectors)
+    for vectors in (for_queries, for_keys):
+        if vectors is not None and (
+            vectors.dim() != 3
+            or vectors.dtype != q.dtype
+            or vectors.shape[0] < 1
+            or vectors.shape[1] not in (1, q.shape[1])
+            or vectors.shape[2] != q.shape[3]
+        ):
+            refuse(who, "vectors must be (R, 1 or H, D), of the dtype of q", vectors, q)
+    if for_queries is not None and for_keys is not None and len(for_queries) != len(for_keys):
+        refuse(who, "there must be as many vectors for queries as for keys", for_queries, for_keys)
+    if not -UNBOUNDED <= where[4] <= UNBOUNDED:
+        refuse(who, "zero must be the row of distance zero", q)
+    return call
+
+
+def _kernel(*arguments: Any) -> Any:
+    """The kernel with its tensors, or None if there is none for them."""
+    q, k, v, *given = arguments[:7]
+    if kernel_for(q, v) is chunked:
+        return None
+    from posenc.kernels.triton.terms import Terms as Kernel
+
+    return partial(Kernel, q, k, v, given, arguments[11])
+
+
+def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
+    call, kernel = _checked("posenc::attend_terms", *arguments), _kernel(*arguments)
+    return _operations(*arguments) if kernel is None else kernel(call).forward()
+
+
+def _operations(*arguments: Any) -> tuple[Tensor, Tensor]:
+    q, k, v, p, m, for_queries, for_keys, *where = arguments
+    (_, heads, queries, _), (keys, zero) = q.shape, (k.shape[2], where[4])
+    call = unflatten(None, *where)
+    seen, index = call.spans(queries, keys, q.device), torch.arange(keys, device=q.device)
+    wide = torch.promote_types(q.dtype, torch.float32)
+    count = next(len(x) for x in (for_queries, for_keys) if x is not None)
+
+    def rows(distance: Tensor) -> Tensor:
+        row: Tensor = (distance + zero).clamp(0, count - 1)
+        return row
+
+    with without_autocast(q):
+        scores = q.to(wide) @ for_each_query_head(k.to(wide), heads).mT
+        if for_queries is not None:
+            vectors = for_queries.to(wide).flatten(1)
+            scores = scores + _by_queries(p.to(wide), vectors, rows, seen.own, index)
+        if for_keys is not None:
+            some, vectors = for_each_query_head(m.to(wide), heads), for_keys.to(wide).flatten(1)
+            scores = scores + _by_keys(some, vectors, rows, seen.own)
+        values = for_each_query_head(v.to(wide), heads)
+        return attend_scores(scores * call.scale, hidden_keys(seen, index), values, q.dtype)
+
+
+def _fake(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+    check_devices("posenc::attend_terms", q, k, v, *others[:7])
+    wide = torch.promote_types(q.dtype, torch.float32)
+    return q.new_empty((*q.shape[:3], v.shape[3])), q.new_empty(q.shape[:3], dtype=wide)
+
+
+def _backward(g: Tensor, g_lse: Tensor | None, out: Tensor, lse: Tensor, *arguments: Any) -> Any:
+    who, q, v = "posenc::attend_terms_backward", arguments[0], arguments[2]
+    call, kernel = _checked(who, *arguments), _kernel(*arguments)
+    wide, made = torch.promote_types(q.dtype, torch.float32), (*q.shape[:3], v.shape[3])
+    check_devices(who, q, g, g_lse, out, lse)
+    if not (g.shape == out.shape == made and g.dtype == out.dtype == q.dtype):
+        refuse(who, f"g and out must be {q.dtype}, {tuple(made)}", g, out)
+    for x in (lse, lse if g_lse is None else g_lse):
+        if x.shape != made[:3] or x.dtype != wide:
+            refuse(who, f"lse and g_lse must be {wide}, {tuple(made[:3])}", lse, g_lse)
+    if kernel is None:
+        refuse(who, "there must be a kernel for the device, the dtype and the width of q", q)
+    found = kernel(call).backward(g, g_lse, out.contiguous(), lse.contiguous())
+    # An op cannot return None in place of a tensor.
+    return tuple(g.new_empty(0) if x is None else x for x in found)
+
+
+def _recorded_gradients(g: Tensor, g_lse: Tensor | None, arguments: Any) -> list[Tensor | None]:
+    """The gradients as operations of torch."""
+    again = torch.is_grad_enabled()
+    with torch.enable_grad():
+        given = [x if x is None or again else x.detach().requires_grad_() for x in arguments[:7]]
+        made = _operations(*given, *arguments[7:])
+        count = 1 if g_lse is None else 2
+        wanted, grads = [x for x in given if x is not None], [g, g_lse][:count]
+        how: Any = {"create_graph": again, "allow_unused": True, "materialize_grads": True}
+        found = iter(torch.autograd.grad(made[:count], wanted, grads, **how))
+    return [None if x is None else next(found) for x in given]
+
+
+def _fake_backward(g: Tensor, g_lse: Tensor | None, out: Tensor, lse: Tensor, *others: Any) -> Any:
+    check_devices("posenc::attend_terms_backward", g, g_lse, out, lse, *others[:10])
+    return tuple(g.new_empty(0) if x is None else x.new_empty(x.shape) for x in others[:7])
+
+
+def _save(ctx: Any, inputs: Any, output: Any) -> None:
+    ctx.save_for_backward(*output, *inputs[:10])
+    ctx.others = inputs[10:]
+    ctx.set_materialize_grads(False)
+
+
+def _gradients(ctx: Any, g: Tensor | None, g_lse: Tensor | None) -> tuple[Any, ...]:
+    out, lse, *given = ctx.saved_tensors
+    g, arguments = torch.zeros_like(out) if g is None else g, (*given, *ctx.others)
+    if torch.is_grad_enabled() or _kernel(*arguments) is None:
+        # A gradient that is differentiated again consists of torch operations.
+        found = _recorded_gradients(g, g_lse, arguments)
+    else:
+        found = terms_backward_op(g, g_lse, out, lse, *arguments)
+    pairs = zip(found, given[:7], strict=True)
+    return *[None if x is None else to for to, x in pairs], *[None] * 9
+
+
+_CALL = (
+    "Tensor q, Tensor k, Tensor v, Tensor? p, Tensor? m, Tensor? for_queries, Tensor? for_keys, "
+    "Tensor? starts, Tensor? first, Tensor? last, int how, SymInt zero, SymInt start, "
+    "float scale, SymInt left, SymInt right"
+)
+terms_op = Op(
+    "attend_terms",
+    f"({_CALL}) -> (Tensor, Tensor)",
+    _forward,
+    _operations,
+    _fake,
+    save=_save,
+    backward=_gradients,
+    native=(),
+)
+terms_backward_op = Op(
+    "attend_terms_backward",
+    f"(Tensor g, Tensor? g_lse, Tensor out, Tensor lse, {_CALL}) -> ({', '.join(['Tensor'] * 7)})",
+    _backward,
+    _backward,
+    _fake_backward,
+    native=(),
+)

@@ -118,5 +118,8 @@ class DeBERTaBias(TableModule, ProductBias):
     def _rows(self, q: Tensor, k: Tensor, scale: float, options: AttentionOptions) -> RowBias:
         check_heads(type(self).__name__, q, self.num_heads)
         how: Any = {"scale": scale, "query_offset": options.get("query_offset")}
+        # Buckets of an odd number end a little later.
+        far = self.max_relative_positions * (1 + self._span % 2)
+        how |= {"reach": (-far, far)}
         vectors: Any = {"for_queries": self.pos_key, "for_keys": self.pos_query}
         return relative_terms(q, k, self.distance_rows, **vectors, **how)

@@ -91,4 +91,5 @@ class RelativeKeys(ProductBias):
             return self.max_distance - distance.clamp(-self._later, self.max_distance)
 
         how: Any = {"scale": scale, "query_offset": options.get("query_offset")}
+        how |= {"reach": (-self._later, self.max_distance)}
         return relative_terms(q, k, rows, for_queries=self.weight, **how)

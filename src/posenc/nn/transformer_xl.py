@@ -115,6 +115,7 @@ class TransformerXLBias(ProductBias):
             shifted = q.to(wide) + self.pos_bias_v.to(q.device, wide)[:, None]
             u = self.pos_bias_u.to(q.device, wide)[..., None]
             of_keys = (for_each_query_head(k.to(wide), heads) @ u).mT * scale
+            with_u = q.to(wide) + u.mT
         terms = relative_terms(
             shifted,
             k,
@@ -122,5 +123,10 @@ class TransformerXLBias(ProductBias):
             for_queries=self.vectors(keys, dtype=wide),
             scale=scale,
             query_offset=options.get("query_offset"),
+            reach=(least, most),
         )
-        return RowBias(lambda own, index: terms.rows(own, index) + of_keys.index_select(3, index))
+        assert terms.terms is not None
+        return RowBias(
+            lambda own, index: terms.rows(own, index) + of_keys.index_select(3, index),
+            terms.terms._replace(q=with_u),
+        )

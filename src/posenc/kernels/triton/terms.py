@@ -1,0 +1,728 @@
+"""Attention with products of queries and keys with a vector for each distance: the kernels.
+
+A score is ``q_i k_j + p_i E_r + m_j F_r``, where ``r`` is the distance ``i - j`` plus ``zero``,
+clipped to the rows of E and F. A tile has as many queries as keys, and less than twice as many
+distances: the products with their vectors are one matrix, whose rows are then moved, each by one
+place more than the one before (`tl.gather`). Where all distances of a tile are past an end, one
+vector serves the tile. As in `attention_backward`, each program owns what it writes.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from posenc.kernels.triton.attend_arguments import (
+    LOG2E,
+    OPTIONS,
+    arithmetic_of,
+    as_dense,
+    kind_of_mask,
+    places_of,
+    strides_of,
+    widths_of,
+)
+from posenc.kernels.triton.attention_backward import load_lse
+from posenc.kernels.triton.attention_bias import LN2, load_rows, query_start, visible
+from posenc.kernels.triton.launch import Launch, find_launch, signature
+
+# Lengths, offsets, windows and rows, which would compile a kernel again.
+UNSPECIALIZED = ["start", "left", "right", "keys", "queries", "rows", "zero"]
+
+
+@triton.jit
+def load_vectors(vectors, distance, rows, zero, step, WIDTH: tl.constexpr, COUNT: tl.constexpr):
+    """The vectors of the distances ``distance .. distance + COUNT - 1``."""
+    row = tl.minimum(tl.maximum(distance + tl.arange(0, COUNT) + zero, 0), rows - 1)
+    channels = tl.arange(0, WIDTH[1])
+    at = vectors + row.to(tl.int64)[:, None] * step + channels[None, :]
+    return tl.load(at, mask=(channels < WIDTH[0])[None, :], other=0.0)
+
+
+@triton.jit
+def load_vector(vectors, row, step, WIDTH: tl.constexpr):
+    """The vector of a row."""
+    channels = tl.arange(0, WIDTH[1])
+    at = vectors + row.to(tl.int64) * step + channels
+    return tl.load(at, mask=channels < WIDTH[0], other=0.0).to(tl.float32)
+
+
+@triton.jit
+def move(x, BLOCK: tl.constexpr, COUNT: tl.constexpr):
+    """Column ``m - n + BLOCK - 1`` of row ``m`` as column ``n``.
+
+    It takes products of queries with the ``2 BLOCK`` distances of a tile to its keys, and the
+    gradients of scores to those distances: there, columns that no key has are zero.
+    """
+    place = tl.arange(0, BLOCK)[:, None] - tl.arange(0, COUNT)[None, :] + BLOCK - 1
+    if COUNT == BLOCK:
+        return tl.gather(x, place, 1)
+    inside = (place >= 0) & (place < BLOCK)
+    return tl.where(inside, tl.gather(x, tl.where(inside, place, 0), 1), 0.0)
+
+
+@triton.jit
+def move_back(x, BLOCK: tl.constexpr, COUNT: tl.constexpr):
+    """As `move`, for rows that are keys: column ``m - n + BLOCK - 1`` of row ``n``."""
+    place = tl.arange(0, COUNT)[None, :] - tl.arange(0, BLOCK)[:, None] + BLOCK - 1
+    if COUNT == BLOCK:
+        return tl.gather(x, place, 1)
+    place = tl.arange(0, COUNT)[None, :] + tl.arange(0, BLOCK)[:, None] - BLOCK + 1
+    inside = (place >= 0) & (place < BLOCK)
+    return tl.where(inside, tl.gather(x, tl.where(inside, place, 0), 1), 0.0)
+
+
+@triton.jit
+def scores_of(
+    q, k, p, m, terms, end, own0, column0, low, high, scale,
+    WIDTH: tl.constexpr, HAS: tl.constexpr, FLAT: tl.constexpr,
+    BLOCK: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The scores of a tile, in units of log2; ``-inf`` for keys that are not seen.
+
+    ``HAS`` says whether there are vectors for queries, and for keys; ``FLAT`` that all distances
+    have row ``end``.
+    """
+    for_queries, for_keys, e_r, f_r, rows, zero = terms
+    scores = tl.dot(q, k.T, input_precision=PRECISION)
+    nearest = own0 - column0 - (BLOCK - 1)
+    if HAS[0] and not FLAT:
+        vectors = load_vectors(for_queries, nearest, rows, zero, e_r, WIDTH, 2 * BLOCK)
+        scores += move(tl.dot(p, vectors.T, input_precision=PRECISION), BLOCK, BLOCK)
+    elif HAS[0]:
+        vector = load_vector(for_queries, end, e_r, WIDTH)
+        scores += tl.sum(p.to(tl.float32) * vector[None, :], 1)[:, None]
+    if HAS[1] and not FLAT:
+        vectors = load_vectors(for_keys, nearest, rows, zero, f_r, WIDTH, 2 * BLOCK)
+        scores += move_back(tl.dot(m, vectors.T, input_precision=PRECISION), BLOCK, BLOCK).T
+    elif HAS[1]:
+        vector = load_vector(for_keys, end, f_r, WIDTH)
+        scores += tl.sum(m.to(tl.float32) * vector[None, :], 1)[None, :]
+    columns = column0 + tl.arange(0, BLOCK)
+    seen = (columns[None, :] >= low[:, None]) & (columns[None, :] <= high[:, None])
+    return tl.where(seen, scores * scale, float("-inf"))
+
+
+@triton.jit
+def visit(
+    state, q, p, source, terms, own0, low, high, scale, tiles,
+    WIDTH: tl.constexpr, V_WIDTH: tl.constexpr, HAS: tl.constexpr, FLAT: tl.constexpr,
+    BLOCK: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Attend to tiles of keys, see `span`."""
+    total, most, acc = state
+    keys_at, values_at, others_at, k_t, v_t, m_t, keys = source
+    begin, end = span(tiles, FLAT)
+    for n in tl.range(begin, end):
+        tile, row = place_of(n, tiles, terms[4] - 1, 0, FLAT)
+        first = tile * BLOCK
+        k = load_rows(keys_at, first, keys, k_t, WIDTH, BLOCK)
+        m = k
+        if HAS[1]:
+            m = load_rows(others_at, first, keys, m_t, WIDTH, BLOCK)
+        scores = scores_of(
+            q, k, p, m, terms, row, own0, first, low, high, scale,
+            WIDTH, HAS, FLAT, BLOCK, PRECISION,
+        )  # fmt: skip
+        peak = tl.maximum(most, tl.max(scores, 1))
+        # A query that has seen no key yet must not subtract infinities.
+        base = tl.where(peak == float("-inf"), 0.0, peak)
+        weights = tl.exp2(scores - base[:, None])
+        shrink = tl.exp2(most - base)
+        total = total * shrink + tl.sum(weights, 1)
+        v = load_rows(values_at, first, keys, v_t, V_WIDTH, BLOCK)
+        acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None], input_precision=PRECISION)
+        most = peak
+    return total, most, acc
+
+
+@triton.jit
+def tiles_of(own0, low, high, rows, zero, BLOCK: tl.constexpr, CAUSAL: tl.constexpr):
+    """Tiles of keys that some query sees: the first, the first with a distance before the last
+    row, the first from which on all have the first row, and the one after the last."""
+    begin = tl.maximum(tl.min(low), 0) // BLOCK
+    end = tl.maximum((tl.max(high) + BLOCK) // BLOCK, begin)
+    near = (own0 - (rows - 1 - zero) + 1) // BLOCK
+    near = tl.minimum(tl.maximum(near, begin), end)
+    after = end
+    if not CAUSAL:
+        after = (own0 + BLOCK - 1 + zero + BLOCK - 1) // BLOCK
+        after = tl.minimum(tl.maximum(after, near), end)
+    return begin, near, after, end
+
+
+@triton.jit
+def span(tiles, FLAT: tl.constexpr):
+    """The numbers of a loop over tiles: those between the second and the third, or the others."""
+    begin, near, after, end = tiles
+    if FLAT:
+        return begin, end - (after - near)
+    return near, after
+
+
+@triton.jit
+def place_of(n, tiles, row_before, row_after, FLAT: tl.constexpr):
+    """The tile of a number of `span`, and its row if all of its distances have the same."""
+    _, near, after, _ = tiles
+    if FLAT:
+        return tl.where(n < near, n, n + (after - near)), tl.where(n < near, row_before, row_after)
+    return n, row_before
+
+
+@triton.jit(do_not_specialize=UNSPECIALIZED)
+def forward(
+    q, k, v, p, m, for_queries, for_keys, out, lse, starts, first, last, start, scale,
+    q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, p_b, p_h, p_t, m_b, m_h, m_t,
+    e_r, e_h, f_r, f_h, o_b, o_h, o_t, starts_b, ends_b, left, right, queries, keys, rows, zero,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+    HAS_QUERIES: tl.constexpr, HAS_KEYS: tl.constexpr, CAUSAL: tl.constexpr,
+    HAS_STARTS: tl.constexpr, DOCUMENTS: tl.constexpr, WINDOW: tl.constexpr,
+    PRECISION: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+):  # fmt: skip
+    """Attention of a block of queries, and its log-sum-exp."""
+    blocks = (queries + BLOCK - 1) // BLOCK
+    sequence = tl.program_id(0) // blocks
+    # The last queries see the most keys: begin with them.
+    row0 = (blocks - 1 - tl.program_id(0) % blocks) * BLOCK
+    b = (sequence // HEADS).to(tl.int64)
+    h = (sequence % HEADS).to(tl.int64)
+    kv = h // GROUP
+    width: tl.constexpr = (D, BLOCK_D)
+    v_width: tl.constexpr = (DV, BLOCK_DV)
+    has: tl.constexpr = (HAS_QUERIES, HAS_KEYS)
+    own0 = query_start(starts, start, b, starts_b, HAS_STARTS) + row0
+    at = row0 + tl.arange(0, BLOCK)
+    own = own0 + tl.arange(0, BLOCK)
+    present = at < queries
+    query = load_rows(q + b * q_b + h * q_h, row0, queries, q_t, width, BLOCK)
+    other = query
+    if HAS_QUERIES:
+        other = load_rows(p + b * p_b + h * p_h, row0, queries, p_t, width, BLOCK)
+    ends = first + b * ends_b, last + b * ends_b, left, right
+    low, high = visible(own, ends, keys, CAUSAL, DOCUMENTS, WINDOW)
+    low = tl.where(present, low, keys)
+    high = tl.where(present, high, -1)
+    terms = for_queries + h * e_h, for_keys + h * f_h, e_r, f_r, rows, zero
+    keys_at = k + b * k_b + kv * k_h
+    values_at = v + b * v_b + kv * v_h
+    source = keys_at, values_at, m + b * m_b + kv * m_h, k_t, v_t, m_t, keys
+    state = (
+        tl.zeros((BLOCK,), tl.float32),
+        tl.full((BLOCK,), float("-inf"), tl.float32),
+        tl.zeros((BLOCK, BLOCK_DV), tl.float32),
+    )
+    tiles = tiles_of(own0, low, high, rows, zero, BLOCK, CAUSAL)
+    state = visit(
+        state, query, other, source, terms, own0, low, high, scale, tiles,
+        width, v_width, has, False, BLOCK, PRECISION,
+    )  # fmt: skip
+    state = visit(
+        state, query, other, source, terms, own0, low, high, scale, tiles,
+        width, v_width, has, True, BLOCK, PRECISION,
+    )  # fmt: skip
+    total, most, acc = state
+    nothing = total == 0.0
+    acc = acc / tl.where(nothing, 1.0, total)[:, None]
+    sums = tl.where(nothing, float("-inf"), most + tl.log2(tl.where(nothing, 1.0, total)))
+    tl.store(lse + sequence.to(tl.int64) * queries + at, sums * LN2, mask=present)
+    store_rows(out + b * o_b + h * o_h, acc, at, present, o_t, v_width)
+
+
+@triton.jit
+def store_rows(to, x, at, present, step, WIDTH: tl.constexpr):
+    """Write rows, in the dtype of their tensor."""
+    channels = tl.arange(0, WIDTH[1])
+    places = to + at.to(tl.int64)[:, None] * step + channels[None, :]
+    inside = present[:, None] & (channels < WIDTH[0])[None, :]
+    tl.store(places, x.to(to.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def ends_of(ds, own0, column0, rows, zero, BLOCK: tl.constexpr):
+    """The gradients of scores whose distance has the first row, and the last."""
+    row = tl.arange(0, BLOCK)
+    at = own0 - column0 + zero + row[:, None] - row[None, :]
+    last = at >= rows - 1
+    return tl.where((at <= 0) & (last == 0), ds, 0.0), tl.where(last, ds, 0.0)
+
+
+@triton.jit
+def visit_keys(
+    state, q, p, g, sums, minus, source, terms, own0, low, high, scale, tiles,
+    WIDTH: tl.constexpr, V_WIDTH: tl.constexpr, HAS: tl.constexpr, FLAT: tl.constexpr,
+    BLOCK: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Add the gradients from tiles of keys, see `span`."""
+    dq, dp, to_first, to_last = state
+    keys_at, values_at, others_at, k_t, v_t, m_t, keys = source
+    begin, end = span(tiles, FLAT)
+    for n in tl.range(begin, end):
+        tile, row = place_of(n, tiles, terms[4] - 1, 0, FLAT)
+        first = tile * BLOCK
+        k = load_rows(keys_at, first, keys, k_t, WIDTH, BLOCK)
+        m = k
+        if HAS[1]:
+            m = load_rows(others_at, first, keys, m_t, WIDTH, BLOCK)
+        scores = scores_of(
+            q, k, p, m, terms, row, own0, first, low, high, scale,
+            WIDTH, HAS, FLAT, BLOCK, PRECISION,
+        )  # fmt: skip
+        v = load_rows(values_at, first, keys, v_t, V_WIDTH, BLOCK)
+        weights = tl.exp2(scores - sums[:, None])
+        ds = weights * (tl.dot(g, v.T, input_precision=PRECISION) - minus[:, None])
+        dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
+        if HAS[0]:
+            for_queries, _, e_r, _, rows, zero = terms
+            if not FLAT:
+                near = own0 - first - (BLOCK - 1)
+                vectors = load_vectors(for_queries, near, rows, zero, e_r, WIDTH, 2 * BLOCK)
+                moved = move(ds, BLOCK, 2 * BLOCK).to(vectors.dtype)
+                dp = tl.dot(moved, vectors, dp, input_precision=PRECISION)
+                at_first, at_last = ends_of(ds, own0, first, rows, zero, BLOCK)
+                to_first += tl.sum(at_first, 1)
+                to_last += tl.sum(at_last, 1)
+            else:
+                all_keys = tl.sum(ds, 1)
+                dp += all_keys[:, None] * load_vector(for_queries, row, e_r, WIDTH)[None, :]
+                # If there is but one row, it is the last.
+                to_last += tl.where(row == rows - 1, all_keys, 0.0)
+                to_first += tl.where(row == rows - 1, 0.0, all_keys)
+    return dq, dp, to_first, to_last
+
+
+@triton.jit(do_not_specialize=UNSPECIALIZED)
+def to_queries(
+    q, k, v, p, m, for_queries, for_keys, g, out, lse, g_lse, starts, first, last,
+    dq, dp, delta, by_row, start, scale, natural_scale,
+    q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, p_b, p_h, p_t, m_b, m_h, m_t,
+    e_r, e_h, f_r, f_h, g_b, g_h, g_t, o_b, o_h, o_t, dq_b, dq_h, dq_t, dp_b, dp_h, dp_t,
+    starts_b, ends_b, left, right, queries, keys, rows, zero,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+    HAS_QUERIES: tl.constexpr, HAS_KEYS: tl.constexpr, CAUSAL: tl.constexpr,
+    HAS_STARTS: tl.constexpr, DOCUMENTS: tl.constexpr, WINDOW: tl.constexpr,
+    LSE_TOO: tl.constexpr,
+    PRECISION: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+):  # fmt: skip
+    """The gradients of a block of q and p, ``delta``, and sums for the gradients of E's ends."""
+    blocks = (queries + BLOCK - 1) // BLOCK
+    sequence = tl.program_id(0) // blocks
+    row0 = (blocks - 1 - tl.program_id(0) % blocks) * BLOCK
+    b = (sequence // HEADS).to(tl.int64)
+    h = (sequence % HEADS).to(tl.int64)
+    kv = h // GROUP
+    width: tl.constexpr = (D, BLOCK_D)
+    v_width: tl.constexpr = (DV, BLOCK_DV)
+    has: tl.constexpr = (HAS_QUERIES, HAS_KEYS)
+    own0 = query_start(starts, start, b, starts_b, HAS_STARTS) + row0
+    at = row0 + tl.arange(0, BLOCK)
+    own = own0 + tl.arange(0, BLOCK)
+    present = at < queries
+    query = load_rows(q + b * q_b + h * q_h, row0, queries, q_t, width, BLOCK)
+    other = query
+    if HAS_QUERIES:
+        other = load_rows(p + b * p_b + h * p_h, row0, queries, p_t, width, BLOCK)
+    grad = load_rows(g + b * g_b + h * g_h, row0, queries, g_t, v_width, BLOCK)
+    made = load_rows(out + b * o_b + h * o_h, row0, queries, o_t, v_width, BLOCK)
+    of_head = sequence.to(tl.int64) * queries
+    minus = tl.sum(grad.to(tl.float32) * made.to(tl.float32), 1)
+    if LSE_TOO:
+        minus -= tl.load(g_lse + of_head + at, mask=present, other=0.0)
+    tl.store(delta + of_head + at, minus, mask=present)
+    sums = load_lse(lse + of_head, at, queries)
+    ends = first + b * ends_b, last + b * ends_b, left, right
+    low, high = visible(own, ends, keys, CAUSAL, DOCUMENTS, WINDOW)
+    low = tl.where(present, low, keys)
+    high = tl.where(present, high, -1)
+    terms = for_queries + h * e_h, for_keys + h * f_h, e_r, f_r, rows, zero
+    keys_at = k + b * k_b + kv * k_h
+    values_at = v + b * v_b + kv * v_h
+    source = keys_at, values_at, m + b * m_b + kv * m_h, k_t, v_t, m_t, keys
+    none = tl.zeros((BLOCK,), tl.float32)
+    empty = tl.zeros((BLOCK, BLOCK_D), tl.float32)
+    state = empty, empty, none, none
+    tiles = tiles_of(own0, low, high, rows, zero, BLOCK, CAUSAL)
+    state = visit_keys(
+        state, query, other, grad, sums, minus, source, terms, own0, low, high, scale, tiles,
+        width, v_width, has, False, BLOCK, PRECISION,
+    )  # fmt: skip
+    state = visit_keys(
+        state, query, other, grad, sums, minus, source, terms, own0, low, high, scale, tiles,
+        width, v_width, has, True, BLOCK, PRECISION,
+    )  # fmt: skip
+    to_query, to_other, to_first, to_last = state
+    store_rows(dq + b * dq_b + h * dq_h, to_query * natural_scale, at, present, dq_t, width)
+    if HAS_QUERIES:
+        store_rows(dp + b * dp_b + h * dp_h, to_other * natural_scale, at, present, dp_t, width)
+        tl.store(by_row + of_head + at, to_first, mask=present)
+        heads = tl.num_programs(0).to(tl.int64) // blocks
+        tl.store(by_row + heads * queries + of_head + at, to_last, mask=present)
+
+
+@triton.jit
+def load_query_tile(source, row0, own_start, ends, keys, WIDTH: tl.constexpr, V_WIDTH: tl.constexpr,
+                    SEES: tl.constexpr, HAS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    """What the gradients of scores need of a block of queries."""
+    queries_at, others_at, grads_at, of_rows, q_t, p_t, g_t, queries = source
+    lse, delta = of_rows
+    at = row0 + tl.arange(0, BLOCK)
+    inside = (at >= 0) & (at < queries)
+    q = load_rows(queries_at, row0, queries, q_t, WIDTH, BLOCK)
+    p = q
+    if HAS[0]:
+        p = load_rows(others_at, row0, queries, p_t, WIDTH, BLOCK)
+    g = load_rows(grads_at, row0, queries, g_t, V_WIDTH, BLOCK)
+    low, high = visible(own_start + at, ends, keys, SEES[0], SEES[1], SEES[2])
+    low = tl.where(inside, low, keys)
+    high = tl.where(inside, high, -1)
+    minus = tl.load(delta + at, mask=inside, other=0.0)
+    return q, p, g, load_lse(lse, at, queries), minus, low, high
+
+
+@triton.jit
+def visit_queries(
+    state, k, v, m, source, terms, column0, own_start, ends, keys, scale, tiles,
+    WIDTH: tl.constexpr, V_WIDTH: tl.constexpr, SEES: tl.constexpr, HAS: tl.constexpr,
+    FLAT: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Add the gradients from blocks of queries, see `span`."""
+    dk, dv, dm, to_first, to_last = state
+    begin, end = span(tiles, FLAT)
+    for n in tl.range(begin, end):
+        block, row = place_of(n, tiles, 0, terms[4] - 1, FLAT)
+        row0 = block * BLOCK
+        own0 = own_start + row0
+        q, p, g, sums, minus, low, high = load_query_tile(
+            source, row0, own_start, ends, keys, WIDTH, V_WIDTH, SEES, HAS, BLOCK
+        )
+        scores = scores_of(
+            q, k, p, m, terms, row, own0, column0, low, high, scale,
+            WIDTH, HAS, FLAT, BLOCK, PRECISION,
+        )  # fmt: skip
+        weights = tl.exp2(scores - sums[:, None])
+        dv = tl.dot(weights.to(g.dtype).T, g, dv, input_precision=PRECISION)
+        ds = weights * (tl.dot(g, v.T, input_precision=PRECISION) - minus[:, None])
+        dk = tl.dot(ds.to(q.dtype).T, q, dk, input_precision=PRECISION)
+        if HAS[1]:
+            _, for_keys, _, f_r, rows, zero = terms
+            if not FLAT:
+                near = own0 - column0 - (BLOCK - 1)
+                vectors = load_vectors(for_keys, near, rows, zero, f_r, WIDTH, 2 * BLOCK)
+                moved = move_back(ds.T, BLOCK, 2 * BLOCK).to(vectors.dtype)
+                dm = tl.dot(moved, vectors, dm, input_precision=PRECISION)
+                at_first, at_last = ends_of(ds, own0, column0, rows, zero, BLOCK)
+                to_first += tl.sum(at_first, 0)
+                to_last += tl.sum(at_last, 0)
+            else:
+                all_queries = tl.sum(ds, 0)
+                dm += all_queries[:, None] * load_vector(for_keys, row, f_r, WIDTH)[None, :]
+                to_last += tl.where(row == rows - 1, all_queries, 0.0)
+                to_first += tl.where(row == rows - 1, 0.0, all_queries)
+    return dk, dv, dm, to_first, to_last
+
+
+@triton.jit(do_not_specialize=UNSPECIALIZED)
+def to_keys(
+    q, k, v, p, m, for_queries, for_keys, g, lse, delta, starts, first, last,
+    dk, dv, dm, by_key, start, scale, natural_scale,
+    q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, p_b, p_h, p_t, m_b, m_h, m_t,
+    e_r, e_h, f_r, f_h, g_b, g_h, g_t, dk_b, dk_h, dk_t, dv_b, dv_h, dv_t, dm_b, dm_h, dm_t,
+    starts_b, ends_b, left, right, queries, keys, rows, zero,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+    HAS_QUERIES: tl.constexpr, HAS_KEYS: tl.constexpr, CAUSAL: tl.constexpr,
+    HAS_STARTS: tl.constexpr, DOCUMENTS: tl.constexpr, WINDOW: tl.constexpr,
+    PRECISION: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+):  # fmt: skip
+    """The gradients of a tile of k, v and m, and sums for the gradients of F's ends."""
+    kv_heads: tl.constexpr = HEADS // GROUP
+    tiles = (keys + BLOCK - 1) // BLOCK
+    column0 = tl.program_id(0) % tiles * BLOCK
+    b = (tl.program_id(0) // tiles // kv_heads).to(tl.int64)
+    kv = (tl.program_id(0) // tiles % kv_heads).to(tl.int64)
+    width: tl.constexpr = (D, BLOCK_D)
+    v_width: tl.constexpr = (DV, BLOCK_DV)
+    has: tl.constexpr = (HAS_QUERIES, HAS_KEYS)
+    sees: tl.constexpr = (CAUSAL, DOCUMENTS, WINDOW)
+    own_start = query_start(starts, start, b, starts_b, HAS_STARTS)
+    at = column0 + tl.arange(0, BLOCK)
+    present = at < keys
+    k_tile = load_rows(k + b * k_b + kv * k_h, column0, keys, k_t, width, BLOCK)
+    v_tile = load_rows(v + b * v_b + kv * v_h, column0, keys, v_t, v_width, BLOCK)
+    m_tile = k_tile
+    if HAS_KEYS:
+        m_tile = load_rows(m + b * m_b + kv * m_h, column0, keys, m_t, width, BLOCK)
+    ends = first + b * ends_b, last + b * ends_b, left, right
+    # Blocks of queries that see some of these keys.
+    least = own_start
+    most = own_start + queries - 1
+    if CAUSAL:
+        least = tl.maximum(least, column0)
+    if WINDOW:
+        least = tl.maximum(least, column0 - right)
+        most = tl.minimum(most, column0 + BLOCK - 1 + left)
+    begin = (least - own_start) // BLOCK
+    end = tl.where(most < least, begin, (most - own_start + BLOCK) // BLOCK)
+    # Up to the block `near` all distances are past the first row, from `far` on past the last.
+    near = begin
+    if not CAUSAL:
+        near = (column0 - zero - own_start + 1) // BLOCK
+        near = tl.minimum(tl.maximum(near, begin), end)
+    far = (column0 + BLOCK - 1 + rows - 1 - zero - own_start + BLOCK - 1) // BLOCK
+    blocks = begin, near, tl.minimum(tl.maximum(far, near), end), end
+    empty = tl.zeros((BLOCK, BLOCK_D), tl.float32)
+    dk_tile = empty
+    dm_tile = empty
+    dv_tile = tl.zeros((BLOCK, BLOCK_DV), tl.float32)
+    none = tl.zeros((BLOCK,), tl.float32)
+    for n in range(GROUP):
+        h = kv * GROUP + n
+        of_head = (b * HEADS + h) * queries
+        terms = for_queries + h * e_h, for_keys + h * f_h, e_r, f_r, rows, zero
+        queries_at = q + b * q_b + h * q_h
+        others_at = p + b * p_b + h * p_h
+        grads_at = g + b * g_b + h * g_h
+        of_rows = lse + of_head, delta + of_head
+        source = queries_at, others_at, grads_at, of_rows, q_t, p_t, g_t, queries
+        state = dk_tile, dv_tile, dm_tile, none, none
+        state = visit_queries(
+            state, k_tile, v_tile, m_tile, source, terms, column0, own_start, ends, keys, scale,
+            blocks, width, v_width, sees, has, False, BLOCK, PRECISION,
+        )  # fmt: skip
+        state = visit_queries(
+            state, k_tile, v_tile, m_tile, source, terms, column0, own_start, ends, keys, scale,
+            blocks, width, v_width, sees, has, True, BLOCK, PRECISION,
+        )  # fmt: skip
+        dk_tile, dv_tile, dm_tile, to_first, to_last = state
+        if HAS_KEYS:
+            to = by_key + (b * HEADS + h) * keys + at
+            tl.store(to, to_first, mask=present)
+            sequences = tl.num_programs(0).to(tl.int64) // tiles * GROUP
+            tl.store(to + sequences * keys, to_last, mask=present)
+    store_rows(dk + b * dk_b + kv * dk_h, dk_tile * natural_scale, at, present, dk_t, width)
+    store_rows(dv + b * dv_b + kv * dv_h, dv_tile, at, present, dv_t, v_width)
+    if HAS_KEYS:
+        store_rows(dm + b * dm_b + kv * dm_h, dm_tile * natural_scale, at, present, dm_t, width)
+
+
+@triton.jit(do_not_specialize=[*UNSPECIALIZED, "nearest", "batch"])
+def to_vectors(
+    q, k, v, p, m, for_queries, for_keys, g, lse, delta, starts, first, last, to_e, to_f, start,
+    scale, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, p_b, p_h, p_t, m_b, m_h, m_t,
+    e_r, e_h, f_r, f_h, g_b, g_h, g_t,
+    starts_b, ends_b, left, right, queries, keys, rows, zero, nearest, batch,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+    HAS_QUERIES: tl.constexpr, HAS_KEYS: tl.constexpr, CAUSAL: tl.constexpr,
+    HAS_STARTS: tl.constexpr, DOCUMENTS: tl.constexpr, WINDOW: tl.constexpr,
+    PRECISION: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+):  # fmt: skip
+    """The gradients of the vectors from a diagonal of tiles, ``[H, diagonals, 2 BLOCK, D]``.
+
+    A tile's keys begin ``distance`` before its queries, so that all tiles of a diagonal have the
+    same distances, ``distance - BLOCK + 1`` the first of them.
+    """
+    diagonal = tl.program_id(0)
+    h = tl.program_id(1).to(tl.int64)
+    kv = h // GROUP
+    width: tl.constexpr = (D, BLOCK_D)
+    v_width: tl.constexpr = (DV, BLOCK_DV)
+    has: tl.constexpr = (HAS_QUERIES, HAS_KEYS)
+    sees: tl.constexpr = (CAUSAL, DOCUMENTS, WINDOW)
+    distance = nearest + diagonal * BLOCK
+    terms = for_queries + h * e_h, for_keys + h * f_h, e_r, f_r, rows, zero
+    of_queries = tl.zeros((2 * BLOCK, BLOCK_D), tl.float32)
+    of_keys = tl.zeros((2 * BLOCK, BLOCK_D), tl.float32)
+    for n in range(batch):
+        b = tl.zeros((), tl.int64) + n
+        own_start = query_start(starts, start, b, starts_b, HAS_STARTS)
+        of_head = (b * HEADS + h) * queries
+        queries_at = q + b * q_b + h * q_h
+        others_at = p + b * p_b + h * p_h
+        grads_at = g + b * g_b + h * g_h
+        of_rows = lse + of_head, delta + of_head
+        source = queries_at, others_at, grads_at, of_rows, q_t, p_t, g_t, queries
+        ends = first + b * ends_b, last + b * ends_b, left, right
+        # Blocks of queries with a key at one of these distances.
+        begin = tl.maximum(distance - BLOCK + 1 - own_start, 0) // BLOCK
+        end = tl.minimum(keys - 1 + distance - own_start + BLOCK, queries + BLOCK - 1) // BLOCK
+        for block in tl.range(begin, tl.maximum(begin, end)):
+            row0 = block * BLOCK
+            key0 = own_start + row0 - distance
+            query, other, grad, sums, minus, low, high = load_query_tile(
+                source, row0, own_start, ends, keys, width, v_width, sees, has, BLOCK
+            )
+            key = load_rows(k + b * k_b + kv * k_h, key0, keys, k_t, width, BLOCK)
+            m_tile = key
+            if HAS_KEYS:
+                m_tile = load_rows(m + b * m_b + kv * m_h, key0, keys, m_t, width, BLOCK)
+            value = load_rows(v + b * v_b + kv * v_h, key0, keys, v_t, v_width, BLOCK)
+            scores = scores_of(
+                query, key, other, m_tile, terms, 0, own_start + row0, key0, low, high, scale,
+                width, has, False, BLOCK, PRECISION,
+            )  # fmt: skip
+            weights = tl.exp2(scores - sums[:, None])
+            ds = weights * (tl.dot(grad, value.T, input_precision=PRECISION) - minus[:, None])
+            if HAS_QUERIES:
+                moved = move(ds, BLOCK, 2 * BLOCK).to(other.dtype)
+                of_queries = tl.dot(moved.T, other, of_queries, input_precision=PRECISION)
+            if HAS_KEYS:
+                moved = move_back(ds.T, BLOCK, 2 * BLOCK).to(m_tile.dtype)
+                of_keys = tl.dot(moved.T, m_tile, of_keys, input_precision=PRECISION)
+    at = tl.arange(0, 2 * BLOCK)
+    everywhere = at >= 0
+    place = (h * tl.num_programs(0) + diagonal) * (2 * BLOCK) * D
+    if HAS_QUERIES:
+        store_rows(to_e + place, of_queries, at, everywhere, D, width)
+    if HAS_KEYS:
+        store_rows(to_f + place, of_keys, at, everywhere, D, width)
+
+
+# Queries and keys of a tile, warps and stages, of halves in heads up to 64, up to 128 and wider,
+# then of float32 in the same heads.
+TILES = ((64, 4, 2), (64, 8, 1), (32, 4, 1), (32, 4, 1), (32, 4, 1), (16, 4, 1))
+
+
+class Terms:
+    """Attention with terms: its tensors, and the launches that they need.
+
+    ``for_queries`` are vectors ``[R, 1 or H, D]`` for ``p``, which has the shape of ``q``;
+    ``for_keys`` are for ``m``, which has that of ``k``. Row ``zero`` is for distance zero.
+    """
+
+    def __init__(self, q: Tensor, k: Tensor, v: Tensor, given: Any, zero: int, call: Any) -> None:
+        self.q, self.k, self.v = as_dense(q), as_dense(k), as_dense(v)
+        p, m, for_queries, for_keys = given
+        self.has = for_queries is not None, for_keys is not None
+        rows = next(len(x) for x in (for_queries, for_keys) if x is not None)
+        self.p, self.m = self._or_q(p), self._or_q(m)
+        self.e, self.f = self._or_q(for_queries), self._or_q(for_keys)
+        self.rows, self.zero, self.call = rows, zero, call
+        self.inputs = (self.q, self.k, self.v, self.p, self.m, self.e, self.f)
+        self.places = [self.q if x is None else x for x in call[1:4]]
+        wide = max(q.shape[3], v.shape[3])
+        at = (wide > 64) + (wide > 128) + (3 if q.dtype == torch.float32 else 0)
+        self.block, self.warps, self.stages = TILES[at]
+
+    def _or_q(self, x: Tensor | None) -> Tensor:
+        return self.q if x is None else as_dense(x)
+
+    def _strides(self, *others: Tensor) -> list[int]:
+        found = [step for x in self.inputs[:5] for step in strides_of(x)]
+        for x, has in zip((self.e, self.f), self.has, strict=True):
+            found += (x.stride(0), x.stride(1) if x.shape[1] > 1 else 0) if has else (0, 0)
+        return found + [step for x in others for step in strides_of(x)]
+
+    def _run(
+        self,
+        kernel: Any,
+        scales: Any,
+        strided: Any,
+        grid: Any,
+        tensors: Any,
+        more: Any = (),
+        **how: Any,
+    ) -> None:
+        call, q, k = self.call, self.q, self.k
+        described = (*call[7:9], self.zero, *kind_of_mask(call), *how.values(), *more, *self.has)
+        key = (kernel.__name__, *described, *signature((*tensors, *strided)))
+
+        def prepare() -> Launch:
+            sizes = (q.shape[2], k.shape[2], self.rows, self.zero, *more)
+            numbers = (*scales, *self._strides(*strided), *places_of(call), *sizes)
+            constants = {"HEADS": q.shape[1], "GROUP": q.shape[1] // k.shape[1]}
+            constants |= {"D": q.shape[3], "DV": self.v.shape[3], "HAS_QUERIES": self.has[0]}
+            constants |= {"HAS_KEYS": self.has[1], "CAUSAL": call.causal}
+            constants |= {"HAS_STARTS": call.starts is not None}
+            constants |= {"DOCUMENTS": call.first is not None, "WINDOW": call.window is not None}
+            constants |= {**how, "PRECISION": arithmetic_of(q)["PRECISION"], "BLOCK": self.block}
+            constants |= widths_of(q, self.v)
+            options = {**OPTIONS, "num_warps": self.warps, "num_stages": self.stages}
+            return Launch(kernel, grid, numbers, constants, **options)
+
+        find_launch(key, prepare)(tensors, call.start)
+
+    def forward(self) -> tuple[Tensor, Tensor]:
+        """The output and the log-sum-exp."""
+        q, v = self.q, self.v
+        out = q.new_empty((*q.shape[:3], v.shape[3]))
+        lse = q.new_empty(q.shape[:3], dtype=torch.float32)
+        grid = (triton.cdiv(q.shape[2], self.block) * q.shape[0] * q.shape[1], 1, 1)
+        scales = (self.call.scale * LOG2E,)
+        self._run(forward, scales, (out,), grid, (*self.inputs, out, lse, *self.places))
+        return out, lse
+
+    def backward(
+        self, g: Tensor, g_lse: Tensor | None, out: Tensor, lse: Tensor
+    ) -> list[Tensor | None]:
+        """The gradients of q, k, v, p, m, ``for_queries`` and ``for_keys``."""
+        q, k, v, g = self.q, self.k, self.v, as_dense(g)
+        g_lse = None if g_lse is None else g_lse.float().contiguous()
+        dq, dk, dv = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+        dp = q.new_empty(q.shape) if self.has[0] else q
+        dm = k.new_empty(k.shape) if self.has[1] else k
+        delta = torch.empty_like(lse)
+        by_row = lse.new_empty((2, *lse.shape)) if self.has[0] else lse
+        by_key = lse.new_empty((2, *lse.shape[:2], k.shape[2])) if self.has[1] else lse
+        scales = self.call.scale * LOG2E, self.call.scale
+        places, of_lse = self.places, lse if g_lse is None else g_lse
+        blocks = triton.cdiv(q.shape[2], self.block) * q.shape[0] * q.shape[1]
+        tensors = (*self.inputs, g, out, lse, of_lse, *places, dq, dp, delta, by_row)
+        lse_too = g_lse is not None
+        run = partial(self._run, to_queries, scales, (g, out, dq, dp), (blocks, 1, 1), tensors)
+        run(LSE_TOO=lse_too)
+        tiles = triton.cdiv(k.shape[2], self.block) * k.shape[0] * k.shape[1]
+        tensors = (*self.inputs, g, lse, delta, *places, dk, dv, dm, by_key)
+        self._run(to_keys, scales, (g, dk, dv, dm), (tiles, 1, 1), tensors)
+        de, df = self._to_vectors(g, lse, delta, by_row, by_key)
+        return [dq, dk, dv, dp if self.has[0] else None, dm if self.has[1] else None, de, df]
+
+    def _to_vectors(
+        self, g: Tensor, lse: Tensor, delta: Tensor, by_row: Tensor, by_key: Tensor
+    ) -> list[Tensor | None]:
+        q, k, call = self.q, self.k, self.call
+        # Distances that are seen, and have a row between the first and the last.
+        low = max(1 - self.zero, 0 if call.causal else -q.shape[2] - k.shape[2])
+        high = min(self.rows - 2 - self.zero, q.shape[2] + k.shape[2])
+        if call.starts is None:
+            high = min(high, call.start + q.shape[2] - 1)
+            low = max(low, call.start - k.shape[2] + 1)
+        if call.window is not None:
+            low, high = max(low, -call.window[1]), min(high, call.window[0])
+        count = 0 if high < low else -(-(high - low) // self.block) + 1
+        shape = (q.shape[1], count, 2 * self.block, q.shape[3])
+        made = [lse.new_empty(shape if has else (0,)) for has in self.has]
+        if count:
+            tensors = (*self.inputs, g, lse, delta, *self.places, *made)
+            grid = (count, q.shape[1], 1)
+            scales = (call.scale * LOG2E,)
+            self._run(to_vectors, scales, (g,), grid, tensors, (low, q.shape[0]))
+        found: list[Tensor | None] = []
+        given = ((self.p, self.e, by_row), (self.m, self.f, by_key))
+        for has, parts, (x, vectors, ends) in zip(self.has, made, given, strict=True):
+            found.append(self._fold(parts, x, vectors, ends, low, high) if has else None)
+        return found
+
+    def _fold(
+        self, parts: Tensor, x: Tensor, vectors: Tensor, ends: Tensor, low: int, high: int
+    ) -> Tensor:
+        """The gradient of vectors from those of diagonals, and from the sums at the ends."""
+        heads, size = self.q.shape[1], self.block
+        to = parts.new_zeros((heads, self.rows, x.shape[3]))
+        if high >= low:
+            # The second half of a diagonal's distances are the first half of the next one's.
+            first, second = parts[:, :, :size], parts[:, :, size:]
+            both = second.clone()
+            both[:, :-1] += first[:, 1:]
+            # The first place is distance low + 1; distance low is the last of the first half.
+            line = torch.cat((first[:, 0, -1:], both.flatten(1, 2)), 1)
+            to[:, low + self.zero : high + self.zero + 1] = line[:, : high - low + 1]
+        x = x.float().repeat_interleave(heads // x.shape[1], 1)
+        of_ends = torch.einsum("ebhn,bhnd->ehd", ends, x)
+        to[:, -1] += of_ends[1]
+        to[:, 0] += of_ends[0]
+        to = (to * self.call.scale).transpose(0, 1)
+        made: Tensor = to if vectors.shape[1] > 1 else to.sum(1, keepdim=True)
+        return made.to(vectors.dtype)

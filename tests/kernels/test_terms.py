@@ -1,0 +1,181 @@
+"""Attention with a vector for each distance: its kernels, its op, and the modules that use them."""
+
+import pytest
+import torch
+
+import posenc
+from posenc.attention import biased, chunked, terms
+from posenc.attention.biased import hide_padding
+from posenc.attention.biases import Call
+from posenc.attention.op import flatten
+from support.attention import DEVICE, written_down
+
+SLOW = pytest.mark.slow
+CASES = {
+    "both-sides": {"size": (70, 70)},
+    "causal": {"size": (70, 70), "causal": True, "rows": 20, "zero": 0},
+    "cache": {"size": (40, 100), "heads": (4, 2), "width": (24, 40), "causal": True, "rows": 33},
+    "few-rows": {"size": (150, 150), "rows": 5, "zero": 2},
+    "few-rows-causal": {"size": (150, 150), "rows": 5, "zero": 0, "causal": True},
+    "one-row": {"size": (40, 40), "rows": 1, "zero": 0},
+    "every-distance": {"size": (70, 70), "rows": 139, "zero": 69},
+    "for-queries": {"size": (70, 70), "has": (True, False), "shared": True},
+    "for-keys": {"size": (70, 70), "has": (False, True), "heads": (4, 2)},
+    "window": {"size": (100, 100), "window": (20, 5)},
+    "window-causal": {"size": (100, 100), "window": (20, 0), "causal": True, "rows": 40},
+    "documents": {"size": (90, 90), "documents": True},
+    "offsets": {"size": (40, 120), "starts": [3, 70], "causal": True, "rows": 30, "zero": 0},
+    "one-query": {"size": (1, 100), "causal": True, "rows": 30, "zero": 0},
+    "unaligned": {"size": (33, 66), "causal": True, "rows": 7, "zero": 0},
+}
+QUICK = {"both-sides", "few-rows-causal", "documents"}
+EACH = pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=() if case in QUICK else SLOW) for case in CASES]
+)
+
+
+def given(
+    size, *, heads=(2, 2), width=(16, 16), causal=False, rows=9, zero=4, has=(True, True),
+    shared=False, starts=None, documents=False, window=None,
+):  # fmt: skip
+    """Tensors, vectors and the call of a case, in float32."""
+    torch.manual_seed(1)
+    queries, keys = size
+    # Projections give (B, L, H, D) seen as (B, H, L, D).
+    q, p = torch.randn(2, 2, queries, heads[0], width[0]).transpose(2, 3).to(DEVICE)
+    k, m = torch.randn(2, 2, heads[1], keys, width[0]).to(DEVICE)
+    v = torch.randn(2, heads[1], keys, width[1]).to(DEVICE)
+    vectors = torch.randn(2, rows, 1 if shared else heads[0], width[0]).to(DEVICE)
+    ids = torch.sort(torch.randint(-1, 2, (2, keys)), -1)[0].to(DEVICE) if documents else None
+    begin = None if starts is None else torch.tensor(starts, device=DEVICE)
+    call = Call(None, begin, *hide_padding(ids), "none", 0, keys - queries, 0.3, causal, False)
+    tensors = [q, k, v, p if has[0] else None, m if has[1] else None]
+    tensors += [x if one else None for x, one in zip(vectors, has, strict=True)]
+    return tensors, zero, ids, call._replace(window=window)
+
+
+def wanted(tensors, zero, ids, call):
+    """Output and log-sum-exp in float64, every score by its definition."""
+    q, k, v, p, m, for_queries, for_keys = tensors
+    heads, queries, keys = q.shape[1], q.shape[2], k.shape[2]
+    starts = torch.tensor([call.start] * 2, device=DEVICE) if call.starts is None else call.starts
+    own = starts[:, None] + torch.arange(queries, device=DEVICE)
+    distance = own[:, :, None] - torch.arange(keys, device=DEVICE)
+    # Further channels of q and k give the products with the vectors of each pair.
+    bias = q.new_zeros(2, heads, queries, keys)
+    for x, vectors, form in ((p, for_queries, "bhid"), (m, for_keys, "bhjd")):
+        if x is not None:
+            row = (distance + zero).clamp(0, len(vectors) - 1)
+            of_pairs = vectors.expand(-1, heads, -1)[row]
+            x = x.repeat_interleave(heads // x.shape[1], 1)
+            bias = bias + torch.einsum(f"{form},bijhd->bhij", x, of_pairs)
+    columns = torch.eye(keys, dtype=q.dtype, device=DEVICE).expand(2, heads, -1, -1)
+    q, k, v = (
+        torch.cat((q, bias), -1),
+        torch.cat((k.repeat_interleave(heads // k.shape[1], 1), columns), -1),
+        v,
+    )
+    v = v.repeat_interleave(heads // v.shape[1], 1)
+    how = {"own": own, "scale": call.scale, "causal": call.causal}
+    return written_down(q, k, v, None, "none", documents=ids, window=call.window, **how)
+
+
+def close(got, want, most=1e-5):
+    want = want.masked_fill(want == -torch.inf, 0.0)
+    got = got.double().masked_fill(got == -torch.inf, 0.0)
+    return float((got - want).abs().max()) <= most * max(float(want.abs().max()), 1e-3)
+
+
+@EACH
+@pytest.mark.parametrize("by", ["kernel", "operations"])
+def test_results_and_gradients_are_those_of_the_definition(by, case):
+    kernel = pytest.importorskip("posenc.kernels.triton.terms") if by == "kernel" else None
+    tensors, zero, ids, call = given(**CASES[case])
+    wide = [x if x is None else x.double().requires_grad_() for x in tensors]
+    out, lse = wanted(wide, zero, ids, call)
+    g, g_lse = torch.randn(out.shape).to(DEVICE), torch.randn(lse.shape).to(DEVICE)
+    g_lse = g_lse.masked_fill(lse == -torch.inf, 0.0)
+    seen = lse.masked_fill(lse == -torch.inf, 0.0)
+    present = [x for x in wide if x is not None]
+    grads = torch.autograd.grad((out, seen), present, (g.double(), g_lse.double()))
+    if kernel is not None:
+        made = kernel.Terms(*tensors[:3], tensors[3:], zero, call)
+        results = made.forward()
+        found = [x for x in made.backward(g, g_lse, *results) if x is not None]
+    else:
+        inputs = [x if x is None else x.clone().requires_grad_() for x in tensors]
+        where = (*flatten(call)[1:5], zero, *flatten(call)[6:])
+        results = terms.terms_op(*inputs, *where)
+        present = [x for x in inputs if x is not None]
+        found = torch.autograd.grad(results, present, (g, g_lse))
+    assert close(results[0].detach(), out.detach())
+    assert close(results[1].detach(), lse.detach())
+    for got, want in zip(found, grads, strict=True):
+        assert close(got, want, 3e-5)
+
+
+def test_the_ops_pass_opcheck():
+    tensors, zero, _, call = given((9, 12))
+    where = (*flatten(call)[1:5], zero, *flatten(call)[6:])
+    needed = [x if x is None else x.clone().requires_grad_() for x in tensors]
+    torch.library.opcheck(terms.terms_op.overload, (*needed, *where))
+    if DEVICE == "cpu":
+        return  # the backward pass is an op only where there is a kernel
+    out, lse = terms.terms_op(*tensors, *where)
+    saved = torch.randn_like(out), None, out, lse
+    torch.library.opcheck(terms.terms_backward_op.overload, (*saved, *tensors, *where))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({5: lambda x: x[:0]}, "vectors must be"),
+        ({5: lambda x: x[:, :, :3]}, "vectors must be"),
+        ({5: lambda x: x[:3]}, "as many vectors"),
+        ({3: lambda x: x[:, :1]}, "p and m must be"),
+        ({3: lambda x: None}, "p and m must be"),
+        (
+            {3: lambda x: None, 4: lambda x: None, 5: lambda x: None, 6: lambda x: None},
+            "or for keys",
+        ),
+        ({6: lambda x: x.double()}, "vectors must be"),
+        ({1: lambda x: x[:, :, :, :3]}, "must be floating, of one dtype"),
+    ],
+)
+def test_what_does_not_fit_is_refused(change, message):
+    tensors, zero, _, call = given((9, 12))
+    where = (*flatten(call)[1:5], zero, *flatten(call)[6:])
+    for at, how in change.items():
+        tensors[at] = how(tensors[at])
+    with pytest.raises((ValueError, RuntimeError), match=message):
+        terms.terms_op(*tensors, *where)
+
+
+MODULES = {
+    "RelativeKeys": lambda: posenc.RelativeKeys(16, 20),
+    "RelativeKeys-both-sides": lambda: posenc.RelativeKeys(16, 20, False, max_later=3),
+    "DeBERTa": lambda: posenc.DeBERTaBias(4, 16, 30),
+    "DeBERTa-buckets": lambda: posenc.DeBERTaBias(4, 16, 40, 15),
+    "TransformerXL": lambda: posenc.TransformerXLBias(64, 4),
+    "TransformerXL-both-sides": lambda: posenc.TransformerXLBias(64, 4, False, max_distance=30),
+}
+
+
+@pytest.mark.parametrize("make", MODULES.values(), ids=MODULES)
+def test_modules_tell_the_op_what_they_are(make, monkeypatch):
+    """On the CPU they go by rows; with the op, as on a GPU, the results are the same."""
+    torch.manual_seed(2)
+    module = make().double()
+    for parameter in module.parameters():
+        torch.nn.init.normal_(parameter)
+    q, k, v = torch.randn(1, 4, 50, 16), torch.randn(1, 2, 130, 16), torch.randn(1, 2, 130, 16)
+    found = []
+    for not_the_kernel in (chunked, None):
+        monkeypatch.setattr(biased, "chunked", not_the_kernel)
+        inputs = [x.double().requires_grad_() for x in (q, k, v)]
+        out = module(*inputs)
+        module.zero_grad()
+        out.square().sum().backward()
+        found.append([out, *[x.grad for x in (*inputs, *module.parameters())]])
+    for got, want in zip(*found, strict=True):
+        assert torch.allclose(got, want, rtol=1e-9, atol=1e-9)
