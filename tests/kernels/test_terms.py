@@ -26,9 +26,20 @@ CASES = {
     "documents": {"size": (90, 90), "documents": True},
     "offsets": {"size": (40, 120), "starts": [3, 70], "causal": True, "rows": 30, "zero": 0},
     "one-query": {"size": (1, 100), "causal": True, "rows": 30, "zero": 0},
+    "curve": {"size": (70, 70), "has": (False, False), "knots": 5, "causal": True},
+    "curve-documents": {"size": (90, 90), "knots": 3, "documents": True},
+    "curve-cache": {
+        "size": (40, 100),
+        "heads": (4, 2),
+        "has": (False, False),
+        "knots": 33,
+        "starts": [3, 60],
+        "causal": True,
+    },
+    "curve-both-sides": {"size": (70, 70), "has": (False, False), "knots": 4, "window": (40, 20)},
     "unaligned": {"size": (33, 66), "causal": True, "rows": 7, "zero": 0},
 }
-QUICK = {"both-sides", "few-rows-causal", "documents"}
+QUICK = {"both-sides", "few-rows-causal", "curve-documents"}
 EACH = pytest.mark.parametrize(
     "case", [pytest.param(case, marks=() if case in QUICK else SLOW) for case in CASES]
 )
@@ -36,7 +47,7 @@ EACH = pytest.mark.parametrize(
 
 def given(
     size, *, heads=(2, 2), width=(16, 16), causal=False, rows=9, zero=4, has=(True, True),
-    shared=False, starts=None, documents=False, window=None,
+    shared=False, starts=None, documents=False, window=None, knots=0,
 ):  # fmt: skip
     """Tensors, vectors and the call of a case, in float32."""
     torch.manual_seed(1)
@@ -51,12 +62,22 @@ def given(
     call = Call(None, begin, *hide_padding(ids), "none", 0, keys - queries, 0.3, causal, False)
     tensors = [q, k, v, p if has[0] else None, m if has[1] else None]
     tensors += [x if one else None for x, one in zip(vectors, has, strict=True)]
+    curve = None
+    if knots:
+        # c and L, and knots among the values of x, one of them infinite.
+        at = torch.rand(knots).sort()[0]
+        at[-1] = torch.inf
+        shared_numbers = torch.cat((torch.tensor([0.7, 25.3]), at)).expand(heads[0], -1)
+        curve = torch.cat((torch.randn(heads[0], 2), shared_numbers), 1)
+        changes = torch.randn(heads[0], knots) * at.isfinite()
+        curve = torch.cat((curve, changes), 1).to(DEVICE)
+    tensors.append(curve)
     return tensors, zero, ids, call._replace(window=window)
 
 
 def wanted(tensors, zero, ids, call):
     """Output and log-sum-exp in float64, every score by its definition."""
-    q, k, v, p, m, for_queries, for_keys = tensors
+    q, k, v, p, m, for_queries, for_keys, curve = tensors
     heads, queries, keys = q.shape[1], q.shape[2], k.shape[2]
     starts = torch.tensor([call.start] * 2, device=DEVICE) if call.starts is None else call.starts
     own = starts[:, None] + torch.arange(queries, device=DEVICE)
@@ -69,6 +90,17 @@ def wanted(tensors, zero, ids, call):
             of_pairs = vectors.expand(-1, heads, -1)[row]
             x = x.repeat_interleave(heads // x.shape[1], 1)
             bias = bias + torch.einsum(f"{form},bijhd->bhij", x, of_pairs)
+    if curve is not None:
+        slope, height, c, least, *others = curve[:, :, None, None].unbind(1)
+        begin = 0 if call.first is None else call.first.gather(1, own)
+        longest = (own - begin)[:, None, :, None].double().maximum(least)
+        x = (c * distance.abs()[:, None] + 1).log() / (c * longest + 1).log()
+        f = slope * x + height
+        for knot, change in zip(
+            others[: len(others) // 2], others[len(others) // 2 :], strict=True
+        ):
+            f = f + torch.where(x > knot, x - knot.nan_to_num(posinf=0.0), 0.0) * change
+        bias = bias + f / call.scale
     columns = torch.eye(keys, dtype=q.dtype, device=DEVICE).expand(2, heads, -1, -1)
     q, k, v = (
         torch.cat((q, bias), -1),
@@ -136,8 +168,9 @@ def test_the_ops_pass_opcheck():
         ({3: lambda x: None}, "p and m must be"),
         (
             {3: lambda x: None, 4: lambda x: None, 5: lambda x: None, 6: lambda x: None},
-            "or for keys",
+            "or a curve",
         ),
+        ({7: lambda x: torch.ones(2, 7, device=DEVICE)}, "a curve must be"),
         ({6: lambda x: x.double()}, "vectors must be"),
         ({1: lambda x: x[:, :, :, :3]}, "must be floating, of one dtype"),
     ],

@@ -47,7 +47,11 @@ class RunningSum(NamedTuple):
 
 
 class Terms(NamedTuple):
-    """Products with a vector for each distance, see :func:`relative_terms`.
+    r"""What a kernel adds to the scores: products with a vector for each distance, and a curve.
+
+    For the products see :func:`relative_terms`. The curve is :math:`f_h(x)`, piecewise linear, of
+    :math:`x = \ln(c\,|i - j| + 1) / \ln(c \max(L, i) + 1)`, where :math:`i` counts from the
+    beginning of the query's document.
 
     Attributes:
         q: Queries for the products with keys, if they are not those of the attention.
@@ -58,16 +62,21 @@ class Terms(NamedTuple):
         for_keys: In the same way.
         least: Distances below this have the row of this one.
         most: Distances above this have the row of this one.
+        curve: ``(H, 4 + 2 U)``: for each head the slope and the height of :math:`f` at zero,
+            :math:`c`, :math:`L`, ``U`` knots in order, and the change of its slope at each. Heads
+            differ in the heights, slopes and changes only. A knot that is not there is infinite,
+            and its change is zero.
     """
 
-    q: Tensor | None
-    p: Tensor
-    m: Tensor
-    rows: Callable[[Tensor], Tensor]
-    for_queries: Tensor | None
-    for_keys: Tensor | None
-    least: int
-    most: int
+    q: Tensor | None = None
+    p: Tensor | None = None
+    m: Tensor | None = None
+    rows: Callable[[Tensor], Tensor] | None = None
+    for_queries: Tensor | None = None
+    for_keys: Tensor | None = None
+    least: int = 0
+    most: int = 0
+    curve: Tensor | None = None
 
 
 class RowBias(NamedTuple):
@@ -78,7 +87,7 @@ class RowBias(NamedTuple):
             ``[k]``, that returns the bias, ``[1 or B, H, n, k]``. Both are consecutive; keys that
             none of the queries see may be left out. It is called again in the backward pass, and
             must then return the same.
-        terms: What :func:`relative_terms` made it from, for a kernel; None for any function.
+        terms: The same for a kernel, if there is one; :func:`relative_terms` sets it.
     """
 
     rows: Callable[[Tensor, Tensor], Tensor]

@@ -156,32 +156,39 @@ def _check_vectors(who: str, name: str, vectors: Any, q: Tensor, wide: torch.dty
 
 def attend(q: Tensor, k: Tensor, v: Tensor, terms: Terms, call: Call) -> tuple[Tensor, Tensor]:
     """Attention and its log-sum-exp by the op."""
-    # Distances that there are, and that have rows of their own.
-    furthest = q.shape[2] + k.shape[2]
-    least = max(terms.least, 0 if call.causal else -furthest)
-    most = max(min(terms.most, furthest), least)
-    rows = terms.rows(torch.arange(least, most + 1, device=q.device))
-    with without_autocast(q):
-        for_queries, for_keys = (
-            None if x is None else _read(x, rows, q).to(q.dtype)
-            for x in (terms.for_queries, terms.for_keys)
-        )
-        own = q if terms.q is None else terms.q.to(q.dtype)
-        p = None if for_queries is None else terms.p.to(q.dtype)
-        m = None if for_keys is None else terms.m.to(q.dtype)
+    own, least = q if terms.q is None else terms.q.to(q.dtype), 0
+    vectors: list[Tensor | None] = [None, None, None, None]
+    if terms.rows is not None:
+        # Distances that there are, and that have rows of their own.
+        furthest = q.shape[2] + k.shape[2]
+        least = max(terms.least, 0 if call.causal else -furthest)
+        most = max(min(terms.most, furthest), least)
+        rows = terms.rows(torch.arange(least, most + 1, device=q.device))
+        pairs = (terms.p, terms.for_queries), (terms.m, terms.for_keys)
+        for i, (x, of) in enumerate(pairs):
+            if x is not None and of is not None:
+                vectors[i], vectors[i + 2] = x.to(q.dtype), _read(of, rows, q).to(q.dtype)
     _, *places, how, _, start, scale, left, right = flatten(call)
     where = *places, how, -least, start, scale, left, right
-    out, lse = terms_op(own, k, v, p, m, for_queries, for_keys, *where)
+    out, lse = terms_op(own, k, v, *vectors, terms.curve, *where)
     return out, lse
 
 
 def _checked(who: str, *arguments: Any) -> Call:
     """The call as the kernels read it; refuse what would lead them out of a tensor's memory."""
-    q, k, v, p, m, for_queries, for_keys, *where = arguments
-    check_devices(who, q, p, m, for_queries, for_keys)
+    q, k, v, p, m, for_queries, for_keys, curve, *where = arguments
+    check_devices(who, q, p, m, for_queries, for_keys, curve)
     call = check_call(who, q, k, v, None, *where)
-    if for_queries is None and for_keys is None:
-        refuse(who, "there must be vectors for queries or for keys", q)
+    if for_queries is None and for_keys is None and curve is None:
+        refuse(who, "there must be vectors for queries, or for keys, or a curve", q)
+    if curve is not None and (
+        curve.dim() != 2
+        or curve.dtype not in checks.FLOAT_DTYPES
+        or curve.shape[0] != q.shape[1]
+        or curve.shape[1] < 6
+        or curve.shape[1] % 2
+    ):
+        refuse(who, f"a curve must be floating, ({q.shape[1]}, 4 + 2 U)", curve)
     for x, like, vectors in ((p, q, for_queries), (m, k, for_keys)):
         if (x is None) != (vectors is None) or (
             x is not None and (x.shape != like.shape or x.dtype != q.dtype)
@@ -205,12 +212,12 @@ def _checked(who: str, *arguments: Any) -> Call:
 
 def _kernel(*arguments: Any) -> Any:
     """The kernel with its tensors, or None if there is none for them."""
-    q, k, v, *given = arguments[:7]
+    q, k, v, *given = arguments[:8]
     if kernel_for(q, v) is chunked:
         return None
     from posenc.kernels.triton.terms import Terms as Kernel
 
-    return partial(Kernel, q, k, v, given, arguments[11])
+    return partial(Kernel, q, k, v, given, arguments[12])
 
 
 def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
@@ -219,12 +226,12 @@ def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
 
 
 def _operations(*arguments: Any) -> tuple[Tensor, Tensor]:
-    q, k, v, p, m, for_queries, for_keys, *where = arguments
+    q, k, v, p, m, for_queries, for_keys, curve, *where = arguments
     (_, heads, queries, _), (keys, zero) = q.shape, (k.shape[2], where[4])
     call = unflatten(None, *where)
     seen, index = call.spans(queries, keys, q.device), torch.arange(keys, device=q.device)
     wide = torch.promote_types(q.dtype, torch.float32)
-    count = next(len(x) for x in (for_queries, for_keys) if x is not None)
+    count = next((len(x) for x in (for_queries, for_keys) if x is not None), 1)
 
     def rows(distance: Tensor) -> Tensor:
         row: Tensor = (distance + zero).clamp(0, count - 1)
@@ -238,12 +245,31 @@ def _operations(*arguments: Any) -> tuple[Tensor, Tensor]:
         if for_keys is not None:
             some, vectors = for_each_query_head(m.to(wide), heads), for_keys.to(wide).flatten(1)
             scores = scores + _by_keys(some, vectors, rows, seen.own)
-        values = for_each_query_head(v.to(wide), heads)
-        return attend_scores(scores * call.scale, hidden_keys(seen, index), values, q.dtype)
+        scores, values = scores * call.scale, for_each_query_head(v.to(wide), heads)
+        if curve is not None:
+            scores = scores + _curve_rows(curve.to(wide), call.first, seen.own, index)
+        return attend_scores(scores, hidden_keys(seen, index), values, q.dtype)
+
+
+def _curve_rows(curve: Tensor, first: Tensor | None, own: Tensor, index: Tensor) -> Tensor:
+    """The curve's part of scores, ``[1 or B, H, n, k]``."""
+    units = (curve.shape[1] - 4) // 2
+    slope, height, c, least, *others = curve[..., None, None].unbind(1)
+    position = own
+    if first is not None:
+        inside = own.clamp(0, first.shape[1] - 1).expand(len(first), -1)
+        position = own - first.gather(1, inside)
+    longest = position[:, None, :, None].clamp(min=0).to(curve.dtype).maximum(least)
+    far = (own[:, None, :, None] - index).abs()
+    x = (c * far).log1p() / (c * longest).log1p()
+    made: Tensor = x * slope + height
+    for knot, change in zip(others[:units], others[units:], strict=True):
+        made = made + (x - knot).relu() * change
+    return made
 
 
 def _fake(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
-    check_devices("posenc::attend_terms", q, k, v, *others[:7])
+    check_devices("posenc::attend_terms", q, k, v, *others[:8])
     wide = torch.promote_types(q.dtype, torch.float32)
     return q.new_empty((*q.shape[:3], v.shape[3])), q.new_empty(q.shape[:3], dtype=wide)
 
@@ -269,8 +295,8 @@ def _recorded_gradients(g: Tensor, g_lse: Tensor | None, arguments: Any) -> list
     """The gradients as operations of torch."""
     again = torch.is_grad_enabled()
     with torch.enable_grad():
-        given = [x if x is None or again else x.detach().requires_grad_() for x in arguments[:7]]
-        made = _operations(*given, *arguments[7:])
+        given = [x if x is None or again else x.detach().requires_grad_() for x in arguments[:8]]
+        made = _operations(*given, *arguments[8:])
         count = 1 if g_lse is None else 2
         wanted, grads = [x for x in given if x is not None], [g, g_lse][:count]
         how: Any = {"create_graph": again, "allow_unused": True, "materialize_grads": True}
@@ -279,13 +305,13 @@ def _recorded_gradients(g: Tensor, g_lse: Tensor | None, arguments: Any) -> list
 
 
 def _fake_backward(g: Tensor, g_lse: Tensor | None, out: Tensor, lse: Tensor, *others: Any) -> Any:
-    check_devices("posenc::attend_terms_backward", g, g_lse, out, lse, *others[:10])
-    return tuple(g.new_empty(0) if x is None else x.new_empty(x.shape) for x in others[:7])
+    check_devices("posenc::attend_terms_backward", g, g_lse, out, lse, *others[:11])
+    return tuple(g.new_empty(0) if x is None else x.new_empty(x.shape) for x in others[:8])
 
 
 def _save(ctx: Any, inputs: Any, output: Any) -> None:
-    ctx.save_for_backward(*output, *inputs[:10])
-    ctx.others = inputs[10:]
+    ctx.save_for_backward(*output, *inputs[:11])
+    ctx.others = inputs[11:]
     ctx.set_materialize_grads(False)
 
 
@@ -297,14 +323,14 @@ def _gradients(ctx: Any, g: Tensor | None, g_lse: Tensor | None) -> tuple[Any, .
         found = _recorded_gradients(g, g_lse, arguments)
     else:
         found = terms_backward_op(g, g_lse, out, lse, *arguments)
-    pairs = zip(found, given[:7], strict=True)
+    pairs = zip(found, given[:8], strict=True)
     return *[None if x is None else to for to, x in pairs], *[None] * 9
 
 
 _CALL = (
     "Tensor q, Tensor k, Tensor v, Tensor? p, Tensor? m, Tensor? for_queries, Tensor? for_keys, "
-    "Tensor? starts, Tensor? first, Tensor? last, int how, SymInt zero, SymInt start, "
-    "float scale, SymInt left, SymInt right"
+    "Tensor? curve, Tensor? starts, Tensor? first, Tensor? last, int how, SymInt zero, "
+    "SymInt start, float scale, SymInt left, SymInt right"
 )
 terms_op = Op(
     "attend_terms",
@@ -318,7 +344,7 @@ terms_op = Op(
 )
 terms_backward_op = Op(
     "attend_terms_backward",
-    f"(Tensor g, Tensor? g_lse, Tensor out, Tensor lse, {_CALL}) -> ({', '.join(['Tensor'] * 7)})",
+    f"(Tensor g, Tensor? g_lse, Tensor out, Tensor lse, {_CALL}) -> ({', '.join(['Tensor'] * 8)})",
     _backward,
     _backward,
     _fake_backward,

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from posenc._contract import checks, qk_checks
 from posenc._contract.tracing import is_exporting, is_readable
-from posenc.attention.biases import DistanceTable, RowBias
+from posenc.attention.biases import DistanceTable, RowBias, Terms
 from posenc.nn._bias import RelativeBias
 from posenc.nn._module import Linear, load_scalars
 from posenc.numerics.spans import document_ends, gather_rows
@@ -112,7 +112,28 @@ class FIRE(RelativeBias):
             made: Tensor = self.mlp(ratio[..., None])
             return made.movedim(-1, 1)
 
-        return RowBias(rows)
+        # Elsewhere there is no kernel that would need it.
+        cuda = c.device.type == "cuda"
+        return RowBias(rows, Terms(curve=self._curve(c, least, dtype)) if cuda else None)
+
+    def _curve(self, c: Tensor, least: Tensor, dtype: torch.dtype) -> Tensor:
+        """The network, which is piecewise linear in one number from zero on, see `Terms`."""
+        # By calls of the layers, which may have hooks.
+        like = c.detach()
+        ends = self.mlp[0](torch.stack((like * 0, like * 0 + 1)))
+        heights, slopes = ends[0], ends[1] - ends[0]
+        unit = torch.eye(self.hidden, dtype=dtype, device=c.device)
+        above = self.mlp[2](torch.cat((torch.zeros_like(unit[:1]), unit)))
+        base, of_units = above[0], above[1:] - above[0]
+        rises = (heights > 0) | ((heights == 0) & (slopes > 0))
+        crosses = heights * slopes < 0
+        knots = torch.where(crosses, -heights / torch.where(crosses, slopes, 1.0), float("inf"))
+        knots, order = knots.sort()
+        changes = of_units * torch.where(crosses, slopes.abs(), 0.0)[:, None]
+        first = (slopes * rises) @ of_units, heights.relu() @ of_units + base
+        both = [x.expand(self.num_heads) for x in (c, least)]
+        numbers = torch.stack((*first, *both), 1)
+        return torch.cat((numbers, knots.expand(self.num_heads, -1), changes[order].T), 1)
 
     def _is_table(self, keys: int) -> bool:
         if not self.learn_threshold:

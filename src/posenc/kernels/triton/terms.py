@@ -4,7 +4,13 @@ A score is ``q_i k_j + p_i E_r + m_j F_r``, where ``r`` is the distance ``i - j`
 clipped to the rows of E and F. A tile has as many queries as keys, and less than twice as many
 distances: the products with their vectors are one matrix, whose rows are then moved, each by one
 place more than the one before (`tl.gather`). Where all distances of a tile are past an end, one
-vector serves the tile. As in `attention_backward`, each program owns what it writes.
+vector serves the tile.
+
+To that, a curve adds ``f(x)``, piecewise linear for each head, of ``x = ln(c |i - j| + 1) / ln(c
+max(L, i) + 1)`` (FIRE), where ``i`` counts from the beginning of the query's document. Of its
+knots, which all heads share, a tile computes with those that are among its ``x``.
+
+As in `attention_backward`, each program owns what it writes.
 """
 
 from __future__ import annotations
@@ -33,6 +39,9 @@ from posenc.kernels.triton.launch import Launch, find_launch, signature
 
 # Lengths, offsets, windows and rows, which would compile a kernel again.
 UNSPECIALIZED = ["start", "left", "right", "keys", "queries", "rows", "zero"]
+# A curve as the kernels read it: c and L, then slope and height at x = 0 of the line of each
+# segment, the knots, and the slope's change at each of them; slopes and heights in units of log2.
+LINES = tl.constexpr(2)
 
 
 @triton.jit
@@ -78,17 +87,100 @@ def move_back(x, BLOCK: tl.constexpr, COUNT: tl.constexpr):
 
 
 @triton.jit
+def log1p(y):
+    """The logarithm of one more than ``y``, which is not negative, for small ``y`` too."""
+    more = 1.0 + y
+    rounded = tl.where(more == 1.0, 1.0, more - 1.0)
+    return tl.where(more == 1.0, y, tl.log(more) * (y / rounded))
+
+
+@triton.jit
+def rates_of(curve, own, ends, keys, DOCUMENTS: tl.constexpr):
+    """One over the logarithms that queries divide by."""
+    position = own
+    if DOCUMENTS:
+        at = tl.minimum(tl.maximum(own, 0), keys - 1)
+        position = own - tl.load(ends[0] + at).to(tl.int32)
+    longest = tl.maximum(position.to(tl.float32), tl.load(curve + 1))
+    return 1.0 / log1p(longest * tl.load(curve))
+
+
+@triton.jit
+def curve_tile(curve, rates, own0, column0, UNITS: tl.constexpr, BLOCK: tl.constexpr):
+    """The distances of a tile, their logarithms, ``x``, and the knots among these."""
+    c = tl.load(curve)
+    row = tl.arange(0, BLOCK)
+    distance = own0 - column0
+    far = tl.abs(distance + row[:, None] - row[None, :]).to(tl.float32)
+    logs = log1p(far * c)
+    low = distance - (BLOCK - 1)
+    high = distance + BLOCK - 1
+    nearest = tl.maximum(tl.maximum(low, -high), 0).to(tl.float32)
+    furthest = tl.maximum(high, -low).to(tl.float32)
+    least = log1p(nearest * c) * tl.min(rates) * 0.999999
+    most = log1p(furthest * c) * tl.max(rates) * 1.000001
+    unit = tl.arange(0, UNITS[1])
+    at = curve + LINES + 2 * (UNITS[0] + 1) + unit
+    knots = tl.load(at, mask=unit < UNITS[0], other=float("inf"))
+    begin = tl.sum((knots <= least).to(tl.int32))
+    return far, logs, logs * rates[:, None], begin, tl.sum((knots < most).to(tl.int32))
+
+
+@triton.jit
+def curve_scores(curve, rates, own0, column0, UNITS: tl.constexpr, BLOCK: tl.constexpr):
+    """The curve's part of a tile's scores."""
+    _, _, x, begin, end = curve_tile(curve, rates, own0, column0, UNITS, BLOCK)
+    line = curve + LINES + 2 * begin
+    scores = x * tl.load(line) + tl.load(line + 1)
+    knots = curve + LINES + 2 * (UNITS[0] + 1)
+    for n in tl.range(begin, end):
+        change = tl.load(knots + UNITS[0] + n)
+        scores += tl.maximum(x - tl.load(knots + n), 0.0) * change
+    return scores
+
+
+@triton.jit
+def curve_sums(
+    by_log, by_c, by_x, above, above_x, ds, curve, rates, own0, column0,
+    UNITS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Add what the gradients of a curve need of a tile, for each query.
+
+    The first three are sums of ``ds`` times the slope times the logarithm, of ``ds`` times the
+    slope times the logarithm's derivative by c, and of ``ds`` times x; the others, for each knot,
+    of ``ds`` and of ``ds`` times x where x is above it.
+    """
+    far, logs, x, begin, end = curve_tile(curve, rates, own0, column0, UNITS, BLOCK)
+    unit = tl.arange(0, UNITS[1])[None, :]
+    slope = x * 0.0 + tl.load(curve + LINES + 2 * begin)
+    ds_x = ds * x
+    all_x = tl.sum(ds_x, 1)
+    above += tl.where(unit < begin, tl.sum(ds, 1)[:, None], 0.0)
+    above_x += tl.where(unit < begin, all_x[:, None], 0.0)
+    knots = curve + LINES + 2 * (UNITS[0] + 1)
+    for n in tl.range(begin, end):
+        past = x > tl.load(knots + n)
+        slope += tl.where(past, tl.load(knots + UNITS[0] + n), 0.0)
+        above += tl.where(unit == n, tl.sum(tl.where(past, ds, 0.0), 1)[:, None], 0.0)
+        above_x += tl.where(unit == n, tl.sum(tl.where(past, ds_x, 0.0), 1)[:, None], 0.0)
+    slope *= ds * LN2
+    by_log += tl.sum(slope * logs, 1)
+    by_c += tl.sum(slope * far / (far * tl.load(curve) + 1.0), 1)
+    return by_log, by_c, by_x + all_x, above, above_x
+
+
+@triton.jit
 def scores_of(
-    q, k, p, m, terms, end, own0, column0, low, high, scale,
+    q, k, p, m, terms, rates, end, own0, column0, low, high, scale,
     WIDTH: tl.constexpr, HAS: tl.constexpr, FLAT: tl.constexpr,
     BLOCK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The scores of a tile, in units of log2; ``-inf`` for keys that are not seen.
 
-    ``HAS`` says whether there are vectors for queries, and for keys; ``FLAT`` that all distances
-    have row ``end``.
+    ``HAS`` says whether there are vectors for queries, and for keys, and how many knots a curve
+    has, in a block of how many; ``FLAT`` that all distances have row ``end``.
     """
-    for_queries, for_keys, e_r, f_r, rows, zero = terms
+    for_queries, for_keys, curve, e_r, f_r, rows, zero = terms
     scores = tl.dot(q, k.T, input_precision=PRECISION)
     nearest = own0 - column0 - (BLOCK - 1)
     if HAS[0] and not FLAT:
@@ -105,12 +197,15 @@ def scores_of(
         scores += tl.sum(m.to(tl.float32) * vector[None, :], 1)[None, :]
     columns = column0 + tl.arange(0, BLOCK)
     seen = (columns[None, :] >= low[:, None]) & (columns[None, :] <= high[:, None])
-    return tl.where(seen, scores * scale, float("-inf"))
+    scores *= scale
+    if HAS[2]:
+        scores += curve_scores(curve, rates, own0, column0, (HAS[2], HAS[3]), BLOCK)
+    return tl.where(seen, scores, float("-inf"))
 
 
 @triton.jit
 def visit(
-    state, q, p, source, terms, own0, low, high, scale, tiles,
+    state, q, p, source, terms, rates, own0, low, high, scale, tiles,
     WIDTH: tl.constexpr, V_WIDTH: tl.constexpr, HAS: tl.constexpr, FLAT: tl.constexpr,
     BLOCK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -119,14 +214,14 @@ def visit(
     keys_at, values_at, others_at, k_t, v_t, m_t, keys = source
     begin, end = span(tiles, FLAT)
     for n in tl.range(begin, end):
-        tile, row = place_of(n, tiles, terms[4] - 1, 0, FLAT)
+        tile, row = place_of(n, tiles, terms[5] - 1, 0, FLAT)
         first = tile * BLOCK
         k = load_rows(keys_at, first, keys, k_t, WIDTH, BLOCK)
         m = k
         if HAS[1]:
             m = load_rows(others_at, first, keys, m_t, WIDTH, BLOCK)
         scores = scores_of(
-            q, k, p, m, terms, row, own0, first, low, high, scale,
+            q, k, p, m, terms, rates, row, own0, first, low, high, scale,
             WIDTH, HAS, FLAT, BLOCK, PRECISION,
         )  # fmt: skip
         peak = tl.maximum(most, tl.max(scores, 1))
@@ -176,11 +271,13 @@ def place_of(n, tiles, row_before, row_after, FLAT: tl.constexpr):
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def forward(
-    q, k, v, p, m, for_queries, for_keys, out, lse, starts, first, last, start, scale,
+    q, k, v, p, m, for_queries, for_keys, curve, out, lse, starts, first, last, start, scale,
     q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, p_b, p_h, p_t, m_b, m_h, m_t,
-    e_r, e_h, f_r, f_h, o_b, o_h, o_t, starts_b, ends_b, left, right, queries, keys, rows, zero,
+    e_r, e_h, f_r, f_h, curve_h, o_b, o_h, o_t,
+    starts_b, ends_b, left, right, queries, keys, rows, zero,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
-    HAS_QUERIES: tl.constexpr, HAS_KEYS: tl.constexpr, CAUSAL: tl.constexpr,
+    HAS_QUERIES: tl.constexpr, HAS_KEYS: tl.constexpr, UNITS: tl.constexpr,
+    BLOCK_U: tl.constexpr, CAUSAL: tl.constexpr,
     HAS_STARTS: tl.constexpr, DOCUMENTS: tl.constexpr, WINDOW: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
@@ -194,7 +291,7 @@ def forward(
     kv = h // GROUP
     width: tl.constexpr = (D, BLOCK_D)
     v_width: tl.constexpr = (DV, BLOCK_DV)
-    has: tl.constexpr = (HAS_QUERIES, HAS_KEYS)
+    has: tl.constexpr = (HAS_QUERIES, HAS_KEYS, UNITS, BLOCK_U)
     own0 = query_start(starts, start, b, starts_b, HAS_STARTS) + row0
     at = row0 + tl.arange(0, BLOCK)
     own = own0 + tl.arange(0, BLOCK)
@@ -207,7 +304,10 @@ def forward(
     low, high = visible(own, ends, keys, CAUSAL, DOCUMENTS, WINDOW)
     low = tl.where(present, low, keys)
     high = tl.where(present, high, -1)
-    terms = for_queries + h * e_h, for_keys + h * f_h, e_r, f_r, rows, zero
+    terms = for_queries + h * e_h, for_keys + h * f_h, curve + h * curve_h, e_r, f_r, rows, zero
+    rates = own.to(tl.float32)
+    if UNITS:
+        rates = rates_of(curve + h * curve_h, own, ends, keys, DOCUMENTS)
     keys_at = k + b * k_b + kv * k_h
     values_at = v + b * v_b + kv * v_h
     source = keys_at, values_at, m + b * m_b + kv * m_h, k_t, v_t, m_t, keys
@@ -218,11 +318,11 @@ def forward(
     )
     tiles = tiles_of(own0, low, high, rows, zero, BLOCK, CAUSAL)
     state = visit(
-        state, query, other, source, terms, own0, low, high, scale, tiles,
+        state, query, other, source, terms, rates, own0, low, high, scale, tiles,
         width, v_width, has, False, BLOCK, PRECISION,
     )  # fmt: skip
     state = visit(
-        state, query, other, source, terms, own0, low, high, scale, tiles,
+        state, query, other, source, terms, rates, own0, low, high, scale, tiles,
         width, v_width, has, True, BLOCK, PRECISION,
     )  # fmt: skip
     total, most, acc = state
@@ -253,23 +353,23 @@ def ends_of(ds, own0, column0, rows, zero, BLOCK: tl.constexpr):
 
 @triton.jit
 def visit_keys(
-    state, q, p, g, sums, minus, source, terms, own0, low, high, scale, tiles,
+    state, q, p, g, sums, minus, source, terms, rates, own0, low, high, scale, tiles,
     WIDTH: tl.constexpr, V_WIDTH: tl.constexpr, HAS: tl.constexpr, FLAT: tl.constexpr,
     BLOCK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Add the gradients from tiles of keys, see `span`."""
-    dq, dp, to_first, to_last = state
+    dq, dp, to_first, to_last, by_log, by_c, by_x, above, above_x = state
     keys_at, values_at, others_at, k_t, v_t, m_t, keys = source
     begin, end = span(tiles, FLAT)
     for n in tl.range(begin, end):
-        tile, row = place_of(n, tiles, terms[4] - 1, 0, FLAT)
+        tile, row = place_of(n, tiles, terms[5] - 1, 0, FLAT)
         first = tile * BLOCK
         k = load_rows(keys_at, first, keys, k_t, WIDTH, BLOCK)
         m = k
         if HAS[1]:
             m = load_rows(others_at, first, keys, m_t, WIDTH, BLOCK)
         scores = scores_of(
-            q, k, p, m, terms, row, own0, first, low, high, scale,
+            q, k, p, m, terms, rates, row, own0, first, low, high, scale,
             WIDTH, HAS, FLAT, BLOCK, PRECISION,
         )  # fmt: skip
         v = load_rows(values_at, first, keys, v_t, V_WIDTH, BLOCK)
@@ -277,7 +377,7 @@ def visit_keys(
         ds = weights * (tl.dot(g, v.T, input_precision=PRECISION) - minus[:, None])
         dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
         if HAS[0]:
-            for_queries, _, e_r, _, rows, zero = terms
+            for_queries, _, _, e_r, _, rows, zero = terms
             if not FLAT:
                 near = own0 - first - (BLOCK - 1)
                 vectors = load_vectors(for_queries, near, rows, zero, e_r, WIDTH, 2 * BLOCK)
@@ -292,18 +392,24 @@ def visit_keys(
                 # If there is but one row, it is the last.
                 to_last += tl.where(row == rows - 1, all_keys, 0.0)
                 to_first += tl.where(row == rows - 1, 0.0, all_keys)
-    return dq, dp, to_first, to_last
+        if HAS[2]:
+            by_log, by_c, by_x, above, above_x = curve_sums(
+                by_log, by_c, by_x, above, above_x, ds, terms[2], rates, own0, first,
+                (HAS[2], HAS[3]), BLOCK,
+            )  # fmt: skip
+    return dq, dp, to_first, to_last, by_log, by_c, by_x, above, above_x
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def to_queries(
-    q, k, v, p, m, for_queries, for_keys, g, out, lse, g_lse, starts, first, last,
-    dq, dp, delta, by_row, start, scale, natural_scale,
+    q, k, v, p, m, for_queries, for_keys, curve, g, out, lse, g_lse, starts, first, last,
+    dq, dp, delta, by_row, curve_rows, curve_knots, start, scale, natural_scale,
     q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, p_b, p_h, p_t, m_b, m_h, m_t,
-    e_r, e_h, f_r, f_h, g_b, g_h, g_t, o_b, o_h, o_t, dq_b, dq_h, dq_t, dp_b, dp_h, dp_t,
+    e_r, e_h, f_r, f_h, curve_h, g_b, g_h, g_t, o_b, o_h, o_t, dq_b, dq_h, dq_t, dp_b, dp_h, dp_t,
     starts_b, ends_b, left, right, queries, keys, rows, zero,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
-    HAS_QUERIES: tl.constexpr, HAS_KEYS: tl.constexpr, CAUSAL: tl.constexpr,
+    HAS_QUERIES: tl.constexpr, HAS_KEYS: tl.constexpr, UNITS: tl.constexpr,
+    BLOCK_U: tl.constexpr, CAUSAL: tl.constexpr,
     HAS_STARTS: tl.constexpr, DOCUMENTS: tl.constexpr, WINDOW: tl.constexpr,
     LSE_TOO: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
@@ -317,7 +423,7 @@ def to_queries(
     kv = h // GROUP
     width: tl.constexpr = (D, BLOCK_D)
     v_width: tl.constexpr = (DV, BLOCK_DV)
-    has: tl.constexpr = (HAS_QUERIES, HAS_KEYS)
+    has: tl.constexpr = (HAS_QUERIES, HAS_KEYS, UNITS, BLOCK_U)
     own0 = query_start(starts, start, b, starts_b, HAS_STARTS) + row0
     at = row0 + tl.arange(0, BLOCK)
     own = own0 + tl.arange(0, BLOCK)
@@ -338,34 +444,50 @@ def to_queries(
     low, high = visible(own, ends, keys, CAUSAL, DOCUMENTS, WINDOW)
     low = tl.where(present, low, keys)
     high = tl.where(present, high, -1)
-    terms = for_queries + h * e_h, for_keys + h * f_h, e_r, f_r, rows, zero
+    terms = for_queries + h * e_h, for_keys + h * f_h, curve + h * curve_h, e_r, f_r, rows, zero
+    rates = own.to(tl.float32)
+    if UNITS:
+        rates = rates_of(curve + h * curve_h, own, ends, keys, DOCUMENTS)
     keys_at = k + b * k_b + kv * k_h
     values_at = v + b * v_b + kv * v_h
     source = keys_at, values_at, m + b * m_b + kv * m_h, k_t, v_t, m_t, keys
     none = tl.zeros((BLOCK,), tl.float32)
     empty = tl.zeros((BLOCK, BLOCK_D), tl.float32)
-    state = empty, empty, none, none
+    by_knot = tl.zeros((BLOCK, BLOCK_U), tl.float32)
+    state = empty, empty, none, none, none, none, none, by_knot, by_knot
     tiles = tiles_of(own0, low, high, rows, zero, BLOCK, CAUSAL)
     state = visit_keys(
-        state, query, other, grad, sums, minus, source, terms, own0, low, high, scale, tiles,
+        state, query, other, grad, sums, minus, source, terms, rates, own0, low, high, scale, tiles,
         width, v_width, has, False, BLOCK, PRECISION,
     )  # fmt: skip
     state = visit_keys(
-        state, query, other, grad, sums, minus, source, terms, own0, low, high, scale, tiles,
+        state, query, other, grad, sums, minus, source, terms, rates, own0, low, high, scale, tiles,
         width, v_width, has, True, BLOCK, PRECISION,
     )  # fmt: skip
-    to_query, to_other, to_first, to_last = state
+    to_query, to_other, to_first, to_last, by_log, by_c, by_x, above, above_x = state
     store_rows(dq + b * dq_b + h * dq_h, to_query * natural_scale, at, present, dq_t, width)
     if HAS_QUERIES:
         store_rows(dp + b * dp_b + h * dp_h, to_other * natural_scale, at, present, dp_t, width)
         tl.store(by_row + of_head + at, to_first, mask=present)
         heads = tl.num_programs(0).to(tl.int64) // blocks
         tl.store(by_row + heads * queries + of_head + at, to_last, mask=present)
+    if UNITS:
+        size = tl.num_programs(0).to(tl.int64) // blocks * queries
+        to = curve_rows + of_head + at
+        tl.store(to, by_log, mask=present)
+        tl.store(to + size, by_c, mask=present)
+        tl.store(to + 2 * size, by_x, mask=present)
+        to = curve_knots + (sequence.to(tl.int64) * blocks + row0 // BLOCK) * 2 * BLOCK_U
+        to += tl.arange(0, BLOCK_U)
+        tl.store(to, tl.sum(above, 0))
+        tl.store(to + BLOCK_U, tl.sum(above_x, 0))
 
 
 @triton.jit
-def load_query_tile(source, row0, own_start, ends, keys, WIDTH: tl.constexpr, V_WIDTH: tl.constexpr,
-                    SEES: tl.constexpr, HAS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+def load_query_tile(
+    source, curve, row0, own_start, ends, keys, WIDTH: tl.constexpr, V_WIDTH: tl.constexpr,
+    SEES: tl.constexpr, HAS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """What the gradients of scores need of a block of queries."""
     queries_at, others_at, grads_at, of_rows, q_t, p_t, g_t, queries = source
     lse, delta = of_rows
@@ -380,7 +502,10 @@ def load_query_tile(source, row0, own_start, ends, keys, WIDTH: tl.constexpr, V_
     low = tl.where(inside, low, keys)
     high = tl.where(inside, high, -1)
     minus = tl.load(delta + at, mask=inside, other=0.0)
-    return q, p, g, load_lse(lse, at, queries), minus, low, high
+    rates = minus
+    if HAS[2]:
+        rates = rates_of(curve, own_start + at, ends, keys, SEES[1])
+    return q, p, g, load_lse(lse, at, queries), minus, low, high, rates
 
 
 @triton.jit
@@ -393,14 +518,14 @@ def visit_queries(
     dk, dv, dm, to_first, to_last = state
     begin, end = span(tiles, FLAT)
     for n in tl.range(begin, end):
-        block, row = place_of(n, tiles, 0, terms[4] - 1, FLAT)
+        block, row = place_of(n, tiles, 0, terms[5] - 1, FLAT)
         row0 = block * BLOCK
         own0 = own_start + row0
-        q, p, g, sums, minus, low, high = load_query_tile(
-            source, row0, own_start, ends, keys, WIDTH, V_WIDTH, SEES, HAS, BLOCK
+        q, p, g, sums, minus, low, high, rates = load_query_tile(
+            source, terms[2], row0, own_start, ends, keys, WIDTH, V_WIDTH, SEES, HAS, BLOCK
         )
         scores = scores_of(
-            q, k, p, m, terms, row, own0, column0, low, high, scale,
+            q, k, p, m, terms, rates, row, own0, column0, low, high, scale,
             WIDTH, HAS, FLAT, BLOCK, PRECISION,
         )  # fmt: skip
         weights = tl.exp2(scores - sums[:, None])
@@ -408,7 +533,7 @@ def visit_queries(
         ds = weights * (tl.dot(g, v.T, input_precision=PRECISION) - minus[:, None])
         dk = tl.dot(ds.to(q.dtype).T, q, dk, input_precision=PRECISION)
         if HAS[1]:
-            _, for_keys, _, f_r, rows, zero = terms
+            _, for_keys, _, _, f_r, rows, zero = terms
             if not FLAT:
                 near = own0 - column0 - (BLOCK - 1)
                 vectors = load_vectors(for_keys, near, rows, zero, f_r, WIDTH, 2 * BLOCK)
@@ -427,13 +552,15 @@ def visit_queries(
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def to_keys(
-    q, k, v, p, m, for_queries, for_keys, g, lse, delta, starts, first, last,
+    q, k, v, p, m, for_queries, for_keys, curve, g, lse, delta, starts, first, last,
     dk, dv, dm, by_key, start, scale, natural_scale,
     q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, p_b, p_h, p_t, m_b, m_h, m_t,
-    e_r, e_h, f_r, f_h, g_b, g_h, g_t, dk_b, dk_h, dk_t, dv_b, dv_h, dv_t, dm_b, dm_h, dm_t,
+    e_r, e_h, f_r, f_h, curve_h, g_b, g_h, g_t,
+    dk_b, dk_h, dk_t, dv_b, dv_h, dv_t, dm_b, dm_h, dm_t,
     starts_b, ends_b, left, right, queries, keys, rows, zero,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
-    HAS_QUERIES: tl.constexpr, HAS_KEYS: tl.constexpr, CAUSAL: tl.constexpr,
+    HAS_QUERIES: tl.constexpr, HAS_KEYS: tl.constexpr, UNITS: tl.constexpr,
+    BLOCK_U: tl.constexpr, CAUSAL: tl.constexpr,
     HAS_STARTS: tl.constexpr, DOCUMENTS: tl.constexpr, WINDOW: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
@@ -445,7 +572,7 @@ def to_keys(
     kv = (tl.program_id(0) // tiles % kv_heads).to(tl.int64)
     width: tl.constexpr = (D, BLOCK_D)
     v_width: tl.constexpr = (DV, BLOCK_DV)
-    has: tl.constexpr = (HAS_QUERIES, HAS_KEYS)
+    has: tl.constexpr = (HAS_QUERIES, HAS_KEYS, UNITS, BLOCK_U)
     sees: tl.constexpr = (CAUSAL, DOCUMENTS, WINDOW)
     own_start = query_start(starts, start, b, starts_b, HAS_STARTS)
     at = column0 + tl.arange(0, BLOCK)
@@ -481,7 +608,7 @@ def to_keys(
     for n in range(GROUP):
         h = kv * GROUP + n
         of_head = (b * HEADS + h) * queries
-        terms = for_queries + h * e_h, for_keys + h * f_h, e_r, f_r, rows, zero
+        terms = for_queries + h * e_h, for_keys + h * f_h, curve + h * curve_h, e_r, f_r, rows, zero
         queries_at = q + b * q_b + h * q_h
         others_at = p + b * p_b + h * p_h
         grads_at = g + b * g_b + h * g_h
@@ -510,12 +637,14 @@ def to_keys(
 
 @triton.jit(do_not_specialize=[*UNSPECIALIZED, "nearest", "batch"])
 def to_vectors(
-    q, k, v, p, m, for_queries, for_keys, g, lse, delta, starts, first, last, to_e, to_f, start,
-    scale, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, p_b, p_h, p_t, m_b, m_h, m_t,
-    e_r, e_h, f_r, f_h, g_b, g_h, g_t,
+    q, k, v, p, m, for_queries, for_keys, curve, g, lse, delta, starts, first, last,
+    to_e, to_f, start, scale,
+    q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, p_b, p_h, p_t, m_b, m_h, m_t,
+    e_r, e_h, f_r, f_h, curve_h, g_b, g_h, g_t,
     starts_b, ends_b, left, right, queries, keys, rows, zero, nearest, batch,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
-    HAS_QUERIES: tl.constexpr, HAS_KEYS: tl.constexpr, CAUSAL: tl.constexpr,
+    HAS_QUERIES: tl.constexpr, HAS_KEYS: tl.constexpr, UNITS: tl.constexpr,
+    BLOCK_U: tl.constexpr, CAUSAL: tl.constexpr,
     HAS_STARTS: tl.constexpr, DOCUMENTS: tl.constexpr, WINDOW: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
@@ -529,10 +658,10 @@ def to_vectors(
     kv = h // GROUP
     width: tl.constexpr = (D, BLOCK_D)
     v_width: tl.constexpr = (DV, BLOCK_DV)
-    has: tl.constexpr = (HAS_QUERIES, HAS_KEYS)
+    has: tl.constexpr = (HAS_QUERIES, HAS_KEYS, UNITS, BLOCK_U)
     sees: tl.constexpr = (CAUSAL, DOCUMENTS, WINDOW)
     distance = nearest + diagonal * BLOCK
-    terms = for_queries + h * e_h, for_keys + h * f_h, e_r, f_r, rows, zero
+    terms = for_queries + h * e_h, for_keys + h * f_h, curve + h * curve_h, e_r, f_r, rows, zero
     of_queries = tl.zeros((2 * BLOCK, BLOCK_D), tl.float32)
     of_keys = tl.zeros((2 * BLOCK, BLOCK_D), tl.float32)
     for n in range(batch):
@@ -551,8 +680,8 @@ def to_vectors(
         for block in tl.range(begin, tl.maximum(begin, end)):
             row0 = block * BLOCK
             key0 = own_start + row0 - distance
-            query, other, grad, sums, minus, low, high = load_query_tile(
-                source, row0, own_start, ends, keys, width, v_width, sees, has, BLOCK
+            query, other, grad, sums, minus, low, high, rates = load_query_tile(
+                source, terms[2], row0, own_start, ends, keys, width, v_width, sees, has, BLOCK
             )
             key = load_rows(k + b * k_b + kv * k_h, key0, keys, k_t, width, BLOCK)
             m_tile = key
@@ -560,8 +689,8 @@ def to_vectors(
                 m_tile = load_rows(m + b * m_b + kv * m_h, key0, keys, m_t, width, BLOCK)
             value = load_rows(v + b * v_b + kv * v_h, key0, keys, v_t, v_width, BLOCK)
             scores = scores_of(
-                query, key, other, m_tile, terms, 0, own_start + row0, key0, low, high, scale,
-                width, has, False, BLOCK, PRECISION,
+                query, key, other, m_tile, terms, rates, 0, own_start + row0, key0, low, high,
+                scale, width, has, False, BLOCK, PRECISION,
             )  # fmt: skip
             weights = tl.exp2(scores - sums[:, None])
             ds = weights * (tl.dot(grad, value.T, input_precision=PRECISION) - minus[:, None])
@@ -580,6 +709,18 @@ def to_vectors(
         store_rows(to_f + place, of_keys, at, everywhere, D, width)
 
 
+def lines_of(curve: Tensor) -> Tensor:
+    """A curve as the kernels read it, see `LINES`."""
+    units = (curve.shape[1] - 4) // 2
+    slope, height, c, least, knots, changes = curve.float().split((1, 1, 1, 1, units, units), 1)
+    # A knot at infinity changes nothing.
+    moved = torch.where(knots.isinf(), 0.0, changes * knots)
+    slopes = torch.cat((slope, slope + changes.cumsum(1)), 1)
+    heights = torch.cat((height, height - moved.cumsum(1)), 1)
+    lines = torch.stack((slopes, heights), 2).flatten(1) * LOG2E
+    return torch.cat((c, least, lines, knots, changes * LOG2E), 1)
+
+
 # Queries and keys of a tile, warps and stages, of halves in heads up to 64, up to 128 and wider,
 # then of float32 in the same heads.
 TILES = ((64, 4, 2), (64, 8, 1), (32, 4, 1), (32, 4, 1), (32, 4, 1), (16, 4, 1))
@@ -589,18 +730,24 @@ class Terms:
     """Attention with terms: its tensors, and the launches that they need.
 
     ``for_queries`` are vectors ``[R, 1 or H, D]`` for ``p``, which has the shape of ``q``;
-    ``for_keys`` are for ``m``, which has that of ``k``. Row ``zero`` is for distance zero.
+    ``for_keys`` are for ``m``, which has that of ``k``. Row ``zero`` is for distance zero. A curve,
+    ``[H, 4 + 2 U]``, has for each head slope and height at zero, c, L, its knots, in order, and the
+    changes of its slope there; c, L and the knots are the same for all heads.
     """
 
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, given: Any, zero: int, call: Any) -> None:
         self.q, self.k, self.v = as_dense(q), as_dense(k), as_dense(v)
-        p, m, for_queries, for_keys = given
+        p, m, for_queries, for_keys, self.given_curve = given
         self.has = for_queries is not None, for_keys is not None
-        rows = next(len(x) for x in (for_queries, for_keys) if x is not None)
+        rows = next((len(x) for x in (for_queries, for_keys) if x is not None), 1)
+        self.curve, self.units = self.q, 0
+        if self.given_curve is not None:
+            self.curve = lines_of(self.given_curve)
+            self.units = (self.given_curve.shape[1] - 4) // 2
         self.p, self.m = self._or_q(p), self._or_q(m)
         self.e, self.f = self._or_q(for_queries), self._or_q(for_keys)
         self.rows, self.zero, self.call = rows, zero, call
-        self.inputs = (self.q, self.k, self.v, self.p, self.m, self.e, self.f)
+        self.inputs = (self.q, self.k, self.v, self.p, self.m, self.e, self.f, self.curve)
         self.places = [self.q if x is None else x for x in call[1:4]]
         wide = max(q.shape[3], v.shape[3])
         at = (wide > 64) + (wide > 128) + (3 if q.dtype == torch.float32 else 0)
@@ -613,6 +760,7 @@ class Terms:
         found = [step for x in self.inputs[:5] for step in strides_of(x)]
         for x, has in zip((self.e, self.f), self.has, strict=True):
             found += (x.stride(0), x.stride(1) if x.shape[1] > 1 else 0) if has else (0, 0)
+        found.append(self.curve.stride(0))
         return found + [step for x in others for step in strides_of(x)]
 
     def _run(
@@ -634,7 +782,8 @@ class Terms:
             numbers = (*scales, *self._strides(*strided), *places_of(call), *sizes)
             constants = {"HEADS": q.shape[1], "GROUP": q.shape[1] // k.shape[1]}
             constants |= {"D": q.shape[3], "DV": self.v.shape[3], "HAS_QUERIES": self.has[0]}
-            constants |= {"HAS_KEYS": self.has[1], "CAUSAL": call.causal}
+            constants |= {"HAS_KEYS": self.has[1], "UNITS": self.units, "CAUSAL": call.causal}
+            constants |= {"BLOCK_U": max(triton.next_power_of_2(self.units), 1)}
             constants |= {"HAS_STARTS": call.starts is not None}
             constants |= {"DOCUMENTS": call.first is not None, "WINDOW": call.window is not None}
             constants |= {**how, "PRECISION": arithmetic_of(q)["PRECISION"], "BLOCK": self.block}
@@ -657,7 +806,7 @@ class Terms:
     def backward(
         self, g: Tensor, g_lse: Tensor | None, out: Tensor, lse: Tensor
     ) -> list[Tensor | None]:
-        """The gradients of q, k, v, p, m, ``for_queries`` and ``for_keys``."""
+        """The gradients of q, k, v, p, m, ``for_queries``, ``for_keys`` and the curve."""
         q, k, v, g = self.q, self.k, self.v, as_dense(g)
         g_lse = None if g_lse is None else g_lse.float().contiguous()
         dq, dk, dv = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
@@ -669,15 +818,50 @@ class Terms:
         scales = self.call.scale * LOG2E, self.call.scale
         places, of_lse = self.places, lse if g_lse is None else g_lse
         blocks = triton.cdiv(q.shape[2], self.block) * q.shape[0] * q.shape[1]
+        curve_rows = curve_knots = lse
+        if self.units:
+            curve_rows = lse.new_empty((3, *lse.shape))
+            per_head = triton.cdiv(q.shape[2], self.block)
+            units = triton.next_power_of_2(self.units)
+            curve_knots = lse.new_empty((*lse.shape[:2], per_head, 2, units))
         tensors = (*self.inputs, g, out, lse, of_lse, *places, dq, dp, delta, by_row)
+        tensors = (*tensors, curve_rows, curve_knots)
         lse_too = g_lse is not None
         run = partial(self._run, to_queries, scales, (g, out, dq, dp), (blocks, 1, 1), tensors)
         run(LSE_TOO=lse_too)
         tiles = triton.cdiv(k.shape[2], self.block) * k.shape[0] * k.shape[1]
         tensors = (*self.inputs, g, lse, delta, *places, dk, dv, dm, by_key)
         self._run(to_keys, scales, (g, dk, dv, dm), (tiles, 1, 1), tensors)
-        de, df = self._to_vectors(g, lse, delta, by_row, by_key)
-        return [dq, dk, dv, dp if self.has[0] else None, dm if self.has[1] else None, de, df]
+        de, df = self._to_vectors(g, lse, delta, by_row, by_key) if any(self.has) else (None, None)
+        found = [dq, dk, dv, dp if self.has[0] else None, dm if self.has[1] else None, de, df]
+        return [*found, self._to_curve(curve_rows, curve_knots, g_lse, lse) if self.units else None]
+
+    def _to_curve(self, rows: Tensor, knots: Tensor, g_lse: Tensor | None, lse: Tensor) -> Tensor:
+        assert self.given_curve is not None
+        call, units, given = self.call, self.units, self.given_curve.float()
+        c, least, at, changes = given[:, 2], given[:, 3], given[:, 4 : 4 + units], given[:, -units:]
+        own = torch.arange(self.q.shape[2], device=self.q.device)[None]
+        own = own + (call.start if call.starts is None else call.starts[:, None])
+        if call.first is not None:
+            inside = own.clamp(0, self.k.shape[2] - 1).expand(len(call.first), -1)
+            own = own - call.first.gather(1, inside)
+        position = own[:, None].float()
+        longest = position.clamp(min=0).maximum(least[:, None])
+        below, c = position < least[:, None], c[:, None]
+        rate = (c * longest).log1p().reciprocal()
+        by_log, by_c, by_x = rows
+        # x is a quotient of logarithms, of the distance and of `longest`.
+        of_longest = -by_log * rate.square() / (1 + c * longest)
+        to_c = (by_c * rate + of_longest * longest).sum((0, 2))
+        to_least = (of_longest * c * below).sum((0, 2))
+        above, above_x = knots[..., :units].sum((0, 2)).unbind(1)
+        to_changes = torch.where(at.isinf(), 0.0, above_x - at * above)
+        total = torch.zeros_like(to_c)
+        if g_lse is not None:
+            total = g_lse.masked_fill(lse == float("-inf"), 0.0).sum((0, 2))
+        first = torch.stack((by_x.sum((0, 2)), total, to_c, to_least), 1)
+        made = torch.cat((first, -changes * above, to_changes), 1)
+        return made.to(self.given_curve.dtype)
 
     def _to_vectors(
         self, g: Tensor, lse: Tensor, delta: Tensor, by_row: Tensor, by_key: Tensor
