@@ -9,7 +9,7 @@ from triton.compiler import ASTSource, compile
 
 from posenc.attention.biases import Call
 from posenc.kernels.spec import Rows, Spec, Store, Write
-from posenc.kernels.triton import attend, cache, terms
+from posenc.kernels.triton import attend, cache, cope, terms
 from posenc.kernels.triton.launch import Launch
 
 POINTERS = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.float64: "*fp64"}
@@ -64,8 +64,13 @@ def products(width, *others):
     q, k, v = (torch.zeros(2, 4, length, width, dtype=dtype) for _ in range(3))
     vectors = torch.zeros(99, 1, width, dtype=dtype)
     call = Call(None, None, None, None, "none", 0, 0, 1.0, False, False)
-    made = terms.Terms(q, k, v, (q, k, vectors, vectors), 49, call)
-    made.backward(q, None, *made.forward())
+    curve = torch.ones(4, 4 + 2 * 32)
+    for given in ((q, k, vectors, vectors, None), (None, None, None, None, curve)):
+        made = terms.Terms(q, k, v, given, 49, call)
+        made.backward(q, None, *made.forward())
+    levels = torch.zeros(2, 4, length, 64)
+    counted = cope.Counted(q, k, v, levels, call._replace(causal=True))
+    counted.backward(q, None, *counted.forward())
 
 
 def write(dtype, interleaved):

@@ -6,7 +6,7 @@ import torch
 import posenc
 from posenc.attention import biased, chunked, terms
 from posenc.attention.biased import hide_padding
-from posenc.attention.biases import Call
+from posenc.attention.biases import Call, Terms
 from posenc.attention.op import flatten
 from support.attention import DEVICE, written_down
 
@@ -39,7 +39,7 @@ CASES = {
     "curve-both-sides": {"size": (70, 70), "has": (False, False), "knots": 4, "window": (40, 20)},
     "unaligned": {"size": (33, 66), "causal": True, "rows": 7, "zero": 0},
 }
-QUICK = {"both-sides", "few-rows-causal", "curve-documents"}
+QUICK = {"unaligned", "curve"}
 EACH = pytest.mark.parametrize(
     "case", [pytest.param(case, marks=() if case in QUICK else SLOW) for case in CASES]
 )
@@ -71,13 +71,13 @@ def given(
         curve = torch.cat((torch.randn(heads[0], 2), shared_numbers), 1)
         changes = torch.randn(heads[0], knots) * at.isfinite()
         curve = torch.cat((curve, changes), 1).to(DEVICE)
-    tensors.append(curve)
+    tensors += [curve, None]
     return tensors, zero, ids, call._replace(window=window)
 
 
 def wanted(tensors, zero, ids, call):
     """Output and log-sum-exp in float64, every score by its definition."""
-    q, k, v, p, m, for_queries, for_keys, curve = tensors
+    q, k, v, p, m, for_queries, for_keys, curve, _ = tensors
     heads, queries, keys = q.shape[1], q.shape[2], k.shape[2]
     starts = torch.tensor([call.start] * 2, device=DEVICE) if call.starts is None else call.starts
     own = starts[:, None] + torch.arange(queries, device=DEVICE)
@@ -131,7 +131,7 @@ def test_results_and_gradients_are_those_of_the_definition(by, case):
     present = [x for x in wide if x is not None]
     grads = torch.autograd.grad((out, seen), present, (g.double(), g_lse.double()))
     if kernel is not None:
-        made = kernel.Terms(*tensors[:3], tensors[3:], zero, call)
+        made = kernel.Terms(*tensors[:3], tensors[3:8], zero, call)
         results = made.forward()
         found = [x for x in made.backward(g, g_lse, *results) if x is not None]
     else:
@@ -146,6 +146,7 @@ def test_results_and_gradients_are_those_of_the_definition(by, case):
         assert close(got, want, 3e-5)
 
 
+@SLOW
 def test_the_ops_pass_opcheck():
     tensors, zero, _, call = given((9, 12))
     where = (*flatten(call)[1:5], zero, *flatten(call)[6:])
@@ -168,9 +169,10 @@ def test_the_ops_pass_opcheck():
         ({3: lambda x: None}, "p and m must be"),
         (
             {3: lambda x: None, 4: lambda x: None, 5: lambda x: None, 6: lambda x: None},
-            "or a curve",
+            "or levels",
         ),
         ({7: lambda x: torch.ones(2, 7, device=DEVICE)}, "a curve must be"),
+        ({8: lambda x: torch.ones(2, 2, 9, 3, device=DEVICE)}, "or levels"),
         ({6: lambda x: x.double()}, "vectors must be"),
         ({1: lambda x: x[:, :, :, :3]}, "must be floating, of one dtype"),
     ],
@@ -210,5 +212,24 @@ def test_modules_tell_the_op_what_they_are(make, monkeypatch):
         module.zero_grad()
         out.square().sum().backward()
         found.append([out, *[x.grad for x in (*inputs, *module.parameters())]])
+    for got, want in zip(*found, strict=True):
+        assert torch.allclose(got, want, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_the_curve_of_fire_is_its_network(causal, monkeypatch):
+    """Values and all gradients, as on a GPU, where the kernel takes the curve."""
+    torch.manual_seed(3)
+    fire = posenc.FIRE(4, 32, causal, threshold=20.0).double()
+    q, k, v = torch.randn(1, 4, 60, 16), torch.randn(1, 2, 90, 16), torch.randn(1, 2, 90, 16)
+    numbers, found = fire.numbers(90, dtype=torch.float64), []
+    curve = Terms(curve=fire._curve(*fire._scales(torch.float64), torch.float64))
+    for bias in (numbers, numbers._replace(terms=curve)):
+        inputs = [x.double().requires_grad_() for x in (q, k, v)]
+        monkeypatch.setattr(biased, "chunked", chunked if bias is numbers else None)
+        out = biased.biased_attention(*inputs, bias, causal=causal)
+        fire.zero_grad()
+        out.square().sum().backward(retain_graph=True)
+        found.append([out, *[x.grad.clone() for x in (*inputs, *fire.parameters())]])
     for got, want in zip(*found, strict=True):
         assert torch.allclose(got, want, rtol=1e-9, atol=1e-9)

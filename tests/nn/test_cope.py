@@ -7,7 +7,7 @@ import torch
 
 import oracles
 import posenc
-from posenc.nn.cope import _gather
+from posenc.attention.terms import _gather
 from support.biases import drawn, leaves, qkv
 
 

@@ -47,11 +47,11 @@ class RunningSum(NamedTuple):
 
 
 class Terms(NamedTuple):
-    r"""What a kernel adds to the scores: products with a vector for each distance, and a curve.
+    r"""What a kernel adds to the scores: products with a vector for each distance, a curve, levels.
 
     For the products see :func:`relative_terms`. The curve is :math:`f_h(x)`, piecewise linear, of
     :math:`x = \ln(c\,|i - j| + 1) / \ln(c \max(L, i) + 1)`, where :math:`i` counts from the
-    beginning of the query's document.
+    beginning of the query's document. Levels are those of :class:`~posenc.CoPE`, and exclude both.
 
     Attributes:
         q: Queries for the products with keys, if they are not those of the attention.
@@ -66,6 +66,7 @@ class Terms(NamedTuple):
             :math:`c`, :math:`L`, ``U`` knots in order, and the change of its slope at each. Heads
             differ in the heights, slopes and changes only. A knot that is not there is infinite,
             and its change is zero.
+        levels: ``(B, H, Q, P)``, the bias of queries at each whole position.
     """
 
     q: Tensor | None = None
@@ -77,6 +78,7 @@ class Terms(NamedTuple):
     least: int = 0
     most: int = 0
     curve: Tensor | None = None
+    levels: Tensor | None = None
 
 
 class RowBias(NamedTuple):

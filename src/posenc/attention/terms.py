@@ -170,17 +170,26 @@ def attend(q: Tensor, k: Tensor, v: Tensor, terms: Terms, call: Call) -> tuple[T
                 vectors[i], vectors[i + 2] = x.to(q.dtype), _read(of, rows, q).to(q.dtype)
     _, *places, how, _, start, scale, left, right = flatten(call)
     where = *places, how, -least, start, scale, left, right
-    out, lse = terms_op(own, k, v, *vectors, terms.curve, *where)
+    out, lse = terms_op(own, k, v, *vectors, terms.curve, terms.levels, *where)
     return out, lse
 
 
 def _checked(who: str, *arguments: Any) -> Call:
     """The call as the kernels read it; refuse what would lead them out of a tensor's memory."""
-    q, k, v, p, m, for_queries, for_keys, curve, *where = arguments
-    check_devices(who, q, p, m, for_queries, for_keys, curve)
+    q, k, v, p, m, for_queries, for_keys, curve, levels, *where = arguments
+    check_devices(who, q, p, m, for_queries, for_keys, curve, levels)
     call = check_call(who, q, k, v, None, *where)
-    if for_queries is None and for_keys is None and curve is None:
-        refuse(who, "there must be vectors for queries, or for keys, or a curve", q)
+    given = [x is not None for x in (for_queries, for_keys, curve)]
+    if any(given) == (levels is not None):
+        refuse(who, "there must be vectors, or a curve, or levels", q, levels)
+    if levels is not None and (
+        levels.dim() != 4
+        or levels.dtype not in checks.FLOAT_DTYPES
+        or levels.shape[:3] != q.shape[:3]
+        or levels.shape[3] < 1
+        or not call.causal
+    ):
+        refuse(who, "levels must be floating, (B, H, Q, P), and attention causal", levels, q)
     if curve is not None and (
         curve.dim() != 2
         or curve.dtype not in checks.FLOAT_DTYPES
@@ -212,12 +221,16 @@ def _checked(who: str, *arguments: Any) -> Call:
 
 def _kernel(*arguments: Any) -> Any:
     """The kernel with its tensors, or None if there is none for them."""
-    q, k, v, *given = arguments[:8]
+    q, k, v, *given, levels = arguments[:9]
     if kernel_for(q, v) is chunked:
         return None
+    if levels is not None:
+        from posenc.kernels.triton.cope import Counted
+
+        return partial(Counted, q, k, v, levels)
     from posenc.kernels.triton.terms import Terms as Kernel
 
-    return partial(Kernel, q, k, v, given, arguments[12])
+    return partial(Kernel, q, k, v, given, arguments[13])
 
 
 def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
@@ -226,7 +239,7 @@ def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
 
 
 def _operations(*arguments: Any) -> tuple[Tensor, Tensor]:
-    q, k, v, p, m, for_queries, for_keys, curve, *where = arguments
+    q, k, v, p, m, for_queries, for_keys, curve, levels, *where = arguments
     (_, heads, queries, _), (keys, zero) = q.shape, (k.shape[2], where[4])
     call = unflatten(None, *where)
     seen, index = call.spans(queries, keys, q.device), torch.arange(keys, device=q.device)
@@ -248,7 +261,29 @@ def _operations(*arguments: Any) -> tuple[Tensor, Tensor]:
         scores, values = scores * call.scale, for_each_query_head(v.to(wide), heads)
         if curve is not None:
             scores = scores + _curve_rows(curve.to(wide), call.first, seen.own, index)
+        if levels is not None:
+            scores = scores + level_rows(levels.to(wide), scores, seen.own, index)
         return attend_scores(scores, hidden_keys(seen, index), values, q.dtype)
+
+
+def level_rows(levels: Tensor, scores: Tensor, own: Tensor, index: Tensor) -> Tensor:
+    """CoPE's bias: levels at the positions that gates of the scores count, ``[B, H, n, k]``."""
+    gates = scores.sigmoid().masked_fill(index > own[:, None, :, None], 0.0)
+    # Count from the query backwards.
+    at = gates.flip(-1).cumsum(-1).flip(-1).clamp(max=levels.shape[3] - 1)
+    below = at.detach().floor()
+    ends = below.long(), at.detach().ceil().long()
+    # The gradient of gather has the same bits in every run on the CPU; see _gather.
+    left, right = (
+        levels.gather(-1, end) if levels.is_cpu else _gather(levels, end) for end in ends
+    )
+    return left + (right - left) * (at - below)
+
+
+def _gather(x: Tensor, index: Tensor) -> Tensor:
+    """``x.gather(-1, index)`` with a gradient that is sorted, and so repeats, on CUDA."""
+    rows = torch.arange(x[..., 0].numel(), device=x.device).view(*x.shape[:-1], 1)
+    return x.flatten(0, -2)[rows, index]
 
 
 def _curve_rows(curve: Tensor, first: Tensor | None, own: Tensor, index: Tensor) -> Tensor:
@@ -269,7 +304,7 @@ def _curve_rows(curve: Tensor, first: Tensor | None, own: Tensor, index: Tensor)
 
 
 def _fake(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
-    check_devices("posenc::attend_terms", q, k, v, *others[:8])
+    check_devices("posenc::attend_terms", q, k, v, *others[:9])
     wide = torch.promote_types(q.dtype, torch.float32)
     return q.new_empty((*q.shape[:3], v.shape[3])), q.new_empty(q.shape[:3], dtype=wide)
 
@@ -287,6 +322,11 @@ def _backward(g: Tensor, g_lse: Tensor | None, out: Tensor, lse: Tensor, *argume
     if kernel is None:
         refuse(who, "there must be a kernel for the device, the dtype and the width of q", q)
     found = kernel(call).backward(g, g_lse, out.contiguous(), lse.contiguous())
+    if arguments[8] is not None:
+        *found, to_levels = found
+        found = [*found, *[None] * 5, to_levels]
+    else:
+        found = [*found, None]
     # An op cannot return None in place of a tensor.
     return tuple(g.new_empty(0) if x is None else x for x in found)
 
@@ -295,8 +335,8 @@ def _recorded_gradients(g: Tensor, g_lse: Tensor | None, arguments: Any) -> list
     """The gradients as operations of torch."""
     again = torch.is_grad_enabled()
     with torch.enable_grad():
-        given = [x if x is None or again else x.detach().requires_grad_() for x in arguments[:8]]
-        made = _operations(*given, *arguments[8:])
+        given = [x if x is None or again else x.detach().requires_grad_() for x in arguments[:9]]
+        made = _operations(*given, *arguments[9:])
         count = 1 if g_lse is None else 2
         wanted, grads = [x for x in given if x is not None], [g, g_lse][:count]
         how: Any = {"create_graph": again, "allow_unused": True, "materialize_grads": True}
@@ -305,13 +345,13 @@ def _recorded_gradients(g: Tensor, g_lse: Tensor | None, arguments: Any) -> list
 
 
 def _fake_backward(g: Tensor, g_lse: Tensor | None, out: Tensor, lse: Tensor, *others: Any) -> Any:
-    check_devices("posenc::attend_terms_backward", g, g_lse, out, lse, *others[:11])
-    return tuple(g.new_empty(0) if x is None else x.new_empty(x.shape) for x in others[:8])
+    check_devices("posenc::attend_terms_backward", g, g_lse, out, lse, *others[:12])
+    return tuple(g.new_empty(0) if x is None else x.new_empty(x.shape) for x in others[:9])
 
 
 def _save(ctx: Any, inputs: Any, output: Any) -> None:
-    ctx.save_for_backward(*output, *inputs[:11])
-    ctx.others = inputs[11:]
+    ctx.save_for_backward(*output, *inputs[:12])
+    ctx.others = inputs[12:]
     ctx.set_materialize_grads(False)
 
 
@@ -323,14 +363,14 @@ def _gradients(ctx: Any, g: Tensor | None, g_lse: Tensor | None) -> tuple[Any, .
         found = _recorded_gradients(g, g_lse, arguments)
     else:
         found = terms_backward_op(g, g_lse, out, lse, *arguments)
-    pairs = zip(found, given[:8], strict=True)
+    pairs = zip(found, given[:9], strict=True)
     return *[None if x is None else to for to, x in pairs], *[None] * 9
 
 
 _CALL = (
     "Tensor q, Tensor k, Tensor v, Tensor? p, Tensor? m, Tensor? for_queries, Tensor? for_keys, "
-    "Tensor? curve, Tensor? starts, Tensor? first, Tensor? last, int how, SymInt zero, "
-    "SymInt start, float scale, SymInt left, SymInt right"
+    "Tensor? curve, Tensor? levels, Tensor? starts, Tensor? first, Tensor? last, int how, "
+    "SymInt zero, SymInt start, float scale, SymInt left, SymInt right"
 )
 terms_op = Op(
     "attend_terms",
@@ -344,7 +384,7 @@ terms_op = Op(
 )
 terms_backward_op = Op(
     "attend_terms_backward",
-    f"(Tensor g, Tensor? g_lse, Tensor out, Tensor lse, {_CALL}) -> ({', '.join(['Tensor'] * 8)})",
+    f"(Tensor g, Tensor? g_lse, Tensor out, Tensor lse, {_CALL}) -> ({', '.join(['Tensor'] * 9)})",
     _backward,
     _backward,
     _fake_backward,

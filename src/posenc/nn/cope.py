@@ -8,14 +8,12 @@ from torch import Tensor, nn
 from posenc._contract import checks, qk_checks
 from posenc._contract.tracing import without_autocast
 from posenc.attention.biased import AttentionOptions
-from posenc.attention.biases import RowBias, for_each_query_head
+from posenc.attention.biases import RowBias, Terms, for_each_query_head
+from posenc.attention.terms import level_rows
 from posenc.nn._product import ProductBias
 
-
-def _gather(x: Tensor, index: Tensor) -> Tensor:
-    """``x.gather(-1, index)`` with a gradient that is sorted, and so repeats, on CUDA."""
-    rows = torch.arange(x[..., 0].numel(), device=x.device).view(*x.shape[:-1], 1)
-    return x.flatten(0, -2)[rows, index]
+# Positions that a kernel can hold.
+_MOST = 256
 
 
 class CoPE(ProductBias):
@@ -83,16 +81,12 @@ class CoPE(ProductBias):
                     part = part if mask.shape[3] == 1 else part[..., index]
                     hidden = hidden | (~part if mask.dtype == torch.bool else part == float("-inf"))
                     scores = scores if mask.dtype == torch.bool else scores + part.to(wide)
-                gates = scores.sigmoid().masked_fill(hidden, 0.0)
-                # Count from the query backwards.
-                at = gates.flip(-1).cumsum(-1).flip(-1).clamp(max=self.max_pos - 1)
-                below = at.detach().floor()
-                whole = some @ self.pos_emb.to(wide)
-                ends = below.long(), at.detach().ceil().long()
-                # The gradient of gather has the same bits in every run on the CPU; see _gather.
-                left, right = (
-                    whole.gather(-1, end) if whole.is_cpu else _gather(whole, end) for end in ends
-                )
-                return left + (right - left) * (at - below)
+                # A hidden key has no gate.
+                scores = scores.masked_fill(hidden, float("-inf"))
+                return level_rows(some @ self.pos_emb.to(wide), scores, own, index)
 
-        return RowBias(rows)
+        terms = None
+        if q.is_cuda and mask is None and self.max_pos <= _MOST:
+            with without_autocast(q):
+                terms = Terms(levels=q.to(wide) @ self.pos_emb.to(wide))
+        return RowBias(rows, terms)
