@@ -38,7 +38,7 @@ class DeBERTaBias(TableModule, ProductBias):
 
     with :math:`\delta` clipped, or also in buckets that widen with the logarithm, as in DeBERTa v2
     and v3. **The scale is for three terms**: :meth:`attention` has it unless the call names
-    another. Products are in float32 or wider, for a few queries at a time.
+    another. On CUDA the attention's kernel makes the products.
 
     Args:
         num_heads: Heads ``H``.

@@ -26,7 +26,7 @@ class FIRE(RelativeBias):
 
     :math:`f` is a network with one hidden layer and ReLU, and :math:`i` counts from the beginning
     of the query's document. If no query is past :math:`L`, the bias is a table of distances;
-    otherwise rows have scales of their own, and are computed a few at a time.
+    otherwise each query has a scale of its own. On CUDA the attention's kernel computes :math:`f`.
 
     Args:
         num_heads: Heads ``H``.
@@ -35,8 +35,8 @@ class FIRE(RelativeBias):
         init_c: :math:`c` at the start.
         threshold: :math:`L` at the start.
         learn_threshold: Whether :math:`L` is learned, as a factor. Then attention on a device
-            always goes by rows, because looking at :math:`L` would wait for the device. With False
-            it takes the faster table for up to ``threshold + 1`` keys.
+            takes no table, because looking at :math:`L` would wait for the device. With False it
+            takes the faster table for up to ``threshold + 1`` keys.
         dtype: The dtype of the parameters, torch's default if None. The bias is made in float32.
 
     Attributes:

@@ -21,7 +21,7 @@ class RelativeKeys(ProductBias):
               -m \le \text{clip}(j - i) \le m'
 
     The paper has vectors that are added to the values too; they are not here, and its section 4.3
-    found no loss without them. Products are in float32 or wider, for a few queries at a time.
+    found no loss without them. On CUDA the attention's kernel makes the products.
 
     Args:
         head_dim: Channels ``D`` of a head.
