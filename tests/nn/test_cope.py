@@ -64,6 +64,7 @@ def test_attention_is_the_formula_with_its_gradients(queries):
 def test_a_hidden_key_is_not_counted(kind, monkeypatch):
     """The authors' gates are those of the masked scores."""
     monkeypatch.setattr("posenc.attention.rows.SCORES", 2 * 2 * 4 * 9)
+    monkeypatch.setattr("posenc.attention.rows.KEPT", 0)
     cope, (q, k, v) = made(), (x.detach() for x in qkv(4, 5, 9, kv_heads=2))
     seen = torch.rand(*q.shape[:2], 5, 9, generator=torch.Generator().manual_seed(2)) < 0.6
     if kind == "keys":

@@ -81,6 +81,7 @@ def matrix(module, formula, given, q, k, starts):
 def test_attention_is_the_formula_with_its_gradients(make, formula, starts, monkeypatch):
     """Pieces of two queries, the last of one; two heads share keys."""
     monkeypatch.setattr(by_rows, "SCORES", 2 * 2 * H * 6)
+    monkeypatch.setattr(by_rows, "KEPT", 0)
     module = drawn(make)
     q, k, v = qkv(H, 3, 6, D, kv_heads=2)
     copies, given = [x.detach().clone().requires_grad_() for x in (q, k, v)], leaves(module)

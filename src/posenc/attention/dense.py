@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from posenc._contract.tracing import without_autocast
+from posenc._contract.tracing import is_readable, without_autocast
 from posenc.attention.biases import Call, bias_rows, for_each_query_head, hidden_keys
 
 
@@ -28,11 +28,14 @@ def attend_scores(
     """Attention by ``scores``, ``[B, H, Q, K]``; queries that see no key get zero, and -inf."""
     # A bias of minus infinity hides a key too. A query that sees no key gets scores of zero at
     # first: with minus infinity alone, its gradients would be NaN.
-    hidden = hidden | (scores == float("-inf"))
-    nothing = hidden.all(-1, keepdim=True)
-    scores = scores.masked_fill(hidden, float("-inf")).masked_fill(nothing, 0.0)
-    weights = scores.softmax(-1).masked_fill(nothing, 0.0)
-    lse = scores.logsumexp(-1).masked_fill(nothing[..., 0], float("-inf"))
+    scores = scores.masked_fill(hidden, float("-inf"))
+    nothing = (scores.detach() == float("-inf")).all(-1, keepdim=True)
+    if not is_readable(nothing) or nothing.any():
+        weights = scores.masked_fill(nothing, 0.0).softmax(-1).masked_fill(nothing, 0.0)
+        lse = scores.masked_fill(nothing, 0.0).logsumexp(-1)
+        lse = lse.masked_fill(nothing[..., 0], float("-inf"))
+    else:
+        weights, lse = scores.softmax(-1), scores.logsumexp(-1)
     if dropout_p:
         weights = torch.nn.functional.dropout(weights, dropout_p)
     return (weights @ v).to(dtype), lse

@@ -16,8 +16,10 @@ from posenc.attention.biases import Call, RowBias, for_each_query_head, hidden_k
 from posenc.attention.dense import attend_scores
 from posenc.numerics.spans import Spans
 
-# Scores of a piece, and the fewest queries that a window leaves in one.
-SCORES, FEWEST = 2**21, 64
+# Scores of a piece on the CPU, whose cache holds them, and elsewhere; those of a call that are kept
+# for the backward pass, 64 MiB of float32 each time; and the fewest queries that a window leaves in
+# a piece.
+SCORES, SCORES_ELSEWHERE, KEPT, FEWEST = 2**21, 2**25, 2**24, 64
 
 
 def attend(
@@ -30,21 +32,23 @@ def attend(
     mask: Tensor | None = None,
     dropout_p: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """Attention and its log-sum-exp; each piece is computed again in the backward pass.
+    """Attention and its log-sum-exp; many pieces are computed again in the backward pass.
 
     The mask has four axes. A checkpoint draws the same random numbers again.
     """
     (batch, heads, queries, _), keys = q.shape, k.shape[2]
     seen = call.spans(queries, keys, q.device)
-    size = max(1, SCORES // max(1, batch * heads * keys))
+    scores = SCORES if q.is_cpu else SCORES_ELSEWHERE
+    size = max(1, scores // max(1, batch * heads * keys))
     traced = torch.compiler.is_compiling()
     if call.window is not None and call.starts is None and not traced:
         # So many queries meet at most twice as many keys.
         reach = call.window[0] + (0 if call.causal else call.window[1]) + 1
         reach = min(max(reach, FEWEST), keys)
-        size = max(1, min(reach, SCORES // max(1, 2 * batch * heads * reach)))
+        size = max(1, min(reach, scores // max(1, 2 * batch * heads * reach)))
     # A checkpoint has hooks, which torch.func does not take.
     again = torch.is_grad_enabled() and not in_transform(q, k, v)
+    again = again and (traced or batch * heads * queries * keys > KEPT)
     piece = partial(checkpoint, _piece, use_reentrant=False) if again else _piece
     # A loop, or a slice, is traced for one length alone: short calls have none, nor exported ones.
     if is_exporting() or (traced and queries <= size):

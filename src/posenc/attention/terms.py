@@ -12,7 +12,7 @@ from torch.nn.functional import embedding, pad
 
 from posenc._contract import checks, qk_checks
 from posenc._contract.qk_checks import UNBOUNDED
-from posenc._contract.tracing import without_autocast
+from posenc._contract.tracing import is_exporting, without_autocast
 from posenc.attention import chunked
 from posenc.attention.biases import (
     Call,
@@ -88,6 +88,12 @@ def relative_terms(
         for name, x in (("for_queries", for_queries), ("for_keys", for_keys))
     )
 
+    keys, of_keys = k.shape[2], None
+    if to_k is not None and k.is_cpu and not is_exporting() and len(to_k) <= 2 * keys:
+        # Once for all queries.
+        with without_autocast(q):
+            of_keys = _products(for_each_query_head(k.to(wide), heads), to_k)
+
     def made(own: Tensor, index: Tensor) -> Tensor:
         if not own.shape[1]:
             return q.new_zeros((1, heads, 0, index.shape[0]), dtype=wide)
@@ -97,12 +103,15 @@ def relative_terms(
                 # Each index is there once, so the order of the gradient's sums does not matter.
                 some = q.index_select(2, (own - start)[0]).to(wide)
                 bias = _by_queries(some, to_q, rows, own, index)
-            if to_k is not None:
+            if of_keys is not None:
+                some = of_keys if index.shape[0] == keys else of_keys.index_select(2, index)
+                bias = bias + _take(some, rows(own[:, None] - index[:, None])).mT
+            elif to_k is not None:
                 some = for_each_query_head(k.index_select(2, index).to(wide), heads)
                 bias = bias + _by_keys(some, to_k, rows, own - index[:1])
             return bias * size
 
-    most = k.shape[2] + queries
+    most = keys + queries
     least, most = (-most, most) if reach is None else reach
     return RowBias(made, Terms(None, q, k, rows, to_q, to_k, least, most))
 
@@ -112,6 +121,8 @@ def _by_queries(
 ) -> Tensor:
     """The products of queries with the vectors of their keys, ``[B, H, n, k]``."""
     keys = index.shape[0]
+    if q.is_cpu and not is_exporting() and vectors.shape[0] <= own.shape[1] + keys:
+        return _take(_products(q, vectors), rows(own[..., None] - index))
     distance = own[:, -1:] - index[:1] - torch.arange(own.shape[1] + keys, device=q.device)
     return skew(torch.einsum("bhnd,bwhd->bhnw", q, _read(vectors, rows(distance), q)), keys)
 
@@ -130,6 +141,19 @@ def _by_keys(k: Tensor, vectors: Tensor, rows: Callable[[Tensor], Tensor], own: 
     products = torch.einsum("bhkmd,bkwhd->bhkmw", k, _read(vectors, rows(distance), k))
     by_key: Tensor = skew(products, size).flatten(2, 3)[:, :, :keys]
     return by_key.mT
+
+
+def _products(x: Tensor, vectors: Tensor) -> Tensor:
+    """Products with all vectors, ``[B, H, n, R]``."""
+    return torch.einsum("bhnd,rhd->bhnr", x, vectors.unflatten(-1, (-1, x.shape[3])))
+
+
+def _take(products: Tensor, rows: Tensor) -> Tensor:
+    """The products that ``rows``, ``[1 or B, n, k]``, name.
+
+    The gradient of gather has the same bits in every run on the CPU alone.
+    """
+    return products.gather(-1, rows[:, None].expand(*products.shape[:3], -1))
 
 
 def _read(vectors: Tensor, rows: Tensor, like: Tensor) -> Tensor:
