@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from posenc._contract import checks, qk_checks
-from posenc._contract.tracing import is_exporting, is_readable
+from posenc._contract.tracing import is_exporting, is_readable, without_autocast
 from posenc.attention.biases import DistanceTable, RowBias, Terms
 from posenc.nn._bias import RelativeBias
 from posenc.nn._module import Linear, load_scalars
@@ -113,8 +113,11 @@ class FIRE(RelativeBias):
             return made.movedim(-1, 1)
 
         # Elsewhere there is no kernel that would need it.
-        cuda = c.device.type == "cuda"
-        return RowBias(rows, Terms(curve=self._curve(c, least, dtype)) if cuda else None)
+        terms = None
+        if c.device.type == "cuda":
+            with without_autocast(c):
+                terms = Terms(curve=self._curve(c, least, dtype))
+        return RowBias(rows, terms)
 
     def _curve(self, c: Tensor, least: Tensor, dtype: torch.dtype) -> Tensor:
         """The network, which is piecewise linear in one number from zero on, see `Terms`."""
