@@ -262,3 +262,10 @@ def test_tensors_of_another_layer_are_refused():
         posenc.TransformerXLBias(E, H).attention(q, k, v)
     with pytest.raises(TypeError, match="DeBERTaBias: attention takes the keywords"):
         posenc.DeBERTaBias(2, D).attention(q, k, v, is_causal=True)
+
+
+@pytest.mark.parametrize("reach", [(3, 5), (-5, -3), 4, (-1.0, 2.0), (0,)])
+def test_a_reach_is_a_pair_around_zero(reach):
+    q, k = torch.randn(2, 1, 2, 4, 6).unbind()
+    with pytest.raises(ValueError, match="reach must be a pair of ints"):
+        relative_terms(q, k, lambda d: d.clamp(0, 3), for_queries=torch.randn(4, 6), reach=reach)

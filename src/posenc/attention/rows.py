@@ -16,9 +16,9 @@ from posenc.attention.biases import Call, RowBias, for_each_query_head, hidden_k
 from posenc.attention.dense import attend_scores
 from posenc.numerics.spans import Spans
 
-# Scores of a piece on the CPU, whose cache holds them, and elsewhere; those of a call that are kept
-# for the backward pass, 64 MiB of float32 each time; and the fewest queries that a window leaves in
-# a piece.
+# Scores of a piece on the CPU, whose cache holds them, and on other devices; the most scores of a
+# call that are kept for the backward pass (64 MiB for each tensor of float32); and the fewest
+# queries that a window leaves in a piece.
 SCORES, SCORES_ELSEWHERE, KEPT, FEWEST = 2**21, 2**25, 2**24, 64
 
 
@@ -32,7 +32,7 @@ def attend(
     mask: Tensor | None = None,
     dropout_p: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """Attention and its log-sum-exp; many pieces are computed again in the backward pass.
+    """Attention and its log-sum-exp; long calls are computed again in the backward pass.
 
     The mask has four axes. A checkpoint draws the same random numbers again.
     """

@@ -82,6 +82,9 @@ def relative_terms(
     size = qk_checks.check_scale(who, scale, q)
     start = qk_checks.check_query_offset(who, query_offset, queries, k.shape[2], q.device)
     start = start.reshape(-1, 1) if isinstance(start, Tensor) else start
+    if reach is not None and not _is_reach(reach):
+        rule = "reach must be a pair of ints, the first at most zero, the second at least zero"
+        checks.fail(who, rule, checks.describe(reach), "Pass (-128, 128), for example.")
     wide = torch.promote_types(q.dtype, torch.float32)
     to_q, to_k = (
         _check_vectors(who, name, x, q, wide)
@@ -114,6 +117,12 @@ def relative_terms(
     most = keys + queries
     least, most = (-most, most) if reach is None else reach
     return RowBias(made, Terms(None, q, k, rows, to_q, to_k, least, most))
+
+
+def _is_reach(reach: Any) -> bool:
+    if not isinstance(reach, tuple) or len(reach) != 2:
+        return False
+    return all(isinstance(n, (int, torch.SymInt)) for n in reach) and reach[0] <= 0 <= reach[1]
 
 
 def _by_queries(

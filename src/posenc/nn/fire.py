@@ -15,6 +15,8 @@ from posenc.numerics.tables import widest
 
 # The product of two of them is a normal number of float32.
 _SMALLEST = 1e-15
+# Units of the hidden layer that a kernel can hold.
+_MOST_UNITS = 64
 
 
 class FIRE(RelativeBias):
@@ -26,7 +28,8 @@ class FIRE(RelativeBias):
 
     :math:`f` is a network with one hidden layer and ReLU, and :math:`i` counts from the beginning
     of the query's document. If no query is past :math:`L`, the bias is a table of distances;
-    otherwise each query has a scale of its own. On CUDA the attention's kernel computes :math:`f`.
+    otherwise each query has a scale of its own. On CUDA the attention's kernel computes :math:`f`
+    if ``hidden`` is at most 64.
 
     Args:
         num_heads: Heads ``H``.
@@ -112,9 +115,9 @@ class FIRE(RelativeBias):
             made: Tensor = self.mlp(ratio[..., None])
             return made.movedim(-1, 1)
 
-        # Elsewhere there is no kernel that would need it.
+        # Elsewhere, and for wider layers, there is no kernel.
         terms = None
-        if c.device.type == "cuda":
+        if c.device.type == "cuda" and self.hidden <= _MOST_UNITS:
             with without_autocast(c):
                 terms = Terms(curve=self._curve(c, least, dtype))
         return RowBias(rows, terms)
