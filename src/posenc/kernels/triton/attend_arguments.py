@@ -74,9 +74,8 @@ def numbers_of(call: Any) -> tuple[Tensor | None, int, int]:
 
         launch_for(("pad_table",), tensors, prepare)(tensors, 0)
         return padded, 0, size
-    wide = torch.float64 if call.kind == "sums" else torch.float32
-    if values.dtype != wide or not values.is_contiguous():
-        values = values.to(wide).contiguous()
+    # Float32 or float64; the kernels compute with sums in float64, and with slopes in float32.
+    values = values.contiguous()
     return values, values.stride(0) if values.shape[0] > 1 else 0, values.stride(1)
 
 

@@ -93,7 +93,7 @@ def head_bias(values, b, h, own0, width, zero, values_b, values_h, KIND: tl.cons
     if KIND == SLOPES:
         slope = tl.load(at).to(tl.float32) * LOG2E
     if KIND == SUMS:
-        origin = tl.load(at + tl.minimum(tl.maximum(own0, 0), width - 1))
+        origin = tl.load(at + tl.minimum(tl.maximum(own0, 0), width - 1)).to(tl.float64)
     return at, slope, origin, width, zero
 
 
@@ -105,7 +105,7 @@ def column_bias(numbers, own0, columns, keys, KIND: tl.constexpr):
         bias = (columns - own0).to(tl.float32) * slope
     elif KIND == SUMS:
         sums = tl.load(at + columns, mask=(columns >= 0) & (columns < keys), other=0.0)
-        bias = ((origin - sums) * LOG2E).to(tl.float32)
+        bias = ((origin - sums.to(tl.float64)) * LOG2E).to(tl.float32)
     else:
         bias = columns.to(tl.float32) * 0.0
     return bias
@@ -119,7 +119,7 @@ def row_bias(numbers, own0, own, KIND: tl.constexpr):
         bias = (own0 - own).to(tl.float32) * slope
     elif KIND == SUMS:
         near = tl.minimum(tl.maximum(own, 0), width - 1)
-        bias = ((tl.load(at + near) - origin) * LOG2E).to(tl.float32)
+        bias = ((tl.load(at + near).to(tl.float64) - origin) * LOG2E).to(tl.float32)
     else:
         bias = own.to(tl.float32) * 0.0
     return bias
@@ -159,10 +159,10 @@ def tile_bias(
     elif HOW[0] == SUMS:
         # Two floats hold a sum, and the difference of the greater ones of near keys is exact.
         own = tl.minimum(tl.maximum(own0 + row, 0), width - 1)
-        high, low = split_sums(tl.load(at + own) - origin)
+        high, low = split_sums(tl.load(at + own).to(tl.float64) - origin)
         inside = (column0 + column >= 0) & (column0 + column < keys)
-        of_keys = tl.load(at + column0 + column, mask=inside, other=0.0) - origin
-        key_high, key_low = split_sums(of_keys)
+        of_keys = tl.load(at + column0 + column, mask=inside, other=0.0)
+        key_high, key_low = split_sums(of_keys.to(tl.float64) - origin)
         if ROWS_FIRST:
             bias = (high[:, None] - key_high[None, :]) + (low[:, None] - key_low[None, :])
         else:

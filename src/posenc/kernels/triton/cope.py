@@ -30,10 +30,18 @@ from posenc.kernels.triton.attention_backward import load_lse
 from posenc.kernels.triton.attention_bias import LN2, load_rows, query_start, visible
 from posenc.kernels.triton.attention_bias import LOG2E as TO_LOG2
 from posenc.kernels.triton.launch import Launch, find_launch, signature
-from posenc.kernels.triton.terms import TILES, store_rows
+from posenc.kernels.triton.terms import store_rows
 
 # Lengths, offsets and windows, which would compile a kernel again.
 UNSPECIALIZED = ["start", "left", "right", "keys", "queries"]
+# Queries and keys of a tile, of halves in heads up to 64, up to 128 and wider, then of float32 in
+# the same heads; and the warps and stages of each kernel.
+TILES = 64, 64, 32, 32, 32, 16
+WARPS = {
+    "forward": ((4, 2), (8, 1), (4, 1), (4, 1), (4, 1), (4, 1)),
+    "to_queries": ((4, 2), (8, 1), (4, 1), (4, 1), (4, 1), (4, 1)),
+    "to_keys": ((8, 1), (8, 1), (4, 1), (4, 1), (4, 1), (4, 1)),
+}
 
 
 @triton.jit
@@ -338,8 +346,8 @@ class Counted:
         self.call = call
         self.places = [self.q if x is None else x for x in call[1:4]]
         wide = max(q.shape[3], v.shape[3], levels.shape[3])
-        at = (wide > 64) + (wide > 128) + (3 if q.dtype == torch.float32 else 0)
-        self.block, self.warps, self.stages = TILES[at]
+        self.kind = (wide > 64) + (wide > 128) + (3 if q.dtype == torch.float32 else 0)
+        self.block = TILES[self.kind]
 
     def _run(self, kernel: Any, strided: Any, tokens: Tensor, tensors: Any, **how: Any) -> None:
         call, q, k = self.call, self.q, self.k
@@ -360,7 +368,8 @@ class Counted:
             constants |= widths_of(q, self.v)
             batch, heads, length, _ = tokens.shape
             grid = (triton.cdiv(length, self.block) * batch * heads, 1, 1)
-            options = {**OPTIONS, "num_warps": self.warps, "num_stages": self.stages}
+            warps, stages = WARPS[kernel.__name__][self.kind]
+            options = {**OPTIONS, "num_warps": warps, "num_stages": stages}
             return Launch(kernel, grid, numbers, constants, **options)
 
         find_launch(key, prepare)(tensors, call.start)

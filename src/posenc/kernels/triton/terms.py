@@ -1,14 +1,15 @@
 """Attention with products of queries and keys with a vector for each distance: the kernels.
 
 A score is ``q_i k_j + p_i E_r + m_j F_r``, where ``r`` is the distance ``i - j`` plus ``zero``,
-clipped to the rows of E and F. A tile has as many queries as keys, and less than twice as many
-distances: the products with their vectors are one matrix, whose rows are then moved, each by one
-place more than the one before (`tl.gather`). Where all distances of a tile are past an end, one
-vector serves the tile.
+clipped to the rows of E and F. A tile has as many queries as keys. In row ``m`` its distances go
+once around a circle of that size, so `along` makes the products in the order of distances, and
+`roll` moves each row by one place more than the one before. Where all distances of a tile are past
+an end, one vector serves the tile, and `at_ends` has made the products with it.
 
 To that, a curve adds ``f(x)``, piecewise linear for each head, of ``x = ln(c |i - j| + 1) / ln(c
-max(L, i) + 1)`` (FIRE), where ``i`` counts from the beginning of the query's document. Of its
-knots, which all heads share, a tile computes with those that are among its ``x``.
+max(L, i) + 1)`` (FIRE), where ``i`` counts from the beginning of the query's document. The
+logarithms of distances are a table. Of the knots, which all heads share, a tile computes with
+those that are among its ``x``.
 
 As in `attention_backward`, each program owns what it writes.
 """
@@ -38,16 +39,20 @@ from posenc.kernels.triton.attention_bias import LN2, load_rows, query_start, vi
 from posenc.kernels.triton.launch import Launch, find_launch, signature
 
 # Lengths, offsets, windows and rows, which would compile a kernel again.
-UNSPECIALIZED = ["start", "left", "right", "keys", "queries", "rows", "zero"]
+UNSPECIALIZED = ["start", "left", "right", "keys", "queries", "rows", "zero", "reach"]
 # A curve as the kernels read it: c and L, then slope and height at x = 0 of the line of each
 # segment, the knots, and the slope's change at each of them; slopes and heights in units of log2.
 LINES = tl.constexpr(2)
 
 
 @triton.jit
-def load_vectors(vectors, distance, rows, zero, step, WIDTH: tl.constexpr, COUNT: tl.constexpr):
-    """The vectors of the distances ``distance .. distance + COUNT - 1``."""
-    row = tl.minimum(tl.maximum(distance + tl.arange(0, COUNT) + zero, 0), rows - 1)
+def load_vectors(
+    vectors, distance, rows, zero, step,
+    SIGN: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The vectors of ``distance`` and the distances after it, or before it if ``SIGN`` is -1."""
+    row = distance + SIGN * tl.arange(0, BLOCK) + zero
+    row = tl.minimum(tl.maximum(row, 0), rows - 1)
     channels = tl.arange(0, WIDTH[1])
     at = vectors + row.to(tl.int64)[:, None] * step + channels[None, :]
     return tl.load(at, mask=(channels < WIDTH[0])[None, :], other=0.0)
@@ -62,28 +67,86 @@ def load_vector(vectors, row, step, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def move(x, BLOCK: tl.constexpr, COUNT: tl.constexpr):
-    """Column ``m - n + BLOCK - 1`` of row ``m`` as column ``n``.
-
-    It takes products of queries with the ``2 BLOCK`` distances of a tile to its keys, and the
-    gradients of scores to those distances: there, columns that no key has are zero.
-    """
-    place = tl.arange(0, BLOCK)[:, None] - tl.arange(0, COUNT)[None, :] + BLOCK - 1
-    if COUNT == BLOCK:
-        return tl.gather(x, place, 1)
-    inside = (place >= 0) & (place < BLOCK)
-    return tl.where(inside, tl.gather(x, tl.where(inside, place, 0), 1), 0.0)
+def roll(x, BLOCK: tl.constexpr):
+    """Column ``(m - n) % BLOCK`` of row ``m`` as column ``n``; twice, it changes nothing."""
+    place = tl.arange(0, BLOCK)[:, None] - tl.arange(0, BLOCK)[None, :]
+    return tl.gather(x, place & (BLOCK - 1), 1)
 
 
 @triton.jit
-def move_back(x, BLOCK: tl.constexpr, COUNT: tl.constexpr):
-    """As `move`, for rows that are keys: column ``m - n + BLOCK - 1`` of row ``n``."""
-    place = tl.arange(0, COUNT)[None, :] - tl.arange(0, BLOCK)[:, None] + BLOCK - 1
-    if COUNT == BLOCK:
-        return tl.gather(x, place, 1)
-    place = tl.arange(0, COUNT)[None, :] + tl.arange(0, BLOCK)[:, None] - BLOCK + 1
-    inside = (place >= 0) & (place < BLOCK)
-    return tl.where(inside, tl.gather(x, tl.where(inside, place, 0), 1), 0.0)
+def is_near(BLOCK: tl.constexpr):
+    """Which columns of a rolled row ``m`` are up to the diagonal: ``distance``, and on from there.
+
+    Those after it have distances one block before.
+    """
+    return tl.arange(0, BLOCK)[None, :] <= tl.arange(0, BLOCK)[:, None]
+
+
+@triton.jit
+def along(
+    x, vectors, distance, rows, zero, step,
+    SIGN: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The products of a tile's rows with the vectors of their distances.
+
+    For queries, ``SIGN`` is 1. For keys it is -1, and the result has a row for each key.
+    """
+    near = load_vectors(vectors, distance, rows, zero, step, SIGN, WIDTH, BLOCK)
+    products = tl.dot(x, near.T, input_precision=PRECISION)
+    other = load_vectors(vectors, distance - SIGN * BLOCK, rows, zero, step, SIGN, WIDTH, BLOCK)
+    others = tl.dot(x, other.T, input_precision=PRECISION)
+    return roll(tl.where(is_near(BLOCK), products, others), BLOCK)
+
+
+@triton.jit
+def add_along(
+    dx, ds, vectors, distance, rows, zero, step,
+    SIGN: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Add the gradients of rows that `along` took, from those of the scores."""
+    near = load_vectors(vectors, distance, rows, zero, step, SIGN, WIDTH, BLOCK)
+    rolled = roll(ds.to(near.dtype), BLOCK)
+    nothing = tl.zeros_like(rolled)
+    dx = tl.dot(tl.where(is_near(BLOCK), rolled, nothing), near, dx, input_precision=PRECISION)
+    other = load_vectors(vectors, distance - SIGN * BLOCK, rows, zero, step, SIGN, WIDTH, BLOCK)
+    return tl.dot(tl.where(is_near(BLOCK), nothing, rolled), other, dx, input_precision=PRECISION)
+
+
+@triton.jit
+def add_to_vectors(to, ds, x, BLOCK: tl.constexpr, PRECISION: tl.constexpr):
+    """Add the gradients of the vectors that `along` took."""
+    of_near, of_others = to
+    rolled = roll(ds.to(x.dtype), BLOCK)
+    nothing = tl.zeros_like(rolled)
+    near = tl.where(is_near(BLOCK), rolled, nothing)
+    of_near = tl.dot(near.T, x, of_near, input_precision=PRECISION)
+    others = tl.where(is_near(BLOCK), nothing, rolled)
+    return of_near, tl.dot(others.T, x, of_others, input_precision=PRECISION)
+
+
+@triton.jit(do_not_specialize=["start", "count", "rows"])
+def at_ends(
+    x, vectors, to, start, x_b, x_h, x_t, step, vectors_h, count, rows,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The products of tokens with the first vector, and with the last, ``[2, B, H, n]``."""
+    blocks = (count + BLOCK - 1) // BLOCK
+    sequence = tl.program_id(0) // blocks
+    first = tl.program_id(0) % blocks * BLOCK
+    b = (sequence // HEADS).to(tl.int64)
+    h = (sequence % HEADS).to(tl.int64)
+    width: tl.constexpr = (D, BLOCK_D)
+    tokens = load_rows(x + b * x_b + h // GROUP * x_h, first, count, x_t, width, BLOCK)
+    tokens = tokens.to(tl.float32)
+    at = first + tl.arange(0, BLOCK)
+    to += sequence.to(tl.int64) * count + at
+    size = tl.num_programs(0).to(tl.int64) // blocks * count
+    vectors += h * vectors_h
+    vector = load_vector(vectors, rows * 0, step, width)
+    tl.store(to, tl.sum(tokens * vector[None, :], 1), mask=at < count)
+    vector = load_vector(vectors, rows - 1, step, width)
+    tl.store(to + size, tl.sum(tokens * vector[None, :], 1), mask=at < count)
 
 
 @triton.jit
@@ -106,30 +169,31 @@ def rates_of(curve, own, ends, keys, DOCUMENTS: tl.constexpr):
 
 
 @triton.jit
-def curve_tile(curve, rates, own0, column0, UNITS: tl.constexpr, BLOCK: tl.constexpr):
+def curve_tile(curve, logs, reach, rates, own0, column0, UNITS: tl.constexpr, BLOCK: tl.constexpr):
     """The distances of a tile, their logarithms, ``x``, and the knots among these."""
-    c = tl.load(curve)
     row = tl.arange(0, BLOCK)
     distance = own0 - column0
-    far = tl.abs(distance + row[:, None] - row[None, :]).to(tl.float32)
-    logs = log1p(far * c)
+    far = tl.minimum(tl.abs(distance + row[:, None] - row[None, :]), reach - 1)
+    of_far = tl.load(logs + far)
     low = distance - (BLOCK - 1)
     high = distance + BLOCK - 1
-    nearest = tl.maximum(tl.maximum(low, -high), 0).to(tl.float32)
-    furthest = tl.maximum(high, -low).to(tl.float32)
-    least = log1p(nearest * c) * tl.min(rates) * 0.999999
-    most = log1p(furthest * c) * tl.max(rates) * 1.000001
+    nearest = tl.minimum(tl.maximum(tl.maximum(low, -high), 0), reach - 1)
+    furthest = tl.minimum(tl.maximum(high, -low), reach - 1)
+    least = tl.load(logs + nearest) * tl.min(rates) * 0.999999
+    most = tl.load(logs + furthest) * tl.max(rates) * 1.000001
     unit = tl.arange(0, UNITS[1])
     at = curve + LINES + 2 * (UNITS[0] + 1) + unit
     knots = tl.load(at, mask=unit < UNITS[0], other=float("inf"))
     begin = tl.sum((knots <= least).to(tl.int32))
-    return far, logs, logs * rates[:, None], begin, tl.sum((knots < most).to(tl.int32))
+    return far, of_far, of_far * rates[:, None], begin, tl.sum((knots < most).to(tl.int32))
 
 
 @triton.jit
-def curve_scores(curve, rates, own0, column0, UNITS: tl.constexpr, BLOCK: tl.constexpr):
+def curve_scores(
+    curve, logs, reach, rates, own0, column0, UNITS: tl.constexpr, BLOCK: tl.constexpr
+):
     """The curve's part of a tile's scores."""
-    _, _, x, begin, end = curve_tile(curve, rates, own0, column0, UNITS, BLOCK)
+    _, _, x, begin, end = curve_tile(curve, logs, reach, rates, own0, column0, UNITS, BLOCK)
     line = curve + LINES + 2 * begin
     scores = x * tl.load(line) + tl.load(line + 1)
     knots = curve + LINES + 2 * (UNITS[0] + 1)
@@ -141,37 +205,37 @@ def curve_scores(curve, rates, own0, column0, UNITS: tl.constexpr, BLOCK: tl.con
 
 @triton.jit
 def curve_sums(
-    by_log, by_c, by_x, above, above_x, ds, curve, rates, own0, column0,
-    UNITS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Add what the gradients of a curve need of a tile, for each query.
+    sums, ds, curve, logs, reach, rates, own0, column0, UNITS: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Add what the gradients of a curve need of a tile.
 
-    The first three are sums of ``ds`` times the slope times the logarithm, of ``ds`` times the
-    slope times the logarithm's derivative by c, and of ``ds`` times x; the others, for each knot,
-    of ``ds`` and of ``ds`` times x where x is above it.
+    The first two are, for each query, sums of ``ds`` times the slope times the logarithm, and
+    times the logarithm's derivative by c. The third is that of ``ds`` times x; the others are, for
+    each knot, those of ``ds`` and of ``ds`` times x where x is above it.
     """
-    far, logs, x, begin, end = curve_tile(curve, rates, own0, column0, UNITS, BLOCK)
-    unit = tl.arange(0, UNITS[1])[None, :]
+    by_log, by_c, by_x, above, above_x = sums
+    far, of_far, x, begin, end = curve_tile(curve, logs, reach, rates, own0, column0, UNITS, BLOCK)
+    unit = tl.arange(0, UNITS[1])
     slope = x * 0.0 + tl.load(curve + LINES + 2 * begin)
     ds_x = ds * x
-    all_x = tl.sum(ds_x, 1)
-    above += tl.where(unit < begin, tl.sum(ds, 1)[:, None], 0.0)
-    above_x += tl.where(unit < begin, all_x[:, None], 0.0)
+    total_x = tl.sum(tl.sum(ds_x, 1))
+    above += tl.where(unit < begin, tl.sum(tl.sum(ds, 1)), 0.0)
+    above_x += tl.where(unit < begin, total_x, 0.0)
     knots = curve + LINES + 2 * (UNITS[0] + 1)
     for n in tl.range(begin, end):
         past = x > tl.load(knots + n)
         slope += tl.where(past, tl.load(knots + UNITS[0] + n), 0.0)
-        above += tl.where(unit == n, tl.sum(tl.where(past, ds, 0.0), 1)[:, None], 0.0)
-        above_x += tl.where(unit == n, tl.sum(tl.where(past, ds_x, 0.0), 1)[:, None], 0.0)
+        above += tl.where(unit == n, tl.sum(tl.sum(tl.where(past, ds, 0.0), 1)), 0.0)
+        above_x += tl.where(unit == n, tl.sum(tl.sum(tl.where(past, ds_x, 0.0), 1)), 0.0)
     slope *= ds * LN2
-    by_log += tl.sum(slope * logs, 1)
-    by_c += tl.sum(slope * far / (far * tl.load(curve) + 1.0), 1)
-    return by_log, by_c, by_x + all_x, above, above_x
+    by_log += tl.sum(slope * of_far, 1)
+    by_c += tl.sum(slope * tl.load(logs + reach + far), 1)
+    return by_log, by_c, by_x + total_x, above, above_x
 
 
 @triton.jit
 def scores_of(
-    q, k, p, m, terms, rates, end, own0, column0, low, high, scale,
+    q, k, p, m, terms, rates, end, row0, own0, column0, low, high, scale,
     WIDTH: tl.constexpr, HAS: tl.constexpr, FLAT: tl.constexpr,
     BLOCK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -180,32 +244,37 @@ def scores_of(
     ``HAS`` says whether there are vectors for queries, and for keys, and how many knots a curve
     has, in a block of how many; ``FLAT`` that all distances have row ``end``.
     """
-    for_queries, for_keys, curve, e_r, f_r, rows, zero = terms
+    vectors, ends, curves, rows, zero = terms
+    for_queries, for_keys, e_r, f_r = vectors
+    of_queries, of_keys, queries, keys, sequences = ends
     scores = tl.dot(q, k.T, input_precision=PRECISION)
-    nearest = own0 - column0 - (BLOCK - 1)
-    if HAS[0] and not FLAT:
-        vectors = load_vectors(for_queries, nearest, rows, zero, e_r, WIDTH, 2 * BLOCK)
-        scores += move(tl.dot(p, vectors.T, input_precision=PRECISION), BLOCK, BLOCK)
-    elif HAS[0]:
-        vector = load_vector(for_queries, end, e_r, WIDTH)
-        scores += tl.sum(p.to(tl.float32) * vector[None, :], 1)[:, None]
-    if HAS[1] and not FLAT:
-        vectors = load_vectors(for_keys, nearest, rows, zero, f_r, WIDTH, 2 * BLOCK)
-        scores += move_back(tl.dot(m, vectors.T, input_precision=PRECISION), BLOCK, BLOCK).T
-    elif HAS[1]:
-        vector = load_vector(for_keys, end, f_r, WIDTH)
-        scores += tl.sum(m.to(tl.float32) * vector[None, :], 1)[None, :]
     columns = column0 + tl.arange(0, BLOCK)
+    distance = own0 - column0
+    is_last = (end == rows - 1).to(tl.int64)
+    if HAS[0] and FLAT:
+        at = row0 + tl.arange(0, BLOCK)
+        inside = (at >= 0) & (at < queries)
+        of_queries += is_last * sequences * queries
+        scores += tl.load(of_queries + at, mask=inside, other=0.0)[:, None]
+    elif HAS[0]:
+        scores += along(p, for_queries, distance, rows, zero, e_r, 1, WIDTH, BLOCK, PRECISION)
+    if HAS[1] and FLAT:
+        inside = (columns >= 0) & (columns < keys)
+        of_keys += is_last * sequences * keys
+        scores += tl.load(of_keys + columns, mask=inside, other=0.0)[None, :]
+    elif HAS[1]:
+        scores += along(m, for_keys, distance, rows, zero, f_r, -1, WIDTH, BLOCK, PRECISION).T
     seen = (columns[None, :] >= low[:, None]) & (columns[None, :] <= high[:, None])
     scores *= scale
     if HAS[2]:
-        scores += curve_scores(curve, rates, own0, column0, (HAS[2], HAS[3]), BLOCK)
+        curve, logs, reach = curves
+        scores += curve_scores(curve, logs, reach, rates, own0, column0, (HAS[2], HAS[3]), BLOCK)
     return tl.where(seen, scores, float("-inf"))
 
 
 @triton.jit
 def visit(
-    state, q, p, source, terms, rates, own0, low, high, scale, tiles,
+    state, q, p, source, terms, rates, row0, own0, low, high, scale, tiles,
     WIDTH: tl.constexpr, V_WIDTH: tl.constexpr, HAS: tl.constexpr, FLAT: tl.constexpr,
     BLOCK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -214,14 +283,14 @@ def visit(
     keys_at, values_at, others_at, k_t, v_t, m_t, keys = source
     begin, end = span(tiles, FLAT)
     for n in tl.range(begin, end):
-        tile, row = place_of(n, tiles, terms[5] - 1, 0, FLAT)
+        tile, row = place_of(n, tiles, terms[3] - 1, 0, FLAT)
         first = tile * BLOCK
         k = load_rows(keys_at, first, keys, k_t, WIDTH, BLOCK)
         m = k
         if HAS[1]:
             m = load_rows(others_at, first, keys, m_t, WIDTH, BLOCK)
         scores = scores_of(
-            q, k, p, m, terms, rates, row, own0, first, low, high, scale,
+            q, k, p, m, terms, rates, row, row0, own0, first, low, high, scale,
             WIDTH, HAS, FLAT, BLOCK, PRECISION,
         )  # fmt: skip
         peak = tl.maximum(most, tl.max(scores, 1))
@@ -237,15 +306,19 @@ def visit(
 
 
 @triton.jit
-def tiles_of(own0, low, high, rows, zero, BLOCK: tl.constexpr, CAUSAL: tl.constexpr):
+def tiles_of(
+    own0, low, high, rows, zero, HAS: tl.constexpr, CAUSAL: tl.constexpr, BLOCK: tl.constexpr
+):
     """Tiles of keys that some query sees: the first, the first with a distance before the last
     row, the first from which on all have the first row, and the one after the last."""
     begin = tl.maximum(tl.min(low), 0) // BLOCK
     end = tl.maximum((tl.max(high) + BLOCK) // BLOCK, begin)
-    near = (own0 - (rows - 1 - zero) + 1) // BLOCK
-    near = tl.minimum(tl.maximum(near, begin), end)
+    near = begin
     after = end
-    if not CAUSAL:
+    if HAS[0] or HAS[1]:
+        near = (own0 - (rows - 1 - zero) + 1) // BLOCK
+        near = tl.minimum(tl.maximum(near, begin), end)
+    if (HAS[0] or HAS[1]) and not CAUSAL:
         after = (own0 + BLOCK - 1 + zero + BLOCK - 1) // BLOCK
         after = tl.minimum(tl.maximum(after, near), end)
     return begin, near, after, end
@@ -271,10 +344,11 @@ def place_of(n, tiles, row_before, row_after, FLAT: tl.constexpr):
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def forward(
-    q, k, v, p, m, for_queries, for_keys, curve, out, lse, starts, first, last, start, scale,
+    q, k, v, p, m, for_queries, for_keys, of_p, of_m, curve, logs,
+    out, lse, starts, first, last, start, scale,
     q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, p_b, p_h, p_t, m_b, m_h, m_t,
     e_r, e_h, f_r, f_h, curve_h, o_b, o_h, o_t,
-    starts_b, ends_b, left, right, queries, keys, rows, zero,
+    starts_b, ends_b, left, right, queries, keys, rows, zero, reach,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     HAS_QUERIES: tl.constexpr, HAS_KEYS: tl.constexpr, UNITS: tl.constexpr,
     BLOCK_U: tl.constexpr, CAUSAL: tl.constexpr,
@@ -296,6 +370,7 @@ def forward(
     at = row0 + tl.arange(0, BLOCK)
     own = own0 + tl.arange(0, BLOCK)
     present = at < queries
+    of_head = sequence.to(tl.int64) * queries
     query = load_rows(q + b * q_b + h * q_h, row0, queries, q_t, width, BLOCK)
     other = query
     if HAS_QUERIES:
@@ -304,7 +379,10 @@ def forward(
     low, high = visible(own, ends, keys, CAUSAL, DOCUMENTS, WINDOW)
     low = tl.where(present, low, keys)
     high = tl.where(present, high, -1)
-    terms = for_queries + h * e_h, for_keys + h * f_h, curve + h * curve_h, e_r, f_r, rows, zero
+    vectors = for_queries + h * e_h, for_keys + h * f_h, e_r, f_r
+    sequences = tl.num_programs(0).to(tl.int64) // blocks
+    of_ends = of_p + of_head, of_m + sequence.to(tl.int64) * keys, queries, keys, sequences
+    terms = vectors, of_ends, (curve + h * curve_h, logs, reach), rows, zero
     rates = own.to(tl.float32)
     if UNITS:
         rates = rates_of(curve + h * curve_h, own, ends, keys, DOCUMENTS)
@@ -316,20 +394,21 @@ def forward(
         tl.full((BLOCK,), float("-inf"), tl.float32),
         tl.zeros((BLOCK, BLOCK_DV), tl.float32),
     )
-    tiles = tiles_of(own0, low, high, rows, zero, BLOCK, CAUSAL)
+    tiles = tiles_of(own0, low, high, rows, zero, has, CAUSAL, BLOCK)
     state = visit(
-        state, query, other, source, terms, rates, own0, low, high, scale, tiles,
+        state, query, other, source, terms, rates, row0, own0, low, high, scale, tiles,
         width, v_width, has, False, BLOCK, PRECISION,
     )  # fmt: skip
-    state = visit(
-        state, query, other, source, terms, rates, own0, low, high, scale, tiles,
-        width, v_width, has, True, BLOCK, PRECISION,
-    )  # fmt: skip
+    if HAS_QUERIES or HAS_KEYS:
+        state = visit(
+            state, query, other, source, terms, rates, row0, own0, low, high, scale, tiles,
+            width, v_width, has, True, BLOCK, PRECISION,
+        )  # fmt: skip
     total, most, acc = state
     nothing = total == 0.0
     acc = acc / tl.where(nothing, 1.0, total)[:, None]
     sums = tl.where(nothing, float("-inf"), most + tl.log2(tl.where(nothing, 1.0, total)))
-    tl.store(lse + sequence.to(tl.int64) * queries + at, sums * LN2, mask=present)
+    tl.store(lse + of_head + at, sums * LN2, mask=present)
     store_rows(out + b * o_b + h * o_h, acc, at, present, o_t, v_width)
 
 
@@ -353,60 +432,59 @@ def ends_of(ds, own0, column0, rows, zero, BLOCK: tl.constexpr):
 
 @triton.jit
 def visit_keys(
-    state, q, p, g, sums, minus, source, terms, rates, own0, low, high, scale, tiles,
+    state, q, p, g, sums, minus, source, terms, rates, row0, own0, low, high, scale, tiles,
     WIDTH: tl.constexpr, V_WIDTH: tl.constexpr, HAS: tl.constexpr, FLAT: tl.constexpr,
     BLOCK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Add the gradients from tiles of keys, see `span`."""
-    dq, dp, to_first, to_last, by_log, by_c, by_x, above, above_x = state
+    dq, dp, to_first, to_last, of_curve = state
     keys_at, values_at, others_at, k_t, v_t, m_t, keys = source
     begin, end = span(tiles, FLAT)
     for n in tl.range(begin, end):
-        tile, row = place_of(n, tiles, terms[5] - 1, 0, FLAT)
+        tile, row = place_of(n, tiles, terms[3] - 1, 0, FLAT)
         first = tile * BLOCK
         k = load_rows(keys_at, first, keys, k_t, WIDTH, BLOCK)
         m = k
         if HAS[1]:
             m = load_rows(others_at, first, keys, m_t, WIDTH, BLOCK)
         scores = scores_of(
-            q, k, p, m, terms, rates, row, own0, first, low, high, scale,
+            q, k, p, m, terms, rates, row, row0, own0, first, low, high, scale,
             WIDTH, HAS, FLAT, BLOCK, PRECISION,
         )  # fmt: skip
         v = load_rows(values_at, first, keys, v_t, V_WIDTH, BLOCK)
         weights = tl.exp2(scores - sums[:, None])
         ds = weights * (tl.dot(g, v.T, input_precision=PRECISION) - minus[:, None])
         dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
-        if HAS[0]:
-            for_queries, _, _, e_r, _, rows, zero = terms
-            if not FLAT:
-                near = own0 - first - (BLOCK - 1)
-                vectors = load_vectors(for_queries, near, rows, zero, e_r, WIDTH, 2 * BLOCK)
-                moved = move(ds, BLOCK, 2 * BLOCK).to(vectors.dtype)
-                dp = tl.dot(moved, vectors, dp, input_precision=PRECISION)
-                at_first, at_last = ends_of(ds, own0, first, rows, zero, BLOCK)
-                to_first += tl.sum(at_first, 1)
-                to_last += tl.sum(at_last, 1)
-            else:
-                all_keys = tl.sum(ds, 1)
-                dp += all_keys[:, None] * load_vector(for_queries, row, e_r, WIDTH)[None, :]
-                # If there is but one row, it is the last.
-                to_last += tl.where(row == rows - 1, all_keys, 0.0)
-                to_first += tl.where(row == rows - 1, 0.0, all_keys)
+        if HAS[0] and FLAT:
+            all_keys = tl.sum(ds, 1)
+            # If there is but one row, it is the last.
+            to_last += tl.where(row == terms[3] - 1, all_keys, 0.0)
+            to_first += tl.where(row == terms[3] - 1, 0.0, all_keys)
+        elif HAS[0]:
+            vectors, _, _, rows, zero = terms
+            dp = add_along(
+                dp, ds, vectors[0], own0 - first, rows, zero, vectors[2], 1, WIDTH, BLOCK, PRECISION
+            )
+            at_first, at_last = ends_of(ds, own0, first, rows, zero, BLOCK)
+            to_first += tl.sum(at_first, 1)
+            to_last += tl.sum(at_last, 1)
         if HAS[2]:
-            by_log, by_c, by_x, above, above_x = curve_sums(
-                by_log, by_c, by_x, above, above_x, ds, terms[2], rates, own0, first,
-                (HAS[2], HAS[3]), BLOCK,
-            )  # fmt: skip
-    return dq, dp, to_first, to_last, by_log, by_c, by_x, above, above_x
+            curve, logs, reach = terms[2]
+            units: tl.constexpr = (HAS[2], HAS[3])
+            of_curve = curve_sums(
+                of_curve, ds, curve, logs, reach, rates, own0, first, units, BLOCK
+            )
+    return dq, dp, to_first, to_last, of_curve
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def to_queries(
-    q, k, v, p, m, for_queries, for_keys, curve, g, out, lse, g_lse, starts, first, last,
+    q, k, v, p, m, for_queries, for_keys, of_p, of_m, curve, logs,
+    g, out, lse, g_lse, starts, first, last,
     dq, dp, delta, by_row, curve_rows, curve_knots, start, scale, natural_scale,
     q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, p_b, p_h, p_t, m_b, m_h, m_t,
     e_r, e_h, f_r, f_h, curve_h, g_b, g_h, g_t, o_b, o_h, o_t, dq_b, dq_h, dq_t, dp_b, dp_h, dp_t,
-    starts_b, ends_b, left, right, queries, keys, rows, zero,
+    starts_b, ends_b, left, right, queries, keys, rows, zero, reach,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     HAS_QUERIES: tl.constexpr, HAS_KEYS: tl.constexpr, UNITS: tl.constexpr,
     BLOCK_U: tl.constexpr, CAUSAL: tl.constexpr,
@@ -428,13 +506,13 @@ def to_queries(
     at = row0 + tl.arange(0, BLOCK)
     own = own0 + tl.arange(0, BLOCK)
     present = at < queries
+    of_head = sequence.to(tl.int64) * queries
     query = load_rows(q + b * q_b + h * q_h, row0, queries, q_t, width, BLOCK)
     other = query
     if HAS_QUERIES:
         other = load_rows(p + b * p_b + h * p_h, row0, queries, p_t, width, BLOCK)
     grad = load_rows(g + b * g_b + h * g_h, row0, queries, g_t, v_width, BLOCK)
     made = load_rows(out + b * o_b + h * o_h, row0, queries, o_t, v_width, BLOCK)
-    of_head = sequence.to(tl.int64) * queries
     minus = tl.sum(grad.to(tl.float32) * made.to(tl.float32), 1)
     if LSE_TOO:
         minus -= tl.load(g_lse + of_head + at, mask=present, other=0.0)
@@ -444,7 +522,10 @@ def to_queries(
     low, high = visible(own, ends, keys, CAUSAL, DOCUMENTS, WINDOW)
     low = tl.where(present, low, keys)
     high = tl.where(present, high, -1)
-    terms = for_queries + h * e_h, for_keys + h * f_h, curve + h * curve_h, e_r, f_r, rows, zero
+    vectors = for_queries + h * e_h, for_keys + h * f_h, e_r, f_r
+    sequences = tl.num_programs(0).to(tl.int64) // blocks
+    of_ends = of_p + of_head, of_m + sequence.to(tl.int64) * keys, queries, keys, sequences
+    terms = vectors, of_ends, (curve + h * curve_h, logs, reach), rows, zero
     rates = own.to(tl.float32)
     if UNITS:
         rates = rates_of(curve + h * curve_h, own, ends, keys, DOCUMENTS)
@@ -453,34 +534,41 @@ def to_queries(
     source = keys_at, values_at, m + b * m_b + kv * m_h, k_t, v_t, m_t, keys
     none = tl.zeros((BLOCK,), tl.float32)
     empty = tl.zeros((BLOCK, BLOCK_D), tl.float32)
-    by_knot = tl.zeros((BLOCK, BLOCK_U), tl.float32)
-    state = empty, empty, none, none, none, none, none, by_knot, by_knot
-    tiles = tiles_of(own0, low, high, rows, zero, BLOCK, CAUSAL)
-    state = visit_keys(
-        state, query, other, grad, sums, minus, source, terms, rates, own0, low, high, scale, tiles,
-        width, v_width, has, False, BLOCK, PRECISION,
-    )  # fmt: skip
-    state = visit_keys(
-        state, query, other, grad, sums, minus, source, terms, rates, own0, low, high, scale, tiles,
-        width, v_width, has, True, BLOCK, PRECISION,
-    )  # fmt: skip
-    to_query, to_other, to_first, to_last, by_log, by_c, by_x, above, above_x = state
-    store_rows(dq + b * dq_b + h * dq_h, to_query * natural_scale, at, present, dq_t, width)
+    by_knot = tl.zeros((BLOCK_U,), tl.float32)
+    of_curve = none, none, tl.zeros((), tl.float32), by_knot, by_knot
+    state = empty, empty, none, none, of_curve
+    tiles = tiles_of(own0, low, high, rows, zero, has, CAUSAL, BLOCK)
+    if HAS_QUERIES or HAS_KEYS:
+        state = visit_keys(
+            state, query, other, grad, sums, minus, source, terms, rates, row0, own0, low, high,
+            scale, tiles, width, v_width, has, True, BLOCK, PRECISION,
+        )  # fmt: skip
     if HAS_QUERIES:
-        store_rows(dp + b * dp_b + h * dp_h, to_other * natural_scale, at, present, dp_t, width)
+        # What the tiles have given so far is past the ends.
+        dq_tile, dp_tile, to_first, to_last, of_curve = state
+        dp_tile = to_first[:, None] * load_vector(vectors[0], rows * 0, e_r, width)[None, :]
+        dp_tile += to_last[:, None] * load_vector(vectors[0], rows - 1, e_r, width)[None, :]
+        state = dq_tile, dp_tile, to_first, to_last, of_curve
+    state = visit_keys(
+        state, query, other, grad, sums, minus, source, terms, rates, row0, own0, low, high,
+        scale, tiles, width, v_width, has, False, BLOCK, PRECISION,
+    )  # fmt: skip
+    dq_tile, dp_tile, to_first, to_last, of_curve = state
+    store_rows(dq + b * dq_b + h * dq_h, dq_tile * natural_scale, at, present, dq_t, width)
+    if HAS_QUERIES:
+        store_rows(dp + b * dp_b + h * dp_h, dp_tile * natural_scale, at, present, dp_t, width)
         tl.store(by_row + of_head + at, to_first, mask=present)
-        heads = tl.num_programs(0).to(tl.int64) // blocks
-        tl.store(by_row + heads * queries + of_head + at, to_last, mask=present)
+        tl.store(by_row + sequences * queries + of_head + at, to_last, mask=present)
     if UNITS:
-        size = tl.num_programs(0).to(tl.int64) // blocks * queries
+        by_log, by_c, by_x, above, above_x = of_curve
         to = curve_rows + of_head + at
         tl.store(to, by_log, mask=present)
-        tl.store(to + size, by_c, mask=present)
-        tl.store(to + 2 * size, by_x, mask=present)
-        to = curve_knots + (sequence.to(tl.int64) * blocks + row0 // BLOCK) * 2 * BLOCK_U
-        to += tl.arange(0, BLOCK_U)
-        tl.store(to, tl.sum(above, 0))
-        tl.store(to + BLOCK_U, tl.sum(above_x, 0))
+        tl.store(to + sequences * queries, by_c, mask=present)
+        unit = tl.arange(0, BLOCK_U)
+        to = curve_knots + (sequence.to(tl.int64) * blocks + row0 // BLOCK) * 3 * BLOCK_U + unit
+        tl.store(to, above)
+        tl.store(to + BLOCK_U, above_x)
+        tl.store(to + 2 * BLOCK_U, tl.where(unit == 0, by_x, 0.0))
 
 
 @triton.jit
@@ -518,46 +606,45 @@ def visit_queries(
     dk, dv, dm, to_first, to_last = state
     begin, end = span(tiles, FLAT)
     for n in tl.range(begin, end):
-        block, row = place_of(n, tiles, 0, terms[5] - 1, FLAT)
+        block, row = place_of(n, tiles, 0, terms[3] - 1, FLAT)
         row0 = block * BLOCK
         own0 = own_start + row0
         q, p, g, sums, minus, low, high, rates = load_query_tile(
-            source, terms[2], row0, own_start, ends, keys, WIDTH, V_WIDTH, SEES, HAS, BLOCK
+            source, terms[2][0], row0, own_start, ends, keys, WIDTH, V_WIDTH, SEES, HAS, BLOCK
         )
         scores = scores_of(
-            q, k, p, m, terms, rates, row, own0, column0, low, high, scale,
+            q, k, p, m, terms, rates, row, row0, own0, column0, low, high, scale,
             WIDTH, HAS, FLAT, BLOCK, PRECISION,
         )  # fmt: skip
         weights = tl.exp2(scores - sums[:, None])
         dv = tl.dot(weights.to(g.dtype).T, g, dv, input_precision=PRECISION)
         ds = weights * (tl.dot(g, v.T, input_precision=PRECISION) - minus[:, None])
         dk = tl.dot(ds.to(q.dtype).T, q, dk, input_precision=PRECISION)
-        if HAS[1]:
-            _, for_keys, _, _, f_r, rows, zero = terms
-            if not FLAT:
-                near = own0 - column0 - (BLOCK - 1)
-                vectors = load_vectors(for_keys, near, rows, zero, f_r, WIDTH, 2 * BLOCK)
-                moved = move_back(ds.T, BLOCK, 2 * BLOCK).to(vectors.dtype)
-                dm = tl.dot(moved, vectors, dm, input_precision=PRECISION)
-                at_first, at_last = ends_of(ds, own0, column0, rows, zero, BLOCK)
-                to_first += tl.sum(at_first, 0)
-                to_last += tl.sum(at_last, 0)
-            else:
-                all_queries = tl.sum(ds, 0)
-                dm += all_queries[:, None] * load_vector(for_keys, row, f_r, WIDTH)[None, :]
-                to_last += tl.where(row == rows - 1, all_queries, 0.0)
-                to_first += tl.where(row == rows - 1, 0.0, all_queries)
+        if HAS[1] and FLAT:
+            all_queries = tl.sum(ds, 0)
+            to_last += tl.where(row == terms[3] - 1, all_queries, 0.0)
+            to_first += tl.where(row == terms[3] - 1, 0.0, all_queries)
+        elif HAS[1]:
+            vectors, _, _, rows, zero = terms
+            distance = own0 - column0
+            dm = add_along(
+                dm, ds.T, vectors[1], distance, rows, zero, vectors[3], -1, WIDTH, BLOCK, PRECISION
+            )
+            at_first, at_last = ends_of(ds, own0, column0, rows, zero, BLOCK)
+            to_first += tl.sum(at_first, 0)
+            to_last += tl.sum(at_last, 0)
     return dk, dv, dm, to_first, to_last
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def to_keys(
-    q, k, v, p, m, for_queries, for_keys, curve, g, lse, delta, starts, first, last,
+    q, k, v, p, m, for_queries, for_keys, of_p, of_m, curve, logs,
+    g, lse, delta, starts, first, last,
     dk, dv, dm, by_key, start, scale, natural_scale,
     q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, p_b, p_h, p_t, m_b, m_h, m_t,
     e_r, e_h, f_r, f_h, curve_h, g_b, g_h, g_t,
     dk_b, dk_h, dk_t, dv_b, dv_h, dv_t, dm_b, dm_h, dm_t,
-    starts_b, ends_b, left, right, queries, keys, rows, zero,
+    starts_b, ends_b, left, right, queries, keys, rows, zero, reach,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     HAS_QUERIES: tl.constexpr, HAS_KEYS: tl.constexpr, UNITS: tl.constexpr,
     BLOCK_U: tl.constexpr, CAUSAL: tl.constexpr,
@@ -595,11 +682,15 @@ def to_keys(
     end = tl.where(most < least, begin, (most - own_start + BLOCK) // BLOCK)
     # Up to the block `near` all distances are past the first row, from `far` on past the last.
     near = begin
-    if not CAUSAL:
+    far = end
+    if (HAS_QUERIES or HAS_KEYS) and not CAUSAL:
         near = (column0 - zero - own_start + 1) // BLOCK
         near = tl.minimum(tl.maximum(near, begin), end)
-    far = (column0 + BLOCK - 1 + rows - 1 - zero - own_start + BLOCK - 1) // BLOCK
-    blocks = begin, near, tl.minimum(tl.maximum(far, near), end), end
+    if HAS_QUERIES or HAS_KEYS:
+        far = (column0 + BLOCK - 1 + rows - 1 - zero - own_start + BLOCK - 1) // BLOCK
+        far = tl.minimum(tl.maximum(far, near), end)
+    blocks = begin, near, far, end
+    sequences = tl.num_programs(0).to(tl.int64) // tiles * GROUP
     empty = tl.zeros((BLOCK, BLOCK_D), tl.float32)
     dk_tile = empty
     dm_tile = empty
@@ -608,26 +699,34 @@ def to_keys(
     for n in range(GROUP):
         h = kv * GROUP + n
         of_head = (b * HEADS + h) * queries
-        terms = for_queries + h * e_h, for_keys + h * f_h, curve + h * curve_h, e_r, f_r, rows, zero
+        vectors = for_queries + h * e_h, for_keys + h * f_h, e_r, f_r
+        of_ends = of_p + of_head, of_m + (b * HEADS + h) * keys, queries, keys, sequences
+        terms = vectors, of_ends, (curve + h * curve_h, logs, reach), rows, zero
         queries_at = q + b * q_b + h * q_h
         others_at = p + b * p_b + h * p_h
         grads_at = g + b * g_b + h * g_h
         of_rows = lse + of_head, delta + of_head
         source = queries_at, others_at, grads_at, of_rows, q_t, p_t, g_t, queries
         state = dk_tile, dv_tile, dm_tile, none, none
+        if HAS_QUERIES or HAS_KEYS:
+            state = visit_queries(
+                state, k_tile, v_tile, m_tile, source, terms, column0, own_start, ends, keys, scale,
+                blocks, width, v_width, sees, has, True, BLOCK, PRECISION,
+            )  # fmt: skip
+        if HAS_KEYS:
+            # What the blocks have given so far is past the ends.
+            dk_tile, dv_tile, dm_tile, to_first, to_last = state
+            dm_tile += to_first[:, None] * load_vector(vectors[1], rows * 0, f_r, width)[None, :]
+            dm_tile += to_last[:, None] * load_vector(vectors[1], rows - 1, f_r, width)[None, :]
+            state = dk_tile, dv_tile, dm_tile, to_first, to_last
         state = visit_queries(
             state, k_tile, v_tile, m_tile, source, terms, column0, own_start, ends, keys, scale,
             blocks, width, v_width, sees, has, False, BLOCK, PRECISION,
-        )  # fmt: skip
-        state = visit_queries(
-            state, k_tile, v_tile, m_tile, source, terms, column0, own_start, ends, keys, scale,
-            blocks, width, v_width, sees, has, True, BLOCK, PRECISION,
         )  # fmt: skip
         dk_tile, dv_tile, dm_tile, to_first, to_last = state
         if HAS_KEYS:
             to = by_key + (b * HEADS + h) * keys + at
             tl.store(to, to_first, mask=present)
-            sequences = tl.num_programs(0).to(tl.int64) // tiles * GROUP
             tl.store(to + sequences * keys, to_last, mask=present)
     store_rows(dk + b * dk_b + kv * dk_h, dk_tile * natural_scale, at, present, dk_t, width)
     store_rows(dv + b * dv_b + kv * dv_h, dv_tile, at, present, dv_t, v_width)
@@ -637,21 +736,23 @@ def to_keys(
 
 @triton.jit(do_not_specialize=[*UNSPECIALIZED, "nearest", "batch"])
 def to_vectors(
-    q, k, v, p, m, for_queries, for_keys, curve, g, lse, delta, starts, first, last,
+    q, k, v, p, m, for_queries, for_keys, of_p, of_m, curve, logs,
+    g, lse, delta, starts, first, last,
     to_e, to_f, start, scale,
     q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, p_b, p_h, p_t, m_b, m_h, m_t,
     e_r, e_h, f_r, f_h, curve_h, g_b, g_h, g_t,
-    starts_b, ends_b, left, right, queries, keys, rows, zero, nearest, batch,
+    starts_b, ends_b, left, right, queries, keys, rows, zero, reach, nearest, batch,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     HAS_QUERIES: tl.constexpr, HAS_KEYS: tl.constexpr, UNITS: tl.constexpr,
     BLOCK_U: tl.constexpr, CAUSAL: tl.constexpr,
     HAS_STARTS: tl.constexpr, DOCUMENTS: tl.constexpr, WINDOW: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
-    """The gradients of the vectors from a diagonal of tiles, ``[H, diagonals, 2 BLOCK, D]``.
+    """The gradients of the vectors from a part of a diagonal of tiles.
 
     A tile's keys begin ``distance`` before its queries, so that all tiles of a diagonal have the
-    same distances, ``distance - BLOCK + 1`` the first of them.
+    same distances. The results are ``[parts, H, diagonals, 2 BLOCK, D]``, from the distance one
+    block before on.
     """
     diagonal = tl.program_id(0)
     h = tl.program_id(1).to(tl.int64)
@@ -661,9 +762,13 @@ def to_vectors(
     has: tl.constexpr = (HAS_QUERIES, HAS_KEYS, UNITS, BLOCK_U)
     sees: tl.constexpr = (CAUSAL, DOCUMENTS, WINDOW)
     distance = nearest + diagonal * BLOCK
-    terms = for_queries + h * e_h, for_keys + h * f_h, curve + h * curve_h, e_r, f_r, rows, zero
-    of_queries = tl.zeros((2 * BLOCK, BLOCK_D), tl.float32)
-    of_keys = tl.zeros((2 * BLOCK, BLOCK_D), tl.float32)
+    vectors = for_queries + h * e_h, for_keys + h * f_h, e_r, f_r
+    of_curve = curve + h * curve_h, logs, reach
+    # No tile is past the ends.
+    terms = vectors, (of_p, of_m, queries, keys, h), of_curve, rows, zero
+    empty = tl.zeros((BLOCK, BLOCK_D), tl.float32)
+    of_queries = empty, empty
+    of_keys = empty, empty
     for n in range(batch):
         b = tl.zeros((), tl.int64) + n
         own_start = query_start(starts, start, b, starts_b, HAS_STARTS)
@@ -674,14 +779,16 @@ def to_vectors(
         of_rows = lse + of_head, delta + of_head
         source = queries_at, others_at, grads_at, of_rows, q_t, p_t, g_t, queries
         ends = first + b * ends_b, last + b * ends_b, left, right
-        # Blocks of queries with a key at one of these distances.
+        # Blocks of queries with a key at one of these distances, and this part of them.
         begin = tl.maximum(distance - BLOCK + 1 - own_start, 0) // BLOCK
         end = tl.minimum(keys - 1 + distance - own_start + BLOCK, queries + BLOCK - 1) // BLOCK
-        for block in tl.range(begin, tl.maximum(begin, end)):
+        size = (tl.maximum(end - begin, 0) + tl.num_programs(2) - 1) // tl.num_programs(2)
+        begin += tl.program_id(2) * size
+        for block in tl.range(begin, tl.maximum(begin, tl.minimum(begin + size, end))):
             row0 = block * BLOCK
             key0 = own_start + row0 - distance
             query, other, grad, sums, minus, low, high, rates = load_query_tile(
-                source, terms[2], row0, own_start, ends, keys, width, v_width, sees, has, BLOCK
+                source, of_curve[0], row0, own_start, ends, keys, width, v_width, sees, has, BLOCK
             )
             key = load_rows(k + b * k_b + kv * k_h, key0, keys, k_t, width, BLOCK)
             m_tile = key
@@ -689,24 +796,28 @@ def to_vectors(
                 m_tile = load_rows(m + b * m_b + kv * m_h, key0, keys, m_t, width, BLOCK)
             value = load_rows(v + b * v_b + kv * v_h, key0, keys, v_t, v_width, BLOCK)
             scores = scores_of(
-                query, key, other, m_tile, terms, rates, 0, own_start + row0, key0, low, high,
+                query, key, other, m_tile, terms, rates, 0, row0, own_start + row0, key0, low, high,
                 scale, width, has, False, BLOCK, PRECISION,
             )  # fmt: skip
             weights = tl.exp2(scores - sums[:, None])
             ds = weights * (tl.dot(grad, value.T, input_precision=PRECISION) - minus[:, None])
             if HAS_QUERIES:
-                moved = move(ds, BLOCK, 2 * BLOCK).to(other.dtype)
-                of_queries = tl.dot(moved.T, other, of_queries, input_precision=PRECISION)
+                of_queries = add_to_vectors(of_queries, ds, other, BLOCK, PRECISION)
             if HAS_KEYS:
-                moved = move_back(ds.T, BLOCK, 2 * BLOCK).to(m_tile.dtype)
-                of_keys = tl.dot(moved.T, m_tile, of_keys, input_precision=PRECISION)
-    at = tl.arange(0, 2 * BLOCK)
+                of_keys = add_to_vectors(of_keys, ds.T, m_tile, BLOCK, PRECISION)
+    at = tl.arange(0, BLOCK)
     everywhere = at >= 0
-    place = (h * tl.num_programs(0) + diagonal) * (2 * BLOCK) * D
+    place = (tl.program_id(2) * HEADS + h) * tl.num_programs(0) + diagonal
+    place *= 2 * BLOCK * D
     if HAS_QUERIES:
-        store_rows(to_e + place, of_queries, at, everywhere, D, width)
+        store_rows(to_e + place, of_queries[0], at + BLOCK, everywhere, D, width)
+        store_rows(to_e + place, of_queries[1], at, everywhere, D, width)
     if HAS_KEYS:
-        store_rows(to_f + place, of_keys, at, everywhere, D, width)
+        # Distances are in reverse order; no key is a whole block from the diagonal.
+        store_rows(to_f + place, of_keys[0], BLOCK - at, everywhere, D, width)
+        store_rows(
+            to_f + place, of_keys[1], (2 * BLOCK - at) & (2 * BLOCK - 1), everywhere, D, width
+        )
 
 
 def lines_of(curve: Tensor) -> Tensor:
@@ -721,9 +832,16 @@ def lines_of(curve: Tensor) -> Tensor:
     return torch.cat((c, least, lines, knots, changes * LOG2E), 1)
 
 
-# Queries and keys of a tile, warps and stages, of halves in heads up to 64, up to 128 and wider,
-# then of float32 in the same heads.
-TILES = ((64, 4, 2), (64, 8, 1), (32, 4, 1), (32, 4, 1), (32, 4, 1), (16, 4, 1))
+# Queries and keys of a tile, warps and stages of each kernel. The first are for calls with vectors
+# for queries and for keys, in heads of up to 64 halves. For other calls, the next are for halves in
+# heads up to 64, up to 128 and wider, and the last for float32 in the same heads.
+_FLOATS = (32, 4, 1), (32, 4, 1), (16, 4, 1)
+TILES = {
+    "forward": ((64, 4, 1), (64, 4, 2), (64, 8, 1), (32, 4, 1), *_FLOATS),
+    "to_queries": ((64, 4, 1), (64, 4, 2), (64, 8, 1), (32, 4, 1), *_FLOATS),
+    "to_keys": ((32, 2, 2), (64, 4, 2), (64, 8, 1), (32, 4, 1), *_FLOATS),
+    "to_vectors": ((32, 4, 2), (64, 4, 1), (64, 8, 1), (32, 4, 1), *_FLOATS),
+}
 
 
 class Terms:
@@ -740,24 +858,59 @@ class Terms:
         p, m, for_queries, for_keys, self.given_curve = given
         self.has = for_queries is not None, for_keys is not None
         rows = next((len(x) for x in (for_queries, for_keys) if x is not None), 1)
-        self.curve, self.units = self.q, 0
+        self.curve, self.logs, self.units = self.q, self.q, 0
+        # Distances that there can be.
+        self.reach = q.shape[2] + k.shape[2]
         if self.given_curve is not None:
-            self.curve = lines_of(self.given_curve)
+            self.curve, self.logs = lines_of(self.given_curve), self._logs_of(self.given_curve)
             self.units = (self.given_curve.shape[1] - 4) // 2
         self.p, self.m = self._or_q(p), self._or_q(m)
         self.e, self.f = self._or_q(for_queries), self._or_q(for_keys)
         self.rows, self.zero, self.call = rows, zero, call
-        self.inputs = (self.q, self.k, self.v, self.p, self.m, self.e, self.f, self.curve)
         self.places = [self.q if x is None else x for x in call[1:4]]
-        wide = max(q.shape[3], v.shape[3])
-        at = (wide > 64) + (wide > 128) + (3 if q.dtype == torch.float32 else 0)
-        self.block, self.warps, self.stages = TILES[at]
+        ends = [self._at_ends(x, of) if has else self.q for x, of, has in self._pairs()]
+        self.given = (self.q, self.k, self.v, self.p, self.m)
+        self.inputs = (*self.given, self.e, self.f, *ends, self.curve, self.logs)
 
     def _or_q(self, x: Tensor | None) -> Tensor:
         return self.q if x is None else as_dense(x)
 
+    def _pairs(self) -> tuple[tuple[Tensor, Tensor, bool], ...]:
+        return (self.p, self.e, self.has[0]), (self.m, self.f, self.has[1])
+
+    def _logs_of(self, curve: Tensor) -> Tensor:
+        """The logarithms of distances, and their derivatives by c."""
+        far = torch.arange(self.reach, device=self.q.device, dtype=torch.float32)
+        scaled = far * curve[0, 2].float()
+        return torch.stack((scaled.log1p(), far / (scaled + 1)))
+
+    def _at_ends(self, x: Tensor, vectors: Tensor) -> Tensor:
+        batch, heads, count = x.shape[0], self.q.shape[1], x.shape[2]
+        to = x.new_empty((2, batch, heads, count), dtype=torch.float32)
+
+        def prepare() -> Launch:
+            of_vectors = vectors.stride(0), vectors.stride(1) if vectors.shape[1] > 1 else 0
+            numbers = (*strides_of(x), *of_vectors, count, len(vectors))
+            width = widths_of(x, x)["BLOCK_D"]
+            constants = {"HEADS": heads, "GROUP": heads // x.shape[1], "D": x.shape[3]}
+            constants |= {"BLOCK_D": width, "BLOCK": max(4096 // width, 16)}
+            grid = (triton.cdiv(count, constants["BLOCK"]) * batch * heads, 1, 1)
+            return Launch(at_ends, grid, numbers, constants, **OPTIONS, num_warps=4)
+
+        launch = find_launch(("at_ends", heads, *signature((x, vectors))), prepare)
+        launch((x, vectors, to), 0)
+        return to
+
+    def _block(self, kernel: Any) -> int:
+        return self._tile(kernel)[0]
+
+    def _tile(self, kernel: Any) -> tuple[int, int, int]:
+        wide = max(self.q.shape[3], self.v.shape[3])
+        at = 1 + (wide > 64) + (wide > 128) + (3 if self.q.dtype == torch.float32 else 0)
+        return TILES[kernel.__name__][0 if at == 1 and all(self.has) else at]
+
     def _strides(self, *others: Tensor) -> list[int]:
-        found = [step for x in self.inputs[:5] for step in strides_of(x)]
+        found = [step for x in self.given for step in strides_of(x)]
         for x, has in zip((self.e, self.f), self.has, strict=True):
             found += (x.stride(0), x.stride(1) if x.shape[1] > 1 else 0) if has else (0, 0)
         found.append(self.curve.stride(0))
@@ -778,7 +931,8 @@ class Terms:
         key = (kernel.__name__, *described, *signature((*tensors, *strided)))
 
         def prepare() -> Launch:
-            sizes = (q.shape[2], k.shape[2], self.rows, self.zero, *more)
+            sizes = (q.shape[2], k.shape[2], self.rows, self.zero, self.reach, *more)
+            block, warps, stages = self._tile(kernel)
             numbers = (*scales, *self._strides(*strided), *places_of(call), *sizes)
             constants = {"HEADS": q.shape[1], "GROUP": q.shape[1] // k.shape[1]}
             constants |= {"D": q.shape[3], "DV": self.v.shape[3], "HAS_QUERIES": self.has[0]}
@@ -786,9 +940,9 @@ class Terms:
             constants |= {"BLOCK_U": max(triton.next_power_of_2(self.units), 1)}
             constants |= {"HAS_STARTS": call.starts is not None}
             constants |= {"DOCUMENTS": call.first is not None, "WINDOW": call.window is not None}
-            constants |= {**how, "PRECISION": arithmetic_of(q)["PRECISION"], "BLOCK": self.block}
+            constants |= {**how, "PRECISION": arithmetic_of(q)["PRECISION"], "BLOCK": block}
             constants |= widths_of(q, self.v)
-            options = {**OPTIONS, "num_warps": self.warps, "num_stages": self.stages}
+            options = {**OPTIONS, "num_warps": warps, "num_stages": stages}
             return Launch(kernel, grid, numbers, constants, **options)
 
         find_launch(key, prepare)(tensors, call.start)
@@ -798,7 +952,7 @@ class Terms:
         q, v = self.q, self.v
         out = q.new_empty((*q.shape[:3], v.shape[3]))
         lse = q.new_empty(q.shape[:3], dtype=torch.float32)
-        grid = (triton.cdiv(q.shape[2], self.block) * q.shape[0] * q.shape[1], 1, 1)
+        grid = (triton.cdiv(q.shape[2], self._block(forward)) * q.shape[0] * q.shape[1], 1, 1)
         scales = (self.call.scale * LOG2E,)
         self._run(forward, scales, (out,), grid, (*self.inputs, out, lse, *self.places))
         return out, lse
@@ -817,19 +971,19 @@ class Terms:
         by_key = lse.new_empty((2, *lse.shape[:2], k.shape[2])) if self.has[1] else lse
         scales = self.call.scale * LOG2E, self.call.scale
         places, of_lse = self.places, lse if g_lse is None else g_lse
-        blocks = triton.cdiv(q.shape[2], self.block) * q.shape[0] * q.shape[1]
+        per_head = triton.cdiv(q.shape[2], self._block(to_queries))
+        blocks = per_head * q.shape[0] * q.shape[1]
         curve_rows = curve_knots = lse
         if self.units:
-            curve_rows = lse.new_empty((3, *lse.shape))
-            per_head = triton.cdiv(q.shape[2], self.block)
+            curve_rows = lse.new_empty((2, *lse.shape))
             units = triton.next_power_of_2(self.units)
-            curve_knots = lse.new_empty((*lse.shape[:2], per_head, 2, units))
+            curve_knots = lse.new_empty((*lse.shape[:2], per_head, 3, units))
         tensors = (*self.inputs, g, out, lse, of_lse, *places, dq, dp, delta, by_row)
         tensors = (*tensors, curve_rows, curve_knots)
         lse_too = g_lse is not None
         run = partial(self._run, to_queries, scales, (g, out, dq, dp), (blocks, 1, 1), tensors)
         run(LSE_TOO=lse_too)
-        tiles = triton.cdiv(k.shape[2], self.block) * k.shape[0] * k.shape[1]
+        tiles = triton.cdiv(k.shape[2], self._block(to_keys)) * k.shape[0] * k.shape[1]
         tensors = (*self.inputs, g, lse, delta, *places, dk, dv, dm, by_key)
         self._run(to_keys, scales, (g, dk, dv, dm), (tiles, 1, 1), tensors)
         de, df = self._to_vectors(g, lse, delta, by_row, by_key) if any(self.has) else (None, None)
@@ -849,17 +1003,18 @@ class Terms:
         longest = position.clamp(min=0).maximum(least[:, None])
         below, c = position < least[:, None], c[:, None]
         rate = (c * longest).log1p().reciprocal()
-        by_log, by_c, by_x = rows
+        by_log, by_c = rows
         # x is a quotient of logarithms, of the distance and of `longest`.
         of_longest = -by_log * rate.square() / (1 + c * longest)
         to_c = (by_c * rate + of_longest * longest).sum((0, 2))
         to_least = (of_longest * c * below).sum((0, 2))
-        above, above_x = knots[..., :units].sum((0, 2)).unbind(1)
+        sums = knots.sum((0, 2))
+        above, above_x = sums[:, :2, :units].unbind(1)
         to_changes = torch.where(at.isinf(), 0.0, above_x - at * above)
         total = torch.zeros_like(to_c)
         if g_lse is not None:
             total = g_lse.masked_fill(lse == float("-inf"), 0.0).sum((0, 2))
-        first = torch.stack((by_x.sum((0, 2)), total, to_c, to_least), 1)
+        first = torch.stack((sums[:, 2, 0], total, to_c, to_least), 1)
         made = torch.cat((first, -changes * above, to_changes), 1)
         return made.to(self.given_curve.dtype)
 
@@ -875,38 +1030,39 @@ class Terms:
             low = max(low, call.start - k.shape[2] + 1)
         if call.window is not None:
             low, high = max(low, -call.window[1]), min(high, call.window[0])
-        count = 0 if high < low else -(-(high - low) // self.block) + 1
-        shape = (q.shape[1], count, 2 * self.block, q.shape[3])
+        block = self._block(to_vectors)
+        count = 0 if high < low else -(-(high - low) // block) + 1
+        # Short diagonals have parts, so that all processors have work.
+        parts = min(-(-512 // max(count * q.shape[1], 1)), max(q.shape[2] // (4 * block), 1))
+        shape = (parts, q.shape[1], count, 2 * block, q.shape[3])
         made = [lse.new_empty(shape if has else (0,)) for has in self.has]
         if count:
             tensors = (*self.inputs, g, lse, delta, *self.places, *made)
-            grid = (count, q.shape[1], 1)
+            grid = (count, q.shape[1], parts)
             scales = (call.scale * LOG2E,)
             self._run(to_vectors, scales, (g,), grid, tensors, (low, q.shape[0]))
         found: list[Tensor | None] = []
         given = ((self.p, self.e, by_row), (self.m, self.f, by_key))
-        for has, parts, (x, vectors, ends) in zip(self.has, made, given, strict=True):
-            found.append(self._fold(parts, x, vectors, ends, low, high) if has else None)
+        for has, sums, (x, vectors, ends) in zip(self.has, made, given, strict=True):
+            found.append(self._fold(sums.sum(0), x, vectors, ends, low, high) if has else None)
         return found
 
     def _fold(
-        self, parts: Tensor, x: Tensor, vectors: Tensor, ends: Tensor, low: int, high: int
+        self, sums: Tensor, x: Tensor, vectors: Tensor, ends: Tensor, low: int, high: int
     ) -> Tensor:
         """The gradient of vectors from those of diagonals, and from the sums at the ends."""
-        heads, size = self.q.shape[1], self.block
-        to = parts.new_zeros((heads, self.rows, x.shape[3]))
+        heads = self.q.shape[1]
+        to = sums.new_zeros((heads, self.rows, x.shape[3]))
         if high >= low:
             # The second half of a diagonal's distances are the first half of the next one's.
-            first, second = parts[:, :, :size], parts[:, :, size:]
-            both = second.clone()
-            both[:, :-1] += first[:, 1:]
-            # The first place is distance low + 1; distance low is the last of the first half.
-            line = torch.cat((first[:, 0, -1:], both.flatten(1, 2)), 1)
-            to[:, low + self.zero : high + self.zero + 1] = line[:, : high - low + 1]
+            before, line = sums.unflatten(2, (2, -1)).unbind(2)
+            line[:, :-1] += before[:, 1:]
+            line = line.flatten(1, 2)[:, : high - low + 1]
+            to[:, low + self.zero : high + self.zero + 1] = line
         x = x.float().repeat_interleave(heads // x.shape[1], 1)
         of_ends = torch.einsum("ebhn,bhnd->ehd", ends, x)
         to[:, -1] += of_ends[1]
         to[:, 0] += of_ends[0]
         to = (to * self.call.scale).transpose(0, 1)
         made: Tensor = to if vectors.shape[1] > 1 else to.sum(1, keepdim=True)
-        return made.to(vectors.dtype)
+        return made.to(vectors.dtype).contiguous()
