@@ -11,6 +11,7 @@ import posenc
 from oracles import tables
 from posenc.attention import DistanceTable, RunningSum, Slopes, biased_attention_with_lse
 from posenc.attention.op import attend_backward_op, attend_op
+from posenc.attention.terms import terms_backward_op, terms_op
 from posenc.functional import qk_norm_rope, rotate_and_cache
 from posenc.kernels import Rows, Spec, native, reference
 from posenc.kernels.cache import rotate_and_cache_op
@@ -37,7 +38,8 @@ def refuse_python(monkeypatch):
 
     def refuse():
         rotation = rotate_qk_op, rotate_qk_in_place_op, norm_rotate_qk_op, rotate_and_cache_op
-        for op in (*rotation, polar_op, attend_op, attend_backward_op):
+        attention = attend_op, attend_backward_op, terms_op, terms_backward_op
+        for op in (*rotation, polar_op, *attention):
             monkeypatch.setattr(op, "run", None)
 
     return refuse
@@ -298,3 +300,33 @@ def test_norms_of_equal_heads_are_both_launched():
         assert torch.equal(got[0], swapped[1])
         assert torch.equal(got[1], swapped[0])
         torch.full_like(q, torch.nan)  # what a result that nobody writes would hold
+
+
+PRODUCTS = {
+    "RelativeKeys": lambda: posenc.RelativeKeys(64, 40),
+    "DeBERTa": lambda: posenc.DeBERTaBias(4, 64, 64, 32),
+    "FIRE": lambda: posenc.FIRE(4, threshold=20.0),
+    "TransformerXL": lambda: posenc.TransformerXLBias(256, 4),
+    "CoPE": lambda: posenc.CoPE(64, 20),
+}
+
+
+@pytest.mark.parametrize("make", PRODUCTS.values(), ids=PRODUCTS)
+def test_products_and_their_gradients_are_launched_natively(make, refuse_python):
+    """The same bits as by Python, for other values of the tensors too."""
+    module, found = make().to(CUDA), []
+    inputs = [halves(2, heads, 150, 64) for heads in (4, 2, 2)]
+    others = [halves(2, heads, 150, 64) for heads in (4, 2, 2)]
+    g = halves(2, 4, 150, 64)
+    for n in range(4):
+        given = [x.clone().requires_grad_() for x in (others if n == 2 else inputs)]
+        out = module(*given)
+        out.backward(g)
+        parameters = [x.grad for x in module.parameters()]
+        found.append([out, *[x.grad for x in given], *parameters])
+        module.zero_grad()
+        if n == 1:
+            refuse_python()
+    for n in (1, 3):
+        assert all(map(torch.equal, found[n], found[0]))
+    assert not torch.equal(found[2][0], found[0][0])

@@ -64,8 +64,8 @@ def products(width, *others):
     q, k, v = (torch.zeros(2, 4, length, width, dtype=dtype) for _ in range(3))
     vectors = torch.zeros(99, 1, width, dtype=dtype)
     call = Call(None, None, None, None, "none", 0, 0, 1.0, False, False)
-    curve = torch.ones(4, 4 + 2 * 32)
-    for given in ((q, k, vectors, vectors, None), (None, None, None, None, curve)):
+    network = torch.ones(2 + 4 + (2 + 4) * 32)
+    for given in ((q, k, vectors, vectors, None), (None, None, None, None, network)):
         made = terms.Terms(q, k, v, given, 49, call)
         made.backward(q, None, *made.forward())
     levels = torch.zeros(2, 4, length, 64)

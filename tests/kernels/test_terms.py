@@ -20,6 +20,8 @@ CASES = {
     "one-row": {"size": (40, 40), "rows": 1, "zero": 0},
     "every-distance": {"size": (70, 70), "rows": 139, "zero": 69},
     "for-queries": {"size": (70, 70), "has": (True, False), "shared": True},
+    "own": {"size": (70, 70), "own": True, "heads": (4, 2), "rows": 20},
+    "own-causal": {"size": (70, 70), "own": True, "causal": True, "zero": 0, "window": (50, 0)},
     "for-keys": {"size": (70, 70), "has": (False, True), "heads": (4, 2)},
     "window": {"size": (100, 100), "window": (20, 5)},
     "window-causal": {"size": (100, 100), "window": (20, 0), "causal": True, "rows": 40},
@@ -47,7 +49,7 @@ EACH = pytest.mark.parametrize(
 
 def given(
     size, *, heads=(2, 2), width=(16, 16), causal=False, rows=9, zero=4, has=(True, True),
-    shared=False, starts=None, documents=False, window=None, knots=0,
+    shared=False, own=False, starts=None, documents=False, window=None, knots=0,
 ):  # fmt: skip
     """Tensors, vectors and the call of a case, in float32."""
     torch.manual_seed(1)
@@ -60,46 +62,48 @@ def given(
     ids = torch.sort(torch.randint(-1, 2, (2, keys)), -1)[0].to(DEVICE) if documents else None
     begin = None if starts is None else torch.tensor(starts, device=DEVICE)
     call = Call(None, begin, *hide_padding(ids), "none", 0, keys - queries, 0.3, causal, False)
-    tensors = [q, k, v, p if has[0] else None, m if has[1] else None]
+    # If own, the vectors are for q and k themselves.
+    tensors = [q, k, v, p if has[0] and not own else None, m if has[1] and not own else None]
     tensors += [x if one else None for x, one in zip(vectors, has, strict=True)]
-    curve = None
+    network = None
     if knots:
-        # c and L, and knots among the values of x, one of them infinite.
-        at = torch.rand(knots).sort()[0]
-        at[-1] = torch.inf
-        shared_numbers = torch.cat((torch.tensor([0.7, 25.3]), at)).expand(heads[0], -1)
-        curve = torch.cat((torch.randn(heads[0], 2), shared_numbers), 1)
-        changes = torch.randn(heads[0], knots) * at.isfinite()
-        curve = torch.cat((curve, changes), 1).to(DEVICE)
-    tensors += [curve, None]
+        # c and L; units with knots among the values of x, two always and never above zero; outputs.
+        slopes = torch.randn(knots)
+        low = -slopes * torch.rand(knots)
+        low[-2:], slopes[-2:] = torch.tensor([0.3, -0.3]), torch.tensor([0.2, -0.2])
+        ends, outputs = torch.stack((low, low + slopes)), torch.randn(1 + knots, heads[0])
+        network = torch.cat((torch.tensor([0.7, 25.3]), ends.flatten(), outputs.flatten()))
+        network = network.to(DEVICE)
+    tensors += [network, None]
     return tensors, zero, ids, call._replace(window=window)
 
 
 def wanted(tensors, zero, ids, call):
     """Output and log-sum-exp in float64, every score by its definition."""
-    q, k, v, p, m, for_queries, for_keys, curve, _ = tensors
+    q, k, v, p, m, for_queries, for_keys, network, _ = tensors
     heads, queries, keys = q.shape[1], q.shape[2], k.shape[2]
     starts = torch.tensor([call.start] * 2, device=DEVICE) if call.starts is None else call.starts
     own = starts[:, None] + torch.arange(queries, device=DEVICE)
     distance = own[:, :, None] - torch.arange(keys, device=DEVICE)
     # Further channels of q and k give the products with the vectors of each pair.
     bias = q.new_zeros(2, heads, queries, keys)
+    p, m = q if p is None else p, k if m is None else m
     for x, vectors, form in ((p, for_queries, "bhid"), (m, for_keys, "bhjd")):
-        if x is not None:
+        if vectors is not None:
             row = (distance + zero).clamp(0, len(vectors) - 1)
             of_pairs = vectors.expand(-1, heads, -1)[row]
             x = x.repeat_interleave(heads // x.shape[1], 1)
             bias = bias + torch.einsum(f"{form},bijhd->bhij", x, of_pairs)
-    if curve is not None:
-        slope, height, c, least, *others = curve[:, :, None, None].unbind(1)
+    if network is not None:
+        units = (len(network) - 2 - heads) // (2 + heads)
+        c, least, low, high, *outputs = network.split((1, 1, units, units, *[heads] * (1 + units)))
         begin = 0 if call.first is None else call.first.gather(1, own)
-        longest = (own - begin)[:, None, :, None].double().maximum(least)
-        x = (c * distance.abs()[:, None] + 1).log() / (c * longest + 1).log()
-        f = slope * x + height
-        for knot, change in zip(
-            others[: len(others) // 2], others[len(others) // 2 :], strict=True
-        ):
-            f = f + torch.where(x > knot, x - knot.nan_to_num(posinf=0.0), 0.0) * change
+        longest = (own - begin)[:, :, None].double().maximum(least)
+        x = (c * distance.abs() + 1).log() / (c * longest + 1).log()
+        f = outputs[0][:, None, None]
+        for at_0, at_1, output in zip(low, high, outputs[1:], strict=True):
+            hidden = ((1 - x) * at_0 + x * at_1).clamp(min=0)[:, None]
+            f = f + hidden * (output - outputs[0])[:, None, None]
         bias = bias + f / call.scale
     columns = torch.eye(keys, dtype=q.dtype, device=DEVICE).expand(2, heads, -1, -1)
     q, k, v = (
@@ -166,12 +170,12 @@ def test_the_ops_pass_opcheck():
         ({5: lambda x: x[:, :, :3]}, "vectors must be"),
         ({5: lambda x: x[:3]}, "as many vectors"),
         ({3: lambda x: x[:, :1]}, "p and m must be"),
-        ({3: lambda x: None}, "p and m must be"),
+        ({5: lambda x: None}, "p and m must be"),
         (
             {3: lambda x: None, 4: lambda x: None, 5: lambda x: None, 6: lambda x: None},
             "or levels",
         ),
-        ({7: lambda x: torch.ones(2, 7, device=DEVICE)}, "a curve must be"),
+        ({7: lambda x: torch.ones(7, device=DEVICE)}, "a network must be"),
         ({8: lambda x: torch.ones(2, 2, 9, 3, device=DEVICE)}, "or levels"),
         ({6: lambda x: x.double()}, "vectors must be"),
         ({1: lambda x: x[:, :, :, :3]}, "must be floating, of one dtype"),
@@ -217,14 +221,14 @@ def test_modules_tell_the_op_what_they_are(make, monkeypatch):
 
 
 @pytest.mark.parametrize("causal", [True, False])
-def test_the_curve_of_fire_is_its_network(causal, monkeypatch):
+def test_fire_tells_the_op_its_network(causal, monkeypatch):
     """Values and all gradients, as on a GPU, where the kernel takes the curve."""
     torch.manual_seed(3)
     fire = posenc.FIRE(4, 32, causal, threshold=20.0).double()
     q, k, v = torch.randn(1, 4, 60, 16), torch.randn(1, 2, 90, 16), torch.randn(1, 2, 90, 16)
     numbers, found = fire.numbers(90, dtype=torch.float64), []
-    curve = Terms(curve=fire._curve(*fire._scales(torch.float64), torch.float64))
-    for bias in (numbers, numbers._replace(terms=curve)):
+    network = Terms(network=fire._network(*fire._scales(torch.float64), torch.float64))
+    for bias in (numbers, numbers._replace(terms=network)):
         inputs = [x.double().requires_grad_() for x in (q, k, v)]
         monkeypatch.setattr(biased, "chunked", chunked if bias is numbers else None)
         out = biased.biased_attention(*inputs, bias, causal=causal)

@@ -47,11 +47,12 @@ class RunningSum(NamedTuple):
 
 
 class Terms(NamedTuple):
-    r"""What a kernel adds to the scores: products with a vector for each distance, a curve, levels.
+    r"""What a kernel adds to the scores: products with vectors of distances, a network, levels.
 
-    For the products see :func:`relative_terms`. The curve is :math:`f_h(x)`, piecewise linear, of
-    :math:`x = \ln(c\,|i - j| + 1) / \ln(c \max(L, i) + 1)`, where :math:`i` counts from the
-    beginning of the query's document. Levels are those of :class:`~posenc.CoPE`, and exclude both.
+    For the products see :func:`relative_terms`. The network is :math:`f_h(x)`, with one hidden
+    layer and ReLU, of :math:`x = \ln(c\,|i - j| + 1) / \ln(c \max(L, i) + 1)`, where :math:`i`
+    counts from the beginning of the query's document. Levels are those of :class:`~posenc.CoPE`,
+    and exclude both.
 
     Attributes:
         q: Queries for the products with keys, if they are not those of the attention.
@@ -62,10 +63,9 @@ class Terms(NamedTuple):
         for_keys: In the same way.
         least: Distances below this have the row of this one.
         most: Distances above this have the row of this one.
-        curve: ``(H, 4 + 2 U)``: for each head the slope and the height of :math:`f` at zero,
-            :math:`c`, :math:`L`, ``U`` knots in order, and the change of its slope at each. Heads
-            differ in the heights, slopes and changes only. A knot that is not there is infinite,
-            and its change is zero.
+        network: ``(2 + 2 U + (1 + U) H,)``: :math:`c` and :math:`L`; the ``U`` hidden units for
+            :math:`x = 0`, and for 1, before ReLU; and the output of each head with no unit, and
+            with each unit at 1.
         levels: ``(B, H, Q, P)``, the bias of queries at each whole position.
     """
 
@@ -77,7 +77,7 @@ class Terms(NamedTuple):
     for_keys: Tensor | None = None
     least: int = 0
     most: int = 0
-    curve: Tensor | None = None
+    network: Tensor | None = None
     levels: Tensor | None = None
 
 

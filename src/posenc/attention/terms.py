@@ -193,28 +193,32 @@ def attend(q: Tensor, k: Tensor, v: Tensor, terms: Terms, call: Call) -> tuple[T
     vectors: list[Tensor | None] = [None, None, None, None]
     if terms.rows is not None:
         # Distances that there are, and that have rows of their own.
-        furthest = q.shape[2] + k.shape[2]
-        least = max(terms.least, 0 if call.causal else -furthest)
-        most = max(min(terms.most, furthest), least)
+        queries, keys = q.shape[2], k.shape[2]
+        least, most = (0 if call.causal else -queries - keys), queries + keys
+        if call.starts is None:
+            least = max(least, min(call.start - keys + 1, 0))
+            most = min(most, max(call.start + queries - 1, 0))
+        least, most = max(terms.least, least), min(terms.most, most)
         rows = terms.rows(torch.arange(least, most + 1, device=q.device))
         pairs = (terms.p, terms.for_queries), (terms.m, terms.for_keys)
         for i, (x, of) in enumerate(pairs):
             if x is not None and of is not None:
-                vectors[i], vectors[i + 2] = x.to(q.dtype), _read(of, rows, q).to(q.dtype)
+                x, vectors[i + 2] = x.to(q.dtype), _read(of, rows, q).to(q.dtype)
+                vectors[i] = None if x is (own, k)[i] else x
     _, *places, how, _, start, scale, left, right = flatten(call)
     where = *places, how, -least, start, scale, left, right
-    out, lse = terms_op(own, k, v, *vectors, terms.curve, terms.levels, *where)
+    out, lse = terms_op(own, k, v, *vectors, terms.network, terms.levels, *where)
     return out, lse
 
 
 def _checked(who: str, *arguments: Any) -> Call:
     """The call as the kernels read it; refuse what would lead them out of a tensor's memory."""
-    q, k, v, p, m, for_queries, for_keys, curve, levels, *where = arguments
-    check_devices(who, q, p, m, for_queries, for_keys, curve, levels)
+    q, k, v, p, m, for_queries, for_keys, network, levels, *where = arguments
+    check_devices(who, q, p, m, for_queries, for_keys, network, levels)
     call = check_call(who, q, k, v, None, *where)
-    given = [x is not None for x in (for_queries, for_keys, curve)]
+    given = [x is not None for x in (for_queries, for_keys, network)]
     if any(given) == (levels is not None):
-        refuse(who, "there must be vectors, or a curve, or levels", q, levels)
+        refuse(who, "there must be vectors, or a network, or levels", q, levels)
     if levels is not None and (
         levels.dim() != 4
         or levels.dtype not in checks.FLOAT_DTYPES
@@ -223,18 +227,17 @@ def _checked(who: str, *arguments: Any) -> Call:
         or not call.causal
     ):
         refuse(who, "levels must be floating, (B, H, Q, P), and attention causal", levels, q)
-    if curve is not None and (
-        curve.dim() != 2
-        or curve.dtype not in checks.FLOAT_DTYPES
-        or curve.shape[0] != q.shape[1]
-        or curve.shape[1] < 6
-        or curve.shape[1] % 2
+    heads = q.shape[1]
+    if network is not None and (
+        network.dim() != 1
+        or network.dtype not in (torch.float32, torch.float64)
+        or network.shape[0] <= 2 + heads
+        or (network.shape[0] - 2 - heads) % (2 + heads)
     ):
-        refuse(who, f"a curve must be floating, ({q.shape[1]}, 4 + 2 U)", curve)
+        rule = f"a network must be float32 or float64, 2 + {heads} + {2 + heads} U numbers"
+        refuse(who, rule, network)
     for x, like, vectors in ((p, q, for_queries), (m, k, for_keys)):
-        if (x is None) != (vectors is None) or (
-            x is not None and (x.shape != like.shape or x.dtype != q.dtype)
-        ):
+        if x is not None and (vectors is None or x.shape != like.shape or x.dtype != q.dtype):
             refuse(who, "p and m must be as q and k, each with its vectors", x, like, vectors)
     for vectors in (for_queries, for_keys):
         if vectors is not None and (
@@ -272,7 +275,7 @@ def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
 
 
 def _operations(*arguments: Any) -> tuple[Tensor, Tensor]:
-    q, k, v, p, m, for_queries, for_keys, curve, levels, *where = arguments
+    q, k, v, p, m, for_queries, for_keys, network, levels, *where = arguments
     (_, heads, queries, _), (keys, zero) = q.shape, (k.shape[2], where[4])
     call = unflatten(None, *where)
     seen, index = call.spans(queries, keys, q.device), torch.arange(keys, device=q.device)
@@ -287,13 +290,15 @@ def _operations(*arguments: Any) -> tuple[Tensor, Tensor]:
         scores = q.to(wide) @ for_each_query_head(k.to(wide), heads).mT
         if for_queries is not None:
             vectors = for_queries.to(wide).flatten(1)
-            scores = scores + _by_queries(p.to(wide), vectors, rows, seen.own, index)
+            some = (q if p is None else p).to(wide)
+            scores = scores + _by_queries(some, vectors, rows, seen.own, index)
         if for_keys is not None:
-            some, vectors = for_each_query_head(m.to(wide), heads), for_keys.to(wide).flatten(1)
+            some = for_each_query_head((k if m is None else m).to(wide), heads)
+            vectors = for_keys.to(wide).flatten(1)
             scores = scores + _by_keys(some, vectors, rows, seen.own)
         scores, values = scores * call.scale, for_each_query_head(v.to(wide), heads)
-        if curve is not None:
-            scores = scores + _curve_rows(curve.to(wide), call.first, seen.own, index)
+        if network is not None:
+            scores = scores + _network_rows(network.to(wide), heads, call.first, seen.own, index)
         if levels is not None:
             scores = scores + level_rows(levels.to(wide), scores, seen.own, index)
         return attend_scores(scores, hidden_keys(seen, index), values, q.dtype)
@@ -319,21 +324,22 @@ def _gather(x: Tensor, index: Tensor) -> Tensor:
     return x.flatten(0, -2)[rows, index]
 
 
-def _curve_rows(curve: Tensor, first: Tensor | None, own: Tensor, index: Tensor) -> Tensor:
-    """The curve's part of scores, ``[1 or B, H, n, k]``."""
-    units = (curve.shape[1] - 4) // 2
-    slope, height, c, least, *others = curve[..., None, None].unbind(1)
+def _network_rows(
+    network: Tensor, heads: int, first: Tensor | None, own: Tensor, index: Tensor
+) -> Tensor:
+    """The network's part of scores, ``[1 or B, H, n, k]``; see :class:`Terms`."""
+    units = (network.shape[0] - 2 - heads) // (2 + heads)
+    c, least, ends, outputs = network.split((1, 1, 2 * units, (1 + units) * heads))
     position = own
     if first is not None:
         inside = own.clamp(0, first.shape[1] - 1).expand(len(first), -1)
         position = own - first.gather(1, inside)
-    longest = position[:, None, :, None].clamp(min=0).to(curve.dtype).maximum(least)
-    far = (own[:, None, :, None] - index).abs()
-    x = (c * far).log1p() / (c * longest).log1p()
-    made: Tensor = x * slope + height
-    for knot, change in zip(others[:units], others[units:], strict=True):
-        made = made + (x - knot).relu() * change
-    return made
+    longest = position.to(network.dtype).maximum(least)
+    x = (c * (own[..., None] - index).abs()).log1p() / (c * longest).log1p()[..., None]
+    (low, high), (base, of_units) = ends.view(2, units), outputs.split((heads, units * heads))
+    hidden = (low + x[..., None] * (high - low)).relu()
+    made: Tensor = hidden @ (of_units.view(units, heads) - base) + base
+    return made.movedim(-1, 1)
 
 
 def _fake(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
@@ -402,7 +408,7 @@ def _gradients(ctx: Any, g: Tensor | None, g_lse: Tensor | None) -> tuple[Any, .
 
 _CALL = (
     "Tensor q, Tensor k, Tensor v, Tensor? p, Tensor? m, Tensor? for_queries, Tensor? for_keys, "
-    "Tensor? curve, Tensor? levels, Tensor? starts, Tensor? first, Tensor? last, int how, "
+    "Tensor? network, Tensor? levels, Tensor? starts, Tensor? first, Tensor? last, int how, "
     "SymInt zero, SymInt start, float scale, SymInt left, SymInt right"
 )
 terms_op = Op(
@@ -413,7 +419,8 @@ terms_op = Op(
     _fake,
     save=_save,
     backward=_gradients,
-    native=(),
+    native=("cuda",),
+    repeats=True,
 )
 terms_backward_op = Op(
     "attend_terms_backward",
@@ -421,5 +428,6 @@ terms_backward_op = Op(
     _backward,
     _backward,
     _fake_backward,
-    native=(),
+    native=("cuda",),
+    repeats=True,
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from posenc._contract import checks, qk_checks
 from posenc._contract.tracing import is_exporting, is_readable, without_autocast
@@ -119,27 +120,16 @@ class FIRE(RelativeBias):
         terms = None
         if c.device.type == "cuda" and self.hidden <= _MOST_UNITS:
             with without_autocast(c):
-                terms = Terms(curve=self._curve(c, least, dtype))
+                terms = Terms(network=self._network(c, least, dtype))
         return RowBias(rows, terms)
 
-    def _curve(self, c: Tensor, least: Tensor, dtype: torch.dtype) -> Tensor:
-        """The network, which is piecewise linear in one number from zero on, see `Terms`."""
+    def _network(self, c: Tensor, least: Tensor, dtype: torch.dtype) -> Tensor:
+        """The numbers of the network, see `Terms`."""
         # By calls of the layers, which may have hooks.
-        like = c.detach()
-        ends = self.mlp[0](torch.stack((like * 0, like * 0 + 1)))
-        heights, slopes = ends[0], ends[1] - ends[0]
-        unit = torch.eye(self.hidden, dtype=dtype, device=c.device)
-        above = self.mlp[2](torch.cat((torch.zeros_like(unit[:1]), unit)))
-        base, of_units = above[0], above[1:] - above[0]
-        rises = (heights > 0) | ((heights == 0) & (slopes > 0))
-        crosses = heights * slopes < 0
-        knots = torch.where(crosses, -heights / torch.where(crosses, slopes, 1.0), float("inf"))
-        knots, order = knots.sort()
-        changes = of_units * torch.where(crosses, slopes.abs(), 0.0)[:, None]
-        first = (slopes * rises) @ of_units, heights.relu() @ of_units + base
-        both = [x.expand(self.num_heads) for x in (c, least)]
-        numbers = torch.stack((*first, *both), 1)
-        return torch.cat((numbers, knots.expand(self.num_heads, -1), changes[order].T), 1)
+        points = torch.arange(2, dtype=dtype, device=c.device)[:, None]
+        units = torch.eye(self.hidden, dtype=dtype, device=c.device)
+        ends, outputs = self.mlp[0](points), self.mlp[2](pad(units, (0, 0, 1, 0)))
+        return torch.cat((c, least, ends.flatten(), outputs.flatten()))
 
     def _is_table(self, keys: int) -> bool:
         if not self.learn_threshold:

@@ -4,8 +4,8 @@
 #if defined(__linux__) && defined(__GNUC__)
 #define HAS_CUDA_OPS 1
 
-enum { MOST_PARAMETERS = 80, MOST_TOGETHER = 5, MOST_WORDS = 200, MOST_LAUNCHES = 4096 };
-enum { ROW = 24, MOST_MADE = 10 }; /* tensors of a launch of an op, and those that a call makes */
+enum { MOST_PARAMETERS = 80, MOST_TOGETHER = 10, MOST_WORDS = 200, MOST_LAUNCHES = 4096 };
+enum { ROW = 40, MOST_MADE = 24 }; /* tensors of a launch of an op, and those that a call makes */
 enum { A_TENSOR, THE_START, A_NUMBER };
 
 typedef struct {
@@ -393,6 +393,15 @@ static void cuda_attend_backward(Value *s, uint64_t n, uint64_t m)
     (void)n, (void)m, replay(s, 33, "t?tttttt????iiSnii");
 }
 
+static void cuda_attend_terms(Value *s, uint64_t n, uint64_t m)
+{
+    (void)n, (void)m, replay(s, 36, "ttt?????????iisnii");
+}
+static void cuda_attend_terms_backward(Value *s, uint64_t n, uint64_t m)
+{
+    (void)n, (void)m, replay(s, 37, "t?ttttt?????????iiSnii");
+}
+
 static void cuda_polar(Value *s, uint64_t n, uint64_t m) { (void)n, (void)m, replay(s, 34, "t?tt?r"); }
 static void cuda_polar_backward(Value *s, uint64_t n, uint64_t m)
 {
@@ -414,6 +423,8 @@ static const struct {
     {"polar_backward.plain", cuda_polar_backward},
     {"attend.plain", cuda_attend},
     {"attend_backward.plain", cuda_attend_backward},
+    {"attend_terms.plain", cuda_attend_terms},
+    {"attend_terms_backward.plain", cuda_attend_terms_backward},
 };
 
 /* register_cuda(path of libtorch_cuda) implements the ops for CUDA. It returns None, or the name of what is

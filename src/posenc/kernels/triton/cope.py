@@ -245,6 +245,13 @@ def to_queries(
         by_gates = tl.dot(of_gates.to(key.dtype), key, by_gates, input_precision=PRECISION)
         counts += tl.sum(gates, 1)
         tile -= 1
+    # Tiles that are not visited here have no gates.
+    visited = tl.maximum((tl.max(high) + BLOCK) // BLOCK, begin)
+    for n in tl.range(0, tiles):
+        if (n <= tile) | (n >= visited):
+            of_tile = (of_head + at) * tiles + n
+            tl.store(counted + of_tile, counts * 0.0 + LAST, mask=present)
+            tl.store(passed + of_tile, later, mask=present)
     flat = last_level(level, LAST, BLOCK_P)
     to_last = tl.zeros((BLOCK,), tl.float32)
     for n in tl.range(begin, tile + 1):
@@ -389,15 +396,10 @@ class Counted:
         q, k, v, levels, g = self.q, self.k, self.v, self.levels, as_dense(g)
         g_lse = None if g_lse is None else g_lse.float().contiguous()
         dq, dk, dv = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
-        dl, delta, passed_all = (
-            levels.new_empty(levels.shape),
-            lse.new_empty(lse.shape),
-            lse.clone(),
-        )
+        dl = levels.new_empty(levels.shape)
+        delta, passed_all = lse.new_empty(lse.shape), lse.new_empty(lse.shape)
         tiles = triton.cdiv(k.shape[2], self.block)
-        # A tile that `to_queries` does not visit has no gates.
-        counted = lse.new_full((*lse.shape, tiles), levels.shape[3])
-        passed = torch.zeros_like(counted)
+        counted, passed = (lse.new_empty((*lse.shape, tiles)) for _ in range(2))
         of_lse, by_tile = lse if g_lse is None else g_lse, (counted, passed, passed_all)
         tensors = (q, k, v, levels, g, out, lse, of_lse, *self.places, dq, dl, delta, *by_tile)
         self._run(to_queries, (g, out, dq, dl), q, tensors, LSE_TOO=g_lse is not None)

@@ -6,17 +6,13 @@ once around a circle of that size, so `along` makes the products in the order of
 `roll` moves each row by one place more than the one before. Where all distances of a tile are past
 an end, one vector serves the tile, and `at_ends` has made the products with it.
 
-To that, a curve adds ``f(x)``, piecewise linear for each head, of ``x = ln(c |i - j| + 1) / ln(c
-max(L, i) + 1)`` (FIRE), where ``i`` counts from the beginning of the query's document. The
-logarithms of distances are a table. Of the knots, which all heads share, a tile computes with
-those that are among its ``x``.
+To that, a network of distance and position may be added, see `curve`.
 
 As in `attention_backward`, each program owns what it writes.
 """
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -36,13 +32,18 @@ from posenc.kernels.triton.attend_arguments import (
 )
 from posenc.kernels.triton.attention_backward import load_lse
 from posenc.kernels.triton.attention_bias import LN2, load_rows, query_start, visible
+from posenc.kernels.triton.curve import (
+    Curve,
+    curve_scores,
+    curve_sums,
+    positions_of,
+    rates_of,
+    store_sums,
+)
 from posenc.kernels.triton.launch import Launch, find_launch, signature
 
 # Lengths, offsets, windows and rows, which would compile a kernel again.
 UNSPECIALIZED = ["start", "left", "right", "keys", "queries", "rows", "zero", "reach"]
-# A curve as the kernels read it: c and L, then slope and height at x = 0 of the line of each
-# segment, the knots, and the slope's change at each of them; slopes and heights in units of log2.
-LINES = tl.constexpr(2)
 
 
 @triton.jit
@@ -150,90 +151,6 @@ def at_ends(
 
 
 @triton.jit
-def log1p(y):
-    """The logarithm of one more than ``y``, which is not negative, for small ``y`` too."""
-    more = 1.0 + y
-    rounded = tl.where(more == 1.0, 1.0, more - 1.0)
-    return tl.where(more == 1.0, y, tl.log(more) * (y / rounded))
-
-
-@triton.jit
-def rates_of(curve, own, ends, keys, DOCUMENTS: tl.constexpr):
-    """One over the logarithms that queries divide by."""
-    position = own
-    if DOCUMENTS:
-        at = tl.minimum(tl.maximum(own, 0), keys - 1)
-        position = own - tl.load(ends[0] + at).to(tl.int32)
-    longest = tl.maximum(position.to(tl.float32), tl.load(curve + 1))
-    return 1.0 / log1p(longest * tl.load(curve))
-
-
-@triton.jit
-def curve_tile(curve, logs, reach, rates, own0, column0, UNITS: tl.constexpr, BLOCK: tl.constexpr):
-    """The distances of a tile, their logarithms, ``x``, and the knots among these."""
-    row = tl.arange(0, BLOCK)
-    distance = own0 - column0
-    far = tl.minimum(tl.abs(distance + row[:, None] - row[None, :]), reach - 1)
-    of_far = tl.load(logs + far)
-    low = distance - (BLOCK - 1)
-    high = distance + BLOCK - 1
-    nearest = tl.minimum(tl.maximum(tl.maximum(low, -high), 0), reach - 1)
-    furthest = tl.minimum(tl.maximum(high, -low), reach - 1)
-    least = tl.load(logs + nearest) * tl.min(rates) * 0.999999
-    most = tl.load(logs + furthest) * tl.max(rates) * 1.000001
-    unit = tl.arange(0, UNITS[1])
-    at = curve + LINES + 2 * (UNITS[0] + 1) + unit
-    knots = tl.load(at, mask=unit < UNITS[0], other=float("inf"))
-    begin = tl.sum((knots <= least).to(tl.int32))
-    return far, of_far, of_far * rates[:, None], begin, tl.sum((knots < most).to(tl.int32))
-
-
-@triton.jit
-def curve_scores(
-    curve, logs, reach, rates, own0, column0, UNITS: tl.constexpr, BLOCK: tl.constexpr
-):
-    """The curve's part of a tile's scores."""
-    _, _, x, begin, end = curve_tile(curve, logs, reach, rates, own0, column0, UNITS, BLOCK)
-    line = curve + LINES + 2 * begin
-    scores = x * tl.load(line) + tl.load(line + 1)
-    knots = curve + LINES + 2 * (UNITS[0] + 1)
-    for n in tl.range(begin, end):
-        change = tl.load(knots + UNITS[0] + n)
-        scores += tl.maximum(x - tl.load(knots + n), 0.0) * change
-    return scores
-
-
-@triton.jit
-def curve_sums(
-    sums, ds, curve, logs, reach, rates, own0, column0, UNITS: tl.constexpr, BLOCK: tl.constexpr
-):
-    """Add what the gradients of a curve need of a tile.
-
-    The first two are, for each query, sums of ``ds`` times the slope times the logarithm, and
-    times the logarithm's derivative by c. The third is that of ``ds`` times x; the others are, for
-    each knot, those of ``ds`` and of ``ds`` times x where x is above it.
-    """
-    by_log, by_c, by_x, above, above_x = sums
-    far, of_far, x, begin, end = curve_tile(curve, logs, reach, rates, own0, column0, UNITS, BLOCK)
-    unit = tl.arange(0, UNITS[1])
-    slope = x * 0.0 + tl.load(curve + LINES + 2 * begin)
-    ds_x = ds * x
-    total_x = tl.sum(tl.sum(ds_x, 1))
-    above += tl.where(unit < begin, tl.sum(tl.sum(ds, 1)), 0.0)
-    above_x += tl.where(unit < begin, total_x, 0.0)
-    knots = curve + LINES + 2 * (UNITS[0] + 1)
-    for n in tl.range(begin, end):
-        past = x > tl.load(knots + n)
-        slope += tl.where(past, tl.load(knots + UNITS[0] + n), 0.0)
-        above += tl.where(unit == n, tl.sum(tl.sum(tl.where(past, ds, 0.0), 1)), 0.0)
-        above_x += tl.where(unit == n, tl.sum(tl.sum(tl.where(past, ds_x, 0.0), 1)), 0.0)
-    slope *= ds * LN2
-    by_log += tl.sum(slope * of_far, 1)
-    by_c += tl.sum(slope * tl.load(logs + reach + far), 1)
-    return by_log, by_c, by_x + total_x, above, above_x
-
-
-@triton.jit
 def scores_of(
     q, k, p, m, terms, rates, end, row0, own0, column0, low, high, scale,
     WIDTH: tl.constexpr, HAS: tl.constexpr, FLAT: tl.constexpr,
@@ -241,8 +158,9 @@ def scores_of(
 ):  # fmt: skip
     """The scores of a tile, in units of log2; ``-inf`` for keys that are not seen.
 
-    ``HAS`` says whether there are vectors for queries, and for keys, and how many knots a curve
-    has, in a block of how many; ``FLAT`` that all distances have row ``end``.
+    ``HAS`` says whether there are vectors for queries, and for keys, how many knots a curve has, in
+    a block of how many, and whether p is q, and m is k; ``FLAT`` that all distances have row
+    ``end``.
     """
     vectors, ends, curves, rows, zero = terms
     for_queries, for_keys, e_r, f_r = vectors
@@ -287,7 +205,7 @@ def visit(
         first = tile * BLOCK
         k = load_rows(keys_at, first, keys, k_t, WIDTH, BLOCK)
         m = k
-        if HAS[1]:
+        if HAS[1] and not HAS[5]:
             m = load_rows(others_at, first, keys, m_t, WIDTH, BLOCK)
         scores = scores_of(
             q, k, p, m, terms, rates, row, row0, own0, first, low, high, scale,
@@ -350,8 +268,8 @@ def forward(
     e_r, e_h, f_r, f_h, curve_h, o_b, o_h, o_t,
     starts_b, ends_b, left, right, queries, keys, rows, zero, reach,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
-    HAS_QUERIES: tl.constexpr, HAS_KEYS: tl.constexpr, UNITS: tl.constexpr,
-    BLOCK_U: tl.constexpr, CAUSAL: tl.constexpr,
+    HAS_QUERIES: tl.constexpr, HAS_KEYS: tl.constexpr, P_IS_Q: tl.constexpr, M_IS_K: tl.constexpr,
+    UNITS: tl.constexpr, BLOCK_U: tl.constexpr, CAUSAL: tl.constexpr,
     HAS_STARTS: tl.constexpr, DOCUMENTS: tl.constexpr, WINDOW: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
@@ -365,7 +283,7 @@ def forward(
     kv = h // GROUP
     width: tl.constexpr = (D, BLOCK_D)
     v_width: tl.constexpr = (DV, BLOCK_DV)
-    has: tl.constexpr = (HAS_QUERIES, HAS_KEYS, UNITS, BLOCK_U)
+    has: tl.constexpr = (HAS_QUERIES, HAS_KEYS, UNITS, BLOCK_U, P_IS_Q, M_IS_K)
     own0 = query_start(starts, start, b, starts_b, HAS_STARTS) + row0
     at = row0 + tl.arange(0, BLOCK)
     own = own0 + tl.arange(0, BLOCK)
@@ -373,7 +291,7 @@ def forward(
     of_head = sequence.to(tl.int64) * queries
     query = load_rows(q + b * q_b + h * q_h, row0, queries, q_t, width, BLOCK)
     other = query
-    if HAS_QUERIES:
+    if HAS_QUERIES and not P_IS_Q:
         other = load_rows(p + b * p_b + h * p_h, row0, queries, p_t, width, BLOCK)
     ends = first + b * ends_b, last + b * ends_b, left, right
     low, high = visible(own, ends, keys, CAUSAL, DOCUMENTS, WINDOW)
@@ -422,6 +340,14 @@ def store_rows(to, x, at, present, step, WIDTH: tl.constexpr):
 
 
 @triton.jit
+def store_total(to, weights, x, WIDTH: tl.constexpr):
+    """Write the sum of rows, each times its weight."""
+    channels = tl.arange(0, WIDTH[1])
+    total = tl.sum(weights[:, None] * x.to(tl.float32), 0)
+    tl.store(to + channels, total, mask=channels < WIDTH[0])
+
+
+@triton.jit
 def ends_of(ds, own0, column0, rows, zero, BLOCK: tl.constexpr):
     """The gradients of scores whose distance has the first row, and the last."""
     row = tl.arange(0, BLOCK)
@@ -445,7 +371,7 @@ def visit_keys(
         first = tile * BLOCK
         k = load_rows(keys_at, first, keys, k_t, WIDTH, BLOCK)
         m = k
-        if HAS[1]:
+        if HAS[1] and not HAS[5]:
             m = load_rows(others_at, first, keys, m_t, WIDTH, BLOCK)
         scores = scores_of(
             q, k, p, m, terms, rates, row, row0, own0, first, low, high, scale,
@@ -462,9 +388,14 @@ def visit_keys(
             to_first += tl.where(row == terms[3] - 1, 0.0, all_keys)
         elif HAS[0]:
             vectors, _, _, rows, zero = terms
-            dp = add_along(
-                dp, ds, vectors[0], own0 - first, rows, zero, vectors[2], 1, WIDTH, BLOCK, PRECISION
+            dx = dq if HAS[4] else dp
+            dx = add_along(
+                dx, ds, vectors[0], own0 - first, rows, zero, vectors[2], 1, WIDTH, BLOCK, PRECISION
             )
+            if HAS[4]:
+                dq = dx
+            else:
+                dp = dx
             at_first, at_last = ends_of(ds, own0, first, rows, zero, BLOCK)
             to_first += tl.sum(at_first, 1)
             to_last += tl.sum(at_last, 1)
@@ -481,18 +412,21 @@ def visit_keys(
 def to_queries(
     q, k, v, p, m, for_queries, for_keys, of_p, of_m, curve, logs,
     g, out, lse, g_lse, starts, first, last,
-    dq, dp, delta, by_row, curve_rows, curve_knots, start, scale, natural_scale,
+    dq, dp, delta, by_row, to_curve, start, scale, natural_scale,
     q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, p_b, p_h, p_t, m_b, m_h, m_t,
     e_r, e_h, f_r, f_h, curve_h, g_b, g_h, g_t, o_b, o_h, o_t, dq_b, dq_h, dq_t, dp_b, dp_h, dp_t,
     starts_b, ends_b, left, right, queries, keys, rows, zero, reach,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
-    HAS_QUERIES: tl.constexpr, HAS_KEYS: tl.constexpr, UNITS: tl.constexpr,
-    BLOCK_U: tl.constexpr, CAUSAL: tl.constexpr,
+    HAS_QUERIES: tl.constexpr, HAS_KEYS: tl.constexpr, P_IS_Q: tl.constexpr, M_IS_K: tl.constexpr,
+    UNITS: tl.constexpr, BLOCK_U: tl.constexpr, CAUSAL: tl.constexpr,
     HAS_STARTS: tl.constexpr, DOCUMENTS: tl.constexpr, WINDOW: tl.constexpr,
     LSE_TOO: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
-    """The gradients of a block of q and p, ``delta``, and sums for the gradients of E's ends."""
+    """The gradients of a block of q and p, ``delta``, and sums for others.
+
+    Those are the gradients of E's ends, and of a curve.
+    """
     blocks = (queries + BLOCK - 1) // BLOCK
     sequence = tl.program_id(0) // blocks
     row0 = (blocks - 1 - tl.program_id(0) % blocks) * BLOCK
@@ -501,7 +435,7 @@ def to_queries(
     kv = h // GROUP
     width: tl.constexpr = (D, BLOCK_D)
     v_width: tl.constexpr = (DV, BLOCK_DV)
-    has: tl.constexpr = (HAS_QUERIES, HAS_KEYS, UNITS, BLOCK_U)
+    has: tl.constexpr = (HAS_QUERIES, HAS_KEYS, UNITS, BLOCK_U, P_IS_Q, M_IS_K)
     own0 = query_start(starts, start, b, starts_b, HAS_STARTS) + row0
     at = row0 + tl.arange(0, BLOCK)
     own = own0 + tl.arange(0, BLOCK)
@@ -509,7 +443,7 @@ def to_queries(
     of_head = sequence.to(tl.int64) * queries
     query = load_rows(q + b * q_b + h * q_h, row0, queries, q_t, width, BLOCK)
     other = query
-    if HAS_QUERIES:
+    if HAS_QUERIES and not P_IS_Q:
         other = load_rows(p + b * p_b + h * p_h, row0, queries, p_t, width, BLOCK)
     grad = load_rows(g + b * g_b + h * g_h, row0, queries, g_t, v_width, BLOCK)
     made = load_rows(out + b * o_b + h * o_h, row0, queries, o_t, v_width, BLOCK)
@@ -546,8 +480,12 @@ def to_queries(
     if HAS_QUERIES:
         # What the tiles have given so far is past the ends.
         dq_tile, dp_tile, to_first, to_last, of_curve = state
-        dp_tile = to_first[:, None] * load_vector(vectors[0], rows * 0, e_r, width)[None, :]
-        dp_tile += to_last[:, None] * load_vector(vectors[0], rows - 1, e_r, width)[None, :]
+        flat = to_first[:, None] * load_vector(vectors[0], rows * 0, e_r, width)[None, :]
+        flat += to_last[:, None] * load_vector(vectors[0], rows - 1, e_r, width)[None, :]
+        if P_IS_Q:
+            dq_tile += flat
+        else:
+            dp_tile = flat
         state = dq_tile, dp_tile, to_first, to_last, of_curve
     state = visit_keys(
         state, query, other, grad, sums, minus, source, terms, rates, row0, own0, low, high,
@@ -555,20 +493,20 @@ def to_queries(
     )  # fmt: skip
     dq_tile, dp_tile, to_first, to_last, of_curve = state
     store_rows(dq + b * dq_b + h * dq_h, dq_tile * natural_scale, at, present, dq_t, width)
-    if HAS_QUERIES:
+    if HAS_QUERIES and not P_IS_Q:
         store_rows(dp + b * dp_b + h * dp_h, dp_tile * natural_scale, at, present, dp_t, width)
-        tl.store(by_row + of_head + at, to_first, mask=present)
-        tl.store(by_row + sequences * queries + of_head + at, to_last, mask=present)
+    if HAS_QUERIES:
+        to = by_row + (sequence.to(tl.int64) * blocks + row0 // BLOCK) * D
+        store_total(to, to_first, other, width)
+        store_total(to + sequences * blocks * D, to_last, other, width)
     if UNITS:
-        by_log, by_c, by_x, above, above_x = of_curve
-        to = curve_rows + of_head + at
-        tl.store(to, by_log, mask=present)
-        tl.store(to + sequences * queries, by_c, mask=present)
-        unit = tl.arange(0, BLOCK_U)
-        to = curve_knots + (sequence.to(tl.int64) * blocks + row0 // BLOCK) * 3 * BLOCK_U + unit
-        tl.store(to, above)
-        tl.store(to + BLOCK_U, above_x)
-        tl.store(to + 2 * BLOCK_U, tl.where(unit == 0, by_x, 0.0))
+        total = 0.0
+        if LSE_TOO:
+            seen = present & (sums < float("inf"))
+            total = tl.sum(tl.load(g_lse + of_head + at, mask=seen, other=0.0))
+        to = to_curve + (sequence.to(tl.int64) * blocks + row0 // BLOCK) * 3 * BLOCK_U
+        position = positions_of(own, ends, keys, DOCUMENTS)
+        store_sums(to, of_curve, terms[2][0], rates, position, total, (UNITS, BLOCK_U))
 
 
 @triton.jit
@@ -583,7 +521,7 @@ def load_query_tile(
     inside = (at >= 0) & (at < queries)
     q = load_rows(queries_at, row0, queries, q_t, WIDTH, BLOCK)
     p = q
-    if HAS[0]:
+    if HAS[0] and not HAS[4]:
         p = load_rows(others_at, row0, queries, p_t, WIDTH, BLOCK)
     g = load_rows(grads_at, row0, queries, g_t, V_WIDTH, BLOCK)
     low, high = visible(own_start + at, ends, keys, SEES[0], SEES[1], SEES[2])
@@ -627,9 +565,14 @@ def visit_queries(
         elif HAS[1]:
             vectors, _, _, rows, zero = terms
             distance = own0 - column0
-            dm = add_along(
-                dm, ds.T, vectors[1], distance, rows, zero, vectors[3], -1, WIDTH, BLOCK, PRECISION
+            dx = dk if HAS[5] else dm
+            dx = add_along(
+                dx, ds.T, vectors[1], distance, rows, zero, vectors[3], -1, WIDTH, BLOCK, PRECISION
             )
+            if HAS[5]:
+                dk = dx
+            else:
+                dm = dx
             at_first, at_last = ends_of(ds, own0, column0, rows, zero, BLOCK)
             to_first += tl.sum(at_first, 0)
             to_last += tl.sum(at_last, 0)
@@ -646,8 +589,8 @@ def to_keys(
     dk_b, dk_h, dk_t, dv_b, dv_h, dv_t, dm_b, dm_h, dm_t,
     starts_b, ends_b, left, right, queries, keys, rows, zero, reach,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
-    HAS_QUERIES: tl.constexpr, HAS_KEYS: tl.constexpr, UNITS: tl.constexpr,
-    BLOCK_U: tl.constexpr, CAUSAL: tl.constexpr,
+    HAS_QUERIES: tl.constexpr, HAS_KEYS: tl.constexpr, P_IS_Q: tl.constexpr, M_IS_K: tl.constexpr,
+    UNITS: tl.constexpr, BLOCK_U: tl.constexpr, CAUSAL: tl.constexpr,
     HAS_STARTS: tl.constexpr, DOCUMENTS: tl.constexpr, WINDOW: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
@@ -659,7 +602,7 @@ def to_keys(
     kv = (tl.program_id(0) // tiles % kv_heads).to(tl.int64)
     width: tl.constexpr = (D, BLOCK_D)
     v_width: tl.constexpr = (DV, BLOCK_DV)
-    has: tl.constexpr = (HAS_QUERIES, HAS_KEYS, UNITS, BLOCK_U)
+    has: tl.constexpr = (HAS_QUERIES, HAS_KEYS, UNITS, BLOCK_U, P_IS_Q, M_IS_K)
     sees: tl.constexpr = (CAUSAL, DOCUMENTS, WINDOW)
     own_start = query_start(starts, start, b, starts_b, HAS_STARTS)
     at = column0 + tl.arange(0, BLOCK)
@@ -667,7 +610,7 @@ def to_keys(
     k_tile = load_rows(k + b * k_b + kv * k_h, column0, keys, k_t, width, BLOCK)
     v_tile = load_rows(v + b * v_b + kv * v_h, column0, keys, v_t, v_width, BLOCK)
     m_tile = k_tile
-    if HAS_KEYS:
+    if HAS_KEYS and not M_IS_K:
         m_tile = load_rows(m + b * m_b + kv * m_h, column0, keys, m_t, width, BLOCK)
     ends = first + b * ends_b, last + b * ends_b, left, right
     # Blocks of queries that see some of these keys.
@@ -716,8 +659,12 @@ def to_keys(
         if HAS_KEYS:
             # What the blocks have given so far is past the ends.
             dk_tile, dv_tile, dm_tile, to_first, to_last = state
-            dm_tile += to_first[:, None] * load_vector(vectors[1], rows * 0, f_r, width)[None, :]
-            dm_tile += to_last[:, None] * load_vector(vectors[1], rows - 1, f_r, width)[None, :]
+            flat = to_first[:, None] * load_vector(vectors[1], rows * 0, f_r, width)[None, :]
+            flat += to_last[:, None] * load_vector(vectors[1], rows - 1, f_r, width)[None, :]
+            if M_IS_K:
+                dk_tile += flat
+            else:
+                dm_tile += flat
             state = dk_tile, dv_tile, dm_tile, to_first, to_last
         state = visit_queries(
             state, k_tile, v_tile, m_tile, source, terms, column0, own_start, ends, keys, scale,
@@ -725,12 +672,12 @@ def to_keys(
         )  # fmt: skip
         dk_tile, dv_tile, dm_tile, to_first, to_last = state
         if HAS_KEYS:
-            to = by_key + (b * HEADS + h) * keys + at
-            tl.store(to, to_first, mask=present)
-            tl.store(to + sequences * keys, to_last, mask=present)
+            to = by_key + ((b * HEADS + h) * tiles + column0 // BLOCK) * D
+            store_total(to, to_first, m_tile, width)
+            store_total(to + sequences * tiles * D, to_last, m_tile, width)
     store_rows(dk + b * dk_b + kv * dk_h, dk_tile * natural_scale, at, present, dk_t, width)
     store_rows(dv + b * dv_b + kv * dv_h, dv_tile, at, present, dv_t, v_width)
-    if HAS_KEYS:
+    if HAS_KEYS and not M_IS_K:
         store_rows(dm + b * dm_b + kv * dm_h, dm_tile * natural_scale, at, present, dm_t, width)
 
 
@@ -743,8 +690,8 @@ def to_vectors(
     e_r, e_h, f_r, f_h, curve_h, g_b, g_h, g_t,
     starts_b, ends_b, left, right, queries, keys, rows, zero, reach, nearest, batch,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
-    HAS_QUERIES: tl.constexpr, HAS_KEYS: tl.constexpr, UNITS: tl.constexpr,
-    BLOCK_U: tl.constexpr, CAUSAL: tl.constexpr,
+    HAS_QUERIES: tl.constexpr, HAS_KEYS: tl.constexpr, P_IS_Q: tl.constexpr, M_IS_K: tl.constexpr,
+    UNITS: tl.constexpr, BLOCK_U: tl.constexpr, CAUSAL: tl.constexpr,
     HAS_STARTS: tl.constexpr, DOCUMENTS: tl.constexpr, WINDOW: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
@@ -759,7 +706,7 @@ def to_vectors(
     kv = h // GROUP
     width: tl.constexpr = (D, BLOCK_D)
     v_width: tl.constexpr = (DV, BLOCK_DV)
-    has: tl.constexpr = (HAS_QUERIES, HAS_KEYS, UNITS, BLOCK_U)
+    has: tl.constexpr = (HAS_QUERIES, HAS_KEYS, UNITS, BLOCK_U, P_IS_Q, M_IS_K)
     sees: tl.constexpr = (CAUSAL, DOCUMENTS, WINDOW)
     distance = nearest + diagonal * BLOCK
     vectors = for_queries + h * e_h, for_keys + h * f_h, e_r, f_r
@@ -792,7 +739,7 @@ def to_vectors(
             )
             key = load_rows(k + b * k_b + kv * k_h, key0, keys, k_t, width, BLOCK)
             m_tile = key
-            if HAS_KEYS:
+            if HAS_KEYS and not M_IS_K:
                 m_tile = load_rows(m + b * m_b + kv * m_h, key0, keys, m_t, width, BLOCK)
             value = load_rows(v + b * v_b + kv * v_h, key0, keys, v_t, v_width, BLOCK)
             scores = scores_of(
@@ -820,16 +767,51 @@ def to_vectors(
         )
 
 
-def lines_of(curve: Tensor) -> Tensor:
-    """A curve as the kernels read it, see `LINES`."""
-    units = (curve.shape[1] - 4) // 2
-    slope, height, c, least, knots, changes = curve.float().split((1, 1, 1, 1, units, units), 1)
-    # A knot at infinity changes nothing.
-    moved = torch.where(knots.isinf(), 0.0, changes * knots)
-    slopes = torch.cat((slope, slope + changes.cumsum(1)), 1)
-    heights = torch.cat((height, height - moved.cumsum(1)), 1)
-    lines = torch.stack((slopes, heights), 2).flatten(1) * LOG2E
-    return torch.cat((c, least, lines, knots, changes * LOG2E), 1)
+@triton.jit(
+    do_not_specialize=["start", "rows", "zero", "low", "high", "count", "parts", "blocks", "batch"]
+)
+def fold(
+    sums, ends, to, start, scale, rows, zero, low, high, count, parts, blocks, batch,
+    HEADS: tl.constexpr, TOGETHER: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    SIZE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The gradient of vectors, from those of diagonals, and from the sums at the ends.
+
+    ``TOGETHER`` is the number of heads that share their vectors.
+    """
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    channels = tl.arange(0, BLOCK_D)
+    narrow = (channels < D)[None, :]
+    place = row - zero - low
+    between = (place >= 0) & (row - zero <= high)
+    place = tl.where(between, place, 0)
+    diagonal = place // SIZE
+    # The second half of a diagonal's distances are the first half of the next one's.
+    after = between & (diagonal + 1 < count)
+    place = (diagonal.to(tl.int64) * 2 * SIZE + place % SIZE) * D
+    total = tl.zeros((BLOCK, BLOCK_D), tl.float32)
+    has_end = (tl.program_id(0) == 0) | (tl.program_id(0) == tl.num_programs(0) - 1)
+    for n in range(TOGETHER):
+        h = (tl.program_id(1) * TOGETHER + n).to(tl.int64)
+        for part in range(parts):
+            at = sums + (part * HEADS + h) * count * 2 * SIZE * D
+            at = at + place[:, None] + channels[None, :]
+            total += tl.load(at + SIZE * D, mask=between[:, None] & narrow, other=0.0)
+            total += tl.load(at + 2 * SIZE * D, mask=after[:, None] & narrow, other=0.0)
+        for b in range(tl.where(has_end, batch, 0)):
+            for first in range(0, blocks, BLOCK):
+                block = first + tl.arange(0, BLOCK)
+                at = ends + ((b * HEADS + h) * blocks + block[:, None]) * D + channels[None, :]
+                present = (block < blocks)[:, None] & narrow
+                of_first = tl.load(at, mask=present, other=0.0)
+                at += tl.cast(batch, tl.int64) * HEADS * blocks * D
+                of_last = tl.load(at, mask=present, other=0.0)
+                total += tl.where((row == 0)[:, None], tl.sum(of_first, 0)[None, :], 0.0)
+                total += tl.where((row == rows - 1)[:, None], tl.sum(of_last, 0)[None, :], 0.0)
+    shared: tl.constexpr = HEADS // TOGETHER
+    at = to + (row.to(tl.int64)[:, None] * shared + tl.program_id(1)) * D + channels[None, :]
+    made = (total * scale).to(to.dtype.element_ty)
+    tl.store(at, made, mask=(row < rows)[:, None] & narrow)
 
 
 # Queries and keys of a tile, warps and stages of each kernel. The first are for calls with vectors
@@ -848,41 +830,33 @@ class Terms:
     """Attention with terms: its tensors, and the launches that they need.
 
     ``for_queries`` are vectors ``[R, 1 or H, D]`` for ``p``, which has the shape of ``q``;
-    ``for_keys`` are for ``m``, which has that of ``k``. Row ``zero`` is for distance zero. A curve,
-    ``[H, 4 + 2 U]``, has for each head slope and height at zero, c, L, its knots, in order, and the
-    changes of its slope there; c, L and the knots are the same for all heads.
+    ``for_keys`` are for ``m``, which has that of ``k``. If they are None, ``p`` is ``q`` and ``m``
+    is ``k``. Row ``zero`` is for distance zero. A network is that of `curve`.
     """
 
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, given: Any, zero: int, call: Any) -> None:
         self.q, self.k, self.v = as_dense(q), as_dense(k), as_dense(v)
-        p, m, for_queries, for_keys, self.given_curve = given
+        p, m, for_queries, for_keys, network = given
         self.has = for_queries is not None, for_keys is not None
         rows = next((len(x) for x in (for_queries, for_keys) if x is not None), 1)
-        self.curve, self.logs, self.units = self.q, self.q, 0
         # Distances that there can be.
         self.reach = q.shape[2] + k.shape[2]
-        if self.given_curve is not None:
-            self.curve, self.logs = lines_of(self.given_curve), self._logs_of(self.given_curve)
-            self.units = (self.given_curve.shape[1] - 4) // 2
-        self.p, self.m = self._or_q(p), self._or_q(m)
+        self.curve = None if network is None else Curve(network, q.shape[1], self.reach)
+        self.own = p is None, m is None
+        self.p, self.m = self._or_q(p), self.k if m is None else as_dense(m)
         self.e, self.f = self._or_q(for_queries), self._or_q(for_keys)
         self.rows, self.zero, self.call = rows, zero, call
         self.places = [self.q if x is None else x for x in call[1:4]]
         ends = [self._at_ends(x, of) if has else self.q for x, of, has in self._pairs()]
         self.given = (self.q, self.k, self.v, self.p, self.m)
-        self.inputs = (*self.given, self.e, self.f, *ends, self.curve, self.logs)
+        curve = (self.q, self.q) if self.curve is None else (self.curve.lines, self.curve.logs)
+        self.inputs = (*self.given, self.e, self.f, *ends, *curve)
 
     def _or_q(self, x: Tensor | None) -> Tensor:
         return self.q if x is None else as_dense(x)
 
     def _pairs(self) -> tuple[tuple[Tensor, Tensor, bool], ...]:
         return (self.p, self.e, self.has[0]), (self.m, self.f, self.has[1])
-
-    def _logs_of(self, curve: Tensor) -> Tensor:
-        """The logarithms of distances, and their derivatives by c."""
-        far = torch.arange(self.reach, device=self.q.device, dtype=torch.float32)
-        scaled = far * curve[0, 2].float()
-        return torch.stack((scaled.log1p(), far / (scaled + 1)))
 
     def _at_ends(self, x: Tensor, vectors: Tensor) -> Tensor:
         batch, heads, count = x.shape[0], self.q.shape[1], x.shape[2]
@@ -913,7 +887,7 @@ class Terms:
         found = [step for x in self.given for step in strides_of(x)]
         for x, has in zip((self.e, self.f), self.has, strict=True):
             found += (x.stride(0), x.stride(1) if x.shape[1] > 1 else 0) if has else (0, 0)
-        found.append(self.curve.stride(0))
+        found.append(0 if self.curve is None else self.curve.lines.stride(0))
         return found + [step for x in others for step in strides_of(x)]
 
     def _run(
@@ -927,7 +901,8 @@ class Terms:
         **how: Any,
     ) -> None:
         call, q, k = self.call, self.q, self.k
-        described = (*call[7:9], self.zero, *kind_of_mask(call), *how.values(), *more, *self.has)
+        described = (*call[7:9], self.zero, *kind_of_mask(call), *how.values(), *more)
+        described = (*described, *self.has, *self.own)
         key = (kernel.__name__, *described, *signature((*tensors, *strided)))
 
         def prepare() -> Launch:
@@ -936,8 +911,9 @@ class Terms:
             numbers = (*scales, *self._strides(*strided), *places_of(call), *sizes)
             constants = {"HEADS": q.shape[1], "GROUP": q.shape[1] // k.shape[1]}
             constants |= {"D": q.shape[3], "DV": self.v.shape[3], "HAS_QUERIES": self.has[0]}
-            constants |= {"HAS_KEYS": self.has[1], "UNITS": self.units, "CAUSAL": call.causal}
-            constants |= {"BLOCK_U": max(triton.next_power_of_2(self.units), 1)}
+            units, block_u = (0, 1) if self.curve is None else (self.curve.units, self.curve.block)
+            constants |= {"HAS_KEYS": self.has[1], "P_IS_Q": self.own[0], "M_IS_K": self.own[1]}
+            constants |= {"UNITS": units, "BLOCK_U": block_u, "CAUSAL": call.causal}
             constants |= {"HAS_STARTS": call.starts is not None}
             constants |= {"DOCUMENTS": call.first is not None, "WINDOW": call.window is not None}
             constants |= {**how, "PRECISION": arithmetic_of(q)["PRECISION"], "BLOCK": block}
@@ -960,63 +936,37 @@ class Terms:
     def backward(
         self, g: Tensor, g_lse: Tensor | None, out: Tensor, lse: Tensor
     ) -> list[Tensor | None]:
-        """The gradients of q, k, v, p, m, ``for_queries``, ``for_keys`` and the curve."""
+        """The gradients of q, k, v, p, m, ``for_queries``, ``for_keys`` and the network."""
         q, k, v, g = self.q, self.k, self.v, as_dense(g)
+        (batch, heads, queries, width), keys = q.shape, k.shape[2]
         g_lse = None if g_lse is None else g_lse.float().contiguous()
         dq, dk, dv = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
-        dp = q.new_empty(q.shape) if self.has[0] else q
-        dm = k.new_empty(k.shape) if self.has[1] else k
-        delta = torch.empty_like(lse)
-        by_row = lse.new_empty((2, *lse.shape)) if self.has[0] else lse
-        by_key = lse.new_empty((2, *lse.shape[:2], k.shape[2])) if self.has[1] else lse
+        dp, dm = (
+            None if own else x.new_empty(x.shape) for own, x in zip(self.own, (q, k), strict=True)
+        )
+        delta = lse.new_empty(lse.shape)
         scales = self.call.scale * LOG2E, self.call.scale
         places, of_lse = self.places, lse if g_lse is None else g_lse
-        per_head = triton.cdiv(q.shape[2], self._block(to_queries))
-        blocks = per_head * q.shape[0] * q.shape[1]
-        curve_rows = curve_knots = lse
-        if self.units:
-            curve_rows = lse.new_empty((2, *lse.shape))
-            units = triton.next_power_of_2(self.units)
-            curve_knots = lse.new_empty((*lse.shape[:2], per_head, 3, units))
-        tensors = (*self.inputs, g, out, lse, of_lse, *places, dq, dp, delta, by_row)
-        tensors = (*tensors, curve_rows, curve_knots)
-        lse_too = g_lse is not None
-        run = partial(self._run, to_queries, scales, (g, out, dq, dp), (blocks, 1, 1), tensors)
-        run(LSE_TOO=lse_too)
-        tiles = triton.cdiv(k.shape[2], self._block(to_keys)) * k.shape[0] * k.shape[1]
-        tensors = (*self.inputs, g, lse, delta, *places, dk, dv, dm, by_key)
-        self._run(to_keys, scales, (g, dk, dv, dm), (tiles, 1, 1), tensors)
-        de, df = self._to_vectors(g, lse, delta, by_row, by_key) if any(self.has) else (None, None)
-        found = [dq, dk, dv, dp if self.has[0] else None, dm if self.has[1] else None, de, df]
-        return [*found, self._to_curve(curve_rows, curve_knots, g_lse, lse) if self.units else None]
-
-    def _to_curve(self, rows: Tensor, knots: Tensor, g_lse: Tensor | None, lse: Tensor) -> Tensor:
-        assert self.given_curve is not None
-        call, units, given = self.call, self.units, self.given_curve.float()
-        c, least, at, changes = given[:, 2], given[:, 3], given[:, 4 : 4 + units], given[:, -units:]
-        own = torch.arange(self.q.shape[2], device=self.q.device)[None]
-        own = own + (call.start if call.starts is None else call.starts[:, None])
-        if call.first is not None:
-            inside = own.clamp(0, self.k.shape[2] - 1).expand(len(call.first), -1)
-            own = own - call.first.gather(1, inside)
-        position = own[:, None].float()
-        longest = position.clamp(min=0).maximum(least[:, None])
-        below, c = position < least[:, None], c[:, None]
-        rate = (c * longest).log1p().reciprocal()
-        by_log, by_c = rows
-        # x is a quotient of logarithms, of the distance and of `longest`.
-        of_longest = -by_log * rate.square() / (1 + c * longest)
-        to_c = (by_c * rate + of_longest * longest).sum((0, 2))
-        to_least = (of_longest * c * below).sum((0, 2))
-        sums = knots.sum((0, 2))
-        above, above_x = sums[:, :2, :units].unbind(1)
-        to_changes = torch.where(at.isinf(), 0.0, above_x - at * above)
-        total = torch.zeros_like(to_c)
-        if g_lse is not None:
-            total = g_lse.masked_fill(lse == float("-inf"), 0.0).sum((0, 2))
-        first = torch.stack((sums[:, 2, 0], total, to_c, to_least), 1)
-        made = torch.cat((first, -changes * above, to_changes), 1)
-        return made.to(self.given_curve.dtype)
+        blocks = triton.cdiv(queries, self._block(to_queries))
+        by_row = lse.new_empty((2, batch * heads, blocks, width)) if self.has[0] else lse
+        to_curve = lse
+        if self.curve is not None:
+            to_curve = lse.new_empty((batch * heads, blocks, 3, self.curve.block))
+        to = dq, q if dp is None else dp
+        tensors = (*self.inputs, g, out, lse, of_lse, *places, *to, delta, by_row, to_curve)
+        grid = (blocks * batch * heads, 1, 1)
+        how = {"LSE_TOO": g_lse is not None}
+        self._run(to_queries, scales, (g, out, *to), grid, tensors, **how)
+        tiles = triton.cdiv(keys, self._block(to_keys))
+        by_key = lse.new_empty((2, batch * heads, tiles, width)) if self.has[1] else lse
+        to_k = dk, dv, k if dm is None else dm
+        tensors = (*self.inputs, g, lse, delta, *places, *to_k, by_key)
+        self._run(to_keys, scales, (g, *to_k), (tiles * batch * k.shape[1], 1, 1), tensors)
+        de = df = None
+        if any(self.has):
+            de, df = self._to_vectors(g, lse, delta, by_row, by_key)
+        found = [dq, dk, dv, dp, dm, de, df]
+        return [*found, None if self.curve is None else self.curve.gradient(to_curve, batch)]
 
     def _to_vectors(
         self, g: Tensor, lse: Tensor, delta: Tensor, by_row: Tensor, by_key: Tensor
@@ -1033,36 +983,34 @@ class Terms:
         block = self._block(to_vectors)
         count = 0 if high < low else -(-(high - low) // block) + 1
         # Short diagonals have parts, so that all processors have work.
-        parts = min(-(-512 // max(count * q.shape[1], 1)), max(q.shape[2] // (4 * block), 1))
-        shape = (parts, q.shape[1], count, 2 * block, q.shape[3])
+        parts = min(256 // max(count * q.shape[1], 1), q.shape[2] // (4 * block))
+        parts = max(parts, 1)
+        shape = (parts * q.shape[1], count, 2 * block, q.shape[3])
         made = [lse.new_empty(shape if has else (0,)) for has in self.has]
         if count:
             tensors = (*self.inputs, g, lse, delta, *self.places, *made)
             grid = (count, q.shape[1], parts)
             scales = (call.scale * LOG2E,)
             self._run(to_vectors, scales, (g,), grid, tensors, (low, q.shape[0]))
-        found: list[Tensor | None] = []
-        given = ((self.p, self.e, by_row), (self.m, self.f, by_key))
-        for has, sums, (x, vectors, ends) in zip(self.has, made, given, strict=True):
-            found.append(self._fold(sums.sum(0), x, vectors, ends, low, high) if has else None)
-        return found
+        of_ends, vectors = (by_row, by_key), (self.e, self.f)
+        return [
+            self._fold(sums, ends, like, low, high) if has else None
+            for has, sums, ends, like in zip(self.has, made, of_ends, vectors, strict=True)
+        ]
 
-    def _fold(
-        self, sums: Tensor, x: Tensor, vectors: Tensor, ends: Tensor, low: int, high: int
-    ) -> Tensor:
+    def _fold(self, sums: Tensor, ends: Tensor, vectors: Tensor, low: int, high: int) -> Tensor:
         """The gradient of vectors from those of diagonals, and from the sums at the ends."""
-        heads = self.q.shape[1]
-        to = sums.new_zeros((heads, self.rows, x.shape[3]))
-        if high >= low:
-            # The second half of a diagonal's distances are the first half of the next one's.
-            before, line = sums.unflatten(2, (2, -1)).unbind(2)
-            line[:, :-1] += before[:, 1:]
-            line = line.flatten(1, 2)[:, : high - low + 1]
-            to[:, low + self.zero : high + self.zero + 1] = line
-        x = x.float().repeat_interleave(heads // x.shape[1], 1)
-        of_ends = torch.einsum("ebhn,bhnd->ehd", ends, x)
-        to[:, -1] += of_ends[1]
-        to[:, 0] += of_ends[0]
-        to = (to * self.call.scale).transpose(0, 1)
-        made: Tensor = to if vectors.shape[1] > 1 else to.sum(1, keepdim=True)
-        return made.to(vectors.dtype).contiguous()
+        to, tensors = vectors.new_empty(vectors.shape), (sums, ends)
+        (batch, heads), (_, count, size, width) = self.q.shape[:2], sums.shape
+        parts = len(sums) // heads
+
+        def prepare() -> Launch:
+            numbers = (self.call.scale, self.rows, self.zero, low, high, count, parts)
+            constants = {"HEADS": heads, "TOGETHER": heads // vectors.shape[1], "D": width}
+            constants |= {"BLOCK_D": triton.next_power_of_2(width), "SIZE": size // 2, "BLOCK": 16}
+            grid = (triton.cdiv(self.rows, 16), vectors.shape[1], 1)
+            return Launch(fold, grid, (*numbers, ends.shape[2], batch), constants)
+
+        key = ("fold", self.call.scale, batch, heads, self.zero, low, high, vectors.shape, to.dtype)
+        find_launch((*key, *signature(tensors)), prepare)((*tensors, to), 0)
+        return to
