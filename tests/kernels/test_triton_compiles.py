@@ -46,7 +46,8 @@ def test_attention_compiles_for_a_gpu_that_is_not_here(case, tmp_path):
 def test_products_compile_for_a_gpu_that_is_not_here(case, tmp_path):
     lines = compiled(tmp_path, "compile_launches_for_hopper.py", "products", *case.split())
     names = {line.partition(":")[0] for line in lines}
-    assert names == {"forward", "to_queries", "to_keys", "to_vectors"}
+    of_tiles = {"forward", "to_queries", "to_keys", "to_vectors"}
+    assert names == of_tiles | {"at_ends", "fold", "lines_of", "logs_of", "to_network"}
 
 
 @pytest.mark.slow

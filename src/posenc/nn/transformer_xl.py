@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -13,11 +15,21 @@ from posenc.attention.terms import relative_terms
 from posenc.nn._bias import check_heads
 from posenc.nn._module import Linear
 from posenc.nn._product import ProductBias
+from posenc.nn._tables import SharedTables, TableModule, Tensors
 from posenc.numerics.frequencies import Spectrum
 from posenc.numerics.tables import sinusoid
 
 
-class TransformerXLBias(ProductBias):
+def _encodings(
+    positions: Tensor, dtype: torch.dtype, spectrum: Spectrum, concatenated: bool, causal: bool
+) -> Tensors:
+    """The encodings of distances, and of as many later keys unless ``causal``."""
+    signs = (1,) if causal else (1, -1)
+    how: Any = {"concatenated": concatenated}
+    return tuple(sinusoid(positions * sign, spectrum, dtype, **how) for sign in signs)
+
+
+class TransformerXLBias(TableModule, ProductBias):
     r"""Add the products of the query, and of two learned vectors, with key and distance.
 
     .. math:: \text{score}_{ij} = s\,\big((q_i + u) \cdot k_j + (q_i + v) \cdot W r_{i - j}\big)
@@ -80,6 +92,8 @@ class TransformerXLBias(ProductBias):
         shape = self.num_heads, self.head_dim
         self.pos_bias_u = nn.Parameter(torch.empty(shape, dtype=dtype))
         self.pos_bias_v = nn.Parameter(torch.empty(shape, dtype=dtype))
+        how = Spectrum(self.embed_dim, self.base), self.concatenated, self.causal
+        self._tables = SharedTables(_encodings, how, None, torch.float32)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -95,9 +109,16 @@ class TransformerXLBias(ProductBias):
         """
         keys = checks.integer(type(self).__name__, "k_len", k_len, least=0)
         least, most = self._ends(keys)
-        distance = torch.arange(least, most + 1, device=self.pos_bias_u.device)
-        spectrum = Spectrum(self.embed_dim, self.base)
-        r = sinusoid(distance, spectrum, dtype, concatenated=self.concatenated)
+        like = torch.empty(0, device=self.pos_bias_u.device)
+        found = self._tables.read(like, dtype, most + 1)
+        if found is None:
+            spectrum, concatenated, _ = self._tables.parameters
+            distance = torch.arange(least, most + 1, device=like.device)
+            (r,) = _encodings(distance, dtype, spectrum, concatenated, True)
+        elif self.causal:
+            r = found[0][: most + 1]
+        else:
+            r = torch.cat((found[1][1 : most + 1].flip(0), found[0][: most + 1]))
         return self.linear_pos(r).unflatten(-1, (self.num_heads, self.head_dim))  # type: ignore[no-any-return]
 
     def _ends(self, keys: int) -> tuple[int, int]:
@@ -113,9 +134,8 @@ class TransformerXLBias(ProductBias):
         least, most = self._ends(keys)
         with without_autocast(q):
             shifted = q.to(wide) + self.pos_bias_v.to(q.device, wide)[:, None]
-            u = self.pos_bias_u.to(q.device, wide)[..., None]
-            of_keys = (for_each_query_head(k.to(wide), heads) @ u).mT * scale
-            with_u = q.to(wide) + u.mT
+            u = self.pos_bias_u.to(q.device, wide)[:, None]
+            with_u = q.to(wide) + u
         terms = relative_terms(
             shifted,
             k,
@@ -126,7 +146,10 @@ class TransformerXLBias(ProductBias):
             reach=(least, most),
         )
         assert terms.terms is not None
-        return RowBias(
-            lambda own, index: terms.rows(own, index) + of_keys.index_select(3, index),
-            terms.terms._replace(q=with_u),
-        )
+
+        def rows(own: Tensor, index: Tensor) -> Tensor:
+            some = for_each_query_head(k.index_select(2, index).to(wide), heads)
+            with without_autocast(q):
+                return terms.rows(own, index) + u @ some.mT * scale
+
+        return RowBias(rows, terms.terms._replace(q=with_u))
