@@ -205,6 +205,7 @@ def memory() -> None:
 
 FIRST = """
 import time, torch
+import posenc
 from posenc.attention import alibi_attention, biased_attention, DistanceTable
 from posenc.functional import alibi_slopes
 kind = {"device": "cuda", "dtype": torch.bfloat16, "requires_grad": True}
@@ -222,6 +223,14 @@ out = timed("ALiBi forward", lambda: alibi_attention(q, k, v, slopes))
 timed("ALiBi backward", lambda: out.sum().backward())
 out = timed("table forward", lambda: biased_attention(q, k, v, DistanceTable(table)))
 timed("table backward", lambda: out.sum().backward())
+for name, module in {
+    "FIRE": posenc.FIRE(8),
+    "RelativeKeys": posenc.RelativeKeys(64, 128),
+    "DeBERTaBias": posenc.DeBERTaBias(8, 64, 512, 256),
+    "CoPE": posenc.CoPE(64, 64),
+}.items():
+    module.to("cuda")
+    timed(f"{name} forward and backward", lambda: module(q, k, v).sum().backward())
 """
 
 

@@ -224,6 +224,15 @@ def _gradients(ctx: Any, g: Tensor | None, g_lse: Tensor | None, _: Any) -> tupl
     return *found, to if needs[3] else None, *[None] * 9
 
 
+def _rehearse(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> None:
+    """Launch what the gradient of a call launches."""
+    values, how = arguments[0], arguments[4]
+    if values is not None and values.requires_grad:
+        how |= TO_VALUES
+    made = _fake(q, k, v, *arguments)
+    _backward(torch.empty_like(made[0]), None, q, k, v, *made, *arguments[:4], how, *arguments[5:])
+
+
 def _recorded_gradients(
     needs: Any, g: Tensor, g_lse: Tensor | None, saved: Any, call: Call
 ) -> list[Tensor | None]:
@@ -253,6 +262,7 @@ attend_op = Op(
     backward=_gradients,
     native=("cuda",),
     repeats=True,
+    rehearse=_rehearse,
 )
 attend_backward_op = Op(
     "attend_backward",

@@ -406,6 +406,12 @@ def _gradients(ctx: Any, g: Tensor | None, g_lse: Tensor | None) -> tuple[Any, .
     return *[None if x is None else to for to, x in pairs], *[None] * 9
 
 
+def _rehearse(*arguments: Any) -> None:
+    """Launch what the gradient of a call launches."""
+    made = _fake(*arguments)
+    _backward(torch.empty_like(made[0]), None, *made, *arguments)
+
+
 _CALL = (
     "Tensor q, Tensor k, Tensor v, Tensor? p, Tensor? m, Tensor? for_queries, Tensor? for_keys, "
     "Tensor? network, Tensor? levels, Tensor? starts, Tensor? first, Tensor? last, int how, "
@@ -421,6 +427,7 @@ terms_op = Op(
     backward=_gradients,
     native=("cuda",),
     repeats=True,
+    rehearse=_rehearse,
 )
 terms_backward_op = Op(
     "attend_terms_backward",

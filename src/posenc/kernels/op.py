@@ -71,8 +71,10 @@ class Op:
         writes: tuple[int, ...] = (),
         native: tuple[str, ...] = ("cpu", "cuda"),
         repeats: bool = False,
+        rehearse: Callable[..., None] | None = None,
     ) -> None:
         self.run, self.operations, self.writes = run, operations, writes
+        self.rehearse = rehearse
         self.save, self.backward, self.vmap = save, backward, vmap
         self.native, self.repeats = native, repeats
         # The index of the layout, if there is one; tensors are among the first arguments.
@@ -99,7 +101,7 @@ class Op:
         """The result, with gradients if autograd records."""
         if is_ordinary() and self._are_plain(arguments):
             if self._is_recorded(arguments):
-                return _Recorded.apply(*arguments, self, self.run_now)
+                return _Recorded.apply(*arguments, self, self.run_recorded)
             return self.run_now(*arguments)
         if (
             in_forward_mode()
@@ -129,6 +131,20 @@ class Op:
             if call is not None:
                 return triton.run_and_install(call, self.run, arguments, self.repeats)
         return self.run(*arguments)
+
+    def run_recorded(self, *arguments: Any) -> Any:
+        """As `run_now`, for a call with a gradient.
+
+        The first call of a kind has the kernels of the gradient compiled beside its own.
+        """
+        if self.rehearse is None or not native.serves(arguments[0], self.native):
+            return self.run_now(*arguments)
+        try:
+            return self._run_plain(arguments)
+        except RuntimeError:
+            if native.missed() is not None:
+                triton.rehearse(self.rehearse, arguments)
+        return self.run_now(*arguments)
 
     def at_once(self, *arguments: Any) -> Any:
         """The result of a call that needs no preparation, or None: then nothing has happened.

@@ -41,6 +41,14 @@ def run_and_install(
     return run_and(call, run, arguments)
 
 
+def rehearse(run: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    """Have the kernels of ``run`` compiled, side by side in other threads, and run none of them."""
+    from posenc.kernels.triton import launch
+
+    with launch.rehearsal():
+        run(*arguments)
+
+
 def __getattr__(name: str) -> Any:
     """The kernels, which are imported together when one is first used."""
     if name not in _KERNELS:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import struct
 import threading
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -43,6 +45,7 @@ class Launch:
         self.compiled: Any = None
         self.binary: Any = None
         self.prepared: Any = None
+        self.ahead: Future[Any] | None = None
 
     def __call__(self, tensors: tuple[Tensor, ...], start: int) -> None:
         """Run the kernel, with table rows from ``start`` on."""
@@ -52,6 +55,9 @@ class Launch:
             with torch.cuda.device(device):
                 self(tensors, start)
             return
+        if getattr(_record, "rehearses", False):
+            self._compile_ahead(tensors, start)
+            return
         if (record := getattr(_record, "launches", None)) is not None:
             record.append((self, tensors))
         if self.prepared is not None and native.launch(self.prepared, tensors, start):
@@ -60,12 +66,27 @@ class Launch:
         elif self.compiled is not None:
             self.compiled(*tensors, start, *self.numbers, *self.values)
         elif 0 not in self.grid:
+            if self.ahead is not None:
+                self.ahead.result()
             arguments = (*tensors, start, *self.numbers)
             self.binary = self.kernel[self.grid](*arguments, **self.constants, **self.options)
             # Triton's interpreter compiles nothing and returns None.
             self.compiled = None if self.binary is None else self.binary[self.grid]
             described = self.described(range(len(tensors)))
             self.prepared = None if described is None else native.prepare(described)
+
+    def _compile_ahead(self, tensors: tuple[Tensor, ...], start: int) -> None:
+        """Begin to compile the kernel in another thread, for tensors that are aligned."""
+        if self.binary is not None or self.ahead is not None or 0 in self.grid:
+            return
+        arguments, device = [t.dtype for t in tensors], tensors[0].device
+
+        def compile() -> None:
+            with torch.cuda.device(device):
+                how = {**self.constants, **self.options}
+                self.kernel.warmup(*arguments, start, *self.numbers, grid=self.grid, **how)
+
+        self.ahead = _compilers().submit(compile)
 
     def described(self, sources: Sequence[int]) -> tuple[int, ...] | None:
         """The launch as native code reads it, `launches.h`; None if it needs more than that.
@@ -108,6 +129,22 @@ def bits_of(kind: str, value: float) -> int:
 
 
 _record = threading.local()
+
+
+@functools.cache
+def _compilers() -> ThreadPoolExecutor:
+    # LLVM and ptxas, which take most of the time, run without Python's lock.
+    return ThreadPoolExecutor(8, "posenc-compiler")
+
+
+@contextmanager
+def rehearsal() -> Iterator[None]:
+    """In this context launches only have their kernels compiled, side by side in other threads."""
+    _record.rehearses = True
+    try:
+        yield
+    finally:
+        _record.rehearses = False
 
 
 @contextmanager
