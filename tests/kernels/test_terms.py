@@ -67,12 +67,13 @@ def given(
     tensors += [x if one else None for x, one in zip(vectors, has, strict=True)]
     network = None
     if knots:
-        # c and L; units with knots among the values of x, two always and never above zero; outputs.
+        # Minus c, and L; units with knots among the values of x, one that is always above zero and
+        # one that is never; outputs.
         slopes = torch.randn(knots)
         low = -slopes * torch.rand(knots)
         low[-2:], slopes[-2:] = torch.tensor([0.3, -0.3]), torch.tensor([0.2, -0.2])
         ends, outputs = torch.stack((low, low + slopes)), torch.randn(1 + knots, heads[0])
-        network = torch.cat((torch.tensor([0.7, 25.3]), ends.flatten(), outputs.flatten()))
+        network = torch.cat((torch.tensor([-0.7, 25.3]), ends.flatten(), outputs.flatten()))
         network = network.to(DEVICE)
     tensors += [network, None]
     return tensors, zero, ids, call._replace(window=window)
@@ -97,6 +98,7 @@ def wanted(tensors, zero, ids, call):
     if network is not None:
         units = (len(network) - 2 - heads) // (2 + heads)
         c, least, low, high, *outputs = network.split((1, 1, units, units, *[heads] * (1 + units)))
+        c = -c
         begin = 0 if call.first is None else call.first.gather(1, own)
         longest = (own - begin)[:, :, None].double().maximum(least)
         x = (c * distance.abs() + 1).log() / (c * longest + 1).log()
@@ -227,7 +229,7 @@ def test_fire_tells_the_op_its_network(causal, monkeypatch):
     fire = posenc.FIRE(4, 32, causal, threshold=20.0).double()
     q, k, v = torch.randn(1, 4, 60, 16), torch.randn(1, 2, 90, 16), torch.randn(1, 2, 90, 16)
     numbers, found = fire.numbers(90, dtype=torch.float64), []
-    network = Terms(network=fire._network(*fire._scales(torch.float64), torch.float64))
+    network = Terms(network=fire._network(torch.float64))
     for bias in (numbers, numbers._replace(terms=network)):
         inputs = [x.double().requires_grad_() for x in (q, k, v)]
         monkeypatch.setattr(biased, "chunked", chunked if bias is numbers else None)

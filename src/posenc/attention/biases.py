@@ -63,9 +63,9 @@ class Terms(NamedTuple):
         for_keys: In the same way.
         least: Distances below this have the row of this one.
         most: Distances above this have the row of this one.
-        network: ``(2 + 2 U + (1 + U) H,)``: :math:`c` and :math:`L`; the ``U`` hidden units for
-            :math:`x = 0`, and for 1, before ReLU; and the output of each head with no unit, and
-            with each unit at 1.
+        network: ``(2 + 2 U + (1 + U) H,)``: :math:`c` and :math:`L`, of which the absolute values
+            count, if they are not below 1e-15; the ``U`` hidden units for :math:`x = 0`, and for 1,
+            before ReLU; and the output of each head with no unit, and with each unit at 1.
         levels: ``(B, H, Q, P)``, the bias of queries at each whole position.
     """
 

@@ -329,7 +329,8 @@ def _network_rows(
 ) -> Tensor:
     """The network's part of scores, ``[1 or B, H, n, k]``; see :class:`Terms`."""
     units = (network.shape[0] - 2 - heads) // (2 + heads)
-    c, least, ends, outputs = network.split((1, 1, 2 * units, (1 + units) * heads))
+    scales, ends, outputs = network.split((2, 2 * units, (1 + units) * heads))
+    c, least = scales.abs().clamp(min=1e-15)
     position = own
     if first is not None:
         inside = own.clamp(0, first.shape[1] - 1).expand(len(first), -1)

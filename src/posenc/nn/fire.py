@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import pad
 
 from posenc._contract import checks, qk_checks
 from posenc._contract.tracing import is_exporting, is_readable, without_autocast
@@ -104,11 +105,11 @@ class FIRE(RelativeBias):
             distance, zero = self._distances(keys, device)
             ratio = (c * distance.abs()).log1p() / (c * least).log1p()
             return DistanceTable(self.mlp(ratio[:, None]).T.to(dtype), zero)
-        c, least = self._scales(dtype)
         who = type(self).__name__
         ends = document_ends(qk_checks.check_key_ids(who, "document_ids", ids, keys, device))
 
         def rows(own: Tensor, index: Tensor) -> Tensor:
+            c, least = self._scales(dtype)
             position = own if ends is None else own - gather_rows(ends[0], own)
             scale = torch.maximum(position.to(dtype), least)
             distance = (own[..., None] - index).abs()
@@ -118,18 +119,22 @@ class FIRE(RelativeBias):
 
         # Elsewhere, and for wider layers, there is no kernel.
         terms = None
-        if c.device.type == "cuda" and self.hidden <= _MOST_UNITS:
-            with without_autocast(c):
-                terms = Terms(network=self._network(c, least, dtype))
+        if self.c.device.type == "cuda" and self.hidden <= _MOST_UNITS:
+            with without_autocast(self.c):
+                terms = Terms(network=self._network(dtype))
         return RowBias(rows, terms)
 
-    def _network(self, c: Tensor, least: Tensor, dtype: torch.dtype) -> Tensor:
+    def _network(self, dtype: torch.dtype) -> Tensor:
         """The numbers of the network, see `Terms`."""
+        like: Any = {"dtype": dtype, "device": self.c.device}
         # By calls of the layers, which may have hooks.
-        points = torch.arange(2, dtype=dtype, device=c.device)[:, None]
-        units = torch.eye(self.hidden, dtype=dtype, device=c.device)
-        ends, outputs = self.mlp[0](points), self.mlp[2](pad(units, (0, 0, 1, 0)))
-        return torch.cat((c, least, ends.flatten(), outputs.flatten()))
+        ends = self.mlp[0](torch.arange(2, **like)[:, None])
+        outputs = self.mlp[2](torch.eye(1 + self.hidden, **like)[:, 1:])
+        least = torch.full_like(self.c, self.threshold, requires_grad=False)
+        if self.learn_threshold:
+            least = self.L_multiplier * self.threshold
+        scales = self.c.to(dtype), least.to(dtype)
+        return torch.cat((*scales, ends.flatten(), outputs.flatten()))
 
     def _is_table(self, keys: int) -> bool:
         if not self.learn_threshold:

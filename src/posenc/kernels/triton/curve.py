@@ -5,8 +5,8 @@ The curve is piecewise linear for each head, a function of ``x = ln(c |i - j| + 
 the network, and `logs_of` the logarithms of all distances. Of the knots, which all heads share, a
 tile computes with those that are among its ``x``. `to_network` takes the gradients back.
 
-A network is a row of numbers: c and L; the hidden units at 0, and at 1, before ReLU; and the output
-of each head with no unit, and with each unit at 1.
+A network is a row of numbers: c and L, of which the absolute values count; the hidden units at 0,
+and at 1, before ReLU; and the output of each head with no unit, and with each unit at 1.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ from posenc.kernels.triton.launch import OPTIONS, Launch, find_launch, signature
 # A curve as the kernels read it: c and L, then slope and height at x = 0 of the line of each
 # segment, the knots, and the slope's change at each of them; slopes and heights in units of log2.
 LINES = tl.constexpr(2)
+# The ratio of logarithms has a limit where c or L is zero, but no value.
+SMALLEST = tl.constexpr(1e-15)
 
 
 @triton.jit
@@ -117,6 +119,12 @@ def curve_sums(
 
 
 @triton.jit
+def load_scale(network, n):
+    """c or L."""
+    return tl.maximum(tl.abs(tl.load(network + n).to(tl.float32)), SMALLEST)
+
+
+@triton.jit
 def load_network(network, UNITS: tl.constexpr, BLOCK_U: tl.constexpr):
     """Of each hidden unit: height at 0, slope, whether it rises from there on or is above zero,
     whether it crosses zero later, its knot, and the knot's rank."""
@@ -159,8 +167,8 @@ def lines_of(network, to, start, HEADS: tl.constexpr, UNITS: tl.constexpr, BLOCK
     slopes = first_slope + tl.sum(tl.where(before, change[:, None], 0.0), 0)
     heights = first_height - tl.sum(tl.where(before, moved[:, None], 0.0), 0)
     to += h * (4 + 4 * UNITS)
-    tl.store(to, tl.load(network).to(tl.float32))
-    tl.store(to + 1, tl.load(network + 1).to(tl.float32))
+    tl.store(to, load_scale(network, 0))
+    tl.store(to + 1, load_scale(network, 1))
     lines = to + LINES + 2 * segment
     tl.store(lines, slopes * LOG2E, mask=segment <= UNITS)
     tl.store(lines + 1, heights * LOG2E, mask=segment <= UNITS)
@@ -173,7 +181,7 @@ def lines_of(network, to, start, HEADS: tl.constexpr, UNITS: tl.constexpr, BLOCK
 def logs_of(network, to, start, reach, BLOCK: tl.constexpr):
     """The logarithms of distances, and their derivatives by c."""
     far = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    scaled = far.to(tl.float32) * tl.load(network).to(tl.float32)
+    scaled = far.to(tl.float32) * load_scale(network, 0)
     tl.store(to + far, log1p(scaled), mask=far < reach)
     tl.store(to + reach + far, far.to(tl.float32) / (scaled + 1.0), mask=far < reach)
 
@@ -239,7 +247,10 @@ def to_network(
         outputs = to + 2 + 2 * UNITS + h
         tl.store(outputs, total - tl.sum(to_units))
         tl.store(outputs + (1 + unit) * HEADS, to_units, mask=inside)
-    tl.store(to + unit - 2, scales, mask=(unit == 2) | (unit == 3))
+    is_scale = (unit == 2) | (unit == 3)
+    given = tl.load(network + unit - 2, mask=is_scale, other=0.0).to(tl.float32)
+    scales = tl.where(tl.abs(given) < SMALLEST, 0.0, tl.where(given < 0, -scales, scales))
+    tl.store(to + unit - 2, scales, mask=is_scale)
     tl.store(to + 2 + unit, to_height - to_slope, mask=inside)
     tl.store(to + 2 + UNITS + unit, to_slope, mask=inside)
 
