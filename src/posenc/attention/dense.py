@@ -23,19 +23,23 @@ def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]
 
 
 def attend_scores(
-    scores: Tensor, hidden: Tensor, v: Tensor, dtype: torch.dtype, dropout_p: float = 0.0
+    scores: Tensor, hidden: Tensor | None, v: Tensor, dtype: torch.dtype, dropout_p: float = 0.0
 ) -> tuple[Tensor, Tensor]:
     """Attention by ``scores``, ``[B, H, Q, K]``; queries that see no key get zero, and -inf."""
     # A bias of minus infinity hides a key too. A query that sees no key gets scores of zero at
     # first: with minus infinity alone, its gradients would be NaN.
-    scores = scores.masked_fill(hidden, float("-inf"))
-    nothing = (scores.detach() == float("-inf")).all(-1, keepdim=True)
-    if not is_readable(nothing) or nothing.any():
-        weights = scores.masked_fill(nothing, 0.0).softmax(-1).masked_fill(nothing, 0.0)
-        lse = scores.masked_fill(nothing, 0.0).logsumexp(-1)
+    if not scores.shape[-1]:
+        return (scores @ v).to(dtype), scores.logsumexp(-1)
+    scores = scores if hidden is None else scores.masked_fill(hidden, float("-inf"))
+    nothing = scores.detach().amax(-1, keepdim=True) == float("-inf")
+    some = is_readable(nothing) and not nothing.any()
+    scores = scores if some else scores.masked_fill(nothing, 0.0)
+    weights = scores.softmax(-1)
+    # The greatest weight is the exponential of this difference: no second one of each score.
+    lse = scores.amax(-1) - weights.amax(-1).log()
+    if not some:
+        weights = weights.masked_fill(nothing, 0.0)
         lse = lse.masked_fill(nothing[..., 0], float("-inf"))
-    else:
-        weights, lse = scores.softmax(-1), scores.logsumexp(-1)
     if dropout_p:
         weights = torch.nn.functional.dropout(weights, dropout_p)
     return (weights @ v).to(dtype), lse

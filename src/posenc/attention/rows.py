@@ -19,7 +19,7 @@ from posenc.numerics.spans import Spans
 # Scores of a piece on the CPU, whose cache holds them, and on other devices; the most scores of a
 # call that are kept for the backward pass (64 MiB for each tensor of float32); and the fewest
 # queries that a window leaves in a piece.
-SCORES, SCORES_ELSEWHERE, KEPT, FEWEST = 2**21, 2**25, 2**24, 64
+SCORES, SCORES_ELSEWHERE, KEPT, FEWEST = 2**22, 2**25, 2**24, 64
 
 
 def attend(
@@ -47,12 +47,14 @@ def attend(
         reach = min(max(reach, FEWEST), keys)
         size = max(1, min(reach, scores // max(1, 2 * batch * heads * reach)))
     # A checkpoint has hooks, which torch.func does not take.
+    sees_all = not call.causal and call.first is None and call.window is None
     again = torch.is_grad_enabled() and not in_transform(q, k, v)
     again = again and (traced or batch * heads * queries * keys > KEPT)
     piece = partial(checkpoint, _piece, use_reentrant=False) if again else _piece
     # A loop, or a slice, is traced for one length alone: short calls have none, nor exported ones.
     if is_exporting() or (traced and queries <= size):
-        return piece(who, q, k, v, bias, seen, slice(0, keys), call.scale, mask, dropout_p)
+        near = slice(0, keys)
+        return piece(who, q, k, v, bias, seen, near, sees_all, call.scale, mask, dropout_p)
     pieces = []
     for start in range(0, max(queries, 1), size):
         rows = slice(start, min(start + size, queries))
@@ -60,7 +62,7 @@ def attend(
         part = mask if mask is None or mask.shape[2] == 1 else mask[:, :, rows]
         part = part if part is None or part.shape[3] == 1 else part[..., near]
         given = q[:, :, rows], k[:, :, near], v[:, :, near]
-        pieces.append(piece(who, *given, bias, some, near, call.scale, part, dropout_p))
+        pieces.append(piece(who, *given, bias, some, near, sees_all, call.scale, part, dropout_p))
     if len(pieces) == 1:
         return pieces[0]
     outs, sums = zip(*pieces, strict=True)
@@ -86,6 +88,7 @@ def _piece(
     bias: RowBias,
     seen: Spans,
     near: slice,
+    sees_all: bool,
     scale: float,
     mask: Tensor | None,
     dropout_p: float,
@@ -94,11 +97,11 @@ def _piece(
     with without_autocast(q):
         k, v = (for_each_query_head(x.to(wide), q.shape[1]) for x in (k, v))
         index = torch.arange(near.start, near.stop, device=q.device)
-        scores = q.to(wide) @ k.mT * scale
+        scores = q.to(wide) * scale @ k.mT
         scores = scores + _check_rows(who, bias.rows(seen.own, index), scores.shape).to(wide)
-        hidden = hidden_keys(seen, index)
+        hidden = None if sees_all else hidden_keys(seen, index)
         if mask is not None and mask.dtype == torch.bool:
-            hidden = hidden | ~mask
+            hidden = ~mask if hidden is None else hidden | ~mask
         elif mask is not None:
             scores = scores + mask.to(wide)
         return attend_scores(scores, hidden, v, q.dtype, dropout_p)

@@ -95,7 +95,7 @@ def relative_terms(
     if to_k is not None and k.is_cpu and not is_exporting() and len(to_k) <= 2 * keys:
         # Once for all queries.
         with without_autocast(q):
-            of_keys = _products(for_each_query_head(k.to(wide), heads), to_k)
+            of_keys = _products(for_each_query_head(k.to(wide) * size, heads), to_k)
 
     def made(own: Tensor, index: Tensor) -> Tensor:
         if not own.shape[1]:
@@ -104,15 +104,15 @@ def relative_terms(
         with without_autocast(q):
             if to_q is not None:
                 # Each index is there once, so the order of the gradient's sums does not matter.
-                some = q.index_select(2, (own - start)[0]).to(wide)
+                some = q.index_select(2, (own - start)[0]).to(wide) * size
                 bias = _by_queries(some, to_q, rows, own, index)
             if of_keys is not None:
                 some = of_keys if index.shape[0] == keys else of_keys.index_select(2, index)
                 bias = bias + _take(some, rows(own[:, None] - index[:, None])).mT
             elif to_k is not None:
-                some = for_each_query_head(k.index_select(2, index).to(wide), heads)
+                some = for_each_query_head(k.index_select(2, index).to(wide) * size, heads)
                 bias = bias + _by_keys(some, to_k, rows, own - index[:1])
-            return bias * size
+            return bias
 
     most = keys + queries
     least, most = (-most, most) if reach is None else reach
