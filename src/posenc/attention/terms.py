@@ -95,7 +95,8 @@ def relative_terms(
     if to_k is not None and k.is_cpu and not is_exporting() and len(to_k) <= 2 * keys:
         # Once for all queries.
         with without_autocast(q):
-            of_keys = _products(for_each_query_head(k.to(wide) * size, heads), to_k)
+            vectors = to_k.unflatten(-1, (-1, k.shape[3])).transpose(0, 1)
+            of_keys = vectors @ for_each_query_head(k.to(wide) * size, heads).mT
 
     def made(own: Tensor, index: Tensor) -> Tensor:
         if not own.shape[1]:
@@ -107,8 +108,8 @@ def relative_terms(
                 some = q.index_select(2, (own - start)[0]).to(wide) * size
                 bias = _by_queries(some, to_q, rows, own, index)
             if of_keys is not None:
-                some = of_keys if index.shape[0] == keys else of_keys.index_select(2, index)
-                bias = bias + _take(some, rows(own[:, None] - index[:, None])).mT
+                some = of_keys if index.shape[0] == keys else of_keys.index_select(3, index)
+                bias = bias + _take(some, rows(own[..., None] - index), -2)
             elif to_k is not None:
                 some = for_each_query_head(k.index_select(2, index).to(wide) * size, heads)
                 bias = bias + _by_keys(some, to_k, rows, own - index[:1])
@@ -131,7 +132,7 @@ def _by_queries(
     """The products of queries with the vectors of their keys, ``[B, H, n, k]``."""
     keys = index.shape[0]
     if q.is_cpu and not is_exporting() and vectors.shape[0] <= own.shape[1] + keys:
-        return _take(_products(q, vectors), rows(own[..., None] - index))
+        return _take(_products(q, vectors), rows(own[..., None] - index), -1)
     distance = own[:, -1:] - index[:1] - torch.arange(own.shape[1] + keys, device=q.device)
     return skew(torch.einsum("bhnd,bwhd->bhnw", q, _read(vectors, rows(distance), q)), keys)
 
@@ -157,12 +158,12 @@ def _products(x: Tensor, vectors: Tensor) -> Tensor:
     return torch.einsum("bhnd,rhd->bhnr", x, vectors.unflatten(-1, (-1, x.shape[3])))
 
 
-def _take(products: Tensor, rows: Tensor) -> Tensor:
-    """The products that ``rows``, ``[1 or B, n, k]``, name.
+def _take(products: Tensor, rows: Tensor, dim: int) -> Tensor:
+    """The products that ``rows``, ``[1 or B, n, k]``, name along ``dim``.
 
     The gradient of gather has the same bits in every run on the CPU alone.
     """
-    return products.gather(-1, rows[:, None].expand(*products.shape[:3], -1))
+    return products.gather(dim, rows[:, None].expand(*products.shape[:2], -1, -1))
 
 
 def _read(vectors: Tensor, rows: Tensor, like: Tensor) -> Tensor:
