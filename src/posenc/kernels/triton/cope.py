@@ -38,8 +38,8 @@ UNSPECIALIZED = ["start", "left", "right", "keys", "queries"]
 # the same heads; and the warps and stages of each kernel.
 TILES = 64, 64, 32, 32, 32, 16
 WARPS = {
-    "forward": ((4, 2), (8, 1), (4, 1), (4, 1), (4, 1), (4, 1)),
-    "to_queries": ((4, 2), (8, 1), (4, 1), (4, 1), (4, 1), (4, 1)),
+    "forward": ((4, 2), (4, 2), (4, 1), (4, 1), (4, 1), (4, 1)),
+    "to_queries": ((4, 2), (4, 2), (4, 1), (4, 1), (4, 1), (4, 1)),
     "to_keys": ((8, 1), (8, 1), (4, 1), (4, 1), (4, 1), (4, 1)),
 }
 

@@ -814,15 +814,16 @@ def fold(
     tl.store(at, made, mask=(row < rows)[:, None] & narrow)
 
 
-# Queries and keys of a tile, warps and stages of each kernel. The first are for calls with vectors
-# for queries and for keys, in heads of up to 64 halves. For other calls, the next are for halves in
-# heads up to 64, up to 128 and wider, and the last for float32 in the same heads.
+# Queries and keys of a tile, warps and stages of each kernel. The first two are for calls with
+# vectors for queries and for keys, of halves in heads up to 64 and up to 128. For other calls, the
+# next are for halves in heads up to 64, up to 128 and wider, and the last for float32 in the same
+# heads.
 _FLOATS = (32, 4, 1), (32, 4, 1), (16, 4, 1)
 TILES = {
-    "forward": ((64, 4, 1), (64, 4, 2), (64, 8, 1), (32, 4, 1), *_FLOATS),
-    "to_queries": ((64, 4, 1), (64, 4, 2), (64, 8, 1), (32, 4, 1), *_FLOATS),
-    "to_keys": ((32, 2, 2), (64, 4, 2), (64, 8, 1), (32, 4, 1), *_FLOATS),
-    "to_vectors": ((32, 4, 2), (64, 4, 1), (64, 8, 1), (32, 4, 1), *_FLOATS),
+    "forward": ((64, 4, 1), (64, 4, 1), (64, 4, 2), (64, 4, 1), (32, 4, 1), *_FLOATS),
+    "to_queries": ((64, 4, 1), (32, 4, 2), (64, 4, 2), (64, 4, 1), (32, 4, 1), *_FLOATS),
+    "to_keys": ((32, 2, 2), (32, 4, 2), (64, 4, 2), (64, 4, 1), (32, 4, 1), *_FLOATS),
+    "to_vectors": ((32, 4, 2), (32, 4, 1), (64, 4, 1), (64, 4, 1), (32, 4, 1), *_FLOATS),
 }
 
 
@@ -880,8 +881,8 @@ class Terms:
 
     def _tile(self, kernel: Any) -> tuple[int, int, int]:
         wide = max(self.q.shape[3], self.v.shape[3])
-        at = 1 + (wide > 64) + (wide > 128) + (3 if self.q.dtype == torch.float32 else 0)
-        return TILES[kernel.__name__][0 if at == 1 and all(self.has) else at]
+        at = (wide > 64) + (wide > 128) + (3 if self.q.dtype == torch.float32 else 0)
+        return TILES[kernel.__name__][at if at < 2 and all(self.has) else 2 + at]
 
     def _strides(self, *others: Tensor) -> list[int]:
         found = [step for x in self.given for step in strides_of(x)]
