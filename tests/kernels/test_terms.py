@@ -239,3 +239,21 @@ def test_fire_tells_the_op_its_network(causal, monkeypatch):
         found.append([out, *[x.grad.clone() for x in (*inputs, *fire.parameters())]])
     for got, want in zip(*found, strict=True):
         assert torch.allclose(got, want, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("learned", [True, False])
+def test_the_network_of_halves_is_not_rounded_again(learned):
+    fire = posenc.FIRE(4, 8, threshold=100.7, learn_threshold=learned, dtype=torch.bfloat16)
+    factor = 1.0
+    if learned:
+        fire.L_multiplier.data.fill_(-1.3)
+        factor = fire.L_multiplier.item()
+    network = fire._network(torch.float32).detach()
+    assert network.dtype == torch.float32
+    assert float(network[1]) == pytest.approx(factor * 100.7, rel=1e-6)
+    # The network at 0.3, from its numbers and by its layers.
+    low, high = network[2:18].view(2, 8).double()
+    outputs = network[18:].view(9, 4).double()
+    made = (low + 0.3 * (high - low)).relu() @ (outputs[1:] - outputs[0]) + outputs[0]
+    wanted = fire.mlp.double()(torch.tensor([[0.3]], dtype=torch.float64))[0]
+    assert torch.allclose(made, wanted, rtol=1e-5, atol=1e-5)

@@ -32,12 +32,12 @@ def attend_scores(
         return (scores @ v).to(dtype), scores.logsumexp(-1)
     scores = scores if hidden is None else scores.masked_fill(hidden, float("-inf"))
     nothing = scores.detach().amax(-1, keepdim=True) == float("-inf")
-    some = is_readable(nothing) and not nothing.any()
-    scores = scores if some else scores.masked_fill(nothing, 0.0)
+    all_see = is_readable(nothing) and not nothing.any()
+    scores = scores if all_see else scores.masked_fill(nothing, 0.0)
     weights = scores.softmax(-1)
     # The greatest weight is the exponential of this difference: no second one of each score.
     lse = scores.amax(-1) - weights.amax(-1).log()
-    if not some:
+    if not all_see:
         weights = weights.masked_fill(nothing, 0.0)
         lse = lse.masked_fill(nothing[..., 0], float("-inf"))
     if dropout_p:

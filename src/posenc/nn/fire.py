@@ -130,11 +130,11 @@ class FIRE(RelativeBias):
         # By calls of the layers, which may have hooks.
         ends = self.mlp[0](torch.arange(2, **like)[:, None])
         outputs = self.mlp[2](torch.eye(1 + self.hidden, **like)[:, 1:])
-        least = torch.full_like(self.c, self.threshold, requires_grad=False)
+        least = torch.full((1,), self.threshold, **like)
         if self.learn_threshold:
-            least = self.L_multiplier * self.threshold
-        scales = self.c.to(dtype), least.to(dtype)
-        return torch.cat((*scales, ends.flatten(), outputs.flatten()))
+            # In the wider dtype: half precision would round the product.
+            least = self.L_multiplier.to(dtype) * self.threshold
+        return torch.cat((self.c.to(dtype), least, ends.flatten(), outputs.flatten()))
 
     def _is_table(self, keys: int) -> bool:
         if not self.learn_threshold:

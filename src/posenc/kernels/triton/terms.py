@@ -1,10 +1,10 @@
 """Attention with products of queries and keys with a vector for each distance: the kernels.
 
 A score is ``q_i k_j + p_i E_r + m_j F_r``, where ``r`` is the distance ``i - j`` plus ``zero``,
-clipped to the rows of E and F. A tile has as many queries as keys. In row ``m`` its distances go
-once around a circle of that size, so `along` makes the products in the order of distances, and
-`roll` moves each row by one place more than the one before. Where all distances of a tile are past
-an end, one vector serves the tile, and `at_ends` has made the products with it.
+clipped to the rows of E and F. A tile has as many queries as keys. A row of it has that many
+distances, so `along` computes the products in the order of distances modulo this number, and `roll`
+shifts each row cyclically, by one place more than the row before. Where all distances of a tile are
+past an end, one vector serves the tile, and `at_ends` has made the products with it.
 
 To that, a network of distance and position may be added, see `curve`.
 
