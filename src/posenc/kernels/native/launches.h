@@ -5,7 +5,7 @@
 #define HAS_CUDA_OPS 1
 
 enum { MOST_PARAMETERS = 80, MOST_TOGETHER = 10, MOST_WORDS = 200, MOST_LAUNCHES = 4096 };
-enum { ROW = 40, MOST_MADE = 24 }; /* tensors of a launch of an op, and those that a call makes */
+enum { ROW = MOST_TENSORS, MOST_MADE = 24 }; /* tensors of a launch of an op, and those that a call makes */
 enum { A_TENSOR, THE_START, A_NUMBER };
 
 typedef struct {

@@ -129,7 +129,7 @@ static int read_view(Handle handle, View *v)
 }
 
 /* The arguments of an op, read one after the other. The tensors are deleted by `finish`. */
-enum { MOST_TENSORS = 24 };
+enum { MOST_TENSORS = 40 };
 typedef struct {
     const Value *next;
     Handle held[MOST_TENSORS];
@@ -140,7 +140,11 @@ typedef struct {
 
 static View hold(Call *c, Handle handle)
 {
-    View v;
+    View v = {0};
+    if (c->count == MOST_TENSORS) {
+        torch.delete_tensor(handle), c->problem = "there are too many tensors";
+        return v;
+    }
     c->held[c->count++] = handle;
     if (!read_view(handle, &v) && !c->problem) c->problem = "a tensor has no memory, or five axes";
     return v;
