@@ -212,6 +212,26 @@ def test_what_the_tournament_says_of_losses_that_are_kept_is_so(name):
     assert rows[name][-1] - rows[name][0] < 0.1 * (rows["rope"][-1] - rows["rope"][0])
 
 
+@pytest.mark.parametrize("text", ["tales", "long"])
+def test_what_the_tournament_says_of_the_large_models_is_so(text):
+    """It names the small models' eight best; the same encodings keep their loss, except one."""
+    plan, found = tournament.large(text)
+    _, small = tournament.results()
+    rows = {row["encoding"]: row["score"] for row in found["summary"]["text"]}
+    best = sorted(small["summary"]["text"], key=lambda row: row["rank"][-1])[:8]
+    worse = {name: score[-1] - score[0] for name, score in rows.items()}
+
+    assert rows.keys() == {row["encoding"] for row in best} | {"rope", "rope-yarn"}
+    assert min(rows, key=lambda name: rows[name][-1]) == "alibi"
+    assert worse["self-extend"] < worse["rope-yarn"] < worse["rope"]
+    assert worse["dual-chunk"] < worse["rope-yarn"]
+    keep = {name for name, more in worse.items() if more < 0.1 * worse["rope"]}
+    kept = {"alibi", "alibi-learned", "forget-gate", "kerple", "sandwich", "self-extend"}
+    assert keep == kept | {"dual-chunk", "transformer-xl" if text == "tales" else "rope-yarn"}
+    assert plan.lengths == [2048, 4096, 8192, 16384]
+    assert all(found["costs"][name]["read"] < 0.7 for name in ("alibi", "alibi-learned"))
+
+
 def test_every_file_of_results_is_shown():
     """A machine that was measured has its place."""
     found = measured.reports()

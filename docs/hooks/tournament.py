@@ -11,7 +11,13 @@ from posenc.lab.comparison.results import RESULTS, read
 from posenc.lab.comparison.tasks import TASKS
 from posenc.lab.pictures.style import image
 
-FOLDER = Path(__file__).parents[2] / "benchmarks" / "tournament"
+_BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+FOLDER = _BENCHMARKS / "tournament"
+# What each text is, by its folder.
+LARGE = {
+    "tales": "The built-in tales, half a megabyte, each part seen ten times",
+    "long": "Sixteen megabytes of tales, each part seen once",
+}
 _MISSING = """!!! note
     No numbers are in `benchmarks/tournament` yet. The command above writes them.
 """
@@ -22,11 +28,31 @@ def results(folder: Path = FOLDER) -> tuple[Any, dict[str, Any]] | None:
     return read(folder) if (folder / RESULTS).exists() else None
 
 
+def large(text: str) -> tuple[Any, dict[str, Any]]:
+    """The plan and the numbers of the large models that learned this text."""
+    return read(_BENCHMARKS / "tournament-30m" / text)
+
+
 def fill(markdown: str, folder: Path = FOLDER) -> str:
     """Put the picture and the numbers of ``folder`` at the marks of the page."""
     found = results(folder)
     picture, numbers = (_MISSING, "") if found is None else (_picture(*found), _write(*found))
+    markdown = markdown.replace("<!-- large -->", _large())
     return markdown.replace("<!-- picture -->", picture).replace("<!-- numbers -->", numbers)
+
+
+def _large() -> str:
+    parts = []
+    for text, words in LARGE.items():
+        plan, found = large(text)
+        lines = [
+            [*line, *report.costs(found["costs"][row["encoding"]])[1::2]]
+            for row, line in _ranked(found["summary"]["text"])
+        ]
+        heads = [f"{length:,}" for length in plan.lengths]
+        parts.append(f"{words}, {plan.steps:,} steps:\n")
+        parts.append(_table(("nats per symbol", ""), [*heads, *report.COSTS[1::2]], lines))
+    return "\n".join(parts)
 
 
 def _picture(plan: Any, found: dict[str, Any]) -> str:
@@ -45,15 +71,7 @@ def _write(plan: Any, found: dict[str, Any]) -> str:
     for task, rows in found["summary"].items():
         about = TASKS[task]
         heads = [f"{times} ×" for times in plan.times]
-        lines = []
-        for row in sorted(rows, key=lambda row: row["rank"][-1]):
-            cells = [
-                f"{'**' * level}{score}{'**' * level} #{rank}"
-                for score, rank, level in zip(
-                    report.scores(row), row["rank"], row["level"], strict=True
-                )
-            ]
-            lines.append([row["label"], row["how"], *cells])
+        lines = [line for _, line in _ranked(rows)]
         parts.append(f"## {about.label.capitalize()}\n\n{about.about}\n")
         parts.append(f"{report.sentence(plan, task, rows)}\n")
         parts.append(_table((about.measure, ""), heads, lines))
@@ -62,6 +80,20 @@ def _write(plan: Any, found: dict[str, Any]) -> str:
     parts.append("## What each costs\n")
     parts.append(_table(("",), report.COSTS, lines))
     return "\n".join(parts)
+
+
+def _ranked(rows: list[Any]) -> list[tuple[Any, list[str]]]:
+    """Each row and its cells, the best on the longest sequences first."""
+    lines = []
+    for row in sorted(rows, key=lambda row: row["rank"][-1]):
+        cells = [
+            f"{'**' * level}{score}{'**' * level} #{rank}"
+            for score, rank, level in zip(
+                report.scores(row), row["rank"], row["level"], strict=True
+            )
+        ]
+        lines.append((row, [row["label"], row["how"], *cells]))
+    return lines
 
 
 def _table(words: tuple[str, ...], numbers: Any, rows: list[list[str]]) -> str:

@@ -179,7 +179,7 @@ def test_the_example_in_the_help_is_accepted(run, tmp_path):
 def test_help_names_every_flag(run):
     text = run("--help").stdout
     flags = "--quick --encodings --tasks --seeds --text --resume --overwrite --times --json"
-    flags += " --device --jobs"
+    flags += " --device --dtype --jobs"
     for flag in flags.split():
         assert flag in text
 
@@ -204,6 +204,7 @@ def test_an_earlier_run_stays_unless_told(run, tmp_path):
         pytest.param(["--encodings", ","], "got nothing", id="no-encoding"),
         pytest.param(["--tasks", "text,x"], "--tasks must be among text, copy, index", id="task"),
         pytest.param(["--device", "tpu"], "--device must be cpu or cuda", id="device-name"),
+        pytest.param(["--dtype", "int8"], "--dtype must be fp32 or bf16", id="dtype"),
         pytest.param(["--jobs", "0"], "--jobs", id="jobs"),
         pytest.param(["--times", "1,x"], "'--times': must be whole numbers", id="times"),
         pytest.param(["--times", "0"], "--times must be 1 or more", id="zero-times"),

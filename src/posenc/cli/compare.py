@@ -93,6 +93,9 @@ def compare(
     device: Annotated[
         str | None, typer.Option(metavar="NAME", help="cpu or cuda.", show_default="cpu")
     ] = None,
+    dtype: Annotated[
+        str | None, typer.Option(metavar="NAME", help="fp32 or bf16.", show_default="fp32")
+    ] = None,
     jobs: Annotated[int | None, _JOBS] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the numbers as JSON.")] = False,
 ) -> None:

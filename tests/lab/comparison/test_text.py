@@ -61,3 +61,8 @@ def test_a_text_that_is_no_regular_file_is_refused(tmp_path):
     """A device or a pipe may have no end."""
     with pytest.raises(ValueError, match="must be a regular file"):
         text.load(tmp_path)
+
+
+def test_a_longer_text_goes_on_where_the_built_in_one_ends():
+    assert tales(text.SIZE + 999)[: text.SIZE] == tales(text.SIZE)
+    assert len(tales(text.SIZE + 999)) == text.SIZE + 999

@@ -25,6 +25,20 @@ def test_the_rate_rises_for_a_tenth_and_falls_to_a_twentieth():
     assert rates[99] == pytest.approx(last)
 
 
+def test_products_are_in_the_dtype_of_the_plan_and_losses_in_float32():
+    tokens = torch.randint(0, 5, (2, 7))
+    lost = {}
+    for dtype in ("fp32", "bf16"):
+        plan = Plan(train_length=6, width=8, layers=1, heads=2, dtype=dtype)
+        model = Decoder("rope", plan, symbols=5, seed=0)
+        made = []
+        model.blocks[0].up.register_forward_hook(lambda *seen, made=made: made.append(seen[2]))
+        lost[dtype] = training.losses_of(model, Batch(tokens[:, :-1], tokens[:, 1:]))
+        assert made[0].dtype == {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype]
+        assert lost[dtype].dtype == torch.float32
+    assert torch.allclose(lost["fp32"], lost["bf16"], atol=0.01)
+
+
 def test_the_loss_is_that_of_the_next_token():
     plan = Plan(train_length=6, width=8, layers=1, heads=2)
     model = Decoder("none", plan, symbols=5, seed=0)

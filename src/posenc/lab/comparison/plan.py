@@ -53,6 +53,8 @@ class Plan:
     # Sums are rounded differently with another number of threads, and on another device.
     threads: int = 1
     device: str = "cpu"
+    # Of the matrix products, under torch.autocast; weights stay in float32.
+    dtype: str = "fp32"
 
     def __post_init__(self) -> None:
         _check_known("encodings", self.encodings, ENCODINGS)
@@ -63,6 +65,8 @@ class Plan:
                 raise ValueError(f"{flag} must be from 1 to {most}, got {got}.")
         if self.device not in ("cpu", "cuda"):
             raise ValueError(f"--device must be cpu or cuda, got {self.device}.")
+        if self.dtype not in ("fp32", "bf16"):
+            raise ValueError(f"--dtype must be fp32 or bf16, got {self.dtype}.")
         if self.train_length < 8 and self.tasks != ("text",):
             raise ValueError(f"--train-length must be 8 or more, got {self.train_length}.")
         if not all(type(times) is int and times >= 1 for times in self.times or [0]):

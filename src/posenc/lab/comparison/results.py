@@ -20,7 +20,7 @@ _PLAN = {
     "threads": int,
     **dict.fromkeys("learning_rate base".split(), float),
     "text": (str, None),
-    "device": str,
+    **dict.fromkeys(["device", "dtype"], str),
 }
 _FILE = {
     "posenc": str,

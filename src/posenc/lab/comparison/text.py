@@ -53,12 +53,12 @@ def load(file: Path | None = None) -> Text:
 
 
 @lru_cache(maxsize=1)
-def tales() -> bytes:
-    """The first :data:`SIZE` bytes of one tale after another; plain ASCII."""
+def tales(size: int = SIZE) -> bytes:
+    """The first ``size`` bytes of one tale after another; plain ASCII."""
     teller, text = _Teller(), bytearray()
-    while len(text) < SIZE:
+    while len(text) < size:
         text += teller.tale().encode("ascii")
-    return bytes(text[:SIZE])
+    return bytes(text[:size])
 
 
 def _rules() -> dict[str, list[str]]:

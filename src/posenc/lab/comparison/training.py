@@ -85,7 +85,13 @@ def learning_rate(step: int, steps: int, peak: float) -> float:
 
 def losses_of(model: Decoder, batch: Batch) -> Tensor:
     """Nats lost on what should follow each token, ``(B, L)``; 0 where nothing is asked."""
-    return _compare(model(batch.tokens.to(model.plan.device)), batch.wanted)
+    return _compare(_scores(model, batch.tokens), batch.wanted)
+
+
+def _scores(model: Decoder, tokens: Tensor) -> Tensor:
+    plan = model.plan
+    with torch.autocast(plan.device, torch.bfloat16, enabled=plan.dtype == "bf16"):
+        return model(tokens.to(plan.device)).float()  # type: ignore[no-any-return]
 
 
 def _compare(scores: Tensor, wanted: Tensor) -> Tensor:
@@ -145,6 +151,6 @@ def scores_by_length(
 
 def _marks(model: Decoder, batch: Batch) -> tuple[Tensor, Tensor]:
     """The loss of each token, and whether the likeliest was wanted; on the CPU."""
-    scores = model(batch.tokens.to(model.plan.device))
+    scores = _scores(model, batch.tokens)
     lost = _compare(scores, batch.wanted).cpu()
     return lost, scores.argmax(-1).cpu() == batch.wanted
