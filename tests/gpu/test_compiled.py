@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch._dynamo.utils import counters
 from torch._inductor.compile_fx import compile_fx
 
@@ -11,6 +12,14 @@ from posenc.functional import qk_norm_rope
 from posenc.kernels.rotation import norm_rotate_qk_op, rotate_qk_op
 
 CUDA = "cuda"
+# Biases that are more than a number for each distance.
+TERMS = {
+    "FIRE": lambda: posenc.FIRE(8, threshold=100.0),
+    "CoPE": lambda: posenc.CoPE(64, 32),
+    "RelativeKeys": lambda: posenc.RelativeKeys(64, 40),
+    "DeBERTaBias": lambda: posenc.DeBERTaBias(8, 64, 50, causal=True),
+    "TransformerXLBias": lambda: posenc.TransformerXLBias(512, 8),
+}
 
 
 def queries_and_keys(length, grad):
@@ -83,3 +92,63 @@ def test_attention_never_holds_all_scores(grad):
             torch.autograd.grad(got, (q, k, v), got.detach())
     assert torch.cuda.max_memory_allocated() - before < 2**28
     assert (got - wanted).abs().max() < wanted.abs().max() * 2**-6
+
+
+def attention_of(module, length):
+    """Output and gradients of a call in float32."""
+    torch.manual_seed(length)
+    q, k, v, above = torch.randn(4, 2, 8, length, 64, device=CUDA).unbind()
+    given = [x.requires_grad_() for x in (q, k, v)]
+    module.zero_grad()
+    out = module(*given)
+    out.backward(above)
+    return out, *[x.grad for x in given], *[p.grad for p in module.parameters()]
+
+
+def assert_close(got, wanted):
+    for x, y in zip(got, wanted, strict=True):
+        x = x.full_tensor() if hasattr(x, "full_tensor") else x
+        torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", TERMS)
+def test_a_compiled_bias_is_the_eager_one(name):
+    """One graph for all lengths."""
+    module = TERMS[name]().to(CUDA)
+    torch.compiler.reset()
+    counters.clear()
+    compiled = torch.compile(module, fullgraph=True, dynamic=True)
+    for length in (300, 30, 511):
+        assert_close(attention_of(compiled, length), attention_of(module, length))
+    assert counters["stats"]["unique_graphs"] == 1
+
+
+@pytest.fixture(scope="module")
+def group(tmp_path_factory):
+    store = tmp_path_factory.mktemp("group") / "store"
+    dist.init_process_group("nccl", init_method=f"file://{store}", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("wrap", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("name", TERMS)
+def test_a_bias_in_a_framework_is_the_eager_one(group, name, wrap):
+    from torch.distributed.fsdp import fully_shard
+    from torch.nn.parallel import DistributedDataParallel
+
+    module = TERMS[name]().to(CUDA)
+    wanted = attention_of(module, 300)
+    wrapped = fully_shard(module) if wrap == "fsdp2" else DistributedDataParallel(module)
+    assert_close(attention_of(wrapped, 300), wanted)
+
+
+@pytest.mark.parametrize("name", TERMS)
+def test_an_exported_bias_is_the_eager_one(name):
+    module = TERMS[name]().to(CUDA)
+    q, k, v = torch.randn(3, 2, 8, 300, 64, device=CUDA).unbind()
+    length = torch.export.Dim("length", min=2, max=4096)
+    program = torch.export.export(module, (q, k, v), dynamic_shapes=({2: length},) * 3)
+    for some in (300, 77):
+        given = [x[:, :, :some] for x in (q, k, v)]
+        assert_close([program.module()(*given)], [module(*given)])

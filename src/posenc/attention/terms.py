@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, sym_max, sym_min
 from torch.nn.functional import embedding, pad
 
 from posenc._contract import checks, qk_checks
@@ -92,7 +92,7 @@ def relative_terms(
     )
 
     keys, of_keys = k.shape[2], None
-    if to_k is not None and k.is_cpu and not is_exporting() and len(to_k) <= 2 * keys:
+    if to_k is not None and k.is_cpu and not is_exporting() and to_k.shape[0] <= 2 * keys:
         # Once for all queries.
         with without_autocast(q):
             vectors = to_k.unflatten(-1, (-1, k.shape[3])).transpose(0, 1)
@@ -193,13 +193,13 @@ def attend(q: Tensor, k: Tensor, v: Tensor, terms: Terms, call: Call) -> tuple[T
     own, least = q if terms.q is None else terms.q.to(q.dtype), 0
     vectors: list[Tensor | None] = [None, None, None, None]
     if terms.rows is not None:
-        # Distances that there are, and that have rows of their own.
+        # Distances that there are, and that have rows of their own; of any length, if traced.
         queries, keys = q.shape[2], k.shape[2]
         least, most = (0 if call.causal else -queries - keys), queries + keys
         if call.starts is None:
-            least = max(least, min(call.start - keys + 1, 0))
-            most = min(most, max(call.start + queries - 1, 0))
-        least, most = max(terms.least, least), min(terms.most, most)
+            least = sym_max(least, sym_min(call.start - keys + 1, 0))
+            most = sym_min(most, sym_max(call.start + queries - 1, 0))
+        least, most = sym_max(terms.least, least), sym_min(terms.most, most)
         rows = terms.rows(torch.arange(least, most + 1, device=q.device))
         pairs = (terms.p, terms.for_queries), (terms.m, terms.for_keys)
         for i, (x, of) in enumerate(pairs):
@@ -249,7 +249,8 @@ def _checked(who: str, *arguments: Any) -> Call:
             or vectors.shape[2] != q.shape[3]
         ):
             refuse(who, "vectors must be (R, 1 or H, D), of the dtype of q", vectors, q)
-    if for_queries is not None and for_keys is not None and len(for_queries) != len(for_keys):
+    counts = [x.shape[0] for x in (for_queries, for_keys) if x is not None]
+    if len(counts) == 2 and counts[0] != counts[1]:
         refuse(who, "there must be as many vectors for queries as for keys", for_queries, for_keys)
     if not -UNBOUNDED <= where[4] <= UNBOUNDED:
         refuse(who, "zero must be the row of distance zero", q)
@@ -281,7 +282,7 @@ def _operations(*arguments: Any) -> tuple[Tensor, Tensor]:
     call = unflatten(None, *where)
     seen, index = call.spans(queries, keys, q.device), torch.arange(keys, device=q.device)
     wide = torch.promote_types(q.dtype, torch.float32)
-    count = next((len(x) for x in (for_queries, for_keys) if x is not None), 1)
+    count = next((x.shape[0] for x in (for_queries, for_keys) if x is not None), 1)
 
     def rows(distance: Tensor) -> Tensor:
         row: Tensor = (distance + zero).clamp(0, count - 1)

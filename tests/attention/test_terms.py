@@ -1,0 +1,35 @@
+"""What a kernel of products is given, for calls of any length."""
+
+import pytest
+import torch
+
+import posenc
+from posenc.attention import op
+from support.assertions import assert_exports, compilations
+
+MODULES = {
+    "RelativeKeys": lambda: posenc.RelativeKeys(8, 9),
+    "DeBERTaBias": lambda: posenc.DeBERTaBias(2, 8, 3, causal=True),
+    "DeBERTaBias, both sides": lambda: posenc.DeBERTaBias(2, 8, 3),
+    "TransformerXLBias": lambda: posenc.TransformerXLBias(16, 2),
+}
+
+
+@pytest.fixture(params=MODULES)
+def module(request, monkeypatch):
+    """A module whose calls go to the op of the kernels, which has operations of torch here."""
+    monkeypatch.setattr(op, "kernel_for", lambda q, v: None)
+    return MODULES[request.param]()
+
+
+def qkv(length):
+    return torch.randn(3, 2, 2, length, 8).unbind()
+
+
+def test_an_exported_program_takes_lengths_on_both_sides_of_the_reach(module):
+    assert_exports(module, qkv(30), qkv(3))
+
+
+def test_one_graph_serves_lengths_on_both_sides_of_the_reach(module):
+    calls = [qkv(length) for length in (30, 3, 12)]
+    assert compilations(module, calls, dynamic=True, backend="eager") == 1
