@@ -225,9 +225,9 @@ out = timed("table forward", lambda: biased_attention(q, k, v, DistanceTable(tab
 timed("table backward", lambda: out.sum().backward())
 for name, module in {
     "FIRE": posenc.FIRE(8),
-    "RelativeKeys": posenc.RelativeKeys(64, 128),
-    "DeBERTaBias": posenc.DeBERTaBias(8, 64, 512, 256),
-    "CoPE": posenc.CoPE(64, 64),
+    "RelativeKeys": posenc.RelativeKeys(64, max_distance=128),
+    "DeBERTaBias": posenc.DeBERTaBias(8, head_dim=64, position_buckets=256, causal=False),
+    "CoPE": posenc.CoPE(64, max_pos=64),
 }.items():
     module.to("cuda")
     timed(f"{name} forward and backward", lambda: module(q, k, v).sum().backward())

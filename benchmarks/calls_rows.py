@@ -111,7 +111,7 @@ def rotation_rows(t: Token) -> Rows:
     first, second = ([x.clone() for x in (q, k)] for _ in range(2))
     rope = posenc.RoPE(WIDTH, interleaved=False).to(t.device)
     endless = posenc.RoPE(WIDTH, None, interleaved=False).to(t.device)
-    pope = posenc.PoPE(WIDTH, KV_HEADS).to(t.device)
+    pope = posenc.PoPE(WIDTH, num_kv_heads=KV_HEADS).to(t.device)
     pope.delta.data.copy_(t.delta)
     phi = POSITION * rates(WIDTH, t.device)
     polar_qk = polar(q, phi), polar(k, phi + t.delta.double()[:, None])

@@ -45,7 +45,7 @@ def measure(shape: tuple[int, ...], dtype: torch.dtype, device: str, rounds: int
     # Half precision needs no wider tables on a GPU; the module chooses so too.
     wide = torch.float32 if device == "cuda" and dtype.itemsize == 2 else torch.float64
     ids = torch.arange(length, device=device)
-    cos, sin = posenc.PoPE(width, None, None).tables(ids, dtype=wide)
+    cos, sin = posenc.PoPE(width, num_kv_heads=None, max_seq_len=None).tables(ids, dtype=wide)
     steps = {
         "copy of 1.5 times the bytes": same.clone,
         "queries": lambda: polar(x, cos, sin),

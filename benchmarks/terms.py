@@ -101,19 +101,33 @@ class Rotated(torch.nn.Module):
 
 
 CASES: dict[str, tuple[Callable[[], Any], Callable[..., Tensor] | None, str]] = {
-    "RelativeKeys": (lambda: posenc.RelativeKeys(WIDTH, 128), relative_keys, "0.7, 0.3"),
-    "DeBERTaBias": (lambda: posenc.DeBERTaBias(HEADS, WIDTH, 512, 256), deberta, "0.7, 0.3"),
+    "RelativeKeys": (
+        lambda: posenc.RelativeKeys(WIDTH, max_distance=128),
+        relative_keys,
+        "0.7, 0.3",
+    ),
+    "DeBERTaBias": (
+        lambda: posenc.DeBERTaBias(
+            HEADS, head_dim=WIDTH, max_relative_positions=512, position_buckets=256, causal=False
+        ),
+        deberta,
+        "0.7, 0.3",
+    ),
     "FIRE": (lambda: posenc.FIRE(HEADS), fire, "0.7, 0.3"),
     "TransformerXLBias": (
-        lambda: posenc.TransformerXLBias(HEADS * WIDTH, HEADS),
+        lambda: posenc.TransformerXLBias(HEADS, embed_dim=HEADS * WIDTH),
         transformer_xl,
         "1.0, 0.8",
     ),
-    "CoPE": (lambda: posenc.CoPE(WIDTH, 64), cope, "1.0, 0.8"),
+    "CoPE": (lambda: posenc.CoPE(WIDTH, max_pos=64), cope, "1.0, 0.8"),
     "RoPE": (Rotated, None, "-"),
     "ALiBi": (lambda: posenc.ALiBi(HEADS), None, "-"),
     "T5Bias": (lambda: posenc.T5Bias(HEADS, causal=True), None, "of SDPA 2.5, 2.2, 2.2"),
-    "LearnedBias": (lambda: posenc.LearnedBias(HEADS, 128), None, "of SDPA 2.5, 2.2, 2.2"),
+    "LearnedBias": (
+        lambda: posenc.LearnedBias(HEADS, max_distance=128),
+        None,
+        "of SDPA 2.5, 2.2, 2.2",
+    ),
     "KERPLE": (lambda: posenc.KERPLE(HEADS), None, "of SDPA 2.5, 2.2, 2.2"),
 }
 

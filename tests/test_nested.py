@@ -13,7 +13,7 @@ ENCODINGS = {
     "RoPE.rotate": lambda q, x: ROPE.rotate(q),
     "RotaryPosEmbedding": lambda q, x: posenc.RotaryPosEmbedding()(q),
     "XPos": lambda q, x: posenc.XPos(8)(q, q),
-    "MixedRoPE": lambda q, x: posenc.MixedRoPE(8, 4, coordinates=1)(q, q),
+    "MixedRoPE": lambda q, x: posenc.MixedRoPE(8, num_kv_heads=4, coordinates=1)(q, q),
     "SinusoidalPosEmbedding": lambda q, x: posenc.SinusoidalPosEmbedding()(x),
     "SinusoidalPE": lambda q, x: posenc.SinusoidalPE(16, 8)(x),
     "LearnedPosEmbedding": lambda q, x: posenc.LearnedPosEmbedding(16, 8)(x),

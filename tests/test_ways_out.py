@@ -23,7 +23,7 @@ def test_sizes_of_a_grid_are_told_to_be_unpacked(make):
 
 @pytest.mark.parametrize("move", ["shift", "rerotate"])
 def test_moved_keys_are_those_that_the_module_returned(move):
-    pope, k = posenc.PoPE(8, 2), torch.randn(1, 2, 5, 8)
+    pope, k = posenc.PoPE(8, num_kv_heads=2), torch.randn(1, 2, 5, 8)
     by = (1,) if move == "shift" else (torch.arange(5), torch.arange(5))
     with pytest.raises(ValueError, match=r"must be 16, got 8\.\n  Pass keys as PoPE returned them"):
         getattr(pope, move)(k, *by)

@@ -171,13 +171,13 @@ def test_gradients_are_those_of_the_weights_that_were_kept(run):
 def test_every_module_takes_both():
     q, k, v = torch.randn(3, 1, 4, 6, 8).unbind()
     mask, x = torch.rand(6, 6) < 0.7, torch.randn(1, 6, 16)
-    gate = posenc.ForgetGate(16, 4)
+    gate = posenc.ForgetGate(4, embed_dim=16)
     calls = {
         posenc.ALiBi(4): (),
-        posenc.T5Bias(4): (),
+        posenc.T5Bias(4, causal=False): (),
         posenc.FIRE(4): (),
-        posenc.CoPE(8, 4): (),
-        posenc.GridBias((2, 3), 4): (),
+        posenc.CoPE(8, max_pos=4): (),
+        posenc.GridBias((2, 3), num_heads=4): (),
         gate: (x,),
     }
     for module, more in calls.items():

@@ -8,10 +8,12 @@ from posenc.attention import op
 from support.assertions import assert_exports, compilations
 
 MODULES = {
-    "RelativeKeys": lambda: posenc.RelativeKeys(8, 9),
-    "DeBERTaBias": lambda: posenc.DeBERTaBias(2, 8, 3, causal=True),
-    "DeBERTaBias, both sides": lambda: posenc.DeBERTaBias(2, 8, 3),
-    "TransformerXLBias": lambda: posenc.TransformerXLBias(16, 2),
+    "RelativeKeys": lambda: posenc.RelativeKeys(8, max_distance=9),
+    "DeBERTaBias": lambda: posenc.DeBERTaBias(2, head_dim=8, max_relative_positions=3, causal=True),
+    "DeBERTaBias, both sides": lambda: posenc.DeBERTaBias(
+        2, head_dim=8, max_relative_positions=3, causal=False
+    ),
+    "TransformerXLBias": lambda: posenc.TransformerXLBias(2, embed_dim=16),
 }
 
 

@@ -153,10 +153,10 @@ def test_pope_takes_windows_documents_and_offsets(seq_dim):
     """The same as attention to the encoded queries and keys of the whole sequence."""
     torch.manual_seed(0)
     keys, queries = 12, 4
-    pope = posenc.PoPE(8, num_heads=2, init="uniform", seq_dim=seq_dim).double()
+    pope = posenc.PoPE(8, num_kv_heads=2, init="uniform", seq_dim=seq_dim).double()
     q, k, v = (torch.randn(2, h, keys, 8).double() for h in (4, 2, 2))
     ids = torch.tensor([[0] * 5 + [1] * 7, [-1] * 2 + [3] * 10])
-    polar = posenc.PoPE(8, num_heads=2).double()
+    polar = posenc.PoPE(8, num_kv_heads=2).double()
     polar.load_state_dict(pope.state_dict())
 
     def attend(q, k, v, **options):
@@ -216,7 +216,7 @@ def test_matrices_and_mods_hide_the_same_keys():
 def test_one_graph_serves_windows_of_every_length(monkeypatch):
     """By rows too: a compiled call has one piece."""
     monkeypatch.setattr(by_rows, "SCORES", 2**21)
-    bias = posenc.RelativeKeys(DIM, 3)
+    bias = posenc.RelativeKeys(DIM, max_distance=3)
     torch.nn.init.normal_(bias.weight)
     calls = [torch.randn(3, 1, 2, n, DIM).unbind() for n in (90, 91, 130, 200)]
     attend = partial(bias, window=20)

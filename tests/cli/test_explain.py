@@ -150,7 +150,9 @@ def test_help_has_an_example():
         pytest.param(T5, ["T5's relative bias", "num_buckets 32", "max_distance 128"], id="t5"),
         pytest.param(WHISPER, ["sinusoidal, encoder", "learned table, decoder"], id="whisper"),
         pytest.param({"model_type": "mamba"}, ["no positional encoding"], id="mamba"),
-        pytest.param({"model_type": "swin"}, ["Use GridBias(size, num_heads)"], id="swin"),
+        pytest.param(
+            {"model_type": "swin"}, ["Use GridBias(size, num_heads=num_heads)"], id="swin"
+        ),
         pytest.param({"model_type": "deberta"}, ["Use DeBERTaBias(num_heads"], id="deberta"),
         pytest.param(
             SMOLLM3,
@@ -325,7 +327,10 @@ def test_python_for_an_encoding_that_no_key_describes_is_refused(run):
     assert "posenc has no module for it" in result.stderr
     result = run({"model_type": "deberta"}, "--python")
     assert result.exit_code == 2
-    assert "vectors for each distance. Use DeBERTaBias(num_heads, head_dim)." in result.stderr
+    assert (
+        "vectors for each distance. Use DeBERTaBias(num_heads, head_dim=head_dim, causal=False)."
+        in result.stderr
+    )
     result = run(BLOOM, "--python", "--json")
     assert result.exit_code == 2
     assert "exclude each other" in result.stderr

@@ -15,10 +15,12 @@ CUDA = "cuda"
 # Biases that are more than a number for each distance.
 TERMS = {
     "FIRE": lambda: posenc.FIRE(8, threshold=100.0),
-    "CoPE": lambda: posenc.CoPE(64, 32),
-    "RelativeKeys": lambda: posenc.RelativeKeys(64, 40),
-    "DeBERTaBias": lambda: posenc.DeBERTaBias(8, 64, 50, causal=True),
-    "TransformerXLBias": lambda: posenc.TransformerXLBias(512, 8),
+    "CoPE": lambda: posenc.CoPE(64, max_pos=32),
+    "RelativeKeys": lambda: posenc.RelativeKeys(64, max_distance=40),
+    "DeBERTaBias": lambda: posenc.DeBERTaBias(
+        8, head_dim=64, max_relative_positions=50, causal=True
+    ),
+    "TransformerXLBias": lambda: posenc.TransformerXLBias(8, embed_dim=512),
 }
 
 

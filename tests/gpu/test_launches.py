@@ -111,7 +111,7 @@ def test_norms_and_caches_are_launched_natively(length, refuse_python):
     "where", [{"offset": 9}, {"position_ids": [[1, 0, 40]]}], ids=["at", "ids"]
 )
 def test_pope_is_launched_natively(where, refuse_python):
-    pope = posenc.PoPE(64, 2, max_seq_len=64).to(CUDA)
+    pope = posenc.PoPE(64, num_kv_heads=2, max_seq_len=64).to(CUDA)
     pope.delta.data.uniform_(-6.0, 0.0)
     q, k = halves(1, 4, 3, 64), halves(1, 2, 3, 64)
     if "position_ids" in where:
@@ -303,11 +303,13 @@ def test_norms_of_equal_heads_are_both_launched():
 
 
 PRODUCTS = {
-    "RelativeKeys": lambda: posenc.RelativeKeys(64, 40),
-    "DeBERTa": lambda: posenc.DeBERTaBias(4, 64, 64, 32),
+    "RelativeKeys": lambda: posenc.RelativeKeys(64, max_distance=40),
+    "DeBERTa": lambda: posenc.DeBERTaBias(
+        4, head_dim=64, max_relative_positions=64, position_buckets=32, causal=False
+    ),
     "FIRE": lambda: posenc.FIRE(4, threshold=20.0),
-    "TransformerXL": lambda: posenc.TransformerXLBias(256, 4),
-    "CoPE": lambda: posenc.CoPE(64, 20),
+    "TransformerXL": lambda: posenc.TransformerXLBias(4, embed_dim=256),
+    "CoPE": lambda: posenc.CoPE(64, max_pos=20),
 }
 
 

@@ -13,7 +13,7 @@ from support.assertions import assert_within_ulps
 @pytest.mark.parametrize("tokens_first", [False, True], ids=["heads-first", "tokens-first"])
 @pytest.mark.parametrize("width", [40, 64, 128])
 def test_results_and_gradients_match_float64(dtype, tokens_first, width):
-    pope = posenc.PoPE(width, 3, None, init="uniform").to("cuda")
+    pope = posenc.PoPE(width, num_kv_heads=3, max_seq_len=None, init="uniform").to("cuda")
     x = (3 * torch.randn(2, 3, 300, width, device="cuda")).to(dtype)
     x = x.transpose(1, 2).contiguous().transpose(1, 2) if tokens_first else x
     x.requires_grad_()
@@ -51,7 +51,7 @@ def test_every_number_of_half_precision(dtype):
 
 @pytest.mark.filterwarnings("ignore:TensorFloat32")
 def test_attention_compiles_and_agrees_with_the_cpu():
-    pope = posenc.PoPE(64, 2, init="uniform")
+    pope = posenc.PoPE(64, num_kv_heads=2, init="uniform")
     q, k, v = torch.randn(1, 4, 50, 64), torch.randn(1, 2, 50, 64), torch.randn(1, 2, 50, 64)
     wanted = pope.attention(q, k, v)
     pope.to("cuda")

@@ -89,7 +89,7 @@ class Tables(torch.nn.Module):
                 "interleaved": posenc.RoPE(64, 4096),
                 "halves": posenc.RoPE(64, 4096, interleaved=False),
                 "gain": posenc.RoPE(64, 4096, scaling=yarn),
-                "xpos": posenc.XPos(64, 4096, scale_base=1024),
+                "xpos": posenc.XPos(64, max_seq_len=4096, scale_base=1024),
             }
         )
 
@@ -190,7 +190,7 @@ class Lengths(torch.nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.pope = posenc.PoPE(8, 2)
+        self.pope = posenc.PoPE(8, num_kv_heads=2)
 
     def forward(self, q, gate):
         return self.pope(q, q)[0], torch.nn.functional.softplus(gate, beta=2.5)
@@ -213,7 +213,7 @@ def test_softplus_is_exact_where_it_is_all_but_zero(tmp_path):
 
 
 def test_a_basis_is_a_constant_of_the_file_alone(tmp_path):
-    string, q = posenc.STRING(8, 2, coordinates=1), torch.randn(1, 2, 5, 8)
+    string, q = posenc.STRING(8, num_kv_heads=2, coordinates=1), torch.randn(1, 2, 5, 8)
     torch.nn.init.normal_(string.skew)
     export(string.eval(), (q, q), tmp_path / "string.onnx")
     got, _ = run(tmp_path / "string.onnx", q, q)

@@ -193,12 +193,18 @@ def test_what_does_not_fit_is_refused(change, message):
 
 
 MODULES = {
-    "RelativeKeys": lambda: posenc.RelativeKeys(16, 20),
-    "RelativeKeys-both-sides": lambda: posenc.RelativeKeys(16, 20, False, max_later=3),
-    "DeBERTa": lambda: posenc.DeBERTaBias(4, 16, 30),
-    "DeBERTa-buckets": lambda: posenc.DeBERTaBias(4, 16, 40, 15),
-    "TransformerXL": lambda: posenc.TransformerXLBias(64, 4),
-    "TransformerXL-both-sides": lambda: posenc.TransformerXLBias(64, 4, False, max_distance=30),
+    "RelativeKeys": lambda: posenc.RelativeKeys(16, max_distance=20),
+    "RelativeKeys-both-sides": lambda: posenc.RelativeKeys(
+        16, max_distance=20, causal=False, max_later=3
+    ),
+    "DeBERTa": lambda: posenc.DeBERTaBias(4, head_dim=16, max_relative_positions=30, causal=False),
+    "DeBERTa-buckets": lambda: posenc.DeBERTaBias(
+        4, head_dim=16, max_relative_positions=40, position_buckets=15, causal=False
+    ),
+    "TransformerXL": lambda: posenc.TransformerXLBias(4, embed_dim=64),
+    "TransformerXL-both-sides": lambda: posenc.TransformerXLBias(
+        4, embed_dim=64, causal=False, max_distance=30
+    ),
 }
 
 
@@ -226,7 +232,7 @@ def test_modules_tell_the_op_what_they_are(make, monkeypatch):
 def test_fire_tells_the_op_its_network(causal, monkeypatch):
     """Values and all gradients, as on a GPU, where the kernel takes the curve."""
     torch.manual_seed(3)
-    fire = posenc.FIRE(4, 32, causal, threshold=20.0).double()
+    fire = posenc.FIRE(4, hidden=32, causal=causal, threshold=20.0).double()
     q, k, v = torch.randn(1, 4, 60, 16), torch.randn(1, 2, 90, 16), torch.randn(1, 2, 90, 16)
     numbers, found = fire.numbers(90, dtype=torch.float64), []
     network = Terms(network=fire._network(torch.float64))
@@ -243,7 +249,7 @@ def test_fire_tells_the_op_its_network(causal, monkeypatch):
 
 @pytest.mark.parametrize("learned", [True, False])
 def test_the_network_of_halves_is_not_rounded_again(learned):
-    fire = posenc.FIRE(4, 8, threshold=100.7, learn_threshold=learned, dtype=torch.bfloat16)
+    fire = posenc.FIRE(4, hidden=8, threshold=100.7, learn_threshold=learned, dtype=torch.bfloat16)
     factor = 1.0
     if learned:
         fire.L_multiplier.data.fill_(-1.3)

@@ -104,7 +104,7 @@ DROPPING = pytest.mark.parametrize(
     [
         lambda p: SinusoidalPosEmbedding(dropout=p),
         lambda p: SinusoidalPE(400, 16, dropout=p),
-        lambda p: SinusoidalGrid((20, 20), 16, dropout=p),
+        lambda p: SinusoidalGrid((20, 20), embed_dim=16, dropout=p),
         lambda p: LearnedPosEmbedding(400, 16, dropout=p),
     ],
     ids=["SinusoidalPosEmbedding", "SinusoidalPE", "SinusoidalGrid", "LearnedPosEmbedding"],

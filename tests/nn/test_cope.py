@@ -12,7 +12,7 @@ from support.biases import drawn, leaves, qkv
 
 
 def made(dim=8, positions=4):
-    return drawn(posenc.CoPE, dim, positions)
+    return drawn(posenc.CoPE, dim, max_pos=positions)
 
 
 def exact_bias(given, q, k, scale, start, mask=None):
@@ -118,7 +118,7 @@ def test_another_width_is_refused():
     with pytest.raises(ValueError, match="CoPE: head_dim must be 8, got 6"):
         made().attention(q, k, v)
     with pytest.raises(ValueError, match="CoPE: max_pos must be at least 1"):
-        posenc.CoPE(8, 0)
+        posenc.CoPE(8, max_pos=0)
 
 
 def test_the_gather_of_devices_is_gather():

@@ -29,7 +29,7 @@ def formula_of(threshold, *, learned=True):
 def test_attention_is_the_formula(threshold, learned, causal):
     torch.manual_seed(0)
     keywords = {"init_c": 0.3, "threshold": threshold, "learn_threshold": learned}
-    bias = posenc.FIRE(4, 5, causal, **keywords)
+    bias = posenc.FIRE(4, hidden=5, causal=causal, **keywords)
     kind = DistanceTable if threshold == 512.0 else RowBias
     assert isinstance(bias.numbers(7), kind)
     assert_is_formula(bias, formula_of(threshold, learned=learned), kv_heads=2)
@@ -78,7 +78,7 @@ def test_numbers_that_are_not_positive_are_refused():
 @pytest.mark.parametrize("keys", [9, 40], ids=["table", "rows"])
 def test_a_factor_of_zero_is_the_limit(name, keys):
     """With c towards 0 the ratio tends to (i - j) / max(L, i); with L at 0 the scale is i."""
-    fire = drawn(posenc.FIRE, 2, 3, threshold=20.0)
+    fire = drawn(posenc.FIRE, 2, hidden=3, threshold=20.0)
     near = copy.deepcopy(fire)
     with torch.no_grad():
         getattr(fire, name).zero_()
@@ -92,9 +92,9 @@ def test_a_factor_of_zero_is_the_limit(name, keys):
 
 def test_a_checkpoint_may_have_its_numbers_without_an_axis():
     """FSDP2 shards no parameter of shape (), so ours have one axis; older ones had none."""
-    fire = drawn(posenc.FIRE, 2, 3)
+    fire = drawn(posenc.FIRE, 2, hidden=3)
     state = {name: x.reshape(()) if x.numel() == 1 else x for name, x in fire.state_dict().items()}
-    other = posenc.FIRE(2, 3)
+    other = posenc.FIRE(2, hidden=3)
     other.load_state_dict(state)
     assert other.c.shape == other.L_multiplier.shape == (1,)
     assert torch.equal(other.bias(9), fire.bias(9))

@@ -12,7 +12,7 @@ from support.biases import leaves, qkv
 
 def made(embed=6, heads=4):
     torch.manual_seed(0)
-    return posenc.ForgetGate(embed, heads)
+    return posenc.ForgetGate(heads, embed_dim=embed)
 
 
 def exact_bias(given, x, queries):
@@ -105,5 +105,5 @@ def test_what_does_not_fit_is_refused():
 
 @pytest.mark.parametrize("how", [{}, {"dropout_p": 0.1}, {"backend": "dense"}], ids=str)
 def test_an_empty_batch_gives_an_empty_result(how):
-    gate, q = posenc.ForgetGate(4, 2), torch.zeros(0, 2, 5, 8)
+    gate, q = posenc.ForgetGate(2, embed_dim=4), torch.zeros(0, 2, 5, 8)
     assert gate(q, q, q, torch.zeros(0, 5, 4), **how).shape == q.shape

@@ -15,7 +15,9 @@ KINDS = pytest.mark.parametrize("kind", ["random", "learned", "nerf"])
 @KINDS
 @pytest.mark.parametrize("include_input", [False, True])
 def test_the_module_is_the_function_of_its_frequencies(kind, include_input):
-    module = FourierFeatures(2, 5, kind, scale=3.0, include_input=include_input)
+    module = FourierFeatures(
+        2, num_frequencies=5, kind=kind, scale=3.0, include_input=include_input
+    )
     x = torch.rand(4, 2)
     if kind == "nerf":
         wanted = functional.nerf_features(x, 5, scale=3.0, include_input=include_input)
@@ -28,26 +30,26 @@ def test_the_module_is_the_function_of_its_frequencies(kind, include_input):
 
 def test_only_learned_frequencies_are_trained_and_both_are_saved():
     for kind, trained in (("random", False), ("learned", True)):
-        module = FourierFeatures(2, 5, kind)
+        module = FourierFeatures(2, num_frequencies=5, kind=kind)
         assert list(module.state_dict()) == ["frequencies"]
         x = torch.rand(4, 2, requires_grad=True)
         module.requires_grad_(trained)
         module(x).square().sum().backward()
         assert (module.frequencies.grad is not None) == trained
         assert x.grad is not None
-    assert FourierFeatures(2, 5, "nerf").state_dict() == {}
+    assert FourierFeatures(2, num_frequencies=5, kind="nerf").state_dict() == {}
 
 
 def test_random_frequencies_stay_when_a_whole_model_is_unfrozen():
-    module = FourierFeatures(1, 4).requires_grad_(True)
+    module = FourierFeatures(1, num_frequencies=4).requires_grad_(True)
     assert not module(torch.rand(3, 1)).requires_grad
 
 
 def test_frequencies_are_normal_and_follow_from_the_seed():
     """The mean of 20 000 numbers is within 5 standard errors, and so is their variance."""
-    one = FourierFeatures(2, 10_000, scale=10.0)
+    one = FourierFeatures(2, num_frequencies=10_000, scale=10.0)
     torch.manual_seed(1)
-    same, other = FourierFeatures(2, 10_000, scale=10.0), one.replace(seed=1)
+    same, other = FourierFeatures(2, num_frequencies=10_000, scale=10.0), one.replace(seed=1)
     assert torch.equal(one.frequencies, same.frequencies)
     assert not torch.equal(one.frequencies, other.frequencies)
     drawn = one.frequencies.double() / 10.0
@@ -57,7 +59,7 @@ def test_frequencies_are_normal_and_follow_from_the_seed():
 
 def test_similarity_approximates_a_gaussian():
     """By Bochner, the mean of cos(2 pi B d) tends to exp(-2 (pi s d)^2); 4 standard errors."""
-    module = FourierFeatures(1, 4000, scale=2.0)
+    module = FourierFeatures(1, num_frequencies=4000, scale=2.0)
     distance = torch.linspace(0, 0.3, 7)[:, None]
     near, far = module(torch.zeros(7, 1)), module(distance)
     kernel = (near * far).sum(-1) / 4000
@@ -67,7 +69,7 @@ def test_similarity_approximates_a_gaussian():
 
 @pytest.mark.parametrize("kind", ["random", "learned"])
 def test_casts_leave_the_frequencies_alone(kind):
-    module, x = FourierFeatures(2, 5, kind), torch.rand(4, 2)
+    module, x = FourierFeatures(2, num_frequencies=5, kind=kind), torch.rand(4, 2)
     wanted = module(x)
     for cast in (torch.bfloat16, torch.float16, torch.float64):
         assert torch.equal(copy.deepcopy(module).to(cast)(x), wanted)
@@ -77,7 +79,10 @@ def test_casts_leave_the_frequencies_alone(kind):
 
 @KINDS
 def test_the_call_decides_the_dtype(kind):
-    module, x = FourierFeatures(2, 5, kind), torch.rand(4, 2, dtype=torch.float64)
+    module, x = (
+        FourierFeatures(2, num_frequencies=5, kind=kind),
+        torch.rand(4, 2, dtype=torch.float64),
+    )
     assert module(x).dtype == torch.float32
     assert module(torch.arange(4).view(2, 2)).dtype == torch.float32
     assert module(x, dtype=torch.bfloat16).dtype == torch.bfloat16
@@ -85,8 +90,8 @@ def test_the_call_decides_the_dtype(kind):
 
 @KINDS
 def test_copies_and_loaded_modules_are_equal(kind):
-    module, x = FourierFeatures(2, 5, kind, seed=3), torch.rand(4, 2)
-    loaded = FourierFeatures(2, 5, kind)
+    module, x = FourierFeatures(2, num_frequencies=5, kind=kind, seed=3), torch.rand(4, 2)
+    loaded = FourierFeatures(2, num_frequencies=5, kind=kind)
     loaded.load_state_dict(module.state_dict())
     for other in (copy.deepcopy(module), pickle.loads(pickle.dumps(module)), loaded):
         assert torch.equal(other(x), module(x))
@@ -95,9 +100,11 @@ def test_copies_and_loaded_modules_are_equal(kind):
 @KINDS
 def test_a_module_made_on_meta_gets_its_numbers(kind):
     """From a checkpoint, or from reset_parameters, as a linear layer does."""
-    wanted, x = FourierFeatures(2, 5, kind, seed=3), torch.rand(4, 2)
+    wanted, x = FourierFeatures(2, num_frequencies=5, kind=kind, seed=3), torch.rand(4, 2)
     with torch.device("meta"):
-        empty, assigned = (FourierFeatures(2, 5, kind, seed=3) for _ in range(2))
+        empty, assigned = (
+            FourierFeatures(2, num_frequencies=5, kind=kind, seed=3) for _ in range(2)
+        )
         assert empty(x.to("meta")).shape == (4, wanted.embed_dim)
     empty.to_empty(device="cpu").reset_parameters()
     assert torch.equal(empty(x), wanted(x))
@@ -108,7 +115,7 @@ def test_a_module_made_on_meta_gets_its_numbers(kind):
 def test_learned_features_are_those_of_the_paper():
     """Li et al., equation 2: cos and sin of x W, W ~ N(0, 1 / gamma^2), times 1 / sqrt(D)."""
     gamma, x = 0.5, torch.rand(3, 2)
-    module = FourierFeatures(2, 4, "learned", scale=1 / (2 * math.pi * gamma))
+    module = FourierFeatures(2, num_frequencies=4, kind="learned", scale=1 / (2 * math.pi * gamma))
     phi = x.double() @ (2 * math.pi * module.frequencies.double()).T
     wanted = torch.cat((phi.cos(), phi.sin()), dim=-1)
     torch.testing.assert_close(module(x).double(), wanted.detach(), rtol=0, atol=1e-7)
@@ -117,7 +124,7 @@ def test_learned_features_are_those_of_the_paper():
 def test_gaps_between_times_count():
     """Sensor readings at 09:00, 09:05 and a day later."""
     times = torch.tensor([1_763_370_000, 1_763_370_300, 1_763_456_400])
-    module = FourierFeatures(1, 8, scale=1e-3)
+    module = FourierFeatures(1, num_frequencies=8, scale=1e-3)
     exact = oracles.fourier_features(times[:, None].tolist(), module.frequencies.tolist())
     got = module(times[:, None], dtype=torch.float64)
     assert (got - exact).abs().max() < 1.5e-14
@@ -126,25 +133,25 @@ def test_gaps_between_times_count():
 @pytest.mark.slow
 @KINDS
 def test_one_graph_for_all_lengths(kind):
-    module = FourierFeatures(2, 5, kind)
+    module = FourierFeatures(2, num_frequencies=5, kind=kind)
     calls = [(torch.rand(n, 2),) for n in (5, 3, 17)]
     assert compilations(module, calls, dynamic=True) == 1
 
 
 @pytest.mark.slow
 def test_it_is_exported():
-    module, x = FourierFeatures(2, 5), torch.rand(4, 2)
+    module, x = FourierFeatures(2, num_frequencies=5), torch.rand(4, 2)
     program = torch.export.export(module, (x,), strict=False)
     assert torch.equal(program.module()(x + 1), module(x + 1))
 
 
 def test_bad_arguments_are_named():
     with pytest.raises(ValueError, match="FourierFeatures: kind must be 'random' or 'learned'"):
-        FourierFeatures(2, 5, "gauss")
+        FourierFeatures(2, num_frequencies=5, kind="gauss")
     with pytest.raises(ValueError, match="num_frequencies must be at most 64"):
-        FourierFeatures(2, 65, "nerf")
+        FourierFeatures(2, num_frequencies=65, kind="nerf")
     with pytest.raises(ValueError, match="coordinates must be at least 1"):
-        FourierFeatures(0, 5)
+        FourierFeatures(0, num_frequencies=5)
     for kind in ("random", "nerf"):
         with pytest.raises(ValueError, match=r"FourierFeatures: coordinates must .* \(..., 2\)"):
-            FourierFeatures(2, 5, kind)(torch.rand(4, 3))
+            FourierFeatures(2, num_frequencies=5, kind=kind)(torch.rand(4, 3))

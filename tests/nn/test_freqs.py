@@ -170,7 +170,7 @@ def test_pixel_frequencies_refuse_an_image_of_two_pixels():
 @pytest.mark.parametrize("kind", [MixedRoPE, STRING])
 @pytest.mark.parametrize("heads", [1, 2], ids=["shared", "each"])
 def test_learned_frequencies_of_one_coordinate_start_as_rope(heads, kind):
-    mixed = kind(16, heads, coordinates=1)
+    mixed = kind(16, num_kv_heads=heads, coordinates=1)
     q, k = torch.randn(2, 4, 9, 16), torch.randn(2, 2, 9, 16)
     rates = mixed.freqs[0, 0].tolist()
     assert torch.allclose(mixed.freqs.double(), RoPE(16).inv_freq().expand(1, heads, 8))
@@ -181,7 +181,8 @@ def test_learned_frequencies_of_one_coordinate_start_as_rope(heads, kind):
 def test_the_base_at_the_start_follows_the_number_of_coordinates():
     """An image is tens of patches wide: at base 10,000 most pairs would hardly turn."""
     for kind in (MixedRoPE, STRING):
-        image, text = kind(16, 3), kind(16, 3).replace(coordinates=1)
+        image = kind(16, num_kv_heads=3)
+        text = image.replace(coordinates=1)
         # The lengths of the mixtures are the rates of an axis.
         assert torch.allclose(image.freqs[:, 0].norm(dim=0)[:4], 10.0 ** -(torch.arange(4) / 4))
         assert torch.allclose(text.freqs[0, 0], 10_000.0 ** -(torch.arange(8) / 8))
@@ -190,7 +191,10 @@ def test_the_base_at_the_start_follows_the_number_of_coordinates():
 @pytest.mark.parametrize("batched", [False, True], ids=["shared", "batched"])
 def test_one_set_of_learned_frequencies_serves_all_heads(batched):
     """As many sets as there are heads, all the same, are the reference."""
-    one, each = MixedRoPE(16, 1, start=[3.0, 2.0, 1.0, 0.5]), MixedRoPE(16, 4)
+    one, each = (
+        MixedRoPE(16, num_kv_heads=1, start=[3.0, 2.0, 1.0, 0.5]),
+        MixedRoPE(16, num_kv_heads=4),
+    )
     at = positions.grid(3, 3)
     at = torch.stack((at, at + 4), dim=1) if batched else at
     each.load_state_dict({"freqs": one.freqs.detach().expand(2, 4, 8)})
@@ -205,6 +209,8 @@ def test_one_set_of_learned_frequencies_serves_all_heads(batched):
 
 
 def test_the_start_of_learned_frequencies_is_checked():
-    assert torch.equal(MixedRoPE(8, 2, coordinates=1, start=FREQS).freqs[0, 1], torch.tensor(FREQS))
+    assert torch.equal(
+        MixedRoPE(8, num_kv_heads=2, coordinates=1, start=FREQS).freqs[0, 1], torch.tensor(FREQS)
+    )
     with pytest.raises(ValueError, match="start must have 2 numbers"):
-        MixedRoPE(8, 2, start=FREQS)
+        MixedRoPE(8, num_kv_heads=2, start=FREQS)

@@ -26,7 +26,7 @@ def test_attention_is_the_formula(token):
         (a, b), (c, d) = cell(i - token, width), cell(j - token, width)
         return table[(a - c + height - 1) * (2 * width - 1) + b - d + width - 1, h]
 
-    bias = drawn(GridBias, (height, width), 4, class_token=token)
+    bias = drawn(GridBias, (height, width), num_heads=4, class_token=token)
     assert_is_formula(bias, formula, queries=6 + token, keys=6 + token, kv_heads=2)
 
 
@@ -41,7 +41,7 @@ def test_continuous_attention_is_the_formula():
         hidden = torch.relu(first @ x + given["continuous_position_bias_mlp.0.bias"])
         return 16 * torch.sigmoid(last[h] @ hidden)
 
-    bias = drawn(GridBias, (2, 3), 4, continuous=True, hidden=5, pretrained_size=(4, 5))
+    bias = drawn(GridBias, (2, 3), num_heads=4, continuous=True, hidden=5, pretrained_size=(4, 5))
     assert_is_formula(bias, formula, queries=6, keys=6)
 
 
@@ -51,7 +51,7 @@ def test_swin_is_reproduced():
     config = transformers.SwinConfig(attention_probs_dropout_prob=0.0)
     name = "SwinSelfAttention" if hasattr(modeling, "SwinSelfAttention") else "SwinAttention"
     layer = getattr(modeling, name)(config, 32, 4, 4).eval()
-    bias = drawn(GridBias, 4, 4)
+    bias = drawn(GridBias, 4, num_heads=4)
     holder = next(m for m in layer.modules() if hasattr(m, "relative_position_bias_table"))
     holder.load_state_dict(bias.state_dict(), strict=False)
     table, index = holder.relative_position_bias_table, holder.relative_position_index
@@ -64,7 +64,7 @@ def test_beit_is_reproduced():
     modeling = pytest.importorskip("transformers.models.beit.modeling_beit")
     config = transformers.BeitConfig(image_size=64, patch_size=16, num_attention_heads=4)
     theirs = modeling.BeitRelativePositionBias(config)
-    bias = drawn(GridBias, 4, 4, class_token=True)
+    bias = drawn(GridBias, 4, num_heads=4, class_token=True)
     theirs.load_state_dict(bias.state_dict(), strict=False)
     assert torch.equal(bias.bias(), theirs((4, 4))[0])
     larger = bias.resize((6, 5), mode="bilinear")
@@ -77,7 +77,7 @@ def test_swin_v2_is_reproduced(pretrained):
     modeling = pytest.importorskip("transformers.models.swinv2.modeling_swinv2")
     config = transformers.Swinv2Config(attention_probs_dropout_prob=0.0)
     theirs = modeling.Swinv2SelfAttention(config, 32, 4, (4, 4), (pretrained, pretrained)).eval()
-    bias = drawn(GridBias, pretrained or 4, 4, continuous=True)
+    bias = drawn(GridBias, pretrained or 4, num_heads=4, continuous=True)
     bias = bias.resize(4) if pretrained else bias
     theirs.load_state_dict(bias.state_dict(), strict=False)
     table = theirs.continuous_position_bias_mlp(theirs.relative_coords_table).view(-1, 4)
@@ -86,13 +86,13 @@ def test_swin_v2_is_reproduced(pretrained):
 
 
 def test_resizing_keeps_what_it_can():
-    bias = drawn(GridBias, (3, 4), 2, class_token=True)
+    bias = drawn(GridBias, (3, 4), num_heads=2, class_token=True)
     same, larger = bias.resize((3, 4)), bias.resize((6, 7))
     torch.testing.assert_close(same.bias(), bias.bias(), rtol=0, atol=1e-6)
     assert (larger.size, larger.tokens) == ((6, 7), 43)
     table = larger.relative_position_bias_table
     assert torch.equal(table[-3:], bias.relative_position_bias_table[-3:])
-    flat = GridBias(3, 2)
+    flat = GridBias(3, num_heads=2)
     torch.nn.init.constant_(flat.relative_position_bias_table, 0.75)
     torch.testing.assert_close(flat.resize(5).bias(), torch.full((2, 25, 25), 0.75))
 
@@ -126,7 +126,7 @@ def geometric_oracle(grid, old, new):
 @pytest.mark.parametrize("token", [False, True], ids=["cells", "class-token"])
 def test_geometric_resizing_is_linear_between_growing_distances(old, new, token):
     """timm's loaders resize so; the table of the result is rounded once to float32."""
-    bias = drawn(GridBias, old, 3, class_token=token)
+    bias = drawn(GridBias, old, num_heads=3, class_token=token)
     larger = bias.resize(new, mode="geometric")
     table = bias.relative_position_bias_table.detach()
     cells = (2 * old[0] - 1) * (2 * old[1] - 1)
@@ -143,7 +143,7 @@ def test_geometric_resizing_is_linear_between_growing_distances(old, new, token)
 
 
 def test_geometric_resizing_keeps_near_numbers_and_the_farthest():
-    bias = drawn(GridBias, (7, 1), 2)
+    bias = drawn(GridBias, (7, 1), num_heads=2)
     table = bias.relative_position_bias_table
     larger = bias.resize((12, 1), mode="geometric").relative_position_bias_table
     assert torch.equal(larger[[0, 10, 11, 12, 22]], table[[0, 5, 6, 7, 12]])
@@ -154,18 +154,18 @@ def test_geometric_resizing_keeps_near_numbers_and_the_farthest():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
 def test_a_resized_module_has_the_dtype_of_the_old_one(dtype):
-    assert GridBias(4, 2).to(dtype).resize(6).relative_position_bias_table.dtype == dtype
+    assert GridBias(4, num_heads=2).to(dtype).resize(6).relative_position_bias_table.dtype == dtype
 
 
 def test_an_unknown_way_to_resize_is_refused():
     with pytest.raises(
         ValueError, match=r"GridBias.resize: mode must be .* or 'geometric', got 'cubic'"
     ):
-        GridBias(3, 2).resize(4, mode="cubic")
+        GridBias(3, num_heads=2).resize(4, mode="cubic")
 
 
 def test_the_score_mod_is_the_bias():
-    bias = drawn(GridBias, (2, 3), 4)
+    bias = drawn(GridBias, (2, 3), num_heads=4)
     b, h, q, k = torch.zeros((), dtype=torch.int64), *map(torch.arange, (4, 6, 6))
     got = bias.score_mod(6, 6)(torch.ones(()), b, h[:, None, None], q[:, None], k)
     assert torch.equal(got, bias.bias() + 1)
@@ -174,8 +174,8 @@ def test_the_score_mod_is_the_bias():
 def test_windows_that_do_not_fit_are_refused():
     q, k, v = torch.randn(3, 1, 2, 8, 4).unbind()
     with pytest.raises(ValueError, match=r"GridBias: k_len must be 9, got 8.\n  Call resize"):
-        GridBias(3, 2).attention(q, k, v)
+        GridBias(3, num_heads=2).attention(q, k, v)
     with pytest.raises(ValueError, match="GridBias: size must be one side, or rows and columns"):
-        GridBias((2, 3, 4), 2)
+        GridBias((2, 3, 4), num_heads=2)
     with pytest.raises(ValueError, match="GridBias: a continuous bias must have no class token"):
-        GridBias(3, 2, class_token=True, continuous=True)
+        GridBias(3, num_heads=2, class_token=True, continuous=True)

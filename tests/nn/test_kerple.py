@@ -23,14 +23,14 @@ def power_decay(given, h, i, j):
 @pytest.mark.parametrize("kind", ["log", "power"])
 def test_attention_is_the_formula(kind, causal):
     torch.manual_seed(0)
-    bias = posenc.KERPLE(4, kind, causal)
+    bias = posenc.KERPLE(4, kind=kind, causal=causal)
     formula = log_decay if kind == "log" else power_decay
     assert_is_formula(bias, formula, kv_heads=2)
     assert_is_formula(bias, formula, queries=1, keys=20)
 
 
 def test_parameters_stay_in_their_range_whatever_the_optimizer_does():
-    bias = posenc.KERPLE(2, "power")
+    bias = posenc.KERPLE(2, kind="power")
     with torch.no_grad():
         for raw, r2 in ((30.0, 2.0), (-30.0, 0.0)):
             bias.raw_r1.fill_(raw)
@@ -43,7 +43,7 @@ def test_parameters_stay_in_their_range_whatever_the_optimizer_does():
 
 def test_second_derivatives_are_numbers():
     """The power of distance zero has none by the usual rule."""
-    bias = posenc.KERPLE(2, "power")
+    bias = posenc.KERPLE(2, kind="power")
     (g,) = torch.autograd.grad(bias.table(5).sum(), bias.raw_r2, create_graph=True)
     (second,) = torch.autograd.grad(g.sum(), bias.raw_r2)
     assert second.isfinite().all()
@@ -51,4 +51,4 @@ def test_second_derivatives_are_numbers():
 
 def test_another_kind_is_refused():
     with pytest.raises(ValueError, match="KERPLE: kind must be 'log' or 'power', got 'exp'"):
-        posenc.KERPLE(2, "exp")
+        posenc.KERPLE(2, kind="exp")

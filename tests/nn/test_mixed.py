@@ -27,7 +27,7 @@ def expected(x, at, freqs, *, interleaved):
 @pytest.mark.parametrize("queries", [2, 6], ids=["as-many", "grouped"])
 @pytest.mark.parametrize("batched", [False, True], ids=["shared", "batched"])
 def test_every_head_rotates_by_its_own_mixture(batched, queries, interleaved):
-    rope = MixedRoPE(8, 2, interleaved=interleaved)
+    rope = MixedRoPE(8, num_kv_heads=2, interleaved=interleaved)
     at = positions.grid(2, 3)
     at = torch.stack((at, at + 4), dim=1) if batched else at
     q, k = torch.randn(2, queries, 6, 8), torch.randn(2, 2, 6, 8)
@@ -39,7 +39,7 @@ def test_every_head_rotates_by_its_own_mixture(batched, queries, interleaved):
 
 def test_the_initial_frequencies_are_axial_ones_rotated_in_each_head():
     """The lengths of the two-dimensional frequencies are the axial rates."""
-    freqs = MixedRoPE(16, 3, base=100.0).freqs.detach()
+    freqs = MixedRoPE(16, num_kv_heads=3, base=100.0).freqs.detach()
     rates = 100.0 ** (-torch.arange(4) / 4)
     assert torch.allclose(freqs.norm(dim=0), rates.repeat(2).expand(3, 8), rtol=1e-6)
     first, second = freqs[:, :, :4], freqs[:, :, 4:]
@@ -48,7 +48,7 @@ def test_the_initial_frequencies_are_axial_ones_rotated_in_each_head():
 
 @pytest.mark.parametrize("heads", [1, 2], ids=["shared", "each"])
 def test_gradients_reach_the_frequencies(heads):
-    rope = MixedRoPE(4, heads, coordinates=1)
+    rope = MixedRoPE(4, num_kv_heads=heads, coordinates=1)
     q = torch.randn(1, 2, 3, 4, dtype=torch.float64, requires_grad=True)
 
     def run(x, freqs):
@@ -59,7 +59,7 @@ def test_gradients_reach_the_frequencies(heads):
 
 @pytest.mark.slow
 def test_one_graph_for_every_length():
-    rope = MixedRoPE(8, 2)
+    rope = MixedRoPE(8, num_kv_heads=2)
 
     def rotated(q, k, at):
         return rope(q, k, position_ids=at)
@@ -72,7 +72,7 @@ def test_one_graph_for_every_length():
 
 
 def test_results_lie_in_memory_as_their_inputs():
-    rope, at = MixedRoPE(8, 2), positions.grid(2, 3)
+    rope, at = MixedRoPE(8, num_kv_heads=2), positions.grid(2, 3)
     for x in (torch.randn(3, 2, 6, 8), torch.randn(3, 6, 2, 8).transpose(1, 2)):
         for frozen in (False, True):
             rope.requires_grad_(not frozen)
@@ -80,7 +80,7 @@ def test_results_lie_in_memory_as_their_inputs():
 
 
 def test_bad_input_is_refused():
-    rope, x = MixedRoPE(8, 2), torch.randn(1, 2, 6, 8)
+    rope, x = MixedRoPE(8, num_kv_heads=2), torch.randn(1, 2, 6, 8)
     with pytest.raises(ValueError, match=r"of shape \(2, 6\)"):
         rope(x, x, position_ids=positions.grid(1, 2, 3))
     with pytest.raises(ValueError, match="heads of k must be 2"):
@@ -88,13 +88,13 @@ def test_bad_input_is_refused():
     with pytest.raises(ValueError, match="heads of q must be a multiple of 2"):
         rope(torch.randn(1, 3, 6, 8), x, position_ids=positions.grid(2, 3))
     with pytest.raises(ValueError, match="head_dim must be a multiple of 4"):
-        MixedRoPE(6, 2)
+        MixedRoPE(6, num_kv_heads=2)
 
 
 @pytest.mark.parametrize("kind", [MixedRoPE, posenc.STRING])
 def test_positions_of_each_sequence_are_taken_as_by_rope(kind):
     """So that one can be swapped for the other. Frequencies are float32: 50 times 2**-25 rad."""
-    rope, x = kind(8, 1, coordinates=1), torch.randn(3, 2, 5, 8)
+    rope, x = kind(8, num_kv_heads=1, coordinates=1), torch.randn(3, 2, 5, 8)
     for ids in (torch.randint(0, 50, (3, 5)), torch.randint(0, 50, (1, 5))):
         got, wanted = rope(x, x, position_ids=ids), posenc.RoPE(8)(x, x, position_ids=ids)
         torch.testing.assert_close(got, wanted, rtol=0, atol=2e-5)

@@ -19,9 +19,9 @@ MODULES = {
     "rotary_pos_embedding": (posenc.functional.rotary_pos_embedding, (2, 3, 8)),
     "RoPE": (each(posenc.RoPE(8, 16)), (2, 4, 3, 8)),
     "RoPE-growing": (each(posenc.RoPE(8, None)), (2, 4, 3, 8)),
-    "XPos": (each(posenc.XPos(8, 16)), (2, 4, 3, 8)),
-    "MixedRoPE": (each(posenc.MixedRoPE(8, 4, coordinates=1)), (2, 4, 3, 8)),
-    "STRING": (each(posenc.STRING(8, 4, coordinates=1)), (2, 4, 3, 8)),
+    "XPos": (each(posenc.XPos(8, max_seq_len=16)), (2, 4, 3, 8)),
+    "MixedRoPE": (each(posenc.MixedRoPE(8, num_kv_heads=4, coordinates=1)), (2, 4, 3, 8)),
+    "STRING": (each(posenc.STRING(8, num_kv_heads=4, coordinates=1)), (2, 4, 3, 8)),
 }
 EACH = pytest.mark.parametrize(("encode", "shape"), MODULES.values(), ids=MODULES)
 IDS = torch.tensor([[5, 6, 7], [11, 12, 13]])
@@ -80,9 +80,9 @@ def test_a_position_that_cannot_be_is_refused(encode, shape, where, error, text)
     [
         posenc.RoPE(8),
         posenc.XPos(8),
-        posenc.PoPE(8, 2),
-        posenc.MixedRoPE(8, 2, coordinates=1),
-        posenc.STRING(8, 2, coordinates=1),
+        posenc.PoPE(8, num_kv_heads=2),
+        posenc.MixedRoPE(8, num_kv_heads=2, coordinates=1),
+        posenc.STRING(8, num_kv_heads=2, coordinates=1),
     ],
     ids=lambda module: type(module).__name__,
 )
@@ -97,7 +97,7 @@ def test_the_third_argument_of_every_rotation_is_an_offset(module):
 
 
 def test_an_image_has_no_offset():
-    rope, x = posenc.MixedRoPE(8, 2), torch.randn(1, 2, 3, 8)
+    rope, x = posenc.MixedRoPE(8, num_kv_heads=2), torch.randn(1, 2, 3, 8)
     for where in ((), (3,), (posenc.positions.grid(1, 3),)):
         with pytest.raises(ValueError, match=r"position_ids must be given.*\n.*position_ids=pos"):
             rope(x, x, *where)

@@ -15,9 +15,10 @@ from posenc import PoPE, axes, positions, scaling
 from support.assertions import assert_within_ulps, compilations
 
 
-def trained(head_dim, num_heads, *arguments, **keywords):
+def trained(head_dim, num_kv_heads, max_seq_len=2048, base=10_000.0, **keywords):
     """A module whose delta is not that of the start."""
-    return PoPE(head_dim, num_heads, *arguments, init="uniform", **keywords)
+    sizes = {"num_kv_heads": num_kv_heads, "max_seq_len": max_seq_len, "base": base}
+    return PoPE(head_dim, **sizes, init="uniform", **keywords)
 
 
 @pytest.mark.parametrize("start", [0, 5, 2**31 - 3], ids=["first", "later", "last"])
@@ -70,7 +71,7 @@ def test_scores_are_those_of_the_paper():
 
 def test_delta_is_limited_where_it_is_used():
     """The parameter stays the optimizer's; outside, it has no gradient."""
-    pope = PoPE(3, 1)
+    pope = PoPE(3, num_kv_heads=1)
     assert not pope.delta.any()
     with torch.no_grad():
         pope.delta.copy_(torch.tensor([[1.0, -7.0, -1.0]]))
@@ -91,7 +92,7 @@ def test_delta_is_limited_where_it_is_used():
 def test_the_ends_of_its_range_get_the_gradient_of_the_formula(end):
     """delta starts at one; the gradient of torch.clamp there is 1 or 0, by the version of torch."""
     q, k, v = torch.randn(3, 1, 2, 7, 8, dtype=torch.float64).unbind()
-    pope = PoPE(8, 2).double()
+    pope = PoPE(8, num_kv_heads=2).double()
     if end:
         torch.nn.init.constant_(pope.delta, end)
     delta = pope.delta.detach().clone().requires_grad_()
@@ -110,7 +111,7 @@ def test_the_ends_of_its_range_get_the_gradient_of_the_formula(end):
 
 
 def test_without_delta_keys_are_queries():
-    pope = PoPE(8, None)
+    pope = PoPE(8, num_kv_heads=None)
     q, k = torch.randn(1, 4, 3, 8), torch.randn(1, 2, 3, 8)
     assert list(pope.parameters()) == []
     assert torch.equal(pope(q, k)[1], pope(k, q)[0])
@@ -140,15 +141,19 @@ def test_rules_scale_the_rates_of_all_channels(rule):
 def test_axes_give_channels_to_coordinates():
     x = torch.randn(1, 2, 6, 8, dtype=torch.float64)
     grid = positions.grid(2, 3)
-    got = PoPE(8, None, axes=axes.Axial(2))(x, x, position_ids=grid)[0].unflatten(-1, (2, 8))
+    got = PoPE(8, num_kv_heads=None, axes=axes.Axial(2))(x, x, position_ids=grid)[0].unflatten(
+        -1, (2, 8)
+    )
     for axis, channels in enumerate((slice(0, 4), slice(4, 8))):
         part = x[..., channels]
-        alone = PoPE(4, None)(part, part, position_ids=grid[axis])[0].unflatten(-1, (2, 4))
+        alone = PoPE(4, num_kv_heads=None)(part, part, position_ids=grid[axis])[0].unflatten(
+            -1, (2, 4)
+        )
         torch.testing.assert_close(got[..., channels], alone)
-    text = PoPE(8, None, axes=axes.Sections((4, 2, 2)))
-    torch.testing.assert_close(text(x, x, 3)[0], PoPE(8, None)(x, x, 3)[0])
+    text = PoPE(8, num_kv_heads=None, axes=axes.Sections((4, 2, 2)))
+    torch.testing.assert_close(text(x, x, 3)[0], PoPE(8, num_kv_heads=None)(x, x, 3)[0])
     with pytest.raises(ValueError, match="add up to 8 pairs"):
-        PoPE(8, None, axes=axes.Sections((2, 1, 1)))
+        PoPE(8, num_kv_heads=None, axes=axes.Sections((2, 1, 1)))
 
 
 def test_cached_keys_are_moved():
@@ -229,7 +234,7 @@ def test_attention_makes_no_matrix_of_scores():
             )
             return out
 
-    pope = PoPE(8, 2)
+    pope = PoPE(8, num_kv_heads=2)
     q, k, v = torch.randn(3, 1, 2, 512, 8)
     with Watch(), torch.no_grad():
         pope.attention(q, k, v)
@@ -258,7 +263,7 @@ def test_casts_copies_and_meta_keep_delta_and_tables():
             assert made.delta.dtype == (torch.float64 if cast is torch.float64 else torch.float32)
             assert torch.equal(torch.stack(made(x, x)), wanted)
     with torch.device("meta"):
-        empty = PoPE(8, 2, 16)
+        empty = PoPE(8, num_kv_heads=2, max_seq_len=16)
         assert empty(x.to("meta"), x.to("meta"))[0].shape == (1, 2, 5, 16)
     empty.load_state_dict(pope.state_dict(), assign=True)
     assert torch.equal(torch.stack(empty(x, x)), wanted)
@@ -297,11 +302,15 @@ def test_one_graph_serves_all_lengths(length):
 @pytest.mark.parametrize(
     ("call", "error", "words"),
     [
-        (lambda: PoPE(0, 2), ValueError, "head_dim must be at least 1"),
-        (lambda: PoPE(8, 0), ValueError, "num_heads must be at least 1"),
-        (lambda: PoPE(8, 2, init="one"), ValueError, "init must be 'zero' or 'uniform'"),
-        (lambda: PoPE(8, 2, scaling=2.0), TypeError, "scaling must be of type Rule"),
-        (lambda: PoPE(8, 2)(torch.zeros(1, 2, 3, 8), None), TypeError, "k must be"),
+        (lambda: PoPE(0, num_kv_heads=2), ValueError, "head_dim must be at least 1"),
+        (lambda: PoPE(8, num_kv_heads=0), ValueError, "num_kv_heads must be at least 1"),
+        (
+            lambda: PoPE(8, num_kv_heads=2, init="one"),
+            ValueError,
+            "init must be 'zero' or 'uniform'",
+        ),
+        (lambda: PoPE(8, num_kv_heads=2, scaling=2.0), TypeError, "scaling must be of type Rule"),
+        (lambda: PoPE(8, num_kv_heads=2)(torch.zeros(1, 2, 3, 8), None), TypeError, "k must be"),
         (lambda: _called(torch.zeros(1, 2, 3, 6)), ValueError, "head_dim of q"),
         (lambda: _called(torch.zeros(1, 3, 3, 8)), ValueError, "k must have 2 heads"),
         (lambda: _called(torch.zeros(1, 2, 3, 8), 2047), ValueError, "max_seq_len=2048"),
@@ -322,12 +331,12 @@ def test_errors_say_what_must_hold(call, error, words):
 
 
 def _called(x, offset=0):
-    return PoPE(8, 2)(x, x, offset)
+    return PoPE(8, num_kv_heads=2)(x, x, offset)
 
 
 def _attended(v=None, **options):
     x = torch.zeros(1, 2, 3, 8)
-    return PoPE(8, 2).attention(x, x, x if v is None else v, **options)
+    return PoPE(8, num_kv_heads=2).attention(x, x, x if v is None else v, **options)
 
 
 def _polar(table, delta=None):

@@ -37,21 +37,32 @@ def deberta(given, q, k, h, i, j):
 
 
 MODULES = {
-    "RelativeKeys": (lambda: posenc.RelativeKeys(D, 3), shaw),
-    "RelativeKeys-both-sides": (lambda: posenc.RelativeKeys(D, 3, False), shaw),
-    "RelativeKeys-asymmetric": (lambda: posenc.RelativeKeys(D, 3, False, max_later=1), shaw),
-    "RelativeKeys-of-heads": (lambda: posenc.RelativeKeys(D, 3, num_heads=H), shaw),
-    "TransformerXL": (lambda: posenc.TransformerXLBias(E, H), xl(False)),
+    "RelativeKeys": (lambda: posenc.RelativeKeys(D, max_distance=3), shaw),
+    "RelativeKeys-both-sides": (lambda: posenc.RelativeKeys(D, max_distance=3, causal=False), shaw),
+    "RelativeKeys-asymmetric": (
+        lambda: posenc.RelativeKeys(D, max_distance=3, causal=False, max_later=1),
+        shaw,
+    ),
+    "RelativeKeys-of-heads": (lambda: posenc.RelativeKeys(D, max_distance=3, num_heads=H), shaw),
+    "TransformerXL": (lambda: posenc.TransformerXLBias(H, embed_dim=E), xl(False)),
     "TransformerXL-conformer": (
-        lambda: posenc.TransformerXLBias(E, H, False, concatenated=False),
+        lambda: posenc.TransformerXLBias(H, embed_dim=E, causal=False, concatenated=False),
         xl(True),
     ),
-    "DeBERTa": (lambda: posenc.DeBERTaBias(H, D, 3), deberta),
-    "DeBERTa-causal": (lambda: posenc.DeBERTaBias(H, D, 3, causal=True), deberta),
+    "DeBERTa": (
+        lambda: posenc.DeBERTaBias(H, head_dim=D, max_relative_positions=3, causal=False),
+        deberta,
+    ),
+    "DeBERTa-causal": (
+        lambda: posenc.DeBERTaBias(H, head_dim=D, max_relative_positions=3, causal=True),
+        deberta,
+    ),
 }
 EACH = pytest.mark.parametrize(("make", "formula"), MODULES.values(), ids=MODULES)
 MAKES = {name: make for name, (make, _) in MODULES.items()}
-MAKES["DeBERTa-buckets"] = lambda: posenc.DeBERTaBias(H, D, 8, 4)
+MAKES["DeBERTa-buckets"] = lambda: posenc.DeBERTaBias(
+    H, head_dim=D, max_relative_positions=8, position_buckets=4, causal=False
+)
 EACH_MADE = pytest.mark.parametrize("make", MAKES.values(), ids=MAKES)
 
 
@@ -217,7 +228,7 @@ def test_an_exported_program_takes_every_length(make):
 
 def test_distances_are_clipped_as_published():
     """clamp_len of Transformer-XL: farther keys have one sinusoid."""
-    module = drawn(posenc.TransformerXLBias, E, H, max_distance=4)
+    module = drawn(posenc.TransformerXLBias, H, embed_dim=E, max_distance=4)
     q = torch.randn(1, H, 1, D, dtype=torch.float64).expand(-1, -1, 9, -1)
     bias = module.bias(q, torch.zeros_like(q), dtype=torch.float64)
     far, row = bias[0, :, -1, :5], bias[0, :, -1, 4:5]
@@ -227,7 +238,10 @@ def test_distances_are_clipped_as_published():
 
 def test_a_function_takes_vectors_that_a_layer_projects():
     """DeBERTa shares its projections between content and position."""
-    module, (q, k, v) = drawn(posenc.DeBERTaBias, H, D, 3), qkv(H, 6, 6, D)
+    module, (q, k, v) = (
+        drawn(posenc.DeBERTaBias, H, head_dim=D, max_relative_positions=3, causal=False),
+        qkv(H, 6, 6, D),
+    )
     scale = (3 * D) ** -0.5
     vectors = {"for_queries": module.pos_key, "for_keys": module.pos_query}
     bias = relative_terms(q, k, module.distance_rows, scale=scale, **vectors)
@@ -238,12 +252,34 @@ def test_a_function_takes_vectors_that_a_layer_projects():
 @pytest.mark.parametrize(
     ("make", "text"),
     [
-        (lambda: posenc.RelativeKeys(0, 3), "RelativeKeys: head_dim must be at least 1"),
-        (lambda: posenc.RelativeKeys(8, -1), "RelativeKeys: max_distance must be at least 0"),
-        (lambda: posenc.RelativeKeys(8, 3, max_later=2), "max_later must be None if causal"),
-        (lambda: posenc.TransformerXLBias(10, 4), "embed_dim must be a multiple of num_heads=4"),
-        (lambda: posenc.DeBERTaBias(2, 8, 5, 8), "max_relative_positions must be above 5"),
-        (lambda: posenc.DeBERTaBias(2, 8, 5, 1), "position_buckets must be at least 2"),
+        (
+            lambda: posenc.RelativeKeys(0, max_distance=3),
+            "RelativeKeys: head_dim must be at least 1",
+        ),
+        (
+            lambda: posenc.RelativeKeys(8, max_distance=-1),
+            "RelativeKeys: max_distance must be at least 0",
+        ),
+        (
+            lambda: posenc.RelativeKeys(8, max_distance=3, max_later=2),
+            "max_later must be None if causal",
+        ),
+        (
+            lambda: posenc.TransformerXLBias(4, embed_dim=10),
+            "embed_dim must be a multiple of num_heads=4",
+        ),
+        (
+            lambda: posenc.DeBERTaBias(
+                2, head_dim=8, max_relative_positions=5, position_buckets=8, causal=False
+            ),
+            "max_relative_positions must be above 5",
+        ),
+        (
+            lambda: posenc.DeBERTaBias(
+                2, head_dim=8, max_relative_positions=5, position_buckets=1, causal=False
+            ),
+            "position_buckets must be at least 2",
+        ),
     ],
     ids=["width", "distance", "later", "heads", "buckets", "few-buckets"],
 )
@@ -255,13 +291,13 @@ def test_bad_arguments_are_refused(make, text):
 def test_tensors_of_another_layer_are_refused():
     q, k, v = torch.randn(3, 1, 2, 5, D).unbind()
     with pytest.raises(ValueError, match="RelativeKeys: head_dim must be 8, got 6"):
-        posenc.RelativeKeys(8, 3).attention(q, k, v)
+        posenc.RelativeKeys(8, max_distance=3).attention(q, k, v)
     with pytest.raises(ValueError, match=r"for_queries must have shape \(R, 6\) or \(R, 2, 6\)"):
-        posenc.RelativeKeys(D, 3, num_heads=4).attention(q, k, v)
+        posenc.RelativeKeys(D, max_distance=3, num_heads=4).attention(q, k, v)
     with pytest.raises(ValueError, match="q must have 4 heads, one for each of the bias, got 2"):
-        posenc.TransformerXLBias(E, H).attention(q, k, v)
+        posenc.TransformerXLBias(H, embed_dim=E).attention(q, k, v)
     with pytest.raises(TypeError, match="DeBERTaBias: attention takes the keywords"):
-        posenc.DeBERTaBias(2, D).attention(q, k, v, is_causal=True)
+        posenc.DeBERTaBias(2, head_dim=D, causal=False).attention(q, k, v, is_causal=True)
 
 
 @pytest.mark.parametrize("reach", [(3, 5), (-5, -3), 4, (-1.0, 2.0), (0,)])

@@ -13,24 +13,24 @@ from support.assertions import assert_exports, compilations
 from support.biases import drawn, qkv
 
 TABLES = {
-    "T5Bias": lambda: posenc.T5Bias(4, 8, 20),
-    "T5Bias-causal": lambda: posenc.T5Bias(4, 8, 20, True),
-    "LearnedBias": lambda: posenc.LearnedBias(4, 5),
-    "LearnedBias-both-sides": lambda: posenc.LearnedBias(4, 5, causal=False),
+    "T5Bias": lambda: posenc.T5Bias(4, num_buckets=8, max_distance=20, causal=False),
+    "T5Bias-causal": lambda: posenc.T5Bias(4, num_buckets=8, max_distance=20, causal=True),
+    "LearnedBias": lambda: posenc.LearnedBias(4, max_distance=5),
+    "LearnedBias-both-sides": lambda: posenc.LearnedBias(4, max_distance=5, causal=False),
     "KERPLE": lambda: posenc.KERPLE(4),
-    "KERPLE-power": lambda: posenc.KERPLE(4, "power", causal=False),
-    "Sandwich": lambda: posenc.Sandwich(4, 16),
+    "KERPLE-power": lambda: posenc.KERPLE(4, kind="power", causal=False),
+    "Sandwich": lambda: posenc.Sandwich(4, dim=16),
     "ALiBi-learned": lambda: posenc.ALiBi(4, learned=True),
-    "FIRE": lambda: posenc.FIRE(4, 3, threshold=20.0),
-    "FIRE-fixed": lambda: posenc.FIRE(4, 3, causal=False, learn_threshold=False),
+    "FIRE": lambda: posenc.FIRE(4, hidden=3, threshold=20.0),
+    "FIRE-fixed": lambda: posenc.FIRE(4, hidden=3, causal=False, learn_threshold=False),
 }
 LEARNED = {name: make for name, make in TABLES.items() if name != "Sandwich"}
 # Their bias is no table, but their parameters are kept and loaded as those of the others.
 OTHERS = {
-    "ForgetGate": lambda: posenc.ForgetGate(6, 4),
-    "GridBias": lambda: posenc.GridBias((2, 3), 4),
-    "GridBias-continuous": lambda: posenc.GridBias((2, 3), 4, continuous=True, hidden=3),
-    "CoPE": lambda: posenc.CoPE(8, 4),
+    "ForgetGate": lambda: posenc.ForgetGate(4, embed_dim=6),
+    "GridBias": lambda: posenc.GridBias((2, 3), num_heads=4),
+    "GridBias-continuous": lambda: posenc.GridBias((2, 3), num_heads=4, continuous=True, hidden=3),
+    "CoPE": lambda: posenc.CoPE(8, max_pos=4),
 }
 EACH = pytest.mark.parametrize("make", TABLES.values(), ids=TABLES)
 PARAMETERS = {**LEARNED, **OTHERS}
@@ -214,8 +214,10 @@ def test_an_exported_program_takes_every_length(make):
 
 
 def test_parameters_have_the_dtype_that_was_asked_for():
-    assert posenc.LearnedBias(2, 3, dtype=torch.bfloat16).weight.dtype == torch.bfloat16
-    assert posenc.T5Bias(2, dtype=torch.float64).weight.dtype == torch.float64
+    assert (
+        posenc.LearnedBias(2, max_distance=3, dtype=torch.bfloat16).weight.dtype == torch.bfloat16
+    )
+    assert posenc.T5Bias(2, dtype=torch.float64, causal=False).weight.dtype == torch.float64
     with pytest.raises(TypeError, match="KERPLE: dtype must be one of"):
         posenc.KERPLE(2, dtype=torch.int64)
 

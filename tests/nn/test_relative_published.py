@@ -68,7 +68,7 @@ def sinusoids(first, last, *, concatenated):
 
 def test_relative_keys_are_those_of_w2v_bert():
     layer, x = speech_layer("bert", "relative_key"), hidden_states()
-    ours = posenc.RelativeKeys(D, 7, causal=False, max_later=3, dtype=torch.float64)
+    ours = posenc.RelativeKeys(D, max_distance=7, causal=False, max_later=3, dtype=torch.float64)
     ours.load_state_dict({"weight": layer.distance_embedding.weight})
     wanted, _ = layer(x)
     got = layer.linear_out(merged(ours.attention(*projected(layer, x))))
@@ -78,7 +78,9 @@ def test_relative_keys_are_those_of_w2v_bert():
 @pytest.mark.parametrize("name", ["conformer", pytest.param("bert", marks=pytest.mark.slow)])
 def test_transformer_xl_is_the_attention_of_conformers(name):
     layer, x = speech_layer(name, "relative"), hidden_states()
-    ours = posenc.TransformerXLBias(E, H, False, concatenated=False, dtype=torch.float64)
+    ours = posenc.TransformerXLBias(
+        H, embed_dim=E, causal=False, concatenated=False, dtype=torch.float64
+    )
     state = layer.state_dict()
     ours.load_state_dict({name: state[name] for name in ours.state_dict()})
     r = sinusoids(L - 1, 1 - L, concatenated=False)[None]
@@ -95,7 +97,7 @@ def test_transformer_xl_is_the_attention_of_xlnet(causal, memory):
     from transformers.models.xlnet.modeling_xlnet import XLNetRelativeAttention
 
     layer = drawn_double(XLNetRelativeAttention(XLNetConfig(d_model=E, n_head=H, d_inner=8)))
-    ours = posenc.TransformerXLBias(E, H, causal, dtype=torch.float64)
+    ours = posenc.TransformerXLBias(H, embed_dim=E, causal=causal, dtype=torch.float64)
     state = {"pos_bias_u": layer.r_w_bias, "pos_bias_v": layer.r_r_bias}
     ours.load_state_dict(state | {"linear_pos.weight": layer.r.flatten(1).T})
     x = hidden_states()
@@ -133,8 +135,8 @@ def test_deberta_v2_is_itself(shared, buckets, padded):
     rel = torch.randn(2 * span, E, dtype=torch.float64)
     to_key = layer.key_proj if shared else layer.pos_key_proj
     to_query = layer.query_proj if shared else layer.pos_query_proj
-    sizes = H, D, 10, None if buckets < 0 else buckets
-    ours = posenc.DeBERTaBias(*sizes, dtype=torch.float64)
+    sizes = {"max_relative_positions": 10, "position_buckets": None if buckets < 0 else buckets}
+    ours = posenc.DeBERTaBias(H, head_dim=D, **sizes, causal=False, dtype=torch.float64)
     vectors = {"pos_key": to_key(rel), "pos_query": to_query(rel)}
     ours.load_state_dict({name: x.view(2 * span, H, D) for name, x in vectors.items()})
     x = hidden_states()
@@ -162,7 +164,9 @@ def test_deberta_is_itself(most):
     rel = torch.randn(2 * most, E, dtype=torch.float64)
     q, k, v = layer.transpose_for_scores(layer.in_proj(x)).chunk(3, -1)
     q, v = q + heads(layer.q_bias[None, None]), v + heads(layer.v_bias[None, None])
-    ours = posenc.DeBERTaBias(H, D, most, dtype=torch.float64)
+    ours = posenc.DeBERTaBias(
+        H, head_dim=D, max_relative_positions=most, dtype=torch.float64, causal=False
+    )
     vectors = {"pos_key": layer.pos_proj(rel), "pos_query": layer.pos_q_proj(rel)}
     ours.load_state_dict({name: y.view(2 * most, H, D) for name, y in vectors.items()})
     place = deberta.build_relative_position(q, k)
@@ -177,5 +181,12 @@ def test_buckets_are_the_published_ones(sizes):
     buckets, most = sizes
     distance = torch.arange(-5 * most, 5 * most)
     wanted = make_log_bucket_position(distance, buckets, most).long() + buckets
-    got = drawn(posenc.DeBERTaBias, 1, 1, most, buckets).distance_rows(distance)
+    got = drawn(
+        posenc.DeBERTaBias,
+        1,
+        head_dim=1,
+        max_relative_positions=most,
+        position_buckets=buckets,
+        causal=False,
+    ).distance_rows(distance)
     assert torch.equal(got, wanted.clamp(0, 2 * buckets - 1))

@@ -19,7 +19,7 @@ def test_attention_is_the_formula(causal):
     def formula(given, h, i, j):
         return torch.tensor(float(entry(12, 4, h, i - j)), dtype=torch.float64)
 
-    assert_is_formula(posenc.Sandwich(4, 12, causal), formula, kv_heads=2)
+    assert_is_formula(posenc.Sandwich(4, dim=12, causal=causal), formula, kv_heads=2)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
@@ -40,4 +40,4 @@ def test_nothing_is_learned_or_saved_and_a_cast_changes_nothing():
 
 def test_an_odd_width_is_refused():
     with pytest.raises(ValueError, match="Sandwich: dim must be even"):
-        posenc.Sandwich(2, 7)
+        posenc.Sandwich(2, dim=7)

@@ -216,7 +216,7 @@ def test_a_table_is_for_reading():
     with pytest.raises(AttributeError):
         posenc.SinusoidalPE(16, 8).encodings = None
     with pytest.raises(AttributeError):
-        posenc.XPos(8, 16).q_cos = None
+        posenc.XPos(8, max_seq_len=16).q_cos = None
 
 
 def test_halves_on_a_gpu_read_the_same_numbers_in_float32():

@@ -10,9 +10,9 @@ import oracles
 from posenc import STRING, MixedRoPE, positions
 
 
-def drawn(*arguments, seed=0, **keywords):
+def drawn(head_dim, num_kv_heads, *, seed=0, **keywords):
     torch.manual_seed(seed)
-    string = STRING(*arguments, **keywords)
+    string = STRING(head_dim, num_kv_heads=num_kv_heads, **keywords)
     torch.nn.init.normal_(string.skew, std=0.3)
     return string
 
@@ -47,7 +47,11 @@ def test_narrow_dtypes_round_once_after_a_product_in_float32(dtype):
 
 
 def test_at_the_start_it_is_the_mixture_of_its_frequencies():
-    string, mixed, at = STRING(8, 2), MixedRoPE(8, 2), positions.grid(2, 3)
+    string, mixed, at = (
+        STRING(8, num_kv_heads=2),
+        MixedRoPE(8, num_kv_heads=2),
+        positions.grid(2, 3),
+    )
     mixed.load_state_dict({"freqs": string.freqs.detach()})
     q = torch.randn(1, 2, 6, 8)
     assert torch.equal(string(q, q, position_ids=at)[0], mixed(q, q, position_ids=at)[0])
@@ -78,8 +82,8 @@ def test_casts_copies_and_other_devices():
     assert string(q[:, :, :0], k[:, :, :0], position_ids=at[:, :0])[0].shape == (2, 4, 0, 8)
     with torch.device("meta"):
         q, k, at = (x.to("meta") for x in (q, k, at))
-        assert STRING(8, 2)(q, k, position_ids=at)[0].shape == q.shape
-    other = STRING(8, 2).to_empty(device="cpu")
+        assert STRING(8, num_kv_heads=2)(q, k, position_ids=at)[0].shape == q.shape
+    other = STRING(8, num_kv_heads=2).to_empty(device="cpu")
     other.reset_parameters()
     assert not other.skew.any()
     assert set(string.state_dict()) == {"freqs", "skew"}
@@ -94,10 +98,10 @@ def test_it_compiles_into_one_graph():
 
 
 def test_what_does_not_fit_is_refused():
-    string, q = STRING(8, 2), torch.randn(1, 3, 6, 8)
+    string, q = STRING(8, num_kv_heads=2), torch.randn(1, 3, 6, 8)
     with pytest.raises(ValueError, match=r"STRING: heads of k must be 2, got 3"):
         string(q, q, position_ids=positions.grid(2, 3))
     with pytest.raises(ValueError, match="heads of q must be a multiple of 2"):
         string(q, q[:, :2], position_ids=positions.grid(2, 3))
     with pytest.raises(ValueError, match="multiple of 4"):
-        STRING(6, 2)
+        STRING(6, num_kv_heads=2)

@@ -30,9 +30,17 @@ def test_attention_is_the_formula(causal, buckets, far):
     def formula(given, h, i, j):
         return given["weight"][bucket(i - j, buckets, far, causal), h]
 
-    assert_is_formula(drawn(posenc.T5Bias, 3, buckets, far, causal), formula, scale=1.0)
     assert_is_formula(
-        drawn(posenc.T5Bias, 2, buckets, far, causal), formula, scale=1.0, queries=2, keys=30
+        drawn(posenc.T5Bias, 3, num_buckets=buckets, max_distance=far, causal=causal),
+        formula,
+        scale=1.0,
+    )
+    assert_is_formula(
+        drawn(posenc.T5Bias, 2, num_buckets=buckets, max_distance=far, causal=causal),
+        formula,
+        scale=1.0,
+        queries=2,
+        keys=30,
     )
 
 
@@ -86,7 +94,7 @@ def test_the_layer_of_transformers_is_reproduced(kind, decoder):
 
 
 def test_the_table_ends_where_the_last_bucket_begins():
-    bias = drawn(posenc.T5Bias, 2, 8, 20)
+    bias = drawn(posenc.T5Bias, 2, num_buckets=8, max_distance=20, causal=False)
     table = bias.table(1000)
     assert table.shape == (2, 41)
     assert torch.equal(bias.bias(60)[:, 59, 0], table[:, -1])
@@ -94,7 +102,7 @@ def test_the_table_ends_where_the_last_bucket_begins():
 
 
 def test_scores_are_not_scaled_unless_asked():
-    bias = drawn(posenc.T5Bias, 2)
+    bias = drawn(posenc.T5Bias, 2, causal=False)
     q, k, v = torch.randn(3, 1, 2, 5, 8).unbind()
     assert torch.equal(bias.attention(q, k, v), bias.attention(q, k, v, scale=1.0))
     assert not torch.allclose(bias.attention(q, k, v), bias.attention(q, k, v, scale=0.3))
@@ -103,20 +111,20 @@ def test_scores_are_not_scaled_unless_asked():
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        ((4, 31), "T5Bias: num_buckets must be even.*got 31"),
-        ((4, 2), "T5Bias: num_buckets must be at least 4"),
-        ((4, 32, 8), "T5Bias: max_distance must be above 8.*got 8"),
-        ((4, 32, 16, True), "T5Bias: max_distance must be above 16.*got 16"),
-        ((0,), "T5Bias: num_heads must be at least 1"),
+        ({"num_buckets": 31}, "T5Bias: num_buckets must be even.*got 31"),
+        ({"num_buckets": 2}, "T5Bias: num_buckets must be at least 4"),
+        ({"max_distance": 8}, "T5Bias: max_distance must be above 8.*got 8"),
+        ({"max_distance": 16, "causal": True}, "T5Bias: max_distance must be above 16.*got 16"),
+        ({"num_heads": 0}, "T5Bias: num_heads must be at least 1"),
     ],
 )
 def test_buckets_without_a_meaning_are_refused(arguments, text):
     with pytest.raises(ValueError, match=text):
-        posenc.T5Bias(*arguments)
+        posenc.T5Bias(**{"num_heads": 4, "causal": False, **arguments})
 
 
 def test_configs_and_distances_of_other_kinds_are_refused():
     with pytest.raises(ValueError, match="'bloom' has ALiBi"):
-        posenc.T5Bias.from_config({"model_type": "bloom", "n_head": 4})
+        posenc.T5Bias.from_config({"model_type": "bloom", "n_head": 4}, causal=False)
     with pytest.raises(TypeError, match="t5_buckets: distance must be an integer tensor"):
         t5_buckets(torch.zeros(3))

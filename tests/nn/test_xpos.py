@@ -19,7 +19,7 @@ def expected(x, positions, sign, *, max_seq_len=64, scale_base=512.0, interleave
 @pytest.mark.parametrize("interleaved", [True, False], ids=["interleaved", "half"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_queries_grow_as_keys_shrink(dtype, interleaved):
-    xpos = XPos(8, 64, interleaved=interleaved)
+    xpos = XPos(8, max_seq_len=64, interleaved=interleaved)
     q, k = torch.randn(2, 3, 5, 8).to(dtype), torch.randn(2, 1, 5, 8).to(dtype)
     at = list(range(20, 25))
     for got, x, sign in zip(xpos(q, k, 20), (q, k), (1, -1), strict=True):
@@ -29,7 +29,7 @@ def test_queries_grow_as_keys_shrink(dtype, interleaved):
 
 
 def test_scores_depend_on_the_distance_alone():
-    xpos = XPos(8, 4096, scale_base=64.0)
+    xpos = XPos(8, max_seq_len=4096, scale_base=64.0)
     q, k = (
         torch.randn(1, 1, 1, 8, dtype=torch.float64),
         torch.randn(1, 1, 1, 8, dtype=torch.float64),
@@ -42,14 +42,14 @@ def test_scores_depend_on_the_distance_alone():
 
 
 def test_decay_makes_far_keys_weaker():
-    xpos = XPos(64, 2048)
+    xpos = XPos(64, max_seq_len=2048)
     x = torch.ones(1, 1, 1, 64, dtype=torch.float64)
     size = [(xpos(x, x, p)[0].norm() * xpos(x, x, 0)[1].norm()).item() for p in (0, 256, 1024)]
     assert size[0] > size[1] > size[2]
 
 
 def test_casts_compilation_and_loading_change_no_result():
-    xpos = XPos(8, 64)
+    xpos = XPos(8, max_seq_len=64)
     q, k = torch.randn(1, 2, 5, 8), torch.randn(1, 2, 5, 8)
     before = xpos(q, k)
     assert torch.equal(xpos.bfloat16()(q, k)[0], before[0])
@@ -59,7 +59,7 @@ def test_casts_compilation_and_loading_change_no_result():
 
 
 def test_bad_input_is_refused():
-    xpos, x = XPos(8, 16), torch.randn(1, 1, 4, 8)
+    xpos, x = XPos(8, max_seq_len=16), torch.randn(1, 1, 4, 8)
     with pytest.raises(ValueError, match="below max_seq_len=16, got 18"):
         xpos(x, x, 15)
     with pytest.raises(ValueError, match="head_dim of k must be 8"):
@@ -70,5 +70,5 @@ def test_bad_input_is_refused():
 
 def test_a_range_that_would_overflow_is_refused():
     with pytest.raises(ValueError, match="Raise scale_base to 745 or more"):
-        XPos(8, 65536)
-    assert XPos(8, 65536, scale_base=745.0).q_cos.isfinite().all()
+        XPos(8, max_seq_len=65536)
+    assert XPos(8, max_seq_len=65536, scale_base=745.0).q_cos.isfinite().all()

@@ -38,12 +38,21 @@ def _rope(**options: Any) -> posenc.RoPE:
 # Lengths that decide how a module computes are 8, between those that are traced and run.
 MODULES = modules.MODULES | {
     "DeBERTaBias, in buckets": Use(
-        lambda: posenc.DeBERTaBias(modules.HEADS, modules.DIM, 512, 256), attended
+        lambda: posenc.DeBERTaBias(
+            modules.HEADS,
+            head_dim=modules.DIM,
+            max_relative_positions=512,
+            position_buckets=256,
+            causal=False,
+        ),
+        attended,
     ),
     "FIRE, by rows from 8": Use(
-        lambda: posenc.FIRE(modules.HEADS, 3, threshold=8.0, learn_threshold=False), attended
+        lambda: posenc.FIRE(modules.HEADS, hidden=3, threshold=8.0, learn_threshold=False), attended
     ),
-    "MixedRoPE, of an image": Use(lambda: posenc.MixedRoPE(modules.DIM, modules.HEADS), _of_cells),
+    "MixedRoPE, of an image": Use(
+        lambda: posenc.MixedRoPE(modules.DIM, num_kv_heads=modules.HEADS), _of_cells
+    ),
     "RoPE, of an image": Use(lambda: _rope(axes=axes.Axial(2)), _of_cells),
     "RoPE, dynamic": Use(lambda: _rope(scaling=scaling.DynamicNTK(2.0, 8)), rotated),
     "RoPE, llama3": Use(lambda: _rope(scaling=scaling.Llama3(8.0, 8)), rotated),

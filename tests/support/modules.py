@@ -59,36 +59,47 @@ MODULES = {
     ),
     "SinusoidalPE": Use(lambda: posenc.SinusoidalPE(16, WIDTH, learn_scale=True), added),
     "SinusoidalPE, fixed": Use(lambda: posenc.SinusoidalPE(16, WIDTH), added),
-    "SinusoidalGrid": Use(lambda: posenc.SinusoidalGrid((2, 3), WIDTH, learn_scale=True), added),
+    "SinusoidalGrid": Use(
+        lambda: posenc.SinusoidalGrid((2, 3), embed_dim=WIDTH, learn_scale=True), added
+    ),
     "LearnedPosEmbedding": Use(lambda: posenc.LearnedPosEmbedding(16, WIDTH), added),
-    "FourierFeatures": Use(lambda: posenc.FourierFeatures(2, WIDTH // 2, "learned"), features),
-    "FourierFeatures, random": Use(lambda: posenc.FourierFeatures(2, WIDTH // 2), features),
+    "FourierFeatures": Use(
+        lambda: posenc.FourierFeatures(2, num_frequencies=WIDTH // 2, kind="learned"), features
+    ),
+    "FourierFeatures, random": Use(
+        lambda: posenc.FourierFeatures(2, num_frequencies=WIDTH // 2), features
+    ),
     "RotaryPosEmbedding": Use(lambda: posenc.RotaryPosEmbedding(), added),
     "RoPE": Use(lambda: posenc.RoPE(**ROPE), rotated),
     "RoPE, growing": Use(lambda: posenc.RoPE(DIM, None), rotated),
     "XPos": Use(lambda: posenc.XPos(**ROPE, scale_base=8.0), rotated),
-    "MixedRoPE": Use(lambda: posenc.MixedRoPE(DIM, HEADS, coordinates=1), rotated),
-    "STRING": Use(lambda: posenc.STRING(DIM, HEADS, coordinates=1), rotated),
-    "PoPE": Use(lambda: posenc.PoPE(DIM, HEADS, 16), attended_by_method),
+    "MixedRoPE": Use(lambda: posenc.MixedRoPE(DIM, num_kv_heads=HEADS, coordinates=1), rotated),
+    "STRING": Use(lambda: posenc.STRING(DIM, num_kv_heads=HEADS, coordinates=1), rotated),
+    "PoPE": Use(lambda: posenc.PoPE(DIM, num_kv_heads=HEADS, max_seq_len=16), attended_by_method),
     "SelfExtend": Use(lambda: posenc.SelfExtend(posenc.RoPE(**ROPE), group=2, window=2), attended),
     "DualChunk": Use(lambda: posenc.DualChunk(posenc.RoPE(**ROPE), chunk=3, window=2), attended),
     "ALiBi": Use(lambda: posenc.ALiBi(HEADS), attended),
     "ALiBi, learned": Use(lambda: posenc.ALiBi(HEADS, learned=True), attended),
-    "T5Bias": Use(lambda: posenc.T5Bias(HEADS, 8, 16), attended),
-    "LearnedBias": Use(lambda: posenc.LearnedBias(HEADS, 4), attended),
-    "KERPLE": Use(lambda: posenc.KERPLE(HEADS), attended),
-    "Sandwich": Use(lambda: posenc.Sandwich(HEADS, 16), attended),
-    "FIRE": Use(lambda: posenc.FIRE(HEADS, 3), attended),
-    "FIRE, by rows": Use(lambda: posenc.FIRE(HEADS, 3, threshold=2.0), attended),
-    "GridBias": Use(lambda: posenc.GridBias((2, 3), HEADS), attended),
-    "GridBias, continuous": Use(
-        lambda: posenc.GridBias((2, 3), HEADS, continuous=True, hidden=3), attended
+    "T5Bias": Use(
+        lambda: posenc.T5Bias(HEADS, num_buckets=8, max_distance=16, causal=False), attended
     ),
-    "ForgetGate": Use(lambda: posenc.ForgetGate(WIDTH, HEADS), gated),
-    "CoPE": Use(lambda: posenc.CoPE(DIM, 3), attended),
-    "RelativeKeys": Use(lambda: posenc.RelativeKeys(DIM, 3), attended),
-    "TransformerXLBias": Use(lambda: posenc.TransformerXLBias(WIDTH, HEADS), attended),
-    "DeBERTaBias": Use(lambda: posenc.DeBERTaBias(HEADS, DIM, 4), attended),
+    "LearnedBias": Use(lambda: posenc.LearnedBias(HEADS, max_distance=4), attended),
+    "KERPLE": Use(lambda: posenc.KERPLE(HEADS), attended),
+    "Sandwich": Use(lambda: posenc.Sandwich(HEADS, dim=16), attended),
+    "FIRE": Use(lambda: posenc.FIRE(HEADS, hidden=3), attended),
+    "FIRE, by rows": Use(lambda: posenc.FIRE(HEADS, hidden=3, threshold=2.0), attended),
+    "GridBias": Use(lambda: posenc.GridBias((2, 3), num_heads=HEADS), attended),
+    "GridBias, continuous": Use(
+        lambda: posenc.GridBias((2, 3), num_heads=HEADS, continuous=True, hidden=3), attended
+    ),
+    "ForgetGate": Use(lambda: posenc.ForgetGate(HEADS, embed_dim=WIDTH), gated),
+    "CoPE": Use(lambda: posenc.CoPE(DIM, max_pos=3), attended),
+    "RelativeKeys": Use(lambda: posenc.RelativeKeys(DIM, max_distance=3), attended),
+    "TransformerXLBias": Use(lambda: posenc.TransformerXLBias(HEADS, embed_dim=WIDTH), attended),
+    "DeBERTaBias": Use(
+        lambda: posenc.DeBERTaBias(HEADS, head_dim=DIM, max_relative_positions=4, causal=False),
+        attended,
+    ),
 }
 # Their parameters are multiplied by positions, and stay float32 in a model that is cast.
 KEEP_FLOAT32 = (posenc.MixedRoPE, posenc.PoPE, posenc.FourierFeatures)

@@ -170,7 +170,10 @@ def special(mesh) -> dict:
         a, b = (distribute_tensor(t, mesh, [HEADS]) for t in queries_and_keys())
         for module, run in (
             (posenc.LearnedPosEmbedding(32, 16), lambda m: m(distribute_tensor(x, mesh, [R]), 3)),
-            (posenc.MixedRoPE(8, 4), lambda m: m(a, b, position_ids=positions.grid(2, 4))[0]),
+            (
+                posenc.MixedRoPE(8, num_kv_heads=4),
+                lambda m: m(a, b, position_ids=positions.grid(2, 4))[0],
+            ),
             (posenc.ALiBi(8), lambda m: m.attention(a, b, b)),
         ):
             # The same numbers on every rank, as a loaded checkpoint has them.

@@ -73,19 +73,29 @@ NOUNS = {
     "learned": ("a learned table of positions", _USE_LEARNED),
     "sinusoidal": ("sinusoidal positions", _USE_TIMESTEP),
     "buckets": ("T5's relative bias, a number for each bucket of distances", _USE_T5),
-    "deberta": ("DeBERTa's vectors for each distance", "Use DeBERTaBias(num_heads, head_dim)."),
-    "xlnet": ("Transformer-XL's terms", "Use TransformerXLBias(embed_dim, num_heads, False)."),
+    "deberta": (
+        "DeBERTa's vectors for each distance",
+        "Use DeBERTaBias(num_heads, head_dim=head_dim, causal=False).",
+    ),
+    "xlnet": (
+        "Transformer-XL's terms",
+        "Use TransformerXLBias(num_heads, embed_dim=embed_dim, causal=False).",
+    ),
     "relative": ("relative position embeddings", _USE_MODEL),
     "convolution": ("a convolution for positions", _USE_MODEL),
-    "windows": ("a bias for each offset of two patches", "Use GridBias(size, num_heads)."),
+    "windows": (
+        "a bias for each offset of two patches",
+        "Use GridBias(size, num_heads=num_heads).",
+    ),
     "patches": ("a learned vector for each patch of an image", "Use LearnedPosEmbedding."),
     "none": ("no positional encoding", "Leave positions out."),
 }
 WAYS_OUT = dict(NOUNS.values())
 # The way out for a value of KIND_KEYS that is not rotary.
 _RELATIVE = {
-    "relative": "Use TransformerXLBias(embed_dim, num_heads, False, concatenated=False).",
-    "relative_key": "Use RelativeKeys(head_dim, max_distance).",
+    "relative": "Use TransformerXLBias(num_heads, embed_dim=embed_dim, causal=False, "
+    "concatenated=False).",
+    "relative_key": "Use RelativeKeys(head_dim, max_distance=max_distance).",
 }
 
 

@@ -194,5 +194,5 @@ def read_buckets(config: Any) -> Buckets:
     name, noun = checks.shortened(repr(found.top.get("model_type"))), "other positions"
     if kind is not None:
         noun = others.NOUNS[kind][0]
-    way_out = "Construct T5Bias(num_heads) directly if the model has T5's bias."
+    way_out = "Construct T5Bias(num_heads, causal=False) directly if the model has T5's bias."
     raise ValueError(f"from_config: model_type {name} has {noun}.\n  {way_out}")

@@ -127,8 +127,10 @@ def _explained(part: Any, seq_len: int | None, longest: int) -> Explanation:
             arguments[name] = (value, part.sources.get(name, "model_type"))
     if isinstance(part, configs.Buckets):
         words = [f"{name}={value}" for name, (value, _) in arguments.items()]
-        python = f"posenc.T5Bias({', '.join(words)})"
-        return Explanation(_T5, None, arguments, {}, python, "posenc.T5Bias.from_config(config)")
+        python = f"posenc.T5Bias({', '.join(words)}, causal=False)"
+        return Explanation(
+            _T5, None, arguments, {}, python, "posenc.T5Bias.from_config(config, causal=False)"
+        )
     if isinstance(part, configs.Alibi):
         given = {name: value for name, (value, _) in arguments.items()}
         words = [repr(part.model), *(f"{name}={value}" for name, value in given.items())]

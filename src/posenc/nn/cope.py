@@ -49,7 +49,7 @@ class CoPE(ProductBias):
 
     causal = True
 
-    def __init__(self, head_dim: int, max_pos: int, *, dtype: torch.dtype | None = None) -> None:
+    def __init__(self, head_dim: int, *, max_pos: int, dtype: torch.dtype | None = None) -> None:
         super().__init__()
         who = type(self).__name__
         self.head_dim = checks.integer(who, "head_dim", head_dim)

@@ -46,7 +46,7 @@ class DeBERTaBias(TableModule, ProductBias):
         max_relative_positions: Distances are from minus this to one less than this; with buckets,
             the distance at which these end.
         position_buckets: Buckets of earlier keys, and of later ones; None for none (-1 in configs).
-        causal: Whether a query sees only keys up to its own; DeBERTa is not causal.
+        causal: Whether a query sees only keys up to its own: False for DeBERTa itself.
         dtype: The dtype of the parameters, torch's default if None. The bias is made in float32.
 
     Attributes:
@@ -55,7 +55,7 @@ class DeBERTaBias(TableModule, ProductBias):
         pos_query: :math:`Q`, in the same way.
 
     Examples:
-        >>> bias = DeBERTaBias(num_heads=12, head_dim=64, position_buckets=256)
+        >>> bias = DeBERTaBias(num_heads=12, head_dim=64, position_buckets=256, causal=False)
         >>> q, k, v = torch.randn(3, 1, 12, 512, 64).unbind()
         >>> bias.attention(q, k, v).shape
         torch.Size([1, 12, 512, 64])
@@ -70,11 +70,11 @@ class DeBERTaBias(TableModule, ProductBias):
     def __init__(
         self,
         num_heads: int,
+        *,
         head_dim: int,
         max_relative_positions: int = 512,
         position_buckets: int | None = None,
-        causal: bool = False,
-        *,
+        causal: bool,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()

@@ -64,9 +64,9 @@ class FIRE(RelativeBias):
     def __init__(
         self,
         num_heads: int,
+        *,
         hidden: int = 32,
         causal: bool = True,
-        *,
         init_c: float = 0.1,
         threshold: float = 512.0,
         learn_threshold: bool = True,

@@ -47,8 +47,8 @@ class ForgetGate(ReadOnlyArguments):
     provably do not count, as with ALiBi.
 
     Args:
-        embed_dim: Channels ``E`` of the embeddings.
         num_heads: Heads ``H``.
+        embed_dim: Channels ``E`` of the embeddings.
         dtype: The dtype of the parameters, torch's default if None. The bias is made in float32.
 
     Attributes:
@@ -75,7 +75,7 @@ class ForgetGate(ReadOnlyArguments):
         Lin et al., *Forgetting Transformer: Softmax Attention with a Forget Gate*, 2025.
     """
 
-    def __init__(self, embed_dim: int, num_heads: int, *, dtype: torch.dtype | None = None) -> None:
+    def __init__(self, num_heads: int, *, embed_dim: int, dtype: torch.dtype | None = None) -> None:
         super().__init__()
         who = type(self).__name__
         self.embed_dim = checks.integer(who, "embed_dim", embed_dim)

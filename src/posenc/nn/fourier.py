@@ -42,7 +42,7 @@ class FourierFeatures(KeepsFloat32, ReadOnlyArguments):
         >>> features = FourierFeatures(coordinates=2, num_frequencies=64, scale=10.0)
         >>> features(torch.rand(5, 2)).shape
         torch.Size([5, 128])
-        >>> FourierFeatures(3, 10, "nerf", include_input=True).embed_dim
+        >>> FourierFeatures(3, num_frequencies=10, kind="nerf", include_input=True).embed_dim
         63
 
     References:
@@ -56,9 +56,9 @@ class FourierFeatures(KeepsFloat32, ReadOnlyArguments):
     def __init__(
         self,
         coordinates: int,
+        *,
         num_frequencies: int,
         kind: str = "random",
-        *,
         scale: float = 1.0,
         include_input: bool = False,
         seed: int = 0,

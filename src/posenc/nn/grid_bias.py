@@ -100,8 +100,8 @@ class GridBias(RelativeBias):
     def __init__(
         self,
         size: int | Size,
-        num_heads: int,
         *,
+        num_heads: int,
         class_token: bool = False,
         continuous: bool = False,
         hidden: int = 512,

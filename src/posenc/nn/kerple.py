@@ -46,9 +46,9 @@ class KERPLE(RelativeBias):
     def __init__(
         self,
         num_heads: int,
+        *,
         kind: str = "log",
         causal: bool = True,
-        *,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(num_heads, causal=causal, dtype=dtype)

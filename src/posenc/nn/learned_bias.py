@@ -40,9 +40,9 @@ class LearnedBias(RelativeBias):
     def __init__(
         self,
         num_heads: int,
+        *,
         max_distance: int,
         causal: bool = True,
-        *,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(num_heads, causal=causal, dtype=dtype)

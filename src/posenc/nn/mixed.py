@@ -31,7 +31,7 @@ class MixedRoPE(KeepsFloat32, ReadOnlyArguments):
 
     Args:
         head_dim: Channels ``D`` of a head, a multiple of twice ``coordinates``.
-        num_heads: Key heads; the number of query heads must be a multiple of it. 1 for
+        num_kv_heads: Key heads; the number of query heads must be a multiple of it. 1 for
             frequencies that all heads of queries and keys share.
         coordinates: Coordinates of a position: 2 for rows and columns of an image, 1 for text.
         base: The base of the frequencies at the start. If None, 10,000 for one coordinate, as in
@@ -41,16 +41,16 @@ class MixedRoPE(KeepsFloat32, ReadOnlyArguments):
         interleaved: As in :class:`posenc.RoPE`.
 
     Attributes:
-        freqs: Parameter of shape ``(coordinates, num_heads, head_dim / 2)``. It stays float32 when
-            the model is cast to half precision. FSDP2 shards such a model with this module as a
-            unit of its own, which has no MixedPrecisionPolicy.
+        freqs: Parameter of shape ``(coordinates, num_kv_heads, head_dim / 2)``. It stays float32
+            when the model is cast to half precision. FSDP2 shards such a model with this module as
+            a unit of its own, which has no MixedPrecisionPolicy.
 
     Examples:
         >>> from posenc.positions import grid
-        >>> rope = MixedRoPE(head_dim=64, num_heads=4)
+        >>> rope = MixedRoPE(head_dim=64, num_kv_heads=4)
         >>> q = k = torch.randn(2, 4, 6, 64)
         >>> q, k = rope(q, k, position_ids=grid(2, 3))
-        >>> learned = MixedRoPE(head_dim=64, num_heads=1, coordinates=1)
+        >>> learned = MixedRoPE(head_dim=64, num_kv_heads=1, coordinates=1)
         >>> q, k = learned(q, k, offset=100)  # RoPE(64), until its frequencies are trained
 
     References:
@@ -60,8 +60,8 @@ class MixedRoPE(KeepsFloat32, ReadOnlyArguments):
     def __init__(
         self,
         head_dim: int,
-        num_heads: int,
         *,
+        num_kv_heads: int,
         coordinates: int = 2,
         base: float | None = None,
         start: Sequence[float] | Tensor | None = None,
@@ -70,7 +70,7 @@ class MixedRoPE(KeepsFloat32, ReadOnlyArguments):
         super().__init__()
         who = type(self).__name__
         self.head_dim = checks.even(who, "head_dim", head_dim)
-        self.num_heads = checks.integer(who, "num_heads", num_heads)
+        self.num_kv_heads = checks.integer(who, "num_kv_heads", num_kv_heads)
         self.coordinates = checks.integer(who, "coordinates", coordinates)
         self.base = None if base is None else checks.base(who, base)
         self.interleaved = checks.boolean(who, "interleaved", interleaved)
@@ -82,7 +82,7 @@ class MixedRoPE(KeepsFloat32, ReadOnlyArguments):
             way_out = "Pass one for each pair of one coordinate."
             start = checks.frequencies(who, "start", start, count, way_out)
         self.start = start
-        size = self.coordinates, self.num_heads, head_dim // 2
+        size = self.coordinates, self.num_kv_heads, head_dim // 2
         self.freqs = nn.Parameter(torch.empty(size, dtype=torch.float32))
         self.reset_parameters()
 
@@ -94,9 +94,9 @@ class MixedRoPE(KeepsFloat32, ReadOnlyArguments):
         rates = inverse_frequencies(self.head_dim // self.coordinates, base)
         if self.start is not None:
             rates = torch.tensor(self.start, dtype=torch.float64)
-        directions = torch.ones(self.num_heads, 1, 1, dtype=torch.float64, device="cpu")
+        directions = torch.ones(self.num_kv_heads, 1, 1, dtype=torch.float64, device="cpu")
         if self.coordinates > 1:
-            shape = self.num_heads, self.coordinates, self.coordinates
+            shape = self.num_kv_heads, self.coordinates, self.coordinates
             noise = torch.randn(shape, dtype=torch.float32, device="cpu")
             # An orthogonal matrix for each head: column g is the direction of group g.
             directions = torch.linalg.qr(noise.double()).Q
@@ -111,7 +111,7 @@ class MixedRoPE(KeepsFloat32, ReadOnlyArguments):
 
         Args:
             q: Queries ``(B, H, L, D)``.
-            k: Keys ``(B, num_heads, L, D)``; any number of heads if ``num_heads`` is 1.
+            k: Keys ``(B, num_kv_heads, L, D)``; any number of heads if ``num_kv_heads`` is 1.
             offset: As in :meth:`posenc.RoPE.forward`, if ``coordinates`` is 1.
             position_ids: Integer or floating positions ``(coordinates, L)`` or
                 ``(coordinates, B, L)``; ``(L,)`` if all coordinates are the same. With one
@@ -128,7 +128,7 @@ class MixedRoPE(KeepsFloat32, ReadOnlyArguments):
         freqs = self.freqs.to(at.device, wide)[:, :, None]
         freqs = freqs if at.dim() == 2 else freqs[:, None]
         phi = (replicate_like(freqs, at.to(wide))[..., None, :, None] * freqs).sum(0)
-        if self.num_heads == 1:
+        if self.num_kv_heads == 1:
             # One table for all heads, and one pass for queries and keys.
             tables, spec = tables_of(phi.squeeze(-3), q.device, 1.0), self._spec()
             q, k = rotate_rows(who, UNLIMITED, [q, k], *tables, Rows(), spec)
@@ -138,11 +138,11 @@ class MixedRoPE(KeepsFloat32, ReadOnlyArguments):
 
     def _check_heads(self, who: str, q: Tensor, k: Tensor) -> None:
         check_heads(who, "qk", [q, k], self.head_dim)
-        if self.num_heads > 1:
-            way_out = f"Build {who} with that num_heads."
-            checks.equal(who, "heads of k", k.shape[1], self.num_heads, way_out)
-        if q.shape[1] % self.num_heads:
-            rule = f"heads of q must be a multiple of {self.num_heads}"
+        if self.num_kv_heads > 1:
+            way_out = f"Build {who} with that num_kv_heads."
+            checks.equal(who, "heads of k", k.shape[1], self.num_kv_heads, way_out)
+        if q.shape[1] % self.num_kv_heads:
+            rule = f"heads of q must be a multiple of {self.num_kv_heads}"
             checks.fail(who, rule, q.shape[1], "Give each key head equally many query heads.")
 
     def _coordinates(self, who: str, x: Tensor, ids: Tensor | None, offset: Any) -> Tensor:
@@ -162,7 +162,7 @@ class MixedRoPE(KeepsFloat32, ReadOnlyArguments):
         return Spec(self.interleaved, self.interleaved)
 
     def _rotated(self, who: str, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        group = x.shape[1] // self.num_heads
+        group = x.shape[1] // self.num_kv_heads
         if group != 1:
             cos, sin = (table.repeat_interleave(group, dim=-3) for table in (cos, sin))
         spec = self._spec()

@@ -42,7 +42,7 @@ class PoPE(KeepsFloat32, RotatedKeys):
 
     Args:
         head_dim: Channels ``D`` of a head, as the projections give them.
-        num_heads: Key heads, which have a row of ``delta`` each; None for no ``delta``.
+        num_kv_heads: Key heads, which have a row of ``delta`` each; None for no ``delta``.
         max_seq_len: Positions are ``0 .. max_seq_len - 1``. None for no limit.
         base: :math:`b`.
         init: ``"zero"``, or ``"uniform"`` for angles drawn from the whole turn.
@@ -52,13 +52,13 @@ class PoPE(KeepsFloat32, RotatedKeys):
         seq_dim: The dimension of the tokens: -2, or 1 for tensors of ``(B, L, H, D)``.
 
     Attributes:
-        delta: Parameter ``(num_heads, head_dim)``, or None. It is limited to :math:`[-2\pi, 0]`
+        delta: Parameter ``(num_kv_heads, head_dim)``, or None. It is limited to :math:`[-2\pi, 0]`
             where it is used; a number outside gets no gradient. It stays float32 when the model is
             cast to half precision. FSDP2 shards such a model with this module as a unit of its own,
             which has no MixedPrecisionPolicy.
 
     Examples:
-        >>> pope = PoPE(head_dim=64, num_heads=2)
+        >>> pope = PoPE(head_dim=64, num_kv_heads=2)
         >>> q, k = torch.randn(1, 8, 16, 64), torch.randn(1, 2, 16, 64)
         >>> polar_q, polar_k = pope(q, k, offset=100)
         >>> polar_q.shape, polar_k.shape
@@ -74,10 +74,10 @@ class PoPE(KeepsFloat32, RotatedKeys):
     def __init__(
         self,
         head_dim: int,
-        num_heads: int | None,
+        *,
+        num_kv_heads: int | None,
         max_seq_len: int | None = 2048,
         base: float = 10_000.0,
-        *,
         init: str = "zero",
         scaling: Rule | Mapping[str, Any] | str | None = None,
         axes: Axes | None = None,
@@ -86,7 +86,7 @@ class PoPE(KeepsFloat32, RotatedKeys):
         super().__init__()
         who = type(self).__name__
         self.head_dim = checks.integer(who, "head_dim", head_dim)
-        self.num_heads = checks.optional(checks.integer, who, "num_heads", num_heads)
+        self.num_kv_heads = checks.optional(checks.integer, who, "num_kv_heads", num_kv_heads)
         self.max_seq_len = checks.optional(checks.integer, who, "max_seq_len", max_seq_len)
         self.base = checks.base(who, base)
         self.init = checks.choice(who, "init", init, ("zero", "uniform"))
@@ -100,8 +100,8 @@ class PoPE(KeepsFloat32, RotatedKeys):
         spectrum = Spectrum(width, self.base, self.scaling, axes)
         self._set_angles(spectrum, self.max_seq_len, width, Spec(False, False))
         made = None
-        if self.num_heads is not None:
-            made = nn.Parameter(torch.empty(self.num_heads, self.head_dim, dtype=torch.float32))
+        if self.num_kv_heads is not None:
+            made = nn.Parameter(torch.empty(self.num_kv_heads, self.head_dim, dtype=torch.float32))
         self.register_parameter("delta", made)
         self.reset_parameters()
 
@@ -136,7 +136,7 @@ class PoPE(KeepsFloat32, RotatedKeys):
 
         Args:
             q: Queries ``(B, H, L, D)``.
-            k: Keys ``(B, num_heads, L, D)``, of the same tokens. Cache the result, and attend to
+            k: Keys ``(B, num_kv_heads, L, D)``, of the same tokens. Cache the result, and attend to
                 all cached ones.
             offset: Position of the first token, which is the number of cached tokens; an int, or
                 an integer tensor ``(B,)`` with one for each sequence.
@@ -144,14 +144,14 @@ class PoPE(KeepsFloat32, RotatedKeys):
             seq_len: As in :meth:`posenc.RoPE.forward`, for a rule that depends on it.
 
         Returns:
-            New tensors ``(B, H, L, 2 D)`` and ``(B, num_heads, L, 2 D)``, in the dtypes of ``q``
+            New tensors ``(B, H, L, 2 D)`` and ``(B, num_kv_heads, L, 2 D)``, in the dtypes of ``q``
             and ``k``.
         """
         who, limit = type(self).__name__, self._angles.limit
         rotary.check_heads(who, "qk", [q, k], self.head_dim, self.seq_dim)
         q, k = rotary.swap_heads([q, k], self.seq_dim)
-        if self.num_heads is not None and k.shape[1] != self.num_heads:
-            rule = f"k must have {self.num_heads} heads, one for each row of delta"
+        if self.num_kv_heads is not None and k.shape[1] != self.num_kv_heads:
+            rule = f"k must have {self.num_kv_heads} heads, one for each row of delta"
             way_out = f"Build {who} with the number of key heads, or pass seq_dim=1."
             checks.fail(who, rule, k.shape[1], way_out)
         delta, learned = self.delta, () if self.delta is None else (self.delta,)
@@ -200,9 +200,9 @@ class PoPE(KeepsFloat32, RotatedKeys):
 
         Args:
             q: ``(B, H, Q, D)``; ``(B, Q, H, D)`` if ``seq_dim`` is 1, and so are the others.
-            k: ``(B, num_heads, K, D)`` with ``H`` a multiple of ``num_heads`` and ``K`` at least
-                ``Q``.
-            v: ``(B, num_heads, K, Dv)``.
+            k: ``(B, num_kv_heads, K, D)`` with ``H`` a multiple of ``num_kv_heads`` and ``K`` at
+                least ``Q``.
+            v: ``(B, num_kv_heads, K, Dv)``.
             causal: Whether a query sees only keys up to its own.
             query_offset: Key index of the first query. This and the next three are those of
                 :func:`posenc.attention.biased_attention`.
@@ -219,7 +219,7 @@ class PoPE(KeepsFloat32, RotatedKeys):
             ``(B, H, Q, Dv)`` in the dtype of ``q``.
 
         Examples:
-            >>> pope, (q, k, v) = PoPE(8, num_heads=2), torch.randn(3, 1, 2, 5, 8)
+            >>> pope, (q, k, v) = PoPE(8, num_kv_heads=2), torch.randn(3, 1, 2, 5, 8)
             >>> pope.attention(q, k, v).shape
             torch.Size([1, 2, 5, 8])
         """

@@ -51,9 +51,9 @@ class RelativeKeys(ProductBias):
     def __init__(
         self,
         head_dim: int,
+        *,
         max_distance: int,
         causal: bool = True,
-        *,
         max_later: int | None = None,
         num_heads: int | None = None,
         dtype: torch.dtype | None = None,

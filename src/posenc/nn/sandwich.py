@@ -48,7 +48,7 @@ class Sandwich(TableModule, RelativeBias):
         Analysis*, 2023, section 5.
     """
 
-    def __init__(self, num_heads: int, dim: int = 128, causal: bool = True) -> None:
+    def __init__(self, num_heads: int, *, dim: int = 128, causal: bool = True) -> None:
         super().__init__(num_heads, causal=causal, dtype=torch.float32)
         self.dim = checks.even(type(self).__name__, "dim", dim)
         self._tables = SharedTables(_products, (self.dim,), None, torch.float64)

@@ -60,8 +60,8 @@ class SinusoidalGrid(AddedTable):
     def __init__(
         self,
         size: Sequence[int],
-        embed_dim: int,
         *,
+        embed_dim: int,
         base: float = 10_000.0,
         concatenated: bool = False,
         widths: Sequence[int] | None = None,

@@ -27,19 +27,19 @@ class STRING(MixedRoPE):
 
     Args:
         head_dim: As in :class:`MixedRoPE`, like all others.
-        num_heads: Key heads.
+        num_kv_heads: Key heads.
         coordinates: Coordinates of a position.
         base: The base of the frequencies at the start, which depends on ``coordinates`` if None.
         interleaved: Which channels form pairs.
 
     Attributes:
-        freqs: Parameter of shape ``(coordinates, num_heads, head_dim / 2)``.
-        skew: Parameter of shape ``(num_heads, head_dim (head_dim - 1) / 2)``: :math:`S` above its
-            diagonal, row by row.
+        freqs: Parameter of shape ``(coordinates, num_kv_heads, head_dim / 2)``.
+        skew: Parameter of shape ``(num_kv_heads, head_dim (head_dim - 1) / 2)``: :math:`S` above
+            its diagonal, row by row.
 
     Examples:
         >>> from posenc.positions import grid
-        >>> string = STRING(head_dim=64, num_heads=4)
+        >>> string = STRING(head_dim=64, num_kv_heads=4)
         >>> q = k = torch.randn(2, 4, 6, 64)
         >>> q, k = string(q, k, position_ids=grid(2, 3))
 
@@ -50,16 +50,20 @@ class STRING(MixedRoPE):
     def __init__(
         self,
         head_dim: int,
-        num_heads: int,
         *,
+        num_kv_heads: int,
         coordinates: int = 2,
         base: float | None = None,
         interleaved: bool = True,
     ) -> None:
         super().__init__(
-            head_dim, num_heads, coordinates=coordinates, base=base, interleaved=interleaved
+            head_dim,
+            num_kv_heads=num_kv_heads,
+            coordinates=coordinates,
+            base=base,
+            interleaved=interleaved,
         )
-        size = self.num_heads, head_dim * (head_dim - 1) // 2
+        size = self.num_kv_heads, head_dim * (head_dim - 1) // 2
         self.skew = nn.Parameter(torch.zeros(size, dtype=self.freqs.dtype))
 
     def reset_parameters(self) -> None:
@@ -69,11 +73,11 @@ class STRING(MixedRoPE):
             nn.init.zeros_(self.skew)
 
     def basis(self) -> Tensor:
-        """:math:`P` of each head, ``(num_heads, D, D)``, in the widest dtype of the device."""
+        """:math:`P` of each head, ``(num_kv_heads, D, D)``, in the widest dtype of the device."""
         where, width = float64_device(self.skew.device), self.head_dim
         above = self.skew.to(where, widest(where))
         rows, columns = torch.triu_indices(width, width, 1, device=where)
-        flat = above.new_zeros((self.num_heads, width * width))
+        flat = above.new_zeros((self.num_kv_heads, width * width))
         upper = flat.index_copy(1, rows * width + columns, above).unflatten(1, (width, width))
         skew, one = upper - upper.mT, torch.eye(width, dtype=above.dtype, device=where)
         basis: Tensor = torch.linalg.solve(one + skew, one - skew)
@@ -93,7 +97,7 @@ class STRING(MixedRoPE):
     def _changed(self, x: Tensor, basis: Tensor) -> Tensor:
         """``x`` in the basis of its head, in at least float32."""
         wide = torch.promote_types(x.dtype, torch.float32)
-        heads = x.unflatten(1, (self.num_heads, -1)).to(wide)
+        heads = x.unflatten(1, (self.num_kv_heads, -1)).to(wide)
         with without_autocast(x):
             changed: Tensor = (heads @ basis[:, None].to(x.device, wide)).flatten(1, 2)
         return changed

@@ -41,7 +41,8 @@ class T5Bias(TableModule, RelativeBias):
         num_heads: Heads ``H``.
         num_buckets: Buckets, half of them for later keys unless causal.
         max_distance: The distance from which all are in the last bucket.
-        causal: Whether a query sees only keys up to its own: True for a decoder.
+        causal: Whether a query sees only keys up to its own: True for a decoder, False for an
+            encoder.
         dtype: The dtype of the parameter, torch's default if None. The bias is made in float32.
 
     Attributes:
@@ -49,7 +50,7 @@ class T5Bias(TableModule, RelativeBias):
             has it as ``relative_attention_bias.weight``, of the first layer only.
 
     Examples:
-        >>> bias = T5Bias(num_heads=8)
+        >>> bias = T5Bias(num_heads=8, causal=False)
         >>> q, k, v = torch.randn(3, 1, 8, 512, 64).unbind()
         >>> bias.attention(q, k, v).shape
         torch.Size([1, 8, 512, 64])
@@ -65,10 +66,10 @@ class T5Bias(TableModule, RelativeBias):
     def __init__(
         self,
         num_heads: int,
+        *,
         num_buckets: int = 32,
         max_distance: int = 128,
-        causal: bool = False,
-        *,
+        causal: bool,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(num_heads, causal=causal, dtype=dtype)
@@ -84,7 +85,9 @@ class T5Bias(TableModule, RelativeBias):
         nn.init.zeros_(self.weight)
 
     @classmethod
-    def from_config(cls, config: dict[str, Any] | str | Path | Any, **keywords: Any) -> Self:
+    def from_config(
+        cls, config: dict[str, Any] | str | Path | Any, *, causal: bool, **keywords: Any
+    ) -> Self:
         """The bias that the Hugging Face config of a T5, mT5 or UMT5 describes.
 
         MPNet has it too, but scales its scores: pass ``scale=head_dim**-0.5`` to :meth:`attention`.
@@ -92,16 +95,16 @@ class T5Bias(TableModule, RelativeBias):
         Args:
             config: A dict, the path of a ``config.json`` or of a model's folder, or a config
                 object of transformers.
-            **keywords: Arguments of the constructor, which override the config; ``causal=True``
-                for the decoder.
+            causal: True for the decoder, False for the encoder.
+            **keywords: Arguments of the constructor, which override the config.
 
         Examples:
             >>> T5Bias.from_config({"model_type": "t5", "num_heads": 6}, causal=True)
-            T5Bias(num_heads=6, num_buckets=32, max_distance=128, causal=True)
+            T5Bias(num_heads=6, causal=True)
         """
         found = configs.read_buckets(config)
         names = ("num_heads", "num_buckets", "max_distance")
-        return cls(**{**{name: getattr(found, name) for name in names}, **keywords})
+        return cls(causal=causal, **{name: getattr(found, name) for name in names} | keywords)
 
     def _numbers(
         self, keys: int, dtype: torch.dtype, ids: Tensor | None, device: torch.device

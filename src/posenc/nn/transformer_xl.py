@@ -38,9 +38,9 @@ class TransformerXLBias(TableModule, ProductBias):
     are for each head. This is the attention of Transformer-XL and XLNet, and of Conformers.
 
     Args:
+        num_heads: Heads ``H``, of ``E / H`` channels.
         embed_dim: Channels ``E`` of the sinusoid and of the model, even and a multiple of
             ``num_heads``.
-        num_heads: Heads ``H``, of ``E / H`` channels.
         causal: Whether a query sees only keys up to its own.
         max_distance: The distance from which all have one sinusoid (``clamp_len``); None for none.
         base: The base of the sinusoid's frequencies.
@@ -66,10 +66,10 @@ class TransformerXLBias(TableModule, ProductBias):
 
     def __init__(
         self,
-        embed_dim: int,
         num_heads: int,
-        causal: bool = True,
         *,
+        embed_dim: int,
+        causal: bool = True,
         max_distance: int | None = None,
         base: float = 10_000.0,
         concatenated: bool = True,

@@ -70,9 +70,9 @@ class XPos(TableModule):
     def __init__(
         self,
         head_dim: int,
+        *,
         max_seq_len: int = 2048,
         base: float = 10_000.0,
-        *,
         scale_base: float = 512.0,
         interleaved: bool = True,
     ) -> None:

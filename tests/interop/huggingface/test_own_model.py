@@ -21,28 +21,30 @@ class Model(transformers.PreTrainedModel):
         self.biases = torch.nn.ModuleList(
             [
                 posenc.T5Bias(4, causal=True),
-                posenc.LearnedBias(4, 16),
+                posenc.LearnedBias(4, max_distance=16),
                 posenc.KERPLE(4),
                 posenc.Sandwich(4),
                 posenc.FIRE(4),
                 posenc.ALiBi(4),
                 posenc.ALiBi(4, learned=True),
-                posenc.GridBias((5, 8), 4),
-                posenc.GridBias((5, 8), 4, continuous=True),
+                posenc.GridBias((5, 8), num_heads=4),
+                posenc.GridBias((5, 8), num_heads=4, continuous=True),
             ]
         )
         self.products = torch.nn.ModuleList(
             [
-                posenc.CoPE(8, 16),
-                posenc.RelativeKeys(8, 16),
-                posenc.TransformerXLBias(32, 4),
-                posenc.DeBERTaBias(4, 8, 16),
-                posenc.DeBERTaBias(4, 8, 16, 8),
+                posenc.CoPE(8, max_pos=16),
+                posenc.RelativeKeys(8, max_distance=16),
+                posenc.TransformerXLBias(4, embed_dim=32),
+                posenc.DeBERTaBias(4, head_dim=8, max_relative_positions=16, causal=False),
+                posenc.DeBERTaBias(
+                    4, head_dim=8, max_relative_positions=16, position_buckets=8, causal=False
+                ),
             ]
         )
-        self.pope = posenc.PoPE(8, 4, init="uniform")
-        self.gate = posenc.ForgetGate(32, 4)
-        self.string = posenc.STRING(8, 4, coordinates=1)
+        self.pope = posenc.PoPE(8, num_kv_heads=4, init="uniform")
+        self.gate = posenc.ForgetGate(4, embed_dim=32)
+        self.string = posenc.STRING(8, num_kv_heads=4, coordinates=1)
         self.extend = posenc.SelfExtend(posenc.RoPE(8), group=3, window=7)
         self.post_init()
 
@@ -91,13 +93,16 @@ class Added(transformers.PreTrainedModel):
     def __init__(self, config):
         super().__init__(config)
         self.features = torch.nn.ModuleList(
-            [posenc.FourierFeatures(2, 4, kind, seed=3) for kind in ("random", "learned", "nerf")]
+            [
+                posenc.FourierFeatures(2, num_frequencies=4, kind=kind, seed=3)
+                for kind in ("random", "learned", "nerf")
+            ]
         )
         self.sums = torch.nn.ModuleList(
             [
                 posenc.SinusoidalPosEmbedding(scale_input=True, scale=0.3, learn_scale=True),
                 posenc.SinusoidalPE(64, 32, dropout=0.1),
-                posenc.SinusoidalGrid((5, 8), 32, extra=1, learn_scale=True),
+                posenc.SinusoidalGrid((5, 8), embed_dim=32, extra=1, learn_scale=True),
             ]
         )
         self.proj = torch.nn.Linear(32, 32)

@@ -74,7 +74,7 @@ def test_scores_are_those_of_the_module():
 def test_scores_of_pope_are_those_of_the_module():
     """Equal lengths by distance, and one channel with its phase."""
     view = show.pope(dim=16, length=40, trained=64)
-    pope = posenc.PoPE(16, 1, 64)
+    pope = posenc.PoPE(16, num_kv_heads=1, max_seq_len=64)
     x = torch.full((1, 1, 64, 16), math.log(math.e - 1), dtype=torch.float64)
     q, k = pope(x, x)
     distance, score = (

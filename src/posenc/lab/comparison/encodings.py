@@ -84,12 +84,14 @@ def _rope(
 def _xpos(plan: Plan, length: int) -> nn.Module:
     # Half the training length is the paper's ratio. float32 holds the scales of 88 times it.
     decay = max(plan.train_length / 2, plan.longest / 88)
-    return XPos(plan.head_dim, plan.longest, plan.base, scale_base=decay, interleaved=False)
+    return XPos(
+        plan.head_dim, max_seq_len=plan.longest, base=plan.base, scale_base=decay, interleaved=False
+    )
 
 
 def _learned_rates(kind: type[MixedRoPE], plan: Plan) -> nn.Module:
-    sizes = plan.head_dim, plan.heads
-    return kind(*sizes, coordinates=1, base=plan.base, interleaved=False)
+    heads, base = plan.heads, plan.base
+    return kind(plan.head_dim, num_kv_heads=heads, coordinates=1, base=base, interleaved=False)
 
 
 def _self_extend(plan: Plan, length: int) -> nn.Module:
@@ -175,7 +177,9 @@ ENCODINGS = {
     "pope": Encoding(
         "PoPE",
         "queries and keys",
-        lambda plan, length: PoPE(plan.head_dim, plan.heads, plan.longest, plan.base),
+        lambda plan, length: PoPE(
+            plan.head_dim, num_kv_heads=plan.heads, max_seq_len=plan.longest, base=plan.base
+        ),
         "The angles go on, to distances that the model was not trained on.",
     ),
     "xpos": Encoding("xPos", "queries and keys", _xpos, "Rotation and decay continue."),
@@ -196,31 +200,36 @@ ENCODINGS = {
     "forget-gate": Encoding(
         "forgetting gates",
         "gates",
-        lambda plan, length: ForgetGate(plan.width, plan.heads),
+        lambda plan, length: ForgetGate(plan.heads, embed_dim=plan.width),
         "The tokens go on to decide what is kept of those before them.",
     ),
     "cope": Encoding(
         "CoPE",
         "scores",
-        lambda plan, length: CoPE(plan.head_dim, plan.train_length),
+        lambda plan, length: CoPE(plan.head_dim, max_pos=plan.train_length),
         "Counts end at the training length, but gates need not count every token.",
     ),
     "relative-keys": Encoding(
         "relative keys",
         "scores",
-        lambda plan, length: RelativeKeys(plan.head_dim, plan.train_length - 1),
+        lambda plan, length: RelativeKeys(plan.head_dim, max_distance=plan.train_length - 1),
         "All farther keys share the last trained vector.",
     ),
     "transformer-xl": Encoding(
         "Transformer-XL",
         "scores",
-        lambda plan, length: TransformerXLBias(plan.width, plan.heads, base=plan.base),
+        lambda plan, length: TransformerXLBias(plan.heads, embed_dim=plan.width, base=plan.base),
         "The sinusoid of the distance continues.",
     ),
     "deberta": Encoding(
         "DeBERTa",
         "scores",
-        lambda plan, length: DeBERTaBias(plan.heads, plan.head_dim, plan.train_length, causal=True),
+        lambda plan, length: DeBERTaBias(
+            plan.heads,
+            head_dim=plan.head_dim,
+            max_relative_positions=plan.train_length,
+            causal=True,
+        ),
         "All farther keys share the last trained vectors.",
     ),
 }

@@ -29,12 +29,14 @@ FAMILIES = {
     "t5": Family(
         "T5",
         "a number for each bucket of distances, here random",
-        lambda heads, trained: nn.T5Bias(heads, min(32, trained), trained, causal=True),
+        lambda heads, trained: nn.T5Bias(
+            heads, num_buckets=min(32, trained), max_distance=trained, causal=True
+        ),
     ),
     "learned-bias": Family(
         "learned bias",
         "a number for each distance, here random",
-        lambda heads, trained: nn.LearnedBias(heads, trained - 1),
+        lambda heads, trained: nn.LearnedBias(heads, max_distance=trained - 1),
     ),
     "kerple": Family(
         "KERPLE", "a logarithm of the distance", lambda heads, trained: nn.KERPLE(heads)
@@ -55,17 +57,23 @@ PRODUCTS = {
     "relative-keys": Family(
         "relative keys",
         "the query times a vector for each distance, here random",
-        lambda heads, trained: nn.RelativeKeys(16, trained - 1),
+        lambda heads, trained: nn.RelativeKeys(16, max_distance=trained - 1),
     ),
     "transformer-xl": Family(
         "Transformer-XL",
         "the query times the projected sinusoid of the distance",
-        lambda heads, trained: nn.TransformerXLBias(16 * heads, heads),
+        lambda heads, trained: nn.TransformerXLBias(heads, embed_dim=16 * heads),
     ),
     "deberta": Family(
         "DeBERTa",
         "query and key times vectors for each bucket",
-        lambda heads, trained: nn.DeBERTaBias(heads, 16, trained, max(trained // 4, 2), True),
+        lambda heads, trained: nn.DeBERTaBias(
+            heads,
+            head_dim=16,
+            max_relative_positions=trained,
+            position_buckets=max(trained // 4, 2),
+            causal=True,
+        ),
     ),
 }
 
@@ -90,7 +98,7 @@ def product(name: str, *, heads: int = 8, length: int = 256, trained: int = 128)
 def forget_gate(*, heads: int = 8, length: int = 256, trained: int = 128) -> View:
     """The bias of random tokens, three of which make the gates forget more."""
     with _before_training():
-        gate, x = nn.ForgetGate(64, heads), torch.randn(length, 64)
+        gate, x = nn.ForgetGate(heads, embed_dim=64), torch.randn(length, 64)
         closed = torch.tensor([length // 4, length // 2, length * 5 // 8])
         # The embedding for which the gate of every head is σ(-1).
         x[closed] = torch.linalg.pinv(gate.proj.weight) @ (-1 - gate.proj.bias)
@@ -105,7 +113,7 @@ def forget_gate(*, heads: int = 8, length: int = 256, trained: int = 128) -> Vie
 def cope(*, heads: int = 8, length: int = 256, trained: int = 128) -> View:
     """The bias of random tokens, if each that is counted lowers the score by 0.1."""
     with _before_training():
-        module, (q, k) = nn.CoPE(16, trained), torch.randn(2, 1, heads, length, 16)
+        module, (q, k) = nn.CoPE(16, max_pos=trained), torch.randn(2, 1, heads, length, 16)
         q[..., 0], module.pos_emb[0, 0] = 1.0, -0.1 * torch.arange(trained)
         bias = module.bias(q, k)[0]
     return _view("cope", "CoPE: gates decide which tokens are counted", bias, trained)
@@ -114,7 +122,7 @@ def cope(*, heads: int = 8, length: int = 256, trained: int = 128) -> View:
 def grid(*, heads: int = 8) -> View:
     """Swin v2's bias of a window of an image, before training."""
     with _before_training():
-        bias = nn.GridBias(_WINDOW, heads, continuous=True).bias()
+        bias = nn.GridBias(_WINDOW, num_heads=heads, continuous=True).bias()
     head = heads // 2
     window = bias[head].unflatten(-1, (_WINDOW, _WINDOW))
     corner, centre = (

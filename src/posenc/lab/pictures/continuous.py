@@ -15,17 +15,19 @@ _OCTAVES = (2, 4, 6)
 def fourier(*, dim: int = 128, length: int = 128) -> View:
     """Features of ``length`` coordinates between 0 and 1, and how alike they are by distance."""
     at = torch.linspace(0, 1, length, dtype=torch.float64)[:, None]
-    random = nn.FourierFeatures(1, dim // 2, scale=_SCALES[1])
+    random = nn.FourierFeatures(1, num_frequencies=dim // 2, scale=_SCALES[1])
     assert random.frequencies is not None
     slowest_first = random.frequencies[:, 0].abs().argsort()
     cosines = random(at)[:, : dim // 2][:, slowest_first]
-    octaves = nn.FourierFeatures(1, max(_OCTAVES), "nerf")
+    octaves = nn.FourierFeatures(1, num_frequencies=max(_OCTAVES), kind="nerf")
     many = 64 * dim
     gaussian = [
-        _similarity(f"scale {s:g}", nn.FourierFeatures(1, many, scale=s), at) for s in _SCALES
+        _similarity(f"scale {s:g}", nn.FourierFeatures(1, num_frequencies=many, scale=s), at)
+        for s in _SCALES
     ]
     doubling = [
-        _similarity(f"{k} frequencies", nn.FourierFeatures(1, k, "nerf"), at) for k in _OCTAVES
+        _similarity(f"{k} frequencies", nn.FourierFeatures(1, num_frequencies=k, kind="nerf"), at)
+        for k in _OCTAVES
     ]
     cells = f"place, 0 to 1 in {length}"
     title = "Similarity by distance"

@@ -114,7 +114,7 @@ def rope(
 
 def pope(*, dim: int = 128, length: int = 128, trained: int = 4096, base: float = 10_000.0) -> View:
     """PoPE beside RoPE, and what a phase does to one channel's part of the score."""
-    rates = nn.PoPE(dim, None, None, base).inv_freq()
+    rates = nn.PoPE(dim, num_kv_heads=None, max_seq_len=None, base=base).inv_freq()
     found = [Rotation("PoPE", rates), Rotation("RoPE", inverse_frequencies(dim, base))]
     cos = (torch.arange(length)[:, None] * rates).cos()
     distance, middle = torch.arange(length, dtype=torch.float64), dim // 4
