@@ -115,18 +115,25 @@ def test_a_signal_to_end_leaves_nothing_behind(run, number, ignored):
     """As Ctrl-C does; and a signal that is ignored stays ignored."""
     script = (
         "import os, signal, posenc.cli\n"
-        "from posenc.interop.checkpoints import safetensors\n"
+        "from posenc.interop.checkpoints import files\n"
         f"number, ignored = {int(number)}, {ignored}\n"
         "if ignored: signal.signal(number, signal.SIG_IGN)\n"
-        "chunks = safetensors._chunks\n"
-        "def end(*arguments): os.kill(os.getpid(), number); return chunks(*arguments)\n"
-        "safetensors._chunks = end\n"
+        "write = files.write_shard\n"
+        "def end(*arguments): os.kill(os.getpid(), number); return write(*arguments)\n"
+        "files.write_shard = end\n"
         "posenc.cli.main()"
     )
     command = [sys.executable, "-c", script, "convert", "model", "-o", "out", "--to", "interleaved"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == (0 if ignored else 130), done.stderr
     assert sorted(os.listdir()) == (["model", "out"] if ignored else ["model"])
+
+
+def test_a_missing_package_names_the_command_that_brings_it(run, monkeypatch):
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    done = run("model", "-o", "out", "--to", "interleaved")
+    assert done.exit_code == 2
+    assert "convert needs safetensors: pip install 'posenc[cli]'" in done.stderr
 
 
 def test_weights_left_out_are_named(run):

@@ -151,6 +151,17 @@ def test_an_adapter_of_queries_or_keys_alone_is_tested_too(part, tmp_path):
     assert report.difference < 1e-13
 
 
+def test_rows_of_four_bit_numbers_move(tmp_path):
+    """torch computes nothing with this dtype."""
+    rows = torch.randint(256, (16, 8), dtype=torch.uint8)
+    name = "layers.0.attn.k_proj.weight"
+    save_file({name: rows.view(torch.float4_e2m1fn_x2)}, tmp_path / "a")
+    assert convert(tmp_path / "a", tmp_path / "b", to="half", **SIZES).difference < 1e-13
+    found = load_file(tmp_path / "b")[name]
+    assert found.dtype == torch.float4_e2m1fn_x2
+    assert torch.equal(found.view(torch.uint8), permute(rows, "k", HEADS, to="half"))
+
+
 def test_quantised_rows_move_with_their_scales(tmp_path):
     stem = "layers.0.attn"
     tensors = {

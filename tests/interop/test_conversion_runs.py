@@ -1,24 +1,32 @@
 """What a conversion does while it runs: self-test, memory, progress, and how it ends."""
 
-import gc
+import errno
 import os
 import shutil
-import signal
-import subprocess
+import stat
 import sys
-import tracemalloc
+import weakref
 
 import pytest
+import safetensors.torch
 import torch
 from safetensors.torch import load_file, save_file
 
-from posenc.interop.checkpoints import convert, convert_state, families, safetensors, selftest
-from support.checkpoints import SIZES, save_layers
+from posenc.interop.checkpoints import convert, layouts
+from support import hf_models as models
+from support.checkpoints import SIZES, save_folder, save_layers
+
+ONE_HEAD = {"num_heads": 1, "head_dim": 8}
 
 
 @pytest.fixture
 def saved(tmp_path):
     return save_layers(tmp_path / "old.safetensors")
+
+
+@pytest.fixture
+def source(tmp_path):
+    return save_folder(tmp_path / "source", {"model_type": "llama", "hidden_size": 8})
 
 
 def test_paths_that_would_lose_something_are_refused(saved, tmp_path):
@@ -66,113 +74,166 @@ def test_only_a_regular_file_is_overwritten_by_a_file(saved, tmp_path, kind):
     assert target.lstat() == before
 
 
-def test_the_self_test_finds_rows_that_did_not_move(saved, tmp_path, monkeypatch):
-    """Written in their old order, they would be taken for the new one."""
-    chunks = safetensors._chunks
-    monkeypatch.setattr(safetensors, "_chunks", lambda *given: chunks(*given[:-1], None))
-    with pytest.raises(ValueError, match=r"logits of layers\.0\.attn must stay the same"):
-        convert(saved, tmp_path / "new", to="interleaved", **SIZES)
-    assert os.listdir(tmp_path) == [saved.name]
-    assert convert(saved, tmp_path / "new", to="interleaved", check=0, **SIZES).checked == ()
-
-
-@pytest.mark.parametrize("wrong", ["k", "bias", "norm"])
-def test_the_self_test_sees_every_kind_of_part(wrong):
-    """One part left behind is enough."""
-    stem = "layers.0.attn."
-    old = {
-        f"{stem}q_proj.weight": torch.randn(32, 16),
-        f"{stem}q_proj.bias": torch.randn(32),
-        f"{stem}k_proj.weight": torch.randn(16, 16),
-        f"{stem}k_norm.weight": torch.randn(8),
+@pytest.mark.parametrize("wrong", ["q", "k", "bias", "norm"])
+def test_the_self_test_finds_one_tensor_that_did_not_move(tmp_path, monkeypatch, wrong):
+    """Written in its old order, it would be taken for the new one."""
+    tensors = {
+        "q_proj.weight": torch.randn(32, 16),
+        "k_proj.weight": torch.randn(16, 16),
+        "q_proj.bias": torch.randn(32),
+        "k_norm.weight": torch.randn(8),
     }
-    model = families.from_config({}, families.Given(**SIZES))
-    new = convert_state(old, to="interleaved", **SIZES)
-
-    def run(new):
-        readers = old.__getitem__, new.__getitem__
-        return selftest.run({"attn": list(old)}, model, *readers, "interleaved", 1)["attn"]
-
-    assert run(new) < 1e-13
-    for name in old:
-        if wrong in name.replace("k_norm", "norm").replace("k_proj.weight", "k"):
-            new[name] = old[name]
-    with pytest.raises(ValueError, match="logits of attn must stay the same") as error:
-        run(new)
-    assert float(str(error.value).split("a difference of ")[1].split(".\n")[0]) > 1e-2
-
-
-def test_memory_is_bounded_by_the_largest_tensor_that_moves(tmp_path, monkeypatch):
-    """However many tensors there are, and however large those that stay."""
-    monkeypatch.setattr(safetensors, "CHUNK", 1 << 14)
-    tensors = {"embed.weight": torch.zeros(1 << 22, dtype=torch.uint8)}
-    for layer in range(8):
-        tensors[f"layers.{layer}.q_proj.weight"] = torch.randn(32, 1 << 13)
-    save_file(tensors, tmp_path / "a")
-    largest = 32 * (1 << 13) * 4
-    del tensors
-    gc.collect()
-
-    tracemalloc.start()
-    convert(tmp_path / "a", tmp_path / "b", to="half", check=0, **SIZES)
-    _, peak = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-
-    assert largest <= peak < 1.2 * largest
-
-
-def test_progress_is_told_tensor_by_tensor(saved, tmp_path):
-    told = []
-    convert(saved, tmp_path / "b", to="half", tell=lambda *step: told.append(step), **SIZES)
-    assert [name for name, _ in told] == sorted(
-        load_file(saved), key=[name for name, _ in told].index
+    old, new = tmp_path / "old", tmp_path / "new"
+    save_file({f"layers.0.attn.{name}": tensor for name, tensor in tensors.items()}, old)
+    left = dict(zip(("q", "k", "bias", "norm"), tensors.values(), strict=True))[wrong]
+    take = layouts.take
+    monkeypatch.setattr(
+        layouts, "take", lambda x, rows: x if x.shape == left.shape else take(x, rows)
     )
-    shares = [share for _, share in told]
-    assert shares == sorted(shares)
+    with pytest.raises(ValueError, match=r"logits of layers\.0\.attn must stay the same") as error:
+        convert(old, new, to="interleaved", **SIZES)
+    assert float(str(error.value).split("a difference of ")[1].split(".\n")[0]) > 1e-2
+    assert os.listdir(tmp_path) == [old.name]
+    assert convert(old, new, to="interleaved", check=0, **SIZES).checked == ()
+
+
+def test_one_shard_is_in_memory_at_a_time(tmp_path, monkeypatch):
+    models.build("Llama", models.GQA).save_pretrained(tmp_path / "old", max_shard_size="40KB")
+    save, written = safetensors.torch.save_file, []
+
+    def save_after_the_others_are_freed(tensors, *arguments):
+        assert [name for name, tensor in written if tensor() is not None] == []
+        written.extend((name, weakref.ref(tensor)) for name, tensor in tensors.items())
+        save(tensors, *arguments)
+
+    monkeypatch.setattr(safetensors.torch, "save_file", save_after_the_others_are_freed)
+    report = convert(tmp_path / "old", tmp_path / "new", to="interleaved")
+    assert len(written) == report.tensors > 0
+
+
+def test_progress_is_told_file_by_file(source, tmp_path):
+    told = []
+
+    def tell(name, share):
+        told.append((name, share))
+
+    convert(source, tmp_path / "b", to="interleaved", tell=tell, **ONE_HEAD)
+    names, shares = zip(*told, strict=True)
+    assert names == ("source", "config.json", "model.safetensors")
+    assert list(shares) == sorted(shares)
     assert shares[-1] == 1.0
 
 
-def test_progress_advances_within_a_tensor(saved, tmp_path, monkeypatch):
-    """The embedding of a large model takes as long as all the rest."""
-    monkeypatch.setattr(safetensors, "CHUNK", 64)
-    told = []
-    convert(saved, tmp_path / "b", to="half", tell=lambda *step: told.append(step), **SIZES)
-    for name in load_file(saved):
-        assert len([share for each, share in told if each == name]) > 1, name
-    assert told[-1][1] == 1.0
-
-
-def test_an_interruption_leaves_nothing(saved, tmp_path):
-    def interrupt(name, share):
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        convert(saved, tmp_path / "new", to="half", tell=interrupt, **SIZES)
+def test_a_missing_package_is_named_with_its_extra(saved, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    with pytest.raises(ImportError, match=r"needs safetensors: pip install 'posenc\[cli\]'"):
+        convert(saved, tmp_path / "new", to="half", **SIZES)
     assert os.listdir(tmp_path) == [saved.name]
 
 
-def test_a_kill_leaves_no_half_written_target(saved, tmp_path):
-    """The name appears with the last byte behind it, or not at all."""
-    before = saved.read_bytes()
-    script = (
-        "import sys, time; from posenc.interop.checkpoints import convert\n"
-        "def hang(name, share):\n"
-        "    print(name, flush=True); time.sleep(600)\n"
-        f"convert(sys.argv[1], sys.argv[2], to='half', tell=hang, **{SIZES})"
-    )
-    target = tmp_path / "new.safetensors"
-    command = [sys.executable, "-c", script, str(saved), str(target)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
-        assert process.stdout.readline()
-        process.send_signal(signal.SIGKILL)
-    assert not target.exists()
-    assert saved.read_bytes() == before
-    # What it left is named in the error of the next run.
-    room = tmp_path / f"{target.name}.posenc-convert"
-    assert sorted(os.listdir(tmp_path)) == [room.name, saved.name]
-    with pytest.raises(FileExistsError, match=f"delete .*{room.name} and run again"):
-        convert(saved, target, to="half", **SIZES)
-    shutil.rmtree(room)
-    convert(saved, target, to="half", **SIZES)
-    assert load_file(target).keys() == load_file(saved).keys()
-    assert sorted(os.listdir(tmp_path)) == [target.name, saved.name]
+def interrupt(*arguments):
+    raise KeyboardInterrupt
+
+
+def fill_the_disk(*arguments):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@pytest.mark.parametrize("fail", [interrupt, fill_the_disk])
+@pytest.mark.parametrize("step", ["safetensors.torch.save_file", "os.replace"])
+@pytest.mark.parametrize("exists", ["a folder", "a file", "nothing"])
+def test_a_conversion_that_fails_leaves_the_target_as_it_was(
+    source, tmp_path, monkeypatch, fail, step, exists
+):
+    target = tmp_path / "target"
+    if exists == "a folder":
+        save_folder(target, {"of": "before"})
+    elif exists == "a file":
+        source = source / "model.safetensors"
+        target.write_text("of before")
+    before = {path: path.is_file() and path.read_bytes() for path in tmp_path.rglob("*")}
+    monkeypatch.setattr(step, fail)
+    with pytest.raises((KeyboardInterrupt, OSError)):
+        convert(source, target, to="interleaved", overwrite=True, **ONE_HEAD)
+    after = {path: path.is_file() and path.read_bytes() for path in tmp_path.rglob("*")}
+    assert after == before
+
+
+@pytest.mark.parametrize("made", ["a folder", "a file"])
+def test_what_another_program_makes_between_the_renames_costs_no_checkpoint(
+    source, tmp_path, monkeypatch, made
+):
+    """The former checkpoint is in the temporary folder then, and may be the only copy."""
+    target = save_folder(tmp_path / "target", {})
+    (target / "note.txt").write_text("former")
+    replace = os.replace
+
+    def late(old, new):
+        if made == "a folder":
+            target.mkdir()
+            (target / "log.txt").write_text("another's")
+        else:
+            target.write_text("another's")
+        replace(old, new)
+
+    monkeypatch.setattr(os, "replace", late)
+    with pytest.raises(OSError, match=r"target\.posenc-convert-\w+/old' -> '.*/target'"):
+        convert(source, target, to="interleaved", overwrite=True, **ONE_HEAD)
+    (work,) = tmp_path.glob("target.posenc-convert-*")
+    assert (work / "old" / "note.txt").read_text() == "former"
+    assert (work / "new" / "model.safetensors").exists()
+
+
+def test_a_target_that_appears_during_a_run_is_refused(source, tmp_path):
+    target = tmp_path / "target"
+
+    def convert_too(name, share):
+        if not target.exists():
+            convert(source, target, to="interleaved", **ONE_HEAD)
+
+    with pytest.raises(FileExistsError, match="target must be new"):
+        convert(source, target, to="interleaved", tell=convert_too, **ONE_HEAD)
+    assert load_file(target / "model.safetensors").keys()
+    assert sorted(os.listdir(tmp_path)) == ["source", "target"]
+
+
+@pytest.mark.skipif(os.name == "nt", reason="there are no modes")
+def test_files_and_folders_keep_their_modes(source, tmp_path):
+    (source / "sub").mkdir(mode=0o700)
+    modes = {
+        "model.safetensors": 0o640,
+        "config.json": 0o440,
+        "sub/a": 0o664,
+        "sub/b": 0o400,
+        "sub": 0o750,
+        ".": 0o711,
+    }
+    for name, mode in modes.items():
+        if name.startswith("sub/"):
+            (source / name).write_text("x")
+        (source / name).chmod(mode)
+    convert(source, tmp_path / "target", to="interleaved", **ONE_HEAD)
+    new = {name: stat.S_IMODE((tmp_path / "target" / name).stat().st_mode) for name in modes}
+    assert new == modes
+    convert(source / "model.safetensors", tmp_path / "file", to="interleaved", **ONE_HEAD)
+    assert stat.S_IMODE((tmp_path / "file").stat().st_mode) == 0o640
+
+
+def test_a_file_that_cannot_be_written_is_an_error_with_its_name(source, tmp_path):
+    resource = pytest.importorskip("resource")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
+    try:
+        with pytest.raises(OSError, match=r"cannot write model\.safetensors: .*File too large"):
+            convert(source, tmp_path / "target", to="interleaved", **ONE_HEAD)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert os.listdir(tmp_path) == ["source"]
+
+
+def test_a_disk_that_is_too_small_is_refused_before_the_work(source, tmp_path, monkeypatch):
+    usage = shutil.disk_usage(tmp_path)._replace(free=10)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    with pytest.raises(OSError, match=r"bytes free, got 10.\n  Free some space"):
+        convert(source, tmp_path / "target", to="interleaved", **ONE_HEAD)
+    assert os.listdir(tmp_path) == ["source"]

@@ -1,11 +1,13 @@
 """What a conversion makes of the folder around its weights, and of what it is told."""
 
 import json
+import os
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from posenc import RoPE
 from posenc.interop.checkpoints import convert, convert_state
 
 LLAMA = {"model_type": "llama", "hidden_size": 32, "num_attention_heads": 4}
@@ -63,10 +65,13 @@ def test_a_link_is_written_as_the_file_it_leads_to(small, tmp_path):
         ({"head_dim": "8"}, "head_dim must be an int"),
         ({"partial_rotary_factor": "a"}, "partial_rotary_factor must be a number"),
         ({"num_attention_heads": 4.0}, "num_attention_heads must be an int"),
+        ({"partial_rotary_factor": 1e300}, "partial_rotary_factor must be at most 1"),
+        ({"model_type": ["llama"], "position_embedding_type": "alibi"}, "must be rotary"),
+        ({"num_key_value_heads": 3}, "multiple of num_kv_heads=3"),
     ],
 )
 def test_bad_configs_are_named(small, tmp_path, config, text):
-    with pytest.raises(TypeError, match=text):
+    with pytest.raises((TypeError, ValueError), match=text):
         convert(small, tmp_path / "new", to="interleaved", config={**LLAMA, **config})
     assert not (tmp_path / "new").exists()
 
@@ -79,7 +84,7 @@ def test_bad_arguments_are_named(small, tmp_path):
     pointer = tmp_path / "b.safetensors"
     pointer.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
     for path in (tmp_path / "a.bin", pointer):
-        with pytest.raises(ValueError, match="must be a safetensors file"):
+        with pytest.raises(ValueError, match=f"{path} must be a whole safetensors file"):
             convert(path, tmp_path / "new", to="interleaved", config=LLAMA)
     index = {"weight_map": {"a": ["x"]}}
     (small / "model.safetensors.index.json").write_text(json.dumps(index))
@@ -171,3 +176,50 @@ def test_an_adapter_finds_the_config_of_its_base_on_this_machine(small, tmp_path
         said.write_text(json.dumps({"base_model_name_or_path": base}))
         with pytest.raises(ValueError, match=r"num_attention_heads.*\n.*--config"):
             convert(adapter, tmp_path / "none", to="interleaved")
+
+
+def test_a_file_that_cannot_be_read_is_not_left_out_in_silence(small, tmp_path):
+    if os.name == "nt" or os.geteuid() == 0:
+        pytest.skip("everything can be read")
+    (small / "closed").mkdir(mode=0)
+    with pytest.raises(PermissionError):
+        convert(small, tmp_path / "new", to="interleaved")
+    assert os.listdir(tmp_path) == ["old"]
+
+
+def test_a_cache_of_hugging_face_is_converted_through_its_links(small, tmp_path):
+    """models--NAME/snapshots/REVISION/FILE is a link to models--NAME/blobs/HASH."""
+    cache = tmp_path / "models--some--model"
+    snapshot, blobs = cache / "snapshots" / "abc", cache / "blobs"
+    blobs.mkdir(parents=True)
+    (cache / "snapshots").mkdir()
+    small.rename(snapshot)
+    (snapshot / "sub").mkdir()
+    (snapshot / "sub" / "vocab.txt").write_text("v")
+    for number, path in enumerate(p for p in sorted(snapshot.rglob("*")) if p.is_file()):
+        path.rename(blobs / str(number))
+        path.symlink_to(os.path.relpath(blobs / str(number), path.parent))
+    (tmp_path / "fonts").mkdir()
+    (tmp_path / "fonts" / "font.ttf").write_text("f")
+    (snapshot / "fonts").symlink_to(tmp_path / "fonts")
+    convert(snapshot, tmp_path / "target", to="interleaved")
+    files = sorted(p for p in (tmp_path / "target").rglob("*") if p.is_file())
+    names = ["config.json", "font.ttf", "model.safetensors", "vocab.txt"]
+    assert [p.name for p in files] == names
+    assert not any(p.is_symlink() for p in (tmp_path / "target").rglob("*"))
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"layer_types": 5, "rope_parameters": {"a": {"rope_theta": 1e4}}},
+        {"layer_types": [{}], "rope_parameters": {"a": {"rope_theta": 1e4}}},
+        {"layer_types": ["a"], "per_layer_config": {"²": {"head_dim": 4}}},
+    ],
+    ids=["no-list", "no-words", "no-number"],
+)
+def test_layer_entries_that_are_null_are_ignored(small, tmp_path, config):
+    """These ended in errors of Python's own."""
+    (small / "config.json").write_text(json.dumps({**LLAMA, "rope_theta": 1e4, **config}))
+    assert convert(small, tmp_path / "new", to="interleaved").moved
+    assert RoPE.from_config(small, layer_type="a").head_dim == 8

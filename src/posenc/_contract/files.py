@@ -1,17 +1,15 @@
-"""Read untrusted files with limits on kind and size, and sync new files to the disk."""
+"""Read files that others wrote, with limits on their kind and size."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from posenc._contract import checks
 
-# The safetensors format limits a JSON header to this many bytes.
+# More bytes than any config, index or list of results has.
 LARGEST_JSON = 100_000_000
 
 
@@ -38,21 +36,13 @@ def read_json(who: str, path: Path) -> dict[str, Any]:
         rule = f"{path} must have at most {LARGEST_JSON} bytes"
         checks.fail(who, rule, size, "Pass a config.json or an index.")
     try:
-        return parse_json(text)
+        return _parse_json(text)
     except ValueError as wrong:
         checks.fail(who, f"{path} must hold a JSON object", wrong, "Download the file again.")
 
 
-def parse_json(text: bytes) -> dict[str, Any]:
-    """The JSON object in ``text``, in time and memory proportional to its length.
-
-    Examples:
-        >>> parse_json(b'{"a": 1}')
-        {'a': 1}
-        >>> parse_json(b"[" * 100_000)
-        Traceback (most recent call last):
-        ValueError: lists or dicts that are nested too deep
-    """
+def _parse_json(text: bytes) -> dict[str, Any]:
+    """The JSON object in ``text``; every error is a ValueError that says what it is instead."""
     try:
         found = json.loads(text)
         # Half of a surrogate pair can be neither printed nor written.
@@ -66,20 +56,3 @@ def parse_json(text: bytes) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise ValueError(f"{checks.describe(found)}, which is not a JSON object")
     return found
-
-
-@contextlib.contextmanager
-def create(path: Path, mode: int | None = None) -> Iterator[BinaryIO]:
-    """Create a file that does not exist yet, sync it to the disk, and set its ``mode``."""
-    with open(path, "xb") as file:
-        yield file
-        file.flush()
-        os.fsync(file.fileno())
-    if mode is not None:
-        set_mode(path, mode)
-
-
-def set_mode(path: Path, mode: int) -> None:
-    """Set the permissions of a file or folder, on file systems that have them."""
-    with contextlib.suppress(PermissionError):
-        os.chmod(path, mode & 0o777)

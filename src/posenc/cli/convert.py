@@ -44,13 +44,14 @@ def convert(
 ) -> None:
     """Write a checkpoint again with its queries and keys in the other pair layout.
 
-    IN is a .safetensors file or a folder of them, a model's or an adapter's. One tensor is in
-    memory at a time, no bit of any row changes, and IN is never written to. The result is written
-    in the folder OUT.posenc-convert and renamed to OUT after a self-test of the attention logits.
+    IN is a .safetensors file or a folder of them, a model's or an adapter's. One file is in memory
+    at a time, no bit of any row changes, and IN is never written to. The result is written in a
+    temporary folder beside OUT and renamed to OUT after a self-test of the attention logits.
 
     Example: posenc convert model -o model-interleaved --to interleaved
     """
     given = {name: value for name, value in context.params.items() if name != "json_"}
+    _print.check_installed("convert", "safetensors")
     _interrupt_on_signals()
     with _print.progress() as tell:
         report = checkpoints.convert(**given, tell=tell)

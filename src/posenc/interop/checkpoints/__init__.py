@@ -3,27 +3,36 @@
 from __future__ import annotations
 
 import functools
+import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from posenc import functional
 from posenc._contract import checks
 from posenc.configs import LAYOUT, as_dict, text_part
-from posenc.interop.checkpoints import drafts, families, files, layouts, safetensors, selftest
+from posenc.interop.checkpoints import families, files, layouts
 from posenc.interop.checkpoints.families import Config, Given, Model
+from posenc.interop.checkpoints.files import Shard
 from posenc.interop.checkpoints.layouts import LAYOUTS, OTHER, Heads, Layout, permute
 from posenc.interop.checkpoints.resize import resize_learned
-from posenc.interop.checkpoints.safetensors import Source
 
 __all__ = ["Heads", "Report", "convert", "convert_state", "permute", "resize_learned"]
 
 Tell = Callable[[str, float], None]
+Read = Callable[[str], Tensor]
 # The key in a file's metadata for the layout of its queries and keys.
 METADATA = "posenc.rope_layout"
+# Float64 rounding changes a logit by about 1e-14 of it; a row in the wrong place, by about 1.
+_TOLERANCE = 1e-9
+_TOKENS = 5
+# Rows of a weight that are converted to float64 at a time.
+_ROWS = 256
 _fail = functools.partial(checks.fail, "convert")
 
 
@@ -81,10 +90,10 @@ def convert(
     """Write a checkpoint again with its queries and keys in the other pair layout.
 
     Rows of the q and k projections (separate, fused, latent), their biases, scales and LoRA
-    factors, and the weights of q and k norms move; no bit of them changes. One tensor is in
-    memory at a time. The target is written in ``TARGET.posenc-convert`` and renamed after the
-    self-test has passed; an error leaves nothing behind. After a killed run, the error of the
-    next run names the folder that is left. The source is never written to.
+    factors, and the weights of q and k norms move; no bit of them changes. One file is in memory
+    at a time. The target is written in a temporary folder beside it and renamed after the
+    self-test has passed; an error leaves nothing behind. The source is never written to. Needs
+    the safetensors package.
 
     The new layout is written into the config if the family's code has a key for it
     (``rope_interleave``). Otherwise it is in each file's metadata as ``posenc.rope_layout`` and in
@@ -107,7 +116,7 @@ def convert(
             family unknown here.
         check: How many attention modules to self-test, evenly spaced over the depth.
         overwrite: Whether an existing target may be replaced: a file, or a folder with weights.
-        tell: Called with the name of a tensor or file, and the fraction of bytes written.
+        tell: Called with the name of each file and folder, and the fraction of bytes written.
 
     Returns:
         A :class:`Report`.
@@ -118,41 +127,48 @@ def convert(
     files.check_paths(source, target)
     folder = source.is_dir()
     # Where the target is a link, the file or folder it leads to is replaced.
-    with drafts.replaced(target.resolve(), folder=folder, overwrite=overwrite) as draft:
-        old = files.shards(source)
+    with files.atomic_write(target.resolve(), folder=folder, overwrite=overwrite) as new:
+        shards = files.read_shards(source)
         beside = source if folder else source.parent
-        described = files.config(beside) if config is None else as_dict("convert", config)
+        described = files.read_config(beside) if config is None else as_dict("convert", config)
         given = Given(num_heads, num_kv_heads, head_dim, rotary_dim, fused)
         model = families.from_config(described, given)
-        _check_layout(old, model, described, layout, to)
-        plan = _plan({n: e.shape for shard in old for n, e in shard.entries.items()}, model, to)
-        taken = {shard.path for shard in old}
-        others, left_out = files.others(source, taken) if folder else ({}, [])
-        total = sum(entry.nbytes for shard in old for entry in shard.entries.values())
-        nbytes = total + sum(others.values())
-        files.check_disk_space(target, nbytes)
-        advance = _progress(tell, nbytes)
-        for path, size in others.items():
-            files.copy(source / path, draft / path)
-            advance(str(path), size)
-        native = files.mark(draft, to, native=model.layout == to)
-        new = []
-        for shard in old:
-            path = draft / shard.path.name if folder else draft
+        _check_layout(shards, model, described, layout, to)
+        shapes = {name: shape for shard in shards for name, shape in shard.shapes.items()}
+        plan = _plan(shapes, model, to)
+        old_paths = {name: shard.path for shard in shards for name in shard.shapes}
+        # By the old path.
+        new_paths = {shard.path: new / shard.path.name if folder else new for shard in shards}
+        others, left_out = files.other_files(source, new_paths) if folder else ([], [])
+        size = sum(path.stat().st_size for path in (*new_paths, *(source / p for p in others)))
+        files.check_disk_space(target, size)
+        advance = _progress(tell, size)
+        for path in others:
+            files.copy(source / path, new / path)
+            advance(source / path)
+        native = files.mark(new, to, native=model.layout == to)
+        nbytes = 0
+        for shard in shards:
             metadata = {k: v for k, v in shard.metadata.items() if k != METADATA}
             metadata |= {} if native else {METADATA: to}
-            safetensors.write(shard, path, metadata, plan, advance)
-            new.append(Source(path))
-        readers = _reader(old), _reader(new)
-        checked = selftest.run(selftest.modules(plan), model, *readers, to, check)
+            nbytes += files.write_shard(shard, new_paths[shard.path], metadata, plan)
+            advance(shard.path)
+        checked = _self_test(
+            _modules(plan),
+            model,
+            lambda name: files.read_tensor(old_paths[name], name),
+            lambda name: files.read_tensor(new_paths[old_paths[name]], name),
+            to,
+            check,
+        )
     return Report(
         source=str(source),
         target=str(target),
         layout=to,
         family=model.family,
-        tensors=sum(len(shard.entries) for shard in old),
+        tensors=len(shapes),
         moved=tuple(plan),
-        nbytes=total,
+        nbytes=nbytes,
         checked=tuple(checked),
         difference=max(checked.values(), default=0.0),
         left_out=tuple(left_out),
@@ -186,8 +202,8 @@ def convert_state(
     given = Given(num_heads, num_kv_heads, head_dim, rotary_dim, fused)
     model = families.from_config({} if config is None else as_dict("convert", config), given)
     if not isinstance(state, Mapping) or not all(isinstance(name, str) for name in state):
-        got, way_out = checks.describe(state), "Pass model.state_dict()."
-        checks.fail("convert_state", "state must be a dict by name", got, way_out, TypeError)
+        got, hint = checks.describe(state), "Pass model.state_dict()."
+        checks.fail("convert_state", "state must be a dict by name", got, hint, TypeError)
     # Values that are no tensors, such as step counts, stay.
     shapes = {name: tuple(x.shape) for name, x in state.items() if isinstance(x, Tensor)}
     plan = _plan(shapes, model, to)
@@ -203,18 +219,18 @@ def _plan(shapes: Mapping[str, tuple[int, ...]], model: Model, to: Layout) -> di
     plan = {name: rows for name, rows in orders.items() if rows is not None}
     if not plan:
         got = f"{len(orders)} tensors, such as {', '.join(list(orders)[:3])}"
-        way_out = "Rename them as transformers does, or use permute on each."
-        _fail("a checkpoint must have projections of queries or keys", got, way_out)
-    for names in selftest.modules(plan).values():
+        hint = "Rename them as transformers does, or use permute on each."
+        _fail("a checkpoint must have projections of queries or keys", got, hint)
+    for names in _modules(plan).values():
         # The norm would move, and a projection with an unknown name would not.
         if all(model.kind(name) == "norm" for name in names):
-            way_out = "Convert the whole folder, or use permute on each tensor."
-            _fail("a norm of queries or keys must come with their projection", names[0], way_out)
+            hint = "Convert the whole folder, or use permute on each tensor."
+            _fail("a norm of queries or keys must come with their projection", names[0], hint)
     return plan
 
 
 def _check_layout(
-    shards: list[Source], model: Model, config: Config, layout: Layout | None, to: Layout
+    shards: list[Shard], model: Model, config: Config, layout: Layout | None, to: Layout
 ) -> None:
     """Refuse a source that is, or may be, in the wanted layout already."""
     said: dict[str, Any] = {f"{METADATA} of {s.path}": s.metadata.get(METADATA) for s in shards}
@@ -225,9 +241,9 @@ def _check_layout(
         checks.choice("convert", name, value, LAYOUTS)
     found = set(said.values())
     if len(found) > 1:
-        got, way_out = " and ".join(sorted(found)), "Leave layout out, or convert each file."
-        _fail("the metadata of all files, the config and layout= must agree", got, way_out)
-    words = {word for shard in shards for name in shard.entries for word in name.split(".")}
+        got, hint = " and ".join(sorted(found)), "Leave layout out, or convert each file."
+        _fail("the metadata of all files, the config and layout= must agree", got, hint)
+    words = {word for shard in shards for name in shard.shapes for word in name.split(".")}
     # The original releases have these names, and often another layout than transformers.
     if not found and model.layout and words & {"wq", "wk"}:
         rule = "the layout of the source must be given, because its names are not transformers'"
@@ -237,21 +253,85 @@ def _check_layout(
         rule, got = "the layout of the source must be known", f"the unknown family {model.family!r}"
         _fail(rule, got, "Read how it rotates, and pass layout='half' or 'interleaved' (--layout).")
     if actual == to:
-        way_out = f"Use it as it is; if it is {OTHER[to]}, pass layout={OTHER[to]!r}."
-        _fail(f"the source must be in the other layout, {OTHER[to]}", to, way_out)
+        hint = f"Use it as it is; if it is {OTHER[to]}, pass layout={OTHER[to]!r}."
+        _fail(f"the source must be in the other layout, {OTHER[to]}", to, hint)
 
 
-def _reader(shards: list[Source]) -> Callable[[str], Tensor]:
-    return lambda name: next(s for s in shards if name in s.entries).tensor(name)
-
-
-def _progress(tell: Tell | None, total: int) -> Callable[[str, int], None]:
+def _progress(tell: Tell | None, total: int) -> Callable[[Path], None]:
     done = 0
 
-    def advance(name: str, nbytes: int) -> None:
+    def advance(path: Path) -> None:
         nonlocal done
-        done += nbytes
+        done += path.stat().st_size
         if tell is not None:
-            tell(name, done / total if total else 1.0)
+            tell(path.name, done / total)
 
     return advance
+
+
+def _modules(names: Iterable[str]) -> dict[str, list[str]]:
+    """Names of tensors, by the attention module they are in."""
+    found: dict[str, list[str]] = {}
+    for name in names:
+        module, _ = families.module_of(name) or ("", "")
+        found.setdefault(module, []).append(name)
+    return found
+
+
+def _self_test(
+    names: Mapping[str, Sequence[str]], model: Model, old: Read, new: Read, to: Layout, number: int
+) -> dict[str, float]:
+    """The largest difference of logits, relative to the largest logit, of ``number`` modules.
+
+    The modules are evenly spaced over the depth.
+    """
+    number = min(number, len(names))
+    chosen = {round(i * (len(names) - 1) / max(1, number - 1)) for i in range(number)}
+    found = {}
+    for module in (list(names)[i] for i in sorted(chosen)):
+        before = _logits(names[module], model, old, OTHER[to])
+        after = _logits(names[module], model, new, to)
+        difference = float((after - before).abs().max()) / (float(before.abs().max()) or 1.0)
+        if not difference <= _TOLERANCE:
+            got = f"a difference of {difference:.2g}"
+            hint = "Check num_heads, head_dim and the fused layout; nothing was written."
+            _fail(f"logits of {module} must stay the same", got, hint)
+        found[module] = difference
+    return found
+
+
+def _logits(names: Sequence[str], model: Model, read: Read, layout: Layout) -> Tensor:
+    """Logits ``(H, H, T, T)`` of every head of queries with every head of keys.
+
+    Random hidden states are multiplied by every tensor that moved, norms last. If the checkpoint
+    has only queries or only keys (an adapter), they are multiplied with themselves.
+    """
+    heads = model.heads(families.layer_of(names[0]))
+    generator = torch.Generator().manual_seed(0)
+    draw = functools.partial(torch.randn, dtype=torch.float64, device="cpu", generator=generator)
+    norms = [name for name in names if model.kind(name) == "norm"]
+    found: dict[str, Tensor] = {}
+    for name in sorted(set(names) - set(norms)):
+        tensor = read(name)
+        if tensor.dtype == torch.float4_e2m1fn_x2:
+            # torch cannot convert it; rows of bytes are as good for the comparison.
+            tensor = tensor.view(torch.uint8)
+        weight = tensor.reshape(len(tensor), -1)
+        hidden = draw(weight.shape[1], _TOKENS) / math.sqrt(weight.shape[1])
+        out = torch.cat([rows.double().nan_to_num() @ hidden for rows in weight.split(_ROWS)])
+        for part, x in layouts.blocks(model.kind(name) or "", heads).split(out.T):
+            found[part] = found.get(part, 0) + x.flatten(1, 2).transpose(0, 1)
+    found = dict.fromkeys("qk", next(iter(found.values()))) | found
+    for name in norms:
+        factors = read(name).double().view(-1, 1, heads.head_dim)
+        part = "q" if families.module_of(name)[1].startswith("q") else "k"  # type: ignore[index]
+        if len(factors) in (1, len(found[part])):
+            found[part] = found[part] * factors
+    angles = draw(_TOKENS, heads.rotated // 2)
+    rotate = functools.partial(
+        functional.rotate, interleaved=layout == "interleaved", last=heads.last
+    )
+    q, k = (rotate(found[part][None], angles.cos(), angles.sin())[0] for part in "qk")
+    # A latent key has rotated channels alone, which are the last ones of the queries.
+    width = min(q.shape[-1], k.shape[-1])
+    return torch.einsum("htd,gsd->hgts", q[..., -width:], k[..., -width:])

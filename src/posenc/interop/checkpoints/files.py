@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import importlib.util
 import json
 import os
 import shutil
-import stat
-from collections.abc import Collection
+import tempfile
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+from torch import Tensor
 
 from posenc._contract import checks, files
 from posenc.configs import LAYOUT, text_part
-from posenc.interop.checkpoints import drafts, families
+from posenc.interop.checkpoints import families, layouts
 from posenc.interop.checkpoints.families import Config
 from posenc.interop.checkpoints.layouts import Layout
-from posenc.interop.checkpoints.safetensors import Source
 
 _fail = functools.partial(checks.fail, "convert")
 # The first that exists is the checkpoint.
@@ -26,27 +31,74 @@ _WEIGHTS = frozenset(
 )
 
 
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """A safetensors file: its metadata, and the shapes of its tensors by name."""
+
+    path: Path
+    metadata: Mapping[str, str]
+    shapes: Mapping[str, tuple[int, ...]]
+
+
 def check_paths(source: Path, target: Path) -> None:
     """Refuse paths that would fail after minutes of writing, or overwrite the source."""
     if not source.exists():
         rule = "source must be a .safetensors file or a folder with one"
-        way_out, kept = "Check the path; nothing is downloaded.", drafts.workspace(source) / "old"
-        if kept.exists():
-            way_out = f"Use {kept}, the complete source: a run that was replacing it was killed."
-        _fail(rule, source, way_out, FileNotFoundError)
+        _fail(rule, source, "Check the path; nothing is downloaded.", FileNotFoundError)
     old, new = source.resolve(), target.resolve()
-    if {new, drafts.workspace(new)} & {old, *old.parents} or old in new.parents:
-        way_out = "Pick another folder: the source is never written to."
-        _fail("source and target must not contain each other", f"{source} and {target}", way_out)
+    if new in (old, *old.parents) or old in new.parents:
+        hint = "Pick another folder: the source is never written to."
+        _fail("source and target must not contain each other", f"{source} and {target}", hint)
     if not new.parent.is_dir():
         rule = "target must lie in a folder that exists"
         _fail(rule, target, f"Run mkdir {target.parent}.", FileNotFoundError)
 
 
-def shards(source: Path) -> list[Source]:
+@contextlib.contextmanager
+def atomic_write(target: Path, *, folder: bool, overwrite: bool) -> Iterator[Path]:
+    """A path to write to, which becomes ``target`` after the block.
+
+    It lies in a temporary folder beside ``target``, which is removed at the end. After an error or
+    Ctrl-C the target is as it was.
+    """
+    _check_replaceable(target, folder, overwrite)
+    work = Path(tempfile.mkdtemp(prefix=f"{target.name}.posenc-convert-", dir=target.parent))
+    old, new = work / "old", work / "new"
+    try:
+        yield new
+        # Another program may have made a target meanwhile.
+        _check_replaceable(target, folder, overwrite)
+        if target.is_dir():
+            # Folders cannot be swapped in one step.
+            os.rename(target, old)
+        os.replace(new, target)
+    finally:
+        if {"old", "new"} <= set(os.listdir(work)):
+            # If another program has taken the name, this raises, and both folders are kept.
+            os.rename(old, target)
+        shutil.rmtree(work)
+
+
+def _check_replaceable(target: Path, folder: bool, overwrite: bool) -> None:
+    replaceable = target.is_dir() if folder else target.is_file()
+    if os.path.lexists(target) and not (overwrite and replaceable):
+        rule = f"target must be new, or a {'folder' if folder else 'file'} to overwrite"
+        hint = "or pass overwrite=True (--overwrite)." if replaceable else "or move it away."
+        _fail(rule, target, f"Pick another name, {hint}", FileExistsError)
+    if target.is_dir() and any(target.iterdir()) and not any(target.glob("*.safetensors")):
+        rule = "a folder to overwrite must be a checkpoint, because everything in it is deleted"
+        _fail(rule, target, "Pick another name.", FileExistsError)
+
+
+def read_shards(source: Path) -> list[Shard]:
     """The safetensors files of a checkpoint, compared with its index if it has one."""
+    if importlib.util.find_spec("safetensors") is None:
+        raise ImportError(
+            "posenc.interop.checkpoints.convert needs safetensors: "
+            "pip install 'posenc[cli]', or '.[cli]' in a clone"
+        )
     if source.is_file():
-        return [Source(source)]
+        return [_read_shard(source)]
     indices = list(source.glob("*.safetensors.index.json"))
     index = _index(indices[0]) if len(indices) == 1 else {}
     names = sorted(set(index.values()))
@@ -54,12 +106,10 @@ def shards(source: Path) -> list[Source]:
     names = names or sorted(path.name for path in source.glob("*.safetensors"))
     if not index and len(names) != 1:
         rule = f"a folder must have one of {', '.join(_SINGLE)}, or one index of shards"
-        way_out = "Pass one of the files." if names else "Save the weights as safetensors first."
-        _fail(rule, f"{len(names)} .safetensors files in {source}", way_out)
-    for name in names:
-        _inside(source, source / name)
-    found = [Source(source / name) for name in names]
-    actual = {name: shard.path.name for shard in found for name in shard.entries}
+        hint = "Pass one of the files." if names else "Save the weights as safetensors first."
+        _fail(rule, f"{len(names)} .safetensors files in {source}", hint)
+    found = [_read_shard(source / name) for name in names]
+    actual = {name: shard.path.name for shard in found for name in shard.shapes}
     if index and index != actual:
         first = min(index.items() ^ actual.items())[0]
         rule = "the index and the shards must list the same tensors"
@@ -80,7 +130,56 @@ def _index(path: Path) -> dict[str, str]:
     return found
 
 
-def config(folder: Path) -> Config:
+@contextlib.contextmanager
+def _open(path: Path) -> Iterator[Any]:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="pt") as file:
+            yield file
+    except SafetensorError as error:
+        hint = "Download it again (git lfs pull for a pointer), or save a .bin file as safetensors."
+        _fail(f"{path} must be a whole safetensors file", error, hint)
+
+
+def _read_shard(path: Path) -> Shard:
+    with _open(path) as file:
+        names = file.keys()
+        shapes = {name: tuple(file.get_slice(name).get_shape()) for name in names}
+        return Shard(path, file.metadata() or {}, shapes)
+
+
+def write_shard(
+    shard: Shard, target: Path, metadata: Mapping[str, str], orders: Mapping[str, Tensor]
+) -> int:
+    """Write ``shard`` again with new ``metadata``, and tensors in new ``orders`` of their rows.
+
+    Returns:
+        The bytes of all tensors, which are in memory at once.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    with _open(shard.path) as file:
+        tensors: dict[str, Tensor] = {name: file.get_tensor(name) for name in shard.shapes}
+    for name in orders.keys() & tensors.keys():
+        tensors[name] = layouts.take(tensors[name], orders[name])
+    try:
+        save_file(tensors, target, dict(metadata) or None)
+    except SafetensorError as error:
+        raise OSError(f"convert: cannot write {shard.path.name}: {error}") from error
+    _set_mode(target, shard.path.stat().st_mode)
+    return sum(tensor.nbytes for tensor in tensors.values())
+
+
+def read_tensor(path: Path, name: str) -> Tensor:
+    """One tensor of a safetensors file."""
+    with _open(path) as file:
+        tensor: Tensor = file.get_tensor(name)
+        return tensor
+
+
+def read_config(folder: Path) -> Config:
     """The config beside the weights, or that of an adapter's base model, or an empty one."""
     path, adapter = folder / "config.json", folder / "adapter_config.json"
     if not path.exists() and adapter.is_file():
@@ -100,62 +199,44 @@ def check_disk_space(target: Path, nbytes: int) -> None:
         _fail(rule, free, "Free some space, or write to another disk.", OSError)
 
 
-def others(source: Path, taken: Collection[Path]) -> tuple[dict[Path, int], list[str]]:
-    """The other files and folders to copy, with their sizes, and the names of weights left out.
+def other_files(source: Path, converted: Collection[Path]) -> tuple[list[Path], list[str]]:
+    """The other files and folders to copy, and the names of weights that are left out.
 
-    ``taken`` are the converted weights. Folders whose names begin with a dot are ignored.
+    Each folder comes before its content. Folders whose names begin with a dot are ignored.
     """
-    found: dict[Path, int] = {}
-    left_out = []
-    for folder, inner, names in os.walk(source, onerror=_raise):
-        relative = Path(folder).relative_to(source)
-        found[relative] = 0
+    found, left_out = [], []
+    for folder, inner, names in os.walk(source, onerror=_raise, followlinks=True):
         inner[:] = sorted(name for name in inner if not name.startswith("."))
-        links = [name for name in inner if os.path.islink(os.path.join(folder, name))]
-        for path in (relative / name for name in sorted(names + links)):
-            if source / path in taken:
-                continue
-            if path.suffix.lower() in _WEIGHTS:
+        relative = Path(folder).relative_to(source)
+        found.append(relative)
+        for path in (relative / name for name in sorted(names)):
+            if path.suffix.lower() not in _WEIGHTS:
+                found.append(path)
+            elif source / path not in converted:
                 left_out.append(str(path))
-                continue
-            status = os.stat(_inside(source, source / path))
-            if not stat.S_ISREG(status.st_mode):
-                got = "a device, a pipe or a link to a folder"
-                way_out = "Remove it from the source, or convert a copy without it."
-                _fail(f"{source / path} must be a regular file", got, way_out)
-            found[path] = status.st_size
     return found, left_out
-
-
-def copy(old: Path, new: Path) -> None:
-    """Copy a folder without its content, or a file."""
-    mode = old.stat().st_mode
-    if old.is_dir():
-        os.mkdir(new)
-        # Without write permission, it could be neither filled nor removed.
-        files.set_mode(new, mode | 0o700)
-    else:
-        with files.open_regular("convert", old) as source, files.create(new, mode) as target:
-            shutil.copyfileobj(source, target)
 
 
 def _raise(error: OSError) -> None:
     raise error
 
 
-def _inside(source: Path, path: Path) -> str:
-    """The real path; a link may leave ``source`` only for the blobs of a Hugging Face cache."""
-    real = os.path.realpath(path)
-    if not path.is_symlink():
-        return real
-    # models--NAME/snapshots/REVISION/FILE is a link to models--NAME/blobs/HASH.
-    base = Path(os.path.realpath(source))
-    caches = [folder for folder in base.parents if folder.name.startswith("models--")]
-    allowed = {base, *(folder / "blobs" for folder in caches)} & {Path(real), *Path(real).parents}
-    if not allowed or not os.path.exists(real):
-        rule, got = f"links in {source} must lead to a file in it", f"{path}, a link to {real}"
-        _fail(rule, got, "Replace the link by the file, if you trust it.")
-    return real
+def copy(old: Path, new: Path) -> None:
+    """Copy a file, or a folder without its content, with its mode."""
+    mode = old.stat().st_mode
+    if old.is_dir():
+        new.mkdir()
+        # Without write permission, it could be neither filled nor removed.
+        mode |= 0o700
+    else:
+        shutil.copyfile(old, new)
+    _set_mode(new, mode)
+
+
+def _set_mode(path: Path, mode: int) -> None:
+    # Some file systems have no modes.
+    with contextlib.suppress(PermissionError):
+        os.chmod(path, mode & 0o777)
 
 
 def mark(folder: Path, to: Layout, native: bool) -> bool:
@@ -177,7 +258,8 @@ def mark(folder: Path, to: Layout, native: bool) -> bool:
         text[LAYOUT] = to
     if text != before:
         mode = path.stat().st_mode
-        os.unlink(path)
-        with files.create(path, mode) as file:
-            file.write(json.dumps(config, indent=2).encode() + b"\n")
+        # The file may be read-only; the folder is not.
+        path.unlink()
+        path.write_bytes(json.dumps(config, indent=2).encode() + b"\n")
+        _set_mode(path, mode)
     return native
