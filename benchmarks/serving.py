@@ -169,7 +169,7 @@ def host() -> None:
         "rotate_qk": lambda: rotate_qk(q[None], k[None], *case.tables, seq_dim=1, **case.how),
         "RoPE": lambda: rope(q[None], k[None], position_ids=at),
         "rotate_and_cache": lambda: case.one(0),
-        "RoPE.cache": lambda: rope.cache(
+        "RoPE.rotate_and_cache": lambda: rope.rotate_and_cache(
             q, k, v, *case.caches, case.slots, position_ids=at, **weights
         ),
         "pieces": lambda: case.pieces(0),

@@ -1,7 +1,7 @@
 """Continuous batching over a paged cache, for a Llama and a Qwen3 of transformers.
 
 What it shows: requests come and go while others run, and a step is one batch of tokens, prompts
-beside single tokens; `RoPE.cache` rotates them and writes to the pages; a request that starts like
+beside single tokens; `RoPE.rotate_and_cache` rotates them and writes to the pages; a request that starts like
 a running one shares its pages; a long one drops its oldest pages and shifts its keys. On CUDA a
 step of single tokens is a graph. Every request gets the tokens that it gets alone.
 """
@@ -63,7 +63,7 @@ class Server:
             projections = attention.q_proj, attention.k_proj, attention.v_proj
             q, k, v = (p(hidden).unflatten(-1, (-1, self.rope.head_dim)) for p in projections)
             pages = cache.k[i], cache.v[i]
-            q = self.rope.cache(q, k, v, *pages, slots, position_ids=positions, **norms)
+            q = self.rope.rotate_and_cache(q, k, v, *pages, slots, position_ids=positions, **norms)
             # Runs anywhere, but copies the pages; kernels for paged attention read them in place.
             k, v = (each[table].flatten(1, 2).transpose(1, 2) for each in pages)
             mask, q = seen[:, None, None], q[:, :, None]

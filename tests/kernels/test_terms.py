@@ -234,7 +234,7 @@ def test_fire_tells_the_op_its_network(causal, monkeypatch):
     torch.manual_seed(3)
     fire = posenc.FIRE(4, hidden=32, causal=causal, threshold=20.0).double()
     q, k, v = torch.randn(1, 4, 60, 16), torch.randn(1, 2, 90, 16), torch.randn(1, 2, 90, 16)
-    numbers, found = fire.numbers(90, dtype=torch.float64), []
+    numbers, found = fire.as_bias(90, dtype=torch.float64), []
     network = Terms(network=fire._network(torch.float64))
     for bias in (numbers, numbers._replace(terms=network)):
         inputs = [x.double().requires_grad_() for x in (q, k, v)]

@@ -31,7 +31,7 @@ def test_attention_is_the_formula(threshold, learned, causal):
     keywords = {"init_c": 0.3, "threshold": threshold, "learn_threshold": learned}
     bias = posenc.FIRE(4, hidden=5, causal=causal, **keywords)
     kind = DistanceTable if threshold == 512.0 else RowBias
-    assert isinstance(bias.numbers(7), kind)
+    assert isinstance(bias.as_bias(7), kind)
     assert_is_formula(bias, formula_of(threshold, learned=learned), kv_heads=2)
     assert_is_formula(bias, formula_of(threshold, learned=learned), queries=1, keys=9)
 
@@ -41,8 +41,8 @@ def test_a_threshold_that_was_learned_decides_by_its_value():
     bias = posenc.FIRE(2, threshold=20.0)
     with torch.no_grad():
         bias.L_multiplier.fill_(-0.495)
-    assert isinstance(bias.numbers(10), DistanceTable)
-    assert isinstance(bias.numbers(11), RowBias)
+    assert isinstance(bias.as_bias(10), DistanceTable)
+    assert isinstance(bias.as_bias(11), RowBias)
 
 
 def test_positions_count_from_the_beginning_of_a_document():

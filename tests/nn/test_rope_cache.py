@@ -1,4 +1,4 @@
-"""`RoPE.cache`: the rotation of the module, and its tables, with a cache."""
+"""`RoPE.rotate_and_cache`: the rotation of the module, and its tables, with a cache."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ SLOTS = torch.tensor([[11, 0, 3, 5, 7]])
 
 def cached(rope, q, k, v, slots=SLOTS, **where):
     caches = [torch.zeros(3, 4, x.shape[1], x.shape[3], dtype=x.dtype) for x in (k, v)]
-    return rope.cache(q, k, v, *caches, slots, **where), *caches
+    return rope.rotate_and_cache(q, k, v, *caches, slots, **where), *caches
 
 
 def example(width=8, dtype=torch.float32):
@@ -50,7 +50,7 @@ def test_tokens_and_tokens_before_heads_are_taken_too():
         turned = [x.transpose(1, 2)[0] if strip else x.transpose(1, 2) for x in (q, k, v)]
         again = [torch.zeros_like(cache) for cache in caches]
         slots, at = (t[0] if strip else t for t in (SLOTS, AT))
-        rotated = tokens_first.cache(*turned, *again, slots, position_ids=at)
+        rotated = tokens_first.rotate_and_cache(*turned, *again, slots, position_ids=at)
         assert torch.equal(rotated, wanted.transpose(1, 2)[0] if strip else wanted.transpose(1, 2))
         assert all(map(torch.equal, caches, again))
 
@@ -58,10 +58,10 @@ def test_tokens_and_tokens_before_heads_are_taken_too():
 def test_a_position_out_of_range_changes_no_cache():
     rope, (q, k, v) = RoPE(8, max_seq_len=16), example()
     caches = torch.zeros(2, 3, 4, 2, 8)
-    with pytest.raises(ValueError, match=r"RoPE.cache: positions must stay below max_seq_len=16"):
-        rope.cache(q, k, v, *caches, SLOTS, position_ids=AT)
-    with pytest.raises(ValueError, match=r"RoPE.cache: head_dim of q must be 8"):
-        rope.cache(*example(6), *caches, SLOTS)
+    with pytest.raises(ValueError, match=r"RoPE.rotate_and_cache: positions must stay below max_seq_len=16"):
+        rope.rotate_and_cache(q, k, v, *caches, SLOTS, position_ids=AT)
+    with pytest.raises(ValueError, match=r"RoPE.rotate_and_cache: head_dim of q must be 8"):
+        rope.rotate_and_cache(*example(6), *caches, SLOTS)
     assert not caches.any()
 
 
@@ -70,8 +70,8 @@ def test_tokens_need_their_positions(where):
     """They may be of several sequences, and counting on from one to the next would be wrong."""
     q, k, v = (x[0].transpose(0, 1) for x in example())
     caches = torch.zeros(2, 3, 4, 2, 8)
-    with pytest.raises(ValueError, match=r"RoPE.cache: position_ids must be given for tokens"):
-        RoPE(8).cache(q, k, v, *caches, SLOTS[0], **where)
+    with pytest.raises(ValueError, match=r"RoPE.rotate_and_cache: position_ids must be given for tokens"):
+        RoPE(8).rotate_and_cache(q, k, v, *caches, SLOTS[0], **where)
     assert not caches.any()
 
 
@@ -81,8 +81,8 @@ def test_the_scales_of_a_paged_cache_cannot_be_forgotten(dtype, scales):
     """Rows would be read back as zeros by the scales of the cache, or as integers without."""
     cache = PagedCache(3, 4, 2, 8, dtype=dtype, scales=scales)
     slots = cache.slots_for("a", cache.allocate("a", 5))[None]
-    with pytest.raises(ValueError, match=r"RoPE.cache: k_cache of 8 bits needs k_scale"):
-        RoPE(8).cache(*example(), cache.k[0], cache.v[0], slots)
+    with pytest.raises(ValueError, match=r"RoPE.rotate_and_cache: k_cache of 8 bits needs k_scale"):
+        RoPE(8).rotate_and_cache(*example(), cache.k[0], cache.v[0], slots)
     assert not cache.k.view(torch.uint8).any()
 
 
@@ -91,7 +91,7 @@ def test_a_norm_and_a_scale_are_passed_on():
     caches, weight = torch.zeros(2, 3, 4, 2, 8).to(torch.int8), torch.rand(8)
     scales = torch.zeros(3, 4, 2)
     how = {"k_scale_cache": scales, "v_scale": torch.tensor(0.1)}
-    rope.cache(q, k, v, *caches, SLOTS, k_weight=weight, eps=1e-5, **how)
+    rope.rotate_and_cache(q, k, v, *caches, SLOTS, k_weight=weight, eps=1e-5, **how)
     normed = torch.nn.functional.rms_norm(k, (8,), weight, 1e-5)
     wanted = rope.rotate(normed)[0].transpose(0, 1)
     got = (caches[0] * scales[..., None]).flatten(0, 1)[SLOTS[0]]
@@ -106,7 +106,7 @@ def test_one_graph_serves_all_lengths():
 
     def step(q, k, v, slots, at):
         caches = [torch.zeros(3, 4, 2, 8) for _ in "kv"]
-        return rope.cache(q, k, v, *caches, slots, position_ids=at), caches
+        return rope.rotate_and_cache(q, k, v, *caches, slots, position_ids=at), caches
 
     def arguments(tokens):
         q, k, v = (torch.randn(tokens, heads, 8) for heads in (4, 2, 2))

@@ -1,4 +1,4 @@
-"""Checks of the arguments that `rotate_and_cache` and `RoPE.cache` share."""
+"""Checks of the arguments that `rotate_and_cache` and `RoPE.rotate_and_cache` share."""
 
 from __future__ import annotations
 

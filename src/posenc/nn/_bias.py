@@ -30,7 +30,7 @@ def check_heads(who: str, q: Tensor, heads: int) -> None:
 
 
 class RelativeBias(ReadOnlyArguments):
-    """A bias that follows from a few numbers, which ``_numbers`` of a subclass makes."""
+    """A bias that follows from a few numbers, which ``_as_bias`` of a subclass makes."""
 
     num_heads: int
     causal: bool
@@ -45,7 +45,7 @@ class RelativeBias(ReadOnlyArguments):
         self.causal = checks.boolean(who, "causal", causal)
         self.dtype = checks.optional(checks.float_dtype, who, "dtype", dtype)
 
-    def numbers(
+    def as_bias(
         self,
         k_len: int,
         *,
@@ -61,9 +61,9 @@ class RelativeBias(ReadOnlyArguments):
                 begins.
         """
         keys = checks.integer(type(self).__name__, "k_len", k_len, least=0)
-        return self._numbers(keys, dtype, document_ids, self._device())
+        return self._as_bias(keys, dtype, document_ids, self._device())
 
-    def _numbers(
+    def _as_bias(
         self, keys: int, dtype: torch.dtype, ids: Tensor | None, device: torch.device
     ) -> Bias:
         raise NotImplementedError
@@ -148,7 +148,7 @@ class RelativeBias(ReadOnlyArguments):
         # Offloaded weights are on the meta device until the layer that has them is called.
         device = self._device()
         device = q.device if device.type == "meta" else device
-        found = self._numbers(k.shape[2], wide, options.get("document_ids"), device)
+        found = self._as_bias(k.shape[2], wide, options.get("document_ids"), device)
         return attend(who, q, k, v, found, causal=self.causal, **options)[0]
 
     def attention(

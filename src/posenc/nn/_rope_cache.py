@@ -1,4 +1,4 @@
-"""The keywords of `RoPE`'s methods, and the body of `RoPE.cache`."""
+"""The keywords of `RoPE`'s methods, and the body of `RoPE.rotate_and_cache`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Where(TypedDict, total=False):
 
 
 class CacheWhere(Where, CacheOptions, total=False):
-    """The keywords of :meth:`RoPE.cache`."""
+    """The keywords of :meth:`RoPE.rotate_and_cache`."""
 
 
 def rotate_and_cache(
@@ -45,7 +45,7 @@ def rotate_and_cache(
     seq_len: int | Tensor | None = None,
     **options: Unpack[CacheOptions],
 ) -> Tensor:
-    """Rotate by the tables of ``rope``, and write the cache; see :meth:`RoPE.cache`."""
+    """Rotate by the tables of ``rope``, and write the cache; see :meth:`RoPE.rotate_and_cache`."""
     tables = None if seq_len is not None else rope._tables_for(qkv[0], offset, position_ids)
     # Tokens of several sequences need positions.
     if tables is not None and (position_ids is not None or qkv[0].dim() == 4):

@@ -169,7 +169,7 @@ class ALiBi(TableModule):
             part.log_slopes = nn.Parameter(self.log_slopes.detach()[first:last].clone())
         return part.to(self._device())
 
-    def numbers(
+    def as_bias(
         self,
         k_len: int,
         *,

@@ -97,7 +97,7 @@ class FIRE(RelativeBias):
         if self.learn_threshold:
             nn.init.ones_(self.L_multiplier)
 
-    def _numbers(
+    def _as_bias(
         self, keys: int, dtype: torch.dtype, ids: Tensor | None, device: torch.device
     ) -> DistanceTable | RowBias:
         if self._is_table(keys):

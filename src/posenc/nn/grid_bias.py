@@ -142,7 +142,7 @@ class GridBias(RelativeBias):
         """Tokens of a window, the class token included."""
         return self.size[0] * self.size[1] + int(self.class_token)
 
-    def _numbers(
+    def _as_bias(
         self, keys: int, dtype: torch.dtype, ids: Tensor | None, device: torch.device
     ) -> RowBias:
         way_out = f"Call resize() for another window than {self.size}."

@@ -80,7 +80,7 @@ class KERPLE(RelativeBias):
         raw = self.raw_r2.to(widest(self.raw_r2.device))
         return raw.exp() if self.kind == "log" else 2 * raw.sigmoid()
 
-    def _numbers(
+    def _as_bias(
         self, keys: int, dtype: torch.dtype, ids: Tensor | None, device: torch.device
     ) -> DistanceTable:
         distance, zero = self._distances(keys, device)

@@ -56,7 +56,7 @@ class LearnedBias(RelativeBias):
         """Set the weight to zero."""
         nn.init.zeros_(self.weight)
 
-    def _numbers(
+    def _as_bias(
         self, keys: int, dtype: torch.dtype, ids: Tensor | None, device: torch.device
     ) -> DistanceTable:
         return DistanceTable(self.weight.to(dtype), 0 if self.causal else self.max_distance)

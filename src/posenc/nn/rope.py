@@ -234,7 +234,7 @@ class RoPE(RotatedKeys):
         a, b = rotary.swap_heads(ys, at)
         return a, b
 
-    def cache(
+    def rotate_and_cache(
         self,
         q: Tensor,
         k: Tensor,
@@ -255,7 +255,7 @@ class RoPE(RotatedKeys):
             >>> import torch
             >>> rope, (q, k, v) = RoPE(8), torch.randn(3, 1, 2, 4, 8)
             >>> k_cache, v_cache = torch.zeros(2, 3, 16, 2, 8)  # 3 pages of 16 tokens
-            >>> _ = rope.cache(q, k, v, k_cache, v_cache, torch.tensor([[20, 21, 22, 23]]), 2)
+            >>> _ = rope.rotate_and_cache(q, k, v, k_cache, v_cache, torch.tensor([[20, 21, 22, 23]]), 2)
             >>> torch.equal(k_cache[1, 4:8].transpose(0, 1), rope.rotate(k, 2)[0])
             True
         """

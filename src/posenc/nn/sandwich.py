@@ -53,7 +53,7 @@ class Sandwich(TableModule, RelativeBias):
         self.dim = checks.even(type(self).__name__, "dim", dim)
         self._tables = SharedTables(_products, (self.dim,), None, torch.float64)
 
-    def _numbers(
+    def _as_bias(
         self, keys: int, dtype: torch.dtype, ids: Tensor | None, device: torch.device
     ) -> DistanceTable:
         distance, zero = self._distances(keys, device)

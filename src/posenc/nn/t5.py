@@ -106,7 +106,7 @@ class T5Bias(TableModule, RelativeBias):
         names = ("num_heads", "num_buckets", "max_distance")
         return cls(causal=causal, **{name: getattr(found, name) for name in names} | keywords)
 
-    def _numbers(
+    def _as_bias(
         self, keys: int, dtype: torch.dtype, ids: Tensor | None, device: torch.device
     ) -> DistanceTable:
         like = self.weight.detach()
