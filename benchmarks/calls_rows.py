@@ -144,7 +144,8 @@ def cache_rows(t: Token) -> Rows:
     for words, (q, k), norms in (("", t.exact, (None, None)), (", norm", t.normed, weights)):
         how: Any = {"position_ids": t.position_ids, "q_weight": norms[0], "k_weight": norms[1]}
         functional = partial(rotate_and_cache, t.q, t.k, t.v, *t.tables, interleaved=False)
-        calls = {"rotate_and_cache": functional, "RoPE.rotate_and_cache": partial(rope.rotate_and_cache, t.q, t.k, t.v)}
+        method = partial(rope.rotate_and_cache, t.q, t.k, t.v)
+        calls = {"rotate_and_cache": functional, "RoPE.rotate_and_cache": method}
         for name, write in calls.items():
             # Each has pages of its own, of 16 tokens: slot 37 is in the third.
             caches = t.k.new_zeros(2, 64, 16, KV_HEADS, WIDTH).unbind()

@@ -24,7 +24,11 @@ def test_every_call_is_compared_and_timed_in_its_unit(calls, tmp_path, capsys):
     report = json.loads(file.read_text())
     timed = {row["name"]: row for row in report["results"] if "missing" not in row}
     missing = [row for row in report["results"] if "missing" in row]
-    assert {"rotate_qk, offset", "RoPE.rotate_and_cache, norm", "ALiBi, forward + backward"} <= timed.keys()
+    assert {
+        "rotate_qk, offset",
+        "RoPE.rotate_and_cache, norm",
+        "ALiBi, forward + backward",
+    } <= timed.keys()
     assert all(row["ratio"] > 0 and len(row["seconds"]) == 2 for row in timed.values())
     assert {timed[row["unit"]]["ratio"] for row in timed.values()} == {1.0}
     assert report["machine"]["torch"] == torch.__version__

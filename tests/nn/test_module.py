@@ -1,6 +1,7 @@
 """Constructor arguments are read-only attributes; `replace` gives a module with others."""
 
 import copy
+import inspect
 
 import pytest
 import torch
@@ -80,7 +81,7 @@ def test_a_replaced_rope_rotates_by_its_own_arguments():
 def test_replace_with_an_impossible_argument_is_refused_by_the_constructor():
     with pytest.raises(ValueError, match="rotary_dim must be at most head_dim=8"):
         posenc.RoPE(8).replace(rotary_dim=16)
-    with pytest.raises(TypeError, match="unexpected keyword"):
+    with pytest.raises(TypeError, match="Pass base"):
         posenc.RoPE(8).replace(theta=1e6)
 
 
@@ -109,7 +110,7 @@ def test_a_subclass_may_have_a_constructor_of_its_own():
     scaled = Scaled(8)
     scaled.scale = 3.0
     assert Passing(8, base=5e5).replace(max_seq_len=None).base == 5e5
-    with pytest.raises(TypeError, match="unexpected keyword"):
+    with pytest.raises(TypeError, match="Pass base"):
         OfConfig({"width": 8}).replace(mask=None)
     for module in (scaled, Passing(8), OfConfig({"width": 8}, mask=torch.ones(3))):
         assert "head_dim=8" in repr(module)
@@ -122,3 +123,37 @@ def test_a_module_shows_its_arguments():
     text = repr(posenc.RoPE(8, None, 5e5, interleaved=False, scaling=scaling.Linear(2.0)))
     wanted = "head_dim=8, max_seq_len=None, base=500000, interleaved=False, "
     assert text == f"RoPE({wanted}scaling=Linear(factor=2.0))"
+
+
+@pytest.mark.parametrize(
+    ("make", "ours"),
+    [
+        (lambda: posenc.RoPE(dim=64), "head_dim"),
+        (lambda: posenc.RoPE(64, theta=1e6), "base"),
+        (lambda: posenc.RoPE(64, max_position_embeddings=9), "max_seq_len"),
+        (lambda: posenc.PoPE(64, num_heads=2), "num_kv_heads"),
+        (lambda: posenc.KERPLE(8, is_causal=False), "causal"),
+        (lambda: posenc.ForgetGate(8, d_model=64), "embed_dim"),
+    ],
+)
+def test_a_word_of_another_library_is_refused_with_ours(make, ours):
+    with pytest.raises(TypeError, match=f"is not an argument.\n  Pass {ours}"):
+        make()
+
+
+# Their signatures are asked for, word for word.
+SEEDS = {"RoPE", "LearnedPosEmbedding", "RotaryPosEmbedding", "SinusoidalPE"}
+SEEDS |= {"SinusoidalPosEmbedding"}
+
+
+@pytest.mark.parametrize(
+    "name", [n for n in posenc.nn.__all__ if isinstance(getattr(posenc.nn, n), type)]
+)
+def test_one_size_is_positional(name):
+    """So no two ints can be swapped."""
+    given = list(inspect.signature(getattr(posenc.nn, name)).parameters.values())
+    positional = [p.name for p in given if p.kind is p.POSITIONAL_OR_KEYWORD]
+    assert len(positional) == 1 or name in SEEDS
+    assert {"num_heads", "num_kv_heads"} - {p.name for p in given}
+    for p in given:
+        assert p.name != "causal" or p.default in (True, p.empty)

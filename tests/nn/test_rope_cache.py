@@ -58,9 +58,11 @@ def test_tokens_and_tokens_before_heads_are_taken_too():
 def test_a_position_out_of_range_changes_no_cache():
     rope, (q, k, v) = RoPE(8, max_seq_len=16), example()
     caches = torch.zeros(2, 3, 4, 2, 8)
-    with pytest.raises(ValueError, match=r"RoPE.rotate_and_cache: positions must stay below max_seq_len=16"):
+    with pytest.raises(
+        ValueError, match=r"rotate_and_cache: positions must stay below max_seq_len=16"
+    ):
         rope.rotate_and_cache(q, k, v, *caches, SLOTS, position_ids=AT)
-    with pytest.raises(ValueError, match=r"RoPE.rotate_and_cache: head_dim of q must be 8"):
+    with pytest.raises(ValueError, match=r"rotate_and_cache: head_dim of q must be 8"):
         rope.rotate_and_cache(*example(6), *caches, SLOTS)
     assert not caches.any()
 
@@ -70,7 +72,9 @@ def test_tokens_need_their_positions(where):
     """They may be of several sequences, and counting on from one to the next would be wrong."""
     q, k, v = (x[0].transpose(0, 1) for x in example())
     caches = torch.zeros(2, 3, 4, 2, 8)
-    with pytest.raises(ValueError, match=r"RoPE.rotate_and_cache: position_ids must be given for tokens"):
+    with pytest.raises(
+        ValueError, match=r"rotate_and_cache: position_ids must be given for tokens"
+    ):
         RoPE(8).rotate_and_cache(q, k, v, *caches, SLOTS[0], **where)
     assert not caches.any()
 
@@ -81,7 +85,7 @@ def test_the_scales_of_a_paged_cache_cannot_be_forgotten(dtype, scales):
     """Rows would be read back as zeros by the scales of the cache, or as integers without."""
     cache = PagedCache(3, 4, 2, 8, dtype=dtype, scales=scales)
     slots = cache.slots_for("a", cache.allocate("a", 5))[None]
-    with pytest.raises(ValueError, match=r"RoPE.rotate_and_cache: k_cache of 8 bits needs k_scale"):
+    with pytest.raises(ValueError, match=r"rotate_and_cache: k_cache of 8 bits needs k_scale"):
         RoPE(8).rotate_and_cache(*example(), cache.k[0], cache.v[0], slots)
     assert not cache.k.view(torch.uint8).any()
 

@@ -33,12 +33,10 @@ def test_attention_is_the_formula(causal, buckets, far):
     assert_is_formula(
         drawn(posenc.T5Bias, 3, num_buckets=buckets, max_distance=far, causal=causal),
         formula,
-        scale=1.0,
     )
     assert_is_formula(
         drawn(posenc.T5Bias, 2, num_buckets=buckets, max_distance=far, causal=causal),
         formula,
-        scale=1.0,
         queries=2,
         keys=30,
     )
@@ -101,11 +99,13 @@ def test_the_table_ends_where_the_last_bucket_begins():
     assert torch.equal(bias.bias(60)[:, 0, 59], table[:, 0])
 
 
-def test_scores_are_not_scaled_unless_asked():
-    bias = drawn(posenc.T5Bias, 2, causal=False)
+def test_the_scale_is_that_of_the_module_unless_a_call_names_another():
     q, k, v = torch.randn(3, 1, 2, 5, 8).unbind()
-    assert torch.equal(bias.attention(q, k, v), bias.attention(q, k, v, scale=1.0))
-    assert not torch.allclose(bias.attention(q, k, v), bias.attention(q, k, v, scale=0.3))
+    plain = posenc.T5Bias(2, causal=False)
+    t5 = posenc.T5Bias.from_config({"model_type": "t5", "num_heads": 2}, causal=False)
+    assert torch.equal(plain(q, k, v), t5(q, k, v, scale=8**-0.5))
+    assert torch.equal(t5(q, k, v), plain(q, k, v, scale=1.0))
+    assert not torch.allclose(t5(q, k, v), plain(q, k, v))
 
 
 @pytest.mark.parametrize(

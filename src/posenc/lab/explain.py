@@ -127,7 +127,7 @@ def _explained(part: Any, seq_len: int | None, longest: int) -> Explanation:
             arguments[name] = (value, part.sources.get(name, "model_type"))
     if isinstance(part, configs.Buckets):
         words = [f"{name}={value}" for name, (value, _) in arguments.items()]
-        python = f"posenc.T5Bias({', '.join(words)}, causal=False)"
+        python = f"posenc.T5Bias({', '.join(words)}, causal=False, scale=1.0)"
         return Explanation(
             _T5, None, arguments, {}, python, "posenc.T5Bias.from_config(config, causal=False)"
         )

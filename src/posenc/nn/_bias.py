@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -35,8 +35,6 @@ class RelativeBias(ReadOnlyArguments):
     num_heads: int
     causal: bool
     dtype: torch.dtype | None
-    # The scale of the scores if the call names none; None is one over the root of the width.
-    _scale: ClassVar[float | None] = None
 
     def __init__(self, num_heads: int, *, causal: bool, dtype: torch.dtype | None) -> None:
         super().__init__()
@@ -77,7 +75,7 @@ class RelativeBias(ReadOnlyArguments):
         """
         who = type(self).__name__
         keys = checks.integer(who, "k_len", k_len, least=0)
-        found = self.numbers(keys, dtype=checks.float_dtype(who, "dtype", dtype))
+        found = self.as_bias(keys, dtype=checks.float_dtype(who, "dtype", dtype))
         if isinstance(found, DistanceTable):
             return found.values
         rule = "the bias must be a function of the distance alone"
@@ -112,14 +110,14 @@ class RelativeBias(ReadOnlyArguments):
         """
         queries, keys = qk_checks.check_lengths(type(self).__name__, q_len, k_len)
         wide = torch.promote_types(dtype, torch.float32)
-        found = self.numbers(keys, dtype=wide, document_ids=document_ids)
+        found = self.as_bias(keys, dtype=wide, document_ids=document_ids)
         given: Any = {"query_offset": query_offset, "document_ids": document_ids, "dtype": dtype}
         given |= {"window": window, "causal": self.causal, "device": self._device()}
         return relative_bias(found, queries, keys, **given)
 
     def score_mod(self, q_len: int, k_len: int, **options: Unpack[ModOptions]) -> ScoreMod:
         """A score_mod for ``flex_attention``: :func:`posenc.attention.relative_score_mod`."""
-        found = self.numbers(k_len, document_ids=options.get("document_ids"))
+        found = self.as_bias(k_len, document_ids=options.get("document_ids"))
         return relative_score_mod(found, q_len, k_len, causal=self.causal, **options)
 
     def forward(
@@ -143,7 +141,8 @@ class RelativeBias(ReadOnlyArguments):
         qk_checks.check_qkv(who, q, k, v)
         check_heads(who, q, self.num_heads)
         if options.get("scale") is None:
-            options["scale"] = self._scale
+            # T5's is an argument of the module; None is one over the root of the width.
+            options["scale"] = getattr(self, "scale", None)
         wide = torch.promote_types(q.dtype, torch.float32)
         # Offloaded weights are on the meta device until the layer that has them is called.
         device = self._device()

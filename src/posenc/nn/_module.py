@@ -31,6 +31,26 @@ class _SetOnce:
 _ANY = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
+# Words of other libraries for a constructor's arguments; the first of ours that a class has is
+# named.
+_WORDS = {
+    "dim": ("head_dim", "embed_dim"),
+    "theta": ("base",),
+    "rope_theta": ("base",),
+    "max_period": ("base",),
+    "inv_freq": ("freqs",),
+    "heads": ("num_heads", "num_kv_heads"),
+    "n_heads": ("num_heads", "num_kv_heads"),
+    "num_heads": ("num_kv_heads",),
+    "is_causal": ("causal",),
+    "max_position_embeddings": ("max_seq_len", "max_len"),
+    "max_position": ("max_seq_len", "max_len"),
+    "max_seq_len": ("max_len",),
+    "d_model": ("embed_dim",),
+    "hidden_size": ("embed_dim",),
+}
+
+
 class ReadOnlyArguments(nn.Module):
     """A module whose constructor arguments, which decide its tables, are read-only attributes.
 
@@ -50,6 +70,14 @@ class ReadOnlyArguments(nn.Module):
             for name in cls._arguments:
                 if not hasattr(cls, name) and name not in cls._children:
                     setattr(cls, name, _SetOnce(name))
+
+    def __new__(cls, *given: Any, **keywords: Any) -> Self:
+        """Refuse another library's word for an argument with ours."""
+        for word in keywords.keys() & _WORDS.keys() - cls._arguments.keys():
+            for ours in _WORDS[word]:
+                if ours in cls._arguments:
+                    raise TypeError(f"{cls.__name__}: {word} is not an argument.\n  Pass {ours}.")
+        return super().__new__(cls)
 
     def replace(self, **arguments: Any) -> Self:
         """A new module with this one's constructor arguments, except for those passed here.

@@ -255,11 +255,12 @@ class RoPE(RotatedKeys):
             >>> import torch
             >>> rope, (q, k, v) = RoPE(8), torch.randn(3, 1, 2, 4, 8)
             >>> k_cache, v_cache = torch.zeros(2, 3, 16, 2, 8)  # 3 pages of 16 tokens
-            >>> _ = rope.rotate_and_cache(q, k, v, k_cache, v_cache, torch.tensor([[20, 21, 22, 23]]), 2)
+            >>> slots = torch.tensor([[20, 21, 22, 23]])
+            >>> _ = rope.rotate_and_cache(q, k, v, k_cache, v_cache, slots, 2)
             >>> torch.equal(k_cache[1, 4:8].transpose(0, 1), rope.rotate(k, 2)[0])
             True
         """
-        who, caches = f"{type(self).__name__}.cache", (k_cache, v_cache)
+        who, caches = f"{type(self).__name__}.rotate_and_cache", (k_cache, v_cache)
         return rotate_and_cache(who, self, (q, k, v), caches, slots, offset, **options)
 
     def rotate(self, x: Tensor, offset: int | Tensor = 0, **where: Unpack[Where]) -> Tensor:

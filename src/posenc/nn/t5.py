@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from posenc import configs
+from posenc._contract import checks
 from posenc.attention.biases import DistanceTable
 from posenc.functional.t5 import check_buckets, t5_buckets
 from posenc.nn._bias import RelativeBias
@@ -35,7 +36,7 @@ class T5Bias(TableModule, RelativeBias):
     .. math:: \text{bias}_{h,i,j} = w_{\text{bucket}(i - j),\,h}
 
     :func:`posenc.functional.t5_buckets` gives the buckets. This is the bias of T5, mT5 and UMT5.
-    **T5 does not scale scores**: :meth:`attention` has ``scale=1.0`` unless the call names another.
+    **T5 does not scale scores**: :meth:`from_config` makes a module of ``scale=1.0``.
 
     Args:
         num_heads: Heads ``H``.
@@ -43,6 +44,8 @@ class T5Bias(TableModule, RelativeBias):
         max_distance: The distance from which all are in the last bucket.
         causal: Whether a query sees only keys up to its own: True for a decoder, False for an
             encoder.
+        scale: The factor of the scores unless a call names another; one over the root of the
+            width if None. T5, mT5 and UMT5 have 1.0.
         dtype: The dtype of the parameter, torch's default if None. The bias is made in float32.
 
     Attributes:
@@ -61,8 +64,6 @@ class T5Bias(TableModule, RelativeBias):
         Raffel et al., *Exploring the Limits of Transfer Learning*, 2020, section 2.1.
     """
 
-    _scale: ClassVar[float | None] = 1.0
-
     def __init__(
         self,
         num_heads: int,
@@ -70,9 +71,11 @@ class T5Bias(TableModule, RelativeBias):
         num_buckets: int = 32,
         max_distance: int = 128,
         causal: bool,
+        scale: float | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(num_heads, causal=causal, dtype=dtype)
+        self.scale = checks.optional(checks.positive_float, type(self).__name__, "scale", scale)
         check_buckets(type(self).__name__, num_buckets, max_distance, causal=causal)
         self.num_buckets, self.max_distance = num_buckets, max_distance
         how = self.num_buckets, self.max_distance, self.causal
@@ -90,7 +93,7 @@ class T5Bias(TableModule, RelativeBias):
     ) -> Self:
         """The bias that the Hugging Face config of a T5, mT5 or UMT5 describes.
 
-        MPNet has it too, but scales its scores: pass ``scale=head_dim**-0.5`` to :meth:`attention`.
+        Its scores are not scaled. MPNet's are: pass ``scale=None``.
 
         Args:
             config: A dict, the path of a ``config.json`` or of a model's folder, or a config
@@ -100,11 +103,12 @@ class T5Bias(TableModule, RelativeBias):
 
         Examples:
             >>> T5Bias.from_config({"model_type": "t5", "num_heads": 6}, causal=True)
-            T5Bias(num_heads=6, causal=True)
+            T5Bias(num_heads=6, causal=True, scale=1)
         """
         found = configs.read_buckets(config)
         names = ("num_heads", "num_buckets", "max_distance")
-        return cls(causal=causal, **{name: getattr(found, name) for name in names} | keywords)
+        given = {name: getattr(found, name) for name in names} | {"scale": 1.0} | keywords
+        return cls(causal=causal, **given)
 
     def _as_bias(
         self, keys: int, dtype: torch.dtype, ids: Tensor | None, device: torch.device
