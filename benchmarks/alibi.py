@@ -16,13 +16,14 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import timing
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import posenc
-from posenc.lab import machine, timing
+from posenc.lab import machine
 
 CASES = {  # heads, width, dtype, lengths
     "cuda": (32, 128, torch.bfloat16, (8192, 32768)),
@@ -157,7 +158,7 @@ def measure(
         lanes.append(timing.loop_lane(name, [step], device=device, grad=mode == "train"))
         # On the CPU a call takes seconds, and one is a round.
         lanes[-1].calibrate(0.02) if device == "cuda" else lanes[-1].run(1)
-    timing.race(lanes, rounds, lambda r: None)
+    timing.race(lanes, rounds)
     for lane in lanes:
         low, median, high = timing.quartiles(lane.seconds)
         result = next(r for r in results if r["contestant"] == lane.name)

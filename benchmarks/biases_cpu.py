@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import timing
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -27,7 +28,6 @@ from posenc.attention import (
     relative_bias,
 )
 from posenc.functional import alibi_slopes
-from posenc.lab import timing
 
 HEADS, WIDTH = 8, 64
 LENGTHS = (128, 256, 512, 1024, 2048, 8192)
@@ -132,7 +132,7 @@ def measure(kind: str, length: int, mode: str, rounds: int) -> str:
     ]
     for lane in lanes:
         lane.calibrate(0.03)
-    timing.race(lanes, rounds, lambda r: None)
+    timing.race(lanes, rounds)
     mine, other = (timing.quartiles(lane.seconds)[1] for lane in lanes)
     mib = [memory(kind, length, mode, name) for name in made] if length >= 1024 else []
     text = f"{mine * 1e3:10.2f} ms {other * 1e3:10.2f} ms  ratio {mine / other:5.2f}"

@@ -21,11 +21,12 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import timing
 import torch
 from calls_rows import DTYPES, all_rows, check
 
 import posenc
-from posenc.lab import machine, timing
+from posenc.lab import machine
 
 # Calls in a round at most: on CUDA too few to fill the queue of launches, which blocks the host.
 CALLS = {"cuda": 100, "cpu": 300}
@@ -62,7 +63,7 @@ def time_calls(options: argparse.Namespace) -> list[dict[str, Any]]:
             check(name, row)
             lanes[name] = host_lane(name, row.call, options.device, grad=row.grad)
             warm_up(lanes[name], options.calls or CALLS[options.device])
-    timing.race(list(lanes.values()), options.rounds, lambda r: None)
+    timing.race(list(lanes.values()), options.rounds)
     results: list[dict[str, Any]] = []
     for name, lane in lanes.items():
         unit = rows[name].unit
@@ -125,7 +126,7 @@ def time_pair(family: str, device: str, rounds: int) -> dict[str, Any]:
     if device == "cpu" and not same:
         raise SystemExit(f"{family} generates other tokens when it is patched: not timed")
     lanes = [host_lane(name, call, device) for name, call in calls.items()]
-    timing.race(lanes, rounds, lambda r: None)
+    timing.race(lanes, rounds)
     found = {
         lane.name: result_of(lane, other)
         for lane, other in zip(lanes, reversed(lanes), strict=True)

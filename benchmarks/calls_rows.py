@@ -13,12 +13,12 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from rotation_peers import Missing, load
 from torch import Tensor
 
 import posenc
 from posenc.functional import alibi_slopes, qk_norm_rope, rotate_and_cache, rotate_qk, rotate_qk_
 from posenc.interop.huggingface import apply_rotary_pos_emb
-from posenc.lab.peers import Missing, load
 
 DTYPES = {"cuda": torch.bfloat16, "cpu": torch.float32}
 HEADS, KV_HEADS, WIDTH, POSITION, BASE, EPS = 32, 8, 128, 1000, 10_000.0, 1e-6

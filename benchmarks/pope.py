@@ -11,12 +11,13 @@ import argparse
 import json
 from pathlib import Path
 
+import timing
 import torch
 from torch import Tensor
 
 import posenc
 from posenc.functional import polar
-from posenc.lab import machine, timing
+from posenc.lab import machine
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # On the CPU a result below 32 MiB, because glibc maps larger ones afresh and page faults are timed.
@@ -60,7 +61,7 @@ def measure(shape: tuple[int, ...], dtype: torch.dtype, device: str, rounds: int
     lanes = [lane(name, [step], device=device, grad=False) for name, step in steps.items()]
     for each in lanes:
         each.calibrate(0.05)
-    timing.race(lanes, rounds, lambda r: None)
+    timing.race(lanes, rounds)
     copy, results = lanes[0].seconds, []
     for each in lanes:
         ratio = timing.quartiles([a / b for a, b in zip(each.seconds, copy, strict=True)])

@@ -19,12 +19,12 @@ from contextlib import suppress
 from functools import partial
 
 import torch
+from rotation_peers import Missing
 from serving_peers import PEERS, liger
 from torch import Tensor
 
 import posenc
 from posenc.functional import qk_norm_rope, rotate_and_cache, rotate_qk
-from posenc.lab.peers import Missing
 
 HEADS, KV_HEADS, WIDTH, PAGE = 32, 8, 128, 16
 TOKENS = (1, 8, 64, 256, 2048, 16384)

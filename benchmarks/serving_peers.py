@@ -10,9 +10,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from rotation_peers import Missing, load
 from torch import Tensor
-
-from posenc.lab.peers import Missing, load
 
 Call = Callable[[int], Tensor]
 

@@ -6,9 +6,10 @@ from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
 
-from posenc.lab.cases import named
+from rotation_cases import named
+from rotation_plots import OURS, THEIRS, in_copies, ratios
+
 from posenc.lab.pictures.style import SERIES, figure
-from posenc.lab.plots import OURS, THEIRS, in_copies, ratios
 
 HERE = Path(__file__).parent
 START, END = "<!-- measured -->\n", "<!-- end -->\n"

@@ -28,7 +28,6 @@ COMMANDS = {
     "sequences.",
     "show": "Draw an encoding: heatmaps, wavelengths, scores and biases by distance, rule against "
     "rule.",
-    "bench": "Time posenc and every installed peer, against a copy of the same bytes.",
     "convert": "Write a checkpoint again with its queries and keys in the other pair layout.",
     "explain": "Show the positions that a model's config.json describes, and the key each part "
     "came from.",
@@ -76,7 +75,7 @@ def root(
     context: typer.Context,
     version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
 ) -> None:
-    """Look at positional encodings, measure them, and convert checkpoints."""
+    """Look at positional encodings, compare them, and convert checkpoints."""
     if version:
         from posenc import __version__
 

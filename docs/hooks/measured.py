@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from posenc.lab.pictures.style import image
-from posenc.lab.plots import ratios, timings
 
 RESULTS = Path(__file__).parents[2] / "benchmarks"
+# The scripts that wrote the results are in no package.
+sys.path.append(str(RESULTS))
+from rotation_plots import ratios, timings  # noqa: E402
+
 _COPIES = ("copy_", "clone")
 
 
 def reports(folder: Path = RESULTS) -> dict[str, dict[str, Any]]:
-    """The results of `posenc bench`, by the name of their file."""
+    """The results of `benchmarks/rotation.py`, by the name of their file."""
     found = {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}
-    return {name: each for name, each in found.items() if _is_bench(each)}
+    return {name: each for name, each in found.items() if _is_rotation(each)}
 
 
 def speed(found: Mapping[str, dict[str, Any]]) -> str:
@@ -119,7 +123,7 @@ def on_files(files: Any, config: Any) -> Any:
     return files
 
 
-def _is_bench(found: Any) -> bool:
+def _is_rotation(found: Any) -> bool:
     # Other tools may leave their results there, in a form of their own.
     listed = found.get("measurements") if isinstance(found, dict) else None
     return bool(listed) and "case" in listed[0] and "results" in listed[0]

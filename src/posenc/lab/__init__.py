@@ -1,1 +1,1 @@
-"""Tools that use the library: pictures of the encodings, comparisons and measurements."""
+"""Tools that use the library: pictures of the encodings, and a comparison by training."""

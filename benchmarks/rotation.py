@@ -1,27 +1,45 @@
-"""Time posenc and its peers on one workload, after checking that each of them is right."""
+"""Time posenc and its peers against a copy of the same bytes: `python benchmarks/rotation.py`.
+
+    python benchmarks/rotation.py --list
+    python benchmarks/rotation.py decode tiny --dtype fp32 --layout half --rounds 5
+    python benchmarks/rotation.py --device cuda --dtype bf16 --json FILE.json --plot FILE.svg
+
+Each contestant is first compared with float64 and refused if it is wrong. Then all are timed in
+interleaved rounds of one process. "× copy" is the time divided by that of copying q and k, and in
+training of copying their gradients too.
+"""
 
 from __future__ import annotations
 
+import argparse
 import itertools
+import json
 import math
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeAlias
 
+import rotation_peers as peers
 import torch
+from rich.console import Console
+from rich.table import Table
+from rotation_cases import CASES, DTYPES, LAYOUTS, Workload, choose
+from rotation_peers import Call, Contestant, Missing
+from rotation_plots import timings
+from rotation_truth import Verdict, judge
+from timing import Lane, Step, graph_lane, loop_lane, quartiles, race
 from torch import Tensor
 
 import posenc
-from posenc.lab import machine, peers
-from posenc.lab.cases import Workload
-from posenc.lab.peers import Call, Contestant, Missing
-from posenc.lab.timing import Lane, Step, graph_lane, loop_lane, quartiles, race
-from posenc.lab.truth import Verdict, judge
+from posenc.lab import machine
+from posenc.lab.pictures.style import save
 
-ROUNDS, MOST_SETS = 15, 256
+MOST_SETS = 256
 COPY, CLONE = "copy_", "clone"
-Tell: TypeAlias = Callable[[str, float], None]
+COLUMNS = ("", "time", "quartiles", "× copy", "quartiles", "off by")
+UNITS = ((1e-6, "µs"), (1e-3, "ms"), (1.0, "s"))
 # Queries and keys, and the gradients that come back to them.
 Inputs: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor]
 
@@ -52,10 +70,9 @@ class Result:
 def measure(
     work: Workload,
     *,
-    rounds: int = ROUNDS,
+    rounds: int,
     loop_seconds: float = 0.02,
     peers_too: bool = True,
-    tell: Tell = lambda message, done: None,
 ) -> dict[str, Any]:
     """Check everyone who can run ``work``, then time them in interleaved rounds.
 
@@ -66,9 +83,7 @@ def measure(
     torch.compiler.reset()
     sets = [_inputs(work, seed) for seed in range(_set_count(work))]
     results, steps = [], _copies(work, sets)
-    everyone = peers.contestants(work, peers=peers_too)
-    for i, contestant in enumerate(everyone):
-        tell(f"checking {contestant.name}", i / len(everyone) / 2)
+    for contestant in peers.contestants(work, peers=peers_too):
         result, call = _admit(contestant, work)
         results.append(result)
         if call is not None:
@@ -83,7 +98,7 @@ def measure(
             lanes.append(lane)
         except Exception as broken:
             results.append(_failed(name, broken, via=via))
-    race(lanes, rounds, lambda r: tell(f"round {r + 1} of {rounds}", 0.5 + r / rounds / 2))
+    race(lanes, rounds)
     return {
         **work.as_dict(),
         "copies": 1 + work.training,
@@ -201,3 +216,89 @@ def _failed(name: str, broken: BaseException, **known: Any) -> Result:
     """The result of a contestant that raised, with the first line of its error."""
     lines = [line.strip() for line in str(broken).splitlines() if line.strip()]
     return Result(name, "failed", ": ".join([type(broken).__name__, *lines[:1]]), **known)
+
+
+def show(title: str, measurement: dict[str, Any]) -> None:
+    """Print the times of one workload, and why some contestants have none."""
+    table = Table(*COLUMNS, box=None)
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for result in measurement["results"]:
+        if result["status"] == "timed":
+            style = "bold" if result["contestant"].startswith("posenc") else ""
+            table.add_row(*_cells(result), style=style)
+    console = Console(markup=False, highlight=False)
+    console.print(title, table, sep="\n")
+    for each in measurement["results"]:
+        if each["status"] != "timed":
+            console.print(f"{each['contestant']}: {each['status']}, {each['reason']}")
+    console.print()
+
+
+def _cells(result: dict[str, Any]) -> tuple[str, ...]:
+    scale, unit = next(u for u in UNITS if result["median"] < 1000 * u[0])
+    low, median, high = (f"{result[each] / scale:.3g}" for each in ("low", "median", "high"))
+    error = result["error_ulps"]
+    return (
+        result["contestant"] + (" (graph)" if result["via"] == "graph" else ""),
+        f"{median} {unit}",
+        f"{low} to {high}",
+        f"{result['ratio']:.2f}",
+        f"{result['ratio_low']:.2f} to {result['ratio_high']:.2f}",
+        "" if error is None else f"{error:.3g} ulp",
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run from the command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("cases", nargs="*", metavar="CASE", help="from --list; default: all")
+    parser.add_argument("--dtype", choices=DTYPES, default="bf16")
+    parser.add_argument("--layout", choices=(*LAYOUTS, "both"), default="both")
+    usual = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--device", choices=("cpu", "cuda"), default=usual)
+    parser.add_argument("--mode", choices=("forward", "train"), help="for all cases")
+    parser.add_argument("--positions", choices=("offset", "ids"), default="offset")
+    parser.add_argument("--threads", type=int, metavar="N", help="CPU threads")
+    parser.add_argument("--rounds", type=int, metavar="N", default=15, help="timings of each")
+    parser.add_argument("--no-peers", action="store_true", help="time posenc alone")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write every number here")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the ratios here")
+    parser.add_argument("--list", action="store_true", help="show the cases and stop")
+    given = parser.parse_args(arguments)
+    if given.list:
+        for case in CASES.values():
+            print(f"{case.name:13} {case.home:5} {case.mode:8} {case.shape}")
+        return
+    for name in given.cases:
+        if name not in CASES:
+            parser.error(f"CASE must be one of {', '.join(CASES)}, got {name}")
+    works = choose(
+        given.cases,
+        dtype=given.dtype,
+        layout=given.layout,
+        device=given.device,
+        positions=given.positions,
+        mode=given.mode,
+    )
+    if any(work.qk_norm and work.training for work in works):
+        parser.error("--mode must be forward for cases with QK-norm, got train")
+    measurements, found = [], {}
+    with machine.threads(given.threads):
+        used = torch.get_num_threads()
+        for work in works:
+            peers_too = not given.no_peers
+            measurements.append(measure(work, rounds=given.rounds, peers_too=peers_too))
+            found = report(measurements, threads=used, rounds=given.rounds)
+            # Written after each workload, so that an interrupted run keeps its results.
+            if given.json is not None:
+                given.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+            show(f"{work}: {work.shape}, {work.nbytes:,} bytes", measurements[-1])
+    if given.plot is not None:
+        save(timings(found), given.plot)
+
+
+if __name__ == "__main__":
+    main()

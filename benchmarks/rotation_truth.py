@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
+from rotation_cases import BASE, EPS, Workload
 from torch import Tensor
-
-from posenc.lab.cases import BASE, EPS, Workload
 
 # Rounding cos and sin, the two products and the sum to the dtype costs 3 half ulps at the
 # magnitude of the pair; rounding the normalized input and its product with a weight, 2 more.

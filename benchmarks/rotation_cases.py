@@ -132,37 +132,20 @@ def named(measurement: dict[str, Any]) -> str:
 
 
 def choose(
-    names: Iterable[str] = (),
+    names: Iterable[str],
     *,
-    dtype: str = "bf16",
-    layout: str = "both",
-    device: str = "cpu",
-    positions: str = "offset",
-    mode: str | None = None,
+    dtype: str,
+    layout: str,
+    device: str,
+    positions: str,
+    mode: str | None,
 ) -> list[Workload]:
     """Workloads of the named cases, or of every case at home on ``device``."""
     names = list(names) or [case.name for case in CASES.values() if case.home == device]
-    allowed: list[tuple[str, str, Iterable[str]]] = [
-        *(("CASE", name, CASES) for name in names),
-        ("--dtype", dtype, DTYPES),
-        ("--layout", layout, (*LAYOUTS, "both")),
-        ("--positions", positions, ("offset", "ids")),
-        ("--device", device, ("cpu", "cuda")),
-        ("--mode", mode or "forward", ("forward", "train")),
-    ]
-    for flag, got, known in allowed:
-        if got not in known:
-            raise ValueError(f"{flag} must be one of {', '.join(known)}, got {got!r}.")
-    if device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("--device must be cpu if torch finds no CUDA device, got cuda.")
     chosen: dict[str, Any] = {"dtype": DTYPES[dtype], "device": device, "ids": positions == "ids"}
-    cases = [
+    return [
         replace(CASES[name], mode=mode or CASES[name].mode, interleaved=interleaved, **chosen)
         for name in names
         for interleaved in (False, True)
         if layout in ("both", LAYOUTS[interleaved])
     ]
-    for case in cases:
-        if case.qk_norm and case.training:
-            raise ValueError(f"--mode must be forward for {case.name}, got train.")
-    return cases

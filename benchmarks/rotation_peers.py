@@ -15,11 +15,11 @@ from importlib import metadata
 from typing import Any, TypeAlias
 
 import torch
+from rotation_cases import BASE, EPS, Workload
+from rotation_truth import cis
 from torch import Tensor
 
 from posenc import functional, nn
-from posenc.lab import truth
-from posenc.lab.cases import BASE, EPS, Workload
 
 Call: TypeAlias = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
@@ -105,7 +105,7 @@ def rotary_embedding_torch(work: Workload) -> Call:
 def complex_multiply(work: Workload) -> Call:
     """Neighbouring channels seen as complex numbers, times a complex64 table."""
     _only(work.interleaved, "interleaved")
-    table = truth.cis(work)[:, None].to(torch.complex64)
+    table = cis(work)[:, None].to(torch.complex64)
 
     def rotate(x: Tensor) -> Tensor:
         z = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))
@@ -118,8 +118,8 @@ def liger(work: Workload) -> Call:
     """Its Triton kernel, in place; in training on clones, or it would overwrite the leaves."""
     _only(work.device == "cuda" and not work.interleaved, "CUDA and half")
     rotate = load("liger_kernel.ops.rope").LigerRopeFunction.apply
-    cis = truth.cis(work).repeat(1, 1, 2)
-    cos, sin = cis.real.to(work.dtype), cis.imag.to(work.dtype)
+    table = cis(work).repeat(1, 1, 2)
+    cos, sin = table.real.to(work.dtype), table.imag.to(work.dtype)
     if work.training:
         return lambda q, k: rotate(q.clone(), k.clone(), cos, sin)
     return lambda q, k: rotate(q, k, cos, sin)
@@ -127,8 +127,8 @@ def liger(work: Workload) -> Call:
 
 def norm_then_rotate(work: Workload) -> Call:
     """``rms_norm`` of torch, then the rotation as a formula in float32."""
-    cis = truth.cis(work)[:, None]
-    cos, sin = cis.real.float(), cis.imag.float()
+    table = cis(work)[:, None]
+    cos, sin = table.real.float(), table.imag.float()
     grid, axis = ((-1, 2), -1) if work.interleaved else ((2, -1), -2)
 
     def rotate(x: Tensor, weight: Tensor) -> Tensor:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from posenc.lab.cases import named
+from rotation_cases import named
+
 from posenc.lab.pictures.style import GREY, INK, SERIES, figure, plain
 
 if TYPE_CHECKING:

@@ -88,7 +88,7 @@ def graph_lane(name: str, steps: Sequence[Step], *, device: str, grad: bool) -> 
     return Lane(name, "graph", lambda n: _seconds(replay, n, device), repeats * len(steps))
 
 
-def race(lanes: Sequence[Lane], rounds: int, tell: Callable[[int], None]) -> None:
+def race(lanes: Sequence[Lane], rounds: int) -> None:
     """Time every lane once a round, so that a slow minute of the machine slows all of them.
 
     Each round has a random order, because running always after the same lane has changed times by
@@ -98,8 +98,7 @@ def race(lanes: Sequence[Lane], rounds: int, tell: Callable[[int], None]) -> Non
     gc.collect()
     gc.disable()
     try:
-        for r in range(rounds):
-            tell(r)
+        for _ in range(rounds):
             shuffle(order)
             for lane in order:
                 lane.seconds.append(lane.run(lane.passes) / (lane.passes * lane.calls))
