@@ -6,7 +6,6 @@ from pathlib import Path
 import torch
 
 import posenc
-from posenc.lab.pictures.panels import characters
 from posenc.lab.pictures.show import gallery
 
 
@@ -14,8 +13,7 @@ def tour() -> None:
     torch.manual_seed(0)
     x = torch.randn(2, 48, 64)  # a batch of two sentences of 48 tokens, 64 channels each
     sinusoidal = posenc.SinusoidalPE(max_seq_len=128, embed_dim=64)
-    print(f"{sinusoidal}\n  {tuple(x.shape)} -> {tuple(sinusoidal(x).shape)}, the table it adds:")
-    print(characters(sinusoidal.get_encoding(48)), "\n")
+    print(f"{sinusoidal}\n  {tuple(x.shape)} -> {tuple(sinusoidal(x).shape)}\n")
 
     learned = posenc.LearnedPosEmbedding(max_len=128, embed_dim=64)
     print(f"{learned}\n  {tuple(x.shape)} -> {tuple(learned(x, offset=8).shape)}\n")
@@ -35,8 +33,9 @@ def tour() -> None:
     print("  the last rounding and nothing else\n")
 
     alibi = posenc.ALiBi(num_heads=8)
-    print(f"{alibi}\n  head 4 subtracts from the scores, queries down, keys across:")
-    print(characters(alibi.get_bias(48)[4], columns=48), "\n")
+    print(f"{alibi}\n  head 4 adds to the scores of four queries, by key:")
+    for row in alibi.get_bias(4)[4].tolist():
+        print("   ", *(f"{v:8.4f}" for v in row))
 
 
 if __name__ == "__main__":

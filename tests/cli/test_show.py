@@ -30,13 +30,21 @@ def config(tmp_path):
 
 
 @pytest.mark.parametrize("encoding", ENCODINGS)
-def test_without_a_file_it_draws_in_the_terminal(run, encoding):
-    done = run(encoding)
+def test_every_encoding_has_numbers(run, encoding, tmp_path, monkeypatch):
+    """And no picture is drawn that nobody asked for."""
+    monkeypatch.chdir(tmp_path)
+    done = run(encoding, "--json")
     assert done.exit_code == 0, done.output
-    title = done.stdout.lower().replace("-", " ")
-    assert title.startswith(encoding.replace("-", " ").replace("forget", "forgetting"))
-    assert len(done.stdout.splitlines()) > 12
-    assert "\x1b" not in done.stdout
+    assert json.loads(done.stdout)["encoding"] == encoding
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_without_a_file_it_draws_in_the_current_folder(run, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    done = run("alibi", "--heads", 4)
+    assert done.exit_code == 0, done.output
+    assert done.stdout == f"picture: {tmp_path / 'posenc-show.png'}\n"
+    assert (tmp_path / "posenc-show.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_with_a_file_it_draws_there_and_says_so(run, tmp_path):
@@ -113,19 +121,19 @@ def test_the_context_of_a_text_model_within_another_is_found(run, tmp_path):
 def test_a_config_without_a_rule_is_drawn(run, tmp_path):
     path = tmp_path / "config.json"
     path.write_text(json.dumps({"head_dim": 32, "rope_theta": 1e4, "max_position_embeddings": 512}))
-    done = run("rope", "--config", path)
-    assert done.exit_code == 0, done.output
-    assert "trained context, 512" in done.stdout
+    found = json.loads(run("rope", "--config", path, "--json").stdout)
+    assert found["trained"] == 512
+    assert [each["label"] for each in found["rates"]] == ["without a rule"]
 
 
 def test_a_rule_that_stops_every_pair_is_drawn(run, tmp_path):
-    """There is no wavelength to draw for it, and the rest is shown."""
+    """There is no wavelength to draw for it, and the rest is drawn."""
     path = tmp_path / "config.json"
     rope = {"rope_type": "proportional", "partial_rotary_factor": 0.01, "rope_theta": 1e4}
     path.write_text(json.dumps({"head_dim": 64, "rope_parameters": rope}))
-    done = run("--config", path)
+    done = run("--config", path, "-o", tmp_path / "x.svg")
     assert done.exit_code == 0, done.output
-    assert "Positions for a full turn" in done.stdout
+    assert "Positions for a full turn" in (tmp_path / "x.svg").read_text("utf-8")
 
 
 @pytest.mark.parametrize(

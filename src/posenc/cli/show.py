@@ -1,11 +1,10 @@
-"""`posenc show`: pictures of one encoding, in a file or in the terminal."""
+"""`posenc show`: a picture of one encoding, in a file."""
 
 from __future__ import annotations
 
 import functools
 import inspect
 import json
-import shutil
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,6 +16,7 @@ from posenc.lab.pictures.panels import View
 from posenc.lab.pictures.style import save
 
 _OPTIONS = "dim length trained base heads scaling factor against layer_type".split()
+_PICTURE = Path("posenc-show.png")
 _RULE = f"For RoPE: {', '.join(lab.RULES)}."
 
 
@@ -32,7 +32,13 @@ def show(
     ] = None,
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", metavar="FILE", help="Draw here: .png, .svg or .pdf."),
+        typer.Option(
+            "--output",
+            "-o",
+            metavar="FILE",
+            help="Draw here: .png, .svg or .pdf.",
+            show_default=str(_PICTURE),
+        ),
     ] = None,
     dim: Annotated[int | None, _number("Channels, of a head for RoPE.", 128, 2)] = None,
     length: Annotated[
@@ -52,10 +58,12 @@ def show(
 ) -> None:
     """Draw an encoding: heatmaps, wavelengths, scores and biases by distance, rule against rule.
 
-    With `-o` a PNG, SVG or PDF of four panels; without it, coarse charts in the terminal.
+    The picture has four panels. With `--json` alone none is drawn.
 
     Example: posenc show rope --scaling yarn --factor 8 --against linear -o rope.png
     """
+    if output is None and not as_json:
+        output = _PICTURE
     _print.check_picture(output, "-o")
     view = _view(encoding, config, context.params)
     if output is not None:
@@ -64,9 +72,6 @@ def show(
         typer.echo(json.dumps(view.numbers, indent=1))
     elif output is not None:
         _print.say(f"picture: {output.absolute()}")
-    else:
-        columns = shutil.get_terminal_size((80, 24)).columns
-        typer.echo(lab.terminal(view, min(columns - 2, 100)))
 
 
 def _view(encoding: str | None, config: Path | None, options: dict[str, Any]) -> View:

@@ -52,13 +52,6 @@ def test_pope_turns_channels_and_rope_pairs():
     assert [len(line.x) for line in waves.lines] == [16, 8]
 
 
-@pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
-def test_every_view_fits_a_terminal(view):
-    lines = show.terminal(view, columns=72).split("\n")
-    assert lines[0] == view.title
-    assert max(map(len, lines)) <= 80
-
-
 def test_scores_are_those_of_the_module():
     """The picture of decay is what q·k of the module itself is, not a formula beside it."""
     rule = posenc.scaling.YaRN(4.0, original_length=64)

@@ -1,1 +1,1 @@
-"""Pictures of the encodings, in one look, for files, pages and terminals."""
+"""Pictures of the encodings, in one look, for files and pages."""

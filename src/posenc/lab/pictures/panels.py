@@ -1,4 +1,4 @@
-"""Panels: numbers and words computed once, drawn on axes for a file or in characters."""
+"""Panels: numbers and words, and how they are drawn on axes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from itertools import cycle
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
-import torch
 from torch import Tensor
 
 from posenc.lab.pictures.style import FAINT, INK, SERIES, figure, legend, plain
@@ -16,9 +15,6 @@ from posenc.lab.pictures.style import FAINT, INK, SERIES, figure, legend, plain
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-
-_SHADES = " .:-=+*#%@"
-_MARKS = "*o+x"
 
 
 class Line(NamedTuple):
@@ -57,11 +53,6 @@ class Heat:
         bar = ax.figure.colorbar(shown, ax=ax, pad=0.015, fraction=0.05)
         bar.outline.set_visible(False)
         bar.ax.tick_params(labelsize=7.5, colors=INK, length=2)
-
-    def text(self, columns: int) -> str:
-        """The same in characters."""
-        words = f"{self.title}, {self.y} down, {self.x} across:"
-        return f"{words}\n{characters(self.table, columns=columns)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,14 +121,6 @@ class Chart:
             }
             ax.text(0.02, 0.97, f"shaded: {words}", **look)
 
-    def text(self, columns: int) -> str:
-        """The same in characters."""
-        width = min(columns, 40) if self.square else columns
-        mark = self.shaded[1:] if self.shaded and self.shaded[0] == "y" else None
-        drawn = chart(self.lines, columns=width, mark=mark, log=self.log)
-        words = f"{self.title}, {self.x} across" + f", {self.log} on a log scale" * bool(self.log)
-        return f"{words}:\n{drawn}"
-
 
 Panel: TypeAlias = Heat | Chart
 
@@ -164,67 +147,3 @@ def sheet(
     for ax, panel in zip(axes.flat, panels, strict=True):
         panel.draw(ax)
     return drawn
-
-
-def characters(table: Tensor, *, rows: int = 12, columns: int = 64) -> str:
-    """A matrix as a coarse picture in characters, dark for small and bright for large."""
-    shown = table.float()
-    for axis, cells in enumerate((rows, columns)):
-        size = table.shape[axis]
-        picked = torch.linspace(0, size - 1, min(cells, size)).round().long()
-        shown = shown.index_select(axis, picked)
-    finite = table[table.isfinite()].float()
-    low, high = finite.aminmax() if len(finite) else torch.zeros(2)
-    level = (shown - low) / (high - low).clamp(min=1e-30) * (len(_SHADES) - 1)
-    level = level.nan_to_num(0, neginf=0).floor().long()
-    return "\n".join("".join(_SHADES[i] for i in row) for row in level.tolist())
-
-
-def chart(
-    lines: Sequence[Line],
-    *,
-    rows: int = 10,
-    columns: int = 60,
-    log: str = "",
-    mark: tuple[float, str] | None = None,
-) -> str:
-    """Lines as a coarse chart in characters, with ``mark``, a height and its name, drawn across.
-
-    Examples:
-        >>> print(chart([Line("", [0, 1, 2, 3], [0, 1, 2, 3])], rows=4, columns=7))
-        3 |      *
-          |    *
-          |  *
-        0 |*
-           0     3
-    """
-    xs = [x for line in lines for x in line.x]
-    ys = [y for line in lines for y in line.y] + ([mark[0]] if mark else [])
-    grid = [[" "] * columns for _ in range(rows)]
-    if mark is not None:
-        grid[_cell(mark[0], ys, rows, "y" in log)] = ["-"] * columns
-    for line, sign in zip(lines, _MARKS, strict=False):
-        for x, y in zip(line.x, line.y, strict=True):
-            grid[_cell(y, ys, rows, "y" in log)][_cell(x, xs, columns, "x" in log)] = sign
-    bottom, top, left, right = (f"{end(values):.4g}" for values in (ys, xs) for end in (min, max))
-    width = max(len(top), len(bottom))
-    numbers = [top, *[""] * (rows - 2), bottom]
-    drawn = [
-        f"{number:>{width}} |{''.join(row)}".rstrip()
-        for number, row in zip(numbers, reversed(grid), strict=True)
-    ]
-    gap = max(1, columns - len(left) - len(right))
-    below = [f"{left}{'':{gap}}{right}"]
-    if len(lines) > 1:
-        names = (f"{sign} {line.label}" for line, sign in zip(lines, _MARKS, strict=False))
-        below.append("   ".join(names))
-    if mark is not None:
-        below.append(f"- {mark[1]}")
-    return "\n".join([*drawn, *(f"{'':{width}}  {words}" for words in below)])
-
-
-def _cell(value: float, values: Sequence[float], cells: int, logarithmic: bool) -> int:
-    """Which of ``cells`` between the least and the largest of ``values`` holds ``value``."""
-    scale = math.log if logarithmic else float
-    low, high = scale(min(values)), scale(max(values))
-    return round((scale(value) - low) / (high - low) * (cells - 1)) if high > low else cells // 2

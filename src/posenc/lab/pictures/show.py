@@ -1,4 +1,4 @@
-"""What `posenc show` shows of each encoding: panels for a file or a terminal, and numbers."""
+"""What `posenc show` shows of each encoding: panels of a picture, and numbers."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 
 from posenc import configs, nn
+from posenc import scaling as rules
 from posenc.lab.pictures import biases, continuous
 from posenc.lab.pictures.panels import Chart, Heat, Line, View, line, sheet
-from posenc.numerics import scaling as rules
-from posenc.numerics.frequencies import inverse_frequencies
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -42,11 +41,6 @@ def figure(view: View) -> Figure:
     return sheet(view.panels, 11.5, 7.4, columns=2, title=view.title)
 
 
-def terminal(view: View, columns: int = 72) -> str:
-    """The same in characters."""
-    return "\n\n".join([view.title, *(p.text(max(20, columns - 10)) for p in view.panels)])
-
-
 def gallery(length: int = 96, dim: int = 64) -> Figure:
     """One picture of all four encodings: what is added, what is rotated, what is subtracted."""
     _, wavelengths, by_distance, circles = rope(dim=dim, length=length, trained=length).panels
@@ -67,7 +61,7 @@ def sinusoidal(
 ) -> View:
     """The table that is added for ``length`` positions, and the rates it is made of."""
     table = nn.SinusoidalPE(length, dim, base=base).get_encoding(length)
-    rates = [Rotation("", inverse_frequencies(dim, base))]
+    rates = [Rotation("", nn.RoPE(dim, None, base).inv_freq())]
     waves, by_distance = _by_rate(rates, trained, 4 * trained)
     by_distance = replace(by_distance, title="The same cosine, by distance")
     panels = (*_added(table), waves, by_distance)
@@ -115,7 +109,7 @@ def rope(
 def pope(*, dim: int = 128, length: int = 128, trained: int = 4096, base: float = 10_000.0) -> View:
     """PoPE beside RoPE, and what a phase does to one channel's part of the score."""
     rates = nn.PoPE(dim, num_kv_heads=None, max_seq_len=None, base=base).inv_freq()
-    found = [Rotation("PoPE", rates), Rotation("RoPE", inverse_frequencies(dim, base))]
+    found = [Rotation("PoPE", rates), Rotation("RoPE", nn.RoPE(dim, None, base).inv_freq())]
     cos = (torch.arange(length)[:, None] * rates).cos()
     distance, middle = torch.arange(length, dtype=torch.float64), dim // 4
     parts = [
