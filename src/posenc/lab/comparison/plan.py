@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from posenc.lab.comparison.encodings import COMPARED, ENCODINGS
 from posenc.lab.comparison.tasks import TASKS
 
-# More is a typing error, or a file that means harm: the page has pictures of these sizes.
-_MOST = {
-    "seeds": 1000, "train_length": 2**20, "steps": 2**24, "batch": 2**16, "width": 2**14,
-    "layers": 2**10, "heads": 2**8, "windows": 2**16, "threads": 2**10,
-}  # fmt: skip
 QUICK = {"steps": 400, "batch": 32, "learning_rate": 2e-2}
 
 
@@ -59,27 +55,21 @@ class Plan:
     def __post_init__(self) -> None:
         _check_known("encodings", self.encodings, ENCODINGS)
         _check_known("tasks", self.tasks, TASKS)
-        for name, most in _MOST.items():
-            if not 1 <= getattr(self, name) <= most:
-                flag, got = f"--{name.replace('_', '-')}", getattr(self, name)
-                raise ValueError(f"{flag} must be from 1 to {most}, got {got}.")
         if self.device not in ("cpu", "cuda"):
             raise ValueError(f"--device must be cpu or cuda, got {self.device}.")
         if self.dtype not in ("fp32", "bf16"):
             raise ValueError(f"--dtype must be fp32 or bf16, got {self.dtype}.")
         if self.train_length < 8 and self.tasks != ("text",):
             raise ValueError(f"--train-length must be 8 or more, got {self.train_length}.")
-        if not all(type(times) is int and times >= 1 for times in self.times or [0]):
+        if min(self.times, default=0) < 1:
             raise ValueError(f"--times must be 1 or more, got {min(self.times, default='none')}.")
-        if self.longest > 2**20:
-            raise ValueError(f"--times must end at 2**20 symbols, got {self.longest}.")
         if self.width % (2 * self.heads):
             raise ValueError(f"--width must be a multiple of 2 × {self.heads}, got {self.width}.")
         if self.base == 0:
             object.__setattr__(self, "base", float(self.train_length))
-        if not 1 < self.base < 1e300:
+        if not 1 < self.base < math.inf:
             raise ValueError(f"--base must be above 1, got {self.base:g}.")
-        if not 0 < self.learning_rate < 1e300:
+        if not 0 < self.learning_rate < math.inf:
             raise ValueError(f"--learning-rate must be above 0, got {self.learning_rate:g}.")
 
     @property

@@ -18,8 +18,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from posenc._contract import files
-
 SIZE = 2**19
 # The constants are those of Knuth's MMIX; the state begins at 1.
 _MULTIPLIER, _INCREMENT = 6364136223846793005, 1442695040888963407
@@ -38,12 +36,7 @@ class Text(NamedTuple):
 
 def load(file: Path | None = None) -> Text:
     """The text of ``file``, or the built-in one."""
-    if file is None:
-        content = tales()
-    else:
-        # A device or a pipe may have no end, and a run that is resumed must find the text again.
-        with files.open_regular("compare --text", file) as opened:
-            content = opened.read()
+    content = tales() if file is None else file.read_bytes()
     symbols = torch.frombuffer(bytearray(content or b"\n"), dtype=torch.uint8)
     distinct, symbols = torch.unique(symbols, return_inverse=True)
     cut = round(0.9 * len(symbols))
