@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from posenc.lab.comparison.charts import Rows, board, charts, looks, needs_board, trained_as
+from posenc.lab.comparison.charts import Rows, board, charts, looks, needs_board
 from posenc.lab.comparison.plan import Plan
 from posenc.lab.comparison.tasks import TASKS
-from posenc.lab.pictures import biases, show
 from posenc.lab.pictures.panels import Chart, sheet
 from posenc.lab.pictures.style import in_page
 
@@ -31,7 +29,7 @@ class Picture(NamedTuple):
 def page(plan: Plan, results: dict[str, Any]) -> str:
     """The template ``page.html``, filled in; one encoding at least must be finished.
 
-    Jinja escapes every word and number, because the results may come from anybody's file.
+    Jinja escapes every word and number: the name of a text may hold any character.
     """
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
@@ -54,7 +52,6 @@ def page(plan: Plan, results: dict[str, Any]) -> str:
         board=Picture(in_page(board(plan, done)), words) if needs_board(done) else None,
         tasks=[_task(plan, *each) for each in done.items()],
         rows=rows,
-        shown=list(_shown(plan, rows)),
         looks=looks(plan),
         scores=scores,
         costs=costs,
@@ -94,24 +91,6 @@ def costs(cost: dict[str, Any]) -> list[str]:
 
 
 COSTS = ("parameters", "step, ×", "step, MB", "reading, ×", "reading, MB")
-
-
-def _shown(plan: Plan, rows: Rows) -> Iterator[Picture]:
-    """The first picture of `posenc show` for each encoding, for the sizes of this model."""
-    # Beyond that, a position has less than a pixel.
-    length, longest, base = plan.train_length, min(plan.longest, 512), plan.base
-    views = {
-        "sinusoidal": show.sinusoidal(dim=plan.width, length=longest, trained=length, base=base),
-        "learned": show.learned(dim=plan.width, length=longest),
-        "rope": show.rope(dim=plan.head_dim, length=longest, trained=length, base=base),
-        "alibi": show.alibi(heads=plan.heads, length=longest),
-    }
-    trained = dict.fromkeys(map(trained_as, rows))
-    for name in biases.VIEWS.keys() & trained:
-        sizes = {"heads": plan.heads, "length": longest, "trained": length}
-        views[name] = biases.VIEWS[name](**sizes)
-    for view in (views[name] for name in trained if name in views):
-        yield Picture(in_page(sheet(view.panels[:1], 4.6, 3.1)), view.title)
 
 
 def sentence(plan: Plan, task: str, rows: Rows) -> str:
