@@ -43,6 +43,11 @@ _BAD_USAGE: Any = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "C
 _REFUSED = (ValueError, TypeError, OverflowError, OSError)
 
 
+def printable(text: str) -> str:
+    """The text with control characters escaped, which a name in a file may hold."""
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+
+
 class Commands(TyperGroup):
     """Sub-commands that are imported when they are called, and whose errors are one line."""
 
@@ -59,11 +64,8 @@ class Commands(TyperGroup):
         try:
             code = super().main(*args, **keywords)
         except (_BAD_USAGE, *_REFUSED) as wrong:
-            from posenc._contract.checks import printable, shortened
-
             message = wrong.format_message() if isinstance(wrong, _BAD_USAGE) else str(wrong)
-            message = shortened(printable(" ".join(message.split())), most=1500)
-            typer.echo(f"posenc: {message}", err=True)
+            typer.echo(f"posenc: {printable(' '.join(message.split()))}", err=True)
             code = 2
         except typer.Abort:
             typer.echo("posenc: interrupted", err=True)

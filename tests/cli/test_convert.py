@@ -86,15 +86,6 @@ def test_a_terminal_sees_a_bar(run, terminal):
     assert done.stderr == ""
 
 
-def test_the_bar_advances_and_shows_names_as_they_are(terminal):
-    """Names are a stranger's: a link or an escape in them is text."""
-    with _print.progress(background=False) as tell:
-        for percent in (7, 39, 84):
-            tell("[link=http://x]q[/link]\x1b[2J", percent / 100)
-            assert f" {percent}%" in terminal.getvalue()
-    assert "[link=http://x]q[/link]\\x1b[2J" in terminal.getvalue()
-
-
 def test_names_of_files_are_printed_without_their_escapes(run):
     name = "\x1b[2J.bin"
     with open(f"model/{name}", "wb") as file:

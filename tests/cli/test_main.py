@@ -70,10 +70,3 @@ def test_half_of_a_terminal_of_80_columns_is_left_for_the_text_of_options(name, 
     assert len(line) == 80
     # Inside of the frame and its padding.
     assert 78 - line.index("Show this") >= 38
-
-
-def test_an_error_as_long_as_a_file_is_cut():
-    done = CliRunner().invoke(posenc_command.application(), ["x" * 100_000])
-    assert done.exit_code == 2
-    assert done.stderr.startswith("posenc: No such command 'xxx")
-    assert len(done.stderr) < 80 * 24

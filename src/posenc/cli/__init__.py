@@ -1,5 +1,5 @@
 """The sub-commands of `posenc`: a file for each, a thin layer over `lab` or `interop`."""
 
-from posenc_command import INSTALL, application, main
+from posenc_command import application, main
 
-__all__ = ["INSTALL", "application", "main"]
+__all__ = ["application", "main"]

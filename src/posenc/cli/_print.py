@@ -7,7 +7,7 @@ import importlib.util
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import typer
 from rich.console import Console
@@ -15,14 +15,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 from rich.table import Table
 from rich.text import Text
 
-from posenc._contract.checks import printable
-from posenc.cli import INSTALL
-
-
-def check_file(path: Path | None) -> None:
-    """Refuse a path that no file can be written to."""
-    if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
-        raise ValueError(f"an output must be a file in a folder that exists, got {path}.")
+from posenc_command import INSTALL, printable
 
 
 def check_picture(path: Path | None, flag: str) -> None:
@@ -30,7 +23,8 @@ def check_picture(path: Path | None, flag: str) -> None:
     if path is not None:
         if path.suffix not in (".png", ".svg", ".pdf"):
             raise ValueError(f"{flag} writes .png, .svg or .pdf, got {path}.")
-        check_file(path)
+        if path.is_dir() or not path.absolute().parent.is_dir():
+            raise ValueError(f"{flag} must be a file in a folder that exists, got {path}.")
         check_installed(flag, "matplotlib")
 
 
@@ -47,24 +41,21 @@ def say(words: str, *, err: bool = False) -> None:
 
 
 @contextlib.contextmanager
-def progress(title: str = "", *, background: bool = True) -> Iterator[Callable[[str, float], None]]:
-    """Yield a function of a message and the part done: a bar, or in a log a line for each tenth.
-
-    With ``background``, a thread redraws the bar between two calls.
-    """
+def progress() -> Iterator[Callable[[str, float], None]]:
+    """Yield a function of a message and the part done: a bar, or in a log a line for each tenth."""
     console = Console(stderr=True)
     # Messages hold names from files, whose brackets are not markup.
     message = TextColumn("{task.percentage:>3.0f}% {task.description}", markup=False)
     columns = BarColumn(20), TimeElapsedColumn(), TimeRemainingColumn(), message
-    shown: Any = {"transient": True, "auto_refresh": background, "disable": not console.is_terminal}
-    with Progress(*columns, console=console, **shown) as bar:
+    piped = not console.is_terminal
+    with Progress(*columns, console=console, transient=True, disable=piped) as bar:
         task, tenths = bar.add_task("", total=1.0), 0
 
         def tell(message: str, done: float) -> None:
             nonlocal tenths
-            message = title + printable(message)
-            bar.update(task, description=message, completed=done, refresh=not background)
-            if bar.disable and int(done * 10) > tenths:
+            message = printable(message)
+            bar.update(task, description=message, completed=done)
+            if piped and int(done * 10) > tenths:
                 tenths = int(done * 10)
                 print(f"{tenths * 10} % {message}", file=sys.stderr)
 
