@@ -70,17 +70,6 @@ def test_every_argument_is_shown_with_its_key(run):
     assert "axes" not in lines
 
 
-def test_kernels_are_named_on_request_alone(run):
-    """What a config means does not depend on the machine."""
-    assert "reference" not in run(YARN).stdout
-    lines = run(YARN, "--kernels").stdout.splitlines()
-    assert [line.split(":")[0] for line in lines[-3:]] == ["c", "triton", "reference"]
-    assert lines[-1].startswith("reference: serves every device")
-    assert "kernels" not in json.loads(run(YARN, "--json").stdout)
-    found = json.loads(run(YARN, "--json", "--kernels").stdout)
-    assert set(found["kernels"]) == {"c", "triton", "reference"}
-
-
 def test_json_has_values_sources_and_rates(run):
     found = json.loads(run(YARN, "--json").stdout)
     (layer,) = found["layers"]

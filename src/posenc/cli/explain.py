@@ -35,7 +35,6 @@ def explain(
     ] = None,
     as_python: Annotated[bool, typer.Option("--python", help="Print Python code.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-    kernels: Annotated[bool, typer.Option("--kernels", help="Say which kernels run here.")] = False,
 ) -> None:
     """Show the positions that a model's config.json describes, and the key each part came from.
 
@@ -47,12 +46,9 @@ def explain(
     if as_python:
         typer.echo(found.python())
     elif as_json:
-        more = {"kernels": lab.kernels()} if kernels else {}
-        typer.echo(json.dumps({**found.as_json(), **more}, indent=2))
+        typer.echo(json.dumps(found.as_json(), indent=2))
     else:
         _show(found)
-        for name, state in lab.kernels().items() if kernels else ():
-            typer.echo(f"{name}: {state}")
 
 
 def _show(found: lab.Report) -> None:

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
-from posenc import ALiBi, RoPE, axes, backends, configs, scaling
+from posenc import ALiBi, RoPE, axes, configs, scaling
 from posenc.configs import others
 
 # A value, and the key it came from.
@@ -104,14 +104,6 @@ def _in_chunks(part: Explanation, sizes: tuple[int, int], key: str) -> Explanati
     )
     kind = "RoPE with Dual Chunk Attention"
     return replace(part, kind=kind, arguments=arguments, python=python, build=build)
-
-
-def kernels() -> dict[str, str]:
-    """Whether each kernel is available, and why or why not."""
-    return {
-        each.name: f"{'serves' if each.available else 'not for'} {each.serves}: {each.why}"
-        for each in backends()
-    }
 
 
 def _explained(part: Any, seq_len: int | None, longest: int) -> Explanation:
