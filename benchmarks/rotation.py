@@ -227,7 +227,7 @@ def show(title: str, measurement: dict[str, Any]) -> None:
         if result["status"] == "timed":
             style = "bold" if result["contestant"].startswith("posenc") else ""
             table.add_row(*_cells(result), style=style)
-    console = Console(markup=False, highlight=False)
+    console = Console(width=100, markup=False, highlight=False)
     console.print(title, table, sep="\n")
     for each in measurement["results"]:
         if each["status"] != "timed":
@@ -285,6 +285,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     if any(work.qk_norm and work.training for work in works):
         parser.error("--mode must be forward for cases with QK-norm, got train")
+    for path in (given.json, given.plot):
+        if path is not None and not path.absolute().parent.is_dir():
+            parser.error(f"an output must be in a folder that exists, got {path}")
     measurements, found = [], {}
     with machine.threads(given.threads):
         used = torch.get_num_threads()
