@@ -1,9 +1,9 @@
 """Continuous batching over a paged cache, for a Llama and a Qwen3 of transformers.
 
 What it shows: requests come and go while others run, and a step is one batch of tokens, prompts
-beside single tokens; `RoPE.rotate_and_cache` rotates them and writes to the pages; a request that starts like
-a running one shares its pages; a long one drops its oldest pages and shifts its keys. On CUDA a
-step of single tokens is a graph. Every request gets the tokens that it gets alone.
+and single tokens; `RoPE.rotate_and_cache` rotates them and writes to the pages; a request that
+starts like a running one shares its pages; a long one drops its oldest pages and shifts its keys.
+On CUDA a step of single tokens is a graph. Every request gets the tokens that it would get alone.
 """
 
 from collections import deque
