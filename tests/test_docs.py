@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+import posenc
 from posenc.lab.comparison import report as comparison
 from posenc.lab.comparison.plan import Plan
 from posenc.lab.comparison.run import Run
@@ -30,6 +31,7 @@ def hook(name):
 
 measured, pictures, formulas = map(hook, ("measured", "pictures", "formulas"))
 tournament = hook("tournament")
+signatures = hook("signatures")
 SETTINGS = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
 
 
@@ -280,3 +282,20 @@ def test_nothing_is_fetched():
     assert "offline" in SETTINGS["plugins"]
     assert "http" not in (ROOT / "mkdocs.yml").read_text()
     assert not [path for path in (DOCS / "assets").iterdir() if "http" in path.read_text()]
+
+
+def test_the_page_of_signatures_has_every_public_name():
+    page = (DOCS / "api" / "signatures.md").read_text()
+    written = signatures.fill(page)
+    assert "<!--" not in written
+    for name in [n for n in posenc.__all__ if isinstance(getattr(posenc, n), type)]:
+        assert f"\n{name}(" in written
+    assert "\nPoPE(head_dim, *, num_kv_heads, max_seq_len=2048" in written
+
+
+def test_public_arguments_have_no_names_of_other_libraries():
+    """One word for a thing, in every signature."""
+    theirs = {"theta", "rope_theta", "is_causal", "n_heads", "nheads", "max_position_embeddings"}
+    theirs |= {"input_pos", "cache_position", "attention_bias", "sliding_window"}
+    for _, name, signature in signatures.signatures():
+        assert not theirs & signature.parameters.keys(), name

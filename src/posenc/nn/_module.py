@@ -64,9 +64,10 @@ class ReadOnlyArguments(nn.Module):
     def __init_subclass__(cls, **keywords: Any) -> None:
         super().__init_subclass__(**keywords)
         if cls.__module__.startswith("posenc."):
-            given = inspect.signature(cls).parameters
-            # A base without a constructor has nn.Module's, (*args, **kwargs).
-            cls._arguments = {n: p for n, p in given.items() if p.kind not in _ANY}
+            given = inspect.signature(cls.__init__).parameters
+            # A base without a constructor has nn.Module's, (self, *args, **kwargs).
+            found = {n: p for n, p in given.items() if n != "self" and p.kind not in _ANY}
+            cls._arguments = found
             for name in cls._arguments:
                 if not hasattr(cls, name) and name not in cls._children:
                     setattr(cls, name, _SetOnce(name))
