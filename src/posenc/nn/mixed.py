@@ -15,7 +15,7 @@ from posenc.functional._positions import positions_of, rows_of
 from posenc.functional.rotary import check_heads, rotate_rows
 from posenc.kernels import Rows, Spec
 from posenc.nn._module import KeepsFloat32, ReadOnlyArguments
-from posenc.nn._rope import tables_of
+from posenc.nn._rotary import tables_of
 from posenc.numerics.frequencies import inverse_frequencies
 from posenc.numerics.tables import of_angles, widest
 

@@ -16,8 +16,7 @@ from posenc.functional import rotary
 from posenc.functional.polar import polar_rows
 from posenc.kernels import Rows, Spec
 from posenc.nn._module import KeepsFloat32
-from posenc.nn._rope import by_tables
-from posenc.nn._rotated_keys import RotatedKeys, check_axes, check_scaling
+from posenc.nn._rotary import RotatedKeys, by_tables, check_axes, check_scaling
 from posenc.numerics.axes import Axes
 from posenc.numerics.frequencies import Spectrum
 from posenc.numerics.scaling import Rule

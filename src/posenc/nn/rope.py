@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import torch
 from torch import Tensor
@@ -12,18 +12,45 @@ from torch import Tensor
 from posenc import configs
 from posenc._contract import checks
 from posenc.functional import rotary
-from posenc.kernels import Spec
+from posenc.functional._cache import (
+    CacheOptions,
+    as_batch,
+    as_given,
+    cache_at_once,
+    cache_rows,
+    check_write,
+)
+from posenc.functional.rotary import check_heads, swap_heads
+from posenc.kernels import Rows, Spec
 from posenc.kernels.rotation import rotate_qk_in_place_op, rotate_qk_op
 from posenc.kernels.spec import TOKENS_FIRST, WIDTH
-from posenc.nn._rope import check_freqs, check_width, rotate_by_tables, rotate_last_queries
-from posenc.nn._rope_cache import CacheWhere, Where, rotate_and_cache
-from posenc.nn._rotated_keys import RotatedKeys, check_axes, check_scaling
+from posenc.nn._rotary import (
+    RotatedKeys,
+    by_tables,
+    check_axes,
+    check_freqs,
+    check_scaling,
+    check_width,
+    rotate_by_tables,
+    rotate_last_queries,
+)
 from posenc.numerics.axes import Axes
 from posenc.numerics.frequencies import Spectrum
 from posenc.numerics.scaling import Rule
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
+
+
+class Where(TypedDict, total=False):
+    """The keywords of :meth:`RoPE.forward`."""
+
+    position_ids: Tensor | None
+    seq_len: int | Tensor | None
+
+
+class CacheWhere(Where, CacheOptions, total=False):
+    """The keywords of :meth:`RoPE.rotate_and_cache`."""
 
 
 class RoPE(RotatedKeys):
@@ -223,15 +250,15 @@ class RoPE(RotatedKeys):
             True
         """
         who, at = f"{type(self).__name__}.rotate_queries_with_cached_keys", self.seq_dim
-        rotary.check_heads(who, "q", [q], self.head_dim, at)
-        rotary.check_heads(who, "k", [k], self.head_dim, at)
+        check_heads(who, "q", [q], self.head_dim, at)
+        check_heads(who, "k", [k], self.head_dim, at)
         as_many = k.narrow(at, 0, min(q.shape[at], k.shape[at]))
-        rotary.check_heads(who, "qk", [q, as_many], self.head_dim, at)
-        qk = rotary.swap_heads([q, k], at)
+        check_heads(who, "qk", [q, as_many], self.head_dim, at)
+        qk = swap_heads([q, k], at)
         ids, length = where.get("position_ids"), where.get("seq_len")
         rows, own = self._angles.rows(who, qk[1], offset, ids, length, False)
         ys = rotate_last_queries(who, self._angles.limit, self._tables, qk, rows, self._spec, own)
-        a, b = rotary.swap_heads(ys, at)
+        a, b = swap_heads(ys, at)
         return a, b
 
     def rotate_and_cache(
@@ -261,7 +288,7 @@ class RoPE(RotatedKeys):
             True
         """
         who, caches = f"{type(self).__name__}.rotate_and_cache", (k_cache, v_cache)
-        return rotate_and_cache(who, self, (q, k, v), caches, slots, offset, **options)
+        return self._cache(who, (q, k, v), caches, slots, offset, **options)
 
     def rotate(self, x: Tensor, offset: int | Tensor = 0, **where: Unpack[Where]) -> Tensor:
         """Rotate one tensor; arguments as :meth:`forward`."""
@@ -278,6 +305,42 @@ class RoPE(RotatedKeys):
         """
         who = f"{type(self).__name__}.unrotate"
         return self._rotate(who, "x", [x], offset, **where, inverse=True)[0]
+
+    def _cache(
+        self,
+        who: str,
+        qkv: tuple[Tensor, Tensor, Tensor],
+        caches: tuple[Tensor, Tensor],
+        slots: Tensor,
+        offset: int | Tensor,
+        position_ids: Tensor | None = None,
+        seq_len: int | Tensor | None = None,
+        **options: Unpack[CacheOptions],
+    ) -> Tensor:
+        tables = None if seq_len is not None else self._tables_for(qkv[0], offset, position_ids)
+        # Tokens of several sequences need positions.
+        if tables is not None and (position_ids is not None or qkv[0].dim() == 4):
+            where = slots, position_ids, offset, self._layout
+            rotated = cache_at_once(qkv, tables, caches, *where, **options)
+            if rotated is not None:
+                return rotated
+        xs, seq_dim, as_tokens = as_batch(who, *qkv, self.seq_dim)
+        if as_tokens and position_ids is None:
+            rule = "position_ids must be given for tokens (T, H, D), maybe of several sequences"
+            checks.fail(who, rule, None, "Pass the position of each token in its sequence, (T,).")
+        check_heads(who, "qk", xs[:2], self.head_dim, seq_dim)
+        q, k, v = swap_heads(xs, seq_dim)
+        write = check_write(who, (q, k, v), caches, slots, as_tokens=as_tokens, **options)
+        rows, own = self._angles.rows(who, q, offset, position_ids, seq_len, False)
+
+        def run(cos: Tensor, sin: Tensor, rows: Rows) -> Tensor:
+            return cache_rows(who, self._angles.limit, write, cos, sin, rows, self._spec)
+
+        if own is None:
+            rotated = by_tables(who, self._tables, [q], rows, run)
+        else:
+            rotated = run(own[0], own[1], rows)
+        return as_given(rotated, seq_dim, as_tokens)
 
     def _tables_for(self, x: Any, offset: Any, position_ids: Any) -> Any:
         """The tables of a call that an op may take as it is, or None."""
@@ -300,12 +363,12 @@ class RoPE(RotatedKeys):
         inverse: bool = False,
         in_place: bool = False,
     ) -> list[Tensor]:
-        rotary.check_heads(who, names, xs, self.head_dim, self.seq_dim)
-        xs = rotary.swap_heads(xs, self.seq_dim)
+        check_heads(who, names, xs, self.head_dim, self.seq_dim)
+        xs = swap_heads(xs, self.seq_dim)
         rows, own = self._angles.rows(who, xs[0], offset, position_ids, seq_len, inverse)
         spec, limit = self._spec.transpose() if inverse else self._spec, self._angles.limit
         if own is None:
             ys = rotate_by_tables(who, limit, self._tables, xs, rows, spec, in_place=in_place)
         else:
             ys = rotary.rotate_rows(who, limit, xs, *own, rows, spec, in_place=in_place)
-        return rotary.swap_heads(ys, self.seq_dim)
+        return swap_heads(ys, self.seq_dim)

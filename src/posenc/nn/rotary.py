@@ -11,7 +11,7 @@ from posenc._contract.tracing import may_keep
 from posenc.functional._positions import rows_of
 from posenc.functional.rotary import check_rotary_input, with_heads, without_heads
 from posenc.kernels import Spec
-from posenc.nn._rope import rotary_tables, rotate_by_tables
+from posenc.nn._rotary import rotary_tables, rotate_by_tables
 from posenc.nn._tables import SharedTables, TableModule, shown_table
 from posenc.numerics.frequencies import Spectrum
 
