@@ -111,6 +111,7 @@ def test_one_tensor_is_not_rotated_twice_in_place():
     [
         pytest.param(lambda x: (x[:, :, :4], x[:, :, 4:6]), False, id="side-by-side"),
         pytest.param(lambda x: (x[:, :, 4:6], x[:, :, :4]), False, id="the-other-way"),
+        pytest.param(lambda x: (x[:, :, ::2], x[:, :, 1::2]), False, id="heads-in-turn"),
         pytest.param(lambda x: (x[:, :, :4], x[:, :, 3:6]), True, id="one-head-shared"),
         pytest.param(lambda x: (x[:, :, :4], x[:, :, :4]), True, id="views-of-one"),
         pytest.param(lambda x: (x[..., :4], x[..., 4:]), False, id="channels"),

@@ -49,10 +49,10 @@ def check_inference_mode(who: str, x: Tensor) -> None:
 
 
 def overlaps(a: Tensor, b: Tensor) -> bool:
-    """Whether ``a`` and ``b``, with the same number of axes, share an element.
+    """Whether ``a`` and ``b``, which are not expanded, may share an element.
 
-    The answer is exact for tensors of equal strides, such as slices of one buffer; other tensors
-    count as overlapping if their address ranges do.
+    They do not if their address ranges are apart, or if they are slices of one buffer along one
+    axis, as queries and keys of a fused projection are. All other tensors count as overlapping.
 
     Examples:
         >>> qkv = torch.zeros(2, 5, 6, 8)
@@ -64,32 +64,26 @@ def overlaps(a: Tensor, b: Tensor) -> bool:
     if a.device.type == "mps" and a.untyped_storage().data_ptr() != b.untyped_storage().data_ptr():
         # On MPS, data_ptr() is not an address in memory: it identifies the storage.
         return False
-    (a_start, a_end), (b_start, b_end) = _address_range(a), _address_range(b)
-    if a_end <= b_start or b_end <= a_start:
+    distance = b.data_ptr() - a.data_ptr()
+    if distance >= _extent(a) or -distance >= _extent(b):
         return False
-    distance, misaligned = divmod(b_start - a_start, a.element_size())
-    if misaligned or a.dtype != b.dtype:
-        return True
-    axes = []
-    for step, size, step_b, size_b in zip(a.stride(), a.shape, b.stride(), b.shape, strict=True):
-        if size > 1 and size_b > 1 and step != step_b:
-            return True
-        if size > 1 or size_b > 1:
-            axes.append((step if size > 1 else step_b, size, size_b))
-    # Two elements coincide if the index differences times the strides add up to the distance.
-    # The smaller strides together span less than one larger stride, so that only two index
-    # differences are possible along each axis.
-    remaining = {distance}
-    for step, size, size_b in sorted(axes, reverse=True):
-        candidates = [(d, n) for d in remaining for n in (d // step, d // step + 1)]
-        remaining = {d - n * step for d, n in candidates if -size_b < n < size}
-    return 0 in remaining
+    # In a buffer of rows of `row` bytes, each tensor has the same columns of every row.
+    axes = _axes(a) + _axes(b)
+    for row in {step for step, _ in axes}:
+        first = distance % row
+        apart = _extent(a, row) <= first and first + _extent(b, row) <= row
+        if apart and all(step % row == 0 for step, _ in axes if step > row):
+            return False
+    return True
 
 
-def _address_range(x: Tensor) -> tuple[int, int]:
-    """The address of the first element, and the address after the last."""
-    start = x.data_ptr()
-    if x.is_contiguous():
-        return start, start + x.nbytes
-    last = sum(step * (size - 1) for step, size in zip(x.stride(), x.shape, strict=True))
-    return start, start + (last + 1) * x.element_size()
+def _axes(x: Tensor) -> list[tuple[int, int]]:
+    """The stride in bytes and the size of each axis that has more than one index."""
+    steps = zip(x.stride(), x.shape, strict=True)
+    return [(step * x.element_size(), size) for step, size in steps if size > 1]
+
+
+def _extent(x: Tensor, row: int | None = None) -> int:
+    """The bytes from the first element to beyond the last, or along strides below ``row`` only."""
+    axes = [(step, size) for step, size in _axes(x) if row is None or step < row]
+    return sum(step * (size - 1) for step, size in axes) + x.element_size()

@@ -107,63 +107,54 @@ static int is_weight(const View *w, const View *x)
            (w->size[0] == x->size[3] || w->size[0] == x->size[1] * x->size[3]);
 }
 
-/* Whether two tensors to be written share an element, as far as can be told: the answer is exact for
- * equal strides, such as slices of one buffer; others count if their addresses do. */
-static int overlap(const View *a, const View *b)
-{
-    const int dtype = float_dtype(a->dtype);
-    const i64 size = dtype < 0 ? 1 : element_size[dtype]; /* a cache may have 8 bits */
-    i64 last_a = 0, last_b = 0, steps[4], sizes_a[4], sizes_b[4];
-    int axes = 0;
-    if (!count_of(a) || !count_of(b)) return 0;
-    for (int d = 0; d < 4; d++)
-        last_a += a->step[d] * (a->size[d] - 1), last_b += b->step[d] * (b->size[d] - 1);
-    if (a->data + (last_a + 1) * size <= b->data || b->data + (last_b + 1) * size <= a->data) return 0;
-    if ((b->data - a->data) % size || a->dtype != b->dtype) return 1;
-    for (int d = 0; d < 4; d++) {
-        const int many_a = a->size[d] > 1, many_b = b->size[d] > 1;
-        if (many_a && many_b && a->step[d] != b->step[d]) return 1;
-        if (!many_a && !many_b) continue;
-        const i64 step = many_a ? a->step[d] : b->step[d];
-        int at = axes++;
-        for (; at > 0 && steps[at - 1] < step; at--)
-            steps[at] = steps[at - 1], sizes_a[at] = sizes_a[at - 1], sizes_b[at] = sizes_b[at - 1];
-        steps[at] = step, sizes_a[at] = a->size[d], sizes_b[at] = b->size[d];
-    }
-    /* Elements coincide if index differences times strides add up to the distance. Smaller strides together
-     * span less than a larger one, so only two differences are possible along each axis. */
-    i64 left[16] = {(b->data - a->data) / size};
-    int many = 1;
-    for (int axis = 0; axis < axes; axis++) {
-        i64 next[32];
-        int found = 0;
-        for (int i = 0; i < many; i++) {
-            const i64 step = steps[axis], down = left[i] / step - (left[i] % step < 0);
-            for (i64 n = down; n <= down + 1; n++)
-                if (-sizes_b[axis] < n && n < sizes_a[axis]) next[found++] = left[i] - n * step;
-        }
-        memcpy(left, next, (size_t)found * sizeof *next);
-        many = found;
-    }
-    for (int i = 0; i < many; i++)
-        if (left[i] == 0) return 1;
-    return 0;
-}
-
-/* The number of bytes from the first element of a tensor to beyond its last; of at most 8 each. */
-static i64 extent(const View *v)
+/* The number of bytes from the first element of a tensor to beyond its last, which have `size` bytes each,
+ * along strides of less than `row` bytes. */
+static i64 extent(const View *v, i64 size, i64 row)
 {
     i64 last = 0;
-    for (i64 d = 0; d < v->dim; d++) last += v->size[d] > 0 ? v->step[d] * (v->size[d] - 1) : 0;
-    return (last + 1) * 8;
+    for (i64 d = 0; d < v->dim; d++)
+        if (v->size[d] > 1 && v->step[d] * size < row) last += v->step[d] * (v->size[d] - 1);
+    return (last + 1) * size;
+}
+
+/* Whether strides of more than `row` bytes are multiples of it. */
+static int is_of_rows(const View *v, i64 size, i64 row)
+{
+    for (i64 d = 0; d < v->dim; d++)
+        if (v->size[d] > 1 && v->step[d] * size > row && v->step[d] * size % row) return 0;
+    return 1;
+}
+
+/* Whether two tensors, which are not expanded, may share an element: see `overlaps` in overlap.py. */
+static int overlap(const View *a, const View *b)
+{
+    const View *const both[] = {a, b};
+    const i64 distance = b->data - a->data;
+    i64 size[2];
+    if (!count_of(a) || !count_of(b)) return 0;
+    for (int i = 0; i < 2; i++) {
+        const int dtype = float_dtype(both[i]->dtype);
+        size[i] = dtype < 0 ? 1 : element_size[dtype]; /* a cache may have 8 bits */
+    }
+    if (distance >= extent(a, size[0], INT64_MAX) || -distance >= extent(b, size[1], INT64_MAX)) return 0;
+    for (int i = 0; i < 2; i++)
+        for (i64 d = 0; d < both[i]->dim; d++) {
+            const i64 row = both[i]->step[d] * size[i];
+            if (both[i]->size[d] < 2) continue;
+            const i64 first = (distance % row + row) % row;
+            if (extent(a, size[0], row) <= first && first + extent(b, size[1], row) <= row &&
+                is_of_rows(a, size[0], row) && is_of_rows(b, size[1], row))
+                return 0;
+        }
+    return 1;
 }
 
 /* Integers that a call looks at twice: a copy of them if a tensor that it writes may be in their way. */
 static void read_first(Call *c, View *integers, const View *written, int count)
 {
     for (int i = 0; i < count && integers->handle && !c->problem; i++)
-        if (written[i].handle && integers->data < written[i].data + extent(&written[i]) &&
-            written[i].data < integers->data + extent(integers)) {
+        if (written[i].handle && integers->data < written[i].data + extent(written + i, 8, INT64_MAX) &&
+            written[i].data < integers->data + extent(integers, 8, INT64_MAX)) {
             *integers = dense_copy(c, integers);
             return;
         }

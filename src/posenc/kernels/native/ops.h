@@ -303,10 +303,8 @@ static const char *wrong_cache_arguments(CacheArguments *a)
     if ((wrong = wrong_cache(v, &a->v_cache, &a->v_scale, &a->v_scales))) return wrong;
     if (a->k_cache.size[0] * a->k_cache.size[2] != a->v_cache.size[0] * a->v_cache.size[2])
         return "caches differ in their number of slots";
-    const int alike = a->k_cache.dtype == a->v_cache.dtype;
-    if (alike ? overlap(&a->k_cache, &a->v_cache) : a->k_cache.data && a->k_cache.data == a->v_cache.data)
-        return "the caches share memory";
-    if (a->k_scales.handle && a->v_scales.handle && a->k_scales.data == a->v_scales.data)
+    if (overlap(&a->k_cache, &a->v_cache)) return "the caches share memory";
+    if (a->k_scales.handle && a->v_scales.handle && overlap(&a->k_scales, &a->v_scales))
         return "the scales share memory";
     return NULL;
 }
