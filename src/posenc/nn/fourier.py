@@ -19,7 +19,8 @@ class FourierFeatures(KeepsFloat32, ReadOnlyArguments):
         \qquad
         \text{nerf:}\ (\sin 2^k \pi s x_a,\ \cos 2^k \pi s x_a)
 
-    Values are exact up to one rounding, also of times in the billions.
+    Precision is that of :func:`posenc.functional.fourier_features`: exact up to one rounding for
+    float32 coordinates.
 
     Args:
         coordinates: Coordinates ``A`` of a position: 1 for a time, 2 for a place in an image.

@@ -10,7 +10,6 @@ from torch import Tensor
 from posenc._contract.sharding import replicate_like
 from posenc.numerics.constants import constant
 from posenc.numerics.frequencies import Spectrum, scaled_rates, turn_steps
-from posenc.numerics.turns import angles_of_floats
 
 _HALF = 2**32 - 1
 # The bits of a float64's fraction that float32 lacks.
@@ -91,8 +90,7 @@ def sinusoid(
 
     If ``concatenated``, for an even ``D``, all sines come before all cosines.
     """
-    at = positions.to(float64_device(positions.device))
-    phi = angles_of_floats(at, spectrum) if at.is_floating_point() else angles(at, spectrum)
+    phi = angles(positions.to(float64_device(positions.device)), spectrum)
     parts = phi.sin(), phi.cos()
     table = torch.cat(parts, -1) if concatenated else torch.stack(parts, -1).flatten(-2)
     return round_once(table[..., : spectrum.dim], dtype).to(positions.device)
