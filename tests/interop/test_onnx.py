@@ -46,35 +46,27 @@ def operators(path):
 
 
 @pytest.mark.parametrize(
-    ("kinds", "exact"),
-    [
-        (FEW, False),
-        pytest.param((), False, marks=pytest.mark.slow),
-        pytest.param((), True, marks=pytest.mark.slow),
-    ],
-    ids=["few", "all", "all-exact"],
+    "kinds", [FEW, pytest.param((), marks=pytest.mark.slow)], ids=["few", "all"]
 )
-def test_every_rotation_is_the_standard_operator(tmp_path, kinds, exact):
+def test_every_rotation_is_the_standard_operator(tmp_path, kinds):
     """RotaryEmbedding multiplies float32 by float32 tables: two products and a sum, each rounded.
 
     With the tables' own rounding that is ``2u (|a c| + |b s|) + u |y|``, at most three times
-    ``u = 2**-24`` of the length of the pair. In parts it is the eager result, or its neighbour.
+    ``u = 2**-24`` of the length of the pair.
     """
     path, model = tmp_path / "rotations.onnx", Rotations(*kinds).eval()
     shapes = dynamic_rotations()
-    export(model, rotations_at(2, 6), path, dynamic_shapes=shapes, exact=exact)
+    export(model, rotations_at(2, 6), path, dynamic_shapes=shapes)
     for batch, length in ((3, 41), (1, 17)):
         count = 0
         for name, got, wanted, size in rotations(path, model, batch, length):
             count += 1
             off = (got.double() - wanted.double()).abs()
-            if exact:
-                assert_within_ulps(got, wanted.double(), 1.0, size)
             # Half a rounding more is owed by the eager result.
             off = (off / size).max() * 2**24
             assert off <= 3.5, f"{name} is off by {off} roundings"
     # All but the one whose result is in another layout.
-    assert operators(path) == (3 if exact else 1) * (count - 1)
+    assert operators(path) == count - 1
     assert count == (10 if kinds else 15)
 
 
@@ -116,7 +108,7 @@ def tables(tmp_path_factory):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("scale", [1.0, 1e-9], ids=["plain", "small"])
-def test_half_a_million_values_are_within_one_ulp(tables, scale):
+def test_half_a_million_values_are_within_three_roundings(tables, scale):
     """Of any size, where the two products all but cancel, and by tables far from one."""
     _, model, results = tables
     x = torch.randn(1, 4, 2048, 64) * torch.logspace(0, 9, 4)[:, None, None] * scale
@@ -124,16 +116,7 @@ def test_half_a_million_values_are_within_one_ulp(tables, scale):
     for name, module in model.modules_by_name.items():
         for y, exact in zip(got[name], wanted[name], strict=True):
             size = oracles.pair_magnitude(exact, 32, interleaved=module.interleaved)
-            assert_within_ulps(y, exact.double(), 1.0, size)
-
-
-def test_the_largest_numbers_stay_finite(tables):
-    _, _, results = tables
-    x = torch.zeros(1, 4, 6, 64)
-    x[:, :, 0] = torch.finfo(torch.float32).max
-    got = results(x, -x)
-    for name in ("interleaved", "halves"):
-        assert torch.equal(torch.stack(got[name]), torch.stack((x, -x)))
+            assert ((y.double() - exact.double()).abs() <= 3.5 * 2**-24 * size).all()
 
 
 def test_tables_are_rounded_in_the_file_and_not_at_every_run(tables):
@@ -232,7 +215,7 @@ class AtPositions(torch.nn.Module):
         return *at_ids, self.rope.shift(single, -3), self.rope.shift(half, -3)
 
 
-def test_tokens_may_be_more_than_rows_and_half_precision_takes_one_operator(tmp_path):
+def test_tokens_may_be_more_than_rows_in_float32_and_half_precision(tmp_path):
     """Packed sequences count from zero more than once."""
     path, model = tmp_path / "packed.onnx", AtPositions().eval()
     length = torch.export.Dim("length", max=64)
@@ -242,7 +225,7 @@ def test_tokens_may_be_more_than_rows_and_half_precision_takes_one_operator(tmp_
     export(model, traced, path, dynamic_shapes=shapes)
     for got, wanted in zip(run(path, *arguments), model(*arguments), strict=True):
         torch.testing.assert_close(got, wanted)
-    assert operators(path) == 2 * 3 + 2 * 1
+    assert operators(path) == 4
 
 
 def test_a_missing_extra_names_the_command(monkeypatch):

@@ -6,7 +6,7 @@ import importlib.util
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from posenc._contract import checks
 from posenc.kernels import Rows, Spec, reference
 from posenc.kernels.rotation import exported_as
 from posenc.nn import STRING
@@ -31,14 +30,13 @@ def export(
     *,
     dynamic_shapes: Any = None,
     kwargs: dict[str, Any] | None = None,
-    exact: bool = True,
 ) -> torch.onnx.ONNXProgram:
     """Write ``model`` to ``path``, with rotations as the standard ``RotaryEmbedding`` operator.
 
-    A rotation in float64, or from one layout to the other, becomes plain operations, because the
-    operator supports neither. It rounds float32 three times, and the eager rotation only once, so
-    a float32 rotation becomes three operators on parts whose products are exact: finite results
-    are within one ulp of the eager ones. Half precision needs one operator.
+    The operator computes in float32 with float32 tables. A float32 result is off by at most three
+    roundings at the magnitude of the pair, where the eager rotation rounds once; half precision is
+    computed in float32 too and rounded. A rotation in float64, or from one layout to the other,
+    becomes plain operations, because the operator supports neither.
 
     Softplus becomes exponentials and logarithms, because onnxruntime has no Softplus of this opset.
     ONNX solves no equations, so :meth:`posenc.STRING.basis` becomes a constant.
@@ -49,7 +47,6 @@ def export(
         path: The file to write, ``model.onnx``, say.
         dynamic_shapes: Which sizes may differ, as in :func:`torch.export.export`.
         kwargs: Inputs by name.
-        exact: If False, float32 takes one operator too, and three roundings.
 
     Returns:
         The program of :func:`torch.onnx.export`; call it to run it in onnxruntime.
@@ -70,9 +67,7 @@ def export(
         raise ImportError(
             f"posenc.interop.onnx needs {missing[0]}: pip install '.[onnx]' in a clone"
         )
-    checks.boolean("posenc.interop.onnx.export", "exact", exact)
-    rotation = partial(_rotary_embedding, exact)
-    with warnings.catch_warnings(), exported_as(rotation), _constant_bases(model):
+    with warnings.catch_warnings(), exported_as(_rotary_embedding), _constant_bases(model):
         # The exporter warns of its own deprecated calls, and of two axes with one name.
         for category in (DeprecationWarning, FutureWarning):
             warnings.simplefilter("ignore", category)
@@ -127,9 +122,7 @@ def _softplus(x: Any, beta: Any = 1.0, threshold: Any = 20.0) -> Any:
     return op.Where(op.Greater(z, threshold), x, op.Div(exact, beta))
 
 
-def _rotary_embedding(
-    exact: bool, x: Tensor, cos: Tensor, sin: Tensor, rows: Rows, spec: Spec
-) -> Tensor:
+def _rotary_embedding(x: Tensor, cos: Tensor, sin: Tensor, rows: Rows, spec: Spec) -> Tensor:
     """The rotation by ONNX's operator, or by plain operations if the operator cannot do it."""
     own_rows = cos.dim() == 3 and (rows.positions is not None or cos.shape[1] != x.shape[2])
     if x.dtype == torch.float64 or spec.interleaved != spec.interleaved_out or own_rows:
@@ -139,40 +132,16 @@ def _rotary_embedding(
     ids = None
     if cos.dim() == 2:
         ids = rows.as_index(x.shape[2], x.device).expand(x.shape[0], -1)
-    # The operator picks rows itself, unless there may be more tokens than rows.
-    picks = rows.positions is None or statically_known_true(x.shape[2] <= cos.shape[0])
-
-    def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        return torch.onnx.ops.rotary_embedding(
-            x,
-            cos if picks or ids is None else cos[ids],
-            sin if picks or ids is None else sin[ids],
-            position_ids=ids if picks else None,
-            interleaved=spec.interleaved,
-            rotary_embedding_dim=2 * cos.shape[-1] if 2 * cos.shape[-1] < x.shape[-1] else 0,
-        )
-
-    tables = cos, -sin if spec.transposed else sin
-    if exact and x.dtype == torch.float32:
-        y = _in_parts(rotated, x, tables, 2 * cos.shape[-1])
-    else:
-        y = rotated(x.float(), *[table.float() for table in tables]).to(x.dtype)
+    if rows.positions is not None and not statically_known_true(x.shape[2] <= cos.shape[0]):
+        # The operator picks rows itself, unless there may be more tokens than rows.
+        cos, sin, ids = cos[ids], sin[ids], None
+    width = 2 * cos.shape[-1]
+    y = torch.onnx.ops.rotary_embedding(
+        x.float(),
+        cos.float(),
+        (-sin if spec.transposed else sin).float(),
+        position_ids=ids,
+        interleaved=spec.interleaved,
+        rotary_embedding_dim=width if width < x.shape[-1] else 0,
+    ).to(x.dtype)
     return torch.cat((before, y), dim=-1) if spec.first_channel else y
-
-
-def _in_parts(
-    rotated: Callable[..., Tensor], x: Tensor, tables: tuple[Tensor, ...], width: int
-) -> Tensor:
-    """Rotate float32 by an operator that rounds each product to float32.
-
-    Products of the upper eight bits of ``x`` and of a table are exact, so their sum is rounded
-    once. The lower bits add less than one part in 256, so their roundings are negligible, and the
-    last sum rounds once more.
-    """
-    largest = torch.finfo(torch.bfloat16).max
-    upper = x.clamp(-largest, largest).to(torch.bfloat16).float()
-    coarse = [table.to(torch.bfloat16).float() for table in tables]
-    fine = [(table - part).float() for table, part in zip(tables, coarse, strict=True)]
-    y = rotated(upper, *coarse) + (rotated(x - upper, *coarse) + rotated(x, *fine))
-    # Channels that are not rotated were added three times.
-    return y if width == x.shape[-1] else torch.cat((y[..., :width], x[..., width:]), dim=-1)
