@@ -131,12 +131,16 @@ def test_a_rank_takes_a_slice_of_the_global_heads():
 
 @pytest.mark.parametrize("model", ["bloom", "mpt", "falcon"])
 def test_a_models_convention_by_name(model):
-    """Its scores, biased as it does it, have our softmax."""
-    from posenc.functional import alibi_model_bias
-
+    """Its scores, biased by its own function, have our softmax."""
+    module = pytest.importorskip(f"transformers.models.{model}.modeling_{model}")
     scores = torch.randn(1, 4, 50, 50)
     future = torch.ones(50, 50, dtype=torch.bool).triu(1)
-    theirs = scores + alibi_model_bias(model, 4, torch.ones(1, 50), head_dim=64)
+    if model == "mpt":
+        bias = module.build_mpt_alibi_tensor(4, 50)
+    else:
+        bias = module.build_alibi_tensor(torch.ones(1, 50, dtype=torch.long), 4, torch.float32)
+    # Falcon adds its bias before the scores are divided by the root of the width.
+    theirs = scores + bias.view(1, 4, 1, 50) / (8 if model == "falcon" else 1)
     ours = scores + ALiBi.from_model(model, 4, head_dim=64).bias(50)
     # Falcon rounds each product to bfloat16: half a spacing of what it adds, here up to 49 / 32.
     torch.testing.assert_close(

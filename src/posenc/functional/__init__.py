@@ -1,7 +1,7 @@
 """Positional encodings as functions, without state."""
 
 from posenc.functional.alibi import alibi_bias, alibi_key_bias, alibi_slopes
-from posenc.functional.alibi_models import alibi_model_bias, alibi_model_slopes
+from posenc.functional.alibi_models import alibi_model_slopes
 from posenc.functional.fourier import fourier_features, nerf_features
 from posenc.functional.norm import qk_norm_rope
 from posenc.functional.polar import polar
@@ -15,7 +15,6 @@ from posenc.numerics.frequencies import pixel_frequencies
 __all__ = [
     "alibi_bias",
     "alibi_key_bias",
-    "alibi_model_bias",
     "alibi_model_slopes",
     "alibi_slopes",
     "fourier_features",
