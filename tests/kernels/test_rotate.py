@@ -277,15 +277,6 @@ def test_backends_say_what_they_are():
     assert backends()[2].available
 
 
-@pytest.mark.parametrize("name", [name for name in BACKENDS if name != "reference"])
-def test_tables_that_do_not_fit_are_refused(name):
-    run, device = BACKENDS[name]
-    x = torch.randn(2, 1, 4, 8, device=device)
-    for cos, sin in (tables(4, 5, device), [t.expand(3, 4, 4) for t in tables(4, 4, device)]):
-        with pytest.raises((RuntimeError, ValueError), match=r"do not fit|tables"):
-            run([x], [torch.empty_like(x)], cos, sin, Rows(), Spec())
-
-
 def test_a_launch_is_prepared_once_and_the_launches_are_bounded(monkeypatch):
     from posenc.kernels.triton import launch
 

@@ -61,52 +61,50 @@ def _write_of(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Any, ..
 
 
 def _run(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> Tensor:
-    """The op in Python; it checks what a kernel would access out of bounds."""
+    """The op in Python; it refuses what a kernel would access out of bounds."""
     check_rotation(_WHO, (q, k, *arguments[9:14]), v, *arguments[:9])
-    tokens, batch = (q.shape[0], q.shape[2]), (*v.shape[:1], *v.shape[2:3])
-    if v.dim() != 4 or batch != tokens or not q.dtype == k.dtype == v.dtype:
-        refuse(_WHO, "v must be (B, H, T, D) like q and k, and of their dtype", q, k, v)
     write, *how = _write_of(q, k, v, *arguments)
-    slots, k_store, v_store = write.slots, write.k_store, write.v_store
-    if slots.shape != tokens or slots.dtype not in (torch.int64, torch.int32):
-        refuse(_WHO, f"slots must be int64 or int32, {tuple(tokens)}", slots)
     for x, weight in ((q, write.q_weight), (k, write.k_weight)):
         if weight is not None:
             check_weight(_WHO, weight, x)
-    for x, store in ((k, k_store), (v, v_store)):
-        _check_store(x, store)
-    if k_store.slots() != v_store.slots():
-        rule = "caches must have one number of slots"
-        refuse(_WHO, rule, k_store.cache, v_store.cache)
+    if not _is_in_bounds(write):
+        refuse(_WHO, "v, slots, caches and scales must fit q and k", q, k, v, *arguments[:9])
+    for cache in (write.k_store.cache, write.v_store.cache):
+        check_no_internal_overlap(_WHO, cache)
     return run(write, *how)
+
+
+def _is_in_bounds(write: Write) -> bool:
+    """Whether a kernel stays inside values, slots and caches; queries and keys were checked."""
+    q, k, v, slots, k_store, v_store, *_ = write
+    return (
+        v.dim() == 4
+        and (v.shape[0], v.shape[2]) == slots.shape == (q.shape[0], q.shape[2])
+        and slots.dtype in (torch.int64, torch.int32)
+        and q.dtype == k.dtype == v.dtype
+        and _holds(k_store, k)
+        and _holds(v_store, v)
+        and k_store.slots() == v_store.slots()
+    )
+
+
+def _holds(store: Store, x: Tensor) -> bool:
+    """Whether the rows of ``x`` fit the cache, and its scales are those of a cache of 8 bits."""
+    cache, scale, scales = store
+    if cache.dim() != 4 or (cache.shape[1], cache.shape[3]) != (x.shape[1], x.shape[3]):
+        return False
+    if cache.stride(3) != 1 or cache.dtype not in (x.dtype, *LARGEST):
+        return False
+    if scale is not None and scales is not None:
+        return False
+    numbers, shape = (scales, cache.shape[:3]) if scale is None else (scale, x.shape[:3])
+    return numbers is None or (
+        cache.dtype in LARGEST and numbers.dtype == torch.float32 and numbers.shape == shape
+    )
 
 
 def _operations(*arguments: Any) -> Tensor:
     return reference_cache.rotate_and_cache(*_write_of(*arguments))
-
-
-def _check_store(x: Tensor, store: Store) -> None:
-    cache, scale, scales = store
-    if (
-        cache.dim() != 4
-        or (cache.shape[1], cache.shape[3]) != (x.shape[1], x.shape[3])
-        or (cache.dtype != x.dtype and cache.dtype not in LARGEST)
-        or cache.stride(3) != 1
-    ):
-        refuse(_WHO, "a cache must be (pages, H, page, D), and dense along D", cache, x)
-    check_no_internal_overlap(_WHO, cache)
-    both = scale is not None and scales is not None
-    if both or ((scale is not None or scales is not None) and cache.dtype == x.dtype):
-        refuse(
-            _WHO,
-            "only a cache of 8 bits may have a scale or scales, and must not have both",
-            scale,
-            scales,
-            cache,
-        )
-    for given, shape in ((scale, x.shape[:3]), (scales, cache.shape[:3])):
-        if given is not None and (given.shape != shape or given.dtype != torch.float32):
-            refuse(_WHO, f"this scale must be float32, {tuple(shape)}", given)
 
 
 rotate_and_cache_op = Op(

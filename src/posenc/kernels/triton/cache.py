@@ -13,7 +13,6 @@ from posenc.kernels.spec import FORMATS, Norm, Rows, Spec, Store, Write
 from posenc.kernels.triton.cache_kernel import write_cache
 from posenc.kernels.triton.launch import Launch, launch_for
 from posenc.kernels.triton.pairs import (
-    check_tables,
     index,
     shared_constants,
     table_numbers,
@@ -61,8 +60,7 @@ def _target(store: Store) -> tuple[Tensor, Tensor | None, tuple[int, int]]:
 def _launch(
     tensors: tuple[Tensor, ...], weights: Any, kinds: Any, rows: Rows, spec: Spec, norm: Norm
 ) -> Launch:
-    q, k, v, y, k_cache, v_cache, slots, cos, sin, _, _, _, k_scale, v_scale = tensors
-    check_tables(q, cos, sin, spec)
+    q, k, v, y, k_cache, v_cache, slots, cos, _, _, _, _, k_scale, v_scale = tensors
     (batch, heads, length, width), values = q.shape, v.shape[3]
     norms = [0 if w is None else 1 if w.shape[0] == width else 2 for w in weights]
     (k_format, k_origin), (v_format, v_origin) = kinds

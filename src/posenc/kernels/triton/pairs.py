@@ -21,14 +21,6 @@ def index(*tensors: Tensor) -> Any:
     return tl.int32 if last < 2**31 else tl.int64
 
 
-def check_tables(x: Tensor, cos: Tensor, sin: Tensor, spec: Spec) -> None:
-    """Refuse tables with which a kernel would read or rotate out of bounds."""
-    pairs, batch = cos.shape[-1], cos.shape[0] if cos.dim() == 3 else x.shape[0]
-    fits = pairs >= 1 and spec.first_channel + 2 * pairs <= x.shape[3]
-    if not fits or batch != x.shape[0] or cos.shape != sin.shape:
-        raise ValueError(f"tables {tuple(cos.shape)} do not fit {tuple(x.shape)}")
-
-
 def check_twins(cos: Tensor, sin: Tensor, interleaved: bool) -> None:
     """Stop the device if tables ``[..., R, 2 P]`` do not have each number twice."""
 

@@ -14,7 +14,6 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from posenc.kernels.spec import Rows, Spec
 from posenc.kernels.triton.launch import Launch, launch_for
 from posenc.kernels.triton.pairs import (
-    check_tables,
     index,
     load_pairs,
     load_tables,
@@ -51,7 +50,6 @@ def _launch(
     xs: Sequence[Tensor], ys: Sequence[Tensor], cos: Tensor, sin: Tensor, rows: Rows, spec: Spec
 ) -> Launch | None:
     q, k, q_out, k_out = xs[0], xs[-1], ys[0], ys[-1]
-    check_tables(q, cos, sin, spec)
     if q.dtype != k.dtype or any(x.is_neg() or x.numel() == 0 for x in xs):
         return None
     if any(t.stride(-1) != 1 for t in (*xs, *ys, cos)) or cos.stride() != sin.stride():
