@@ -44,7 +44,14 @@ class Server:
         self.rope = posenc.RoPE.from_config(config, max_seq_len=WIDTH * PAGE)
         heads, layers = config.num_key_value_heads, config.num_hidden_layers
         where = {"dtype": model.dtype, "device": DEVICE}
-        self.cache = PagedCache(PAGES, PAGE, heads, self.rope.head_dim, layers=layers, **where)
+        self.cache = PagedCache(
+            PAGES,
+            page_size=PAGE,
+            num_kv_heads=heads,
+            head_dim=self.rope.head_dim,
+            layers=layers,
+            **where,
+        )
         self.waiting, self.running = deque(), []
         self.steps = self.shared = self.evicted = 0
         self.decode = self.captured() if DEVICE == "cuda" else self.forward

@@ -15,7 +15,7 @@ FOLDER = str(Path(posenc.cache.__file__).parent)
 
 def used():
     """Three sequences, the first two of which share a page that has room; two pages are free."""
-    cache = PagedCache(PAGES, PAGE, 1, 1, layers=2)
+    cache = PagedCache(PAGES, page_size=PAGE, num_kv_heads=1, head_dim=1, layers=2)
     for x in (cache.k, cache.v):
         x.copy_(torch.randn(x.shape, generator=torch.Generator().manual_seed(0)))
     cache.allocate("a", 3)

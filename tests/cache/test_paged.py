@@ -16,7 +16,7 @@ FLOAT8 = torch.float8_e4m3fn
 
 def filled(lengths, *, page=4, pages=16, heads=2, width=8, **how):
     """A cache with a sequence of each length, and random rows at every slot."""
-    cache = PagedCache(pages, page, heads, width, **how)
+    cache = PagedCache(pages, page_size=page, num_kv_heads=heads, head_dim=width, **how)
     cache.k.copy_(torch.randn(cache.k.shape))
     cache.v.copy_(torch.randn(cache.v.shape))
     for name, length in lengths.items():
@@ -71,7 +71,9 @@ def fails(k, by):
         pytest.param(lambda c: c.flex_tables("ab"), "must be a list", id="flex"),
         pytest.param(lambda c: c.block_table(["b"], width=2), "at least 3", id="narrow"),
         pytest.param(
-            lambda c: c.evict("a", drop=3, shift=None), "multiple of page=4", id="part-of-a-page"
+            lambda c: c.evict("a", drop=3, shift=None),
+            "multiple of page_size=4",
+            id="part-of-a-page",
         ),
         pytest.param(
             lambda c: c.evict("a", drop=4, keep_first=4, shift=None), "length 7", id="too-much"
@@ -109,7 +111,7 @@ def test_a_sequence_is_freed_once():
 
 def test_the_last_page_can_be_had_and_no_more():
     """Pages are counted exactly: out of pages means that none is left."""
-    cache = PagedCache(3, 4, 1, 2)
+    cache = PagedCache(3, page_size=4, num_kv_heads=1, head_dim=2)
     cache.allocate("a", 12)
     with pytest.raises(OutOfPages):
         cache.allocate("a", 1)
@@ -293,7 +295,7 @@ def test_flex_attention_reads_the_pages():
 
 def test_key_and_value_side_by_side():
     """As kernels for latent attention read them: the latent, then the rotary part."""
-    cache = PagedCache(4, 2, 1, 4, v_head_dim=8, joined=True)
+    cache = PagedCache(4, page_size=2, num_kv_heads=1, head_dim=4, v_head_dim=8, joined=True)
     cache.k.fill_(1)
     cache.v.fill_(2)
     assert cache.kv.shape == (1, 4, 2, 1, 12)
@@ -379,7 +381,7 @@ def test_eviction_that_fails_between_layers_frees_the_sequence():
 @pytest.mark.parametrize(
     ("how", "words"),
     [
-        ({"pages": 0}, "pages must be at least 1"),
+        ({"num_pages": 0}, "num_pages must be at least 1"),
         ({"dtype": torch.int32}, "dtype must be that of a model"),
         ({"scales": True}, "scales need a dtype of 8 bits"),
         ({"cache_layout": "BHLD"}, "NHD"),
@@ -387,4 +389,4 @@ def test_eviction_that_fails_between_layers_frees_the_sequence():
 )
 def test_arguments_of_the_constructor(how, words):
     with pytest.raises((ValueError, TypeError), match=words):
-        PagedCache(**{"pages": 2, "page": 2, "num_kv_heads": 1, "head_dim": 2, **how})
+        PagedCache(**{"num_pages": 2, "page_size": 2, "num_kv_heads": 1, "head_dim": 2, **how})

@@ -25,7 +25,9 @@ class Model:
 
     def __init__(self, seed, **how):
         sizes = {"layers": LAYERS, "v_head_dim": V_WIDTH, "dtype": torch.float64}
-        self.cache = PagedCache(PAGES, PAGE, HEADS, WIDTH, **sizes, **how)
+        self.cache = PagedCache(
+            PAGES, page_size=PAGE, num_kv_heads=HEADS, head_dim=WIDTH, **sizes, **how
+        )
         self.random = random.Random(seed)
         self.wanted, self.written, self.done = {}, 0, Counter()
 

@@ -6,7 +6,7 @@ from posenc.cache import PagedCache
 
 def used(device, **how):
     """What a cache holds, and its tables, after the same calls on any device."""
-    cache = PagedCache(12, 4, 2, 8, layers=2, device=device, **how)
+    cache = PagedCache(12, page_size=4, num_kv_heads=2, head_dim=8, layers=2, device=device, **how)
     generator = torch.Generator().manual_seed(0)
     for x in (cache.k, cache.v, cache.k_scales, cache.v_scales):
         if x is not None:

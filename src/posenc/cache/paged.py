@@ -23,15 +23,15 @@ Shift: TypeAlias = Callable[[Tensor, int], Tensor]
 class PagedCache:
     """Keys and values of many sequences, in pages that sequences take, share and give back.
 
-    Token ``p`` of a sequence is row ``p % page`` of its page number ``p // page``; all layers use
-    the same pages. Which sequence has which page is kept on the CPU, and nothing is read back from
-    the device. A sequence is named by any hashable value. A call that raises an error, or that
-    Ctrl-C interrupts, has changed nothing or is complete; :meth:`evict` may also have freed its
-    sequence.
+    Token ``p`` of a sequence is row ``p % page_size`` of its page number ``p // page_size``; all
+    layers use the same pages. Which sequence has which page is kept on the CPU, and nothing is read
+    back from the device. A sequence is named by any hashable value. A call that raises an error, or
+    that Ctrl-C interrupts, has changed nothing or is complete; :meth:`evict` may also have freed
+    its sequence.
 
     Args:
-        pages: Pages of each layer.
-        page: Tokens of a page.
+        num_pages: Pages of each layer.
+        page_size: Tokens of a page.
         num_kv_heads: Heads of keys and of values.
         head_dim: Channels of a key.
         layers: Layers of the model.
@@ -46,15 +46,15 @@ class PagedCache:
         device: The device of the tensors.
 
     Attributes:
-        k: Keys ``(layers, pages, page, heads, head_dim)``, or with ``"HND"`` ``(layers, pages,
-            heads, page, head_dim)``. ``k[layer]`` is a ``k_cache``.
+        k: Keys ``(layers, num_pages, page_size, heads, head_dim)``, or with ``"HND"``
+            ``(layers, num_pages, heads, page_size, head_dim)``. ``k[layer]`` is a ``k_cache``.
         v: Values, as ``k``.
         k_scales: Scales of the keys, float32, as ``k`` without its last dimension; or None.
         v_scales: Scales of the values.
         kv: The tensor that ``k`` and ``v`` are views of, if ``joined``; or None.
 
     Examples:
-        >>> cache = PagedCache(pages=8, page=4, num_kv_heads=2, head_dim=16)
+        >>> cache = PagedCache(num_pages=8, page_size=4, num_kv_heads=2, head_dim=16)
         >>> cache.slots_for("a", cache.allocate("a", 6))
         tensor([0, 1, 2, 3, 4, 5])
         >>> cache.fork("a", "b")  # shares both pages
@@ -71,11 +71,11 @@ class PagedCache:
 
     def __init__(
         self,
-        pages: int,
-        page: int,
+        num_pages: int,
+        *,
+        page_size: int,
         num_kv_heads: int,
         head_dim: int,
-        *,
         layers: int = 1,
         v_head_dim: int | None = None,
         dtype: torch.dtype | None = None,
@@ -85,8 +85,8 @@ class PagedCache:
         device: torch.device | str | None = None,
     ) -> None:
         who = type(self).__name__
-        self.pages = checks.integer(who, "pages", pages)
-        self.page = checks.integer(who, "page", page)
+        self.num_pages = checks.integer(who, "num_pages", num_pages)
+        self.page_size = checks.integer(who, "page_size", page_size)
         heads = checks.integer(who, "num_kv_heads", num_kv_heads)
         layers = checks.integer(who, "layers", layers)
         width = checks.integer(who, "head_dim", head_dim)
@@ -99,14 +99,14 @@ class PagedCache:
             hint = "Leave scales out: such rows are stored as they are."
             checks.fail(who, "scales need a dtype of 8 bits", dtype, hint)
         if cache_layout not in ("NHD", "HND"):
-            hint = "NHD is (pages, page, heads, D), and HND is (pages, heads, page, D)."
+            hint = "NHD is (pages, page_size, heads, D), and HND is (pages, heads, page_size, D)."
             checks.fail(who, 'cache_layout must be "NHD" or "HND"', repr(cache_layout), hint)
         self.cache_layout = cache_layout
-        rows = (self.page, heads) if cache_layout == "NHD" else (heads, self.page)
+        rows = (self.page_size, heads) if cache_layout == "NHD" else (heads, self.page_size)
 
         # Zeros, because NaN would pass through a mask: its weight is zero, and 0 * NaN is NaN.
         def zeros(*width: int, dtype: torch.dtype = dtype) -> Tensor:
-            return torch.zeros(layers, self.pages, *rows, *width, dtype=dtype, device=device)
+            return torch.zeros(layers, self.num_pages, *rows, *width, dtype=dtype, device=device)
 
         self.kv: Tensor | None = None
         if checks.boolean(who, "joined", joined):
@@ -115,7 +115,7 @@ class PagedCache:
             self._k, self._v = zeros(width), zeros(self._v_width)
         self.k_scales = zeros(dtype=torch.float32) if scales else None
         self.v_scales = zeros(dtype=torch.float32) if scales else None
-        self._pool = Pool(self.pages)
+        self._pool = Pool(self.num_pages)
 
     # Views of kv are made when they are read: pickle would store them apart from it.
     @property
@@ -140,7 +140,7 @@ class PagedCache:
 
     def reset(self) -> None:
         """Forget all sequences; every page is free then."""
-        self._pool = Pool(self.pages)
+        self._pool = Pool(self.num_pages)
 
     def length(self, sequence: Hashable) -> int:
         """How many tokens ``sequence`` has."""
@@ -159,7 +159,7 @@ class PagedCache:
         own = self._pool.sequences.get(sequence, Sequence([], 0))
         end = own.length + count
         # Only a page with room is written to again.
-        last = own.pages[-1:] if count and own.length % self.page else []
+        last = own.pages[-1:] if count and own.length % self.page_size else []
         old = self._pool.shared(last)
         kept = own.pages[:-1] if old else own.pages
         new = self._pool.pick(who, self._pages_of(end) - len(kept))
@@ -211,14 +211,14 @@ class PagedCache:
 
         Args:
             sequence: The sequence.
-            drop: How many tokens to drop, a multiple of ``page``.
+            drop: How many tokens to drop, a multiple of ``page_size``.
             keep_first: How many of the first tokens to keep: attention sinks.
             shift: ``rope.shift``, or any function of keys ``(1, heads, n, head_dim)`` and
                 ``-drop``. Pass None for keys without positions: they stay as they are. Keys of an
                 8-bit cache are float32 here, multiplied by their scales if the cache has them.
 
         Examples:
-            >>> cache = PagedCache(pages=8, page=4, num_kv_heads=1, head_dim=1)
+            >>> cache = PagedCache(num_pages=8, page_size=4, num_kv_heads=1, head_dim=1)
             >>> cache.k.view(-1)[cache.slots_for("a", cache.allocate("a", 11))] = torch.arange(11.0)
             >>> cache.evict("a", drop=4, keep_first=2, shift=lambda k, by: k + by)
             >>> cache.k.view(-1)[cache.slots_for("a", range(7))]
@@ -232,15 +232,17 @@ class PagedCache:
         own = self._find("evict", sequence)
         drop = checks.integer(who, "drop", drop)
         keep_first = checks.integer(who, "keep_first", keep_first, least=0)
-        if drop % self.page:
-            rule = f"drop must be a multiple of page={self.page}"
-            checks.fail(who, rule, drop, f"Pass {self._pages_of(drop) * self.page}, say.")
+        if drop % self.page_size:
+            rule = f"drop must be a multiple of page_size={self.page_size}"
+            checks.fail(
+                who, rule, drop, f"Pass {self._pages_of(drop) * self.page_size}, for example."
+            )
         end = own.length - drop
         if keep_first > end:
             rule = f"keep_first + drop must be at most the length {own.length}"
             checks.fail(who, rule, keep_first + drop, "Drop fewer tokens, or free the sequence.")
-        first, sinks = divmod(keep_first, self.page)
-        after = first + drop // self.page
+        first, sinks = divmod(keep_first, self.page_size)
+        after = first + drop // self.page_size
         gone, tail = own.pages[first:after], own.pages[after:]
         if keep_first == end:
             shift = None  # no key is left to move
@@ -276,10 +278,10 @@ class PagedCache:
                 ``(T,)``. For a list of sequences, a list with one of these for each.
 
         Returns:
-            int64 ``(T,)`` with ``page index * page + place``, one sequence after the other.
+            int64 ``(T,)`` with ``page index * page_size + place``, one sequence after the other.
 
         Examples:
-            >>> cache = PagedCache(pages=8, page=4, num_kv_heads=2, head_dim=16)
+            >>> cache = PagedCache(num_pages=8, page_size=4, num_kv_heads=2, head_dim=16)
             >>> new = {"a": cache.allocate("a", 5), "b": cache.allocate("b", 2)}
             >>> cache.slots_for(list(new), list(new.values()))
             tensor([0, 1, 2, 3, 4, 8, 9])
@@ -336,7 +338,7 @@ class PagedCache:
             int32 ``(N + 1,)``, the pages of all sequences one after the other, and int32 ``(N,)``.
 
         Examples:
-            >>> cache = PagedCache(pages=8, page=4, num_kv_heads=2, head_dim=16)
+            >>> cache = PagedCache(num_pages=8, page_size=4, num_kv_heads=2, head_dim=16)
             >>> _ = cache.allocate("a", 5), cache.allocate("b", 4)
             >>> [table.tolist() for table in cache.flashinfer_tables(["a", "b"])]
             [[0, 2, 3], [0, 1, 2], [1, 4]]
@@ -344,7 +346,7 @@ class PagedCache:
         rows = self._find_all("flashinfer_tables", sequences)
         indptr = [0, *accumulate(len(own.pages) for own in rows)]
         indices = [page for own in rows for page in own.pages]
-        last = [own.length - max(len(own.pages) - 1, 0) * self.page for own in rows]
+        last = [own.length - max(len(own.pages) - 1, 0) * self.page_size for own in rows]
         a, b, c = (self._tensor(numbers, torch.int32) for numbers in (indptr, indices, last))
         return a, b, c
 
@@ -356,13 +358,13 @@ class PagedCache:
             index which page of the sequence it is; -1 where there is none.
 
         Examples:
-            >>> cache = PagedCache(pages=3, page=4, num_kv_heads=2, head_dim=16)
+            >>> cache = PagedCache(num_pages=3, page_size=4, num_kv_heads=2, head_dim=16)
             >>> _ = cache.allocate("a", 4), cache.allocate("b", 5)
             >>> [table.tolist() for table in cache.flex_tables(["b"])]
             [[[1, 2, -1]], [[-1, 0, 1]]]
         """
         rows = self._find_all("flex_tables", sequences)
-        table = torch.full((2, len(rows), self.pages), -1, dtype=torch.int64)
+        table = torch.full((2, len(rows), self.num_pages), -1, dtype=torch.int64)
         for (physical, logical), own in zip(table.unbind(1), rows, strict=True):
             pages = torch.tensor(own.pages, dtype=torch.int64)
             physical[: len(pages)] = pages
@@ -393,10 +395,10 @@ class PagedCache:
         return count
 
     def _pages_of(self, tokens: int) -> int:
-        return -(-tokens // self.page)
+        return -(-tokens // self.page_size)
 
     def _slots(self, pages: list[int], positions: Iterable[int]) -> list[int]:
-        page = self.page
+        page = self.page_size
         return [pages[p // page] * page + p % page for p in positions]
 
     def _tensor(self, numbers: list[int], dtype: torch.dtype) -> Tensor:
@@ -426,7 +428,7 @@ class PagedCache:
     def _shifted(self, who: str, keys: Store, slots: Tensor, by: int, shift: Shift) -> Tensor:
         """``shift`` of the keys at ``slots``, ``(1, T)``."""
         k, _, scales = keys
-        at = slots // self.page, slice(None), slots % self.page
+        at = slots // self.page_size, slice(None), slots % self.page_size
         rows = _bytes(k)[at].transpose(1, 2)  # [1, H, T, D]
         if k.dtype in LARGEST:
             rows = rows.view(k.dtype).float()
@@ -435,7 +437,7 @@ class PagedCache:
         moved = shift(rows, by)
         if moved.shape != rows.shape or moved.dtype != rows.dtype:
             rule, got = f"shift must return {checks.describe(rows)}", checks.describe(moved)
-            checks.fail(who, rule, got, "Pass rope.shift, say.")
+            checks.fail(who, rule, got, "Pass rope.shift, for example.")
         return moved
 
 
