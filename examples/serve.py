@@ -134,7 +134,7 @@ class Server:
             places.append(cache.allocate(request, len(new)))
         tokens = torch.tensor(tokens, device=DEVICE)
         positions = torch.tensor([place for each in places for place in each], device=DEVICE)
-        slots = cache.slots_for(running, places)
+        slots = cache.slot_mapping(running, places)
         table, _ = cache.block_table(running, width=WIDTH)
         if len(tokens) == len(running):
             # A graph has a fixed number of tokens; those that are not there store nothing.

@@ -296,6 +296,14 @@ def test_the_page_of_signatures_has_every_public_name():
 def test_public_arguments_have_no_names_of_other_libraries():
     """One word for a thing, in every signature."""
     theirs = {"theta", "rope_theta", "is_causal", "n_heads", "nheads", "max_position_embeddings"}
-    theirs |= {"input_pos", "cache_position", "attention_bias", "sliding_window"}
+    theirs |= {
+        "page",
+        "pages",
+        "slots",
+        "input_pos",
+        "cache_position",
+        "attention_bias",
+        "sliding_window",
+    }
     for _, name, signature in signatures.signatures():
         assert not theirs & signature.parameters.keys(), name

@@ -58,14 +58,14 @@ def fails(k, by):
         pytest.param(lambda c: c.truncate("c", 0), "one of `sequences`", id="truncate"),
         pytest.param(lambda c: c.evict("c", drop=4, shift=None), "one of `sequences`", id="evict"),
         pytest.param(
-            lambda c: c.slots_for(["a", "c"], [[0], [0]]), "one of `sequences`", id="slots"
+            lambda c: c.slot_mapping(["a", "c"], [[0], [0]]), "one of `sequences`", id="slots"
         ),
         pytest.param(lambda c: c.block_table(["a", "c"]), "one of `sequences`", id="block-table"),
-        pytest.param(lambda c: c.slots_for("a", [7]), r"in \[0, 7\)", id="past-the-end"),
-        pytest.param(lambda c: c.slots_for("a", [-1]), r"in \[0, 7\)", id="before-the-start"),
-        pytest.param(lambda c: c.slots_for("a", 3), "Pass range", id="one-position"),
-        pytest.param(lambda c: c.slots_for("a", [0.5]), "must be a range", id="half"),
-        pytest.param(lambda c: c.slots_for(["a", "b"], [[0]]), "1 for 2", id="one-for-two"),
+        pytest.param(lambda c: c.slot_mapping("a", [7]), r"in \[0, 7\)", id="past-the-end"),
+        pytest.param(lambda c: c.slot_mapping("a", [-1]), r"in \[0, 7\)", id="before-the-start"),
+        pytest.param(lambda c: c.slot_mapping("a", 3), "Pass range", id="one-position"),
+        pytest.param(lambda c: c.slot_mapping("a", [0.5]), "must be a range", id="half"),
+        pytest.param(lambda c: c.slot_mapping(["a", "b"], [[0]]), "1 for 2", id="one-for-two"),
         pytest.param(lambda c: c.block_table("ab"), r"Pass \['ab'\]", id="letters"),
         pytest.param(lambda c: c.flashinfer_tables("ab"), "must be a list", id="flashinfer"),
         pytest.param(lambda c: c.flex_tables("ab"), "must be a list", id="flex"),
@@ -165,7 +165,7 @@ def test_evicted_keys_are_those_of_the_new_positions(keep_first, layout, seq_dim
     cache = filled({"other": 5, "a": 19}, layers=2, cache_layout=layout)
     keys = read(cache, cache.k, "a").double()
     at = posenc.RoPE(8, None, interleaved=False)
-    slots = cache.slots_for("a", range(19))
+    slots = cache.slot_mapping("a", range(19))
     view = cache.k if layout == "NHD" else cache.k.transpose(2, 3)
     view[:, slots // 4, slots % 4] = at.rotate(keys.transpose(1, 2)).transpose(1, 2).float()
     other, values = read(cache, cache.k, "other"), read(cache, cache.v, "a")
@@ -195,7 +195,7 @@ def test_evicted_keys_of_8_bits_get_new_scales(dtype, step):
     rope = posenc.RoPE(8, None)
     cache = filled({"a": 11}, dtype=dtype, scales=True, layers=2)
     q, k, v = torch.randn(3, 2, 11, 2, 8)
-    slots = cache.slots_for("a", range(11))
+    slots = cache.slot_mapping("a", range(11))
     for layer in range(2):
         how = {"k_scale_cache": cache.k_scales[layer], "v_scale_cache": cache.v_scales[layer]}
         cos, sin = rope.tables(torch.arange(11))
@@ -234,7 +234,7 @@ def test_slots_are_those_of_rotate_and_cache(layout):
     new = [cache.allocate("c", 4), cache.allocate("a", 1)]
     q, k, v = torch.randn(3, 5, 2, 8)
     turn = torch.zeros(1, 4), torch.ones(1, 4)  # a quarter turn at any position
-    slots = cache.slots_for(["c", "a"], new)
+    slots = cache.slot_mapping(["c", "a"], new)
 
     rows = q, k, v, *turn, cache.k[0], cache.v[0], slots
     how = {"position_ids": torch.zeros(5, dtype=torch.int64), "cache_layout": layout}
@@ -249,10 +249,10 @@ def test_slots_are_those_of_rotate_and_cache(layout):
 def test_positions_may_be_ints_ranges_and_tensors():
     """In any order, more than once."""
     cache = filled({"x": 5, "a": 7})
-    assert cache.slots_for("a", [6, 0, 0]).tolist() == [14, 8, 8]
-    assert cache.slots_for("a", torch.tensor([6, 0])).tolist() == [14, 8]
-    assert cache.slots_for(["a", "x"], [range(3, 5), []]).tolist() == [11, 12]
-    assert cache.slots_for([], []).shape == (0,)
+    assert cache.slot_mapping("a", [6, 0, 0]).tolist() == [14, 8, 8]
+    assert cache.slot_mapping("a", torch.tensor([6, 0])).tolist() == [14, 8]
+    assert cache.slot_mapping(["a", "x"], [range(3, 5), []]).tolist() == [11, 12]
+    assert cache.slot_mapping([], []).shape == (0,)
 
 
 def test_tables_of_no_sequence_and_of_empty_ones():

@@ -59,7 +59,7 @@ class Model:
             raise
         assert new == range(len(had), len(had) + count)
         self.wanted[name] = list(had)
-        for slot in self.cache.slots_for(name, new).tolist():
+        for slot in self.cache.slot_mapping(name, new).tolist():
             self.written += 1
             token = rows(self.written, WIDTH), rows(-self.written, V_WIDTH)
             for memory, row in zip(self.tensors(), token, strict=True):

@@ -14,7 +14,7 @@ def example(dtype=torch.float32, cache_dtype=None):
     q, k, v = (torch.randn(T, heads, D, dtype=dtype) for heads in (H, HK, HK))
     cos, sin = torch.randn(2, 9, D // 2).double()
     k_cache, v_cache = torch.zeros(2, 3, 4, HK, D).to(cache_dtype or dtype)
-    names = "q k v cos sin k_cache v_cache slots".split()
+    names = "q k v cos sin k_cache v_cache slot_mapping".split()
     values = q, k, v, cos, sin, k_cache, v_cache, SLOTS
     return dict(zip(names, values, strict=True))
 
@@ -33,12 +33,12 @@ def test_queries_are_returned_and_keys_and_values_are_in_their_slots():
 
 # A call that does not fit: what differs from the one that does, and what the error says.
 REFUSED = {
-    "slot-past-the-cache": ({"slots": SLOTS + 1}, r"slots must be in \[0, 12\).* got 12"),
-    "slot-below-minus-one": ({"slots": SLOTS - 1}, r"slots must be in \[0, 12\).* got -2"),
-    "slot-that-wraps": ({"slots": SLOTS + (2**63 - 12)}, "slots must be in"),
-    "slots-of-floats": ({"slots": SLOTS.double()}, "slots must be an int64"),
-    "slots-of-two-axes": ({"slots": SLOTS[None]}, r"shape \(5,\)"),
-    "slots-elsewhere": ({"slots": SLOTS.to("meta")}, "slots must be on cpu"),
+    "slot-past-the-cache": ({"slot_mapping": SLOTS + 1}, r"must be in \[0, 12\).* got 12"),
+    "slot-below-minus-one": ({"slot_mapping": SLOTS - 1}, r"must be in \[0, 12\).* got -2"),
+    "slot-that-wraps": ({"slot_mapping": SLOTS + (2**63 - 12)}, "slot_mapping must be in"),
+    "slots-of-floats": ({"slot_mapping": SLOTS.double()}, "slot_mapping must be an int64"),
+    "slots-of-two-axes": ({"slot_mapping": SLOTS[None]}, r"shape \(5,\)"),
+    "slots-elsewhere": ({"slot_mapping": SLOTS.to("meta")}, "slot_mapping must be on cpu"),
     "rows-past-the-table": ({"offset": 5}, "positions must stay below"),
     "positions-past-the-table": ({"position_ids": torch.full((T,), 9)}, "positions must stay"),
     "q-of-two-axes": ({"q": torch.zeros(T, D)}, "q must have shape"),
@@ -107,9 +107,9 @@ def test_a_scale_is_for_the_tensor_the_head_the_token_or_both(shape, as_tokens):
     scale = 0.01 + torch.rand(shape)
     if not as_tokens:
         # Two sequences of tokens before heads, the second of which is not stored.
-        for name in ("q", "k", "v", "slots"):
+        for name in ("q", "k", "v", "slot_mapping"):
             arguments[name] = torch.stack(2 * [arguments[name]])
-        arguments["slots"][1] = -1
+        arguments["slot_mapping"][1] = -1
         given = scale if len(shape) < 2 else torch.stack([scale, 0 * scale])
         rotate_and_cache(**arguments, seq_dim=1, k_scale=torch.ones(()), v_scale=given)
     else:

@@ -21,7 +21,7 @@ def used(device, **how):
     cache.free("b")
     names = ["c", "a"]
     tables = *cache.block_table(names), *cache.flashinfer_tables(names), *cache.flex_tables(names)
-    slots = cache.slots_for(names, [range(5), range(12)])
+    slots = cache.slot_mapping(names, [range(5), range(12)])
     tensors = cache.k.float(), cache.v.float(), cache.k_scales, cache.v_scales
     return [x for x in (*tables, slots, *tensors) if x is not None]
 

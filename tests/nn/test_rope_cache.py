@@ -84,7 +84,7 @@ def test_tokens_need_their_positions(where):
 def test_the_scales_of_a_paged_cache_cannot_be_forgotten(dtype, scales):
     """Rows would be read back as zeros by the scales of the cache, or as integers without."""
     cache = PagedCache(3, page_size=4, num_kv_heads=2, head_dim=8, dtype=dtype, scales=scales)
-    slots = cache.slots_for("a", cache.allocate("a", 5))[None]
+    slots = cache.slot_mapping("a", cache.allocate("a", 5))[None]
     with pytest.raises(ValueError, match=r"rotate_and_cache: k_cache of 8 bits needs k_scale"):
         RoPE(8).rotate_and_cache(*example(), cache.k[0], cache.v[0], slots)
     assert not cache.k.view(torch.uint8).any()

@@ -55,10 +55,10 @@ class PagedCache:
 
     Examples:
         >>> cache = PagedCache(num_pages=8, page_size=4, num_kv_heads=2, head_dim=16)
-        >>> cache.slots_for("a", cache.allocate("a", 6))
+        >>> cache.slot_mapping("a", cache.allocate("a", 6))
         tensor([0, 1, 2, 3, 4, 5])
         >>> cache.fork("a", "b")  # shares both pages
-        >>> cache.slots_for("b", cache.allocate("b", 1))  # the second is copied first
+        >>> cache.slot_mapping("b", cache.allocate("b", 1))  # the second is copied first
         tensor([10])
         >>> cache.block_table(["a", "b"])
         (tensor([[0, 1],
@@ -152,7 +152,7 @@ class PagedCache:
         If the last page has room but other sequences share it, it is copied first.
 
         Returns:
-            The positions of the new tokens, for :meth:`slots_for`.
+            The positions of the new tokens, for :meth:`slot_mapping`.
         """
         who = "PagedCache.allocate"
         count = checks.integer(who, "tokens", tokens, least=0)
@@ -219,9 +219,10 @@ class PagedCache:
 
         Examples:
             >>> cache = PagedCache(num_pages=8, page_size=4, num_kv_heads=1, head_dim=1)
-            >>> cache.k.view(-1)[cache.slots_for("a", cache.allocate("a", 11))] = torch.arange(11.0)
+            >>> slots = cache.slot_mapping("a", cache.allocate("a", 11))
+            >>> cache.k.view(-1)[slots] = torch.arange(11.0)
             >>> cache.evict("a", drop=4, keep_first=2, shift=lambda k, by: k + by)
-            >>> cache.k.view(-1)[cache.slots_for("a", range(7))]
+            >>> cache.k.view(-1)[cache.slot_mapping("a", range(7))]
             tensor([0., 1., 2., 3., 4., 5., 6.])
 
         References:
@@ -269,7 +270,7 @@ class PagedCache:
             self._copy(gone[:1], kept[first : first + 1], sinks)
         self._pool.put(sequence, Sequence(kept, end), added=kept)
 
-    def slots_for(self, sequence: Hashable | list[Hashable], positions: Any) -> Tensor:
+    def slot_mapping(self, sequence: Hashable | list[Hashable], positions: Any) -> Tensor:
         """The slots of tokens, for :func:`posenc.functional.rotate_and_cache`.
 
         Args:
@@ -283,10 +284,10 @@ class PagedCache:
         Examples:
             >>> cache = PagedCache(num_pages=8, page_size=4, num_kv_heads=2, head_dim=16)
             >>> new = {"a": cache.allocate("a", 5), "b": cache.allocate("b", 2)}
-            >>> cache.slots_for(list(new), list(new.values()))
+            >>> cache.slot_mapping(list(new), list(new.values()))
             tensor([0, 1, 2, 3, 4, 8, 9])
         """
-        who = "PagedCache.slots_for"
+        who = "PagedCache.slot_mapping"
         names: list[Hashable] = sequence if isinstance(sequence, list) else [sequence]
         places = positions if names is sequence else [positions]
         count = len(places) if isinstance(places, (list, tuple)) else 0
@@ -295,7 +296,7 @@ class PagedCache:
             checks.fail(who, rule, f"{count} for {len(names)}", "Pass one for each.")
         slots: list[int] = []
         for name, where in zip(names, places, strict=True):
-            own = self._find("slots_for", name)
+            own = self._find("slot_mapping", name)
             try:
                 at = [index(p) for p in (where.tolist() if isinstance(where, Tensor) else where)]
             except TypeError:

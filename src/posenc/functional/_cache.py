@@ -155,7 +155,7 @@ def cache_rows(
         check_position(who, error.row, limit)
         raise
     except SlotOutOfRange as error:
-        rule = f"slots must be in [0, {write.k_store.slots()}), or -1 to store nothing"
+        rule = f"slot_mapping must be in [0, {write.k_store.slots()}), or -1 to store nothing"
         checks.fail(who, rule, error.slot, "Pass page index * page length + place.")
 
 
@@ -175,12 +175,12 @@ def _check_slots(who: str, slots: Any, q: Tensor, as_tokens: bool) -> Tensor:
     wanted = (q.shape[2],) if as_tokens else (q.shape[0], q.shape[2])
     typed = isinstance(slots, Tensor) and slots.dtype in (torch.int64, torch.int32)
     if not typed or slots.shape != wanted:
-        rule = f"slots must be an int64 or int32 tensor of shape {wanted}"
+        rule = f"slot_mapping must be an int64 or int32 tensor of shape {wanted}"
         way_out = "Pass one slot for each token, -1 for one that is not stored."
         error = ValueError if typed else TypeError
         checks.fail(who, rule, checks.describe(slots), way_out, error)
     if slots.device != q.device:
-        checks.fail(who, f"slots must be on {q.device}", slots.device, "Move them there.")
+        checks.fail(who, f"slot_mapping must be on {q.device}", slots.device, "Move them there.")
     return slots[None] if as_tokens else slots  # type: ignore[no-any-return]
 
 

@@ -25,7 +25,7 @@ def rotate_and_cache(
     sin: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
-    slots: Tensor,
+    slot_mapping: Tensor,
     *,
     q_weight: Tensor | None = None,
     k_weight: Tensor | None = None,
@@ -63,16 +63,17 @@ def rotate_and_cache(
             dense along ``D``. In the dtype of ``k``, float8_e4m3fn, float8_e5m2 or int8.
         v_cache: As ``k_cache``, for ``v``. Both may be views of one tensor; no input may be a view
             of them.
-        slots: The row of the caches for each token, ``page index * page + place``: int64 or int32,
-            ``(B, L)``, or ``(T,)`` for tokens. -1 stores nothing. If two tokens have the same slot,
-            either may be stored.
+        slot_mapping: The row of the caches for each token, ``page index * page_size + place``:
+            int64 or int32, ``(B, L)``, or ``(T,)`` for tokens. -1 stores nothing. If two tokens
+            have the same slot, either may be stored.
         q_weight: Weight of an RMSNorm of ``q`` before the rotation, as in :func:`qk_norm_rope`.
         k_weight: The same for ``k``.
         eps: Added to the mean square.
         zero_centered: Multiply by ``1 + weight`` (Gemma).
         k_scale: A ``k_cache`` of 8 bits needs this or ``k_scale_cache``. Keys are divided by it and
             limited to the range of the dtype, -127 to 127 for int8: float32, ``()``, ``(Hk,)``, or
-            any shape that broadcasts to ``(*slots.shape, Hk)``. 1 may do for float8, not for int8.
+            any shape that broadcasts to ``(*slot_mapping.shape, Hk)``. 1 may do for float8, not for
+            int8.
         v_scale: As ``k_scale``, for ``v``.
         k_scale_cache: Instead of ``k_scale``: float32, of the shape of ``k_cache`` without its last
             dimension. The scale of each row is its largest magnitude over the largest number of the
@@ -95,8 +96,8 @@ def rotate_and_cache(
         >>> q = k = v = torch.tensor([[[3.0, 4.0]], [[1.0, 0.0]]])  # 2 tokens, 1 head, 2 channels
         >>> cos, sin = torch.tensor([[0.0]]), torch.tensor([[1.0]])  # a quarter turn
         >>> k_cache, v_cache = torch.zeros(2, 1, 4, 1, 2)  # each 1 page of 4 tokens
-        >>> at, slots = torch.tensor([0, 0]), torch.tensor([2, -1])
-        >>> _ = rotate_and_cache(q, k, v, cos, sin, k_cache, v_cache, slots, position_ids=at)
+        >>> at, slot_mapping = torch.tensor([0, 0]), torch.tensor([2, -1])
+        >>> _ = rotate_and_cache(q, k, v, cos, sin, k_cache, v_cache, slot_mapping, position_ids=at)
         >>> k_cache.flatten(), v_cache.flatten()
         (tensor([ 0.,  0.,  0.,  0., -4.,  3.,  0.,  0.]),
          tensor([0., 0., 0., 0., 3., 4., 0., 0.]))
@@ -114,7 +115,7 @@ def rotate_and_cache(
     }
     caches = k_cache, v_cache
     layout = layout_of(offset, position_ids, seq_dim, interleaved, interleaved_out, last)
-    where = slots, position_ids, offset, layout
+    where = slot_mapping, position_ids, offset, layout
     rotated = cache_at_once((q, k, v), (cos, sin), caches, *where, **options)
     if rotated is not None:
         return rotated
@@ -122,6 +123,6 @@ def rotate_and_cache(
     how = offset, position_ids, seq_dim, interleaved, interleaved_out, last
     limit, (q, k), cos, sin, rows, spec = arguments(_WHO, "qk", [q, k], cos, sin, *how)
     (v,) = swap_heads([v], seq_dim)
-    write = check_write(_WHO, (q, k, v), caches, slots, as_tokens=as_tokens, **options)
+    write = check_write(_WHO, (q, k, v), caches, slot_mapping, as_tokens=as_tokens, **options)
     rotated = cache_rows(_WHO, limit, write, cos, sin, rows, spec)
     return as_given(rotated, seq_dim, as_tokens)

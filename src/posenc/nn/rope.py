@@ -268,7 +268,7 @@ class RoPE(RotatedKeys):
         v: Tensor,
         k_cache: Tensor,
         v_cache: Tensor,
-        slots: Tensor,
+        slot_mapping: Tensor,
         offset: int | Tensor = 0,
         **options: Unpack[CacheWhere],
     ) -> Tensor:
@@ -282,13 +282,13 @@ class RoPE(RotatedKeys):
             >>> import torch
             >>> rope, (q, k, v) = RoPE(8), torch.randn(3, 1, 2, 4, 8)
             >>> k_cache, v_cache = torch.zeros(2, 3, 16, 2, 8)  # 3 pages of 16 tokens
-            >>> slots = torch.tensor([[20, 21, 22, 23]])
-            >>> _ = rope.rotate_and_cache(q, k, v, k_cache, v_cache, slots, 2)
+            >>> slot_mapping = torch.tensor([[20, 21, 22, 23]])
+            >>> _ = rope.rotate_and_cache(q, k, v, k_cache, v_cache, slot_mapping, 2)
             >>> torch.equal(k_cache[1, 4:8].transpose(0, 1), rope.rotate(k, 2)[0])
             True
         """
         who, caches = f"{type(self).__name__}.rotate_and_cache", (k_cache, v_cache)
-        return self._cache(who, (q, k, v), caches, slots, offset, **options)
+        return self._cache(who, (q, k, v), caches, slot_mapping, offset, **options)
 
     def rotate(self, x: Tensor, offset: int | Tensor = 0, **where: Unpack[Where]) -> Tensor:
         """Rotate one tensor; arguments as :meth:`forward`."""
