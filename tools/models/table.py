@@ -101,23 +101,24 @@ _PAGE = """# Models of transformers {version} on our rotation
 
 {summary}
 
-`posenc.interop.huggingface.patch(model)` was tried on a tiny random model of every folder of
-transformers that has rotary code. A folder is *patched* if every class of it that rotates was
-driven and, patched,
+`posenc.interop.huggingface.patch(model)` was tested on a tiny random model of every folder of
+transformers that has rotary code. A folder is *patched* if every class that rotates was run and,
+after `patch`,
 
-- outputs and gradients of all parameters are those of the original to {limit:.0e} of their largest
-  value, in float32 (the largest difference of all: {outputs:.1e} and {gradients:.1e});
+- outputs and gradients of all parameters equal those of the original within {limit:.0e} of their
+  largest value, in float32 (the largest differences: {outputs:.1e} and {gradients:.1e});
 - none of the original rotating functions is called any more;
-- the outputs would move if nothing rotated, by a hundred times the difference at least;
+- without any rotation the outputs would change by at least a hundred times the difference;
 
-and, unpatched again, outputs are bit for bit what they were. In {exact} of them rotary modules give
-our exact tables as well; the others make tables of a form of their own, and keep them. In {fused}
-of them an RMSNorm of queries or keys comes directly before the rotation, and one kernel computes
-both: *norms* says so. Norms of another kind, and norms after the rotation, are left as they are.
+and after `unpatch` the outputs are bit-identical to before. In {exact} of them the rotary modules
+return posenc's exact tables as well; the others use another form of tables, and keep them. In
+{fused} of them an RMSNorm of queries or keys comes directly before the rotation, and one kernel
+computes both (*norms*). Norms of another kind, and norms after the rotation, are not changed.
 
 The page is written by `python tools/models`, which downloads nothing and takes about five minutes
-on two cores. Where a whole model is hard to feed, the modules that rotate are driven alone:
-*driven* says what was. *How* is how the model's tables hold their numbers, and its layout.
+on two cores. If it is hard to make inputs for a whole model, only the modules that rotate are run;
+*driven* names the model or modules that were run. *How* is the form of the model's tables, and its
+layout.
 
 | tables | layout | folders |
 |---|---|---|
