@@ -81,23 +81,6 @@ def test_a_padded_sequence_is_the_sequence_alone(causal):
         assert gradient.transpose(1, 2)[padding].eq(0).all()
 
 
-def test_packed_documents_are_each_alone():
-    alibi, lengths = ALiBi(HEADS, **STEEP), [40, 1, 90, 69]
-    documents = torch.repeat_interleave(torch.arange(4), torch.tensor(lengths))
-    q, k, v = qkv(200, 200)
-    out = alibi.attention(q, k, v, document_ids=documents).split(lengths, 2)
-    parts = zip(*(x.split(lengths, 2) for x in (q, k, v)), strict=True)
-    for got, part in zip(out, parts, strict=True):
-        assert (got - alibi.attention(*part)).abs().max() <= 1e-14
-
-
-def test_a_slope_of_zero_is_plain_attention():
-    q, k, v = qkv(150, 150)
-    out = alibi_attention(q, k, v, torch.zeros(HEADS))
-    exact = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-    assert (out - exact).abs().max() <= 1e-13
-
-
 def test_slopes_may_differ_by_sequence():
     q, k, v = qkv(100, 100)
     slopes = torch.stack((alibi_slopes(HEADS), alibi_slopes(HEADS, **STEEP))).double()

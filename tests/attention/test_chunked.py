@@ -12,7 +12,6 @@ from posenc.attention import (
     Slopes,
     biased_attention,
     biased_attention_with_lse,
-    chunked,
     op,
 )
 from posenc.attention.biases import Call
@@ -160,24 +159,6 @@ def test_gradients_are_there_under_a_mode():
         # Its tracker of modules takes no leaves in autograd.grad.
         got = torch.autograd.grad(alibi.attention(q + 0, k + 0, v + 0).sum(), (q, k, v))
     assert all(map(torch.equal, got, wanted))
-
-
-@pytest.mark.parametrize("casting", [False, True], ids=["", "autocast"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_halves_run_in_what_the_cpu_multiplies(dtype, casting, monkeypatch):
-    seen, kernel = [], chunked.cpu_flash_attention
-
-    def spy(q, *rest):
-        seen.append(q.dtype)
-        return kernel(q, *rest)
-
-    monkeypatch.setattr(chunked, "cpu_flash_attention", spy)
-    q, k, _ = qkv(70, 70, dtype=dtype)
-    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=casting):
-        out = ALiBi(HEADS).attention(q, k, torch.randn_like(k))
-    native = dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    assert set(seen) == {dtype if native else torch.float32}
-    assert out.dtype == dtype
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

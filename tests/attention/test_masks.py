@@ -110,11 +110,6 @@ def test_a_mask_may_be_learned():
     torch.testing.assert_close(*grads, rtol=1e-10, atol=1e-12)
 
 
-def test_without_either_the_kernel_runs(monkeypatch):
-    monkeypatch.setattr(by_rows, "attend", None)
-    biased_attention(*qkv(), dropout_p=0.0, attn_mask=None)
-
-
 @pytest.mark.parametrize("kind", ["none", "table"])
 def test_dropout_keeps_a_share_of_the_weights_and_the_mean(kind, monkeypatch):
     """With values that pick a key, the output is the weights, kept and divided or zero."""

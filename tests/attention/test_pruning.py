@@ -96,13 +96,6 @@ def test_one_bad_key_does_not_silence_the_others(value):
     assert torch.equal(got[:, :, :50], wanted[:, :, :50])
 
 
-def test_at_decode_no_norms_are_taken_of_keys_that_are_all_read(monkeypatch):
-    q, k, v = torch.randn(1, 4, 1, 16), *torch.randn(2, 1, 2, 300, 16).unbind()
-    wanted = alibi_attention(q, k, v, alibi_slopes(4), prune=False)
-    monkeypatch.setattr(pruning, "longest_key", None)
-    assert torch.equal(alibi_attention(q, k, v, alibi_slopes(4)), wanted)
-
-
 @pytest.mark.parametrize("batch", [1, 3])
 def test_keys_are_pruned_once_there_are_many(batch, monkeypatch):
     q, k, v = torch.randn(batch, 4, 1, 16), *torch.randn(2, batch, 2, 300, 16).unbind()

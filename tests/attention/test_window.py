@@ -15,11 +15,9 @@ from posenc.attention import (
     Slopes,
     biased_attention,
     biased_attention_with_lse,
-    pieces,
     relative_bias,
 )
 from posenc.attention import rows as by_rows
-from posenc.attention.biases import Call
 from support.assertions import compilations
 from support.attention import written_down
 from support.modules import DIM, HEADS, MODULES, TOKENS, attended, gated
@@ -114,13 +112,6 @@ def test_pieces_keep_their_bound_wherever_the_queries_are():
     for offset, window in itertools.product((7, torch.tensor([7])), (1, 8, 300)):
         biased_attention(q, k, k, RowBias(rows), window=window, query_offset=offset)
     assert max(sizes) <= 2**12
-
-
-def test_few_keys_are_met_in_pieces_of_attention():
-    q = torch.randn(1, 2, 4096, 16)
-    call = Call(None, None, None, None, "none", 0, 0, 0.25, True, True, (63, 63))
-    cut = [piece.keys[2] for piece in pieces.pieces(q, q, call, written=True)]
-    assert max(keys.stop - keys.start for keys in cut) <= 64 + pieces.CHUNK
 
 
 BIASED = [name for name, use in MODULES.items() if use.call in (attended, gated)]

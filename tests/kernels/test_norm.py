@@ -53,18 +53,6 @@ def test_reference_is_norm_then_rotation(pairs, width, first, all_heads):
     torch.testing.assert_close(got, wanted, rtol=1e-13, atol=1e-14)
 
 
-@NORMS
-def test_gradients_of_the_reference_are_numerical_ones(all_heads):
-    x, weight, cos, sin = example(3, 8, all_heads, torch.float64)
-
-    def normed(x, weight):
-        return reference.norm_rotate(
-            x, weight, cos, sin, Rows(), Spec(), Norm(1e-6, 0.0, all_heads)
-        )
-
-    assert gradcheck(normed, (x.requires_grad_(), weight.requires_grad_()))
-
-
 def interpreted():
     """All of them; of those that are quick, every two of the five are met together."""
     parts = {"all": (6, 12, 0), "first": (6, 16, 0), "last": (6, 16, 4)}
@@ -184,7 +172,7 @@ def test_c_is_exact(pairs, width, first, all_heads, dtype, inner, outer):
 @needs_c
 @NORMS
 @pytest.mark.parametrize("memory", MEMORY)
-@pytest.mark.parametrize("pairs", [1, 3, 8, 17, 48])
+@pytest.mark.parametrize("pairs", [1, 17, 48])
 def test_c_takes_any_memory_and_width(memory, pairs, all_heads):
     x = MEMORY[memory](2 * pairs + 1)
     count = x.shape[1] * x.shape[3] if all_heads else x.shape[3]
@@ -273,7 +261,7 @@ def test_c_gradients_agree_with_the_reference(pairs, width, first, all_heads, dt
 @needs_c
 @NORMS
 @pytest.mark.parametrize("memory", MEMORY)
-@pytest.mark.parametrize("pairs", [1, 3, 8, 17, 48])
+@pytest.mark.parametrize("pairs", [1, 17, 48])
 def test_c_gradients_of_any_memory_and_width(memory, pairs, all_heads):
     x = MEMORY[memory](2 * pairs + 1)
     weight = torch.randn(x.shape[1] * x.shape[3] if all_heads else x.shape[3])
@@ -336,23 +324,6 @@ def test_the_gradient_can_be_differentiated_again_and_batched(device, all_heads)
     with forward_ad.dual_level():
         (got,) = torch.autograd.grad(made, x, forward_ad.make_dual(g, g))
         torch.testing.assert_close(forward_ad.unpack_dual(got).tangent, wanted)
-
-
-@needs_c
-def test_a_plain_call_goes_to_c(monkeypatch):
-    """With a gradient and without; and what the gradient keeps is the input alone."""
-    x, weight, cos, sin = example(6, 12, False, torch.bfloat16)
-    for op in (norm_rotate_op, norm_rotate_backward_op):
-        monkeypatch.setattr(op, "run", None)
-    arguments = (cos, sin, Rows(), Spec(), Norm())
-    without = kernels.norm_rotate(x, weight, *arguments)
-    recorded = kernels.norm_rotate(x, weight.requires_grad_(), *arguments)
-    assert torch.equal(without, recorded)
-    assert {t.dtype for t in recorded.grad_fn.saved_tensors if t is not None} == {
-        torch.bfloat16, torch.float64,
-    }  # fmt: skip
-    recorded.sum().backward()
-    assert weight.grad.isfinite().all()
 
 
 @pytest.mark.parametrize("device", sorted({"cpu", GPU}))

@@ -116,6 +116,9 @@ class TestAxes:
         rope, x = RoPE(16, 64, axes=axes.Sections((4, 2, 2))), torch.randn(2, 1, 7, 16)
         with pytest.raises(ValueError, match=r"of shape \(3, 7\) or \(3, 2, 7\)"):
             rope.rotate(x, position_ids=torch.zeros(2, 7).long())
+        # The ids of a pipeline of diffusers are ``(L, 3)``.
+        with pytest.raises(ValueError, match=r"Pass position_ids\.T: coordinates come first"):
+            rope.rotate(x, position_ids=torch.zeros(7, 3))
         with pytest.raises(ValueError, match="add up to 8 pairs"):
             RoPE(16, axes=axes.Sections((4, 4, 4)))
         with pytest.raises(ValueError, match="multiple of 6"):
@@ -207,6 +210,12 @@ def test_an_image_has_no_positions_in_a_row():
     # Whoever wants the diagonal says so.
     diagonal = rope.rotate(x, position_ids=torch.arange(4))
     assert torch.equal(diagonal, rope.rotate(x, position_ids=torch.arange(4).expand(2, -1)))
+
+
+@pytest.mark.parametrize("make", [positions.grid, positions.normalized_grid])
+def test_sizes_of_a_grid_are_numbers(make):
+    with pytest.raises(TypeError, match=rf"Call {make.__name__}\(\*sizes\)"):
+        make((4, 6))
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,5 @@
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from posenc.nn import LearnedPosEmbedding
 from support.assertions import COMPILERS, compilations
@@ -20,12 +18,6 @@ def test_adds_the_rows(shape):
     rows = pos.pos_emb.weight[3 : 3 + shape[-2]]
     assert torch.equal(pos(x, 3), x + rows)
     assert torch.equal(pos(x, offset=3), x + rows)
-
-
-@given(st.integers(0, 12), st.integers(0, 4))
-def test_an_offset_is_a_slice(offset, length):
-    pos, x = LearnedPosEmbedding(16, 3), torch.zeros(16, 3)
-    assert torch.equal(pos(x[:length], offset), pos(x)[offset : offset + length])
 
 
 def test_position_ids_pick_rows_for_all_or_for_each_sequence():

@@ -37,21 +37,11 @@ MODULES = {
 EACH = pytest.mark.parametrize(("make", "name", "value"), MODULES.values(), ids=MODULES)
 
 
-@EACH
-def test_an_argument_does_not_change(make, name, value):
-    """Tables follow from the arguments, and are shared with modules that have the same."""
-    module = make()
-    before = getattr(module, name)
-    with pytest.raises(AttributeError, match=rf"{name} is read-only.*\n.*replace\({name}="):
-        setattr(module, name, value)
-    assert getattr(module, name) == before
-
-
 @pytest.mark.parametrize("name", EVERY)
 def test_no_argument_of_any_module_changes(name):
     module = EVERY[name].build()
     for argument in set(module._arguments) - set(module._children):
-        with pytest.raises(AttributeError):
+        with pytest.raises(AttributeError, match=argument):
             setattr(module, argument, "another")
     module.args = 1
     module.args = 2  # a user's own
@@ -115,7 +105,7 @@ def test_a_subclass_may_have_a_constructor_of_its_own():
     for module in (scaled, Passing(8), OfConfig({"width": 8}, mask=torch.ones(3))):
         assert "head_dim=8" in repr(module)
         assert copy.deepcopy(module).head_dim == 8
-        with pytest.raises(AttributeError, match="read-only"):
+        with pytest.raises(AttributeError, match=r"base is read-only.*\n.*replace\(base="):
             module.base = 5.0
 
 

@@ -320,6 +320,8 @@ def test_one_graph_serves_all_lengths(length):
         (lambda: _attended(scale=0.0), ValueError, "scale must be finite and above zero"),
         (lambda: _attended(dropout_p=-0.1), ValueError, "dropout_p must be from 0 to 1"),
         (lambda: _attended(attn_mask=torch.ones(3, 4) > 0), ValueError, "attn_mask must broadcast"),
+        (lambda: _moved("shift", 1), ValueError, "Pass keys as PoPE returned them"),
+        (lambda: _moved("rerotate", *torch.arange(6).view(2, 3)), ValueError, "must be 16, got 8"),
         (lambda: _polar(torch.zeros(9, 4)), ValueError, "cos must have shape"),
         (lambda: _polar(torch.zeros(9, 8), torch.zeros(3, 8)), ValueError, "delta must have shape"),
         (lambda: _polar(torch.zeros(2, 8)), ValueError, "the rows of cos=2"),
@@ -337,6 +339,10 @@ def _called(x, offset=0):
 def _attended(v=None, **options):
     x = torch.zeros(1, 2, 3, 8)
     return PoPE(8, num_kv_heads=2).attention(x, x, x if v is None else v, **options)
+
+
+def _moved(method, *by):
+    return getattr(PoPE(8, num_kv_heads=2), method)(torch.zeros(1, 2, 3, 8), *by)
 
 
 def _polar(table, delta=None):

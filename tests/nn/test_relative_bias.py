@@ -1,7 +1,6 @@
 """What all modules with a relative bias share."""
 
 import copy
-import pickle
 
 import pytest
 import torch
@@ -52,20 +51,6 @@ def test_one_query_gets_the_last_row_and_an_offset_another(make):
     got = module.attention(q, k, v, query_offset=torch.tensor([4, 7]))
     rows = torch.stack((whole[:, 4:6], whole[:, 7:9]))
     torch.testing.assert_close(got, exact(module, q, k, v, rows), rtol=0, atol=1e-6)
-
-
-@EACH
-def test_documents_do_not_see_each_other(make):
-    module, ids = drawn(make), torch.tensor([0, 0, 0, 1, 1, 1, 1])
-    q, k, v = qkv(4, 7, 7)
-    got = module.attention(q, k, v, document_ids=ids)
-    parts = [
-        module.attention(*(x[:, :, part] for x in (q, k, v))) for part in (slice(3), slice(3, 7))
-    ]
-    torch.testing.assert_close(got, torch.cat(parts, 2), rtol=1e-11, atol=1e-11)
-    bias = module.bias(7, document_ids=ids)
-    assert torch.equal(bias[:, 3:, 3:], module.bias(4))
-    assert (bias[:, :3, 3:] == float("-inf")).all()
 
 
 @EACH
@@ -133,15 +118,6 @@ def test_a_checkpoint_in_bfloat16_is_loaded_as_by_a_linear_layer(make, assign):
         assert x.dtype == (torch.bfloat16 if assign else torch.float32)
         assert x.requires_grad
         assert torch.equal(x.detach().float(), state[name].float())
-
-
-@EACH_LEARNED
-def test_copies_and_pickles_have_the_same_parameters(make):
-    module = drawn(make)
-    for other in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
-        assert other._argument_values() == module._argument_values()
-        for name, x in other.state_dict().items():
-            assert torch.equal(x, module.state_dict()[name])
 
 
 @EACH_LEARNED

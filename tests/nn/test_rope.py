@@ -74,16 +74,6 @@ def test_deepseek_goes_in_interleaved_and_comes_out_in_halves():
     assert torch.equal(got, torch.cat((plain[..., 0::2], plain[..., 1::2]), dim=-1))
 
 
-def test_tables_without_a_limit_grow():
-    rope, x = RoPE(8, None), torch.randn(1, 1, 3, 8)
-    assert rope.cos_cached is None
-    assert torch.equal(rope.rotate(x, 500), RoPE(8, 1024).rotate(x, 500))
-    assert torch.equal(
-        rope.rotate(x, torch.tensor([700])), rope.rotate(x, position_ids=torch.arange(700, 703))
-    )
-    assert rope.cos_cached.shape[0] >= 703
-
-
 def test_tables_serve_every_layer():
     from posenc.functional import rotate_qk
 
