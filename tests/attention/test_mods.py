@@ -81,21 +81,6 @@ def test_flex_attention_takes_them(masked):
     torch.testing.assert_close(out.double(), exact, rtol=0, atol=2e-6)
 
 
-@pytest.mark.slow
-def test_one_query_against_a_growing_cache_is_the_last_row():
-    """Lengths are required: FlexAttention tells a mod neither, and a query is not key 0."""
-    alibi = ALiBi(HEADS)
-    q, k, v = torch.randn(3, B, HEADS, 40, 16).unbind()
-    flex = torch.compile(flex_attention, backend="aot_eager", fullgraph=True)
-    whole = flex(q, k, v, alibi.score_mod(40, 40))
-    for n in (7, 40):
-        step = flex(q[:, :, n - 1 : n], k[:, :, :n], v[:, :, :n], alibi.score_mod(1, n))
-        torch.testing.assert_close(step, whole[:, :, n - 1 : n])
-    for mod in (alibi.score_mod, alibi.mask_mod):
-        with pytest.raises(TypeError, match="k_len"):
-            mod(1)
-
-
 def test_bad_arguments_are_named():
     slopes = alibi_slopes(2)
     with pytest.raises(ValueError, match="query_offset must be at least 0"):

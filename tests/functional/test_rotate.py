@@ -103,6 +103,13 @@ def test_qk_norm_is_norm_then_rotation(whole):
         torch.testing.assert_close(y.double(), exact, rtol=1e-6, atol=1e-7)
 
 
+def test_qk_norm_has_gradients():
+    q = torch.randn(1, 2, 3, 4, dtype=torch.float64, requires_grad=True)
+    w = torch.randn(4, dtype=torch.float64, requires_grad=True)
+    cos, sin = tables(3, 2)
+    assert gradcheck(lambda q, w: qk_norm_rope(q, q, w, w, cos, sin), (q, w))
+
+
 def test_bad_input_is_named():
     q, k = torch.randn(2, 4, 5, 8), torch.randn(2, 2, 5, 8)
     cos, sin = tables(6, 4)

@@ -4,7 +4,6 @@ import math
 import pytest
 import torch
 
-import oracles
 from posenc import FourierFeatures, functional
 from support.assertions import compilations
 
@@ -56,16 +55,6 @@ def test_frequencies_are_normal_and_follow_from_the_seed():
     assert abs(drawn.var() - 1) < 5 * math.sqrt(2 / 20_000)
 
 
-def test_similarity_approximates_a_gaussian():
-    """By Bochner, the mean of cos(2 pi B d) tends to exp(-2 (pi s d)^2); 4 standard errors."""
-    module = FourierFeatures(1, num_frequencies=4000, scale=2.0)
-    distance = torch.linspace(0, 0.3, 7)[:, None]
-    near, far = module(torch.zeros(7, 1)), module(distance)
-    kernel = (near * far).sum(-1) / 4000
-    wanted = torch.exp(-2 * (math.pi * 2.0 * distance[:, 0]) ** 2)
-    assert (kernel - wanted).abs().max() < 4 * math.sqrt(0.5 / 4000)
-
-
 @pytest.mark.parametrize("kind", ["random", "learned"])
 def test_casts_leave_the_frequencies_alone(kind):
     module, x = FourierFeatures(2, num_frequencies=5, kind=kind), torch.rand(4, 2)
@@ -111,28 +100,12 @@ def test_learned_features_are_those_of_the_paper():
     torch.testing.assert_close(module(x).double(), wanted.detach(), rtol=0, atol=1e-7)
 
 
-def test_gaps_between_times_count():
-    """Sensor readings at 09:00, 09:05 and a day later."""
-    times = torch.tensor([1_763_370_000, 1_763_370_300, 1_763_456_400])
-    module = FourierFeatures(1, num_frequencies=8, scale=1e-3)
-    exact = oracles.fourier_features(times[:, None].tolist(), module.frequencies.tolist())
-    got = module(times[:, None], dtype=torch.float64)
-    assert (got - exact).abs().max() < 1.5e-14
-
-
 @pytest.mark.slow
 @KINDS
 def test_one_graph_for_all_lengths(kind):
     module = FourierFeatures(2, num_frequencies=5, kind=kind)
     calls = [(torch.rand(n, 2),) for n in (5, 3, 17)]
     assert compilations(module, calls, dynamic=True) == 1
-
-
-@pytest.mark.slow
-def test_it_is_exported():
-    module, x = FourierFeatures(2, num_frequencies=5), torch.rand(4, 2)
-    program = torch.export.export(module, (x,), strict=False)
-    assert torch.equal(program.module()(x + 1), module(x + 1))
 
 
 def test_bad_arguments_are_named():

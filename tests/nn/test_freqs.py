@@ -1,8 +1,6 @@
 """RoPE with rates of one's own, and with learned ones."""
 
-import copy
 import math
-import pickle
 
 import mpmath
 import pytest
@@ -10,7 +8,7 @@ import torch
 
 import oracles
 from posenc import STRING, MixedRoPE, RoPE, axes, functional, positions, scaling
-from support.assertions import assert_within_ulps, compilations
+from support.assertions import assert_within_ulps
 
 FREQS = (0.0, 1.0, -0.3, 100.7)
 
@@ -64,17 +62,6 @@ def test_equal_rates_share_tables_and_others_do_not():
     assert one.freqs == same.freqs == FREQS
     assert one.cos_cached.data_ptr() == same.cos_cached.data_ptr()
     assert not torch.equal(RoPE(8, 16).cos_cached, one.cos_cached)
-
-
-def test_a_copy_a_cast_and_a_replacement_keep_them():
-    rope, x = RoPE(8, 16, freqs=FREQS), torch.randn(1, 2, 4, 8)
-    wanted = rope.rotate(x)
-    for other in (copy.deepcopy(rope), pickle.loads(pickle.dumps(rope)), rope.replace()):
-        assert other.freqs == FREQS
-        assert torch.equal(other.half().rotate(x), wanted)
-    assert not rope.state_dict()
-    assert rope.replace(freqs=None).inv_freq()[0] == 1
-    assert "freqs=(0.0, 1.0" in str(rope)
 
 
 @pytest.mark.parametrize(
@@ -137,14 +124,6 @@ def test_a_rule_that_needs_a_base_says_so():
 def test_bad_rates_are_refused(arguments, error, message):
     with pytest.raises(error, match=message):
         RoPE(8, **arguments)
-
-
-@pytest.mark.slow
-def test_they_compile_whole():
-    rope = RoPE(8, None, freqs=FREQS)
-    calls = [(torch.randn(1, 2, n, 8), torch.arange(n) + 0.5) for n in (5, 6)]
-    rotate = lambda x, at: rope.rotate(x, position_ids=at)  # noqa: E731
-    assert compilations(rotate, calls, dynamic=True, backend="aot_eager") == 1
 
 
 @pytest.mark.parametrize("count", [1, 2, 16])

@@ -118,17 +118,6 @@ def test_attention_is_the_formula_with_its_gradients(make, formula, starts, monk
 
 
 @EACH_MADE
-def test_documents_and_padding_do_not_see_each_other(make):
-    module, (q, k, v) = drawn(make), (x.detach() for x in qkv(H, 8, 8, D))
-    got = module.attention(q, k, v, document_ids=torch.tensor([0] * 3 + [1] * 4 + [-1]))
-    parts = [
-        module.attention(*(x[:, :, part] for x in (q, k, v))) for part in (slice(3), slice(3, 7))
-    ]
-    torch.testing.assert_close(got[:, :, :7], torch.cat(parts, 2), rtol=1e-11, atol=1e-11)
-    assert not got[:, :, 7].any()
-
-
-@EACH_MADE
 @pytest.mark.parametrize(
     "dtype",
     [torch.bfloat16, *(pytest.param(x, marks=pytest.mark.slow) for x in (torch.half, torch.float))],
