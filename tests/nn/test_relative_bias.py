@@ -7,7 +7,7 @@ import torch
 
 import oracles
 import posenc
-from support.assertions import assert_exports, compilations
+from support.assertions import compilations
 from support.biases import drawn, qkv
 
 TABLES = {
@@ -23,7 +23,7 @@ TABLES = {
     "FIRE-fixed": lambda: posenc.FIRE(4, hidden=3, causal=False, learn_threshold=False),
 }
 LEARNED = {name: make for name, make in TABLES.items() if name != "Sandwich"}
-# Their bias is no table, but their parameters are kept and loaded as those of the others.
+# Their bias is no table.
 OTHERS = {
     "ForgetGate": lambda: posenc.ForgetGate(4, embed_dim=6),
     "GridBias": lambda: posenc.GridBias((2, 3), num_heads=4),
@@ -62,18 +62,6 @@ def test_the_score_mod_is_the_bias(make):
         torch.testing.assert_close(got, module.bias(3, 8, **options), rtol=1e-6, atol=0)
 
 
-@EACH_LEARNED
-@pytest.mark.parametrize("cast", ["half", "bfloat16", "double"])
-def test_parameters_are_cast_with_the_model(make, cast):
-    """FSDP2 shards parameters of one dtype together."""
-    model = torch.nn.ModuleList([drawn(make)])
-    wanted = getattr(torch.nn.ParameterList(p.clone() for p in model.parameters()), cast)()
-    getattr(model, cast)()
-    for got, p in zip(model.parameters(), wanted, strict=True):
-        assert got.dtype == p.dtype
-        assert torch.equal(got, p)
-
-
 @EACH
 def test_the_bias_of_rounded_parameters_is_made_in_float32(make):
     """The bias would lose bits that the scores have."""
@@ -82,30 +70,6 @@ def test_the_bias_of_rounded_parameters_is_made_in_float32(make):
     assert torch.equal(module.bias(30), wanted.bias(30))
     q, k, v = qkv(4, 9, 9, dtype=torch.bfloat16)
     assert torch.equal(module(q, k, v), wanted(q, k, v))
-
-
-@EACH_LEARNED
-@pytest.mark.parametrize("assign", [False, True], ids=["copy", "assign"])
-def test_a_checkpoint_in_bfloat16_is_loaded_as_by_a_linear_layer(make, assign):
-    module, other = drawn(make), make()
-    state = {name: x.bfloat16() for name, x in module.state_dict().items()}
-    other.load_state_dict(state, assign=assign)
-    for name, x in other.named_parameters():
-        assert x.dtype == (torch.bfloat16 if assign else torch.float32)
-        assert x.requires_grad
-        assert torch.equal(x.detach().float(), state[name].float())
-
-
-@EACH_LEARNED
-def test_meta_parameters_are_filled_by_a_checkpoint(make):
-    module = drawn(make)
-    with torch.device("meta"):
-        other = make()
-    other.to_empty(device="cpu").load_state_dict(module.state_dict())
-    for name, x in other.state_dict().items():
-        assert torch.equal(x, module.state_dict()[name])
-    other.reset_parameters()
-    assert all(x.isfinite().all() for x in other.parameters())
 
 
 @EACH
@@ -156,13 +120,6 @@ def test_one_graph_serves_every_length(make):
     module = drawn(make)
     calls = [tuple(x.detach() for x in qkv(4, n, n, dtype=torch.float32)) for n in (9, 12, 17)]
     assert compilations(module.attention, calls, dynamic=True, backend="aot_eager") == 1
-
-
-@EACH
-@pytest.mark.slow
-def test_an_exported_program_takes_every_length(make):
-    short, long = (qkv(4, n, n, kv_heads=2, dtype=torch.float32) for n in (9, 17))
-    assert_exports(drawn(make), short, long)
 
 
 def test_parameters_have_the_dtype_that_was_asked_for():

@@ -89,14 +89,6 @@ def test_casts_copies_and_other_devices():
     assert set(string.state_dict()) == {"freqs", "skew"}
 
 
-@pytest.mark.slow
-def test_it_compiles_into_one_graph():
-    string, where = drawn(8, 2), {"position_ids": positions.grid(2, 3)}
-    q, k = torch.randn(2, 4, 6, 8), torch.randn(2, 2, 6, 8)
-    compiled = torch.compile(string, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(compiled(q, k, **where), string(q, k, **where))
-
-
 def test_what_does_not_fit_is_refused():
     string, q = STRING(8, num_kv_heads=2), torch.randn(1, 3, 6, 8)
     with pytest.raises(ValueError, match=r"STRING: heads of k must be 2, got 3"):

@@ -1,8 +1,6 @@
 """What every module with derived tables owes its owner, whatever is done to it."""
 
 import copy
-import io
-import pickle
 
 import pytest
 import torch
@@ -53,41 +51,6 @@ def test_nothing_is_registered_saved_or_trained(case):
     assert list(module.parameters()) == []
     assert list(module.buffers()) == []
     module.load_state_dict({})
-
-
-@pytest.mark.parametrize(
-    "duplicate",
-    [
-        copy.deepcopy,
-        lambda module: pickle.loads(pickle.dumps(module)),
-        lambda module: torch.load(_saved(module), weights_only=False),
-    ],
-    ids=["deepcopy", "pickle", "torch.save"],
-)
-@pytest.mark.parametrize("used", [False, True], ids=["fresh", "used"])
-def test_copies_are_equal(case, duplicate, used):
-    make, x = case
-    module = make()
-    wanted = call(make(), x)
-    if used:
-        call(module, x)
-    assert torch.equal(call(duplicate(module), x), wanted)
-
-
-def _saved(module):
-    buffer = io.BytesIO()
-    torch.save(module, buffer)
-    buffer.seek(0)
-    return buffer
-
-
-def test_meta_and_to_empty_give_the_right_numbers(case):
-    make, x = case
-    with torch.device("meta"):
-        module = make()
-        assert call(module, x.to("meta")).is_meta
-    module.to_empty(device="cpu")
-    assert torch.equal(call(module, x), call(make(), x))
 
 
 def test_a_module_left_on_meta_works_once_called(case):
