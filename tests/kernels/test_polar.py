@@ -8,7 +8,7 @@ import torch
 import oracles
 from posenc.kernels import Rows, native, polar, reference_polar
 from posenc.kernels.polar import polar_backward_op, polar_op, run
-from support.assertions import assert_within_ulps, compilations
+from support.assertions import assert_within_ulps
 from support.rotations import CUT, DTYPES, GPU
 
 
@@ -300,18 +300,6 @@ def test_the_op_refuses_what_it_would_read_out_of_bounds(change):
         torch.ops.posenc.polar.default(*arguments)
     with pytest.raises(ValueError, match="must be"):
         polar_op.run(*arguments)
-
-
-@pytest.mark.slow
-def test_one_graph_serves_all_lengths():
-    cos, sin = oracles.tables(32, 8)
-
-    def run(x, delta):
-        return polar(x, delta, cos, sin, Rows()).sin().sum()
-
-    delta = -torch.rand(2, 8)
-    calls = [(torch.randn(2, 2, length, 8), delta) for length in (5, 9, 17, 30)]
-    assert compilations(run, calls, dynamic=True) == 1
 
 
 @pytest.mark.slow

@@ -138,13 +138,6 @@ def test_up_to_the_window_it_is_the_model_as_it_was(extend):
     torch.testing.assert_close(extend.attention(q, k, v), plain, rtol=0, atol=1e-13)
 
 
-def test_a_group_of_one_is_plain_rotation_at_any_length():
-    q, k, v = qkv(80, heads=(4, 4))
-    got = SelfExtend(ROPE, group=1, window=9).attention(q, k, v)
-    plain = scaled_dot_product_attention(*ROPE(q, k), v, is_causal=True)
-    torch.testing.assert_close(got, plain, rtol=0, atol=1e-13)
-
-
 @each
 def test_copies_casts_and_other_memory_change_nothing(extend):
     q, k, v = qkv(30, dtype=torch.float32)

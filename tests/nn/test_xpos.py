@@ -28,26 +28,6 @@ def test_queries_grow_as_keys_shrink(dtype, interleaved):
         assert_within_ulps(got, wanted, 1.0, size)
 
 
-def test_scores_depend_on_the_distance_alone():
-    xpos = XPos(8, max_seq_len=4096, scale_base=64.0)
-    q, k = (
-        torch.randn(1, 1, 1, 8, dtype=torch.float64),
-        torch.randn(1, 1, 1, 8, dtype=torch.float64),
-    )
-    scores = []
-    for start in (0, 7, 900):
-        a, b = xpos(q, k, start + 3)[0], xpos(q, k, start)[1]
-        scores.append((a * b).sum())
-    assert torch.allclose(scores[0], torch.stack(scores), rtol=1e-12)
-
-
-def test_decay_makes_far_keys_weaker():
-    xpos = XPos(64, max_seq_len=2048)
-    x = torch.ones(1, 1, 1, 64, dtype=torch.float64)
-    size = [(xpos(x, x, p)[0].norm() * xpos(x, x, 0)[1].norm()).item() for p in (0, 256, 1024)]
-    assert size[0] > size[1] > size[2]
-
-
 def test_casts_compilation_and_loading_change_no_result():
     xpos = XPos(8, max_seq_len=64)
     q, k = torch.randn(1, 2, 5, 8), torch.randn(1, 2, 5, 8)
