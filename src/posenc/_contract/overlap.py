@@ -49,7 +49,7 @@ def check_inference_mode(who: str, x: Tensor) -> None:
 
 
 def overlaps(a: Tensor, b: Tensor) -> bool:
-    """Whether ``a`` and ``b``, which are not expanded, may share an element.
+    """Whether ``a`` and ``b`` may share an element.
 
     They do not if their address ranges are apart, or if they are slices of one buffer along one
     axis, as queries and keys of a fused projection are. All other tensors count as overlapping.
@@ -69,7 +69,7 @@ def overlaps(a: Tensor, b: Tensor) -> bool:
         return False
     # In a buffer of rows of `row` bytes, each tensor has the same columns of every row.
     axes = _axes(a) + _axes(b)
-    for row in {step for step, _ in axes}:
+    for row in {step for step, _ in axes if step}:
         first = distance % row
         apart = _extent(a, row) <= first and first + _extent(b, row) <= row
         if apart and all(step % row == 0 for step, _ in axes if step > row):

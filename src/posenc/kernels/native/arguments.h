@@ -125,7 +125,7 @@ static int is_of_rows(const View *v, i64 size, i64 row)
     return 1;
 }
 
-/* Whether two tensors, which are not expanded, may share an element: see `overlaps` in overlap.py. */
+/* Whether two tensors may share an element: see `overlaps` in overlap.py. */
 static int overlap(const View *a, const View *b)
 {
     const View *const both[] = {a, b};
@@ -140,7 +140,7 @@ static int overlap(const View *a, const View *b)
     for (int i = 0; i < 2; i++)
         for (i64 d = 0; d < both[i]->dim; d++) {
             const i64 row = both[i]->step[d] * size[i];
-            if (both[i]->size[d] < 2) continue;
+            if (both[i]->size[d] < 2 || row == 0) continue;
             const i64 first = (distance % row + row) % row;
             if (extent(a, size[0], row) <= first && first + extent(b, size[1], row) <= row &&
                 is_of_rows(a, size[0], row) && is_of_rows(b, size[1], row))
