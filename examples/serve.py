@@ -42,16 +42,9 @@ class Server:
         self.model, config = model, model.config
         # The tables of a graph must not grow: give max_seq_len.
         self.rope = posenc.RoPE.from_config(config, max_seq_len=WIDTH * PAGE)
-        heads, layers = config.num_key_value_heads, config.num_hidden_layers
-        where = {"dtype": model.dtype, "device": DEVICE}
-        self.cache = PagedCache(
-            PAGES,
-            page_size=PAGE,
-            num_kv_heads=heads,
-            head_dim=self.rope.head_dim,
-            layers=layers,
-            **where,
-        )
+        sizes = {"num_kv_heads": config.num_key_value_heads, "layers": config.num_hidden_layers}
+        rows = {"head_dim": self.rope.head_dim, "dtype": model.dtype, "device": DEVICE}
+        self.cache = PagedCache(PAGES, page_size=PAGE, **sizes, **rows)
         self.waiting, self.running = deque(), []
         self.steps = self.shared = self.evicted = 0
         self.decode = self.captured() if DEVICE == "cuda" else self.forward
