@@ -36,7 +36,7 @@ def signatures() -> Iterator[tuple[str, str, inspect.Signature]]:
 
 
 def _is_public_method(owner: Any, name: str, function: Any) -> bool:
-    """Whether a class of this library has it, and neither torch nor Python alone."""
+    """Whether a class of this library defines the method."""
     if name.startswith("_") or not (inspect.isfunction(function) or inspect.ismethod(function)):
         return False
     return any(name in c.__dict__ for c in owner.__mro__ if c.__module__.startswith("posenc"))

@@ -94,7 +94,7 @@ class PagedCache:
         dtype = torch.get_default_dtype() if dtype is None else dtype
         if dtype not in checks.FLOAT_DTYPES and dtype not in LARGEST:
             rule = "dtype must be that of a model, float8_e4m3fn, float8_e5m2 or int8"
-            checks.fail(who, rule, dtype, "Pass torch.bfloat16, say.", TypeError)
+            checks.fail(who, rule, dtype, "Pass torch.bfloat16, for example.", TypeError)
         if checks.boolean(who, "scales", scales) and dtype not in LARGEST:
             hint = "Leave scales out: such rows are stored as they are."
             checks.fail(who, "scales need a dtype of 8 bits", dtype, hint)

@@ -148,7 +148,8 @@ class RoPE(RotatedKeys):
                 transformer of diffusers, or its config, for the rotation of its images. Images
                 need ``position_ids``, which the config of a vision model does not hold: `posenc
                 explain` prints those of DINOv3.
-            layer_type: ``"sliding_attention"``, say, for models whose layers rotate differently.
+            layer_type: ``"sliding_attention"``, for example, if the model's layers rotate
+                differently.
             **keywords: Arguments of the constructor, which override the config.
 
         Returns:
