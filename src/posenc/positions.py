@@ -238,9 +238,9 @@ def _sizes(who: str, sizes: tuple[int, ...]) -> list[int]:
     if not sizes:
         checks.fail(who, "sizes must be one or more ints", "none", f"Call {who}(height, width).")
     if isinstance(sizes[0], (tuple, list)):
-        way_out = f"Call {who}(*sizes)."
+        hint = f"Call {who}(*sizes)."
         checks.fail(
-            who, "sizes must be ints, one by one", checks.describe(sizes[0]), way_out, TypeError
+            who, "sizes must be ints, one by one", checks.describe(sizes[0]), hint, TypeError
         )
     return [checks.integer(who, "sizes", size, least=0) for size in sizes]
 

@@ -21,17 +21,17 @@ INT_DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 FARTHEST = 2**31
 
 
-def message(who: str, rule: str, got: object, way_out: str) -> str:
+def message(who: str, rule: str, got: object, hint: str) -> str:
     """The text of an error, at most a screen. Rules and values may quote any file: escape them."""
     rule, got = shortened(printable(rule)), shortened(printable(got))
-    return f"{who}: {rule}, got {got}.\n  {shortened(way_out)}"
+    return f"{who}: {rule}, got {got}.\n  {shortened(hint)}"
 
 
 def fail(
-    who: str, rule: str, got: object, way_out: str, error: type[Exception] = ValueError
+    who: str, rule: str, got: object, hint: str, error: type[Exception] = ValueError
 ) -> NoReturn:
     """Raise ``error`` with the text of :func:`message`."""
-    raise error(message(who, rule, got, way_out)) from None
+    raise error(message(who, rule, got, hint)) from None
 
 
 def printable(value: object) -> str:
@@ -79,8 +79,8 @@ def integer(who: str, name: str, value: Any, *, least: int = 1) -> int:
                 raise TypeError
             value = operator.index(value)
         except TypeError:
-            rule, way_out = f"{name} must be an int", "Pass a Python int."
-            fail(who, rule, describe(value), way_out, TypeError)
+            rule, hint = f"{name} must be an int", "Pass a Python int."
+            fail(who, rule, describe(value), hint, TypeError)
     if not least <= value <= FARTHEST:
         bound = f"at least {least}" if value < least else "at most 2**31"
         fail(who, f"{name} must be {bound}", value, f"Pass {least} or more, up to 2**31.")
@@ -130,7 +130,7 @@ def base(who: str, value: Any, name: str = "base") -> float:
     return number
 
 
-def frequencies(who: str, name: str, values: Any, count: int, way_out: str) -> tuple[float, ...]:
+def frequencies(who: str, name: str, values: Any, count: int, hint: str) -> tuple[float, ...]:
     """``count`` finite numbers, from a sequence or a tensor that holds values, as floats."""
     if isinstance(values, Tensor):
         if values.requires_grad or values.is_meta:
@@ -140,14 +140,14 @@ def frequencies(who: str, name: str, values: Any, count: int, way_out: str) -> t
         rank(who, name, values, (1,), f"({count},)")
     values = values.tolist() if hasattr(values, "tolist") else values
     if not isinstance(values, (list, tuple)):
-        fail(who, f"{name} must be a sequence of numbers", describe(values), way_out, TypeError)
+        fail(who, f"{name} must be a sequence of numbers", describe(values), hint, TypeError)
     if len(values) != count:
-        fail(who, f"{name} must have {count} numbers", len(values), way_out)
+        fail(who, f"{name} must have {count} numbers", len(values), hint)
     for value in values:
         if isinstance(value, bool) or not isinstance(value, numbers.Real):
-            fail(who, f"{name} must be numbers", describe(value), way_out, TypeError)
+            fail(who, f"{name} must be numbers", describe(value), hint, TypeError)
         if not -FARTHEST <= float(value) <= FARTHEST:
-            fail(who, f"{name} must be finite and within 2**31", value, way_out)
+            fail(who, f"{name} must be finite and within 2**31", value, hint)
     return tuple(map(float, values))
 
 
@@ -172,11 +172,11 @@ def optional(check: Callable[..., Value], who: str, name: str, value: Any) -> Va
     return None if value is None else check(who, name, value)
 
 
-def check_instance(who: str, name: str, value: Any, kind: type, way_out: str) -> Any:
+def check_instance(who: str, name: str, value: Any, kind: type, hint: str) -> Any:
     """``value`` if it is None or an instance of ``kind``."""
     if value is not None and not isinstance(value, kind):
         rule = f"{name} must be of type {kind.__name__}, or None"
-        fail(who, rule, describe(value), way_out, TypeError)
+        fail(who, rule, describe(value), hint, TypeError)
     return value
 
 
@@ -191,17 +191,17 @@ def float_dtype(who: str, name: str, dtype: Any) -> torch.dtype:
 def float_tensor(who: str, name: str, x: Any) -> Tensor:
     """``x`` if it is a dense tensor of one of `FLOAT_DTYPES`."""
     if not isinstance(x, Tensor):
-        way_out = "Pass a tensor." if x is None else f"Pass torch.as_tensor({name})."
-        fail(who, f"{name} must be a torch.Tensor", type(x).__name__, way_out, TypeError)
+        hint = "Pass a tensor." if x is None else f"Pass torch.as_tensor({name})."
+        fail(who, f"{name} must be a torch.Tensor", type(x).__name__, hint, TypeError)
     if x.dtype not in FLOAT_DTYPES:
         rule = f"{name} must be a float16, bfloat16, float32 or float64 tensor"
         fail(who, rule, x.dtype, f"Convert {name} to one of these first.", TypeError)
     if x.is_nested:
-        way_out = (
+        hint = (
             f"Pass torch.nested.to_padded_tensor({name}, 0.0), or one packed sequence of "
             f"{name}.values() with positions.from_cu_seqlens({name}.offsets())."
         )
-        fail(who, f"{name} must be a dense tensor", "a nested tensor", way_out, TypeError)
+        fail(who, f"{name} must be a dense tensor", "a nested tensor", hint, TypeError)
     return x
 
 
@@ -219,7 +219,7 @@ def check_embeddings(who: str, name: str, x: Any) -> tuple[int, int]:
     return x.shape[-2], x.shape[-1]
 
 
-def equal(who: str, name: str, got: int, wanted: int, way_out: str) -> None:
+def equal(who: str, name: str, got: int, wanted: int, hint: str) -> None:
     """Refuse a size that differs from the constructor's."""
     if got != wanted:
-        fail(who, f"{name} must be {wanted}", got, way_out)
+        fail(who, f"{name} must be {wanted}", got, hint)

@@ -30,8 +30,8 @@ def read_json(who: str, path: Path) -> dict[str, Any]:
             text = file.read(size) if size <= LARGEST_JSON else b""
     except OSError as wrong:
         reason = checks.printable(f"{who}: cannot read {path}: {wrong.strerror}")
-        way_out = "Pass the path of a file on this machine: nothing is downloaded."
-        raise ValueError(f"{reason}.\n  {way_out}") from wrong
+        hint = "Pass the path of a file on this machine: nothing is downloaded."
+        raise ValueError(f"{reason}.\n  {hint}") from wrong
     if size > LARGEST_JSON:
         rule = f"{path} must have at most {LARGEST_JSON} bytes"
         checks.fail(who, rule, size, "Pass a config.json or an index.")

@@ -32,7 +32,7 @@ def index_tensor(
     *,
     kind: str = "an integer tensor",
     floating: bool = False,
-    way_out: str = "Pass one position for each token.",
+    hint: str = "Pass one position for each token.",
 ) -> Tensor:
     """``value`` on ``device`` as int64, or as float64 if it is floating; values are not read.
 
@@ -43,7 +43,7 @@ def index_tensor(
     )
     if not typed or value.shape not in shapes:
         rule = f"{name} must be {kind} of shape {' or '.join(map(str, shapes[:2]))}"
-        fail(who, rule, describe(value), way_out, ValueError if typed else TypeError)
+        fail(who, rule, describe(value), hint, ValueError if typed else TypeError)
     wide = torch.int64
     if floating and value.is_floating_point():
         wide = torch.float32 if device.type == "mps" else torch.float64
@@ -57,8 +57,8 @@ def index_tensor(
 def offsets(who: str, value: Any, x: Tensor, name: str = "offset", *more: tuple[()]) -> Tensor:
     """Integers for the sequences of ``x``: int64 ``(B,)``, or of a shape in ``more``; not read."""
     shapes = ((x.shape[0] if x.dim() > 2 else 1,), *more)
-    kind, way_out = "an int, or an integer tensor", "Pass one for each sequence."
-    return index_tensor(who, name, value, shapes, x.device, kind=kind, way_out=way_out)
+    kind, hint = "an int, or an integer tensor", "Pass one for each sequence."
+    return index_tensor(who, name, value, shapes, x.device, kind=kind, hint=hint)
 
 
 def position_ids(who: str, ids: Any, x: Tensor, limit: Limit = UNLIMITED) -> Tensor:
@@ -89,11 +89,11 @@ def coordinates(
         at = at.expand(axes, *at.shape)
     shapes = ((*lead, length), (*lead, batch, length), (*lead, 1, length))
     kind = "a tensor of positions"
-    way_out = f"Pass one position for each token; {name}.expand(A, -1, -1) repeats it for A axes."
+    hint = f"Pass one position for each token; {name}.expand(A, -1, -1) repeats it for A axes."
     # The second comparison would be a guard of compiled graphs, so it comes after the first.
     if isinstance(at, Tensor) and at.shape not in shapes and at.shape == (length, axes):
-        way_out = f"Pass {name}.T: coordinates come first."
-    ids = index_tensor(who, name, at, shapes, x.device, kind=kind, floating=True, way_out=way_out)
+        hint = f"Pass {name}.T: coordinates come first."
+    ids = index_tensor(who, name, at, shapes, x.device, kind=kind, floating=True, hint=hint)
     if one and is_readable(at) and not at.is_floating_point():
         check_ids(who, at, limit)
     elif is_readable(at) and at.numel():

@@ -35,20 +35,20 @@ def check_slope_numbers(who: str, slopes: Any, heads: int) -> Any:
     """The user's own slopes as tuples of floats, ``(H,)`` or ``(B, H)``."""
     if isinstance(slopes, Tensor) and slopes.requires_grad:
         rule = "slopes must not require a gradient, because the module keeps them as constants"
-        way_out = "Pass slopes.detach() and learned=True, or call alibi_attention(q, k, v, slopes)."
-        fail(who, rule, describe(slopes), way_out)
+        hint = "Pass slopes.detach() and learned=True, or call alibi_attention(q, k, v, slopes)."
+        fail(who, rule, describe(slopes), hint)
     try:
         found = torch.as_tensor(slopes, dtype=torch.float64, device="cpu").detach()
     except (TypeError, ValueError, RuntimeError):
-        way_out = "Pass one number for each head."
-        fail(who, "slopes must be numbers", describe(slopes), way_out, TypeError)
+        hint = "Pass one number for each head."
+        fail(who, "slopes must be numbers", describe(slopes), hint, TypeError)
     if check_slopes(who, found).shape[-1] != heads:
         rule = f"slopes must have one number for each of the {heads} heads"
         fail(who, rule, f"shape {tuple(found.shape)}", "Pass slopes of shape (H,) or (B, H).")
     numbers = found.tolist()
     if not bool(((found >= 0) & found.isfinite()).all()):
-        way_out = "Pass zero for a head without a bias."
-        fail(who, "slopes must be finite and not below zero", numbers, way_out)
+        hint = "Pass zero for a head without a bias."
+        fail(who, "slopes must be finite and not below zero", numbers, hint)
     return tuple(map(tuple, numbers)) if found.dim() == 2 else tuple(numbers)
 
 
@@ -111,10 +111,10 @@ def check_key_ids(
     if ids is None:
         return None
     if not isinstance(ids, Tensor) or ids.dtype not in checks.INT_DTYPES:
-        way_out = "Pass an int64 tensor."
+        hint = "Pass an int64 tensor."
         if isinstance(ids, Tensor) and ids.dtype is torch.bool:
-            way_out = f"For a mask of real keys, pass torch.where({name}, 0, -1)."
-        fail(who, f"{name} must be an integer tensor", describe(ids), way_out, TypeError)
+            hint = f"For a mask of real keys, pass torch.where({name}, 0, -1)."
+        fail(who, f"{name} must be an integer tensor", describe(ids), hint, TypeError)
     if ids.dim() not in (1, 2) or ids.shape[-1] != keys:
         rule, got = f"{name} must have shape ({keys},) or (B, {keys})", f"shape {tuple(ids.shape)}"
         fail(who, rule, got, "Pass one for each key, those in the cache included.")
@@ -186,8 +186,8 @@ def check_attn_mask(
     sizes = (1,) * (4 - mask.dim()) + tuple(mask.shape)
     if len(sizes) != 4 or any(n not in (1, m) for n, m in zip(sizes, shape, strict=True)):
         rule = f"attn_mask must broadcast to (B, H, Q, K) = {tuple(shape)}"
-        way_out = "For one row of keys for each sequence, pass mask[:, None, None, :]."
-        fail(who, rule, f"shape {tuple(mask.shape)}", way_out)
+        hint = "For one row of keys for each sequence, pass mask[:, None, None, :]."
+        fail(who, rule, f"shape {tuple(mask.shape)}", hint)
     return mask.to(device).reshape(sizes)
 
 
@@ -197,18 +197,18 @@ def check_score_bound(who: str, bound: Any, heads: int, like: Tensor) -> Tensor:
     Values on a device are not read: a bound that is negative or NaN there prunes nothing.
     """
     wide = torch.promote_types(like.dtype, torch.float32)
-    rule, way_out = "score_bound must not be negative or NaN", "Pass bound_scores(q, k), say."
+    rule, hint = "score_bound must not be negative or NaN", "Pass bound_scores(q, k), say."
     if not isinstance(bound, Tensor):
         if isinstance(bound, bool) or not isinstance(bound, (int, float)):
             kind = "score_bound must be a number or a tensor"
             fail(who, kind, describe(bound), "Pass float(score_bound).", TypeError)
         if not bound >= 0:
-            fail(who, rule, bound, way_out)
+            fail(who, rule, bound, hint)
         return torch.full((1, 1), float(bound), dtype=wide, device=like.device)
     checks.float_tensor(who, "score_bound", bound)
     checks.rank(who, "score_bound", bound, (0, 1, 2), "(H,) or (B, H)")
     if is_readable(bound) and not bool((bound >= 0).all()):
-        fail(who, rule, bound.min().item(), way_out)
+        fail(who, rule, bound.min().item(), hint)
     if bound.dim() and bound.shape[-1] not in (1, heads):
         rule = f"score_bound must be for 1 or {heads} heads"
         fail(who, rule, bound.shape[-1], "Pass one for each head.")

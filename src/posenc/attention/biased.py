@@ -54,8 +54,8 @@ def check_options(who: str, options: Any, taken: tuple[str, ...] = _OPTIONS) -> 
     for name in options:
         if name not in taken:
             rule = f"attention takes the keywords {', '.join(taken)}"
-            way_out = "Padding is for document_ids; causal is for the constructor, if it takes it."
-            checks.fail(who, rule, name, way_out, TypeError)
+            hint = "Padding is for document_ids; causal is for the constructor, if it takes it."
+            checks.fail(who, rule, name, hint, TypeError)
 
 
 def biased_attention(
@@ -180,8 +180,8 @@ def attend(
     if masked and (backend == "triton" or sharding.is_sharded(q)):
         rule = "attn_mask must be None and dropout_p zero for DTensors and for backend='triton'"
         got = f"dropout_p={drop}" if drop else checks.describe(attn_mask)
-        way_out = "Call the function on local tensors, and leave backend out."
-        checks.fail(who, rule, got, way_out)
+        hint = "Call the function on local tensors, and leave backend out."
+        checks.fail(who, rule, got, hint)
     if sharding.is_sharded(q):
         assert sharding.registered is not None
         how: Any = {"causal": causal, "scale": scale, "query_offset": query_offset}

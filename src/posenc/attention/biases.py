@@ -136,8 +136,8 @@ def check_bias(who: str, bias: object, heads: int, keys: int) -> None:
         return
     if not isinstance(bias, (Slopes, DistanceTable, RunningSum)):
         rule = "bias must be Slopes, DistanceTable, RunningSum, RowBias or None"
-        way_out = "Wrap slopes as posenc.attention.Slopes(slopes), say."
-        checks.fail(who, rule, checks.describe(bias), way_out, TypeError)
+        hint = "Wrap slopes as posenc.attention.Slopes(slopes), say."
+        checks.fail(who, rule, checks.describe(bias), hint, TypeError)
     values = bias.values
     if isinstance(bias, Slopes):
         qk_checks.check_slopes(who, values)
@@ -151,12 +151,12 @@ def check_bias(who: str, bias: object, heads: int, keys: int) -> None:
         checks.integer(who, "zero", bias.zero, least=0)
         if values.dim() != 2 or values.shape[0] != heads or bias.zero >= values.shape[1]:
             rule = f"table must have shape ({heads}, R), with R above zero={bias.zero}"
-            way_out = "Pass a row for each head, with a column for distance zero."
-            checks.fail(who, rule, f"shape {tuple(values.shape)}", way_out)
+            hint = "Pass a row for each head, with a column for distance zero."
+            checks.fail(who, rule, f"shape {tuple(values.shape)}", hint)
     elif values.dim() not in (2, 3) or values.shape[-2:] != (heads, keys):
         rule = f"sums must have shape ({heads}, {keys}) or (B, {heads}, {keys})"
-        way_out = "Pass one for each head and key, those in the cache included."
-        checks.fail(who, rule, f"shape {tuple(values.shape)}", way_out)
+        hint = "Pass one for each head and key, those in the cache included."
+        checks.fail(who, rule, f"shape {tuple(values.shape)}", hint)
 
 
 def heads_of(bias: Slopes | DistanceTable | RunningSum) -> int:

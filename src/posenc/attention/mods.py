@@ -150,8 +150,8 @@ def relative_score_mod(
     checks.boolean(who, "causal", causal)
     if bias is None or isinstance(bias, RowBias):
         rule = "bias must be Slopes, DistanceTable or RunningSum"
-        way_out = "FlexAttention cannot compute it: call attention(), or biased_attention."
-        checks.fail(who, rule, checks.describe(bias), way_out, TypeError)
+        hint = "FlexAttention cannot compute it: call attention(), or biased_attention."
+        checks.fail(who, rule, checks.describe(bias), hint, TypeError)
     check_bias(who, bias, heads_of(bias), keys)
     values, device = bias.values, bias.values.device
     start = qk_checks.check_query_offset(who, query_offset, queries, keys, device)

@@ -112,6 +112,6 @@ def _check_rows(who: str, made: Any, shape: torch.Size) -> Tensor:
     sizes = made.shape if isinstance(made, Tensor) else ()
     if len(sizes) != 4 or any(n != 1 and n != m for n, m in zip(sizes, shape, strict=True)):
         rule = f"RowBias.rows must return a tensor of shape {tuple(shape)}, or (1, ...)"
-        way_out = "Return [1 or B, H, n, k] for queries [1 or B, n] and keys [k]."
-        checks.fail(who, rule, checks.describe(made), way_out)
+        hint = "Return [1 or B, H, n, k] for queries [1 or B, n] and keys [k]."
+        checks.fail(who, rule, checks.describe(made), hint)
     return made  # type: ignore[no-any-return]

@@ -183,8 +183,8 @@ def _check_vectors(who: str, name: str, vectors: Any, q: Tensor, wide: torch.dty
     shared = len(sizes) == 2 or (len(sizes) == 3 and sizes[1] == heads)
     if not shared or sizes[-1] != width:
         rule = f"{name} must have shape (R, {width}) or (R, {heads}, {width})"
-        way_out = "Pass a row for each distance, of the width and heads of q."
-        checks.fail(who, rule, f"shape {sizes}", way_out)
+        hint = "Pass a row for each distance, of the width and heads of q."
+        checks.fail(who, rule, f"shape {sizes}", hint)
     return vectors.to(q.device, wide).flatten(1)
 
 

@@ -132,14 +132,14 @@ def arguments(config: Config) -> dict[str, Any]:
     name = str(config.top.get(CLASS))
     if name in _REFUSED:
         rule = f"{CLASS} {name} rotates unlike RoPE: {_REFUSED[name]}"
-        way_out = "Use functional.rotate with its tables; interop.huggingface.patch may take it."
-        raise ValueError(f"{config.who}: {rule}.\n  {way_out}")
+        hint = "Use functional.rotate with its tables; interop.huggingface.patch may take it."
+        raise ValueError(f"{config.who}: {rule}.\n  {hint}")
     if name not in _MODELS:
         rule = f"{CLASS} must be a transformer of diffusers whose rotation posenc knows"
-        way_out = "Construct RoPE(head_dim, axes=axes.Axial(...)) directly."
+        hint = "Construct RoPE(head_dim, axes=axes.Axial(...)) directly."
         if CLASS not in config.top:
-            way_out = "Pass the model: a config has no class before the model is saved."
-        raise config.error(rule, name, way_out)
+            hint = "Pass the model: a config has no class before the model is saved."
+        raise config.error(rule, name, hint)
     model = _MODELS[name]
     _refuse_unknown(config, model)
     widths = _widths(config, model)

@@ -131,20 +131,20 @@ def check_rotary(config: Config) -> None:
     top, prefix, kind = config.top, config.prefix, config.kind
     other, found = kind_of(top), not_rotary(top)
     if other is not None:
-        noun, way_out = NOUNS[other]
+        noun, hint = NOUNS[other]
         rule = f"model_type {kind!r} has no rotary embedding"
-        raise ValueError(f"{config.who}: {rule}. It has {noun}.\n  {way_out}")
+        raise ValueError(f"{config.who}: {rule}. It has {noun}.\n  {hint}")
     if "refused" in config.model:
         rule = f"model_type {kind!r} is not read as a RoPE: {config.model['refused']}"
-        way_out = "Construct RoPE(...) directly, or use functional.rotate with the model's tables."
-        raise ValueError(f"{config.who}: {rule}.\n  {way_out}")
+        hint = "Construct RoPE(...) directly, or use functional.rotate with the model's tables."
+        raise ValueError(f"{config.who}: {rule}.\n  {hint}")
     if found is not None:
-        way_out = "Construct RoPE(...) directly if the model rotates."
+        hint = "Construct RoPE(...) directly if the model rotates."
         if found[0] == "alibi":
-            way_out = "Use ALiBi(num_heads)."
-        way_out = _RELATIVE.get(str(found[1]), way_out)
+            hint = "Use ALiBi(num_heads)."
+        hint = _RELATIVE.get(str(found[1]), hint)
         rule = f"{prefix}{found[0]} must say that positions are rotary"
-        raise config.error(rule, found[1], way_out)
+        raise config.error(rule, found[1], hint)
     for key, value in top.items():
         for meant in _KEYS if isinstance(key, str) and value else ():
             if top.get(meant) is None and _is_typo(key, meant):
@@ -152,8 +152,8 @@ def check_rotary(config: Config) -> None:
                 raise config.error(rule, key, f"Did you mean {meant}?")
     if "rope_parameters" in config.model and not config.where:
         rule = f"{prefix}rope_parameters must be given for model_type {kind!r}"
-        way_out = "Add them: the rotation of this type is scaled, or differs by layer."
-        raise config.error(rule, None, way_out)
+        hint = "Add them: the rotation of this type is scaled, or differs by layer."
+        raise config.error(rule, None, hint)
 
 
 def _is_typo(key: str, meant: str) -> bool:

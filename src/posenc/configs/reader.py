@@ -72,10 +72,10 @@ class Config:
         self.kind = kind if isinstance(kind, str) else ""
         self.model = facts_of(kind)
 
-    def error(self, rule: str, got: object, way_out: str = "") -> ValueError:
+    def error(self, rule: str, got: object, hint: str = "") -> ValueError:
         """The error for a rule that does not hold."""
         return ValueError(
-            checks.message(self.who, rule, got, way_out or _WAY_OUT.get(self.who, _FIX_SCALING))
+            checks.message(self.who, rule, got, hint or _WAY_OUT.get(self.who, _FIX_SCALING))
         )
 
     def contradiction(self, a: str, b: str, got: str) -> ValueError:
@@ -144,8 +144,8 @@ def as_dict(who: str, config: Any) -> Mapping[str, Any]:
         config = {**config.config, "_class_name": type(config).__name__}
     if not isinstance(config, Mapping):
         rule = "config must be a dict, a path, or an object with to_dict()"
-        got, way_out = checks.describe(config), "Pass the model's config.json."
-        checks.fail(who, rule, got, way_out, TypeError)
+        got, hint = checks.describe(config), "Pass the model's config.json."
+        checks.fail(who, rule, got, hint, TypeError)
     return config
 
 
@@ -182,8 +182,8 @@ def open_config(config: Any, who: str = "from_config") -> Config:
     given = {name: top[name] for name in names if top.get(name) is not None}
     for name, value in given.items():
         if not isinstance(value, Mapping):
-            rule, way_out = f"{name} must be a dict", "Pass a dict, or leave it out."
-            checks.fail(who, rule, checks.describe(value), way_out, TypeError)
+            rule, hint = f"{name} must be a dict", "Pass a dict, or leave it out."
+            checks.fail(who, rule, checks.describe(value), hint, TypeError)
     if len(given) == 2 and given["rope_parameters"] != given["rope_scaling"]:
         raise found.contradiction(*names, "different contents")
     for name, rope in given.items():
@@ -286,13 +286,13 @@ def choose_layer(config: Config, layer_type: str | None) -> tuple[Config, str | 
             raise config.error(f"layer_type must be one of {list(dicts)}", layer_type)
         where, rope = f"{config.where}.{layer_type}", dicts[layer_type]
         if not isinstance(rope, Mapping):
-            way_out = "Choose another type: layers with null do not rotate."
-            raise config.error(f"{where} must be a dict", checks.describe(rope), way_out)
+            hint = "Choose another type: layers with null do not rotate."
+            raise config.error(f"{where} must be a dict", checks.describe(rope), hint)
         return replace(config, rope=rope, where=where), layer_type
     if layer_type is None and local:
-        way_out = "Pass layer_type='full_attention' or 'sliding_attention'."
+        hint = "Pass layer_type='full_attention' or 'sliding_attention'."
         rule = f"layer_type must be given, because layers differ by {local}"
-        raise config.error(rule, None, way_out)
+        raise config.error(rule, None, hint)
     known = _layer_types(config) or {*_TYPES, *(() if local else ("chunked_attention",))}
     if layer_type is not None and layer_type not in known:
         raise config.error(f"layer_type must be one of {sorted(known)}", layer_type)

@@ -78,8 +78,8 @@ def read(config: Any, *, layer_type: str | None = None, base: float | None = Non
 
 def _of_diffusers(config: Config, layer_type: str | None, base: float | None = None) -> Recipe:
     if layer_type is not None:
-        rule, way_out = "layer_type must be None for a model of diffusers", "Leave it out."
-        raise config.error(rule, layer_type, way_out)
+        rule, hint = "layer_type must be None for a model of diffusers", "Leave it out."
+        raise config.error(rule, layer_type, hint)
     given = diffusion.arguments(config)
     if base is not None:
         given["base"] = base
@@ -154,8 +154,8 @@ def read_layers(config: Any, *, base: float | None = None) -> list[Recipe | None
     types = [None] * count if None in recipes else named
     if not isinstance(types, (list, tuple)) or len(types) < count:
         rule = f"layer_types must name the {count} layers, because rotations differ by it"
-        way_out = "Add layer_types, a name for each layer."
-        raise found.error(rule, checks.describe(named), way_out)
+        hint = "Add layer_types, a name for each layer."
+        raise found.error(rule, checks.describe(named), hint)
     layers: list[Recipe | None] = [None] * count
     for i in set(range(count)) - set(() if still is None else still[0]):
         if types[i] not in list(recipes):
@@ -173,15 +173,15 @@ def read_alibi(config: Any) -> Alibi:
         (part,) = others.describe(found)
         if isinstance(part, Alibi):
             return part
-        noun, way_out = "ALiBi switched off", directly
+        noun, hint = "ALiBi switched off", directly
     elif kind is not None:
-        noun, way_out = others.NOUNS[kind]
+        noun, hint = others.NOUNS[kind]
     elif known or reader.mentions_rotation(found.top):
-        noun, way_out = "rotary embeddings", "Use RoPE.from_config."
+        noun, hint = "rotary embeddings", "Use RoPE.from_config."
     else:
-        noun, way_out = "no known ALiBi; bloom, mpt and falcon have one", directly
+        noun, hint = "no known ALiBi; bloom, mpt and falcon have one", directly
     name = checks.shortened(repr(found.top.get("model_type")))
-    raise ValueError(f"from_config: model_type {name} has {noun}.\n  {way_out}")
+    raise ValueError(f"from_config: model_type {name} has {noun}.\n  {hint}")
 
 
 def read_buckets(config: Any) -> Buckets:
@@ -194,5 +194,5 @@ def read_buckets(config: Any) -> Buckets:
     name, noun = checks.shortened(repr(found.top.get("model_type"))), "other positions"
     if kind is not None:
         noun = others.NOUNS[kind][0]
-    way_out = "Construct T5Bias(num_heads, causal=False) directly if the model has T5's bias."
-    raise ValueError(f"from_config: model_type {name} has {noun}.\n  {way_out}")
+    hint = "Construct T5Bias(num_heads, causal=False) directly if the model has T5's bias."
+    raise ValueError(f"from_config: model_type {name} has {noun}.\n  {hint}")

@@ -92,8 +92,8 @@ def base(config: Config, layer_type: str | None) -> float:
     if own:
         if len(set(filter(None, own))) != 1:
             rule = "layer_rope_theta must have one base for one RoPE"
-            way_out = "Call posenc.rope_layers for that of each layer, or pass base."
-            raise config.error(rule, checks.describe(own), way_out)
+            hint = "Call posenc.rope_layers for that of each layer, or pass base."
+            raise config.error(rule, checks.describe(own), hint)
         value, config.sources["base"] = max(own), f"{config.prefix}layer_rope_theta"
     inner = config.top.get("attn_config")
     if value is None and isinstance(inner, Mapping) and inner.get("rope_theta") is not None:

@@ -28,8 +28,8 @@ def scaling_rule(config: Config) -> scaling.Rule | None:
         if key not in _KEYS:
             rule, known = f"{config.where}.{key} must be a known key", sorted(_KEYS)
             near = get_close_matches(str(key), known, 1)
-            way_out = f"Did you mean {near[0]}?" if near else f"Use one of {', '.join(known)}."
-            raise config.error(rule, key, way_out)
+            hint = f"Did you mean {near[0]}?" if near else f"Use one of {', '.join(known)}."
+            raise config.error(rule, key, hint)
     kinds = {key: config.rope[key] for key in ("rope_type", "type") if config.rope.get(key)}
     aliases = {**dict.fromkeys(UNSCALED, "default"), "su": "longrope"}
     names = {aliases.get(kind, kind) for kind in map(str, kinds.values())}
@@ -67,15 +67,15 @@ def read_scaling(who: str, given: Any, base: float) -> Any:
     needed = [key for key in _NEEDED.get(str(kind), ()) if given.get(key) is None]
     if not other.issuperset(needed) and given.get("alpha") is None:
         rule = f"scaling of rope_type {kind!r} must have {', '.join(needed)}"
-        way_out = f'Pass {{"rope_type": "{kind}", "{needed[0]}": ...}}, or a rule.'
-        raise config.error(rule, checks.describe(dict(given)), way_out)
+        hint = f'Pass {{"rope_type": "{kind}", "{needed[0]}": ...}}, or a rule.'
+        raise config.error(rule, checks.describe(dict(given)), hint)
     theta, share = given.get("rope_theta"), given.get("partial_rotary_factor")
     if theta is not None and theta != base:
         raise config.error(f"base must be scaling.rope_theta={theta}", base, "Pass it as base too.")
     if given.get("mrope_section") or (share not in (None, 1.0) and kind != "proportional"):
         rule = "scaling must not have mrope_section or partial_rotary_factor"
-        way_out = "Leave them out and pass axes or rotary_dim, or call RoPE.from_config."
-        raise config.error(rule, checks.describe(dict(given)), way_out)
+        hint = "Leave them out and pass axes or rotary_dim, or call RoPE.from_config."
+        raise config.error(rule, checks.describe(dict(given)), hint)
     return scaling_rule(config)
 
 

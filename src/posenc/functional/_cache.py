@@ -122,16 +122,16 @@ def check_write(
     eps = checks.positive_float(who, "eps", eps)
     shift = 1.0 if checks.boolean(who, "zero_centered", zero_centered) else 0.0
     if cache_layout not in ("NHD", "HND"):
-        way_out = "NHD is (pages, page, heads, D), and HND is (pages, heads, page, D)."
-        checks.fail(who, 'cache_layout must be "NHD" or "HND"', repr(cache_layout), way_out)
+        hint = "NHD is (pages, page, heads, D), and HND is (pages, heads, page, D)."
+        checks.fail(who, 'cache_layout must be "NHD" or "HND"', repr(cache_layout), hint)
     slots = _check_slots(who, slots, q, as_tokens)
     nhd = cache_layout == "NHD"
     k_store = _check_store(who, "k", k, caches[0], k_scale, k_scale_cache, slots, nhd)
     v_store = _check_store(who, "v", v, caches[1], v_scale, v_scale_cache, slots, nhd)
     if k_store.slots() != v_store.slots():
         got = f"{k_store.slots()} and {v_store.slots()}"
-        way_out = "Give both caches as many pages of the same length."
-        checks.fail(who, "k_cache and v_cache must have one number of slots", got, way_out)
+        hint = "Give both caches as many pages of the same length."
+        checks.fail(who, "k_cache and v_cache must have one number of slots", got, hint)
     _check_caches(who, *caches, k_scale_cache, v_scale_cache)
     return Write(q, k, v, slots, k_store, v_store, q_weight, k_weight, Norm(eps, shift))
 
@@ -176,9 +176,9 @@ def _check_slots(who: str, slots: Any, q: Tensor, as_tokens: bool) -> Tensor:
     typed = isinstance(slots, Tensor) and slots.dtype in (torch.int64, torch.int32)
     if not typed or slots.shape != wanted:
         rule = f"slot_mapping must be an int64 or int32 tensor of shape {wanted}"
-        way_out = "Pass one slot for each token, -1 for one that is not stored."
+        hint = "Pass one slot for each token, -1 for one that is not stored."
         error = ValueError if typed else TypeError
-        checks.fail(who, rule, checks.describe(slots), way_out, error)
+        checks.fail(who, rule, checks.describe(slots), hint, error)
     if slots.device != q.device:
         checks.fail(who, f"slot_mapping must be on {q.device}", slots.device, "Move them there.")
     return slots[None] if as_tokens else slots  # type: ignore[no-any-return]
@@ -202,8 +202,8 @@ def _check_store(
     (_, heads, _, width), shape = x.shape, cache.shape
     if len(shape) != 4 or shape[2 if nhd else 1] != heads or shape[3] != width:
         axes = f"(pages, page, {heads}, {width})" if nhd else f"(pages, {heads}, page, {width})"
-        way_out = 'Pass cache_layout="HND" for caches that have heads before tokens.'
-        checks.fail(who, f"{name}_cache must be {axes}", f"shape {tuple(shape)}", way_out)
+        hint = 'Pass cache_layout="HND" for caches that have heads before tokens.'
+        checks.fail(who, f"{name}_cache must be {axes}", f"shape {tuple(shape)}", hint)
     if cache.stride(3) != 1 or cache.device != x.device:
         got = f"strides {cache.stride()} on {cache.device}"
         rule = f"{name}_cache must be dense along its last dimension, on {x.device}"
@@ -223,8 +223,8 @@ def _check_store(
     given = scales if scale is None else scale
     if not isinstance(given, Tensor) or given.dtype != torch.float32:
         rule = f"{name}_scale and {name}_scale_cache must be float32 tensors"
-        way_out = f"Pass torch.tensor(scale, device={name}.device), say."
-        checks.fail(who, rule, checks.describe(given), way_out, TypeError)
+        hint = f"Pass torch.tensor(scale, device={name}.device), say."
+        checks.fail(who, rule, checks.describe(given), hint, TypeError)
     if given.device != x.device:
         checks.fail(who, f"scales must be on {x.device}", given.device, "Move them there.")
     if scale is not None:

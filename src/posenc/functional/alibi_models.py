@@ -36,7 +36,7 @@ def alibi_model_slopes(
     if model != "falcon":
         return head_slopes(heads, checks.positive_float(who, "bias_max", bias_max))
     if head_dim is None:
-        way_out = "Pass head_dim: Falcon divides its slopes by sqrt(head_dim)."
-        checks.fail(who, "head_dim must be given for falcon", None, way_out)
+        hint = "Pass head_dim: Falcon divides its slopes by sqrt(head_dim)."
+        checks.fail(who, "head_dim must be given for falcon", None, hint)
     root = math.sqrt(checks.integer(who, "head_dim", head_dim))
     return head_slopes(heads).bfloat16().double() / root

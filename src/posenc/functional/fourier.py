@@ -149,8 +149,8 @@ def _coordinates(who: str, at: Any, axes: int | None) -> Tensor:
     if last == 0 or (axes is not None and last != axes):
         rule = f"coordinates must be a tensor of shape (..., {'A' if axes is None else axes})"
         error = ValueError if typed else TypeError
-        way_out = "Pass times[..., None] for one coordinate, positions.grid(H, W).T for two."
-        checks.fail(who, rule, checks.describe(at), way_out, error)
+        hint = "Pass times[..., None] for one coordinate, positions.grid(H, W).T for two."
+        checks.fail(who, rule, checks.describe(at), hint, error)
     return at  # type: ignore[no-any-return]
 
 

@@ -321,20 +321,20 @@ def check_heads(
         return
     for name, x in zip(names, xs, strict=True):
         if x is None and name == "k":
-            rule, way_out = "k must be a torch.Tensor", "Call rotate for one tensor alone."
-            checks.fail(who, rule, None, way_out, TypeError)
+            rule, hint = "k must be a torch.Tensor", "Call rotate for one tensor alone."
+            checks.fail(who, rule, None, hint, TypeError)
         checks.float_tensor(who, name, x)
         axes = "(B, L, H, D)" if seq_dim in (1, -3) else "(B, H, L, D)"
         checks.rank(who, name, x, (4,), axes)
         if head_dim is not None:
-            way_out = f"Build {who.partition('.')[0]} with that head_dim."
-            checks.equal(who, f"head_dim of {name}", x.shape[3], head_dim, way_out)
+            hint = f"Build {who.partition('.')[0]} with that head_dim."
+            checks.equal(who, f"head_dim of {name}", x.shape[3], head_dim, hint)
     rule = "q and k must agree in batch, length, head_dim and device"
     got = f"{tuple(q.shape)} on {q.device} and {tuple(k.shape)} on {k.device}"
-    way_out = "Only the head counts may differ; for (B, L, H, D) pass seq_dim=1."
+    hint = "Only the head counts may differ; for (B, L, H, D) pass seq_dim=1."
     if q.shape[0] == k.shape[0] and q.shape[seq_dim] < k.shape[seq_dim]:
-        way_out = "Rotate and cache new keys alone, with the offset of the new queries."
-    checks.fail(who, rule, got, way_out)
+        hint = "Rotate and cache new keys alone, with the offset of the new queries."
+    checks.fail(who, rule, got, hint)
 
 
 def halved(who: str, name: str, table: Tensor, interleaved: bool) -> Tensor:

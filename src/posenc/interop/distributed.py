@@ -142,9 +142,9 @@ def _attend(
 def _check_sharded(who: str, q: Any, k: Any, v: Any, bias: Bias | None) -> None:
     for name, x in (("k", k), ("v", v)):
         if not isinstance(x, DTensor):
-            way_out = f"Pass distribute_tensor({name}, q.device_mesh, placements)."
+            hint = f"Pass distribute_tensor({name}, q.device_mesh, placements)."
             checks.fail(
-                who, f"{name} must be a DTensor, as q is", type(x).__name__, way_out, TypeError
+                who, f"{name} must be a DTensor, as q is", type(x).__name__, hint, TypeError
             )
     if isinstance(bias, RowBias):
         rule = "bias must be Slopes, DistanceTable, RunningSum or None where q is a DTensor"

@@ -150,8 +150,8 @@ class RowOutOfRange(ValueError):
     """A position is outside the table; ``row`` is the row it would take."""
 
     def __init__(self, row: int, rows: int) -> None:
-        way_out = "Pass smaller positions, or make a longer table."
-        super().__init__(f"positions must be in [0, {rows}), got {row}.\n  {way_out}")
+        hint = "Pass smaller positions, or make a longer table."
+        super().__init__(f"positions must be in [0, {rows}), got {row}.\n  {hint}")
         self.row = row
 
 
@@ -159,8 +159,8 @@ class SlotOutOfRange(ValueError):
     """A slot is outside the cache."""
 
     def __init__(self, slot: int, slots: int) -> None:
-        way_out = "Pass page * page length + place, or -1 to store nothing."
-        super().__init__(f"slots must be in [-1, {slots}), got {slot}.\n  {way_out}")
+        hint = "Pass page * page length + place, or -1 to store nothing."
+        super().__init__(f"slots must be in [-1, {slots}), got {slot}.\n  {hint}")
         self.slot = slot
 
 

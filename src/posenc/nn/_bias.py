@@ -79,8 +79,8 @@ class RelativeBias(ReadOnlyArguments):
         if isinstance(found, DistanceTable):
             return found.values
         rule = "the bias must be a function of the distance alone"
-        way_out = "Call bias() for the whole matrix, or attention()."
-        checks.fail(who, rule, type(found).__name__, way_out)
+        hint = "Call bias() for the whole matrix, or attention()."
+        checks.fail(who, rule, type(found).__name__, hint)
 
     def bias(
         self,

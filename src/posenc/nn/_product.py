@@ -91,7 +91,7 @@ class ProductBias(ReadOnlyArguments):
         who = type(self).__name__
         qk_checks.check_qk(who, q, k)
         qk_checks.check_lengths(who, q.shape[2], k.shape[2])
-        way_out = f"Build {who} for heads of {q.shape[3]} channels."
-        checks.equal(who, "head_dim", q.shape[3], self.head_dim, way_out)
+        hint = f"Build {who} for heads of {q.shape[3]} channels."
+        checks.equal(who, "head_dim", q.shape[3], self.head_dim, hint)
         scale = (self._terms * self.head_dim) ** -0.5 if scale is None else scale
         return qk_checks.check_scale(who, scale, q)

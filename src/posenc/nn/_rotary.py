@@ -54,13 +54,13 @@ def check_freqs(who: str, freqs: Any, base: float, width: int, axes: Axes | None
     if freqs is None:
         return None
     if base != _BASE:
-        rule, way_out = "base and freqs exclude each other", "Leave base out, or pass freqs=None."
-        checks.fail(who, rule, f"base={base:g}", way_out)
+        rule, hint = "base and freqs exclude each other", "Leave base out, or pass freqs=None."
+        checks.fail(who, rule, f"base={base:g}", hint)
     widths = (width,) if axes is None else axes.widths(width)
-    way_out = "Pass one rate for each pair"
+    hint = "Pass one rate for each pair"
     if axes is not None and sum(widths) != width:
-        way_out += " of one coordinate, or give Axial the channels of each"
-    return checks.frequencies(who, "freqs", freqs, sum(widths) // 2, f"{way_out}.")
+        hint += " of one coordinate, or give Axial the channels of each"
+    return checks.frequencies(who, "freqs", freqs, sum(widths) // 2, f"{hint}.")
 
 
 def by_tables(
@@ -293,16 +293,16 @@ def _last_positions(at: Tensor) -> Tensor:
 
 def check_axes(who: str, axes: Any) -> Axes | None:
     """``axes`` if they are Axes, or None."""
-    way_out = "Pass axes.Axial(2) for equal widths, axes.Axial((16, 56, 56)) for others."
-    found: Axes | None = checks.check_instance(who, "axes", axes, Axes, way_out)
+    hint = "Pass axes.Axial(2) for equal widths, axes.Axial((16, 56, 56)) for others."
+    found: Axes | None = checks.check_instance(who, "axes", axes, Axes, hint)
     return found
 
 
 def check_scaling(who: str, scaling: Any, base: float) -> Any:
     """A rule of `posenc.scaling`, also from a published dict or name, or None."""
     rule = configs.read_scaling(who, scaling, base)
-    way_out = "Pass posenc.scaling.Linear(2.0), for example, or the rope_scaling of a config."
-    return checks.check_instance(who, "scaling", rule, Rule, way_out)
+    hint = "Pass posenc.scaling.Linear(2.0), for example, or the rope_scaling of a config."
+    return checks.check_instance(who, "scaling", rule, Rule, hint)
 
 
 class RotatedKeys(TableModule):
@@ -427,8 +427,8 @@ class RotatedKeys(TableModule):
 
     def _rotated_keys(self, who: str, k: Tensor) -> Tensor:
         if isinstance(k, Tensor) and k.dim() == 4:
-            way_out = f"Pass keys as {type(self).__name__} returned them."
-            checks.equal(who, "head_dim of k", k.shape[3], self._key_dim, way_out)
+            hint = f"Pass keys as {type(self).__name__} returned them."
+            checks.equal(who, "head_dim of k", k.shape[3], self._key_dim, hint)
         rotary.check_heads(who, "k", [k], self._key_dim, self.seq_dim)
         return rotary.swap_heads([k], self.seq_dim)[0]
 

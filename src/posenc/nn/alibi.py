@@ -223,8 +223,8 @@ class ALiBi(TableModule):
         """The bias to add beside a causal mask: :func:`posenc.functional.alibi_key_bias`."""
         if not self.causal:
             rule = "causal must be True for a bias of keys alone"
-            way_out = "Call bias() for attention to both sides."
-            checks.fail(type(self).__name__, rule, "causal=False", way_out)
+            hint = "Call bias() for attention to both sides."
+            checks.fail(type(self).__name__, rule, "causal=False", hint)
         return alibi_key_bias(self._exact(device), k_len, position_ids=position_ids, dtype=dtype)
 
     def score_mod(self, q_len: int, k_len: int, **options: Unpack[ScoreModOptions]) -> ScoreMod:

@@ -53,18 +53,18 @@ class ExtendedRoPE(ReadOnlyArguments):
         super().__init__()
         who = type(self).__name__
         if not isinstance(rope, RoPE):
-            way_out = "Pass RoPE.from_config(config), say."
-            checks.fail(who, "rope must be a RoPE", checks.describe(rope), way_out, TypeError)
+            hint = "Pass RoPE.from_config(config), say."
+            checks.fail(who, "rope must be a RoPE", checks.describe(rope), hint, TypeError)
         rule: Any = rope.scaling
         if rule is not None and rule.trained_length() is not None:
             needs = "the scaling of rope must not depend on the length of the sequence"
-            way_out = "Pass rope.replace(scaling=None), or scaling=rope.scaling.at(length)."
-            checks.fail(who, needs, type(rule).__name__, way_out)
+            hint = "Pass rope.replace(scaling=None), or scaling=rope.scaling.at(length)."
+            checks.fail(who, needs, type(rule).__name__, hint)
         for name, wanted in (("axes", None), ("seq_dim", -2)):
             if getattr(rope, name) != wanted:
                 needs = f"{name} of rope must be {wanted}"
-                way_out = f"Pass rope.replace({name}={wanted})."
-                checks.fail(who, needs, getattr(rope, name), way_out)
+                hint = f"Pass rope.replace({name}={wanted})."
+                checks.fail(who, needs, getattr(rope, name), hint)
         self.rope = rope
 
     def extra_repr(self) -> str:

@@ -101,8 +101,8 @@ class ForgetGate(ReadOnlyArguments):
         """
         who = type(self).__name__
         _, width = checks.check_embeddings(who, "x", x)
-        way_out = f"Build {who}({width}, {self.num_heads})."
-        checks.equal(who, "embed_dim", width, self.embed_dim, way_out)
+        hint = f"Build {who}({width}, {self.num_heads})."
+        checks.equal(who, "embed_dim", width, self.embed_dim, hint)
         logits = self.proj(x).mT.to(widest(x.device))
         sums = torch.nn.functional.logsigmoid(logits).cumsum(-1)
         if past is None:
@@ -111,8 +111,8 @@ class ForgetGate(ReadOnlyArguments):
         if past.shape[:-1] != sums.shape[:-1] or past.shape[-1] == 0:
             shape = ", ".join(map(str, (*sums.shape[:-1], "P")))
             rule = f"past must have shape ({shape}), with P at least 1"
-            way_out = "Pass None before the first token."
-            checks.fail(who, rule, f"shape {tuple(past.shape)}", way_out)
+            hint = "Pass None before the first token."
+            checks.fail(who, rule, f"shape {tuple(past.shape)}", hint)
         past = past.to(sums.dtype)
         return torch.cat((past, past[..., -1:] + sums), -1)
 

@@ -145,8 +145,8 @@ class GridBias(RelativeBias):
     def _as_bias(
         self, keys: int, dtype: torch.dtype, ids: Tensor | None, device: torch.device
     ) -> RowBias:
-        way_out = f"Call resize() for another window than {self.size}."
-        checks.equal(type(self).__name__, "k_len", keys, self.tokens, way_out)
+        hint = f"Call resize() for another window than {self.size}."
+        checks.equal(type(self).__name__, "k_len", keys, self.tokens, hint)
         steps = self._steps(dtype, device) if self.continuous else self.relative_position_bias_table
         entries = steps.to(dtype)
 

@@ -56,8 +56,8 @@ class LearnedPosEmbedding(ReadOnlyArguments):
         """
         who = type(self).__name__
         _, width = checks.check_embeddings(who, "x", x)
-        way_out = f"Build LearnedPosEmbedding({self.max_len}, {width})."
-        checks.equal(who, "embed_dim", width, self.embed_dim, way_out)
+        hint = f"Build LearnedPosEmbedding({self.max_len}, {width})."
+        checks.equal(who, "embed_dim", width, self.embed_dim, hint)
         limit = Limit(self.max_len, "max_len")
         # Use the device of x: an offloaded weight is on meta until pos_emb is called.
         at = positions_of(who, x, rows_of(who, x, offset, position_ids, limit), limit)

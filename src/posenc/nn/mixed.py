@@ -79,8 +79,8 @@ class MixedRoPE(KeepsFloat32, ReadOnlyArguments):
             checks.fail(who, rule, head_dim, "Pass another head_dim, or fewer coordinates.")
         if start is not None:
             count = self.head_dim // 2 // self.coordinates
-            way_out = "Pass one for each pair of one coordinate."
-            start = checks.frequencies(who, "start", start, count, way_out)
+            hint = "Pass one for each pair of one coordinate."
+            start = checks.frequencies(who, "start", start, count, hint)
         self.start = start
         size = self.coordinates, self.num_kv_heads, head_dim // 2
         self.freqs = nn.Parameter(torch.empty(size, dtype=torch.float32))
@@ -139,8 +139,8 @@ class MixedRoPE(KeepsFloat32, ReadOnlyArguments):
     def _check_heads(self, who: str, q: Tensor, k: Tensor) -> None:
         check_heads(who, "qk", [q, k], self.head_dim)
         if self.num_kv_heads > 1:
-            way_out = f"Build {who} with that num_kv_heads."
-            checks.equal(who, "heads of k", k.shape[1], self.num_kv_heads, way_out)
+            hint = f"Build {who} with that num_kv_heads."
+            checks.equal(who, "heads of k", k.shape[1], self.num_kv_heads, hint)
         if q.shape[1] % self.num_kv_heads:
             rule = f"heads of q must be a multiple of {self.num_kv_heads}"
             checks.fail(who, rule, q.shape[1], "Give each key head equally many query heads.")

@@ -151,8 +151,8 @@ class PoPE(KeepsFloat32, RotatedKeys):
         q, k = rotary.swap_heads([q, k], self.seq_dim)
         if self.num_kv_heads is not None and k.shape[1] != self.num_kv_heads:
             rule = f"k must have {self.num_kv_heads} heads, one for each row of delta"
-            way_out = f"Build {who} with the number of key heads, or pass seq_dim=1."
-            checks.fail(who, rule, k.shape[1], way_out)
+            hint = f"Build {who} with the number of key heads, or pass seq_dim=1."
+            checks.fail(who, rule, k.shape[1], hint)
         delta, learned = self.delta, () if self.delta is None else (self.delta,)
         if delta is not None:
             if delta.device != k.device:

@@ -83,8 +83,8 @@ class RotaryPosEmbedding(TableModule):
         who = type(self).__name__
         width = check_rotary_input(who, "input_", input_)
         if self.embed_dim is not None:
-            way_out = "Pass embed_dim=None to take any width."
-            checks.equal(who, "embed_dim", width, self.embed_dim, way_out)
+            hint = "Pass embed_dim=None to take any width."
+            checks.equal(who, "embed_dim", width, self.embed_dim, hint)
         limit = self._limit
         rows = rows_of(who, input_, offset, position_ids, limit)
         tables = self._tables

@@ -105,8 +105,8 @@ class SinusoidalPosEmbedding(AddedTable):
         if self.seq_len is not None:
             checks.equal(who, "seq_len", length, self.seq_len, "Pass seq_len=None to take any.")
         if self.embed_dim is not None:
-            way_out = "Pass embed_dim=None to take any."
-            checks.equal(who, "embed_dim", width, self.embed_dim, way_out)
+            hint = "Pass embed_dim=None to take any."
+            checks.equal(who, "embed_dim", width, self.embed_dim, hint)
         width = checks.integer(who, "the last dimension of input_", width)
         rows = rows_of(who, input_, offset, position_ids)
         tables = self._tables
@@ -179,8 +179,8 @@ class SinusoidalPE(AddedTable):
         """Add the encoding of each position, as :meth:`SinusoidalPosEmbedding.forward` does."""
         who = type(self).__name__
         _, width = checks.check_embeddings(who, "input", input)
-        way_out = f"Build SinusoidalPE({self.max_seq_len}, {width})."
-        checks.equal(who, "embed_dim", width, self.embed_dim, way_out)
+        hint = f"Build SinusoidalPE({self.max_seq_len}, {width})."
+        checks.equal(who, "embed_dim", width, self.embed_dim, hint)
         limit = Limit(self.max_seq_len, "max_seq_len")
         rows = rows_of(who, input, offset, position_ids, limit)
         return self._sum(input, _rows(who, self._tables, input, rows, limit))

@@ -100,10 +100,10 @@ class SinusoidalGrid(AddedTable):
         """
         who = type(self).__name__
         length, width = checks.check_embeddings(who, "x", x)
-        way_out = "Build SinusoidalGrid with the size and the width of x."
-        checks.equal(who, "embed_dim", width, self.embed_dim, way_out)
+        hint = "Build SinusoidalGrid with the size and the width of x."
+        checks.equal(who, "embed_dim", width, self.embed_dim, hint)
         tokens = f"{self.extra} + " * bool(self.extra) + " x ".join(map(str, self.size)) + " tokens"
-        checks.equal(who, tokens, length, self.extra + math.prod(self.size), way_out)
+        checks.equal(who, tokens, length, self.extra + math.prod(self.size), hint)
         dtype = torch.promote_types(x.dtype, torch.float32)
         kept = self._tables.read(x, dtype)
         if kept is None:

@@ -86,8 +86,8 @@ class XPos(TableModule):
         power = self.max_seq_len / 2 / self.scale_base
         if power > _POWER:
             rule = f"max_seq_len must be at most {2 * _POWER} times scale_base={self.scale_base:g}"
-            way_out = f"Raise scale_base to {self.max_seq_len / 2 / _POWER:.0f} or more."
-            checks.fail(who, rule, self.max_seq_len, way_out)
+            hint = f"Raise scale_base to {self.max_seq_len / 2 / _POWER:.0f} or more."
+            checks.fail(who, rule, self.max_seq_len, hint)
         spectrum = Spectrum(self.head_dim, self.base)
         parameters = (spectrum, self.max_seq_len // 2, self.scale_base)
         self._tables = SharedTables(xpos_tables, parameters, self.max_seq_len, torch.float64)

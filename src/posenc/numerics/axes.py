@@ -137,8 +137,8 @@ class Axial(Axes):
         checks.choice("Axial", "rates", self.rates, ("per_axis", "shared"))
         if self.rates == "shared" and isinstance(given, tuple):
             rule = "coordinates must be an int if rates are shared"
-            way_out = "For unequal runs of one range of rates, use axes.Sections."
-            checks.fail("Axial", rule, given, way_out)
+            hint = "For unequal runs of one range of rates, use axes.Sections."
+            checks.fail("Axial", rule, given, hint)
 
     def count(self) -> int:
         """How many coordinates a position has."""
@@ -178,5 +178,5 @@ class Axial(Axes):
                 checks.fail(who, rule, got, "Change coordinates or rotary_dim.")
         elif dim % (2 * self.coordinates):
             rule = f"rotated channels must be a multiple of {2 * self.coordinates}"
-            way_out = "Give the channels of each coordinate, as in axes.Axial((16, 56, 56))."
-            checks.fail(who, rule, dim, way_out)
+            hint = "Give the channels of each coordinate, as in axes.Axial((16, 56, 56))."
+            checks.fail(who, rule, dim, hint)

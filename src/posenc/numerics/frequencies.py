@@ -220,7 +220,7 @@ def _exact_rates(plain: Spectrum, rule: Rule | None) -> list[Decimal]:
         rates = rule(torch.tensor(unscaled, dtype=torch.float64, device="cpu"), base).tolist()
     if len(rates) != len(unscaled) or not all(map(math.isfinite, rates)):
         rule_text = f"a rule must give a finite rate for each of the {len(unscaled)} pairs"
-        way_out = "Pass a factor closer to 1, or return as many rates as the rule is called with."
+        hint = "Pass a factor closer to 1, or return as many rates as the rule is called with."
         got = f"{rule} with " + ("freqs" if plain.freqs else f"base {base}")
-        checks.fail("scaling", rule_text, got, way_out)
+        checks.fail("scaling", rule_text, got, hint)
     return [Decimal(rate) for rate in rates]

@@ -78,8 +78,8 @@ class Model:
             checks.fail("convert", rule, name, _DEQUANTISE)
         if role == "qkv" and self.fused is None:
             rule = "fused must be given, because the family is not known"
-            way_out = 'Pass fused="qkv" (queries, keys, values) or "qkv_grouped" (head by head).'
-            checks.fail("convert", rule, f"{self.family} with {name}", way_out)
+            hint = 'Pass fused="qkv" (queries, keys, values) or "qkv_grouped" (head by head).'
+            checks.fail("convert", rule, f"{self.family} with {name}", hint)
         if role == "qkv":
             return self.fused
         return "q_gated" if role == "q" and "gated" in facts_of(self.family) else role
@@ -95,10 +95,10 @@ class Model:
         if kind == "norm" or (shape and shape[0] == rows.total):
             return layouts.order(rows, heads, to)
         rule = f"{name} must have {rows.total} rows by {heads}"
-        way_out = "Check the config or the arguments."
+        hint = "Check the config or the arguments."
         if not name.endswith((".weight", ".bias")) or (len(shape) == 2 and shape[1] == 1):
-            way_out = _DEQUANTISE
-        checks.fail("convert", rule, f"shape {tuple(shape)}", way_out)
+            hint = _DEQUANTISE
+        checks.fail("convert", rule, f"shape {tuple(shape)}", hint)
 
 
 _DEQUANTISE = "If it is quantised in blocks, convert the original and quantise the result."
@@ -166,8 +166,8 @@ def _heads(config: configs.reader.Config, given: Given, layer: int) -> Heads:
     num_heads = given.num_heads or first(*_HEADS) or model.get("num_attention_heads")
     if num_heads is None:
         rule, got = "the config must have num_attention_heads", f"keys {sorted(map(str, top))[:8]}"
-        way_out = "Pass config (--config), the model's config.json, or num_heads and head_dim."
-        checks.fail("convert", rule, got, way_out)
+        hint = "Pass config (--config), the model's config.json, or num_heads and head_dim."
+        checks.fail("convert", rule, got, hint)
     kv_heads = first("num_key_value_heads", "num_kv_heads")
     if config.kind == "falcon" and not top.get("new_decoder_architecture"):
         kv_heads = 1 if top.get("multi_query", True) else None
@@ -188,12 +188,12 @@ def _heads(config: configs.reader.Config, given: Given, layer: int) -> Heads:
 
 def _refuse(config: Config) -> None:
     """Refuse models whose positions are not rotary, or whose values depend on the layout."""
-    found, way_out = configs.not_rotary(config), "Use the weights as they are."
+    found, hint = configs.not_rotary(config), "Use the weights as they are."
     if found is not None:
-        checks.fail("convert", "positions must be rotary", f"{found[0]}={found[1]!r}", way_out)
+        checks.fail("convert", "positions must be rotary", f"{found[0]}={found[1]!r}", hint)
     for key, rule in (
         ("attention_k_eq_v", "values must not be the keys, because keys depend on the layout"),
         ("rotary_value", "values must not be rotated, because only queries and keys are converted"),
     ):
         if config.get(key):
-            checks.fail("convert", rule, f"{key}={config[key]}", way_out)
+            checks.fail("convert", rule, f"{key}={config[key]}", hint)

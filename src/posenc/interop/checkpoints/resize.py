@@ -99,12 +99,12 @@ def resize_learned(
     if isinstance(length, (tuple, list)) or grid is not None:
         size, grid = _pair("length", length), None if grid is None else _pair("grid", grid)
         if method != "interpolate":
-            rule, way_out = "a grid can only be interpolated", 'Pass method="interpolate".'
-            checks.fail(_WHO, rule, f"method={method!r}", way_out)
+            rule, hint = "a grid can only be interpolated", 'Pass method="interpolate".'
+            checks.fail(_WHO, rule, f"method={method!r}", hint)
         new = _grid(trained, size, grid, mode, antialias)
     elif antialias or mode != "bicubic":
-        rule, way_out = "mode and antialias are for a grid", "Pass length=(height, width)."
-        checks.fail(_WHO, rule, f"length={length}", way_out)
+        rule, hint = "mode and antialias are for a grid", "Pass length=(height, width)."
+        checks.fail(_WHO, rule, f"length={length}", hint)
     elif method == "interpolate":
         new = _line(trained, checks.integer(_WHO, "length", length))
     else:
@@ -135,8 +135,8 @@ def _grid(
     if height * width != len(trained):
         rule = "the trained positions must fill a grid" if grid else "grid must be given"
         got = f"{len(trained)} rows" + (f" for {height} x {width}" if grid else ", not a square")
-        way_out = "Pass grid=(height, width), and extra=1 if there is a class token."
-        checks.fail(_WHO, rule, got, way_out)
+        hint = "Pass grid=(height, width), and extra=1 if there is a class token."
+        checks.fail(_WHO, rule, got, hint)
     cells = trained.double().view(1, height, width, -1).permute(0, 3, 1, 2)
     new = F.interpolate(cells, size=size, mode=mode, align_corners=False, antialias=antialias)
     return new[0].flatten(1).T.to(trained.dtype)

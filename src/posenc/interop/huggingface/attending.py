@@ -34,8 +34,8 @@ def attach(who: str, model: Any, layers: dict[Any, ExtendedRoPE | None]) -> None
     if any(layer.config._attn_implementation != ATTENTION for layer in layers):
         model.set_attn_implementation(before)
         rule = "model must let its attention implementation be set"
-        way_out = "Use the model as it is: nothing was changed."
-        checks.fail(who, rule, type(model).__name__, way_out)
+        hint = "Use the model as it is: nothing was changed."
+        checks.fail(who, rule, type(model).__name__, hint)
     vars(model)[_BEFORE] = before
     for layer, held in layers.items():
         # Not as a submodule: the model's modules stay as they are. None is for no rotation.
@@ -73,8 +73,8 @@ def _attend(
         got = ", ".join(found) or f"dropout={dropout}"
         checks.fail(who, rule, got, "Call model.eval(), or unpatch the model.")
     if attention_mask is not None and attention_mask.dim() != 2:
-        way_out = "Pass attention_mask of shape (B, K)."
-        checks.fail(who, "attention_mask must have two axes", tuple(attention_mask.shape), way_out)
+        hint = "Pass attention_mask of shape (B, K)."
+        checks.fail(who, "attention_mask must have two axes", tuple(attention_mask.shape), hint)
     how: Any = {"scale": scaling, "document_ids": attention_mask}
     held: ExtendedRoPE | None = vars(module)[HELD]
     attend = biased_attention if held is None else held.attention
@@ -99,8 +99,8 @@ def _document_ids(
     )
     if fixed or mask_function is not causal_mask_function:
         got = "a static cache" if fixed else "packed sequences, or another mask"
-        way_out = "Use a dynamic cache, and pad sequences instead of packing them."
-        checks.fail(who, "the mask must be causal, over the keys so far", got, way_out)
+        hint = "Use a dynamic cache, and pad sequences instead of packing them."
+        checks.fail(who, "the mask must be causal, over the keys so far", got, hint)
     if attention_mask is None:
         return None
     rule, begins = "padding must be at the ends of its row", attention_mask.clone()

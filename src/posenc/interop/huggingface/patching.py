@@ -179,8 +179,8 @@ def patch(model: nn.Module, *, fuse: bool = True) -> Report:
     for path, module in model.named_modules():
         kind = type(module)
         if PATCHED in vars(module):
-            got, way_out = f"a patched {kind.__name__} at '{path}'", "Call unpatch(model) first."
-            checks.fail("patch", "model must not be patched", got, way_out)
+            got, hint = f"a patched {kind.__name__} at '{path}'", "Call unpatch(model) first."
+            checks.fail("patch", "model must not be patched", got, hint)
         try:
             if kind not in classes:
                 classes[kind] = replacements(kind)
@@ -221,13 +221,13 @@ def patch(model: nn.Module, *, fuse: bool = True) -> Report:
         planned.append((module, {attribute_for(module, path, method): method}))
     if not planned and not processing:
         got = f"{type(model).__name__}, which calls no function that rotates"
-        way_out = "Use the model as it is: without rotary positions it needs no patch."
+        hint = "Use the model as it is: without rotary positions it needs no patch."
         rule = "model must have rotary embeddings, ALiBi or T5's buckets"
-        checks.fail("patch", rule, got, way_out)
+        checks.fail("patch", rule, got, hint)
     _refuse_converted(model, places)
     problem = "inv_freq should be in float32 if the config has no such rates, got half precision in"
-    way_out = "Keep that buffer in float32: the module computes its angles from it."
-    _warn(problem, rounded, way_out)
+    hint = "Keep that buffer in float32: the module computes its angles from it."
+    _warn(problem, rounded, hint)
     problem = "inv_freq should hold the rates of the config, got others in"
     _warn(problem, edited, "Write them into the config: the patched model takes its rates from it.")
     for module, named in planned:
@@ -249,10 +249,10 @@ def _biased(model: nn.Module, *, rotates: bool) -> tuple[stacks.Plan, list[Atten
         checks.fail("patch", rule, f"{error}", "Use the model without patch: nothing was changed.")
 
 
-def _warn(problem: str, found: list[Table], way_out: str) -> None:
+def _warn(problem: str, found: list[Table], hint: str) -> None:
     if found:
         names = ", ".join(f"{table.module} ({table.cls})" for table in found)
-        warnings.warn(f"patch: {problem} {names}.\n  {way_out}", UserWarning, stacklevel=3)
+        warnings.warn(f"patch: {problem} {names}.\n  {hint}", UserWarning, stacklevel=3)
 
 
 def _refuse_converted(model: nn.Module, places: list[Place]) -> None:
@@ -263,8 +263,8 @@ def _refuse_converted(model: nn.Module, places: list[Place]) -> None:
         marked, code = getattr(config, LAYOUT, None), place.layout.split()[0]
         if marked not in (None, code):
             rule = f"the weights must be in the layout of the model's code, {code}"
-            way_out = f"Convert them: posenc convert MODEL -o NEW --to {code}"
-            checks.fail("patch", rule, f"{marked} ({LAYOUT})", way_out)
+            hint = f"Convert them: posenc convert MODEL -o NEW --to {code}"
+            checks.fail("patch", rule, f"{marked} ({LAYOUT})", hint)
 
 
 def unpatch(model: nn.Module) -> None:
@@ -278,8 +278,8 @@ def unpatch(model: nn.Module) -> None:
     modules = list(model.modules()) if isinstance(model, nn.Module) else []
     found = [module for module in modules if PATCHED in vars(module)]
     if not found:
-        got, way_out = type(model).__name__, "Pass the model that was patched."
-        checks.fail("unpatch", "model must be patched", got, way_out)
+        got, hint = type(model).__name__, "Pass the model that was patched."
+        checks.fail("unpatch", "model must be patched", got, hint)
     attending.detach(modules)
     for module in found:
         for name, ours in _replacements_of(module).items():

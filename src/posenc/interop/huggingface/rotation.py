@@ -45,8 +45,8 @@ def apply_rotary_pos_emb(
     """
     who = "apply_rotary_pos_emb"
     if unsqueeze_dim not in (1, 2):
-        rule, way_out = "unsqueeze_dim must be 1 or 2", "Pass 2 for tensors of (B, L, H, D)."
-        checks.fail(who, rule, unsqueeze_dim, way_out)
+        rule, hint = "unsqueeze_dim must be 1 or 2", "Pass 2 for tensors of (B, L, H, D)."
+        checks.fail(who, rule, unsqueeze_dim, hint)
     for name, x in (("q", q), ("k", k), ("cos", cos), ("sin", sin)):
         checks.float_tensor(who, name, x)
     if q.shape[-1:] == cos.shape[-1:]:

@@ -75,8 +75,8 @@ def drop_rotation(model: nn.Module, *, layers: Collection[int] | None = None) ->
     if wanted is not None:
         found = {path: each for path, each in rotating.items() if _index(path) in wanted}
         if missing := wanted - set(map(_index, found)):
-            way_out = f"Pass some of {sorted({i for i in map(_index, rotating) if i is not None})}."
-            checks.fail(who, "layers must be layers that rotate", sorted(missing), way_out)
+            hint = f"Pass some of {sorted({i for i in map(_index, rotating) if i is not None})}."
+            checks.fail(who, "layers must be layers that rotate", sorted(missing), hint)
     for each in found.values():
         install(each.module, each.methods)
     return Report(tuple(place for each in found.values() for place in each.said("not rotated")))
@@ -135,12 +135,12 @@ def _extend(who: str, model: nn.Module, extend: Callable[[RoPE], ExtendedRoPE]) 
         if not ropes and hasattr(config, "_attn_implementation"):
             ropes = layers[id(config)] = rope_layers(config)
         if index is None or index >= len(ropes):
-            got, way_out = f"{type(each.module).__name__} at '{path}'", "Pass the language model."
-            checks.fail(who, "every module that rotates must be an attention layer", got, way_out)
+            got, hint = f"{type(each.module).__name__} at '{path}'", "Pass the language model."
+            checks.fail(who, "every module that rotates must be an attention layer", got, hint)
         window = getattr(config, "sliding_window", None)
         if getattr(each.module, "sliding_window", window) is not None:
-            got, way_out = f"'{path}' with {window}", "Set sliding_window=None in the config first."
-            checks.fail(who, "layers must see all keys, without a sliding window", got, way_out)
+            got, hint = f"'{path}' with {window}", "Set sliding_window=None in the config first."
+            checks.fail(who, "layers must see all keys, without a sliding window", got, hint)
         rope = ropes[index]
         if rope is not None:
             _check_rotation(who, rope, each.places)
@@ -185,8 +185,8 @@ def _rotating(who: str, model: nn.Module) -> dict[str, Still]:
     for path, module in model.named_modules():
         kind = type(module)
         if PATCHED in vars(module):
-            got, way_out = f"a patched {kind.__name__} at '{path}'", "Call unpatch(model) first."
-            checks.fail(who, "model must not be patched", got, way_out)
+            got, hint = f"a patched {kind.__name__} at '{path}'", "Call unpatch(model) first."
+            checks.fail(who, "model must not be patched", got, hint)
         try:
             if kind not in classes:
                 classes[kind] = replacements(kind, still=True)

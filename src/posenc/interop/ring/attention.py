@@ -137,16 +137,16 @@ def _check_tensors(who: str, q: Any, k: Any, v: Any, bias: Any) -> None:
     """Refuse what no single rank can compute with."""
     for x in (q, k, v):
         if sharding.is_sharded(x):
-            way_out = "Pass DTensors to posenc.attention.biased_attention."
-            checks.fail(who, "q, k and v must be plain tensors", "a DTensor", way_out, TypeError)
+            hint = "Pass DTensors to posenc.attention.biased_attention."
+            checks.fail(who, "q, k and v must be plain tensors", "a DTensor", hint, TypeError)
     qk_checks.check_qkv(who, q, k, v)
     if k.shape[2] != q.shape[2]:
         rule = f"k must have the {q.shape[2]} tokens of q"
         checks.fail(who, rule, k.shape[2], "Pass q, k and v of this rank's tokens.")
     if isinstance(bias, RowBias):
         rule = "bias must be Slopes, DistanceTable, RunningSum or None"
-        way_out = "Gather the keys, and use biased_attention with query_offset."
-        checks.fail(who, rule, "RowBias", way_out, TypeError)
+        hint = "Gather the keys, and use biased_attention with query_offset."
+        checks.fail(who, rule, "RowBias", hint, TypeError)
     check_bias(who, bias, q.shape[1], k.shape[2])
 
 
@@ -155,8 +155,8 @@ def _check_equal(who: str, ranks: Ranks, q: Tensor) -> None:
     mine = torch.tensor(q.shape, device=q.device)[:, None]
     found = ranks.gather(mine, zigzag=False)
     if bool((found != mine).any()):
-        rule, way_out = "q must have one shape", "Pad the sequence to a multiple of the ranks."
-        checks.fail(who, f"{rule} on every rank", list(map(tuple, found.T.tolist())), way_out)
+        rule, hint = "q must have one shape", "Pad the sequence to a multiple of the ranks."
+        checks.fail(who, f"{rule} on every rank", list(map(tuple, found.T.tolist())), hint)
 
 
 def _find_reach(

@@ -52,13 +52,13 @@ class Messages(NamedTuple):
 def check_ranks(who: str, group: Any) -> Ranks:
     """The ranks of a group, of the default one if None; this rank must be among them."""
     if not (dist.is_available() and dist.is_initialized()):
-        rule, way_out = "torch.distributed must be initialised", "Call init_process_group first."
-        checks.fail(who, rule, "no process group", way_out, RuntimeError)
+        rule, hint = "torch.distributed must be initialised", "Call init_process_group first."
+        checks.fail(who, rule, "no process group", hint, RuntimeError)
     group = dist.group.WORLD if group is None else group
     rank = dist.get_rank(group)
     if rank < 0:
-        rule, way_out = "this rank must be in group", "Call it only on the ranks of the group."
-        checks.fail(who, rule, f"rank {dist.get_rank()}", way_out)
+        rule, hint = "this rank must be in group", "Call it only on the ranks of the group."
+        checks.fail(who, rule, f"rank {dist.get_rank()}", hint)
     return Ranks(group, rank, dist.get_world_size(group))
 
 

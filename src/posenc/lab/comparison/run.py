@@ -56,8 +56,8 @@ class Run:
         if found:
             read(folder)
             if not overwrite:
-                way_out = "continue it with --resume, or replace it with --overwrite."
-                raise ValueError(f"{folder} has a run: {way_out}")
+                hint = "continue it with --resume, or replace it with --overwrite."
+                raise ValueError(f"{folder} has a run: {hint}")
             for name in FILES[1:]:
                 (folder / name).unlink(missing_ok=True)
         # Replaced last and in one move, so the folder has a complete results.json at every moment.

@@ -63,5 +63,5 @@ class PublishedRule(Rule):
                 object.__setattr__(self, field.name, value)
         factor: float = self.factor  # type: ignore[attr-defined]
         if factor < self.least_factor:
-            way_out = "Pass how many times longer sequences may be, 4.0 for four times."
-            checks.fail(who, "factor must be at least 1", factor, way_out)
+            hint = "Pass how many times longer sequences may be, 4.0 for four times."
+            checks.fail(who, "factor must be at least 1", factor, hint)
