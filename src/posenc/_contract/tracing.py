@@ -125,6 +125,11 @@ class SeenOperations(TorchDispatchMode):
         self.created: list[Tensor] = []
         self.others = False
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # torch would import its compiler to leave this class out of it, which takes seconds.
+        return False
+
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = op(*args, **(kwargs or {}))
         name = op.overloadpacket.__name__

@@ -138,9 +138,9 @@ def arithmetic_of(q: Tensor) -> dict[str, Any]:
 
 # Queries, keys, warps and stages of a tile, measured on an H200: of halves in heads up to 64, up to
 # 128 and wider, then of float32 in heads up to 128 and wider.
-FORWARD = ((64, 64, 4, 3), (128, 64, 8, 3), (128, 32, 8, 2), (64, 32, 4, 2), (64, 16, 4, 2))
+FORWARD = ((64, 64, 4, 3), (64, 64, 4, 3), (128, 32, 8, 2), (64, 32, 4, 2), (64, 16, 4, 2))
 TO_QUERIES = ((64, 128, 4, 2), (64, 64, 4, 2), (64, 32, 8, 1), (64, 32, 4, 1), (32, 16, 4, 1))
-TO_KEYS = ((32, 64, 4, 3), (32, 64, 4, 3), (32, 64, 8, 1), (32, 64, 4, 1), (16, 32, 4, 1))
+TO_KEYS = ((64, 64, 4, 1), (32, 64, 4, 3), (32, 64, 8, 1), (32, 64, 4, 1), (16, 32, 4, 1))
 TO_TABLE = ((64, 4, 2), (64, 4, 2), (32, 4, 1), (32, 4, 1), (32, 4, 1))
 
 
