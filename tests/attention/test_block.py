@@ -22,11 +22,11 @@ BLOCKS = [
 def kernels():
     yield pytest.param(chunked, torch.float64, 1e-12, id="chunked")
     try:
-        from posenc.kernels.triton import attend
+        from posenc.kernels.triton import attention
     except ImportError:
         return
     # The interpreter takes a second for each.
-    yield pytest.param(attend, torch.float32, 2e-5, id="triton", marks=pytest.mark.slow)
+    yield pytest.param(attention, torch.float32, 2e-5, id="triton", marks=pytest.mark.slow)
 
 
 def numbers(kind, queries, keys, start, dtype):

@@ -9,7 +9,7 @@ from triton.compiler import ASTSource, compile
 
 from posenc.attention.biases import Call
 from posenc.kernels.spec import Rows, Spec, Store, Write
-from posenc.kernels.triton import attend, cache, cope, terms
+from posenc.kernels.triton import attention, cache, cope, terms
 from posenc.kernels.triton.launch import Launch
 
 POINTERS = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.float64: "*fp64"}
@@ -41,7 +41,7 @@ def compiled(self, tensors, start):
     print(f"{self.kernel.__name__}: compiled")
 
 
-def attention(kind, width, *others):
+def bias(kind, width, *others):
     """All kernels of a bias."""
     width, length = int(width), 1100
     dtype = torch.float32 if others else torch.bfloat16
@@ -50,11 +50,11 @@ def attention(kind, width, *others):
     if kind == "sums":
         values = torch.zeros(1, 4, length, dtype=torch.float64)
     call = Call(values, None, None, None, kind, 0, 0, 1.0, True, True)
-    out, lse, ranges = attend.forward(q, k, v, call)
-    attend.backward(out, None, (q, k, v, out, lse, ranges), call, values is not None)
+    out, lse, ranges = attention.forward(q, k, v, call)
+    attention.backward(out, None, (q, k, v, out, lse, ranges), call, values is not None)
     # One query: the keys of two sequences are in one part, those of one sequence in two.
     for n in (1, 2):
-        attend.forward(q[:n, :, :1], k[:n], v[:n], call._replace(start=length - 1))
+        attention.forward(q[:n, :, :1], k[:n], v[:n], call._replace(start=length - 1))
 
 
 def products(width, *others):
@@ -89,4 +89,4 @@ def write(dtype, interleaved):
 
 if __name__ == "__main__":
     Launch.__call__ = compiled
-    {"attention": attention, "products": products, "write": write}[sys.argv[1]](*sys.argv[2:])
+    {"attention": bias, "products": products, "write": write}[sys.argv[1]](*sys.argv[2:])

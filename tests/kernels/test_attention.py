@@ -7,8 +7,7 @@ from posenc.attention.biased import hide_padding
 from posenc.attention.biases import Call
 from support.attention import DEVICE, numbers_of, written_down
 
-attend = pytest.importorskip("posenc.kernels.triton.attend")
-attend_arguments = pytest.importorskip("posenc.kernels.triton.attend_arguments")
+attention = pytest.importorskip("posenc.kernels.triton.attention")
 KINDS = ["none", "slopes", "table", "sums"]
 SLOW = pytest.mark.slow
 CASES = {
@@ -66,10 +65,12 @@ def run(
     start = keys - queries if starts is None else 0
     call = Call(values, starts, first, last, kind, zero, start, scale, causal, prune, window)
 
-    out, lse, ranges = attend.forward(q, k, v, call)
+    out, lse, ranges = attention.forward(q, k, v, call)
     g, g_lse = torch.randn_like(out), torch.randn_like(lse).masked_fill(lse == -torch.inf, 0)
     to_values = values is not None
-    back = [attend.backward(g, g_lse, (q, k, v, out, lse, ranges), call, to_values) for _ in "ab"]
+    back = [
+        attention.backward(g, g_lse, (q, k, v, out, lse, ranges), call, to_values) for _ in "ab"
+    ]
 
     exact = [x.double().requires_grad_() for x in (q, k, v, values) if x is not None]
     own = begin[:, None] + torch.arange(queries, device=DEVICE)
@@ -122,7 +123,7 @@ def test_results_and_gradients_are_those_of_float64(name, kind):
     ],
 )
 def test_pruning_leaves_keys_out_and_changes_nothing(kind, causal, monkeypatch):
-    monkeypatch.setattr(attend_arguments, "PRUNE_FROM", 0)
+    monkeypatch.setattr(attention, "PRUNE_FROM", 0)
     case = {"size": (70, 400), "steep": 8.0, "causal": causal}
     made, back, wanted, grads, ranges = run(kind, **case)
     assert_is_exact(made, back, wanted, grads, torch.float32)
@@ -132,7 +133,7 @@ def test_pruning_leaves_keys_out_and_changes_nothing(kind, causal, monkeypatch):
 @SLOW
 @pytest.mark.parametrize("kind", ["slopes", "sums"])
 def test_a_window_and_pruning_together(kind, monkeypatch):
-    monkeypatch.setattr(attend_arguments, "PRUNE_FROM", 0)
+    monkeypatch.setattr(attention, "PRUNE_FROM", 0)
     case = {"size": (150, 300), "steep": 0.5, "window": (100, 100), "documents": True}
     made, back, wanted, grads, _ = run(kind, **case)
     assert_is_exact(made, back, wanted, grads, torch.float32)
@@ -152,9 +153,9 @@ def test_any_ranges_of_keys(kind, size):
     )
     call = Call(None, None, first, last, "none", 0, keys - queries, scale, True, False)
 
-    out, lse, ranges = attend.forward(q, k, v, call)
+    out, lse, ranges = attention.forward(q, k, v, call)
     g, g_lse = torch.randn_like(out), torch.randn_like(lse).masked_fill(lse == -torch.inf, 0)
-    back = [attend.backward(g, g_lse, (q, k, v, out, lse, ranges), call, False) for _ in "ab"]
+    back = [attention.backward(g, g_lse, (q, k, v, out, lse, ranges), call, False) for _ in "ab"]
 
     exact = [x.double().requires_grad_() for x in (q, k, v)]
     low, high = (x[0, keys - queries :, None] for x in (first, last))
@@ -179,8 +180,8 @@ def test_any_ranges_of_keys(kind, size):
 )
 def test_what_no_kernel_takes_is_known_before_a_launch(shape, dtype):
     q = torch.empty(shape, dtype=dtype, device="meta")
-    assert not attend.can_run(q, q)
-    assert attend.can_run(torch.empty(1, 2, 4, 64, device="meta"), torch.empty(1, 2, 4, 256))
+    assert not attention.can_run(q, q)
+    assert attention.can_run(torch.empty(1, 2, 4, 64, device="meta"), torch.empty(1, 2, 4, 256))
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="the interpreter takes minutes")

@@ -90,10 +90,10 @@ def check_backend(who: str, backend: Any) -> None:
 def kernel_for(q: Tensor, v: Tensor, how: int = 0) -> Any:
     """The module that implements attention for these tensors."""
     if q.is_cuda and triton.installed and not how & CHUNKED:
-        from posenc.kernels.triton import attend
+        from posenc.kernels.triton import attention
 
-        if attend.can_run(q, v):
-            return attend
+        if attention.can_run(q, v):
+            return attention
     return chunked
 
 

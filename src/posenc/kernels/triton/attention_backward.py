@@ -1,9 +1,9 @@
-"""Attention with a bias: the gradients.
+"""Attention with a bias: the kernels of the gradients.
 
 With weights ``P`` and ``dP = dO V^T``, the gradient of a score is ``dS = P (dP - delta)``, where
 ``delta`` is the row sum of ``dO * O`` less the gradient of the log-sum-exp. Each program owns what
 it writes, so that sums have one order: `to_queries` owns queries, `to_keys` keys, and `to_table`
-distances (`attention_table`).
+distances.
 """
 
 from __future__ import annotations
@@ -11,10 +11,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from posenc.kernels.triton.attention_bias import (
+from posenc.kernels.triton.attention_parts import (
     COLUMN,
     FLAT,
-    LOG2E,
     NONE,
     PAD,
     SLOPES,
@@ -23,22 +22,22 @@ from posenc.kernels.triton.attention_bias import (
     TILE,
     add_bias,
     head_bias,
+    hide,
     load_keys,
+    load_lse,
     load_rows,
+    queries_of_keys,
+    query_block,
     query_start,
     row_bias,
+    store_delta,
+    store_rows,
     visible,
+    visible_rows,
 )
 
 # Lengths, offsets and windows, which would compile a kernel again.
 UNSPECIALIZED = ["start", "left", "right", "keys", "queries", "width", "zero", "range_size"]
-
-
-@triton.jit
-def load_lse(lse, rows, queries):
-    """The log-sum-exps; infinity where a query sees nothing, so that its weights are zero."""
-    sums = tl.load(lse + rows, mask=(rows >= 0) & (rows < queries), other=float("-inf")) * LOG2E
-    return tl.where(sums == float("-inf"), float("inf"), sums)
 
 
 @triton.jit
@@ -66,8 +65,7 @@ def visit_keys(
             scores, numbers, flat, own0, first, keys, scale, BLOCK_M, BLOCK_N, HOW, READ, True
         )
         if MASKED:
-            seen = (columns[None, :] >= low[:, None]) & (columns[None, :] <= high[:, None])
-            scores = tl.where(seen, scores, float("-inf"))
+            scores = hide(scores, low, high, first, BLOCK_N)
         weights = tl.exp2(scores - lse[:, None])
         dp = tl.dot(g, v.T, input_precision=HOW[2])
         ds = weights * (dp - delta[:, None])
@@ -94,27 +92,18 @@ def to_queries(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
     """The gradient of a block of queries, and ``delta``, which the other kernels read."""
-    blocks = (queries + BLOCK_M - 1) // BLOCK_M
-    sequence = tl.program_id(0) // blocks
-    block = blocks - 1 - tl.program_id(0) % blocks
-    b = (sequence // HEADS).to(tl.int64)
-    h = sequence % HEADS
-    h64 = h.to(tl.int64)
+    sequence, b, h, row0 = query_block(queries, HEADS, BLOCK_M)
     k_width: tl.constexpr = (D, BLOCK_D)
     v_width: tl.constexpr = (DV, BLOCK_DV)
-    own0 = query_start(starts, start, b, starts_b, HAS_STARTS) + block * BLOCK_M
-    row0 = block * BLOCK_M
+    own0 = query_start(starts, start, b, starts_b, HAS_STARTS) + row0
     rows = row0 + tl.arange(0, BLOCK_M)
     own = own0 + tl.arange(0, BLOCK_M)
     present = rows < queries
-    query = load_rows(q + b * q_b + h64 * q_h, row0, queries, q_t, k_width, BLOCK_M)
-    grad = load_rows(g + b * g_b + h64 * g_h, row0, queries, g_t, v_width, BLOCK_M)
-    made = load_rows(out + b * o_b + h64 * o_h, row0, queries, o_t, v_width, BLOCK_M)
-    of_head = sequence.to(tl.int64) * queries
-    minus = tl.sum(grad.to(tl.float32) * made.to(tl.float32), 1)
-    if LSE_TOO:
-        minus -= tl.load(g_lse + of_head + rows, mask=present, other=0.0)
-    tl.store(delta + of_head + rows, minus, mask=present)
+    query = load_rows(q + b * q_b + h * q_h, row0, queries, q_t, k_width, BLOCK_M)
+    grad = load_rows(g + b * g_b + h * g_h, row0, queries, g_t, v_width, BLOCK_M)
+    made = load_rows(out + b * o_b + h * o_h, row0, queries, o_t, v_width, BLOCK_M)
+    of_head = sequence * queries
+    minus = store_delta(delta + of_head, g_lse + of_head, grad, made, rows, present, LSE_TOO)
     numbers = head_bias(values, b, h, own0, width, zero, values_b, values_h, KIND)
     exact: tl.constexpr = q.dtype.element_ty == tl.float32
     how: tl.constexpr = (KIND, exact, PRECISION, PTX)
@@ -122,13 +111,11 @@ def to_queries(
     sums = load_lse(lse + of_head, rows, queries)
     if not exact:
         sums -= row_bias(numbers, own0, own, KIND)
-    kv = (h // GROUP).to(tl.int64)
+    kv = h // GROUP
     keys_at = k + b * k_b + kv * k_h
     values_at = v + b * v_b + kv * v_h
     of_sequence = first + b * ends_b, last + b * ends_b, left, right
-    low, high = visible(own, of_sequence, keys, CAUSAL, DOCUMENTS, WINDOW)
-    low = tl.where(present, low, keys)
-    high = tl.where(present, high, -1)
+    low, high = visible_rows(own, present, of_sequence, keys, CAUSAL, DOCUMENTS, WINDOW)
     ends = low, high
     source = keys_at, values_at, k_t, v_t, keys
     whole: tl.constexpr = KIND == TABLE or (exact and KIND != NONE)
@@ -136,7 +123,7 @@ def to_queries(
     begin = tl.maximum(tl.min(low), 0) // BLOCK_N
     end = (tl.max(high) + BLOCK_N) // BLOCK_N
     if PRUNE:
-        of_block = (sequence.to(tl.int64) * range_size + row0 // PRUNE) * 2
+        of_block = (sequence * range_size + row0 // PRUNE) * 2
         begin = tl.maximum(begin, tl.load(ranges + of_block) // BLOCK_N)
         stop = tl.load(ranges + of_block + 1)
         end = tl.minimum(end, (stop + BLOCK_N - 1) // BLOCK_N)
@@ -174,11 +161,7 @@ def to_queries(
     gradient, sums_by_row = state
     if TO_ROWS:
         tl.store(by_row + of_head + rows, sums_by_row, mask=present)
-    channels = tl.arange(0, BLOCK_D)
-    to = dq + b * dq_b + h64 * dq_h + rows.to(tl.int64)[:, None] * dq_t + channels[None, :]
-    gradient = gradient * natural_scale
-    store = present[:, None] & (channels < D)[None, :]
-    tl.store(to, gradient.to(dq.dtype.element_ty), mask=store)
+    store_rows(dq + b * dq_b + h * dq_h, gradient * natural_scale, rows, present, dq_t, k_width)
 
 
 @triton.jit
@@ -242,15 +225,14 @@ def to_keys(
     tiles = (keys + BLOCK_N - 1) // BLOCK_N
     tile = tl.program_id(0) % tiles
     b = (tl.program_id(0) // tiles // kv_heads).to(tl.int64)
-    kv = tl.program_id(0) // tiles % kv_heads
-    kv64 = kv.to(tl.int64)
+    kv = (tl.program_id(0) // tiles % kv_heads).to(tl.int64)
     k_width: tl.constexpr = (D, BLOCK_D)
     v_width: tl.constexpr = (DV, BLOCK_DV)
     own_start = query_start(starts, start, b, starts_b, HAS_STARTS)
     column0 = tile * BLOCK_N
     columns = column0 + tl.arange(0, BLOCK_N)
-    k_tile = load_rows(k + b * k_b + kv64 * k_h, column0, keys, k_t, k_width, BLOCK_N)
-    v_tile = load_rows(v + b * v_b + kv64 * v_h, column0, keys, v_t, v_width, BLOCK_N)
+    k_tile = load_rows(k + b * k_b + kv * k_h, column0, keys, k_t, k_width, BLOCK_N)
+    v_tile = load_rows(v + b * v_b + kv * v_h, column0, keys, v_t, v_width, BLOCK_N)
     exact: tl.constexpr = q.dtype.element_ty == tl.float32
     how: tl.constexpr = (KIND, exact, PRECISION, PTX)
     masks: tl.constexpr = DOCUMENTS or WINDOW
@@ -259,13 +241,9 @@ def to_keys(
     read: tl.constexpr = TILE if whole or (KIND == SLOPES and not CAUSAL) else COLUMN
     blocks = (queries + BLOCK_M - 1) // BLOCK_M
     # Blocks of queries that see some of these keys.
-    least_own = own_start
-    most_own = own_start + queries - 1
-    if CAUSAL:
-        least_own = tl.maximum(least_own, column0)
-    if WINDOW:
-        least_own = tl.maximum(least_own, column0 - right)
-        most_own = tl.minimum(most_own, column0 + BLOCK_N - 1 + left)
+    least_own, most_own = queries_of_keys(
+        own_start, column0, queries, left, right, CAUSAL, WINDOW, BLOCK_N
+    )
     if NARROW:
         # A document's queries see its keys, and no others do.
         near = tl.minimum(columns, keys - 1)
@@ -280,7 +258,6 @@ def to_keys(
     dv_tile = tl.zeros((BLOCK_N, BLOCK_DV), tl.float32)
     for n in range(GROUP):
         h = kv * GROUP + n
-        h64 = h.to(tl.int64)
         of_head = (b * HEADS + h) * queries
         numbers = head_bias(values, b, h, own_start, width, zero, values_b, values_h, KIND)
         start_block = begin
@@ -302,8 +279,8 @@ def to_keys(
                 stop_block = tl.maximum(stop_block, after)
             start_block = tl.maximum(start_block, begin)
             stop_block = tl.minimum(stop_block, end)
-        queries_at = q + b * q_b + h64 * q_h
-        grads_at = g + b * g_b + h64 * g_h
+        queries_at = q + b * q_b + h * q_h
+        grads_at = g + b * g_b + h * g_h
         source = queries_at, grads_at, q_t, g_t, lse + of_head, delta + of_head, queries, keys
         state = dk_tile, dv_tile, tl.zeros((BLOCK_N,), tl.float32)
         full = start_block
@@ -348,11 +325,145 @@ def to_keys(
         if KIND == SUMS:
             tl.store(by_key + (b * HEADS + h) * keys + columns, sums, mask=columns < keys)
     present = columns < keys
-    channels = tl.arange(0, BLOCK_D)
-    to = dk + b * dk_b + kv64 * dk_h + columns.to(tl.int64)[:, None] * dk_t + channels[None, :]
-    store = present[:, None] & (channels < D)[None, :]
-    tl.store(to, (dk_tile * natural_scale).to(dk.dtype.element_ty), mask=store)
-    channels = tl.arange(0, BLOCK_DV)
-    to = dv + b * dv_b + kv64 * dv_h + columns.to(tl.int64)[:, None] * dv_t + channels[None, :]
-    store = present[:, None] & (channels < DV)[None, :]
-    tl.store(to, dv_tile.to(dv.dtype.element_ty), mask=store)
+    store_rows(dk + b * dk_b + kv * dk_h, dk_tile * natural_scale, columns, present, dk_t, k_width)
+    store_rows(dv + b * dv_b + kv * dv_h, dv_tile, columns, present, dv_t, v_width)
+
+
+@triton.jit
+def visit_diagonal(
+    sums, bias, at_head, at_keys, lse, delta, ends, steps, where, scale, begin, end,
+    gap, gap_size,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr, CAUSAL: tl.constexpr, DOCUMENTS: tl.constexpr, WINDOW: tl.constexpr,
+    MASKED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Add ``dS`` of a diagonal's tiles; from block ``gap`` on, leave out ``gap_size`` blocks."""
+    own_start, distance, queries, keys = where
+    q_t, g_t, k_t, v_t = steps
+    row = tl.arange(0, BLOCK)
+    for n in tl.range(begin, end):
+        block = n
+        if MASKED:
+            block = tl.where(n < gap, n, n + gap_size)
+        row0 = block * BLOCK
+        own0 = own_start + row0
+        rows = row0 + row
+        key0 = own0 - distance
+        query = load_keys(at_head[0], row0, queries, q_t, (D, BLOCK_D), BLOCK, MASKED)
+        grad = load_keys(at_head[1], row0, queries, g_t, (DV, BLOCK_DV), BLOCK, MASKED)
+        key = load_keys(at_keys[0], key0, keys, k_t, (D, BLOCK_D), BLOCK, MASKED)
+        value = load_keys(at_keys[1], key0, keys, v_t, (DV, BLOCK_DV), BLOCK, MASKED)
+        scores = tl.dot(query, key.T, input_precision=PRECISION) * scale + bias
+        total = load_lse(lse, rows, queries)
+        if MASKED:
+            low, high = visible(own0 + row, ends, keys, CAUSAL, DOCUMENTS, WINDOW)
+            scores = hide(scores, low, high, key0, BLOCK)
+        weights = tl.exp2(scores - total[:, None])
+        minus = tl.load(delta + rows, mask=rows < queries, other=0.0)
+        dp = tl.dot(grad, value.T, input_precision=PRECISION)
+        sums += weights * (dp - minus[:, None])
+    return sums
+
+
+@triton.jit(do_not_specialize=[*UNSPECIALIZED[:-1], "nearest", "batch"])
+def to_table(
+    q, k, v, g, lse, delta, values, starts, first, last, by_distance, start,
+    scale, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, g_b, g_h, g_t,
+    values_h, starts_b, ends_b, left, right, queries, keys, width, zero, nearest, batch,
+    GROUP: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+    CAUSAL: tl.constexpr, HAS_STARTS: tl.constexpr, DOCUMENTS: tl.constexpr,
+    WINDOW: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+):  # fmt: skip
+    """Sums of ``dS`` for the distances of one diagonal of tiles, ``[H, diagonals, 2 * BLOCK]``.
+
+    A tile's keys begin ``distance`` before its queries, so that all tiles of a diagonal have the
+    same distances, and one tile of sums serves them all.
+    """
+    diagonal = tl.program_id(0)
+    h = tl.program_id(1).to(tl.int64)
+    kv = h // GROUP
+    distance = nearest + diagonal * BLOCK
+    at = values + h * values_h
+    row = tl.arange(0, BLOCK)
+    offset = row[:, None] - row[None, :]
+    column = tl.minimum(tl.maximum(distance + offset + zero, 0), width - 1)
+    bias = tl.load(at + PAD + width - 1 - column)
+    sums = tl.zeros((BLOCK, BLOCK), tl.float32)
+    for n in range(batch):
+        b = tl.zeros((), tl.int64) + n
+        own_start = query_start(starts, start, b, starts_b, HAS_STARTS)
+        of_head = (b * HEADS + h) * queries
+        at_head = q + b * q_b + h * q_h, g + b * g_b + h * g_h
+        at_keys = k + b * k_b + kv * k_h, v + b * v_b + kv * v_h
+        # Blocks of queries with a key at this distance, and those that see all keys of their tile.
+        begin = tl.maximum(distance - BLOCK + 1 - own_start, 0) // BLOCK
+        end = tl.minimum(keys - 1 + distance - own_start + BLOCK, queries + BLOCK - 1) // BLOCK
+        end = tl.maximum(begin, end)
+        inner = begin
+        outer = begin
+        if not (DOCUMENTS or WINDOW):
+            inner = tl.maximum(distance - own_start + BLOCK - 1, 0) // BLOCK
+            inner = tl.minimum(tl.maximum(inner, begin), end)
+            outer = tl.minimum(tl.maximum(keys + distance - own_start, 0), queries) // BLOCK
+            outer = tl.maximum(tl.minimum(outer, end), inner)
+            if CAUSAL:
+                # The first diagonal has the tiles that the causal mask cuts.
+                outer = tl.where(distance >= BLOCK - 1, outer, inner)
+        where = own_start, distance, queries, keys
+        steps = q_t, g_t, k_t, v_t
+        ends = first + b * ends_b, last + b * ends_b, left, right
+        sums = visit_diagonal(
+            sums, bias, at_head, at_keys, lse + of_head, delta + of_head, ends, steps, where,
+            scale, inner, outer, 0, 0,
+            D, DV, BLOCK, BLOCK_D, BLOCK_DV, CAUSAL, DOCUMENTS, WINDOW, False, PRECISION,
+        )  # fmt: skip
+        # The others, at both ends.
+        sums = visit_diagonal(
+            sums, bias, at_head, at_keys, lse + of_head, delta + of_head, ends, steps, where,
+            scale, begin, end - (outer - inner), inner, outer - inner,
+            D, DV, BLOCK, BLOCK_D, BLOCK_DV, CAUSAL, DOCUMENTS, WINDOW, True, PRECISION,
+        )  # fmt: skip
+    # Skew the tile so that its diagonals become columns.
+    place = tl.arange(0, 2 * BLOCK)
+    source = row[:, None] - place[None, :] + BLOCK
+    inside = (source >= 0) & (source < BLOCK)
+    skewed = tl.gather(sums, tl.where(inside, source, 0), 1)
+    made = tl.sum(tl.where(inside, skewed, 0.0), 0)
+    to = by_distance + (h * tl.num_programs(0) + diagonal) * (2 * BLOCK) + place
+    tl.store(to, made)
+
+
+@triton.jit(do_not_specialize=["start", "width", "zero", "nearest", "furthest", "diagonals"])
+def fold_table(
+    by_distance, first_column, totals, to, start, width, zero, nearest, furthest, diagonals,
+    BLOCK: tl.constexpr, HAS_FIRST: tl.constexpr, HAS_TOTAL: tl.constexpr, HAS_LAST: tl.constexpr,
+):  # fmt: skip
+    """The gradient of a head's table from the sums of `to_table`.
+
+    The first column also has the distances below it. The last has what is left of all ``dS`` of
+    the head, whose sum is known: zero, or the gradient of the log-sum-exp.
+    """
+    h = tl.program_id(0).to(tl.int64)
+    sums = by_distance + h * diagonals * (2 * BLOCK)
+    total = tl.zeros((), tl.float32)
+    if HAS_TOTAL:
+        total = tl.load(totals + h)
+    for chunk in range(0, width, 1024):
+        column = chunk + tl.arange(0, 1024)
+        distance = column - zero
+        here = distance - nearest
+        inside = (distance >= nearest) & (distance <= furthest)
+        diagonal = here // BLOCK
+        at = sums + diagonal * (2 * BLOCK) + here % BLOCK
+        # The second half of a diagonal's distances are the first half of the next one's.
+        made = tl.load(at + BLOCK, mask=inside, other=0.0)
+        made += tl.load(at + 2 * BLOCK, mask=inside & (diagonal + 1 < diagonals), other=0.0)
+        if HAS_FIRST:
+            made = tl.where(column == 0, tl.load(first_column + h), made)
+        if HAS_LAST:
+            made = tl.where(column == width - 1, 0.0, made)
+        total -= tl.sum(made)
+        tl.store(to + h * width + column, made, mask=column < width)
+    if HAS_LAST:
+        tl.store(to + h * width + width - 1, total)

@@ -17,20 +17,30 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from posenc.kernels.triton.attend_arguments import (
+from posenc.kernels.triton.attention import (
     OPTIONS,
-    arithmetic_of,
     as_dense,
-    kind_of_mask,
+    constants_of,
+    key_of,
     places_of,
     strides_of,
-    widths_of,
 )
-from posenc.kernels.triton.attention_backward import load_lse
-from posenc.kernels.triton.attention_bias import LN2, load_rows, query_start, visible
-from posenc.kernels.triton.attention_bias import LOG2E as TO_LOG2
+from posenc.kernels.triton.attention_parts import (
+    LN2,
+    LOG2E,
+    load_lse,
+    load_rows,
+    queries_of_keys,
+    query_block,
+    query_start,
+    softmax_begin,
+    softmax_end,
+    softmax_step,
+    store_delta,
+    store_rows,
+    visible_rows,
+)
 from posenc.kernels.triton.launch import Launch, find_launch, signature
-from posenc.kernels.triton.terms import store_rows
 
 # Lengths, offsets and windows, which would compile a kernel again.
 UNSPECIALIZED = ["start", "left", "right", "keys", "queries"]
@@ -71,16 +81,8 @@ def count(scores, seen, counts, levels, LAST: tl.constexpr):
 @triton.jit
 def add_tile(state, scores, seen, v, PRECISION: tl.constexpr):
     """One step of the softmax; ``scores`` are in units of e."""
-    total, most, acc = state
-    scores = tl.where(seen, scores * TO_LOG2, float("-inf"))
-    peak = tl.maximum(most, tl.max(scores, 1))
-    # A query that has seen no key yet must not subtract infinities.
-    base = tl.where(peak == float("-inf"), 0.0, peak)
-    weights = tl.exp2(scores - base[:, None])
-    shrink = tl.exp2(most - base)
-    total = total * shrink + tl.sum(weights, 1)
-    acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None], input_precision=PRECISION)
-    return total, peak, acc
+    scores = tl.where(seen, scores * LOG2E, float("-inf"))
+    return softmax_step(state, scores, v, True, PRECISION)
 
 
 @triton.jit
@@ -100,12 +102,7 @@ def forward(
     PRECISION: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
     """Attention of a block of queries, and its log-sum-exp."""
-    blocks = (queries + BLOCK - 1) // BLOCK
-    sequence = tl.program_id(0) // blocks
-    # The last queries see the most keys: begin with them.
-    row0 = (blocks - 1 - tl.program_id(0) % blocks) * BLOCK
-    b = (sequence // HEADS).to(tl.int64)
-    h = (sequence % HEADS).to(tl.int64)
+    sequence, b, h, row0 = query_block(queries, HEADS, BLOCK)
     width: tl.constexpr = (D, BLOCK_D)
     v_width: tl.constexpr = (DV, BLOCK_DV)
     p_width: tl.constexpr = (LAST + 1, BLOCK_P)
@@ -118,14 +115,8 @@ def forward(
     keys_at = k + b * k_b + h // GROUP * k_h
     values_at = v + b * v_b + h // GROUP * v_h
     ends = first + b * ends_b, last + b * ends_b, left, right
-    low, high = visible(own, ends, keys, True, DOCUMENTS, WINDOW)
-    low = tl.where(present, low, keys)
-    high = tl.where(present, high, -1)
-    state = (
-        tl.zeros((BLOCK,), tl.float32),
-        tl.full((BLOCK,), float("-inf"), tl.float32),
-        tl.zeros((BLOCK, BLOCK_DV), tl.float32),
-    )
+    low, high = visible_rows(own, present, ends, keys, True, DOCUMENTS, WINDOW)
+    state = softmax_begin(BLOCK, BLOCK_DV)
     begin = tl.maximum(tl.min(low), 0) // BLOCK
     tile = tl.maximum((tl.max(high) + BLOCK) // BLOCK, begin) - 1
     counts = tl.zeros((BLOCK,), tl.float32)
@@ -144,18 +135,15 @@ def forward(
         value = load_rows(values_at, n * BLOCK, keys, v_t, v_width, BLOCK)
         scores = tl.dot(query, key.T, input_precision=PRECISION) * scale + flat[:, None]
         state = add_tile(state, scores, seen_keys(low, high, n * BLOCK, BLOCK), value, PRECISION)
-    total, most, acc = state
-    nothing = total == 0.0
-    acc = acc / tl.where(nothing, 1.0, total)[:, None]
-    sums = tl.where(nothing, float("-inf"), most + tl.log2(tl.where(nothing, 1.0, total)))
-    tl.store(lse + sequence.to(tl.int64) * queries + at, sums * LN2, mask=present)
+    acc, sums = softmax_end(state)
+    tl.store(lse + sequence * queries + at, sums * LN2, mask=present)
     store_rows(out + b * o_b + h * o_h, acc, at, present, o_t, v_width)
 
 
 @triton.jit
 def gradients_of(scores, seen, g, v, sums, minus, PRECISION: tl.constexpr):
     """The weights of a tile, and the gradients of its scores."""
-    weights = tl.exp2(tl.where(seen, scores * TO_LOG2, float("-inf")) - sums[:, None])
+    weights = tl.exp2(tl.where(seen, scores * LOG2E, float("-inf")) - sums[:, None])
     dp = tl.dot(g, v.T, input_precision=PRECISION)
     return weights, weights * (dp - minus[:, None])
 
@@ -190,11 +178,7 @@ def to_queries(
     all positions, less those of this tile and later ones, plus those of this tile up to the key.
     The first is known at the end, and then multiplies the sum of all gates' slopes and keys.
     """
-    blocks = (queries + BLOCK - 1) // BLOCK
-    sequence = tl.program_id(0) // blocks
-    row0 = (blocks - 1 - tl.program_id(0) % blocks) * BLOCK
-    b = (sequence // HEADS).to(tl.int64)
-    h = (sequence % HEADS).to(tl.int64)
+    sequence, b, h, row0 = query_block(queries, HEADS, BLOCK)
     width: tl.constexpr = (D, BLOCK_D)
     v_width: tl.constexpr = (DV, BLOCK_DV)
     p_width: tl.constexpr = (LAST + 1, BLOCK_P)
@@ -206,18 +190,13 @@ def to_queries(
     level = level.to(tl.float32)
     grad = load_rows(g + b * g_b + h * g_h, row0, queries, g_t, v_width, BLOCK)
     made = load_rows(out + b * o_b + h * o_h, row0, queries, o_t, v_width, BLOCK)
-    of_head = sequence.to(tl.int64) * queries
-    minus = tl.sum(grad.to(tl.float32) * made.to(tl.float32), 1)
-    if LSE_TOO:
-        minus -= tl.load(g_lse + of_head + at, mask=present, other=0.0)
-    tl.store(delta + of_head + at, minus, mask=present)
+    of_head = sequence * queries
+    minus = store_delta(delta + of_head, g_lse + of_head, grad, made, at, present, LSE_TOO)
     sums = load_lse(lse + of_head, at, queries)
     keys_at = k + b * k_b + h // GROUP * k_h
     values_at = v + b * v_b + h // GROUP * v_h
     ends = first + b * ends_b, last + b * ends_b, left, right
-    low, high = visible(own, ends, keys, True, DOCUMENTS, WINDOW)
-    low = tl.where(present, low, keys)
-    high = tl.where(present, high, -1)
+    low, high = visible_rows(own, present, ends, keys, True, DOCUMENTS, WINDOW)
     to_query = tl.zeros((BLOCK, BLOCK_D), tl.float32)
     by_gates = tl.zeros((BLOCK, BLOCK_D), tl.float32)
     to_level = tl.zeros((BLOCK, BLOCK_P), tl.float32)
@@ -295,10 +274,7 @@ def to_keys(
     value = load_rows(v + b * v_b + kv * v_h, column0, keys, v_t, v_width, BLOCK)
     ends = first + b * ends_b, last + b * ends_b, left, right
     # Blocks of queries that see some of these keys.
-    least = tl.maximum(own_start, column0)
-    most = own_start + queries - 1
-    if WINDOW:
-        most = tl.minimum(most, column0 + BLOCK - 1 + left)
+    least, most = queries_of_keys(own_start, column0, queries, left, right, True, WINDOW, BLOCK)
     begin = (least - own_start) // BLOCK
     end = tl.where(most < least, begin, (most - own_start + BLOCK) // BLOCK)
     to_key = tl.zeros((BLOCK, BLOCK_D), tl.float32)
@@ -314,9 +290,8 @@ def to_keys(
             level = load_rows(levels + b * l_b + h * l_h, row0, queries, l_t, p_width, BLOCK)
             level = level.to(tl.float32)
             grad = load_rows(g + b * g_b + h * g_h, row0, queries, g_t, v_width, BLOCK)
-            low, high = visible(own_start + at, ends, keys, True, DOCUMENTS, WINDOW)
-            low = tl.where(present, low, keys)
-            high = tl.where(present, high, -1)
+            own = own_start + at
+            low, high = visible_rows(own, present, ends, keys, True, DOCUMENTS, WINDOW)
             seen = seen_keys(low, high, column0, BLOCK)
             sums = load_lse(lse + of_head, at, queries)
             minus = tl.load(delta + of_head + at, mask=present, other=0.0)
@@ -351,28 +326,22 @@ class Counted:
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, levels: Tensor, call: Any) -> None:
         self.q, self.k, self.v, self.levels = map(as_dense, (q, k, v, levels))
         self.call = call
-        self.places = [self.q if x is None else x for x in call[1:4]]
+        self.places = [self.q if x is None else x for x in (call.starts, call.first, call.last)]
         wide = max(q.shape[3], v.shape[3], levels.shape[3])
         self.kind = (wide > 64) + (wide > 128) + (3 if q.dtype == torch.float32 else 0)
         self.block = TILES[self.kind]
 
     def _run(self, kernel: Any, strided: Any, tokens: Tensor, tensors: Any, **how: Any) -> None:
         call, q, k = self.call, self.q, self.k
-        described = (call.scale, *kind_of_mask(call), *how.values())
-        key = (f"cope {kernel.__name__}", *described, *signature((*tensors, *strided)))
+        key = (f"cope {kernel.__name__}", *key_of(call), *how.values())
+        key = (*key, *signature((*tensors, *strided)))
 
         def prepare() -> Launch:
-            inputs = (self.q, self.k, self.v, self.levels, *strided)
-            strides = [step for x in inputs for step in strides_of(x)]
+            strides = strides_of(q, k, self.v, self.levels, *strided)
             numbers = (call.scale, *strides, *places_of(call), q.shape[2], k.shape[2])
-            constants = {"HEADS": q.shape[1], "GROUP": q.shape[1] // k.shape[1]}
-            constants |= {"D": q.shape[3], "DV": self.v.shape[3]}
             count = self.levels.shape[3]
+            constants = constants_of(q, k, self.v, call) | {"BLOCK": self.block, **how}
             constants |= {"LAST": count - 1, "BLOCK_P": max(16, triton.next_power_of_2(count))}
-            constants |= {"HAS_STARTS": call.starts is not None}
-            constants |= {"DOCUMENTS": call.first is not None, "WINDOW": call.window is not None}
-            constants |= {**how, "PRECISION": arithmetic_of(q)["PRECISION"], "BLOCK": self.block}
-            constants |= widths_of(q, self.v)
             batch, heads, length, _ = tokens.shape
             grid = (triton.cdiv(length, self.block) * batch * heads, 1, 1)
             warps, stages = WARPS[kernel.__name__][self.kind]

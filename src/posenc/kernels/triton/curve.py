@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from posenc.kernels.triton.attention_bias import LN2, LOG2E
+from posenc.kernels.triton.attention_parts import LN2, LOG2E
 from posenc.kernels.triton.launch import OPTIONS, Launch, find_launch, signature
 
 # A curve as the kernels read it: c and L, then slope and height at x = 0 of the line of each

@@ -20,18 +20,31 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from posenc.kernels.triton.attend_arguments import (
+from posenc.kernels.triton.attention import (
     LOG2E,
     OPTIONS,
-    arithmetic_of,
     as_dense,
-    kind_of_mask,
+    block_of,
+    constants_of,
+    key_of,
     places_of,
     strides_of,
-    widths_of,
 )
-from posenc.kernels.triton.attention_backward import load_lse
-from posenc.kernels.triton.attention_bias import LN2, load_rows, query_start, visible
+from posenc.kernels.triton.attention_parts import (
+    LN2,
+    hide,
+    load_lse,
+    load_rows,
+    queries_of_keys,
+    query_block,
+    query_start,
+    softmax_begin,
+    softmax_end,
+    softmax_step,
+    store_delta,
+    store_rows,
+    visible_rows,
+)
 from posenc.kernels.triton.curve import (
     Curve,
     curve_scores,
@@ -182,12 +195,11 @@ def scores_of(
         scores += tl.load(of_keys + columns, mask=inside, other=0.0)[None, :]
     elif HAS[1]:
         scores += along(m, for_keys, distance, rows, zero, f_r, -1, WIDTH, BLOCK, PRECISION).T
-    seen = (columns[None, :] >= low[:, None]) & (columns[None, :] <= high[:, None])
     scores *= scale
     if HAS[2]:
         curve, logs, reach = curves
         scores += curve_scores(curve, logs, reach, rates, own0, column0, (HAS[2], HAS[3]), BLOCK)
-    return tl.where(seen, scores, float("-inf"))
+    return hide(scores, low, high, column0, BLOCK)
 
 
 @triton.jit
@@ -197,7 +209,6 @@ def visit(
     BLOCK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Attend to tiles of keys, see `span`."""
-    total, most, acc = state
     keys_at, values_at, others_at, k_t, v_t, m_t, keys = source
     begin, end = span(tiles, FLAT)
     for n in tl.range(begin, end):
@@ -211,16 +222,9 @@ def visit(
             q, k, p, m, terms, rates, row, row0, own0, first, low, high, scale,
             WIDTH, HAS, FLAT, BLOCK, PRECISION,
         )  # fmt: skip
-        peak = tl.maximum(most, tl.max(scores, 1))
-        # A query that has seen no key yet must not subtract infinities.
-        base = tl.where(peak == float("-inf"), 0.0, peak)
-        weights = tl.exp2(scores - base[:, None])
-        shrink = tl.exp2(most - base)
-        total = total * shrink + tl.sum(weights, 1)
         v = load_rows(values_at, first, keys, v_t, V_WIDTH, BLOCK)
-        acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None], input_precision=PRECISION)
-        most = peak
-    return total, most, acc
+        state = softmax_step(state, scores, v, True, PRECISION)
+    return state
 
 
 @triton.jit
@@ -274,12 +278,7 @@ def forward(
     PRECISION: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
     """Attention of a block of queries, and its log-sum-exp."""
-    blocks = (queries + BLOCK - 1) // BLOCK
-    sequence = tl.program_id(0) // blocks
-    # The last queries see the most keys: begin with them.
-    row0 = (blocks - 1 - tl.program_id(0) % blocks) * BLOCK
-    b = (sequence // HEADS).to(tl.int64)
-    h = (sequence % HEADS).to(tl.int64)
+    sequence, b, h, row0 = query_block(queries, HEADS, BLOCK)
     kv = h // GROUP
     width: tl.constexpr = (D, BLOCK_D)
     v_width: tl.constexpr = (DV, BLOCK_DV)
@@ -288,18 +287,17 @@ def forward(
     at = row0 + tl.arange(0, BLOCK)
     own = own0 + tl.arange(0, BLOCK)
     present = at < queries
-    of_head = sequence.to(tl.int64) * queries
+    of_head = sequence * queries
     query = load_rows(q + b * q_b + h * q_h, row0, queries, q_t, width, BLOCK)
     other = query
     if HAS_QUERIES and not P_IS_Q:
         other = load_rows(p + b * p_b + h * p_h, row0, queries, p_t, width, BLOCK)
     ends = first + b * ends_b, last + b * ends_b, left, right
-    low, high = visible(own, ends, keys, CAUSAL, DOCUMENTS, WINDOW)
-    low = tl.where(present, low, keys)
-    high = tl.where(present, high, -1)
+    low, high = visible_rows(own, present, ends, keys, CAUSAL, DOCUMENTS, WINDOW)
     vectors = for_queries + h * e_h, for_keys + h * f_h, e_r, f_r
+    blocks = (queries + BLOCK - 1) // BLOCK
     sequences = tl.num_programs(0).to(tl.int64) // blocks
-    of_ends = of_p + of_head, of_m + sequence.to(tl.int64) * keys, queries, keys, sequences
+    of_ends = of_p + of_head, of_m + sequence * keys, queries, keys, sequences
     terms = vectors, of_ends, (curve + h * curve_h, logs, reach), rows, zero
     rates = own.to(tl.float32)
     if UNITS:
@@ -307,11 +305,7 @@ def forward(
     keys_at = k + b * k_b + kv * k_h
     values_at = v + b * v_b + kv * v_h
     source = keys_at, values_at, m + b * m_b + kv * m_h, k_t, v_t, m_t, keys
-    state = (
-        tl.zeros((BLOCK,), tl.float32),
-        tl.full((BLOCK,), float("-inf"), tl.float32),
-        tl.zeros((BLOCK, BLOCK_DV), tl.float32),
-    )
+    state = softmax_begin(BLOCK, BLOCK_DV)
     tiles = tiles_of(own0, low, high, rows, zero, has, CAUSAL, BLOCK)
     state = visit(
         state, query, other, source, terms, rates, row0, own0, low, high, scale, tiles,
@@ -322,21 +316,9 @@ def forward(
             state, query, other, source, terms, rates, row0, own0, low, high, scale, tiles,
             width, v_width, has, True, BLOCK, PRECISION,
         )  # fmt: skip
-    total, most, acc = state
-    nothing = total == 0.0
-    acc = acc / tl.where(nothing, 1.0, total)[:, None]
-    sums = tl.where(nothing, float("-inf"), most + tl.log2(tl.where(nothing, 1.0, total)))
+    acc, sums = softmax_end(state)
     tl.store(lse + of_head + at, sums * LN2, mask=present)
     store_rows(out + b * o_b + h * o_h, acc, at, present, o_t, v_width)
-
-
-@triton.jit
-def store_rows(to, x, at, present, step, WIDTH: tl.constexpr):
-    """Write rows, in the dtype of their tensor."""
-    channels = tl.arange(0, WIDTH[1])
-    places = to + at.to(tl.int64)[:, None] * step + channels[None, :]
-    inside = present[:, None] & (channels < WIDTH[0])[None, :]
-    tl.store(places, x.to(to.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -427,11 +409,7 @@ def to_queries(
 
     Those are the gradients of E's ends, and of a curve.
     """
-    blocks = (queries + BLOCK - 1) // BLOCK
-    sequence = tl.program_id(0) // blocks
-    row0 = (blocks - 1 - tl.program_id(0) % blocks) * BLOCK
-    b = (sequence // HEADS).to(tl.int64)
-    h = (sequence % HEADS).to(tl.int64)
+    sequence, b, h, row0 = query_block(queries, HEADS, BLOCK)
     kv = h // GROUP
     width: tl.constexpr = (D, BLOCK_D)
     v_width: tl.constexpr = (DV, BLOCK_DV)
@@ -440,25 +418,21 @@ def to_queries(
     at = row0 + tl.arange(0, BLOCK)
     own = own0 + tl.arange(0, BLOCK)
     present = at < queries
-    of_head = sequence.to(tl.int64) * queries
+    of_head = sequence * queries
     query = load_rows(q + b * q_b + h * q_h, row0, queries, q_t, width, BLOCK)
     other = query
     if HAS_QUERIES and not P_IS_Q:
         other = load_rows(p + b * p_b + h * p_h, row0, queries, p_t, width, BLOCK)
     grad = load_rows(g + b * g_b + h * g_h, row0, queries, g_t, v_width, BLOCK)
     made = load_rows(out + b * o_b + h * o_h, row0, queries, o_t, v_width, BLOCK)
-    minus = tl.sum(grad.to(tl.float32) * made.to(tl.float32), 1)
-    if LSE_TOO:
-        minus -= tl.load(g_lse + of_head + at, mask=present, other=0.0)
-    tl.store(delta + of_head + at, minus, mask=present)
+    minus = store_delta(delta + of_head, g_lse + of_head, grad, made, at, present, LSE_TOO)
     sums = load_lse(lse + of_head, at, queries)
     ends = first + b * ends_b, last + b * ends_b, left, right
-    low, high = visible(own, ends, keys, CAUSAL, DOCUMENTS, WINDOW)
-    low = tl.where(present, low, keys)
-    high = tl.where(present, high, -1)
+    low, high = visible_rows(own, present, ends, keys, CAUSAL, DOCUMENTS, WINDOW)
     vectors = for_queries + h * e_h, for_keys + h * f_h, e_r, f_r
+    blocks = (queries + BLOCK - 1) // BLOCK
     sequences = tl.num_programs(0).to(tl.int64) // blocks
-    of_ends = of_p + of_head, of_m + sequence.to(tl.int64) * keys, queries, keys, sequences
+    of_ends = of_p + of_head, of_m + sequence * keys, queries, keys, sequences
     terms = vectors, of_ends, (curve + h * curve_h, logs, reach), rows, zero
     rates = own.to(tl.float32)
     if UNITS:
@@ -496,7 +470,7 @@ def to_queries(
     if HAS_QUERIES and not P_IS_Q:
         store_rows(dp + b * dp_b + h * dp_h, dp_tile * natural_scale, at, present, dp_t, width)
     if HAS_QUERIES:
-        to = by_row + (sequence.to(tl.int64) * blocks + row0 // BLOCK) * D
+        to = by_row + (sequence * blocks + row0 // BLOCK) * D
         store_total(to, to_first, other, width)
         store_total(to + sequences * blocks * D, to_last, other, width)
     if UNITS:
@@ -504,7 +478,7 @@ def to_queries(
         if LSE_TOO:
             seen = present & (sums < float("inf"))
             total = tl.sum(tl.load(g_lse + of_head + at, mask=seen, other=0.0))
-        to = to_curve + (sequence.to(tl.int64) * blocks + row0 // BLOCK) * 3 * BLOCK_U
+        to = to_curve + (sequence * blocks + row0 // BLOCK) * 3 * BLOCK_U
         position = positions_of(own, ends, keys, DOCUMENTS)
         store_sums(to, of_curve, terms[2][0], rates, position, total, (UNITS, BLOCK_U))
 
@@ -524,9 +498,7 @@ def load_query_tile(
     if HAS[0] and not HAS[4]:
         p = load_rows(others_at, row0, queries, p_t, WIDTH, BLOCK)
     g = load_rows(grads_at, row0, queries, g_t, V_WIDTH, BLOCK)
-    low, high = visible(own_start + at, ends, keys, SEES[0], SEES[1], SEES[2])
-    low = tl.where(inside, low, keys)
-    high = tl.where(inside, high, -1)
+    low, high = visible_rows(own_start + at, inside, ends, keys, SEES[0], SEES[1], SEES[2])
     minus = tl.load(delta + at, mask=inside, other=0.0)
     rates = minus
     if HAS[2]:
@@ -614,13 +586,7 @@ def to_keys(
         m_tile = load_rows(m + b * m_b + kv * m_h, column0, keys, m_t, width, BLOCK)
     ends = first + b * ends_b, last + b * ends_b, left, right
     # Blocks of queries that see some of these keys.
-    least = own_start
-    most = own_start + queries - 1
-    if CAUSAL:
-        least = tl.maximum(least, column0)
-    if WINDOW:
-        least = tl.maximum(least, column0 - right)
-        most = tl.minimum(most, column0 + BLOCK - 1 + left)
+    least, most = queries_of_keys(own_start, column0, queries, left, right, CAUSAL, WINDOW, BLOCK)
     begin = (least - own_start) // BLOCK
     end = tl.where(most < least, begin, (most - own_start + BLOCK) // BLOCK)
     # Up to the block `near` all distances are past the first row, from `far` on past the last.
@@ -847,7 +813,7 @@ class Terms:
         self.p, self.m = self._or_q(p), self.k if m is None else as_dense(m)
         self.e, self.f = self._or_q(for_queries), self._or_q(for_keys)
         self.rows, self.zero, self.call = rows, zero, call
-        self.places = [self.q if x is None else x for x in call[1:4]]
+        self.places = [self.q if x is None else x for x in (call.starts, call.first, call.last)]
         ends = [self._at_ends(x, of) if has else self.q for x, of, has in self._pairs()]
         self.given = (self.q, self.k, self.v, self.p, self.m)
         curve = (self.q, self.q) if self.curve is None else (self.curve.lines, self.curve.logs)
@@ -866,7 +832,7 @@ class Terms:
         def prepare() -> Launch:
             of_vectors = vectors.stride(0), vectors.stride(1) if vectors.shape[1] > 1 else 0
             numbers = (*strides_of(x), *of_vectors, count, len(vectors))
-            width = widths_of(x, x)["BLOCK_D"]
+            width = block_of(x)
             constants = {"HEADS": heads, "GROUP": heads // x.shape[1], "D": x.shape[3]}
             constants |= {"BLOCK_D": width, "BLOCK": max(4096 // width, 16)}
             grid = (triton.cdiv(count, constants["BLOCK"]) * batch * heads, 1, 1)
@@ -885,11 +851,11 @@ class Terms:
         return TILES[kernel.__name__][at if at < 2 and all(self.has) else 2 + at]
 
     def _strides(self, *others: Tensor) -> list[int]:
-        found = [step for x in self.given for step in strides_of(x)]
+        found = strides_of(*self.given)
         for x, has in zip((self.e, self.f), self.has, strict=True):
             found += (x.stride(0), x.stride(1) if x.shape[1] > 1 else 0) if has else (0, 0)
         found.append(0 if self.curve is None else self.curve.lines.stride(0))
-        return found + [step for x in others for step in strides_of(x)]
+        return found + strides_of(*others)
 
     def _run(
         self,
@@ -902,23 +868,18 @@ class Terms:
         **how: Any,
     ) -> None:
         call, q, k = self.call, self.q, self.k
-        described = (*call[7:9], self.zero, *kind_of_mask(call), *how.values(), *more)
-        described = (*described, *self.has, *self.own)
-        key = (kernel.__name__, *described, *signature((*tensors, *strided)))
+        key = (f"terms {kernel.__name__}", self.zero, *key_of(call), *how.values(), *more)
+        key = (*key, *self.has, *self.own, *signature((*tensors, *strided)))
 
         def prepare() -> Launch:
             sizes = (q.shape[2], k.shape[2], self.rows, self.zero, self.reach, *more)
             block, warps, stages = self._tile(kernel)
             numbers = (*scales, *self._strides(*strided), *places_of(call), *sizes)
-            constants = {"HEADS": q.shape[1], "GROUP": q.shape[1] // k.shape[1]}
-            constants |= {"D": q.shape[3], "DV": self.v.shape[3], "HAS_QUERIES": self.has[0]}
             units, block_u = (0, 1) if self.curve is None else (self.curve.units, self.curve.block)
-            constants |= {"HAS_KEYS": self.has[1], "P_IS_Q": self.own[0], "M_IS_K": self.own[1]}
-            constants |= {"UNITS": units, "BLOCK_U": block_u, "CAUSAL": call.causal}
-            constants |= {"HAS_STARTS": call.starts is not None}
-            constants |= {"DOCUMENTS": call.first is not None, "WINDOW": call.window is not None}
-            constants |= {**how, "PRECISION": arithmetic_of(q)["PRECISION"], "BLOCK": block}
-            constants |= widths_of(q, self.v)
+            constants = constants_of(q, k, self.v, call) | {"CAUSAL": call.causal, "BLOCK": block}
+            constants |= {"HAS_QUERIES": self.has[0], "HAS_KEYS": self.has[1], **how}
+            constants |= {"P_IS_Q": self.own[0], "M_IS_K": self.own[1]}
+            constants |= {"UNITS": units, "BLOCK_U": block_u}
             options = {**OPTIONS, "num_warps": warps, "num_stages": stages}
             return Launch(kernel, grid, numbers, constants, **options)
 

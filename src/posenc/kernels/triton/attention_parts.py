@@ -1,4 +1,4 @@
-"""What the attention kernels share: loads, the keys that queries see, and the bias.
+"""Parts of the attention kernels: loads and stores, the keys that queries see, softmax, bias.
 
 Scores are in units of log2, for exp2. A term of the bias that is the same for all keys of a query
 changes no weight. For halves, `column_bias` leaves it out, and `row_bias` adds it to the
@@ -52,6 +52,28 @@ def load_keys(
 
 
 @triton.jit
+def store_rows(to, x, at, present, stride, WIDTH: tl.constexpr):
+    """Write rows, in the dtype of their tensor."""
+    channels = tl.arange(0, WIDTH[1])
+    places = to + at.to(tl.int64)[:, None] * stride + channels[None, :]
+    inside = present[:, None] & (channels < WIDTH[0])[None, :]
+    tl.store(places, x.to(to.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def query_block(queries, HEADS: tl.constexpr, BLOCK: tl.constexpr):
+    """The sequence of this program's queries, its batch entry and head, and the first query.
+
+    There is one axis of programs, because CUDA's other axes have at most 65,535. The last queries
+    see the most keys, so the first programs have them.
+    """
+    blocks = (queries + BLOCK - 1) // BLOCK
+    sequence = (tl.program_id(0) // blocks).to(tl.int64)
+    row0 = (blocks - 1 - tl.program_id(0) % blocks) * BLOCK
+    return sequence, sequence // HEADS, sequence % HEADS, row0
+
+
+@triton.jit
 def query_start(starts, start, b, starts_b, HAS_STARTS: tl.constexpr):
     """The key index of a sequence's first query."""
     if HAS_STARTS:
@@ -79,6 +101,91 @@ def visible(own, ends, keys, CAUSAL: tl.constexpr, DOCUMENTS: tl.constexpr, WIND
         low = tl.maximum(low, own - left)
         high = tl.minimum(high, own + right)
     return low, high
+
+
+@triton.jit
+def visible_rows(
+    own, present, ends, keys, CAUSAL: tl.constexpr, DOCUMENTS: tl.constexpr, WINDOW: tl.constexpr
+):
+    """As `visible`; rows that are not ``present`` see no key."""
+    low, high = visible(own, ends, keys, CAUSAL, DOCUMENTS, WINDOW)
+    return tl.where(present, low, keys), tl.where(present, high, -1)
+
+
+@triton.jit
+def hide(scores, low, high, column0, BLOCK: tl.constexpr):
+    """``-inf`` for keys that are not seen."""
+    columns = column0 + tl.arange(0, BLOCK)
+    seen = (columns[None, :] >= low[:, None]) & (columns[None, :] <= high[:, None])
+    return tl.where(seen, scores, float("-inf"))
+
+
+@triton.jit
+def softmax_begin(BLOCK: tl.constexpr, BLOCK_DV: tl.constexpr):
+    """The state of a softmax: for each query the sum of weights, the greatest score, the output."""
+    return (
+        tl.zeros((BLOCK,), tl.float32),
+        tl.full((BLOCK,), float("-inf"), tl.float32),
+        tl.zeros((BLOCK, BLOCK_DV), tl.float32),
+    )
+
+
+@triton.jit
+def softmax_step(state, scores, v, MASKED: tl.constexpr, PRECISION: tl.constexpr):
+    """The state after a tile of keys; ``scores`` are in units of log2."""
+    total, most, acc = state
+    peak = tl.maximum(most, tl.max(scores, 1))
+    base = peak
+    if MASKED:
+        # A query that has seen no key yet must not subtract infinities.
+        base = tl.where(peak == float("-inf"), 0.0, peak)
+    weights = tl.exp2(scores - base[:, None])
+    shrink = tl.exp2(most - base)
+    total = total * shrink + tl.sum(weights, 1)
+    acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None], input_precision=PRECISION)
+    return total, peak, acc
+
+
+@triton.jit
+def softmax_end(state):
+    """The output, and the log-sum-exp in units of log2; zeros and ``-inf`` where no key is seen."""
+    total, most, acc = state
+    nothing = total == 0.0
+    total = tl.where(nothing, 1.0, total)
+    return acc / total[:, None], tl.where(nothing, float("-inf"), most + tl.log2(total))
+
+
+@triton.jit
+def load_lse(lse, rows, queries):
+    """The log-sum-exps; infinity where a query sees nothing, so that its weights are zero."""
+    sums = tl.load(lse + rows, mask=(rows >= 0) & (rows < queries), other=float("-inf")) * LOG2E
+    return tl.where(sums == float("-inf"), float("inf"), sums)
+
+
+@triton.jit
+def store_delta(delta, g_lse, grad, made, at, present, LSE_TOO: tl.constexpr):
+    """``delta`` of a block of queries: the row sums of ``dO * O``, less the lse's gradient."""
+    minus = tl.sum(grad.to(tl.float32) * made.to(tl.float32), 1)
+    if LSE_TOO:
+        minus -= tl.load(g_lse + at, mask=present, other=0.0)
+    tl.store(delta + at, minus, mask=present)
+    return minus
+
+
+@triton.jit
+def queries_of_keys(
+    own_start, column0, queries, left, right,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The first and the last query, counted as keys, that may see some of a tile's keys."""
+    least = own_start
+    most = own_start + queries - 1
+    if CAUSAL:
+        least = tl.maximum(least, column0)
+    if WINDOW:
+        least = tl.maximum(least, column0 - right)
+        most = tl.minimum(most, column0 + BLOCK - 1 + left)
+    return least, most
 
 
 @triton.jit
@@ -206,31 +313,3 @@ def add_bias(
         columns = column0 + tl.arange(0, BLOCK_N)
         bias = column_bias(numbers, own0, columns, keys, HOW[0])[:, None]
     return scores * scale + bias
-
-
-@triton.jit(do_not_specialize=["start", "width"])
-def pad_table(values, padded, start, values_h, values_t, width, BLOCK: tl.constexpr):
-    """A head's table as `tile_bias` reads it: from its largest distance on, in units of log2."""
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    h = tl.program_id(1).to(tl.int64)
-    column = tl.minimum(tl.maximum(width - 1 + PAD - at, 0), width - 1)
-    numbers = tl.load(values + h * values_h + column.to(tl.int64) * values_t).to(tl.float32)
-    size = width + 2 * PAD
-    tl.store(padded + h * size + at, numbers * LOG2E, mask=at < size)
-
-
-@triton.jit(do_not_specialize=["start", "keys"])
-def longest_keys(
-    k, norms, start, k_b, k_h, k_t, keys,
-    KV_HEADS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, NORMS: tl.constexpr,
-):  # fmt: skip
-    """The norm of the longest of ``NORMS`` keys; infinity for NaN, which must prune nothing."""
-    b = (tl.program_id(0) // KV_HEADS).to(tl.int64)
-    kv = (tl.program_id(0) % KV_HEADS).to(tl.int64)
-    at = k + b * k_b + kv * k_h
-    width: tl.constexpr = (D, BLOCK_D)
-    rows = load_rows(at, tl.program_id(1) * NORMS, keys, k_t, width, NORMS).to(tl.float32)
-    squares = tl.sum(rows * rows, 1)
-    longest = tl.max(tl.where(squares == squares, squares, float("inf")))
-    to = norms + tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
-    tl.store(to, tl.sqrt(longest))
