@@ -2,6 +2,7 @@
 
 import copy
 import importlib.util
+import inspect
 import pkgutil
 import re
 from pathlib import Path
@@ -307,3 +308,11 @@ def test_public_arguments_have_no_names_of_other_libraries():
     }
     for _, name, signature in signatures.signatures():
         assert not theirs & signature.parameters.keys(), name
+
+
+def test_public_signatures_are_written_out():
+    """Only what passes arguments on to a constructor may take keywords of any name."""
+    for _, name, signature in signatures.signatures():
+        passes_on = name.split(".")[-1] in ("replace", "from_config", "rope_layers")
+        kinds = {p.kind for p in signature.parameters.values()}
+        assert passes_on or inspect.Parameter.VAR_KEYWORD not in kinds, name

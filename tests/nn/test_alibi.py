@@ -60,7 +60,7 @@ def test_bad_input_is_named():
         alibi.get_bias(3.0)
     with pytest.raises(ValueError, match=r"scores must have shape \(\.\.\., 4, Q, K\)"):
         alibi.add_bias(torch.zeros(2, 3, 5, 5))
-    with pytest.raises(ValueError, match="ALiBi: k_len must be at least q_len=5, got 4"):
+    with pytest.raises(ValueError, match="k_len must be at least q_len=5, got 4"):
         alibi.add_bias(torch.zeros(4, 5, 4))
     with pytest.raises(TypeError, match="scores must be a float16"):
         alibi.add_bias(torch.zeros(4, 5, 5).long())
@@ -137,7 +137,7 @@ def test_bad_slopes_are_named():
         ALiBi(2, slopes="ab")
     with pytest.raises(ValueError, match="must select at least one of the 8 heads"):
         ALiBi(8).select_heads(4, 9)
-    with pytest.raises(ValueError, match="causal must be True for a bias of keys alone"):
+    with pytest.raises(ValueError, match="causal must be True for a bias of each key"):
         ALiBi(8, causal=False).key_bias(4)
 
 
@@ -147,7 +147,6 @@ def test_scores_keep_their_shape_with_slopes_of_each_sequence():
     got = ALiBi(2, slopes=slopes).add_bias(scores)
     for each, row, x in zip(got, slopes, scores, strict=True):
         assert torch.equal(each, ALiBi(2, slopes=row).add_bias(x))
-    assert ALiBi(2, slopes=slopes[:1]).add_bias(scores[0]).shape == (2, 4, 5)
     for shape in [(1, 2, 4, 5), (2, 4, 5), (2, 2, 4, 5)]:
         with pytest.raises(ValueError, match=r"scores must have shape \(3, 2, Q, K\)"):
             ALiBi(2, slopes=slopes).add_bias(torch.randn(shape))

@@ -195,11 +195,6 @@ def test_what_does_not_fit_is_refused():
         SelfExtend(ROPE, group=0, window=5)
     with pytest.raises(ValueError, match="channels of q must be 16, got 8"):
         extend.attention(q[..., :8], k[..., :8], v)
-    with pytest.raises(TypeError, match="takes the keywords"):
-        extend.attention(q, k, v, mask=None)
-    for ignored in ({"attn_mask": torch.ones(8, 8).bool()}, {"dropout_p": 0.1}, {"prune": True}):
-        with pytest.raises(TypeError, match="takes the keywords scale, query_offset, document_ids"):
-            extend.attention(q, k, v, **ignored)
     with pytest.raises(ValueError, match="at least as many keys"):
         extend.attention(q, k[:, :, :3], v[:, :, :3])
     with pytest.raises(AttributeError, match="window is read-only"):

@@ -252,8 +252,6 @@ def test_tensors_of_another_layer_are_refused():
         posenc.RelativeKeys(D, max_distance=3, num_heads=4).attention(q, k, v)
     with pytest.raises(ValueError, match="q must have 4 heads, one for each of the bias, got 2"):
         posenc.TransformerXLBias(H, embed_dim=E).attention(q, k, v)
-    with pytest.raises(TypeError, match="DeBERTaBias: attention takes the keywords"):
-        posenc.DeBERTaBias(2, head_dim=D, causal=False).attention(q, k, v, is_causal=True)
 
 
 @pytest.mark.parametrize("reach", [(3, 5), (-5, -3), 4, (-1.0, 2.0), (0,)])

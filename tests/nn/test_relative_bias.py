@@ -32,7 +32,6 @@ OTHERS = {
 }
 EACH = pytest.mark.parametrize("make", TABLES.values(), ids=TABLES)
 PARAMETERS = {**LEARNED, **OTHERS}
-EACH_LEARNED = pytest.mark.parametrize("make", PARAMETERS.values(), ids=PARAMETERS)
 
 
 def exact(module, q, k, v, bias):
@@ -100,18 +99,6 @@ def test_tensors_that_do_not_match_are_refused_by_the_modules_name(make):
         module.attention(q[:, :2], k[:, :2], v[:, :2])
     with pytest.raises(ValueError, match="k_len must be at least q_len=5"):
         module.bias(5, 3)
-
-
-@EACH_LEARNED
-@pytest.mark.parametrize("keyword", ["causal", "is_causal"])
-def test_a_keyword_that_attention_does_not_take_is_refused_by_the_modules_name(make, keyword):
-    """A forgetting gate, whose bias is for earlier keys alone, took causal=False."""
-    module = make()
-    inputs = list(torch.randn(3, 1, 4, 6, 8).unbind())
-    inputs += [torch.zeros(6, 6)] * isinstance(module, posenc.ForgetGate)
-    rule = f"{type(module).__name__}: attention takes the keywords scale, .*, got {keyword}"
-    with pytest.raises(TypeError, match=rule):
-        module.attention(*inputs, **{keyword: False})
 
 
 @EACH

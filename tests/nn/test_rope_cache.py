@@ -72,9 +72,7 @@ def test_tokens_need_their_positions(where):
     """They may be of several sequences, and counting on from one to the next would be wrong."""
     q, k, v = (x[0].transpose(0, 1) for x in example())
     caches = torch.zeros(2, 3, 4, 2, 8)
-    with pytest.raises(
-        ValueError, match=r"rotate_and_cache: position_ids must be given for tokens"
-    ):
+    with pytest.raises(ValueError, match=r"rotate_and_cache: tokens \(T, H, D\) need position_ids"):
         RoPE(8).rotate_and_cache(q, k, v, *caches, SLOTS[0], **where)
     assert not caches.any()
 

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Any
 
 from torch import Tensor
 
-from posenc.attention.biased import AttentionOptions, attend
+from posenc.attention.biased import attend
 from posenc.attention.biases import Slopes
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 
 def alibi_attention(
@@ -20,26 +17,22 @@ def alibi_attention(
     slopes: Tensor,
     *,
     causal: bool = True,
-    **options: Unpack[AttentionOptions],
+    scale: float | None = None,
+    query_offset: int | Tensor | None = None,
+    document_ids: Tensor | None = None,
+    window: int | tuple[int, int] | None = None,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    prune: bool = True,
+    backend: str | None = None,
 ) -> Tensor:
     r"""Attention with ALiBi, without an ``L × L`` matrix and without far keys.
 
     .. math:: \sum_j \text{softmax}_j(s\, q_i \cdot k_j - m\,|i - j|)\, v_j
 
     Far keys are pruned where their weights together are provably below the rounding of the output;
-    see ``docs/alibi.md``. Gradients reach ``slopes`` too.
-
-    Args:
-        q: ``(B, H, Q, D)``.
-        k: ``(B, Hk, K, D)`` with ``H`` a multiple of ``Hk`` and ``K`` at least ``Q``.
-        v: ``(B, Hk, K, Dv)``.
-        slopes: ``(H,)`` or ``(B, H)``.
-        causal: Whether a query sees only keys up to its own.
-        **options: ``scale``, ``query_offset``, ``document_ids``, ``window``, ``attn_mask``,
-            ``dropout_p``, ``prune`` and ``backend``, as in :func:`biased_attention`.
-
-    Returns:
-        ``(B, H, Q, Dv)`` in the dtype of ``q``.
+    see ``docs/alibi.md``. Gradients reach ``slopes``, ``(H,)`` or ``(B, H)``, too. Other arguments,
+    and the result, are those of :func:`biased_attention`.
 
     Examples:
         >>> import torch
@@ -48,5 +41,7 @@ def alibi_attention(
         >>> alibi_attention(q, k, v, alibi_slopes(8)).shape
         torch.Size([1, 8, 512, 64])
     """
-    who = "alibi_attention"
-    return attend(who, q, k, v, Slopes(slopes), causal=causal, **options)[0]
+    how: Any = {"causal": causal, "scale": scale, "query_offset": query_offset}
+    how |= {"document_ids": document_ids, "window": window}
+    how |= {"attn_mask": attn_mask, "dropout_p": dropout_p, "prune": prune, "backend": backend}
+    return attend("alibi_attention", q, k, v, Slopes(slopes), **how)[0]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,42 +20,7 @@ from posenc.attention.biases import (
     check_bias,
     stored,
 )
-from posenc.functional.alibi import KeyOptions
 from posenc.numerics.spans import document_ends
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
-
-class AttentionOptions(KeyOptions, total=False):
-    """The keywords of :func:`biased_attention` that the modules' ``attention`` takes too."""
-
-    scale: float | None
-    attn_mask: Tensor | None
-    dropout_p: float
-    prune: bool
-    backend: str | None
-
-
-_OPTIONS = (
-    "scale",
-    "query_offset",
-    "document_ids",
-    "window",
-    "attn_mask",
-    "dropout_p",
-    "prune",
-    "backend",
-)
-
-
-def check_options(who: str, options: Any, taken: tuple[str, ...] = _OPTIONS) -> None:
-    """Refuse a keyword that the ``attention`` of a module does not take."""
-    for name in options:
-        if name not in taken:
-            rule = f"attention takes the keywords {', '.join(taken)}"
-            hint = "Padding is for document_ids; causal is for the constructor, if it takes it."
-            checks.fail(who, rule, name, hint, TypeError)
 
 
 def biased_attention(
@@ -131,7 +96,14 @@ def biased_attention_with_lse(
     bias: Bias | None = None,
     *,
     causal: bool = True,
-    **options: Unpack[AttentionOptions],
+    scale: float | None = None,
+    query_offset: int | Tensor | None = None,
+    document_ids: Tensor | None = None,
+    window: int | tuple[int, int] | None = None,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    prune: bool = True,
+    backend: str | None = None,
 ) -> tuple[Tensor, Tensor]:
     r"""As :func:`biased_attention`, with the log-sum-exp of each query's biased scores.
 
@@ -147,7 +119,10 @@ def biased_attention_with_lse(
         >>> lse.shape
         torch.Size([1, 8, 512])
     """
-    return attend("biased_attention_with_lse", q, k, v, bias, causal=causal, **options)
+    how: Any = {"causal": causal, "scale": scale, "query_offset": query_offset}
+    how |= {"document_ids": document_ids, "window": window}
+    how |= {"attn_mask": attn_mask, "dropout_p": dropout_p, "prune": prune, "backend": backend}
+    return attend("biased_attention_with_lse", q, k, v, bias, **how)
 
 
 def attend(

@@ -18,32 +18,11 @@ from posenc.attention.biases import (
     check_sequences,
     heads_of,
 )
-from posenc.functional.alibi import KeyOptions
 from posenc.numerics.spans import Ends, Window, document_ends
 
 ScoreMod: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 MaskMod: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 _Read: TypeAlias = Callable[[Tensor, Tensor], Tensor]
-
-
-class MaskModOptions(KeyOptions, total=False):
-    """The keywords of :func:`alibi_mask_mod` that :meth:`posenc.ALiBi.mask_mod` takes too."""
-
-    base: MaskMod | None
-
-
-class ModOptions(KeyOptions, total=False):
-    """The keywords of :func:`relative_score_mod` that the modules' ``score_mod`` takes too."""
-
-    masked: bool
-    base: ScoreMod | None
-
-
-class ScoreModOptions(ModOptions, total=False):
-    """The keywords of :func:`alibi_score_mod` that :meth:`posenc.ALiBi.score_mod` takes too."""
-
-    position_ids: Tensor | None
-    head_offset: int
 
 
 def alibi_score_mod(

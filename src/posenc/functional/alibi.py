@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, TypedDict
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,21 +11,6 @@ from posenc._contract import checks, qk_checks
 from posenc.numerics.slopes import head_slopes
 from posenc.numerics.spans import Window, document_ends, gather_rows, spans
 from posenc.numerics.tables import float64_device, round_once
-
-
-class KeyOptions(TypedDict, total=False):
-    """Keywords that say where the queries are among the keys, and which keys they see."""
-
-    query_offset: int | Tensor | None
-    document_ids: Tensor | None
-    window: int | tuple[int, int] | None
-
-
-class BiasOptions(KeyOptions, total=False):
-    """The keywords of :func:`alibi_bias` that :meth:`posenc.ALiBi.bias` takes too."""
-
-    position_ids: Tensor | None
-    dtype: torch.dtype
 
 
 def alibi_slopes(

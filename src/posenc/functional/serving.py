@@ -2,19 +2,35 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
+import torch
 from torch import Tensor
 
-from posenc.functional._cache import (
-    CacheOptions,
-    as_batch,
-    as_given,
-    cache_at_once,
-    cache_rows,
-    check_write,
-)
+from posenc import kernels
+from posenc._contract import checks
+from posenc._contract.overlap import check_inference_mode, check_no_internal_overlap, overlaps
+from posenc._contract.position_checks import Limit, check_position
+from posenc._contract.tracing import is_plain
+from posenc.functional.norm import check_weight, is_norm
 from posenc.functional.rotary import arguments, layout_of, swap_heads
+from posenc.kernels import LARGEST, Norm, RowOutOfRange, Rows, SlotOutOfRange, Spec, Store, Write
+from posenc.kernels.cache import rotate_and_cache_op
+from posenc.kernels.spec import PAGES_OF_TOKENS
 
-_WHO = "rotate_and_cache"
+
+class CacheOptions(NamedTuple):
+    """The arguments of :func:`rotate_and_cache` that do not belong to the rotation."""
+
+    q_weight: Tensor | None
+    k_weight: Tensor | None
+    eps: float
+    zero_centered: bool
+    k_scale: Tensor | None
+    v_scale: Tensor | None
+    k_scale_cache: Tensor | None
+    v_scale_cache: Tensor | None
+    cache_layout: str
 
 
 def rotate_and_cache(
@@ -86,7 +102,7 @@ def rotate_and_cache(
         seq_dim: The dimension of the tokens.
         interleaved: The pairs.
         interleaved_out: The pairs of the result.
-        last: Rotate the last channels.
+        last: Whether the last channels are rotated.
 
     Returns:
         The rotated ``q``, a new tensor.
@@ -102,27 +118,255 @@ def rotate_and_cache(
         (tensor([ 0.,  0.,  0.,  0., -4.,  3.,  0.,  0.]),
          tensor([0., 0., 0., 0., 3., 4., 0., 0.]))
     """
-    options: CacheOptions = {
-        "q_weight": q_weight,
-        "k_weight": k_weight,
-        "eps": eps,
-        "zero_centered": zero_centered,
-        "k_scale": k_scale,
-        "v_scale": v_scale,
-        "k_scale_cache": k_scale_cache,
-        "v_scale_cache": v_scale_cache,
-        "cache_layout": cache_layout,
-    }
-    caches = k_cache, v_cache
+    options = CacheOptions(
+        q_weight,
+        k_weight,
+        eps,
+        zero_centered,
+        k_scale,
+        v_scale,
+        k_scale_cache,
+        v_scale_cache,
+        cache_layout,
+    )
+    who, caches = "rotate_and_cache", (k_cache, v_cache)
     layout = layout_of(offset, position_ids, seq_dim, interleaved, interleaved_out, last)
     where = slot_mapping, position_ids, offset, layout
-    rotated = cache_at_once((q, k, v), (cos, sin), caches, *where, **options)
+    rotated = cache_at_once((q, k, v), (cos, sin), caches, *where, options)
     if rotated is not None:
         return rotated
-    (q, k, v), seq_dim, as_tokens = as_batch(_WHO, q, k, v, seq_dim)
+    (q, k, v), seq_dim, as_tokens = as_batch(who, q, k, v, seq_dim)
     how = offset, position_ids, seq_dim, interleaved, interleaved_out, last
-    limit, (q, k), cos, sin, rows, spec = arguments(_WHO, "qk", [q, k], cos, sin, *how)
+    limit, (q, k), cos, sin, rows, spec = arguments(who, "qk", [q, k], cos, sin, *how)
     (v,) = swap_heads([v], seq_dim)
-    write = check_write(_WHO, (q, k, v), caches, slot_mapping, as_tokens=as_tokens, **options)
-    rotated = cache_rows(_WHO, limit, write, cos, sin, rows, spec)
+    write = check_write(who, (q, k, v), caches, slot_mapping, as_tokens, options)
+    rotated = cache_rows(who, limit, write, cos, sin, rows, spec)
     return as_given(rotated, seq_dim, as_tokens)
+
+
+def cache_at_once(
+    qkv: tuple[Any, Any, Any],
+    tables: tuple[Any, Any],
+    caches: tuple[Any, Any],
+    slots: Any,
+    position_ids: Any,
+    offset: Any,
+    layout: int,
+    options: CacheOptions,
+) -> Tensor | None:
+    """The rotated queries if native code takes all arguments as they are, or None."""
+    q_weight, k_weight, eps, zero_centered, *scales, cache_layout = options
+    if layout < 0 or not is_norm(eps, zero_centered) or cache_layout not in ("NHD", "HND"):
+        return None
+    k_scale, v_scale, k_scale_cache, v_scale_cache = scales
+    if all(scale is None for scale in scales):
+        # A cache of 8 bits needs a scale.
+        if not all(isinstance(t, Tensor) and t.dtype is qkv[0].dtype for t in caches):
+            return None
+    elif (k_scale is None) == (k_scale_cache is None) or (v_scale is None) == (
+        v_scale_cache is None
+    ):
+        return None
+    layout += PAGES_OF_TOKENS if cache_layout == "NHD" else 0
+    read = slots, q_weight, k_weight, k_scale, v_scale
+    how = position_ids, offset, layout, eps, 1.0 if zero_centered else 0.0
+    written = *caches, k_scale_cache, v_scale_cache
+    result: Tensor | None = rotate_and_cache_op.at_once(*qkv, *written, *read, *tables, *how)
+    return result
+
+
+def as_batch(
+    who: str, q: Tensor, k: Tensor, v: Tensor, seq_dim: int
+) -> tuple[list[Tensor], int, bool]:
+    """Tokens ``(T, H, D)`` as one sequence ``(1, T, H, D)``, its ``seq_dim``, and if they were."""
+    as_tokens = checks.float_tensor(who, "q", q).dim() == 3
+    if q.dim() not in (3, 4):
+        checks.rank(who, "q", q, (3, 4), "(B, H, L, D), (B, L, H, D) or (T, H, D)")
+    axes = "(T, H, D)" if as_tokens else "that of q, (B, heads, L, D) or (B, L, heads, D)"
+    for name, x in (("k", k), ("v", v)):
+        checks.float_tensor(who, name, x)
+        if x.dim() != q.dim():
+            checks.rank(who, name, x, (q.dim(),), axes)
+    if not as_tokens:
+        return [q, k, v], seq_dim, False
+    return [q[None], k[None], v[None]], 1, True
+
+
+def as_given(rotated: Tensor, seq_dim: int, as_tokens: bool) -> Tensor:
+    """The rotated ``(B, H, L, D)`` in the order of the user's tensor."""
+    rotated = swap_heads([rotated], seq_dim)[0]
+    return rotated[0] if as_tokens else rotated
+
+
+def check_write(
+    who: str,
+    qkv: tuple[Tensor, Tensor, Tensor],
+    caches: tuple[Tensor, Tensor],
+    slots: Tensor,
+    as_tokens: bool,
+    options: CacheOptions,
+) -> Write:
+    """Check all arguments but the rotation's; q and k are checked, and ``(B, H, L, D)`` like v."""
+    q, k, v = qkv
+    _check_values(who, q, k, v)
+    if options.q_weight is not None:
+        check_weight(who, "q_weight", options.q_weight, q)
+    if options.k_weight is not None:
+        check_weight(who, "k_weight", options.k_weight, k)
+    eps = checks.positive_float(who, "eps", options.eps)
+    shift = 1.0 if checks.boolean(who, "zero_centered", options.zero_centered) else 0.0
+    if options.cache_layout not in ("NHD", "HND"):
+        hint = "NHD is (pages, page, heads, D), and HND is (pages, heads, page, D)."
+        checks.fail(who, 'cache_layout must be "NHD" or "HND"', repr(options.cache_layout), hint)
+    slots = _check_slots(who, slots, q, as_tokens)
+    nhd = options.cache_layout == "NHD"
+    k_scales, v_scales = options.k_scale_cache, options.v_scale_cache
+    k_store = _check_store(who, "k", k, caches[0], options.k_scale, k_scales, slots, nhd)
+    v_store = _check_store(who, "v", v, caches[1], options.v_scale, v_scales, slots, nhd)
+    if k_store.slots() != v_store.slots():
+        got = f"{k_store.slots()} and {v_store.slots()}"
+        hint = "Give both caches as many pages of the same length."
+        checks.fail(who, "k_cache and v_cache must have one number of slots", got, hint)
+    _check_caches(who, *caches, k_scales, v_scales)
+    norm = Norm(eps, shift)
+    return Write(q, k, v, slots, k_store, v_store, options.q_weight, options.k_weight, norm)
+
+
+def cache_rows(
+    who: str, limit: Limit, write: Write, cos: Tensor, sin: Tensor, rows: Rows, spec: Spec
+) -> Tensor:
+    """Run the kernel; a row or a slot out of range raises ValueError before anything is written.
+
+    A row outside the tables that ``limit`` allows raises `RowOutOfRange`.
+    """
+    if torch.is_grad_enabled():
+        *tensors, k_store, v_store, q_weight, k_weight, _ = write
+        read = *tensors, q_weight, k_weight, cos, sin
+        if any(t is not None and t.requires_grad for t in (*read, *k_store, *v_store)):
+            rule = "no tensor may require a gradient, because a cache passes none on"
+            checks.fail(who, rule, "one that does", "Call it under torch.no_grad().")
+    try:
+        return kernels.rotate_and_cache(write, cos, sin, rows, spec)
+    except RowOutOfRange as error:
+        check_position(who, error.row, limit)
+        raise
+    except SlotOutOfRange as error:
+        rule = f"slot_mapping must be in [0, {write.k_store.slots()}), or -1 to store nothing"
+        checks.fail(who, rule, error.slot, "slot = page index * page size + index in the page.")
+
+
+def _check_values(who: str, q: Tensor, k: Tensor, v: Tensor) -> None:
+    (batch, _, length, width), (wanted, _, tokens, _) = v.shape, q.shape
+    if batch != wanted or length != tokens or width == 0:
+        rule = "v must have the batch and length of q and k, and at least one channel"
+        got = f"(B, H, L, D) of {tuple(v.shape)} for {tuple(q.shape)}"
+        checks.fail(who, rule, got, "Pass one value for each key; for (B, L, H, D), seq_dim=1.")
+    if not (q.dtype == k.dtype == v.dtype and q.device == v.device):
+        got = ", ".join(f"{x.dtype} on {x.device}" for x in (q, k, v))
+        checks.fail(who, "q, k and v must have one dtype and device", got, "Convert them first.")
+
+
+def _check_slots(who: str, slots: Any, q: Tensor, as_tokens: bool) -> Tensor:
+    """``slots`` as ``[B, L]``."""
+    wanted = (q.shape[2],) if as_tokens else (q.shape[0], q.shape[2])
+    typed = isinstance(slots, Tensor) and slots.dtype in (torch.int64, torch.int32)
+    if not typed or slots.shape != wanted:
+        rule = f"slot_mapping must be an int64 or int32 tensor of shape {wanted}"
+        hint = "Pass one slot for each token, -1 for one that is not stored."
+        error = ValueError if typed else TypeError
+        checks.fail(who, rule, checks.describe(slots), hint, error)
+    if slots.device != q.device:
+        checks.fail(who, f"slot_mapping must be on {q.device}", slots.device, "Move them there.")
+    return slots[None] if as_tokens else slots  # type: ignore[no-any-return]
+
+
+def _check_store(
+    who: str,
+    name: str,
+    x: Tensor,
+    cache: Any,
+    scale: Any,
+    scales: Any,
+    slots: Tensor,
+    nhd: bool,
+) -> Store:
+    """The cache of ``x`` and its scales, all with heads before tokens."""
+    if not isinstance(cache, Tensor) or (cache.dtype != x.dtype and cache.dtype not in LARGEST):
+        rule = f"{name}_cache must be a tensor in {x.dtype}, float8_e4m3fn, float8_e5m2 or int8"
+        got = cache.dtype if isinstance(cache, Tensor) else checks.describe(cache)
+        checks.fail(who, rule, got, f"Make it in the dtype of {name}.", TypeError)
+    (_, heads, _, width), shape = x.shape, cache.shape
+    if len(shape) != 4 or shape[2 if nhd else 1] != heads or shape[3] != width:
+        axes = f"(pages, page, {heads}, {width})" if nhd else f"(pages, {heads}, page, {width})"
+        hint = 'Pass cache_layout="HND" for caches that have heads before tokens.'
+        checks.fail(who, f"{name}_cache must be {axes}", f"shape {tuple(shape)}", hint)
+    if cache.stride(3) != 1 or cache.device != x.device:
+        got = f"strides {cache.stride()} on {cache.device}"
+        rule = f"{name}_cache must be dense along its last dimension, on {x.device}"
+        checks.fail(who, rule, got, "Call contiguous(), or move it.")
+    view = cache.transpose(1, 2) if nhd else cache
+    if scale is None and scales is None:
+        if cache.dtype in LARGEST:
+            rule = f"{name}_cache of 8 bits needs {name}_scale or {name}_scale_cache"
+            hint = f"Pass the {name}_scales[layer] of a PagedCache with scales, or a {name}_scale."
+            checks.fail(who, rule, f"a {cache.dtype} cache and neither", hint)
+        return Store(view)
+    both = scale is not None and scales is not None
+    if both or cache.dtype == x.dtype:
+        rule = f"{name}_scale and {name}_scale_cache exclude each other, and need a cache of 8 bits"
+        got = "both" if both else f"one for a {cache.dtype} cache"
+        checks.fail(who, rule, got, "Pass one of them, or none.")
+    given = scales if scale is None else scale
+    if not isinstance(given, Tensor) or given.dtype != torch.float32:
+        rule = f"{name}_scale and {name}_scale_cache must be float32 tensors"
+        hint = f"Pass torch.tensor(scale, device={name}.device), for example."
+        checks.fail(who, rule, checks.describe(given), hint, TypeError)
+    if given.device != x.device:
+        checks.fail(who, f"scales must be on {x.device}", given.device, "Move them there.")
+    if scale is not None:
+        scale = _expanded(who, f"{name}_scale", scale, (*slots.shape, heads))
+        # A kernel would not see the negative bit.
+        return Store(view, scale.resolve_neg().transpose(1, 2))
+    if scales.shape != shape[:3]:
+        rule = f"{name}_scale_cache must have shape {tuple(shape[:3])}"
+        got = f"shape {tuple(scales.shape)}"
+        checks.fail(who, rule, got, "Pass one scale for each row of the cache.")
+    return Store(view, None, scales.transpose(1, 2) if nhd else scales)
+
+
+def _expanded(who: str, name: str, scale: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """``scale`` as a view of ``shape``, (B, L, heads)."""
+    sizes = zip(reversed(scale.shape), reversed(shape), strict=False)
+    # Two comparisons, because torch.compile cannot search a tuple for a symbolic size.
+    if scale.dim() > 3 or any(size != 1 and size != wanted for size, wanted in sizes):
+        rule = f"{name} must broadcast to {shape}, tokens and heads"
+        got = f"shape {tuple(scale.shape)}"
+        checks.fail(who, rule, got, "Pass (), (heads,), or one for each token with a last 1.")
+    return scale.expand(shape)
+
+
+def _check_caches(
+    who: str, k_cache: Tensor, v_cache: Tensor, k_scales: Tensor | None, v_scales: Tensor | None
+) -> None:
+    """Refuse caches and scales that must not be written, or that share elements."""
+    tensors = [t for t in (k_cache, v_cache, k_scales, v_scales) if t is not None]
+    for t in tensors:
+        check_no_internal_overlap(who, t)
+    if not is_plain(*tensors):
+        return
+    for t in tensors:
+        check_inference_mode(who, t)
+        if t.is_neg():  # in a graph, torch refuses it
+            rule = "a cache must not have the negative bit, which no kernel sees"
+            got = f"a lazily negated view of shape {tuple(t.shape)}"
+            checks.fail(who, rule, got, "Call resolve_neg(), and keep the result as the cache.")
+    _check_apart(who, "k_cache and v_cache", k_cache, v_cache)
+    if k_scales is not None and v_scales is not None:
+        _check_apart(who, "k_scale_cache and v_scale_cache", k_scales, v_scales)
+
+
+def _check_apart(who: str, names: str, a: Tensor, b: Tensor) -> None:
+    """Refuse two tensors to be written that share elements; views of one tensor need not."""
+    if overlaps(a, b):
+        rule, got = f"{names} must not share memory", "the same elements in both"
+        checks.fail(who, rule, got, "Make two, or slices that do not overlap.")

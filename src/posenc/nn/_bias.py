@@ -1,42 +1,157 @@
-"""The base of the modules with a relative bias."""
+"""The bases of the modules that are attention with a relative bias."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from posenc import kernels
 from posenc._contract import checks, qk_checks
-from posenc.attention.biased import attend, check_options
-from posenc.attention.biases import Bias, DistanceTable, relative_bias
+from posenc.attention.biased import attend
+from posenc.attention.biases import Bias, DistanceTable, RowBias, Slopes, relative_bias
 from posenc.attention.mods import relative_score_mod
 from posenc.nn._module import ReadOnlyArguments
 
 if TYPE_CHECKING:
-    from typing_extensions import Unpack
+    from posenc.attention.mods import ScoreMod
 
-    from posenc.attention.biased import AttentionOptions
-    from posenc.attention.mods import ModOptions, ScoreMod
+# Of the first query: its key index, one for each sequence, or None for the last keys.
+Offset: TypeAlias = int | Tensor | None
 
 
 def check_heads(who: str, q: Tensor, heads: int) -> None:
-    """Refuse queries of other heads than those of a bias."""
+    """Refuse queries with another number of heads than the bias has."""
     if q.shape[1] != heads:
         rule = f"q must have {heads} heads, one for each of the bias"
         hint = f"Build {who} with that num_heads, or transpose to (B, heads, tokens, D)."
         checks.fail(who, rule, q.shape[1], hint)
 
 
-class RelativeBias(ReadOnlyArguments):
-    """A bias that follows from a few numbers, which ``_as_bias`` of a subclass makes."""
+class BiasedAttention(ReadOnlyArguments):
+    """Attention with the bias that ``_bias_for`` of a subclass returns for queries and keys.
+
+    ``_bias_for`` gets the keywords of the call on which a bias may depend.
+    """
+
+    causal: bool
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        scale: float | None = None,
+        query_offset: int | Tensor | None = None,
+        document_ids: Tensor | None = None,
+        window: int | tuple[int, int] | None = None,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        prune: bool = True,
+        backend: str | None = None,
+    ) -> Tensor:
+        """Attention with this bias, without a matrix of scores.
+
+        Keywords are those of :func:`posenc.attention.biased_attention`.
+
+        Args:
+            q: ``(B, H, Q, D)``.
+            k: ``(B, Hk, K, D)`` with ``H`` a multiple of ``Hk`` and ``K`` at least ``Q``.
+            v: ``(B, Hk, K, Dv)``.
+            scale: The factor of scores, one over the root of ``D`` if None, unless the class has
+                another.
+            query_offset: Key index of the first query.
+            document_ids: Ids ``(K,)`` or ``(B, K)``, for padding and packing.
+            window: A sliding window.
+            attn_mask: A further mask.
+            dropout_p: As in SDPA.
+            prune: Whether to leave out far keys that provably do not count.
+            backend: The implementation; None chooses.
+
+        Returns:
+            ``(B, H, Q, Dv)`` in the dtype of ``q``.
+        """
+        if scale is None:
+            scale = self._default_scale()
+        bias = self._bias_for(
+            q,
+            k,
+            scale=scale,
+            query_offset=query_offset,
+            document_ids=document_ids,
+            attn_mask=attn_mask,
+        )
+        out, _ = attend(
+            type(self).__name__,
+            q,
+            k,
+            v,
+            bias,
+            causal=self.causal,
+            scale=scale,
+            query_offset=query_offset,
+            document_ids=document_ids,
+            window=window,
+            attn_mask=attn_mask,
+            dropout_p=dropout_p,
+            prune=prune,
+            backend=backend,
+        )
+        return out
+
+    def attention(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        scale: float | None = None,
+        query_offset: int | Tensor | None = None,
+        document_ids: Tensor | None = None,
+        window: int | tuple[int, int] | None = None,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        prune: bool = True,
+        backend: str | None = None,
+    ) -> Tensor:
+        """The same as calling the module: :meth:`forward`."""
+        return self(  # type: ignore[no-any-return]
+            q,
+            k,
+            v,
+            scale=scale,
+            query_offset=query_offset,
+            document_ids=document_ids,
+            window=window,
+            attn_mask=attn_mask,
+            dropout_p=dropout_p,
+            prune=prune,
+            backend=backend,
+        )
+
+    def _default_scale(self) -> float | None:
+        return None
+
+    def _bias_for(self, *qk: Any, **keywords: Any) -> Bias:
+        raise NotImplementedError
+
+
+class RelativeBias(BiasedAttention):
+    """A bias that follows from a few numbers, which ``_as_bias`` of a subclass computes.
+
+    Args:
+        num_heads: Query heads ``H``.
+        causal: Whether a query sees only keys up to its own.
+        dtype: The dtype of the parameters, torch's default if None. The bias is computed in at
+            least float32.
+    """
 
     num_heads: int
-    causal: bool
     dtype: torch.dtype | None
 
-    def __init__(self, num_heads: int, *, causal: bool, dtype: torch.dtype | None) -> None:
+    def __init__(self, num_heads: int, *, causal: bool, dtype: torch.dtype | None = None) -> None:
         super().__init__()
         who = type(self).__name__
         self.num_heads = checks.integer(who, "num_heads", num_heads)
@@ -58,13 +173,27 @@ class RelativeBias(ReadOnlyArguments):
             document_ids: As in :meth:`attention`, for a bias that depends on where a document
                 begins.
         """
-        keys = checks.integer(type(self).__name__, "k_len", k_len, least=0)
+        who = type(self).__name__
+        keys = checks.integer(who, "k_len", k_len, least=0)
+        checks.float_dtype(who, "dtype", dtype)
         return self._as_bias(keys, dtype, document_ids, self._device())
 
     def _as_bias(
         self, keys: int, dtype: torch.dtype, ids: Tensor | None, device: torch.device
     ) -> Bias:
         raise NotImplementedError
+
+    def _bias_for(
+        self, q: Tensor, k: Tensor, *, document_ids: Tensor | None, **unused: Any
+    ) -> Bias:
+        who = type(self).__name__
+        qk_checks.check_qk(who, q, k)
+        check_heads(who, q, self.num_heads)
+        wide = torch.promote_types(q.dtype, torch.float32)
+        # Offloaded weights are on the meta device until the layer that has them is called.
+        device = self._device()
+        device = q.device if device.type == "meta" else device
+        return self._as_bias(k.shape[2], wide, document_ids, device)
 
     def table(self, k_len: int, *, dtype: torch.dtype = torch.float32) -> Tensor:
         """The bias of each head and distance, ``(H, R)``, gradients included.
@@ -73,14 +202,14 @@ class RelativeBias(ReadOnlyArguments):
         columns begin with later keys, and distance zero is in the middle. The numbers at either
         end are those of all farther distances.
         """
-        who = type(self).__name__
-        keys = checks.integer(who, "k_len", k_len, least=0)
-        found = self.as_bias(keys, dtype=checks.float_dtype(who, "dtype", dtype))
-        if isinstance(found, DistanceTable):
-            return found.values
-        rule = "the bias must be a function of the distance alone"
+        bias = self.as_bias(k_len, dtype=dtype)
+        if isinstance(bias, Slopes) and bias.values.dim() == 1:
+            return -bias.values[:, None] * self._distances(k_len, bias.values.device)[0].abs()
+        if isinstance(bias, DistanceTable):
+            return bias.values
+        rule = "the bias must be a function of the distance only"
         hint = "Call bias() for the whole matrix, or attention()."
-        checks.fail(who, rule, type(found).__name__, hint)
+        checks.fail(type(self).__name__, rule, type(bias).__name__, hint)
 
     def bias(
         self,
@@ -94,15 +223,7 @@ class RelativeBias(ReadOnlyArguments):
     ) -> Tensor:
         """The whole matrix, to look at, or as ``attn_mask`` of SDPA.
 
-        Args:
-            q_len: Queries ``Q``.
-            k_len: Keys ``K``, at least ``Q``; ``Q`` if None.
-            query_offset: Key index of the first query, ``K - Q`` if None: an int, or an integer
-                tensor ``()`` or ``(B,)``.
-            document_ids: Ids ``(K,)`` or ``(B, K)``. A run of equal ids is a document, and a query
-                sees only its own.
-            window: As in :func:`posenc.attention.biased_attention`.
-            dtype: A floating dtype for the result.
+        Arguments are those of :func:`posenc.attention.relative_bias`.
 
         Returns:
             Tensor of shape ``(H, Q, K)``, or ``(B, H, Q, K)`` if an argument has a batch axis;
@@ -110,62 +231,54 @@ class RelativeBias(ReadOnlyArguments):
         """
         queries, keys = qk_checks.check_lengths(type(self).__name__, q_len, k_len)
         wide = torch.promote_types(dtype, torch.float32)
-        found = self.as_bias(keys, dtype=wide, document_ids=document_ids)
-        given: Any = {"query_offset": query_offset, "document_ids": document_ids, "dtype": dtype}
-        given |= {"window": window, "causal": self.causal, "device": self._device()}
-        return relative_bias(found, queries, keys, **given)
+        return relative_bias(
+            self.as_bias(keys, dtype=wide, document_ids=document_ids),
+            queries,
+            keys,
+            causal=self.causal,
+            query_offset=query_offset,
+            document_ids=document_ids,
+            window=window,
+            dtype=dtype,
+            device=self._device(),
+        )
 
-    def score_mod(self, q_len: int, k_len: int, **options: Unpack[ModOptions]) -> ScoreMod:
+    def score_mod(
+        self,
+        q_len: int,
+        k_len: int,
+        *,
+        query_offset: int | Tensor | None = None,
+        document_ids: Tensor | None = None,
+        window: int | tuple[int, int] | None = None,
+        masked: bool = True,
+        base: ScoreMod | None = None,
+    ) -> ScoreMod:
         """A score_mod for ``flex_attention``: :func:`posenc.attention.relative_score_mod`."""
-        found = self.as_bias(k_len, document_ids=options.get("document_ids"))
-        return relative_score_mod(found, q_len, k_len, causal=self.causal, **options)
-
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, **options: Unpack[AttentionOptions]
-    ) -> Tensor:
-        """Attention with this bias, without a matrix of scores.
-
-        Args:
-            q: ``(B, H, Q, D)``.
-            k: ``(B, Hk, K, D)`` with ``H`` a multiple of ``Hk`` and ``K`` at least ``Q``.
-            v: ``(B, Hk, K, Dv)``.
-            **options: ``scale``, ``query_offset``, ``document_ids``, ``window``, ``attn_mask``,
-                ``dropout_p``, ``prune`` and ``backend``, as in
-                :func:`posenc.attention.biased_attention`.
-
-        Returns:
-            ``(B, H, Q, Dv)`` in the dtype of ``q``.
-        """
-        who = type(self).__name__
-        check_options(who, options)
-        qk_checks.check_qkv(who, q, k, v)
-        check_heads(who, q, self.num_heads)
-        if options.get("scale") is None:
-            # T5's is an argument of the module; None is one over the root of the width.
-            options["scale"] = getattr(self, "scale", None)
-        wide = torch.promote_types(q.dtype, torch.float32)
-        # Offloaded weights are on the meta device until the layer that has them is called.
-        device = self._device()
-        device = q.device if device.type == "meta" else device
-        found = self._as_bias(k.shape[2], wide, options.get("document_ids"), device)
-        return attend(who, q, k, v, found, causal=self.causal, **options)[0]
-
-    def attention(
-        self, q: Tensor, k: Tensor, v: Tensor, **options: Unpack[AttentionOptions]
-    ) -> Tensor:
-        """The same as calling the module: :meth:`forward`."""
-        return self(q, k, v, **options)  # type: ignore[no-any-return]
+        return relative_score_mod(
+            self.as_bias(k_len, document_ids=document_ids),
+            q_len,
+            k_len,
+            causal=self.causal,
+            query_offset=query_offset,
+            document_ids=document_ids,
+            window=window,
+            masked=masked,
+            base=base,
+        )
 
     def add_bias(self, scores: Tensor) -> Tensor:
         """Scores ``(..., H, Q, K)``, whose last query is at the last key, plus the bias."""
         who = type(self).__name__
         checks.float_tensor(who, "scores", scores)
-        if scores.dim() < 3 or scores.shape[-3] != self.num_heads:
-            rule = f"scores must have shape (..., {self.num_heads}, Q, K)"
-            got = f"shape {tuple(scores.shape)}"
-            checks.fail(who, rule, got, "Put the heads third from last.")
+        checks.rank(who, "scores", scores, range(3, 9), "(..., H, Q, K)")
         wide = torch.promote_types(scores.dtype, torch.float32)
-        return kernels.add(scores, self.bias(*scores.shape[-2:], dtype=wide).to(scores.device))
+        bias = self.bias(*scores.shape[-2:], dtype=wide).to(scores.device)
+        if scores.shape[-bias.dim() : -2] != bias.shape[:-2]:
+            axes = ", ".join(map(str, ("...", *bias.shape[:-2])[bias.dim() - 3 :]))
+            rule, got = f"scores must have shape ({axes}, Q, K)", f"shape {tuple(scores.shape)}"
+            checks.fail(who, rule, got, "Put the heads third from last.")
+        return kernels.add(scores, bias)
 
     def _device(self) -> torch.device:
         return next(self.parameters()).device
@@ -176,3 +289,71 @@ class RelativeBias(ReadOnlyArguments):
         if self.causal:
             return torch.arange(most, device=device), 0
         return torch.arange(1 - most, most, device=device), most - 1
+
+
+class ProductBias(BiasedAttention):
+    """A bias that follows from queries and keys, by ``_rows`` of a subclass."""
+
+    head_dim: int
+
+    def bias(
+        self,
+        q: Tensor,
+        k: Tensor,
+        *,
+        scale: float | None = None,
+        query_offset: int | Tensor | None = None,
+        document_ids: Tensor | None = None,
+        window: int | tuple[int, int] | None = None,
+        attn_mask: Tensor | None = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> Tensor:
+        """The whole matrix ``(B, H, Q, K)``; ``-inf`` for keys that are not seen.
+
+        It includes the scale, which the scores must have too, and ``attn_mask``.
+        """
+        scale = self._default_scale() if scale is None else scale
+        matrix = relative_bias(
+            self._bias_for(q, k, scale=scale, query_offset=query_offset, attn_mask=attn_mask),
+            q.shape[2],
+            k.shape[2],
+            causal=self.causal,
+            query_offset=query_offset,
+            document_ids=document_ids,
+            window=window,
+            dtype=dtype,
+            device=q.device,
+        )
+        matrix = matrix if matrix.dim() == 4 else matrix[None]
+        shape = *q.shape[:3], k.shape[2]
+        mask = qk_checks.check_attn_mask(type(self).__name__, attn_mask, shape, q.device)
+        if mask is not None and mask.dtype == torch.bool:
+            matrix = matrix.masked_fill(~mask, float("-inf"))
+        elif mask is not None:
+            matrix = matrix + mask.to(dtype)
+        return matrix
+
+    def _default_scale(self) -> float:
+        return self.head_dim**-0.5  # type: ignore[no-any-return]
+
+    def _bias_for(
+        self,
+        q: Tensor,
+        k: Tensor,
+        *,
+        scale: float | None,
+        query_offset: Offset,
+        attn_mask: Tensor | None,
+        **unused: Any,
+    ) -> RowBias:
+        who = type(self).__name__
+        qk_checks.check_qk(who, q, k)
+        qk_checks.check_lengths(who, q.shape[2], k.shape[2])
+        hint = f"Build {who} for heads of {q.shape[3]} channels."
+        checks.equal(who, "head_dim", q.shape[3], self.head_dim, hint)
+        return self._rows(q, k, qk_checks.check_scale(who, scale, q), query_offset, attn_mask)
+
+    def _rows(
+        self, q: Tensor, k: Tensor, scale: float, offset: Offset, mask: Tensor | None
+    ) -> RowBias:
+        raise NotImplementedError

@@ -9,24 +9,20 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from posenc import attention, configs, kernels
+from posenc import attention, configs
 from posenc._contract import checks, qk_checks
 from posenc._contract.sharding import replicate_like
-from posenc.attention.biased import attend, check_options
 from posenc.functional.alibi import alibi_bias, alibi_key_bias
 from posenc.functional.alibi_models import alibi_model_slopes
-from posenc.nn._bias import check_heads
+from posenc.nn._bias import RelativeBias, check_heads
 from posenc.nn._tables import SharedTables, TableModule, Tensors
 from posenc.numerics.slopes import slope_numbers
 from posenc.numerics.tables import widest
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
-    from typing_extensions import Unpack
 
-    from posenc.attention.biased import AttentionOptions
-    from posenc.attention.mods import MaskMod, MaskModOptions, ScoreMod, ScoreModOptions
-    from posenc.functional.alibi import BiasOptions, KeyOptions
+    from posenc.attention.mods import MaskMod, ScoreMod
 
 
 def _slope_table(positions: Tensor, dtype: torch.dtype, numbers: Any) -> Tensors:
@@ -35,7 +31,7 @@ def _slope_table(positions: Tensor, dtype: torch.dtype, numbers: Any) -> Tensors
     return (exact.to(widest(device) if dtype == torch.float64 else dtype).to(device),)
 
 
-class ALiBi(TableModule):
+class ALiBi(TableModule, RelativeBias):
     """Lower each attention score in proportion to the distance between query and key.
 
     The module is attention with this bias; its methods give the bias in the forms that other
@@ -84,10 +80,8 @@ class ALiBi(TableModule):
         slopes: Tensor | Sequence[Any] | None = None,
         learned: bool = False,
     ) -> None:
-        super().__init__()
+        super().__init__(num_heads, causal=causal)
         who = type(self).__name__
-        self.num_heads = checks.integer(who, "num_heads", num_heads)
-        self.causal = checks.boolean(who, "causal", causal)
         self.bias_max = checks.positive_float(who, "bias_max", bias_max)
         self.geometric = checks.boolean(who, "geometric", geometric)
         self._has_own_slopes = slopes is not None
@@ -142,12 +136,12 @@ class ALiBi(TableModule):
             >>> ALiBi.from_config({"model_type": "bloom", "n_head": 2}).slopes
             tensor([0.0625, 0.0039])
         """
-        found = configs.read_alibi(config)
-        given = {"num_heads": found.num_heads, "bias_max": found.bias_max, **keywords}
-        if found.model == "falcon" and "slopes" not in given:
-            heads, width = given["num_heads"], found.head_dim
-            given["slopes"] = alibi_model_slopes("falcon", heads, head_dim=width)
-        return cls(**given)
+        recipe = configs.read_alibi(config)
+        arguments = {"num_heads": recipe.num_heads, "bias_max": recipe.bias_max, **keywords}
+        if recipe.model == "falcon" and "slopes" not in arguments:
+            heads, width = arguments["num_heads"], recipe.head_dim
+            arguments["slopes"] = alibi_model_slopes("falcon", heads, head_dim=width)
+        return cls(**arguments)
 
     def select_heads(self, start: int, stop: int) -> ALiBi:
         """The heads from ``start`` up to ``stop``, for one rank of tensor parallelism.
@@ -163,21 +157,26 @@ class ALiBi(TableModule):
             rule = f"start and stop must select at least one of the {self.num_heads} heads"
             checks.fail(who, rule, f"{first} to {last}", "Pass 0 <= start < stop <= num_heads.")
         (exact,) = self._tables.at(torch.empty(0, device="cpu"))
-        given: Any = {"causal": self.causal, "learned": self.learned}
-        part = type(self)(last - first, slopes=exact[..., first:last], **given)
+        slopes = exact[..., first:last]
+        part = type(self)(last - first, causal=self.causal, slopes=slopes, learned=self.learned)
         if self.learned:
             part.log_slopes = nn.Parameter(self.log_slopes.detach()[first:last].clone())
         return part.to(self._device())
 
-    def as_bias(
-        self,
-        k_len: int,
-        *,
-        dtype: torch.dtype = torch.float32,
-        document_ids: Tensor | None = None,
+    def _as_bias(
+        self, keys: int, dtype: torch.dtype, ids: Tensor | None, device: torch.device
     ) -> attention.Slopes:
-        """The bias as :func:`posenc.attention.biased_attention` takes it."""
-        return attention.Slopes(self._exact(None).to(dtype))
+        return attention.Slopes(self._exact(device).to(dtype))
+
+    def _bias_for(self, q: Tensor, k: Tensor, **unused: Any) -> attention.Slopes:
+        who = type(self).__name__
+        checks.float_tensor(who, "q", q)
+        if q.dim() == 4:
+            check_heads(who, q, self.num_heads)
+        # A GPU takes slopes in float32, unless q is wider.
+        dtype = torch.float32 if q.is_cuda and q.dtype != torch.float64 else torch.float64
+        tables = None if self.learned else self._tables.read(q, dtype)
+        return attention.Slopes(self._exact(q.device) if tables is None else tables[0])
 
     def _exact(self, device: torch.device | str | None) -> Tensor:
         where = self._device() if device is None else torch.device(device)
@@ -186,12 +185,6 @@ class ALiBi(TableModule):
         like = torch.empty(0, device=where)
         slopes: Tensor = (self._tables.read(like, torch.float64) or self._tables.at(like))[0]
         return slopes
-
-    def _slopes_for(self, q: Tensor) -> Tensor:
-        """The slopes on the device of ``q``: a GPU takes them in float32, unless ``q`` is wider."""
-        dtype = torch.float32 if q.is_cuda and q.dtype != torch.float64 else torch.float64
-        held = None if self.learned else self._tables.read(q, dtype)
-        return self._exact(q.device) if held is None else held[0]
 
     def _device(self) -> torch.device:
         return self.log_slopes.device if self.learned else self._tables.real_device
@@ -206,11 +199,25 @@ class ALiBi(TableModule):
         q_len: int,
         k_len: int | None = None,
         *,
+        query_offset: int | Tensor | None = None,
+        position_ids: Tensor | None = None,
+        document_ids: Tensor | None = None,
+        window: int | tuple[int, int] | None = None,
+        dtype: torch.dtype = torch.float32,
         device: torch.device | str | None = None,
-        **options: Unpack[BiasOptions],
     ) -> Tensor:
         """The bias as an ``attn_mask`` for SDPA: :func:`posenc.functional.alibi_bias`."""
-        return alibi_bias(self._exact(device), q_len, k_len, causal=self.causal, **options)
+        return alibi_bias(
+            self._exact(device),
+            q_len,
+            k_len,
+            causal=self.causal,
+            query_offset=query_offset,
+            position_ids=position_ids,
+            document_ids=document_ids,
+            window=window,
+            dtype=dtype,
+        )
 
     def key_bias(
         self,
@@ -220,21 +227,62 @@ class ALiBi(TableModule):
         dtype: torch.dtype = torch.float32,
         device: torch.device | str | None = None,
     ) -> Tensor:
-        """The bias to add beside a causal mask: :func:`posenc.functional.alibi_key_bias`."""
+        """The bias to add to a causal mask: :func:`posenc.functional.alibi_key_bias`."""
         if not self.causal:
-            rule = "causal must be True for a bias of keys alone"
+            rule = "causal must be True for a bias of each key"
             hint = "Call bias() for attention to both sides."
             checks.fail(type(self).__name__, rule, "causal=False", hint)
         return alibi_key_bias(self._exact(device), k_len, position_ids=position_ids, dtype=dtype)
 
-    def score_mod(self, q_len: int, k_len: int, **options: Unpack[ScoreModOptions]) -> ScoreMod:
+    def score_mod(
+        self,
+        q_len: int,
+        k_len: int,
+        *,
+        query_offset: int | Tensor | None = None,
+        position_ids: Tensor | None = None,
+        document_ids: Tensor | None = None,
+        window: int | tuple[int, int] | None = None,
+        head_offset: int = 0,
+        masked: bool = True,
+        base: ScoreMod | None = None,
+    ) -> ScoreMod:
         """A score_mod for ``flex_attention``: :func:`posenc.attention.alibi_score_mod`."""
-        return attention.alibi_score_mod(self.slopes, q_len, k_len, causal=self.causal, **options)
+        return attention.alibi_score_mod(
+            self.slopes,
+            q_len,
+            k_len,
+            causal=self.causal,
+            query_offset=query_offset,
+            position_ids=position_ids,
+            document_ids=document_ids,
+            window=window,
+            head_offset=head_offset,
+            masked=masked,
+            base=base,
+        )
 
-    def mask_mod(self, q_len: int, k_len: int, **options: Unpack[MaskModOptions]) -> MaskMod:
+    def mask_mod(
+        self,
+        q_len: int,
+        k_len: int,
+        *,
+        query_offset: int | Tensor | None = None,
+        document_ids: Tensor | None = None,
+        window: int | tuple[int, int] | None = None,
+        base: MaskMod | None = None,
+    ) -> MaskMod:
         """A mask_mod for ``create_block_mask``: :func:`posenc.attention.alibi_mask_mod`."""
-        device = self._device()
-        return attention.alibi_mask_mod(q_len, k_len, causal=self.causal, device=device, **options)
+        return attention.alibi_mask_mod(
+            q_len,
+            k_len,
+            causal=self.causal,
+            query_offset=query_offset,
+            document_ids=document_ids,
+            window=window,
+            device=self._device(),
+            base=base,
+        )
 
     def block_mask(
         self,
@@ -243,50 +291,22 @@ class ALiBi(TableModule):
         *,
         score_bound: float | Tensor,
         dtype: torch.dtype,
-        **options: Unpack[KeyOptions],
+        query_offset: int | Tensor | None = None,
+        document_ids: Tensor | None = None,
+        window: int | tuple[int, int] | None = None,
     ) -> BlockMask:
         """A block mask that prunes far keys: :func:`posenc.attention.alibi_block_mask`."""
-        given: Any = {"score_bound": score_bound, "dtype": dtype, **options}
-        slopes = self.slopes.detach()
-        return attention.alibi_block_mask(slopes, q_len, k_len, causal=self.causal, **given)
-
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, **options: Unpack[AttentionOptions]
-    ) -> Tensor:
-        """Attention with this bias, with the keywords of :func:`posenc.attention.alibi_attention`.
-
-        Pass ``document_ids`` for padding and packing, ``window`` for a sliding window, and
-        ``attn_mask`` for other masks.
-        """
-        who = type(self).__name__
-        check_options(who, options)
-        checks.float_tensor(who, "q", q)
-        if q.dim() == 4:
-            check_heads(who, q, self.num_heads)
-        bias = attention.Slopes(self._slopes_for(q))
-        return attend(who, q, k, v, bias, causal=self.causal, **options)[0]
-
-    def attention(
-        self, q: Tensor, k: Tensor, v: Tensor, **options: Unpack[AttentionOptions]
-    ) -> Tensor:
-        """The same as calling the module: :meth:`forward`."""
-        return self(q, k, v, **options)  # type: ignore[no-any-return]
-
-    def add_bias(self, scores: Tensor) -> Tensor:
-        """Scores ``(..., H, Q, K)``, whose last query is at the last key, plus the bias."""
-        who = type(self).__name__
-        checks.float_tensor(who, "scores", scores)
-        slopes = self._exact(scores.device)
-        if slopes.dim() == 2 and len(slopes) == 1:
-            slopes = slopes[0]
-        if scores.shape[-2 - slopes.dim() : -2] != slopes.shape:
-            axes = ", ".join(map(str, ("...", *slopes.shape)[slopes.dim() - 1 :]))
-            rule, got = f"scores must have shape ({axes}, Q, K)", f"shape {tuple(scores.shape)}"
-            checks.fail(who, rule, got, "Put the heads third from last.")
-        queries, keys = qk_checks.check_lengths(who, *scores.shape[-2:])
-        wide = torch.promote_types(scores.dtype, torch.float32)
-        bias = alibi_bias(slopes, queries, keys, causal=self.causal, dtype=wide)
-        return kernels.add(scores, bias)
+        return attention.alibi_block_mask(
+            self.slopes.detach(),
+            q_len,
+            k_len,
+            score_bound=score_bound,
+            dtype=dtype,
+            causal=self.causal,
+            query_offset=query_offset,
+            document_ids=document_ids,
+            window=window,
+        )
 
     def _argument_values(self) -> dict[str, Any]:
         slopes = self._tables.parameters[0] if self._has_own_slopes else None

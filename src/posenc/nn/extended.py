@@ -3,28 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from posenc._contract import checks, qk_checks
 from posenc._contract.tracing import is_exporting
-from posenc.attention.biased import attend_ranges, check_options
-from posenc.functional.alibi import KeyOptions
+from posenc.attention.biased import attend_ranges
 from posenc.nn._module import ReadOnlyArguments
 from posenc.nn.rope import RoPE
 from posenc.numerics.spans import document_ends, gather_rows
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
-
-class ExtendedOptions(KeyOptions, total=False):
-    """The keywords of ``attention``."""
-
-    scale: float | None
-    backend: str | None
 
 
 class Part(NamedTuple):
@@ -53,9 +42,9 @@ class ExtendedRoPE(ReadOnlyArguments):
         super().__init__()
         who = type(self).__name__
         if not isinstance(rope, RoPE):
-            hint = "Pass RoPE.from_config(config), say."
+            hint = "Pass RoPE.from_config(config), for example."
             checks.fail(who, "rope must be a RoPE", checks.describe(rope), hint, TypeError)
-        rule: Any = rope.scaling
+        rule = rope.scaling
         if rule is not None and rule.trained_length() is not None:
             needs = "the scaling of rope must not depend on the length of the sequence"
             hint = "Pass rope.replace(scaling=None), or scaling=rope.scaling.at(length)."
@@ -81,57 +70,91 @@ class ExtendedRoPE(ReadOnlyArguments):
         raise NotImplementedError
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, **options: Unpack[ExtendedOptions]
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        scale: float | None = None,
+        query_offset: int | Tensor | None = None,
+        document_ids: Tensor | None = None,
+        backend: str | None = None,
     ) -> Tensor:
         """Causal attention with these positions; queries and keys are rotated here.
 
         A cache holds keys before their rotation: at decode, all of them are rotated again. Parts
         are rounded to the dtype of ``q`` before they are added up, in at least float32. Gradients
-        reach ``q``, ``k`` and ``v``.
+        reach ``q``, ``k`` and ``v``. Keywords are those of
+        :func:`posenc.attention.biased_attention`.
 
         Args:
             q: Queries ``(B, H, Q, D)``, not rotated.
             k: Keys ``(B, Hk, K, D)``, those in the cache included, not rotated.
             v: Values ``(B, Hk, K, Dv)``.
-            **options: ``scale``, ``query_offset``, ``document_ids`` and ``backend``, as in
-                :func:`posenc.attention.biased_attention`. Positions count from the first token of
-                a document, so left padding moves none.
+            scale: The factor of scores.
+            query_offset: Key index of the first query.
+            document_ids: Ids ``(K,)`` or ``(B, K)``. Positions count from the first token of a
+                document, so left padding moves none.
+            backend: The implementation; None chooses.
 
         Returns:
             ``(B, H, Q, Dv)`` in the dtype of ``q``.
         """
         who = type(self).__name__
-        check_options(who, options, ("scale", "query_offset", "document_ids", "backend"))
         qk_checks.check_qkv(who, q, k, v)
+        keys = k.shape[2]
         checks.equal(who, "channels of q", q.shape[3], self.rope.head_dim, "Pass rope's heads.")
-        given, keys = options.get("document_ids"), k.shape[2]
-        scale = qk_checks.check_scale(who, options.get("scale"), q)
-        where = options.get("query_offset")
-        start = qk_checks.check_query_offset(who, where, q.shape[2], keys, q.device)
-        ids = qk_checks.check_key_ids(who, "document_ids", given, keys, q.device)
+        scale = qk_checks.check_scale(who, scale, q)
+        start = qk_checks.check_query_offset(who, query_offset, q.shape[2], keys, q.device)
+        ids = qk_checks.check_key_ids(who, "document_ids", document_ids, keys, q.device)
         qk_checks.check_batches(who, q.shape[0], query_offset=start, document_ids=ids)
-        begin, at = _documents(ids, keys, q.device)
-        begins = start.reshape(-1, 1) if isinstance(start, Tensor) else start
-        own = torch.arange(q.shape[2], device=q.device)[None] + begins
-        made, rotated, before = [], k, None
-        for part in self._parts(at, keys):
+        begin, positions = _documents(ids, keys, q.device)
+        first_query = start.reshape(-1, 1) if isinstance(start, Tensor) else start
+        query_index = torch.arange(q.shape[2], device=q.device)[None] + first_query
+        results, rotated, rotated_at = [], k, None
+        for part in self._parts(positions, keys):
             first, last = begin + part.first, begin + part.last
             if ids is not None:
                 padding = torch.atleast_2d(ids) < 0
                 first, last = first.masked_fill(padding, keys), last.masked_fill(padding, -1)
-            if part.keys is not before:
-                rotated, before = self._rotated(k, part.keys), part.keys
-            rotated_q = self._rotated(q, gather_rows(part.queries, own.clamp(0, keys - 1)))
-            ends = first.contiguous(), last.contiguous()
-            how: Any = {"start": start, "scale": scale, "backend": options.get("backend")}
-            made.append(attend_ranges(who, rotated_q, rotated, v, *ends, **how))
-        return _put_together(made, q.dtype)
+            if part.keys is not rotated_at:
+                rotated, rotated_at = self._rotated(k, part.keys), part.keys
+            at = gather_rows(part.queries, query_index.clamp(0, keys - 1))
+            out = attend_ranges(
+                who,
+                self._rotated(q, at),
+                rotated,
+                v,
+                first.contiguous(),
+                last.contiguous(),
+                start=start,
+                scale=scale,
+                backend=backend,
+            )
+            results.append(out)
+        return _merge(results, q.dtype)
 
     def attention(
-        self, q: Tensor, k: Tensor, v: Tensor, **options: Unpack[ExtendedOptions]
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        scale: float | None = None,
+        query_offset: int | Tensor | None = None,
+        document_ids: Tensor | None = None,
+        backend: str | None = None,
     ) -> Tensor:
         """The same as calling the module: :meth:`forward`."""
-        return self(q, k, v, **options)  # type: ignore[no-any-return]
+        return self(  # type: ignore[no-any-return]
+            q,
+            k,
+            v,
+            scale=scale,
+            query_offset=query_offset,
+            document_ids=document_ids,
+            backend=backend,
+        )
 
     def _rotated(self, x: Tensor, at: Tensor) -> Tensor:
         return self.rope.rotate(x, position_ids=at[0] if len(at) == 1 else at)
@@ -148,12 +171,12 @@ class ExtendedRoPE(ReadOnlyArguments):
         """
         queries, keys = qk_checks.check_lengths(type(self).__name__, q_len, k_len)
         index = torch.arange(keys)
-        found = torch.full((queries, keys), -1)
+        distances = torch.full((queries, keys), -1)
         for part in self._parts(index[None], keys):
             q_at, first, last = (x[0, keys - queries :, None] for x in (part[0], *part[2:]))
             seen = (index >= first) & (index <= last)
-            found = torch.where(seen, q_at - part.keys[0], found)
-        return found
+            distances = torch.where(seen, q_at - part.keys[0], distances)
+        return distances
 
 
 def _documents(ids: Tensor | None, keys: int, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -165,11 +188,11 @@ def _documents(ids: Tensor | None, keys: int, device: torch.device) -> tuple[Ten
     return begin, index - begin
 
 
-def _put_together(made: list[tuple[Tensor, Tensor]], dtype: torch.dtype) -> Tensor:
+def _merge(results: list[tuple[Tensor, Tensor]], dtype: torch.dtype) -> Tensor:
     """The outputs of all parts, weighted by their log-sum-exps."""
-    if len(made) == 1:
-        return made[0][0]
-    outs, sums = zip(*made, strict=True)
+    if len(results) == 1:
+        return results[0][0]
+    outs, sums = zip(*results, strict=True)
     # Only padding sees nothing in the first part; with minus infinity its weights would be NaN.
     first = sums[0].masked_fill(sums[0] == float("-inf"), 0.0)
     weights = torch.stack((first, *sums[1:])).softmax(0)[..., None]

@@ -9,22 +9,18 @@ from torch import Tensor
 
 from posenc._contract import checks
 from posenc._contract.sharding import replicate_like
-from posenc.attention.biased import attend, check_options
+from posenc.attention.biased import attend
 from posenc.attention.biases import RunningSum, relative_bias
 from posenc.attention.mods import relative_score_mod
 from posenc.nn._module import Linear, ReadOnlyArguments
 from posenc.numerics.tables import widest
 
 if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
-    from posenc.attention.biased import AttentionOptions
-    from posenc.attention.mods import ModOptions, ScoreMod
-    from posenc.functional.alibi import KeyOptions
+    from posenc.attention.mods import ScoreMod
 
 
 class _Gates(Linear):
-    """The map to the gates. Its start is its own, because frameworks reset every layer."""
+    """The map to the gates, a class because frameworks reset every layer by its method."""
 
     def reset_parameters(self) -> None:
         super().reset_parameters()
@@ -49,7 +45,7 @@ class ForgetGate(ReadOnlyArguments):
     Args:
         num_heads: Heads ``H``.
         embed_dim: Channels ``E`` of the embeddings.
-        dtype: The dtype of the parameters, torch's default if None. The bias is made in float32.
+        dtype: The dtype of the parameters, torch's default if None.
 
     Attributes:
         proj: The linear map to the gates, with ``weight`` and ``bias``. At the start an average
@@ -121,26 +117,50 @@ class ForgetGate(ReadOnlyArguments):
         sums: Tensor,
         q_len: int | None = None,
         *,
+        query_offset: int | Tensor | None = None,
+        document_ids: Tensor | None = None,
+        window: int | tuple[int, int] | None = None,
         dtype: torch.dtype = torch.float32,
-        **options: Unpack[KeyOptions],
     ) -> Tensor:
         """The whole matrix, ``(H, Q, K)`` or ``(B, H, Q, K)``; ``-inf`` for keys not seen.
 
-        Args:
-            sums: What :meth:`sums` returned for the ``K`` keys.
-            q_len: Queries ``Q``, ``K`` if None.
-            dtype: A floating dtype for the result.
-            **options: ``query_offset``, ``document_ids`` and ``window``, as in
-                :func:`posenc.attention.relative_bias`.
+        ``sums`` are what :meth:`sums` returned for the ``K`` keys, and ``q_len`` is ``K`` if None.
+        Other arguments are those of :func:`posenc.attention.relative_bias`.
         """
         keys = checks.float_tensor(type(self).__name__, "sums", sums).shape[-1]
-        queries = keys if q_len is None else q_len
-        return relative_bias(RunningSum(sums), queries, keys, dtype=dtype, **options)
+        return relative_bias(
+            RunningSum(sums),
+            keys if q_len is None else q_len,
+            keys,
+            query_offset=query_offset,
+            document_ids=document_ids,
+            window=window,
+            dtype=dtype,
+        )
 
-    def score_mod(self, sums: Tensor, q_len: int, **options: Unpack[ModOptions]) -> ScoreMod:
+    def score_mod(
+        self,
+        sums: Tensor,
+        q_len: int,
+        *,
+        query_offset: int | Tensor | None = None,
+        document_ids: Tensor | None = None,
+        window: int | tuple[int, int] | None = None,
+        masked: bool = True,
+        base: ScoreMod | None = None,
+    ) -> ScoreMod:
         """A score_mod for ``flex_attention``: :func:`posenc.attention.relative_score_mod`."""
         keys = checks.float_tensor(type(self).__name__, "sums", sums).shape[-1]
-        return relative_score_mod(RunningSum(sums), q_len, keys, **options)
+        return relative_score_mod(
+            RunningSum(sums),
+            q_len,
+            keys,
+            query_offset=query_offset,
+            document_ids=document_ids,
+            window=window,
+            masked=masked,
+            base=base,
+        )
 
     def forward(
         self,
@@ -150,35 +170,47 @@ class ForgetGate(ReadOnlyArguments):
         x: Tensor | None = None,
         *,
         sums: Tensor | None = None,
-        **options: Unpack[AttentionOptions],
+        scale: float | None = None,
+        query_offset: int | Tensor | None = None,
+        document_ids: Tensor | None = None,
+        window: int | tuple[int, int] | None = None,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        prune: bool = True,
+        backend: str | None = None,
     ) -> Tensor:
         """Attention with these gates, without a matrix of scores.
 
-        Args:
-            q: ``(B, H, Q, D)``.
-            k: ``(B, Hk, K, D)`` with ``H`` a multiple of ``Hk`` and ``K`` at least ``Q``.
-            v: ``(B, Hk, K, Dv)``.
-            x: Embeddings ``(K, E)`` or ``(B, K, E)`` of the tokens of the keys.
-            sums: Instead of ``x``, what :meth:`sums` returned for the ``K`` keys.
-            **options: ``scale``, ``query_offset``, ``document_ids``, ``window``, ``attn_mask``,
-                ``dropout_p``, ``prune`` and ``backend``, as in
-                :func:`posenc.attention.biased_attention`.
-
-        Returns:
-            ``(B, H, Q, Dv)`` in the dtype of ``q``. Gradients reach the gates, also through
-            ``sums``.
+        Arguments are those of :func:`posenc.attention.biased_attention`, and either ``x``, the
+        embeddings ``(K, E)`` or ``(B, K, E)`` of the tokens of the keys, or ``sums``, what
+        :meth:`sums` returned for them. Gradients reach the gates, also through ``sums``.
         """
         who = type(self).__name__
-        check_options(who, options)
         if (x is None) == (sums is None):
             got = "neither" if x is None else "both"
             hint = "Pass x of all keys, or sums if some of them are in a cache."
-            checks.fail(who, "either x or sums must be given", got, hint)
-        found = self.sums(x) if sums is None else sums  # type: ignore[arg-type]
-        if sums is None and found.shape[-1] != k.shape[2]:
-            rule = f"x must have the {k.shape[2]} tokens of the keys"
-            checks.fail(who, rule, found.shape[-1], "For keys in a cache, pass sums of all.")
-        return attend(who, q, k, v, RunningSum(found), **options)[0]
+            checks.fail(who, "pass either x or sums", got, hint)
+        if sums is None:
+            sums = self.sums(x)  # type: ignore[arg-type]
+            if sums.shape[-1] != k.shape[2]:
+                rule = f"x must have the {k.shape[2]} tokens of the keys"
+                checks.fail(who, rule, sums.shape[-1], "For keys in a cache, pass sums of all.")
+        out, _ = attend(
+            who,
+            q,
+            k,
+            v,
+            RunningSum(sums),
+            scale=scale,
+            query_offset=query_offset,
+            document_ids=document_ids,
+            window=window,
+            attn_mask=attn_mask,
+            dropout_p=dropout_p,
+            prune=prune,
+            backend=backend,
+        )
+        return out
 
     def attention(
         self,
@@ -188,7 +220,28 @@ class ForgetGate(ReadOnlyArguments):
         x: Tensor | None = None,
         *,
         sums: Tensor | None = None,
-        **options: Unpack[AttentionOptions],
+        scale: float | None = None,
+        query_offset: int | Tensor | None = None,
+        document_ids: Tensor | None = None,
+        window: int | tuple[int, int] | None = None,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        prune: bool = True,
+        backend: str | None = None,
     ) -> Tensor:
         """The same as calling the module: :meth:`forward`."""
-        return self(q, k, v, x, sums=sums, **options)  # type: ignore[no-any-return]
+        return self(  # type: ignore[no-any-return]
+            q,
+            k,
+            v,
+            x,
+            sums=sums,
+            scale=scale,
+            query_offset=query_offset,
+            document_ids=document_ids,
+            window=window,
+            attn_mask=attn_mask,
+            dropout_p=dropout_p,
+            prune=prune,
+            backend=backend,
+        )

@@ -150,10 +150,10 @@ class GridBias(RelativeBias):
         steps = self._steps(dtype, device) if self.continuous else self.relative_position_bias_table
         entries = steps.to(dtype)
 
-        def rows(own: Tensor, index: Tensor) -> Tensor:
+        def rows(query_index: Tensor, key_index: Tensor) -> Tensor:
             # The gradient of indexing may depend on the order of threads.
-            at = self._entry(own[..., None], index)
-            return nn.functional.embedding(at, entries).movedim(-1, 1)
+            entry = self._entry(query_index[..., None], key_index)
+            return nn.functional.embedding(entry, entries).movedim(-1, 1)
 
         return RowBias(rows)
 
@@ -179,33 +179,56 @@ class GridBias(RelativeBias):
             far = (8 * steps.abs() / max(before - 1, 1) + 1).log2() / math.log2(8)
             sides.append(far * steps.sign())
         pairs = torch.stack(torch.meshgrid(*sides, indexing="ij"), -1).flatten(0, 1)
-        made: Tensor = self.continuous_position_bias_mlp(pairs.to(dtype))
-        return 16 * made.sigmoid()
+        numbers: Tensor = self.continuous_position_bias_mlp(pairs.to(dtype))
+        return 16 * numbers.sigmoid()
 
-    def bias(self, q_len: int | None = None, k_len: int | None = None, **options: Any) -> Tensor:
+    def bias(
+        self,
+        q_len: int | None = None,
+        k_len: int | None = None,
+        *,
+        query_offset: int | Tensor | None = None,
+        document_ids: Tensor | None = None,
+        window: int | tuple[int, int] | None = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> Tensor:
         """The whole matrix ``(H, N, N)`` of a window, as ``attn_mask`` of SDPA.
 
-        Args:
-            q_len: Queries, all ``N`` tokens if None.
-            k_len: Keys, all ``N`` tokens if None; there are no other numbers.
-            **options: ``query_offset``, ``document_ids``, ``window`` and ``dtype``, as in
-                :func:`posenc.attention.relative_bias`.
+        ``q_len`` and ``k_len`` are all ``N`` tokens if None. Other arguments are those of
+        :func:`posenc.attention.relative_bias`.
         """
-        queries = self.tokens if q_len is None else q_len
-        return super().bias(queries, self.tokens if k_len is None else k_len, **options)
+        return super().bias(
+            self.tokens if q_len is None else q_len,
+            self.tokens if k_len is None else k_len,
+            query_offset=query_offset,
+            document_ids=document_ids,
+            window=window,
+            dtype=dtype,
+        )
 
     def score_mod(
-        self, q_len: int, k_len: int, *, base: ScoreMod | None = None, **options: Any
+        self,
+        q_len: int,
+        k_len: int,
+        *,
+        query_offset: int | Tensor | None = None,
+        document_ids: Tensor | None = None,
+        window: int | tuple[int, int] | None = None,
+        masked: bool = True,
+        base: ScoreMod | None = None,
     ) -> ScoreMod:
         """A score_mod for ``flex_attention``, which reads the matrix of a window.
 
-        Args:
-            q_len: Queries of the call.
-            k_len: Keys of the call, all ``N`` tokens.
-            base: A score_mod of your own, applied first.
-            **options: ``query_offset``, ``document_ids`` and ``window``, as in :meth:`bias`.
+        Arguments are those of :func:`posenc.attention.relative_score_mod`; other documents and
+        keys outside the window are always hidden.
         """
-        matrix = self.bias(q_len, k_len, **options)
+        matrix = self.bias(
+            q_len,
+            k_len,
+            query_offset=query_offset,
+            document_ids=document_ids,
+            window=window,
+        )
 
         def score_mod(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
             if base is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,7 +12,8 @@ from torch import Tensor
 from posenc import configs
 from posenc._contract import checks
 from posenc.functional import rotary
-from posenc.functional._cache import (
+from posenc.functional.rotary import check_heads, swap_heads
+from posenc.functional.serving import (
     CacheOptions,
     as_batch,
     as_given,
@@ -20,7 +21,6 @@ from posenc.functional._cache import (
     cache_rows,
     check_write,
 )
-from posenc.functional.rotary import check_heads, swap_heads
 from posenc.kernels import Rows, Spec
 from posenc.kernels.rotation import rotate_qk_in_place_op, rotate_qk_op
 from posenc.kernels.spec import TOKENS_FIRST, WIDTH
@@ -37,20 +37,6 @@ from posenc.nn._rotary import (
 from posenc.numerics.axes import Axes
 from posenc.numerics.frequencies import Spectrum
 from posenc.numerics.scaling import Rule
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
-
-class Where(TypedDict, total=False):
-    """The keywords of :meth:`RoPE.forward`."""
-
-    position_ids: Tensor | None
-    seq_len: int | Tensor | None
-
-
-class CacheWhere(Where, CacheOptions, total=False):
-    """The keywords of :meth:`RoPE.rotate_and_cache`."""
 
 
 class RoPE(RotatedKeys):
@@ -164,14 +150,20 @@ class RoPE(RotatedKeys):
         recipe = configs.read(config, layer_type=layer_type, base=keywords.get("base"))
         return cls(**{"max_seq_len": None, **recipe.arguments(), **keywords})
 
-    def apply(  # type: ignore[override]
-        self, q: Any, k: Any = None, offset: int | Tensor = 0, **where: Any
+    def apply(
+        self,
+        q: Any,
+        k: Any = None,
+        offset: int | Tensor = 0,
+        *,
+        position_ids: Tensor | None = None,
+        seq_len: int | Tensor | None = None,
     ) -> Any:
         """Rotate queries and keys; the same as calling the module."""
         if k is None and callable(q):
             # nn.Module.apply of a parent module calls this with a function.
             return super().apply(q)
-        return self(q, k, offset, **where)
+        return self(q, k, offset, position_ids=position_ids, seq_len=seq_len)
 
     def forward(
         self,
@@ -236,7 +228,13 @@ class RoPE(RotatedKeys):
         return q, k
 
     def rotate_queries_with_cached_keys(
-        self, q: Tensor, k: Tensor, offset: int | Tensor = 0, **where: Unpack[Where]
+        self,
+        q: Tensor,
+        k: Tensor,
+        offset: int | Tensor = 0,
+        *,
+        position_ids: Tensor | None = None,
+        seq_len: int | Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Rotate all keys of a cache that holds them unrotated, and queries as its last tokens.
 
@@ -256,8 +254,7 @@ class RoPE(RotatedKeys):
         as_many = k.narrow(at, 0, min(q.shape[at], k.shape[at]))
         check_heads(who, "qk", [q, as_many], self.head_dim, at)
         qk = swap_heads([q, k], at)
-        ids, length = where.get("position_ids"), where.get("seq_len")
-        rows, own = self._angles.rows(who, qk[1], offset, ids, length, False)
+        rows, own = self._angles.rows(who, qk[1], offset, position_ids, seq_len, False)
         ys = rotate_last_queries(who, self._angles.limit, self._tables, qk, rows, self._spec, own)
         a, b = swap_heads(ys, at)
         return a, b
@@ -271,7 +268,18 @@ class RoPE(RotatedKeys):
         v_cache: Tensor,
         slot_mapping: Tensor,
         offset: int | Tensor = 0,
-        **options: Unpack[CacheWhere],
+        *,
+        position_ids: Tensor | None = None,
+        seq_len: int | Tensor | None = None,
+        q_weight: Tensor | None = None,
+        k_weight: Tensor | None = None,
+        eps: float = 1e-6,
+        zero_centered: bool = False,
+        k_scale: Tensor | None = None,
+        v_scale: Tensor | None = None,
+        k_scale_cache: Tensor | None = None,
+        v_scale_cache: Tensor | None = None,
+        cache_layout: str = "NHD",
     ) -> Tensor:
         """Rotate queries into a new tensor, and keys, with values, into a cache, in one kernel.
 
@@ -288,14 +296,63 @@ class RoPE(RotatedKeys):
             >>> torch.equal(k_cache[1, 4:8].transpose(0, 1), rope.rotate(k, 2)[0])
             True
         """
+        options = CacheOptions(
+            q_weight,
+            k_weight,
+            eps,
+            zero_centered,
+            k_scale,
+            v_scale,
+            k_scale_cache,
+            v_scale_cache,
+            cache_layout,
+        )
         who, caches = f"{type(self).__name__}.rotate_and_cache", (k_cache, v_cache)
-        return self._cache(who, (q, k, v), caches, slot_mapping, offset, **options)
+        tables = None if seq_len is not None else self._tables_for(q, offset, position_ids)
+        # Tokens of several sequences need positions.
+        if tables is not None and (position_ids is not None or q.dim() == 4):
+            where = slot_mapping, position_ids, offset, self._layout
+            rotated = cache_at_once((q, k, v), tables, caches, *where, options)
+            if rotated is not None:
+                return rotated
+        (q, k, v), seq_dim, as_tokens = as_batch(who, q, k, v, self.seq_dim)
+        if as_tokens and position_ids is None:
+            rule = "tokens (T, H, D) need position_ids, because they may be of several sequences"
+            checks.fail(who, rule, None, "Pass the position of each token in its sequence, (T,).")
+        check_heads(who, "qk", [q, k], self.head_dim, seq_dim)
+        q, k, v = swap_heads([q, k, v], seq_dim)
+        write = check_write(who, (q, k, v), caches, slot_mapping, as_tokens, options)
+        rows, own_tables = self._angles.rows(who, q, offset, position_ids, seq_len, False)
 
-    def rotate(self, x: Tensor, offset: int | Tensor = 0, **where: Unpack[Where]) -> Tensor:
+        def run(cos: Tensor, sin: Tensor, rows: Rows) -> Tensor:
+            return cache_rows(who, self._angles.limit, write, cos, sin, rows, self._spec)
+
+        if own_tables is None:
+            rotated = by_tables(who, self._tables, [q], rows, run)
+        else:
+            rotated = run(*own_tables, rows)
+        return as_given(rotated, seq_dim, as_tokens)
+
+    def rotate(
+        self,
+        x: Tensor,
+        offset: int | Tensor = 0,
+        *,
+        position_ids: Tensor | None = None,
+        seq_len: int | Tensor | None = None,
+    ) -> Tensor:
         """Rotate one tensor; arguments as :meth:`forward`."""
-        return self._rotate(f"{type(self).__name__}.rotate", "x", [x], offset, **where)[0]
+        who = f"{type(self).__name__}.rotate"
+        return self._rotate(who, "x", [x], offset, position_ids, seq_len)[0]
 
-    def unrotate(self, x: Tensor, offset: int | Tensor = 0, **where: Unpack[Where]) -> Tensor:
+    def unrotate(
+        self,
+        x: Tensor,
+        offset: int | Tensor = 0,
+        *,
+        position_ids: Tensor | None = None,
+        seq_len: int | Tensor | None = None,
+    ) -> Tensor:
         """Undo :meth:`rotate`, the gain of a rule included; arguments as :meth:`forward`.
 
         Examples:
@@ -305,43 +362,7 @@ class RoPE(RotatedKeys):
             True
         """
         who = f"{type(self).__name__}.unrotate"
-        return self._rotate(who, "x", [x], offset, **where, inverse=True)[0]
-
-    def _cache(
-        self,
-        who: str,
-        qkv: tuple[Tensor, Tensor, Tensor],
-        caches: tuple[Tensor, Tensor],
-        slots: Tensor,
-        offset: int | Tensor,
-        position_ids: Tensor | None = None,
-        seq_len: int | Tensor | None = None,
-        **options: Unpack[CacheOptions],
-    ) -> Tensor:
-        tables = None if seq_len is not None else self._tables_for(qkv[0], offset, position_ids)
-        # Tokens of several sequences need positions.
-        if tables is not None and (position_ids is not None or qkv[0].dim() == 4):
-            where = slots, position_ids, offset, self._layout
-            rotated = cache_at_once(qkv, tables, caches, *where, **options)
-            if rotated is not None:
-                return rotated
-        xs, seq_dim, as_tokens = as_batch(who, *qkv, self.seq_dim)
-        if as_tokens and position_ids is None:
-            rule = "position_ids must be given for tokens (T, H, D), maybe of several sequences"
-            checks.fail(who, rule, None, "Pass the position of each token in its sequence, (T,).")
-        check_heads(who, "qk", xs[:2], self.head_dim, seq_dim)
-        q, k, v = swap_heads(xs, seq_dim)
-        write = check_write(who, (q, k, v), caches, slots, as_tokens=as_tokens, **options)
-        rows, own = self._angles.rows(who, q, offset, position_ids, seq_len, False)
-
-        def run(cos: Tensor, sin: Tensor, rows: Rows) -> Tensor:
-            return cache_rows(who, self._angles.limit, write, cos, sin, rows, self._spec)
-
-        if own is None:
-            rotated = by_tables(who, self._tables, [q], rows, run)
-        else:
-            rotated = run(own[0], own[1], rows)
-        return as_given(rotated, seq_dim, as_tokens)
+        return self._rotate(who, "x", [x], offset, position_ids, seq_len, inverse=True)[0]
 
     def _tables_for(self, x: Any, offset: Any, position_ids: Any) -> Any:
         """The tables of a call that an op may take as it is, or None."""

@@ -1,0 +1,444 @@
+"""Biases that are products with a vector for each distance: Shaw, Transformer-XL, DeBERTa, CoPE."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from posenc._contract import checks, qk_checks
+from posenc._contract.tracing import without_autocast
+from posenc.attention.biases import RowBias, Terms, for_each_query_head
+from posenc.attention.terms import level_rows, relative_terms
+from posenc.nn._bias import Offset, ProductBias, check_heads
+from posenc.nn._module import Linear
+from posenc.nn._tables import SharedTables, TableModule, Tensors
+from posenc.numerics.frequencies import Spectrum
+from posenc.numerics.tables import sinusoid
+
+
+class RelativeKeys(ProductBias):
+    r"""Add the product of the query with a learned vector for each distance, clipped.
+
+    .. math:: \text{bias}_{ij} = s\, q_i \cdot a_{\text{clip}(j - i)}, \qquad
+              -m \le \text{clip}(j - i) \le m'
+
+    The paper has vectors that are added to the values too; they are not here, and its section 4.3
+    found no loss without them. On CUDA the attention's kernel computes the products.
+
+    Args:
+        head_dim: Channels ``D`` of a head.
+        max_distance: :math:`m`; earlier keys share the vector of this distance.
+        causal: Whether a query sees only keys up to its own. Otherwise later keys have vectors of
+            their own.
+        max_later: :math:`m'` of later keys, ``max_distance`` if None; not if causal.
+        num_heads: Heads, if each has vectors of its own, as in Music Transformer; None if they
+            share them.
+        dtype: The dtype of the parameter, torch's default if None.
+
+    Attributes:
+        weight: Parameter of shape ``(max_distance + 1 + max_later, head_dim)``, or
+            ``(..., num_heads, head_dim)``, the farthest earlier key first; zero at the start. If
+            causal, the vector of the query's own key is the last.
+
+    Examples:
+        >>> bias = RelativeKeys(head_dim=64, max_distance=16)
+        >>> q, k, v = torch.randn(3, 1, 8, 512, 64).unbind()
+        >>> bias.attention(q, k, v).shape
+        torch.Size([1, 8, 512, 64])
+
+    References:
+        Shaw et al., *Self-Attention with Relative Position Representations*, 2018, section 3.2.
+    """
+
+    def __init__(
+        self,
+        head_dim: int,
+        *,
+        max_distance: int,
+        causal: bool = True,
+        max_later: int | None = None,
+        num_heads: int | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        who = type(self).__name__
+        self.head_dim = checks.integer(who, "head_dim", head_dim)
+        self.max_distance = checks.integer(who, "max_distance", max_distance, least=0)
+        self.causal = checks.boolean(who, "causal", causal)
+        self.max_later = max_later
+        if max_later is not None:
+            self.max_later = checks.integer(who, "max_later", max_later, least=0)
+            if causal:
+                rule = "max_later must be None if causal, because no later key is seen"
+                checks.fail(who, rule, max_later, "Pass causal=False.")
+        self.num_heads = checks.optional(checks.integer, who, "num_heads", num_heads)
+        self.dtype = checks.optional(checks.float_dtype, who, "dtype", dtype)
+        heads = () if self.num_heads is None else (self.num_heads,)
+        rows = self.max_distance + 1 + self._later
+        self.weight = nn.Parameter(torch.empty(rows, *heads, self.head_dim, dtype=dtype))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Set the weight to zero."""
+        nn.init.zeros_(self.weight)
+
+    @property
+    def _later(self) -> int:
+        if self.causal:
+            return 0
+        return self.max_distance if self.max_later is None else self.max_later
+
+    def _rows(
+        self, q: Tensor, k: Tensor, scale: float, offset: Offset, mask: Tensor | None
+    ) -> RowBias:
+        def rows(distance: Tensor) -> Tensor:
+            return self.max_distance - distance.clamp(-self._later, self.max_distance)
+
+        return relative_terms(
+            q,
+            k,
+            rows,
+            for_queries=self.weight,
+            scale=scale,
+            query_offset=offset,
+            reach=(-self._later, self.max_distance),
+        )
+
+
+def _encodings(
+    positions: Tensor, dtype: torch.dtype, spectrum: Spectrum, concatenated: bool, causal: bool
+) -> Tensors:
+    """The encodings of distances, and of as many later keys unless ``causal``."""
+    signs = (1,) if causal else (1, -1)
+    return tuple(
+        sinusoid(positions * sign, spectrum, dtype, concatenated=concatenated) for sign in signs
+    )
+
+
+class TransformerXLBias(TableModule, ProductBias):
+    r"""Add the products of the query, and of two learned vectors, with key and distance.
+
+    .. math:: \text{score}_{ij} = s\,\big((q_i + u) \cdot k_j + (q_i + v) \cdot W r_{i - j}\big)
+
+    for the sinusoid :math:`r` of the distance, exact up to one rounding. :math:`u` and :math:`v`
+    are for each head. This is the attention of Transformer-XL and XLNet, and of Conformers.
+
+    Args:
+        num_heads: Heads ``H``, of ``E / H`` channels.
+        embed_dim: Channels ``E`` of the sinusoid and of the model, even and a multiple of
+            ``num_heads``.
+        causal: Whether a query sees only keys up to its own.
+        max_distance: The distance from which all have one sinusoid (``clamp_len``); None for none.
+        base: The base of the sinusoid's frequencies.
+        concatenated: Whether all sines come before all cosines, as in Transformer-XL and XLNet;
+            False, where they alternate, as in Conformers.
+        dtype: The dtype of the parameters, torch's default if None.
+
+    Attributes:
+        linear_pos: :math:`W`, a linear layer from ``E`` to ``E`` without a bias.
+        pos_bias_u: :math:`u`, a Parameter of shape ``(num_heads, head_dim)``; zero at the start.
+        pos_bias_v: :math:`v`, in the same way.
+
+    Examples:
+        >>> bias = TransformerXLBias(embed_dim=512, num_heads=8)
+        >>> q, k, v = torch.randn(3, 1, 8, 512, 64).unbind()
+        >>> bias.attention(q, k, v).shape
+        torch.Size([1, 8, 512, 64])
+
+    References:
+        Dai et al., *Transformer-XL: Attentive Language Models Beyond a Fixed-Length Context*,
+        2019, section 3.3.
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        *,
+        embed_dim: int,
+        causal: bool = True,
+        max_distance: int | None = None,
+        base: float = 10_000.0,
+        concatenated: bool = True,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        who = type(self).__name__
+        self.embed_dim = checks.even(who, "embed_dim", embed_dim)
+        self.num_heads = checks.integer(who, "num_heads", num_heads)
+        if self.embed_dim % self.num_heads:
+            rule = f"embed_dim must be a multiple of num_heads={num_heads}"
+            checks.fail(who, rule, embed_dim, "Pass head_dim * num_heads.")
+        self.head_dim = self.embed_dim // self.num_heads
+        self.causal = checks.boolean(who, "causal", causal)
+        self.max_distance = checks.optional(checks.integer, who, "max_distance", max_distance)
+        self.base = checks.base(who, base)
+        self.concatenated = checks.boolean(who, "concatenated", concatenated)
+        self.dtype = checks.optional(checks.float_dtype, who, "dtype", dtype)
+        self.linear_pos = Linear(self.embed_dim, self.embed_dim, bias=False, dtype=dtype)
+        shape = self.num_heads, self.head_dim
+        self.pos_bias_u = nn.Parameter(torch.empty(shape, dtype=dtype))
+        self.pos_bias_v = nn.Parameter(torch.empty(shape, dtype=dtype))
+        parameters = Spectrum(self.embed_dim, self.base), self.concatenated, self.causal
+        self._tables = SharedTables(_encodings, parameters, None, torch.float32)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw the projection as :class:`torch.nn.Linear` does; set both vectors to zero."""
+        self.linear_pos.reset_parameters()
+        nn.init.zeros_(self.pos_bias_u)
+        nn.init.zeros_(self.pos_bias_v)
+
+    def vectors(self, k_len: int, *, dtype: torch.dtype = torch.float32) -> Tensor:
+        r""":math:`W r` of each distance between ``k_len`` keys, ``(R, H, D)``, later keys first.
+
+        If causal, they begin with distance zero.
+        """
+        keys = checks.integer(type(self).__name__, "k_len", k_len, least=0)
+        least, most = self._ends(keys)
+        like = torch.empty(0, device=self.pos_bias_u.device)
+        tables = self._tables.read(like, dtype, most + 1)
+        if tables is None:
+            spectrum, concatenated, _ = self._tables.parameters
+            distance = torch.arange(least, most + 1, device=like.device)
+            (r,) = _encodings(distance, dtype, spectrum, concatenated, True)
+        elif self.causal:
+            r = tables[0][: most + 1]
+        else:
+            r = torch.cat((tables[1][1 : most + 1].flip(0), tables[0][: most + 1]))
+        return self.linear_pos(r).unflatten(-1, (self.num_heads, self.head_dim))  # type: ignore[no-any-return]
+
+    def _ends(self, keys: int) -> tuple[int, int]:
+        """The first and the last distance."""
+        most = max(keys - 1, 0)
+        most = most if self.max_distance is None else min(most, self.max_distance)
+        return 0 if self.causal else -most, most
+
+    def _rows(
+        self, q: Tensor, k: Tensor, scale: float, offset: Offset, mask: Tensor | None
+    ) -> RowBias:
+        heads, k_len = q.shape[1], k.shape[2]
+        check_heads(type(self).__name__, q, self.num_heads)
+        wide = torch.promote_types(q.dtype, torch.float32)
+        least, most = self._ends(k_len)
+        with without_autocast(q):
+            shifted = q.to(wide) + self.pos_bias_v.to(q.device, wide)[:, None]
+            u = self.pos_bias_u.to(q.device, wide)[:, None]
+            with_u = q.to(wide) + u
+        terms = relative_terms(
+            shifted,
+            k,
+            lambda distance: distance.clamp(least, most) - least,
+            for_queries=self.vectors(k_len, dtype=wide),
+            scale=scale,
+            query_offset=offset,
+            reach=(least, most),
+        )
+        assert terms.terms is not None
+
+        def rows(query_index: Tensor, key_index: Tensor) -> Tensor:
+            keys = for_each_query_head(k.index_select(2, key_index).to(wide), heads)
+            with without_autocast(q):
+                return terms.rows(query_index, key_index) + u @ keys.mT * scale
+
+        return RowBias(rows, terms.terms._replace(q=with_u))
+
+
+def _bucket_table(positions: Tensor, dtype: torch.dtype, buckets: int, most: int) -> Tensors:
+    """The buckets of the distances up to ``2 most``, either way; the farthest are all clipped."""
+    # On the CPU for every device, and in float32 as published, whatever torch's default: the
+    # ceiling of another logarithm may differ.
+    distance = torch.arange(-2 * most, 2 * most + 1, device="cpu")
+    middle = buckets // 2
+    far = distance.abs().clamp(min=middle).to(torch.float32)
+    log = (far / middle).log() / far.new_tensor((most - 1) / middle).log()
+    large = (log * (middle - 1)).ceil().long() + middle
+    bucket = torch.where(distance.abs() <= middle, distance, large * distance.sign())
+    return (bucket.to(positions.device),)
+
+
+class DeBERTaBias(TableModule, ProductBias):
+    r"""Add the products of query and key with learned vectors for each distance.
+
+    .. math::
+        \text{score}_{ij} = \frac{1}{\sqrt{3D}}
+        \big(q_i \cdot k_j + q_i \cdot K_{\delta(i - j)} + k_j \cdot Q_{\delta(i - j)}\big)
+
+    with :math:`\delta` clipped, or also in buckets that widen with the logarithm, as in DeBERTa v2
+    and v3. **The scale is for three terms**: :meth:`attention` has it unless the call names
+    another. On CUDA the attention's kernel computes the products.
+
+    Args:
+        num_heads: Heads ``H``.
+        head_dim: Channels ``D`` of a head.
+        max_relative_positions: Distances are from minus this to one less than this; with buckets,
+            the distance at which these end.
+        position_buckets: Buckets of earlier keys, and of later ones; None for none (-1 in configs).
+        causal: Whether a query sees only keys up to its own: False for DeBERTa itself.
+        dtype: The dtype of the parameters, torch's default if None.
+
+    Attributes:
+        pos_key: :math:`K`, a Parameter of shape ``(R, num_heads, head_dim)``, later keys first,
+            with ``R`` twice ``position_buckets``, or ``max_relative_positions``; zero at the start.
+        pos_query: :math:`Q`, in the same way.
+
+    Examples:
+        >>> bias = DeBERTaBias(num_heads=12, head_dim=64, position_buckets=256, causal=False)
+        >>> q, k, v = torch.randn(3, 1, 12, 512, 64).unbind()
+        >>> bias.attention(q, k, v).shape
+        torch.Size([1, 12, 512, 64])
+
+    References:
+        He et al., *DeBERTa: Decoding-enhanced BERT with Disentangled Attention*, 2021, section 3.1;
+        He et al., *DeBERTaV3*, 2023.
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        *,
+        head_dim: int,
+        max_relative_positions: int = 512,
+        position_buckets: int | None = None,
+        causal: bool,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        who = type(self).__name__
+        self.num_heads = checks.integer(who, "num_heads", num_heads)
+        self.head_dim = checks.integer(who, "head_dim", head_dim)
+        name = "max_relative_positions"
+        self.max_relative_positions = checks.integer(who, name, max_relative_positions)
+        self.causal = checks.boolean(who, "causal", causal)
+        self.dtype = checks.optional(checks.float_dtype, who, "dtype", dtype)
+        self.position_buckets = position_buckets
+        self._span, self._tables = self.max_relative_positions, None
+        if position_buckets is not None:
+            span = checks.integer(who, "position_buckets", position_buckets, least=2)
+            if not self.max_relative_positions - 1 > span // 2:
+                rule = f"max_relative_positions must be above {span // 2 + 1}, to need buckets"
+                got = self.max_relative_positions
+                checks.fail(who, rule, got, "Pass position_buckets=None.")
+            self._span = self.position_buckets = span
+            parameters = span, self.max_relative_positions
+            self._tables = SharedTables(_bucket_table, parameters, 1, torch.int64)
+        shape = 2 * self._span, self.num_heads, self.head_dim
+        self.pos_key = nn.Parameter(torch.empty(shape, dtype=dtype))
+        self.pos_query = nn.Parameter(torch.empty(shape, dtype=dtype))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Set both to zero."""
+        nn.init.zeros_(self.pos_key)
+        nn.init.zeros_(self.pos_query)
+
+    def distance_rows(self, distance: Tensor) -> Tensor:
+        """The row of the vectors for each distance ``i - j``, an int64 tensor, as the rows are."""
+        if self._tables is not None:
+            like = torch.empty(0, device=distance.device)
+            (buckets,) = self._tables.read(like, torch.int64) or self._tables.at(like)
+            far = 2 * self.max_relative_positions
+            distance = buckets[distance.clamp(-far, far) + far]
+        return (distance + self._span).clamp(0, 2 * self._span - 1)
+
+    def _rows(
+        self, q: Tensor, k: Tensor, scale: float, offset: Offset, mask: Tensor | None
+    ) -> RowBias:
+        check_heads(type(self).__name__, q, self.num_heads)
+        # Buckets of an odd number end a little later.
+        far = self.max_relative_positions * (1 + self._span % 2)
+        return relative_terms(
+            q,
+            k,
+            self.distance_rows,
+            for_queries=self.pos_key,
+            for_keys=self.pos_query,
+            scale=scale,
+            query_offset=offset,
+            reach=(-far, far),
+        )
+
+    def _default_scale(self) -> float:
+        return (3 * self.head_dim) ** -0.5  # type: ignore[no-any-return]
+
+
+# The most positions that the kernel takes.
+_MOST_POSITIONS = 256
+
+
+class CoPE(ProductBias):
+    r"""Add the product of the query with the embedding of a position that gates count.
+
+    .. math::
+        p_{ij} = \min\Big(\sum_{l=j}^{i} \sigma(s\, q_i \cdot k_l),\ P - 1\Big), \qquad
+        \text{bias}_{ij} = q_i \cdot e[p_{ij}]
+
+    for :math:`P` whole positions; between two of them :math:`q_i \cdot e` is interpolated. The
+    gates are those of the scaled scores with ``attn_mask``, as in the authors' code: a key that the
+    mask hides is not counted. Attention is causal. On CUDA it is one kernel for up to 256
+    positions; elsewhere, and with a mask, it goes a few queries at a time.
+
+    Args:
+        head_dim: Channels ``D`` of a head.
+        max_pos: Positions :math:`P`.
+        dtype: The dtype of the parameter, torch's default if None.
+
+    Attributes:
+        pos_emb: Parameter of shape ``(1, head_dim, max_pos)``, shared by the heads; zero at the
+            start.
+
+    Examples:
+        >>> cope = CoPE(head_dim=64, max_pos=32)
+        >>> q, k, v = torch.randn(3, 1, 8, 100, 64).unbind()
+        >>> cope.attention(q, k, v).shape
+        torch.Size([1, 8, 100, 64])
+
+    References:
+        Golovneva et al., *Contextual Position Encoding: Learning to Count What's Important*, 2024.
+    """
+
+    causal = True
+
+    def __init__(self, head_dim: int, *, max_pos: int, dtype: torch.dtype | None = None) -> None:
+        super().__init__()
+        who = type(self).__name__
+        self.head_dim = checks.integer(who, "head_dim", head_dim)
+        self.max_pos = checks.integer(who, "max_pos", max_pos)
+        self.dtype = checks.optional(checks.float_dtype, who, "dtype", dtype)
+        self.pos_emb = nn.Parameter(torch.empty(1, self.head_dim, self.max_pos, dtype=dtype))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Set the embeddings to zero."""
+        nn.init.zeros_(self.pos_emb)
+
+    def _rows(
+        self, q: Tensor, k: Tensor, scale: float, offset: Offset, mask: Tensor | None
+    ) -> RowBias:
+        who, lengths = type(self).__name__, (q.shape[2], k.shape[2])
+        start = qk_checks.check_query_offset(who, offset, *lengths, q.device)
+        mask = qk_checks.check_attn_mask(who, mask, (*q.shape[:2], *lengths), q.device)
+        start = start.reshape(-1, 1) if isinstance(start, Tensor) else start
+        wide = torch.promote_types(q.dtype, torch.float32)
+
+        def rows(query_index: Tensor, key_index: Tensor) -> Tensor:
+            with without_autocast(q):
+                at_queries = (query_index - start)[0]
+                queries = q[:, :, at_queries].to(wide)
+                keys = for_each_query_head(k.index_select(2, key_index).to(wide), q.shape[1])
+                scores = queries @ keys.mT * scale
+                hidden = key_index > query_index[:, None, :, None]
+                if mask is not None:
+                    part = mask if mask.shape[2] == 1 else mask[:, :, at_queries]
+                    part = part if mask.shape[3] == 1 else part[..., key_index]
+                    hidden = hidden | (~part if mask.dtype == torch.bool else part == float("-inf"))
+                    scores = scores if mask.dtype == torch.bool else scores + part.to(wide)
+                # A hidden key has no gate.
+                scores = scores.masked_fill(hidden, float("-inf"))
+                levels = queries @ self.pos_emb.to(wide)
+                return level_rows(levels, scores, query_index, key_index)
+
+        terms = None
+        if q.is_cuda and mask is None and self.max_pos <= _MOST_POSITIONS:
+            with without_autocast(q):
+                terms = Terms(levels=q.to(wide) @ self.pos_emb.to(wide))
+        return RowBias(rows, terms)
