@@ -42,7 +42,7 @@ def axes() -> Figure:
     }
     drawn = figure(9.6, 3.2)
     for ax, (name, kind) in zip(drawn.subplots(1, 3, sharey=True), kinds.items(), strict=True):
-        rates, followed = posenc.RoPE(128, axes=kind).inv_freq().tolist(), kind.followed(64)
+        rates, followed = posenc.RoPE(128, axes=kind).scaled_inv_freq().tolist(), kind.followed(64)
         words = ("row", "column") if kind.count() == 2 else ("time", "row", "column")
         for axis, (word, colour) in enumerate(zip(words, SERIES[-len(words) :], strict=True)):
             mine = [i for i, one in enumerate(followed) if one == axis]

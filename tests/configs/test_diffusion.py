@@ -62,7 +62,7 @@ def test_cosmos_scales_the_base_of_its_frames():
 
     assert rope.axes == Axial((44, 42, 42))
     assert not rope.interleaved
-    rates = torch.tensor(rope.freqs, dtype=torch.float64)
+    rates = torch.tensor(rope.inv_freq, dtype=torch.float64)
     plain = torch.tensor([1e4 ** (-2 * i / 44) for i in range(22)], dtype=torch.float64)
     assert rates[21] == pytest.approx(plain[21].item() / 2, rel=1e-12)
     assert rates[22 + 20] == pytest.approx(1e4 ** (-40 / 42), rel=1e-12)
@@ -88,7 +88,9 @@ def test_a_file_its_folder_and_explain_agree(tmp_path):
     assert arguments["interleaved"] == (True, "_class_name")
     built = {}
     exec(report.python(), built)
-    assert torch.equal(built["positions"].inv_freq(), posenc.RoPE.from_config(HUNYUAN).inv_freq())
+    assert torch.equal(
+        built["positions"].scaled_inv_freq(), posenc.RoPE.from_config(HUNYUAN).scaled_inv_freq()
+    )
 
 
 def test_keywords_override_the_config():

@@ -62,7 +62,7 @@ def antialiased(line, size, mode):
 )
 def test_a_grid_is_resized_with_antialiasing(grid, size, mode):
     table = torch.randn(2 + grid[0] * grid[1], 3, dtype=torch.float64)
-    options = {"grid": grid, "extra": 2, "mode": mode}
+    options = {"grid": grid, "prefix": 2, "mode": mode}
     got = resize_learned(table, size, antialias=True, **options)
     rows = antialiased(table[2:].view(*grid, 3), size[0], mode)
     exact = antialiased(rows.transpose(0, 1), size[1], mode).transpose(0, 1).reshape(-1, 3)
@@ -100,18 +100,18 @@ def test_interpolation_is_computed_in_float64_and_rounded_once():
 @pytest.mark.parametrize(
     ("grid", "size"), [((4, 4), (7, 7)), ((4, 4), (3, 5)), ((2, 6), (4, 4))], ids=str
 )
-@pytest.mark.parametrize("extra", [0, 1, 2])
-def test_a_grid_is_interpolated_bicubically_and_class_tokens_stay(grid, size, extra):
-    table = torch.randn(1, extra + grid[0] * grid[1], 3, dtype=torch.float64)
-    got = resize_learned(table, size, grid=grid, extra=extra)
-    exact = bicubic(table[0, extra:].view(*grid, 3), size).view(-1, 3)
-    assert torch.equal(got[0, :extra], table[0, :extra])
-    torch.testing.assert_close(got[0, extra:], exact, rtol=0, atol=1e-13)
+@pytest.mark.parametrize("prefix", [0, 1, 2])
+def test_a_grid_is_interpolated_bicubically_and_a_prefix_stays(grid, size, prefix):
+    table = torch.randn(1, prefix + grid[0] * grid[1], 3, dtype=torch.float64)
+    got = resize_learned(table, size, grid=grid, prefix=prefix)
+    exact = bicubic(table[0, prefix:].view(*grid, 3), size).view(-1, 3)
+    assert torch.equal(got[0, :prefix], table[0, :prefix])
+    torch.testing.assert_close(got[0, prefix:], exact, rtol=0, atol=1e-13)
 
 
 def test_an_extension_keeps_the_trained_rows_and_repeats_them():
     table = torch.randn(6, 3)
-    got = resize_learned(table, 11, method="extend", fill="repeat", extra=2)
+    got = resize_learned(table, 11, method="extend", fill="repeat", prefix=2)
     assert torch.equal(got, table[[0, 1, 2, 3, 4, 5, 2, 3, 4, 5, 2, 3, 4]])
 
 
@@ -144,12 +144,14 @@ def test_other_tensors_of_a_state_are_the_same_objects():
     ("table", "arguments", "words"),
     [
         pytest.param(torch.ones(5, 2), {"length": 3, "method": "extend"}, "at least 5", id="cut"),
-        pytest.param(torch.ones(5, 2), {"length": (3, 3)}, "extra=1", id="not-square"),
+        pytest.param(torch.ones(5, 2), {"length": (3, 3)}, "prefix=1", id="not-square"),
         pytest.param(torch.ones(5, 2), {"length": (3, 3), "grid": (2, 3)}, "2 x 3", id="grid"),
         pytest.param(torch.ones(5, 2), {"length": 9, "method": "x"}, "method must", id="method"),
         pytest.param(torch.ones(4, 2), {"length": 9, "antialias": True}, "for a grid", id="line"),
         pytest.param(torch.ones(4, 2), {"length": (3, 3), "mode": "x"}, "mode must", id="mode"),
-        pytest.param(torch.ones(5, 2), {"length": 9, "extra": 5}, "positions of table", id="extra"),
+        pytest.param(
+            torch.ones(5, 2), {"length": 9, "prefix": 5}, "positions of table", id="prefix"
+        ),
         pytest.param({"a": torch.ones(5, 2)}, {"length": 9}, "Pass key", id="no-table"),
         pytest.param({"a": torch.ones(5, 2)}, {"length": 9, "key": "b"}, "'b'", id="key"),
     ],

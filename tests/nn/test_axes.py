@@ -157,8 +157,8 @@ def test_a_rule_scales_each_coordinate_by_its_own_width(rule):
     whole = RoPE(32, None, axes=axes.Axial((8, 24)), scaling=rule)
     parts = RoPE(8, None, scaling=rule), RoPE(24, None, scaling=rule)
     for length in (None, 40):
-        wanted = torch.cat([part.inv_freq(length) for part in parts])
-        assert torch.equal(whole.inv_freq(length), wanted)
+        wanted = torch.cat([part.scaled_inv_freq(length) for part in parts])
+        assert torch.equal(whole.scaled_inv_freq(length), wanted)
     at = positions.grid(5, 9)
     x = torch.randn(2, 3, 45, 32)
     lengths = torch.tensor([40, 400])

@@ -62,7 +62,7 @@ def test_rates_are_those_of_the_model(folder, name):
         if rates is None:
             continue
         rope = RoPE.from_config(config, layer_type=layer_type)
-        assert torch.allclose(rope.inv_freq(), rates.double(), rtol=1e-5, atol=1e-12)
+        assert torch.allclose(rope.scaled_inv_freq(), rates.double(), rtol=1e-5, atol=1e-12)
 
 
 @pytest.mark.parametrize(("folder", "name"), CHOSEN, ids=[name for _, name in CHOSEN])

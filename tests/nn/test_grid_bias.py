@@ -26,7 +26,7 @@ def test_attention_is_the_formula(token):
         (a, b), (c, d) = cell(i - token, width), cell(j - token, width)
         return table[(a - c + height - 1) * (2 * width - 1) + b - d + width - 1, h]
 
-    bias = drawn(GridBias, (height, width), num_heads=4, class_token=token)
+    bias = drawn(GridBias, (height, width), num_heads=4, prefix=int(token))
     assert_is_formula(bias, formula, queries=6 + token, keys=6 + token, kv_heads=2)
 
 
@@ -64,7 +64,7 @@ def test_beit_is_reproduced():
     modeling = pytest.importorskip("transformers.models.beit.modeling_beit")
     config = transformers.BeitConfig(image_size=64, patch_size=16, num_attention_heads=4)
     theirs = modeling.BeitRelativePositionBias(config)
-    bias = drawn(GridBias, 4, num_heads=4, class_token=True)
+    bias = drawn(GridBias, 4, num_heads=4, prefix=1)
     theirs.load_state_dict(bias.state_dict(), strict=False)
     assert torch.equal(bias.bias(), theirs((4, 4))[0])
     larger = bias.resize((6, 5), mode="bilinear")
@@ -86,7 +86,7 @@ def test_swin_v2_is_reproduced(pretrained):
 
 
 def test_resizing_keeps_what_it_can():
-    bias = drawn(GridBias, (3, 4), num_heads=2, class_token=True)
+    bias = drawn(GridBias, (3, 4), num_heads=2, prefix=1)
     same, larger = bias.resize((3, 4)), bias.resize((6, 7))
     torch.testing.assert_close(same.bias(), bias.bias(), rtol=0, atol=1e-6)
     assert (larger.size, larger.tokens) == ((6, 7), 43)
@@ -126,7 +126,7 @@ def geometric_oracle(grid, old, new):
 @pytest.mark.parametrize("token", [False, True], ids=["cells", "class-token"])
 def test_geometric_resizing_is_linear_between_growing_distances(old, new, token):
     """timm's loaders resize so; the table of the result is rounded once to float32."""
-    bias = drawn(GridBias, old, num_heads=3, class_token=token)
+    bias = drawn(GridBias, old, num_heads=3, prefix=int(token))
     larger = bias.resize(new, mode="geometric")
     table = bias.relative_position_bias_table.detach()
     cells = (2 * old[0] - 1) * (2 * old[1] - 1)
@@ -178,4 +178,4 @@ def test_windows_that_do_not_fit_are_refused():
     with pytest.raises(ValueError, match="GridBias: size must be one side, or rows and columns"):
         GridBias((2, 3, 4), num_heads=2)
     with pytest.raises(ValueError, match="GridBias: a continuous bias must have no class token"):
-        GridBias(3, num_heads=2, class_token=True, continuous=True)
+        GridBias(3, num_heads=2, prefix=1, continuous=True)

@@ -99,7 +99,7 @@ def test_each_layer_may_have_a_base_of_its_own():
     assert ropes[0] is ropes[3]
     for rope, base in zip(ropes, bases, strict=True):
         if rope is not None:
-            torch.testing.assert_close(rope.inv_freq().float(), theirs[base].inv_freq)
+            torch.testing.assert_close(rope.scaled_inv_freq().float(), theirs[base].inv_freq)
     with pytest.raises(ValueError, match="layer_rope_theta must have one base for one RoPE"):
         RoPE.from_config(config)
     assert RoPE.from_config(config, base=100.0).base == 100.0

@@ -66,7 +66,7 @@ def test_scores_are_those_of_the_paper():
     angle = distance * rates + pope.delta.detach().double()[:, None, None]
     wanted = torch.einsum("bhic,bhjc,hijc->bhij", mu, nu, angle.cos())
     torch.testing.assert_close(a @ b.mT, wanted)
-    torch.testing.assert_close(pope.inv_freq(), rates, rtol=1e-15, atol=0.0)
+    torch.testing.assert_close(pope.scaled_inv_freq(), rates, rtol=1e-15, atol=0.0)
 
 
 def test_delta_is_limited_where_it_is_used():
@@ -134,7 +134,7 @@ def test_rules_scale_the_rates_of_all_channels(rule):
     lengths = torch.cat((torch.logaddexp(x, torch.zeros(1).double()), torch.zeros_like(x)), -1)
     half = rope.replace(interleaved=False)
     torch.testing.assert_close(pope(x, x, 3)[0], half.rotate(lengths, 3))
-    assert torch.equal(pope.inv_freq(20), rope.inv_freq(20))
+    assert torch.equal(pope.scaled_inv_freq(20), rope.scaled_inv_freq(20))
     assert pope.attention_factor(20) == rope.attention_factor(20)
 
 

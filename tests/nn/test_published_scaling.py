@@ -46,7 +46,9 @@ LENGTH = "original_max_position_embeddings"
 def test_a_dict_is_its_rule(given, wanted):
     rope = RoPE(8, None, scaling=given)
     assert rope.scaling == wanted
-    assert torch.equal(rope.inv_freq(300), RoPE(8, None, scaling=wanted).inv_freq(300))
+    assert torch.equal(
+        rope.scaled_inv_freq(300), RoPE(8, None, scaling=wanted).scaled_inv_freq(300)
+    )
     assert rope.replace().scaling == wanted
 
 

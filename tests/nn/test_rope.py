@@ -19,7 +19,7 @@ def test_a_rule_decides_rates_and_gain(rule, dtype):
     q, k = torch.randn(2, 3, 10, 8).to(dtype), torch.randn(2, 1, 10, 8).to(dtype)
     for offset in (0, 3, 40):
         at, seq_len = torch.arange(offset, offset + 10), offset + 10
-        rates, gain = rope.inv_freq(seq_len), rope.attention_factor(seq_len)
+        rates, gain = rope.scaled_inv_freq(seq_len), rope.attention_factor(seq_len)
         for got, x in zip(rope(q, k, offset), (q, k), strict=True):
             assert_rotated_by(got, x, at, rates, gain)
 
@@ -101,7 +101,7 @@ def test_tables_serve_every_layer():
         (lambda r, x: r.rotate(x[..., :4]), ValueError, "head_dim of x must be 8"),
         (lambda r, x: r.tables([1, 2]), TypeError, "position_ids must be a tensor"),
         (lambda r, x: r.rotate(x, 1, position_ids=torch.rand(3)), ValueError, "exclude each other"),
-        (lambda r, x: r.inv_freq(2.5), TypeError, "seq_len must be an int"),
+        (lambda r, x: r.scaled_inv_freq(2.5), TypeError, "seq_len must be an int"),
         (lambda r, x: RoPE(8, rotary_dim=10), ValueError, "rotary_dim must be at most head_dim=8"),
         (lambda r, x: RoPE(8, axes="mrope"), TypeError, "axes must be of type Axes"),
     ],
@@ -149,7 +149,7 @@ def test_queries_of_inference_mode_beside_keys_that_learn():
 def test_a_config_gives_way_to_keywords():
     rope = RoPE.from_config({"head_dim": 64}, head_dim=128)
     assert (rope.head_dim, rope.rotary_dim) == (128, None)
-    assert RoPE.from_config({"head_dim": 64}, head_dim=32).inv_freq().shape == (16,)
+    assert RoPE.from_config({"head_dim": 64}, head_dim=32).scaled_inv_freq().shape == (16,)
 
 
 def test_no_position_is_past_two_to_the_31():

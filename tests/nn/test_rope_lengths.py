@@ -46,7 +46,7 @@ class TestCachedKeys:
         new = torch.tensor([[0, 1, 2, 3, 4, 5], [40, 41, 42, 43, 44, 45]])
         cached = rope.rotate(k, position_ids=old, seq_len=12)
         got = rope.rerotate(cached, old, new, from_seq_len=12, to_seq_len=46)
-        rates, gain = rope.inv_freq(46), rope.attention_factor(46)
+        rates, gain = rope.scaled_inv_freq(46), rope.attention_factor(46)
         assert_rotated_by(got, k, new, rates, gain, ulps=1.21, interleaved=interleaved)
 
     @pytest.mark.parametrize("rule", RULES[:5], ids=name)
@@ -55,13 +55,13 @@ class TestCachedKeys:
         rope, k = RoPE(8, 256, scaling=rule), torch.randn(2, 1, 5, 8)
         got = rope.shift(rope.rotate(k, 10), by)
         at = torch.arange(10 + by, 15 + by)
-        assert_rotated_by(got, k, at, rope.inv_freq(), rope.attention_factor(), ulps=1.21)
+        assert_rotated_by(got, k, at, rope.scaled_inv_freq(), rope.attention_factor(), ulps=1.21)
 
     def test_each_sequence_shifts_by_its_own(self):
         rope, k = RoPE(8, 256), torch.randn(2, 1, 5, 8)
         got = rope.shift(rope.rotate(k, 10), torch.tensor([-10, 5]))
         at = torch.stack((torch.arange(5), torch.arange(15, 20)))
-        assert_rotated_by(got, k, at, rope.inv_freq(), ulps=1.21)
+        assert_rotated_by(got, k, at, rope.scaled_inv_freq(), ulps=1.21)
 
     @ALL
     def test_unrotating_gives_the_keys_back(self, rule):

@@ -7,11 +7,11 @@ from support.assertions import compilations
 
 
 @pytest.mark.parametrize("size", [(3, 5), (2, 3, 4), (7,), (1, 4)], ids=str)
-@pytest.mark.parametrize("extra", [0, 1, 4])
-def test_patches_get_the_rows_of_the_function_and_extra_tokens_nothing(size, extra):
-    module = SinusoidalGrid(size, embed_dim=24, extra=extra, concatenated=True)
+@pytest.mark.parametrize("prefix", [0, 1, 4])
+def test_patches_get_the_rows_of_the_function_and_a_prefix_nothing(size, prefix):
+    module = SinusoidalGrid(size, embed_dim=24, prefix=prefix, concatenated=True)
     rows = sinusoidal_grid_embedding(positions.grid(*size), 24, concatenated=True)
-    wanted = torch.cat((torch.zeros(extra, 24), rows))
+    wanted = torch.cat((torch.zeros(prefix, 24), rows))
     assert torch.equal(module.encodings, wanted)
     x = torch.randn(2, *wanted.shape)
     assert torch.equal(module(x), x + wanted)
@@ -34,7 +34,7 @@ def test_float64_gets_a_table_of_its_own():
 
 
 def test_another_number_of_patches_is_named():
-    module = SinusoidalGrid((3, 4), embed_dim=8, extra=1)
+    module = SinusoidalGrid((3, 4), embed_dim=8, prefix=1)
     with pytest.raises(ValueError, match=r"SinusoidalGrid: 1 \+ 3 x 4 tokens must be 13, got 12"):
         module(torch.zeros(12, 8))
     with pytest.raises(ValueError, match="embed_dim must be 8, got 6"):

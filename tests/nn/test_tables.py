@@ -15,7 +15,7 @@ MODULES = {
     "RotaryPosEmbedding-fixed": (lambda: posenc.RotaryPosEmbedding(8, 16, False), (2, 5, 8)),
     "RoPE": (lambda: posenc.RoPE(8, 16), (2, 3, 5, 8)),
     "RoPE-growing": (lambda: posenc.RoPE(8, None), (2, 3, 5, 8)),
-    "RoPE-freqs": (lambda: posenc.RoPE(8, None, freqs=(1.0, 0.3, 0.1, 0.0)), (2, 3, 5, 8)),
+    "RoPE-freqs": (lambda: posenc.RoPE(8, None, inv_freq=(1.0, 0.3, 0.1, 0.0)), (2, 3, 5, 8)),
     "XPos": (lambda: posenc.XPos(8, max_seq_len=16, scale_base=3.0), (2, 3, 5, 8)),
     "ALiBi": (lambda: posenc.ALiBi(3), (2, 3, 5, 8)),
 }

@@ -60,7 +60,7 @@ def test_rules_are_numbers_to_a_tracer_too():
     with torch._subclasses.FakeTensorMode():
         rope = posenc.RoPE(8, 16, scaling=rule)
     assert rope.cos_cached.shape == (16, 4)
-    assert torch.equal(posenc.RoPE(8, 16, scaling=rule).inv_freq(), rope.inv_freq())
+    assert torch.equal(posenc.RoPE(8, 16, scaling=rule).scaled_inv_freq(), rope.scaled_inv_freq())
 
 
 @dataclass(frozen=True)
@@ -95,15 +95,15 @@ def test_a_rule_of_a_users_own_compiles(rule):
 
 def test_rules_that_are_no_dataclasses_are_told_apart():
     one, other = (posenc.RoPE(8, 16, scaling=Plain(factor)) for factor in (2.0, 4.0))
-    assert torch.equal(one.inv_freq(), 2 * other.inv_freq())
+    assert torch.equal(one.scaled_inv_freq(), 2 * other.scaled_inv_freq())
     assert not torch.equal(one.cos_cached, other.cos_cached)
 
 
 def test_writing_to_inv_freq_changes_no_later_table():
     """Written to, it must not change what the next table is made of."""
     rope = posenc.RoPE(8, None)
-    rope.inv_freq().zero_()
-    assert rope.inv_freq()[0] == 1.0
+    rope.scaled_inv_freq().zero_()
+    assert rope.scaled_inv_freq()[0] == 1.0
 
 
 @pytest.mark.parametrize("rule", [scaling.YaRN(4.0, 64), scaling.Llama3(8.0, 64), None], ids=str)

@@ -96,7 +96,7 @@ def test_every_rope_type_agrees_with_transformers(kind):
         config, seq_len = drawn
         theirs, gain = as_they_say(config, kind, seq_len)
         rope = RoPE.from_config(config)
-        ours = rope.inv_freq(seq_len)
+        ours = rope.scaled_inv_freq(seq_len)
         assert rope.attention_factor(seq_len) == pytest.approx(gain, rel=1e-12)
         # float32 powers and quotients: a few ulps of each rate.
         allowed = 1e-5 * theirs.double() + 1e-12
@@ -105,7 +105,11 @@ def test_every_rope_type_agrees_with_transformers(kind):
             p = config.rope_parameters
             band = p["high_freq_factor"] - p["low_freq_factor"]
             allowed += (
-                rope.replace(scaling=None).inv_freq() * 16 * 2.0**-24 * p["high_freq_factor"] / band
+                rope.replace(scaling=None).scaled_inv_freq()
+                * 16
+                * 2.0**-24
+                * p["high_freq_factor"]
+                / band
             )
         assert ((ours - theirs.double()).abs() <= allowed).all()
 
@@ -271,11 +275,11 @@ class Plain(scaling.Rule):
 def test_a_rule_of_a_users_own_is_all_that_it_holds(rule):
     """Rules are keys of tables: what two of them hold apart must not share one."""
     one, other = RoPE(4, 16, scaling=rule(2.0)), RoPE(4, 16, scaling=rule(0.5))
-    assert not torch.equal(one.inv_freq(), other.inv_freq())
+    assert not torch.equal(one.scaled_inv_freq(), other.scaled_inv_freq())
     assert not torch.equal(one.cos_cached, other.cos_cached)
     assert RoPE(4, 16, scaling=rule(2.0)).cos_cached.data_ptr() == one.cos_cached.data_ptr()
     for again in (pickle.loads(pickle.dumps(one)), copy.deepcopy(one)):
-        assert torch.equal(again.inv_freq(), one.inv_freq())
+        assert torch.equal(again.scaled_inv_freq(), one.scaled_inv_freq())
         assert torch.equal(again.cos_cached, one.cos_cached)
 
 

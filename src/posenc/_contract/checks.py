@@ -135,7 +135,7 @@ def frequencies(who: str, name: str, values: Any, count: int, hint: str) -> tupl
     if isinstance(values, Tensor):
         if values.requires_grad or values.is_meta:
             kind = "that requires grad" if values.requires_grad else "on the meta device"
-            learn = "To learn frequencies, use MixedRoPE; otherwise pass freqs.detach()."
+            learn = "To learn frequencies, use MixedRoPE; otherwise pass inv_freq.detach()."
             fail(who, f"{name} must be constants", f"a tensor {kind}", learn, TypeError)
         rank(who, name, values, (1,), f"({count},)")
     values = values.tolist() if hasattr(values, "tolist") else values

@@ -156,14 +156,14 @@ def arguments(config: Config) -> dict[str, Any]:
     if model.sections:
         axes = Sections(tuple(widths), interleaved=True)
     config.sources["interleaved"] = CLASS
-    freqs = _freqs(config, model, widths, base)
+    inv_freq = _inv_freq(config, model, widths, base)
     return {
         "head_dim": head_dim,
-        "base": base if freqs is None else 10_000.0,
+        "base": base if inv_freq is None else 10_000.0,
         "rotary_dim": head_dim,
         "interleaved": model.interleaved,
         "axes": axes,
-        "freqs": freqs,
+        "inv_freq": inv_freq,
     }
 
 
@@ -214,7 +214,7 @@ def _head_dim(config: Config, model: _Model, widths: list[int] | None) -> int:
     return checks.even(config.who, config.sources["head_dim"], width // heads)
 
 
-def _freqs(
+def _inv_freq(
     config: Config, model: _Model, widths: list[int], base: float
 ) -> tuple[float, ...] | None:
     """The rates of all pairs, if the coordinates differ in more than their widths."""
@@ -224,7 +224,7 @@ def _freqs(
     factors = [checks.positive_float(config.who, key, each) for each in _numbers(config, key)]
     if len(factors) != len(widths):
         raise config.error(f"{key} must have a number for each of {len(widths)} axes", factors)
-    config.sources["freqs"] = key
+    config.sources["inv_freq"] = key
     rates: list[float] = []
     for width, factor in zip(widths, factors, strict=True):
         own = base * factor ** (width / (width - 2)) if model.ntk and width > 2 else base

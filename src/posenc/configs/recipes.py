@@ -30,13 +30,13 @@ class Recipe:
     sources: Mapping[str, str] = field(compare=False)
     # None for all layers.
     layer_type: str | None = field(default=None, compare=False)
-    freqs: tuple[float, ...] | None = None
+    inv_freq: tuple[float, ...] | None = None
 
     def arguments(self) -> dict[str, Any]:
         """Keywords for `RoPE`."""
         given = {each.name: getattr(self, each.name) for each in fields(self) if each.compare}
-        if self.freqs is None:
-            del given["freqs"]
+        if self.inv_freq is None:
+            del given["inv_freq"]
         # None means the whole head, even if the user passes another head_dim.
         return {**given, "rotary_dim": None} if self.rotary_dim == self.head_dim else given
 

@@ -161,7 +161,7 @@ def _rotary(part: configs.Recipe, seq_len: int | None, longest: int) -> Explanat
 
 
 def _numbers(rope: RoPE, seq_len: int | None) -> dict[str, Any]:
-    rates = rope.inv_freq(seq_len).tolist()
+    rates = rope.scaled_inv_freq(seq_len).tolist()
     numbers = {"attention_factor": rope.attention_factor(seq_len), "inv_freq": rates}
     if waves := [math.tau / rate for rate in rates if rate > 0]:
         # An image's coordinates need not be tokens.

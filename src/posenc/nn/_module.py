@@ -38,7 +38,7 @@ _WORDS = {
     "theta": ("base",),
     "rope_theta": ("base",),
     "max_period": ("base",),
-    "inv_freq": ("freqs",),
+    "freqs": ("inv_freq",),
     "heads": ("num_heads", "num_kv_heads"),
     "n_heads": ("num_heads", "num_kv_heads"),
     "num_heads": ("num_kv_heads",),

@@ -49,18 +49,21 @@ def check_width(who: str, head_dim: int, rotary_dim: int | None, axes: Axes | No
     return width
 
 
-def check_freqs(who: str, freqs: Any, base: float, width: int, axes: Axes | None) -> Any:
-    """``freqs`` as a tuple of one rate for each pair of the ranges of ``axes``, or None."""
-    if freqs is None:
+def check_inv_freq(who: str, inv_freq: Any, base: float, width: int, axes: Axes | None) -> Any:
+    """``inv_freq`` as a tuple of one rate for each pair of the ranges of ``axes``, or None."""
+    if inv_freq is None:
         return None
     if base != _BASE:
-        rule, hint = "base and freqs exclude each other", "Leave base out, or pass freqs=None."
+        rule, hint = (
+            "base and inv_freq exclude each other",
+            "Leave base out, or pass inv_freq=None.",
+        )
         checks.fail(who, rule, f"base={base:g}", hint)
     widths = (width,) if axes is None else axes.widths(width)
     hint = "Pass one rate for each pair"
     if axes is not None and sum(widths) != width:
         hint += " of one coordinate, or give Axial the channels of each"
-    return checks.frequencies(who, "freqs", freqs, sum(widths) // 2, f"{hint}.")
+    return checks.frequencies(who, "inv_freq", inv_freq, sum(widths) // 2, f"{hint}.")
 
 
 def by_tables(
@@ -324,10 +327,10 @@ class RotatedKeys(TableModule):
         self._tables = SharedTables(rotary_tables, (angles.usual,), max_seq_len, torch.float64)
         self._key_dim, self._key_spec = key_dim, key_spec
 
-    def inv_freq(self, seq_len: int | None = None) -> Tensor:
+    def scaled_inv_freq(self, seq_len: int | None = None) -> Tensor:
         """Scaled rates in a sequence of this length, float64 ``[P]``, radians per position."""
         length = checks.optional(
-            checks.integer, f"{type(self).__name__}.inv_freq", "seq_len", seq_len
+            checks.integer, f"{type(self).__name__}.scaled_inv_freq", "seq_len", seq_len
         )
         return scaled_rates(self._angles.spectrum_at(length)).clone()
 

@@ -58,8 +58,8 @@ class GridBias(RelativeBias):
     .. math:: \text{bias}_{h,i,j} = t_{y_i - y_j,\ x_i - x_j,\ h}
 
     Tokens are the cells of the window, row by row, and every token sees every other. This is the
-    bias of Swin; with a class token that of BEiT; and if continuous that of Swin v2, whose table
-    is computed from the steps :math:`\Delta`, by a network with one hidden layer and ReLU:
+    bias of Swin; with a prefix of one token that of BEiT; and if continuous that of Swin v2, whose
+    table is computed from the steps :math:`\Delta`, by a network with one hidden layer and ReLU:
 
     .. math::
         t = 16\,\sigma(f(g(\Delta y), g(\Delta x))), \qquad
@@ -70,8 +70,8 @@ class GridBias(RelativeBias):
     Args:
         size: Rows and columns ``(h, w)``, or one number for both.
         num_heads: Heads ``H``.
-        class_token: Whether a token before the cells belongs to the whole, as in BEiT: it has
-            numbers of its own, to, from and with itself.
+        prefix: Tokens before the cells, such as the class token of BEiT. They have three numbers:
+            as queries of cells, as keys of cells, and among themselves.
         continuous: Whether the table is computed, as in Swin v2.
         hidden: Width of the hidden layer, if continuous.
         pretrained_size: The window of the pretraining, if continuous; ``size`` if None.
@@ -79,8 +79,8 @@ class GridBias(RelativeBias):
 
     Attributes:
         relative_position_bias_table: Unless continuous, a Parameter of shape
-            ``((2h - 1)(2w - 1), num_heads)``, with three rows more for a class token; zero at the
-            start. It has Swin's and BEiT's name and order.
+            ``((2h - 1)(2w - 1), num_heads)``, with three rows more if there is a prefix; zero at
+            the start. It has Swin's and BEiT's name and order.
         continuous_position_bias_mlp: If continuous, the network, with the names of Swin v2 in
             transformers.
 
@@ -102,7 +102,7 @@ class GridBias(RelativeBias):
         size: int | Size,
         *,
         num_heads: int,
-        class_token: bool = False,
+        prefix: int = 0,
         continuous: bool = False,
         hidden: int = 512,
         pretrained_size: int | Size | None = None,
@@ -111,19 +111,19 @@ class GridBias(RelativeBias):
         super().__init__(num_heads, causal=False, dtype=dtype)
         who = type(self).__name__
         self.size = rows, columns = _check_size(who, "size", size)
-        self.class_token = checks.boolean(who, "class_token", class_token)
+        self.prefix = checks.integer(who, "prefix", prefix, least=0)
         self.continuous = checks.boolean(who, "continuous", continuous)
         self.hidden = checks.integer(who, "hidden", hidden)
         self.pretrained_size = checks.optional(_check_size, who, "pretrained_size", pretrained_size)
-        if continuous and class_token:
-            rule = "a continuous bias must have no class token, which is no step away"
-            checks.fail(who, rule, "class_token=True", "Pass continuous=False.")
+        if continuous and prefix:
+            rule = "prefix must be 0 if continuous, because those tokens are no step away"
+            checks.fail(who, rule, prefix, "Pass continuous=False.")
         if continuous:
             first = Linear(2, self.hidden, dtype=dtype)
             last = Linear(self.hidden, self.num_heads, bias=False, dtype=dtype)
             self.continuous_position_bias_mlp = nn.Sequential(first, nn.ReLU(), last)
         else:
-            entries = (2 * rows - 1) * (2 * columns - 1) + (3 if class_token else 0)
+            entries = (2 * rows - 1) * (2 * columns - 1) + (3 if prefix else 0)
             self.relative_position_bias_table = nn.Parameter(
                 torch.empty(entries, self.num_heads, dtype=dtype)
             )
@@ -139,8 +139,9 @@ class GridBias(RelativeBias):
 
     @property
     def tokens(self) -> int:
-        """Tokens of a window, the class token included."""
-        return self.size[0] * self.size[1] + int(self.class_token)
+        """Tokens of a window, the prefix included."""
+        tokens: int = self.prefix + self.size[0] * self.size[1]
+        return tokens
 
     def _as_bias(
         self, keys: int, dtype: torch.dtype, ids: Tensor | None, device: torch.device
@@ -160,16 +161,15 @@ class GridBias(RelativeBias):
     def _entry(self, query: Tensor, key: Tensor) -> Tensor:
         """The row of the table for a query and a key."""
         height, width = self.size
-        first = int(self.class_token)
-        i, j = query - first, key - first
+        i, j = query - self.prefix, key - self.prefix
         down = i.div(width, rounding_mode="floor") - j.div(width, rounding_mode="floor")
         right = i.remainder(width) - j.remainder(width)
         entry = (down + height - 1) * (2 * width - 1) + right + width - 1
-        if not self.class_token:
+        if not self.prefix:
             return entry
         last = (2 * height - 1) * (2 * width - 1) + 2
-        entry = entry.masked_fill(query == 0, last - 2).masked_fill(key == 0, last - 1)
-        return entry.masked_fill((query == 0) & (key == 0), last)
+        entry = entry.masked_fill(i < 0, last - 2).masked_fill(j < 0, last - 1)
+        return entry.masked_fill((i < 0) & (j < 0), last)
 
     def _steps(self, dtype: torch.dtype, device: torch.device) -> Tensor:
         """The computed table of Swin v2."""
@@ -241,7 +241,7 @@ class GridBias(RelativeBias):
     def resize(self, size: int | Size, *, mode: str = "bicubic") -> GridBias:
         r"""A new module for windows of another size, with these parameters.
 
-        A table is interpolated; what belongs to the class token is copied. The network of a
+        A table is interpolated; what belongs to the prefix is copied. The network of a
         continuous bias is copied, and measures steps by the window of the pretraining.
 
         Which way belongs to the model that goes on from the table. ``bicubic`` and ``bilinear``

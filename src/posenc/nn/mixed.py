@@ -36,7 +36,7 @@ class MixedRoPE(KeepsFloat32, ReadOnlyArguments):
         coordinates: Coordinates of a position: 2 for rows and columns of an image, 1 for text.
         base: The base of the frequencies at the start. If None, 10,000 for one coordinate, as in
             :class:`posenc.RoPE`, and 10 for several, because the sides of images are short.
-        start: The frequencies of each coordinate at the start, instead of those of ``base``: a
+        inv_freq: The frequencies of each coordinate at the start, instead of those of ``base``: a
             sequence or tensor of ``head_dim / 2 / coordinates`` numbers.
         interleaved: As in :class:`posenc.RoPE`.
 
@@ -64,7 +64,7 @@ class MixedRoPE(KeepsFloat32, ReadOnlyArguments):
         num_kv_heads: int,
         coordinates: int = 2,
         base: float | None = None,
-        start: Sequence[float] | Tensor | None = None,
+        inv_freq: Sequence[float] | Tensor | None = None,
         interleaved: bool = True,
     ) -> None:
         super().__init__()
@@ -77,11 +77,11 @@ class MixedRoPE(KeepsFloat32, ReadOnlyArguments):
         if self.head_dim % (2 * self.coordinates):
             rule = f"head_dim must be a multiple of {2 * self.coordinates}"
             checks.fail(who, rule, head_dim, "Pass another head_dim, or fewer coordinates.")
-        if start is not None:
+        if inv_freq is not None:
             count = self.head_dim // 2 // self.coordinates
             hint = "Pass one for each pair of one coordinate."
-            start = checks.frequencies(who, "start", start, count, hint)
-        self.start = start
+            inv_freq = checks.frequencies(who, "inv_freq", inv_freq, count, hint)
+        self.inv_freq = inv_freq
         size = self.coordinates, self.num_kv_heads, head_dim // 2
         self.freqs = nn.Parameter(torch.empty(size, dtype=torch.float32))
         self.reset_parameters()
@@ -92,8 +92,8 @@ class MixedRoPE(KeepsFloat32, ReadOnlyArguments):
             return
         base = self.base or (10_000.0 if self.coordinates == 1 else 10.0)
         rates = inverse_frequencies(self.head_dim // self.coordinates, base)
-        if self.start is not None:
-            rates = torch.tensor(self.start, dtype=torch.float64)
+        if self.inv_freq is not None:
+            rates = torch.tensor(self.inv_freq, dtype=torch.float64)
         directions = torch.ones(self.num_kv_heads, 1, 1, dtype=torch.float64, device="cpu")
         if self.coordinates > 1:
             shape = self.num_kv_heads, self.coordinates, self.coordinates

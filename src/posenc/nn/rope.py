@@ -28,7 +28,7 @@ from posenc.nn._rotary import (
     RotatedKeys,
     by_tables,
     check_axes,
-    check_freqs,
+    check_inv_freq,
     check_scaling,
     check_width,
     rotate_by_tables,
@@ -55,7 +55,7 @@ class RoPE(RotatedKeys):
         scaling: A rule of `posenc.scaling`, for sequences longer than those trained on; or the
             dict that a config publishes as ``rope_scaling`` or ``rope_parameters``.
         axes: An arrangement of `posenc.axes`, for positions with several coordinates.
-        freqs: The rate of each pair in radians per position, instead of those of ``base``; with
+        inv_freq: The rate of each pair in radians per position, instead of those of ``base``; with
             ``Axial(A)`` those of one coordinate, which all share. Kept as a tuple of floats.
         seq_dim: The dimension of the tokens: -2, or 1 for tensors of ``(B, L, H, D)``.
 
@@ -83,7 +83,7 @@ class RoPE(RotatedKeys):
         last: bool = False,
         scaling: Rule | Mapping[str, Any] | str | None = None,
         axes: Axes | None = None,
-        freqs: Sequence[float] | Tensor | None = None,
+        inv_freq: Sequence[float] | Tensor | None = None,
         seq_dim: int = -2,
     ) -> None:
         super().__init__()
@@ -100,7 +100,7 @@ class RoPE(RotatedKeys):
         self.axes = check_axes(who, axes)
         self.seq_dim = rotary.check_seq_dim(who, seq_dim)
         width = check_width(who, self.head_dim, self.rotary_dim, axes)
-        self.freqs = check_freqs(who, freqs, self.base, width, axes)
+        self.inv_freq = check_inv_freq(who, inv_freq, self.base, width, axes)
         first_channel = self.head_dim - width if last else 0
         self._spec = Spec(interleaved, interleaved if out is None else out, first_channel)
         self._layout = self._spec.bits() + WIDTH * head_dim
@@ -110,7 +110,7 @@ class RoPE(RotatedKeys):
         self._is_special = changes or axes is not None
         # Rotated keys are in the layout of the output.
         self._set_angles(
-            Spectrum(width, self.base, self.scaling, axes, self.freqs),
+            Spectrum(width, self.base, self.scaling, axes, self.inv_freq),
             self.max_seq_len,
             self.head_dim,
             self._spec._replace(interleaved=self._spec.interleaved_out),

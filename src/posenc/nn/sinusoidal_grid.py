@@ -15,16 +15,16 @@ from posenc.nn._tables import SharedTables, Tensors, shown_table
 
 
 def _grid_table(
-    index: Tensor, dtype: torch.dtype, size: tuple[int, ...], extra: int, channels: Channels
+    index: Tensor, dtype: torch.dtype, size: tuple[int, ...], prefix: int, channels: Channels
 ) -> Tensors:
-    """The rows of tokens ``index``: zero for the first ``extra``, then cells in row-major order."""
-    cell = (index - extra).clamp(min=0)
+    """The rows of tokens ``index``: zero for the prefix, then cells in row-major order."""
+    cell = (index - prefix).clamp(min=0)
     coordinates = []
     for count in reversed(size):
         coordinates.append(cell % count)
         cell = cell // count
     rows = of_grid(coordinates[::-1], channels, dtype)
-    return (rows.masked_fill((index < extra)[..., None], 0.0),)
+    return (rows.masked_fill((index < prefix)[..., None], 0.0),)
 
 
 class SinusoidalGrid(AddedTable):
@@ -40,14 +40,14 @@ class SinusoidalGrid(AddedTable):
         concatenated: Whether sines come before cosines, and the last coordinate first (MAE, DiT).
         widths: Channels of each coordinate.
         order: The coordinates in the order of their channels.
-        extra: Tokens before the patches that get no encoding, such as a class token.
+        prefix: Tokens before the patches that get no encoding, such as a class token.
         scale_input: As in :class:`SinusoidalPosEmbedding`, and so are the next three.
         scale: The factor of the encoding.
         learn_scale: Whether that factor is learned.
         dropout: Probability that a channel of the sum is set to zero in training.
 
     Examples:
-        >>> pos = SinusoidalGrid((14, 14), embed_dim=768, concatenated=True, extra=1)
+        >>> pos = SinusoidalGrid((14, 14), embed_dim=768, concatenated=True, prefix=1)
         >>> pos(torch.randn(2, 197, 768)).shape
         torch.Size([2, 197, 768])
 
@@ -55,7 +55,7 @@ class SinusoidalGrid(AddedTable):
         He et al., *Masked Autoencoders*, 2022, appendix A.
     """
 
-    encodings = shown_table(0, "The table ``(extra + L, embed_dim)``, float32.")
+    encodings = shown_table(0, "The table ``(prefix + L, embed_dim)``, float32.")
 
     def __init__(
         self,
@@ -66,7 +66,7 @@ class SinusoidalGrid(AddedTable):
         concatenated: bool = False,
         widths: Sequence[int] | None = None,
         order: Sequence[int] | None = None,
-        extra: int = 0,
+        prefix: int = 0,
         scale_input: bool = False,
         scale: float = 1.0,
         learn_scale: bool = False,
@@ -83,9 +83,9 @@ class SinusoidalGrid(AddedTable):
         self.concatenated = channels.concatenated
         self.widths = None if widths is None else channels.widths
         self.order = None if order is None else channels.order
-        self.extra = checks.integer(who, "extra", extra, least=0)
-        parameters = (self.size, self.extra, channels)
-        length = self.extra + math.prod(self.size)
+        self.prefix = checks.integer(who, "prefix", prefix, least=0)
+        parameters = (self.size, self.prefix, channels)
+        length = self.prefix + math.prod(self.size)
         self._tables = SharedTables(_grid_table, parameters, length, torch.float32)
         self._set_sum(who, scale_input, scale, learn_scale, dropout)
 
@@ -93,7 +93,7 @@ class SinusoidalGrid(AddedTable):
         """Add the encoding of each patch.
 
         Args:
-            x: Floating tensor of shape ``(extra + L, D)`` or ``(N, extra + L, D)``.
+            x: Floating tensor of shape ``(prefix + L, D)`` or ``(N, prefix + L, D)``.
 
         Returns:
             A new tensor with the shape and dtype of ``x``.
@@ -102,8 +102,10 @@ class SinusoidalGrid(AddedTable):
         length, width = checks.check_embeddings(who, "x", x)
         hint = "Build SinusoidalGrid with the size and the width of x."
         checks.equal(who, "embed_dim", width, self.embed_dim, hint)
-        tokens = f"{self.extra} + " * bool(self.extra) + " x ".join(map(str, self.size)) + " tokens"
-        checks.equal(who, tokens, length, self.extra + math.prod(self.size), hint)
+        tokens = (
+            f"{self.prefix} + " * bool(self.prefix) + " x ".join(map(str, self.size)) + " tokens"
+        )
+        checks.equal(who, tokens, length, self.prefix + math.prod(self.size), hint)
         dtype = torch.promote_types(x.dtype, torch.float32)
         kept = self._tables.read(x, dtype)
         if kept is None:

@@ -76,7 +76,7 @@ def pixel_frequencies(count: int, max_freq: float = 224.0, *, linear: bool = Tru
         \qquad \text{or} \qquad \theta_i = \pi \left(\tfrac{m}{2}\right)^{i/(n - 1)}
 
     The slowest makes one turn from edge to edge, the fastest :math:`m / 2`. Computed in float64,
-    for the argument ``freqs`` of `RoPE`.
+    for the argument ``inv_freq`` of `RoPE`.
 
     Args:
         count: :math:`n`: pairs of each coordinate, ``D / 2A`` for ``A`` coordinates.
@@ -221,6 +221,6 @@ def _exact_rates(plain: Spectrum, rule: Rule | None) -> list[Decimal]:
     if len(rates) != len(unscaled) or not all(map(math.isfinite, rates)):
         rule_text = f"a rule must give a finite rate for each of the {len(unscaled)} pairs"
         hint = "Pass a factor closer to 1, or return as many rates as the rule is called with."
-        got = f"{rule} with " + ("freqs" if plain.freqs else f"base {base}")
+        got = f"{rule} with " + ("inv_freq" if plain.freqs else f"base {base}")
         checks.fail("scaling", rule_text, got, hint)
     return [Decimal(rate) for rate in rates]

@@ -102,7 +102,7 @@ class Added(transformers.PreTrainedModel):
             [
                 posenc.SinusoidalPosEmbedding(scale_input=True, scale=0.3, learn_scale=True),
                 posenc.SinusoidalPE(64, 32, dropout=0.1),
-                posenc.SinusoidalGrid((5, 8), embed_dim=32, extra=1, learn_scale=True),
+                posenc.SinusoidalGrid((5, 8), embed_dim=32, prefix=1, learn_scale=True),
             ]
         )
         self.proj = torch.nn.Linear(32, 32)

@@ -126,7 +126,7 @@ def test_a_config_is_shown_beside_the_same_rates_without_its_rule():
     rope = posenc.RoPE.from_config(config)
     found = show.of_config(config, against="linear").numbers["rates"]
     assert [each["label"] for each in found] == ["without a rule", "YaRN", "linear × 4"]
-    assert found[1]["rates"] == rope.inv_freq(512).tolist()
+    assert found[1]["rates"] == rope.scaled_inv_freq(512).tolist()
 
 
 def test_the_gallery_has_a_panel_for_every_encoding():

@@ -27,7 +27,7 @@ def resize_learned(
     *,
     method: Literal["interpolate", "extend"] = "interpolate",
     fill: Literal["normal", "repeat"] = "normal",
-    extra: int = 0,
+    prefix: int = 0,
     grid: tuple[int, int] | None = None,
     mode: Literal["bicubic", "bilinear"] = "bicubic",
     antialias: bool = False,
@@ -53,7 +53,7 @@ def resize_learned(
         length: Positions afterwards, or ``(height, width)`` for a table over a grid.
         method: ``"interpolate"`` or ``"extend"``.
         fill: How an extension fills its rows.
-        extra: Leading rows that are no positions and stay as they are: class tokens of a vision
+        prefix: Leading rows that are no positions and stay as they are: class tokens of a vision
             transformer, the two rows of RoBERTa's and OPT's offset. Not counted in ``length``.
         grid: Height and width of the trained grid; None means it is square.
         mode: How a grid is interpolated: ``"bicubic"``, or ``"bilinear"`` as for SigLIP 2.
@@ -80,7 +80,7 @@ def resize_learned(
         Beltagy et al., *Longformer*, 2020, section 5 (repeating).
     """
     if isinstance(table, Mapping):
-        how: dict[str, Any] = {"method": method, "fill": fill, "extra": extra, "grid": grid}
+        how: dict[str, Any] = {"method": method, "fill": fill, "prefix": prefix, "grid": grid}
         how |= {"mode": mode, "antialias": antialias, "std": std, "generator": generator}
         name = _find(table, key)
         return {**table, name: resize_learned(table[name], length, **how)}
@@ -89,9 +89,9 @@ def resize_learned(
     if table.dim() == 3:
         checks.equal(_WHO, "the first dimension of table", table.shape[0], 1, "Pass one table.")
     rows = table.detach().reshape(table.shape[-2:])
-    checks.integer(_WHO, "extra", extra, least=0)
-    checks.integer(_WHO, "the positions of table", len(rows) - extra)
-    kept, trained = rows[:extra], rows[extra:]
+    checks.integer(_WHO, "prefix", prefix, least=0)
+    checks.integer(_WHO, "the positions of table", len(rows) - prefix)
+    kept, trained = rows[:prefix], rows[prefix:]
     checks.choice(_WHO, "method", method, ("interpolate", "extend"))
     checks.choice(_WHO, "fill", fill, ("normal", "repeat"))
     checks.choice(_WHO, "mode", mode, ("bicubic", "bilinear"))
@@ -135,7 +135,7 @@ def _grid(
     if height * width != len(trained):
         rule = "the trained positions must fill a grid" if grid else "grid must be given"
         got = f"{len(trained)} rows" + (f" for {height} x {width}" if grid else ", not a square")
-        hint = "Pass grid=(height, width), and extra=1 if there is a class token."
+        hint = "Pass grid=(height, width), and prefix=1 if there is a class token."
         checks.fail(_WHO, rule, got, hint)
     cells = trained.double().view(1, height, width, -1).permute(0, 3, 1, 2)
     new = F.interpolate(cells, size=size, mode=mode, align_corners=False, antialias=antialias)

@@ -169,7 +169,11 @@ def _check_rates(who: str, model: nn.Module, ropes: list[RoPE]) -> None:
             continue
         ours = tables.understood(module)
         rates = None if ours is None or ours.form not in _PLAIN else ours.by_layer.get(None)
-        if rates is None or rates.order or any(rates.exact().ne(r.inv_freq()).any() for r in ropes):
+        if (
+            rates is None
+            or rates.order
+            or any(rates.exact().ne(r.scaled_inv_freq()).any() for r in ropes)
+        ):
             rule = "the rates of every rotary module must follow from the config"
             got = f"{type(module).__name__} at '{path}'"
             checks.fail(who, rule, got, "Use the model as it is: nothing was changed.")

@@ -61,7 +61,7 @@ def sinusoidal(
 ) -> View:
     """The table that is added for ``length`` positions, and the rates it is made of."""
     table = nn.SinusoidalPE(length, dim, base=base).get_encoding(length)
-    rates = [Rotation("", nn.RoPE(dim, None, base).inv_freq())]
+    rates = [Rotation("", nn.RoPE(dim, None, base).scaled_inv_freq())]
     waves, by_distance = _by_rate(rates, trained, 4 * trained)
     by_distance = replace(by_distance, title="The same cosine, by distance")
     panels = (*_added(table), waves, by_distance)
@@ -108,8 +108,8 @@ def rope(
 
 def pope(*, dim: int = 128, length: int = 128, trained: int = 4096, base: float = 10_000.0) -> View:
     """PoPE beside RoPE, and what a phase does to one channel's part of the score."""
-    rates = nn.PoPE(dim, num_kv_heads=None, max_seq_len=None, base=base).inv_freq()
-    found = [Rotation("PoPE", rates), Rotation("RoPE", nn.RoPE(dim, None, base).inv_freq())]
+    rates = nn.PoPE(dim, num_kv_heads=None, max_seq_len=None, base=base).scaled_inv_freq()
+    found = [Rotation("PoPE", rates), Rotation("RoPE", nn.RoPE(dim, None, base).scaled_inv_freq())]
     cos = (torch.arange(length)[:, None] * rates).cos()
     distance, middle = torch.arange(length, dtype=torch.float64), dim // 4
     parts = [
@@ -188,7 +188,7 @@ ENCODINGS: dict[str, Callable[..., View]] = {
 
 def rotation(module: nn.RoPE, label: str, seq_len: int) -> Rotation:
     """How a module rotates in a sequence of this length."""
-    return Rotation(label, module.inv_freq(seq_len), module.attention_factor(seq_len))
+    return Rotation(label, module.scaled_inv_freq(seq_len), module.attention_factor(seq_len))
 
 
 def scores(shown: Rotation, farthest: int) -> tuple[Tensor, Tensor]:

@@ -122,8 +122,8 @@ class YaRN(PublishedRule):
     def blend_range(self, dim: int, base: float) -> tuple[float, float]:
         """First pair that is slowed at all, and first that is slowed all the way."""
         if math.isnan(base):
-            rule, hint = "freqs must be None, because YaRN needs a base", "Use Llama3 instead."
-            checks.fail("YaRN", rule, "freqs", hint)
+            rule, hint = "inv_freq must be None, because YaRN needs a base", "Use Llama3 instead."
+            checks.fail("YaRN", rule, "inv_freq", hint)
 
         def pair_with(turns: float) -> float:
             length = math.log(self.original_length) - math.log(turns) - math.log(math.tau)

@@ -22,7 +22,7 @@ class Rule(ByValue):
 
         Args:
             rates: float64 of shape ``[P]``, fastest first.
-            base: The base they were computed from; NaN if they are a `RoPE`'s ``freqs``.
+            base: The base they were computed from; NaN if they are a `RoPE`'s ``inv_freq``.
             seq_len: For rules that depend on the length, a tensor ``[...]`` of lengths, such as one
                 for each sequence; the result is then ``[..., 1, P]``.
         """

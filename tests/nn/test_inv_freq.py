@@ -25,7 +25,7 @@ def cos_sin(at, freqs):
 @pytest.mark.parametrize("rate", [*FREQS, 1e-9, math.pi, 2.0**31], ids=str)
 def test_angles_are_exact_at_any_position(rate):
     at = [0, 1, 12345, 2**31]
-    rope = RoPE(2, None, freqs=[rate])
+    rope = RoPE(2, None, inv_freq=[rate])
     with mpmath.workdps(60):
         wanted = cos_sin(at, [rate])
     for got, exact in zip(rope.tables(torch.tensor(at)), wanted, strict=True):
@@ -35,7 +35,7 @@ def test_angles_are_exact_at_any_position(rate):
 @pytest.mark.parametrize("interleaved", [False, True], ids=["half", "interleaved"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_tokens_rotate_by_them(dtype, interleaved):
-    rope = RoPE(10, 16, freqs=torch.tensor(FREQS), rotary_dim=8, interleaved=interleaved)
+    rope = RoPE(10, 16, inv_freq=torch.tensor(FREQS), rotary_dim=8, interleaved=interleaved)
     q, k = torch.randn(2, 4, 5, 10).to(dtype), torch.randn(2, 2, 5, 10).to(dtype)
     tables = cos_sin(range(3, 8), torch.tensor(FREQS).tolist())
     for got, x in zip(rope(q, k, 3), (q, k), strict=True):
@@ -48,18 +48,22 @@ def test_tokens_rotate_by_them(dtype, interleaved):
 def test_the_usual_rates_give_the_usual_rotation():
     """Up to the rounding of the rates to float64, which base does not have."""
     plain, x = RoPE(16, 64), torch.randn(1, 2, 9, 16)
-    for rates in (plain.inv_freq(), plain.inv_freq().tolist(), plain.inv_freq().numpy()):
-        assert torch.allclose(RoPE(16, 64, freqs=rates).rotate(x), plain.rotate(x), atol=1e-6)
+    for rates in (
+        plain.scaled_inv_freq(),
+        plain.scaled_inv_freq().tolist(),
+        plain.scaled_inv_freq().numpy(),
+    ):
+        assert torch.allclose(RoPE(16, 64, inv_freq=rates).rotate(x), plain.rotate(x), atol=1e-6)
 
 
 def test_equal_rates_share_tables_and_others_do_not():
     one, same = (
-        RoPE(8, 16, freqs=FREQS),
-        RoPE(8, 16, freqs=torch.tensor(FREQS, dtype=torch.float64)),
+        RoPE(8, 16, inv_freq=FREQS),
+        RoPE(8, 16, inv_freq=torch.tensor(FREQS, dtype=torch.float64)),
     )
     x = torch.randn(1, 1, 4, 8)
     (one.rotate(x), same.rotate(x))
-    assert one.freqs == same.freqs == FREQS
+    assert one.inv_freq == same.inv_freq == FREQS
     assert one.cos_cached.data_ptr() == same.cos_cached.data_ptr()
     assert not torch.equal(RoPE(8, 16).cos_cached, one.cos_cached)
 
@@ -76,10 +80,10 @@ def test_equal_rates_share_tables_and_others_do_not():
 )
 def test_axes_arrange_them(how, count):
     freqs = [0.1 * i + 0.05 for i in range(count)]
-    rope = RoPE(16, None, axes=how, freqs=freqs)
+    rope = RoPE(16, None, axes=how, inv_freq=freqs)
     at = positions.grid(*(2,) * how.count())
     taken = [freqs[i] for i in how.rate_index(8)]
-    assert rope.inv_freq().tolist() == taken
+    assert rope.scaled_inv_freq().tolist() == taken
     pairs = zip(how.followed(8), taken, strict=True)
     phi = torch.stack([at[axis].double() * rate for axis, rate in pairs], dim=-1)
     assert torch.allclose(rope.tables(at)[1], phi.sin(), atol=1e-14)
@@ -96,29 +100,33 @@ def test_axes_arrange_them(how, count):
     ids=lambda value: type(value).__name__,
 )
 def test_rules_scale_them(rule, wanted):
-    got = RoPE(8, None, freqs=FREQS, scaling=rule).inv_freq()
+    got = RoPE(8, None, inv_freq=FREQS, scaling=rule).scaled_inv_freq()
     assert torch.allclose(got, torch.tensor(wanted, dtype=torch.float64), rtol=1e-15)
 
 
 def test_a_rule_that_needs_a_base_says_so():
-    with pytest.raises(ValueError, match=r"YaRN: freqs must be None.*\n.*Llama3"):
-        RoPE(8, None, freqs=FREQS, scaling=scaling.YaRN(4.0, 64))
+    with pytest.raises(ValueError, match=r"YaRN: inv_freq must be None.*\n.*Llama3"):
+        RoPE(8, None, inv_freq=FREQS, scaling=scaling.YaRN(4.0, 64))
 
 
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({"freqs": [1.0]}, ValueError, "freqs must have 4 numbers, got 1"),
-        ({"freqs": 1.0}, TypeError, "a sequence of numbers"),
-        ({"freqs": ["1"] * 4}, TypeError, "must be numbers"),
-        ({"freqs": [True] * 4}, TypeError, "must be numbers"),
-        ({"freqs": [math.nan] * 4}, ValueError, "finite and within"),
-        ({"freqs": [math.inf] * 4}, ValueError, "finite and within"),
-        ({"freqs": torch.ones(2, 2)}, ValueError, r"must have shape \(4,\)"),
-        ({"freqs": torch.ones(4, requires_grad=True)}, TypeError, "use MixedRoPE"),
-        ({"freqs": torch.ones(4, device="meta")}, TypeError, "on the meta device"),
-        ({"freqs": FREQS, "base": 500.0}, ValueError, "base and freqs exclude each other"),
-        ({"freqs": FREQS, "axes": axes.Axial(2)}, ValueError, r"2 numbers.*\n.*of one coordinate"),
+        ({"inv_freq": [1.0]}, ValueError, "inv_freq must have 4 numbers, got 1"),
+        ({"inv_freq": 1.0}, TypeError, "a sequence of numbers"),
+        ({"inv_freq": ["1"] * 4}, TypeError, "must be numbers"),
+        ({"inv_freq": [True] * 4}, TypeError, "must be numbers"),
+        ({"inv_freq": [math.nan] * 4}, ValueError, "finite and within"),
+        ({"inv_freq": [math.inf] * 4}, ValueError, "finite and within"),
+        ({"inv_freq": torch.ones(2, 2)}, ValueError, r"must have shape \(4,\)"),
+        ({"inv_freq": torch.ones(4, requires_grad=True)}, TypeError, "use MixedRoPE"),
+        ({"inv_freq": torch.ones(4, device="meta")}, TypeError, "on the meta device"),
+        ({"inv_freq": FREQS, "base": 500.0}, ValueError, "base and freqs exclude each other"),
+        (
+            {"inv_freq": FREQS, "axes": axes.Axial(2)},
+            ValueError,
+            r"2 numbers.*\n.*of one coordinate",
+        ),
     ],
 )
 def test_bad_rates_are_refused(arguments, error, message):
@@ -152,8 +160,8 @@ def test_learned_frequencies_of_one_coordinate_start_as_rope(heads, kind):
     mixed = kind(16, num_kv_heads=heads, coordinates=1)
     q, k = torch.randn(2, 4, 9, 16), torch.randn(2, 2, 9, 16)
     rates = mixed.freqs[0, 0].tolist()
-    assert torch.allclose(mixed.freqs.double(), RoPE(16).inv_freq().expand(1, heads, 8))
-    for got, wanted in zip(mixed(q, k, offset=3), RoPE(16, freqs=rates)(q, k, 3), strict=True):
+    assert torch.allclose(mixed.freqs.double(), RoPE(16).scaled_inv_freq().expand(1, heads, 8))
+    for got, wanted in zip(mixed(q, k, offset=3), RoPE(16, inv_freq=rates)(q, k, 3), strict=True):
         assert torch.allclose(got, wanted, atol=1e-6)
 
 
@@ -171,12 +179,12 @@ def test_the_base_at_the_start_follows_the_number_of_coordinates():
 def test_one_set_of_learned_frequencies_serves_all_heads(batched):
     """As many sets as there are heads, all the same, are the reference."""
     one, each = (
-        MixedRoPE(16, num_kv_heads=1, start=[3.0, 2.0, 1.0, 0.5]),
+        MixedRoPE(16, num_kv_heads=1, inv_freq=[3.0, 2.0, 1.0, 0.5]),
         MixedRoPE(16, num_kv_heads=4),
     )
     at = positions.grid(3, 3)
     at = torch.stack((at, at + 4), dim=1) if batched else at
-    each.load_state_dict({"freqs": one.freqs.detach().expand(2, 4, 8)})
+    each.load_state_dict({"inv_freq": one.freqs.detach().expand(2, 4, 8)})
     q, k = torch.randn(2, 8, 9, 16), torch.randn(2, 4, 9, 16)
     results = []
     for rope in (one, each):
@@ -189,7 +197,7 @@ def test_one_set_of_learned_frequencies_serves_all_heads(batched):
 
 def test_the_start_of_learned_frequencies_is_checked():
     assert torch.equal(
-        MixedRoPE(8, num_kv_heads=2, coordinates=1, start=FREQS).freqs[0, 1], torch.tensor(FREQS)
+        MixedRoPE(8, num_kv_heads=2, coordinates=1, inv_freq=FREQS).freqs[0, 1], torch.tensor(FREQS)
     )
     with pytest.raises(ValueError, match="start must have 2 numbers"):
-        MixedRoPE(8, num_kv_heads=2, start=FREQS)
+        MixedRoPE(8, num_kv_heads=2, inv_freq=FREQS)
