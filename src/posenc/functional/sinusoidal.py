@@ -1,6 +1,9 @@
-"""Sinusoidal position encoding."""
+"""Sinusoidal encoding of positions, of grids and of diffusion timesteps."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -118,3 +121,105 @@ def timestep_embedding(
     parts = (phi.cos(), phi.sin()) if flip_sin_to_cos else (phi.sin(), phi.cos())
     encoded = round_once(torch.cat(parts, dim=-1), dtype).to(at.device)
     return torch.nn.functional.pad(encoded, (0, embed_dim % 2))
+
+
+class Channels(NamedTuple):
+    """Which channels a coordinate has; hashable."""
+
+    widths: tuple[int, ...]  # of each coordinate
+    order: tuple[int, ...]  # coordinates in the order of their channels
+    concatenated: bool
+    base: float
+
+
+def sinusoidal_grid_embedding(
+    position_ids: Tensor,
+    embed_dim: int,
+    *,
+    dtype: torch.dtype = torch.float32,
+    base: float = 10_000.0,
+    concatenated: bool = False,
+    widths: Sequence[int] | None = None,
+    order: Sequence[int] | None = None,
+) -> Tensor:
+    r"""Sinusoidal encoding of positions with ``A`` coordinates, a run of channels for each.
+
+    .. math:: \sin(p_a / b^{2i/d_a}), \quad \cos(p_a / b^{2i/d_a}), \qquad \textstyle\sum_a d_a = D
+
+    Args:
+        position_ids: Integer or floating coordinates ``(A, ..., L)``, as from
+            :func:`posenc.positions.grid`.
+        embed_dim: Channels ``D``, a multiple of ``2 A`` if there are no ``widths``.
+        dtype: A floating dtype.
+        base: :math:`b`, as in :func:`sinusoidal_pos_embedding`.
+        concatenated: If true, each coordinate has all its sines before its cosines, and
+            coordinates run from last to first (MAE, DiT). If false, sines and cosines alternate,
+            and coordinates run from first to last (positional-encodings).
+        widths: Even channels :math:`d_a` of each coordinate, in the order of ``position_ids``;
+            equal if None.
+        order: The coordinates in the order of their channels, such as ``(0, 2, 1)`` for time,
+            width and height in CogVideoX; as ``concatenated`` says if None.
+
+    Returns:
+        Tensor of shape ``(..., L, embed_dim)``.
+
+    Examples:
+        >>> from posenc.positions import grid
+        >>> sinusoidal_grid_embedding(grid(2, 3), embed_dim=16).shape
+        torch.Size([6, 16])
+        >>> video = grid(4, 2, 3)  # time, height, width
+        >>> sinusoidal_grid_embedding(video, 16, widths=(4, 6, 6), order=(0, 2, 1)).shape
+        torch.Size([24, 16])
+
+    References:
+        Vaswani et al., 2017, section 3.5; He et al., *Masked Autoencoders*, 2022, appendix A;
+        Yang et al., *CogVideoX*, 2024.
+    """
+    who = "sinusoidal_grid_embedding"
+    at = positions(who, "position_ids", position_ids)
+    checks.float_dtype(who, "dtype", dtype)
+    if at.dim() < 2 or len(at) == 0:
+        rule, got = "position_ids must have shape (A, ..., L)", f"shape {tuple(at.shape)}"
+        checks.fail(who, rule, got, "Pass position_ids[None] for one coordinate.")
+    channels = check_channels(who, len(at), embed_dim, base, concatenated, widths, order)
+    return of_grid(at.unbind(0), channels, dtype)
+
+
+def check_channels(
+    who: str, axes: int, embed_dim: Any, base: Any, concatenated: Any, widths: Any, order: Any
+) -> Channels:
+    """The channels that the arguments describe, for ``axes`` coordinates."""
+    dim = checks.even(who, "embed_dim", embed_dim)
+    backwards = checks.boolean(who, "concatenated", concatenated)
+    if widths is None:
+        if dim % (2 * axes):
+            rule = f"embed_dim must be a multiple of twice the {axes} coordinates"
+            checks.fail(who, rule, dim, "Pass another embed_dim, or widths.")
+        widths = (dim // axes,) * axes
+    each = _integers(who, "widths", widths, axes, 1)
+    if sum(each) != dim or any(width % 2 for width in each):
+        rule = f"widths must be even and add up to embed_dim={dim}"
+        checks.fail(who, rule, each, "Change widths or embed_dim.")
+    if order is None:
+        order = tuple(range(axes))[::-1] if backwards else tuple(range(axes))
+    runs = _integers(who, "order", order, axes, 0)
+    if sorted(runs) != list(range(axes)):
+        rule = f"order must name each of the coordinates 0 to {axes - 1} once"
+        checks.fail(who, rule, runs, "Pass (0, 2, 1), say.")
+    return Channels(each, runs, backwards, checks.base(who, base))
+
+
+def of_grid(coordinates: Sequence[Tensor], channels: Channels, dtype: torch.dtype) -> Tensor:
+    """The encoding of a tensor ``[...]`` for each coordinate, ``[..., D]``."""
+    parts = []
+    for axis in channels.order:
+        at, spectrum = coordinates[axis], Spectrum(channels.widths[axis], channels.base)
+        parts.append(sinusoid(at, spectrum, dtype, concatenated=channels.concatenated))
+    return torch.cat(parts, dim=-1)
+
+
+def _integers(who: str, name: str, values: Any, count: int, least: int) -> tuple[int, ...]:
+    if not isinstance(values, (list, tuple)) or len(values) != count:
+        rule, got = f"{name} must be a tuple of {count} ints", checks.describe(values)
+        checks.fail(who, rule, got, "Pass one for each coordinate.")
+    return tuple(checks.integer(who, name, value, least=least) for value in values)

@@ -1,23 +1,23 @@
 """Positional encodings as modules, which keep their tables between calls."""
 
 from posenc.nn import functional
+from posenc.nn.added import (
+    LearnedPosEmbedding,
+    SinusoidalGrid,
+    SinusoidalPE,
+    SinusoidalPosEmbedding,
+)
 from posenc.nn.alibi import ALiBi
 from posenc.nn.distance_biases import FIRE, KERPLE, LearnedBias, Sandwich, T5Bias
 from posenc.nn.extended import DualChunk, SelfExtend
 from posenc.nn.forget_gate import ForgetGate
 from posenc.nn.fourier import FourierFeatures
 from posenc.nn.grid_bias import GridBias
-from posenc.nn.layers import rope_layers
-from posenc.nn.learned import LearnedPosEmbedding
-from posenc.nn.mixed import MixedRoPE
+from posenc.nn.learned_rotary import STRING, MixedRoPE
 from posenc.nn.pope import PoPE
-from posenc.nn.rope import RoPE
-from posenc.nn.rotary import RotaryPosEmbedding
-from posenc.nn.sinusoidal import SinusoidalPE, SinusoidalPosEmbedding
-from posenc.nn.sinusoidal_grid import SinusoidalGrid
-from posenc.nn.string import STRING
+from posenc.nn.rope import RoPE, rope_layers
+from posenc.nn.rotary import RotaryPosEmbedding, XPos
 from posenc.nn.vector_biases import CoPE, DeBERTaBias, RelativeKeys, TransformerXLBias
-from posenc.nn.xpos import XPos
 
 __all__ = [
     "FIRE",

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from posenc import attention, configs
 from posenc._contract import checks, qk_checks
 from posenc._contract.sharding import replicate_like
-from posenc.functional.alibi import alibi_bias, alibi_key_bias
-from posenc.functional.alibi_models import alibi_model_slopes
+from posenc.functional.distance_biases import alibi_bias, alibi_key_bias, alibi_model_slopes
 from posenc.nn._bias import RelativeBias, check_heads
 from posenc.nn._tables import SharedTables, TableModule, Tensors
 from posenc.numerics.slopes import slope_numbers

@@ -12,7 +12,7 @@ from posenc import configs
 from posenc._contract import checks, qk_checks
 from posenc._contract.tracing import is_exporting, is_readable, without_autocast
 from posenc.attention.biases import DistanceTable, RowBias, Terms
-from posenc.functional.t5 import check_buckets, t5_buckets
+from posenc.functional.distance_biases import check_buckets, t5_buckets
 from posenc.nn._bias import RelativeBias
 from posenc.nn._module import Linear, load_scalars
 from posenc.nn._tables import SharedTables, TableModule, Tensors

@@ -1,4 +1,4 @@
-"""Rotary position embedding (RoPE) of one tensor, with shared tables of cosines and sines."""
+"""Rotations by tables: of one tensor, and with a decay over the distance (xPos)."""
 
 from __future__ import annotations
 
@@ -9,11 +9,18 @@ from posenc._contract import checks
 from posenc._contract.position_checks import UNLIMITED, Limit
 from posenc._contract.tracing import may_keep
 from posenc.functional._positions import rows_of
-from posenc.functional.rotary import check_rotary_input, with_heads, without_heads
+from posenc.functional.rotary import (
+    check_heads,
+    check_rotary_input,
+    rotate_rows,
+    with_heads,
+    without_heads,
+)
 from posenc.kernels import Spec
 from posenc.nn._rotary import rotary_tables, rotate_by_tables
-from posenc.nn._tables import SharedTables, TableModule, shown_table
+from posenc.nn._tables import SharedTables, TableModule, Tensors, shown_table
 from posenc.numerics.frequencies import Spectrum
+from posenc.numerics.tables import cos_sin
 
 
 class RotaryPosEmbedding(TableModule):
@@ -96,3 +103,99 @@ class RotaryPosEmbedding(TableModule):
             # Only now: a call that raises leaves the tables as they were.
             self._tables = tables
         return without_heads(rotated, input_)
+
+
+# The largest exponent of 3.5 in the scales: 3.5**44 is about 1e24, and float32 holds 3e38.
+_POWER = 44
+
+
+def xpos_tables(
+    positions: Tensor, dtype: torch.dtype, spectrum: Spectrum, middle: int, scale_base: float
+) -> Tensors:
+    """Cosines and sines of queries, times the scale, and of keys, divided by it.
+
+    They are in the widest dtype of the device.
+    """
+    cos, sin = cos_sin(positions, spectrum)
+    channels = torch.arange(0, spectrum.dim, 2, dtype=cos.dtype, device=cos.device)
+    decay = (channels / spectrum.dim + 0.4) / 1.4
+    # Without the cast, the quotient would be in torch's default dtype.
+    power = (positions - middle).to(cos.dtype)[:, None] / scale_base
+    grown, shrunk = decay**power, decay**-power
+    return cos * grown, sin * grown, cos * shrunk, sin * shrunk
+
+
+class XPos(TableModule):
+    r"""Rotate queries and keys, and let their product decay with the distance.
+
+    .. math:: q \mapsto \zeta^{(p - c)/s} R_{p\theta}\,q, \qquad
+              k \mapsto \zeta^{-(p - c)/s} R_{p\theta}\,k, \qquad
+              \zeta_i = \frac{2i/d + 0.4}{1.4}
+
+    The product of a query at ``m`` and a key at ``n`` is scaled by :math:`\zeta^{(m-n)/s}`, which
+    suits causal attention only. :math:`c`, the middle of ``max_seq_len``, cancels. The scales of
+    the first pair range over :math:`3.5^{\pm L/2s}` for ``L = max_seq_len``, which float32 must
+    hold; for float16, make ``scale_base`` an eighth of ``max_seq_len`` or more.
+
+    Args:
+        head_dim: Channels ``D`` of a head, even.
+        max_seq_len: Positions are ``0 .. max_seq_len - 1``.
+        base: As in :class:`posenc.RoPE`.
+        scale_base: :math:`s`: raising it makes the decay slower.
+        interleaved: As in :class:`posenc.RoPE`.
+
+    Examples:
+        >>> xpos = XPos(head_dim=64)
+        >>> q, k = torch.randn(2, 8, 16, 64), torch.randn(2, 2, 16, 64)
+        >>> q, k = xpos(q, k, offset=100)
+
+    References:
+        Sun et al., *A Length-Extrapolatable Transformer*, 2022.
+    """
+
+    q_cos = shown_table(0, "Scaled cosines for queries ``(max_seq_len, P)``, float64.")
+    q_sin = shown_table(1, "Sines for queries, as ``q_cos``.")
+    k_cos = shown_table(2, "Scaled cosines for keys, as ``q_cos``.")
+    k_sin = shown_table(3, "Sines for keys, as ``k_cos``.")
+
+    def __init__(
+        self,
+        head_dim: int,
+        *,
+        max_seq_len: int = 2048,
+        base: float = 10_000.0,
+        scale_base: float = 512.0,
+        interleaved: bool = True,
+    ) -> None:
+        who = type(self).__name__
+        super().__init__()
+        self.head_dim = checks.even(who, "head_dim", head_dim)
+        self.max_seq_len = checks.integer(who, "max_seq_len", max_seq_len)
+        self.base = checks.base(who, base)
+        self.scale_base = checks.positive_float(who, "scale_base", scale_base)
+        self.interleaved = checks.boolean(who, "interleaved", interleaved)
+        power = self.max_seq_len / 2 / self.scale_base
+        if power > _POWER:
+            rule = f"max_seq_len must be at most {2 * _POWER} times scale_base={self.scale_base:g}"
+            hint = f"Raise scale_base to {self.max_seq_len / 2 / _POWER:.0f} or more."
+            checks.fail(who, rule, self.max_seq_len, hint)
+        spectrum = Spectrum(self.head_dim, self.base)
+        parameters = (spectrum, self.max_seq_len // 2, self.scale_base)
+        self._tables = SharedTables(xpos_tables, parameters, self.max_seq_len, torch.float64)
+
+    def forward(
+        self, q: Tensor, k: Tensor, offset: int | Tensor = 0, *, position_ids: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Rotate and scale queries and keys; arguments as :meth:`posenc.RoPE.forward`."""
+        who = type(self).__name__
+        check_heads(who, "qk", [q, k], self.head_dim)
+        limit = Limit(self.max_seq_len, "max_seq_len")
+        rows = rows_of(who, q, offset, position_ids, limit)
+        tables = self._tables.read(q, torch.float64)
+        if tables is None:
+            tables = self._tables.at(torch.arange(limit.value, device=q.device))
+        q_cos, q_sin, k_cos, k_sin = tables
+        spec = Spec(self.interleaved, self.interleaved)
+        (a,) = rotate_rows(who, limit, [q], q_cos, q_sin, rows, spec)
+        (b,) = rotate_rows(who, limit, [k], k_cos, k_sin, rows, spec)
+        return a, b

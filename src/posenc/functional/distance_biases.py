@@ -1,7 +1,8 @@
-"""Attention with linear biases (ALiBi)."""
+"""Biases that depend on the distance: ALiBi, and the buckets of T5."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -192,3 +193,94 @@ def alibi_key_bias(
         positions = positions - positions.amax(-1, keepdim=True)
     bias = slopes.to(device, torch.float64)[..., None, None] * positions[..., None, None, :]
     return round_once(bias, dtype).to(slopes.device)
+
+
+def alibi_model_slopes(
+    model: str, num_heads: int, *, head_dim: int | None = None, bias_max: float = 8.0
+) -> Tensor:
+    r"""The slopes of a published model, float64 of shape ``(H,)``.
+
+    BLOOM and MPT have the paper's. Falcon rounds them to bfloat16 and adds its bias before the
+    scores are scaled by :math:`1/\sqrt{D}`, so its slopes are :math:`m_h / \sqrt{D}`.
+
+    Args:
+        model: ``bloom``, ``mpt`` or ``falcon``.
+        num_heads: Heads ``H``.
+        head_dim: Falcon's ``D``; the others do not need it.
+        bias_max: MPT's ``alibi_bias_max``.
+
+    Examples:
+        >>> alibi_model_slopes("bloom", 2)
+        tensor([0.0625, 0.0039], dtype=torch.float64)
+        >>> alibi_model_slopes("falcon", 2, head_dim=64)
+        tensor([0.0078, 0.0005], dtype=torch.float64)
+    """
+    who = "alibi_model_slopes"
+    checks.choice(who, "model", model, ("bloom", "falcon", "mpt"))
+    heads = checks.integer(who, "num_heads", num_heads)
+    if model != "falcon":
+        return head_slopes(heads, checks.positive_float(who, "bias_max", bias_max))
+    if head_dim is None:
+        hint = "Pass head_dim: Falcon divides its slopes by sqrt(head_dim)."
+        checks.fail(who, "head_dim must be given for falcon", None, hint)
+    root = math.sqrt(checks.integer(who, "head_dim", head_dim))
+    return head_slopes(heads).bfloat16().double() / root
+
+
+def t5_buckets(
+    distance: Tensor, num_buckets: int = 32, max_distance: int = 128, *, causal: bool = False
+) -> Tensor:
+    r"""The bucket of each distance :math:`n = i - j` between query :math:`i` and key :math:`j`.
+
+    .. math::
+        \begin{cases} n & n < e \\
+        \min\!\left(e + \left\lfloor \frac{\ln(n / e)}{\ln(m / e)}\,(b - e) \right\rfloor,
+        b - 1\right) & n \ge e \end{cases}
+
+    for :math:`b` buckets, :math:`e = b / 2` of them for one distance each, and :math:`m` the
+    ``max_distance``. If causal, later keys are in bucket zero; otherwise half of the buckets are
+    for :math:`|n|` of later keys, after those of earlier ones. The logarithm is computed in
+    float32, as published, because the floor decides at whole powers.
+
+    Args:
+        distance: An integer tensor.
+        num_buckets: All buckets; even, unless causal.
+        max_distance: The distance from which all are in one bucket.
+        causal: Whether later keys need no buckets.
+
+    Returns:
+        An int64 tensor with the shape of ``distance``.
+
+    Examples:
+        >>> t5_buckets(torch.tensor([0, 1, 20, 500, -1]))
+        tensor([ 0,  1, 10, 15, 17])
+
+    References:
+        Raffel et al., *Exploring the Limits of Transfer Learning*, 2020, section 2.1.
+    """
+    who = "t5_buckets"
+    if not isinstance(distance, Tensor) or distance.dtype not in checks.INT_DTYPES:
+        rule, got = "distance must be an integer tensor", checks.describe(distance)
+        checks.fail(who, rule, got, "Pass int64 indices of queries minus those of keys.", TypeError)
+    check_buckets(who, num_buckets, max_distance, causal=causal)
+    count = num_buckets if causal else num_buckets // 2
+    far = distance.long().clamp(min=0) if causal else distance.long().abs()
+    exact = count // 2
+    # The logarithm of zero is not used, but must be a number that can be an integer.
+    ratio = (far.clamp(min=1).float() / exact).log() / math.log(max_distance / exact)
+    large = (exact + (ratio * (count - exact)).long()).clamp(max=count - 1)
+    bucket = torch.where(far < exact, far, large)
+    return bucket if causal else bucket + count * (distance < 0)
+
+
+def check_buckets(who: str, num_buckets: int, max_distance: int, *, causal: bool) -> None:
+    """Refuse numbers for which the formula has no value."""
+    least = 2 if checks.boolean(who, "causal", causal) else 4
+    buckets = checks.integer(who, "num_buckets", num_buckets, least=least)
+    if buckets % 2 and not causal:
+        rule = "num_buckets must be even, half of them for each side"
+        checks.fail(who, rule, buckets, f"Pass {buckets + 1}, or causal=True.")
+    exact = buckets // least
+    if checks.integer(who, "max_distance", max_distance) <= exact:
+        rule = f"max_distance must be above {exact}, the distances with a bucket of their own"
+        checks.fail(who, rule, max_distance, "Pass fewer buckets, or LearnedBias instead.")
