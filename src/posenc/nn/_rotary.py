@@ -126,31 +126,6 @@ def rotate_by_tables(
     return by_tables(who, tables, xs, rows, run)
 
 
-def rotate_last_queries(
-    who: str,
-    limit: Limit,
-    tables: SharedTables,
-    qk: list[Tensor],
-    rows: Rows,
-    spec: Spec,
-    own: tuple[Tensor, Tensor] | None,
-) -> list[Tensor]:
-    """Rotate keys by ``rows``, and fewer queries by the last of these; ``own`` tables if any."""
-    q, k = qk
-    ahead, at = k.shape[2] - q.shape[2], rows.positions
-    if own is not None:
-        cos, sin = (table.narrow(-2, ahead, q.shape[2]) for table in own)
-        (a,) = rotate_rows(who, limit, [q], cos, sin, rows, spec)
-        return [a, *rotate_rows(who, limit, [k], *own, rows, spec)]
-    if at is None or rows.is_sequential():
-        ends = Rows(rows.start + ahead, at)
-    else:
-        ends = Rows(rows.start, at[:, ahead:])
-    # Keys first: the table grows for them, and for their queries too.
-    keys = rotate_by_tables(who, limit, tables, [k], rows, spec)
-    return [*rotate_by_tables(who, limit, tables, [q], ends, spec), *keys]
-
-
 class RopeAngles:
     """The angles of a `RoPE` and the gain of its tables, for every sequence length.
 
@@ -240,41 +215,6 @@ class RopeAngles:
             seq_len = last.floor().to(torch.int64).clamp(min=-1) + 1
         return self.at(at, self.rule_length(who, x, seq_len))
 
-    def shifted(self, who: str, k: Tensor, by: int | Tensor, seq_len: Any) -> Tensor:
-        """Angles ``[1 or B, 1, P]`` that move the tokens of ``k`` by this many positions."""
-        rule = self.spectrum.scaling
-        if isinstance(by, Tensor):
-            at = position_checks.offsets(who, by, k, "by")
-        else:
-            by = checks.integer(who, "by", by, least=-checks.FARTHEST)
-            at = torch.full((1,), by, device=k.device)
-        if seq_len is None and self.trained is not None:
-            needs = f"seq_len must be given, because {type(rule).__name__} depends on it"
-            checks.fail(who, needs, None, "Pass the seq_len that the keys were rotated with.")
-        length = self.rule_length(who, k, seq_len)
-        return self.at(for_axes(at[:, None], self.spectrum.axes), length)[0]
-
-    def moved(
-        self, who: str, k: Tensor, to: Tensor, before: Tensor, to_len: Any, len_before: Any
-    ) -> tuple[Tensor, float | Tensor]:
-        """Angles and gain that move the tokens of ``k`` from positions ``before``."""
-        phi, gain = self.at_coordinates(who, "to_positions", k, to, to_len)
-        old, old_gain = self.at_coordinates(who, "from_positions", k, before, len_before)
-        return phi - old, gain / old_gain
-
-    def tables(
-        self, who: str, position_ids: Tensor, seq_len: Any, dtype: torch.dtype
-    ) -> tuple[Tensor, Tensor]:
-        """The body of :meth:`RoPE.tables`."""
-        shape = position_checks.positions(who, "position_ids", position_ids).shape
-        batch = shape[-2] if len(shape) > 1 else 1
-        like = torch.empty((batch, 1, shape[-1], 0), device=position_ids.device)
-        phi, gain = self.at_coordinates(who, "position_ids", like, position_ids, seq_len)
-        cos, sin = of_angles(phi, position_ids.device, gain)
-        if checks.float_dtype(who, "dtype", dtype) != torch.float64:
-            cos, sin = round_once(cos, dtype), round_once(sin, dtype)
-        return cos, sin
-
     def at(self, at: Tensor, length: int | Tensor | None) -> tuple[Tensor, float | Tensor]:
         """Angles in float64, and the gain of their tables, in sequences of this length."""
         spectrum = self.spectrum_at(length)
@@ -329,16 +269,14 @@ class RotatedKeys(TableModule):
 
     def scaled_inv_freq(self, seq_len: int | None = None) -> Tensor:
         """Scaled rates in a sequence of this length, float64 ``[P]``, radians per position."""
-        length = checks.optional(
-            checks.integer, f"{type(self).__name__}.scaled_inv_freq", "seq_len", seq_len
-        )
+        who = f"{type(self).__name__}.scaled_inv_freq"
+        length = checks.optional(checks.integer, who, "seq_len", seq_len)
         return scaled_rates(self._angles.spectrum_at(length)).clone()
 
     def attention_factor(self, seq_len: int | None = None) -> float:
         """The factor on cosines and sines in a sequence of this length."""
-        length = checks.optional(
-            checks.integer, f"{type(self).__name__}.attention_factor", "seq_len", seq_len
-        )
+        who = f"{type(self).__name__}.attention_factor"
+        length = checks.optional(checks.integer, who, "seq_len", seq_len)
         return float(self._angles.spectrum_at(length).gain())
 
     def rerotate(
@@ -373,10 +311,13 @@ class RotatedKeys(TableModule):
             >>> torch.allclose(moved, rope.rotate(k), atol=1e-6)
             True
         """
-        who = f"{type(self).__name__}.rerotate"
-        k, lengths = self._rotated_keys(who, k), (to_seq_len, from_seq_len)
-        phi, gain = self._angles.moved(who, k, to_positions, from_positions, *lengths)
-        return self._rotate_again(who, k, phi, gain, Rows())
+        who, angles = f"{type(self).__name__}.rerotate", self._angles
+        k = self._rotated_keys(who, k)
+        phi, gain = angles.at_coordinates(who, "to_positions", k, to_positions, to_seq_len)
+        old, old_gain = angles.at_coordinates(
+            who, "from_positions", k, from_positions, from_seq_len
+        )
+        return self._rotate_again(who, k, phi - old, gain / old_gain, Rows())
 
     def shift(self, k: Tensor, by: int | Tensor, *, seq_len: int | Tensor | None = None) -> Tensor:
         """Add ``by`` to the positions of rotated keys.
@@ -393,9 +334,19 @@ class RotatedKeys(TableModule):
             >>> torch.allclose(rope.shift(rope.rotate(k, 7), -3), rope.rotate(k, 4), atol=1e-6)
             True
         """
-        who = f"{type(self).__name__}.shift"
+        who, angles = f"{type(self).__name__}.shift", self._angles
         k = self._rotated_keys(who, k)
-        phi = self._angles.shifted(who, k, by, seq_len)
+        if isinstance(by, Tensor):
+            at = position_checks.offsets(who, by, k, "by")
+        else:
+            by = checks.integer(who, "by", by, least=-checks.FARTHEST)
+            at = torch.full((1,), by, device=k.device)
+        if seq_len is None and angles.trained is not None:
+            rule = type(angles.spectrum.scaling).__name__
+            hint = "Pass the seq_len that the keys were rotated with."
+            checks.fail(who, f"seq_len must be given, because {rule} depends on it", None, hint)
+        length = angles.rule_length(who, k, seq_len)
+        phi, _ = angles.at(for_axes(at[:, None], angles.spectrum.axes), length)
         # One row serves every token of a sequence.
         first = torch.zeros((1, k.shape[2]), dtype=torch.int64, device=k.device)
         return self._rotate_again(who, k, phi, 1.0, Rows(0, first))
@@ -426,7 +377,15 @@ class RotatedKeys(TableModule):
             >>> torch.equal(rotated[0], rope(q, k)[0])
             True
         """
-        return self._angles.tables(f"{type(self).__name__}.tables", position_ids, seq_len, dtype)
+        who = f"{type(self).__name__}.tables"
+        shape = position_checks.positions(who, "position_ids", position_ids).shape
+        batch, device = shape[-2] if len(shape) > 1 else 1, position_ids.device
+        like = torch.empty((batch, 1, shape[-1], 0), device=device)
+        phi, gain = self._angles.at_coordinates(who, "position_ids", like, position_ids, seq_len)
+        cos, sin = of_angles(phi, device, gain)
+        if checks.float_dtype(who, "dtype", dtype) != torch.float64:
+            cos, sin = round_once(cos, dtype), round_once(sin, dtype)
+        return cos, sin
 
     def _rotated_keys(self, who: str, k: Tensor) -> Tensor:
         if isinstance(k, Tensor) and k.dim() == 4:

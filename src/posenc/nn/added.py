@@ -291,7 +291,7 @@ class SinusoidalGrid(AddedTable):
         who = type(self).__name__
         if not isinstance(size, (list, tuple)) or not size:
             rule, got = "size must be a tuple of ints", checks.describe(size)
-            checks.fail(who, rule, got, "Pass (14, 14), say.", TypeError)
+            checks.fail(who, rule, got, "Pass (14, 14), for example.", TypeError)
         self.size = tuple(checks.integer(who, "size", count) for count in size)
         channels = check_channels(who, len(size), embed_dim, base, concatenated, widths, order)
         self.embed_dim, self.base = sum(channels.widths), channels.base

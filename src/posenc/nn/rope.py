@@ -32,7 +32,6 @@ from posenc.nn._rotary import (
     check_scaling,
     check_width,
     rotate_by_tables,
-    rotate_last_queries,
 )
 from posenc.numerics.axes import Axes
 from posenc.numerics.frequencies import Spectrum
@@ -253,10 +252,21 @@ class RoPE(RotatedKeys):
         check_heads(who, "k", [k], self.head_dim, at)
         as_many = k.narrow(at, 0, min(q.shape[at], k.shape[at]))
         check_heads(who, "qk", [q, as_many], self.head_dim, at)
-        qk = swap_heads([q, k], at)
-        rows, own = self._angles.rows(who, qk[1], offset, position_ids, seq_len, False)
-        ys = rotate_last_queries(who, self._angles.limit, self._tables, qk, rows, self._spec, own)
-        a, b = swap_heads(ys, at)
+        q, k = swap_heads([q, k], at)
+        rows, own_tables = self._angles.rows(who, k, offset, position_ids, seq_len, False)
+        ahead, limit, spec = k.shape[2] - q.shape[2], self._angles.limit, self._spec
+        if own_tables is not None:
+            cos, sin = (table.narrow(-2, ahead, q.shape[2]) for table in own_tables)
+            queries = rotary.rotate_rows(who, limit, [q], cos, sin, rows, spec)
+            keys = rotary.rotate_rows(who, limit, [k], *own_tables, rows, spec)
+        else:
+            last = Rows(rows.start + ahead, rows.positions)
+            if rows.positions is not None and not rows.is_sequential():
+                last = Rows(rows.start, rows.positions[:, ahead:])
+            # Keys first: the table grows for them, and for their queries too.
+            keys = rotate_by_tables(who, limit, self._tables, [k], rows, spec)
+            queries = rotate_by_tables(who, limit, self._tables, [q], last, spec)
+        a, b = swap_heads([*queries, *keys], at)
         return a, b
 
     def rotate_and_cache(
