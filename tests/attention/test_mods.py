@@ -4,7 +4,7 @@ from torch.nn.attention.flex_attention import create_mask, flex_attention
 
 import oracles
 from posenc import ALiBi
-from posenc.attention import alibi_mask_mod, alibi_score_mod
+from posenc.attention import alibi_block_mask, alibi_mask_mod, alibi_score_mod
 from posenc.functional import alibi_bias, alibi_slopes
 
 B, HEADS, QUERIES, KEYS = 2, 3, 8, 12
@@ -54,7 +54,7 @@ def test_slopes_may_differ_by_sequence():
 
 def test_a_rank_has_its_own_heads():
     alibi = ALiBi(8)
-    offset = scores_of(alibi.score_mod(QUERIES, KEYS, head_offset=5))
+    offset = scores_of(alibi_score_mod(alibi.slopes, QUERIES, KEYS, head_offset=5))
     part = scores_of(alibi.select_heads(5, 8).score_mod(QUERIES, KEYS))
     assert torch.equal(offset, part)
 
@@ -66,7 +66,7 @@ def test_a_mod_of_ones_own_comes_first():
     got = scores_of(ALiBi(HEADS).score_mod(QUERIES, KEYS, base=capped))
     wanted = torch.tanh(torch.ones(())) + ALiBi(HEADS).bias(QUERIES, KEYS)
     assert torch.equal(got, wanted.expand(B, -1, -1, -1))
-    both = ALiBi(HEADS).mask_mod(QUERIES, KEYS, base=lambda b, h, q, k: k != 2)
+    both = alibi_mask_mod(QUERIES, KEYS, base=lambda b, h, q, k: k != 2)
     assert not create_mask(both, 1, 1, QUERIES, KEYS, device="cpu")[..., 2].any()
 
 
@@ -74,7 +74,8 @@ def test_a_mod_of_ones_own_comes_first():
 def test_flex_attention_takes_them(masked):
     alibi = ALiBi(HEADS)
     q, k, v = torch.randn(3, B, HEADS, 256, 16).unbind()
-    mask = None if masked else alibi.block_mask(256, score_bound=99.0, dtype=torch.float32)
+    bound = {"score_bound": 99.0, "dtype": torch.float32}
+    mask = None if masked else alibi_block_mask(alibi.slopes, 256, **bound)
     flex = torch.compile(flex_attention, backend="aot_eager", fullgraph=True)
     out = flex(q, k, v, alibi.score_mod(256, 256, masked=masked), mask)
     exact = oracles.attention(q, k, v, alibi.get_bias(256), 0.25)

@@ -113,34 +113,23 @@ def test_a_compiled_call_still_refuses_negative_positions():
         compiled(torch.randn(3, 4), torch.tensor([0, -1, 2]))
 
 
-@pytest.mark.parametrize("x", [torch.ones(2, 2).long(), torch.ones(2, 2).cfloat()], ids=str)
-def test_non_floating_input_is_a_type_error(x):
-    with pytest.raises(TypeError, match="rotary_pos_embedding: input_ must be"):
-        rotary_pos_embedding(x)
-
-
-def test_odd_width_is_a_value_error():
-    with pytest.raises(ValueError, match=r"must be even.*got 7"):
-        rotary_pos_embedding(torch.ones(2, 7))
-
-
-def test_no_channels_is_a_value_error():
-    with pytest.raises(ValueError, match="at least 1, got 0"):
-        rotary_pos_embedding(torch.ones(2, 0))
-
-
-@pytest.mark.parametrize("shape", [(), (8,)])
-def test_a_token_alone_is_a_value_error(shape):
-    with pytest.raises(ValueError, match=r"must have shape \(\.\.\., L, D\)"):
-        rotary_pos_embedding(torch.ones(shape))
+@pytest.mark.parametrize(
+    ("arguments", "error", "text"),
+    [
+        ((torch.ones(2, 2).long(),), TypeError, "rotary_pos_embedding: input_ must be"),
+        ((torch.ones(2, 2).cfloat(),), TypeError, "rotary_pos_embedding: input_ must be"),
+        ((torch.ones(2, 7),), ValueError, "must be even.*got 7"),
+        ((torch.ones(2, 0),), ValueError, "at least 1, got 0"),
+        ((torch.ones(8),), ValueError, r"must have shape \(\.\.\., L, D\)"),
+        ((torch.ones(2, 4), None, 10_000.0), TypeError, "interleaved must be True or False"),
+    ],
+)
+def test_bad_input_is_refused(arguments, error, text):
+    with pytest.raises(error, match=text):
+        rotary_pos_embedding(*arguments)
 
 
 @pytest.mark.parametrize("base", [0, -1.0, float("nan"), float("inf")])
 def test_base_must_be_positive(base):
     with pytest.raises(ValueError, match="base must be finite and above zero"):
         rotary_pos_embedding(torch.ones(2, 4), base=base)
-
-
-def test_interleaved_must_be_a_bool():
-    with pytest.raises(TypeError, match="interleaved must be True or False"):
-        rotary_pos_embedding(torch.ones(2, 4), None, 10_000.0)

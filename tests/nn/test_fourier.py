@@ -5,7 +5,6 @@ import pytest
 import torch
 
 from posenc import FourierFeatures, functional
-from support.assertions import compilations
 
 KINDS = pytest.mark.parametrize("kind", ["random", "learned", "nerf"])
 
@@ -98,14 +97,6 @@ def test_learned_features_are_those_of_the_paper():
     phi = x.double() @ (2 * math.pi * module.frequencies.double()).T
     wanted = torch.cat((phi.cos(), phi.sin()), dim=-1)
     torch.testing.assert_close(module(x).double(), wanted.detach(), rtol=0, atol=1e-7)
-
-
-@pytest.mark.slow
-@KINDS
-def test_one_graph_for_all_lengths(kind):
-    module = FourierFeatures(2, num_frequencies=5, kind=kind)
-    calls = [(torch.rand(n, 2),) for n in (5, 3, 17)]
-    assert compilations(module, calls, dynamic=True) == 1
 
 
 def test_bad_arguments_are_named():

@@ -177,5 +177,5 @@ def test_windows_that_do_not_fit_are_refused():
         GridBias(3, num_heads=2).attention(q, k, v)
     with pytest.raises(ValueError, match="GridBias: size must be one side, or rows and columns"):
         GridBias((2, 3, 4), num_heads=2)
-    with pytest.raises(ValueError, match="GridBias: a continuous bias must have no class token"):
+    with pytest.raises(ValueError, match="GridBias: prefix must be 0 if continuous"):
         GridBias(3, num_heads=2, prefix=1, continuous=True)

@@ -1,4 +1,4 @@
-"""RoPE with rates of one's own, and with learned ones."""
+"""RoPE with frequencies of the user."""
 
 import math
 
@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import oracles
-from posenc import STRING, MixedRoPE, RoPE, axes, functional, positions, scaling
+from posenc import RoPE, axes, functional, positions, scaling
 from support.assertions import assert_within_ulps
 
 FREQS = (0.0, 1.0, -0.3, 100.7)
@@ -48,19 +48,14 @@ def test_tokens_rotate_by_them(dtype, interleaved):
 def test_the_usual_rates_give_the_usual_rotation():
     """Up to the rounding of the rates to float64, which base does not have."""
     plain, x = RoPE(16, 64), torch.randn(1, 2, 9, 16)
-    for rates in (
-        plain.scaled_inv_freq(),
-        plain.scaled_inv_freq().tolist(),
-        plain.scaled_inv_freq().numpy(),
-    ):
+    usual = plain.scaled_inv_freq()
+    for rates in (usual, usual.tolist(), usual.numpy()):
         assert torch.allclose(RoPE(16, 64, inv_freq=rates).rotate(x), plain.rotate(x), atol=1e-6)
 
 
 def test_equal_rates_share_tables_and_others_do_not():
-    one, same = (
-        RoPE(8, 16, inv_freq=FREQS),
-        RoPE(8, 16, inv_freq=torch.tensor(FREQS, dtype=torch.float64)),
-    )
+    one = RoPE(8, 16, inv_freq=FREQS)
+    same = RoPE(8, 16, inv_freq=torch.tensor(FREQS, dtype=torch.float64))
     x = torch.randn(1, 1, 4, 8)
     (one.rotate(x), same.rotate(x))
     assert one.inv_freq == same.inv_freq == FREQS
@@ -121,7 +116,7 @@ def test_a_rule_that_needs_a_base_says_so():
         ({"inv_freq": torch.ones(2, 2)}, ValueError, r"must have shape \(4,\)"),
         ({"inv_freq": torch.ones(4, requires_grad=True)}, TypeError, "use MixedRoPE"),
         ({"inv_freq": torch.ones(4, device="meta")}, TypeError, "on the meta device"),
-        ({"inv_freq": FREQS, "base": 500.0}, ValueError, "base and freqs exclude each other"),
+        ({"inv_freq": FREQS, "base": 500.0}, ValueError, "base and inv_freq exclude each other"),
         (
             {"inv_freq": FREQS, "axes": axes.Axial(2)},
             ValueError,
@@ -152,52 +147,3 @@ def test_pixel_frequencies_are_those_of_the_formula(count, most):
 def test_pixel_frequencies_refuse_an_image_of_two_pixels():
     with pytest.raises(ValueError, match="max_freq must be above 2"):
         functional.pixel_frequencies(4, 2.0)
-
-
-@pytest.mark.parametrize("kind", [MixedRoPE, STRING])
-@pytest.mark.parametrize("heads", [1, 2], ids=["shared", "each"])
-def test_learned_frequencies_of_one_coordinate_start_as_rope(heads, kind):
-    mixed = kind(16, num_kv_heads=heads, coordinates=1)
-    q, k = torch.randn(2, 4, 9, 16), torch.randn(2, 2, 9, 16)
-    rates = mixed.freqs[0, 0].tolist()
-    assert torch.allclose(mixed.freqs.double(), RoPE(16).scaled_inv_freq().expand(1, heads, 8))
-    for got, wanted in zip(mixed(q, k, offset=3), RoPE(16, inv_freq=rates)(q, k, 3), strict=True):
-        assert torch.allclose(got, wanted, atol=1e-6)
-
-
-def test_the_base_at_the_start_follows_the_number_of_coordinates():
-    """An image is tens of patches wide: at base 10,000 most pairs would hardly turn."""
-    for kind in (MixedRoPE, STRING):
-        image = kind(16, num_kv_heads=3)
-        text = image.replace(coordinates=1)
-        # The lengths of the mixtures are the rates of an axis.
-        assert torch.allclose(image.freqs[:, 0].norm(dim=0)[:4], 10.0 ** -(torch.arange(4) / 4))
-        assert torch.allclose(text.freqs[0, 0], 10_000.0 ** -(torch.arange(8) / 8))
-
-
-@pytest.mark.parametrize("batched", [False, True], ids=["shared", "batched"])
-def test_one_set_of_learned_frequencies_serves_all_heads(batched):
-    """As many sets as there are heads, all the same, are the reference."""
-    one, each = (
-        MixedRoPE(16, num_kv_heads=1, inv_freq=[3.0, 2.0, 1.0, 0.5]),
-        MixedRoPE(16, num_kv_heads=4),
-    )
-    at = positions.grid(3, 3)
-    at = torch.stack((at, at + 4), dim=1) if batched else at
-    each.load_state_dict({"inv_freq": one.freqs.detach().expand(2, 4, 8)})
-    q, k = torch.randn(2, 8, 9, 16), torch.randn(2, 4, 9, 16)
-    results = []
-    for rope in (one, each):
-        a, b = rope(q, k, position_ids=at)
-        (a.square().sum() + (a * a.flip(2)).sum() + (b * b.flip(2)).sum()).backward()
-        results.append((a, b, rope.freqs.grad.sum(1)))
-    for got, wanted in zip(*results, strict=True):
-        assert torch.allclose(got, wanted, rtol=1e-4, atol=1e-4)
-
-
-def test_the_start_of_learned_frequencies_is_checked():
-    assert torch.equal(
-        MixedRoPE(8, num_kv_heads=2, coordinates=1, inv_freq=FREQS).freqs[0, 1], torch.tensor(FREQS)
-    )
-    with pytest.raises(ValueError, match="start must have 2 numbers"):
-        MixedRoPE(8, num_kv_heads=2, inv_freq=FREQS)

@@ -96,6 +96,24 @@ def test_the_third_argument_of_every_rotation_is_an_offset(module):
         assert torch.equal(alone[0][0], module(q, k, starts)[0][b])
 
 
+@pytest.mark.parametrize(
+    "module",
+    [
+        posenc.XPos(8),
+        posenc.MixedRoPE(8, num_kv_heads=2, coordinates=1),
+        posenc.STRING(8, num_kv_heads=2, coordinates=1),
+    ],
+    ids=lambda module: type(module).__name__,
+)
+def test_tokens_may_come_before_heads(module):
+    q, k = torch.randn(3, 4, 5, 8), torch.randn(3, 2, 5, 8)
+    wanted = module(q, k, 7)
+    other = module.replace(seq_dim=1)
+    other.load_state_dict(module.state_dict())
+    for got, y in zip(other(q.transpose(1, 2), k.transpose(1, 2), 7), wanted, strict=True):
+        assert torch.equal(got.transpose(1, 2), y)
+
+
 def test_an_image_has_no_offset():
     rope, x = posenc.MixedRoPE(8, num_kv_heads=2), torch.randn(1, 2, 3, 8)
     for where in ((), (3,), (posenc.positions.grid(1, 3),)):

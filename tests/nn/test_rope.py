@@ -7,7 +7,8 @@ import torch
 
 import oracles
 from posenc import RoPE, scaling
-from support.assertions import compilations
+from posenc.functional import rotary_pos_embedding
+from support.assertions import COMPILERS, compilations
 from support.rules import ALL, LONG, RULES, assert_rotated_by
 from support.rules import name as name_of
 
@@ -214,3 +215,66 @@ def test_tables_are_rounded_once_to_the_dtype_that_is_asked_for():
             assert got.flatten().tolist() == nearest
     with pytest.raises(TypeError, match="dtype must be one of"):
         rope.tables(at, dtype=torch.int64)
+
+
+def test_rope_is_precomputed_and_never_rebuilt():
+    rope = RoPE(8)
+    assert rope.cos_cached.shape == (2048, 4)
+    before = rope.cos_cached.data_ptr()
+    q = torch.randn(1, 1, 4, 8)
+    for dtype in (torch.float64, torch.float32, torch.bfloat16):
+        rope.apply(q.to(dtype), q.to(dtype), offset=2044)
+    assert rope.cos_cached.data_ptr() == before
+
+
+def test_calling_and_applying_are_the_same():
+    rope, q, k = RoPE(8), torch.randn(2, 3, 4, 8), torch.randn(2, 1, 4, 8)
+    ids = torch.tensor([[0, 1, 2, 3], [5, 4, 3, 2]])
+    for a, b in zip(rope(q, k, 3), rope.apply(q, k, offset=3), strict=True):
+        assert torch.equal(a, b)
+    for x, got in zip((q, k), rope.apply(q, k, position_ids=ids), strict=True):
+        assert torch.equal(got, rotary_pos_embedding(x, ids))
+
+
+def test_a_models_own_apply_still_reaches_every_module():
+    """`model.apply(init)` calls `apply` of each child with a function: RoPE must pass it on."""
+    model, seen = torch.nn.Sequential(torch.nn.Linear(2, 2), RoPE(8)), []
+    model.apply(lambda module: seen.append(type(module).__name__))
+    assert seen == ["Linear", "RoPE", "Sequential"]
+
+
+@pytest.mark.parametrize(
+    ("q_shape", "k_shape", "problem"),
+    [
+        ((1, 2, 3, 8), (1, 2, 4, 8), "agree in batch, length, head_dim and device"),
+        ((2, 2, 3, 8), (1, 2, 3, 8), "agree in batch, length, head_dim and device"),
+        ((1, 2, 3, 8), (1, 2, 3, 6), "head_dim of k must be 8, got 6"),
+        ((1, 2, 3, 6), (1, 2, 3, 8), "head_dim of q must be 8, got 6"),
+        ((2, 3, 8), (1, 2, 3, 8), r"q must have shape \(B, H, L, D\)"),
+        ((1, 2, 3, 8), (3, 8), r"k must have shape \(B, H, L, D\)"),
+    ],
+)
+def test_rope_refuses_shapes_that_do_not_belong_together(q_shape, k_shape, problem):
+    with pytest.raises(ValueError, match=problem):
+        RoPE(8).apply(torch.ones(q_shape), torch.ones(k_shape))
+
+
+@pytest.mark.parametrize("how", ["ids", "shared-ids", "offsets"])
+@COMPILERS
+def test_rope_compiles_to_one_graph_for_all_positions(how, backend):
+    rope = RoPE(8, 128)
+
+    def rotated(q, k, positions):
+        if how == "offsets":
+            return rope(q, k, positions)
+        return rope(q, k, position_ids=positions)
+
+    calls = []
+    for n in (5, 3, 17):
+        positions = {
+            "ids": torch.randint(0, 128, (2, n)),
+            "shared-ids": torch.arange(n),
+            "offsets": torch.tensor([3, 100]),
+        }[how]
+        calls.append((torch.randn(2, 4, n, 8), torch.randn(2, 2, n, 8), positions))
+    assert compilations(rotated, calls, dynamic=True, backend=backend) == 1

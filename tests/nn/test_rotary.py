@@ -1,10 +1,13 @@
+"""RotaryPosEmbedding, for one tensor, and XPos, with a decay."""
+
 import pytest
 import torch
 
+import oracles
 from posenc.functional import rotary_pos_embedding
-from posenc.nn import RoPE, RotaryPosEmbedding
+from posenc.nn import RotaryPosEmbedding, XPos
 from posenc.nn._tables import GROWTH_LIMIT
-from support.assertions import COMPILERS, assert_rotated, compilations
+from support.assertions import assert_rotated, assert_within_ulps
 
 LAYOUTS = pytest.mark.parametrize("interleaved", [True, False], ids=["interleaved", "half"])
 
@@ -112,163 +115,26 @@ class TestCache:
         assert x.grad.isfinite().all()
 
 
-class TestEmbeddingErrors:
-    def test_wrong_types_are_refused(self):
-        with pytest.raises(TypeError, match="RotaryPosEmbedding: input_ must be a float16"):
-            RotaryPosEmbedding()(torch.ones(3, 4).long())
-        with pytest.raises(TypeError, match="position_ids must be an integer tensor"):
-            RotaryPosEmbedding()(torch.ones(3, 4), torch.ones(3))
-        with pytest.raises(TypeError, match="embed_dim must be an int"):
-            RotaryPosEmbedding(embed_dim=8.0)
-        with pytest.raises(TypeError, match="max_seq_len must be an int"):
-            RotaryPosEmbedding(max_seq_len=True)
-
-    def test_odd_zero_and_unexpected_widths_are_refused(self):
-        with pytest.raises(ValueError, match=r"must be even.*got 5"):
-            RotaryPosEmbedding()(torch.ones(3, 5))
-        with pytest.raises(ValueError, match=r"embed_dim must be even.*got 5"):
-            RotaryPosEmbedding(embed_dim=5)
-        with pytest.raises(ValueError, match="embed_dim must be 4, got 6"):
-            RotaryPosEmbedding(embed_dim=4)(torch.ones(3, 6))
-        with pytest.raises(ValueError, match="embed_dim must be at least 1, got 0"):
-            RotaryPosEmbedding(embed_dim=0)
-
-    def test_shapes_that_do_not_fit_are_refused(self):
-        with pytest.raises(ValueError, match=r"input_ must have shape \(\.\.\., L, D\)"):
-            RotaryPosEmbedding()(torch.ones(4))
-        with pytest.raises(
-            ValueError, match=r"position_ids must be an integer tensor of shape \(3,\) or \(2, 3\)"
-        ):
-            RotaryPosEmbedding()(torch.ones(2, 3, 4), torch.arange(4))
-
-    def test_negative_positions_and_those_past_the_limit_are_refused(self):
-        rope = RotaryPosEmbedding(max_seq_len=8)
-        with pytest.raises(ValueError, match="must not be negative, got -4"):
-            rope(torch.ones(3, 4), torch.tensor([5, -4, 1]))
-        with pytest.raises(ValueError, match="below max_seq_len=8, got 8") as caught:
-            rope(torch.ones(3, 4), torch.tensor([5, 8, 1]))
-        assert "Raise max_seq_len, or pass smaller ones." in str(caught.value)
-        with pytest.raises(ValueError, match="below max_seq_len=8, got 8"):
-            rope(torch.ones(9, 4))
-        with pytest.raises(ValueError, match="max_seq_len must be at least 1"):
-            RotaryPosEmbedding(max_seq_len=0)
-
-
-@LAYOUTS
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-def test_rope_rotates_queries_and_keys_with_their_own_head_counts(dtype, interleaved):
-    rope = RoPE(16, 64, 500.0, interleaved=interleaved)
-    q, k = torch.randn(2, 6, 5, 16).to(dtype), torch.randn(2, 2, 5, 16).to(dtype)
-    ids = torch.arange(7, 12)
-    for x, got in zip((q, k), rope.apply(q, k, 7), strict=True):
-        assert got.dtype == dtype
-        assert torch.equal(got, rotary_pos_embedding(x, ids, interleaved, base=500.0))
-
-
-def test_rope_is_precomputed_and_never_rebuilt():
-    rope = RoPE(8)
-    assert rope.cos_cached.shape == (2048, 4)
-    before = storage(rope)
-    q = torch.randn(1, 1, 4, 8)
-    for dtype in (torch.float64, torch.float32, torch.bfloat16):
-        rope.apply(q.to(dtype), q.to(dtype), offset=2044)
-    assert storage(rope) == before
-
-
-def test_calling_and_applying_are_the_same():
-    rope, q, k = RoPE(8), torch.randn(2, 3, 4, 8), torch.randn(2, 1, 4, 8)
-    ids = torch.tensor([[0, 1, 2, 3], [5, 4, 3, 2]])
-    for a, b in zip(rope(q, k, 3), rope.apply(q, k, offset=3), strict=True):
-        assert torch.equal(a, b)
-    for x, got in zip((q, k), rope.apply(q, k, position_ids=ids), strict=True):
-        assert torch.equal(got, rotary_pos_embedding(x, ids))
-
-
-def test_a_models_own_apply_still_reaches_every_module():
-    """`model.apply(init)` calls `apply` of each child with a function: RoPE must pass it on."""
-    model, seen = torch.nn.Sequential(torch.nn.Linear(2, 2), RoPE(8)), []
-    model.apply(lambda module: seen.append(type(module).__name__))
-    assert seen == ["Linear", "RoPE", "Sequential"]
-
-
 @pytest.mark.parametrize(
-    ("q_shape", "k_shape", "problem"),
+    ("call", "error", "text"),
     [
-        ((1, 2, 3, 8), (1, 2, 4, 8), "agree in batch, length, head_dim and device"),
-        ((2, 2, 3, 8), (1, 2, 3, 8), "agree in batch, length, head_dim and device"),
-        ((1, 2, 3, 8), (1, 2, 3, 6), "head_dim of k must be 8, got 6"),
-        ((1, 2, 3, 6), (1, 2, 3, 8), "head_dim of q must be 8, got 6"),
-        ((2, 3, 8), (1, 2, 3, 8), r"q must have shape \(B, H, L, D\)"),
-        ((1, 2, 3, 8), (3, 8), r"k must have shape \(B, H, L, D\)"),
+        (lambda: RotaryPosEmbedding(embed_dim=8.0), TypeError, "embed_dim must be an int"),
+        (lambda: RotaryPosEmbedding(embed_dim=5), ValueError, "embed_dim must be even.*got 5"),
+        (lambda: RotaryPosEmbedding(max_seq_len=0), ValueError, "max_seq_len must be at least 1"),
+        (lambda: RotaryPosEmbedding()(torch.ones(3, 4).long()), TypeError, "input_ must be a fl"),
+        (lambda: RotaryPosEmbedding()(torch.ones(3, 5)), ValueError, "must be even.*got 5"),
+        (lambda: RotaryPosEmbedding()(torch.ones(4)), ValueError, r"shape \(\.\.\., L, D\)"),
+        (lambda: RotaryPosEmbedding(4)(torch.ones(3, 6)), ValueError, "embed_dim must be 4, got 6"),
+        (
+            lambda: RotaryPosEmbedding(None, 8)(torch.ones(3, 4), torch.tensor([5, 8, 1])),
+            ValueError,
+            r"below max_seq_len=8, got 8.\n  Raise max_seq_len, or pass smaller ones.",
+        ),
     ],
 )
-def test_rope_refuses_shapes_that_do_not_belong_together(q_shape, k_shape, problem):
-    with pytest.raises(ValueError, match=problem):
-        RoPE(8).apply(torch.ones(q_shape), torch.ones(k_shape))
-
-
-def test_rope_refuses_bad_arguments():
-    rope, x = RoPE(8, max_seq_len=16), torch.ones(1, 2, 4, 8)
-    with pytest.raises(ValueError, match="RoPE: head_dim must be even"):
-        RoPE(7)
-    with pytest.raises(ValueError, match="base must be finite and above zero"):
-        RoPE(8, base=0.0)
-    with pytest.raises(ValueError, match="max_seq_len must be at least 1"):
-        RoPE(8, 0)
-    with pytest.raises(ValueError, match="offset must be at least 0, got -1"):
-        rope.apply(x, x, -1)
-    with pytest.raises(TypeError, match="offset must be an int"):
-        rope.apply(x, x, 1.5)
-    with pytest.raises(ValueError, match="below max_seq_len=16, got 16"):
-        rope.apply(x, x, 13)
-    with pytest.raises(ValueError, match="below max_seq_len=16, got 99"):
-        rope.apply(x, x, position_ids=torch.tensor([0, 99, 1, 2]))
-    with pytest.raises(ValueError, match="exclude each other"):
-        rope.apply(x, x, 2, position_ids=torch.arange(4))
-    with pytest.raises(TypeError, match=r"k must be a torch.Tensor"):
-        rope.apply(x, None)
-    with pytest.raises(TypeError, match="q must be a float16"):
-        rope.apply(x.long(), x)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("max_seq_len", [None, pytest.param(64, marks=pytest.mark.slow)])
-@COMPILERS
-def test_embedding_compiles_to_one_graph(max_seq_len, dtype, backend):
-    rope = RotaryPosEmbedding(8, max_seq_len)
-    calls = [(torch.randn(2, n, 8).to(dtype),) for n in (5, 3, 17, 63)]
-    assert compilations(rope, calls, dynamic=True, backend=backend) == 1
-
-
-@COMPILERS
-def test_rope_compiles_to_one_graph_for_all_lengths_and_offsets(backend):
-    rope = RoPE(8, 128)
-    calls = [
-        (torch.randn(2, 4, n, 8), torch.randn(2, 2, n, 8), offset)
-        for n, offset in ((5, 2), (3, 9), (17, 30), (63, 64))
-    ]
-    assert compilations(rope, calls, dynamic=True, backend=backend) == 1
-
-
-@pytest.mark.parametrize("how", ["ids", "shared-ids", "offsets"])
-@COMPILERS
-def test_rope_compiles_to_one_graph_for_all_positions(how, backend):
-    rope = RoPE(8, 128)
-
-    def rotated(q, k, positions):
-        if how == "offsets":
-            return rope(q, k, positions)
-        return rope(q, k, position_ids=positions)
-
-    calls = []
-    for n in (5, 3, 17):
-        positions = {
-            "ids": torch.randint(0, 128, (2, n)),
-            "shared-ids": torch.arange(n),
-            "offsets": torch.tensor([3, 100]),
-        }[how]
-        calls.append((torch.randn(2, 4, n, 8), torch.randn(2, 2, n, 8), positions))
-    assert compilations(rotated, calls, dynamic=True, backend=backend) == 1
+def test_bad_input_is_refused(call, error, text):
+    with pytest.raises(error, match=text):
+        call()
 
 
 def test_a_compiled_call_still_refuses_positions_outside_the_table():
@@ -286,3 +152,41 @@ def test_positions_are_refused_even_where_nothing_is_rotated():
         for ids in ([0, -1, 2], [0, 1, 2**33]):
             with pytest.raises(ValueError, match="positions must"):
                 module(torch.randn(0, 3, 4), torch.tensor(ids))
+
+
+def xpos_rotation(x, positions, sign, *, max_seq_len=64, scale_base=512.0, interleaved=True):
+    """The paper's definition, channel by channel in float64."""
+    dim = x.shape[-1]
+    cos, sin = oracles.exact_cos_sin(positions, dim)
+    zeta = torch.tensor([(2 * i / dim + 0.4) / 1.4 for i in range(dim // 2)], dtype=torch.float64)
+    power = (torch.tensor(positions, dtype=torch.float64) - max_seq_len // 2) / scale_base
+    scale = zeta ** (sign * power[:, None])
+    return oracles.rotate(x, cos * scale, sin * scale, interleaved=interleaved)
+
+
+@pytest.mark.parametrize("interleaved", [True, False], ids=["interleaved", "half"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_xpos_is_the_formula(dtype, interleaved):
+    xpos = XPos(8, max_seq_len=64, interleaved=interleaved)
+    q, k = torch.randn(2, 3, 5, 8).to(dtype), torch.randn(2, 1, 5, 8).to(dtype)
+    at = list(range(20, 25))
+    for got, x, sign in zip(xpos(q, k, 20), (q, k), (1, -1), strict=True):
+        wanted = xpos_rotation(x, at, sign, interleaved=interleaved)
+        size = oracles.pair_magnitude(wanted, 4, interleaved=interleaved)
+        assert_within_ulps(got, wanted, 1.0, size)
+
+
+def test_xpos_refuses_bad_input():
+    xpos, x = XPos(8, max_seq_len=16), torch.randn(1, 1, 4, 8)
+    with pytest.raises(ValueError, match="below max_seq_len=16, got 18"):
+        xpos(x, x, 15)
+    with pytest.raises(ValueError, match="head_dim of k must be 8"):
+        xpos(x, x[..., :4])
+    with pytest.raises(ValueError, match="scale_base must be finite"):
+        XPos(8, scale_base=0.0)
+
+
+def test_xpos_refuses_a_range_that_would_overflow():
+    with pytest.raises(ValueError, match="Raise scale_base to 745 or more"):
+        XPos(8, max_seq_len=65536)
+    assert XPos(8, max_seq_len=65536, scale_base=745.0).q_cos.isfinite().all()

@@ -12,7 +12,7 @@ from posenc._contract import checks, qk_checks
 from posenc.attention.biased import attend
 from posenc.attention.biases import Bias, DistanceTable, RowBias, Slopes, relative_bias
 from posenc.attention.mods import relative_score_mod
-from posenc.nn._module import ReadOnlyArguments
+from posenc.nn._module import ReadOnlyArguments, called
 
 if TYPE_CHECKING:
     from posenc.attention.mods import ScoreMod
@@ -101,35 +101,7 @@ class BiasedAttention(ReadOnlyArguments):
         )
         return out
 
-    def attention(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        scale: float | None = None,
-        query_offset: int | Tensor | None = None,
-        document_ids: Tensor | None = None,
-        window: int | tuple[int, int] | None = None,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        prune: bool = True,
-        backend: str | None = None,
-    ) -> Tensor:
-        """The same as calling the module: :meth:`forward`."""
-        return self(  # type: ignore[no-any-return]
-            q,
-            k,
-            v,
-            scale=scale,
-            query_offset=query_offset,
-            document_ids=document_ids,
-            window=window,
-            attn_mask=attn_mask,
-            dropout_p=dropout_p,
-            prune=prune,
-            backend=backend,
-        )
+    attention = called(forward)
 
     def _default_scale(self) -> float | None:
         return None

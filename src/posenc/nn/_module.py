@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -12,7 +13,20 @@ from torch import Tensor, nn
 from posenc._contract.tracing import without_autocast
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
+    from typing_extensions import ParamSpec, Self
+
+    P = ParamSpec("P")
+
+
+def called(forward: Callable[P, Tensor]) -> Callable[P, Tensor]:
+    """The method ``attention`` of a module: its call, because hooks run at a call."""
+
+    @functools.wraps(forward)
+    def attention(self: nn.Module, *given: Any, **keywords: Any) -> Tensor:
+        return self(*given, **keywords)  # type: ignore[no-any-return]
+
+    attention.__doc__ = "The same as calling the module: :meth:`forward`."
+    return attention  # type: ignore[return-value]
 
 
 class _SetOnce:

@@ -79,11 +79,6 @@ class SharedTables:
         """
         return torch.get_default_device() if self.device.type == "meta" else self.device
 
-    def held(self, device: torch.device, dtype: torch.dtype) -> Tensors | None:
-        """The tables that exist already, of any length, or None."""
-        table = self._held.get((device, dtype))
-        return None if table is None else table.tensors
-
     def found(self, x: Tensor, has_ids: bool) -> Tensors | None:
         """The tables that exist for ``x``, of any length, or None."""
         if has_ids and x.is_cuda and self.length is None:
@@ -134,10 +129,10 @@ class SharedTables:
 
     def shown(self) -> Tensors | None:
         """The tables on the module's device; None before a growing table is needed."""
-        held = self.held(self.device, self.dtype)
-        if held is None and self.length is not None:
+        table = self._held.get((self.device, self.dtype))
+        if table is None and self.length is not None:
             return self._build(self.device, self.dtype, None)
-        return held
+        return None if table is None else table.tensors
 
     def moved(self, fn: Callable[[Tensor], Tensor]) -> SharedTables:
         """The tables on the device that ``fn``, the argument of `Module._apply`, moves to."""

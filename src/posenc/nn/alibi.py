@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,11 +17,6 @@ from posenc.nn._bias import RelativeBias, check_heads
 from posenc.nn._tables import SharedTables, TableModule, Tensors
 from posenc.numerics.slopes import slope_numbers
 from posenc.numerics.tables import widest
-
-if TYPE_CHECKING:
-    from torch.nn.attention.flex_attention import BlockMask
-
-    from posenc.attention.mods import MaskMod, ScoreMod
 
 
 def _slope_table(positions: Tensor, dtype: torch.dtype, numbers: Any) -> Tensors:
@@ -232,80 +227,6 @@ class ALiBi(TableModule, RelativeBias):
             hint = "Call bias() for attention to both sides."
             checks.fail(type(self).__name__, rule, "causal=False", hint)
         return alibi_key_bias(self._exact(device), k_len, position_ids=position_ids, dtype=dtype)
-
-    def score_mod(
-        self,
-        q_len: int,
-        k_len: int,
-        *,
-        query_offset: int | Tensor | None = None,
-        position_ids: Tensor | None = None,
-        document_ids: Tensor | None = None,
-        window: int | tuple[int, int] | None = None,
-        head_offset: int = 0,
-        masked: bool = True,
-        base: ScoreMod | None = None,
-    ) -> ScoreMod:
-        """A score_mod for ``flex_attention``: :func:`posenc.attention.alibi_score_mod`."""
-        return attention.alibi_score_mod(
-            self.slopes,
-            q_len,
-            k_len,
-            causal=self.causal,
-            query_offset=query_offset,
-            position_ids=position_ids,
-            document_ids=document_ids,
-            window=window,
-            head_offset=head_offset,
-            masked=masked,
-            base=base,
-        )
-
-    def mask_mod(
-        self,
-        q_len: int,
-        k_len: int,
-        *,
-        query_offset: int | Tensor | None = None,
-        document_ids: Tensor | None = None,
-        window: int | tuple[int, int] | None = None,
-        base: MaskMod | None = None,
-    ) -> MaskMod:
-        """A mask_mod for ``create_block_mask``: :func:`posenc.attention.alibi_mask_mod`."""
-        return attention.alibi_mask_mod(
-            q_len,
-            k_len,
-            causal=self.causal,
-            query_offset=query_offset,
-            document_ids=document_ids,
-            window=window,
-            device=self._device(),
-            base=base,
-        )
-
-    def block_mask(
-        self,
-        q_len: int,
-        k_len: int | None = None,
-        *,
-        score_bound: float | Tensor,
-        dtype: torch.dtype,
-        query_offset: int | Tensor | None = None,
-        document_ids: Tensor | None = None,
-        window: int | tuple[int, int] | None = None,
-    ) -> BlockMask:
-        """A block mask that prunes far keys: :func:`posenc.attention.alibi_block_mask`."""
-        return attention.alibi_block_mask(
-            self.slopes.detach(),
-            q_len,
-            k_len,
-            score_bound=score_bound,
-            dtype=dtype,
-            causal=self.causal,
-            query_offset=query_offset,
-            document_ids=document_ids,
-            window=window,
-        )
 
     def _argument_values(self) -> dict[str, Any]:
         slopes = self._tables.parameters[0] if self._has_own_slopes else None

@@ -11,7 +11,7 @@ from torch import Tensor
 from posenc._contract import checks, qk_checks
 from posenc._contract.tracing import is_exporting
 from posenc.attention.biased import attend_ranges
-from posenc.nn._module import ReadOnlyArguments
+from posenc.nn._module import ReadOnlyArguments, called
 from posenc.nn.rope import RoPE
 from posenc.numerics.spans import document_ends, gather_rows
 
@@ -134,27 +134,7 @@ class ExtendedRoPE(ReadOnlyArguments):
             results.append(out)
         return _merge(results, q.dtype)
 
-    def attention(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        scale: float | None = None,
-        query_offset: int | Tensor | None = None,
-        document_ids: Tensor | None = None,
-        backend: str | None = None,
-    ) -> Tensor:
-        """The same as calling the module: :meth:`forward`."""
-        return self(  # type: ignore[no-any-return]
-            q,
-            k,
-            v,
-            scale=scale,
-            query_offset=query_offset,
-            document_ids=document_ids,
-            backend=backend,
-        )
+    attention = called(forward)
 
     def _rotated(self, x: Tensor, at: Tensor) -> Tensor:
         return self.rope.rotate(x, position_ids=at[0] if len(at) == 1 else at)

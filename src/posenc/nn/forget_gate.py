@@ -12,7 +12,7 @@ from posenc._contract.sharding import replicate_like
 from posenc.attention.biased import attend
 from posenc.attention.biases import RunningSum, relative_bias
 from posenc.attention.mods import relative_score_mod
-from posenc.nn._module import Linear, ReadOnlyArguments
+from posenc.nn._module import Linear, ReadOnlyArguments, called
 from posenc.numerics.tables import widest
 
 if TYPE_CHECKING:
@@ -212,36 +212,4 @@ class ForgetGate(ReadOnlyArguments):
         )
         return out
 
-    def attention(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        x: Tensor | None = None,
-        *,
-        sums: Tensor | None = None,
-        scale: float | None = None,
-        query_offset: int | Tensor | None = None,
-        document_ids: Tensor | None = None,
-        window: int | tuple[int, int] | None = None,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        prune: bool = True,
-        backend: str | None = None,
-    ) -> Tensor:
-        """The same as calling the module: :meth:`forward`."""
-        return self(  # type: ignore[no-any-return]
-            q,
-            k,
-            v,
-            x,
-            sums=sums,
-            scale=scale,
-            query_offset=query_offset,
-            document_ids=document_ids,
-            window=window,
-            attn_mask=attn_mask,
-            dropout_p=dropout_p,
-            prune=prune,
-            backend=backend,
-        )
+    attention = called(forward)

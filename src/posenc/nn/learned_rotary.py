@@ -13,7 +13,7 @@ from posenc._contract.position_checks import UNLIMITED
 from posenc._contract.sharding import replicate_like
 from posenc._contract.tracing import without_autocast
 from posenc.functional._positions import positions_of, rows_of
-from posenc.functional.rotary import check_heads, rotate_rows
+from posenc.functional.rotary import check_heads, check_seq_dim, rotate_rows, swap_heads
 from posenc.kernels import Rows, Spec
 from posenc.nn._module import KeepsFloat32, ReadOnlyArguments
 from posenc.nn._rotary import tables_of
@@ -40,6 +40,7 @@ class MixedRoPE(KeepsFloat32, ReadOnlyArguments):
         inv_freq: The frequencies of each coordinate at the start, instead of those of ``base``: a
             sequence or tensor of ``head_dim / 2 / coordinates`` numbers.
         interleaved: As in :class:`posenc.RoPE`.
+        seq_dim: As in :class:`posenc.RoPE`.
 
     Attributes:
         freqs: Parameter of shape ``(coordinates, num_kv_heads, head_dim / 2)``. It stays float32
@@ -67,6 +68,7 @@ class MixedRoPE(KeepsFloat32, ReadOnlyArguments):
         base: float | None = None,
         inv_freq: Sequence[float] | Tensor | None = None,
         interleaved: bool = True,
+        seq_dim: int = -2,
     ) -> None:
         super().__init__()
         who = type(self).__name__
@@ -75,6 +77,7 @@ class MixedRoPE(KeepsFloat32, ReadOnlyArguments):
         self.coordinates = checks.integer(who, "coordinates", coordinates)
         self.base = None if base is None else checks.base(who, base)
         self.interleaved = checks.boolean(who, "interleaved", interleaved)
+        self.seq_dim = check_seq_dim(who, seq_dim)
         if self.head_dim % (2 * self.coordinates):
             rule = f"head_dim must be a multiple of {2 * self.coordinates}"
             checks.fail(who, rule, head_dim, "Pass another head_dim, or fewer coordinates.")
@@ -122,8 +125,12 @@ class MixedRoPE(KeepsFloat32, ReadOnlyArguments):
             New tensors with the shapes and dtypes of ``q`` and ``k``.
         """
         who = type(self).__name__
-        self._check_heads(who, q, k)
-        at = self._coordinates(who, q, position_ids, offset)
+        q, k = self._check_heads(who, q, k)
+        a, b = self._rotate(who, q, k, self._coordinates(who, q, position_ids, offset))
+        a, b = swap_heads([a, b], self.seq_dim)
+        return a, b
+
+    def _rotate(self, who: str, q: Tensor, k: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
         wide = widest(q.device)
         # [A, (B,) 1, L, 1] times [A, (1,) H, 1, P], added up over the coordinates.
         freqs = self.freqs.to(at.device, wide)[:, :, None]
@@ -137,14 +144,17 @@ class MixedRoPE(KeepsFloat32, ReadOnlyArguments):
         cos, sin = of_angles(phi, q.device)
         return self._rotated(who, q, cos, sin), self._rotated(who, k, cos, sin)
 
-    def _check_heads(self, who: str, q: Tensor, k: Tensor) -> None:
-        check_heads(who, "qk", [q, k], self.head_dim)
+    def _check_heads(self, who: str, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """Queries and keys as ``(B, H, L, D)``."""
+        check_heads(who, "qk", [q, k], self.head_dim, self.seq_dim)
+        q, k = swap_heads([q, k], self.seq_dim)
         if self.num_kv_heads > 1:
             hint = f"Build {who} with that num_kv_heads."
             checks.equal(who, "heads of k", k.shape[1], self.num_kv_heads, hint)
         if q.shape[1] % self.num_kv_heads:
             rule = f"heads of q must be a multiple of {self.num_kv_heads}"
             checks.fail(who, rule, q.shape[1], "Give each key head equally many query heads.")
+        return q, k
 
     def _coordinates(self, who: str, x: Tensor, ids: Tensor | None, offset: Any) -> Tensor:
         if ids is not None:
@@ -197,6 +207,7 @@ class STRING(MixedRoPE):
         coordinates: Coordinates of a position.
         base: The base of the frequencies at the start, which depends on ``coordinates`` if None.
         interleaved: Which channels form pairs.
+        seq_dim: The dimension of the tokens.
 
     Attributes:
         freqs: Parameter of shape ``(coordinates, num_kv_heads, head_dim / 2)``.
@@ -221,6 +232,7 @@ class STRING(MixedRoPE):
         coordinates: int = 2,
         base: float | None = None,
         interleaved: bool = True,
+        seq_dim: int = -2,
     ) -> None:
         super().__init__(
             head_dim,
@@ -228,6 +240,7 @@ class STRING(MixedRoPE):
             coordinates=coordinates,
             base=base,
             interleaved=interleaved,
+            seq_dim=seq_dim,
         )
         size = self.num_kv_heads, head_dim * (head_dim - 1) // 2
         self.skew = nn.Parameter(torch.zeros(size, dtype=self.freqs.dtype))
@@ -249,15 +262,9 @@ class STRING(MixedRoPE):
         basis: Tensor = torch.linalg.solve(one + skew, one - skew)
         return basis
 
-    def forward(
-        self, q: Tensor, k: Tensor, offset: int | Tensor = 0, *, position_ids: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """Rotate queries and keys; arguments as :meth:`MixedRoPE.forward`."""
-        self._check_heads(type(self).__name__, q, k)
+    def _rotate(self, who: str, q: Tensor, k: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
         basis = self.basis()
-        a, b = super().forward(
-            self._changed(q, basis), self._changed(k, basis), offset, position_ids=position_ids
-        )
+        a, b = super()._rotate(who, self._changed(q, basis), self._changed(k, basis), at)
         return a.to(q.dtype), b.to(k.dtype)
 
     def _changed(self, x: Tensor, basis: Tensor) -> Tensor:

@@ -12,7 +12,9 @@ from posenc.functional._positions import rows_of
 from posenc.functional.rotary import (
     check_heads,
     check_rotary_input,
+    check_seq_dim,
     rotate_rows,
+    swap_heads,
     with_heads,
     without_heads,
 )
@@ -143,6 +145,7 @@ class XPos(TableModule):
         base: As in :class:`posenc.RoPE`.
         scale_base: :math:`s`: raising it makes the decay slower.
         interleaved: As in :class:`posenc.RoPE`.
+        seq_dim: As in :class:`posenc.RoPE`.
 
     Examples:
         >>> xpos = XPos(head_dim=64)
@@ -166,6 +169,7 @@ class XPos(TableModule):
         base: float = 10_000.0,
         scale_base: float = 512.0,
         interleaved: bool = True,
+        seq_dim: int = -2,
     ) -> None:
         who = type(self).__name__
         super().__init__()
@@ -174,6 +178,7 @@ class XPos(TableModule):
         self.base = checks.base(who, base)
         self.scale_base = checks.positive_float(who, "scale_base", scale_base)
         self.interleaved = checks.boolean(who, "interleaved", interleaved)
+        self.seq_dim = check_seq_dim(who, seq_dim)
         power = self.max_seq_len / 2 / self.scale_base
         if power > _POWER:
             rule = f"max_seq_len must be at most {2 * _POWER} times scale_base={self.scale_base:g}"
@@ -188,7 +193,8 @@ class XPos(TableModule):
     ) -> tuple[Tensor, Tensor]:
         """Rotate and scale queries and keys; arguments as :meth:`posenc.RoPE.forward`."""
         who = type(self).__name__
-        check_heads(who, "qk", [q, k], self.head_dim)
+        check_heads(who, "qk", [q, k], self.head_dim, self.seq_dim)
+        q, k = swap_heads([q, k], self.seq_dim)
         limit = Limit(self.max_seq_len, "max_seq_len")
         rows = rows_of(who, q, offset, position_ids, limit)
         tables = self._tables.read(q, torch.float64)
@@ -198,4 +204,5 @@ class XPos(TableModule):
         spec = Spec(self.interleaved, self.interleaved)
         (a,) = rotate_rows(who, limit, [q], q_cos, q_sin, rows, spec)
         (b,) = rotate_rows(who, limit, [k], k_cos, k_sin, rows, spec)
+        a, b = swap_heads([a, b], self.seq_dim)
         return a, b

@@ -1,4 +1,4 @@
-"""Relative keys, Transformer-XL's terms and DeBERTa's: products with a vector for each distance."""
+"""Biases of vectors beside their formulas: relative keys, Transformer-XL, DeBERTa and CoPE."""
 
 import copy
 import math
@@ -10,7 +10,7 @@ import oracles
 import posenc
 from posenc.attention import biased_attention, relative_terms
 from posenc.attention import rows as by_rows
-from support.assertions import compilations
+from posenc.attention.terms import _gather
 from support.biases import drawn, leaves, qkv
 
 H, D = 4, 6
@@ -62,8 +62,6 @@ MAKES = {name: make for name, (make, _) in MODULES.items()}
 MAKES["DeBERTa-buckets"] = lambda: posenc.DeBERTaBias(
     H, head_dim=D, max_relative_positions=8, position_buckets=4, causal=False
 )
-CLASSES = ["RelativeKeys", "TransformerXL", "DeBERTa"]
-EACH_CLASS = pytest.mark.parametrize("make", [MAKES[name] for name in CLASSES], ids=CLASSES)
 EACH_MADE = pytest.mark.parametrize("make", MAKES.values(), ids=MAKES)
 
 
@@ -121,7 +119,7 @@ def test_attention_is_the_formula_with_its_gradients(make, formula, starts, monk
     "dtype",
     [torch.bfloat16, *(pytest.param(x, marks=pytest.mark.slow) for x in (torch.half, torch.float))],
 )
-def test_the_output_owes_the_rounding_of_its_dtype_alone(make, dtype):
+def test_the_output_is_within_the_rounding_of_its_dtype(make, dtype):
     module, (q, k, v) = drawn(make), (x.detach() for x in qkv(H, 20, 20, D, dtype=dtype))
     with torch.autocast("cpu", torch.bfloat16):
         got = module.to(dtype).attention(q, k, v)
@@ -155,7 +153,7 @@ def test_torch_func_gives_the_same_gradient(make):
 
 
 @EACH_MADE
-def test_nothing_is_attention_to_nothing(make):
+def test_empty_tensors_give_empty_results(make):
     module = drawn(make)
     for queries, keys in ((0, 0), (0, 3)):
         q, k, v = torch.randn(2, H, queries, D), *torch.randn(2, 2, H, keys, D)
@@ -172,14 +170,6 @@ def test_a_cast_rounds_the_parameters_and_nothing_else(make):
     assert {p.dtype for p in module.parameters()} == {torch.bfloat16}
     q, k, v = (x.detach() for x in qkv(H, 7, 7, D))
     assert torch.equal(module(q, k, v), copy.deepcopy(module).double()(q, k, v))
-
-
-@EACH_CLASS
-@pytest.mark.slow
-def test_one_graph_serves_every_length(make):
-    module = drawn(make)
-    calls = [[x.detach() for x in qkv(H, n, n, D, dtype=torch.float32)] for n in (9, 12, 17)]
-    assert compilations(module.attention, calls, dynamic=True, backend="aot_eager") == 1
 
 
 def test_distances_are_clipped_as_published():
@@ -220,6 +210,7 @@ def test_a_function_takes_vectors_that_a_layer_projects():
             lambda: posenc.RelativeKeys(8, max_distance=3, max_later=2),
             "max_later must be None if causal",
         ),
+        (lambda: posenc.CoPE(8, max_pos=0), "CoPE: max_pos must be at least 1"),
         (
             lambda: posenc.TransformerXLBias(4, embed_dim=10),
             "embed_dim must be a multiple of num_heads=4",
@@ -237,7 +228,7 @@ def test_a_function_takes_vectors_that_a_layer_projects():
             "position_buckets must be at least 2",
         ),
     ],
-    ids=["width", "distance", "later", "heads", "buckets", "few-buckets"],
+    ids=["width", "distance", "later", "positions", "heads", "buckets", "few-buckets"],
 )
 def test_bad_arguments_are_refused(make, text):
     with pytest.raises(ValueError, match=text):
@@ -259,3 +250,114 @@ def test_a_reach_is_a_pair_around_zero(reach):
     q, k = torch.randn(2, 1, 2, 4, 6).unbind()
     with pytest.raises(ValueError, match="reach must be a pair of ints"):
         relative_terms(q, k, lambda d: d.clamp(0, 3), for_queries=torch.randn(4, 6), reach=reach)
+
+
+def drawn_cope():
+    return drawn(posenc.CoPE, 8, max_pos=4)
+
+
+def cope_bias(given, q, k, scale, start, mask=None):
+    """Position by position, as the paper defines it."""
+    table = given["pos_emb"][0]
+    most = table.shape[1] - 1
+    k = k.repeat_interleave(q.shape[1] // k.shape[1], 1)
+    matrix = []
+    for b in range(q.shape[0]):
+        for h in range(q.shape[1]):
+            for r in range(q.shape[2]):
+                i, query = start + r, q[b, h, r].double()
+                scores = k[b, h].double() @ query * scale
+                gates = torch.sigmoid(scores if mask is None else scores + mask[b, h, r])
+                for j in range(k.shape[2]):
+                    if j > i:
+                        matrix.append(query.new_full((), -math.inf))
+                        continue
+                    at = gates[j : i + 1].sum().clamp(max=most)
+                    low, high = math.floor(at.item()), math.ceil(at.item())
+                    share = at - low
+                    matrix.append((1 - share) * (query @ table[:, low]))
+                    matrix[-1] = matrix[-1] + share * (query @ table[:, high])
+    return torch.stack(matrix).view(*q.shape[:3], k.shape[2])
+
+
+@pytest.mark.parametrize("queries", [7, 2, 1])
+def test_cope_is_the_formula_with_its_gradients(queries):
+    cope = drawn_cope()
+    q, k, v = qkv(4, queries, 7, kv_heads=2)
+    copies, given = [x.detach().clone().requires_grad_() for x in (q, k, v)], leaves(cope)
+    wanted = cope_bias(given, *copies[:2], 8**-0.5, 7 - queries)
+    got = cope.bias(q, k, dtype=torch.float64)
+    torch.testing.assert_close(got, wanted, rtol=1e-11, atol=1e-11)
+
+    out, exact = cope.attention(q, k, v), oracles.attention(*copies, wanted, 8**-0.5)
+    torch.testing.assert_close(out, exact, rtol=1e-11, atol=1e-11)
+    weight = torch.randn(out.shape, dtype=torch.float64)
+    (out * weight).sum().backward()
+    (exact * weight).sum().backward()
+    for x, copied in zip((q, k, v), copies, strict=True):
+        torch.testing.assert_close(x.grad, copied.grad, rtol=1e-9, atol=1e-10)
+    torch.testing.assert_close(
+        cope.pos_emb.grad.double(), given["pos_emb"].grad, rtol=1e-5, atol=1e-6
+    )
+
+
+@pytest.mark.parametrize("kind", ["bool", "float", "keys"])
+def test_cope_does_not_count_a_hidden_key(kind, monkeypatch):
+    """The authors' gates are those of the masked scores."""
+    monkeypatch.setattr("posenc.attention.rows.SCORES", 2 * 2 * 4 * 9)
+    monkeypatch.setattr("posenc.attention.rows.KEPT", 0)
+    cope, (q, k, v) = drawn_cope(), (x.detach() for x in qkv(4, 5, 9, kv_heads=2))
+    seen = torch.rand(*q.shape[:2], 5, 9, generator=torch.Generator().manual_seed(2)) < 0.6
+    if kind == "keys":
+        seen = seen[:1, :1, :1].index_fill(3, torch.arange(4), True)
+    else:
+        seen = seen | torch.eye(9, dtype=torch.bool)[-5:]
+    mask = torch.where(seen, torch.randn(seen.shape).double(), -math.inf)
+    mask = mask if kind == "float" else seen.double().log()
+    given, whole = leaves(cope), mask.expand(*q.shape[:3], 9)
+    wanted = cope_bias(given, q, k, 8**-0.5, 4, whole) + whole
+    exact = oracles.attention(q, k, v, wanted, 8**-0.5)
+    got = cope.attention(q, k, v, attn_mask=mask if kind == "float" else seen)
+    torch.testing.assert_close(got, exact, rtol=1e-11, atol=1e-11)
+    mask = mask if kind == "float" else seen
+    matrix = cope.bias(q, k, attn_mask=mask, dtype=torch.float64)
+    torch.testing.assert_close(matrix, wanted, rtol=1e-11, atol=1e-11)
+
+
+def test_pieces_of_cope_are_the_whole_also_with_offsets(monkeypatch):
+    cope, (q, k, v) = drawn_cope(), (x.detach() for x in qkv(2, 5, 9))
+    whole = cope.attention(q, k, v)
+    monkeypatch.setattr("posenc.attention.rows.SCORES", 2 * 2 * 9 * 2)
+    torch.testing.assert_close(cope.attention(q, k, v), whole, rtol=1e-12, atol=1e-12)
+    got = cope.attention(q, k, v, query_offset=torch.tensor([1, 3]))
+    for b, start in enumerate((1, 3)):
+        one = [x[b : b + 1] for x in (q, k, v)]
+        alone = cope.attention(*one, query_offset=start)
+        torch.testing.assert_close(got[b : b + 1], alone, rtol=1e-12, atol=1e-12)
+
+
+def test_cope_counts_in_each_document():
+    cope, (q, k, v) = drawn_cope(), (x.detach() for x in qkv(2, 7, 7))
+    got = cope.attention(q, k, v, document_ids=torch.tensor([0] * 3 + [1] * 4))
+    parts = [
+        cope.attention(*(x[:, :, part] for x in (q, k, v))) for part in (slice(3), slice(3, 7))
+    ]
+    torch.testing.assert_close(got, torch.cat(parts, 2), rtol=1e-11, atol=1e-11)
+
+
+def test_cope_of_bfloat16_is_computed_in_float32():
+    cope = drawn_cope().bfloat16()
+    assert cope.pos_emb.dtype == torch.bfloat16
+    q, k, v = (x.detach() for x in qkv(2, 20, 20, dtype=torch.bfloat16))
+    got, wanted = cope.attention(q, k, v), cope.attention(*(x.double() for x in (q, k, v)))
+    bound = (2**-9 + 2**-16) * v.abs().max()
+    assert ((got.double() - wanted).abs() <= bound).all()
+
+
+def test_the_gather_of_devices_is_gather():
+    x = torch.randn(2, 3, 4, 5, requires_grad=True)
+    index = torch.randint(5, (2, 3, 4, 7))
+    got, wanted = _gather(x, index), x.gather(-1, index)
+    assert torch.equal(got, wanted)
+    g = torch.randint(9, got.shape).float()
+    assert torch.equal(*(torch.autograd.grad(y, x, g)[0] for y in (got, wanted)))

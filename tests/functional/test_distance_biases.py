@@ -1,10 +1,14 @@
+"""ALiBi's slopes and biases; those of published models."""
+
 import pytest
 import torch
 
 import oracles
-from posenc.functional import alibi_bias, alibi_key_bias, alibi_slopes
+from posenc.functional import alibi_bias, alibi_key_bias, alibi_model_slopes, alibi_slopes
 
 HEADS = [1, 7, 8, 12, 20, 32, 40, 71, 112]
+# Over the first keys, which no rounding of a position touches.
+MASK = torch.ones(1, 64, dtype=torch.long)
 
 
 @pytest.mark.parametrize("heads", HEADS)
@@ -63,30 +67,6 @@ def test_gradient_reaches_learned_slopes():
     slopes = torch.nn.Parameter(alibi_slopes(2))
     alibi_bias(slopes, 3, causal=False).sum().backward()
     assert slopes.grad.tolist() == [-8.0, -8.0]
-
-
-@pytest.mark.parametrize("heads", [0, -3])
-def test_heads_must_be_positive(heads):
-    with pytest.raises(ValueError, match="alibi_slopes: num_heads must be at least 1"):
-        alibi_slopes(heads)
-
-
-def test_bad_arguments_are_named():
-    slopes = alibi_slopes(2)
-    with pytest.raises(TypeError, match="num_heads must be an int"):
-        alibi_slopes(8.0)
-    with pytest.raises(ValueError, match="bias_max must be finite and above zero"):
-        alibi_slopes(8, bias_max=0)
-    with pytest.raises(TypeError, match="q_len must be an int"):
-        alibi_bias(slopes, True)
-    with pytest.raises(ValueError, match="k_len must be at least q_len=4, got 3"):
-        alibi_bias(slopes, 4, 3)
-    with pytest.raises(ValueError, match=r"slopes must have shape \(H,\) or \(B, H\)"):
-        alibi_bias(slopes[None, None], 4)
-    with pytest.raises(TypeError, match=r"slopes must be a torch.Tensor"):
-        alibi_bias(8, 4)
-    with pytest.raises(TypeError, match="dtype must be one of"):
-        alibi_bias(slopes, 4, dtype=torch.int32)
 
 
 @pytest.mark.parametrize("heads", HEADS)
@@ -149,20 +129,6 @@ def test_packed_documents_do_not_see_each_other():
     assert bias[:, 3:, :3].eq(float("-inf")).all()
 
 
-def test_bad_places_are_named():
-    slopes = alibi_slopes(2)
-    with pytest.raises(ValueError, match=r"query_offset must be at most k_len - q_len = 2, got 3"):
-        alibi_bias(slopes, 3, 5, query_offset=3)
-    with pytest.raises(ValueError, match="query_offset must be at least 0"):
-        alibi_bias(slopes, 3, 5, query_offset=torch.tensor([0, -1]))
-    with pytest.raises(TypeError, match="query_offset must be an int, or an integer tensor"):
-        alibi_bias(slopes, 3, 5, query_offset=torch.tensor(1.0))
-    with pytest.raises(ValueError, match=r"document_ids must have shape \(5,\) or \(B, 5\)"):
-        alibi_bias(slopes, 3, 5, document_ids=torch.zeros(3).long())
-    with pytest.raises(TypeError, match="position_ids must be an integer tensor"):
-        alibi_key_bias(slopes, 5, position_ids=torch.zeros(5))
-
-
 def test_arguments_of_different_batches_are_refused():
     slopes, ids = torch.ones(2, 2), torch.zeros(3, 5, dtype=torch.int64)
     for call in (
@@ -180,3 +146,86 @@ def test_no_keys_have_no_bias():
     none = torch.zeros(3, 0, dtype=torch.int64)
     assert alibi_key_bias(torch.ones(2), 0).shape == (2, 1, 0)
     assert alibi_key_bias(torch.ones(2), 0, position_ids=none).shape == (3, 2, 1, 0)
+
+
+def rise(bias, heads):
+    """What the bias of a model rises by from key to key."""
+    bias = bias.reshape(heads, 64).double()
+    return (bias[:, 32] - bias[:, 0]) / 32
+
+
+@pytest.mark.parametrize("heads", HEADS)
+def test_bloom_is_its_own_function(heads):
+    model = pytest.importorskip("transformers.models.bloom.modeling_bloom")
+
+    theirs = rise(model.build_alibi_tensor(MASK, heads, torch.float32), heads)
+    torch.testing.assert_close(alibi_model_slopes("bloom", heads), theirs, rtol=2e-6, atol=0)
+
+
+@pytest.mark.parametrize("bias_max", [8.0, 4.0])
+@pytest.mark.parametrize("heads", HEADS)
+def test_mpt_is_its_own_function(heads, bias_max):
+    model = pytest.importorskip("transformers.models.mpt.modeling_mpt")
+
+    theirs = rise(model.build_mpt_alibi_tensor(heads, 64, alibi_bias_max=bias_max), heads)
+    ours = alibi_model_slopes("mpt", heads, bias_max=bias_max)
+    torch.testing.assert_close(ours, theirs, rtol=2e-6, atol=0)
+
+
+@pytest.mark.parametrize("heads", HEADS)
+def test_falcon_is_its_own_function_before_the_scale(heads):
+    """Its products are bfloat16, and 32 times a slope of bfloat16 is exact."""
+    model = pytest.importorskip("transformers.models.falcon.modeling_falcon")
+
+    theirs = rise(model.build_alibi_tensor(MASK, heads, torch.float32), heads) / 64**0.5
+    assert torch.equal(alibi_model_slopes("falcon", heads, head_dim=64), theirs)
+
+
+def test_falcon_differs_from_the_paper_by_its_scale():
+    ratio = alibi_slopes(8, dtype=torch.float64) / alibi_model_slopes("falcon", 8, head_dim=64)
+    assert ratio.tolist() == [8.0] * 8
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "text"),
+    [
+        (lambda m: alibi_slopes(8.0), TypeError, "num_heads must be an int"),
+        (lambda m: alibi_slopes(0), ValueError, "alibi_slopes: num_heads must be at least 1"),
+        (lambda m: alibi_slopes(8, bias_max=0), ValueError, "bias_max must be finite and above"),
+        (lambda m: alibi_bias(m, True), TypeError, "q_len must be an int"),
+        (lambda m: alibi_bias(m, 4, 3), ValueError, "k_len must be at least q_len=4, got 3"),
+        (lambda m: alibi_bias(m[None, None], 4), ValueError, r"slopes must have shape \(H,\) or"),
+        (lambda m: alibi_bias(8, 4), TypeError, "slopes must be a torch.Tensor"),
+        (lambda m: alibi_bias(m, 4, dtype=torch.int32), TypeError, "dtype must be one of"),
+        (
+            lambda m: alibi_bias(m, 3, 5, query_offset=3),
+            ValueError,
+            "query_offset must be at most k_len - q_len = 2, got 3",
+        ),
+        (
+            lambda m: alibi_bias(m, 3, 5, query_offset=torch.tensor([0, -1])),
+            ValueError,
+            "query_offset must be at least 0",
+        ),
+        (
+            lambda m: alibi_bias(m, 3, 5, query_offset=torch.tensor(1.0)),
+            TypeError,
+            "query_offset must be an int, or an integer tensor",
+        ),
+        (
+            lambda m: alibi_bias(m, 3, 5, document_ids=torch.zeros(3).long()),
+            ValueError,
+            r"document_ids must have shape \(5,\) or \(B, 5\)",
+        ),
+        (
+            lambda m: alibi_key_bias(m, 5, position_ids=torch.zeros(5)),
+            TypeError,
+            "position_ids must be an integer tensor",
+        ),
+        (lambda m: alibi_model_slopes("gpt", 8), ValueError, "model must be 'bloom' or 'falcon'"),
+        (lambda m: alibi_model_slopes("falcon", 8), ValueError, "head_dim must be given for fal"),
+    ],
+)
+def test_bad_arguments_are_refused(call, error, text):
+    with pytest.raises(error, match=text):
+        call(alibi_slopes(2))

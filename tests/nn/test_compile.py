@@ -1,0 +1,37 @@
+"""torch.compile makes one graph of a module, whatever the length."""
+
+import pytest
+import torch
+
+from posenc import positions
+from support.assertions import COMPILERS, compilations
+from support.every import MODULES, qkv
+from support.modules import DIM, HEADS
+
+# A window of an image has one length. PoPE's attention chooses by the lengths of queries and keys.
+NAMES = [n for n in MODULES if "Grid" not in n and "image" not in n and n != "PoPE"]
+
+
+@COMPILERS
+@pytest.mark.parametrize("name", NAMES)
+def test_one_graph_serves_every_length(name, backend):
+    use = MODULES[name]
+    module = use.build()
+    calls = [qkv(torch.float32, 2, HEADS, n, DIM) for n in (5, 3, 13)]
+
+    def call(q, k, v):
+        return use.call(module, q, k, v)
+
+    assert compilations(call, calls, dynamic=True, backend=backend) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["MixedRoPE, of an image", "RoPE, of an image"])
+def test_one_graph_serves_every_image(name):
+    module = MODULES[name].build()
+    calls = [(*qkv(torch.float32, 1, HEADS, n * n, DIM), positions.grid(n, n)) for n in (2, 3, 4)]
+
+    def call(q, k, v, at):
+        return module(q, k, position_ids=at)
+
+    assert compilations(call, calls, dynamic=True, backend="aot_eager") == 1
