@@ -123,7 +123,7 @@ def test_bad_input_is_named():
         rotate_qk(q, k, *tables(6, 5))
     with pytest.raises(ValueError, match=r"\(2, T, P\)"):
         rotate_qk(q, k, cos.expand(3, 6, 4), sin.expand(3, 6, 4))
-    with pytest.raises(ValueError, match="stay below the rows of cos=6, got 6"):
+    with pytest.raises(ValueError, match=r"below the rows of cos=6, got 6.\n.*seq_dim=1"):
         rotate_qk(q, k, cos, sin, offset=2)
     with pytest.raises(
         ValueError, match="rotate_qk: positions must stay below the rows of cos=6, got 9"

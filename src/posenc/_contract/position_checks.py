@@ -18,6 +18,7 @@ class Limit(NamedTuple):
 
     value: int = FARTHEST + 1
     name: str = ""
+    hint: str = ""
 
 
 UNLIMITED = Limit()
@@ -129,7 +130,7 @@ def check_position(who: str, value: int, limit: Limit, instead: str = "smaller o
         fail(who, "positions must be at most 2**31", value, f"Pass {instead}.")
     if value >= limit.value:
         rule = f"positions must stay below {limit.name}={limit.value}"
-        fail(who, rule, value, f"Raise {limit.name}, or pass {instead}.")
+        fail(who, rule, value, limit.hint or f"Raise {limit.name}, or pass {instead}.")
 
 
 def check_range(who: str, start: int, length: int, limit: Limit = UNLIMITED) -> None:

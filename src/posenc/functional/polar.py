@@ -73,7 +73,8 @@ def polar(
             rule = f"delta must have shape {heads, width}, one row for each head, on {x.device}"
             got = f"shape {tuple(delta.shape)} on {delta.device}"
             checks.fail(who, rule, got, "Pass delta of the keys with their heads.")
-    limit = Limit(cos.shape[-2], "the rows of cos")
+    hint = "Pass tables of more rows; for (B, L, H, D), pass seq_dim=1."
+    limit = Limit(cos.shape[-2], "the rows of cos", hint)
     rows = rows_of(who, x, offset, position_ids, limit)
     y = polar_rows(who, limit, x, delta, cos.resolve_neg(), sin.resolve_neg(), rows)
     return swap_heads([y], seq_dim)[0]

@@ -381,7 +381,8 @@ def arguments(
     if pairs == 0 or 2 * pairs > width or (cos.dim() == 3 and cos.shape[0] != x.shape[0]):
         rule = f"cos must have shape (T, P) or ({x.shape[0]}, T, P) with 1 <= P <= {width // 2}"
         checks.fail(who, rule, f"shape {tuple(cos.shape)}", "Pass one column for each pair.")
-    limit = Limit(cos.shape[-2], "the rows of cos")
+    hint = "Pass tables of more rows; for (B, L, H, D), pass seq_dim=1."
+    limit = Limit(cos.shape[-2], "the rows of cos", hint)
     rows = rows_of(who, x, offset, position_ids, limit)
     out = checks.optional(checks.boolean, who, "interleaved_out", interleaved_out)
     out = interleaved if out is None else out

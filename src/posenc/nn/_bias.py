@@ -176,7 +176,8 @@ class RelativeBias(BiasedAttention):
         """
         bias = self.as_bias(k_len, dtype=dtype)
         if isinstance(bias, Slopes) and bias.values.dim() == 1:
-            return -bias.values[:, None] * self._distances(k_len, bias.values.device)[0].abs()
+            # The integers are negated, because a float zero would become -0.0.
+            return bias.values[:, None] * -self._distances(k_len, bias.values.device)[0].abs()
         if isinstance(bias, DistanceTable):
             return bias.values
         rule = "the bias must be a function of the distance only"
@@ -267,6 +268,14 @@ class ProductBias(BiasedAttention):
     """A bias that follows from queries and keys, by ``_rows`` of a subclass."""
 
     head_dim: int
+    dtype: torch.dtype | None
+
+    def __init__(self, head_dim: int, *, causal: bool, dtype: torch.dtype | None) -> None:
+        super().__init__()
+        who = type(self).__name__
+        self.head_dim = checks.integer(who, "head_dim", head_dim)
+        self.causal = checks.boolean(who, "causal", causal)
+        self.dtype = checks.optional(checks.float_dtype, who, "dtype", dtype)
 
     def bias(
         self,

@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 def called(forward: Callable[P, Tensor]) -> Callable[P, Tensor]:
     """The method ``attention`` of a module: its call, because hooks run at a call."""
 
-    @functools.wraps(forward)
+    @functools.wraps(forward, assigned=("__module__",))
     def attention(self: nn.Module, *given: Any, **keywords: Any) -> Tensor:
+        """The same as calling the module: :meth:`forward`."""
         return self(*given, **keywords)  # type: ignore[no-any-return]
 
-    attention.__doc__ = "The same as calling the module: :meth:`forward`."
     return attention  # type: ignore[return-value]
 
 

@@ -167,11 +167,7 @@ class SinusoidalPE(AddedTable):
     Args:
         max_seq_len: Rows of the table.
         embed_dim: Channels ``D``.
-        base: As in :class:`SinusoidalPosEmbedding`, and so are the arguments after it.
-        scale_input: Whether the input is multiplied by the root of ``D``.
-        scale: The factor of the encoding.
-        learn_scale: Whether that factor is learned.
-        dropout: Probability that a channel of the sum is set to zero in training.
+        base: As in :class:`SinusoidalPosEmbedding`, like the arguments after it.
 
     Examples:
         >>> pe = SinusoidalPE(max_seq_len=128, embed_dim=64)
@@ -256,10 +252,7 @@ class SinusoidalGrid(AddedTable):
         widths: Channels of each coordinate.
         order: The coordinates in the order of their channels.
         prefix: Tokens before the patches that get no encoding, such as a class token.
-        scale_input: As in :class:`SinusoidalPosEmbedding`, and so are the next three.
-        scale: The factor of the encoding.
-        learn_scale: Whether that factor is learned.
-        dropout: Probability that a channel of the sum is set to zero in training.
+        scale_input: As in :class:`SinusoidalPosEmbedding`, like the arguments after it.
 
     Examples:
         >>> pos = SinusoidalGrid((14, 14), embed_dim=768, concatenated=True, prefix=1)

@@ -300,7 +300,7 @@ class Sandwich(TableModule, RelativeBias):
     """
 
     def __init__(self, num_heads: int, *, dim: int = 128, causal: bool = True) -> None:
-        super().__init__(num_heads, causal=causal, dtype=torch.float32)
+        super().__init__(num_heads, causal=causal)
         self.dim = checks.even(type(self).__name__, "dim", dim)
         self._tables = SharedTables(_products, (self.dim,), None, torch.float64)
 

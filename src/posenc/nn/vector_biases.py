@@ -60,11 +60,9 @@ class RelativeKeys(ProductBias):
         num_heads: int | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(head_dim, causal=causal, dtype=dtype)
         who = type(self).__name__
-        self.head_dim = checks.integer(who, "head_dim", head_dim)
         self.max_distance = checks.integer(who, "max_distance", max_distance, least=0)
-        self.causal = checks.boolean(who, "causal", causal)
         self.max_later = max_later
         if max_later is not None:
             self.max_later = checks.integer(who, "max_later", max_later, least=0)
@@ -72,7 +70,6 @@ class RelativeKeys(ProductBias):
                 rule = "max_later must be None if causal, because no later key is seen"
                 checks.fail(who, rule, max_later, "Pass causal=False.")
         self.num_heads = checks.optional(checks.integer, who, "num_heads", num_heads)
-        self.dtype = checks.optional(checks.float_dtype, who, "dtype", dtype)
         heads = () if self.num_heads is None else (self.num_heads,)
         rows = self.max_distance + 1 + self._later
         self.weight = nn.Parameter(torch.empty(rows, *heads, self.head_dim, dtype=dtype))
@@ -161,19 +158,16 @@ class TransformerXLBias(TableModule, ProductBias):
         concatenated: bool = True,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__()
         who = type(self).__name__
-        self.embed_dim = checks.even(who, "embed_dim", embed_dim)
-        self.num_heads = checks.integer(who, "num_heads", num_heads)
-        if self.embed_dim % self.num_heads:
-            rule = f"embed_dim must be a multiple of num_heads={num_heads}"
-            checks.fail(who, rule, embed_dim, "Pass head_dim * num_heads.")
-        self.head_dim = self.embed_dim // self.num_heads
-        self.causal = checks.boolean(who, "causal", causal)
+        heads, width = checks.integer(who, "num_heads", num_heads), embed_dim
+        if checks.even(who, "embed_dim", width) % heads:
+            rule = f"embed_dim must be a multiple of num_heads={heads}"
+            checks.fail(who, rule, width, "Pass head_dim * num_heads.")
+        super().__init__(width // heads, causal=causal, dtype=dtype)
+        self.num_heads, self.embed_dim = heads, width
         self.max_distance = checks.optional(checks.integer, who, "max_distance", max_distance)
         self.base = checks.base(who, base)
         self.concatenated = checks.boolean(who, "concatenated", concatenated)
-        self.dtype = checks.optional(checks.float_dtype, who, "dtype", dtype)
         self.linear_pos = Linear(self.embed_dim, self.embed_dim, bias=False, dtype=dtype)
         shape = self.num_heads, self.head_dim
         self.pos_bias_u = nn.Parameter(torch.empty(shape, dtype=dtype))
@@ -302,14 +296,11 @@ class DeBERTaBias(TableModule, ProductBias):
         causal: bool,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(head_dim, causal=causal, dtype=dtype)
         who = type(self).__name__
         self.num_heads = checks.integer(who, "num_heads", num_heads)
-        self.head_dim = checks.integer(who, "head_dim", head_dim)
         name = "max_relative_positions"
         self.max_relative_positions = checks.integer(who, name, max_relative_positions)
-        self.causal = checks.boolean(who, "causal", causal)
-        self.dtype = checks.optional(checks.float_dtype, who, "dtype", dtype)
         self.position_buckets = position_buckets
         self._span, self._tables = self.max_relative_positions, None
         if position_buckets is not None:
@@ -396,14 +387,9 @@ class CoPE(ProductBias):
         Golovneva et al., *Contextual Position Encoding: Learning to Count What's Important*, 2024.
     """
 
-    causal = True
-
     def __init__(self, head_dim: int, *, max_pos: int, dtype: torch.dtype | None = None) -> None:
-        super().__init__()
-        who = type(self).__name__
-        self.head_dim = checks.integer(who, "head_dim", head_dim)
-        self.max_pos = checks.integer(who, "max_pos", max_pos)
-        self.dtype = checks.optional(checks.float_dtype, who, "dtype", dtype)
+        super().__init__(head_dim, causal=True, dtype=dtype)
+        self.max_pos = checks.integer(type(self).__name__, "max_pos", max_pos)
         self.pos_emb = nn.Parameter(torch.empty(1, self.head_dim, self.max_pos, dtype=dtype))
         self.reset_parameters()
 
