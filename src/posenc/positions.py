@@ -149,7 +149,7 @@ def grid(
     starts = list(start) if isinstance(start, (list, tuple)) else [start] * len(counts)
     if len(starts) != len(counts):
         rule = f"start must be one int, or one for each of the {len(counts)} axes"
-        checks.fail(who, rule, start, "Pass (0, 0), say.")
+        checks.fail(who, rule, start, "Pass (0, 0), for example.")
     least = -checks.FARTHEST
     firsts = [checks.integer(who, "start", first, least=least) for first in starts]
     pairs = zip(firsts, counts, strict=True)

@@ -19,7 +19,7 @@ def test_slopes_are_the_float64_ones_rounded(heads):
     assert torch.equal(slopes, alibi_slopes(heads, dtype=torch.float64).float())
 
 
-def test_slopes_on_request():
+def test_slopes_may_be_geometric_or_of_another_exponent():
     assert alibi_slopes(4, geometric=True, dtype=torch.float64).tolist() == [
         2**-2,
         2**-4,
@@ -142,7 +142,7 @@ def test_arguments_of_different_batches_are_refused():
             call()
 
 
-def test_no_keys_have_no_bias():
+def test_the_bias_of_no_keys_is_empty():
     none = torch.zeros(3, 0, dtype=torch.int64)
     assert alibi_key_bias(torch.ones(2), 0).shape == (2, 1, 0)
     assert alibi_key_bias(torch.ones(2), 0, position_ids=none).shape == (3, 2, 1, 0)
@@ -155,7 +155,7 @@ def rise(bias, heads):
 
 
 @pytest.mark.parametrize("heads", HEADS)
-def test_bloom_is_its_own_function(heads):
+def test_slopes_of_bloom_are_those_of_transformers(heads):
     model = pytest.importorskip("transformers.models.bloom.modeling_bloom")
 
     theirs = rise(model.build_alibi_tensor(MASK, heads, torch.float32), heads)
@@ -164,7 +164,7 @@ def test_bloom_is_its_own_function(heads):
 
 @pytest.mark.parametrize("bias_max", [8.0, 4.0])
 @pytest.mark.parametrize("heads", HEADS)
-def test_mpt_is_its_own_function(heads, bias_max):
+def test_slopes_of_mpt_are_those_of_transformers(heads, bias_max):
     model = pytest.importorskip("transformers.models.mpt.modeling_mpt")
 
     theirs = rise(model.build_mpt_alibi_tensor(heads, 64, alibi_bias_max=bias_max), heads)
@@ -173,7 +173,7 @@ def test_mpt_is_its_own_function(heads, bias_max):
 
 
 @pytest.mark.parametrize("heads", HEADS)
-def test_falcon_is_its_own_function_before_the_scale(heads):
+def test_slopes_of_falcon_are_those_of_transformers_over_the_root_of_the_width(heads):
     """Its products are bfloat16, and 32 times a slope of bfloat16 is exact."""
     model = pytest.importorskip("transformers.models.falcon.modeling_falcon")
 

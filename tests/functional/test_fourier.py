@@ -116,7 +116,7 @@ class TestBoth:
         assert gradcheck(run, (x,), check_forward_ad=True)
         assert gradgradcheck(run, (x,))
 
-    def test_it_can_be_transformed(self, encode):
+    def test_functions_of_torch_func_transform_it(self, encode):
         x = drawn(5, 3)
         assert torch.equal(torch.func.vmap(encode)(x), encode(x))
         rows = torch.func.jacrev(encode)(x[0])
@@ -128,7 +128,7 @@ class TestBoth:
         calls = [(drawn(n, 3),) for n in (5, 3, 17)]
         assert compilations(encode, calls, dynamic=True, backend="aot_eager") == 1
 
-    def test_bad_coordinates_are_named(self, encode):
+    def test_bad_coordinates_are_refused(self, encode):
         with pytest.raises(TypeError, match="coordinates must be a tensor of shape"):
             encode([[0.0, 1.0, 2.0]])
         with pytest.raises(TypeError, match="coordinates must be a tensor"):
@@ -153,7 +153,7 @@ def test_meta_gives_meta():
     assert nerf_features(x, 2).is_meta
 
 
-def test_bad_frequencies_are_named():
+def test_bad_frequencies_are_refused():
     with pytest.raises(ValueError, match=r"frequencies must have shape \(F, A\)"):
         fourier_features(torch.zeros(2, 1), torch.ones(4))
     with pytest.raises(ValueError, match=r"coordinates must be a tensor of shape \(..., 2\)"):

@@ -65,13 +65,13 @@ def test_each_sequence_of_a_batch_may_have_its_own_positions(middle):
 
 @pytest.mark.parametrize("shape", [(2, 4, 8), (2, 3, 4, 8), (2, 3, 2, 4, 8), (1, 3, 4, 8)], ids=str)
 def test_one_row_of_positions_serves_every_sequence(shape):
-    """As models hand it on: ``arange(L)[None]`` beside a batch."""
+    """Models pass ``arange(L)[None]`` for a batch."""
     x, ids = torch.randn(shape), torch.tensor([[7, 5, 5, 0]])
     assert torch.equal(rotary_pos_embedding(x, ids), rotary_pos_embedding(x, ids[0]))
 
 
 @given(st.integers(0, 2**30), st.integers(-1000, 1000), st.integers(0, 2**30), st.booleans())
-def test_scores_depend_on_the_distance_alone(start, distance, elsewhere, interleaved):
+def test_scores_depend_only_on_the_distance(start, distance, elsewhere, interleaved):
     q, k = torch.randn(2, 1, 32, dtype=torch.float64)
 
     def score(m):

@@ -39,7 +39,7 @@ def test_of_a_long_table_only_the_rows_that_are_needed_are_converted(form, batch
             rotate_qk(q, k, cos, sin, **at)
 
 
-def test_offsets_and_positions_say_the_same():
+def test_offsets_and_position_ids_give_the_same_rotation():
     q, k = torch.randn(2, 3, 4, 8), torch.randn(2, 1, 4, 8)
     cos, sin = tables(12, 4)
     offsets = torch.tensor([2, 7], dtype=torch.int32)
@@ -110,7 +110,7 @@ def test_qk_norm_has_gradients():
     assert gradcheck(lambda q, w: qk_norm_rope(q, q, w, w, cos, sin), (q, w))
 
 
-def test_bad_input_is_named():
+def test_bad_input_is_refused():
     q, k = torch.randn(2, 4, 5, 8), torch.randn(2, 2, 5, 8)
     cos, sin = tables(6, 4)
     with pytest.raises(ValueError, match="rotate_qk: q and k must agree"):

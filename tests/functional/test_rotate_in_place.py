@@ -59,7 +59,7 @@ def test_meta_tensors_share_no_memory():
 
 @pytest.mark.parametrize("recorded", [False, True], ids=["plain", "gradient"])
 @pytest.mark.parametrize("interleaved", [True, False], ids=["interleaved", "half"])
-def test_queries_and_keys_are_rotated_where_they_stand(interleaved, recorded):
+def test_queries_and_keys_are_rotated_in_place_in_a_packed_tensor(interleaved, recorded):
     """Slices of one packed projection: each is written, and what lies between is not."""
     packed = torch.randn(2, 5, 8, 8)
     cos, sin = oracles.tables(9, 4)
@@ -167,7 +167,7 @@ def test_one_memory_under_two_storages_is_seen():
     assert torch.equal(rotate_(x, *tables(9, 4), position_ids=ids), expected)
 
 
-def test_one_tensor_is_rotated_as_queries_beside_keys_are():
+def test_one_tensor_is_rotated_as_queries_and_keys_are():
     x, (cos, sin) = torch.randn(2, 3, 5, 8), tables(9, 4)
     assert torch.equal(rotate(x, cos, sin, offset=2), rotate_qk(x, x, cos, sin, offset=2)[0])
     y = x.clone()

@@ -102,7 +102,7 @@ def test_a_scale_that_does_not_fit_is_refused(changes, says, dtype):
 
 @pytest.mark.parametrize("shape", [(), (HK,), (1, HK), (T, 1), (T, HK)], ids=str)
 @pytest.mark.parametrize("as_tokens", [True, False], ids=["tokens", "batch"])
-def test_a_scale_is_for_the_tensor_the_head_the_token_or_both(shape, as_tokens):
+def test_a_scale_may_be_for_the_tensor_each_head_each_token_or_both(shape, as_tokens):
     arguments = example(torch.float64, torch.int8)
     scale = 0.01 + torch.rand(shape)
     if not as_tokens:
@@ -183,7 +183,7 @@ def test_any_strides_give_the_same_rows(memory, cache):
         assert torch.equal(got.flatten(0, 1), expected)
 
 
-def test_latent_attention_keeps_a_latent_beside_one_rotated_head():
+def test_a_cache_may_hold_a_latent_and_one_rotated_head():
     """DeepSeek: one row holds 4 groups of the latent in 8 bits, their scales, and the key."""
     tokens, group, width = 5, 32, 16
     row = 4 * group + 4 * 4 + 2 * width

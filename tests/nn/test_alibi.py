@@ -17,7 +17,7 @@ def test_bias_is_slope_times_distance(heads, causal):
     assert alibi.get_bias(0).shape == (heads, 0, 0)
 
 
-def test_slopes_are_not_saved_and_stay_as_they_were_made():
+def test_slopes_are_constants_and_not_saved():
     """Whatever is done to them, every method takes the same ones."""
     alibi = ALiBi(8)
     assert alibi.state_dict() == {}
@@ -36,19 +36,19 @@ def test_slopes_are_not_saved_and_stay_as_they_were_made():
     assert torch.equal(alibi.get_bias(4), bias)
 
 
-def test_slopes_that_learn_are_refused_with_their_way():
+def test_slopes_that_require_a_gradient_are_refused():
     with pytest.raises(ValueError, match=r"must not require a gradient.*\n.*alibi_attention"):
         ALiBi(4, slopes=torch.nn.Parameter(torch.ones(4)))
 
 
-def test_forward_adds_the_bias_to_scores():
+def test_add_bias_adds_the_bias_to_scores():
     alibi, scores = ALiBi(4), torch.randn(2, 4, 3, 5)
     wanted = scores + oracles.alibi_bias(alibi.slopes.tolist(), 3, 5, causal=True)
     torch.testing.assert_close(alibi.add_bias(scores), wanted.float(), rtol=1e-6, atol=1e-6)
     assert alibi.add_bias(scores.bfloat16()).dtype == torch.bfloat16
 
 
-def test_bad_input_is_named():
+def test_bad_input_is_refused():
     alibi = ALiBi(4)
     with pytest.raises(TypeError, match="num_heads must be an int"):
         ALiBi(8.0)
@@ -81,7 +81,7 @@ def test_float64_scores_get_exact_slopes():
     assert torch.equal(alibi.add_bias(torch.zeros(12, 9, 9, dtype=torch.float64))[:8], wanted)
 
 
-def test_slopes_of_ones_own():
+def test_slopes_may_be_those_of_the_user():
     alibi = ALiBi(3, slopes=[0.5, 0.0, 0.1])
     assert alibi.slopes.dtype == torch.float32
     assert torch.equal(alibi.slopes, torch.tensor([0.5, 0.0, 0.1]))
@@ -90,7 +90,7 @@ def test_slopes_of_ones_own():
     assert ALiBi(3, slopes=torch.rand(2, 3)).bias(4).shape == (2, 3, 4, 4)
 
 
-def test_slopes_of_ones_own_survive_the_meta_device_and_a_cast():
+def test_slopes_of_the_user_survive_the_meta_device_and_a_cast():
     with torch.device("meta"):
         alibi = ALiBi(2, slopes=[0.3, 0.2])
         assert alibi.slopes.is_meta
@@ -106,7 +106,7 @@ def test_a_rank_takes_a_slice_of_the_global_heads():
 
 
 @pytest.mark.parametrize("model", ["bloom", "mpt", "falcon"])
-def test_a_models_convention_by_name(model):
+def test_from_model_has_the_softmax_of_the_model(model):
     """Its scores, biased by its own function, have our softmax."""
     module = pytest.importorskip(f"transformers.models.{model}.modeling_{model}")
     scores = torch.randn(1, 4, 50, 50)
@@ -127,7 +127,7 @@ def test_a_models_convention_by_name(model):
     )
 
 
-def test_bad_slopes_are_named():
+def test_bad_slopes_are_refused():
     for slopes in ([0.5, -0.1], [0.5, float("nan")], [0.5, float("inf")]):
         with pytest.raises(ValueError, match="slopes must be finite and not below zero"):
             ALiBi(2, slopes=slopes)

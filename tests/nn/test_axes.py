@@ -73,7 +73,7 @@ class TestAxes:
         for mine, other in zip(rope(q, k, position_ids=at), wanted, strict=True):
             assert torch.allclose(mine, other, atol=2e-6)
 
-    def test_coordinates_between_whole_ones_rotate_in_between(self):
+    def test_coordinates_may_be_fractions(self):
         """DINOv3: coordinates in [-1, 1], angles of 2 pi times them over the periods."""
         at = torch.rand(2, 6, dtype=torch.float64) * 2 - 1
         rope = RoPE(16, None, 100.0, axes=axes.Axial(2), scaling=scaling.Linear(1 / torch.pi / 2))
@@ -200,7 +200,7 @@ def test_the_limit_holds_for_coordinates_too():
     assert rope.rotate(x, position_ids=torch.arange(4.0) - 2).shape == x.shape
 
 
-def test_an_image_has_no_positions_in_a_row():
+def test_an_image_needs_position_ids():
     rope, x = RoPE(8, axes=axes.Axial(2)), torch.randn(1, 1, 4, 8)
     for call in (lambda: rope.rotate(x), lambda: rope(x, x), lambda: rope.rotate(x, 3)):
         with pytest.raises(

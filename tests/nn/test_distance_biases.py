@@ -1,4 +1,4 @@
-"""Biases by distance beside their formulas: T5, learned numbers, KERPLE, Sandwich and FIRE."""
+"""Biases by distance and their formulas: T5, learned numbers, KERPLE, Sandwich and FIRE."""
 
 import copy
 import math

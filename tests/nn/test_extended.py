@@ -72,7 +72,7 @@ def test_attention_is_dense_attention_at_these_positions(name, length):
 
 @each
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_narrow_dtypes_owe_their_roundings(extend, dtype):
+def test_half_precision_is_within_its_roundings(extend, dtype):
     q, k, v = qkv(50, dtype=dtype)
     got, wanted = extend.attention(q, k, v), wanted_of(extend, q, k, v)
     assert got.dtype == dtype
@@ -132,14 +132,14 @@ def test_gradients_are_those_of_dense_attention(extend):
     [SelfExtend(ROPE, group=4, window=64), DualChunk(ROPE, chunk=64, window=8)],
     ids=["self-extend", "dual-chunk"],
 )
-def test_up_to_the_window_it_is_the_model_as_it_was(extend):
+def test_short_sequences_are_those_of_the_model(extend):
     q, k, v = qkv(64, heads=(4, 4))
     plain = scaled_dot_product_attention(*ROPE(q, k), v, is_causal=True)
     torch.testing.assert_close(extend.attention(q, k, v), plain, rtol=0, atol=1e-13)
 
 
 @each
-def test_copies_casts_and_other_memory_change_nothing(extend):
+def test_copies_casts_and_strides_change_nothing(extend):
     q, k, v = qkv(30, dtype=torch.float32)
     wanted = extend.attention(q, k, v)
     for other in (copy.deepcopy(extend), pickle.loads(pickle.dumps(extend)), extend.replace()):
@@ -170,7 +170,7 @@ def test_batches_of_gradients_and_forward_mode(extend):
     torch.testing.assert_close(change, near, rtol=1e-6, atol=1e-8)
 
 
-def test_what_does_not_fit_is_refused():
+def test_bad_arguments_are_refused():
     q, k, v = qkv(8)
     extend = BOTH[0]
     with pytest.raises(TypeError, match="rope must be a RoPE"):

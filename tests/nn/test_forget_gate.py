@@ -47,7 +47,7 @@ def test_attention_is_the_formula_with_its_gradients(queries):
         torch.testing.assert_close(p.grad.double(), given[name].grad, rtol=1e-5, atol=1e-7)
 
 
-def test_a_cache_of_sums_gives_what_the_whole_gives():
+def test_decode_with_a_cache_of_sums_gives_the_rows_of_the_whole():
     gate, x = made(), torch.randn(2, 9, 6)
     q, k, v = (y.detach().float() for y in qkv(4, 9, 9))
     whole = gate(q, k, v, x)
@@ -89,7 +89,7 @@ def test_the_score_mod_is_the_bias():
         torch.testing.assert_close(got, wanted, rtol=1e-6, atol=1e-7)
 
 
-def test_what_does_not_fit_is_refused():
+def test_bad_arguments_are_refused():
     gate = made()
     with pytest.raises(ValueError, match="ForgetGate: embed_dim must be 6, got 5"):
         gate.sums(torch.randn(2, 3, 5))

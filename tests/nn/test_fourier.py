@@ -99,7 +99,7 @@ def test_learned_features_are_those_of_the_paper():
     torch.testing.assert_close(module(x).double(), wanted.detach(), rtol=0, atol=1e-7)
 
 
-def test_bad_arguments_are_named():
+def test_bad_arguments_are_refused():
     with pytest.raises(ValueError, match="FourierFeatures: kind must be 'random' or 'learned'"):
         FourierFeatures(2, num_frequencies=5, kind="gauss")
     with pytest.raises(ValueError, match="num_frequencies must be at most 64"):

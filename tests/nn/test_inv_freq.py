@@ -34,7 +34,7 @@ def test_angles_are_exact_at_any_position(rate):
 
 @pytest.mark.parametrize("interleaved", [False, True], ids=["half", "interleaved"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-def test_tokens_rotate_by_them(dtype, interleaved):
+def test_tokens_rotate_by_the_frequencies(dtype, interleaved):
     rope = RoPE(10, 16, inv_freq=torch.tensor(FREQS), rotary_dim=8, interleaved=interleaved)
     q, k = torch.randn(2, 4, 5, 10).to(dtype), torch.randn(2, 2, 5, 10).to(dtype)
     tables = cos_sin(range(3, 8), torch.tensor(FREQS).tolist())
@@ -73,7 +73,7 @@ def test_equal_rates_share_tables_and_others_do_not():
     ],
     ids=["axial", "unequal", "shared", "sections"],
 )
-def test_axes_arrange_them(how, count):
+def test_axes_arrange_the_frequencies(how, count):
     freqs = [0.1 * i + 0.05 for i in range(count)]
     rope = RoPE(16, None, axes=how, inv_freq=freqs)
     at = positions.grid(*(2,) * how.count())
@@ -94,7 +94,7 @@ def test_axes_arrange_them(how, count):
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_rules_scale_them(rule, wanted):
+def test_rules_scale_the_frequencies(rule, wanted):
     got = RoPE(8, None, inv_freq=FREQS, scaling=rule).scaled_inv_freq()
     assert torch.allclose(got, torch.tensor(wanted, dtype=torch.float64), rtol=1e-15)
 

@@ -71,7 +71,7 @@ def test_layers_that_rotate_alike_share_a_module_and_keywords_override():
     assert (ropes[0].max_seq_len, ropes[0].base) == (128, 100.0)
 
 
-def test_what_cannot_be_known_is_an_error():
+def test_an_incomplete_config_is_refused():
     with pytest.raises(ValueError, match="num_hidden_layers or n_layer"):
         rope_layers({"model_type": "llama", "head_dim": 16})
     types = {"full_attention": {"rope_theta": 1e4}, "sliding_attention": {"rope_theta": 1e3}}

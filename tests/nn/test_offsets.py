@@ -70,7 +70,7 @@ def test_each_sequence_may_have_an_offset_of_its_own(encode, shape, dtype):
     ],
     ids=str,
 )
-def test_a_position_that_cannot_be_is_refused(encode, shape, where, error, text):
+def test_a_bad_position_is_refused(encode, shape, where, error, text):
     with pytest.raises(error, match=text):
         encode(torch.randn(shape), **where)
 

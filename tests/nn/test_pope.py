@@ -89,7 +89,7 @@ def test_delta_is_limited_where_it_is_used():
 
 
 @pytest.mark.parametrize("end", [0.0, -math.tau])
-def test_the_ends_of_its_range_get_the_gradient_of_the_formula(end):
+def test_the_ends_of_the_range_of_delta_get_the_gradient_of_the_formula(end):
     """delta starts at one; the gradient of torch.clamp there is 1 or 0, by the version of torch."""
     q, k, v = torch.randn(3, 1, 2, 7, 8, dtype=torch.float64).unbind()
     pope = PoPE(8, num_kv_heads=2).double()
@@ -302,19 +302,13 @@ def test_one_graph_serves_all_lengths(length):
 @pytest.mark.parametrize(
     ("call", "error", "words"),
     [
-        (lambda: PoPE(0, num_kv_heads=2), ValueError, "head_dim must be at least 1"),
-        (lambda: PoPE(8, num_kv_heads=0), ValueError, "num_kv_heads must be at least 1"),
         (
             lambda: PoPE(8, num_kv_heads=2, init="one"),
             ValueError,
             "init must be 'zero' or 'uniform'",
         ),
         (lambda: PoPE(8, num_kv_heads=2, scaling=2.0), TypeError, "scaling must be of type Rule"),
-        (lambda: PoPE(8, num_kv_heads=2)(torch.zeros(1, 2, 3, 8), None), TypeError, "k must be"),
-        (lambda: _called(torch.zeros(1, 2, 3, 6)), ValueError, "head_dim of q"),
         (lambda: _called(torch.zeros(1, 3, 3, 8)), ValueError, "k must have 2 heads"),
-        (lambda: _called(torch.zeros(1, 2, 3, 8), 2047), ValueError, "max_seq_len=2048"),
-        (lambda: _called(torch.zeros(1, 2, 3, 8), -1), ValueError, "offset must be"),
         (lambda: _called(torch.zeros(1, 2, 3, 8).to("meta")), ValueError, "the device of delta"),
         (lambda: _attended(v=torch.zeros(1, 2, 4, 8)), ValueError, "v must have shape"),
         (lambda: _attended(scale=0.0), ValueError, "scale must be finite and above zero"),
@@ -327,13 +321,13 @@ def test_one_graph_serves_all_lengths(length):
         (lambda: _polar(torch.zeros(2, 8)), ValueError, "the rows of cos=2"),
     ],
 )
-def test_errors_say_what_must_hold(call, error, words):
+def test_bad_arguments_are_refused(call, error, words):
     with pytest.raises(error, match=words):
         call()
 
 
-def _called(x, offset=0):
-    return PoPE(8, num_kv_heads=2)(x, x, offset)
+def _called(x):
+    return PoPE(8, num_kv_heads=2)(x, x)
 
 
 def _attended(v=None, **options):

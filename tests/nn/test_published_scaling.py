@@ -70,7 +70,7 @@ def test_a_dict_is_its_rule(given, wanted):
     ],
     ids=str,
 )
-def test_what_is_missing_is_named(given, error, text):
+def test_an_incomplete_scaling_is_refused(given, error, text):
     with pytest.raises(error, match=text):
         RoPE(8, None, scaling=given)
 

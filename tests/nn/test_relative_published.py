@@ -116,7 +116,7 @@ def test_transformer_xl_is_the_attention_of_xlnet(causal, memory):
 @pytest.mark.parametrize("padded", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize("buckets", [-1, 6])
 @pytest.mark.parametrize("shared", [True, False], ids=["v3", "v2-without-sharing"])
-def test_deberta_v2_is_itself(shared, buckets, padded):
+def test_deberta_v2_is_the_layer_of_transformers(shared, buckets, padded):
     """Scores are over √(3 D), here 6: the layer makes the root in float32."""
     from transformers import DebertaV2Config
     from transformers.models.deberta_v2.modeling_deberta_v2 import DisentangledSelfAttention
@@ -149,7 +149,7 @@ def test_deberta_v2_is_itself(shared, buckets, padded):
 
 
 @pytest.mark.parametrize("most", [10, 40], ids=["clipped", "not-clipped"])
-def test_deberta_is_itself(most):
+def test_deberta_is_the_layer_of_transformers(most):
     from transformers import DebertaConfig
     from transformers.models.deberta import modeling_deberta as deberta
 

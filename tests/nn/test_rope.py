@@ -122,7 +122,7 @@ def test_the_farthest_position_has_a_table():
     assert torch.equal(rope.rerotate(rotated, at, at), rotated)
 
 
-def test_floating_positions_may_ask_for_a_gradient():
+def test_floating_positions_may_require_a_gradient():
     at = torch.arange(3.0).requires_grad_()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -130,14 +130,14 @@ def test_floating_positions_may_ask_for_a_gradient():
     assert at.grad is not None
 
 
-def test_whole_numbers_beside_a_gradient_are_refused_in_words():
+def test_integer_queries_or_keys_are_refused_when_a_gradient_is_recorded():
     x = torch.randn(1, 1, 3, 8, requires_grad=True)
     for name, q, k in (("q", x.long(), x), ("k", x, x.long()), ("q", x.int(), x)):
         with pytest.raises(TypeError, match=f"{name} must be a float16"):
             RoPE(8, 32)(q, k)
 
 
-def test_queries_of_inference_mode_beside_keys_that_learn():
+def test_queries_of_inference_mode_may_come_with_keys_that_require_a_gradient():
     k = torch.randn(1, 1, 3, 8, requires_grad=True)
     with torch.inference_mode():
         q = torch.randn(1, 1, 3, 8, dtype=torch.float64)
@@ -147,7 +147,7 @@ def test_queries_of_inference_mode_beside_keys_that_learn():
         k.grad = None
 
 
-def test_a_config_gives_way_to_keywords():
+def test_keywords_override_the_config():
     rope = RoPE.from_config({"head_dim": 64}, head_dim=128)
     assert (rope.head_dim, rope.rotary_dim) == (128, None)
     assert RoPE.from_config({"head_dim": 64}, head_dim=32).scaled_inv_freq().shape == (16,)

@@ -88,7 +88,7 @@ def test_the_scales_of_a_paged_cache_cannot_be_forgotten(dtype, scales):
     assert not cache.k.view(torch.uint8).any()
 
 
-def test_a_norm_and_a_scale_are_passed_on():
+def test_norm_and_scales_reach_the_kernel():
     rope, (q, k, v) = RoPE(8), example()
     caches, weight = torch.zeros(2, 3, 4, 2, 8).to(torch.int8), torch.rand(8)
     scales = torch.zeros(3, 4, 2)

@@ -1,16 +1,18 @@
-"""Rules that depend on the length of the sequence, and keys that are in a cache already."""
+"""Rules that depend on the length of the sequence, and keys of a cache, rotated or not."""
 
 import pytest
 import torch
 
 import oracles
-from posenc import RoPE
+from posenc import RoPE, axes, scaling
 from support.assertions import assert_within_ulps
 from support.rules import ALL, DEPENDENT, RULES, assert_rotated_by, name
 
+BY_NAME = {"plain": None, "by-length": scaling.DynamicNTK(2.0, 6), "gain": scaling.YaRN(4.0, 8)}
+
 
 @DEPENDENT
-def test_the_length_is_what_counts_and_not_the_calls_before(rule):
+def test_the_rotation_depends_on_the_length_and_not_on_earlier_calls(rule):
     rope, fresh = RoPE(8, 256, scaling=rule), RoPE(8, 256, scaling=rule)
     x = torch.randn(1, 1, 4, 8)
     rope(x, x, 100)
@@ -51,7 +53,7 @@ class TestCachedKeys:
 
     @pytest.mark.parametrize("rule", RULES[:5], ids=name)
     @pytest.mark.parametrize("by", [-3, 0, 17])
-    def test_shifting_is_rotating_elsewhere(self, rule, by):
+    def test_shifting_is_rotating_at_other_positions(self, rule, by):
         rope, k = RoPE(8, 256, scaling=rule), torch.randn(2, 1, 5, 8)
         got = rope.shift(rope.rotate(k, 10), by)
         at = torch.arange(10 + by, 15 + by)
@@ -79,7 +81,7 @@ class TestCachedKeys:
 
 @DEPENDENT
 @pytest.mark.parametrize("lengths", [[9], [9, 20], [9, 20, 40, 80]], ids=str)
-def test_a_length_for_each_sequence_means_each(rule, lengths):
+def test_there_is_one_length_for_each_sequence(rule, lengths):
     """Tables of fewer sequences than there are would be read past their end."""
     rope, x = RoPE(8, scaling=rule), torch.randn(3, 2, 4, 8)
     at = torch.arange(4)
@@ -97,7 +99,7 @@ def test_a_length_for_each_sequence_means_each(rule, lengths):
 
 
 @pytest.mark.parametrize("wrong", ["a", -1, 1.5, torch.tensor([5.0])], ids=str)
-def test_a_length_is_checked_where_no_rule_asks_for_it_too(wrong):
+def test_a_length_is_checked_without_a_rule_too(wrong):
     with pytest.raises((TypeError, ValueError), match="seq_len must be"):
         RoPE(8).rotate(torch.randn(1, 1, 4, 8), seq_len=wrong)
 
@@ -112,7 +114,7 @@ def test_the_length_of_cached_keys_is_that_of_their_positions(rule):
 
 
 @DEPENDENT
-def test_a_sequence_rotates_as_it_would_alone_whoever_is_beside_it(rule):
+def test_a_sequence_rotates_as_it_would_in_a_batch_of_one(rule):
     """16 is the trained length: one is short, one long, and one longer."""
     rope, starts = RoPE(8, None, scaling=rule), torch.tensor([3, 20, 57])
     x, ids = torch.randn(3, 2, 4, 8), starts[:, None] + torch.tensor([1, 3, 0, 2])
@@ -135,7 +137,49 @@ def test_a_sequence_rotates_as_it_would_alone_whoever_is_beside_it(rule):
 
 
 @DEPENDENT
-def test_an_empty_batch_is_an_empty_batch(rule):
+def test_an_empty_batch_gives_an_empty_result(rule):
     rope, x = RoPE(8, scaling=rule), torch.randn(0, 2, 4, 8)
     assert rope.rotate(x, torch.zeros(0, dtype=torch.long)).shape == x.shape
     assert rope.rotate(x, position_ids=torch.zeros(0, 4, dtype=torch.long)).shape == x.shape
+
+
+@pytest.mark.parametrize("queries", [0, 1, 3, 9], ids=lambda n: f"{n}-queries")
+@pytest.mark.parametrize(
+    "where",
+    [
+        {},
+        {"offset": 5},
+        {"offset": torch.tensor([0, 7])},
+        {"position_ids": torch.arange(9).flip(0)},
+        {"position_ids": torch.stack((torch.arange(9), torch.arange(9) * 2))},
+        {"position_ids": torch.linspace(-1, 1, 9)},
+    ],
+    ids=["start", "offset", "offsets", "ids", "ids-of-each", "floats"],
+)
+@pytest.mark.parametrize("rule", BY_NAME)
+def test_queries_of_a_cache_without_rotation_are_at_its_last_keys(rule, where, queries):
+    for seq_dim, length in ((-2, 64), (1, None)):
+        rope = RoPE(8, length, scaling=BY_NAME[rule], seq_dim=seq_dim)
+        whole, k = torch.randn(2, 4, 9, 8), torch.randn(2, 2, 9, 8)
+        if seq_dim == 1:
+            whole, k = whole.transpose(1, 2), k.transpose(1, 2)
+        q = whole.narrow(seq_dim, 9 - queries, queries)
+        got, keys = rope.rotate_queries_with_cached_keys(q, k, **where)
+        wanted, same = rope(whole, k, **where)
+        assert torch.equal(keys, same)
+        assert torch.equal(got, wanted.narrow(seq_dim, 9 - queries, queries))
+
+
+def test_coordinates_of_cached_keys_are_those_of_the_queries_too():
+    rope, q, k = RoPE(8, axes=axes.Axial(2)), torch.randn(1, 2, 3, 8), torch.randn(1, 2, 6, 8)
+    at = torch.randn(2, 6)
+    got, _ = rope.rotate_queries_with_cached_keys(q, k, position_ids=at)
+    assert torch.equal(got, rope.rotate(q, position_ids=at[:, 3:]))
+
+
+def test_more_queries_than_keys_are_refused():
+    rope, q, k = RoPE(8), torch.randn(1, 2, 6, 8), torch.randn(1, 2, 5, 8)
+    with pytest.raises(ValueError, match="must agree in batch, length"):
+        rope.rotate_queries_with_cached_keys(q, k)
+    with pytest.raises(ValueError, match="must stay below max_seq_len=16"):
+        RoPE(8, 16).rotate_queries_with_cached_keys(q[:, :, :2], k, 12)

@@ -147,7 +147,7 @@ def test_a_compiled_call_still_refuses_positions_outside_the_table():
             compiled(torch.randn(3, 4), torch.tensor([0, bad, 2]))
 
 
-def test_positions_are_refused_even_where_nothing_is_rotated():
+def test_bad_positions_of_an_empty_batch_are_refused():
     for module in (RotaryPosEmbedding(4, 8), RotaryPosEmbedding(4)):
         for ids in ([0, -1, 2], [0, 1, 2**33]):
             with pytest.raises(ValueError, match="positions must"):

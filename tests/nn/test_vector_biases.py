@@ -1,4 +1,4 @@
-"""Biases of vectors beside their formulas: relative keys, Transformer-XL, DeBERTa and CoPE."""
+"""Biases of vectors and their formulas: relative keys, Transformer-XL, DeBERTa and CoPE."""
 
 import copy
 import math
@@ -354,7 +354,7 @@ def test_cope_of_bfloat16_is_computed_in_float32():
     assert ((got.double() - wanted).abs() <= bound).all()
 
 
-def test_the_gather_of_devices_is_gather():
+def test_the_deterministic_gather_is_gather():
     x = torch.randn(2, 3, 4, 5, requires_grad=True)
     index = torch.randint(5, (2, 3, 4, 7))
     got, wanted = _gather(x, index), x.gather(-1, index)

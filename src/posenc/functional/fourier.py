@@ -100,7 +100,7 @@ def check_octaves(who: str, num_frequencies: Any) -> int:
     count = checks.integer(who, "num_frequencies", num_frequencies)
     if count > 64:
         rule = "num_frequencies must be at most 64, because each frequency is twice the last"
-        checks.fail(who, rule, count, "Pass 10, say.")
+        checks.fail(who, rule, count, "Pass 10, for example.")
     return count
 
 

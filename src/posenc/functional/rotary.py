@@ -321,7 +321,7 @@ def check_heads(
         return
     for name, x in zip(names, xs, strict=True):
         if x is None and name == "k":
-            rule, hint = "k must be a torch.Tensor", "Call rotate for one tensor alone."
+            rule, hint = "k must be a torch.Tensor", "Call rotate for one tensor."
             checks.fail(who, rule, None, hint, TypeError)
         checks.float_tensor(who, name, x)
         axes = "(B, L, H, D)" if seq_dim in (1, -3) else "(B, H, L, D)"
@@ -333,7 +333,7 @@ def check_heads(
     got = f"{tuple(q.shape)} on {q.device} and {tuple(k.shape)} on {k.device}"
     hint = "Only the head counts may differ; for (B, L, H, D) pass seq_dim=1."
     if q.shape[0] == k.shape[0] and q.shape[seq_dim] < k.shape[seq_dim]:
-        hint = "Rotate and cache new keys alone, with the offset of the new queries."
+        hint = "Rotate and cache only new keys, with the offset of the new queries."
     checks.fail(who, rule, got, hint)
 
 

@@ -205,7 +205,7 @@ def check_channels(
     runs = _integers(who, "order", order, axes, 0)
     if sorted(runs) != list(range(axes)):
         rule = f"order must name each of the coordinates 0 to {axes - 1} once"
-        checks.fail(who, rule, runs, "Pass (0, 2, 1), say.")
+        checks.fail(who, rule, runs, "Pass (0, 2, 1), for example.")
     return Channels(each, runs, backwards, checks.base(who, base))
 
 

@@ -22,9 +22,9 @@ def called(forward: Callable[P, Tensor]) -> Callable[P, Tensor]:
     """The method ``attention`` of a module: its call, because hooks run at a call."""
 
     @functools.wraps(forward, assigned=("__module__",))
-    def attention(self: nn.Module, *given: Any, **keywords: Any) -> Tensor:
+    def attention(self: nn.Module, *arguments: Any, **keywords: Any) -> Tensor:
         """The same as calling the module: :meth:`forward`."""
-        return self(*given, **keywords)  # type: ignore[no-any-return]
+        return self(*arguments, **keywords)  # type: ignore[no-any-return]
 
     return attention  # type: ignore[return-value]
 
@@ -37,7 +37,7 @@ class _SetOnce:
 
     def __set__(self, module: nn.Module, value: Any) -> None:
         if module.__dict__.setdefault(self.name, value) != value:
-            problem = f"{type(module).__name__}: {self.name} is read-only once the module is made."
+            problem = f"{type(module).__name__}: {self.name} is read-only once the module is built."
             hint = f"Call module.replace({self.name}=...) for a new module."
             raise AttributeError(f"{problem}\n  {hint}")
 
@@ -78,15 +78,14 @@ class ReadOnlyArguments(nn.Module):
     def __init_subclass__(cls, **keywords: Any) -> None:
         super().__init_subclass__(**keywords)
         if cls.__module__.startswith("posenc."):
-            given = inspect.signature(cls.__init__).parameters
+            parameters = inspect.signature(cls.__init__).parameters.items()
             # A base without a constructor has nn.Module's, (self, *args, **kwargs).
-            found = {n: p for n, p in given.items() if n != "self" and p.kind not in _ANY}
-            cls._arguments = found
+            cls._arguments = {n: p for n, p in parameters if n != "self" and p.kind not in _ANY}
             for name in cls._arguments:
                 if not hasattr(cls, name) and name not in cls._children:
                     setattr(cls, name, _SetOnce(name))
 
-    def __new__(cls, *given: Any, **keywords: Any) -> Self:
+    def __new__(cls, *arguments: Any, **keywords: Any) -> Self:
         """Refuse another library's word for an argument with ours."""
         for word in keywords.keys() & _WORDS.keys() - cls._arguments.keys():
             for ours in _WORDS[word]:
@@ -155,6 +154,6 @@ def load_scalars(module: nn.Module, state: dict[str, Any], prefix: str, *rest: A
     Learned numbers have one axis, because FSDP2 shards no parameter without one.
     """
     for name, p in module.named_parameters(recurse=False):
-        held = state.get(prefix + name)
-        if p.shape == (1,) and isinstance(held, Tensor) and held.dim() == 0:
-            state[prefix + name] = held.reshape(1)
+        saved = state.get(prefix + name)
+        if p.shape == (1,) and isinstance(saved, Tensor) and saved.dim() == 0:
+            state[prefix + name] = saved.reshape(1)

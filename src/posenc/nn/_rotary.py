@@ -85,9 +85,9 @@ def by_tables(
     recorded = torch.is_grad_enabled() and any(x.requires_grad for x in (*xs, *learned))
     if tables.length is None:
         length, ids = x.shape[2], rows.positions
-        held = tables.held(x.device, dtype) if x.is_cpu and not recorded else None
-        if held is not None and (is_plain(x) if ids is None else is_plain(x, ids)):
-            cos, sin = held
+        existing = tables.existing(x, ids is not None) if x.is_cpu and not recorded else None
+        if existing is not None and (is_plain(x) if ids is None else is_plain(x, ids)):
+            cos, sin = existing
             try:
                 # The kernel checks positions against the table faster than aminmax would.
                 return run(cos, sin, rows)
@@ -168,7 +168,7 @@ class RopeAngles:
         else:
             if axes is not None and position_ids is None and not axes.of_text():
                 rule = f"position_ids must be given, because {axes} has several coordinates"
-                checks.fail(who, rule, None, "Pass positions.grid(H, W), say.")
+                checks.fail(who, rule, None, "Pass positions.grid(H, W), for example.")
             rows = rows_of(who, x, offset, position_ids, limit)
             if self.trained is not None and seq_len is None:
                 seq_len = rows.start + (x.shape[2] if rows.is_sequential() else 1)

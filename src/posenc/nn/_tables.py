@@ -79,7 +79,7 @@ class SharedTables:
         """
         return torch.get_default_device() if self.device.type == "meta" else self.device
 
-    def found(self, x: Tensor, has_ids: bool) -> Tensors | None:
+    def existing(self, x: Tensor, has_ids: bool) -> Tensors | None:
         """The tables that exist for ``x``, of any length, or None."""
         if has_ids and x.is_cuda and self.length is None:
             # Whether a growing table has these rows is not known without waiting.

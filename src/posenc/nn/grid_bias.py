@@ -24,7 +24,7 @@ def _check_size(who: str, name: str, size: Any) -> Size:
     sides = size if isinstance(size, (tuple, list)) else (size, size)
     if len(sides) != 2:
         rule = f"{name} must be one side, or rows and columns"
-        checks.fail(who, rule, checks.describe(size), f"Pass {name}=(7, 7), say.")
+        checks.fail(who, rule, checks.describe(size), f"Pass {name}=(7, 7), for example.")
     rows, columns = (checks.integer(who, name, side) for side in sides)
     return rows, columns
 
@@ -75,7 +75,7 @@ class GridBias(RelativeBias):
         continuous: Whether the table is computed, as in Swin v2.
         hidden: Width of the hidden layer, if continuous.
         pretrained_size: The window of the pretraining, if continuous; ``size`` if None.
-        dtype: The dtype of the parameters, torch's default if None. The bias is made in float32.
+        dtype: The dtype of the parameters, torch's default if None.
 
     Attributes:
         relative_position_bias_table: Unless continuous, a Parameter of shape

@@ -164,7 +164,7 @@ class MixedRoPE(KeepsFloat32, ReadOnlyArguments):
                 ids = ids[None]
         elif self.coordinates > 1:
             rule = f"position_ids must be given, because there are {self.coordinates} coordinates"
-            checks.fail(who, rule, None, "Pass position_ids=positions.grid(H, W), say.")
+            checks.fail(who, rule, None, "Pass position_ids=positions.grid(H, W), for example.")
         else:
             ids = positions_of(who, x, rows_of(who, x, offset, None))[None]
         return position_checks.coordinates(who, "position_ids", ids, x, self.coordinates)
@@ -193,7 +193,7 @@ class STRING(MixedRoPE):
               P = (I - S)(I + S)^{-1}
 
     The generators :math:`L_a` are skew-symmetric and commute, so one orthogonal matrix :math:`P` of
-    each head brings all of them to 2 × 2 blocks. Scores see :math:`P^T q` and :math:`P^T k` alone:
+    each head brings all of them to 2 × 2 blocks. Scores depend on :math:`P^T q` and :math:`P^T k`:
     this is one matrix product before :class:`MixedRoPE`. :math:`S` is skew-symmetric and starts at
     zero, where :math:`P` is the identity.
 

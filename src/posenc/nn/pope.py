@@ -98,10 +98,10 @@ class PoPE(KeepsFloat32, RotatedKeys):
             axes.check(who, width)
         spectrum = Spectrum(width, self.base, self.scaling, axes)
         self._set_angles(spectrum, self.max_seq_len, width, Spec(False, False))
-        made = None
+        delta = None
         if self.num_kv_heads is not None:
-            made = nn.Parameter(torch.empty(self.num_kv_heads, self.head_dim, dtype=torch.float32))
-        self.register_parameter("delta", made)
+            delta = nn.Parameter(torch.empty(self.num_kv_heads, self.head_dim, dtype=torch.float32))
+        self.register_parameter("delta", delta)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -163,16 +163,16 @@ class PoPE(KeepsFloat32, RotatedKeys):
             # The ends get a gradient, as numbers between them. That of clamp differs by torch.
             limited = delta.detach().clamp(-math.tau, 0.0)
             delta = torch.where(delta == limited, delta, limited)
-        rows, own = self._angles.rows(who, q, offset, position_ids, seq_len, False)
+        rows, own_tables = self._angles.rows(who, q, offset, position_ids, seq_len, False)
 
         def run(cos: Tensor, sin: Tensor, rows: Rows) -> list[Tensor]:
             both = ((q, None), (k, delta))
             return [polar_rows(who, limit, x, phase, cos, sin, rows) for x, phase in both]
 
-        if own is None:
+        if own_tables is None:
             ys = by_tables(who, self._tables, [q, k], rows, run, *learned)
         else:
-            ys = run(own[0], own[1], rows)
+            ys = run(*own_tables, rows)
         a, b = rotary.swap_heads(ys, self.seq_dim)
         return a, b
 

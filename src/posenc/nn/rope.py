@@ -219,8 +219,8 @@ class RoPE(RotatedKeys):
         """
         tables = None if seq_len is not None else self._tables_for(q, offset, position_ids)
         if tables is not None:
-            given = q, k, *tables, position_ids, offset, self._layout
-            if rotate_qk_in_place_op.at_once(*given):
+            arguments = q, k, *tables, position_ids, offset, self._layout
+            if rotate_qk_in_place_op.at_once(*arguments):
                 return q, k
         where = offset, position_ids, seq_len
         self._rotate(f"{type(self).__name__}.forward_", "qk", [q, k], *where, in_place=True)
@@ -381,7 +381,7 @@ class RoPE(RotatedKeys):
         if offset and position_ids is not None:
             return None
         has_ids = position_ids is not None
-        return self._tables.found(x, has_ids) if isinstance(x, Tensor) else None
+        return self._tables.existing(x, has_ids) if isinstance(x, Tensor) else None
 
     def _rotate(
         self,
@@ -397,12 +397,12 @@ class RoPE(RotatedKeys):
     ) -> list[Tensor]:
         check_heads(who, names, xs, self.head_dim, self.seq_dim)
         xs = swap_heads(xs, self.seq_dim)
-        rows, own = self._angles.rows(who, xs[0], offset, position_ids, seq_len, inverse)
+        rows, own_tables = self._angles.rows(who, xs[0], offset, position_ids, seq_len, inverse)
         spec, limit = self._spec.transpose() if inverse else self._spec, self._angles.limit
-        if own is None:
+        if own_tables is None:
             ys = rotate_by_tables(who, limit, self._tables, xs, rows, spec, in_place=in_place)
         else:
-            ys = rotary.rotate_rows(who, limit, xs, *own, rows, spec, in_place=in_place)
+            ys = rotary.rotate_rows(who, limit, xs, *own_tables, rows, spec, in_place=in_place)
         return swap_heads(ys, self.seq_dim)
 
 
@@ -429,10 +429,10 @@ def rope_layers(config: dict[str, Any] | str | Path | Any, **keywords: Any) -> l
         [3, 7]
     """
     layers = configs.read_layers(config, base=keywords.get("base"))
-    made = {
+    ropes = {
         recipe: None
         if recipe is None
         else RoPE(**{"max_seq_len": None, **recipe.arguments(), **keywords})
         for recipe in dict.fromkeys(layers)
     }
-    return [made[recipe] for recipe in layers]
+    return [ropes[recipe] for recipe in layers]
