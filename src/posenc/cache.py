@@ -1,23 +1,28 @@
-"""A paged cache of keys and values."""
+"""Pages for keys and values: which sequence has which pages, and where each token goes."""
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Hashable, Iterable
-from itertools import accumulate
+from itertools import accumulate, islice
 from operator import index
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
 from posenc._contract import checks
 from posenc._contract.overlap import check_inference_mode
-from posenc.cache._pool import Pool, Sequence
 from posenc.kernels import LARGEST, Store
 from posenc.kernels.reference_cache import store
 
+__all__ = ["OutOfPages", "PagedCache"]
+
 Shift: TypeAlias = Callable[[Tensor, int], Tensor]
+
+
+class OutOfPages(RuntimeError):
+    """A call needs more pages than are free; it has changed nothing."""
 
 
 class PagedCache:
@@ -115,7 +120,7 @@ class PagedCache:
             self._k, self._v = zeros(width), zeros(self._v_width)
         self.k_scales = zeros(dtype=torch.float32) if scales else None
         self.v_scales = zeros(dtype=torch.float32) if scales else None
-        self._pool = Pool(self.num_pages)
+        self._pool = _Pool(self.num_pages)
 
     # Views of kv are made when they are read: pickle would store them apart from it.
     @property
@@ -140,7 +145,7 @@ class PagedCache:
 
     def reset(self) -> None:
         """Forget all sequences; every page is free then."""
-        self._pool = Pool(self.num_pages)
+        self._pool = _Pool(self.num_pages)
 
     def length(self, sequence: Hashable) -> int:
         """How many tokens ``sequence`` has."""
@@ -156,29 +161,29 @@ class PagedCache:
         """
         who = "PagedCache.allocate"
         count = checks.integer(who, "tokens", tokens, least=0)
-        own = self._pool.sequences.get(sequence, Sequence([], 0))
-        end = own.length + count
+        entry = self._pool.sequences.get(sequence, _Sequence([], 0))
+        end = entry.length + count
         # Only a page with room is written to again.
-        last = own.pages[-1:] if count and own.length % self.page_size else []
+        last = entry.pages[-1:] if count and entry.length % self.page_size else []
         old = self._pool.shared(last)
-        kept = own.pages[:-1] if old else own.pages
+        kept = entry.pages[:-1] if old else entry.pages
         new = self._pool.pick(who, self._pages_of(end) - len(kept))
         self._copy(old, new[: len(old)])
-        grown = Sequence(kept + new if new else kept, end)
+        grown = _Sequence(kept + new if new else kept, end)
         self._pool.put(sequence, grown, added=new, removed=old)
-        return range(own.length, end)
+        return range(entry.length, end)
 
     def free(self, sequence: Hashable) -> None:
         """Forget a sequence; pages that no other sequence has become free."""
-        own = self._find("free", sequence, "It was freed before, or never allocated.")
-        self._pool.put(sequence, None, removed=own.pages)
+        entry = self._find("free", sequence, "It was freed before, or never allocated.")
+        self._pool.put(sequence, None, removed=entry.pages)
 
     def truncate(self, sequence: Hashable, tokens: int) -> None:
         """Keep the first ``tokens`` tokens of a sequence, as after rejected speculation."""
-        own = self._find("truncate", sequence)
-        count = self._count("truncate", tokens, own)
+        entry = self._find("truncate", sequence)
+        count = self._count("truncate", tokens, entry)
         end = self._pages_of(count)
-        self._pool.put(sequence, Sequence(own.pages[:end], count), removed=own.pages[end:])
+        self._pool.put(sequence, _Sequence(entry.pages[:end], count), removed=entry.pages[end:])
 
     def fork(self, sequence: Hashable, child: Hashable, tokens: int | None = None) -> None:
         """Make ``child`` a sequence that shares the first ``tokens`` tokens, or all if None.
@@ -186,13 +191,13 @@ class PagedCache:
         No memory is copied until one of the two writes to a page that both have. Tokens that are
         shared must not be written again: that would change them in both.
         """
-        own = self._find("fork", sequence)
-        count = own.length if tokens is None else self._count("fork", tokens, own)
+        entry = self._find("fork", sequence)
+        count = entry.length if tokens is None else self._count("fork", tokens, entry)
         if child in self._pool.sequences:
             rule = "child must be a new sequence"
             checks.fail("PagedCache.fork", rule, repr(child), "Free it first, or name another.")
-        pages = own.pages[: self._pages_of(count)]
-        self._pool.put(child, Sequence(pages, count), added=pages)
+        pages = entry.pages[: self._pages_of(count)]
+        self._pool.put(child, _Sequence(pages, count), added=pages)
 
     def evict(
         self,
@@ -230,7 +235,7 @@ class PagedCache:
             section 3.2.
         """
         who = "PagedCache.evict"
-        own = self._find("evict", sequence)
+        entry = self._find("evict", sequence)
         drop = checks.integer(who, "drop", drop)
         keep_first = checks.integer(who, "keep_first", keep_first, least=0)
         if drop % self.page_size:
@@ -238,13 +243,13 @@ class PagedCache:
             checks.fail(
                 who, rule, drop, f"Pass {self._pages_of(drop) * self.page_size}, for example."
             )
-        end = own.length - drop
+        end = entry.length - drop
         if keep_first > end:
-            rule = f"keep_first + drop must be at most the length {own.length}"
+            rule = f"keep_first + drop must be at most the length {entry.length}"
             checks.fail(who, rule, keep_first + drop, "Drop fewer tokens, or free the sequence.")
         first, sinks = divmod(keep_first, self.page_size)
         after = first + drop // self.page_size
-        gone, tail = own.pages[first:after], own.pages[after:]
+        gone, tail = entry.pages[first:after], entry.pages[after:]
         if keep_first == end:
             shift = None  # no key is left to move
         # Sinks in a page that goes are copied to the page that takes its place.
@@ -252,9 +257,9 @@ class PagedCache:
         new = self._pool.pick(who, len(old))
         self._copy(old, new)
         copies = dict(zip(old, new, strict=True))
-        kept = own.pages[:first] + [copies.get(page, page) for page in tail]
+        kept = entry.pages[:first] + [copies.get(page, page) for page in tail]
         if shift is None and not sinks:
-            self._pool.put(sequence, Sequence(kept, end), removed=gone)
+            self._pool.put(sequence, _Sequence(kept, end), removed=gone)
             return
         check_inference_mode(who, self.k)
         slots = self._tensor(self._slots(kept, range(keep_first, end)), torch.int64).unsqueeze(0)
@@ -263,12 +268,12 @@ class PagedCache:
             moved = None if shift is None else self._shifted(who, keys, slots, -drop, shift)
             if layer == 0:
                 # From here on rows are overwritten: no one has them until all are.
-                self._pool.put(sequence, None, removed=own.pages)
+                self._pool.put(sequence, None, removed=entry.pages)
             if moved is not None:
                 store(keys, moved, slots, ...)
         if sinks:
             self._copy(gone[:1], kept[first : first + 1], sinks)
-        self._pool.put(sequence, Sequence(kept, end), added=kept)
+        self._pool.put(sequence, _Sequence(kept, end), added=kept)
 
     def slot_mapping(self, sequence: Hashable | list[Hashable], positions: Any) -> Tensor:
         """The slots of tokens, for :func:`posenc.functional.rotate_and_cache`.
@@ -296,17 +301,17 @@ class PagedCache:
             checks.fail(who, rule, f"{count} for {len(names)}", "Pass one for each.")
         slots: list[int] = []
         for name, where in zip(names, places, strict=True):
-            own = self._find("slot_mapping", name)
+            entry = self._find("slot_mapping", name)
             try:
                 at = [index(p) for p in (where.tolist() if isinstance(where, Tensor) else where)]
             except TypeError:
                 rule, got = "positions must be a range, ints or a tensor (T,)", repr(where)
                 checks.fail(who, rule, got, "Pass range(3), or [3] for one token.", TypeError)
-            if at and not 0 <= min(at) <= max(at) < own.length:
-                rule = f"positions of {name!r} must be in [0, {own.length})"
+            if at and not 0 <= min(at) <= max(at) < entry.length:
+                rule = f"positions of {name!r} must be in [0, {entry.length})"
                 got = f"{min(at)} to {max(at)}"
                 checks.fail(who, rule, got, "Allocate room for new tokens first.")
-            slots += self._slots(own.pages, at)
+            slots += self._slots(entry.pages, at)
         return self._tensor(slots, torch.int64)
 
     def block_table(
@@ -323,13 +328,13 @@ class PagedCache:
         """
         who = "PagedCache.block_table"
         rows = self._find_all("block_table", sequences)
-        longest = max((len(own.pages) for own in rows), default=0)
+        longest = max((len(entry.pages) for entry in rows), default=0)
         width = checks.optional(checks.integer, who, "width", width) or longest
         if width < longest:
             rule = f"width must be at least {longest}, the pages of the longest sequence"
             checks.fail(who, rule, width, "Pass the most pages of any.")
-        padded = [page for own in rows for page in own.pages + [0] * (width - len(own.pages))]
-        lengths = self._tensor([own.length for own in rows], torch.int32)
+        padded = [page for entry in rows for page in entry.pages + [0] * (width - len(entry.pages))]
+        lengths = self._tensor([entry.length for entry in rows], torch.int32)
         return self._tensor(padded, torch.int32).view(len(rows), width), lengths
 
     def flashinfer_tables(self, sequences: Iterable[Hashable]) -> tuple[Tensor, Tensor, Tensor]:
@@ -345,11 +350,14 @@ class PagedCache:
             [[0, 2, 3], [0, 1, 2], [1, 4]]
         """
         rows = self._find_all("flashinfer_tables", sequences)
-        indptr = [0, *accumulate(len(own.pages) for own in rows)]
-        indices = [page for own in rows for page in own.pages]
-        last = [own.length - max(len(own.pages) - 1, 0) * self.page_size for own in rows]
-        a, b, c = (self._tensor(numbers, torch.int32) for numbers in (indptr, indices, last))
-        return a, b, c
+        indptr = [0, *accumulate(len(entry.pages) for entry in rows)]
+        indices = [page for entry in rows for page in entry.pages]
+        last = [entry.length - max(len(entry.pages) - 1, 0) * self.page_size for entry in rows]
+        return (
+            self._tensor(indptr, torch.int32),
+            self._tensor(indices, torch.int32),
+            self._tensor(last, torch.int32),
+        )
 
     def flex_tables(self, sequences: Iterable[Hashable]) -> tuple[Tensor, Tensor]:
         """``page_table`` and ``physical_to_logical`` of FlexAttention's ``PagedAttention``.
@@ -366,8 +374,8 @@ class PagedCache:
         """
         rows = self._find_all("flex_tables", sequences)
         table = torch.full((2, len(rows), self.num_pages), -1, dtype=torch.int64)
-        for (physical, logical), own in zip(table.unbind(1), rows, strict=True):
-            pages = torch.tensor(own.pages, dtype=torch.int64)
+        for (physical, logical), entry in zip(table.unbind(1), rows, strict=True):
+            pages = torch.tensor(entry.pages, dtype=torch.int64)
             physical[: len(pages)] = pages
             logical[pages] = torch.arange(len(pages))
         page_table, physical_to_logical = table.to(self.k.device)
@@ -375,23 +383,23 @@ class PagedCache:
 
     def _find(
         self, method: str, sequence: Hashable, hint: str = "Allocate or fork it first."
-    ) -> Sequence:
-        own = self._pool.sequences.get(sequence)
-        if own is None:
+    ) -> _Sequence:
+        entry = self._pool.sequences.get(sequence)
+        if entry is None:
             rule = "the sequence must be one of `sequences`"
             checks.fail(f"PagedCache.{method}", rule, repr(sequence), hint)
-        return own
+        return entry
 
-    def _find_all(self, method: str, sequences: Iterable[Hashable]) -> list[Sequence]:
+    def _find_all(self, method: str, sequences: Iterable[Hashable]) -> list[_Sequence]:
         if isinstance(sequences, (str, bytes)):
             rule, hint = "sequences must be a list", f"Pass [{sequences!r}]."
             checks.fail(f"PagedCache.{method}", rule, repr(sequences), hint, TypeError)
         return [self._find(method, sequence) for sequence in sequences]
 
-    def _count(self, method: str, tokens: Any, own: Sequence) -> int:
+    def _count(self, method: str, tokens: Any, entry: _Sequence) -> int:
         count = checks.integer(f"PagedCache.{method}", "tokens", tokens, least=0)
-        if count > own.length:
-            rule = f"tokens must be at most the length {own.length}"
+        if count > entry.length:
+            rule = f"tokens must be at most the length {entry.length}"
             checks.fail(f"PagedCache.{method}", rule, count, "Allocate adds tokens.")
         return count
 
@@ -445,3 +453,80 @@ class PagedCache:
 def _bytes(x: Tensor) -> Tensor:
     # Not every device can index float8.
     return x.view(torch.uint8) if x.dtype in LARGEST else x
+
+
+class _Sequence(NamedTuple):
+    """The pages of a sequence, in order, and how many tokens it has; neither is ever changed."""
+
+    pages: list[int]
+    length: int
+
+
+class _Pool:
+    """Which sequence has which pages.
+
+    ``sequences`` says it all. How many sequences have each page, and which pages are free, follows
+    from it and is kept only to save time.
+    """
+
+    def __init__(self, pages: int) -> None:
+        self.pages = pages
+        self.sequences: dict[Hashable, _Sequence] = {}
+        self._counts: tuple[list[int], dict[int, None]] | None = None
+
+    def put(
+        self,
+        name: Hashable,
+        sequence: _Sequence | None,
+        *,
+        added: Iterable[int] = (),
+        removed: Iterable[int] = (),
+    ) -> None:
+        """Replace a sequence, or forget it if None; say which pages it gets and gives back.
+
+        Only one line changes ``sequences``. The counts are put aside while they differ from it, so
+        that after an interrupt, wherever it comes, they are counted anew.
+        """
+        (owners, free), self._counts = self._counted(), None
+        if sequence is None:
+            del self.sequences[name]
+        else:
+            self.sequences[name] = sequence
+        for page in added:
+            free.pop(page, None)
+            owners[page] += 1
+        for page in removed:
+            owners[page] -= 1
+            if owners[page] == 0:
+                free[page] = None
+        self._counts = owners, free
+
+    def free(self) -> int:
+        """How many pages no sequence has."""
+        return len(self._counted()[1])
+
+    def shared(self, pages: list[int]) -> list[int]:
+        """Those of ``pages`` that several sequences have."""
+        owners, _ = self._counted()
+        return [page for page in pages if owners[page] > 1]
+
+    def pick(self, who: str, count: int) -> list[int]:
+        """The next free pages, which stay free until :meth:`put`."""
+        _, free = self._counted()
+        if count > len(free):
+            rule, got = f"{count} more pages must be free", f"{len(free)} free pages"
+            hint = "Free, truncate or evict a sequence, or make the cache with more pages."
+            checks.fail(who, rule, got, hint, OutOfPages)
+        return list(islice(reversed(free), count))
+
+    def _counted(self) -> tuple[list[int], dict[int, None]]:
+        """How many sequences have each page, and the free pages, the next one last."""
+        if self._counts is None:
+            owners = [0] * self.pages
+            for sequence in self.sequences.values():
+                for page in sequence.pages:
+                    owners[page] += 1
+            # A dict is a stack that can also lose any of its entries.
+            unused = (page for page in reversed(range(self.pages)) if owners[page] == 0)
+            self._counts = owners, dict.fromkeys(unused)
+        return self._counts
