@@ -3,9 +3,7 @@
 import pytest
 import torch
 
-from posenc.interop.ring import ring_attention
-from posenc.interop.ring.attention import with_documents
-from posenc.interop.ring.plan import Plan, Reach
+from posenc.interop.ring import Plan, ring_attention, window_extents, with_documents
 from support.processes import assert_passed, run
 
 
@@ -32,7 +30,7 @@ def test_each_visible_pair_is_in_one_block(causal, zigzag, windows, documents):
     index = torch.arange(length)
     distance = index[:, None] - index
     seen = distance >= 0 if causal else distance == distance
-    plan = Plan(ranks, size, zigzag, causal, 2, Reach())
+    plan = Plan(ranks, size, zigzag, causal, 2)
     if documents:
         ids = torch.tensor([0] * 11 + [1] * 8 + [-1] * 2 + [1] * (length - 21))
         plan = with_documents(plan, ids[None])
@@ -40,7 +38,7 @@ def test_each_visible_pair_is_in_one_block(causal, zigzag, windows, documents):
         seen = seen & (run[:, None] == run) & (ids >= 0)
     counts = seen.expand(2, -1, -1)
     if windows is not None:
-        plan = plan._replace(reach=Reach(window=[list(windows)] * 8))
+        plan = plan._replace(extents=window_extents(torch.tensor([windows] * 8), size))
         counts = counts & (distance.abs() < torch.tensor(windows)[:, None, None])
     visits = torch.zeros(2, length, length, dtype=torch.long)
     for receiver in range(ranks):

@@ -6,7 +6,6 @@ import torch
 from posenc.attention import terms
 from posenc.attention.biased import hide_padding
 from posenc.attention.biases import Call
-from posenc.attention.op import flatten
 from support.attention import DEVICE
 
 SLOW = pytest.mark.slow
@@ -91,7 +90,7 @@ def test_results_and_gradients_are_those_of_the_definition(by, case):
         found = made.backward(g, g_lse, *results)
     else:
         q, k, v, levels = inputs = [x.clone().requires_grad_() for x in tensors]
-        where = (*flatten(call)[1:5], 0, *flatten(call)[6:])
+        where = call.arguments()[1:]
         results = terms.terms_op(q, k, v, *[None] * 5, levels, *where)
         found = torch.autograd.grad(results, inputs, (g, g_lse))
     assert close(results[0].detach(), out.detach())
@@ -103,7 +102,7 @@ def test_results_and_gradients_are_those_of_the_definition(by, case):
 @pytest.mark.skipif(DEVICE == "cpu", reason="the backward pass is an op only where a kernel is")
 def test_the_backward_op_passes_opcheck():
     (q, k, v, levels), _, call = given((9, 12))
-    where = (*flatten(call)[1:5], 0, *flatten(call)[6:])
+    where = call.arguments()[1:]
     arguments = (q, k, v, *[None] * 5, levels, *where)
     out, lse = terms.terms_op(*arguments)
     saved = torch.randn_like(out), None, out, lse

@@ -291,6 +291,7 @@ def test_a_checkpoint_of_fire_may_have_its_numbers_without_an_axis():
             "'bloom' has ALiBi",
         ),
         (lambda: posenc.KERPLE(2, kind="exp"), "kind must be 'log' or 'power', got 'exp'"),
+        (lambda: posenc.KERPLE(2).table(-1), "KERPLE: k_len must be at least 0"),
         (lambda: posenc.LearnedBias(2, max_distance=-1), "max_distance must be at least 0"),
         (lambda: posenc.Sandwich(2, dim=7), "Sandwich: dim must be even"),
         (lambda: posenc.FIRE(2, threshold=0.0), "threshold must be finite and above zero"),

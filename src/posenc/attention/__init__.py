@@ -1,10 +1,17 @@
 """Attention with a relative bias, and ALiBi for FlexAttention and SDPA."""
 
-from posenc.attention.alibi import alibi_attention
-from posenc.attention.biased import biased_attention, biased_attention_with_lse
+from posenc.attention.biased import (
+    alibi_attention,
+    biased_attention,
+    biased_attention_with_lse,
+)
 from posenc.attention.biases import DistanceTable, RowBias, RunningSum, Slopes, relative_bias
-from posenc.attention.blocks import alibi_block_mask
-from posenc.attention.mods import alibi_mask_mod, alibi_score_mod, relative_score_mod
+from posenc.attention.mods import (
+    alibi_block_mask,
+    alibi_mask_mod,
+    alibi_score_mod,
+    relative_score_mod,
+)
 from posenc.attention.pruning import alibi_reach, bound_scores
 from posenc.attention.terms import relative_terms
 

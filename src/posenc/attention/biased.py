@@ -10,14 +10,17 @@ from torch import Tensor
 from posenc._contract import checks, qk_checks, sharding
 from posenc.attention import chunked, op, rows, terms
 from posenc.attention.biases import (
+    CAUSAL,
+    KINDS,
+    PRUNE,
     Bias,
     Call,
     DistanceTable,
     RowBias,
     RunningSum,
     Slopes,
-    bias_rows,
     check_bias,
+    check_places,
     stored,
 )
 from posenc.numerics.spans import document_ends
@@ -125,6 +128,43 @@ def biased_attention_with_lse(
     return attend("biased_attention_with_lse", q, k, v, bias, **how)
 
 
+def alibi_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    slopes: Tensor,
+    *,
+    causal: bool = True,
+    scale: float | None = None,
+    query_offset: int | Tensor | None = None,
+    document_ids: Tensor | None = None,
+    window: int | tuple[int, int] | None = None,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    prune: bool = True,
+    backend: str | None = None,
+) -> Tensor:
+    r"""Attention with ALiBi, without an ``L × L`` matrix and without far keys.
+
+    .. math:: \sum_j \text{softmax}_j(s\, q_i \cdot k_j - m\,|i - j|)\, v_j
+
+    Far keys are pruned where their weights together are provably below the rounding of the output;
+    see ``docs/alibi.md``. Gradients reach ``slopes``, ``(H,)`` or ``(B, H)``, too. Other arguments,
+    and the result, are those of :func:`biased_attention`.
+
+    Examples:
+        >>> import torch
+        >>> from posenc.functional import alibi_slopes
+        >>> q, k, v = torch.randn(3, 1, 8, 512, 64).unbind()
+        >>> alibi_attention(q, k, v, alibi_slopes(8)).shape
+        torch.Size([1, 8, 512, 64])
+    """
+    how: Any = {"causal": causal, "scale": scale, "query_offset": query_offset}
+    how |= {"document_ids": document_ids, "window": window}
+    how |= {"attn_mask": attn_mask, "dropout_p": dropout_p, "prune": prune, "backend": backend}
+    return attend("alibi_attention", q, k, v, Slopes(slopes), **how)[0]
+
+
 def attend(
     who: str,
     q: Tensor,
@@ -147,70 +187,113 @@ def attend(
         getattr(q, "is_cuda", False)
         and (query_offset is None and document_ids is None and window is None and scale is None)
         and (attn_mask is None and dropout_p == 0 and prune is True and backend is None)
-        and (found := _attend_at_once(q, k, v, bias, causal)) is not None
+        and (result := _attend_at_once(q, k, v, bias, causal)) is not None
     ):
-        return found
+        return result
     drop = checks.probability(who, "dropout_p", dropout_p)
-    masked = attn_mask is not None or drop > 0
-    if masked and (backend == "triton" or sharding.is_sharded(q)):
-        rule = "attn_mask must be None and dropout_p zero for DTensors and for backend='triton'"
-        got = f"dropout_p={drop}" if drop else checks.describe(attn_mask)
-        hint = "Call the function on local tensors, and leave backend out."
-        checks.fail(who, rule, got, hint)
     if sharding.is_sharded(q):
+        if attn_mask is not None or drop:
+            rule = "attn_mask must be None and dropout_p zero for DTensors"
+            got = f"dropout_p={drop}" if drop else checks.describe(attn_mask)
+            checks.fail(who, rule, got, "Call the function on local tensors.")
         assert sharding.registered is not None
         how: Any = {"causal": causal, "scale": scale, "query_offset": query_offset}
         how |= {"document_ids": document_ids, "window": window, "prune": prune, "backend": backend}
         return sharding.registered.attend(who, q, k, v, bias, **how)
     qk_checks.check_qkv(who, q, k, v)
-    queries, keys, device = q.shape[2], k.shape[2], q.device
-    check_bias(who, bias, q.shape[1], keys)
-    checks.boolean(who, "causal", causal)
+    check_bias(who, bias, q.shape[1], k.shape[2])
     checks.boolean(who, "prune", prune)
-    scale = qk_checks.check_scale(who, scale, q)
-    start = qk_checks.check_query_offset(who, query_offset, queries, keys, device)
-    ids = qk_checks.check_key_ids(who, "document_ids", document_ids, keys, device)
-    sides = qk_checks.check_window(who, window)
-    given = ("none", None, 0) if isinstance(bias, RowBias) else stored(bias, q.dtype)
-    kind, values, zero = given
-    if values is not None:
-        values = values if values.device == device else values.to(device)
-        if kind != "table" and values.shape[0] not in (1, q.shape[0]):
-            rule = f"{kind} must be for 1 or {q.shape[0]} sequences"
-            checks.fail(who, rule, values.shape[0], "Pass one row for each sequence.")
-    if ids is not None or isinstance(start, Tensor):
-        qk_checks.check_batches(who, q.shape[0], query_offset=start, document_ids=ids)
-    starts, begin = (start.reshape(-1), 0) if isinstance(start, Tensor) else (None, start)
-    first, last = hide_padding(ids)
-    call = Call(values, starts, first, last, kind, zero, begin, scale, causal, prune, sides)
-    if not masked and not isinstance(bias, RowBias):
-        return op.attend(who, q, k, v, call, backend)
-    op.check_backend(who, backend)
-    if (
-        isinstance(bias, RowBias)
-        and bias.terms is not None
-        and not masked
-        and backend in (None, "triton")
-        and op.kernel_for(q, v) is not chunked
-    ):
-        return terms.attend(q, k, v, bias.terms, call)
-    mask = qk_checks.check_attn_mask(who, attn_mask, (*q.shape[:3], keys), device)
-    if not isinstance(bias, RowBias):
-        bias = RowBias(lambda own, index: bias_rows(kind, values, zero, own, index))
-    return rows.attend(who, q, k, v, bias, call, mask, drop)
+    lengths = q.shape[2], k.shape[2]
+    given = *lengths, causal, query_offset, document_ids, window, q.device, q.shape[0]
+    places = check_places(who, bias, *given)
+    mask = qk_checks.check_attn_mask(who, attn_mask, (*q.shape[:3], k.shape[2]), q.device)
+    first, last = hide_padding(places.ids)
+    call = Call.of(
+        bias,
+        q,
+        start=places.start,
+        scale=qk_checks.check_scale(who, scale, q),
+        causal=causal,
+        prune=prune,
+        first=first,
+        last=last,
+        window=places.window,
+    )
+    return run(who, q, k, v, bias, call, backend, mask, drop)
+
+
+def run(
+    who: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Bias | None,
+    call: Call,
+    backend: str | None = None,
+    mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+) -> tuple[Tensor, Tensor]:
+    """Attention and its log-sum-exp by the first of these that takes the call.
+
+    ============  ====================================================================
+    terms         a bias with :class:`Terms`, where Triton has kernels
+    rows          any other bias by rows; a mask; dropout
+    dense         if named: all scores at once
+    triton        CUDA, float32 or narrower, heads of at most 256 channels
+    chunked       everything else
+    ============  ====================================================================
+
+    The last two are one op. Its ``operations`` are dense: they serve exporters, torch.func, forward
+    mode and second derivatives; see `posenc.kernels.op`.
+    """
+    if backend not in (None, "triton", "chunked", "dense"):
+        rule = "backend must be 'triton', 'chunked', 'dense' or None"
+        checks.fail(who, rule, checks.describe(backend), "Leave backend out to have one chosen.")
+    by_rows = bias.rows if isinstance(bias, RowBias) else None
+    in_kernel = bias.terms if isinstance(bias, RowBias) else None
+    masked = mask is not None or dropout_p > 0
+    has_kernel = not masked and (by_rows is None or in_kernel is not None)
+    has_kernel = has_kernel and op.kernel_for(q, v) is not chunked
+    if backend == "triton" and not has_kernel:
+        rule = (
+            "backend='triton' needs CUDA, Triton, float32 or narrower, heads of at most 256 "
+            "channels, and neither attn_mask, dropout nor a RowBias of your own"
+        )
+        got = f"{q.dtype} on {q.device}, {q.shape[-1]} wide"
+        checks.fail(who, rule, got, "Leave backend out to have one chosen.")
+    if in_kernel is not None and has_kernel and backend in (None, "triton"):
+        return terms.attend(q, k, v, in_kernel, call)
+    if by_rows is not None or masked:
+        return rows.attend(who, q, k, v, call, by_rows, mask, dropout_p)
+    if backend == "dense":
+        return rows.attend_all(q, k, v, call)
+    call = call._replace(chunked=backend == "chunked")
+    out, lse, _ = op.attend_op(q, k, v, *call.arguments())
+    return out, lse
 
 
 def _attend_at_once(
     q: Tensor, k: Tensor, v: Tensor, bias: Any, causal: Any
 ) -> tuple[Tensor, Tensor] | None:
-    """The result if the arguments are those of an earlier call, but for their values, or None."""
+    """The result of a call without options, if native code has done one like it before.
+
+    None otherwise: nothing has happened then, and nothing has been checked.
+    """
     if not isinstance(causal, bool) or isinstance(bias, RowBias):
         return None
     try:
-        return op.attend_at_once(q, k, v, *stored(bias, q.dtype), causal=causal)
+        start = k.shape[-2] - q.shape[-2]
+        if start < 0:
+            return None
+        kind, values, zero = stored(bias, q.dtype)
+        # As Call.arguments, in half the time.
+        how = KINDS.index(kind) | PRUNE | CAUSAL * causal
+        where = None, None, None, how, zero, start, q.shape[-1] ** -0.5, -1, -1
+        result = op.attend_op.at_once(q, k, v, values, *where)
     except (AttributeError, IndexError, TypeError, RuntimeError, ZeroDivisionError):
         # They are not what they should be: the checks say why.
         return None
+    return None if result is None else result[:2]
 
 
 def attend_last(
@@ -224,35 +307,11 @@ def attend_last(
     prune: bool,
 ) -> Tensor:
     """Attention of queries that are at the last keys; nothing is checked but DTensors."""
+    how: Any = {"scale": scale, "causal": causal, "prune": prune}
     if sharding.is_sharded(q):
-        how: Any = {"scale": scale, "causal": causal, "prune": prune}
         return attend("the patched model", q, k, v, bias, **how)[0]
-    kind, values, zero = stored(bias, q.dtype)
-    start = k.shape[2] - q.shape[2]
-    call = Call(values, None, None, None, kind, zero, start, scale, causal, prune)
-    return op.attend("attend_last", q, k, v, call, None)[0]
-
-
-def attend_block(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias: Slopes | DistanceTable | RunningSum | None,
-    *,
-    start: int,
-    scale: float,
-) -> tuple[Tensor, Tensor]:
-    """Attention to keys that are all before, or all after, all of the queries, without a mask.
-
-    Nothing is checked. The own index of the first query, ``start``, is at least the number of keys,
-    or so far below zero that no query is among the keys; there may be fewer keys than queries. The
-    values of a :class:`RunningSum` are those of the keys and then of the queries, wherever these
-    are, and ``start`` is the number of keys.
-    """
-    kind, values, zero = stored(bias, q.dtype)
-    # Where all keys are earlier, a causal mask hides none, and the kernels have less to compute.
-    call = Call(values, None, None, None, kind, zero, start, scale, start >= k.shape[2], False)
-    return op.attend("attend_block", q, k, v, call, None)
+    call = Call.of(bias, q, start=k.shape[2] - q.shape[2], **how)
+    return run("the patched model", q, k, v, bias, call)[0]
 
 
 def attend_ranges(
@@ -272,9 +331,8 @@ def attend_ranges(
     ``first`` and ``last``, int64 ``[1 or B, K]``, are the ends of the range of the query at each
     key; ``last`` below ``first`` is an empty one.
     """
-    starts, begin = (start.reshape(-1), 0) if isinstance(start, Tensor) else (None, start)
-    call = Call(None, starts, first, last, "none", 0, begin, scale, True, False)
-    return op.attend(who, q, k, v, call, backend)
+    call = Call.of(None, q, start=start, scale=scale, causal=True, first=first, last=last)
+    return run(who, q, k, v, None, call, backend)
 
 
 def hide_padding(ids: Tensor | None) -> tuple[Tensor | None, Tensor | None]:

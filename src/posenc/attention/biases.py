@@ -99,78 +99,162 @@ class RowBias(NamedTuple):
 Bias: TypeAlias = Slopes | DistanceTable | RunningSum | RowBias
 
 
-class Call(NamedTuple):
-    """The checked arguments of an attention, beside q, k and v; the inputs of its op.
+# Bits of the argument `how` of the ops, after the index of the bias's kind.
+KINDS = ("none", "slopes", "table", "sums")
+CAUSAL, PRUNE, CHUNKED, TO_VALUES = 4, 8, 16, 32
 
-    In a block of a longer sequence, see `biased.attend_block`, the queries' own indices are past
-    the keys, or below zero; sums are then longer than the keys.
+
+class Call(NamedTuple):
+    """The checked arguments of an attention, in addition to q, k and v.
+
+    In a block of a longer sequence the queries' key indices are past the keys, or below zero; sums
+    are then longer than the keys.
     """
 
     values: Tensor | None  # slopes [1 or B, H], table [H, R], or sums [1 or B, H, K or more]
     starts: Tensor | None  # key index of the first query, int64 [1 or B]; `start` if None
     first: Tensor | None  # first and last key of each key's document, int64 [1 or B, K]
     last: Tensor | None
-    kind: str  # none, slopes, table or sums
+    kind: str  # one of KINDS
     zero: int  # the table's column of distance zero
     start: int
     scale: float
     causal: bool
-    # Whether far keys are left out. If false, `first` and `last` at a query's own key may be the
-    # ends of any range, as in `biased.attend_ranges`; if true, they are those of a document.
+    # Whether far keys are left out. If false, `first` and `last` at a query's key may be the ends
+    # of any range, as in `biased.attend_ranges`; if true, they are those of a document.
     prune: bool
     window: Window | None = None  # keys before a query's own that it sees, and keys after it
+    chunked: bool = False  # whether Triton's kernels are left out
+    to_values: bool = False  # whether the backward pass computes the gradient of `values`
+
+    @classmethod
+    def of(
+        cls,
+        bias: Bias | None,
+        q: Tensor,
+        *,
+        start: int | Tensor,
+        scale: float,
+        causal: bool,
+        prune: bool = False,
+        first: Tensor | None = None,
+        last: Tensor | None = None,
+        window: Window | None = None,
+        chunked: bool = False,
+    ) -> Call:
+        """The call of checked arguments; that of a :class:`RowBias` has no values."""
+        kind, values, zero = stored(None if isinstance(bias, RowBias) else bias, q.dtype)
+        if values is not None and values.device != q.device:
+            values = values.to(q.device)
+        starts, begin = (start.reshape(-1), 0) if isinstance(start, Tensor) else (None, start)
+        numbers = kind, zero, begin, scale, causal, prune, window, chunked
+        return cls(values, starts, first, last, *numbers)
+
+    @classmethod
+    def from_arguments(cls, *arguments: Any) -> Call:
+        """The call of the arguments of an op, unchecked."""
+        values, starts, first, last, how, zero, start, scale, left, right = arguments
+        window = None if left == right == -1 else (left, right)
+        kind, causal, prune = KINDS[how & 3], bool(how & CAUSAL), bool(how & PRUNE)
+        call = cls(values, starts, first, last, kind, zero, start, scale, causal, prune, window)
+        return call._replace(chunked=bool(how & CHUNKED), to_values=bool(how & TO_VALUES))
+
+    def arguments(self) -> tuple[Any, ...]:
+        """The arguments of an op."""
+        how = KINDS.index(self.kind) | CAUSAL * self.causal | PRUNE * self.prune
+        how |= CHUNKED * self.chunked | TO_VALUES * self.to_values
+        tensors = self.values, self.starts, self.first, self.last
+        return *tensors, how, self.zero, self.start, self.scale, *(self.window or (-1, -1))
 
     def spans(self, queries: int, keys: int, device: torch.device) -> Spans:
         """The keys that each query sees."""
         offset = self.start if self.starts is None else self.starts
-        ends = None
-        if self.first is not None and self.last is not None:
-            ends = self.first, self.last
+        ends = None if self.first is None or self.last is None else (self.first, self.last)
         how: Any = {"causal": self.causal, "window": self.window, "device": device}
         return spans(queries, keys, offset=offset, ends=ends, **how)
 
 
-def check_bias(who: str, bias: object, heads: int, keys: int) -> None:
-    """Refuse a bias that is not for these heads and keys."""
+def check_bias(who: str, bias: object, heads: int | None, keys: int) -> None:
+    """Refuse a bias that is not for these heads, of any number if None, and keys."""
     if bias is None or isinstance(bias, RowBias):
         return
     if not isinstance(bias, (Slopes, DistanceTable, RunningSum)):
         rule = "bias must be Slopes, DistanceTable, RunningSum, RowBias or None"
-        hint = "Wrap slopes as posenc.attention.Slopes(slopes), say."
+        hint = "Wrap slopes as posenc.attention.Slopes(slopes), for example."
         checks.fail(who, rule, checks.describe(bias), hint, TypeError)
     values = bias.values
     if isinstance(bias, Slopes):
         qk_checks.check_slopes(who, values)
-        if values.shape[-1] != heads:
+        if heads is not None and values.shape[-1] != heads:
             rule = f"q must have {values.shape[-1]} heads, one for each slope"
             checks.fail(who, rule, heads, "Pass the slopes of these heads.")
         return
-    name = "table" if isinstance(bias, DistanceTable) else "sums"
-    checks.float_tensor(who, name, values)
+    checks.float_tensor(who, "table" if isinstance(bias, DistanceTable) else "sums", values)
+    shape = values.shape
     if isinstance(bias, DistanceTable):
         checks.integer(who, "zero", bias.zero, least=0)
-        if values.dim() != 2 or values.shape[0] != heads or bias.zero >= values.shape[1]:
+        heads = shape[0] if heads is None and shape else heads
+        if len(shape) != 2 or shape[0] != heads or bias.zero >= shape[1]:
             rule = f"table must have shape ({heads}, R), with R above zero={bias.zero}"
             hint = "Pass a row for each head, with a column for distance zero."
-            checks.fail(who, rule, f"shape {tuple(values.shape)}", hint)
-    elif values.dim() not in (2, 3) or values.shape[-2:] != (heads, keys):
-        rule = f"sums must have shape ({heads}, {keys}) or (B, {heads}, {keys})"
-        hint = "Pass one for each head and key, those in the cache included."
-        checks.fail(who, rule, f"shape {tuple(values.shape)}", hint)
+            checks.fail(who, rule, f"shape {tuple(shape)}", hint)
+    else:
+        heads = shape[-2] if heads is None and len(shape) > 1 else heads
+        if len(shape) not in (2, 3) or shape[-2:] != (heads, keys):
+            rule = f"sums must have shape ({heads}, {keys}) or (B, {heads}, {keys})"
+            hint = "Pass one for each head and key, those in the cache included."
+            checks.fail(who, rule, f"shape {tuple(shape)}", hint)
 
 
-def heads_of(bias: Slopes | DistanceTable | RunningSum) -> int:
-    """The heads of a bias; any number if its shape is wrong, which :func:`check_bias` refuses."""
-    shape = getattr(getattr(bias, "values", None), "shape", ()) or (0,)
-    return int(shape[-1] if isinstance(bias, Slopes) else shape[max(len(shape) - 2, 0)])
+class Places(NamedTuple):
+    """Where the queries are among the keys, and which keys they see, all checked."""
+
+    queries: int
+    keys: int
+    causal: bool
+    start: int | Tensor  # key index of the first query, [] or [B]
+    ids: Tensor | None  # of the keys' documents, [K] or [B, K]
+    window: Window | None
+    device: torch.device | str
+    batched: bool  # whether any argument has a batch axis
+
+    def spans(self) -> Spans:
+        """The keys that each query sees."""
+        how: Any = {"causal": self.causal, "window": self.window, "device": self.device}
+        ends = document_ends(self.ids)
+        return spans(self.queries, self.keys, offset=self.start, ends=ends, **how)
 
 
-def check_sequences(who: str, bias: object, **others: Any) -> bool:
-    """Whether a checked bias or ``others`` have a batch axis; they must agree on its size."""
-    given: Any = {"slopes": bias.values} if isinstance(bias, Slopes) else {}
-    if isinstance(bias, RunningSum) and bias.values.dim() == 3:
+def check_places(
+    who: str,
+    bias: object,
+    q_len: int,
+    k_len: int | None,
+    causal: bool,
+    query_offset: int | Tensor | None,
+    document_ids: Tensor | None,
+    window: int | tuple[int, int] | None,
+    device: torch.device | str,
+    batch: int | None = None,
+    **others: Tensor | None,
+) -> Places:
+    """Check what attention, matrices and mods take alike.
+
+    A checked bias and ``others`` must agree with the rest on the number of sequences, ``batch`` if
+    that is known.
+    """
+    queries, keys = qk_checks.check_lengths(who, q_len, k_len)
+    checks.boolean(who, "causal", causal)
+    start = qk_checks.check_query_offset(who, query_offset, queries, keys, device)
+    ids = qk_checks.check_key_ids(who, "document_ids", document_ids, keys, device)
+    given: Any = {"query_offset": start, "document_ids": ids, **others}
+    if isinstance(bias, Slopes):
+        given["slopes"] = bias.values
+    elif isinstance(bias, RunningSum) and bias.values.dim() == 3:
         given["sums"] = bias.values.flatten(1)
-    return qk_checks.check_batches(who, **given, **others)
+    batched = qk_checks.check_batches(who, batch, **given)
+    sides = qk_checks.check_window(who, window)
+    return Places(queries, keys, causal, start, ids, sides, device, batched)
 
 
 def bias_rows(kind: str, values: Tensor | None, zero: int, own: Tensor, index: Tensor) -> Tensor:
@@ -233,11 +317,9 @@ def relative_bias(
         q_len: Queries ``Q``.
         k_len: Keys ``K``, at least ``Q``; ``Q`` if None.
         causal: Whether later keys get ``-inf``.
-        query_offset: Key index of the first query, ``K - Q`` if None: an int, or an integer tensor
-            ``()`` or ``(B,)``.
-        document_ids: Ids ``(K,)`` or ``(B, K)``. A run of equal ids is a document, and a query
-            sees only its own.
-        window: As in :func:`biased_attention`.
+        query_offset: As in :func:`biased_attention`, and so are the next two.
+        document_ids: Ids ``(K,)`` or ``(B, K)``.
+        window: A sliding window.
         dtype: A floating dtype for the result.
         device: The device of a :class:`RowBias`; other biases are on that of their values.
 
@@ -252,33 +334,23 @@ def relative_bias(
                  [-3., -3., -1.,  0.]]])
     """
     who = "relative_bias"
-    queries, keys = qk_checks.check_lengths(who, q_len, k_len)
-    checks.boolean(who, "causal", causal)
     checks.float_dtype(who, "dtype", dtype)
     if bias is None:
         rule = "bias must be Slopes, DistanceTable, RunningSum or RowBias"
         checks.fail(who, rule, None, "Pass Slopes(torch.zeros(heads)) for none.", TypeError)
     if not isinstance(bias, RowBias):
-        check_bias(who, bias, heads_of(bias), keys)
+        check_bias(who, bias, None, q_len if k_len is None else k_len)
         device = bias.values.device
-    start = qk_checks.check_query_offset(who, query_offset, queries, keys, device or "cpu")
-    ids = qk_checks.check_key_ids(who, "document_ids", document_ids, keys, device or "cpu")
-    batched = check_sequences(who, bias, query_offset=start, document_ids=ids)
-    ends = document_ends(ids)
-    how: Any = {"causal": causal, "window": qk_checks.check_window(who, window)}
-    seen = spans(queries, keys, offset=start, ends=ends, device=device or "cpu", **how)
-    index = torch.arange(keys, device=seen.own.device)
-    matrix, hidden = matrix_of(bias, seen.own, index, dtype), hidden_keys(seen, index)
-    matrix = matrix.to(dtype).masked_fill(hidden, float("-inf"))
-    return matrix if batched or len(matrix) > 1 else matrix[0]
-
-
-def matrix_of(bias: Bias, own: Tensor, index: Tensor, dtype: torch.dtype) -> Tensor:
-    """The bias of queries at key indices ``own`` to keys at ``index``, ``[1 or B, H, n, k]``."""
+    given = q_len, k_len, causal, query_offset, document_ids, window, device or "cpu"
+    places = check_places(who, bias, *given)
+    seen = places.spans()
+    index = torch.arange(places.keys, device=seen.own.device)
     if isinstance(bias, RowBias):
-        return bias.rows(own, index)
-    kind, values, zero = stored(bias, dtype)
-    return bias_rows(kind, values, zero, own, index)
+        matrix = bias.rows(seen.own, index)
+    else:
+        matrix = bias_rows(*stored(bias, dtype), seen.own, index)
+    matrix = matrix.to(dtype).masked_fill(hidden_keys(seen, index), float("-inf"))
+    return matrix if places.batched or len(matrix) > 1 else matrix[0]
 
 
 def stored(bias: Bias | None, dtype: torch.dtype = torch.float32) -> tuple[str, Tensor | None, int]:

@@ -1,28 +1,33 @@
-"""Relative biases as score_mods, and ALiBi as a mask_mod, for FlexAttention."""
+"""ALiBi and other relative biases for FlexAttention: score_mods, a mask_mod and a block mask."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from posenc._contract import checks, qk_checks
 from posenc.attention.biases import (
     Bias,
     DistanceTable,
+    Places,
     RowBias,
+    RunningSum,
     Slopes,
     check_bias,
-    check_sequences,
-    heads_of,
+    check_places,
 )
-from posenc.numerics.spans import Ends, Window, document_ends
+from posenc.attention.pruning import SLACK, prune_keys
+from posenc.numerics.spans import document_ends
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
 
 ScoreMod: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 MaskMod: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-_Read: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 
 
 def alibi_score_mod(
@@ -39,25 +44,10 @@ def alibi_score_mod(
     masked: bool = True,
     base: ScoreMod | None = None,
 ) -> ScoreMod:
-    """Score modification for ``flex_attention``: adds the bias, and hides keys that are not seen.
+    """As :func:`relative_score_mod` with :class:`Slopes` of shape ``(H,)`` or ``(B, H)``.
 
-    It reads lengths, offsets and documents from tensors, so that other values do not recompile the
-    kernel. FlexAttention passes no lengths to a mod: make one for each call.
-
-    Args:
-        slopes: Shape ``(H,)`` or ``(B, H)``, on the device of the attention.
-        q_len: Queries ``Q`` of the call.
-        k_len: Keys ``K`` of the call, cached ones too.
-        causal: Whether a query sees only keys up to its own.
-        query_offset: Key index of the first query, ``K - Q`` if None: an int, or an integer tensor
-            ``()`` or ``(B,)``.
-        position_ids: Position of each key, ``(K,)`` or ``(B, K)``, instead of its index.
-        document_ids: Ids ``(K,)`` or ``(B, K)``; a run of equal ids is a document.
-        window: A sliding window, as in :func:`biased_attention`.
-        head_offset: Index in ``slopes`` of the attention's first head.
-        masked: Whether to hide the future and other documents here. False leaves that to a
-            block mask made with :func:`alibi_mask_mod`, which is faster.
-        base: A score_mod of your own, applied first.
+    In addition, ``position_ids``, ``(K,)`` or ``(B, K)``, are positions of the keys, instead of
+    their indices, and ``head_offset`` is the index in ``slopes`` of the attention's first head.
 
     Examples:
         >>> from posenc.functional import alibi_slopes
@@ -67,24 +57,16 @@ def alibi_score_mod(
         tensor(-1.)
     """
     who = "alibi_score_mod"
-    slopes, device = qk_checks.check_slopes(who, slopes), slopes.device
-    queries, keys = qk_checks.check_lengths(who, q_len, k_len)
-    checks.boolean(who, "causal", causal)
+    qk_checks.check_slopes(who, slopes)
     first_head = checks.integer(who, "head_offset", head_offset, least=0)
     if first_head >= slopes.shape[-1]:
         rule = f"head_offset must be below the {slopes.shape[-1]} heads of slopes"
         checks.fail(who, rule, first_head, "Pass the slopes of all ranks.")
-    start = qk_checks.check_query_offset(who, query_offset, queries, keys, device)
-    documents = qk_checks.check_key_ids(who, "document_ids", document_ids, keys, device)
-    positions = qk_checks.check_key_ids(who, "position_ids", position_ids, keys, device)
-    qk_checks.check_batches(
-        who, slopes=slopes, query_offset=start, document_ids=documents, position_ids=positions
-    )
-    start = as_int32(start, device)
-    bias = bias_mod(slopes[..., first_head:], start, causal, positions)
-    sides = qk_checks.check_window(who, window)
-    sees = visible_mod(start, document_ends(documents), causal, sides)
-    return _masked_mod(bias, sees, masked, base)
+    bias = Slopes(slopes[..., first_head:])
+    positions = qk_checks.check_key_ids(who, "position_ids", position_ids, k_len, slopes.device)
+    given = q_len, k_len, causal, query_offset, document_ids, window, slopes.device
+    places = check_places(who, bias, *given, position_ids=positions)
+    return _score_mod(bias, places, positions, masked, base)
 
 
 def relative_score_mod(
@@ -99,9 +81,11 @@ def relative_score_mod(
     masked: bool = True,
     base: ScoreMod | None = None,
 ) -> ScoreMod:
-    """Score modification for ``flex_attention`` with any bias but a :class:`RowBias`.
+    """Score modification for ``flex_attention``: adds the bias, and hides keys that are not seen.
 
-    As :func:`alibi_score_mod`, make one for each call. Gradients reach the bias's numbers.
+    It reads lengths, offsets and documents from tensors, so that other values do not recompile the
+    kernel. FlexAttention passes no lengths to a mod: make one for each call. Gradients reach the
+    bias's numbers.
 
     Args:
         bias: :class:`Slopes`, :class:`DistanceTable` or :class:`RunningSum`, on the device of the
@@ -109,10 +93,9 @@ def relative_score_mod(
         q_len: Queries ``Q`` of the call.
         k_len: Keys ``K`` of the call, cached ones too.
         causal: Whether a query sees only keys up to its own.
-        query_offset: Key index of the first query, ``K - Q`` if None: an int, or an integer tensor
-            ``()`` or ``(B,)``.
-        document_ids: Ids ``(K,)`` or ``(B, K)``; a run of equal ids is a document.
-        window: A sliding window, as in :func:`biased_attention`.
+        query_offset: As in :func:`biased_attention`, and so are the next two.
+        document_ids: Ids ``(K,)`` or ``(B, K)``.
+        window: A sliding window.
         masked: Whether to hide the future and other documents here. False leaves that to a
             block mask made with :func:`alibi_mask_mod`, which is faster.
         base: A score_mod of your own, applied first.
@@ -125,57 +108,13 @@ def relative_score_mod(
         tensor(-1.)
     """
     who = "relative_score_mod"
-    queries, keys = qk_checks.check_lengths(who, q_len, k_len)
-    checks.boolean(who, "causal", causal)
     if bias is None or isinstance(bias, RowBias):
         rule = "bias must be Slopes, DistanceTable or RunningSum"
         hint = "FlexAttention cannot compute it: call attention(), or biased_attention."
         checks.fail(who, rule, checks.describe(bias), hint, TypeError)
-    check_bias(who, bias, heads_of(bias), keys)
-    values, device = bias.values, bias.values.device
-    start = qk_checks.check_query_offset(who, query_offset, queries, keys, device)
-    documents = qk_checks.check_key_ids(who, "document_ids", document_ids, keys, device)
-    check_sequences(who, bias, query_offset=start, document_ids=documents)
-    start = as_int32(start, device)
-    if isinstance(bias, Slopes):
-        mod = bias_mod(values, start, causal)
-    elif isinstance(bias, DistanceTable):
-        mod = _table_mod(bias, start)
-    else:
-        mod = _sums_mod(values, start)
-    sides = qk_checks.check_window(who, window)
-    sees = visible_mod(start, document_ends(documents), causal, sides)
-    return _masked_mod(mod, sees, masked, base)
-
-
-def _masked_mod(bias: ScoreMod, sees: MaskMod, masked: bool, base: ScoreMod | None) -> ScoreMod:
-    def score_mod(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        if base is not None:
-            score = base(score, b, h, q, k)
-        biased = bias(score, b, h, q, k)
-        return torch.where(sees(b, h, q, k), biased, float("-inf")) if masked else biased
-
-    return score_mod
-
-
-def _table_mod(bias: DistanceTable, offset: Tensor) -> ScoreMod:
-    own_key, table, zero, last = _own_key(offset), *bias, bias.values.shape[1] - 1
-    return lambda score, b, h, q, k: (
-        score + table[h, (own_key(b, q) - k + zero).clamp(0, last)].to(score.dtype)
-    )
-
-
-def _sums_mod(sums: Tensor, offset: Tensor) -> ScoreMod:
-    own_key = _own_key(offset)
-    if sums.dim() == 3 and len(sums) == 1:
-        sums = sums[0]
-    if sums.dim() == 2:
-        return lambda score, b, h, q, k: (
-            score + (sums[h, own_key(b, q)] - sums[h, k]).to(score.dtype)
-        )
-    return lambda score, b, h, q, k: (
-        score + (sums[b, h, own_key(b, q)] - sums[b, h, k]).to(score.dtype)
-    )
+    check_bias(who, bias, None, k_len)
+    given = q_len, k_len, causal, query_offset, document_ids, window, bias.values.device
+    return _score_mod(bias, check_places(who, bias, *given), None, masked, base)
 
 
 def alibi_mask_mod(
@@ -195,10 +134,9 @@ def alibi_mask_mod(
         q_len: Queries ``Q`` of the call.
         k_len: Keys ``K`` of the call, cached ones too.
         causal: Whether a query sees only keys up to its own.
-        query_offset: Key index of the first query, ``K - Q`` if None: an int, or an integer tensor
-            ``()`` or ``(B,)``.
-        document_ids: Ids ``(K,)`` or ``(B, K)``; a run of equal ids is a document.
-        window: A sliding window, as in :func:`biased_attention`.
+        query_offset: As in :func:`biased_attention`, and so are the next two.
+        document_ids: Ids ``(K,)`` or ``(B, K)``.
+        window: A sliding window.
         device: The device of the attention.
         base: A mask_mod of your own; a key is seen if both masks say so.
 
@@ -208,22 +146,137 @@ def alibi_mask_mod(
         >>> mod(zero, zero, zero, zero + 2), mod(zero, zero, zero, zero + 3)
         (tensor(True), tensor(False))
     """
-    who = "alibi_mask_mod"
-    queries, keys = qk_checks.check_lengths(who, q_len, k_len)
-    checks.boolean(who, "causal", causal)
-    start = qk_checks.check_query_offset(who, query_offset, queries, keys, device)
-    documents = qk_checks.check_key_ids(who, "document_ids", document_ids, keys, device)
-    qk_checks.check_batches(who, query_offset=start, document_ids=documents)
-    sides = qk_checks.check_window(who, window)
-    sees = visible_mod(as_int32(start, device), document_ends(documents), causal, sides)
+    given = q_len, k_len, causal, query_offset, document_ids, window, device
+    sees = _visible_mod(check_places("alibi_mask_mod", None, *given))
     if base is None:
         return sees
     return lambda b, h, q, k: sees(b, h, q, k) & base(b, h, q, k)
 
 
-def visible_mod(offset: Tensor, ends: Ends | None, causal: bool, window: Window | None) -> MaskMod:
-    """The mask of the keys that a query sees, from checked tensors."""
-    own_key = _own_key(offset)
+def alibi_block_mask(
+    slopes: Tensor,
+    q_len: int,
+    k_len: int | None = None,
+    *,
+    score_bound: float | Tensor,
+    dtype: torch.dtype,
+    causal: bool = True,
+    query_offset: int | Tensor | None = None,
+    document_ids: Tensor | None = None,
+    window: int | tuple[int, int] | None = None,
+    block: int = 128,
+) -> BlockMask:
+    """Block mask for ``flex_attention`` without the blocks of keys that a head does not need.
+
+    For use with :func:`alibi_score_mod` where you call FlexAttention yourself. Pruning changes the
+    output by less than half an ulp **if every score is within the bound**, which this function
+    cannot check. It makes no ``L × L`` mask.
+
+    Args:
+        slopes: ``(H,)`` or ``(B, H)``, on the device of the attention.
+        q_len: Queries ``Q``.
+        k_len: Keys ``K``; ``Q`` if None.
+        score_bound: An upper bound on every ``|q · k| · scale``: a number, or a tensor
+            ``(H,)`` or ``(B, H)``. Infinity prunes nothing.
+        dtype: The dtype of the output.
+        causal: Whether a query sees only keys up to its own.
+        query_offset: As in :func:`biased_attention`, and so are the next two.
+        document_ids: Ids ``(K,)`` or ``(B, K)``.
+        window: A sliding window.
+        block: The block size, in queries and in keys.
+
+    Examples:
+        >>> from posenc.functional import alibi_slopes
+        >>> slopes = alibi_slopes(8)
+        >>> mask = alibi_block_mask(slopes, 4096, score_bound=8.0, dtype=torch.bfloat16)
+        >>> visited = mask.to_dense()[0].sum((1, 2))
+        >>> visited.tolist()
+        [63, 63, 93, 150, 228, 375, 522, 528]
+        >>> 32 * 33 // 2  # the blocks of a mask that is only causal
+        528
+    """
+    from torch.nn.attention.flex_attention import BlockMask  # costs a second of imports
+
+    who = "alibi_block_mask"
+    qk_checks.check_slopes(who, slopes)
+    checks.integer(who, "q_len", q_len)
+    checks.float_dtype(who, "dtype", dtype)
+    checks.integer(who, "block", block)
+    bound = qk_checks.check_score_bound(who, score_bound, slopes.shape[-1], slopes)
+    given = q_len, k_len, causal, query_offset, document_ids, window, slopes.device
+    places = check_places(who, Slopes(slopes), *given, score_bound=bound)
+    seen, keys = places.spans(), places.keys
+    gap = 2 * SLACK * bound[..., None]
+    low, high = prune_keys(seen, slopes, gap, keys, dtype, causal=causal)
+    # The keys that some query of a row of blocks needs, and those that all of them see.
+    after_last = (0, -places.queries % block)
+    lowest = pad(low, after_last, value=keys).unflatten(-1, (-1, block)).amin(-1, keepdim=True)
+    highest = pad(high, after_last, value=-1).unflatten(-1, (-1, block)).amax(-1, keepdim=True)
+    begin = torch.arange(0, places.queries, block, device=low.device)
+    end = (begin + block - 1).clamp(max=places.queries - 1)
+    first, last = seen.first[:, None, end, None], seen.last[:, None, begin, None]
+    column = torch.arange(0, keys, block, device=low.device)
+    visited = (column + block > lowest) & (column <= highest)
+    full = visited & (column >= first) & (column + block <= last + 1)
+    lists = *_listed(visited & ~full), *_listed(full)
+    lengths = places.queries, keys
+    return BlockMask.from_kv_blocks(*lists, block, _visible_mod(places), lengths)
+
+
+def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """The number of blocks in each row, and their indices, followed by those of the others."""
+    indices = blocks.int().argsort(dim=-1, descending=True, stable=True)
+    return blocks.sum(-1, dtype=torch.int32), indices.int()
+
+
+def _score_mod(
+    bias: Slopes | DistanceTable | RunningSum,
+    places: Places,
+    positions: Tensor | None,
+    masked: bool,
+    base: ScoreMod | None,
+) -> ScoreMod:
+    add, sees = _bias_mod(bias, places, positions), _visible_mod(places)
+
+    def score_mod(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        if base is not None:
+            score = base(score, b, h, q, k)
+        biased = add(score, b, h, q, k)
+        return torch.where(sees(b, h, q, k), biased, float("-inf")) if masked else biased
+
+    return score_mod
+
+
+def _bias_mod(
+    bias: Slopes | DistanceTable | RunningSum, places: Places, positions: Tensor | None
+) -> ScoreMod:
+    """The sum with the bias, which hides nothing, in the fewest operations for each score."""
+    values, own_key = bias.values, _own_key(places)
+    if isinstance(bias, DistanceTable):
+        zero, last = bias.zero, values.shape[1] - 1
+        return lambda score, b, h, q, k: (
+            score + values[h, (own_key(b, q) - k + zero).clamp(0, last)].to(score.dtype)
+        )
+    if isinstance(bias, RunningSum):
+        total = _by_sequence(values, axes=2)
+        return lambda score, b, h, q, k: (
+            score + (total(b, h, own_key(b, q)) - total(b, h, k)).to(score.dtype)
+        )
+    slope = _by_sequence(values)
+    if positions is not None:
+        position = _by_sequence(positions)
+        return lambda score, b, h, q, k: (
+            score - slope(b, h) * (position(b, k) - position(b, own_key(b, q))).abs()
+        )
+    if places.causal:
+        return lambda score, b, h, q, k: score + slope(b, h) * (k - own_key(b, q))
+    return lambda score, b, h, q, k: score - slope(b, h) * (k - own_key(b, q)).abs()
+
+
+def _visible_mod(places: Places) -> MaskMod:
+    """The mask of the keys that a query sees."""
+    own_key, causal, window = _own_key(places), places.causal, places.window
+    ends = document_ends(places.ids)
     first, last = (None, None) if ends is None else map(_by_sequence, ends)
 
     def mask_mod(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
@@ -238,40 +291,29 @@ def visible_mod(offset: Tensor, ends: Ends | None, causal: bool, window: Window 
     return mask_mod
 
 
-def bias_mod(
-    slopes: Tensor, offset: Tensor, causal: bool, positions: Tensor | None = None
-) -> ScoreMod:
-    """The bias alone, which hides nothing, in the fewest operations for each score."""
-    slope, own_key = _by_sequence(slopes), _own_key(offset)
-    if positions is not None:
-        position = _by_sequence(positions)
-        return lambda score, b, h, q, k: (
-            score - slope(b, h) * (position(b, k) - position(b, own_key(b, q))).abs()
-        )
-    if causal:
-        return lambda score, b, h, q, k: score + slope(b, h) * (k - own_key(b, q))
-    return lambda score, b, h, q, k: score - slope(b, h) * (k - own_key(b, q)).abs()
+def _by_sequence(table: Tensor, axes: int = 1) -> Callable[..., Tensor]:
+    """A function that reads ``table`` at a sequence and an index of ``axes`` axes.
 
-
-def as_int32(offset: int | Tensor, device: torch.device | str) -> Tensor:
-    """A query offset as a tensor, because an int would be compiled into the kernel."""
-    if isinstance(offset, Tensor):
-        return offset.int()
-    return torch.full((), offset, dtype=torch.int32, device=device)
-
-
-def _by_sequence(table: Tensor) -> _Read:
-    """A function that reads ``table``, ``[n]`` or ``[1 or B, n]``, at a sequence and an index."""
-    if table.dim() == 2 and table.shape[0] == 1:
+    The table is for all sequences, or has an axis for them, of length 1 or B.
+    """
+    if table.dim() == axes + 1 and table.shape[0] == 1:
         table = table[0]
-    if table.dim() == 1:
-        return lambda b, i: table[i]
-    return lambda b, i: table[b, i]
+    by_sequence = table.dim() > axes
+
+    def read(b: Tensor, *index: Tensor) -> Tensor:
+        place = (b, *index) if by_sequence else index
+        return table[place]
+
+    return read
 
 
-def _own_key(offset: Tensor) -> _Read:
+def _own_key(places: Places) -> Callable[[Tensor, Tensor], Tensor]:
     """A function from a sequence and a query to the query's key index."""
+    start = places.start
+    # An int would be compiled into the kernel.
+    offset = start.int() if isinstance(start, Tensor) else torch.full((), start, dtype=torch.int32)
+    offset = offset.to(places.device)
     if offset.dim() == 1 and len(offset) != 1:
         return lambda b, q: q + offset[b]
-    start = offset.reshape(())
-    return lambda b, q: q + start
+    offset = offset.reshape(())
+    return lambda b, q: q + offset

@@ -80,8 +80,8 @@ def bound_scores(q: Tensor, k: Tensor, *, scale: float | None = None) -> Tensor:
     return _norms(q).amax(-1) * longest_key(q, k) * abs(scale)
 
 
-def needed_keys(q: Tensor, k: Tensor, call: Call) -> tuple[Spans, Tensor, Tensor]:
-    """The keys that each query sees, and the first and the last of them that it needs."""
+def needed_keys(q: Tensor, k: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+    """The first and the last key that each query needs, int64 ``[1 or B, 1 or H, Q]``."""
     queries, keys = q.shape[2], k.shape[2]
     seen = call.spans(queries, keys, q.device)
     gap = None
@@ -90,9 +90,9 @@ def needed_keys(q: Tensor, k: Tensor, call: Call) -> tuple[Spans, Tensor, Tensor
             offset = call.start if call.starts is None else call.starts
             gap = score_gap(q, k, _own_keys(k, queries, offset, seen.own), call.scale)
     if gap is not None and call.kind == "sums" and call.values is not None:
-        return seen, *prune_sums(seen, call.values, gap, q.dtype, causal=call.causal)
+        return prune_sums(seen, call.values, gap, q.dtype, causal=call.causal)
     slopes = torch.zeros(()) if call.values is None else call.values
-    return seen, *prune_keys(seen, slopes, gap, keys, q.dtype, causal=call.causal)
+    return prune_keys(seen, slopes, gap, keys, q.dtype, causal=call.causal)
 
 
 def _norms(x: Tensor) -> Tensor:

@@ -1,9 +1,13 @@
-"""Attention with a bias that is a function, a mask or dropout, a few queries at a time."""
+"""Attention by torch operations: a few queries at a time, or all scores at once.
+
+A few queries at a time serve a bias that is a function, a mask or dropout. All scores at once serve
+exporters, and the derivatives that the kernels lack.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,9 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 from posenc._contract import checks
 from posenc._contract.qk_checks import UNBOUNDED
-from posenc._contract.tracing import in_transform, is_exporting, without_autocast
-from posenc.attention.biases import Call, RowBias, for_each_query_head, hidden_keys
-from posenc.attention.dense import attend_scores
+from posenc._contract.tracing import in_transform, is_exporting, is_readable, without_autocast
+from posenc.attention.biases import Call, bias_rows, for_each_query_head, hidden_keys
 from posenc.numerics.spans import Spans
 
 # Scores of a piece on the CPU, whose cache holds them, and on other devices; the most scores of a
@@ -21,20 +24,23 @@ from posenc.numerics.spans import Spans
 # queries that a window leaves in a piece.
 SCORES, SCORES_ELSEWHERE, KEPT, FEWEST = 2**22, 2**25, 2**24, 64
 
+Rows = Callable[[Tensor, Tensor], Tensor]
+
 
 def attend(
     who: str,
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    bias: RowBias,
     call: Call,
+    rows: Rows | None,
     mask: Tensor | None = None,
     dropout_p: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     """Attention and its log-sum-exp; long calls are computed again in the backward pass.
 
-    The mask has four axes. A checkpoint draws the same random numbers again.
+    ``rows`` is that of a :class:`RowBias`, None for the bias of the call; the mask has four axes. A
+    checkpoint draws the same random numbers again.
     """
     (batch, heads, queries, _), keys = q.shape, k.shape[2]
     seen = call.spans(queries, keys, q.device)
@@ -47,27 +53,56 @@ def attend(
         reach = min(max(reach, FEWEST), keys)
         size = max(1, min(reach, scores // max(1, 2 * batch * heads * reach)))
     # A checkpoint has hooks, which torch.func does not take.
-    sees_all = not call.causal and call.first is None and call.window is None
     again = torch.is_grad_enabled() and not in_transform(q, k, v)
     again = again and (traced or batch * heads * queries * keys > KEPT)
-    piece = partial(checkpoint, _piece, use_reentrant=False) if again else _piece
-    # A loop, or a slice, is traced for one length alone: short calls have none, nor exported ones.
+    piece = partial(_piece, who, call, rows, dropout_p)
+    if again:
+        piece = partial(checkpoint, piece, use_reentrant=False)
+    # A loop, or a slice, is traced for only one length: short calls have none, nor exported ones.
     if is_exporting() or (traced and queries <= size):
-        near = slice(0, keys)
-        return piece(who, q, k, v, bias, seen, near, sees_all, call.scale, mask, dropout_p)
+        return piece(q, k, v, seen, slice(0, keys), mask)
     pieces = []
     for start in range(0, max(queries, 1), size):
-        rows = slice(start, min(start + size, queries))
-        some, near = Spans(*(x[:, rows] for x in seen)), _near_keys(call, rows, keys)
-        part = mask if mask is None or mask.shape[2] == 1 else mask[:, :, rows]
+        some = slice(start, min(start + size, queries))
+        near = _near_keys(call, some, keys)
+        part = mask if mask is None or mask.shape[2] == 1 else mask[:, :, some]
         part = part if part is None or part.shape[3] == 1 else part[..., near]
-        given = q[:, :, rows], k[:, :, near], v[:, :, near]
-        pieces.append(piece(who, *given, bias, some, near, sees_all, call.scale, part, dropout_p))
+        inputs = q[:, :, some], k[:, :, near], v[:, :, near]
+        pieces.append(piece(*inputs, Spans(*(x[:, some] for x in seen)), near, part))
     if len(pieces) == 1:
         return pieces[0]
     outs, sums = zip(*pieces, strict=True)
     with without_autocast(q):
         return torch.cat(outs, 2), torch.cat(sums, 2)
+
+
+def attend_all(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+    """Attention and its log-sum-exp with all scores at once, and with every derivative."""
+    seen = call.spans(q.shape[2], k.shape[2], q.device)
+    return _piece("", call, None, 0.0, q, k, v, seen, slice(0, k.shape[2]), None)
+
+
+def attend_scores(
+    scores: Tensor, hidden: Tensor | None, v: Tensor, dtype: torch.dtype, dropout_p: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    """Attention by ``scores``, ``[B, H, Q, K]``; queries that see no key get zero, and -inf."""
+    # A bias of minus infinity hides a key too. A query that sees no key gets scores of zero at
+    # first: with only minus infinity, its gradients would be NaN.
+    if not scores.shape[-1]:
+        return (scores @ v).to(dtype), scores.logsumexp(-1)
+    scores = scores if hidden is None else scores.masked_fill(hidden, float("-inf"))
+    nothing = scores.detach().amax(-1, keepdim=True) == float("-inf")
+    all_see = is_readable(nothing) and not nothing.any()
+    scores = scores if all_see else scores.masked_fill(nothing, 0.0)
+    weights = scores.softmax(-1)
+    # The greatest weight is the exponential of this difference: no second one of each score.
+    lse = scores.amax(-1) - weights.amax(-1).log()
+    if not all_see:
+        weights = weights.masked_fill(nothing, 0.0)
+        lse = lse.masked_fill(nothing[..., 0], float("-inf"))
+    if dropout_p:
+        weights = torch.nn.functional.dropout(weights, dropout_p)
+    return (weights @ v).to(dtype), lse
 
 
 def _near_keys(call: Call, rows: slice, keys: int) -> slice:
@@ -82,36 +117,34 @@ def _near_keys(call: Call, rows: slice, keys: int) -> slice:
 
 def _piece(
     who: str,
+    call: Call,
+    rows: Rows | None,
+    dropout_p: float,
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    bias: RowBias,
     seen: Spans,
     near: slice,
-    sees_all: bool,
-    scale: float,
     mask: Tensor | None,
-    dropout_p: float,
 ) -> tuple[Tensor, Tensor]:
+    """Attention of some queries to the keys ``near`` them."""
     wide = torch.promote_types(q.dtype, torch.float32)
     with without_autocast(q):
         k, v = (for_each_query_head(x.to(wide), q.shape[1]) for x in (k, v))
         index = torch.arange(near.start, near.stop, device=q.device)
-        scores = q.to(wide) * scale @ k.mT
-        scores = scores + _check_rows(who, bias.rows(seen.own, index), scores.shape).to(wide)
+        scores = q.to(wide) * call.scale @ k.mT
+        rows = partial(bias_rows, call.kind, call.values, call.zero) if rows is None else rows
+        bias = rows(seen.own, index)
+        sizes = zip(getattr(bias, "shape", ()), scores.shape, strict=False)
+        if getattr(bias, "ndim", 0) != 4 or any(n != 1 and n != m for n, m in sizes):
+            rule = f"RowBias.rows must return a tensor of shape {tuple(scores.shape)}, or (1, ...)"
+            hint = "Return [1 or B, H, n, k] for queries [1 or B, n] and keys [k]."
+            checks.fail(who, rule, checks.describe(bias), hint)
+        scores = scores + bias.to(wide)
+        sees_all = not call.causal and call.first is None and call.window is None
         hidden = None if sees_all else hidden_keys(seen, index)
         if mask is not None and mask.dtype == torch.bool:
             hidden = ~mask if hidden is None else hidden | ~mask
         elif mask is not None:
             scores = scores + mask.to(wide)
         return attend_scores(scores, hidden, v, q.dtype, dropout_p)
-
-
-def _check_rows(who: str, made: Any, shape: torch.Size) -> Tensor:
-    """What a :class:`RowBias` returned, if it is for the scores of ``shape``."""
-    sizes = made.shape if isinstance(made, Tensor) else ()
-    if len(sizes) != 4 or any(n != 1 and n != m for n, m in zip(sizes, shape, strict=True)):
-        rule = f"RowBias.rows must return a tensor of shape {tuple(shape)}, or (1, ...)"
-        hint = "Return [1 or B, H, n, k] for queries [1 or B, n] and keys [k]."
-        checks.fail(who, rule, checks.describe(made), hint)
-    return made  # type: ignore[no-any-return]

@@ -20,7 +20,7 @@ from torch.distributed.tensor.experimental import register_sharding
 from posenc._contract import checks, sharding
 from posenc.attention import biased
 from posenc.attention.biases import Bias, RowBias, RunningSum, Slopes, check_bias
-from posenc.interop.ring import attention as ring_attention
+from posenc.interop import ring
 from posenc.kernels import rotation
 
 Placements = list[Placement | None]
@@ -53,7 +53,7 @@ def _tables(dim: int, x: Any, cos: Any, positions: Any, start: int) -> Placement
 def _rules(xs: tuple[Any, ...], cos: Any, sin: Any, positions: Any, start: int) -> list[Any]:
     """Keep the placements of ``xs``, or replicate where a shard cannot be rotated by itself."""
     spec: Placements = [None] * 5
-    found = {}
+    rules = {}
     for placement in (Replicate(), *xs[0].placements):
         tables = None
         if isinstance(placement, Shard):
@@ -62,8 +62,8 @@ def _rules(xs: tuple[Any, ...], cos: Any, sin: Any, positions: Any, start: int) 
             placement = Replicate()
             tables = [placement, placement, None if positions is None else placement]
         rotated: Placements = [placement] * len(xs)
-        found[placement] = (rotated, [*rotated, *tables, *spec])
-    return list(found.values())
+        rules[placement] = (rotated, [*rotated, *tables, *spec])
+    return list(rules.values())
 
 
 @register_sharding(rotation.rotate_op.overload)
@@ -104,23 +104,25 @@ def _attend(
     q = q.redistribute(placements=placements)
     batch, heads, tokens = (_local_range(q, dim) for dim in range(3))
     gathered = backend or query_offset is not None or window is not None
-    ring = None if gathered else _ring_dimension(q, k, v)
+    ring_dim = None if gathered else _ring_dimension(q, k, v)
     ranks = math.prod(q.device_mesh.size(i) for i, p in enumerate(placements) if p == Shard(1))
     sharded = [Shard(0)] if k.shape[1] % ranks else [Shard(0), Shard(1)]
-    of_keys = [p if p in sharded or i == ring else Replicate() for i, p in enumerate(placements)]
+    of_keys = [
+        p if p in sharded or i == ring_dim else Replicate() for i, p in enumerate(placements)
+    ]
     # Along mesh dimensions where queries are sharded and keys are not, gradients are partial sums.
     gradients = [p if p == b else Partial() for p, b in zip(placements, of_keys, strict=True)]
     group, keys = q.shape[1] // k.shape[1], k.shape[2]
     k, v = (x.redistribute(placements=of_keys).to_local(grad_placements=gradients) for x in (k, v))
     if k.shape[1] * group != len(heads):
         k, v = (x[:, [head // group for head in heads]] for x in (k, v))
-    mine = tokens if ring is not None else range(keys)
+    mine = tokens if ring_dim is not None else range(keys)
     bias = _local_bias(bias, q, batch, heads, mine)
     options = {name: _local_option(batch, mine, name, x) for name, x in options.items()}
     local = q.to_local()
-    if ring is not None:
-        group_of_ranks = q.device_mesh.get_group(ring)
-        y, lse = ring_attention.attend(who, local, k, v, bias, group=group_of_ranks, **options)
+    if ring_dim is not None:
+        group_of_ranks = q.device_mesh.get_group(ring_dim)
+        y, lse = ring.attend(who, local, k, v, bias, group=group_of_ranks, **options)
     elif tokens:
         first = keys - q.shape[2] if query_offset is None else query_offset
         start = _local_option(batch, mine, "query_offset", first) + tokens[0]
@@ -131,12 +133,12 @@ def _attend(
         values = 0 if bias is None else bias.values.sum()
         y = local[..., :1] * (k.sum() + v.sum() + values)
         y, lse = y.expand(-1, -1, -1, v.shape[3]), y[..., 0]
-    made = []
+    results = []
     for x, shape in ((y, (*q.shape[:3], v.shape[3])), (lse, q.shape[:3])):
         whole = torch.empty(shape, device="meta")
         how: Any = {"run_check": False, "shape": whole.shape, "stride": whole.stride()}
-        made.append(DTensor.from_local(x, q.device_mesh, placements, **how))
-    return made[0], made[1]
+        results.append(DTensor.from_local(x, q.device_mesh, placements, **how))
+    return results[0], results[1]
 
 
 def _check_sharded(who: str, q: Any, k: Any, v: Any, bias: Bias | None) -> None:
@@ -154,12 +156,12 @@ def _check_sharded(who: str, q: Any, k: Any, v: Any, bias: Bias | None) -> None:
 
 def _ring_dimension(q: DTensor, k: DTensor, v: DTensor) -> int | None:
     """The mesh dimension along which all three are sharded by the sequence, evenly."""
-    found = [i for i, p in enumerate(q.placements) if p == Shard(2)]
-    if len(found) != 1 or torch.compiler.is_compiling() or q.shape[2] != k.shape[2]:
+    dims = [i for i, p in enumerate(q.placements) if p == Shard(2)]
+    if len(dims) != 1 or torch.compiler.is_compiling() or q.shape[2] != k.shape[2]:
         return None
-    (ring,) = found
-    even = q.shape[2] % q.device_mesh.size(ring) == 0
-    return ring if even and k.placements[ring] == v.placements[ring] == Shard(2) else None
+    (dim,) = dims
+    even = q.shape[2] % q.device_mesh.size(dim) == 0
+    return dim if even and k.placements[dim] == v.placements[dim] == Shard(2) else None
 
 
 def _local_bias(bias: Any, q: DTensor, batch: range, heads: range, keys: range) -> Any:
@@ -185,14 +187,14 @@ def _local_bias(bias: Any, q: DTensor, batch: range, heads: range, keys: range) 
 
 def _local_range(x: DTensor, dim: int) -> range:
     """The global indices along ``dim`` that this rank has."""
-    found = range(x.shape[dim])
+    indices = range(x.shape[dim])
     coordinate = x.device_mesh.get_coordinate()
     assert coordinate is not None
     for placement, ranks, rank in zip(x.placements, x.device_mesh.shape, coordinate, strict=True):
         if placement == Shard(dim):
-            step = -(-len(found) // ranks)
-            found = found[rank * step : (rank + 1) * step]
-    return found
+            step = -(-len(indices) // ranks)
+            indices = indices[rank * step : (rank + 1) * step]
+    return indices
 
 
 def _local_option(batch: range, keys: range, name: str, value: Any) -> Any:
