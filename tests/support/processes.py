@@ -14,6 +14,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import NamedTuple
@@ -30,13 +31,11 @@ class Outcome(NamedTuple):
         codes: Exit code of each rank; negative for a signal.
         failures: What each rank reports, ``{case: traceback}``; None where it reported nothing.
         log: What was printed.
-        group: Process group that all of them were in.
     """
 
     codes: list[int]
     failures: list[dict[str, str] | None]
     log: str
-    group: int
 
 
 def run(world: int, job: str, folder: Path, *, limit: float = 240) -> Outcome:
@@ -58,22 +57,13 @@ def run(world: int, job: str, folder: Path, *, limit: float = 240) -> Outcome:
         log, _ = process.communicate(timeout=limit)
     finally:
         # The group outlives its first process where ranks were left behind.
-        if alive(process.pid):
+        with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
     codes = json.loads((folder / "codes.json").read_text())
     reports = [folder / f"failures-{rank}.json" for rank in range(world)]
     failures = [json.loads(r.read_text()) if r.exists() else None for r in reports]
-    return Outcome(codes, failures, log, process.pid)
-
-
-def alive(group: int) -> bool:
-    """Whether a process of this group is still there."""
-    try:
-        os.killpg(group, 0)
-    except ProcessLookupError:
-        return False
-    return True
+    return Outcome(codes, failures, log)
 
 
 def assert_passed(outcome: Outcome) -> None:
@@ -101,18 +91,6 @@ def each(cases: dict[str, Callable[[], None]]) -> dict[str, str]:
                 # The ranks are out of step, and would wait as long in every case that is left.
                 break
     return failures
-
-
-def one_is_killed(folder: Path) -> dict[str, str]:
-    """A job whose second rank is killed while the others wait for it."""
-    import torch
-    import torch.distributed as dist
-
-    dist.barrier()
-    if dist.get_rank() == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    dist.all_reduce(torch.ones(1))
-    return {}
 
 
 def _rank(

@@ -23,11 +23,100 @@ from torch.testing import assert_close
 
 import posenc
 import posenc.interop.distributed
-from posenc import axes, functional, positions, scaling
+from posenc import attention, axes, functional, positions, scaling
+from posenc.attention.biased import attend_last
 from support.processes import each
-from support.sharded_calls import activation, biased_attention, equal_to_one_process
 
 R, BATCH, HEADS, LENGTH = Replicate(), Shard(0), Shard(1), Shard(2)
+
+
+def equal_to_one_process(function, tensors, placements, mesh):
+    """``function`` of DTensors is that of plain tensors, and so are the gradients: to the bit."""
+    plain = [x.clone().requires_grad_() for x in tensors]
+    spread = [activation(x, mesh, p) for x, p in zip(tensors, placements, strict=True)]
+    wanted = _tuple(function(*plain))
+    with CommDebugMode() as communication:
+        got = _tuple(function(*spread))
+    assert not communication.get_total_counts(), communication.get_comm_counts()
+    generator = torch.Generator().manual_seed(1)
+    for a, b, x in zip(wanted, got, spread, strict=False):
+        assert b.placements == x.placements, f"{x.placements} became {b.placements}"
+        assert torch.equal(b.full_tensor(), a)
+    seeds = [torch.randn(y.shape, generator=generator) for y in wanted]
+    wanted_back = torch.autograd.grad(wanted, plain, seeds)
+    spread_seeds = [
+        distribute_tensor(s, mesh, y.placements) for s, y in zip(seeds, got, strict=True)
+    ]
+    with CommDebugMode() as communication:
+        got_back = torch.autograd.grad(got, spread, spread_seeds)
+    assert not communication.get_total_counts(), communication.get_comm_counts()
+    for a, b in zip(wanted_back, got_back, strict=True):
+        assert torch.equal(b.full_tensor(), a)
+
+
+def activation(x, mesh, placements):
+    """``x`` spread over processes, and not a leaf: torch 2.11 gathers an uneven leaf's gradient."""
+    return distribute_tensor(x, mesh, placements).requires_grad_().clone()
+
+
+def _tuple(y):
+    return y if isinstance(y, tuple) else (y,)
+
+
+def biased_attention(mesh, ways):
+    """The numbers of a bias are of the whole sequence, and so are their gradients."""
+    g = torch.Generator().manual_seed(6)
+    q, k, v = (torch.randn(4, heads, 24, 8, generator=g).double() for heads in (8, 4, 4))
+    ids = torch.tensor([0] * 10 + [1] * 11 + [-1] * 3)
+    slopes = attention.Slopes(torch.rand(4, 8, generator=g).double())
+    sums = attention.RunningSum(-torch.rand(8, 24, generator=g).double().cumsum(-1))
+    cases = [
+        ((q, k, v), attention.Slopes(torch.rand(8, generator=g).double())),
+        ((q, k, v), slopes),
+        ((q, k, v), attention.DistanceTable(torch.randn(8, 9, generator=g).double(), 4)),
+        ((q, k, v), sums),
+        ((q, k, v), attention.RunningSum(-torch.rand(4, 8, 24, generator=g).double().cumsum(-1))),
+        # One query, so that the ranks after the first have none; five tokens, of one head of keys.
+        ((q[:, :, :1], k, v), slopes),
+        ((q[:, :, :5], k[:, :1, :5], v[:, :1, :5]), slopes),
+    ]
+    run = attention.biased_attention_with_lse
+    for (n, (tensors, bias)), way, as_dtensor in product(enumerate(cases), ways, (False, True)):
+        how = {"causal": n % 2 == 0, "window": 7 if n % 2 and as_dtensor else None}
+        how["document_ids"] = ids[: tensors[1].shape[2]] if as_dtensor else None
+        plain = [x.clone().requires_grad_() for x in (*tensors, bias.values)]
+        wanted = run(*plain[:3], bias._replace(values=plain[3]), **how)
+        of_keys = [R if p == HEADS and tensors[1].shape[1] == 1 else p for p in way]
+        spread = [
+            activation(x, mesh, p) for x, p in zip(tensors, (way, *[of_keys] * 2), strict=True)
+        ]
+        values = bias.values.clone().requires_grad_()
+        if as_dtensor:
+            values = activation(bias.values, mesh, [R] * mesh.ndim)
+        with CommDebugMode() as communication:
+            got = run(*spread, bias._replace(values=values), **how)
+        # Only the keys of a sequence that is cut travel.
+        assert (communication.get_total_counts() > 0) == (LENGTH in way)
+        for a, b in zip(wanted, got, strict=True):
+            assert b.placements == tuple(way)
+            assert_close(b.full_tensor(), a, rtol=1e-12, atol=1e-12)
+        # A query that sees no key has no log-sum-exp to derive.
+        seeds = [torch.ones_like(x) * x.detach().isfinite() for x in wanted]
+        wanted_back = torch.autograd.grad(wanted, plain, seeds)
+        seeds = [distribute_tensor(x, mesh, way) for x in seeds]
+        got_back = torch.autograd.grad(got, [*spread, values], seeds)
+        for a, b in zip(wanted_back, got_back, strict=True):
+            b = b.full_tensor() if isinstance(b, DTensor) else b
+            assert_close(b, a, rtol=1e-12, atol=1e-12)
+    spread = [distribute_tensor(x, mesh, ways[-1]) for x in (q, k, v)]
+    # What the layers of a patched model call.
+    how = {"scale": 0.3, "causal": True, "prune": True}
+    got = attend_last(*spread, sums, **how).full_tensor()
+    assert_close(got, attend_last(q, k, v, sums, **how), rtol=1e-12, atol=1e-12)
+    with pytest.raises(TypeError, match="k must be a DTensor, as q is, got Tensor"):
+        run(spread[0], k, v)
+    with pytest.raises(TypeError, match="None where q is a DTensor, got RowBias"):
+        run(*spread, attention.RowBias(lambda own, index: own))
 
 
 def queries_and_keys(length=8):
@@ -116,40 +205,6 @@ def special(mesh) -> dict:
         x = torch.randn(4, 8, 8, 8, generator=torch.Generator().manual_seed(3))
         for placement in (R, BATCH, HEADS, LENGTH, Shard(3)):
             equal_to_one_process(posenc.ALiBi(8).add_bias, (x,), ([placement],), mesh)
-
-    def alibi_attention():
-        g = torch.Generator().manual_seed(6)
-        tensors = [torch.randn(4, heads, 40, 8, generator=g) for heads in (8, 4, 4)]
-        few = [torch.randn(4, heads, 5, 8, generator=g) for heads in (8, 1, 1)]
-        # One query: the ranks after the first have none.
-        one = [tensors[0][:, :, :1], *tensors[1:]]
-        own = torch.rand(4, 8, generator=g)
-        for placement in (R, BATCH, HEADS, LENGTH):
-            for alibi, inputs in (
-                (posenc.ALiBi(8), tensors),
-                (posenc.ALiBi(8, causal=False), tensors),
-                (posenc.ALiBi(8), one),
-                (posenc.ALiBi(8, slopes=own), few),
-            ):
-                plain = [x.clone().requires_grad_() for x in inputs]
-                at = [placement if x.shape[1] > 1 or placement != HEADS else R for x in inputs]
-                spread = [activation(x, mesh, [p]) for x, p in zip(inputs, at, strict=True)]
-                wanted = alibi.attention(*plain)
-                with CommDebugMode() as communication:
-                    got = alibi.attention(*spread)
-                # Only the keys of a sequence that is cut travel.
-                assert (communication.get_total_counts() > 0) == (placement == LENGTH)
-                assert got.placements == (placement,)
-                # SDPA adds up in another order for another number of queries.
-                assert_close(got.full_tensor(), wanted, rtol=1e-5, atol=1e-6)
-                assert placement == LENGTH or torch.equal(got.full_tensor(), wanted)
-                seed = wanted.detach()
-                wanted_back = torch.autograd.grad(wanted, plain, seed)
-                spread_seed = distribute_tensor(seed, mesh, [placement])
-                got_back = torch.autograd.grad(got, spread, spread_seed)
-                for a, b in zip(wanted_back, got_back, strict=True):
-                    # Where several ranks saw a key, its gradient is a sum in another order.
-                    assert_close(b.full_tensor(), a, rtol=1e-5, atol=1e-6)
 
     def learned():
         x = torch.randn(4, 8, 16, generator=torch.Generator().manual_seed(3))
@@ -249,7 +304,7 @@ def special(mesh) -> dict:
 
     local = locals()
     names = (
-        "added scores alibi_attention learned whole_modules keys_on_every_rank uneven sharded_ids "
+        "added scores learned whole_modules keys_on_every_rank uneven sharded_ids "
         "learned_tables out_of_range fewer_tokens_than_ranks compiled"
     )
     ways = [BATCH], [HEADS], [LENGTH]
