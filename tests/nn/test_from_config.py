@@ -12,8 +12,7 @@ import transformers
 
 from posenc import RoPE, configs
 from posenc.configs.reader import rotating_types
-from posenc.interop.huggingface.rewrite import rotates
-from posenc.interop.huggingface.variants import recognise
+from posenc.interop.huggingface.recognition import recognise, rotates
 
 MODELS = Path(transformers.__file__).parent / "models"
 # Their default config, or what they take of it, is not that of any checkpoint: odd widths, a

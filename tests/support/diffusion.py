@@ -5,7 +5,6 @@ import math
 import pytest
 import torch
 
-from posenc import positions
 from support.diffusion_parts import (
     AUDIO,
     COG,
@@ -301,20 +300,6 @@ MODELS = {
         {
             "hidden_states": (1, 2, 4, 1, 2, 2), "encoder_hidden_states": (1, 7, 16),
             "timestep": ONE[:1], "shape_list": [[(1, 1, 1), (1, 1, 1)]],
-        },
-    ),
-    "AllegroTransformer3DModel": (
-        {
-            "num_attention_heads": 2, "attention_head_dim": 24, "in_channels": 4,
-            "out_channels": 4, "num_layers": 2, "cross_attention_dim": 48, "sample_width": 12,
-            "sample_height": 8, "sample_frames": 3, "caption_channels": 16,
-        },
-        {
-            **VIDEO,
-            "image_rotary_emb": (
-                [turned(n, 8, repeated=False) for n in (3, 4, 6)],
-                [axis[None] for axis in positions.grid(3, 4, 6)],
-            ),
         },
     ),
     **AUDIO,

@@ -42,8 +42,7 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import CONFIG_MAPPING
 
 from posenc.configs import text_part
-from posenc.interop.huggingface.rewrite import rotates
-from posenc.interop.huggingface.variants import recognise
+from posenc.interop.huggingface.recognition import recognise, rotates
 
 PATH = Path(__file__).resolve().parents[2] / "src" / "posenc" / "configs" / "models.json"
 RULES = {"default", "linear", "dynamic", "yarn", "longrope", "llama3", "proportional"}

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from posenc.interop.huggingface import patch, patched, rotation, unpatch
-from posenc.interop.huggingface.rewrite import names_in, rotates
+from posenc.interop.huggingface.recognition import rotates
+from posenc.interop.huggingface.rewrite import names_in
 
 
 class Watch:

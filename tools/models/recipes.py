@@ -189,10 +189,6 @@ def _kimi(model: nn.Module) -> dict[str, Any]:
 # Arguments by the class of the model, where no guess fits.
 INPUTS: dict[str, Callable[[nn.Module], dict[str, Any]]] = {
     "Kimi_K25VisionModel": _kimi,
-    "MuseGlimmerAssistantModel": lambda m: {
-        "noise_embeds": _noise(2, 4, 64),
-        "context_hidden_states": _noise(2, 5, m.encoder.fc.in_features),
-    },
     "MuseGlimmerVisionModel": lambda m: {
         "pixel_values": _noise(32, 384),
         "grid_thw": torch.tensor([[1, 4, 4], [1, 4, 4]]),
@@ -211,7 +207,6 @@ INPUTS: dict[str, Callable[[nn.Module], dict[str, Any]]] = {
         "grid_thw": torch.tensor([[1, 4, 4], [1, 4, 4]]),
         "merge_sizes": torch.tensor([2, 2]),
     },
-    "VJEPA2Model": lambda m: {"pixel_values_videos": _noise(1, 4, 3, 32, 32)},
     "EfficientLoFTRModel": lambda m: {"pixel_values": _noise(1, 2, 3, 64, 64)},
     "IdeficsModel": lambda m: {
         "input_ids": torch.arange(3, 12)[None],
@@ -241,18 +236,6 @@ INPUTS: dict[str, Callable[[nn.Module], dict[str, Any]]] = {
     "EomtDinov3Attention": lambda m: {
         "hidden_states": _noise(2, 9, 64),
         "position_embeddings": _tables("doubled", 5, m.head_dim),
-    },
-    "EdgeTamVideoRoPESelfAttention": lambda m: {
-        **dict.fromkeys(("query", "key", "value"), _noise(1, 1, 16, m.q_proj.in_features)),
-        "position_embeddings": _tables("repeated", 1, 1, 16, m.head_dim),
-    },
-    "EdgeTamVideoRoPECrossAttention": lambda m: {
-        "query": _noise(1, 1, 16, m.q_proj.in_features),
-        **dict.fromkeys(("key", "value"), _noise(1, 1, 27, m.k_proj.in_features)),
-        "position_embeddings": _tables("repeated", 1, 1, 16, m.head_dim),
-        "position_embeddings_k": _tables("repeated", 1, 1, 9, m.head_dim),
-        "num_k_exclude_rope": 3,
-        "rope_k_repeat": 2,
     },
 }
 

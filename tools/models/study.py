@@ -16,6 +16,8 @@ import transformers
 from torch import nn
 from transformers import PreTrainedModel
 
+from posenc.interop.huggingface import patched
+from posenc.interop.huggingface.recognition import NotUnderstood
 from posenc.interop.huggingface.rewrite import replacements
 
 
@@ -40,8 +42,16 @@ def rotating(module: Any) -> set[str]:
         if inspect.isclass(kind)
         and issubclass(kind, nn.Module)
         and kind.__module__ == module.__name__
-        and replacements(kind)
+        and _replaces(kind)
     }
+
+
+def _replaces(kind: type) -> bool:
+    """Whether a class rotates, by functions that posenc knows or not."""
+    try:
+        return bool(replacements(kind))
+    except NotUnderstood:
+        return True
 
 
 def study(folder: str, modules: list[str]) -> dict[str, Any]:
@@ -68,6 +78,12 @@ def study(folder: str, modules: list[str]) -> dict[str, Any]:
             inside = {type(m).__name__ for m in model.modules()} & want
             covered = {owner for d in result["driven"] for owner in d["owners"]}
             if not inside - covered:
+                continue
+            try:
+                with patched(model):
+                    pass
+            except ValueError as error:
+                result["trouble"].append(f"{name}: {said(error)}")
                 continue
             for label, call in recipes.calls(name, model, inside - covered):
                 try:

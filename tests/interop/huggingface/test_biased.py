@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from posenc.interop.huggingface import patch, patched, stacks, unpatch
+from posenc.interop.huggingface import biased, patch, patched, unpatch
 from support.hf_biased import DECODERS, FAMILIES, build, inputs, rarely, run
 from support.hf_models import tiny, tokens
 
@@ -24,7 +24,7 @@ def test_logits_and_gradients_stay(family, calls):
     report = patch(model)
     calls.clear()
     ours, our_gradients = run(model)
-    # Two layers in each of the stacks.
+    # Two layers in each of the biased.
     assert len(calls) == (4 if model.config.is_encoder_decoder else 2)
     unpatch(model)
     again, _ = run(model)
@@ -58,10 +58,10 @@ def generated(model, **how):
     return model.generate(prompt, attention_mask=mask, **how)
 
 
-@pytest.mark.parametrize("few", [stacks.FEW_SCORES, 0], ids=["matrix", "kernel"])
+@pytest.mark.parametrize("few", [biased.FEW_SCORES, 0], ids=["matrix", "kernel"])
 @pytest.mark.parametrize("family", rarely([*DECODERS, "t5", "umt5"], "bloom", "t5"))
 def test_generate_gives_the_same_tokens(family, few, calls, monkeypatch):
-    monkeypatch.setattr(stacks, "FEW_SCORES", few)
+    monkeypatch.setattr(biased, "FEW_SCORES", few)
     model = build(family)
     expected, beams = generated(model), generated(model, num_beams=2)
 

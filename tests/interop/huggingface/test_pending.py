@@ -5,8 +5,8 @@ import torch
 from torch import nn
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
-from posenc.interop.huggingface import norms
-from posenc.interop.huggingface.pending import NormCall, Pending
+from posenc.interop.huggingface import modules
+from posenc.interop.huggingface.rotation import NormCall, Pending
 
 
 def pending(*shape):
@@ -75,8 +75,8 @@ def test_a_kernel_that_is_no_torch_function_gets_the_result_or_an_error():
 
 def test_a_norm_is_known_by_what_it_computes():
     """torch's RMSNorm without eps takes that of the dtype, so it is none of ours."""
-    assert norms._formula(Qwen3RMSNorm(8, eps=1e-5)) == (1e-5, 0.0)
-    assert norms._formula(nn.RMSNorm(8, eps=1e-3)) == (1e-3, 0.0)
-    assert norms._formula(nn.RMSNorm(8)) is None
-    assert norms._formula(nn.RMSNorm((2, 4), eps=1e-6)) is None
-    assert norms._formula(nn.LayerNorm(8, bias=False)) is None
+    assert modules._formula(Qwen3RMSNorm(8, eps=1e-5)) == (1e-5, 0.0)
+    assert modules._formula(nn.RMSNorm(8, eps=1e-3)) == (1e-3, 0.0)
+    assert modules._formula(nn.RMSNorm(8)) is None
+    assert modules._formula(nn.RMSNorm((2, 4), eps=1e-6)) is None
+    assert modules._formula(nn.LayerNorm(8, bias=False)) is None

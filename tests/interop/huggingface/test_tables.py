@@ -11,7 +11,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.models.pixtral.modeling_pixtral import PixtralVisionRotaryEmbedding
 
 from posenc.interop.huggingface import patch, patched
-from posenc.interop.huggingface.tables import understood
+from posenc.interop.huggingface.modules import tables_of
 from support.hf_models import SMALL, VISION, apart, llama, tiny, tokens
 
 
@@ -119,14 +119,14 @@ class Loaded(LlamaRotaryEmbedding):
 def test_modules_are_known_by_what_they_do():
     config = LlamaConfig(hidden_size=64, num_attention_heads=4)
     module = AsBefore(config)
-    tables = understood(module)
+    tables = tables_of(module)
     assert (tables.form, tables.rates) == ("doubled", "from the config")
     at = torch.tensor([[3, 1_000_003], [2, 4097]])
     cos = tables.forward_of(AsBefore)(module, torch.zeros(1), at)[0]
     assert (cos[..., :8] - exact_cosines(at)).abs().max() < 1e-7
-    assert understood(OfLength(config)) is None
-    assert understood(Loaded(config)) is None
-    assert understood(nn.Identity()) is None
+    assert tables_of(OfLength(config)) is None
+    assert tables_of(Loaded(config)) is None
+    assert tables_of(nn.Identity()) is None
 
 
 def exact_cosines(at, pairs=8, base=1e4):
@@ -219,7 +219,7 @@ def test_rates_in_an_order_of_their_own_come_from_the_config_too():
     """Pixtral's module has the even rates first, for the rows, and then the odd ones."""
     config = PixtralVisionConfig(hidden_size=64, num_attention_heads=4, head_dim=16)
     module = PixtralVisionRotaryEmbedding(config).bfloat16()
-    tables = understood(module)
+    tables = tables_of(module)
     assert tables.rates == "from the config"
     cos, _ = tables.forward_of(type(module))(module, torch.zeros(1), torch.tensor([[3, 900]]))
     rows, columns = exact_cosines(torch.tensor([3, 900]))

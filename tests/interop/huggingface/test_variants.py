@@ -157,7 +157,7 @@ def test_functions_of_a_processor_are_replaced_where_it_defines_or_names_them():
 
     places = {(p.cls, p.function, p.variant) for p in report.places}
     names = ("apply_rotary_inside", "apply_rotary_by_keyword")
-    assert places == {("Processor", name, "complex, single") for name in names}
+    assert places == {("Processor", name, "complex") for name in names}
     assert apart(expected, got) < 1e-6
     assert type(model.processor) is Processor
     assert torch.equal(shared(x, freqs), expected)

@@ -1,18 +1,20 @@
 """Hugging Face models on our rotation and attention, or without a rotation: `patch`, `unpatch`."""
 
-from posenc.interop.huggingface.norms import Norms
+from posenc.interop.huggingface.biased import Attention
+from posenc.interop.huggingface.modules import Norms
 from posenc.interop.huggingface.patching import (
     Kept,
     Place,
     Report,
     Table,
+    drop_rotation,
+    dual_chunk,
     patch,
     patched,
+    self_extend,
     unpatch,
 )
 from posenc.interop.huggingface.rotation import apply_rotary_pos_emb
-from posenc.interop.huggingface.stacks import Attention
-from posenc.interop.huggingface.unrotated import drop_rotation, dual_chunk, self_extend
 
 __all__ = [
     "Attention",

@@ -1,4 +1,4 @@
-"""Rebuild methods of a model so that they call our functions, with nothing else changed.
+"""Rebuild methods of a model so that they call our rotation, and give them to modules.
 
 A rebuilt function has the code and the globals of the original. In the code, the name of a function
 to replace becomes an alias, which is added to the globals. Other names are still looked up at every
@@ -11,53 +11,27 @@ import dis
 import functools
 import importlib.util
 import inspect
-import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from types import CellType, CodeType, FunctionType
+from functools import partial
+from types import CellType, CodeType, FunctionType, MethodType
 from typing import Any
 
+from torch import nn
+
 from posenc._contract import checks
-from posenc.interop.huggingface import variants
-from posenc.interop.huggingface.pending import taking_tensors
-from posenc.interop.huggingface.probing import Known, NotUnderstood
-
-# Names of functions that rotate, and exceptions that compute positions, rates or tables.
-_ROTATES = re.compile(r"rotary|rotate|rope")
-_EXCEPTIONS = re.compile(
-    r"rope_(parameters|deltas|index|params|freqs)|rotary_freqs|_init|propert|^rope$"
-    r"|^_?(get|build|create|pad|prepare|slice|store|pre)_|_mrope$"
-)
-
-# The function of diffusers that attends, by any of many packages; they take tensors only.
-_ATTENDS = "dispatch_attention_fn"
-
-
-def rotates(name: str) -> bool:
-    """Whether a function's name says that it rotates."""
-    return bool(_ROTATES.search(name)) and not _EXCEPTIONS.search(name)
-
-
-def _known(name: str, function: Any) -> Known | None:
-    if name == _ATTENDS:
-        return Known("", "", taking_tensors(function))
-    return variants.recognise(function) if rotates(name) else None
-
-
-def _still(name: str, function: Any) -> Known | None:
-    return variants.recognise(function, still=True) if rotates(name) else None
+from posenc.interop.huggingface.recognition import Match, NotUnderstood, recognise, rotates
+from posenc.interop.huggingface.rotation import taking_tensors
 
 
 class Rewriter:
-    """Rebuilds functions to call a replacement wherever ``replace(name, function)`` has one.
+    """Rebuilds functions to call ours wherever ``match(name, function)`` has one.
 
-    The names of replacements begin with ``prefix``: one for each way to replace.
+    The names of aliases begin with ``prefix``: one for each way to replace.
     """
 
-    def __init__(
-        self, replace: Callable[[str, Any], Known | None], prefix: str = "_posenc_"
-    ) -> None:
-        self._replace, self._prefix = replace, prefix
+    def __init__(self, match: Callable[[str, Any], Match | None], prefix: str = "_posenc_") -> None:
+        self._match, self._prefix = match, prefix
         self._rebuilt: dict[FunctionType, tuple[FunctionType, list[Any]]] = {}
 
     def rewrite(self, name: str, function: Any, of_model: bool = True) -> tuple[Any, list[Any]]:
@@ -65,21 +39,21 @@ class Rewriter:
 
         Functions that it calls are rebuilt too if ``of_model``: library code stays as it is.
         """
-        known = self._replace(name, function)
-        if known is not None:
-            rotated = [(name, known.variant, known.layout)] if known.variant else []
-            return known.function, rotated
+        match = self._match(name, function)
+        if match is not None:
+            replaced = [(name, match.variant, match.layout)] if match.variant else []
+            return match.function, replaced
         must_change = rotates(name) and function.__module__ != "transformers.modeling_rope_utils"
-        made, replaced = function, list[Any]()
+        result, replaced = function, []
         if of_model and isinstance(function, FunctionType):
             try:
-                made, replaced = self._rebuild(function)
+                result, replaced = self._rebuild(function)
             except NotUnderstood:
                 if not must_change:
                     raise
         if must_change and not replaced:
             raise NotUnderstood(f"{function.__module__}.{name}")
-        return made, replaced
+        return result, replaced
 
     def _rebuild(self, function: FunctionType) -> tuple[FunctionType, list[Any]]:
         if function in self._rebuilt:
@@ -97,18 +71,17 @@ class Rewriter:
             if isinstance(value, FunctionType) or hasattr(type(value), "kernel_layer_name"):
                 source = value.__module__ or ""
                 of_model = source == function.__module__ or ".models." in source
-                made, inner = self.rewrite(name, value, of_model)
+                result, inner = self.rewrite(name, value, of_model)
                 replaced += inner
-                if made is not value:
-                    names[name] = _alias(home, self._prefix + name, value, made)
+                if result is not value:
+                    names[name] = _alias(home, self._prefix + name, value, result)
         for code in _codes(function.__code__):
             if rotates(code.co_name):
                 value = _defined(code, function.__module__)
-                made, inner = self.rewrite(code.co_name, value)
+                result, inner = self.rewrite(code.co_name, value)
                 name = f"{self._prefix}{code.co_name}_{code.co_firstlineno}"
-                alias = _alias(scope, name, value, made)
                 replaced += inner
-                codes[code] = _calling(code, alias)
+                codes[code] = _calling(code, _alias(scope, name, value, result))
         for i, cell in enumerate(cells):
             try:
                 value = cell.cell_contents
@@ -116,12 +89,17 @@ class Rewriter:
                 continue
             # The function inside a decorator is the model's, wherever the decorator comes from.
             if isinstance(value, FunctionType):
-                made, inner = self.rewrite(value.__name__, value)
+                result, inner = self.rewrite(value.__name__, value)
                 if inner:
                     replaced += inner
-                    cells[i] = CellType(made)
+                    cells[i] = CellType(result)
         if replaced:
-            self._rebuilt[function] = _copied(function, names, codes, cells), replaced
+            code = _renamed(function.__code__, names, codes)
+            defaults, closure = function.__defaults__, tuple(cells) or None
+            copy = FunctionType(code, scope, None, defaults, closure)
+            copy.__kwdefaults__ = function.__kwdefaults__
+            functools.update_wrapper(copy, function)
+            self._rebuilt[function] = copy, replaced
         return self._rebuilt[function]
 
 
@@ -159,8 +137,8 @@ def _defined(code: CodeType, module: str) -> FunctionType:
 @functools.cache
 def _calling(code: CodeType, name: str) -> CodeType:
     """The code of a function with the parameters of ``code`` that calls the global ``name``."""
-    given = ", ".join(code.co_varnames[: code.co_argcount])
-    text = f"def {code.co_name}({given}): return {name}({given})"
+    parameters = ", ".join(code.co_varnames[: code.co_argcount])
+    text = f"def {code.co_name}({parameters}): return {name}({parameters})"
     return _codes(compile(text, code.co_filename, "exec"))[0]
 
 
@@ -168,8 +146,8 @@ def _renamed(code: CodeType, names: dict[str, str], codes: dict[CodeType, CodeTy
     """``code`` with other global names, and other code for the functions that it defines."""
     for step in dis.get_instructions(code):
         # Globals and attributes share co_names.
-        own = step.opname in ("LOAD_GLOBAL", "IMPORT_FROM")
-        if step.opcode in dis.hasname and step.argval in names and not own:
+        is_attribute = step.opname not in ("LOAD_GLOBAL", "IMPORT_FROM")
+        if step.opcode in dis.hasname and step.argval in names and is_attribute:
             raise NotUnderstood(f"{step.argval}, which {code.co_name} also has as an attribute,")
     inner = {c: codes.get(c) or _renamed(c, names, {}) for c in _codes(code)}
     return code.replace(
@@ -186,20 +164,6 @@ def _codes(code: CodeType) -> list[CodeType]:
     return [constant for constant in code.co_consts if isinstance(constant, CodeType)]
 
 
-def _copied(
-    function: FunctionType,
-    names: dict[str, str],
-    codes: dict[CodeType, CodeType],
-    cells: list[CellType],
-) -> FunctionType:
-    """``function`` with other global names, functions of its own, and cells."""
-    code, scope = _renamed(function.__code__, names, codes), function.__globals__
-    made = FunctionType(code, scope, None, function.__defaults__, tuple(cells) or None)
-    made.__kwdefaults__ = function.__kwdefaults__
-    functools.update_wrapper(made, function)
-    return made
-
-
 def names_in(code: CodeType) -> Iterator[str]:
     """Every name that ``code`` and the functions inside it look up."""
     yield from code.co_names
@@ -207,8 +171,9 @@ def names_in(code: CodeType) -> Iterator[str]:
         yield from names_in(inner)
 
 
-# An attribute that every patched module has, and one of layers that attend by ours: what does.
-PATCHED, HELD = "_posenc_patched", "_posenc_attention"
+# Attributes of patched modules, of layers that attend by ours, and DataParallel's method.
+PATCHED, EXTENSION = "_posenc_patched", "_posenc_attention"
+_REPLICATE = "_replicate_for_data_parallel"
 # The name of our attention in transformers' registries and in a config.
 ATTENTION = "posenc"
 
@@ -216,8 +181,9 @@ ATTENTION = "posenc"
 class Replacement:
     """Our method for the method ``name`` of the class ``kind``.
 
-    ``replaced`` has name, variant and layout of each function that was replaced. The class's method
-    runs instead if it was reassigned since, or if the module was unpatched below a wrapper.
+    ``replaced`` has name, variant and layout of each function that was replaced; ``rebuild`` is a
+    function and its arguments, which pickle calls to get this again. The class's method runs
+    instead of ours if it was reassigned since, or if the module was unpatched below a wrapper.
     """
 
     def __init__(
@@ -225,14 +191,14 @@ class Replacement:
         kind: type,
         name: str,
         ours: Callable[..., Any],
-        replaced: Sequence[tuple[str, str, str]],
-        remake: tuple[Any, ...],
+        rebuild: tuple[Any, ...],
+        replaced: Sequence[tuple[str, str, str]] = (),
     ) -> None:
         self.kind, self.name, self.replaced = kind, name, tuple(dict.fromkeys(replaced))
-        self._ours, self._theirs, self._remake = ours, getattr(kind, name), remake
+        self._ours, self._theirs, self._rebuild = ours, getattr(kind, name), rebuild
         self._static = isinstance(inspect.getattr_static(kind, name), staticmethod)
         functools.update_wrapper(self, self._theirs)
-        # torch.export reads this of the model that it is given.
+        # torch.export reads this attribute of the model's forward.
         self.__code__ = ours.__code__
 
     def __call__(self, module: Any, *args: Any, **kwargs: Any) -> Any:
@@ -240,7 +206,7 @@ class Replacement:
         method = getattr(self.kind, self.name)
         if method is self._theirs and hasattr(module, PATCHED):
             method = self._ours
-            if HELD in vars(module) and module.config._attn_implementation != ATTENTION:
+            if EXTENSION in vars(module) and module.config._attn_implementation != ATTENTION:
                 rule = f"the attention implementation must stay {ATTENTION!r}, which rotates"
                 got = module.config._attn_implementation
                 checks.fail("the extended model", rule, got, "Call unpatch(model) first.")
@@ -250,46 +216,31 @@ class Replacement:
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Pickle cannot store functions that are built at run time, so loading rebuilds them.
-        return self._remake
+        return self._rebuild
 
 
-def rotary_forward(kind: type, tables: Any) -> Replacement:
-    """The forward of a rotary module whose tables are ours."""
-    forward = tables.forward_of(kind)
-    return Replacement(kind, "forward", forward, (), (rotary_forward, (kind, tables)))
+# The function of diffusers that attends, by any of many packages; they take tensors only.
+_ATTENDS = "dispatch_attention_fn"
 
 
-def _replacement_of(kind: type, name: str, still: bool = False) -> Replacement:
-    return next(one for one in replacements(kind, still=still) if one.name == name)
+def _match(name: str, function: Any) -> Match | None:
+    if name == _ATTENDS:
+        return Match("", "", taking_tensors(function))
+    return recognise(function) if rotates(name) else None
 
 
-def replacements(kind: type, *, still: bool = False) -> list[Replacement]:
-    """Replacements for the methods of a class that rotate, by ones that do not if ``still``."""
-    return [
-        Replacement(kind, name, made, replaced, (_replacement_of, (kind, name, still)))
-        for name, (made, replaced) in rebuilt(kind, still=still).items()
-    ]
+def _identity(name: str, function: Any) -> Match | None:
+    match = recognise(function) if rotates(name) else None
+    if match is None or match.identity is None:
+        return None
+    return match._replace(function=match.identity)
 
 
-def keeps_rotation(kind: type) -> bool:
-    """Whether a class without replacements may rotate all the same, by code of its own.
-
-    Such a class overrides a method that rotates, or its forward takes tables apart.
-    """
-    if any(rebuilt(base) for base in kind.__mro__[1:]):
-        return True
-    forward = inspect.unwrap(kind.forward)  # type: ignore[attr-defined]
-    given, code = inspect.signature(forward).parameters, getattr(forward, "__code__", None)
-    return "position_embeddings" in given and {"cos", "sin"} <= set(
-        getattr(code, "co_varnames", ())
-    )
-
-
-def rebuilt(kind: type, *special: str, still: bool = False) -> dict[str, tuple[Any, list[Any]]]:
+def rebuilt(kind: type, *special: str, identity: bool = False) -> dict[str, tuple[Any, list[Any]]]:
     """The methods of a class that rotate, rebuilt, and what was replaced in each.
 
-    Methods with names such as ``__call__`` are left out, except for ``special`` ones.
+    Methods with names such as ``__call__`` are left out, except for ``special`` ones. If
+    ``identity``, the rebuilt methods do not rotate.
     """
     found: dict[str, tuple[Any, list[Any]]] = {}
     seen: dict[str, FunctionType] = {}
@@ -303,12 +254,135 @@ def rebuilt(kind: type, *special: str, still: bool = False) -> dict[str, tuple[A
             left_out = name.startswith("__") and name not in special
             if left_out or not isinstance(function, FunctionType):
                 continue
-            rewriter = Rewriter(_still, "_posenc_still_") if still else Rewriter(_known)
-            made, replaced = rewriter.rewrite(name, function)
+            rewriter = Rewriter(_identity, "_posenc_identity_") if identity else Rewriter(_match)
+            method, replaced = rewriter.rewrite(name, function)
             # An instance cannot override a method that is called by super().
             if replaced and name in seen and "super" in seen[name].__code__.co_names:
                 raise NotUnderstood(f"{owner.__name__}.{name}, called by super(),")
             if replaced and name not in seen:
-                found[name] = made, replaced
+                found[name] = method, replaced
             seen.setdefault(name, function)
     return found
+
+
+def replacements(kind: type, *, identity: bool = False) -> list[Replacement]:
+    """Replacements for the methods of a class that rotate, by ones that do not if ``identity``."""
+    return [
+        Replacement(kind, name, method, (_replacement, (kind, name, identity)), replaced)
+        for name, (method, replaced) in rebuilt(kind, identity=identity).items()
+    ]
+
+
+def _replacement(kind: type, name: str, identity: bool) -> Replacement:
+    return next(one for one in replacements(kind, identity=identity) if one.name == name)
+
+
+def keeps_rotation(kind: type) -> bool:
+    """Whether a class without replacements may rotate all the same, by code of its own.
+
+    Such a class overrides a method that rotates, or its forward takes tables apart.
+    """
+    if any(rebuilt(base) for base in kind.__mro__[1:]):
+        return True
+    forward = inspect.unwrap(kind.forward)  # type: ignore[attr-defined]
+    local_names = set(getattr(getattr(forward, "__code__", None), "co_varnames", ()))
+    takes_tables = "position_embeddings" in inspect.signature(forward).parameters
+    return takes_tables and {"cos", "sin"} <= local_names
+
+
+# An attribute of our classes of processors: the class of the model.
+_THEIRS = "_posenc_theirs"
+
+
+def processor_for(module: nn.Module) -> tuple[Any, list[Any]]:
+    """An attention processor of diffusers with our rotation, and what was replaced in it.
+
+    A processor is an object that an attention module calls. Python looks ``__call__`` up in its
+    class, so ours is of a subclass, and shares the attributes of the model's. None if ``module``
+    has no processor that rotates.
+    """
+    processor = getattr(module, "processor", None)
+    if not callable(processor) or isinstance(processor, type):
+        return None, []
+    theirs: Any = type(processor)
+    kind, replaced = _subclass(theirs)
+    return (_converted(processor, kind), list(replaced)) if replaced else (None, [])
+
+
+def restore_processor(module: Any) -> None:
+    """Let ``module`` call a processor of the model's class, if it calls one of ours."""
+    processor = getattr(module, "processor", None)
+    theirs = getattr(processor, _THEIRS, None)
+    if theirs is not None:
+        module.processor = _converted(processor, theirs)
+
+
+def _converted(processor: Any, kind: type) -> Any:
+    converted: Any = object.__new__(kind)
+    # One dict for both: what is set on one of them, such as the backend, holds for the other.
+    object.__setattr__(converted, "__dict__", vars(processor))
+    return converted
+
+
+# A new class for each patch would be compiled again.
+@functools.cache
+def _subclass(kind: Any) -> tuple[Any, tuple[Any, ...]]:
+    """A subclass of a processor's class that calls our functions, and what was replaced."""
+    methods = rebuilt(kind, "__call__")
+    replaced = dict.fromkeys(one for _, found in methods.values() for one in found)
+    body = {
+        **{name: method for name, (method, _) in methods.items()},
+        _THEIRS: kind,
+        "__module__": kind.__module__,
+        "__qualname__": kind.__qualname__,
+        "__reduce__": lambda self: (_new, (kind,), vars(self)),
+    }
+    return type(kind.__name__, (kind,), body), tuple(replaced)
+
+
+def _new(kind: type) -> Any:
+    # Pickle cannot find a class that is made at run time, so loading makes it again.
+    return object.__new__(_subclass(kind)[0])
+
+
+def attribute_for(module: nn.Module, path: str, method: Replacement) -> str:
+    """The attribute of ``module`` that gets ``method``."""
+    name = method.name
+    # accelerate's hooks wrap forward and call the original by this name.
+    if name == "forward" and "_old_forward" in vars(module):
+        name = "_old_forward"
+    theirs, value = getattr(method.kind, method.name), vars(module).get(name)
+    if value is not None and getattr(value, "__func__", value) is not theirs:
+        rule, got = f"'{path}' must have the {method.name} of its class", repr(value)[:80]
+        checks.fail("patch", rule, got, "Patch before wrapping methods.")
+    return name
+
+
+def install(module: nn.Module, methods: dict[str, Replacement]) -> None:
+    """Give ``module`` our methods, by the attributes that get them."""
+    # Pickle can store a partial, but not a bound method that the class does not have.
+    vars(module).update({name: partial(ours, module) for name, ours in methods.items()})
+    vars(module).update({PATCHED: True, _REPLICATE: partial(_replica, module)})
+
+
+def uninstall(module: nn.Module) -> None:
+    """Undo `install`."""
+    for name, ours in _replacements_of(module).items():
+        if name == ours.name:
+            del vars(module)[name]
+        else:
+            vars(module)[name] = MethodType(getattr(ours.kind, ours.name), module)
+    del vars(module)[PATCHED], vars(module)[_REPLICATE]
+
+
+def _replacements_of(module: nn.Module) -> dict[str, Replacement]:
+    """The replacements among a module's attributes, except those that were wrapped since."""
+    functions = {name: getattr(value, "func", None) for name, value in vars(module).items()}
+    return {name: ours for name, ours in functions.items() if isinstance(ours, Replacement)}
+
+
+def _replica(module: nn.Module) -> nn.Module:
+    """A replica for DataParallel, whose methods are bound to the replica."""
+    replica: nn.Module = type(module)._replicate_for_data_parallel(module)
+    install(replica, _replacements_of(module))
+    return replica

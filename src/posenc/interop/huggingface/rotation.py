@@ -1,21 +1,67 @@
-"""The rotation for tables and tensors in the shapes that transformers' models have."""
+"""The rotation for tables and tensors of the forms that models have, with the norm before it."""
 
 from __future__ import annotations
 
+import functools
 import math
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
+from posenc import kernels
 from posenc._contract import checks
 from posenc._contract.position_checks import UNLIMITED
 from posenc.functional.rotary import halved, rotate_rows
-from posenc.interop.huggingface.pending import Pending
-from posenc.kernels import Rows, Spec
+from posenc.kernels import Norm, Rows, Spec
 from posenc.kernels.rotation import norm_rotate_qk_op, rotate_qk_op
 from posenc.kernels.spec import TOKENS_FIRST
 
 _WHO = "the patched model"
+
+# How a row holds the numbers of its pairs: of 0 1, doubled is 0 1 0 1, repeated 0 0 1 1.
+WIDEN: dict[str, Callable[[Tensor], Tensor]] = {
+    "doubled": lambda pairs: torch.cat((pairs, pairs), dim=-1),
+    "repeated": lambda pairs: pairs.repeat_interleave(2, dim=-1),
+    "single": lambda pairs: pairs,
+}
+# The numbers of the pairs in such a row.
+PAIRS: dict[str, Callable[[Tensor], Tensor]] = {
+    "doubled": lambda row: row[..., : row.shape[-1] // 2],
+    "repeated": lambda row: row[..., ::2],
+    "single": lambda row: row,
+}
+
+
+class Form(NamedTuple):
+    """How the arguments of a rotating function hold cosines and sines."""
+
+    name: str
+    pack: Callable[[Tensor, Tensor], tuple[Any, ...]]
+    unpack: Callable[..., tuple[Tensor, Tensor]]
+
+
+def _matrices(cos: Tensor, sin: Tensor) -> tuple[Tensor]:
+    rows = torch.stack((cos, -sin), dim=-1), torch.stack((sin, cos), dim=-1)
+    return (torch.stack(rows, dim=-2),)
+
+
+TWO_ARGUMENTS = Form("", lambda cos, sin: (cos, sin), lambda cos, sin: (cos, sin))
+ONE_ARGUMENT = (
+    Form("", lambda cos, sin: ((cos, sin),), lambda tables: (tables[0], tables[1])),
+    Form(
+        "complex",
+        lambda cos, sin: (torch.complex(cos, sin),),
+        lambda tables: (tables.real, tables.imag),
+    ),
+    Form("matrices", _matrices, lambda tables: (tables[..., 0, 0], tables[..., 1, 0])),
+    Form(
+        "joined",
+        lambda cos, sin: (torch.cat((cos, sin), dim=-1),),
+        lambda tables: tables.chunk(2, dim=-1),
+    ),
+)
 
 
 def apply_rotary_pos_emb(
@@ -56,7 +102,7 @@ def apply_rotary_pos_emb(
             return rotated  # type: ignore[no-any-return]
     c = halved(who, "cos", cos, False).unsqueeze(unsqueeze_dim)
     s = halved(who, "sin", sin, False).unsqueeze(unsqueeze_dim)
-    a, b = rotate_all([q, k], c, s, interleaved=False, interleaved_out=False)
+    a, b = rotate_all([q, k], c, s)
     return a, b
 
 
@@ -83,9 +129,8 @@ def rotate_all(
     xs: list[Any],
     cos: Tensor,
     sin: Tensor,
+    layout: str = "half",
     *,
-    interleaved: bool,
-    interleaved_out: bool,
     last: bool = False,
     backwards: bool = False,
 ) -> list[Tensor]:
@@ -97,8 +142,7 @@ def rotate_all(
     if cos.dim() == 4 and cos.shape[-3] != 1 and xs[0].dim() == 3:
         # LTX-2 rotates before it splits the heads, by tables of (B, H, L, P).
         split = [x.unflatten(-1, (cos.shape[-3], -1)).transpose(-2, -3) for x in xs]
-        flags = {"interleaved": interleaved, "interleaved_out": interleaved_out}
-        ys = rotate_all(split, cos, sin, **flags, last=last, backwards=backwards)
+        ys = rotate_all(split, cos, sin, layout, last=last, backwards=backwards)
         return [y.transpose(-2, -3).flatten(-2) for y in ys]
     # The op takes heads before tokens, with any strides.
     swapped = cos.dim() > 2 and cos.shape[-2] == 1 and cos.shape[-3] != 1
@@ -106,7 +150,7 @@ def rotate_all(
         cos, sin = cos.transpose(-2, -3), sin.transpose(-2, -3)
         xs = [x.transpose(-2, -3) for x in xs]
     first_channel = xs[0].shape[-1] - 2 * cos.shape[-1] if last else 0
-    spec = Spec(interleaved, interleaved_out, first_channel, backwards)
+    spec = Spec(layout != "half", layout == "interleaved", first_channel, backwards)
     # The op takes one tensor, or queries and keys.
     if len(xs) <= 2 and all(_alike(x, xs[0], cos) for x in xs[1:]):
         ys = _rotate(xs, cos, sin, spec)
@@ -164,3 +208,172 @@ def _rows(x: Tensor, table: Tensor) -> Tensor:
         rule = f"cos and sin must broadcast against queries and keys of shape {tuple(x.shape)}"
         checks.fail(_WHO, rule, tuple(batch), "Call unpatch, and report the model.")
     return table.flatten(0, -3) if lead else table
+
+
+class NormCall:
+    """One call of a norm: its arguments, and its result once that is computed."""
+
+    def __init__(
+        self,
+        forward: Callable[[Tensor], Tensor],
+        x: Tensor,
+        weight: Tensor,
+        eps: float,
+        shift: float,
+    ) -> None:
+        self.forward, self.x, self.weight, self.eps, self.shift = forward, x, weight, eps, shift
+        self.result: Tensor | None = None
+        # A trial sets this, to be told whether one kernel takes the norm and the rotation.
+        self.decided: Callable[[bool], None] | None = None
+
+
+class Pending:
+    """The result of a norm, in a view of it, that is computed when it is needed.
+
+    ``transpose``, ``view``, ``reshape`` and ``unflatten`` give another view, and our rotation
+    normalises and rotates in one kernel. Every other operation takes the result of the norm's own
+    forward. This is no tensor, so code that knows nothing of it fails, rather than read what is not
+    normalised.
+    """
+
+    def __init__(
+        self, call: NormCall, x: Tensor, heads: int | None = None, views: tuple[Any, ...] = ()
+    ) -> None:
+        self.call, self.x, self._views = call, x, views
+        # The axis of the heads, counted from the end, if the norm is over all of them.
+        self._heads = heads
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.tensor(), name)
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        return function(*computed(args), **computed(kwargs or {}))
+
+    @property
+    def shape(self) -> torch.Size:
+        """Shape of the view."""
+        return self.x.shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the result."""
+        return self.x.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the result."""
+        return self.x.device
+
+    def dim(self) -> int:
+        """Axes of the view."""
+        return self.x.dim()
+
+    def transpose(self, a: int, b: int) -> Any:
+        """Swap two axes."""
+        a, b = (axis if axis < 0 else axis - self.dim() for axis in (a, b))
+        moved: dict[int | None, int] = {a: b, b: a}
+        heads = moved.get(self._heads, self._heads)
+        return self._view("transpose", (a, b), heads, keeps_rows=-1 not in (a, b))
+
+    def view(self, *shape: Any) -> Any:
+        """Give it another shape."""
+        return self._reshape("view", shape)
+
+    def reshape(self, *shape: Any) -> Any:
+        """Give it another shape."""
+        return self._reshape("reshape", shape)
+
+    def unflatten(self, dim: int, sizes: Any) -> Any:
+        """Split an axis."""
+        return self._reshape("unflatten", (dim, sizes))
+
+    def to(self, *args: Any, **kwargs: Any) -> Any:
+        """Itself, if it has that dtype and device."""
+        x = self.x.to(*args, **kwargs)
+        same = x.dtype == self.dtype and x.device == self.device
+        return self if same else self.tensor().to(*args, **kwargs)
+
+    def _reshape(self, name: str, args: tuple[Any, ...]) -> Any:
+        width, before = self.call.weight.shape[0], self.x
+        after = _viewed(before, name, args) if self._heads is None else before
+        if after.shape[-1] == width:
+            return self._view(name, args, None, keeps_rows=self._heads is None)
+        splits = after.dim() > 1 and after.shape[-2] * after.shape[-1] == width
+        return self._view(name, args, -2, keeps_rows=self._heads is None and splits)
+
+    def _view(self, name: str, args: tuple[Any, ...], heads: int | None, keeps_rows: bool) -> Any:
+        if not keeps_rows:
+            return getattr(self.tensor(), name)(*args)
+        x = _viewed(self.x, name, args)
+        return Pending(self.call, x, heads, (*self._views, (name, args)))
+
+    def tensor(self) -> Tensor:
+        """The result, computed by the norm's own forward if it was not yet."""
+        call = self.call
+        if call.result is None:
+            call.result = call.forward(call.x)
+            if call.decided is not None:
+                call.decided(False)
+        viewed = call.result
+        for name, args in self._views:
+            viewed = getattr(viewed, name)(*args)
+        return viewed
+
+    def is_waiting(self) -> bool:
+        """Whether one kernel may compute the norm and the rotation."""
+        return self.call.result is None and self._heads in (None, -3)
+
+    def rotate(self, cos: Tensor, sin: Tensor, spec: Spec) -> Tensor:
+        """The result rotated; ``[B, H, T, D]`` in this view."""
+        if not self.is_waiting():
+            return kernels.rotate([self.tensor()], cos, sin, Rows(), spec)[0]
+        call = self.call
+        if call.decided is not None:
+            call.decided(True)
+        norm = Norm(call.eps, call.shift, self._heads is not None)
+        return kernels.norm_rotate(self.x, call.weight, cos, sin, Rows(), spec, norm)
+
+
+def _viewed(x: Tensor, name: str, args: tuple[Any, ...]) -> Tensor:
+    # The input may have no such view where the result has one.
+    viewed: Tensor = getattr(x, "reshape" if name == "view" else name)(*args)
+    return viewed
+
+
+def _operator(name: str) -> Callable[..., Any]:
+    def operator(self: Pending, *args: Any) -> Any:
+        return getattr(self.tensor(), name)(*computed(args))
+
+    return operator
+
+
+# Python looks operators up in the class, where __getattr__ is not asked.
+for _name in ("add", "sub", "mul", "truediv", "matmul", "pow"):
+    for _side in ("", "r"):
+        setattr(Pending, f"__{_side}{_name}__", _operator(f"__{_side}{_name}__"))
+for _name in ("__neg__", "__getitem__", "__setitem__", "__len__"):
+    setattr(Pending, _name, _operator(_name))
+
+
+def computed(value: Any) -> Any:
+    """``value`` with tensors for what is pending in it, also inside lists and dictionaries."""
+    if isinstance(value, Pending):
+        return value.tensor()
+    if isinstance(value, dict):
+        return {key: computed(one) for key, one in value.items()}
+    return type(value)(map(computed, value)) if type(value) in (list, tuple) else value
+
+
+# A new function object for each patch would be compiled again.
+@functools.cache
+def taking_tensors(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``function``, called with tensors for what is pending in its arguments."""
+
+    @functools.wraps(function)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        return function(*computed(args), **computed(kwargs))
+
+    return called
