@@ -148,39 +148,24 @@ def patch(model: nn.Module, *, fuse: bool = True) -> Report:
     Each function that rotates is called on small random tensors, and replaced by one of ours that
     gives the same result. The modules that call it get a ``forward`` of their own: the model's code
     with our rotation. Weights, state dict, classes and other models of these classes stay as they
-    are. Rotary modules take their rates from the config instead of their buffers, where these
-    follow from it. If any rotating function is unknown, nothing is patched. A module that rotates
-    without calling a function, such as an attention of your own, stays as it is, and the report
-    names it; the rotary modules then round cos and sin to the model's dtype, which it expects.
-    Patch before you compile.
+    are. Rotary modules take their rates from the config, if it has them. An RMSNorm of queries or
+    keys directly before the rotation is computed in one kernel with it. Attention layers with ALiBi
+    or T5's buckets call :func:`posenc.attention.biased_attention`, which makes no matrix.
 
-    Where an RMSNorm of the queries or keys comes directly before the rotation (Qwen3, Gemma 3,
-    OLMo 2, Flux, Wan), one kernel computes both, with gradients. It rounds once; the model rounds
-    after the norm too, once or twice, so in half precision the two differ by up to four unit
-    roundoffs of the pair. A norm with hooks, or with weights of another dtype than its input, runs
-    on its own.
-
-    Attention layers with ALiBi (BLOOM, MPT, Falcon) or with T5's buckets call
-    :func:`posenc.attention.biased_attention`, which makes no matrix, once a small random model with
-    the same config has given the same hidden states with it. It gives padding tokens other hidden
-    states than the model does. The model's own attention still runs for calls with a mask of four
-    axes, with a static cache, for ``output_attentions``, and in training if the weights of the
-    attention have dropout.
-
-    In a transformer of diffusers, attention processors rotate. Each module that has one gets
-    another, of a subclass that calls our rotation; set your own processors before you patch.
+    Patch before you compile. ``docs/recipes/huggingface.md`` has the details: what is rounded,
+    which calls still run the model's own attention, and what stays as it is.
 
     Args:
         model: A model of transformers, a transformer of diffusers, or any part of one.
         fuse: Compute norms together with the rotation, where they come directly before it.
 
     Returns:
-        What was replaced, and where.
+        What was replaced, and where; and which modules may rotate by code that stays.
 
     Raises:
         ValueError: If the model is patched already, if nothing in it rotates or has such a bias,
-            or if one of its rotating functions or attention layers matches none of ours; the
-            message names it.
+            or if one of its rotating functions or attention layers matches none of ours. The
+            message names it, and nothing is patched.
 
     Examples:
         >>> from transformers import LlamaConfig, LlamaModel
