@@ -34,7 +34,7 @@ from torch import Tensor
 
 import posenc
 from posenc.lab import machine
-from posenc.lab.pictures.style import save
+from posenc.lab.panels import save
 
 MOST_SETS = 256
 COPY, CLONE = "copy_", "clone"

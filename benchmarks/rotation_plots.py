@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from rotation_cases import named
 
-from posenc.lab.pictures.style import GREY, INK, SERIES, figure, plain
+from posenc.lab.panels import GREY, INK, SERIES, figure, plain
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -9,7 +9,7 @@ from pathlib import Path
 from rotation_cases import named
 from rotation_plots import OURS, THEIRS, in_copies, ratios
 
-from posenc.lab.pictures.style import SERIES, figure
+from posenc.lab.panels import SERIES, figure
 
 HERE = Path(__file__).parent
 START, END = "<!-- measured -->\n", "<!-- end -->\n"

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 import posenc
-from posenc.lab.pictures.show import gallery
+from posenc.lab.show import gallery
 
 
 def tour() -> None:

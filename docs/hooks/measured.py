@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from posenc.lab.pictures.style import image
+from posenc.lab.panels import image
 
 RESULTS = Path(__file__).parents[2] / "benchmarks"
 # The scripts that wrote the results are in no package.

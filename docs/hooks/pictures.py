@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from posenc.lab.pictures import show
-from posenc.lab.pictures.style import SERIES, figure, image, plain
+from posenc.lab import show
+from posenc.lab.panels import SERIES, figure, image, plain
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

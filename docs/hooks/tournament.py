@@ -6,10 +6,10 @@ import html
 from pathlib import Path
 from typing import Any
 
-from posenc.lab.comparison import charts, report
-from posenc.lab.comparison.results import RESULTS, read
+from posenc.lab.comparison import report
+from posenc.lab.comparison.run import RESULTS, read
 from posenc.lab.comparison.tasks import TASKS
-from posenc.lab.pictures.style import image
+from posenc.lab.panels import image
 
 _BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 FOLDER = _BENCHMARKS / "tournament"
@@ -73,7 +73,6 @@ def _write(plan: Any, found: dict[str, Any]) -> str:
         heads = [f"{times} ×" for times in plan.times]
         lines = [line for _, line in _ranked(rows)]
         parts.append(f"## {about.label.capitalize()}\n\n{about.about}\n")
-        parts.append(f"{report.sentence(plan, task, rows)}\n")
         parts.append(_table((about.measure, ""), heads, lines))
     labels = {row["encoding"]: row["label"] for rows in found["summary"].values() for row in rows}
     lines = [[labels[name], *report.costs(cost)] for name, cost in found["costs"].items()]
@@ -114,6 +113,6 @@ def on_files(files: Any, config: Any) -> Any:
 
     found = results()
     if found is not None:
-        content = image(charts.overview(*found), ".svg")
+        content = image(report.overview(*found), ".svg")
         files.append(File.generated(config, "pictures/tournament.svg", content=content))
     return files

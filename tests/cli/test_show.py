@@ -5,7 +5,7 @@ import pytest
 from typer.testing import CliRunner
 
 import posenc.cli
-from posenc.lab.pictures.show import ENCODINGS
+from posenc.lab.show import ENCODINGS
 
 YARN = {
     "hidden_size": 512,

@@ -1,4 +1,4 @@
-"""Output of several sub-commands, and checks of their files before any work is done."""
+"""What several sub-commands print."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import contextlib
 import importlib.util
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Literal
 
 import typer
@@ -16,16 +15,6 @@ from rich.table import Table
 from rich.text import Text
 
 from posenc_command import INSTALL, printable
-
-
-def check_picture(path: Path | None, flag: str) -> None:
-    """Refuse a picture in an unknown format, in no folder, or without matplotlib."""
-    if path is not None:
-        if path.suffix not in (".png", ".svg", ".pdf"):
-            raise ValueError(f"{flag} writes .png, .svg or .pdf, got {path}.")
-        if path.is_dir() or not path.absolute().parent.is_dir():
-            raise ValueError(f"{flag} must be a file in a folder that exists, got {path}.")
-        check_installed(flag, "matplotlib")
 
 
 def check_installed(who: str, *packages: str) -> None:
@@ -65,7 +54,7 @@ def progress() -> Iterator[Callable[[str, float], None]]:
 def table(
     title: str,
     heads: Sequence[str],
-    rows: Sequence[Sequence[str | tuple[str, str]]],
+    rows: Sequence[Sequence[str]],
     notes: Sequence[str] = (),
     *,
     justify: Literal["left", "right"] = "right",
@@ -73,9 +62,8 @@ def table(
 ) -> None:
     """Print a table on stdout: with borders on a terminal, as padded columns in a pipe.
 
-    A cell is a string, or a string and its style. Strings may come from a file, so markup and
-    control characters in them are printed as text. In a pipe the table is at most ``piped_width``
-    characters wide.
+    Strings may come from a file, so markup and control characters in them are printed as text. In
+    a pipe the table is at most ``piped_width`` characters wide.
     """
     console, drawn = Console(), Table()
     if not console.is_terminal:
@@ -83,8 +71,7 @@ def table(
     for i, head in enumerate(heads):
         drawn.add_column(Text(printable(head)), justify=justify if i else "left", overflow="fold")
     for row in rows:
-        cells = ((cell, "") if isinstance(cell, str) else cell for cell in row)
-        drawn.add_row(*(Text(printable(words), style=style) for words, style in cells))
+        drawn.add_row(*(Text(printable(cell)) for cell in row))
     console.print(Text(printable(title), style="bold"), drawn, sep="\n")
     for note in notes:
         console.print(Text(f"  {printable(note)}", style="dim"))

@@ -15,13 +15,12 @@ import typer
 
 from posenc.cli import _print
 from posenc.lab import machine
-from posenc.lab.comparison import charts, report
+from posenc.lab.comparison import report
 from posenc.lab.comparison.encodings import COMPARED, ENCODINGS
 from posenc.lab.comparison.plan import QUICK, Plan
-from posenc.lab.comparison.results import RESULTS
-from posenc.lab.comparison.run import Run
+from posenc.lab.comparison.run import RESULTS, Run
 from posenc.lab.comparison.tasks import TASKS
-from posenc.lab.pictures.style import save
+from posenc.lab.panels import save
 
 _DEFAULTS = {field.name: field.default for field in dataclasses.fields(Plan)}
 _BASE = "Base of RoPE and the sinusoid; 0: the training length."
@@ -113,19 +112,20 @@ def compare(
     _print.check_installed("compare", "matplotlib", "jinja2")
     if resume and overwrite:
         raise ValueError("--resume and --overwrite exclude each other: pass one of them.")
-    given = {k: v for k, v in context.params.items() if k in _DEFAULTS and v is not None}
+    options = {k: v for k, v in context.params.items() if k in _DEFAULTS and v is not None}
     if quick:
-        given = QUICK | given
+        options = QUICK | options
     stopped = False
     if resume:
         run = Run.resume(output)
-        _check_same(run, given)
+        _check_same(run, options)
     else:
-        run = Run(output, Plan(**given), shlex.join(["posenc", *sys.argv[1:]]))
+        run = Run(output, Plan(**options), shlex.join(["posenc", *sys.argv[1:]]))
         run.begin(overwrite=overwrite)
     try:
         with _print.progress() as tell:
-            run.go(tell, jobs=jobs or _cores() // run.plan.threads or 1)
+            cores = int(machine.describe()["cores"] or 1)
+            run.go(tell, jobs=jobs or cores // run.plan.threads or 1)
     except KeyboardInterrupt:
         stopped = True
     written = _draw(run)
@@ -135,9 +135,6 @@ def compare(
         _show(run)
         for name, path in written.items():
             _print.say(f"{name}: {path}")
-        for task, rows in run.results["summary"].items():
-            if seen := report.sentence(run.plan, task, rows):
-                _print.say(seen)
     if stopped:
         done = f"{len(run.results['units'])} of {len(run.plan.units())} trainings"
         again = shlex.join(["posenc", "compare", "--resume", "-o", str(output)])
@@ -145,9 +142,9 @@ def compare(
         raise typer.Exit(130)
 
 
-def _check_same(run: Run, given: dict[str, Any]) -> None:
+def _check_same(run: Run, options: dict[str, Any]) -> None:
     """Refuse options that differ from those of the run."""
-    for name, value in given.items():
+    for name, value in options.items():
         if dataclasses.replace(run.plan, **{name: value}) != run.plan:
             flag = f"--{name.replace('_', '-')}"
             raise ValueError(f"{run.folder} was begun with another {flag}: leave it out to resume.")
@@ -160,7 +157,7 @@ def _draw(run: Run) -> dict[str, Path]:
     if any(run.results["summary"].values()):
         written = {"report": folder / "report.html", **written, "figure": folder / "figure.png"}
         written["report"].write_text(report.page(run.plan, run.results), "utf-8")
-        sheet = charts.overview(run.plan, run.results)
+        sheet = report.overview(run.plan, run.results)
         for suffix in (".svg", ".png"):
             save(sheet, written["figure"].with_suffix(suffix))
     return written
@@ -170,13 +167,11 @@ def _show(run: Run) -> None:
     """Print scores and ranks of each task, the best of the longest first, and then the costs."""
     plan, results = run.plan, run.results
     heads = [f"{t} × ({n})" for t, n in zip(plan.times, plan.lengths, strict=True)]
-    for task, found in results["summary"].items():
+    for task, summary in results["summary"].items():
         rows = []
-        for row in sorted(found, key=lambda row: row["rank"][-1]):
-            cells = []
-            for at, (score, worse) in enumerate(zip(report.scores(row), row["worse"], strict=True)):
-                colour = "green" if worse < 0.1 else "yellow" if worse < 0.5 else "red"
-                cells.append((f"{score} #{row['rank'][at]}", colour if at else ""))
+        for row in sorted(summary, key=lambda row: row["rank"][-1]):
+            ranked = zip(report.scores(row), row["rank"], strict=True)
+            cells = [f"{score} #{rank}" for score, rank in ranked]
             rows.append([row["label"], *cells, row["how"]])
         titles = {"text": f"loss of the last {plan.train_length} symbols, nats"}
         title = titles.get(task, f"accuracy in {TASKS[task].label}")
@@ -185,7 +180,3 @@ def _show(run: Run) -> None:
         costs = [[ENCODINGS[n].label, *report.costs(c)] for n, c in results["costs"].items()]
         note = "×: of the time without an encoding; reading: one sequence of the longest length"
         _print.table("what each costs", ["", *report.COSTS], costs, [note])
-
-
-def _cores() -> int:
-    return int(machine.describe()["cores"] or 1)

@@ -11,9 +11,8 @@ from typing import Annotated, Any
 import typer
 
 from posenc.cli import _print
-from posenc.lab.pictures import show as lab
-from posenc.lab.pictures.panels import View
-from posenc.lab.pictures.style import save
+from posenc.lab import show as lab
+from posenc.lab.panels import View, save
 
 _OPTIONS = "dim length trained base heads scaling factor against layer_type".split()
 _PICTURE = Path("posenc-show.png")
@@ -64,7 +63,12 @@ def show(
     """
     if output is None and not as_json:
         output = _PICTURE
-    _print.check_picture(output, "-o")
+    if output is not None:
+        if output.suffix not in (".png", ".svg", ".pdf"):
+            raise ValueError(f"-o writes .png, .svg or .pdf, got {output}.")
+        if output.is_dir() or not output.absolute().parent.is_dir():
+            raise ValueError(f"-o must be a file in a folder that exists, got {output}.")
+        _print.check_installed("-o", "matplotlib")
     view = _view(encoding, config, context.params)
     if output is not None:
         save(lab.figure(view), output)

@@ -10,10 +10,11 @@ from collections import Counter
 import pytest
 import torch
 
-from posenc.lab.comparison.decoder import Decoder
 from posenc.lab.comparison.plan import QUICK, Plan
-from posenc.lab.comparison.run import RESULTS, Run
-from posenc.lab.comparison.training import scores_by_length
+from posenc.lab.comparison.report import scores
+from posenc.lab.comparison.run import FILES, RESULTS, Run, summarize
+from posenc.lab.comparison.tasks import TASKS
+from posenc.lab.comparison.training import Decoder, scores_by_length
 
 TINY = {
     "train_length": 8,
@@ -24,6 +25,14 @@ TINY = {
     "heads": 2,
     "windows": 3,
 }
+ONE = Plan(**TINY, encodings=("none",))
+
+
+def run_in(folder, plan):
+    run = Run(folder, plan)
+    run.begin()
+    run.go()
+    return run
 
 
 def numbers(folder):
@@ -35,12 +44,16 @@ def numbers(folder):
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """A run that nobody stopped."""
+    """The numbers of a run that nobody stopped."""
     folder = tmp_path_factory.mktemp("whole")
-    run = Run(folder, Plan(**TINY))
-    run.begin()
-    run.go()
+    run_in(folder, Plan(**TINY))
     return numbers(folder)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """The text of a results.json whose run is complete."""
+    return (run_in(tmp_path_factory.mktemp("finished"), ONE).folder / RESULTS).read_text()
 
 
 def test_a_run_tests_every_encoding_at_every_length(whole):
@@ -50,20 +63,20 @@ def test_a_run_tests_every_encoding_at_every_length(whole):
     assert list(whole["text-rope-0"]["tests"]) == ["rope", "rope-yarn"]
     for unit in whole.values():
         for test in unit["tests"].values():
-            assert len(test["score"]) == len(test["loss"]) == 4
+            assert len(test["score"]) == 4
             assert len(test["by_position"]) == 32
         assert len(unit["curve"]["loss"]) == 6
 
 
-def test_a_rule_is_applied_past_the_training_length_alone(tmp_path):
+def test_a_rule_is_applied_only_past_the_training_length():
     """Weights are drawn, not trained, and large: the rule then shows in every digit."""
-    run = Run(tmp_path, Plan(**TINY))
-    model = Decoder("rope", run.plan, symbols=run.data["text"].symbols, seed=0)
+    plan = Plan(**TINY)
+    data = TASKS["text"].load(plan)
+    model = Decoder("rope", plan, symbols=data.symbols, seed=0)
     for weight in model.parameters():
         torch.nn.init.normal_(weight, std=1.0, generator=torch.Generator().manual_seed(0))
     plain, yarn = (
-        scores_by_length(model, name, run.plan, "text", run.data["text"])["score"]
-        for name in ("rope", "rope-yarn")
+        scores_by_length(model, name, plan, "text", data)["score"] for name in ("rope", "rope-yarn")
     )
     assert plain[0] == yarn[0]
     assert all(abs(a - b) > 1e-2 for a, b in zip(plain[1:], yarn[1:], strict=True))
@@ -119,7 +132,7 @@ print("ended", flush=True)
 
 @pytest.mark.slow
 def test_a_killed_run_leaves_whole_results_and_goes_on_to_the_same_numbers(tmp_path, whole):
-    """SIGKILL at no chosen moment: nothing gets to clean up."""
+    """SIGKILL at any moment: nothing gets to clean up."""
     command = [sys.executable, "-c", SCRIPT, str(tmp_path)]
     for wait, what in ((0.0, repr(TINY)), (0.15, "resume")):
         with subprocess.Popen([*command, what], stdout=subprocess.PIPE, text=True) as process:
@@ -137,50 +150,10 @@ def test_a_killed_run_leaves_whole_results_and_goes_on_to_the_same_numbers(tmp_p
     assert os.listdir(tmp_path) == [RESULTS]
 
 
-def test_a_run_writes_nothing_but_its_files(tmp_path, capfd):
-    """The profiler warns about memory it did not see being taken; there must be none."""
-    run = Run(tmp_path, Plan(**TINY))
-    run.begin()
-    run.go()
+def test_a_run_prints_nothing(tmp_path, capfd):
+    """The profiler would warn about memory whose allocation it did not see."""
+    run_in(tmp_path, Plan(**TINY))
     assert capfd.readouterr() == ("", "")
-
-
-def test_seeds_are_averaged_and_their_range_is_kept(tmp_path):
-    run = Run(tmp_path, Plan(**TINY, encodings=("none",), seeds=2, times=(1, 2)))
-    run.begin()
-    run.go()
-    first, second = (run.results["units"][f"text-none-{seed}"] for seed in (0, 1))
-    (row,) = run.results["summary"]["text"]
-    for i in range(2):
-        both = [unit["tests"]["none"]["score"][i] for unit in (first, second)]
-        assert both[0] != both[1]
-        assert row["score"][i] == pytest.approx(sum(both) / 2)
-        assert [row["low"][i], row["high"][i]] == sorted(both)
-    assert row["worse"] == pytest.approx([0.0, row["score"][1] - row["score"][0]])
-
-
-def test_the_last_symbols_are_the_same_at_every_length(tmp_path):
-    """Only what is before them may differ, or a length would be compared on other text."""
-    run = Run(tmp_path, Plan(**{**TINY, "steps": 1}, encodings=("none",)))
-    seen = []
-    text = run.data["text"].text
-    original = text.held
-
-    class Spy:
-        def __len__(self):
-            return len(original)
-
-        def __getitem__(self, at):
-            picked = original[at]
-            if picked.dim() == 2 and picked.shape[0] == 3:
-                seen.append(picked[:, -8:])
-            return picked
-
-    run.data["text"].text = text._replace(held=Spy())
-    run.begin()
-    run.go()
-    assert len(seen) == 4
-    assert all(torch.equal(each, seen[0]) for each in seen)
 
 
 def test_a_run_says_how_much_of_all_trainings_is_done(tmp_path):
@@ -192,7 +165,7 @@ def test_a_run_says_how_much_of_all_trainings_is_done(tmp_path):
     assert told == pytest.approx([0] * 3 + [(i + 1) / 12 for i in range(12)])
 
 
-def test_a_text_that_changed_is_not_gone_on_with(tmp_path):
+def test_a_run_with_another_text_is_not_resumed(tmp_path):
     file = tmp_path / "text"
     file.write_bytes(bytes(range(256)) * 40)
     out = tmp_path / "out"
@@ -202,23 +175,7 @@ def test_a_text_that_changed_is_not_gone_on_with(tmp_path):
         Run.resume(out)
 
 
-@pytest.mark.parametrize(
-    ("fields", "words"),
-    [
-        pytest.param({"encodings": ("rope", "nope")}, "got nope", id="encoding"),
-        pytest.param({"encodings": ()}, "got nothing", id="no-encoding"),
-        pytest.param({"width": 12, "heads": 4}, "multiple of 2 × 4", id="width"),
-        pytest.param({"times": (0, 2)}, "1 or more", id="times"),
-        pytest.param({"base": 0.5}, "--base", id="base"),
-        pytest.param({"learning_rate": 0.0}, "--learning-rate", id="rate"),
-    ],
-)
-def test_a_plan_that_cannot_be_is_refused(fields, words):
-    with pytest.raises(ValueError, match=words):
-        Plan(**fields)
-
-
-def test_the_quick_plan_differs_in_size_alone():
+def test_the_quick_plan_differs_only_in_size():
     assert not QUICK.keys() & {"encodings", "times", "seeds", "text"}
     assert Plan(**QUICK).base == 32.0
 
@@ -235,7 +192,7 @@ def test_several_jobs_give_the_numbers_of_one_in_its_order(tmp_path, whole):
 
 
 @pytest.mark.slow
-def test_a_training_that_fails_in_a_job_says_what_it_says_in_one(tmp_path):
+def test_a_training_that_fails_in_one_of_several_jobs_ends_the_others(tmp_path):
     before = multiprocessing.active_children()
     run = Run(tmp_path, Plan(**TINY, encodings=("none", "alibi"), learning_rate=1e30))
     run.begin()
@@ -244,10 +201,8 @@ def test_a_training_that_fails_in_a_job_says_what_it_says_in_one(tmp_path):
     assert multiprocessing.active_children() == before
 
 
-def test_games_are_trained_and_summarized_beside_the_text(tmp_path):
-    run = Run(tmp_path, Plan(**TINY, encodings=("rope", "drope"), tasks=("copy", "index")))
-    run.begin()
-    run.go()
+def test_games_are_trained_and_summarized(tmp_path):
+    run = run_in(tmp_path, Plan(**TINY, encodings=("rope", "drope"), tasks=("copy", "index")))
     assert run.results["text"] is None
     assert list(numbers(tmp_path)) == ["copy-rope-0", "index-rope-0"]
     for task in ("copy", "index"):
@@ -265,3 +220,128 @@ def test_a_gpu_that_is_not_there_is_refused(tmp_path, monkeypatch):
         with pytest.raises(ValueError, match="--device cuda needs a GPU"):
             step()
     assert not list(tmp_path.iterdir())
+
+
+def content(folder):
+    return {
+        path.name: os.readlink(path) if path.is_symlink() else path.read_bytes()
+        for path in folder.iterdir()
+    }
+
+
+@pytest.mark.parametrize("overwrite", [False, True], ids=["plain", "overwrite"])
+@pytest.mark.parametrize("name", ["report.html", f".{RESULTS}.partial"])
+def test_a_folder_without_a_run_is_refused_and_left_as_it_is(tmp_path, name, overwrite):
+    """Whatever the names of its files are, no run of ours can be known to have written them."""
+    (tmp_path / name).write_bytes(b"mine")
+    with pytest.raises(ValueError, match=r"and no run of posenc compare: name a new or an empty"):
+        Run(tmp_path, ONE).begin(overwrite=overwrite)
+    assert content(tmp_path) == {name: b"mine"}
+
+
+def test_overwrite_replaces_only_the_files_of_a_run(tmp_path, finished):
+    foreign = dict.fromkeys(("checkpoint-none-0.pt", ".movie.partial", "figure.pdf"), b"mine")
+    written = dict.fromkeys(FILES, b"old") | {RESULTS: finished.encode()}
+    for name, old in (foreign | written).items():
+        (tmp_path / name).write_bytes(old)
+    Run(tmp_path, ONE).begin(overwrite=True)
+    left = content(tmp_path)
+    assert json.loads(left.pop(RESULTS))["units"] == {}
+    assert left == foreign
+
+
+def test_a_run_is_begun_in_a_folder_that_is_empty_or_not_there(tmp_path):
+    (tmp_path / "empty").mkdir()
+    for name in ("empty", "a/b"):
+        Run(tmp_path / name, ONE).begin()
+        assert os.listdir(tmp_path / name) == [RESULTS]
+
+
+def test_a_link_is_replaced_and_its_target_stays(tmp_path, finished):
+    out, outside = tmp_path / "out", tmp_path / "outside"
+    out.mkdir()
+    outside.write_text(finished)
+    (out / RESULTS).symlink_to(outside)
+    Run(out, ONE).begin(overwrite=True)
+    assert not (out / RESULTS).is_symlink()
+    assert outside.read_text() == finished
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        pytest.param(b"", id="empty"),
+        pytest.param(b"\xff\xfe\x00", id="not-text"),
+        pytest.param(b"[1, 2]", id="a-list"),
+        pytest.param(b'{"plan": {"frob": 1}}', id="another-program"),
+    ],
+)
+@pytest.mark.parametrize("how", ["resume", "overwrite"])
+def test_results_of_another_program_are_refused_and_stay(tmp_path, text, how):
+    (tmp_path / RESULTS).write_bytes(text)
+    with pytest.raises(ValueError, match=r"results\.json is damaged, or from another version"):
+        Run.resume(tmp_path) if how == "resume" else Run(tmp_path, ONE).begin(overwrite=True)
+    assert content(tmp_path) == {RESULTS: text}
+
+
+def test_a_finished_run_is_read_back_as_it_was_written(tmp_path, finished):
+    (tmp_path / RESULTS).write_text(finished)
+    run = Run.resume(tmp_path)
+    assert run.plan == ONE
+    assert run.results == json.loads(finished)
+    assert run.results["complete"]
+
+
+RANKED = Plan(
+    encodings=("none", "rope", "rope-yarn", "alibi"), tasks=("text", "copy"), times=(1, 8)
+)
+SCORES = {
+    "none": [[2.0, 3.0], [2.2, 3.2]],
+    "rope": [[1.0, 4.0], [1.4, 4.4]],
+    "rope-yarn": [[1.0, 2.0], [1.4, 2.2]],
+    "alibi": [[1.3, 1.0], [1.9, 1.2]],
+}
+
+
+def rows_of(task, of=SCORES):
+    """Rows by encoding of trainings that nobody did: scores of each seed at both lengths."""
+    units = {
+        f"{task}-{name}-{seed}": {
+            "task": task,
+            "seed": seed,
+            "curve": {"step": [1], "loss": [float(seed)]},
+            "tests": {name: {"score": score, "by_position": []}},
+        }
+        for name, seeds in of.items()
+        for seed, score in enumerate(seeds)
+    }
+    return {row["encoding"]: row for row in summarize(RANKED, units)[task]}
+
+
+def test_rows_are_ranked_at_each_length_by_their_mean():
+    rows = rows_of("text")
+    assert list(rows) == list(RANKED.encodings)
+    assert [row["rank"] for row in rows.values()] == [[4, 3], [1, 4], [1, 2], [3, 1]]
+    assert rows["none"]["score"] == pytest.approx([2.1, 3.1])
+    assert (rows["none"]["low"], rows["none"]["high"]) == ([2.0, 3.0], [2.2, 3.2])
+    assert rows["none"]["curve"]["loss"] == [0.5]
+    assert scores(rows["alibi"]) == ["1.600 ± 0.300", "1.100 ± 0.100"]
+
+
+def test_a_range_that_reaches_that_of_the_best_is_level_with_it():
+    """ALiBi's best seed, 1.3, is below 1.4, the worst of RoPE's."""
+    levels = [row["level"] for row in rows_of("text").values()]
+    assert levels == [[False, False], [True, False], [True, False], [True, True]]
+
+
+def test_a_higher_accuracy_is_better():
+    rows = rows_of("copy").values()
+    assert [row["rank"][1] for row in rows] == [2, 1, 3, 4]
+    assert [row["level"][0] for row in rows] == [True, False, False, False]
+
+
+def test_an_encoding_without_a_finished_seed_has_no_row():
+    (row,) = rows_of("text", {"alibi": SCORES["alibi"][:1]}).values()
+    assert row["encoding"] == "alibi"
+    assert scores(row) == ["1.300", "1.000"]
+    assert rows_of("copy", {}) == {}

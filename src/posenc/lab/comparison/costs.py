@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch.autograd.profiler import profile
 
-from posenc.lab.comparison.decoder import Decoder
-from posenc.lab.comparison.encodings import ENCODINGS
+from posenc.lab import machine
+from posenc.lab.comparison.encodings import ENCODINGS, trained_with
 from posenc.lab.comparison.plan import Plan
 from posenc.lab.comparison.tasks import Batch
-from posenc.lab.comparison.training import learn, losses_of, make_optimizer
+from posenc.lab.comparison.training import Decoder, learn, losses_of, make_optimizer
 
 # Symbols of a text, about.
 _SYMBOLS = 64
@@ -23,46 +23,48 @@ REPEATS = 10
 
 
 def cost(name: str, plan: Plan) -> dict[str, Any]:
-    """Seconds and peak bytes of a training step, and of reading one sequence of the longest length.
+    """Time and peak bytes of a training step, and of reading one sequence of the longest length.
 
     Any tokens and new weights: neither changes what a step does. Steps with the encoding
-    alternate with steps without one, and ``step`` is the ratio of their medians, so that another
+    alternate with steps without one, and a time is the ratio of their medians, so that another
     program that slows the machine slows both. An encoding that is applied afterwards has no step
     of its own.
     """
-    model, plain = (_ready(each, plan) for each in (name, "none"))
-    if ENCODINGS[name].trained_as is not None:
+    with machine.threads(plan.threads):
+        return _cost(name, plan)
+
+
+def _cost(name: str, plan: Plan) -> dict[str, Any]:
+    model, plain = (
+        Decoder(trained_with(each), plan, symbols=_SYMBOLS, seed=0).to(plan.device)
+        for each in (name, "none")
+    )
+    afterwards = ENCODINGS[name].trained_as is not None
+    if afterwards:
         model.use(name, plan.longest)
     short = (torch.arange(plan.train_length) % _SYMBOLS).expand(plan.batch, -1)
     long = torch.arange(plan.longest)[None] % _SYMBOLS
 
-    def step(of: Decoder) -> Callable[[], Any]:
-        optimizer = make_optimizer(of, 1e-6)
-        return lambda: learn(of, Batch(short, short), optimizer)
+    def step(decoder: Decoder) -> Callable[[], Any]:
+        optimizer = make_optimizer(decoder, 1e-6)
+        return lambda: learn(decoder, Batch(short, short), optimizer)
 
     @torch.no_grad()
-    def read(of: Decoder) -> None:
-        losses_of(of, Batch(long, long))
+    def read(decoder: Decoder) -> None:
+        losses_of(decoder, Batch(long, long))
 
-    found: dict[str, Any] = {
+    costs: dict[str, Any] = {
         "parameters": sum(p.numel() for p in model.position.parameters()),
         "read": _ratio(lambda: read(model), lambda: read(plain), plan.device),
         "read_bytes": peak_bytes(lambda: read(model), plan.device),
         "step": None,
-        "step_seconds": None,
         "step_bytes": None,
     }
-    if ENCODINGS[name].trained_as is None:
+    if not afterwards:
         ours, theirs = step(model), step(plain)
-        found["step"] = _ratio(ours, theirs, plan.device)
-        found["step_seconds"] = statistics.median(_seconds(ours, plan.device) for _ in range(3))
-        found["step_bytes"] = peak_bytes(ours, plan.device)
-    return found
-
-
-def _ready(name: str, plan: Plan) -> Decoder:
-    trained = ENCODINGS[name].trained_as or name
-    return Decoder(trained, plan, symbols=_SYMBOLS, seed=0).to(plan.device)
+        costs["step"] = _ratio(ours, theirs, plan.device)
+        costs["step_bytes"] = peak_bytes(ours, plan.device)
+    return costs
 
 
 def _ratio(ours: Callable[[], Any], theirs: Callable[[], Any], device: str) -> float:
@@ -99,9 +101,9 @@ def peak_bytes(call: Callable[[], Any], device: str = "cpu") -> int:
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")
     with profile(profile_memory=True) as watched:
         call()
-    held = peak = 0
+    allocated = peak = 0
     for event in watched.kineto_results.events():
         if event.name() == "[memory]":
-            held += event.nbytes()
-            peak = max(peak, held)
+            allocated += event.nbytes()
+            peak = max(peak, allocated)
     return peak

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Literal
 
 from torch import nn
 
-from posenc.lab.pictures.biases import FAMILIES
-from posenc.lab.pictures.show import RULES
+from posenc.lab.biases import FAMILIES
+from posenc.lab.show import RULES
 from posenc.nn import (
     STRING,
     ALiBi,
@@ -40,24 +40,24 @@ class Encoding:
     # How its module is called: module(x); module(q, k), whose results may have another width;
     # module(q, k, v); or, for gates, module(q, k, v, x).
     acts_on: Literal["input", "queries and keys", "scores", "gates"]
-    # Makes the module, for a plan and the length of the sequences.
+    # Builds the module, for a plan and the length of the sequences.
     build: Callable[[Plan, int], nn.Module]
-    # What happens to it past the training length.
+    # What the encoding does past the training length.
     past: str
-    # If it is applied to a trained model: the encoding that the model was trained with.
+    # For an encoding that is applied to a trained model: the one the model was trained with.
     trained_as: str | None = None
-    # Steps that the trained model then learns with it, as a part of those before.
+    # Steps of further training with the new encoding, as a fraction of those before.
     recalibration: float = 0.0
-    # Every how many layers one is without it; 0 if all have it.
+    # Every how many layers one has no encoding; 0 if all have one.
     skips: int = 0
 
     def acts_in(self, layer: int) -> bool:
-        """Whether this layer, counted from 0, has it."""
+        """Whether this layer, counted from 0, has the encoding."""
         return not self.skips or (layer + 1) % self.skips > 0
 
     @property
     def how(self) -> str:
-        """Whether it is trained, or applied afterwards, in words."""
+        """Whether the encoding is trained, or applied afterwards, in words."""
         if self.trained_as is None:
             return "trained"
         applied = f"applied to {ENCODINGS[self.trained_as].label}'s model"
@@ -116,9 +116,14 @@ def _family(name: str, past: str) -> Encoding:
     return Encoding(label, "scores", lambda plan, length: make(plan.heads, plan.train_length), past)
 
 
+def trained_with(name: str) -> str:
+    """The encoding that the model for the tests of this one is trained with."""
+    return ENCODINGS[name].trained_as or name
+
+
 ENCODINGS = {
     "none": Encoding(
-        "none", "input", lambda plan, length: nn.Identity(), "The causal mask alone tells order."
+        "none", "input", lambda plan, length: nn.Identity(), "Only the causal mask tells order."
     ),
     "sinusoidal": Encoding(
         "sinusoidal",

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from posenc.lab.comparison.encodings import COMPARED, ENCODINGS
+from posenc.lab.comparison.encodings import COMPARED, ENCODINGS, trained_with
 from posenc.lab.comparison.tasks import TASKS
 
 QUICK = {"steps": 400, "batch": 32, "learning_rate": 2e-2}
@@ -89,7 +90,7 @@ class Plan:
 
     def units(self) -> list[Unit]:
         """Trainings, seed by seed, so that a stopped run has every encoding of its first seeds."""
-        trained = dict.fromkeys(ENCODINGS[name].trained_as or name for name in self.encodings)
+        trained = dict.fromkeys(map(trained_with, self.encodings))
         return [
             Unit(task, name, seed)
             for seed in range(self.seeds)
@@ -98,8 +99,8 @@ class Plan:
         ]
 
 
-def _check_known(what: str, given: tuple[str, ...], known: Any) -> None:
-    for name in given or [""]:
+def _check_known(option: str, names: tuple[str, ...], known: Iterable[str]) -> None:
+    for name in names or [""]:
         if name not in known:
             among = ", ".join(known)
-            raise ValueError(f"--{what} must be among {among}; got {name or 'nothing'}.")
+            raise ValueError(f"--{option} must be among {among}; got {name or 'nothing'}.")

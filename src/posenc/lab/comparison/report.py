@@ -1,29 +1,25 @@
-"""The results of a comparison as a page that opens offline, and as sentences."""
+"""The results of a comparison as a page that opens offline, as figures, and as cells of tables."""
 
 from __future__ import annotations
 
 import math
+import statistics
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-from posenc.lab.comparison.charts import Rows, board, charts, looks, needs_board
+from posenc.lab.comparison.encodings import ENCODINGS, trained_with
 from posenc.lab.comparison.plan import Plan
 from posenc.lab.comparison.tasks import TASKS
-from posenc.lab.pictures.panels import Chart, sheet
-from posenc.lab.pictures.style import in_page
+from posenc.lab.panels import INK, Chart, Line, figure, in_page, legend, look
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# Labels that read differently inside a sentence.
-_SPOKEN = {"none": "no encoding"} | {n: f"{n} positions" for n in ("sinusoidal", "learned")}
-
-
-class Picture(NamedTuple):
-    """An image as an address that holds it, and what it shows in words."""
-
-    source: str
-    words: str
+# For each task, the rows of :func:`posenc.lab.comparison.run.summarize`.
+Summary: TypeAlias = dict[str, list[dict[str, Any]]]
+# More lines than this are hard to tell apart in a chart.
+_MOST_LINES = 12
 
 
 def page(plan: Plan, results: dict[str, Any]) -> str:
@@ -33,10 +29,7 @@ def page(plan: Plan, results: dict[str, Any]) -> str:
     """
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-    done = {task: rows for task, rows in results["summary"].items() if rows}
-    # The same encodings in every task, up to those that are not finished.
-    rows = max(done.values(), key=len)
-    words = "Scores and ranks: the numbers are in the tables"
+    done = _finished(results)
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent, encoding="utf-8"),
         autoescape=True,
@@ -44,42 +37,46 @@ def page(plan: Plan, results: dict[str, Any]) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    tasks = [
+        {
+            "about": TASKS[task],
+            "picture": in_page(_charts(plan, task, rows)),
+            "rows": sorted(rows, key=lambda row: row["rank"][-1]),
+        }
+        for task, rows in done.items()
+    ]
     return environment.get_template("page.html").render(
         plan=plan,
         results=results,
         machine=results["machine"],
         slowest=round(math.tau * plan.base ** ((plan.head_dim - 2) / plan.head_dim)),
-        board=Picture(in_page(board(plan, done)), words) if needs_board(done) else None,
-        tasks=[_task(plan, *each) for each in done.items()],
-        rows=rows,
-        looks=looks(plan),
+        board=in_page(_board(plan, done)) if _needs_board(done) else None,
+        tasks=tasks,
+        # The same encodings in every task, up to those that are not finished.
+        rows=max(done.values(), key=len),
         scores=scores,
         costs=costs,
     )
 
 
-def _task(plan: Plan, task: str, rows: Rows) -> dict[str, Any]:
-    """What the page says of one task, and its charts."""
-    pictures = [
-        Picture(in_page(_tall_enough(chart)), f"{chart.title}: the numbers are in the tables")
-        for chart in charts(plan, task, rows).values()
-    ]
-    best_first = sorted(rows, key=lambda row: row["rank"][-1])
-    return {"about": TASKS[task], "pictures": pictures, "rows": best_first}
-
-
-def _tall_enough(chart: Chart) -> Figure:
-    """The chart on a sheet with room for its legend."""
-    return sheet([chart], 4.9, max(3.6, 0.9 + 0.19 * len(chart.lines)))
+def overview(plan: Plan, results: dict[str, Any]) -> Figure:
+    """The charts of one task, or the board of several tasks or many encodings."""
+    done = _finished(results)
+    if _needs_board(done):
+        return _board(plan, done)
+    ((task, rows),) = done.items()
+    what = results["text"]["name"] if task == "text" else TASKS[task].label
+    title = f"Trained on {plan.train_length} symbols of {what}, tested on up to {plan.longest}"
+    return _charts(plan, task, rows, title)
 
 
 def scores(row: dict[str, Any]) -> list[str]:
     """Mean and half the range of the seeds at each length, as text."""
-    found = []
+    cells = []
     for score, low, high in zip(row["score"], row["low"], row["high"], strict=True):
         spread = f" ± {(high - low) / 2:.3f}" if len(row["seeds"]) > 1 else ""
-        found.append(f"{score:.3f}{spread}")
-    return found
+        cells.append(f"{score:.3f}{spread}")
+    return cells
 
 
 def costs(cost: dict[str, Any]) -> list[str]:
@@ -93,26 +90,85 @@ def costs(cost: dict[str, Any]) -> list[str]:
 COSTS = ("parameters", "step, ×", "step, MB", "reading, ×", "reading, MB")
 
 
-def sentence(plan: Plan, task: str, rows: Rows) -> str:
-    """The best and the worst past the training length; empty if there is nothing to compare."""
-    if len(rows) < 2 or len(plan.times) < 2:
-        return ""
+def _finished(results: dict[str, Any]) -> Summary:
+    return {task: rows for task, rows in results["summary"].items() if rows}
 
-    def say(row: dict[str, Any]) -> str:
-        name = _SPOKEN.get(row["encoding"], row["label"])
-        return f"{name} ({row['score'][0]:.2f} → {row['score'][-1]:.2f})"
 
-    if TASKS[task].lower_is_better:
-        best, *_, worst = map(say, sorted(rows, key=lambda row: row["worse"][-1]))
-        return (
-            f"From {plan.lengths[0]} to {plan.lengths[-1]} symbols, a transformer trained on "
-            f"{plan.train_length} kept its loss best with {best} and worst with {worst}."
-        )
-    if max(row["score"][0] for row in rows) < 0.5:
-        return f"No encoding learned {TASKS[task].label} in {plan.steps} steps: train longer."
-    # An encoding that was never right loses nothing: here the last score tells.
-    best, *_, worst = map(say, sorted(rows, key=lambda row: -row["score"][-1]))
-    return (
-        f"In {TASKS[task].label}, a transformer trained on {plan.train_length} symbols was right "
-        f"at {plan.lengths[-1]} most often with {best} and least with {worst}."
-    )
+def _needs_board(summary: Summary) -> bool:
+    """Whether charts would not show which is better: several tasks, or many lines."""
+    return len(summary) > 1 or any(len(rows) > _MOST_LINES for rows in summary.values())
+
+
+def _charts(plan: Plan, task: str, rows: Sequence[dict[str, Any]], title: str = "") -> Figure:
+    """Score by length of the sequence, loss while training, and for a text also by position."""
+    looks = {name: look(i) for i, name in enumerate(dict.fromkeys(plan.encodings))}
+    by_length, by_position, training = [], [], {}
+    for row in rows:
+        name, losses, curve = row["encoding"], row["by_position"], row["curve"]
+        label, band = ENCODINGS[name].label, (row["low"], row["high"])
+        by_length.append(Line(label, plan.lengths, row["score"], *looks[name], band))
+        middles = [(i + 0.5) * plan.longest / len(losses) for i in range(len(losses))]
+        by_position.append(Line(label, middles, losses, *looks[name]))
+        # Encodings that share a training share a line. The first fall is the same for all, and
+        # would hide the rest.
+        first, trained = len(curve["step"]) // 10, trained_with(name)
+        shown = curve["step"][first:], curve["loss"][first:], *looks.get(trained, looks[name])
+        training[trained] = Line(ENCODINGS[trained].label, *shown)
+    past = ("x", plan.train_length, "longer than in training")
+    names = {n: f"{n}\n{times} ×" for times, n in zip(plan.times, plan.lengths, strict=True)}
+    measure, nats = TASKS[task].measure, "nats per symbol"
+    by_length_title = f"{measure.capitalize()}, by length of the sequence"
+    if task == "text":
+        by_length_title = "Loss of the last symbols, by length of the sequence"
+    charts = [
+        Chart(by_length_title, "symbols", measure, by_length, log="x", shaded=past, ticks=names),
+        Chart("Loss while training", "step", nats, list(training.values())),
+    ]
+    if task == "text":
+        at_position = f"Loss at each position of {plan.longest} symbols"
+        charts.insert(1, Chart(at_position, "position", nats, by_position, shaded=past))
+    drawn = figure(13, 7.2, title)
+    # The first chart has a column, and the others share one.
+    axes = drawn.subplot_mosaic([[0, at] for at in range(1, len(charts))])
+    for at, chart in enumerate(charts):
+        chart.draw(axes[at], named=False)
+    # The first chart has a line for each encoding.
+    legend(axes[0], of_figure=True)
+    return drawn
+
+
+def _board(plan: Plan, summary: Summary) -> Figure:
+    """Every score, coloured by its rank; the encoding with the best mean rank is first."""
+    columns = [(task, at) for task in summary for at in range(len(plan.times))]
+    by_name = {task: {row["encoding"]: row for row in rows} for task, rows in summary.items()}
+    shared = [name for name in plan.encodings if all(name in rows for rows in by_name.values())]
+    ranks = {name: [by_name[task][name]["rank"][at] for task, at in columns] for name in shared}
+    shared.sort(key=lambda name: statistics.fmean(ranks[name]))
+    title = f"Trained on {plan.train_length} symbols: scores, coloured by rank at each length"
+    drawn = figure(3.2 + 0.85 * len(columns), 1.7 + 0.27 * len(shared), title)
+    ax = drawn.subplots()
+    ax.imshow([ranks[name] for name in shared], aspect="auto", cmap="cividis_r")
+    for row, name in enumerate(shared):
+        for column, (task, at) in enumerate(columns):
+            score = by_name[task][name]["score"][at]
+            dark = ranks[name][column] > len(shared) / 2
+            text = f"{score:.2f}" if TASKS[task].lower_is_better else f"{score:.0%}"
+            ink = "white" if dark else INK
+            ax.text(column, row, text, ha="center", va="center", color=ink, fontsize=8)
+    for edge in range(len(plan.times), len(columns), len(plan.times)):
+        ax.axvline(edge - 0.5, color="white", lw=4)
+    for start, task in enumerate(summary):
+        middle = (start + 0.5) * len(plan.times) - 0.5
+        words = f"{TASKS[task].label}\n{TASKS[task].measure}\n"
+        look: dict[str, Any] = {"textcoords": "offset points", "ha": "center", "fontsize": 9}
+        ax.annotate(words, (middle, -0.5), (0, 8), color=INK, **look)
+    labels = [f"{plan.times[at]} ×" for _, at in columns]
+    ax.set_xticks(range(len(columns)), labels, fontsize=8, color=INK)
+    afterwards = {name: " *" if ENCODINGS[name].trained_as else "" for name in shared}
+    names = [f"{ENCODINGS[name].label}{afterwards[name]}" for name in shared]
+    ax.set_yticks(range(len(shared)), names, fontsize=8, color=INK)
+    ax.tick_params(length=0, labeltop=True, labelbottom=False)
+    ax.spines[:].set_visible(False)
+    if any(afterwards.values()):
+        ax.set_xlabel("* applied to a trained model", fontsize=8, color=INK, loc="left")
+    return drawn

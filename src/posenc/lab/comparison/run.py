@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import multiprocessing
 import os
+import signal
+import statistics
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +17,13 @@ import torch
 
 import posenc
 from posenc.lab import machine
-from posenc.lab.comparison import workers
 from posenc.lab.comparison.costs import cost
+from posenc.lab.comparison.encodings import ENCODINGS
 from posenc.lab.comparison.plan import Plan, Unit
-from posenc.lab.comparison.results import RESULTS, read
-from posenc.lab.comparison.summary import summarize
 from posenc.lab.comparison.tasks import TASKS, Reading
 from posenc.lab.comparison.training import Tell, train_and_test
 
+RESULTS = "results.json"
 # Everything that a run writes. No other file of a folder is ever replaced or removed.
 FILES = (RESULTS, "report.html", "figure.svg", "figure.png")
 
@@ -30,30 +33,35 @@ class Run:
 
     def __init__(self, folder: Path, plan: Plan, command: str = "") -> None:
         self.folder, self.plan = folder, plan
-        self.data = {task: TASKS[task].load(plan) for task in plan.tasks}
         self.results: dict[str, Any] = {
             "posenc": posenc.__version__,
             "command": command,
             "machine": machine.describe(),
             "plan": dataclasses.asdict(plan),
-            "text": self._text(),
+            "text": None,
             "complete": False,
             "units": {},
             "costs": {},
             "summary": {},
         }
+        # Loading a task also checks that its text is long enough.
+        for data in [TASKS[task].load(plan) for task in plan.tasks]:
+            if isinstance(data, Reading):
+                text = data.text
+                sizes = {"train": len(text.train), "held": len(text.held)}
+                self.results["text"] = {**text._asdict(), **sizes}
 
     def begin(self, *, overwrite: bool = False) -> None:
         """Begin in a new or an empty folder; with ``overwrite``, also in one that has a run."""
         self._check_device()
         folder = self.folder
-        found = sorted(os.listdir(folder)) if folder.exists() else []
-        if found and RESULTS not in found:
+        files = sorted(os.listdir(folder)) if folder.exists() else []
+        if files and RESULTS not in files:
             raise ValueError(
-                f"{folder} holds {found[0]} and no run of posenc compare: "
+                f"{folder} holds {files[0]} and no run of posenc compare: "
                 "name a new or an empty folder with -o."
             )
-        if found:
+        if files:
             read(folder)
             if not overwrite:
                 hint = "continue it with --resume, or replace it with --overwrite."
@@ -86,8 +94,7 @@ class Run:
         for name in self.plan.encodings:
             if name not in self.results["costs"]:
                 tell(f"measuring the cost of {name}", 0.0)
-                with machine.threads(self.plan.threads):
-                    self.results["costs"][name] = cost(name, self.plan)
+                self.results["costs"][name] = cost(name, self.plan)
                 self._write()
         units = self.plan.units()
         for unit, result in self._train(tell, jobs):
@@ -104,8 +111,8 @@ class Run:
         missing = [unit for unit in units if str(unit) not in self.results["units"]]
         first = len(units) - len(missing)
         if jobs > 1 and len(missing) > 1:
-            ended = workers.train_all(missing, self.plan, min(jobs, len(missing)))
-            for done, (unit, result) in enumerate(ended, first + 1):
+            results = _train_in_processes(missing, self.plan, min(jobs, len(missing)))
+            for done, (unit, result) in enumerate(results, first + 1):
                 tell(f"{unit} is trained", done / len(units))
                 yield unit, result
             return
@@ -114,25 +121,123 @@ class Run:
             def tell_all(label: str, part: float, done: int = done) -> None:
                 tell(label, (done + part) / len(units))
 
-            with machine.threads(self.plan.threads):
-                result = train_and_test(unit, self.plan, self.data[unit.task], tell_all)
-            yield unit, result
+            yield unit, train_and_test(unit, self.plan, tell_all)
 
     def _check_device(self) -> None:
         if self.plan.device == "cuda" and not torch.cuda.is_available():
             raise ValueError("--device cuda needs a GPU that torch can use: leave it out.")
 
-    def _text(self) -> dict[str, Any] | None:
-        """What is known of the text, if there is one."""
-        data = self.data.get("text")
-        if not isinstance(data, Reading):
-            return None
-        text = data.text
-        return {**text._asdict(), "train": len(text.train), "held": len(text.held)}
-
     def _write(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
-        half = self.folder / f".{RESULTS}.partial"
-        half.write_text(f"{json.dumps(self.results, indent=1, allow_nan=False)}\n", "utf-8")
+        partial = self.folder / f".{RESULTS}.partial"
+        partial.write_text(f"{json.dumps(self.results, indent=1, allow_nan=False)}\n", "utf-8")
         # In one move, so that a killed run leaves the old file or the new one.
-        os.replace(half, self.folder / RESULTS)
+        os.replace(partial, self.folder / RESULTS)
+
+
+def read(folder: Path) -> tuple[Plan, dict[str, Any]]:
+    """The plan and the results of the run in ``folder``; ValueError if there is none."""
+    path = folder / RESULTS
+    if not path.exists():
+        raise ValueError(f"{folder} has no {RESULTS} to resume: name the folder of a run with -o.")
+    try:
+        results = json.loads(path.read_text("utf-8"))
+        options: dict[str, Any] = results["plan"]
+        # JSON has lists where a plan has tuples.
+        options = {k: tuple(v) if isinstance(v, list) else v for k, v in options.items()}
+        plan = Plan(**options)
+        known = {key: results[key] for key in "posenc command machine plan text costs".split()}
+        units = results["units"]
+        # These follow from the trainings, so they are computed again.
+        summary = summarize(plan, units)
+        complete = all(str(unit) in units for unit in plan.units())
+    except (AttributeError, KeyError, TypeError, ValueError):
+        raise ValueError(
+            f"{path} is damaged, or from another version of posenc compare: "
+            "move it away, or name another folder with -o."
+        ) from None
+    return plan, {**known, "complete": complete, "units": units, "summary": summary}
+
+
+def summarize(plan: Plan, units: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
+    """For each task a row for each encoding that has a finished seed, in the plan's order.
+
+    At each length, ``score`` is the mean over the seeds, ``low`` and ``high`` are their extremes,
+    ``rank`` counts from 1 for the best mean, and ``level`` says whether the range of the seeds
+    reaches that of the best.
+    """
+    rows: dict[str, list[dict[str, Any]]] = {}
+    for task in plan.tasks:
+        trained = [unit for unit in units.values() if unit["task"] == task]
+        tested = {name: [u for u in trained if name in u["tests"]] for name in plan.encodings}
+        rows[task] = [_row(name, of) for name, of in tested.items() if of]
+        for at in range(len(plan.times)):
+            _rank(rows[task], at, lower=TASKS[task].lower_is_better)
+    return rows
+
+
+def _row(name: str, units: list[dict[str, Any]]) -> dict[str, Any]:
+    tests = [unit["tests"][name] for unit in units]
+    columns = list(zip(*(test["score"] for test in tests), strict=True))
+    return {
+        "encoding": name,
+        "label": ENCODINGS[name].label,
+        "how": ENCODINGS[name].how,
+        "past": ENCODINGS[name].past,
+        "seeds": [unit["seed"] for unit in units],
+        "score": [statistics.fmean(column) for column in columns],
+        "low": [min(column) for column in columns],
+        "high": [max(column) for column in columns],
+        "rank": [],
+        "level": [],
+        "by_position": _mean([test["by_position"] for test in tests]),
+        "curve": {**units[0]["curve"], "loss": _mean([unit["curve"]["loss"] for unit in units])},
+    }
+
+
+def _rank(rows: list[dict[str, Any]], at: int, *, lower: bool) -> None:
+    """Append rank and level of every row at one length."""
+    sign = 1 if lower else -1
+    means = [sign * row["score"][at] for row in rows]
+    # The worst seed of the best encoding, which the best seed of another may reach.
+    best = rows[means.index(min(means))] if rows else {}
+    for row, mean in zip(rows, means, strict=True):
+        row["rank"].append(1 + sum(other < mean for other in means))
+        reaches = (
+            row["low"][at] <= best["high"][at] if lower else row["high"][at] >= best["low"][at]
+        )
+        row["level"].append(reaches)
+
+
+def _mean(rows: list[list[float]]) -> list[float]:
+    return [statistics.fmean(column) for column in zip(*rows, strict=True)]
+
+
+def _train_in_processes(
+    units: list[Unit], plan: Plan, jobs: int
+) -> Iterator[tuple[Unit, dict[str, Any]]]:
+    """Train ``units`` in ``jobs`` processes, and yield the numbers of each as it ends.
+
+    When the caller stops, so do the processes.
+    """
+    others = set(multiprocessing.active_children())
+    # A forked process cannot use CUDA, nor the threads of its parent.
+    pool = ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), _ignore_interrupt)
+    try:
+        futures = {pool.submit(train_and_test, unit, plan, _say_nothing): unit for unit in units}
+        for future in as_completed(futures):
+            yield futures[future], future.result()
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+        for process in set(multiprocessing.active_children()) - others:
+            process.terminate()
+            process.join()
+
+
+def _ignore_interrupt() -> None:
+    # A terminal sends Ctrl-C to every process; the first of them ends the others.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def _say_nothing(label: str, done: float) -> None:
+    pass

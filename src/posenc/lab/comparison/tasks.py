@@ -2,7 +2,7 @@
 
 Both games have a string of distinct letters, blanks, and a question about the string at the end.
 The longer the sequence, the more blanks are between them; the string and the question stay the
-same. So a decoder that fails on a longer sequence does so because of the distance alone.
+same. So a decoder that fails on a longer sequence does so only because of the distance.
 """
 
 from __future__ import annotations
@@ -55,10 +55,6 @@ class Task:
     lower_is_better: bool
     load: Callable[[Plan], Data]
     about: str
-
-    def worse_by(self, score: float, first: float) -> float:
-        """How much worse a score is than the first."""
-        return score - first if self.lower_is_better else first - score
 
 
 class Reading:
@@ -195,6 +191,6 @@ TASKS = {
         lambda plan: Game(plan, ask_index),
         "Given a letter of a string and a direction, name its neighbours one by one: each letter "
         "is found by what it is, and the next by where it is. After the indirect indexing of "
-        "Gopalakrishnan et al., 2025, with shifts of one alone, and blanks before the question.",
+        "Gopalakrishnan et al., 2025, with shifts of one only, and blanks before the question.",
     ),
 }

@@ -1,4 +1,4 @@
-"""Train a decoder, and test it on longer sequences."""
+"""A small causal transformer, its training, and its tests on longer sequences."""
 
 from __future__ import annotations
 
@@ -11,37 +11,117 @@ from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
-from posenc.lab.comparison.decoder import Decoder
-from posenc.lab.comparison.encodings import ENCODINGS
+from posenc.lab import machine
+from posenc.lab.comparison.encodings import ENCODINGS, trained_with
 from posenc.lab.comparison.plan import Plan, Unit
 from posenc.lab.comparison.tasks import TASKS, UNASKED, Batch, Data
 
+Attend: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 # Called after each step with a message and the fraction that is done.
 Tell: TypeAlias = Callable[[str, float], None]
 # Recalibration sees other data than the training before it.
 _LATER = 2**20
 
 
-def train_and_test(unit: Unit, plan: Plan, data: Data, tell: Tell) -> dict[str, Any]:
+class Decoder(nn.Module):
+    """Embedding, pre-norm blocks of attention and a squared-ReLU MLP, and an untied head.
+
+    The plan has the sizes, except ``symbols``, the number of distinct tokens. Weights that all
+    encodings share are drawn first, so they are the same for one seed.
+    """
+
+    def __init__(self, encoding: str, plan: Plan, *, symbols: int, seed: int) -> None:
+        super().__init__()
+        self.plan = plan
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            self.embedding = nn.Embedding(symbols, plan.width)
+            self.blocks = nn.ModuleList(_Block(plan.width, plan.heads) for _ in range(plan.layers))
+            self.norm = nn.LayerNorm(plan.width)
+            self.head = nn.Linear(plan.width, symbols, bias=False)
+            for weight in self._matrices():
+                nn.init.normal_(weight, std=0.02)
+            self.use(encoding, plan.train_length)
+
+    def use(self, encoding: str, length: int) -> None:
+        """Replace the encoding by a new module, for sequences of ``length``."""
+        self.encoding = ENCODINGS[encoding]
+        self.position = self.encoding.build(self.plan, length).to(self.embedding.weight.device)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Scores of each next token, ``(B, L, symbols)`` for tokens ``(B, L)``."""
+        x = self.embedding(tokens)
+        if self.encoding.acts_on == "input":
+            x = self.position(x)
+        for layer, block in enumerate(self.blocks):
+            attend = self._attend if self.encoding.acts_in(layer) else _attend_plainly
+            x = block(x, attend)
+        return self.head(self.norm(x))  # type: ignore[no-any-return]
+
+    def _attend(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Attention of queries, keys and values, which are projections of ``x``."""
+        acts_on, scale = self.encoding.acts_on, q.shape[-1] ** -0.5
+        if acts_on in ("scores", "gates"):
+            inputs = (x,) if acts_on == "gates" else ()
+            # Some modules have another default scale, and only the encoding should vary.
+            return self.position(q, k, v, *inputs, scale=scale)  # type: ignore[no-any-return]
+        if acts_on == "queries and keys":
+            q, k = self.position(q, k)
+        # An encoding may make queries and keys wider, which would change the default scale.
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
+
+    def weight_groups(self, decay: float) -> list[dict[str, object]]:
+        """Parameters for an optimizer: decay for matrices, none for vectors and for tables.
+
+        A learned row that no gradient reaches must keep its initial value.
+        """
+        matrices = self._matrices()
+        others = [p for p in self.parameters() if all(p is not matrix for matrix in matrices)]
+        return [
+            {"params": matrices, "weight_decay": decay},
+            {"params": others, "weight_decay": 0.0},
+        ]
+
+    def _matrices(self) -> list[Tensor]:
+        return [p for p in (*self.blocks.parameters(), self.head.weight) if p.dim() > 1]
+
+
+def _attend_plainly(x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+class _Block(nn.Module):
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.before_attention, self.before_mlp = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * width, bias=False)
+        self.out = nn.Linear(width, width, bias=False)
+        self.up = nn.Linear(width, 2 * width, bias=False)
+        self.down = nn.Linear(2 * width, width, bias=False)
+
+    def forward(self, x: Tensor, attend: Attend) -> Tensor:
+        normed = self.before_attention(x)
+        qkv = self.qkv(normed).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        x = x + self.out(attend(normed, *qkv.unbind()).transpose(1, 2).flatten(2))
+        return x + self.down(F.relu(self.up(self.before_mlp(x))).square())  # type: ignore[no-any-return]
+
+
+def train_and_test(unit: Unit, plan: Plan, tell: Tell) -> dict[str, Any]:
     """All numbers of one training: its curve, and the scores of each tested encoding."""
-    model = Decoder(unit.trains, plan, symbols=data.symbols, seed=unit.seed).to(plan.device)
-    losses = train(model, data, plan, unit, tell)
-    tested = [n for n in plan.encodings if (ENCODINGS[n].trained_as or n) == unit.trains]
+    data = TASKS[unit.task].load(plan)
+    with machine.threads(plan.threads):
+        model = Decoder(unit.trains, plan, symbols=data.symbols, seed=unit.seed).to(plan.device)
+        losses = train(model, data, plan, unit, tell)
+        tested = [name for name in plan.encodings if trained_with(name) == unit.trains]
+        tests = {name: evaluate(model, name, plan, unit, data) for name in tested}
     # A point of the curve is the mean of a few steps; there are about 50 points.
     size = math.ceil(plan.steps / 50)
     ends = range(size, plan.steps + 1, size)
-    return {
-        "task": unit.task,
-        "trains": unit.trains,
-        "seed": unit.seed,
-        "curve": {
-            "step": list(ends),
-            "loss": [statistics.fmean(losses[end - size : end]) for end in ends],
-        },
-        "tests": {name: evaluate(model, name, plan, unit, data) for name in tested},
-    }
+    means = [statistics.fmean(losses[end - size : end]) for end in ends]
+    return {**unit._asdict(), "curve": {"step": list(ends), "loss": means}, "tests": tests}
 
 
 def train(model: Decoder, data: Data, plan: Plan, unit: Unit, tell: Tell) -> list[float]:
@@ -67,7 +147,7 @@ def make_optimizer(model: Decoder, rate: float) -> torch.optim.Optimizer:
 
 def learn(model: Decoder, batch: Batch, optimizer: torch.optim.Optimizer) -> Tensor:
     """One step; returns the mean loss before it."""
-    # What is not asked loses nothing. A mask would make a GPU wait.
+    # Tokens without a target lose nothing. A mask would make a GPU wait.
     loss = losses_of(model, batch).sum() / (batch.wanted != UNASKED).sum().item()
     loss.backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -84,8 +164,8 @@ def learning_rate(step: int, steps: int, peak: float) -> float:
 
 
 def losses_of(model: Decoder, batch: Batch) -> Tensor:
-    """Nats lost on what should follow each token, ``(B, L)``; 0 where nothing is asked."""
-    return _compare(_scores(model, batch.tokens), batch.wanted)
+    """Nats lost on the target of each token, ``(B, L)``; 0 for tokens without a target."""
+    return _nats(_scores(model, batch.tokens), batch.wanted)
 
 
 def _scores(model: Decoder, tokens: Tensor) -> Tensor:
@@ -94,7 +174,7 @@ def _scores(model: Decoder, tokens: Tensor) -> Tensor:
         return model(tokens.to(plan.device)).float()  # type: ignore[no-any-return]
 
 
-def _compare(scores: Tensor, wanted: Tensor) -> Tensor:
+def _nats(scores: Tensor, wanted: Tensor) -> Tensor:
     wanted = wanted.to(scores.device)
     lost = F.cross_entropy(
         scores.flatten(0, 1), wanted.flatten(), ignore_index=UNASKED, reduction="none"
@@ -105,7 +185,7 @@ def _compare(scores: Tensor, wanted: Tensor) -> Tensor:
 def evaluate(
     model: Decoder, name: str, plan: Plan, unit: Unit, data: Data
 ) -> dict[str, list[float]]:
-    """The score at each length, of the model that was trained or of one that follows from it."""
+    """The score at each length, of the trained model or of one that follows from it."""
     encoding = ENCODINGS[name]
     if encoding.trained_as is not None:
         model = copy.deepcopy(model)
@@ -122,35 +202,29 @@ def evaluate(
 def scores_by_length(
     model: Decoder, name: str, plan: Plan, task: str, data: Data
 ) -> dict[str, list[float]]:
-    """Score and mean loss at each length; of a text, also the loss by position of the longest.
+    """The score at each length, and for a text the loss by position of the longest.
 
     The score is the loss of the last ``train_length`` symbols, or the accuracy of the answers.
     """
-    score, whole, by_position = [], [], []
+    score, by_position = [], []
     for length in plan.lengths:
         if ENCODINGS[name].trained_as is not None:
             model.use(name, length)
         batch = data.testing(plan, length)
-        # A few at a time: the memory of the longest stays near that of a training step.
-        most = max(1, plan.batch * plan.train_length // length)
-        parts = [
-            _marks(model, Batch(*some))
-            for some in zip(batch.tokens.split(most), batch.wanted.split(most), strict=True)
-        ]
-        lost, right = (torch.cat(part) for part in zip(*parts, strict=True))
-        asked = batch.wanted != UNASKED
-        by_loss = TASKS[task].lower_is_better
-        found = lost[:, -plan.train_length :] if by_loss else right[asked].float()
-        score.append(found.mean().item())
-        whole.append(lost[asked].mean().item())
-        if by_loss and length == plan.longest:
+        # A few sequences at a time: the longest then need about the memory of a training step.
+        few = max(1, plan.batch * plan.train_length // length)
+        losses, correct = [], []
+        for tokens, wanted in zip(*(part.split(few) for part in batch), strict=True):
+            scores = _scores(model, tokens)
+            losses.append(_nats(scores, wanted).cpu())
+            correct.append(scores.argmax(-1).cpu() == wanted)
+        if not TASKS[task].lower_is_better:
+            answers = torch.cat(correct)[batch.wanted != UNASKED]
+            score.append(answers.float().mean().item())
+            continue
+        lost = torch.cat(losses)
+        score.append(lost[:, -plan.train_length :].mean().item())
+        if length == plan.longest:
             pieces = lost.split(max(1, plan.train_length // 4), dim=1)
             by_position = [piece.mean().item() for piece in pieces]
-    return {"score": score, "loss": whole, "by_position": by_position}
-
-
-def _marks(model: Decoder, batch: Batch) -> tuple[Tensor, Tensor]:
-    """The loss of each token, and whether the likeliest was wanted; on the CPU."""
-    scores = _scores(model, batch.tokens)
-    lost = _compare(scores, batch.wanted).cpu()
-    return lost, scores.argmax(-1).cpu() == batch.wanted
+    return {"score": score, "by_position": by_position}

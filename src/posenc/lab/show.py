@@ -12,8 +12,8 @@ from torch import Tensor
 
 from posenc import configs, nn
 from posenc import scaling as rules
-from posenc.lab.pictures import biases, continuous
-from posenc.lab.pictures.panels import Chart, Heat, Line, View, line, sheet
+from posenc.lab import biases
+from posenc.lab.panels import Chart, Heat, Line, View, line, sheet
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -26,6 +26,8 @@ RULES: dict[str, Callable[[float, int], rules.Rule]] = {
     "yarn": lambda factor, trained: rules.YaRN(factor, original_length=trained),
     "llama3": lambda factor, trained: rules.Llama3(factor, original_length=trained),
 }
+# Of the random features, and the numbers of octaves of NeRF's.
+_SCALES, _OCTAVES = (1.0, 4.0, 16.0), (2, 4, 6)
 
 
 class Rotation(NamedTuple):
@@ -163,13 +165,11 @@ def alibi(*, heads: int = 8, length: int = 128, trained: int = 4096) -> View:
         near, seen = row >= -12, weight >= 0.01
         subtracted.append(line(f"head {head}", torch.arange(length)[near], row[near]))
         left.append(line(f"head {head}", distance[seen], weight[seen]))
-    steps = [1 / slope for slope in slopes.tolist()]
-    words = [f"1/{n:.0f}" if abs(n - round(n)) < 1e-6 else f"{1 / n:.3g}" for n in steps]
     by_head = [line("", torch.arange(heads), slopes)]
-    look: dict[str, Any] = {"log": "y", "dots": True, "words": words if heads <= 16 else ()}
+    slope = Chart("Slope of each head", "head", "subtracted per position", by_head, "y", dots=True)
     panels = (
         Heat(f"Bias of head {middle}", "key", "query", bias[middle]),
-        Chart("Slope of each head", "head", "subtracted per position", by_head, **look),
+        slope,
         Chart("Subtracted from the score", "distance", "", subtracted),
         Chart("Weight that is left, equal scores", "distance", "", left, log="x"),
     )
@@ -178,11 +178,41 @@ def alibi(*, heads: int = 8, length: int = 128, trained: int = 4096) -> View:
     return View(title, panels, {**numbers, "slopes": slopes.tolist()})
 
 
+def fourier(*, dim: int = 128, length: int = 128) -> View:
+    """Features of ``length`` coordinates between 0 and 1, and how alike they are by distance."""
+    at = torch.linspace(0, 1, length, dtype=torch.float64)[:, None]
+    random = nn.FourierFeatures(1, num_frequencies=dim // 2, scale=_SCALES[1])
+    assert random.frequencies is not None
+    slowest_first = random.frequencies[:, 0].abs().argsort()
+    cosines = random(at)[:, : dim // 2][:, slowest_first]
+    octaves = nn.FourierFeatures(1, num_frequencies=max(_OCTAVES), kind="nerf")
+    many = 64 * dim
+    gaussian = [
+        _similarity(f"scale {s:g}", nn.FourierFeatures(1, num_frequencies=many, scale=s), at)
+        for s in _SCALES
+    ]
+    doubling = [
+        _similarity(f"{k} frequencies", nn.FourierFeatures(1, num_frequencies=k, kind="nerf"), at)
+        for k in _OCTAVES
+    ]
+    cells = f"place, 0 to 1 in {length}"
+    title = "Similarity by distance"
+    panels = (
+        Heat("Random: cosines, slow ones first", "frequency", cells, cosines),
+        Heat("NeRF: sine and cosine, frequencies double", "channel", cells, octaves(at)),
+        Chart(f"{title}, random", "distance", "", gaussian),
+        Chart(f"{title}, powers of two", "distance", "", doubling),
+    )
+    rates = random.frequencies[:, 0].tolist()
+    numbers = {"encoding": "fourier", "dim": dim, "scale": random.scale, "frequencies": rates}
+    return View(f"Fourier features of one coordinate, {dim} channels", panels, numbers)
+
+
 ENCODINGS: dict[str, Callable[..., View]] = {
     **{view.__name__: view for view in (sinusoidal, learned, rope, pope, alibi)},
     **biases.VIEWS,
     "grid": biases.grid,
-    "fourier": continuous.fourier,
+    "fourier": fourier,
 }
 
 
@@ -270,3 +300,9 @@ def _numbers(
         one = {"label": each.label, "gain": each.gain, "rates": values, "wavelengths": waves}
         rates.append(one)
     return {"encoding": encoding, "trained": trained, "dim": dim, "base": base, "rates": rates}
+
+
+def _similarity(label: str, module: nn.FourierFeatures, at: Tensor) -> Line:
+    """Cosine between the features of zero and of each coordinate."""
+    features = module(at, dtype=torch.float64)
+    return line(label, at[:, 0], features @ features[0] / features[0].square().sum())

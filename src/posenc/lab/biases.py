@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from posenc import nn
-from posenc.lab.pictures.panels import Chart, Heat, Panel, View, line
+from posenc.lab.panels import Chart, Heat, Panel, View, line
 
 _WINDOW = 7
 

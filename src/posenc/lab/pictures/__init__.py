@@ -1,1 +1,0 @@
-"""Pictures of the encodings, in one look, for files and pages."""
