@@ -115,8 +115,3 @@ def test_a_grid_begins_where_it_is_told():
 def test_bad_input_is_refused(call, error, text):
     with pytest.raises(error, match=text):
         call()
-
-
-def test_on_the_meta_device():
-    assert positions.normalized_grid(2, 3, prefix=1, device="meta").shape == (2, 7)
-    assert positions.grid(2, 3, prefix=1, device="meta").is_meta

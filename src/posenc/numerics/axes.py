@@ -1,7 +1,7 @@
 """Positions with several coordinates: which coordinate each channel pair follows.
 
-Positions then have a leading axis, ``[A, ..., T]``: time, height and width of a patch, say. Where
-all coordinates of a token are equal, as they are for text, `Sections` rotate as one axis would.
+Positions then have a leading axis, ``[A, ..., T]``, for example time, height and width of a patch.
+If all coordinates of a token are equal, as they are for text, `Sections` rotate as one axis would.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from posenc._contract import checks
-from posenc.numerics.values import ByValue
+from posenc.numerics.constants import ByValue
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,7 +70,7 @@ class Sections(Axes):
     def __post_init__(self) -> None:
         if not isinstance(self.sizes, (list, tuple)) or not self.sizes:
             rule, got = "sizes must be a tuple of ints", checks.describe(self.sizes)
-            checks.fail("Sections", rule, got, "Pass (16, 24, 24), say.", TypeError)
+            checks.fail("Sections", rule, got, "Pass (16, 24, 24), for example.", TypeError)
         sizes = tuple(checks.integer("Sections", "sizes", size, least=0) for size in self.sizes)
         object.__setattr__(self, "sizes", sizes)
         checks.boolean("Sections", "interleaved", self.interleaved)
@@ -132,7 +132,7 @@ class Axial(Axes):
             given = tuple(checks.even("Axial", "each of coordinates", width) for width in given)
         else:
             rule = "coordinates must be an int, or the channels of each coordinate"
-            checks.fail("Axial", rule, given, "Pass 2, or (16, 56, 56), say.")
+            checks.fail("Axial", rule, given, "Pass 2, or (16, 56, 56), for example.")
         object.__setattr__(self, "coordinates", given)
         checks.choice("Axial", "rates", self.rates, ("per_axis", "shared"))
         if self.rates == "shared" and isinstance(given, tuple):

@@ -1,4 +1,4 @@
-"""Constant tensors, copied to a device once."""
+"""Constant tensors, copied to a device once, and descriptions that are compared by value."""
 
 from __future__ import annotations
 
@@ -29,3 +29,16 @@ def _cached(numbers: tuple[float, ...], dtype: torch.dtype, device: torch.device
     # An inference tensor could not be used in a training step later.
     with torch.inference_mode(False):
         return torch.tensor(numbers, dtype=dtype, device=device)
+
+
+class ByValue:
+    """Base class: two objects are equal if their class and attributes are, fields or not.
+
+    Rules and axes are part of the keys of tables.
+    """
+
+    def __eq__(self, other: object) -> bool:
+        return type(self) is type(other) and vars(self) == vars(other)
+
+    def __hash__(self) -> int:
+        return hash((type(self), frozenset(vars(self).items())))

@@ -158,7 +158,7 @@ def _frozen(part: Any) -> Any:
     Examples:
         >>> from posenc.numerics.scaling import Linear
         >>> _frozen(Linear(2.0))
-        (<class 'posenc.numerics.scaling.fixed.Linear'>, ('hex', '0x1.0000000000000p+1'))
+        (<class 'posenc.numerics.scaling.Linear'>, ('hex', '0x1.0000000000000p+1'))
     """
     if part is None or isinstance(part, (bool, str)):
         return part
