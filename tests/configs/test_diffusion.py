@@ -101,19 +101,15 @@ def test_keywords_override_the_config():
     ("config", "said"),
     [
         ({**FLUX, "_class_name": "UNet2DConditionModel"}, "_class_name must be a transformer of"),
-        ({**FLUX, "_class_name": ["Flux"]}, "_class_name must be a transformer of"),
         ({**FLUX, "rope_theta": 500.0}, "rope_theta must be a key of FluxTransformer2DModel"),
-        ({**FLUX, "rope_scaling": {"factor": 2.0}}, "rope_scaling must be a key of"),
         ({**FLUX, "axes_dims_rope": None}, "axes_dims_rope must be in the config of Flux"),
         ({**FLUX, "axes_dims_rope": 128}, "axes_dims_rope must be a list"),
-        ({**FLUX, "axes_dims_rope": [2] * 64}, "axes_dims_rope must be a list"),
         ({**FLUX, "axes_dims_rope": [16, 56, 40]}, "must add up to the 128 rotated channels"),
         ({**FLUX, "attention_head_dim": None}, "attention_head_dim must be in the config"),
         ({**COG, "use_rotary_positional_embeddings": False}, "must be true, got False"),
         ({**COSMOS, "rope_scale": [2.0]}, "rope_scale must have a number for each of 3 axes"),
         ({**HUNYUAN, "rope_theta": -1.0}, "rope_theta must be"),
         ({"_class_name": "MochiTransformer3DModel"}, "rotates unlike RoPE: its rates are learned"),
-        ({"_class_name": "LTXVideoTransformer3DModel"}, "each head has rates of its own"),
     ],
 )
 def test_what_is_not_understood_is_named(config, said):

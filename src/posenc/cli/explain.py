@@ -51,7 +51,7 @@ def explain(
         _show(found)
 
 
-def _show(found: lab.Report) -> None:
+def _show(found: lab.Explanations) -> None:
     for part in found.parts:
         # None stands for an argument that is left out.
         rows = [(name, *fact) for name, fact in part.arguments.items() if fact[0] is not None]
@@ -127,8 +127,8 @@ def _short(value: Any, room: int) -> str:
     if isinstance(value, float):
         return f"{value:.6g}" if len(repr(value)) > 12 else repr(value)
     if is_dataclass(value):
-        held = ((each.name, getattr(value, each.name)) for each in fields(value))
-        words = [f"{name}={_short(one, room)}" for name, one in held if one is not None]
+        values = ((each.name, getattr(value, each.name)) for each in fields(value))
+        words = [f"{name}={_short(one, room)}" for name, one in values if one is not None]
         return f"{type(value).__name__}({', '.join(words)})"
     if not isinstance(value, (list, tuple)):
         return str(value)

@@ -1,14 +1,14 @@
-"""What a config says beside its rotation: lengths, kinds of layers, windows, and scales."""
+"""What a config says in addition to its rotation: lengths, kinds of layers, windows, scales."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from posenc._contract import checks
 from posenc.configs.others import Table
-from posenc.configs.reader import MOST_LAYERS, Config, said_or_default
+from posenc.configs.reader import Config
 from posenc.configs.rotation import layer_bases
 from posenc.numerics import scaling
 
@@ -26,9 +26,8 @@ _DUAL_CHUNK = "dual_chunk_attention_config"
 def _longest(config: Config) -> Fact | None:
     """The maximal length that a config names."""
     for key in _LENGTHS:
-        value = config.top.get(key)
-        if type(value) is int and 0 < value <= checks.FARTHEST:
-            return value, config.prefix + key
+        if _is_size(config.top.get(key)):
+            return config.top[key], config.prefix + key
     return None
 
 
@@ -68,48 +67,41 @@ def lengths_of_others(config: Config, parts: Iterable[object]) -> tuple[Fact | N
 
 def without_rope(config: Config) -> Fact | None:
     """Indices of the layers that do not rotate, of a model that rotates in others."""
-    top, model = config.top, config.model
-    flags, types, count = (
-        top.get(key) for key in ("no_rope_layers", "layer_types", "num_hidden_layers")
-    )
+    flags, types = config.top.get("no_rope_layers"), config.layer_types()
+    count = config.layer_count()
+    # Lists may be longer than the model.
     if isinstance(flags, (list, tuple)) and flags:
-        # The list holds 1 for a layer that rotates, and may be longer than the model.
-        used = flags[:count] if type(count) is int else flags
-        found = tuple(i for i, rotates in enumerate(used) if not rotates)
-        return found, f"{config.prefix}no_rope_layers"
-    bases = layer_bases(config)[: count if type(count) is int else None]
-    still = tuple(i for i, theta in enumerate(bases) if not theta)
-    if still:
-        return still, f"{config.prefix}layer_rope_theta"
-    types = types if isinstance(types, (list, tuple)) else ()
-    found = _layers(types, {name for name, rope in config.by_layer.items() if rope is None})
-    if found:
-        return found, f"{config.prefix}{config.where}.{types[found[0]]}"
-    if config.kind.startswith("exaone") and top.get("sliding_window", 1) is None:
+        # The list holds 1 for a layer that rotates.
+        layers = tuple(i for i, rotates in enumerate(flags[:count]) if not rotates)
+        return layers, f"{config.prefix}no_rope_layers"
+    layers = tuple(i for i, theta in enumerate(layer_bases(config)[:count]) if not theta)
+    if layers:
+        return layers, f"{config.prefix}layer_rope_theta"
+    unrotated = {name for name, rope in config.by_layer.items() if rope is None}
+    layers = tuple(i for i, name in enumerate(types) if name in unrotated)
+    if layers:
+        return layers, f"{config.prefix}{config.where}.{types[layers[0]]}"
+    if config.kind.startswith("exaone") and config.top.get("sliding_window", 1) is None:
         return None
-    if not model.get("full_attention_rotates", True) and types:
-        return _layers(types, {"full_attention"}), config.prefix + config.types_key
+    if not config.model.get("full_attention_rotates", True) and types:
+        layers = tuple(i for i, name in enumerate(types) if name == "full_attention")
+        return layers, config.prefix + config.types_key
     # Every n-th layer does not rotate.
     key = "no_rope_layer_interval"
-    step = said_or_default(config, key)
-    if type(step) is not int or step < 1 or type(count) is not int:
+    step = config.value(key)
+    if type(step) is not int or step < 1 or count is None:
         return None
-    if count > MOST_LAYERS:
-        rule = f"num_hidden_layers must be at most {MOST_LAYERS}"
-        raise config.error(rule, count, "Fix the config.")
-    source = key if key in top else "model_type"
-    return tuple(range(step - 1, count, step)), config.prefix + source
+    return tuple(range(step - 1, count, step)), config.source(key)
 
 
 def softmax_scale(config: Config, rule: scaling.Rule | None) -> Fact | None:
     """DeepSeek's ``m**2 / sqrt(nope + rope)``; YaRN has ``m = 0.1 mscale_all_dim ln(s) + 1``."""
     if "qk_rope_head_dim" not in config.model:
         return None
-    sizes = [config.top.get(f"qk_{part}_head_dim") for part in ("nope", "rope")]
-    known = [size for size in sizes if type(size) is int and 0 < size <= checks.FARTHEST]
-    if len(known) < 2:
+    sizes: list[Any] = [config.top.get(f"qk_{part}_head_dim") for part in ("nope", "rope")]
+    if not all(map(_is_size, sizes)):
         return None
-    scale, source = sum(known) ** -0.5, "qk_nope_head_dim + qk_rope_head_dim"
+    scale, source = float(sum(sizes) ** -0.5), "qk_nope_head_dim + qk_rope_head_dim"
     if isinstance(rule, scaling.YaRN) and rule.mscale_all_dim:
         scale *= (0.1 * rule.mscale_all_dim * math.log(rule.factor) + 1) ** 2
         source += ", mscale_all_dim"
@@ -118,27 +110,25 @@ def softmax_scale(config: Config, rule: scaling.Rule | None) -> Fact | None:
 
 def layer_types(config: Config) -> Fact | None:
     """The type of each layer, where they differ or do not have full attention."""
-    types = config.top.get("layer_types")
-    if not isinstance(types, (list, tuple)) or {"full_attention"}.issuperset(map(str, types)):
+    types = config.layer_types()
+    if {"full_attention"}.issuperset(types):
         return None
-    return tuple(map(str, types)), config.prefix + config.types_key
+    return tuple(types), config.prefix + config.types_key
 
 
 def window(config: Config) -> Fact | None:
     """How many keys a query sees before and after its own, in layers that have a window."""
-    types, model = config.top.get("layer_types"), config.model
+    model = config.model
     key = "local_attention" if "local_attention" in model else "sliding_window"
-    size = said_or_default(config, key)
-    slides = said_or_default(config, "use_sliding_window") is not False
-    slides = slides and "layer_types" not in model
-    if isinstance(types, (list, tuple)):
-        slides = "sliding_attention" in types
+    size, source = config.value(key), config.source(key)
+    slides = config.value("use_sliding_window") is not False and "layer_types" not in model
+    if config.top.get("layer_types") is not None:
+        slides = "sliding_attention" in config.layer_types()
     if model and key not in model:
         # The code of this type reads no such key.
         slides = False
-    if not slides or type(size) is not int or not 0 < size <= checks.FARTHEST:
+    if not slides or not _is_size(size):
         return None
-    source = config.prefix + (key if key in config.top else "model_type")
     if config.top.get("use_bidirectional_attention") in (True, "all"):
         return (size // 2, size // 2), source
     size = size // 2 if key == "local_attention" else size
@@ -146,13 +136,12 @@ def window(config: Config) -> Fact | None:
 
 
 def chunk(config: Config) -> Fact | None:
-    """Tokens of a chunk, in layers whose queries see the keys of their own chunk alone."""
-    key, types = "attention_chunk_size", config.top.get("layer_types")
-    size = said_or_default(config, key)
-    chunked = isinstance(types, (list, tuple)) and "chunked_attention" in types
-    if not chunked or type(size) is not int or not 0 < size <= checks.FARTHEST:
+    """Tokens of a chunk, in layers whose queries see only the keys of their chunk."""
+    key = "attention_chunk_size"
+    size = config.value(key)
+    if "chunked_attention" not in config.layer_types() or not _is_size(size):
         return None
-    return size, config.prefix + (key if key in config.top else "model_type")
+    return size, config.source(key)
 
 
 def dual_chunk(config: Config) -> Fact | None:
@@ -177,12 +166,11 @@ def query_scale(config: Config) -> Fact | None:
         source = f"{config.prefix}{config.where}.llama_4_scaling_beta"
         text = f"1 + {beta} * log(1 + p // {length}) at position p"
         return None if length is None else (text, source)
-    if key in config.model and said_or_default(config, key):
-        values = [said_or_default(config, name) for name in ("attn_scale", "floor_scale")]
-        scale = checks.positive_float(config.who, "attn_scale", values[0])
-        step = checks.integer(config.who, "floor_scale", values[1])
+    if key in config.model and config.value(key):
+        scale = checks.positive_float(config.who, "attn_scale", config.value("attn_scale"))
+        step = checks.integer(config.who, "floor_scale", config.value("floor_scale"))
         text = f"1 + {scale} * log(1 + (p + 1) // {step}) at position p, in layers without RoPE"
-        return text, config.prefix + (key if key in config.top else "model_type")
+        return text, config.source(key)
     dual = config.top.get(_DUAL_CHUNK)
     if isinstance(dual, Mapping):
         length = _count(config, dual, "original_max_position_embeddings")
@@ -197,16 +185,16 @@ def position_ids(config: Config) -> Fact | None:
     if "coordinates" not in config.model:
         return None
     # A class token comes before the registers.
-    registers = said_or_default(config, "num_register_tokens")
+    registers = config.value("num_register_tokens")
     before = 1 + checks.integer(config.who, "num_register_tokens", registers, least=0)
     text = f"math.tau * posenc.positions.normalized_grid(rows, columns, prefix={before})"
     return text, f"{config.prefix}model_type"
 
 
-def _count(config: Config, held: Mapping[str, Any], key: str) -> int | None:
-    value = held.get(key)
+def _count(config: Config, keys: Mapping[str, Any], key: str) -> int | None:
+    value = keys.get(key)
     return None if value is None else checks.integer(config.who, key, value)
 
 
-def _layers(types: Sequence[Any], names: set[Any]) -> tuple[int, ...]:
-    return tuple(i for i, each in enumerate(types) if isinstance(each, str) and each in names)
+def _is_size(value: Any) -> bool:
+    return type(value) is int and 0 < value <= checks.FARTHEST

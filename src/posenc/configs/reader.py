@@ -83,6 +83,28 @@ class Config:
         rule = f"{self.prefix}{a} and {self.prefix}{b} must agree"
         return self.error(rule, got, "Remove one of them.")
 
+    def value(self, key: str) -> Any:
+        """The value of ``key`` in the config, which may be null, or else that of the model type."""
+        return self.top[key] if key in self.top else self.model.get(key)
+
+    def source(self, key: str) -> str:
+        """Where :meth:`value` reads ``key``."""
+        return self.prefix + (key if key in self.top else "model_type")
+
+    def layer_count(self, key: str = "num_hidden_layers") -> int | None:
+        """The number of layers, if the config has a usable one."""
+        count = self.top.get(key)
+        if type(count) is not int or count < 1:
+            return None
+        if count > MOST_LAYERS:
+            raise self.error(f"{key} must be at most {MOST_LAYERS}", count, "Fix the config.")
+        return count
+
+    def layer_types(self) -> list[str]:
+        """The names in ``layer_types``; empty if the config has no list of them."""
+        types = self.top.get("layer_types")
+        return list(map(str, types)) if isinstance(types, (list, tuple)) else []
+
     def default(self, argument: str, key: str) -> Any:
         """The value of ``key`` for this model type, where the config has none."""
         if self.model.get(key) is not None:
@@ -187,7 +209,7 @@ def open_config(config: Any, who: str = "from_config") -> Config:
     if len(given) == 2 and given["rope_parameters"] != given["rope_scaling"]:
         raise found.contradiction(*names, "different contents")
     for name, rope in given.items():
-        known = _layer_types(found)
+        known = found.layer_types()
         by_layer = {
             key: rope[key] for key in rope if isinstance(rope[key], Mapping) or key in known
         }
@@ -197,13 +219,11 @@ def open_config(config: Any, who: str = "from_config") -> Config:
 
 def _with_layer_types(config: Config) -> Config:
     """Name the type of each layer where a file leaves that to its model type."""
-    top, model, count = config.top, config.model, config.top.get("num_hidden_layers")
+    top, model = config.top, config.model
     known = model.get("layer_types") or "max_window_layers" in model
-    if not known or top.get("layer_types") is not None or type(count) is not int or count < 1:
+    count = config.layer_count() if known and top.get("layer_types") is None else None
+    if count is None:
         return config
-    if count > MOST_LAYERS:
-        rule = f"num_hidden_layers must be at most {MOST_LAYERS}"
-        raise config.error(rule, count, "Fix the config.")
     key, types = (_cycle if model.get("layer_types") else _last_slide)(config, count)
     if types is None:
         return config
@@ -216,9 +236,9 @@ def _with_layer_types(config: Config) -> Config:
 def _last_slide(config: Config, count: int) -> tuple[str, list[str]]:
     """Full attention, and windows from the layer ``max_window_layers`` on, if there are any."""
     key, start = "max_window_layers", count
-    slides = said_or_default(config, "use_sliding_window") is not False
-    if slides and said_or_default(config, "sliding_window") is not None:
-        start = said_or_default(config, key)
+    slides = config.value("use_sliding_window") is not False
+    if slides and config.value("sliding_window") is not None:
+        start = config.value(key)
     start = min(max(start, 0), count) if type(start) is int else count
     return key, ["full_attention"] * start + ["sliding_attention"] * (count - start)
 
@@ -241,17 +261,6 @@ def _cycle(config: Config, count: int) -> tuple[str, list[str] | None]:
         first = 1 if cycle[1] == cycle[-1] else period - 1
         cycle = [cycle[0]] * first + [cycle[-1]] * (period - first)
     return key, (cycle * (count // period + 1))[:count]
-
-
-def said_or_default(config: Config, key: str) -> Any:
-    """The value of ``key`` in the config, which may be null, or else that of its model type."""
-    return config.top[key] if key in config.top else config.model.get(key)
-
-
-def _layer_types(config: Config) -> frozenset[str]:
-    types = config.top.get("layer_types")
-    types = types if isinstance(types, (list, tuple)) else ()
-    return frozenset(name for name in types if isinstance(name, str))
 
 
 def local_key(config: Config) -> str | None:
@@ -293,7 +302,7 @@ def choose_layer(config: Config, layer_type: str | None) -> tuple[Config, str | 
         hint = "Pass layer_type='full_attention' or 'sliding_attention'."
         rule = f"layer_type must be given, because layers differ by {local}"
         raise config.error(rule, None, hint)
-    known = _layer_types(config) or {*_TYPES, *(() if local else ("chunked_attention",))}
+    known = set(config.layer_types()) or {*_TYPES, *(() if local else ("chunked_attention",))}
     if layer_type is not None and layer_type not in known:
         raise config.error(f"layer_type must be one of {sorted(known)}", layer_type)
     if layer_type == "sliding_attention" and local:
@@ -305,14 +314,14 @@ def choose_layer(config: Config, layer_type: str | None) -> tuple[Config, str | 
 def at_layer(config: Config, index: int, **known: Any) -> Config:
     """The config of the layer at ``index``, whose ``known`` keys override those of the model.
 
-    Nothing is copied, because a conversion calls this for each tensor.
+    The config is not copied, because a conversion calls this for each tensor.
     """
-    types = config.top.get("layer_types")
-    name = types[index] if isinstance(types, (list, tuple)) and index < len(types) else None
+    types = config.layer_types()
+    name = types[index] if index < len(types) else None
     top = ChainMap({**known, "layer_types": None}, config.top)
     if not config.by_layer:
         return replace(config, top=top)
-    if not isinstance(name, str) or name not in config.by_layer:
+    if name is None or name not in config.by_layer:
         name = next(iter(config.by_layer))
     rope = config.by_layer[name] if isinstance(config.by_layer[name], Mapping) else {}
     return replace(config, top=top, rope=rope, where=f"{config.where}.{name}")

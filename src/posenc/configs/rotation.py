@@ -64,8 +64,8 @@ def _width(config: Config, name: str, value: Any, source: str) -> int:
 
 def _own_head_dim(config: Config, layer_type: str | None) -> Any:
     """The head_dim that ``per_layer_config`` gives to all layers of one type."""
-    types, layers = config.top.get("layer_types"), config.top.get("per_layer_config")
-    if not isinstance(types, (list, tuple)) or not isinstance(layers, Mapping):
+    types, layers = config.layer_types(), config.top.get("per_layer_config")
+    if not isinstance(layers, Mapping):
         return None
     # JSON makes strings of the indices.
     own = [layers.get(i, layers.get(str(i))) for i, kind in enumerate(types) if kind == layer_type]

@@ -50,7 +50,7 @@ def scaling_rule(config: Config) -> scaling.Rule | None:
 
 
 def read_scaling(who: str, given: Any, base: float) -> Any:
-    """The rule of a published dict, or of a ``rope_type`` alone; anything else as it is.
+    """The rule of a published dict, or of a ``rope_type``; anything else as it is.
 
     Examples:
         >>> read_scaling("RoPE", {"rope_type": "linear", "factor": 4.0}, 10_000.0)

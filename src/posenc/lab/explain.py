@@ -35,7 +35,7 @@ class Explanation:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class Explanations:
     """The encodings of a config, and facts about the whole model."""
 
     parts: list[Explanation]
@@ -78,7 +78,9 @@ class Report:
         return "\n".join(lines)
 
 
-def explain(config: Any, *, layer_type: str | None = None, seq_len: int | None = None) -> Report:
+def explain(
+    config: Any, *, layer_type: str | None = None, seq_len: int | None = None
+) -> Explanations:
     """Resolve a config: one explanation for each layer type, or for the one that is named.
 
     Rules that depend on the length of a sequence are evaluated at ``seq_len``.
@@ -92,7 +94,7 @@ def explain(config: Any, *, layer_type: str | None = None, seq_len: int | None =
         how = "posenc.rope_layers(config), which has None for layers without RoPE"
         parts = [replace(part, build=how) for part in parts]
     names = (each.name for each in fields(found) if each.name not in ("parts", "dual_chunk"))
-    return Report(parts, {name: getattr(found, name) for name in names})
+    return Explanations(parts, {name: getattr(found, name) for name in names})
 
 
 def _in_chunks(part: Explanation, sizes: tuple[int, int], key: str) -> Explanation:
@@ -178,8 +180,8 @@ def _code(value: Any) -> str:
     """A value as Python; rules and axes are written without arguments that have their default."""
     if not is_dataclass(value):
         return repr(value)
-    held = ((each, getattr(value, each.name)) for each in fields(value))
-    words = [f"{each.name}={given!r}" for each, given in held if given != each.default]
+    values = ((each, getattr(value, each.name)) for each in fields(value))
+    words = [f"{each.name}={one!r}" for each, one in values if one != each.default]
     room = "scaling" if isinstance(value, scaling.Rule) else "axes"
     return f"posenc.{room}.{type(value).__name__}({', '.join(words)})"
 

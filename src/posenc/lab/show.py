@@ -109,7 +109,7 @@ def rope(
 
 
 def pope(*, dim: int = 128, length: int = 128, trained: int = 4096, base: float = 10_000.0) -> View:
-    """PoPE beside RoPE, and what a phase does to one channel's part of the score."""
+    """PoPE compared with RoPE, and what a phase does to one channel's part of the score."""
     rates = nn.PoPE(dim, num_kv_heads=None, max_seq_len=None, base=base).scaled_inv_freq()
     found = [Rotation("PoPE", rates), Rotation("RoPE", nn.RoPE(dim, None, base).scaled_inv_freq())]
     cos = (torch.arange(length)[:, None] * rates).cos()
@@ -135,7 +135,7 @@ def of_config(
     trained: int | None = None,
     against: str | None = None,
 ) -> View:
-    """The rotation that a model's config describes, beside the same without its rule."""
+    """The rotation that a model's config describes, and the same without its rule."""
     model = nn.RoPE.from_config(config, layer_type=layer_type)
     found = configs.read_positions(config, layer_type=layer_type)
     factor = getattr(model.scaling, "factor", None) or 1.0

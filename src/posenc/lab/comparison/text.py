@@ -2,8 +2,8 @@
 
 The tales are generated from the grammar in ``tales.txt``. Each invents a town and three people, who
 keep their trade, their belonging and their place to its end. What was said of them early tells what
-will be said later, so a longer context helps, and names that no other tale has can be learned from
-the context alone. Every choice is one step of a linear congruential generator, so the bytes are the
+will be said later, so a longer context helps, and names that no other tale has can be learned only
+from the context. Every choice is one step of a linear congruential generator, so the bytes are the
 same everywhere.
 """
 
