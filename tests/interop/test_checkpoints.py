@@ -10,7 +10,6 @@ from safetensors.torch import load_file, save_file
 from torch._subclasses import FakeTensorMode
 
 from posenc import RoPE
-from posenc.interop import checkpoints
 from posenc.interop.checkpoints import Heads, convert, convert_state, permute
 from support import hf_models as models
 from support.checkpoints import SIZES, save_layers
@@ -105,19 +104,18 @@ def test_a_sharded_folder_keeps_its_shards_and_other_files(tmp_path):
     assert same(models.load("Llama", new).state_dict(), state)
 
 
-@pytest.mark.parametrize("within", ["text_config", "language_config", "thinker_config"])
-def test_only_the_text_tower_moves(tmp_path, within):
+def test_only_the_text_tower_moves(tmp_path):
     """A vision tower may have heads of the same shape, and rotates in its own way."""
     parts = {"q_proj.weight": torch.randn(32, 16), "k_proj.weight": torch.randn(16, 16)}
     names = ["model.language_model.layers.0.self_attn.", "model.visual.blocks.0.attn."]
     save_file({a + b: t.clone() for a in names for b, t in parts.items()}, tmp_path / "a")
     text = {"model_type": "llama", "num_attention_heads": 4, "num_key_value_heads": 2}
-    config = {within: {**text, "hidden_size": 32}, "vision_config": {}}
+    config = {"text_config": {**text, "hidden_size": 32}, "vision_config": {}}
     report = convert(tmp_path / "a", tmp_path / "b", to="interleaved", config=config)
     assert sorted(report.moved) == [names[0] + "k_proj.weight", names[0] + "q_proj.weight"]
 
 
-def test_an_adapter_moves_its_second_factor_alone(tmp_path):
+def test_only_the_second_factor_of_an_adapter_moves(tmp_path):
     """Even where the first has as many rows as the projection."""
     stem = "base_model.model.model.layers.0.self_attn.q_proj"
     adapter = {
@@ -143,7 +141,7 @@ def test_an_adapter_moves_its_second_factor_alone(tmp_path):
 
 
 @pytest.mark.parametrize("part", ["q", "k"])
-def test_an_adapter_of_queries_or_keys_alone_is_tested_too(part, tmp_path):
+def test_an_adapter_of_only_queries_or_keys_is_tested_too(part, tmp_path):
     rows = 32 if part == "q" else 16
     save_file({f"layers.0.{part}_proj.lora_B.weight": torch.randn(rows, 4)}, tmp_path / "a")
     report = convert(tmp_path / "a", tmp_path / "b", to="interleaved", **SIZES)
@@ -223,10 +221,7 @@ def test_a_converted_file_is_marked_and_not_converted_twice(saved, tmp_path):
         pytest.param({"model_type": "cohere"}, SIZES, "other layout, half", id="already"),
         pytest.param({}, {**SIZES, "head_dim": 4}, "must have 8 rows", id="shape"),
         pytest.param({"attention_k_eq_v": True}, SIZES, "values must not be the keys", id="values"),
-        pytest.param({"position_embedding_type": "absolute"}, SIZES, "rotary", id="absolute"),
         pytest.param({}, {**SIZES, "layout": "x"}, "layout must be", id="layout"),
-        pytest.param({}, {**SIZES, "to": "x"}, "to must be", id="to"),
-        pytest.param({}, {**SIZES, "check": -1}, "check must be", id="check"),
     ],
 )
 def test_impossible_arguments_are_refused_and_leave_nothing(
@@ -249,15 +244,6 @@ def test_a_checkpoint_of_which_nothing_is_recognised_is_an_error(names, tmp_path
         convert(tmp_path / "a", tmp_path / "b", to="interleaved", **SIZES)
 
 
-def test_an_index_that_leads_out_of_the_folder_is_refused(tmp_path):
-    (tmp_path / "old").mkdir()
-    save_file({"q_proj.weight": torch.ones(32, 2)}, tmp_path / "x.safetensors")
-    index = tmp_path / "old" / "model.safetensors.index.json"
-    index.write_text(json.dumps({"weight_map": {"q_proj.weight": "../x.safetensors"}}))
-    with pytest.raises(ValueError, match="its own folder"):
-        convert(tmp_path / "old", tmp_path / "new", to="half", **SIZES)
-
-
 @pytest.mark.parametrize("mode", [lambda: torch.device("meta"), FakeTensorMode])
 @pytest.mark.parametrize("check", [0, 3])
 def test_a_rehearsal_of_shapes_leaves_nothing_behind(mode, check, tmp_path):
@@ -277,8 +263,3 @@ def test_a_rehearsal_of_shapes_leaves_nothing_behind(mode, check, tmp_path):
             convert(tmp_path / "old.safetensors", tmp_path / target, check=check, **how)
         found = load_file(tmp_path / target)
         assert all(torch.equal(found[name], wanted[name]) for name in names)
-
-
-def test_public_names_exist():
-    for name in checkpoints.__all__:
-        assert hasattr(checkpoints, name)

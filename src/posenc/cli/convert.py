@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import signal
@@ -56,7 +57,7 @@ def convert(
     with _print.progress() as tell:
         report = checkpoints.convert(**given, tell=tell)
     if json_:
-        typer.echo(json.dumps(report.as_dict(), indent=1))
+        typer.echo(json.dumps(dataclasses.asdict(report), indent=1))
         return
     counts = f"{len(report.moved)} of {report.tensors} tensors moved"
     _print.say(f"{report.target}: {report.layout}, {counts}")

@@ -44,7 +44,7 @@ def export(
     Args:
         model: Its forward is traced, as by :func:`torch.export.export`.
         args: Inputs to trace it with.
-        path: The file to write, ``model.onnx``, say.
+        path: The file to write, for example ``model.onnx``.
         dynamic_shapes: Which sizes may differ, as in :func:`torch.export.export`.
         kwargs: Inputs by name.
 

@@ -6,7 +6,7 @@ import functools
 import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +17,12 @@ from posenc import functional
 from posenc._contract import checks
 from posenc.configs import LAYOUT, as_dict, text_part
 from posenc.interop.checkpoints import families, files, layouts
-from posenc.interop.checkpoints.families import Config, Given, Model
+from posenc.interop.checkpoints.families import Config, Model, Overrides
 from posenc.interop.checkpoints.files import Shard
 from posenc.interop.checkpoints.layouts import LAYOUTS, OTHER, Heads, Layout, permute
 from posenc.interop.checkpoints.resize import resize_learned
 
-__all__ = ["Heads", "Report", "convert", "convert_state", "permute", "resize_learned"]
+__all__ = ["Conversion", "Heads", "convert", "convert_state", "permute", "resize_learned"]
 
 Tell = Callable[[str, float], None]
 Read = Callable[[str], Tensor]
@@ -37,7 +37,7 @@ _fail = functools.partial(checks.fail, "convert")
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class Conversion:
     """The result of a conversion.
 
     Args:
@@ -49,9 +49,9 @@ class Report:
         moved: Names of those whose rows moved.
         nbytes: Bytes of all tensors.
         checked: Attention modules whose logits were compared.
-        difference: The largest difference found, relative to the largest logit.
-        left_out: Files of the folder that were not carried over: weights in the old layout.
-        marked: Whether the layout differs from the one that the family's own code reads.
+        difference: The largest difference of two logits, relative to the largest logit.
+        left_out: Files of the folder that were not copied: weights in the old layout.
+        marked: Whether the layout differs from the one that the family's code reads.
     """
 
     source: str
@@ -65,10 +65,6 @@ class Report:
     difference: float
     left_out: tuple[str, ...]
     marked: bool
-
-    def as_dict(self) -> dict[str, Any]:
-        """The fields as a dict, for JSON."""
-        return asdict(self)
 
 
 def convert(
@@ -86,7 +82,7 @@ def convert(
     check: int = 3,
     overwrite: bool = False,
     tell: Tell | None = None,
-) -> Report:
+) -> Conversion:
     """Write a checkpoint again with its queries and keys in the other pair layout.
 
     Rows of the q and k projections (separate, fused, latent), their biases, scales and LoRA
@@ -119,7 +115,7 @@ def convert(
         tell: Called with the name of each file and folder, and the fraction of bytes written.
 
     Returns:
-        A :class:`Report`.
+        A :class:`Conversion`.
     """
     checks.choice("convert", "to", to, LAYOUTS)
     checks.integer("convert", "check", check, least=0)
@@ -131,43 +127,49 @@ def convert(
         shards = files.read_shards(source)
         beside = source if folder else source.parent
         described = files.read_config(beside) if config is None else as_dict("convert", config)
-        given = Given(num_heads, num_kv_heads, head_dim, rotary_dim, fused)
-        model = families.from_config(described, given)
+        overrides = Overrides(num_heads, num_kv_heads, head_dim, rotary_dim, fused)
+        model = families.from_config(described, overrides)
         _check_layout(shards, model, described, layout, to)
         shapes = {name: shape for shard in shards for name, shape in shard.shapes.items()}
-        plan = _plan(shapes, model, to)
+        orders = _orders(shapes, model, to)
         old_paths = {name: shard.path for shard in shards for name in shard.shapes}
         # By the old path.
         new_paths = {shard.path: new / shard.path.name if folder else new for shard in shards}
         others, left_out = files.other_files(source, new_paths) if folder else ([], [])
         size = sum(path.stat().st_size for path in (*new_paths, *(source / p for p in others)))
         files.check_disk_space(target, size)
-        advance = _progress(tell, size)
+        done, nbytes = 0, 0
+
+        def advance(path: Path) -> None:
+            nonlocal done
+            done += path.stat().st_size
+            if tell is not None:
+                tell(path.name, done / size)
+
         for path in others:
             files.copy(source / path, new / path)
             advance(source / path)
         native = files.mark(new, to, native=model.layout == to)
-        nbytes = 0
         for shard in shards:
             metadata = {k: v for k, v in shard.metadata.items() if k != METADATA}
             metadata |= {} if native else {METADATA: to}
-            nbytes += files.write_shard(shard, new_paths[shard.path], metadata, plan)
+            nbytes += files.write_shard(shard, new_paths[shard.path], metadata, orders)
             advance(shard.path)
         checked = _self_test(
-            _modules(plan),
+            _modules(orders),
             model,
             lambda name: files.read_tensor(old_paths[name], name),
             lambda name: files.read_tensor(new_paths[old_paths[name]], name),
             to,
             check,
         )
-    return Report(
+    return Conversion(
         source=str(source),
         target=str(target),
         layout=to,
         family=model.family,
         tensors=len(shapes),
-        moved=tuple(plan),
+        moved=tuple(orders),
         nbytes=nbytes,
         checked=tuple(checked),
         difference=max(checked.values(), default=0.0),
@@ -199,34 +201,34 @@ def convert_state(
         {'layers.0.attn.q_proj.bias': tensor([0, 2, 1, 3]), 'head.bias': tensor([0, 1, 2, 3])}
     """
     checks.choice("convert_state", "to", to, LAYOUTS)
-    given = Given(num_heads, num_kv_heads, head_dim, rotary_dim, fused)
-    model = families.from_config({} if config is None else as_dict("convert", config), given)
+    overrides = Overrides(num_heads, num_kv_heads, head_dim, rotary_dim, fused)
+    model = families.from_config({} if config is None else as_dict("convert", config), overrides)
     if not isinstance(state, Mapping) or not all(isinstance(name, str) for name in state):
         got, hint = checks.describe(state), "Pass model.state_dict()."
         checks.fail("convert_state", "state must be a dict by name", got, hint, TypeError)
     # Values that are no tensors, such as step counts, stay.
     shapes = {name: tuple(x.shape) for name, x in state.items() if isinstance(x, Tensor)}
-    plan = _plan(shapes, model, to)
+    orders = _orders(shapes, model, to)
     return {
-        name: layouts.take(tensor, plan[name]) if name in plan else tensor
+        name: layouts.take(tensor, orders[name]) if name in orders else tensor
         for name, tensor in state.items()
     }
 
 
-def _plan(shapes: Mapping[str, tuple[int, ...]], model: Model, to: Layout) -> dict[str, Tensor]:
+def _orders(shapes: Mapping[str, tuple[int, ...]], model: Model, to: Layout) -> dict[str, Tensor]:
     """The new order of the rows of every tensor that moves."""
-    orders = {name: model.order(name, shape, to) for name, shape in shapes.items()}
-    plan = {name: rows for name, rows in orders.items() if rows is not None}
-    if not plan:
-        got = f"{len(orders)} tensors, such as {', '.join(list(orders)[:3])}"
+    maybe = {name: model.order(name, shape, to) for name, shape in shapes.items()}
+    orders = {name: rows for name, rows in maybe.items() if rows is not None}
+    if not orders:
+        got = f"{len(shapes)} tensors, such as {', '.join(list(shapes)[:3])}"
         hint = "Rename them as transformers does, or use permute on each."
         _fail("a checkpoint must have projections of queries or keys", got, hint)
-    for names in _modules(plan).values():
+    for names in _modules(orders).values():
         # The norm would move, and a projection with an unknown name would not.
         if all(model.kind(name) == "norm" for name in names):
             hint = "Convert the whole folder, or use permute on each tensor."
             _fail("a norm of queries or keys must come with their projection", names[0], hint)
-    return plan
+    return orders
 
 
 def _check_layout(
@@ -255,18 +257,6 @@ def _check_layout(
     if actual == to:
         hint = f"Use it as it is; if it is {OTHER[to]}, pass layout={OTHER[to]!r}."
         _fail(f"the source must be in the other layout, {OTHER[to]}", to, hint)
-
-
-def _progress(tell: Tell | None, total: int) -> Callable[[Path], None]:
-    done = 0
-
-    def advance(path: Path) -> None:
-        nonlocal done
-        done += path.stat().st_size
-        if tell is not None:
-            tell(path.name, done / total)
-
-    return advance
 
 
 def _modules(names: Iterable[str]) -> dict[str, list[str]]:
@@ -319,7 +309,7 @@ def _logits(names: Sequence[str], model: Model, read: Read, layout: Layout) -> T
         weight = tensor.reshape(len(tensor), -1)
         hidden = draw(weight.shape[1], _TOKENS) / math.sqrt(weight.shape[1])
         out = torch.cat([rows.double().nan_to_num() @ hidden for rows in weight.split(_ROWS)])
-        for part, x in layouts.blocks(model.kind(name) or "", heads).split(out.T):
+        for part, x in layouts.projection_rows(model.kind(name) or "", heads).split(out.T):
             found[part] = found.get(part, 0) + x.flatten(1, 2).transpose(0, 1)
     found = dict.fromkeys("qk", next(iter(found.values()))) | found
     for name in norms:
@@ -332,6 +322,6 @@ def _logits(names: Sequence[str], model: Model, read: Read, layout: Layout) -> T
         functional.rotate, interleaved=layout == "interleaved", last=heads.last
     )
     q, k = (rotate(found[part][None], angles.cos(), angles.sin())[0] for part in "qk")
-    # A latent key has rotated channels alone, which are the last ones of the queries.
+    # A latent key has only rotated channels, which are the last ones of the queries.
     width = min(q.shape[-1], k.shape[-1])
     return torch.einsum("htd,gsd->hgts", q[..., -width:], k[..., -width:])

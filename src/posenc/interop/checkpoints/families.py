@@ -60,7 +60,7 @@ class Model:
     family: str | None = None  # the model_type
     layout: Layout | None = None  # that the family's own code reads; None if unknown
     fused: str | None = None  # the kind of a fused projection
-    towers: bool = False  # whether there are towers besides the text model
+    towers: bool = False  # whether there are towers other than the text model
 
     def kind(self, name: str) -> str | None:
         """The kind of a tensor's rows, as in `permute`, or None for a tensor that stays."""
@@ -91,7 +91,7 @@ class Model:
         if kind is None or not size or (size == 1 and name.endswith(("_scale", "_scale_inv"))):
             return None
         heads = self.heads(layer_of(name))
-        rows = layouts.blocks(kind, heads, shape)
+        rows = layouts.projection_rows(kind, heads, shape)
         if kind == "norm" or (shape and shape[0] == rows.total):
             return layouts.order(rows, heads, to)
         rule = f"{name} must have {rows.total} rows by {heads}"
@@ -119,7 +119,7 @@ def module_of(name: str) -> tuple[str, str] | None:
     return None if last is None else (".".join(words[:last]), ".".join(words[last:]))
 
 
-class Given(NamedTuple):
+class Overrides(NamedTuple):
     """Arguments that override the values of the config, unless they are None."""
 
     num_heads: int | None = None
@@ -129,29 +129,29 @@ class Given(NamedTuple):
     fused: str | None = None
 
 
-def from_config(config: Config, given: Given = Given()) -> Model:  # noqa: B008
+def from_config(config: Config, overrides: Overrides = Overrides()) -> Model:  # noqa: B008
     """The model that a config and the caller's arguments describe."""
     text, within = text_part(config)
     towers = bool(within) or "vision_config" in config or "audio_config" in config
     family = text.get("model_type")
     family = family if isinstance(family, str) else None
     _refuse(text)
-    for name, value in given._asdict().items():
+    for name, value in overrides._asdict().items():
         if name != "fused":
             checks.optional(checks.integer, "convert", name, value)
-    if given.fused is not None:
-        checks.choice("convert", "fused", given.fused, _FUSED)
+    if overrides.fused is not None:
+        checks.choice("convert", "fused", overrides.fused, _FUSED)
 
     found = configs.open_config(text, "convert")
-    fused = given.fused or facts_of(family).get("fused")
+    fused = overrides.fused or facts_of(family).get("fused")
     layout: Layout | None = None
     if family in CONVERTED:
         layout = "interleaved" if rotation.family_layout(found)[0] else "half"
         fused = fused or "qkv"
-    return Model(partial(_heads, found, given), family, layout, fused, towers)
+    return Model(partial(_heads, found, overrides), family, layout, fused, towers)
 
 
-def _heads(config: configs.reader.Config, given: Given, layer: int) -> Heads:
+def _heads(config: configs.reader.Config, overrides: Overrides, layer: int) -> Heads:
     top, model = config.top, config.model
 
     def first(*keys: str) -> Any:
@@ -163,7 +163,7 @@ def _heads(config: configs.reader.Config, given: Given, layer: int) -> Heads:
                 return checks.integer("convert", key, value, least=0)
         return None
 
-    num_heads = given.num_heads or first(*_HEADS) or model.get("num_attention_heads")
+    num_heads = overrides.num_heads or first(*_HEADS) or model.get("num_attention_heads")
     if num_heads is None:
         rule, got = "the config must have num_attention_heads", f"keys {sorted(map(str, top))[:8]}"
         hint = "Pass config (--config), the model's config.json, or num_heads and head_dim."
@@ -173,7 +173,7 @@ def _heads(config: configs.reader.Config, given: Given, layer: int) -> Heads:
         kv_heads = 1 if top.get("multi_query", True) else None
     elif isinstance(top.get("attn_config"), Mapping):
         kv_heads = top["attn_config"].get("kv_n_heads")
-    kv_heads = given.num_kv_heads or kv_heads or model.get("num_key_value_heads")
+    kv_heads = overrides.num_kv_heads or kv_heads or model.get("num_key_value_heads")
     rope, latent = first("qk_rope_head_dim"), first("kv_lora_rank")
     if latent is not None and rope is not None:
         width = (first("qk_nope_head_dim") or 0) + rope
@@ -181,8 +181,8 @@ def _heads(config: configs.reader.Config, given: Given, layer: int) -> Heads:
     # Without latent attention, head_dim includes the channels of qk_rope_head_dim.
     known = {"qk_rope_head_dim": None, "head_dim": first("head_dim")}
     own = configs.reader.at_layer(config, layer, **dict.fromkeys(_HEADS, num_heads), **known)
-    width = given.head_dim or rotation.head_dim(own, None)
-    rotary = given.rotary_dim or rotation.rotary_dim(own, width)
+    width = overrides.head_dim or rotation.head_dim(own, None)
+    rotary = overrides.rotary_dim or rotation.rotary_dim(own, width)
     return Heads(num_heads, width, kv_heads, rotary)
 
 

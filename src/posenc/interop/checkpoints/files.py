@@ -66,7 +66,7 @@ def atomic_write(target: Path, *, folder: bool, overwrite: bool) -> Iterator[Pat
     old, new = work / "old", work / "new"
     try:
         yield new
-        # Another program may have made a target meanwhile.
+        # Another program may have written a target meanwhile.
         _check_replaceable(target, folder, overwrite)
         if target.is_dir():
             # Folders cannot be swapped in one step.

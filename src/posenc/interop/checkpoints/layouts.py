@@ -64,7 +64,7 @@ class Heads:
         return self.head_dim if self.rotary_dim is None else self.rotary_dim
 
 
-class Rows(NamedTuple):
+class ProjectionRows(NamedTuple):
     """The rows of a projection: ``runs`` one after the other, all of them ``repeats`` times.
 
     A run is ``(part, heads, width)``, with part "q" for queries, "k" for keys, "" for other rows.
@@ -87,24 +87,24 @@ class Rows(NamedTuple):
                 yield part, run.unflatten(-1, (heads, width))
 
 
-def blocks(kind: str, heads: Heads, shape: Sequence[int] = ()) -> Rows:
+def projection_rows(kind: str, heads: Heads, shape: Sequence[int] = ()) -> ProjectionRows:
     """The rows of a projection of this kind, or the channels of a norm of this shape."""
     size, h, kv, d = math.prod(shape), heads.num_heads, heads.kv_heads, heads.head_dim
     kinds = {
         # q_proj, q_b_proj; a gated one has a gate after each head (Qwen3-Next).
-        "q": Rows(1, [("q", h, d)]),
-        "q_gated": Rows(h, [("q", 1, d), ("", 1, d)]),
-        "k": Rows(1, [("k", kv, d)]),
+        "q": ProjectionRows(1, [("q", h, d)]),
+        "q_gated": ProjectionRows(h, [("q", 1, d), ("", 1, d)]),
+        "k": ProjectionRows(1, [("k", kv, d)]),
         # All queries, all keys, all values (Phi-3, Baichuan, DBRX).
-        "qkv": Rows(1, [("q", h, d), ("k", kv, d), ("", kv, d)]),
+        "qkv": ProjectionRows(1, [("q", h, d), ("k", kv, d), ("", kv, d)]),
         # For each key head: its queries, the key, the value (GPT-NeoX, Falcon, InternLM2).
-        "qkv_grouped": Rows(kv, [("q", h // kv, d), ("k", 1, d), ("", 1, d)]),
+        "qkv_grouped": ProjectionRows(kv, [("q", h // kv, d), ("k", 1, d), ("", 1, d)]),
         # Written for four accelerators: each quarter has its own queries, values, keys.
-        "qkv_codegen": Rows(4, [("q", h // 4, d), ("", h // 4, d), ("k", h // 4, d)]),
+        "qkv_codegen": ProjectionRows(4, [("q", h // 4, d), ("", h // 4, d), ("k", h // 4, d)]),
         # The latent, then one key that every head shares (DeepSeek's kv_a_proj_with_mqa).
-        "kv_a": Rows(1, [("", 1, heads.latent), ("k", 1, heads.rotated)]),
+        "kv_a": ProjectionRows(1, [("", 1, heads.latent), ("k", 1, heads.rotated)]),
         # A weight for each channel of one head, or of all.
-        "norm": Rows(1, [("q", size // d, d)]),
+        "norm": ProjectionRows(1, [("q", size // d, d)]),
     }
     checks.choice("permute", "kind", kind, tuple(kinds))
     sizes = sorted({d, h * d, kv * d})
@@ -114,16 +114,16 @@ def blocks(kind: str, heads: Heads, shape: Sequence[int] = ()) -> Rows:
     return kinds[kind]
 
 
-def order(rows: Rows, heads: Heads, to: Layout) -> Tensor:
+def order(rows: ProjectionRows, heads: Heads, to: Layout) -> Tensor:
     """Where each row of the result comes from: ``new = old[order]``."""
-    found = torch.arange(rows.total, device="cpu")
+    index = torch.arange(rows.total, device="cpu")
     # Half holds all first channels of the pairs, then all second.
     grid = (2, -1) if to == "interleaved" else (-1, 2)
-    for _, run in rows.split(found):
+    for _, run in rows.split(index):
         first = run.shape[-1] - heads.rotated if heads.last else 0
         channels = run[..., first : first + heads.rotated]
         channels.copy_(channels.unflatten(-1, grid).mT.flatten(-2))
-    return found
+    return index
 
 
 def permute(tensor: Tensor, kind: str, heads: Heads, *, to: Layout, dim: int = 0) -> Tensor:
@@ -164,7 +164,7 @@ def permute(tensor: Tensor, kind: str, heads: Heads, *, to: Layout, dim: int = 0
         rule = "tensor must be a torch.Tensor, kind a string and heads a Heads"
         got = ", ".join(map(checks.describe, (tensor, kind, heads)))
         checks.fail("permute", rule, got, "Pass one weight, 'q' and Heads(32, 128).", TypeError)
-    rows = blocks(kind, heads, tensor.shape)
+    rows = projection_rows(kind, heads, tensor.shape)
     if kind == "norm":
         return take(tensor, order(rows, heads, to))
     if not -tensor.dim() <= dim < tensor.dim() or tensor.shape[dim] != rows.total:
