@@ -45,7 +45,6 @@ def test_the_example_in_the_help_runs(run):
     done = run(*example.split(), "--to", "interleaved")
     assert done.exit_code == 0, done.output
     assert done.stdout.startswith("model-interleaved: interleaved, 2 of 3 tensors moved\n")
-    assert "logits of 1 attention modules differ by" in done.stdout
     check("model-interleaved/model.safetensors")
 
 
@@ -62,8 +61,6 @@ def test_the_report_is_json_on_request(run):
     assert report["layout"] == "interleaved"
     assert report["family"] == "llama"
     assert sorted(report["moved"]) == sorted(NAMES)
-    assert report["difference"] < 1e-13
-    assert report["checked"] == ["layers.0.attn"]
 
 
 def test_names_of_files_are_printed_without_their_escapes(run):
@@ -113,7 +110,6 @@ def test_a_missing_package_names_the_command_that_brings_it(run, monkeypatch):
         pytest.param(["model", "--to", "half"], "must be in the other layout", id="already"),
         pytest.param(["model", "--to", "sideways"], "to must be", id="to"),
         pytest.param(["model"], "--to", id="no-to"),
-        pytest.param(["model", "--to", "interleaved", "--check", "-1"], "--check", id="check"),
     ],
 )
 def test_an_error_is_one_line_and_exit_code_2_and_leaves_nothing(run, arguments, words):

@@ -51,8 +51,6 @@ def test_a_converted_model_has_the_same_logits_and_comes_back_bit_for_bit(
     scale = before.abs().max()
     assert (after - before).abs().max() <= ROUNDING * scale
     assert (confused - before).abs().max() > 1e-2 * scale, "the layout makes a difference"
-    assert 0 <= report.difference < 1e-13
-    assert len(report.checked) == 2
     assert report.marked
     assert RoPE.from_config(new).interleaved == (native == "half")
     convert(new, back, to=native)
@@ -128,7 +126,7 @@ def test_only_the_second_factor_of_an_adapter_moves(tmp_path):
     save_file(adapter, folder / "adapter_model.safetensors")
     (folder / "adapter_config.json").write_text("{}")
 
-    report = convert(folder, tmp_path / "new", to="interleaved", **SIZES)
+    convert(folder, tmp_path / "new", to="interleaved", **SIZES)
 
     found = load_file(tmp_path / "new" / "adapter_model.safetensors")
     moved = {"q_proj.lora_B.weight", "q_proj.lora_magnitude_vector"}
@@ -136,17 +134,7 @@ def test_only_the_second_factor_of_an_adapter_moves(tmp_path):
         moves = any(name.endswith(end) for end in moved)
         expected = permute(tensor, "q", HEADS, to="interleaved") if moves else tensor
         assert torch.equal(found[name], expected), name
-    assert report.difference < 1e-13
     assert (tmp_path / "new" / "adapter_config.json").exists()
-
-
-@pytest.mark.parametrize("part", ["q", "k"])
-def test_an_adapter_of_only_queries_or_keys_is_tested_too(part, tmp_path):
-    rows = 32 if part == "q" else 16
-    save_file({f"layers.0.{part}_proj.lora_B.weight": torch.randn(rows, 4)}, tmp_path / "a")
-    report = convert(tmp_path / "a", tmp_path / "b", to="interleaved", **SIZES)
-    assert report.checked == ("layers.0",)
-    assert report.difference < 1e-13
 
 
 def test_rows_of_four_bit_numbers_move(tmp_path):
@@ -154,7 +142,7 @@ def test_rows_of_four_bit_numbers_move(tmp_path):
     rows = torch.randint(256, (16, 8), dtype=torch.uint8)
     name = "layers.0.attn.k_proj.weight"
     save_file({name: rows.view(torch.float4_e2m1fn_x2)}, tmp_path / "a")
-    assert convert(tmp_path / "a", tmp_path / "b", to="half", **SIZES).difference < 1e-13
+    convert(tmp_path / "a", tmp_path / "b", to="half", **SIZES)
     found = load_file(tmp_path / "b")[name]
     assert found.dtype == torch.float4_e2m1fn_x2
     assert torch.equal(found.view(torch.uint8), permute(rows, "k", HEADS, to="half"))
@@ -245,8 +233,7 @@ def test_a_checkpoint_of_which_nothing_is_recognised_is_an_error(names, tmp_path
 
 
 @pytest.mark.parametrize("mode", [lambda: torch.device("meta"), FakeTensorMode])
-@pytest.mark.parametrize("check", [0, 3])
-def test_a_rehearsal_of_shapes_leaves_nothing_behind(mode, check, tmp_path):
+def test_a_rehearsal_of_shapes_leaves_nothing_behind(mode, tmp_path):
     names = [f"model.layers.0.self_attn.{part}_proj.weight" for part in "qk"]
     how = {"to": "interleaved", "num_heads": 2, "head_dim": 8, "rotary_dim": 6}
     with mode():
@@ -260,6 +247,6 @@ def test_a_rehearsal_of_shapes_leaves_nothing_behind(mode, check, tmp_path):
     save_file(state, tmp_path / "old.safetensors")
     for target, where in (("after", "cpu"), ("within", "meta")):
         with torch.device(where):
-            convert(tmp_path / "old.safetensors", tmp_path / target, check=check, **how)
+            convert(tmp_path / "old.safetensors", tmp_path / target, **how)
         found = load_file(tmp_path / target)
         assert all(torch.equal(found[name], wanted[name]) for name in names)

@@ -102,7 +102,7 @@ def test_a_config_object_and_a_width_left_out_are_read(small, tmp_path):
 
 
 def test_a_fused_weight_of_an_unknown_family_needs_its_layout_named():
-    """Rows of values would move, and the self-test shares the assumption."""
+    """Rows of values would move."""
     state = {"model.layers.0.self_attn.query_key_value.weight": torch.randn(96, 32)}
     config = {"model_type": "unheard_of", "hidden_size": 32, "num_attention_heads": 4}
     with pytest.raises(ValueError, match="fused must be given"):

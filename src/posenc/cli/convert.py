@@ -37,9 +37,6 @@ def convert(
         int | None, _config(metavar="N", min=2, help="Rotated channels of a head.")
     ] = None,
     fused: Annotated[str | None, _family(help="Fused weights: qkv or qkv_grouped.")] = None,
-    check: Annotated[
-        int, typer.Option(metavar="N", min=0, help="Attention modules to self-test.")
-    ] = 3,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUT, all of it.")] = False,
     json_: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
 ) -> None:
@@ -47,7 +44,7 @@ def convert(
 
     IN is a .safetensors file or a folder of them, a model's or an adapter's. One file is in memory
     at a time, no bit of any row changes, and IN is never written to. The result is written in a
-    temporary folder beside OUT and renamed to OUT after a self-test of the attention logits.
+    temporary folder beside OUT and renamed to OUT at the end.
 
     Example: posenc convert model -o model-interleaved --to interleaved
     """
@@ -61,9 +58,6 @@ def convert(
         return
     counts = f"{len(report.moved)} of {report.tensors} tensors moved"
     _print.say(f"{report.target}: {report.layout}, {counts}")
-    if report.checked:
-        modules = f"logits of {len(report.checked)} attention modules"
-        typer.echo(f"  {modules} differ by {report.difference:.1g} of the largest")
     if report.marked:
         typer.echo(_MARKED)
     for name in report.left_out:

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import functools
-import math
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from posenc import functional
 from posenc._contract import checks
 from posenc.configs import LAYOUT, as_dict, text_part
 from posenc.interop.checkpoints import families, files, layouts
@@ -25,14 +22,8 @@ from posenc.interop.checkpoints.resize import resize_learned
 __all__ = ["Conversion", "Heads", "convert", "convert_state", "permute", "resize_learned"]
 
 Tell = Callable[[str, float], None]
-Read = Callable[[str], Tensor]
 # The key in a file's metadata for the layout of its queries and keys.
 METADATA = "posenc.rope_layout"
-# Float64 rounding changes a logit by about 1e-14 of it; a row in the wrong place, by about 1.
-_TOLERANCE = 1e-9
-_TOKENS = 5
-# Rows of a weight that are converted to float64 at a time.
-_ROWS = 256
 _fail = functools.partial(checks.fail, "convert")
 
 
@@ -48,8 +39,6 @@ class Conversion:
         tensors: How many tensors the checkpoint has.
         moved: Names of those whose rows moved.
         nbytes: Bytes of all tensors.
-        checked: Attention modules whose logits were compared.
-        difference: The largest difference of two logits, relative to the largest logit.
         left_out: Files of the folder that were not copied: weights in the old layout.
         marked: Whether the layout differs from the one that the family's code reads.
     """
@@ -61,8 +50,6 @@ class Conversion:
     tensors: int
     moved: tuple[str, ...]
     nbytes: int
-    checked: tuple[str, ...]
-    difference: float
     left_out: tuple[str, ...]
     marked: bool
 
@@ -79,7 +66,6 @@ def convert(
     head_dim: int | None = None,
     rotary_dim: int | None = None,
     fused: str | None = None,
-    check: int = 3,
     overwrite: bool = False,
     tell: Tell | None = None,
 ) -> Conversion:
@@ -87,9 +73,8 @@ def convert(
 
     Rows of the q and k projections (separate, fused, latent), their biases, scales and LoRA
     factors, and the weights of q and k norms move; no bit of them changes. One file is in memory
-    at a time. The target is written in a temporary folder beside it and renamed after the
-    self-test has passed; an error leaves nothing behind. The source is never written to. Needs
-    the safetensors package.
+    at a time. The target is written in a temporary folder beside it and renamed at the end; an
+    error leaves nothing behind. The source is never written to. Needs the safetensors package.
 
     The new layout is written into the config if the family's code has a key for it
     (``rope_interleave``). Otherwise it is in each file's metadata as ``posenc.rope_layout`` and in
@@ -110,7 +95,6 @@ def convert(
         rotary_dim: Channels of a head that are rotated, instead of the config's.
         fused: ``"qkv"`` or ``"qkv_grouped"``, as in :func:`permute`, for a fused projection of a
             family unknown here.
-        check: How many attention modules to self-test, evenly spaced over the depth.
         overwrite: Whether an existing target may be replaced: a file, or a folder with weights.
         tell: Called with the name of each file and folder, and the fraction of bytes written.
 
@@ -118,7 +102,6 @@ def convert(
         A :class:`Conversion`.
     """
     checks.choice("convert", "to", to, LAYOUTS)
-    checks.integer("convert", "check", check, least=0)
     source, target = Path(source), Path(target)
     files.check_paths(source, target)
     folder = source.is_dir()
@@ -132,7 +115,6 @@ def convert(
         _check_layout(shards, model, described, layout, to)
         shapes = {name: shape for shard in shards for name, shape in shard.shapes.items()}
         orders = _orders(shapes, model, to)
-        old_paths = {name: shard.path for shard in shards for name in shard.shapes}
         # By the old path.
         new_paths = {shard.path: new / shard.path.name if folder else new for shard in shards}
         others, left_out = files.other_files(source, new_paths) if folder else ([], [])
@@ -155,14 +137,6 @@ def convert(
             metadata |= {} if native else {METADATA: to}
             nbytes += files.write_shard(shard, new_paths[shard.path], metadata, orders)
             advance(shard.path)
-        checked = _self_test(
-            _modules(orders),
-            model,
-            lambda name: files.read_tensor(old_paths[name], name),
-            lambda name: files.read_tensor(new_paths[old_paths[name]], name),
-            to,
-            check,
-        )
     return Conversion(
         source=str(source),
         target=str(target),
@@ -171,8 +145,6 @@ def convert(
         tensors=len(shapes),
         moved=tuple(orders),
         nbytes=nbytes,
-        checked=tuple(checked),
-        difference=max(checked.values(), default=0.0),
         left_out=tuple(left_out),
         marked=not native,
     )
@@ -223,11 +195,12 @@ def _orders(shapes: Mapping[str, tuple[int, ...]], model: Model, to: Layout) -> 
         got = f"{len(shapes)} tensors, such as {', '.join(list(shapes)[:3])}"
         hint = "Rename them as transformers does, or use permute on each."
         _fail("a checkpoint must have projections of queries or keys", got, hint)
-    for names in _modules(orders).values():
+    projected = {families.module_of(name) for name in orders if model.kind(name) != "norm"}
+    for name in orders:
         # The norm would move, and a projection with an unknown name would not.
-        if all(model.kind(name) == "norm" for name in names):
+        if families.module_of(name) not in projected:
             hint = "Convert the whole folder, or use permute on each tensor."
-            _fail("a norm of queries or keys must come with their projection", names[0], hint)
+            _fail("a norm of queries or keys must come with their projection", name, hint)
     return orders
 
 
@@ -257,71 +230,3 @@ def _check_layout(
     if actual == to:
         hint = f"Use it as it is; if it is {OTHER[to]}, pass layout={OTHER[to]!r}."
         _fail(f"the source must be in the other layout, {OTHER[to]}", to, hint)
-
-
-def _modules(names: Iterable[str]) -> dict[str, list[str]]:
-    """Names of tensors, by the attention module they are in."""
-    found: dict[str, list[str]] = {}
-    for name in names:
-        module, _ = families.module_of(name) or ("", "")
-        found.setdefault(module, []).append(name)
-    return found
-
-
-def _self_test(
-    names: Mapping[str, Sequence[str]], model: Model, old: Read, new: Read, to: Layout, number: int
-) -> dict[str, float]:
-    """The largest difference of logits, relative to the largest logit, of ``number`` modules.
-
-    The modules are evenly spaced over the depth.
-    """
-    number = min(number, len(names))
-    chosen = {round(i * (len(names) - 1) / max(1, number - 1)) for i in range(number)}
-    found = {}
-    for module in (list(names)[i] for i in sorted(chosen)):
-        before = _logits(names[module], model, old, OTHER[to])
-        after = _logits(names[module], model, new, to)
-        difference = float((after - before).abs().max()) / (float(before.abs().max()) or 1.0)
-        if not difference <= _TOLERANCE:
-            got = f"a difference of {difference:.2g}"
-            hint = "Check num_heads, head_dim and the fused layout; nothing was written."
-            _fail(f"logits of {module} must stay the same", got, hint)
-        found[module] = difference
-    return found
-
-
-def _logits(names: Sequence[str], model: Model, read: Read, layout: Layout) -> Tensor:
-    """Logits ``(H, H, T, T)`` of every head of queries with every head of keys.
-
-    Random hidden states are multiplied by every tensor that moved, norms last. If the checkpoint
-    has only queries or only keys (an adapter), they are multiplied with themselves.
-    """
-    heads = model.heads(families.layer_of(names[0]))
-    generator = torch.Generator().manual_seed(0)
-    draw = functools.partial(torch.randn, dtype=torch.float64, device="cpu", generator=generator)
-    norms = [name for name in names if model.kind(name) == "norm"]
-    found: dict[str, Tensor] = {}
-    for name in sorted(set(names) - set(norms)):
-        tensor = read(name)
-        if tensor.dtype == torch.float4_e2m1fn_x2:
-            # torch cannot convert it; rows of bytes are as good for the comparison.
-            tensor = tensor.view(torch.uint8)
-        weight = tensor.reshape(len(tensor), -1)
-        hidden = draw(weight.shape[1], _TOKENS) / math.sqrt(weight.shape[1])
-        out = torch.cat([rows.double().nan_to_num() @ hidden for rows in weight.split(_ROWS)])
-        for part, x in layouts.projection_rows(model.kind(name) or "", heads).split(out.T):
-            found[part] = found.get(part, 0) + x.flatten(1, 2).transpose(0, 1)
-    found = dict.fromkeys("qk", next(iter(found.values()))) | found
-    for name in norms:
-        factors = read(name).double().view(-1, 1, heads.head_dim)
-        part = "q" if families.module_of(name)[1].startswith("q") else "k"  # type: ignore[index]
-        if len(factors) in (1, len(found[part])):
-            found[part] = found[part] * factors
-    angles = draw(_TOKENS, heads.rotated // 2)
-    rotate = functools.partial(
-        functional.rotate, interleaved=layout == "interleaved", last=heads.last
-    )
-    q, k = (rotate(found[part][None], angles.cos(), angles.sin())[0] for part in "qk")
-    # A latent key has only rotated channels, which are the last ones of the queries.
-    width = min(q.shape[-1], k.shape[-1])
-    return torch.einsum("htd,gsd->hgts", q[..., -width:], k[..., -width:])

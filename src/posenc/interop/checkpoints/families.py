@@ -64,11 +64,11 @@ class Model:
 
     def kind(self, name: str) -> str | None:
         """The kind of a tensor's rows, as in `permute`, or None for a tensor that stays."""
-        found = module_of(name)
-        if found is None or (self.towers and not _TEXT.search(name)):
+        words = name.split(".")
+        at = _role_index(words)
+        if at is None or (self.towers and not _TEXT.search(name)):
             return None
-        word, _, part = found[1].partition(".")
-        role = _ROLES[word]
+        role, part = _ROLES[words[at]], ".".join(words[at + 1 :])
         if role == "norm":
             return "norm" if _NORM_PARTS.fullmatch(part) else None
         if _OTHER_PARTS.fullmatch(part):
@@ -110,13 +110,17 @@ def layer_of(name: str) -> int:
     return int(found[1]) if found else 0
 
 
-def module_of(name: str) -> tuple[str, str] | None:
-    """The attention module a tensor of queries or keys is in, and the tensor's name in it."""
+def module_of(name: str) -> str:
+    """The attention module that a tensor of queries or keys is in."""
     words = name.split(".")
+    return ".".join(words[: _role_index(words)])
+
+
+def _role_index(words: Sequence[str]) -> int | None:
+    """Where the name of a projection or norm is among the words of a tensor's name."""
     if "linear_attn" in words:
         return None
-    last = next((i for i in range(len(words) - 1, -1, -1) if words[i] in _ROLES), None)
-    return None if last is None else (".".join(words[:last]), ".".join(words[last:]))
+    return next((i for i in range(len(words) - 1, -1, -1) if words[i] in _ROLES), None)
 
 
 class Overrides(NamedTuple):

@@ -172,13 +172,6 @@ def write_shard(
     return sum(tensor.nbytes for tensor in tensors.values())
 
 
-def read_tensor(path: Path, name: str) -> Tensor:
-    """One tensor of a safetensors file."""
-    with _open(path) as file:
-        tensor: Tensor = file.get_tensor(name)
-        return tensor
-
-
 def read_config(folder: Path) -> Config:
     """The config beside the weights, or that of an adapter's base model, or an empty one."""
     path, adapter = folder / "config.json", folder / "adapter_config.json"

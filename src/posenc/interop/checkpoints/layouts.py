@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -78,14 +78,6 @@ class ProjectionRows(NamedTuple):
         """How many rows there are."""
         return self.repeats * sum(heads * width for _, heads, width in self.runs)
 
-    def split(self, x: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """Views ``(..., repeats, heads, width)`` of the queries and keys of ``x (..., rows)``."""
-        x = x.unflatten(-1, (self.repeats, self.total // self.repeats))
-        sizes = [heads * width for _, heads, width in self.runs]
-        for (part, heads, width), run in zip(self.runs, x.split(sizes, dim=-1), strict=True):
-            if part:
-                yield part, run.unflatten(-1, (heads, width))
-
 
 def projection_rows(kind: str, heads: Heads, shape: Sequence[int] = ()) -> ProjectionRows:
     """The rows of a projection of this kind, or the channels of a norm of this shape."""
@@ -119,10 +111,13 @@ def order(rows: ProjectionRows, heads: Heads, to: Layout) -> Tensor:
     index = torch.arange(rows.total, device="cpu")
     # Half holds all first channels of the pairs, then all second.
     grid = (2, -1) if to == "interleaved" else (-1, 2)
-    for _, run in rows.split(index):
-        first = run.shape[-1] - heads.rotated if heads.last else 0
-        channels = run[..., first : first + heads.rotated]
-        channels.copy_(channels.unflatten(-1, grid).mT.flatten(-2))
+    sizes = [count * width for _, count, width in rows.runs]
+    runs = index.view(rows.repeats, -1).split(sizes, dim=-1)
+    for (part, count, width), run in zip(rows.runs, runs, strict=True):
+        if part:
+            first = width - heads.rotated if heads.last else 0
+            channels = run.unflatten(-1, (count, width))[..., first : first + heads.rotated]
+            channels.copy_(channels.unflatten(-1, grid).mT.flatten(-2))
     return index
 
 
