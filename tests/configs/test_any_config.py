@@ -1,17 +1,21 @@
-"""Random configs: each ends in a RoPE or in a clear error."""
+"""Random configs: each ends in a description or in a clear error."""
+
+import contextlib
 
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from posenc import RoPE
+from posenc import ALiBi, RoPE, configs
 
 scalar = st.one_of(
     st.none(),
     st.booleans(),
     st.integers(-4, 300),
+    st.integers(-4, 10**12),
     st.floats(),
     st.sampled_from([1.0, 2.0, 0.5, 32, 64, 128, 4096, 1e4, 1e300, 1e-300, "4", "", "linear"]),
+    st.sampled_from([[], [0, 1], ["full_attention"], {}, {"alibi": False}]),
 )
 numbers = st.lists(st.floats(0.5, 4.0), min_size=0, max_size=40)
 kinds = st.sampled_from(
@@ -36,6 +40,19 @@ rope = st.fixed_dictionaries(
         ),
     },
 )
+TYPES = """
+    llama cohere deepseek_v3 bloom mpt falcon t5 roberta opt whisper gpt_refact mamba smollm3
+    cohere2 gemma3_text modernbert llama4_text qwen2 dinov3_vit
+"""
+KEYS = """
+    rope_theta rotary_pct rotary_dim partial_rotary_factor max_position_embeddings
+    rope_local_base_freq rotary_emb_base qk_rope_head_dim rope_interleave n_head n_heads num_heads
+    d_model n_embd n_positions max_seq_len max_source_positions max_target_positions pad_token_id
+    attn_config alibi alibi_bias_max relative_attention_num_buckets num_hidden_layers no_rope_layers
+    no_rope_layer_interval sliding_window_pattern sliding_window qk_nope_head_dim
+    dual_chunk_attention_config local_attention attention_chunk_size attn_temperature_tuning
+    floor_scale use_sliding_window max_window_layers num_register_tokens
+"""
 nested = st.dictionaries(st.sampled_from(["full_attention", "sliding_attention"]), rope | scalar)
 top = st.fixed_dictionaries(
     {},
@@ -46,12 +63,8 @@ top = st.fixed_dictionaries(
         "rope_scaling": rope | nested | scalar,
         "rope_parameters": rope | nested | scalar,
         "layer_types": st.lists(st.sampled_from(["full_attention", "b"])) | scalar,
-        "model_type": st.sampled_from(["llama", "cohere", "deepseek_v3"]) | scalar,
-        **dict.fromkeys(
-            "rope_theta rotary_pct rotary_dim partial_rotary_factor max_position_embeddings "
-            "rope_local_base_freq rotary_emb_base qk_rope_head_dim rope_interleave".split(),
-            scalar,
-        ),
+        "model_type": st.sampled_from(TYPES.split()) | scalar,
+        **dict.fromkeys(KEYS.split(), scalar),
     },
 )
 layer = st.sampled_from([None, None, "full_attention", "sliding_attention", 3])
@@ -63,8 +76,11 @@ MANY = settings.default.max_examples * 25
 
 @settings(max_examples=MANY, suppress_health_check=list(HealthCheck))
 @given(config=top | st.dictionaries(st.text(max_size=4), scalar), layer_type=layer)
-def test_any_dict_ends_in_a_rope_or_a_clear_error(config, layer_type):
-    """No KeyError, no OverflowError, no half-built module."""
+def test_any_dict_ends_in_a_description_or_a_clear_error(config, layer_type):
+    """No KeyError, no OverflowError, and nothing is built to a number that the config names."""
+    for read in (configs.read_positions, configs.read_layers, ALiBi.from_config):
+        with contextlib.suppress(ValueError, TypeError):
+            read(config)
     try:
         made = RoPE.from_config(config, layer_type=layer_type)
     except (ValueError, TypeError):

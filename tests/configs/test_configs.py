@@ -162,7 +162,7 @@ def test_every_spelling_is_read(config, expected):
     assert RoPE.from_config({**SIZES, **config}).head_dim == recipe.head_dim
 
 
-def test_layer_types_have_their_own():
+def test_layer_types_may_have_different_rotations():
     full = {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6}
     local = {"rope_type": "default", "rope_theta": 1e4}
     config = {**SIZES, "rope_parameters": {"full_attention": full, "sliding_attention": local}}

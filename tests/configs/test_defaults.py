@@ -84,7 +84,7 @@ def test_every_type_named_is_one_that_transformers_knows():
     assert unknown == {"kimi_k2"} | newer, transformers.__version__
 
 
-def test_parts_of_one_model_have_layouts_of_their_own():
+def test_parts_of_one_model_may_have_different_layouts():
     """The text of dots3_note interleaves; its audio encoder, in the same file, does not."""
     text = {**SIZES, "model_type": "dots3_note_text", "rope_parameters": {"rope_theta": 8e7}}
     whole = {"model_type": "dots3_note", "text_config": text, "vision_config": {}}
@@ -129,7 +129,7 @@ SILENT = {"clvp_decoder", "clvp_encoder", "codegen", "gptj", "roformer"}
 
 @knows_all_families
 @pytest.mark.slow
-def test_types_that_say_nothing_of_rotation_are_not_given_one():
+def test_a_model_type_without_a_word_of_rotation_has_no_rope():
     for kind in (
         set(TYPES) - SILENT - configs.types_with("refused") - configs.types_with("positions")
     ):
@@ -188,7 +188,7 @@ def test_configs_that_no_rope_can_follow_are_refused(config, text):
         configs.read({**SIZES, **config})
 
 
-def test_a_type_that_is_said_to_rotate_is_believed():
+def test_a_config_that_names_a_rotation_overrides_its_model_type():
     """Jina's embeddings are published as XLM-RoBERTa, which has learned positions."""
     config = {**SIZES, "model_type": "xlm-roberta", "position_embedding_type": "rotary"}
     assert configs.read({**config, "rotary_emb_base": 2e4}).base == 2e4

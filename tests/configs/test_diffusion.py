@@ -112,7 +112,7 @@ def test_keywords_override_the_config():
         ({"_class_name": "MochiTransformer3DModel"}, "rotates unlike RoPE: its rates are learned"),
     ],
 )
-def test_what_is_not_understood_is_named(config, said):
+def test_keys_that_are_not_understood_are_named(config, said):
     with pytest.raises(ValueError, match=said):
         posenc.RoPE.from_config(config)
 

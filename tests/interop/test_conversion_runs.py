@@ -81,7 +81,7 @@ def test_one_shard_is_in_memory_at_a_time(tmp_path, monkeypatch):
     assert len(written) == report.tensors > 0
 
 
-def test_progress_is_told_file_by_file(source, tmp_path):
+def test_progress_is_reported_file_by_file(source, tmp_path):
     told = []
 
     def tell(name, share):

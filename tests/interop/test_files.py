@@ -110,7 +110,7 @@ def test_a_fused_weight_of_an_unknown_family_needs_its_layout_named():
     convert_state(state, to="interleaved", config=config, fused="qkv_grouped")
 
 
-def test_original_names_beside_a_transformers_config_need_the_layout_named(small, tmp_path):
+def test_weights_with_original_names_need_the_layout_named(small, tmp_path):
     """Mistral's files lie beside a config whose family rotates in halves, and theirs do not."""
     released = {f"layers.0.attention.{name}.weight": torch.randn(32, 32) for name in ("wq", "wk")}
     save_file(released, small / "consolidated.safetensors")

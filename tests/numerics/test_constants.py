@@ -37,7 +37,7 @@ def test_a_second_call_copies_nothing(name, lengths, monkeypatch):
     assert torch.equal(angles(at, spectrum, length), first)
 
 
-def test_constants_made_in_inference_mode_serve_training():
+def test_constants_of_inference_mode_can_be_used_in_training():
     constants._cached.cache_clear()
     at = torch.tensor([0.5], dtype=torch.float64)
     with torch.inference_mode():
@@ -46,7 +46,7 @@ def test_constants_made_in_inference_mode_serve_training():
     assert at.grad == scaled_rates(Spectrum(4)).sum()
 
 
-def test_a_traced_call_does_not_leave_its_own_behind():
+def test_a_traced_call_leaves_no_fake_tensor_in_the_cache():
     constants._cached.cache_clear()
     with torch._subclasses.FakeTensorMode():
         angles(torch.arange(3), Spectrum(6))

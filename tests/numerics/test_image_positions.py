@@ -91,7 +91,7 @@ def test_a_prefix_is_not_rotated_at_all():
         assert not torch.equal(y[:, :, 3:], x[:, :, 3:])
 
 
-def test_a_grid_begins_where_it_is_told():
+def test_a_grid_begins_at_start():
     """Qwen-Image: rows and columns from the middle, the image's number as the first coordinate."""
     at = positions.grid(1, 2, 3, start=(4, -1, -2))
     assert at.tolist() == [[4] * 6, [-1] * 3 + [0] * 3, [-2, -1, 0] * 2]

@@ -34,7 +34,7 @@ def test_tokens_past_the_last_end_count_on(cu, expected):
     assert positions.from_cu_seqlens(torch.tensor(cu), total=8).tolist() == expected
 
 
-def test_packed_positions_are_made_inside_a_compiled_function():
+def test_packed_positions_are_computed_inside_a_compiled_function():
     """With ``total`` nothing has to be read; what does not fit is refused when the program runs."""
     compiled = torch.compile(positions.from_cu_seqlens, fullgraph=True, dynamic=True)
     for cu, total in (([0, 3, 5], 5), ([0, 2, 2, 7], 9)):

@@ -29,12 +29,12 @@ def test_a_query_sees_up_to_itself_or_everything():
     assert spans(2, 5, causal=False, offset=3).last.tolist() == [[4, 4]]
 
 
-def test_sequences_may_start_at_their_own_place():
+def test_each_sequence_may_have_another_offset():
     seen = spans(2, 6, causal=True, offset=torch.tensor([0, 4]))
     assert seen.last.tolist() == [[0, 1], [4, 5]]
 
 
-def test_a_document_bounds_what_is_seen():
+def test_a_query_sees_only_its_document():
     ends = document_ends(torch.tensor([[0, 0, 1, 1], [0, 0, 0, 0]]))
     seen = spans(2, 4, causal=False, offset=2, ends=ends)
     assert seen.first.tolist() == [[2, 2], [0, 0]]

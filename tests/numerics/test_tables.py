@@ -53,7 +53,7 @@ HALVES = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=[
 
 
 @HALVES
-def test_numbers_beside_a_middle_are_rounded_to_their_side(dtype):
+def test_numbers_near_a_tie_are_rounded_to_the_nearer_side(dtype):
     """By way of float32 they would land in the middle, and half of them go to the other side."""
     below = torch.linspace(-1, 1, 999).to(dtype).double()
     half = oracles.ulp(below.abs(), dtype) / 2
@@ -66,7 +66,7 @@ def test_numbers_beside_a_middle_are_rounded_to_their_side(dtype):
 
 
 @HALVES
-def test_rounding_once_keeps_what_is_no_number_and_the_gradient(dtype):
+def test_rounding_once_keeps_infinities_nan_and_the_gradient(dtype):
     x = torch.tensor([float("inf"), float("-inf"), float("nan"), 1 + 2**-40]).double()
     x.requires_grad_()
     y = round_once(x, dtype)

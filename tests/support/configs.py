@@ -3,7 +3,6 @@
 BLOOM = {"model_type": "bloom", "n_head": 16, "seq_length": 2048}
 MPT = {"model_type": "mpt", "n_heads": 12, "d_model": 768, "attn_config": {"alibi_bias_max": 4}}
 FALCON = {"model_type": "falcon", "alibi": True, "num_attention_heads": 71, "hidden_size": 4544}
-GPT2 = {"model_type": "gpt2", "n_positions": 1024, "n_embd": 768}
 OPT = {"model_type": "opt", "max_position_embeddings": 2048, "hidden_size": 768}
 T5 = {"model_type": "t5", "num_heads": 8, "relative_attention_num_buckets": 32}
 WHISPER = {
@@ -99,20 +98,6 @@ QWEN_1M = {
         "chunk_size": 262144,
         "local_size": 8192,
         "original_max_position_embeddings": 262144,
-    },
-}
-GPT_OSS = {
-    "model_type": "gpt_oss",
-    "head_dim": 64,
-    "num_hidden_layers": 24,
-    "max_position_embeddings": 131072,
-    "sliding_window": 128,
-    "rope_theta": 150000,
-    "rope_scaling": {
-        "rope_type": "yarn",
-        "factor": 32.0,
-        "original_max_position_embeddings": 4096,
-        "truncate": False,
     },
 }
 DINOV3 = {
