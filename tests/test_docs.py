@@ -170,7 +170,7 @@ def test_the_tournament_is_written_from_its_results_or_says_how_to_make_them(tmp
             ]
             assert any(all(score in cell for score in comparison.scores(row)) for cell in cells)
     assert "applied to RoPE&#x27;s model" in written
-    assert f"| {comparison.costs(run.results['costs']['none'])[2]} |" in written
+    assert f"| {comparison.costs(run.results['costs']['none'])[1]} |" in written
 
 
 # What the page says in words: at this length, each encoding is better than the next one.

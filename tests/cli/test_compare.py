@@ -79,9 +79,8 @@ def test_json_has_the_plan_and_a_row_for_each_encoding(run, tmp_path):
     for cost in found["costs"].values():
         assert cost.keys() == {"parameters", "step", "step_bytes", "read", "read_bytes"}
     rope, yarn = found["costs"].values()
-    assert all(value > 0 for key, value in rope.items() if key != "parameters")
+    assert min(rope["step"], rope["read"], yarn["read"]) > 0
     assert yarn["step"] is None
-    assert yarn["read_bytes"] > 0
 
 
 @pytest.mark.usefixtures("undrawn")
@@ -95,7 +94,7 @@ def test_all_means_every_encoding(run, tmp_path, monkeypatch):
     assert len(COMPARED) < len(ENCODINGS) / 2
 
 
-def test_ctrl_c_keeps_what_is_done_and_resume_goes_on(run, tmp_path, monkeypatch):
+def test_ctrl_c_keeps_finished_trainings_and_resume_does_the_others(run, tmp_path, monkeypatch):
     out = tmp_path / "out"
     go = Run.go
 
@@ -171,7 +170,7 @@ def test_the_example_in_the_help_is_accepted(run, tmp_path):
 
 
 @pytest.mark.usefixtures("undrawn")
-def test_an_earlier_run_stays_unless_told(run, tmp_path):
+def test_an_earlier_run_is_replaced_only_with_overwrite(run, tmp_path):
     arguments = ("-o", tmp_path, *TINY, "--encodings", "none")
     assert run(*arguments).exit_code == 0
     before = (tmp_path / "results.json").read_bytes()

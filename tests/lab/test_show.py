@@ -120,7 +120,7 @@ def test_numbers_of_rope_are_rates_and_wavelengths():
     assert found["rates"][1]["wavelengths"][0] == pytest.approx(4 * math.pi)
 
 
-def test_a_config_is_shown_beside_the_same_rates_without_its_rule():
+def test_a_config_is_shown_with_and_without_its_rule():
     scaling = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
     config = {"head_dim": 16, "rope_theta": 100.0, "rope_scaling": scaling}
     rope = posenc.RoPE.from_config(config)

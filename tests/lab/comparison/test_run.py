@@ -151,7 +151,6 @@ def test_a_killed_run_leaves_whole_results_and_goes_on_to_the_same_numbers(tmp_p
 
 
 def test_a_run_prints_nothing(tmp_path, capfd):
-    """The profiler would warn about memory whose allocation it did not see."""
     run_in(tmp_path, Plan(**TINY))
     assert capfd.readouterr() == ("", "")
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from posenc.lab.comparison import training
-from posenc.lab.comparison.costs import cost, peak_bytes
+from posenc.lab.comparison.costs import cost
 from posenc.lab.comparison.encodings import ENCODINGS
 from posenc.lab.comparison.plan import Plan, Unit
 from posenc.lab.comparison.tasks import TASKS, UNASKED, Batch, Reading
@@ -42,7 +42,7 @@ def test_all_encodings_begin_with_the_same_weights(encoding):
 
 
 @pytest.mark.parametrize("encoding", TRAINED[1:])
-def test_every_encoding_sees_the_order_of_what_came_before(encoding):
+def test_every_encoding_sees_the_order_of_earlier_tokens(encoding):
     """A model without one cannot: earlier tokens in another order are the same set of keys."""
     model = decoder(encoding, ONE_LAYER)
     # At the first weights of 0.02, attention is too even for order to show.
@@ -95,7 +95,7 @@ AFTERWARDS = [name for name, encoding in ENCODINGS.items() if encoding.trained_a
 
 
 @pytest.mark.parametrize("name", [n for n in AFTERWARDS if not ENCODINGS[n].recalibration])
-def test_a_rule_changes_what_the_same_weights_say_only_past_the_training_length(name):
+def test_a_rule_changes_the_output_only_past_the_training_length(name):
     """Otherwise two lines of the picture would be one."""
     model = decoder("rope")
     # At the first weights of 0.02, attention is too even for a rule to show.
@@ -217,52 +217,11 @@ def test_the_accuracy_is_that_of_the_answers():
 
 
 @pytest.mark.parametrize("name", ["rope", "drope", "cope"])
-def test_a_cost_has_time_and_memory_of_what_the_encoding_does(name):
+def test_a_cost_has_the_time_and_the_parameters_of_the_encoding(name):
     plan = Plan(train_length=8, batch=2, width=16, layers=1, heads=2)
     found = cost(name, plan)
-    afterwards = name == "drope"
-    assert (found["step"] is None) == (found["step_bytes"] is None) == afterwards
+    assert (found["step"] is None) == (name == "drope")
     assert found["read"] > 0
-    assert found["read_bytes"] > 64 * 16 * 4
+    # Memory is counted on CUDA.
+    assert found["step_bytes"] is found["read_bytes"] is None
     assert found["parameters"] == (8 * 8 if name == "cope" else 0)
-
-
-X = torch.zeros(1000)
-W = torch.randn(1000, requires_grad=True)
-Q, MASK = torch.randn(1, 1, 256, 8), torch.zeros(256, 256)
-
-
-def in_a_chain():
-    x = torch.zeros(1000)
-    for _ in range(10):
-        x = x + 1
-
-
-def forward():
-    with torch.no_grad():
-        return W.exp().exp().exp().sum()
-
-
-def forward_and_backward():
-    W.exp().exp().exp().sum().backward()
-    W.grad = None
-
-
-@pytest.mark.parametrize(
-    ("call", "least", "most"),
-    [
-        pytest.param(in_a_chain, 8000, 8100, id="freed-memory-is-not-counted-twice"),
-        pytest.param(lambda: X.add_(1).view(10, 100).t()[2:], 0, 100, id="views-are-not-counted"),
-        pytest.param(forward, 8000, 8100, id="without-a-gradient"),
-        pytest.param(forward_and_backward, 12000, 20000, id="kept-for-the-backward"),
-        pytest.param(
-            lambda: torch.ops.aten._scaled_dot_product_attention_math(Q, Q, Q, MASK)[0].shape,
-            256 * 256 * 4,
-            8 * 256 * 256 * 4,
-            id="within-an-operation",
-        ),
-    ],
-)
-def test_the_peak_is_of_memory_that_is_allocated_at_one_time(call, least, most):
-    """Python numbers in an expression become tensors of a few bytes."""
-    assert least <= peak_bytes(call) <= most

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import statistics
 import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.autograd.profiler import profile
 
 from posenc.lab import machine
 from posenc.lab.comparison.encodings import ENCODINGS, trained_with
@@ -23,7 +21,7 @@ REPEATS = 10
 
 
 def cost(name: str, plan: Plan) -> dict[str, Any]:
-    """Time and peak bytes of a training step, and of reading one sequence of the longest length.
+    """Time of a training step and of reading one longest sequence; on CUDA also their peak bytes.
 
     Any tokens and new weights: neither changes what a step does. Steps with the encoding
     alternate with steps without one, and a time is the ratio of their medians, so that another
@@ -56,14 +54,14 @@ def _cost(name: str, plan: Plan) -> dict[str, Any]:
     costs: dict[str, Any] = {
         "parameters": sum(p.numel() for p in model.position.parameters()),
         "read": _ratio(lambda: read(model), lambda: read(plain), plan.device),
-        "read_bytes": peak_bytes(lambda: read(model), plan.device),
+        "read_bytes": _peak_bytes(lambda: read(model), plan.device),
         "step": None,
         "step_bytes": None,
     }
     if not afterwards:
         ours, theirs = step(model), step(plain)
         costs["step"] = _ratio(ours, theirs, plan.device)
-        costs["step_bytes"] = peak_bytes(ours, plan.device)
+        costs["step_bytes"] = _peak_bytes(ours, plan.device)
     return costs
 
 
@@ -86,24 +84,11 @@ def _seconds(call: Callable[[], Any], device: str) -> float:
     return time.perf_counter() - began
 
 
-def peak_bytes(call: Callable[[], Any], device: str = "cpu") -> int:
-    """Peak of the bytes that ``call`` has allocated and not freed.
-
-    On the CPU every allocation and release of torch's allocator is counted, those inside operations
-    too; the sum is the same on a busy machine. On CUDA it is the statistic of torch's allocator.
-    """
-    if device == "cuda":
-        before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-        call()
-        return torch.cuda.max_memory_allocated() - before
-    # The profiler writes a line to stderr when it starts and when it stops, unless told not to.
-    os.environ.setdefault("KINETO_LOG_LEVEL", "6")
-    with profile(profile_memory=True) as watched:
-        call()
-    allocated = peak = 0
-    for event in watched.kineto_results.events():
-        if event.name() == "[memory]":
-            allocated += event.nbytes()
-            peak = max(peak, allocated)
-    return peak
+def _peak_bytes(call: Callable[[], Any], device: str) -> int | None:
+    """Peak of the bytes that ``call`` has allocated and not freed; torch counts them on CUDA."""
+    if device != "cuda":
+        return None
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    call()
+    return torch.cuda.max_memory_allocated() - before

@@ -82,9 +82,11 @@ def scores(row: dict[str, Any]) -> list[str]:
 def costs(cost: dict[str, Any]) -> list[str]:
     """Parameters, time and memory of a step, time and memory of reading, as text."""
     step = f"{cost['step']:.2f}" if cost["step"] else "as trained"
-    memory = f"{cost['step_bytes'] / 1e6:.1f}" if cost["step_bytes"] else ""
-    read = f"{cost['read']:.2f}", f"{cost['read_bytes'] / 1e6:.2f}"
-    return [f"{cost['parameters']:,}", step, memory, *read]
+    step_bytes, read_bytes = (
+        "" if cost[name] is None else f"{cost[name] / 1e6:.2f}"
+        for name in ("step_bytes", "read_bytes")
+    )
+    return [f"{cost['parameters']:,}", step, step_bytes, f"{cost['read']:.2f}", read_bytes]
 
 
 COSTS = ("parameters", "step, ×", "step, MB", "reading, ×", "reading, MB")
