@@ -86,7 +86,7 @@ def test_json_has_the_plan_and_a_row_for_each_encoding(run, tmp_path):
 @pytest.mark.usefixtures("undrawn")
 def test_all_means_every_encoding(run, tmp_path, monkeypatch):
     """The default set stays short; what is trained with each is tested with its decoder."""
-    monkeypatch.setattr(Run, "go", lambda self, tell, jobs: None)
+    monkeypatch.setattr(Run, "go", lambda self, progress, jobs: None)
     for words, names in (("all", ENCODINGS), (",".join(COMPARED), COMPARED)):
         done = run(*TINY, "--encodings", words, "-o", tmp_path / words[:3], "--json")
         assert done.exit_code == 0, done.output
@@ -98,7 +98,7 @@ def test_ctrl_c_keeps_finished_trainings_and_resume_does_the_others(run, tmp_pat
     out = tmp_path / "out"
     go = Run.go
 
-    def interrupted(self, tell, jobs):
+    def interrupted(self, progress, jobs):
         def stop(label, done):
             if label.startswith("text-alibi-0"):
                 raise KeyboardInterrupt
@@ -124,7 +124,7 @@ def test_ctrl_c_keeps_finished_trainings_and_resume_does_the_others(run, tmp_pat
 
 
 def test_ctrl_c_in_the_first_training_leaves_a_folder_to_resume(run, tmp_path, monkeypatch):
-    def interrupted(self, tell, jobs):
+    def interrupted(self, progress, jobs):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(Run, "go", interrupted)

@@ -42,16 +42,16 @@ def test_no_control_character_of_a_file_reaches_the_terminal(terminal, capsys):
 
 
 def test_progress_in_a_log_is_a_line_for_each_tenth(capsys):
-    with _print.progress() as tell:
+    with _print.progress() as progress:
         for hundredths in range(0, 36, 5):
-            tell("one\x1b", hundredths / 100)
+            progress("one\x1b", hundredths / 100)
     assert capsys.readouterr() == ("", "".join(f"{n} % one\\x1b\n" for n in (10, 20, 30)))
 
 
 def test_progress_on_a_terminal_is_a_bar_on_stderr(terminal, capsys):
     """Stdout may go to a file while somebody watches, and a tensor's name may hold brackets."""
-    with _print.progress() as tell:
-        tell("[x]\x1b[2J", 0.5)
+    with _print.progress() as progress:
+        progress("[x]\x1b[2J", 0.5)
     out, err = capsys.readouterr()
     assert out == ""
     assert "50%" in err

@@ -84,10 +84,10 @@ def test_one_shard_is_in_memory_at_a_time(tmp_path, monkeypatch):
 def test_progress_is_reported_file_by_file(source, tmp_path):
     told = []
 
-    def tell(name, share):
+    def progress(name, share):
         told.append((name, share))
 
-    convert(source, tmp_path / "b", to="interleaved", tell=tell, **ONE_HEAD)
+    convert(source, tmp_path / "b", to="interleaved", progress=progress, **ONE_HEAD)
     names, shares = zip(*told, strict=True)
     assert names == ("source", "config.json", "model.safetensors")
     assert list(shares) == sorted(shares)
@@ -137,7 +137,7 @@ def test_a_target_that_appears_during_a_run_is_refused(source, tmp_path):
             convert(source, target, to="interleaved", **ONE_HEAD)
 
     with pytest.raises(FileExistsError, match="target must be new"):
-        convert(source, target, to="interleaved", tell=convert_too, **ONE_HEAD)
+        convert(source, target, to="interleaved", progress=convert_too, **ONE_HEAD)
     assert load_file(target / "model.safetensors").keys()
     assert sorted(os.listdir(tmp_path)) == ["source", "target"]
 

@@ -40,7 +40,7 @@ def progress() -> Iterator[Callable[[str, float], None]]:
     with Progress(*columns, console=console, transient=True, disable=piped) as bar:
         task, tenths = bar.add_task("", total=1.0), 0
 
-        def tell(message: str, done: float) -> None:
+        def advance(message: str, done: float) -> None:
             nonlocal tenths
             message = printable(message)
             bar.update(task, description=message, completed=done)
@@ -48,7 +48,7 @@ def progress() -> Iterator[Callable[[str, float], None]]:
                 tenths = int(done * 10)
                 print(f"{tenths * 10} % {message}", file=sys.stderr)
 
-        yield tell
+        yield advance
 
 
 def table(

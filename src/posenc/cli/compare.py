@@ -123,9 +123,9 @@ def compare(
         run = Run(output, Plan(**options), shlex.join(["posenc", *sys.argv[1:]]))
         run.begin(overwrite=overwrite)
     try:
-        with _print.progress() as tell:
+        with _print.progress() as progress:
             cores = int(machine.describe()["cores"] or 1)
-            run.go(tell, jobs=jobs or cores // run.plan.threads or 1)
+            run.go(progress, jobs=jobs or cores // run.plan.threads or 1)
     except KeyboardInterrupt:
         stopped = True
     written = _draw(run)

@@ -48,11 +48,11 @@ def convert(
 
     Example: posenc convert model -o model-interleaved --to interleaved
     """
-    given = {name: value for name, value in context.params.items() if name != "json_"}
+    arguments = {name: value for name, value in context.params.items() if name != "json_"}
     _print.check_installed("convert", "safetensors")
     _interrupt_on_signals()
-    with _print.progress() as tell:
-        report = checkpoints.convert(**given, tell=tell)
+    with _print.progress() as progress:
+        report = checkpoints.convert(**arguments, progress=progress)
     if json_:
         typer.echo(json.dumps(dataclasses.asdict(report), indent=1))
         return

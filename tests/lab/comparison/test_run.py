@@ -1,16 +1,12 @@
 import json
 import multiprocessing
 import os
-import signal
-import subprocess
-import sys
-import time
 from collections import Counter
 
 import pytest
 import torch
 
-from posenc.lab.comparison.plan import QUICK, Plan
+from posenc.lab.comparison.plan import Plan
 from posenc.lab.comparison.report import scores
 from posenc.lab.comparison.run import FILES, RESULTS, Run, summarize
 from posenc.lab.comparison.tasks import TASKS
@@ -114,42 +110,6 @@ def test_a_run_that_was_stopped_goes_on_to_the_same_numbers(tmp_path, whole, uni
     assert os.listdir(tmp_path) == [RESULTS]
 
 
-SCRIPT = """
-import sys
-from pathlib import Path
-from posenc.lab.comparison.plan import Plan
-from posenc.lab.comparison.run import Run
-if sys.argv[2] == "resume":
-    run = Run.resume(Path(sys.argv[1]))
-else:
-    run = Run(Path(sys.argv[1]), Plan(**eval(sys.argv[2])))
-    run.begin()
-print("begun", flush=True)
-run.go()
-print("ended", flush=True)
-"""
-
-
-@pytest.mark.slow
-def test_a_killed_run_leaves_whole_results_and_goes_on_to_the_same_numbers(tmp_path, whole):
-    """SIGKILL at any moment: nothing gets to clean up."""
-    command = [sys.executable, "-c", SCRIPT, str(tmp_path)]
-    for wait, what in ((0.0, repr(TINY)), (0.15, "resume")):
-        with subprocess.Popen([*command, what], stdout=subprocess.PIPE, text=True) as process:
-            assert process.stdout.readline() == "begun\n"
-            time.sleep(wait)
-            process.send_signal(signal.SIGKILL)
-        left = set(os.listdir(tmp_path))
-        assert left - {f".{RESULTS}.partial"} == {RESULTS}
-        json.loads((tmp_path / RESULTS).read_text())
-    done = subprocess.run(
-        [*command, "resume"], capture_output=True, text=True, check=True, timeout=300
-    )
-    assert (done.stdout, done.stderr) == ("begun\nended\n", "")
-    assert numbers(tmp_path) == whole
-    assert os.listdir(tmp_path) == [RESULTS]
-
-
 def test_a_run_prints_nothing(tmp_path, capfd):
     run_in(tmp_path, Plan(**TINY))
     assert capfd.readouterr() == ("", "")
@@ -172,11 +132,6 @@ def test_a_run_with_another_text_is_not_resumed(tmp_path):
     file.write_bytes(bytes(range(255, -1, -1)) * 40)
     with pytest.raises(ValueError, match="has changed since"):
         Run.resume(out)
-
-
-def test_the_quick_plan_differs_only_in_size():
-    assert not QUICK.keys() & {"encodings", "times", "seeds", "text"}
-    assert Plan(**QUICK).base == 32.0
 
 
 @pytest.mark.slow

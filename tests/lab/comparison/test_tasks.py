@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from posenc.lab.comparison.plan import Plan
-from posenc.lab.comparison.tasks import TASKS, UNASKED, Reading
+from posenc.lab.comparison.tasks import IGNORED, TASKS, Reading
 from posenc.lab.comparison.text import SIZE, Text, load, tales
 
 LENGTHS = [8, 9, 16, 30, 64]
@@ -19,11 +19,11 @@ def game(task, plan=PLAN):
 
 def strings(data, batch):
     """Letters of each sequence up to the first question, which has all places but the last."""
-    for tokens, wanted in zip(*(part.tolist() for part in batch), strict=True):
-        first = min(i for i, each in enumerate(wanted) if each != UNASKED)
+    for tokens, targets in zip(*(part.tolist() for part in batch), strict=True):
+        first = min(i for i, each in enumerate(targets) if each != IGNORED)
         letters = [i for i, each in enumerate(tokens[: first + 1]) if each < data.letters]
         begin = letters[0]
-        yield tokens, wanted, begin, tokens[begin : begin + data.size]
+        yield tokens, targets, begin, tokens[begin : begin + data.size]
 
 
 def test_the_data_order_of_a_text_is_a_function_of_the_seed_and_stays_in_it():
@@ -41,7 +41,7 @@ def test_the_data_order_of_a_text_is_a_function_of_the_seed_and_stays_in_it():
     # The last sequence has 8 symbols and the one after them.
     assert found.max() == 50 - 2
     for batch in data.training(plan, 5):
-        assert torch.equal(batch.wanted, batch.tokens + 1)
+        assert torch.equal(batch.targets, batch.tokens + 1)
 
 
 @pytest.mark.parametrize("length", LENGTHS)
@@ -49,11 +49,11 @@ def test_a_copy_asks_for_the_whole_string_after_its_sign(length):
     plan = Plan(train_length=length, steps=2, batch=40)
     data = game("copy", plan)
     for batch in data.training(plan, 0):
-        assert batch.tokens.shape == batch.wanted.shape == (40, length)
+        assert batch.tokens.shape == batch.targets.shape == (40, length)
         assert batch.tokens.max() < data.symbols
-        for tokens, wanted, _, string in strings(data, batch):
+        for tokens, targets, _, string in strings(data, batch):
             assert len(set(string)) == data.size == min(8, length // 4)
-            assert wanted == [UNASKED] * (length - data.size) + string
+            assert targets == [IGNORED] * (length - data.size) + string
             assert tokens[-data.size] > data.blank
             assert tokens[-data.size + 1 :] == string[:-1] or data.size == 1
 
@@ -64,16 +64,16 @@ def test_an_index_asks_for_the_neighbours_of_a_letter(length):
     plan, seen = Plan(train_length=length, steps=2, batch=40), set()
     data = game("index", plan)
     for batch in data.training(plan, 0):
-        for tokens, wanted, _, string in strings(data, batch):
+        for tokens, targets, _, string in strings(data, batch):
             sign = None
-            for at, (token, answer) in enumerate(zip(tokens, wanted, strict=True)):
+            for at, (token, answer) in enumerate(zip(tokens, targets, strict=True)):
                 sign = token if token > data.blank else sign
-                if answer != UNASKED:
+                if answer != IGNORED:
                     shift = {data.blank + 1: 1, data.blank + 2: -1}[sign]
                     seen.add(shift)
                     assert answer == string[string.index(token) + shift]
                     assert at == length - 1 or tokens[at + 1] == answer
-            assert sum(each != UNASKED for each in wanted) == data.size // 2 * 2
+            assert sum(each != IGNORED for each in targets) == data.size // 2 * 2
     assert seen == {-1, 1}
 
 
@@ -85,8 +85,8 @@ def test_longer_tests_have_the_same_strings_and_questions_farther_apart(task):
     for length, batch in zip(PLAN.lengths[1:], longer, strict=True):
         assert batch.tokens.shape == (40, length)
         assert torch.equal(batch.tokens[:, : data.size], short.tokens[:, : data.size])
-        assert torch.equal(batch.wanted[:, -8:], short.wanted[:, -8:])
-        assert (batch.wanted[:, :-8] == UNASKED).all()
+        assert torch.equal(batch.targets[:, -8:], short.targets[:, -8:])
+        assert (batch.targets[:, :-8] == IGNORED).all()
         between = batch.tokens[:, data.size : -8]
         assert (between == data.blank).all()
 

@@ -8,7 +8,7 @@ from posenc.lab.comparison import training
 from posenc.lab.comparison.costs import cost
 from posenc.lab.comparison.encodings import ENCODINGS
 from posenc.lab.comparison.plan import Plan, Unit
-from posenc.lab.comparison.tasks import TASKS, UNASKED, Batch, Reading
+from posenc.lab.comparison.tasks import IGNORED, TASKS, Batch, Reading
 from posenc.lab.comparison.text import Text
 from posenc.lab.comparison.training import Decoder, losses_of
 
@@ -201,7 +201,7 @@ def test_a_recalibrated_model_was_trained_on_and_the_first_stays_as_it_was():
 
 
 def test_the_accuracy_is_that_of_the_answers():
-    """A model that always answers with letter 3 is right where 3 is wanted."""
+    """A model that always answers with letter 3 is right where 3 is the target."""
     plan = Plan(train_length=16, width=8, layers=1, heads=2, windows=20, times=(1, 2))
     data = TASKS["copy"].load(plan)
     model = Decoder("none", plan, symbols=data.symbols, seed=0)
@@ -210,8 +210,8 @@ def test_the_accuracy_is_that_of_the_answers():
     torch.nn.init.zeros_(model.head.weight)
     torch.nn.init.ones_(model.head.weight[3])
     found = training.scores_by_length(model, "none", plan, "copy", data)
-    wanted = data.testing(plan, 16).wanted
-    share = (wanted == 3).sum().item() / (wanted != UNASKED).sum().item()
+    targets = data.testing(plan, 16).targets
+    share = (targets == 3).sum().item() / (targets != IGNORED).sum().item()
     assert found["score"] == pytest.approx([share, share])
     assert found["by_position"] == []
 

@@ -21,7 +21,7 @@ from posenc.interop.checkpoints.resize import resize_learned
 
 __all__ = ["Conversion", "Heads", "convert", "convert_state", "permute", "resize_learned"]
 
-Tell = Callable[[str, float], None]
+Progress = Callable[[str, float], None]
 # The key in a file's metadata for the layout of its queries and keys.
 METADATA = "posenc.rope_layout"
 _fail = functools.partial(checks.fail, "convert")
@@ -67,7 +67,7 @@ def convert(
     rotary_dim: int | None = None,
     fused: str | None = None,
     overwrite: bool = False,
-    tell: Tell | None = None,
+    progress: Progress | None = None,
 ) -> Conversion:
     """Write a checkpoint again with its queries and keys in the other pair layout.
 
@@ -96,7 +96,7 @@ def convert(
         fused: ``"qkv"`` or ``"qkv_grouped"``, as in :func:`permute`, for a fused projection of a
             family unknown here.
         overwrite: Whether an existing target may be replaced: a file, or a folder with weights.
-        tell: Called with the name of each file and folder, and the fraction of bytes written.
+        progress: Called with the name of each file and folder, and the fraction of bytes written.
 
     Returns:
         A :class:`Conversion`.
@@ -125,8 +125,8 @@ def convert(
         def advance(path: Path) -> None:
             nonlocal done
             done += path.stat().st_size
-            if tell is not None:
-                tell(path.name, done / size)
+            if progress is not None:
+                progress(path.name, done / size)
 
         for path in others:
             files.copy(source / path, new / path)

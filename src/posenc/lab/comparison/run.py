@@ -21,7 +21,7 @@ from posenc.lab.comparison.costs import cost
 from posenc.lab.comparison.encodings import ENCODINGS
 from posenc.lab.comparison.plan import Plan, Unit
 from posenc.lab.comparison.tasks import TASKS, Reading
-from posenc.lab.comparison.training import Tell, train_and_test
+from posenc.lab.comparison.training import Progress, train_and_test
 
 RESULTS = "results.json"
 # Everything that a run writes. No other file of a folder is ever replaced or removed.
@@ -84,20 +84,20 @@ class Run:
         run.results = results
         return run
 
-    def go(self, tell: Tell = lambda label, done: None, *, jobs: int = 1) -> None:
+    def go(self, progress: Progress = lambda label, done: None, *, jobs: int = 1) -> None:
         """Measure the costs, then do the unfinished trainings, ``jobs`` of them at a time.
 
-        ``tell`` is called after each step, or with several jobs after each training.
+        ``progress`` is called after each step, or with several jobs after each training.
         """
         if not self.results["complete"]:
             self._check_device()
         for name in self.plan.encodings:
             if name not in self.results["costs"]:
-                tell(f"measuring the cost of {name}", 0.0)
+                progress(f"measuring the cost of {name}", 0.0)
                 self.results["costs"][name] = cost(name, self.plan)
                 self._write()
         units = self.plan.units()
-        for unit, result in self._train(tell, jobs):
+        for unit, result in self._train(progress, jobs):
             finished = {**self.results["units"], str(unit): result}
             ordered = {str(each): finished[str(each)] for each in units if str(each) in finished}
             self.results["units"] = ordered
@@ -105,7 +105,7 @@ class Run:
             self.results["summary"] = summarize(self.plan, ordered)
             self._write()
 
-    def _train(self, tell: Tell, jobs: int) -> Iterator[tuple[Unit, dict[str, Any]]]:
+    def _train(self, progress: Progress, jobs: int) -> Iterator[tuple[Unit, dict[str, Any]]]:
         """Do the unfinished trainings, and yield each as it ends."""
         units = self.plan.units()
         missing = [unit for unit in units if str(unit) not in self.results["units"]]
@@ -113,15 +113,15 @@ class Run:
         if jobs > 1 and len(missing) > 1:
             results = _train_in_processes(missing, self.plan, min(jobs, len(missing)))
             for done, (unit, result) in enumerate(results, first + 1):
-                tell(f"{unit} is trained", done / len(units))
+                progress(f"{unit} is trained", done / len(units))
                 yield unit, result
             return
         for done, unit in enumerate(missing, first):
 
-            def tell_all(label: str, part: float, done: int = done) -> None:
-                tell(label, (done + part) / len(units))
+            def overall(label: str, part: float, done: int = done) -> None:
+                progress(label, (done + part) / len(units))
 
-            yield unit, train_and_test(unit, self.plan, tell_all)
+            yield unit, train_and_test(unit, self.plan, overall)
 
     def _check_device(self) -> None:
         if self.plan.device == "cuda" and not torch.cuda.is_available():

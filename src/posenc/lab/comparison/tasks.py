@@ -21,16 +21,16 @@ if TYPE_CHECKING:
     from posenc.lab.comparison.plan import Plan
 
 # The target that cross_entropy leaves out.
-UNASKED = -100
+IGNORED = -100
 # Seeds of trainings are smaller.
 _TEST_SEED = 2**40
 
 
 class Batch(NamedTuple):
-    """Tokens ``(B, L)``, and what should follow each of them, or :data:`UNASKED`."""
+    """Tokens ``(B, L)``, and what should follow each of them, or :data:`IGNORED`."""
 
     tokens: Tensor
-    wanted: Tensor
+    targets: Tensor
 
 
 class Data(Protocol):
@@ -83,7 +83,7 @@ class Reading:
 
 
 class Game:
-    """A string of letters, blanks, and a question; ``ask`` makes the last two parts of it.
+    """A string of letters, blanks, and a question, which ``ask`` draws.
 
     The string has eight of sixteen letters, or fewer if the training length is below 32. In
     training it begins anywhere before the question, in tests at the first position.
@@ -120,8 +120,8 @@ class Game:
             begins = torch.randint(0, room, (rows, 1), generator=generator)
         tokens.scatter_(1, begins + torch.arange(self.size), string)
         batch = _shifted(tokens)
-        batch.wanted[:, : -asked.shape[1]] = UNASKED
-        batch.wanted[:, -asked.shape[1] :].masked_fill_(~asked, UNASKED)
+        batch.targets[:, : -asked.shape[1]] = IGNORED
+        batch.targets[:, -asked.shape[1] :].masked_fill_(~asked, IGNORED)
         return batch
 
 

@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from posenc.lab import machine
 from posenc.lab.comparison.encodings import ENCODINGS, trained_with
 from posenc.lab.comparison.plan import Plan, Unit
-from posenc.lab.comparison.tasks import TASKS, UNASKED, Batch, Data
+from posenc.lab.comparison.tasks import IGNORED, TASKS, Batch, Data
 
 Attend: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 # Called after each step with a message and the fraction that is done.
-Tell: TypeAlias = Callable[[str, float], None]
+Progress: TypeAlias = Callable[[str, float], None]
 # Recalibration sees other data than the training before it.
 _LATER = 2**20
 
@@ -109,12 +109,12 @@ class _Block(nn.Module):
         return x + self.down(F.relu(self.up(self.before_mlp(x))).square())  # type: ignore[no-any-return]
 
 
-def train_and_test(unit: Unit, plan: Plan, tell: Tell) -> dict[str, Any]:
+def train_and_test(unit: Unit, plan: Plan, progress: Progress) -> dict[str, Any]:
     """All numbers of one training: its curve, and the scores of each tested encoding."""
     data = TASKS[unit.task].load(plan)
     with machine.threads(plan.threads):
         model = Decoder(unit.trains, plan, symbols=data.symbols, seed=unit.seed).to(plan.device)
-        losses = train(model, data, plan, unit, tell)
+        losses = train(model, data, plan, unit, progress)
         tested = [name for name in plan.encodings if trained_with(name) == unit.trains]
         tests = {name: evaluate(model, name, plan, unit, data) for name in tested}
     # A point of the curve is the mean of a few steps; there are about 50 points.
@@ -124,7 +124,7 @@ def train_and_test(unit: Unit, plan: Plan, tell: Tell) -> dict[str, Any]:
     return {**unit._asdict(), "curve": {"step": list(ends), "loss": means}, "tests": tests}
 
 
-def train(model: Decoder, data: Data, plan: Plan, unit: Unit, tell: Tell) -> list[float]:
+def train(model: Decoder, data: Data, plan: Plan, unit: Unit, progress: Progress) -> list[float]:
     """Train ``model`` in place; returns the loss of each step."""
     losses: list[float] = []
     peak = plan.learning_rate
@@ -136,7 +136,7 @@ def train(model: Decoder, data: Data, plan: Plan, unit: Unit, tell: Tell) -> lis
         if not math.isfinite(losses[-1]):
             diverged = f"the training of {unit} diverged at step {step + 1}"
             raise ValueError(f"{diverged}: lower --learning-rate.")
-        tell(f"{unit}, loss {losses[-1]:.2f}", (step + 1) / plan.steps)
+        progress(f"{unit}, loss {losses[-1]:.2f}", (step + 1) / plan.steps)
     return losses
 
 
@@ -148,7 +148,7 @@ def make_optimizer(model: Decoder, rate: float) -> torch.optim.Optimizer:
 def learn(model: Decoder, batch: Batch, optimizer: torch.optim.Optimizer) -> Tensor:
     """One step; returns the mean loss before it."""
     # Tokens without a target lose nothing. A mask would make a GPU wait.
-    loss = losses_of(model, batch).sum() / (batch.wanted != UNASKED).sum().item()
+    loss = losses_of(model, batch).sum() / (batch.targets != IGNORED).sum().item()
     loss.backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
@@ -165,7 +165,7 @@ def learning_rate(step: int, steps: int, peak: float) -> float:
 
 def losses_of(model: Decoder, batch: Batch) -> Tensor:
     """Nats lost on the target of each token, ``(B, L)``; 0 for tokens without a target."""
-    return _nats(_scores(model, batch.tokens), batch.wanted)
+    return _nats(_scores(model, batch.tokens), batch.targets)
 
 
 def _scores(model: Decoder, tokens: Tensor) -> Tensor:
@@ -174,12 +174,12 @@ def _scores(model: Decoder, tokens: Tensor) -> Tensor:
         return model(tokens.to(plan.device)).float()  # type: ignore[no-any-return]
 
 
-def _nats(scores: Tensor, wanted: Tensor) -> Tensor:
-    wanted = wanted.to(scores.device)
+def _nats(scores: Tensor, targets: Tensor) -> Tensor:
+    targets = targets.to(scores.device)
     lost = F.cross_entropy(
-        scores.flatten(0, 1), wanted.flatten(), ignore_index=UNASKED, reduction="none"
+        scores.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="none"
     )
-    return lost.view_as(wanted)
+    return lost.view_as(targets)
 
 
 def evaluate(
@@ -214,12 +214,12 @@ def scores_by_length(
         # A few sequences at a time: the longest then need about the memory of a training step.
         few = max(1, plan.batch * plan.train_length // length)
         losses, correct = [], []
-        for tokens, wanted in zip(*(part.split(few) for part in batch), strict=True):
+        for tokens, targets in zip(*(part.split(few) for part in batch), strict=True):
             scores = _scores(model, tokens)
-            losses.append(_nats(scores, wanted).cpu())
-            correct.append(scores.argmax(-1).cpu() == wanted)
+            losses.append(_nats(scores, targets).cpu())
+            correct.append(scores.argmax(-1).cpu() == targets)
         if not TASKS[task].lower_is_better:
-            answers = torch.cat(correct)[batch.wanted != UNASKED]
+            answers = torch.cat(correct)[batch.targets != IGNORED]
             score.append(answers.float().mean().item())
             continue
         lost = torch.cat(losses)
