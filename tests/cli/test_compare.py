@@ -17,7 +17,7 @@ TINY = (
 @pytest.fixture
 def run(monkeypatch):
     app = posenc.cli.application()
-    monkeypatch.setattr("posenc.lab.comparison.costs.REPEATS", 1)
+    monkeypatch.setattr("posenc.lab.comparison.training.REPEATS", 1)
 
     def invoke(*arguments):
         words = ["compare", *map(str, arguments)]

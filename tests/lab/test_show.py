@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import posenc
-from posenc.lab import biases, show
+from posenc.lab import show
 from posenc.lab.panels import image
 
 VIEWS = {
@@ -14,8 +14,8 @@ VIEWS = {
     "rope-rules": show.rope(dim=16, trained=64, scaling="yarn", against="ntk"),
     "pope": show.pope(dim=16, length=12, trained=64),
     "alibi": show.alibi(heads=4, length=12, trained=64),
-    **{name: draw(heads=4, length=12, trained=8) for name, draw in biases.VIEWS.items()},
-    "grid": biases.grid(heads=2),
+    **{name: draw(heads=4, length=12, trained=8) for name, draw in show.BIASES.items()},
+    "grid": show.grid(heads=2),
 }
 
 
@@ -43,13 +43,6 @@ def test_a_picture_is_the_same_bytes_every_time(suffix, start):
     once, again = (image(show.figure(VIEWS["learned"]), suffix) for _ in range(2))
     assert once.startswith(start)
     assert once == again
-
-
-def test_pope_turns_channels_and_rope_pairs():
-    heat, waves, _, _ = VIEWS["pope"].panels
-    assert heat.x == "channel"
-    assert waves.x == "channel (RoPE: pair)"
-    assert [len(line.x) for line in waves.lines] == [16, 8]
 
 
 def test_scores_are_those_of_the_module():
@@ -98,7 +91,7 @@ def test_a_bias_is_drawn_as_the_module_has_it():
 
 def test_a_bias_that_starts_at_zero_is_drawn_with_random_numbers():
     """A flat line would show nothing; the same numbers every time, so the picture is too."""
-    once, again = (biases.relative("learned-bias", heads=2, length=12, trained=8) for _ in range(2))
+    once, again = (show.relative("learned-bias", heads=2, length=12, trained=8) for _ in range(2))
     row = once.numbers["bias"][0]
     assert len(set(row)) == 8
     assert len(set(row[7:])) == 1
@@ -106,27 +99,9 @@ def test_a_bias_that_starts_at_zero_is_drawn_with_random_numbers():
 
 
 def test_three_tokens_forget_and_the_others_keep():
-    gates = biases.forget_gate(heads=2, length=64).panels[3].lines[1]
+    gates = show.forget_gate(heads=2, length=64).panels[3].lines[1]
     low = {position for position, kept in zip(gates.x, gates.y, strict=True) if kept < 0.5}
     assert low == {16, 32, 40}
-
-
-def test_numbers_of_rope_are_rates_and_wavelengths():
-    found = show.rope(dim=8, trained=64, scaling="linear", factor=2.0).numbers
-    assert [each["label"] for each in found["rates"]] == ["as trained", "linear × 2"]
-    plain, halved = (each["rates"] for each in found["rates"])
-    assert plain == pytest.approx([1.0, 0.1, 0.01, 0.001])
-    assert halved == pytest.approx([0.5, 0.05, 0.005, 0.0005])
-    assert found["rates"][1]["wavelengths"][0] == pytest.approx(4 * math.pi)
-
-
-def test_a_config_is_shown_with_and_without_its_rule():
-    scaling = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
-    config = {"head_dim": 16, "rope_theta": 100.0, "rope_scaling": scaling}
-    rope = posenc.RoPE.from_config(config)
-    found = show.of_config(config, against="linear").numbers["rates"]
-    assert [each["label"] for each in found] == ["without a rule", "YaRN", "linear × 4"]
-    assert found[1]["rates"] == rope.scaled_inv_freq(512).tolist()
 
 
 def test_the_gallery_has_a_panel_for_every_encoding():

@@ -4,4 +4,4 @@ import pytest
 @pytest.fixture(autouse=True)
 def briefly(monkeypatch):
     """Times matter to no test."""
-    monkeypatch.setattr("posenc.lab.comparison.costs.REPEATS", 1)
+    monkeypatch.setattr("posenc.lab.comparison.training.REPEATS", 1)

@@ -5,12 +5,11 @@ import pytest
 import torch
 
 from posenc.lab.comparison import training
-from posenc.lab.comparison.costs import cost
 from posenc.lab.comparison.encodings import ENCODINGS
 from posenc.lab.comparison.plan import Plan, Unit
 from posenc.lab.comparison.tasks import IGNORED, TASKS, Batch, Reading
 from posenc.lab.comparison.text import Text
-from posenc.lab.comparison.training import Decoder, losses_of
+from posenc.lab.comparison.training import Decoder, cost, losses_of
 
 PLAN = Plan(train_length=8, times=(1, 3), width=16, layers=2, heads=2)
 ONE_LAYER = dataclasses.replace(PLAN, layers=1)

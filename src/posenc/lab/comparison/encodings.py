@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Literal
 
 from torch import nn
 
-from posenc.lab.biases import FAMILIES
-from posenc.lab.show import RULES
+from posenc.lab.show import FAMILIES, RULES
 from posenc.nn import (
     STRING,
     ALiBi,

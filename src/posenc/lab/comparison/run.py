@@ -17,11 +17,10 @@ import torch
 
 import posenc
 from posenc.lab import machine
-from posenc.lab.comparison.costs import cost
 from posenc.lab.comparison.encodings import ENCODINGS
 from posenc.lab.comparison.plan import Plan, Unit
 from posenc.lab.comparison.tasks import TASKS, Reading
-from posenc.lab.comparison.training import Progress, train_and_test
+from posenc.lab.comparison.training import Progress, cost, train_and_test
 
 RESULTS = "results.json"
 # Everything that a run writes. No other file of a folder is ever replaced or removed.

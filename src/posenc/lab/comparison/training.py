@@ -1,4 +1,4 @@
-"""A small causal transformer, its training, and its tests on longer sequences."""
+"""A small causal transformer: its training, its tests on longer sequences, and its costs."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import math
 import statistics
+import time
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
@@ -21,6 +22,8 @@ from posenc.lab.comparison.tasks import IGNORED, TASKS, Batch, Data
 Attend: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 # Called after each step with a message and the fraction that is done.
 Progress: TypeAlias = Callable[[str, float], None]
+# Distinct symbols of a text, about, and how often a step is timed.
+_SYMBOLS, REPEATS = 64, 10
 # Recalibration sees other data than the training before it.
 _LATER = 2**20
 
@@ -228,3 +231,77 @@ def scores_by_length(
             pieces = lost.split(max(1, plan.train_length // 4), dim=1)
             by_position = [piece.mean().item() for piece in pieces]
     return {"score": score, "by_position": by_position}
+
+
+def cost(name: str, plan: Plan) -> dict[str, Any]:
+    """Time of a training step and of reading one longest sequence; on CUDA also their peak bytes.
+
+    Any tokens and new weights: neither changes what a step does. Steps with the encoding
+    alternate with steps without one, and a time is the ratio of their medians, so that another
+    program that slows the machine slows both. An encoding that is applied afterwards has no step
+    of its own.
+    """
+    with machine.threads(plan.threads):
+        return _cost(name, plan)
+
+
+def _cost(name: str, plan: Plan) -> dict[str, Any]:
+    model, plain = (
+        Decoder(trained_with(each), plan, symbols=_SYMBOLS, seed=0).to(plan.device)
+        for each in (name, "none")
+    )
+    afterwards = ENCODINGS[name].trained_as is not None
+    if afterwards:
+        model.use(name, plan.longest)
+    short = (torch.arange(plan.train_length) % _SYMBOLS).expand(plan.batch, -1)
+    long = torch.arange(plan.longest)[None] % _SYMBOLS
+
+    def step(decoder: Decoder) -> Callable[[], Any]:
+        optimizer = make_optimizer(decoder, 1e-6)
+        return lambda: learn(decoder, Batch(short, short), optimizer)
+
+    @torch.no_grad()
+    def read(decoder: Decoder) -> None:
+        losses_of(decoder, Batch(long, long))
+
+    costs: dict[str, Any] = {
+        "parameters": sum(p.numel() for p in model.position.parameters()),
+        "read": _ratio(lambda: read(model), lambda: read(plain), plan.device),
+        "read_bytes": _peak_bytes(lambda: read(model), plan.device),
+        "step": None,
+        "step_bytes": None,
+    }
+    if not afterwards:
+        ours, theirs = step(model), step(plain)
+        costs["step"] = _ratio(ours, theirs, plan.device)
+        costs["step_bytes"] = _peak_bytes(ours, plan.device)
+    return costs
+
+
+def _ratio(ours: Callable[[], Any], theirs: Callable[[], Any], device: str) -> float:
+    """Median time of one over that of the other; they take turns."""
+    # Allocate tables, states and gradients, and compile kernels, before anything is timed.
+    for _ in range(2):
+        ours()
+        theirs()
+    pairs = [(_seconds(ours, device), _seconds(theirs, device)) for _ in range(REPEATS)]
+    one, other = (statistics.median(times) for times in zip(*pairs, strict=True))
+    return float(one / other)
+
+
+def _seconds(call: Callable[[], Any], device: str) -> float:
+    began = time.perf_counter()
+    call()
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - began
+
+
+def _peak_bytes(call: Callable[[], Any], device: str) -> int | None:
+    """Peak of the bytes that ``call`` has allocated and not freed; torch counts them on CUDA."""
+    if device != "cuda":
+        return None
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    call()
+    return torch.cuda.max_memory_allocated() - before
