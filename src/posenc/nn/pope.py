@@ -131,16 +131,9 @@ class PoPE(KeepsFloat32, RotatedKeys):
         position_ids: Tensor | None = None,
         seq_len: int | Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Queries and keys of ``2 D`` channels.
+        """Queries and keys of ``2 D`` channels; arguments as :meth:`posenc.RoPE.forward`.
 
-        Args:
-            q: Queries ``(B, H, L, D)``.
-            k: Keys ``(B, num_kv_heads, L, D)``, of the same tokens. Cache the result, and attend to
-                all cached ones.
-            offset: Position of the first token, which is the number of cached tokens; an int, or
-                an integer tensor ``(B,)`` with one for each sequence.
-            position_ids: As in :meth:`posenc.RoPE.forward`, floating positions included.
-            seq_len: As in :meth:`posenc.RoPE.forward`, for a rule that depends on it.
+        Cache the keys, and attend to all cached ones.
 
         Returns:
             New tensors ``(B, H, L, 2 D)`` and ``(B, num_kv_heads, L, 2 D)``, in the dtypes of ``q``
@@ -195,21 +188,13 @@ class PoPE(KeepsFloat32, RotatedKeys):
         """Attention with PoPE, of queries and keys as the projections give them.
 
         Every key is encoded again. To cache encoded keys, call the module, and then
-        :func:`posenc.attention.biased_attention` with :attr:`scale`.
+        :func:`posenc.attention.biased_attention` with :attr:`scale`. The other arguments are those
+        of that function; positions go on from document to document, which changes no score.
 
         Args:
             q: ``(B, H, Q, D)``; ``(B, Q, H, D)`` if ``seq_dim`` is 1, and so are the others.
-            k: ``(B, num_kv_heads, K, D)`` with ``H`` a multiple of ``num_kv_heads`` and ``K`` at
-                least ``Q``.
+            k: ``(B, num_kv_heads, K, D)`` with ``K`` at least ``Q``.
             v: ``(B, num_kv_heads, K, Dv)``.
-            causal: Whether a query sees only keys up to its own.
-            query_offset: Key index of the first query. This and the next three are those of
-                :func:`posenc.attention.biased_attention`.
-            document_ids: Ids ``(K,)`` or ``(B, K)``. Positions go on from document to document,
-                which changes no score: it depends on distances.
-            window: A sliding window.
-            attn_mask: A further mask.
-            dropout_p: As in SDPA.
             scale: The factor of scores; :attr:`scale` if None.
             position_ids: Of the keys, as in :meth:`forward`; a query has that of its own key.
             seq_len: As in :meth:`forward`.
