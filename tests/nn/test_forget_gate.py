@@ -7,6 +7,7 @@ import torch
 
 import oracles
 import posenc
+from posenc.attention import RunningSum, relative_score_mod
 from support.biases import leaves, qkv
 
 
@@ -78,13 +79,13 @@ def test_gates_start_near_one():
     torch.testing.assert_close(keep, wanted, rtol=1e-6, atol=0)
 
 
-def test_the_score_mod_is_the_bias():
+def test_the_score_mod_of_its_sums_is_the_bias():
     gate = made()
     b, h, q, k = map(torch.arange, (2, 4, 3, 8))
     at = b[:, None, None, None], h[:, None, None], q[:, None], k
     for x in (torch.randn(2, 8, 6), torch.randn(8, 6)):
         sums = gate.sums(x).detach()
-        got = gate.score_mod(sums, 3)(torch.zeros(()), *at)
+        got = relative_score_mod(RunningSum(sums), 3, 8)(torch.zeros(()), *at)
         wanted = gate.bias(sums, 3).expand(got.shape)
         torch.testing.assert_close(got, wanted, rtol=1e-6, atol=1e-7)
 

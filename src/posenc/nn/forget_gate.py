@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
@@ -11,12 +9,8 @@ from posenc._contract import checks
 from posenc._contract.sharding import replicate_like
 from posenc.attention.biased import attend
 from posenc.attention.biases import RunningSum, relative_bias
-from posenc.attention.mods import relative_score_mod
 from posenc.nn._module import Linear, ReadOnlyArguments, called
 from posenc.numerics.tables import widest
-
-if TYPE_CHECKING:
-    from posenc.attention.mods import ScoreMod
 
 
 class _Gates(Linear):
@@ -136,30 +130,6 @@ class ForgetGate(ReadOnlyArguments):
             document_ids=document_ids,
             window=window,
             dtype=dtype,
-        )
-
-    def score_mod(
-        self,
-        sums: Tensor,
-        q_len: int,
-        *,
-        query_offset: int | Tensor | None = None,
-        document_ids: Tensor | None = None,
-        window: int | tuple[int, int] | None = None,
-        masked: bool = True,
-        base: ScoreMod | None = None,
-    ) -> ScoreMod:
-        """A score_mod for ``flex_attention``: :func:`posenc.attention.relative_score_mod`."""
-        keys = checks.float_tensor(type(self).__name__, "sums", sums).shape[-1]
-        return relative_score_mod(
-            RunningSum(sums),
-            q_len,
-            keys,
-            query_offset=query_offset,
-            document_ids=document_ids,
-            window=window,
-            masked=masked,
-            base=base,
         )
 
     def forward(
