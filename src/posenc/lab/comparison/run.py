@@ -93,7 +93,8 @@ class Run:
         for name in self.plan.encodings:
             if name not in self.results["costs"]:
                 progress(f"measuring the cost of {name}", 0.0)
-                self.results["costs"][name] = cost(name, self.plan)
+                with machine.threads(self.plan.threads):
+                    self.results["costs"][name] = cost(name, self.plan)
                 self._write()
         units = self.plan.units()
         for unit, result in self._train(progress, jobs):

@@ -241,11 +241,6 @@ def cost(name: str, plan: Plan) -> dict[str, Any]:
     program that slows the machine slows both. An encoding that is applied afterwards has no step
     of its own.
     """
-    with machine.threads(plan.threads):
-        return _cost(name, plan)
-
-
-def _cost(name: str, plan: Plan) -> dict[str, Any]:
     model, plain = (
         Decoder(trained_with(each), plan, symbols=_SYMBOLS, seed=0).to(plan.device)
         for each in (name, "none")
