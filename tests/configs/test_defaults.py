@@ -59,7 +59,7 @@ def test_defaults_are_those_of_the_config_class(config):
     sizes = ("model_type", "hidden_size", "num_attention_heads")
     got = rotations({key: config[key] for key in sizes if key in config})
     if isinstance(got, str):
-        special = "rope_parameters" in configs.facts_of(config["model_type"])
+        special = "rope_parameters" in configs.model_defaults(config["model_type"])
         assert special or "head_dim must be in the config" in got
     elif len(wanted) > len(got):
         # One for all layers, because they do not differ.

@@ -47,7 +47,7 @@ def made(kind, given):
 def typed():
     """The types that rotate and whose class names the types of its layers."""
     for kind in CONFIG_MAPPING:
-        known = configs.facts_of(kind)
+        known = configs.model_defaults(kind)
         fields = {each.name for each in dataclasses.fields(CONFIG_MAPPING[kind])}
         if "layer_types" in fields and known and not {"positions", "refused"} & known.keys():
             yield kind

@@ -1,7 +1,14 @@
 """The positions that a model's ``config.json`` describes; transformers is not imported."""
 
-from posenc.configs.others import Alibi, Buckets, Table, not_rotary
-from posenc.configs.reader import LAYOUT, as_dict, facts_of, open_config, text_part, types_with
+from posenc.configs.non_rotary import Alibi, Buckets, PositionTable, not_rotary
+from posenc.configs.reader import (
+    LAYOUT,
+    as_dict,
+    model_defaults,
+    open_config,
+    text_part,
+    types_with,
+)
 from posenc.configs.recipes import (
     Positions,
     Recipe,
@@ -14,7 +21,22 @@ from posenc.configs.recipes import (
 from posenc.configs.rules import read_scaling
 
 __all__ = [
-    "LAYOUT", "Alibi", "Buckets", "Positions", "Recipe", "Table", "as_dict", "facts_of",
-    "not_rotary", "open_config", "read", "read_alibi", "read_buckets", "read_layers",
-    "read_positions", "read_scaling", "text_part", "types_with",
+    "LAYOUT",
+    "Alibi",
+    "Buckets",
+    "PositionTable",
+    "Positions",
+    "Recipe",
+    "as_dict",
+    "model_defaults",
+    "not_rotary",
+    "open_config",
+    "read",
+    "read_alibi",
+    "read_buckets",
+    "read_layers",
+    "read_positions",
+    "read_scaling",
+    "text_part",
+    "types_with",
 ]  # fmt: skip

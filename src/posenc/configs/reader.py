@@ -24,7 +24,7 @@ UNSCALED = ("default", "mrope")
 # More layers than any model has. Each is listed, so a file's number must be bounded.
 MOST_LAYERS = 2**12
 _TYPES = ("full_attention", "sliding_attention")
-_WAY_OUT = {
+_HINTS = {
     "from_config": "Fix the config, or construct RoPE(...) directly.",
     "convert": "Fix the config, or pass head_dim and rotary_dim.",
 }
@@ -39,7 +39,7 @@ def _defaults() -> dict[str, dict[str, Any]]:
     return rows
 
 
-def facts_of(model_type: Any) -> Mapping[str, Any]:
+def model_defaults(model_type: Any) -> Mapping[str, Any]:
     """The defaults of a model type; empty for an unknown one."""
     return _defaults().get(model_type, {}) if isinstance(model_type, str) else {}
 
@@ -70,12 +70,12 @@ class Config:
     def __post_init__(self) -> None:
         kind = self.top.get("model_type")
         self.kind = kind if isinstance(kind, str) else ""
-        self.model = facts_of(kind)
+        self.model = model_defaults(kind)
 
     def error(self, rule: str, got: object, hint: str = "") -> ValueError:
         """The error for a rule that does not hold."""
         return ValueError(
-            checks.message(self.who, rule, got, hint or _WAY_OUT.get(self.who, _FIX_SCALING))
+            checks.message(self.who, rule, got, hint or _HINTS.get(self.who, _FIX_SCALING))
         )
 
     def contradiction(self, a: str, b: str, got: str) -> ValueError:

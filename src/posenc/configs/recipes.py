@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from posenc._contract import checks
-from posenc.configs import diffusion, others, reader, rotation
-from posenc.configs.others import Alibi, Buckets, Table, check_rotary, kind_of
+from posenc.configs import diffusion, non_rotary, reader, rotation
+from posenc.configs.non_rotary import Alibi, Buckets, PositionTable, check_rotary, kind_of
 from posenc.configs.reader import Config, open_config
 from posenc.configs.rules import scaling_rule
 from posenc.numerics import scaling
@@ -55,7 +55,7 @@ class Positions:
     """The encodings of a model, and its lengths, each with the key that it was read from."""
 
     # One for all layers, one for each layer type, or one for encoder and decoder each.
-    parts: tuple[Recipe | others.Part, ...]
+    parts: tuple[Recipe | non_rotary.Part, ...]
     trained_length: Fact | None = None
     max_length: Fact | None = None
     # Indices of the layers that do not rotate, where others do.
@@ -118,14 +118,14 @@ def read_positions(config: Any, *, layer_type: str | None = None) -> Positions:
     if diffusion.is_diffusers(found.top):
         return Positions((_of_diffusers(found, layer_type),))
     if kind_of(found.top) is not None:
-        parts = others.describe(found)
+        parts = non_rotary.describe(found)
         if layer_type is not None:
             named = {getattr(part, "part", None): part for part in parts}
             if layer_type not in named:
                 rule = f"layer_type must be one of {sorted(map(str, named))}"
                 raise found.error(rule, layer_type, "Leave layer_type out.")
             parts = (named[layer_type],)
-        return Positions(parts, *_lengths_of_others(found, parts))
+        return Positions(parts, *_lengths_without_rotation(found, parts))
     check_rotary(found)
     names = reader.rotating_types(found) if layer_type is None else (layer_type,)
     rotary = tuple(_recipe(found, name) for name in names)
@@ -177,12 +177,12 @@ def read_alibi(config: Any) -> Alibi:
     kind, directly = kind_of(found.top), "Construct ALiBi(num_heads) directly."
     known = {"rope_theta", "rope_parameters"} & found.model.keys()
     if kind == "alibi":
-        (part,) = others.describe(found)
+        (part,) = non_rotary.describe(found)
         if isinstance(part, Alibi):
             return part
         noun, hint = "ALiBi switched off", directly
     elif kind is not None:
-        noun, hint = others.NOUNS[kind]
+        noun, hint = non_rotary.DESCRIPTIONS[kind]
     elif known or reader.mentions_rotation(found.top):
         noun, hint = "rotary embeddings", "Use RoPE.from_config."
     else:
@@ -195,12 +195,12 @@ def read_buckets(config: Any) -> Buckets:
     """The buckets of T5's bias that a config describes."""
     found = open_config(config)
     kind = kind_of(found.top)
-    part = others.describe(found)[0] if kind == "buckets" else None
+    part = non_rotary.describe(found)[0] if kind == "buckets" else None
     if isinstance(part, Buckets):
         return part
     name, noun = checks.shortened(repr(found.top.get("model_type"))), "other positions"
     if kind is not None:
-        noun = others.NOUNS[kind][0]
+        noun = non_rotary.DESCRIPTIONS[kind][0]
     hint = "Construct T5Bias(num_heads, causal=False) directly if the model has T5's bias."
     raise ValueError(f"from_config: model_type {name} has {noun}.\n  {hint}")
 
@@ -237,10 +237,12 @@ def _lengths(
     return (original, config.prefix + key), longest
 
 
-def _lengths_of_others(config: Config, parts: Iterable[object]) -> tuple[Fact | None, Fact | None]:
+def _lengths_without_rotation(
+    config: Config, parts: Iterable[object]
+) -> tuple[Fact | None, Fact | None]:
     """The trained and the maximal length of a model without rotation; a bias has no maximum."""
     for part in parts:
-        if isinstance(part, Table):
+        if isinstance(part, PositionTable):
             first = part.offset if part.downscale_freq_shift is None else 0
             found = part.max_len - first, part.sources["max_len"]
             return found, found

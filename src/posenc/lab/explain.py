@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
 from posenc import ALiBi, RoPE, axes, configs, scaling
-from posenc.configs import others
+from posenc.configs import non_rotary
 
 # A value, and the key it came from.
 Fact = tuple[Any, str]
@@ -112,7 +112,7 @@ def _explained(part: Any, seq_len: int | None, longest: int) -> Explanation:
     if isinstance(part, configs.Recipe):
         return _rotary(part, seq_len, longest)
     if isinstance(part, str):
-        return Explanation(part, None, {}, {}, None, others.WAYS_OUT[part])
+        return Explanation(part, None, {}, {}, None, non_rotary.HINTS[part])
     arguments = {}
     for name in (each.name for each in fields(part)):
         value = getattr(part, name)

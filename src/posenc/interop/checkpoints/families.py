@@ -13,7 +13,7 @@ from torch import Tensor
 
 from posenc import configs
 from posenc._contract import checks
-from posenc.configs import facts_of, rotation, text_part
+from posenc.configs import model_defaults, rotation, text_part
 from posenc.interop.checkpoints import layouts
 from posenc.interop.checkpoints.layouts import Heads, Layout
 
@@ -82,7 +82,7 @@ class Model:
             checks.fail("convert", rule, f"{self.family} with {name}", hint)
         if role == "qkv":
             return self.fused
-        return "q_gated" if role == "q" and "gated" in facts_of(self.family) else role
+        return "q_gated" if role == "q" and "gated" in model_defaults(self.family) else role
 
     def order(self, name: str, shape: Sequence[int], to: Layout) -> Tensor | None:
         """Where each row of a tensor comes from, or None for a tensor that stays."""
@@ -147,7 +147,7 @@ def from_config(config: Config, overrides: Overrides = Overrides()) -> Model:  #
         checks.choice("convert", "fused", overrides.fused, _FUSED)
 
     found = configs.open_config(text, "convert")
-    fused = overrides.fused or facts_of(family).get("fused")
+    fused = overrides.fused or model_defaults(family).get("fused")
     layout: Layout | None = None
     if family in CONVERTED:
         layout = "interleaved" if rotation.family_layout(found)[0] else "half"

@@ -42,7 +42,9 @@ def tables(model):
 
 # Not built by AutoModel, or only with packages that are not here.
 APART = {"blip_text_model", "layoutlmv2", "siglip_text_model", "trocr"}
-KINDS = {kind: configs.facts_of(kind)["positions"] for kind in configs.types_with("positions")}
+KINDS = {
+    kind: configs.model_defaults(kind)["positions"] for kind in configs.types_with("positions")
+}
 LEARNED = sorted(kind for kind, what in KINDS.items() if what == "learned")
 
 

@@ -8,7 +8,7 @@ from difflib import SequenceMatcher
 from typing import Any
 
 from posenc._contract import checks
-from posenc.configs.reader import KIND_KEYS, LAYOUT, Config, facts_of, mentions_rotation
+from posenc.configs.reader import KIND_KEYS, LAYOUT, Config, mentions_rotation, model_defaults
 
 # More heads than any model has. Each gets a slope, so a file's number must be bounded.
 _MOST_HEADS = 2**12
@@ -35,7 +35,7 @@ class Alibi:
 
 
 @dataclass(frozen=True, slots=True)
-class Table:
+class PositionTable:
     """A vector for each position; position 0 has row ``offset``.
 
     It is learned, or the `timestep_embedding` of the row if there is a ``downscale_freq_shift``.
@@ -60,14 +60,14 @@ class Buckets:
 
 
 # A string names an encoding that posenc has no module for, or whose sizes no key of a config says.
-Part = Alibi | Table | Buckets | str
+Part = Alibi | PositionTable | Buckets | str
 
 _USE_MODEL = "Use the model's own code: posenc has no module for it."
 _USE_T5 = "Use T5Bias.from_config."
 _USE_LEARNED = "Use LearnedPosEmbedding(max_len, embed_dim); `posenc explain` prints the sizes."
 _USE_TIMESTEP = "Use functional.timestep_embedding; `posenc explain` prints the call."
-# The name of each kind in an error, and the way out.
-NOUNS = {
+# The name of each kind in an error, and a hint.
+DESCRIPTIONS = {
     "alibi": ("ALiBi", "Use ALiBi.from_config."),
     "own_alibi": ("ALiBi", "Construct ALiBi(num_heads) directly."),
     "learned": ("a learned table of positions", _USE_LEARNED),
@@ -90,8 +90,8 @@ NOUNS = {
     "patches": ("a learned vector for each patch of an image", "Use LearnedPosEmbedding."),
     "none": ("no positional encoding", "Leave positions out."),
 }
-WAYS_OUT = dict(NOUNS.values())
-# The way out for a value of KIND_KEYS that is not rotary.
+HINTS = dict(DESCRIPTIONS.values())
+# The hint for a value of KIND_KEYS that is not rotary.
 _RELATIVE = {
     "relative": "Use TransformerXLBias(num_heads, embed_dim=embed_dim, causal=False, "
     "concatenated=False).",
@@ -100,17 +100,17 @@ _RELATIVE = {
 
 
 def kind_of(config: Mapping[str, Any]) -> str | None:
-    """The key of `NOUNS` for the positions of a config; None if they may be rotary."""
+    """The key of `DESCRIPTIONS` for the positions of a config; None if they may be rotary."""
     if config.get("model_type") == "falcon" and config.get("alibi"):
         return "alibi"
-    kind: str | None = facts_of(config.get("model_type")).get("positions")
+    kind: str | None = model_defaults(config.get("model_type")).get("positions")
     return kind if kind is None or not mentions_rotation(config) else None
 
 
 def not_rotary(config: Mapping[str, Any]) -> tuple[str, Any] | None:
     """The key, and its value, that rules out rotary positions."""
     model_type = config.get("model_type")
-    model = facts_of(model_type)
+    model = model_defaults(model_type)
     if kind_of(config) is not None and model_type != "falcon":
         return "model_type", model_type
     said = {key: config[key] for key in KIND_KEYS if config.get(key)}
@@ -131,7 +131,7 @@ def check_rotary(config: Config) -> None:
     top, prefix, kind = config.top, config.prefix, config.kind
     other, found = kind_of(top), not_rotary(top)
     if other is not None:
-        noun, hint = NOUNS[other]
+        noun, hint = DESCRIPTIONS[other]
         rule = f"model_type {kind!r} has no rotary embedding"
         raise ValueError(f"{config.who}: {rule}. It has {noun}.\n  {hint}")
     if "refused" in config.model:
@@ -177,7 +177,7 @@ def describe(config: Config) -> tuple[Part, ...]:
     if kind in ("learned", "sinusoidal"):
         parts = config.model.get("max_len", {None: None})
         return tuple(_table(replace(config, sources={}), *each) for each in parts.items())
-    return (NOUNS[kind or "none"][0],)
+    return (DESCRIPTIONS[kind or "none"][0],)
 
 
 def _table(config: Config, part: str | None, key: str | None) -> Part:
@@ -195,7 +195,7 @@ def _table(config: Config, part: str | None, key: str | None) -> Part:
         length += first
     learned = model.get(part or "", model["positions"]) == "learned"
     shift = None if learned else model["downscale_freq_shift"]
-    return Table(length, width, first, shift, part, config.sources)
+    return PositionTable(length, width, first, shift, part, config.sources)
 
 
 def _alibi(config: Config) -> Part:
@@ -211,7 +211,7 @@ def _alibi(config: Config) -> Part:
                 return "rotary embeddings of its own code (attn_config.rope)"
             length = config.count("max_len", "max_seq_len")
             dim = config.count("embed_dim", *_WIDTHS)
-            return Table(length, dim, 0, None, None, config.sources)
+            return PositionTable(length, dim, 0, None, None, config.sources)
         given = inner.get("alibi_bias_max")
         if given is not None:
             config.sources["bias_max"] = f"{config.prefix}attn_config.alibi_bias_max"
