@@ -14,7 +14,7 @@ from torch import Tensor
 from posenc._contract import checks
 from posenc._contract.overlap import check_inference_mode
 from posenc.kernels import LARGEST, Store
-from posenc.kernels.reference_cache import store
+from posenc.kernels.cache import store
 
 __all__ = ["OutOfPages", "PagedCache"]
 

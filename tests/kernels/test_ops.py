@@ -157,7 +157,7 @@ def test_queries_and_keys_that_do_not_belong_together_are_refused(change):
     for name in ("rotate_qk", "rotate_qk_"):
         with pytest.raises((RuntimeError, ValueError)):
             _call(name, OPS[name].overload, **change)
-        with pytest.raises(ValueError, match="posenc::rotate_qk"):
+        with pytest.raises(ValueError, match="posenc::rotate"):
             _call(name, OPS[name].run, **change)
 
 
@@ -216,5 +216,5 @@ def test_the_norm_refuses_a_weight_that_does_not_fit(wrong):
     ):
         with pytest.raises((RuntimeError, ValueError)):
             op.overload(*arguments, *how)
-        with pytest.raises(ValueError, match=f"posenc::norm_rotate.*: {rule}"):
+        with pytest.raises(ValueError, match=rule):
             op.run(*arguments, *how)

@@ -2,8 +2,8 @@
 
 import torch
 
-from posenc.kernels import native, reference_cache, triton
-from posenc.kernels.cache import rotate_and_cache_op
+from posenc.kernels import native, triton
+from posenc.kernels.cache import by_operations, rotate_and_cache_op
 from posenc.kernels.spec import Rows, Store, Write, flatten
 from support.assertions import assert_within_ulps
 from support.rotations import GPU, expected
@@ -46,7 +46,7 @@ def moved(value):
     return value.to(GPU) if isinstance(value, torch.Tensor) else value
 
 
-BACKENDS = {"reference": reference_cache.rotate_and_cache}
+BACKENDS = {"reference": by_operations}
 if native.available:
     BACKENDS["c"] = by_c
 if triton.installed:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import EllipsisType
 from typing import Any
 
 import torch
@@ -9,17 +10,36 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from posenc._contract.overlap import check_no_internal_overlap
-from posenc.kernels import reference, reference_cache, rotation
+from posenc._contract.tracing import device_assert, is_readable
+from posenc.kernels import reference, rotation
 from posenc.kernels.backends import kernel_for
 from posenc.kernels.op import Op
-from posenc.kernels.rotation import check_rotation, check_weight, dense, has_dense_rows, refuse
-from posenc.kernels.spec import LARGEST, Norm, Rows, Spec, Store, Write, flatten, unflatten
+from posenc.kernels.rotation import check_rotation, check_weight, refuse, with_dense_rows
+from posenc.kernels.spec import (
+    LARGEST,
+    Norm,
+    Rows,
+    SlotOutOfRange,
+    Spec,
+    Store,
+    Write,
+    flatten,
+    unflatten,
+)
+
+_WHO = "posenc::rotate_and_cache"
 
 
 def rotate_and_cache(write: Write, cos: Tensor, sin: Tensor, rows: Rows, spec: Spec) -> Tensor:
-    """Rotate ``q``, and write ``k`` and ``v``; see `reference_cache.rotate_and_cache`.
+    """Rotate ``q`` into a new tensor; rotate ``k``, and write it and ``v`` to their caches.
 
-    There is no gradient: the caller refuses tensors that require one.
+    A cache is in the dtype of its tensor, or in one of `LARGEST`. Then the numbers stored are
+    ``x / scale``, limited to the largest number of the dtype, NaN being 0 in int8. ``scales`` get
+    the largest magnitude of the row, NaN aside, divided by the largest number; 1 if that is 0 in
+    float32. Everything is computed in the next wider dtype.
+
+    Rows and slots out of range raise an error before anything is written. There is no gradient:
+    the caller refuses tensors that require one.
     """
     q, k, v, slots, k_store, v_store, q_weight, k_weight, norm = write
     (k_cache, k_scale, k_scales), (v_cache, v_scale, v_scales) = k_store, v_store
@@ -30,27 +50,69 @@ def rotate_and_cache(write: Write, cos: Tensor, sin: Tensor, rows: Rows, spec: S
     return rotated
 
 
-def run(write: Write, *how: Any) -> Tensor:
-    """Run a kernel from Python; the result has the strides of `torch.empty_like`."""
-    q, k, v, _, k_store, v_store, *_ = write
-    kernel, y = kernel_for(q), torch.empty_like(q)
-    if kernel is reference:
-        made = reference_cache.rotate_and_cache(write, *how)
-        return made if made.stride() == y.stride() else y.copy_(made)
-    if not has_dense_rows(q, k, v):
-        write = write._replace(q=dense(q), k=dense(k), v=dense(v))
-    made = y if y.stride(-1) == 1 else torch.empty(y.shape, dtype=y.dtype, device=y.device)
-    kernel.cache_into(write, made, *how)
-    written = k_store.cache, v_store.cache, k_store.scales, v_store.scales
-    increment_version([t for t in written if t is not None])
-    return y if made is y else y.copy_(made)
+def by_operations(write: Write, cos: Tensor, sin: Tensor, rows: Rows, spec: Spec) -> Tensor:
+    """:func:`rotate_and_cache` in plain torch operations."""
+    q, k, v, slots, k_store, v_store, q_weight, k_weight, norm = write
+    count = k_store.slots()
+    outside = (slots < -1) | (slots >= count)
+    if not is_readable(slots):
+        device_assert(~outside.any(), f"slots must be in [-1, {count}).")
+    elif outside.any():
+        raise SlotOutOfRange(int(slots[outside][0]), count)
+
+    def rotated(x: Tensor, weight: Tensor | None) -> Tensor:
+        """Norm and rotation of ``x``, in the next wider dtype."""
+        wide = x.to(reference.wider_dtype(x))
+        if weight is None:
+            return reference.rotate(wide, cos, sin, rows, spec)
+        of_weight = norm._replace(all_heads=weight.shape[0] != x.shape[3])
+        return reference.norm_rotate(wide, weight, cos, sin, rows, spec, of_weight)
+
+    queries, keys, kept = rotated(q, q_weight).to(q.dtype), rotated(k, k_weight), slots >= 0
+    store(k_store, keys, slots, kept)
+    store(v_store, v.to(reference.wider_dtype(v)), slots, kept)
+    return queries
 
 
-_WHO = "posenc::rotate_and_cache"
+def store(to: Store, x: Tensor, slots: Tensor, kept: Tensor | EllipsisType) -> None:
+    """Store the rows of ``x``, in a wide dtype, of all tokens that are ``kept``; ``...`` is all."""
+    cache, scale, scales = to
+    taken = slots[kept].long()
+    page = cache.shape[2]
+    pages, places = taken // page, taken % page
+    x = x.transpose(1, 2)[kept]  # [tokens, H, D]
+    if scales is not None:
+        largest = torch.where(x.isnan(), 0, x.abs()).amax(-1)
+        divisor = (largest / LARGEST[cache.dtype]).to(torch.float32)
+        divisor = torch.where(divisor == 0, 1, divisor)
+        scales[pages, :, places] = divisor
+        x = x / divisor.unsqueeze(-1)
+    elif scale is not None:
+        x = x / scale.transpose(1, 2)[kept].unsqueeze(-1)
+    if cache.dtype in LARGEST:
+        # Not every device can index float8.
+        cache.view(torch.uint8)[pages, :, places] = encode(x, cache.dtype).view(torch.uint8)
+    else:
+        cache[pages, :, places] = x.to(cache.dtype)
+
+
+def encode(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """``x``, float32 or float64, limited and rounded once to a dtype of `LARGEST`."""
+    x = x.clamp(-LARGEST[dtype], LARGEST[dtype])
+    if dtype == torch.int8:
+        return x.nan_to_num(0.0).round().to(dtype)
+    if x.dtype == torch.float64:
+        # torch converts by way of float32. Rounding to odd there makes the second rounding right:
+        # the number is cut off, and its last bit says that something was.
+        near = x.to(torch.float32)
+        beyond, inexact = near.double().abs() > x.abs(), near.double() != x
+        bits = near.view(torch.int32) - beyond.to(torch.int32)
+        x = (bits | inexact.to(torch.int32)).view(torch.float32)
+    return x.to(dtype)
 
 
 def _write_of(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Any, ...]:
-    """The arguments of the op as those of :func:`run`."""
+    """The arguments of the op as those of :func:`by_operations`."""
     k_cache, v_cache, k_scales, v_scales, slots, q_weight, k_weight, k_scale, v_scale, *how = (
         arguments
     )
@@ -62,16 +124,23 @@ def _write_of(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Any, ..
 
 def _run(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> Tensor:
     """The op in Python; it refuses what a kernel would access out of bounds."""
-    check_rotation(_WHO, (q, k, *arguments[9:14]), v, *arguments[:9])
+    check_rotation((q, k, *arguments[9:14]), v, *arguments[:9])
     write, *how = _write_of(q, k, v, *arguments)
     for x, weight in ((q, write.q_weight), (k, write.k_weight)):
         if weight is not None:
-            check_weight(_WHO, weight, x)
+            check_weight(weight, x)
     if not _is_in_bounds(write):
         refuse(_WHO, "v, slots, caches and scales must fit q and k", q, k, v, *arguments[:9])
     for cache in (write.k_store.cache, write.v_store.cache):
         check_no_internal_overlap(_WHO, cache)
-    return run(write, *how)
+    kernel = kernel_for(q)
+    if kernel is reference:
+        return rotation.strided_like(by_operations(write, *how), q)
+    dense = write._replace(k=with_dense_rows(k), v=with_dense_rows(v))
+    increment_version([t for t in arguments[:4] if t is not None])
+    return rotation.on_dense_rows(q, lambda q, y: kernel.cache_into(dense._replace(q=q), y, *how))[
+        0
+    ]
 
 
 def _is_in_bounds(write: Write) -> bool:
@@ -103,10 +172,6 @@ def _holds(store: Store, x: Tensor) -> bool:
     )
 
 
-def _operations(*arguments: Any) -> Tensor:
-    return reference_cache.rotate_and_cache(*_write_of(*arguments))
-
-
 rotate_and_cache_op = Op(
     "rotate_and_cache",
     "(Tensor q, Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, "
@@ -114,7 +179,7 @@ rotate_and_cache_op = Op(
     "Tensor? k_weight, Tensor? k_scale, Tensor? v_scale, "
     f"{rotation.HOW}, float eps, float shift) -> Tensor",
     _run,
-    _operations,
-    rotation.fake_like("rotate_and_cache", 1),
+    lambda *arguments: by_operations(*_write_of(*arguments)),
+    rotation.fake_like(1),
     writes=(3, 4, 5, 6),
 )

@@ -5,63 +5,90 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from posenc._contract import checks
 from posenc._contract.sharding import is_sharded, replicate_like
 from posenc._contract.tracing import is_recorded
-from posenc.kernels import reference, reference_polar
+from posenc.kernels import reference
 from posenc.kernels.backends import kernel_for
 from posenc.kernels.op import Op
-from posenc.kernels.rotation import check_devices, check_rows, dense, has_dense_rows, refuse
+from posenc.kernels.reference import take, wider_dtype
+from posenc.kernels.rotation import (
+    check_devices,
+    check_rows,
+    on_dense_rows,
+    refuse,
+    with_dense_rows,
+)
 from posenc.kernels.spec import Rows, shardable
+
+_WHO = "posenc::polar"
+# From here on softplus(x) is x, in float64 too; torch's own threshold, 20, is off by 2e-9.
+_LINEAR = 37.0
 
 
 def polar(x: Tensor, delta: Tensor | None, cos: Tensor, sin: Tensor, rows: Rows) -> Tensor:
-    """PoPE of ``x`` in a new, contiguous tensor; see `reference_polar.polar`.
+    r"""Each channel as a vector of length softplus(x), at the angle of its position.
 
-    Gradients reach ``x`` and ``delta``, and the tables too.
+    .. math:: x \mapsto (\mu \cos(\phi + \delta),\; \mu \sin(\phi + \delta)),
+              \qquad \mu = \ln(1 + e^x)
+
+    ``x`` is ``[B, H, T, D]``; ``cos`` and ``sin`` are ``[R, D]`` or ``[B, R, D]``, and ``delta`` is
+    ``[H, D]``, or None for zero. The result is ``[B, H, T, 2 D]``, contiguous, all cosines before
+    all sines. All is computed in float64 for float32, and in float32 for half precision, and
+    rounded once. Gradients reach ``x`` and ``delta``, and the tables too.
     """
     if is_sharded(x):
         cos, sin, rows = shardable(x, cos, sin, rows)
-        return reference_polar.polar(x, replicate_like(x, delta), cos, sin, rows)
+        return by_operations(x, replicate_like(x, delta), cos, sin, rows)
     if is_recorded(cos, sin):
-        return reference_polar.polar(x, delta, cos, sin, rows)
+        return by_operations(x, delta, cos, sin, rows)
     result: Tensor = polar_op(x, delta, cos, sin, rows.positions, rows.start)
     return result
 
 
-def run(x: Tensor, delta: Tensor | None, cos: Tensor, sin: Tensor, rows: Rows) -> Tensor:
-    """Run the kernel without autograd."""
-    kernel = _kernel_for(x)
-    if kernel is reference:
-        return reference_polar.polar(x, delta, cos, sin, rows)
-    y = torch.empty((*x.shape[:3], 2 * x.shape[3]), dtype=x.dtype, device=x.device)
-    if y.numel():
-        x = x if has_dense_rows(x) else dense(x)
-        kernel.polar_into(x, y, _phases(kernel, delta, x), cos, sin, rows)
-    return y
+def by_operations(x: Tensor, delta: Tensor | None, cos: Tensor, sin: Tensor, rows: Rows) -> Tensor:
+    """:func:`polar` in plain torch operations."""
+    wide = x.to(wider_dtype(x))
+    c, s = _turned(wide, delta, cos, sin, rows)
+    size = F.softplus(wide, threshold=_LINEAR)
+    return torch.cat((size * c, size * s), dim=-1).to(x.dtype)
 
 
-def run_backward(
+def backward_by_operations(
     g: Tensor, x: Tensor, delta: Tensor | None, cos: Tensor, sin: Tensor, rows: Rows
-) -> tuple[Tensor, Tensor | None]:
-    """Gradients of `polar` with respect to ``x`` and ``delta``; ``g`` is incoming."""
-    kernel, dx = _kernel_for(x), torch.empty_like(x)
-    if kernel is reference or x.numel() == 0:
-        return reference_polar.polar_backward(g, x, delta, cos, sin, rows)
-    g = g if has_dense_rows(g) else dense(g)
-    usual = has_dense_rows(x, dx)
-    made = dx if usual else torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    x = x if usual else dense(x)
-    phases = _phases(kernel, delta, x)
-    to_delta = kernel.polar_backward_into(g, x, made, phases, cos, sin, rows)
-    return made if usual else dx.copy_(made), None if delta is None else to_delta.to(delta.dtype)
+) -> tuple[Tensor, Tensor]:
+    """Gradients of :func:`polar` with respect to ``x`` and ``delta``; ``g`` is incoming.
+
+    Without ``delta`` the second is empty: an op cannot return None in place of a tensor.
+    """
+    wide = x.to(wider_dtype(x))
+    c, s = _turned(wide, delta, cos, sin, rows)
+    a, b = g.to(wide.dtype).tensor_split(2, dim=-1)
+    to_x = (wide.sigmoid() * (a * c + b * s)).to(x.dtype)
+    if delta is None:
+        return to_x, x.new_empty(0)
+    size = F.softplus(wide, threshold=_LINEAR)
+    return to_x, (size * (b * c - a * s)).sum((0, 2)).to(delta.dtype)
+
+
+def _turned(
+    wide: Tensor, delta: Tensor | None, cos: Tensor, sin: Tensor, rows: Rows
+) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of the tokens of ``wide``, in its dtype, at angles larger by ``delta``."""
+    c, s = (take(table, rows, wide.shape[2]).to(wide.dtype) for table in (cos, sin))
+    if delta is None:
+        return c, s
+    phase = delta[:, None].to(torch.float32 if delta.device.type == "mps" else torch.float64)
+    pc, ps = phase.cos().to(wide.dtype), phase.sin().to(wide.dtype)
+    return c * pc - s * ps, s * pc + c * ps
 
 
 def _kernel_for(x: Tensor) -> Any:
     # Triton's softplus is not exact enough for float64.
-    return reference if x.dtype is torch.float64 and not x.is_cpu else kernel_for(x)
+    return reference if x.dtype is torch.float64 or x.numel() == 0 else kernel_for(x)
 
 
 def _phases(kernel: Any, delta: Tensor | None, x: Tensor) -> Any:
@@ -76,39 +103,52 @@ def _rows_of(cos: Tensor, sin: Tensor, positions: Tensor | None, start: int) -> 
     return cos, sin, Rows(start, positions)
 
 
-def _checked(who: str, x: Tensor, delta: Tensor | None, *how: Any) -> tuple[Any, ...]:
+def _checked(x: Tensor, delta: Tensor | None, *how: Any) -> tuple[Any, ...]:
     """Refuse arguments with which a kernel would access memory out of bounds."""
     cos, sin, positions, start = how
-    check_devices(who, x, delta, cos, sin, positions)
+    check_devices(_WHO, x, delta, cos, sin, positions)
     if x.dim() != 4 or x.dtype not in checks.FLOAT_DTYPES:
-        refuse(who, "x must be floating, (B, H, T, D)", x)
+        refuse(_WHO, "x must be floating, (B, H, T, D)", x)
     _, heads, _, width = x.shape
-    check_rows(who, x, cos, sin, positions, start)
+    check_rows(x, cos, sin, positions, start)
     if cos.shape[-1] != width:
-        refuse(who, f"cos and sin must have {width} columns", cos, sin)
+        refuse(_WHO, f"cos and sin must have {width} columns", cos, sin)
     if delta is not None and (
         delta.shape != (heads, width) or delta.dtype not in checks.FLOAT_DTYPES
     ):
-        refuse(who, f"delta must be floating, ({heads}, {width})", delta)
+        refuse(_WHO, f"delta must be floating, ({heads}, {width})", delta)
     return x, delta, *_rows_of(*how)
 
 
 def _run(*arguments: Any) -> Tensor:
-    return run(*_checked("posenc::polar", *arguments))
+    x, delta, cos, sin, rows = _checked(*arguments)
+    kernel = _kernel_for(x)
+    if kernel is reference:
+        return by_operations(x, delta, cos, sin, rows)
+    y = torch.empty((*x.shape[:3], 2 * x.shape[3]), dtype=x.dtype, device=x.device)
+    x = with_dense_rows(x)
+    kernel.polar_into(x, y, _phases(kernel, delta, x), cos, sin, rows)
+    return y
 
 
 def _run_backward(g: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
-    who = "posenc::polar_backward"
-    x, delta, *how = _checked(who, *arguments)
+    x, delta, cos, sin, rows = _checked(*arguments)
     if g.shape != (*x.shape[:3], 2 * x.shape[3]) or g.dtype != x.dtype or g.device != x.device:
-        refuse(who, "the gradient must be that of the result", g, x)
-    to_x, to_delta = run_backward(g, x, delta, *how)
-    # An op cannot return None in place of a tensor.
-    return to_x, x.new_empty(0) if to_delta is None else to_delta
+        refuse(_WHO, "the gradient must be that of the result", g, x)
+    kernel = _kernel_for(x)
+    if kernel is reference:
+        return backward_by_operations(g, x, delta, cos, sin, rows)
+    g, phases = with_dense_rows(g), _phases(kernel, delta, x)
+
+    def run(x: Tensor, dx: Tensor) -> Any:
+        return kernel.polar_backward_into(g, x, dx, phases, cos, sin, rows)
+
+    dx, to_delta = on_dense_rows(x, run)
+    return dx, x.new_empty(0) if delta is None else to_delta.to(delta.dtype)
 
 
 def _fake(x: Tensor, *arguments: Any) -> Tensor:
-    check_devices("posenc::polar", x, *arguments)
+    check_devices(_WHO, x, *arguments)
     return x.new_empty((*x.shape[:3], 2 * x.shape[3]))
 
 
@@ -118,12 +158,11 @@ def _fake_backward(g: Tensor, x: Tensor, delta: Tensor | None, *how: Any) -> tup
 
 
 def _operations(x: Tensor, delta: Tensor | None, *how: Any) -> Tensor:
-    return reference_polar.polar(x, delta, *_rows_of(*how))
+    return by_operations(x, delta, *_rows_of(*how))
 
 
 def _backward_operations(g: Tensor, x: Tensor, delta: Tensor | None, *how: Any) -> Any:
-    to_x, to_delta = reference_polar.polar_backward(g, x, delta, *_rows_of(*how))
-    return to_x, x.new_empty(0) if to_delta is None else to_delta
+    return backward_by_operations(g, x, delta, *_rows_of(*how))
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:

@@ -34,6 +34,7 @@ from posenc.kernels.spec import (
 )
 
 Rotation = Callable[[Tensor, Tensor, Tensor, Rows, Spec], Tensor]
+_WHO = "posenc::rotate"
 
 
 def rotate(xs: list[Tensor], cos: Tensor, sin: Tensor, rows: Rows, spec: Spec) -> list[Tensor]:
@@ -146,31 +147,31 @@ def refuse(who: str, rule: str, *tensors: Any) -> NoReturn:
     checks.fail(who, rule, " and ".join(shown), hint)
 
 
-def check_rotation(who: str, arguments: tuple[Any, ...], *others: Any) -> tuple[Any, ...]:
+def check_rotation(arguments: tuple[Any, ...], *others: Any) -> tuple[Any, ...]:
     """Unflatten the arguments; refuse those with which a kernel would access memory out of bounds.
 
     The kernels check the values of positions. ``others`` are tensors for the same device.
     """
     *xs, cos, sin, positions, start, layout = arguments
     x = xs[0]
-    check_devices(who, *xs, cos, sin, positions, *others)
+    check_devices(_WHO, *xs, cos, sin, positions, *others)
     for t in xs:
         agrees = t.dim() == 4 and (t.shape[0], *t.shape[2:]) == (x.shape[0], *x.shape[2:])
         if not agrees or t.dtype not in checks.FLOAT_DTYPES:
-            refuse(who, "tensors must be floating, (B, H, T, D), and differ only in H", *xs)
-    check_rows(who, x, cos, sin, positions, start)
+            refuse(_WHO, "tensors must be floating, (B, H, T, D), and differ only in H", *xs)
+    check_rows(x, cos, sin, positions, start)
     *xs, cos, sin, rows, spec = unflatten(arguments)
     pairs, width = cos.shape[-1], x.shape[3]
     if not 2 <= 2 * pairs <= width:
-        refuse(who, f"cos must have 1 to {width // 2} columns, or each of them twice", cos, x)
+        refuse(_WHO, f"cos must have 1 to {width // 2} columns, or each of them twice", cos, x)
     if not 0 <= layout < 2 * TWINS or (layout & TWINS and arguments[-5].shape[-1] % 2):
-        refuse(who, f"layout must be of known bits, not {layout}", cos, x)
+        refuse(_WHO, f"layout must be of known bits, not {layout}", cos, x)
     if not layout & TWINS and pairs < arguments[-5].shape[-1] and kernel_for(x) is triton:
         triton.check_twins(*arguments[-5:-3], spec.interleaved)
     return xs, cos, sin, rows, spec
 
 
-def check_rows(who: str, x: Tensor, cos: Tensor, sin: Tensor, positions: Any, start: int) -> None:
+def check_rows(x: Tensor, cos: Tensor, sin: Tensor, positions: Any, start: int) -> None:
     """Refuse tables and rows that do not fit ``x``; kernels check the values of positions."""
     batch, _, length, _ = x.shape
     if (
@@ -180,14 +181,14 @@ def check_rows(who: str, x: Tensor, cos: Tensor, sin: Tensor, positions: Any, st
         or sin.dtype not in checks.FLOAT_DTYPES
     ):
         rule = f"cos and sin must be floating, (R, P) or (1 or {batch}, R, P)"
-        refuse(who, rule, cos, sin, x)
+        refuse(_WHO, rule, cos, sin, x)
     held = cos.shape[-2]
     end = start + length if positions is None else start
     if start < 0 or end > held:
         raise RowOutOfRange(start if start < 0 else max(start, end - 1), held)
     if positions is not None and not _are_positions(positions, batch, length):
         rule = f"positions must be int64 or int32, ({length},) or (1 or {batch}, 1 or {length})"
-        refuse(who, rule, positions, x)
+        refuse(_WHO, rule, positions, x)
 
 
 def _are_positions(at: Tensor, batch: int, length: int) -> bool:
@@ -204,23 +205,22 @@ def check_devices(who: str, *tensors: Any) -> None:
         refuse(who, "tensors must be on one device", *tensors)
 
 
-def check_weight(who: str, weight: Tensor, x: Tensor) -> None:
+def check_weight(weight: Tensor, x: Tensor) -> None:
     """Refuse a weight that a kernel would read out of bounds."""
     each, every = x.shape[3], x.shape[1] * x.shape[3]
     fits = weight.dim() == 1 and weight.shape[0] in (each, every)
     if not fits or weight.dtype not in checks.FLOAT_DTYPES:
-        refuse(who, f"weight must be floating, ({each},) or ({every},)", weight, x)
+        refuse(_WHO, f"weight must be floating, ({each},) or ({every},)", weight, x)
 
 
 def run(xs: Sequence[Tensor], cos: Tensor, sin: Tensor, rows: Rows, spec: Spec) -> list[Tensor]:
     """Run a kernel from Python; results have the strides of `torch.empty_like`."""
     kernel = kernel_for(xs[0])
+    if kernel is reference:
+        return [strided_like(reference.rotate(x, cos, sin, rows, spec), x) for x in xs]
     ys = [torch.empty_like(x) for x in xs]
-    if kernel is not reference:
-        rotate_into(kernel, xs, ys, cos, sin, rows, spec)
-        return ys
-    made = [reference.rotate(x, cos, sin, rows, spec) for x in xs]
-    return [y if y.stride() == z.stride() else z.copy_(y) for y, z in zip(made, ys, strict=True)]
+    rotate_into(kernel, xs, ys, cos, sin, rows, spec)
+    return ys
 
 
 def rotate_into(
@@ -232,17 +232,16 @@ def rotate_into(
     cos, sin = dense(cos), dense(sin)
     for x, y in zip(xs, ys, strict=True):
         if x.numel() and not kernel.rotate_into([x], [y], cos, sin, *how):
-            made = torch.empty(y.shape, dtype=y.dtype, device=y.device)
-            kernel.rotate_into([dense(x)], [made], cos, sin, *how)
-            y.copy_(made)
+            x = dense(x)
+            dense_y = torch.empty_like(x)
+            kernel.rotate_into([x], [dense_y], cos, sin, *how)
+            y.copy_(dense_y)
 
 
 def run_norm(kernel: Any, x: Tensor, weight: Tensor, *how: Any) -> Tensor:
     """Run ``kernel`` of :func:`norm_rotate`."""
     if kernel is reference:
-        y = torch.empty_like(x)
-        made = reference.norm_rotate(x, weight, *how)
-        return made if made.stride() == y.stride() else y.copy_(made)
+        return strided_like(reference.norm_rotate(x, weight, *how), x)
     return on_dense_rows(x, lambda x, y: kernel.norm_into(x, y, weight, *how))[0]
 
 
@@ -252,9 +251,15 @@ def run_norm_backward(
     """Gradients of :func:`norm_rotate` with respect to ``x`` and the weight; ``g`` is incoming."""
     if kernel is reference:
         to_x, to_weight = reference.norm_rotate_backward(g, x, weight, *how)
-        return torch.empty_like(x).copy_(to_x), to_weight
-    g = g if has_dense_rows(g) else dense(g)
+        return strided_like(to_x, x), to_weight
+    g = with_dense_rows(g)
     return on_dense_rows(x, lambda x, dx: kernel.norm_backward_into(g, x, dx, weight, *how))
+
+
+def strided_like(y: Tensor, x: Tensor) -> Tensor:
+    """``y`` with the strides of `torch.empty_like(x)`, which are those of fake results."""
+    like = torch.empty_like(x)
+    return y if y.stride() == like.stride() else like.copy_(y)
 
 
 def on_dense_rows(x: Tensor, run: Callable[[Tensor, Tensor], Any]) -> tuple[Tensor, Any]:
@@ -262,14 +267,20 @@ def on_dense_rows(x: Tensor, run: Callable[[Tensor, Tensor], Any]) -> tuple[Tens
     y = torch.empty_like(x)
     if has_dense_rows(x, y):
         return y, run(x, y)
-    made = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    returned = run(dense(x), made)
-    return y.copy_(made), returned
+    x = dense(x)
+    dense_y = torch.empty_like(x)
+    returned = run(x, dense_y)
+    return y.copy_(dense_y), returned
 
 
 def has_dense_rows(*tensors: Tensor) -> bool:
     """Whether a kernel can use ``tensors`` without a copy; some gradients have no storage."""
     return all(t.stride(-1) == 1 and not t.is_neg() and t.data_ptr() for t in tensors)
+
+
+def with_dense_rows(x: Tensor) -> Tensor:
+    """``x``, or a copy of it that a kernel can use."""
+    return x if has_dense_rows(x) else dense(x)
 
 
 def dense(x: Tensor) -> Tensor:
@@ -278,29 +289,24 @@ def dense(x: Tensor) -> Tensor:
     return x.resolve_neg().clone(memory_format=torch.contiguous_format)
 
 
-def _run_one(*arguments: Any) -> Tensor:
-    return run(*check_rotation("posenc::rotate", arguments))[0]
+def _run(*arguments: Any) -> Any:
+    """The op in Python, of one tensor or of two."""
+    ys = run(*check_rotation(arguments))
+    return ys[0] if len(ys) == 1 else tuple(ys)
 
 
-def _run_qk(*arguments: Any) -> tuple[Tensor, ...]:
-    return tuple(run(*check_rotation("posenc::rotate_qk", arguments)))
-
-
-def _run_in_place(name: str) -> Callable[..., None]:
-    def run_in_place(*arguments: Any) -> None:
-        xs, cos, sin, rows, spec = check_rotation(name, arguments)
-        for x in xs:
-            check_no_internal_overlap(name, x)
-        kernel = kernel_for(xs[0])
-        # Between two layouts, a kernel would overwrite channels before it reads them.
-        if kernel is reference or spec.interleaved != spec.interleaved_out:
-            for x, y in zip(xs, run(xs, cos, sin, rows, spec), strict=True):
-                x.copy_(y)
-        else:
-            rotate_into(kernel, xs, xs, cos, sin, rows, spec)
-            torch.autograd.graph.increment_version(xs)
-
-    return run_in_place
+def _run_in_place(*arguments: Any) -> None:
+    xs, cos, sin, rows, spec = check_rotation(arguments)
+    for x in xs:
+        check_no_internal_overlap(_WHO, x)
+    kernel = kernel_for(xs[0])
+    # Between two layouts, a kernel would overwrite channels before it reads them.
+    if kernel is reference or spec.interleaved != spec.interleaved_out:
+        for x, y in zip(xs, run(xs, cos, sin, rows, spec), strict=True):
+            x.copy_(y)
+    else:
+        rotate_into(kernel, xs, xs, cos, sin, rows, spec)
+        torch.autograd.graph.increment_version(xs)
 
 
 def _by_operations(*arguments: Any) -> Any:
@@ -311,13 +317,13 @@ def _by_operations(*arguments: Any) -> Any:
     return ys if len(ys) == 2 else ys[0]
 
 
-def fake_like(name: str, count: int) -> Callable[..., Any]:
+def fake_like(count: int) -> Callable[..., Any]:
     """The fake implementation of an op whose results are like its first ``count`` arguments."""
 
     def fake(*arguments: Any) -> Any:
-        check_devices(f"posenc::{name}", *arguments)
-        made = tuple([torch.empty_like(x) for x in arguments[:count]])
-        return made[0] if count == 1 else made or None
+        check_devices(_WHO, *arguments)
+        results = tuple([torch.empty_like(x) for x in arguments[:count]])
+        return results[0] if count == 1 else results or None
 
     return fake
 
@@ -388,41 +394,41 @@ _RULES: dict[str, Any] = {"save": _save, "backward": _backward, "vmap": _vmap}
 rotate_op = Op(
     "rotate",
     f"(Tensor x, {HOW}) -> Tensor",
-    _run_one,
+    _run,
     _by_operations,
-    fake_like("rotate", 1),
+    fake_like(1),
     **_RULES,
 )
 rotate_qk_op = Op(
     "rotate_qk",
     f"(Tensor q, Tensor k, {HOW}) -> (Tensor, Tensor)",
-    _run_qk,
+    _run,
     _by_operations,
-    fake_like("rotate_qk", 2),
+    fake_like(2),
     **_RULES,
 )
 rotate_in_place_op = Op(
     "rotate_",
     f"(Tensor(a!) x, {HOW}) -> ()",
-    _run_in_place("posenc::rotate_"),
-    _run_in_place("posenc::rotate_"),
-    fake_like("rotate_", 0),
+    _run_in_place,
+    _run_in_place,
+    fake_like(0),
     writes=(0,),
 )
 rotate_qk_in_place_op = Op(
     "rotate_qk_",
     f"(Tensor(a!) q, Tensor(b!) k, {HOW}) -> ()",
-    _run_in_place("posenc::rotate_qk_"),
-    _run_in_place("posenc::rotate_qk_"),
-    fake_like("rotate_qk_", 0),
+    _run_in_place,
+    _run_in_place,
+    fake_like(0),
     writes=(0, 1),
 )
 
 
-def _check_norm(who: str, xs: Sequence[Tensor], weights: Sequence[Tensor], how: Any) -> Any:
-    _, cos, sin, rows, spec = check_rotation(who, (*xs, *how[:5]), *weights)
+def _check_norm(xs: Sequence[Tensor], weights: Sequence[Tensor], how: Any, *others: Any) -> Any:
+    _, cos, sin, rows, spec = check_rotation((*xs, *how[:5]), *weights, *others)
     for x, weight in zip(xs, weights, strict=True):
-        check_weight(who, weight, x)
+        check_weight(weight, x)
     return cos, sin, rows, spec
 
 
@@ -432,12 +438,12 @@ def _norm_of(x: Tensor, weight: Tensor, how: Any) -> Norm:
 
 
 def _run_norm_one(x: Tensor, weight: Tensor, *how: Any) -> Tensor:
-    rotation = _check_norm("posenc::norm_rotate", [x], [weight], how)
+    rotation = _check_norm([x], [weight], how)
     return run_norm(kernel_for(x), x, weight, *rotation, _norm_of(x, weight, how))
 
 
 def _run_norm_qk(q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, *how: Any) -> Any:
-    rotation = _check_norm("posenc::norm_rotate_qk", [q, k], [q_weight, k_weight], how)
+    rotation = _check_norm([q, k], [q_weight, k_weight], how)
     kernel, xs, weights = kernel_for(q), (q, k), (q_weight, k_weight)
     if kernel is not reference and has_dense_rows(q, k):
         ys = [torch.empty_like(x) for x in xs]
@@ -449,11 +455,9 @@ def _run_norm_qk(q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, *how:
 
 
 def _run_norm_backward(g: Tensor, x: Tensor, weight: Tensor, *how: Any) -> tuple[Tensor, Tensor]:
-    who = "posenc::norm_rotate_backward"
-    check_devices(who, g, x)
-    rotation = _check_norm(who, [x], [weight], how)
+    rotation = _check_norm([x], [weight], how, g)
     if g.shape != x.shape or g.dtype != x.dtype:
-        refuse(who, "a gradient must be of its tensor's shape and dtype", g, x)
+        refuse(_WHO, "a gradient must be of its tensor's shape and dtype", g, x)
     return run_norm_backward(kernel_for(x), g, x, weight, *rotation, _norm_of(x, weight, how))
 
 
@@ -484,8 +488,8 @@ def _norm_gradients(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
     xs, weights, how = held[:count], held[count : 2 * count], (*held[2 * count :], *ctx.others)
     # A gradient that is differentiated again consists of torch operations.
     op = _norm_backward_operations if torch.is_grad_enabled() else norm_rotate_backward_op
-    found = [op(g, x, w, *how) for g, x, w in zip(gradients, xs, weights, strict=True)]
-    to_xs, to_weights = zip(*found, strict=True)
+    both = [op(g, x, w, *how) for g, x, w in zip(gradients, xs, weights, strict=True)]
+    to_xs, to_weights = zip(*both, strict=True)
     return (*to_xs, *to_weights, *[None] * 7)
 
 
@@ -495,7 +499,7 @@ norm_rotate_op = Op(
     f"(Tensor x, Tensor weight, {_NORM}) -> Tensor",
     _run_norm_one,
     _norm_operations,
-    fake_like("norm_rotate", 1),
+    fake_like(1),
     save=_save_norm,
     backward=_norm_gradients,
 )
@@ -504,7 +508,7 @@ norm_rotate_qk_op = Op(
     f"(Tensor q, Tensor k, Tensor q_weight, Tensor k_weight, {_NORM}) -> (Tensor, Tensor)",
     _run_norm_qk,
     _norm_qk_operations,
-    fake_like("norm_rotate_qk", 2),
+    fake_like(2),
     save=_save_norm,
     backward=_norm_gradients,
 )
@@ -513,6 +517,6 @@ norm_rotate_backward_op = Op(
     f"(Tensor g, Tensor x, Tensor weight, {_NORM}) -> (Tensor, Tensor)",
     _run_norm_backward,
     _norm_backward_operations,
-    lambda g, *arguments: fake_like("norm_rotate_backward", 2)(*arguments),
+    lambda g, *arguments: fake_like(2)(*arguments),
     native=("cpu",),
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 from collections.abc import Callable
 from contextlib import suppress
@@ -11,17 +12,17 @@ import torch
 
 # This is looked up at import, because torch.compile cannot trace find_spec.
 installed = importlib.util.find_spec("triton") is not None
-_KERNELS = (
-    "check_twins",
-    "rotate_into",
-    "norm_into",
-    "norm_qk_into",
-    "norm_backward_into",
-    "cache_into",
-    "phases_of",
-    "polar_into",
-    "polar_backward_into",
-)
+_MODULES = {
+    "check_twins": "pairs",
+    "rotate_into": "rotate",
+    "norm_into": "norm",
+    "norm_qk_into": "norm",
+    "norm_backward_into": "norm",
+    "cache_into": "cache",
+    "phases_of": "polar",
+    "polar_into": "polar",
+    "polar_backward_into": "polar",
+}
 
 
 def status() -> tuple[bool, str]:
@@ -52,12 +53,8 @@ def rehearse(run: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
 
 
 def __getattr__(name: str) -> Any:
-    """The kernels, which are imported together when one is first used."""
-    if name not in _KERNELS:
+    """A kernel, which is imported when it is first used."""
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from posenc.kernels.triton import cache, norm, pairs, polar, rotate
-
-    modules = (pairs, rotate, norm, norm, norm, cache, polar, polar, polar)
-    for kernel, module in zip(_KERNELS, modules, strict=True):
-        globals()[kernel] = getattr(module, kernel)
-    return globals()[name]
+    module = importlib.import_module(f"{__name__}.{_MODULES[name]}")
+    return globals().setdefault(name, getattr(module, name))

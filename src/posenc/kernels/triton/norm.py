@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from posenc.kernels.triton.pairs import (
     load_tables,
     negative,
     rotated,
+    same_strides,
     shared_constants,
     store_pairs,
     table_numbers,
@@ -58,110 +58,84 @@ def _run_forward(
     norm: Norm,
 ) -> None:
     """Launch the kernel on one tensor, or on queries and keys."""
-    q, positions = xs[0], rows.positions
-    if cos.stride(-1) != 1 or cos.stride() != sin.stride():
-        cos, sin = cos.contiguous(), sin.contiguous()
+    q, k, positions = xs[0], xs[-1], rows.positions
+    cos, sin = same_strides(cos, sin)
     weights = [weight.resolve_neg().contiguous() for weight in weights]
     # Of one tensor, the last is the first.
-    tensors = (q, xs[-1], ys[0], ys[-1], weights[0], weights[-1])
+    tensors = (q, k, ys[0], ys[-1], weights[0], weights[-1])
     given = (*tensors, cos, sin, q if positions is None else positions)
-    prepare = partial(_forward_launch, xs, ys, weights, cos, rows, spec, norm)
+
+    def prepare() -> Launch:
+        batch, _, length, width = q.shape
+        norms = [norm._replace(all_heads=w.shape[0] != width) for w in weights]
+        blocks = [_heads(x, one) for x, one in zip(xs, norms, strict=True)]
+        steps = [step for t in (q, k, ys[0], ys[-1]) for step in t.stride()[:3]]
+        numbers = *steps, *table_numbers(cos, rows), batch, length
+        constants = {
+            # As arguments these would be float32.
+            "EPS": norm.eps,
+            "SHIFT": norm.shift,
+            "Q_HEADS": q.shape[1],
+            "K_HEADS": k.shape[1],
+            "WIDTH": width,
+            **shared_constants(q, cos, rows, spec),
+            "Q_ALL": norms[0].all_heads,
+            "K_ALL": norms[-1].all_heads,
+            "Q_BLOCK": blocks[0],
+            "K_BLOCK": blocks[-1],
+        }
+        # One program takes all heads of a token. Measured on an H200: benchmarks/README.md.
+        warps = min(max(blocks[0] * width // 1024, 2), 8)
+        grid = (batch * length, len(xs), 1)
+        return Launch(_forward, grid, numbers, constants, num_warps=warps)
+
     described = ("norm", len(xs), positions is None, spec, norm.eps, norm.shift)
     launch_for(described, given, prepare)(given, rows.start)
 
 
-def _forward_launch(
-    xs: Sequence[Tensor],
-    ys: Sequence[Tensor],
-    weights: Sequence[Tensor],
-    cos: Tensor,
-    rows: Rows,
-    spec: Spec,
-    norm: Norm,
-) -> Launch:
-    q, k = xs[0], xs[-1]
-    batch, _, length, width = q.shape
-    norms = [norm._replace(all_heads=w.shape[0] != width) for w in weights]
-    blocks = [_heads(x, one) for x, one in zip(xs, norms, strict=True)]
-    steps = [step for t in (q, k, ys[0], ys[-1]) for step in t.stride()[:3]]
-    numbers = *steps, *table_numbers(cos, rows), batch, length
-    constants = {
-        # As arguments these would be float32.
-        "EPS": norm.eps,
-        "SHIFT": norm.shift,
-        "Q_HEADS": q.shape[1],
-        "K_HEADS": k.shape[1],
-        "WIDTH": width,
-        **shared_constants(q, cos, rows, spec),
-        "Q_ALL": norms[0].all_heads,
-        "K_ALL": norms[-1].all_heads,
-        "Q_BLOCK": blocks[0],
-        "K_BLOCK": blocks[-1],
-    }
-    # One program takes all heads of a token. Measured on an H200: benchmarks/README.md.
-    warps = min(max(blocks[0] * width // 1024, 2), 8)
-    grid = (batch * length, len(xs), 1)
-    return Launch(_forward, grid, numbers, constants, num_warps=warps)
-
-
-def norm_backward_into(g: Tensor, x: Tensor, dx: Tensor, weight: Tensor, *how: Any) -> Tensor:
-    """Write the gradient of ``x`` into ``dx`` and return that of ``weight``; ``g`` is incoming."""
-    if x.numel() == 0:
-        return torch.zeros_like(weight)
-    norm: Norm = how[-1]
-    tokens, (_, heads, _, width) = x.shape[0] * x.shape[2], x.shape
-    blocks = triton.cdiv(heads, _heads(x, norm))
-    programs = min(tokens, max(1, _SHARES // blocks)) * blocks
-    share_type = torch.promote_types(weight.dtype, torch.float32)
-    share = heads * width if norm.all_heads else width
-    shares = torch.empty((programs, share), device=x.device, dtype=share_type)
-    _run_backward((g, x, dx, shares), weight, *how)
-    return shares.sum(0).to(weight.dtype).view_as(weight)
-
-
-def _run_backward(
-    tensors: tuple[Tensor, ...],
+def norm_backward_into(
+    g: Tensor,
+    x: Tensor,
+    dx: Tensor,
     weight: Tensor,
     cos: Tensor,
     sin: Tensor,
     rows: Rows,
     spec: Spec,
     norm: Norm,
-) -> None:
-    """Launch the kernel on ``tensors`` and those that both kernels read."""
-    if cos.stride(-1) != 1 or cos.stride() != sin.stride():
-        cos, sin = cos.contiguous(), sin.contiguous()
-    weight, positions = weight.resolve_neg().contiguous(), rows.positions
-    given = (*tensors, weight, cos, sin, tensors[0] if positions is None else positions)
-    prepare = partial(_backward_launch, tensors, weight, cos, rows, spec, norm)
-    launch_for(("norm_backward", positions is None, spec, norm), given, prepare)(given, rows.start)
-
-
-def _backward_launch(
-    tensors: tuple[Tensor, ...],
-    weight: Tensor,
-    cos: Tensor,
-    rows: Rows,
-    spec: Spec,
-    norm: Norm,
-) -> Launch:
-    g, x, dx, shares = tensors
+) -> Tensor:
+    """Write the gradient of ``x`` into ``dx`` and return that of ``weight``; ``g`` is incoming."""
+    if x.numel() == 0:
+        return torch.zeros_like(weight)
     (batch, heads, length, width), block = x.shape, _heads(x, norm)
-    programs, warps = shares.shape[0], 8 if block * width >= 4096 else 4
-    stride = programs // triton.cdiv(heads, block)
-    steps = *g.stride()[:3], *x.stride()[:3], *dx.stride()[:3], stride
-    numbers = *steps, *table_numbers(cos, rows), batch, length
-    constants = {
-        # As arguments these would be float32.
-        "EPS": norm.eps,
-        "SHIFT": norm.shift,
-        "HEADS": heads,
-        "WIDTH": width,
-        **shared_constants(x, cos, rows, spec),
-        "ALL_HEADS": norm.all_heads,
-        "BLOCK_H": block,
-    }
-    return Launch(_backward, (programs, 1, 1), numbers, constants, num_warps=warps)
+    blocks = triton.cdiv(heads, block)
+    stride = min(batch * length, max(1, _SHARES // blocks))
+    share_type = torch.promote_types(weight.dtype, torch.float32)
+    share = heads * width if norm.all_heads else width
+    shares = torch.empty((stride * blocks, share), device=x.device, dtype=share_type)
+    cos, sin = same_strides(cos, sin)
+    positions = g if rows.positions is None else rows.positions
+    given = (g, x, dx, shares, weight.resolve_neg().contiguous(), cos, sin, positions)
+
+    def prepare() -> Launch:
+        steps = *g.stride()[:3], *x.stride()[:3], *dx.stride()[:3], stride
+        numbers = *steps, *table_numbers(cos, rows), batch, length
+        constants = {
+            # As arguments these would be float32.
+            "EPS": norm.eps,
+            "SHIFT": norm.shift,
+            "HEADS": heads,
+            "WIDTH": width,
+            **shared_constants(x, cos, rows, spec),
+            "ALL_HEADS": norm.all_heads,
+            "BLOCK_H": block,
+        }
+        warps = 8 if block * width >= 4096 else 4
+        return Launch(_backward, (stride * blocks, 1, 1), numbers, constants, num_warps=warps)
+
+    described = ("norm_backward", rows.positions is None, spec, norm)
+    launch_for(described, given, prepare)(given, rows.start)
+    return shares.sum(0).to(weight.dtype).view_as(weight)
 
 
 def _heads(x: Tensor, norm: Norm) -> int:

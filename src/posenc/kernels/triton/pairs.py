@@ -21,6 +21,13 @@ def index(*tensors: Tensor) -> Any:
     return tl.int32 if last < 2**31 else tl.int64
 
 
+def same_strides(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """Tables that are dense along their rows, at the same places in memory: copies if need be."""
+    if cos.stride(-1) == 1 and cos.stride() == sin.stride():
+        return cos, sin
+    return cos.contiguous(), sin.contiguous()
+
+
 def check_twins(cos: Tensor, sin: Tensor, interleaved: bool) -> None:
     """Stop the device if tables ``[..., R, 2 P]`` do not have each number twice."""
 
