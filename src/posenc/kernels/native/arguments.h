@@ -2,7 +2,9 @@
  * memory. The words of a refusal are for a direct caller of an op: `posenc.functional` explains more. */
 typedef struct {
     View x[3]; /* queries, keys and values, or one tensor */
-    int count;
+    int count; /* of those that are rotated */
+    View weight[2]; /* of a norm; the handle of one that is absent is NULL */
+    double eps, shift;
     View cos, sin, positions;
     i64 start, width;
     int interleaved_in, interleaved_out, transposed, last;
@@ -37,8 +39,19 @@ static void read_layout(Call *c, Rotation *r)
     r->last = (layout & LAST_CHANNELS) != 0, r->transposed = (layout & TRANSPOSED) != 0;
     r->width = width, r->trusted = (layout & TWINS) != 0;
     r->tokens_first = (layout & TOKENS_FIRST) != 0, r->pages_of_tokens = (layout & PAGES_OF_TOKENS) != 0;
-    for (int i = 0; i < r->count; i++)
+    for (int i = 0; i < 3; i++)
         if (r->tokens_first && r->x[i].dim == 4) swap_axes(&r->x[i]);
+}
+
+/* Read the arguments of a rotation of `count` tensors, with a norm or without one. */
+static void read_rotation(Call *c, Rotation *r, int count, int normed)
+{
+    r->count = count;
+    for (int i = 0; i < count; i++) r->x[i] = tensor_argument(c);
+    for (int i = 0; normed && i < count; i++) r->weight[i] = tensor_argument(c);
+    read_rows(c, r);
+    read_layout(c, r);
+    if (normed) r->eps = number_argument(c), r->shift = number_argument(c);
 }
 
 static int is_elsewhere(const View *a, const View *b)
@@ -80,12 +93,19 @@ static const char *wrong_rows(const View *x, const View *cos, const View *sin, c
     return NULL;
 }
 
-/* Work out the pairs of a rotation; why it does not fit, or NULL. */
-static const char *wrong_rotation(Rotation *r)
+/* A norm's weight for (B, H, T, D): of each head, or of all heads together. */
+static int is_weight(const View *w, const View *x)
 {
-    const char *const wrong = wrong_tensors(r->x, r->count);
-    const char *const rows = wrong ? wrong : wrong_rows(r->x, &r->cos, &r->sin, &r->positions, r->start);
-    if (rows) return rows;
+    return !is_elsewhere(w, x) && w->dim == 1 && float_dtype(w->dtype) >= 0 &&
+           (w->size[0] == x->size[3] || w->size[0] == x->size[1] * x->size[3]);
+}
+
+/* Work out the pairs of a rotation; why it does not fit, or NULL. */
+static const char *wrong_rotation(const Call *c, Rotation *r)
+{
+    TRY(c->problem);
+    TRY(wrong_tensors(r->x, r->count));
+    TRY(wrong_rows(r->x, &r->cos, &r->sin, &r->positions, r->start));
     const i64 width = r->x->size[3], columns = r->cos.size[r->cos.dim - 1];
     r->pairs = columns, r->twin = 0, r->columns = 1;
     if ((r->trusted || columns > width / 2) && columns <= width && columns % 2 == 0) {
@@ -97,20 +117,23 @@ static const char *wrong_rotation(Rotation *r)
     if (r->trusted && !r->twin) return "the tables do not have each number twice";
     if (r->pairs < 1 || r->pairs > width / 2) return "the tables have no pairs, or more than channels";
     if (r->width && r->width != width) return "the heads have another width";
+    for (int i = 0; i < r->count; i++)
+        if (r->weight[i].handle && !is_weight(&r->weight[i], &r->x[i])) return "a weight does not fit its tensor";
     return NULL;
 }
 
-/* A norm's weight for (B, H, T, D): of each head, or of all heads together. */
-static int is_weight(const View *w, const View *x)
+static i64 bytes_of_element(const View *v)
 {
-    return !is_elsewhere(w, x) && w->dim == 1 && float_dtype(w->dtype) >= 0 &&
-           (w->size[0] == x->size[3] || w->size[0] == x->size[1] * x->size[3]);
+    const int dtype = float_dtype(v->dtype);
+    if (dtype >= 0) return element_size[dtype];
+    return v->dtype == dtypes.int64 ? 8 : v->dtype == dtypes.int32 ? 4 : 1;
 }
 
-/* The number of bytes from the first element of a tensor to beyond its last, which have `size` bytes each,
- * along strides of less than `row` bytes. */
-static i64 extent(const View *v, i64 size, i64 row)
+/* The number of bytes from the first element of a tensor to beyond its last, along strides of less than `row`
+ * bytes. */
+static i64 extent(const View *v, i64 row)
 {
+    const i64 size = bytes_of_element(v);
     i64 last = 0;
     for (i64 d = 0; d < v->dim; d++)
         if (v->size[d] > 1 && v->step[d] * size < row) last += v->step[d] * (v->size[d] - 1);
@@ -118,55 +141,44 @@ static i64 extent(const View *v, i64 size, i64 row)
 }
 
 /* Whether strides of more than `row` bytes are multiples of it. */
-static int is_of_rows(const View *v, i64 size, i64 row)
+static int is_of_rows(const View *v, i64 row)
 {
+    const i64 size = bytes_of_element(v);
     for (i64 d = 0; d < v->dim; d++)
         if (v->size[d] > 1 && v->step[d] * size > row && v->step[d] * size % row) return 0;
     return 1;
 }
 
-/* Whether two tensors may share an element: see `overlaps` in overlap.py. */
+/* Whether two tensors, which may be absent, may share an element: see `overlaps` in overlap.py. */
 static int overlap(const View *a, const View *b)
 {
     const View *const both[] = {a, b};
+    if (!a->handle || !b->handle || !count_of(a) || !count_of(b)) return 0;
     const i64 distance = b->data - a->data;
-    i64 size[2];
-    if (!count_of(a) || !count_of(b)) return 0;
-    for (int i = 0; i < 2; i++) {
-        const int dtype = float_dtype(both[i]->dtype);
-        size[i] = dtype < 0 ? 1 : element_size[dtype]; /* a cache may have 8 bits */
-    }
-    if (distance >= extent(a, size[0], INT64_MAX) || -distance >= extent(b, size[1], INT64_MAX)) return 0;
+    if (distance >= extent(a, INT64_MAX) || -distance >= extent(b, INT64_MAX)) return 0;
     for (int i = 0; i < 2; i++)
         for (i64 d = 0; d < both[i]->dim; d++) {
-            const i64 row = both[i]->step[d] * size[i];
+            const i64 row = both[i]->step[d] * bytes_of_element(both[i]);
             if (both[i]->size[d] < 2 || row == 0) continue;
             const i64 first = (distance % row + row) % row;
-            if (extent(a, size[0], row) <= first && first + extent(b, size[1], row) <= row &&
-                is_of_rows(a, size[0], row) && is_of_rows(b, size[1], row))
+            if (extent(a, row) <= first && first + extent(b, row) <= row && is_of_rows(a, row) &&
+                is_of_rows(b, row))
                 return 0;
         }
     return 1;
 }
 
-/* Integers that a call looks at twice: a copy of them if a tensor that it writes may be in their way. */
-static void read_first(Call *c, View *integers, const View *written, int count)
+/* Why tensors, which may be absent, must not be written, or NULL. `integers` are read while that happens. */
+static const char *unwritable(const View *x, int count, const View *integers)
 {
-    for (int i = 0; i < count && integers->handle && !c->problem; i++)
-        if (written[i].handle && integers->data < written[i].data + extent(written + i, 8, INT64_MAX) &&
-            written[i].data < integers->data + extent(integers, 8, INT64_MAX)) {
-            *integers = dense_copy(c, integers);
-            return;
-        }
-}
-
-/* Why tensors must not be written in place, or NULL. */
-static const char *unwritable(const View *x, int count)
-{
-    for (int i = 0; i < count; i++)
+    for (int i = 0; i < count; i++) {
         for (i64 d = 0; d < x[i].dim; d++)
             if (x[i].step[d] == 0 && x[i].size[d] > 1) return "a tensor shares memory with itself";
-    return count == 2 && overlap(x, x + 1) ? "two tensors share memory" : NULL;
+        for (int k = 0; k < i; k++)
+            if (overlap(x + i, x + k)) return "two tensors share memory";
+        if (overlap(x + i, integers)) return "positions or slots share memory with what is written";
+    }
+    return NULL;
 }
 
 /* The job of a rotation, without its tensors. */

@@ -14,6 +14,7 @@ typedef struct {
 
 typedef struct {
     Job q, k, v; /* values have no pairs */
+    i64 work;    /* bytes of two rows of queries or values */
     Cached keys, values;
     const char *slots;
     int wide_slots; /* whether they have 64 bits */
@@ -66,58 +67,29 @@ static void write_token(const Job *j, const Cached *a, i64 b, i64 t, i64 slot, c
     }
 }
 
-static Norm norm_of(const Job *j, const char *weight, char *work)
+/* The scratch: factors of queries and of keys, two rows, and the table row of a token. */
+static void begin_cache(const Job *q, char *scratch)
 {
-    const Norm norm = {(size_t)j->D, (size_t)j->first_channel, j->weight.data ? weight : NULL,
-                       j->eps, j->all_heads, work, NULL, NULL, 0};
-    return norm;
+    convert_factors(q, scratch);
+    convert_factors(&((const CacheJob *)q)->k, scratch + factors(q) * real_size(q));
 }
 
-/* As run_units, for queries, keys and values. */
-static void write_units(CacheJob *job, i64 first, i64 last)
+static void cache_tile(const Job *q, i64 b, i64 t, i64 nt, const char *c, const char *s, char *scratch)
 {
-    Job *const q = &job->q, *const k = &job->k, *const v = &job->v;
-    const i64 size = real_size(q), row = q->P * size, tables = q->tile * row;
-    const i64 work = 2 * (q->D > v->D ? q->D : v->D) * size;
+    const CacheJob *const job = (const CacheJob *)q; /* queries are its first member */
+    const Job *const k = &job->k, *const v = &job->v;
+    const i64 size = real_size(q), row = q->P * size;
+    char *const k_weight = scratch + factors(q) * size, *const work = k_weight + factors(k) * size;
+    char *const kc = work + job->work, *const ks = kc + row;
+    double *const gathered = (double *)(((uintptr_t)(ks + row) + 7) & ~(uintptr_t)7);
+    const Norm of_k = norm_of(k, k_weight, work), of_v = norm_of(v, NULL, work);
     const int shared = table_order(q) == table_order(k);
-    char *const block =
-        malloc((size_t)(4 * tables + (factors(q) + factors(k)) * size + work + q->P * 8 + 8 + CACHE_LINE));
-    if (!block) {
-        q->failed = 1;
-        return;
+    rotate_tile(q, &q->tensors[0], b, t, nt, c, s, norm_of(q, scratch, work));
+    for (i64 n = 0; n < nt; n++) {
+        const i64 slot = slot_of(job, b, t + n);
+        if (slot < 0) continue;
+        if (!shared) convert_tables(k, b, t + n, 1, gathered, kc, ks);
+        write_token(k, &job->keys, b, t + n, slot, shared ? c + n * row : kc, shared ? s + n * row : ks, &of_k);
+        write_token(v, &job->values, b, t + n, slot, NULL, NULL, &of_v);
     }
-    char *const c = block + (-(uintptr_t)block & (CACHE_LINE - 1)), *const s = c + tables;
-    char *const kc = shared ? c : s + tables, *const ks = kc + tables;
-    char *const q_weight = c + 4 * tables, *const k_weight = q_weight + factors(q) * size;
-    char *const rows = k_weight + factors(k) * size;
-    double *const gathered = (double *)(c + (rows + work - c + 7) / 8 * 8);
-    const Norm of_q = norm_of(q, q_weight, rows), of_k = norm_of(k, k_weight, rows);
-    const Norm of_v = norm_of(v, NULL, rows);
-    convert_factors(q, q_weight);
-    convert_factors(k, k_weight);
-    for (i64 unit = first, ready = -1; unit < last; unit++) {
-        const i64 b = unit % q->B, tile = unit / q->B, t = tile * q->tile;
-        const i64 nt = q->T - t < q->tile ? q->T - t : q->tile;
-        if (tile != ready || !shares_rows(q)) {
-            convert_tables(q, b, t, nt, gathered, c, s), ready = tile;
-            if (!shared) convert_tables(k, b, t, nt, gathered, kc, ks);
-        }
-        rotate_tile(q, &q->tensors[0], b, t, nt, c, s, of_q);
-        for (i64 n = 0; n < nt; n++) {
-            const i64 slot = slot_of(job, b, t + n);
-            if (slot < 0) continue;
-            write_token(k, &job->keys, b, t + n, slot, kc + n * row, ks + n * row, &of_k);
-            write_token(v, &job->values, b, t + n, slot, NULL, NULL, &of_v);
-        }
-    }
-    free(block);
-}
-
-static void write_share(i64 first, i64 last, void *job) { write_units(job, first, last); }
-
-static int write_all(CacheJob *job, i64 elements)
-{
-    plan(&job->q, elements);
-    split(&job->q, write_share, job);
-    return job->q.failed;
 }

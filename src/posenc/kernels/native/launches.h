@@ -88,8 +88,8 @@ static size_t size_of(const Work *work)
     return offsetof(Work, launches) + (size_t)work->count * sizeof *work->launches;
 }
 
-/* Copy the work of a call; whether it is known. Otherwise the call is `missed`. */
-static int find_work(Call *c, const Key *key, Work *to)
+/* Copy the work of a call. If it is not known, the call is `missed`. */
+static const char *find_work(const Key *key, Work *to)
 {
     int found = 0;
     if (key->count < MOST_WORDS) {
@@ -98,9 +98,8 @@ static int find_work(Call *c, const Key *key, Work *to)
             if ((found = same_key(&e->key, key))) memcpy(to, &e->work, size_of(&e->work));
         unlock_entries();
     }
-    if (!found) missed = *key, c->problem = "this kernel was not launched before";
-    if (found && !to->count) c->problem = "more than launches is for Python";
-    return !c->problem;
+    if (!found) missed = *key;
+    return !found ? "this kernel was not launched before" : !to->count ? "more than launches is for Python" : NULL;
 }
 
 static void keep_work(const Entry *entry)
@@ -165,27 +164,27 @@ static int launch(Launch *l, char *const *tensors, i64 start, int32_t device)
 }
 
 /* Launch kernels on the device of `like`, each with its row of tensors; the next one is `step` rows on. */
-static void run_work(Call *c, Work *work, char *(*tensors)[ROW], int step, i64 start, const View *like)
+static const char *run_work(Work *work, char *(*tensors)[ROW], int step, i64 start, const View *like)
 {
     int32_t current = like->index;
     void *guard = NULL;
+    int launched = 1;
     if (cuda.device(&current) || (current != like->index && cuda.guard(like->index, &guard)))
-        c->problem = "the device cannot be chosen";
-    for (int i = 0; i < work->count && !c->problem; i++)
-        if (!launch(&work->launches[i], tensors[i * step], start, like->index)) c->problem = "a launch failed";
+        return "the device cannot be chosen";
+    for (int i = 0; i < work->count && launched; i++)
+        launched = launch(&work->launches[i], tensors[i * step], start, like->index);
     if (guard) cuda.delete_guard(guard);
+    return launched ? NULL : "a launch failed";
 }
 
 /* Run the launch of a key, with the first row of tensors, or its launches, of which there are at most `most`,
  * with the next rows; or say why not. */
-static void run_launches(Call *c, const Key *key, char *(*tensors)[ROW], int most, i64 start, const View *like)
+static const char *run_launches(const Key *key, char *(*tensors)[ROW], int most, const Rotation *r)
 {
     Work work;
-    if (!find_work(c, key, &work)) return;
-    if (work.count > most)
-        c->problem = "these launches are for Python";
-    else
-        run_work(c, &work, tensors + (work.count > 1), 1, start, like);
+    TRY(find_work(key, &work));
+    if (work.count > most) return "these launches are for Python";
+    return run_work(&work, tensors + (work.count > 1), 1, r->start, r->x);
 }
 
 /* Whether Triton's kernels take these tables as they are: columns side by side, in the same places; without a
@@ -199,141 +198,113 @@ static int are_usual_tables(const Rotation *r, int are_checked)
 
 static int is_usual(const View *v) { return has_rows(v) && count_of(v) > 0; }
 
-static void read_call(Call *c, Rotation *r, int tables_are_checked)
+/* Why a rotation is for Python, or NULL. */
+static const char *unusual(const Rotation *r, int tables_are_checked)
 {
-    missed.count = 0;
-    if (!c->problem) c->problem = wrong_rotation(r);
-    if (!c->problem && !are_usual_tables(r, tables_are_checked)) c->problem = "these tables are for Python";
-    for (int i = 0; i < r->count && !c->problem; i++)
-        if (!is_usual(&r->x[i]) || r->x[i].dtype != r->x->dtype) c->problem = "these tensors are for Python";
+    if (!are_usual_tables(r, tables_are_checked)) return "these tables are for Python";
+    for (int i = 0; i < r->count; i++) {
+        if (!is_usual(&r->x[i]) || r->x[i].dtype != r->x->dtype) return "these tensors are for Python";
+        if (r->weight[i].handle && r->weight[i].step[0] != 1) return "this weight is for Python";
+    }
+    return NULL;
 }
 
-static View make_usual(Call *c, const View *x, const Rotation *r)
+static const char *make_usual(Call *c, const View *x, const Rotation *r, View *y)
 {
-    const View y = make_same(c, x, r);
-    if (!c->problem && !has_rows(&y)) c->problem = "this result is for Python";
-    return y;
+    TRY(make_same(c, x, r, y));
+    return has_rows(y) ? NULL : "this result is for Python";
 }
 
-static void cuda_rotate_op(Value *stack, int count, int in_place)
+static const char *cuda_rotate_op(Call *c, int count, int in_place)
 {
-    Call c = {stack, {0}, 0, NULL, 1};
     Rotation r = {0};
     View y[2];
     Key key;
     key.count = 0;
-    r.count = count;
-    for (int i = 0; i < count; i++) r.x[i] = tensor_argument(&c);
-    read_rows(&c, &r);
-    read_layout(&c, &r);
-    read_call(&c, &r, 1);
-    if (!c.problem && in_place) c.problem = unwritable(r.x, count);
-    if (!c.problem && in_place && r.interleaved_in != r.interleaved_out) c.problem = "two layouts are for Python";
-    if (!c.problem) {
-        add_rotation(&key, count | in_place << 2, &r);
-        for (int i = 0; i < count; i++) add_view(&key, &r.x[i]);
-        for (int i = 0; i < count && !c.problem; i++) y[i] = in_place ? r.x[i] : make_usual(&c, &r.x[i], &r);
+    read_rotation(c, &r, count, 0);
+    TRY(wrong_rotation(c, &r));
+    TRY(unusual(&r, 1));
+    if (in_place) TRY(unwritable(r.x, count, &r.positions));
+    if (in_place && r.interleaved_in != r.interleaved_out) return "two layouts are for Python";
+    add_rotation(&key, count | in_place << 2, &r);
+    for (int i = 0; i < count; i++) {
+        add_view(&key, &r.x[i]);
+        y[i] = r.x[i];
+        if (!in_place) TRY(make_usual(c, &r.x[i], &r, &y[i]));
     }
-    if (!c.problem) {
-        const int k = count - 1;
-        char *const at = r.positions.handle ? r.positions.data : r.x->data;
-        char *const row[] = {r.x[0].data, r.x[k].data, y[0].data, y[k].data, r.cos.data, r.sin.data, at};
-        char *tensors[3][ROW] = {{0}, {r.cos.data, r.sin.data}}; /* of the rotation; or of the check, and then it */
-        memcpy(tensors[0], row, sizeof row), memcpy(tensors[2], row, sizeof row);
-        run_launches(&c, &key, tensors, r.twin && !r.trusted ? 2 : 1, r.start, r.x);
-    }
-    for (int i = 0; i < count && !c.problem && !in_place; i++) stack[i] = result(&c, &y[i]);
-    finish(&c);
+    const int k = count - 1;
+    char *const at = r.positions.handle ? r.positions.data : r.x->data;
+    char *const row[] = {r.x[0].data, r.x[k].data, y[0].data, y[k].data, r.cos.data, r.sin.data, at};
+    char *tensors[3][ROW] = {{0}, {r.cos.data, r.sin.data}}; /* of the rotation; or of the check, and then it */
+    memcpy(tensors[0], row, sizeof row), memcpy(tensors[2], row, sizeof row);
+    TRY(run_launches(&key, tensors, r.twin && !r.trusted ? 2 : 1, &r));
+    if (!in_place) give_back(c, y, count);
+    return NULL;
 }
 
-static void cuda_rotate(Value *s, uint64_t n, uint64_t m) { (void)n, (void)m, cuda_rotate_op(s, 1, 0); }
-static void cuda_rotate_qk(Value *s, uint64_t n, uint64_t m) { (void)n, (void)m, cuda_rotate_op(s, 2, 0); }
-static void cuda_rotate_(Value *s, uint64_t n, uint64_t m) { (void)n, (void)m, cuda_rotate_op(s, 1, 1); }
-static void cuda_rotate_qk_(Value *s, uint64_t n, uint64_t m) { (void)n, (void)m, cuda_rotate_op(s, 2, 1); }
-
-static void add_number(Key *key, double number)
+static void add_norm(Key *key, const Rotation *r)
 {
-    i64 bits;
-    memcpy(&bits, &number, sizeof bits);
-    add_word(key, bits);
+    i64 bits[2];
+    memcpy(&bits[0], &r->eps, sizeof r->eps), memcpy(&bits[1], &r->shift, sizeof r->shift);
+    add_word(key, bits[0]), add_word(key, bits[1]);
 }
 
-static void cuda_norm_op(Value *stack, int count)
+static const char *cuda_norm_op(Call *c, int count)
 {
-    Call c = {stack, {0}, 0, NULL, 1};
     Rotation r = {0};
-    View weight[2], y[2];
+    View y[2];
     Key key;
     key.count = 0;
-    r.count = count;
-    for (int i = 0; i < count; i++) r.x[i] = tensor_argument(&c);
-    for (int i = 0; i < count; i++) weight[i] = tensor_argument(&c);
-    read_rows(&c, &r);
-    read_layout(&c, &r);
-    const double eps = number_argument(&c), shift = number_argument(&c);
-    read_call(&c, &r, 0);
-    for (int i = 0; i < count && !c.problem; i++)
-        if (!is_weight(&weight[i], &r.x[i]) || weight[i].step[0] != 1) c.problem = "a weight does not fit its tensor";
-    if (!c.problem) {
-        add_rotation(&key, 8 | count, &r);
-        add_number(&key, eps), add_number(&key, shift);
-        for (int i = 0; i < count; i++) add_view(&key, &r.x[i]), add_view(&key, &weight[i]);
-        for (int i = 0; i < count && !c.problem; i++) y[i] = make_usual(&c, &r.x[i], &r);
+    read_rotation(c, &r, count, 1);
+    TRY(wrong_rotation(c, &r));
+    TRY(unusual(&r, 0));
+    add_rotation(&key, 8 | count, &r);
+    add_norm(&key, &r);
+    for (int i = 0; i < count; i++) {
+        add_view(&key, &r.x[i]), add_view(&key, &r.weight[i]);
+        TRY(make_usual(c, &r.x[i], &r, &y[i]));
     }
-    if (!c.problem) {
-        /* Of both, of the queries alone, and of the keys alone. */
-        char *tensors[3][ROW] = {{0}};
-        for (int i = 0; i < 3; i++) {
-            const int first = i == 2 ? count - 1 : 0, last = i == 1 ? 0 : count - 1;
-            char *const at = r.positions.handle ? r.positions.data : r.x[first].data;
-            char *const given[] = {r.x[first].data, r.x[last].data, y[first].data, y[last].data,
-                                   weight[first].data, weight[last].data, r.cos.data, r.sin.data, at};
-            memcpy(tensors[i], given, sizeof given);
-        }
-        run_launches(&c, &key, tensors, 2, r.start, r.x);
+    /* Of both, of the queries only, and of the keys only. */
+    char *tensors[3][ROW] = {{0}};
+    for (int i = 0; i < 3; i++) {
+        const int first = i == 2 ? count - 1 : 0, last = i == 1 ? 0 : count - 1;
+        char *const at = r.positions.handle ? r.positions.data : r.x[first].data;
+        char *const row[] = {r.x[first].data, r.x[last].data, y[first].data, y[last].data,
+                             r.weight[first].data, r.weight[last].data, r.cos.data, r.sin.data, at};
+        memcpy(tensors[i], row, sizeof row);
     }
-    for (int i = 0; i < count && !c.problem; i++) stack[i] = result(&c, &y[i]);
-    finish(&c);
+    TRY(run_launches(&key, tensors, 2, &r));
+    give_back(c, y, count);
+    return NULL;
 }
 
-static void cuda_norm_rotate(Value *s, uint64_t n, uint64_t m) { (void)n, (void)m, cuda_norm_op(s, 1); }
-static void cuda_norm_rotate_qk(Value *s, uint64_t n, uint64_t m) { (void)n, (void)m, cuda_norm_op(s, 2); }
-
-static void cuda_rotate_and_cache(Value *stack, uint64_t arguments, uint64_t results)
+static const char *cuda_cache_op(Call *c)
 {
-    (void)arguments, (void)results;
-    Call c = {stack, {0}, 0, NULL, 1};
     CacheArguments a = {0};
-    View y = {0};
+    View y;
     Key key;
     key.count = 0;
-    read_cache_arguments(&c, &a);
-    read_call(&c, &a.r, 0);
-    if (!c.problem) c.problem = wrong_cache_arguments(&a);
-    const View *const q = a.r.x, *const v = &a.r.x[2];
-    const View *const weights[] = {&a.q_weight, &a.k_weight};
-    if (!c.problem && !is_usual(v)) c.problem = "these tensors are for Python";
-    for (int i = 0; i < 2 && !c.problem; i++)
-        if (weights[i]->handle && weights[i]->step[0] != 1) c.problem = "this weight is for Python";
-    if (!c.problem) {
-        const View *const given[] = {q, q + 1, v, &a.k_cache, &a.v_cache, &a.k_scales, &a.v_scales,
-                                     &a.slots, weights[0], weights[1], &a.k_scale, &a.v_scale};
-        add_rotation(&key, 16, &a.r);
-        add_number(&key, a.eps), add_number(&key, a.shift);
-        for (size_t i = 0; i < sizeof given / sizeof *given; i++) add_view(&key, given[i]);
-        y = make_usual(&c, q, &a.r);
-    }
-    if (!c.problem) {
-        const View *const maybe[] = {&a.r.positions, weights[0], weights[1],
-                                     a.k_scales.handle ? &a.k_scales : &a.k_scale,
-                                     a.v_scales.handle ? &a.v_scales : &a.v_scale};
-        char *tensors[1][ROW] = {{q->data, q[1].data, v->data, y.data, a.k_cache.data, a.v_cache.data,
-                                 a.slots.data, a.r.cos.data, a.r.sin.data}};
-        for (int i = 0; i < 5; i++) tensors[0][9 + i] = maybe[i]->handle ? maybe[i]->data : q->data;
-        run_launches(&c, &key, tensors, 1, a.r.start, q);
-    }
-    if (!c.problem) stack[0] = result(&c, &y);
-    finish(&c);
+    read_cache_arguments(c, &a);
+    const Rotation *const r = &a.r;
+    const View *const q = r->x, *const v = q + 2;
+    TRY(wrong_cache_arguments(c, &a));
+    TRY(unusual(r, 0));
+    if (!is_usual(v)) return "these tensors are for Python";
+    const View *const given[] = {q, q + 1, v, &a.cache[0], &a.cache[1], &a.scales[0], &a.scales[1],
+                                 &a.slots, &r->weight[0], &r->weight[1], &a.scale[0], &a.scale[1]};
+    add_rotation(&key, 16, r);
+    add_norm(&key, r);
+    for (size_t i = 0; i < sizeof given / sizeof *given; i++) add_view(&key, given[i]);
+    TRY(make_usual(c, q, r, &y));
+    const View *const maybe[] = {&r->positions, &r->weight[0], &r->weight[1],
+                                 a.scales[0].handle ? &a.scales[0] : &a.scale[0],
+                                 a.scales[1].handle ? &a.scales[1] : &a.scale[1]};
+    char *tensors[1][ROW] = {{q->data, q[1].data, v->data, y.data, a.cache[0].data, a.cache[1].data,
+                              a.slots.data, r->cos.data, r->sin.data}};
+    for (int i = 0; i < 5; i++) tensors[0][9 + i] = maybe[i]->handle ? maybe[i]->data : q->data;
+    TRY(run_launches(&key, tensors, 1, r));
+    give_back(c, &y, 1);
+    return NULL;
 }
 
 /* Why tokens have no rows from `start` on, or NULL; of a tensor, what belongs to it, cos, sin and positions. */
@@ -349,83 +320,61 @@ static const char *wrong_row(const View *v, i64 start)
  * of the tensors and, if `kinds` has an s or an r, the start. There is a letter for each argument: a tensor, an
  * optional one (?), an integer, a number, or the start, which is also an integer; an r is a row of the tables,
  * which follow the tensor and what belongs to it, before the positions. */
-static void replay(Value *stack, int op, const char *kinds)
+static const char *replay(Call *c, int op, const char *kinds)
 {
-    Call c = {stack, {0}, 0, NULL, 1};
     Key key;
+    key.count = 0;
     Work work;
     View views[ROW], results[MOST_MADE];
     char *tensors[1][ROW];
     int count = 0;
     i64 start = 0;
-    key.count = 0;
-    missed.count = 0;
     add_word(&key, op);
     for (const char *kind = kinds; *kind; kind++)
         if (*kind == 't' || *kind == '?') {
-            const View v = *kind == 't' ? tensor_argument(&c) : optional_argument(&c);
+            const View v = *kind == 't' ? tensor_argument(c) : optional_argument(c);
             views[count] = v, tensors[0][count++] = v.data;
             add_word(&key, (i64)v.device << 32 | v.index);
             add_view(&key, &v);
         } else {
-            const i64 word = integer_argument(&c); /* the bits, if it is a number */
+            const i64 word = integer_argument(c); /* the bits, if it is a number */
             if (*kind != 's' && *kind != 'r') add_word(&key, word);
             if (*kind == 's' || *kind == 'S' || *kind == 'r') start = word;
-            if (*kind == 'r' && !c.problem) c.problem = wrong_row(&views[count - 5], word);
+            if (*kind == 'r' && !c->problem) c->problem = wrong_row(&views[count - 5], word);
         }
-    if (!c.problem && (start < 0 || start > (i64)1 << 30)) c.problem = "a start below zero is for Python";
-    if (!c.problem && find_work(&c, &key, &work)) {
-        for (int i = 0; i < work.made_count && !c.problem; i++) {
-            const View *const m = &work.made[i];
-            const View y = make(&c, m->dim, m->size, m->step, m->dtype, views);
-            tensors[0][count++] = y.data;
-            if (i < work.results) results[i] = y;
-        }
-        if (!c.problem) run_work(&c, &work, tensors, 0, start, views);
-        for (int i = 0; i < work.results && !c.problem; i++) stack[i] = result(&c, &results[i]);
+    TRY(c->problem);
+    if (start < 0 || start > (i64)1 << 30) return "a start below zero is for Python";
+    TRY(find_work(&key, &work));
+    for (int i = 0; i < work.made_count; i++) {
+        const View *const m = &work.made[i];
+        View y;
+        TRY(make(c, m->dim, m->size, m->step, m->dtype, views, &y));
+        tensors[0][count++] = y.data;
+        if (i < work.results) results[i] = y;
     }
-    finish(&c);
+    TRY(run_work(&work, tensors, 0, start, views));
+    give_back(c, results, work.results);
+    return NULL;
 }
 
-static void cuda_attend(Value *s, uint64_t n, uint64_t m) { (void)n, (void)m, replay(s, 32, "ttt????iisnii"); }
-static void cuda_attend_backward(Value *s, uint64_t n, uint64_t m)
-{
-    (void)n, (void)m, replay(s, 33, "t?tttttt????iiSnii");
-}
-
-static void cuda_attend_terms(Value *s, uint64_t n, uint64_t m)
-{
-    (void)n, (void)m, replay(s, 36, "ttt?????????iisnii");
-}
-static void cuda_attend_terms_backward(Value *s, uint64_t n, uint64_t m)
-{
-    (void)n, (void)m, replay(s, 37, "t?ttttt?????????iiSnii");
-}
-
-static void cuda_polar(Value *s, uint64_t n, uint64_t m) { (void)n, (void)m, replay(s, 34, "t?tt?r"); }
-static void cuda_polar_backward(Value *s, uint64_t n, uint64_t m)
-{
-    (void)n, (void)m, replay(s, 35, "tt?tt?r");
-}
-
-static const struct {
-    const char *name;
-    Op *run;
-} cuda_ops[] = {
-    {"rotate.plain", cuda_rotate},
-    {"rotate_qk.plain", cuda_rotate_qk},
-    {"rotate_.plain", cuda_rotate_},
-    {"rotate_qk_.plain", cuda_rotate_qk_},
-    {"norm_rotate.plain", cuda_norm_rotate},
-    {"norm_rotate_qk.plain", cuda_norm_rotate_qk},
-    {"rotate_and_cache.plain", cuda_rotate_and_cache},
-    {"polar.plain", cuda_polar},
-    {"polar_backward.plain", cuda_polar_backward},
-    {"attend.plain", cuda_attend},
-    {"attend_backward.plain", cuda_attend_backward},
-    {"attend_terms.plain", cuda_attend_terms},
-    {"attend_terms_backward.plain", cuda_attend_terms_backward},
-};
+#define CUDA_OPS(X)                                                        \
+    X(rotate, "rotate", cuda_rotate_op(&c, 1, 0))                          \
+    X(rotate_qk, "rotate_qk", cuda_rotate_op(&c, 2, 0))                    \
+    X(rotate_in_place, "rotate_", cuda_rotate_op(&c, 1, 1))                \
+    X(rotate_qk_in_place, "rotate_qk_", cuda_rotate_op(&c, 2, 1))          \
+    X(norm_rotate, "norm_rotate", cuda_norm_op(&c, 1))                     \
+    X(norm_rotate_qk, "norm_rotate_qk", cuda_norm_op(&c, 2))               \
+    X(rotate_and_cache, "rotate_and_cache", cuda_cache_op(&c))             \
+    X(polar, "polar", replay(&c, 34, "t?tt?r"))                            \
+    X(polar_backward, "polar_backward", replay(&c, 35, "tt?tt?r"))         \
+    X(attend, "attend", replay(&c, 32, "ttt????iisnii"))                   \
+    X(attend_backward, "attend_backward", replay(&c, 33, "t?tttttt????iiSnii"))          \
+    X(attend_terms, "attend_terms", replay(&c, 36, "ttt?????????iisnii"))                \
+    X(attend_terms_backward, "attend_terms_backward", replay(&c, 37, "t?ttttt?????????iiSnii"))
+#define DEFINE_CUDA(id, name, call) DEFINE(id, cuda, 1, (missed.count = 0, call))
+CUDA_OPS(DEFINE_CUDA)
+#define ROW_OF_CUDA(id, name, call) {name ".plain", cuda_##id},
+static const NamedOp cuda_ops[] = {CUDA_OPS(ROW_OF_CUDA)};
 
 /* register_cuda(path of libtorch_cuda) implements the ops for CUDA. It returns None, or the name of what is
  * missing. */
@@ -450,11 +399,8 @@ static PyObject *py_register_cuda(PyObject *self, PyObject *path)
         if (!found) return PyUnicode_FromString(wanted[i].name);
         memcpy(wanted[i].to, &found, sizeof found);
     }
-    Library library = NULL;
-    if (torch.library("posenc", "CUDA", "posenc", 0, &library)) return PyUnicode_FromString("a library");
-    for (size_t i = 0; i < sizeof cuda_ops / sizeof *cuda_ops; i++)
-        if (torch.implement(library, cuda_ops[i].name, cuda_ops[i].run, ABI_VERSION))
-            return PyUnicode_FromString(cuda_ops[i].name);
+    const char *const missing = implement("CUDA", cuda_ops, sizeof cuda_ops / sizeof *cuda_ops);
+    if (missing) return PyUnicode_FromString(missing);
     Py_RETURN_NONE;
 }
 

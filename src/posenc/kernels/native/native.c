@@ -31,13 +31,8 @@ static PyObject *py_register(PyObject *self, PyObject *path)
     const LoadedLibrary loaded = loaded_library(PyBytes_AsString(bytes));
     Py_DECREF(bytes);
     const char *missing = loaded ? find_torch(loaded) : "libtorch_cpu";
+    if (!missing) missing = implement("CPU", cpu_ops, sizeof cpu_ops / sizeof *cpu_ops);
     if (missing) return PyUnicode_FromString(missing);
-    Library cpu = NULL;
-    if (torch.library("posenc", "CPU", "posenc", 0, &cpu)) return PyUnicode_FromString("a library");
-    for (size_t i = 0; i < sizeof cpu_ops / sizeof *cpu_ops; i++)
-        if (torch.implement(cpu, cpu_ops[i].name, cpu_ops[i].run, ABI_VERSION) ||
-            torch.implement(cpu, cpu_ops[i].plain_name, cpu_ops[i].plain, ABI_VERSION))
-            return PyUnicode_FromString(cpu_ops[i].name);
     Py_RETURN_NONE;
 }
 

@@ -34,7 +34,8 @@ typedef struct {
     i64 H, x_sb, x_sh, x_st, y_sb, y_sh, y_st;
 } Tensor;
 
-typedef struct {
+typedef struct Job Job;
+struct Job {
     int dtype; /* of the tensors */
     i64 B, T, D;
     Numbers cos, sin;
@@ -50,15 +51,22 @@ typedef struct {
     Numbers weight; /* of a norm */
     double eps, shift;
     int all_heads;
-    double *to_weight; /* the gradient of the weight, or NULL; tensors[1] is then the incoming gradient */
     Tensor tensors[2];
     i64 count;
+    Tensor gradient; /* the incoming one, if the job is that of a gradient */
     int encodes;     /* whether the result is in 8 bits */
+    i64 sums;        /* numbers of the gradient of the weight, or 0 */
+    char *to_weight; /* that gradient, in the dtype of the weight */
+    i64 (*place)(const Job *, i64 i); /* index in it of the i-th number, if that is not i */
+    i64 scratch; /* bytes that a thread needs besides its table rows; the sums of a tile come first */
+    void (*begin)(const Job *, char *scratch);
+    /* Tokens t .. t+nt-1 of sequence b; c and s hold their table rows. */
+    void (*run_tile)(const Job *, i64 b, i64 t, i64 nt, const char *c, const char *s, char *scratch);
     i64 tile, tiles; /* tokens of a tile, and tiles of a sequence */
     i64 threads;
-    double *shares; /* partial gradients of the weight, one for each thread */
+    double *shares; /* the sums of each thread */
     int failed;
-} Job;
+};
 
 enum {
     PARALLEL_ELEMENTS = 1 << 18, /* below this, waking threads costs more than they save */
@@ -174,7 +182,7 @@ static void copy_unrotated(const Job *j, const RowBlock *r)
 static void rotate_block(const Job *j, RowBlock rows, const Norm *norm)
 {
     const Kernels *const all = isas[isa].kernels;
-    Kernel *const *kernels = j->to_weight ? all->norm_backward : j->weight.data ? all->normed : all->rows;
+    Kernel *const *kernels = j->gradient.x ? all->norm_backward : j->weight.data ? all->normed : all->rows;
     const i64 skipped = j->weight.data ? 0 : j->first_channel * element_size[j->dtype];
     if (!j->weight.data && rows.x != rows.y && j->D > 2 * j->P) copy_unrotated(j, &rows);
     rows.x = (const char *)rows.x + skipped;
@@ -182,9 +190,9 @@ static void rotate_block(const Job *j, RowBlock rows, const Norm *norm)
     kernels[j->dtype](&rows, (size_t)j->P, 2 * j->interleaved_in + j->interleaved_out, norm);
 }
 
-/* Rotate one tensor's heads of tokens t .. t+nt-1 of sequence b; c and s hold their table rows. */
+/* Rotate the heads of one tensor; see `run_tile` of Job. */
 static void rotate_tile(const Job *j, const Tensor *a, i64 b, i64 t, i64 nt, const char *c,
-                      const char *s, Norm norm)
+                        const char *s, Norm norm)
 {
     const i64 size = element_size[j->dtype], table = j->P * real_size(j);
     const char *const x = a->x + (b * a->x_sb + t * a->x_st) * size;
@@ -209,8 +217,8 @@ static void rotate_tile(const Job *j, const Tensor *a, i64 b, i64 t, i64 nt, con
                 a->x_sh,
                 a->y_sh,
             };
-            if (j->to_weight) {
-                const Tensor *const g = &j->tensors[1];
+            if (j->gradient.x) {
+                const Tensor *const g = &j->gradient;
                 norm.g = g->x + (b * g->x_sb + (t + n) * g->x_st + h * g->x_sh) * size;
                 norm.g_step = by_token ? g->x_sh : g->x_st;
             }
@@ -231,48 +239,55 @@ static void convert_factors(const Job *j, char *weight)
     }
 }
 
-/* Run units first .. last-1; a unit is a tile of tokens of one sequence, with all its heads. */
-static void run_units(Job *j, i64 first, i64 last, i64 thread)
+static Norm norm_of(const Job *j, const char *weight, char *work)
 {
-    const i64 size = real_size(j), tables = j->tile * j->P * size, weights = factors(j) * size;
-    const i64 room = j->to_weight ? 2 * j->D * size + weights : 0, row = j->P * (i64)sizeof(double);
-    char *const block = malloc((size_t)(2 * tables + weights + room + row + 8 + CACHE_LINE));
+    const Norm norm = {(size_t)j->D, (size_t)j->first_channel, j->weight.data ? weight : NULL,
+                       j->eps, j->all_heads, work, NULL, NULL, 0};
+    return norm;
+}
+
+/* The scratch of a rotation: sums, if the gradient of the weight is wanted, factors, and two rows. */
+static void begin_rotation(const Job *j, char *scratch) { convert_factors(j, scratch + j->sums * real_size(j)); }
+
+static void rotate_tiles(const Job *j, i64 b, i64 t, i64 nt, const char *c, const char *s, char *scratch)
+{
+    char *const weight = scratch + j->sums * real_size(j);
+    Norm norm = norm_of(j, weight, weight + factors(j) * real_size(j));
+    norm.sums = scratch;
+    for (i64 n = 0; n < j->count; n++) rotate_tile(j, &j->tensors[n], b, t, nt, c, s, norm);
+}
+
+/* Run units first .. last-1; a unit is a tile of tokens of one sequence, with all its heads. */
+static void run_units(i64 first, i64 last, void *job)
+{
+    Job *const j = job;
+    uint32_t thread = 0;
+    const i64 size = real_size(j), tables = j->tile * j->P * size, row = j->P * (i64)sizeof(double);
+    char *const block = malloc((size_t)(2 * tables + j->scratch + row + 8 + CACHE_LINE));
+    /* A job of one thread may be run by any thread of somebody else's loop. */
+    if (j->threads > 1) torch.thread(&thread);
     if (!block) {
         j->failed = 1;
         return;
     }
     char *const c = block + (-(uintptr_t)block & (CACHE_LINE - 1)), *const s = c + tables;
-    char *const weight = s + tables, *const work = weight + weights;
+    char *const scratch = s + tables;
     /* After everything else, at a multiple of eight. */
-    double *const gathered = (double *)(c + (2 * tables + weights + room + 7) / 8 * 8);
-    const Norm norm = {(size_t)j->D, (size_t)j->first_channel, weight, j->eps,
-                       j->all_heads, work, work + 2 * j->D * size, NULL, 0};
-    convert_factors(j, weight);
+    double *const gathered = (double *)(c + (2 * tables + j->scratch + 7) / 8 * 8);
+    j->begin(j, scratch);
     for (i64 unit = first, ready = -1; unit < last; unit++) {
         const i64 b = unit % j->B, tile = unit / j->B, t = tile * j->tile;
         const i64 nt = j->T - t < j->tile ? j->T - t : j->tile;
         if (tile != ready || !shares_rows(j)) convert_tables(j, b, t, nt, gathered, c, s), ready = tile;
-        if (j->to_weight) memset(norm.sums, 0, (size_t)weights);
-        for (i64 n = 0; n < (j->to_weight ? 1 : j->count); n++)
-            rotate_tile(j, &j->tensors[n], b, t, nt, c, s, norm);
+        memset(scratch, 0, (size_t)(j->sums * size));
+        j->run_tile(j, b, t, nt, c, s, scratch);
         /* In half precision, the sums of a unit are floats; those of a thread are doubles. */
-        for (i64 i = 0; j->to_weight && i < factors(j); i++)
-            j->shares[thread * factors(j) + i] +=
-                size == 8 ? ((double *)norm.sums)[i] : (double)((float *)norm.sums)[i];
+        for (i64 i = 0; i < j->sums; i++)
+            j->shares[thread * j->sums + i] +=
+                size == 8 ? ((double *)scratch)[i] : (double)((float *)scratch)[i];
     }
     free(block);
 }
-
-/* The index of this thread among those of a job. */
-static i64 thread_of(const Job *j)
-{
-    uint32_t thread = 0;
-    /* A job of one thread may be run by any thread of somebody else's loop. */
-    if (j->threads > 1) torch.thread(&thread);
-    return thread;
-}
-
-static void run_share(i64 first, i64 last, void *job) { run_units(job, first, last, thread_of(job)); }
 
 /* Divide the tokens into tiles, and choose the number of threads. */
 static void plan(Job *j, i64 elements)
@@ -286,30 +301,27 @@ static void plan(Job *j, i64 elements)
     if (threads > 1 && j->tile > fair) j->tile = fair;
     if (j->tile > j->T) j->tile = j->T;
     j->tiles = (j->T + j->tile - 1) / j->tile;
-    j->failed = 0;
     j->threads = threads;
 }
 
-/* Call `share(first, last, of)` for all units of a job, on its threads. */
-static void split(const Job *j, void (*share)(i64, i64, void *), void *of)
+/* Run a job of so many elements on its threads, and store the gradient of the weight. */
+static const char *run(Job *j, i64 elements)
 {
-    const i64 units = j->B * j->tiles;
-    if (j->threads > 1)
-        torch.parallel_for(0, units, (units + j->threads - 1) / j->threads, share, of);
-    else
-        share(0, units, of);
-}
-
-/* Run a job with `share`, and add up the threads' sums of `many` numbers at the places of `at`. */
-static int run(Job *j, i64 elements, i64 many, void (*share)(i64, i64, void *),
-               i64 (*at)(const Job *, i64))
-{
-    plan(j, elements);
-    j->shares = j->to_weight ? calloc((size_t)(j->threads * many + 1), sizeof *j->shares) : NULL;
-    if (j->to_weight && !j->shares) return 1;
-    split(j, share, j);
-    for (i64 i = 0; j->to_weight && i < j->threads * many; i++)
-        j->to_weight[at(j, i % many)] += j->shares[i];
+    if (elements) {
+        plan(j, elements);
+        if (j->sums && !(j->shares = calloc((size_t)(j->threads * j->sums), sizeof *j->shares)))
+            return "no memory for the sums";
+        const i64 units = j->B * j->tiles;
+        if (j->threads > 1)
+            torch.parallel_for(0, units, (units + j->threads - 1) / j->threads, run_units, j);
+        else
+            run_units(0, units, j);
+    }
+    for (i64 i = 0; i < j->sums; i++) {
+        double sum = 0;
+        for (i64 thread = 0; elements && thread < j->threads; thread++) sum += j->shares[thread * j->sums + i];
+        store_number(j->to_weight, j->weight.dtype, j->place ? j->place(j, i) : i, sum);
+    }
     free(j->shares);
-    return j->failed;
+    return j->failed ? "no memory for the table rows" : NULL;
 }

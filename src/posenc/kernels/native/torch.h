@@ -128,15 +128,29 @@ static int read_view(Handle handle, View *v)
     return 1;
 }
 
-/* The arguments of an op, read one after the other. The tensors are deleted by `finish`. */
+/* A call of an op. Its arguments are read one after the other; `finish` deletes the tensors. */
 enum { MOST_TENSORS = 40 };
 typedef struct {
+    Value *stack;
+    int plain; /* whether it is a call that needs no gradient */
     const Value *next;
     Handle held[MOST_TENSORS];
     int count;
-    const char *problem; /* why the op cannot run, or NULL */
-    int plain;           /* whether it is a call that needs no gradient */
+    const char *problem; /* of the arguments that were read, or NULL */
 } Call;
+
+static Call begin(Value *stack, int plain)
+{
+    const Call c = {stack, plain, stack, {0}, 0, NULL};
+    return c;
+}
+
+/* What can fail returns why it did, or NULL. */
+#define TRY(attempt)                             \
+    do {                                         \
+        const char *const problem_ = (attempt);  \
+        if (problem_) return problem_;           \
+    } while (0)
 
 static View hold(Call *c, Handle handle)
 {
@@ -175,10 +189,10 @@ static double number_argument(Call *c)
 }
 
 /* Delete the arguments. If the call failed, raise a RuntimeError in Python, whose caller says more. */
-static void finish(Call *c)
+static void finish(Call *c, const char *problem)
 {
     while (c->count) torch.delete_tensor(c->held[--c->count]);
-    if (c->problem) torch.check(false, "", "posenc", 0, c->problem);
+    if (problem) torch.check(false, "", "posenc", 0, problem);
 }
 
 static i64 count_of(const View *v)
@@ -270,31 +284,42 @@ static void drop_axis(View *v)
 }
 
 /* A new tensor on the device of `like`, which `finish` deletes. */
-static View make(Call *c, i64 dim, const i64 *size, const i64 *step, int32_t dtype, const View *like)
+static const char *make(Call *c, i64 dim, const i64 *size, const i64 *step, int32_t dtype, const View *like,
+                        View *to)
 {
     Handle made = NULL;
-    View none = {0};
-    if (torch.empty(dim, size, step, dtype, like->device, like->index, &made)) {
-        c->problem = "no memory for the result";
-        return none;
-    }
-    return hold(c, made);
+    if (torch.empty(dim, size, step, dtype, like->device, like->index, &made))
+        return "no memory for the result";
+    *to = hold(c, made);
+    return c->problem;
 }
 
-/* A contiguous copy, which `finish` deletes. */
-static View dense_copy(Call *c, const View *v)
+/* A new contiguous tensor of these sizes. */
+static const char *make_contiguous(Call *c, i64 dim, const i64 *size, const View *like, View *to)
 {
     i64 step[MOST_DIMS];
-    contiguous_steps(v->dim, v->size, step);
-    View made = make(c, v->dim, v->size, step, v->dtype, v);
-    if (!c->problem && torch.copy(made.handle, v->handle, 0)) c->problem = "a copy failed";
-    return made;
+    contiguous_steps(dim, size, step);
+    return make(c, dim, size, step, like->dtype, like, to);
 }
 
-/* Hand a tensor of `make` to the caller of the op. */
-static Value result(Call *c, const View *v)
+static const char *copy(const View *to, const View *from)
 {
-    for (int i = 0; i < c->count; i++)
-        if (c->held[i] == v->handle) c->held[i] = c->held[--c->count];
-    return (Value)(uintptr_t)v->handle;
+    return torch.copy(to->handle, from->handle, 0) ? "a copy failed" : NULL;
+}
+
+/* A contiguous copy. */
+static const char *dense_copy(Call *c, const View *v, View *to)
+{
+    TRY(make_contiguous(c, v->dim, v->size, v, to));
+    return copy(to, v);
+}
+
+/* Hand tensors of `make` to the caller of the op. */
+static void give_back(Call *c, const View *results, int count)
+{
+    for (int n = 0; n < count; n++) {
+        c->stack[n] = (Value)(uintptr_t)results[n].handle;
+        for (int i = 0; i < c->count; i++)
+            if (c->held[i] == results[n].handle) c->held[i] = c->held[--c->count];
+    }
 }
