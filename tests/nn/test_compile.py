@@ -10,10 +10,13 @@ from support.modules import DIM, HEADS
 
 # A window of an image has one length. PoPE's attention chooses by the lengths of queries and keys.
 NAMES = [n for n in MODULES if "Grid" not in n and "image" not in n and n != "PoPE"]
+QUICK = {"SinusoidalPosEmbedding", "SinusoidalPE", "LearnedPosEmbedding"}
+QUICK |= {"RotaryPosEmbedding", "RoPE", "RoPE, growing", "XPos", "ALiBi", "RelativeKeys"}
+EACH = [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in NAMES]
 
 
 @COMPILERS
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", EACH)
 def test_one_graph_serves_every_length(name, backend):
     use = MODULES[name]
     module = use.build()
