@@ -21,22 +21,7 @@ from posenc.configs.recipes import (
 from posenc.configs.rules import read_scaling
 
 __all__ = [
-    "LAYOUT",
-    "Alibi",
-    "Buckets",
-    "PositionTable",
-    "Positions",
-    "Recipe",
-    "as_dict",
-    "model_defaults",
-    "not_rotary",
-    "open_config",
-    "read",
-    "read_alibi",
-    "read_buckets",
-    "read_layers",
-    "read_positions",
-    "read_scaling",
-    "text_part",
-    "types_with",
+    "LAYOUT", "Alibi", "Buckets", "PositionTable", "Positions", "Recipe", "as_dict",
+    "model_defaults", "not_rotary", "open_config", "read", "read_alibi", "read_buckets",
+    "read_layers", "read_positions", "read_scaling", "text_part", "types_with",
 ]  # fmt: skip
