@@ -42,27 +42,27 @@ def explain(
     """
     if as_python and as_json:
         raise ValueError("--python and --json exclude each other: the JSON contains the Python.")
-    found = lab.explain(config, layer_type=layer_type, seq_len=seq_len)
+    explained = lab.explain(config, layer_type=layer_type, seq_len=seq_len)
     if as_python:
-        typer.echo(found.python())
+        typer.echo(explained.python())
     elif as_json:
-        typer.echo(json.dumps(found.as_json(), indent=2))
+        typer.echo(json.dumps(explained.as_json(), indent=2))
     else:
-        _show(found)
+        _show(explained)
 
 
-def _show(found: lab.Explanations) -> None:
-    for part in found.parts:
+def _show(explained: lab.Explanations) -> None:
+    for part in explained.parts:
         # None stands for an argument that is left out.
         rows = [(name, *fact) for name, fact in part.arguments.items() if fact[0] is not None]
         rows += _numbers(part.numbers, part.numbers.get("longer", {}))
         rows.append(("build", part.build, ""))
         _table(part.kind if part.layer_type is None else f"{part.kind}, {part.layer_type}", rows)
-    facts = {name: fact for name, fact in found.facts.items() if fact is not None}
+    facts = {name: fact for name, fact in explained.facts.items() if fact is not None}
     # An image has no length.
     for name in ("trained_length", "max_length") if "position_ids" not in facts else ():
         facts.setdefault(name, ("not in the config", ""))
-    if any(part.kind in lab.BIASES for part in found.parts):
+    if any(part.kind in lab.BIASES for part in explained.parts):
         facts["max_length"] = ("any: a bias has no last position", "")
     rows = [
         (words, _in_words(name, facts[name][0]), facts[name][1])

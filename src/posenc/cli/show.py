@@ -87,7 +87,7 @@ def _view(encoding: str | None, config: Path | None, options: dict[str, Any]) ->
     if draw is None:
         known = ", ".join(lab.ENCODINGS)
         raise ValueError(f"ENCODING must be one of {known}; got {encoding or 'none'}.")
-    given = {name: options[name] for name in _OPTIONS if options[name] is not None}
-    for name in given.keys() - inspect.signature(draw).parameters.keys():
+    passed = {name: options[name] for name in _OPTIONS if options[name] is not None}
+    for name in passed.keys() - inspect.signature(draw).parameters.keys():
         raise ValueError(f"--{name.replace('_', '-')} is not for {encoding}: leave it out.")
-    return draw(**given)
+    return draw(**passed)

@@ -85,16 +85,16 @@ def explain(
 
     Rules that depend on the length of a sequence are evaluated at ``seq_len``.
     """
-    found = configs.read_positions(config, layer_type=layer_type)
-    longest = 0 if found.max_length is None else found.max_length[0]
-    parts = [_explained(part, seq_len, longest) for part in found.parts]
-    if found.dual_chunk is not None:
-        parts = [_in_chunks(part, *found.dual_chunk) for part in parts]
-    if found.without_rope is not None:
+    positions = configs.read_positions(config, layer_type=layer_type)
+    longest = 0 if positions.max_length is None else positions.max_length[0]
+    parts = [_explained(part, seq_len, longest) for part in positions.parts]
+    if positions.dual_chunk is not None:
+        parts = [_in_chunks(part, *positions.dual_chunk) for part in parts]
+    if positions.without_rope is not None:
         how = "posenc.rope_layers(config), which has None for layers without RoPE"
         parts = [replace(part, build=how) for part in parts]
-    names = (each.name for each in fields(found) if each.name not in ("parts", "dual_chunk"))
-    return Explanations(parts, {name: getattr(found, name) for name in names})
+    names = (each.name for each in fields(positions) if each.name not in ("parts", "dual_chunk"))
+    return Explanations(parts, {name: getattr(positions, name) for name in names})
 
 
 def _in_chunks(part: Explanation, sizes: tuple[int, int], key: str) -> Explanation:
@@ -126,9 +126,9 @@ def _explained(part: Any, seq_len: int | None, longest: int) -> Explanation:
             _T5, None, arguments, {}, python, "posenc.T5Bias.from_config(config, causal=False)"
         )
     if isinstance(part, configs.Alibi):
-        given = {name: value for name, (value, _) in arguments.items()}
-        words = [repr(part.model), *(f"{name}={value}" for name, value in given.items())]
-        slopes = {"slopes": ALiBi.from_model(part.model, **given).slopes.tolist()}
+        keywords = {name: value for name, (value, _) in arguments.items()}
+        words = [repr(part.model), *(f"{name}={value}" for name, value in keywords.items())]
+        slopes = {"slopes": ALiBi.from_model(part.model, **keywords).slopes.tolist()}
         python = f"posenc.ALiBi.from_model({', '.join(words)})"
         build = "posenc.ALiBi.from_config(config)"
         return Explanation("ALiBi", None, arguments, slopes, python, build)
@@ -144,9 +144,9 @@ def _explained(part: Any, seq_len: int | None, longest: int) -> Explanation:
 
 
 def _rotary(part: configs.Recipe, seq_len: int | None, longest: int) -> Explanation:
-    given, sources = part.arguments(), part.sources
-    rope = RoPE(max_seq_len=None, **given)
-    arguments = {name: (value, sources.get(name, "default")) for name, value in given.items()}
+    keywords, sources = part.arguments(), part.sources
+    rope = RoPE(max_seq_len=None, **keywords)
+    arguments = {name: (value, sources.get(name, "default")) for name, value in keywords.items()}
     numbers = _numbers(rope, seq_len)
     rule: Any = rope.scaling
     trained = None if rule is None else rule.trained_length()
@@ -154,8 +154,10 @@ def _rotary(part: configs.Recipe, seq_len: int | None, longest: int) -> Explanat
         # The numbers above are those of sequences up to the trained length.
         length = max(longest, trained + 1)
         numbers["longer"] = {"seq_len": length, **_numbers(rope, length)}
-    words = [str(given.pop("head_dim")), "max_seq_len=None"]
-    words += [f"{name}={_code(given[name])}" for name in given if given[name] != _USUAL.get(name)]
+    words = [str(keywords.pop("head_dim")), "max_seq_len=None"]
+    words += [
+        f"{name}={_code(keywords[name])}" for name in keywords if keywords[name] != _USUAL.get(name)
+    ]
     layer = "" if part.layer_type is None else f", layer_type={part.layer_type!r}"
     build = f"posenc.RoPE.from_config(config{layer})"
     python = f"posenc.RoPE({', '.join(words)})"

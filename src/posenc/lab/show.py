@@ -167,16 +167,19 @@ def rope(
     if factor is not None and not names:
         raise ValueError("--factor needs --scaling.")
     factor = 8.0 if factor is None else factor
-    found = [rotation(nn.RoPE(dim, None, base), "as trained", trained)]
-    found += [_by_rule(name, dim, base, factor, trained) for name in names]
+    rotations = [rotation(nn.RoPE(dim, None, base), "as trained", trained)]
+    rotations += [_by_rule(name, dim, base, factor, trained) for name in names]
     longest = math.ceil(trained * factor) if names else trained
-    return _rotary(found, dim, base, length, trained, longest)
+    return _rotary(rotations, dim, base, length, trained, longest)
 
 
 def pope(*, dim: int = 128, length: int = 128, trained: int = 4096, base: float = 10_000.0) -> View:
     """PoPE compared with RoPE, and what a phase does to one channel's part of the score."""
     rates = nn.PoPE(dim, num_kv_heads=None, max_seq_len=None, base=base).scaled_inv_freq()
-    found = [Rotation("PoPE", rates), Rotation("RoPE", nn.RoPE(dim, None, base).scaled_inv_freq())]
+    rotations = [
+        Rotation("PoPE", rates),
+        Rotation("RoPE", nn.RoPE(dim, None, base).scaled_inv_freq()),
+    ]
     cos = (torch.arange(length)[:, None] * rates).cos()
     distance, middle = torch.arange(length, dtype=torch.float64), dim // 4
     parts = [
@@ -185,11 +188,11 @@ def pope(*, dim: int = 128, length: int = 128, trained: int = 4096, base: float 
     ]
     panels = (
         Heat("Cosines of the angles", "channel", "position", cos),
-        *_by_rate(found, trained, trained, "channel (RoPE: pair)"),
+        *_by_rate(rotations, trained, trained, "channel (RoPE: pair)"),
         Chart(f"Score of channel {middle}, lengths one", "distance", "", parts),
     )
     title = f"PoPE: lengths softplus(x), angles of positions, {dim} channels, base {base:g}"
-    return View(title, panels, _numbers("pope", dim, base, trained, found))
+    return View(title, panels, _numbers("pope", dim, base, trained, rotations))
 
 
 def of_config(
@@ -202,11 +205,13 @@ def of_config(
 ) -> View:
     """The rotation that a model's config describes, and the same without its rule."""
     model = nn.RoPE.from_config(config, layer_type=layer_type)
-    found = configs.read_positions(config, layer_type=layer_type)
+    positions = configs.read_positions(config, layer_type=layer_type)
     factor = getattr(model.scaling, "factor", None) or 1.0
-    longest = found.max_length[0] if found.max_length else 0
+    longest = positions.max_length[0] if positions.max_length else 0
     if trained is None:
-        trained = found.trained_length[0] if found.trained_length else math.ceil(longest / factor)
+        trained = (
+            positions.trained_length[0] if positions.trained_length else math.ceil(longest / factor)
+        )
     trained = max(2, trained or 4096)
     longest = max(longest, math.ceil(trained * factor))
     dim, base = model.rotary_dim or model.head_dim, model.base
@@ -369,20 +374,20 @@ def _by_rule(name: str, dim: int, base: float, factor: float, trained: int) -> R
 
 
 def _rotary(
-    found: Sequence[Rotation], dim: int, base: float, length: int, trained: int, longest: int
+    rotations: Sequence[Rotation], dim: int, base: float, length: int, trained: int, longest: int
 ) -> View:
     """Angles of the first rule, if there is one, and all rotations side by side."""
-    shown, named = found[0], ""
+    shown, named = rotations[0], ""
     last = _circles(shown.rates, min(length, 24))
-    if len(found) > 1:
-        shown, named = found[1], f", {found[1].label}"
-        slower = [_by_pair(each, found[0].rates / each.rates) for each in found]
+    if len(rotations) > 1:
+        shown, named = rotations[1], f", {rotations[1].label}"
+        slower = [_by_pair(each, rotations[0].rates / each.rates) for each in rotations]
         last = Chart("How many times slower each pair rotates", "pair", "", slower)
     cos = (torch.arange(length)[:, None] * shown.rates).cos() * shown.gain
     heat = Heat(f"Cosines of the angles{named}", "pair", "position", cos)
-    panels = (heat, *_by_rate(found, trained, longest), last)
+    panels = (heat, *_by_rate(rotations, trained, longest), last)
     title = f"RoPE: queries and keys rotated, {dim} channels, base {base:g}"
-    return View(title, panels, _numbers("rope", dim, base, trained, found))
+    return View(title, panels, _numbers("rope", dim, base, trained, rotations))
 
 
 def _circles(rates: Tensor, positions: int) -> Chart:
@@ -405,12 +410,12 @@ def _added(table: Tensor) -> tuple[Heat, Heat]:
 
 
 def _by_rate(
-    found: Sequence[Rotation], trained: int, farthest: int, what: str = "pair"
+    rotations: Sequence[Rotation], trained: int, farthest: int, what: str = "pair"
 ) -> tuple[Chart, Chart]:
     """Wavelengths of all pairs, or of ``what`` has rates, and scores at all distances."""
-    waves = [_by_pair(each, math.tau / each.rates) for each in found]
+    waves = [_by_pair(each, math.tau / each.rates) for each in rotations]
     above = ("y", trained, f"no full turn in the trained context, {trained}")
-    lines = [line(each.label, *scores(each, farthest)) for each in found]
+    lines = [line(each.label, *scores(each, farthest)) for each in rotations]
     right = ("x", trained, "past the trained context")
     return (
         Chart("Positions for a full turn", what, "positions", waves, log="y", shaded=above),
@@ -425,10 +430,10 @@ def _by_pair(shown: Rotation, values: Tensor) -> Line:
 
 
 def _numbers(
-    encoding: str, dim: int, base: float, trained: int, found: Sequence[Rotation]
+    encoding: str, dim: int, base: float, trained: int, rotations: Sequence[Rotation]
 ) -> dict[str, Any]:
     rates = []
-    for each in found:
+    for each in rotations:
         values = each.rates.tolist()
         waves = [math.tau / rate if rate else None for rate in values]
         one = {"label": each.label, "gain": each.gain, "rates": values, "wavelengths": waves}
