@@ -20,6 +20,15 @@ def decoder(encoding, plan=PLAN, seed=0):
     return Decoder(encoding, plan, symbols=11, seed=seed)
 
 
+def sharp_decoder(encoding, plan=PLAN):
+    """At the first weights, of 0.02, attention is too even to show anything."""
+    model, generator = decoder(encoding, plan), torch.Generator().manual_seed(0)
+    for block in model.blocks:
+        for part in (block.qkv, block.out):
+            torch.nn.init.normal_(part.weight, std=0.4, generator=generator)
+    return model
+
+
 @pytest.mark.parametrize("encoding", TRAINED)
 def test_no_token_sees_a_later_one(encoding):
     model = decoder(encoding)
@@ -43,11 +52,7 @@ def test_all_encodings_begin_with_the_same_weights(encoding):
 @pytest.mark.parametrize("encoding", TRAINED[1:])
 def test_every_encoding_sees_the_order_of_earlier_tokens(encoding):
     """A model without one cannot: earlier tokens in another order are the same set of keys."""
-    model = decoder(encoding, ONE_LAYER)
-    # At the first weights of 0.02, attention is too even for order to show.
-    for block in model.blocks:
-        for part in (block.qkv, block.out):
-            torch.nn.init.normal_(part.weight, std=0.4)
+    model = sharp_decoder(encoding, ONE_LAYER)
     # Biases that are zero before training know no order yet.
     for weight in model.position.parameters():
         torch.nn.init.normal_(weight)
@@ -59,10 +64,7 @@ def test_every_encoding_sees_the_order_of_earlier_tokens(encoding):
 @pytest.mark.parametrize("encoding", TRAINED[1:])
 def test_one_step_trains_every_number_of_an_encoding(encoding):
     """A parameter that the loss does not reach would be compared untrained."""
-    model = decoder(encoding)
-    # At the first weights of 0.02, gradients through attention are below the rounding.
-    for block in model.blocks:
-        torch.nn.init.normal_(block.qkv.weight, std=0.4)
+    model = sharp_decoder(encoding)
     tokens = torch.randint(0, 11, (4, PLAN.train_length + 1))
     losses_of(model, Batch(tokens[:, :-1], tokens[:, 1:])).mean().backward()
     before = [p.detach().clone() for p in model.position.parameters()]
@@ -75,11 +77,7 @@ def test_one_step_trains_every_number_of_an_encoding(encoding):
 def test_every_bias_has_the_scale_of_the_others():
     """T5's own is one: without the bias, which is zero here, its attention must be theirs."""
     tokens = torch.randint(0, 11, (2, 8))
-    none, t5 = (decoder(name) for name in ("none", "t5"))
-    for model in (none, t5):
-        drawn = torch.Generator().manual_seed(0)
-        for block in model.blocks:
-            torch.nn.init.normal_(block.qkv.weight, std=0.4, generator=drawn)
+    none, t5 = (sharp_decoder(name) for name in ("none", "t5"))
     torch.testing.assert_close(t5(tokens), none(tokens), rtol=0, atol=1e-5)
 
 
@@ -96,11 +94,7 @@ AFTERWARDS = [name for name, encoding in ENCODINGS.items() if encoding.trained_a
 @pytest.mark.parametrize("name", [n for n in AFTERWARDS if not ENCODINGS[n].recalibration])
 def test_a_rule_changes_the_output_only_past_the_training_length(name):
     """Otherwise two lines of the picture would be one."""
-    model = decoder("rope")
-    # At the first weights of 0.02, attention is too even for a rule to show.
-    drawn = torch.Generator().manual_seed(0)
-    for block in model.blocks:
-        torch.nn.init.normal_(block.qkv.weight, std=0.4, generator=drawn)
+    model = sharp_decoder("rope")
     tokens = torch.arange(24)[None] % 11
     plain = model(tokens)
     model.use(name, 24)
