@@ -78,7 +78,13 @@ class Tables:
 
     def forward_of(self, kind: Any) -> Any:
         """Our forward, inside the decorators that the class puts around its own."""
-        inner, ours = inspect.unwrap(kind.forward), Match(self.form, "", partial(_forward, self))
+
+        def forward(
+            module: Any, x: Tensor, position_ids: Tensor, layer_type: str | None = None
+        ) -> Any:
+            return _forward(self, module, x, position_ids, layer_type)
+
+        inner, ours = inspect.unwrap(kind.forward), Match(self.form, "", forward)
         rewriter = Rewriter(lambda name, function: ours if function is inner else None)
         return rewriter.rewrite("forward", kind.forward)[0]
 

@@ -518,9 +518,9 @@ def _attach(who: str, model: Any, layers: dict[Any, ExtendedRoPE | None]) -> Non
         rule = "model must let its attention implementation be set"
         checks.fail(who, rule, type(model).__name__, _UNCHANGED)
     vars(model)[_BEFORE] = before
-    for layer, held in layers.items():
+    for layer, extension in layers.items():
         # Not as a submodule: the model's modules stay as they are. None is for no rotation.
-        vars(layer)[EXTENSION] = held
+        vars(layer)[EXTENSION] = extension
 
 
 def _detach(modules: list[nn.Module]) -> None:
@@ -548,17 +548,17 @@ def _attend(
 ) -> tuple[Tensor, None]:
     """The attention of a layer; ``attention_mask`` is what `_document_ids` returned."""
     who = "the extended model"
-    found = [name for name in _UNKNOWN if others.get(name) is not None]
-    if dropout or found:
+    unknown = [name for name in _UNKNOWN if others.get(name) is not None]
+    if dropout or unknown:
         rule = "attention must be plain: without dropout, a window, a soft cap and sinks"
-        got = ", ".join(found) or f"dropout={dropout}"
+        got = ", ".join(unknown) or f"dropout={dropout}"
         checks.fail(who, rule, got, "Call model.eval(), or unpatch the model.")
     if attention_mask is not None and attention_mask.dim() != 2:
         hint = "Pass attention_mask of shape (B, K)."
         checks.fail(who, "attention_mask must have two axes", tuple(attention_mask.shape), hint)
     how: Any = {"scale": scaling, "document_ids": attention_mask}
-    held: ExtendedRoPE | None = vars(module)[EXTENSION]
-    attend = biased_attention if held is None else held.attention
+    extension: ExtendedRoPE | None = vars(module)[EXTENSION]
+    attend = biased_attention if extension is None else extension.attention
     return attend(query, key, value, **how).transpose(1, 2), None
 
 
