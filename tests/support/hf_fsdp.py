@@ -1,4 +1,4 @@
-"""A patched model that FSDP2 shards from the meta device: what the ranks of test_fsdp run."""
+"""A patched model that FSDP2 shards from the meta device: what the ranks of test_tables run."""
 
 from __future__ import annotations
 

@@ -1,13 +1,92 @@
 """Models of transformers with ALiBi or T5's buckets on our attention."""
 
+import copy
+import pickle
+
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from posenc.interop.huggingface import biased, patch, patched, unpatch
-from support.hf_biased import DECODERS, FAMILIES, build, inputs, rarely, run
 from support.hf_models import tiny, tokens
+
+# BLOOM's own GELU.
+pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated")
+
+# Six heads: not a power of two, where the models' slopes differ.
+ALIBI = {"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 6, "vocab_size": 99}
+T5 = {"d_model": 32, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 4, "vocab_size": 99}
+T5 |= {"decoder_start_token_id": 0, "dropout_rate": 0.0}
+# Distances past the last bucket are among 40 tokens.
+T5 |= {"relative_attention_num_buckets": 12, "relative_attention_max_distance": 20}
+FALCON = {**ALIBI, "alibi": True}
+GROUPS = {"new_decoder_architecture": True, "num_kv_heads": 2}
+FAMILIES = {
+    "bloom": ("BloomForCausalLM", ALIBI),
+    "mpt": ("MptForCausalLM", {**ALIBI, "max_seq_len": 64}),
+    "falcon-multi-query": ("FalconForCausalLM", FALCON),
+    "falcon-groups": ("FalconForCausalLM", {**FALCON, **GROUPS}),
+    "falcon-all-heads": ("FalconForCausalLM", {**FALCON, "multi_query": False}),
+    "t5": ("T5ForConditionalGeneration", T5),
+    "mt5": ("MT5ForConditionalGeneration", T5),
+    # With SDPA and no padding, transformers 5.17 lets UMT5's decoder see later tokens.
+    "umt5": ("UMT5ForConditionalGeneration", {**T5, "attn_implementation": "eager"}),
+}
+DECODERS = ["bloom", "mpt", "falcon-groups"]
+
+
+def rarely(names, *often):
+    """The families with those but ``often`` in make test-all alone."""
+    slow = pytest.mark.slow
+    return [name if name in often else pytest.param(name, marks=slow) for name in names]
+
+
+def build(family):
+    name, changes = FAMILIES[family]
+    return tiny(name, **changes)
+
+
+def padding(batch=3, length=40):
+    """None, some on the left, some on the right."""
+    mask = torch.ones(batch, length, dtype=torch.long)
+    mask[1, :5], mask[2, -9:] = 0, 0
+    return mask
+
+
+def inputs(model, length=40):
+    ids, mask = tokens(3, length), padding(3, length)
+    given = {"input_ids": ids, "attention_mask": mask}
+    if model.config.is_encoder_decoder:
+        # More queries than keys in the attention to the encoder.
+        given |= {"input_ids": ids[:, :30], "attention_mask": mask[:, :30].roll(2, 0)}
+        given |= {"decoder_input_ids": ids, "decoder_attention_mask": mask}
+    return given, mask.bool()
+
+
+def run(model, length=40):
+    """Logits of the tokens that are not padding, and the gradient of every parameter."""
+    model.zero_grad()
+    given, real = inputs(model, length)
+    logits = model(**given).logits[real]
+    (logits * torch.linspace(-1, 1, logits.numel()).view(logits.shape)).sum().backward()
+    return logits.detach(), {n: p.grad.clone() for n, p in model.named_parameters()}
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """The biases of the calls of our attention."""
+    seen = []
+
+    def spy(q, k, v, bias, *others, **named):
+        seen.append(bias)
+        return ours(q, k, v, bias, *others, **named)
+
+    ours = biased._attend
+    monkeypatch.setattr(biased, "_attend", spy)
+    return seen
+
 
 QUICK = ["bloom", "mpt", "falcon-groups", "t5"]
 
@@ -126,28 +205,297 @@ def test_no_matrix_is_made(family, padded):
     assert ours.elements < length * length / 2
 
 
-# BLOOM's own GELU.
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated")
-@pytest.mark.slow
-@pytest.mark.parametrize("family", [*DECODERS, "t5", "umt5"])
-def test_a_patched_model_compiles_without_a_break(family):
+def square_mask(model):
+    given = {"input_ids": tokens(3, 40)}
+    if model.config.is_encoder_decoder:
+        given["decoder_input_ids"] = given["input_ids"]
+    given["attention_mask"] = torch.full((1, 1, 40, 40), -1e9).triu(1)
+    return given
+
+
+def weights(model):
+    return {**inputs(model)[0], "output_attentions": True}
+
+
+# BLOOM's and Falcon's own code takes no mask of four axes.
+OWN = [
+    ("mpt", square_mask),
+    ("t5", square_mask),
+    ("bloom", weights),
+    ("umt5", weights),
+]
+
+
+@pytest.mark.parametrize(("family", "make"), OWN)
+def test_what_ours_cannot_do_the_models_own_attention_does(family, make, calls):
+    model = build(family)
+    given = make(model)
+    expected = model(**given)
+    patch(model)
+    calls.clear()
+
+    got = model(**given)
+
+    assert not calls
+    apart = (got.logits - expected.logits)[padding().bool()].abs().max()
+    assert apart < 2e-5 * expected.logits.abs().max()
+    theirs = expected.get("attentions") or expected.get("decoder_attentions")
+    ours = got.get("attentions") or got.get("decoder_attentions")
+    assert (ours is None) == (theirs is None) == (make is not weights)
+    assert ours is None or all(map(torch.equal, ours, theirs))
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("BloomForCausalLM", {**ALIBI, "attention_dropout": 0.5}),
+        ("T5ForConditionalGeneration", {**T5, "dropout_rate": 0.5}),
+    ],
+)
+def test_dropout_of_weights_is_the_models_own_in_training(name, changes, calls):
+    model = tiny(name, **changes).train()
+    given, _ = inputs(model)
+    torch.manual_seed(0)
+    expected = model(**given).logits
+
+    report = patch(model)
+    calls.clear()
+    torch.manual_seed(0)
+    got = model(**given).logits
+
+    assert not calls
+    assert torch.equal(got, expected)
+    assert "its own in training, dropout 0.5" in str(report)
+
+
+BERT_LIKE = {"hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 32}
+REFUSED = {
+    "longt5": ("LongT5Model", T5, "LongT5LocalAttention at 'encoder.block.0"),
+    "switch_transformers": ("SwitchTransformersModel", T5, "SwitchTransformersAttention at"),
+    "mpnet": ("MPNetModel", {**BERT_LIKE, "vocab_size": 99}, "MPNetEncoder at 'encoder'"),
+    # Its eager attention adds the bias twice, in the mask and to the scores.
+    "falcon-eager": (
+        "FalconModel",
+        {**FALCON, "attn_implementation": "eager"},
+        "FalconAttention at 'h.0.self_attention', which computes something else",
+    ),
+    # This flag makes BLOOM leave out the bias of a projection.
+    "bloom-slow-but-exact": (
+        "BloomModel",
+        {**ALIBI, "pretraining_tp": 2, "slow_but_exact": True},
+        "BloomAttention at 'h.0.self_attention', which computes something else",
+    ),
+}
+
+
+@pytest.mark.parametrize("family", REFUSED)
+def test_what_is_not_known_is_refused_by_name(family):
+    name, changes, named = REFUSED[family]
+    model = tiny(name, **changes)
+
+    with pytest.raises(ValueError, match="every attention with a bias must be known") as caught:
+        patch(model)
+
+    assert named in str(caught.value)
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_an_attention_layer_alone_is_refused():
+    """Its mask is made by the model around it."""
+    layer = build("t5").encoder.block[0]
+
+    with pytest.raises(ValueError, match=r"T5Attention at .*, without the model around it"):
+        patch(layer)
+
+
+def test_trying_changes_no_random_numbers():
+    model = build("bloom")
+    torch.manual_seed(3)
+    expected = torch.rand(4)
+    torch.manual_seed(3)
+
+    patch(model)
+
+    assert torch.equal(torch.rand(4), expected)
+
+
+def test_the_report_names_every_layer():
+    assert str(patch(build("bloom"))).splitlines() == [
+        "transformer.h.0.self_attention (BloomAttention): attention [alibi]",
+        "transformer.h.1.self_attention (BloomAttention): attention [alibi]",
+    ]
+    report = patch(build("umt5"))
+    assert [(one.module, one.bias) for one in report.attentions][2:4] == [
+        ("decoder.block.0.layer.0.SelfAttention", "buckets"),
+        ("decoder.block.0.layer.1.EncDecAttention", "none"),
+    ]
+
+
+@pytest.mark.parametrize("family", rarely(["bloom", "t5"], "bloom"))
+def test_a_copy_is_patched_too(family, calls):
     model = build(family)
     patch(model)
-    given, real = inputs(model)
-    expected = model(**given).logits[real]
+    given, _ = inputs(model)
+    expected = model(**given).logits
 
-    got = torch.compile(model, backend="eager", fullgraph=True)(**given, use_cache=False)
+    copied = pickle.loads(pickle.dumps(copy.deepcopy(model)))
+    calls.clear()
+    got = copied(**given).logits
 
-    assert (got.logits[real] - expected).abs().max() < 2e-5 * expected.abs().max()
+    assert calls
+    assert torch.equal(got, expected)
 
 
-@pytest.mark.slow
-def test_a_patched_model_exports():
-    model = tiny("MptModel", **{**FAMILIES["mpt"][1], "use_cache": False})
+@pytest.mark.parametrize("family", rarely(["mpt", "t5"], "t5"))
+def test_gradient_checkpointing_runs_ours_again(family, calls):
+    model = build(family).train()
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
     patch(model)
-    given, real = inputs(model)
+    model.config.use_cache = False
+    _, expected = run(model)
+    model.gradient_checkpointing_enable()
+    calls.clear()
 
-    program = torch.export.export(model, (), given).module()
+    _, got = run(model)
 
-    expected, got = (one(**given).last_hidden_state[real] for one in (model, program))
+    assert len(calls) == (8 if model.config.is_encoder_decoder else 4)
+    assert all(torch.equal(got[name], gradient) for name, gradient in expected.items())
+
+
+# Of two sequences: which keys are seen.
+MASKS = {
+    "all": ("111111111111", "111111111111"),
+    "left": ("111111111111", "000001111111"),
+    "right": ("111111111111", "111111100000"),
+    "both-ends": ("000111111100", "011111111110"),
+    "holes": ("111000111111", "101111100111"),
+    "after-a-right-padded-prompt": ("111111111111", "111100000001"),
+    "ends-and-holes": ("011011011011", "001110000111"),
+}
+MASKED = ["bloom", "mpt", "falcon-groups", "falcon-multi-query", "t5", "umt5"]
+
+
+def mask_of(name):
+    return torch.tensor([[int(seen) for seen in row] for row in MASKS[name]])
+
+
+def calls_of(model):
+    """Arguments with each of the masks, those of an encoder in the opposite order, and the mask."""
+    ids = tokens(2, 12)
+    for name, other in zip(MASKS, reversed(MASKS), strict=True):
+        given = {"input_ids": ids, "attention_mask": mask_of(name), "use_cache": False}
+        if model.config.is_encoder_decoder:
+            given |= {"decoder_input_ids": ids, "decoder_attention_mask": mask_of(name)}
+            given["attention_mask"] = mask_of(other)
+        yield given, mask_of(name).bool()
+
+
+def assert_near(got, expected):
+    assert got.isfinite().all()
     assert (got - expected).abs().max() < 2e-5 * expected.abs().max()
+
+
+@pytest.mark.parametrize("family", rarely(MASKED, "bloom", "t5"))
+def test_every_mask_gives_the_models_logits(family, calls):
+    """Padding between tokens too: nothing of it is left to the model's own attention."""
+    model = build(family)
+    expected = [model(**given).logits[real] for given, real in calls_of(model)]
+    patch(model)
+    for (given, real), logits in zip(calls_of(model), expected, strict=True):
+        calls.clear()
+        assert_near(model(**given).logits[real], logits)
+        # Two layers in each of the stacks.
+        assert len(calls) == (4 if model.config.is_encoder_decoder else 2)
+
+
+@pytest.mark.parametrize("family", rarely(MASKED, "bloom", "t5"))
+def test_one_compiled_graph_serves_every_mask(family):
+    """A graph does not know the mask's values when it is made."""
+    model, compiles = build(family), CompileCounterWithBackend("aot_eager")
+    expected = [model(**given).logits[real] for given, real in calls_of(model)]
+    patch(model)
+    compiled = torch.compile(model, backend=compiles, fullgraph=True)
+    for (given, real), logits in zip(calls_of(model), expected, strict=True):
+        assert_near(compiled(**given).logits[real], logits)
+    assert compiles.frame_count == 1
+    assert "posenc.attend" in str(compiles.graphs[0].graph)
+
+
+@pytest.mark.parametrize("family", rarely(MASKED, "bloom", "t5"))
+def test_one_exported_program_serves_every_mask(family):
+    model = build(family)
+    expected = [model(**given).logits[real] for given, real in calls_of(model)]
+    patch(model)
+    first, _ = next(calls_of(model))
+    program = torch.export.export(model, (), first).module()
+    for (given, real), logits in zip(calls_of(model), expected, strict=True):
+        assert_near(program(**given).logits[real], logits)
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("family", rarely(MASKED, "bloom", "t5"))
+@torch.no_grad()
+def test_a_token_after_a_right_padded_prompt(family, compiled):
+    """Padding of the prompt is then between tokens."""
+    model, ids = build(family), tokens(2, 12)
+    mask, names = mask_of("after-a-right-padded-prompt"), ("input_ids", "attention_mask")
+    others = {"use_cache": True}
+    if model.config.is_encoder_decoder:
+        others |= {"encoder_outputs": model.encoder(ids), "attention_mask": mask_of("holes")}
+        names = "decoder_input_ids", "decoder_attention_mask"
+
+    def given(tokens, mask, cache=None):
+        return {**others, **dict(zip(names, (tokens, mask), strict=True)), "past_key_values": cache}
+
+    cache = model(**given(ids[:, :-1], mask[:, :-1])).past_key_values
+    expected = model(**given(ids[:, -1:], mask, copy.deepcopy(cache))).logits
+    patch(model)
+    step = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model
+    assert_near(step(**given(ids[:, -1:], mask, cache)).logits, expected)
+
+
+@pytest.mark.parametrize("family", rarely(["bloom", "t5"], "t5"))
+@pytest.mark.parametrize("name", ["left", "ends-and-holes"])
+def test_gradients_beside_padding_are_the_models(family, name):
+    """A query at padding may see no other key; no gradient becomes NaN by it."""
+    model = build(family)
+    given, real = dict(zip(MASKS, calls_of(model), strict=True))[name]
+
+    def gradients():
+        model.zero_grad()
+        logits = model(**given).logits[real]
+        (logits * torch.linspace(-1, 1, logits.numel()).view(logits.shape)).sum().backward()
+        return torch.cat([p.grad.flatten() for p in model.parameters()])
+
+    expected = gradients()
+    patch(model)
+    assert_near(gradients(), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("family", rarely(["bloom", "mpt", "falcon-groups", "t5"], "t5"))
+def test_hidden_keys_change_no_bit_in_half_precision(family, dtype):
+    """Their weights are zero, not small: other tokens there give the same logits."""
+    model = build(family).to(dtype)
+    patch(model)
+    for given, real in calls_of(model):
+        ids = given["input_ids"]
+        name = "decoder_input_ids" if model.config.is_encoder_decoder else "input_ids"
+        logits = model(**given).logits[real]
+        changed = {**given, name: torch.where(real, ids, (ids + 1) % 99)}
+        assert torch.equal(model(**changed).logits[real], logits)
+
+
+@pytest.mark.parametrize("family", ["bloom", "t5"])
+@torch.no_grad()
+def test_a_mask_of_the_new_tokens_alone_is_refused(family):
+    """One column would hide all keys, or none."""
+    model, ids = build(family), tokens(2, 12)
+    patch(model)
+    if model.config.is_encoder_decoder:
+        model = model.decoder
+    cache = model(ids, use_cache=True).past_key_values
+    with pytest.raises(ValueError, match="must have 13 columns, one for each key, got 1"):
+        model(ids[:, :1], past_key_values=cache, attention_mask=torch.tensor([[1], [0]]))

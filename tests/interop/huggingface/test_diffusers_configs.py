@@ -86,7 +86,7 @@ POSITIONS = {
 QUICK = ("FluxTransformer2DModel", "WanTransformer3DModel", "CosmosTransformer3DModel")
 
 
-def tables_of(model, given, monkeypatch):
+def rotations_of(model, given, monkeypatch):
     """Tables that a model rotates by, a row for each token, and the layouts."""
     seen = []
 
@@ -107,32 +107,26 @@ def _rows(table):
     return table.reshape(-1, *table.shape[-2:])[0]
 
 
-def check(name, monkeypatch):
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.slow] * (name not in QUICK)) for name in POSITIONS],
+)
+def test_a_model_rotates_by_the_tables_of_its_config(name, monkeypatch):
     model, given = tiny(name)
     rope = posenc.RoPE.from_config(model)
-    found = tables_of(model, given, monkeypatch)
-    for where in POSITIONS[name]:
-        cos, sin = rope.tables(where)
+    rotations = rotations_of(model, given, monkeypatch)
+    for position_ids in POSITIONS[name]:
+        cos, sin = rope.tables(position_ids)
         # Rates in float32 are powers, off by ln(base) roundings or so.
-        error = 2**-24 + where.abs().max().item() * (2 + math.log(rope.base)) * 2**-24
+        error = 2**-24 + position_ids.abs().max().item() * (2 + math.log(rope.base)) * 2**-24
         near = [
             max((c[: len(cos)] - cos).abs().max(), (s[: len(sin)] - sin).abs().max()) <= error
-            for c, s, _ in found
+            for c, s, _ in rotations
             if len(c) >= len(cos) and c.shape[-1] == cos.shape[-1]
         ]
         assert any(near), "the model has no such table"
-    assert {layout for _, _, layout in found} == {"interleaved" if rope.interleaved else "half"}
-
-
-@pytest.mark.parametrize("name", QUICK)
-def test_a_model_rotates_by_the_tables_of_its_config(name, monkeypatch):
-    check(name, monkeypatch)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in POSITIONS if name not in QUICK])
-def test_every_model_rotates_by_the_tables_of_its_config(name, monkeypatch):
-    check(name, monkeypatch)
+    layouts = {layout for _, _, layout in rotations}
+    assert layouts == {"interleaved" if rope.interleaved else "half"}
 
 
 @pytest.mark.slow

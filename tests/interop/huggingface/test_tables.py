@@ -5,47 +5,68 @@ import warnings
 
 import pytest
 import torch
-from torch import nn
-from transformers import LlamaConfig, PixtralVisionConfig
+from transformers import PixtralVisionConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.models.pixtral.modeling_pixtral import PixtralVisionRotaryEmbedding
 
 from posenc.interop.huggingface import patch, patched
-from posenc.interop.huggingface.modules import tables_of
 from support.hf_models import SMALL, VISION, apart, llama, tiny, tokens
+from support.processes import assert_passed, run
+
+
+def exact_cosines(at, pairs=8, base=1e4):
+    rates = [base ** (-i / pairs) for i in range(pairs)]
+    rows = [[math.cos(p * rate) for rate in rates] for p in at.flatten().tolist()]
+    return torch.tensor(rows).view(*at.shape, pairs)
+
+
+def assert_exact(model):
+    """At a million, rates in float32 are off by thousandths of a radian, in halves by radians."""
+    at = torch.tensor([[0, 1, 4097, 131_071, 1_000_003]])
+    cos = model.model.rotary_emb(torch.zeros(1), at)[0]
+    assert (cos[..., :8] - exact_cosines(at)).abs().max() < 1e-7
+    assert torch.equal(cos[..., 8:], cos[..., :8])
 
 
 def test_tables_are_exact_where_those_of_the_model_are_not():
-    """At a million a float32 angle is off by thousandths of a radian, or more."""
-    model = llama(max_position_embeddings=2**20)
-    at = torch.tensor([[0, 1, 4097, 131_071, 1_000_003]])
-    rates = [10_000.0 ** (-2 * i / 16) for i in range(8)]
-    exact = torch.tensor([[math.cos(p * rate) for rate in rates] for p in at[0].tolist()])
-    x = torch.zeros(1)
-    before = model.model.rotary_emb(x, at)[0][0, :, :8]
-    patch(model)
-
-    cos = model.model.rotary_emb(x, at)[0][0]
-
-    assert (cos[:, :8] - exact).abs().max() < 1e-7
-    assert torch.equal(cos[:, 8:], cos[:, :8])
-    assert (before - exact).abs().max() > 1e-3
-
-
-def test_tables_outlive_a_cast_of_the_model():
-    """Casting rounds the model's own rates to halves; the patch does not read them."""
     model = llama()
+    with pytest.raises(AssertionError):
+        assert_exact(model)
     patch(model)
-    x, at = torch.zeros(1), torch.arange(64)[None]
-    expected = model.model.rotary_emb(x, at)
+    assert_exact(model)
 
-    model.to(torch.float16)
-    got = model.model.rotary_emb(x.half(), at)
 
-    assert all(map(torch.equal, got, expected))
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("first", ["cast", "patch"])
+def test_a_cast_of_the_model_changes_no_table(first, dtype):
+    """It rounds the rates in the module's buffer, and the config has them whole."""
+    model = llama()
+    if first == "cast":
+        model.to(dtype)
+    report = patch(model)
+    model.to(dtype)
+
+    assert report.tables[0].rates == "from the config"
+    assert_exact(model)
     logits = model(tokens()).logits
-    assert logits.dtype == torch.float16
+    assert logits.dtype == dtype
     assert logits.isfinite().all()
+
+
+def test_tables_of_a_model_that_was_patched_on_the_meta_device_are_exact():
+    """Neither `to_empty` nor loading gives a buffer that is not saved its numbers."""
+    plain = llama()
+    with torch.device("meta"):
+        model = llama()
+    report = patch(model)
+    model.to_empty(device="cpu")
+    for buffer in model.buffers():
+        buffer.fill_(torch.nan)
+    model.load_state_dict(plain.state_dict())
+
+    assert report.tables[0].rates == "from the config"
+    assert_exact(model)
+    assert apart(plain(tokens()).logits, model(tokens()).logits) < 2e-5
 
 
 SCALED = {
@@ -116,57 +137,40 @@ class Loaded(LlamaRotaryEmbedding):
         return super().forward(x, position_ids * self.speed)
 
 
-def test_modules_are_known_by_what_they_do():
-    config = LlamaConfig(hidden_size=64, num_attention_heads=4)
-    module = AsBefore(config)
-    tables = tables_of(module)
-    assert (tables.form, tables.rates) == ("doubled", "from the config")
-    at = torch.tensor([[3, 1_000_003], [2, 4097]])
-    cos = tables.forward_of(AsBefore)(module, torch.zeros(1), at)[0]
-    assert (cos[..., :8] - exact_cosines(at)).abs().max() < 1e-7
-    assert tables_of(OfLength(config)) is None
-    assert tables_of(Loaded(config)) is None
-    assert tables_of(nn.Identity()) is None
+class Slower(LlamaRotaryEmbedding):
+    """One whose rates depend on more than the config."""
+
+    def __init__(self, config, speed=0.5):
+        super().__init__(config)
+        self.inv_freq = self.inv_freq * speed
 
 
-def exact_cosines(at, pairs=8, base=1e4):
-    rates = [base ** (-i / pairs) for i in range(pairs)]
-    rows = [[math.cos(p * rate) for rate in rates] for p in at.flatten().tolist()]
-    return torch.tensor(rows).view(*at.shape, pairs)
+CONFIG, OWN = "from the config", "its own"
 
 
-def far_cosines(model):
-    """Where rates that are rounded to bfloat16 are off by whole radians."""
-    at = torch.tensor([[0, 1, 4096]])
-    return model.model.rotary_emb(torch.zeros(1), at)[0][..., :8], exact_cosines(at)
+@pytest.mark.parametrize(
+    ("kind", "form", "rates"),
+    [
+        (AsBefore, "doubled", CONFIG),
+        (Slower, "doubled", OWN),
+        (OfLength, "unchanged", OWN),
+        (Loaded, "unchanged", OWN),
+    ],
+)
+def test_a_rotary_module_is_known_by_what_it_does(kind, form, rates):
+    model = llama()
+    model.model.rotary_emb = kind(model.config)
+    expected = model(tokens()).logits
 
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
-def test_tables_of_a_model_that_was_cast_before_the_patch_are_exact(dtype):
-    """The cast rounded the rates in the module's buffer, and the config has them whole."""
-    model = llama().to(dtype)
-    with patched(model) as report:
-        cos, exact = far_cosines(model)
-
-    assert report.tables[0].rates == "from the config"
-    assert (cos - exact).abs().max() < 1e-7
-
-
-def test_tables_of_a_model_that_was_patched_on_the_meta_device_are_exact():
-    """Neither `to_empty` nor loading gives a buffer that is not saved its numbers."""
-    plain = llama()
-    with torch.device("meta"):
-        model = llama()
     report = patch(model)
-    model.to_empty(device="cpu")
-    for buffer in model.buffers():
-        buffer.fill_(torch.nan)
-    model.load_state_dict(plain.state_dict())
 
-    assert report.tables[0].rates == "from the config"
-    cos, exact = far_cosines(model)
-    assert (cos - exact).abs().max() < 1e-7
-    assert apart(plain(tokens()).logits, model(tokens()).logits) < 2e-5
+    assert [(t.form, t.rates) for t in report.tables] == [(form, rates)]
+    assert apart(expected, model(tokens()).logits) < 2e-5
+
+
+@pytest.mark.slow
+def test_a_model_that_was_patched_on_the_meta_device_has_its_rates_on_every_rank(tmp_path):
+    assert_passed(run(2, "support.hf_fsdp:patched_on_meta", tmp_path))
 
 
 SECTIONS = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
@@ -219,38 +223,12 @@ def test_rates_in_an_order_of_their_own_come_from_the_config_too():
     """Pixtral's module has the even rates first, for the rows, and then the odd ones."""
     config = PixtralVisionConfig(hidden_size=64, num_attention_heads=4, head_dim=16)
     module = PixtralVisionRotaryEmbedding(config).bfloat16()
-    tables = tables_of(module)
-    assert tables.rates == "from the config"
-    cos, _ = tables.forward_of(type(module))(module, torch.zeros(1), torch.tensor([[3, 900]]))
+    report = patch(module)
+    assert report.tables[0].rates == "from the config"
+    cos, _ = module(torch.zeros(1), torch.tensor([[3, 900]]))
     rows, columns = exact_cosines(torch.tensor([3, 900]))
     exact = torch.cat((rows[::2], columns[1::2]))
     assert (cos.flatten()[:8] - exact).abs().max() < 1e-7
-
-
-class Slower(LlamaRotaryEmbedding):
-    """One whose rates depend on more than the config."""
-
-    def __init__(self, config, speed):
-        super().__init__(config)
-        self.inv_freq = self.inv_freq * speed
-
-
-def test_rates_that_the_config_does_not_say_are_reported():
-    model = llama()
-    model.model.rotary_emb = Slower(model.config, 0.5)
-    expected = model(tokens()).logits
-
-    report = patch(model)
-
-    assert [(t.form, t.rates) for t in report.tables] == [("doubled", "its own")]
-    assert apart(expected, model(tokens()).logits) < 2e-5
-
-
-def test_tables_that_stay_the_modules_own_are_reported():
-    model = llama()
-    model.model.rotary_emb = OfLength(model.config)
-    report = patch(model)
-    assert [(t.form, t.rates) for t in report.tables] == [("unchanged", "its own")]
 
 
 DINOV3 = {**SMALL, "image_size": 32, "patch_size": 8, "num_register_tokens": 1}
@@ -281,5 +259,4 @@ def test_a_buffer_with_other_rates_than_the_config_is_warned_of(fill):
         model.model.rotary_emb.inv_freq.fill_(float("nan"))
     with pytest.warns(UserWarning, match=r"others in model\.rotary_emb .*\n  Write them into"):
         patch(model)
-    cos, exact = far_cosines(model)
-    assert (cos - exact).abs().max() < 1e-7
+    assert_exact(model)
