@@ -4,7 +4,6 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-import posenc
 from posenc.attention import (
     DistanceTable,
     RowBias,
@@ -161,25 +160,6 @@ def test_gradients_are_those_of_the_weights_that_were_kept(run):
     (out * g).sum().backward()
     for x, true in zip((q, k, v), torch.autograd.grad((wanted * g).sum(), (q, k, v)), strict=True):
         torch.testing.assert_close(x.grad, true, rtol=1e-10, atol=1e-12)
-
-
-def test_every_module_takes_both():
-    q, k, v = torch.randn(3, 1, 4, 6, 8).unbind()
-    mask, x = torch.rand(6, 6) < 0.7, torch.randn(1, 6, 16)
-    gate = posenc.ForgetGate(4, embed_dim=16)
-    calls = {
-        posenc.ALiBi(4): (),
-        posenc.T5Bias(4, causal=False): (),
-        posenc.FIRE(4): (),
-        posenc.CoPE(8, max_pos=4): (),
-        posenc.GridBias((2, 3), num_heads=4): (),
-        gate: (x,),
-    }
-    for module, more in calls.items():
-        out = module.attention(q, k, v, *more, attn_mask=mask, dropout_p=0.5)
-        assert out.shape == q.shape
-        hidden = module.attention(q, k, v, *more, attn_mask=torch.zeros(1, 6).bool())
-        assert not hidden.any()
 
 
 @pytest.mark.slow

@@ -122,21 +122,6 @@ def test_keys_past_the_reach_weigh_less_than_the_rounding(causal):
         assert w == keys or near > torch.finfo(torch.bfloat16).eps / 8
 
 
-def test_a_window_of_the_reach_is_the_whole_attention():
-    """A sliding window of that many tokens, in an attention of the user's own."""
-    slopes, generator = alibi_slopes(4), torch.Generator().manual_seed(0)
-    q, k, v = torch.randn(3, 1, 4, 600, 16, generator=generator).unbind()
-    bound = float((q.norm(dim=-1).max() * k.norm(dim=-1).max()) / 4)
-    reach = alibi_reach(slopes, 600, score_bound=bound, dtype=torch.float32)
-    assert reach.min() < 600
-    distance = torch.arange(600)[:, None] - torch.arange(600)
-    seen = (distance >= 0) & (distance < reach[:, None, None])
-    bias = (-slopes[:, None, None] * distance).masked_fill(~seen, -math.inf)
-    windowed = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=bias[None])
-    whole = alibi_attention(q, k, v, slopes, prune=False)
-    torch.testing.assert_close(windowed, whole, rtol=0, atol=1e-5)
-
-
 def test_sequences_may_have_slopes_and_bounds_of_their_own():
     slopes = alibi_slopes(4)
     one = alibi_reach(slopes, 9000, score_bound=2.0, dtype=torch.float16)

@@ -54,8 +54,8 @@ BIASED = [name for name in BIASED if not name.startswith(("SelfExtend", "DualChu
 
 
 @pytest.mark.parametrize("name", BIASED)
-def test_every_module_takes_a_window(name):
-    """The same as a mask of that window."""
+def test_every_module_takes_a_window_a_mask_and_dropout(name):
+    """A window is the same as a mask of that window."""
     torch.manual_seed(0)
     module = MODULES[name].build().double()
     q, k, v = torch.randn(3, 2, HEADS, TOKENS, DIM).double().unbind()
@@ -72,6 +72,7 @@ def test_every_module_takes_a_window(name):
         of = [k, *module.parameters()]
         for a, b in zip(*(torch.autograd.grad(y.sum(), of) for y in (got, wanted)), strict=True):
             torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-10)
+    assert not torch.equal(module(*given, dropout_p=0.5), module(*given))
 
 
 @pytest.mark.parametrize("seq_dim", [-2, 1])

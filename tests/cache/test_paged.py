@@ -97,18 +97,6 @@ def test_an_error_changes_nothing(call, words):
     assert state(cache) == before
 
 
-def test_a_sequence_is_freed_once():
-    """The second time would free the pages of those who have them now."""
-    cache = filled({"a": 7, "b": 3})
-    cache.free("a")
-    before = state(cache)
-
-    with pytest.raises(ValueError, match=r"got 'a'.\n  It was freed before"):
-        cache.free("a")
-
-    assert state(cache) == before
-
-
 def test_the_last_page_can_be_had_and_no_more():
     """Pages are counted exactly: out of pages means that none is left."""
     cache = PagedCache(3, page_size=4, num_kv_heads=1, head_dim=2)
@@ -343,13 +331,6 @@ def test_sequences_are_listed_and_reset_forgets_them():
     assert cache.sequences == []
     assert cache.free_pages == 9
     assert cache.allocate(("b", 1), 36) == range(36)
-
-
-def test_eviction_asks_for_a_shift():
-    """Without one keys keep their old rotation, so leaving it out must be said: shift=None."""
-    cache = filled({"a": 7})
-    with pytest.raises(TypeError, match="shift"):
-        cache.evict("a", drop=4)
 
 
 def test_eviction_from_an_inference_tensor_is_refused_before_anything_is_written():

@@ -140,15 +140,13 @@ class Call(NamedTuple):
         first: Tensor | None = None,
         last: Tensor | None = None,
         window: Window | None = None,
-        chunked: bool = False,
     ) -> Call:
         """The call of checked arguments; that of a :class:`RowBias` has no values."""
         kind, values, zero = stored(None if isinstance(bias, RowBias) else bias, q.dtype)
         if values is not None and values.device != q.device:
             values = values.to(q.device)
         starts, begin = (start.reshape(-1), 0) if isinstance(start, Tensor) else (None, start)
-        numbers = kind, zero, begin, scale, causal, prune, window, chunked
-        return cls(values, starts, first, last, *numbers)
+        return cls(values, starts, first, last, kind, zero, begin, scale, causal, prune, window)
 
     @classmethod
     def from_arguments(cls, *arguments: Any) -> Call:

@@ -190,7 +190,7 @@ def attend(
                 plan = plan._replace(extents=extents)
     if ids is not None:
         ids = ranks.gather(torch.atleast_2d(ids), zigzag=zigzag)
-        plan = with_documents(plan, ids)
+        plan = _with_documents(plan, ids)
     share = q.shape[1] // k.shape[1]
     job = Job(who, plan, ranks, kind, zero, scale, prune, ids, share)
     results: tuple[Tensor, Tensor] = RingAttention.apply(q, k, v, values, job)
@@ -219,7 +219,10 @@ def _find_extents(
         gaps = gap.unflatten(2, chunks).amax(-1)
         windows = window_length(values, gaps, total, q.dtype, causal=plan.causal).amax(0)
         of_keys = windows.unflatten(0, kv_heads).amax(1).long()
-        return window_extents(ranks.gather(of_keys, zigzag=plan.zigzag).T.cpu(), plan.size)
+        windows = ranks.gather(of_keys, zigzag=plan.zigzag).T.cpu()
+        chunk = torch.arange(len(windows))
+        between = ((chunk[:, None] - chunk).abs() - 1) * plan.size
+        return (windows[:, None] - 1 - between[..., None]).clamp(0, plan.size)
     # Each key that is left out has at most this share of the weight: eps / 8 in all.
     spare = math.log(8 * total / torch.finfo(q.dtype).eps)
     most = (gap + values + spare).unflatten(2, chunks).amax(-1)
@@ -231,14 +234,7 @@ def _find_extents(
     return extents
 
 
-def window_extents(windows: Tensor, size: int) -> Tensor:
-    """The ``extents`` of a plan for the windows of each chunk's queries, ``[C, Hk]``."""
-    chunk = torch.arange(len(windows))
-    between = ((chunk[:, None] - chunk).abs() - 1) * size
-    return (windows[:, None] - 1 - between[..., None]).clamp(0, size)
-
-
-def with_documents(plan: Plan, ids: Tensor) -> Plan:
+def _with_documents(plan: Plan, ids: Tensor) -> Plan:
     """The plan for documents; ``ids`` are those of the whole sequence, ``[1 or B, L]``."""
     ends = biased.hide_padding(ids)
     edges = []
