@@ -1,19 +1,21 @@
 """Compile kernels for an H100 without having one, as their launches would."""
 
 import itertools
+import re
 import sys
+import warnings
 
 import torch
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 
 from posenc.attention.biases import Call
-from posenc.kernels.spec import Rows, Spec, Store, Write
-from posenc.kernels.triton import attention, cache, cope, terms
+from posenc.kernels.spec import Norm, Rows, Spec, Store, Write
+from posenc.kernels.triton import attention, cache, cope, norm, polar, rotate, terms
 from posenc.kernels.triton.launch import Launch
 
 POINTERS = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.float64: "*fp64"}
-POINTERS |= {torch.int32: "*i32", torch.int64: "*i64", torch.uint8: "*u8"}
+POINTERS |= {torch.int32: "*i32", torch.int64: "*i64", torch.uint8: "*u8", torch.float16: "*fp16"}
 # What a launch decides by the GPU; these tensors are on a CPU.
 BY_GPU = ("PTX", "NATIVE", "EARLY")
 
@@ -38,7 +40,43 @@ def compiled(self, tensors, start):
     assert "ret;" in done.asm["ptx"]
     # More shared memory than a program of this GPU can have would stop the launch.
     assert done.metadata.shared <= 227 * 1024
+    # Rotations state which product is fused with a sum; the compiler would choose one by shape.
+    if self.kernel.__module__ in (rotate.__name__, norm.__name__, polar.__name__):
+        assert not re.findall(r"\bmul\.f(?:16|32|64)\b", done.asm["ptx"])
+        assert "fma.rn.f" in done.asm["ptx"]
     print(f"{self.kernel.__name__}: compiled")
+
+
+ROTATIONS = {
+    "split": (torch.bfloat16, (2, 8, 100, 128), 64, Spec(False, False), torch.float64),
+    "heads": (torch.bfloat16, (1, 32, 20000, 128), 64, Spec(True, False), torch.float32),
+    "rest": (torch.float16, (2, 8, 100, 144), 64, Spec(False, True, 16), torch.float64),
+    "double": (torch.float64, (2, 8, 100, 128), 64, Spec(), torch.float64),
+    "one-pair": (torch.bfloat16, (1, 2, 3, 2), 1, Spec(), torch.float64),
+}
+
+
+def rotation(title):
+    """The rotation, RMSNorm with it, and the gradient of both."""
+    dtype, (batch, heads, length, width), pairs, spec, of_table = ROTATIONS[title]
+    q = torch.empty(batch, length, heads, width, dtype=dtype).transpose(1, 2)
+    k, cos = q[:, : max(heads // 4, 1)], torch.empty(length, pairs, dtype=of_table)
+    rows = Rows(0, torch.zeros(batch, length, dtype=torch.int64))
+    for at in (Rows(), rows):
+        rotate.rotate_into([q, k], [torch.empty_like(q), torch.empty_like(k)], cos, cos, at, spec)
+    for size in (width, heads * width):
+        weight, of_all = torch.empty(size), Norm(all_heads=size > width)
+        norm.norm_into(q, torch.empty_like(q), weight, cos, cos, rows, spec, of_all)
+        norm.norm_backward_into(q, q, torch.empty_like(q), weight, cos, cos, rows, spec, of_all)
+
+
+def pope(dtype):
+    """PoPE and its gradient, with a phase."""
+    x, cos = torch.empty(2, 8, 100, 96, dtype=getattr(torch, dtype)), torch.empty(100, 96)
+    wide = torch.float64 if x.dtype == torch.float32 else torch.float32
+    y, phases = torch.empty(2, 8, 100, 192, dtype=x.dtype), torch.empty(2, 8, 96, dtype=wide)
+    polar.polar_into(x, y, phases, cos, cos, Rows())
+    polar.polar_backward_into(y, x, torch.empty_like(x), phases, cos, cos, Rows())
 
 
 def bias(kind, width, *others):
@@ -88,5 +126,8 @@ def write(dtype, interleaved):
 
 
 if __name__ == "__main__":
+    warnings.simplefilter("error")
+    # Triton builds syntax trees in a way that Python 3.13 warns of.
+    warnings.simplefilter("ignore", DeprecationWarning)
     Launch.__call__ = compiled
-    {"attention": bias, "products": products, "write": write}[sys.argv[1]](*sys.argv[2:])
+    globals()[sys.argv[1]](*sys.argv[2:])

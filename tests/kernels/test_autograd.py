@@ -46,7 +46,7 @@ def test_in_place_is_safe_for_autograd():
 
 
 @pytest.mark.parametrize("mode", [nullcontext, lambda: FlopCounterMode(display=False)])
-def test_in_place_is_seen_by_autograd(mode):
+def test_autograd_sees_a_write_in_place(mode):
     cos, sin = tables(4, 4)
     w, x = torch.randn(2, 2, 4, 8, requires_grad=True), torch.randn(2, 2, 4, 8)
     product = (w * x).sum()
@@ -56,7 +56,7 @@ def test_in_place_is_seen_by_autograd(mode):
         product.backward()
 
 
-def test_a_write_that_is_refused_is_none():
+def test_a_refused_write_changes_no_tensor_and_no_version():
     cos, sin = tables(4, 4)
     x, bad = torch.randn(1, 1, 4, 8), Rows(0, torch.tensor([[0, 1, 2, 4]]))
     for mode in (nullcontext(), FlopCounterMode(display=False)):
@@ -73,7 +73,7 @@ def test_a_write_that_is_refused_is_none():
 
 @pytest.mark.parametrize("backend", [None, "eager", "aot_eager"])
 @pytest.mark.parametrize("mode", [nullcontext, lambda: FlopCounterMode(display=False)])
-def test_a_tensor_without_a_gradient_gets_none_beside_one_with(mode, backend):
+def test_only_the_tensor_that_requires_a_gradient_gets_one(mode, backend):
     cos, sin = tables(4, 4)
 
     def rotated(q, k):
@@ -174,7 +174,7 @@ def test_compiled_calls_write_in_place(grad):
         torch.testing.assert_close(x.grad, wanted)
 
 
-def test_without_the_extension_everything_is_there():
+def test_everything_runs_without_the_extension():
     script = """
 import sys
 sys.modules["posenc.kernels.native._native"] = None

@@ -1,4 +1,4 @@
-"""What is of the C kernel alone: threads, instruction sets, and how it rounds."""
+"""What only the C kernel has: threads, instruction sets, and its rounding."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ import oracles
 from oracles import tables
 from posenc.kernels import backends, native, reference
 from posenc.kernels.spec import Rows, Spec
-from support.rotations import DTYPES, LAYOUTS, by_c, check
+from support.rotations import DTYPES, LAYOUTS, by_c, check, instruction_sets
 
 pytestmark = pytest.mark.skipif(not native.available, reason="the extension was not built")
 
@@ -66,27 +66,18 @@ def test_every_bfloat16_and_float16_rounds_as_torch_does():
 @LAYOUTS
 def test_every_instruction_set_is_right(dtype, inner, outer, pytestconfig):
     """A machine runs the best set it has; the others are for older machines, and run here too."""
-    from posenc.kernels.native import _native
-
-    best, ran = _native.isa(), []
-    try:
-        for isa in ("avx512", "avx2", "neon", "baseline"):
-            try:
-                _native.set_isa(isa)
-            except ValueError:
-                continue
-            ran.append(isa)
-            for pairs in (1, 31, 32, 50, 96):
-                x = torch.randn(2, 9, 5, 2 * pairs).to(DTYPES[dtype])
-                check("c", [x], *tables(5, pairs), Rows(), Spec(inner, outer), slice(0, 5))
-    finally:
-        _native.set_isa(best)
+    best, ran = native._native.isa(), []
+    for isa in instruction_sets():
+        ran.append(isa)
+        for pairs in (1, 31, 32, 50, 96):
+            x = torch.randn(2, 9, 5, 2 * pairs).to(DTYPES[dtype])
+            check("c", [x], *tables(5, pairs), Rows(), Spec(inner, outer), slice(0, 5))
     assert best == (pytestconfig.getoption("--isa") or ran[0])
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("own", [False, True], ids=["rows-shared", "rows-of-each-sequence"])
-def test_queries_and_keys_share_the_rows_made_ready_for_them(dtype, own):
+def test_several_tiles_of_table_rows_serve_all_heads_and_sequences(dtype, own):
     """More tokens than one tile of table rows, which serves all heads of both, and all sequences
     where they take the same rows."""
     q, k = (torch.randn(2, heads, 700, 64).to(DTYPES[dtype]) for heads in (3, 1))
@@ -103,8 +94,5 @@ def test_backends_name_the_instruction_set_in_use_now(monkeypatch):
 
 
 def test_instruction_sets_are_refused_by_name():
-    from posenc.kernels.native import _native
-
-    _native.set_isa(_native.isa())
     with pytest.raises(ValueError, match="does not run here"):
-        _native.set_isa("abacus")
+        native._native.set_isa("abacus")

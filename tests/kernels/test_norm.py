@@ -15,9 +15,9 @@ from posenc.kernels.rotation import (
     run_norm,
     run_norm_backward,
 )
-from posenc.kernels.spec import Norm, RowOutOfRange, Rows, Spec, flatten
+from posenc.kernels.spec import Norm, Rows, Spec, flatten
 from support.assertions import assert_within_ulps
-from support.rotations import GPU, LAYOUTS
+from support.rotations import GPU, LAYOUTS, instruction_sets
 
 CASES = pytest.mark.parametrize(
     ("pairs", "width", "first"), [(6, 12, 0), (6, 16, 0), (6, 16, 4)], ids=["all", "first", "last"]
@@ -125,36 +125,45 @@ MEMORY = {
 }
 
 
-def by_c(x, weight, cos, sin, rows, spec, norm):
-    """Native code, which raises RuntimeError where it cannot run."""
-    how = cos, sin, *flatten(rows, spec), norm.eps, norm.shift
-    return norm_rotate_op.plain(x, weight, *how)
-
-
-def gradients_by_c(g, x, weight, cos, sin, rows, spec, norm):
-    how = cos, sin, *flatten(rows, spec), norm.eps, norm.shift
-    return norm_rotate_backward_op.plain(g, x, weight, *how)
-
-
 needs_c = pytest.mark.skipif(not native.available, reason="needs the C extension")
 
 
-def check_c(x, weight, pairs, spec, norm, positions=None, start=0):
-    """The kernel against float64: half an ulp at the magnitude of the pair."""
-    cos, sin = oracles.exact_cos_sin(range(9), 2 * pairs)
-    rows = Rows(start, positions)
-    got = by_c(x, weight, cos, sin, rows, spec, norm)
-    arguments = (cos, sin, rows, spec, norm)
-    exact = reference.norm_rotate(x.double(), weight.double(), *arguments)
-    # Channels that are not rotated are pairs of themselves.
+def by_c(x, weight, cos, sin, rows, spec, norm, g=None):
+    """Native code, which raises RuntimeError where it cannot run; with ``g``, the gradients."""
+    how = cos, sin, *flatten(rows, spec), norm.eps, norm.shift
+    if g is None:
+        return norm_rotate_op.plain(x, weight, *how)
+    return norm_rotate_backward_op.plain(g, x, weight, *how)
+
+
+def check_c(x, weight, g, cos, sin, rows, spec, norm):
+    """The kernel, and the gradients for ``g``, against autograd in float64."""
+    arguments, pairs = (cos, sin, rows, spec, norm), cos.shape[-1]
+    wide_x, wide_weight = x.double().requires_grad_(), weight.double().requires_grad_()
+    exact = reference.norm_rotate(wide_x, wide_weight, *arguments)
+    exact_x, exact_weight = torch.autograd.grad(exact, (wide_x, wide_weight), g.double())
+    y, (to_x, to_weight) = by_c(x, weight, *arguments), by_c(x, weight, *arguments, g)
+    for got, like in ((y, x), (to_x, x), (to_weight, weight)):
+        assert (got.dtype, got.shape) == (like.dtype, like.shape)
+    for got in (y, to_x):
+        assert got.stride() == torch.empty_like(x).stride()
+    if x.numel() == 0:
+        return
+    # Half an ulp at the magnitude of the pair; other channels are pairs of themselves.
     span = slice(spec.first_channel, spec.first_channel + 2 * pairs)
-    size = exact.abs()
-    size[..., span] = oracles.pair_magnitude(
-        exact[..., span], pairs, interleaved=spec.interleaved_out
-    )
-    assert got.dtype == x.dtype
-    assert got.stride() == torch.empty_like(x).stride()
-    assert_within_ulps(got, exact, 8 if x.dtype == torch.float64 else 0.51, size)
+    size = exact.detach().abs()
+    of_pairs = exact.detach()[..., span]
+    size[..., span] = oracles.pair_magnitude(of_pairs, pairs, interleaved=spec.interleaved_out)
+    assert_within_ulps(y, exact.detach(), 8 if x.dtype == torch.float64 else 0.51, size)
+    # The gradient of x is rounded once, at the size of the terms of a row. float64 is computed in
+    # itself, and so is what it is compared with: sums over a row in both.
+    size = torch.maximum(exact_x.abs(), exact_x.abs().amax(3, keepdim=True) / 16)
+    ulps = {torch.float64: 8 * x.shape[3], torch.float32: 0.51}.get(x.dtype, 0.55)
+    assert_within_ulps(to_x, exact_x, ulps, size)
+    # What the rounding of the result costs, and sums in float32.
+    off = (to_weight.double() - exact_weight).abs().max() / exact_weight.abs().max()
+    rounding = max(1.01 * torch.finfo(weight.dtype).eps / 2, 1e-13)
+    assert off < rounding + (1e-6 if x.element_size() == 2 else 0)
 
 
 @needs_c
@@ -163,10 +172,11 @@ def check_c(x, weight, pairs, spec, norm, positions=None, start=0):
 @DTYPES
 @LAYOUTS
 def test_c_is_exact(pairs, width, first, all_heads, dtype, inner, outer):
-    x, weight, _, _ = example(pairs, width, all_heads, dtype)
-    spec = Spec(inner, outer, first)
-    check_c(x, weight, pairs, spec, Norm(1e-6, 1.0, all_heads), torch.tensor([[0, 3, 1, 8, 2]]))
-    check_c(x, weight, pairs, spec, Norm(1e-2, 0.0, all_heads), torch.tensor([[0], [4]]))
+    x, weight, cos, sin = example(pairs, width, all_heads, dtype)
+    for transposed, eps in ((False, 1e-6), (True, 1e-2)):
+        spec, norm = Spec(inner, outer, first, transposed), Norm(eps, 1.0, all_heads)
+        for positions in (torch.tensor([[0, 3, 1, 8, 2]]), torch.tensor([[0], [4]])):
+            check_c(x, weight, torch.randn_like(x), cos, sin, Rows(0, positions), spec, norm)
 
 
 @needs_c
@@ -176,12 +186,14 @@ def test_c_is_exact(pairs, width, first, all_heads, dtype, inner, outer):
 def test_c_takes_any_memory_and_width(memory, pairs, all_heads):
     x = MEMORY[memory](2 * pairs + 1)
     count = x.shape[1] * x.shape[3] if all_heads else x.shape[3]
+    tables, norm = oracles.exact_cos_sin(range(9), 2 * pairs), Norm(1e-6, 0.0, all_heads)
+    gradients = torch.randn(x.shape), MEMORY[memory](2 * pairs + 1), torch.ones(()).expand_as(x)
     # The second is in the precision that the kernel reads, but not as it reads it.
     for weight in (torch.randn(count).bfloat16(), torch.randn(2 * count).double()[::2]):
         before = weight.clone()
-        for interleaved in (False, True):
+        for interleaved, g in itertools.product((False, True), gradients):
             spec = Spec(interleaved, interleaved)
-            check_c(x, weight, pairs, spec, Norm(1e-6, 0.0, all_heads), start=2)
+            check_c(x, weight, g, *tables, Rows(2), spec, norm)
         assert torch.equal(weight, before)
 
 
@@ -191,11 +203,13 @@ def test_c_takes_any_memory_and_width(memory, pairs, all_heads):
 def test_c_on_several_threads_is_c_on_one(dtype, all_heads):
     x = torch.randn(2, 600, 4, 64).to(dtype).transpose(1, 2)
     weight = torch.randn(256 if all_heads else 64)
-    arguments = (weight, *oracles.tables(600, 32), Rows(), Spec(), Norm(1e-6, 0.0, all_heads))
-    whole_call = by_c(x, *arguments)
+    arguments = (*oracles.tables(600, 32), Rows(), Spec(), Norm(1e-6, 0.0, all_heads))
+    check_c(x, weight, torch.randn_like(x), *arguments)
     # 153,600 elements a piece: below what is shared out.
-    pieces = [by_c(x[b : b + 1], *arguments) for b in range(2)]
-    assert torch.equal(whole_call, torch.cat(pieces))
+    pieces = [by_c(x[b : b + 1], weight, *arguments) for b in range(2)]
+    assert torch.equal(by_c(x, weight, *arguments), torch.cat(pieces))
+    first, again = (by_c(x, weight, *arguments, x) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
 
 
 @needs_c
@@ -214,98 +228,14 @@ def test_c_keeps_nans_and_infinities():
 
 
 @needs_c
-def test_c_refuses_a_row_it_has_not():
-    x, weight, cos, sin = example(6, 12, False, torch.float32)
-    with pytest.raises(RuntimeError, match="no row"):
-        by_c(x, weight, cos, sin, Rows(5), Spec(), Norm())
-    with pytest.raises(RowOutOfRange):
-        kernels.norm_rotate(x, weight, cos, sin, Rows(5), Spec(), Norm())
-
-
-def check_c_backward(g, x, weight, arguments):
-    """Gradients against autograd in float64: rounded once, at the size of the terms of a row."""
-    to_x, to_weight = gradients_by_c(g, x, weight, *arguments)
-    wide_x, wide_weight = x.double().requires_grad_(), weight.double().requires_grad_()
-    wanted = reference.norm_rotate(wide_x, wide_weight, *arguments)
-    exact_x, exact_weight = torch.autograd.grad(wanted, (wide_x, wide_weight), g.double())
-    assert (to_x.dtype, to_weight.dtype) == (x.dtype, weight.dtype)
-    assert to_weight.shape == weight.shape
-    assert to_x.stride() == torch.empty_like(x).stride()
-    if x.numel() == 0:
-        return
-    size = torch.maximum(exact_x.abs(), exact_x.abs().amax(3, keepdim=True) / 16)
-    # float64 is computed in itself, and so is what it is compared with: sums over a row in both.
-    ulps = {torch.float64: 8 * x.shape[3], torch.float32: 0.51}.get(x.dtype, 0.55)
-    assert_within_ulps(to_x, exact_x, ulps, size)
-    off = (to_weight.double() - exact_weight).abs().max() / exact_weight.abs().max()
-    # What the rounding of the result costs, and sums in float32.
-    assert off < max(1.01 * torch.finfo(weight.dtype).eps / 2, 1e-13) + (
-        1e-6 if x.element_size() == 2 else 0
-    )
-
-
-@needs_c
-@CASES
-@NORMS
-@DTYPES
-@LAYOUTS
-def test_c_gradients_agree_with_the_reference(pairs, width, first, all_heads, dtype, inner, outer):
-    x, weight, cos, sin = example(pairs, width, all_heads, dtype)
-    for transposed in (False, True):
-        spec = Spec(inner, outer, first, transposed)
-        for positions in (torch.tensor([[0, 3, 1, 8, 2]]), torch.tensor([[0], [4]])):
-            arguments = (cos, sin, Rows(0, positions), spec, Norm(1e-2, 1.0, all_heads))
-            check_c_backward(torch.randn_like(x), x, weight, arguments)
-
-
-@needs_c
-@NORMS
-@pytest.mark.parametrize("memory", MEMORY)
-@pytest.mark.parametrize("pairs", [1, 17, 48])
-def test_c_gradients_of_any_memory_and_width(memory, pairs, all_heads):
-    x = MEMORY[memory](2 * pairs + 1)
-    weight = torch.randn(x.shape[1] * x.shape[3] if all_heads else x.shape[3])
-    tables = oracles.exact_cos_sin(range(9), 2 * pairs)
-    for interleaved in (False, True):
-        spec = Spec(interleaved, interleaved)
-        for g in (torch.randn(x.shape), MEMORY[memory](2 * pairs + 1), torch.ones(()).expand_as(x)):
-            arguments = (*tables, Rows(2), spec, Norm(1e-6, 0.0, all_heads))
-            check_c_backward(g, x, weight, arguments)
-
-
-@needs_c
-@NORMS
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-def test_c_gradients_on_several_threads(dtype, all_heads):
-    x = torch.randn(2, 600, 4, 64).to(dtype).transpose(1, 2)
-    weight = torch.randn(256 if all_heads else 64)
-    arguments = (*oracles.tables(600, 32), Rows(), Spec(), Norm(1e-6, 0.0, all_heads))
-    check_c_backward(torch.randn_like(x), x, weight, arguments)
-    first = gradients_by_c(x, x, weight, *arguments)
-    again = gradients_by_c(x, x, weight, *arguments)
-    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
-
-
-@needs_c
 @NORMS
 @pytest.mark.parametrize("interleaved", [False, True], ids=["half", "interleaved"])
-def test_c_every_instruction_set_has_the_gradient(interleaved, all_heads):
-    from posenc.kernels.native import _native
-
-    best = _native.isa()
-    try:
-        for isa in ("avx512", "avx2", "neon", "baseline"):
-            try:
-                _native.set_isa(isa)
-            except ValueError:
-                continue
-            for dtype in (torch.float32, torch.bfloat16, torch.float16):
-                x, weight, cos, sin = example(32, 70, all_heads, dtype)
-                spec = Spec(interleaved, interleaved)
-                arguments = (cos, sin, Rows(), spec, Norm(1e-6, 0.0, all_heads))
-                check_c_backward(torch.randn_like(x), x, weight, arguments)
-    finally:
-        _native.set_isa(best)
+def test_every_instruction_set_of_c_is_exact(interleaved, all_heads):
+    spec, norm = Spec(interleaved, interleaved), Norm(1e-6, 0.0, all_heads)
+    for _ in instruction_sets():
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            x, weight, *tables = example(32, 70, all_heads, dtype)
+            check_c(x, weight, torch.randn_like(x), *tables, Rows(), spec, norm)
 
 
 @NORMS

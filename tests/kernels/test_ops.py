@@ -131,8 +131,8 @@ def _call(name, call, x=X, k=X, cos=TABLE, sin=TABLE, positions=None, start=0, l
     {}, {"layout": 7}, {"start": 4}, {"positions": IDS + 8}, {"positions": IDS[0]},
     {"positions": IDS.int()}, {"cos": (1, 9, 3), "sin": (1, 9, 3)}, {"cos": (9, 6), "sin": (9, 6)},
 ])  # fmt: skip
-def test_a_call_that_fits_is_taken(name, change):
-    """So that a refusal below is of what differs from this call."""
+def test_a_valid_call_is_accepted(name, change):
+    """A refusal below is because of what differs from this call."""
     for call in (OPS[name].overload, OPS[name].run):
         for x in _call(name, call, **change):
             assert torch.equal(x, torch.ones(X)) == (not name.endswith("_"))
@@ -192,8 +192,8 @@ def test_a_table_must_have_each_number_twice_if_it_has_one_for_each_channel():
                 rotation.rotate_op.overload(x, table, other, None, 2, layout)
 
 
-def test_positions_inside_what_is_written_are_read_before():
-    """They were looked at once; written over, they would point anywhere."""
+def test_positions_inside_the_memory_that_is_written_are_read_first():
+    """Written over after their check, they would point anywhere."""
     held = torch.zeros(2 * 3 * 5 * 8, dtype=torch.float64)
     ids = held.view(torch.int64)[-10:].view(2, 5)
     ids.copy_(torch.arange(10).view(2, 5) % 9)

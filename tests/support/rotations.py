@@ -85,3 +85,19 @@ def check(name, xs, cos, sin, rows, spec, index):
         ulps = 4 if x.dtype == torch.float64 else CUT.get((name, x.dtype), 0.501)
         assert_within_ulps(y.cpu(), exact, ulps, size)
         assert y.stride() == x.stride() or not x.is_contiguous()
+
+
+def instruction_sets():
+    """Have the C kernels use each instruction set that runs here, one after the other."""
+    from posenc.kernels.native import _native
+
+    best = _native.isa()
+    try:
+        for name in ("avx512", "avx2", "neon", "baseline"):
+            try:
+                _native.set_isa(name)
+            except ValueError:
+                continue
+            yield name
+    finally:
+        _native.set_isa(best)
