@@ -36,7 +36,8 @@ def rotate_and_cache(write: Write, cos: Tensor, sin: Tensor, rows: Rows, spec: S
     A cache is in the dtype of its tensor, or in one of `LARGEST`. Then the numbers stored are
     ``x / scale``, limited to the largest number of the dtype, NaN being 0 in int8. ``scales`` get
     the largest magnitude of the row, NaN aside, divided by the largest number; 1 if that is 0 in
-    float32. Everything is computed in the next wider dtype.
+    float32. Everything is computed in the next wider dtype, and rounded to 8 bits by way of
+    float32.
 
     Rows and slots out of range raise an error before anything is written. There is no gradient:
     the caller refuses tensors that require one.
@@ -97,18 +98,9 @@ def store(to: Store, x: Tensor, slots: Tensor, kept: Tensor | EllipsisType) -> N
 
 
 def encode(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """``x``, float32 or float64, limited and rounded once to a dtype of `LARGEST`."""
-    x = x.clamp(-LARGEST[dtype], LARGEST[dtype])
-    if dtype == torch.int8:
-        return x.nan_to_num(0.0).round().to(dtype)
-    if x.dtype == torch.float64:
-        # torch converts by way of float32. Rounding to odd there makes the second rounding right:
-        # the number is cut off, and its last bit says that something was.
-        near = x.to(torch.float32)
-        beyond, inexact = near.double().abs() > x.abs(), near.double() != x
-        bits = near.view(torch.int32) - beyond.to(torch.int32)
-        x = (bits | inexact.to(torch.int32)).view(torch.float32)
-    return x.to(dtype)
+    """``x`` limited and rounded to a dtype of `LARGEST`, by way of float32."""
+    x = x.to(torch.float32).clamp(-LARGEST[dtype], LARGEST[dtype])
+    return (x.nan_to_num(0.0).round() if dtype == torch.int8 else x).to(dtype)
 
 
 def _write_of(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Any, ...]:

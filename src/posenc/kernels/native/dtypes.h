@@ -13,7 +13,6 @@
 #define REAL_BITS uint64_t
 #define LOAD(v) ((double)(v))
 #define STORE(v) ((float)(v))
-#define CUT(v) cut(v)
 #define FARTHEST FARTHEST_F32
 #define ABS fabs
 #define EXP_MINUS exp_minus_f32
@@ -31,7 +30,6 @@
 #define REAL_BITS uint64_t
 #define LOAD(v) (v)
 #define STORE(v) (v)
-#define CUT(v) cut(v)
 #define FARTHEST 800.0
 #define ABS fabs
 #define EXP_MINUS(a) exp(-(a))
@@ -44,7 +42,6 @@
 #define REAL_BITS uint32_t
 #define LOAD(v) load_bf16(v)
 #define STORE(v) store_bf16(v)
-#define CUT(v) (v)
 #define FARTHEST FARTHEST_HALF
 #define ABS fabsf
 #define EXP_MINUS exp_minus_half
@@ -68,7 +65,6 @@
 #define REAL_BITS uint32_t
 #define LOAD(v) load_f16(v)
 #define STORE(v) store_f16(v)
-#define CUT(v) (v)
 #define FARTHEST FARTHEST_HALF
 #define ABS fabsf
 #define EXP_MINUS exp_minus_half

@@ -19,15 +19,15 @@ TARGET static REAL FN(largest)(const REAL *x, size_t D)
     return found;
 }
 
-/* Divide a row by its scale and round it, once. */
+/* Divide a row by its scale and round it, by way of float. */
 TARGET static void FN(encode)(const REAL *x, uint8_t *y, size_t D, REAL scale, int format)
 {
     if (format == FORMAT_E4M3) {
-        INDEPENDENT for (size_t k = 0; k < D; k++) y[k] = store_e4m3(CUT(x[k] / scale));
+        INDEPENDENT for (size_t k = 0; k < D; k++) y[k] = store_e4m3((float)(x[k] / scale));
     } else if (format == FORMAT_E5M2) {
-        INDEPENDENT for (size_t k = 0; k < D; k++) y[k] = store_e5m2(CUT(x[k] / scale));
+        INDEPENDENT for (size_t k = 0; k < D; k++) y[k] = store_e5m2((float)(x[k] / scale));
     } else {
-        INDEPENDENT for (size_t k = 0; k < D; k++) y[k] = store_int8(CUT(x[k] / scale));
+        INDEPENDENT for (size_t k = 0; k < D; k++) y[k] = store_int8((float)(x[k] / scale));
     }
 }
 

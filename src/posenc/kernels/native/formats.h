@@ -122,16 +122,6 @@ INLINE half store_f16(float f)
 enum { SAME_FORMAT, FORMAT_E4M3, FORMAT_E5M2, FORMAT_INT8 };
 static const float largest_of[] = {0, 448, 57344, 127};
 
-/* Cut off the bits that a float does not have; if there are any, the last bit becomes one, so that
- * rounding the float to fewer bits is rounding the double. */
-INLINE float cut(double d)
-{
-    const float f = (float)d;
-    const double back = (double)f;
-    const uint32_t beyond = (back < 0 ? -back : back) > (d < 0 ? -d : d);
-    return float_of((bits_of(f) - beyond) | (back != d));
-}
-
 /* Round to 8 bits with this many bits of fraction and this bias of the exponent, and limit to `most`. */
 INLINE uint8_t store_float8(float f, uint32_t fraction, uint32_t bias, float most)
 {

@@ -1,6 +1,6 @@
 /* The rotation of rows for one dtype. dtypes.h defines KIND, ELEM (the stored type), REAL (the type of
- * the computation), REAL_BITS (an integer of its size), LOAD and STORE between ELEM and REAL, CUT from
- * REAL to float, BLOCK, the pairs rotated together, if not 16, and what polar_rows.h needs. */
+ * the computation), REAL_BITS (an integer of its size), LOAD and STORE between ELEM and REAL,
+ * BLOCK, the pairs rotated together, if not 16, and what polar_rows.h needs. */
 #ifndef BLOCK
 #define BLOCK 16
 #endif
@@ -112,7 +112,6 @@ TARGET static void FN(rows)(const RowBlock *r, size_t P, int layout, const Norm 
 #undef REAL_BITS
 #undef LOAD
 #undef STORE
-#undef CUT
 #undef FARTHEST
 #undef ABS
 #undef EXP_MINUS

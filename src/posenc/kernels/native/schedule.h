@@ -21,8 +21,8 @@ static void store_number(char *data, int dtype, i64 at, double number)
 {
     switch (dtype) {
     case FLOAT32: ((float *)data)[at] = (float)number; break;
-    case BFLOAT16: ((uint16_t *)data)[at] = store_bf16(plain_nan(cut(number))); break;
-    case FLOAT16: ((half *)data)[at] = store_f16(cut(number)); break;
+    case BFLOAT16: ((uint16_t *)data)[at] = store_bf16(plain_nan((float)number)); break;
+    case FLOAT16: ((half *)data)[at] = store_f16((float)number); break;
     default: ((double *)data)[at] = number;
     }
 }

@@ -335,7 +335,7 @@ def write_cache(
 
 @triton.jit
 def encode(x, FORMAT: tl.constexpr, NATIVE: tl.constexpr):
-    """The bits of ``x``, limited to the range of the format, rounded once, to even.
+    """The bits of ``x``, as a float32, limited to the range of the format, rounded to even.
 
     ``NATIVE`` says that ``x`` is float32 and the GPU has instructions for float8.
     """
@@ -351,13 +351,8 @@ def encode(x, FORMAT: tl.constexpr, NATIVE: tl.constexpr):
 @triton.jit
 def _encode(x, FORMAT: tl.constexpr):
     most: tl.constexpr = 448.0 if FORMAT == 1 else 57344.0 if FORMAT == 2 else 127.0
+    x = x.to(tl.float32)
     x = tl.where(x > most, most, tl.where(x < -most, -most, x))
-    if x.dtype == tl.float64:
-        # Cut off to float32; the last bit says that something was. Then this rounding decides.
-        near = x.to(tl.float32)
-        back = near.to(tl.float64)
-        bits = near.to(tl.int32, bitcast=True) - (tl.abs(back) > tl.abs(x)).to(tl.int32)
-        x = (bits | (back != x).to(tl.int32)).to(tl.float32, bitcast=True)
     if FORMAT == 3:
         # The last bits of this sum are the integer.
         bits = (x + 12582912.0).to(tl.int32, bitcast=True)
