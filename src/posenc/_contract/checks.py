@@ -96,38 +96,39 @@ def even(who: str, name: str, value: Any) -> int:
     return value  # type: ignore[no-any-return]
 
 
-def positive_float(who: str, name: str, value: Any) -> float:
-    """``value`` as a finite float above zero."""
+def number(who: str, name: str, value: Any) -> float:
+    """``value`` as an int or a float; bools and tensors are refused."""
     # Test int and float first: torch.compile cannot trace numbers.Real, the type of numpy scalars.
     plain = isinstance(value, (int, float)) and not isinstance(value, bool)
     if not plain and (isinstance(value, (bool, Tensor)) or not isinstance(value, numbers.Real)):
         fail(who, f"{name} must be a number", describe(value), f"Pass float({name}).", TypeError)
-    # A scalar of numpy would warn that it cannot hold the largest float.
-    number = value if plain else float(value)
-    if not 0 < number < sys.float_info.max:
+    return value if plain else float(value)
+
+
+def positive_float(who: str, name: str, value: Any) -> float:
+    """``value`` as a finite float above zero."""
+    result = number(who, name, value)
+    if not 0 < result < sys.float_info.max:
         rule = f"{name} must be finite and above zero"
         fail(who, rule, describe(value), f"Pass a positive {name}.")
-    return float(number)
+    return float(result)
 
 
 def probability(who: str, name: str, value: Any) -> float:
     """``value`` as a float from 0 to 1."""
-    if type(value) is float and 0.0 <= value <= 1.0:
-        return value
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        fail(who, f"{name} must be a number", describe(value), f"Pass float({name}).", TypeError)
-    if not 0 <= float(value) <= 1:
-        fail(who, f"{name} must be from 0 to 1", value, "Pass 0.1, say.")
-    return float(value)
+    result = number(who, name, value)
+    if not 0 <= result <= 1:
+        fail(who, f"{name} must be from 0 to 1", value, "Pass for example 0.1.")
+    return float(result)
 
 
 def base(who: str, value: Any, name: str = "base") -> float:
     """``value`` as a base of frequencies: a finite float above one."""
-    number = positive_float(who, name, value)
-    if number <= 1:
+    result = positive_float(who, name, value)
+    if result <= 1:
         rule = f"{name} must be above 1, because each pair is slower than the one before"
-        fail(who, rule, describe(value), "Pass 10000.0, say.")
-    return number
+        fail(who, rule, describe(value), "Pass for example 10000.0.")
+    return result
 
 
 def frequencies(who: str, name: str, values: Any, count: int, hint: str) -> tuple[float, ...]:
