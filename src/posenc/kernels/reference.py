@@ -79,23 +79,23 @@ def _unit_scale_factor(x: Tensor, weight: Tensor, norm: Norm) -> tuple[Tensor, T
 
 def take(table: Tensor, rows: Rows, length: int) -> Tensor:
     """The rows of ``table`` for all tokens: ``[B or 1, 1, T, P]``, or ``[T, P]``."""
-    held, start = table.shape[-2], rows.start
+    count, start = table.shape[-2], rows.start
     if rows.positions is None:
-        if start < 0 or start + length > held:
-            raise RowOutOfRange(start if start < 0 else start + length - 1, held)
-        picked = table[..., start : start + length, :]
-        return picked if picked.dim() == 2 else picked.unsqueeze(1)
+        if start < 0 or start + length > count:
+            raise RowOutOfRange(start if start < 0 else start + length - 1, count)
+        chosen = table[..., start : start + length, :]
+        return chosen if chosen.dim() == 2 else chosen.unsqueeze(1)
     index = rows.as_index(length, table.device)
     values = local(index)
-    outside = (values < 0) | (values >= held)
+    outside = (values < 0) | (values >= count)
     if is_readable(values):
         if outside.any():
-            raise RowOutOfRange(int(values[outside][0]), held)
+            raise RowOutOfRange(int(values[outside][0]), count)
     elif in_transform(index):
         # Values cannot be read here; indexing raises for any past the end, but wraps negative rows.
-        index = torch.where(index < 0, held, index)
+        index = torch.where(index < 0, count, index)
     else:
-        device_assert(~outside.any(), f"positions must be in [0, {held}).")
+        device_assert(~outside.any(), f"positions must be in [0, {count}).")
     if table.dim() == 2:
         return table[index].unsqueeze(1)
     batch = replicate_like(index, torch.arange(table.shape[0], device=table.device)[:, None])
@@ -145,8 +145,8 @@ def wider_dtype(x: Tensor) -> torch.dtype:
 def add(x: Tensor, table: Tensor, gain: float = 1.0, factor: float | Tensor = 1.0) -> Tensor:
     """``gain * x + factor * table`` in the dtype of ``x``, rounded once.
 
-    Halves are summed in float32; with factors, float32 is summed in float64. If the table were
-    rounded to half precision first, its error would remain where terms cancel.
+    Half precision is summed in float32; with factors, float32 is summed in float64. If the table
+    were rounded to half precision first, its error would remain where terms cancel.
     """
     wide = torch.promote_types(x.dtype, torch.float32)
     if gain != 1.0 or isinstance(factor, Tensor) or factor != 1.0:

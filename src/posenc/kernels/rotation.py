@@ -182,10 +182,10 @@ def check_rows(x: Tensor, cos: Tensor, sin: Tensor, positions: Any, start: int) 
     ):
         rule = f"cos and sin must be floating, (R, P) or (1 or {batch}, R, P)"
         refuse(_WHO, rule, cos, sin, x)
-    held = cos.shape[-2]
+    count = cos.shape[-2]
     end = start + length if positions is None else start
-    if start < 0 or end > held:
-        raise RowOutOfRange(start if start < 0 else max(start, end - 1), held)
+    if start < 0 or end > count:
+        raise RowOutOfRange(start if start < 0 else max(start, end - 1), count)
     if positions is not None and not _are_positions(positions, batch, length):
         rule = f"positions must be int64 or int32, ({length},) or (1 or {batch}, 1 or {length})"
         refuse(_WHO, rule, positions, x)
@@ -291,7 +291,11 @@ def dense(x: Tensor) -> Tensor:
 
 def _run(*arguments: Any) -> Any:
     """The op in Python, of one tensor or of two."""
-    ys = run(*check_rotation(arguments))
+    return _one_or_two(run(*check_rotation(arguments)))
+
+
+def _one_or_two(ys: list[Tensor]) -> Any:
+    """The results of an op: a tensor, or a tuple of two."""
     return ys[0] if len(ys) == 1 else tuple(ys)
 
 
@@ -313,8 +317,7 @@ def _by_operations(*arguments: Any) -> Any:
     """The rotation of one tensor, or of two, as operations of torch, or of an exporter."""
     *xs, cos, sin, rows, spec = unflatten(arguments)
     by = _exported if is_exporting() else reference.rotate
-    ys = tuple([by(x, cos, sin, rows, spec) for x in xs])
-    return ys if len(ys) == 2 else ys[0]
+    return _one_or_two([by(x, cos, sin, rows, spec) for x in xs])
 
 
 def fake_like(count: int) -> Callable[..., Any]:
@@ -437,21 +440,23 @@ def _norm_of(x: Tensor, weight: Tensor, how: Any) -> Norm:
     return Norm(eps, shift, weight.shape[0] != x.shape[3])
 
 
-def _run_norm_one(x: Tensor, weight: Tensor, *how: Any) -> Tensor:
-    rotation = _check_norm([x], [weight], how)
-    return run_norm(kernel_for(x), x, weight, *rotation, _norm_of(x, weight, how))
+def _norm_arguments(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Tensors, weights, and the other seven arguments of an op of one tensor, or of two."""
+    count = (len(arguments) - 7) // 2
+    return arguments[:count], arguments[count : 2 * count], arguments[2 * count :]
 
 
-def _run_norm_qk(q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, *how: Any) -> Any:
-    rotation = _check_norm([q, k], [q_weight, k_weight], how)
-    kernel, xs, weights = kernel_for(q), (q, k), (q_weight, k_weight)
-    if kernel is not reference and has_dense_rows(q, k):
+def _run_norm(*arguments: Any) -> Any:
+    xs, weights, how = _norm_arguments(arguments)
+    rotation = _check_norm(xs, weights, how)
+    kernel = kernel_for(xs[0])
+    if len(xs) == 2 and kernel is not reference and has_dense_rows(*xs):
         ys = [torch.empty_like(x) for x in xs]
         if has_dense_rows(*ys):
-            kernel.norm_qk_into(xs, ys, weights, *rotation, _norm_of(q, q_weight, how))
+            kernel.norm_qk_into(xs, ys, weights, *rotation, _norm_of(xs[0], weights[0], how))
             return tuple(ys)
     both = zip(xs, weights, strict=True)
-    return tuple([run_norm(kernel, x, w, *rotation, _norm_of(x, w, how)) for x, w in both])
+    return _one_or_two([run_norm(kernel, x, w, *rotation, _norm_of(x, w, how)) for x, w in both])
 
 
 def _run_norm_backward(g: Tensor, x: Tensor, weight: Tensor, *how: Any) -> tuple[Tensor, Tensor]:
@@ -461,14 +466,13 @@ def _run_norm_backward(g: Tensor, x: Tensor, weight: Tensor, *how: Any) -> tuple
     return run_norm_backward(kernel_for(x), g, x, weight, *rotation, _norm_of(x, weight, how))
 
 
-def _norm_operations(x: Tensor, weight: Tensor, *how: Any) -> Tensor:
-    _, cos, sin, rows, spec = unflatten((x, *how[:5]))
-    norm = _norm_of(x, weight, how)
-    return reference.norm_rotate(x, weight, cos, sin, rows, spec, norm)
-
-
-def _norm_qk_operations(q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, *how: Any) -> Any:
-    return _norm_operations(q, q_weight, *how), _norm_operations(k, k_weight, *how)
+def _norm_operations(*arguments: Any) -> Any:
+    xs, weights, how = _norm_arguments(arguments)
+    *_, cos, sin, rows, spec = unflatten((*xs, *how[:5]))
+    rotation, both = (cos, sin, rows, spec), zip(xs, weights, strict=True)
+    return _one_or_two(
+        [reference.norm_rotate(x, w, *rotation, _norm_of(x, w, how)) for x, w in both]
+    )
 
 
 def _norm_backward_operations(g: Tensor, x: Tensor, weight: Tensor, *how: Any) -> Any:
@@ -484,8 +488,7 @@ def _save_norm(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 
 def _norm_gradients(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
-    count, held = len(gradients), ctx.saved_tensors
-    xs, weights, how = held[:count], held[count : 2 * count], (*held[2 * count :], *ctx.others)
+    xs, weights, how = _norm_arguments((*ctx.saved_tensors, *ctx.others))
     # A gradient that is differentiated again consists of torch operations.
     op = _norm_backward_operations if torch.is_grad_enabled() else norm_rotate_backward_op
     both = [op(g, x, w, *how) for g, x, w in zip(gradients, xs, weights, strict=True)]
@@ -497,7 +500,7 @@ _NORM = f"{HOW}, float eps, float shift"
 norm_rotate_op = Op(
     "norm_rotate",
     f"(Tensor x, Tensor weight, {_NORM}) -> Tensor",
-    _run_norm_one,
+    _run_norm,
     _norm_operations,
     fake_like(1),
     save=_save_norm,
@@ -506,8 +509,8 @@ norm_rotate_op = Op(
 norm_rotate_qk_op = Op(
     "norm_rotate_qk",
     f"(Tensor q, Tensor k, Tensor q_weight, Tensor k_weight, {_NORM}) -> (Tensor, Tensor)",
-    _run_norm_qk,
-    _norm_qk_operations,
+    _run_norm,
+    _norm_operations,
     fake_like(2),
     save=_save_norm,
     backward=_norm_gradients,

@@ -37,7 +37,7 @@ class Rows(NamedTuple):
 # The bits of a layout, which is an argument of an op: those of a `Spec`, and TWINS, if tables are
 # known to have each number twice.
 INTERLEAVED, INTERLEAVED_OUT, LAST, TRANSPOSED, TWINS = 1, 2, 4, 8, 16
-# For native code alone: tensors of (B, T, H, D), caches of (pages, page, H, D), and times WIDTH the
+# For native code only: tensors of (B, T, H, D), caches of (pages, page, H, D), and times WIDTH the
 # channels that a head must have.
 TOKENS_FIRST, PAGES_OF_TOKENS, WIDTH = 32, 64, 2**16
 USUAL_BITS = TOKENS_FIRST - 1
@@ -140,7 +140,7 @@ class Write(NamedTuple):
     norm: Norm = Norm()
 
 
-# The largest number of each dtype that a cache may have beside that of its keys; int8 is symmetric.
+# The largest number of each dtype of 8 bits that a cache may have; int8 is symmetric.
 LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0, torch.int8: 127.0}
 # What C and Triton call these dtypes; 0 is that of the keys.
 FORMATS = {torch.float8_e4m3fn: 1, torch.float8_e5m2: 2, torch.int8: 3}
@@ -169,11 +169,11 @@ def shardable(x: Tensor, cos: Tensor, sin: Tensor, rows: Rows) -> tuple[Tensor, 
 
     DTensor shards them like the tokens, so that no rank needs the row of its first token.
     """
-    length, held = x.shape[2], cos.shape[-2]
+    length, count = x.shape[2], cos.shape[-2]
     if rows.positions is None:
-        if rows.start + length > held:
-            raise RowOutOfRange(rows.start + length - 1, held)
-        if length != held:
+        if rows.start + length > count:
+            raise RowOutOfRange(rows.start + length - 1, count)
+        if length != count:
             cos, sin = (table.narrow(-2, rows.start, length) for table in (cos, sin))
         return replicate_like(x, cos), replicate_like(x, sin), Rows()
     positions = replicate_like(x, rows.positions)

@@ -93,26 +93,26 @@ class Launch:
 
         ``sources`` are the places of its tensors among those that native code has.
         """
-        made = self.binary
-        if made is None:
+        binary = self.binary
+        if binary is None:
             return None
-        about = made.metadata
+        about = binary.metadata
         unusual = about.global_scratch_size or about.profile_scratch_size
         if unusual or about.num_ctas != 1 or about.launch_cooperative_grid:
             return None
         threads = about.num_warps * about.target.warp_size
-        found = [made.function, *self.grid, threads, about.shared, int(about.launch_pdl)]
+        description = [binary.function, *self.grid, threads, about.shared, int(about.launch_pdl)]
         values = [*sources, 0, *self.numbers]
-        for i, (kind, value) in enumerate(zip(made.src.signature.values(), values, strict=False)):
+        for i, (kind, value) in enumerate(zip(binary.src.signature.values(), values, strict=False)):
             if kind == "constexpr":
                 continue
             if i < len(sources):
-                found += (_TENSOR, 8, value)
+                description += (_TENSOR, 8, value)
             elif i == len(sources):
-                found += (_START, _SIZES[kind], 0)
+                description += (_START, _SIZES[kind], 0)
             else:
-                found += (_NUMBER, _SIZES[kind], bits_of(kind, value))
-        return tuple(found)
+                description += (_NUMBER, _SIZES[kind], bits_of(kind, value))
+        return tuple(description)
 
 
 _TENSOR, _START, _NUMBER = range(3)
@@ -181,14 +181,14 @@ def run_and_repeat(call: bytes, run: Callable[..., Any], arguments: tuple[Any, .
     used = {t.data_ptr() for _, tensors in launches for t in tensors if t.numel()}
     created = {t.data_ptr(): t for t in seen.created if t.numel()}
     returned = {t.data_ptr() for t in results}
-    made = [*results, *[t for at, t in created.items() if at in used and at not in returned]]
-    row = [t for t in (*arguments, *made) if t is None or isinstance(t, Tensor)]
+    new = [*results, *[t for at, t in created.items() if at in used and at not in returned]]
+    row = [t for t in (*arguments, *new) if t is None or isinstance(t, Tensor)]
     places = {t.data_ptr(): i for i, t in enumerate(row) if t is not None and t.numel()}
     if len(places) < sum(t is not None and t.numel() > 0 for t in row):
         # Which of two arguments at one address a kernel reads cannot be told.
         return result
-    new = [t.numel() == 0 or _is_whole(t, created.get(t.data_ptr())) for t in results]
-    if seen.others or not all(new) or not used <= places.keys():
+    are_new = [t.numel() == 0 or _is_whole(t, created.get(t.data_ptr())) for t in results]
+    if seen.others or not all(are_new) or not used <= places.keys():
         native.install(call, ())
         return result
     # A kernel reads nothing of an empty tensor.
@@ -196,7 +196,7 @@ def run_and_repeat(call: bytes, run: Callable[..., Any], arguments: tuple[Any, .
         [one.described([places.get(t.data_ptr(), 0) for t in tensors]) for one, tensors in launches]
     )
     if None not in described:
-        shapes = [(str(t.dtype).removeprefix("torch."), *t.shape, *t.stride()) for t in made]
+        shapes = [(str(t.dtype).removeprefix("torch."), *t.shape, *t.stride()) for t in new]
         native.install(call, described, tuple(shapes), len(results))
     return result
 
