@@ -4,11 +4,11 @@ BIN := .venv/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 DEMO := .venv/.demo
 INSTALLED := .venv/.installed
-IS_NEW := 'import sys; sys.version_info < (3, 11) and sys.exit("make needs Python 3.11 or newer: PYTHON=python3.12, say")'
+IS_NEW := 'import sys; sys.version_info < (3, 11) and sys.exit("make needs Python 3.11 or newer: for example PYTHON=python3.12")'
 DOCUMENTED := .venv/.documented
 NEWEST := .venv-newest
 
-.PHONY: demo test test-all test-newest check docs format sanitize clean
+.PHONY: demo test test-core test-all test-newest check docs format sanitize clean
 
 demo: $(DEMO)
 	$(BIN)/posenc compare --quick --overwrite -o out/compare
@@ -19,6 +19,10 @@ PYTEST := $(BIN)/pytest $(WORKERS)
 
 test: $(INSTALLED)
 	$(PYTEST) -m "not slow"
+
+# The numbers, the kernels, the functions and the modules: what a change of an encoding needs.
+test-core: $(INSTALLED)
+	$(PYTEST) -m "not slow" tests/numerics tests/kernels tests/functional tests/nn
 
 # The slow tests too, and ten times the property-test examples.
 test-all: $(INSTALLED)
