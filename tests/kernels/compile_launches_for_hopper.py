@@ -104,10 +104,10 @@ def products(width, *others):
     call = Call(None, None, None, None, "none", 0, 0, 1.0, False, False)
     network = torch.ones(2 + 4 + (2 + 4) * 32)
     for given in ((q, k, vectors, vectors, None), (None, None, None, None, network)):
-        made = terms.Terms(q, k, v, given, 49, call)
+        made = terms.TermLaunches(q, k, v, given, 49, call)
         made.backward(q, None, *made.forward())
     levels = torch.zeros(2, 4, length, 64)
-    counted = cope.Counted(q, k, v, levels, call._replace(causal=True))
+    counted = cope.CountedLaunches(q, k, v, levels, call._replace(causal=True))
     counted.backward(q, None, *counted.forward())
 
 

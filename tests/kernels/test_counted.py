@@ -85,7 +85,7 @@ def test_results_and_gradients_are_those_of_the_definition(by, case):
     seen = lse.masked_fill(lse == -torch.inf, 0.0)
     grads = torch.autograd.grad((out, seen), wide, (g.double(), g_lse.double()))
     if kernel is not None:
-        made = kernel.Counted(*tensors, call)
+        made = kernel.CountedLaunches(*tensors, call)
         results = made.forward()
         found = made.backward(g, g_lse, *results)
     else:

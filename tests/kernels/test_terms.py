@@ -136,7 +136,7 @@ def test_results_and_gradients_are_those_of_the_definition(by, case):
     present = [x for x in wide if x is not None]
     grads = torch.autograd.grad((out, seen), present, (g.double(), g_lse.double()))
     if kernel is not None:
-        made = kernel.Terms(*tensors[:3], tensors[3:8], zero, call)
+        made = kernel.TermLaunches(*tensors[:3], tensors[3:8], zero, call)
         results = made.forward()
         found = [x for x in made.backward(g, g_lse, *results) if x is not None]
     else:

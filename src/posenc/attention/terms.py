@@ -244,12 +244,12 @@ def _kernel(tensors: Sequence[Any], zero: int) -> Any:
     if kernel_for(q, v) is chunked:
         return None
     if levels is not None:
-        from posenc.kernels.triton.cope import Counted
+        from posenc.kernels.triton.cope import CountedLaunches
 
-        return partial(Counted, q, k, v, levels)
-    from posenc.kernels.triton.terms import Terms as Kernel
+        return partial(CountedLaunches, q, k, v, levels)
+    from posenc.kernels.triton.terms import TermLaunches
 
-    return partial(Kernel, q, k, v, given, zero)
+    return partial(TermLaunches, q, k, v, given, zero)
 
 
 def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:

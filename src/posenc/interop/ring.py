@@ -1,7 +1,7 @@
 """Attention over a sequence that is sharded over ranks, with plain tensors.
 
 The sequence is cut into chunks of one size, and a rank holds one, or two in zig-zag order. A
-:class:`Plan`, the same on every rank, says which keys travel to which rank. Attention to one block
+:class:`Route`, the same on every rank, says which keys travel to which rank. Attention to one block
 of keys after another is put together by their log-sum-exps.
 """
 
@@ -179,20 +179,20 @@ def attend(
     _check_equal(who, ranks, q)
     if not q.shape[0] or not tokens:
         return biased.attend(who, q, k, v, bias, causal=causal)
-    plan = Plan(ranks.world, tokens // 2 if zigzag else tokens, zigzag, causal, k.shape[1])
+    route = Route(ranks.world, tokens // 2 if zigzag else tokens, zigzag, causal, k.shape[1])
     kind, values, zero = stored(bias, q.dtype)
     if values is not None:
         values = values.to(q.device)
         values = {"slopes": values[..., None], "table": values[None]}.get(kind, values)
         if prune and kind != "table":
             with torch.no_grad():
-                extents = _find_extents(plan, ranks, q, k, kind, values, scale)
-                plan = plan._replace(extents=extents)
+                extents = _find_extents(route, ranks, q, k, kind, values, scale)
+                route = route._replace(extents=extents)
     if ids is not None:
         ids = ranks.gather(torch.atleast_2d(ids), zigzag=zigzag)
-        plan = _with_documents(plan, ids)
+        route = _with_documents(route, ids)
     share = q.shape[1] // k.shape[1]
-    job = Job(who, plan, ranks, kind, zero, scale, prune, ids, share)
+    job = Job(who, route, ranks, kind, zero, scale, prune, ids, share)
     results: tuple[Tensor, Tensor] = RingAttention.apply(q, k, v, values, job)
     return results
 
@@ -207,41 +207,41 @@ def _check_equal(who: str, ranks: Ranks, q: Tensor) -> None:
 
 
 def _find_extents(
-    plan: Plan, ranks: Ranks, q: Tensor, k: Tensor, kind: str, values: Tensor, scale: float
+    route: Route, ranks: Ranks, q: Tensor, k: Tensor, kind: str, values: Tensor, scale: float
 ) -> Tensor:
-    """The ``extents`` of a plan, from the longest key of all ranks."""
+    """The ``extents`` of a route, from the longest key of all ranks."""
     longest = torch.nan_to_num(longest_key(q, k), nan=math.inf)
     dist.all_reduce(longest, dist.ReduceOp.MAX, group=ranks.group)
     gap = score_gap(q, k, k, scale, longest).double()
     total, values = q.shape[2] * ranks.world, values.double()
-    chunks, kv_heads = (-1, plan.size), (k.shape[1], -1)
+    chunks, kv_heads = (-1, route.size), (k.shape[1], -1)
     if kind == "slopes":
         gaps = gap.unflatten(2, chunks).amax(-1)
-        windows = window_length(values, gaps, total, q.dtype, causal=plan.causal).amax(0)
+        windows = window_length(values, gaps, total, q.dtype, causal=route.causal).amax(0)
         of_keys = windows.unflatten(0, kv_heads).amax(1).long()
-        windows = ranks.gather(of_keys, zigzag=plan.zigzag).T.cpu()
+        windows = ranks.gather(of_keys, zigzag=route.zigzag).T.cpu()
         chunk = torch.arange(len(windows))
-        between = ((chunk[:, None] - chunk).abs() - 1) * plan.size
-        return (windows[:, None] - 1 - between[..., None]).clamp(0, plan.size)
+        between = ((chunk[:, None] - chunk).abs() - 1) * route.size
+        return (windows[:, None] - 1 - between[..., None]).clamp(0, route.size)
     # Each key that is left out has at most this share of the weight: eps / 8 in all.
     spare = math.log(8 * total / torch.finfo(q.dtype).eps)
     most = (gap + values + spare).unflatten(2, chunks).amax(-1)
     least = values.unflatten(2, chunks).amin(-1).expand_as(most)
-    both = ranks.gather(torch.stack((most, least)), zigzag=plan.zigzag).permute(0, 3, 1, 2)
+    both = ranks.gather(torch.stack((most, least)), zigzag=route.zigzag).permute(0, 3, 1, 2)
     # A comparison with NaN is false, so a head without a bound keeps every key.
     needed = ~(both[1] > both[0][:, None])
-    extents: Tensor = plan.size * needed.unflatten(3, kv_heads).any(4).any(2).cpu()
+    extents: Tensor = route.size * needed.unflatten(3, kv_heads).any(4).any(2).cpu()
     return extents
 
 
-def _with_documents(plan: Plan, ids: Tensor) -> Plan:
-    """The plan for documents; ``ids`` are those of the whole sequence, ``[1 or B, L]``."""
+def _with_documents(route: Route, ids: Tensor) -> Route:
+    """The route for documents; ``ids`` are those of the whole sequence, ``[1 or B, L]``."""
     ends = biased.hide_padding(ids)
     edges = []
-    for at in (0, plan.size - 1):
-        first, last = (x[:, at :: plan.size].tolist() for x in ends if x is not None)
+    for at in (0, route.size - 1):
+        first, last = (x[:, at :: route.size].tolist() for x in ends if x is not None)
         edges.append([list(zip(*pair, strict=True)) for pair in zip(first, last, strict=True)])
-    return plan._replace(begins=edges[0], ends=edges[1])
+    return route._replace(begins=edges[0], ends=edges[1])
 
 
 class Block(NamedTuple):
@@ -254,7 +254,7 @@ class Block(NamedTuple):
     heads: list[int]  # heads of k
 
 
-class Piece(NamedTuple):
+class Parcel(NamedTuple):
     """Keys of a chunk that a rank needs, and what for."""
 
     keys: int
@@ -264,8 +264,8 @@ class Piece(NamedTuple):
     blocks: list[Block]
 
 
-class Plan(NamedTuple):
-    """What every rank knows of the whole: only whole numbers.
+class Route(NamedTuple):
+    """Which keys travel to which rank, in whole numbers; it is the same on every rank.
 
     ``extents``, ``[C, C, Hk]``, say how many keys at the near end of a chunk, and as many queries
     of another, each head of k needs; None stands for all. ``begins`` and ``ends`` have an entry for
@@ -285,9 +285,9 @@ class Plan(NamedTuple):
         """The chunks that a rank holds, in order."""
         return (rank, 2 * self.ranks - 1 - rank) if self.zigzag else (rank,)
 
-    def pieces(self, receiver: int, sender: int) -> list[Piece]:
+    def parcels(self, receiver: int, sender: int) -> list[Parcel]:
         """The keys of one rank that another needs."""
-        pieces = []
+        parcels = []
         # Where each sequence has its own documents, each has its own blocks.
         sequences = 1 if self.begins is None else len(self.begins)
         for keys in self.chunks(sender):
@@ -299,8 +299,8 @@ class Plan(NamedTuple):
                 heads = sorted({head for block in blocks for head in block.heads})
                 first = min(block.columns.start for block in blocks)
                 last = max(block.columns.stop for block in blocks)
-                pieces.append(Piece(keys, sequence, heads, slice(first, last), blocks))
-        return pieces
+                parcels.append(Parcel(keys, sequence, heads, slice(first, last), blocks))
+        return parcels
 
     def _blocks(self, receiver: int, keys: int, sequence: int) -> Iterator[Block]:
         for queries in self.chunks(receiver):
@@ -333,8 +333,8 @@ class Plan(NamedTuple):
         return rows, columns
 
 
-Cut: TypeAlias = Callable[[Piece], list[Tensor]]
-Held: TypeAlias = list[tuple[Piece, list[Tensor]]]
+Cut: TypeAlias = Callable[[Parcel], list[Tensor]]
+Held: TypeAlias = list[tuple[Parcel, list[Tensor]]]
 
 
 class Ranks(NamedTuple):
@@ -360,14 +360,14 @@ class Messages(NamedTuple):
 
     works: Sequence[Any] = ()
     sent: Sequence[Tensor] = ()  # alive until they have arrived
-    pieces: Sequence[Piece] = ()  # what comes
+    parcels: Sequence[Parcel] = ()  # what comes
     buffers: Sequence[list[Tensor]] = ()
 
     def wait(self) -> Held:
         """What has come."""
         for work in self.works:
             work.wait()
-        return list(zip(self.pieces, self.buffers, strict=True))
+        return list(zip(self.parcels, self.buffers, strict=True))
 
 
 def check_ranks(who: str, group: Any) -> Ranks:
@@ -383,38 +383,38 @@ def check_ranks(who: str, group: Any) -> Ranks:
     return Ranks(group, rank, dist.get_world_size(group))
 
 
-def travel(plan: Plan, ranks: Ranks, cut: Cut) -> Iterator[tuple[int, Held]]:
-    """Step by step, the pieces that this rank needs, its own first.
+def travel(route: Route, ranks: Ranks, cut: Cut) -> Iterator[tuple[int, Held]]:
+    """Step by step, the parcels that this rank needs, its own first.
 
     In step ``s`` they are those of the rank ``s`` before it; meanwhile those of step ``s + 1`` are
-    on their way. ``cut`` takes a piece from this rank's own tensors.
+    on their way. ``cut`` takes a parcel from this rank's own tensors.
     """
-    coming = _send_keys(plan, ranks, 1, cut)
-    yield 0, [(piece, cut(piece)) for piece in plan.pieces(ranks.rank, ranks.rank)]
+    coming = _send_keys(route, ranks, 1, cut)
+    yield 0, [(parcel, cut(parcel)) for parcel in route.parcels(ranks.rank, ranks.rank)]
     for step in range(1, ranks.world):
         held = coming.wait()
-        coming = _send_keys(plan, ranks, step + 1, cut)
+        coming = _send_keys(route, ranks, step + 1, cut)
         yield step, held
 
 
-def send_gradients(plan: Plan, ranks: Ranks, step: int, computed: Held, cut: Cut) -> Messages:
-    """Give the gradients of a step's pieces to their owner, and take those of this rank's own."""
+def send_gradients(route: Route, ranks: Ranks, step: int, computed: Held, cut: Cut) -> Messages:
+    """Give the gradients of a step's parcels to their owner, and take those of this rank's own."""
     to, come_from = (ranks.rank - step) % ranks.world, (ranks.rank + step) % ranks.world
-    pieces = plan.pieces(come_from, ranks.rank)
-    sent, like = [grads for _, grads in computed], [cut(piece) for piece in pieces]
-    return _start(ranks, to, sent, come_from, pieces, like)
+    parcels = route.parcels(come_from, ranks.rank)
+    sent, like = [grads for _, grads in computed], [cut(parcel) for parcel in parcels]
+    return _start(ranks, to, sent, come_from, parcels, like)
 
 
-def _send_keys(plan: Plan, ranks: Ranks, step: int, cut: Cut) -> Messages:
+def _send_keys(route: Route, ranks: Ranks, step: int, cut: Cut) -> Messages:
     if step >= ranks.world:
         return Messages()
     to, come_from = (ranks.rank + step) % ranks.world, (ranks.rank - step) % ranks.world
-    pieces = plan.pieces(ranks.rank, come_from)
-    # What comes has the shape of the same piece of this rank's own chunk.
-    own = dict(zip(plan.chunks(come_from), plan.chunks(ranks.rank), strict=True))
-    like = [cut(piece._replace(keys=own[piece.keys])) for piece in pieces]
-    sent = [cut(piece) for piece in plan.pieces(to, ranks.rank)]
-    return _start(ranks, to, sent, come_from, pieces, like)
+    parcels = route.parcels(ranks.rank, come_from)
+    # What comes has the shape of the same parcel of this rank's own chunk.
+    own = dict(zip(route.chunks(come_from), route.chunks(ranks.rank), strict=True))
+    like = [cut(parcel._replace(keys=own[parcel.keys])) for parcel in parcels]
+    sent = [cut(parcel) for parcel in route.parcels(to, ranks.rank)]
+    return _start(ranks, to, sent, come_from, parcels, like)
 
 
 def _start(
@@ -422,7 +422,7 @@ def _start(
     to: int,
     sent: list[list[Tensor]],
     come_from: int,
-    pieces: list[Piece],
+    parcels: list[Parcel],
     like: list[list[Tensor]],
 ) -> Messages:
     """Begin to send ``sent``, and to receive tensors of the shapes of ``like``."""
@@ -433,14 +433,14 @@ def _start(
     for xs in buffers:
         operations += [dist.P2POp(dist.irecv, x, come_from, ranks.group) for x in xs]
     works = dist.batch_isend_irecv(operations) if operations else []
-    return Messages(works, outgoing, pieces, buffers)
+    return Messages(works, outgoing, parcels, buffers)
 
 
 class Job(NamedTuple):
     """The arguments of an attention over a sharded sequence, in addition to its tensors."""
 
     who: str
-    plan: Plan
+    route: Route
     ranks: Ranks
     kind: str
     zero: int
@@ -451,37 +451,37 @@ class Job(NamedTuple):
 
     def rows(self, chunk: int, rows: slice) -> slice:
         """Rows of a chunk, among those that this rank holds."""
-        begin = self.plan.chunks(self.ranks.rank).index(chunk) * self.plan.size
+        begin = self.route.chunks(self.ranks.rank).index(chunk) * self.route.size
         return slice(begin + rows.start, begin + rows.stop)
 
     def query_heads(self, heads: list[int]) -> list[int]:
         """The heads of q that share these of k."""
         return [head * self.group + n for head in heads for n in range(self.group)]
 
-    def homes(self, piece: Piece) -> list[Index]:
-        """Where a piece is in this rank's k and v, and in its sums."""
-        rows = self.rows(piece.keys, piece.columns)
-        of_keys = piece.sequence, piece.heads, rows
-        of_sums = piece.sequence, self.query_heads(piece.heads), rows
+    def homes(self, parcel: Parcel) -> list[Index]:
+        """Where a parcel is in this rank's k and v, and in its sums."""
+        rows = self.rows(parcel.keys, parcel.columns)
+        of_keys = parcel.sequence, parcel.heads, rows
+        of_sums = parcel.sequence, self.query_heads(parcel.heads), rows
         return [of_keys, of_keys, of_sums] if self.kind == "sums" else [of_keys, of_keys]
 
-    def cut(self, tensors: tuple[Any, ...], piece: Piece) -> list[Tensor]:
-        """A piece of this rank's keys and values, and of their sums."""
-        return _parts(tensors, self.homes(piece))
+    def cut(self, tensors: tuple[Any, ...], parcel: Parcel) -> list[Tensor]:
+        """A parcel of this rank's keys and values, and of their sums."""
+        return _parts(tensors, self.homes(parcel))
 
-    def places(self, piece: Piece, block: Block) -> list[Index]:
-        """Where a block is in q, in the k and v of its piece, and in slopes, table or sums.
+    def places(self, parcel: Parcel, block: Block) -> list[Index]:
+        """Where a block is in q, in the k and v of its parcel, and in slopes, table or sums.
 
-        Sums are in two places, this rank's own and those of the piece, which are one if a chunk
+        Sums are in two places, this rank's own and those of the parcel, which are one if a chunk
         attends to itself.
         """
         heads = self.query_heads(block.heads)
-        of_queries = piece.sequence, heads, self.rows(block.queries, block.rows)
-        within = [piece.heads.index(head) for head in block.heads]
-        first = piece.columns.start
+        of_queries = parcel.sequence, heads, self.rows(block.queries, block.rows)
+        within = [parcel.heads.index(head) for head in block.heads]
+        first = parcel.columns.start
         columns = slice(block.columns.start - first, block.columns.stop - first)
         of_keys = slice(None), within, columns
-        of_bias = [(piece.sequence, heads, slice(None))]
+        of_bias = [(parcel.sequence, heads, slice(None))]
         if self.kind == "sums":
             of_sums = slice(None), self.query_heads(within), columns
             of_bias = [of_queries] if block.queries == block.keys else [of_queries, of_sums]
@@ -501,14 +501,14 @@ class Job(NamedTuple):
             bias = DistanceTable(values[0][0], self.zero)
         elif self.kind == "sums":
             bias = RunningSum(torch.cat(values[::-1], -1))
-        size = self.plan.size
+        size = self.route.size
         if block.queries == block.keys:
             ids = self.ids
             if ids is not None:
                 ids = ids[:, block.queries * size : (block.queries + 1) * size]
                 ids = ids if len(ids) == 1 else ids[sequence]
             how: Any = {"scale": self.scale, "prune": self.prune, "document_ids": ids}
-            return biased.attend(self.who, q, k, v, bias, causal=self.plan.causal, **how)
+            return biased.attend(self.who, q, k, v, bias, causal=self.route.causal, **how)
         distance = (block.queries - block.keys) * size + block.rows.start - block.columns.start
         start = k.shape[2] if self.kind == "sums" else distance
         # Where all keys are earlier, a causal mask hides none, and kernels have less to compute.
@@ -543,12 +543,12 @@ class RingAttention(torch.autograd.Function):
         wide = torch.promote_types(q.dtype, torch.float32)
         out = q.new_zeros((*q.shape[:3], v.shape[3]), dtype=wide)
         lse = q.new_full(q.shape[:3], float("-inf"), dtype=wide)
-        for _, held in travel(job.plan, job.ranks, partial(job.cut, (k, v, values))):
-            for piece, keys in held:
-                for block in piece.blocks:
-                    places = job.places(piece, block)
+        for _, held in travel(job.route, job.ranks, partial(job.cut, (k, v, values))):
+            for parcel, keys in held:
+                for block in parcel.blocks:
+                    places = job.places(parcel, block)
                     inputs = _parts((q, *keys[:2], values, *keys[2:]), places)
-                    _merge(out, lse, *job.attend(block, piece.sequence, inputs), places[0])
+                    _merge(out, lse, *job.attend(block, parcel.sequence, inputs), places[0])
         out = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, values, out, lse)
         ctx.job = job
@@ -568,27 +568,27 @@ class RingAttention(torch.autograd.Function):
             to_own.append(to_values)
 
         def collect(arrived: Held) -> None:
-            for piece, grads in arrived:
-                for x, grad, place in zip(to_own, grads, job.homes(piece), strict=False):
+            for parcel, grads in arrived:
+                for x, grad, place in zip(to_own, grads, job.homes(parcel), strict=False):
                     x[_at(x, place)] += grad
 
         cut, coming = partial(job.cut, (k, v, values)), Messages()
-        for step, held in travel(job.plan, job.ranks, cut):
+        for step, held in travel(job.route, job.ranks, cut):
             computed = []
-            for piece, keys in held:
+            for parcel, keys in held:
                 wide = [torch.promote_types(x.dtype, lse.dtype) for x in keys]
                 to_keys = [torch.zeros_like(x, dtype=d) for x, d in zip(keys, wide, strict=True)]
                 inputs = q, *keys[:2], values, *keys[2:]
                 to = to_q, *to_keys[:2], to_values, *to_keys[2:]
-                for block in piece.blocks:
-                    _add_gradients(job, piece, block, inputs, to, rows)
+                for block in parcel.blocks:
+                    _add_gradients(job, parcel, block, inputs, to, rows)
                 if step:
                     # Gradients travel in the dtype of the keys.
                     to_keys = [x.to(y.dtype) for x, y in zip(to_keys, keys, strict=True)]
-                computed.append((piece, to_keys))
+                computed.append((parcel, to_keys))
             collect(coming.wait())
             if step:
-                coming = send_gradients(job.plan, job.ranks, step, computed, cut)
+                coming = send_gradients(job.route, job.ranks, step, computed, cut)
             else:
                 collect(computed)
         collect(coming.wait())
@@ -610,7 +610,7 @@ def _merge(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor, place: Inde
 
 def _add_gradients(
     job: Job,
-    piece: Piece,
+    parcel: Parcel,
     block: Block,
     tensors: tuple[Any, ...],
     to: tuple[Any, ...],
@@ -620,12 +620,12 @@ def _add_gradients(
 
     ``rows`` are the gradient of the output, the log-sum-exp, and what its gradient begins with.
     """
-    places = job.places(piece, block)
+    places = job.places(parcel, block)
     inputs = [x.detach() for x in _parts(tensors, places)]
     wanted = [x for x in zip(inputs, to, places, strict=False) if x[1] is not None]
     leaves = [x.requires_grad_() for x, _, _ in wanted]
     with torch.enable_grad():
-        out, lse = job.attend(block, piece.sequence, inputs)
+        out, lse = job.attend(block, parcel.sequence, inputs)
     g, whole, g_lse = _parts(rows, [places[0]] * 3)
     # If this block has the weight w in the whole, its log-sum-exp moves the output by w times the
     # difference of the block's output from the whole.

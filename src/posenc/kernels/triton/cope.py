@@ -317,7 +317,7 @@ def to_keys(
     store_rows(dv + b * dv_b + kv * dv_h, to_value, at, present, dv_t, v_width)
 
 
-class Counted:
+class CountedLaunches:
     """Attention with counted positions: its tensors, and the launches that they need.
 
     ``levels`` are products of the queries with the embedding of each position, ``[B, H, Q, P]``.

@@ -793,7 +793,7 @@ TILES = {
 }
 
 
-class Terms:
+class TermLaunches:
     """Attention with terms: its tensors, and the launches that they need.
 
     ``for_queries`` are vectors ``[R, 1 or H, D]`` for ``p``, which has the shape of ``q``;
