@@ -4,8 +4,8 @@
     python tools/models llama sam2_video  # these, afresh, with what went wrong
 
 Each folder has a process of its own, with a limit on its time. Results are kept in
-``build/models``, and ``docs/models.md`` is written from them once there is one for every folder.
-Nothing is downloaded. About five minutes on two cores.
+``build/models``, by version, and ``docs/models.md`` is written from them once there is one for
+every folder. Nothing is downloaded. About five minutes on two cores.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ from typing import Any
 import study
 import table
 import torch
+import transformers
 
 ROOT = Path(__file__).resolve().parents[2]
-KEPT = ROOT / "build" / "models"
+KEPT = ROOT / "build" / "models" / transformers.__version__
 PAGE = ROOT / "docs" / "models.md"
 SECONDS = 240
 

@@ -111,12 +111,12 @@ def positions(who: str, name: str, at: Any) -> Tensor:
     typed = isinstance(at, Tensor) and (at.dtype in INT_DTYPES or at.dtype in FLOAT_DTYPES)
     if not typed or at.dim() == 0:
         rule = f"{name} must be a tensor of positions, (L,) or (B, L)"
-        fail(who, rule, describe(at), "Pass torch.arange(L), say.", TypeError)
+        fail(who, rule, describe(at), "Pass for example torch.arange(L).", TypeError)
     return at  # type: ignore[no-any-return]
 
 
 def exclusive_offset(who: str, offset: int | Tensor) -> None:
-    """Refuse an offset beside position_ids."""
+    """Refuse an offset in addition to position_ids."""
     if isinstance(offset, Tensor) or integer(who, "offset", offset, least=0) != 0:
         rule = "offset and position_ids exclude each other"
         fail(who, rule, f"offset={offset}", "Add offset to position_ids.")

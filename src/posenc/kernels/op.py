@@ -44,7 +44,7 @@ class Op:
     Args:
         name: Its name.
         schema: What follows the name.
-        run: The implementation in Python, for all devices. Native code replaces it for the CPU.
+        run: The implementation in Python, for all devices, where native code refuses or is missing.
         operations: The same as torch operations that autograd and exporters follow.
         fake: Empty results, for a compiler.
         save: Keep in ``ctx`` what ``backward`` needs; called with ``ctx, arguments, results``.
@@ -55,6 +55,7 @@ class Op:
         native: Types of the devices that native code serves.
         repeats: Whether native code on CUDA has no checks and repeats what Python did in a call
             like it, see `triton.launch`.
+        rehearse: Launch the backward pass without running it, so that its kernels are compiled.
     """
 
     def __init__(

@@ -164,8 +164,8 @@ def patch(model: nn.Module, *, fuse: bool = True) -> Report:
 
     Raises:
         ValueError: If the model is patched already, if nothing in it rotates or has such a bias,
-            or if one of its rotating functions or attention layers matches none of ours. The
-            message names it, and nothing is patched.
+            or if one of its rotating functions matches none of ours, or an attention layer with a
+            bias in a model that does not rotate. The message names it, and nothing is patched.
 
     Examples:
         >>> from transformers import LlamaConfig, LlamaModel

@@ -89,9 +89,9 @@ def roll(x, BLOCK: tl.constexpr):
 
 @triton.jit
 def is_near(BLOCK: tl.constexpr):
-    """Which columns of a rolled row ``m`` are up to the diagonal: ``distance``, and on from there.
+    """Which columns ``n`` of a rolled row have the distance ``distance + n``: those up to its own.
 
-    Those after it have distances one block before.
+    That of the others is one block less.
     """
     return tl.arange(0, BLOCK)[None, :] <= tl.arange(0, BLOCK)[:, None]
 
