@@ -24,7 +24,7 @@ from posenc.numerics.spans import Spans
 # queries that a window leaves in a piece.
 SCORES, SCORES_ELSEWHERE, KEPT, FEWEST = 2**22, 2**25, 2**24, 64
 
-Rows = Callable[[Tensor, Tensor], Tensor]
+RowFunction = Callable[[Tensor, Tensor], Tensor]
 
 
 def attend(
@@ -33,7 +33,7 @@ def attend(
     k: Tensor,
     v: Tensor,
     call: Call,
-    rows: Rows | None,
+    rows: RowFunction | None,
     mask: Tensor | None = None,
     dropout_p: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
@@ -118,7 +118,7 @@ def _near_keys(call: Call, rows: slice, keys: int) -> slice:
 def _piece(
     who: str,
     call: Call,
-    rows: Rows | None,
+    rows: RowFunction | None,
     dropout_p: float,
     q: Tensor,
     k: Tensor,

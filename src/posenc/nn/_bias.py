@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 Offset: TypeAlias = int | Tensor | None
 
 
-def check_heads(who: str, q: Tensor, heads: int) -> None:
+def check_num_heads(who: str, q: Tensor, heads: int) -> None:
     """Refuse queries with another number of heads than the bias has."""
     if q.shape[1] != heads:
         rule = f"q must have {heads} heads, one for each of the bias"
@@ -160,7 +160,7 @@ class RelativeBias(BiasedAttention):
     ) -> Bias:
         who = type(self).__name__
         qk_checks.check_qk(who, q, k)
-        check_heads(who, q, self.num_heads)
+        check_num_heads(who, q, self.num_heads)
         wide = torch.promote_types(q.dtype, torch.float32)
         # Offloaded weights are on the meta device until the layer that has them is called.
         device = self._device()

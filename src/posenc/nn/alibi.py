@@ -13,7 +13,7 @@ from posenc import attention, configs
 from posenc._contract import checks, qk_checks
 from posenc._contract.sharding import replicate_like
 from posenc.functional.distance_biases import alibi_bias, alibi_key_bias, alibi_model_slopes
-from posenc.nn._bias import RelativeBias, check_heads
+from posenc.nn._bias import RelativeBias, check_num_heads
 from posenc.nn._tables import SharedTables, TableModule, Tensors
 from posenc.numerics.slopes import slope_numbers
 from posenc.numerics.tables import widest
@@ -166,7 +166,7 @@ class ALiBi(TableModule, RelativeBias):
         who = type(self).__name__
         checks.float_tensor(who, "q", q)
         if q.dim() == 4:
-            check_heads(who, q, self.num_heads)
+            check_num_heads(who, q, self.num_heads)
         # A GPU takes slopes in float32, unless q is wider.
         dtype = torch.float32 if q.is_cuda and q.dtype != torch.float64 else torch.float64
         tables = None if self.learned else self._tables.read(q, dtype)

@@ -9,7 +9,7 @@ from posenc._contract import checks, qk_checks
 from posenc._contract.tracing import without_autocast
 from posenc.attention.biases import RowBias, Terms, for_each_query_head
 from posenc.attention.terms import level_rows, relative_terms
-from posenc.nn._bias import Offset, ProductBias, check_heads
+from posenc.nn._bias import Offset, ProductBias, check_num_heads
 from posenc.nn._module import Linear
 from posenc.nn._tables import SharedTables, TableModule, Tensors
 from posenc.numerics.frequencies import Spectrum
@@ -211,7 +211,7 @@ class TransformerXLBias(TableModule, ProductBias):
         self, q: Tensor, k: Tensor, scale: float, offset: Offset, mask: Tensor | None
     ) -> RowBias:
         heads, k_len = q.shape[1], k.shape[2]
-        check_heads(type(self).__name__, q, self.num_heads)
+        check_num_heads(type(self).__name__, q, self.num_heads)
         wide = torch.promote_types(q.dtype, torch.float32)
         least, most = self._ends(k_len)
         with without_autocast(q):
@@ -334,7 +334,7 @@ class DeBERTaBias(TableModule, ProductBias):
     def _rows(
         self, q: Tensor, k: Tensor, scale: float, offset: Offset, mask: Tensor | None
     ) -> RowBias:
-        check_heads(type(self).__name__, q, self.num_heads)
+        check_num_heads(type(self).__name__, q, self.num_heads)
         # Buckets of an odd number end a little later.
         far = self.max_relative_positions * (1 + self._span % 2)
         return relative_terms(
