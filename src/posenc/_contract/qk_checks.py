@@ -157,7 +157,7 @@ def check_qkv(who: str, q: Any, k: Any, v: Any) -> None:
     check_qk(who, q, k)
     checks.float_tensor(who, "v", v)
     if v.dim() != 4 or v.shape[:3] != k.shape[:3]:
-        rule = f"v must have shape {(*k.shape[:3], 'Dv')}, the keys of k"
+        rule = f"v must have shape ({', '.join(map(str, k.shape[:3]))}, Dv), the keys of k"
         fail(who, rule, f"shape {tuple(v.shape)}", "Pass one value for each key.")
     if not (q.dtype == k.dtype == v.dtype and q.device == k.device == v.device):
         got = ", ".join(f"{x.dtype} on {x.device}" for x in (q, k, v))

@@ -62,10 +62,9 @@ def biased_attention(
             they do not see later keys.
         document_ids: Ids ``(K,)`` or ``(B, K)``. A run of equal ids is a document, and a query
             sees only its own. Negative ids are padding, whose output is zero.
-        window: A sliding window of so many keys on each side, the query's own among them: ``w``
-            shows the keys at distances below ``w``. Or a pair ``(left, right)``, as flash-attn's:
-            so many keys before the query's own, and after it, with -1 for no limit. Keys outside
-            cost nothing. None for all keys.
+        window: A sliding window. An int ``w``: a query sees keys at distances below ``w``. A pair
+            ``(left, right)``, as flash-attn's: that many keys before the query's own and after it,
+            -1 for no limit. Keys outside cost nothing. None for all keys.
         attn_mask: A further mask that can be broadcast to ``(B, H, Q, K)``, as SDPA's: bool, True
             for keys that are seen, or floating, to be added to the scores. A query that sees no
             key gets zero.

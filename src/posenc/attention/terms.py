@@ -56,8 +56,8 @@ def relative_terms(
         for_keys: :math:`B`, in the same way.
         scale: :math:`s`, :math:`1/\sqrt{D}` if None: that of the attention.
         query_offset: As in the attention.
-        reach: The least and the greatest distance, if those past them have the rows of these;
-            a kernel then has less to do. None for all distances.
+        reach: ``(least, greatest)``: distances beyond these use the row of the nearer one, and a
+            kernel then has less to do. None for all distances.
 
     Returns:
         A bias for :func:`biased_attention` of these queries and keys.

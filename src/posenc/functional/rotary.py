@@ -92,7 +92,8 @@ def rotate(
     Args:
         x: ``(B, H, L, D)``.
         cos: ``(T, P)``, or ``(B, T, P)`` with a table for each sequence; ``2P`` channels of the
-            ``D`` are rotated. Hugging Face's ``(T, D)``, with each column twice, is accepted.
+            ``D`` are rotated. Hugging Face's ``(T, D)``, with each column twice, is
+            accepted if all of ``D`` is rotated.
         sin: As ``cos``.
         offset: Table row of the first token, or an integer tensor ``(B,)``.
         position_ids: Table row of each token, ``(L,)`` or ``(B, L)``, instead of ``offset``.

@@ -64,8 +64,8 @@ def rotate_and_cache(
     .. math:: \text{cache}[\text{slot}] = \text{round}(R_\phi \, \text{norm}(k) / \text{scale})
 
     Norm, rotation and scale are computed in the next wider dtype and rounded to the dtype of the
-    cache, to 8 bits by way of float32. An error, which a slot out of range is, leaves the caches as
-    they are. There is no gradient.
+    cache, to 8 bits by way of float32. If the call raises, for example for a slot
+    that is out of range, the caches are unchanged. There is no gradient.
 
     Args:
         q: Queries ``(B, H, L, D)``, with ``seq_dim=1`` ``(B, L, H, D)``, or as tokens of any

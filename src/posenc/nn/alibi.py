@@ -32,7 +32,7 @@ class ALiBi(TableModule, RelativeBias):
     attention functions take. ``docs/alibi.md`` is the manual.
 
     Args:
-        num_heads: Heads ``H``.
+        num_heads: Query heads ``H``.
         causal: Whether a query sees only keys up to its own position.
         bias_max: The last head's slope is ``2**-bias_max``.
         geometric: Use slopes ``2**(-bias_max * h / H)`` for every ``H``; the paper's code does so

@@ -44,7 +44,7 @@ class T5Bias(TableModule, RelativeBias):
     **T5 does not scale scores**: :meth:`from_config` makes a module of ``scale=1.0``.
 
     Args:
-        num_heads: Heads ``H``.
+        num_heads: Query heads ``H``.
         num_buckets: Buckets, half of them for later keys unless causal.
         max_distance: The distance from which all are in the last bucket.
         causal: Whether a query sees only keys up to its own: True for a decoder, False for an
@@ -135,7 +135,7 @@ class LearnedBias(RelativeBias):
     .. math:: \text{bias}_{h,i,j} = w_{h,\,\text{clip}(i - j)}
 
     Args:
-        num_heads: Heads ``H``.
+        num_heads: Query heads ``H``.
         max_distance: The last distance with a number of its own; farther keys share it.
         causal: Whether a query sees only keys up to its own. Otherwise later keys have numbers of
             their own, which come first.
@@ -191,7 +191,7 @@ class KERPLE(RelativeBias):
     :math:`r_2 = 2\sigma(\text{raw})` for the power. The bias is computed in float64.
 
     Args:
-        num_heads: Heads ``H``.
+        num_heads: Query heads ``H``.
         kind: ``log`` or ``power``.
         causal: Whether a query sees only keys up to its own.
         dtype: The dtype of the parameters, torch's default if None.
@@ -282,7 +282,7 @@ class Sandwich(TableModule, RelativeBias):
     parameters leaves the table on the CPU: call ``model.to(device)``.
 
     Args:
-        num_heads: Heads ``H``.
+        num_heads: Query heads ``H``.
         dim: Channels ``d`` of the sinusoid, even, whatever the model's width.
         causal: Whether a query sees only keys up to its own.
 
@@ -338,14 +338,14 @@ class FIRE(RelativeBias):
     if ``hidden`` is at most 64.
 
     Args:
-        num_heads: Heads ``H``.
+        num_heads: Query heads ``H``.
         hidden: Width of the hidden layer.
         causal: Whether a query sees only keys up to its own; otherwise the distance is absolute.
         init_c: :math:`c` at the start.
         threshold: :math:`L` at the start.
-        learn_threshold: Whether :math:`L` is learned, as a factor. Then attention on a device
-            takes no table, because looking at :math:`L` would wait for the device. With False it
-            takes the faster table for up to ``threshold + 1`` keys.
+        learn_threshold: Whether :math:`L` is learned, as a factor. Then attention on a GPU
+            uses no table, because reading :math:`L` would synchronise. With False it uses a table,
+            which is faster, for up to ``threshold + 1`` keys.
         dtype: The dtype of the parameters, torch's default if None.
 
     Attributes:

@@ -189,7 +189,7 @@ class SelfExtend(ExtendedRoPE):
               \text{otherwise} \end{cases}
 
     A model that was trained on :math:`L` tokens reads :math:`(L - w)\,G + w` of them without
-    training. Up to ``window`` tokens it computes what it did.
+    training. For sequences of up to ``window`` tokens the output is that of plain RoPE.
 
     Args:
         rope: The model's rotation.
@@ -238,8 +238,8 @@ class DualChunk(ExtendedRoPE):
     Args:
         rope: The model's rotation.
         chunk: :math:`s`, the tokens of a chunk.
-        window: :math:`w`, the tokens before each query, in the chunk before, whose distances are
-            exact; at most ``chunk``.
+        window: :math:`w`: how many tokens before a query keep exact distances when they are in
+            the previous chunk; at most ``chunk``.
 
     Examples:
         >>> extend = DualChunk(RoPE(64, max_seq_len=None), chunk=4, window=2)

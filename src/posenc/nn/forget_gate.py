@@ -37,7 +37,7 @@ class ForgetGate(ReadOnlyArguments):
     provably do not count, as with ALiBi.
 
     Args:
-        num_heads: Heads ``H``.
+        num_heads: Query heads ``H``.
         embed_dim: Channels ``E`` of the embeddings.
         dtype: The dtype of the parameters, torch's default if None.
 
@@ -91,7 +91,7 @@ class ForgetGate(ReadOnlyArguments):
         """
         who = type(self).__name__
         _, width = checks.check_embeddings(who, "x", x)
-        hint = f"Build {who}({width}, {self.num_heads})."
+        hint = f"Build {who}({self.num_heads}, embed_dim={width})."
         checks.equal(who, "embed_dim", width, self.embed_dim, hint)
         logits = self.proj(x).mT.to(widest(x.device))
         sums = torch.nn.functional.logsigmoid(logits).cumsum(-1)

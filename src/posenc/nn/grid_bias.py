@@ -69,7 +69,7 @@ class GridBias(RelativeBias):
 
     Args:
         size: Rows and columns ``(h, w)``, or one number for both.
-        num_heads: Heads ``H``.
+        num_heads: Query heads ``H``.
         prefix: Tokens before the cells, such as the class token of BEiT. They have three numbers:
             as queries of cells, as keys of cells, and among themselves.
         continuous: Whether the table is computed, as in Swin v2.

@@ -121,7 +121,7 @@ class TransformerXLBias(TableModule, ProductBias):
     are for each head. This is the attention of Transformer-XL and XLNet, and of Conformers.
 
     Args:
-        num_heads: Heads ``H``, of ``E / H`` channels.
+        num_heads: Query heads ``H``, of ``E / H`` channels.
         embed_dim: Channels ``E`` of the sinusoid and of the model, even and a multiple of
             ``num_heads``.
         causal: Whether a query sees only keys up to its own.
@@ -262,7 +262,7 @@ class DeBERTaBias(TableModule, ProductBias):
     another. On CUDA the attention's kernel computes the products.
 
     Args:
-        num_heads: Heads ``H``.
+        num_heads: Query heads ``H``.
         head_dim: Channels ``D`` of a head.
         max_relative_positions: Distances are from minus this to one less than this; with buckets,
             the distance at which these end.
@@ -272,7 +272,7 @@ class DeBERTaBias(TableModule, ProductBias):
 
     Attributes:
         pos_key: :math:`K`, a Parameter of shape ``(R, num_heads, head_dim)``, later keys first,
-            with ``R`` twice ``position_buckets``, or ``max_relative_positions``; zero at the start.
+            ``R`` is ``2 * position_buckets``, or ``2 * max_relative_positions``; zero at the start.
         pos_query: :math:`Q`, in the same way.
 
     Examples:
