@@ -56,7 +56,7 @@ SIZES = {"hidden_size": 512, "num_attention_heads": 8}
         ),
         pytest.param(
             {"rope_scaling": {"type": "dynamic", "factor": 4.0}, "max_position_embeddings": 2048},
-            {"scaling": scaling.DynamicNTK(4.0, 2048)},
+            {"scaling": scaling.DynamicNTK(4.0, original_length=2048)},
             id="dynamic",
         ),
         pytest.param(
@@ -74,7 +74,11 @@ SIZES = {"hidden_size": 512, "num_attention_heads": 8}
                 "original_max_position_embeddings": 4096,
                 "max_position_embeddings": 131072,
             },
-            {"scaling": scaling.LongRoPE((1.0,) * 32, (2.0,) * 32, 4096, 32.0)},
+            {
+                "scaling": scaling.LongRoPE(
+                    (1.0,) * 32, long_factor=(2.0,) * 32, original_length=4096, factor=32.0
+                )
+            },
             id="phi3-su",
         ),
         pytest.param(
@@ -89,7 +93,16 @@ SIZES = {"hidden_size": 512, "num_attention_heads": 8}
                 },
                 "max_position_embeddings": 131072,
             },
-            {"scaling": scaling.LongRoPE((1.0,) * 32, (2.0,) * 32, 4096, 32.0, 1.3, 1.2)},
+            {
+                "scaling": scaling.LongRoPE(
+                    (1.0,) * 32,
+                    long_factor=(2.0,) * 32,
+                    original_length=4096,
+                    factor=32.0,
+                    attention_factor=1.3,
+                    short_attention_factor=1.2,
+                )
+            },
             id="phimoe-mscale",
         ),
         pytest.param(
@@ -108,7 +121,7 @@ SIZES = {"hidden_size": 512, "num_attention_heads": 8}
                 "qk_nope_head_dim": 128,
             },
             {
-                "scaling": scaling.YaRN(40.0, 4096, mscale=1.0, mscale_all_dim=1.0),
+                "scaling": scaling.YaRN(40.0, original_length=4096, mscale=1.0, mscale_all_dim=1.0),
                 "head_dim": 64,
                 "interleaved": True,
                 "interleaved_out": False,

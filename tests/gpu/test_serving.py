@@ -49,9 +49,13 @@ MODULES = {
     "rope": (lambda: posenc.RoPE(64, 1024), heads, call),
     "rope-half": (lambda: posenc.RoPE(64, 1024, interleaved=False), heads, call),
     "rope-growing": (lambda: posenc.RoPE(64, None), heads, call),
-    "rope-yarn": (lambda: posenc.RoPE(64, None, scaling=scaling.YaRN(4.0, 256)), heads, call),
+    "rope-yarn": (
+        lambda: posenc.RoPE(64, None, scaling=scaling.YaRN(4.0, original_length=256)),
+        heads,
+        call,
+    ),
     "rope-by-length": (
-        lambda: posenc.RoPE(64, None, scaling=scaling.DynamicNTK(2.0, 256)),
+        lambda: posenc.RoPE(64, None, scaling=scaling.DynamicNTK(2.0, original_length=256)),
         heads,
         call,
     ),
@@ -63,7 +67,7 @@ MODULES = {
     "rope-ids": (lambda: posenc.RoPE(64, 1024), at_ids, by_ids),
     "rope-offsets": (lambda: posenc.RoPE(64, 2048), at_offsets, call),
     "rope-offsets-by-length": (
-        lambda: posenc.RoPE(64, None, scaling=scaling.DynamicNTK(2.0, 256)),
+        lambda: posenc.RoPE(64, None, scaling=scaling.DynamicNTK(2.0, original_length=256)),
         at_offsets,
         call,
     ),
@@ -113,12 +117,14 @@ def replayed(step, inputs, others):
 ROPES = {
     "sized": lambda: posenc.RoPE(64, 4096),
     "growing": lambda: posenc.RoPE(64, None, interleaved=False),
-    "yarn": lambda: posenc.RoPE(64, None, scaling=scaling.YaRN(4.0, 1024)),
-    "by-length": lambda: posenc.RoPE(64, None, scaling=scaling.DynamicNTK(2.0, 64)),
+    "yarn": lambda: posenc.RoPE(64, None, scaling=scaling.YaRN(4.0, original_length=1024)),
+    "by-length": lambda: posenc.RoPE(64, None, scaling=scaling.DynamicNTK(2.0, original_length=64)),
     "two-sets": lambda: posenc.RoPE(
         64,
         None,
-        scaling=scaling.LongRoPE((1.0,) * 32, (4.0,) * 32, 1000, short_attention_factor=1.1),
+        scaling=scaling.LongRoPE(
+            (1.0,) * 32, long_factor=(4.0,) * 32, original_length=1000, short_attention_factor=1.1
+        ),
     ),
     "partial": lambda: posenc.RoPE(64, None, rotary_dim=32, last=True),
 }

@@ -9,9 +9,13 @@ from posenc import RoPE, axes, positions, scaling
 from support.assertions import assert_within_ulps
 
 RULES = [
-    scaling.Linear(2.0), scaling.NTK(4.0), scaling.YaRN(4.0, 64), scaling.Llama3(8.0, 64),
-    scaling.DynamicNTK(2.0, 64), scaling.Proportional(0.5),
-]  # fmt: skip
+    scaling.Linear(2.0),
+    scaling.NTK(4.0),
+    scaling.YaRN(4.0, original_length=64),
+    scaling.Llama3(8.0, original_length=64),
+    scaling.DynamicNTK(2.0, original_length=64),
+    scaling.Proportional(0.5),
+]
 
 
 class TestAxes:
@@ -98,7 +102,10 @@ class TestAxes:
         x = torch.randn(2, 3, 7, 16)
         for rope, at in (
             (RoPE(16, 64), torch.arange(7) * 1.5),
-            (RoPE(16, None, scaling=scaling.DynamicNTK(2.0, 4)), torch.arange(7) * 1.5),
+            (
+                RoPE(16, None, scaling=scaling.DynamicNTK(2.0, original_length=4)),
+                torch.arange(7) * 1.5,
+            ),
             (RoPE(16, 64, axes=axes.Sections((4, 2, 2))), self.at),
         ):
             wanted = rope.rotate(x, position_ids=at)
@@ -170,7 +177,7 @@ def test_a_rule_scales_each_coordinate_by_its_own_width(rule):
 
 
 def test_factors_of_each_pair_are_for_one_range():
-    rule = scaling.LongRoPE((1.0,) * 16, (2.0,) * 16, 64)
+    rule = scaling.LongRoPE((1.0,) * 16, long_factor=(2.0,) * 16, original_length=64)
     with pytest.raises(ValueError, match="short_factor and long_factor must have 4 numbers"):
         RoPE(32, None, axes=axes.Axial((8, 24)), scaling=rule)
 
@@ -229,3 +236,11 @@ def test_axes_compile_whole(how):
     q, ids = torch.randn(1, 2, 6, 16), positions.grid(2, 3)
     compiled = torch.compile(rope.rotate, fullgraph=True, backend="aot_eager")
     assert torch.equal(compiled(q, position_ids=ids), rope.rotate(q, position_ids=ids))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_has_too_few_digits_for_positions(dtype):
+    """bfloat16 has no 257."""
+    q = torch.randn(1, 2, 16, 8)
+    with pytest.raises(TypeError, match="tensor of positions"):
+        RoPE(8, None)(q, q, position_ids=torch.arange(16).to(dtype))

@@ -175,7 +175,7 @@ def test_bad_arguments_are_refused():
     extend = BOTH[0]
     with pytest.raises(TypeError, match="rope must be a RoPE"):
         SelfExtend(64, group=2, window=4)
-    dynamic = RoPE(16, scaling=posenc.scaling.DynamicNTK(2.0, 64))
+    dynamic = RoPE(16, scaling=posenc.scaling.DynamicNTK(2.0, original_length=64))
     with pytest.raises(ValueError, match="must not depend on the length"):
         SelfExtend(dynamic, group=2, window=4)
     with pytest.raises(ValueError, match=r"axes of rope must be None.*\n.*replace"):

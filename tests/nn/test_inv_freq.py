@@ -88,8 +88,14 @@ def test_axes_arrange_the_frequencies(how, count):
     ("rule", "wanted"),
     [
         (scaling.Linear(2.0), [f / 2 for f in FREQS]),
-        (scaling.Llama3(2.0, 8), [0.0, 1 / 2 + 1 / 2 * (8 / math.tau - 1) / 3, -0.15, 100.7]),
-        (scaling.LongRoPE((1.0, 2.0, 3.0, 4.0), (1.0,) * 4, 64), [0.0, 0.5, -0.1, 100.7 / 4]),
+        (
+            scaling.Llama3(2.0, original_length=8),
+            [0.0, 1 / 2 + 1 / 2 * (8 / math.tau - 1) / 3, -0.15, 100.7],
+        ),
+        (
+            scaling.LongRoPE((1.0, 2.0, 3.0, 4.0), long_factor=(1.0,) * 4, original_length=64),
+            [0.0, 0.5, -0.1, 100.7 / 4],
+        ),
         (scaling.NTK(8.0), [0.0, 1 / 2, -0.3 / 4, 100.7 / 8]),
     ],
     ids=lambda value: type(value).__name__,
@@ -101,7 +107,7 @@ def test_rules_scale_the_frequencies(rule, wanted):
 
 def test_a_rule_that_needs_a_base_says_so():
     with pytest.raises(ValueError, match=r"YaRN: inv_freq must be None.*\n.*Llama3"):
-        RoPE(8, None, inv_freq=FREQS, scaling=scaling.YaRN(4.0, 64))
+        RoPE(8, None, inv_freq=FREQS, scaling=scaling.YaRN(4.0, original_length=64))
 
 
 @pytest.mark.parametrize(

@@ -12,25 +12,25 @@ LENGTH = "original_max_position_embeddings"
     ("given", "wanted"),
     [
         ({"rope_type": "linear", "factor": 4.0}, scaling.Linear(4.0)),
-        ({"type": "yarn", "factor": 4.0, LENGTH: 64}, scaling.YaRN(4.0, 64)),
+        ({"type": "yarn", "factor": 4.0, LENGTH: 64}, scaling.YaRN(4.0, original_length=64)),
         (
             {"rope_type": "yarn", "max_position_embeddings": 256, LENGTH: 64, "beta_fast": 16},
-            scaling.YaRN(4.0, 64, beta_fast=16.0),
+            scaling.YaRN(4.0, original_length=64, beta_fast=16.0),
         ),
         (
             {"rope_type": "dynamic", "factor": 2.0, "max_position_embeddings": 64},
-            scaling.DynamicNTK(2.0, 64),
+            scaling.DynamicNTK(2.0, original_length=64),
         ),
         ({"type": "dynamic", "alpha": 8.0}, scaling.NTK(8.0)),
         (
             {"rope_type": "llama3", "factor": 8.0, LENGTH: 64, "low_freq_factor": 1.0}
             | {"high_freq_factor": 4.0, "rope_theta": 10_000.0},
-            scaling.Llama3(8.0, 64),
+            scaling.Llama3(8.0, original_length=64),
         ),
         (
             {"type": "su", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4, LENGTH: 64}
             | {"factor": 4.0},
-            scaling.LongRoPE((1.0,) * 4, (2.0,) * 4, 64, 4.0),
+            scaling.LongRoPE((1.0,) * 4, long_factor=(2.0,) * 4, original_length=64, factor=4.0),
         ),
         (
             {"rope_type": "proportional", "partial_rotary_factor": 0.5},

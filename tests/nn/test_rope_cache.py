@@ -28,7 +28,9 @@ def example(width=8, dtype=torch.float32):
         pytest.param(RoPE(8, rotary_dim=4, last=True), {"position_ids": AT}, id="partial"),
         pytest.param(RoPE(8, interleaved=False), {"offset": torch.tensor([3])}, id="half"),
         pytest.param(
-            RoPE(8, scaling=scaling.DynamicNTK(2.0, 4)), {"offset": 7, "seq_len": 30}, id="length"
+            RoPE(8, scaling=scaling.DynamicNTK(2.0, original_length=4)),
+            {"offset": 7, "seq_len": 30},
+            id="length",
         ),
         pytest.param(RoPE(8), {"position_ids": AT / 2}, id="between-positions"),
         pytest.param(RoPE(8, axes=axes.Axial(2)), {"position_ids": AT.expand(2, 1, 5)}, id="axes"),

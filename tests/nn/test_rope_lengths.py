@@ -8,7 +8,11 @@ from posenc import RoPE, axes, scaling
 from support.assertions import assert_within_ulps
 from support.rules import ALL, DEPENDENT, RULES, assert_rotated_by, name
 
-BY_NAME = {"plain": None, "by-length": scaling.DynamicNTK(2.0, 6), "gain": scaling.YaRN(4.0, 8)}
+BY_NAME = {
+    "plain": None,
+    "by-length": scaling.DynamicNTK(2.0, original_length=6),
+    "gain": scaling.YaRN(4.0, original_length=8),
+}
 
 
 @DEPENDENT

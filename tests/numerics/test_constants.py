@@ -16,8 +16,10 @@ SPECTRA = {
     "sections": Spectrum(8, axes=axes.Sections((2, 1, 1))),
     "axial": Spectrum(8, scaling=scaling.Linear(3.0), axes=axes.Axial()),
     "unequal": Spectrum(8, scaling=scaling.Linear(3.0), axes=axes.Axial((2, 6))),
-    "by-length": Spectrum(8, scaling=scaling.DynamicNTK(2.0, 16)),
-    "per-pair": Spectrum(8, scaling=scaling.LongRoPE((1.0,) * 4, (2.0,) * 4, 16)),
+    "by-length": Spectrum(8, scaling=scaling.DynamicNTK(2.0, original_length=16)),
+    "per-pair": Spectrum(
+        8, scaling=scaling.LongRoPE((1.0,) * 4, long_factor=(2.0,) * 4, original_length=16)
+    ),
 }
 
 
@@ -56,7 +58,7 @@ def test_a_traced_call_leaves_no_fake_tensor_in_the_cache():
 
 def test_rules_are_numbers_to_a_tracer_too():
     """Worked out for the first time under a mode, as after loading a module in a new process."""
-    rule = scaling.YaRN(4.0, 61)
+    rule = scaling.YaRN(4.0, original_length=61)
     with torch._subclasses.FakeTensorMode():
         rope = posenc.RoPE(8, 16, scaling=rule)
     assert rope.cos_cached.shape == (16, 4)

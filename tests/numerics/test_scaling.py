@@ -1,5 +1,6 @@
 import copy
 import dataclasses
+import inspect
 import math
 import pickle
 
@@ -18,10 +19,10 @@ from posenc.numerics.tables import cos_sin
 RULES = [
     scaling.Linear(4.0),
     scaling.NTK(4.0),
-    scaling.DynamicNTK(4.0, 64),
-    scaling.YaRN(4.0, 64),
-    scaling.LongRoPE((1.0,) * 8, (2.0,) * 8, 64, 4.0),
-    scaling.Llama3(4.0, 64),
+    scaling.DynamicNTK(4.0, original_length=64),
+    scaling.YaRN(4.0, original_length=64),
+    scaling.LongRoPE((1.0,) * 8, long_factor=(2.0,) * 8, original_length=64, factor=4.0),
+    scaling.Llama3(4.0, original_length=64),
     scaling.Proportional(0.5),
 ]
 IDS = [type(rule).__name__ for rule in RULES]
@@ -120,25 +121,25 @@ class TestFormulas:
         )
 
     def test_dynamic_ntk_does_not_change_short_sequences(self):
-        rule = scaling.DynamicNTK(4.0, 64)
+        rule = scaling.DynamicNTK(4.0, original_length=64)
         assert torch.equal(rule.at(64)(self.rates, 1e4), self.rates)
         assert rule.at(None) == rule.at(1) == rule.at(64)
         assert rule.at(128) == scaling.NTK(4.0 * 2 - 3)
 
     def test_longrope_changes_strictly_past_the_trained_length(self):
-        rule = scaling.LongRoPE((1.0,) * 8, (2.0,) * 8, 64, 4.0)
+        rule = scaling.LongRoPE((1.0,) * 8, long_factor=(2.0,) * 8, original_length=64, factor=4.0)
         assert rule.at(64).factors == (1.0,) * 8
         assert rule.at(65).factors == (2.0,) * 8
         assert rule.gain() == math.sqrt(1 + math.log(4) / math.log(64))
 
     def test_llama3_with_one_border_is_a_step(self):
-        rule = scaling.Llama3(8.0, 64, 2.0, 2.0)
+        rule = scaling.Llama3(8.0, original_length=64, low_freq_factor=2.0, high_freq_factor=2.0)
         turns = self.rates * 64 / math.tau
         expected = torch.where(turns < 2, self.rates / 8, self.rates)
         assert torch.equal(rule(self.rates, 1e4), expected)
 
     def test_yarn_takes_an_mscale_of_zero_for_one_that_is_not_used(self):
-        gain = scaling.YaRN(40.0, 4096, mscale=0, mscale_all_dim=1.0).gain()
+        gain = scaling.YaRN(40.0, original_length=4096, mscale=0, mscale_all_dim=1.0).gain()
         assert gain == 0.1 * math.log(40) + 1
 
 
@@ -170,19 +171,42 @@ def test_a_rule_is_a_value(rule):
     [
         (lambda: scaling.Linear(0.0), ValueError, "Linear: factor must be finite and above zero"),
         (lambda: scaling.Linear("4"), TypeError, "Linear: factor must be a number"),
-        (lambda: scaling.YaRN(4.0, 0), ValueError, "original_length must be at least 1"),
-        (lambda: scaling.LongRoPE((), (), 64), TypeError, "short_factor must be a list"),
-        (lambda: scaling.LongRoPE((1.0,), (1.0, 2.0), 64), ValueError, "equally long"),
-        (lambda: scaling.Llama3(8.0, 64, 4.0, 1.0), ValueError, "high_freq_factor must be"),
+        (
+            lambda: scaling.YaRN(4.0, original_length=0),
+            ValueError,
+            "original_length must be at least 1",
+        ),
+        (
+            lambda: scaling.LongRoPE((), long_factor=(), original_length=64),
+            TypeError,
+            "short_factor must be a list",
+        ),
+        (
+            lambda: scaling.LongRoPE((1.0,), long_factor=(1.0, 2.0), original_length=64),
+            ValueError,
+            "equally long",
+        ),
+        (
+            lambda: scaling.Llama3(
+                8.0, original_length=64, low_freq_factor=4.0, high_freq_factor=1.0
+            ),
+            ValueError,
+            "high_freq_factor must be",
+        ),
         (lambda: scaling.Proportional(1.5), ValueError, "fraction must be at most 1"),
         (lambda: RoPE(8, scaling=4.0), TypeError, "scaling must be of type Rule"),
         (
-            lambda: RoPE(16, scaling=scaling.LongRoPE((1.0,), (2.0,), 64)),
+            lambda: RoPE(
+                16, scaling=scaling.LongRoPE((1.0,), long_factor=(2.0,), original_length=64)
+            ),
             ValueError,
             "must have 8 numbers",
         ),
         (
-            lambda: RoPE(16, scaling=scaling.LongRoPE((5e-324,) * 8, (1.0,) * 8, 64)),
+            lambda: RoPE(
+                16,
+                scaling=scaling.LongRoPE((5e-324,) * 8, long_factor=(1.0,) * 8, original_length=64),
+            ),
             ValueError,
             "must give a finite rate",
         ),
@@ -197,10 +221,10 @@ def test_bad_rules_are_refused(make, error, text):
     "make",
     [
         scaling.NTK,
-        lambda factor: scaling.YaRN(factor, 4096),
-        lambda factor: scaling.DynamicNTK(factor, 4096),
-        lambda factor: scaling.Llama3(factor, 4096),
-        lambda factor: scaling.Proportional(0.5, factor),
+        lambda factor: scaling.YaRN(factor, original_length=4096),
+        lambda factor: scaling.DynamicNTK(factor, original_length=4096),
+        lambda factor: scaling.Llama3(factor, original_length=4096),
+        lambda factor: scaling.Proportional(0.5, factor=factor),
     ],
     ids=["ntk", "yarn", "dynamic", "llama3", "proportional"],
 )
@@ -265,3 +289,9 @@ def test_a_rule_that_gives_too_few_rates_is_refused():
 def test_a_rule_that_cannot_be_a_key_is_refused():
     with pytest.raises(TypeError, match="unhashable type: 'list'"):
         RoPE(4, scaling=Plain([2.0]))
+
+
+def test_two_numbers_of_a_rule_cannot_be_swapped():
+    for name in scaling.__all__:
+        parameters = inspect.signature(getattr(scaling, name)).parameters.values()
+        assert sum(p.kind is not p.KEYWORD_ONLY for p in parameters) <= 1, name

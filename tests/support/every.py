@@ -54,13 +54,20 @@ MODULES = modules.MODULES | {
         lambda: posenc.MixedRoPE(modules.DIM, num_kv_heads=modules.HEADS), _of_cells
     ),
     "RoPE, of an image": Use(lambda: _rope(axes=axes.Axial(2)), _of_cells),
-    "RoPE, dynamic": Use(lambda: _rope(scaling=scaling.DynamicNTK(2.0, 8)), rotated),
-    "RoPE, llama3": Use(lambda: _rope(scaling=scaling.Llama3(8.0, 8)), rotated),
+    "RoPE, dynamic": Use(
+        lambda: _rope(scaling=scaling.DynamicNTK(2.0, original_length=8)), rotated
+    ),
+    "RoPE, llama3": Use(lambda: _rope(scaling=scaling.Llama3(8.0, original_length=8)), rotated),
     "RoPE, longrope": Use(
-        lambda: _rope(scaling=scaling.LongRoPE((1.1,) * 2, (2.3,) * 2, 8, factor=4.0)), rotated
+        lambda: _rope(
+            scaling=scaling.LongRoPE(
+                (1.1,) * 2, long_factor=(2.3,) * 2, original_length=8, factor=4.0
+            )
+        ),
+        rotated,
     ),
     "SelfExtend, from 8": Use(lambda: posenc.SelfExtend(_rope(), group=2, window=8), attended),
-    "RoPE, yarn": Use(lambda: _rope(scaling=scaling.YaRN(4.0, 8)), rotated),
+    "RoPE, yarn": Use(lambda: _rope(scaling=scaling.YaRN(4.0, original_length=8)), rotated),
 }
 
 

@@ -53,8 +53,10 @@ class Rotations(nn.Module):
                 "partial-halves": posenc.RoPE(8, 64, rotary_dim=4, interleaved=False),
                 "last": posenc.RoPE(8, 64, rotary_dim=4, last=True),
                 "growing": posenc.RoPE(8, None),
-                "yarn": posenc.RoPE(8, None, scaling=scaling.YaRN(4.0, 16)),
-                "dynamic": posenc.RoPE(8, None, scaling=scaling.DynamicNTK(2.0, 16)),
+                "yarn": posenc.RoPE(8, None, scaling=scaling.YaRN(4.0, original_length=16)),
+                "dynamic": posenc.RoPE(
+                    8, None, scaling=scaling.DynamicNTK(2.0, original_length=16)
+                ),
                 "halves-out": posenc.RoPE(8, 64, interleaved_out=False),
             }
         )

@@ -6,17 +6,19 @@ import oracles
 from posenc import scaling
 from support.assertions import assert_within_ulps
 
-LONG = scaling.LongRoPE((1.0, 1.5, 2.0, 3.0), (2.0, 3.0, 5.0, 8.0), 16, 4.0)
+LONG = scaling.LongRoPE(
+    (1.0, 1.5, 2.0, 3.0), long_factor=(2.0, 3.0, 5.0, 8.0), original_length=16, factor=4.0
+)
 
 
-BY_LENGTH = [scaling.DynamicNTK(4.0, 16), LONG]
+BY_LENGTH = [scaling.DynamicNTK(4.0, original_length=16), LONG]
 
 
 RULES = [
     None,
     scaling.Linear(4.0),
-    scaling.YaRN(4.0, 16),
-    scaling.Llama3(4.0, 16),
+    scaling.YaRN(4.0, original_length=16),
+    scaling.Llama3(4.0, original_length=16),
     scaling.Proportional(0.5),
     *BY_LENGTH,
 ]

@@ -136,7 +136,7 @@ def ropes():
     yield "offsets", posenc.RoPE(8, None), {"offset": torch.tensor([0, 9, 4, 2])}
     yield "ids", posenc.RoPE(8, 64), {"position_ids": torch.arange(8).flip(0)}
     yield "ids-of-each", posenc.RoPE(8, None), {"position_ids": each_its_own}
-    yield "dynamic", posenc.RoPE(8, None, scaling=scaling.DynamicNTK(2.0, 4)), {}
+    yield "dynamic", posenc.RoPE(8, None, scaling=scaling.DynamicNTK(2.0, original_length=4)), {}
     mrope = posenc.RoPE(8, None, axes=axes.Sections((2, 1, 1)))
     yield "coordinates", mrope, {"position_ids": positions.mrope([2, (1, 2, 2), 2])}
 

@@ -40,7 +40,7 @@ def index_tensor(
     An error names ``kind`` and the first two of the ``shapes``.
     """
     typed = isinstance(value, Tensor) and (
-        value.dtype in INT_DTYPES or (floating and value.dtype in FLOAT_DTYPES)
+        value.dtype in INT_DTYPES or (floating and value.dtype in (torch.float32, torch.float64))
     )
     if not typed or value.shape not in shapes:
         rule = f"{name} must be {kind} of shape {' or '.join(map(str, shapes[:2]))}"

@@ -89,7 +89,9 @@ def _linear(config: Config) -> scaling.Rule:
 def _dynamic(config: Config) -> scaling.Rule:
     if config.rope.get("alpha") is not None:
         return scaling.NTK(config.rope["alpha"])
-    return scaling.DynamicNTK(config.need("factor"), config.need("max_position_embeddings"))
+    return scaling.DynamicNTK(
+        config.need("factor"), original_length=config.need("max_position_embeddings")
+    )
 
 
 def _yarn(config: Config) -> scaling.Rule:
@@ -97,30 +99,36 @@ def _yarn(config: Config) -> scaling.Rule:
     given = {name: config.rope[name] for name in names if config.rope.get(name)}
     if config.rope.get("truncate") is not None:
         given["truncate"] = config.rope["truncate"]
-    return scaling.YaRN(_factor(config), _original_length(config), **given)
+    return scaling.YaRN(_factor(config), original_length=_original_length(config), **given)
 
 
 def _longrope(config: Config) -> scaling.Rule:
     gain = config.rope.get("attention_factor")
     return scaling.LongRoPE(
         config.need("short_factor"),
-        config.need("long_factor"),
-        _original_length(config),
-        _factor(config),
-        config.rope.get("long_mscale") if gain is None else gain,
-        config.rope.get("short_mscale"),
+        long_factor=config.need("long_factor"),
+        original_length=_original_length(config),
+        factor=_factor(config),
+        attention_factor=config.rope.get("long_mscale") if gain is None else gain,
+        short_attention_factor=config.rope.get("short_mscale"),
     )
 
 
 def _llama3(config: Config) -> scaling.Rule:
-    bands = [config.need(name) for name in ("low_freq_factor", "high_freq_factor")]
-    return scaling.Llama3(config.need("factor"), _original_length(config), *bands)
+    return scaling.Llama3(
+        config.need("factor"),
+        original_length=_original_length(config),
+        low_freq_factor=config.need("low_freq_factor"),
+        high_freq_factor=config.need("high_freq_factor"),
+    )
 
 
 def _proportional(config: Config) -> scaling.Rule:
     name = "partial_rotary_factor"
     share = config.agreed("scaling", name, (name,))
-    return scaling.Proportional(1.0 if share is None else share, config.rope.get("factor") or 1.0)
+    return scaling.Proportional(
+        1.0 if share is None else share, factor=config.rope.get("factor") or 1.0
+    )
 
 
 def _original_length(config: Config) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import decimal
 import math
 import operator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from decimal import Decimal
 from functools import lru_cache
 from typing import Any, TypeAlias
@@ -169,7 +169,7 @@ def _frozen(part: Any) -> Any:
     if isinstance(part, int):
         return operator.index(part)
     if type(part).__module__.startswith("posenc."):
-        return type(part), *[_frozen(getattr(part, name)) for name in part.__match_args__]
+        return type(part), *[_frozen(getattr(part, field.name)) for field in fields(part)]
     return part
 
 
@@ -179,8 +179,11 @@ def _thawed(part: Any) -> Any:
         return part
     if part[:1] == ("hex",):
         return float.fromhex(part[1])
-    items = [_thawed(item) for item in part]
-    return items[0](*items[1:]) if part and isinstance(part[0], type) else tuple(items)
+    items = tuple([_thawed(item) for item in part])
+    if not items or not isinstance(items[0], type):
+        return items
+    names = [field.name for field in fields(items[0])]
+    return items[0](**dict(zip(names, items[1:], strict=True)))
 
 
 @constant_under_compile

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import KW_ONLY, dataclass, fields
 from functools import partial
 from typing import Any, ClassVar
 
@@ -160,6 +160,7 @@ class YaRN(PublishedRule):
     """
 
     factor: float
+    _: KW_ONLY
     original_length: int
     attention_factor: float | None = None
     mscale: float | None = None
@@ -233,6 +234,7 @@ class Llama3(PublishedRule):
     """
 
     factor: float
+    _: KW_ONLY
     original_length: int
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
@@ -276,6 +278,7 @@ class Proportional(PublishedRule):
     """
 
     fraction: float
+    _: KW_ONLY
     factor: float = 1.0
 
     def __post_init__(self) -> None:
@@ -312,6 +315,7 @@ class DynamicNTK(PublishedRule):
     """
 
     factor: float
+    _: KW_ONLY
     original_length: int
 
     def __call__(self, rates: Tensor, base: float, seq_len: Tensor | None = None) -> Tensor:
@@ -349,7 +353,7 @@ class LongRoPE(PublishedRule):
             ``attention_factor`` if None.
 
     Examples:
-        >>> rule = LongRoPE((1.0, 1.0), (1.0, 4.0), original_length=4096, factor=32.0)
+        >>> rule = LongRoPE((1.0, 1.0), long_factor=(1.0, 4.0), original_length=4096, factor=32.0)
         >>> rule.at(4096).factors, rule.at(4097).factors
         ((1.0, 1.0), (1.0, 4.0))
         >>> round(rule.gain(), 4)
@@ -360,6 +364,7 @@ class LongRoPE(PublishedRule):
     """
 
     short_factor: tuple[float, ...]
+    _: KW_ONLY
     long_factor: tuple[float, ...]
     original_length: int
     factor: float = 1.0
