@@ -83,6 +83,12 @@ def test_every_name_in_the_manual_exists(page):
         pkgutil.resolve_name("".join(pair))
 
 
+def test_every_public_class_and_function_has_an_entry_in_the_reference():
+    text = (DOCS / "api" / "modules.md").read_text()
+    names = [name for name in posenc.__all__ if callable(getattr(posenc, name))]
+    assert [name for name in names if f"::: posenc.{name}\n" not in text] == []
+
+
 def test_every_picture_of_a_page_is_drawn_and_every_drawing_shown():
     """A drawing that no page has costs every build its time."""
     shown = {

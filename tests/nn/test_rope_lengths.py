@@ -6,7 +6,7 @@ import torch
 import oracles
 from posenc import RoPE, axes, scaling
 from support.assertions import assert_within_ulps
-from support.rules import ALL, DEPENDENT, RULES, assert_rotated_by, name
+from support.rules import ALL, DEPENDENT, FIXED, assert_rotated_by, name
 
 BY_NAME = {
     "plain": None,
@@ -55,7 +55,7 @@ class TestCachedKeys:
         rates, gain = rope.scaled_inv_freq(46), rope.attention_factor(46)
         assert_rotated_by(got, k, new, rates, gain, ulps=1.21, interleaved=interleaved)
 
-    @pytest.mark.parametrize("rule", RULES[:5], ids=name)
+    @pytest.mark.parametrize("rule", FIXED, ids=name)
     @pytest.mark.parametrize("by", [-3, 0, 17])
     def test_shifting_is_rotating_at_other_positions(self, rule, by):
         rope, k = RoPE(8, 256, scaling=rule), torch.randn(2, 1, 5, 8)

@@ -15,6 +15,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from posenc import RoPE, scaling
 from posenc.numerics.frequencies import Spectrum, inverse_frequencies, scaled_rates
 from posenc.numerics.tables import cos_sin
+from support import rules
 
 RULES = [
     scaling.Linear(4.0),
@@ -295,3 +296,8 @@ def test_two_numbers_of_a_rule_cannot_be_swapped():
     for name in scaling.__all__:
         parameters = inspect.signature(getattr(scaling, name)).parameters.values()
         assert sum(p.kind is not p.KEYWORD_ONLY for p in parameters) <= 1, name
+
+
+def test_no_rule_is_missing_in_the_tests_of_modules():
+    classes = {getattr(scaling, name) for name in scaling.__all__} - {scaling.Rule}
+    assert {type(rule) for rule in rules.RULES if rule is not None} == classes

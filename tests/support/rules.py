@@ -14,14 +14,17 @@ LONG = scaling.LongRoPE(
 BY_LENGTH = [scaling.DynamicNTK(4.0, original_length=16), LONG]
 
 
-RULES = [
+FIXED = [
     None,
     scaling.Linear(4.0),
+    scaling.NTK(4.0),
     scaling.YaRN(4.0, original_length=16),
     scaling.Llama3(4.0, original_length=16),
     scaling.Proportional(0.5),
-    *BY_LENGTH,
 ]
+
+
+RULES = [*FIXED, *BY_LENGTH]
 
 
 def name(rule):

@@ -161,7 +161,7 @@ BY_HAND: list[tuple[str, str, dict[str, Any]]] = [
         "qwen3_5_moe_text qwen3_5_text qwen3_next",
         {"gated": True},
     ),
-    # Positions that are not rotary; tests/configs/test_others.py compares them with the models.
+    # Positions that are not rotary; tests/configs/test_non_rotary.py compares them with the models.
     ("Slopes of each model differ.", "bloom mpt", {"positions": "alibi"}),
     ("It has no class here, and its heads no key that is known.", "gpt_refact",
      {"positions": "own_alibi"}),
