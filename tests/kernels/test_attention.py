@@ -36,7 +36,6 @@ QUICK = {
     ("symmetric-documents", "table"),
     ("window-documents", "table"),
     ("window-decode", "slopes"),
-    ("decode-in-one-part", "table"),
 }
 
 

@@ -12,7 +12,7 @@ from support.modules import DIM, HEADS
 # A window of an image has one length. PoPE's attention chooses by the lengths of queries and keys.
 NAMES = [n for n in MODULES if "Grid" not in n and "image" not in n and n != "PoPE"]
 QUICK = {"SinusoidalPosEmbedding", "SinusoidalPE", "LearnedPosEmbedding"}
-QUICK |= {"RotaryPosEmbedding", "RoPE", "RoPE, growing", "XPos", "ALiBi", "RelativeKeys"}
+QUICK |= {"RotaryPosEmbedding", "RoPE", "RoPE, growing", "XPos", "ALiBi"}
 EACH = [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in NAMES]
 
 
