@@ -164,7 +164,7 @@ def boolean(who: str, name: str, value: Any) -> bool:
     """``value`` if it is a bool; anything else is probably a misplaced argument."""
     if not isinstance(value, bool):
         rule = f"{name} must be True or False"
-        fail(who, rule, describe(value), f"Pass {name} by keyword.", TypeError)
+        fail(who, rule, describe(value), f"Pass {name}=True or {name}=False.", TypeError)
     return value
 
 

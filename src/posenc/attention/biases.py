@@ -178,7 +178,7 @@ def check_bias(who: str, bias: object, heads: int | None, keys: int) -> None:
         return
     if not isinstance(bias, (Slopes, DistanceTable, RunningSum)):
         rule = "bias must be Slopes, DistanceTable, RunningSum, RowBias or None"
-        hint = "Wrap slopes as posenc.attention.Slopes(slopes), for example."
+        hint = "Pass Slopes(slopes), or module.as_bias(k_len); a matrix is for attn_mask."
         checks.fail(who, rule, checks.describe(bias), hint, TypeError)
     values = bias.values
     if isinstance(bias, Slopes):

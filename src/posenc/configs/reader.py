@@ -166,7 +166,7 @@ def as_dict(who: str, config: Any) -> Mapping[str, Any]:
         config = {**config.config, "_class_name": type(config).__name__}
     if not isinstance(config, Mapping):
         rule = "config must be a dict, a path, or an object with to_dict()"
-        got, hint = checks.describe(config), "Pass the model's config.json."
+        got, hint = checks.describe(config), "Pass model.config, or the model's config.json."
         checks.fail(who, rule, got, hint, TypeError)
     return config
 
