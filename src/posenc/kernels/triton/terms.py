@@ -57,6 +57,9 @@ from posenc.kernels.triton.launch import Launch, find_launch, signature
 
 # Lengths, offsets, windows and rows, which would compile a kernel again.
 UNSPECIALIZED = ["start", "left", "right", "keys", "queries", "rows", "zero", "reach"]
+# What a call has, by its place in ``HAS``: vectors for queries and for keys, the knots of a curve
+# and the block that holds them, and whether p is q, and m is k.
+FOR_QUERIES, FOR_KEYS, KNOTS, KNOT_BLOCK, SAME_AS_Q, SAME_AS_K = (tl.constexpr(n) for n in range(6))
 
 
 @triton.jit
@@ -171,9 +174,7 @@ def scores_of(
 ):  # fmt: skip
     """The scores of a tile, in units of log2; ``-inf`` for keys that are not seen.
 
-    ``HAS`` says whether there are vectors for queries, and for keys, how many knots a curve has, in
-    a block of how many, and whether p is q, and m is k; ``FLAT`` that all distances have row
-    ``end``.
+    ``FLAT`` says that all distances have row ``end``.
     """
     vectors, ends, curves, rows, zero = terms
     for_queries, for_keys, e_r, f_r = vectors
@@ -182,23 +183,25 @@ def scores_of(
     columns = column0 + tl.arange(0, BLOCK)
     distance = own0 - column0
     is_last = (end == rows - 1).to(tl.int64)
-    if HAS[0] and FLAT:
+    if HAS[FOR_QUERIES] and FLAT:
         at = row0 + tl.arange(0, BLOCK)
         inside = (at >= 0) & (at < queries)
         of_queries += is_last * sequences * queries
         scores += tl.load(of_queries + at, mask=inside, other=0.0)[:, None]
-    elif HAS[0]:
+    elif HAS[FOR_QUERIES]:
         scores += along(p, for_queries, distance, rows, zero, e_r, 1, WIDTH, BLOCK, PRECISION)
-    if HAS[1] and FLAT:
+    if HAS[FOR_KEYS] and FLAT:
         inside = (columns >= 0) & (columns < keys)
         of_keys += is_last * sequences * keys
         scores += tl.load(of_keys + columns, mask=inside, other=0.0)[None, :]
-    elif HAS[1]:
+    elif HAS[FOR_KEYS]:
         scores += along(m, for_keys, distance, rows, zero, f_r, -1, WIDTH, BLOCK, PRECISION).T
     scores *= scale
-    if HAS[2]:
+    if HAS[KNOTS]:
         curve, logs, reach = curves
-        scores += curve_scores(curve, logs, reach, rates, own0, column0, (HAS[2], HAS[3]), BLOCK)
+        scores += curve_scores(
+            curve, logs, reach, rates, own0, column0, (HAS[KNOTS], HAS[KNOT_BLOCK]), BLOCK
+        )
     return hide(scores, low, high, column0, BLOCK)
 
 
@@ -216,7 +219,7 @@ def visit(
         first = tile * BLOCK
         k = load_rows(keys_at, first, keys, k_t, WIDTH, BLOCK)
         m = k
-        if HAS[1] and not HAS[5]:
+        if HAS[FOR_KEYS] and not HAS[SAME_AS_K]:
             m = load_rows(others_at, first, keys, m_t, WIDTH, BLOCK)
         scores = scores_of(
             q, k, p, m, terms, rates, row, row0, own0, first, low, high, scale,
@@ -237,10 +240,10 @@ def tiles_of(
     end = tl.maximum((tl.max(high) + BLOCK) // BLOCK, begin)
     near = begin
     after = end
-    if HAS[0] or HAS[1]:
+    if HAS[FOR_QUERIES] or HAS[FOR_KEYS]:
         near = (own0 - (rows - 1 - zero) + 1) // BLOCK
         near = tl.minimum(tl.maximum(near, begin), end)
-    if (HAS[0] or HAS[1]) and not CAUSAL:
+    if (HAS[FOR_QUERIES] or HAS[FOR_KEYS]) and not CAUSAL:
         after = (own0 + BLOCK - 1 + zero + BLOCK - 1) // BLOCK
         after = tl.minimum(tl.maximum(after, near), end)
     return begin, near, after, end
@@ -353,7 +356,7 @@ def visit_keys(
         first = tile * BLOCK
         k = load_rows(keys_at, first, keys, k_t, WIDTH, BLOCK)
         m = k
-        if HAS[1] and not HAS[5]:
+        if HAS[FOR_KEYS] and not HAS[SAME_AS_K]:
             m = load_rows(others_at, first, keys, m_t, WIDTH, BLOCK)
         scores = scores_of(
             q, k, p, m, terms, rates, row, row0, own0, first, low, high, scale,
@@ -363,27 +366,27 @@ def visit_keys(
         weights = tl.exp2(scores - sums[:, None])
         ds = weights * (tl.dot(g, v.T, input_precision=PRECISION) - minus[:, None])
         dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
-        if HAS[0] and FLAT:
+        if HAS[FOR_QUERIES] and FLAT:
             all_keys = tl.sum(ds, 1)
             # If there is but one row, it is the last.
             to_last += tl.where(row == terms[3] - 1, all_keys, 0.0)
             to_first += tl.where(row == terms[3] - 1, 0.0, all_keys)
-        elif HAS[0]:
+        elif HAS[FOR_QUERIES]:
             vectors, _, _, rows, zero = terms
-            dx = dq if HAS[4] else dp
+            dx = dq if HAS[SAME_AS_Q] else dp
             dx = add_along(
                 dx, ds, vectors[0], own0 - first, rows, zero, vectors[2], 1, WIDTH, BLOCK, PRECISION
             )
-            if HAS[4]:
+            if HAS[SAME_AS_Q]:
                 dq = dx
             else:
                 dp = dx
             at_first, at_last = ends_of(ds, own0, first, rows, zero, BLOCK)
             to_first += tl.sum(at_first, 1)
             to_last += tl.sum(at_last, 1)
-        if HAS[2]:
+        if HAS[KNOTS]:
             curve, logs, reach = terms[2]
-            units: tl.constexpr = (HAS[2], HAS[3])
+            units: tl.constexpr = (HAS[KNOTS], HAS[KNOT_BLOCK])
             of_curve = curve_sums(
                 of_curve, ds, curve, logs, reach, rates, own0, first, units, BLOCK
             )
@@ -495,13 +498,13 @@ def load_query_tile(
     inside = (at >= 0) & (at < queries)
     q = load_rows(queries_at, row0, queries, q_t, WIDTH, BLOCK)
     p = q
-    if HAS[0] and not HAS[4]:
+    if HAS[FOR_QUERIES] and not HAS[SAME_AS_Q]:
         p = load_rows(others_at, row0, queries, p_t, WIDTH, BLOCK)
     g = load_rows(grads_at, row0, queries, g_t, V_WIDTH, BLOCK)
     low, high = visible_rows(own_start + at, inside, ends, keys, SEES[0], SEES[1], SEES[2])
     minus = tl.load(delta + at, mask=inside, other=0.0)
     rates = minus
-    if HAS[2]:
+    if HAS[KNOTS]:
         rates = rates_of(curve, own_start + at, ends, keys, SEES[1])
     return q, p, g, load_lse(lse, at, queries), minus, low, high, rates
 
@@ -530,18 +533,18 @@ def visit_queries(
         dv = tl.dot(weights.to(g.dtype).T, g, dv, input_precision=PRECISION)
         ds = weights * (tl.dot(g, v.T, input_precision=PRECISION) - minus[:, None])
         dk = tl.dot(ds.to(q.dtype).T, q, dk, input_precision=PRECISION)
-        if HAS[1] and FLAT:
+        if HAS[FOR_KEYS] and FLAT:
             all_queries = tl.sum(ds, 0)
             to_last += tl.where(row == terms[3] - 1, all_queries, 0.0)
             to_first += tl.where(row == terms[3] - 1, 0.0, all_queries)
-        elif HAS[1]:
+        elif HAS[FOR_KEYS]:
             vectors, _, _, rows, zero = terms
             distance = own0 - column0
-            dx = dk if HAS[5] else dm
+            dx = dk if HAS[SAME_AS_K] else dm
             dx = add_along(
                 dx, ds.T, vectors[1], distance, rows, zero, vectors[3], -1, WIDTH, BLOCK, PRECISION
             )
-            if HAS[5]:
+            if HAS[SAME_AS_K]:
                 dk = dx
             else:
                 dm = dx
