@@ -6,7 +6,7 @@ from torch.autograd import forward_ad
 from torch.utils.flop_counter import FlopCounterMode
 
 from posenc import ALiBi
-from posenc.attention import RowBias, alibi_attention, biased_attention
+from posenc.attention import RowBias, RunningSum, alibi_attention, biased_attention
 from posenc.functional import alibi_slopes
 from support.assertions import Attention, compilations
 from support.attention import HEADS, STEEP, qkv, written_down
@@ -103,6 +103,12 @@ def test_attention_compiles_whole_and_once_for_all_offsets():
     calls = [(q, k, v, torch.tensor(n)) for n in (0, 40, 98)]
     step = lambda q, k, v, n: alibi.attention(q, k, v, query_offset=n)  # noqa: E731
     assert compilations(step, calls, backend="aot_eager") == 1
+
+
+def test_a_running_sum_compiles_once_for_all_lengths():
+    inputs = [(*qkv(n, n, dtype=torch.float32), torch.rand(2, HEADS, n)) for n in (5, 9, 40)]
+    step = lambda q, k, v, gates: biased_attention(q, k, v, RunningSum(gates.cumsum(-1)))  # noqa: E731
+    assert compilations(step, inputs, backend="aot_eager", dynamic=True) == 1
 
 
 def test_results_are_contiguous_as_the_compiler_was_told():

@@ -136,7 +136,7 @@ def check_batches(who: str, batch: int | None = None, **values: Tensor | int | N
         if got not in (1, wanted):
             rule = f"{name} must be for 1 or {wanted} sequences"
             fail(who, rule, got, "Pass one row for each sequence.")
-    return bool(rows)
+    return len(rows) > 0
 
 
 def check_qk(who: str, q: Any, k: Any) -> None:
@@ -182,7 +182,7 @@ def check_attn_mask(
         return None
     if not isinstance(mask, Tensor) or mask.dtype not in (torch.bool, *checks.FLOAT_DTYPES):
         rule = "attn_mask must be a tensor of bools, True for seen keys, or of numbers to add"
-        fail(who, rule, describe(mask), "Pass attn_mask.bool(), say.", TypeError)
+        fail(who, rule, describe(mask), "Pass attn_mask.bool(), for example.", TypeError)
     sizes = (1,) * (4 - mask.dim()) + tuple(mask.shape)
     if len(sizes) != 4 or any(n not in (1, m) for n, m in zip(sizes, shape, strict=True)):
         rule = f"attn_mask must broadcast to (B, H, Q, K) = {tuple(shape)}"
