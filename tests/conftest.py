@@ -10,6 +10,9 @@ import pytest
 # that waits for others would else spin on the core that they need.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
+# Read when transformers is first imported: with the kernels package it wraps functions in modules.
+os.environ.setdefault("USE_HUB_KERNELS", "NO")
+
 import torch
 from hypothesis import settings
 

@@ -1,6 +1,7 @@
 """Hugging Face models on our rotation and attention, or without a rotation: `patch`, `unpatch`."""
 
 from posenc.interop.huggingface.biased import Attention
+from posenc.interop.huggingface.kernel_mapping import kernel_mapping
 from posenc.interop.huggingface.modules import Norms
 from posenc.interop.huggingface.patching import (
     Kept,
@@ -26,6 +27,7 @@ __all__ = [
     "apply_rotary_pos_emb",
     "drop_rotation",
     "dual_chunk",
+    "kernel_mapping",
     "patch",
     "patched",
     "self_extend",
