@@ -1,6 +1,6 @@
 """Attention with a bias on a GPU, against SDPA and FlexAttention, in one process.
 
-    python benchmarks/biases.py [--only alibi|table|long|memory|first]
+    python benchmarks/biases.py [--only alibi|table|long|memory|first] [--json FILE]
 
 Times are medians of interleaved rounds, in milliseconds, of calls from Python without a CUDA
 graph; a result that is wrong stops the script. The last column is the ratio to reach.
@@ -14,7 +14,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
+import timing
 import torch
 import torch.nn.functional as F
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
@@ -23,6 +26,7 @@ from posenc.attention import DistanceTable, RunningSum, alibi_attention, biased_
 from posenc.functional import alibi_slopes
 
 ROUNDS, CALLS = 15, 10
+RESULTS: list[dict[str, Any]] = []
 
 
 def race(*functions: Callable[[], object]) -> list[float]:
@@ -87,7 +91,8 @@ def captured(
 
 
 def show(name: str, ours: float, other: float, reach: str) -> None:
-    """Print one comparison."""
+    """Print one comparison and keep it."""
+    RESULTS.append({"name": name.strip(), "posenc": ours, "other": other})
     print(f"{name:58s} {ours:9.3f} {other:9.3f}  {ours / other:6.2f}  reach {reach}", flush=True)
 
 
@@ -156,7 +161,7 @@ def table() -> None:
         with torch.no_grad():
             a, b, c = race(ours, theirs, lambda ours=ours, few=few: ours(few))
         show(f"fixed table forward, L = {length}, SDPA", a, b, "1.8 at 8192")
-        show("  with 128 distances (T5)", c, b, "-")
+        show(f"fixed table of 128 distances (T5) forward, L = {length}, SDPA", c, b, "-")
         a, b, c, d = race(
             both(lambda ours=ours, t=learned: ours(t), [q, k, v, learned]),
             both(theirs, [q, k, v]),
@@ -168,9 +173,9 @@ def table() -> None:
             captured(lambda q, k, v, t, ours=ours: ours(t, q, k, v), [q, k, v, learned]),
             captured(theirs, [q, k, v]),
         )
-        show("  both in CUDA graphs", e, f, reach)
-        show("  fixed table", c, b, "-")
-        show("  learned, with 128 distances (T5)", d, b, "-")
+        show(f"learned table in CUDA graphs, L = {length}, SDPA", e, f, reach)
+        show(f"fixed table forward + backward, L = {length}, SDPA", c, b, "-")
+        show(f"learned table of 128 (T5) forward + backward, L = {length}, SDPA", d, b, "-")
 
 
 def memory() -> None:
@@ -198,9 +203,8 @@ def memory() -> None:
             # The output, its gradient, and those of q, k and v.
             beside = (peak - 5 * q.numel() * 2) / 2**20
             del q, k, v, out, g
-            print(
-                f"memory, {name}, H = {heads}, D = {width}: {beside:.0f} MiB  reach 100", flush=True
-            )
+            RESULTS.append({"name": f"memory, {name}, H = {heads}, D = {width}", "MiB": beside})
+            print(f"{RESULTS[-1]['name']}: {beside:.0f} MiB  reach 100", flush=True)
 
 
 FIRST = """
@@ -241,7 +245,14 @@ def first() -> None:
 
     with tempfile.TemporaryDirectory() as folder:
         environment = {**os.environ, "TRITON_CACHE_DIR": folder}
-        subprocess.run([sys.executable, "-c", FIRST], env=environment, check=True)
+        command = [sys.executable, "-c", FIRST]
+        done = subprocess.run(
+            command, env=environment, check=True, stdout=subprocess.PIPE, text=True
+        )
+    print(done.stdout, end="")
+    for line in done.stdout.splitlines():
+        name, _, seconds = line.partition(": ")
+        RESULTS.append({"name": name, "seconds": float(seconds.split()[0])})
 
 
 PARTS = {"alibi": alibi, "long": long, "table": table, "memory": memory, "first": first}
@@ -249,7 +260,10 @@ PARTS = {"alibi": alibi, "long": long, "table": table, "memory": memory, "first"
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", choices=PARTS, nargs="*")
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    options = parser.parse_args()
     torch.manual_seed(0)
     print(torch.cuda.get_device_name(), torch.__version__)
-    for name in parser.parse_args().only or PARTS:
+    for name in options.only or PARTS:
         PARTS[name]()
+    timing.write(options.json, RESULTS, rounds=ROUNDS)

@@ -1,4 +1,4 @@
-"""Host time of a call for one token, in clones: `python benchmarks/calls.py --output FILE`.
+"""Host time of a call for one token, in clones: `python benchmarks/calls.py --json FILE`.
 
     python benchmarks/calls.py --device cuda              # every public call, and peers
     python benchmarks/calls.py --device cuda --generate   # patched models beside unpatched ones
@@ -12,12 +12,9 @@ the CPU it is the time of the one thread, which other processes do not lengthen.
 from __future__ import annotations
 
 import argparse
-import contextlib
-import json
 import re
 import time
 from collections.abc import Callable, Sequence
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +22,11 @@ import timing
 import torch
 from calls_rows import DTYPES, all_rows, check
 
-import posenc
 from posenc.lab import machine
 
 # Calls in a round at most: on CUDA too few to fill the queue of launches, which blocks the host.
 CALLS = {"cuda": 100, "cpu": 300}
 ROUND_SECONDS = 0.02
-PACKAGES = ("transformers", "liger-kernel", "flash-attn")
 
 
 def host_lane(
@@ -155,15 +150,6 @@ def matches(options: argparse.Namespace, name: str) -> bool:
     return re.search(options.only, name, re.IGNORECASE) is not None
 
 
-def versions() -> dict[str, str]:
-    """Versions of the peers that are installed."""
-    found = {}
-    for name in PACKAGES:
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            found[name] = metadata.version(name)
-    return found
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, print a table and write the file."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -172,22 +158,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--calls", type=int, help="of a round, at most")
     parser.add_argument("--only", metavar="PATTERN", default="", help="a regular expression")
-    parser.add_argument("--output", type=Path, metavar="FILE.json")
+    parser.add_argument("--json", type=Path, metavar="FILE")
     options = parser.parse_args(arguments)
     found = machine.describe()
     print(found["gpu" if options.device == "cuda" else "cpu"], f"torch {found['torch']}", sep=", ")
     with machine.threads(1):
         results = time_models(options) if options.generate else time_calls(options)
-    if options.output:
-        report = {
-            "posenc": posenc.__version__,
-            "kernels": [backend._asdict() for backend in posenc.backends()],
-            "machine": found,
-            "versions": versions(),
-            "settings": {**vars(options), "output": str(options.output), "threads": 1},
-            "results": results,
-        }
-        options.output.write_text(json.dumps(report, indent=1) + "\n")
+    timing.write(options.json, results, device=options.device, rounds=options.rounds, threads=1)
 
 
 if __name__ == "__main__":

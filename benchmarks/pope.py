@@ -8,7 +8,6 @@ and medians of rounds are shown, with quartiles of their ratio to the copy in th
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 
 import timing
@@ -17,7 +16,6 @@ from torch import Tensor
 
 import posenc
 from posenc.functional import polar
-from posenc.lab import machine
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # On the CPU a result below 32 MiB, because glibc maps larger ones afresh and page faults are timed.
@@ -86,9 +84,7 @@ def main() -> None:
         name: measure(shape, dtype, options.device, options.rounds)
         for name, dtype in DTYPES.items()
     }
-    if options.json:
-        report = {"machine": machine.describe(), "shape": shape, "results": found}
-        options.json.write_text(json.dumps(report, indent=1))
+    timing.write(options.json, found, shape=shape, threads=options.threads, rounds=options.rounds)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Norm, rotation and cache on a GPU: `rotate_and_cache` against a copy, its pieces, and peers.
 
-    python benchmarks/serving.py [--only kernel host model]
+    python benchmarks/serving.py [--only kernel host model] [--json FILE]
 
 kernel: calls in a CUDA graph, as ratios to a copy of the bytes of q, k and v; a result that is
 wrong stops the script. host: microseconds of a call from Python for one token. model: a Qwen3 of
@@ -17,7 +17,10 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
+from typing import Any
 
+import timing
 import torch
 from rotation_peers import Missing
 from serving_peers import PEERS, liger
@@ -29,6 +32,7 @@ from posenc.functional import qk_norm_rope, rotate_and_cache, rotate_qk
 HEADS, KV_HEADS, WIDTH, PAGE = 32, 8, 128, 16
 TOKENS = (1, 8, 64, 256, 2048, 16384)
 ROUNDS, CALLS = 9, 20
+RESULTS: dict[str, list[dict[str, Any]]] = {"kernel": [], "host": [], "model": []}
 
 
 def captured(call: Callable[[int], object]) -> Callable[[], None]:
@@ -150,6 +154,10 @@ def kernel() -> None:
                     base = found["copy"]
                     words = ["interleaved" if interleaved else "half", "yes" if norm else "no"]
                     ratios = [f"{found[n] / base:.2f}" if n in found else "-" for n in others]
+                    kind = {"tokens": tokens, "interleaved": interleaved, "norm": norm}
+                    RESULTS["kernel"].append(
+                        kind | {"cache": str(cache)[6:], "microseconds": found}
+                    )
                     print(
                         f"{tokens:6}  {words[0]:11}  {words[1]:4}  {str(cache)[6:]:13} {base:8.1f}"
                         f"  {found['one'] / base:8.2f}" + "".join(f"  {x:>20}" for x in ratios),
@@ -184,6 +192,7 @@ def host() -> None:
     for f in timed.values():
         f()
     for name, took in race(timed, 1, 200).items():
+        RESULTS["host"].append({"name": name, "microseconds": took})
         print(f"from Python, {name}: {took:.1f} us", flush=True)
 
 
@@ -219,6 +228,7 @@ def model() -> None:
         found = {title: statistics.median(each) for title, each in times.items()}
         base = found["as it comes"]
         for title, took in found.items():
+            RESULTS["model"].append({"step": name, "name": title, "milliseconds": took})
             print(f"Qwen3, {name}, {title}: {took:.1f} ms, {base / took:.2f} x", flush=True)
 
 
@@ -238,11 +248,14 @@ PARTS = {"kernel": kernel, "host": host, "model": model}
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", choices=PARTS, nargs="*")
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    options = parser.parse_args()
     torch.manual_seed(0)
     print(torch.cuda.get_device_name(), torch.__version__)
-    for name in parser.parse_args().only or PARTS:
+    for name in options.only or PARTS:
         if name == "model":
             PARTS[name]()
         else:
             with torch.no_grad():
                 PARTS[name]()
+    timing.write(options.json, RESULTS, rounds=ROUNDS)

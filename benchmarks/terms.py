@@ -1,6 +1,6 @@
 """Biases that are more than a number for each distance, against their matrix: forward and backward.
 
-    python benchmarks/terms.py [--device cpu] [--lengths 1024 4096] [--only FIRE]
+    python benchmarks/terms.py [--device cpu] [--lengths 1024 4096] [--only FIRE] [--json FILE]
 
 Numbers for each distance, and RoPE with SDPA, are there to compare with; they have no matrix here.
 
@@ -17,8 +17,10 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import timing
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -185,8 +187,8 @@ def memory_of(call: Callable[[], object], q: Tensor) -> float:
     return (peak - 4 * each) / (q.shape[1] * q.shape[2] ** 2 * q.element_size())
 
 
-def measure(name: str, length: int, device: str, rounds: int, most: int) -> None:
-    """Check and time one bias at one length; print a line."""
+def measure(name: str, length: int, device: str, rounds: int, most: int) -> dict[str, Any]:
+    """Check and time one bias at one length; print a line and return it."""
     make, matrix, reach = CASES[name]
     torch.manual_seed(0)
     torch.compiler.reset()
@@ -223,16 +225,24 @@ def measure(name: str, length: int, device: str, rounds: int, most: int) -> None
             calls.pop(form, None)
     times = dict(zip(calls, race(list(calls.values()), device, rounds), strict=True))
     matrices = [(t, form) for form, t in times.items() if form not in ("posenc", "unbiased")]
-    against = "no matrix"
-    if matrices:
-        best, form = min(matrices)
-        against = f"the matrix {best:.2f} ({form}), {times['posenc'] / best:.2f}"
-    used = f", memory {memory_of(ours, q):.2f}" if device == "cuda" else ""
+    best, form = min(matrices) if matrices else (None, None)
+    memory = memory_of(ours, q) if device == "cuda" else None
+    against = f"the matrix {best:.2f} ({form}), {times['posenc'] / best:.2f}" if best else "-"
     print(
         f"{name:18} {length:6}: {times['posenc']:.2f} ms, of {against}; of SDPA without a bias "
-        f"{times['unbiased']:.2f}, {times['posenc'] / times['unbiased']:.1f}{used}  reach {reach}",
+        f"{times['unbiased']:.2f}, {times['posenc'] / times['unbiased']:.1f}, memory {memory}  "
+        f"reach {reach}",
         flush=True,
     )
+    return {
+        "name": name,
+        "tokens": length,
+        "posenc": times["posenc"],
+        "matrix": best,
+        "form": form,
+        "unbiased": times["unbiased"],
+        "memory": memory,
+    }
 
 
 def main() -> None:
@@ -243,10 +253,15 @@ def main() -> None:
     parser.add_argument("--only", choices=CASES)
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--matrix", type=int, default=8192, help="the longest that has a matrix")
+    parser.add_argument("--json", type=Path, metavar="FILE")
     options = parser.parse_args()
-    for name in [options.only] if options.only else CASES:
-        for length in options.lengths:
-            measure(name, length, options.device, options.rounds, options.matrix)
+    names = [options.only] if options.only else CASES
+    results = [
+        measure(name, length, options.device, options.rounds, options.matrix)
+        for name in names
+        for length in options.lengths
+    ]
+    timing.write(options.json, results, rounds=options.rounds)
 
 
 if __name__ == "__main__":

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import json
 import random
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
 
+import posenc
+from posenc.lab import machine
+
 Step: TypeAlias = Callable[[], Any]
 _CALLS_PER_GRAPH = 20
+PEERS = ("transformers", "liger-kernel", "flash-attn", "vllm", "rotary-embedding-torch")
 
 
 @dataclass(slots=True)
@@ -111,6 +119,25 @@ def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
     several = values if len(values) > 1 else [*values, *values]
     low, middle, high = statistics.quantiles(several, n=4, method="inclusive")
     return low, middle, high
+
+
+def write(path: Path | None, results: Any, **settings: Any) -> None:
+    """Write results with the machine, the versions and the date, if there is a file to write."""
+    if path is None:
+        return
+    versions = {}
+    for name in PEERS:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            versions[name] = metadata.version(name)
+    report = {
+        "posenc": posenc.__version__,
+        "kernels": [backend._asdict() for backend in posenc.backends()],
+        "machine": machine.describe(),
+        "versions": versions,
+        "settings": settings,
+        "results": results,
+    }
+    path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
 
 
 def _seconds(call: Callable[[int], None], passes: int, device: str) -> float:

@@ -1,4 +1,4 @@
-"""The pages of what was measured, made from `benchmarks/*.json`; no number on them is typed."""
+"""The pages of what was measured, from `benchmarks/record/*/rotation*.json`."""
 
 from __future__ import annotations
 
@@ -10,18 +10,22 @@ from typing import Any
 
 from posenc.lab.panels import image
 
-RESULTS = Path(__file__).parents[2] / "benchmarks"
+SCRIPTS = Path(__file__).parents[2] / "benchmarks"
+RESULTS = SCRIPTS / "record"
 # The scripts that wrote the results are in no package.
-sys.path.append(str(RESULTS))
+sys.path.append(str(SCRIPTS))
+import record_pages  # noqa: E402
 from rotation_plots import ratios, timings  # noqa: E402
 
 _COPIES = ("copy_", "clone")
 
 
 def reports(folder: Path = RESULTS) -> dict[str, dict[str, Any]]:
-    """The results of `benchmarks/rotation.py`, by the name of their file."""
-    found = {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}
-    return {name: each for name, each in found.items() if _is_rotation(each)}
+    """The results of `benchmarks/rotation.py`, by the names of their machine and file."""
+    return {
+        path.parent.name + path.stem.removeprefix("rotation"): json.loads(path.read_text())
+        for path in sorted(folder.glob("*/rotation*.json"))
+    }
 
 
 def speed(found: Mapping[str, dict[str, Any]]) -> str:
@@ -73,35 +77,12 @@ def contested(report: dict[str, Any]) -> dict[str, Any]:
     return {**report, "measurements": kept}
 
 
-def attention(found: Mapping[str, dict[str, Any]]) -> str:
-    """Times of attention with ALiBi, in milliseconds: a table for each file."""
-    parts = []
-    for name, report in found.items():
-        case, times = report["case"], report["results"]
-        names = list(dict.fromkeys(each["contestant"] for each in times))
-        held = {
-            (each["length"], each["mode"], each["contestant"]): 1000 * each["median"]
-            for each in times
-            if each.get("median")
-        }
-        cells = [
-            [f"{length}", mode, *(_number(held.get((length, mode, each))) for each in names)]
-            for length, mode in dict.fromkeys(key[:2] for key in held)
-        ]
-        what = f"batch {case['batch']}, {case['heads']} heads of {case['width']} channels"
-        where = report["machine"]["gpu"] or report["machine"]["cpu"]
-        parts.append(f"## ALiBi attention, {name}\n\n{where}, {what}, milliseconds.\n")
-        parts.append(_table(("length", "what"), names, cells))
-    return "\n".join(parts)
-
-
 def fill(markdown: str, folder: Path = RESULTS) -> str:
     """Put the numbers of ``folder`` at the marks of a page."""
-    found, biased = reports(folder), {}
-    for path in sorted((folder / "alibi").glob("*.json")):
-        biased[path.stem] = json.loads(path.read_text())
-    written = {"speed": speed(found), "accuracy": accuracy(found), "attention": attention(biased)}
-    for name, text in written.items():
+    found = reports(folder)
+    record = record_pages.Record(folder / "h200")
+    tables = {name: table(record) for name, table in record_pages.TABLES.items()}
+    for name, text in {"speed": speed(found), "accuracy": accuracy(found), **tables}.items():
         markdown = markdown.replace(f"<!-- {name} -->", text)
     return markdown
 
@@ -121,12 +102,6 @@ def on_files(files: Any, config: Any) -> Any:
             content = image(timings(drawn), ".svg")
             files.append(File.generated(config, f"pictures/{name}.svg", content=content))
     return files
-
-
-def _is_rotation(found: Any) -> bool:
-    # Other tools may leave their results there, in a form of their own.
-    listed = found.get("measurements") if isinstance(found, dict) else None
-    return bool(listed) and "case" in listed[0] and "results" in listed[0]
 
 
 def _ratios(measurement: dict[str, Any]) -> dict[str, float]:
