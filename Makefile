@@ -12,6 +12,9 @@ NEWEST := .venv-newest
 
 demo: $(DEMO)
 	$(BIN)/posenc compare --quick --overwrite -o out/compare
+	@echo
+	@echo "out/compare/figure.png shows how each encoding does on sequences longer than it was trained on."
+	@echo "Next: .venv/bin/posenc show rope, .venv/bin/posenc explain --help, and docs/index.md."
 
 # A worker takes neighbours, which share imports and fixtures, and the rest of the other's at the end.
 WORKERS := -n 2 --dist worksteal

@@ -178,5 +178,8 @@ def _show(run: Run) -> None:
         _print.table(f"{title}, by length of the sequence", ["", *heads, "how"], rows)
     if results["costs"]:
         costs = [[ENCODINGS[n].label, *report.costs(c)] for n, c in results["costs"].items()]
+        # Memory is counted on CUDA only.
+        columns = zip(["", *report.COSTS], *costs, strict=True)
+        head, *shown = zip(*(column for column in columns if any(column[1:])), strict=True)
         note = "×: of the time without an encoding; reading: one sequence of the longest length"
-        _print.table("what each costs", ["", *report.COSTS], costs, [note])
+        _print.table("what each costs", head, shown, [note])
