@@ -39,8 +39,8 @@ _LOOK: dict[str, Any] = {
 }
 # Newer versions of typer vendor click, older ones import it.
 _BAD_USAGE: Any = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
-# Exceptions of the library for an invalid argument, config or file.
-_REFUSED = (ValueError, TypeError, OverflowError, OSError)
+# Exceptions of the library for an invalid argument, config or file, or without a package.
+_REFUSED = (ValueError, TypeError, OverflowError, OSError, ImportError)
 
 
 def printable(text: str) -> str:

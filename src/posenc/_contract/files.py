@@ -16,7 +16,7 @@ def read_json(who: str, path: Path) -> dict[str, Any]:
         content = json.loads(path.read_bytes())
     except OSError as error:
         reason = checks.printable(f"{who}: cannot read {path}: {error.strerror}")
-        where = "Pass the path of a file on this machine: nothing is downloaded."
+        where = "Pass the path of a file, or a model's name on the hub (org/name)."
         raise ValueError(f"{reason}.\n  {where}") from error
     except (ValueError, RecursionError) as error:
         checks.fail(who, rule, f"text that is not JSON: {error}", hint)

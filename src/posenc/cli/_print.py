@@ -31,24 +31,31 @@ def say(words: str, *, err: bool = False) -> None:
 
 @contextlib.contextmanager
 def progress() -> Iterator[Callable[[str, float], None]]:
-    """Yield a function of a message and the part done: a bar, or in a log a line for each tenth."""
+    """Yield a function of a message and the part done: a bar, or in a log a line for each tenth.
+
+    The bar begins with the first message: a download before it has a bar of its own.
+    """
     console = Console(stderr=True)
     # Messages hold names from files, whose brackets are not markup.
     message = TextColumn("{task.percentage:>3.0f}% {task.description}", markup=False)
     columns = BarColumn(20), TimeElapsedColumn(), TimeRemainingColumn(), message
     piped = not console.is_terminal
-    with Progress(*columns, console=console, transient=True, disable=piped) as bar:
-        task, tenths = bar.add_task("", total=1.0), 0
+    bar = Progress(*columns, console=console, transient=True, disable=piped)
+    task, tenths = bar.add_task("", total=1.0), 0
 
-        def advance(message: str, done: float) -> None:
-            nonlocal tenths
-            message = printable(message)
-            bar.update(task, description=message, completed=done)
-            if piped and int(done * 10) > tenths:
-                tenths = int(done * 10)
-                print(f"{tenths * 10} % {message}", file=sys.stderr)
+    def advance(message: str, done: float) -> None:
+        nonlocal tenths
+        message = printable(message)
+        bar.update(task, description=message, completed=done)
+        bar.start()
+        if piped and int(done * 10) > tenths:
+            tenths = int(done * 10)
+            print(f"{tenths * 10} % {message}", file=sys.stderr)
 
+    try:
         yield advance
+    finally:
+        bar.stop()
 
 
 def table(

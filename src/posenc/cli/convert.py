@@ -25,10 +25,12 @@ _MARKED = (
 
 def convert(
     context: typer.Context,
-    source: Annotated[Path, typer.Argument(metavar="IN", help="A file or a folder.")],
+    source: Annotated[
+        str, typer.Argument(metavar="IN", help="A file, a folder, or a model's name on the hub.")
+    ],
     target: Annotated[Path, typer.Option("--output", "-o", metavar="OUT", help="What to write.")],
     to: Annotated[str, typer.Option(help="New layout: half or interleaved.")],
-    config: Annotated[Path | None, _beside(metavar="FILE", help="config.json.")] = None,
+    config: Annotated[str | None, _beside(metavar="CONFIG", help="config.json, or a name.")] = None,
     layout: Annotated[str | None, _family(help="Layout of IN: half or interleaved.")] = None,
     num_heads: Annotated[int | None, _config(metavar="N", min=1, help="Heads of queries.")] = None,
     num_kv_heads: Annotated[int | None, _config(metavar="N", min=1, help="Heads of keys.")] = None,
@@ -44,7 +46,9 @@ def convert(
 
     IN is a .safetensors file or a folder of them, a model's or an adapter's. One file is in memory
     at a time, no bit of any row changes, and IN is never written to. The result is written in a
-    temporary folder beside OUT and renamed to OUT at the end.
+    temporary folder beside OUT and renamed to OUT at the end. Of a model on the hub, `org/name` or
+    `org/name@revision`, the config and the weights are downloaded into the hub's cache, and nothing
+    else.
 
     Example: posenc convert model -o model-interleaved --to interleaved
     """

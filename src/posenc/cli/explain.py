@@ -7,7 +7,6 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import fields, is_dataclass
 from itertools import pairwise
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -28,7 +27,12 @@ _FACTS = {
 
 
 def explain(
-    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="A config.json, or its folder.")],
+    config: Annotated[
+        str,
+        typer.Argument(
+            metavar="CONFIG", help="A config.json, its folder, or a model's name on the hub."
+        ),
+    ],
     layer_type: Annotated[str | None, typer.Option(help="One of its layer types, not all.")] = None,
     seq_len: Annotated[
         int | None, typer.Option(metavar="N", min=1, help="Length of the sequence.")
@@ -37,6 +41,8 @@ def explain(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Show the positions that a model's config.json describes, and the key each part came from.
+
+    Of a model on the hub, `org/name` or `org/name@revision`, only that file is downloaded.
 
     Example: posenc explain path/to/config.json --seq-len 32768
     """

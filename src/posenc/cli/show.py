@@ -50,7 +50,8 @@ def show(
     factor: Annotated[float | None, _number("How many times longer.", 8.0)] = None,
     against: Annotated[str | None, typer.Option(metavar="RULE", help="A second rule.")] = None,
     config: Annotated[
-        Path | None, typer.Option(metavar="PATH", help="A model's config.json: its RoPE.")
+        str | None,
+        typer.Option(metavar="CONFIG", help="A model's config.json, or its name: its RoPE."),
     ] = None,
     layer_type: Annotated[str | None, typer.Option(help="Layers of --config.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the numbers as JSON.")] = False,
@@ -78,7 +79,7 @@ def show(
         _print.say(f"picture: {output.absolute()}")
 
 
-def _view(encoding: str | None, config: Path | None, options: dict[str, Any]) -> View:
+def _view(encoding: str | None, config: str | None, options: dict[str, Any]) -> View:
     draw = lab.ENCODINGS.get(encoding or "")
     if config is not None:
         if encoding not in (None, "rope"):

@@ -12,9 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from posenc._contract import checks, files
+from posenc.configs import hub
 
 # The key for the layout that posenc's conversion writes, if the model type has none.
 LAYOUT = "posenc_rope_layout"
+# Where a folder has its config; the second is that of a pipeline of diffusers.
+_FILES = ("config.json", "transformer/config.json")
 # Keys that name the kind of positions.
 KIND_KEYS = ("position_embedding_type", "position_embeddings_type")
 # Keys of the text model's config in a multimodal one.
@@ -155,17 +158,22 @@ class Config:
 
 
 def as_dict(who: str, config: Any) -> Mapping[str, Any]:
-    """A dict of: a dict, an object with ``to_dict``, a diffusers model, or a path."""
+    """A dict of: a dict, an object with ``to_dict``, a diffusers model, a path, or a name."""
+    if hub.is_name(config):
+        config = hub.download(who, config, *_FILES, instead="a config.json")
     if isinstance(config, (str, os.PathLike)):
         path = Path(config)
-        return files.read_json(who, path / "config.json" if path.is_dir() else path)
+        if path.is_dir():
+            found = (path / name for name in _FILES if (path / name).is_file())
+            path = next(found, path / _FILES[0])
+        return files.read_json(who, path)
     if hasattr(config, "to_dict"):
         config = config.to_dict()
     elif isinstance(getattr(config, "config", None), Mapping):
         # A model of diffusers, whose config has no class until it is saved.
         config = {**config.config, "_class_name": type(config).__name__}
     if not isinstance(config, Mapping):
-        rule = "config must be a dict, a path, or an object with to_dict()"
+        rule = "config must be a dict, a path, a model's name, or an object with to_dict()"
         got, hint = checks.describe(config), "Pass model.config, or the model's config.json."
         checks.fail(who, rule, got, hint, TypeError)
     return config

@@ -204,6 +204,7 @@ def of_config(
     against: str | None = None,
 ) -> View:
     """The rotation that a model's config describes, and the same without its rule."""
+    config = configs.as_dict("from_config", config)
     model = nn.RoPE.from_config(config, layer_type=layer_type)
     positions = configs.read_positions(config, layer_type=layer_type)
     factor = getattr(model.scaling, "factor", None) or 1.0

@@ -122,8 +122,8 @@ class ALiBi(TableModule, RelativeBias):
         """ALiBi from the Hugging Face config of a BLOOM, MPT or Falcon; other models are refused.
 
         Args:
-            config: A dict, the path of a ``config.json`` or of a model's folder, or a config
-                object of transformers.
+            config: A dict, the path of a ``config.json`` or of a model's folder, a model's name on
+                the hub, or a config object of transformers.
             **keywords: Arguments of the constructor, which override the config.
 
         Examples:

@@ -101,8 +101,8 @@ class T5Bias(TableModule, RelativeBias):
         Its scores are not scaled. MPNet's are: pass ``scale=None``.
 
         Args:
-            config: A dict, the path of a ``config.json`` or of a model's folder, or a config
-                object of transformers.
+            config: A dict, the path of a ``config.json`` or of a model's folder, a model's name on
+                the hub, or a config object of transformers.
             causal: True for the decoder, False for the encoder.
             **keywords: Arguments of the constructor, which override the config.
 

@@ -132,7 +132,9 @@ class RoPE(RotatedKeys):
             config: A dict, a transformers config, the path of a ``config.json`` or its folder; or a
                 transformer of diffusers, or its config, for the rotation of its images. Images
                 need ``position_ids``, which the config of a vision model does not hold: `posenc
-                explain` prints those of DINOv3.
+                explain` prints those of DINOv3. Or a model's name on the hub, ``"org/name"`` or
+                ``"org/name@revision"``, of which only the config is downloaded (``pip install
+                'posenc[hub]'``).
             layer_type: ``"sliding_attention"``, for example, if the model's layers rotate
                 differently.
             **keywords: Arguments of the constructor, which override the config.

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from posenc._contract import checks
-from posenc.configs import LAYOUT, as_dict, text_part
+from posenc.configs import LAYOUT, as_dict, hub, text_part
 from posenc.interop.checkpoints import families, files, layouts
 from posenc.interop.checkpoints.families import Config, Model, Overrides
 from posenc.interop.checkpoints.files import Shard
@@ -32,7 +32,7 @@ class Conversion:
     """The result of a conversion.
 
     Args:
-        source: The path that was read.
+        source: The path that was read, or the model's name.
         target: The path that was written.
         layout: The layout of the target.
         family: The config's ``model_type``, if there was one.
@@ -83,10 +83,13 @@ def convert(
 
     Args:
         source: A ``.safetensors`` file, or a folder: a model's, sharded or not, or an adapter's.
+            Or a model's name on the hub, ``"org/name"`` or ``"org/name@revision"``: its config and
+            its weights are downloaded into the hub's cache, and nothing else is downloaded or
+            copied.
         target: The file or folder to write.
         to: ``"interleaved"`` or ``"half"``.
-        config: A config's dict, ``config.json`` or its folder. None is the one beside the
-            weights; for an adapter, the one in the folder of its base model.
+        config: A config's dict, ``config.json``, its folder, or a model's name on the hub. None is
+            the one beside the weights; for an adapter, the one in the folder of its base model.
         layout: The layout of the source. None takes it from the files' metadata, or the
             family; with neither config nor metadata it is the opposite of ``to``.
         num_heads: Heads of queries, instead of the config's.
@@ -102,12 +105,17 @@ def convert(
         A :class:`Conversion`.
     """
     checks.choice("convert", "to", to, LAYOUTS)
+    given, name = str(source), None
+    if hub.is_name(source):
+        source = files.download_config(source).parent
+        # The folder's name is the commit, so all files are of the same one.
+        name = f"{given.partition('@')[0]}@{source.name}"
     source, target = Path(source), Path(target)
     files.check_paths(source, target)
     folder = source.is_dir()
     # Where the target is a link, the file or folder it leads to is replaced.
     with files.atomic_write(target.resolve(), folder=folder, overwrite=overwrite) as new:
-        shards = files.read_shards(source)
+        shards = files.read_shards(source, name)
         beside = source if folder else source.parent
         described = files.read_config(beside) if config is None else as_dict("convert", config)
         overrides = Overrides(num_heads, num_kv_heads, head_dim, rotary_dim, fused)
@@ -117,7 +125,7 @@ def convert(
         orders = _orders(shapes, model, to)
         # By the old path.
         new_paths = {shard.path: new / shard.path.name if folder else new for shard in shards}
-        others, left_out = files.other_files(source, new_paths) if folder else ([], [])
+        others, left_out = files.other_files(source, new_paths, name) if folder else ([], [])
         size = sum(path.stat().st_size for path in (*new_paths, *(source / p for p in others)))
         files.check_disk_space(target, size)
         done, nbytes = 0, 0
@@ -138,7 +146,7 @@ def convert(
             nbytes += files.write_shard(shard, new_paths[shard.path], metadata, orders)
             advance(shard.path)
     return Conversion(
-        source=str(source),
+        source=given,
         target=str(target),
         layout=to,
         family=model.family,

@@ -17,12 +17,14 @@ from typing import Any
 from torch import Tensor
 
 from posenc._contract import checks, files
-from posenc.configs import LAYOUT, text_part
+from posenc.configs import LAYOUT, hub, text_part
 from posenc.interop.checkpoints import families, layouts
 from posenc.interop.checkpoints.families import Config
 from posenc.interop.checkpoints.layouts import Layout
 
 _fail = functools.partial(checks.fail, "convert")
+# The index of shards that a model on the hub has.
+_INDEX = "model.safetensors.index.json"
 # The first that exists is the checkpoint.
 _SINGLE = ("model.safetensors", "adapter_model.safetensors")
 # Weights in formats that are not converted are not copied: they have the old layout.
@@ -43,8 +45,8 @@ class Shard:
 def check_paths(source: Path, target: Path) -> None:
     """Refuse paths that would fail after minutes of writing, or overwrite the source."""
     if not source.exists():
-        rule = "source must be a .safetensors file or a folder with one"
-        _fail(rule, source, "Check the path; nothing is downloaded.", FileNotFoundError)
+        rule = "source must be a .safetensors file, a folder with one, or a model's name on the hub"
+        _fail(rule, source, "Check the path; a name is org/name.", FileNotFoundError)
     old, new = source.resolve(), target.resolve()
     if new in (old, *old.parents) or old in new.parents:
         hint = "Pick another folder: the source is never written to."
@@ -90,8 +92,27 @@ def _check_replaceable(target: Path, folder: bool, overwrite: bool) -> None:
         _fail(rule, target, "Pick another name.", FileExistsError)
 
 
-def read_shards(source: Path) -> list[Shard]:
-    """The safetensors files of a checkpoint, compared with its index if it has one."""
+def download_config(name: str) -> Path:
+    """The config of a model on the hub, in the folder where its weights will be."""
+    return hub.download("convert", name, "config.json", instead="a folder with one")
+
+
+def _download(name: str) -> tuple[dict[str, str], list[str]]:
+    """Get the weights of a model on the hub; its index, or none, and the names of the files."""
+    instead = "a folder with the weights as safetensors"
+    first = hub.download("convert", name, _INDEX, _SINGLE[0], instead=instead)
+    index = _index(first) if first.name == _INDEX else {}
+    names = sorted(set(index.values())) or [first.name]
+    for file in names:
+        hub.download("convert", name, file, instead=instead)
+    return index, names
+
+
+def read_shards(source: Path, name: str | None = None) -> list[Shard]:
+    """The safetensors files of a checkpoint, compared with its index if it has one.
+
+    ``name`` is the model's on the hub, with the revision that ``source`` is the folder of.
+    """
     if importlib.util.find_spec("safetensors") is None:
         raise ImportError(
             "posenc.interop.checkpoints.convert needs safetensors: "
@@ -99,6 +120,18 @@ def read_shards(source: Path) -> list[Shard]:
         )
     if source.is_file():
         return [_read_shard(source)]
+    index, names = _find(source) if name is None else _download(name)
+    found = [_read_shard(source / name) for name in names]
+    actual = {name: shard.path.name for shard in found for name in shard.shapes}
+    if index and index != actual:
+        first = min(index.items() ^ actual.items())[0]
+        rule = "the index and the shards must list the same tensors"
+        _fail(rule, f"a difference at {first}", "Build the index again.")
+    return found
+
+
+def _find(source: Path) -> tuple[dict[str, str], list[str]]:
+    """The index of a folder, or none, and the names of its files of weights."""
     indices = list(source.glob("*.safetensors.index.json"))
     index = _index(indices[0]) if len(indices) == 1 else {}
     names = sorted(set(index.values()))
@@ -108,13 +141,7 @@ def read_shards(source: Path) -> list[Shard]:
         rule = f"a folder must have one of {', '.join(_SINGLE)}, or one index of shards"
         hint = "Pass one of the files." if names else "Save the weights as safetensors first."
         _fail(rule, f"{len(names)} .safetensors files in {source}", hint)
-    found = [_read_shard(source / name) for name in names]
-    actual = {name: shard.path.name for shard in found for name in shard.shapes}
-    if index and index != actual:
-        first = min(index.items() ^ actual.items())[0]
-        rule = "the index and the shards must list the same tensors"
-        _fail(rule, f"a difference at {first}", "Build the index again.")
-    return found
+    return index, names
 
 
 def _index(path: Path) -> dict[str, str]:
@@ -192,11 +219,17 @@ def check_disk_space(target: Path, nbytes: int) -> None:
         _fail(rule, free, "Free some space, or write to another disk.", OSError)
 
 
-def other_files(source: Path, converted: Collection[Path]) -> tuple[list[Path], list[str]]:
+def other_files(
+    source: Path, converted: Collection[Path], name: str | None = None
+) -> tuple[list[Path], list[str]]:
     """The other files and folders to copy, and the names of weights that are left out.
 
-    Each folder comes before its content. Folders whose names begin with a dot are ignored.
+    Each folder comes before its content. Folders whose names begin with a dot are ignored. The
+    folder of a model on the hub, by its ``name``, may also have files of earlier downloads.
     """
+    if name is not None:
+        files = [Path(file) for file in ("", "config.json", _INDEX)]
+        return [path for path in files if (source / path).exists()], []
     found, left_out = [], []
     for folder, inner, names in os.walk(source, onerror=_raise, followlinks=True):
         inner[:] = sorted(name for name in inner if not name.startswith("."))
