@@ -48,6 +48,14 @@ def test_progress_in_a_log_is_a_line_for_each_tenth(capsys):
     assert capsys.readouterr() == ("", "".join(f"{n} % one\\x1b\n" for n in (10, 20, 30)))
 
 
+def test_a_bar_begins_with_the_first_message(terminal, capsys):
+    """A download before it draws its own."""
+    with _print.progress() as progress:
+        assert capsys.readouterr() == ("", "")
+        progress("one", 0.5)
+        assert "one" in capsys.readouterr().err
+
+
 def test_progress_on_a_terminal_is_a_bar_on_stderr(terminal, capsys):
     """Stdout may go to a file while somebody watches, and a tensor's name may hold brackets."""
     with _print.progress() as progress:

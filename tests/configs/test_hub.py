@@ -82,7 +82,7 @@ def test_a_path_that_exists_is_no_name(hub, tmp_path):
     (tmp_path / "org/llama").mkdir(parents=True)
     (tmp_path / "org/llama/config.json").write_text(json.dumps({"head_dim": 64}))
     assert posenc.RoPE.from_config("org/llama").base == 10_000.0
-    with pytest.raises(ValueError, match=r"cannot read org/no\.json: .*\n  Pass the path of a fil"):
+    with pytest.raises(ValueError, match=r"cannot read org.no\.json: .*\n  Pass the path of a fil"):
         posenc.RoPE.from_config("org/no.json")
     with pytest.raises(ValueError, match=r"or a model's name on the hub \(org/name\)"):
         # The name of a path object is not one of a model.
@@ -168,7 +168,7 @@ def test_offline_a_config_of_the_cache_is_read_and_another_is_an_error(hub):
             posenc.RoPE.from_config("org/smollm3")
     assert str(error.value) == (
         "from_config: org/smollm3 is not a path here, the hub's cache has no config.json or "
-        "transformer/config.json of it, and HF_HUB_OFFLINE is set.\n"
+        "transformer/config.json of it, and offline mode is on (HF_HUB_OFFLINE).\n"
         "  Go online, or pass the path of a config.json."
     )
     assert hub.asked == before

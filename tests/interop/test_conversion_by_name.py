@@ -78,6 +78,8 @@ def test_the_config_and_the_weights_are_downloaded_and_nothing_else(hub, model, 
     # Whether there is an index is not known before.
     assert hub.asked[:2] == [f"{model}/config.json", f"{model}/{INDEX}"]
     assert sorted(hub.asked[2:]) == [f"{model}/{name}" for name in files if name != INDEX]
+    # All files are of the commit that main was at first.
+    assert hub.revisions == ["main", COMMIT]
     assert report.left_out == ()
 
 
@@ -107,7 +109,7 @@ def test_the_cache_serves_offline_and_is_not_written_to(hub, tmp_path):
     asked = list(hub.asked)
     with offline():
         convert("org/two", "again", to="interleaved")
-        with pytest.raises(OSError, match=r"org/one is not a path here.*HF_HUB_OFFLINE is set"):
+        with pytest.raises(OSError, match=r"org/one is not a path here.*offline mode is on"):
             convert("org/one", "third", to="interleaved")
     check(hub, "again")
     assert hub.asked == asked

@@ -34,6 +34,8 @@ class Hub(ThreadingHTTPServer):
         self.cut: int | None = None
         # Each "model/file" once, or the path of a request of another kind.
         self.asked: list[str] = []
+        # Each revision once.
+        self.revisions: list[str] = []
 
     def handle_error(self, request: object, client_address: object) -> None:
         """A client may go away."""
@@ -48,6 +50,8 @@ class _Handler(BaseHTTPRequestHandler):
         asked = f"{model}/{name}" if found else self.path
         if asked not in hub.asked:
             hub.asked.append(asked)
+        if revision not in hub.revisions:
+            hub.revisions.append(revision)
         if model in hub.refused:
             return self._answer(*hub.refused[model])
         if model not in hub.files:

@@ -30,7 +30,9 @@ def convert(
     ],
     target: Annotated[Path, typer.Option("--output", "-o", metavar="OUT", help="What to write.")],
     to: Annotated[str, typer.Option(help="New layout: half or interleaved.")],
-    config: Annotated[str | None, _beside(metavar="CONFIG", help="config.json, or a name.")] = None,
+    config: Annotated[
+        str | None, _beside(metavar="CONFIG", help="config.json, or a model's name.")
+    ] = None,
     layout: Annotated[str | None, _family(help="Layout of IN: half or interleaved.")] = None,
     num_heads: Annotated[int | None, _config(metavar="N", min=1, help="Heads of queries.")] = None,
     num_kv_heads: Annotated[int | None, _config(metavar="N", min=1, help="Heads of keys.")] = None,
