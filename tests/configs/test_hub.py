@@ -47,7 +47,7 @@ def run(*arguments):
 
 
 def test_every_reader_of_a_config_takes_a_name(hub):
-    """Each asks once for the config, and for no other file."""
+    """Each asks for the config, and for no other file."""
     assert posenc.RoPE.from_config("org/llama").base == 5e5
     assert hub.asked == ["org/llama/config.json"]
     assert torch.equal(posenc.ALiBi.from_config("bloom").slopes, posenc.ALiBi(16).slopes)
