@@ -84,10 +84,11 @@ def test_every_name_in_the_manual_exists(page):
         pkgutil.resolve_name("".join(pair))
 
 
-def test_every_public_class_and_function_has_an_entry_in_the_reference():
-    text = (DOCS / "api" / "modules.md").read_text()
+def test_every_public_class_and_function_has_one_entry_in_the_reference():
+    """On the page of its family; a second one would make every link to it ambiguous."""
+    text = "".join(path.read_text() for path in (DOCS / "api").glob("*.md"))
     names = [name for name in posenc.__all__ if callable(getattr(posenc, name))]
-    assert [name for name in names if f"::: posenc.{name}\n" not in text] == []
+    assert [name for name in names if text.count(f"::: posenc.{name}\n") != 1] == []
 
 
 def test_every_picture_of_a_page_is_drawn_and_every_drawing_shown():

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 ROOMS = {
@@ -67,3 +69,15 @@ def fill(markdown: str) -> str:
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Fill the page of signatures."""
     return fill(markdown) if page.file.src_uri == "api/signatures.md" else markdown
+
+
+def on_post_build(config: Any) -> None:
+    """Refuse a site in which something public has no entry, an inherited method for example."""
+    from mkdocs.exceptions import BuildError
+
+    pages = Path(config.site_dir, "api").glob("*.html")
+    text = "".join(page.read_text(encoding="utf-8") for page in pages)
+    shown = set(re.findall(r'id="?(posenc[\w.]+)', text))
+    for room, name, _ in signatures():
+        if f"{room}.{name}" not in shown and not name.endswith(".extra_repr"):
+            raise BuildError(f"{room}.{name} has no entry in the pages of docs/api.")
