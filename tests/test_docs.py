@@ -5,6 +5,8 @@ import importlib.util
 import inspect
 import pkgutil
 import re
+from itertools import pairwise
+from operator import le
 from pathlib import Path
 
 import pytest
@@ -89,6 +91,22 @@ def test_every_public_class_and_function_has_one_entry_in_the_reference():
     text = "".join(path.read_text() for path in (DOCS / "api").glob("*.md"))
     names = [name for name in posenc.__all__ if callable(getattr(posenc, name))]
     assert [name for name in names if text.count(f"::: posenc.{name}\n") != 1] == []
+
+
+PATH = [f"start/{page}.md" for page in "install five-lines nanogpt checkpoint decoding".split()]
+
+
+@pytest.mark.parametrize(("page", "following"), list(pairwise(PATH)))
+def test_a_page_of_the_path_ends_with_a_link_to_the_next(page, following):
+    last = (DOCS / page).read_text().rstrip().splitlines()[-1]
+    assert re.fullmatch(rf"Next: \[.+\]\({Path(following).name}\)\.", last)
+
+
+def test_the_path_is_the_first_section_in_its_order():
+    first = list(listed(SETTINGS["nav"][:1]))
+    assert first == ["index.md", *PATH]
+    links = [target for target, _ in LINK.findall((DOCS / "index.md").read_text())]
+    assert [target for target in links if target in PATH][: len(PATH)] == PATH
 
 
 def test_every_picture_of_a_page_is_drawn_and_every_drawing_shown():
@@ -243,6 +261,81 @@ def test_what_the_tournament_says_of_the_large_models_is_so(text):
     assert keep == kept | {"dual-chunk", "transformer-xl" if text == "tales" else "rope-yarn"}
     assert plan.lengths == [2048, 4096, 8192, 16384]
     assert all(found["costs"][name]["read"] < 0.7 for name in ("alibi", "alibi-learned"))
+
+
+def test_the_guide_names_every_encoding():
+    """A reader who knows a name finds it, and what was measured."""
+    guide = (DOCS / "index.md").read_text()
+    of_old = {"RotaryPosEmbedding", "SinusoidalPE"}  # Other names, for compatibility.
+    classes = {name for name in posenc.__all__ if isinstance(getattr(posenc, name), type)}
+    assert {name for name in classes - of_old if name not in guide} == set()
+
+
+def test_what_the_guide_says_of_scores_is_so():
+    """A tournament that contradicts the guide must change it."""
+    plan, found = tournament.results()
+    assert plan.times == (1, 2, 4, 8)
+    assert len(found["costs"]) == 29
+    rows = {(task, row["encoding"]): row for task, part in found["summary"].items() for row in part}
+    score = {key: [round(each, 2) for each in row["score"]] for key, row in rows.items()}
+    rank = {key: row["rank"] for key, row in rows.items()}
+
+    # Not beyond the spread of the best.
+    assert rows["text", "rope"]["level"][0]
+    assert rows["copy", "rope"]["level"][0]
+    assert rows["text", "sinusoidal"]["level"][0]
+    assert (score["index", "rope-nope"][3], score["index", "rope"][3]) == (0.68, 0.1)
+    assert all(map(le, score["text", "rope"], score["text", "rope-nope"]))
+    assert rank["copy", "kerple"][1:] == rank["index", "sandwich"][1:] == [1, 1, 1]
+    assert score["text", "forget-gate"][1] == score["text", "forget-gate"][3]
+    assert rank["text", "t5"][0] == 1
+    assert rank["text", "relative-keys"][0] == 2
+    for task in ("copy", "index"):
+        assert max(score[task, name][3] for name in ("xpos", "rope")) < 0.2
+    for name in ("rope-learned", "string"):
+        assert abs(rows["text", name]["score"][0] - rows["text", "rope"]["score"][0]) < 0.01
+        assert score["text", name][1] > score["text", "rope"][1]
+    assert (score["copy", "cope"][1], score["copy", "rope"][1]) == (0.83, 0.03)
+    assert score["text", "sinusoidal"][1] > 4
+    assert rank["text", "learned"][0] == 26
+    assert (score["text", "none"][0], score["text", "rope"][0]) == (1.54, 1.1)
+    for t5, table in zip(score["text", "t5"], score["text", "learned-bias"], strict=True):
+        assert abs(t5 - table) < 0.1
+
+
+@pytest.mark.parametrize("text", ["tales", "long"])
+def test_what_the_guide_says_of_the_large_models_is_so(text):
+    """The lowest loss, what longer texts cost, and the time to read them."""
+    plan, found = tournament.large(text)
+    rows = {row["encoding"]: row["score"] for row in found["summary"]["text"]}
+    worse = {name: score[-1] - score[0] for name, score in rows.items()}
+    reading = {name: round(cost["read"], 1) for name, cost in found["costs"].items()}
+
+    assert len(rows) == 10
+    assert plan.lengths[-1] == 16384 == 8 * plan.lengths[0]
+    assert max(worse["self-extend"], worse["dual-chunk"]) < worse["rope"] / 10
+    assert worse["rope-yarn"] < worse["rope"] / 9
+    assert (reading["alibi"], reading["self-extend"], reading["dual-chunk"]) == (0.6, 1.7, 1.8)
+    assert reading["rope-yarn"] == reading["rope"] == 1.0
+
+
+def test_what_the_guide_says_of_times_and_models_is_so():
+    """It repeats numbers of two other pages."""
+    guide = (DOCS / "index.md").read_text()
+    costs = (DOCS / "relative-biases.md").read_text().partition("## What each costs")[2]
+    rows = [[cell.strip() for cell in line.split("|")] for line in costs.splitlines()]
+    times = {row[1]: row[4] for row in rows if len(row) == 8}
+
+    def milliseconds(of):
+        (time,) = [time for name, time in times.items() if name.startswith(of)]
+        return time
+
+    for of in ("no encoding:", "RoPE", "`RelativeKeys", "`T5Bias", "`FIRE", "`CoPE"):
+        assert milliseconds(of) in guide, of
+    for of in ("`TransformerXLBias", "`DeBERTaBias"):
+        assert abs(float(milliseconds(of)) - 35) < 1
+    patched = (DOCS / "models.md").read_text().partition(" folders are patched")[0].split("\n")[-1]
+    assert f"[{patched}](models.md)" in guide
 
 
 def test_every_file_of_results_is_shown():
