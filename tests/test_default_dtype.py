@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_flatten
 import posenc
 from support import every
 
-DTYPES = ["bfloat16", "float16", "float64"]
+DTYPES = ["bfloat16", "float64"]
 
 
 @pytest.fixture(scope="module")

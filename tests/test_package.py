@@ -24,24 +24,52 @@ def test_the_names_are_the_same_objects_everywhere():
         assert getattr(posenc, name) is getattr(posenc.nn, name)
 
 
-def test_importing_needs_torch_alone():
-    """Nothing of the extras is imported, and triton's absence goes unnoticed.
+FRESH = """
+import sys
+sys.modules["triton"] = sys.modules["posenc.kernels.native._native"] = None
+import torch
+torch_brought = set(sys.modules)
+import posenc
+new = {m.split(".")[0] for m in set(sys.modules) - torch_brought}
+allowed = set(sys.stdlib_module_names) | {"posenc", "torch"}
+assert new <= allowed, new - allowed
+assert "torch.distributed.tensor" not in sys.modules
+# A first call on CUDA does this.
+from posenc._contract.tracing import SeenOperations
+with SeenOperations():
+    torch.empty(1)
+assert "torch._dynamo" not in sys.modules, "the compiler costs a second and more"
 
-    Distributed tensors are left alone: their rules are in `posenc.interop.distributed`.
+assert not posenc.backends()[0].available
+x, weight, rope = torch.randn(2, 3, 5, 8), torch.ones(8), posenc.RoPE(8)
+q, k = rope(x, x)
+normed, _ = posenc.functional.qk_norm_rope(x, x, weight, weight, rope.cos_cached, rope.sin_cached)
+assert q.shape == k.shape == normed.shape == x.shape
+
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Replicate, init_device_mesh
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+x = DTensor.from_local(torch.ones(1, 1, 2, 8), init_device_mesh("cpu", (1,)), [Replicate()])
+for call in (lambda: rope(x, x), lambda: posenc.SinusoidalPE(8, 8)(x[0, 0])):
+    try:
+        call()
+    except TypeError as error:
+        print(error)
+dist.destroy_process_group()
+"""
+
+
+def test_a_new_process_needs_torch_only():
+    """Nothing of the extras is imported; without triton and the C extension everything runs.
+
+    The rules of DTensors are in `posenc.interop.distributed`: one that met our op without them
+    would be told of torch's internals.
     """
-    script = (
-        "import sys; sys.modules['triton'] = None; import torch;"
-        "torch_brought = set(sys.modules); import posenc;"
-        "new = {m.split('.')[0] for m in set(sys.modules) - torch_brought};"
-        "allowed = set(sys.stdlib_module_names) | {'posenc', 'torch'};"
-        "assert new <= allowed, new - allowed;"
-        "assert 'torch.distributed.tensor' not in sys.modules;"
-        # A first call on CUDA does this.
-        "from posenc._contract.tracing import SeenOperations\n"
-        "with SeenOperations(): torch.empty(1)\n"
-        "assert 'torch._dynamo' not in sys.modules, 'the compiler costs a second and more'"
+    done = subprocess.run(
+        [sys.executable, "-c", FRESH], timeout=120, capture_output=True, text=True
     )
-    subprocess.run([sys.executable, "-c", script], check=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("Run `import posenc.interop.distributed` first.") == 2
 
 
 def parameters(function):

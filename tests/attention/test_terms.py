@@ -17,21 +17,28 @@ MODULES = {
 }
 
 
-@pytest.fixture(params=MODULES)
+@pytest.fixture
 def module(request, monkeypatch):
     """A module whose calls go to the op of the kernels, which has operations of torch here."""
     monkeypatch.setattr(op, "kernel_for", lambda q, v: None)
     return MODULES[request.param]()
 
 
+def one_of(quick):
+    names = [n if n == quick else pytest.param(n, marks=pytest.mark.slow) for n in MODULES]
+    return pytest.mark.parametrize("module", names, indirect=True)
+
+
 def qkv(length):
     return torch.randn(3, 2, 2, length, 8).unbind()
 
 
+@one_of("DeBERTaBias, both sides")
 def test_an_exported_program_takes_lengths_on_both_sides_of_the_reach(module):
     assert_exports(module, qkv(30), qkv(3))
 
 
+@one_of("RelativeKeys")
 def test_one_graph_serves_lengths_on_both_sides_of_the_reach(module):
     calls = [qkv(length) for length in (30, 3, 12)]
     assert compilations(module, calls, dynamic=True, backend="eager") == 1

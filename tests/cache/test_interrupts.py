@@ -100,7 +100,14 @@ def assert_no_page_is_lost_or_had_twice(cache):
     assert cache.free_pages == PAGES
 
 
-@pytest.mark.parametrize("name", [*CALLS, *WRITES])
+QUICK = {"allocate-with-a-copy", "free-what-is-shared", "truncate-what-is-shared", "fork", "reset"}
+QUICK |= {"evict-pages-only", "evict-shift-and-keep-sinks", "evict-with-a-copy"}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=[pytest.mark.slow] * (n not in QUICK)) for n in [*CALLS, *WRITES]],
+)
 def test_ctrl_c_leaves_the_old_state_or_the_new_one(name):
     """A server or a notebook goes on with the same cache; no sequence gets another's pages."""
     call = {**CALLS, **WRITES}[name]

@@ -70,8 +70,8 @@ top = st.fixed_dictionaries(
 layer = st.sampled_from([None, None, "full_attention", "sliding_attention", 3])
 
 
-# Four thousand in `make test-all`.
-MANY = settings.default.max_examples * 10
+# Twelve hundred in `make test-all`.
+MANY = settings.default.max_examples * 3
 
 
 @settings(max_examples=MANY, suppress_health_check=list(HealthCheck))

@@ -16,6 +16,12 @@ FLOATS = ["delta", "freqs", "skew", "frequencies"]
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 
 
+def with_each_dtype(name, single, half):
+    """One value of an option with float32, the other with bfloat16."""
+    values = [(torch.float32, single), (torch.bfloat16, half)]
+    return pytest.mark.parametrize(("dtype", name), values, ids=["fp32", "bf16"])
+
+
 @pytest.fixture
 def plain():
     torch.manual_seed(3)
@@ -33,8 +39,7 @@ def assert_same_numbers(got, plain, dtype):
     assert torch.equal(copy.deepcopy(got)(x), wanted)
 
 
-@DTYPES
-@pytest.mark.parametrize("device_map", [None, "cpu"], ids=["whole", "device-map"])
+@with_each_dtype("device_map", "cpu", None)
 def test_from_pretrained_leaves_every_encoding_exact(tmp_path, plain, dtype, device_map):
     transformers = pytest.importorskip("transformers")
 
@@ -62,8 +67,7 @@ def test_from_pretrained_leaves_every_encoding_exact(tmp_path, plain, dtype, dev
     assert_same_numbers(loaded, plain, dtype)
 
 
-@DTYPES
-@pytest.mark.parametrize("low_memory", [True, False])
+@with_each_dtype("low_memory", False, True)
 def test_diffusers_from_pretrained_leaves_every_encoding_exact(tmp_path, plain, dtype, low_memory):
     pytest.importorskip("diffusers")
     from diffusers import ConfigMixin, ModelMixin
@@ -125,8 +129,7 @@ def test_a_lightning_checkpoint_leaves_every_encoding_exact(tmp_path, plain, dty
     assert_same_numbers(empty.to(dtype), plain, dtype)
 
 
-@DTYPES
-@pytest.mark.parametrize("assign", [True, False], ids=["assigned", "to_empty"])
+@with_each_dtype("assign", False, True)
 def test_a_module_built_on_meta_and_loaded_is_exact(tmp_path, plain, dtype, assign):
     torch.save(plain.state_dict(), tmp_path / "weights.pt")
     with torch.device("meta"):
@@ -140,8 +143,7 @@ def test_a_module_built_on_meta_and_loaded_is_exact(tmp_path, plain, dtype, assi
     assert_same_numbers(whole, plain, dtype)
 
 
-@DTYPES
-@pytest.mark.parametrize("include_buffers", [True, False])
+@with_each_dtype("include_buffers", True, False)
 def test_accelerate_loading_and_offloading_leaves_every_encoding_exact(
     tmp_path, plain, dtype, include_buffers
 ):

@@ -44,7 +44,7 @@ def compiled(self, tensors, start):
     if self.kernel.__module__ in (rotate.__name__, norm.__name__, polar.__name__):
         assert not re.findall(r"\bmul\.f(?:16|32|64)\b", done.asm["ptx"])
         assert "fma.rn.f" in done.asm["ptx"]
-    print(f"{self.kernel.__name__}: compiled")
+    print(f"{case}: {self.kernel.__name__}")
 
 
 ROTATIONS = {
@@ -130,4 +130,6 @@ if __name__ == "__main__":
     # Triton builds syntax trees in a way that Python 3.13 warns of.
     warnings.simplefilter("ignore", DeprecationWarning)
     Launch.__call__ = compiled
-    globals()[sys.argv[1]](*sys.argv[2:])
+    for case in sys.argv[1:]:
+        kind, *words = case.split()
+        globals()[kind](*words)

@@ -58,8 +58,12 @@ def test_a_tangent_passes_a_mode(case):
         torch.testing.assert_close(linearize(function, x)[1](x), wanted)
 
 
-def test_gradients_of_each_sample_compile(case):
-    function, x = case
+@pytest.mark.parametrize(
+    "name",
+    [n if n in ("pair", "norm") else pytest.param(n, marks=pytest.mark.slow) for n in CASES],
+)
+def test_gradients_of_each_sample_compile(name):
+    function, x = CASES[name], torch.randn(1, 2, 5, 8)
     many = torch.stack((x, 2 * x, -x))
 
     def each(x):

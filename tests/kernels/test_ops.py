@@ -8,7 +8,6 @@ from oracles import tables
 from posenc.kernels import native, reference, rotation
 from posenc.kernels.spec import TWINS, Rows, Spec, flatten
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 GPU = "cuda" if torch.cuda.is_available() else "cpu"
 
 
@@ -36,10 +35,9 @@ def test_ops_have_gradients_to_their_tables(rows, batched):
     [(1, False), (2, False), (1, True), (2, True)],
     ids=["one", "q-and-k", "in-place", "q-and-k-in-place"],
 )
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_the_ops_pass_opcheck(dtype, count, in_place):
+def test_the_ops_pass_opcheck(count, in_place):
     device = GPU
-    xs = [torch.randn(2, heads, 4, 8).to(device, DTYPES[dtype]) for heads in (3, 1)[:count]]
+    xs = [torch.randn(2, heads, 4, 8).to(device) for heads in (3, 1)[:count]]
     name = ("rotate" if count == 1 else "rotate_qk") + ("_" if in_place else "")
     op = getattr(torch.ops.posenc, name).default
     cos, sin = tables(9, 3, device)

@@ -194,7 +194,11 @@ def test_bad_arguments_are_refused():
         extend.window = 3
 
 
-@each
+@pytest.mark.parametrize(
+    "extend",
+    [pytest.param(BOTH[0], marks=pytest.mark.slow), BOTH[1]],
+    ids=["self-extend", "dual-chunk"],
+)
 def test_an_exported_program_has_the_parts_of_longer_sequences(extend):
     """Six tokens are in one part, and thirty in all of them."""
     assert_exports(extend, qkv(6), qkv(30))

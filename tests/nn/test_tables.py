@@ -100,7 +100,7 @@ def test_a_copy_made_in_inference_mode_serves_training(case):
     assert torch.equal(grad, wanted_grad)
 
 
-@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("strict", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_every_module_is_exported(case, strict):
     make, x = case
 

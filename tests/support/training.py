@@ -88,17 +88,16 @@ def under_fsdp2(name: str, *, own_unit: bool, policy: bool, cast: bool) -> None:
 
 
 def on_ranks(folder: Path) -> dict[str, str]:
+    """Every module with every dtype, as a unit of FSDP2 or in a block by turns."""
     cases = {}
-    for name in MODULES:
+    for i, name in enumerate(MODULES):
         cases[f"{name}, DDP"] = partial(under_ddp, name)
         keeps = isinstance(MODULES[name].build(), KEEP_FLOAT32)
-        for kind in ("float32", "bfloat16 policy", "bfloat16 model"):
-            for own_unit in (False, True):
-                if keeps and kind == "bfloat16 model" and not own_unit:
-                    continue
-                how = {"policy": kind == "bfloat16 policy", "cast": kind == "bfloat16 model"}
-                where = "own unit" if own_unit else "in a block"
-                cases[f"{name}, FSDP2, {kind}, {where}"] = partial(
-                    under_fsdp2, name, own_unit=own_unit, **how
-                )
+        for n, kind in enumerate(("float32", "bfloat16 policy", "bfloat16 model")):
+            own_unit = (i + n) % 2 == 0 or (keeps and kind == "bfloat16 model")
+            how = {"policy": kind == "bfloat16 policy", "cast": kind == "bfloat16 model"}
+            where = "own unit" if own_unit else "in a block"
+            cases[f"{name}, FSDP2, {kind}, {where}"] = partial(
+                under_fsdp2, name, own_unit=own_unit, **how
+            )
     return each(cases)

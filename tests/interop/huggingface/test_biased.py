@@ -35,12 +35,12 @@ FAMILIES = {
     "umt5": ("UMT5ForConditionalGeneration", {**T5, "attn_implementation": "eager"}),
 }
 DECODERS = ["bloom", "mpt", "falcon-groups"]
+SLOW = pytest.mark.slow
 
 
 def rarely(names, *often):
     """The families with those but ``often`` in make test-all alone."""
-    slow = pytest.mark.slow
-    return [name if name in often else pytest.param(name, marks=slow) for name in names]
+    return [name if name in often else pytest.param(name, marks=SLOW) for name in names]
 
 
 def build(family):
@@ -410,7 +410,7 @@ def test_every_mask_gives_the_models_logits(family, calls):
         assert len(calls) == (4 if model.config.is_encoder_decoder else 2)
 
 
-@pytest.mark.parametrize("family", rarely(MASKED, "bloom", "t5"))
+@pytest.mark.parametrize("family", rarely(MASKED, "t5"))
 def test_one_compiled_graph_serves_every_mask(family):
     """A graph does not know the mask's values when it is made."""
     model, compiles = build(family), CompileCounterWithBackend("aot_eager")
@@ -423,7 +423,7 @@ def test_one_compiled_graph_serves_every_mask(family):
     assert "posenc.attend" in str(compiles.graphs[0].graph)
 
 
-@pytest.mark.parametrize("family", rarely(MASKED, "bloom", "t5"))
+@pytest.mark.parametrize("family", rarely(MASKED, "bloom"))
 def test_one_exported_program_serves_every_mask(family):
     model = build(family)
     expected = [model(**given).logits[real] for given, real in calls_of(model)]
@@ -434,8 +434,10 @@ def test_one_exported_program_serves_every_mask(family):
         assert_near(program(**given).logits[real], logits)
 
 
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-@pytest.mark.parametrize("family", rarely(MASKED, "bloom", "t5"))
+@pytest.mark.parametrize(
+    ("family", "compiled"),
+    [("t5", False), ("bloom", True), *(pytest.param(f, True, marks=SLOW) for f in MASKED[1:])],
+)
 @torch.no_grad()
 def test_a_token_after_a_right_padded_prompt(family, compiled):
     """Padding of the prompt is then between tokens."""
