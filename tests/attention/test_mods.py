@@ -166,8 +166,9 @@ def tiles(x, block, outside):
     return x.flatten(-2)
 
 
-@pytest.mark.parametrize("bound", [0.5, 4.0, float("inf")])
-@pytest.mark.parametrize("place", ["aligned", "documents", "offsets"])
+@pytest.mark.parametrize(
+    ("place", "bound"), [("aligned", 0.5), ("documents", 4.0), ("offsets", float("inf"))]
+)
 @pytest.mark.parametrize(("queries", "keys"), [(96, 96), (70, 70), (3, 90), (30, 100)], ids=str)
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "symmetric"])
 def test_the_lists_hold_what_is_needed_once_and_mask_what_must_be(

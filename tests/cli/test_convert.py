@@ -76,8 +76,10 @@ def test_names_of_files_are_printed_without_their_escapes(run):
 @pytest.mark.skipif(os.name == "nt", reason="signals are POSIX's")
 @pytest.mark.parametrize(
     ("number", "ignored"),
-    [(signal.SIGTERM, False), (getattr(signal, "SIGHUP", 1), True)],
-    ids=["terminated", "under-nohup"],
+    [
+        pytest.param(signal.SIGTERM, False, id="terminated"),
+        pytest.param(getattr(signal, "SIGHUP", 1), True, id="under-nohup", marks=pytest.mark.slow),
+    ],
 )
 def test_a_signal_to_end_leaves_nothing_behind(run, number, ignored):
     """As Ctrl-C does; and a signal that is ignored stays ignored."""

@@ -200,8 +200,9 @@ def test_tokens_may_come_before_heads(seq_dim):
         rotate(q[0], *tables_, seq_dim=1)
 
 
-@pytest.mark.parametrize("interleaved", [False, True], ids=["half", "interleaved"])
-@pytest.mark.parametrize("batch", [(), (2,)], ids=["shared", "each-sequence"])
+@pytest.mark.parametrize(
+    ("interleaved", "batch"), [(False, ()), (True, (2,))], ids=["half", "interleaved-of-each"]
+)
 def test_tables_with_both_numbers_of_a_pair_are_accepted(interleaved, batch):
     x, (cos, sin) = torch.randn(2, 3, 5, 8), tables(9, 4)
     cos, sin = (t.expand(*batch, 9, 4) for t in (cos, sin))

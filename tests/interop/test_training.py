@@ -7,7 +7,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import posenc
-from support.modules import MODULES, Block, kept, loss
+from support.modules import MODULES, Block, loss
 from support.processes import assert_passed, run
 from support.training import RATE, batch
 
@@ -77,30 +77,3 @@ def test_a_compiled_module_trains_the_same(name):
     for key, both in wanted.items():
         for x, exact in zip(got[key], both, strict=True):
             torch.testing.assert_close(x, exact, rtol=1e-10, atol=1e-10, msg=key)
-
-
-@EACH
-def test_a_model_from_pretrained_trains_the_same(name, tmp_path):
-    """In bfloat16, where a module may keep parameters in float32."""
-    transformers = pytest.importorskip("transformers")
-
-    class Config(transformers.PretrainedConfig):
-        model_type = "block"
-
-    class Model(transformers.PreTrainedModel):
-        config_class = Config
-
-        def __init__(self, config):
-            super().__init__(config)
-            self.block = Block(name)
-            self.post_init()
-
-        def _init_weights(self, module):
-            pass
-
-    saved = Model(Config())
-    saved.save_pretrained(tmp_path)
-    loaded = Model.from_pretrained(tmp_path, dtype=torch.bfloat16).block
-    floats = {key for key, p in loaded.named_parameters() if p.dtype == torch.float32}
-    assert floats == kept(loaded)
-    assert_same_step(step(loaded), step(saved.block.bfloat16()))

@@ -11,6 +11,7 @@ from support.attention import DEVICE
 SLOW = pytest.mark.slow
 CASES = {
     "square": {"size": (70, 70)},
+    "unaligned": {"size": (33, 40)},
     "many-positions": {"size": (150, 150), "positions": 30},
     "few-positions": {"size": (150, 150), "positions": 4},
     "one-position": {"size": (40, 40), "positions": 1},
@@ -20,7 +21,7 @@ CASES = {
     "offsets": {"size": (40, 120), "starts": [3, 70]},
     "one-query": {"size": (1, 100)},
 }
-QUICK = {"square"}
+QUICK = {"unaligned"}
 EACH = pytest.mark.parametrize(
     "case", [pytest.param(case, marks=() if case in QUICK else SLOW) for case in CASES]
 )

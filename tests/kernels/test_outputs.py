@@ -44,8 +44,10 @@ def test_a_large_output_can_be_resized(rope):
         y.untyped_storage().resize_(0)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("memory", ["heads", "tokens", "gaps", "expanded"])
+@pytest.mark.parametrize(
+    ("memory", "dtype"),
+    [*zip(["heads", "tokens", "gaps", "expanded"], DTYPES, strict=True)],
+)
 def test_a_large_output_has_the_strides_of_torchs_own(rope, dtype, memory):
     x = torch.randn(SHAPE).to(dtype)
     if memory == "tokens":

@@ -27,7 +27,7 @@ CASES = {
     "documents": {"size": (90, 90), "documents": True},
     "offsets": {"size": (40, 120), "starts": [3, 70], "causal": True, "rows": 30, "zero": 0},
     "one-query": {"size": (1, 100), "causal": True, "rows": 30, "zero": 0},
-    "curve": {"size": (70, 70), "has": (False, False), "knots": 5, "causal": True},
+    "curve": {"size": (34, 34), "has": (False, False), "knots": 5, "causal": True},
     "curve-documents": {"size": (90, 90), "knots": 3, "documents": True},
     "curve-cache": {
         "size": (40, 100),
@@ -38,7 +38,7 @@ CASES = {
         "causal": True,
     },
     "curve-both-sides": {"size": (70, 70), "has": (False, False), "knots": 4, "window": (40, 20)},
-    "unaligned": {"size": (33, 66), "causal": True, "rows": 7, "zero": 0},
+    "unaligned": {"size": (33, 40), "causal": True, "rows": 7, "zero": 0},
 }
 QUICK = {"unaligned", "curve"}
 EACH = pytest.mark.parametrize(

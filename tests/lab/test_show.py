@@ -19,10 +19,15 @@ VIEWS = {
 }
 
 
-@pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
-def test_every_view_is_drawn_without_a_word_cut_off(view):
+QUICK = ("sinusoidal", "learned", "rope-rules", "pope", "alibi", "kerple", "forget-gate", "grid")
+
+
+@pytest.mark.parametrize(
+    "name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in VIEWS]
+)
+def test_every_view_is_drawn_without_a_word_cut_off(name):
     """Legends are right of the axes, and must be on the sheet; a word names every shade."""
-    figure = show.figure(view)
+    figure = show.figure(VIEWS[name])
     figure.draw_without_rendering()
     titled = [ax for ax in figure.axes if ax.get_title(loc="left")]
     assert len(titled) == 4

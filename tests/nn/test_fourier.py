@@ -1,4 +1,3 @@
-import copy
 import math
 
 import pytest
@@ -54,16 +53,6 @@ def test_frequencies_are_normal_and_follow_from_the_seed():
     assert abs(drawn.var() - 1) < 5 * math.sqrt(2 / 20_000)
 
 
-@pytest.mark.parametrize("kind", ["random", "learned"])
-def test_casts_leave_the_frequencies_alone(kind):
-    module, x = FourierFeatures(2, num_frequencies=5, kind=kind), torch.rand(4, 2)
-    wanted = module(x)
-    for cast in (torch.bfloat16, torch.float16, torch.float64):
-        assert torch.equal(copy.deepcopy(module).to(cast)(x), wanted)
-    with torch.autocast("cpu", torch.bfloat16):
-        assert torch.equal(module(x), wanted)
-
-
 @KINDS
 def test_the_call_decides_the_dtype(kind):
     module, x = (
@@ -73,21 +62,6 @@ def test_the_call_decides_the_dtype(kind):
     assert module(x).dtype == torch.float32
     assert module(torch.arange(4).view(2, 2)).dtype == torch.float32
     assert module(x, dtype=torch.bfloat16).dtype == torch.bfloat16
-
-
-@KINDS
-def test_a_module_made_on_meta_gets_its_numbers(kind):
-    """From a checkpoint, or from reset_parameters, as a linear layer does."""
-    wanted, x = FourierFeatures(2, num_frequencies=5, kind=kind, seed=3), torch.rand(4, 2)
-    with torch.device("meta"):
-        empty, assigned = (
-            FourierFeatures(2, num_frequencies=5, kind=kind, seed=3) for _ in range(2)
-        )
-        assert empty(x.to("meta")).shape == (4, wanted.embed_dim)
-    empty.to_empty(device="cpu").reset_parameters()
-    assert torch.equal(empty(x), wanted(x))
-    assigned.load_state_dict(wanted.state_dict(), assign=True)
-    assert torch.equal(assigned(x), wanted(x))
 
 
 def test_learned_features_are_those_of_the_paper():

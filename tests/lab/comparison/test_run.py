@@ -110,11 +110,6 @@ def test_a_run_that_was_stopped_goes_on_to_the_same_numbers(tmp_path, whole, uni
     assert os.listdir(tmp_path) == [RESULTS]
 
 
-def test_a_run_prints_nothing(tmp_path, capfd):
-    run_in(tmp_path, Plan(**TINY))
-    assert capfd.readouterr() == ("", "")
-
-
 def test_a_run_says_how_much_of_all_trainings_is_done(tmp_path):
     run = Run(tmp_path, Plan(**TINY, encodings=("none", "rope", "rope-yarn"), times=(1,)))
     run.begin()
