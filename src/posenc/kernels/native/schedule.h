@@ -89,11 +89,11 @@ static i64 table_row(const Job *j, i64 b, i64 t)
 static int in_range(const Job *j)
 {
     /* A larger position could overflow the sum in table_row. */
-    const i64 far = INT64_MAX / 4;
+    const i64 limit = INT64_MAX / 4;
     for (i64 b = 0; b < (j->pos_sb ? j->B : 1); b++)
         for (i64 t = 0; t < j->T; t++) {
             if (!j->pos && t == 1) t = j->T - 1;
-            const i64 at = position_at(j, b, t), row = at > far || at < -far ? -1 : table_row(j, b, t);
+            const i64 at = position_at(j, b, t), row = at > limit || at < -limit ? -1 : table_row(j, b, t);
             if (row < 0 || row >= j->rows) return 0;
         }
     return 1;
