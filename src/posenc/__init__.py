@@ -37,8 +37,6 @@ from posenc.nn import (
     rope_layers,
 )
 
-__version__ = "0.1.0"
-
 __all__ = [
     "FIRE",
     "KERPLE",
@@ -79,8 +77,19 @@ __all__ = [
 ]
 
 
+def _version() -> str:
+    # pyproject.toml has the version, and an install copies it.
+    metadata = import_module("importlib.metadata")
+    try:
+        return str(metadata.version("posenc"))
+    except metadata.PackageNotFoundError:
+        return "0+not.installed"
+
+
 def __getattr__(name: str) -> Any:
-    # Import this at first use: most programs do not need it.
+    # At first use, because most programs do not need it.
     if name == "interop":
         return import_module("posenc.interop")
+    if name == "__version__":
+        return _version()
     raise AttributeError(f"module 'posenc' has no attribute {name!r}")
