@@ -8,7 +8,7 @@ IS_NEW := 'import sys; sys.version_info < (3, 11) and sys.exit("make needs Pytho
 DOCUMENTED := .venv/.documented
 NEWEST := .venv-newest
 
-.PHONY: demo test test-core test-all test-newest check docs format sanitize clean
+.PHONY: demo test test-core test-all test-newest check docs release-check format sanitize clean
 
 demo: $(DEMO)
 	$(BIN)/posenc compare --quick --overwrite -o out/compare
@@ -47,6 +47,10 @@ check: $(INSTALLED)
 docs: $(DOCUMENTED)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 	@echo "manual: $(CURDIR)/site/index.html"
+
+# Builds sdist and wheels, checks them, and tries each in an environment of PYTHON with torch only.
+release-check: docs
+	$(PYTHON) -c $(IS_NEW) && $(PYTHON) tools/release
 
 format: $(INSTALLED)
 	$(BIN)/ruff format .
