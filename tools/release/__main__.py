@@ -18,7 +18,8 @@ from pathlib import Path
 import links
 import version
 from distributions import BUILD, build, tools, tracked_files
-from environment import ROOT, environment, pip, run
+from environment import ROOT, run
+from install import try_wheel
 
 # What an sdist has besides the tracked files of src: what builds it, and what setuptools adds. The
 # tests are not in it, because they need the manual, the examples and the tools.
@@ -84,20 +85,6 @@ def compare(what: str, found: dict[str, bytes], wanted: dict[str, bytes]) -> Non
     demand(not other, f"{what} has other bytes than the checkout in {other}")
 
 
-def check_installs(wheels: dict[str, Path]) -> None:
-    """Each wheel passes the smoke test in an environment with torch only, outside the checkout."""
-    python = environment(BUILD / "torch-only")
-    pip(python, "install", "--constraint", ROOT / "constraints.txt", "torch")
-    for name, wheel in wheels.items():
-        pip(python, "install", "--force-reinstall", "--no-deps", wheel)
-        # What the wheel says that it needs, and torch too, is there.
-        pip(python, "check")
-        smoke = BUILD / "smoke.py"
-        smoke.write_bytes((ROOT / "tools" / "release" / "smoke.py").read_bytes())
-        run(python, smoke, "pure" if name == "pure" else "c", folder=BUILD)
-        pip(python, "uninstall", "--yes", "posenc")
-
-
 def main() -> None:
     """Check everything, and stop at the first thing that does not hold."""
     with step("version, citation and changelog"):
@@ -129,7 +116,8 @@ def main() -> None:
                 run(python, "-m", "abi3audit", "--strict", "--assume-minimum-abi3", "3.10", wheel)
         run(python, "-m", "cffconvert", "--validate", "--infile", ROOT / "CITATION.cff")
     with step("smoke test of each wheel, with torch only"):
-        check_installs(wheels)
+        for wheel in wheels.values():
+            try_wheel(wheel)
     print("release-check: all passed")
 
 
