@@ -8,12 +8,12 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-_SCRIPTS = "Scripts" if os.name == "nt" else "bin"
+_PYTHON = "Scripts/python.exe" if os.name == "nt" else "bin/python"
 
 
 def environment(folder: Path) -> Path:
     """The Python of a virtual environment, which is made if it is not there or another Python's."""
-    python = folder / _SCRIPTS / "python"
+    python = folder / _PYTHON
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
     settings = folder / "pyvenv.cfg"
     if not settings.is_file() or f"version = {version}." not in settings.read_text():

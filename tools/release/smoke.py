@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -95,8 +96,9 @@ def check_the_numbers() -> None:
 
 def check_the_command() -> None:
     """Without its extra, the command says how to install that."""
-    command = Path(sysconfig.get_path("scripts")) / "posenc"
-    for start in ([str(command)], [sys.executable, "-m", "posenc"]):
+    command = shutil.which("posenc", path=sysconfig.get_path("scripts"))
+    assert command is not None, "the command posenc was not installed"
+    for start in ([command], [sys.executable, "-m", "posenc"]):
         done = subprocess.run([*start, "--help"], capture_output=True, text=True, check=False)
         assert done.returncode == 2, done
         assert "pip install 'posenc[cli]'" in done.stderr, done
