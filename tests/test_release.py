@@ -2,10 +2,13 @@
 
 import importlib.util
 import re
+from importlib import metadata
 from pathlib import Path
 
 import pytest
 import yaml
+
+import posenc
 
 ROOT = Path(__file__).parents[1]
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
@@ -35,6 +38,17 @@ def tree(tmp_path):
 def test_one_version():
     """pyproject.toml, the newest heading of the changelog and CITATION.cff say the same."""
     assert version.problem() is None
+
+
+def test_a_checkout_that_is_not_installed_has_no_version(monkeypatch):
+    """It can be imported all the same."""
+    assert posenc.__version__ == metadata.version("posenc")
+
+    def missing(name):
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "version", missing)
+    assert posenc.__version__ == "0+not.installed"
 
 
 def test_a_tag_is_released_if_everything_says_its_version(tree):
