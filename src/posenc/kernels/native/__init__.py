@@ -14,7 +14,8 @@ try:
 
     available, _error = True, ""
 except ModuleNotFoundError:
-    available, _error = False, "not built: no C compiler was found at install"
+    available = False
+    _error = "not in this install: the wheel has none, or no C compiler was found to build it"
 except ImportError as error:
     available, _error = False, f"built, but it does not load: {error}"
 
