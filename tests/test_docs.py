@@ -79,6 +79,56 @@ def test_links_lead_somewhere(page):
             assert not anchor or anchor in headings(inside), f"{target}#{anchor}"
 
 
+# The words that a user of another library searches the manual for, and the page that has them.
+SEARCHED = {
+    "transformers": "LlamaRotaryEmbedding apply_rotary_pos_emb rotate_half inv_freq rope_scaling "
+    "rope_parameters ROPE_INIT_FUNCTIONS unsqueeze_dim partial_rotary_factor build_alibi_tensor",
+    "flash-attn": "flash_attn RotaryEmbedding apply_rotary_emb apply_rotary_emb_qkv_ cu_seqlens "
+    "apply_rotary_emb_kv_ seqlen_offset scale_base alibi_slopes flash_attn_with_kvcache",
+    "torchtune-torchtitan": "RotaryPositionalEmbeddings Llama3ScaledRoPE input_pos freqs_cis "
+    "precompute_freqs_cis apply_rotary_emb ComplexRoPE CosSinRoPE VisionRotaryPositionalEmbeddings",
+    "x-transformers": "rotary_pos_emb rotary_emb_dim AlibiPositionalBias DynamicPositionBias "
+    "RelativePositionBias DataDependentAlibi PolarEmbedding RotaryEmbedding(use_xpos=True) "
+    "ScaledSinusoidalEmbedding AbsolutePositionalEmbedding apply_rotary_pos_emb CoPE",
+    "rotary-embedding-torch": "lucidrains rotate_queries_or_keys rotate_queries_with_cached_keys "
+    "rotate_queries_and_keys get_axial_freqs RotaryEmbedding(use_xpos=True) apply_rotary_emb "
+    "apply_learned_rotations freqs_for custom_freqs learned_freq seq_before_head_dim",
+    "timm": "RotaryEmbeddingCat apply_rot_embed_cat apply_rot_embed build_rotary_pos_embed "
+    "build_sincos2d_pos_embed build_fourier_pos_embed RotaryEmbeddingMixed RotaryEmbeddingMRope "
+    "RotaryEmbeddingDinoV3 resample_abs_pos_embed RelPosBias FourierEmbed ref_feat_shape",
+    "diffusers": "FluxPosEmbed get_1d_rotary_pos_embed get_2d_rotary_pos_embed freqs_cis img_ids "
+    "get_3d_rotary_pos_embed apply_rotary_emb Timesteps get_timestep_embedding txt_ids "
+    "get_2d_sincos_pos_embed get_3d_sincos_pos_embed GaussianFourierProjection",
+    "megatron-transformer-engine": "RotaryPositionEmbedding fused_apply_rotary_pos_emb "
+    "fused_apply_rotary_pos_emb_thd apply_rotary_pos_emb YarnRotaryEmbedding start_positions "
+    "MultimodalRotaryEmbedding get_pos_emb_on_this_cp_rank rotary_percent tensor_format",
+    "vllm": "get_rope MRotaryEmbedding is_neox_style cos_sin_cache YaRNScalingRotaryEmbedding "
+    "Llama3RotaryEmbedding Phi3LongRoPEScaledRotaryEmbedding mrope_section rope_parameters",
+    "longrope-yarn": "LlamaYaRNScaledRotaryEmbedding LongRoPEScaledRotaryEmbedding rescale_factors "
+    "LlamaDynamicYaRNScaledRotaryEmbedding LlamaNTKScaledRotaryEmbedding attn_factor ReRoPE",
+    "lucid-lightwatch": "lucid.nn lightwatch::nn RotaryPosEmbedding SinusoidalPE",
+}
+
+
+@pytest.mark.parametrize("page", SEARCHED)
+def test_the_words_of_another_library_are_on_its_page(page):
+    """The search of the manual finds a word only where it stands as a word of its own."""
+    text = (DOCS / "coming-from" / f"{page}.md").read_text()
+    missing = [
+        word
+        for word in SEARCHED[page].split()
+        if not re.search(rf"(?<!\w){re.escape(word)}(?!\w)", text)
+    ]
+    assert missing == []
+
+
+def test_every_other_library_is_in_the_list_of_its_section():
+    pages = {Path(page).stem for page in PAGES if page.startswith("coming-from/")} - {"index"}
+    links = LINK.findall((DOCS / "coming-from" / "index.md").read_text())
+    assert pages == set(SEARCHED)
+    assert pages <= {Path(target).stem for target, _ in links}
+
+
 @pytest.mark.parametrize("page", PAGES)
 def test_every_name_in_the_manual_exists(page):
     """References become links to the API, and ``:::`` becomes its pages."""
