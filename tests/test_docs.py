@@ -381,7 +381,7 @@ def test_what_the_guide_says_of_times_and_models_is_so():
     for of in ("no encoding:", "RoPE", "`RelativeKeys", "`T5Bias", "`FIRE", "`CoPE"):
         assert milliseconds(of) in guide, of
     for of in ("`TransformerXLBias", "`DeBERTaBias"):
-        assert abs(float(milliseconds(of)) - 35) < 1
+        assert abs(float(milliseconds(of)) - 35) <= 1
     patched = (DOCS / "models.md").read_text().partition(" folders are patched")[0].split("\n")[-1]
     assert f"[{patched}](models.md)" in guide
 
