@@ -9,6 +9,7 @@ process. With --checkpoint, the same command goes on where it stopped, also on a
 
 import argparse
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -81,7 +82,7 @@ ENCODINGS = {
 class Mesh:
     """Ranks by what they share: ``tp`` a layer, ``cp`` a sequence, and ``dp`` nothing.
 
-    Neighbours share a layer, because they have the most to say to each other. Parameters are
+    Neighbours share a layer, because they exchange the most. Parameters are
     sharded over ``shards``, which are ``dp`` and ``cp`` together: ranks with other tokens.
     """
 
@@ -100,7 +101,8 @@ class Block(nn.Module):
         self.dim, self.mesh, self.encoding = args.dim, mesh, None
         self.acts = ENCODINGS[args.encoding].acts
         if self.acts != "input":
-            self.encoding = ENCODINGS[args.encoding].build(args)
+            # FSDP2 moves parameters to the device, and not the tables of an encoding.
+            self.encoding = ENCODINGS[args.encoding].build(args).to(mesh.device)
         self.norm1, self.norm2 = nn.RMSNorm(args.width), nn.RMSNorm(args.width)
         self.qkv = nn.Linear(args.width, 3 * args.width, bias=False)
         self.out = nn.Linear(args.width, args.width, bias=False)
@@ -198,6 +200,8 @@ def read_text(args: argparse.Namespace) -> Tensor:
         draw = torch.Generator().manual_seed(0)
         pairs = torch.randint(1000, (4000, 2), generator=draw).tolist()
         content = "".join(f"{a} + {b} = {a + b}\n" for a, b in pairs).encode()
+    if len(content) <= args.length:
+        sys.exit(f"--text must have more than --length bytes, {args.length}, got {len(content)}")
     return torch.frombuffer(bytearray(content), dtype=torch.uint8).long()
 
 
@@ -233,11 +237,11 @@ def train(args: argparse.Namespace) -> tuple[Decoder, list[float]]:
     """The trained model, and the loss of every step; all ranks call it."""
     mesh = Mesh(args.device, args.dp, args.cp, args.tp)
     model, text = build(args, mesh), read_text(args)
-    # Mixed meshes: tp shards the linear layers, and not the norms.
+    # One parameter at a time: with tp, linear layers and norms are on different meshes.
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, foreach=False)
     ranks = mesh.cp.get_local_rank(), mesh.cp.size()
-    at = positions.context_parallel(args.length, *ranks, zigzag=mesh.cp.size() > 1)
-    at = at.to(args.device)
+    zigzag = mesh.cp.size() > 1
+    at = positions.context_parallel(args.length, *ranks, zigzag=zigzag, device=args.device)
     losses, start = [], resume(args.checkpoint, model, optimizer) if args.checkpoint else 0
     for step in range(start, args.steps):
         tokens, targets = read_batch(text, step, at, args, mesh)
@@ -276,36 +280,34 @@ def parse(arguments: list[str] | None = None, ranks: int = 1) -> argparse.Namesp
     for name, default in {"width": 128, "heads": 4, "layers": 2, "seed": 0}.items():
         add(f"--{name}", type=int, default=default)
     add("--lr", type=float, default=3e-3)
+    add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args(arguments)
     args.dp = args.dp or max(1, ranks // (args.tp * args.cp))
-    args.dim, args.device = args.width // args.heads, "cuda" if torch.cuda.is_available() else "cpu"
-    rules = {
-        f"--dp x --tp x --cp must be the number of ranks, {ranks}": args.dp * args.tp * args.cp
-        == ranks,
-        "--batch must be a multiple of --dp": args.batch % args.dp == 0,
-        "--heads must be a multiple of --tp": args.heads % args.tp == 0,
-        "--width must be a multiple of --heads": args.width % args.heads == 0,
-        "--length must be a multiple of 2 x --cp": args.length % (2 * args.cp) == 0,
-    }
+    args.dim = args.width // args.heads
+    size = args.dp * args.tp * args.cp
+    if size != ranks:
+        parser.error(f"--dp x --tp x --cp must be the number of ranks, {ranks}, got {size}")
+    for name, parts, of in (
+        ("batch", args.dp, "--dp"),
+        ("heads", args.tp, "--tp"),
+        ("width", args.heads, "--heads"),
+        ("length", 2 * args.cp, "2 x --cp"),
+    ):
+        if getattr(args, name) % parts:
+            got = getattr(args, name)
+            parser.error(f"--{name} must be a multiple of {of}, {parts}, got {got}")
     encoding = ENCODINGS[args.encoding]
     for mode in encoding.refuses:
-        rules[f"--{mode} must be 1 for {args.encoding}: {encoding.reason}"] = (
-            getattr(args, mode) == 1
-        )
-    for rule, holds in rules.items():
-        if not holds:
-            parser.error(rule)
+        if getattr(args, mode) > 1:
+            parser.error(f"--{mode} must be 1 for {args.encoding}: {encoding.reason}; use --dp")
     return args
 
 
 def main() -> None:
     # torchrun tells each process its rank; without it, there is one process.
-    ranks, rank = (
-        int(os.environ.get(name, n)) for name, n in (("WORLD_SIZE", 1), ("LOCAL_RANK", 0))
-    )
-    args = parse(ranks=ranks)
+    args = parse(ranks=int(os.environ.get("WORLD_SIZE", 1)))
     if args.device == "cuda":
-        torch.cuda.set_device(rank)
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
     alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     dist.init_process_group("nccl" if args.device == "cuda" else "gloo", **alone)
     train(args)

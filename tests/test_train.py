@@ -51,6 +51,12 @@ def test_losses_in_float32(folder, ranks):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_losses_in_bfloat16(folder, ranks):
+    assert_passed(run(ranks, "support.train:in_bfloat16", folder))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_compiled_blocks_train_the_same(folder, ranks):
     assert_passed(run(ranks, "support.train:compiled", folder, limit=600))
@@ -68,10 +74,10 @@ def test_a_run_goes_on_on_any_mesh(folder, before, after):
 @pytest.mark.parametrize(
     ("arguments", "ranks", "message"),
     [
-        ("--tp 2", 3, "--dp x --tp x --cp must be the number of ranks, 3"),
-        ("--tp 3", 3, "--heads must be a multiple of --tp"),
-        ("--cp 2 --length 34", 2, "--length must be a multiple of 2 x --cp"),
-        ("--batch 3", 2, "--batch must be a multiple of --dp"),
+        ("--tp 2", 3, "--dp x --tp x --cp must be the number of ranks, 3, got 2"),
+        ("--tp 3", 3, "--heads must be a multiple of --tp, 3, got 4"),
+        ("--cp 2 --length 34", 2, "--length must be a multiple of 2 x --cp, 4, got 34"),
+        ("--batch 3", 2, "--batch must be a multiple of --dp, 2, got 3"),
         ("--encoding CoPE --tp 2", 2, "--tp must be 1 for CoPE"),
         ("--encoding CoPE --cp 2", 2, "--cp must be 1 for CoPE"),
         ("--encoding PoPE --tp 2", 2, "--tp must be 1 for PoPE: it rotates each head by"),
@@ -81,6 +87,14 @@ def test_what_a_mesh_cannot_do_is_refused(arguments, ranks, message, capsys):
     with pytest.raises(SystemExit):
         example.parse(arguments.split(), ranks)
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("_one_process")
+def test_a_text_shorter_than_a_sequence_is_refused(tmp_path):
+    text = tmp_path / "text"
+    text.write_bytes(b"0123456789abcdef")
+    with pytest.raises(SystemExit, match=r"--text must have more than --length bytes, 16, got 16"):
+        trained("RoPE", f"--text {text}")
 
 
 def test_the_ranks_that_are_left_share_the_batch():
