@@ -103,6 +103,9 @@ class Block(nn.Module):
         if self.acts != "input":
             # FSDP2 moves parameters to the device, and not the tables of an encoding.
             self.encoding = ENCODINGS[args.encoding].build(args).to(mesh.device)
+        if mesh.cp.size() > 1:
+            # Messages between ranks are no part of a compiled graph.
+            self.attend = torch.compiler.disable(self.attend)
         self.norm1, self.norm2 = nn.RMSNorm(args.width), nn.RMSNorm(args.width)
         self.qkv = nn.Linear(args.width, 3 * args.width, bias=False)
         self.out = nn.Linear(args.width, args.width, bias=False)
@@ -129,11 +132,7 @@ class Block(nn.Module):
             bias = bias._replace(values=own_heads(bias.values, self.mesh.tp))
         if cp.size() == 1:
             return biased_attention(q, k, v, bias, scale=scale)
-        return exchange(q, k, v, bias, group=cp.get_group(), zigzag=True, scale=scale)
-
-
-# torch.compile leaves messages between ranks to the process group.
-exchange = torch.compiler.disable(ring_attention)
+        return ring_attention(q, k, v, bias, group=cp.get_group(), zigzag=True, scale=scale)
 
 
 def own_heads(values: Tensor, tp: DeviceMesh) -> Tensor:

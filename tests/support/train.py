@@ -125,6 +125,8 @@ def resumed(folder: Path) -> dict[str, str]:
     """The other half, on each mesh, after what `stopped` saved."""
 
     def go_on(encoding: str, mesh: str) -> None:
+        # All ranks have looked at the folder of the case before.
+        dist.barrier()
         if dist.get_rank() == 0:
             # Later checkpoints are those of other meshes; one without metadata is incomplete.
             for later in (folder / encoding).glob("step-[456]"):
