@@ -60,8 +60,19 @@ _WORDS = {
     "is_causal": ("causal",),
     "bidirectional": ("causal",),
     "is_decoder": ("causal",),
-    "is_neox_style": ("interleaved",),
+    "rotary_base": ("base",),
+    "temperature": ("base",),
+    "head_size": ("head_dim",),
+    "dim_head": ("head_dim",),
+    "kv_channels": ("head_dim",),
+    "custom_freqs": ("inv_freq",),
+    "rotary_emb_dim": ("rotary_dim",),
+    "rotary_pct": ("rotary_dim",),
+    "rotary_percent": ("rotary_dim",),
     "partial_rotary_factor": ("rotary_dim",),
+    "rope_scaling": ("scaling",),
+    "rope_parameters": ("scaling",),
+    "mrope_section": ("axes",),
     "window_size": ("window",),
     "num_embeddings": ("max_len",),
     "max_position_embeddings": ("max_seq_len", "max_len"),
@@ -98,6 +109,10 @@ class ReadOnlyArguments(nn.Module):
             for ours in _WORDS[word]:
                 if ours in cls._arguments:
                     raise TypeError(f"{cls.__name__}: {word} is not an argument.\n  Pass {ours}.")
+        # Their word means the opposite.
+        if {"is_neox_style", "rotate_half"} & keywords.keys() and "interleaved" in cls._arguments:
+            rule = f"{cls.__name__}: is_neox_style and rotate_half are not arguments."
+            raise TypeError(f"{rule}\n  Pass interleaved=False if they are True.")
         return super().__new__(cls)
 
     def replace(self, **arguments: Any) -> Self:
