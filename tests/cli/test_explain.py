@@ -73,7 +73,7 @@ def test_json_has_values_sources_and_rates(run):
     (layer,) = found["layers"]
     assert layer["layer_type"] is None
     assert layer["arguments"]["base"] == {"value": 500000.0, "from": "rope_theta"}
-    assert layer["arguments"]["rotary_dim"]["from"] == "default"
+    assert layer["arguments"]["rotary_dim"]["from"] == "the model's code"
     assert len(layer["inv_freq"]) == 32
     assert layer["attention_factor"] > 1
 

@@ -196,7 +196,8 @@ def float_tensor(who: str, name: str, x: Any) -> Tensor:
         fail(who, f"{name} must be a torch.Tensor", type(x).__name__, hint, TypeError)
     if x.dtype not in FLOAT_DTYPES:
         rule = f"{name} must be a float16, bfloat16, float32 or float64 tensor"
-        fail(who, rule, x.dtype, f"Convert {name} to one of these first.", TypeError)
+        hint = f"Convert {name} to one of these first; of token ids, pass the embeddings."
+        fail(who, rule, x.dtype, hint, TypeError)
     if x.is_nested:
         hint = (
             f"Pass torch.nested.to_padded_tensor({name}, 0.0), or one packed sequence of "

@@ -73,9 +73,10 @@ def download(who: str, model: str, *names: str, instead: str) -> Path:
     if not isinstance(missing, errors.LocalEntryNotFoundError):
         raise _error(who, f"{model} has no {files}", f"Pass the path of {instead}") from missing
     offline = isinstance(missing.__cause__, errors.OfflineModeIsEnabled)
-    why = "offline mode is on (HF_HUB_OFFLINE)" if offline else "the hub does not answer"
+    why = "offline mode is on" if offline else "the hub does not answer"
+    online = "Unset HF_HUB_OFFLINE" if offline else "Go online"
     reason = f"{model} is not a path here, the hub's cache has no {files} of it, and {why}"
-    raise _error(who, reason, f"Go online, or pass the path of {instead}") from missing
+    raise _error(who, reason, f"{online}, or pass the path of {instead}") from missing
 
 
 def _error(who: str, reason: str, hint: str) -> OSError:

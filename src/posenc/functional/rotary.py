@@ -333,6 +333,8 @@ def check_heads(
     rule = "q and k must agree in batch, length, head_dim and device"
     got = f"{tuple(q.shape)} on {q.device} and {tuple(k.shape)} on {k.device}"
     hint = "Only the head counts may differ; for (B, L, H, D) pass seq_dim=1."
+    if seq_dim in (1, -3):
+        hint = "Only the head counts may differ; seq_dim=1 is for (B, L, H, D)."
     if q.shape[0] == k.shape[0] and q.shape[seq_dim] < k.shape[seq_dim]:
         hint = "Rotate and cache only new keys, with the offset of the new queries."
     checks.fail(who, rule, got, hint)

@@ -146,7 +146,9 @@ def _explained(part: Any, seq_len: int | None, longest: int) -> Explanation:
 def _rotary(part: configs.Recipe, seq_len: int | None, longest: int) -> Explanation:
     keywords, sources = part.arguments(), part.sources
     rope = RoPE(max_seq_len=None, **keywords)
-    arguments = {name: (value, sources.get(name, "default")) for name, value in keywords.items()}
+    arguments = {
+        name: (value, sources.get(name, "the model's code")) for name, value in keywords.items()
+    }
     numbers = _numbers(rope, seq_len)
     rule: Any = rope.scaling
     trained = None if rule is None else rule.trained_length()

@@ -272,7 +272,7 @@ def _scanned(
     """
     if not isinstance(model, nn.Module):
         rule = "model must be a torch.nn.Module"
-        checks.fail(who, rule, type(model).__name__, "Pass the model.", TypeError)
+        checks.fail(who, rule, type(model).__name__, "Load it, and pass the model.", TypeError)
     classes: dict[type, tuple[list[Replacement], bool]] = {}
     scanned = []
     for path, module in model.named_modules():
