@@ -10,7 +10,7 @@ from typing import NamedTuple
 from posenc.lab.comparison.encodings import COMPARED, ENCODINGS, trained_with
 from posenc.lab.comparison.tasks import TASKS
 
-QUICK = {"steps": 400, "batch": 32, "learning_rate": 2e-2}
+QUICK = {"steps": 300, "batch": 32, "learning_rate": 2e-2}
 
 
 class Unit(NamedTuple):
