@@ -1,7 +1,5 @@
 /* AVX-512: 32 pairs of bfloat16 between memory and registers, in words of two neighbours. The
  * compiler's code for the plain loops takes 28 steps where this takes 22. */
-#include <immintrin.h>
-
 #define BITS(v) _mm512_castps_si512(v)
 #define FLOATS(v) _mm512_castsi512_ps(v)
 
@@ -22,7 +20,7 @@ TARGET INLINE __m512i halved(__m512i pairs)
 }
 
 /* Load 32 pairs in the order of columns; if both layouts are half, even columns before odd ones. */
-TARGET INLINE void load512_bf16(const uint16_t *x, size_t P, int in, int out, __m512 *a, __m512 *b)
+TARGET INLINE void load_pairs_bf16(const uint16_t *x, size_t P, int in, int out, __m512 *a, __m512 *b)
 {
     const __m512i upper = _mm512_set1_epi32((int)0xffff0000);
     __m512i u = _mm512_loadu_si512(x), v = _mm512_loadu_si512(x + (in ? 32 : P));
@@ -49,8 +47,8 @@ TARGET INLINE __m512i pack512_bf16(__m512 lower, __m512 upper)
     return _mm512_mask_shuffle_epi8(round512_bf16(upper), halves, round512_bf16(lower), down);
 }
 
-TARGET INLINE void store512_bf16(uint16_t *y, size_t P, int in, int out, const __m512 *p,
-                                const __m512 *q)
+TARGET INLINE void store_pairs_bf16(uint16_t *y, size_t P, int in, int out, const __m512 *p,
+                                    const __m512 *q)
 {
     __m512i u = pack512_bf16(p[0], out ? q[0] : p[1]), v = pack512_bf16(out ? p[1] : q[0], q[1]);
     if (in && !out) u = halved(u), v = halved(v);
@@ -58,7 +56,5 @@ TARGET INLINE void store512_bf16(uint16_t *y, size_t P, int in, int out, const _
     _mm512_storeu_si512(y + (out ? 32 : P), v);
 }
 
-#define LOAD_PAIRS load512_bf16
-#define STORE_PAIRS store512_bf16
 #undef BITS
 #undef FLOATS

@@ -72,6 +72,9 @@
 #if NEON
 #define VECTOR float32x4_t
 #define TABLE vld1q_f32
+#elif defined(HAS_F16C)
+#define VECTOR __m256
+#define TABLE _mm256_loadu_ps
 #endif
 #include "rotate_rows.h"
 
@@ -107,3 +110,4 @@ static const Kernels FN(kernels) = {EACH(rows), EACH(normed), EACH(norm_backward
 #undef ISA
 #undef TARGET
 #undef WORDS_OF_512
+#undef HAS_F16C

@@ -75,18 +75,21 @@ typedef struct {
 } Kernels;
 
 #if defined(__GNUC__) && defined(__x86_64__)
+#include "f16c.h"
 #ifdef __clang__
-#define AVX512 "avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,fma"
+#define AVX512 "avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,fma,f16c"
 #else
-#define AVX512 "avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,fma,prefer-vector-width=512"
+#define AVX512 "avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,fma,f16c,prefer-vector-width=512"
 #endif
 #define ISA avx512
 #define TARGET __attribute__((target(AVX512)))
 #define WORDS_OF_512
+#define HAS_F16C
 #include "avx512.h"
 #include "dtypes.h"
 #define ISA avx2
-#define TARGET __attribute__((target("avx2,fma")))
+#define TARGET __attribute__((target("avx2,fma,f16c")))
+#define HAS_F16C
 #include "dtypes.h"
 #endif
 #if NEON
@@ -119,9 +122,9 @@ static int runs_here(int i)
     if (i == 0)
         return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
-               __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("fma");
+               __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("fma") && has_f16c();
     if (i == 1)
-        return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+        return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c();
 #endif
     return i < ISAS;
 }
