@@ -42,3 +42,8 @@ def test_an_exported_program_takes_lengths_on_both_sides_of_the_reach(module):
 def test_one_graph_serves_lengths_on_both_sides_of_the_reach(module):
     calls = [qkv(length) for length in (30, 3, 12)]
     assert compilations(module, calls, dynamic=True, backend="eager") == 1
+
+
+@one_of("TransformerXLBias")
+def test_lengths_may_be_static(module):
+    assert compilations(module, [qkv(30)], dynamic=False, backend="eager") == 1

@@ -183,12 +183,15 @@ def attend(q: Tensor, k: Tensor, v: Tensor, terms: Terms, call: Call) -> tuple[T
     p = m = for_queries = for_keys = None
     if terms.rows is not None:
         # Distances that there are, and that have rows of their own; of any length, if traced.
+        # torch.compile makes these of Python's min and max, and up to 2.11 refuses them for ints.
+        is_compiling = torch.compiler.is_dynamo_compiling()
+        lower, upper = (min, max) if is_compiling else (sym_min, sym_max)
         queries, keys = q.shape[2], k.shape[2]
         least, most = (0 if call.causal else -queries - keys), queries + keys
         if call.starts is None:
-            least = sym_max(least, sym_min(call.start - keys + 1, 0))
-            most = sym_min(most, sym_max(call.start + queries - 1, 0))
-        least, most = sym_max(terms.least, least), sym_min(terms.most, most)
+            least = upper(least, lower(call.start - keys + 1, 0))
+            most = lower(most, upper(call.start + queries - 1, 0))
+        least, most = upper(terms.least, least), lower(terms.most, most)
         rows = terms.rows(torch.arange(least, most + 1, device=q.device))
         if terms.p is not None and terms.for_queries is not None:
             for_queries = _read(terms.for_queries, rows, q).to(q.dtype)
