@@ -71,8 +71,10 @@ ENCODINGS = {
     "LearnedBias": Encoding(lambda a: posenc.LearnedBias(a.heads, max_distance=64), "distance"),
     "KERPLE": Encoding(lambda a: posenc.KERPLE(a.heads), "distance"),
     "Sandwich": Encoding(lambda a: posenc.Sandwich(a.heads, dim=a.dim), "distance"),
-    # Up to its threshold it is a function of the distance only.
-    "FIRE": Encoding(lambda a: posenc.FIRE(a.heads, threshold=a.length), "distance"),
+    # Up to a threshold that is not learned, it is a function of the distance only.
+    "FIRE": Encoding(
+        lambda a: posenc.FIRE(a.heads, threshold=a.length, learn_threshold=False), "distance"
+    ),
     "CoPE": of_content(lambda a: posenc.CoPE(a.dim, max_pos=64)),
     "RelativeKeys": of_content(lambda a: posenc.RelativeKeys(a.dim, max_distance=64)),
     "TransformerXLBias": of_content(lambda a: posenc.TransformerXLBias(a.heads, embed_dim=a.width)),
