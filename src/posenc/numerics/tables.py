@@ -54,12 +54,11 @@ def angles(positions: Tensor, rates: Spectrum | Tensor, seq_len: Tensor | None =
     lower = replicate_like(at, constant(tuple([n & _HALF for n in steps]), torch.int64, device))
     rest = replicate_like(at, constant(rests, torch.float64, device))
     low = at * lower
-    high = (at * upper + _right(low, 32)) & _HALF
-    # The upper half as a signed number puts the angle between minus and plus half a turn.
-    units = _left(high - _left(_right(high, 31), 32), 32) + (low & _HALF)
+    # The shift drops whole turns, and its sign puts the angle between minus and plus half a turn.
+    units = _left(at * upper + _right(low, 32), 32) + (low & _HALF)
     # Exporters round a Python number to float32, so the unit is a tensor.
     unit = replicate_like(at, constant((math.tau / 2**64,), torch.float64, device))
-    return (units.to(torch.float64) + at.to(torch.float64) * rest) * unit
+    return (units + at * rest) * unit
 
 
 def cos_sin(positions: Tensor, spectrum: Spectrum) -> tuple[Tensor, Tensor]:
