@@ -133,7 +133,8 @@ def check_batches(who: str, batch: int | None = None, **values: Tensor | int | N
             rows[name] = x.shape[0]
     wanted = max([1, *rows.values()]) if batch is None else batch
     for name, got in rows.items():
-        if got not in (1, wanted):
+        # Compared, not searched for: torch.compile cannot search for a symbolic size.
+        if not (got == 1 or got == wanted):
             rule = f"{name} must be for 1 or {wanted} sequences"
             fail(who, rule, got, "Pass one row for each sequence.")
     return len(rows) > 0

@@ -183,9 +183,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, terms: Terms, call: Call) -> tuple[T
     p = m = for_queries = for_keys = None
     if terms.rows is not None:
         # Distances that there are, and that have rows of their own; of any length, if traced.
-        # torch.compile makes these of Python's min and max, and up to 2.11 refuses them for ints.
-        is_compiling = torch.compiler.is_dynamo_compiling()
-        lower, upper = (min, max) if is_compiling else (sym_min, sym_max)
+        # torch.compile turns min and max into these, and up to 2.11 refuses these for ints.
+        lower, upper = (sym_min, sym_max) if is_exporting() else (min, max)
         queries, keys = q.shape[2], k.shape[2]
         least, most = (0 if call.causal else -queries - keys), queries + keys
         if call.starts is None:
