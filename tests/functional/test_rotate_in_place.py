@@ -200,6 +200,21 @@ def test_tokens_may_come_before_heads(seq_dim):
         rotate(q[0], *tables_, seq_dim=1)
 
 
+@pytest.mark.parametrize("heads", [(5, 2), (4, 5), (5, 5)])
+def test_as_many_tokens_as_heads_with_strided_channels(heads):
+    """A copy of such a tensor must not take tokens for heads."""
+    q, k = (torch.randn(2, 5, n, 8) for n in heads)
+    strided = [x.mT.contiguous().mT for x in (q, k)]
+    weights, tables_ = (torch.rand(8), torch.rand(8)), tables(9, 4)
+    for function, how in ((rotate_qk, ()), (qk_norm_rope, weights)):
+        wanted = function(q, k, *how, *tables_, seq_dim=1)
+        assert all(map(torch.equal, function(*strided, *how, *tables_, seq_dim=1), wanted))
+    wanted = rotate_qk(q, k, *tables_, seq_dim=1, interleaved=False)
+    assert torch.equal(rotate(strided[0], *tables_, seq_dim=1, interleaved=False), wanted[0])
+    rotate_qk_(*strided, *tables_, seq_dim=1, interleaved=False)
+    assert all(map(torch.equal, strided, wanted))
+
+
 @pytest.mark.parametrize(
     ("interleaved", "batch"), [(False, ()), (True, (2,))], ids=["half", "interleaved-of-each"]
 )

@@ -31,6 +31,19 @@ def test_queries_are_returned_and_keys_and_values_are_in_their_slots():
         torch.testing.assert_close(cache.flatten(0, 1), rows, rtol=0, atol=0)
 
 
+def test_as_many_tokens_as_heads_with_strided_channels():
+    """A copy of such a tensor must not take tokens for heads."""
+    results = []
+    for strided in (False, True):
+        torch.manual_seed(0)
+        arguments = example() | {"slot_mapping": SLOTS[:HK]}
+        for name in "qkv":
+            x = arguments[name][:HK, :HK]
+            arguments[name] = torch.stack((x, x), -1)[..., 0] if strided else x
+        results.append((rotate_and_cache(**arguments), arguments["k_cache"], arguments["v_cache"]))
+    assert all(map(torch.equal, *results))
+
+
 # A call that does not fit: what differs from the one that does, and what the error says.
 REFUSED = {
     "slot-past-the-cache": ({"slot_mapping": SLOTS + 1}, r"must be in \[0, 12\).* got 12"),

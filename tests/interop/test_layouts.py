@@ -96,6 +96,12 @@ def test_rotated_heads_keep_their_products(kind, heads, to):
     assert torch.equal(moved[others], weight[others]), "values, gates and latents stay"
 
 
+@pytest.mark.parametrize("to", ["half", "interleaved"])
+def test_a_single_pair_stays(to):
+    heads = Heads(1, 4, rotary_dim=2)
+    assert permute(torch.arange(4), "q", heads, to=to).tolist() == [0, 1, 2, 3]
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_there_and_back_is_the_same_bits_in_every_dtype(dtype):
     """Rows move as bits, so that NaN payloads and dtypes without arithmetic survive."""

@@ -117,7 +117,8 @@ def order(rows: ProjectionRows, heads: Heads, to: Layout) -> Tensor:
         if part:
             first = width - heads.rotated if heads.last else 0
             channels = run.unflatten(-1, (count, width))[..., first : first + heads.rotated]
-            channels.copy_(channels.unflatten(-1, grid).mT.flatten(-2))
+            # A single pair is a view of itself.
+            channels.copy_(channels.unflatten(-1, grid).mT.flatten(-2).clone())
     return index
 
 

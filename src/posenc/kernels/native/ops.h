@@ -32,7 +32,8 @@ static const char *make_like(Call *c, const View *x, const Rotation *r, View *y,
 {
     TRY(make_same(c, x, r, y));
     *to = *y;
-    return has_rows(y) ? NULL : make_contiguous(c, x->dim, x->size, x, to);
+    if (has_rows(y)) return NULL;
+    return y->is_swapped ? "a copy would exchange axes" : make_contiguous(c, x->dim, x->size, x, to);
 }
 
 /* Copy the result to where the caller wants it, if a kernel could not write there. */

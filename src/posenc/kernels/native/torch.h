@@ -105,6 +105,7 @@ typedef struct {
     i64 dim, size[MOST_DIMS], step[MOST_DIMS];
     int32_t dtype, device, index;
     int is_flat; /* whether the first axis was added */
+    int is_swapped; /* whether the second and the third axis of the handle were exchanged */
     char *data;
 } View;
 
@@ -266,7 +267,11 @@ static void swap(i64 *a, i64 *b)
 }
 
 /* Exchange the second and the third axis: (B, T, H, D) becomes (B, H, T, D), and back. */
-static void swap_axes(View *v) { swap(&v->size[1], &v->size[2]), swap(&v->step[1], &v->step[2]); }
+static void swap_axes(View *v)
+{
+    swap(&v->size[1], &v->size[2]), swap(&v->step[1], &v->step[2]);
+    v->is_swapped = !v->is_swapped;
+}
 
 /* A tensor with one more axis before its others, as `v[None]`. */
 static void add_axis(View *v)
@@ -307,9 +312,10 @@ static const char *copy(const View *to, const View *from)
     return torch.copy(to->handle, from->handle, 0) ? "a copy failed" : NULL;
 }
 
-/* A contiguous copy. */
+/* A contiguous copy. torch copies by handles, which do not know that axes were exchanged: that is for Python. */
 static const char *dense_copy(Call *c, const View *v, View *to)
 {
+    if (v->is_swapped) return "a copy would exchange axes";
     TRY(make_contiguous(c, v->dim, v->size, v, to));
     return copy(to, v);
 }
