@@ -226,6 +226,12 @@ def test_empty_inputs_give_empty_outputs(size):
     assert [g.shape for g in torch.autograd.grad(out.sum(), xs)] == [x.shape for x in xs]
 
 
+@pytest.mark.parametrize("backend", [None, "dense"])
+def test_an_empty_batch_has_empty_document_ids(backend):
+    xs, ids = torch.randn(3, 0, HEADS, 5, 8).unbind(), torch.zeros(0, 5, dtype=torch.int64)
+    assert biased_attention(*xs, document_ids=ids, backend=backend).shape == xs[0].shape
+
+
 def test_heads_without_channels_are_no_error():
     q, k = torch.randn(1, HEADS, 8, 0, requires_grad=True), torch.randn(1, HEADS, 8, 0)
     v = torch.randn(1, HEADS, 8, 3)

@@ -216,6 +216,7 @@ def test_files_folders_and_objects_are_read(tmp_path):
         ({"rope_scaling": {"type": "cubic", "factor": 2.0}}, "rope_scaling.type must be one of"),
         ({"rope_scaling": {"type": "linear", "rope_type": "yarn", "factor": 2.0}}, "rope_type"),
         ({"rope_scaling": {"type": "linear"}}, "rope_scaling.factor must be given"),
+        ({"rope_scaling": {"rope_type": {}, "factor": 2.0}}, "rope_scaling.rope_type must be one"),
         ({"rope_scaling": {"type": "linear", "factor": 0.5}}, "rope_scaling.factor must be at le"),
         ({"rope_theta": 1e4, "rope_parameters": {"rope_theta": 1e6}}, "must agree"),
         ({"rope_theta": 1e4, "rotary_emb_base": 1e5}, "rope_theta and rotary_emb_base"),
@@ -235,6 +236,11 @@ def test_files_folders_and_objects_are_read(tmp_path):
 def test_unknown_and_contradictory_keys_are_named(config, text):
     with pytest.raises(ValueError, match=text):
         RoPE.from_config({**SIZES, **config})
+
+
+def test_a_dict_in_place_of_a_number_is_no_layer_type():
+    with pytest.raises(TypeError, match="factor must be a number"):
+        RoPE.from_config({**SIZES, "rope_scaling": {"type": "linear", "factor": {}}})
 
 
 def test_a_layer_type_that_no_model_has_is_refused():

@@ -139,12 +139,19 @@ def test_bad_input_is_refused():
         rotate_qk(q, k, cos.long(), sin.long())
     with pytest.raises(TypeError, match="last must be True or False"):
         rotate_qk(q, k, cos, sin, last=1)
+    with pytest.raises(TypeError, match="last must be True or False"):
+        rotate_qk(q, k, cos, sin, last=0)
+    with pytest.raises(ValueError, match="seq_dim must be -2"):
+        rotate_qk(q, k, cos, sin, seq_dim=True)
     with pytest.raises(ValueError, match="must not share memory with itself"):
         rotate_(q[:1].expand(2, 4, 5, 8), cos, sin)
     with pytest.raises(ValueError, match=r"q_weight must have shape \(8,\) or \(32,\)"):
         qk_norm_rope(q, k, torch.ones(7), torch.ones(8), cos, sin)
     with pytest.raises(ValueError, match="eps must be finite and above zero"):
         qk_norm_rope(q, k, torch.ones(8), torch.ones(8), cos, sin, eps=0.0)
+    at = torch.tensor([0, 1, -1, 2, 3])
+    with pytest.raises(ValueError, match="qk_norm_rope: positions must not be negative, got -1"):
+        qk_norm_rope(q, k, torch.ones(8), torch.ones(8), cos, sin, position_ids=at)
 
 
 def test_qk_norm_refuses_a_weight_on_another_device():

@@ -194,7 +194,7 @@ MODULES = {
     ),
     "DeBERTa": lambda: posenc.DeBERTaBias(4, head_dim=16, max_relative_positions=30, causal=False),
     "DeBERTa-buckets": lambda: posenc.DeBERTaBias(
-        4, head_dim=16, max_relative_positions=40, position_buckets=15, causal=False
+        4, head_dim=16, max_relative_positions=40, position_buckets=16, causal=False
     ),
     "TransformerXL": lambda: posenc.TransformerXLBias(4, embed_dim=64),
     "TransformerXL-both-sides": lambda: posenc.TransformerXLBias(

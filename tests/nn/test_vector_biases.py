@@ -227,8 +227,23 @@ def test_a_function_takes_vectors_that_a_layer_projects():
             ),
             "position_buckets must be at least 2",
         ),
+        (
+            lambda: posenc.DeBERTaBias(
+                2, head_dim=8, max_relative_positions=8, position_buckets=5, causal=False
+            ),
+            "position_buckets must be even",
+        ),
     ],
-    ids=["width", "distance", "later", "positions", "heads", "buckets", "few-buckets"],
+    ids=[
+        "width",
+        "distance",
+        "later",
+        "positions",
+        "heads",
+        "buckets",
+        "few-buckets",
+        "odd-buckets",
+    ],
 )
 def test_bad_arguments_are_refused(make, text):
     with pytest.raises(ValueError, match=text):

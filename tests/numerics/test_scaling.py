@@ -194,6 +194,11 @@ def test_a_rule_is_a_value(rule):
             ValueError,
             "high_freq_factor must be",
         ),
+        (
+            lambda: scaling.YaRN(4.0, original_length=64, beta_fast=1.0, beta_slow=32.0),
+            ValueError,
+            "beta_fast must be at least beta_slow=32.0, got 1.0",
+        ),
         (lambda: scaling.Proportional(1.5), ValueError, "fraction must be at most 1"),
         (lambda: RoPE(8, scaling=4.0), TypeError, "scaling must be of type Rule"),
         (

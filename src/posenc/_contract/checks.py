@@ -183,10 +183,10 @@ def check_instance(who: str, name: str, value: Any, kind: type, hint: str) -> An
 
 def float_dtype(who: str, name: str, dtype: Any) -> torch.dtype:
     """``dtype`` if it is one of `FLOAT_DTYPES`."""
-    if dtype not in FLOAT_DTYPES:
+    if not isinstance(dtype, torch.dtype) or dtype not in FLOAT_DTYPES:
         rule = f"{name} must be one of float16, bfloat16, float32, float64"
         fail(who, rule, dtype, "Pass for example torch.float32.", TypeError)
-    return dtype  # type: ignore[no-any-return]
+    return dtype
 
 
 def float_tensor(who: str, name: str, x: Any) -> Tensor:

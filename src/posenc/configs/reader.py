@@ -217,10 +217,11 @@ def open_config(config: Any, who: str = "from_config") -> Config:
     if len(given) == 2 and given["rope_parameters"] != given["rope_scaling"]:
         raise found.contradiction(*names, "different contents")
     for name, rope in given.items():
-        known = found.layer_types()
-        by_layer = {
-            key: rope[key] for key in rope if isinstance(rope[key], Mapping) or key in known
-        }
+        known, by_layer = found.layer_types(), {}
+        if not {"rope_type", "type"} & rope.keys():
+            by_layer = {
+                key: rope[key] for key in rope if isinstance(rope[key], Mapping) or key in known
+            }
         return replace(found, rope=rope, where=name, by_layer=by_layer)
     return found
 

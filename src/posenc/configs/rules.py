@@ -30,7 +30,8 @@ def scaling_rule(config: Config) -> scaling.Rule | None:
             near = get_close_matches(str(key), known, 1)
             hint = f"Did you mean {near[0]}?" if near else f"Use one of {', '.join(known)}."
             raise config.error(rule, key, hint)
-    kinds = {key: config.rope[key] for key in ("rope_type", "type") if config.rope.get(key)}
+    given = {key: config.rope.get(key) for key in ("rope_type", "type")}
+    kinds = {key: kind for key, kind in given.items() if kind not in (None, "")}
     aliases = {**dict.fromkeys(UNSCALED, "default"), "su": "longrope"}
     names = {aliases.get(kind, kind) for kind in map(str, kinds.values())}
     if len(names) == 2:

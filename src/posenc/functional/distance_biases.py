@@ -48,7 +48,7 @@ def alibi_slopes(
     heads = checks.integer(who, "num_heads", num_heads)
     peak = checks.positive_float(who, "bias_max", bias_max)
     slopes = head_slopes(heads, peak, geometric=checks.boolean(who, "geometric", geometric))
-    return round_once(slopes, checks.float_dtype(who, "dtype", dtype)).to(device)
+    return round_once(slopes, checks.float_dtype(who, "dtype", dtype)).to(torch.device(device))
 
 
 def alibi_bias(

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from posenc import kernels
 from posenc._contract import checks
+from posenc._contract.position_checks import check_position
 from posenc.functional.rotary import arguments, layout_of, swap_heads
 from posenc.kernels.rotation import norm_rotate_qk_op
 
@@ -74,13 +75,17 @@ def qk_norm_rope(
         if rotated is not None:
             return rotated  # type: ignore[no-any-return]
     who = "qk_norm_rope"
-    _, (q, k), cos, sin, rows, spec = arguments(who, "qk", [q, k], cos, sin, *given)
+    limit, (q, k), cos, sin, rows, spec = arguments(who, "qk", [q, k], cos, sin, *given)
     eps = checks.positive_float(who, "eps", eps)
     shift = 1.0 if checks.boolean(who, "zero_centered", zero_centered) else 0.0
     for name, x, weight in (("q_weight", q, q_weight), ("k_weight", k, k_weight)):
         check_weight(who, name, weight, x)
     norm = kernels.Norm(eps, shift)
-    both = kernels.norm_rotate_qk(q, k, q_weight, k_weight, cos, sin, rows, spec, norm)
+    try:
+        both = kernels.norm_rotate_qk(q, k, q_weight, k_weight, cos, sin, rows, spec, norm)
+    except kernels.RowOutOfRange as error:
+        check_position(who, error.row, limit)
+        raise
     normed_q, normed_k = swap_heads(list(both), seq_dim)
     return normed_q, normed_k
 

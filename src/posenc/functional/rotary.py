@@ -211,12 +211,14 @@ def layout_of(
     offset: Any, position_ids: Any, seq_dim: Any, interleaved: Any, interleaved_out: Any, last: Any
 ) -> int:
     """The layout for native code, which takes rows and tensors as they are; -1 if it cannot."""
-    if type(offset) is not int or last or (offset and position_ids is not None):
+    if type(offset) is not int or last is not False or (offset and position_ids is not None):
         return -1
     out = interleaved if interleaved_out is None else interleaved_out
     if type(interleaved) is not bool or type(out) is not bool:
         return -1
     layout = INTERLEAVED * interleaved + INTERLEAVED_OUT * out
+    if type(seq_dim) is not int:
+        return -1
     if seq_dim == -2:
         return layout
     return layout + TOKENS_FIRST if seq_dim in (1, -3) else -1
@@ -281,7 +283,7 @@ def without_heads(y: Tensor, x: Tensor) -> Tensor:
 
 def check_seq_dim(who: str, seq_dim: int) -> int:
     """``seq_dim`` if it is the third or the second dimension of four."""
-    if seq_dim not in (-2, 2, 1, -3):
+    if type(seq_dim) is not int or seq_dim not in (-2, 2, 1, -3):
         rule = "seq_dim must be -2 for (B, H, L, D), or 1 for (B, L, H, D)"
         checks.fail(who, rule, seq_dim, "Transpose the tensor first.")
     return seq_dim

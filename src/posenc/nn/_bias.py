@@ -202,8 +202,9 @@ class RelativeBias(BiasedAttention):
             Tensor of shape ``(H, Q, K)``, or ``(B, H, Q, K)`` if an argument has a batch axis;
             ``-inf`` for keys that are not seen.
         """
-        queries, keys = qk_checks.check_lengths(type(self).__name__, q_len, k_len)
-        wide = torch.promote_types(dtype, torch.float32)
+        who = type(self).__name__
+        queries, keys = qk_checks.check_lengths(who, q_len, k_len)
+        wide = torch.promote_types(checks.float_dtype(who, "dtype", dtype), torch.float32)
         return relative_bias(
             self.as_bias(keys, dtype=wide, document_ids=document_ids),
             queries,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from posenc._contract import checks
+from posenc._contract import checks, qk_checks
 from posenc._contract.sharding import replicate_like
 from posenc.attention.biased import attend
 from posenc.attention.biases import RunningSum, relative_bias
@@ -121,7 +121,10 @@ class ForgetGate(ReadOnlyArguments):
         ``sums`` are what :meth:`sums` returned for the ``K`` keys, and ``q_len`` is ``K`` if None.
         Other arguments are those of :func:`posenc.attention.relative_bias`.
         """
-        keys = checks.float_tensor(type(self).__name__, "sums", sums).shape[-1]
+        who = type(self).__name__
+        checks.float_tensor(who, "sums", sums)
+        checks.rank(who, "sums", sums, (2, 3), "(H, K) or (B, H, K)")
+        keys = sums.shape[-1]
         return relative_bias(
             RunningSum(sums),
             keys if q_len is None else q_len,
@@ -161,6 +164,7 @@ class ForgetGate(ReadOnlyArguments):
             hint = "Pass x of all keys, or sums if some of them are in a cache."
             checks.fail(who, "pass either x or sums", got, hint)
         if sums is None:
+            qk_checks.check_qk(who, q, k)
             sums = self.sums(x)  # type: ignore[arg-type]
             if sums.shape[-1] != k.shape[2]:
                 rule = f"x must have the {k.shape[2]} tokens of the keys"

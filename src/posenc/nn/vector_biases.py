@@ -63,12 +63,12 @@ class RelativeKeys(ProductBias):
         super().__init__(head_dim, causal=causal, dtype=dtype)
         who = type(self).__name__
         self.max_distance = checks.integer(who, "max_distance", max_distance, least=0)
-        self.max_later = max_later
         if max_later is not None:
-            self.max_later = checks.integer(who, "max_later", max_later, least=0)
+            max_later = checks.integer(who, "max_later", max_later, least=0)
             if causal:
                 rule = "max_later must be None if causal, because no later key is seen"
                 checks.fail(who, rule, max_later, "Pass causal=False.")
+        self.max_later = max_later
         self.num_heads = checks.optional(checks.integer, who, "num_heads", num_heads)
         heads = () if self.num_heads is None else (self.num_heads,)
         rows = self.max_distance + 1 + self._later
@@ -266,7 +266,8 @@ class DeBERTaBias(TableModule, ProductBias):
         head_dim: Channels ``D`` of a head.
         max_relative_positions: Distances are from minus this to one less than this; with buckets,
             the distance at which these end.
-        position_buckets: Buckets of earlier keys, and of later ones; None for none (-1 in configs).
+        position_buckets: Buckets of earlier keys, and of later ones, even; None for none (-1 in
+            configs).
         causal: Whether a query sees only keys up to its own: False for DeBERTa itself.
         dtype: The dtype of the parameters, torch's default if None.
 
@@ -301,17 +302,20 @@ class DeBERTaBias(TableModule, ProductBias):
         self.num_heads = checks.integer(who, "num_heads", num_heads)
         name = "max_relative_positions"
         self.max_relative_positions = checks.integer(who, name, max_relative_positions)
-        self.position_buckets = position_buckets
         self._span, self._tables = self.max_relative_positions, None
         if position_buckets is not None:
             span = checks.integer(who, "position_buckets", position_buckets, least=2)
+            if span % 2:
+                rule = "position_buckets must be even, because half of them are single distances"
+                checks.fail(who, rule, span, f"Pass {span + 1}.")
             if not self.max_relative_positions - 1 > span // 2:
                 rule = f"max_relative_positions must be above {span // 2 + 1}, to need buckets"
                 got = self.max_relative_positions
                 checks.fail(who, rule, got, "Pass position_buckets=None.")
-            self._span = self.position_buckets = span
+            self._span = position_buckets = span
             parameters = span, self.max_relative_positions
             self._tables = SharedTables(_bucket_table, parameters, 1, torch.int64)
+        self.position_buckets = position_buckets
         shape = 2 * self._span, self.num_heads, self.head_dim
         self.pos_key = nn.Parameter(torch.empty(shape, dtype=dtype))
         self.pos_query = nn.Parameter(torch.empty(shape, dtype=dtype))
@@ -335,8 +339,7 @@ class DeBERTaBias(TableModule, ProductBias):
         self, q: Tensor, k: Tensor, scale: float, offset: Offset, mask: Tensor | None
     ) -> RowBias:
         check_num_heads(type(self).__name__, q, self.num_heads)
-        # Buckets of an odd number end a little later.
-        far = self.max_relative_positions * (1 + self._span % 2)
+        far = self.max_relative_positions
         return relative_terms(
             q,
             k,

@@ -174,6 +174,9 @@ class YaRN(PublishedRule):
             # Published configs write 0 for "not used".
             object.__setattr__(self, name, getattr(self, name) or None)
         super().__post_init__()
+        if self.beta_fast < self.beta_slow:
+            rule = f"beta_fast must be at least beta_slow={self.beta_slow}"
+            checks.fail("YaRN", rule, self.beta_fast, "Exchange them.")
 
     def __call__(self, rates: Tensor, base: float, seq_len: Tensor | None = None) -> Tensor:
         """Scaled rates."""

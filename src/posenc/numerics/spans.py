@@ -66,5 +66,5 @@ def document_ends(ids: Tensor | None) -> Ends | None:
 def gather_rows(table: Tensor, rows: Tensor) -> Tensor:
     """The entries of ``table``, ``[K]`` or ``[1 or B, K]``, at ``rows``, ``[1 or B, Q]``."""
     table = torch.atleast_2d(table)
-    sequences = max(len(table), len(rows))
+    sequences = len(rows) if len(table) == 1 else len(table)
     return table.expand(sequences, -1).gather(1, rows.expand(sequences, -1))
