@@ -37,10 +37,10 @@ class _Repository:
 def kernel_mapping(model: nn.Module) -> dict[str, dict[str, Any]]:
     """The rotation of ``model`` by posenc, for ``use_kernel_mapping`` of the ``kernels`` package.
 
-    transformers marks the rotation of most families for that package, if the package is installed
-    when transformers is imported. ``kernelize`` then replaces the function for all models of the
-    family in this process, and nothing else of posenc: no fused norm, no exact tables. For these,
-    and for other models, call :func:`patch`.
+    transformers marks the rotation of most families for that package, if it finds a version of it
+    that it supports when it is imported. ``kernelize`` then replaces the function for all models of
+    the family in this process, and nothing else of posenc: no fused norm, no exact tables. For
+    these, and for other models, call :func:`patch`.
 
     Args:
         model: A model of transformers. It is not changed.
