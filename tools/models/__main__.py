@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import os
 import resource
 import sys
 import warnings
@@ -19,6 +20,10 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+# Read when transformers is first imported: with the kernels package it wraps functions in modules,
+# and calls of these are not seen here.
+os.environ.setdefault("USE_HUB_KERNELS", "NO")
 
 import study
 import table
