@@ -14,7 +14,6 @@ from posenc.attention import (
     alibi_attention,
     biased_attention,
     biased_attention_with_lse,
-    biases,
     relative_bias,
     relative_score_mod,
 )
@@ -53,7 +52,7 @@ def numbers_of(kind, keys):
 
 def bias_of(kind, values):
     if kind == "rows":
-        return RowBias(lambda own, index: biases.bias_rows("table", values, ZERO, own, index))
+        return RowBias(lambda own, index: by_rows.bias_rows("table", values, ZERO, own, index))
     makers = {"slopes": Slopes, "sums": RunningSum, "table": lambda x: DistanceTable(x, ZERO)}
     return makers[kind](values) if kind in makers else None
 

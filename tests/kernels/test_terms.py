@@ -4,9 +4,9 @@ import pytest
 import torch
 
 import posenc
-from posenc.attention import biased, chunked, terms
+from posenc.attention import terms
 from posenc.attention.biased import hide_padding
-from posenc.attention.biases import Call, Terms
+from posenc.attention.biases import Call
 from support.attention import DEVICE, written_down
 
 SLOW = pytest.mark.slow
@@ -28,7 +28,7 @@ CASES = {
     "offsets": {"size": (40, 120), "starts": [3, 70], "causal": True, "rows": 30, "zero": 0},
     "one-query": {"size": (1, 100), "causal": True, "rows": 30, "zero": 0},
     "curve": {"size": (34, 34), "has": (False, False), "knots": 5, "causal": True},
-    "curve-documents": {"size": (90, 90), "knots": 3, "documents": True},
+    "curve-documents": {"size": (90, 90), "has": (False, False), "knots": 3, "documents": True},
     "curve-cache": {
         "size": (40, 100),
         "heads": (4, 2),
@@ -173,6 +173,7 @@ MISFITS = {
     "queries-without-vectors": {5: lambda x: None},
     "nothing": {n: lambda x: None for n in (3, 4, 5, 6)},
     "a-network-of-seven-numbers": {7: lambda x: torch.ones(7, device=DEVICE)},
+    "a-network-and-vectors": {7: lambda x: torch.ones(10, device=DEVICE)},
     "levels-and-vectors": {8: lambda x: torch.ones(2, 2, 9, 3, device=DEVICE)},
     "narrow-keys": {1: lambda x: x[:, :, :, :3]},
 }
@@ -200,6 +201,9 @@ MODULES = {
     "TransformerXL-both-sides": lambda: posenc.TransformerXLBias(
         4, embed_dim=64, causal=False, max_distance=30
     ),
+    "FIRE": lambda: posenc.FIRE(4, threshold=20.0),
+    "FIRE-both-sides": lambda: posenc.FIRE(4, causal=False, threshold=20.0),
+    "CoPE": lambda: posenc.CoPE(16, max_pos=20),
 }
 
 
@@ -212,32 +216,13 @@ def test_modules_tell_the_op_what_they_are(make, monkeypatch):
         torch.nn.init.normal_(parameter)
     q, k, v = torch.randn(1, 4, 50, 16), torch.randn(1, 2, 130, 16), torch.randn(1, 2, 130, 16)
     found = []
-    for not_the_kernel in (chunked, None):
-        monkeypatch.setattr(biased, "chunked", not_the_kernel)
+    for by_op in (False, True):
+        monkeypatch.setattr(terms, "has_kernel", lambda *given, by_op=by_op: by_op)
         inputs = [x.double().requires_grad_() for x in (q, k, v)]
         out = module(*inputs)
         module.zero_grad()
         out.square().sum().backward()
         found.append([out, *[x.grad for x in (*inputs, *module.parameters())]])
-    for got, want in zip(*found, strict=True):
-        assert torch.allclose(got, want, rtol=1e-9, atol=1e-9)
-
-
-@pytest.mark.parametrize("causal", [True, False])
-def test_fire_tells_the_op_its_network(causal, monkeypatch):
-    """Values and all gradients, as on a GPU, where the kernel takes the curve."""
-    torch.manual_seed(3)
-    fire = posenc.FIRE(4, hidden=32, causal=causal, threshold=20.0).double()
-    q, k, v = torch.randn(1, 4, 60, 16), torch.randn(1, 2, 90, 16), torch.randn(1, 2, 90, 16)
-    numbers, found = fire.as_bias(90, dtype=torch.float64), []
-    network = Terms(network=fire._network(torch.float64))
-    for bias in (numbers, numbers._replace(terms=network)):
-        inputs = [x.double().requires_grad_() for x in (q, k, v)]
-        monkeypatch.setattr(biased, "chunked", chunked if bias is numbers else None)
-        out = biased.biased_attention(*inputs, bias, causal=causal)
-        fire.zero_grad()
-        out.square().sum().backward(retain_graph=True)
-        found.append([out, *[x.grad.clone() for x in (*inputs, *fire.parameters())]])
     for got, want in zip(*found, strict=True):
         assert torch.allclose(got, want, rtol=1e-9, atol=1e-9)
 
@@ -249,12 +234,11 @@ def test_the_network_of_halves_is_not_rounded_again(learned):
     if learned:
         fire.L_multiplier.data.fill_(-1.3)
         factor = fire.L_multiplier.item()
-    network = fire._network(torch.float32).detach()
-    assert network.dtype == torch.float32
-    assert float(network[1]) == pytest.approx(factor * 100.7, rel=1e-6)
+    network = fire.as_bias(200)
+    assert {x.dtype for x in network} == {torch.float32}
+    assert network.threshold.item() == pytest.approx(factor * 100.7, rel=1e-6)
     # The network at 0.3, from its numbers and by its layers.
-    low, high = network[2:18].view(2, 8).double()
-    outputs = network[18:].view(9, 4).double()
+    (low, high), outputs = network.units.double(), network.outputs.double()
     made = (low + 0.3 * (high - low)).relu() @ (outputs[1:] - outputs[0]) + outputs[0]
     wanted = fire.mlp.double()(torch.tensor([[0.3]], dtype=torch.float64))[0]
     assert torch.allclose(made, wanted, rtol=1e-5, atol=1e-5)

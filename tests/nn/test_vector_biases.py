@@ -10,7 +10,7 @@ import oracles
 import posenc
 from posenc.attention import biased_attention, relative_terms
 from posenc.attention import rows as by_rows
-from posenc.attention.terms import _gather
+from posenc.attention.rows import _gather
 from support.biases import drawn, leaves, qkv
 
 H, D = 4, 6
@@ -190,7 +190,7 @@ def test_a_function_takes_vectors_that_a_layer_projects():
     )
     scale = (3 * D) ** -0.5
     vectors = {"for_queries": module.pos_key, "for_keys": module.pos_query}
-    bias = relative_terms(q, k, module.distance_rows, scale=scale, **vectors)
+    bias = relative_terms(q, k, module.distance_rows, **vectors)
     got = biased_attention(q, k, v, bias, scale=scale, causal=False)
     assert torch.equal(got, module.attention(q, k, v))
 

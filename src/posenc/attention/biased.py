@@ -8,15 +8,18 @@ import torch
 from torch import Tensor
 
 from posenc._contract import checks, qk_checks, sharding
-from posenc.attention import chunked, op, rows, terms
+from posenc.attention import op, rows, terms
 from posenc.attention.biases import (
+    BY_ROWS,
     CAUSAL,
     KINDS,
     PRUNE,
     Bias,
     Call,
     DistanceTable,
-    RowBias,
+    Levels,
+    Network,
+    Products,
     RunningSum,
     Slopes,
     check_bias,
@@ -235,7 +238,7 @@ def run(
     """Attention and its log-sum-exp by the first of these that takes the call.
 
     ============  ====================================================================
-    terms         a bias with :class:`Terms`, where Triton has kernels
+    terms         products, FIRE and CoPE, where Triton has kernels
     rows          any other bias by rows; a mask; dropout
     dense         if named: all scores at once
     triton        CUDA, float32 or narrower, heads of at most 256 channels
@@ -248,11 +251,8 @@ def run(
     if backend not in (None, "triton", "chunked", "dense"):
         rule = "backend must be 'triton', 'chunked', 'dense' or None"
         checks.fail(who, rule, checks.describe(backend), "Leave backend out to have one chosen.")
-    by_rows = bias.rows if isinstance(bias, RowBias) else None
-    in_kernel = bias.terms if isinstance(bias, RowBias) else None
     masked = mask is not None or dropout_p > 0
-    has_kernel = not masked and (by_rows is None or in_kernel is not None)
-    has_kernel = has_kernel and op.kernel_for(q, v) is not chunked
+    has_kernel = not masked and terms.has_kernel(q, v, bias)
     if backend == "triton" and not has_kernel:
         rule = (
             "backend='triton' needs CUDA, Triton, float32 or narrower, heads of at most 256 "
@@ -260,10 +260,10 @@ def run(
         )
         got = f"{q.dtype} on {q.device}, {q.shape[-1]} wide"
         checks.fail(who, rule, got, "Leave backend out to have one chosen.")
-    if in_kernel is not None and has_kernel and backend in (None, "triton"):
-        return terms.attend(q, k, v, in_kernel, call)
-    if by_rows is not None or masked:
-        return rows.attend(who, q, k, v, call, by_rows, mask, dropout_p)
+    if isinstance(bias, (Products, Network, Levels)) and has_kernel and backend in (None, "triton"):
+        return terms.attend(q, k, v, bias, call)
+    if masked or isinstance(bias, BY_ROWS):
+        return rows.attend(who, q, k, v, call, bias, mask, dropout_p)
     if backend == "dense":
         return rows.attend_all(q, k, v, call)
     call = call._replace(chunked=backend == "chunked")
@@ -278,7 +278,7 @@ def _attend_at_once(
 
     None otherwise: nothing has happened then, and nothing has been checked.
     """
-    if not isinstance(causal, bool) or isinstance(bias, RowBias):
+    if not isinstance(causal, bool) or isinstance(bias, BY_ROWS):
         return None
     try:
         start = k.shape[-2] - q.shape[-2]

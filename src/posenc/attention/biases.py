@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from posenc._contract import checks, qk_checks
-from posenc._contract.tracing import is_exporting
 from posenc.numerics.spans import Spans, Window, document_ends, spans
 
 
@@ -46,41 +45,6 @@ class RunningSum(NamedTuple):
     values: Tensor
 
 
-class Terms(NamedTuple):
-    r"""What a kernel adds to the scores: products with vectors of distances, a network, levels.
-
-    For the products see :func:`relative_terms`. The network is :math:`f_h(x)`, with one hidden
-    layer and ReLU, of :math:`x = \ln(c\,|i - j| + 1) / \ln(c \max(L, i) + 1)`, where :math:`i`
-    counts from the beginning of the query's document. Levels are those of :class:`~posenc.CoPE`,
-    and exclude both.
-
-    Attributes:
-        q: Queries for the products with keys, if they are not those of the attention.
-        p: Queries for those with the vectors ``for_queries``.
-        m: Keys for those with ``for_keys``.
-        rows: The rows of the vectors for distances.
-        for_queries: ``(R, H D or D)``, or None.
-        for_keys: In the same way.
-        least: Distances below this have the row of this one.
-        most: Distances above this have the row of this one.
-        network: ``(2 + 2 U + (1 + U) H,)``: :math:`c` and :math:`L`, of which the absolute values
-            count, if they are not below 1e-15; the ``U`` hidden units for :math:`x = 0`, and for 1,
-            before ReLU; and the output of each head with no unit, and with each unit at 1.
-        levels: ``(B, H, Q, P)``, the bias of queries at each whole position.
-    """
-
-    q: Tensor | None = None
-    p: Tensor | None = None
-    m: Tensor | None = None
-    rows: Callable[[Tensor], Tensor] | None = None
-    for_queries: Tensor | None = None
-    for_keys: Tensor | None = None
-    least: int = 0
-    most: int = 0
-    network: Tensor | None = None
-    levels: Tensor | None = None
-
-
 class RowBias(NamedTuple):
     """Any other bias, computed for a few queries at a time.
 
@@ -89,14 +53,74 @@ class RowBias(NamedTuple):
             ``[k]``, that returns the bias, ``[1 or B, H, n, k]``. Both are consecutive; keys that
             none of the queries see may be left out. It is called again in the backward pass, and
             must then return the same.
-        terms: The same for a kernel, if there is one; :func:`relative_terms` sets it.
     """
 
     rows: Callable[[Tensor, Tensor], Tensor]
-    terms: Terms | None = None
 
 
-Bias: TypeAlias = Slopes | DistanceTable | RunningSum | RowBias
+class Products(NamedTuple):
+    """Products with vectors of distances, times the scale: :func:`relative_terms` has the formula.
+
+    Attributes:
+        q: Queries for the products with ``for_queries``, ``(B, H, Q, D)``.
+        k: Keys for those with ``for_keys``, ``(B, Hk, K, D)``.
+        rows: The rows of the vectors for distances.
+        for_queries: ``(R, H D or D)``, in at least float32; None for none.
+        for_keys: In the same way.
+        shift: Vectors added to the queries of the attention in their products with keys,
+            ``(H, D)``; None for none.
+        least: Distances below this have the row of this one.
+        most: Distances above this have the row of this one.
+    """
+
+    q: Tensor
+    k: Tensor
+    rows: Callable[[Tensor], Tensor]
+    for_queries: Tensor | None
+    for_keys: Tensor | None
+    shift: Tensor | None
+    least: int
+    most: int
+
+
+class Network(NamedTuple):
+    r"""FIRE's bias :math:`f_h(x)`, with one hidden layer and ReLU.
+
+    :math:`x = \ln(c\,|i - j| + 1) / \ln(c \max(L, i) + 1)`, where :math:`i` counts from the
+    beginning of the query's document. All numbers are in at least float32.
+
+    Attributes:
+        c: ``(1,)``, whose absolute value counts, if it is not below 1e-15.
+        threshold: :math:`L`, in the same way.
+        units: The ``U`` hidden units before ReLU for :math:`x = 0`, and for 1, ``(2, U)``.
+        outputs: Those of each head with no unit, and with each unit at 1, ``(1 + U, H)``.
+    """
+
+    c: Tensor
+    threshold: Tensor
+    units: Tensor
+    outputs: Tensor
+
+
+class Levels(NamedTuple):
+    """CoPE's bias: levels at the positions that gates of the scores count.
+
+    Attributes:
+        q: Queries of the attention.
+        k: Keys of the attention.
+        values: The bias of queries at each whole position, ``(B, H, Q, P)``.
+    """
+
+    q: Tensor
+    k: Tensor
+    values: Tensor
+
+
+Bias: TypeAlias = Slopes | DistanceTable | RunningSum | RowBias | Products | Network | Levels
+# What kernels compute tile by tile, with the scores.
+Terms: TypeAlias = Products | Network | Levels
+# Biases without numbers in a `Call`: by torch operations a few queries at a time, but for kernels.
+BY_ROWS = (RowBias, Products, Network, Levels)
 
 
 # Bits of the argument `how` of the ops, after the index of the bias's kind.
@@ -141,8 +165,8 @@ class Call(NamedTuple):
         last: Tensor | None = None,
         window: Window | None = None,
     ) -> Call:
-        """The call of checked arguments; that of a :class:`RowBias` has no values."""
-        kind, values, zero = stored(None if isinstance(bias, RowBias) else bias, q.dtype)
+        """The call of checked arguments; that of a bias by rows has no values."""
+        kind, values, zero = stored(bias, q.dtype)
         if values is not None and values.device != q.device:
             values = values.to(q.device)
         starts, begin = (start.reshape(-1), 0) if isinstance(start, Tensor) else (None, start)
@@ -174,7 +198,7 @@ class Call(NamedTuple):
 
 def check_bias(who: str, bias: object, heads: int | None, keys: int) -> None:
     """Refuse a bias that is not for these heads, of any number if None, and keys."""
-    if bias is None or isinstance(bias, RowBias):
+    if bias is None or isinstance(bias, BY_ROWS):
         return
     if not isinstance(bias, (Slopes, DistanceTable, RunningSum)):
         rule = "bias must be Slopes, DistanceTable, RunningSum, RowBias or None"
@@ -255,110 +279,13 @@ def check_places(
     return Places(queries, keys, causal, start, ids, sides, device, batched)
 
 
-def bias_rows(kind: str, values: Tensor | None, zero: int, own: Tensor, index: Tensor) -> Tensor:
-    """The bias of queries at key indices ``own``, ``[1 or B, n]``, to keys at ``index``, ``[k]``.
-
-    ``[1 or B, H, n, k]`` in the dtype of ``values``; nothing is hidden.
-    """
-    if values is None:
-        return own.new_zeros((1, 1, 1, 1), dtype=torch.float32)
-    distance = own[:, None, :, None] - index
-    if kind == "slopes":
-        return -values[..., None, None] * distance.abs()
-    if kind == "table":
-        return _table_rows(values, zero, own, index)
-    heads, batch = values.shape[1], own.shape[0] if values.shape[0] == 1 else values.shape[0]
-    at = own[:, None].expand(batch, heads, -1)
-    sums = values.expand(batch, -1, -1)
-    return sums.gather(2, at)[..., None] - sums[:, :, index][:, :, None]
-
-
-def _table_rows(table: Tensor, zero: int, own: Tensor, index: Tensor) -> Tensor:
-    """One line of numbers for all distances, and then a row of it for each query."""
-    count, keys = own.shape[1], index.shape[0]
-    if not count:
-        return table.new_zeros((1, table.shape[0], 0, keys))
-    line = own[:, -1:] - index[:1] - torch.arange(count + keys, device=own.device)
-    # The gradient of indexing may depend on the order of threads.
-    columns = (line + zero).clamp(0, table.shape[1] - 1)
-    values = torch.nn.functional.embedding(columns, table.T).mT
-    return skew(values[:, :, None].expand(-1, -1, count, -1), keys)
-
-
-def skew(x: Tensor, width: int) -> Tensor:
-    """Move row ``r`` of ``x``, ``[..., n, w]``, left by ``n - 1 - r``, and keep ``width`` columns.
-
-    ``w`` is at least ``n + width``. Slices and views do it, so gradients are summed in one order.
-    """
-    n, w = x.shape[-2:]
-    moved = x.flatten(-2)[..., n - 1 : n - 1 + n * (w - 1)]
-    rows: Tensor = moved.unflatten(-1, (n, w - 1))
-    return rows[..., :width]
-
-
-def relative_bias(
-    bias: Bias,
-    q_len: int,
-    k_len: int | None = None,
-    *,
-    causal: bool = True,
-    query_offset: int | Tensor | None = None,
-    document_ids: Tensor | None = None,
-    window: int | tuple[int, int] | None = None,
-    dtype: torch.dtype = torch.float32,
-    device: torch.device | str | None = None,
-) -> Tensor:
-    """The whole matrix of a bias, to look at, or for an attention of your own.
-
-    Args:
-        bias: The bias.
-        q_len: Queries ``Q``.
-        k_len: Keys ``K``, at least ``Q``; ``Q`` if None.
-        causal: Whether later keys get ``-inf``.
-        query_offset: As in :func:`biased_attention`, and so are the next two.
-        document_ids: Ids ``(K,)`` or ``(B, K)``.
-        window: A sliding window.
-        dtype: A floating dtype for the result.
-        device: The device of a :class:`RowBias`; other biases are on that of their values.
-
-    Returns:
-        Tensor of shape ``(H, Q, K)``, or ``(B, H, Q, K)`` if an argument has a batch axis.
-
-    Examples:
-        >>> relative_bias(DistanceTable(torch.tensor([[0.0, -1.0, -3.0]])), 4)
-        tensor([[[ 0., -inf, -inf, -inf],
-                 [-1.,  0., -inf, -inf],
-                 [-3., -1.,  0., -inf],
-                 [-3., -3., -1.,  0.]]])
-    """
-    who = "relative_bias"
-    checks.float_dtype(who, "dtype", dtype)
-    if bias is None:
-        rule = "bias must be Slopes, DistanceTable, RunningSum or RowBias"
-        checks.fail(who, rule, None, "Pass Slopes(torch.zeros(heads)) for none.", TypeError)
-    if not isinstance(bias, RowBias):
-        check_bias(who, bias, None, q_len if k_len is None else k_len)
-        device = bias.values.device
-    given = q_len, k_len, causal, query_offset, document_ids, window, device or "cpu"
-    places = check_places(who, bias, *given)
-    seen = places.spans()
-    index = torch.arange(places.keys, device=seen.own.device)
-    if isinstance(bias, RowBias):
-        matrix = bias.rows(seen.own, index)
-    else:
-        matrix = bias_rows(*stored(bias, dtype), seen.own, index)
-    matrix = matrix.to(dtype).masked_fill(hidden_keys(seen, index), float("-inf"))
-    return matrix if places.batched or len(matrix) > 1 else matrix[0]
-
-
 def stored(bias: Bias | None, dtype: torch.dtype = torch.float32) -> tuple[str, Tensor | None, int]:
     """The fields `kind`, `values` and `zero` of a :class:`Call`, in at least float32.
 
     ``dtype`` is that of the scores: a slope times a distance is as precise as they are.
     """
-    if bias is None:
+    if bias is None or isinstance(bias, BY_ROWS):
         return "none", None, 0
-    assert not isinstance(bias, RowBias)
     # A product with a distance, or a difference, has more bits than a half.
     wide = torch.promote_types(torch.promote_types(bias.values.dtype, dtype), torch.float32)
     values = bias.values.to(wide)
@@ -367,18 +294,3 @@ def stored(bias: Bias | None, dtype: torch.dtype = torch.float32) -> tuple[str, 
     if isinstance(bias, Slopes):
         return "slopes", values if values.dim() == 2 else values[None], 0
     return "sums", values if values.dim() == 3 else values[None], 0
-
-
-def hidden_keys(seen: Spans, index: Tensor) -> Tensor:
-    """Whether a query does not see the keys at ``index``, ``[1 or B, 1, Q, k]``."""
-    first, last = seen.first[:, None, :, None], seen.last[:, None, :, None]
-    return (index < first) | (index > last)
-
-
-def for_each_query_head(x: Tensor, heads: int) -> Tensor:
-    """Keys or values of ``heads`` heads of queries, ``[B, H, K, D]``, that share those of ``x``."""
-    shared = heads // x.shape[1]
-    if not is_exporting():
-        return x.repeat_interleave(shared, 1)
-    # torch 2.11 takes two axes that become one for a constraint on the lengths.
-    return x.index_select(1, torch.arange(heads, device=x.device) // shared)

@@ -11,10 +11,10 @@ from torch.nn.functional import pad
 
 from posenc._contract import checks, qk_checks
 from posenc.attention.biases import (
+    BY_ROWS,
     Bias,
     DistanceTable,
     Places,
-    RowBias,
     RunningSum,
     Slopes,
     check_bias,
@@ -108,7 +108,7 @@ def relative_score_mod(
         tensor(-1.)
     """
     who = "relative_score_mod"
-    if bias is None or isinstance(bias, RowBias):
+    if bias is None or isinstance(bias, BY_ROWS):
         rule = "bias must be Slopes, DistanceTable or RunningSum"
         hint = "FlexAttention cannot compute it: call attention(), or biased_attention."
         checks.fail(who, rule, checks.describe(bias), hint, TypeError)

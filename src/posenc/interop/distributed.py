@@ -19,7 +19,7 @@ from torch.distributed.tensor.experimental import register_sharding
 
 from posenc._contract import checks, sharding
 from posenc.attention import biased
-from posenc.attention.biases import Bias, RowBias, RunningSum, Slopes, check_bias
+from posenc.attention.biases import BY_ROWS, Bias, RunningSum, Slopes, check_bias
 from posenc.interop import ring
 from posenc.kernels import rotation
 
@@ -148,9 +148,11 @@ def _check_sharded(who: str, q: Any, k: Any, v: Any, bias: Bias | None) -> None:
             checks.fail(
                 who, f"{name} must be a DTensor, as q is", type(x).__name__, hint, TypeError
             )
-    if isinstance(bias, RowBias):
+    if isinstance(bias, BY_ROWS):
         rule = "bias must be Slopes, DistanceTable, RunningSum or None where q is a DTensor"
-        checks.fail(who, rule, "RowBias", "Call the function on local tensors.", TypeError)
+        checks.fail(
+            who, rule, type(bias).__name__, "Call the function on local tensors.", TypeError
+        )
     check_bias(who, bias, q.shape[1], k.shape[2])
 
 

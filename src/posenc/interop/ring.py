@@ -20,10 +20,10 @@ from torch.autograd.function import once_differentiable
 from posenc._contract import checks, qk_checks, sharding
 from posenc.attention import biased
 from posenc.attention.biases import (
+    BY_ROWS,
     Bias,
     Call,
     DistanceTable,
-    RowBias,
     RunningSum,
     Slopes,
     check_bias,
@@ -162,10 +162,10 @@ def attend(
     if k.shape[2] != tokens:
         rule = f"k must have the {tokens} tokens of q"
         checks.fail(who, rule, k.shape[2], "Pass q, k and v of this rank's tokens.")
-    if isinstance(bias, RowBias):
+    if isinstance(bias, BY_ROWS):
         rule = "bias must be Slopes, DistanceTable, RunningSum or None"
         hint = "Gather the keys, and use biased_attention with query_offset."
-        checks.fail(who, rule, "RowBias", hint, TypeError)
+        checks.fail(who, rule, type(bias).__name__, hint, TypeError)
     check_bias(who, bias, q.shape[1], tokens)
     checks.boolean(who, "zigzag", zigzag)
     checks.boolean(who, "prune", prune)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -10,15 +10,13 @@ from torch import Tensor
 from posenc import kernels
 from posenc._contract import checks, qk_checks
 from posenc.attention.biased import attend
-from posenc.attention.biases import Bias, DistanceTable, RowBias, Slopes, relative_bias
+from posenc.attention.biases import Bias, DistanceTable, Slopes, Terms, check_places
 from posenc.attention.mods import relative_score_mod
+from posenc.attention.rows import matrix_of, relative_bias
 from posenc.nn._module import ReadOnlyArguments, called
 
 if TYPE_CHECKING:
     from posenc.attention.mods import ScoreMod
-
-# Of the first query: its key index, one for each sequence, or None for the last keys.
-Offset: TypeAlias = int | Tensor | None
 
 
 def check_num_heads(who: str, q: Tensor, heads: int) -> None:
@@ -30,10 +28,7 @@ def check_num_heads(who: str, q: Tensor, heads: int) -> None:
 
 
 class BiasedAttention(ReadOnlyArguments):
-    """Attention with the bias that ``_bias_for`` of a subclass returns for queries and keys.
-
-    ``_bias_for`` gets the keywords of the call on which a bias may depend.
-    """
+    """Attention with the bias that ``_bias_for`` of a subclass returns for queries and keys."""
 
     causal: bool
 
@@ -75,20 +70,12 @@ class BiasedAttention(ReadOnlyArguments):
         """
         if scale is None:
             scale = self._default_scale()
-        bias = self._bias_for(
-            q,
-            k,
-            scale=scale,
-            query_offset=query_offset,
-            document_ids=document_ids,
-            attn_mask=attn_mask,
-        )
         out, _ = attend(
             type(self).__name__,
             q,
             k,
             v,
-            bias,
+            self._bias_for(q, k),
             causal=self.causal,
             scale=scale,
             query_offset=query_offset,
@@ -106,7 +93,7 @@ class BiasedAttention(ReadOnlyArguments):
     def _default_scale(self) -> float | None:
         return None
 
-    def _bias_for(self, *qk: Any, **keywords: Any) -> Bias:
+    def _bias_for(self, q: Tensor, k: Tensor) -> Bias:
         raise NotImplementedError
 
 
@@ -130,34 +117,22 @@ class RelativeBias(BiasedAttention):
         self.causal = checks.boolean(who, "causal", causal)
         self.dtype = checks.optional(checks.float_dtype, who, "dtype", dtype)
 
-    def as_bias(
-        self,
-        k_len: int,
-        *,
-        dtype: torch.dtype = torch.float32,
-        document_ids: Tensor | None = None,
-    ) -> Bias:
+    def as_bias(self, k_len: int, *, dtype: torch.dtype = torch.float32) -> Bias:
         """The bias for ``k_len`` keys as :func:`posenc.attention.biased_attention` takes it.
 
         Args:
             k_len: Keys ``K``.
             dtype: The dtype of the numbers.
-            document_ids: As in :meth:`attention`, for a bias that depends on where a document
-                begins.
         """
         who = type(self).__name__
         keys = checks.integer(who, "k_len", k_len, least=0)
         checks.float_dtype(who, "dtype", dtype)
-        return self._as_bias(keys, dtype, document_ids, self._device())
+        return self._as_bias(keys, dtype, self._device())
 
-    def _as_bias(
-        self, keys: int, dtype: torch.dtype, ids: Tensor | None, device: torch.device
-    ) -> Bias:
+    def _as_bias(self, keys: int, dtype: torch.dtype, device: torch.device) -> Bias:
         raise NotImplementedError
 
-    def _bias_for(
-        self, q: Tensor, k: Tensor, *, document_ids: Tensor | None, **unused: Any
-    ) -> Bias:
+    def _bias_for(self, q: Tensor, k: Tensor) -> Bias:
         who = type(self).__name__
         qk_checks.check_qk(who, q, k)
         check_num_heads(who, q, self.num_heads)
@@ -165,7 +140,7 @@ class RelativeBias(BiasedAttention):
         # Offloaded weights are on the meta device until the layer that has them is called.
         device = self._device()
         device = q.device if device.type == "meta" else device
-        return self._as_bias(k.shape[2], wide, document_ids, device)
+        return self._as_bias(k.shape[2], wide, device)
 
     def table(self, k_len: int, *, dtype: torch.dtype = torch.float32) -> Tensor:
         """The bias of each head and distance, ``(H, R)``, gradients included.
@@ -206,7 +181,7 @@ class RelativeBias(BiasedAttention):
         queries, keys = qk_checks.check_lengths(who, q_len, k_len)
         wide = torch.promote_types(checks.float_dtype(who, "dtype", dtype), torch.float32)
         return relative_bias(
-            self.as_bias(keys, dtype=wide, document_ids=document_ids),
+            self.as_bias(keys, dtype=wide),
             queries,
             keys,
             causal=self.causal,
@@ -230,7 +205,7 @@ class RelativeBias(BiasedAttention):
     ) -> ScoreMod:
         """A score_mod for ``flex_attention``: :func:`posenc.attention.relative_score_mod`."""
         return relative_score_mod(
-            self.as_bias(k_len, document_ids=document_ids),
+            self.as_bias(k_len),
             q_len,
             k_len,
             causal=self.causal,
@@ -266,7 +241,7 @@ class RelativeBias(BiasedAttention):
 
 
 class ProductBias(BiasedAttention):
-    """A bias that follows from queries and keys, by ``_rows`` of a subclass."""
+    """A bias that follows from queries and keys, by ``_terms`` of a subclass."""
 
     head_dim: int
     dtype: torch.dtype | None
@@ -294,48 +269,35 @@ class ProductBias(BiasedAttention):
 
         It includes the scale, which the scores must have too, and ``attn_mask``.
         """
-        scale = self._default_scale() if scale is None else scale
-        matrix = relative_bias(
-            self._bias_for(q, k, scale=scale, query_offset=query_offset, attn_mask=attn_mask),
+        who, bias = type(self).__name__, self._bias_for(q, k)
+        checks.float_dtype(who, "dtype", dtype)
+        size = qk_checks.check_scale(who, self._default_scale() if scale is None else scale, q)
+        places = check_places(
+            who,
+            bias,
             q.shape[2],
             k.shape[2],
-            causal=self.causal,
-            query_offset=query_offset,
-            document_ids=document_ids,
-            window=window,
-            dtype=dtype,
-            device=q.device,
+            self.causal,
+            query_offset,
+            document_ids,
+            window,
+            q.device,
+            q.shape[0],
         )
-        matrix = matrix if matrix.dim() == 4 else matrix[None]
         shape = *q.shape[:3], k.shape[2]
-        mask = qk_checks.check_attn_mask(type(self).__name__, attn_mask, shape, q.device)
-        if mask is not None and mask.dtype == torch.bool:
-            matrix = matrix.masked_fill(~mask, float("-inf"))
-        elif mask is not None:
-            matrix = matrix + mask.to(dtype)
-        return matrix
+        mask = qk_checks.check_attn_mask(who, attn_mask, shape, q.device)
+        return matrix_of(bias, places, dtype, size, mask)
 
     def _default_scale(self) -> float:
         return self.head_dim**-0.5  # type: ignore[no-any-return]
 
-    def _bias_for(
-        self,
-        q: Tensor,
-        k: Tensor,
-        *,
-        scale: float | None,
-        query_offset: Offset,
-        attn_mask: Tensor | None,
-        **unused: Any,
-    ) -> RowBias:
+    def _bias_for(self, q: Tensor, k: Tensor) -> Bias:
         who = type(self).__name__
         qk_checks.check_qk(who, q, k)
         qk_checks.check_lengths(who, q.shape[2], k.shape[2])
         hint = f"Build {who} for heads of {q.shape[3]} channels."
         checks.equal(who, "head_dim", q.shape[3], self.head_dim, hint)
-        return self._rows(q, k, qk_checks.check_scale(who, scale, q), query_offset, attn_mask)
+        return self._terms(q, k)
 
-    def _rows(
-        self, q: Tensor, k: Tensor, scale: float, offset: Offset, mask: Tensor | None
-    ) -> RowBias:
+    def _terms(self, q: Tensor, k: Tensor) -> Terms:
         raise NotImplementedError

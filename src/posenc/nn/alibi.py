@@ -157,12 +157,10 @@ class ALiBi(TableModule, RelativeBias):
             part.log_slopes = nn.Parameter(self.log_slopes.detach()[first:last].clone())
         return part.to(self._device())
 
-    def _as_bias(
-        self, keys: int, dtype: torch.dtype, ids: Tensor | None, device: torch.device
-    ) -> attention.Slopes:
+    def _as_bias(self, keys: int, dtype: torch.dtype, device: torch.device) -> attention.Slopes:
         return attention.Slopes(self._exact(device).to(dtype))
 
-    def _bias_for(self, q: Tensor, k: Tensor, **unused: Any) -> attention.Slopes:
+    def _bias_for(self, q: Tensor, k: Tensor) -> attention.Slopes:
         who = type(self).__name__
         checks.float_tensor(who, "q", q)
         if q.dim() == 4:

@@ -9,15 +9,15 @@ import torch
 from torch import Tensor, nn
 
 from posenc import configs
-from posenc._contract import checks, qk_checks
+from posenc._contract import checks
 from posenc._contract.tracing import is_exporting, is_readable, without_autocast
-from posenc.attention.biases import DistanceTable, RowBias, Terms
+from posenc.attention.biases import DistanceTable, Network
+from posenc.attention.rows import SMALLEST
 from posenc.functional.distance_biases import check_buckets, t5_buckets
 from posenc.nn._bias import RelativeBias
 from posenc.nn._module import Linear, load_scalars
 from posenc.nn._tables import SharedTables, TableModule, Tensors
 from posenc.numerics.frequencies import Spectrum
-from posenc.numerics.spans import document_ends, gather_rows
 from posenc.numerics.tables import angles, float64_device, round_once, widest
 
 if TYPE_CHECKING:
@@ -119,9 +119,7 @@ class T5Bias(TableModule, RelativeBias):
         scale: float | None = self.scale
         return scale
 
-    def _as_bias(
-        self, keys: int, dtype: torch.dtype, ids: Tensor | None, device: torch.device
-    ) -> DistanceTable:
+    def _as_bias(self, keys: int, dtype: torch.dtype, device: torch.device) -> DistanceTable:
         like = self.weight.detach()
         (buckets,) = self._tables.read(like, torch.int64) or self._tables.at(like)
         # The gradient of indexing may depend on the order of threads.
@@ -175,9 +173,7 @@ class LearnedBias(RelativeBias):
         """Set the weight to zero."""
         nn.init.zeros_(self.weight)
 
-    def _as_bias(
-        self, keys: int, dtype: torch.dtype, ids: Tensor | None, device: torch.device
-    ) -> DistanceTable:
+    def _as_bias(self, keys: int, dtype: torch.dtype, device: torch.device) -> DistanceTable:
         return DistanceTable(self.weight.to(dtype), 0 if self.causal else self.max_distance)
 
 
@@ -250,9 +246,7 @@ class KERPLE(RelativeBias):
         raw = self.raw_r2.to(widest(self.raw_r2.device))
         return raw.exp() if self.kind == "log" else 2 * raw.sigmoid()
 
-    def _as_bias(
-        self, keys: int, dtype: torch.dtype, ids: Tensor | None, device: torch.device
-    ) -> DistanceTable:
+    def _as_bias(self, keys: int, dtype: torch.dtype, device: torch.device) -> DistanceTable:
         distance, zero = self._distances(keys, device)
         r1, r2 = self.r1[:, None], self.r2[:, None]
         far = distance.abs().to(r1.dtype)
@@ -304,9 +298,7 @@ class Sandwich(TableModule, RelativeBias):
         self.dim = checks.even(type(self).__name__, "dim", dim)
         self._tables = SharedTables(_products, (self.dim,), None, torch.float64)
 
-    def _as_bias(
-        self, keys: int, dtype: torch.dtype, ids: Tensor | None, device: torch.device
-    ) -> DistanceTable:
+    def _as_bias(self, keys: int, dtype: torch.dtype, device: torch.device) -> DistanceTable:
         distance, zero = self._distances(keys, device)
         tables = self._tables.read(distance, torch.float64, max(keys, 1))
         (products,) = tables or self._tables.at(distance[zero:])
@@ -317,12 +309,6 @@ class Sandwich(TableModule, RelativeBias):
     def _device(self) -> torch.device:
         device: torch.device = self._tables.real_device
         return device
-
-
-# The product of two of them is a normal number of float32.
-_SMALLEST = 1e-15
-# Units of the hidden layer that a kernel can hold.
-_MOST_UNITS = 64
 
 
 class FIRE(RelativeBias):
@@ -402,45 +388,20 @@ class FIRE(RelativeBias):
             nn.init.ones_(self.L_multiplier)
 
     def _as_bias(
-        self, keys: int, dtype: torch.dtype, ids: Tensor | None, device: torch.device
-    ) -> DistanceTable | RowBias:
+        self, keys: int, dtype: torch.dtype, device: torch.device
+    ) -> DistanceTable | Network:
         if self._is_table(keys):
-            c, least = self._scales(widest(device))
+            # The ratio has a limit where either is zero, but no value.
+            c, least = (x.abs().clamp(min=SMALLEST) for x in self._scales(widest(device)))
             distance, zero = self._distances(keys, device)
             ratio = (c * distance.abs()).log1p() / (c * least).log1p()
             return DistanceTable(self.mlp(ratio[:, None]).T.to(dtype), zero)
-        who = type(self).__name__
-        ends = document_ends(qk_checks.check_key_ids(who, "document_ids", ids, keys, device))
-
-        def rows(query_index: Tensor, key_index: Tensor) -> Tensor:
-            c, least = self._scales(dtype)
-            position = query_index
-            if ends is not None:
-                position = query_index - gather_rows(ends[0], query_index)
-            scale = torch.maximum(position.to(dtype), least)
-            distance = (query_index[..., None] - key_index).abs()
-            ratio = (c * distance).log1p() / (c * scale).log1p()[..., None]
-            bias: Tensor = self.mlp(ratio[..., None])
-            return bias.movedim(-1, 1)
-
-        # Other devices, and wider layers, have no kernel.
-        terms = None
-        if self.c.device.type == "cuda" and self.hidden <= _MOST_UNITS:
-            with without_autocast(self.c):
-                terms = Terms(network=self._network(dtype))
-        return RowBias(rows, terms)
-
-    def _network(self, dtype: torch.dtype) -> Tensor:
-        """The numbers of the network, see `Terms`."""
         like: Any = {"dtype": dtype, "device": self.c.device}
-        # By calls of the layers, which may have hooks.
-        ends = self.mlp[0](torch.arange(2, **like)[:, None])
-        outputs = self.mlp[2](torch.eye(1 + self.hidden, **like)[:, 1:])
-        least = torch.full((1,), self.threshold, **like)
-        if self.learn_threshold:
-            # In the wider dtype: half precision would round the product.
-            least = self.L_multiplier.to(dtype) * self.threshold
-        return torch.cat((self.c.to(dtype), least, ends.flatten(), outputs.flatten()))
+        with without_autocast(self.c):
+            # By calls of the layers, which may have hooks.
+            units = self.mlp[0](torch.arange(2, **like)[:, None])
+            outputs = self.mlp[2](torch.eye(1 + self.hidden, **like)[:, 1:])
+        return Network(*self._scales(dtype), units, outputs)
 
     def _is_table(self, keys: int) -> bool:
         if not self.learn_threshold:
@@ -450,9 +411,9 @@ class FIRE(RelativeBias):
         return is_readable(factor) and keys - 1 <= abs(factor.item()) * self.threshold
 
     def _scales(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """The absolute values of :math:`c` and :math:`L`, ``(1,)`` each."""
-        # The ratio has a limit where either is zero, but no value.
-        c = self.c.to(dtype).abs().clamp(min=_SMALLEST)
+        """:math:`c` and :math:`L`, with their signs, ``(1,)`` each."""
+        c = self.c.to(dtype)
         if self.learn_threshold:
-            return c, (self.L_multiplier.to(dtype).abs() * self.threshold).clamp(min=_SMALLEST)
+            # In the wider dtype: half precision would round the product.
+            return c, self.L_multiplier.to(dtype) * self.threshold
         return c, torch.full_like(c, self.threshold, requires_grad=False)

@@ -143,9 +143,7 @@ class GridBias(RelativeBias):
         tokens: int = self.prefix + self.size[0] * self.size[1]
         return tokens
 
-    def _as_bias(
-        self, keys: int, dtype: torch.dtype, ids: Tensor | None, device: torch.device
-    ) -> RowBias:
+    def _as_bias(self, keys: int, dtype: torch.dtype, device: torch.device) -> RowBias:
         hint = f"Call resize() for another window than {self.size}."
         checks.equal(type(self).__name__, "k_len", keys, self.tokens, hint)
         steps = self._steps(dtype, device) if self.continuous else self.relative_position_bias_table

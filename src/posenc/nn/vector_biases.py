@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from posenc._contract import checks, qk_checks
+from posenc._contract import checks
 from posenc._contract.tracing import without_autocast
-from posenc.attention.biases import RowBias, Terms, for_each_query_head
-from posenc.attention.terms import level_rows, relative_terms
-from posenc.nn._bias import Offset, ProductBias, check_num_heads
+from posenc.attention.biases import Levels, Terms
+from posenc.attention.terms import relative_terms
+from posenc.nn._bias import ProductBias, check_num_heads
 from posenc.nn._module import Linear
 from posenc.nn._tables import SharedTables, TableModule, Tensors
 from posenc.numerics.frequencies import Spectrum
@@ -85,9 +85,7 @@ class RelativeKeys(ProductBias):
             return 0
         return self.max_distance if self.max_later is None else self.max_later
 
-    def _rows(
-        self, q: Tensor, k: Tensor, scale: float, offset: Offset, mask: Tensor | None
-    ) -> RowBias:
+    def _terms(self, q: Tensor, k: Tensor) -> Terms:
         def rows(distance: Tensor) -> Tensor:
             return self.max_distance - distance.clamp(-self._later, self.max_distance)
 
@@ -96,8 +94,6 @@ class RelativeKeys(ProductBias):
             k,
             rows,
             for_queries=self.weight,
-            scale=scale,
-            query_offset=offset,
             reach=(-self._later, self.max_distance),
         )
 
@@ -207,34 +203,20 @@ class TransformerXLBias(TableModule, ProductBias):
         most = most if self.max_distance is None else min(most, self.max_distance)
         return 0 if self.causal else -most, most
 
-    def _rows(
-        self, q: Tensor, k: Tensor, scale: float, offset: Offset, mask: Tensor | None
-    ) -> RowBias:
-        heads, k_len = q.shape[1], k.shape[2]
+    def _terms(self, q: Tensor, k: Tensor) -> Terms:
         check_num_heads(type(self).__name__, q, self.num_heads)
         wide = torch.promote_types(q.dtype, torch.float32)
-        least, most = self._ends(k_len)
+        least, most = self._ends(k.shape[2])
         with without_autocast(q):
             shifted = q.to(wide) + self.pos_bias_v.to(q.device, wide)[:, None]
-            u = self.pos_bias_u.to(q.device, wide)[:, None]
-            with_u = q.to(wide) + u
-        terms = relative_terms(
+        products = relative_terms(
             shifted,
             k,
             lambda distance: distance.clamp(least, most) - least,
-            for_queries=self.vectors(k_len, dtype=wide),
-            scale=scale,
-            query_offset=offset,
+            for_queries=self.vectors(k.shape[2], dtype=wide),
             reach=(least, most),
         )
-        assert terms.terms is not None
-
-        def rows(query_index: Tensor, key_index: Tensor) -> Tensor:
-            keys = for_each_query_head(k.index_select(2, key_index).to(wide), heads)
-            with without_autocast(q):
-                return terms.rows(query_index, key_index) + u @ keys.mT * scale
-
-        return RowBias(rows, terms.terms._replace(q=with_u))
+        return products._replace(shift=self.pos_bias_u.to(q.device, wide))
 
 
 def _bucket_table(positions: Tensor, dtype: torch.dtype, buckets: int, most: int) -> Tensors:
@@ -335,9 +317,7 @@ class DeBERTaBias(TableModule, ProductBias):
             distance = buckets[distance.clamp(-far, far) + far]
         return (distance + self._span).clamp(0, 2 * self._span - 1)
 
-    def _rows(
-        self, q: Tensor, k: Tensor, scale: float, offset: Offset, mask: Tensor | None
-    ) -> RowBias:
+    def _terms(self, q: Tensor, k: Tensor) -> Terms:
         check_num_heads(type(self).__name__, q, self.num_heads)
         far = self.max_relative_positions
         return relative_terms(
@@ -346,17 +326,11 @@ class DeBERTaBias(TableModule, ProductBias):
             self.distance_rows,
             for_queries=self.pos_key,
             for_keys=self.pos_query,
-            scale=scale,
-            query_offset=offset,
             reach=(-far, far),
         )
 
     def _default_scale(self) -> float:
         return (3 * self.head_dim) ** -0.5  # type: ignore[no-any-return]
-
-
-# The most positions that the kernel takes.
-_MOST_POSITIONS = 256
 
 
 class CoPE(ProductBias):
@@ -400,34 +374,7 @@ class CoPE(ProductBias):
         """Set the embeddings to zero."""
         nn.init.zeros_(self.pos_emb)
 
-    def _rows(
-        self, q: Tensor, k: Tensor, scale: float, offset: Offset, mask: Tensor | None
-    ) -> RowBias:
-        who, lengths = type(self).__name__, (q.shape[2], k.shape[2])
-        start = qk_checks.check_query_offset(who, offset, *lengths, q.device)
-        mask = qk_checks.check_attn_mask(who, mask, (*q.shape[:2], *lengths), q.device)
-        start = start.reshape(-1, 1) if isinstance(start, Tensor) else start
+    def _terms(self, q: Tensor, k: Tensor) -> Terms:
         wide = torch.promote_types(q.dtype, torch.float32)
-
-        def rows(query_index: Tensor, key_index: Tensor) -> Tensor:
-            with without_autocast(q):
-                at_queries = (query_index - start)[0]
-                queries = q[:, :, at_queries].to(wide)
-                keys = for_each_query_head(k.index_select(2, key_index).to(wide), q.shape[1])
-                scores = queries @ keys.mT * scale
-                hidden = key_index > query_index[:, None, :, None]
-                if mask is not None:
-                    part = mask if mask.shape[2] == 1 else mask[:, :, at_queries]
-                    part = part if mask.shape[3] == 1 else part[..., key_index]
-                    hidden = hidden | (~part if mask.dtype == torch.bool else part == float("-inf"))
-                    scores = scores if mask.dtype == torch.bool else scores + part.to(wide)
-                # A hidden key has no gate.
-                scores = scores.masked_fill(hidden, float("-inf"))
-                levels = queries @ self.pos_emb.to(wide)
-                return level_rows(levels, scores, query_index, key_index)
-
-        terms = None
-        if q.is_cuda and mask is None and self.max_pos <= _MOST_POSITIONS:
-            with without_autocast(q):
-                terms = Terms(levels=q.to(wide) @ self.pos_emb.to(wide))
-        return RowBias(rows, terms)
+        with without_autocast(q):
+            return Levels(q, k, q.to(wide) @ self.pos_emb.to(wide))
