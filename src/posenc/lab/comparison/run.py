@@ -20,7 +20,7 @@ from posenc.lab import machine
 from posenc.lab.comparison.encodings import ENCODINGS
 from posenc.lab.comparison.plan import Plan, Unit
 from posenc.lab.comparison.tasks import TASKS, Reading
-from posenc.lab.comparison.training import Progress, cost, train_and_test
+from posenc.lab.comparison.training import Progress, cost, silent, train_and_test
 
 RESULTS = "results.json"
 # Everything that a run writes. No other file of a folder is ever replaced or removed.
@@ -38,10 +38,8 @@ class Run:
             "machine": machine.describe(),
             "plan": dataclasses.asdict(plan),
             "text": None,
-            "complete": False,
-            "units": {},
             "costs": {},
-            "summary": {},
+            **_of_units(plan, {}),
         }
         # Loading a task also checks that its text is long enough.
         for data in [TASKS[task].load(plan) for task in plan.tasks]:
@@ -83,7 +81,7 @@ class Run:
         run.results = results
         return run
 
-    def go(self, progress: Progress = lambda label, done: None, *, jobs: int = 1) -> None:
+    def go(self, progress: Progress = silent, *, jobs: int = 1) -> None:
         """Measure the costs, then do the unfinished trainings, ``jobs`` of them at a time.
 
         ``progress`` is called after each step, or with several jobs after each training.
@@ -96,13 +94,8 @@ class Run:
                 with machine.threads(self.plan.threads):
                     self.results["costs"][name] = cost(name, self.plan)
                 self._write()
-        units = self.plan.units()
         for unit, result in self._train(progress, jobs):
-            finished = {**self.results["units"], str(unit): result}
-            ordered = {str(each): finished[str(each)] for each in units if str(each) in finished}
-            self.results["units"] = ordered
-            self.results["complete"] = len(ordered) == len(units)
-            self.results["summary"] = summarize(self.plan, ordered)
+            self.results |= _of_units(self.plan, {**self.results["units"], str(unit): result})
             self._write()
 
     def _train(self, progress: Progress, jobs: int) -> Iterator[tuple[Unit, dict[str, Any]]]:
@@ -147,16 +140,19 @@ def read(folder: Path) -> tuple[Plan, dict[str, Any]]:
         options = {k: tuple(v) if isinstance(v, list) else v for k, v in options.items()}
         plan = Plan(**options)
         known = {key: results[key] for key in "posenc command machine plan text costs".split()}
-        units = results["units"]
-        # These follow from the trainings, so they are computed again.
-        summary = summarize(plan, units)
-        complete = all(str(unit) in units for unit in plan.units())
+        return plan, known | _of_units(plan, results["units"])
     except (AttributeError, KeyError, TypeError, ValueError):
         raise ValueError(
             f"{path} is damaged, or from another version of posenc compare: "
             "move it away, or name another folder with -o."
         ) from None
-    return plan, {**known, "complete": complete, "units": units, "summary": summary}
+
+
+def _of_units(plan: Plan, finished: dict[str, Any]) -> dict[str, Any]:
+    """The finished trainings in the plan's order, and what follows from them."""
+    units = {str(each): finished[str(each)] for each in plan.units() if str(each) in finished}
+    complete = len(units) == len(plan.units())
+    return {"complete": complete, "units": units, "summary": summarize(plan, units)}
 
 
 def summarize(plan: Plan, units: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
@@ -224,7 +220,7 @@ def _train_in_processes(
     # A forked process cannot use CUDA, nor the threads of its parent.
     pool = ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), _ignore_interrupt)
     try:
-        futures = {pool.submit(train_and_test, unit, plan, _say_nothing): unit for unit in units}
+        futures = {pool.submit(train_and_test, unit, plan): unit for unit in units}
         for future in as_completed(futures):
             yield futures[future], future.result()
     finally:
@@ -237,7 +233,3 @@ def _train_in_processes(
 def _ignore_interrupt() -> None:
     # A terminal sends Ctrl-C to every process; the first of them ends the others.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-
-
-def _say_nothing(label: str, done: float) -> None:
-    pass

@@ -7,10 +7,9 @@ same. So a decoder that fails on a longer sequence does so only because of the d
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -18,6 +17,8 @@ from torch import Tensor
 from posenc.lab.comparison.text import Text, load
 
 if TYPE_CHECKING:
+    from typing_extensions import Self
+
     from posenc.lab.comparison.plan import Plan
 
 # The target that cross_entropy leaves out.
@@ -33,38 +34,32 @@ class Batch(NamedTuple):
     targets: Tensor
 
 
-class Data(Protocol):
-    """Sequences to learn from and to be tested with."""
-
-    symbols: int
-
-    def training(self, plan: Plan, seed: int) -> Iterator[Batch]:
-        """A batch for each step: the data order of a seed."""
-
-    def testing(self, plan: Plan, length: int) -> Batch:
-        """``plan.windows`` sequences of ``length``, the same for every seed."""
-
-
-@dataclass(frozen=True, slots=True)
-class Task:
-    """How a task is loaded, and what a report says of it."""
-
-    label: str
-    # What is measured, and whether less of it is better.
-    measure: str
-    lower_is_better: bool
-    load: Callable[[Plan], Data]
-    about: str
-
-
 class Reading:
     """The next symbol of a text, at every position."""
+
+    # What a report says of the task; what is measured, and whether less of it is better.
+    label, measure, lower_is_better = "text", "nats per symbol", True
+    about = (
+        "Predict the next symbol of a text. The loss is that of the last symbols, as many as in "
+        "training: the same symbols at every length, with more before them."
+    )
 
     def __init__(self, text: Text) -> None:
         self.text, self.symbols = text, text.symbols
 
+    @classmethod
+    def load(cls, plan: Plan) -> Self:
+        """The text of a plan, if it is long enough."""
+        text = load(None if plan.text is None else Path(plan.text))
+        if len(text.held) <= plan.longest:
+            raise ValueError(
+                f"{text.name} is too short: its last tenth has {len(text.held)} bytes, and "
+                f"{plan.longest + 1} are needed to test a length of {plan.longest}; lower --times."
+            )
+        return cls(text)
+
     def training(self, plan: Plan, seed: int) -> Iterator[Batch]:
-        """Windows of the text that begin at random places."""
+        """A batch for each step: windows of the text that begin at random places."""
         generator = torch.Generator().manual_seed(seed)
         window = torch.arange(plan.train_length + 1)
         starts = len(self.text.train) - plan.train_length
@@ -73,7 +68,7 @@ class Reading:
             yield _shifted(self.text.train[first + window])
 
     def testing(self, plan: Plan, length: int) -> Batch:
-        """Windows that end at the same places of the text for every length.
+        """Windows that end at the same places of the text for every length and every seed.
 
         So the last ``train_length`` symbols are the same at every length, and only the context
         before them grows.
@@ -83,18 +78,26 @@ class Reading:
 
 
 class Game:
-    """A string of letters, blanks, and a question, which ``ask`` draws.
+    """A string of letters, blanks, and a question.
 
     The string has eight of sixteen letters, or fewer if the training length is below 32. In
     training it begins anywhere before the question, in tests at the first position.
     """
 
-    def __init__(self, plan: Plan, ask: Ask) -> None:
+    label: str
+    about: str
+    measure, lower_is_better = "accuracy", False
+
+    def __init__(self, plan: Plan) -> None:
         self.size = min(8, plan.train_length // 4)
-        self.letters, self._ask = 2 * self.size, ask
-        self.blank = self.letters
-        # The blank, and the signs of the questions.
-        self.symbols = self.letters + 1 + _SIGNS
+        self.letters = self.blank = 2 * self.size
+        # The blank, and two signs of questions.
+        self.symbols = self.letters + 3
+
+    @classmethod
+    def load(cls, plan: Plan) -> Self:
+        """The game of a plan."""
+        return cls(plan)
 
     def training(self, plan: Plan, seed: int) -> Iterator[Batch]:
         """New strings and questions at each step."""
@@ -107,10 +110,14 @@ class Game:
         generator = torch.Generator().manual_seed(_TEST_SEED)
         return self._draw(plan.windows, length, generator, far=True)
 
+    def _ask(self, string: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        """The tokens of a question about strings ``(B, S)``, and which of them are to be found."""
+        raise NotImplementedError
+
     def _draw(self, rows: int, length: int, generator: torch.Generator, *, far: bool) -> Batch:
         order = torch.rand(rows, self.letters, generator=generator).argsort(dim=1)
         string = order[:, : self.size]
-        question, asked = self._ask(string, self.letters + 1, generator)
+        question, asked = self._ask(string, generator)
         # One more token than the length: what should follow the last.
         tokens = torch.full((rows, length + 1), self.blank)
         tokens[:, -question.shape[1] :] = question
@@ -125,31 +132,42 @@ class Game:
         return batch
 
 
-# Makes the tokens of a question and which of them are to be found, from strings ``(B, S)`` and the
-# first symbol that is free for signs.
-Ask = Callable[[Tensor, int, torch.Generator], tuple[Tensor, Tensor]]
-_SIGNS = 2
-
-
-def ask_copy(string: Tensor, sign: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+class Copy(Game):
     """A sign, and the whole string again."""
-    question = torch.cat([torch.full_like(string[:, :1], sign), string], dim=1)
-    asked = torch.ones_like(question, dtype=torch.bool)
-    asked[:, 0] = False
-    return question, asked
+
+    label = "copying at a distance"
+    about = (
+        "Repeat a string of distinct letters after blanks. Each letter is found by the one before "
+        "it, at a distance that grows with the length."
+    )
+
+    def _ask(self, string: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        question = torch.nn.functional.pad(string, (1, 0), value=self.blank + 1)
+        asked = torch.ones_like(question, dtype=torch.bool)
+        asked[:, 0] = False
+        return question, asked
 
 
-def ask_index(string: Tensor, sign: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+class Index(Game):
     """Twice: a sign, a letter, and those after it, or for the other sign those before it."""
-    rows, size = string.shape
-    steps, walks = size // 2, 2
-    backwards = torch.randint(0, 2, (rows, walks, 1), generator=generator)
-    first = torch.randint(0, size - steps, (rows, walks, 1), generator=generator)
-    places = first + torch.arange(steps + 1)
-    places = torch.where(backwards > 0, size - 1 - places, places)
-    letters = string.gather(1, places.flatten(1)).view_as(places)
-    asked = torch.tensor([False] * 2 + [True] * steps).repeat(rows, walks)
-    return torch.cat([sign + backwards, letters], dim=2).flatten(1), asked
+
+    label = "indexing by content and position"
+    about = (
+        "Given a letter of a string and a direction, name its neighbours one by one: each letter "
+        "is found by what it is, and the next by where it is. After the indirect indexing of "
+        "Gopalakrishnan et al., 2025, with shifts of one only, and blanks before the question."
+    )
+
+    def _ask(self, string: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        rows, size = string.shape
+        steps, walks = size // 2, 2
+        backwards = torch.randint(0, 2, (rows, walks, 1), generator=generator)
+        first = torch.randint(0, size - steps, (rows, walks, 1), generator=generator)
+        places = first + torch.arange(steps + 1)
+        places = torch.where(backwards > 0, size - 1 - places, places)
+        letters = string.gather(1, places.flatten(1)).view_as(places)
+        asked = torch.tensor([False] * 2 + [True] * steps).repeat(rows, walks)
+        return torch.cat([self.blank + 1 + backwards, letters], dim=2).flatten(1), asked
 
 
 def _shifted(tokens: Tensor) -> Batch:
@@ -157,40 +175,5 @@ def _shifted(tokens: Tensor) -> Batch:
     return Batch(tokens[:, :-1], tokens[:, 1:].clone())
 
 
-def _read(plan: Plan) -> Data:
-    text = load(None if plan.text is None else Path(plan.text))
-    if len(text.held) <= plan.longest:
-        raise ValueError(
-            f"{text.name} is too short: its last tenth has {len(text.held)} bytes, and "
-            f"{plan.longest + 1} are needed to test a length of {plan.longest}; lower --times."
-        )
-    return Reading(text)
-
-
-TASKS = {
-    "text": Task(
-        "text",
-        "nats per symbol",
-        True,
-        _read,
-        "Predict the next symbol of a text. The loss is that of the last symbols, as many as in "
-        "training: the same symbols at every length, with more before them.",
-    ),
-    "copy": Task(
-        "copying at a distance",
-        "accuracy",
-        False,
-        lambda plan: Game(plan, ask_copy),
-        "Repeat a string of distinct letters after blanks. Each letter is found by the one before "
-        "it, at a distance that grows with the length.",
-    ),
-    "index": Task(
-        "indexing by content and position",
-        "accuracy",
-        False,
-        lambda plan: Game(plan, ask_index),
-        "Given a letter of a string and a direction, name its neighbours one by one: each letter "
-        "is found by what it is, and the next by where it is. After the indirect indexing of "
-        "Gopalakrishnan et al., 2025, with shifts of one only, and blanks before the question.",
-    ),
-}
+Data: TypeAlias = Reading | Game
+TASKS: dict[str, type[Data]] = {"text": Reading, "copy": Copy, "index": Index}

@@ -112,7 +112,11 @@ class _Block(nn.Module):
         return x + self.down(F.relu(self.up(self.before_mlp(x))).square())  # type: ignore[no-any-return]
 
 
-def train_and_test(unit: Unit, plan: Plan, progress: Progress) -> dict[str, Any]:
+def silent(label: str, done: float) -> None:
+    """Hear of progress, and say nothing."""
+
+
+def train_and_test(unit: Unit, plan: Plan, progress: Progress = silent) -> dict[str, Any]:
     """All numbers of one training: its curve, and the scores of each tested encoding."""
     data = TASKS[unit.task].load(plan)
     with machine.threads(plan.threads):
@@ -127,7 +131,9 @@ def train_and_test(unit: Unit, plan: Plan, progress: Progress) -> dict[str, Any]
     return {**unit._asdict(), "curve": {"step": list(ends), "loss": means}, "tests": tests}
 
 
-def train(model: Decoder, data: Data, plan: Plan, unit: Unit, progress: Progress) -> list[float]:
+def train(
+    model: Decoder, data: Data, plan: Plan, unit: Unit, progress: Progress = silent
+) -> list[float]:
     """Train ``model`` in place; returns the loss of each step."""
     losses: list[float] = []
     peak = plan.learning_rate
@@ -168,21 +174,15 @@ def learning_rate(step: int, steps: int, peak: float) -> float:
 
 def losses_of(model: Decoder, batch: Batch) -> Tensor:
     """Nats lost on the target of each token, ``(B, L)``; 0 for tokens without a target."""
-    return _nats(_scores(model, batch.tokens), batch.targets)
+    scores, targets = _scores(model, batch.tokens), batch.targets.to(model.plan.device)
+    how: Any = {"ignore_index": IGNORED, "reduction": "none"}
+    return F.cross_entropy(scores.flatten(0, 1), targets.flatten(), **how).view_as(targets)
 
 
 def _scores(model: Decoder, tokens: Tensor) -> Tensor:
     plan = model.plan
     with torch.autocast(plan.device, torch.bfloat16, enabled=plan.dtype == "bf16"):
         return model(tokens.to(plan.device)).float()  # type: ignore[no-any-return]
-
-
-def _nats(scores: Tensor, targets: Tensor) -> Tensor:
-    targets = targets.to(scores.device)
-    lost = F.cross_entropy(
-        scores.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="none"
-    )
-    return lost.view_as(targets)
 
 
 def evaluate(
@@ -196,7 +196,7 @@ def evaluate(
     if encoding.recalibration:
         few = dataclasses.replace(plan, steps=max(1, round(encoding.recalibration * plan.steps)))
         later = unit._replace(seed=unit.seed + _LATER)
-        train(model, data, few, later, lambda label, done: None)
+        train(model, data, few, later)
     model.eval()
     return scores_by_length(model, name, plan, unit.task, data)
 
@@ -216,20 +216,17 @@ def scores_by_length(
         batch = data.testing(plan, length)
         # A few sequences at a time: the longest then need about the memory of a training step.
         few = max(1, plan.batch * plan.train_length // length)
-        losses, correct = [], []
-        for tokens, targets in zip(*(part.split(few) for part in batch), strict=True):
-            scores = _scores(model, tokens)
-            losses.append(_nats(scores, targets).cpu())
-            correct.append(scores.argmax(-1).cpu() == targets)
-        if not TASKS[task].lower_is_better:
-            answers = torch.cat(correct)[batch.targets != IGNORED]
-            score.append(answers.float().mean().item())
-            continue
-        lost = torch.cat(losses)
-        score.append(lost[:, -plan.train_length :].mean().item())
-        if length == plan.longest:
-            pieces = lost.split(max(1, plan.train_length // 4), dim=1)
-            by_position = [piece.mean().item() for piece in pieces]
+        pieces = zip(*(part.split(few) for part in batch), strict=True)
+        if TASKS[task].lower_is_better:
+            lost = torch.cat([losses_of(model, Batch(*piece)).cpu() for piece in pieces])
+            score.append(lost[:, -plan.train_length :].mean().item())
+            if length == plan.longest:
+                quarters = lost.split(max(1, plan.train_length // 4), dim=1)
+                by_position = [quarter.mean().item() for quarter in quarters]
+        else:
+            answers = torch.cat([_scores(model, tokens).argmax(-1).cpu() for tokens, _ in pieces])
+            correct = (answers == batch.targets)[batch.targets != IGNORED]
+            score.append(correct.float().mean().item())
     return {"score": score, "by_position": by_position}
 
 
