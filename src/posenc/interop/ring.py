@@ -8,8 +8,7 @@ of keys after another is put together by their log-sum-exps.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
@@ -333,8 +332,21 @@ class Route(NamedTuple):
         return rows, columns
 
 
-Cut: TypeAlias = Callable[[Parcel], list[Tensor]]
 Held: TypeAlias = list[tuple[Parcel, list[Tensor]]]
+
+
+class Messages(NamedTuple):
+    """Tensors on their way to one rank, and from another."""
+
+    works: Sequence[Any] = ()
+    sent: Sequence[Tensor] = ()  # alive until they have arrived
+    coming: Sequence[tuple[Parcel, list[Tensor]]] = ()
+
+    def wait(self) -> Held:
+        """What has come."""
+        for work in self.works:
+            work.wait()
+        return list(self.coming)
 
 
 class Ranks(NamedTuple):
@@ -343,6 +355,10 @@ class Ranks(NamedTuple):
     group: Any
     rank: int
     world: int
+
+    def at(self, step: int) -> int:
+        """The rank that is ``step`` places after this one."""
+        return (self.rank + step) % self.world
 
     def gather(self, x: Tensor, *, zigzag: bool) -> Tensor:
         """``x`` of every rank, put together along the last axis in the order of the sequence."""
@@ -354,20 +370,19 @@ class Ranks(NamedTuple):
             parts = [*front, *reversed(back)]
         return torch.cat(parts, -1)
 
+    def exchange(self, step: int, sent: Held, like: Held) -> Messages:
+        """Begin to send to the rank at ``step``, and to receive from the one at minus ``step``.
 
-class Messages(NamedTuple):
-    """Tensors on their way to one rank, and from another."""
-
-    works: Sequence[Any] = ()
-    sent: Sequence[Tensor] = ()  # alive until they have arrived
-    parcels: Sequence[Parcel] = ()  # what comes
-    buffers: Sequence[list[Tensor]] = ()
-
-    def wait(self) -> Held:
-        """What has come."""
-        for work in self.works:
-            work.wait()
-        return list(zip(self.parcels, self.buffers, strict=True))
+        What comes are the parcels of ``like``, with tensors of those shapes.
+        """
+        to, come_from = (dist.get_global_rank(self.group, self.at(n)) for n in (step, -step))
+        coming = [(parcel, [x.new_empty(x.shape) for x in xs]) for parcel, xs in like]
+        outgoing = [x.contiguous() for _, xs in sent for x in xs]
+        operations = [dist.P2POp(dist.isend, x, to, self.group) for x in outgoing]
+        for _, xs in coming:
+            operations += [dist.P2POp(dist.irecv, x, come_from, self.group) for x in xs]
+        works = dist.batch_isend_irecv(operations) if operations else []
+        return Messages(works, outgoing, coming)
 
 
 def check_ranks(who: str, group: Any) -> Ranks:
@@ -383,61 +398,12 @@ def check_ranks(who: str, group: Any) -> Ranks:
     return Ranks(group, rank, dist.get_world_size(group))
 
 
-def travel(route: Route, ranks: Ranks, cut: Cut) -> Iterator[tuple[int, Held]]:
-    """Step by step, the parcels that this rank needs, its own first.
-
-    In step ``s`` they are those of the rank ``s`` before it; meanwhile those of step ``s + 1`` are
-    on their way. ``cut`` takes a parcel from this rank's own tensors.
-    """
-    coming = _send_keys(route, ranks, 1, cut)
-    yield 0, [(parcel, cut(parcel)) for parcel in route.parcels(ranks.rank, ranks.rank)]
-    for step in range(1, ranks.world):
-        held = coming.wait()
-        coming = _send_keys(route, ranks, step + 1, cut)
-        yield step, held
-
-
-def send_gradients(route: Route, ranks: Ranks, step: int, computed: Held, cut: Cut) -> Messages:
-    """Give the gradients of a step's parcels to their owner, and take those of this rank's own."""
-    to, come_from = (ranks.rank - step) % ranks.world, (ranks.rank + step) % ranks.world
-    parcels = route.parcels(come_from, ranks.rank)
-    sent, like = [grads for _, grads in computed], [cut(parcel) for parcel in parcels]
-    return _start(ranks, to, sent, come_from, parcels, like)
-
-
-def _send_keys(route: Route, ranks: Ranks, step: int, cut: Cut) -> Messages:
-    if step >= ranks.world:
-        return Messages()
-    to, come_from = (ranks.rank + step) % ranks.world, (ranks.rank - step) % ranks.world
-    parcels = route.parcels(ranks.rank, come_from)
-    # What comes has the shape of the same parcel of this rank's own chunk.
-    own = dict(zip(route.chunks(come_from), route.chunks(ranks.rank), strict=True))
-    like = [cut(parcel._replace(keys=own[parcel.keys])) for parcel in parcels]
-    sent = [cut(parcel) for parcel in route.parcels(to, ranks.rank)]
-    return _start(ranks, to, sent, come_from, parcels, like)
-
-
-def _start(
-    ranks: Ranks,
-    to: int,
-    sent: list[list[Tensor]],
-    come_from: int,
-    parcels: list[Parcel],
-    like: list[list[Tensor]],
-) -> Messages:
-    """Begin to send ``sent``, and to receive tensors of the shapes of ``like``."""
-    buffers = [[x.new_empty(x.shape) for x in xs] for xs in like]
-    outgoing = [x.contiguous() for xs in sent for x in xs]
-    to, come_from = (dist.get_global_rank(ranks.group, peer) for peer in (to, come_from))
-    operations = [dist.P2POp(dist.isend, x, to, ranks.group) for x in outgoing]
-    for xs in buffers:
-        operations += [dist.P2POp(dist.irecv, x, come_from, ranks.group) for x in xs]
-    works = dist.batch_isend_irecv(operations) if operations else []
-    return Messages(works, outgoing, parcels, buffers)
-
-
 class Job(NamedTuple):
-    """The arguments of an attention over a sharded sequence, in addition to its tensors."""
+    """The arguments of an attention over a sharded sequence, in addition to its tensors.
+
+    ``own`` below are this rank's k, v, and slopes ``[1 or B, H, 1]``, a table ``[1, H, R]``, its
+    sums, or None.
+    """
 
     who: str
     route: Route
@@ -448,6 +414,40 @@ class Job(NamedTuple):
     prune: bool
     ids: Tensor | None  # of the whole sequence, [1 or B, L]
     group: int  # heads of q for each of k
+
+    def travel(self, own: Sequence[Any]) -> Iterator[tuple[int, Held]]:
+        """Step by step, the parcels that this rank needs, its own first.
+
+        In step ``s`` they are those of the rank ``s`` before it; meanwhile those of step ``s + 1``
+        are on their way.
+        """
+        held = self._cut(own, self.ranks.rank, self.ranks.rank)
+        for step in range(1, self.ranks.world + 1):
+            coming = self._send_keys(own, step) if step < self.ranks.world else Messages()
+            yield step - 1, held
+            held = coming.wait()
+
+    def send_gradients(self, own: Sequence[Any], step: int, computed: Held) -> Messages:
+        """Give the gradients of a step's parcels to their owner, and take those of its own."""
+        like = self._cut(own, self.ranks.at(step), self.ranks.rank)
+        return self.ranks.exchange(-step, computed, like)
+
+    def _send_keys(self, own: Sequence[Any], step: int) -> Messages:
+        ranks, chunks = self.ranks, self.route.chunks
+        # What comes has the shape of the same parcel of this rank's own chunk.
+        sender = ranks.at(-step)
+        mine = dict(zip(chunks(sender), chunks(ranks.rank), strict=True))
+        parcels = self.route.parcels(ranks.rank, sender)
+        like = [(each, self._parts(own, each._replace(keys=mine[each.keys]))) for each in parcels]
+        return ranks.exchange(step, self._cut(own, ranks.at(step), ranks.rank), like)
+
+    def _cut(self, own: Sequence[Any], receiver: int, sender: int) -> Held:
+        """This rank's parcels, with their keys and values, and their sums."""
+        parcels = self.route.parcels(receiver, sender)
+        return [(parcel, self._parts(own, parcel)) for parcel in parcels]
+
+    def _parts(self, own: Sequence[Any], parcel: Parcel) -> list[Tensor]:
+        return _parts(own, self.homes(parcel))
 
     def rows(self, chunk: int, rows: slice) -> slice:
         """Rows of a chunk, among those that this rank holds."""
@@ -465,42 +465,33 @@ class Job(NamedTuple):
         of_sums = parcel.sequence, self.query_heads(parcel.heads), rows
         return [of_keys, of_keys, of_sums] if self.kind == "sums" else [of_keys, of_keys]
 
-    def cut(self, tensors: tuple[Any, ...], parcel: Parcel) -> list[Tensor]:
-        """A parcel of this rank's keys and values, and of their sums."""
-        return _parts(tensors, self.homes(parcel))
-
     def places(self, parcel: Parcel, block: Block) -> list[Index]:
-        """Where a block is in q, in the k and v of its parcel, and in slopes, table or sums.
+        """Where a block is in q, in this rank's slopes, table or sums, and in what its parcel has.
 
-        Sums are in two places, this rank's own and those of the parcel, which are one if a chunk
-        attends to itself.
+        The sums of a parcel are those of this rank if a chunk attends to itself.
         """
         heads = self.query_heads(block.heads)
         of_queries = parcel.sequence, heads, self.rows(block.queries, block.rows)
+        of_bias = of_queries if self.kind == "sums" else (parcel.sequence, heads, slice(None))
         within = [parcel.heads.index(head) for head in block.heads]
         first = parcel.columns.start
         columns = slice(block.columns.start - first, block.columns.stop - first)
         of_keys = slice(None), within, columns
-        of_bias = [(parcel.sequence, heads, slice(None))]
-        if self.kind == "sums":
-            of_sums = slice(None), self.query_heads(within), columns
-            of_bias = [of_queries] if block.queries == block.keys else [of_queries, of_sums]
-        return [of_queries, of_keys, of_keys, *(of_bias if self.kind != "none" else [])]
+        places = [of_queries, of_bias, of_keys, of_keys]
+        if self.kind == "sums" and block.queries != block.keys:
+            places.append((slice(None), self.query_heads(within), columns))
+        return places
 
-    def attend(self, block: Block, sequence: slice, inputs: list[Tensor]) -> tuple[Tensor, Tensor]:
-        """Attention of a block's queries to its keys.
-
-        ``inputs`` are q, k, v, and then the slopes ``[1 or B, H, 1]``, the table ``[1, H, R]``, or
-        the sums of the queries and those of the keys.
-        """
-        q, k, v, *values = inputs
+    def attend(self, block: Block, sequence: slice, inputs: list[Any]) -> tuple[Tensor, Tensor]:
+        """Attention of a block's queries to its keys; ``inputs`` are what is at its places."""
+        q, values, k, v, *sums_of_keys = inputs
         bias: Slopes | DistanceTable | RunningSum | None = None
         if self.kind == "slopes":
-            bias = Slopes(values[0][..., 0])
+            bias = Slopes(values[..., 0])
         elif self.kind == "table":
-            bias = DistanceTable(values[0][0], self.zero)
+            bias = DistanceTable(values[0], self.zero)
         elif self.kind == "sums":
-            bias = RunningSum(torch.cat(values[::-1], -1))
+            bias = RunningSum(torch.cat((*sums_of_keys, values), -1))
         size = self.route.size
         if block.queries == block.keys:
             ids = self.ids
@@ -515,6 +506,34 @@ class Job(NamedTuple):
         call = Call.of(bias, q, start=start, scale=self.scale, causal=start >= k.shape[2])
         return biased.run(self.who, q, k, v, bias, call)
 
+    def add_gradients(
+        self,
+        parcel: Parcel,
+        block: Block,
+        tensors: Sequence[Any],
+        to: Sequence[Any],
+        rows: tuple[Tensor, Tensor, Tensor],
+    ) -> None:
+        """Compute a block again, and add its gradients to ``to``, where that is not None.
+
+        ``rows`` are the gradient of the output, the log-sum-exp, and what its gradient begins with.
+        """
+        places = self.places(parcel, block)
+        inputs = [None if x is None else x.detach() for x in _parts(tensors, places)]
+        wanted = [each for each in zip(inputs, to, places, strict=False) if each[1] is not None]
+        leaves = [x.requires_grad_() for x, _, _ in wanted]
+        with torch.enable_grad():
+            out, lse = self.attend(block, parcel.sequence, inputs)
+        g, whole, g_lse = _parts(rows, [places[0]] * 3)
+        # If this block has the weight w in the whole, its log-sum-exp moves the output by w times
+        # the difference of the block's output from the whole.
+        weight = (lse.detach() - whole.masked_fill(whole == float("-inf"), float("inf"))).exp()
+        to_out = (g * weight[..., None]).to(out.dtype)
+        to_lse = weight * ((g * out.detach().to(g.dtype)).sum(-1) + g_lse)
+        grads = torch.autograd.grad((out, lse), leaves, (to_out, to_lse))
+        for grad, (_, home, place) in zip(grads, wanted, strict=True):
+            home[_at(home, place)] += grad
+
 
 def _at(x: Tensor, place: Index) -> Any:
     """The index of a place in ``x``, ``[1 or B, heads, rows, ...]``."""
@@ -523,9 +542,10 @@ def _at(x: Tensor, place: Index) -> Any:
     return every if len(x) == 1 else sequence, every if len(heads) == x.shape[1] else heads, rows
 
 
-def _parts(tensors: Iterable[Any], places: list[Index]) -> list[Tensor]:
+def _parts(tensors: Iterable[Any], places: list[Index]) -> list[Any]:
     """What is at these places of as many of the tensors."""
-    return [x[_at(x, place)] for x, place in zip(tensors, places, strict=False)]
+    pairs = zip(tensors, places, strict=False)
+    return [None if x is None else x[_at(x, place)] for x, place in pairs]
 
 
 class RingAttention(torch.autograd.Function):
@@ -539,15 +559,15 @@ class RingAttention(torch.autograd.Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, values: Tensor | None, job: Job
     ) -> tuple[Tensor, Tensor]:
-        """``values`` are slopes ``[1 or B, H, 1]``, a table ``[1, H, R]``, or this rank's sums."""
+        """``k``, ``v`` and ``values`` are a job's ``own``."""
         wide = torch.promote_types(q.dtype, torch.float32)
         out = q.new_zeros((*q.shape[:3], v.shape[3]), dtype=wide)
         lse = q.new_full(q.shape[:3], float("-inf"), dtype=wide)
-        for _, held in travel(job.route, job.ranks, partial(job.cut, (k, v, values))):
+        for _, held in job.travel((k, v, values)):
             for parcel, keys in held:
                 for block in parcel.blocks:
                     places = job.places(parcel, block)
-                    inputs = _parts((q, *keys[:2], values, *keys[2:]), places)
+                    inputs = _parts((q, values, *keys), places)
                     _merge(out, lse, *job.attend(block, parcel.sequence, inputs), places[0])
         out = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, values, out, lse)
@@ -558,12 +578,12 @@ class RingAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, g: Tensor, g_lse: Tensor) -> tuple[Any, ...]:
         """The gradients; those to slopes and tables are this rank's part of the sum."""
-        q, k, v, values, out, lse = ctx.saved_tensors
+        q, *own, out, lse = ctx.saved_tensors
         job: Job = ctx.job
         g = g.to(lse.dtype)
         rows = g, lse, g_lse - (g * out.to(lse.dtype)).sum(-1)
-        to_q, *to_own = (torch.zeros_like(x, dtype=lse.dtype) for x in (q, k, v))
-        to_values = torch.zeros_like(values) if ctx.needs_input_grad[3] else None
+        to_q, *to_own = (torch.zeros_like(x, dtype=lse.dtype) for x in (q, *own[:2]))
+        to_values = torch.zeros_like(own[2]) if ctx.needs_input_grad[3] else None
         if job.kind == "sums" and to_values is not None:
             to_own.append(to_values)
 
@@ -572,28 +592,27 @@ class RingAttention(torch.autograd.Function):
                 for x, grad, place in zip(to_own, grads, job.homes(parcel), strict=False):
                     x[_at(x, place)] += grad
 
-        cut, coming = partial(job.cut, (k, v, values)), Messages()
-        for step, held in travel(job.route, job.ranks, cut):
+        coming = Messages()
+        for step, held in job.travel(own):
             computed = []
             for parcel, keys in held:
                 wide = [torch.promote_types(x.dtype, lse.dtype) for x in keys]
                 to_keys = [torch.zeros_like(x, dtype=d) for x, d in zip(keys, wide, strict=True)]
-                inputs = q, *keys[:2], values, *keys[2:]
-                to = to_q, *to_keys[:2], to_values, *to_keys[2:]
+                tensors, to = (q, own[2], *keys), (to_q, to_values, *to_keys)
                 for block in parcel.blocks:
-                    _add_gradients(job, parcel, block, inputs, to, rows)
+                    job.add_gradients(parcel, block, tensors, to, rows)
                 if step:
                     # Gradients travel in the dtype of the keys.
                     to_keys = [x.to(y.dtype) for x, y in zip(to_keys, keys, strict=True)]
                 computed.append((parcel, to_keys))
             collect(coming.wait())
             if step:
-                coming = send_gradients(job.route, job.ranks, step, computed, cut)
+                coming = job.send_gradients(own, step, computed)
             else:
                 collect(computed)
         collect(coming.wait())
         to_k, to_v = to_own[:2]
-        return to_q.to(q.dtype), to_k.to(k.dtype), to_v.to(v.dtype), to_values, None
+        return to_q.to(q.dtype), to_k.to(own[0].dtype), to_v.to(own[1].dtype), to_values, None
 
 
 def _merge(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor, place: Index) -> None:
@@ -606,35 +625,6 @@ def _merge(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor, place: Inde
     kept = out[here] * (old - top).exp()[..., None]
     out[here] = kept + more.to(out.dtype) * (more_lse - top).exp()[..., None]
     lse[here] = both
-
-
-def _add_gradients(
-    job: Job,
-    parcel: Parcel,
-    block: Block,
-    tensors: tuple[Any, ...],
-    to: tuple[Any, ...],
-    rows: tuple[Tensor, Tensor, Tensor],
-) -> None:
-    """Compute a block again, and add its gradients to ``to``, where that is not None.
-
-    ``rows`` are the gradient of the output, the log-sum-exp, and what its gradient begins with.
-    """
-    places = job.places(parcel, block)
-    inputs = [x.detach() for x in _parts(tensors, places)]
-    wanted = [x for x in zip(inputs, to, places, strict=False) if x[1] is not None]
-    leaves = [x.requires_grad_() for x, _, _ in wanted]
-    with torch.enable_grad():
-        out, lse = job.attend(block, parcel.sequence, inputs)
-    g, whole, g_lse = _parts(rows, [places[0]] * 3)
-    # If this block has the weight w in the whole, its log-sum-exp moves the output by w times the
-    # difference of the block's output from the whole.
-    weight = (lse.detach() - whole.masked_fill(whole == float("-inf"), float("inf"))).exp()
-    to_out = (g * weight[..., None]).to(out.dtype)
-    to_lse = weight * ((g * out.detach().to(g.dtype)).sum(-1) + g_lse)
-    grads = torch.autograd.grad((out, lse), leaves, (to_out, to_lse))
-    for grad, (_, home, place) in zip(grads, wanted, strict=True):
-        home[_at(home, place)] += grad
 
 
 class _Cumsum(torch.autograd.Function):
