@@ -13,8 +13,7 @@ from posenc.configs.recipes import (
     Positions,
     Recipe,
     read,
-    read_alibi,
-    read_buckets,
+    read_bias,
     read_layers,
     read_positions,
 )
@@ -22,6 +21,6 @@ from posenc.configs.rules import read_scaling
 
 __all__ = [
     "LAYOUT", "Alibi", "Buckets", "PositionTable", "Positions", "Recipe", "as_dict",
-    "model_defaults", "not_rotary", "open_config", "read", "read_alibi", "read_buckets",
-    "read_layers", "read_positions", "read_scaling", "text_part", "types_with",
+    "model_defaults", "not_rotary", "open_config", "read", "read_bias", "read_layers",
+    "read_positions", "read_scaling", "text_part", "types_with",
 ]  # fmt: skip

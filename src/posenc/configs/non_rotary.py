@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from difflib import SequenceMatcher
-from typing import Any
+from typing import Any, ClassVar
 
 from posenc._contract import checks
 from posenc.configs.reader import KIND_KEYS, LAYOUT, Config, mentions_rotation, model_defaults
@@ -27,6 +27,7 @@ _KEYS = (
 class Alibi:
     """The arguments of `alibi_model_slopes`."""
 
+    kind: ClassVar[str] = "alibi"
     model: str
     num_heads: int
     head_dim: int | None
@@ -53,6 +54,7 @@ class PositionTable:
 class Buckets:
     """T5's bias: a number for each head and bucket of distances."""
 
+    kind: ClassVar[str] = "buckets"
     num_buckets: int
     max_distance: int
     num_heads: int

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from posenc._contract import checks
 from posenc.configs import diffusion, non_rotary, reader, rotation
@@ -23,6 +23,7 @@ _LENGTHS = (
 )  # fmt: skip
 _LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 _DUAL_CHUNK = "dual_chunk_attention_config"
+Bias = TypeVar("Bias", Alibi, Buckets)
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,37 +172,24 @@ def read_layers(config: Any, *, base: float | None = None) -> list[Recipe | None
     return layers
 
 
-def read_alibi(config: Any) -> Alibi:
-    """The ALiBi that a config describes."""
+def read_bias(config: Any, wanted: type[Bias]) -> Bias:
+    """The ALiBi, or T5's buckets, that a config describes."""
     found = open_config(config)
-    kind, directly = kind_of(found.top), "Construct ALiBi(num_heads) directly."
-    known = {"rope_theta", "rope_parameters"} & found.model.keys()
-    if kind == "alibi":
+    kind, rotates = kind_of(found.top), {"rope_theta", "rope_parameters"} & found.model.keys()
+    noun, hint = "no known ALiBi; bloom, mpt and falcon have one", "ALiBi(num_heads)"
+    if wanted is Buckets:
+        noun, hint = "no known buckets; t5, mt5 and umt5 have them", "T5Bias(num_heads, causal=...)"
+    hint = f"Construct {hint} directly."
+    if kind == wanted.kind:
         (part,) = non_rotary.describe(found)
-        if isinstance(part, Alibi):
+        if isinstance(part, wanted):
             return part
-        noun, hint = "ALiBi switched off", directly
+        noun = "ALiBi switched off"
     elif kind is not None:
         noun, hint = non_rotary.DESCRIPTIONS[kind]
-    elif known or reader.mentions_rotation(found.top):
+    elif rotates or reader.mentions_rotation(found.top):
         noun, hint = "rotary embeddings", "Use RoPE.from_config."
-    else:
-        noun, hint = "no known ALiBi; bloom, mpt and falcon have one", directly
     name = checks.shortened(repr(found.top.get("model_type")))
-    raise ValueError(f"from_config: model_type {name} has {noun}.\n  {hint}")
-
-
-def read_buckets(config: Any) -> Buckets:
-    """The buckets of T5's bias that a config describes."""
-    found = open_config(config)
-    kind = kind_of(found.top)
-    part = non_rotary.describe(found)[0] if kind == "buckets" else None
-    if isinstance(part, Buckets):
-        return part
-    name, noun = checks.shortened(repr(found.top.get("model_type"))), "other positions"
-    if kind is not None:
-        noun = non_rotary.DESCRIPTIONS[kind][0]
-    hint = "Construct T5Bias(num_heads, causal=False) directly if the model has T5's bias."
     raise ValueError(f"from_config: model_type {name} has {noun}.\n  {hint}")
 
 

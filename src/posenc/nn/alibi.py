@@ -130,7 +130,7 @@ class ALiBi(TableModule, RelativeBias):
             >>> ALiBi.from_config({"model_type": "bloom", "n_head": 2}).slopes
             tensor([0.0625, 0.0039])
         """
-        recipe = configs.read_alibi(config)
+        recipe = configs.read_bias(config, configs.Alibi)
         arguments = {"num_heads": recipe.num_heads, "bias_max": recipe.bias_max, **keywords}
         if recipe.model == "falcon" and "slopes" not in arguments:
             heads, width = arguments["num_heads"], recipe.head_dim

@@ -110,7 +110,7 @@ class T5Bias(TableModule, RelativeBias):
             >>> T5Bias.from_config({"model_type": "t5", "num_heads": 6}, causal=True)
             T5Bias(num_heads=6, causal=True, scale=1)
         """
-        buckets = configs.read_buckets(config)
+        buckets = configs.read_bias(config, configs.Buckets)
         names = ("num_heads", "num_buckets", "max_distance")
         arguments = {name: getattr(buckets, name) for name in names} | {"scale": 1.0} | keywords
         return cls(causal=causal, **arguments)
