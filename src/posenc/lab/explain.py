@@ -113,27 +113,21 @@ def _explained(part: Any, seq_len: int | None, longest: int) -> Explanation:
         return _rotary(part, seq_len, longest)
     if isinstance(part, str):
         return Explanation(part, None, {}, {}, None, non_rotary.HINTS[part])
-    arguments = {}
-    for name in (each.name for each in fields(part)):
-        value = getattr(part, name)
-        omitted = value is None or (name, value) == ("offset", 0)
-        if not omitted and name not in ("model", "part", "sources"):
-            arguments[name] = (value, part.sources.get(name, "model_type"))
+    values = {each.name: getattr(part, each.name) for each in fields(part)}
+    hidden = {"model", "part", "sources", *(() if values.get("offset") else ("offset",))}
+    values = {name: x for name, x in values.items() if x is not None and name not in hidden}
+    arguments = {name: (x, part.sources.get(name, "model_type")) for name, x in values.items()}
     if isinstance(part, configs.Buckets):
-        words = [f"{name}={value}" for name, (value, _) in arguments.items()]
-        python = f"posenc.T5Bias({', '.join(words)}, causal=False, scale=1.0)"
-        return Explanation(
-            _T5, None, arguments, {}, python, "posenc.T5Bias.from_config(config, causal=False)"
-        )
+        python = _call("T5Bias", **values, causal=False, scale=1.0)
+        build = "posenc.T5Bias.from_config(config, causal=False)"
+        return Explanation(_T5, None, arguments, {}, python, build)
     if isinstance(part, configs.Alibi):
-        keywords = {name: value for name, (value, _) in arguments.items()}
-        words = [repr(part.model), *(f"{name}={value}" for name, value in keywords.items())]
-        slopes = {"slopes": ALiBi.from_model(part.model, **keywords).slopes.tolist()}
-        python = f"posenc.ALiBi.from_model({', '.join(words)})"
+        slopes = {"slopes": ALiBi.from_model(part.model, **values).slopes.tolist()}
+        python = _call("ALiBi.from_model", part.model, **values)
         build = "posenc.ALiBi.from_config(config)"
         return Explanation("ALiBi", None, arguments, slopes, python, build)
     if part.downscale_freq_shift is None:
-        python = build = f"posenc.LearnedPosEmbedding({part.max_len}, {part.embed_dim})"
+        python = build = _call("LearnedPosEmbedding", part.max_len, part.embed_dim)
         if part.offset:
             build += f", and call it with offset={part.offset}: the first position's row"
         return Explanation("learned table", part.part, arguments, {}, python, build)
@@ -156,13 +150,10 @@ def _rotary(part: configs.Recipe, seq_len: int | None, longest: int) -> Explanat
         # The numbers above are those of sequences up to the trained length.
         length = max(longest, trained + 1)
         numbers["longer"] = {"seq_len": length, **_numbers(rope, length)}
-    words = [str(keywords.pop("head_dim")), "max_seq_len=None"]
-    words += [
-        f"{name}={_code(keywords[name])}" for name in keywords if keywords[name] != _USUAL.get(name)
-    ]
     layer = "" if part.layer_type is None else f", layer_type={part.layer_type!r}"
     build = f"posenc.RoPE.from_config(config{layer})"
-    python = f"posenc.RoPE({', '.join(words)})"
+    unusual = {name: value for name, value in keywords.items() if value != _USUAL.get(name)}
+    python = _call("RoPE", unusual.pop("head_dim"), max_seq_len=None, **unusual)
     return Explanation("RoPE", part.layer_type, arguments, numbers, python, build)
 
 
@@ -180,14 +171,20 @@ def _length(wave: float) -> str:
     return f"{wave:.4g}" if wave < 1000 else f"{wave:,.0f}"
 
 
+def _call(function: str, *positional: Any, **keywords: Any) -> str:
+    """A call of a function of posenc, as Python."""
+    words = [*map(_code, positional), *(f"{name}={_code(x)}" for name, x in keywords.items())]
+    return f"posenc.{function}({', '.join(words)})"
+
+
 def _code(value: Any) -> str:
     """A value as Python; rules and axes are written without arguments that have their default."""
     if not is_dataclass(value):
         return repr(value)
     values = ((each, getattr(value, each.name)) for each in fields(value))
-    words = [f"{each.name}={one!r}" for each, one in values if one != each.default]
     room = "scaling" if isinstance(value, scaling.Rule) else "axes"
-    return f"posenc.{room}.{type(value).__name__}({', '.join(words)})"
+    given = {each.name: x for each, x in values if x != each.default}
+    return _call(f"{room}.{type(value).__name__}", **given)
 
 
 def _with_source(fact: Fact) -> dict[str, Any]:
