@@ -118,7 +118,11 @@ def compare(
     stopped = False
     if resume:
         run = Run.resume(output)
-        _check_same(run, options)
+        wanted = dataclasses.replace(run.plan, **options)
+        for name in options:
+            if getattr(wanted, name) != getattr(run.plan, name):
+                other = f"another --{name.replace('_', '-')}"
+                raise ValueError(f"{output} was begun with {other}: leave it out to resume.")
     else:
         run = Run(output, Plan(**options), shlex.join(["posenc", *sys.argv[1:]]))
         run.begin(overwrite=overwrite)
@@ -140,14 +144,6 @@ def compare(
         again = shlex.join(["posenc", "compare", "--resume", "-o", str(output)])
         _print.say(f"posenc: stopped after {done}; continue with {again}", err=True)
         raise typer.Exit(130)
-
-
-def _check_same(run: Run, options: dict[str, Any]) -> None:
-    """Refuse options that differ from those of the run."""
-    for name, value in options.items():
-        if dataclasses.replace(run.plan, **{name: value}) != run.plan:
-            flag = f"--{name.replace('_', '-')}"
-            raise ValueError(f"{run.folder} was begun with another {flag}: leave it out to resume.")
 
 
 def _draw(run: Run) -> dict[str, Path]:

@@ -519,7 +519,7 @@ class Job(NamedTuple):
         ``rows`` are the gradient of the output, the log-sum-exp, and what its gradient begins with.
         """
         places = self.places(parcel, block)
-        inputs = [None if x is None else x.detach() for x in _parts(tensors, places)]
+        inputs: list[Any] = [x if x is None else x.detach() for x in _parts(tensors, places)]
         wanted = [each for each in zip(inputs, to, places, strict=False) if each[1] is not None]
         leaves = [x.requires_grad_() for x, _, _ in wanted]
         with torch.enable_grad():

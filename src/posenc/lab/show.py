@@ -29,68 +29,69 @@ RULES: dict[str, Callable[[float, int], rules.Rule]] = {
 }
 # Of the random features, and the numbers of octaves of NeRF's.
 _SCALES, _OCTAVES = (1.0, 4.0, 16.0), (2, 4, 6)
-# Cells of a side of the grid.
-_WINDOW = 7
+# Cells of a side of the grid, and channels of a head.
+_WINDOW, _WIDTH = 7, 16
 
 
 class Family(NamedTuple):
-    """A bias that a module has without any input."""
+    """A bias that a module has before training."""
 
     label: str
     words: str
-    # Makes the module for a number of heads and a trained length.
-    make: Callable[[int, int], Any]
+    # Makes the module for a number of heads, their channels, and a trained length.
+    make: Callable[[int, int, int], Any]
+    # Whether it depends on queries and keys.
+    products: bool = False
 
 
 FAMILIES = {
     "t5": Family(
         "T5",
         "a number for each bucket of distances, here random",
-        lambda heads, trained: nn.T5Bias(
+        lambda heads, width, trained: nn.T5Bias(
             heads, num_buckets=min(32, trained), max_distance=trained, causal=True
         ),
     ),
     "learned-bias": Family(
         "learned bias",
         "a number for each distance, here random",
-        lambda heads, trained: nn.LearnedBias(heads, max_distance=trained - 1),
+        lambda heads, width, trained: nn.LearnedBias(heads, max_distance=trained - 1),
     ),
     "kerple": Family(
-        "KERPLE", "a logarithm of the distance", lambda heads, trained: nn.KERPLE(heads)
+        "KERPLE", "a logarithm of the distance", lambda heads, width, trained: nn.KERPLE(heads)
     ),
     "sandwich": Family(
-        "Sandwich", "products of sinusoids", lambda heads, trained: nn.Sandwich(heads)
+        "Sandwich", "products of sinusoids", lambda heads, width, trained: nn.Sandwich(heads)
     ),
     # The paper's threshold is a quarter of its training length.
     "fire": Family(
         "FIRE",
         "a function of the distance over the query's position",
-        lambda heads, trained: nn.FIRE(heads, threshold=trained / 4),
+        lambda heads, width, trained: nn.FIRE(heads, threshold=trained / 4),
     ),
-}
-
-# The same, for biases that depend on queries and keys, here of 16 channels.
-PRODUCTS = {
     "relative-keys": Family(
         "relative keys",
         "the query times a vector for each distance, here random",
-        lambda heads, trained: nn.RelativeKeys(16, max_distance=trained - 1),
+        lambda heads, width, trained: nn.RelativeKeys(width, max_distance=trained - 1),
+        products=True,
     ),
     "transformer-xl": Family(
         "Transformer-XL",
         "the query times the projected sinusoid of the distance",
-        lambda heads, trained: nn.TransformerXLBias(heads, embed_dim=16 * heads),
+        lambda heads, width, trained: nn.TransformerXLBias(heads, embed_dim=width * heads),
+        products=True,
     ),
     "deberta": Family(
         "DeBERTa",
         "query and key times vectors for each bucket",
-        lambda heads, trained: nn.DeBERTaBias(
+        lambda heads, width, trained: nn.DeBERTaBias(
             heads,
-            head_dim=16,
+            head_dim=width,
             max_relative_positions=trained,
             position_buckets=max(trained // 4, 2),
             causal=True,
         ),
+        products=True,
     ),
 }
 
@@ -280,19 +281,12 @@ def fourier(*, dim: int = 128, length: int = 128) -> View:
 
 
 def relative(name: str, *, heads: int = 8, length: int = 256, trained: int = 128) -> View:
-    """One of the families, before training."""
-    label, words, make = FAMILIES[name]
+    """One of the families, before training, if all tokens have one query and one key."""
+    label, words, make, products = FAMILIES[name]
     with _before_training():
-        bias = _drawn(make(heads, trained)).bias(length)
-    return _view(name, f"{label[0].upper()}{label[1:]}: {words}", bias, trained)
-
-
-def product(name: str, *, heads: int = 8, length: int = 256, trained: int = 128) -> View:
-    """One of the products, if all tokens have one query and one key."""
-    label, words, make = PRODUCTS[name]
-    with _before_training():
-        q, k = torch.randn(2, 1, heads, 1, 16).expand(-1, -1, -1, length, -1)
-        bias = _drawn(make(heads, trained)).bias(q, k)[0]
+        module = _drawn(make(heads, _WIDTH, trained))
+        q, k = torch.randn(2, 1, heads, 1, _WIDTH).expand(-1, -1, -1, length, -1)
+        bias = module.bias(q, k)[0] if products else module.bias(length)
     return _view(name, f"{label[0].upper()}{label[1:]}: {words}", bias, trained)
 
 
@@ -314,7 +308,7 @@ def forget_gate(*, heads: int = 8, length: int = 256, trained: int = 128) -> Vie
 def cope(*, heads: int = 8, length: int = 256, trained: int = 128) -> View:
     """The bias of random tokens, if each that is counted lowers the score by 0.1."""
     with _before_training():
-        module, (q, k) = nn.CoPE(16, max_pos=trained), torch.randn(2, 1, heads, length, 16)
+        module, (q, k) = nn.CoPE(_WIDTH, max_pos=trained), torch.randn(2, 1, heads, length, _WIDTH)
         q[..., 0], module.pos_emb[0, 0] = 1.0, -0.1 * torch.arange(trained)
         bias = module.bias(q, k)[0]
     return _view("cope", "CoPE: gates decide which tokens are counted", bias, trained)
@@ -344,7 +338,6 @@ def grid(*, heads: int = 8) -> View:
 
 BIASES: dict[str, Callable[..., View]] = {
     **{name: partial(relative, name) for name in FAMILIES},
-    **{name: partial(product, name) for name in PRODUCTS},
     "forget-gate": forget_gate,
     "cope": cope,
 }

@@ -19,7 +19,6 @@ from posenc.nn import (
     LearnedPosEmbedding,
     MixedRoPE,
     PoPE,
-    RelativeKeys,
     RoPE,
     SelfExtend,
     SinusoidalPE,
@@ -111,8 +110,13 @@ def _plain_rope(plan: Plan) -> RoPE:
 
 def _family(name: str, past: str) -> Encoding:
     """The relative bias that `posenc show` draws under this name; one for all layers."""
-    label, _, make = FAMILIES[name]
-    return Encoding(label, "scores", lambda plan, length: make(plan.heads, plan.train_length), past)
+    family = FAMILIES[name]
+    return Encoding(
+        family.label,
+        "scores",
+        lambda plan, length: family.make(plan.heads, plan.head_dim, plan.train_length),
+        past,
+    )
 
 
 def trained_with(name: str) -> str:
@@ -213,12 +217,7 @@ ENCODINGS = {
         lambda plan, length: CoPE(plan.head_dim, max_pos=plan.train_length),
         "Counts end at the training length, but gates need not count every token.",
     ),
-    "relative-keys": Encoding(
-        "relative keys",
-        "scores",
-        lambda plan, length: RelativeKeys(plan.head_dim, max_distance=plan.train_length - 1),
-        "All farther keys share the last trained vector.",
-    ),
+    "relative-keys": _family("relative-keys", "All farther keys share the last trained vector."),
     "transformer-xl": Encoding(
         "Transformer-XL",
         "scores",
