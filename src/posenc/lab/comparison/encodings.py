@@ -8,23 +8,8 @@ from typing import TYPE_CHECKING, Literal
 
 from torch import nn
 
+import posenc
 from posenc.lab.show import FAMILIES, RULES
-from posenc.nn import (
-    STRING,
-    ALiBi,
-    CoPE,
-    DeBERTaBias,
-    DualChunk,
-    ForgetGate,
-    LearnedPosEmbedding,
-    MixedRoPE,
-    PoPE,
-    RoPE,
-    SelfExtend,
-    SinusoidalPE,
-    TransformerXLBias,
-    XPos,
-)
 
 if TYPE_CHECKING:
     from posenc.lab.comparison.plan import Plan
@@ -72,7 +57,7 @@ def _rope(
         scaling = RULES[rule](factor, plan.train_length) if rule and factor > 1 else None
         sizes = plan.head_dim, plan.longest, plan.base
         rotated = max(2, plan.head_dim // part // 2 * 2)
-        return RoPE(*sizes, interleaved=False, scaling=scaling, rotary_dim=rotated)
+        return posenc.RoPE(*sizes, interleaved=False, scaling=scaling, rotary_dim=rotated)
 
     if rule is not None:
         past = f"RoPE's model, {past} length / training length."
@@ -82,12 +67,12 @@ def _rope(
 def _xpos(plan: Plan, length: int) -> nn.Module:
     # Half the training length is the paper's ratio. float32 holds the scales of 88 times it.
     decay = max(plan.train_length / 2, plan.longest / 88)
-    return XPos(
+    return posenc.XPos(
         plan.head_dim, max_seq_len=plan.longest, base=plan.base, scale_base=decay, interleaved=False
     )
 
 
-def _learned_rates(kind: type[MixedRoPE], plan: Plan) -> nn.Module:
+def _learned_rates(kind: type[posenc.MixedRoPE], plan: Plan) -> nn.Module:
     heads, base = plan.heads, plan.base
     return kind(plan.head_dim, num_kv_heads=heads, coordinates=1, base=base, interleaved=False)
 
@@ -96,16 +81,16 @@ def _self_extend(plan: Plan, length: int) -> nn.Module:
     rope, window = _plain_rope(plan), plan.train_length // 2
     # The last position of the farthest group is one that was trained.
     group = max(1, -((window - length) // (plan.train_length - window)))
-    return SelfExtend(rope, group=group, window=window)
+    return posenc.SelfExtend(rope, group=group, window=window)
 
 
 def _dual_chunk(plan: Plan, length: int) -> nn.Module:
     window = plan.train_length // 4
-    return DualChunk(_plain_rope(plan), chunk=plan.train_length - window, window=window)
+    return posenc.DualChunk(_plain_rope(plan), chunk=plan.train_length - window, window=window)
 
 
-def _plain_rope(plan: Plan) -> RoPE:
-    return RoPE(plan.head_dim, plan.longest, plan.base, interleaved=False)
+def _plain_rope(plan: Plan) -> posenc.RoPE:
+    return posenc.RoPE(plan.head_dim, plan.longest, plan.base, interleaved=False)
 
 
 def _family(name: str, past: str) -> Encoding:
@@ -131,13 +116,13 @@ ENCODINGS = {
     "sinusoidal": Encoding(
         "sinusoidal",
         "input",
-        lambda plan, length: SinusoidalPE(plan.longest, plan.width, base=plan.base),
+        lambda plan, length: posenc.SinusoidalPE(plan.longest, plan.width, base=plan.base),
         "The formula continues, to positions that the model was not trained on.",
     ),
     "learned": Encoding(
         "learned",
         "input",
-        lambda plan, length: LearnedPosEmbedding(plan.longest, plan.width),
+        lambda plan, length: posenc.LearnedPosEmbedding(plan.longest, plan.width),
         "The table has rows for the longest test; rows past the training length were never "
         "trained, and have their initial values.",
     ),
@@ -173,31 +158,34 @@ ENCODINGS = {
     "rope-learned": Encoding(
         "RoPE, learned rates",
         "queries and keys",
-        lambda plan, length: _learned_rates(MixedRoPE, plan),
+        lambda plan, length: _learned_rates(posenc.MixedRoPE, plan),
         "The pairs of each head rotate on, as fast as was learned.",
     ),
     "string": Encoding(
         "STRING",
         "queries and keys",
-        lambda plan, length: _learned_rates(STRING, plan),
+        lambda plan, length: _learned_rates(posenc.STRING, plan),
         "The planes of each head rotate on, as they were learned.",
     ),
     "pope": Encoding(
         "PoPE",
         "queries and keys",
-        lambda plan, length: PoPE(
+        lambda plan, length: posenc.PoPE(
             plan.head_dim, num_kv_heads=plan.heads, max_seq_len=plan.longest, base=plan.base
         ),
         "The angles go on, to distances that the model was not trained on.",
     ),
     "xpos": Encoding("xPos", "queries and keys", _xpos, "Rotation and decay continue."),
     "alibi": Encoding(
-        "ALiBi", "scores", lambda plan, length: ALiBi(plan.heads), "The slopes stay as they are."
+        "ALiBi",
+        "scores",
+        lambda plan, length: posenc.ALiBi(plan.heads),
+        "The slopes stay as they are.",
     ),
     "alibi-learned": Encoding(
         "ALiBi, learned",
         "scores",
-        lambda plan, length: ALiBi(plan.heads, learned=True),
+        lambda plan, length: posenc.ALiBi(plan.heads, learned=True),
         "The slopes stay as they were trained.",
     ),
     "t5": _family("t5", "All farther keys are in the last bucket."),
@@ -208,26 +196,28 @@ ENCODINGS = {
     "forget-gate": Encoding(
         "forgetting gates",
         "gates",
-        lambda plan, length: ForgetGate(plan.heads, embed_dim=plan.width),
+        lambda plan, length: posenc.ForgetGate(plan.heads, embed_dim=plan.width),
         "The tokens go on to decide what is kept of those before them.",
     ),
     "cope": Encoding(
         "CoPE",
         "scores",
-        lambda plan, length: CoPE(plan.head_dim, max_pos=plan.train_length),
+        lambda plan, length: posenc.CoPE(plan.head_dim, max_pos=plan.train_length),
         "Counts end at the training length, but gates need not count every token.",
     ),
     "relative-keys": _family("relative-keys", "All farther keys share the last trained vector."),
     "transformer-xl": Encoding(
         "Transformer-XL",
         "scores",
-        lambda plan, length: TransformerXLBias(plan.heads, embed_dim=plan.width, base=plan.base),
+        lambda plan, length: posenc.TransformerXLBias(
+            plan.heads, embed_dim=plan.width, base=plan.base
+        ),
         "The sinusoid of the distance continues.",
     ),
     "deberta": Encoding(
         "DeBERTa",
         "scores",
-        lambda plan, length: DeBERTaBias(
+        lambda plan, length: posenc.DeBERTaBias(
             plan.heads,
             head_dim=plan.head_dim,
             max_relative_positions=plan.train_length,
