@@ -27,7 +27,10 @@ _BASE = "Base of RoPE and the sinusoid; 0: the training length."
 _KNOWN = f"Comma-separated, of: {', '.join(ENCODINGS)}; or all."
 _TASKS = f"Comma-separated, of: {', '.join(TASKS)}; or all."
 _JOBS = typer.Option(
-    metavar="N", help="Trainings at a time.", show_default="cores / threads", min=1
+    metavar="N",
+    help="Trainings at a time.",
+    show_default="cores / threads; on a GPU at most 8",
+    min=1,
 )
 
 
@@ -128,8 +131,9 @@ def compare(
         run.begin(overwrite=overwrite)
     try:
         with _print.progress() as progress:
-            cores = int(machine.describe()["cores"] or 1)
-            run.go(progress, jobs=jobs or cores // run.plan.threads or 1)
+            most = int(machine.describe()["cores"] or 1) // run.plan.threads or 1
+            most = most if run.plan.device == "cpu" else min(most, 8)
+            run.go(progress, jobs=jobs or most)
     except KeyboardInterrupt:
         stopped = True
     written = _draw(run)
