@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import oracles
-from posenc.functional import alibi_bias, alibi_key_bias, alibi_model_slopes, alibi_slopes
+from posenc.functional import alibi_bias, alibi_model_slopes, alibi_slopes
 
 HEADS = [1, 7, 8, 12, 20, 32, 40, 71, 112]
 # Over the first keys, which no rounding of a position touches.
@@ -52,9 +52,8 @@ def test_a_bias_in_half_precision_is_rounded_once():
     made = [
         alibi_bias(slopes, 1, keys, **half),
         alibi_bias(slopes, 1, keys, position_ids=torch.arange(keys), **half),
-        alibi_key_bias(slopes, keys, **half),
     ]
-    assert [bias[32, 0, 0].item() for bias in made] == [wanted] * 3
+    assert [bias[32, 0, 0].item() for bias in made] == [wanted] * 2
 
 
 def test_no_zero_is_negative():
@@ -71,7 +70,7 @@ def test_gradient_reaches_learned_slopes():
 
 @pytest.mark.parametrize("heads", HEADS)
 def test_every_form_gives_the_same_softmax(heads):
-    """Whole, keys alone, and by positions: what is added to a row as a whole does not count."""
+    """Whole, one row, and by positions: the softmax cancels what is constant in a row."""
     slopes = alibi_slopes(heads, dtype=torch.float64)
     scores = torch.randn(heads, 12, 40, dtype=torch.float64)
     exact = scores + oracles.alibi_bias(slopes.tolist(), 12, 40, causal=True)
@@ -80,12 +79,9 @@ def test_every_form_gives_the_same_softmax(heads):
 
     forms = {
         "whole": alibi_bias(slopes, 12, 40, dtype=torch.float64),
-        "keys": alibi_key_bias(slopes, 40, dtype=torch.float64),
+        "last row": alibi_bias(slopes, 1, 40, dtype=torch.float64),
         "positions": alibi_bias(
             slopes, 12, 40, position_ids=torch.arange(40) + 5, dtype=torch.float64
-        ),
-        "key positions": alibi_key_bias(
-            slopes, 40, position_ids=torch.arange(40) + 5, dtype=torch.float64
         ),
     }
     for name, bias in forms.items():
@@ -136,16 +132,9 @@ def test_arguments_of_different_batches_are_refused():
         lambda: alibi_bias(
             torch.ones(2), 2, 5, query_offset=torch.tensor([1, 2]), position_ids=ids
         ),
-        lambda: alibi_key_bias(slopes, 5, position_ids=ids),
     ):
         with pytest.raises(ValueError, match="must be for 1 or 3 sequences"):
             call()
-
-
-def test_the_bias_of_no_keys_is_empty():
-    none = torch.zeros(3, 0, dtype=torch.int64)
-    assert alibi_key_bias(torch.ones(2), 0).shape == (2, 1, 0)
-    assert alibi_key_bias(torch.ones(2), 0, position_ids=none).shape == (3, 2, 1, 0)
 
 
 def rise(bias, heads):
@@ -218,7 +207,7 @@ def test_falcon_differs_from_the_paper_by_its_scale():
             r"document_ids must have shape \(5,\) or \(B, 5\)",
         ),
         (
-            lambda m: alibi_key_bias(m, 5, position_ids=torch.zeros(5)),
+            lambda m: alibi_bias(m, 5, position_ids=torch.zeros(5)),
             TypeError,
             "position_ids must be an integer tensor",
         ),

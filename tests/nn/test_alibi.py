@@ -137,8 +137,6 @@ def test_bad_slopes_are_refused():
         ALiBi(2, slopes="ab")
     with pytest.raises(ValueError, match="must select at least one of the 8 heads"):
         ALiBi(8).select_heads(4, 9)
-    with pytest.raises(ValueError, match="causal must be True for a bias of each key"):
-        ALiBi(8, causal=False).key_bias(4)
 
 
 def test_scores_keep_their_shape_with_slopes_of_each_sequence():

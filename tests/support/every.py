@@ -119,7 +119,6 @@ def functions(q: Tensor, k: Tensor, v: Tensor) -> dict[str, Callable[[], Any]]:
     jitter = {"shift": 0.1, "jitter": 2.0, "rescale": 2.0}
     return {
         "functional.alibi_bias": lambda: f.alibi_bias(slopes, TOKENS),
-        "functional.alibi_key_bias": lambda: f.alibi_key_bias(slopes, TOKENS),
         "functional.alibi_model_slopes": lambda: [
             f.alibi_model_slopes(model, 12, head_dim=WIDTH) for model in ("bloom", "falcon", "mpt")
         ],

@@ -2,7 +2,6 @@
 
 from posenc.functional.distance_biases import (
     alibi_bias,
-    alibi_key_bias,
     alibi_model_slopes,
     alibi_slopes,
     t5_buckets,
@@ -21,7 +20,6 @@ from posenc.numerics.frequencies import pixel_frequencies
 
 __all__ = [
     "alibi_bias",
-    "alibi_key_bias",
     "alibi_model_slopes",
     "alibi_slopes",
     "fourier_features",

@@ -71,6 +71,10 @@ def alibi_bias(
     If causal, later keys get ``-inf``; otherwise the distance is absolute. The bias is computed in
     float64 and rounded once. ``scaled_dot_product_attention`` takes it as ``attn_mask``.
 
+    With ``q_len=1`` it is one number for each head and key, :math:`m_h (j - K + 1)`. Under a causal
+    mask of your own these serve every query: the softmax cancels what they lack, a constant in
+    each row.
+
     Args:
         slopes: :math:`m`, shape ``(H,)`` or ``(B, H)``, as :func:`alibi_slopes` gives them.
         q_len: Queries ``Q``.
@@ -150,49 +154,6 @@ def _from_line(
     line = round_once(line, dtype).contiguous()
     windows = line.as_strided((len(slopes), queries, keys), (queries + keys - 1, 1, 1))
     return windows.flip(1)
-
-
-def alibi_key_bias(
-    slopes: Tensor,
-    k_len: int,
-    *,
-    position_ids: Tensor | None = None,
-    dtype: torch.dtype = torch.float32,
-) -> Tensor:
-    r"""The causal bias without its row terms, one number for each head and key.
-
-    .. math:: \text{bias}_{h,j} = m_h\,(j - K + 1)
-
-    It differs from :func:`alibi_bias` by a constant in each row, which softmax cancels. It hides
-    no keys, and is right only together with a causal mask.
-
-    Args:
-        slopes: :math:`m`, shape ``(H,)`` or ``(B, H)``.
-        k_len: Keys ``K``.
-        position_ids: Position of each key, ``(K,)`` or ``(B, K)``, instead of its index; the
-            largest then has bias zero.
-        dtype: A floating dtype for the result.
-
-    Returns:
-        Tensor of shape ``(H, 1, K)``, or ``(B, H, 1, K)`` if an argument has a batch axis.
-
-    Examples:
-        >>> alibi_key_bias(alibi_slopes(8), 4)[0]
-        tensor([[-1.5000, -1.0000, -0.5000,  0.0000]])
-    """
-    who = "alibi_key_bias"
-    slopes = qk_checks.check_slopes(who, slopes)
-    keys = checks.integer(who, "k_len", k_len, least=0)
-    checks.float_dtype(who, "dtype", dtype)
-    device = float64_device(slopes.device)
-    positions = qk_checks.check_key_ids(who, "position_ids", position_ids, keys, device)
-    qk_checks.check_batches(who, slopes=slopes, position_ids=positions)
-    if positions is None:
-        positions = torch.arange(1 - keys, 1, device=device)
-    elif keys:
-        positions = positions - positions.amax(-1, keepdim=True)
-    bias = slopes.to(device, torch.float64)[..., None, None] * positions[..., None, None, :]
-    return round_once(bias, dtype).to(slopes.device)
 
 
 def alibi_model_slopes(

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from posenc import attention, configs
 from posenc._contract import checks, qk_checks
 from posenc._contract.sharding import replicate_like
-from posenc.functional.distance_biases import alibi_bias, alibi_key_bias, alibi_model_slopes
+from posenc.functional.distance_biases import alibi_bias, alibi_model_slopes
 from posenc.nn._bias import RelativeBias, check_num_heads
 from posenc.nn._tables import SharedTables, TableModule, Tensors
 from posenc.numerics.slopes import slope_numbers
@@ -210,21 +210,6 @@ class ALiBi(TableModule, RelativeBias):
             window=window,
             dtype=dtype,
         )
-
-    def key_bias(
-        self,
-        k_len: int,
-        *,
-        position_ids: Tensor | None = None,
-        dtype: torch.dtype = torch.float32,
-        device: torch.device | str | None = None,
-    ) -> Tensor:
-        """The bias to add to a causal mask: :func:`posenc.functional.alibi_key_bias`."""
-        if not self.causal:
-            rule = "causal must be True for a bias of each key"
-            hint = "Call bias() for attention to both sides."
-            checks.fail(type(self).__name__, rule, "causal=False", hint)
-        return alibi_key_bias(self._exact(device), k_len, position_ids=position_ids, dtype=dtype)
 
     def _argument_values(self) -> dict[str, Any]:
         slopes = self._tables.parameters[0] if self._has_own_slopes else None
