@@ -1,4 +1,4 @@
-"""Checks before a tensor is written in place: shared memory, and the rules of autograd."""
+"""Checks before a tensor is written in place: shared memory, and inference mode."""
 
 from __future__ import annotations
 
@@ -8,25 +8,19 @@ import torch
 from torch import Tensor
 
 from posenc._contract import checks
-from posenc._contract.tracing import has_real_storage, view_base
+from posenc._contract.tracing import has_real_storage
 
 
-def check_writable(who: str, xs: Sequence[Tensor], *, recorded_by: Sequence[Tensor]) -> None:
+def check_writable(who: str, xs: Sequence[Tensor]) -> None:
     """Refuse one or two tensors that must not be written in place.
 
-    If a tensor in ``recorded_by`` requires a gradient, autograd records the write too.
+    A leaf that requires a gradient is refused by autograd.
     """
     real = has_real_storage(*xs)
-    recorded = torch.is_grad_enabled() and any(t.requires_grad for t in (*xs, *recorded_by))
     for x in xs:
         check_no_internal_overlap(who, x)
         if real:
             check_inference_mode(who, x)
-        base = view_base(x)
-        if recorded and x.requires_grad and (x if base is None else base).is_leaf:
-            rule = "a leaf that requires a gradient must not be written in place"
-            got = "one" if base is None else "a view of one"
-            checks.fail(who, rule, got, "Rotate a clone of it.")
     if len(xs) == 2 and (xs[0] is xs[1] or (real and overlaps(*xs))):
         rule = "q and k must not share memory to be written in place"
         got = f"{tuple(xs[0].shape)} and {tuple(xs[1].shape)}"

@@ -216,11 +216,6 @@ def device_assert(ok: Tensor, text: str) -> None:
     torch._assert_async(ok, text)
 
 
-def view_base(x: Tensor) -> Tensor | None:
-    """The tensor that ``x`` is a view of, as autograd records it."""
-    return x._base
-
-
 def has_native_bf16() -> bool:
     """Whether this CPU has instructions for bfloat16 matrix products."""
     available = torch.backends.mkldnn.is_available()

@@ -258,7 +258,7 @@ def rotate_rows(
     """
     assert cos.dim() == 2 or cos.shape[0] == xs[0].shape[0], "a table for each sequence"
     if in_place:
-        check_writable(who, xs, recorded_by=(cos, sin))
+        check_writable(who, xs)
     try:
         if not in_place:
             return kernels.rotate(xs, cos, sin, rows, spec)
