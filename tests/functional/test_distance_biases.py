@@ -170,11 +170,6 @@ def test_slopes_of_falcon_are_those_of_transformers_over_the_root_of_the_width(h
     assert torch.equal(alibi_model_slopes("falcon", heads, head_dim=64), theirs)
 
 
-def test_falcon_differs_from_the_paper_by_its_scale():
-    ratio = alibi_slopes(8, dtype=torch.float64) / alibi_model_slopes("falcon", 8, head_dim=64)
-    assert ratio.tolist() == [8.0] * 8
-
-
 @pytest.mark.parametrize(
     ("call", "error", "text"),
     [

@@ -30,17 +30,6 @@ def test_other_counts_begin_as_the_power_of_two_below(heads):
     assert torch.equal(slopes[below:], head_slopes(2 * below)[0::2][: heads - below])
 
 
-def test_plain_slopes_are_one_geometric_sequence():
-    slopes = head_slopes(12, geometric=True)
-    ratio = slopes[1:] / slopes[:-1]
-    torch.testing.assert_close(ratio, ratio[:1].expand(11), rtol=1e-15, atol=0)
-    assert slopes[-1] == 2.0**-8
-
-
-def test_bias_max_is_the_last_exponent():
-    assert head_slopes(16, 4.0)[-1] == 2.0**-4
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "symmetric"])
 @pytest.mark.parametrize("keys", [50, 5000])
