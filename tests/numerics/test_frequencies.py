@@ -27,7 +27,3 @@ def test_steps_and_rests_hold_the_rate_to_117_bits(dim, base):
         assert 0 <= step < 2**64
         assert abs(rest) <= 0.5
         assert abs(off - mpmath.nint(off)) < mpmath.mpf(2) ** -117
-
-
-def test_two_bases_never_share_steps():
-    assert turn_steps(Spectrum(8, 10_000.0)) != turn_steps(Spectrum(8, 10_000.1))

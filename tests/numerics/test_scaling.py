@@ -121,18 +121,6 @@ class TestFormulas:
             scaling.NTK(4.0)(self.rates, 10_000.0), inverse_frequencies(16, larger), rtol=1e-14
         )
 
-    def test_dynamic_ntk_does_not_change_short_sequences(self):
-        rule = scaling.DynamicNTK(4.0, original_length=64)
-        assert torch.equal(rule.at(64)(self.rates, 1e4), self.rates)
-        assert rule.at(None) == rule.at(1) == rule.at(64)
-        assert rule.at(128) == scaling.NTK(4.0 * 2 - 3)
-
-    def test_longrope_changes_strictly_past_the_trained_length(self):
-        rule = scaling.LongRoPE((1.0,) * 8, long_factor=(2.0,) * 8, original_length=64, factor=4.0)
-        assert rule.at(64).factors == (1.0,) * 8
-        assert rule.at(65).factors == (2.0,) * 8
-        assert rule.gain() == math.sqrt(1 + math.log(4) / math.log(64))
-
     def test_llama3_with_one_border_is_a_step(self):
         rule = scaling.Llama3(8.0, original_length=64, low_freq_factor=2.0, high_freq_factor=2.0)
         turns = self.rates * 64 / math.tau
