@@ -85,8 +85,6 @@ def redispatch_below_versions(op: Any, keyset: Any, *arguments: Any) -> Any:
 
 def has_real_storage(*xs: Tensor) -> bool:
     """Whether ``data_ptr()`` of ``xs`` is an address; dispatch modes may be active."""
-    if is_plain(*xs):
-        return True
     eager = not torch.compiler.is_compiling() and not in_transform(*xs)
     return eager and all(type(x) in PLAIN_TYPES for x in xs)
 
