@@ -28,20 +28,14 @@ def moved_back(k, by):
 
 
 CALLS = {
-    "allocate-a-new-one": lambda cache: cache.allocate("d", 3),
-    "allocate-more": lambda cache: cache.allocate("c", 4),
     "allocate-with-a-copy": lambda cache: cache.allocate("b", 2),
-    "free": lambda cache: cache.free("c"),
-    "free-what-is-shared": lambda cache: cache.free("a"),
-    "truncate": lambda cache: cache.truncate("c", 1),
-    "truncate-what-is-shared": lambda cache: cache.truncate("b", 2),
+    "free": lambda cache: cache.free("a"),
+    "truncate": lambda cache: cache.truncate("b", 2),
     "fork": lambda cache: cache.fork("c", "d", 5),
     "evict-pages-only": lambda cache: cache.evict("c", drop=4, keep_first=2, shift=None),
     "reset": lambda cache: cache.reset(),
 }
 WRITES = {
-    "evict-and-shift": lambda cache: cache.evict("c", drop=2, shift=moved_back),
-    "evict-and-keep-sinks": lambda cache: cache.evict("c", drop=2, keep_first=1, shift=None),
     "evict-shift-and-keep-sinks": lambda cache: cache.evict(
         "c", drop=4, keep_first=1, shift=moved_back
     ),
@@ -100,14 +94,7 @@ def assert_no_page_is_lost_or_had_twice(cache):
     assert cache.free_pages == PAGES
 
 
-QUICK = {"allocate-with-a-copy", "free-what-is-shared", "truncate-what-is-shared", "fork", "reset"}
-QUICK |= {"evict-pages-only", "evict-shift-and-keep-sinks", "evict-with-a-copy"}
-
-
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(n, marks=[pytest.mark.slow] * (n not in QUICK)) for n in [*CALLS, *WRITES]],
-)
+@pytest.mark.parametrize("name", [*CALLS, *WRITES])
 def test_ctrl_c_leaves_the_old_state_or_the_new_one(name):
     """A server or a notebook goes on with the same cache; no sequence gets another's pages."""
     call = {**CALLS, **WRITES}[name]

@@ -245,19 +245,6 @@ def test_caches_of_inference_mode_are_written_in_inference_mode_only():
         rotate_and_cache(**arguments)
 
 
-def test_the_norm_of_queries_and_of_keys_are_independent():
-    arguments = example(torch.float64)
-    q, k, _, cos, sin, *_ = arguments.values()
-    weight = torch.rand(HK * D).double()
-    rotated = rotate_and_cache(**arguments, k_weight=weight, zero_centered=True, eps=1e-3)
-    flat = torch.nn.functional.rms_norm(k.flatten(1), (HK * D,), 1 + weight, 1e-3)
-    wanted = rotate_qk(q[None], flat.view(1, T, HK, D), cos, sin, seq_dim=1)
-    torch.testing.assert_close(rotated, wanted[0][0], rtol=1e-14, atol=1e-14)
-    kept = SLOTS >= 0
-    got = arguments["k_cache"].flatten(0, 1)[SLOTS[kept]]
-    torch.testing.assert_close(got, wanted[1][0][kept], rtol=1e-13, atol=1e-14)
-
-
 def test_meta_tensors_have_a_shape_only():
     one = torch.ones(())
     arguments = example(cache_dtype=torch.int8) | {"k_scale": one, "v_scale": one}
