@@ -1,6 +1,9 @@
-"""Table rows and positions from the arguments ``offset`` and ``position_ids``."""
+"""Table rows and positions from ``offset`` and ``position_ids``; kernels that read such rows."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -8,7 +11,9 @@ from torch import Tensor
 from posenc._contract import position_checks as checks
 from posenc._contract.checks import integer
 from posenc._contract.position_checks import UNLIMITED, Limit
-from posenc.kernels import Rows
+from posenc.kernels import RowOutOfRange, Rows
+
+Result = TypeVar("Result")
 
 
 def rows_of(
@@ -35,3 +40,15 @@ def positions_of(who: str, x: Tensor, rows: Rows, limit: Limit = UNLIMITED) -> T
     at = rows.as_index(length, x.device)
     checks.check_ids(who, at, limit)
     return at[0] if at.shape[0] == 1 else at
+
+
+def run_kernel(who: str, limit: Limit, kernel: Callable[..., Result], *arguments: Any) -> Result:
+    """``kernel(*arguments)``, which raises an error before it writes if a row is out of range.
+
+    That is a ValueError for a row that ``limit`` excludes, else `RowOutOfRange`.
+    """
+    try:
+        return kernel(*arguments)
+    except RowOutOfRange as error:
+        checks.check_position(who, error.row, limit)
+        raise

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from posenc import kernels
 from posenc._contract import checks
-from posenc._contract.position_checks import check_position
+from posenc.functional._positions import run_kernel
 from posenc.functional.rotary import arguments, layout_of, swap_heads
 from posenc.kernels.rotation import norm_rotate_qk_op
 
@@ -81,11 +81,9 @@ def qk_norm_rope(
     for name, x, weight in (("q_weight", q, q_weight), ("k_weight", k, k_weight)):
         check_weight(who, name, weight, x)
     norm = kernels.Norm(eps, shift)
-    try:
-        both = kernels.norm_rotate_qk(q, k, q_weight, k_weight, cos, sin, rows, spec, norm)
-    except kernels.RowOutOfRange as error:
-        check_position(who, error.row, limit)
-        raise
+    both = run_kernel(
+        who, limit, kernels.norm_rotate_qk, q, k, q_weight, k_weight, cos, sin, rows, spec, norm
+    )
     normed_q, normed_k = swap_heads(list(both), seq_dim)
     return normed_q, normed_k
 

@@ -6,10 +6,9 @@ from torch import Tensor
 
 from posenc import kernels
 from posenc._contract import checks
-from posenc._contract.position_checks import Limit, check_position
-from posenc.functional._positions import rows_of
+from posenc._contract.position_checks import Limit
+from posenc.functional._positions import rows_of, run_kernel
 from posenc.functional.rotary import check_heads, check_seq_dim, swap_heads
-from posenc.kernels import RowOutOfRange, Rows
 
 
 def polar(
@@ -76,22 +75,6 @@ def polar(
     hint = "Pass tables of more rows; for (B, L, H, D), pass seq_dim=1."
     limit = Limit(cos.shape[-2], "the rows of cos", hint)
     rows = rows_of(who, x, offset, position_ids, limit)
-    y = polar_rows(who, limit, x, delta, cos.resolve_neg(), sin.resolve_neg(), rows)
+    tables = cos.resolve_neg(), sin.resolve_neg()
+    y = run_kernel(who, limit, kernels.polar, x, delta, *tables, rows)
     return swap_heads([y], seq_dim)[0]
-
-
-def polar_rows(
-    who: str,
-    limit: Limit,
-    x: Tensor,
-    delta: Tensor | None,
-    cos: Tensor,
-    sin: Tensor,
-    rows: Rows,
-) -> Tensor:
-    """PoPE of ``x``, ``(B, H, L, D)``; errors for rows as in `rotary.rotate_rows`."""
-    try:
-        return kernels.polar(x, delta, cos, sin, rows)
-    except RowOutOfRange as error:
-        check_position(who, error.row, limit)
-        raise

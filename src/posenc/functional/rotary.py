@@ -10,10 +10,10 @@ from torch import Tensor
 from posenc import kernels
 from posenc._contract import checks
 from posenc._contract.overlap import check_writable
-from posenc._contract.position_checks import UNLIMITED, Limit, check_position
+from posenc._contract.position_checks import UNLIMITED, Limit
 from posenc._contract.tracing import device_assert, in_transform, is_readable
-from posenc.functional._positions import positions_of, rows_of
-from posenc.kernels import RowOutOfRange, Rows, Spec
+from posenc.functional._positions import positions_of, rows_of, run_kernel
+from posenc.kernels import Rows, Spec
 from posenc.kernels.rotation import (
     rotate_in_place_op,
     rotate_op,
@@ -252,20 +252,11 @@ def rotate_rows(
     *,
     in_place: bool = False,
 ) -> list[Tensor]:
-    """Rotate ``xs`` of ``(B, H, L, D)``; a call that raises writes nothing.
-
-    A row outside the tables raises ValueError if ``limit`` excludes it, else `RowOutOfRange`.
-    """
-    assert cos.dim() == 2 or cos.shape[0] == xs[0].shape[0], "a table for each sequence"
-    if in_place:
-        check_writable(who, xs)
-    try:
-        if not in_place:
-            return kernels.rotate(xs, cos, sin, rows, spec)
-        kernels.rotate_(xs, cos, sin, rows, spec)
-    except RowOutOfRange as error:
-        check_position(who, error.row, limit)
-        raise
+    """Rotate ``xs`` of ``(B, H, L, D)``; errors for rows as in :func:`run_kernel`."""
+    if not in_place:
+        return run_kernel(who, limit, kernels.rotate, xs, cos, sin, rows, spec)
+    check_writable(who, xs)
+    run_kernel(who, limit, kernels.rotate_, xs, cos, sin, rows, spec)
     return xs
 
 

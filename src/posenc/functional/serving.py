@@ -10,11 +10,12 @@ from torch import Tensor
 from posenc import kernels
 from posenc._contract import checks
 from posenc._contract.overlap import check_inference_mode, check_no_internal_overlap, overlaps
-from posenc._contract.position_checks import Limit, check_position
+from posenc._contract.position_checks import Limit
 from posenc._contract.tracing import is_plain
+from posenc.functional._positions import run_kernel
 from posenc.functional.norm import check_weight, is_norm
 from posenc.functional.rotary import arguments, layout_of, swap_heads
-from posenc.kernels import LARGEST, Norm, RowOutOfRange, Rows, SlotOutOfRange, Spec, Store, Write
+from posenc.kernels import LARGEST, Norm, Rows, SlotOutOfRange, Spec, Store, Write
 from posenc.kernels.cache import rotate_and_cache_op
 from posenc.kernels.spec import PAGES_OF_TOKENS
 
@@ -235,10 +236,7 @@ def check_write(
 def cache_rows(
     who: str, limit: Limit, write: Write, cos: Tensor, sin: Tensor, rows: Rows, spec: Spec
 ) -> Tensor:
-    """Run the kernel; a row or a slot out of range raises ValueError before anything is written.
-
-    A row outside the tables that ``limit`` allows raises `RowOutOfRange`.
-    """
+    """Run the kernel; errors for rows as in :func:`run_kernel`, and for slots a ValueError."""
     if torch.is_grad_enabled():
         *tensors, k_store, v_store, q_weight, k_weight, _ = write
         read = *tensors, q_weight, k_weight, cos, sin
@@ -246,10 +244,7 @@ def cache_rows(
             rule = "no tensor may require a gradient, because a cache passes none on"
             checks.fail(who, rule, "one that does", "Call it under torch.no_grad().")
     try:
-        return kernels.rotate_and_cache(write, cos, sin, rows, spec)
-    except RowOutOfRange as error:
-        check_position(who, error.row, limit)
-        raise
+        return run_kernel(who, limit, kernels.rotate_and_cache, write, cos, sin, rows, spec)
     except SlotOutOfRange as error:
         rule = f"slot_mapping must be in [0, {write.k_store.slots()}), or -1 to store nothing"
         checks.fail(who, rule, error.slot, "slot = page index * page size + index in the page.")

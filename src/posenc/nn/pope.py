@@ -10,10 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from posenc import kernels
 from posenc._contract import checks, qk_checks
 from posenc.attention.biased import attend
 from posenc.functional import rotary
-from posenc.functional.polar import polar_rows
+from posenc.functional._positions import run_kernel
 from posenc.kernels import Rows, Spec
 from posenc.nn._module import KeepsFloat32
 from posenc.nn._rotary import RotatedKeys, by_tables, check_axes, check_scaling
@@ -160,7 +161,7 @@ class PoPE(KeepsFloat32, RotatedKeys):
 
         def run(cos: Tensor, sin: Tensor, rows: Rows) -> list[Tensor]:
             both = ((q, None), (k, delta))
-            return [polar_rows(who, limit, x, phase, cos, sin, rows) for x, phase in both]
+            return [run_kernel(who, limit, kernels.polar, *x, cos, sin, rows) for x in both]
 
         if own_tables is None:
             ys = by_tables(who, self._tables, [q, k], rows, run, *learned)
