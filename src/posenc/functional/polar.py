@@ -6,9 +6,8 @@ from torch import Tensor
 
 from posenc import kernels
 from posenc._contract import checks
-from posenc._contract.position_checks import Limit
 from posenc.functional._positions import rows_of, run_kernel
-from posenc.functional.rotary import check_heads, check_seq_dim, swap_heads
+from posenc.functional.rotary import check_heads, check_seq_dim, check_tables, swap_heads
 
 
 def polar(
@@ -55,25 +54,16 @@ def polar(
     check_heads(who, "x", [x], seq_dim=check_seq_dim(who, seq_dim))
     (x,) = swap_heads([x], seq_dim)
     batch, heads, _, width = x.shape
-    for name, table in (("cos", cos), ("sin", sin)):
-        checks.float_tensor(who, name, table)
-        checks.rank(who, name, table, (2, 3), "(T, D) or (B, T, D)")
-        one_each = table.dim() == 2 or table.shape[0] == batch
-        if table.shape[-1] != width or not one_each or table.device != x.device:
-            rule = f"{name} must have shape (T, {width}) or ({batch}, T, {width}), on {x.device}"
-            got = f"shape {tuple(table.shape)} on {table.device}"
-            checks.fail(who, rule, got, "Pass one column for each channel.")
-    if cos.shape != sin.shape:
-        rule = f"sin must have the shape of cos, {tuple(cos.shape)}"
-        checks.fail(who, rule, f"shape {tuple(sin.shape)}", "Build both from the same angles.")
+    limit = check_tables(who, cos, sin, x, "D")
+    if cos.shape[-1] != width or (cos.dim() == 3 and cos.shape[0] != batch):
+        rule = f"cos must have shape (T, {width}) or ({batch}, T, {width})"
+        checks.fail(who, rule, f"shape {tuple(cos.shape)}", "Pass one column for each channel.")
     if delta is not None:
         checks.float_tensor(who, "delta", delta)
         if delta.shape != (heads, width) or delta.device != x.device:
             rule = f"delta must have shape {heads, width}, one row for each head, on {x.device}"
             got = f"shape {tuple(delta.shape)} on {delta.device}"
             checks.fail(who, rule, got, "Pass delta of the keys with their heads.")
-    hint = "Pass tables of more rows; for (B, L, H, D), pass seq_dim=1."
-    limit = Limit(cos.shape[-2], "the rows of cos", hint)
     rows = rows_of(who, x, offset, position_ids, limit)
     tables = cos.resolve_neg(), sin.resolve_neg()
     y = run_kernel(who, limit, kernels.polar, x, delta, *tables, rows)

@@ -333,6 +333,19 @@ def check_heads(
     checks.fail(who, rule, got, hint)
 
 
+def check_tables(who: str, cos: Tensor, sin: Tensor, x: Tensor, columns: str) -> Limit:
+    """The limit of positions by floating tables of one shape, which are on the device of ``x``."""
+    for name, table in (("cos", cos), ("sin", sin)):
+        checks.float_tensor(who, name, table)
+        checks.rank(who, name, table, (2, 3), f"(T, {columns}) or (B, T, {columns})")
+    if cos.shape != sin.shape or cos.device != x.device or sin.device != x.device:
+        got = f"{tuple(cos.shape)} on {cos.device} and {tuple(sin.shape)} on {sin.device}"
+        rule = f"cos and sin must have one shape, on {x.device}"
+        checks.fail(who, rule, got, "Build both from the same angles.")
+    hint = "Pass tables of more rows; for (B, L, H, D), pass seq_dim=1."
+    return Limit(cos.shape[-2], "the rows of cos", hint)
+
+
 def halved(who: str, name: str, table: Tensor, interleaved: bool) -> Tensor:
     """A table ``(..., P)`` from one ``(..., 2P)`` that has each column twice."""
     first, second = (table[..., ::2], table[..., 1::2]) if interleaved else table.chunk(2, -1)
@@ -361,15 +374,9 @@ def arguments(
     """Check the arguments of :func:`rotate` and return those of :func:`rotate_rows`."""
     check_heads(who, names, xs, seq_dim=check_seq_dim(who, seq_dim))
     xs = swap_heads(xs, seq_dim)
-    for name, table in (("cos", cos), ("sin", sin)):
-        checks.float_tensor(who, name, table)
-        checks.rank(who, name, table, (2, 3), "(T, P) or (B, T, P)")
     x, width = xs[0], xs[0].shape[3]
+    limit = check_tables(who, cos, sin, x, "P")
     checks.boolean(who, "interleaved", interleaved)
-    if cos.shape != sin.shape or cos.device != x.device or sin.device != x.device:
-        got = f"{tuple(cos.shape)} on {cos.device} and {tuple(sin.shape)} on {sin.device}"
-        rule = f"cos and sin must have one shape, on {x.device}"
-        checks.fail(who, rule, got, "Build both from the same angles.")
     if width < 2 * cos.shape[-1] <= 2 * width and cos.shape[-1] % 2 == 0:
         # The tables have each column twice, as Hugging Face's do.
         cos, sin = halved(who, "cos", cos, interleaved), halved(who, "sin", sin, interleaved)
@@ -377,8 +384,6 @@ def arguments(
     if pairs == 0 or 2 * pairs > width or (cos.dim() == 3 and cos.shape[0] != x.shape[0]):
         rule = f"cos must have shape (T, P) or ({x.shape[0]}, T, P) with 1 <= P <= {width // 2}"
         checks.fail(who, rule, f"shape {tuple(cos.shape)}", "Pass one column for each pair.")
-    hint = "Pass tables of more rows; for (B, L, H, D), pass seq_dim=1."
-    limit = Limit(cos.shape[-2], "the rows of cos", hint)
     rows = rows_of(who, x, offset, position_ids, limit)
     out = checks.optional(checks.boolean, who, "interleaved_out", interleaved_out)
     out = interleaved if out is None else out
