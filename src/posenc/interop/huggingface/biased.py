@@ -3,9 +3,8 @@
 Each function with the name of a model replaces the ``forward`` of an attention class, and has its
 parameters. The model that holds the layers makes no matrix for a mask any more, but passes a row
 for each sequence, ``[B, K]``, which is subtracted from the scores: `HIDDEN` at padding, else zero;
-``[1, 1]`` if there is no padding. In short calls on the CPU, where that is faster, it is a matrix
-``[1 or B, Q, K]``, which is added, and hides later keys too. Calls that our attention cannot serve
-run the model's own code instead.
+``[1, 1]`` if there is no padding. Calls that our attention cannot serve run the model's own code
+instead, and so do short ones on the CPU, where that is faster.
 """
 
 from __future__ import annotations
@@ -85,9 +84,7 @@ def mpt(
     q, k, v = (_heads(x, self.n_heads) for x in mixed.chunk(3, -1))
     k, v = _cached(past_key_values, self.layer_idx, k, v)
     # The model makes every mask boolean.
-    mask = attention_mask.to(position_bias.dtype) * (
-        HIDDEN if attention_mask.dim() == 2 else -HIDDEN
-    )
+    mask = attention_mask.to(position_bias.dtype) * HIDDEN
     bias = _alibi(position_bias[..., -k.shape[2] :], 1.0, mask, q, k)
     return self.out_proj(_merge(_attend(q, k, v, bias, self.softmax_scale))), None
 
@@ -138,7 +135,7 @@ def _cached(cache: Any, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tenso
     return (k, v) if cache is None else cache.update(k, v, layer)
 
 
-def _alibi(alibi: Tensor, factor: float, mask: Tensor, q: Tensor, k: Tensor) -> Tensor | RunningSum:
+def _alibi(alibi: Tensor, factor: float, mask: Tensor, q: Tensor, k: Tensor) -> RunningSum:
     """A model's own bias of each key, ``[B H or H, 1, K]``, with its slopes and its rounding.
 
     The model leaves out the query's position, since softmax does not see what all keys share.
@@ -147,27 +144,14 @@ def _alibi(alibi: Tensor, factor: float, mask: Tensor, q: Tensor, k: Tensor) -> 
     if alibi.shape[2] != keys:
         rule = f"the model's bias must be for {keys} keys, those in the cache included"
         checks.fail("the patched model", rule, alibi.shape[2], "Pass fewer tokens.")
-    if mask.dim() == 3:
-        return torch.add(mask.unsqueeze(1), alibi.view(-1, heads, 1, keys), alpha=factor)
     # The product has the rounding of a half.
     alibi = alibi if factor == 1.0 else alibi * factor
     return RunningSum(mask.unsqueeze(1) - alibi.view(-1, heads, keys))
 
 
-def _attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias: Tensor | RunningSum | DistanceTable,
-    scale: float,
-    causal: bool = True,
-    prune: bool = True,
-) -> Tensor:
-    """Attention, ``[B, H, Q, D]``; a tensor is the bias of each score, and hides later keys."""
-    if isinstance(bias, Tensor):
-        shared = q.shape[1] != k.shape[1]
-        return scaled_dot_product_attention(q, k, v, bias, scale=scale, enable_gqa=shared)
-    return attend_last(q, k, v, bias, scale=scale, causal=causal, prune=prune)
+def _attend(q: Tensor, k: Tensor, v: Tensor, bias: RunningSum, scale: float) -> Tensor:
+    """Causal attention, ``[B, H, Q, D]``."""
+    return attend_last(q, k, v, bias, scale=scale, causal=True, prune=True)
 
 
 def _self(
@@ -179,36 +163,32 @@ def _self(
     if numbers is None:
         numbers = _bucket_numbers(layer, q.shape[2], k.shape[2], mask)
     width, causal = v.shape[3], layer.is_decoder
-    bias: Tensor | RunningSum | DistanceTable = numbers
+    bias: RunningSum | DistanceTable
     if numbers.dim() == 3:
         bias = RunningSum(numbers)
-    elif numbers.dim() == 2:
+    else:
         bias = DistanceTable(numbers, 0 if causal else numbers.shape[1] // 2)
         if mask.shape[1] > 1:
             q, k, v = _hide(q, k, v, mask)
-    out = _attend(q, k, v, bias, layer.scaling, causal, prune=False)
+    out = attend_last(q, k, v, bias, scale=layer.scaling, causal=causal, prune=False)
     return layer.o(_merge(out[..., :width])), numbers
 
 
 def _bucket_numbers(layer: Any, queries: int, keys: int, mask: Tensor) -> Tensor:
     """The bias of buckets, from the layer's own weights.
 
-    If the mask is a matrix, ``[1 or B, H, Q, K]`` with the mask; otherwise, for one query, the
-    mask less the bias, ``[1 or B, H, K]``: a running sum. For more queries, the bias of each
-    distance, ``[H, R]``.
+    For one query, the mask less the bias, ``[1 or B, H, K]``: a running sum. For more queries, the
+    bias of each distance, ``[H, R]``.
     """
     count, far = layer.relative_attention_num_buckets, layer.relative_attention_max_distance
-    causal, rows = layer.is_decoder, mask.dim() == 3 or queries == 1
-    if rows:
-        index = torch.arange(keys, device=mask.device)
-        distance = index[keys - queries :, None] - index
+    causal, device = layer.is_decoder, mask.device
+    if queries == 1:
+        distance = keys - 1 - torch.arange(keys, device=device)
     else:
-        distance = torch.arange(0 if causal else -far, far + 1, device=mask.device)
+        distance = torch.arange(0 if causal else -far, far + 1, device=device)
     buckets = t5_buckets(distance, count, far, causal=causal)
-    bias: Tensor = layer.relative_attention_bias(buckets).movedim(-1, 0)
-    if mask.dim() == 3:
-        return bias + mask.unsqueeze(1)
-    return mask.unsqueeze(1) - bias[:, 0] if rows else bias
+    bias: Tensor = layer.relative_attention_bias(buckets).T
+    return mask.unsqueeze(1) - bias if queries == 1 else bias
 
 
 def _hide(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -287,7 +267,7 @@ def kind_of(layer: nn.Module) -> Kind | None:
 
 _MASKS = ("attention_mask", "encoder_attention_mask")
 _MAKERS = {"create_causal_mask", "create_bidirectional_mask"}
-# Of a head; up to here T5, whose buckets cost most, is faster with a matrix.
+# Of a head; up to here T5, whose buckets cost most, is faster by its own matrix.
 FEW_SCORES = 2**13
 _WEIGHTS = ("output_attentions", "output_cross_attentions")
 
@@ -376,8 +356,8 @@ def _padding_instead(name: str, function: Any) -> Match | None:
         encoder_hidden_states: Tensor | None = None,
         **_: Any,
     ) -> Tensor:
-        queries = inputs_embeds.shape[1]
-        keys = queries if encoder_hidden_states is None else encoder_hidden_states.shape[1]
+        states = inputs_embeds if encoder_hidden_states is None else encoder_hidden_states
+        keys = states.shape[1]
         keys += 0 if past_key_values is None else past_key_values.get_seq_length()
         wide = torch.promote_types(inputs_embeds.dtype, torch.float32)
         row = inputs_embeds.new_zeros((1, 1), dtype=wide)
@@ -387,18 +367,9 @@ def _padding_instead(name: str, function: Any) -> Match | None:
                 hint = "Pass a mask of all tokens, those in the cache included."
                 checks.fail("the patched model", rule, attention_mask.shape[1], hint)
             row = (attention_mask.to(inputs_embeds.device) == 0).to(wide) * HIDDEN
-        if name != "create_causal_mask" or not _is_short(inputs_embeds, keys):
-            return row
-        later = row.new_full((queries, keys), float("-inf")).triu_(keys - queries + 1)
-        return later - row[:, None]
+        return row
 
     return Match("padding", "", padding)
-
-
-def _is_short(x: Tensor, keys: int) -> bool:
-    """Whether there are so few scores that SDPA's kernel for CPUs is faster with a matrix."""
-    few = x.shape[1] * keys <= FEW_SCORES and x.dtype.itemsize > 2
-    return few and x.is_cpu and is_plain(x) and not (torch.is_grad_enabled() or in_forward_mode())
 
 
 def stack_forward(kind: type) -> Replacement:
@@ -431,7 +402,7 @@ def attention_forward(kind: type, known: Kind) -> Replacement:
 def _serves(stack: Any, given: dict[str, Any]) -> bool:
     """Whether our attention serves a call."""
     # A static cache has keys that are not there yet.
-    if getattr(given.get("past_key_values"), "is_compileable", False):
+    if getattr(given.get("past_key_values"), "is_compileable", False) or _is_short(given):
         return False
     for name in _WEIGHTS:
         asked = given.get(name)
@@ -443,6 +414,19 @@ def _serves(stack: Any, given: dict[str, Any]) -> bool:
             return False
     masks = [given[name] for name in _MASKS if given.get(name) is not None]
     return all(isinstance(mask, Tensor) and mask.dim() == 2 for mask in masks)
+
+
+def _is_short(given: dict[str, Any]) -> bool:
+    """Whether a call on the CPU has so few scores that the model's own attention is as fast."""
+    tokens = given.get("input_ids")
+    tokens = given.get("inputs_embeds") if tokens is None else tokens
+    if tokens is None or not tokens.is_cpu or not is_plain(tokens):
+        return False
+    if torch.is_grad_enabled() or in_forward_mode():
+        return False
+    cache, queries = given.get("past_key_values"), tokens.shape[1]
+    keys = queries + (0 if cache is None else cache.get_seq_length())
+    return bool(queries * keys <= FEW_SCORES)
 
 
 def can_read(mask: Tensor) -> bool:
