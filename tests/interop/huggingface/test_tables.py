@@ -234,19 +234,14 @@ def test_rates_in_an_order_of_their_own_come_from_the_config_too():
 DINOV3 = {**SMALL, "image_size": 32, "patch_size": 8, "num_register_tokens": 1}
 
 
-def test_dinov3_is_patched_without_a_warning():
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_dinov3_is_patched_without_a_warning(dtype):
     """Its rates are its own by design: coordinates are fractions of the image, in float32."""
-    model = tiny("DINOv3ViTModel", **DINOV3)
+    model = tiny("DINOv3ViTModel", **DINOV3).to(dtype)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         report = patch(model)
     assert [(t.form, t.rates) for t in report.tables] == [("unchanged", "its own")]
-
-
-def test_rates_that_were_rounded_and_cannot_be_had_from_the_config_are_warned_of():
-    model = tiny("DINOv3ViTModel", **DINOV3).bfloat16()
-    with pytest.warns(UserWarning, match="half precision in rope_embeddings .*\n  Keep that"):
-        patch(model)
 
 
 @pytest.mark.parametrize("fill", ["edited", "emptied"])

@@ -138,12 +138,6 @@ def _attribute(module: Any, layer_type: str | None, name: str) -> Any:
     return getattr(module, name) if of_layer is None else of_layer
 
 
-def is_rounded(module: nn.Module) -> bool:
-    """Whether the rates in a buffer are in half precision."""
-    buffers = module.named_buffers(recurse=False)
-    return any(buffer.itemsize < 4 for name, buffer in buffers if name.endswith("inv_freq"))
-
-
 def holds_other_rates(module: nn.Module, tables: Tables) -> bool:
     """Whether a buffer differs from the rates of the config by more than a cast rounds."""
     for layer_type, rates in tables.by_layer.items():

@@ -26,7 +26,6 @@ from posenc.interop.huggingface.modules import (
     Norms,
     Tables,
     holds_other_rates,
-    is_rounded,
     plan_norms,
     rotary_forward,
     tables_of,
@@ -52,6 +51,7 @@ from posenc.nn.extended import ExtendedRoPE
 _PLAIN = ("doubled", "repeated", "single", "complex")
 # An attribute of the model, the implementation that it had.
 _BEFORE = "_posenc_implementation"
+_Plan = tuple[nn.Module, dict[str, Replacement]]
 _UNKNOWN = ("sliding_window", "softcap", "s_aux")
 _UNCHANGED = "Use the model as it is: nothing was changed."
 
@@ -177,11 +177,11 @@ def patch(model: nn.Module, *, fuse: bool = True) -> Report:
         >>> unpatch(model)
     """
     checks.boolean("patch", "fuse", fuse)
-    planned: list[tuple[nn.Module, dict[str, Replacement]]] = []
+    planned: list[_Plan] = []
     processors: list[tuple[Any, Any]] = []
     rotary: list[tuple[str, nn.Module, Tables]] = []
     places, kept, norms = list[Place](), list[Kept](), list[Norms]()
-    tables, edited, rounded = list[Table](), list[Table](), list[Table]()
+    tables, edited = list[Table](), list[str]()
     for path, module, methods, keeps in _scanned("patch", model):
         kind = type(module).__name__
         is_rotary = any(
@@ -193,7 +193,7 @@ def patch(model: nn.Module, *, fuse: bool = True) -> Report:
         places += _places(path, module, methods)
         kept += [Kept(path, kind)] * keeps
         if methods:
-            planned.append((module, _by_attribute(path, module, methods)))
+            planned.append(_planned(path, module, methods))
         if processor is not None:
             places += [Place(path, type(processor).__name__, *old) for old in by_processor]
             processors.append((module, processor))
@@ -204,29 +204,27 @@ def patch(model: nn.Module, *, fuse: bool = True) -> Report:
         if is_rotary:
             form, rates = ("unchanged", "its own") if ours is None else (ours.form, ours.rates)
             tables.append(Table(path, kind, form, rates))
-            rounded += tables[-1:] * (rates == "its own" and is_rounded(module))
         if ours is not None:
             rotary.append((path, module, ours))
-            edited += tables[-1:] * holds_other_rates(module, ours)
+            edited += [f"{path} ({kind})"] * holds_other_rates(module, ours)
     for path, module, ours in rotary:
         method = rotary_forward(type(module), replace(ours, rounded=bool(kept)))
-        planned.append((module, _by_attribute(path, module, [method])))
+        planned.append(_planned(path, module, [method]))
     attending, attentions = _with_bias(model, rotates=bool(places))
     for path, (module, method) in attending.items():
-        planned.append((module, _by_attribute(path, module, [method])))
+        planned.append(_planned(path, module, [method]))
     if not planned and not processors:
         got = f"{type(model).__name__}, which calls no function that rotates"
         hint = "Use the model as it is: without rotary positions it needs no patch."
         rule = "model must have rotary embeddings, ALiBi or T5's buckets"
         checks.fail("patch", rule, got, hint)
     _refuse_converted(model, places)
-    problem = "inv_freq should be in float32 if the config has no such rates, got half precision in"
-    hint = "Keep that buffer in float32: the module computes its angles from it."
-    _warn(problem, rounded, hint)
-    problem = "inv_freq should hold the rates of the config, got others in"
-    _warn(problem, edited, "Write them into the config: the patched model takes its rates from it.")
-    for module, methods_by_attribute in planned:
-        install(module, methods_by_attribute)
+    if edited:
+        problem = f"inv_freq should hold the rates of the config, got others in {', '.join(edited)}"
+        hint = "Write them into the config: the patched model takes its rates from it."
+        warnings.warn(f"patch: {problem}.\n  {hint}", UserWarning, stacklevel=2)
+    for plan in planned:
+        install(*plan)
     for module, processor in processors:
         install(module, {})
         module.processor = processor
@@ -309,10 +307,9 @@ def _places(path: str, module: nn.Module, methods: list[Replacement]) -> list[Pl
     return [Place(path, cls, *replaced) for one in methods for replaced in one.replaced]
 
 
-def _by_attribute(
-    path: str, module: nn.Module, methods: list[Replacement]
-) -> dict[str, Replacement]:
-    return {attribute_for(module, path, method): method for method in methods}
+def _planned(path: str, module: nn.Module, methods: list[Replacement]) -> _Plan:
+    """A module, and its new methods by the attributes that get them."""
+    return module, {attribute_for(module, path, method): method for method in methods}
 
 
 def _with_bias(model: nn.Module, *, rotates: bool) -> tuple[biased.Plan, list[Attention]]:
@@ -324,12 +321,6 @@ def _with_bias(model: nn.Module, *, rotates: bool) -> tuple[biased.Plan, list[At
             return {}, []
         rule = "every attention with a bias must be known to posenc"
         checks.fail("patch", rule, f"{error}", _UNCHANGED)
-
-
-def _warn(problem: str, found: list[Table], hint: str) -> None:
-    if found:
-        names = ", ".join(f"{table.module} ({table.cls})" for table in found)
-        warnings.warn(f"patch: {problem} {names}.\n  {hint}", UserWarning, stacklevel=3)
 
 
 def _refuse_converted(model: nn.Module, places: list[Place]) -> None:
@@ -380,9 +371,8 @@ def drop_rotation(model: nn.Module, *, layers: Collection[int] | None = None) ->
             hint = f"Pass some of {sorted(known)}."  # type: ignore[type-var]
             checks.fail(who, "layers must be layers that rotate", sorted(missing), hint)
         rotating = [row for row in rotating if _index(row[0]) in wanted]
-    planned = [(module, _by_attribute(path, module, methods)) for path, module, methods in rotating]
-    for module, methods_by_attribute in planned:
-        install(module, methods_by_attribute)
+    for plan in [_planned(*row) for row in rotating]:
+        install(*plan)
     places = [place for row in rotating for place in _places(*row)]
     return Report(tuple(replace(place, variant="not rotated") for place in places))
 
@@ -431,7 +421,7 @@ def dual_chunk(model: nn.Module, *, chunk: int, window: int) -> Report:
 
 def _extend(who: str, model: nn.Module, extend: Callable[[RoPE], ExtendedRoPE]) -> Report:
     extensions: dict[nn.Module, ExtendedRoPE | None] = {}
-    planned: list[tuple[nn.Module, dict[str, Replacement]]] = []
+    planned: list[_Plan] = []
     places: list[Place] = []
     layers: dict[int, list[RoPE | None]] = {}
     for path, module, methods in _rotating(who, model):
@@ -452,11 +442,11 @@ def _extend(who: str, model: nn.Module, extend: Callable[[RoPE], ExtendedRoPE]) 
         extensions[module] = None if rope is None else extend(rope)
         variant = "not rotated" if rope is None else type(extensions[module]).__name__
         places += [replace(place, variant=variant) for place in rotations]
-        planned.append((module, _by_attribute(path, module, methods)))
+        planned.append(_planned(path, module, methods))
     _check_rates(who, model, [each.rope for each in extensions.values() if each is not None])
     _attach(who, model, extensions)
-    for module, methods_by_attribute in planned:
-        install(module, methods_by_attribute)
+    for plan in planned:
+        install(*plan)
     return Report(tuple(places))
 
 
