@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -75,6 +75,9 @@ def same(got: Any, expected: Any, error: float = 1e-5) -> bool:
     return len(got) == len(expected) and all(same(a, b, error) for a, b in pairs)
 
 
+Trait = Literal["", "patches only", "last channels", "backwards"]
+
+
 @dataclass(frozen=True, slots=True)
 class Variant:
     """What a rotating function does."""
@@ -84,16 +87,15 @@ class Variant:
     # Where the tables get an axis for the heads: an index; unsqueeze_dim, an argument; tokens, if
     # tables are flattened to one row for each token; None, if they come with the axis.
     axis: int | str | None
-    patches_only: bool = False  # the last tokens have rows, and the others are not rotated
-    last: bool = False  # the last channels are rotated, rather than the first
-    backwards: bool = False  # the angle is negated
+    # What it does besides: the last tokens have rows, and the others are not rotated; the last
+    # channels are rotated, rather than the first; or the angle is negated.
+    trait: Trait = ""
     bare: bool = False  # queries without keys are returned as a tensor, not as (q, None)
 
     def describe(self, form: str) -> str:
         """The variant in words, of a function that gets tables in ``form``."""
-        words = [form] * bool(form) + [self.tables] * (not form or self.tables != "single")
-        words += ["patches only"] * self.patches_only + ["last channels"] * self.last
-        return ", ".join(words + ["backwards"] * self.backwards)
+        tables = "" if form and self.tables == "single" else self.tables
+        return ", ".join(filter(None, (form, tables, self.trait)))
 
 
 def _function(
@@ -106,7 +108,7 @@ def _function(
     rotating = [name for name in names if name in _ROTATED]
     pick = PAIRS[variant.tables]
     layout = -1 if identity else _native_layout(names, variant, default_axis)
-    how = {"last": variant.last, "backwards": variant.backwards}
+    how = {"last": variant.trait == "last channels", "backwards": variant.trait == "backwards"}
 
     def rotated(*args: Any, **kwargs: Any) -> Any:
         if layout >= 0 and len(args) == 4 and not kwargs:
@@ -123,7 +125,7 @@ def _function(
             cos, sin = (t.reshape(-1, 1, t.shape[-1]) for t in (cos, sin))
         elif axis is not None:
             cos, sin = cos.unsqueeze(axis), sin.unsqueeze(axis)
-        if not variant.patches_only:
+        if variant.trait != "patches only":
             return packed(rotation.rotate_all(xs, cos, sin, variant.layout, **how))
         rows = cos.shape[-2]
         ends = [x[..., x.shape[-2] - rows :, :] for x in xs]
@@ -143,13 +145,14 @@ def _native_layout(names: tuple[str, ...], variant: Variant, default_axis: int) 
     """The layout for native code of a call with q, k, cos and sin; -1 if there is more to do."""
     q, k, *tables = names[:4]
     axis = default_axis if variant.axis == _AXIS else variant.axis
-    simple = {q, k} <= _ROTATED and tables == ["cos", "sin"] and not variant.patches_only
-    if not simple or variant.last or axis not in (1, 2):
+    simple = {q, k} <= _ROTATED and tables == ["cos", "sin"]
+    if not simple or variant.trait not in ("", "backwards") or axis not in (1, 2):
         return -1
     # Of one number for each channel, native code takes the first of each pair.
-    if variant.tables != ("repeated" if variant.layout != "half" else "doubled"):
+    interleaved, backwards = variant.layout != "half", variant.trait == "backwards"
+    if variant.tables != ("repeated" if interleaved else "doubled"):
         return -1
-    spec = Spec(variant.layout != "half", variant.layout == "interleaved", 0, variant.backwards)
+    spec = Spec(interleaved, variant.layout == "interleaved", 0, backwards)
     return spec.bits() + TWINS + (TOKENS_FIRST if axis == 2 else 0)
 
 
@@ -222,10 +225,10 @@ def _matching(
 def _variants(names: tuple[str, ...]) -> Iterator[Variant]:
     """Every variant, the likeliest first."""
     axes: tuple[int | str | None, ...] = (_AXIS,) if _AXIS in names else (None, 1, -2, "tokens")
-    layouts, no_yes = ("half", "interleaved", "interleaved to half"), (False, True)
-    for bare, backwards, last, patches_only in itertools.product(*[no_yes] * 4):
+    layouts = "half", "interleaved", "interleaved to half"
+    for bare, trait in itertools.product((False, True), get_args(Trait)):
         for tables, layout, axis in itertools.product(WIDEN, layouts, axes):
-            yield Variant(tables, layout, axis, patches_only, last, backwards, bare)
+            yield Variant(tables, layout, axis, trait, bare)
 
 
 # Shapes of queries and of tables without their channels, for 3 heads and 5 tokens; and
