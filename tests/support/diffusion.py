@@ -12,7 +12,6 @@ OWN_WARNINGS = [
     pytest.mark.filterwarnings(f"ignore:{said}")
     for said in (
         "`FluxPosEmbed` is deprecated",  # Chroma
-        "In CPU autocast",  # Mochi
         "Initializing zero-element",  # Nucleus-Image
     )
 ]

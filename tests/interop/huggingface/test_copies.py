@@ -11,18 +11,13 @@ import torch
 from posenc.interop.huggingface import patch, unpatch
 from support.hf_models import SMALL, Calls, apart, llama, tiny, tokens
 
+# Methods of attention, and a forward of a rotary module that recomposes.
 FAMILIES = {
     "LlamaModel": SMALL,
-    "Gemma3TextModel": {
-        **SMALL,
-        "head_dim": 16,
-        "layer_types": ["sliding_attention", "full_attention"],
-    },
     "Qwen2VLTextModel": {
         **SMALL,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]},
     },
-    "RoFormerModel": {**SMALL, "embedding_size": 64},
 }
 
 

@@ -15,36 +15,21 @@ SECTIONS = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [2,
 GPT = {"n_embd": 64, "n_layer": 2, "n_head": 4, "rotary_dim": 8, "vocab_size": 99}
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 
-# Class, configuration, changes to it, and how the model rotates.
+# A family for each way to rotate: class, configuration, changes to it, and how the model rotates.
 FAMILIES = {
     "llama": ("LlamaModel", SMALL, "half"),
     "cohere": ("CohereModel", SMALL, "interleaved"),
     "gpt_neox-partial": ("GPTNeoXModel", SMALL, "half"),
     "gptj": ("GPTJModel", GPT, "interleaved"),
-    "glm": ("GlmModel", {**SMALL, "head_dim": 16}, "interleaved"),
     "deepseek_v2-complex": ("DeepseekV2Model", MLA, "interleaved"),
     "deepseek_v3": ("DeepseekV3Model", MLA, "interleaved to half"),
-    "deepseek_v3-not-interleaved": (
-        "DeepseekV3Model",
-        {**MLA, "rope_interleave": False},
-        "half",
-    ),
-    "olmo2": ("Olmo2Model", SMALL, "half"),
-    "modernbert": ("ModernBertModel", {**SMALL, "global_attn_every_n_layers": 2}, "half"),
-    "esm": ("EsmModel", {**SMALL, "position_embedding_type": "rotary"}, "half"),
     "qwen2_vl-text": ("Qwen2VLTextModel", {**SMALL, "rope_parameters": SECTIONS}, "half"),
-    "qwen3_vl-text": (
-        "Qwen3VLTextModel",
-        {**SMALL, "head_dim": 16, "rope_parameters": SECTIONS},
-        "half",
-    ),
     "gemma3-by-layer": (
         "Gemma3TextModel",
         {**SMALL, "head_dim": 16, "layer_types": ["sliding_attention", "full_attention"]},
         "half",
     ),
     "gpt_oss-single": ("GptOssModel", {**SMALL, **EXPERTS, "head_dim": 16}, "half"),
-    "llama4-text": ("Llama4TextModel", {**SMALL, **EXPERTS, "head_dim": 16}, "interleaved"),
     "nanochat-backwards": ("NanoChatModel", SMALL, "half"),
     "qwen3_vl-vision": ("Qwen3VLVisionModel", VISION, "half"),
     "roformer": ("RoFormerModel", {**SMALL, "embedding_size": 64}, "interleaved"),

@@ -92,21 +92,6 @@ def test_other_models_of_the_class_rotate_whatever_is_patched_first():
     assert torch.equal(logits(copy.deepcopy(second)), logits(second))
 
 
-@pytest.mark.parametrize("kind", ["qwen3", "gpt_neox", "cohere", "glm"])
-@pytest.mark.slow
-def test_without_a_rotation_no_position_counts(kind):
-    """Positions are all that a layer without rotation does not see; the mask it still sees."""
-    more = {"num_key_value_heads": 4} if kind == "gpt_neox" else {}
-    model = made(kind, **more)
-    drop_rotation(model)
-    near, far = torch.arange(40)[None], 7 * torch.arange(40)[None] + 3
-    mask = {"attention_mask": torch.ones(2, 40, dtype=torch.long)}
-    a, b = (logits(model, position_ids=at, **mask) for at in (near, far))
-    assert torch.equal(a, b)
-    unpatch(model)
-    assert (logits(model, position_ids=far, **mask) - a).abs().max() > 1e-6
-
-
 @extensions
 def test_an_extended_layer_attends_at_the_positions_of_the_paper(extension):
     extend, numbers, oracle = extension
