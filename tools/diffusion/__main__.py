@@ -3,8 +3,8 @@
     python tools/diffusion                # all of them; writes the table of docs/diffusers.md
     python tools/diffusion Flux Wan       # those whose names begin so; prints what came out
 
-The models are those of ``tests/support/diffusion.py``, tiny and with random weights: nothing is
-downloaded. Two minutes on one core.
+The models are those of ``models.py``, tiny and with random weights: nothing is downloaded. Two
+minutes on one core.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tools" / "models")]
 import diffusers  # noqa: E402
 import torch  # noqa: E402
 from judge import judge  # noqa: E402
+from models import ALL  # noqa: E402
 
 from posenc import RoPE  # noqa: E402
-from support.diffusion import MODELS, tiny  # noqa: E402
+from support.diffusion import tiny  # noqa: E402
 
 LIMIT = 2e-6
 PAGE = ROOT / "docs" / "diffusers.md"
@@ -35,7 +36,7 @@ def main() -> None:
     torch.set_num_threads(1)
     asked = tuple(sys.argv[1:])
     rows = []
-    for name in MODELS:
+    for name in ALL:
         if not asked or name.startswith(asked):
             rows.append(study(name))
             print(rows[-1]["text"], flush=True)
@@ -45,7 +46,7 @@ def main() -> None:
 
 def study(name: str) -> dict[str, Any]:
     """Drive one model as it is, patched, and as it is again."""
-    model, given = tiny(name)
+    model, given = tiny(name, ALL)
     found = judge(model, lambda: model(**given, return_dict=False))
     assert not found["still"], f"{name} still calls {found['still']}"
     assert found["restored"], f"unpatch does not restore {name}"
