@@ -49,6 +49,7 @@ for kind in ("llama", "nanochat", "gpt_oss"):
 """
 
 
+@pytest.mark.slow
 def test_marked_functions_are_patched_and_replaced():
     from transformers.utils import is_kernels_available
 
