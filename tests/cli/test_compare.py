@@ -123,19 +123,14 @@ def test_ctrl_c_keeps_finished_trainings_and_resume_does_the_others(run, tmp_pat
     assert "Not finished" not in (out / "report.html").read_text()
 
 
-def test_ctrl_c_in_the_first_training_leaves_a_folder_to_resume(run, tmp_path, monkeypatch):
+def test_ctrl_c_in_the_first_training_draws_nothing(run, tmp_path, monkeypatch):
     def interrupted(self, progress, jobs):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(Run, "go", interrupted)
-    stopped = run(*TINY, "--base", 0, "--encodings", "none", "-o", tmp_path)
+    stopped = run(*TINY, "--encodings", "none", "-o", tmp_path)
     assert stopped.exit_code == 130
-    assert "stopped after 0 of 1 trainings" in stopped.stderr
     assert os.listdir(tmp_path) == ["results.json"]
-    monkeypatch.undo()
-    done = run("--resume", "-o", tmp_path, *TINY, "--base", 0)
-    assert done.exit_code == 0, done.output
-    assert (tmp_path / "report.html").exists()
 
 
 def test_resume_refuses_another_plan(run, tmp_path):
@@ -157,29 +152,6 @@ def test_a_finished_run_of_a_gpu_is_drawn_without_one(run, tmp_path):
     done = run("--resume", "-o", tmp_path)
     assert done.exit_code == 0, done.output
     assert (tmp_path / "report.html").exists()
-
-
-@pytest.mark.usefixtures("undrawn")
-def test_the_example_in_the_help_is_accepted(run, tmp_path):
-    """Only made small: what it would do is what the flags of every other test do."""
-    text = " ".join(run("--help").stdout.split())
-    example = text.split("Example: posenc compare ")[1].split(" ╭")[0].split()
-    assert example == ["--quick", "-o", "compared"]
-    done = run("--quick", "-o", tmp_path / "compared", *TINY, "--encodings", "none")
-    assert done.exit_code == 0, done.output
-
-
-@pytest.mark.usefixtures("undrawn")
-def test_an_earlier_run_is_replaced_only_with_overwrite(run, tmp_path):
-    arguments = ("-o", tmp_path, *TINY, "--encodings", "none")
-    assert run(*arguments).exit_code == 0
-    before = (tmp_path / "results.json").read_bytes()
-    again = run(*arguments)
-    assert again.exit_code == 2
-    assert "continue it with --resume, or replace it with --overwrite" in again.stderr
-    assert (tmp_path / "results.json").read_bytes() == before
-    assert run(*arguments, "--overwrite").exit_code == 0
-    assert (tmp_path / "results.json").read_bytes() != before
 
 
 @pytest.mark.parametrize(
@@ -217,14 +189,6 @@ def test_a_training_that_diverges_says_so_in_one_line(run, tmp_path):
     *_, said = done.stderr.splitlines()
     assert said.startswith("posenc: the training of text-none-0 diverged at step ")
     assert said.endswith(": lower --learning-rate.")
-
-
-def test_an_output_that_is_a_file_is_an_error(run, tmp_path):
-    file = tmp_path / "file"
-    file.touch()
-    done = run("-o", file)
-    assert done.exit_code == 2
-    assert done.stderr == f"posenc: [Errno 20] Not a directory: '{file}'\n"
 
 
 @pytest.mark.parametrize("package", ["matplotlib", "jinja2"])

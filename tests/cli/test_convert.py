@@ -99,13 +99,6 @@ def test_a_signal_to_end_leaves_nothing_behind(run, number, ignored):
     assert sorted(os.listdir()) == (["model", "out"] if ignored else ["model"])
 
 
-def test_a_missing_package_names_the_command_that_brings_it(run, monkeypatch):
-    monkeypatch.setitem(sys.modules, "safetensors", None)
-    done = run("model", "-o", "out", "--to", "interleaved")
-    assert done.exit_code == 2
-    assert "convert needs safetensors: pip install 'posenc[cli]'" in done.stderr
-
-
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

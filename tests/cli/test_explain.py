@@ -78,16 +78,6 @@ def test_json_has_values_sources_and_rates(run):
     assert layer["attention_factor"] > 1
 
 
-def test_all_layer_types_or_the_one_that_is_named(run):
-    found = json.loads(run(LAYERS, "--json").stdout)
-    assert [each["layer_type"] for each in found["layers"]] == [
-        "full_attention",
-        "sliding_attention",
-    ]
-    one = json.loads(run(LAYERS, "--json", "--layer-type", "sliding_attention").stdout)
-    assert [each["arguments"]["base"]["value"] for each in one["layers"]] == [1e4]
-
-
 def test_the_length_decides_where_a_rule_asks_for_it(run):
     config = {
         "head_dim": 64,

@@ -20,14 +20,6 @@ def test_a_table_in_a_pipe_is_padded_text(capsys):
     assert capsys.readouterr().out == "title\n          n\n  plain   7\n  [x]    10\n  a note\n"
 
 
-def test_a_table_on_a_terminal_has_borders(terminal, capsys):
-    """Names are text, not markup: one in brackets is shown in them."""
-    _print.table("title", ("", "n"), ROWS, ["[a] note"])
-    drawn = capsys.readouterr().out
-    assert "│ [x]   │" in drawn
-    assert "[a] note" in drawn
-
-
 def test_no_control_character_of_a_file_reaches_the_terminal(terminal, capsys):
     """An escape sequence renames the window, or writes over what was said."""
     evil = "\x1b]0;owned\x07\x9b31m\u202e\ud800"

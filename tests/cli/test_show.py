@@ -47,15 +47,6 @@ def test_without_a_file_it_draws_in_the_current_folder(run, tmp_path, monkeypatc
     assert (tmp_path / "posenc-show.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_with_a_file_it_draws_there_and_says_so(run, tmp_path):
-    """Every format is drawn in the tests of the style."""
-    path = tmp_path / "x.svg"
-    done = run("alibi", "--heads", 4, "-o", path)
-    assert done.exit_code == 0, done.output
-    assert done.stdout == f"picture: {path}\n"
-    assert path.read_bytes().startswith(b"<?xml")
-
-
 def test_the_example_in_the_help_runs(run, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     text = " ".join(run("--help").stdout.split())
@@ -77,13 +68,6 @@ def test_rule_against_rule_as_numbers(run):
     assert [a / b for a, b in zip(plain, linear, strict=True)] == pytest.approx([4.0] * 4)
     assert plain[0] / ntk[0] == pytest.approx(1.0)
     assert plain[-1] / ntk[-1] == pytest.approx(4.0)
-
-
-def test_json_of_alibi_has_the_slopes(run):
-    found = json.loads(run("alibi", "--heads", 4, "--json").stdout)
-    assert found == {
-        "encoding": "alibi", "trained": 4096, "heads": 4, "slopes": [0.25, 0.0625, 2**-6, 2**-8]
-    }  # fmt: skip
 
 
 @pytest.mark.parametrize("folder", [False, True], ids=["file", "folder"])
@@ -142,13 +126,3 @@ def test_an_error_is_one_line_and_exit_code_2(run, arguments, words):
     assert done.stderr.startswith("posenc: ")
     assert done.stderr.count("\n") == 1
     assert words in done.stderr
-
-
-def test_a_missing_matplotlib_names_the_command_that_brings_it(run, tmp_path, monkeypatch):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    done = run("rope", "-o", tmp_path / "x.png")
-    assert done.exit_code == 2
-    assert (
-        done.stderr
-        == "posenc: -o needs matplotlib: pip install 'posenc[cli]', or '.[cli]' in a clone\n"
-    )

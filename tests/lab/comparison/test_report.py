@@ -81,23 +81,6 @@ def test_a_dollar_in_the_name_of_a_text_is_drawn_as_it_is(results):
     assert rb"$\frac$.txt" in image(report.overview(TINY, named), ".svg")
 
 
-def test_one_legend_names_the_lines_of_all_panels(results):
-    sheet = report.overview(TINY, results)
-    (legend,) = sheet.legends
-    colours = {
-        text.get_text(): line.get_color()
-        for text, line in zip(legend.texts, legend.get_lines(), strict=True)
-    }
-    assert colours.keys() == {row["label"] for row in results["summary"]["text"]}
-    assert len(set(colours.values())) == 5
-    # RoPE was trained for RoPE + YaRN, and is not compared: it has the colour of the latter.
-    colours["RoPE"] = colours["RoPE + YaRN"]
-    assert len(sheet.axes) == 3
-    for ax in sheet.axes:
-        for line in ax.get_lines():
-            assert line.get_color() == colours[line.get_label()]
-
-
 def test_a_single_length_is_drawn(tmp_path):
     plan = dataclasses.replace(TINY, times=(1,), encodings=("none",))
     run = Run(tmp_path, plan)

@@ -1,5 +1,4 @@
 import dataclasses
-import math
 
 import pytest
 import torch
@@ -103,16 +102,6 @@ def test_a_rule_changes_the_output_only_past_the_training_length(name):
     torch.testing.assert_close(model(tokens[:, :8]), plain[:, :8], rtol=0, atol=1e-5)
 
 
-def test_weight_decay_is_for_matrices_and_never_for_tables():
-    """A learned row past the training length must stay as LearnedPosEmbedding made it."""
-    model = decoder("learned")
-    decayed, others = (group["params"] for group in model.weight_groups(0.1))
-    tables = {id(model.embedding.weight), id(model.position.pos_emb.weight)}
-    assert not tables & {id(p) for p in decayed}
-    assert {p.dim() for p in decayed} == {2}
-    assert len(decayed) + len(others) == len(list(model.parameters()))
-
-
 def test_a_dropped_rotation_leaves_a_decoder_without_an_encoding():
     tokens = torch.arange(24)[None] % 11
     none, dropped = decoder("none"), decoder("rope")
@@ -130,17 +119,6 @@ def test_a_skipped_layer_attends_without_an_encoding():
     assert len(called) == 2
 
 
-def test_the_rate_rises_for_a_tenth_and_falls_to_a_twentieth():
-    rates = [training.learning_rate(step, 100, 1.0) for step in range(100)]
-    assert rates[0] == pytest.approx(0.1)
-    assert max(rates) == rates[9]
-    assert rates[9:] == sorted(rates[9:], reverse=True)
-    half = 0.05 + 0.95 / 2
-    assert rates[50] == pytest.approx(half)
-    last = 0.05 + 0.95 * (1 + math.cos(0.99 * math.pi)) / 2
-    assert rates[99] == pytest.approx(last)
-
-
 def test_products_are_in_the_dtype_of_the_plan_and_losses_in_float32():
     tokens = torch.randint(0, 5, (2, 7))
     lost = {}
@@ -153,19 +131,6 @@ def test_products_are_in_the_dtype_of_the_plan_and_losses_in_float32():
         assert made[0].dtype == {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype]
         assert lost[dtype].dtype == torch.float32
     assert torch.allclose(lost["fp32"], lost["bf16"], atol=0.01)
-
-
-def test_the_loss_is_that_of_the_next_token():
-    plan = Plan(train_length=6, width=8, layers=1, heads=2)
-    model = Decoder("none", plan, symbols=5, seed=0)
-    tokens = torch.randint(0, 5, (2, 7))
-    lost = losses_of(model, Batch(tokens[:, :-1], tokens[:, 1:]))
-    chance = model(tokens[:, :-1]).log_softmax(-1)
-    for row in range(2):
-        for at in range(6):
-            assert lost[row, at].item() == pytest.approx(
-                -chance[row, at, tokens[row, at + 1]].item(), abs=1e-6
-            )
 
 
 def test_rows_past_the_training_length_are_never_trained():
