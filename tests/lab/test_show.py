@@ -13,7 +13,6 @@ VIEWS = {
     "rope": show.rope(dim=16, length=12, trained=64),
     "rope-rules": show.rope(dim=16, trained=64, scaling="yarn", against="ntk"),
     "pope": show.pope(dim=16, length=12, trained=64),
-    "alibi": show.alibi(heads=4, length=12, trained=64),
     **{name: draw(heads=4, length=12, trained=8) for name, draw in show.BIASES.items()},
     "grid": show.grid(heads=2),
 }

@@ -45,6 +45,11 @@ class Family(NamedTuple):
 
 
 FAMILIES = {
+    "alibi": Family(
+        "ALiBi",
+        "a slope of each head times the distance",
+        lambda heads, width, trained: nn.ALiBi(heads),
+    ),
     "t5": Family(
         "T5",
         "a number for each bucket of distances, here random",
@@ -118,7 +123,7 @@ def gallery(length: int = 96, dim: int = 64) -> Figure:
         ("Rotary", circles),
         ("Rotary", wavelengths),
         ("Rotary", by_distance),
-        ("ALiBi", alibi(length=length).panels[2]),
+        ("ALiBi", relative("alibi", length=length, trained=length).panels[0]),
     )
     panels = [replace(panel, title=f"{name}: {panel.title}") for name, panel in shown]
     return sheet(panels, 14, 7.6, columns=3, title="posenc: where a token is, four ways")
@@ -225,31 +230,6 @@ def of_config(
     return _rotary(shown, dim, base, length, trained, longest)
 
 
-def alibi(*, heads: int = 8, length: int = 128, trained: int = 4096) -> View:
-    """Slopes and bias, for distances of up to ``trained``."""
-    module, middle = nn.ALiBi(heads), heads // 2
-    bias, slopes = module.get_bias(length), module.slopes.double()
-    distance = torch.logspace(0, math.log10(trained), 300, dtype=torch.float64)
-    subtracted, left = [], []
-    for head in _some(heads):
-        row, weight = bias[head, -1].flip(-1), (-slopes[head] * distance).exp()
-        # Lines end where their values become negligible.
-        near, seen = row >= -12, weight >= 0.01
-        subtracted.append(line(f"head {head}", torch.arange(length)[near], row[near]))
-        left.append(line(f"head {head}", distance[seen], weight[seen]))
-    by_head = [line("", torch.arange(heads), slopes)]
-    slope = Chart("Slope of each head", "head", "subtracted per position", by_head, "y", dots=True)
-    panels = (
-        Heat(f"Bias of head {middle}", "key", "query", bias[middle]),
-        slope,
-        Chart("Subtracted from the score", "distance", "", subtracted),
-        Chart("Weight that is left, equal scores", "distance", "", left, log="x"),
-    )
-    numbers = {"encoding": "alibi", "trained": trained, "heads": heads}
-    title = f"ALiBi: subtracted from the score, {heads} heads"
-    return View(title, panels, {**numbers, "slopes": slopes.tolist()})
-
-
 def fourier(*, dim: int = 128, length: int = 128) -> View:
     """Features of ``length`` coordinates between 0 and 1, and how alike they are by distance."""
     at = torch.linspace(0, 1, length, dtype=torch.float64)[:, None]
@@ -342,7 +322,7 @@ BIASES: dict[str, Callable[..., View]] = {
     "cope": cope,
 }
 ENCODINGS: dict[str, Callable[..., View]] = {
-    **{view.__name__: view for view in (sinusoidal, learned, rope, pope, alibi)},
+    **{view.__name__: view for view in (sinusoidal, learned, rope, pope)},
     **BIASES,
     "grid": grid,
     "fourier": fourier,

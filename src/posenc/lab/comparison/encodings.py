@@ -176,12 +176,7 @@ ENCODINGS = {
         "The angles go on, to distances that the model was not trained on.",
     ),
     "xpos": Encoding("xPos", "queries and keys", _xpos, "Rotation and decay continue."),
-    "alibi": Encoding(
-        "ALiBi",
-        "scores",
-        lambda plan, length: posenc.ALiBi(plan.heads),
-        "The slopes stay as they are.",
-    ),
+    "alibi": _family("alibi", "The slopes stay as they are."),
     "alibi-learned": Encoding(
         "ALiBi, learned",
         "scores",
