@@ -55,7 +55,6 @@ def convert(
     Example: posenc convert model -o model-interleaved --to interleaved
     """
     arguments = {name: value for name, value in context.params.items() if name != "json_"}
-    _print.check_installed("convert", "safetensors")
     _interrupt_on_signals()
     with _print.progress() as progress:
         report = checkpoints.convert(**arguments, progress=progress)

@@ -99,7 +99,7 @@ def convert(
         fused: ``"qkv"`` or ``"qkv_grouped"``, as in :func:`permute`, for a fused projection of a
             family unknown here.
         overwrite: Whether an existing target may be replaced: a file, or a folder with weights.
-        progress: Called with the name of each file and folder, and the fraction of bytes written.
+        progress: Called with the name of each file of weights, and the fraction that is written.
 
     Returns:
         A :class:`Conversion`.
@@ -126,25 +126,19 @@ def convert(
         # By the old path.
         new_paths = {shard.path: new / shard.path.name if folder else new for shard in shards}
         others, left_out = files.other_files(source, new_paths, name) if folder else ([], [])
-        size = sum(path.stat().st_size for path in (*new_paths, *(source / p for p in others)))
+        size = sum(path.stat().st_size for path in new_paths)
         files.check_disk_space(target, size)
-        done, nbytes = 0, 0
-
-        def advance(path: Path) -> None:
-            nonlocal done
-            done += path.stat().st_size
-            if progress is not None:
-                progress(path.name, done / size)
-
         for path in others:
             files.copy(source / path, new / path)
-            advance(source / path)
         native = files.mark(new, to, native=model.layout == to)
+        done, nbytes = 0, 0
         for shard in shards:
             metadata = {k: v for k, v in shard.metadata.items() if k != METADATA}
             metadata |= {} if native else {METADATA: to}
             nbytes += files.write_shard(shard, new_paths[shard.path], metadata, orders)
-            advance(shard.path)
+            done += shard.path.stat().st_size
+            if progress is not None:
+                progress(shard.path.name, done / size)
     return Conversion(
         source=given,
         target=str(target),
