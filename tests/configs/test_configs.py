@@ -243,20 +243,6 @@ def test_a_dict_in_place_of_a_number_is_no_layer_type():
         RoPE.from_config({**SIZES, "rope_scaling": {"type": "linear", "factor": {}}})
 
 
-def test_a_layer_type_that_no_model_has_is_refused():
-    for usual in ("full_attention", "sliding_attention", "chunked_attention"):
-        assert configs.read(SIZES, layer_type=usual) == configs.read(SIZES)
-    with pytest.raises(ValueError, match="layer_type must be one of"):
-        configs.read(SIZES, layer_type="global")
-
-
-def test_a_default_layout_has_no_source():
-    assert (
-        "interleaved" not in configs.read({**SIZES, "model_type": "new", "rope_theta": 5e5}).sources
-    )
-    assert configs.read({**SIZES, "model_type": "glm"}).sources["interleaved"] == "model_type"
-
-
 def test_an_object_that_is_no_config_is_refused(tmp_path):
     with pytest.raises(ValueError, match="cannot read"):
         RoPE.from_config(tmp_path / "none.json")

@@ -186,12 +186,6 @@ def test_the_scale_of_queries_is_that_of_the_attention(kind):
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=0)
 
 
-def test_a_file_without_a_temperature_scales_no_queries():
-    file = {**DEEP, "model_type": "llama4_text"}
-    assert configs.read_positions({**file, "attn_temperature_tuning": False}).query_scale is None
-    assert configs.read_positions({**DEEP, "model_type": "llama"}).query_scale is None
-
-
 @pytest.mark.parametrize(
     "given",
     [

@@ -26,9 +26,3 @@ def test_the_file_is_what_the_tool_writes(monkeypatch):
     found = tool.rows()
     assert found == WRITTEN["models"]
     assert tool.PATH.read_text() == tool.text(found)
-
-
-def test_rows_are_sorted_and_say_something():
-    rows = WRITTEN["models"]
-    assert list(rows) == sorted(rows)
-    assert all(row and list(row) == sorted(row) for row in rows.values())

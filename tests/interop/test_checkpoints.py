@@ -7,7 +7,6 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from torch._subclasses import FakeTensorMode
 
 from posenc import RoPE
 from posenc.interop.checkpoints import Heads, convert, convert_state, permute
@@ -230,23 +229,3 @@ def test_a_checkpoint_of_which_nothing_is_recognised_is_an_error(names, tmp_path
     save_file({name: torch.randn(8) for name in names}, tmp_path / "a")
     with pytest.raises(ValueError, match="projection"):
         convert(tmp_path / "a", tmp_path / "b", to="interleaved", **SIZES)
-
-
-@pytest.mark.parametrize("mode", [lambda: torch.device("meta"), FakeTensorMode])
-def test_a_rehearsal_of_shapes_leaves_nothing_behind(mode, tmp_path):
-    names = [f"model.layers.0.self_attn.{part}_proj.weight" for part in "qk"]
-    how = {"to": "interleaved", "num_heads": 2, "head_dim": 8, "rotary_dim": 6}
-    with mode():
-        made = convert_state({name: torch.empty(16, 4) for name in names}, **how)
-    assert made[names[0]].shape == (16, 4)
-    state = {name: torch.randn(16, 4) for name in names}
-    wanted = {
-        name: w.view(2, 8, 4)[:, [0, 3, 1, 4, 2, 5, 6, 7]].flatten(0, 1)
-        for name, w in state.items()
-    }
-    save_file(state, tmp_path / "old.safetensors")
-    for target, where in (("after", "cpu"), ("within", "meta")):
-        with torch.device(where):
-            convert(tmp_path / "old.safetensors", tmp_path / target, **how)
-        found = load_file(tmp_path / target)
-        assert all(torch.equal(found[name], wanted[name]) for name in names)

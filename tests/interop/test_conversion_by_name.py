@@ -135,8 +135,6 @@ def test_the_cache_serves_offline_and_is_not_written_to(hub, tmp_path):
             "convert: org/empty has no config.json.\n  Pass the path of a folder with one.",
             id="no-config",
         ),
-        pytest.param("org/gated", "convert: org/gated is gated", id="gated"),
-        pytest.param("org/nobody", "convert: org/nobody is not a path here", id="unknown"),
         pytest.param("org/evil", "must name files of its own folder", id="index-leads-out"),
         pytest.param("org/half", "cannot get model.safetensors of org/half@", id="breaks"),
     ],
@@ -150,7 +148,6 @@ def test_an_error_leaves_nothing_behind(hub, model, text, monkeypatch):
     hub.files["org/evil"] = {**config, INDEX: b'{"weight_map": {"x": "../x.safetensors"}}'}
     hub.files["org/half"] = {**config, "model.safetensors": bytes(2000)}
     hub.cut = 1000
-    hub.refused["org/gated"] = (403, "GatedRepo")
     done = CliRunner().invoke(application(), ["convert", model, "-o", "out", "--to", "interleaved"])
     assert done.exit_code == 2
     # Before it, huggingface_hub may say that it tries again.
@@ -168,17 +165,3 @@ def test_a_target_that_cannot_be_written_is_found_before_weights_are_downloaded(
     with pytest.raises(FileNotFoundError, match="target must lie in a folder that exists"):
         convert("org/one", "nowhere/out", to="interleaved")
     assert hub.asked == ["org/one/config.json"]
-
-
-def test_the_command_converts_by_name_and_takes_the_config_of_a_name(hub, tmp_path):
-    run = CliRunner().invoke
-    done = run(application(), ["convert", "org/two", "-o", "out", "--to", "interleaved"])
-    assert done.exit_code == 0, done.stderr
-    assert done.stdout.startswith("out: interleaved, 2 of 3 tensors moved\n")
-    check(hub, "out")
-    with open("weights.safetensors", "wb") as file:
-        file.write(hub.files["org/one"]["model.safetensors"])
-    arguments = ["weights.safetensors", "-o", "new", "--to", "interleaved", "--config", "org/one"]
-    done = run(application(), ["convert", *arguments])
-    assert done.exit_code == 0, done.stderr
-    assert torch.equal(load_file("new")["norm"], hub.weights["norm"])

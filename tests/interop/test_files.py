@@ -28,6 +28,7 @@ def test_everything_but_weights_goes_along(small, tmp_path):
     (small / "tokenizer").mkdir()
     (small / "tokenizer" / "vocab.txt").write_text("v")
     (small / "vocab.txt").symlink_to("tokenizer/vocab.txt")
+    (small / "fonts").symlink_to("tokenizer")
     (small / "onnx").mkdir()
     (small / ".git").mkdir()
     (small / ".git" / "HEAD").write_text("h")
@@ -39,9 +40,15 @@ def test_everything_but_weights_goes_along(small, tmp_path):
     assert sorted(report.left_out) == others
     files = [p for p in (tmp_path / "new").rglob("*") if p.is_file()]
     names = {str(p.relative_to(tmp_path / "new")) for p in files}
-    copied = {".gitattributes", "config.json", "tokenizer/vocab.txt", "vocab.txt"}
+    copied = {
+        ".gitattributes",
+        "config.json",
+        "fonts/vocab.txt",
+        "tokenizer/vocab.txt",
+        "vocab.txt",
+    }
     assert names == copied | {"model.safetensors"}
-    assert not (tmp_path / "new" / "vocab.txt").is_symlink()
+    assert not any(path.is_symlink() for path in (tmp_path / "new").rglob("*"))
 
 
 def test_a_link_is_written_as_the_file_it_leads_to(small, tmp_path):
@@ -85,20 +92,6 @@ def test_bad_arguments_are_named(small, tmp_path):
     (small / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(ValueError, match="must name files of its own folder"):
         convert(small, tmp_path / "new", to="interleaved")
-
-
-def test_a_config_object_and_a_width_left_out_are_read(small, tmp_path):
-    from transformers import GemmaConfig, LlamaConfig
-
-    sizes = {"hidden_size": 32, "num_attention_heads": 4}
-    convert(small, tmp_path / "a", to="interleaved", config=LlamaConfig(**sizes))
-    state = {"model.layers.0.self_attn.q_proj.bias": torch.arange(512)}
-    raw = {"model_type": "gemma", "hidden_size": 96, "num_attention_heads": 2}
-    raw["num_key_value_heads"] = 2
-    made = [convert_state(state, to="interleaved", config=c) for c in (raw, GemmaConfig(**raw))]
-    name = next(iter(state))
-    assert torch.equal(made[0][name], made[1][name])
-    assert not torch.equal(made[0][name], state[name])
 
 
 def test_a_fused_weight_of_an_unknown_family_needs_its_layout_named():
@@ -169,25 +162,3 @@ def test_a_file_that_cannot_be_read_is_not_left_out_in_silence(small, tmp_path):
     with pytest.raises(PermissionError):
         convert(small, tmp_path / "new", to="interleaved")
     assert os.listdir(tmp_path) == ["old"]
-
-
-def test_a_cache_of_hugging_face_is_converted_through_its_links(small, tmp_path):
-    """models--NAME/snapshots/REVISION/FILE is a link to models--NAME/blobs/HASH."""
-    cache = tmp_path / "models--some--model"
-    snapshot, blobs = cache / "snapshots" / "abc", cache / "blobs"
-    blobs.mkdir(parents=True)
-    (cache / "snapshots").mkdir()
-    small.rename(snapshot)
-    (snapshot / "sub").mkdir()
-    (snapshot / "sub" / "vocab.txt").write_text("v")
-    for number, path in enumerate(p for p in sorted(snapshot.rglob("*")) if p.is_file()):
-        path.rename(blobs / str(number))
-        path.symlink_to(os.path.relpath(blobs / str(number), path.parent))
-    (tmp_path / "fonts").mkdir()
-    (tmp_path / "fonts" / "font.ttf").write_text("f")
-    (snapshot / "fonts").symlink_to(tmp_path / "fonts")
-    convert(snapshot, tmp_path / "target", to="interleaved")
-    files = sorted(p for p in (tmp_path / "target").rglob("*") if p.is_file())
-    names = ["config.json", "font.ttf", "model.safetensors", "vocab.txt"]
-    assert [p.name for p in files] == names
-    assert not any(p.is_symlink() for p in (tmp_path / "target").rglob("*"))

@@ -11,17 +11,7 @@ FORMS = [
     pytest.param(Heads(4, 8, num_kv_heads=1, rotary_dim=4), id="multi-query-partial"),
     pytest.param(Heads(4, 10, rotary_dim=6, last=True, latent=5), id="latent-last"),
 ]
-DTYPES = [
-    torch.float64,
-    torch.float32,
-    torch.bfloat16,
-    torch.float16,
-    torch.float8_e4m3fn,
-    torch.float8_e5m2,
-    torch.int8,
-    torch.int32,
-    torch.bool,
-]
+DTYPES = [torch.float64, torch.bfloat16, torch.float8_e4m3fn, torch.int8, torch.bool]
 
 
 def rows_of(kind, heads):
@@ -94,12 +84,6 @@ def test_rotated_heads_keep_their_products(kind, heads, to):
         if part is not None:
             others[part.flatten()] = False
     assert torch.equal(moved[others], weight[others]), "values, gates and latents stay"
-
-
-@pytest.mark.parametrize("to", ["half", "interleaved"])
-def test_a_single_pair_stays(to):
-    heads = Heads(1, 4, rotary_dim=2)
-    assert permute(torch.arange(4), "q", heads, to=to).tolist() == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
