@@ -24,10 +24,10 @@ QUICK = ("sinusoidal", "rope-rules", "alibi", "forget-gate", "grid")
 @pytest.mark.parametrize(
     "name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in VIEWS]
 )
-def test_every_view_is_drawn_with_four_titles(name):
+def test_every_view_is_drawn_with_a_title_for_each_panel(name):
     figure = show.figure(VIEWS[name])
     figure.draw_without_rendering()
-    assert len([ax for ax in figure.axes if ax.get_title(loc="left")]) == 4
+    assert len([ax for ax in figure.axes if ax.get_title(loc="left")]) == len(VIEWS[name].panels)
 
 
 @pytest.mark.parametrize(

@@ -201,7 +201,7 @@ Panel: TypeAlias = Heat | Chart
 
 
 class View(NamedTuple):
-    """One encoding: a title, four panels with the most important first, and numbers for JSON."""
+    """One encoding: a title, panels with the most important first, and numbers for JSON."""
 
     title: str
     panels: tuple[Panel, ...]

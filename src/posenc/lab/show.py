@@ -110,8 +110,8 @@ class Rotation(NamedTuple):
 
 
 def figure(view: View) -> Figure:
-    """All four panels of one encoding."""
-    return sheet(view.panels, 11.5, 7.4, columns=2, title=view.title)
+    """All panels of one encoding, two in a row."""
+    return sheet(view.panels, 11.5, 3.7 * len(view.panels) / 2, columns=2, title=view.title)
 
 
 def gallery(length: int = 96, dim: int = 64) -> Figure:
@@ -147,15 +147,8 @@ def learned(*, dim: int = 128, length: int = 128) -> View:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         table = nn.LearnedPosEmbedding(length, dim).pos_emb.weight.detach()
-    count, edges = torch.histogram(table, bins=60)
-    norms = line("", torch.arange(length), table.norm(dim=-1))
-    panels = (
-        *_added(table),
-        Chart("Length of the vector of each position", "position", "", [norms]),
-        Chart("Values of the table", "value", "how many", [line("", edges[:-1], count)]),
-    )
     title = f"Learned: added to the input, {dim} channels, before training"
-    return View(title, panels, {"encoding": "learned", "dim": dim})
+    return View(title, _added(table), {"encoding": "learned", "dim": dim})
 
 
 def rope(
