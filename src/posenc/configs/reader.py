@@ -94,8 +94,9 @@ class Config:
         """Where :meth:`value` reads ``key``."""
         return self.prefix + (key if key in self.top else "model_type")
 
-    def layer_count(self, key: str = "num_hidden_layers") -> int | None:
+    def layer_count(self) -> int | None:
         """The number of layers, if the config has a usable one."""
+        key = "num_hidden_layers"
         count = self.top.get(key)
         if type(count) is not int or count < 1:
             return None
