@@ -5,8 +5,8 @@ import pytest
 from typer.testing import CliRunner
 
 import posenc.cli
-from posenc.lab.comparison.encodings import COMPARED, ENCODINGS
-from posenc.lab.comparison.plan import Plan
+from posenc.lab.comparison.encodings import ENCODINGS
+from posenc.lab.comparison.plan import COMPARED, Plan
 from posenc.lab.comparison.run import Run
 
 TINY = (

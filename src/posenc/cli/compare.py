@@ -16,9 +16,9 @@ import typer
 from posenc.cli import _print
 from posenc.lab import machine
 from posenc.lab.comparison import report
-from posenc.lab.comparison.encodings import COMPARED, ENCODINGS
-from posenc.lab.comparison.plan import QUICK, Plan
-from posenc.lab.comparison.run import RESULTS, Run
+from posenc.lab.comparison.encodings import ENCODINGS
+from posenc.lab.comparison.plan import COMPARED, QUICK, Plan
+from posenc.lab.comparison.run import RESULTS, Run, units_of
 from posenc.lab.comparison.tasks import TASKS
 from posenc.lab.panels import save
 
@@ -144,7 +144,7 @@ def compare(
         for name, path in written.items():
             _print.say(f"{name}: {path}")
     if stopped:
-        done = f"{len(run.results['units'])} of {len(run.plan.units())} trainings"
+        done = f"{len(run.results['units'])} of {len(units_of(run.plan))} trainings"
         again = shlex.join(["posenc", "compare", "--resume", "-o", str(output)])
         _print.say(f"posenc: stopped after {done}; continue with {again}", err=True)
         raise typer.Exit(130)

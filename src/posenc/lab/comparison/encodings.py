@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from torch import nn
 
 import posenc
+from posenc.lab.comparison.plan import Plan
 from posenc.lab.show import FAMILIES, RULES
-
-if TYPE_CHECKING:
-    from posenc.lab.comparison.plan import Plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,4 +219,3 @@ ENCODINGS = {
         "All farther keys share the last trained vectors.",
     ),
 }
-COMPARED = ("none", "sinusoidal", "learned", "rope", "rope-yarn", "alibi")

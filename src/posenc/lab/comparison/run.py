@@ -8,7 +8,7 @@ import multiprocessing
 import os
 import signal
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ import torch
 
 import posenc
 from posenc.lab import machine
-from posenc.lab.comparison.encodings import ENCODINGS
+from posenc.lab.comparison.encodings import ENCODINGS, trained_with
 from posenc.lab.comparison.plan import Plan, Unit
 from posenc.lab.comparison.tasks import TASKS, Reading
 from posenc.lab.comparison.training import Progress, cost, silent, train_and_test
@@ -31,6 +31,8 @@ class Run:
     """A plan, and the folder of its results; ``command`` is the command line, for the report."""
 
     def __init__(self, folder: Path, plan: Plan, command: str = "") -> None:
+        _check_known("encodings", plan.encodings, ENCODINGS)
+        _check_known("tasks", plan.tasks, TASKS)
         self.folder, self.plan = folder, plan
         self.results: dict[str, Any] = {
             "posenc": posenc.__version__,
@@ -100,7 +102,7 @@ class Run:
 
     def _train(self, progress: Progress, jobs: int) -> Iterator[tuple[Unit, dict[str, Any]]]:
         """Do the unfinished trainings, and yield each as it ends."""
-        units = self.plan.units()
+        units = units_of(self.plan)
         missing = [unit for unit in units if str(unit) not in self.results["units"]]
         first = len(units) - len(missing)
         if jobs > 1 and len(missing) > 1:
@@ -148,11 +150,30 @@ def read(folder: Path) -> tuple[Plan, dict[str, Any]]:
         ) from None
 
 
+def units_of(plan: Plan) -> list[Unit]:
+    """Trainings, seed by seed, so that a stopped run has every encoding of its first seeds."""
+    trained = dict.fromkeys(map(trained_with, plan.encodings))
+    return [
+        Unit(task, name, seed)
+        for seed in range(plan.seeds)
+        for task in plan.tasks
+        for name in trained
+    ]
+
+
+def _check_known(option: str, names: tuple[str, ...], known: Iterable[str]) -> None:
+    for name in names or [""]:
+        if name not in known:
+            among = ", ".join(known)
+            raise ValueError(f"--{option} must be among {among}; got {name or 'nothing'}.")
+
+
 def _of_units(plan: Plan, finished: dict[str, Any]) -> dict[str, Any]:
     """The finished trainings in the plan's order, and what follows from them."""
-    units = {str(each): finished[str(each)] for each in plan.units() if str(each) in finished}
-    complete = len(units) == len(plan.units())
-    return {"complete": complete, "units": units, "summary": summarize(plan, units)}
+    units = {str(unit): finished.get(str(unit)) for unit in units_of(plan)}
+    done = {name: numbers for name, numbers in units.items() if numbers is not None}
+    complete = len(done) == len(units)
+    return {"complete": complete, "units": done, "summary": summarize(plan, done)}
 
 
 def summarize(plan: Plan, units: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:

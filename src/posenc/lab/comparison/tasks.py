@@ -9,17 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
+from posenc.lab.comparison.plan import Plan
 from posenc.lab.comparison.text import Text, load
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
-
-    from posenc.lab.comparison.plan import Plan
 
 # The target that cross_entropy leaves out.
 IGNORED = -100
@@ -48,7 +44,7 @@ class Reading:
         self.text, self.symbols = text, text.symbols
 
     @classmethod
-    def load(cls, plan: Plan) -> Self:
+    def load(cls, plan: Plan) -> Reading:
         """The text of a plan, if it is long enough."""
         text = load(None if plan.text is None else Path(plan.text))
         if len(text.held) <= plan.longest:
@@ -95,7 +91,7 @@ class Game:
         self.symbols = self.letters + 3
 
     @classmethod
-    def load(cls, plan: Plan) -> Self:
+    def load(cls, plan: Plan) -> Game:
         """The game of a plan."""
         return cls(plan)
 
