@@ -65,16 +65,15 @@ def table(
     notes: Sequence[str] = (),
     *,
     justify: Literal["left", "right"] = "right",
-    piped_width: int = 10_000,
 ) -> None:
     """Print a table on stdout: with borders on a terminal, as padded columns in a pipe.
 
-    Strings may come from a file, so markup and control characters in them are printed as text. In
-    a pipe the table is at most ``piped_width`` characters wide.
+    Strings may come from a file, so markup and control characters in them are printed as text.
     """
     console, drawn = Console(), Table()
     if not console.is_terminal:
-        console, drawn = Console(width=piped_width), Table(box=None, padding=(0, 0, 0, 2))
+        # Another program reads it: no cell is folded.
+        console, drawn = Console(width=10_000), Table(box=None, padding=(0, 0, 0, 2))
     for i, head in enumerate(heads):
         drawn.add_column(Text(printable(head)), justify=justify if i else "left", overflow="fold")
     for row in rows:

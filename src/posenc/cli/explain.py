@@ -125,7 +125,7 @@ def _table(title: str, rows: Sequence[tuple[str, Any, str]]) -> None:
     width = max(shutil.get_terminal_size((100, 24)).columns, 40)
     cells = [(name, _short(value, width // 2), source) for name, value, source in rows]
     heads = ("argument", "value", "from")
-    _print.table(title, heads, cells, justify="left", piped_width=width)
+    _print.table(title, heads, cells, justify="left")
 
 
 def _short(value: Any, room: int) -> str:
