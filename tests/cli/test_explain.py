@@ -117,6 +117,11 @@ def test_a_mistake_is_one_line_and_exit_code_2(run, config, arguments, text):
         pytest.param(WHISPER, ["sinusoidal, encoder", "learned table, decoder"], id="whisper"),
         pytest.param({"model_type": "mamba"}, ["no positional encoding"], id="mamba"),
         pytest.param(
+            {**MPT, "attn_config": {"alibi": False, "rope": True}},
+            ["rotary embeddings of its own code", "posenc has no module for it"],
+            id="mpt-rope",
+        ),
+        pytest.param(
             SMOLLM3,
             [
                 "layers without RoPE 3, 7, ..., 35 (9 layers)",

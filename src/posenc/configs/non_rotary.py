@@ -61,7 +61,7 @@ class Buckets:
     sources: Mapping[str, str] = field(compare=False)
 
 
-# A string names an encoding that posenc has no module for, or whose sizes no key of a config says.
+# A string is a key of `DESCRIPTIONS`: posenc has no module for it, or no key of a config its sizes.
 Part = Alibi | PositionTable | Buckets | str
 
 _USE_MODEL = "Use the model's own code: posenc has no module for it."
@@ -90,9 +90,9 @@ DESCRIPTIONS = {
         "Use GridBias(size, num_heads=num_heads).",
     ),
     "patches": ("a learned vector for each patch of an image", "Use LearnedPosEmbedding."),
+    "own_rotation": ("rotary embeddings of its own code", _USE_MODEL),
     "none": ("no positional encoding", "Leave positions out."),
 }
-HINTS = dict(DESCRIPTIONS.values())
 # The hint for a value of KIND_KEYS that is not rotary.
 _RELATIVE = {
     "relative": "Use TransformerXLBias(num_heads, embed_dim=embed_dim, causal=False, "
@@ -179,7 +179,7 @@ def describe(config: Config) -> tuple[Part, ...]:
     if kind in ("learned", "sinusoidal"):
         parts = config.model.get("max_len", {None: None})
         return tuple(_table(replace(config, sources={}), *each) for each in parts.items())
-    return (DESCRIPTIONS[kind or "none"][0],)
+    return (kind or "none",)
 
 
 def _table(config: Config, part: str | None, key: str | None) -> Part:
@@ -210,7 +210,7 @@ def _alibi(config: Config) -> Part:
     elif config.kind == "mpt" and isinstance(inner, Mapping):
         if inner.get("alibi") is False:
             if inner.get("rope"):
-                return "rotary embeddings of its own code (attn_config.rope)"
+                return "own_rotation"
             length = config.count("max_len", "max_seq_len")
             dim = config.count("embed_dim", *_WIDTHS)
             return PositionTable(length, dim, 0, None, None, config.sources)

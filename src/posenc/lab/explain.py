@@ -112,7 +112,8 @@ def _explained(part: Any, seq_len: int | None, longest: int) -> Explanation:
     if isinstance(part, configs.Recipe):
         return _rotary(part, seq_len, longest)
     if isinstance(part, str):
-        return Explanation(part, None, {}, {}, None, non_rotary.HINTS[part])
+        name, hint = non_rotary.DESCRIPTIONS[part]
+        return Explanation(name, None, {}, {}, None, hint)
     values = {each.name: getattr(part, each.name) for each in fields(part)}
     hidden = {"model", "part", "sources", *(() if values.get("offset") else ("offset",))}
     values = {name: x for name, x in values.items() if x is not None and name not in hidden}
