@@ -8,14 +8,10 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from posenc import RoPE
 from posenc.interop.checkpoints import Heads, convert, convert_state, permute
 from support import hf_models as models
 from support.checkpoints import SIZES, save_layers
 
-OTHER = {"half": "interleaved", "interleaved": "half"}
-# Two float32 models that differ in the order of some additions.
-ROUNDING = 64 * torch.finfo(torch.float32).eps
 HEADS = Heads(4, 8, num_kv_heads=2)
 
 
@@ -28,53 +24,6 @@ def same(a, b):
     return a.keys() == b.keys() and all(
         torch.equal(a[name].view(torch.uint8), b[name].view(torch.uint8)) for name in a
     )
-
-
-@pytest.mark.parametrize("name", models.FAMILIES)
-def test_a_converted_model_has_the_same_logits_and_comes_back_bit_for_bit(
-    name, tmp_path, monkeypatch
-):
-    """Its attention rotates in the new layout, by our rotation; then the way back."""
-    family, sizes, native = models.FAMILIES[name]
-    model = models.build(family, sizes)
-    before = models.logits(model)
-    old, new, back = tmp_path / "old", tmp_path / "new", tmp_path / "back"
-    model.save_pretrained(old)
-
-    report = convert(old, new, to=OTHER[native])
-
-    converted = models.load(family, new)
-    confused = models.logits(converted)
-    models.rotate_in(monkeypatch, converted, OTHER[native])
-    after = models.logits(converted)
-    scale = before.abs().max()
-    assert (after - before).abs().max() <= ROUNDING * scale
-    assert (confused - before).abs().max() > 1e-2 * scale, "the layout makes a difference"
-    assert report.marked
-    assert RoPE.from_config(new).interleaved == (native == "half")
-    convert(new, back, to=native)
-    for file in sorted(path.name for path in old.iterdir()):
-        assert (back / file).read_bytes() == (old / file).read_bytes(), file
-
-
-@pytest.mark.parametrize("interleave", [True, False], ids=["from-interleaved", "from-half"])
-@pytest.mark.parametrize("rank", [24, None], ids=["q-latent", "q-plain"])
-def test_deepseek_states_its_layout_in_the_config(interleave, rank, tmp_path):
-    """The family has a key for the layout, so nothing needs to be patched."""
-    sizes = {**models.LATENT, "q_lora_rank": rank, "rope_interleave": interleave}
-    model = models.build("DeepseekV3", sizes)
-    model.save_pretrained(tmp_path / "old")
-    native = "interleaved" if interleave else "half"
-
-    assert not convert(tmp_path / "old", tmp_path / "new", to=OTHER[native]).marked
-
-    converted = models.load("DeepseekV3", tmp_path / "new")
-    assert converted.config.rope_interleave is not interleave
-    before, after = models.logits(model), models.logits(converted)
-    assert (after - before).abs().max() <= ROUNDING * before.abs().max()
-    convert(tmp_path / "new", tmp_path / "back", to=native)
-    weights = "model.safetensors"
-    assert (tmp_path / "back" / weights).read_bytes() == (tmp_path / "old" / weights).read_bytes()
 
 
 def test_a_sharded_folder_keeps_its_shards_and_other_files(tmp_path):

@@ -1,14 +1,11 @@
 """Small random models of transformers, built from config classes: nothing is downloaded."""
 
-import importlib
 import re
 import sys
 
 import pytest
 import torch
 import transformers
-
-import posenc
 
 knows_all_families = pytest.mark.skipif(
     tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 22),
@@ -48,19 +45,6 @@ VISION = {
     "patch_size": 4,
     "temporal_patch_size": 1,
     "deepstack_visual_indexes": [],
-}
-# Name: the family, its sizes, and the layout that its own code reads.
-FAMILIES = {
-    "llama": ("Llama", GQA, "half"),
-    "qwen2-biases": ("Qwen2", {"num_key_value_heads": 2}, "half"),
-    "qwen3-head-norms": ("Qwen3", GQA, "half"),
-    "olmo2-whole-norms": ("Olmo2", {"num_key_value_heads": 2}, "half"),
-    "gpt-neox-grouped-partial": ("GPTNeoX", {}, "half"),
-    "falcon-multi-query": ("Falcon", {}, "half"),
-    "falcon-groups": ("Falcon", {"new_decoder_architecture": True, "num_kv_heads": 2}, "half"),
-    "phi3-fused": ("Phi3", {"num_key_value_heads": 2}, "half"),
-    "glm-partial": ("Glm", GQA, "interleaved"),
-    "cohere-norms": ("Cohere", {"num_key_value_heads": 2, "use_qk_norm": True}, "interleaved"),
 }
 
 
@@ -117,29 +101,8 @@ class Calls:
             self.names.add(code.co_name)
 
 
-def logits(model):
-    with torch.no_grad():
-        return model(input_ids=tokens(2, 12)).logits
-
-
 def load(family, folder):
     return getattr(transformers, f"{family}ForCausalLM").from_pretrained(folder).eval()
-
-
-def rotate_in(monkeypatch, model, layout):
-    """Make the model's attention rotate in this layout, whatever its own is."""
-
-    def apply(q, k, cos, sin, *rest, **more):
-        pairs = cos.shape[-1] // 2
-        # The models double their tables: halves side by side, or each angle twice.
-        pick = (
-            slice(pairs) if torch.equal(cos[..., :pairs], cos[..., pairs:]) else slice(0, None, 2)
-        )
-        tables = (t[..., pick].expand(q.shape[0], -1, -1) for t in (cos, sin))
-        return posenc.functional.rotate_qk(q, k, *tables, interleaved=layout == "interleaved")
-
-    module = importlib.import_module(type(model).__module__)
-    monkeypatch.setattr(module, "apply_rotary_pos_emb", apply)
 
 
 class OwnNorms:
