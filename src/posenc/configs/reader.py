@@ -5,8 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import os
-from collections import ChainMap
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -57,7 +56,7 @@ class Config:
     """The config of a text model, for errors that begin with ``who``."""
 
     who: str
-    top: MutableMapping[str, Any]
+    top: dict[str, Any]
     # Where the keys of ``top`` are in the file.
     prefix: str = ""
     # rope_parameters or rope_scaling, and which of them.
@@ -322,13 +321,10 @@ def choose_layer(config: Config, layer_type: str | None) -> tuple[Config, str | 
 
 
 def at_layer(config: Config, index: int, **known: Any) -> Config:
-    """The config of the layer at ``index``, whose ``known`` keys override those of the model.
-
-    The config is not copied, because a conversion calls this for each tensor.
-    """
+    """The config of the layer at ``index``, whose ``known`` keys override those of the model."""
     types = config.layer_types()
     name = types[index] if index < len(types) else None
-    top = ChainMap({**known, "layer_types": None}, config.top)
+    top = {**config.top, **known, "layer_types": None}
     if not config.by_layer:
         return replace(config, top=top)
     if name is None or name not in config.by_layer:
