@@ -76,13 +76,6 @@ def is_writable(x: Tensor) -> bool:
     return not x.is_neg() and (not x.is_inference() or torch.is_inference_mode_enabled())
 
 
-def redispatch_below_versions(op: Any, keyset: Any, *arguments: Any) -> Any:
-    """Call ``op`` below the key that counts the writes to a tensor."""
-    below = torch._C._after_ADInplaceOrView_keyset
-    with torch._C._AutoDispatchBelowADInplaceOrView():
-        return op.redispatch(keyset & below, *arguments)
-
-
 def has_real_storage(*xs: Tensor) -> bool:
     """Whether ``data_ptr()`` of ``xs`` is an address; dispatch modes may be active."""
     eager = not torch.compiler.is_compiling() and not in_transform(*xs)

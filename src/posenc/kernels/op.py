@@ -16,21 +16,17 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from posenc._contract.tracing import (
-    PLAIN_TYPES,
     builtin_of,
-    has_real_storage,
     in_forward_mode,
     in_func,
-    is_legacy_batched,
     is_ordinary,
+    is_plain,
+    is_recorded,
     is_traced_as_operations,
     is_writable,
-    redispatch_below_versions,
-    without_modes,
 )
 from posenc.kernels import native, triton
 from posenc.kernels.spec import USUAL_BITS
@@ -85,7 +81,7 @@ class Op:
         _LIBRARY.define(name + schema)
         _LIBRARY.impl(name, self.run_now, "CompositeExplicitAutograd")
         self.overload = getattr(torch.ops.posenc, name).default
-        # The same native code for calls that need no gradient: rules in Python would cost them
+        # Native code is behind an overload of its own: rules in Python would cost an ordinary call
         # as much as the call itself.
         _LIBRARY.define(f"{name}.plain{schema}")
         self.plain = builtin_of(getattr(torch.ops.posenc, name).plain)
@@ -95,33 +91,27 @@ class Op:
             torch.library.register_autograd(full, backward, setup_context=save, lib=_LIBRARY)
         if vmap is not None:
             torch.library.register_vmap(full, vmap, lib=_LIBRARY)
-        if writes:
-            _LIBRARY.impl(name, self._count_versions, "ADInplaceOrView", with_keyset=True)
 
     def __call__(self, *arguments: Any) -> Any:
         """The result, with gradients if autograd records."""
-        if is_ordinary() and self._are_plain(arguments):
-            if self._is_recorded(arguments):
-                return _Recorded.apply(*arguments, self, self.run_recorded)
+        tensors = [x for x in arguments[: self.tensors] if x is not None]
+        if is_plain(*tensors) and not in_forward_mode():
+            if is_recorded(*tensors):
+                return _Recorded.apply(*arguments, self, False)
             return self.run_now(*arguments)
         if (
             in_forward_mode()
             or is_traced_as_operations()
-            or (in_func() and (self.vmap is None or self._is_recorded(arguments)))
+            or (in_func() and (self.vmap is None or is_recorded(*tensors)))
         ):
             return self.operations(*arguments)
-        try:
-            return self.overload(*arguments)
-        except RuntimeError:
-            if in_func():
-                return self.operations(*arguments)
-            if not has_real_storage(*[x for x in arguments if isinstance(x, Tensor)]):
-                raise
-            with without_modes():
-                return self.run(*arguments)
+        return self.overload(*arguments)
 
-    def run_now(self, *arguments: Any) -> Any:
-        """The result without gradients; if native code refuses, Python takes over, or says why."""
+    def run_now(self, *arguments: Any, recorded: bool = False) -> Any:
+        """The result without gradients; if native code refuses, Python takes over, or says why.
+
+        The first call of a kind that is recorded has the kernels of the gradient compiled too.
+        """
         if arguments[0].is_meta:
             return self.overload(*arguments)
         if native.serves(arguments[0], self.native):
@@ -130,22 +120,10 @@ class Op:
             except RuntimeError:
                 call = native.missed()
             if call is not None:
+                if recorded and self.rehearse is not None:
+                    triton.rehearse(self.rehearse, arguments)
                 return triton.run_and_install(call, self.run, arguments, self.repeats)
         return self.run(*arguments)
-
-    def run_recorded(self, *arguments: Any) -> Any:
-        """As `run_now`, for a call with a gradient.
-
-        The first call of a kind has the kernels of the gradient compiled beside its own.
-        """
-        if self.rehearse is None or not native.serves(arguments[0], self.native):
-            return self.run_now(*arguments)
-        try:
-            return self._run_plain(arguments)
-        except RuntimeError:
-            if native.missed() is not None:
-                triton.rehearse(self.rehearse, arguments)
-        return self.run_now(*arguments)
 
     def at_once(self, *arguments: Any) -> Any:
         """The result of a call that needs no preparation, or None: then nothing has happened.
@@ -161,7 +139,7 @@ class Op:
                     if x is not None and x.requires_grad:
                         if not self.repeats:
                             return None
-                        return _Recorded.apply(*arguments, self, self.plain)
+                        return _Recorded.apply(*arguments, self, True)
             if not self.writes:
                 return self.plain(*arguments)
             for i in self.writes:
@@ -184,26 +162,6 @@ class Op:
             increment_version([arguments[i] for i in self.writes if arguments[i] is not None])
         return result
 
-    def _are_plain(self, arguments: tuple[Any, ...]) -> bool:
-        """Whether no tensor is of a subclass, or batched, which PyTorch's dispatcher has to see."""
-        for x in arguments[: self.tensors]:
-            if x is not None and (type(x) not in PLAIN_TYPES or is_legacy_batched(x)):
-                return False
-        return True
-
-    def _is_recorded(self, arguments: tuple[Any, ...]) -> bool:
-        """Whether autograd records a call with these tensors."""
-        if torch.is_grad_enabled():
-            for x in arguments[: self.tensors]:
-                if x is not None and x.requires_grad:
-                    return True
-        return False
-
-    def _count_versions(self, keyset: Any, *arguments: Any) -> Any:
-        result = redispatch_below_versions(self.overload, keyset, *arguments)
-        increment_version([arguments[i] for i in self.writes if arguments[i] is not None])
-        return result
-
 
 class _Recorded(torch.autograd.Function):
     """An ordinary call that autograd records.
@@ -214,8 +172,8 @@ class _Recorded(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Any:
-        *given, op, run = arguments
-        result = run(*given)
+        *given, op, at_once = arguments
+        result = op.plain(*given) if at_once else op.run_now(*given, recorded=True)
         ctx.op = op
         op.save(ctx, given, result)
         return result

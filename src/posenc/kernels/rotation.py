@@ -17,6 +17,7 @@ from posenc._contract.tracing import (
     in_transform,
     is_exporting,
     is_plain,
+    is_readable,
     is_recorded,
 )
 from posenc.kernels import reference, triton
@@ -164,11 +165,22 @@ def check_rotation(arguments: tuple[Any, ...], *others: Any) -> tuple[Any, ...]:
     pairs, width = cos.shape[-1], x.shape[3]
     if not 2 <= 2 * pairs <= width:
         refuse(_WHO, f"cos must have 1 to {width // 2} columns, or each of them twice", cos, x)
-    if not 0 <= layout < 2 * TWINS or (layout & TWINS and arguments[-5].shape[-1] % 2):
+    tables = arguments[-5:-3]
+    columns = tables[0].shape[-1]
+    if not 0 <= layout < 2 * TWINS or (layout & TWINS and columns % 2):
         refuse(_WHO, f"layout must be of known bits, not {layout}", cos, x)
-    if not layout & TWINS and pairs < arguments[-5].shape[-1] and kernel_for(x) is triton:
-        triton.check_twins(*arguments[-5:-3], spec.interleaved)
+    if not layout & TWINS and pairs < columns:
+        _check_twins(kernel_for(x), tables, spec.interleaved)
     return xs, cos, sin, rows, spec
+
+
+def _check_twins(kernel: Any, tables: tuple[Tensor, ...], interleaved: bool) -> None:
+    """Refuse tables that do not have each number twice; on CUDA, that stops the device."""
+    if kernel is triton:
+        triton.check_twins(*tables, interleaved)
+    for table in tables:
+        if is_readable(table) and not torch.equal(*reference.pairs(table, interleaved)):
+            refuse(_WHO, "both numbers of a pair must be the same in cos and sin", *tables)
 
 
 def check_rows(x: Tensor, cos: Tensor, sin: Tensor, positions: Any, start: int) -> None:

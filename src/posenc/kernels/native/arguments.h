@@ -25,15 +25,15 @@ static void read_rows(Call *c, Rotation *r)
 
 /* The bits of a layout, as `Spec.bits` in spec.py has them. */
 enum { INTERLEAVED_IN = 1, INTERLEAVED_OUT = 2, LAST_CHANNELS = 4, TRANSPOSED = 8, TWINS = 16 };
-/* Forms of the tensors, which calls that need no gradient may have: no other code knows them. */
+/* Forms of the tensors, which no other code knows. */
 enum { TOKENS_FIRST = 32, PAGES_OF_TOKENS = 64 };
-enum { USUAL_BITS = 31, ALL_BITS = 127, WIDTH_SHIFT = 16 };
+enum { KNOWN_BITS = 127, WIDTH_SHIFT = 16 };
 
 static void read_layout(Call *c, Rotation *r)
 {
-    const i64 layout = integer_argument(c), known = c->plain ? ALL_BITS : USUAL_BITS;
+    const i64 layout = integer_argument(c);
     const i64 width = layout >> WIDTH_SHIFT; /* of the heads, or 0 if any will do */
-    if (((layout & 0xffff & ~known) || width < 0 || (width && !c->plain)) && !c->problem) c->problem = "the layout has unknown bits";
+    if (((layout & 0xffff & ~KNOWN_BITS) || width < 0) && !c->problem) c->problem = "the layout has unknown bits";
     r->interleaved_in = (layout & INTERLEAVED_IN) != 0;
     r->interleaved_out = (layout & INTERLEAVED_OUT) != 0;
     r->last = (layout & LAST_CHANNELS) != 0, r->transposed = (layout & TRANSPOSED) != 0;

@@ -371,7 +371,7 @@ static const char *replay(Call *c, int op, const char *kinds)
     X(attend_backward, "attend_backward", replay(&c, 33, "t?tttttt????iiSnii"))          \
     X(attend_terms, "attend_terms", replay(&c, 36, "ttt?????????iisnii"))                \
     X(attend_terms_backward, "attend_terms_backward", replay(&c, 37, "t?ttttt?????????iiSnii"))
-#define DEFINE_CUDA(id, name, call) DEFINE(id, cuda, 1, (missed.count = 0, call))
+#define DEFINE_CUDA(id, name, call) DEFINE(cuda, id, (missed.count = 0, call))
 CUDA_OPS(DEFINE_CUDA)
 #define ROW_OF_CUDA(id, name, call) {name ".plain", cuda_##id},
 static const NamedOp cuda_ops[] = {CUDA_OPS(ROW_OF_CUDA)};

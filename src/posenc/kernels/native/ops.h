@@ -237,7 +237,7 @@ static void read_cache_arguments(Call *c, CacheArguments *a)
     read_rows(c, r);
     read_layout(c, r);
     r->eps = number_argument(c), r->shift = number_argument(c);
-    if (!c->problem && c->plain) unfold(a);
+    if (!c->problem) unfold(a);
 }
 
 static const char *wrong_cache_arguments(const Call *c, CacheArguments *a)
@@ -345,7 +345,7 @@ static const char *polar_op(Call *c, int backward)
     return NULL;
 }
 
-/* Each op twice: with its rules for gradients, and plain. */
+/* Native code is behind the overload "plain" of an op, for calls that need no gradient. */
 #define CPU_OPS(X)                                            \
     X(rotate, "rotate", rotate_op(&c, 1, 0))                  \
     X(rotate_qk, "rotate_qk", rotate_op(&c, 2, 0))            \
@@ -357,21 +357,21 @@ static const char *polar_op(Call *c, int backward)
     X(rotate_and_cache, "rotate_and_cache", cache_op(&c))     \
     X(polar, "polar", polar_op(&c, 0))                        \
     X(polar_backward, "polar_backward", polar_op(&c, 1))
-#define DEFINE(id, prefix, plain, call)                                  \
-    static void prefix##_##id(Value *stack, uint64_t n, uint64_t m)      \
+#define DEFINE(device, id, call)                                         \
+    static void device##_##id(Value *stack, uint64_t n, uint64_t m)      \
     {                                                                    \
-        Call c = begin(stack, plain);                                    \
+        Call c = begin(stack);                                           \
         (void)n, (void)m, finish(&c, call);                              \
     }
-#define DEFINE_BOTH(id, name, call) DEFINE(id, cpu, 0, call) DEFINE(id, plain, 1, call)
-CPU_OPS(DEFINE_BOTH)
+#define DEFINE_CPU(id, name, call) DEFINE(cpu, id, call)
+CPU_OPS(DEFINE_CPU)
 
 typedef struct {
     const char *name;
     Op *run;
 } NamedOp;
-#define ROWS(id, name, call) {name, cpu_##id}, {name ".plain", plain_##id},
-static const NamedOp cpu_ops[] = {CPU_OPS(ROWS)};
+#define ROW_OF_CPU(id, name, call) {name ".plain", cpu_##id},
+static const NamedOp cpu_ops[] = {CPU_OPS(ROW_OF_CPU)};
 
 /* Implement ops, which Python has defined, for a kind of device; the name of what cannot be, or NULL. */
 static const char *implement(const char *device, const NamedOp *ops, size_t count)

@@ -22,7 +22,6 @@ typedef void Op(Value *stack, uint64_t arguments, uint64_t results);
     X(library, "aoti_torch_library_init_impl", int32_t,                                                  \
       (const char *, const char *, const char *, uint32_t, Library *))                                   \
     X(implement, "torch_library_impl", int32_t, (Library, const char *, Op *, uint64_t))                 \
-    X(call, "torch_call_dispatcher", int32_t, (const char *, const char *, Value *, uint64_t))           \
     X(parallel_for, "torch_parallel_for", int32_t, (i64, i64, i64, void (*)(i64, i64, void *), void *))  \
     X(num_threads, "torch_get_num_threads", int32_t, (uint32_t *))                                       \
     X(thread, "torch_get_thread_idx", int32_t, (uint32_t *))
@@ -133,16 +132,15 @@ static int read_view(Handle handle, View *v)
 enum { MOST_TENSORS = 40 };
 typedef struct {
     Value *stack;
-    int plain; /* whether it is a call that needs no gradient */
     const Value *next;
     Handle held[MOST_TENSORS];
     int count;
     const char *problem; /* of the arguments that were read, or NULL */
 } Call;
 
-static Call begin(Value *stack, int plain)
+static Call begin(Value *stack)
 {
-    const Call c = {stack, plain, stack, {0}, 0, NULL};
+    const Call c = {stack, stack, {0}, 0, NULL};
     return c;
 }
 
