@@ -1,21 +1,8 @@
 /* A call that rotates queries and keys, and writes keys and values to caches. Each thread takes whole
  * tokens, whose heads it rotates and writes together. */
 typedef struct {
-    const char *x; /* keys or values (B, H, T, D) */
-    i64 H, x_sb, x_sh, x_st;
-    int format;
-    char *cache; /* (pages, H, page, D) */
-    i64 page, y_sp, y_sh, y_st;
-    const char *scale; /* float32, one for each row, or NULL */
-    i64 scale_sb, scale_sh, scale_st;
-    char *scales; /* float32 to be written like the cache, or NULL */
-    i64 scales_sp, scales_sh, scales_st;
-} Cached;
-
-typedef struct {
-    Job q, k, v; /* values have no pairs */
-    i64 work;    /* bytes of two rows of queries or values */
-    Cached keys, values;
+    Job q, k, v; /* the results of k and v are caches (pages, H, page, D); values have no pairs */
+    i64 k_page, v_page; /* slots of a page */
     const char *slots;
     int wide_slots; /* whether they have 64 bits */
     i64 slots_sb, slots_st, count;
@@ -39,35 +26,23 @@ static int slots_in_range(const CacheJob *j)
 }
 
 /* Write the heads of one token to their slot. */
-static void write_token(const Job *j, const Cached *a, i64 b, i64 t, i64 slot, const char *c,
-                        const char *s, const Norm *norm)
+static void write_token(const Job *j, i64 page, i64 b, i64 t, i64 slot, const char *c, const char *s,
+                        const Norm *norm)
 {
-    const i64 size = element_size[j->dtype], page = slot / a->page, place = slot % a->page;
+    const Tensor *const a = &j->tensors[0];
+    const i64 size = element_size[j->dtype];
     const RowBlock rows = {
         a->x + (b * a->x_sb + t * a->x_st) * size,
-        a->cache + (page * a->y_sp + place * a->y_st) * (a->format == SAME_FORMAT ? size : 1),
+        a->y + (slot / page * a->y_sb + slot % page * a->y_st) * size,
         c, s, a->H, a->x_sh, a->y_sh, 0, 1, a->x_sh, a->y_sh,
     };
-    if (a->format != SAME_FORMAT) {
-        const float *const scale = (const float *)a->scale;
-        float *const scales = (float *)a->scales;
-        const Encoding to = {
-            a->format,
-            scale ? scale + b * a->scale_sb + t * a->scale_st : NULL,
-            scales ? scales + page * a->scales_sp + place * a->scales_st : NULL,
-            a->scale_sh,
-            a->scales_sh,
-        };
-        const int layout = 2 * j->interleaved_in + j->interleaved_out;
-        isas[isa].kernels->encoded[j->dtype](&rows, (size_t)j->P, layout, norm, &to);
-    } else if (j->P) {
+    if (j->P)
         rotate_block(j, rows, norm);
-    } else {
+    else
         copy_unrotated(j, &rows);
-    }
 }
 
-/* The scratch: factors of queries and of keys, two rows, and the table row of a token. */
+/* The scratch: factors of queries and of keys, and the table row of a token. */
 static void begin_cache(const Job *q, char *scratch)
 {
     convert_factors(q, scratch);
@@ -79,17 +54,17 @@ static void cache_tile(const Job *q, i64 b, i64 t, i64 nt, const char *c, const 
     const CacheJob *const job = (const CacheJob *)q; /* queries are its first member */
     const Job *const k = &job->k, *const v = &job->v;
     const i64 size = real_size(q), row = q->P * size;
-    char *const k_weight = scratch + factors(q) * size, *const work = k_weight + factors(k) * size;
-    char *const kc = work + job->work, *const ks = kc + row;
+    char *const k_weight = scratch + factors(q) * size;
+    char *const kc = k_weight + factors(k) * size, *const ks = kc + row;
     double *const gathered = (double *)(((uintptr_t)(ks + row) + 7) & ~(uintptr_t)7);
-    const Norm of_k = norm_of(k, k_weight, work), of_v = norm_of(v, NULL, work);
+    const Norm of_k = norm_of(k, k_weight, NULL);
     const int shared = table_order(q) == table_order(k);
-    rotate_tile(q, &q->tensors[0], b, t, nt, c, s, norm_of(q, scratch, work));
+    rotate_tile(q, &q->tensors[0], b, t, nt, c, s, norm_of(q, scratch, NULL));
     for (i64 n = 0; n < nt; n++) {
         const i64 slot = slot_of(job, b, t + n);
         if (slot < 0) continue;
         if (!shared) convert_tables(k, b, t + n, 1, gathered, kc, ks);
-        write_token(k, &job->keys, b, t + n, slot, shared ? c + n * row : kc, shared ? s + n * row : ks, &of_k);
-        write_token(v, &job->values, b, t + n, slot, NULL, NULL, &of_v);
+        write_token(k, job->k_page, b, t + n, slot, shared ? c + n * row : kc, shared ? s + n * row : ks, &of_k);
+        write_token(v, job->v_page, b, t + n, slot, NULL, NULL, NULL);
     }
 }

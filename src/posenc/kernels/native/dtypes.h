@@ -10,7 +10,6 @@
 #define KIND f32
 #define ELEM float
 #define REAL double
-#define REAL_BITS uint64_t
 #define LOAD(v) ((double)(v))
 #define STORE(v) ((float)(v))
 #define FARTHEST FARTHEST_F32
@@ -27,7 +26,6 @@
 #define KIND f64
 #define ELEM double
 #define REAL double
-#define REAL_BITS uint64_t
 #define LOAD(v) (v)
 #define STORE(v) (v)
 #define FARTHEST 800.0
@@ -39,7 +37,6 @@
 #define KIND bf16
 #define ELEM uint16_t
 #define REAL float
-#define REAL_BITS uint32_t
 #define LOAD(v) load_bf16(v)
 #define STORE(v) store_bf16(v)
 #define FARTHEST FARTHEST_HALF
@@ -62,7 +59,6 @@
 #define KIND f16
 #define ELEM half
 #define REAL float
-#define REAL_BITS uint32_t
 #define LOAD(v) load_f16(v)
 #define STORE(v) store_f16(v)
 #define FARTHEST FARTHEST_HALF
@@ -99,7 +95,7 @@ TARGET static void FN(convert_row)(const double *row, void *to, size_t P, double
 
 #define EACH(name) \
     {NAME2(name, f32, ISA), NAME2(name, bf16, ISA), NAME2(name, f16, ISA), NAME2(name, f64, ISA)}
-static const Kernels FN(kernels) = {EACH(rows), EACH(normed), EACH(norm_backward), EACH(encoded),
+static const Kernels FN(kernels) = {EACH(rows), EACH(normed), EACH(norm_backward),
                                      EACH(polar), FN(convert_row)};
 
 #undef EACH

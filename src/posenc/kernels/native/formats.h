@@ -1,5 +1,4 @@
-/* Number formats: how a half-precision number becomes a float and back, and how a float becomes a
- * number of 8 bits, rounding to nearest even. */
+/* Number formats: how a half-precision number becomes a float and back, rounding to nearest even. */
 #include <stdint.h>
 #include <string.h>
 
@@ -117,32 +116,3 @@ INLINE half store_f16(float f)
     return (half)((u >> 16 & 0x8000) | h);
 }
 #endif
-
-/* The formats of a cache: that of the tensor, or one of 8 bits. */
-enum { SAME_FORMAT, FORMAT_E4M3, FORMAT_E5M2, FORMAT_INT8 };
-static const float largest_of[] = {0, 448, 57344, 127};
-
-/* Round to 8 bits with this many bits of fraction and this bias of the exponent, and limit to `most`. */
-INLINE uint8_t store_float8(float f, uint32_t fraction, uint32_t bias, float most)
-{
-    const uint32_t u = bits_of(f), size = u & 0x7fffffffu, drop = 23 - fraction;
-    const uint32_t mag = size > bits_of(most) ? bits_of(most) : size;
-    const uint32_t half_down = (1u << (drop - 1)) - 1;
-    const uint32_t normal = ((mag + half_down + (mag >> drop & 1)) >> drop) - ((127 - bias) << fraction);
-    /* This number has the spacing of subnormals, so the addition itself rounds to them. */
-    const uint32_t spaced = (151 - bias - fraction) << 23;
-    const uint32_t tiny = bits_of(float_of(mag) + float_of(spaced)) - spaced;
-    const uint32_t code = mag < (128 - bias) << 23 ? tiny : normal;
-    return (uint8_t)((u >> 24 & 0x80) | (size > 0x7f800000u ? 0x7f : code));
-}
-
-INLINE uint8_t store_e4m3(float f) { return store_float8(f, 3, 7, 448); }
-INLINE uint8_t store_e5m2(float f) { return store_float8(f, 2, 15, 57344); }
-
-/* Round to an integer from -127 to 127; NaN becomes 0. */
-INLINE uint8_t store_int8(float f)
-{
-    const float limited = f > 127 ? 127 : f < -127 ? -127 : f == f ? f : 0;
-    /* At 1.5 * 2^23 floats are integers, and the lower bits of the sum are those of the number. */
-    return (uint8_t)bits_of(limited + 12582912.0f);
-}

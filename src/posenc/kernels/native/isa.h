@@ -23,19 +23,11 @@ typedef struct {
     const void *weight;
     double eps;
     int all_heads; /* over all rows together, each with factors of its own */
-    void *work; /* two rows of scratch, for gradients and caches of 8 bits */
+    void *work; /* two rows of scratch, for gradients */
     void *sums; /* for the factors' gradients */
     const void *g; /* the incoming gradients */
     i64 g_step;
 } Norm;
-
-/* How rows are written to a cache of 8 bits: divided by one of the scales, or by their own. */
-typedef struct {
-    int format;
-    const float *scale; /* given for each row, or NULL */
-    float *scales; /* worked out for each row, or NULL */
-    i64 scale_step, scales_step;
-} Encoding;
 
 /* Rows of PoPE at equal steps, their table rows, and the phases of their heads, or NULL. With g, the
  * incoming gradients, y is the gradient of x, and sums that of the phases. */
@@ -68,8 +60,6 @@ typedef enum { DOUBLES, FLOATS, EVEN_THEN_ODD } TableOrder;
 typedef void Kernel(const RowBlock *rows, size_t P, int layout, const Norm *norm);
 typedef struct {
     Kernel *rows[DTYPES], *normed[DTYPES], *norm_backward[DTYPES];
-    void (*encoded[DTYPES])(const RowBlock *rows, size_t P, int layout, const Norm *norm,
-                            const Encoding *to);
     void (*polar[DTYPES])(const PolarRows *rows, size_t D);
     void (*convert_row)(const double *row, void *to, size_t P, double sign, TableOrder order);
 } Kernels;

@@ -154,12 +154,9 @@ static const char *norm_backward_op(Call *c)
     return NULL;
 }
 
-static int cache_format(const View *cache, const View *x)
+static int has_8_bits(const View *v)
 {
-    if (cache->dtype == x->dtype) return SAME_FORMAT;
-    if (cache->dtype == dtypes.float8_e4m3fn) return FORMAT_E4M3;
-    if (cache->dtype == dtypes.float8_e5m2) return FORMAT_E5M2;
-    return cache->dtype == dtypes.int8 ? FORMAT_INT8 : -1;
+    return v->dtype == dtypes.float8_e4m3fn || v->dtype == dtypes.float8_e5m2 || v->dtype == dtypes.int8;
 }
 
 /* Whether a scale is float32, of the first three sizes. */
@@ -171,26 +168,17 @@ static int is_scale(const View *s, const i64 *size, const View *x)
 
 static const char *wrong_cache(const View *x, const View *cache, const View *scale, const View *scales)
 {
-    if (is_elsewhere(cache, x) || cache->dim != 4 || cache_format(cache, x) < 0 ||
+    if (is_elsewhere(cache, x) || cache->dim != 4 || (cache->dtype != x->dtype && !has_8_bits(cache)) ||
         cache->size[1] != x->size[1] || cache->size[3] != x->size[3] || cache->step[3] != 1 ||
         (!cache->data && count_of(cache)))
         return "a cache is not (pages, H, page, D), dense along D, in a dtype of caches";
     const int given = scale->handle != NULL, written = scales->handle != NULL;
-    if (given + written > 1 || (given + written && cache_format(cache, x) == SAME_FORMAT))
+    if (given + written > 1 || (given + written && !has_8_bits(cache)))
         return "only a cache of 8 bits may have a scale or scales, and must not have both";
     if (given && !is_scale(scale, x->size, x)) return "a scale is not float32, (B, H, T)";
     if (written && !is_scale(scales, cache->size, x))
         return "scales are not float32, (pages, H, page)";
     return NULL;
-}
-
-static Cached cached_of(const View *x, const View *cache, const View *scale, const View *scales)
-{
-    Cached a = {x->data, x->size[1], x->step[0], x->step[1], x->step[2], cache_format(cache, x),
-                cache->data, cache->size[2], cache->step[0], cache->step[1], cache->step[2],
-                scale->data, scale->step[0], scale->step[1], scale->step[2],
-                scales->data, scales->step[0], scales->step[1], scales->step[2]};
-    return a;
 }
 
 /* The arguments of rotate_and_cache: of keys and of values; those that may be absent have no handle then. */
@@ -266,25 +254,24 @@ static const char *cache_op(Call *c)
     View x[3], y, to;
     read_cache_arguments(c, &a);
     TRY(wrong_cache_arguments(c, &a));
+    for (int i = 0; i < 2; i++)
+        if (has_8_bits(&a.cache[i])) return "a cache of 8 bits is for Python";
     for (int i = 0; i < 3; i++) TRY(with_rows(c, &a.r.x[i], &x[i]));
     const View *const q = x, *const k = x + 1, *const v = x + 2;
     TRY(make_like(c, a.r.x, &a.r, &y, &to));
     job.q = job_of(&a.r), job.q.dtype = float_dtype(q->dtype);
     job.k = job.v = job.q;
-    job.q.tensors[0] = tensor_of(q, &to), job.k.tensors[0].H = k->size[1];
-    set_norm(&job.q, &a.r, 0), set_norm(&job.k, &a.r, 1);
     job.v.P = job.v.first_channel = 0, job.v.D = v->size[3];
-    job.keys = cached_of(k, &a.cache[0], &a.scale[0], &a.scales[0]);
-    job.values = cached_of(v, &a.cache[1], &a.scale[1], &a.scales[1]);
-    job.k.encodes = job.keys.format != SAME_FORMAT;
+    job.q.tensors[0] = tensor_of(q, &to);
+    job.k.tensors[0] = tensor_of(k, &a.cache[0]), job.v.tensors[0] = tensor_of(v, &a.cache[1]);
+    set_norm(&job.q, &a.r, 0), set_norm(&job.k, &a.r, 1);
+    job.k_page = a.cache[0].size[2], job.v_page = a.cache[1].size[2];
     job.slots = a.slots.data, job.wide_slots = a.slots.dtype == dtypes.int64;
     job.slots_sb = a.slots.step[0], job.slots_st = a.slots.step[1];
     job.count = a.cache[0].size[0] * a.cache[0].size[2];
     TRY(wrong_values(&job.q, &a.r.positions));
     if (!slots_in_range(&job)) return "a slot is not in the cache";
-    const i64 size = real_size(&job.q), widest = v->size[3] > q->size[3] ? v->size[3] : q->size[3];
-    job.work = 2 * widest * size;
-    job.q.scratch = (factors(&job.q) + factors(&job.k) + 2 * job.q.P) * size + job.work + 8 * job.q.P + 8;
+    job.q.scratch = (factors(&job.q) + factors(&job.k) + 2 * job.q.P) * real_size(&job.q) + 8 * job.q.P + 8;
     job.q.begin = begin_cache, job.q.run_tile = cache_tile;
     const i64 width = q->size[1] * q->size[3] + k->size[1] * k->size[3] + v->size[1] * v->size[3];
     TRY(run(&job.q, q->size[0] * q->size[2] * width));

@@ -1,6 +1,6 @@
 /* The rotation of rows for one dtype. dtypes.h defines KIND, ELEM (the stored type), REAL (the type of
- * the computation), REAL_BITS (an integer of its size), LOAD and STORE between ELEM and REAL,
- * BLOCK, the pairs rotated together, if not 16, and what polar_rows.h needs. */
+ * the computation), LOAD and STORE between ELEM and REAL, BLOCK, the pairs rotated together, if not
+ * 16, and what polar_rows.h needs. */
 #ifndef BLOCK
 #define BLOCK 16
 #endif
@@ -102,14 +102,12 @@ TARGET static void FN(rows)(const RowBlock *r, size_t P, int layout, const Norm 
 
 #include "norm.h"
 #include "norm_backward.h"
-#include "encoded_rows.h"
 #include "polar_rows.h"
 
 #undef KIND
 #undef ELEM
 #undef BLOCK
 #undef REAL
-#undef REAL_BITS
 #undef LOAD
 #undef STORE
 #undef FARTHEST

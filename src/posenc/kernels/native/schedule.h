@@ -54,7 +54,6 @@ struct Job {
     Tensor tensors[2];
     i64 count;
     Tensor gradient; /* the incoming one, if the job is that of a gradient */
-    int encodes;     /* whether the result is in 8 bits */
     i64 sums;        /* numbers of the gradient of the weight, or 0 */
     char *to_weight; /* that gradient, in the dtype of the weight */
     i64 (*place)(const Job *, i64 i); /* index in it of the i-th number, if that is not i */
@@ -136,7 +135,7 @@ static TableOrder table_order(const Job *j)
 {
     if (real_size(j) == 8) return DOUBLES;
     const int half = !j->interleaved_in && !j->interleaved_out;
-    const int words = WORDS_OF_PAIRS && j->dtype == BFLOAT16 && half && !j->weight.data && !j->encodes;
+    const int words = WORDS_OF_PAIRS && j->dtype == BFLOAT16 && half && !j->weight.data;
     return words ? EVEN_THEN_ODD : FLOATS;
 }
 
