@@ -137,31 +137,26 @@ def test_a_valid_call_is_accepted(name, change):
 @pytest.mark.parametrize("name", OPS)
 @pytest.mark.parametrize("change", HOSTILE.values(), ids=HOSTILE)
 def test_an_op_refuses_what_does_not_fit_and_writes_nothing(name, change):
-    """Anyone can call an op. Native code says in a word what Python then explains."""
+    """Anyone can call an op. Native code refuses, and then Python, which says why."""
     x = change.get("x", X)
     x = x.clone() if isinstance(x, torch.Tensor) else torch.ones(x)
     before = x.clone()
-    with pytest.raises((RuntimeError, ValueError)):
-        _call(name, OPS[name].overload, **{**change, "x": x})
     with pytest.raises(ValueError, match=r"posenc::rotate|must be in \[0, "):
-        _call(name, OPS[name].run, **{**change, "x": x})
+        _call(name, OPS[name].overload, **{**change, "x": x})
     assert torch.equal(x, before)
 
 
 @pytest.mark.parametrize("change", HOSTILE_PAIRS.values(), ids=HOSTILE_PAIRS)
 def test_queries_and_keys_that_do_not_belong_together_are_refused(change):
     for name in ("rotate_qk", "rotate_qk_"):
-        with pytest.raises((RuntimeError, ValueError)):
-            _call(name, OPS[name].overload, **change)
         with pytest.raises(ValueError, match="posenc::rotate"):
-            _call(name, OPS[name].run, **change)
+            _call(name, OPS[name].overload, **change)
 
 
 def test_a_tensor_that_overlaps_itself_is_not_written_in_place():
     x = torch.ones(1, 3, 5, 8).expand(X)
-    for call in (OPS["rotate_"].overload, OPS["rotate_"].run):
-        with pytest.raises((RuntimeError, ValueError), match="memory with itself"):
-            _call("rotate_", call, x=x)
+    with pytest.raises(ValueError, match="memory with itself"):
+        _call("rotate_", OPS["rotate_"].overload, x=x)
     assert torch.equal(x, torch.ones(X))
 
 
@@ -183,9 +178,8 @@ def test_a_table_must_have_each_number_twice_if_it_has_one_for_each_channel():
         assert torch.equal(got, wanted)
         other = table.clone()
         other[4, 1] += 1
-        for call in (rotation.rotate_op.overload, rotation.rotate_op.run):
-            with pytest.raises(ValueError, match="both numbers of a pair"):
-                call(x, table, other, None, 2, layout)
+        with pytest.raises(ValueError, match="both numbers of a pair"):
+            rotation.rotate_op.overload(x, table, other, None, 2, layout)
 
 
 def test_positions_inside_the_memory_that_is_written_are_read_first():
@@ -210,7 +204,5 @@ def test_the_norm_refuses_a_weight_that_does_not_fit(wrong):
         (backward, (g, x, weight, cos, sin), "a gradient must be"),
         (forward, (x, weight, cos, sin[:2]), "cos and sin must be"),
     ):
-        with pytest.raises((RuntimeError, ValueError)):
-            op.overload(*arguments, *how)
         with pytest.raises(ValueError, match=rule):
-            op.run(*arguments, *how)
+            op.overload(*arguments, *how)
