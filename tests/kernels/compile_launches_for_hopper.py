@@ -65,9 +65,9 @@ def rotation(title):
     for at in (Rows(), rows):
         rotate.rotate_into([q, k], [torch.empty_like(q), torch.empty_like(k)], cos, cos, at, spec)
     for size in (width, heads * width):
-        weight, of_all = torch.empty(size), Norm(all_heads=size > width)
-        norm.norm_into(q, torch.empty_like(q), weight, cos, cos, rows, spec, of_all)
-        norm.norm_backward_into(q, q, torch.empty_like(q), weight, cos, cos, rows, spec, of_all)
+        weight = torch.empty(size)
+        norm.norm_into(q, torch.empty_like(q), weight, cos, cos, rows, spec, Norm())
+        norm.norm_backward_into(q, q, torch.empty_like(q), weight, cos, cos, rows, spec, Norm())
 
 
 def pope(dtype):

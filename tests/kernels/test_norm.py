@@ -39,7 +39,7 @@ def example(pairs, width, all_heads, dtype, device="cpu", length=5):
 @NORMS
 def test_reference_is_norm_then_rotation(pairs, width, first, all_heads):
     x, weight, cos, sin = example(pairs, width, all_heads, torch.float64)
-    norm, spec = Norm(1e-5, 1.0, all_heads), Spec(False, False, first)
+    norm, spec = Norm(1e-5, 1.0), Spec(False, False, first)
     got = reference.norm_rotate(x, weight, cos, sin, Rows(2), spec, norm)
     if all_heads:
         flat = x.transpose(1, 2).flatten(2)
@@ -77,7 +77,7 @@ def test_triton_matches_forward_and_backward(pairs, width, first, all_heads, inn
 
     x, weight, cos, sin = example(pairs, width, all_heads, dtype, GPU, length=3)
     rows = Rows(0, torch.tensor([[0, 3, 8]], device=GPU))
-    arguments = (cos, sin, rows, Spec(inner, outer, first), Norm(1e-6, 1.0, all_heads))
+    arguments = (cos, sin, rows, Spec(inner, outer, first), Norm(1e-6, 1.0))
     got = run_norm(kernel, x, weight, *arguments)
     g = torch.randn_like(got)
     to_x, to_weight = run_norm_backward(kernel, g, x, weight, *arguments)
@@ -174,7 +174,7 @@ def check_c(x, weight, g, cos, sin, rows, spec, norm):
 def test_c_is_exact(pairs, width, first, all_heads, dtype, inner, outer):
     x, weight, cos, sin = example(pairs, width, all_heads, dtype)
     for transposed, eps in ((False, 1e-6), (True, 1e-2)):
-        spec, norm = Spec(inner, outer, first, transposed), Norm(eps, 1.0, all_heads)
+        spec, norm = Spec(inner, outer, first, transposed), Norm(eps, 1.0)
         for positions in (torch.tensor([[0, 3, 1, 8, 2]]), torch.tensor([[0], [4]])):
             check_c(x, weight, torch.randn_like(x), cos, sin, Rows(0, positions), spec, norm)
 
@@ -186,7 +186,7 @@ def test_c_is_exact(pairs, width, first, all_heads, dtype, inner, outer):
 def test_c_takes_any_memory_and_width(memory, pairs, all_heads):
     x = MEMORY[memory](2 * pairs + 1)
     count = x.shape[1] * x.shape[3] if all_heads else x.shape[3]
-    tables, norm = oracles.exact_cos_sin(range(9), 2 * pairs), Norm(1e-6, 0.0, all_heads)
+    tables, norm = oracles.exact_cos_sin(range(9), 2 * pairs), Norm(1e-6)
     gradients = torch.randn(x.shape), MEMORY[memory](2 * pairs + 1), torch.ones(()).expand_as(x)
     # The second is in the precision that the kernel reads, but not as it reads it.
     for weight in (torch.randn(count).bfloat16(), torch.randn(2 * count).double()[::2]):
@@ -203,7 +203,7 @@ def test_c_takes_any_memory_and_width(memory, pairs, all_heads):
 def test_c_on_several_threads_is_c_on_one(dtype, all_heads):
     x = torch.randn(2, 600, 4, 64).to(dtype).transpose(1, 2)
     weight = torch.randn(256 if all_heads else 64)
-    arguments = (*oracles.tables(600, 32), Rows(), Spec(), Norm(1e-6, 0.0, all_heads))
+    arguments = (*oracles.tables(600, 32), Rows(), Spec(), Norm(1e-6))
     check_c(x, weight, torch.randn_like(x), *arguments)
     # 153,600 elements a piece: below what is shared out.
     pieces = [by_c(x[b : b + 1], weight, *arguments) for b in range(2)]
@@ -231,7 +231,7 @@ def test_c_keeps_nans_and_infinities():
 @NORMS
 @pytest.mark.parametrize("interleaved", [False, True], ids=["half", "interleaved"])
 def test_every_instruction_set_of_c_is_exact(interleaved, all_heads):
-    spec, norm = Spec(interleaved, interleaved), Norm(1e-6, 0.0, all_heads)
+    spec, norm = Spec(interleaved, interleaved), Norm(1e-6)
     for _ in instruction_sets():
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
             x, weight, *tables = example(32, 70, all_heads, dtype)
@@ -244,7 +244,7 @@ def test_the_gradient_can_be_differentiated_again_and_batched(device, all_heads)
     x, weight, cos, sin = example(3, 8, all_heads, torch.float64, device)
 
     def normed(x, weight):
-        return kernels.norm_rotate(x, weight, cos, sin, Rows(), Spec(), Norm(1e-6, 0.0, all_heads))
+        return kernels.norm_rotate(x, weight, cos, sin, Rows(), Spec(), Norm(1e-6))
 
     inputs = (x.requires_grad_(), weight.requires_grad_())
     assert gradcheck(normed, inputs, check_batched_grad=True)

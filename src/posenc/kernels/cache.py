@@ -66,8 +66,7 @@ def by_operations(write: Write, cos: Tensor, sin: Tensor, rows: Rows, spec: Spec
         wide = x.to(reference.wider_dtype(x))
         if weight is None:
             return reference.rotate(wide, cos, sin, rows, spec)
-        of_weight = norm._replace(all_heads=weight.shape[0] != x.shape[3])
-        return reference.norm_rotate(wide, weight, cos, sin, rows, spec, of_weight)
+        return reference.norm_rotate(wide, weight, cos, sin, rows, spec, norm)
 
     queries, keys, kept = rotated(q, q_weight).to(q.dtype), rotated(k, k_weight), slots >= 0
     store(k_store, keys, slots, kept)

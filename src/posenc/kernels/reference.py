@@ -10,7 +10,7 @@ from torch import Tensor
 
 from posenc._contract.sharding import local, replicate_like
 from posenc._contract.tracing import device_assert, in_transform, is_readable
-from posenc.kernels.spec import Norm, RowOutOfRange, Rows, Spec
+from posenc.kernels.spec import Norm, RowOutOfRange, Rows, Spec, is_of_all_heads
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, rows: Rows, spec: Spec) -> Tensor:
@@ -61,18 +61,20 @@ def norm_rotate_backward(
     rows, spec, norm = how
     unit, scale, factor = _unit_scale_factor(x, weight, norm)
     rotated = rotate(g.to(unit.dtype), cos, sin, rows, spec.transpose())
-    pull = (rotated * factor * unit).mean(dim=(1, 3) if norm.all_heads else 3, keepdim=True)
+    all_heads = is_of_all_heads(weight, x)
+    pull = (rotated * factor * unit).mean(dim=(1, 3) if all_heads else 3, keepdim=True)
     to_x = (rotated * factor - unit * pull) * scale
-    to_weight = (rotated * unit).sum(dim=(0, 2) if norm.all_heads else (0, 1, 2))
+    to_weight = (rotated * unit).sum(dim=(0, 2) if all_heads else (0, 1, 2))
     return to_x.to(x.dtype), to_weight.reshape(weight.shape).to(weight.dtype)
 
 
 def _unit_scale_factor(x: Tensor, weight: Tensor, norm: Norm) -> tuple[Tensor, Tensor, Tensor]:
     wide = x.to(wider_dtype(x))
-    mean = wide.square().mean(dim=(1, 3) if norm.all_heads else 3, keepdim=True)
+    all_heads = is_of_all_heads(weight, x)
+    mean = wide.square().mean(dim=(1, 3) if all_heads else 3, keepdim=True)
     scale = torch.rsqrt(mean + norm.eps)
     factor = weight.to(wide.dtype) + norm.shift
-    if norm.all_heads:
+    if all_heads:
         factor = factor.view(x.shape[1], 1, x.shape[3])
     return wide * scale, scale, factor
 

@@ -121,7 +121,6 @@ def _norm_by_operations(
     if is_sharded(x):
         cos, sin, rows = shardable(x, cos, sin, rows)
         weight = replicate_like(x, weight)
-    norm = norm._replace(all_heads=weight.shape[0] != x.shape[3])
     return reference.norm_rotate(x, weight, cos, sin, rows, spec, norm)
 
 
@@ -444,12 +443,12 @@ def _check_norm(xs: Sequence[Tensor], weights: Sequence[Tensor], how: Any, *othe
     _, cos, sin, rows, spec = check_rotation((*xs, *how[:5]), *weights, *others)
     for x, weight in zip(xs, weights, strict=True):
         check_weight(weight, x)
-    return cos, sin, rows, spec
+    return cos, sin, rows, spec, Norm(*how[5:])
 
 
-def _norm_of(x: Tensor, weight: Tensor, how: Any) -> Norm:
-    eps, shift = how[5:]
-    return Norm(eps, shift, weight.shape[0] != x.shape[3])
+def _unflatten_norm(xs: Sequence[Tensor], how: Any) -> Any:
+    *_, cos, sin, rows, spec = unflatten((*xs, *how[:5]))
+    return cos, sin, rows, spec, Norm(*how[5:])
 
 
 def _norm_arguments(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -465,32 +464,27 @@ def _run_norm(*arguments: Any) -> Any:
     if len(xs) == 2 and kernel is not reference and has_dense_rows(*xs):
         ys = [torch.empty_like(x) for x in xs]
         if has_dense_rows(*ys):
-            kernel.norm_qk_into(xs, ys, weights, *rotation, _norm_of(xs[0], weights[0], how))
+            kernel.norm_qk_into(xs, ys, weights, *rotation)
             return tuple(ys)
     both = zip(xs, weights, strict=True)
-    return _one_or_two([run_norm(kernel, x, w, *rotation, _norm_of(x, w, how)) for x, w in both])
+    return _one_or_two([run_norm(kernel, x, weight, *rotation) for x, weight in both])
 
 
 def _run_norm_backward(g: Tensor, x: Tensor, weight: Tensor, *how: Any) -> tuple[Tensor, Tensor]:
     rotation = _check_norm([x], [weight], how, g)
     if g.shape != x.shape or g.dtype != x.dtype:
         refuse(_WHO, "a gradient must be of its tensor's shape and dtype", g, x)
-    return run_norm_backward(kernel_for(x), g, x, weight, *rotation, _norm_of(x, weight, how))
+    return run_norm_backward(kernel_for(x), g, x, weight, *rotation)
 
 
 def _norm_operations(*arguments: Any) -> Any:
     xs, weights, how = _norm_arguments(arguments)
-    *_, cos, sin, rows, spec = unflatten((*xs, *how[:5]))
-    rotation, both = (cos, sin, rows, spec), zip(xs, weights, strict=True)
-    return _one_or_two(
-        [reference.norm_rotate(x, w, *rotation, _norm_of(x, w, how)) for x, w in both]
-    )
+    rotation, both = _unflatten_norm(xs, how), zip(xs, weights, strict=True)
+    return _one_or_two([reference.norm_rotate(x, weight, *rotation) for x, weight in both])
 
 
 def _norm_backward_operations(g: Tensor, x: Tensor, weight: Tensor, *how: Any) -> Any:
-    _, cos, sin, rows, spec = unflatten((x, *how[:5]))
-    norm = _norm_of(x, weight, how)
-    return reference.norm_rotate_backward(g, x, weight, cos, sin, rows, spec, norm)
+    return reference.norm_rotate_backward(g, x, weight, *_unflatten_norm([x], how))
 
 
 def _save_norm(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:

@@ -98,11 +98,14 @@ def first_of_twins(table: Tensor, interleaved: bool) -> Tensor:
 
 
 class Norm(NamedTuple):
-    """RMSNorm before the rotation: ``x / sqrt(mean(x^2) + eps) * (weight + shift)``."""
+    """RMSNorm before the rotation: ``x / sqrt(mean(x^2) + eps) * (weight + shift)``.
+
+    The weight is ``[D]``, for a mean over each head, or ``[H * D]``, for one mean over all heads of
+    a token (OLMo 2).
+    """
 
     eps: float = 1e-6
     shift: float = 0.0  # 1 for weights that are stored around zero (Gemma)
-    all_heads: bool = False  # one mean over all heads of a token (OLMo 2), not one for each head
 
 
 class Store(NamedTuple):
@@ -125,8 +128,7 @@ class Write(NamedTuple):
     """What `rotate_and_cache` reads and writes, besides the rotation.
 
     Slot ``s`` is row ``s % page`` of page ``s // page``, where ``page`` may differ between the two
-    caches; -1 stores nothing. A weight means RMSNorm before the rotation: ``[D]`` of each head, or
-    ``[H * D]`` over all heads, whatever ``norm.all_heads`` says.
+    caches; -1 stores nothing. A weight means RMSNorm before the rotation.
     """
 
     q: Tensor  # [B, H, T, D]
@@ -142,7 +144,7 @@ class Write(NamedTuple):
 
 # The largest number of each dtype of 8 bits that a cache may have; int8 is symmetric.
 LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0, torch.int8: 127.0}
-# What C and Triton call these dtypes; 0 is that of the keys.
+# What Triton calls these dtypes; 0 is that of the keys.
 FORMATS = {torch.float8_e4m3fn: 1, torch.float8_e5m2: 2, torch.int8: 3}
 
 
@@ -162,6 +164,11 @@ class SlotOutOfRange(ValueError):
         hint = "Pass page * page length + place, or -1 to store nothing."
         super().__init__(f"slots must be in [-1, {slots}), got {slot}.\n  {hint}")
         self.slot = slot
+
+
+def is_of_all_heads(weight: Tensor, x: Tensor) -> bool:
+    """Whether the weight of a norm is ``[H * D]``."""
+    return weight.shape[0] != x.shape[3]
 
 
 def shardable(x: Tensor, cos: Tensor, sin: Tensor, rows: Rows) -> tuple[Tensor, Tensor, Rows]:

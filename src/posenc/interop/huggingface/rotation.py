@@ -333,7 +333,7 @@ class Pending:
         call = self.call
         if call.decided is not None:
             call.decided(True)
-        norm = Norm(call.eps, call.shift, self._heads is not None)
+        norm = Norm(call.eps, call.shift)
         return kernels.norm_rotate(self.x, call.weight, cos, sin, Rows(), spec, norm)
 
 

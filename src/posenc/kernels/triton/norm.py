@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from posenc.kernels.spec import Norm, Rows, Spec
+from posenc.kernels.spec import Norm, Rows, Spec, is_of_all_heads
 from posenc.kernels.triton.launch import Launch, launch_for
 from posenc.kernels.triton.pairs import (
     load_pairs,
@@ -67,8 +67,7 @@ def _run_forward(
 
     def prepare() -> Launch:
         batch, _, length, width = q.shape
-        norms = [norm._replace(all_heads=w.shape[0] != width) for w in weights]
-        blocks = [_heads(x, one) for x, one in zip(xs, norms, strict=True)]
+        blocks = [_heads(x, weight) for x, weight in zip(xs, weights, strict=True)]
         steps = [step for t in (q, k, ys[0], ys[-1]) for step in t.stride()[:3]]
         numbers = *steps, *table_numbers(cos, rows), batch, length
         constants = {
@@ -79,8 +78,8 @@ def _run_forward(
             "K_HEADS": k.shape[1],
             "WIDTH": width,
             **shared_constants(q, cos, rows, spec),
-            "Q_ALL": norms[0].all_heads,
-            "K_ALL": norms[-1].all_heads,
+            "Q_ALL": is_of_all_heads(weights[0], q),
+            "K_ALL": is_of_all_heads(weights[-1], k),
             "Q_BLOCK": blocks[0],
             "K_BLOCK": blocks[-1],
         }
@@ -107,12 +106,11 @@ def norm_backward_into(
     """Write the gradient of ``x`` into ``dx`` and return that of ``weight``; ``g`` is incoming."""
     if x.numel() == 0:
         return torch.zeros_like(weight)
-    (batch, heads, length, width), block = x.shape, _heads(x, norm)
+    (batch, heads, length, width), block = x.shape, _heads(x, weight)
     blocks = triton.cdiv(heads, block)
     stride = min(batch * length, max(1, _SHARES // blocks))
     share_type = torch.promote_types(weight.dtype, torch.float32)
-    share = heads * width if norm.all_heads else width
-    shares = torch.empty((stride * blocks, share), device=x.device, dtype=share_type)
+    shares = torch.empty((stride * blocks, weight.shape[0]), device=x.device, dtype=share_type)
     cos, sin = same_strides(cos, sin)
     positions = g if rows.positions is None else rows.positions
     given = (g, x, dx, shares, weight.resolve_neg().contiguous(), cos, sin, positions)
@@ -127,7 +125,7 @@ def norm_backward_into(
             "HEADS": heads,
             "WIDTH": width,
             **shared_constants(x, cos, rows, spec),
-            "ALL_HEADS": norm.all_heads,
+            "ALL_HEADS": is_of_all_heads(weight, x),
             "BLOCK_H": block,
         }
         warps = 8 if block * width >= 4096 else 4
@@ -138,10 +136,10 @@ def norm_backward_into(
     return shares.sum(0).to(weight.dtype).view_as(weight)
 
 
-def _heads(x: Tensor, norm: Norm) -> int:
+def _heads(x: Tensor, weight: Tensor) -> int:
     """Heads of one block: all for a norm over all heads, else as many as 1024 channels hold."""
     heads = int(triton.next_power_of_2(x.shape[1]))
-    if norm.all_heads:
+    if is_of_all_heads(weight, x):
         return heads
     return min(heads, max(1, 1024 // int(triton.next_power_of_2(x.shape[3]))))
 
