@@ -22,7 +22,7 @@ from posenc.kernels.rotation import (
     refuse,
     with_dense_rows,
 )
-from posenc.kernels.spec import Rows, shardable
+from posenc.kernels.spec import Rows, shardable, unflatten_rows
 
 _WHO = "posenc::polar"
 # From here on softplus(x) is x, in float64 too; torch's own threshold, 20, is off by 2e-9.
@@ -95,14 +95,6 @@ def _phases(kernel: Any, delta: Tensor | None, x: Tensor) -> Any:
     return None if delta is None else kernel.phases_of(delta.detach().resolve_neg(), x)
 
 
-def _rows_of(cos: Tensor, sin: Tensor, positions: Tensor | None, start: int) -> tuple[Any, ...]:
-    if positions is not None and positions.dim() == 1:
-        positions = positions[None]
-    if cos.dim() == 3 and cos.shape[0] == 1:
-        cos, sin = cos[0], sin[0]
-    return cos, sin, Rows(start, positions)
-
-
 def _checked(x: Tensor, delta: Tensor | None, *how: Any) -> tuple[Any, ...]:
     """Refuse arguments with which a kernel would access memory out of bounds."""
     cos, sin, positions, start = how
@@ -117,7 +109,7 @@ def _checked(x: Tensor, delta: Tensor | None, *how: Any) -> tuple[Any, ...]:
         delta.shape != (heads, width) or delta.dtype not in checks.FLOAT_DTYPES
     ):
         refuse(_WHO, f"delta must be floating, ({heads}, {width})", delta)
-    return x, delta, *_rows_of(*how)
+    return unflatten_rows((x, delta, *how))
 
 
 def _run(*arguments: Any) -> Tensor:
@@ -157,12 +149,12 @@ def _fake_backward(g: Tensor, x: Tensor, delta: Tensor | None, *how: Any) -> tup
     return torch.empty_like(x), to_delta
 
 
-def _operations(x: Tensor, delta: Tensor | None, *how: Any) -> Tensor:
-    return by_operations(x, delta, *_rows_of(*how))
+def _operations(*arguments: Any) -> Tensor:
+    return by_operations(*unflatten_rows(arguments))
 
 
-def _backward_operations(g: Tensor, x: Tensor, delta: Tensor | None, *how: Any) -> Any:
-    return backward_by_operations(g, x, delta, *_rows_of(*how))
+def _backward_operations(*arguments: Any) -> Any:
+    return backward_by_operations(*unflatten_rows(arguments))
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -76,12 +77,9 @@ def unflatten(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
     An op also takes positions ``[T]``, one table for all sequences as ``[1, R, P]``, and tables
     that have each number twice.
     """
-    *xs, cos, sin, positions, start, layout = arguments
+    *xs, layout = arguments
+    *xs, cos, sin, rows = unflatten_rows(xs)
     interleaved = bool(layout & INTERLEAVED)
-    if positions is not None and positions.dim() == 1:
-        positions = positions[None]
-    if cos.dim() == 3 and cos.shape[0] == 1:
-        cos, sin = cos[0], sin[0]
     width = xs[0].shape[-1]
     columns = cos.shape[-1]
     if layout & TWINS or (width < 2 * columns <= 2 * width and columns % 2 == 0):
@@ -89,7 +87,17 @@ def unflatten(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
     first_channel = width - 2 * cos.shape[-1] if layout & LAST else 0
     out, transposed = bool(layout & INTERLEAVED_OUT), bool(layout & TRANSPOSED)
     spec = Spec(interleaved, out, first_channel, transposed)
-    return *xs, cos, sin, Rows(start, positions), spec
+    return *xs, cos, sin, rows, spec
+
+
+def unflatten_rows(arguments: Sequence[Any]) -> tuple[Any, ...]:
+    """The arguments without the layout as ``*xs, cos, sin, rows``."""
+    *xs, cos, sin, positions, start = arguments
+    if positions is not None and positions.dim() == 1:
+        positions = positions[None]
+    if cos.dim() == 3 and cos.shape[0] == 1:
+        cos, sin = cos[0], sin[0]
+    return *xs, cos, sin, Rows(start, positions)
 
 
 def first_of_twins(table: Tensor, interleaved: bool) -> Tensor:
