@@ -202,7 +202,7 @@ def test_every_instruction_set_and_number_of_threads_stores_the_same_rows(dtype)
         for count in (1, 3):
             torch.set_num_threads(count)
             caches = [torch.zeros(7, 1, 100, 128).to(k.dtype) for _ in "kv"]
-            write = Write(*long, slots[None], *map(Store, caches), None, torch.ones(128))
+            write = Write(*long, slots[None], *map(Store, caches), *[torch.ones(128)] * 2)
             rotated = BACKENDS["c"](write, *how)
             results.append([t.view(torch.uint8) for t in (rotated, *caches)])
     finally:

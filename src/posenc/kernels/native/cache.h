@@ -42,7 +42,7 @@ static void write_token(const Job *j, i64 page, i64 b, i64 t, i64 slot, const ch
         copy_unrotated(j, &rows);
 }
 
-/* The scratch: factors of queries and of keys, and the table row of a token. */
+/* The scratch: factors of queries and of keys. */
 static void begin_cache(const Job *q, char *scratch)
 {
     convert_factors(q, scratch);
@@ -53,18 +53,13 @@ static void cache_tile(const Job *q, i64 b, i64 t, i64 nt, const char *c, const 
 {
     const CacheJob *const job = (const CacheJob *)q; /* queries are its first member */
     const Job *const k = &job->k, *const v = &job->v;
-    const i64 size = real_size(q), row = q->P * size;
-    char *const k_weight = scratch + factors(q) * size;
-    char *const kc = k_weight + factors(k) * size, *const ks = kc + row;
-    double *const gathered = (double *)(((uintptr_t)(ks + row) + 7) & ~(uintptr_t)7);
-    const Norm of_k = norm_of(k, k_weight, NULL);
-    const int shared = table_order(q) == table_order(k);
+    const i64 row = q->P * real_size(q);
+    const Norm of_k = norm_of(k, scratch + factors(q) * real_size(q), NULL);
     rotate_tile(q, &q->tensors[0], b, t, nt, c, s, norm_of(q, scratch, NULL));
     for (i64 n = 0; n < nt; n++) {
         const i64 slot = slot_of(job, b, t + n);
         if (slot < 0) continue;
-        if (!shared) convert_tables(k, b, t + n, 1, gathered, kc, ks);
-        write_token(k, job->k_page, b, t + n, slot, shared ? c + n * row : kc, shared ? s + n * row : ks, &of_k);
+        write_token(k, job->k_page, b, t + n, slot, c + n * row, s + n * row, &of_k);
         write_token(v, job->v_page, b, t + n, slot, NULL, NULL, NULL);
     }
 }

@@ -265,13 +265,14 @@ static const char *cache_op(Call *c)
     job.q.tensors[0] = tensor_of(q, &to);
     job.k.tensors[0] = tensor_of(k, &a.cache[0]), job.v.tensors[0] = tensor_of(v, &a.cache[1]);
     set_norm(&job.q, &a.r, 0), set_norm(&job.k, &a.r, 1);
+    if (table_order(&job.q) != table_order(&job.k)) return "a norm of only one of q and k is for Python";
     job.k_page = a.cache[0].size[2], job.v_page = a.cache[1].size[2];
     job.slots = a.slots.data, job.wide_slots = a.slots.dtype == dtypes.int64;
     job.slots_sb = a.slots.step[0], job.slots_st = a.slots.step[1];
     job.count = a.cache[0].size[0] * a.cache[0].size[2];
     TRY(wrong_values(&job.q, &a.r.positions));
     if (!slots_in_range(&job)) return "a slot is not in the cache";
-    job.q.scratch = (factors(&job.q) + factors(&job.k) + 2 * job.q.P) * real_size(&job.q) + 8 * job.q.P + 8;
+    job.q.scratch = (factors(&job.q) + factors(&job.k)) * real_size(&job.q);
     job.q.begin = begin_cache, job.q.run_tile = cache_tile;
     const i64 width = q->size[1] * q->size[3] + k->size[1] * k->size[3] + v->size[1] * v->size[3];
     TRY(run(&job.q, q->size[0] * q->size[2] * width));
