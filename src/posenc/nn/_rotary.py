@@ -14,7 +14,6 @@ from posenc._contract.position_checks import UNLIMITED, Limit
 from posenc._contract.tracing import is_plain, is_readable, may_keep
 from posenc.functional import rotary
 from posenc.functional._positions import positions_of, rows_of
-from posenc.functional.rotary import rotate_rows
 from posenc.kernels import RowOutOfRange, Rows, Spec
 from posenc.nn._tables import SharedTables, TableModule, Tensors, shown_table
 from posenc.numerics.axes import Axes
@@ -106,24 +105,6 @@ def by_tables(
         # call, and the table may have grown by then.
         cos, sin = cos[:needed], sin[:needed]
     return run(cos, sin, rows)
-
-
-def rotate_by_tables(
-    who: str,
-    limit: Limit,
-    tables: SharedTables,
-    xs: list[Tensor],
-    rows: Rows,
-    spec: Spec,
-    *,
-    in_place: bool = False,
-) -> list[Tensor]:
-    """Rotate ``xs`` of ``(B, H, L, D)`` by shared tables."""
-
-    def run(cos: Tensor, sin: Tensor, rows: Rows) -> list[Tensor]:
-        return rotate_rows(who, limit, xs, cos, sin, rows, spec, in_place=in_place)
-
-    return by_tables(who, tables, xs, rows, run)
 
 
 class RopeAngles:
@@ -266,6 +247,23 @@ class RotatedKeys(TableModule):
         self._angles = angles = RopeAngles(spectrum, max_seq_len)
         self._tables = SharedTables(rotary_tables, (angles.usual,), max_seq_len, torch.float64)
         self._key_dim, self._key_spec = key_dim, key_spec
+
+    def _by_tables(
+        self,
+        who: str,
+        xs: list[Tensor],
+        offset: int | Tensor,
+        position_ids: Tensor | None,
+        seq_len: int | Tensor | None,
+        run: Callable[[Tensor, Tensor, Rows], Result],
+        *learned: Tensor,
+        inverse: bool = False,
+    ) -> Result:
+        """``run(cos, sin, rows)`` for ``xs`` of ``(B, H, L, D)`` at these positions."""
+        rows, tables = self._angles.rows(who, xs[0], offset, position_ids, seq_len, inverse)
+        if tables is not None:
+            return run(*tables, rows)
+        return by_tables(who, self._tables, xs, rows, run, *learned)
 
     def scaled_inv_freq(self, seq_len: int | None = None) -> Tensor:
         """Scaled rates in a sequence of this length, float64 ``[P]``, radians per position."""

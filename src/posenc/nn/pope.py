@@ -17,7 +17,7 @@ from posenc.functional import rotary
 from posenc.functional._positions import run_kernel
 from posenc.kernels import Rows, Spec
 from posenc.nn._module import KeepsFloat32
-from posenc.nn._rotary import RotatedKeys, by_tables, check_axes, check_scaling
+from posenc.nn._rotary import RotatedKeys, check_axes, check_scaling
 from posenc.numerics.axes import Axes
 from posenc.numerics.frequencies import Spectrum
 from posenc.numerics.scaling import Rule
@@ -157,16 +157,12 @@ class PoPE(KeepsFloat32, RotatedKeys):
             # The ends get a gradient, as numbers between them. That of clamp differs by torch.
             limited = delta.detach().clamp(-math.tau, 0.0)
             delta = torch.where(delta == limited, delta, limited)
-        rows, own_tables = self._angles.rows(who, q, offset, position_ids, seq_len, False)
 
         def run(cos: Tensor, sin: Tensor, rows: Rows) -> list[Tensor]:
             both = ((q, None), (k, delta))
             return [run_kernel(who, limit, kernels.polar, *x, cos, sin, rows) for x in both]
 
-        if own_tables is None:
-            ys = by_tables(who, self._tables, [q, k], rows, run, *learned)
-        else:
-            ys = run(*own_tables, rows)
+        ys = self._by_tables(who, [q, k], offset, position_ids, seq_len, run, *learned)
         a, b = rotary.swap_heads(ys, self.seq_dim)
         return a, b
 

@@ -26,12 +26,10 @@ from posenc.kernels.rotation import rotate_qk_in_place_op, rotate_qk_op
 from posenc.kernels.spec import TOKENS_FIRST, WIDTH
 from posenc.nn._rotary import (
     RotatedKeys,
-    by_tables,
     check_axes,
     check_inv_freq,
     check_scaling,
     check_width,
-    rotate_by_tables,
 )
 from posenc.numerics.axes import Axes
 from posenc.numerics.frequencies import Spectrum
@@ -255,20 +253,17 @@ class RoPE(RotatedKeys):
         as_many = k.narrow(at, 0, min(q.shape[at], k.shape[at]))
         check_heads(who, "qk", [q, as_many], self.head_dim, at)
         q, k = swap_heads([q, k], at)
-        rows, own_tables = self._angles.rows(who, k, offset, position_ids, seq_len, False)
         ahead, limit, spec = k.shape[2] - q.shape[2], self._angles.limit, self._spec
-        if own_tables is not None:
-            cos, sin = (table.narrow(-2, ahead, q.shape[2]) for table in own_tables)
-            queries = rotary.rotate_rows(who, limit, [q], cos, sin, rows, spec)
-            keys = rotary.rotate_rows(who, limit, [k], *own_tables, rows, spec)
-        else:
-            last = Rows(rows.start + ahead, rows.positions)
+
+        def run(cos: Tensor, sin: Tensor, rows: Rows) -> list[Tensor]:
+            last = rows._replace(start=rows.start + ahead)
             if rows.positions is not None and not rows.is_sequential():
-                last = Rows(rows.start, rows.positions[:, ahead:])
-            # Keys first: the table grows for them, and for their queries too.
-            keys = rotate_by_tables(who, limit, self._tables, [k], rows, spec)
-            queries = rotate_by_tables(who, limit, self._tables, [q], last, spec)
-        a, b = swap_heads([*queries, *keys], at)
+                last = rows._replace(positions=rows.positions[:, ahead:])
+            queries = rotary.rotate_rows(who, limit, [q], cos, sin, last, spec)
+            return queries + rotary.rotate_rows(who, limit, [k], cos, sin, rows, spec)
+
+        ys = self._by_tables(who, [k, q], offset, position_ids, seq_len, run)
+        a, b = swap_heads(ys, at)
         return a, b
 
     def rotate_and_cache(
@@ -334,15 +329,11 @@ class RoPE(RotatedKeys):
         check_heads(who, "qk", [q, k], self.head_dim, seq_dim)
         q, k, v = swap_heads([q, k, v], seq_dim)
         write = check_write(who, (q, k, v), caches, slot_mapping, as_tokens, options)
-        rows, own_tables = self._angles.rows(who, q, offset, position_ids, seq_len, False)
 
         def run(cos: Tensor, sin: Tensor, rows: Rows) -> Tensor:
             return cache_rows(who, self._angles.limit, write, cos, sin, rows, self._spec)
 
-        if own_tables is None:
-            rotated = by_tables(who, self._tables, [q], rows, run)
-        else:
-            rotated = run(*own_tables, rows)
+        rotated = self._by_tables(who, [q], offset, position_ids, seq_len, run)
         return as_given(rotated, seq_dim, as_tokens)
 
     def rotate(
@@ -399,12 +390,12 @@ class RoPE(RotatedKeys):
     ) -> list[Tensor]:
         check_heads(who, names, xs, self.head_dim, self.seq_dim)
         xs = swap_heads(xs, self.seq_dim)
-        rows, own_tables = self._angles.rows(who, xs[0], offset, position_ids, seq_len, inverse)
         spec, limit = self._spec.transpose() if inverse else self._spec, self._angles.limit
-        if own_tables is None:
-            ys = rotate_by_tables(who, limit, self._tables, xs, rows, spec, in_place=in_place)
-        else:
-            ys = rotary.rotate_rows(who, limit, xs, *own_tables, rows, spec, in_place=in_place)
+
+        def run(cos: Tensor, sin: Tensor, rows: Rows) -> list[Tensor]:
+            return rotary.rotate_rows(who, limit, xs, cos, sin, rows, spec, in_place=in_place)
+
+        ys = self._by_tables(who, xs, offset, position_ids, seq_len, run, inverse=inverse)
         return swap_heads(ys, self.seq_dim)
 
 

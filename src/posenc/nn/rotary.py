@@ -18,8 +18,8 @@ from posenc.functional.rotary import (
     with_heads,
     without_heads,
 )
-from posenc.kernels import Spec
-from posenc.nn._rotary import rotary_tables, rotate_by_tables
+from posenc.kernels import Rows, Spec
+from posenc.nn._rotary import by_tables, rotary_tables
 from posenc.nn._tables import SharedTables, TableModule, Tensors, shown_table
 from posenc.numerics.frequencies import Spectrum
 from posenc.numerics.tables import cos_sin
@@ -99,8 +99,12 @@ class RotaryPosEmbedding(TableModule):
         tables = self._tables
         if tables is None or tables.parameters[0].dim != width:
             tables = self._of_width(width, input_.device)
-        spec = Spec(self.interleaved, self.interleaved)
-        (rotated,) = rotate_by_tables(who, limit, tables, [with_heads(input_)], rows, spec)
+        x, spec = with_heads(input_), Spec(self.interleaved, self.interleaved)
+
+        def run(cos: Tensor, sin: Tensor, rows: Rows) -> list[Tensor]:
+            return rotate_rows(who, limit, [x], cos, sin, rows, spec)
+
+        (rotated,) = by_tables(who, tables, [x], rows, run)
         if tables is not self._tables and may_keep(input_):
             # Only now: a call that raises leaves the tables as they were.
             self._tables = tables
