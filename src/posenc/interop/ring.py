@@ -8,7 +8,7 @@ of keys after another is put together by their log-sum-exps.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
@@ -35,7 +35,7 @@ from posenc.numerics.slopes import window_length
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-# Sequences, heads and rows of a tensor.
+# Sequences, heads of k, and rows of a tensor.
 Index: TypeAlias = tuple[slice, list[int], slice]
 # The first and the last token of the document at each chunk's first, or last, token.
 Ends: TypeAlias = list[tuple[int, int]]
@@ -190,10 +190,11 @@ def attend(
     if ids is not None:
         ids = ranks.gather(torch.atleast_2d(ids), zigzag=zigzag)
         route = _with_documents(route, ids)
-    share = q.shape[1] // k.shape[1]
-    job = Job(who, route, ranks, kind, zero, scale, prune, ids, share)
-    results: tuple[Tensor, Tensor] = RingAttention.apply(q, k, v, values, job)
-    return results
+    job = Job(who, route, ranks, kind, zero, scale, prune, ids)
+    # One head of k, and those of q that share it, are one index.
+    grouped = [x if x is None else x.unflatten(1, (k.shape[1], -1)) for x in (q, k, v, values)]
+    out, lse = RingAttention.apply(*grouped, job)
+    return out.flatten(1, 2), lse.flatten(1, 2)
 
 
 def _check_equal(who: str, ranks: Ranks, q: Tensor) -> None:
@@ -332,21 +333,8 @@ class Route(NamedTuple):
         return rows, columns
 
 
+# The keys and the values of parcels, and their running sums, or the gradients of these.
 Held: TypeAlias = list[tuple[Parcel, list[Tensor]]]
-
-
-class Messages(NamedTuple):
-    """Tensors on their way to one rank, and from another."""
-
-    works: Sequence[Any] = ()
-    sent: Sequence[Tensor] = ()  # alive until they have arrived
-    coming: Sequence[tuple[Parcel, list[Tensor]]] = ()
-
-    def wait(self) -> Held:
-        """What has come."""
-        for work in self.works:
-            work.wait()
-        return list(self.coming)
 
 
 class Ranks(NamedTuple):
@@ -370,20 +358,6 @@ class Ranks(NamedTuple):
             parts = [*front, *reversed(back)]
         return torch.cat(parts, -1)
 
-    def exchange(self, step: int, sent: Held, like: Held) -> Messages:
-        """Begin to send to the rank at ``step``, and to receive from the one at minus ``step``.
-
-        What comes are the parcels of ``like``, with tensors of those shapes.
-        """
-        to, come_from = (dist.get_global_rank(self.group, self.at(n)) for n in (step, -step))
-        coming = [(parcel, [x.new_empty(x.shape) for x in xs]) for parcel, xs in like]
-        outgoing = [x.contiguous() for _, xs in sent for x in xs]
-        operations = [dist.P2POp(dist.isend, x, to, self.group) for x in outgoing]
-        for _, xs in coming:
-            operations += [dist.P2POp(dist.irecv, x, come_from, self.group) for x in xs]
-        works = dist.batch_isend_irecv(operations) if operations else []
-        return Messages(works, outgoing, coming)
-
 
 def check_ranks(who: str, group: Any) -> Ranks:
     """The ranks of a group, of the default one if None; this rank must be among them."""
@@ -401,8 +375,8 @@ def check_ranks(who: str, group: Any) -> Ranks:
 class Job(NamedTuple):
     """The arguments of an attention over a sharded sequence, in addition to its tensors.
 
-    ``own`` below are this rank's k, v, and slopes ``[1 or B, H, 1]``, a table ``[1, H, R]``, its
-    sums, or None.
+    These are ``[B, Hk, G, rows, ...]``, with ``G`` heads of q for each of k: q; k and v, with ``G``
+    one; and slopes with one row, a table, or sums. ``own`` below are those that travel.
     """
 
     who: str
@@ -413,78 +387,97 @@ class Job(NamedTuple):
     scale: float
     prune: bool
     ids: Tensor | None  # of the whole sequence, [1 or B, L]
-    group: int  # heads of q for each of k
 
-    def travel(self, own: Sequence[Any]) -> Iterator[tuple[int, Held]]:
+    def own(self, k: Any, v: Any, values: Any) -> list[Any]:
+        """Those that travel: keys, values, and running sums, or the gradients of these."""
+        return [k, v, values] if self.kind == "sums" else [k, v]
+
+    def travel(self, own: Sequence[Tensor]) -> Iterator[tuple[int, Held]]:
         """Step by step, the parcels that this rank needs, its own first.
 
         In step ``s`` they are those of the rank ``s`` before it; meanwhile those of step ``s + 1``
         are on their way.
         """
-        held = self._cut(own, self.ranks.rank, self.ranks.rank)
-        for step in range(1, self.ranks.world + 1):
-            coming = self._send_keys(own, step) if step < self.ranks.world else Messages()
+        ranks, parcels = self.ranks, self.route.parcels
+        held = self._cut(own, ranks.rank)
+        for step in range(1, ranks.world):
+            expected = parcels(ranks.rank, ranks.at(-step))
+            wait = self._exchange(own, step, self._cut(own, ranks.at(step)), expected)
             yield step - 1, held
-            held = coming.wait()
+            held = wait()
+        yield ranks.world - 1, held
 
-    def send_gradients(self, own: Sequence[Any], step: int, computed: Held) -> Messages:
-        """Give the gradients of a step's parcels to their owner, and take those of its own."""
-        like = self._cut(own, self.ranks.at(step), self.ranks.rank)
-        return self.ranks.exchange(-step, computed, like)
+    def send_gradients(
+        self, own: Sequence[Tensor], step: int, computed: Held
+    ) -> Callable[[], Held]:
+        """Give the gradients of a step's parcels to their owner, and take those of its own.
 
-    def _send_keys(self, own: Sequence[Any], step: int) -> Messages:
-        ranks, chunks = self.ranks, self.route.chunks
-        # What comes has the shape of the same parcel of this rank's own chunk.
-        sender = ranks.at(-step)
-        mine = dict(zip(chunks(sender), chunks(ranks.rank), strict=True))
-        parcels = self.route.parcels(ranks.rank, sender)
-        like = [(each, self._parts(own, each._replace(keys=mine[each.keys]))) for each in parcels]
-        return ranks.exchange(step, self._cut(own, ranks.at(step), ranks.rank), like)
+        They travel in the dtypes of ``own``.
+        """
+        if step == 0:
+            return lambda: computed
+        dtypes = [x.dtype for x in own]
+        sent = [(parcel, [*map(Tensor.to, xs, dtypes)]) for parcel, xs in computed]
+        expected = self.route.parcels(self.ranks.at(step), self.ranks.rank)
+        return self._exchange(own, -step, sent, expected)
 
-    def _cut(self, own: Sequence[Any], receiver: int, sender: int) -> Held:
-        """This rank's parcels, with their keys and values, and their sums."""
-        parcels = self.route.parcels(receiver, sender)
-        return [(parcel, self._parts(own, parcel)) for parcel in parcels]
+    def _exchange(
+        self, own: Sequence[Tensor], step: int, sent: Held, expected: list[Parcel]
+    ) -> Callable[[], Held]:
+        """Begin to send to the rank at ``step``, and to receive from the one at minus ``step``.
 
-    def _parts(self, own: Sequence[Any], parcel: Parcel) -> list[Tensor]:
-        return _parts(own, self.homes(parcel))
+        The function that is returned waits for the ``expected`` parcels.
+        """
+        group = self.ranks.group
+        to, source = (dist.get_global_rank(group, self.ranks.at(n)) for n in (step, -step))
+        coming = [(parcel, [_new_part(x, parcel) for x in own]) for parcel in expected]
+        outgoing = [x.contiguous() for _, xs in sent for x in xs]
+        operations = [dist.P2POp(dist.isend, x, to, group) for x in outgoing]
+        for _, xs in coming:
+            operations += [dist.P2POp(dist.irecv, x, source, group) for x in xs]
+        works = dist.batch_isend_irecv(operations) if operations else []
 
-    def rows(self, chunk: int, rows: slice) -> slice:
+        def wait() -> Held:
+            for work in works:
+                work.wait()
+            # Until now they had to stay alive.
+            outgoing.clear()
+            return coming
+
+        return wait
+
+    def _cut(self, own: Sequence[Tensor], receiver: int) -> Held:
+        """The parcels of this rank that another needs, with their tensors."""
+        parcels = self.route.parcels(receiver, self.ranks.rank)
+        return [(parcel, [x[_at(x, self.home(parcel))] for x in own]) for parcel in parcels]
+
+    def _rows(self, chunk: int, rows: slice) -> slice:
         """Rows of a chunk, among those that this rank holds."""
         begin = self.route.chunks(self.ranks.rank).index(chunk) * self.route.size
         return slice(begin + rows.start, begin + rows.stop)
 
-    def query_heads(self, heads: list[int]) -> list[int]:
-        """The heads of q that share these of k."""
-        return [head * self.group + n for head in heads for n in range(self.group)]
-
-    def homes(self, parcel: Parcel) -> list[Index]:
-        """Where a parcel is in this rank's k and v, and in its sums."""
-        rows = self.rows(parcel.keys, parcel.columns)
-        of_keys = parcel.sequence, parcel.heads, rows
-        of_sums = parcel.sequence, self.query_heads(parcel.heads), rows
-        return [of_keys, of_keys, of_sums] if self.kind == "sums" else [of_keys, of_keys]
+    def home(self, parcel: Parcel) -> Index:
+        """Where a parcel is in this rank's tensors that travel."""
+        return parcel.sequence, parcel.heads, self._rows(parcel.keys, parcel.columns)
 
     def places(self, parcel: Parcel, block: Block) -> list[Index]:
         """Where a block is in q, in this rank's slopes, table or sums, and in what its parcel has.
 
         The sums of a parcel are those of this rank if a chunk attends to itself.
         """
-        heads = self.query_heads(block.heads)
-        of_queries = parcel.sequence, heads, self.rows(block.queries, block.rows)
-        of_bias = of_queries if self.kind == "sums" else (parcel.sequence, heads, slice(None))
+        of_queries = parcel.sequence, block.heads, self._rows(block.queries, block.rows)
+        of_bias = of_queries if self.kind == "sums" else (parcel.sequence, block.heads, slice(None))
         within = [parcel.heads.index(head) for head in block.heads]
         first = parcel.columns.start
         columns = slice(block.columns.start - first, block.columns.stop - first)
         of_keys = slice(None), within, columns
-        places = [of_queries, of_bias, of_keys, of_keys]
-        if self.kind == "sums" and block.queries != block.keys:
-            places.append((slice(None), self.query_heads(within), columns))
-        return places
+        sums_differ = self.kind == "sums" and block.queries != block.keys
+        return [of_queries, of_bias, *[of_keys] * (3 if sums_differ else 2)]
 
     def attend(self, block: Block, sequence: slice, inputs: list[Any]) -> tuple[Tensor, Tensor]:
         """Attention of a block's queries to its keys; ``inputs`` are what is at its places."""
-        q, values, k, v, *sums_of_keys = inputs
+        flat: list[Any] = [x if x is None else x.flatten(1, 2) for x in inputs]
+        q, values, k, v, *sums_of_keys = flat
         bias: Slopes | DistanceTable | RunningSum | None = None
         if self.kind == "slopes":
             bias = Slopes(values[..., 0])
@@ -499,12 +492,15 @@ class Job(NamedTuple):
                 ids = ids[:, block.queries * size : (block.queries + 1) * size]
                 ids = ids if len(ids) == 1 else ids[sequence]
             how: Any = {"scale": self.scale, "prune": self.prune, "document_ids": ids}
-            return biased.attend(self.who, q, k, v, bias, causal=self.route.causal, **how)
-        distance = (block.queries - block.keys) * size + block.rows.start - block.columns.start
-        start = k.shape[2] if self.kind == "sums" else distance
-        # Where all keys are earlier, a causal mask hides none, and kernels have less to compute.
-        call = Call.of(bias, q, start=start, scale=self.scale, causal=start >= k.shape[2])
-        return biased.run(self.who, q, k, v, bias, call)
+            results = biased.attend(self.who, q, k, v, bias, causal=self.route.causal, **how)
+        else:
+            distance = (block.queries - block.keys) * size + block.rows.start - block.columns.start
+            start = k.shape[2] if self.kind == "sums" else distance
+            # Where all keys are earlier, a causal mask hides none: kernels have less to compute.
+            call = Call.of(bias, q, start=start, scale=self.scale, causal=start >= k.shape[2])
+            results = biased.run(self.who, q, k, v, bias, call)
+        out, lse = (x.unflatten(1, inputs[0].shape[1:3]) for x in results)
+        return out, lse
 
     def add_gradients(
         self,
@@ -524,7 +520,7 @@ class Job(NamedTuple):
         leaves = [x.requires_grad_() for x, _, _ in wanted]
         with torch.enable_grad():
             out, lse = self.attend(block, parcel.sequence, inputs)
-        g, whole, g_lse = _parts(rows, [places[0]] * 3)
+        g, whole, g_lse = (x[_at(x, places[0])] for x in rows)
         # If this block has the weight w in the whole, its log-sum-exp moves the output by w times
         # the difference of the block's output from the whole.
         weight = (lse.detach() - whole.masked_fill(whole == float("-inf"), float("inf"))).exp()
@@ -536,16 +532,24 @@ class Job(NamedTuple):
 
 
 def _at(x: Tensor, place: Index) -> Any:
-    """The index of a place in ``x``, ``[1 or B, heads, rows, ...]``."""
+    """The index of a place in ``x``, ``[1 or B, Hk, G, rows, ...]``."""
     sequence, heads, rows = place
     every = slice(None)
-    return every if len(x) == 1 else sequence, every if len(heads) == x.shape[1] else heads, rows
+    some = every if len(heads) == x.shape[1] else heads
+    return every if len(x) == 1 else sequence, some, every, rows
 
 
 def _parts(tensors: Iterable[Any], places: list[Index]) -> list[Any]:
     """What is at these places of as many of the tensors."""
     pairs = zip(tensors, places, strict=False)
     return [None if x is None else x[_at(x, place)] for x, place in pairs]
+
+
+def _new_part(x: Tensor, parcel: Parcel) -> Tensor:
+    """Memory for a parcel of another rank, whose tensor has the shape of ``x``."""
+    sequences, rows = len(x[parcel.sequence]) if len(x) > 1 else 1, parcel.columns
+    sizes = len(parcel.heads), x.shape[2], rows.stop - rows.start, *x.shape[4:]
+    return x.new_empty((sequences, *sizes))
 
 
 class RingAttention(torch.autograd.Function):
@@ -559,11 +563,11 @@ class RingAttention(torch.autograd.Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, values: Tensor | None, job: Job
     ) -> tuple[Tensor, Tensor]:
-        """``k``, ``v`` and ``values`` are a job's ``own``."""
+        """The tensors are those of a :class:`Job`."""
         wide = torch.promote_types(q.dtype, torch.float32)
-        out = q.new_zeros((*q.shape[:3], v.shape[3]), dtype=wide)
-        lse = q.new_full(q.shape[:3], float("-inf"), dtype=wide)
-        for _, held in job.travel((k, v, values)):
+        out = q.new_zeros((*q.shape[:4], v.shape[4]), dtype=wide)
+        lse = q.new_full(q.shape[:4], float("-inf"), dtype=wide)
+        for _, held in job.travel(job.own(k, v, values)):
             for parcel, keys in held:
                 for block in parcel.blocks:
                     places = job.places(parcel, block)
@@ -578,41 +582,35 @@ class RingAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, g: Tensor, g_lse: Tensor) -> tuple[Any, ...]:
         """The gradients; those to slopes and tables are this rank's part of the sum."""
-        q, *own, out, lse = ctx.saved_tensors
+        q, k, v, values, out, lse = ctx.saved_tensors
         job: Job = ctx.job
         g = g.to(lse.dtype)
         rows = g, lse, g_lse - (g * out.to(lse.dtype)).sum(-1)
-        to_q, *to_own = (torch.zeros_like(x, dtype=lse.dtype) for x in (q, *own[:2]))
-        to_values = torch.zeros_like(own[2]) if ctx.needs_input_grad[3] else None
-        if job.kind == "sums" and to_values is not None:
-            to_own.append(to_values)
+        to_q, to_k, to_v = (torch.zeros_like(x, dtype=lse.dtype) for x in (q, k, v))
+        learned = ctx.needs_input_grad[3] or job.kind == "sums"
+        to_values = torch.zeros_like(values) if learned else None
+        own, to_own = job.own(k, v, values), job.own(to_k, to_v, to_values)
 
         def collect(arrived: Held) -> None:
             for parcel, grads in arrived:
-                for x, grad, place in zip(to_own, grads, job.homes(parcel), strict=False):
-                    x[_at(x, place)] += grad
+                for x, grad in zip(to_own, grads, strict=True):
+                    x[_at(x, job.home(parcel))] += grad
 
-        coming = Messages()
+        # Nothing is on its way yet.
+        wait: Callable[[], Held] = list
         for step, held in job.travel(own):
             computed = []
             for parcel, keys in held:
-                wide = [torch.promote_types(x.dtype, lse.dtype) for x in keys]
-                to_keys = [torch.zeros_like(x, dtype=d) for x, d in zip(keys, wide, strict=True)]
-                tensors, to = (q, own[2], *keys), (to_q, to_values, *to_keys)
+                pairs = zip(keys, to_own, strict=True)
+                to_keys = [torch.zeros_like(x, dtype=to.dtype) for x, to in pairs]
+                tensors, to = (q, values, *keys), (to_q, to_values, *to_keys)
                 for block in parcel.blocks:
                     job.add_gradients(parcel, block, tensors, to, rows)
-                if step:
-                    # Gradients travel in the dtype of the keys.
-                    to_keys = [x.to(y.dtype) for x, y in zip(to_keys, keys, strict=True)]
                 computed.append((parcel, to_keys))
-            collect(coming.wait())
-            if step:
-                coming = job.send_gradients(own, step, computed)
-            else:
-                collect(computed)
-        collect(coming.wait())
-        to_k, to_v = to_own[:2]
-        return to_q.to(q.dtype), to_k.to(own[0].dtype), to_v.to(own[1].dtype), to_values, None
+            collect(wait())
+            wait = job.send_gradients(own, step, computed)
+        collect(wait())
+        return to_q.to(q.dtype), to_k.to(k.dtype), to_v.to(v.dtype), to_values, None
 
 
 def _merge(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor, place: Index) -> None:
