@@ -433,6 +433,7 @@ def _gather(x: Tensor, index: Tensor) -> Tensor:
 
 def network_rows(bias: Network, first: Tensor | None, own: Tensor, index: Tensor) -> Tensor:
     """The network for each query and key, ``[1 or B, H, n, k]``."""
+    # The ratio has a limit where either is zero, but no value.
     c, least = (x.abs().clamp(min=SMALLEST) for x in (bias.c, bias.threshold))
     position = own
     if first is not None:

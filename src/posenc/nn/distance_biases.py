@@ -12,7 +12,7 @@ from posenc import configs
 from posenc._contract import checks
 from posenc._contract.tracing import is_exporting, is_readable, without_autocast
 from posenc.attention.biases import DistanceTable, Network
-from posenc.attention.rows import SMALLEST
+from posenc.attention.rows import network_rows
 from posenc.functional.distance_biases import check_buckets, t5_buckets
 from posenc.nn._bias import RelativeBias
 from posenc.nn._module import Linear, load_scalars
@@ -391,11 +391,15 @@ class FIRE(RelativeBias):
         self, keys: int, dtype: torch.dtype, device: torch.device
     ) -> DistanceTable | Network:
         if self._is_table(keys):
-            # The ratio has a limit where either is zero, but no value.
-            c, least = (x.abs().clamp(min=SMALLEST) for x in self._scales(widest(device)))
+            network = self._network(widest(device))
             distance, zero = self._distances(keys, device)
-            ratio = (c * distance.abs()).log1p() / (c * least).log1p()
-            return DistanceTable(self.mlp(ratio[:, None]).T.to(dtype), zero)
+            with without_autocast(self.c):
+                # No query is past the threshold, so that one at zero stands for all.
+                values = network_rows(network, None, distance.new_zeros((1, 1)), distance)
+            return DistanceTable(values[0, :, 0].to(dtype), zero)
+        return self._network(dtype)
+
+    def _network(self, dtype: torch.dtype) -> Network:
         like: Any = {"dtype": dtype, "device": self.c.device}
         with without_autocast(self.c):
             # By calls of the layers, which may have hooks.
