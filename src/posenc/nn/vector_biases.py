@@ -99,13 +99,10 @@ class RelativeKeys(ProductBias):
 
 
 def _encodings(
-    positions: Tensor, dtype: torch.dtype, spectrum: Spectrum, concatenated: bool, causal: bool
+    positions: Tensor, dtype: torch.dtype, spectrum: Spectrum, concatenated: bool
 ) -> Tensors:
-    """The encodings of distances, and of as many later keys unless ``causal``."""
-    signs = (1,) if causal else (1, -1)
-    return tuple(
-        sinusoid(positions * sign, spectrum, dtype, concatenated=concatenated) for sign in signs
-    )
+    """The encodings of distances to earlier keys."""
+    return (sinusoid(positions, spectrum, dtype, concatenated=concatenated),)
 
 
 class TransformerXLBias(TableModule, ProductBias):
@@ -168,7 +165,7 @@ class TransformerXLBias(TableModule, ProductBias):
         shape = self.num_heads, self.head_dim
         self.pos_bias_u = nn.Parameter(torch.empty(shape, dtype=dtype))
         self.pos_bias_v = nn.Parameter(torch.empty(shape, dtype=dtype))
-        parameters = Spectrum(self.embed_dim, self.base), self.concatenated, self.causal
+        parameters = Spectrum(self.embed_dim, self.base), self.concatenated
         self._tables = SharedTables(_encodings, parameters, None, torch.float32)
         self.reset_parameters()
 
@@ -184,17 +181,16 @@ class TransformerXLBias(TableModule, ProductBias):
         If causal, they begin with distance zero.
         """
         keys = checks.integer(type(self).__name__, "k_len", k_len, least=0)
-        least, most = self._ends(keys)
-        like = torch.empty(0, device=self.pos_bias_u.device)
-        tables = self._tables.read(like, dtype, most + 1)
-        if tables is None:
-            spectrum, concatenated, _ = self._tables.parameters
-            distance = torch.arange(least, most + 1, device=like.device)
-            (r,) = _encodings(distance, dtype, spectrum, concatenated, True)
-        elif self.causal:
-            r = tables[0][: most + 1]
-        else:
-            r = torch.cat((tables[1][1 : most + 1].flip(0), tables[0][: most + 1]))
+        _, most = self._ends(keys)
+        distance = torch.arange(most + 1, device=self.pos_bias_u.device)
+        tables = self._tables.read(distance, dtype, most + 1)
+        (r,) = tables or self._tables.at(distance, dtype)
+        r = r[: most + 1]
+        if not self.causal:
+            # Sines have the other sign at a later key, and cosines do not.
+            channel, later = torch.arange(self.embed_dim, device=r.device), r[1:].flip(0)
+            sines = channel < self.embed_dim // 2 if self.concatenated else channel % 2 == 0
+            r = torch.cat((torch.where(sines, -later, later), r))
         return self.linear_pos(r).unflatten(-1, (self.num_heads, self.head_dim))  # type: ignore[no-any-return]
 
     def _ends(self, keys: int) -> tuple[int, int]:
