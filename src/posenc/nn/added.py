@@ -314,11 +314,7 @@ class SinusoidalGrid(AddedTable):
             f"{self.prefix} + " * bool(self.prefix) + " x ".join(map(str, self.size)) + " tokens"
         )
         checks.equal(who, tokens, length, self.prefix + math.prod(self.size), hint)
-        dtype = torch.promote_types(x.dtype, torch.float32)
-        kept = self._tables.read(x, dtype)
-        if kept is None:
-            kept = self._tables.at(torch.arange(length, device=x.device), dtype)
-        return self._sum(x, kept[0])
+        return self._sum(x, _rows(who, self._tables, x, Rows()))
 
 
 class LearnedPosEmbedding(ReadOnlyArguments):
