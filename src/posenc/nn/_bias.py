@@ -49,7 +49,7 @@ class BiasedAttention(ReadOnlyArguments):
     ) -> Tensor:
         """Attention with this bias, without a matrix of scores.
 
-        Keywords are those of :func:`posenc.attention.biased_attention`.
+        Other arguments are those of :func:`posenc.attention.biased_attention`.
 
         Args:
             q: ``(B, H, Q, D)``.
@@ -57,13 +57,6 @@ class BiasedAttention(ReadOnlyArguments):
             v: ``(B, Hk, K, Dv)``.
             scale: The factor of scores, one over the root of ``D`` if None, unless the class has
                 another.
-            query_offset: Key index of the first query.
-            document_ids: Ids ``(K,)`` or ``(B, K)``, for padding and packing.
-            window: A sliding window.
-            attn_mask: A further mask.
-            dropout_p: As in SDPA.
-            prune: Whether to leave out far keys that provably do not count.
-            backend: The implementation; None chooses.
 
         Returns:
             ``(B, H, Q, Dv)`` in the dtype of ``q``.
