@@ -123,16 +123,11 @@ def _attend(
     if ring_dim is not None:
         group_of_ranks = q.device_mesh.get_group(ring_dim)
         y, lse = ring.attend(who, local, k, v, bias, group=group_of_ranks, **options)
-    elif tokens:
+    else:
         first = keys - q.shape[2] if query_offset is None else query_offset
-        start = _local_option(batch, mine, "query_offset", first) + tokens[0]
+        start = _local_option(batch, mine, "query_offset", first) + tokens.start
         options |= {"query_offset": start, "window": window, "backend": backend}
         y, lse = biased.attend(who, local, k, v, bias, **options)
-    else:
-        # A rank without queries must still take part in the sums of the gradients.
-        values = 0 if bias is None else bias.values.sum()
-        y = local[..., :1] * (k.sum() + v.sum() + values)
-        y, lse = y.expand(-1, -1, -1, v.shape[3]), y[..., 0]
     results = []
     for x, shape in ((y, (*q.shape[:3], v.shape[3])), (lse, q.shape[:3])):
         whole = torch.empty(shape, device="meta")
