@@ -66,12 +66,9 @@ def test_bad_input_is_refused():
         alibi.add_bias(torch.zeros(4, 5, 5).long())
 
 
-@pytest.mark.parametrize(
-    "sizes", [[(5, 5), (3, 3), (17, 17)], [(3, 9), (5, 6), (2, 64)]], ids=["square", "cache"]
-)
 @COMPILERS
-def test_one_graph_for_all_lengths(sizes, backend):
-    calls = [(torch.randn(2, 4, q, k),) for q, k in sizes]
+def test_one_graph_serves_scores_of_all_lengths(backend):
+    calls = [(torch.randn(2, 4, q, k),) for q, k in [(3, 9), (5, 6), (2, 64)]]
     assert compilations(ALiBi(4).add_bias, calls, dynamic=True, backend=backend) == 1
 
 

@@ -178,12 +178,13 @@ def test_sandwich_is_the_formula(causal):
     assert_is_formula(posenc.Sandwich(4, dim=12, causal=causal), formula, kv_heads=2)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-def test_a_far_number_of_sandwich_is_rounded_once(dtype):
+def test_a_far_number_of_sandwich_is_rounded_once():
     """Angles of far distances lose digits unless they are exact."""
-    got = posenc.Sandwich(2).table(100_001, dtype=dtype)[:, 100_000]
-    wanted = [float(sandwich(128, 2, h, 100_000)) for h in range(2)]
-    assert torch.equal(got, torch.tensor(wanted, dtype=torch.float64).to(dtype))
+    numbers = [float(sandwich(128, 2, h, 20_000)) for h in range(2)]
+    wanted = torch.tensor(numbers, dtype=torch.float64)
+    for dtype in (torch.float32, torch.bfloat16):
+        got = posenc.Sandwich(2).table(20_001, dtype=dtype)[:, 20_000]
+        assert torch.equal(got, wanted.to(dtype))
 
 
 def test_nothing_of_sandwich_is_learned_and_a_cast_changes_nothing():

@@ -194,11 +194,8 @@ def test_bad_arguments_are_refused():
         extend.window = 3
 
 
-@pytest.mark.parametrize(
-    "extend",
-    [pytest.param(BOTH[0], marks=pytest.mark.slow), BOTH[1]],
-    ids=["self-extend", "dual-chunk"],
-)
+@each
+@pytest.mark.slow
 def test_an_exported_program_has_the_parts_of_longer_sequences(extend):
     """Six tokens are in one part, and thirty in all of them."""
     assert_exports(extend, qkv(6), qkv(30))

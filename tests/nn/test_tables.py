@@ -76,14 +76,6 @@ def test_autocast_and_inference_mode_change_nothing(case):
         assert torch.equal(call(make(), x), wanted)
 
 
-@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")
-def test_a_module_can_be_traced(case):
-    make, x = case
-    module, other = make(), torch.randn_like(x)
-    traced = torch.jit.trace(lambda x: call(module, x), (x,))
-    assert torch.equal(traced(other), call(module, other))
-
-
 def test_a_copy_made_in_inference_mode_serves_training(case):
     make, x = case
     with torch.inference_mode():
@@ -100,22 +92,33 @@ def test_a_copy_made_in_inference_mode_serves_training(case):
     assert torch.equal(grad, wanted_grad)
 
 
+class Everything(torch.nn.Module):
+    """All of these modules, with an input for each."""
+
+    def __init__(self):
+        super().__init__()
+        self.encodings = torch.nn.ModuleList(make() for make, _ in MODULES.values())
+
+    def forward(self, *inputs):
+        return tuple(map(call, self.encodings, inputs))
+
+
+def inputs():
+    return [torch.randn(shape) for _, shape in MODULES.values()]
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")
+def test_every_module_can_be_traced():
+    model, others = Everything(), inputs()
+    traced = torch.jit.trace(model, tuple(inputs()))
+    assert all(map(torch.equal, traced(*others), model(*others)))
+
+
 @pytest.mark.parametrize("strict", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_every_module_is_exported(case, strict):
-    make, x = case
-
-    class Model(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.position = make()
-
-        def forward(self, x):
-            return call(self.position, x)
-
-    model = Model()
-    program = torch.export.export(model, (x,), strict=strict)
-    other = torch.randn_like(x)
-    assert torch.equal(program.module()(other), model(other))
+def test_every_module_is_exported(strict):
+    model, others = Everything(), inputs()
+    program = torch.export.export(model, tuple(inputs()), strict=strict).module()
+    assert all(map(torch.equal, program(*others), model(*others)))
 
 
 def test_a_module_takes_fake_tensors(case):
