@@ -7,33 +7,27 @@ import pytest
 import torch
 from torch.export import Dim
 
-import posenc
 from support.models import Model, Rotations, dynamic_rotations, rotations_at
 
+# Those whose tables depend on the length.
+FEW = ("interleaved", "growing", "dynamic", "longrope")
 
-def test_every_rotation_exports_with_any_batch_and_length():
-    model = Rotations()
+
+@pytest.mark.parametrize(
+    "kinds", [FEW, pytest.param((), marks=pytest.mark.slow)], ids=["few", "all"]
+)
+def test_every_rotation_exports_with_any_batch_and_length(kinds):
+    model = Rotations(*kinds)
     exported = torch.export.export(model, rotations_at(2, 6), dynamic_shapes=dynamic_rotations())
     called = {n.target for n in exported.graph.nodes if isinstance(n.target, torch._ops.OpOverload)}
     assert {target.namespace for target in called} == {"aten"}
     program = exported.module()
-    for batch, length in ((3, 41), (1, 17)):
+    for batch, length in ((3, 41), (1, 9)):
         arguments = rotations_at(batch, length)
         wanted, got = model(*arguments), program(*arguments)
         for name in wanted:
             # Exported, the rotation is torch's own operations; here it is the kernel.
             torch.testing.assert_close(got[name], wanted[name], rtol=1e-6, atol=1e-6, msg=name)
-
-
-class Encoded(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.tokens = torch.nn.Embedding(11, 32)
-        self.rope, self.pe = posenc.RoPE(8, 64), posenc.SinusoidalPE(64, 32)
-
-    def forward(self, ids):
-        heads = self.pe(self.tokens(ids)).unflatten(-1, (4, 8)).transpose(1, 2)
-        return self.rope.rotate(heads)
 
 
 def exported(model):
@@ -42,10 +36,9 @@ def exported(model):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [Encoded, Model], ids=["two", "all"])
-def test_an_exported_model_runs_without_this_package(tmp_path, kind):
+def test_an_exported_model_runs_without_this_package(tmp_path):
     """An exported program is deployed where nobody has installed what made it."""
-    model, ids = kind().eval(), torch.randint(0, 11, (3, 41))
+    model, ids = Model().eval(), torch.randint(0, 11, (3, 41))
     torch.export.save(exported(model), tmp_path / "model.pt2")
     torch.save((ids, model(ids)), tmp_path / "case.pt")
     script = f"""
@@ -61,7 +54,7 @@ torch.testing.assert_close(program(ids), wanted)
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning")
 def test_aotinductor_builds_a_library_that_gives_the_eager_result(tmp_path):
-    model = Encoded().eval()
+    model = Model().eval()
     path = torch._inductor.aoti_compile_and_package(
         exported(model), package_path=str(tmp_path / "model.pt2")
     )

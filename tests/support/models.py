@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 import posenc
 from posenc import axes, scaling
+from support.rules import LONG
 
 
 class Block(nn.Module):
@@ -57,6 +58,7 @@ class Rotations(nn.Module):
                 "dynamic": posenc.RoPE(
                     8, None, scaling=scaling.DynamicNTK(2.0, original_length=16)
                 ),
+                "longrope": posenc.RoPE(8, None, scaling=LONG),
                 "halves-out": posenc.RoPE(8, 64, interleaved_out=False),
             }
         )
