@@ -24,26 +24,30 @@ def module(request, monkeypatch):
     return MODULES[request.param]()
 
 
-def one_of(quick):
-    names = [n if n == quick else pytest.param(n, marks=pytest.mark.slow) for n in MODULES]
-    return pytest.mark.parametrize("module", names, indirect=True)
+EACH = pytest.mark.parametrize("module", MODULES, indirect=True)
 
 
 def qkv(length):
     return torch.randn(3, 2, 2, length, 8).unbind()
 
 
-@one_of("DeBERTaBias, both sides")
+@pytest.mark.slow
+@EACH
 def test_an_exported_program_takes_lengths_on_both_sides_of_the_reach(module):
     assert_exports(module, qkv(30), qkv(3))
 
 
-@one_of("RelativeKeys")
+@pytest.mark.parametrize(
+    "module",
+    [n if n == "RelativeKeys" else pytest.param(n, marks=pytest.mark.slow) for n in MODULES],
+    indirect=True,
+)
 def test_one_graph_serves_lengths_on_both_sides_of_the_reach(module):
     calls = [qkv(length) for length in (30, 3, 12)]
     assert compilations(module, calls, dynamic=True, backend="eager") == 1
 
 
-@one_of("TransformerXLBias")
+@pytest.mark.slow
+@EACH
 def test_lengths_may_be_static(module):
     assert compilations(module, [qkv(30)], dynamic=False, backend="eager") == 1

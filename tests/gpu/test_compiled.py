@@ -4,7 +4,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch._dynamo.utils import counters
-from torch._inductor.compile_fx import compile_fx
 
 import posenc
 from oracles import tables
@@ -33,6 +32,9 @@ def queries_and_keys(length, grad):
 
 def assert_equal_calls(function, op, times, inputs, grad):
     """Eager and compiled are one kernel: equal to the bit, and so are gradients."""
+    # Not imported above: it takes seconds, also where these tests are skipped.
+    from torch._inductor.compile_fx import compile_fx
+
     found = []
 
     def backend(graph, example):
