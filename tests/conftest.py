@@ -1,6 +1,7 @@
 import contextlib
 import os
 import re
+import sys
 from importlib import metadata
 from pathlib import Path
 
@@ -74,4 +75,6 @@ def _fresh_state():
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
-    torch.compiler.reset()
+    # Importing the compiler takes seconds, which few tests need.
+    if "torch._dynamo" in sys.modules:
+        torch.compiler.reset()

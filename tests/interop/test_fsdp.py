@@ -1,4 +1,4 @@
-"""FSDP2 and torch.distributed.checkpoint. What the ranks do is in fsdp.py."""
+"""A model that is born on the meta device and sharded by FSDP2."""
 
 import re
 
@@ -8,18 +8,11 @@ import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 
 import posenc.interop.distributed  # noqa: F401
+from support.every import qkv
 from support.modules import MODULES
-from support.processes import assert_passed, run
 
 # What is drawn: a DTensor draws other numbers than a tensor does.
 RANDOM = re.compile(r"proj\.weight|mlp|linear_pos|pos_emb|raw_r")
-
-
-@pytest.mark.slow
-def test_a_model_born_on_meta_trains_and_loads_on_another_number_of_ranks(tmp_path):
-    """Tables hold garbage after to_empty unless they are worked out again, on every rank."""
-    assert_passed(run(2, "support.fsdp:train_and_save", tmp_path))
-    assert_passed(run(4, "support.fsdp:load_elsewhere", tmp_path))
 
 
 @pytest.fixture
@@ -32,8 +25,11 @@ def _one_process():
 @pytest.mark.filterwarnings("ignore:DTensor random operators may not")
 @pytest.mark.usefixtures("_one_process")
 @pytest.mark.parametrize("name", MODULES)
-def test_a_sharded_module_is_reset(name):
-    """As a model that was born on meta is initialized: `reset_parameters` of every module."""
+def test_a_sharded_module_is_reset_and_computes_its_tables(name):
+    """As a model that was born on meta is initialized: `reset_parameters` of every module.
+
+    Tables would hold garbage after `to_empty` if that filled them.
+    """
     torch.manual_seed(0)
     wanted = MODULES[name].build()
     with torch.device("meta"):
@@ -51,3 +47,8 @@ def test_a_sharded_module_is_reset(name):
         assert whole.isfinite().all(), key
         if not RANDOM.search(f"{name}.{key}"):
             torch.testing.assert_close(whole, true, msg=key)
+        with torch.no_grad():
+            got.to_local().copy_(true)
+    with torch.no_grad():
+        got, exact = (MODULES[name].call(each, *qkv()) for each in (module, wanted))
+    assert torch.equal(got, exact)

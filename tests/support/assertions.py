@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
-from torch._dynamo.utils import counters
 
 import oracles
 
@@ -37,6 +36,9 @@ def assert_rotated(
 
 def compilations(function, calls, **options) -> int:
     """How many graphs ``torch.compile(fullgraph=True)`` makes for ``calls``, each checked."""
+    # Not imported above, because it takes seconds.
+    from torch._dynamo.utils import counters
+
     torch.compiler.reset()
     counters.clear()
     compiled = torch.compile(function, fullgraph=True, **options)

@@ -8,6 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
+
+# torch.compile imports it: now once, not in every rank.
+import torch._dynamo
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import (

@@ -7,6 +7,9 @@ from functools import partial
 from pathlib import Path
 
 import torch
+
+# DistributedDataParallel imports it: now once, not in every rank.
+import torch._dynamo
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
