@@ -395,7 +395,7 @@ def test_every_file_of_results_is_shown():
     assert re.findall(r"^## (.+)$", measured.speed(found), re.MULTILINE) == list(found)
 
 
-def test_who_was_wrong_is_named():
+def test_contestants_with_wrong_results_are_listed():
     """A contestant that is not timed must not vanish."""
     found = measured.reports()
     wrong = {
@@ -428,8 +428,8 @@ def test_formulas_are_found_in_pages_and_docstrings():
     assert rest.split() == ["a", "b", "c", "``$", "ls``"]
 
 
-def test_nothing_is_fetched():
-    """The manual is read without a network: no web fonts, no scripts of others."""
+def test_the_manual_fetches_nothing_from_the_network():
+    """No web fonts, no scripts of others."""
     assert SETTINGS["theme"]["font"] is False
     assert "offline" in SETTINGS["plugins"]
     assert "http" not in (ROOT / "mkdocs.yml").read_text()

@@ -35,7 +35,7 @@ def tree(tmp_path):
     return tmp_path
 
 
-def test_one_version():
+def test_the_version_is_the_same_in_all_places():
     """pyproject.toml, the newest heading of the changelog and CITATION.cff say the same."""
     assert version.problem() is None
 

@@ -1,4 +1,4 @@
-"""Dropout of the weights, and a mask beside the bias, as SDPA has them."""
+"""Dropout of the weights, and a mask in addition to the bias, as SDPA has them."""
 
 import pytest
 import torch
@@ -50,7 +50,7 @@ def qkv(dtype=torch.float64, grad=True):
 
 @EACH
 def test_a_mask_of_the_least_number_leaves_weights_that_add_up(make):
-    """As transformers makes it: the first queries see padding alone."""
+    """As transformers makes it: the first queries see only padding."""
     q, k, v = qkv(torch.float32)
     least = torch.finfo(torch.float32).min
     mask = torch.where(torch.arange(K) < K - 3, least, 0.0)[None, None, None]
@@ -81,7 +81,7 @@ def written_down(q, k, v, bias, mask, causal, drop=None):
     "causal", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["causal", "symmetric"]
 )
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
-def test_a_mask_hides_keys_beside_the_bias(make, causal, mask):
+def test_a_mask_hides_keys_in_addition_to_the_bias(make, causal, mask):
     torch.manual_seed(0)
     bias, inputs = make(), qkv()
     leaves = inputs + [x for x in (bias or ()) if isinstance(x, torch.Tensor)]

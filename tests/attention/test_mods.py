@@ -61,7 +61,7 @@ def test_a_rank_has_its_own_heads():
     assert torch.equal(offset, part)
 
 
-def test_a_mod_of_ones_own_comes_first():
+def test_a_score_mod_of_the_user_comes_first():
     def capped(score, b, h, q, k):
         return torch.tanh(score + 1)
 

@@ -1,11 +1,10 @@
 """Attention on a GPU as users call it: eager, compiled, in a CUDA graph, twice."""
 
-import math
-
 import pytest
 import torch
 
 import posenc
+from support.attention import written_down
 
 CUDA = "cuda"
 CASES = {
@@ -23,20 +22,10 @@ CASES = {
 
 def exact(q, k, v, slopes, causal, offset, documents):
     """Softmax attention in float64, by the definition."""
-    groups = q.shape[1] // k.shape[1]
-    q, k, v = q.double(), *(x.double().repeat_interleave(groups, 1) for x in (k, v))
     start = torch.as_tensor(offset, device=CUDA).reshape(-1, 1)
-    i = (torch.arange(q.shape[2], device=CUDA) + start)[:, None, :, None]
-    j = torch.arange(k.shape[2], device=CUDA)
-    hidden = (j > i) if causal else torch.zeros_like(j > i)
-    scores = q @ k.mT * q.shape[-1] ** -0.5 - slopes.double()[:, None, None] * (i - j).abs()
-    pad = torch.zeros_like(i[:, 0, :, 0], dtype=torch.bool)
-    if documents is not None:
-        own = documents.gather(1, i[:, 0, :, 0].expand(len(documents), -1))
-        hidden = hidden | (own[:, None, :, None] != documents[:, None, None])
-        pad = own < 0
-    out = scores.masked_fill(hidden, -math.inf).softmax(-1) @ v
-    return out.masked_fill(pad[:, None, :, None], 0)
+    own = (start + torch.arange(q.shape[2], device=CUDA)).expand(len(q), -1)
+    how = {"own": own, "scale": q.shape[-1] ** -0.5, "causal": causal, "documents": documents}
+    return written_down(*(x.double() for x in (q, k, v, slopes[None])), "slopes", **how)[0]
 
 
 @pytest.mark.parametrize("prune", [True, False], ids=["pruned", "all-keys"])

@@ -1,4 +1,4 @@
-"""A relative bias beside its formula, entry by entry in float64."""
+"""A relative bias against its formula, entry by entry in float64."""
 
 from __future__ import annotations
 

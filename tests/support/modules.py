@@ -127,7 +127,7 @@ class Block(nn.Module):
 
 
 class Everything(nn.Module):
-    """All of them, one beside the other."""
+    """A block of each, on the same input."""
 
     def __init__(self) -> None:
         super().__init__()
