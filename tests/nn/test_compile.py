@@ -11,8 +11,8 @@ from support.modules import DIM, HEADS
 
 # A window of an image has one length. PoPE's attention chooses by the lengths of queries and keys.
 NAMES = [n for n in MODULES if "Grid" not in n and "image" not in n and n != "PoPE"]
-# Tests of RoPE, of ALiBi and of tables of fixed length compile these.
-QUICK = {"SinusoidalPosEmbedding", "LearnedPosEmbedding", "RoPE, growing"}
+# Tables that grow. Other quick tests compile RoPE and ALiBi, whose tables do not.
+QUICK = {"SinusoidalPosEmbedding", "RoPE, growing"}
 EACH = [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in NAMES]
 
 
