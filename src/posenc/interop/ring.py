@@ -632,6 +632,7 @@ class _Cumsum(torch.autograd.Function):
         return _sum(x, ranks, zigzag, backwards=False)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
         return _sum(g, *ctx.given, backwards=True), None, None
 
