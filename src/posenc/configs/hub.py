@@ -44,8 +44,13 @@ def download(who: str, model: str, *names: str, instead: str) -> Path:
     repository, _, revision = model.partition("@")
     missing: Exception | None = None
     for name in names:
+        # Without a connection, the next name need not wait half a minute for one again.
+        cached = isinstance(missing, errors.LocalEntryNotFoundError)
         try:
-            return Path(hf_hub_download(repository, name, revision=revision or None))
+            found = hf_hub_download(
+                repository, name, revision=revision or None, local_files_only=cached
+            )
+            return Path(found)
         except errors.EntryNotFoundError as error:
             missing = missing or error
         except errors.GatedRepoError as error:
