@@ -16,7 +16,6 @@ from posenc._contract.tracing import (
     in_forward_mode,
     in_transform,
     is_exporting,
-    is_plain,
     is_readable,
     is_recorded,
 )
@@ -65,8 +64,8 @@ def rotate_(xs: list[Tensor], cos: Tensor, sin: Tensor, rows: Rows, spec: Spec) 
         # The tables' gradient saves its input, which the copy below overwrites.
         inputs = [x.clone() for x in xs] if cos.requires_grad or sin.requires_grad else xs
         ys = rotate(inputs, cos, sin, rows, spec)
-        if len(xs) == 2 and is_plain(*xs):
-            # If k is a view that autograd must not write, this raises before q is written.
+        if len(xs) == 2 and not torch.compiler.is_compiling():
+            # If autograd must not write k (a leaf, or its view), this raises before q is written.
             xs[1][:0].zero_()
         for x, y in zip(xs, ys, strict=True):
             x.copy_(y)
