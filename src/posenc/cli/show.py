@@ -58,7 +58,7 @@ def show(
 ) -> None:
     """Draw an encoding: heatmaps, wavelengths, scores and biases by distance, rule against rule.
 
-    With `--json` and without `-o` none is drawn.
+    With `--json` and without `-o` no picture is drawn.
 
     Example: posenc show rope --scaling yarn --factor 8 --against linear -o rope.png
     """

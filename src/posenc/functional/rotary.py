@@ -334,7 +334,7 @@ def check_heads(
 
 
 def check_tables(who: str, cos: Tensor, sin: Tensor, x: Tensor, columns: str) -> Limit:
-    """The limit of positions by floating tables of one shape, which are on the device of ``x``."""
+    """Refuse tables that do not fit ``x`` or each other; return the limit of positions by them."""
     for name, table in (("cos", cos), ("sin", sin)):
         checks.float_tensor(who, name, table)
         checks.rank(who, name, table, (2, 3), f"(T, {columns}) or (B, T, {columns})")

@@ -60,7 +60,9 @@ def rotate_and_cache(
     interleaved_out: bool | None = None,
     last: bool = False,
 ) -> Tensor:
-    r"""Rotate queries into a new tensor, and keys, with values, into a cache, in one kernel.
+    r"""Rotate queries into a new tensor, and keys, with values, into a cache.
+
+    That is one kernel; on a CPU, a cache of 8 bits takes several torch operations.
 
     .. math:: \text{cache}[\text{slot}] = \text{round}(R_\phi \, \text{norm}(k) / \text{scale})
 

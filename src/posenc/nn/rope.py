@@ -288,7 +288,7 @@ class RoPE(RotatedKeys):
         v_scale_cache: Tensor | None = None,
         cache_layout: str = "NHD",
     ) -> Tensor:
-        """Rotate queries into a new tensor, and keys, with values, into a cache, in one kernel.
+        """Rotate queries into a new tensor, and keys, with values, into a cache.
 
         Arguments are those of :func:`posenc.functional.rotate_and_cache`, with ``offset``,
         ``position_ids`` and ``seq_len`` as in :meth:`forward`. Tokens ``(T, H, D)`` need

@@ -31,7 +31,7 @@ FAMILIES = {
     "falcon-all-heads": ("FalconForCausalLM", {**FALCON, "multi_query": False}),
     "t5": ("T5ForConditionalGeneration", T5),
     "mt5": ("MT5ForConditionalGeneration", T5),
-    # With SDPA and no padding, transformers 5.17 lets UMT5's decoder see later tokens.
+    # With SDPA and no padding, transformers lets UMT5's decoder see later tokens up to 5.17.
     "umt5": ("UMT5ForConditionalGeneration", {**T5, "attn_implementation": "eager"}),
 }
 DECODERS = ["bloom", "mpt", "falcon-groups"]

@@ -150,10 +150,11 @@ def patch(model: nn.Module, *, fuse: bool = True) -> Report:
     with our rotation. Weights, state dict, classes and other models of these classes stay as they
     are. Rotary modules take their rates from the config, if it has them. An RMSNorm of queries or
     keys directly before the rotation is computed in one kernel with it. Attention layers with ALiBi
-    or T5's buckets call :func:`posenc.attention.biased_attention`, which makes no matrix.
+    or T5's buckets call :func:`posenc.attention.biased_attention`, which makes no matrix; a few
+    calls, such as short ones on the CPU, still run the model's own attention.
 
     Patch before you compile. ``docs/recipes/huggingface.md`` has the details: what is rounded,
-    which calls still run the model's own attention, and what stays as it is.
+    which calls run the model's own attention, and what stays as it is.
 
     Args:
         model: A model of transformers, a transformer of diffusers, or any part of one.

@@ -1,4 +1,4 @@
-"""The ops in C: on the CPU whole, in one pass over memory; on CUDA the launches of the kernels."""
+"""The ops in C: on the CPU the kernels, in one pass over memory; on CUDA their launches."""
 
 from __future__ import annotations
 
