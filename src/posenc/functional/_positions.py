@@ -34,12 +34,18 @@ def rows_of(
 
 def positions_of(who: str, x: Tensor, rows: Rows, limit: Limit = UNLIMITED) -> Tensor:
     """Positions of the tokens of ``x``, checked: int64 ``(B, L)``, or ``(L,)`` if shared."""
-    length = x.shape[-2]
     if rows.positions is None:
-        return torch.arange(rows.start, rows.start + length, device=x.device)
-    at = rows.as_index(length, x.device)
-    checks.check_ids(who, at, limit)
-    return at[0] if at.shape[0] == 1 else at
+        return torch.arange(rows.start, rows.start + x.shape[-2], device=x.device)
+    return checked_positions(who, x, rows, limit)[0]
+
+
+def checked_positions(
+    who: str, x: Tensor, rows: Rows, limit: Limit = UNLIMITED
+) -> tuple[Tensor, int | None]:
+    """The positions that a tensor has, and the largest plus one, if that can be read."""
+    at = rows.as_index(x.shape[-2], x.device)
+    end = checks.check_ids(who, at, limit)
+    return at[0] if at.shape[0] == 1 else at, end
 
 
 def run_kernel(who: str, limit: Limit, kernel: Callable[..., Result], *arguments: Any) -> Result:

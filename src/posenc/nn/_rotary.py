@@ -11,10 +11,10 @@ from torch import Tensor
 from posenc import configs
 from posenc._contract import checks, position_checks
 from posenc._contract.position_checks import UNLIMITED, Limit
-from posenc._contract.tracing import is_plain, is_readable, may_keep
+from posenc._contract.tracing import is_readable, may_keep
 from posenc.functional import rotary
-from posenc.functional._positions import positions_of, rows_of
-from posenc.kernels import RowOutOfRange, Rows, Spec
+from posenc.functional._positions import checked_positions, positions_of, rows_of
+from posenc.kernels import Rows, Spec
 from posenc.nn._tables import SharedTables, TableModule, Tensors, shown_table
 from posenc.numerics.axes import Axes
 from posenc.numerics.frequencies import Spectrum, scaled_rates, turn_steps
@@ -77,30 +77,23 @@ def by_tables(
 
     ``learned`` are parameters that ``run`` reads.
     """
-    x, dtype, needed = xs[0], torch.float64, None
+    x, dtype, needed, at = xs[0], torch.float64, None, None
     if x.is_cuda and all(x.element_size() == 2 for x in xs):
         # Half precision gets the same results from float32 tables, which are half as large.
         dtype = torch.float32
-    recorded = torch.is_grad_enabled() and any(x.requires_grad for x in (*xs, *learned))
     if tables.length is None:
-        length, ids = x.shape[2], rows.positions
-        existing = tables.existing(x, ids is not None) if x.is_cpu and not recorded else None
-        if existing is not None and (is_plain(x) if ids is None else is_plain(x, ids)):
-            cos, sin = existing
-            try:
-                # The kernel checks positions against the table faster than aminmax would.
-                return run(cos, sin, rows)
-            except RowOutOfRange:
-                pass
-        if ids is None:
-            needed = rows.start + length
+        if rows.positions is None:
+            needed = rows.start + x.shape[2]
         else:
-            needed = position_checks.check_ids(who, rows.as_index(length, x.device))
+            at, needed = checked_positions(who, x, rows)
     kept = tables.read(x, dtype, needed)
-    cos, sin = tables.at(positions_of(who, x, rows)) if kept is None else kept
     if kept is None:
-        rows = Rows()
-    elif needed is not None and recorded:
+        at = positions_of(who, x, rows) if at is None else at
+        cos, sin = tables.at(at)
+        return run(cos, sin, Rows())
+    cos, sin = kept
+    recorded = torch.is_grad_enabled() and any(x.requires_grad for x in (*xs, *learned))
+    if needed is not None and recorded:
         # Activation checkpointing compares the shapes of saved tensors with those of a second
         # call, and the table may have grown by then.
         cos, sin = cos[:needed], sin[:needed]
