@@ -1,10 +1,11 @@
 """DTensor: importing this file registers sharding rules for the rotation with PyTorch.
 
-Afterwards every function and module of this library takes DTensors that are sharded along the
-batch, the heads or the sequence, over meshes of any number of dimensions, and returns DTensors
-with the same placements. A rotation communicates nothing: each process rotates its own shard by the
-positions that its tokens have in the whole sequence. Attention sends keys and values from rank to
-rank.
+Afterwards rotations, sums and attention take DTensors that are sharded along the batch, the heads
+or the sequence, over meshes of any number of dimensions, and return DTensors with the same
+placements. A rotation communicates nothing: each process rotates its own shard by the positions
+that its tokens have in the whole sequence. Attention sends keys and values from rank to rank.
+Tensors that are sharded along their channels are gathered, and biases that are not a number for
+each distance, such as `RowBias`, are refused.
 """
 
 from __future__ import annotations
@@ -50,35 +51,29 @@ def _tables(dim: int, x: Any, cos: Any, positions: Any, start: int) -> Placement
     return [rows, rows, None]
 
 
-def _rules(xs: tuple[Any, ...], cos: Any, sin: Any, positions: Any, start: int) -> list[Any]:
-    """Keep the placements of ``xs``, or replicate where a shard cannot be rotated by itself."""
+def _rules(x: Any, cos: Any, sin: Any, positions: Any, start: int) -> list[Any]:
+    """Keep the placements of ``x``, or replicate where a shard cannot be rotated by itself."""
     spec: Placements = [None] * 5
     rules = {}
-    for placement in (Replicate(), *xs[0].placements):
+    for placement in (Replicate(), *x.placements):
         tables = None
         if isinstance(placement, Shard):
-            tables = _tables(placement.dim, xs[0], cos, positions, start)
+            tables = _tables(placement.dim, x, cos, positions, start)
         if tables is None:
             placement = Replicate()
             tables = [placement, placement, None if positions is None else placement]
-        rotated: Placements = [placement] * len(xs)
-        rules[placement] = (rotated, [*rotated, *tables, *spec])
+        rules[placement] = ([placement], [placement, *tables, *spec])
     return list(rules.values())
 
 
 @register_sharding(rotation.rotate_op.overload)
 def _(x: Any, cos: Any, sin: Any, positions: Any, start: int, *spec: Any) -> list[Any]:
-    return _rules((x,), cos, sin, positions, start)
-
-
-@register_sharding(rotation.rotate_qk_op.overload)
-def _(q: Any, k: Any, cos: Any, sin: Any, positions: Any, start: int, *spec: Any) -> list[Any]:
-    return _rules((q, k), cos, sin, positions, start)
+    return _rules(x, cos, sin, positions, start)
 
 
 @register_sharding(rotation.rotate_in_place_op.overload)
 def _(x: Any, cos: Any, sin: Any, positions: Any, start: int, *spec: Any) -> list[Any]:
-    return [([], inputs) for _, inputs in _rules((x,), cos, sin, positions, start)]
+    return [([], inputs) for _, inputs in _rules(x, cos, sin, positions, start)]
 
 
 def _attend(
