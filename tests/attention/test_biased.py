@@ -109,6 +109,22 @@ def test_float32_owes_the_rounding_of_its_scores(kind):
     assert (got - wanted).abs().max() <= 2**-17 * xs[2].abs().max()
 
 
+@pytest.mark.parametrize("sign", [-1.0, 1.0])
+def test_dense_takes_masks_and_functions_too(sign):
+    """A backend that is named never falls back: here all scores are in one tensor."""
+    xs = qkv(9, 12)
+    bias = RowBias(lambda own, index: sign * (own[:, None, :, None] - index).double())
+    mask, sizes = torch.rand(9, 12) < 0.8, []
+
+    def watched(own, index):
+        sizes.append((own.shape[1], index.shape[0]))
+        return bias.rows(own, index)
+
+    got = biased_attention(*xs, RowBias(watched), attn_mask=mask, window=3, backend="dense")
+    assert sizes == [(9, 12)]
+    torch.testing.assert_close(got, biased_attention(*xs, bias, attn_mask=mask, window=3))
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_step_gives_the_same_bits_twice(kind):
     xs = [x.detach().requires_grad_() for x in qkv(150, 150, groups=2, dtype=torch.float32)]

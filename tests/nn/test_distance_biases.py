@@ -9,7 +9,7 @@ import torch
 
 import posenc
 from posenc.attention import DistanceTable
-from posenc.attention.biases import Network
+from posenc.attention.biases import FireNetwork
 from posenc.functional import t5_buckets
 from support.biases import assert_is_formula, drawn, qkv
 
@@ -215,7 +215,7 @@ def test_fire_is_the_formula(threshold, learned, causal):
     torch.manual_seed(0)
     keywords = {"init_c": 0.3, "threshold": threshold, "learn_threshold": learned}
     bias = posenc.FIRE(4, hidden=5, causal=causal, **keywords)
-    kind = DistanceTable if threshold == 512.0 else Network
+    kind = DistanceTable if threshold == 512.0 else FireNetwork
     assert isinstance(bias.as_bias(7), kind)
     assert_is_formula(bias, fire(threshold, learned=learned), kv_heads=2)
     assert_is_formula(bias, fire(threshold, learned=learned), queries=1, keys=9)
@@ -227,7 +227,7 @@ def test_the_learned_threshold_of_fire_decides_between_table_and_rows():
     with torch.no_grad():
         bias.L_multiplier.fill_(-0.495)
     assert isinstance(bias.as_bias(10), DistanceTable)
-    assert isinstance(bias.as_bias(11), Network)
+    assert isinstance(bias.as_bias(11), FireNetwork)
 
 
 def test_fire_counts_positions_from_the_beginning_of_a_document():

@@ -14,12 +14,10 @@ from posenc.attention.biases import (
     CAUSAL,
     KINDS,
     PRUNE,
+    TERMS,
     Bias,
     Call,
     DistanceTable,
-    Levels,
-    Network,
-    Products,
     RunningSum,
     Slopes,
     check_bias,
@@ -50,7 +48,8 @@ def biased_attention(
     .. math:: \sum_j \text{softmax}_j(s\, q_i \cdot k_j + \text{bias}_{ij})\, v_j
 
     Gradients reach ``q``, ``k``, ``v`` and the numbers of the bias, and are the same bits in every
-    run. On CUDA this is one Triton kernel; elsewhere it runs a few queries at a time.
+    run. On CUDA this is one Triton kernel, except for a :class:`RowBias`, ``attn_mask``, dropout,
+    float64 and heads of more than 256 channels; elsewhere it runs a few queries at a time.
 
     Args:
         q: ``(B, H, Q, D)``.
@@ -239,8 +238,8 @@ def run(
 
     ============  ====================================================================
     terms         products, FIRE and CoPE, where Triton has kernels
-    rows          any other bias by rows; a mask; dropout
     dense         if named: all scores at once
+    rows          any other bias by rows; a mask; dropout
     triton        CUDA, float32 or narrower, heads of at most 256 channels
     chunked       everything else
     ============  ====================================================================
@@ -260,12 +259,12 @@ def run(
         )
         got = f"{q.dtype} on {q.device}, {q.shape[-1]} wide"
         checks.fail(who, rule, got, "Leave backend out to have one chosen.")
-    if isinstance(bias, (Products, Network, Levels)) and has_kernel and backend in (None, "triton"):
+    if isinstance(bias, TERMS) and has_kernel and backend in (None, "triton"):
         return terms.attend(q, k, v, bias, call)
-    if masked or isinstance(bias, BY_ROWS):
-        return rows.attend(who, q, k, v, call, bias, mask, dropout_p)
     if backend == "dense":
-        return rows.attend_all(q, k, v, call)
+        return rows.attend_dense(q, k, v, call, bias, mask, dropout_p, who)
+    if masked or isinstance(bias, BY_ROWS):
+        return rows.attend_by_rows(who, q, k, v, call, bias, mask, dropout_p)
     call = call._replace(chunked=backend == "chunked")
     out, lse, _ = op.attend_op(q, k, v, *call.arguments())
     return out, lse

@@ -83,7 +83,7 @@ class Products(NamedTuple):
     most: int
 
 
-class Network(NamedTuple):
+class FireNetwork(NamedTuple):
     r"""FIRE's bias :math:`f_h(x)`, with one hidden layer and ReLU.
 
     :math:`x = \ln(c\,|i - j| + 1) / \ln(c \max(L, i) + 1)`, where :math:`i` counts from the
@@ -102,7 +102,7 @@ class Network(NamedTuple):
     outputs: Tensor
 
 
-class Levels(NamedTuple):
+class CopeLevels(NamedTuple):
     """CoPE's bias: levels at the positions that gates of the scores count.
 
     Attributes:
@@ -116,11 +116,12 @@ class Levels(NamedTuple):
     values: Tensor
 
 
-Bias: TypeAlias = Slopes | DistanceTable | RunningSum | RowBias | Products | Network | Levels
 # What kernels compute tile by tile, with the scores.
-Terms: TypeAlias = Products | Network | Levels
+Terms: TypeAlias = Products | FireNetwork | CopeLevels
+TERMS = (Products, FireNetwork, CopeLevels)
+Bias: TypeAlias = Slopes | DistanceTable | RunningSum | RowBias | Terms
 # Biases without numbers in a `Call`: by torch operations a few queries at a time, but for kernels.
-BY_ROWS = (RowBias, Products, Network, Levels)
+BY_ROWS = (RowBias, *TERMS)
 
 
 # Bits of the argument `how` of the ops, after the index of the bias's kind.

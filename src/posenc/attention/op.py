@@ -20,7 +20,7 @@ from torch import Tensor
 from posenc._contract import checks
 from posenc.attention import chunked
 from posenc.attention.biases import Call
-from posenc.attention.rows import attend_all
+from posenc.attention.rows import attend_dense
 from posenc.kernels import triton
 from posenc.kernels.op import Op
 from posenc.kernels.rotation import check_devices, refuse
@@ -175,7 +175,7 @@ def _fake_backward(
 
 
 def _operations(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-    out, lse = attend_all(q, k, v, Call.from_arguments(*arguments))
+    out, lse = attend_dense(q, k, v, Call.from_arguments(*arguments))
     return out, lse, q.new_empty(0, dtype=torch.int32)
 
 
@@ -191,7 +191,7 @@ def _gradients(ctx: Any, g: Tensor | None, g_lse: Tensor | None, _: Any) -> tupl
     if torch.is_grad_enabled():
         # A gradient that is differentiated again consists of torch operations.
         def run(q: Tensor, k: Tensor, v: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-            return attend_all(q, k, v, Call.from_arguments(values, *places, *ctx.numbers))
+            return attend_dense(q, k, v, Call.from_arguments(values, *places, *ctx.numbers))
 
         return *differentiate(run, (q, k, v, values), (g, g_lse)), *no_others
     g = torch.zeros_like(out) if g is None else g

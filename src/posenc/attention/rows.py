@@ -20,12 +20,11 @@ from posenc._contract.tracing import in_transform, is_exporting, is_readable, wi
 from posenc.attention.biases import (
     Bias,
     Call,
-    Levels,
-    Network,
+    CopeLevels,
+    FireNetwork,
     Places,
     Products,
     RowBias,
-    Terms,
     check_bias,
     check_places,
     stored,
@@ -40,7 +39,7 @@ SMALLEST = 1e-15
 SCORES, SCORES_ELSEWHERE, KEPT, FEWEST = 2**22, 2**25, 2**24, 64
 
 
-def attend(
+def attend_by_rows(
     who: str,
     q: Tensor,
     k: Tensor,
@@ -90,13 +89,20 @@ def attend(
         return torch.cat(outs, 2), torch.cat(sums, 2)
 
 
-def attend_all(
-    q: Tensor, k: Tensor, v: Tensor, call: Call, bias: Terms | None = None
+def attend_dense(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    call: Call,
+    bias: Bias | None = None,
+    mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    who: str = "",
 ) -> tuple[Tensor, Tensor]:
     """Attention and its log-sum-exp with all scores at once, and with every derivative."""
     (queries, keys), seen = (q.shape[2], k.shape[2]), call.spans(q.shape[2], k.shape[2], q.device)
     where = slice(0, queries), slice(0, keys)
-    return _piece("", call, bias, None, 0.0, q, k, v, seen, *where, None)
+    return _piece(who, call, bias, None, dropout_p, q, k, v, seen, *where, mask)
 
 
 def _near_keys(call: Call, rows: slice, keys: int) -> slice:
@@ -132,7 +138,7 @@ def _piece(
         if isinstance(bias, Products):
             where = seen.own, index, some, near
             scores = _add_products(scores, bias, call.scale, *where, of_keys)
-        elif isinstance(bias, Network):
+        elif isinstance(bias, FireNetwork):
             scores = scores + network_rows(bias, call.first, seen.own, index)
         elif isinstance(bias, RowBias):
             scores = scores + _checked(who, bias.rows(seen.own, index), scores).to(wide)
@@ -141,7 +147,7 @@ def _piece(
             scores = scores + rows.to(wide)
         sees_all = not call.causal and call.first is None and call.window is None
         scores = _hide(scores, None if sees_all else hidden_keys(seen, index), mask)
-        if isinstance(bias, Levels):
+        if isinstance(bias, CopeLevels):
             # A hidden key has no gate.
             scores = scores + level_rows(bias.values[:, :, some].to(wide), scores)
         return _attend_scores(scores, v, q.dtype, dropout_p)
@@ -252,7 +258,7 @@ def relative_bias(
     given = q_len, k_len, causal, query_offset, document_ids, window, device or "cpu"
     places = check_places(who, bias, *given)
     size = 1.0
-    if isinstance(bias, (Products, Levels)):
+    if isinstance(bias, (Products, CopeLevels)):
         size = qk_checks.check_scale(who, scale, bias.q)
     matrix = matrix_of(bias, places, dtype, size)
     return matrix if places.batched or len(matrix) > 1 else matrix[0]
@@ -272,11 +278,11 @@ def matrix_of(
             nothing = bias.q.new_zeros((1, bias.q.shape[1], 1, 1), dtype=wide)
             where = seen.own, index, queries, keys, _products_of_keys(bias, scale)
             matrix = _add_products(nothing, bias, scale, *where)
-        elif isinstance(bias, Levels):
+        elif isinstance(bias, CopeLevels):
             levels, (q, k) = bias.values, (x.to(bias.values.dtype) for x in bias[:2])
             scores = q * scale @ for_each_query_head(k, q.shape[1]).mT
             matrix = level_rows(levels, _hide(scores, hidden, mask))
-        elif isinstance(bias, Network):
+        elif isinstance(bias, FireNetwork):
             ends = document_ends(places.ids)
             first = None if ends is None else torch.atleast_2d(ends[0])
             matrix = network_rows(bias, first, seen.own, index)
@@ -431,7 +437,7 @@ def _gather(x: Tensor, index: Tensor) -> Tensor:
     return x.flatten(0, -2)[rows, index]
 
 
-def network_rows(bias: Network, first: Tensor | None, own: Tensor, index: Tensor) -> Tensor:
+def network_rows(bias: FireNetwork, first: Tensor | None, own: Tensor, index: Tensor) -> Tensor:
     """The network for each query and key, ``[1 or B, H, n, k]``."""
     # The ratio has a limit where either is zero, but no value.
     c, least = (x.abs().clamp(min=SMALLEST) for x in (bias.c, bias.threshold))

@@ -12,9 +12,9 @@ from torch import Tensor, sym_max, sym_min
 from posenc._contract import checks, qk_checks
 from posenc._contract.tracing import is_exporting
 from posenc.attention import chunked
-from posenc.attention.biases import Bias, Call, Levels, Network, Products, RowBias, Terms
+from posenc.attention.biases import Bias, Call, CopeLevels, FireNetwork, Products, RowBias, Terms
 from posenc.attention.op import check_call, check_results, differentiate, kernel_for
-from posenc.attention.rows import attend_all, read_vectors
+from posenc.attention.rows import attend_dense, read_vectors
 from posenc.kernels.op import Op
 from posenc.kernels.rotation import check_devices, refuse
 
@@ -99,9 +99,9 @@ _MOST_UNITS, _MOST_POSITIONS = 64, 256
 
 def has_kernel(q: Tensor, v: Tensor, bias: Bias | None) -> bool:
     """Whether a kernel computes attention with this bias."""
-    if isinstance(bias, Network) and bias.units.shape[1] > _MOST_UNITS:
+    if isinstance(bias, FireNetwork) and bias.units.shape[1] > _MOST_UNITS:
         return False
-    if isinstance(bias, Levels) and bias.values.shape[3] > _MOST_POSITIONS:
+    if isinstance(bias, CopeLevels) and bias.values.shape[3] > _MOST_POSITIONS:
         return False
     return not isinstance(bias, RowBias) and kernel_for(q, v) is not chunked
 
@@ -110,9 +110,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, bias: Terms, call: Call) -> tuple[Te
     """Attention and its log-sum-exp by the op."""
     own_q, zero = q, 0
     p = m = for_queries = for_keys = network = levels = None
-    if isinstance(bias, Network):
+    if isinstance(bias, FireNetwork):
         network = torch.cat([x.flatten() for x in bias])
-    elif isinstance(bias, Levels):
+    elif isinstance(bias, CopeLevels):
         levels = bias.values
     else:
         if bias.shift is not None:
@@ -213,9 +213,9 @@ def _operations(*arguments: Any) -> tuple[Tensor, Tensor]:
     if network is not None:
         units = (network.shape[0] - 2 - q.shape[1]) // (2 + q.shape[1])
         c, threshold, ends, outputs = network.split((1, 1, 2 * units, (1 + units) * q.shape[1]))
-        bias = Network(c, threshold, ends.view(2, units), outputs.view(1 + units, q.shape[1]))
+        bias = FireNetwork(c, threshold, ends.view(2, units), outputs.view(1 + units, q.shape[1]))
     elif levels is not None:
-        bias = Levels(q, k, levels)
+        bias = CopeLevels(q, k, levels)
     else:
         wide = torch.promote_types(q.dtype, torch.float32)
         to_q, to_k = (x if x is None else x.to(wide).flatten(1) for x in (for_queries, for_keys))
@@ -226,7 +226,7 @@ def _operations(*arguments: Any) -> tuple[Tensor, Tensor]:
 
         p, m = q if p is None else p, k if m is None else m
         bias = Products(p, m, rows, to_q, to_k, None, -call.zero, last - call.zero)
-    return attend_all(q, k, v, call, bias)
+    return attend_dense(q, k, v, call, bias)
 
 
 def _fake(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, Tensor]:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from posenc import configs
 from posenc._contract import checks
 from posenc._contract.tracing import is_exporting, is_readable, without_autocast
-from posenc.attention.biases import DistanceTable, Network
+from posenc.attention.biases import DistanceTable, FireNetwork
 from posenc.attention.rows import network_rows
 from posenc.functional.distance_biases import check_buckets, t5_buckets
 from posenc.nn._bias import RelativeBias
@@ -389,7 +389,7 @@ class FIRE(RelativeBias):
 
     def _as_bias(
         self, keys: int, dtype: torch.dtype, device: torch.device
-    ) -> DistanceTable | Network:
+    ) -> DistanceTable | FireNetwork:
         if self._is_table(keys):
             network = self._network(widest(device))
             distance, zero = self._distances(keys, device)
@@ -399,13 +399,13 @@ class FIRE(RelativeBias):
             return DistanceTable(values[0, :, 0].to(dtype), zero)
         return self._network(dtype)
 
-    def _network(self, dtype: torch.dtype) -> Network:
+    def _network(self, dtype: torch.dtype) -> FireNetwork:
         like: Any = {"dtype": dtype, "device": self.c.device}
         with without_autocast(self.c):
             # By calls of the layers, which may have hooks.
             units = self.mlp[0](torch.arange(2, **like)[:, None])
             outputs = self.mlp[2](torch.eye(1 + self.hidden, **like)[:, 1:])
-        return Network(*self._scales(dtype), units, outputs)
+        return FireNetwork(*self._scales(dtype), units, outputs)
 
     def _is_table(self, keys: int) -> bool:
         if not self.learn_threshold:

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from posenc._contract import checks
 from posenc._contract.tracing import without_autocast
-from posenc.attention.biases import Levels, Terms
+from posenc.attention.biases import CopeLevels, Terms
 from posenc.attention.terms import relative_terms
 from posenc.nn._bias import ProductBias, check_num_heads
 from posenc.nn._module import Linear
@@ -373,4 +373,4 @@ class CoPE(ProductBias):
     def _terms(self, q: Tensor, k: Tensor) -> Terms:
         wide = torch.promote_types(q.dtype, torch.float32)
         with without_autocast(q):
-            return Levels(q, k, q.to(wide) @ self.pos_emb.to(wide))
+            return CopeLevels(q, k, q.to(wide) @ self.pos_emb.to(wide))
