@@ -37,5 +37,4 @@ __all__ = [
     "rotate_and_cache",
 ]
 
-# The ops are defined above.
 native.register()

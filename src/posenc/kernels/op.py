@@ -4,7 +4,7 @@
 ordinary calls                        the implementation for the device: C, or Triton on CUDA
 with a gradient                       the same, recorded by :class:`_Recorded`
 torch.compile, modes, DTensor         the op, by the rules registered here and in interop
-samples of torch.vmap                 the op, by its rule for samples
+samples of torch.vmap                 the op, by its rule for samples; torch operations without one
 torch.func.grad, forward mode         torch operations, as in `reference.py`
 torch.export, torch.jit               torch operations: they may run without this package
 ====================================  =========================================================

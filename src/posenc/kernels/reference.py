@@ -1,4 +1,4 @@
-"""Every kernel in plain torch operations, which the other implementations are tested against."""
+"""The rotation and the norm in torch operations, which the kernels are tested against."""
 
 from __future__ import annotations
 

@@ -115,7 +115,7 @@ def figure(view: View) -> Figure:
 
 
 def gallery(length: int = 96, dim: int = 64) -> Figure:
-    """One picture of all four encodings: what is added, what is rotated, what is subtracted."""
+    """One picture of four encodings: what is added, what is rotated, what is subtracted."""
     _, wavelengths, by_distance, circles = rope(dim=dim, length=length, trained=length).panels
     shown = (
         ("Sinusoidal", sinusoidal(dim=dim, length=length).panels[0]),

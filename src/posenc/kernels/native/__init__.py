@@ -25,7 +25,7 @@ _LIBRARIES = {"win32": "torch_cpu.dll", "darwin": "libtorch_cpu.dylib"}
 
 
 def register() -> None:
-    """Implement the ops, which must be defined, for tensors on the CPU."""
+    """Implement the ops that C has, on the CPU and on CUDA; they may be defined later."""
     global available, launches_kernels, _error
     if available:
         name = _LIBRARIES.get(sys.platform, "libtorch_cpu.so")

@@ -1,4 +1,4 @@
-"""The rotation in Triton. Triton is imported at the first call with a CUDA tensor."""
+"""The kernels in Triton. Triton is imported at the first call with a CUDA tensor."""
 
 from __future__ import annotations
 

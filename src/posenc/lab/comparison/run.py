@@ -23,7 +23,7 @@ from posenc.lab.comparison.tasks import TASKS, Reading
 from posenc.lab.comparison.training import Progress, cost, silent, train_and_test
 
 RESULTS = "results.json"
-# Everything that a run writes. No other file of a folder is ever replaced or removed.
+# What a run writes. No other file of a folder is ever replaced or removed.
 FILES = (RESULTS, "report.html", "figure.svg", "figure.png")
 
 
