@@ -174,12 +174,6 @@ def _reads_under_a_mode():
             return type(torch.ones(2)) is torch.Tensor and type(fake) is not torch.Tensor
 
 
-def _has_settings_of_the_compiler():
-    config, exc = tracing.dynamo()
-    with config.patch(recompile_limit=3):
-        return issubclass(exc.TorchDynamoException, Exception) and exc.FailOnRecompileLimitHit
-
-
 def _attends_with_strided_masks():
     """Heads share keys, the mask overlaps itself, and a query that sees no key gets zeros."""
     q = torch.randn(2, 4, 5, 16, dtype=torch.float64, requires_grad=True)
@@ -233,8 +227,6 @@ CANARIES = {
     "_is_mkldnn_bf16_supported": lambda: tracing.has_native_bf16() in (True, False),
     "_scaled_dot_product_flash_attention_for_cpu": _attends_with_strided_masks,
     "_scaled_dot_product_flash_attention_for_cpu_backward": _attends_with_strided_masks,
-    "config": _has_settings_of_the_compiler,
-    "exc": _has_settings_of_the_compiler,
     "_op": lambda: tracing.builtin_of(torch.ops.aten.neg.default)(torch.ones(())).item() == -1,
 }
 

@@ -142,7 +142,6 @@ def test_a_mistake_is_one_line_and_exit_code_2(run, config, arguments, text):
             ],
             id="llama4",
         ),
-        # (0.1 ln 40 + 1)^2 / sqrt(192)
         pytest.param(
             GEMMA3,
             [

@@ -136,7 +136,7 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
     ],
 )
 def test_the_trained_and_the_maximal_length(config, trained, longest):
-    found = configs.read_positions(config if "text_config" in config else {**SIZES, **config})
+    found = configs.read_positions({**SIZES, **config})
     assert (found.trained_length, found.max_length) == (trained, longest)
 
 

@@ -7,8 +7,6 @@ import oracles
 from posenc.functional import alibi_bias, alibi_model_slopes, alibi_slopes
 
 HEADS = [1, 7, 8, 12, 20, 32, 40, 71, 112]
-# Over the first keys, which no rounding of a position touches.
-MASK = torch.ones(1, 64, dtype=torch.long)
 
 
 @pytest.mark.parametrize("heads", HEADS)
@@ -125,39 +123,6 @@ def test_arguments_of_different_batches_are_refused():
     ):
         with pytest.raises(ValueError, match="must be for 1 or 3 sequences"):
             call()
-
-
-def rise(bias, heads):
-    """What the bias of a model rises by from key to key."""
-    bias = bias.reshape(heads, 64).double()
-    return (bias[:, 32] - bias[:, 0]) / 32
-
-
-@pytest.mark.parametrize("heads", HEADS)
-def test_slopes_of_bloom_are_those_of_transformers(heads):
-    model = pytest.importorskip("transformers.models.bloom.modeling_bloom")
-
-    theirs = rise(model.build_alibi_tensor(MASK, heads, torch.float32), heads)
-    torch.testing.assert_close(alibi_model_slopes("bloom", heads), theirs, rtol=2e-6, atol=0)
-
-
-@pytest.mark.parametrize("bias_max", [8.0, 4.0])
-@pytest.mark.parametrize("heads", HEADS)
-def test_slopes_of_mpt_are_those_of_transformers(heads, bias_max):
-    model = pytest.importorskip("transformers.models.mpt.modeling_mpt")
-
-    theirs = rise(model.build_mpt_alibi_tensor(heads, 64, alibi_bias_max=bias_max), heads)
-    ours = alibi_model_slopes("mpt", heads, bias_max=bias_max)
-    torch.testing.assert_close(ours, theirs, rtol=2e-6, atol=0)
-
-
-@pytest.mark.parametrize("heads", HEADS)
-def test_slopes_of_falcon_are_those_of_transformers_over_the_root_of_the_width(heads):
-    """Its products are bfloat16, and 32 times a slope of bfloat16 is exact."""
-    model = pytest.importorskip("transformers.models.falcon.modeling_falcon")
-
-    theirs = rise(model.build_alibi_tensor(MASK, heads, torch.float32), heads) / 64**0.5
-    assert torch.equal(alibi_model_slopes("falcon", heads, head_dim=64), theirs)
 
 
 @pytest.mark.parametrize(

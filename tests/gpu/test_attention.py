@@ -4,58 +4,8 @@ import pytest
 import torch
 
 import posenc
-from support.attention import written_down
 
 CUDA = "cuda"
-CASES = {
-    "square": {"queries": 1000, "keys": 1000},
-    "cache": {"queries": 300, "keys": 1500},
-    "offsets": {"queries": 300, "keys": 1500, "offset": [0, 600]},
-    "documents": {"queries": 1000, "keys": 1000, "documents": True},
-    "symmetric": {"queries": 600, "keys": 600, "causal": False},
-    "gqa": {"queries": 700, "keys": 700, "groups": 4, "documents": True},
-    "one-head": {"queries": 300, "keys": 1500, "offset": [0, 600], "heads": 1},
-    "decode": {"queries": 1, "keys": 1500, "offset": [7, 900], "documents": True},
-    "few": {"queries": 5, "keys": 2048},
-}
-
-
-def exact(q, k, v, slopes, causal, offset, documents):
-    """Softmax attention in float64, by the definition."""
-    start = torch.as_tensor(offset, device=CUDA).reshape(-1, 1)
-    own = (start + torch.arange(q.shape[2], device=CUDA)).expand(len(q), -1)
-    how = {"own": own, "scale": q.shape[-1] ** -0.5, "causal": causal, "documents": documents}
-    return written_down(*(x.double() for x in (q, k, v, slopes[None])), "slopes", **how)[0]
-
-
-@pytest.mark.parametrize("prune", [True, False], ids=["pruned", "all-keys"])
-@pytest.mark.parametrize("name", CASES)
-def test_alibi_agrees_with_the_whole_matrix(name, prune):
-    """bf16 results carry 2^-9 of each weight and of the sum: 2^-6 of the largest value covers."""
-    case = {"offset": None, "documents": False, "causal": True, "groups": 1, "heads": 8}
-    case |= CASES[name]
-    heads, queries, keys = case["heads"], case["queries"], case["keys"]
-    few = max(1, heads // case["groups"])
-    q, k, v = (
-        torch.randn(2, h, n, 64, device=CUDA, dtype=torch.bfloat16).requires_grad_()
-        for h, n in ((heads, queries), (few, keys), (few, keys))
-    )
-    alibi = posenc.ALiBi(heads, bias_max=4.0, causal=case["causal"]).to(CUDA)
-    documents = None
-    if case["documents"]:
-        documents = torch.rand(2, keys, device=CUDA).lt(0.004).cumsum(1)
-        documents[0, :137] = -1
-    offset = None if case["offset"] is None else torch.tensor(case["offset"], device=CUDA)
-    places = {"query_offset": offset, "document_ids": documents}
-    got = alibi.attention(q, k, v, **places, backend="triton", prune=prune)
-    start = keys - queries if offset is None else offset
-    wanted = exact(q, k, v, alibi.slopes, case["causal"], start, documents)
-    assert (got - wanted).abs().max() < wanted.abs().max() * 2**-6
-    above = torch.randn_like(got)
-    grads = torch.autograd.grad(got, (q, k, v), above)
-    exact_grads = torch.autograd.grad(wanted, (q, k, v), above.double())
-    for grad, true in zip(grads, exact_grads, strict=True):
-        assert (grad - true).abs().max() < true.abs().max() * 2**-5
 
 
 def biases(length):
@@ -137,28 +87,3 @@ def test_a_grid_has_room_for_every_head(queries):
     assert (whole[-2:] - ends).abs().max() <= ends.abs().max() * 2**-8
     (wanted,) = torch.autograd.grad(ends.sum(), q)
     assert (grad[-2:] - wanted[-2:]).abs().max() <= wanted.abs().max() * 2**-7
-
-
-@pytest.mark.parametrize("window", [64, (700, 30)], ids=str)
-@pytest.mark.parametrize("kind", ["none", "slopes", "table", "sums"])
-def test_a_window_is_a_mask_of_that_window(kind, window):
-    """The mask goes by torch operations, which tests/attention holds to the definition."""
-    length, causal = 1500, isinstance(window, int)
-    q, k, v = (
-        torch.randn(2, 8, length, 64, device=CUDA, dtype=torch.bfloat16).requires_grad_()
-        for _ in range(3)
-    )
-    bias = None if kind == "none" else biases(length)[kind]
-    distance = torch.arange(length, device=CUDA)[:, None] - torch.arange(length, device=CUDA)
-    left, right = (63, 0) if causal else window
-    mask = (distance <= left) & (-distance <= right)
-    inputs = [q, k, v] + ([] if bias is None else [bias.values])
-    made = [
-        posenc.attention.biased_attention(q, k, v, bias, causal=causal, **how)
-        for how in ({"window": window, "backend": "triton"}, {"attn_mask": mask})
-    ]
-    above = torch.randn_like(made[0])
-    grads = [torch.autograd.grad(x, inputs, above) for x in made]
-    for got, wanted in ((made[0], made[1]), *zip(*grads, strict=True)):
-        error = (got.double() - wanted.double()).norm()
-        assert error < 2**-6 * wanted.double().norm()

@@ -94,43 +94,6 @@ def test_diffusers_from_pretrained_leaves_every_encoding_exact(tmp_path, plain, 
     assert_same_numbers(loaded, plain, dtype)
 
 
-@DTYPES
-def test_a_lightning_checkpoint_leaves_every_encoding_exact(tmp_path, plain, dtype):
-    lightning = pytest.importorskip("lightning")
-
-    class Module(lightning.LightningModule):
-        def __init__(self):
-            super().__init__()
-            self.ours = Everything()
-
-        def forward(self, x):
-            return self.ours(x)
-
-        def training_step(self, batch):
-            return self(batch[0]).square().mean() * 0.0
-
-        def configure_optimizers(self):
-            return torch.optim.SGD(self.parameters(), lr=0.1)
-
-    module = Module()
-    module.ours.load_state_dict(plain.state_dict())
-    precision = "32-true" if dtype is torch.float32 else "bf16-true"
-    trainer = lightning.Trainer(
-        accelerator="cpu", devices=1, max_steps=1, logger=False, precision=precision,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-        default_root_dir=tmp_path,
-    )  # fmt: skip
-    batch = torch.utils.data.TensorDataset(torch.randn(2, TOKENS, WIDTH).to(dtype))
-    trainer.fit(module, torch.utils.data.DataLoader(batch, batch_size=2))
-    trainer.save_checkpoint(tmp_path / "model.ckpt")
-    loaded = Module.load_from_checkpoint(tmp_path / "model.ckpt", map_location="cpu")
-    assert_same_numbers(loaded.to(dtype), plain, dtype)
-    with trainer.init_module(empty_init=True):
-        empty = Module()
-    empty.load_state_dict(torch.load(tmp_path / "model.ckpt")["state_dict"])
-    assert_same_numbers(empty.to(dtype), plain, dtype)
-
-
 @with_each_dtype("assign", False, True)
 def test_a_module_built_on_meta_and_loaded_is_exact(tmp_path, plain, dtype, assign):
     torch.save(plain.state_dict(), tmp_path / "weights.pt")

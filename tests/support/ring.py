@@ -14,39 +14,24 @@ import torch.distributed as dist
 import torch.fx.experimental.symbolic_shapes
 from torch.testing import assert_close
 
-import oracles
 from posenc import positions
 from posenc.attention import DistanceTable, RowBias, RunningSum, Slopes
 from posenc.interop.ring import ring_attention, sharded_cumsum
+from support.attention import written_down
 from support.processes import each
 
 LENGTH, HEADS, KV_HEADS, WIDTH = 24, 4, 2, 8
 
 
-def bias_matrix(kind, values, length, zero=0):
-    """The bias of all pairs, from the definition."""
-    distance = torch.arange(length)[:, None] - torch.arange(length)
-    if kind == "none":
-        return torch.zeros(length, length, dtype=torch.float64)
-    if kind == "slopes":
-        return -values[..., None, None] * distance.abs()
-    if kind == "table":
-        return values[:, (distance + zero).clamp(0, values.shape[1] - 1)]
-    return values[..., :, None] - values[..., None, :]
-
-
-def attention(q, k, v, bias, *, causal=True, ids=None):
-    """Attention by a matrix of scores; queries that see nothing get zero."""
-    length = q.shape[2]
-    seen = torch.ones(length, length, dtype=torch.bool)
-    seen = seen.tril() if causal else seen
+def attention(q, k, v, kind, values, *, causal=True, ids=None, zero=0):
+    """Attention from the definition; a run of equal ids is a document."""
+    own = torch.arange(q.shape[2]).expand(len(q), -1)
     if ids is not None:
-        ids = torch.atleast_2d(ids)
-        change = torch.nn.functional.pad(ids[:, 1:] != ids[:, :-1], (1, 0)).cumsum(-1)
-        one = (change[:, :, None] == change[:, None, :]) & (ids >= 0)[:, :, None]
-        seen = (seen & one)[:, None]
-    bias = bias.masked_fill(~seen, -1e300)
-    return oracles.attention(q, k, v, bias, q.shape[3] ** -0.5) * seen.any(-1, keepdim=True)
+        ids = torch.atleast_2d(ids).expand(len(q), -1)
+        runs = torch.nn.functional.pad(ids[:, 1:] != ids[:, :-1], (1, 0)).cumsum(-1)
+        ids = runs.masked_fill(ids < 0, -1)
+    how = {"own": own, "scale": q.shape[3] ** -0.5, "causal": causal, "documents": ids}
+    return written_down(q, k, v, values, kind, zero=zero, **how)[0]
 
 
 def given(kind, *, batch=2, dtype=torch.float64, length=LENGTH, steep=0.3):
@@ -73,9 +58,8 @@ def compare(kind, *, zigzag, causal=True, ids=None, dtype=torch.float64, toleran
     whole = [x.double().clone().requires_grad_() for x in tensors]
     numbers = [] if values is None else [values.clone().requires_grad_()]
     zero = 5
-    summed = [numbers[0].cumsum(-1)] if kind == "sums" else numbers
-    matrix = bias_matrix(kind, *(summed or [None]), length, zero)
-    wanted = attention(*whole, matrix, causal=causal, ids=ids)
+    (summed,) = [numbers[0].cumsum(-1)] if kind == "sums" else numbers or [None]
+    wanted = attention(*whole, kind, summed, causal=causal, ids=ids, zero=zero)
     seed = torch.randn(wanted.shape, generator=torch.Generator().manual_seed(1)).to(dtype)
     wanted_back = torch.autograd.grad(wanted, [*whole, *numbers], seed.double())
 
@@ -172,8 +156,7 @@ def reached() -> dict:
         with counted() as sent:
             got = ring_attention(*local, bias, prune=prune, zigzag=zigzag, document_ids=part)
         summed = values.cumsum(-1) if kind == "sums" else values
-        matrix = bias_matrix(kind, summed, length)
-        wanted = attention(q, k, v, matrix, ids=ids)[:, :, mine]
+        wanted = attention(q, k, v, kind, summed, ids=ids)[:, :, mine]
         # The keys left out weigh at most eps / 8, here and in each rank's own chunk.
         assert_close(got, wanted, rtol=1e-12, atol=1e-12)
         total = torch.tensor(sum(sent))

@@ -239,10 +239,3 @@ def cpu_flash_gradients(
     flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
     dq, dk, dv = flash(g, q, k, v, out, lse, 0.0, False, attn_mask=mask, scale=scale)
     return dq, dk, dv
-
-
-def dynamo() -> tuple[Any, Any]:
-    """The modules `config` and `exc` of torch.compile, imported at the call."""
-    from torch._dynamo import config, exc
-
-    return config, exc

@@ -17,19 +17,13 @@ from support.diffusion import OWN_WARNINGS, tiny  # noqa: E402
 pytestmark = OWN_WARNINGS
 
 TEXT, IMAGE, VIDEO = torch.arange(7), grid(1, 4, 5), grid(3, 4, 6)
-ZEROS = torch.zeros(3, 7, dtype=torch.int64)
 
 
 def scaled(coordinates, *factors):
     return coordinates * torch.tensor(factors, dtype=torch.float64)[:, None]
 
 
-def counted(*others, first=0):
-    """Text that is counted in one coordinate."""
-    return torch.stack((TEXT + first, *(0 * TEXT for _ in others)))
-
-
-# The positions of the tokens that each tiny model rotates, as docs/images.md shows them.
+# The positions of the tokens that each tiny model rotates, as docs/diffusers.md shows them.
 FLUX = [grid(1, 4, 5, prefix=7)]
 CAPTION, AFTER_IT = torch.stack((TEXT, 0 * TEXT, 0 * TEXT)), grid(1, 4, 6, start=(7, 0, 0))
 POSITIONS = {
