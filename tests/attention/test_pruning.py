@@ -108,18 +108,21 @@ def test_keys_are_pruned_once_there_are_many(batch, monkeypatch):
     torch.testing.assert_close(alibi_attention(q, k, v, alibi_slopes(4)), wanted)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "symmetric"])
-def test_keys_past_the_reach_weigh_less_than_the_rounding(causal):
+def test_keys_past_the_reach_weigh_less_than_the_rounding(causal, dtype):
     """Counted one by one, with the own key's score at -S and every other at S."""
-    slopes, keys, bound = alibi_slopes(12), 5000, 4.0
-    reach = alibi_reach(slopes, keys, score_bound=bound, dtype=torch.bfloat16, causal=causal)
+    slopes, keys, bound = torch.cat((alibi_slopes(12), torch.tensor([3.0, 1e-4]))), 5000, 4.0
+    reach = alibi_reach(slopes, keys, score_bound=bound, dtype=dtype, causal=causal)
     assert reach.dtype == torch.int64
     for slope, w in zip(slopes.tolist(), reach.tolist(), strict=True):
-        lost = math.fsum(math.exp(2 * bound - slope * d) for d in range(w, keys))
-        assert (1 if causal else 2) * lost <= torch.finfo(torch.bfloat16).eps / 8
+        lost, near = (
+            math.fsum(math.exp(2 * bound - slope * d) for d in range(first, keys))
+            for first in (w, int(0.8 * w))
+        )
+        assert (1 if causal else 2) * lost <= torch.finfo(dtype).eps / 8
         # A fifth less would leave too much out: it is no idle bound.
-        near = math.fsum(math.exp(2 * bound - slope * d) for d in range(int(0.8 * w), keys))
-        assert w == keys or near > torch.finfo(torch.bfloat16).eps / 8
+        assert w == keys or near > torch.finfo(dtype).eps / 8
 
 
 def test_sequences_may_have_slopes_and_bounds_of_their_own():

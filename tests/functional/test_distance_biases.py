@@ -137,21 +137,6 @@ def test_arguments_of_different_batches_are_refused():
         (lambda m: alibi_bias(8, 4), TypeError, "slopes must be a torch.Tensor"),
         (lambda m: alibi_bias(m, 4, dtype=torch.int32), TypeError, "dtype must be one of"),
         (
-            lambda m: alibi_bias(m, 3, 5, query_offset=3),
-            ValueError,
-            "query_offset must be at most k_len - q_len = 2, got 3",
-        ),
-        (
-            lambda m: alibi_bias(m, 3, 5, query_offset=torch.tensor([0, -1])),
-            ValueError,
-            "query_offset must be at least 0",
-        ),
-        (
-            lambda m: alibi_bias(m, 3, 5, query_offset=torch.tensor(1.0)),
-            TypeError,
-            "query_offset must be an int, or an integer tensor",
-        ),
-        (
             lambda m: alibi_bias(m, 3, 5, document_ids=torch.zeros(3).long()),
             ValueError,
             r"document_ids must have shape \(5,\) or \(B, 5\)",

@@ -51,13 +51,14 @@ def run(
     torch.manual_seed(3)
     queries, keys = size
     zero = min(zero, columns - 1)
+    batch = 2 if documents or starts is not None else 1
     # Projections give (B, L, H, D) seen as (B, H, L, D).
-    q = torch.randn(2, queries, heads[0], width[0]).transpose(1, 2).to(DEVICE, dtype)
-    k = torch.randn(2, heads[1], keys, width[0]).to(DEVICE, dtype)
-    v = torch.randn(2, heads[1], keys, width[1]).to(DEVICE, dtype)
-    values = numbers_of(kind, heads[0], keys, columns=columns, steep=steep)
+    q = torch.randn(batch, queries, heads[0], width[0]).transpose(1, 2).to(DEVICE, dtype)
+    k = torch.randn(batch, heads[1], keys, width[0]).to(DEVICE, dtype)
+    v = torch.randn(batch, heads[1], keys, width[1]).to(DEVICE, dtype)
+    values = numbers_of(kind, heads[0], keys, batch=batch, columns=columns, steep=steep)
     values = None if values is None else values.to(DEVICE)
-    begin = torch.tensor([keys - queries] * 2 if starts is None else starts, device=DEVICE)
+    begin = torch.tensor([keys - queries] * batch if starts is None else starts, device=DEVICE)
     ids = None
     if documents:
         ids = torch.arange(keys, device=DEVICE)[None] // torch.tensor([[37], [50]], device=DEVICE)

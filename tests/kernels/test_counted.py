@@ -6,7 +6,7 @@ import torch
 from posenc.attention import terms
 from posenc.attention.biased import hide_padding
 from posenc.attention.biases import Call
-from support.attention import DEVICE
+from support.attention import DEVICE, close
 
 SLOW = pytest.mark.slow
 CASES = {
@@ -66,12 +66,6 @@ def written_down(tensors, ids, call):
         outs.append(scores.softmax(0) @ v[b, kv, seen])
         sums.append(scores.logsumexp(0))
     return torch.stack(outs).view(*q.shape[:3], -1), torch.stack(sums).view(q.shape[:3])
-
-
-def close(got, want, most=1e-5):
-    want = want.masked_fill(want == -torch.inf, 0.0)
-    got = got.double().masked_fill(got == -torch.inf, 0.0)
-    return float((got - want).abs().max()) <= most * max(float(want.abs().max()), 1e-3)
 
 
 @EACH

@@ -7,7 +7,7 @@ import posenc
 from posenc.attention import terms
 from posenc.attention.biased import hide_padding
 from posenc.attention.biases import Call
-from support.attention import DEVICE, written_down
+from support.attention import DEVICE, close, written_down
 
 SLOW = pytest.mark.slow
 CASES = {
@@ -115,12 +115,6 @@ def wanted(tensors, zero, ids, call):
     v = v.repeat_interleave(heads // v.shape[1], 1)
     how = {"own": own, "scale": call.scale, "causal": call.causal}
     return written_down(q, k, v, None, "none", documents=ids, window=call.window, **how)
-
-
-def close(got, want, most=1e-5):
-    want = want.masked_fill(want == -torch.inf, 0.0)
-    got = got.double().masked_fill(got == -torch.inf, 0.0)
-    return float((got - want).abs().max()) <= most * max(float(want.abs().max()), 1e-3)
 
 
 @EACH

@@ -5,7 +5,6 @@ import torch
 
 from posenc import RoPE, axes, scaling
 from posenc.cache import PagedCache
-from support.assertions import compilations
 
 AT = torch.tensor([[4, 9, 0, 33, 7]])
 SLOTS = torch.tensor([[11, 0, 3, 5, 7]])
@@ -102,18 +101,3 @@ def test_norm_and_scales_reach_the_kernel():
     # Half a step of each row, and the rounding of the norm to float32.
     step = wanted.abs().amax(-1, keepdim=True) / 127
     assert ((got - wanted).abs() <= 0.5001 * step).all()
-
-
-@pytest.mark.slow
-def test_one_graph_serves_all_lengths():
-    rope = RoPE(8, max_seq_len=64)
-
-    def step(q, k, v, slots, at):
-        caches = [torch.zeros(3, 4, 2, 8) for _ in "kv"]
-        return rope.rotate_and_cache(q, k, v, *caches, slots, position_ids=at), caches
-
-    def arguments(tokens):
-        q, k, v = (torch.randn(tokens, heads, 8) for heads in (4, 2, 2))
-        return q, k, v, torch.randperm(12)[:tokens], torch.randint(0, 64, (tokens,))
-
-    assert compilations(step, map(arguments, (5, 9)), dynamic=True, backend="aot_eager") == 1

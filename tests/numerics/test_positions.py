@@ -2,6 +2,7 @@ import pytest
 import torch
 
 from posenc import positions
+from support.assertions import COMPILERS
 
 
 def test_offsets_count_on():
@@ -34,9 +35,11 @@ def test_tokens_past_the_last_end_count_on(cu, expected):
     assert positions.from_cu_seqlens(torch.tensor(cu), total=8).tolist() == expected
 
 
-def test_packed_positions_are_computed_inside_a_compiled_function():
+@COMPILERS
+def test_packed_positions_are_computed_inside_a_compiled_function(backend):
     """With ``total`` nothing has to be read; what does not fit is refused when the program runs."""
-    compiled = torch.compile(positions.from_cu_seqlens, fullgraph=True, dynamic=True)
+    how = {"fullgraph": True, "dynamic": True, "backend": backend}
+    compiled = torch.compile(positions.from_cu_seqlens, **how)
     for cu, total in (([0, 3, 5], 5), ([0, 2, 2, 7], 9)):
         wanted = positions.from_cu_seqlens(torch.tensor(cu), total=total)
         assert torch.equal(compiled(torch.tensor(cu), total=total), wanted)

@@ -57,3 +57,10 @@ def written_down(
     scores = scores.masked_fill(hidden, -torch.inf)
     out = scores.masked_fill(hidden.all(-1, keepdim=True), 0.0).softmax(-1).masked_fill(hidden, 0)
     return out @ v, scores.logsumexp(-1)
+
+
+def close(got, want, most=1e-5):
+    """Within ``most`` of the largest number, minus infinity taken for zero."""
+    want = want.masked_fill(want == -torch.inf, 0.0)
+    got = got.double().masked_fill(got == -torch.inf, 0.0)
+    return float((got - want).abs().max()) <= most * max(float(want.abs().max()), 1e-3)
