@@ -84,16 +84,18 @@ SEARCHED = {
     "transformers": "LlamaRotaryEmbedding apply_rotary_pos_emb rotate_half inv_freq rope_scaling "
     "rope_parameters ROPE_INIT_FUNCTIONS unsqueeze_dim partial_rotary_factor build_alibi_tensor",
     "flash-attn": "flash_attn RotaryEmbedding apply_rotary_emb apply_rotary_emb_qkv_ cu_seqlens "
-    "apply_rotary_emb_kv_ seqlen_offset scale_base alibi_slopes flash_attn_with_kvcache",
+    "apply_rotary_emb_kv_ seqlen_offset scale_base alibi_slopes flash_attn_with_kvcache "
+    "pos_idx_in_fp32 softcap",
     "torchtune-torchtitan": "RotaryPositionalEmbeddings Llama3ScaledRoPE input_pos freqs_cis "
     "precompute_freqs_cis apply_rotary_emb ComplexRoPE CosSinRoPE VisionRotaryPositionalEmbeddings",
     "x-transformers": "rotary_pos_emb rotary_emb_dim AlibiPositionalBias DynamicPositionBias "
     "RelativePositionBias DataDependentAlibi PolarEmbedding RotaryEmbedding(use_xpos=True) "
-    "ScaledSinusoidalEmbedding AbsolutePositionalEmbedding apply_rotary_pos_emb CoPE",
+    "ScaledSinusoidalEmbedding AbsolutePositionalEmbedding apply_rotary_pos_emb CoPE num_mem_kv "
+    "rel_pos_num_buckets rotary_xpos_scale_base",
     "rotary-embedding-torch": "lucidrains rotate_queries_or_keys rotate_queries_with_cached_keys "
     "rotate_queries_and_keys get_axial_freqs RotaryEmbedding(use_xpos=True) use_xpos "
     "apply_learned_rotations freqs_for custom_freqs learned_freq "
-    "seq_before_head_dim apply_rotary_emb",
+    "seq_before_head_dim apply_rotary_emb cache_if_possible xpos_scale_base",
     "timm": "RotaryEmbeddingCat apply_rot_embed_cat apply_rot_embed build_rotary_pos_embed "
     "build_sincos2d_pos_embed build_fourier_pos_embed RotaryEmbeddingMixed RotaryEmbeddingMRope "
     "RotaryEmbeddingDinoV3 resample_abs_pos_embed RelPosBias FourierEmbed ref_feat_shape",
@@ -104,7 +106,8 @@ SEARCHED = {
     "fused_apply_rotary_pos_emb_thd apply_rotary_pos_emb YarnRotaryEmbedding start_positions "
     "MultimodalRotaryEmbedding get_pos_emb_on_this_cp_rank rotary_percent tensor_format",
     "vllm": "get_rope MRotaryEmbedding is_neox_style cos_sin_cache YaRNScalingRotaryEmbedding "
-    "Llama3RotaryEmbedding Phi3LongRoPEScaledRotaryEmbedding mrope_section rope_parameters",
+    "Llama3RotaryEmbedding Phi3LongRoPEScaledRotaryEmbedding mrope_section rope_parameters "
+    "kv_cache_dtype reshape_and_cache_flash",
     "longrope-yarn": "LlamaYaRNScaledRotaryEmbedding LongRoPEScaledRotaryEmbedding rescale_factors "
     "LlamaDynamicYaRNScaledRotaryEmbedding LlamaNTKScaledRotaryEmbedding attn_factor ReRoPE",
     "lucid-lightwatch": "lucid.nn lightwatch::nn RotaryPosEmbedding SinusoidalPE",

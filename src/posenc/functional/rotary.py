@@ -329,7 +329,7 @@ def check_heads(
     if seq_dim in (1, -3):
         hint = "Only the head counts may differ; seq_dim=1 is for (B, L, H, D)."
     if q.shape[0] == k.shape[0] and q.shape[seq_dim] < k.shape[seq_dim]:
-        hint = "Rotate and cache only new keys, with the offset of the new queries."
+        hint = "Rotate and cache only new keys; in cross-attention, rotate q and k each by itself."
     checks.fail(who, rule, got, hint)
 
 
