@@ -167,7 +167,8 @@ def test_without_a_connection_the_cache_serves_too(hub, monkeypatch):
     hub.shutdown()
     hub.server_close()
     assert posenc.RoPE.from_config("org/llama").base == 5e5
-    with pytest.raises(OSError, match=r"and the hub does not answer\.\n  Go online, or pass"):
+    hint = r"and the hub does not answer\.\n  Go online, set HF_HUB_OFFLINE=1 not to wait, or pass"
+    with pytest.raises(OSError, match=hint):
         posenc.RoPE.from_config("org/smollm3")
 
 

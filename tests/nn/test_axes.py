@@ -242,5 +242,5 @@ def test_axes_compile_whole():
 def test_half_precision_has_too_few_digits_for_positions(dtype):
     """bfloat16 has no 257."""
     q = torch.randn(1, 2, 16, 8)
-    with pytest.raises(TypeError, match="tensor of positions"):
+    with pytest.raises(TypeError, match="an integer, float32 or float64 tensor"):
         RoPE(8, None)(q, q, position_ids=torch.arange(16).to(dtype))

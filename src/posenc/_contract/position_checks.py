@@ -89,7 +89,7 @@ def coordinates(
     if axes is not None and isinstance(at, Tensor) and at.dim() == 1:
         at = at.expand(axes, *at.shape)
     shapes = ((*lead, length), (*lead, batch, length), (*lead, 1, length))
-    kind = "a tensor of positions"
+    kind = "an integer, float32 or float64 tensor"
     hint = f"Pass one position for each token; {name}.expand(A, -1, -1) repeats it for A axes."
     # The second comparison would be a guard of compiled graphs, so it comes after the first.
     if isinstance(at, Tensor) and at.shape not in shapes and at.shape == (length, axes):

@@ -165,7 +165,8 @@ def check_qkv(who: str, q: Any, k: Any, v: Any) -> None:
         fail(who, "q, k and v must have one dtype and device", got, "Convert them first.")
     if k.shape[2] < q.shape[2]:
         rule = f"k must have at least as many keys as there are queries, {q.shape[2]}"
-        fail(who, rule, k.shape[2], f"{_PASS_ALL_KEYS} For cross attention, use SDPA.")
+        hint = f"{_PASS_ALL_KEYS} Tensors are (B, heads, tokens, D); cross attention is for SDPA."
+        fail(who, rule, k.shape[2], hint)
 
 
 def check_scale(who: str, scale: Any, q: Tensor) -> float:

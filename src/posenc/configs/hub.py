@@ -74,7 +74,7 @@ def download(who: str, model: str, *names: str, instead: str) -> Path:
         raise _error(who, f"{model} has no {files}", f"Pass the path of {instead}") from missing
     offline = isinstance(missing.__cause__, errors.OfflineModeIsEnabled)
     why = "offline mode is on" if offline else "the hub does not answer"
-    online = "Unset HF_HUB_OFFLINE" if offline else "Go online"
+    online = "Unset HF_HUB_OFFLINE" if offline else "Go online, set HF_HUB_OFFLINE=1 not to wait"
     reason = f"{model} is not a path here, the hub's cache has no {files} of it, and {why}"
     raise _error(who, reason, f"{online}, or pass the path of {instead}") from missing
 

@@ -365,7 +365,7 @@ def _circles(rates: Tensor, positions: int) -> Chart:
         unit = torch.polar(torch.full_like(angle, 1 - 0.28 * i), angle)
         label = f"pair {pair}, {wavelength:.3g} a turn"
         lines.append(line(label, unit.real, unit.imag))
-    title = f"Pairs at positions 0 to {positions - 1}"
+    title = f"Pairs at positions 0 to {positions - 1}, the slower the smaller"
     return Chart(title, "cosine", "sine", lines, dots=True, square=True)
 
 

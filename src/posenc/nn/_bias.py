@@ -23,7 +23,7 @@ def check_num_heads(who: str, q: Tensor, heads: int) -> None:
     """Refuse queries with another number of heads than the bias has."""
     if q.shape[1] != heads:
         rule = f"q must have {heads} heads, one for each of the bias"
-        hint = f"Build {who} with that num_heads, or transpose to (B, heads, tokens, D)."
+        hint = f"Transpose to (B, heads, tokens, D), or build {who} for the heads of the queries."
         checks.fail(who, rule, q.shape[1], hint)
 
 

@@ -328,7 +328,7 @@ class FIRE(RelativeBias):
         hidden: Width of the hidden layer.
         causal: Whether a query sees only keys up to its own; otherwise the distance is absolute.
         init_c: :math:`c` at the start.
-        threshold: :math:`L` at the start.
+        threshold: :math:`L` at the start, below the trained length: up to it nothing is rescaled.
         learn_threshold: Whether :math:`L` is learned, as a factor. Then attention on a GPU
             uses no table, because reading :math:`L` would synchronise. With False it uses a table,
             which is faster, for up to ``threshold + 1`` keys.

@@ -119,15 +119,16 @@ def _charts(plan: Plan, task: str, rows: Sequence[dict[str, Any]], title: str = 
     past = ("x", plan.train_length, "longer than in training")
     names = {n: f"{n}\n{times} ×" for times, n in zip(plan.times, plan.lengths, strict=True)}
     measure, nats = TASKS[task].measure, "nats per symbol"
-    by_length_title = f"{measure.capitalize()}, by length of the sequence"
-    if task == "text":
-        by_length_title = "Loss of the last symbols, by length of the sequence"
+    is_fitted = any(trained_with(row["encoding"]) != row["encoding"] for row in rows)
+    title_of = "Loss of the last symbols" if task == "text" else measure.capitalize()
+    by_length_title = f"{title_of}, by length of the sequence{', rules fitted to it' * is_fitted}"
     charts = [
         Chart(by_length_title, "symbols", measure, by_length, log="x", shaded=past, ticks=names),
         Chart("Loss while training", "step", nats, list(training.values())),
     ]
     if task == "text":
-        at_position = f"Loss at each position of {plan.longest} symbols"
+        fitted = f", rules fitted to {plan.longest}" * is_fitted
+        at_position = f"Loss at each position of {plan.longest} symbols{fitted}"
         charts.insert(1, Chart(at_position, "position", nats, by_position, shaded=past))
     drawn = figure(13, 7.2, title)
     # The first chart has a column, and the others share one.
