@@ -125,6 +125,26 @@ def test_dense_takes_masks_and_functions_too(sign):
     torch.testing.assert_close(got, biased_attention(*xs, bias, attn_mask=mask, window=3))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+def test_gates_get_gradients_that_rounding_does_not_add_up(dtype):
+    """A gate adds those of all later sums; together they are zero, for c + 1 is as good as c."""
+    xs = [x.to(dtype) for x in qkv(600, 600)]
+    sums = numbers_of("sums", 600)
+    above = torch.randn(2, HEADS, 600, 8).to(dtype), torch.randn(2, HEADS, 600)
+
+    def gradient(tensors, backend):
+        values = sums.clone().requires_grad_()
+        results = biased_attention_with_lse(*tensors, RunningSum(values), backend=backend)
+        seeds = [g.to(x.dtype) for g, x in zip(above, results, strict=True)]
+        return torch.autograd.grad(results, values, seeds)[0]
+
+    got, wanted = gradient(xs, "chunked"), gradient([x.double() for x in xs], "dense")
+    assert (got.sum(-1).abs() <= 2**-16 * got.abs().sum(-1)).all()
+    of_gates = [x.flip(-1).cumsum(-1) for x in (got, wanted)]
+    error = (of_gates[0] - of_gates[1]).norm()
+    assert error <= 4 * torch.finfo(dtype).eps * of_gates[1].norm()
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_step_gives_the_same_bits_twice(kind):
     xs = [x.detach().requires_grad_() for x in qkv(150, 150, groups=2, dtype=torch.float32)]

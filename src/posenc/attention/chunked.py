@@ -92,7 +92,7 @@ def backward(
                 dv[some][keys].add_(to_v)
             if to_bias is not None and values is not None:
                 batched = call.kind != "table" and len(values) > 1
-                to[some if batched else slice(None)] += to_bias.result(g_lse[some])
+                to[some if batched else slice(None)] += to_bias.result()
     dq, dk, dv = (x.to(q.dtype) for x in (dq, dk, dv))
     return dq, dk, dv, to if values is None else to.to(values.dtype)
 
@@ -231,10 +231,14 @@ class _BiasGradient:
         self.sums = q.new_zeros((*q.shape[:2], width), dtype=_exact(q))
 
     def add(self, ds: Tensor, piece: Piece) -> None:
-        """Add the gradient of a piece's scores: by key for running sums, else by distance."""
-        heads, keys = piece.queries[1], piece.keys[2]
+        """Add the gradient of a piece's scores: by place for running sums, else by distance."""
+        _, heads, rows = piece.queries
         if self.call.kind == "sums":
-            self.sums[:, heads, keys].sub_(ds.sum(2))
+            # The sums of a query's scores would be the gradient of its log-sum-exp, but for the
+            # rounding of the output; gradients of gates, which add all of these, would drift.
+            start = self.call.start
+            self.sums[:, heads, piece.keys[2]].sub_(ds.sum(2))
+            self.sums[:, heads, start + rows.start : start + rows.stop].add_(ds.sum(3).flip(2))
             return
         *some, n, m = ds.shape
         width = n + m - 1
@@ -243,7 +247,7 @@ class _BiasGradient:
         spread.as_strided(ds.shape, (*spread.stride()[:2], width + 1, 1)).copy_(ds)
         self.sums[:, heads, piece.at : piece.at + width].add_(spread.sum(2))
 
-    def result(self, g_lse: Tensor) -> Tensor:
+    def result(self) -> Tensor:
         """The gradient, of the shape of the values."""
         call, sums = self.call, self.sums
         assert call.values is not None
@@ -253,8 +257,6 @@ class _BiasGradient:
             return to.index_add_(1, columns, sums.sum(0))
         if call.kind == "slopes":
             return -(sums * self.distance.abs()).sum(-1).sum_to_size(call.values.shape)
-        # The gradients of a query's scores sum to that of its log-sum-exp.
-        sums[:, :, call.start : call.start + g_lse.shape[2]] += g_lse
         return sums.sum_to_size(call.values.shape)
 
 

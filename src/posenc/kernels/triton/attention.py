@@ -159,7 +159,7 @@ def backward(
     delta = torch.empty_like(lse)
     inputs, present, steps = _inputs(q, call)
     prune = _prunes(q, k, call)
-    rows_too = to_values and (call.kind == "slopes" or (call.kind == "table" and not call.causal))
+    rows_too = to_values and (call.kind != "table" or not call.causal)
     by_row = torch.empty_like(lse) if rows_too else lse
     by_key = lse.new_empty((batch, heads, keys)) if call.kind == "sums" else lse
     key = (call.prune, prune, rows_too, g_lse is None, *key_of(call))
@@ -176,7 +176,7 @@ def backward(
     if call.kind == "slopes":
         to = by_row.sum(2).neg_() if call.values.shape[0] > 1 else by_row.sum((0, 2)).neg_()[None]
     elif call.kind == "sums":
-        to = _sum_gradient(by_key, g_lse, lse, call)
+        to = _sum_gradient(by_key, by_row, call)
     else:
         read = (q, k, v, g, lse, delta, *inputs)
         to = _table_gradient(shared, read, g_lse, by_row, key)
@@ -234,18 +234,20 @@ class _Shared:
         return Launch(attention_backward.to_table, grid, numbers, constants, **options)
 
 
-def _sum_gradient(by_key: Tensor, g_lse: Tensor | None, lse: Tensor, call: Any) -> Tensor:
-    """A key's sum lowers its scores; a query's own raises all of its scores, and so the lse."""
-    past, queries = call.values.shape[2] - by_key.shape[2], lse.shape[2]
+def _sum_gradient(by_key: Tensor, by_row: Tensor, call: Any) -> Tensor:
+    """A key's sum lowers its scores, and a query's own raises all of its scores.
+
+    The sums of a query's scores would be the gradient of its log-sum-exp, but for the rounding of
+    the output in ``delta``; without that, gradients of gates, which add all of these, drift.
+    """
+    past, queries = call.values.shape[2] - by_key.shape[2], by_row.shape[2]
     to = F.pad(by_key.neg_(), (0, past)) if past else by_key.neg_()
-    if g_lse is not None:
-        of_rows = g_lse.masked_fill(lse == float("-inf"), 0.0)
-        if call.starts is None:
-            to[:, :, call.start : call.start + queries] += of_rows
-        else:
-            own = call.starts[:, None] + torch.arange(queries, device=lse.device)
-            own = own[:, None].expand_as(of_rows)
-            to = to.scatter(2, own, to.gather(2, own) + of_rows)
+    if call.starts is None:
+        to[:, :, call.start : call.start + queries] += by_row
+    else:
+        own = call.starts[:, None] + torch.arange(queries, device=by_row.device)
+        own = own[:, None].expand_as(by_row)
+        to = to.scatter(2, own, to.gather(2, own) + by_row)
     return to if call.values.shape[0] > 1 else to.sum(0, keepdim=True)
 
 

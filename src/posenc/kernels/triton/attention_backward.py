@@ -49,8 +49,8 @@ def visit_keys(
 ):  # fmt: skip
     """Add the gradients from the tiles of keys ``begin .. end - 1``.
 
-    ``TO_ROWS`` sums, for each query, ``dS`` times the distance for slopes, and ``dS`` where the
-    distance is at or past the table's first column.
+    ``TO_ROWS`` sums, for each query, ``dS`` times the distance for slopes, ``dS`` for running sums,
+    and ``dS`` where the distance is at or past the table's first column.
     """
     dq, by_row = state
     keys_at, values_at, k_t, v_t, keys = source
@@ -75,6 +75,8 @@ def visit_keys(
                 by_row += tl.sum(ds * tl.abs(distance).to(tl.float32), 1)
             if HOW[0] == TABLE:
                 by_row += tl.sum(tl.where(distance + numbers[4] <= 0, ds, 0.0), 1)
+            if HOW[0] == SUMS:
+                by_row += tl.sum(ds, 1)
         dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=HOW[2])
     return dq, by_row
 
