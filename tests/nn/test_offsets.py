@@ -66,6 +66,7 @@ def test_each_sequence_may_have_an_offset_of_its_own(encode, shape, dtype):
         ({"offset": 1, "position_ids": IDS[0]}, ValueError, "exclude each other"),
         ({"position_ids": -IDS[0]}, ValueError, "positions must not be negative"),
         ({"position_ids": IDS[0, :2]}, ValueError, "position_ids must be"),
+        ({"position_ids": IDS[:, :1]}, ValueError, "position_ids must be"),
         ({"position_ids": [5, 6, 7]}, TypeError, "position_ids must be"),
     ],
     ids=str,
@@ -73,6 +74,25 @@ def test_each_sequence_may_have_an_offset_of_its_own(encode, shape, dtype):
 def test_a_bad_position_is_refused(encode, shape, where, error, text):
     with pytest.raises(error, match=text):
         encode(torch.randn(shape), **where)
+
+
+def test_a_position_for_each_sequence_is_an_offset_wherever_it_is_passed():
+    """Native code would count on from it, but in training it is an error."""
+    rope, weight = posenc.RoPE(8, 16), torch.ones(8)
+    tables, one = (rope.cos_cached, rope.sin_cached), {"position_ids": IDS[:, :1]}
+    q = torch.randn(2, 4, 3, 8)
+    caches = torch.zeros(2, 2, 3, 4, 8).unbind()
+    f, slots = posenc.functional, torch.arange(6).view(2, 3)
+    for call in (
+        lambda: rope.forward_(q, q.clone(), **one),
+        lambda: rope.rotate_and_cache(q, q, q, *caches, slots, **one),
+        lambda: f.rotate(q, *tables, **one),
+        lambda: f.rotate_qk_(q, q.clone(), *tables, **one),
+        lambda: f.qk_norm_rope(q, q, weight, weight, *tables, **one),
+        lambda: f.rotate_and_cache(q, q, q, *tables, *caches, slots, **one),
+    ):
+        with pytest.raises(ValueError, match=r"position_ids must be .* shape \(3,\) or \(2, 3\)"):
+            call()
 
 
 @pytest.mark.parametrize(

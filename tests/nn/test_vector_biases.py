@@ -369,6 +369,15 @@ def test_cope_of_bfloat16_is_computed_in_float32():
     assert ((got.double() - wanted).abs() <= bound).all()
 
 
+@pytest.mark.parametrize("backend", [None, "dense"])
+def test_a_score_that_is_nan_makes_its_own_query_nan(backend):
+    cope = posenc.CoPE(8, max_pos=4)
+    q, k, v = torch.randn(3, 1, 2, 5, 8).unbind()
+    q[0, 0, 3, 0] = float("nan")
+    got = cope(q, k, v, backend=backend).isnan().any(-1)
+    assert got.nonzero().tolist() == [[0, 0, 3]]
+
+
 def test_the_deterministic_gather_is_gather():
     x = torch.randn(2, 3, 4, 5, requires_grad=True)
     index = torch.randint(5, (2, 3, 4, 7))

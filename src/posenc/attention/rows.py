@@ -422,8 +422,10 @@ def level_rows(levels: Tensor, scores: Tensor) -> Tensor:
     """CoPE's bias: levels at the positions that gates of the scores count, ``[B, H, n, k]``."""
     # Count from the query backwards.
     at = scores.sigmoid().flip(-1).cumsum(-1).flip(-1).clamp(max=levels.shape[3] - 1)
-    below = at.detach().floor()
-    ends = below.long(), at.detach().ceil().long()
+    # A score that is NaN has a position that is NaN, and so a bias; its ends are any that exist.
+    known = at.detach().nan_to_num()
+    below = known.floor()
+    ends = below.long(), known.ceil().long()
     # The gradient of gather has the same bits in every run on the CPU; see _gather.
     left, right = (
         levels.gather(-1, end) if levels.is_cpu else _gather(levels, end) for end in ends

@@ -111,7 +111,7 @@ def rotate(
         tensor([0., 1., 5.])
     """
     how = offset, position_ids, seq_dim, interleaved, interleaved_out, last
-    if (layout := layout_of(*how)) >= 0:
+    if (layout := layout_of(x, *how)) >= 0:
         rotated = rotate_op.at_once(x, cos, sin, position_ids, offset, layout)
         if rotated is not None:
             return rotated  # type: ignore[no-any-return]
@@ -140,7 +140,7 @@ def rotate_qk(
         (tensor([0., 1.]), tensor([-1.,  0.]))
     """
     how = offset, position_ids, seq_dim, interleaved, interleaved_out, last
-    if (layout := layout_of(*how)) >= 0:
+    if (layout := layout_of(q, *how)) >= 0:
         rotated = rotate_qk_op.at_once(q, k, cos, sin, position_ids, offset, layout)
         if rotated is not None:
             return rotated  # type: ignore[no-any-return]
@@ -172,7 +172,7 @@ def rotate_(
         tensor([0., 1.])
     """
     how = offset, position_ids, seq_dim, interleaved, interleaved_out, last
-    layout = layout_of(*how)
+    layout = layout_of(x, *how)
     if layout < 0 or not rotate_in_place_op.at_once(x, cos, sin, position_ids, offset, layout):
         _rotate("rotate_", "x", [x], cos, sin, *how, in_place=True)
     return x
@@ -201,23 +201,43 @@ def rotate_qk_(
     """
     how = offset, position_ids, seq_dim, interleaved, interleaved_out, last
     given = q, k, cos, sin, position_ids, offset
-    layout = layout_of(*how)
+    layout = layout_of(q, *how)
     if layout < 0 or not rotate_qk_in_place_op.at_once(*given, layout):
         _rotate("rotate_qk_", "qk", [q, k], cos, sin, *how, in_place=True)
     return q, k
 
 
+def has_each_position(position_ids: Any, x: Any, seq_dim: int) -> bool:
+    """Whether there is a position for each token of ``x``, ``(B, H, L, D)`` or ``(T, H, D)``.
+
+    From one for each sequence, native code would count on.
+    """
+    try:
+        length: int = x.shape[seq_dim if len(x.shape) == 4 else 0]
+        return length == position_ids.shape[-1]  # type: ignore[no-any-return]
+    except (AttributeError, IndexError):
+        return False
+
+
 def layout_of(
-    offset: Any, position_ids: Any, seq_dim: Any, interleaved: Any, interleaved_out: Any, last: Any
+    x: Any,
+    offset: Any,
+    position_ids: Any,
+    seq_dim: Any,
+    interleaved: Any,
+    interleaved_out: Any,
+    last: Any,
 ) -> int:
     """The layout for native code, which takes rows and tensors as they are; -1 if it cannot."""
-    if type(offset) is not int or last is not False or (offset and position_ids is not None):
+    if type(offset) is not int or last is not False:
         return -1
     out = interleaved if interleaved_out is None else interleaved_out
     if type(interleaved) is not bool or type(out) is not bool:
         return -1
     layout = INTERLEAVED * interleaved + INTERLEAVED_OUT * out
     if type(seq_dim) is not int:
+        return -1
+    if position_ids is not None and (offset or not has_each_position(position_ids, x, seq_dim)):
         return -1
     if seq_dim == -2:
         return layout

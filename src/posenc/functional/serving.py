@@ -133,7 +133,7 @@ def rotate_and_cache(
         cache_layout,
     )
     who, caches = "rotate_and_cache", (k_cache, v_cache)
-    layout = layout_of(offset, position_ids, seq_dim, interleaved, interleaved_out, last)
+    layout = layout_of(q, offset, position_ids, seq_dim, interleaved, interleaved_out, last)
     where = slot_mapping, position_ids, offset, layout
     rotated = cache_at_once((q, k, v), (cos, sin), caches, *where, options)
     if rotated is not None:

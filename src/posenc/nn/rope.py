@@ -12,7 +12,7 @@ from torch import Tensor
 from posenc import configs
 from posenc._contract import checks
 from posenc.functional import rotary
-from posenc.functional.rotary import check_heads, swap_heads
+from posenc.functional.rotary import check_heads, has_each_position, swap_heads
 from posenc.functional.serving import (
     CacheOptions,
     as_batch,
@@ -371,9 +371,9 @@ class RoPE(RotatedKeys):
         """The tables of a call that an op may take as it is, or None."""
         if self._is_special or type(offset) is not int or torch.compiler.is_compiling():
             return None
-        if offset and position_ids is not None:
-            return None
         has_ids = position_ids is not None
+        if has_ids and (offset or not has_each_position(position_ids, x, self.seq_dim)):
+            return None
         return self._tables.existing(x, has_ids) if isinstance(x, Tensor) else None
 
     def _rotate(
