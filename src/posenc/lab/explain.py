@@ -119,8 +119,8 @@ def _explained(part: Any, seq_len: int | None, longest: int) -> Explanation:
     values = {name: x for name, x in values.items() if x is not None and name not in hidden}
     arguments = {name: (x, part.sources.get(name, "model_type")) for name, x in values.items()}
     if isinstance(part, configs.Buckets):
-        python = _call("T5Bias", **values, causal=False, scale=1.0)
-        build = "posenc.T5Bias.from_config(config, causal=False)"
+        python = _call("T5Bias", **values, causal=False, scale=1.0) + "  # the encoder's"
+        build = "posenc.T5Bias.from_config(config, causal=False)  # True in the decoder"
         return Explanation(_T5, None, arguments, {}, python, build)
     if isinstance(part, configs.Alibi):
         slopes = {"slopes": ALiBi.from_model(part.model, **values).slopes.tolist()}
