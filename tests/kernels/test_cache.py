@@ -129,6 +129,13 @@ def test_caches_hold_what_float64_says_rounded_once(backend, dtype, cache_dtype,
             check(BACKENDS[backend], (q, k), v[..., 3:], weights, rotation, norm, to, kind)
 
 
+@pytest.mark.parametrize("run", BACKENDS.values(), ids=BACKENDS)
+def test_keys_are_written_without_queries(run):
+    q, k, v = torch.randn(2, 6, 5, 40).split((0, 3, 3), dim=1)
+    rotated, _ = check(run, (q, k), v, (None, None), Span(True, True, 20, 0), Norm(), None, "none")
+    assert rotated.shape == q.shape
+
+
 @pytest.mark.parametrize("backend", OF_8_BITS)
 @pytest.mark.parametrize("name", ["e4m3", "e5m2", "int8"])
 def test_numbers_near_a_tie_are_rounded_to_the_nearest(backend, name):

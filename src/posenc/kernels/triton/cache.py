@@ -112,7 +112,7 @@ def tile(tokens: int) -> tuple[int, int]:
 
 def _heads(x: Tensor, norm: int, channels: int) -> int:
     """Heads of one program: all for a norm over all heads, else as many as ``channels`` hold."""
-    most = int(triton.next_power_of_2(x.shape[1]))
+    most = int(triton.next_power_of_2(max(x.shape[1], 1)))
     if norm == 2:
         return most
     return min(most, max(1, channels // int(triton.next_power_of_2(x.shape[3]))))
