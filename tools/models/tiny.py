@@ -38,13 +38,120 @@ for _size, _names in {
 }.items():
     SIZES |= dict.fromkeys(_names.split(), _size)
 
+_DEFAULT = {"rope_type": "default", "rope_theta": 10_000.0}
+_SECTIONS = {**_DEFAULT, "mrope_section": [2, 3, 3]}
+_BOTH = ["sliding_attention", "full_attention"]
+_BY_LAYER = {"layer_types": _BOTH, "rope_parameters": dict.fromkeys(_BOTH, _DEFAULT)}
+
+# Changes to small sizes, by the class of the configuration.
+OF_CLASS: dict[str, dict[str, Any]] = {
+    "BailingHybridConfig": {"num_hidden_layers": 6},
+    "BltConfig": {"encoder_hash_byte_group_vocab": 128, "use_cache": False},
+    "BambaConfig": {"attn_layer_indices": [1]},
+    "ChameleonConfig": {"vocabulary_map": {"<image>": 5, "IMGIMGA": 6}},
+    "ClvpEncoderConfig": {"hidden_size": 128, "projection_dim": 128},
+    "CohereCompassTextConfig": {
+        "layer_types": _BOTH,
+        "rope_parameters": dict.fromkeys(_BOTH, _SECTIONS),
+    },
+    "DbrxAttentionConfig": {"rope_theta": 10_000.0, "clip_qkv": 8},
+    "DeepseekV2Config": {"num_experts_per_tok": 2},
+    "DeepseekV4Config": {
+        "layer_types": ["compressed_sparse_attention", "heavily_compressed_attention"],
+        "compress_rates": {"compressed_sparse_attention": 2, "heavily_compressed_attention": 4},
+    },
+    "DiffusionGemmaTextConfig": {
+        "num_experts": 4,
+        "top_k_experts": 2,
+        "moe_intermediate_size": 32,
+    },
+    "EsmFold2AtomEncoderConfig": {"hidden_size": 128},
+    "MiniMaxM3VLTextConfig": {"layer_types": ["minimax_m3_sparse", "full_attention"]},
+    "AudioFlamingo3EncoderConfig": {"max_source_positions": 32},
+    "NeuCodecConfig": {"quantization_dim": 128, "num_key_value_heads": 4},
+    "Xcodec2Config": {"quantization_dim": 128, "num_key_value_heads": 4},
+    "MoonshineStreamingConfig": {"num_key_value_heads": 4, "head_dim": 16},
+    "Qwen4ExpTextConfig": {
+        "num_hidden_layers": 4,
+        "ple_layer_ids": [],
+        "indexer_n_heads": 2,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 16,
+        "indexer_budget": 4,
+        "indexer_compress_ratio": 2,
+    },
+    "Cosmos3EdgeTextConfig": {"rope_parameters": _SECTIONS},
+    "DeepseekOcr2TextConfig": {
+        "num_experts_per_tok": 2,
+        "n_group": 1,
+        "topk_group": 1,
+        "mlp_layer_types": ["dense", "sparse"],
+    },
+    "DeepseekOcr2SamVisionConfig": {"downsample_channels": [32, 64]},
+    "Dots1Config": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
+    "Dots3NoteAudioConfig": {"adapter_input_size": 64},
+    "Dots3NoteVisionConfig": {"adapter_in_dim": 64, "mlp_layer_types": ["dense", "dense"]},
+    "EfficientLoFTRConfig": {
+        "out_features": [32, 32, 64, 64],
+        "stage_num_blocks": [1, 1, 1, 1],
+        "num_attention_heads": 8,
+    },
+    "Ernie4_5_VLMoeTextConfig": {
+        "moe_intermediate_size": [32, 32],
+        "rope_parameters": {**_SECTIONS, "mrope_section": [3, 3, 2]},
+    },
+    "EsmConfig": {"vocab_size": 128, "position_embedding_type": "rotary"},
+    "EsmcConfig": {"num_key_value_heads": 4, "vocab_size": 128},
+    "FlintConfig": {"num_hidden_layers": 4},
+    "Glm4MoeConfig": {"use_qk_norm": True},
+    "Gemma3nTextConfig": {"layer_types": [*_BOTH, *_BOTH], "num_hidden_layers": 4,
+                          "num_kv_shared_layers": 2},
+    "Glm4vTextConfig": {"rope_parameters": _SECTIONS},
+    "Glm4vMoeTextConfig": {"rope_parameters": {**_SECTIONS, "mrope_section": [1, 1, 2]}},
+    "GlmImageTextConfig": {"rope_parameters": _SECTIONS},
+    "Step3p7TextConfig": {"sliding_window": 4},
+    "GlmOcrTextConfig": {"rope_parameters": _SECTIONS},
+    "GradiumPhononTTSFlowHeadConfig": {"condition_dim": 64},
+    "GraniteMoeHybridConfig": {"layer_types": ["mamba", "attention"],
+                               "position_embedding_type": "rope"},
+    "HunYuanDenseV1Config": {"head_dim": 16},
+    "HunYuanMoEV1Config": {"head_dim": 16},
+    "HunYuanVLTextConfig": {
+        "head_dim": 16,
+        "rope_parameters": {**_DEFAULT, "mrope_section": [2, 2, 2, 2]},
+    },
+    "Lfm2MoeConfig": {"layer_types": ["conv", "full_attention"]},
+    "Lfm3Config": {"layer_types": _BOTH},
+    "Lfm3VlVisionConfig": {"layer_types": ["conv", "full_attention"]},
+    "Llama4VisionConfig": {"vision_output_dim": 64, "projector_input_dim": 64,
+                           "projector_output_dim": 64, "intermediate_size": 256},
+    "MinistralConfig": {"head_dim": 16},
+    "PaddleOCRTextConfig": {"rope_parameters": _SECTIONS},
+    "PocketTTSFlowHeadConfig": {"condition_dim": 64},
+    "Qwen2VLTextConfig": {"rope_parameters": _SECTIONS},
+    "Qwen2_5_VLTextConfig": {"rope_parameters": _SECTIONS},
+    "Qwen2_5OmniTextConfig": {"rope_parameters": _SECTIONS},
+    "Qwen2_5OmniTalkerConfig": {"rope_parameters": _SECTIONS},
+    "Qwen3NextConfig": {"num_hidden_layers": 4},
+    "Qwen3_5TextConfig": {"num_hidden_layers": 4},
+    "Qwen3_5MoeTextConfig": {"num_hidden_layers": 4},
+    "RecurrentGemmaConfig": {"num_hidden_layers": 3},
+    "SeamlessM4TConfig": {"position_embeddings_type": "rotary", "speech_encoder_layers": 2,
+                          "speech_encoder_attention_heads": 4},
+    "VJEPA2Config": {"crop_size": 32, "frames_per_clip": 4, "pred_hidden_size": 64,
+                     "pred_num_attention_heads": 4, "pred_num_hidden_layers": 2},
+    "Wav2Vec2BertConfig": {"position_embeddings_type": "rotary", "vocab_size": 128},
+    "Wav2Vec2ConformerConfig": {"position_embeddings_type": "rotary", "vocab_size": 128},
+    "Zamba2Config": {"use_mem_rope": True, "layers_block_type": ["mamba", "hybrid"],
+                     "intermediate_size": 64},
+}  # fmt: skip
+
 # Parameters of a model that is small enough to be built.
 LARGEST = 60_000_000
 
 
 def tiny(kind: type) -> Any:
     """A configuration of class ``kind`` with small sizes, sub-configurations included."""
-    from recipes import CONFIGS
     from transformers import PreTrainedConfig
 
     try:
@@ -68,7 +175,7 @@ def tiny(kind: type) -> Any:
             chosen[name] = 2
         elif isinstance(default.get(name), PreTrainedConfig):
             chosen[name] = tiny(type(default[name]))
-    return kind(**{**chosen, **CONFIGS.get(kind.__name__, {})})
+    return kind(**{**chosen, **OF_CLASS.get(kind.__name__, {})})
 
 
 def build(kind: type, config: Any) -> nn.Module:
