@@ -150,6 +150,31 @@ def test_gradients_of_a_running_sum_are_zero_together():
     assert (to_sums.sum(-1).abs() <= 2**-16 * to_sums.abs().sum(-1)).all()
 
 
+@pytest.mark.parametrize("columns", [90, 60], ids=["every-distance", "some-beyond"])
+def test_a_column_of_a_table_gets_the_rounding_of_its_own_weights(columns):
+    """Few weights are far: as what is left of all others, their gradient would be rounding."""
+    torch.manual_seed(3)
+    dtype = torch.float16 if DEVICE == "cpu" else torch.bfloat16
+    q, k, v, g = torch.randn(4, 1, 2, 90, 16, device=DEVICE).to(dtype).unbind()
+    values = torch.arange(columns, device=DEVICE) * torch.tensor([[-0.1], [-0.2]], device=DEVICE)
+    call = Call(values, None, None, None, "table", 0, 0, 0.25, True, False)
+    out, lse, ranges = attention.forward(q, k, v, call)
+    got = attention.backward(g, None, (q, k, v, out, lse, ranges), call, True)[3]
+
+    q, k, v, g, values = (x.double() for x in (q, k, v, g, values))
+    distance = torch.arange(90, device=DEVICE)[:, None] - torch.arange(90, device=DEVICE)
+    column = distance.clamp(0, columns - 1)
+    scores = (q @ k.mT * 0.25 + values[:, column]).masked_fill(distance < 0, -torch.inf)
+    weights, dp = scores.softmax(-1), g @ v.mT
+    exact = weights * (dp - (weights * dp).sum(-1, keepdim=True))
+    size = weights * (dp.abs() + (g * (weights @ v)).abs().sum(-1, keepdim=True))
+    wanted, room = (
+        values.new_zeros(2, columns).index_add_(1, column.flatten(), x[0].flatten(1))
+        for x in (exact, size)
+    )
+    assert ((got - wanted).abs() <= torch.finfo(dtype).eps * room).all()
+
+
 @SLOW
 @pytest.mark.parametrize("size", [(90, 90), (3, 300)], ids=str)
 @pytest.mark.parametrize("kind", ["window", "far"])

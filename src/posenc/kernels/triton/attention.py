@@ -159,15 +159,19 @@ def backward(
     delta = torch.empty_like(lse)
     inputs, present, steps = _inputs(q, call)
     prune = _prunes(q, k, call)
-    rows_too = to_values and (call.kind != "table" or not call.causal)
-    by_row = torch.empty_like(lse) if rows_too else lse
+    rows_too, first_too, nearest, furthest = to_values, False, 0, 0
+    if to_values and call.kind == "table":
+        nearest, furthest, rows_too = _distances(q, k, call)
+        first_too = not call.causal
+    by_row, before_first = (torch.empty_like(lse) if x else lse for x in (rows_too, first_too))
     by_key = lse.new_empty((batch, heads, keys)) if call.kind == "sums" else lse
-    key = (call.prune, prune, rows_too, g_lse is None, *key_of(call))
+    key = (call.prune, prune, rows_too, first_too, g_lse is None, *key_of(call))
     key = (*key, *signature((q, k, v, g, out, *present)))
     pruned, to_lse = q if ranges is None else ranges, lse if g_lse is None else g_lse
     shared = _Shared(q, k, v, g, steps, prune, call)
-    tensors: tuple[Tensor, ...] = (q, k, v, g, out, lse, to_lse, *inputs, pruned, dq, delta, by_row)
-    prepare = partial(shared.to_queries, out, dq, rows_too, g_lse is not None)
+    tensors: tuple[Tensor, ...] = (q, k, v, g, out, lse, to_lse, *inputs, pruned, dq, delta)
+    tensors = (*tensors, by_row, before_first)
+    prepare = partial(shared.to_queries, out, dq, (rows_too, first_too, g_lse is not None))
     find_launch(("to_queries", *key), prepare)(tensors, call.start)
     tensors = (q, k, v, g, lse, delta, *inputs, pruned, dk, dv, by_key)
     find_launch(("to_keys", *key), partial(shared.to_keys, dk, dv))(tensors, call.start)
@@ -179,7 +183,8 @@ def backward(
         to = _sum_gradient(by_key, by_row, call)
     else:
         read = (q, k, v, g, lse, delta, *inputs)
-        to = _table_gradient(shared, read, g_lse, by_row, key)
+        by_rows = (before_first, first_too), (by_row, rows_too)
+        to = _table_gradient(shared, read, (nearest, furthest), by_rows, key)
     return dq, dk, dv, to.to(call.values.dtype)
 
 
@@ -205,11 +210,11 @@ class _Shared:
         options = {**OPTIONS, "num_warps": warps, "num_stages": stages}
         return Launch(kernel, grid, numbers, constants, **options)
 
-    def to_queries(self, out: Tensor, dq: Tensor, rows_too: bool, lse_too: bool) -> Launch:
+    def to_queries(self, out: Tensor, dq: Tensor, too: tuple[bool, bool, bool]) -> Launch:
         q, k, v, g = self.tensors
         tile = _tile(TO_QUERIES, q, v)
         strides, owned = strides_of(q, k, v, g, out, dq), -(-q.shape[2] // tile[0])
-        others = {"TO_ROWS": rows_too, "LSE_TOO": lse_too}
+        others = dict(zip(("TO_ROWS", "TO_FIRST", "LSE_TOO"), too, strict=True))
         kernel = attention_backward.to_queries
         return self._launch(kernel, tile, strides, owned, q.shape[1], others)
 
@@ -251,38 +256,41 @@ def _sum_gradient(by_key: Tensor, by_row: Tensor, call: Any) -> Tensor:
     return to if call.values.shape[0] > 1 else to.sum(0, keepdim=True)
 
 
-def _table_gradient(
-    shared: _Shared, given: tuple[Tensor, ...], g_lse: Tensor | None, by_row: Tensor, key: Any
-) -> Tensor:
-    """Sums along diagonals, folded to the table's columns."""
-    (q, k, v, _), call = shared.tensors, shared.call
-    lse, (width, zero) = given[4], _width_and_zero(call)
-    tile = _tile(TO_TABLE, q, v)
+def _distances(q: Tensor, k: Tensor, call: Any) -> tuple[int, int, bool]:
+    """The nearest and the furthest distance that is seen and has a column; if any is beyond it."""
+    width, zero = _width_and_zero(call)
     nearest = max(-zero, 0) if call.causal else -zero
     longest = max(k.shape[2], call.start + q.shape[2]) - 1
     if call.window is not None:
-        # No other distance is seen.
         nearest, longest = max(nearest, -call.window[1]), min(longest, call.window[0])
-    furthest = min(width - 2 - zero, longest)
+    last = width - 1 - zero
+    return nearest, min(last, longest), last < longest
+
+
+def _table_gradient(
+    shared: _Shared, read: tuple[Tensor, ...], distances: tuple[int, int], by_rows: Any, key: Any
+) -> Tensor:
+    """Sums along diagonals, folded to the table's columns.
+
+    ``by_rows`` are those of the distances before the first column and beyond the last, if any.
+    """
+    (q, _, v, _), call = shared.tensors, shared.call
+    (width, zero), (nearest, furthest) = _width_and_zero(call), distances
+    key, tile = (*distances, *key), _tile(TO_TABLE, q, v)
     diagonals = max(0, -(-(furthest - nearest) // tile[0]) + 1)
     sums = q.new_empty((q.shape[1], diagonals, 2, tile[0]), dtype=torch.float32)
     if diagonals:
         prepare = partial(shared.to_table, nearest, diagonals, tile)
-        find_launch(("to_table", longest, *key), prepare)((*given, sums), call.start)
-    first_column = lse if call.causal else by_row.sum((0, 2))
-    total = lse
-    if g_lse is not None:
-        total = g_lse.masked_fill(lse == float("-inf"), 0.0).sum((0, 2))
-    to = lse.new_empty(call.values.shape)
+        find_launch(("to_table", *key), prepare)((*read, sums), call.start)
+    columns = [x.sum((0, 2)) if has else x for x, has in by_rows]
+    to = sums.new_empty(call.values.shape)
 
     def prepare_fold() -> Launch:
-        constants = {"BLOCK": tile[0], "HAS_FIRST": not call.causal}
-        constants |= {"HAS_TOTAL": g_lse is not None, "HAS_LAST": width - 1 - zero <= longest}
+        constants = {"BLOCK": tile[0], "HAS_FIRST": by_rows[0][1], "HAS_LAST": by_rows[1][1]}
         numbers, grid = (width, zero, nearest, furthest, diagonals), (q.shape[1], 1, 1)
         return Launch(attention_backward.fold_table, grid, numbers, constants, **OPTIONS)
 
-    tensors = (sums, first_column, total, to)
-    find_launch(("fold_table", longest, *key), prepare_fold)(tensors, 0)
+    find_launch(("fold_table", *key), prepare_fold)((sums, *columns, to), 0)
     return to
 
 

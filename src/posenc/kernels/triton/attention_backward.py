@@ -45,14 +45,15 @@ def visit_keys(
     state, q, g, lse, delta, source, numbers, flat, own0, ends, scale, begin, end,
     K_WIDTH: tl.constexpr, V_WIDTH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     HOW: tl.constexpr, READ: tl.constexpr, MASKED: tl.constexpr,
-    TO_ROWS: tl.constexpr,
+    TO_ROWS: tl.constexpr, TO_FIRST: tl.constexpr,
 ):  # fmt: skip
     """Add the gradients from the tiles of keys ``begin .. end - 1``.
 
     ``TO_ROWS`` sums, for each query, ``dS`` times the distance for slopes, ``dS`` for running sums,
-    and ``dS`` where the distance is at or past the table's first column.
+    and ``dS`` of the distances beyond the last column for tables; ``TO_FIRST`` sums ``dS`` of those
+    before the first.
     """
-    dq, by_row = state
+    dq, by_row, before_first = state
     keys_at, values_at, k_t, v_t, keys = source
     low, high = ends
     for tile in tl.range(begin, end):
@@ -69,28 +70,30 @@ def visit_keys(
         weights = tl.exp2(scores - lse[:, None])
         dp = tl.dot(g, v.T, input_precision=HOW[2])
         ds = weights * (dp - delta[:, None])
+        distance = own0 + tl.arange(0, BLOCK_M)[:, None] - columns[None, :]
         if TO_ROWS:
-            distance = own0 + tl.arange(0, BLOCK_M)[:, None] - columns[None, :]
+            counted = ds
             if HOW[0] == SLOPES:
-                by_row += tl.sum(ds * tl.abs(distance).to(tl.float32), 1)
-            if HOW[0] == TABLE:
-                by_row += tl.sum(tl.where(distance + numbers[4] <= 0, ds, 0.0), 1)
-            if HOW[0] == SUMS:
-                by_row += tl.sum(ds, 1)
+                counted = ds * tl.abs(distance).to(tl.float32)
+            elif HOW[0] == TABLE and READ != FLAT:
+                counted = tl.where(distance + numbers[4] >= numbers[3], ds, 0.0)
+            by_row += tl.sum(counted, 1)
+        if TO_FIRST:
+            before_first += tl.sum(tl.where(distance + numbers[4] < 0, ds, 0.0), 1)
         dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=HOW[2])
-    return dq, by_row
+    return dq, by_row, before_first
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def to_queries(
-    q, k, v, g, out, lse, g_lse, values, starts, first, last, ranges, dq, delta, by_row, start,
-    scale, natural_scale, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t,
+    q, k, v, g, out, lse, g_lse, values, starts, first, last, ranges, dq, delta, by_row,
+    before_first, start, scale, natural_scale, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t,
     g_b, g_h, g_t, o_b, o_h, o_t, dq_b, dq_h, dq_t,
     values_b, values_h, starts_b, ends_b, left, right, queries, keys, width, zero, range_size,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     KIND: tl.constexpr, CAUSAL: tl.constexpr, HAS_STARTS: tl.constexpr, DOCUMENTS: tl.constexpr,
-    WINDOW: tl.constexpr, PRUNE: tl.constexpr, TO_ROWS: tl.constexpr, LSE_TOO: tl.constexpr,
-    PRECISION: tl.constexpr, PTX: tl.constexpr,
+    WINDOW: tl.constexpr, PRUNE: tl.constexpr, TO_ROWS: tl.constexpr, TO_FIRST: tl.constexpr,
+    LSE_TOO: tl.constexpr, PRECISION: tl.constexpr, PTX: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
     """The gradient of a block of queries, and ``delta``, which the other kernels read."""
@@ -135,34 +138,38 @@ def to_queries(
     elif not masks:
         # Only the last tile may be cut short.
         middle = tl.minimum(keys // BLOCK_N, end)
-    state = tl.zeros((BLOCK_M, BLOCK_D), tl.float32), tl.zeros((BLOCK_M,), tl.float32)
+    nothing = tl.zeros((BLOCK_M,), tl.float32)
+    state = tl.zeros((BLOCK_M, BLOCK_D), tl.float32), nothing, nothing
     near = begin
     far = middle
     if KIND == TABLE:
+        # Keys of distances beyond the last column.
         flat = tl.load(numbers[0])
-        near = tl.minimum(tl.maximum((own0 + zero - width + 2) // BLOCK_N, begin), middle)
+        near = tl.minimum(tl.maximum((own0 + zero - width + 1) // BLOCK_N, begin), middle)
         state = visit_keys(
             state, query, grad, sums, minus, source, numbers, flat, own0, ends, scale, begin,
-            near, k_width, v_width, BLOCK_M, BLOCK_N, how, FLAT, masks, False,
+            near, k_width, v_width, BLOCK_M, BLOCK_N, how, FLAT, masks, TO_ROWS, False,
         )  # fmt: skip
         if not CAUSAL:
             far = tl.minimum(tl.maximum((own0 + BLOCK_M + zero + BLOCK_N) // BLOCK_N, near), middle)
             flat = tl.load(numbers[0] + PAD + width - 1)
             state = visit_keys(
                 state, query, grad, sums, minus, source, numbers, flat, own0, ends, scale, far,
-                middle, k_width, v_width, BLOCK_M, BLOCK_N, how, FLAT, masks, TO_ROWS,
+                middle, k_width, v_width, BLOCK_M, BLOCK_N, how, FLAT, masks, False, TO_FIRST,
             )  # fmt: skip
     state = visit_keys(
         state, query, grad, sums, minus, source, numbers, 0.0, own0, ends, scale, near, far,
-        k_width, v_width, BLOCK_M, BLOCK_N, how, read, masks, TO_ROWS,
+        k_width, v_width, BLOCK_M, BLOCK_N, how, read, masks, TO_ROWS, TO_FIRST,
     )  # fmt: skip
     state = visit_keys(
         state, query, grad, sums, minus, source, numbers, 0.0, own0, ends, scale, middle, end,
-        k_width, v_width, BLOCK_M, BLOCK_N, how, read, True, TO_ROWS,
+        k_width, v_width, BLOCK_M, BLOCK_N, how, read, True, TO_ROWS, TO_FIRST,
     )  # fmt: skip
-    gradient, sums_by_row = state
+    gradient, sums_by_row, sums_before_first = state
     if TO_ROWS:
         tl.store(by_row + of_head + rows, sums_by_row, mask=present)
+    if TO_FIRST:
+        tl.store(before_first + of_head + rows, sums_before_first, mask=present)
     store_rows(dq + b * dq_b + h * dq_h, gradient * natural_scale, rows, present, dq_t, k_width)
 
 
@@ -438,19 +445,18 @@ def to_table(
 
 @triton.jit(do_not_specialize=["start", "width", "zero", "nearest", "furthest", "diagonals"])
 def fold_table(
-    by_distance, first_column, totals, to, start, width, zero, nearest, furthest, diagonals,
-    BLOCK: tl.constexpr, HAS_FIRST: tl.constexpr, HAS_TOTAL: tl.constexpr, HAS_LAST: tl.constexpr,
+    by_distance, before_first, beyond_last, to, start, width, zero, nearest, furthest, diagonals,
+    BLOCK: tl.constexpr, HAS_FIRST: tl.constexpr, HAS_LAST: tl.constexpr,
 ):  # fmt: skip
     """The gradient of a head's table from the sums of `to_table`.
 
-    The first column also has the distances below it. The last has what is left of all ``dS`` of
-    the head, whose sum is known: zero, or the gradient of the log-sum-exp.
+    The first column also has the distances before it, and the last those beyond it. Nothing is
+    left to be found as the rest of all ``dS`` of the head, whose sum is zero, or the gradient of
+    the log-sum-exp, but for the rounding of the output in ``delta``: that would all be in one
+    column.
     """
     h = tl.program_id(0).to(tl.int64)
     sums = by_distance + h * diagonals * (2 * BLOCK)
-    total = tl.zeros((), tl.float32)
-    if HAS_TOTAL:
-        total = tl.load(totals + h)
     for chunk in range(0, width, 1024):
         column = chunk + tl.arange(0, 1024)
         distance = column - zero
@@ -462,10 +468,7 @@ def fold_table(
         made = tl.load(at + BLOCK, mask=inside, other=0.0)
         made += tl.load(at + 2 * BLOCK, mask=inside & (diagonal + 1 < diagonals), other=0.0)
         if HAS_FIRST:
-            made = tl.where(column == 0, tl.load(first_column + h), made)
+            made += tl.where(column == 0, tl.load(before_first + h), 0.0)
         if HAS_LAST:
-            made = tl.where(column == width - 1, 0.0, made)
-        total -= tl.sum(made)
+            made += tl.where(column == width - 1, tl.load(beyond_last + h), 0.0)
         tl.store(to + h * width + column, made, mask=column < width)
-    if HAS_LAST:
-        tl.store(to + h * width + width - 1, total)
