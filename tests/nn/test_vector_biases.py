@@ -11,8 +11,10 @@ import posenc
 from posenc.attention import biased_attention, relative_terms
 from posenc.attention import rows as by_rows
 from posenc.attention.rows import _gather
+from support.assertions import assert_exports
 from support.biases import drawn, leaves, qkv
 
+SLOW = pytest.mark.slow
 H, D = 4, 6
 E = H * D
 
@@ -143,6 +145,19 @@ def test_gradients_repeat_bit_for_bit_and_inputs_may_be_strided(make):
         torch.testing.assert_close(one, three)
 
 
+@pytest.mark.parametrize(
+    "make",
+    [
+        pytest.param(make, id=name, marks=[] if name == "TransformerXL-conformer" else SLOW)
+        for name, make in MAKES.items()
+    ],
+)
+@pytest.mark.parametrize("strict", [False, pytest.param(True, marks=SLOW)])
+def test_an_exported_program_takes_any_length(make, strict):
+    traced, others = (qkv(H, n, n, D, dtype=torch.float32) for n in (9, 2))
+    assert_exports(drawn(make), traced, others, strict=strict)
+
+
 @EACH_MADE
 @pytest.mark.slow
 def test_torch_func_gives_the_same_gradient(make):
@@ -158,6 +173,7 @@ def test_empty_tensors_give_empty_results(make):
     for queries, keys in ((0, 0), (0, 3)):
         q, k, v = torch.randn(2, H, queries, D), *torch.randn(2, 2, H, keys, D)
         assert module.attention(q, k, v).shape == (2, H, queries, D)
+        assert module.bias(q, k).shape == (2, H, queries, keys)
     empty = torch.randn(0, H, 3, D)
     assert module.attention(empty, empty, empty).shape == empty.shape
     meta = torch.empty(2, H, 5, D, device="meta")

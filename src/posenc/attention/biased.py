@@ -255,9 +255,9 @@ def run(
     if backend == "triton" and not has_kernel:
         rule = (
             "backend='triton' needs CUDA, Triton, float32 or narrower, heads of at most 256 "
-            "channels, and neither attn_mask, dropout nor a RowBias of your own"
+            "channels, at least one query, and neither attn_mask, dropout nor a RowBias of your own"
         )
-        got = f"{q.dtype} on {q.device}, {q.shape[-1]} wide"
+        got = f"{q.dtype} on {q.device}, shape {tuple(q.shape)}"
         checks.fail(who, rule, got, "Leave backend out to have one chosen.")
     if isinstance(bias, TERMS) and has_kernel and backend in (None, "triton"):
         return terms.attend(q, k, v, bias, call)

@@ -64,8 +64,8 @@ def attend_by_rows(
         reach = call.window[0] + (0 if call.causal else call.window[1]) + 1
         reach = min(max(reach, FEWEST), keys)
         size = max(1, min(reach, scores // max(1, 2 * batch * heads * reach)))
-    # A checkpoint has hooks, which torch.func does not take.
-    again = torch.is_grad_enabled() and not in_transform(q, k, v)
+    # A checkpoint has hooks, which neither torch.func nor an exporter takes.
+    again = torch.is_grad_enabled() and not in_transform(q, k, v) and not is_exporting()
     again = again and (traced or batch * heads * queries * keys > KEPT)
     of_keys = _products_of_keys(bias, call.scale)
     piece = partial(_piece, who, call, bias, of_keys, dropout_p)
@@ -275,7 +275,7 @@ def matrix_of(
     with without_autocast(index):
         if isinstance(bias, Products):
             wide = torch.promote_types(bias.q.dtype, torch.float32)
-            nothing = bias.q.new_zeros((1, bias.q.shape[1], 1, 1), dtype=wide)
+            nothing = bias.q.new_zeros((*bias.q.shape[:2], 1, 1), dtype=wide)
             where = seen.own, index, queries, keys, _products_of_keys(bias, scale)
             matrix = _add_products(nothing, bias, scale, *where)
         elif isinstance(bias, CopeLevels):

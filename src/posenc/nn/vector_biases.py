@@ -181,16 +181,16 @@ class TransformerXLBias(TableModule, ProductBias):
         If causal, they begin with distance zero.
         """
         keys = checks.integer(type(self).__name__, "k_len", k_len, least=0)
-        _, most = self._ends(keys)
-        distance = torch.arange(most + 1, device=self.pos_bias_u.device)
+        least, most = self._ends(keys)
+        distance = torch.arange(least, most + 1, device=self.pos_bias_u.device)
         tables = self._tables.read(distance, dtype, most + 1)
-        (r,) = tables or self._tables.at(distance, dtype)
-        r = r[: most + 1]
+        (r,) = tables or self._tables.at(torch.arange(most + 1, device=distance.device), dtype)
+        r = r[distance.abs()]
         if not self.causal:
             # Sines have the other sign at a later key, and cosines do not.
-            channel, later = torch.arange(self.embed_dim, device=r.device), r[1:].flip(0)
+            channel = torch.arange(self.embed_dim, device=r.device)
             sines = channel < self.embed_dim // 2 if self.concatenated else channel % 2 == 0
-            r = torch.cat((torch.where(sines, -later, later), r))
+            r = torch.where((distance < 0)[:, None] & sines, -r, r)
         return self.linear_pos(r).unflatten(-1, (self.num_heads, self.head_dim))  # type: ignore[no-any-return]
 
     def _ends(self, keys: int) -> tuple[int, int]:
