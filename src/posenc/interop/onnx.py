@@ -38,7 +38,8 @@ def export(
     computed in float32 too and rounded. A rotation in float64, or from one layout to the other,
     becomes plain operations, because the operator supports neither.
 
-    Softplus becomes exponentials and logarithms, because onnxruntime has no Softplus of this opset.
+    Softplus becomes exponentials and logarithms, because onnxruntime has no Softplus of this opset,
+    and a cosine of float64 becomes a sine, because older ones have none.
     ONNX solves no equations, so :meth:`posenc.STRING.basis` becomes a constant.
 
     Args:
@@ -78,7 +79,10 @@ def export(
             kwargs=kwargs,
             dynamic_shapes=dynamic_shapes,
             opset_version=OPSET,
-            custom_translation_table={torch.ops.aten.softplus.default: _softplus},
+            custom_translation_table={
+                torch.ops.aten.softplus.default: _softplus,
+                torch.ops.aten.cos.default: _cos,
+            },
             dynamo=True,
             verbose=False,
         )
@@ -122,6 +126,16 @@ def _softplus(x: Any, beta: Any = 1.0, threshold: Any = 20.0) -> Any:
     return op.Where(op.Greater(z, threshold), x, op.Div(exact, beta))
 
 
+def _cos(x: Any) -> Any:
+    """Cosine; of float64 by the sine of half the angle, which is exact."""
+    op = importlib.import_module("onnxscript").opset18
+    if x.dtype != importlib.import_module("onnx_ir").DataType.DOUBLE:
+        return op.Cos(x)
+    one, two = (op.CastLike(number, x) for number in (1.0, 2.0))
+    sine = op.Sin(op.Div(x, two))
+    return op.Sub(one, op.Mul(two, op.Mul(sine, sine)))
+
+
 def _rotary_embedding(x: Tensor, cos: Tensor, sin: Tensor, rows: Rows, spec: Spec) -> Tensor:
     """The rotation by ONNX's operator, or by plain operations if the operator cannot do it."""
     own_rows = cos.dim() == 3 and (rows.positions is not None or cos.shape[1] != x.shape[2])
@@ -136,12 +150,15 @@ def _rotary_embedding(x: Tensor, cos: Tensor, sin: Tensor, rows: Rows, spec: Spe
         # The operator picks rows itself, unless there may be more tokens than rows.
         cos, sin, ids = cos[ids], sin[ids], None
     width = 2 * cos.shape[-1]
+    is_part = width < x.shape[-1]
     y = torch.onnx.ops.rotary_embedding(
         x.float(),
         cos.float(),
         (-sin if spec.transposed else sin).float(),
         position_ids=ids,
         interleaved=spec.interleaved,
-        rotary_embedding_dim=width if width < x.shape[-1] else 0,
+        rotary_embedding_dim=width if is_part else 0,
+        # Which onnxruntime 1.23, the last for Python 3.10, wants to know then.
+        num_heads=x.shape[1] if is_part else 0,
     ).to(x.dtype)
     return torch.cat((before, y), dim=-1) if spec.first_channel else y
