@@ -185,7 +185,8 @@ def _rotate(xs: list[Any], cos: Tensor, sin: Tensor, spec: Spec) -> list[Tensor]
         ys = [_rotate_one(x, cos_rows, sin_rows, spec) for x in fours]
     else:
         ys = rotate_rows(_WHO, UNLIMITED, fours, cos_rows, sin_rows, Rows(), spec)
-    return ys if fours is xs else [y.reshape(x.shape) for x, y in zip(xs, ys, strict=True)]
+    pairs = zip(xs, ys, strict=True)
+    return [y if y.shape == x.shape else y.reshape(x.shape) for x, y in pairs]
 
 
 def _rotate_one(x: Tensor | Pending, cos: Tensor, sin: Tensor, spec: Spec) -> Tensor:
