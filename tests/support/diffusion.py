@@ -4,6 +4,7 @@
 """
 
 import math
+import sys
 
 import pytest
 import torch
@@ -378,8 +379,12 @@ def tiny(name, models=MODELS):
     import diffusers
 
     config, given = models[name]
+    kind = getattr(diffusers, name.split(",")[0], None)
+    # The newest diffusers for Python 3.10 is 0.41, where Qwen's rotation is an item of a dict.
+    if kind is None or hasattr(sys.modules[kind.__module__], "ROPE_PER_DEVICE"):
+        pytest.skip(f"patch takes no {name} of diffusers {diffusers.__version__}")
     torch.manual_seed(0)
-    model = getattr(diffusers, name.split(",")[0])(**config).eval()
+    model = kind(**config).eval()
     # Fresh weights have zeros in the gates and the last layer, and make attention flat.
     with torch.no_grad():
         for parameter in model.parameters():

@@ -2,7 +2,6 @@
 
 import copy
 import pickle
-import sys
 
 import pytest
 import torch
@@ -223,8 +222,6 @@ def norms_in(model, fused):
 def test_norms_before_a_rotation_do_not_run_on_their_own(name):
     """One kernel owes the model float32 rounding only, in the gradients of its weights as well."""
     model, given = tiny(name)
-    if hasattr(sys.modules[type(model).__module__], "ROPE_PER_DEVICE"):
-        pytest.skip("in diffusers 0.41, that of Python 3.10, it calls an item of a dict")
     fused, others = norms_in(model, fused=True), norms_in(model, fused=False)
     with OwnNorms(fused) as before:
         run(model, given)
