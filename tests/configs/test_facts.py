@@ -91,6 +91,8 @@ def test_the_softmax_scale_is_that_of_the_attention(kind, factor, all_dim):
 
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+LLAMA_3_2 = {"rope_type": "llama3", "factor": 32.0, "original_max_position_embeddings": 8192,
+             "low_freq_factor": 1.0, "high_freq_factor": 4.0}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -113,6 +115,12 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
             (32768, "max_position_embeddings"),
             (131072, "factor * max_position_embeddings"),
             id="yarn-named-before",
+        ),
+        pytest.param(
+            {"rope_scaling": LLAMA_3_2, "max_position_embeddings": 131072},
+            (8192, "original_max_position_embeddings"),
+            (131072, "max_position_embeddings"),
+            id="llama-3.2-names-less-than-its-factor",
         ),
         pytest.param(
             {"rope_scaling": {"type": "linear", "factor": 4.0}, "max_position_embeddings": 4096},

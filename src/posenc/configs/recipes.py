@@ -222,6 +222,9 @@ def _lengths(
     scaled = math.floor(original * getattr(rule, "factor", 1.0))
     stretched = scaled, f"{config.prefix}factor * {key}"
     longest = max(named or stretched, stretched, key=lambda fact: fact[0])
+    if isinstance(rule, scaling.Llama3) and named is not None and named[0] > original:
+        # Its factor is that of slow rates only: Llama 3.2 has 32, for 16 times the length.
+        longest = named
     return (original, config.prefix + key), longest
 
 
