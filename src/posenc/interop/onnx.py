@@ -127,7 +127,7 @@ def _softplus(x: Any, beta: Any = 1.0, threshold: Any = 20.0) -> Any:
 
 
 def _cos(x: Any) -> Any:
-    """Cosine; of float64 by the sine of half the angle, which is exact."""
+    """Cosine; in float64 ``1 - 2 sin(x / 2)^2``, for an onnxruntime without that cosine."""
     op = importlib.import_module("onnxscript").opset18
     if x.dtype != importlib.import_module("onnx_ir").DataType.DOUBLE:
         return op.Cos(x)
@@ -158,7 +158,7 @@ def _rotary_embedding(x: Tensor, cos: Tensor, sin: Tensor, rows: Rows, spec: Spe
         position_ids=ids,
         interleaved=spec.interleaved,
         rotary_embedding_dim=width if is_part else 0,
-        # Which onnxruntime 1.23, the last for Python 3.10, wants to know then.
+        # onnxruntime 1.23, the last for Python 3.10, needs the number of heads then.
         num_heads=x.shape[1] if is_part else 0,
     ).to(x.dtype)
     return torch.cat((before, y), dim=-1) if spec.first_channel else y
