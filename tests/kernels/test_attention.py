@@ -5,6 +5,7 @@ import itertools
 import pytest
 import torch
 
+from posenc._contract.tracing import SeenOperations
 from posenc.attention.biased import hide_padding
 from posenc.attention.biases import Call
 from support.attention import DEVICE, numbers_of, written_down
@@ -173,6 +174,24 @@ def test_a_column_of_a_table_gets_the_rounding_of_its_own_weights(columns):
         for x in (exact, size)
     )
     assert ((got - wanted).abs() <= torch.finfo(dtype).eps * room).all()
+
+
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "both-sides"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize(("kind", "columns"), [("slopes", 0), ("table", 30), ("table", 300)])
+def test_gradients_of_slopes_and_tables_are_only_launches(
+    kind, columns, dtype, causal, monkeypatch
+):
+    """For native code repeats launches, and nothing else."""
+    monkeypatch.setattr(attention.Launch, "__call__", lambda launch, tensors, start: None)
+    q, k, v, g = torch.randn(4, 2, 4, 90, 16, device=DEVICE).unbind()
+    values = numbers_of(kind, 4, 90, batch=1, columns=columns, steep=1.0).to(DEVICE, dtype)
+    call = Call(values, None, None, None, kind, 0, 0, 0.25, causal, True)
+    with SeenOperations() as seen:
+        out, lse, ranges = attention.forward(q, k, v, call)
+        to = attention.backward(g, None, (q, k, v, out, lse, ranges), call, True)[3]
+    assert not seen.others
+    assert (to.shape, to.dtype) == (values.shape, dtype)
 
 
 @SLOW

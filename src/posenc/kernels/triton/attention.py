@@ -154,16 +154,19 @@ def backward(
     q, k, v, out, lse, ranges = saved
     q, k, v, g = as_dense(q), as_dense(k), as_dense(v), as_dense(g)
     g_lse = None if g_lse is None else g_lse.float().contiguous()
-    (batch, heads, _, _), keys = q.shape, k.shape[2]
+    (batch, heads, queries, _), keys = q.shape, k.shape[2]
     dq, dk, dv = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
     delta = torch.empty_like(lse)
     inputs, present, steps = _inputs(q, call)
     prune = _prunes(q, k, call)
-    rows_too, first_too, nearest, furthest = to_values, False, 0, 0
+    rows_too, first_too, nearest, furthest = to_values, False, 0, -1
     if to_values and call.kind == "table":
         nearest, furthest, rows_too = _distances(q, k, call)
         first_too = not call.causal
-    by_row, before_first = (torch.empty_like(lse) if x else lse for x in (rows_too, first_too))
+    # Running sums have a gradient for each row, other numbers a part of theirs for each block.
+    rows = queries if call.kind == "sums" else -(-queries // _tile(TO_QUERIES, q, v)[0])
+    shape = batch, heads, rows
+    by_row, before_first = (lse.new_empty(shape) if x else lse for x in (rows_too, first_too))
     by_key = lse.new_empty((batch, heads, keys)) if call.kind == "sums" else lse
     key = (call.prune, prune, rows_too, first_too, g_lse is None, *key_of(call))
     key = (*key, *signature((q, k, v, g, out, *present)))
@@ -177,15 +180,13 @@ def backward(
     find_launch(("to_keys", *key), partial(shared.to_keys, dk, dv))(tensors, call.start)
     if not to_values:
         return dq, dk, dv, None
-    if call.kind == "slopes":
-        to = by_row.sum(2).neg_() if call.values.shape[0] > 1 else by_row.sum((0, 2)).neg_()[None]
-    elif call.kind == "sums":
-        to = _sum_gradient(by_key, by_row, call)
+    if call.kind == "sums":
+        to = _sum_gradient(by_key, by_row, call).to(call.values.dtype)
     else:
         read = (q, k, v, g, lse, delta, *inputs)
-        by_rows = (before_first, first_too), (by_row, rows_too)
-        to = _table_gradient(shared, read, (nearest, furthest), by_rows, key)
-    return dq, dk, dv, to.to(call.values.dtype)
+        parts = (before_first, first_too), (by_row, rows_too), rows
+        to = _number_gradient(shared, read, (nearest, furthest), parts, key)
+    return dq, dk, dv, to
 
 
 class _Shared:
@@ -267,30 +268,35 @@ def _distances(q: Tensor, k: Tensor, call: Any) -> tuple[int, int, bool]:
     return nearest, min(last, longest), last < longest
 
 
-def _table_gradient(
-    shared: _Shared, read: tuple[Tensor, ...], distances: tuple[int, int], by_rows: Any, key: Any
+def _number_gradient(
+    shared: _Shared, read: tuple[Tensor, ...], distances: tuple[int, int], parts: Any, key: Any
 ) -> Tensor:
-    """Sums along diagonals, folded to the table's columns.
+    """The gradient of a table, or of slopes, by launches only, which native code can repeat.
 
-    ``by_rows`` are those of the distances before the first column and beyond the last, if any.
+    A table's are sums along diagonals. ``parts`` are the sums of `to_queries`, for distances before
+    the first column and beyond the last, if any, and their number for a head and sequence. A slope
+    is a column that no diagonal has.
     """
     (q, _, v, _), call = shared.tensors, shared.call
-    (width, zero), (nearest, furthest) = _width_and_zero(call), distances
+    (nearest, furthest), (width, zero) = distances, _width_and_zero(call)
     key, tile = (*distances, *key), _tile(TO_TABLE, q, v)
-    diagonals = max(0, -(-(furthest - nearest) // tile[0]) + 1)
+    diagonals = -(-(furthest - nearest) // tile[0]) + 1 if nearest <= furthest else 0
     sums = q.new_empty((q.shape[1], diagonals, 2, tile[0]), dtype=torch.float32)
     if diagonals:
         prepare = partial(shared.to_table, nearest, diagonals, tile)
         find_launch(("to_table", *key), prepare)((*read, sums), call.start)
-    columns = [x.sum((0, 2)) if has else x for x, has in by_rows]
-    to = sums.new_empty(call.values.shape)
+    (before_first, has_first), (beyond_last, has_last), blocks = parts
+    to: Tensor = call.values.new_empty(call.values.shape)
 
     def prepare_fold() -> Launch:
-        constants = {"BLOCK": tile[0], "HAS_FIRST": by_rows[0][1], "HAS_LAST": by_rows[1][1]}
-        numbers, grid = (width, zero, nearest, furthest, diagonals), (q.shape[1], 1, 1)
-        return Launch(attention_backward.fold_table, grid, numbers, constants, **OPTIONS)
+        # Slopes may be those of each sequence.
+        heads = len(call.values) if width else call.values.numel()
+        constants = {"BLOCK": tile[0], "HAS_FIRST": has_first, "HAS_LAST": has_last}
+        sequences = q.shape[0] * q.shape[1] // heads
+        numbers = (width or 1, zero, *distances, diagonals, sequences, blocks)
+        return Launch(attention_backward.fold_table, (heads, 1, 1), numbers, constants, **OPTIONS)
 
-    find_launch(("fold_table", *key), prepare_fold)((sums, *columns, to), 0)
+    find_launch(("fold_table", *key), prepare_fold)((sums, before_first, beyond_last, to), 0)
     return to
 
 

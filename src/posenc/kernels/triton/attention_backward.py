@@ -49,8 +49,8 @@ def visit_keys(
 ):  # fmt: skip
     """Add the gradients from the tiles of keys ``begin .. end - 1``.
 
-    ``TO_ROWS`` sums, for each query, ``dS`` times the distance for slopes, ``dS`` for running sums,
-    and ``dS`` of the distances beyond the last column for tables; ``TO_FIRST`` sums ``dS`` of those
+    ``TO_ROWS`` sums, for each query, the gradient of slopes, ``dS`` for running sums, and ``dS`` of
+    the distances beyond the last column for tables; ``TO_FIRST`` sums ``dS`` of those
     before the first.
     """
     dq, by_row, before_first = state
@@ -74,7 +74,7 @@ def visit_keys(
         if TO_ROWS:
             counted = ds
             if HOW[0] == SLOPES:
-                counted = ds * tl.abs(distance).to(tl.float32)
+                counted = -ds * tl.abs(distance).to(tl.float32)
             elif HOW[0] == TABLE and READ != FLAT:
                 counted = tl.where(distance + numbers[4] >= numbers[3], ds, 0.0)
             by_row += tl.sum(counted, 1)
@@ -166,10 +166,14 @@ def to_queries(
         k_width, v_width, BLOCK_M, BLOCK_N, how, read, True, TO_ROWS, TO_FIRST,
     )  # fmt: skip
     gradient, sums_by_row, sums_before_first = state
-    if TO_ROWS:
+    # Running sums have gradients of rows; of slopes and tables there is one number for the block.
+    block = sequence * tl.cdiv(queries, BLOCK_M) + row0 // BLOCK_M
+    if TO_ROWS and KIND == SUMS:
         tl.store(by_row + of_head + rows, sums_by_row, mask=present)
+    elif TO_ROWS:
+        tl.store(by_row + block, tl.sum(tl.where(present, sums_by_row, 0.0)))
     if TO_FIRST:
-        tl.store(before_first + of_head + rows, sums_before_first, mask=present)
+        tl.store(before_first + block, tl.sum(tl.where(present, sums_before_first, 0.0)))
     store_rows(dq + b * dq_b + h * dq_h, gradient * natural_scale, rows, present, dq_t, k_width)
 
 
@@ -443,12 +447,29 @@ def to_table(
     tl.store(to, made)
 
 
-@triton.jit(do_not_specialize=["start", "width", "zero", "nearest", "furthest", "diagonals"])
+@triton.jit
+def sum_blocks(by_block, batch, blocks):
+    """The sum of a head's numbers in ``by_block``, ``[B, H, blocks]``."""
+    sums = tl.zeros((1024,), tl.float32)
+    for chunk in range(0, batch * blocks, 1024):
+        n = chunk + tl.arange(0, 1024)
+        sequence = (n // blocks).to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
+        at = by_block + sequence * blocks + n % blocks
+        sums += tl.load(at, mask=n < batch * blocks, other=0.0)
+    return tl.sum(sums)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "start", "width", "zero", "nearest", "furthest", "diagonals", "batch", "blocks"
+    ]
+)  # fmt: skip
 def fold_table(
     by_distance, before_first, beyond_last, to, start, width, zero, nearest, furthest, diagonals,
+    batch, blocks,
     BLOCK: tl.constexpr, HAS_FIRST: tl.constexpr, HAS_LAST: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of a head's table from the sums of `to_table`.
+    """The gradient of a head's table from the sums of `to_table`, or of a slope, its one column.
 
     The first column also has the distances before it, and the last those beyond it. Nothing is
     left to be found as the rest of all ``dS`` of the head, whose sum is zero, or the gradient of
@@ -457,6 +478,12 @@ def fold_table(
     """
     h = tl.program_id(0).to(tl.int64)
     sums = by_distance + h * diagonals * (2 * BLOCK)
+    before = 0.0
+    beyond = 0.0
+    if HAS_FIRST:
+        before = sum_blocks(before_first, batch, blocks)
+    if HAS_LAST:
+        beyond = sum_blocks(beyond_last, batch, blocks)
     for chunk in range(0, width, 1024):
         column = chunk + tl.arange(0, 1024)
         distance = column - zero
@@ -468,7 +495,7 @@ def fold_table(
         made = tl.load(at + BLOCK, mask=inside, other=0.0)
         made += tl.load(at + 2 * BLOCK, mask=inside & (diagonal + 1 < diagonals), other=0.0)
         if HAS_FIRST:
-            made += tl.where(column == 0, tl.load(before_first + h), 0.0)
+            made += tl.where(column == 0, before, 0.0)
         if HAS_LAST:
-            made += tl.where(column == width - 1, tl.load(beyond_last + h), 0.0)
+            made += tl.where(column == width - 1, beyond, 0.0)
         tl.store(to + h * width + column, made, mask=column < width)
