@@ -202,6 +202,8 @@ def hidden_keys(seen: Spans, index: Tensor) -> Tensor:
 def for_each_query_head(x: Tensor, heads: int) -> Tensor:
     """Keys or values of ``heads`` heads of queries, ``[B, H, K, D]``, that share those of ``x``."""
     shared = heads // x.shape[1]
+    if shared == 1:
+        return x
     if not is_exporting():
         return x.repeat_interleave(shared, 1)
     # torch 2.11 takes two axes that become one for a constraint on the lengths.
@@ -345,32 +347,38 @@ def _add_products(
     of_keys: Tensor | None,
 ) -> Tensor:
     """Scores plus the products of ``some`` queries, and of the keys ``near`` them, with vectors."""
-    heads, wide = bias.q.shape[1], scores.dtype
-    k = for_each_query_head(bias.k[:, :, near].to(wide) * scale, heads)
+    wide = scores.dtype
+
+    def keys() -> Tensor:
+        return for_each_query_head(bias.k[:, :, near].to(wide), bias.q.shape[1])
+
     if bias.shift is not None:
-        scores = scores + bias.shift.to(wide)[:, None] @ k.mT
+        scores = scores + bias.shift.to(wide)[:, None] * scale @ keys().mT
     if bias.for_queries is not None and own.shape[1]:
         q = bias.q[:, :, some].to(wide) * scale
         scores = scores + _by_queries(q, bias.for_queries, bias.rows, own, index)
     if of_keys is not None:
-        part = of_keys if k.shape[2] == of_keys.shape[3] else of_keys[..., near]
-        scores = scores + _take(part, bias.rows(own[..., None] - index), -2)
+        scores = scores + _take(of_keys[..., near], bias.rows(own[..., None] - index), -2)
     elif bias.for_keys is not None and own.shape[1]:
-        scores = scores + _by_keys(k, bias.for_keys, bias.rows, own - index[:1])
+        vectors = bias.for_keys * scale
+        scores = scores + _by_keys(keys(), vectors, bias.rows, own - index[:1])
     return scores
 
 
 def _products_of_keys(bias: object, scale: float) -> Tensor | None:
-    """The products of all keys with all vectors, if they are made once for all queries."""
+    """The products of all keys with all vectors, if they are made once for all queries.
+
+    For a few queries those of each key with two vectors a query are fewer.
+    """
     if not isinstance(bias, Products) or bias.for_keys is None:
         return None
     k, vectors = bias.k, bias.for_keys
-    if not k.is_cpu or is_exporting() or vectors.shape[0] > 2 * k.shape[2]:
+    if not k.is_cpu or is_exporting() or vectors.shape[0] > 2 * bias.q.shape[2]:
         return None
     wide = torch.promote_types(k.dtype, torch.float32)
     with without_autocast(k):
-        of_heads = vectors.unflatten(-1, (-1, k.shape[3])).transpose(0, 1)
-        keys = for_each_query_head(k.to(wide) * scale, bias.q.shape[1])
+        of_heads = (vectors * scale).unflatten(-1, (-1, k.shape[3])).transpose(0, 1)
+        keys = for_each_query_head(k.to(wide), bias.q.shape[1])
         products: Tensor = of_heads @ keys.mT
     return products
 
