@@ -194,6 +194,20 @@ def test_gradients_of_slopes_and_tables_are_only_launches(
     assert (to.shape, to.dtype) == (values.shape, dtype)
 
 
+@pytest.mark.parametrize(("kind", "columns"), [("slopes", 0), ("table", 30)])
+def test_a_gradient_has_the_dtype_of_its_numbers(kind, columns):
+    """Launches are kept, and each dtype has its own."""
+    q, k, v, g = torch.randn(4, 1, 2, 40, 16, device=DEVICE).unbind()
+    numbers = numbers_of(kind, 2, 40, batch=1, columns=columns, steep=1.0).half().to(DEVICE)
+    found = []
+    for dtype in (torch.float32, torch.float64, torch.float16, torch.float32):
+        call = Call(numbers.to(dtype), None, None, None, kind, 0, 0, 0.25, True, True)
+        out, lse, ranges = attention.forward(q, k, v, call)
+        found.append(attention.backward(g, None, (q, k, v, out, lse, ranges), call, True)[3])
+        assert found[-1].dtype == dtype
+        assert torch.equal(found[-1], found[0].to(dtype))
+
+
 @SLOW
 @pytest.mark.parametrize("size", [(90, 90), (3, 300)], ids=str)
 @pytest.mark.parametrize("kind", ["window", "far"])

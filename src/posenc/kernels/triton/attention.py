@@ -296,7 +296,8 @@ def _number_gradient(
         numbers = (width or 1, zero, *distances, diagonals, sequences, blocks)
         return Launch(attention_backward.fold_table, (heads, 1, 1), numbers, constants, **OPTIONS)
 
-    find_launch(("fold_table", *key), prepare_fold)((sums, before_first, beyond_last, to), 0)
+    tensors = sums, before_first, beyond_last, to
+    find_launch(("fold_table", to.dtype, *key), prepare_fold)(tensors, 0)
     return to
 
 

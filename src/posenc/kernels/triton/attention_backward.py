@@ -50,8 +50,8 @@ def visit_keys(
     """Add the gradients from the tiles of keys ``begin .. end - 1``.
 
     ``TO_ROWS`` sums, for each query, the gradient of slopes, ``dS`` for running sums, and ``dS`` of
-    the distances beyond the last column for tables; ``TO_FIRST`` sums ``dS`` of those
-    before the first.
+    the distances beyond the last column for tables; ``TO_FIRST`` sums ``dS`` of those before the
+    first.
     """
     dq, by_row, before_first = state
     keys_at, values_at, k_t, v_t, keys = source
