@@ -245,10 +245,9 @@ def _train_in_processes(
         for future in as_completed(futures):
             yield futures[future], future.result()
     finally:
-        pool.shutdown(wait=False, cancel_futures=True)
         for process in set(multiprocessing.active_children()) - others:
             process.terminate()
-            process.join()
+        pool.shutdown(cancel_futures=True)
 
 
 def _ignore_interrupt() -> None:
