@@ -283,7 +283,7 @@ def test_attention_of_a_tensor_to_itself_says_nothing_of_others():
 
 
 def test_learned_numbers_get_their_gradient_in_every_call():
-    """Additions of torch are no launches: the backward pass of running sums stays Python's."""
+    """Running sums have torch operations in their backward pass, which stays Python's."""
     q, k, v, g = halves(4, 2, 4, 70, 64).unbind()
     sums, found = torch.rand(4, 70, device=CUDA).double().cumsum(-1).requires_grad_(), []
     for _ in range(3):

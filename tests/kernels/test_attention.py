@@ -182,7 +182,7 @@ def test_a_column_of_a_table_gets_the_rounding_of_its_own_weights(columns):
 def test_gradients_of_slopes_and_tables_are_only_launches(
     kind, columns, dtype, causal, monkeypatch
 ):
-    """For native code repeats launches, and nothing else."""
+    """Native code repeats launches and nothing else, so all else must be in a launch."""
     monkeypatch.setattr(attention.Launch, "__call__", lambda launch, tensors, start: None)
     q, k, v, g = torch.randn(4, 2, 4, 90, 16, device=DEVICE).unbind()
     values = numbers_of(kind, 4, 90, batch=1, columns=columns, steep=1.0).to(DEVICE, dtype)

@@ -366,9 +366,9 @@ def _add_products(
 
 
 def _products_of_keys(bias: object, scale: float) -> Tensor | None:
-    """The products of all keys with all vectors, if they are made once for all queries.
+    """The products of all keys with all vectors, to compute them once for all queries.
 
-    For a few queries those of each key with two vectors a query are fewer.
+    None if :func:`_by_keys` needs fewer: it has, for each key, two for each query.
     """
     if not isinstance(bias, Products) or bias.for_keys is None:
         return None

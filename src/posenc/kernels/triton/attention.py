@@ -273,9 +273,9 @@ def _number_gradient(
 ) -> Tensor:
     """The gradient of a table, or of slopes, by launches only, which native code can repeat.
 
-    A table's are sums along diagonals. ``parts`` are the sums of `to_queries`, for distances before
-    the first column and beyond the last, if any, and their number for a head and sequence. A slope
-    is a column that no diagonal has.
+    A table's are sums along diagonals. ``parts`` are the sums of `to_queries` for distances before
+    the first column and for those beyond the last, if any, and how many blocks of queries they are
+    of. A slope is a table of one column, which has only the latter.
     """
     (q, _, v, _), call = shared.tensors, shared.call
     (nearest, furthest), (width, zero) = distances, _width_and_zero(call)

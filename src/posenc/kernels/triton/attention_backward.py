@@ -469,12 +469,11 @@ def fold_table(
     batch, blocks,
     BLOCK: tl.constexpr, HAS_FIRST: tl.constexpr, HAS_LAST: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of a head's table from the sums of `to_table`, or of a slope, its one column.
+    """The gradient of a head's table from the sums of `to_table`; a slope is a table of one column.
 
-    The first column also has the distances before it, and the last those beyond it. Nothing is
-    left to be found as the rest of all ``dS`` of the head, whose sum is zero, or the gradient of
-    the log-sum-exp, but for the rounding of the output in ``delta``: that would all be in one
-    column.
+    The first column also has the distances before it, and the last those beyond it. No column is
+    computed as what the others leave of the sum of all ``dS`` of the head, although that sum is
+    known: the rounding of the output in ``delta`` would all be in that column.
     """
     h = tl.program_id(0).to(tl.int64)
     sums = by_distance + h * diagonals * (2 * BLOCK)
