@@ -297,42 +297,76 @@ def context_parallel(
     return torch.cat((which * size + piece, (pieces - 1 - which) * size + piece))
 
 
-def mrope(spans: Sequence[int | tuple[int, int, int]], *, start: int = 0) -> Tensor:
+def mrope(
+    spans: Sequence[int | tuple[int, int, int] | tuple[int, int, int, float]],
+    *,
+    start: int = 0,
+    after: str = "largest",
+) -> Tensor:
     """Time, height and width of each token of a text with images and videos in it.
 
-    A token of text has three equal coordinates. Each run of text and each span of patches starts
-    one past the largest coordinate so far; in a span, frames, rows and columns are each counted
-    from there.
+    A token of text has three equal coordinates. In a span of patches, frames, rows and columns are
+    each counted from the first position of the span.
 
     Args:
         spans: In order: an int for a run of text tokens, ``(frames, rows, columns)`` for a span
-            of patches, counted after any merging.
+            of patches, counted after any merging. ``(frames, rows, columns, step)`` for a video
+            whose frames are ``step`` apart in time: ``tokens_per_second * second_per_grid_ts`` of
+            Qwen2.5-VL. Times are float32 products, rounded down, as in transformers.
         start: The first position.
+        after: Where the tokens after a span of patches begin: one past the largest of its three
+            coordinates (``"largest"``), as in the paper, vLLM and transformers 4; or one past the
+            largest row or column, whatever its time (``"space"``), as in transformers 5. They
+            differ if a video has more frames than rows and columns, or a ``step`` above 1.
 
     Returns:
-        int64 of shape ``(3, L)``.
+        int64 of shape ``(3, L)``. A reply continues at the largest number in it plus one.
 
     Examples:
         >>> mrope([2, (1, 2, 2), 1])
         tensor([[0, 1, 2, 2, 2, 2, 4],
                 [0, 1, 2, 2, 3, 3, 4],
                 [0, 1, 2, 3, 2, 3, 4]])
+        >>> mrope([1, (3, 1, 2, 2.5), 1])
+        tensor([[0, 1, 1, 3, 3, 6, 6, 7],
+                [0, 1, 1, 1, 1, 1, 1, 7],
+                [0, 1, 2, 1, 2, 1, 2, 7]])
+        >>> mrope([1, (3, 1, 2, 2.5), 1], after="space")[:, -1]
+        tensor([3, 3, 3])
 
     References:
-        Wang et al., *Qwen2-VL*, 2024, section 2.1.
+        Wang et al., *Qwen2-VL*, 2024, section 2.1; Bai et al., *Qwen2.5-VL*, 2025, section 2.1.
     """
     who = "mrope"
     following = checks.integer(who, "start", start, least=0)
+    checks.choice(who, "after", after, ("largest", "space"))
     parts = []
     for span in spans:
-        if isinstance(span, (tuple, list)):
-            if len(span) != 3:
-                rule = "a span of patches must be (frames, rows, columns)"
-                checks.fail(who, rule, span, "Pass 1 frame for an image.")
-            parts.append(grid(*span) + following)
-            following += max(span) if parts[-1].numel() else 0
-        else:
+        if not isinstance(span, (tuple, list)):
             tokens = checks.integer(who, "spans", span, least=0)
             parts.append(from_offset(tokens, following).expand(3, tokens))
             following += tokens
+            continue
+        if len(span) not in (3, 4):
+            rule = "a span of patches must be (frames, rows, columns), or these and a step"
+            checks.fail(who, rule, span, "Pass 1 frame for an image.")
+        frames, rows, columns = _sizes(who, tuple(span[:3]))
+        times = torch.arange(frames)
+        if len(span) == 4:
+            times = _times(who, times, span[3])
+        if frames and rows and columns:
+            lines = [times, torch.arange(rows), torch.arange(columns)]
+            parts.append(_cells(who, lines, 0) + following)
+            last = int(times[-1]) + 1 if after == "largest" else 0
+            following += max(last, rows, columns)
     return torch.cat(parts, dim=1) if parts else torch.empty((3, 0), dtype=torch.int64)
+
+
+def _times(who: str, frames: Tensor, step: float) -> Tensor:
+    """Frames that are ``step`` apart, at whole positions."""
+    apart = torch.tensor(checks.positive_float(who, "step", step), dtype=torch.float32)
+    times = frames.to(torch.float32) * apart
+    if len(frames) and not times[-1] <= checks.FARTHEST:
+        rule = "the time of the last frame must be at most 2**31"
+        checks.fail(who, rule, f"{times[-1]:g}", "Pass a smaller step.")
+    return times.to(torch.int64)

@@ -1,3 +1,5 @@
+import itertools
+
 import pytest
 import torch
 
@@ -72,35 +74,117 @@ def test_shards_are_the_sequence(world, zigzag):
         assert len({int(shard.sum()) for shard in shards}) == 1
 
 
-@pytest.mark.filterwarnings("ignore")
-def test_mrope_agrees_with_qwen2_vl():
-    """Text, an image of 1 x 4 x 4 patches merged 2 by 2, text, a video of 2 x 4 x 2 merged."""
-    from transformers import Qwen2VLConfig
-    from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VLModel
-
-    text = {
+_TEXT = {
+    "hidden_size": 16,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 1,
+    "intermediate_size": 16,
+    "vocab_size": 200,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]},
+}
+_TOWER = {"depth": 1, "num_heads": 2, "intermediate_size": 16}
+_TOWERS = {
+    "Qwen2VL": {**_TOWER, "embed_dim": 16, "hidden_size": 16},
+    "Qwen2_5_VL": {**_TOWER, "hidden_size": 16, "out_hidden_size": 16, "tokens_per_second": 25},
+    "Qwen3VL": {
+        **_TOWER,
         "hidden_size": 16,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 2,
-        "num_hidden_layers": 1,
-        "intermediate_size": 16,
-        "vocab_size": 200,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]},
-    }
-    vision = {"depth": 1, "embed_dim": 16, "num_heads": 2, "hidden_size": 16}
-    special = {"image_token_id": 100, "video_token_id": 101, "vision_start_token_id": 102}
-    model = Qwen2VLModel(Qwen2VLConfig(text_config=text, vision_config=vision, **special))
-    ids = [1, 2, 102, *[100] * 4, 3, 102, *[101] * 4, 4, 5]
-    kinds = [{100: 1, 101: 2}.get(token, 0) for token in ids]
-    at, _ = model.get_rope_index(
-        torch.tensor([ids]),
+        "out_hidden_size": 16,
+        "deepstack_visual_indexes": [],
+        "num_position_embeddings": 16,
+    },
+}
+
+
+def positions_of_transformers(name, spans, grids=None):
+    """Positions of texts, images and videos, (frames, rows, columns, seconds), by a model.
+
+    ``grids`` are those of the videos, if they are not those of the spans.
+    """
+    import transformers
+
+    config = getattr(transformers, f"{name}Config")(text_config=_TEXT, vision_config=_TOWERS[name])
+    model = getattr(transformers, f"{name}Model")(config)
+    kinds, images, videos, seconds = [], [], [], []
+    for span in spans:
+        if isinstance(span, int):
+            kinds += [0] * span
+            continue
+        frames, rows, columns, *apart = span
+        kinds += [2 if apart else 1] * (frames * rows * columns)
+        # A model is told the patches before it merges them 2 by 2.
+        (videos if apart else images).append([frames, 2 * rows, 2 * columns])
+        seconds += apart
+    at, delta = model.get_rope_index(
+        torch.zeros(1, len(kinds), dtype=torch.int64),
         mm_token_type_ids=torch.tensor([kinds], dtype=torch.int32),
-        image_grid_thw=torch.tensor([[1, 4, 4]]),
-        video_grid_thw=torch.tensor([[2, 4, 2]]),
-        attention_mask=torch.ones(1, len(ids), dtype=torch.int64),
+        image_grid_thw=torch.tensor(images) if images else None,
+        video_grid_thw=torch.tensor(grids or videos) if videos else None,
+        attention_mask=torch.ones(1, len(kinds), dtype=torch.int64),
+        **({"second_per_grid_ts": seconds} if name == "Qwen2_5_VL" else {}),
     )
-    ours = positions.mrope([3, (1, 2, 2), 2, (2, 2, 1), 2])
-    assert torch.equal(at[:, 0], ours)
+    # A reply continues at the largest position plus one, whatever the last token has.
+    assert int(at.max()) + 1 == len(kinds) + int(delta)
+    return at[:, 0]
+
+
+def without_seconds(spans):
+    return [span if isinstance(span, int) else span[:3] for span in spans]
+
+
+_MIXED = {
+    "no-patches": [5],
+    "image": [3, (1, 2, 3), 2],
+    "patches-first": [(1, 3, 2), 1, (2, 2, 2, 1.0), 4],
+    "more-frames-than-rows": [1, (7, 2, 3, 1.0), 3],
+    "several": [2, (1, 4, 2), 1, (9, 3, 2, 1.0), 2, (5, 1, 1, 0.5), 1, (1, 1, 1), 2],
+    # 25 tokens a second: frames at 2/3 s are 16.67 tokens apart, others less than one.
+    "between-whole-times": [1, (8, 2, 2, 2 / 3), 2, (50, 1, 1, 0.013), 1, (4, 5, 5, 1 / 30), 1],
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("spans", _MIXED.values(), ids=_MIXED)
+def test_mrope_agrees_with_qwen2_vl(spans):
+    expected = positions_of_transformers("Qwen2VL", spans)
+    assert torch.equal(positions.mrope(without_seconds(spans), after="space"), expected)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("spans", _MIXED.values(), ids=_MIXED)
+def test_mrope_agrees_with_qwen2_5_vl(spans):
+    """Its frames are at the tokens of their time, 25 a second, rounded down."""
+    stepped = [
+        (*span[:3], 25 * span[3]) if isinstance(span, tuple) and len(span) == 4 else span
+        for span in spans
+    ]
+    expected = positions_of_transformers("Qwen2_5_VL", spans)
+    assert torch.equal(positions.mrope(stepped, after="space"), expected)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("after", ["largest", "space"])
+def test_mrope_agrees_with_qwen3_vl(after):
+    """Each frame of a video is a span of its own, after the text of its time."""
+    spans = [3, (1, 3, 4), 2, *[(1, 2, 3, 1.0), 4] * 5, *[(1, 5, 1, 1.0), 3] * 2]
+    expected = positions_of_transformers("Qwen3VL", spans, [[5, 4, 6], [2, 10, 2]])
+    assert torch.equal(positions.mrope(without_seconds(spans), after=after), expected)
+
+
+def test_positions_continue_after_the_largest_coordinate():
+    """The paper's rule, which vLLM follows: what comes next begins past every time, row, column."""
+    spans, expected, first = [1, (7, 2, 3, 1.25), 2, (2, 5, 1), (3, 2, 2, 4.0), 1], [], 0
+    for span in spans:
+        if isinstance(span, int):
+            span_at = [[first + i] * 3 for i in range(span)]
+        else:
+            frames, rows, columns, step = (*span, 1.0)[:4]
+            cells = itertools.product(range(frames), range(rows), range(columns))
+            span_at = [[first + int(t * step), first + h, first + w] for t, h, w in cells]
+        expected += span_at
+        first = 1 + max(max(token) for token in span_at)
+    assert positions.mrope(spans).T.tolist() == expected
 
 
 def test_no_patches_take_no_positions():
@@ -123,6 +207,9 @@ def test_no_patches_take_no_positions():
         (lambda: positions.context_parallel(8, 2, 2), ValueError, "rank must be below"),
         (lambda: positions.context_parallel(9, 0, 2), ValueError, "multiple of 2"),
         (lambda: positions.mrope([(1, 2)]), ValueError, "frames, rows, columns"),
+        (lambda: positions.mrope([(2, 2, 2, 0.0)]), ValueError, "step must be finite and above"),
+        (lambda: positions.mrope([(9, 2, 2, 1e9)]), ValueError, r"at most 2\*\*31, got 8e"),
+        (lambda: positions.mrope([3], after="time"), ValueError, "'largest' or 'space'"),
     ],
 )
 def test_bad_input_is_refused(call, error, text):
