@@ -241,8 +241,7 @@ def train(args: argparse.Namespace) -> tuple[Decoder, list[float]]:
     # One parameter at a time: with tp, linear layers and norms are on different meshes.
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, foreach=False)
     ranks = mesh.cp.get_local_rank(), mesh.cp.size()
-    zigzag = mesh.cp.size() > 1
-    at = positions.context_parallel(args.length, *ranks, zigzag=zigzag, device=args.device)
+    at = positions.context_parallel(args.length, *ranks, zigzag=True, device=args.device)
     losses, start = [], resume(args.checkpoint, model, optimizer) if args.checkpoint else 0
     for step in range(start, args.steps):
         tokens, targets = read_batch(text, step, at, args, mesh)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -73,11 +74,7 @@ def from_cu_seqlens(cu_seqlens: Tensor, total: int | None = None) -> Tensor:
         tensor([0, 1, 2, 0, 1, 2, 3])
     """
     who = "from_cu_seqlens"
-    if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype not in checks.INT_DTYPES:
-        rule, got = "cu_seqlens must be an integer tensor", checks.describe(cu_seqlens)
-        checks.fail(who, rule, got, "Pass torch.tensor(cu_seqlens).", TypeError)
-    checks.rank(who, "cu_seqlens", cu_seqlens, (1,), "(N + 1,)")
-    starts = cu_seqlens.to(torch.int64)
+    starts = _check_cu_seqlens(who, cu_seqlens)
     readable = total is None or is_readable(starts)
     if total is None:
         total = max([0, *starts.tolist()])
@@ -90,10 +87,21 @@ def from_cu_seqlens(cu_seqlens: Tensor, total: int | None = None) -> Tensor:
         got = f"{checks.describe(starts.tolist())} and total={total}"
         checks.fail(who, rule, got, "Pass F.pad(lengths.cumsum(0), (1, 0)) and the token count.")
     token = torch.arange(total, device=starts.device)
-    # A token belongs to the last sequence that begins at or before it; an empty sequence has none.
+    return token - starts[_owners(starts, token)]
+
+
+def _check_cu_seqlens(who: str, cu_seqlens: Any) -> Tensor:
+    if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype not in checks.INT_DTYPES:
+        rule, got = "cu_seqlens must be an integer tensor", checks.describe(cu_seqlens)
+        checks.fail(who, rule, got, "Pass torch.tensor(cu_seqlens).", TypeError)
+    checks.rank(who, "cu_seqlens", cu_seqlens, (1,), "(N + 1,)")
+    return cu_seqlens.to(torch.int64)
+
+
+def _owners(starts: Tensor, token: Tensor) -> Tensor:
+    """The sequence of each token: the last that begins at or before it; an empty one has none."""
     begins = starts[:-1] if len(starts) > 1 else starts
-    owner = torch.searchsorted(begins, token, right=True) - 1
-    return token - begins[owner]
+    return torch.searchsorted(begins, token, right=True) - 1
 
 
 def from_left_padding(mask: Tensor) -> Tensor:
@@ -258,19 +266,24 @@ def context_parallel(
     world_size: int,
     *,
     zigzag: bool = False,
+    cu_seqlens: Tensor | None = None,
     device: torch.device | str | None = None,
 ) -> Tensor:
     """Positions of the tokens that one rank holds when a sequence is split over several.
 
     Args:
         length: Tokens of the whole sequence, a multiple of ``world_size`` (of twice that if
-            zig-zag).
+            zig-zag and there are several ranks).
         rank: From 0 to ``world_size - 1``.
         world_size: How many ranks share the sequence.
         zigzag: If false, each rank holds one run of tokens. If true, the sequence is cut into
             ``2 * world_size`` pieces, and rank ``r`` holds the ``r``-th piece from either end,
             which balances the cost of causal attention.
-        device: The device of the result.
+        cu_seqlens: If ``length`` tokens are several sequences, packed one after the other, and
+            each is split by itself (``thd`` in Megatron and TransformerEngine): their cumulative
+            lengths, integers ``(N + 1,)``, from 0 to ``length``. Each must be such a multiple, so
+            it includes the padding. Positions are those in their sequences.
+        device: The device of the result; if None, that of ``cu_seqlens``.
 
     Returns:
         int64 of shape ``(length / world_size,)``.
@@ -280,6 +293,9 @@ def context_parallel(
         tensor([0, 1, 2, 3])
         >>> context_parallel(8, rank=0, world_size=2, zigzag=True)
         tensor([0, 1, 6, 7])
+        >>> packed = torch.tensor([0, 4, 12])  # 4 tokens, then 8
+        >>> context_parallel(12, rank=0, world_size=2, zigzag=True, cu_seqlens=packed)
+        tensor([0, 3, 0, 1, 6, 7])
     """
     who = "context_parallel"
     count = checks.integer(who, "length", length, least=0)
@@ -287,14 +303,34 @@ def context_parallel(
     which = checks.integer(who, "rank", rank, least=0)
     if which >= ranks:
         checks.fail(who, f"rank must be below world_size={ranks}", which, "Count ranks from zero.")
-    pieces = 2 * ranks if checks.boolean(who, "zigzag", zigzag) else ranks
+    # One rank holds the whole sequence in order.
+    halves = checks.boolean(who, "zigzag", zigzag) and ranks > 1
+    pieces = 2 * ranks if halves else ranks
     if count % pieces:
         checks.fail(who, f"length must be a multiple of {pieces}", count, "Pad the sequence.")
-    size = count // pieces
-    piece = torch.arange(size, device=device)
-    if not zigzag:
-        return which * size + piece
-    return torch.cat((which * size + piece, (pieces - 1 - which) * size + piece))
+    if cu_seqlens is None:
+        place = torch.arange(count // ranks, device=device)
+        held: int | Tensor = count // ranks
+    else:
+        starts = _check_cu_seqlens(who, cu_seqlens)
+        rule = f"cu_seqlens must go from 0 to length={count} by multiples of {pieces}"
+        ends = (starts[:1] == 0).any() & (starts[-1:] == count).any()
+        fits = ends & (starts.diff() >= 0).all() & (starts % pieces == 0).all()
+        if not is_readable(starts):
+            device_assert(fits, f"{who}: {rule}.")
+        elif not fits:
+            hint = "Pad each sequence, and pass the cumulative padded lengths."
+            checks.fail(who, rule, checks.describe(starts.tolist()), hint)
+        starts = starts.to(device) // ranks
+        token = torch.arange(count // ranks, device=starts.device)
+        owner = _owners(starts, token)
+        place, held = token - starts[owner], starts.diff()[owner]
+    # This rank's tokens of a sequence are one run of it, or one from either end.
+    if not halves:
+        return which * held + place
+    piece = held // 2
+    is_first = place < piece
+    return place + piece * torch.where(is_first, which, pieces - 2 - which)
 
 
 def mrope(

@@ -74,6 +74,68 @@ def test_shards_are_the_sequence(world, zigzag):
         assert len({int(shard.sum()) for shard in shards}) == 1
 
 
+def thd_positions(lengths, rank, world):
+    """TransformerEngine's rule of ``thd``, token by token: halves of each sequence's share."""
+    found = []
+    for length in lengths:
+        half = length // world // 2
+        for token in range(2 * half):
+            first = rank if token < half else 2 * (world - 1) - rank
+            found.append(token + half * first)
+    return found
+
+
+@pytest.mark.parametrize("lengths", [[8, 24, 16], [0, 8, 0, 0, 8], [32], [0], []], ids=str)
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_packed_sequences_are_each_cut_by_themselves(world, lengths):
+    """As TransformerEngine cuts them, and so that all ranks together hold every token."""
+    cu, total = torch.tensor([0, *lengths]).cumsum(0), sum(lengths)
+    of_ranks = {}
+    for zigzag in (False, True):
+        how = {"zigzag": zigzag, "cu_seqlens": cu.int()}
+        shards = [positions.context_parallel(total, r, world, **how).tolist() for r in range(world)]
+        of_ranks[zigzag] = shards
+        together = sorted(itertools.chain.from_iterable(shards))
+        assert together == sorted(p for n in lengths for p in range(n))
+    assert of_ranks[True] == [thd_positions(lengths, rank, world) for rank in range(world)]
+    runs = [[range(r * n // world, (r + 1) * n // world) for n in lengths] for r in range(world)]
+    assert of_ranks[False] == [[p for run in each for p in run] for each in runs]
+
+
+def test_one_packed_sequence_is_cut_as_one_sequence():
+    for rank, zigzag in itertools.product(range(3), (False, True)):
+        alone = positions.context_parallel(24, rank, 3, zigzag=zigzag)
+        cu = torch.tensor([0, 24])
+        packed = positions.context_parallel(24, rank, 3, zigzag=zigzag, cu_seqlens=cu)
+        assert torch.equal(packed, alone)
+
+
+@pytest.mark.parametrize("zigzag", [False, True], ids=["contiguous", "zigzag"])
+def test_one_rank_holds_any_sequence_in_order(zigzag):
+    """There is nothing to cut, so nothing to pad."""
+    assert positions.context_parallel(7, 0, 1, zigzag=zigzag).tolist() == list(range(7))
+    cu = torch.tensor([0, 3, 3, 8])
+    packed = positions.context_parallel(8, 0, 1, zigzag=zigzag, cu_seqlens=cu)
+    assert torch.equal(packed, positions.from_cu_seqlens(cu))
+
+
+@COMPILERS
+def test_packed_sequences_are_cut_inside_a_compiled_function(backend):
+    """Lengths are not read, so one graph serves all; those that do not fit are refused."""
+
+    def cut(cu):
+        return positions.context_parallel(16, 1, 2, zigzag=True, cu_seqlens=cu)
+
+    compiled = torch.compile(cut, fullgraph=True, dynamic=True, backend=backend)
+    for cu in ([0, 4, 16], [0, 8, 12, 16]):
+        assert torch.equal(compiled(torch.tensor(cu)), cut(torch.tensor(cu)))
+    for cu in ([0, 3, 16], [4, 8, 16], [0, 8, 4, 16], [0, 4, 12]):
+        with pytest.raises(RuntimeError, match="from 0 to length=16 by multiples of 4"):
+            compiled(torch.tensor(cu))
+        with pytest.raises(ValueError, match="from 0 to length=16 by multiples of 4"):
+            cut(torch.tensor(cu))
+
+
 _TEXT = {
     "hidden_size": 16,
     "num_attention_heads": 2,

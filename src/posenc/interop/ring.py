@@ -130,11 +130,13 @@ def sharded_cumsum(x: Tensor, *, group: ProcessGroup | None = None, zigzag: bool
     """
     who = "sharded_cumsum"
     checks.float_tensor(who, "x", x)
-    checks.boolean(who, "zigzag", zigzag)
+    ranks = check_ranks(who, group)
+    # One rank has the whole sequence in order.
+    zigzag = checks.boolean(who, "zigzag", zigzag) and ranks.world > 1
     if x.dim() == 0 or (zigzag and x.shape[-1] % 2):
         rule = "x must have a last axis of tokens, an even number if zigzag"
         checks.fail(who, rule, f"shape {tuple(x.shape)}", "Pad the sequence.")
-    sums: Tensor = _Cumsum.apply(x.double(), check_ranks(who, group), zigzag)
+    sums: Tensor = _Cumsum.apply(x.double(), ranks, zigzag)
     return sums
 
 
@@ -171,10 +173,12 @@ def attend(
     scale = qk_checks.check_scale(who, scale, q)
     given = tokens, tokens, causal, None, document_ids, None, q.device, q.shape[0]
     ids = check_places(who, bias, *given).ids
+    ranks = check_ranks(who, group)
+    # One rank has the whole sequence in order.
+    zigzag = zigzag and ranks.world > 1
     if zigzag and tokens % 2:
         rule = "q must have an even number of tokens if zigzag, half from either end"
         checks.fail(who, rule, tokens, "Pad the sequence to a multiple of twice the ranks.")
-    ranks = check_ranks(who, group)
     _check_equal(who, ranks, q)
     if not q.shape[0] or not tokens:
         return biased.attend(who, q, k, v, bias, causal=causal)
