@@ -47,7 +47,7 @@ def from_offset(
     who = "from_offset"
     count = checks.integer(who, "length", length, least=0)
     if not isinstance(offset, Tensor):
-        start = checks.integer(who, "offset", offset, least=0)
+        start = position_checks.first_position(who, offset)
         return torch.arange(start, start + count, device=device)
     where = torch.device(device or offset.device)
     first = position_checks.index_tensor(who, "offset", offset, ((offset.numel(),),), where)

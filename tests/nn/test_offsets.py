@@ -55,12 +55,16 @@ def test_each_sequence_may_have_an_offset_of_its_own(encode, shape, dtype):
 @pytest.mark.parametrize(
     ("where", "error", "text"),
     [
-        ({"offset": -1}, ValueError, "offset must be at least 0"),
+        ({"offset": -1}, ValueError, r"offset must be at least 0.*\n.*from_left_padding\(mask\)"),
         ({"offset": 1.5}, TypeError, "offset must be an int"),
         ({"offset": [0, 1]}, TypeError, "offset must be an int, or an integer tensor"),
         ({"offset": torch.tensor([0.0, 1.0])}, TypeError, "offset must be an int, or an integer"),
         ({"offset": torch.tensor([0, 1, 2])}, ValueError, r"an integer tensor of shape \(2,\)"),
-        ({"offset": torch.tensor([0, -1])}, ValueError, "positions must not be negative"),
+        (
+            {"offset": torch.tensor([0, -1])},
+            ValueError,
+            r"positions must not be negative, got -1.*\n.*from_left_padding\(mask\)",
+        ),
         ({"offset": torch.tensor([0, 2**31])}, ValueError, "positions must"),
         ({"offset": 2**31}, ValueError, "positions must"),
         ({"offset": 1, "position_ids": IDS[0]}, ValueError, "exclude each other"),

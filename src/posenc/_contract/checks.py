@@ -68,8 +68,11 @@ def describe(value: object) -> str:
     return f"{text if len(text) <= 60 else text[:57] + '...'} ({type(value).__name__})"
 
 
-def integer(who: str, name: str, value: Any, *, least: int = 1) -> int:
-    """``value`` as an int of at least ``least``; bools and floats are refused."""
+def integer(who: str, name: str, value: Any, *, least: int = 1, hint: str = "") -> int:
+    """``value`` as an int of at least ``least``; bools and floats are refused.
+
+    ``hint`` is the way out for a smaller one.
+    """
     if type(value) is int and least <= value <= FARTHEST:
         return value
     if not isinstance(value, (int, torch.SymInt)) or isinstance(value, bool):
@@ -79,11 +82,12 @@ def integer(who: str, name: str, value: Any, *, least: int = 1) -> int:
                 raise TypeError
             value = operator.index(value)
         except TypeError:
-            rule, hint = f"{name} must be an int", "Pass a Python int."
-            fail(who, rule, describe(value), hint, TypeError)
+            rule = f"{name} must be an int"
+            fail(who, rule, describe(value), "Pass a Python int.", TypeError)
     if not least <= value <= FARTHEST:
         bound = f"at least {least}" if value < least else "at most 2**31"
-        fail(who, f"{name} must be {bound}", value, f"Pass {least} or more, up to 2**31.")
+        usual = f"Pass {least} or more, up to 2**31."
+        fail(who, f"{name} must be {bound}", value, (value < least and hint) or usual)
     return value  # type: ignore[no-any-return]
 
 

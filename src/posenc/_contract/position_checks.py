@@ -22,6 +22,11 @@ class Limit(NamedTuple):
 
 
 UNLIMITED = Limit()
+# The way out of a negative position, which padding on the left suggests.
+FROM_ZERO = (
+    "Count positions from zero; for padding on the left, pass "
+    "position_ids=positions.from_left_padding(mask)."
+)
 
 
 def index_tensor(
@@ -115,9 +120,14 @@ def positions(who: str, name: str, at: Any) -> Tensor:
     return at  # type: ignore[no-any-return]
 
 
+def first_position(who: str, offset: Any) -> int:
+    """An ``offset`` that is an int of at least zero."""
+    return integer(who, "offset", offset, least=0, hint=FROM_ZERO)
+
+
 def exclusive_offset(who: str, offset: int | Tensor) -> None:
     """Refuse an offset in addition to position_ids."""
-    if isinstance(offset, Tensor) or integer(who, "offset", offset, least=0) != 0:
+    if isinstance(offset, Tensor) or first_position(who, offset) != 0:
         rule = "offset and position_ids exclude each other"
         fail(who, rule, f"offset={offset}", "Add offset to position_ids.")
 
@@ -125,7 +135,7 @@ def exclusive_offset(who: str, offset: int | Tensor) -> None:
 def check_position(who: str, value: int, limit: Limit, instead: str = "smaller ones") -> None:
     """Refuse a position below zero, or at or past ``limit``."""
     if value < 0:
-        fail(who, "positions must not be negative", value, "Count positions from zero.")
+        fail(who, "positions must not be negative", value, FROM_ZERO)
     if value >= limit.value and not limit.name:
         fail(who, "positions must be at most 2**31", value, f"Pass {instead}.")
     if value >= limit.value:

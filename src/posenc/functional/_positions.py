@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from posenc._contract import position_checks as checks
-from posenc._contract.checks import integer
 from posenc._contract.position_checks import UNLIMITED, Limit
 from posenc.kernels import RowOutOfRange, Rows
 
@@ -27,7 +26,7 @@ def rows_of(
         return Rows(0, ids if ids.dim() == 2 else ids[None])
     if type(offset) is not int and isinstance(offset, (Tensor, list, tuple)):
         return Rows(0, checks.offsets(who, offset, x)[:, None])
-    start = integer(who, "offset", offset, least=0)
+    start = checks.first_position(who, offset)
     checks.check_range(who, start, x.shape[-2], limit)
     return Rows(start)
 
