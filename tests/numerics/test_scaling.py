@@ -147,6 +147,26 @@ def test_scaled_angles_stay_exact_at_far_positions(rule):
                 assert abs(sin[row, pair].item() - float(gain * mpmath.sin(phi))) < 2e-15
 
 
+def test_the_rates_and_the_gain_of_longrope_are_of_one_length():
+    """Without a length both are those up to the trained length, as from ``at(None)``."""
+    rates = inverse_frequencies(4)
+    rule = scaling.LongRoPE(
+        (1.0, 2.0),
+        long_factor=(4.0, 8.0),
+        original_length=64,
+        attention_factor=1.5,
+        short_attention_factor=1.25,
+    )
+    short, long = rates / torch.tensor([1.0, 2.0]), rates / torch.tensor([4.0, 8.0])
+    assert torch.equal(rule(rates, 1e4), short)
+    assert rule.gain() == rule.at(None).gain() == rule.at(64).gain() == 1.25
+    assert torch.equal(rule.at(65)(rates, 1e4), long)
+    assert rule.at(65).gain() == 1.5
+    lengths = torch.tensor([64, 65])
+    assert torch.equal(rule(rates, 1e4, lengths), torch.stack((short, long))[:, None])
+    assert rule.gain(lengths).flatten().tolist() == [1.25, 1.5]
+
+
 @pytest.mark.parametrize("rule", RULES, ids=IDS)
 def test_a_rule_is_a_value(rule):
     assert pickle.loads(pickle.dumps(rule)) == rule

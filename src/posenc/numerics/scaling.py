@@ -34,7 +34,8 @@ class Rule(ByValue):
             rates: float64 of shape ``[P]``, fastest first.
             base: The base they were computed from; NaN if they are a `RoPE`'s ``inv_freq``.
             seq_len: For rules that depend on the length, a tensor ``[...]`` of lengths, such as one
-                for each sequence; the result is then ``[..., 1, P]``.
+                for each sequence; the result is then ``[..., 1, P]``. If None, the rates are those
+                up to the trained length, and so is :meth:`gain`.
         """
         raise NotImplementedError
 
@@ -399,7 +400,15 @@ class LongRoPE(PublishedRule):
         return torch.where((seq_len > self.original_length)[..., None, None], long, short)
 
     def gain(self, seq_len: Tensor | None = None) -> float | Tensor:
-        """The factor of cosines and sines; without ``seq_len``, the one past the trained length."""
+        """The factor of cosines and sines; without ``seq_len``, that up to the trained length."""
+        short, long = self._gains()
+        if seq_len is None or short == long:
+            return short
+        is_long = (seq_len > self.original_length)[..., None, None]
+        return torch.full_like(is_long, short, dtype=torch.float64).masked_fill(is_long, long)
+
+    def _gains(self) -> tuple[float, float]:
+        """The gain up to the trained length, and past it."""
         if self.attention_factor is not None:
             long = self.attention_factor
         elif self.factor <= 1 or self.original_length == 1:
@@ -407,19 +416,14 @@ class LongRoPE(PublishedRule):
         else:
             long = math.sqrt(1 + math.log(self.factor) / math.log(self.original_length))
         short = self.short_attention_factor
-        if seq_len is None or short is None:
-            return long
-        is_long = (seq_len > self.original_length)[..., None, None]
-        return torch.full_like(is_long, short, dtype=torch.float64).masked_fill(is_long, long)
+        return long if short is None else short, long
 
     def at(self, seq_len: int | None) -> Rule:
         """The rule for a sequence of this length."""
-        gain = self.gain()
-        assert isinstance(gain, float)
+        short, long = self._gains()
         if seq_len is not None and seq_len > self.original_length:
-            return _PerPair(self.long_factor, gain)
-        short = self.short_attention_factor
-        return _PerPair(self.short_factor, gain if short is None else short)
+            return _PerPair(self.long_factor, long)
+        return _PerPair(self.short_factor, short)
 
     def trained_length(self) -> int:
         """The longest sequence that takes the short factors."""
