@@ -43,6 +43,18 @@ def test_each_sequence_may_have_positions_of_its_own():
         assert torch.equal(sinusoidal_pos_embedding(3, 6, **one), rows[None, 3:6])
 
 
+def test_the_table_is_on_the_device_of_its_positions():
+    """Moving positions to the CPU would wait for a GPU, and the sum with embeddings there fail."""
+    ids, first = torch.tensor([[4, 0, 2]], device="meta"), torch.tensor([3], device="meta")
+    for where in ({"position_ids": ids}, {"position_ids": ids[0]}, {"offset": first}):
+        assert sinusoidal_pos_embedding(3, 6, **where).is_meta
+        with pytest.raises(ValueError, match="must hold values, got a meta tensor"):
+            sinusoidal_pos_embedding(3, 6, "cpu", **where)
+    assert sinusoidal_pos_embedding(3, 6, "meta", position_ids=torch.arange(3)).is_meta
+    with torch.device("meta"):
+        assert sinusoidal_pos_embedding(3, 6).device.type == "cpu"
+
+
 @pytest.mark.parametrize(
     ("arguments", "error", "text"),
     [

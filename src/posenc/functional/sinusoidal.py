@@ -18,7 +18,7 @@ from posenc.numerics.tables import angles, float64_device, round_once, sinusoid
 def sinusoidal_pos_embedding(
     seq_len: int,
     embed_dim: int,
-    device: torch.device | str = "cpu",
+    device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
     *,
     offset: int | Tensor = 0,
@@ -35,7 +35,8 @@ def sinusoidal_pos_embedding(
     Args:
         seq_len: Positions ``L``, positive.
         embed_dim: Channels ``D``, positive. If odd, the last sine has no cosine.
-        device: The device of the result.
+        device: The device of the result; if None, that of a tensor of positions or offsets, and
+            without one the CPU.
         dtype: A floating dtype; float32 if None.
         offset: The first position, or an integer tensor ``(B,)`` with one for each sequence.
         position_ids: Integers of shape ``(L,)`` or ``(B, L)``, instead of ``offset``.
@@ -58,12 +59,13 @@ def sinusoidal_pos_embedding(
     dtype = torch.float32 if dtype is None else checks.float_dtype(who, "dtype", dtype)
     spectrum = Spectrum(dim, checks.base(who, base))
     lead: tuple[int, ...] = ()
+    where = torch.device("cpu")
     if isinstance(position_ids, Tensor):
-        lead = position_ids.shape[:-1]
+        lead, where = position_ids.shape[:-1], position_ids.device
     elif isinstance(offset, Tensor):
-        lead = offset.shape
+        lead, where = offset.shape, offset.device
     # Of the tensor to encode, rows_of reads only the shape and the device.
-    like = torch.empty((*(lead or (1,)), length, 0), device=device)
+    like = torch.empty((*(lead or (1,)), length, 0), device=where if device is None else device)
     at = positions_of(who, like, rows_of(who, like, offset, position_ids))
     return sinusoid(at, spectrum, dtype).view(*lead, length, dim)
 
