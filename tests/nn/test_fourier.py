@@ -2,6 +2,7 @@ import math
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from posenc import FourierFeatures, functional
 
@@ -43,14 +44,47 @@ def test_random_frequencies_stay_when_a_whole_model_is_unfrozen():
 
 def test_frequencies_are_normal_and_follow_from_the_seed():
     """The mean of 20 000 numbers is within 5 standard errors, and so is their variance."""
-    one = FourierFeatures(2, num_frequencies=10_000, scale=10.0)
+    one = FourierFeatures(2, num_frequencies=10_000, scale=10.0, seed=0)
     torch.manual_seed(1)
-    same, other = FourierFeatures(2, num_frequencies=10_000, scale=10.0), one.replace(seed=1)
+    same, other = (
+        FourierFeatures(2, num_frequencies=10_000, scale=10.0, seed=0),
+        one.replace(seed=1),
+    )
     assert torch.equal(one.frequencies, same.frequencies)
     assert not torch.equal(one.frequencies, other.frequencies)
     drawn = one.frequencies.double() / 10.0
     assert abs(drawn.mean()) < 5 / math.sqrt(20_000)
     assert abs(drawn.var() - 1) < 5 * math.sqrt(2 / 20_000)
+
+
+@pytest.mark.parametrize("kind", ["random", "learned"])
+def test_without_a_seed_frequencies_follow_torch(kind):
+    """An experiment with several seeds has as many matrices, and so have two modules of a model."""
+
+    def build(seed):
+        torch.manual_seed(seed)
+        return [FourierFeatures(2, num_frequencies=5, kind=kind) for _ in range(2)]
+
+    (first, second), (again, _), (other, _) = build(0), build(0), build(1)
+    assert torch.equal(first.frequencies, again.frequencies)
+    for module in (second, other):
+        assert not torch.equal(first.frequencies, module.frequencies)
+    assert torch.equal(first.replace(include_input=True).frequencies, first.frequencies)
+
+
+def test_a_matrix_that_is_drawn_late_is_that_of_the_constructor():
+    """Ranks whose generators have run apart since, in training for example, still agree."""
+    torch.manual_seed(0)
+    wanted = FourierFeatures(2, num_frequencies=5).frequencies
+    torch.manual_seed(0)
+    with torch.device("meta"):
+        module = FourierFeatures(2, num_frequencies=5)
+    with FakeTensorMode():
+        FourierFeatures(2, num_frequencies=5)
+    torch.manual_seed(7)
+    module = module.to_empty(device="cpu")
+    module.reset_parameters()
+    assert torch.equal(module.frequencies, wanted)
 
 
 @KINDS

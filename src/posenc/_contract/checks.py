@@ -172,9 +172,11 @@ def boolean(who: str, name: str, value: Any) -> bool:
     return value
 
 
-def optional(check: Callable[..., Value], who: str, name: str, value: Any) -> Value | None:
+def optional(
+    check: Callable[..., Value], who: str, name: str, value: Any, **limits: Any
+) -> Value | None:
     """None, or the checked ``value``."""
-    return None if value is None else check(who, name, value)
+    return None if value is None else check(who, name, value, **limits)
 
 
 def check_instance(who: str, name: str, value: Any, kind: type, hint: str) -> Any:

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from posenc._contract import checks
 from posenc._contract.sharding import replicate_like
+from posenc._contract.tracing import without_modes
 from posenc.functional.fourier import check_octaves, of_mixtures, of_octaves
 from posenc.nn._module import KeepsFloat32, ReadOnlyArguments
 
@@ -19,8 +20,9 @@ class FourierFeatures(KeepsFloat32, ReadOnlyArguments):
         \qquad
         \text{nerf:}\ (\sin 2^k \pi s x_a,\ \cos 2^k \pi s x_a)
 
-    Precision is that of :func:`posenc.functional.fourier_features`: exact up to one rounding for
-    float32 coordinates.
+    The matrix :math:`B` is drawn from a seed, which follows :func:`torch.manual_seed` if none is
+    given: two modules have different ones. Precision is that of
+    :func:`posenc.functional.fourier_features`: exact up to one rounding for float32 coordinates.
 
     Args:
         coordinates: Coordinates ``A`` of a position: 1 for a time, 2 for a place in an image.
@@ -29,7 +31,9 @@ class FourierFeatures(KeepsFloat32, ReadOnlyArguments):
             that is trained, ``"nerf"`` for powers of two.
         scale: :math:`s`: the larger, the finer the details that features tell apart.
         include_input: Whether the coordinates come before the features.
-        seed: The seed of :math:`B`: modules with equal arguments have equal matrices at the start.
+        seed: The seed of :math:`B`, from which every device draws the same numbers. If None, the
+            constructor draws it from torch's generator, also on the meta device: ranks with the
+            same ``torch.manual_seed`` have the same matrix. Pass one if the ranks' differ.
         dtype: The dtype of :math:`B`, which stays float32 when the model is cast to half precision.
             FSDP2 shards such a model with this module as a unit of its own, which has no
             MixedPrecisionPolicy.
@@ -62,7 +66,7 @@ class FourierFeatures(KeepsFloat32, ReadOnlyArguments):
         kind: str = "random",
         scale: float = 1.0,
         include_input: bool = False,
-        seed: int = 0,
+        seed: int | None = None,
         dtype: torch.dtype = torch.float32,
     ) -> None:
         super().__init__()
@@ -74,7 +78,11 @@ class FourierFeatures(KeepsFloat32, ReadOnlyArguments):
             check_octaves(who, num_frequencies)
         self.scale = checks.positive_float(who, "scale", scale)
         self.include_input = checks.boolean(who, "include_input", include_input)
-        self.seed = checks.integer(who, "seed", seed, least=0)
+        if seed is None and kind != "nerf":
+            # Without modes: a fake tensor has no value.
+            with without_modes():
+                seed = int(torch.randint(2**31, (), device="cpu"))
+        self.seed = checks.optional(checks.integer, who, "seed", seed, least=0)
         self.dtype = checks.float_dtype(who, "dtype", dtype)
         if kind == "nerf":
             self.frequencies = None
@@ -96,6 +104,7 @@ class FourierFeatures(KeepsFloat32, ReadOnlyArguments):
         """Draw the frequencies again, from the seed."""
         if self.frequencies is None or self.frequencies.is_meta:
             return
+        assert self.seed is not None
         # On the CPU, so that every device gets the same numbers.
         draw = torch.Generator("cpu").manual_seed(self.seed)
         shape, dtype = self.frequencies.shape, torch.float64
