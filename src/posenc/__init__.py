@@ -1,6 +1,6 @@
 """Positional encodings for transformers: sinusoidal, learned, rotary (RoPE) and ALiBi.
 
-They are exact at any position, in float16, bfloat16, float32 and float64, on any PyTorch device.
+Angles are computed in float64, whatever the dtype of the model, and rounded once.
 """
 
 from importlib import import_module

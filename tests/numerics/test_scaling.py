@@ -147,6 +147,67 @@ def test_scaled_angles_stay_exact_at_far_positions(rule):
                 assert abs(sin[row, pair].item() - float(gain * mpmath.sin(phi))) < 2e-15
 
 
+def true_rates(rule, dim, base):
+    """The formulas of the rules in numbers of 160 bits."""
+    pairs, b, s = dim // 2, mpmath.mpf(base), mpmath.mpf(getattr(rule, "factor", 1))
+    rates = [b ** (mpmath.mpf(-2 * i) / dim) for i in range(pairs)]
+    kind = type(rule)
+
+    def blended(kept):
+        shares = [min(max(share, 0), 1) for share in kept]
+        return [k * rate + (1 - k) * rate / s for k, rate in zip(shares, rates, strict=True)]
+
+    if kind is scaling.NTK:
+        return [rate * s ** (mpmath.mpf(-i) / (pairs - 1)) for i, rate in enumerate(rates)]
+    if kind is scaling.Proportional:
+        return [rate / s if i < int(rule.fraction * pairs) else 0 for i, rate in enumerate(rates)]
+    if kind is scaling.Llama3:
+        low, high = map(mpmath.mpf, (rule.low_freq_factor, rule.high_freq_factor))
+        turns = [rate * rule.original_length / (2 * mpmath.pi) for rate in rates]
+        return blended([(turn - low) / (high - low) for turn in turns])
+    if kind is scaling.YaRN:
+        ends = [
+            dim * mpmath.log(rule.original_length / (2 * mpmath.pi * turns)) / (2 * mpmath.log(b))
+            for turns in (rule.beta_fast, rule.beta_slow)
+        ]
+        if rule.truncate:
+            ends = [mpmath.floor(ends[0]), mpmath.ceil(ends[1])]
+        low, high = max(ends[0], 0), min(ends[1], dim - 1)
+        return blended([1 - (i - low) / (high - low) for i in range(pairs)])
+    # Those of LongRoPE at a length, or the same for every pair.
+    factors = getattr(rule, "factors", [s] * pairs)
+    return [rate / factor for rate, factor in zip(rates, factors, strict=True)]
+
+
+_SPREAD = tuple(1 + 0.37 * i for i in range(64))
+AT_A_LENGTH = [
+    scaling.Linear(3.0),
+    scaling.NTK(3.0),
+    scaling.DynamicNTK(7.3, original_length=4096).at(131_072),
+    scaling.YaRN(3.0, original_length=4096),
+    scaling.YaRN(40.0, original_length=4096, truncate=False),
+    scaling.LongRoPE(_SPREAD, long_factor=_SPREAD, original_length=4096).at(None),
+    scaling.Llama3(8.0, original_length=8192),
+    scaling.Proportional(0.5, factor=3.0),
+]
+
+
+@pytest.mark.parametrize("base", [1e4, 5e5])
+@pytest.mark.parametrize("rule", AT_A_LENGTH, ids=lambda rule: type(rule).__name__)
+def test_the_rates_of_a_rule_are_what_the_manual_says(rule, base):
+    """A power, a product and the rates themselves are each rounded: under 5e-16 for a rate below 1.
+
+    Then an angle is within 1e-10 at position 131,072, and within 2e-6 at 2**31.
+    """
+    got = scaled_rates(Spectrum(128, base, rule)).tolist()
+    with mpmath.workprec(160):
+        wanted = true_rates(rule, 128, base)
+        worst = max(abs(rate - mpmath.mpf(found)) for rate, found in zip(wanted, got, strict=True))
+    assert 0 < worst < 5e-16
+    assert worst * 131_072 + 1.5e-15 < 1e-10
+    assert worst * 2**31 + 1.5e-15 < 2e-6
+
+
 def test_the_rates_and_the_gain_of_longrope_are_of_one_length():
     """Without a length both are those up to the trained length, as from ``at(None)``."""
     rates = inverse_frequencies(4)

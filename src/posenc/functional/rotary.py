@@ -39,7 +39,7 @@ def rotary_pos_embedding(
               \qquad \phi = p\,\theta_i,\; \theta_i = \text{base}^{-2i/D}
 
     The rotation is computed in the next wider dtype and rounded once: the error of each output is
-    hardly more than half an ulp, at any position.
+    hardly more than half an ulp, up to position 2**31.
 
     Args:
         input_: Floating tensor of shape ``(..., L, D)`` with even ``D``.
