@@ -293,6 +293,11 @@ def test_one_graph_serves_all_lengths(length):
         (lambda: _attended(scale=0.0), ValueError, "scale must be finite and above zero"),
         (lambda: _attended(dropout_p=-0.1), ValueError, "dropout_p must be from 0 to 1"),
         (lambda: _attended(attn_mask=torch.ones(3, 4) > 0), ValueError, "attn_mask must broadcast"),
+        (
+            lambda: _attended(queries=2, query_offset=torch.tensor([0, 1, 1])),
+            ValueError,
+            "query_offset must be for 1 or 1 sequences, got 3",
+        ),
         (lambda: _moved("shift", 1), ValueError, "Pass keys as PoPE returned them"),
         (lambda: _moved("rerotate", *torch.arange(6).view(2, 3)), ValueError, "must be 16, got 8"),
         (lambda: _polar(torch.zeros(9, 4)), ValueError, "cos must have shape"),
@@ -309,9 +314,10 @@ def _called(x):
     return PoPE(8, num_kv_heads=2)(x, x)
 
 
-def _attended(v=None, **options):
+def _attended(v=None, queries=3, **options):
     x = torch.zeros(1, 2, 3, 8)
-    return PoPE(8, num_kv_heads=2).attention(x, x, x if v is None else v, **options)
+    q, v = x[:, :, :queries], x if v is None else v
+    return PoPE(8, num_kv_heads=2).attention(q, x, v, **options)
 
 
 def _moved(method, *by):

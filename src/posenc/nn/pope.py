@@ -215,6 +215,7 @@ class PoPE(KeepsFloat32, RotatedKeys):
             # The module encodes queries and keys of the same tokens: put the queries among them.
             queries, keys = qk_checks.check_lengths(who, *scores[2:])
             start = qk_checks.check_query_offset(who, query_offset, queries, keys, q.device)
+            qk_checks.check_batches(who, q.shape[0], query_offset=start)
             start = start.reshape(-1, 1, 1, 1) if isinstance(start, Tensor) else start
             at = (start + torch.arange(queries, device=q.device)[:, None]).expand(*q.shape[:3], 1)
             among = q.new_zeros((*scores[:2], keys, q.shape[3]))
