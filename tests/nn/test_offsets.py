@@ -1,8 +1,12 @@
 """``offset`` and ``position_ids`` mean the same to every module."""
 
+import itertools
+
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
 
+import oracles
 import posenc
 
 
@@ -99,25 +103,154 @@ def test_a_position_for_each_sequence_is_an_offset_wherever_it_is_passed():
             call()
 
 
-@pytest.mark.parametrize(
+RATES = 10_000.0 ** (-torch.arange(0, 8, 2, dtype=torch.float64) / 8)
+
+
+def rotated(x, at):
+    """``x`` of (B, H, L, 8) at positions (B, L)."""
+    phi = at.double()[:, None, :, None] * RATES
+    return oracles.rotate(x.double(), phi.cos(), phi.sin(), interleaved=True)
+
+
+def decayed(x, at):
+    """XPos of queries, with the middle of 16 positions."""
+    decay = (torch.arange(0, 8, 2, dtype=torch.float64) / 8 + 0.4) / 1.4
+    scale = decay ** ((at.double() - 8) / 512)[:, None, :, None]
+    return rotated(x, at) * scale.repeat_interleave(2, -1)
+
+
+def summed(x, at):
+    phi = at.double()[:, None, :, None] * RATES
+    return x.double() + torch.stack((phi.sin(), phi.cos()), -1).flatten(-2)
+
+
+def without_heads(module):
+    return lambda x, **where: torch.stack([module(y, **where) for y in x.unbind(1)], 1)
+
+
+LEARNED = MODULES["LearnedPosEmbedding"][0]
+FORMULAS = {
+    "SinusoidalPosEmbedding": (without_heads(posenc.SinusoidalPosEmbedding()), summed),
+    "SinusoidalPE": (without_heads(posenc.SinusoidalPE(16, 8)), summed),
+    "LearnedPosEmbedding": (
+        without_heads(LEARNED),
+        lambda x, at: x.double() + LEARNED.pos_emb.weight.detach().double()[at][:, None],
+    ),
+    "RotaryPosEmbedding": (posenc.RotaryPosEmbedding(), rotated),
+    "RotaryPosEmbedding-3d": (without_heads(posenc.RotaryPosEmbedding(8, 16)), rotated),
+    "rotary_pos_embedding": (posenc.functional.rotary_pos_embedding, rotated),
+    "RoPE": (each(posenc.RoPE(8, 16)), rotated),
+    "RoPE-growing": (each(posenc.RoPE(8, None)), rotated),
+    "RoPE-rotate": (posenc.RoPE(8, 16).rotate, rotated),
+    "XPos": (each(posenc.XPos(8, max_seq_len=16)), decayed),
+    "MixedRoPE": (each(posenc.MixedRoPE(8, num_kv_heads=1, coordinates=1)), rotated),
+    "STRING": (each(posenc.STRING(8, num_kv_heads=1, coordinates=1)), rotated),
+}
+
+
+@pytest.mark.parametrize(("encode", "formula"), FORMULAS.values(), ids=FORMULAS)
+def test_positions_mean_the_same_whatever_sizes_coincide(encode, formula):
+    """Positions of one shape must not be taken for those of another, as broadcasting would."""
+    for batch, heads, length in itertools.product((1, 2, 3), (1, 2), (1, 2, 3)):
+        x = torch.randn(batch, heads, length, 8)
+        of_tokens = {(length,), (1, length), (batch, length)}
+        others = {(), (1,), (batch,), (heads,), (batch, 1), (length, 1), (length, batch)}
+        for shape in of_tokens | others | {(heads, length)}:
+            at = torch.randint(0, 13, shape)
+            for where, wanted in (
+                ({"position_ids": at}, at.expand(batch, length) if shape in of_tokens else None),
+                ({"offset": at}, at[:, None] + torch.arange(length) if shape == (batch,) else None),
+            ):
+                if wanted is None:
+                    with pytest.raises(ValueError, match="must be an"):
+                        encode(x, **where)
+                else:
+                    got, exact = encode(x, **where).detach().double(), formula(x, wanted)
+                    torch.testing.assert_close(got, exact, rtol=0, atol=1e-6)
+
+
+ROTATIONS = pytest.mark.parametrize(
     "module",
     [
         posenc.RoPE(8),
+        posenc.RoPE(8, seq_dim=1),
         posenc.XPos(8),
         posenc.PoPE(8, num_kv_heads=2),
         posenc.MixedRoPE(8, num_kv_heads=2, coordinates=1),
         posenc.STRING(8, num_kv_heads=2, coordinates=1),
     ],
-    ids=lambda module: type(module).__name__,
+    ids=lambda module: f"{type(module).__name__}, {module.seq_dim}",
 )
+
+
+def queries_and_keys(module, batch, length):
+    """With as many key heads as some lengths, which must not matter."""
+    q, k = torch.randn(batch, 4, length, 8), torch.randn(batch, 2, length, 8)
+    return (q, k) if module.seq_dim == -2 else (q.transpose(1, 2), k.transpose(1, 2))
+
+
+@ROTATIONS
 def test_the_third_argument_of_every_rotation_is_an_offset(module):
-    """Of three sequences of three tokens, a tensor of three could be either."""
-    q, k, starts = torch.randn(3, 4, 3, 8), torch.randn(3, 2, 3, 8), torch.tensor([5, 11, 2])
-    for got, wanted in zip(module(q, k, starts), module(q, k, offset=starts), strict=True):
-        assert torch.equal(got, wanted)
+    for batch, length, start in (
+        (3, 5, torch.tensor([5, 11, 2])),
+        (1, 4, torch.tensor([7])),
+        (1, 1, torch.tensor([7])),
+        (4, 1, torch.tensor([7, 0, 1, 2])),
+        (2, 2, 7),
+    ):
+        q, k = queries_and_keys(module, batch, length)
+        for got, wanted in zip(module(q, k, start), module(q, k, offset=start), strict=True):
+            assert torch.equal(got, wanted)
+
+
+@ROTATIONS
+def test_a_third_argument_that_could_be_positions_is_refused(module):
+    """torchtitan's ``rope(q, k, positions)`` would otherwise rotate by other positions."""
+    q, k = queries_and_keys(module, 3, 3)
+    starts = torch.tensor([5, 11, 2])
+    text = r"a tensor without a name must not fit both .*\n.* position_ids= .* offset="
+    with pytest.raises(ValueError, match=text):
+        module(q, k, starts)
     for b, start in enumerate((5, 11, 2)):
-        alone = module(q[b : b + 1], k[b : b + 1], start)
-        assert torch.equal(alone[0][0], module(q, k, starts)[0][b])
+        alone = module(q[b : b + 1], k[b : b + 1], offset=start)
+        assert torch.equal(alone[0][0], module(q, k, offset=starts)[0][b])
+    # Other lengths fit nothing, so the error is that of an offset.
+    q, k = queries_and_keys(module, 3, 5)
+    for call in (lambda at: module(q, k, at), lambda at: module(q, k, offset=at)):
+        with pytest.raises(ValueError, match=r"shape \(3,\), got .*\n.*position_ids="):
+            call(torch.arange(5))
+
+
+def test_an_offset_without_a_name_leaves_lengths_dynamic():
+    """Compiled and exported calls compare no sizes, which would exclude a length of three."""
+    module, starts = posenc.RoPE(8), torch.tensor([5, 11, 2])
+    length, compiles = torch.export.Dim("length", max=32), CompileCounterWithBackend("eager")
+    compiled = torch.compile(module, fullgraph=True, dynamic=True, backend=compiles)
+    q, k = queries_and_keys(module, 3, 6)
+    sizes = {"q": {2: length}, "k": {2: length}, "offset": None}
+    exported = torch.export.export(module, (q, k, starts), dynamic_shapes=sizes).module()
+    for tokens in (6, 5, 3):
+        q, k = queries_and_keys(module, 3, tokens)
+        wanted = module(q, k, offset=starts)
+        torch.testing.assert_close(compiled(q, k, starts), wanted)
+        torch.testing.assert_close(exported(q, k, starts), wanted)
+    assert compiles.frame_count == 1
+
+
+@ROTATIONS
+def test_an_offset_comes_once(module):
+    q, k = queries_and_keys(module, 2, 3)
+    for given, named in (((5, 6), {}), ((5,), {"offset": 6}), ((5,), {"offset": IDS[:, 0]})):
+        with pytest.raises(TypeError, match=r"only one argument after q and k .* and offset only"):
+            module(q, k, *given, **named)
+
+
+def test_apply_takes_what_lightwatch_takes():
+    """Its third argument is an offset by the name of the function."""
+    rope, (q, k) = posenc.RoPE(8), torch.randn(2, 2, 4, 2, 8)
+    starts = torch.tensor([5, 2])
+    for got, wanted in zip(rope.apply(q, k, starts), rope(q, k, offset=starts), strict=True):
+        assert torch.equal(got, wanted)
 
 
 @pytest.mark.parametrize(

@@ -64,6 +64,8 @@ def offsets(who: str, value: Any, x: Tensor, name: str = "offset", *more: tuple[
     """Integers for the sequences of ``x``: int64 ``(B,)``, or of a shape in ``more``; not read."""
     shapes = ((x.shape[0] if x.dim() > 2 else 1,), *more)
     kind, hint = "an int, or an integer tensor", "Pass one for each sequence."
+    if name == "offset":
+        hint = "Pass one for each sequence; positions of tokens are position_ids=."
     return index_tensor(who, name, value, shapes, x.device, kind=kind, hint=hint)
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from posenc._contract import position_checks as checks
+from posenc._contract.checks import describe, fail
 from posenc._contract.position_checks import UNLIMITED, Limit
 from posenc.kernels import RowOutOfRange, Rows
 
@@ -29,6 +30,34 @@ def rows_of(
     start = checks.first_position(who, offset)
     checks.check_range(who, start, x.shape[-2], limit)
     return Rows(start)
+
+
+def offset_by_position(
+    who: str, given: tuple[Any, ...], offset: Any, x: Any, seq_dim: int = -2
+) -> Any:
+    """The ``offset`` that a module was called with as ``given``, after q and k and without a name.
+
+    Other libraries take positions of tokens there, so a tensor that could be either is refused.
+    """
+    if len(given) > 1 or not (type(offset) is int and offset == 0):
+        rule = "only one argument after q and k may come without a name, and offset only once"
+        hint = "Pass offset= or position_ids=, and seq_len= by name."
+        fail(who, rule, f"{len(given)} and offset={describe(offset)}", hint, TypeError)
+    value = given[0]
+    if torch.compiler.is_compiling():
+        # The comparison would be a guard of the graph, or impossible for exported lengths.
+        return value
+    if isinstance(value, Tensor) and isinstance(x, Tensor) and value.dim() == 1 and x.dim() == 4:
+        count, batch, length = value.shape[0], x.shape[0], x.shape[seq_dim]
+        if count != 1 and count == batch and count == length:
+            rule = "a tensor without a name must not fit both the sequences and the tokens"
+            got = f"{count} numbers for {batch} sequences of {length} tokens"
+            hint = (
+                "Pass position_ids= for the positions of tokens, offset= for that of the first "
+                "token of each sequence."
+            )
+            fail(who, rule, got, hint)
+    return value
 
 
 def positions_of(who: str, x: Tensor, rows: Rows, limit: Limit = UNLIMITED) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,25 @@ def called(forward: Callable[P, Tensor]) -> Callable[P, Tensor]:
         return self(*arguments, **keywords)  # type: ignore[no-any-return]
 
     return attention  # type: ignore[return-value]
+
+
+Forward = TypeVar("Forward", bound=Callable[..., Any])
+
+
+def with_offset(forward: Forward) -> Forward:
+    """Show ``(q, k, *given, offset=0, ...)`` as it is called: ``(q, k, offset=0, *, ...)``.
+
+    Whether an offset came by position is only known from ``given``; a wrapper would cost each call
+    a frame.
+    """
+    signature = inspect.signature(forward)
+    parameters = [
+        p.replace(kind=p.POSITIONAL_OR_KEYWORD) if p.name == "offset" else p
+        for p in signature.parameters.values()
+        if p.kind is not p.VAR_POSITIONAL
+    ]
+    forward.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    return forward
 
 
 class _SetOnce:

@@ -12,10 +12,10 @@ from posenc._contract import checks, position_checks
 from posenc._contract.position_checks import UNLIMITED
 from posenc._contract.sharding import replicate_like
 from posenc._contract.tracing import without_autocast
-from posenc.functional._positions import positions_of, rows_of
+from posenc.functional._positions import offset_by_position, positions_of, rows_of
 from posenc.functional.rotary import check_heads, check_seq_dim, rotate_rows, swap_heads
 from posenc.kernels import Rows, Spec
-from posenc.nn._module import KeepsFloat32, ReadOnlyArguments
+from posenc.nn._module import KeepsFloat32, ReadOnlyArguments, with_offset
 from posenc.nn._rotary import tables_of
 from posenc.numerics.frequencies import inverse_frequencies
 from posenc.numerics.tables import float64_device, of_angles, widest
@@ -108,8 +108,14 @@ class MixedRoPE(KeepsFloat32, ReadOnlyArguments):
             freqs = (directions[..., None] * rates.cpu()).flatten(2).transpose(0, 1)
             self.freqs.copy_(replicate_like(self.freqs, freqs))
 
+    @with_offset
     def forward(
-        self, q: Tensor, k: Tensor, offset: int | Tensor = 0, *, position_ids: Tensor | None = None
+        self,
+        q: Tensor,
+        k: Tensor,
+        *given: int | Tensor,
+        offset: int | Tensor = 0,
+        position_ids: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Rotate queries and keys.
 
@@ -125,6 +131,8 @@ class MixedRoPE(KeepsFloat32, ReadOnlyArguments):
             New tensors with the shapes and dtypes of ``q`` and ``k``.
         """
         who = type(self).__name__
+        if given:
+            offset = offset_by_position(who, given, offset, q, self.seq_dim)
         q, k = self._check_heads(who, q, k)
         a, b = self._rotate(who, q, k, self._coordinates(who, q, position_ids, offset))
         a, b = swap_heads([a, b], self.seq_dim)

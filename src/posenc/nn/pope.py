@@ -14,9 +14,9 @@ from posenc import kernels
 from posenc._contract import checks, qk_checks
 from posenc.attention.biased import attend
 from posenc.functional import rotary
-from posenc.functional._positions import run_kernel
+from posenc.functional._positions import offset_by_position, run_kernel
 from posenc.kernels import Rows, Spec
-from posenc.nn._module import KeepsFloat32
+from posenc.nn._module import KeepsFloat32, with_offset
 from posenc.nn._rotary import RotatedKeys, check_axes, check_scaling
 from posenc.numerics.axes import Axes
 from posenc.numerics.frequencies import Spectrum
@@ -123,12 +123,13 @@ class PoPE(KeepsFloat32, RotatedKeys):
         """
         return self.head_dim**-0.5  # type: ignore[no-any-return]
 
+    @with_offset
     def forward(
         self,
         q: Tensor,
         k: Tensor,
+        *given: int | Tensor,
         offset: int | Tensor = 0,
-        *,
         position_ids: Tensor | None = None,
         seq_len: int | Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
@@ -141,6 +142,8 @@ class PoPE(KeepsFloat32, RotatedKeys):
             and ``k``.
         """
         who, limit = type(self).__name__, self._angles.limit
+        if given:
+            offset = offset_by_position(who, given, offset, q, self.seq_dim)
         rotary.check_heads(who, "qk", [q, k], self.head_dim, self.seq_dim)
         q, k = rotary.swap_heads([q, k], self.seq_dim)
         if self.num_kv_heads is not None and k.shape[1] != self.num_kv_heads:

@@ -12,6 +12,7 @@ from torch import Tensor
 from posenc import configs
 from posenc._contract import checks
 from posenc.functional import rotary
+from posenc.functional._positions import offset_by_position
 from posenc.functional.rotary import check_heads, has_each_position, swap_heads
 from posenc.functional.serving import (
     CacheOptions,
@@ -24,6 +25,7 @@ from posenc.functional.serving import (
 from posenc.kernels import Rows, Spec
 from posenc.kernels.rotation import rotate_qk_in_place_op, rotate_qk_op
 from posenc.kernels.spec import TOKENS_FIRST, WIDTH
+from posenc.nn._module import with_offset
 from posenc.nn._rotary import (
     RotatedKeys,
     check_axes,
@@ -162,14 +164,15 @@ class RoPE(RotatedKeys):
         if k is None and callable(q):
             # nn.Module.apply of a parent module calls this with a function.
             return super().apply(q)
-        return self(q, k, offset, position_ids=position_ids, seq_len=seq_len)
+        return self(q, k, offset=offset, position_ids=position_ids, seq_len=seq_len)
 
+    @with_offset
     def forward(
         self,
         q: Tensor,
         k: Tensor,
+        *given: int | Tensor,
         offset: int | Tensor = 0,
-        *,
         position_ids: Tensor | None = None,
         seq_len: int | Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
@@ -179,7 +182,8 @@ class RoPE(RotatedKeys):
             q: Queries ``(B, H, L, D)``.
             k: Keys ``(B, H', L, D)``; the head count may differ from that of ``q``.
             offset: Position of the first token, which is the number of cached tokens; an int, or
-                an integer tensor ``(B,)`` with one for each sequence.
+                an integer tensor ``(B,)`` with one for each sequence. It may come without its name,
+                except a tensor that could be positions, because there are as many tokens.
             position_ids: Integers of shape ``(L,)`` or ``(B, L)``, instead of ``offset``; with
                 several axes ``(L,)``, ``(A, L)`` or ``(A, B, L)``, which may be negative. ``Axial``
                 needs them. Floating positions may be fractional or negative.
@@ -189,6 +193,12 @@ class RoPE(RotatedKeys):
         Returns:
             New tensors with the shapes and dtypes of ``q`` and ``k``.
         """
+        if given:
+            # Decoding passes an int at every call: skip the checks.
+            if len(given) == 1 and type(given[0]) is type(offset) is int and not offset:
+                offset = given[0]
+            else:
+                offset = offset_by_position(type(self).__name__, given, offset, q, self.seq_dim)
         tables = None if seq_len is not None else self._tables_for(q, offset, position_ids)
         if tables is not None:
             rotated = rotate_qk_op.at_once(q, k, *tables, position_ids, offset, self._layout)

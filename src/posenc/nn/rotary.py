@@ -8,7 +8,7 @@ from torch import Tensor
 from posenc._contract import checks
 from posenc._contract.position_checks import UNLIMITED, Limit
 from posenc._contract.tracing import may_keep
-from posenc.functional._positions import rows_of
+from posenc.functional._positions import offset_by_position, rows_of
 from posenc.functional.rotary import (
     check_heads,
     check_rotary_input,
@@ -19,6 +19,7 @@ from posenc.functional.rotary import (
     without_heads,
 )
 from posenc.kernels import Rows, Spec
+from posenc.nn._module import with_offset
 from posenc.nn._rotary import by_tables, rotary_tables
 from posenc.nn._tables import SharedTables, TableModule, Tensors, shown_table
 from posenc.numerics.frequencies import Spectrum
@@ -192,11 +193,19 @@ class XPos(TableModule):
         parameters = (spectrum, self.max_seq_len // 2, self.scale_base)
         self._tables = SharedTables(xpos_tables, parameters, self.max_seq_len, torch.float64)
 
+    @with_offset
     def forward(
-        self, q: Tensor, k: Tensor, offset: int | Tensor = 0, *, position_ids: Tensor | None = None
+        self,
+        q: Tensor,
+        k: Tensor,
+        *given: int | Tensor,
+        offset: int | Tensor = 0,
+        position_ids: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Rotate and scale queries and keys; arguments as :meth:`posenc.RoPE.forward`."""
         who = type(self).__name__
+        if given:
+            offset = offset_by_position(who, given, offset, q, self.seq_dim)
         check_heads(who, "qk", [q, k], self.head_dim, self.seq_dim)
         q, k = swap_heads([q, k], self.seq_dim)
         limit = Limit(self.max_seq_len, "max_seq_len")
