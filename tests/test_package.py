@@ -24,6 +24,23 @@ def test_the_names_are_the_same_objects_everywhere():
         assert getattr(posenc, name) is getattr(posenc.nn, name)
 
 
+def public_modules(module=posenc):
+    """A module, and those that its public names are, with theirs."""
+    yield module
+    for name in module.__all__:
+        found = getattr(module, name)
+        if inspect.ismodule(found):
+            yield from public_modules(found)
+
+
+def test_dir_of_a_public_module_shows_public_names_only():
+    """Completion in a shell or an editor shows neither imports nor files of the package."""
+    modules = {module.__name__: module for module in public_modules()}
+    assert {"posenc", "posenc.nn.functional", "posenc.interop.ring"} <= modules.keys()
+    for name, module in modules.items():
+        assert dir(module) == sorted(module.__all__), name
+
+
 FRESH = """
 import sys
 sys.modules["triton"] = sys.modules["posenc.kernels.native._native"] = None

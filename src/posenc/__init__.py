@@ -75,6 +75,8 @@ __all__ = [
     "rope_layers",
     "scaling",
 ]
+# dir() of every public module shows only its public names, not what the file imports.
+__dir__ = __all__.copy
 
 
 def _version() -> str:

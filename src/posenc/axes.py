@@ -3,3 +3,4 @@
 from posenc.numerics.axes import Axes, Axial, Sections
 
 __all__ = ["Axes", "Axial", "Sections"]
+__dir__ = __all__.copy

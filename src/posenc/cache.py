@@ -17,6 +17,7 @@ from posenc.kernels import LARGEST, Store
 from posenc.kernels.cache import store
 
 __all__ = ["OutOfPages", "PagedCache"]
+__dir__ = __all__.copy
 
 Shift: TypeAlias = Callable[[Tensor, int], Tensor]
 

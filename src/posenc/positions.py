@@ -22,6 +22,7 @@ __all__ = [
     "mrope",
     "normalized_grid",
 ]
+__dir__ = __all__.copy
 
 
 def from_offset(

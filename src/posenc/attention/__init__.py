@@ -33,3 +33,4 @@ __all__ = [
     "relative_score_mod",
     "relative_terms",
 ]
+__dir__ = __all__.copy

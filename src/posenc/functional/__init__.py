@@ -38,3 +38,4 @@ __all__ = [
     "t5_buckets",
     "timestep_embedding",
 ]
+__dir__ = __all__.copy

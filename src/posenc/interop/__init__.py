@@ -4,6 +4,7 @@ from importlib import import_module
 from typing import Any
 
 __all__ = ["checkpoints", "distributed", "huggingface", "onnx", "ring"]
+__dir__ = __all__.copy
 
 
 def __getattr__(name: str) -> Any:

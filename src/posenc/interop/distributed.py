@@ -24,6 +24,10 @@ from posenc.attention.biases import BY_ROWS, Bias, RunningSum, Slopes, check_bia
 from posenc.interop import ring
 from posenc.kernels import rotation
 
+# To import it is all there is to do.
+__all__: list[str] = []
+__dir__ = __all__.copy
+
 Placements = list[Placement | None]
 
 

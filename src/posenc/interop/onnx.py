@@ -19,6 +19,9 @@ from posenc.kernels import Rows, Spec, reference
 from posenc.kernels.rotation import exported_as
 from posenc.nn import STRING
 
+__all__ = ["export"]
+__dir__ = __all__.copy
+
 # The first opset with RotaryEmbedding.
 OPSET = 23
 

@@ -35,6 +35,9 @@ from posenc.numerics.slopes import window_length
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+__all__ = ["ring_attention", "sharded_cumsum"]
+__dir__ = __all__.copy
+
 # Sequences, heads of k, and rows of a tensor.
 Index: TypeAlias = tuple[slice, list[int], slice]
 # The first and the last token of the document at each chunk's first, or last, token.

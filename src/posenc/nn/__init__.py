@@ -48,3 +48,4 @@ __all__ = [
     "functional",
     "rope_layers",
 ]
+__dir__ = __all__.copy

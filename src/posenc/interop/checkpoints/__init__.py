@@ -20,6 +20,7 @@ from posenc.interop.checkpoints.layouts import LAYOUTS, OTHER, Heads, Layout, pe
 from posenc.interop.checkpoints.resize import resize_learned
 
 __all__ = ["Conversion", "Heads", "convert", "convert_state", "permute", "resize_learned"]
+__dir__ = __all__.copy
 
 Progress = Callable[[str, float], None]
 # The key in a file's metadata for the layout of its queries and keys.

@@ -33,3 +33,4 @@ __all__ = [
     "self_extend",
     "unpatch",
 ]
+__dir__ = __all__.copy
