@@ -5,7 +5,7 @@ from posenc.attention.biased import (
     biased_attention,
     biased_attention_with_lse,
 )
-from posenc.attention.biases import DistanceTable, RowBias, RunningSum, Slopes
+from posenc.attention.biases import Bias, DistanceTable, RowBias, RunningSum, Slopes
 from posenc.attention.mods import (
     alibi_block_mask,
     alibi_mask_mod,
@@ -17,6 +17,7 @@ from posenc.attention.rows import relative_bias
 from posenc.attention.terms import relative_terms
 
 __all__ = [
+    "Bias",
     "DistanceTable",
     "RowBias",
     "RunningSum",

@@ -1,6 +1,7 @@
 """Positional encodings as modules, which keep their tables between calls."""
 
 from posenc.nn import functional
+from posenc.nn._bias import RelativeBias
 from posenc.nn.added import (
     LearnedPosEmbedding,
     SinusoidalGrid,
@@ -34,6 +35,7 @@ __all__ = [
     "LearnedPosEmbedding",
     "MixedRoPE",
     "PoPE",
+    "RelativeBias",
     "RelativeKeys",
     "RoPE",
     "RotaryPosEmbedding",

@@ -91,7 +91,9 @@ class BiasedAttention(ReadOnlyArguments):
 
 
 class RelativeBias(BiasedAttention):
-    """A bias that follows from a few numbers, which ``_as_bias`` of a subclass computes.
+    """The base of the biases that follow from a few numbers, without queries and keys.
+
+    It is the type of each of them: ALiBi, T5Bias, LearnedBias, KERPLE, Sandwich, FIRE and GridBias.
 
     Args:
         num_heads: Query heads ``H``.
@@ -123,6 +125,7 @@ class RelativeBias(BiasedAttention):
         return self._as_bias(keys, dtype, self._device())
 
     def _as_bias(self, keys: int, dtype: torch.dtype, device: torch.device) -> Bias:
+        """The bias from the parameters, differentiably; every subclass has its own."""
         raise NotImplementedError
 
     def _bias_for(self, q: Tensor, k: Tensor) -> Bias:
