@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,12 @@ if TYPE_CHECKING:
     from typing_extensions import ParamSpec, Self
 
     P = ParamSpec("P")
+    R = TypeVar("R", covariant=True)
+
+    class HasForward(Protocol[P, R]):
+        """A module whose forward takes ``P`` and returns ``R``."""
+
+        def forward(self, *args: P.args, **kwargs: P.kwargs) -> R: ...
 
 
 def called(forward: Callable[P, Tensor]) -> Callable[P, Tensor]:
@@ -111,6 +117,13 @@ class ReadOnlyArguments(nn.Module):
     _arguments: ClassVar[dict[str, inspect.Parameter]] = {}
     # Arguments that nn.Module keeps, because they are modules.
     _children: ClassVar[tuple[str, ...]] = ()
+
+    if TYPE_CHECKING:
+        # For nn.Module a call takes and returns Any. Pyright would keep that if each class said
+        # `__call__ = forward`.
+        def __call__(self: HasForward[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+            """A call takes and returns what the class's forward does."""
+            ...
 
     def __init_subclass__(cls, **keywords: Any) -> None:
         super().__init_subclass__(**keywords)
