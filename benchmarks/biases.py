@@ -108,7 +108,7 @@ def alibi(lengths: tuple[int, ...] = (256, 1024, 2048)) -> None:
             return score + slopes[h] * (j - i)
 
         def ours(q=q, k=k, v=v):  # type: ignore[no-untyped-def]
-            return alibi_attention(q, k, v, slopes)
+            return alibi_attention(q, k, v, slopes, causal=True)
 
         def theirs(q=q, k=k, v=v, mask=mask):  # type: ignore[no-untyped-def]
             return flex(q, k, v, mod, mask)
@@ -129,9 +129,9 @@ def long() -> None:
         gates = F.logsigmoid(torch.randn(batch, 32, length, device="cuda").double() + 3)
         sums = RunningSum(gates.cumsum(-1))
         times = race(
-            lambda q=q, k=k, v=v: alibi_attention(q, k, v, slopes),  # type: ignore[misc]
-            lambda q=q, k=k, v=v, sums=sums: biased_attention(q, k, v, sums),  # type: ignore[misc]
-            lambda q=q, k=k, v=v: biased_attention(q, k, v),  # type: ignore[misc]
+            lambda q=q, k=k, v=v: alibi_attention(q, k, v, slopes, causal=True),  # type: ignore[misc]
+            lambda q=q, k=k, v=v, sums=sums: biased_attention(q, k, v, sums, causal=True),  # type: ignore[misc]
+            lambda q=q, k=k, v=v: biased_attention(q, k, v, causal=True),  # type: ignore[misc]
             lambda q=q, k=k, v=v: F.scaled_dot_product_attention(q, k, v, is_causal=True),  # type: ignore[misc]
         )
         show(f"ALiBi forward, L = {length}, SDPA without a bias", times[0], times[3], "< 1.0")
@@ -148,16 +148,19 @@ def table() -> None:
         few = torch.randn(16, 128, device="cuda", requires_grad=True)
 
         def ours(values=numbers, q=q, k=k, v=v):  # type: ignore[no-untyped-def]
-            return biased_attention(q, k, v, DistanceTable(values))
+            return biased_attention(q, k, v, DistanceTable(values), causal=True)
 
         def theirs(q=q, k=k, v=v):  # type: ignore[no-untyped-def]
             return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
         small = [x[:, :2, :1024] for x in (q, k, v)]
         exact = biased_attention(
-            *(x.double() for x in small), DistanceTable(numbers[:2].double()), backend="dense"
+            *(x.double() for x in small),
+            DistanceTable(numbers[:2].double()),
+            causal=True,
+            backend="dense",
         )
-        check(biased_attention(*small, DistanceTable(numbers[:2])), exact)
+        check(biased_attention(*small, DistanceTable(numbers[:2]), causal=True), exact)
         with torch.no_grad():
             a, b, c = race(ours, theirs, lambda ours=ours, few=few: ours(few))
         show(f"fixed table forward, L = {length}, SDPA", a, b, "1.8 at 8192")
@@ -186,9 +189,11 @@ def memory() -> None:
         learned = torch.randn(heads, length, device="cuda", requires_grad=True)
         sums = F.logsigmoid(torch.randn(1, heads, length, device="cuda").double() + 3).cumsum(-1)
         biases = {
-            "slopes": lambda q, k, v, s=slopes: alibi_attention(q, k, v, s),
-            "table": lambda q, k, v, t=learned: biased_attention(q, k, v, DistanceTable(t)),
-            "sums": lambda q, k, v, c=sums: biased_attention(q, k, v, RunningSum(c)),
+            "slopes": lambda q, k, v, s=slopes: alibi_attention(q, k, v, s, causal=True),
+            "table": lambda q, k, v, t=learned: biased_attention(
+                q, k, v, DistanceTable(t), causal=True
+            ),
+            "sums": lambda q, k, v, c=sums: biased_attention(q, k, v, RunningSum(c), causal=True),
         }
         for name, attend in biases.items():
             q, k, v = draw(1, heads, length, width, grad=True)
@@ -223,9 +228,9 @@ def timed(name, f):
     torch.cuda.synchronize()
     print(f"first call, {name}: {time.perf_counter() - begin:.1f} s  reach 3", flush=True)
     return result
-out = timed("ALiBi forward", lambda: alibi_attention(q, k, v, slopes))
+out = timed("ALiBi forward", lambda: alibi_attention(q, k, v, slopes, causal=True))
 timed("ALiBi backward", lambda: out.sum().backward())
-out = timed("table forward", lambda: biased_attention(q, k, v, DistanceTable(table)))
+out = timed("table forward", lambda: biased_attention(q, k, v, DistanceTable(table), causal=True))
 timed("table backward", lambda: out.sum().backward())
 for name, module in {
     "FIRE": posenc.FIRE(8),

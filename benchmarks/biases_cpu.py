@@ -61,7 +61,9 @@ def contestants(
     def posenc() -> Callable[..., list]:
         bias = bias_of(kind, length)
         values = [] if bias is None else [bias.values.requires_grad_(mode == "learn")]
-        return functools.partial(run, lambda q, k, v: biased_attention(q, k, v, bias), values)
+        return functools.partial(
+            run, lambda q, k, v: biased_attention(q, k, v, bias, causal=True), values
+        )
 
     def sdpa() -> Callable[..., list]:
         mask = matrix(kind, length).requires_grad_(mode == "learn")

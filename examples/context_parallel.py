@@ -37,9 +37,9 @@ class Attention(nn.Module):
         if self.rope is not None:
             q, k = self.rope(q, k, position_ids=ids)
         if dist.is_initialized():
-            y = ring_attention(q, k, v, self.bias, zigzag=True)
+            y = ring_attention(q, k, v, self.bias, causal=True, zigzag=True)
         else:
-            y = biased_attention(q, k, v, self.bias)
+            y = biased_attention(q, k, v, self.bias, causal=True)
         return x + y.transpose(1, 2).flatten(2)
 
 

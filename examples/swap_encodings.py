@@ -69,7 +69,7 @@ class Block(nn.Module):
         k, v = (torch.cat((cache[n], x), 2) if n in cache else x for n, x in (("k", k), ("v", v)))
         cache.update(k=k, v=v)
         if encoding is None or isinstance(encoding, (*ROTATED, posenc.RotaryPosEmbedding)):
-            y = biased_attention(q, k, v, scale=DIM**-0.5, **options)
+            y = biased_attention(q, k, v, causal=True, scale=DIM**-0.5, **options)
         else:
             y = encoding(q, k, v, scale=DIM**-0.5, **options)
         x = x + self.out(y.transpose(1, 2).flatten(2))

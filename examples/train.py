@@ -133,8 +133,10 @@ class Block(nn.Module):
             bias = self.encoding.as_bias(k.shape[2] * cp.size(), dtype=wide)
             bias = bias._replace(values=own_heads(bias.values, self.mesh.tp))
         if cp.size() == 1:
-            return biased_attention(q, k, v, bias, scale=scale)
-        return ring_attention(q, k, v, bias, group=cp.get_group(), zigzag=True, scale=scale)
+            return biased_attention(q, k, v, bias, causal=True, scale=scale)
+        return ring_attention(
+            q, k, v, bias, causal=True, group=cp.get_group(), zigzag=True, scale=scale
+        )
 
 
 def own_heads(values: Tensor, tp: DeviceMesh) -> Tensor:

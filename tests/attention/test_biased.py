@@ -19,6 +19,7 @@ from posenc.attention import (
 )
 from posenc.attention import rows as by_rows
 from posenc.functional import alibi_bias, alibi_slopes
+from posenc.interop.ring import ring_attention
 from support.attention import HEADS, STEEP, WIDTH, qkv, written_down
 
 B, COLUMNS, ZERO = 2, 37, 7
@@ -102,9 +103,9 @@ def test_float32_owes_the_rounding_of_its_scores(kind):
     xs, values = qkv(300, 300), numbers_of(kind, 300)
     if kind == "sums":
         values = values + 5000
-    wanted = biased_attention(*xs, bias_of(kind, values), backend="dense")
+    wanted = biased_attention(*xs, bias_of(kind, values), causal=True, backend="dense")
     fixed = values.float() if kind in ("slopes", "table") else values
-    got = biased_attention(*(x.float() for x in xs), bias_of(kind, fixed))
+    got = biased_attention(*(x.float() for x in xs), bias_of(kind, fixed), causal=True)
     # Scores that count are below 32 in size: they are off by 2^-19 and a weight by 2^-18 of it.
     assert (got - wanted).abs().max() <= 2**-17 * xs[2].abs().max()
 
@@ -120,9 +121,13 @@ def test_dense_takes_masks_and_functions_too(sign):
         sizes.append((own.shape[1], index.shape[0]))
         return bias.rows(own, index)
 
-    got = biased_attention(*xs, RowBias(watched), attn_mask=mask, window=3, backend="dense")
+    got = biased_attention(
+        *xs, RowBias(watched), causal=True, attn_mask=mask, window=3, backend="dense"
+    )
     assert sizes == [(9, 12)]
-    torch.testing.assert_close(got, biased_attention(*xs, bias, attn_mask=mask, window=3))
+    torch.testing.assert_close(
+        got, biased_attention(*xs, bias, causal=True, attn_mask=mask, window=3)
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
@@ -134,7 +139,9 @@ def test_gates_get_gradients_that_rounding_does_not_add_up(dtype):
 
     def gradient(tensors, backend):
         values = sums.clone().requires_grad_()
-        results = biased_attention_with_lse(*tensors, RunningSum(values), backend=backend)
+        results = biased_attention_with_lse(
+            *tensors, RunningSum(values), causal=True, backend=backend
+        )
         seeds = [g.to(x.dtype) for g, x in zip(above, results, strict=True)]
         return torch.autograd.grad(results, values, seeds)[0]
 
@@ -152,7 +159,7 @@ def test_a_step_gives_the_same_bits_twice(kind):
     inputs = xs if values is None else [*xs, values.requires_grad_()]
 
     def step():
-        out = biased_attention(*xs, bias_of(kind, values))
+        out = biased_attention(*xs, bias_of(kind, values), causal=True)
         return out, *torch.autograd.grad(out.square().sum(), inputs)
 
     assert all(map(torch.equal, step(), step()))
@@ -188,7 +195,7 @@ def test_keys_may_lie_in_memory_with_their_channels_first(which):
     given = [x.requires_grad_() for x in given]
     wanted, _ = written_down(*exact, None, "none", own=torch.arange(70).expand(2, -1), scale=0.5)
 
-    out, _ = biased_attention_with_lse(*given, scale=0.5)
+    out, _ = biased_attention_with_lse(*given, causal=True, scale=0.5)
 
     torch.testing.assert_close(out, wanted, rtol=1e-12, atol=1e-12)
     grads = torch.autograd.grad(out.square().sum(), given)
@@ -230,7 +237,7 @@ def test_a_bias_in_halves_is_not_rounded_again(backend, kind):
     wanted, _ = written_down(*exact, kind, own=own, scale=1.0)
 
     bias = {"slopes": Slopes, "sums": RunningSum}[kind](values)
-    out, _ = biased_attention_with_lse(q, k, v, bias, scale=1.0, backend=backend)
+    out, _ = biased_attention_with_lse(q, k, v, bias, causal=True, scale=1.0, backend=backend)
 
     torch.testing.assert_close(out.double(), wanted, rtol=1e-5, atol=0)
 
@@ -239,7 +246,7 @@ def test_a_bias_in_halves_is_not_rounded_again(backend, kind):
 def test_slopes_of_float32_are_multiplied_in_float64(backend):
     q, k, v = qkv(5, 4000)
     slopes = torch.tensor([0.1, 0.007, 0.03, 0.2])
-    how = {"prune": False, "backend": backend}
+    how = {"causal": True, "prune": False, "backend": backend}
     got = biased_attention(q, k, v, Slopes(slopes), **how)
     exact = biased_attention(q, k, v, Slopes(slopes.double()), **how)
     assert torch.equal(got, exact)
@@ -250,13 +257,16 @@ def test_slopes_of_float32_are_multiplied_in_float64(backend):
 def test_attention_runs_on_the_meta_device():
     """A model on the meta device runs to count its operations."""
     q, k, v = torch.empty(3, 1, 2, 6, 8, device="meta").unbind()
-    assert biased_attention(q, k, v, Slopes(torch.ones(2, device="meta"))).shape == q.shape
+    assert (
+        biased_attention(q, k, v, Slopes(torch.ones(2, device="meta")), causal=True).shape
+        == q.shape
+    )
 
 
 @pytest.mark.parametrize("size", [(0, 0), (0, 5)], ids=str)
 def test_empty_inputs_give_empty_outputs(size):
     xs = qkv(*size, grad=True)
-    out = alibi_attention(*xs, alibi_slopes(HEADS))
+    out = alibi_attention(*xs, alibi_slopes(HEADS), causal=True)
     assert out.shape == (2, HEADS, 0, 8)
     assert [g.shape for g in torch.autograd.grad(out.sum(), xs)] == [x.shape for x in xs]
 
@@ -264,7 +274,9 @@ def test_empty_inputs_give_empty_outputs(size):
 @pytest.mark.parametrize("backend", [None, "dense"])
 def test_an_empty_batch_has_empty_document_ids(backend):
     xs, ids = torch.randn(3, 0, HEADS, 5, 8).unbind(), torch.zeros(0, 5, dtype=torch.int64)
-    assert biased_attention(*xs, document_ids=ids, backend=backend).shape == xs[0].shape
+    assert (
+        biased_attention(*xs, causal=True, document_ids=ids, backend=backend).shape == xs[0].shape
+    )
 
 
 def test_heads_without_channels_are_no_error():
@@ -276,6 +288,16 @@ def test_heads_without_channels_are_no_error():
         assert q.grad.shape == q.shape
         weights = alibi_bias(alibi_slopes(HEADS), 8).softmax(-1)
         torch.testing.assert_close(out, weights @ v)
+
+
+@pytest.mark.parametrize(
+    "function", [alibi_attention, biased_attention, biased_attention_with_lse, ring_attention]
+)
+def test_causal_has_no_default(function):
+    """With one, a model that is moved from SDPA, whose own is False, changes without an error."""
+    q = torch.randn(1, 2, 3, 4)
+    with pytest.raises(TypeError, match="'causal'"):
+        function(q, q, q, torch.ones(2))
 
 
 def test_bad_arguments_are_refused():
@@ -295,7 +317,7 @@ def test_bad_arguments_are_refused():
     ]  # fmt: skip
     for error, match, arguments in cases:
         with pytest.raises(error, match=match):
-            alibi_attention(*arguments)
+            alibi_attention(*arguments, causal=True)
     options = [
         (ValueError, "scale must be finite and above zero", {"scale": 0.0}),
         (ValueError, "query_offset must be at most k_len - q_len = 2", {"query_offset": 3}),
@@ -312,7 +334,7 @@ def test_bad_arguments_are_refused():
     ]
     for error, match, option in options:
         with pytest.raises(error, match=match):
-            alibi_attention(q, k, v, slopes, **option)
+            alibi_attention(q, k, v, slopes, causal=True, **option)
 
 
 @pytest.mark.parametrize("function", [relative_bias, relative_score_mod])
@@ -337,6 +359,8 @@ def test_rows_of_another_shape_are_named(shape):
     """(2, 6, 6) could be two heads or two sequences."""
     q, k, v = (x[:, :2] for x in qkv(6, 6))
     with pytest.raises(ValueError, match=r"rows must return a tensor of shape \(2, 2, 6, 6\)"):
-        biased_attention(q, k, v, RowBias(lambda own, index: torch.zeros(shape)))
+        biased_attention(q, k, v, RowBias(lambda own, index: torch.zeros(shape)), causal=True)
     with pytest.raises(ValueError, match="backend must be"):
-        biased_attention(q, k, v, RowBias(lambda own, index: torch.zeros(())), backend="fast")
+        biased_attention(
+            q, k, v, RowBias(lambda own, index: torch.zeros(())), causal=True, backend="fast"
+        )

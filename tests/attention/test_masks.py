@@ -57,7 +57,7 @@ def test_a_mask_of_the_least_number_leaves_weights_that_add_up(make):
     bias = make()
     if isinstance(bias, (Slopes, DistanceTable, RunningSum)):
         bias = bias._replace(values=bias.values.float())
-    out = biased_attention(q, k, torch.ones_like(v), bias, attn_mask=mask)
+    out = biased_attention(q, k, torch.ones_like(v), bias, causal=True, attn_mask=mask)
     torch.testing.assert_close(out, torch.ones_like(out))
 
 
@@ -102,7 +102,7 @@ def test_a_mask_may_be_learned():
     grads = [
         torch.autograd.grad(made.square().sum(), mask)[0]
         for made in (
-            biased_attention(*qkv(), attn_mask=mask),
+            biased_attention(*qkv(), causal=True, attn_mask=mask),
             written_down(*qkv(), None, mask, causal=True),
         )
     ]
@@ -118,8 +118,8 @@ def test_dropout_keeps_a_share_of_the_weights_and_the_mean(kind, monkeypatch):
     q, k = (x[:1].expand(runs, -1, -1, -1) for x in (q, k))
     v = torch.eye(K, dtype=torch.float64).expand(runs, 2, K, K)
     with torch.no_grad():
-        whole = biased_attention(q, k, v, bias)
-        got = biased_attention(q, k, v, bias, dropout_p=0.25)
+        whole = biased_attention(q, k, v, bias, causal=True)
+        got = biased_attention(q, k, v, bias, causal=True, dropout_p=0.25)
     kept = torch.isclose(got, whole / 0.75, rtol=1e-12, atol=0)
     assert (kept | (got == 0)).all()
     share = kept.double().mean(0)[whole[0] != 0]
@@ -144,13 +144,13 @@ def test_gradients_are_those_of_the_weights_that_were_kept(run):
     bias = BIASES["table"]()
 
     def attention(q, k, v):
-        return biased_attention(q, k, v, bias, dropout_p=0.5)
+        return biased_attention(q, k, v, bias, causal=True, dropout_p=0.5)
 
     torch.manual_seed(5)
     weights = run(attention, q, k, eye)
     torch.manual_seed(5)
     out = run(attention, q, k, v)
-    whole = biased_attention(q, k, eye, bias)
+    whole = biased_attention(q, k, eye, bias, causal=True)
     drop = torch.where(weights == 0, 0.0, 2.0).detach()
     wanted = written_down(q, k, v, bias, None, True, drop)
     torch.testing.assert_close(out, wanted, rtol=1e-12, atol=1e-12)
@@ -167,8 +167,8 @@ def test_compiled_calls_take_a_mask():
     q, k, v = qkv(torch.float32, grad=False)
     bias, mask = Slopes(torch.rand(H)), MASKS["bool"]
     run = torch.compile(biased_attention, backend="eager", fullgraph=True)
-    wanted = biased_attention(q, k, v, bias, attn_mask=mask)
-    torch.testing.assert_close(run(q, k, v, bias, attn_mask=mask), wanted)
+    wanted = biased_attention(q, k, v, bias, causal=True, attn_mask=mask)
+    torch.testing.assert_close(run(q, k, v, bias, causal=True, attn_mask=mask), wanted)
 
 
 @pytest.mark.parametrize(
@@ -187,4 +187,4 @@ def test_compiled_calls_take_a_mask():
 )
 def test_bad_arguments_are_refused(options, error, text):
     with pytest.raises(error, match=f"biased_attention: .*{text}"):
-        biased_attention(*qkv(), **options)
+        biased_attention(*qkv(), causal=True, **options)

@@ -92,20 +92,24 @@ def test_bound_scores_is_above_every_score():
 def test_one_bad_key_does_not_silence_the_others(value):
     """Its norm is no bound, so nothing is left out, and what never sees it is as ever."""
     q, k, v = qkv(100, 100)
-    wanted = alibi_attention(q, k, v, alibi_slopes(HEADS), document_ids=torch.arange(100) // 50)
+    wanted = alibi_attention(
+        q, k, v, alibi_slopes(HEADS), causal=True, document_ids=torch.arange(100) // 50
+    )
     k[:, :, 99] = value
-    got = alibi_attention(q, k, v, alibi_slopes(HEADS), document_ids=torch.arange(100) // 50)
+    got = alibi_attention(
+        q, k, v, alibi_slopes(HEADS), causal=True, document_ids=torch.arange(100) // 50
+    )
     assert torch.equal(got[:, :, :50], wanted[:, :, :50])
 
 
 @pytest.mark.parametrize("batch", [1, 3])
 def test_keys_are_pruned_once_there_are_many(batch, monkeypatch):
     q, k, v = torch.randn(batch, 4, 1, 16), *torch.randn(2, batch, 2, 300, 16).unbind()
-    wanted = alibi_attention(q, k, v, alibi_slopes(4))
+    wanted = alibi_attention(q, k, v, alibi_slopes(4), causal=True)
     monkeypatch.setattr(chunked, "DENSE_KEYS", batch * 4 * 300 - 1)
     assert not chunked.is_dense(q, k)
     assert chunked.is_dense(q, k[:, :, 1:])
-    torch.testing.assert_close(alibi_attention(q, k, v, alibi_slopes(4)), wanted)
+    torch.testing.assert_close(alibi_attention(q, k, v, alibi_slopes(4), causal=True), wanted)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])

@@ -14,10 +14,10 @@ from support.attention import HEADS, STEEP, qkv, written_down
 DOCUMENTS = torch.tensor([0, 0, 0, 1, 1, 1, 1, -1, -1])
 SLOPES = alibi_slopes(HEADS, dtype=torch.float64)
 CASES = {
-    "causal": {},
+    "causal": {"causal": True},
     "symmetric": {"causal": False},
-    "documents": {"document_ids": DOCUMENTS},
-    "cache": {"query_offset": torch.tensor([0, 2])},
+    "documents": {"causal": True, "document_ids": DOCUMENTS},
+    "cache": {"causal": True, "query_offset": torch.tensor([0, 2])},
 }
 
 
@@ -54,7 +54,7 @@ def test_forward_mode_and_torch_func_agree_with_autograd(case):
 def test_vmap_over_queries():
     q, k, v = qkv(7, 9, groups=2)
     many = torch.stack((q, -q, 2 * q))
-    got = torch.func.vmap(lambda x: alibi_attention(x, k, v, SLOPES))(many)
+    got = torch.func.vmap(lambda x: alibi_attention(x, k, v, SLOPES, causal=True))(many)
     torch.testing.assert_close(got, torch.stack([exact(x, k, v) for x in many]))
 
 
@@ -66,7 +66,9 @@ def test_second_derivatives():
 
 def test_a_compiled_transform_reaches_the_slopes():
     xs = qkv(7, 9, groups=2)
-    derive = torch.func.grad(lambda slopes: alibi_attention(*xs, slopes).square().sum())
+    derive = torch.func.grad(
+        lambda slopes: alibi_attention(*xs, slopes, causal=True).square().sum()
+    )
     compiled = torch.compile(derive, backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(compiled(SLOPES), derive(SLOPES))
     assert derive(SLOPES).all()
@@ -78,7 +80,7 @@ def test_torch_func_reaches_a_bias_by_rows():
 
     def loss(row):
         return biased_attention(
-            q, k, v, RowBias(lambda own, index: row[:, index][None, :, None])
+            q, k, v, RowBias(lambda own, index: row[:, index][None, :, None]), causal=True
         ).sum()
 
     row = torch.randn(2, 5, dtype=torch.float64, requires_grad=True)
@@ -107,7 +109,10 @@ def test_attention_compiles_whole_and_once_for_all_offsets():
 
 def test_a_running_sum_compiles_once_for_all_lengths():
     inputs = [(*qkv(n, n, dtype=torch.float32), torch.rand(2, HEADS, n)) for n in (5, 9, 40)]
-    step = lambda q, k, v, gates: biased_attention(q, k, v, RunningSum(gates.cumsum(-1)))  # noqa: E731
+
+    def step(q, k, v, gates):
+        return biased_attention(q, k, v, RunningSum(gates.cumsum(-1)), causal=True)
+
     assert compilations(step, inputs, backend="aot_eager", dynamic=True) == 1
 
 

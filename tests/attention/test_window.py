@@ -31,7 +31,7 @@ def test_keys_outside_cost_nothing():
         met.append(len(index))
         return torch.zeros(1, 2, own.shape[1], len(index))
 
-    biased_attention(q, q, q, RowBias(rows), window=64)
+    biased_attention(q, q, q, RowBias(rows), causal=True, window=64)
     assert max(met) <= 128
     assert len(met) < 4096
 
@@ -45,7 +45,7 @@ def test_pieces_keep_their_bound_wherever_the_queries_are():
         return torch.zeros(1, 2, own.shape[1], len(index))
 
     for offset, window in itertools.product((7, torch.tensor([7])), (1, 8, 300)):
-        biased_attention(q, k, k, RowBias(rows), window=window, query_offset=offset)
+        biased_attention(q, k, k, RowBias(rows), causal=True, window=window, query_offset=offset)
     assert max(sizes) <= 2**12
 
 
@@ -158,4 +158,4 @@ def test_one_graph_serves_windows_of_every_length(monkeypatch):
 def test_a_window_that_is_none_is_refused(window, error):
     q = torch.randn(1, 2, 4, 8)
     with pytest.raises(error, match="biased_attention: window must"):
-        biased_attention(q, q, q, window=window)
+        biased_attention(q, q, q, causal=True, window=window)

@@ -28,7 +28,7 @@ def test_a_training_step_gives_the_same_bits_twice(kind):
     inputs = [x.requires_grad_() for x in xs[:3]] + [bias.values]
 
     def step():
-        out = posenc.attention.biased_attention(*inputs[:3], bias)
+        out = posenc.attention.biased_attention(*inputs[:3], bias, causal=True)
         return out, *torch.autograd.grad(out, inputs, xs[3])
 
     assert all(map(torch.equal, step(), step()))
@@ -42,8 +42,8 @@ def test_one_graph_serves_all_lengths(kind):
         bias = biases(length)[kind]
         q, k, v = (torch.randn(2, 8, length, 64, device=CUDA).requires_grad_() for _ in range(3))
         inputs = [q, k, v, bias.values]
-        wanted = posenc.attention.biased_attention(q, k, v, bias)
-        got = attend(q, k, v, bias)
+        wanted = posenc.attention.biased_attention(q, k, v, bias, causal=True)
+        got = attend(q, k, v, bias, causal=True)
         torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
         pairs = (torch.autograd.grad(x.square().sum(), inputs) for x in (got, wanted))
         for a, b in zip(*pairs, strict=True):
@@ -60,7 +60,7 @@ def test_a_captured_step_follows_the_offset(kind, queries):
 
     @torch.no_grad()
     def step():
-        return posenc.attention.biased_attention(q, k, v, bias, query_offset=offset)
+        return posenc.attention.biased_attention(q, k, v, bias, causal=True, query_offset=offset)
 
     step()
     graph = torch.cuda.CUDAGraph()

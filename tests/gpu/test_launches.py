@@ -264,7 +264,7 @@ def test_gradients_of_attention_are_launched_natively(bias, learned, refuse_pyth
     g = halves(2, 4, 130, 64)
     for _ in range(3):
         q, k, v = (x.clone().requires_grad_() for x in start)
-        out, _ = biased_attention_with_lse(q, k, v, given)
+        out, _ = biased_attention_with_lse(q, k, v, given, causal=True)
         found.append((out.detach(), *torch.autograd.grad(out, (q, k, v, *numbers), g)))
         refuse_python()
     for results in found[1:]:
@@ -274,9 +274,9 @@ def test_gradients_of_attention_are_launched_natively(bias, learned, refuse_pyth
 def test_attention_of_a_tensor_to_itself_says_nothing_of_others():
     """Three arguments at one address: which of them a kernel reads cannot be told."""
     x, y, z = halves(3, 1, 4, 80, 64).unbind()
-    posenc.attention.biased_attention(x, x, x)
-    wanted = posenc.attention.biased_attention(x, y, z, backend="chunked")
-    got = [posenc.attention.biased_attention(x, y, z) for _ in range(3)]
+    posenc.attention.biased_attention(x, x, x, causal=True)
+    wanted = posenc.attention.biased_attention(x, y, z, causal=True, backend="chunked")
+    got = [posenc.attention.biased_attention(x, y, z, causal=True) for _ in range(3)]
     assert torch.allclose(got[0].float(), wanted.float(), rtol=2e-2, atol=2e-2)
     assert torch.equal(got[0], got[1])
     assert torch.equal(got[0], got[2])
@@ -287,7 +287,7 @@ def test_learned_numbers_get_their_gradient_in_every_call():
     q, k, v, g = halves(4, 2, 4, 70, 64).unbind()
     sums, found = torch.rand(4, 70, device=CUDA).double().cumsum(-1).requires_grad_(), []
     for _ in range(3):
-        out = posenc.attention.biased_attention(q, k, v, RunningSum(sums))
+        out = posenc.attention.biased_attention(q, k, v, RunningSum(sums), causal=True)
         found.append(torch.autograd.grad(out, sums, g)[0])
     assert found[0].abs().min() > 0
     assert all(torch.equal(found[0], other) for other in found[1:])

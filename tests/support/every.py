@@ -113,7 +113,7 @@ def functions(q: Tensor, k: Tensor, v: Tensor) -> dict[str, Callable[[], Any]]:
 
     def terms() -> Any:
         rows = a.relative_terms(q, k, lambda d: d.clamp(0, 49), for_queries=vectors)
-        return a.biased_attention(q, k, v, rows)
+        return a.biased_attention(q, k, v, rows, causal=True)
 
     ones = torch.ones(WIDTH, dtype=q.dtype)
     jitter = {"shift": 0.1, "jitter": 2.0, "rescale": 2.0}
@@ -147,7 +147,7 @@ def functions(q: Tensor, k: Tensor, v: Tensor) -> dict[str, Callable[[], Any]]:
         "positions.normalized_grid": lambda: p.normalized_grid(
             3, 7, generator=torch.Generator().manual_seed(0), **jitter
         ),
-        "attention.alibi_attention": lambda: a.alibi_attention(q, k, v, slopes),
+        "attention.alibi_attention": lambda: a.alibi_attention(q, k, v, slopes, causal=True),
         "attention.alibi_block_mask": blocks,
         "attention.alibi_mask_mod": lambda: a.alibi_mask_mod(TOKENS, TOKENS)(*places),
         "attention.alibi_reach": lambda: a.alibi_reach(
@@ -155,10 +155,12 @@ def functions(q: Tensor, k: Tensor, v: Tensor) -> dict[str, Callable[[], Any]]:
         ),
         "attention.alibi_score_mod": lambda: mod(a.alibi_score_mod(slopes, TOKENS, TOKENS)),
         "attention.biased_attention": lambda: [
-            a.biased_attention(q, k, v, bias)
+            a.biased_attention(q, k, v, bias, causal=True)
             for bias in (None, a.DistanceTable(table), a.RunningSum(-line * slopes[:, None]))
         ],
-        "attention.biased_attention_with_lse": lambda: a.biased_attention_with_lse(q, k, v),
+        "attention.biased_attention_with_lse": lambda: a.biased_attention_with_lse(
+            q, k, v, causal=True
+        ),
         "attention.bound_scores": lambda: a.bound_scores(q, k),
         "attention.relative_bias": lambda: a.relative_bias(a.DistanceTable(table), TOKENS),
         "attention.relative_score_mod": lambda: mod(

@@ -154,7 +154,9 @@ def reached() -> dict:
         local = [x[:, :, mine] for x in (q, k, v)]
         part = None if ids is None else ids[mine]
         with counted() as sent:
-            got = ring_attention(*local, bias, prune=prune, zigzag=zigzag, document_ids=part)
+            got = ring_attention(
+                *local, bias, causal=True, prune=prune, zigzag=zigzag, document_ids=part
+            )
         summed = values.cumsum(-1) if kind == "sums" else values
         wanted = attention(q, k, v, kind, summed, ids=ids)[:, :, mine]
         # The keys left out weigh at most eps / 8, here and in each rank's own chunk.
@@ -187,7 +189,7 @@ def reached() -> dict:
         (q, k, v), values = given("slopes", steep=8.0)
         k[0, 0, 0] = float("nan")
         mine = positions.context_parallel(LENGTH, rank, world)
-        got = ring_attention(*(x[:, :, mine] for x in (q, k, v)), Slopes(values))
+        got = ring_attention(*(x[:, :, mine] for x in (q, k, v)), Slopes(values), causal=True)
         assert got[0, : HEADS // KV_HEADS].isnan().all()
         assert not got[1].isnan().any()
 
@@ -198,7 +200,7 @@ def reached() -> dict:
         for _ in range(2):
             inputs = [x[:, :, mine].clone().requires_grad_() for x in (q, k, v)]
             inputs.append(values.clone().requires_grad_())
-            got = ring_attention(*inputs[:3], DistanceTable(inputs[3], 5), zigzag=True)
+            got = ring_attention(*inputs[:3], DistanceTable(inputs[3], 5), causal=True, zigzag=True)
             runs.append([got, *torch.autograd.grad(got, inputs, torch.ones_like(got))])
         assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
 
@@ -216,27 +218,27 @@ def refused() -> dict:
         cut = [x[:, :, :tokens] for x in (q, k, v)]
         got = r"q must have one shape on every rank, got \[\(2, 4, 6, 8\), \(2, 4, 8, 8\)"
         with pytest.raises(ValueError, match=got):
-            ring_attention(*cut)
+            ring_attention(*cut, causal=True)
 
     def odd_halves():
         with pytest.raises(ValueError, match="even number of tokens if zigzag"):
-            ring_attention(*(x[:, :, :5] for x in (q, k, v)), zigzag=True)
+            ring_attention(*(x[:, :, :5] for x in (q, k, v)), causal=True, zigzag=True)
 
     def rows():
         with pytest.raises(TypeError, match="Gather the keys"):
-            ring_attention(q, k, v, RowBias(lambda own, index: own))
+            ring_attention(q, k, v, RowBias(lambda own, index: own), causal=True)
 
     def a_cache():
         with pytest.raises(ValueError, match="k must have the 3 tokens of q"):
-            ring_attention(q[:, :, :3], k, v)
+            ring_attention(q[:, :, :3], k, v, causal=True)
 
     def other_ranks():
         group = dist.new_group([0])
         if rank == 0:
-            assert ring_attention(q, k, v, group=group).shape == (2, HEADS, LENGTH, 5)
+            assert ring_attention(q, k, v, causal=True, group=group).shape == (2, HEADS, LENGTH, 5)
         else:
             with pytest.raises(ValueError, match=f"must be in group, got rank {rank}"):
-                ring_attention(q, k, v, group=group)
+                ring_attention(q, k, v, causal=True, group=group)
 
     local = locals()
     names = "uneven odd_halves rows a_cache other_ranks"

@@ -33,7 +33,7 @@ def biased_attention(
     v: Tensor,
     bias: Bias | None = None,
     *,
-    causal: bool = True,
+    causal: bool,
     scale: float | None = None,
     query_offset: int | Tensor | None = None,
     document_ids: Tensor | None = None,
@@ -57,7 +57,8 @@ def biased_attention(
         v: ``(B, Hk, K, Dv)``.
         bias: :class:`Slopes`, :class:`DistanceTable`, :class:`RunningSum`, :class:`RowBias`, or
             None for none.
-        causal: Whether a query sees only keys up to its own.
+        causal: Whether a query sees only keys up to its own. There is no default: that of SDPA's
+            ``is_causal`` is False, and most models with such a bias need True.
         scale: :math:`s`, :math:`1/\sqrt{D}` if None.
         query_offset: Key index of the first query, ``K - Q`` if None: an int, or an integer tensor
             ``()`` or ``(B,)``. It locates the queries in a cache of fixed size; if causal,
@@ -84,7 +85,7 @@ def biased_attention(
         >>> from posenc.attention import DistanceTable
         >>> q, k, v = torch.randn(3, 1, 8, 512, 64).unbind()
         >>> table = torch.zeros(8, 100)  # one number for each distance below 100
-        >>> biased_attention(q, k, v, DistanceTable(table)).shape
+        >>> biased_attention(q, k, v, DistanceTable(table), causal=True).shape
         torch.Size([1, 8, 512, 64])
     """
     how: Any = {"causal": causal, "scale": scale, "query_offset": query_offset}
@@ -99,7 +100,7 @@ def biased_attention_with_lse(
     v: Tensor,
     bias: Bias | None = None,
     *,
-    causal: bool = True,
+    causal: bool,
     scale: float | None = None,
     query_offset: int | Tensor | None = None,
     document_ids: Tensor | None = None,
@@ -119,7 +120,7 @@ def biased_attention_with_lse(
 
     Examples:
         >>> q, k, v = torch.randn(3, 1, 8, 512, 64).unbind()
-        >>> out, lse = biased_attention_with_lse(q, k, v)
+        >>> out, lse = biased_attention_with_lse(q, k, v, causal=True)
         >>> lse.shape
         torch.Size([1, 8, 512])
     """
@@ -135,7 +136,7 @@ def alibi_attention(
     v: Tensor,
     slopes: Tensor,
     *,
-    causal: bool = True,
+    causal: bool,
     scale: float | None = None,
     query_offset: int | Tensor | None = None,
     document_ids: Tensor | None = None,
@@ -157,7 +158,7 @@ def alibi_attention(
         >>> import torch
         >>> from posenc.functional import alibi_slopes
         >>> q, k, v = torch.randn(3, 1, 8, 512, 64).unbind()
-        >>> alibi_attention(q, k, v, alibi_slopes(8)).shape
+        >>> alibi_attention(q, k, v, alibi_slopes(8), causal=True).shape
         torch.Size([1, 8, 512, 64])
     """
     how: Any = {"causal": causal, "scale": scale, "query_offset": query_offset}

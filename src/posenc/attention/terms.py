@@ -56,7 +56,7 @@ def relative_terms(
         >>> q, k, v = torch.randn(3, 1, 8, 512, 64).unbind()
         >>> vectors = torch.randn(17, 64, requires_grad=True)  # distances 0 to 16
         >>> bias = relative_terms(q, k, lambda d: d.clamp(0, 16), for_queries=vectors)
-        >>> biased_attention(q, k, v, bias).shape
+        >>> biased_attention(q, k, v, bias, causal=True).shape
         torch.Size([1, 8, 512, 64])
 
     References:

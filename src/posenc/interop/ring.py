@@ -52,7 +52,7 @@ def ring_attention(
     *,
     group: ProcessGroup | None = None,
     zigzag: bool = False,
-    causal: bool = True,
+    causal: bool,
     scale: float | None = None,
     document_ids: Tensor | None = None,
     prune: bool = True,
@@ -97,7 +97,7 @@ def ring_attention(
         >>> from posenc.functional import alibi_slopes
         >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         >>> q, k, v = torch.randn(3, 1, 8, 512, 64).unbind()  # of 512 tokens on each rank
-        >>> ring_attention(q, k, v, Slopes(alibi_slopes(8))).shape
+        >>> ring_attention(q, k, v, Slopes(alibi_slopes(8)), causal=True).shape
         torch.Size([1, 8, 512, 64])
         >>> dist.destroy_process_group()
 

@@ -549,8 +549,9 @@ def _attend(
         checks.fail(who, "attention_mask must have two axes", tuple(attention_mask.shape), hint)
     how: Any = {"scale": scaling, "document_ids": attention_mask}
     extension: ExtendedRoPE | None = vars(module)[EXTENSION]
-    attend = biased_attention if extension is None else extension.attention
-    return attend(query, key, value, **how).transpose(1, 2), None
+    if extension is None:
+        return biased_attention(query, key, value, causal=True, **how).transpose(1, 2), None
+    return extension.attention(query, key, value, **how).transpose(1, 2), None
 
 
 def _document_ids(
