@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from posenc import ALiBi
+from posenc import FIRE, ALiBi, GridBias
 from posenc.attention import (
     DistanceTable,
     RowBias,
@@ -16,6 +16,7 @@ from posenc.attention import (
     biased_attention_with_lse,
     relative_bias,
     relative_score_mod,
+    relative_terms,
 )
 from posenc.attention import rows as by_rows
 from posenc.functional import alibi_bias, alibi_slopes
@@ -352,6 +353,35 @@ def test_a_bias_for_other_sequences_is_refused(function, bias, text):
     at = torch.zeros(4, dtype=torch.int64)
     with pytest.raises((TypeError, ValueError), match=text):
         function(bias, 5, 5, query_offset=at)
+
+
+FIRE_BY_ROWS = FIRE(4, threshold=2.0)
+REFUSED = {
+    "table": (lambda x: FIRE_BY_ROWS.table(9), "only, got the bias of FIRE."),
+    "table of rows": (lambda x: GridBias(3, num_heads=4).table(9), "only, got a RowBias."),
+    "table of slopes": (
+        lambda x: ALiBi(2, slopes=torch.ones(3, 2)).table(9),
+        "only, got slopes for each sequence",
+    ),
+    "score_mod": (lambda x: FIRE_BY_ROWS.score_mod(9, 9), "Sum, got the bias of FIRE."),
+    "relative_score_mod": (
+        lambda x: relative_score_mod(
+            relative_terms(x, x, torch.abs, for_queries=torch.ones(9, 8)), 9, 9
+        ),
+        "Sum, got what relative_terms returns.",
+    ),
+    "a matrix": (
+        lambda x: biased_attention(x, x, x, torch.ones(9, 9), causal=True),
+        "RowBias, what relative_terms or as_bias of a module returns, or None, got a torch",
+    ),
+}
+
+
+@pytest.mark.parametrize(("call", "text"), REFUSED.values(), ids=REFUSED)
+def test_an_error_names_only_what_can_be_imported(call, text):
+    """`FireNetwork`, for example, has no public name."""
+    with pytest.raises((TypeError, ValueError), match=text):
+        call(torch.ones(1, 4, 9, 8))
 
 
 @pytest.mark.parametrize("shape", [(2, 6, 6), (1, 3, 6, 6), (3, 2, 6, 6)], ids=str)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 import torch.fx.experimental.symbolic_shapes
 from torch.testing import assert_close
 
-from posenc import positions
+from posenc import FIRE, positions
 from posenc.attention import DistanceTable, RowBias, RunningSum, Slopes
 from posenc.interop.ring import ring_attention, sharded_cumsum
 from support.attention import written_down
@@ -227,6 +227,9 @@ def refused() -> dict:
     def rows():
         with pytest.raises(TypeError, match="Gather the keys"):
             ring_attention(q, k, v, RowBias(lambda own, index: own), causal=True)
+        fire = FIRE(HEADS, threshold=2.0).as_bias(6)
+        with pytest.raises(TypeError, match="or None, got the bias of FIRE"):
+            ring_attention(q, k, v, fire, causal=True)
 
     def a_cache():
         with pytest.raises(ValueError, match="k must have the 3 tokens of q"):

@@ -55,8 +55,8 @@ def biased_attention(
         q: ``(B, H, Q, D)``.
         k: ``(B, Hk, K, D)`` with ``H`` a multiple of ``Hk`` and ``K`` at least ``Q``.
         v: ``(B, Hk, K, Dv)``.
-        bias: :class:`Slopes`, :class:`DistanceTable`, :class:`RunningSum`, :class:`RowBias`, or
-            None for none.
+        bias: :class:`Slopes`, :class:`DistanceTable`, :class:`RunningSum`, :class:`RowBias`, what
+            :func:`relative_terms` or ``as_bias`` of a module returns, or None for none.
         causal: Whether a query sees only keys up to its own. There is no default: that of SDPA's
             ``is_causal`` is False, and most models with such a bias need True.
         scale: :math:`s`, :math:`1/\sqrt{D}` if None.

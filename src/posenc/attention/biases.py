@@ -199,12 +199,29 @@ class Call(NamedTuple):
         return spans(queries, keys, offset=offset, ends=ends, **how)
 
 
+# What an error says instead of a long repr, or of a class that users cannot import.
+_ORIGINS = {
+    RowBias: "a RowBias",
+    Products: "what relative_terms returns",
+    FireNetwork: "the bias of FIRE",
+    CopeLevels: "the bias of CoPE",
+}
+
+
+def described(bias: object) -> str:
+    """A bias, or what was passed for one, short enough for an error message."""
+    return _ORIGINS.get(type(bias)) or checks.describe(bias)
+
+
 def check_bias(who: str, bias: object, heads: int | None, keys: int) -> None:
     """Refuse a bias that is not for these heads, of any number if None, and keys."""
     if bias is None or isinstance(bias, BY_ROWS):
         return
     if not isinstance(bias, (Slopes, DistanceTable, RunningSum)):
-        rule = "bias must be Slopes, DistanceTable, RunningSum, RowBias or None"
+        rule = (
+            "bias must be Slopes, DistanceTable, RunningSum, RowBias, what relative_terms or "
+            "as_bias of a module returns, or None"
+        )
         hint = "Pass Slopes(slopes), or module.as_bias(k_len); a matrix is for attn_mask."
         checks.fail(who, rule, checks.describe(bias), hint, TypeError)
     values = bias.values

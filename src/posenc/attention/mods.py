@@ -19,6 +19,7 @@ from posenc.attention.biases import (
     Slopes,
     check_bias,
     check_places,
+    described,
 )
 from posenc.attention.pruning import SLACK, prune_keys
 from posenc.numerics.spans import document_ends
@@ -111,7 +112,7 @@ def relative_score_mod(
     if bias is None or isinstance(bias, BY_ROWS):
         rule = "bias must be Slopes, DistanceTable or RunningSum"
         hint = "FlexAttention cannot compute it: call attention(), or biased_attention."
-        checks.fail(who, rule, checks.describe(bias), hint, TypeError)
+        checks.fail(who, rule, described(bias), hint, TypeError)
     check_bias(who, bias, None, k_len)
     given = q_len, k_len, causal, query_offset, document_ids, window, bias.values.device
     return _score_mod(bias, check_places(who, bias, *given), None, masked, base)

@@ -20,7 +20,7 @@ from torch.distributed.tensor.experimental import register_sharding
 
 from posenc._contract import checks, sharding
 from posenc.attention import biased
-from posenc.attention.biases import BY_ROWS, Bias, RunningSum, Slopes, check_bias
+from posenc.attention.biases import BY_ROWS, Bias, RunningSum, Slopes, check_bias, described
 from posenc.interop import ring
 from posenc.kernels import rotation
 
@@ -144,9 +144,8 @@ def _check_sharded(who: str, q: Any, k: Any, v: Any, bias: Bias | None) -> None:
             )
     if isinstance(bias, BY_ROWS):
         rule = "bias must be Slopes, DistanceTable, RunningSum or None where q is a DTensor"
-        checks.fail(
-            who, rule, type(bias).__name__, "Call the function on local tensors.", TypeError
-        )
+        hint = "Call the function on local tensors."
+        checks.fail(who, rule, described(bias), hint, TypeError)
     check_bias(who, bias, q.shape[1], k.shape[2])
 
 

@@ -27,6 +27,7 @@ from posenc.attention.biases import (
     Slopes,
     check_bias,
     check_places,
+    described,
     stored,
 )
 from posenc.attention.pruning import longest_key, score_gap
@@ -169,7 +170,7 @@ def attend(
     if isinstance(bias, BY_ROWS):
         rule = "bias must be Slopes, DistanceTable, RunningSum or None"
         hint = "Gather the keys, and use biased_attention with query_offset."
-        checks.fail(who, rule, type(bias).__name__, hint, TypeError)
+        checks.fail(who, rule, described(bias), hint, TypeError)
     check_bias(who, bias, q.shape[1], tokens)
     checks.boolean(who, "zigzag", zigzag)
     checks.boolean(who, "prune", prune)

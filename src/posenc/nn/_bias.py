@@ -10,7 +10,14 @@ from torch import Tensor
 from posenc import kernels
 from posenc._contract import checks, qk_checks
 from posenc.attention.biased import attend
-from posenc.attention.biases import Bias, DistanceTable, Slopes, Terms, check_places
+from posenc.attention.biases import (
+    Bias,
+    DistanceTable,
+    Slopes,
+    Terms,
+    check_places,
+    described,
+)
 from posenc.attention.mods import relative_score_mod
 from posenc.attention.rows import matrix_of, relative_bias
 from posenc.nn._module import ReadOnlyArguments, called
@@ -152,8 +159,9 @@ class RelativeBias(BiasedAttention):
         if isinstance(bias, DistanceTable):
             return bias.values
         rule = "the bias must be a function of the distance only"
+        got = "slopes for each sequence" if isinstance(bias, Slopes) else described(bias)
         hint = "Call bias() for the whole matrix, or attention()."
-        checks.fail(type(self).__name__, rule, type(bias).__name__, hint)
+        checks.fail(type(self).__name__, rule, got, hint)
 
     def bias(
         self,
