@@ -88,8 +88,12 @@ def test_a_call_that_does_not_fit_is_refused_and_changes_nothing(changes, says):
 
 
 REFUSED_SCALES = {
-    "a-number": ({"k_scale": 2.0}, "must be float32 tensors"),
-    "float64": ({"k_scale": torch.ones(()).double()}, "must be float32 tensors"),
+    "a-bool": ({"k_scale": True}, "k_scale must be a number"),
+    "zero": ({"k_scale": 0.0}, "k_scale must be finite and above zero"),
+    "infinite": ({"v_scale": float("inf")}, "v_scale must be finite and above zero"),
+    "a-text": ({"k_scale": "1"}, "k_scale must be a number or a float32 tensor"),
+    "a-number-for-each-row": ({"v_scale_cache": 1.0}, "v_scale_cache must be a float32"),
+    "float64": ({"k_scale": torch.ones(()).double()}, "must be a number or a float32 tensor"),
     "two-kinds": ({"k_scale": torch.ones(()), "k_scale_cache": torch.ones(3, 4, HK)}, "exclude"),
     "not-broadcast": ({"k_scale": torch.ones(T)}, "must broadcast"),
     "four-axes": ({"k_scale": torch.ones(1, 1, 1, 1)}, "must broadcast"),
@@ -219,6 +223,28 @@ def test_a_cache_may_hold_a_latent_and_one_rotated_head():
     assert (off <= latent[kept].float().abs() / 16 * 1.01 + largest / 448 * 2.0**-10).all()
     rest = [slot for slot in range(12) if slot not in SLOTS.tolist()]
     assert torch.equal(memory.flatten(0, 1)[rest], before.flatten(0, 1)[rest])
+
+
+@pytest.mark.parametrize("plain", [True, False], ids=["plain", "checked"])
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
+def test_a_scale_may_be_a_number(dtype, plain):
+    """Engines keep a scale of the whole cache as a Python float."""
+    arguments = example(cache_dtype=dtype)
+    if not plain:
+        arguments["offset"] = torch.tensor([0])
+        for name in ("q", "k", "v", "slot_mapping"):
+            arguments[name] = arguments[name][None]
+        arguments["seq_dim"] = 1
+    again = arguments | {name: arguments[name].clone() for name in ("k_cache", "v_cache")}
+
+    got = rotate_and_cache(**arguments, k_scale=0.37, v_scale=2)
+    wanted = rotate_and_cache(**again, k_scale=torch.tensor(0.37), v_scale=torch.tensor(2.0))
+
+    assert torch.equal(got, wanted)
+    for name in ("k_cache", "v_cache"):
+        stored = arguments[name].view(torch.uint8)
+        assert stored.any()
+        assert torch.equal(stored, again[name].view(torch.uint8))
 
 
 def test_a_lazily_negated_scale_is_read_by_its_values():

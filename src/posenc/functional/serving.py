@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -27,8 +28,8 @@ class CacheOptions(NamedTuple):
     k_weight: Tensor | None
     eps: float
     zero_centered: bool
-    k_scale: Tensor | None
-    v_scale: Tensor | None
+    k_scale: Tensor | float | None
+    v_scale: Tensor | float | None
     k_scale_cache: Tensor | None
     v_scale_cache: Tensor | None
     cache_layout: str
@@ -48,8 +49,8 @@ def rotate_and_cache(
     k_weight: Tensor | None = None,
     eps: float = 1e-6,
     zero_centered: bool = False,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
+    k_scale: Tensor | float | None = None,
+    v_scale: Tensor | float | None = None,
     k_scale_cache: Tensor | None = None,
     v_scale_cache: Tensor | None = None,
     cache_layout: str = "NHD",
@@ -92,7 +93,8 @@ def rotate_and_cache(
         k_scale: A ``k_cache`` of 8 bits needs this or ``k_scale_cache``. Keys are divided by it and
             limited to the range of the dtype, -127 to 127 for int8: float32, ``()``, ``(Hk,)``, or
             any shape that broadcasts to ``(*slot_mapping.shape, Hk)``. 1 may do for float8, not for
-            int8.
+            int8. A number is made a tensor at each call, which on a GPU is one more launch, and a
+            CUDA graph keeps the number that it captured.
         v_scale: As ``k_scale``, for ``v``.
         k_scale_cache: Instead of ``k_scale``: float32, of the shape of ``k_cache`` without its last
             dimension. The scale of each row is its largest magnitude over the largest number of the
@@ -170,6 +172,9 @@ def cache_at_once(
         v_scale_cache is None
     ):
         return None
+    else:
+        k_scale = _scale_tensor(k_scale, qkv[0]) if type(k_scale) is float else k_scale
+        v_scale = _scale_tensor(v_scale, qkv[0]) if type(v_scale) is float else v_scale
     layout += PAGES_OF_TOKENS if cache_layout == "NHD" else 0
     read = slots, q_weight, k_weight, k_scale, v_scale
     how = position_ids, offset, layout, eps, 1.0 if zero_centered else 0.0
@@ -313,9 +318,12 @@ def _check_store(
         rule = f"{name}_scale and {name}_scale_cache exclude each other, and need a cache of 8 bits"
         got = "both" if both else f"one for a {cache.dtype} cache"
         checks.fail(who, rule, got, "Pass one of them, or none.")
+    if isinstance(scale, (int, float)):
+        scale = _scale_tensor(checks.positive_float(who, f"{name}_scale", scale), x)
     given = scales if scale is None else scale
     if not isinstance(given, Tensor) or given.dtype != torch.float32:
-        rule = f"{name}_scale and {name}_scale_cache must be float32 tensors"
+        rule = f"{name}_scale must be a number or a float32 tensor"
+        rule = f"{name}_scale_cache must be a float32 tensor" if scale is None else rule
         hint = f"Pass torch.tensor(scale, device={name}.device), for example."
         checks.fail(who, rule, checks.describe(given), hint, TypeError)
     if given.device != x.device:
@@ -329,6 +337,13 @@ def _check_store(
         got = f"shape {tuple(scales.shape)}"
         checks.fail(who, rule, got, "Pass one scale for each row of the cache.")
     return Store(view, None, scales.transpose(1, 2) if nhd else scales)
+
+
+def _scale_tensor(scale: float, x: Any) -> Any:
+    """A number that may be a scale as a tensor on the device of ``x``, without a copy to it."""
+    if 0.0 < scale < math.inf and isinstance(x, Tensor):
+        return torch.full((), scale, dtype=torch.float32, device=x.device)
+    return scale
 
 
 def _expanded(who: str, name: str, scale: Tensor, shape: tuple[int, ...]) -> Tensor:
