@@ -200,6 +200,23 @@ def test_a_replayed_graph_rotates_in_place():
 
 
 @torch.no_grad()
+def test_a_replayed_graph_keeps_a_number_for_a_scale():
+    """The number is not copied from the host, which a capture refuses."""
+    rope = posenc.RoPE(64, 4096).to(CUDA)
+    slots = torch.arange(2, device=CUDA)[:, None]
+
+    def step(q, k, ids):
+        caches = torch.zeros(2, 1, 16, 2, 64, dtype=torch.int8, device=CUDA)
+        how = {"position_ids": ids, "k_scale": 0.05, "v_scale": 0.02}
+        return rope.rotate_and_cache(q, k, k, *caches, slots, **how), caches
+
+    def inputs(at):
+        return *heads(1, torch.bfloat16), torch.full((2, 1), at, device=CUDA)
+
+    replayed(step, inputs(0), [inputs(at) for at in (3, 900, 4095)])
+
+
+@torch.no_grad()
 def test_a_replayed_graph_adds_sinusoids_and_learned_rows():
     sinusoid = posenc.SinusoidalPosEmbedding().to(CUDA)
     learned = posenc.LearnedPosEmbedding(4096, 64).to(CUDA)

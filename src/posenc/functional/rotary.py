@@ -334,11 +334,13 @@ def check_heads(
     ):
         return
     for name, x in zip(names, xs, strict=True):
-        if x is None and name == "k":
-            rule, hint = "k must be a torch.Tensor", "Call rotate for one tensor."
-            checks.fail(who, rule, None, hint, TypeError)
-        checks.float_tensor(who, name, x)
         axes = "(B, L, H, D)" if seq_dim in (1, -3) else "(B, H, L, D)"
+        positions = isinstance(x, Tensor) and x.dtype in checks.INT_DTYPES and x.dim() < 4
+        if name == "k" and (x is None or positions):
+            hint = "Call rotate for one tensor, and pass positions as position_ids=."
+            got = None if x is None else checks.describe(x)
+            checks.fail(who, f"k must be keys {axes}", got, hint, TypeError)
+        checks.float_tensor(who, name, x)
         checks.rank(who, name, x, (4,), axes)
         if head_dim is not None:
             hint = f"Build {who.partition('.')[0]} with that head_dim."
