@@ -107,6 +107,15 @@ def test_a_word_of_another_library_is_refused_with_ours(make, ours):
         make()
 
 
+@pytest.mark.parametrize("name", MODULES)
+def test_a_wrong_argument_of_a_call_names_no_private_class(name):
+    """Python's own error has the class that defines forward, a base perhaps."""
+    with pytest.raises(TypeError) as error:
+        MODULES[name].build()(their_word=True)
+    owner = str(error.value).partition("forward() got an unexpected keyword argument")[0]
+    assert owner.rstrip(".") in {"", *posenc.__all__}
+
+
 # Their signatures are asked for, word for word.
 SEEDS = {"RoPE", "LearnedPosEmbedding", "RotaryPosEmbedding", "SinusoidalPE"}
 SEEDS |= {"SinusoidalPosEmbedding"}

@@ -88,6 +88,8 @@ class BiasedAttention(ReadOnlyArguments):
         )
         return out
 
+    # What Python says of a wrong argument names no private class.
+    forward.__qualname__ = "forward"
     attention = called(forward)
 
     def _default_scale(self) -> float | None:

@@ -134,6 +134,8 @@ class ExtendedRoPE(ReadOnlyArguments):
             results.append(out)
         return _merge(results, q.dtype)
 
+    # What Python says of a wrong argument names no private class.
+    forward.__qualname__ = "forward"
     attention = called(forward)
 
     def _rotated(self, x: Tensor, at: Tensor) -> Tensor:
