@@ -280,3 +280,18 @@ def test_the_last_row_can_be_used_and_none_past_it(make, name):
         module(x, position_ids=torch.tensor([0, 1, 10]))
     with pytest.raises(ValueError, match=f"{name} must be at least 1"):
         make(0, 4)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+def test_a_learned_table_may_have_a_dtype_of_its_own(dtype):
+    module = LearnedPosEmbedding(16, 8, dtype=dtype)
+    x = torch.randn(2, 5, 8)
+    assert module.pos_emb.weight.dtype == module.replace().pos_emb.weight.dtype == dtype
+    got = module(x, 3)
+    assert got.dtype == x.dtype
+    rows = module.pos_emb.weight[3:8].detach().double()
+    exact = x.double() + rows
+    largest = torch.stack(torch.broadcast_tensors(x.double(), rows, exact)).abs().amax(0)
+    assert ((got - exact).abs() <= oracles.ulp(largest, torch.float32)).all()
+    with pytest.raises(TypeError, match="LearnedPosEmbedding: dtype must be one of float16"):
+        LearnedPosEmbedding(16, 8, dtype=torch.int64)

@@ -320,13 +320,14 @@ class SinusoidalGrid(AddedTable):
 class LearnedPosEmbedding(ReadOnlyArguments):
     """Add a trained vector for each position to embeddings ``(L, D)`` or ``(N, L, D)``.
 
-    The table is ``self.pos_emb``, a :class:`torch.nn.Embedding` in torch's default dtype, which is
-    learned and saved. The sum keeps the input's dtype.
+    The table is ``self.pos_emb``, a :class:`torch.nn.Embedding`, which is learned and saved. The
+    sum keeps the input's dtype.
 
     Args:
         max_len: Rows of the table.
         embed_dim: Channels ``D``.
         dropout: Probability that a channel of the sum is set to zero in training.
+        dtype: The dtype of the table, torch's default if None.
 
     Examples:
         >>> import torch
@@ -338,13 +339,21 @@ class LearnedPosEmbedding(ReadOnlyArguments):
         Gehring et al., *Convolutional Sequence to Sequence Learning*, 2017, section 3.1.
     """
 
-    def __init__(self, max_len: int, embed_dim: int, *, dropout: float = 0.0) -> None:
+    def __init__(
+        self,
+        max_len: int,
+        embed_dim: int,
+        *,
+        dropout: float = 0.0,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         super().__init__()
         who = type(self).__name__
         self.max_len = checks.integer(who, "max_len", max_len)
         self.embed_dim = checks.integer(who, "embed_dim", embed_dim)
         self.dropout = checks.probability(who, "dropout", dropout)
-        self.pos_emb = nn.Embedding(self.max_len, self.embed_dim)
+        self.dtype = checks.optional(checks.float_dtype, who, "dtype", dtype)
+        self.pos_emb = nn.Embedding(self.max_len, self.embed_dim, dtype=dtype)
 
     def forward(
         self, x: Tensor, offset: int | Tensor = 0, *, position_ids: Tensor | None = None
