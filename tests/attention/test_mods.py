@@ -29,6 +29,17 @@ PLACES = {
 }
 
 
+def test_without_k_len_there_are_as_many_keys_as_queries():
+    """As in `alibi_block_mask` and `relative_bias`."""
+    slopes, at = alibi_slopes(HEADS), torch.zeros((), dtype=torch.int64)
+    later = torch.arange(4)
+    ids = {"position_ids": later}
+    got, wanted = (alibi_score_mod(slopes, *n, **ids) for n in ((4,), (4, 4)))
+    score = torch.zeros(())
+    assert torch.equal(got(score, at, at, at, later), wanted(score, at, at, at, later))
+    assert alibi_mask_mod(4)(at, at, at, later).tolist() == [True, False, False, False]
+
+
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "symmetric"])
 @pytest.mark.parametrize("place", PLACES.values(), ids=PLACES)
 def test_score_mod_is_the_bias(place, causal):

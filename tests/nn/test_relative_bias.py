@@ -51,6 +51,14 @@ def test_one_query_gets_the_last_row_and_an_offset_another(make):
 
 
 @EACH
+def test_the_score_mod_of_one_length_is_for_as_many_keys(make):
+    module = drawn(make)
+    at = torch.tensor(0), torch.arange(4)[:, None, None], torch.arange(8)[:, None], torch.arange(8)
+    got, wanted = (module.score_mod(*n)(torch.zeros(()), *at) for n in ((8,), (8, 8)))
+    assert torch.equal(got, wanted)
+
+
+@EACH
 def test_the_score_mod_is_the_bias(make):
     module = drawn(make)
     b, h, q, k = torch.zeros((), dtype=torch.int64), *map(torch.arange, (4, 3, 8))

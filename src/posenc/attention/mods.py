@@ -34,7 +34,7 @@ MaskMod: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 def alibi_score_mod(
     slopes: Tensor,
     q_len: int,
-    k_len: int,
+    k_len: int | None = None,
     *,
     causal: bool = True,
     query_offset: int | Tensor | None = None,
@@ -64,6 +64,7 @@ def alibi_score_mod(
         rule = f"head_offset must be below the {slopes.shape[-1]} heads of slopes"
         checks.fail(who, rule, first_head, "Pass the slopes of all ranks.")
     bias = Slopes(slopes[..., first_head:])
+    k_len = q_len if k_len is None else k_len
     positions = qk_checks.check_key_ids(who, "position_ids", position_ids, k_len, slopes.device)
     given = q_len, k_len, causal, query_offset, document_ids, window, slopes.device
     places = check_places(who, bias, *given, position_ids=positions)
@@ -73,7 +74,7 @@ def alibi_score_mod(
 def relative_score_mod(
     bias: Bias,
     q_len: int,
-    k_len: int,
+    k_len: int | None = None,
     *,
     causal: bool = True,
     query_offset: int | Tensor | None = None,
@@ -92,7 +93,7 @@ def relative_score_mod(
         bias: :class:`Slopes`, :class:`DistanceTable` or :class:`RunningSum`, on the device of the
             attention.
         q_len: Queries ``Q`` of the call.
-        k_len: Keys ``K`` of the call, cached ones too.
+        k_len: Keys ``K`` of the call, cached ones too; ``Q`` if None.
         causal: Whether a query sees only keys up to its own.
         query_offset: As in :func:`biased_attention`, and so are the next two.
         document_ids: Ids ``(K,)`` or ``(B, K)``.
@@ -113,14 +114,14 @@ def relative_score_mod(
         rule = "bias must be Slopes, DistanceTable or RunningSum"
         hint = "FlexAttention cannot compute it: call attention(), or biased_attention."
         checks.fail(who, rule, described(bias), hint, TypeError)
-    check_bias(who, bias, None, k_len)
+    check_bias(who, bias, None, q_len if k_len is None else k_len)
     given = q_len, k_len, causal, query_offset, document_ids, window, bias.values.device
     return _score_mod(bias, check_places(who, bias, *given), None, masked, base)
 
 
 def alibi_mask_mod(
     q_len: int,
-    k_len: int,
+    k_len: int | None = None,
     *,
     causal: bool = True,
     query_offset: int | Tensor | None = None,
@@ -133,7 +134,7 @@ def alibi_mask_mod(
 
     Args:
         q_len: Queries ``Q`` of the call.
-        k_len: Keys ``K`` of the call, cached ones too.
+        k_len: Keys ``K`` of the call, cached ones too; ``Q`` if None.
         causal: Whether a query sees only keys up to its own.
         query_offset: As in :func:`biased_attention`, and so are the next two.
         document_ids: Ids ``(K,)`` or ``(B, K)``.

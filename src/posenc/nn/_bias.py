@@ -201,7 +201,7 @@ class RelativeBias(BiasedAttention):
     def score_mod(
         self,
         q_len: int,
-        k_len: int,
+        k_len: int | None = None,
         *,
         query_offset: int | Tensor | None = None,
         document_ids: Tensor | None = None,
@@ -211,7 +211,7 @@ class RelativeBias(BiasedAttention):
     ) -> ScoreMod:
         """A score_mod for ``flex_attention``: :func:`posenc.attention.relative_score_mod`."""
         return relative_score_mod(
-            self.as_bias(k_len),
+            self.as_bias(q_len if k_len is None else k_len),
             q_len,
             k_len,
             causal=self.causal,

@@ -207,7 +207,7 @@ class GridBias(RelativeBias):
     def score_mod(
         self,
         q_len: int,
-        k_len: int,
+        k_len: int | None = None,
         *,
         query_offset: int | Tensor | None = None,
         document_ids: Tensor | None = None,
