@@ -120,8 +120,9 @@ class CopeLevels(NamedTuple):
 Terms: TypeAlias = Products | FireNetwork | CopeLevels
 TERMS = (Products, FireNetwork, CopeLevels)
 Bias: TypeAlias = Slopes | DistanceTable | RunningSum | RowBias | Terms
-"""The type of every bias: the classes above, and what :func:`relative_terms` and ``as_bias`` of a
-module return."""
+"""The type of whatever :func:`biased_attention` takes as a bias: :class:`Slopes`,
+:class:`DistanceTable`, :class:`RunningSum`, :class:`RowBias`, and what :func:`relative_terms` and
+``as_bias`` of a module return."""
 # Biases without numbers in a `Call`: by torch operations a few queries at a time, but for kernels.
 BY_ROWS = (RowBias, *TERMS)
 
