@@ -28,7 +28,6 @@ def test_everything_but_weights_goes_along(small, tmp_path):
     (small / "tokenizer").mkdir()
     (small / "tokenizer" / "vocab.txt").write_text("v")
     (small / "vocab.txt").symlink_to("tokenizer/vocab.txt")
-    (small / "fonts").symlink_to("tokenizer")
     (small / "onnx").mkdir()
     (small / ".git").mkdir()
     (small / ".git" / "HEAD").write_text("h")
@@ -40,13 +39,7 @@ def test_everything_but_weights_goes_along(small, tmp_path):
     assert sorted(report.left_out) == others
     files = [p for p in (tmp_path / "new").rglob("*") if p.is_file()]
     names = {str(p.relative_to(tmp_path / "new")) for p in files}
-    copied = {
-        ".gitattributes",
-        "config.json",
-        "fonts/vocab.txt",
-        "tokenizer/vocab.txt",
-        "vocab.txt",
-    }
+    copied = {".gitattributes", "config.json", "tokenizer/vocab.txt", "vocab.txt"}
     assert names == copied | {"model.safetensors"}
     assert not any(path.is_symlink() for path in (tmp_path / "new").rglob("*"))
 
@@ -61,6 +54,94 @@ def test_a_link_is_written_as_the_file_it_leads_to(small, tmp_path):
     (tmp_path / "dangling").symlink_to(tmp_path / "later")
     convert(small, tmp_path / "dangling", to="interleaved")
     assert (tmp_path / "later" / "model.safetensors").is_file()
+
+
+LINKS = {
+    "a-file-outside": "../secret",
+    "a-device": "/dev/null",
+    "what-a-process-is": "/proc/self/environ",
+    "nothing": "../nothing",
+    "a-folder": "tokenizer",
+    "the-folder-above": "..",
+}
+
+
+@pytest.mark.parametrize("name", ["notes.txt", "config.json", "tokenizer/notes.txt"])
+@pytest.mark.parametrize("leads_to", LINKS.values(), ids=LINKS)
+def test_a_link_out_of_the_folder_or_to_a_folder_is_not_copied(small, tmp_path, name, leads_to):
+    """Who publishes the result would publish what the link leads to."""
+    (tmp_path / "secret").write_text("{}")
+    (small / "tokenizer").mkdir()
+    (small / name).unlink(missing_ok=True)
+    (small / name).symlink_to(os.path.join(*[".."] * name.count("/"), leads_to))
+    with pytest.raises(
+        ValueError, match=f"convert: {small / name} must be a link to a file of its"
+    ):
+        convert(small, tmp_path / "new", to="interleaved", config=LLAMA)
+    assert sorted(os.listdir(tmp_path)) == ["old", "secret"]
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no named pipes among its files")
+@pytest.mark.parametrize(
+    "name", ["notes.txt", "config.json", "model.safetensors", "model.safetensors.index.json"]
+)
+def test_a_pipe_is_refused_instead_of_waited_for(small, tmp_path, name):
+    (small / name).unlink(missing_ok=True)
+    os.mkfifo(small / name)
+    with pytest.raises(
+        (OSError, ValueError), match=f"convert: .*{name}.* a folder, a pipe or a device"
+    ):
+        convert(small, tmp_path / "new", to="interleaved")
+    with pytest.raises(FileNotFoundError, match=f"source must be .*, got {small / name}"):
+        convert(small / name, tmp_path / "new", to="interleaved")
+    assert os.listdir(tmp_path) == ["old"]
+
+
+def test_a_link_to_itself_is_an_error_with_its_name(small, tmp_path):
+    (small / "notes.txt").symlink_to("notes.txt")
+    with pytest.raises(OSError, match=r"notes\.txt must be a file that can be read, got Too many"):
+        convert(small, tmp_path / "new", to="interleaved")
+
+
+def test_weights_may_be_links_to_other_folders(small, tmp_path):
+    """They are read as numbers, so nothing else can get into the result."""
+    os.rename(small / "model.safetensors", tmp_path / "weights")
+    (small / "model.safetensors").symlink_to("../weights")
+    convert(small, tmp_path / "new", to="interleaved")
+    moved = convert_state(load_file(tmp_path / "weights"), to="interleaved", config=LLAMA)
+    found = load_file(tmp_path / "new" / "model.safetensors")
+    assert all(torch.equal(found[name], moved[name]) for name in moved)
+
+
+@pytest.mark.parametrize("subfolder", ["", "text_encoder"])
+def test_a_snapshot_of_the_hub_s_cache_is_converted_with_its_other_files(
+    small, tmp_path, subfolder
+):
+    """All of its files are links to blobs, which may be links to blobs of several models."""
+    cache = tmp_path / "hub"
+    model = cache / "models--org--name"
+    snapshot = model / "snapshots" / "0123abc" / subfolder
+    for folder in (snapshot, model / "blobs", cache / "blobs" / "fe", cache / "models--b--c"):
+        folder.mkdir(parents=True)
+    blobs = os.path.relpath(model / "blobs", snapshot)
+    (small / "tokenizer.json").write_text("t")
+    for path in small.iterdir():
+        os.rename(path, model / "blobs" / path.name.upper())
+        (snapshot / path.name).symlink_to(f"{blobs}/{path.name.upper()}")
+    (cache / "blobs" / "fe" / "fedc").write_text("m")
+    (model / "blobs" / "MERGES").symlink_to("../../blobs/fe/fedc")
+    (snapshot / "merges.txt").symlink_to(f"{blobs}/MERGES")
+    convert(snapshot, tmp_path / "new", to="interleaved")
+    new = tmp_path / "new"
+    copied = ["config.json", "merges.txt", "model.safetensors", "tokenizer.json"]
+    assert sorted(os.listdir(new)) == copied
+    assert not any(path.is_symlink() for path in new.iterdir())
+    assert [(new / name).read_text() for name in ("merges.txt", "tokenizer.json")] == ["m", "t"]
+
+    (cache / "models--b--c" / "key").write_text("k")
+    (snapshot / "notes.txt").symlink_to(f"{blobs}/../../models--b--c/key")
+    with pytest.raises(ValueError, match=r"notes\.txt must be a link to a file of its folder"):
+        convert(snapshot, tmp_path / "third", to="interleaved")
 
 
 @pytest.mark.parametrize(

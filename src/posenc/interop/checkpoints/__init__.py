@@ -130,7 +130,7 @@ def convert(
         size = sum(path.stat().st_size for path in new_paths)
         files.check_disk_space(target, size)
         for path in others:
-            files.copy(source / path, new / path)
+            files.copy(source, path, new)
         native = files.mark(new, to, native=model.layout == to)
         done, nbytes = 0, 0
         for shard in shards:

@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, NoReturn
 
 from torch import Tensor
 
@@ -44,7 +44,7 @@ class Shard:
 
 def check_paths(source: Path, target: Path) -> None:
     """Refuse paths that would fail after minutes of writing, or overwrite the source."""
-    if not source.exists():
+    if not (source.is_dir() or source.is_file()):
         rule = "source must be a .safetensors file, a folder with one, or a model's name on the hub"
         _fail(rule, source, "Check the path; a name is org/name.", FileNotFoundError)
     old, new = source.resolve(), target.resolve()
@@ -157,10 +157,20 @@ def _index(path: Path) -> dict[str, str]:
     return found
 
 
+def _open_regular(path: Path) -> BinaryIO:
+    try:
+        return files.open_regular(path)
+    except OSError as error:
+        hint = "Put a copy in its place, or remove it."
+        _fail(f"{path} must be a file that can be read", error.strerror, hint, type(error))
+
+
 @contextlib.contextmanager
 def _open(path: Path) -> Iterator[Any]:
     from safetensors import SafetensorError, safe_open
 
+    # safe_open would wait for the writer of a named pipe.
+    _open_regular(path).close()
     try:
         with safe_open(path, framework="pt") as file:
             yield file
@@ -224,16 +234,20 @@ def other_files(
 ) -> tuple[list[Path], list[str]]:
     """The other files and folders to copy, and the names of weights that are left out.
 
-    Each folder comes before its content. Folders whose names begin with a dot are ignored. The
-    folder of a model on the hub, by its ``name``, may also have files of earlier downloads.
+    Each folder comes before its content. Folders whose names begin with a dot are ignored, and
+    links to folders are refused: they may lead out of ``source``, or round. The folder of a model
+    on the hub, by its ``name``, may also have files of earlier downloads.
     """
     if name is not None:
         files = [Path(file) for file in ("", "config.json", _INDEX)]
         return [path for path in files if (source / path).exists()], []
     found, left_out = [], []
-    for folder, inner, names in os.walk(source, onerror=_raise, followlinks=True):
+    for folder, inner, names in os.walk(source, onerror=_raise):
         inner[:] = sorted(name for name in inner if not name.startswith("."))
         relative = Path(folder).relative_to(source)
+        for path in (source / relative / name for name in inner):
+            if path.is_symlink():
+                _refuse_link(path, "a folder")
         found.append(relative)
         for path in (relative / name for name in sorted(names)):
             if path.suffix.lower() not in _WEIGHTS:
@@ -247,16 +261,45 @@ def _raise(error: OSError) -> None:
     raise error
 
 
-def copy(old: Path, new: Path) -> None:
-    """Copy a file, or a folder without its content, with its mode."""
-    mode = old.stat().st_mode
+def copy(source: Path, name: Path, target: Path) -> None:
+    """Copy a file, or a folder without its content, from a folder to another, with its mode.
+
+    A link must lead to a file of the folder, or in the hub's cache to a blob. Any other may lead to
+    what the author of the folder wants to see in the result, such as a key of the user.
+    """
+    old, new = source / name, target / name
     if old.is_dir():
         new.mkdir()
         # Without write permission, it could be neither filled nor removed.
-        mode |= 0o700
-    else:
-        shutil.copyfile(old, new)
+        _set_mode(new, old.stat().st_mode | 0o700)
+        return
+    if old.is_symlink():
+        # Path.resolve raises RuntimeError for a link to itself.
+        file = Path(os.path.realpath(old))
+        if not any(root in file.parents for root in _roots(source.resolve())):
+            _refuse_link(old, str(file))
+        old = file
+    with _open_regular(old) as content, open(new, "xb") as copied:
+        shutil.copyfileobj(content, copied)
+        mode = os.fstat(content.fileno()).st_mode
     _set_mode(new, mode)
+
+
+def _roots(folder: Path) -> Iterator[Path]:
+    """Where files of ``folder`` may be."""
+    yield folder
+    for snapshots in folder.parents:
+        # The hub's cache: CACHE/models--org--name/snapshots/COMMIT.
+        model = snapshots.parent
+        if snapshots.name == "snapshots" and model.name.startswith("models--"):
+            yield model / "blobs"
+            # Files that several models have.
+            yield model.parent / "blobs"
+
+
+def _refuse_link(path: Path, leads_to: str) -> NoReturn:
+    hint = "Put a copy in its place, or remove it."
+    _fail(f"{path} must be a link to a file of its folder, or no link", leads_to, hint)
 
 
 def _set_mode(path: Path, mode: int) -> None:
