@@ -1,5 +1,6 @@
 """A model by its name on the hub: the config, and nothing else, is downloaded."""
 
+import contextlib
 import json
 import re
 import sys
@@ -170,6 +171,69 @@ def test_without_a_connection_the_cache_serves_too(hub, monkeypatch):
     hint = r"and the hub does not answer\.\n  Go online, set HF_HUB_OFFLINE=1 not to wait, or pass"
     with pytest.raises(OSError, match=hint):
         posenc.RoPE.from_config("org/smollm3")
+
+
+@pytest.mark.parametrize(
+    ("status", "headers", "said"),
+    [
+        pytest.param(403, {}, "answers 403 Forbidden", id="forbidden"),
+        pytest.param(400, {}, "answers 400 Bad Request", id="bad-request"),
+        pytest.param(520, {}, "answers 520", id="of-no-standard"),
+        pytest.param(
+            403, {"X-Error-Message": "Blocked by us"}, "answers 403 Blocked by us", id="in-words"
+        ),
+        pytest.param(
+            None,
+            {"X-Repo-Commit": None},
+            "answers as no hub does: its X-Repo-Commit is None",
+            id="page-of-another",
+        ),
+    ],
+)
+def test_an_answer_that_is_no_help_is_said(hub, status, headers, said):
+    """Of a proxy that blocks, a page to log in, or a mirror: going online would not help."""
+    if status is not None:
+        hub.refused["org/llama"] = (status, "")
+    hub.headers = headers
+    with pytest.raises(OSError, match="from_config") as error:
+        posenc.RoPE.from_config("org/llama")
+    assert str(error.value) == (
+        "from_config: org/llama is not a path here, the hub's cache has no config.json or "
+        f"transformer/config.json of it, and {hub.url} {said}.\n"
+        "  Check HF_ENDPOINT, the proxy and your login (hf auth login), or pass the path of a "
+        "config.json."
+    )
+
+
+def test_a_token_that_is_refused_is_said(hub):
+    hub.refused["org/llama"] = (401, "")
+    with pytest.raises(
+        OSError, match=r"cannot get config\.json of org/llama: http.* answers 401 Una"
+    ):
+        posenc.RoPE.from_config("org/llama")
+
+
+@pytest.mark.parametrize("header", ["ETag", "X-Repo-Commit"])
+@pytest.mark.parametrize("model", ["org/llama", "org/without"])
+@pytest.mark.parametrize("honest", [0, 1], ids=["at-once", "in-the-second-answer"])
+def test_a_hub_does_not_choose_where_it_is_written(hub, tmp_path, header, model, honest):
+    """huggingface_hub makes paths of these headers, also to note which files are missing."""
+    hub.files["org/without"] = {}
+    hub.headers, hub.honest = {header: "../../../../escaped"}, honest
+    before = {*tmp_path.iterdir(), tmp_path / "home"}
+    with contextlib.suppress(OSError):
+        posenc.RoPE.from_config(model)
+    assert set(tmp_path.iterdir()) <= before
+    assert not [path for path in tmp_path.rglob("*") if "escaped" in path.name]
+
+
+def test_a_hub_that_does_not_answer_is_asked_once(hub, monkeypatch):
+    """huggingface_hub would ask again for half a minute."""
+    monkeypatch.setattr(time, "sleep", lambda seconds: pytest.fail("a retry"))
+    hub.shutdown()
+    hub.server_close()
+    with pytest.raises(OSError, match="the hub does not answer"):
+        posenc.RoPE.from_config("org/llama")
 
 
 def test_a_download_that_breaks_is_an_error_and_the_next_one_is_whole(hub, monkeypatch):

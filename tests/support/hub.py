@@ -30,6 +30,9 @@ class Hub(ThreadingHTTPServer):
         self.url = f"http://127.0.0.1:{self.server_port}"
         self.files: dict[str, dict[str, bytes]] = {}
         self.refused: dict[str, tuple[int, str]] = {}
+        # Headers to send with another value, or not at all (None), after some honest answers.
+        self.headers: dict[str, str | None] = {}
+        self.honest = 0
         # Bytes of a download after which the connection is cut.
         self.cut: int | None = None
         # Each "model/file" once, or the path of a request of another kind.
@@ -66,12 +69,18 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _answer(self, status: int, code: str = "", body: bytes = b"") -> None:
         self.send_response(status)
-        self.send_header("X-Repo-Commit", COMMIT)
+        headers: dict[str, str | None] = {"X-Repo-Commit": COMMIT}
         if code:
-            self.send_header("X-Error-Code", code)
+            headers["X-Error-Code"] = code
         if status == 200:
-            self.send_header("ETag", f'"{hashlib.sha1(body).hexdigest()}"')
-        self.send_header("Content-Length", str(len(body)))
+            headers["ETag"] = f'"{hashlib.sha1(body).hexdigest()}"'
+        headers["Content-Length"] = str(len(body))
+        if self.server.honest == 0:
+            headers |= self.server.headers
+        self.server.honest = max(0, self.server.honest - 1)
+        for name, value in headers.items():
+            if value is not None:
+                self.send_header(name, value)
         self.end_headers()
         if self.command == "GET":
             self.wfile.write(body[: self.server.cut])

@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import os
 import re
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.client import responses
 from pathlib import Path
-from typing import TypeGuard
+from typing import Any, TypeGuard
 
 from posenc._contract import checks
 
 # `name` or `org/name`, and a revision after an @. A file that is missing is no model.
 _NAME = re.compile(r"(\w[\w.-]*/)?\w[\w.-]*(?<!\.json)(?<!\.safetensors)(@\w[\w./-]*)?", re.ASCII)
+# Seconds to wait for an answer of the hub, if HF_HUB_ETAG_TIMEOUT does not say.
+_TIMEOUT = 5
+_LOCK = threading.Lock()
 
 
 def is_name(text: object) -> TypeGuard[str]:
@@ -44,13 +51,12 @@ def download(who: str, model: str, *names: str, instead: str) -> Path:
     repository, _, revision = model.partition("@")
     missing: Exception | None = None
     for name in names:
-        # Without a connection, the next name need not wait half a minute for one again.
-        cached = isinstance(missing, errors.LocalEntryNotFoundError)
+        how: dict[str, Any] = {"revision": revision or None, "etag_timeout": _TIMEOUT}
+        # Without a connection, the next name need not wait for one again.
+        how["local_files_only"] = isinstance(missing, errors.LocalEntryNotFoundError)
         try:
-            found = hf_hub_download(
-                repository, name, revision=revision or None, local_files_only=cached
-            )
-            return Path(found)
+            with _checked_answers():
+                return Path(hf_hub_download(repository, name, **how))
         except errors.EntryNotFoundError as error:
             missing = missing or error
         except errors.GatedRepoError as error:
@@ -64,6 +70,10 @@ def download(who: str, model: str, *names: str, instead: str) -> Path:
             reason = f"{repository} is not a path here, and the hub has no model of this name"
             hint = "Check the spelling; if the model is private, log in with hf auth login"
             raise _error(who, reason, hint) from error
+        except errors.HfHubHTTPError as error:
+            why, hint = _why(error)
+            reason = f"cannot get {name} of {model}: {why}"
+            raise _error(who, reason, f"{hint}, or pass the path of {instead}") from error
         except Exception as error:
             # The network, the disk, the hub: huggingface_hub has no common class for these.
             words = " ".join(str(error).split())
@@ -72,11 +82,71 @@ def download(who: str, model: str, *names: str, instead: str) -> Path:
     files = " or ".join(names)
     if not isinstance(missing, errors.LocalEntryNotFoundError):
         raise _error(who, f"{model} has no {files}", f"Pass the path of {instead}") from missing
-    offline = isinstance(missing.__cause__, errors.OfflineModeIsEnabled)
-    why = "offline mode is on" if offline else "the hub does not answer"
-    online = "Unset HF_HUB_OFFLINE" if offline else "Go online, set HF_HUB_OFFLINE=1 not to wait"
+    why, hint = _why(missing.__cause__)
     reason = f"{model} is not a path here, the hub's cache has no {files} of it, and {why}"
-    raise _error(who, reason, f"{online}, or pass the path of {instead}") from missing
+    raise _error(who, reason, f"{hint}, or pass the path of {instead}") from missing
+
+
+def _why(error: BaseException | None) -> tuple[str, str]:
+    """Why the hub was of no help, and what to do about it."""
+    from huggingface_hub import constants, errors
+
+    if isinstance(error, errors.OfflineModeIsEnabled):
+        return "offline mode is on", "Unset HF_HUB_OFFLINE"
+    settings = "Check HF_ENDPOINT, the proxy and your login (hf auth login)"
+    if isinstance(error, errors.HfHubHTTPError):
+        status, words = error.response.status_code, error.response.headers.get("X-Error-Message")
+        answer = f"{status} {words or responses.get(status, '')}".strip()
+        return f"{constants.ENDPOINT} answers {answer}", settings
+    if isinstance(error, errors.FileMetadataError):
+        return f"{constants.ENDPOINT} answers as no hub does: {error}", settings
+    return "the hub does not answer", "Go online, set HF_HUB_OFFLINE=1 not to wait"
+
+
+@contextmanager
+def _checked_answers() -> Iterator[None]:
+    """Make huggingface_hub refuse an answer that would lead out of its cache, and not ask twice.
+
+    The paths that it writes to contain two headers of the answer, the commit and the ETag. Where
+    nobody answers, it would ask again for half a minute.
+    """
+    from huggingface_hub import errors, file_download
+
+    unanswered: Exception | None = None
+
+    def asked(*args: Any, **kwargs: Any) -> Any:
+        nonlocal unanswered
+        if unanswered is not None:
+            raise unanswered
+        try:
+            answer = ask(*args, **kwargs)
+        except errors.HfHubHTTPError as error:
+            _check("X-Repo-Commit", error.response.headers.get("X-Repo-Commit", "none"))
+            raise
+        except Exception as error:
+            unanswered = error
+            raise
+        _check("X-Repo-Commit", answer.commit_hash)
+        _check("ETag", answer.etag)
+        return answer
+
+    # One thread at a time, or one would restore what another has set.
+    with _LOCK:
+        # hf_hub_download looks this name up when it is called.
+        ask: Any = file_download.get_hf_file_metadata
+        file_download.get_hf_file_metadata = asked
+        try:
+            yield
+        finally:
+            file_download.get_hf_file_metadata = ask
+
+
+def _check(header: str, value: str | None) -> None:
+    """Refuse a value that is not a name in a folder."""
+    from huggingface_hub import errors
+
+    if not re.fullmatch(r"\w[\w.+=-]*", value or "", re.ASCII):
+        raise errors.FileMetadataError(f"its {header} is {value!r}")
 
 
 def _error(who: str, reason: str, hint: str) -> OSError:
