@@ -189,6 +189,32 @@ def test_an_extension_that_fails_leaves_the_model_as_it_was(extension):
         model(IDS, attention_mask=holes)
 
 
+@extensions
+def test_another_model_of_the_same_config_object_stays_as_it_is(extension):
+    """from_config and many programs give one object to several models."""
+    extend, numbers, _ = extension
+    model = made(num_hidden_layers=2)
+    config = model.config
+    other = AutoModelForCausalLM.from_config(config).double().eval()
+    before, others = logits(model), logits(other)
+
+    extend(model, **numbers)
+    extended = logits(model)
+    assert other.config is config
+    assert torch.equal(logits(other), others)
+    assert model.config is model.model.config is model.model.layers[0].self_attn.config
+    self_extend(other, group=2, window=4)
+    assert torch.equal(logits(model), extended)
+
+    unpatch(model)
+    assert torch.equal(logits(model), before)
+    unpatch(other)
+    assert torch.equal(logits(other), others)
+    assert {id(module.config) for module in model.modules() if hasattr(module, "config")} == {
+        id(config)
+    }
+
+
 @pytest.mark.parametrize("part", ["", "model"], ids=["model", "part"])
 def test_another_attention_is_refused_until_unpatch(part):
     """Its layers rotate no more, so with SDPA the model would have no positions."""

@@ -5,9 +5,10 @@ Every function here reads the whole model before it changes a module, so an erro
 
 from __future__ import annotations
 
+import copy
 import re
 import warnings
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -49,8 +50,8 @@ from posenc.nn.extended import ExtendedRoPE
 
 # Forms of tables that a RoPE has too, where all tokens and the first channels rotate.
 _PLAIN = ("doubled", "repeated", "single", "complex")
-# An attribute of the model, the implementation that it had.
-_BEFORE = "_posenc_implementation"
+# Attributes of an extended model, and of its modules: their configs before.
+_EXTENDED, _BEFORE = "_posenc_extended", "_posenc_configs"
 _Plan = tuple[nn.Module, dict[str, Replacement]]
 _UNKNOWN = ("sliding_window", "softcap", "s_aux")
 _UNCHANGED = "Use the model as it is: nothing was changed."
@@ -385,7 +386,8 @@ def self_extend(model: nn.Module, *, group: int, window: int) -> Report:
     attention implementation of transformers. Positions are counted from a sequence's first token;
     ``position_ids`` are not read. A cache that was filled before is of no use: it holds
     rotated keys. Sequences may be padded, but not packed, and caches grow: a static one is an
-    error, as are sliding windows, soft caps, sinks, and dropout of the attention.
+    error, as are sliding windows, soft caps, sinks, and dropout of the attention. Until unpatch the
+    model has a copy of its config, because other models may share the object.
 
     Args:
         model: A transformers model; of a multimodal one, its language model.
@@ -502,13 +504,16 @@ def _attach(who: str, model: Any, layers: dict[Any, ExtendedRoPE | None]) -> Non
 
     AttentionInterface.register(ATTENTION, _attend)
     AttentionMaskInterface.register(ATTENTION, _document_ids)
-    before = model.config._attn_implementation
-    model.set_attn_implementation(ATTENTION)
-    if any(layer.config._attn_implementation != ATTENTION for layer in layers):
-        model.set_attn_implementation(before)
-        rule = "model must let its attention implementation be set"
-        checks.fail(who, rule, type(model).__name__, _UNCHANGED)
-    vars(model)[_BEFORE] = before
+    _copy_configs(model)
+    try:
+        model.set_attn_implementation(ATTENTION)
+        if any(layer.config._attn_implementation != ATTENTION for layer in layers):
+            rule = "model must let its attention implementation be set"
+            checks.fail(who, rule, type(model).__name__, _UNCHANGED)
+    except BaseException:
+        _restore_configs(model.modules())
+        raise
+    vars(model)[_EXTENDED] = True
     for layer, extension in layers.items():
         # Not as a submodule: the model's modules stay as they are. None is for no rotation.
         vars(layer)[EXTENSION] = extension
@@ -517,14 +522,31 @@ def _attach(who: str, model: Any, layers: dict[Any, ExtendedRoPE | None]) -> Non
 def _detach(modules: list[nn.Module]) -> None:
     """Undo `_attach` for all ``modules``, which are those of the model or include them."""
     layers = [module for module in modules if EXTENSION in vars(module)]
-    models: list[Any] = [module for module in modules if _BEFORE in vars(module)]
+    models = [module for module in modules if _EXTENDED in vars(module)]
     if layers and not models:
         rule, got = "model must be the one that was extended", "a part of it"
         checks.fail("unpatch", rule, got, "Pass the whole model.")
     for model in models:
-        model.set_attn_implementation(vars(model).pop(_BEFORE))
+        del vars(model)[_EXTENDED]
+        _restore_configs(model.modules())
     for layer in layers:
         del vars(layer)[EXTENSION]
+
+
+def _copy_configs(model: nn.Module) -> None:
+    """Give the modules of ``model`` configs of their own: other models may share theirs."""
+    # What several modules share, their copies share too.
+    copies: dict[int, Any] = {}
+    for module in model.modules():
+        each = vars(module).items()
+        configs = {name: value for name, value in each if hasattr(value, "_attn_implementation")}
+        if configs:
+            vars(module).update(copy.deepcopy(configs, copies), **{_BEFORE: configs})
+
+
+def _restore_configs(modules: Iterable[nn.Module]) -> None:
+    for module in modules:
+        vars(module).update(vars(module).pop(_BEFORE, {}))
 
 
 def _attend(
