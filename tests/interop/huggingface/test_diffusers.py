@@ -1,7 +1,9 @@
 """Transformers of diffusers on our rotation; `tools/diffusion` writes a table of all of them."""
 
 import copy
+import gc
 import pickle
+import sys
 
 import pytest
 import torch
@@ -74,6 +76,24 @@ def test_the_report_names_the_module_and_its_processor():
         ("transformer_blocks.0.attn", "FluxAttnProcessor", "apply_rotary_emb"),
         ("single_transformer_blocks.0.attn", "FluxAttnProcessor", "apply_rotary_emb"),
     ]
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_nothing_stays_in_the_code_of_diffusers(name):
+    """Neither where a processor is, nor where it imports its function from."""
+    model, given = tiny(name)
+    gc.collect()
+    modules = {name: module for name, module in sys.modules.items() if name.startswith("diffusers")}
+    before = {name: set(vars(module)) for name, module in modules.items()}
+    out = run(model, given)[0]
+
+    with patched(model):
+        run(model, given)
+        assert any(set(vars(modules[name])) != before[name] for name in modules)
+
+    gc.collect()
+    assert {name: set(vars(module)) for name, module in modules.items()} == before
+    assert torch.equal(run(model, given)[0], out)
 
 
 def test_another_model_with_the_same_processors_stays_as_it_was():

@@ -1,5 +1,9 @@
 """Models of transformers on our rotation; `tools/models` does this for every rotary folder."""
 
+import copy
+import gc
+import sys
+
 import pytest
 import torch
 import transformers
@@ -100,6 +104,31 @@ def test_another_model_of_the_class_stays_as_it_was():
     assert not any("forward" in vars(module) for module in other.modules())
 
 
+@pytest.mark.parametrize("family", ["llama", "deepseek_v3", "gemma3-by-layer"])
+def test_nothing_stays_in_the_code_of_transformers(family):
+    """What runs there after unpatch, other models included, must be all that transformers has."""
+    name, changes, _ = FAMILIES[family]
+    models = [tiny(name, **changes) for _ in range(2)]
+    # Models of other tests, whose names go with them.
+    gc.collect()
+    names = vars(sys.modules[type(models[0]).__module__])
+    before = dict(names)
+    out = call(models[0])
+
+    patch(models[0])
+    models.append(copy.deepcopy(models[0]))
+    ours = call(models[0])
+    patch(models[1])
+    assert len(names) > len(before)
+    for model in models[:2]:
+        unpatch(model)
+
+    assert torch.equal(call(models[2]), ours), "a copy needs them still"
+    unpatch(models[2])
+    assert names == before
+    assert torch.equal(call(models[2]), out)
+
+
 def test_the_model_is_itself_again_when_the_block_fails():
     model = llama()
     expected = model(tokens()).logits
@@ -151,13 +180,16 @@ def test_a_rotation_that_is_not_understood_is_named_and_nothing_changes():
     """All or nothing: the layers before it were understood."""
     model = llama()
     model.odd = Odd()
-    expected = model(tokens()).logits
+    gc.collect()
+    expected, names = model(tokens()).logits, dict(vars(modeling_llama))
 
     with pytest.raises(ValueError, match=r"apply_rotary_pos_emb in .*\.Odd at 'odd'"):
         patch(model)
 
     assert torch.equal(model(tokens()).logits, expected)
     assert not any("forward" in vars(module) for module in model.modules())
+    gc.collect()
+    assert vars(modeling_llama) == names
 
 
 class Ambiguous(nn.Module):

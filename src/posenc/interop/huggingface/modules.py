@@ -19,6 +19,7 @@ import copy
 import functools
 import inspect
 import re
+import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -375,7 +376,8 @@ def _formula(module: nn.Module) -> tuple[float, float] | None:
 # Arguments of an attention in transformers, or of a processor in diffusers, that are tables.
 _TABLES = re.compile("position_embeddings|rotary|freqs|rope")
 # A trial that fused norms, by the class of an attention or of a processor.
-_successful: dict[type, tuple[tuple[int, ...], Any]] = {}
+_successful: weakref.WeakKeyDictionary[type, tuple[tuple[int, ...], Any]]
+_successful = weakref.WeakKeyDictionary()
 
 
 def _rotated(
@@ -454,7 +456,12 @@ def _tried(
         for name in known:
             norm = twin.get_submodule(name)
             vars(norm)["forward"] = partial(watched, name, norm)
-        twin(**given) if processor is None else processor(twin, **given)
+        try:
+            twin(**given) if processor is None else processor(twin, **given)
+        finally:
+            # They hold it, and it holds them, until Python looks for such cycles.
+            for method in methods:
+                del vars(twin)[method.name]
     return fused
 
 

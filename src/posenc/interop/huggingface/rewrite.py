@@ -1,8 +1,8 @@
 """Rebuild methods of a model so that they call our rotation, and give them to modules.
 
 A rebuilt function has the code and the globals of the original. In the code, the name of a function
-to replace becomes an alias, which is added to the globals. Other names are still looked up at every
-call, so assigning a new function to one of them takes effect.
+to replace becomes an alias, which is in the globals as long as a rebuilt function needs it. Other
+names are still looked up at every call, so assigning a new function to one of them takes effect.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import functools
 import importlib.util
 import inspect
 import sys
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from types import CellType, CodeType, FunctionType, MethodType
@@ -63,6 +64,7 @@ class Rewriter:
         replaced: list[Any] = []
         names: dict[str, str] = {}
         codes: dict[CodeType, CodeType] = {}
+        aliases: list[_Alias] = []
         scope, cells = function.__globals__, list(function.__closure__ or ())
         looked_up = ((scope, name) for name in dict.fromkeys(names_in(function.__code__)))
         for home, name in (*looked_up, *_imports(function.__code__, scope)):
@@ -74,14 +76,16 @@ class Rewriter:
                 result, inner = self.rewrite(name, value, of_model)
                 replaced += inner
                 if result is not value:
-                    names[name] = _alias(home, self._prefix + name, value, result)
+                    names[name] = self._prefix + name
+                    aliases.append(_alias(home, names[name], value, result))
         for code in _codes(function.__code__):
             if rotates(code.co_name):
                 value = _defined(code, function.__module__)
                 result, inner = self.rewrite(code.co_name, value)
                 name = f"{self._prefix}{code.co_name}_{code.co_firstlineno}"
                 replaced += inner
-                codes[code] = _calling(code, _alias(scope, name, value, result))
+                codes[code] = _calling(code, name)
+                aliases.append(_alias(scope, name, value, result))
         for i, cell in enumerate(cells):
             try:
                 value = cell.cell_contents
@@ -99,15 +103,37 @@ class Rewriter:
             copy = FunctionType(code, scope, None, defaults, closure)
             copy.__kwdefaults__ = function.__kwdefaults__
             functools.update_wrapper(copy, function)
+            vars(copy)[_ALIASES] = aliases
             self._rebuilt[function] = copy, replaced
         return self._rebuilt[function]
 
 
-def _alias(scope: dict[str, Any], alias: str, theirs: Any, ours: Any) -> str:
-    """A new name in ``scope`` for ``ours``."""
+class _Alias:
+    """A name in ``scope``, the globals of a module, for ``ours``; it goes with this object."""
+
+    def __init__(self, scope: dict[str, Any], name: str, theirs: Any, ours: Any) -> None:
+        self.theirs = theirs
+        scope[name] = ours
+        weakref.finalize(self, _remove, scope, name, ours)
+
+
+def _remove(scope: dict[str, Any], name: str, ours: Any) -> None:
+    # A later function may have the name.
+    if scope.get(name) is ours:
+        del scope[name]
+
+
+# An attribute of a rebuilt function, and all that are in use, by module and name.
+_ALIASES = "_posenc_aliases"
+_IN_USE: weakref.WeakValueDictionary[tuple[int, str], _Alias] = weakref.WeakValueDictionary()
+
+
+def _alias(scope: dict[str, Any], name: str, theirs: Any, ours: Any) -> _Alias:
+    """The name ``name`` in ``scope`` for ``ours``, or for an earlier function like it."""
+    alias = _IN_USE.get((id(scope), name))
     # A new function object would make torch.compile recompile the models patched earlier.
-    if getattr(scope.get(alias), "__wrapped__", None) is not theirs:
-        scope[alias] = ours
+    if alias is None or alias.theirs is not theirs:
+        alias = _IN_USE[id(scope), name] = _Alias(scope, name, theirs, ours)
     return alias
 
 
@@ -290,8 +316,8 @@ def keeps_rotation(kind: type) -> bool:
     return takes_tables and {"cos", "sin"} <= local_names
 
 
-# An attribute of our classes of processors: the class of the model.
-_THEIRS = "_posenc_theirs"
+# Attributes of our classes of processors: the class of the model, and what was replaced in it.
+_THEIRS, _REPLACED = "_posenc_theirs", "_posenc_replaced"
 
 
 def processor_for(module: nn.Module) -> tuple[Any, list[Any]]:
@@ -304,9 +330,12 @@ def processor_for(module: nn.Module) -> tuple[Any, list[Any]]:
     processor = getattr(module, "processor", None)
     if not callable(processor) or isinstance(processor, type):
         return None, []
-    theirs: Any = type(processor)
-    kind, replaced = _subclass(theirs)
-    return (_converted(processor, kind), list(replaced)) if replaced else (None, [])
+    kind = _subclass(type(processor))
+    return (
+        (None, [])
+        if kind is None
+        else (_converted(processor, kind), list(getattr(kind, _REPLACED)))
+    )
 
 
 def restore_processor(module: Any) -> None:
@@ -324,25 +353,29 @@ def _converted(processor: Any, kind: type) -> Any:
     return converted
 
 
-# A new class for each patch would be compiled again.
-@functools.cache
-def _subclass(kind: Any) -> tuple[Any, tuple[Any, ...]]:
-    """A subclass of a processor's class that calls our functions, and what was replaced."""
-    methods = rebuilt(kind, "__call__")
-    replaced = dict.fromkeys(one for _, found in methods.values() for one in found)
-    body = {
-        **{name: method for name, (method, _) in methods.items()},
-        _THEIRS: kind,
-        "__module__": kind.__module__,
-        "__qualname__": kind.__qualname__,
-        "__reduce__": lambda self: (_new, (kind,), vars(self)),
-    }
-    return type(kind.__name__, (kind,), body), tuple(replaced)
+# A new class for each module would be compiled again.
+_SUBCLASSES: weakref.WeakValueDictionary[type, Any] = weakref.WeakValueDictionary()
+
+
+def _subclass(kind: Any) -> Any:
+    """A subclass of a processor's class that calls our functions; None if it does not rotate."""
+    subclass = _SUBCLASSES.get(kind)
+    if subclass is None and (methods := rebuilt(kind, "__call__")):
+        body = {
+            **{name: method for name, (method, _) in methods.items()},
+            _THEIRS: kind,
+            _REPLACED: tuple(dict.fromkeys(one for _, found in methods.values() for one in found)),
+            "__module__": kind.__module__,
+            "__qualname__": kind.__qualname__,
+            "__reduce__": lambda self: (_new, (kind,), vars(self)),
+        }
+        subclass = _SUBCLASSES[kind] = type(kind.__name__, (kind,), body)
+    return subclass
 
 
 def _new(kind: type) -> Any:
     # Pickle cannot find a class that is made at run time, so loading makes it again.
-    return object.__new__(_subclass(kind)[0])
+    return object.__new__(_subclass(kind))
 
 
 def attribute_for(module: nn.Module, path: str, method: Replacement) -> str:
