@@ -5,6 +5,7 @@ import torch
 import transformers
 from torch import nn
 
+import oracles
 from posenc.interop.huggingface import patch, patched
 from support.hf_models import SMALL, apart
 
@@ -105,8 +106,49 @@ def test_the_drop_in_is_the_function_of_transformers(unsqueeze_dim, batch):
     expected = theirs.apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
     found = apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
     assert all(apart(a, b) < 1e-6 for a, b in zip(expected, found, strict=True))
+    cos, sin = cos[..., : width // 2], sin[..., : width // 2]
     with pytest.raises(ValueError, match="must be the same in cos"):
-        apply_rotary_pos_emb(q, k, cos[..., : width // 2], sin[..., : width // 2])
+        apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
+
+
+@pytest.mark.parametrize("unsqueeze_dim", [1, 2])
+@pytest.mark.parametrize("learns", [False, True], ids=["plain", "with-gradients"])
+@pytest.mark.parametrize("width", [16, 8], ids=["all-channels", "the-first"])
+def test_the_drop_in_takes_tables_without_an_axis_for_sequences(unsqueeze_dim, learns, width):
+    """A call with gradients runs other code than one without."""
+    from posenc.interop.huggingface import apply_rotary_pos_emb
+
+    angles = torch.randn(5, width // 2)
+    cos, sin = (torch.cat((part, part), -1) for part in (angles.cos(), angles.sin()))
+    q, k = torch.randn(2, 4, 5, 16), torch.randn(2, 2, 5, 16)
+    numbers = angles.cos(), angles.sin()
+    expected = [oracles.rotate(x, *numbers, interleaved=False) for x in (q, k)]
+    if unsqueeze_dim == 2:
+        q, k, *expected = (x.transpose(1, 2) for x in (q, k, *expected))
+    found = apply_rotary_pos_emb(q.requires_grad_(learns), k, cos, sin, unsqueeze_dim=unsqueeze_dim)
+    assert all(apart(a, b) < 1e-6 for a, b in zip(expected, found, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        pytest.param({"cos": (1, 4, 16), "sin": (1, 4, 16)}, "rows for 5 tokens", id="length"),
+        pytest.param({"cos": (3, 5, 16), "sin": (3, 5, 16)}, "rows for 5 tokens", id="batch"),
+        pytest.param({"cos": (1, 5, 16)}, r"got \(1, 5, 16\) and \(5, 16\) for q of", id="unlike"),
+        pytest.param({"cos": (5, 18), "sin": (5, 18)}, "at most 16 channels of q", id="width"),
+        pytest.param({"k": (2, 2, 6, 16)}, "rows for 6 tokens", id="other-keys"),
+        pytest.param({"q": (4, 5, 16)}, r"q must have shape \(B, H, L, D\)", id="no-sequences"),
+    ],
+)
+@pytest.mark.parametrize("learns", [False, True], ids=["plain", "with-gradients"])
+def test_the_drop_in_names_itself_and_the_shapes_that_were_passed(change, text, learns):
+    from posenc.interop.huggingface import apply_rotary_pos_emb
+
+    shapes = {"q": (2, 4, 5, 16), "k": (2, 2, 5, 16), "cos": (5, 16), "sin": (5, 16), **change}
+    given = {name: torch.zeros(shape) for name, shape in shapes.items()}
+    given["q"].requires_grad_(learns)
+    with pytest.raises(ValueError, match=f"^apply_rotary_pos_emb: .*{text}"):
+        apply_rotary_pos_emb(**given)
 
 
 def apply_rotary_by_keyword(x, freqs):

@@ -75,7 +75,7 @@ def apply_rotary_pos_emb(
         q: ``(B, H, L, D)``, or ``(B, L, H, D)``.
         k: As ``q``; the head count may differ.
         cos: ``(B, L, D)`` or ``(1, L, D)``, one number per channel, as their rotary modules
-            return it. A narrower table rotates only the first channels.
+            return it, or ``(L, D)``. A narrower table rotates only the first channels.
         sin: As ``cos``.
         unsqueeze_dim: Where the heads are: 1, or 2 for ``(B, L, H, D)``.
 
@@ -100,8 +100,24 @@ def apply_rotary_pos_emb(
         rotated = rotate_qk_op.at_once(q, k, cos, sin, None, 0, layout)
         if rotated is not None:
             return rotated  # type: ignore[no-any-return]
-    c = halved(who, "cos", cos, False).unsqueeze(unsqueeze_dim)
-    s = halved(who, "sin", sin, False).unsqueeze(unsqueeze_dim)
+    for name, x in (("q", q), ("k", k)):
+        checks.rank(who, name, x, (4,), "(B, H, L, D), or (B, L, H, D) with unsqueeze_dim=2")
+        batch, length, width = x.shape[0], x.shape[3 - unsqueeze_dim], cos.shape[-1]
+        leads = (length,), (1, length), (batch, length)
+        if (
+            cos.shape[:-1] not in leads
+            or sin.shape != cos.shape
+            or width % 2
+            or width > x.shape[-1]
+        ):
+            size = f"{length} tokens and an even number of at most {x.shape[-1]} channels"
+            rule = f"cos and sin must be alike, with rows for {size} of {name}"
+            got = f"{tuple(cos.shape)} and {tuple(sin.shape)} for {name} of {tuple(x.shape)}"
+            hint = "Pass (L, D), (1, L, D) or (B, L, D), and unsqueeze_dim=2 for (B, L, H, D)."
+            checks.fail(who, rule, got, hint)
+    c, s = (x[None] if x.dim() == 2 else x for x in (cos, sin))
+    c = halved(who, "cos", c, False).unsqueeze(unsqueeze_dim)
+    s = halved(who, "sin", s, False).unsqueeze(unsqueeze_dim)
     a, b = rotate_all([q, k], c, s)
     return a, b
 
