@@ -162,6 +162,17 @@ def test_a_model_without_rotation_is_refused():
         patch(model)
 
 
+@pytest.mark.parametrize("kind", ["Wav2Vec2Conformer", "Wav2Vec2Bert"])
+@pytest.mark.parametrize("scheme", ["relative", None])
+def test_a_conformer_whose_config_has_no_rotation_is_refused(kind, scheme):
+    """Its code has a rotation, which it calls only with position_embeddings_type="rotary"."""
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 1}
+    sizes |= {"intermediate_size": 64, "vocab_size": 99}
+    model = tiny(f"{kind}Model", **sizes, position_embeddings_type=scheme)
+    with pytest.raises(ValueError, match=f"got {kind}Model, which calls no function that rotates"):
+        patch(model)
+
+
 def test_an_object_that_is_no_model_is_refused():
     with pytest.raises(TypeError, match=r"must be a torch\.nn\.Module, got dict"):
         patch({})

@@ -287,8 +287,10 @@ def _scanned(
             methods, keeps = classes[kind]
             if identity and keeps:
                 raise NotUnderstood("rotating code of its own")
-        # Falcon's attention rotates only without ALiBi.
-        scanned.append((path, module, [] if biased.kind_of(module) else methods, keeps))
+        # Falcon's attention rotates only without ALiBi, that of a conformer only if it says so.
+        scheme = getattr(module, "position_embeddings_type", "rotary")
+        rotates = scheme == "rotary" and biased.kind_of(module) is None
+        scanned.append((path, module, methods if rotates else [], keeps))
     return scanned
 
 
