@@ -3,13 +3,14 @@
 import itertools
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from oracles import tables
 from posenc import kernels
-from posenc.kernels import backends, native
+from posenc.kernels import backends, native, triton
 from posenc.kernels.spec import RowOutOfRange, Rows, Spec
 from support.assertions import assert_within_ulps
 from support.rotations import BACKENDS, DTYPES, GPU, LAYOUTS, check, expected
@@ -283,6 +284,48 @@ def test_backends_say_what_they_are():
     assert names == ["c", "triton", "reference"]
     assert all(entry.why for entry in backends())
     assert backends()[2].available
+
+
+@pytest.fixture
+def on_a_gpu(monkeypatch):
+    """Register an extension, as if torch had CUDA and a device."""
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(triton, "status", lambda: (True, "ready"))
+
+    def register(**functions):
+        for name in ("available", "launches_kernels", "_error", "_no_launches"):
+            monkeypatch.setattr(native, name, getattr(native, name))
+        native.available, native.launches_kernels, native._error = True, False, ""
+        extension = SimpleNamespace(isa=lambda: "avx2", **functions)
+        monkeypatch.setattr(native, "_native", extension)
+        native.register()
+        return backends()[1]
+
+    return register
+
+
+FOUND = {"register": lambda path: None, "register_cuda": lambda path: None}
+NOT_FOUND = {
+    "a function for launches": ({"register_cuda": lambda path: "cuLaunchKernelEx"}, "cuLaunch"),
+    "a function of torch": ({"register": lambda path: "torch_call"}, "has no torch_call"),
+    "launches": ({"register_cuda": None}, "only on Linux"),
+}
+
+
+@pytest.mark.parametrize("what", NOT_FOUND)
+def test_backends_say_why_python_launches_on_cuda(on_a_gpu, what):
+    """The kernels run all the same, but a call of few tokens takes several times as long."""
+    changed, why = NOT_FOUND[what]
+    found = {name: f for name, f in {**FOUND, **changed}.items() if f is not None}
+    entry = on_a_gpu(**found)
+    assert entry.available
+    assert entry.why.startswith("ready, launched by Python")
+    assert why in entry.why
+    assert not native.launches_kernels
+
+
+def test_backends_say_that_c_launches_on_cuda(on_a_gpu):
+    assert on_a_gpu(**FOUND).why == "ready, launched by C"
 
 
 def test_a_launch_is_prepared_once_and_the_launches_are_bounded(monkeypatch):

@@ -21,6 +21,8 @@ class Backend(NamedTuple):
 def backends() -> list[Backend]:
     """The implementations of the kernels, which devices they serve, and why one is missing.
 
+    That of CUDA also says whether C launches its kernels, or Python and why.
+
     Examples:
         >>> for backend in backends():
         ...     print(backend.name, "serves", backend.serves)
@@ -28,9 +30,10 @@ def backends() -> list[Backend]:
         triton serves cuda
         reference serves every device
     """
+    runs, why = triton.status()
     return [
         Backend("c", "cpu", *native.status()),
-        Backend("triton", "cuda", *triton.status()),
+        Backend("triton", "cuda", runs, f"{why}, {native.launching()}" if runs else why),
         Backend("reference", "every device", True, "plain torch operations"),
     ]
 

@@ -19,23 +19,27 @@ except ModuleNotFoundError:
 except ImportError as error:
     available, _error = False, f"built, but it does not load: {error}"
 
-# Whether ops on CUDA launch their kernels themselves, once these are compiled.
-launches_kernels = False
+# Whether ops on CUDA launch their kernels themselves, once these are compiled, or why they do not.
+launches_kernels, _no_launches = False, ""
 _LIBRARIES = {"win32": "torch_cpu.dll", "darwin": "libtorch_cpu.dylib"}
 
 
 def register() -> None:
     """Implement the ops that C has, on the CPU and on CUDA; they may be defined later."""
-    global available, launches_kernels, _error
+    global available, launches_kernels, _error, _no_launches
     if available:
         name = _LIBRARIES.get(sys.platform, "libtorch_cpu.so")
         path = os.path.join(os.path.dirname(torch.__file__), "lib", name)
         missing = _native.register(path)
         if missing is not None:
             available, _error = False, f"built, but torch {torch.__version__} has no {missing}"
-        elif torch.version.cuda is not None and hasattr(_native, "register_cuda"):
+        elif torch.version.cuda is None or not hasattr(_native, "register_cuda"):
+            _no_launches = "C launches only on Linux, and with a torch that was built with CUDA"
+        else:
             path = os.path.join(os.path.dirname(path), "libtorch_cuda.so")
-            launches_kernels = _native.register_cuda(path) is None
+            missing = _native.register_cuda(path)
+            launches_kernels = missing is None
+            _no_launches = f"neither torch {torch.__version__} nor the driver has {missing}"
 
 
 def serves(x: Tensor, devices: tuple[str, ...]) -> bool:
@@ -70,6 +74,14 @@ def launch(prepared: Any, tensors: tuple[Tensor, ...], start: int) -> bool:
     """Launch a kernel on the current stream of the current device; whether that worked."""
     device = tensors[0].get_device()
     return _native.launch(prepared, device, start, *[t.data_ptr() for t in tensors])
+
+
+def launching() -> str:
+    """Whether C launches the kernels on CUDA, or Python and why."""
+    if launches_kernels:
+        return "launched by C"
+    why = _no_launches if available else f"the C extension is {_error}"
+    return f"launched by Python, which takes longer: {why}"
 
 
 def status() -> tuple[bool, str]:
