@@ -1,4 +1,5 @@
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -91,6 +92,24 @@ def test_private_names_of_torch_are_in_one_file():
             assert 1 <= len(names) <= 18, names
         else:
             assert not names, f"{path} uses {names}: give _contract/tracing.py a function for it"
+
+
+def test_what_torch_calls_experimental_is_in_two_files():
+    """ARCHITECTURE.md names both: they may need a change with a new torch."""
+    using = {
+        path.relative_to(SOURCE).as_posix()
+        for path in SOURCE.rglob("*.py")
+        if re.search(r"(from|import) torch[\w.]*\.experimental", path.read_text())
+    }
+    assert using == {"interop/distributed.py", "interop/onnx.py"}
+
+
+def test_private_names_of_modules_exist():
+    """The library sets or reads these of nn.Module."""
+    overridden = "_apply", "_replicate_for_data_parallel"
+    weights = "_parameters", "_buffers", "_modules"
+    hooks = "_forward_hooks", "_backward_hooks", "_backward_pre_hooks"
+    assert all(hasattr(torch.nn.Linear(1, 1), name) for name in (*overridden, *weights, *hooks))
 
 
 def test_every_private_name_has_a_canary():

@@ -1,6 +1,6 @@
 """Find out whether a call is eager, traced, compiled, transformed or captured.
 
-Only this file uses private names of torch, except methods of nn.Module;
+Only this file uses private names of torch, except attributes and methods of nn.Module;
 tests/_contract/test_tracing.py tests each of them.
 """
 
