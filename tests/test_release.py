@@ -29,7 +29,8 @@ version, links = tool("version"), tool("links")
 @pytest.fixture
 def tree(tmp_path):
     """The three files with a version, ready for the release of 1.2.3."""
-    (tmp_path / "pyproject.toml").write_text('[project]\nversion = "1.2.3"\n')
+    urls = '[project.urls]\nChangelog = "https://x.org/c"\nRepository = "https://x.org"\n'
+    (tmp_path / "pyproject.toml").write_text(f'[project]\nversion = "1.2.3"\n\n{urls}')
     (tmp_path / "CITATION.cff").write_text("cff-version: 1.2.0\nversion: 1.2.3\n")
     (tmp_path / "CHANGELOG.md").write_text("## 1.2.3 (2027-01-31)\n\n## 1.0.0 (2026-12-01)\n")
     return tmp_path
@@ -70,6 +71,18 @@ def test_a_release_has_a_date(tree):
 
     assert version.problem(tree) is None
     assert "has no date" in version.problem(tree, tag="v1.2.3")
+
+
+@pytest.mark.parametrize(
+    "left", ["", "[project.urls]\n", '[project.urls]\nChangelog = "https://x.org"\n']
+)
+def test_a_release_says_where_the_project_is(tree, left):
+    """The page of the package would lead nowhere; a tree that is not tagged may lack it."""
+    path = tree / "pyproject.toml"
+    path.write_text(path.read_text().partition("[project.urls]")[0] + left)
+
+    assert version.problem(tree) is None
+    assert "Add [project.urls]" in version.problem(tree, tag="v1.2.3")
 
 
 def jobs():

@@ -120,6 +120,8 @@ def main() -> None:
         for wheel in wheels.values():
             try_wheel(wheel)
     print("release-check: all passed")
+    if why := version.unready():
+        print(f"release-check: not ready for a tag: {why}")
 
 
 if __name__ == "__main__":

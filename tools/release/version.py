@@ -1,6 +1,7 @@
 """The version is the same in pyproject.toml, the changelog and CITATION.cff: `version.py`.
 
-`version.py v0.1.0` also compares it with a tag, for which the changelog must have a date.
+`version.py v0.1.0` also compares it with a tag, for which the changelog must have a date and
+pyproject.toml the addresses of the project.
 """
 
 from __future__ import annotations
@@ -15,6 +16,9 @@ PLACES = {
     "CITATION.cff": r'version: "?([^"\s]+)"?',
     "CHANGELOG.md": r"## (\S+).*",
 }
+
+
+URLS = r'^\[project\.urls\]\n(?:[^\[\n]*\n)*?(?:Repository|Source) = "https://'
 
 
 def versions(root: Path = ROOT) -> dict[str, str]:
@@ -36,9 +40,20 @@ def problem(root: Path = ROOT, tag: str | None = None) -> str | None:
         return None
     if tag != f"v{version}":
         return f"the tag is {tag}, the version {version}. Name the tag v{version}."
+    return unready(root)
+
+
+def unready(root: Path = ROOT) -> str | None:
+    """What a release needs and an untagged tree may lack, or None."""
+    version = versions(root)["pyproject.toml"]
     dated = rf"^## {re.escape(version)} \(\d{{4}}-\d\d-\d\d\)$"
     if not re.search(dated, (root / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE):
         return f"CHANGELOG.md has no date. Write its heading as ## {version} (YEAR-MONTH-DAY)."
+    if not re.search(URLS, (root / "pyproject.toml").read_text(encoding="utf-8"), re.MULTILINE):
+        return (
+            "pyproject.toml does not say where the project is. Add [project.urls] with "
+            'Repository = "https://…", and repository-code to CITATION.cff.'
+        )
     return None
 
 
