@@ -82,12 +82,14 @@ def test_links_lead_somewhere(page):
 # The words that a user of another library searches the manual for, and the page that has them.
 SEARCHED = {
     "transformers": "LlamaRotaryEmbedding apply_rotary_pos_emb rotate_half inv_freq rope_scaling "
-    "rope_parameters ROPE_INIT_FUNCTIONS unsqueeze_dim partial_rotary_factor build_alibi_tensor",
+    "rope_parameters ROPE_INIT_FUNCTIONS unsqueeze_dim partial_rotary_factor build_alibi_tensor "
+    "apply_multidimensional_rope",
     "flash-attn": "flash_attn RotaryEmbedding apply_rotary_emb apply_rotary_emb_qkv_ cu_seqlens "
     "apply_rotary_emb_kv_ seqlen_offset scale_base alibi_slopes flash_attn_with_kvcache "
-    "pos_idx_in_fp32 softcap",
+    "pos_idx_in_fp32 softcap seqlen_offsets conjugate",
     "torchtune-torchtitan": "RotaryPositionalEmbeddings Llama3ScaledRoPE input_pos freqs_cis "
-    "precompute_freqs_cis apply_rotary_emb ComplexRoPE CosSinRoPE VisionRotaryPositionalEmbeddings",
+    "precompute_freqs_cis apply_rotary_emb ComplexRoPE CosSinRoPE VisionRotaryPositionalEmbeddings "
+    "MRoPE.Config(mrope_section rope_cache _build_mrope_positions",
     "x-transformers": "rotary_pos_emb rotary_emb_dim AlibiPositionalBias DynamicPositionBias "
     "RelativePositionBias DataDependentAlibi PolarEmbedding RotaryEmbedding(use_xpos=True) "
     "ScaledSinusoidalEmbedding AbsolutePositionalEmbedding apply_rotary_pos_emb CoPE num_mem_kv "
@@ -101,13 +103,15 @@ SEARCHED = {
     "RotaryEmbeddingDinoV3 resample_abs_pos_embed RelPosBias FourierEmbed ref_feat_shape",
     "diffusers": "FluxPosEmbed get_1d_rotary_pos_embed get_2d_rotary_pos_embed freqs_cis img_ids "
     "get_3d_rotary_pos_embed apply_rotary_emb Timesteps get_timestep_embedding txt_ids "
-    "get_2d_sincos_pos_embed get_3d_sincos_pos_embed GaussianFourierProjection",
+    "get_2d_sincos_pos_embed get_3d_sincos_pos_embed GaussianFourierProjection "
+    "apply_rotary_emb_allegro",
     "megatron-transformer-engine": "RotaryPositionEmbedding fused_apply_rotary_pos_emb "
     "fused_apply_rotary_pos_emb_thd apply_rotary_pos_emb YarnRotaryEmbedding start_positions "
-    "MultimodalRotaryEmbedding get_pos_emb_on_this_cp_rank rotary_percent tensor_format",
+    "MultimodalRotaryEmbedding get_pos_emb_on_this_cp_rank rotary_percent tensor_format freqs "
+    "fused_apply_rotary_pos_emb_2d fused_apply_rotary_pos_emb_cached apex",
     "vllm": "get_rope MRotaryEmbedding is_neox_style cos_sin_cache YaRNScalingRotaryEmbedding "
     "Llama3RotaryEmbedding Phi3LongRoPEScaledRotaryEmbedding mrope_section rope_parameters "
-    "kv_cache_dtype reshape_and_cache_flash",
+    "kv_cache_dtype reshape_and_cache_flash fused_qk_norm_rope concat_and_cache_mla rms_norm",
     "longrope-yarn": "LlamaYaRNScaledRotaryEmbedding LongRoPEScaledRotaryEmbedding rescale_factors "
     "LlamaDynamicYaRNScaledRotaryEmbedding LlamaNTKScaledRotaryEmbedding attn_factor ReRoPE",
     "lucid-lightwatch": "lucid.nn lightwatch::nn RotaryPosEmbedding SinusoidalPE",
