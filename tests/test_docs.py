@@ -112,6 +112,25 @@ SEARCHED = {
     "vllm": "get_rope MRotaryEmbedding is_neox_style cos_sin_cache YaRNScalingRotaryEmbedding "
     "Llama3RotaryEmbedding Phi3LongRoPEScaledRotaryEmbedding mrope_section rope_parameters "
     "kv_cache_dtype reshape_and_cache_flash fused_qk_norm_rope concat_and_cache_mla rms_norm",
+    "sglang": "get_rope is_neox_style rope_scaling MRotaryEmbedding FusedSetKVBufferArg "
+    "apply_rope_with_cos_sin_cache_inplace fused_qk_norm_rope get_rope_index cos_sin_cache",
+    "flashinfer": "apply_rope apply_rope_inplace apply_rope_pos_ids apply_llama31_rope indptr "
+    "offsets apply_rope_with_cos_sin_cache append_paged_kv_cache get_batch_indices_positions "
+    "rope_scale rope_theta pos_encoding_mode append_paged_mla_kv_cache kv_indptr",
+    "flash-linear-attention": "FLA fla.modules.RotaryEmbedding seqlen_offset cu_seqlens "
+    "rotary_embedding max_seqlen parallel_forgetting_attn conjugate chunk_indices",
+    "liger": "liger_rotary_pos_emb apply_liger_kernel_to_llama liger_multimodal_rotary_pos_emb "
+    "liger_llama4_text_rotary_pos_emb use_liger_kernel LigerRMSNorm",
+    "quack": "quack.rotary apply_rotary_emb apply_rotary_emb_qkv_ apply_rotary_emb_kv_ conjugate "
+    "seqlen_offsets cu_seqlens rope_posfreq_epi make_interleaved_inv_freq",
+    "xformers": "rope_padded adjacents linear_scale use_dynamic_scaling first_seqpos "
+    "BlockDiagonalCausalWithOffsetPaddedKeysMask LowerTriangularMaskWithTensorBias "
+    "memory_efficient_attention",
+    "mlx": "mlx.nn.RoPE nn.RoPE mx.fast.rope traditional freqs nn.ALiBi initialize_rope "
+    "nn.SinusoidalPositionalEncoding SuScaledRoPE YarnRoPE",
+    "keras-hub": "keras_hub.layers.RotaryEmbedding RotaryEmbedding(max_wavelength start_index "
+    "SinePositionEncoding PositionEmbedding TokenAndPositionEmbedding scaling_factor rope_type "
+    "AlibiBias",
     "longrope-yarn": "LlamaYaRNScaledRotaryEmbedding LongRoPEScaledRotaryEmbedding rescale_factors "
     "LlamaDynamicYaRNScaledRotaryEmbedding LlamaNTKScaledRotaryEmbedding attn_factor ReRoPE",
     "lucid-lightwatch": "lucid.nn lightwatch::nn RotaryPosEmbedding SinusoidalPE",
