@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from posenc.lab import show
-from posenc.lab.panels import SERIES, figure, image, plain
+from posenc.lab.panels import INK, SERIES, figure, image, plain
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -49,7 +49,7 @@ def axes() -> Figure:
             ax.semilogy(mine, [rates[i] for i in mine], ".", color=colour, label=word, ms=5)
         plain(ax, name, "pair", "")
     first = drawn.axes[0]
-    first.set_ylabel("radians per step", fontsize=9)
+    first.set_ylabel("radians per step, log scale", fontsize=9)
     first.legend(frameon=False, fontsize=8.5, labelcolor="linecolor", loc="lower left")
     return drawn
 
@@ -84,7 +84,7 @@ def precision() -> Figure:
         place = (x[-1], float(error[-1]))
         above = (0, -14 if name.endswith("float32") else 6)
         ax.annotate(name, place, above, textcoords="offset points", color=colour, ha="right")
-    plain(ax, "Largest error of a cosine", "position", "")
+    plain(ax, "Largest error of a cosine", "position, log scale", "error, log scale")
     ax.set_ylim(1e-17, 300)
     return drawn
 
@@ -99,14 +99,16 @@ def extended() -> Figure:
         "Self-Extend by 4": posenc.SelfExtend(rope, group=4, window=12),
         "Dual Chunk of 16": posenc.DualChunk(rope, chunk=16, window=6),
     }
-    drawn = figure(9.6, 3.6)
+    drawn = figure(9.6, 3.3)
     for ax, (name, extend) in zip(drawn.subplots(1, 3), found.items(), strict=True):
         distance = extend.distances(length).double()
         shown = distance.masked_fill(distance < 0, float("nan"))
         picture = ax.imshow(shown.numpy(), vmin=0, vmax=length - 1, cmap="viridis")
         plain(ax, f"{name}: up to {int(distance.max())}", "key", "query")
         ax.grid(visible=False)
-    drawn.colorbar(picture, ax=drawn.axes, shrink=0.8)
+    bar = drawn.colorbar(picture, cax=ax.inset_axes((1.06, 0, 0.06, 1)))
+    bar.outline.set_visible(False)
+    bar.ax.tick_params(labelsize=8, colors=INK, length=2)
     return drawn
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import re
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +73,8 @@ def _write(plan: Any, found: dict[str, Any]) -> str:
         about = TASKS[task]
         heads = [f"{times} ×" for times in plan.times]
         lines = [line for _, line in _ranked(rows)]
-        parts.append(f"## {about.label.capitalize()}\n\n{about.about}\n")
+        guess = report.guess(plan, found, task)
+        parts.append(f"## {about.label.capitalize()}\n\n{about.about} {guess}\n")
         parts.append(_table((about.measure, ""), heads, lines))
     labels = {row["encoding"]: row["label"] for rows in found["summary"].values() for row in rows}
     lines = [[labels[name], *report.costs(cost)] for name, cost in found["costs"].items()]
@@ -85,11 +87,11 @@ def _ranked(rows: list[Any]) -> list[tuple[Any, list[str]]]:
     """Each row and its cells, the best on the longest sequences first."""
     lines = []
     for row in sorted(rows, key=lambda row: row["rank"][-1]):
+        # One seed has no range that could reach that of the best.
+        several = len(row["seeds"]) > 1
         cells = [
-            f"{'**' * level}{score}{'**' * level} #{rank}"
-            for score, rank, level in zip(
-                report.scores(row), row["rank"], row["level"], strict=True
-            )
+            re.sub("^[^#]+(?= #)", r"**\g<0>**", score) if level and several else score
+            for score, level in zip(report.scores(row), row["level"], strict=True)
         ]
         lines.append((row, [row["label"], row["how"], *cells]))
     return lines

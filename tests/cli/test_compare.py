@@ -37,7 +37,10 @@ def test_a_run_writes_page_figures_and_numbers_and_says_where(run, tmp_path):
     lines = done.stdout.splitlines()
     assert lines[1].split() == "1 × (8) 2 × (16) 4 × (32) 8 × (64) how".split()
     assert {line.split()[0] for line in lines[2:4]} == {"none", "ALiBi"}
-    assert lines[4] == "what each costs"
+    assert "#1" in lines[2]
+    assert lines[4].startswith("  A loss of x nats is ")
+    assert lines[4].endswith("costs ln 56 = 4.03 nats.")
+    assert lines[6] == "what each costs"
     for name, file in [
         ("report", "report.html"),
         ("figure", "figure.png"),
@@ -140,6 +143,15 @@ def test_resume_refuses_another_plan(run, tmp_path):
     assert other.stderr == (
         f"posenc: {tmp_path} was begun with another --steps: leave it out to resume.\n"
     )
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_one_seed_is_printed_without_ranks(run, tmp_path):
+    """There is no spread that they could be outside of."""
+    done = run(*TINY, "--encodings", "none,alibi", "-o", tmp_path / "out")
+    assert done.exit_code == 0, done.output
+    assert "#" not in done.stdout
+    assert "--seeds 3 shows it" in done.stdout
 
 
 def test_a_finished_run_of_a_gpu_is_drawn_without_one(run, tmp_path):

@@ -1,4 +1,5 @@
 import math
+from itertools import pairwise
 
 import pytest
 import torch
@@ -21,13 +22,40 @@ VIEWS = {
 QUICK = ("sinusoidal", "rope-rules", "alibi", "forget-gate", "grid")
 
 
+def assert_can_be_read(figure):
+    """All words are on the paper and apart, and a colour bar is beside its map."""
+    figure.draw_without_rendering()
+    paper = figure.bbox
+    words = [figure._suptitle] if figure._suptitle else []
+    for ax in figure.axes:
+        words += [ax._left_title, ax.xaxis.label, ax.yaxis.label]
+        words += [ax.get_legend()] if ax.get_legend() else []
+        plot = ax.get_window_extent()
+        for bar in ax.child_axes:
+            place = bar.get_window_extent()
+            assert 0 < place.x0 - plot.x1 < 0.05 * plot.width
+            assert (place.y0, place.y1) == pytest.approx((plot.y0, plot.y1))
+    boxes = [each.get_window_extent() for each in words]
+    for i, box in enumerate(boxes):
+        assert paper.x0 <= box.x0 <= box.x1 <= paper.x1, words[i]
+        assert paper.y0 <= box.y0 <= box.y1 <= paper.y1, words[i]
+        for other, of in zip(boxes[:i], words, strict=False):
+            assert not (box.width and other.width and box.overlaps(other)), (words[i], of)
+
+
 @pytest.mark.parametrize(
     "name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in VIEWS]
 )
-def test_every_view_is_drawn_with_a_title_for_each_panel(name):
+def test_every_view_is_drawn_with_a_title_for_each_panel_and_can_be_read(name):
     figure = show.figure(VIEWS[name])
-    figure.draw_without_rendering()
     assert len([ax for ax in figure.axes if ax.get_title(loc="left")]) == len(VIEWS[name].panels)
+    assert_can_be_read(figure)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("encoding", show.ENCODINGS)
+def test_a_picture_without_options_can_be_read(encoding):
+    assert_can_be_read(show.figure(show.ENCODINGS[encoding]()))
 
 
 @pytest.mark.parametrize(
@@ -82,20 +110,62 @@ def test_a_bias_is_drawn_as_the_module_has_it():
     view = show.ENCODINGS["sandwich"](heads=4, length=12, trained=8)
     table = posenc.Sandwich(4).table(12)
     assert view.numbers["bias"] == table.tolist()
-    added, matrix, weight, queries = view.panels
+    added, matrix, weight, any_query = view.panels
     assert [line.y for line in added.lines] == table.tolist()
     assert torch.equal(matrix.table, posenc.Sandwich(4).bias(12)[2])
     assert weight.lines[0].y == pytest.approx((table[0] - table[0, 0]).exp().tolist())
-    assert [line.y for line in queries.lines] == [table[2, :n].tolist() for n in (12, 7, 4)]
+    assert [line.y for line in any_query.lines] == [table[2].tolist()]
 
 
-def test_a_bias_that_starts_at_zero_is_drawn_with_random_numbers():
-    """A flat line would show nothing; the same numbers every time, so the picture is too."""
-    once, again = (show.relative("learned-bias", heads=2, length=12, trained=8) for _ in range(2))
-    row = once.numbers["bias"][0]
-    assert len(set(row)) == 8
-    assert len(set(row[7:])) == 1
-    assert once.numbers == again.numbers
+def test_queries_have_lines_of_their_own_only_where_they_differ():
+    """Three lines above each other would look like one whose legend is wrong."""
+    by_name = {name: VIEWS[name].panels[3] for name in ("alibi", "transformer-xl", "fire", "cope")}
+    assert {name: len(chart.lines) for name, chart in by_name.items()} == {
+        "alibi": 1,
+        "transformer-xl": 1,
+        "fire": 3,
+        "cope": 3,
+    }
+    assert "any query" in by_name["alibi"].title
+    assert "three queries" in by_name["fire"].title
+
+
+@pytest.mark.parametrize("heads", [1, 2, 3, 4, 8, 12])
+def test_a_map_shows_one_of_the_heads_that_have_a_line(heads):
+    lines, matrix, _, queries = show.relative("alibi", heads=heads, length=8, trained=4).panels
+    head = matrix.title.removeprefix("Bias of ")
+    assert head in [line.label for line in lines.lines]
+    assert queries.title.endswith(head)
+
+
+LEARNED = ("t5", "learned-bias", "relative-keys", "transformer-xl", "deberta")
+
+
+@pytest.mark.parametrize("name", LEARNED)
+def test_a_bias_that_begins_with_nothing_to_see_is_drawn_with_an_example_that_falls(name):
+    """A flat line would show nothing, and random numbers only noise; the title says what it is."""
+    view = show.relative(name, heads=4, length=40, trained=32)
+    assert view.title.endswith("an example of learned values")
+    for head in view.numbers["bias"]:
+        assert head[0] == max(head)
+        # Ripples of a sum of sinusoids are small beside the fall.
+        assert max(b - a for a, b in pairwise(head)) < 0.1 * (head[0] - head[-1])
+    assert show.relative(name, heads=4, length=40, trained=32).numbers == view.numbers
+
+
+def test_a_table_of_positions_is_an_example_whose_neighbours_are_alike():
+    view = show.learned(dim=64, length=128)
+    assert view.title.endswith("an example of learned values")
+    alike = view.panels[1].table
+    assert alike.diagonal(1).min() > 0.9
+    assert alike[0, 64:].max() < 0.5
+
+
+def test_cells_of_a_grid_are_square():
+    figure = show.figure(VIEWS["grid"])
+    figure.draw_without_rendering()
+    for ax in figure.axes[:3]:
+        assert ax.get_window_extent().width == pytest.approx(ax.get_window_extent().height)
 
 
 def test_three_tokens_forget_and_the_others_keep():
@@ -109,3 +179,7 @@ def test_the_gallery_has_a_panel_for_every_encoding():
     titles = " ".join(ax.get_title(loc="left") for ax in figure.axes)
     for name in ("Sinusoidal", "Learned", "Rotary", "ALiBi"):
         assert name in titles
+
+
+def test_the_gallery_can_be_read():
+    assert_can_be_read(show.gallery())

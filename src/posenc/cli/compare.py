@@ -25,6 +25,11 @@ from posenc.lab.panels import save
 _DEFAULTS = {field.name: field.default for field in dataclasses.fields(Plan)}
 _BASE = "Base of RoPE and the sinusoid; 0: the training length."
 _KNOWN = f"Comma-separated, of: {', '.join(ENCODINGS)}; or all."
+# What is said of one seed, and of several.
+_OF_SEEDS = (
+    "One seed says nothing of the spread, so nothing is ranked: --seeds 3 shows it.",
+    "Means of the seeds, ± half their range; #: the rank of the mean.",
+)
 _TASKS = f"Comma-separated, of: {', '.join(TASKS)}; or all."
 _JOBS = typer.Option(
     metavar="N",
@@ -164,22 +169,20 @@ def _draw(run: Run) -> dict[str, Path]:
 
 
 def _show(run: Run) -> None:
-    """Print scores and ranks of each task, the best of the longest first, and then the costs."""
+    """Print the scores of each task, the best of the longest first, and then the costs."""
     plan, results = run.plan, run.results
     heads = [f"{t} × ({n})" for t, n in zip(plan.times, plan.lengths, strict=True)]
     for task, summary in results["summary"].items():
-        rows = []
-        for row in sorted(summary, key=lambda row: row["rank"][-1]):
-            ranked = zip(report.scores(row), row["rank"], strict=True)
-            cells = [f"{score} #{rank}" for score, rank in ranked]
-            rows.append([row["label"], *cells, row["how"]])
+        rows = [
+            [row["label"], *report.scores(row), row["how"]]
+            for row in sorted(summary, key=lambda row: row["rank"][-1])
+        ]
         titles = {"text": f"loss of the last {plan.train_length} symbols, nats"}
         title = titles.get(task, f"accuracy in {TASKS[task].label}")
-        _print.table(f"{title}, by length of the sequence", ["", *heads, "how"], rows)
+        notes = report.guess(plan, results, task), _OF_SEEDS[plan.seeds > 1]
+        _print.table(f"{title}, by length of the sequence", ["", *heads, "how"], rows, notes)
     if results["costs"]:
-        costs = [[ENCODINGS[n].label, *report.costs(c)] for n, c in results["costs"].items()]
-        # Memory is counted on CUDA only.
-        columns = zip(["", *report.COSTS], *costs, strict=True)
-        head, *shown = zip(*(column for column in columns if any(column[1:])), strict=True)
+        columns, found = report.cost_table(results["costs"])
+        costs = [[ENCODINGS[name].label, *cells] for name, cells in found.items()]
         note = "×: of the time without an encoding; reading: one sequence of the longest length"
-        _print.table("what each costs", head, shown, [note])
+        _print.table("what each costs", ["", *columns], costs, [note])

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import cycle
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeAlias
 
 from torch import Tensor
 
@@ -27,6 +27,8 @@ COLOURS = (
 SERIES = ("#0072b2", "#d55e00", "#009e73", "#cc79a7")
 _MARKERS, _DASHES = "os^Dv<>PX*hpd", ("-", "--", ":", "-.")
 _DPI = 144
+# Points between a title and its axes, and those that a row of names between them takes.
+_PAD, _ROW = 8, 14
 
 
 class Look(NamedTuple):
@@ -54,9 +56,10 @@ def figure(width: float, height: float, title: str = "") -> Figure:
     return drawn
 
 
-def plain(ax: Axes, title: str, x: str, y: str) -> None:
-    """Set title, labels, ticks and a faint grid."""
-    ax.set_title(title, fontsize=11, color=INK, loc="left", pad=8)
+def plain(ax: Axes, title: str, x: str, y: str, *, names: int = 0) -> None:
+    """Set title, labels, ticks and a faint grid; rows of ``names`` fit below the title."""
+    pad = _PAD + _ROW * names
+    ax.set_title(title, fontsize=11, color=INK, loc="left", pad=pad)
     ax.set_xlabel(x, fontsize=9, color=INK)
     ax.set_ylabel(y, fontsize=9, color=INK)
     ax.tick_params(labelsize=8, colors=INK, length=3)
@@ -67,16 +70,41 @@ def plain(ax: Axes, title: str, x: str, y: str) -> None:
     ax.patch.set_alpha(0)
 
 
-def legend(ax: Axes, *, of_figure: bool = False) -> None:
-    """Name the lines that have a label right of the axes, or of all axes, in their colours."""
-    lines, labels = ax.get_legend_handles_labels()
-    if lines:
-        words: dict[str, Any] = {"labelcolor": "linecolor", "frameon": False, "fontsize": 8.5}
-        if of_figure:
-            words["fontsize"] = 10
-            ax.figure.legend(lines, labels, loc="outside right upper", handlelength=3, **words)
-        else:
-            ax.legend(loc="upper left", bbox_to_anchor=(1, 1), handlelength=2, **words)
+def legend(ax: Axes, *, columns: int) -> None:
+    """Name what has a label above the axes, in its colour: there the names hide no line."""
+    ax.legend(
+        loc="lower left",
+        bbox_to_anchor=(0, 1),
+        ncols=columns,
+        borderpad=0,
+        handlelength=1.5,
+        handletextpad=0.5,
+        columnspacing=1,
+        fontsize=8,
+        **_look_of_names(ax),
+    )
+
+
+def legend_of_figure(ax: Axes) -> None:
+    """Name what has a label in these axes right of all axes."""
+    handles, labels = ax.get_legend_handles_labels()
+    ax.figure.legend(
+        handles,
+        labels,
+        loc="outside right upper",
+        handlelength=3,
+        fontsize=10,
+        **_look_of_names(ax),
+    )
+
+
+def _look_of_names(ax: Axes) -> dict[str, Any]:
+    # A line has a colour that letters can be read in, a shade has none.
+    handles, _ = ax.get_legend_handles_labels()
+    return {
+        "frameon": False,
+        "labelcolor": [each.get_color() if each in ax.lines else INK for each in handles],
+    }
 
 
 def image(picture: Figure, suffix: str) -> bytes:
@@ -121,10 +149,14 @@ class Heat:
     x: str
     y: str
     table: Tensor
+    # Whether rows are as high as columns are wide.
+    square: bool = False
 
-    def draw(self, ax: Axes) -> None:
+    names: ClassVar[int] = 0
+
+    def draw(self, ax: Axes, *, names: int = 0) -> None:
         """Draw on these axes; infinite values are left empty."""
-        plain(ax, self.title, self.x, self.y)
+        plain(ax, self.title, self.x, self.y, names=names)
         ax.grid(visible=False)
         ax.locator_params(integer=True)
         table = self.table.masked_fill(self.table.isinf(), math.nan)
@@ -133,15 +165,18 @@ class Heat:
         if finite.min() < 0 < finite.max():
             most = float(finite.abs().max())
             colours = {"cmap": "RdBu", "vmin": -most, "vmax": most}
-        shown = ax.imshow(table.numpy(), aspect="auto", interpolation="nearest", **colours)
-        bar = ax.figure.colorbar(shown, ax=ax, pad=0.015, fraction=0.05)
+        aspect = "equal" if self.square else "auto"
+        ax.set_anchor("W")
+        shown = ax.imshow(table.numpy(), aspect=aspect, interpolation="nearest", **colours)
+        # In coordinates of the axes, so that it is beside them whatever their size is.
+        bar = ax.figure.colorbar(shown, cax=ax.inset_axes((1.02, 0, 0.03, 1)))
         bar.outline.set_visible(False)
         bar.ax.tick_params(labelsize=7.5, colors=INK, length=2)
 
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """Lines, named in a legend."""
+    """Lines, named above the axes if there are several."""
 
     title: str
     x: str
@@ -149,7 +184,7 @@ class Chart:
     lines: Sequence[Line]
     # The axis with a log scale: x, y or none.
     log: str = ""
-    # An axis (x or y), the value from which the background is shaded, and the label of the shade.
+    # An axis (x or y), the value from which the background is shaded, and what the shade is called.
     shaded: tuple[str, float, str] | None = None
     # Whether points are drawn instead of lines between them.
     dots: bool = False
@@ -157,19 +192,36 @@ class Chart:
     square: bool = False
     # Tick labels of the x axis, by value.
     ticks: dict[int, str] | None = None
+    # Names in a row.
+    columns: int = 9
 
-    def draw(self, ax: Axes, *, named: bool = True) -> None:
-        """Draw on these axes, with a legend if lines are to be ``named``."""
-        plain(ax, self.title, self.x, self.y)
+    @property
+    def names(self) -> int:
+        """Rows of names."""
+        lines = sum(bool(line.label) for line in self.lines) if len(self.lines) > 1 else 0
+        return math.ceil((lines + self._has_shade) / self.columns)
+
+    @property
+    def _has_shade(self) -> bool:
+        if self.shaded is None:
+            return False
+        axis, place, _ = self.shaded
+        # The end of a log scale is rounded, and may be past the last point by that.
+        return any(value > place for line in self.lines for value in getattr(line, axis))
+
+    def draw(self, ax: Axes, *, names: int | None = None) -> None:
+        """Draw on these axes, with room for rows of ``names``, its own if None; 0 for no names."""
+        names = self.names if names is None else names
+        plain(ax, self.title, self.x, self.y, names=names)
         if self.log:
             words = {"x": self.x, "y": self.y}[self.log]
             ax.set(**{f"{self.log}scale": "log", f"{self.log}label": f"{words}, log scale"})
         if self.square:
-            ax.set_aspect("equal")
+            ax.set_aspect("equal", anchor="W")
         if self.ticks:
             ax.set_xticks(list(self.ticks), list(self.ticks.values()))
             ax.minorticks_off()
-        ax.margins(x=0.1 if self.dots or self.ticks else 0, y=0.12)
+        ax.margins(x=0.1 if self.dots or self.ticks else 0, y=0.06)
         for i, (line, usual) in enumerate(zip(self.lines, cycle(SERIES), strict=False)):
             colour = line.colour or usual
             look: dict[str, Any] = {"ms": 4, "ls": "", "marker": "o"}
@@ -178,23 +230,18 @@ class Chart:
                 apart = max(1, len(line.x) // 8)
                 look = {"ms": 6, "lw": 1.6, "ls": line.dash, "marker": line.marker or None}
                 look["markevery"] = (i * apart // len(self.lines), apart)
-            ax.plot(line.x, line.y, color=colour, label=line.label, **look)
+            label = line.label if len(self.lines) > 1 else ""
+            ax.plot(line.x, line.y, color=colour, label=label, **look)
             if line.band:
                 ax.fill_between(line.x, *line.band, color=colour, alpha=0.18, lw=0)
-        if self.shaded is not None:
-            self._shade(ax, *self.shaded)
-        if named:
-            legend(ax)
-
-    def _shade(self, ax: Axes, axis: str, place: float, words: str) -> None:
-        limits = ax.get_xlim() if axis == "x" else ax.get_ylim()
-        # The end of a log scale is rounded, and may be past the last point by that.
-        if any(value > place for line in self.lines for value in getattr(line, axis)):
+        if self._has_shade and self.shaded is not None:
+            axis, place, words = self.shaded
+            limits = ax.get_xlim() if axis == "x" else ax.get_ylim()
             span = ax.axvspan if axis == "x" else ax.axhspan
-            span(place, limits[1], color=FAINT, alpha=0.45, lw=0)
+            span(place, limits[1], color=FAINT, alpha=0.45, lw=0, label=words)
             ax.set(**{f"{axis}lim": limits})
-            place_of: dict[str, Any] = {"transform": ax.transAxes, "va": "top"}
-            ax.text(0.02, 0.97, f"shaded: {words}", fontsize=8, color=INK, **place_of)
+        if names and self.names:
+            legend(ax, columns=self.columns)
 
 
 Panel: TypeAlias = Heat | Chart
@@ -219,6 +266,10 @@ def sheet(
     """Panels in rows of ``columns``, on a figure of this size in inches."""
     drawn = figure(width, height, title)
     axes = drawn.subplots(len(panels) // columns, columns, squeeze=False)
-    for ax, panel in zip(axes.flat, panels, strict=True):
-        panel.draw(ax)
+    for row, first in zip(axes, range(0, len(panels), columns), strict=True):
+        shown = panels[first : first + columns]
+        # Titles of a row are at one height.
+        names = max(panel.names for panel in shown)
+        for ax, panel in zip(row, shown, strict=True):
+            panel.draw(ax, names=names)
     return drawn

@@ -27,19 +27,73 @@ RULES: dict[str, Callable[[float, int], rules.Rule]] = {
     "yarn": lambda factor, trained: rules.YaRN(factor, original_length=trained),
     "llama3": lambda factor, trained: rules.Llama3(factor, original_length=trained),
 }
+_LEARNED = "; an example of learned values"
 # Of the random features, and the numbers of octaves of NeRF's.
 _SCALES, _OCTAVES = (1.0, 4.0, 16.0), (2, 4, 6)
 # Cells of a side of the grid, and channels of a head.
 _WINDOW, _WIDTH = 7, 16
 
 
+def _spans(count: int, trained: int) -> Tensor:
+    """How far each of ``count`` example heads looks back, from 2 tokens to half the length."""
+    return torch.logspace(math.log10(2), math.log10(max(2, trained / 2)), count)
+
+
+def _example(distance: Tensor, count: int, trained: int) -> Tensor:
+    """Values ``[count, N]`` such as training could give: high up to a span, and low beyond it."""
+    return 6 * (-distance / _spans(count, trained)[:, None]).exp() - 3
+
+
+def _learn_t5(module: Any, trained: int) -> None:
+    # With the number of each bucket in it, the table says which bucket a distance is in.
+    module.weight.copy_(torch.arange(module.num_buckets)[:, None])
+    distance = torch.arange(trained)
+    buckets = module.table(trained)[0, :trained].long()
+    values = _example(distance, module.num_heads, trained).T
+    module.weight.copy_(_mean_by_row(buckets, values, module.num_buckets))
+
+
+def _learn_bias(module: Any, trained: int) -> None:
+    module.weight.copy_(_example(torch.arange(trained), module.num_heads, trained))
+
+
+def _learn_keys(module: Any, trained: int) -> None:
+    # The row of distance zero is the last.
+    module.weight.copy_(_example(torch.arange(trained), module.head_dim, trained).T.flip(0))
+
+
+def _learn_deberta(module: Any, trained: int) -> None:
+    distance = torch.arange(trained)
+    values = _example(distance, module.head_dim, trained).T
+    rows = _mean_by_row(module.distance_rows(distance), values, len(module.pos_key))
+    for table in (module.pos_key, module.pos_query):
+        table.copy_(rows[:, None])
+
+
+def _learn_projection(module: Any, trained: int) -> None:
+    # Each channel of a head sums the cosines whose waves are longer than its span.
+    heads, width = module.num_heads, module.head_dim
+    waves = math.tau / nn.RoPE(module.embed_dim, None).scaled_inv_freq().float()
+    longer = (waves / (4 * _spans(width, trained)[:, None])).log().mul(2).sigmoid()
+    weight = torch.zeros(heads, width, 2, len(waves))
+    weight[:, :, 1] = 6 * longer / longer.sum(-1, keepdim=True)
+    module.linear_pos.weight.copy_(weight.flatten(2).flatten(0, 1))
+
+
+def _mean_by_row(rows: Tensor, values: Tensor, count: int) -> Tensor:
+    """A table of ``count`` rows, each the mean of the values ``[N, C]`` that belong to it."""
+    sums = values.new_zeros(count, values.shape[1]).index_add(0, rows, values)
+    return sums / rows.bincount(minlength=count).clamp(min=1)[:, None]
+
+
 class Family(NamedTuple):
-    """A bias that a module has before training."""
+    """A bias, for a number of heads, their channels, and a trained length."""
 
     label: str
     words: str
-    # Makes the module for a number of heads, their channels, and a trained length.
     make: Callable[[int, int, int], Any]
+    # For one that has nothing to show before training: sets parameters to an example.
+    learn: Callable[[Any, int], None] | None = None
     # Whether it depends on queries and keys.
     products: bool = False
 
@@ -52,18 +106,22 @@ FAMILIES = {
     ),
     "t5": Family(
         "T5",
-        "a number for each bucket of distances, here random",
+        "a number for each bucket of distances",
         lambda heads, width, trained: nn.T5Bias(
             heads, num_buckets=min(32, trained), max_distance=trained, causal=True
         ),
+        _learn_t5,
     ),
     "learned-bias": Family(
         "learned bias",
-        "a number for each distance, here random",
+        "a number for each distance",
         lambda heads, width, trained: nn.LearnedBias(heads, max_distance=trained - 1),
+        _learn_bias,
     ),
     "kerple": Family(
-        "KERPLE", "a logarithm of the distance", lambda heads, width, trained: nn.KERPLE(heads)
+        "KERPLE",
+        "a logarithm of the distance, before training",
+        lambda heads, width, trained: nn.KERPLE(heads),
     ),
     "sandwich": Family(
         "Sandwich", "products of sinusoids", lambda heads, width, trained: nn.Sandwich(heads)
@@ -71,19 +129,21 @@ FAMILIES = {
     # The paper's threshold is a quarter of its training length.
     "fire": Family(
         "FIRE",
-        "a function of the distance over the query's position",
+        "a function of the distance over the query's position, before training",
         lambda heads, width, trained: nn.FIRE(heads, threshold=trained / 4),
     ),
     "relative-keys": Family(
         "relative keys",
-        "the query times a vector for each distance, here random",
+        "the query times a vector for each distance",
         lambda heads, width, trained: nn.RelativeKeys(width, max_distance=trained - 1),
+        _learn_keys,
         products=True,
     ),
     "transformer-xl": Family(
         "Transformer-XL",
         "the query times the projected sinusoid of the distance",
         lambda heads, width, trained: nn.TransformerXLBias(heads, embed_dim=width * heads),
+        _learn_projection,
         products=True,
     ),
     "deberta": Family(
@@ -96,6 +156,7 @@ FAMILIES = {
             position_buckets=max(trained // 4, 2),
             causal=True,
         ),
+        _learn_deberta,
         products=True,
     ),
 }
@@ -118,15 +179,15 @@ def gallery(length: int = 96, dim: int = 64) -> Figure:
     """One picture of four encodings: what is added, what is rotated, what is subtracted."""
     _, wavelengths, by_distance, circles = rope(dim=dim, length=length, trained=length).panels
     shown = (
-        ("Sinusoidal", sinusoidal(dim=dim, length=length).panels[0]),
-        ("Learned", learned(dim=dim, length=length).panels[0]),
-        ("Rotary", circles),
-        ("Rotary", wavelengths),
-        ("Rotary", by_distance),
-        ("ALiBi", relative("alibi", length=length, trained=length).panels[0]),
+        ("Sinusoidal: added to the input", sinusoidal(dim=dim, length=length).panels[0]),
+        ("Learned: added; an example", learned(dim=dim, length=length).panels[0]),
+        (f"Rotary: {circles.title.lower()}", circles),
+        (f"Rotary: {wavelengths.title.lower()}", wavelengths),
+        (f"Rotary: {by_distance.title.lower()}", by_distance),
+        ("ALiBi: added to the scores", relative("alibi", length=length, trained=length).panels[0]),
     )
-    panels = [replace(panel, title=f"{name}: {panel.title}") for name, panel in shown]
-    return sheet(panels, 14, 7.6, columns=3, title="posenc: where a token is, four ways")
+    panels = [replace(panel, title=title) for title, panel in shown]
+    return sheet(panels, 12, 6.8, columns=3, title="Where a token is, four ways")
 
 
 def sinusoidal(
@@ -136,18 +197,21 @@ def sinusoidal(
     table = nn.SinusoidalPE(length, dim, base=base).get_encoding(length)
     rates = [Rotation("", nn.RoPE(dim, None, base).scaled_inv_freq())]
     waves, by_distance = _by_rate(rates, trained, 4 * trained)
-    by_distance = replace(by_distance, title="The same cosine, by distance")
+    by_distance = replace(by_distance, title="The same cosine, by distance", y="cosine")
     panels = (*_added(table), waves, by_distance)
-    title = f"Sinusoidal: added to the input, {dim} channels"
+    title = f"Sinusoidal, {dim} channels: added to the input"
     return View(title, panels, _numbers("sinusoidal", dim, base, trained, rates))
 
 
 def learned(*, dim: int = 128, length: int = 128) -> View:
-    """The table that is added, as it is initialised."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        table = nn.LearnedPosEmbedding(length, dim).pos_emb.weight.detach()
-    title = f"Learned: added to the input, {dim} channels, before training"
+    """An example of a trained table: each channel is a smooth function of the position."""
+    # Waves of half a turn, one turn, ..., the longer the stronger.
+    turns = torch.arange(1, 17) / 2
+    angle = math.tau * turns * torch.linspace(0, 1, length)[:, None]
+    waves = torch.cat([angle.cos(), angle.sin()], 1) / turns.repeat(2)
+    table = waves @ torch.randn(32, dim, generator=torch.Generator().manual_seed(0))
+    table = table / table.std()
+    title = f"Learned, {dim} channels: added to the input{_LEARNED}"
     return View(title, _added(table), {"encoding": "learned", "dim": dim})
 
 
@@ -188,9 +252,9 @@ def pope(*, dim: int = 128, length: int = 128, trained: int = 4096, base: float 
     panels = (
         Heat("Cosines of the angles", "channel", "position", cos),
         *_by_rate(rotations, trained, trained, "channel (RoPE: pair)"),
-        Chart(f"Score of channel {middle}, lengths one", "distance", "", parts),
+        Chart(f"Score of channel {middle}, lengths one", "distance", "q·k", parts),
     )
-    title = f"PoPE: lengths softplus(x), angles of positions, {dim} channels, base {base:g}"
+    title = f"PoPE, {dim} channels, base {base:,g}: lengths softplus(x), angles of positions"
     return View(title, panels, _numbers("pope", dim, base, trained, rotations))
 
 
@@ -242,13 +306,13 @@ def fourier(*, dim: int = 128, length: int = 128) -> View:
         _similarity(f"{k} frequencies", nn.FourierFeatures(1, num_frequencies=k, kind="nerf"), at)
         for k in _OCTAVES
     ]
-    cells = f"place, 0 to 1 in {length}"
-    title = "Similarity by distance"
+    cells = f"coordinate, 0 to 1 in {length} steps"
+    title = "Cosine between two coordinates' features"
     panels = (
         Heat("Random: cosines, slow ones first", "frequency", cells, cosines),
         Heat("NeRF: sine and cosine, frequencies double", "channel", cells, octaves(at)),
-        Chart(f"{title}, random", "distance", "", gaussian),
-        Chart(f"{title}, powers of two", "distance", "", doubling),
+        Chart(f"{title}: random", "distance", "cosine", gaussian),
+        Chart(f"{title}: NeRF", "distance", "cosine", doubling),
     )
     rates = random.frequencies[:, 0].tolist()
     numbers = {"encoding": "fourier", "dim": dim, "scale": random.scale, "frequencies": rates}
@@ -256,13 +320,19 @@ def fourier(*, dim: int = 128, length: int = 128) -> View:
 
 
 def relative(name: str, *, heads: int = 8, length: int = 256, trained: int = 128) -> View:
-    """One of the families, before training, if all tokens have one query and one key."""
-    label, words, make, products = FAMILIES[name]
+    """One of the families, if all tokens have one query and one key."""
+    label, words, make, learn, products = FAMILIES[name]
     with _before_training():
-        module = _drawn(make(heads, _WIDTH, trained))
-        q, k = torch.randn(2, 1, heads, 1, _WIDTH).expand(-1, -1, -1, length, -1)
-        bias = module.bias(q, k)[0] if products else module.bias(length)
-    return _view(name, f"{label[0].upper()}{label[1:]}: {words}", bias, trained)
+        module = make(heads, _WIDTH, trained)
+        if learn is not None:
+            learn(module, trained)
+            words += _LEARNED
+        # The query of each head chooses one of the channels, from the first to the last.
+        q = torch.zeros(1, heads, length, _WIDTH)
+        channel = torch.linspace(0, _WIDTH - 1, heads).round().long()
+        q[:, torch.arange(heads), :, channel] = _WIDTH**0.5
+        bias = module.bias(q, q)[0] if products else module.bias(length)
+    return _view(name, f"{label[0].upper()}{label[1:]}", words, bias, trained)
 
 
 def forget_gate(*, heads: int = 8, length: int = 256, trained: int = 128) -> View:
@@ -275,9 +345,9 @@ def forget_gate(*, heads: int = 8, length: int = 256, trained: int = 128) -> Vie
         sums = gate.sums(x)
     kept = sums.diff(prepend=sums.new_zeros(heads, 1)).exp()
     lines = [line(f"head {h}", torch.arange(length), kept[h]) for h in _some(heads)]
-    gates = Chart("What each token keeps of those before it", "position", "", lines)
-    title = "Forgetting gates: the tokens decide, three of these forget"
-    return _view("forget-gate", title, gate.bias(sums), trained, gates)
+    gates = Chart("How much each token keeps of those before it", "position", "gate", lines)
+    words = "random tokens decide, three of these forget"
+    return _view("forget-gate", "Forgetting gates", words, gate.bias(sums), trained, gates)
 
 
 def cope(*, heads: int = 8, length: int = 256, trained: int = 128) -> View:
@@ -286,28 +356,28 @@ def cope(*, heads: int = 8, length: int = 256, trained: int = 128) -> View:
         module, (q, k) = nn.CoPE(_WIDTH, max_pos=trained), torch.randn(2, 1, heads, length, _WIDTH)
         q[..., 0], module.pos_emb[0, 0] = 1.0, -0.1 * torch.arange(trained)
         bias = module.bias(q, k)[0]
-    return _view("cope", "CoPE: gates decide which tokens are counted", bias, trained)
+    return _view("cope", "CoPE", "gates decide which of these random tokens count", bias, trained)
 
 
 def grid(*, heads: int = 8) -> View:
     """Swin v2's bias of a window of an image, before training."""
     with _before_training():
         bias = nn.GridBias(_WINDOW, num_heads=heads, continuous=True).bias()
-    head = heads // 2
+    head = _middle(heads)
     window = bias[head].unflatten(-1, (_WINDOW, _WINDOW))
     corner, centre = (
-        Heat(f"Bias of the cell in the {place}", "column", "row", window[cell])
+        Heat(f"Bias of the cell in the {place}, head {head}", "column", "row", window[cell], True)
         for place, cell in (("corner", 0), ("centre", len(window) // 2))
     )
     across = [line(f"head {h}", torch.arange(_WINDOW), bias[h, 0, :_WINDOW]) for h in _some(heads)]
     panels = (
         centre,
         corner,
-        Heat(f"Bias of head {head}", "key", "query", bias[head]),
-        Chart("Bias of the corner, along its row", "columns away", "", across),
+        Heat(f"Bias of all cells, head {head}", "key", "query", bias[head], True),
+        Chart("Bias of the cell in the corner, along its row", "columns away", "bias", across),
     )
     size = f"{_WINDOW} × {_WINDOW}"
-    title = f"Grid: steps in rows and columns of a window of {size}, {heads} heads"
+    title = f"Grid, {heads} heads: rows and columns of a window of {size}, before training"
     return View(title, panels, {"encoding": "grid", "heads": heads, "bias": bias.tolist()})
 
 
@@ -351,11 +421,11 @@ def _rotary(
     if len(rotations) > 1:
         shown, named = rotations[1], f", {rotations[1].label}"
         slower = [_by_pair(each, rotations[0].rates / each.rates) for each in rotations]
-        last = Chart("How many times slower each pair rotates", "pair", "", slower)
+        last = Chart("How many times slower each pair rotates", "pair", "times", slower)
     cos = (torch.arange(length)[:, None] * shown.rates).cos() * shown.gain
     heat = Heat(f"Cosines of the angles{named}", "pair", "position", cos)
     panels = (heat, *_by_rate(rotations, trained, longest), last)
-    title = f"RoPE: queries and keys rotated, {dim} channels, base {base:g}"
+    title = f"RoPE, {dim} channels, base {base:,g}: queries and keys rotated"
     return View(title, panels, _numbers("rope", dim, base, trained, rotations))
 
 
@@ -363,11 +433,10 @@ def _circles(rates: Tensor, positions: int) -> Chart:
     """Where up to three pairs point at the first positions, each on a circle of its own."""
     lines = []
     for i, pair in enumerate(sorted({0, len(rates) // 8, len(rates) // 4})):
-        angle, wavelength = torch.arange(positions) * rates[pair], math.tau / float(rates[pair])
+        angle = torch.arange(positions) * rates[pair]
         unit = torch.polar(torch.full_like(angle, 1 - 0.28 * i), angle)
-        label = f"pair {pair}, {wavelength:.3g} a turn"
-        lines.append(line(label, unit.real, unit.imag))
-    title = f"Pairs at positions 0 to {positions - 1}, the slower the smaller"
+        lines.append(line(f"pair {pair}", unit.real, unit.imag))
+    title = f"Pairs at positions 0 to {positions - 1}"
     return Chart(title, "cosine", "sine", lines, dots=True, square=True)
 
 
@@ -383,12 +452,12 @@ def _by_rate(
 ) -> tuple[Chart, Chart]:
     """Wavelengths of all pairs, or of ``what`` has rates, and scores at all distances."""
     waves = [_by_pair(each, math.tau / each.rates) for each in rotations]
-    above = ("y", trained, f"no full turn in the trained context, {trained}")
+    above = ("y", trained, f"no full turn in {trained:,}")
     lines = [line(each.label, *scores(each, farthest)) for each in rotations]
-    right = ("x", trained, "past the trained context")
+    right = ("x", trained, f"past the trained length, {trained:,}")
     return (
         Chart("Positions for a full turn", what, "positions", waves, log="y", shaded=above),
-        Chart("Score of equal vectors, q·k / D", "distance", "", lines, log="x", shaded=right),
+        Chart("Score of equal vectors", "distance", "q·k / D", lines, log="x", shaded=right),
     )
 
 
@@ -421,28 +490,51 @@ def _some(heads: int) -> list[int]:
     return sorted({round(i * (heads - 1) / 3) for i in range(4)})
 
 
-def _view(name: str, title: str, bias: Tensor, trained: int, last: Panel | None = None) -> View:
+def _middle(heads: int) -> int:
+    """One of these, which a map shows."""
+    some = _some(heads)
+    return some[len(some) // 2]
+
+
+def _view(
+    name: str, label: str, words: str, bias: Tensor, trained: int, last: Panel | None = None
+) -> View:
     """A causal bias ``[H, L, L]``, and by distance from the last query."""
     heads, length, _ = bias.shape
-    head, distance, by_distance = heads // 2, torch.arange(length), bias[:, -1].flip(-1)
+    head, distance, by_distance = _middle(heads), torch.arange(length), bias[:, -1].flip(-1)
     weight = (by_distance - by_distance.amax(-1, keepdim=True)).exp()
     added, left = (
         [line(f"head {h}", distance, values[h]) for h in _some(heads)]
         for values in (by_distance, weight)
     )
-    rows = []
-    for query in sorted({length // 4, length // 2, length - 1}, reverse=True):
-        row = bias[head, query, : query + 1].flip(-1)
-        rows.append(line(f"query {query}", distance[: query + 1], row))
-    past = ("x", trained, f"past the trained length, {trained}")
+    past = ("x", trained, f"past the trained length, {trained:,}")
     panels = (
-        Chart("Added to the score of the last query", "distance", "", added, shaded=past),
+        Chart("Added to the score of the last query", "distance", "bias", added, shaded=past),
         Heat(f"Bias of head {head}", "key", "query", bias[head]),
-        Chart("Weight, of the largest, equal scores", "distance", "", left, shaded=past),
-        last or Chart(f"Head {head}: the bias of three queries", "distance", "", rows, shaded=past),
+        Chart(
+            "Attention weight at equal scores", "distance", "weight, largest = 1", left, shaded=past
+        ),
+        last or _of_queries(bias[head], head, past),
     )
     numbers = {"encoding": name, "trained": trained, "heads": heads, "bias": by_distance.tolist()}
-    return View(f"{title}, {heads} heads", panels, numbers)
+    return View(f"{label}, {heads} heads: {words}", panels, numbers)
+
+
+def _of_queries(bias: Tensor, head: int, past: tuple[str, float, str]) -> Chart:
+    """The bias of three queries by distance, or of the last if those of the others are as far."""
+    length = len(bias)
+    queries = sorted({length // 4, length // 2, length - 1}, reverse=True)
+    rows = [bias[query, : query + 1].flip(-1) for query in queries]
+    # Lines that are this close are one on paper.
+    close = 1e-3 * (rows[0].max() - rows[0].min())
+    which = "three queries"
+    if all((row - rows[0][: len(row)]).abs().max() <= close for row in rows):
+        queries, rows, which = queries[:1], rows[:1], "any query"
+    lines = [
+        line(f"query {query}", torch.arange(len(row)), row)
+        for query, row in zip(queries, rows, strict=True)
+    ]
+    return Chart(f"Bias of {which}, head {head}", "distance", "bias", lines, shaded=past)
 
 
 @contextmanager
@@ -451,11 +543,3 @@ def _before_training() -> Iterator[None]:
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         yield
-
-
-def _drawn(module: Any) -> Any:
-    """The module, with random numbers in place of parameters that are zero before training."""
-    for parameter in module.parameters():
-        if not parameter.any():
-            parameter.normal_()
-    return module

@@ -1,6 +1,8 @@
+import base64
 import copy
 import dataclasses
 import html
+import math
 import re
 
 import pytest
@@ -9,6 +11,7 @@ from posenc.lab.comparison import report
 from posenc.lab.comparison.encodings import ENCODINGS
 from posenc.lab.comparison.plan import Plan
 from posenc.lab.comparison.run import Run
+from posenc.lab.comparison.text import tales
 from posenc.lab.panels import image
 
 TINY = Plan(
@@ -104,4 +107,57 @@ def test_many_encodings_have_a_board_with_the_best_mean_rank_first(results):
     assert [text.get_text() for text in ax.texts][:4] == [f"{score:.2f}" for score in row["score"]]
     assert "* applied to a trained model" in ax.get_xlabel()
     # Matplotlib warns, which is an error here, if a legend leaves no room for its charts.
-    assert report.page(plan, ranked).count("<img alt") == 2
+    assert report.page(plan, ranked).count("<img ") == 1 + 3
+
+
+def letters_of(page, width):
+    """The smallest letters of each picture in pixels, if it is as wide as this."""
+    for encoded in re.findall(r'src="data:image/svg\+xml;base64,([^"]+)"', page):
+        svg = base64.b64decode(encoded).decode()
+        drawn = float(re.search(r'viewBox="0 0 ([\d.]+) ', svg)[1])
+        smallest = min(float(size) for size in re.findall(r"font(?:-size)?: ([\d.]+)px", svg))
+        yield smallest * width / drawn
+
+
+def test_charts_can_be_read_on_a_phone(page):
+    """One below the other, in the 360 pixels that a narrow screen has for them."""
+    shown = list(letters_of(page, 360))
+    assert len(shown) == 3
+    assert min(shown) > 8
+
+
+def test_one_seed_is_not_ranked(results, page):
+    """It has no spread, so a rank would be one of chance; and says what shows it."""
+    assert "#1" not in page
+    assert "<b>" not in page
+    assert "--seeds 3 shows it" in page
+    two = copy.deepcopy(results)
+    for row in two["summary"]["text"]:
+        row["seeds"] = [0, 1]
+    page = report.page(dataclasses.replace(TINY, seeds=2), two)
+    assert "#1" in page
+    assert "<b>" in page
+    assert "--seeds" not in page
+
+
+def test_a_measure_that_a_run_does_not_have_has_no_column(results, page):
+    """Memory is counted on CUDA."""
+    assert "MB" not in page
+    assert not re.search(r"<t[hd]></t[hd]>", page.split("What each costs")[1].split("<tr>", 2)[2])
+    counted = copy.deepcopy(results)
+    for cost in counted["costs"].values():
+        cost["read_bytes"] = 2_000_000
+    page = report.page(TINY, counted)
+    assert "<th>reading, MB</th>" in page
+    assert "<td>2.00</td>" in page
+    assert "step, MB" not in page
+
+
+def test_the_page_says_what_guessing_costs(results, page):
+    """The tales have 56 symbols; a string of a game has 8 of 16 letters, or fewer if short."""
+    symbols = len(set(tales()))
+    assert f"costs ln {symbols} = {math.log(symbols):.2f} nats" in page
+    words = report.guess(dataclasses.replace(TINY, train_length=32), results, "copy")
+    assert "among the 8 letters of the string is right in 12.5%" in words
+    assert "among all 16 letters in 6.2%" in words
+    assert "among the 2 letters" in report.guess(TINY, results, "index")

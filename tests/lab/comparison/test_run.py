@@ -224,7 +224,7 @@ def test_rows_are_ranked_at_each_length_by_their_mean():
     assert rows["none"]["score"] == pytest.approx([2.1, 3.1])
     assert (rows["none"]["low"], rows["none"]["high"]) == ([2.0, 3.0], [2.2, 3.2])
     assert rows["none"]["curve"]["loss"] == [0.5]
-    assert scores(rows["alibi"]) == ["1.600 ± 0.300", "1.100 ± 0.100"]
+    assert scores(rows["alibi"]) == ["1.600 ± 0.300 #3", "1.100 ± 0.100 #1"]
 
 
 def test_a_range_that_reaches_that_of_the_best_is_level_with_it():

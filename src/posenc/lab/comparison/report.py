@@ -5,21 +5,22 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from posenc.lab.comparison.encodings import ENCODINGS, trained_with
 from posenc.lab.comparison.plan import Plan
-from posenc.lab.comparison.tasks import TASKS
-from posenc.lab.panels import INK, Chart, Line, figure, in_page, legend, look
+from posenc.lab.comparison.tasks import TASKS, Game
+from posenc.lab.panels import INK, Chart, Line, figure, in_page, legend_of_figure, look, sheet
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 # For each task, the rows of :func:`posenc.lab.comparison.run.summarize`.
 Summary: TypeAlias = dict[str, list[dict[str, Any]]]
-# More lines than this are hard to tell apart in a chart.
-_MOST_LINES = 12
+# More lines than this are hard to tell apart in a chart, and names in a row of a page's.
+_MOST_LINES, _COLUMNS = 12, 3
 
 
 def page(plan: Plan, results: dict[str, Any]) -> str:
@@ -40,22 +41,28 @@ def page(plan: Plan, results: dict[str, Any]) -> str:
     tasks = [
         {
             "about": TASKS[task],
-            "picture": in_page(_charts(plan, task, rows)),
+            "guess": guess(plan, results, task),
+            "charts": _pictures(_charts(plan, task, rows)),
             "rows": sorted(rows, key=lambda row: row["rank"][-1]),
         }
         for task, rows in done.items()
     ]
+    cost_heads, cost_rows = cost_table(results["costs"])
+    board = _board(plan, done) if _needs_board(done) else None
     return environment.get_template("page.html").render(
         plan=plan,
         results=results,
         machine=results["machine"],
         slowest=round(math.tau * plan.base ** ((plan.head_dim - 2) / plan.head_dim)),
-        board=in_page(_board(plan, done)) if _needs_board(done) else None,
+        board=board and in_page(board),
+        # Its smallest words can be read at three quarters of its size.
+        board_width=board and round(0.75 * 96 * board.get_figwidth()),
         tasks=tasks,
         # The same encodings in every task, up to those that are not finished.
         rows=max(done.values(), key=len),
         scores=scores,
-        costs=costs,
+        cost_heads=cost_heads,
+        cost_rows=cost_rows,
     )
 
 
@@ -67,16 +74,41 @@ def overview(plan: Plan, results: dict[str, Any]) -> Figure:
     ((task, rows),) = done.items()
     what = results["text"]["name"] if task == "text" else TASKS[task].label
     title = f"Trained on {plan.train_length} symbols of {what}, tested on up to {plan.longest}"
-    return _charts(plan, task, rows, title)
+    drawn, charts = figure(13, 7.2, title), _charts(plan, task, rows)
+    # The first chart has a column, and the others share one.
+    axes = drawn.subplot_mosaic([[0, at] for at in range(1, len(charts))])
+    for at, chart in enumerate(charts):
+        chart.draw(axes[at], names=0)
+    # The first chart has a line for each encoding.
+    legend_of_figure(axes[0])
+    return drawn
 
 
 def scores(row: dict[str, Any]) -> list[str]:
-    """Mean and half the range of the seeds at each length, as text."""
-    cells = []
-    for score, low, high in zip(row["score"], row["low"], row["high"], strict=True):
-        spread = f" ± {(high - low) / 2:.3f}" if len(row["seeds"]) > 1 else ""
-        cells.append(f"{score:.3f}{spread}")
-    return cells
+    """Mean and half the range of the seeds at each length, and the rank of the mean, as text.
+
+    One seed has no range, and so no rank that could be told from chance.
+    """
+    found = zip(row["score"], row["low"], row["high"], row["rank"], strict=True)
+    if len(row["seeds"]) == 1:
+        return [f"{score:.3f}" for score, *_ in found]
+    return [f"{score:.3f} ± {(high - low) / 2:.3f} #{rank}" for score, low, high, rank in found]
+
+
+def guess(plan: Plan, results: dict[str, Any], task: str) -> str:
+    """What the measure of a task is, and what a model scores that only guesses."""
+    if task == "text":
+        symbols = results["text"]["symbols"]
+        evenly = f"ln {symbols} = {math.log(symbols):.2f} nats"
+        return (
+            "A loss of x nats is a probability of e^-x for the right symbol, in the geometric "
+            f"mean. Guessing among all {symbols} symbols costs {evenly}."
+        )
+    size = Game(plan).size
+    return (
+        f"Guessing among the {size} letters of the string is right in {1 / size:.1%} of the "
+        f"answers, and among all {2 * size} letters in {0.5 / size:.1%}."
+    )
 
 
 def costs(cost: dict[str, Any]) -> list[str]:
@@ -92,6 +124,14 @@ def costs(cost: dict[str, Any]) -> list[str]:
 COSTS = ("parameters", "step, ×", "step, MB", "reading, ×", "reading, MB")
 
 
+def cost_table(found: dict[str, Any]) -> tuple[tuple[str, ...], dict[str, tuple[str, ...]]]:
+    """The heads that have a number, and the cells of each encoding: memory is counted on CUDA."""
+    rows = {name: costs(cost) for name, cost in found.items()}
+    shown = [i for i in range(len(COSTS)) if any(cells[i] for cells in rows.values())]
+    heads = tuple(COSTS[i] for i in shown)
+    return heads, {name: tuple(cells[i] for i in shown) for name, cells in rows.items()}
+
+
 def _finished(results: dict[str, Any]) -> Summary:
     return {task: rows for task, rows in results["summary"].items() if rows}
 
@@ -101,7 +141,7 @@ def _needs_board(summary: Summary) -> bool:
     return len(summary) > 1 or any(len(rows) > _MOST_LINES for rows in summary.values())
 
 
-def _charts(plan: Plan, task: str, rows: Sequence[dict[str, Any]], title: str = "") -> Figure:
+def _charts(plan: Plan, task: str, rows: Sequence[dict[str, Any]]) -> list[Chart]:
     """Score by length of the sequence, loss while training, and for a text also by position."""
     looks = {name: look(i) for i, name in enumerate(dict.fromkeys(plan.encodings))}
     by_length, by_position, training = [], [], {}
@@ -121,7 +161,7 @@ def _charts(plan: Plan, task: str, rows: Sequence[dict[str, Any]], title: str = 
     measure, nats = TASKS[task].measure, "nats per symbol"
     is_fitted = any(trained_with(row["encoding"]) != row["encoding"] for row in rows)
     title_of = "Loss of the last symbols" if task == "text" else measure.capitalize()
-    by_length_title = f"{title_of}, by length of the sequence{', rules fitted to it' * is_fitted}"
+    by_length_title = f"{title_of} by length{', rules fitted to it' * is_fitted}"
     charts = [
         Chart(by_length_title, "symbols", measure, by_length, log="x", shaded=past, ticks=names),
         Chart("Loss while training", "step", nats, list(training.values())),
@@ -130,14 +170,20 @@ def _charts(plan: Plan, task: str, rows: Sequence[dict[str, Any]], title: str = 
         fitted = f", rules fitted to {plan.longest}" * is_fitted
         at_position = f"Loss at each position of {plan.longest} symbols{fitted}"
         charts.insert(1, Chart(at_position, "position", nats, by_position, shaded=past))
-    drawn = figure(13, 7.2, title)
-    # The first chart has a column, and the others share one.
-    axes = drawn.subplot_mosaic([[0, at] for at in range(1, len(charts))])
-    for at, chart in enumerate(charts):
-        chart.draw(axes[at], named=False)
-    # The first chart has a line for each encoding.
-    legend(axes[0], of_figure=True)
-    return drawn
+    return charts
+
+
+def _pictures(charts: Sequence[Chart]) -> list[tuple[str, str]]:
+    """The title of each chart, and a picture that a phone shows at its full size.
+
+    The first names the encodings of all.
+    """
+    first, *others = (replace(chart, title="", columns=_COLUMNS) for chart in charts)
+    drawn = [sheet([first], 4.8, 3.3 + 0.18 * first.names)]
+    for chart in others:
+        drawn.append(figure(4.8, 3.3))
+        chart.draw(drawn[-1].subplots(), names=0)
+    return [(c.title, in_page(each)) for c, each in zip(charts, drawn, strict=True)]
 
 
 def _board(plan: Plan, summary: Summary) -> Figure:
@@ -147,7 +193,8 @@ def _board(plan: Plan, summary: Summary) -> Figure:
     shared = [name for name in plan.encodings if all(name in rows for rows in by_name.values())]
     ranks = {name: [by_name[task][name]["rank"][at] for task, at in columns] for name in shared}
     shared.sort(key=lambda name: statistics.fmean(ranks[name]))
-    title = f"Trained on {plan.train_length} symbols: scores, coloured by rank at each length"
+    one = "; one seed: near ones may be chance" if plan.seeds == 1 else ""
+    title = f"Trained on {plan.train_length} symbols: scores, coloured by rank at each length{one}"
     drawn = figure(3.2 + 0.85 * len(columns), 1.7 + 0.27 * len(shared), title)
     ax = drawn.subplots()
     ax.imshow([ranks[name] for name in shared], aspect="auto", cmap="cividis_r")
