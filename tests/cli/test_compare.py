@@ -68,7 +68,8 @@ def test_json_has_the_plan_and_a_row_for_each_encoding(run, tmp_path):
     assert done.exit_code == 0, done.output
     found = json.loads(done.stdout)
     assert found.keys() == {
-        "posenc", "command", "machine", "plan", "text", "complete", "units", "costs", "summary"
+        "posenc", "command", "machine", "plan", "text", "files", "complete", "units", "costs",
+        "summary",
     }  # fmt: skip
     assert found["plan"]["times"] == [1, 2]
     assert [row["encoding"] for row in found["summary"]["text"]] == ["rope", "rope-yarn"]

@@ -15,8 +15,8 @@ import typer
 
 from posenc.cli import _print
 from posenc.lab import machine
-from posenc.lab.comparison import report
-from posenc.lab.comparison.encodings import ENCODINGS
+from posenc.lab.comparison import own, report
+from posenc.lab.comparison.encodings import ENCODINGS, find
 from posenc.lab.comparison.plan import COMPARED, QUICK, Plan
 from posenc.lab.comparison.run import RESULTS, Run, units_of
 from posenc.lab.comparison.tasks import TASKS
@@ -24,7 +24,10 @@ from posenc.lab.panels import save
 
 _DEFAULTS = {field.name: field.default for field in dataclasses.fields(Plan)}
 _BASE = "Base of RoPE and the sinusoid; 0: the training length."
-_KNOWN = f"Comma-separated, of: {', '.join(ENCODINGS)}; or all."
+_KNOWN = (
+    f"Comma-separated, of: {', '.join(ENCODINGS)}; all; and classes of your own as {own.FORM}: "
+    "the file is executed."
+)
 # What is said of one seed, and of several.
 _OF_SEEDS = (
     "One seed says nothing of the spread, so nothing is ranked: --seeds 3 shows it.",
@@ -53,10 +56,16 @@ def _among(known: Collection[str]) -> Callable[[str], tuple[str, ...]]:
     """Reads names with commas between them; all stands for those that are known."""
 
     def names(text: str) -> tuple[str, ...]:
-        found = tuple(name.strip() for name in text.split(",") if name.strip())
-        return tuple(known) if found == ("all",) else found
+        found = [name.strip() for name in text.split(",") if name.strip()]
+        each = [tuple(known) if name == "all" else (name,) for name in found]
+        return tuple(dict.fromkeys(name for names in each for name in names))
 
     return names
+
+
+def _encodings(text: str) -> tuple[str, ...]:
+    names = _among(ENCODINGS)(text)
+    return tuple(own.absolute(name) if own.is_own(name) else name for name in names)
 
 
 def _times(text: str) -> tuple[int, ...]:
@@ -72,9 +81,7 @@ def compare(
         Path("posenc-compare")
     ),
     quick: Annotated[bool, typer.Option("--quick", help="A minute on one core, not five.")] = False,
-    encodings: Annotated[
-        Any, _parsed(_among(ENCODINGS), "NAMES", _KNOWN, ", ".join(COMPARED))
-    ] = None,
+    encodings: Annotated[Any, _parsed(_encodings, "NAMES", _KNOWN, ", ".join(COMPARED))] = None,
     tasks: Annotated[Any, _parsed(_among(TASKS), "NAMES", _TASKS, "text")] = None,
     seeds: Annotated[int | None, _number("seeds", "Trainings of each encoding.")] = None,
     text: Annotated[
@@ -126,6 +133,10 @@ def compare(
     stopped = False
     if resume:
         run = Run.resume(output)
+        if run.own and "encodings" not in options:
+            files = ", ".join(dict.fromkeys(name.rpartition(":")[0] for name in run.own))
+            rule = f"the run in {output} executes {files}"
+            raise ValueError(f"{rule}: to resume, repeat its --encodings, {_names(run.plan)}.")
         wanted = dataclasses.replace(run.plan, **options)
         for name in options:
             if getattr(wanted, name) != getattr(run.plan, name):
@@ -150,9 +161,14 @@ def compare(
             _print.say(f"{name}: {path}")
     if stopped:
         done = f"{len(run.results['units'])} of {len(units_of(run.plan))} trainings"
-        again = shlex.join(["posenc", "compare", "--resume", "-o", str(output)])
+        words = ["posenc", "compare", "--resume", "-o", str(output)]
+        again = shlex.join(words + ["--encodings", _names(run.plan)] * bool(run.own))
         _print.say(f"posenc: stopped after {done}; continue with {again}", err=True)
         raise typer.Exit(130)
+
+
+def _names(plan: Plan) -> str:
+    return ",".join(plan.encodings)
 
 
 def _draw(run: Run) -> dict[str, Path]:
@@ -183,6 +199,6 @@ def _show(run: Run) -> None:
         _print.table(f"{title}, by length of the sequence", ["", *heads, "how"], rows, notes)
     if results["costs"]:
         columns, found = report.cost_table(results["costs"])
-        costs = [[ENCODINGS[name].label, *cells] for name, cells in found.items()]
+        costs = [[find(name).label, *cells] for name, cells in found.items()]
         note = "×: of the time without an encoding; reading: one sequence of the longest length"
         _print.table("what each costs", ["", *columns], costs, [note])

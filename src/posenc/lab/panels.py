@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import cycle
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, TypeAlias
 
 from torch import Tensor
 
@@ -101,10 +101,8 @@ def legend_of_figure(ax: Axes) -> None:
 def _look_of_names(ax: Axes) -> dict[str, Any]:
     # A line has a colour that letters can be read in, a shade has none.
     handles, _ = ax.get_legend_handles_labels()
-    return {
-        "frameon": False,
-        "labelcolor": [each.get_color() if each in ax.lines else INK for each in handles],
-    }
+    colours: dict[Any, Any] = {each: each.get_color() for each in ax.lines}
+    return {"frameon": False, "labelcolor": [colours.get(each, INK) for each in handles]}
 
 
 def image(picture: Figure, suffix: str) -> bytes:
@@ -165,7 +163,7 @@ class Heat:
         if finite.min() < 0 < finite.max():
             most = float(finite.abs().max())
             colours = {"cmap": "RdBu", "vmin": -most, "vmax": most}
-        aspect = "equal" if self.square else "auto"
+        aspect: Literal["equal", "auto"] = "equal" if self.square else "auto"
         ax.set_anchor("W")
         shown = ax.imshow(table.numpy(), aspect=aspect, interpolation="nearest", **colours)
         # In coordinates of the axes, so that it is beside them whatever their size is.

@@ -9,6 +9,7 @@ from typing import Literal
 from torch import nn
 
 import posenc
+from posenc.lab.comparison import own
 from posenc.lab.comparison.plan import Plan
 from posenc.lab.show import FAMILIES, RULES
 
@@ -19,8 +20,8 @@ class Encoding:
 
     label: str
     # How its module is called: module(x); module(q, k), whose results may have another width;
-    # module(q, k, v); or, for gates, module(q, k, v, x).
-    acts_on: Literal["input", "queries and keys", "scores", "gates"]
+    # module(q, k, v); or, for gates, module(q, k, v, x). Own: as the module's `acts_on` says.
+    acts_on: Literal["input", "queries and keys", "scores", "gates", "own"]
     # Builds the module, for a plan and the length of the sequences.
     build: Callable[[Plan, int], nn.Module]
     # What the encoding does past the training length.
@@ -102,9 +103,17 @@ def _family(name: str, past: str) -> Encoding:
     )
 
 
+def find(name: str) -> Encoding:
+    """The encoding of this name; a file of the user's is executed when its module is built."""
+    if not own.is_own(name):
+        return ENCODINGS[name]
+    past = f"A class of {name.rpartition(':')[0]}."
+    return Encoding(own.label(name), "own", lambda plan, length: own.Own(name, plan), past)
+
+
 def trained_with(name: str) -> str:
     """The encoding that the model for the tests of this one is trained with."""
-    return ENCODINGS[name].trained_as or name
+    return find(name).trained_as or name
 
 
 ENCODINGS = {

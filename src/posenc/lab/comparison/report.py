@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from posenc.lab.comparison.encodings import ENCODINGS, trained_with
+from posenc.lab.comparison.encodings import find, trained_with
 from posenc.lab.comparison.plan import Plan
 from posenc.lab.comparison.tasks import TASKS, Game
 from posenc.lab.panels import INK, Chart, Line, figure, in_page, legend_of_figure, look, sheet
@@ -147,7 +147,7 @@ def _charts(plan: Plan, task: str, rows: Sequence[dict[str, Any]]) -> list[Chart
     by_length, by_position, training = [], [], {}
     for row in rows:
         name, losses, curve = row["encoding"], row["by_position"], row["curve"]
-        label, band = ENCODINGS[name].label, (row["low"], row["high"])
+        label, band = find(name).label, (row["low"], row["high"])
         by_length.append(Line(label, plan.lengths, row["score"], *looks[name], band))
         middles = [(i + 0.5) * plan.longest / len(losses) for i in range(len(losses))]
         by_position.append(Line(label, middles, losses, *looks[name]))
@@ -155,7 +155,7 @@ def _charts(plan: Plan, task: str, rows: Sequence[dict[str, Any]]) -> list[Chart
         # would hide the rest.
         first, trained = len(curve["step"]) // 10, trained_with(name)
         shown = curve["step"][first:], curve["loss"][first:], *looks.get(trained, looks[name])
-        training[trained] = Line(ENCODINGS[trained].label, *shown)
+        training[trained] = Line(find(trained).label, *shown)
     past = ("x", plan.train_length, "longer than in training")
     names = {n: f"{n}\n{times} ×" for times, n in zip(plan.times, plan.lengths, strict=True)}
     measure, nats = TASKS[task].measure, "nats per symbol"
@@ -178,7 +178,9 @@ def _pictures(charts: Sequence[Chart]) -> list[tuple[str, str]]:
 
     The first names the encodings of all.
     """
-    first, *others = (replace(chart, title="", columns=_COLUMNS) for chart in charts)
+    longest = max(len(line.label) for line in charts[0].lines)
+    columns = _COLUMNS if longest <= 20 else _COLUMNS - 1
+    first, *others = (replace(chart, title="", columns=columns) for chart in charts)
     drawn = [sheet([first], 4.8, 3.3 + 0.18 * first.names)]
     for chart in others:
         drawn.append(figure(4.8, 3.3))
@@ -214,8 +216,8 @@ def _board(plan: Plan, summary: Summary) -> Figure:
         ax.annotate(words, (middle, -0.5), (0, 8), color=INK, **look)
     labels = [f"{plan.times[at]} ×" for _, at in columns]
     ax.set_xticks(range(len(columns)), labels, fontsize=8, color=INK)
-    afterwards = {name: " *" if ENCODINGS[name].trained_as else "" for name in shared}
-    names = [f"{ENCODINGS[name].label}{afterwards[name]}" for name in shared]
+    afterwards = {name: " *" if find(name).trained_as else "" for name in shared}
+    names = [f"{find(name).label}{afterwards[name]}" for name in shared]
     ax.set_yticks(range(len(shared)), names, fontsize=8, color=INK)
     ax.tick_params(length=0, labeltop=True, labelbottom=False)
     ax.spines[:].set_visible(False)

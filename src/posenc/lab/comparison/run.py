@@ -17,7 +17,8 @@ import torch
 
 import posenc
 from posenc.lab import machine
-from posenc.lab.comparison.encodings import ENCODINGS, trained_with
+from posenc.lab.comparison import own
+from posenc.lab.comparison.encodings import ENCODINGS, find, trained_with
 from posenc.lab.comparison.plan import Plan, Unit
 from posenc.lab.comparison.tasks import TASKS, Reading
 from posenc.lab.comparison.training import Progress, cost, silent, train_and_test
@@ -31,7 +32,10 @@ class Run:
     """A plan, and the folder of its results; ``command`` is the command line, for the report."""
 
     def __init__(self, folder: Path, plan: Plan, command: str = "") -> None:
-        _check_known("encodings", plan.encodings, ENCODINGS)
+        self.own = [name for name in plan.encodings if own.is_own(name)]
+        built_in = tuple(name for name in plan.encodings if name not in self.own)
+        if built_in or not self.own:
+            _check_known("encodings", built_in, [*ENCODINGS, own.FORM])
         _check_known("tasks", plan.tasks, TASKS)
         self.folder, self.plan = folder, plan
         self.results: dict[str, Any] = {
@@ -40,6 +44,7 @@ class Run:
             "machine": machine.describe(),
             "plan": dataclasses.asdict(plan),
             "text": None,
+            "files": {name: own.digest(name) for name in self.own},
             "costs": {},
             **_of_units(plan, {}),
         }
@@ -51,8 +56,13 @@ class Run:
                 self.results["text"] = {**text._asdict(), **sizes}
 
     def begin(self, *, overwrite: bool = False) -> None:
-        """Begin in a new or an empty folder; with ``overwrite``, also in one that has a run."""
+        """Begin in a new or an empty folder; with ``overwrite``, also in one that has a run.
+
+        The files of the user's own encodings are executed.
+        """
         self._check_device()
+        for name in self.own:
+            own.check(name, self.plan)
         folder = self.folder
         files = sorted(os.listdir(folder)) if folder.exists() else []
         if files and RESULTS not in files:
@@ -81,6 +91,7 @@ class Run:
                 "start again with --overwrite."
             )
         run.results = results
+        run._check_files()
         return run
 
     def go(self, progress: Progress = silent, *, jobs: int = 1) -> None:
@@ -97,6 +108,7 @@ class Run:
                     self.results["costs"][name] = cost(name, self.plan)
                 self._write()
         for unit, result in self._train(progress, jobs):
+            self._check_files()
             self.results |= _of_units(self.plan, {**self.results["units"], str(unit): result})
             self._write()
 
@@ -117,6 +129,15 @@ class Run:
                 progress(label, (done + part) / len(units))
 
             yield unit, train_and_test(unit, self.plan, overall)
+
+    def _check_files(self) -> None:
+        """Refuse results of another version of the user's code than those before."""
+        for name, before in self.results["files"].items():
+            if own.digest(name) != before:
+                raise ValueError(
+                    f"{name.rpartition(':')[0]} has changed since {self.folder / RESULTS} was "
+                    "begun: start again with --overwrite."
+                )
 
     def _check_device(self) -> None:
         if self.plan.device == "cuda" and not torch.cuda.is_available():
@@ -142,6 +163,7 @@ def read(folder: Path) -> tuple[Plan, dict[str, Any]]:
         options = {k: tuple(v) if isinstance(v, list) else v for k, v in options.items()}
         plan = Plan(**options)
         known = {key: results[key] for key in "posenc command machine plan text costs".split()}
+        known["files"] = results.get("files", {})
         return plan, known | _of_units(plan, results["units"])
     except (AttributeError, KeyError, TypeError, ValueError):
         raise ValueError(
@@ -198,9 +220,9 @@ def _row(name: str, units: list[dict[str, Any]]) -> dict[str, Any]:
     columns = list(zip(*(test["score"] for test in tests), strict=True))
     return {
         "encoding": name,
-        "label": ENCODINGS[name].label,
-        "how": ENCODINGS[name].how,
-        "past": ENCODINGS[name].past,
+        "label": find(name).label,
+        "how": find(name).how,
+        "past": find(name).past,
         "seeds": [unit["seed"] for unit in units],
         "score": [statistics.fmean(column) for column in columns],
         "low": [min(column) for column in columns],

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from posenc.lab import machine
-from posenc.lab.comparison.encodings import ENCODINGS, trained_with
+from posenc.lab.comparison.encodings import find, trained_with
 from posenc.lab.comparison.plan import Plan, Unit
 from posenc.lab.comparison.tasks import IGNORED, TASKS, Batch, Data
 
@@ -50,13 +50,15 @@ class Decoder(nn.Module):
 
     def use(self, encoding: str, length: int) -> None:
         """Replace the encoding by a new module, for sequences of ``length``."""
-        self.encoding = ENCODINGS[encoding]
+        self.encoding = find(encoding)
         self.position = self.encoding.build(self.plan, length).to(self.embedding.weight.device)
+        acts_on = self.encoding.acts_on
+        self.acts_on = self.position.acts_on if acts_on == "own" else acts_on
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Scores of each next token, ``(B, L, symbols)`` for tokens ``(B, L)``."""
         x = self.embedding(tokens)
-        if self.encoding.acts_on == "input":
+        if self.acts_on == "input":
             x = self.position(x)
         for layer, block in enumerate(self.blocks):
             attend = self._attend if self.encoding.acts_in(layer) else _attend_plainly
@@ -65,7 +67,7 @@ class Decoder(nn.Module):
 
     def _attend(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Attention of queries, keys and values, which are projections of ``x``."""
-        acts_on, scale = self.encoding.acts_on, q.shape[-1] ** -0.5
+        acts_on, scale = self.acts_on, q.shape[-1] ** -0.5
         if acts_on in ("scores", "gates"):
             inputs = (x,) if acts_on == "gates" else ()
             # Some modules have another default scale, and only the encoding should vary.
@@ -189,7 +191,7 @@ def evaluate(
     model: Decoder, name: str, plan: Plan, unit: Unit, data: Data
 ) -> dict[str, list[float]]:
     """The score at each length, of the trained model or of one that follows from it."""
-    encoding = ENCODINGS[name]
+    encoding = find(name)
     if encoding.trained_as is not None:
         model = copy.deepcopy(model)
         model.use(name, plan.train_length)
@@ -211,7 +213,7 @@ def scores_by_length(
     """
     score, by_position = [], []
     for length in plan.lengths:
-        if ENCODINGS[name].trained_as is not None:
+        if find(name).trained_as is not None:
             model.use(name, length)
         batch = data.testing(plan, length)
         # A few sequences at a time: the longest then need about the memory of a training step.
@@ -242,7 +244,7 @@ def cost(name: str, plan: Plan) -> dict[str, Any]:
         Decoder(trained_with(each), plan, symbols=_SYMBOLS, seed=0).to(plan.device)
         for each in (name, "none")
     )
-    afterwards = ENCODINGS[name].trained_as is not None
+    afterwards = find(name).trained_as is not None
     if afterwards:
         model.use(name, plan.longest)
     short = (torch.arange(plan.train_length) % _SYMBOLS).expand(plan.batch, -1)
