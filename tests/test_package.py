@@ -1,20 +1,133 @@
 import inspect
+import re
 import subprocess
 import sys
 import warnings
+from pathlib import Path
+from typing import NamedTuple
 
 import pytest
+import torch
 
 import posenc
 import posenc.functional
 import posenc.nn
 import posenc.nn.functional
+from posenc.lab.comparison.encodings import ENCODINGS
+from posenc.lab.comparison.plan import Plan
+from posenc.nn._bias import BiasedAttention
+from support import modules
 
 
 def test_every_public_name_exists():
     for room in (posenc, posenc.nn, posenc.functional, posenc.nn.functional):
         for name in room.__all__:
             assert hasattr(room, name), f"{room.__name__}.{name}"
+
+
+ROOT = Path(__file__).parents[1]
+MODULES = {
+    name: kind
+    for name in posenc.__all__
+    if isinstance(kind := getattr(posenc, name), type) and issubclass(kind, torch.nn.Module)
+}
+BIASES = frozenset(n for n, kind in MODULES.items() if issubclass(kind, BiasedAttention))
+OF_IMAGES = frozenset({"GridBias", "SinusoidalGrid", "FourierFeatures"})
+OF_TRAINED = frozenset({"SelfExtend", "DualChunk"})
+OTHER_NAMES = frozenset({"RotaryPosEmbedding", "SinusoidalPE"})
+# Other forms of those that the tools of the command have.
+ADDED = frozenset({"RotaryPosEmbedding", "SinusoidalPosEmbedding", "SinusoidalGrid"})
+
+
+class Place(NamedTuple):
+    """Where public modules are listed."""
+
+    file: str
+    names: set[str]
+    # What is to be added there.
+    add: str
+    # Those that are not there, and why.
+    without: frozenset[str] = frozenset()
+    why: str = ""
+    # Those that could be.
+    of: frozenset[str] = frozenset(MODULES)
+
+
+def in_text(files, pattern=r"\b(?:posenc|nn)\.(\w+)"):
+    text = "".join(path.read_text() for path in sorted(ROOT.glob(files)))
+    return set(re.findall(pattern, text))
+
+
+# The keys of a dict in a script.
+OF_TABLE = r'(?m)^    "(\w+)": '
+PLACES = [
+    Place("src/posenc/nn/__init__.py", set(posenc.nn.__all__), "its import and its name"),
+    Place(
+        "tests/support/modules.py",
+        {name.split(",")[0] for name in modules.MODULES},
+        "a line in MODULES, with which every framework is tried",
+    ),
+    Place(
+        "tests/nn/test_relative_bias.py",
+        in_text("tests/nn/test_*_bias*.py"),
+        "a line in TABLES or OTHERS, or in MODULES of test_vector_biases.py",
+        of=BIASES,
+    ),
+    Place("docs/api", in_text("docs/api/*.md"), "::: posenc.NAME, on the page of its family"),
+    Place(
+        "docs/index.md",
+        in_text("docs/index.md", r"\w+"),
+        "a row in the guide",
+        OTHER_NAMES,
+        "is another name of a module",
+    ),
+    Place(
+        "docs/relative-biases.md",
+        in_text("docs/relative-biases.md"),
+        "a row in the table of biases",
+        OF_TRAINED | {"ALiBi"},
+        "has another page",
+        of=BIASES,
+    ),
+    Place(
+        "src/posenc/lab/show.py",
+        in_text("src/posenc/lab/show.py"),
+        "a Family in FAMILIES, or a function in ENCODINGS",
+        OF_TRAINED | {"XPos", "MixedRoPE", "STRING"} | ADDED,
+        "would have the picture of another",
+    ),
+    Place(
+        "src/posenc/lab/comparison/encodings.py",
+        {type(each.build(Plan(), 32)).__name__ for each in ENCODINGS.values()},
+        "a line in ENCODINGS",
+        OF_IMAGES | ADDED,
+        "is of images, or another name of a module",
+    ),
+    Place(
+        "examples/swap_encodings.py",
+        in_text("examples/swap_encodings.py", OF_TABLE),
+        "a line in ENCODINGS, if it encodes text",
+        OF_IMAGES | OF_TRAINED,
+        "does not encode text, or belongs to a trained model",
+    ),
+    Place(
+        "examples/train.py",
+        in_text("examples/train.py", OF_TABLE),
+        "a line in ENCODINGS, if it encodes text",
+        OF_IMAGES | OF_TRAINED | OTHER_NAMES | {"ForgetGate", "DeBERTaBias"},
+        "does not encode text, belongs to a trained model, is another name, or reads the tokens",
+    ),
+]
+
+
+@pytest.mark.parametrize("place", PLACES, ids=lambda place: place.file)
+def test_every_public_module_is_in_every_place_that_lists_them(place):
+    """What fails here is what a new module still needs."""
+    missing = sorted(place.of - place.names - place.without)
+    hint = f"; or name it in PLACES, if it {place.why}" if place.why else ""
+    needs = f"{place.file} needs {place.add.replace('NAME', ' and '.join(missing))}{hint}"
+    assert not missing, f"{', '.join(missing)}: {needs}."
+    assert not place.without & place.names
 
 
 def test_the_names_are_the_same_objects_everywhere():

@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-import posenc
 from support.modules import MODULES, Block, loss
 from support.processes import assert_passed, run
 from support.training import RATE, batch
@@ -33,14 +32,6 @@ def assert_same_step(got, wanted):
     assert got.keys() == wanted.keys()
     for name, both in wanted.items():
         assert all(map(torch.equal, got[name], both)), name
-
-
-def test_no_class_of_the_library_is_missing():
-    classes = (getattr(posenc, name) for name in posenc.__all__)
-    modules = {
-        c.__name__ for c in classes if isinstance(c, type) and issubclass(c, torch.nn.Module)
-    }
-    assert {name.split(",")[0] for name in MODULES} == modules
 
 
 @EACH

@@ -204,7 +204,7 @@ def sinusoidal(
 
 
 def learned(*, dim: int = 128, length: int = 128) -> View:
-    """An example of a trained table: each channel is a smooth function of the position."""
+    """An example of what `nn.LearnedPosEmbedding` learns: smooth functions of the position."""
     # Waves of half a turn, one turn, ..., the longer the stronger.
     turns = torch.arange(1, 17) / 2
     angle = math.tau * turns * torch.linspace(0, 1, length)[:, None]
