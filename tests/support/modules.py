@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -16,28 +16,30 @@ HEADS, DIM, TOKENS = 2, 4, 6
 WIDTH = HEADS * DIM
 
 
-def added(module: nn.Module, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return module(merged(q))
+def added(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    return module(merged(q), **options)
 
 
 def features(module: nn.Module, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return module(merged(q)[..., :2], dtype=q.dtype)
 
 
-def rotated(module: nn.Module, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return merged(F.scaled_dot_product_attention(*module(q, k), v, is_causal=True))
+def rotated(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    return merged(F.scaled_dot_product_attention(*module(q, k, **options), v, is_causal=True))
 
 
-def attended(module: nn.Module, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return merged(module(q, k, v))
+def attended(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    return merged(module(q, k, v, **options))
 
 
-def attended_by_method(module: nn.Module, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return merged(module.attention(q, k, v))
+def attended_by_method(
+    module: nn.Module, q: Tensor, k: Tensor, v: Tensor, **options: Any
+) -> Tensor:
+    return merged(module.attention(q, k, v, **options))
 
 
-def gated(module: nn.Module, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return merged(module(q, k, v, merged(q)))
+def gated(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    return merged(module(q, k, v, merged(q), **options))
 
 
 def merged(x: Tensor) -> Tensor:
@@ -48,7 +50,7 @@ class Use(NamedTuple):
     """How a module is built and called."""
 
     build: Callable[[], nn.Module]
-    call: Callable[[nn.Module, Tensor, Tensor, Tensor], Tensor]
+    call: Callable[..., Tensor]
 
 
 ROPE = {"head_dim": DIM, "max_seq_len": 16}

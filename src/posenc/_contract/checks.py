@@ -5,7 +5,7 @@ from __future__ import annotations
 import numbers
 import operator
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn, TypeVar
 
 import torch
@@ -162,6 +162,15 @@ def choice(who: str, name: str, value: Any, allowed: Sequence[str]) -> str:
         rule = f"{name} must be {' or '.join(map(repr, allowed))}"
         fail(who, rule, describe(value), "Pass one of them.")
     return value  # type: ignore[no-any-return]
+
+
+def is_one_of(size: Any, allowed: Iterable[Any]) -> bool:
+    """Whether a size, or a shape, equals one of those ``allowed``.
+
+    Compared, not searched for: in a graph of torch.compile, ``in`` does not find a symbolic size,
+    although it equals one of them.
+    """
+    return any(size == other for other in allowed)
 
 
 def boolean(who: str, name: str, value: Any) -> bool:

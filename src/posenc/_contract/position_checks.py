@@ -9,7 +9,15 @@ import torch
 from torch import Tensor
 
 from posenc._contract import sharding
-from posenc._contract.checks import FARTHEST, FLOAT_DTYPES, INT_DTYPES, describe, fail, integer
+from posenc._contract.checks import (
+    FARTHEST,
+    FLOAT_DTYPES,
+    INT_DTYPES,
+    describe,
+    fail,
+    integer,
+    is_one_of,
+)
 from posenc._contract.tracing import device_assert, in_transform, is_readable
 
 
@@ -47,7 +55,7 @@ def index_tensor(
     typed = isinstance(value, Tensor) and (
         value.dtype in INT_DTYPES or (floating and value.dtype in (torch.float32, torch.float64))
     )
-    if not typed or value.shape not in shapes:
+    if not typed or not is_one_of(value.shape, shapes):
         rule = f"{name} must be {kind} of shape {' or '.join(map(str, shapes[:2]))}"
         fail(who, rule, describe(value), hint, ValueError if typed else TypeError)
     wide = torch.int64
@@ -99,7 +107,7 @@ def coordinates(
     kind = "an integer, float32 or float64 tensor"
     hint = f"Pass one position for each token; {name}.expand(A, -1, -1) repeats it for A axes."
     # The second comparison would be a guard of compiled graphs, so it comes after the first.
-    if isinstance(at, Tensor) and at.shape not in shapes and at.shape == (length, axes):
+    if isinstance(at, Tensor) and not is_one_of(at.shape, shapes) and at.shape == (length, axes):
         hint = f"Pass {name}.T: coordinates come first."
     ids = index_tensor(who, name, at, shapes, x.device, kind=kind, floating=True, hint=hint)
     if one and is_readable(at) and not at.is_floating_point():

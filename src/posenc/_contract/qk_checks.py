@@ -133,8 +133,7 @@ def check_batches(who: str, batch: int | None = None, **values: Tensor | int | N
             rows[name] = x.shape[0]
     wanted = max([1, *rows.values()]) if batch is None else batch
     for name, got in rows.items():
-        # Compared, not searched for: torch.compile cannot search for a symbolic size.
-        if not (got == 1 or got == wanted):
+        if not checks.is_one_of(got, (1, wanted)):
             rule = f"{name} must be for 1 or {wanted} sequences"
             fail(who, rule, got, "Pass one row for each sequence.")
     return len(rows) > 0
@@ -186,7 +185,9 @@ def check_attn_mask(
         rule = "attn_mask must be a tensor of bools, True for seen keys, or of numbers to add"
         fail(who, rule, describe(mask), "Pass attn_mask.bool(), for example.", TypeError)
     sizes = (1,) * (4 - mask.dim()) + tuple(mask.shape)
-    if len(sizes) != 4 or any(n not in (1, m) for n, m in zip(sizes, shape, strict=True)):
+    if len(sizes) != 4 or not all(
+        checks.is_one_of(n, (1, m)) for n, m in zip(sizes, shape, strict=True)
+    ):
         rule = f"attn_mask must broadcast to (B, H, Q, K) = {tuple(shape)}"
         hint = "For one row of keys for each sequence, pass mask[:, None, None, :]."
         fail(who, rule, f"shape {tuple(mask.shape)}", hint)
@@ -211,7 +212,7 @@ def check_score_bound(who: str, bound: Any, heads: int, like: Tensor) -> Tensor:
     checks.rank(who, "score_bound", bound, (0, 1, 2), "(H,) or (B, H)")
     if is_readable(bound) and not bool((bound >= 0).all()):
         fail(who, rule, bound.min().item(), hint)
-    if bound.dim() and bound.shape[-1] not in (1, heads):
+    if bound.dim() and not checks.is_one_of(bound.shape[-1], (1, heads)):
         rule = f"score_bound must be for 1 or {heads} heads"
         fail(who, rule, bound.shape[-1], "Pass one for each head.")
     safe = torch.where(bound >= 0, bound, float("inf")).to(like.device, wide)

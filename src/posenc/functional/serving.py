@@ -349,8 +349,7 @@ def _scale_tensor(scale: float, x: Any) -> Any:
 def _expanded(who: str, name: str, scale: Tensor, shape: tuple[int, ...]) -> Tensor:
     """``scale`` as a view of ``shape``, (B, L, heads)."""
     sizes = zip(reversed(scale.shape), reversed(shape), strict=False)
-    # Two comparisons, because torch.compile cannot search a tuple for a symbolic size.
-    if scale.dim() > 3 or any(size != 1 and size != wanted for size, wanted in sizes):
+    if scale.dim() > 3 or not all(checks.is_one_of(n, (1, wanted)) for n, wanted in sizes):
         rule = f"{name} must broadcast to {shape}, tokens and heads"
         got = f"shape {tuple(scale.shape)}"
         checks.fail(who, rule, got, "Pass (), (heads,), or one for each token with a last 1.")
