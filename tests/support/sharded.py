@@ -120,6 +120,15 @@ def biased_attention(mesh, ways):
         run(spread[0], k, v)
     with pytest.raises(TypeError, match="None where q is a DTensor, got RowBias"):
         run(*spread, attention.RowBias(lambda own, index: own))
+    # These multiply queries by their parameters, or have a network.
+    for module, name in (
+        (posenc.CoPE(8, max_pos=3), "CoPE"),
+        (posenc.RelativeKeys(8, max_distance=3), "RelativeKeys"),
+        (posenc.FIRE(8, threshold=2.0), "FireNetwork"),
+    ):
+        who = type(module).__name__
+        with pytest.raises(TypeError, match=rf"{who}: bias must .* DTensor, got {name}\.\n  Call"):
+            module(*spread)
 
 
 def queries_and_keys(length=8):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, NoReturn, TypeAlias
 
 import torch
 from torch import Tensor
@@ -247,6 +247,12 @@ def check_bias(who: str, bias: object, heads: int | None, keys: int) -> None:
             rule = f"sums must have shape ({heads}, {keys}) or (B, {heads}, {keys})"
             hint = "Pass one for each head and key, those in the cache included."
             checks.fail(who, rule, f"shape {tuple(shape)}", hint)
+
+
+def refuse_sharded(who: str, kind: str) -> NoReturn:
+    """Refuse DTensors with a bias of this kind: a rank has no numbers for its part of it."""
+    rule = "bias must be Slopes, DistanceTable, RunningSum or None where q is a DTensor"
+    checks.fail(who, rule, kind, "Call the function on local tensors.", TypeError)
 
 
 class Places(NamedTuple):

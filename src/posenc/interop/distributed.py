@@ -20,7 +20,15 @@ from torch.distributed.tensor.experimental import register_sharding
 
 from posenc._contract import checks, sharding
 from posenc.attention import biased
-from posenc.attention.biases import BY_ROWS, Bias, RunningSum, Slopes, check_bias, described
+from posenc.attention.biases import (
+    BY_ROWS,
+    Bias,
+    RunningSum,
+    Slopes,
+    check_bias,
+    described,
+    refuse_sharded,
+)
 from posenc.interop import ring
 from posenc.kernels import rotation
 
@@ -143,9 +151,7 @@ def _check_sharded(who: str, q: Any, k: Any, v: Any, bias: Bias | None) -> None:
                 who, f"{name} must be a DTensor, as q is", type(x).__name__, hint, TypeError
             )
     if isinstance(bias, BY_ROWS):
-        rule = "bias must be Slopes, DistanceTable, RunningSum or None where q is a DTensor"
-        hint = "Call the function on local tensors."
-        checks.fail(who, rule, described(bias), hint, TypeError)
+        refuse_sharded(who, described(bias))
     check_bias(who, bias, q.shape[1], k.shape[2])
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from posenc import kernels
-from posenc._contract import checks, qk_checks
+from posenc._contract import checks, qk_checks, sharding
 from posenc.attention.biased import attend
 from posenc.attention.biases import (
     Bias,
@@ -17,6 +17,7 @@ from posenc.attention.biases import (
     Terms,
     check_places,
     described,
+    refuse_sharded,
 )
 from posenc.attention.mods import relative_score_mod
 from posenc.attention.rows import matrix_of, relative_bias
@@ -299,6 +300,8 @@ class ProductBias(BiasedAttention):
 
     def _bias_for(self, q: Tensor, k: Tensor) -> Bias:
         who = type(self).__name__
+        if sharding.is_sharded(q):
+            refuse_sharded(who, who)
         qk_checks.check_qk(who, q, k)
         qk_checks.check_lengths(who, q.shape[2], k.shape[2])
         hint = f"Build {who} for heads of {q.shape[3]} channels."
