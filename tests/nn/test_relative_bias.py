@@ -79,6 +79,22 @@ def test_the_bias_of_rounded_parameters_is_made_in_float32(make):
 
 
 @EACH
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_parameters_may_be_wider_than_the_queries(make, dtype):
+    """Thirty keys: past the threshold of one FIRE."""
+    module = drawn(make).double()
+    q, k, v = qkv(4, 30, 30, dtype=dtype)
+    got = module(q, k, v)
+    assert got.dtype == dtype
+    got.sum().backward()
+    assert all(p.grad.dtype == torch.float64 for p in module.parameters())
+    wanted = exact(module, *(x.detach().double() for x in (q, k, v)), module.bias(30))
+    # The output's rounding, and that of float32 scores.
+    bound = torch.finfo(dtype).eps / 2 + 128 * 2**-24
+    assert ((got - wanted).abs() <= bound * v.abs().max()).all()
+
+
+@EACH
 def test_autocast_does_not_round_the_bias(make):
     """Thirty keys: past the threshold of one FIRE."""
     module = drawn(make)

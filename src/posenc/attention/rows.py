@@ -139,7 +139,7 @@ def _piece(
             where = seen.own, index, some, near
             scores = _add_products(scores, bias, call.scale, *where, of_keys)
         elif isinstance(bias, FireNetwork):
-            scores = scores + network_rows(bias, call.first, seen.own, index)
+            scores = scores + network_rows(bias, call.first, seen.own, index).to(wide)
         elif isinstance(bias, RowBias):
             scores = scores + _checked(who, bias.rows(seen.own, index), scores).to(wide)
         elif call.values is not None:
