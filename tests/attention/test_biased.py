@@ -394,3 +394,18 @@ def test_rows_of_another_shape_are_named(shape):
         biased_attention(
             q, k, v, RowBias(lambda own, index: torch.zeros(())), causal=True, backend="fast"
         )
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64], ids=str)
+def test_autocast_to_another_dtype_changes_nothing(dtype):
+    """Sequences that see different keys are joined, which autocast does in a dtype of its own."""
+    q, k, v = (x.detach().to(dtype).requires_grad_() for x in qkv(9, 9))
+    ids = torch.tensor([[0] * 4 + [1] * 5, [0] * 9])
+    how = {"causal": True, "document_ids": ids, "query_offset": torch.zeros(B, dtype=torch.int64)}
+    wanted = biased_attention(q, k, v, **how)
+    back = torch.autograd.grad(wanted.sum(), (q, k, v))
+    with torch.autocast("cpu", torch.bfloat16):
+        got = biased_attention(q, k, v, **how)
+    assert got.dtype == dtype
+    assert torch.equal(got, wanted)
+    assert all(map(torch.equal, torch.autograd.grad(got.sum(), (q, k, v)), back))

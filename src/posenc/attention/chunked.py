@@ -45,10 +45,10 @@ def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor
     """The output, the log-sum-exp, and no ranges; see `op`."""
     if not q.shape[:3].numel():
         return *_new_results(q, v), None
-    # Autocast would round the wide tensors.
+    # Autocast would round the wide tensors, and refuses a join of halves that are not its own.
     with without_autocast(q):
         parts = [_forward(q[some], k[some], v[some], alone) for some, alone in _sequences(call)]
-    out, lse = parts[0] if len(parts) == 1 else (torch.cat(x) for x in zip(*parts, strict=True))
+        out, lse = parts[0] if len(parts) == 1 else (torch.cat(x) for x in zip(*parts, strict=True))
     return out, lse, None
 
 
