@@ -181,6 +181,16 @@ def test_coordinates_of_cached_keys_are_those_of_the_queries_too():
     assert torch.equal(got, rope.rotate(q, position_ids=at[:, 3:]))
 
 
+@pytest.mark.parametrize("length", [None, 16])
+def test_no_sequences_have_no_cached_keys(length):
+    """A server's batch may be empty, with an offset for each sequence that there is not."""
+    rope, at = RoPE(8, length), torch.zeros(0, dtype=torch.int64)
+    q, k = torch.zeros(0, 4, 2, 8), torch.zeros(0, 2, 7, 8)
+    for where in ({"offset": at}, {"position_ids": torch.zeros(0, 7, dtype=torch.int64)}, {}):
+        got, keys = rope.rotate_queries_with_cached_keys(q, k, **where)
+        assert (got.shape, keys.shape) == (q.shape, k.shape)
+
+
 def test_more_queries_than_keys_are_refused():
     rope, q, k = RoPE(8), torch.randn(1, 2, 6, 8), torch.randn(1, 2, 5, 8)
     with pytest.raises(ValueError, match="must agree in batch, length"):

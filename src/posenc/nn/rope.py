@@ -266,9 +266,10 @@ class RoPE(RotatedKeys):
         ahead, limit, spec = k.shape[2] - q.shape[2], self._angles.limit, self._spec
 
         def run(cos: Tensor, sin: Tensor, rows: Rows) -> list[Tensor]:
-            last = rows._replace(start=rows.start + ahead)
-            if rows.positions is not None and not rows.is_sequential():
-                last = rows._replace(positions=rows.positions[:, ahead:])
+            last = Rows(rows.start + ahead)
+            if rows.positions is not None:
+                ids = rows.positions
+                last = Rows(0, ids + ahead if rows.is_sequential() else ids[:, ahead:])
             queries = rotary.rotate_rows(who, limit, [q], cos, sin, last, spec)
             return queries + rotary.rotate_rows(who, limit, [k], cos, sin, rows, spec)
 
