@@ -2,11 +2,14 @@
 
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from torch.export import Dim
 
+import posenc
+from posenc.kernels.rotation import exported_as
 from support.models import Model, Rotations, dynamic_rotations, rotations_at
 
 # Those whose tables depend on the length.
@@ -28,6 +31,25 @@ def test_every_rotation_exports_with_any_batch_and_length(kinds):
         for name in wanted:
             # Exported, the rotation is torch's own operations; here it is the kernel.
             torch.testing.assert_close(got[name], wanted[name], rtol=1e-6, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize("strict", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_another_thread_may_export_to_another_format(strict):
+    """ONNX has an operator for the rotation, which a program of torch.export has not."""
+    rope, (q, k) = posenc.RoPE(8, 16), torch.randn(2, 1, 2, 6, 8)
+
+    def operations():
+        nodes = torch.export.export(rope, (q, k), strict=strict).graph.nodes
+        return {n.target for n in nodes if isinstance(n.target, torch._ops.OpOverload)}
+
+    def other(x, cos, sin, rows, spec):
+        return x.asinh()
+
+    with ThreadPoolExecutor(1) as thread:
+        with exported_as(other):
+            meanwhile, here = thread.submit(operations).result(), operations()
+        assert torch.ops.aten.asinh.default in here
+        assert torch.ops.aten.asinh.default not in meanwhile | operations()
 
 
 def exported(model):

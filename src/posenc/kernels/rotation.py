@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
@@ -123,20 +124,28 @@ def _norm_by_operations(
     return reference.norm_rotate(x, weight, cos, sin, rows, spec, norm)
 
 
-# An exported program must run without this package, so it consists of torch operations, unless its
-# format (ONNX) has an operator for the rotation.
-_exported: Rotation = reference.rotate
+class _Exported(threading.local):
+    """The rotation in programs that this thread exports.
+
+    Such a program must run without this package, so it consists of torch operations, unless its
+    format (ONNX) has an operator for the rotation. Dynamo does not trace a variable of a context.
+    """
+
+    def __init__(self) -> None:
+        self.rotation: Rotation = reference.rotate
+
+
+_exported = _Exported()
 
 
 @contextmanager
 def exported_as(rotation: Rotation) -> Iterator[None]:
     """Export with ``rotation``, which has the arguments of `reference.rotate`, in this context."""
-    global _exported
-    before, _exported = _exported, rotation
+    before, _exported.rotation = _exported.rotation, rotation
     try:
         yield
     finally:
-        _exported = before
+        _exported.rotation = before
 
 
 def refuse(who: str, rule: str, *tensors: Any) -> NoReturn:
@@ -326,7 +335,7 @@ def _run_in_place(*arguments: Any) -> None:
 def _by_operations(*arguments: Any) -> Any:
     """The rotation of one tensor, or of two, as operations of torch, or of an exporter."""
     *xs, cos, sin, rows, spec = unflatten(arguments)
-    by = _exported if is_exporting() else reference.rotate
+    by = _exported.rotation if is_exporting() else reference.rotate
     return _one_or_two([by(x, cos, sin, rows, spec) for x in xs])
 
 
