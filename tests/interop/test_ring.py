@@ -26,13 +26,18 @@ def test_one_rank_takes_an_odd_number_of_tokens():
     q, k, v = torch.randn(3, 1, 2, 5, 8, dtype=torch.float64)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        out = ring_attention(q, k, v, zigzag=True)
+        out = ring_attention(q, k, v, causal=True, zigzag=True)
         sums = sharded_cumsum(q[0, 0, :, 0], zigzag=True)
     finally:
         dist.destroy_process_group()
     whole = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
     torch.testing.assert_close(out, whole)
     torch.testing.assert_close(sums, q[0, 0, :, 0].cumsum(0))
+
+
+def test_ranks_compare_a_shape_once(tmp_path):
+    """A comparison waits for every rank, and for the device."""
+    assert_passed(run(2, "support.ring:repeated", tmp_path))
 
 
 def test_attention_without_ranks_names_what_is_missing():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -16,6 +17,7 @@ from torch.testing import assert_close
 
 from posenc import FIRE, positions
 from posenc.attention import DistanceTable, RowBias, RunningSum, Slopes
+from posenc.interop import ring
 from posenc.interop.ring import ring_attention, sharded_cumsum
 from support.attention import written_down
 from support.processes import each
@@ -214,9 +216,10 @@ def refused() -> dict:
     (q, k, v), slopes = given("slopes")
 
     def uneven():
-        tokens = 6 + 2 * rank
+        # Shapes that the ranks have not agreed on before.
+        tokens = 5 + 2 * rank
         cut = [x[:, :, :tokens] for x in (q, k, v)]
-        got = r"q must have one shape on every rank, got \[\(2, 4, 6, 8\), \(2, 4, 8, 8\)"
+        got = r"q must have one shape on every rank, got \[\(2, 4, 5, 8\), \(2, 4, 7, 8\)"
         with pytest.raises(ValueError, match=got):
             ring_attention(*cut, causal=True)
 
@@ -246,6 +249,84 @@ def refused() -> dict:
     local = locals()
     names = "uneven odd_halves rows a_cache other_ranks"
     return {name: local[name] for name in names.split()}
+
+
+@contextmanager
+def collectives():
+    """The names of the collectives that this rank has joined."""
+    joined, names = [], ("all_gather", "all_reduce")
+    before = [getattr(dist, name) for name in names]
+
+    def noting(name, function):
+        def call(*arguments, **options):
+            joined.append(name)
+            return function(*arguments, **options)
+
+        return call
+
+    for name, function in zip(names, before, strict=True):
+        setattr(dist, name, noting(name, function))
+    try:
+        yield joined
+    finally:
+        for name, function in zip(names, before, strict=True):
+            setattr(dist, name, function)
+
+
+def repeated(folder: Path) -> dict[str, str]:
+    (q, k, v), slopes = given("slopes", length=8)
+    both = ["all_reduce", "all_gather"]
+
+    def joined(bias=None, *, tokens=8, group=None, **how):
+        leaf = q[:, :, :tokens].clone().requires_grad_()
+        with collectives() as found:
+            out = ring_attention(leaf, k[:, :, :tokens], v[:, :, :tokens], bias, group=group, **how)
+            out.sum().backward()
+        return found
+
+    def a_shape_is_compared_once():
+        assert joined() == ["all_gather"]
+        assert joined() == joined(Slopes(slopes), prune=False) == joined(zigzag=True) == []
+        assert joined(tokens=6) == ["all_gather"]
+        assert joined(tokens=6) == joined() == []
+
+    def a_group_compares_its_own_shapes():
+        groups = [dist.new_group([0, 1]) for _ in range(2)]
+        for group in groups:
+            assert joined(group=group) == ["all_gather"]
+            assert joined(group=group) == []
+
+    def a_shape_that_was_refused_is_compared_again():
+        for _ in range(2):
+            with pytest.raises(ValueError, match="q must have one shape on every rank"):
+                joined(tokens=1 + dist.get_rank())
+
+    def pruning_and_documents_need_the_other_ranks():
+        ids = torch.zeros(8, dtype=torch.int64)
+        for _ in range(2):
+            assert joined(Slopes(slopes)) == both
+            assert joined(RunningSum(-slopes[:, None] * torch.arange(8))) == both
+            assert joined(document_ids=ids) == ["all_gather"]
+
+    def a_group_remembers_few_shapes():
+        group = dist.new_group([0, 1])
+        for tokens in range(1, 2 * ring._MOST_SHAPES):
+            x = torch.zeros(1, 1, tokens, 1)
+            ring_attention(x, x, x, group=group)
+            assert 0 < len(ring._agreed[group]) <= ring._MOST_SHAPES
+        seen = len(ring._agreed)
+        dist.destroy_process_group(group)
+        del group
+        gc.collect()
+        assert len(ring._agreed) < seen
+
+    local = locals()
+    names = (
+        "a_shape_is_compared_once a_group_compares_its_own_shapes "
+        "a_shape_that_was_refused_is_compared_again pruning_and_documents_need_the_other_ranks "
+        "a_group_remembers_few_shapes"
+    )
+    return each({name: local[name] for name in names.split()})
 
 
 def some(folder: Path) -> dict[str, str]:

@@ -98,8 +98,8 @@ def biased_attention(mesh, ways):
             values = activation(bias.values, mesh, [R] * mesh.ndim)
         with CommDebugMode() as communication:
             got = run(*spread, bias._replace(values=values), **how)
-        # Only the keys of a sequence that is cut travel.
-        assert (communication.get_total_counts() > 0) == (LENGTH in way)
+        # Ranks of a sequence that is cut may compare shapes, and gather keys; others say nothing.
+        assert LENGTH in way or communication.get_total_counts() == 0
         for a, b in zip(wanted, got, strict=True):
             assert b.placements == tuple(way)
             assert_close(b.full_tensor(), a, rtol=1e-12, atol=1e-12)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -43,6 +44,9 @@ __dir__ = __all__.copy
 Index: TypeAlias = tuple[slice, list[int], slice]
 # The first and the last token of the document at each chunk's first, or last, token.
 Ends: TypeAlias = list[tuple[int, int]]
+# The shapes of queries that all ranks of a group are known to have had in one call.
+_agreed: WeakKeyDictionary[Any, set[tuple[int, ...]]] = WeakKeyDictionary()
+_MOST_SHAPES = 64
 
 
 def ring_attention(
@@ -69,6 +73,10 @@ def ring_attention(
     The backward pass sends keys again and their gradients back, so every rank must run it. Slopes
     and tables get the gradient of this rank's queries, as all other parameters of a model do:
     sum it over the ranks with the rest.
+
+    The ranks compare the shape of ``q`` when it first comes to the group, and not again. In each
+    call, two small collectives serve ``prune`` with slopes or running sums, and one serves
+    ``document_ids``; the process waits for the device to read their results.
 
     Args:
         q: ``(B, H, n, D)``: the queries of this rank's ``n`` tokens, as many on every rank.
@@ -206,12 +214,22 @@ def attend(
 
 
 def _check_equal(who: str, ranks: Ranks, q: Tensor) -> None:
-    """Refuse ranks with other shapes: they would wait for each other's messages."""
-    mine = torch.tensor(q.shape, device=q.device)[:, None]
+    """Refuse ranks with other shapes: they would wait for each other's messages.
+
+    A shape is compared when it first comes, because that waits for all ranks and for the device.
+    """
+    agreed, shape = _agreed.setdefault(ranks.group, set()), tuple(q.shape)
+    if shape in agreed:
+        return
+    mine = torch.tensor(shape, device=q.device)[:, None]
     shapes = ranks.gather(mine, zigzag=False)
     if bool((shapes != mine).any()):
         rule, hint = "q must have one shape", "Pad the sequence to a multiple of the ranks."
         checks.fail(who, f"{rule} on every rank", list(map(tuple, shapes.T.tolist())), hint)
+    if len(agreed) >= _MOST_SHAPES:
+        # In the same call on every rank, because all have had the same shapes.
+        agreed.clear()
+    agreed.add(shape)
 
 
 def _find_extents(
