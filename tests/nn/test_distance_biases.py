@@ -10,6 +10,7 @@ import torch
 import posenc
 from posenc.attention import DistanceTable
 from posenc.attention.biases import FireNetwork
+from posenc.attention.rows import network_rows
 from posenc.functional import t5_buckets
 from support.biases import assert_is_formula, drawn, qkv
 
@@ -241,6 +242,13 @@ def test_fire_counts_positions_from_the_beginning_of_a_document():
         torch.testing.assert_close(got[row, :, part], alone[0], rtol=1e-10, atol=1e-10)
     whole = bias.bias(11, document_ids=ids)
     torch.testing.assert_close(whole[0, :, 6:, 6:], bias.bias(5))
+
+
+def test_the_network_of_fire_has_heads_before_keys_in_memory():
+    """Heads last, Inductor of torch 2.11 would write past the end of a tensor."""
+    bias = posenc.FIRE(2, hidden=3, threshold=2.0).as_bias(9)
+    own = torch.arange(9).repeat(2, 1)
+    assert network_rows(bias, None, own, torch.arange(9)).is_contiguous()
 
 
 def test_fire_has_no_table_past_its_threshold():

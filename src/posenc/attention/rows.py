@@ -456,8 +456,12 @@ def network_rows(bias: FireNetwork, first: Tensor | None, own: Tensor, index: Te
         position = own - gather_rows(first, own.clamp(0, first.shape[1] - 1))
     longest = position.to(c.dtype).maximum(least)
     x = (c * (own[..., None] - index).abs()).log1p() / (c * longest).log1p()[..., None]
-    low, high = bias.units
-    hidden = (low + x[..., None] * (high - low)).relu()
+    low, high = bias.units[..., None]
+    hidden = (low + x.flatten(1)[:, None] * (high - low)).relu()
     base = bias.outputs[0]
-    result: Tensor = hidden @ (bias.outputs[1:] - base) + base
-    return result.movedim(-1, 1)
+    # Heads before keys, also in memory. Where heads are last, Inductor of torch 2.11 computes the
+    # greatest score of several heads in one vector, and writes as many as fit into a vector.
+    weights = (bias.outputs[1:] - base).T.expand(x.shape[0], -1, -1)
+    result = torch.baddbmm(base[:, None], weights, hidden)
+    rows: Tensor = result.unflatten(-1, x.shape[1:])
+    return rows
