@@ -280,7 +280,8 @@ def repeated(folder: Path) -> dict[str, str]:
     def joined(bias=None, *, tokens=8, group=None, **how):
         leaf = q[:, :, :tokens].clone().requires_grad_()
         with collectives() as found:
-            out = ring_attention(leaf, k[:, :, :tokens], v[:, :, :tokens], bias, group=group, **how)
+            kv = k[:, :, :tokens], v[:, :, :tokens]
+            out = ring_attention(leaf, *kv, bias, causal=True, group=group, **how)
             out.sum().backward()
         return found
 
@@ -312,7 +313,7 @@ def repeated(folder: Path) -> dict[str, str]:
         group = dist.new_group([0, 1])
         for tokens in range(1, 2 * ring._MOST_SHAPES):
             x = torch.zeros(1, 1, tokens, 1)
-            ring_attention(x, x, x, group=group)
+            ring_attention(x, x, x, causal=True, group=group)
             assert 0 < len(ring._agreed[group]) <= ring._MOST_SHAPES
         seen = len(ring._agreed)
         dist.destroy_process_group(group)
