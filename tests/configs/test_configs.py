@@ -1,11 +1,22 @@
+import copy
 import json
+import os
+import re
 
 import pytest
+from huggingface_hub.errors import StrictDataclassError
+from transformers import CONFIG_MAPPING
 
 from posenc import RoPE, axes, configs, scaling
 from posenc.configs import reader
 
 SIZES = {"hidden_size": 512, "num_attention_heads": 8}
+LENGTH, ORIGINAL = "max_position_embeddings", "original_max_position_embeddings"
+PLAIN = {"rope_type": "default", "rope_theta": 1e4}
+DYNAMIC = {"type": "dynamic", "factor": 2.0}
+YARN = {"rope_type": "yarn", "factor": 2.0, ORIGINAL: 4096}
+TYPES = sorted(CONFIG_MAPPING.keys())
+CHOSEN = TYPES if os.environ.get("HYPOTHESIS_PROFILE") == "thorough" else TYPES[::9]
 
 
 @pytest.mark.parametrize(
@@ -231,6 +242,57 @@ def test_files_folders_and_objects_are_read(tmp_path):
         ({"rope_scaling": {"type": "linear", "fator": 2.0}}, "Did you mean factor?"),
         ({"rope_tehta": 1e6}, "rope_tehta must be a known key.*\n.*rope_theta"),
         ({"posenc_rope_layout": "thirds"}, "'half' or 'interleaved'"),
+        (
+            {"max_position_embeddings": 4096, "rope_scaling": {**DYNAMIC, LENGTH: 512}},
+            f"rope_scaling.{LENGTH} and {LENGTH} must agree, got 512 and 4096",
+        ),
+        (
+            {"max_position_embeddings": 4096, "rope_scaling": {**DYNAMIC, ORIGINAL: 512}},
+            f"rope_scaling.{ORIGINAL} and {LENGTH} must agree, got 512 and 4096",
+        ),
+        (
+            {LENGTH: 4096, "rope_scaling": {"type": "yarn", LENGTH: 512, ORIGINAL: 256}},
+            f"rope_scaling.{LENGTH} and {LENGTH} must agree",
+        ),
+        (
+            {"rope_parameters": {"full_attention": PLAIN, "rope_theta": 5e5}},
+            "rope_parameters.rope_theta must repeat that of a layer type",
+        ),
+        (
+            {"rope_parameters": {"full_attention": PLAIN, "factor": 8.0}},
+            "rope_parameters.factor must repeat that of a layer type",
+        ),
+        (
+            {"rope_parameters": {"full_attention": PLAIN, "rope_type": "yarn"}},
+            "rope_parameters.rope_type must repeat that of a layer type",
+        ),
+        (
+            {"rope_parameters": {"full_attention": PLAIN, "rope_tehta": 5e5}},
+            "rope_parameters.rope_tehta must be a known key.*\n.*Did you mean rope_theta",
+        ),
+        (
+            {"rope_parameters": {"full_attention": {**PLAIN, "facter": 5e5}}},
+            "rope_parameters.full_attention.facter must be a known key",
+        ),
+        (
+            {"layer_types": ["full_attention"], "rope_parameters": {"full_atention": PLAIN}},
+            "rope_parameters.full_atention must be a known key.*\n.*Did you mean full_attention",
+        ),
+        (
+            {"layer_types": ["full_attention"], "rope_parameters": {"main": PLAIN}},
+            "rope_parameters.main must be a known key.*\n.*name it in layer_types",
+        ),
+        ({"rope_parameters": {"extra": {}}}, "rope_parameters.extra must be a known key"),
+        ({"rope_scaling": {"rope_type": "default", "factor": 8.0}}, "factor must be left out"),
+        (
+            {"rope_scaling": {"type": "linear", "factor": 8.0, "low_freq_factor": 4.0}},
+            "low_freq_factor must be left out, because rope_scaling.type='linear' does not use it"
+            ".*\n.*llama3",
+        ),
+        (
+            {"rope_scaling": {"type": "dynamic", "alpha": 1000.0, "factor": 4.0}},
+            "factor must be left out, because rope_scaling.type='dynamic' with alpha",
+        ),
     ],
 )
 def test_unknown_and_contradictory_keys_are_named(config, text):
@@ -238,9 +300,73 @@ def test_unknown_and_contradictory_keys_are_named(config, text):
         RoPE.from_config({**SIZES, **config})
 
 
+@pytest.mark.parametrize(
+    ("rope", "layer_type"),
+    [
+        # Laguna XS.2 has the length beside its layer types; transformers before 5.17 wrote the
+        # class's base and the default type there, for models of other authors.
+        pytest.param({"full_attention": YARN, ORIGINAL: 4096}, "full_attention", id="laguna"),
+        pytest.param(
+            {
+                "full_attention": {**PLAIN, "rope_theta": 1e6},
+                "sliding_attention": PLAIN,
+                "rope_theta": 1e4,
+                "rope_type": "default",
+                "partial_rotary_factor": None,
+            },
+            "full_attention",
+            id="written-by-transformers",
+        ),
+        pytest.param({"rope_type": "default", "factor": 1.0}, None, id="minicpm-sala"),
+        pytest.param({"type": "linear", "factor": 4.0, ORIGINAL: 512}, None, id="linear"),
+        pytest.param({**YARN, "max_position_embeddings": 16384}, None, id="ministral3"),
+        pytest.param({**YARN, "finetuned": True, "type": "yarn"}, None, id="yarn-llama-2"),
+        pytest.param({**PLAIN, "attention_factor": None}, None, id="null"),
+    ],
+)
+def test_keys_of_real_files_that_change_nothing_are_read(rope, layer_type):
+    config = {**SIZES, "max_position_embeddings": 8192, "rope_parameters": rope}
+    assert RoPE.from_config(config, layer_type=layer_type).head_dim == 64
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        pytest.param(None, id="none"),
+        pytest.param({"rope_type": "linear", "factor": 2.0}, id="linear"),
+        pytest.param({"rope_type": "dynamic", "factor": 2.0}, id="dynamic"),
+        pytest.param(YARN, id="yarn"),
+        pytest.param(
+            {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+            id="llama3",
+        ),
+    ],
+)
+@pytest.mark.filterwarnings("ignore")
+def test_what_transformers_writes_has_no_key_too_many(rope):
+    """A class writes keys of its own beside those it was given, and they are no mistakes."""
+    tried = 0
+    for kind in CHOSEN:
+        given = {} if rope is None else {"rope_scaling": copy.deepcopy(rope)}
+        try:
+            config = json.loads(CONFIG_MAPPING[kind](**given).to_json_string())
+        except (AttributeError, KeyError, TypeError, ValueError, StrictDataclassError):
+            # A class that refuses the rule, or that is made of two others.
+            continue
+        try:
+            configs.read_positions(config)
+        except (TypeError, ValueError) as error:
+            words = str(error)
+            assert not re.search("a known key|must be left out|must repeat|must agree", words), kind
+        tried += 1
+    assert tried > 20
+
+
 def test_a_dict_in_place_of_a_number_is_no_layer_type():
     with pytest.raises(TypeError, match="factor must be a number"):
         RoPE.from_config({**SIZES, "rope_scaling": {"type": "linear", "factor": {}}})
+    with pytest.raises(TypeError, match="rope_theta must be a number"):
+        RoPE.from_config({**SIZES, "rope_parameters": {"rope_theta": {}, "factor": 32.0}})
 
 
 def test_an_object_that_is_no_config_is_refused(tmp_path):

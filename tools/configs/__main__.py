@@ -13,6 +13,8 @@ Keys of a row that are also keys of a config have the value of a config that lac
 and those of `FIELDS`. The other keys:
 
 - ``rope_parameters``: ``"required"`` if rotations are scaled, or differ by layer, by default
+- ``rope_types``: the keys of ``rope_parameters`` that have a dict each, where ``layer_types`` need
+  not have them
 - ``layout``: ``"interleaved"`` if pairs are adjacent channels
 - ``layer_types``: those of the first layers, which repeat; null if they follow no cycle
 - ``layer_cycle``: the key of older files that says after how many layers they do
@@ -137,6 +139,8 @@ def _defaults(kind: str, config: dict[str, Any], said: dict[str, Any]) -> dict[s
         row["rope_local_base_freq"] = float(layers["sliding_attention"]["rope_theta"])
     elif differ or scaled or len(layers) == 1 or "mrope_section" in rope:
         row["rope_parameters"] = "required"
+    if layers.keys() - {"full_attention", "sliding_attention"}:
+        row["rope_types"] = list(layers)
     if not differ:
         row["rope_theta"] = float(dicts[0]["rope_theta"])
         share = dicts[0].get("partial_rotary_factor")

@@ -7,6 +7,7 @@ import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,18 @@ KIND_KEYS = ("position_embedding_type", "position_embeddings_type")
 _TEXT = ("text_config", "llm_config", "language_config", "thinker_config")
 # Values of rope_type that scale nothing.
 UNSCALED = ("default", "mrope")
+# Keys of a rope dict that only some rules use: the numbers of a scaling.
+SCALES = (
+    "factor", "short_factor", "long_factor", "low_freq_factor", "high_freq_factor", "beta_fast",
+    "beta_slow", "mscale", "mscale_all_dim", "attention_factor", "alpha", "truncate",
+    "short_mscale", "long_mscale",
+)  # fmt: skip
+# All of its keys.
+_ROPE_KEYS = frozenset(
+    "rope_type type rope_theta partial_rotary_factor original_max_position_embeddings "
+    "mrope_section mrope_interleaved interleaved finetuned llama_4_scaling_beta "
+    "max_position_embeddings".split()
+).union(SCALES)
 # More layers than any model has. Each is listed, so a file's number must be bounded.
 MOST_LAYERS = 2**12
 _TYPES = ("full_attention", "sliding_attention")
@@ -134,7 +147,10 @@ class Config:
         """A value that the rope_type requires."""
         value, where = self.rope.get(name), f"{self.where}.{name}"
         if name == "max_position_embeddings":
-            value, where = self.top.get(name) if value is None else value, name
+            if value is None:
+                value, where = self.top.get(name), name
+            elif self.top.get(name) not in (None, value):
+                raise self.contradiction(where, name, f"{value} and {self.top[name]}")
         if value is None:
             raise self.error(f"{where} must be given for this rope_type", None)
         return value
@@ -217,13 +233,57 @@ def open_config(config: Any, who: str = "from_config") -> Config:
     if len(given) == 2 and given["rope_parameters"] != given["rope_scaling"]:
         raise found.contradiction(*names, "different contents")
     for name, rope in given.items():
-        known, by_layer = found.layer_types(), {}
-        if not {"rope_type", "type"} & rope.keys():
-            by_layer = {
-                key: rope[key] for key in rope if isinstance(rope[key], Mapping) or key in known
-            }
-        return replace(found, rope=rope, where=name, by_layer=by_layer)
+        found = replace(found, rope=rope, where=name)
+        found = replace(found, by_layer=_by_layer(found))
+        check_rope_keys(found)
+        return found
     return found
+
+
+def _by_layer(config: Config) -> dict[str, Any]:
+    """The values of a rope dict whose keys are layer types."""
+    rope, listed = config.rope, config.layer_types()
+    known = {*listed, *_TYPES, *config.model.get("rope_types", ())}
+    if listed or {"rope_type", "type"} & rope.keys():
+        return {key: value for key, value in rope.items() if key in known}
+    # Where a file does not name its layer types, they may be any with a rope dict of their own.
+    return {
+        key: value
+        for key, value in rope.items()
+        if key in known
+        or (key not in _ROPE_KEYS and isinstance(value, Mapping) and _ROPE_KEYS & value.keys())
+    }
+
+
+def check_rope_keys(config: Config) -> None:
+    """Refuse keys of the rope dict that are not known, or that no layer type reads."""
+    types = {key: rope for key, rope in config.by_layer.items() if isinstance(rope, Mapping)}
+    beside = {key: value for key, value in config.rope.items() if key not in config.by_layer}
+    dicts = {f"{config.where}.{key}": rope for key, rope in types.items()}
+    for where, rope in {config.where: beside, **dicts}.items():
+        for key in rope:
+            if key not in _ROPE_KEYS:
+                raise config.error(f"{where}.{key} must be a known key", key, _known(config, key))
+    for key, value in beside.items() if config.by_layer else ():
+        # Releases of transformers before 5.17 write the default type beside the layer types.
+        harmless = value is None or (key in ("rope_type", "type") and value in UNSCALED)
+        if not harmless and value not in [rope.get(key) for rope in types.values()]:
+            rule = (
+                f"{config.where}.{key} must repeat that of a layer type, because no layer reads it"
+            )
+            hint = f"Move it into {' or '.join(dicts) or 'the dict of a layer type'}."
+            raise config.error(rule, value, hint)
+
+
+def _known(config: Config, key: object) -> str:
+    """What a key that is not known may have been meant to be."""
+    types = [*config.layer_types(), *_TYPES] if config.by_layer else config.layer_types()
+    near = get_close_matches(str(key), sorted({*_ROPE_KEYS, *types}), 1)
+    if near:
+        return f"Did you mean {near[0]}?"
+    if isinstance(config.rope.get(key), Mapping):
+        return "If it is a layer type, name it in layer_types."
+    return f"Use one of {', '.join(sorted(_ROPE_KEYS))}."
 
 
 def _with_layer_types(config: Config) -> Config:

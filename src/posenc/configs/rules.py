@@ -3,49 +3,41 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from difflib import get_close_matches
 from typing import Any
 
 from posenc._contract import checks
-from posenc.configs.reader import UNSCALED, Config
+from posenc.configs.reader import SCALES, UNSCALED, Config, check_rope_keys
 from posenc.numerics import scaling
-
-# Keys of a rope dict that require a rope_type.
-_SCALES = (
-    "factor", "short_factor", "long_factor", "low_freq_factor", "high_freq_factor", "beta_fast",
-    "beta_slow", "mscale", "attention_factor", "alpha",
-)  # fmt: skip
-_KEYS = frozenset(
-    "rope_type type rope_theta partial_rotary_factor original_max_position_embeddings "
-    "mscale_all_dim truncate mrope_section mrope_interleaved interleaved short_mscale long_mscale "
-    "finetuned llama_4_scaling_beta max_position_embeddings".split()
-).union(_SCALES)
 
 
 def scaling_rule(config: Config) -> scaling.Rule | None:
     """The rule that the rope dict describes; None if nothing is scaled."""
-    for key in config.rope:
-        if key not in _KEYS:
-            rule, known = f"{config.where}.{key} must be a known key", sorted(_KEYS)
-            near = get_close_matches(str(key), known, 1)
-            hint = f"Did you mean {near[0]}?" if near else f"Use one of {', '.join(known)}."
-            raise config.error(rule, key, hint)
     given = {key: config.rope.get(key) for key in ("rope_type", "type")}
     kinds = {key: kind for key, kind in given.items() if kind not in (None, "")}
     aliases = {**dict.fromkeys(UNSCALED, "default"), "su": "longrope"}
     names = {aliases.get(kind, kind) for kind in map(str, kinds.values())}
     if len(names) == 2:
         raise config.contradiction("type", "rope_type", " and ".join(sorted(names)))
-    scales = next((key for key in _SCALES if config.rope.get(key) is not None), None)
-    if not names and scales is not None:
-        rule = f"{config.where}.rope_type must be given with {config.where}.{scales}"
+    scales = [key for key in SCALES if config.rope.get(key) is not None]
+    if not names and scales:
+        rule = f"{config.where}.rope_type must be given with {config.where}.{scales[0]}"
         raise config.error(rule, None, f"Add one of {', '.join(_RULES)}.")
     name = names.pop() if names else "default"
+    key = f"{config.where}.{next(iter(kinds), 'rope_type')}"
+    if name not in ("default", *_RULES):
+        raise config.error(f"{key} must be one of default, {', '.join(_RULES)}", name)
+    used, reader = _USED.get(name, ()), f"{key}={name!r}"
+    if name == "dynamic" and config.rope.get("alpha") is not None:
+        used, reader = _HUNYUAN, f"{reader} with alpha"
+    for other in scales:
+        # One changes nothing.
+        if other not in used and config.rope[other] != 1:
+            users = ", ".join(rule for rule, keys in _USED.items() if other in keys)
+            rule = f"{config.where}.{other} must be left out, because {reader} does not use it"
+            hint = f"Remove it, or name a rule that uses it: {users}."
+            raise config.error(rule, config.rope[other], hint)
     if name == "default":
         return None
-    key = f"{config.where}.{next(iter(kinds))}"
-    if name not in _RULES:
-        raise config.error(f"{key} must be one of default, {', '.join(_RULES)}", name)
     config.sources["scaling"] = config.prefix + key
     return _RULES[name](config)
 
@@ -62,6 +54,7 @@ def read_scaling(who: str, given: Any, base: float) -> Any:
     if not isinstance(given, Mapping):
         return given
     config = Config(who, {}, rope=given, where="scaling")
+    check_rope_keys(config)
     kind = given.get("rope_type") or given.get("type")
     # Two lengths give a factor; alpha stands for itself.
     other = {"factor", _LENGTH} if given.get("max_position_embeddings") else set()
@@ -90,9 +83,12 @@ def _linear(config: Config) -> scaling.Rule:
 def _dynamic(config: Config) -> scaling.Rule:
     if config.rope.get("alpha") is not None:
         return scaling.NTK(config.rope["alpha"])
-    return scaling.DynamicNTK(
-        config.need("factor"), original_length=config.need("max_position_embeddings")
-    )
+    trained, key = config.need("max_position_embeddings"), "max_position_embeddings"
+    original = config.agreed("original_length", _LENGTH, (_LENGTH,))
+    if original not in (None, trained):
+        other = config.sources["original_length"].removeprefix(config.prefix)
+        raise config.contradiction(other, key, f"{original} and {trained}")
+    return scaling.DynamicNTK(config.need("factor"), original_length=trained)
 
 
 def _yarn(config: Config) -> scaling.Rule:
@@ -155,6 +151,24 @@ _NEEDED = {
     "longrope": ("short_factor", "long_factor", _LENGTH, "factor"),
     "llama3": ("factor", _LENGTH, "low_freq_factor", "high_freq_factor"),
 }
+# Those of `SCALES` that a rule uses.
+_USED = {
+    "linear": ("factor",),
+    "dynamic": ("factor", "alpha"),
+    "yarn": (
+        "factor", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim",
+        "truncate",
+    ),
+    "longrope": (
+        "short_factor", "long_factor", "factor", "attention_factor", "short_mscale", "long_mscale",
+    ),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "proportional": ("factor",),
+}  # fmt: skip
+# Hunyuan's files have those of YaRN beside alpha; its models read alpha alone.
+_HUNYUAN = ("alpha", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
+
+
 _RULES: dict[str, Callable[[Config], scaling.Rule]] = {
     "linear": _linear,
     "dynamic": _dynamic,

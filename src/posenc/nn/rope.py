@@ -125,8 +125,9 @@ class RoPE(RotatedKeys):
     ) -> RoPE:
         """The rotation of a model, from its Hugging Face config.
 
-        A key that is not understood, or contradicts another, is an error that names it; `posenc
-        explain config.json` shows the key that each value was read from.
+        A key that is not understood, that the named rule does not use, or that contradicts another,
+        is an error that names it; null, and factors of one, change nothing. `posenc explain
+        config.json` shows the key that each value was read from.
 
         Args:
             config: A dict, a transformers config, the path of a ``config.json`` or its folder; or a
