@@ -72,7 +72,7 @@ def test_json_has_values_sources_and_rates(run):
     (layer,) = found["layers"]
     assert layer["layer_type"] is None
     assert layer["arguments"]["base"] == {"value": 500000.0, "from": "rope_theta"}
-    assert layer["arguments"]["rotary_dim"]["from"] == "the model's code"
+    assert layer["arguments"]["rotary_dim"]["from"] == "assumed"
     assert len(layer["inv_freq"]) == 32
     assert layer["attention_factor"] > 1
 
@@ -189,7 +189,50 @@ def test_a_mistake_is_one_line_and_exit_code_2(run, config, arguments, text):
             ],
             id="longrope",
         ),
-        pytest.param({"head_dim": 64}, ["trained length not in the config"], id="nothing"),
+        pytest.param(
+            {"head_dim": 64},
+            ["trained length not in the config", "interleaved False assumed"],
+            id="nothing",
+        ),
+        # Of a model that posenc has never seen, the key says the base alone.
+        pytest.param(
+            {**YARN, "model_type": "my_llm"},
+            ["base 500000.0 rope_theta", "interleaved False assumed"],
+            id="unknown",
+        ),
+        pytest.param(
+            {**YARN, "model_type": "llama"}, ["interleaved False the model's code"], id="llama"
+        ),
+        # Older files give the part of images no type.
+        pytest.param(
+            {
+                **QWEN_VL,
+                "model_type": "qwen2_vl",
+                "vision_config": {"embed_dim": 1280, "num_heads": 16, "hidden_size": 3584},
+                "audio_config": {"model_type": "my_ears", "hidden_size": 64},
+            },
+            [
+                "vision_config RoPE: posenc.RoPE(80, None, 10000.0, interleaved=False, "
+                "axes=posenc.axes.Axial(2)) at posenc.positions.grid(rows, columns) vision_config",
+                "audio_config not shown: model_type 'my_ears' is not known",
+            ],
+            id="qwen2-vl",
+        ),
+        pytest.param(
+            {"text_config": YARN, "vision_config": {"model_type": "gemma4_vision"}},
+            ["vision_config not shown: model_type 'gemma4_vision' is not read as a RoPE: each"],
+            id="gemma4",
+        ),
+        pytest.param(
+            {"model_type": "pixtral", "head_dim": 64},
+            [
+                "axes Axial(coordinates=2, rates=shared) model_type",
+                "build posenc.RoPE(64, None, 10000.0, interleaved=False, "
+                "axes=posenc.axes.Axial(2, rates='shared'))",
+                "position_ids posenc.positions.grid(rows, columns)",
+            ],
+            id="pixtral",
+        ),
     ],
 )
 def test_the_encoding_the_lengths_and_the_layers_are_printed(run, config, words):

@@ -17,6 +17,7 @@ TYPES = sorted(set(CONFIG_MAPPING.keys()) - OTHER)
 # Types that older releases lack.
 SINCE_5_23 = {"lfm3", "internlm3", "iquestcoder", "granite_docling_text"}
 SINCE_5_23 |= {"dots3_note", "dots3_note_text", "dots3_note_audio_encoder"}
+SINCE_5_23 |= {"dots3_note_vision_encoder", "inkling2_vision", "lfm3_vl_vision"}
 CHOSEN = TYPES if os.environ.get("HYPOTHESIS_PROFILE") == "thorough" else TYPES[::9]
 
 

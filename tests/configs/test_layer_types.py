@@ -49,7 +49,11 @@ def typed():
     for kind in CONFIG_MAPPING:
         known = configs.model_defaults(kind)
         fields = {each.name for each in dataclasses.fields(CONFIG_MAPPING[kind])}
-        if "layer_types" in fields and known and not {"positions", "refused"} & known.keys():
+        if (
+            "layer_types" in fields
+            and known
+            and not {"axial", "positions", "refused"} & known.keys()
+        ):
             yield kind
 
 

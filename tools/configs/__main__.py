@@ -6,6 +6,13 @@ A ``config.json`` may leave out what is the default of its class. The defaults a
 config classes of the installed transformers, and pair layouts by trying the rotating functions of
 its models. `by_hand.BY_HAND` has the facts that neither says. Nothing is downloaded. Half a minute.
 
+The file is written with the newest transformers, which may be newer than the one that
+``constraints.txt`` pins: put a folder with it first in ``PYTHONPATH``. With the pinned release, the
+suite asserts that the file has all that the tool finds in it.
+
+``vision`` has, for each type of a whole model, that of its ``vision_config``, which older files
+leave out.
+
 Keys of a row that are also keys of a config have the value of a config that lacks them:
 ``rope_theta``, ``rope_local_base_freq`` (null: as ``rope_theta``, unscaled), ``head_dim``,
 ``qk_rope_head_dim``, ``rotary_dim``, ``partial_rotary_factor``, ``rope_interleave``,
@@ -20,7 +27,11 @@ and those of `FIELDS`. The other keys:
 - ``layer_cycle``: the key of older files that says after how many layers they do
 - ``last_layer``: the type of the last layer, whatever the others are
 - ``window``: ``"both sides"`` if ``sliding_window`` counts the keys on each side of a query
-- ``coordinates``: how many numbers between -1 and 1 are the position of a patch
+- ``coordinates``: how many numbers are the position of a patch
+- ``axial``: how these are divided among the pairs, where ``rope_type`` is or would be axial:
+  ``"runs"`` for a run of pairs each, ``"shared"`` for runs of one range of rates,
+  ``"alternating"`` for one pair after the other
+- ``patches``: these positions, as Python
 - ``refused``: why no RoPE rotates as this type does
 - ``positions``: the kind of positions of a type that does not rotate; see ``by_hand.py``
 - ``converted``: a tiny model was converted to the other layout, and kept its logits
@@ -69,15 +80,31 @@ CYCLES = (
 
 def main() -> None:
     """Write the file."""
-    PATH.write_text(text(rows()))
+    found = rows()
+    PATH.write_text(text(found, vision(found)))
     print(f"Written to {PATH}.")
 
 
-def text(found: dict[str, dict[str, Any]]) -> str:
+def text(found: dict[str, dict[str, Any]], parts: dict[str, str]) -> str:
     """The file: a line for each model type."""
-    lines = [f"  {json.dumps(kind)}: {json.dumps(found[kind])}" for kind in sorted(found)]
-    head = f'{{\n "transformers": {json.dumps(transformers.__version__)},\n "models": {{\n'
-    return head + ",\n".join(lines) + "\n }\n}\n"
+    lines = {
+        name: ",\n".join(f"  {json.dumps(kind)}: {json.dumps(row)}" for kind, row in each.items())
+        for name, each in {"models": found, "vision": parts}.items()
+    }
+    head = f'{{\n "transformers": {json.dumps(transformers.__version__)}'
+    return (
+        head + "".join(f',\n "{name}": {{\n{rows}\n }}' for name, rows in lines.items()) + "\n}\n"
+    )
+
+
+def vision(found: dict[str, dict[str, Any]]) -> dict[str, str]:
+    """The type of each model's ``vision_config``, if it is one of those ``found``."""
+    parts: dict[str, str] = {}
+    for kind in sorted(CONFIG_MAPPING):
+        part = _config(kind).get("vision_config")
+        if isinstance(part, dict) and part.get("model_type") in found:
+            parts[kind] = part["model_type"]
+    return parts
 
 
 def rows() -> dict[str, dict[str, Any]]:
@@ -93,7 +120,7 @@ def rows() -> dict[str, dict[str, Any]]:
             said = found.get(kind, {})
             if "refused" not in said:
                 found[kind] = _read(kind, said) | said
-    return {kind: dict(sorted(row.items())) for kind, row in found.items() if row}
+    return {kind: dict(sorted(found[kind].items())) for kind in sorted(found) if found[kind]}
 
 
 def _read(kind: str, said: dict[str, Any]) -> dict[str, Any]:
@@ -107,6 +134,9 @@ def _read(kind: str, said: dict[str, Any]) -> dict[str, Any]:
         layout = _tried(kind) if beside and text.get("rope_parameters") else {}
         return {key: layout[key] for key in ("layout", "rope_interleave") if key in layout}
     row = _defaults(kind, config, said)
+    if "axial" in said:
+        # The functions beside the class may be those of its text.
+        return row
     # An empty dict has an entry for each layer type, once a file names them.
     has_rotation = row or "layout" in said or config.get("rope_parameters") == {}
     return row | _tried(kind) | _layers(kind) if has_rotation else {}
@@ -125,15 +155,16 @@ def _defaults(kind: str, config: dict[str, Any], said: dict[str, Any]) -> dict[s
     rope = config.get("rope_parameters")
     if not rope and "rope_theta" in said:
         rope = {"rope_theta": said["rope_theta"]}
-    if not rope or kind in SKIPPED:
+    if not rope or (kind in SKIPPED and "axial" not in said):
         return {}
     layers = {name: each for name, each in rope.items() if isinstance(each, dict) or each is None}
     dicts = [each for each in layers.values() if each] or [rope]
-    if {each.get("rope_type", "default") for each in dicts} - RULES:
+    own = {"axial"} if "axial" in said else set[str]()
+    if {each.get("rope_type", "default") for each in dicts} - RULES - own:
         return {}
     row: dict[str, Any] = {}
     differ = any(each != dicts[0] for each in dicts) or None in layers.values()
-    scaled = any(each.get("rope_type", "default") != "default" for each in dicts)
+    scaled = any(each.get("rope_type", "default") not in {"default", *own} for each in dicts)
     if kind in LOCAL:
         dicts, differ = [layers["full_attention"]], False
         row["rope_local_base_freq"] = float(layers["sliding_attention"]["rope_theta"])

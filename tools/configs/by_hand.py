@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+_GRID = "posenc.positions.grid(rows, columns)"
+
 # What the classes do not say: the reason, the types, and the facts.
 BY_HAND: list[tuple[str, str, dict[str, Any]]] = [
     (
@@ -54,39 +56,85 @@ BY_HAND: list[tuple[str, str, dict[str, Any]]] = [
         "dinov3_vit eomt_dinov3 sapiens2",
         {"coordinates": 2, "rope_theta": 100.0},
     ),
-    # Types of transformers 5.23, which is newer than the release that constraints.txt pins. But for
-    # the reasons given, the tool finds the same in its classes.
-    ("Read off its class.", "granite_docling_text", {"rope_theta": 10_000.0}),
-    (
-        "Read off their classes.",
-        "internlm3 iquestcoder",
-        {"head_dim": 128, "rope_theta": 10_000.0},
-    ),
-    (
-        "Read off its class.",
-        "lfm3",
-        {
-            "head_dim": 128,
-            "layer_types": None,
-            "rope_parameters": "required",
-            "sliding_window": 256,
-        },
-    ),
-    ("Read off their classes.", "dots3_note dots3_note_text", {"rope_interleave": True}),
     (
         "The class puts 512 where a window is left out.",
         "dots3_note_text",
-        {
-            "layer_types": None,
-            "qk_rope_head_dim": 64,
-            "rope_parameters": "required",
-            "sliding_window": 512,
-        },
+        {"sliding_window": 512},
     ),
     (
         "The function that interleaves beside its class is that of the text.",
         "dots3_note_audio_encoder",
-        {"partial_rotary_factor": 0.5, "rope_interleave": False, "rope_theta": 10_000.0},
+        {"rope_interleave": False},
+    ),
+    # The images of models whose rope_type is axial; tests/configs/test_axial.py compares each.
+    (
+        "Rows, then columns.",
+        """
+        cohere_compass_vision dots3_note_vision_encoder ernie4_5_vl_moe_vision exaone4_5_vision
+        glm4v_moe_vision glm4v_vision glm5_next_vision glm_ocr_vision lfm3_vl_vision
+        paddleocr_vl_vision qwen2_5_omni_vision_encoder qwen2_5_vl_vision qwen2_vl_vision
+        qwen3_5_moe_vision qwen3_5_vision qwen3_omni_moe_vision_encoder qwen3_vl_moe_vision
+        qwen3_vl_vision qwen4_exp_vision video_llama_3_vision
+        """,
+        {"axial": "runs", "coordinates": 2, "patches": _GRID},
+    ),
+    (
+        "Columns, then rows.",
+        "step3p5_vision",
+        {"axial": "runs", "coordinates": 2, "patches": f"{_GRID}.flip(0)"},
+    ),
+    (
+        "The same, counted from one.",
+        "muse_glimmer_vision muse_spark_vision",
+        {
+            "axial": "runs",
+            "coordinates": 2,
+            "patches": "posenc.positions.grid(rows, columns, start=1).flip(0)",
+        },
+    ),
+    (
+        "Also frames; channels that three coordinates cannot share do not rotate.",
+        "minimax_m3_vl_vision",
+        {
+            "axial": "runs",
+            "coordinates": 3,
+            "patches": "posenc.positions.grid(frames, rows, columns)",
+        },
+    ),
+    (
+        "Columns, then rows, in adjacent pairs.",
+        "edgetam_video sam2_video sam3_tracker_video",
+        {"axial": "runs", "coordinates": 2, "layout": "interleaved", "patches": f"{_GRID}.flip(0)"},
+    ),
+    (
+        "The same; the whole image has the range of a window.",
+        "sam3_vit_model",
+        {
+            "axial": "runs",
+            "coordinates": 2,
+            "layout": "interleaved",
+            "patches": f"window_size / columns * {_GRID}.flip(0)",
+        },
+    ),
+    (
+        "The same, counted from one after a class token.",
+        "inkling2_vision",
+        {
+            "axial": "runs",
+            "coordinates": 2,
+            "layout": "interleaved",
+            "patches": "posenc.positions.grid(rows, columns, prefix=1, start=1).flip(0)",
+        },
+    ),
+    (
+        "Both coordinates share one range of rates.",
+        "pixtral",
+        {"axial": "shared", "coordinates": 2, "patches": _GRID},
+    ),
+    (
+        "Columns and rows take turns, pair by pair.",
+        "kimi_k25_vision",
+        {"axial": "alternating", "coordinates": 2, "patches": f"{_GRID}.flip(0)"},
     ),
     # Rotations that no RoPE has, whatever their configs say.
     (
@@ -96,15 +144,23 @@ BY_HAND: list[tuple[str, str, dict[str, Any]]] = [
     ),
     (
         "Read in its code.",
-        "llama4_vision_model sam3_vit_model",
+        "llama4_vision_model",
         {"refused": "positions are those of an image, see posenc.axes.Axial"},
     ),
     (
-        "tests/nn/test_axes.py compares them. No scaling rule has its rope_type.",
-        "pixtral",
+        "Read in its code.",
+        "gemma4_vision",
         {
-            "refused": "its rope_type is axial; it is RoPE(head_dim, None, rope_theta, "
-            "interleaved=False, axes=Axial(2, rates='shared')) at positions.grid(rows, columns)"
+            "refused": "each half of a head is RoPE(head_dim // 2, None, rope_theta, "
+            "interleaved=False), the first at the column of a patch, the second at its row"
+        },
+    ),
+    (
+        "Read in its code.",
+        "mlcd mlcd_vision_model",
+        {
+            "refused": "its patches rotate as RoPE(head_dim, None, rope_theta, interleaved=False, "
+            "axes=Axial(2)) at positions.grid(rows, columns), its class token by learned angles"
         },
     ),
     (

@@ -75,7 +75,8 @@ def _show(explained: lab.Explanations) -> None:
         for name, words in _FACTS.items()
         if name in facts
     ]
-    _table("model", rows + _layers(*facts.get("layer_types", ((), ""))))
+    rows += _layers(*facts.get("layer_types", ((), "")))
+    _table("model", rows + [(key, words, key) for key, words in explained.others.items()])
 
 
 def _numbers(numbers: dict[str, Any], longer: dict[str, Any]) -> list[tuple[str, Any, str]]:

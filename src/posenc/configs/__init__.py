@@ -4,8 +4,10 @@ from posenc.configs.non_rotary import Alibi, Buckets, PositionTable, not_rotary
 from posenc.configs.reader import (
     LAYOUT,
     as_dict,
+    mentions_rotation,
     model_defaults,
     open_config,
+    other_parts,
     text_part,
     types_with,
 )
@@ -21,6 +23,6 @@ from posenc.configs.rules import read_scaling
 
 __all__ = [
     "LAYOUT", "Alibi", "Buckets", "PositionTable", "Positions", "Recipe", "as_dict",
-    "model_defaults", "not_rotary", "open_config", "read", "read_bias", "read_layers",
-    "read_positions", "read_scaling", "text_part", "types_with",
+    "mentions_rotation", "model_defaults", "not_rotary", "open_config", "other_parts", "read",
+    "read_bias", "read_layers", "read_positions", "read_scaling", "text_part", "types_with",
 ]  # fmt: skip

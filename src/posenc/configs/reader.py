@@ -22,6 +22,8 @@ _FILES = ("config.json", "transformer/config.json")
 KIND_KEYS = ("position_embedding_type", "position_embeddings_type")
 # Keys of the text model's config in a multimodal one.
 _TEXT = ("text_config", "llm_config", "language_config", "thinker_config")
+# Keys of its other models.
+_OTHERS = ("vision_config", "audio_config")
 # Values of rope_type that scale nothing.
 UNSCALED = ("default", "mrope")
 # Keys of a rope dict that only some rules use: the numbers of a scaling.
@@ -36,6 +38,20 @@ _ROPE_KEYS = frozenset(
     "mrope_section mrope_interleaved interleaved finetuned llama_4_scaling_beta "
     "max_position_embeddings".split()
 ).union(SCALES)
+# Rotations that no RoPE has, by words that their rope dicts alone have.
+_REFUSED = {
+    "xdrope": (
+        "XD-RoPE, whose coordinates are those of text, width, height and time, and differ between "
+        "the two channels of a pair",
+        "For text alone, whose coordinates are equal, use RoPE(head_dim, None, rope_theta, "
+        "interleaved=False, scaling=NTK(alpha)); otherwise the model's own code.",
+    ),
+    "fope": (
+        "FoPE, whose cosines and sines are sums over rates with weights that are learned for each "
+        "head of keys",
+        "Use the model's own code: posenc has no module for it.",
+    ),
+}
 # More layers than any model has. Each is listed, so a file's number must be bounded.
 MOST_LAYERS = 2**12
 _TYPES = ("full_attention", "sliding_attention")
@@ -47,21 +63,22 @@ _FIX_SCALING = "Fix the dict, or pass a rule of posenc.scaling."
 
 
 @functools.cache
-def _defaults() -> dict[str, dict[str, Any]]:
-    """Defaults of each model type, which ``tools/configs`` writes."""
+def _known() -> dict[str, dict[str, Any]]:
+    """What is known of model types, which ``tools/configs`` writes."""
     text = Path(__file__).with_name("models.json").read_text(encoding="utf-8")
-    rows: dict[str, dict[str, Any]] = json.loads(text)["models"]
-    return rows
+    known: dict[str, dict[str, Any]] = json.loads(text)
+    return known
 
 
 def model_defaults(model_type: Any) -> Mapping[str, Any]:
     """The defaults of a model type; empty for an unknown one."""
-    return _defaults().get(model_type, {}) if isinstance(model_type, str) else {}
+    rows: dict[str, Mapping[str, Any]] = _known()["models"]
+    return rows.get(model_type, {}) if isinstance(model_type, str) else {}
 
 
 def types_with(key: str) -> frozenset[str]:
     """The model types that have a default for ``key``."""
-    return frozenset(model_type for model_type, row in _defaults().items() if key in row)
+    return frozenset(model_type for model_type, row in _known()["models"].items() if key in row)
 
 
 @dataclass
@@ -211,6 +228,24 @@ def text_part(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], str]:
             return config, prefix
 
 
+def other_parts(config: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    """The configs of images and sounds in that of a whole model, by their keys."""
+    parts, prefix = {}, ""
+    while True:
+        for name in _OTHERS:
+            part = config.get(name)
+            if isinstance(part, Mapping):
+                kind, whole = part.get("model_type"), config.get("model_type")
+                if kind in (None, whole) and name == "vision_config":
+                    # Older files give the part no type, or that of the whole.
+                    kind = _known()["vision"].get(whole, kind) if isinstance(whole, str) else kind
+                parts[prefix + name] = {**part, "model_type": kind}
+        name = next((name for name in _TEXT if isinstance(config.get(name), Mapping)), "")
+        if not name:
+            return parts
+        config, prefix = config[name], f"{prefix}{name}."
+
+
 def mentions_rotation(config: Mapping[str, Any]) -> bool:
     """Whether a key other than qk_rope_head_dim, which may go unrotated, names a rotation."""
     words = [key for key, value in config.items() if value is not None]
@@ -261,9 +296,10 @@ def check_rope_keys(config: Config) -> None:
     beside = {key: value for key, value in config.rope.items() if key not in config.by_layer}
     dicts = {f"{config.where}.{key}": rope for key, rope in types.items()}
     for where, rope in {config.where: beside, **dicts}.items():
+        _refuse_others(config, where, rope)
         for key in rope:
             if key not in _ROPE_KEYS:
-                raise config.error(f"{where}.{key} must be a known key", key, _known(config, key))
+                raise config.error(f"{where}.{key} must be a known key", key, _meant(config, key))
     for key, value in beside.items() if config.by_layer else ():
         # Releases of transformers before 5.17 write the default type beside the layer types.
         harmless = value is None or (key in ("rope_type", "type") and value in UNSCALED)
@@ -275,7 +311,18 @@ def check_rope_keys(config: Config) -> None:
             raise config.error(rule, value, hint)
 
 
-def _known(config: Config, key: object) -> str:
+def _refuse_others(config: Config, where: str, rope: Mapping[str, Any]) -> None:
+    """Refuse rotations of other kinds by their names."""
+    words = {key: key for key, value in rope.items() if value is not None}
+    words |= {key: rope[key] for key in ("rope_type", "type") if isinstance(rope.get(key), str)}
+    for key, word in words.items():
+        for name, (noun, hint) in _REFUSED.items():
+            if str(word).removeprefix("use_").startswith(name):
+                rule = f"{where}.{key} says that the rotation is {noun}"
+                raise ValueError(f"{config.who}: {rule}.\n  {hint}")
+
+
+def _meant(config: Config, key: object) -> str:
     """What a key that is not known may have been meant to be."""
     types = [*config.layer_types(), *_TYPES] if config.by_layer else config.layer_types()
     near = get_close_matches(str(key), sorted({*_ROPE_KEYS, *types}), 1)

@@ -41,6 +41,8 @@ class Recipe:
     # None for all layers.
     layer_type: str | None = field(default=None, compare=False)
     inv_freq: tuple[float, ...] | None = None
+    # Python that constructs it, where RoPE.from_config does not.
+    line: str | None = field(default=None, compare=False)
 
     def arguments(self) -> dict[str, Any]:
         """Keywords for `RoPE`."""
@@ -83,7 +85,35 @@ def read(config: Any, *, layer_type: str | None = None, base: float | None = Non
     if diffusion.is_diffusers(found.top):
         return _of_diffusers(found, layer_type, base)
     check_rotary(found)
+    _refuse_axial(found)
     return _recipe(found, layer_type, base)
+
+
+def _refuse_axial(config: Config) -> None:
+    """Refuse the rotation of an image, whose positions no caller of a text model has."""
+    if "axial" in config.model:
+        rule = f"model_type {config.kind!r} is not read as a RoPE: it rotates the patches of images"
+        line = f"{_recipe(config, None).line} at {config.model['patches']}"
+        raise ValueError(f"{config.who}: {rule}.\n  Use {line}.")
+
+
+def _axial_line(config: Config, recipe: Recipe, base: float) -> str | None:
+    """Python that constructs the rotation of an image."""
+    form = config.model.get("axial")
+    if form is None:
+        return None
+    count, rates = config.model["coordinates"], str(base)
+    axes = f"Axial({count}, rates='shared')" if form == "shared" else f"Axial({count})"
+    if form == "alternating":
+        pairs = recipe.rotary_dim // 2 // count
+        rates = (
+            f"inv_freq=[{base} ** (-i / {pairs}) for i in range({pairs}) for _ in range({count})]"
+        )
+        axes = f"Sections({(pairs,) * count}, interleaved=True)"
+    words = [str(recipe.head_dim), "None", rates, f"interleaved={recipe.interleaved}"]
+    if recipe.rotary_dim != recipe.head_dim:
+        words.append(f"rotary_dim={recipe.rotary_dim}")
+    return f"posenc.RoPE({', '.join(words)}, axes=posenc.axes.{axes})"
 
 
 def _of_diffusers(config: Config, layer_type: str | None, base: float | None = None) -> Recipe:
@@ -100,17 +130,24 @@ def _recipe(config: Config, layer_type: str | None, base: float | None = None) -
     config, layer_type = reader.choose_layer(replace(config, sources={}), layer_type)
     head_dim = rotation.head_dim(config, layer_type)
     interleaved, interleaved_out = rotation.layout(config)
-    return Recipe(
+    base = rotation.base(config, layer_type) if base is None else base
+    width = rotation.rotary_dim(config, head_dim)
+    rates = rotation.inv_freq(config, base, width)
+    axes, rule = rotation.axes(config, width), scaling_rule(config)
+    silent = "the model's code" if config.model else "assumed"
+    recipe = Recipe(
         head_dim,
-        rotation.base(config, layer_type) if base is None else base,
-        rotation.rotary_dim(config, head_dim),
+        base if rates is None else 10_000.0,
+        width,
         interleaved,
         interleaved_out,
-        scaling_rule(config),
-        rotation.axes(config),
-        config.sources,
+        rule,
+        axes,
+        {**dict.fromkeys(("base", "rotary_dim", "interleaved"), silent), **config.sources},
         layer_type,
+        rates,
     )
+    return replace(recipe, line=_axial_line(config, recipe, base))
 
 
 def read_positions(config: Any, *, layer_type: str | None = None) -> Positions:
@@ -149,6 +186,7 @@ def read_layers(config: Any, *, base: float | None = None) -> list[Recipe | None
     """The rotation of each layer that a config describes; None for layers that do not rotate."""
     found = open_config(config)
     check_rotary(found)
+    _refuse_axial(found)
     count = found.count("layers", *_LAYERS, most=reader.MOST_LAYERS)
     still, named = _without_rope(found), found.top.get("layer_types")
     own = rotation.layer_bases(found) if base is None else []
@@ -359,6 +397,8 @@ def _position_ids(config: Config) -> Fact | None:
     """Where the tokens of an image are, in a model that counts no tokens."""
     if "coordinates" not in config.model:
         return None
+    if "patches" in config.model:
+        return config.model["patches"], f"{config.prefix}model_type"
     # A class token comes before the registers.
     registers = config.value("num_register_tokens")
     before = 1 + checks.integer(config.who, "num_register_tokens", registers, least=0)

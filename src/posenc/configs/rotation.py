@@ -10,10 +10,13 @@ from posenc.configs.reader import LAYOUT, Config, local_key, mentions_rotation
 from posenc.numerics.axes import Axes, Axial, Sections
 
 _HEAD_DIMS = ("qk_rope_head_dim", "head_dim", "attention_head_dim", "kv_channels")
+# SAM 2's attention to the frames before.
+_MEMORY = "memory_attention_"
 # The width of a model, and its number of heads.
 _SIZES = (
     ("hidden_size", "num_attention_heads"), ("hidden_size", "n_head"), ("n_embd", "n_head"),
-    ("d_model", "n_heads"), ("dim", "n_heads"),
+    ("d_model", "n_heads"), ("dim", "n_heads"), ("embed_dim", "num_heads"),
+    ("hidden_size", "num_heads"), (f"{_MEMORY}hidden_size", f"{_MEMORY}num_attention_heads"),
 )  # fmt: skip
 _BASES = (
     "rope_theta", "rotary_emb_base", "rope_base", "rotary_embedding_base", "rope_embedding_base",
@@ -41,6 +44,10 @@ def head_dim(config: Config, layer_type: str | None) -> int:
         if top.get(size) is not None and top.get(heads) is not None:
             width = checks.integer(config.who, size, top[size])
             count = checks.integer(config.who, heads, top[heads])
+            if size.startswith(_MEMORY):
+                # Projections are narrower by this factor.
+                rate = top.get(f"{_MEMORY}downsample_rate") or 1
+                count *= checks.integer(config.who, f"{_MEMORY}downsample_rate", rate)
             if width % count and config.who == "convert":
                 # transformers rounds down, but every row of a weight must belong to a head.
                 rule = f"{size} must be a multiple of the {count} heads"
@@ -118,6 +125,11 @@ def layer_bases(config: Config) -> list[float]:
 
 def rotary_dim(config: Config, head_dim: int) -> int:
     """Channels of a head that rotate."""
+    if config.model.get("coordinates", 0) > 2:
+        # What the coordinates cannot share does not rotate.
+        each = 2 * config.model["coordinates"]
+        config.sources["rotary_dim"] = f"{config.prefix}model_type"
+        return head_dim // each * each
     if config.top.get("qk_rope_head_dim"):
         # head_dim is already that of the rotary part.
         return head_dim
@@ -172,12 +184,15 @@ def family_layout(config: Config) -> tuple[bool, bool | None]:
     return config.default("interleaved", "layout") == "interleaved", None
 
 
-def axes(config: Config) -> Axes | None:
-    """The sections of M-RoPE, or the rows and columns of an image."""
-    sizes = config.rope.get("mrope_section")
-    if sizes is None and "coordinates" in config.model:
+def axes(config: Config, width: int) -> Axes | None:
+    """The sections of M-RoPE, or the rows and columns of an image, in ``width`` channels."""
+    sizes, count = config.rope.get("mrope_section"), config.model.get("coordinates")
+    if sizes is None and count is not None:
         config.sources["axes"] = f"{config.prefix}model_type"
-        return Axial(config.model["coordinates"])
+        form = config.model.get("axial")
+        if form == "alternating":
+            return Sections((width // 2 // count,) * count, interleaved=True)
+        return Axial(count, rates="shared" if form == "shared" else "per_axis")
     if sizes is None:
         return None
     config.sources["axes"] = f"{config.prefix}{config.where}.mrope_section"
@@ -185,3 +200,13 @@ def axes(config: Config) -> Axes | None:
     # Some model types interleave whatever the config says.
     flag = config.model.get("mrope_interleaved") or flag
     return Sections(sizes, checks.boolean(config.who, "mrope_interleaved", flag))
+
+
+def inv_freq(config: Config, base: float, width: int) -> tuple[float, ...] | None:
+    """The rates of all pairs, if those of the coordinates take turns."""
+    if config.model.get("axial") != "alternating":
+        return None
+    count = config.model["coordinates"]
+    config.sources["inv_freq"] = config.sources.get("base", f"{config.prefix}model_type")
+    pairs = width // 2 // count
+    return tuple(base ** (-i / pairs) for i in range(pairs) for _ in range(count))

@@ -15,6 +15,8 @@ def scaling_rule(config: Config) -> scaling.Rule | None:
     given = {key: config.rope.get(key) for key in ("rope_type", "type")}
     kinds = {key: kind for key, kind in given.items() if kind not in (None, "")}
     aliases = {**dict.fromkeys(UNSCALED, "default"), "su": "longrope"}
+    if "axial" in config.model:
+        aliases["axial"] = "default"
     names = {aliases.get(kind, kind) for kind in map(str, kinds.values())}
     if len(names) == 2:
         raise config.contradiction("type", "rope_type", " and ".join(sorted(names)))
@@ -24,6 +26,10 @@ def scaling_rule(config: Config) -> scaling.Rule | None:
         raise config.error(rule, None, f"Add one of {', '.join(_RULES)}.")
     name = names.pop() if names else "default"
     key = f"{config.where}.{next(iter(kinds), 'rope_type')}"
+    if name == "axial":
+        rule = f"{key} axial is an image's, and differs between model types; {{}} is not known"
+        hint = f"Construct RoPE(head_dim, None, base, axes=...) directly: {_MOST_AXIAL}."
+        raise ValueError(f"{config.who}: {rule.format(repr(config.kind))}.\n  {hint}")
     if name not in ("default", *_RULES):
         raise config.error(f"{key} must be one of default, {', '.join(_RULES)}", name)
     used, reader = _USED.get(name, ()), f"{key}={name!r}"
@@ -142,6 +148,7 @@ def _factor(config: Config) -> Any:
     return longest / checks.integer(config.who, f"original_{name}", _original_length(config))
 
 
+_MOST_AXIAL = "most have interleaved=False, axes=Axial(2), at positions.grid(rows, columns)"
 # The keys without which there is no rule.
 _LENGTH = "original_max_position_embeddings"
 _NEEDED = {

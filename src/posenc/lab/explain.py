@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
@@ -40,6 +41,8 @@ class Explanations:
 
     parts: list[Explanation]
     facts: dict[str, Fact | None]
+    # How to build the positions of images and sounds, by the keys of their configs.
+    others: dict[str, str]
 
     def as_json(self) -> dict[str, Any]:
         """The report as plain values, for JSON."""
@@ -54,7 +57,7 @@ class Explanations:
             for part in self.parts
         ]
         facts = {name: fact and _with_source(fact) for name, fact in self.facts.items()}
-        return {"layers": layers, **facts}
+        return {"layers": layers, **facts, "others": self.others}
 
     def python(self) -> str:
         """Python code that builds the encodings."""
@@ -85,6 +88,7 @@ def explain(
 
     Rules that depend on the length of a sequence are evaluated at ``seq_len``.
     """
+    config = configs.as_dict("from_config", config)
     positions = configs.read_positions(config, layer_type=layer_type)
     longest = 0 if positions.max_length is None else positions.max_length[0]
     parts = [_explained(part, seq_len, longest) for part in positions.parts]
@@ -94,7 +98,24 @@ def explain(
         how = "posenc.rope_layers(config), which has None for layers without RoPE"
         parts = [replace(part, build=how) for part in parts]
     names = (each.name for each in fields(positions) if each.name not in ("parts", "dual_chunk"))
-    return Explanations(parts, {name: getattr(positions, name) for name in names})
+    facts = {name: getattr(positions, name) for name in names}
+    others = configs.other_parts(config) if layer_type is None else {}
+    return Explanations(parts, facts, {key: _other(part) for key, part in others.items()})
+
+
+def _other(config: Mapping[str, Any]) -> str:
+    """How to build the positions of a part of a model, or why they are not shown."""
+    kind = config.get("model_type")
+    if not configs.model_defaults(kind) and not configs.mentions_rotation(config):
+        return f"not shown: model_type {kind!r:.80} is not known"
+    try:
+        found = explain(config)
+    except (TypeError, ValueError) as error:
+        return f"not shown: {str(error).splitlines()[0].removeprefix('from_config: ')}"
+    words = [f"{part.kind}: {part.build}" for part in found.parts]
+    if at := found.facts["position_ids"]:
+        words[-1] += f" at {at[0]}"
+    return "; ".join(words)
 
 
 def _in_chunks(part: Explanation, sizes: tuple[int, int], key: str) -> Explanation:
@@ -152,7 +173,7 @@ def _rotary(part: configs.Recipe, seq_len: int | None, longest: int) -> Explanat
         length = max(longest, trained + 1)
         numbers["longer"] = {"seq_len": length, **_numbers(rope, length)}
     layer = "" if part.layer_type is None else f", layer_type={part.layer_type!r}"
-    build = f"posenc.RoPE.from_config(config{layer})"
+    build = part.line or f"posenc.RoPE.from_config(config{layer})"
     unusual = {name: value for name, value in keywords.items() if value != _USUAL.get(name)}
     python = _call("RoPE", unusual.pop("head_dim"), max_seq_len=None, **unusual)
     return Explanation("RoPE", part.layer_type, arguments, numbers, python, build)
@@ -163,7 +184,8 @@ def _numbers(rope: RoPE, seq_len: int | None) -> dict[str, Any]:
     numbers = {"attention_factor": rope.attention_factor(seq_len), "inv_freq": rates}
     if waves := [math.tau / rate for rate in rates if rate > 0]:
         # An image's coordinates need not be tokens.
-        unit = "" if isinstance(rope.axes, axes.Axial) else " tokens"
+        image = isinstance(rope.axes, axes.Axial) or rope.inv_freq is not None
+        unit = "" if image else " tokens"
         numbers["wavelengths"] = f"{_length(min(waves))} to {_length(max(waves))}{unit}"
     return numbers
 
