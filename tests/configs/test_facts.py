@@ -7,7 +7,8 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING, AutoModel
 
-from posenc import configs
+import posenc
+from posenc import RoPE, configs
 from support.hf_models import SMALL, knows_all_families
 
 ALL_FULL = {"sliding_window": None, "layer_types": ["full_attention"] * 6}
@@ -19,6 +20,13 @@ FEW = {
     "num_experts_per_tok": 1,
     "moe_intermediate_size": 8,
 }
+LINEAR = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
+MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_chunk_size": 4}
 
 
 @knows_all_families
@@ -36,6 +44,21 @@ FEW = {
         pytest.param("afmoe", {**FEW, "global_attn_every_n_layers": 3}, id="afmoe"),
         pytest.param("beam", {**FEW, "n_group": 1, "topk_group": 1}, id="beam"),
         pytest.param("llama", {}, id="llama"),
+        # Layers of linear attention, convolutions and recurrences.
+        pytest.param("qwen3_next", {**FEW, **LINEAR}, id="qwen3-next"),
+        pytest.param(
+            "qwen3_next", {**FEW, **LINEAR, "full_attention_interval": 3}, id="qwen3-next-interval"
+        ),
+        pytest.param("qwen3_5_text", LINEAR, id="qwen3.5"),
+        pytest.param("minimax", {**FEW, "block_size": 4}, id="minimax"),
+        pytest.param("olmo_hybrid", LINEAR, id="olmo-hybrid"),
+        pytest.param("lfm2", {"full_attn_idxs": [1, 4]}, id="lfm2"),
+        pytest.param("bamba", {**MAMBA, "attn_layer_indices": [2, 3]}, id="bamba"),
+        pytest.param(
+            "recurrent_gemma",
+            {"block_types": ["recurrent", "attention"], "lru_width": 64},
+            id="recurrent-gemma",
+        ),
     ],
 )
 @pytest.mark.parametrize("saved", [True, False], ids=["saved", "published"])
@@ -71,6 +94,39 @@ def test_layers_without_rotation_are_those_that_call_none(kind, given, saved, mo
     given = json.loads(config.to_json_string()) if saved else published
     layers = configs.read_layers(given)
     assert [i for i, each in enumerate(layers) if each is not None] == sorted(rotated)
+
+
+@pytest.mark.parametrize(
+    ("file", "still", "source"),
+    [
+        pytest.param(
+            {"attn_type_list": [0, 0, 1, 0]}, (0, 1, 3), "attn_type_list", id="minimax-01"
+        ),
+        pytest.param(
+            {"layer_types": ["mamba", "attention"] * 2}, (0, 2), "layer_types", id="mamba"
+        ),
+        pytest.param(
+            {"layers_block_type": ["mamba", "hybrid", "mlp", "attention"]},
+            (0, 2),
+            "layers_block_type",
+            id="blocks",
+        ),
+        pytest.param(
+            {"layer_types": ["conv", "full_attention"] * 2, "no_rope_layers": [1, 0, 1, 1]},
+            (0, 1, 2),
+            "no_rope_layers, layer_types",
+            id="two-reasons",
+        ),
+    ],
+)
+def test_layers_without_attention_have_no_rotation(file, still, source):
+    """Files of models that transformers does not have, and keys that it has renamed."""
+    file = {**SIZES, "num_hidden_layers": 4, "rope_theta": 1e4, **file}
+    layers = posenc.rope_layers(file)
+    assert tuple(i for i, each in enumerate(layers) if each is None) == still
+    assert configs.read_positions(file).without_rope == (still, source)
+    with pytest.raises(ValueError, match="layer_type must be one of"):
+        RoPE.from_config(file, layer_type="linear_attention")
 
 
 @knows_all_families

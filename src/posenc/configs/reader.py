@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from pathlib import Path
@@ -55,6 +55,8 @@ _REFUSED = {
 # More layers than any model has. Each is listed, so a file's number must be bounded.
 MOST_LAYERS = 2**12
 _TYPES = ("full_attention", "sliding_attention")
+# Types of layers that have no attention, or one without queries and keys that could rotate.
+ATTENTIONLESS = ("linear_attention", "mamba", "mamba2", "recurrent", "conv", "mlp", "moe")
 _HINTS = {
     "from_config": "Fix the config, or construct RoPE(...) directly.",
     "convert": "Fix the config, or pass head_dim and rotary_dim.",
@@ -336,6 +338,13 @@ def _meant(config: Config, key: object) -> str:
 def _with_layer_types(config: Config) -> Config:
     """Name the type of each layer where a file leaves that to its model type."""
     top, model = config.top, config.model
+    if top.get("layer_types") is None:
+        for key, read in _LISTS.items():
+            value = top.get(key)
+            types = read(config, value) if isinstance(value, (list, tuple)) and value else None
+            if types is not None:
+                top["layer_types"] = types
+                return replace(config, types_key=key)
     known = model.get("layer_types") or "max_window_layers" in model
     count = config.layer_count() if known and top.get("layer_types") is None else None
     if count is None:
@@ -347,6 +356,40 @@ def _with_layer_types(config: Config) -> Config:
         types[-1] = model["last_layer"]
     top["layer_types"] = types[:count]
     return replace(config, types_key=key if key in top else "model_type")
+
+
+def _flags(config: Config, value: Sequence[Any]) -> list[str]:
+    """MiniMax's list holds 0 for linear attention."""
+    return ["full_attention" if each else "linear_attention" for each in value]
+
+
+def _blocks(config: Config, value: Sequence[Any]) -> list[str]:
+    return ["full_attention" if each == "attention" else str(each) for each in value]
+
+
+def _repeated(config: Config, value: Sequence[Any]) -> list[str] | None:
+    """RecurrentGemma's layers, whose attention has a window, repeat the list."""
+    names = ["sliding_attention" if each == "attention" else str(each) for each in value]
+    count = config.layer_count()
+    return None if count is None else (names * (count // len(names) + 1))[:count]
+
+
+def _indices(config: Config, value: Sequence[Any]) -> list[str] | None:
+    """The layers that have attention."""
+    count = config.layer_count()
+    if count is None:
+        return None
+    return ["full_attention" if i in value else "linear_attention" for i in range(count)]
+
+
+# Keys that name the layers with attention where there is no layer_types, and how.
+_LISTS: dict[str, Callable[[Config, Sequence[Any]], list[str] | None]] = {
+    "layers_block_type": _blocks,
+    "block_types": _repeated,
+    "attn_type_list": _flags,
+    "attn_layer_indices": _indices,
+    "full_attn_idxs": _indices,
+}
 
 
 def _last_slide(config: Config, count: int) -> tuple[str, list[str]]:
@@ -419,6 +462,7 @@ def choose_layer(config: Config, layer_type: str | None) -> tuple[Config, str | 
         rule = f"layer_type must be given, because layers differ by {local}"
         raise config.error(rule, None, hint)
     known = set(config.layer_types()) or {*_TYPES, *(() if local else ("chunked_attention",))}
+    known = known.difference(ATTENTIONLESS) or set(_TYPES)
     if layer_type is not None and layer_type not in known:
         raise config.error(f"layer_type must be one of {sorted(known)}", layer_type)
     if layer_type == "sliding_attention" and local:

@@ -280,6 +280,18 @@ def _lengths_without_rotation(
 
 def _without_rope(config: Config) -> Fact | None:
     """Indices of the layers that do not rotate, of a model that rotates in others."""
+    found, types = _unrotated(config), config.layer_types()
+    other = tuple(i for i, name in enumerate(types) if name in reader.ATTENTIONLESS)
+    if not other:
+        return found
+    source = config.prefix + config.types_key
+    if found is None:
+        return other, source
+    return tuple(sorted({*found[0], *other})), ", ".join(dict.fromkeys((found[1], source)))
+
+
+def _unrotated(config: Config) -> Fact | None:
+    """Indices of the layers whose attention does not rotate."""
     flags, types = config.top.get("no_rope_layers"), config.layer_types()
     count = config.layer_count()
     # Lists may be longer than the model.

@@ -415,8 +415,9 @@ def rope_layers(config: dict[str, Any] | str | Path | Any, **keywords: Any) -> l
     """The rotation of each layer of a model, from its config; None for layers that do not rotate.
 
     Llama 4 and SmolLM3 rotate in all but every fourth layer, Cohere 2 and EXAONE 4 only in layers
-    with a sliding window, and Gemma 3 at another base in these. Layers that rotate alike share a
-    module.
+    with a sliding window, and Gemma 3 at another base in these. Layers of linear attention
+    (MiniMax, Qwen3-Next), convolutions and recurrences do not rotate. Layers that rotate alike
+    share a module.
 
     Args:
         config: As in :meth:`posenc.RoPE.from_config`; it must name the number of layers. Their
