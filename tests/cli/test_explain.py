@@ -9,6 +9,7 @@ import posenc
 from posenc.cli import application
 from support.configs import (
     BLOOM,
+    DEBERTA,
     DEEPSEEK,
     DINOV3,
     FACTORS,
@@ -116,6 +117,36 @@ def test_a_mistake_is_one_line_and_exit_code_2(run, config, arguments, text):
         pytest.param(OPT, ["LearnedPosEmbedding(2050, 768), and call it with offset=2"], id="opt"),
         pytest.param(WHISPER, ["sinusoidal, encoder", "learned table, decoder"], id="whisper"),
         pytest.param({"model_type": "mamba"}, ["no positional encoding"], id="mamba"),
+        pytest.param(
+            DEBERTA,
+            [
+                "DeBERTaBias",
+                "head_dim 64 hidden_size / num_attention_heads",
+                "position_buckets 256 position_buckets",
+                "max_relative_positions 512 max_position_embeddings",
+                "build posenc.DeBERTaBias.from_config(config)",
+                "maximal length any",
+            ],
+            id="deberta-v3",
+        ),
+        pytest.param(
+            {"model_type": "wav2vec2-conformer", "hidden_size": 1024, "num_attention_heads": 16},
+            [
+                "embed_dim 1024 hidden_size",
+                "concatenated False the model's code",
+                "build posenc.TransformerXLBias.from_config(config)",
+            ],
+            id="wav2vec2-conformer",
+        ),
+        pytest.param(
+            {"model_type": "wav2vec2-bert", "hidden_size": 1024, "num_attention_heads": 16},
+            [
+                "max_distance 64 model_type",
+                "max_later 8 model_type",
+                "build posenc.RelativeKeys.from_config(config)",
+            ],
+            id="w2v-bert",
+        ),
         pytest.param(
             {**MPT, "attn_config": {"alibi": False, "rope": True}},
             ["rotary embeddings of its own code", "posenc has no module for it"],
@@ -302,6 +333,15 @@ def test_the_python_of_layer_types_is_a_dict(run):
 def test_the_python_that_is_printed_builds_the_biases(run, config):
     made = executed(run, config)
     assert torch.equal(made.slopes, posenc.ALiBi.from_config(config).slopes)
+
+
+def test_the_python_that_is_printed_builds_vectors(run):
+    assert executed(run, DEBERTA).pos_key.shape == (512, 12, 64)
+    sizes = {"hidden_size": 64, "num_attention_heads": 4}
+    made = executed(run, {"model_type": "wav2vec2-bert", **sizes})
+    assert (made.max_distance, made.max_later, made.causal) == (64, 8, False)
+    made = executed(run, {"model_type": "wav2vec2-conformer", **sizes})
+    assert (made.embed_dim, made.causal, made.concatenated) == (64, False, False)
 
 
 def test_the_python_that_is_printed_builds_tables(run):

@@ -6,7 +6,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from posenc import ALiBi, RoPE, configs
+from posenc import ALiBi, DeBERTaBias, RelativeKeys, RoPE, TransformerXLBias, configs
 
 scalar = st.one_of(
     st.none(),
@@ -42,7 +42,8 @@ rope = st.fixed_dictionaries(
 )
 TYPES = """
     llama cohere deepseek_v3 bloom mpt falcon t5 roberta opt whisper gpt_refact mamba smollm3
-    cohere2 gemma3_text modernbert llama4_text qwen2 dinov3_vit
+    cohere2 gemma3_text modernbert llama4_text qwen2 dinov3_vit kimi_k25_vision minimax bamba
+    deberta-v2 wav2vec2-bert speecht5 xlnet
 """
 KEYS = """
     rope_theta rotary_pct rotary_dim partial_rotary_factor max_position_embeddings
@@ -51,7 +52,10 @@ KEYS = """
     attn_config alibi alibi_bias_max relative_attention_num_buckets num_hidden_layers no_rope_layers
     no_rope_layer_interval sliding_window_pattern sliding_window qk_nope_head_dim
     dual_chunk_attention_config local_attention attention_chunk_size attn_temperature_tuning
-    floor_scale use_sliding_window max_window_layers num_register_tokens
+    floor_scale use_sliding_window max_window_layers num_register_tokens attn_type_list
+    attn_layer_indices layers_block_type block_types clamp_len d_head position_buckets
+    max_relative_positions left_max_position_embeddings encoder_max_relative_position
+    relative_attention pos_att_type position_embeddings_type attn_type vision_config
 """
 nested = st.dictionaries(st.sampled_from(["full_attention", "sliding_attention"]), rope | scalar)
 top = st.fixed_dictionaries(
@@ -78,7 +82,9 @@ MANY = settings.default.max_examples * 3
 @given(config=top | st.dictionaries(st.text(max_size=4), scalar), layer_type=layer)
 def test_any_dict_ends_in_a_description_or_a_clear_error(config, layer_type):
     """No KeyError, no OverflowError, and nothing is built to a number that the config names."""
-    for read in (configs.read_positions, configs.read_layers, ALiBi.from_config):
+    readers = (configs.read_positions, configs.read_layers, configs.other_parts)
+    modules = (ALiBi, DeBERTaBias, RelativeKeys, TransformerXLBias)
+    for read in (*readers, *(module.from_config for module in modules)):
         with contextlib.suppress(ValueError, TypeError):
             read(config)
     try:

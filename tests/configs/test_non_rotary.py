@@ -9,7 +9,7 @@ import torch
 import transformers
 from transformers import CONFIG_MAPPING, AutoModel
 
-from posenc import ALiBi, configs
+from posenc import ALiBi, DeBERTaBias, RelativeKeys, TransformerXLBias, configs
 from posenc.functional import timestep_embedding
 from support.hf_models import knows_all_families
 
@@ -195,3 +195,79 @@ def test_slopes_follow_the_config_and_keywords_win(tmp_path):
 def test_a_model_without_alibi_is_refused_by_name(config, text):
     with pytest.raises(ValueError, match=text):
         ALiBi.from_config(config)
+
+
+SMALL = {"hidden_size": 48, "num_attention_heads": 4}
+DEBERTA = {
+    **SMALL,
+    "model_type": "deberta-v2",
+    "relative_attention": True,
+    "pos_att_type": "p2c|c2p",
+    "max_relative_positions": -1,
+    "max_position_embeddings": 128,
+    "position_buckets": 32,
+}
+
+
+def test_keywords_win_and_files_of_old_are_read(tmp_path):
+    """DeBERTa's own files write its terms as one string, and -1 for the length of the model."""
+    made = DeBERTaBias.from_config(DEBERTA)
+    assert (made.max_relative_positions, made.position_buckets) == (128, 32)
+    assert (made.num_heads, made.head_dim, made.causal) == (4, 12, False)
+    assert DeBERTaBias.from_config(DEBERTA, causal=True).causal
+    first = {**DEBERTA, "model_type": "deberta", "max_relative_positions": 16}
+    made = DeBERTaBias.from_config(first)
+    assert (made.max_relative_positions, made.position_buckets) == (16, None)
+    (tmp_path / "config.json").write_text(
+        '{"model_type": "transfo-xl", "d_model": 48, "n_head": 4}'
+    )
+    made = TransformerXLBias.from_config(tmp_path, max_distance=9)
+    assert (made.causal, made.concatenated, made.max_distance) == (True, True, 9)
+    xlnet = {"model_type": "xlnet", "d_model": 48, "n_head": 4, "clamp_len": 7, "attn_type": "bi"}
+    made = TransformerXLBias.from_config(xlnet)
+    assert (made.causal, made.max_distance) == (False, 7)
+    made = RelativeKeys.from_config({**SMALL, "model_type": "wav2vec2-bert"})
+    assert (made.max_distance, made.max_later, made.causal) == (64, 8, False)
+
+
+@pytest.mark.parametrize(
+    ("module", "config", "text"),
+    [
+        (DeBERTaBias, {"model_type": "t5"}, "T5's relative bias.*\n  Use T5Bias.from_config"),
+        (RelativeKeys, {"model_type": "bloom"}, "'bloom' has ALiBi"),
+        (TransformerXLBias, {"model_type": "llama"}, "rotary embeddings.\n  Use RoPE.from_config"),
+        (TransformerXLBias, {"model_type": "my_own"}, "xlnet and wav2vec2-conformer have them"),
+        (RelativeKeys, {"model_type": "my_own"}, "speecht5 and wav2vec2-bert have them"),
+        (
+            RelativeKeys,
+            {**SMALL, "model_type": "wav2vec2-bert", "position_embeddings_type": "relative"},
+            "Transformer-XL's terms.\n  Use TransformerXLBias.from_config",
+        ),
+        (
+            RelativeKeys,
+            {**SMALL, "model_type": "wav2vec2-bert", "position_embeddings_type": "rotary"},
+            "rotary embeddings.\n  Use RoPE.from_config",
+        ),
+        (
+            TransformerXLBias,
+            {**SMALL, "model_type": "wav2vec2-conformer", "position_embeddings_type": None},
+            "no positional encoding",
+        ),
+        (DeBERTaBias, {**DEBERTA, "relative_attention": False}, "relative attention switched off"),
+        (DeBERTaBias, {**DEBERTA, "pos_att_type": ["c2p"]}, "pos_att_type must be c2p and p2c"),
+        (DeBERTaBias, {**DEBERTA, "num_attention_heads": 5}, "hidden_size must be a multiple of"),
+        (
+            TransformerXLBias,
+            {"model_type": "xlnet", "d_model": 48, "n_head": 4, "d_head": 16},
+            "d_head must be d_model / n_head, 12",
+        ),
+        (
+            TransformerXLBias,
+            {"model_type": "xlnet", "d_model": 48, "n_head": 4, "bi_data": True},
+            "bi_data must be false",
+        ),
+    ],
+)
+def test_a_config_of_another_bias_is_refused_with_its_module(module, config, text):
+    with pytest.raises(ValueError, match=text):
+        module.from_config(config)

@@ -4,6 +4,8 @@ All in float64, with random weights. Sinusoids are given, exact, to the publishe
 would make them in float32.
 """
 
+import importlib
+
 import pytest
 import torch
 
@@ -38,26 +40,42 @@ def hidden_states():
     return torch.randn(B, L, E, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
 
 
-def speech_layer(name, kind):
-    """A self-attention of wav2vec 2.0's successors, eager."""
-    from transformers import Wav2Vec2BertConfig, Wav2Vec2ConformerConfig
-    from transformers.models.wav2vec2_bert import modeling_wav2vec2_bert as bert
-    from transformers.models.wav2vec2_conformer import modeling_wav2vec2_conformer as conformer
+# Of each model of speech, the classes of its attention, and the key of the heads.
+SPEECH = {
+    "wav2vec2-bert": ("Wav2Vec2Bert", "SelfAttention", "num_attention_heads"),
+    "wav2vec2-conformer": ("Wav2Vec2Conformer", "SelfAttention", "num_attention_heads"),
+    "seamless_m4t": ("SeamlessM4TConformer", "SelfAttention", "speech_encoder_attention_heads"),
+    "seamless_m4t_v2": (
+        "SeamlessM4Tv2Conformer", "SelfAttention", "speech_encoder_attention_heads",
+    ),
+    "parakeet_encoder": ("ParakeetEncoder", "Attention", "num_attention_heads"),
+    "fastspeech2_conformer": ("FastSpeech2Conformer", "Attention", "encoder_num_attention_heads"),
+    "speecht5": ("SpeechT5", "Attention", "encoder_attention_heads"),
+}  # fmt: skip
 
-    config, layer = {
-        "bert": (Wav2Vec2BertConfig, bert.Wav2Vec2BertSelfAttention),
-        "conformer": (Wav2Vec2ConformerConfig, conformer.Wav2Vec2ConformerSelfAttention),
-    }[name]
-    sizes = {"hidden_size": E, "num_attention_heads": H, "position_embeddings_type": kind}
-    if name == "bert":
-        sizes |= {"left_max_position_embeddings": 7, "right_max_position_embeddings": 3}
-    made = config(**sizes)
-    made._attn_implementation = "eager"
-    return drawn_double(layer(made))
+
+def speech(name, **given):
+    """A small config of a model of speech, its module, and an attention layer of it, eager."""
+    from transformers import CONFIG_MAPPING
+
+    prefix, suffix, heads = SPEECH[name]
+    config = CONFIG_MAPPING[name](**{heads: H, "hidden_size": E}, **given)
+    config._attn_implementation = "eager"
+    where = type(config).__module__.replace("configuration_", "modeling_")
+    module = importlib.import_module(where)
+    arguments = {
+        "parakeet_encoder": (config, 0),
+        "fastspeech2_conformer": (config, getattr(config, "encoder_config", None)),
+        "speecht5": (E, H),
+    }.get(name, (config,))
+    return config, module, drawn_double(getattr(module, prefix + suffix)(*arguments))
+
+
+PARTS = ("linear_q", "linear_k", "linear_v", "linear_out")
 
 
 def projected(layer, x):
-    return [heads(part(x)) for part in (layer.linear_q, layer.linear_k, layer.linear_v)]
+    return [heads(getattr(layer, part)(x)) for part in PARTS[:3]]
 
 
 def sinusoids(first, last, *, concatenated):
@@ -66,27 +84,63 @@ def sinusoids(first, last, *, concatenated):
     return torch.cat((rows[:, 0::2], rows[:, 1::2]), 1) if concatenated else rows
 
 
-def test_relative_keys_are_those_of_w2v_bert():
-    layer, x = speech_layer("bert", "relative_key"), hidden_states()
-    ours = posenc.RelativeKeys(D, max_distance=7, causal=False, max_later=3, dtype=torch.float64)
+@pytest.mark.parametrize("name", ["wav2vec2-bert", "seamless_m4t_v2"])
+def test_relative_keys_are_those_of_w2v_bert(name):
+    ends = {"left_max_position_embeddings": 7, "right_max_position_embeddings": 3}
+    config, _, layer = speech(name, **ends)
+    x, ours = hidden_states(), posenc.RelativeKeys.from_config(config, dtype=torch.float64)
     ours.load_state_dict({"weight": layer.distance_embedding.weight})
     wanted, _ = layer(x)
     got = layer.linear_out(merged(ours.attention(*projected(layer, x))))
     torch.testing.assert_close(got, wanted, **CLOSE)
 
 
-@pytest.mark.parametrize("name", ["conformer", pytest.param("bert", marks=pytest.mark.slow)])
-def test_transformer_xl_is_the_attention_of_conformers(name):
-    layer, x = speech_layer(name, "relative"), hidden_states()
-    ours = posenc.TransformerXLBias(
-        H, embed_dim=E, causal=False, concatenated=False, dtype=torch.float64
-    )
-    state = layer.state_dict()
-    ours.load_state_dict({name: state[name] for name in ours.state_dict()})
-    r = sinusoids(L - 1, 1 - L, concatenated=False)[None]
-    wanted, _ = layer(x, relative_position_embeddings=r)
-    got = layer.linear_out(merged(ours.attention(*projected(layer, x))))
+def test_relative_keys_are_those_of_speecht5():
+    """Its rows begin with the farthest later key."""
+    config, module, layer = speech("speecht5", encoder_max_relative_position=6)
+    x, ours = hidden_states(), posenc.RelativeKeys.from_config(config, dtype=torch.float64)
+    vectors = drawn_double(module.SpeechT5RelativePositionalEncoding(D, 6))
+    ours.load_state_dict({"weight": vectors.pe_k.weight.flip(0)})
+    wanted = layer(x, position_bias=vectors(x))[0]
+    q, k, v = (heads(part(x)) for part in (layer.q_proj, layer.k_proj, layer.v_proj))
+    got = layer.out_proj(merged(ours.attention(q, k, v)))
     torch.testing.assert_close(got, wanted, **CLOSE)
+
+
+CONFORMERS = [
+    pytest.param(name, id=name, marks=[pytest.mark.slow] * (name == "wav2vec2-bert"))
+    for name in SPEECH
+    if name not in ("seamless_m4t_v2", "speecht5")
+]
+OF_PARAKEET = {
+    "linear_pos.weight": "relative_k_proj.weight",
+    "pos_bias_u": "bias_u",
+    "pos_bias_v": "bias_v",
+}
+
+
+@pytest.mark.parametrize("name", CONFORMERS)
+def test_transformer_xl_is_the_attention_of_conformers(name):
+    """Their sinusoids, and the softmax of Parakeet, are float32: 1e-5 from exact ones."""
+    kind = {"position_embeddings_type": "relative"} if name.startswith("wav2vec2") else {}
+    config, module, layer = speech(name, **kind)
+    x, ours = hidden_states(), posenc.TransformerXLBias.from_config(config, dtype=torch.float64)
+    state, parakeet = layer.state_dict(), name == "parakeet_encoder"
+    names = {key: OF_PARAKEET[key] if parakeet else key for key in ours.state_dict()}
+    ours.load_state_dict({key: state[own] for key, own in names.items()})
+    r = sinusoids(L - 1, 1 - L, concatenated=False)[None]
+    words = "RelPositionalEncoding" if parakeet or "speech2" in name else "RelPositionalEmbedding"
+    extra = (config.encoder_config,) if "speech2" in name else ()
+    made = getattr(module, SPEECH[name][0] + words)(config, *extra).eval()(x.float())
+    made = made[1] if "speech2" in name else made
+    torch.testing.assert_close(made[:1].double(), r, rtol=0, atol=1e-5)
+    called = "position_embeddings" if parakeet else "relative_position_embeddings"
+    called = "pos_emb" if "speech2" in name else called
+    wanted, _ = layer(x, **{called: r.expand(B, -1, -1) if parakeet else r})
+    parts = ("q_proj", "k_proj", "v_proj", "o_proj") if parakeet else PARTS
+    to_q, to_k, to_v, out = (getattr(layer, part) for part in parts)
+    got = out(merged(ours.attention(heads(to_q(x)), heads(to_k(x)), heads(to_v(x)))))
+    torch.testing.assert_close(got, wanted, **({"rtol": 0, "atol": 1e-5} if parakeet else CLOSE))
 
 
 @pytest.mark.parametrize("causal", [True, False], ids=["uni", "bi"])
@@ -96,8 +150,9 @@ def test_transformer_xl_is_the_attention_of_xlnet(causal, memory):
     from transformers import XLNetConfig
     from transformers.models.xlnet.modeling_xlnet import XLNetRelativeAttention
 
-    layer = drawn_double(XLNetRelativeAttention(XLNetConfig(d_model=E, n_head=H, d_inner=8)))
-    ours = posenc.TransformerXLBias(H, embed_dim=E, causal=causal, dtype=torch.float64)
+    config = XLNetConfig(d_model=E, n_head=H, d_inner=8, attn_type="uni" if causal else "bi")
+    layer = drawn_double(XLNetRelativeAttention(config))
+    ours = posenc.TransformerXLBias.from_config(config, dtype=torch.float64)
     state = {"pos_bias_u": layer.r_w_bias, "pos_bias_v": layer.r_r_bias}
     ours.load_state_dict(state | {"linear_pos.weight": layer.r.flatten(1).T})
     x = hidden_states()
@@ -135,8 +190,7 @@ def test_deberta_v2_is_the_layer_of_transformers(shared, buckets, padded):
     rel = torch.randn(2 * span, E, dtype=torch.float64)
     to_key = layer.key_proj if shared else layer.pos_key_proj
     to_query = layer.query_proj if shared else layer.pos_query_proj
-    sizes = {"max_relative_positions": 10, "position_buckets": None if buckets < 0 else buckets}
-    ours = posenc.DeBERTaBias(H, head_dim=D, **sizes, causal=False, dtype=torch.float64)
+    ours = posenc.DeBERTaBias.from_config(config, dtype=torch.float64)
     vectors = {"pos_key": to_key(rel), "pos_query": to_query(rel)}
     ours.load_state_dict({name: x.view(2 * span, H, D) for name, x in vectors.items()})
     x = hidden_states()
@@ -164,9 +218,7 @@ def test_deberta_is_the_layer_of_transformers(most):
     rel = torch.randn(2 * most, E, dtype=torch.float64)
     q, k, v = layer.transpose_for_scores(layer.in_proj(x)).chunk(3, -1)
     q, v = q + heads(layer.q_bias[None, None]), v + heads(layer.v_bias[None, None])
-    ours = posenc.DeBERTaBias(
-        H, head_dim=D, max_relative_positions=most, dtype=torch.float64, causal=False
-    )
+    ours = posenc.DeBERTaBias.from_config(config, dtype=torch.float64)
     vectors = {"pos_key": layer.pos_proj(rel), "pos_query": layer.pos_q_proj(rel)}
     ours.load_state_dict({name: y.view(2 * most, H, D) for name, y in vectors.items()})
     place = deberta.build_relative_position(q, k)

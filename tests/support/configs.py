@@ -52,6 +52,20 @@ DEEPSEEK = {
         "original_max_position_embeddings": 4096,
     },
 }
+# v3's own file, without what does not concern positions.
+DEBERTA = {
+    "model_type": "deberta-v2",
+    "hidden_size": 768,
+    "num_attention_heads": 12,
+    "max_position_embeddings": 512,
+    "max_relative_positions": -1,
+    "norm_rel_ebd": "layer_norm",
+    "pos_att_type": "p2c|c2p",
+    "position_biased_input": False,
+    "position_buckets": 256,
+    "relative_attention": True,
+    "share_att_key": True,
+}
 FACTORS = [1.0 + i / 7 for i in range(48)]
 PHI3 = {
     "model_type": "phi3",

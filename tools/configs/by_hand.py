@@ -287,8 +287,25 @@ BY_HAND: list[tuple[str, str, dict[str, Any]]] = [
         {"positions": "buckets"},
     ),
     ("Read in their code.", "deberta deberta-v2", {"positions": "deberta"}),
-    ("Read in their code.", "xlnet", {"positions": "xlnet"}),
-    ("Read in their code.", "funnel speecht5 udop", {"positions": "relative"}),
+    ("tests/nn/test_relative_published.py compares them.", "speecht5", {"positions": "shaw"}),
+    (
+        "The same. Conformers have sines and cosines in turn.",
+        "transfo-xl xlnet",
+        {"positions": "transformer_xl"},
+    ),
+    ("The same.", "fastspeech2_conformer parakeet_encoder",
+     {"positions": "transformer_xl", "concatenated": False}),
+    (
+        "What they have where a file does not say.",
+        "seamless_m4t wav2vec2-conformer",
+        {"position_embeddings_type": "relative"},
+    ),
+    (
+        "The same.",
+        "seamless_m4t_v2 wav2vec2-bert",
+        {"position_embeddings_type": "relative_key"},
+    ),
+    ("Read in their code.", "funnel udop", {"positions": "relative"}),
     (
         "Read in their code.",
         "data2vec-audio hubert unispeech unispeech-sat wav2vec2 wavlm",

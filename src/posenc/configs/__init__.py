@@ -1,6 +1,14 @@
 """The positions that a model's ``config.json`` describes; transformers is not imported."""
 
-from posenc.configs.non_rotary import Alibi, Buckets, PositionTable, not_rotary
+from posenc.configs.non_rotary import (
+    Alibi,
+    Buckets,
+    Disentangled,
+    Keys,
+    PositionTable,
+    Sinusoids,
+    not_rotary,
+)
 from posenc.configs.reader import (
     LAYOUT,
     as_dict,
@@ -22,7 +30,8 @@ from posenc.configs.recipes import (
 from posenc.configs.rules import read_scaling
 
 __all__ = [
-    "LAYOUT", "Alibi", "Buckets", "PositionTable", "Positions", "Recipe", "as_dict",
-    "mentions_rotation", "model_defaults", "not_rotary", "open_config", "other_parts", "read",
-    "read_bias", "read_layers", "read_positions", "read_scaling", "text_part", "types_with",
+    "LAYOUT", "Alibi", "Buckets", "Disentangled", "Keys", "PositionTable", "Positions", "Recipe",
+    "Sinusoids", "as_dict", "mentions_rotation", "model_defaults", "not_rotary", "open_config",
+    "other_parts", "read", "read_bias", "read_layers", "read_positions", "read_scaling",
+    "text_part", "types_with",
 ]  # fmt: skip

@@ -15,6 +15,12 @@ _MOST_HEADS = 2**12
 _WIDTHS = ("hidden_size", "n_embd", "d_model", "dim", "emb_dim")
 _LENGTHS = ("max_position_embeddings", "n_positions")
 _HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
+_ENCODER_HEADS = (
+    "speech_encoder_attention_heads", "encoder_num_attention_heads", "encoder_attention_heads",
+    *_HEADS,
+)  # fmt: skip
+# The positions that a value of position_embeddings_type names in models of speech.
+_SPEECH = {"relative": "transformer_xl", "relative_key": "shaw", None: "none"}
 # Keys outside the rope dict; a misspelling of one is refused.
 _KEYS = (
     "rope_theta", "rope_scaling", "rope_parameters", "rope_interleave", "rope_local_base_freq",
@@ -61,8 +67,47 @@ class Buckets:
     sources: Mapping[str, str] = field(compare=False)
 
 
+@dataclass(frozen=True, slots=True)
+class Sinusoids:
+    """The arguments of `TransformerXLBias`."""
+
+    kind: ClassVar[str] = "transformer_xl"
+    num_heads: int
+    embed_dim: int
+    causal: bool
+    max_distance: int | None
+    concatenated: bool
+    sources: Mapping[str, str] = field(compare=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """The arguments of `RelativeKeys`."""
+
+    kind: ClassVar[str] = "shaw"
+    head_dim: int
+    max_distance: int
+    max_later: int
+    causal: bool
+    sources: Mapping[str, str] = field(compare=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Disentangled:
+    """The arguments of `DeBERTaBias`."""
+
+    kind: ClassVar[str] = "deberta"
+    num_heads: int
+    head_dim: int
+    max_relative_positions: int
+    position_buckets: int | None
+    causal: bool
+    sources: Mapping[str, str] = field(compare=False)
+
+
 # A string is a key of `DESCRIPTIONS`: posenc has no module for it, or no key of a config its sizes.
-Part = Alibi | PositionTable | Buckets | str
+Bias = Alibi | Buckets | Sinusoids | Keys | Disentangled
+Part = Bias | PositionTable | str
 
 _USE_MODEL = "Use the model's own code: posenc has no module for it."
 _USE_T5 = "Use T5Bias.from_config."
@@ -75,14 +120,9 @@ DESCRIPTIONS = {
     "learned": ("a learned table of positions", _USE_LEARNED),
     "sinusoidal": ("sinusoidal positions", _USE_TIMESTEP),
     "buckets": ("T5's relative bias, a number for each bucket of distances", _USE_T5),
-    "deberta": (
-        "DeBERTa's vectors for each distance",
-        "Use DeBERTaBias(num_heads, head_dim=head_dim, causal=False).",
-    ),
-    "xlnet": (
-        "Transformer-XL's terms",
-        "Use TransformerXLBias(num_heads, embed_dim=embed_dim, causal=False).",
-    ),
+    "deberta": ("DeBERTa's vectors for each distance", "Use DeBERTaBias.from_config."),
+    "transformer_xl": ("Transformer-XL's terms", "Use TransformerXLBias.from_config."),
+    "shaw": ("Shaw's vectors for each distance", "Use RelativeKeys.from_config."),
     "relative": ("relative position embeddings", _USE_MODEL),
     "convolution": ("a convolution for positions", _USE_MODEL),
     "windows": (
@@ -93,6 +133,9 @@ DESCRIPTIONS = {
     "own_rotation": ("rotary embeddings of its own code", _USE_MODEL),
     "none": ("no positional encoding", "Leave positions out."),
 }
+# The terms of DeBERTa's scores, and the key of the farthest distance.
+_TERMS = {"c2p", "p2c"}
+_RELATIVE_LENGTH = "max_relative_positions"
 # The hint for a value of KIND_KEYS that is not rotary.
 _RELATIVE = {
     "relative": "Use TransformerXLBias(num_heads, embed_dim=embed_dim, causal=False, "
@@ -105,7 +148,12 @@ def kind_of(config: Mapping[str, Any]) -> str | None:
     """The key of `DESCRIPTIONS` for the positions of a config; None if they may be rotary."""
     if config.get("model_type") == "falcon" and config.get("alibi"):
         return "alibi"
-    kind: str | None = model_defaults(config.get("model_type")).get("positions")
+    model = model_defaults(config.get("model_type"))
+    key = KIND_KEYS[1]
+    if key in model:
+        said = config.get(key, model[key])
+        return _SPEECH.get(said) if isinstance(said, str) or said is None else None
+    kind: str | None = model.get("positions")
     return kind if kind is None or not mentions_rotation(config) else None
 
 
@@ -176,6 +224,12 @@ def describe(config: Config) -> tuple[Part, ...]:
         buckets = config.count("num_buckets", "relative_attention_num_buckets", default=32)
         far = config.count("max_distance", "relative_attention_max_distance", default=128)
         return (Buckets(buckets, far, config.count("num_heads", *_HEADS), config.sources),)
+    if kind == "transformer_xl":
+        return (_sinusoids(config),)
+    if kind == "shaw":
+        return (_keys(config),)
+    if kind == "deberta":
+        return (_disentangled(config),)
     if kind in ("learned", "sinusoidal"):
         parts = config.model.get("max_len", {None: None})
         return tuple(_table(replace(config, sources={}), *each) for each in parts.items())
@@ -196,8 +250,79 @@ def _table(config: Config, part: str | None, key: str | None) -> Part:
         # The file's length does not count the rows before position 0.
         length += first
     learned = model.get(part or "", model["positions"]) == "learned"
-    shift = None if learned else model["downscale_freq_shift"]
+    shift = None if learned else model.get("downscale_freq_shift")
     return PositionTable(length, width, first, shift, part, config.sources)
+
+
+def _width(config: Config, heads: int) -> int:
+    """Channels of a head."""
+    width = config.count("head_dim", *_WIDTHS)
+    if width % heads:
+        rule = f"{config.sources['head_dim']} must be a multiple of the {heads} heads"
+        raise config.error(rule, width, "Fix the config.")
+    return width // heads
+
+
+def _sinusoids(config: Config) -> Sinusoids:
+    heads = config.count("num_heads", *_ENCODER_HEADS, most=_MOST_HEADS)
+    width, distance, causal = config.count("embed_dim", *_WIDTHS), None, False
+    for key in ("d_head", "head_dim"):
+        if config.top.get(key) not in (None, width / heads):
+            names = f"{config.sources['embed_dim']} / {config.sources['num_heads']}"
+            raise config.error(f"{key} must be {names}, {width / heads:g}", config.top[key])
+    if config.kind in ("transfo-xl", "xlnet"):
+        if config.top.get("bi_data"):
+            rule = "bi_data must be false, because half of a batch would have opposite distances"
+            raise config.error(rule, config.top["bi_data"], "Fix the config.")
+        if _is_positive(config.top.get("clamp_len")):
+            distance = config.count("max_distance", "clamp_len")
+        # Both have a value for attention that sees all keys, and other values of their own.
+        causal = config.top.get("attn_type", "bi" if config.kind == "xlnet" else 0) != "bi"
+        config.sources["causal"] = config.source("attn_type")
+    concatenated = config.model.get("concatenated", KIND_KEYS[1] not in config.model)
+    return Sinusoids(heads, width, causal, distance, concatenated, config.sources)
+
+
+def _keys(config: Config) -> Keys:
+    heads = config.count("num_heads", *_ENCODER_HEADS, most=_MOST_HEADS)
+    head_dim = _width(config, heads)
+    config.sources["head_dim"] += f" / {config.sources['num_heads']}"
+    if config.kind == "speecht5":
+        # Distances are from minus this, of a later key, to one less than this.
+        span = config.count("max_later", "encoder_max_relative_position", default=160)
+        config.sources["max_distance"] = config.sources["max_later"]
+        return Keys(head_dim, span - 1, span, False, config.sources)
+    before = config.count("max_distance", "left_max_position_embeddings", default=64)
+    after = config.count("max_later", "right_max_position_embeddings", default=8)
+    return Keys(head_dim, before, after, False, config.sources)
+
+
+def _disentangled(config: Config) -> Part:
+    top = config.top
+    if top.get("relative_attention") is not True:
+        if top.get("position_biased_input") is False:
+            return "none"
+        return _table(config, None, None)
+    kinds = top.get("pos_att_type")
+    kinds = kinds.split("|") if isinstance(kinds, str) else kinds
+    if not isinstance(kinds, (list, tuple)) or {str(each).strip() for each in kinds} != _TERMS:
+        rule = f"pos_att_type must be {' and '.join(sorted(_TERMS))}"
+        hint = "Use posenc.attention.relative_terms, which takes either of them."
+        raise config.error(rule, top.get("pos_att_type"), hint)
+    heads = config.count("num_heads", *_HEADS, most=_MOST_HEADS)
+    head_dim = _width(config, heads)
+    config.sources["head_dim"] += f" / {config.sources['num_heads']}"
+    # A number below one is none.
+    own = [key for key in (_RELATIVE_LENGTH,) if _is_positive(top.get(key))]
+    most = config.count("max_relative_positions", *own, _LENGTHS[0], default=512)
+    buckets = None
+    if config.kind != "deberta" and _is_positive(top.get("position_buckets")):
+        buckets = config.count("position_buckets", "position_buckets")
+    return Disentangled(heads, head_dim, most, buckets, False, config.sources)
+
+
+def _is_positive(value: Any) -> bool:
+    return type(value) is int and value > 0
 
 
 def _alibi(config: Config) -> Part:

@@ -23,7 +23,7 @@ _LENGTHS = (
 )  # fmt: skip
 _LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 _DUAL_CHUNK = "dual_chunk_attention_config"
-Bias = TypeVar("Bias", Alibi, Buckets)
+Bias = TypeVar("Bias", bound=non_rotary.Bias)
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,19 +210,37 @@ def read_layers(config: Any, *, base: float | None = None) -> list[Recipe | None
     return layers
 
 
+# Who has a bias of each kind, and how to construct it.
+_BIASES: dict[type, tuple[str, str]] = {
+    Alibi: ("ALiBi; bloom, mpt and falcon have one", "ALiBi(num_heads)"),
+    Buckets: ("buckets; t5, mt5 and umt5 have them", "T5Bias(num_heads, causal=...)"),
+    non_rotary.Sinusoids: (
+        "terms of Transformer-XL; xlnet and wav2vec2-conformer have them",
+        "TransformerXLBias(num_heads, embed_dim=...)",
+    ),
+    non_rotary.Keys: (
+        "vectors of Shaw; speecht5 and wav2vec2-bert have them",
+        "RelativeKeys(head_dim, max_distance=...)",
+    ),
+    non_rotary.Disentangled: (
+        "vectors of DeBERTa; deberta and deberta-v2 have them",
+        "DeBERTaBias(num_heads, head_dim=..., causal=...)",
+    ),
+}
+
+
 def read_bias(config: Any, wanted: type[Bias]) -> Bias:
-    """The ALiBi, or T5's buckets, that a config describes."""
+    """The bias of the kind ``wanted`` that a config describes."""
     found = open_config(config)
     kind, rotates = kind_of(found.top), {"rope_theta", "rope_parameters"} & found.model.keys()
-    noun, hint = "no known ALiBi; bloom, mpt and falcon have one", "ALiBi(num_heads)"
-    if wanted is Buckets:
-        noun, hint = "no known buckets; t5, mt5 and umt5 have them", "T5Bias(num_heads, causal=...)"
-    hint = f"Construct {hint} directly."
+    noun, hint = _BIASES[wanted]
+    noun, hint = f"no known {noun}", f"Construct {hint} directly."
     if kind == wanted.kind:
         (part,) = non_rotary.describe(found)
         if isinstance(part, wanted):
             return part
-        noun = "ALiBi switched off"
+        key = {"alibi": "ALiBi", "deberta": "relative attention"}.get(wanted.kind, "positions")
+        noun = f"{key} switched off"
     elif kind is not None:
         noun, hint = non_rotary.DESCRIPTIONS[kind]
     elif rotates or reader.mentions_rotation(found.top):

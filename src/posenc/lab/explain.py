@@ -13,7 +13,13 @@ from posenc.configs import non_rotary
 # A value, and the key it came from.
 Fact = tuple[Any, str]
 _T5 = "T5's relative bias"
-BIASES = ("ALiBi", _T5)
+# The module of each bias of vectors, and its first argument.
+_VECTORS: dict[type, tuple[str, str]] = {
+    configs.Sinusoids: ("TransformerXLBias", "num_heads"),
+    configs.Keys: ("RelativeKeys", "head_dim"),
+    configs.Disentangled: ("DeBERTaBias", "num_heads"),
+}
+BIASES = ("ALiBi", _T5, *(name for name, _ in _VECTORS.values()))
 # Defaults of RoPE that are not None: arguments equal to them are left out.
 _USUAL = {"base": 10_000.0}
 
@@ -138,11 +144,17 @@ def _explained(part: Any, seq_len: int | None, longest: int) -> Explanation:
     values = {each.name: getattr(part, each.name) for each in fields(part)}
     hidden = {"model", "part", "sources", *(() if values.get("offset") else ("offset",))}
     values = {name: x for name, x in values.items() if x is not None and name not in hidden}
-    arguments = {name: (x, part.sources.get(name, "model_type")) for name, x in values.items()}
+    silent = "the model's code" if type(part) in _VECTORS else "model_type"
+    arguments = {name: (x, part.sources.get(name, silent)) for name, x in values.items()}
     if isinstance(part, configs.Buckets):
         python = _call("T5Bias", **values, causal=False, scale=1.0) + "  # the encoder's"
         build = "posenc.T5Bias.from_config(config, causal=False)  # True in the decoder"
         return Explanation(_T5, None, arguments, {}, python, build)
+    if type(part) in _VECTORS:
+        name, first = _VECTORS[type(part)]
+        python = _call(name, values.pop(first), **values)
+        build = f"posenc.{name}.from_config(config)"
+        return Explanation(name, None, arguments, {}, python, build)
     if isinstance(part, configs.Alibi):
         slopes = {"slopes": ALiBi.from_model(part.model, **values).slopes.tolist()}
         python = _call("ALiBi.from_model", part.model, **values)

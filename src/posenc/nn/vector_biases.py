@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
 import torch
 from torch import Tensor, nn
 
+from posenc import configs
 from posenc._contract import checks
 from posenc._contract.tracing import without_autocast
 from posenc.attention.biases import CopeLevels, Terms
@@ -14,6 +18,9 @@ from posenc.nn._module import Linear
 from posenc.nn._tables import SharedTables, TableModule, Tensors
 from posenc.numerics.frequencies import Spectrum
 from posenc.numerics.tables import sinusoid
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 class RelativeKeys(ProductBias):
@@ -78,6 +85,27 @@ class RelativeKeys(ProductBias):
     def reset_parameters(self) -> None:
         """Set the weight to zero."""
         nn.init.zeros_(self.weight)
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any] | str | Path | Any, **keywords: Any) -> Self:
+        """The vectors of the Hugging Face config of a w2v-BERT 2.0, SeamlessM4T v2 or SpeechT5.
+
+        SeamlessM4T and SpeechT5 have them in the encoder of speech. SpeechT5's weight,
+        ``pe_k.weight``, begins with the farthest later key: load ``weight.flip(0)``.
+
+        Args:
+            config: A dict, the path of a ``config.json`` or of a model's folder, a model's name on
+                the hub, or a config object of transformers.
+            **keywords: Arguments of the constructor, which override the config.
+
+        Examples:
+            >>> config = {"model_type": "wav2vec2-bert", "hidden_size": 8, "num_attention_heads": 2}
+            >>> RelativeKeys.from_config(config).weight.shape
+            torch.Size([73, 4])
+        """
+        found = configs.read_bias(config, configs.Keys)
+        names = ("head_dim", "max_distance", "max_later", "causal")
+        return cls(**{name: getattr(found, name) for name in names} | keywords)
 
     @property
     def _later(self) -> int:
@@ -174,6 +202,28 @@ class TransformerXLBias(TableModule, ProductBias):
         self.linear_pos.reset_parameters()
         nn.init.zeros_(self.pos_bias_u)
         nn.init.zeros_(self.pos_bias_v)
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any] | str | Path | Any, **keywords: Any) -> Self:
+        """The terms of the Hugging Face config of an XLNet, Transformer-XL or Conformer.
+
+        Conformers are those of wav2vec 2.0, w2v-BERT, SeamlessM4T (its encoder of speech),
+        FastSpeech 2 (its encoder) and Parakeet.
+
+        Args:
+            config: A dict, the path of a ``config.json`` or of a model's folder, a model's name on
+                the hub, or a config object of transformers.
+            **keywords: Arguments of the constructor, which override the config.
+
+        Examples:
+            >>> config = {"model_type": "xlnet", "d_model": 8, "n_head": 2}
+            >>> bias = TransformerXLBias.from_config(config)
+            >>> bias.embed_dim, bias.causal
+            (8, False)
+        """
+        found = configs.read_bias(config, configs.Sinusoids)
+        names = ("num_heads", "embed_dim", "causal", "max_distance", "concatenated")
+        return cls(**{name: getattr(found, name) for name in names} | keywords)
 
     def vectors(self, k_len: int, *, dtype: torch.dtype = torch.float32) -> Tensor:
         r""":math:`W r` of each distance between ``k_len`` keys, ``(R, H, D)``, later keys first.
@@ -303,6 +353,25 @@ class DeBERTaBias(TableModule, ProductBias):
         """Set both to zero."""
         nn.init.zeros_(self.pos_key)
         nn.init.zeros_(self.pos_query)
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any] | str | Path | Any, **keywords: Any) -> Self:
+        """The vectors of the Hugging Face config of a DeBERTa, v1 to v3.
+
+        Args:
+            config: A dict, the path of a ``config.json`` or of a model's folder, a model's name on
+                the hub, or a config object of transformers.
+            **keywords: Arguments of the constructor, which override the config.
+
+        Examples:
+            >>> config = {"model_type": "deberta-v2", "hidden_size": 8, "num_attention_heads": 2}
+            >>> config |= {"relative_attention": True, "pos_att_type": ["p2c", "c2p"]}
+            >>> DeBERTaBias.from_config({**config, "position_buckets": 256}).pos_key.shape
+            torch.Size([512, 2, 4])
+        """
+        found = configs.read_bias(config, configs.Disentangled)
+        names = ("num_heads", "head_dim", "max_relative_positions", "position_buckets", "causal")
+        return cls(**{name: getattr(found, name) for name in names} | keywords)
 
     def distance_rows(self, distance: Tensor) -> Tensor:
         """The row of the vectors for each distance ``i - j``, an int64 tensor, as the rows are."""
