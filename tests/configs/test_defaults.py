@@ -179,6 +179,10 @@ def test_the_text_model_is_found_wherever_it_is_described(config, base):
         ({"model_type": "kimi_linear", "qk_rope_head_dim": 64}, "not known to rotate"),
         ({"model_type": "timesfm"}, "rope_theta must be given, because timesfm"),
         ({"model_type": "pixtral", "rope_theta": 1e4}, r"Axial\(2, rates='shared'\)"),
+        (
+            {"architecture": "vit_base_patch14_dinov2"},
+            "config is one of timm, .*\n.*a page on timm",
+        ),
     ],
 )
 def test_configs_that_no_rope_can_follow_are_refused(config, text):

@@ -184,6 +184,12 @@ def check_rotary(config: Config) -> None:
         noun, hint = DESCRIPTIONS[other]
         rule = f"model_type {kind!r} has no rotary embedding"
         raise ValueError(f"{config.who}: {rule}. It has {noun}.\n  {hint}")
+    if not kind and isinstance(top.get("architecture"), str):
+        rule = "the config is one of timm, which names an architecture and not its sizes"
+        hint = (
+            "Construct RoPE(head_dim, axes=...) directly; the manual has a page on timm's classes."
+        )
+        raise ValueError(f"{config.who}: {rule}, got {top['architecture']!r:.80}.\n  {hint}")
     if "refused" in config.model:
         rule = f"model_type {kind!r} is not read as a RoPE: {config.model['refused']}"
         hint = "Construct RoPE(...) directly, or use functional.rotate with the model's tables."

@@ -232,7 +232,8 @@ def text_part(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], str]:
 
 def other_parts(config: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
     """The configs of images and sounds in that of a whole model, by their keys."""
-    parts, prefix = {}, ""
+    parts: dict[str, Mapping[str, Any]] = {}
+    prefix = ""
     while True:
         for name in _OTHERS:
             part = config.get(name)
@@ -324,7 +325,7 @@ def _refuse_others(config: Config, where: str, rope: Mapping[str, Any]) -> None:
                 raise ValueError(f"{config.who}: {rule}.\n  {hint}")
 
 
-def _meant(config: Config, key: object) -> str:
+def _meant(config: Config, key: str) -> str:
     """What a key that is not known may have been meant to be."""
     types = [*config.layer_types(), *_TYPES] if config.by_layer else config.layer_types()
     near = get_close_matches(str(key), sorted({*_ROPE_KEYS, *types}), 1)

@@ -127,7 +127,7 @@ def rotary_dim(config: Config, head_dim: int) -> int:
     """Channels of a head that rotate."""
     if config.model.get("coordinates", 0) > 2:
         # What the coordinates cannot share does not rotate.
-        each = 2 * config.model["coordinates"]
+        each: int = 2 * config.model["coordinates"]
         config.sources["rotary_dim"] = f"{config.prefix}model_type"
         return head_dim // each * each
     if config.top.get("qk_rope_head_dim"):

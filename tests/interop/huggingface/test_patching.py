@@ -11,7 +11,7 @@ from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from transformers.models.llama import modeling_llama
 
-from posenc.interop.huggingface import patch, patched, unpatch
+from posenc.interop.huggingface import drop_rotation, patch, patched, unpatch
 from support.hf_models import LATENT, SMALL, VISION, Calls, apart, llama, tiny, tokens
 
 MLA = {**SMALL, **LATENT, "num_key_value_heads": 4}
@@ -158,7 +158,7 @@ def test_unpatching_an_unpatched_model_is_refused():
 
 def test_a_model_without_rotation_is_refused():
     model = tiny("BertModel", **SMALL)
-    with pytest.raises(ValueError, match="got BertModel, which calls no function that rotates"):
+    with pytest.raises(ValueError, match=r"got BertModel, .*\n.*it needs no patch"):
         patch(model)
 
 
@@ -171,6 +171,23 @@ def test_a_conformer_whose_config_has_no_rotation_is_refused(kind, scheme):
     model = tiny(f"{kind}Model", **sizes, position_embeddings_type=scheme)
     with pytest.raises(ValueError, match=f"got {kind}Model, which calls no function that rotates"):
         patch(model)
+
+
+def apply_rot_embed_cat(x, table):
+    sin, cos = table.chunk(2, -1)
+    return x * cos + torch.stack([-x[..., 1::2], x[..., ::2]], -1).flatten(-2) * sin
+
+
+class OfTimm(torch.nn.Module):
+    def forward(self, x, table):
+        return apply_rot_embed_cat(x, table)
+
+
+@pytest.mark.parametrize("change", [patch, drop_rotation], ids=["patch", "drop_rotation"])
+def test_a_rotation_that_is_not_seen_is_not_said_to_be_absent(change):
+    """timm's models rotate, by functions whose names do not say so."""
+    with pytest.raises(ValueError, match=r"got OfTimm, .*\n  If it rotates, .*a posenc module"):
+        change(OfTimm())
 
 
 def test_an_object_that_is_no_model_is_refused():

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -216,10 +216,7 @@ def patch(model: nn.Module, *, fuse: bool = True) -> Report:
     for path, (module, method) in attending.items():
         planned.append(_planned(path, module, [method]))
     if not planned and not processors:
-        got = f"{type(model).__name__}, which calls no function that rotates"
-        hint = "Use the model as it is: without rotary positions it needs no patch."
-        rule = "model must have rotary embeddings, ALiBi or T5's buckets"
-        checks.fail("patch", rule, got, hint)
+        _fail_unrotated("patch", "model must have rotary embeddings, ALiBi or T5's buckets", model)
     _refuse_converted(model, places)
     if edited:
         problem = f"inv_freq should hold the rates of the config, got others in {', '.join(edited)}"
@@ -460,9 +457,20 @@ def _rotating(who: str, model: nn.Module) -> list[tuple[str, nn.Module, list[Rep
     scanned = _scanned(who, model, identity=True)
     rotating = [(path, module, methods) for path, module, methods, _ in scanned if methods]
     if not rotating:
-        got = f"{type(model).__name__}, which calls no function that rotates"
-        checks.fail(who, "model must have rotary embeddings", got, "Use the model as it is.")
+        _fail_unrotated(who, "model must have rotary embeddings", model)
     return rotating
+
+
+def _fail_unrotated(who: str, rule: str, model: nn.Module) -> NoReturn:
+    """Refuse a model of whose rotation nothing is seen."""
+    got = f"{type(model).__name__}, which calls no function that rotates"
+    hint = "Use the model as it is: without rotary positions it needs no patch."
+    if type(model).__module__.partition(".")[0] not in ("transformers", "diffusers"):
+        hint = (
+            "If it rotates, its function has neither rotary, rotate nor rope in its name, like "
+            "timm's apply_rot_embed_cat: call a posenc module in its attention instead."
+        )
+    checks.fail(who, rule, got, hint)
 
 
 def _check_rotation(who: str, rope: RoPE, places: list[Place]) -> None:
