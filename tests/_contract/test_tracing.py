@@ -210,30 +210,7 @@ def _attends_with_strided_masks():
     return all(map(torch.allclose, (*got, *gradients), wanted))
 
 
-def _sees_operations():
-    def operations(call):
-        with tracing.SeenOperations() as seen:
-            result = call(torch.empty(2, 3))
-        return seen.others, len(seen.created), result
-
-    harmless = [
-        lambda x: x.new_empty(3).t()[:1],
-        lambda x: torch.empty_like(x).view(3, 2),
-        lambda x: (
-            x.to(x.dtype).contiguous().detach() if torch.promote_types(x.dtype, x.dtype) else x
-        ),
-    ]
-    others = [torch.clone, torch.Tensor.zero_, torch.Tensor.sum, torch.Tensor.double, torch.cat]
-    others = [lambda x, call=call: call([x] if call is torch.cat else x) for call in others]
-    return (
-        [operations(call)[:2] for call in harmless] == [(False, 2), (False, 2), (False, 1)]
-        and all(operations(call)[0] for call in others)
-        and operations(others[0])[2].shape == (2, 3)
-    )
-
-
 CANARIES = {
-    "TorchDispatchMode": _sees_operations,
     "_len_torch_dispatch_stack": _knows_modes,
     "peek_interpreter_stack": _is_in_func,
     "is_legacy_batchedtensor": _is_batched_by_autograd,

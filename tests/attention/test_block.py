@@ -1,5 +1,7 @@
 """Attention to a block of keys that the queries are not among."""
 
+from importlib.util import find_spec
+
 import pytest
 import torch
 from torch.testing import assert_close
@@ -7,6 +9,7 @@ from torch.testing import assert_close
 from posenc.attention import chunked
 from posenc.attention.biases import Call
 from support.attention import DEVICE
+from support.plans import planned_attention, planned_gradients
 
 BLOCKS = [
     pytest.param(5, 7, 7, id="next"),
@@ -20,13 +23,13 @@ BLOCKS = [
 
 
 def kernels():
-    yield pytest.param(chunked, torch.float64, 1e-12, id="chunked")
-    try:
-        from posenc.kernels.triton import attention
-    except ImportError:
+    by_pieces = chunked.forward, chunked.backward
+    yield pytest.param(by_pieces, torch.float64, 1e-12, id="chunked")
+    if find_spec("triton") is None:
         return
+    by_plan = planned_attention, planned_gradients
     # The interpreter takes a second for each.
-    yield pytest.param(attention, torch.float32, 2e-5, id="triton", marks=pytest.mark.slow)
+    yield pytest.param(by_plan, torch.float32, 2e-5, id="triton", marks=pytest.mark.slow)
 
 
 def numbers(kind, queries, keys, start, dtype):
@@ -52,7 +55,7 @@ def numbers(kind, queries, keys, start, dtype):
 def test_queries_may_be_anywhere(kernel, dtype, tolerance, queries, keys, start, kind):
     """Another rank's keys are before or after all of the queries, at any distance."""
     g = torch.Generator().manual_seed(1)
-    device = "cpu" if kernel is chunked else DEVICE
+    device = "cpu" if kernel[0] is chunked.forward else DEVICE
     q = torch.randn(2, 4, queries, 8, generator=g).to(dtype)
     k = torch.randn(2, 2, keys, 8, generator=g).to(dtype)
     v = torch.randn(2, 2, keys, 16, generator=g).to(dtype)
@@ -71,9 +74,10 @@ def test_queries_may_be_anywhere(kernel, dtype, tolerance, queries, keys, start,
     values = None if values is None else values.to(device)
     start = keys if kind == "sums" else start
     call = Call(values, None, None, None, kind, 3, start, 0.4, start >= keys, False)
-    out, lse, ranges = kernel.forward(q, k, v, call)
+    forward, backward = kernel
+    out, lse, *ranges = forward(q, k, v, call)
     to_values = values is not None
-    got_back = kernel.backward(*seeds, (q, k, v, out, lse, ranges), call, to_values)
+    got_back = backward(*seeds, (q, k, v, out, lse, *ranges), call, to_values)
 
     for a, b in zip((out, lse, *got_back), (*wanted, *wanted_back), strict=False):
         assert_close(a.double().cpu(), b.detach(), rtol=tolerance, atol=tolerance)

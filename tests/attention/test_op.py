@@ -8,7 +8,7 @@ from posenc.attention.op import attend_backward_op, attend_op
 from support.attention import numbers_of
 
 B, H, HK, Q, K, D, DV = 2, 4, 2, 3, 5, 8, 6
-IDS, NO_RANGES = torch.zeros(B, K, dtype=torch.int64), torch.zeros(0, dtype=torch.int32)
+IDS, RANGES = torch.zeros(B, K, dtype=torch.int64), torch.zeros(B, H, 2, dtype=torch.int32)
 MISFITS = {
     "q-of-three-axes": {"q": (H, Q, D)},
     "q-of-integers": {"q": torch.ones(B, H, Q, D, dtype=torch.int64)},
@@ -44,7 +44,7 @@ GRADIENTS = {
     "lse-of-fewer-queries": {"lse": (B, H, Q - 1)},
     "lse-of-float64": {"lse": torch.ones(B, H, Q).double()},
     "g-lse-of-fewer-heads": {"g_lse": (B, 1, Q)},
-    "ranges-of-other-bits": {"ranges": torch.zeros(0, dtype=torch.int64)},
+    "ranges-of-other-bits": {"ranges": RANGES.long()},
     "ranges-of-others": {"ranges": torch.zeros(3, dtype=torch.int32)},
 }
 
@@ -63,7 +63,7 @@ def arguments(
 
 def gradient(
     g=(B, H, Q, DV), g_lse=(B, H, Q), out=(B, H, Q, DV), lse=(B, H, Q),
-    ranges=NO_RANGES, **others,
+    ranges=RANGES, **others,
 ):  # fmt: skip
     q, k, v, *call = arguments(**others, to_values=True)
     given = *map(filled, (g, g_lse)), q, k, v, *map(filled, (out, lse)), ranges

@@ -1,16 +1,18 @@
 """The attention kernels against float64: in Triton's interpreter, or on the GPU if there is one."""
 
 import itertools
+from collections import OrderedDict
 
 import pytest
 import torch
 
-from posenc._contract.tracing import SeenOperations
 from posenc.attention.biased import hide_padding
 from posenc.attention.biases import Call
+from posenc.attention.op import fits_kernels
 from support.attention import DEVICE, numbers_of, written_down
+from support.plans import planned_attention, planned_gradients
 
-attention = pytest.importorskip("posenc.kernels.triton.attention")
+pytest.importorskip("triton")
 KINDS = ["none", "slopes", "table", "sums"]
 SLOW = pytest.mark.slow
 CASES = {
@@ -70,12 +72,10 @@ def run(
     start = keys - queries if starts is None else 0
     call = Call(values, starts, first, last, kind, zero, start, scale, causal, prune, window)
 
-    out, lse, ranges = attention.forward(q, k, v, call)
+    out, lse, ranges = planned_attention(q, k, v, call)
     g, g_lse = torch.randn_like(out), torch.randn_like(lse).masked_fill(lse == -torch.inf, 0)
     to_values = values is not None
-    back = [
-        attention.backward(g, g_lse, (q, k, v, out, lse, ranges), call, to_values) for _ in "ab"
-    ]
+    back = [planned_gradients(g, g_lse, (q, k, v, out, lse, ranges), call, to_values) for _ in "ab"]
 
     exact = [x.double().requires_grad_() for x in (q, k, v, values) if x is not None]
     own = begin[:, None] + torch.arange(queries, device=DEVICE)
@@ -126,7 +126,10 @@ def test_results_and_gradients_are_those_of_float64(name, kind):
     ],
 )
 def test_pruning_leaves_keys_out_and_changes_nothing(kind, causal, monkeypatch):
+    from posenc.kernels.triton import attention, execute
+
     monkeypatch.setattr(attention, "PRUNE_FROM", 0)
+    monkeypatch.setattr(execute, "_plans", OrderedDict())
     case = {"size": (70, 400), "steep": 8.0, "causal": causal}
     made, back, wanted, grads, ranges = run(kind, **case)
     assert_is_exact(made, back, wanted, grads, torch.float32)
@@ -136,7 +139,10 @@ def test_pruning_leaves_keys_out_and_changes_nothing(kind, causal, monkeypatch):
 @SLOW
 @pytest.mark.parametrize("kind", ["slopes", "sums"])
 def test_a_window_and_pruning_together(kind, monkeypatch):
+    from posenc.kernels.triton import attention, execute
+
     monkeypatch.setattr(attention, "PRUNE_FROM", 0)
+    monkeypatch.setattr(execute, "_plans", OrderedDict())
     case = {"size": (150, 300), "steep": 0.5, "window": (100, 100), "documents": True}
     made, back, wanted, grads, _ = run(kind, **case)
     assert_is_exact(made, back, wanted, grads, torch.float32)
@@ -159,8 +165,8 @@ def test_a_column_of_a_table_gets_the_rounding_of_its_own_weights(columns):
     q, k, v, g = torch.randn(4, 1, 2, 90, 16, device=DEVICE).to(dtype).unbind()
     values = torch.arange(columns, device=DEVICE) * torch.tensor([[-0.1], [-0.2]], device=DEVICE)
     call = Call(values, None, None, None, "table", 0, 0, 0.25, True, False)
-    out, lse, ranges = attention.forward(q, k, v, call)
-    got = attention.backward(g, None, (q, k, v, out, lse, ranges), call, True)[3]
+    out, lse, ranges = planned_attention(q, k, v, call)
+    got = planned_gradients(g, None, (q, k, v, out, lse, ranges), call, True)[3]
 
     q, k, v, g, values = (x.double() for x in (q, k, v, g, values))
     distance = torch.arange(90, device=DEVICE)[:, None] - torch.arange(90, device=DEVICE)
@@ -176,24 +182,6 @@ def test_a_column_of_a_table_gets_the_rounding_of_its_own_weights(columns):
     assert ((got - wanted).abs() <= torch.finfo(dtype).eps * room).all()
 
 
-@pytest.mark.parametrize("causal", [True, False], ids=["causal", "both-sides"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize(("kind", "columns"), [("slopes", 0), ("table", 30), ("table", 300)])
-def test_gradients_of_slopes_and_tables_are_only_launches(
-    kind, columns, dtype, causal, monkeypatch
-):
-    """Native code repeats launches and nothing else, so all else must be in a launch."""
-    monkeypatch.setattr(attention.Launch, "__call__", lambda launch, tensors, start: None)
-    q, k, v, g = torch.randn(4, 2, 4, 90, 16, device=DEVICE).unbind()
-    values = numbers_of(kind, 4, 90, batch=1, columns=columns, steep=1.0).to(DEVICE, dtype)
-    call = Call(values, None, None, None, kind, 0, 0, 0.25, causal, True)
-    with SeenOperations() as seen:
-        out, lse, ranges = attention.forward(q, k, v, call)
-        to = attention.backward(g, None, (q, k, v, out, lse, ranges), call, True)[3]
-    assert not seen.others
-    assert (to.shape, to.dtype) == (values.shape, dtype)
-
-
 @pytest.mark.parametrize(("kind", "columns"), [("slopes", 0), ("table", 30)])
 def test_a_gradient_has_the_dtype_of_its_numbers(kind, columns):
     """Launches are kept, and each dtype has its own."""
@@ -202,8 +190,8 @@ def test_a_gradient_has_the_dtype_of_its_numbers(kind, columns):
     found = []
     for dtype in (torch.float32, torch.float64, torch.float16, torch.float32):
         call = Call(numbers.to(dtype), None, None, None, kind, 0, 0, 0.25, True, True)
-        out, lse, ranges = attention.forward(q, k, v, call)
-        found.append(attention.backward(g, None, (q, k, v, out, lse, ranges), call, True)[3])
+        out, lse, ranges = planned_attention(q, k, v, call)
+        found.append(planned_gradients(g, None, (q, k, v, out, lse, ranges), call, True)[3])
         assert found[-1].dtype == dtype
         assert torch.equal(found[-1], found[0].to(dtype))
 
@@ -222,9 +210,9 @@ def test_any_ranges_of_keys(kind, size):
     )
     call = Call(None, None, first, last, "none", 0, keys - queries, scale, True, False)
 
-    out, lse, ranges = attention.forward(q, k, v, call)
+    out, lse, ranges = planned_attention(q, k, v, call)
     g, g_lse = torch.randn_like(out), torch.randn_like(lse).masked_fill(lse == -torch.inf, 0)
-    back = [attention.backward(g, g_lse, (q, k, v, out, lse, ranges), call, False) for _ in "ab"]
+    back = [planned_gradients(g, g_lse, (q, k, v, out, lse, ranges), call, False) for _ in "ab"]
 
     exact = [x.double().requires_grad_() for x in (q, k, v)]
     low, high = (x[0, keys - queries :, None] for x in (first, last))
@@ -249,8 +237,8 @@ def test_any_ranges_of_keys(kind, size):
 )
 def test_what_no_kernel_takes_is_known_before_a_launch(shape, dtype):
     q = torch.empty(shape, dtype=dtype, device="meta")
-    assert not attention.can_run(q, q)
-    assert attention.can_run(torch.empty(1, 2, 4, 64, device="meta"), torch.empty(1, 2, 4, 256))
+    assert not fits_kernels(q, q)
+    assert fits_kernels(torch.empty(1, 2, 4, 64, device="meta"), torch.empty(1, 2, 4, 256))
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="the interpreter takes minutes")

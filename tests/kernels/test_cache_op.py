@@ -88,7 +88,7 @@ HOSTILE = {
     "scales-of-another-dtype": {"k_scales": torch.ones(3, 2, 4).double()},
     "scale-and-scales": {"k_scale": ONES},
     "scale-of-a-wide-cache": {"v_scale": ONES},
-    "scale-not-expanded": {"k_scale": torch.ones(()), "k_scales": None},
+    "scale-of-more-heads": {"k_scale": torch.ones(7), "k_scales": None},
 }  # fmt: skip
 
 

@@ -12,11 +12,10 @@ from posenc.kernels import native, reference
 from posenc.kernels.rotation import (
     norm_rotate_backward_op,
     norm_rotate_op,
-    run_norm,
-    run_norm_backward,
 )
 from posenc.kernels.spec import Norm, Rows, Spec, flatten
 from support.assertions import assert_within_ulps
+from support.plans import planned
 from support.rotations import GPU, LAYOUTS, instruction_sets
 
 CASES = pytest.mark.parametrize(
@@ -73,14 +72,12 @@ def interpreted():
 )
 def test_triton_matches_forward_and_backward(pairs, width, first, all_heads, inner, outer, dtype):
     """A program takes one token: three of them, in two sequences, are as good as many."""
-    from posenc.kernels.triton import norm as kernel
-
     x, weight, cos, sin = example(pairs, width, all_heads, dtype, GPU, length=3)
     rows = Rows(0, torch.tensor([[0, 3, 8]], device=GPU))
     arguments = (cos, sin, rows, Spec(inner, outer, first), Norm(1e-6, 1.0))
-    got = run_norm(kernel, x, weight, *arguments)
+    got = by_plan(x, weight, *arguments)
     g = torch.randn_like(got)
-    to_x, to_weight = run_norm_backward(kernel, g, x, weight, *arguments)
+    to_x, to_weight = by_plan(x, weight, *arguments, g)
 
     wide_x, wide_weight = x.double().requires_grad_(), weight.double().requires_grad_()
     wanted = reference.norm_rotate(wide_x, wide_weight, *arguments)
@@ -93,17 +90,23 @@ def test_triton_matches_forward_and_backward(pairs, width, first, all_heads, inn
         assert off < bound
 
 
-def test_triton_takes_rows_that_overlap():
-    from posenc.kernels.triton import norm as kernel
+def by_plan(x, weight, cos, sin, rows, spec, norm, g=None):
+    """A plan; with ``g``, the gradients."""
+    how = cos, sin, *flatten(rows, spec), norm.eps, norm.shift
+    if g is None:
+        return planned(norm_rotate_op, x, weight, *how)[0]
+    return planned(norm_rotate_backward_op, g, x, weight, *how)
 
+
+def test_triton_takes_rows_that_overlap():
     x = torch.randn(100, dtype=torch.float64, device=GPU).as_strided((1, 2, 5, 8), (50, 20, 1, 1))
     weight = torch.randn(8, dtype=torch.float64, device=GPU)
     cos, sin = (t.to(GPU) for t in oracles.exact_cos_sin(range(9), 8))
     arguments = (cos, sin, Rows(), Spec(), Norm())
     g = torch.randn(1, 2, 5, 8, dtype=torch.float64, device=GPU)
     found = (
-        run_norm(kernel, x, weight, *arguments),
-        *run_norm_backward(kernel, g, x, weight, *arguments),
+        by_plan(x, weight, *arguments),
+        *by_plan(x, weight, *arguments, g),
     )
     wanted = (
         reference.norm_rotate(x, weight, *arguments),
@@ -132,8 +135,8 @@ def by_c(x, weight, cos, sin, rows, spec, norm, g=None):
     """Native code, which raises RuntimeError where it cannot run; with ``g``, the gradients."""
     how = cos, sin, *flatten(rows, spec), norm.eps, norm.shift
     if g is None:
-        return norm_rotate_op.plain(x, weight, *how)
-    return norm_rotate_backward_op.plain(g, x, weight, *how)
+        return norm_rotate_op.native(x, weight, *how)
+    return norm_rotate_backward_op.native(g, x, weight, *how)
 
 
 def check_c(x, weight, g, cos, sin, rows, spec, norm):

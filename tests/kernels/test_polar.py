@@ -14,18 +14,16 @@ from posenc.kernels.polar import (
     polar_op,
 )
 from support.assertions import assert_within_ulps
+from support.plans import planned
 from support.rotations import CUT, DTYPES, GPU
 
 
 def by_c(x, y, delta, cos, sin, rows):
-    y.copy_(polar_op.plain(x, delta, cos, sin, rows.positions, rows.start))
+    y.copy_(polar_op.native(x, delta, cos, sin, rows.positions, rows.start))
 
 
-def by_triton(x, y, delta, *how):
-    from posenc.kernels.triton import polar as kernel
-
-    phases = None if delta is None else kernel.phases_of(delta, x)
-    kernel.polar_into(x, y, phases, *how)
+def by_triton(x, y, delta, cos, sin, rows):
+    y.copy_(planned(polar_op, x, delta, cos, sin, rows.positions, rows.start)[0])
 
 
 def by_reference(x, y, delta, *how):
@@ -139,15 +137,11 @@ def gradients(name, g, x, delta, cos, sin, rows):
     if name == "reference":
         return backward_by_operations(g, x, delta, cos, sin, rows)
     if name == "c":
-        return polar_backward_op.plain(g, x, delta, cos, sin, rows.positions, rows.start)
-    from posenc.kernels.triton import polar as module
-
+        return polar_backward_op.native(g, x, delta, cos, sin, rows.positions, rows.start)
     device = BACKENDS[name][1]
-    g, x, cos, sin = (t.to(device) for t in (g, x, cos, sin))
-    phases = None if delta is None else module.phases_of(delta.to(device), x)
-    dx = torch.full_like(x, float("nan"))
-    to_delta = module.polar_backward_into(g, x, dx, phases, cos, sin, rows)
-    return dx.cpu(), None if to_delta is None else to_delta.cpu()
+    given = [None if t is None else t.to(device) for t in (g, x, delta, cos, sin)]
+    dx, to_delta = planned(polar_backward_op, *given, rows.positions, rows.start)
+    return dx.cpu(), None if delta is None else to_delta.cpu()
 
 
 @pytest.mark.parametrize("name", BACKENDS)

@@ -3,6 +3,7 @@
 import itertools
 import subprocess
 import sys
+from collections import OrderedDict
 from types import SimpleNamespace
 
 import pytest
@@ -13,7 +14,8 @@ from posenc import kernels
 from posenc.kernels import backends, native, triton
 from posenc.kernels.spec import RowOutOfRange, Rows, Spec
 from support.assertions import assert_within_ulps
-from support.rotations import BACKENDS, DTYPES, GPU, LAYOUTS, check, expected
+from support.plans import planned
+from support.rotations import BACKENDS, DTYPES, GPU, LAYOUTS, check, expected, rotate
 
 SHAPES = {
     "odd-length": lambda: torch.randn(2, 3, 17, 16),
@@ -93,10 +95,11 @@ def tiles():
 @pytest.mark.parametrize(("tile", "inner", "outer", "heads"), [*tiles()])
 def test_triton_takes_any_tile(tile, inner, outer, heads, monkeypatch):
     """With tables of float64, and of float32 where those are the same numbers."""
-    from posenc.kernels.triton import launch, rotate
+    from posenc.kernels.triton import execute
+    from posenc.kernels.triton import rotate as kernels
 
-    monkeypatch.setattr(rotate, "tile", lambda *arguments: TILES[tile])
-    monkeypatch.setattr(launch, "_launches", {})
+    monkeypatch.setattr(kernels, "tile", lambda *arguments: TILES[tile])
+    monkeypatch.setattr(execute, "_plans", OrderedDict())
     # One token more than the largest tile, or a few that are alone in theirs.
     length = 3 if tile == "split" else 5
     xs = [torch.randn(2, length, h, 18, device=GPU).half().transpose(1, 2) for h in heads]
@@ -104,7 +107,7 @@ def test_triton_takes_any_tile(tile, inner, outer, heads, monkeypatch):
     spec, found = Spec(inner, outer, 6), []
     for dtype in (torch.float64, torch.float32):
         ys = [torch.empty_like(x) for x in xs]
-        rotate.rotate_into(xs, ys, cos.to(dtype), sin.to(dtype), Rows(1), spec)
+        rotate(planned, xs, ys, cos.to(dtype), sin.to(dtype), Rows(1), spec)
         found.append(ys)
     for x, y, again in zip(xs, *found, strict=True):
         exact, size = expected(x, cos, sin, slice(1, 1 + length), spec)
@@ -293,9 +296,9 @@ def on_a_gpu(monkeypatch):
     monkeypatch.setattr(triton, "status", lambda: (True, "ready"))
 
     def register(**functions):
-        for name in ("available", "launches_kernels", "_error", "_no_launches"):
+        for name in ("available", "carries_out_plans", "_error", "_no_plans"):
             monkeypatch.setattr(native, name, getattr(native, name))
-        native.available, native.launches_kernels, native._error = True, False, ""
+        native.available, native.carries_out_plans, native._error = True, False, ""
         extension = SimpleNamespace(isa=lambda: "avx2", **functions)
         monkeypatch.setattr(native, "_native", extension)
         native.register()
@@ -304,11 +307,11 @@ def on_a_gpu(monkeypatch):
     return register
 
 
-FOUND = {"register": lambda path: None, "register_cuda": lambda path: None}
+FOUND = {"register": lambda path: None, "find_cuda": lambda path: None}
 NOT_FOUND = {
-    "a function for launches": ({"register_cuda": lambda path: "cuLaunchKernelEx"}, "cuLaunch"),
+    "a function for launches": ({"find_cuda": lambda path: "cuLaunchKernelEx"}, "cuLaunch"),
     "a function of torch": ({"register": lambda path: "torch_call"}, "has no torch_call"),
-    "launches": ({"register_cuda": None}, "only on Linux"),
+    "launches": ({"find_cuda": None}, "only on Linux"),
 }
 
 
@@ -321,21 +324,8 @@ def test_backends_say_why_python_launches_on_cuda(on_a_gpu, what):
     assert entry.available
     assert entry.why.startswith("ready, launched by Python")
     assert why in entry.why
-    assert not native.launches_kernels
+    assert not native.carries_out_plans
 
 
 def test_backends_say_that_c_launches_on_cuda(on_a_gpu):
     assert on_a_gpu(**FOUND).why == "ready, launched by C"
-
-
-def test_a_launch_is_prepared_once_and_the_launches_are_bounded(monkeypatch):
-    from posenc.kernels.triton import launch
-
-    monkeypatch.setattr(launch, "_launches", {})
-    monkeypatch.setattr(launch, "MOST_LAUNCHES", 8)
-    made, x = [], (torch.ones(1),)
-    for i in range(100):
-        for _ in range(2):
-            launch.launch_for((f"prompt {i}",), x, lambda: made.append(0))
-        assert len(made) == i + 1
-        assert len(launch._launches) <= 8

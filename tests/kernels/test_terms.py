@@ -8,6 +8,7 @@ from posenc.attention import terms
 from posenc.attention.biased import hide_padding
 from posenc.attention.biases import Call
 from support.attention import DEVICE, close, written_down
+from support.plans import planned
 
 SLOW = pytest.mark.slow
 CASES = {
@@ -120,7 +121,8 @@ def wanted(tensors, zero, ids, call):
 @EACH
 @pytest.mark.parametrize("by", ["kernel", "operations"])
 def test_results_and_gradients_are_those_of_the_definition(by, case):
-    kernel = pytest.importorskip("posenc.kernels.triton.terms") if by == "kernel" else None
+    if by == "kernel":
+        pytest.importorskip("triton")
     tensors, zero, ids, call = given(**CASES[case])
     wide = [x if x is None else x.double().requires_grad_() for x in tensors]
     out, lse = wanted(wide, zero, ids, call)
@@ -129,13 +131,13 @@ def test_results_and_gradients_are_those_of_the_definition(by, case):
     seen = lse.masked_fill(lse == -torch.inf, 0.0)
     present = [x for x in wide if x is not None]
     grads = torch.autograd.grad((out, seen), present, (g.double(), g_lse.double()))
-    if kernel is not None:
-        made = kernel.TermLaunches(*tensors[:3], tensors[3:8], zero, call)
-        results = made.forward()
-        found = [x for x in made.backward(g, g_lse, *results) if x is not None]
+    where = call._replace(zero=zero).arguments_without_values()
+    if by == "kernel":
+        results = planned(terms.terms_op, *tensors, *where)
+        gradients = planned(terms.terms_backward_op, g, g_lse, *results, *tensors, *where)
+        found = [grad for grad, x in zip(gradients, tensors, strict=True) if x is not None]
     else:
         inputs = [x if x is None else x.clone().requires_grad_() for x in tensors]
-        where = call._replace(zero=zero).arguments()[1:]
         results = terms.terms_op(*inputs, *where)
         present = [x for x in inputs if x is not None]
         found = torch.autograd.grad(results, present, (g, g_lse))
@@ -148,7 +150,7 @@ def test_results_and_gradients_are_those_of_the_definition(by, case):
 @SLOW
 def test_the_ops_pass_opcheck():
     tensors, zero, _, call = given((9, 12))
-    where = call._replace(zero=zero).arguments()[1:]
+    where = call._replace(zero=zero).arguments_without_values()
     needed = [x if x is None else x.clone().requires_grad_() for x in tensors]
     torch.library.opcheck(terms.terms_op.overload, (*needed, *where))
     if DEVICE == "cpu":
@@ -179,7 +181,7 @@ def test_the_op_refuses_tensors_that_do_not_fit(change):
     for at, how in change.items():
         tensors[at] = how(tensors[at])
     with pytest.raises(ValueError, match="must fit"):
-        terms.terms_op(*tensors, *call._replace(zero=zero).arguments()[1:])
+        terms.terms_op(*tensors, *call._replace(zero=zero).arguments_without_values())
 
 
 MODULES = {

@@ -7,11 +7,14 @@ from pathlib import Path
 
 import pytest
 
+TESTS = Path(__file__).parents[1]
+
 
 def compiled(folder, cases):
     """Compile the kernels of the cases for a GPU that is not here, and return their names."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(folder)
+    environment["PYTHONPATH"] = os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])
     script = Path(__file__).parent / "compile_launches_for_hopper.py"
     command = [sys.executable, str(script), *cases]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400)

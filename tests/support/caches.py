@@ -6,6 +6,7 @@ from posenc.kernels import native, triton
 from posenc.kernels.cache import by_operations, rotate_and_cache_op
 from posenc.kernels.spec import Rows, Store, Write, flatten
 from support.assertions import assert_within_ulps
+from support.plans import planned
 from support.rotations import GPU, expected
 
 GIVEN = {
@@ -20,19 +21,24 @@ LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0, torch.int8: 1
 
 def by_c(write, cos, sin, rows, spec):
     """Native code, which raises RuntimeError where it cannot run."""
+    return rotate_and_cache_op.native(*call_of(write, cos, sin, rows, spec))
+
+
+def call_of(write, cos, sin, rows, spec):
+    """The call of the op."""
     q, k, v, slots, (k_cache, k_scale, k_scales), (v_cache, v_scale, v_scales), *others = write
     q_weight, k_weight, norm = others
     written, read = (k_cache, v_cache, k_scales, v_scales), (slots, q_weight, k_weight)
     how = *read, k_scale, v_scale, cos, sin, *flatten(rows, spec), norm.eps, norm.shift
-    return rotate_and_cache_op.plain(q, k, v, *written, *how)
+    return q, k, v, *written, *how
 
 
 def by_triton(write, cos, sin, rows, spec):
     """On the GPU if there is one; what is written there is copied back."""
     there = Write(*map(moved, write))
-    y = torch.full_like(there.q, float("nan"))
     rows = Rows(rows.start, moved(rows.positions))
-    triton.cache_into(there, y, cos.to(GPU), sin.to(GPU), rows, spec)
+    call = call_of(there, cos.to(GPU), sin.to(GPU), rows, spec)
+    (y,) = planned(rotate_and_cache_op, *call)
     for mine, made in ((write.k_store, there.k_store), (write.v_store, there.v_store)):
         mine.cache.view(torch.uint8).copy_(made.cache.view(torch.uint8))
         if mine.scales is not None:

@@ -7,6 +7,7 @@ import oracles
 from posenc.kernels import native, reference, rotation
 from posenc.kernels.spec import Rows, flatten
 from support.assertions import assert_within_ulps
+from support.plans import planned
 
 DTYPES = {
     "fp64": torch.float64,
@@ -28,21 +29,24 @@ def by_reference(xs, ys, *arguments):
 
 
 def by_triton(xs, ys, *arguments):
-    from posenc.kernels.triton import rotate
-
-    rotation.rotate_into(rotate, xs, ys, *arguments)
+    rotate(planned, xs, ys, *arguments)
 
 
-def by_c(xs, ys, cos, sin, rows, spec):
+def by_c(xs, ys, *arguments):
     """Native code, which raises RuntimeError where it cannot run."""
+    rotate(lambda op, *call: op.native(*call), xs, ys, *arguments)
+
+
+def rotate(run, xs, ys, cos, sin, rows, spec):
+    """Call the op for these tensors by ``run``."""
     how = cos, sin, *flatten(rows, spec)
     if xs[0] is ys[0]:
         op = rotation.rotate_in_place_op if len(xs) == 1 else rotation.rotate_qk_in_place_op
-        op.plain(*xs, *how)
+        run(op, *xs, *how)
         return
     op = rotation.rotate_op if len(xs) == 1 else rotation.rotate_qk_op
-    results = op.plain(*xs, *how)
-    for y, result in zip(ys, [results] if len(xs) == 1 else results, strict=True):
+    results = run(op, *xs, *how)
+    for y, result in zip(ys, [results] if torch.is_tensor(results) else results, strict=True):
         y.copy_(result)
 
 

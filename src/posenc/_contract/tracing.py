@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes
 
 from posenc._contract.sharding import is_sharded
 
@@ -107,32 +107,6 @@ def constant_under_compile(function: Function) -> Function:
 def without_modes() -> AbstractContextManager[Any]:
     """A context without the dispatch modes that are active around it."""
     return _disable_current_modes()
-
-
-class SeenOperations(TorchDispatchMode):
-    """The operations of torch in a context: new tensors without values, views, and others."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.created: list[Tensor] = []
-        self.others = False
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        # torch would import its compiler to leave this class out of it, which takes seconds.
-        return False
-
-    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = op(*args, **(kwargs or {}))
-        name = op.overloadpacket.__name__
-        if name in _CREATE:
-            self.created.append(result)
-        elif not op.is_view and name != "promote_types":
-            self.others = True
-        return result
-
-
-_CREATE = frozenset(("empty", "empty_like", "empty_strided", "new_empty"))
 
 
 def in_capture(x: Tensor) -> bool:

@@ -189,7 +189,7 @@ def attend(
         getattr(q, "is_cuda", False)
         and (query_offset is None and document_ids is None and window is None and scale is None)
         and (attn_mask is None and dropout_p == 0 and prune is True and backend is None)
-        and (result := _attend_at_once(q, k, v, bias, causal)) is not None
+        and (result := _try_native(q, k, v, bias, causal)) is not None
     ):
         return result
     drop = checks.probability(who, "dropout_p", dropout_p)
@@ -271,7 +271,7 @@ def run(
     return out, lse
 
 
-def _attend_at_once(
+def _try_native(
     q: Tensor, k: Tensor, v: Tensor, bias: Any, causal: Any
 ) -> tuple[Tensor, Tensor] | None:
     """The result of a call without options, if native code has done one like it before.
@@ -288,7 +288,7 @@ def _attend_at_once(
         # As Call.arguments, in half the time.
         how = KINDS.index(kind) | PRUNE | CAUSAL * causal
         where = None, None, None, how, zero, start, q.shape[-1] ** -0.5, -1, -1
-        result = op.attend_op.at_once(q, k, v, values, *where)
+        result = op.attend_op.try_native(q, k, v, values, *where)
     except (AttributeError, IndexError, TypeError, RuntimeError, ZeroDivisionError):
         # They are not what they should be: the checks say why.
         return None

@@ -177,20 +177,35 @@ class Call(NamedTuple):
         return cls(values, starts, first, last, kind, zero, begin, scale, causal, prune, window)
 
     @classmethod
-    def from_arguments(cls, *arguments: Any) -> Call:
+    def from_arguments(
+        cls,
+        values: Tensor | None,
+        starts: Tensor | None,
+        first: Tensor | None,
+        last: Tensor | None,
+        how: int,
+        zero: int,
+        start: int,
+        scale: float,
+        left: int,
+        right: int,
+    ) -> Call:
         """The call of the arguments of an op, unchecked."""
-        values, starts, first, last, how, zero, start, scale, left, right = arguments
         window = None if left == right == -1 else (left, right)
         kind, causal, prune = KINDS[how & 3], bool(how & CAUSAL), bool(how & PRUNE)
         call = cls(values, starts, first, last, kind, zero, start, scale, causal, prune, window)
         return call._replace(chunked=bool(how & CHUNKED), to_values=bool(how & TO_VALUES))
 
     def arguments(self) -> tuple[Any, ...]:
-        """The arguments of an op."""
+        """The arguments of an op of a bias with values."""
+        return self.values, *self.arguments_without_values()
+
+    def arguments_without_values(self) -> tuple[Any, ...]:
+        """The arguments of an op of another bias."""
         how = KINDS.index(self.kind) | CAUSAL * self.causal | PRUNE * self.prune
         how |= CHUNKED * self.chunked | TO_VALUES * self.to_values
-        tensors = self.values, self.starts, self.first, self.last
-        return *tensors, how, self.zero, self.start, self.scale, *(self.window or (-1, -1))
+        window = self.window or (-1, -1)
+        return self.starts, self.first, self.last, how, self.zero, self.start, self.scale, *window
 
     def spans(self, queries: int, keys: int, device: torch.device) -> Spans:
         """The keys that each query sees."""

@@ -41,27 +41,22 @@ class Piece(NamedTuple):
     at: int  # where its first distance is in the line
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor, None]:
-    """The output, the log-sum-exp, and no ranges; see `op`."""
+def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+    """The output, and the log-sum-exp."""
     if not q.shape[:3].numel():
-        return *_new_results(q, v), None
+        return _new_results(q, v)
     # Autocast would round the wide tensors, and refuses a join of halves that are not its own.
     with without_autocast(q):
         parts = [_forward(q[some], k[some], v[some], alone) for some, alone in _sequences(call)]
         out, lse = parts[0] if len(parts) == 1 else (torch.cat(x) for x in zip(*parts, strict=True))
-    return out, lse, None
-
-
-def ranges_like(q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
-    """An empty tensor: the backward pass computes the ranges of keys again."""
-    return q.new_empty(0, dtype=torch.int32)
+    return out, lse
 
 
 def backward(
     g: Tensor, g_lse: Tensor | None, saved: Sequence[Tensor], call: Call, to_values: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The gradients of q, k, v and the bias's numbers; see `op`."""
-    q, k, v, out, lse, _ = saved
+    q, k, v, out, lse = saved
     sees_nothing = lse == float("-inf")
     g_lse = torch.zeros_like(lse) if g_lse is None else g_lse
     # The weights of such a query are zero in the pieces, and not NaN.

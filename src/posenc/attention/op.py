@@ -1,18 +1,12 @@
 """Attention as an op: its kernels, its gradients, and what a compiler needs to know of it.
 
-A kernel is a module with
-
-``forward(q, k, v, call)``, which returns the output, the log-sum-exp, and what its backward pass
-needs to know of the pruned keys, an int32 tensor or None; ``ranges_like(q, k, v, call)``, an empty
-tensor of that kind; and ``backward(g, g_lse, saved, call, to_values)``, with the inputs and results
-of ``forward`` as ``saved``, which returns the gradients of q, k, v and, if ``to_values``, of the
-bias's numbers. ``g_lse`` is None where nobody used the log-sum-exp.
+On a GPU a call is a plan of `posenc.kernels.triton.attention`; elsewhere `chunked` serves.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,24 +16,75 @@ from posenc.attention import chunked
 from posenc.attention.biases import Call
 from posenc.attention.rows import attend_dense
 from posenc.kernels import triton
-from posenc.kernels.op import Op
+from posenc.kernels.op import Op, Size, Start, replaced
+from posenc.kernels.plan import Plan, Target
 from posenc.kernels.rotation import check_devices, refuse
 
-Gradients = tuple[Tensor, Tensor, Tensor, Tensor]
+# Queries that share a pruned range of keys: the shape of what the backward pass needs of them.
+RANGE = 64
 
 
-def kernel_for(q: Tensor, v: Tensor) -> Any:
-    """The module that implements attention for these tensors, if none is named."""
-    if q.is_cuda and triton.installed:
-        from posenc.kernels.triton import attention
-
-        if attention.can_run(q, v):
-            return attention
-    return chunked
+def has_kernel(q: Tensor, v: Tensor) -> bool:
+    """Whether kernels serve these."""
+    return q.is_cuda and triton.installed and fits_kernels(q, v)
 
 
-def check_call(who: str, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Call:
-    """The call as the kernels read it; refuse what would lead them out of a tensor's memory.
+def fits_kernels(q: Tensor, v: Tensor) -> bool:
+    """Whether kernels take these: no float64, heads of at most 256 channels."""
+    narrow = 0 < q.shape[3] <= 256 and 0 < v.shape[3] <= 256
+    return narrow and q.dtype != torch.float64 and min(q.shape[:3]) > 0
+
+
+class AttendCall(NamedTuple):
+    """Attention with a number for each distance; the fields are those of a `Call`."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    values: Tensor | None
+    starts: Tensor | None
+    first: Tensor | None
+    last: Tensor | None
+    how: int
+    zero: Size
+    start: Start
+    scale: float
+    left: Size
+    right: Size
+
+
+class AttendBackwardCall(NamedTuple):
+    """The gradients of :class:`AttendCall`."""
+
+    g: Tensor
+    g_lse: Tensor | None
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    out: Tensor
+    lse: Tensor
+    ranges: Tensor
+    values: Tensor | None
+    starts: Tensor | None
+    first: Tensor | None
+    last: Tensor | None
+    how: int
+    zero: Size
+    start: Size
+    scale: float
+    left: Size
+    right: Size
+
+
+def call_of(given: Any, values: Tensor | None) -> Call:
+    """The `Call` whose fields these are, unchecked."""
+    places = given.starts, given.first, given.last
+    numbers = given.how, given.zero, given.start, given.scale, given.left, given.right
+    return Call.from_arguments(values, *places, *numbers)
+
+
+def check_call(who: str, q: Tensor, k: Tensor, v: Tensor, call: Call) -> None:
+    """Refuse a call that would lead kernels out of a tensor's memory.
 
     The functions that users call say in full what is wrong.
     """
@@ -48,8 +93,6 @@ def check_call(who: str, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Call:
     if not (q.dim() == k.dim() == v.dim() == 4 and _fit(q, k, v, call)):
         rule = "q (B, H, Q, D), k (B, Hk, K, D), v (B, Hk, K, Dv) and the others must fit together"
         refuse(who, rule, q, k, v, call.values, *places)
-    starts, first, last = (x if x is None else x.contiguous() for x in places)
-    return call._replace(starts=starts, first=first, last=last)
 
 
 def _fit(q: Tensor, k: Tensor, v: Tensor, call: Call) -> bool:
@@ -120,120 +163,147 @@ def differentiate(
     return [next(grads) if need else None for need in wanted]
 
 
-def _kernel_of(q: Tensor, v: Tensor, call: Call) -> Any:
-    return chunked if call.chunked else kernel_for(q, v)
+def with_whole_places(call: Call) -> Call:
+    """The call, whose starts and ends of documents have no gaps."""
+    places = call.starts, call.first, call.last
+    starts, first, last = (x if x is None else x.contiguous() for x in places)
+    return call._replace(starts=starts, first=first, last=last)
 
 
-def _forward(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-    call = check_call("posenc::attend", q, k, v, Call.from_arguments(*arguments))
-    kernel = _kernel_of(q, v, call)
-    out, lse, ranges = kernel.forward(q, k, v, call)
-    return out, lse, kernel.ranges_like(q, k, v, call) if ranges is None else ranges
+def _run(given: AttendCall) -> tuple[Tensor, ...]:
+    q, k, v, call = given.q, given.k, given.v, call_of(given, given.values)
+    check_call("posenc::attend", q, k, v, call)
+    out, lse = chunked.forward(q, k, v, with_whole_places(call))
+    return out, lse, q.new_zeros(_ranges_shape(q, call), dtype=torch.int32)
 
 
-def _fake(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-    check_devices("posenc::attend", q, k, v, *arguments)
-    call = Call.from_arguments(*arguments)
+def _plan(given: AttendCall, plan: Plan, target: Target) -> None:
+    from posenc.kernels.triton import attention
+
+    call = call_of(given, given.values)
+    check_call("posenc::attend", given.q, given.k, given.v, call)
+    attention.plan_forward(given, call, plan, target)
+
+
+def _ranges_shape(q: Tensor, call: Call) -> tuple[int, ...]:
+    """Of the first and last key of each block of queries, if far keys are left out."""
+    batch, heads, queries, _ = q.shape
+    # A few queries are not pruned either; a compiler's graph serves all lengths.
+    blocks = (queries + RANGE - 1) // RANGE if call.prune and call.kind in ("slopes", "sums") else 0
+    # One axis for blocks and both ends: a compiler would make a graph for one block alone.
+    return batch, heads, 2 * blocks
+
+
+def _results(given: AttendCall) -> tuple[Tensor, ...]:
+    check_devices("posenc::attend", *given)
+    q, v = given.q, given.v
     lse = q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
-    ranges = _kernel_of(q, v, call).ranges_like(q, k, v, call)
-    return q.new_empty((*q.shape[:3], v.shape[3])), lse, ranges
+    ranges = _ranges_shape(q, call_of(given, given.values))
+    return q.new_empty((*q.shape[:3], v.shape[3])), lse, q.new_empty(ranges, dtype=torch.int32)
 
 
-def _backward(
-    g: Tensor,
-    g_lse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    ranges: Tensor,
-    *arguments: Any,
-) -> Gradients:
+def _check_backward(given: AttendBackwardCall) -> Call:
     who = "posenc::attend_backward"
-    call = check_call(who, q, k, v, Call.from_arguments(*arguments))
-    check_results(who, q, v, g, g_lse, out, lse)
-    kernel = _kernel_of(q, v, call)
-    like = kernel.ranges_like(q, k, v, call)
-    if (ranges.shape, ranges.dtype, ranges.device) != (like.shape, like.dtype, like.device):
-        refuse(who, f"ranges must be those of posenc::attend, {tuple(like.shape)}", ranges)
-    saved = q, k, v, out.contiguous(), lse.contiguous(), ranges.contiguous()
+    q, k, v, ranges, call = given.q, given.k, given.v, given.ranges, call_of(given, given.values)
+    check_call(who, q, k, v, call)
+    check_results(who, q, v, given.g, given.g_lse, given.out, given.lse)
+    shape = _ranges_shape(q, call)
+    if ranges.shape != shape or ranges.dtype != torch.int32:
+        refuse(who, f"ranges must be those of posenc::attend, {shape}", ranges)
+    check_devices(who, q, ranges)
+    return call
+
+
+def _run_backward(given: AttendBackwardCall) -> tuple[Tensor, ...]:
+    call = with_whole_places(_check_backward(given))
+    saved = given.q, given.k, given.v, given.out.contiguous(), given.lse.contiguous()
     to_values = call.to_values and call.values is not None
-    dq, dk, dv, to = kernel.backward(g, g_lse, saved, call, to_values)
-    return dq, dk, dv, g.new_empty(0) if to is None else to
+    dq, dk, dv, to = chunked.backward(given.g, given.g_lse, saved, call, to_values)
+    return dq, dk, dv, to
 
 
-def _fake_backward(
-    g: Tensor, g_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *others: Any
-) -> Gradients:
-    check_devices("posenc::attend_backward", g, g_lse, q, k, v, *others)
-    call = Call.from_arguments(*others[3:])
+def _plan_backward(given: AttendBackwardCall, plan: Plan, target: Target) -> None:
+    from posenc.kernels.triton import attention
+
+    attention.plan_backward(given, _check_backward(given), plan, target)
+
+
+def _results_backward(given: AttendBackwardCall) -> tuple[Tensor, ...]:
+    check_devices("posenc::attend_backward", *given)
+    q, k, v, values = given.q, given.k, given.v, given.values
     to = q.new_empty(0)
-    if call.to_values and call.values is not None:
-        to = call.values.new_empty(call.values.shape)
+    if call_of(given, values).to_values and values is not None:
+        to = values.new_empty(values.shape)
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), to
 
 
-def _operations(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-    out, lse = attend_dense(q, k, v, Call.from_arguments(*arguments))
-    return out, lse, q.new_empty(0, dtype=torch.int32)
+def _operations(given: AttendCall) -> tuple[Tensor, ...]:
+    q, k, v, call = given.q, given.k, given.v, call_of(given, given.values)
+    out, lse = attend_dense(q, k, v, call)
+    return out, lse, q.new_empty(_ranges_shape(q, call), dtype=torch.int32)
 
 
-def _save(ctx: Any, inputs: Any, output: Any) -> None:
-    q, k, v, values, starts, first, last, *ctx.numbers = inputs
-    ctx.save_for_backward(q, k, v, *output, values, starts, first, last)
+def _save(ctx: Any, given: AttendCall, results: tuple[Tensor, ...]) -> None:
+    tensors = "q", "k", "v", "values", "starts", "first", "last"
+    ctx.call = replaced(given, dict.fromkeys(tensors))
+    places = given.starts, given.first, given.last
+    ctx.save_for_backward(given.q, given.k, given.v, given.values, *places, *results)
     ctx.set_materialize_grads(False)
 
 
-def _gradients(ctx: Any, g: Tensor | None, g_lse: Tensor | None, _: Any) -> tuple[Any, ...]:
-    q, k, v, out, lse, ranges, values, *places = ctx.saved_tensors
-    no_others = [None] * 9
+def _gradients(
+    ctx: Any, g: Tensor | None, g_lse: Tensor | None, _: Any
+) -> dict[str, Tensor | None]:
+    q, k, v, values, starts, first, last, out, lse, ranges = ctx.saved_tensors
+    call = call_of(ctx.call._replace(starts=starts, first=first, last=last), values)
     if torch.is_grad_enabled():
         # A gradient that is differentiated again consists of torch operations.
         def run(q: Tensor, k: Tensor, v: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-            return attend_dense(q, k, v, Call.from_arguments(values, *places, *ctx.numbers))
+            return attend_dense(q, k, v, call._replace(values=values))
 
-        return *differentiate(run, (q, k, v, values), (g, g_lse)), *no_others
+        both = differentiate(run, (q, k, v, values), (g, g_lse))
+        return dict(zip(("q", "k", "v", "values"), both, strict=True))
     g = torch.zeros_like(out) if g is None else g
-    to_values = ctx.needs_input_grad[3]
-    call = Call.from_arguments(values, *places, *ctx.numbers)._replace(to_values=to_values)
-    saved = q, k, v, out, lse, ranges
-    dq, dk, dv, to = attend_backward_op(g, g_lse, *saved, *call.arguments())
-    return dq, dk, dv, to if to_values else None, *no_others
+    to_values = ctx.needs_input_grad[AttendCall._fields.index("values")]
+    call = call._replace(to_values=to_values)
+    dq, dk, dv, to = attend_backward_op(g, g_lse, q, k, v, out, lse, ranges, *call.arguments())
+    return {"q": dq, "k": dk, "v": dv, "values": to if to_values else None}
 
 
-def _rehearse(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> None:
-    """Launch what the gradient of a call launches."""
-    call = Call.from_arguments(*arguments)
-    to_values = call.values is not None and call.values.requires_grad
-    results = _fake(q, k, v, *arguments)
-    others = call._replace(to_values=to_values).arguments()
-    _backward(torch.empty_like(results[0]), None, q, k, v, *results, *others)
+def _backward_call(given: AttendCall, results: tuple[Tensor, ...]) -> tuple[Op, tuple[Any, ...]]:
+    """The call of the gradients, if the output alone has one."""
+    call = call_of(given, given.values)
+    call = call._replace(to_values=given.values is not None and given.values.requires_grad)
+    given_too = given.q, given.k, given.v, *results
+    return attend_backward_op, (torch.empty_like(results[0]), None, *given_too, *call.arguments())
 
 
-_CALL = (
-    "Tensor? values, Tensor? starts, Tensor? first, Tensor? last, int how, SymInt zero, "
-    "SymInt start, float scale, SymInt left, SymInt right"
-)
+def _has_plan(given: AttendCall | AttendBackwardCall) -> bool:
+    return has_kernel(given.q, given.v) and not call_of(given, given.values).chunked
+
+
 attend_op = Op(
     "attend",
-    f"(Tensor q, Tensor k, Tensor v, {_CALL}) -> (Tensor, Tensor, Tensor)",
-    _forward,
+    AttendCall,
+    _results,
+    3,
+    _run,
     _operations,
-    _fake,
+    plan=_plan,
+    has_plan=_has_plan,
     save=_save,
     backward=_gradients,
-    native=("cuda",),
-    repeats=True,
-    rehearse=_rehearse,
+    backward_call=_backward_call,
+    has_cpu=False,
 )
 attend_backward_op = Op(
     "attend_backward",
-    "(Tensor g, Tensor? g_lse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
-    f"Tensor ranges, {_CALL}) -> (Tensor, Tensor, Tensor, Tensor)",
-    _backward,
-    _backward,
-    _fake_backward,
-    native=("cuda",),
-    repeats=True,
+    AttendBackwardCall,
+    _results_backward,
+    4,
+    _run_backward,
+    _run_backward,
+    plan=_plan_backward,
+    has_plan=_has_plan,
+    has_cpu=False,
 )

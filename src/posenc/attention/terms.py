@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, sym_max, sym_min
 
 from posenc._contract import checks, qk_checks
 from posenc._contract.tracing import is_exporting
-from posenc.attention import chunked
+from posenc.attention import op
 from posenc.attention.biases import Bias, Call, CopeLevels, FireNetwork, Products, RowBias, Terms
-from posenc.attention.op import check_call, check_results, differentiate, kernel_for
+from posenc.attention.op import call_of, check_call, check_results, differentiate
 from posenc.attention.rows import attend_dense, read_vectors
-from posenc.kernels.op import Op
+from posenc.kernels.op import Op, Size, Start, replaced
+from posenc.kernels.plan import Plan, Target
 from posenc.kernels.rotation import check_devices, refuse
 
 
@@ -103,7 +103,7 @@ def has_kernel(q: Tensor, v: Tensor, bias: Bias | None) -> bool:
         return False
     if isinstance(bias, CopeLevels) and bias.values.shape[3] > _MOST_POSITIONS:
         return False
-    return not isinstance(bias, RowBias) and kernel_for(q, v) is not chunked
+    return not isinstance(bias, RowBias) and op.has_kernel(q, v)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, bias: Terms, call: Call) -> tuple[Tensor, Tensor]:
@@ -126,7 +126,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, bias: Terms, call: Call) -> tuple[Te
             for_keys = read_vectors(bias.for_keys, rows, q).to(q.dtype)
             m = None if bias.k is k else bias.k.to(q.dtype)
     tensors = own_q, k, v, p, m, for_queries, for_keys, network, levels
-    out, lse = terms_op(*tensors, *call._replace(zero=zero).arguments()[1:])
+    out, lse = terms_op(*tensors, *call._replace(zero=zero).arguments_without_values())
     return out, lse
 
 
@@ -144,13 +144,72 @@ def _rows_of_distances(q: Tensor, k: Tensor, bias: Products, call: Call) -> tupl
     return bias.rows(torch.arange(least, most + 1, device=q.device)), -least
 
 
-def _check(who: str, tensors: Sequence[Any], call: Call) -> Call:
-    """The call as the kernels read it; refuse what would lead them out of a tensor's memory."""
-    q, k, v, p, m, for_queries, for_keys, network, levels = tensors
-    check_devices(who, *tensors)
-    call = check_call(who, q, k, v, call)
+class TermsCall(NamedTuple):
+    """Attention with vectors for distances, a network or levels; the others are as in a `Call`."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    p: Tensor | None
+    m: Tensor | None
+    for_queries: Tensor | None
+    for_keys: Tensor | None
+    network: Tensor | None
+    levels: Tensor | None
+    starts: Tensor | None
+    first: Tensor | None
+    last: Tensor | None
+    how: int
+    zero: Size
+    start: Start
+    scale: float
+    left: Size
+    right: Size
+
+
+class TermsBackwardCall(NamedTuple):
+    """The gradients of :class:`TermsCall`."""
+
+    g: Tensor
+    g_lse: Tensor | None
+    out: Tensor
+    lse: Tensor
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    p: Tensor | None
+    m: Tensor | None
+    for_queries: Tensor | None
+    for_keys: Tensor | None
+    network: Tensor | None
+    levels: Tensor | None
+    starts: Tensor | None
+    first: Tensor | None
+    last: Tensor | None
+    how: int
+    zero: Size
+    start: Size
+    scale: float
+    left: Size
+    right: Size
+
+
+# The tensors of a call that may have a gradient.
+INPUTS = ("q", "k", "v", "p", "m", "for_queries", "for_keys", "network", "levels")
+
+
+def inputs_of(given: TermsCall | TermsBackwardCall) -> list[Tensor | None]:
+    """The tensors of a call that may have a gradient."""
+    return [getattr(given, name) for name in INPUTS]
+
+
+def _check(who: str, given: TermsCall | TermsBackwardCall) -> Call:
+    """The call; refuse what would lead kernels out of a tensor's memory."""
+    call, q, k = call_of(given, None), given.q, given.k
+    check_devices(who, *given)
+    check_call(who, q, k, given.v, call)
     _, heads, _, width = q.shape
-    counts = {len(x) for x in (for_queries, for_keys) if x is not None}
+    counts = {len(x) for x in (given.for_queries, given.for_keys) if x is not None}
 
     def are_vectors(x: Tensor | None, like: Tensor, vectors: Tensor | None) -> bool:
         if vectors is None:
@@ -167,9 +226,10 @@ def _check(who: str, tensors: Sequence[Any], call: Call) -> Call:
         fits = x.dim() == 4 and x.shape[:3] == q.shape[:3] and x.shape[3] > 0
         return fits and x.dtype in checks.FLOAT_DTYPES and call.causal
 
+    network, levels = given.network, given.levels
     if not (
-        are_vectors(p, q, for_queries)
-        and are_vectors(m, k, for_keys)
+        are_vectors(given.p, q, given.for_queries)
+        and are_vectors(given.m, k, given.for_keys)
         and (network is None or is_network(network))
         and (levels is None or are_levels(levels))
         and [bool(counts), network is not None, levels is not None].count(True) == 1
@@ -177,38 +237,35 @@ def _check(who: str, tensors: Sequence[Any], call: Call) -> Call:
         and 0 not in counts
     ):
         rule = "vectors, or a network, or levels must fit q (B, H, Q, D) and k (B, Hk, K, D)"
-        refuse(who, rule, *tensors)
+        refuse(who, rule, *inputs_of(given))
     return call
 
 
-def _kernel(tensors: Sequence[Any], zero: int) -> Any:
-    """The kernel with its tensors, a function of the call, or None if there is none for them."""
-    q, k, v, *given, levels = tensors
-    if kernel_for(q, v) is chunked:
-        return None
-    if levels is not None:
-        from posenc.kernels.triton.cope import CountedLaunches
-
-        return partial(CountedLaunches, q, k, v, levels)
-    from posenc.kernels.triton.terms import TermLaunches
-
-    return partial(TermLaunches, q, k, v, given, zero)
+def _run(given: TermsCall) -> tuple[Tensor, ...]:
+    _check("posenc::attend_terms", given)
+    return _operations(given)
 
 
-def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
-    tensors, call = _split(arguments)
-    call = _check("posenc::attend_terms", tensors, call)
-    kernel = _kernel(tensors, call.zero)
-    return _operations(*arguments) if kernel is None else kernel(call).forward()
+def _plan(given: TermsCall, plan: Plan, target: Target) -> None:
+    call = _check("posenc::attend_terms", given)
+    if given.levels is not None:
+        from posenc.kernels.triton import cope
+
+        cope.plan_forward(given, call, plan)
+    else:
+        from posenc.kernels.triton import terms
+
+        terms.plan_forward(given, call, plan)
 
 
-def _split(arguments: Sequence[Any]) -> tuple[Sequence[Any], Call]:
-    """The tensors of an op's arguments, from q to the levels, and the call."""
-    return arguments[:9], Call.from_arguments(None, *arguments[9:])
-
-
-def _operations(*arguments: Any) -> tuple[Tensor, Tensor]:
-    (q, k, v, p, m, for_queries, for_keys, network, levels), call = _split(arguments)
+def _operations(given: TermsCall) -> tuple[Tensor, ...]:
+    q, k, call, network, levels = (
+        given.q,
+        given.k,
+        call_of(given, None),
+        given.network,
+        given.levels,
+    )
     bias: Terms
     if network is not None:
         units = (network.shape[0] - 2 - q.shape[1]) // (2 + q.shape[1])
@@ -218,94 +275,114 @@ def _operations(*arguments: Any) -> tuple[Tensor, Tensor]:
         bias = CopeLevels(q, k, levels)
     else:
         wide = torch.promote_types(q.dtype, torch.float32)
-        to_q, to_k = (x if x is None else x.to(wide).flatten(1) for x in (for_queries, for_keys))
+        vectors = given.for_queries, given.for_keys
+        to_q, to_k = (x if x is None else x.to(wide).flatten(1) for x in vectors)
         last = next(x.shape[0] for x in (to_q, to_k) if x is not None) - 1
 
         def rows(distance: Tensor) -> Tensor:
             return (distance + call.zero).clamp(0, last)
 
-        p, m = q if p is None else p, k if m is None else m
+        p, m = q if given.p is None else given.p, k if given.m is None else given.m
         bias = Products(p, m, rows, to_q, to_k, None, -call.zero, last - call.zero)
-    return attend_dense(q, k, v, call, bias)
+    return attend_dense(q, k, given.v, call, bias)
 
 
-def _fake(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
-    check_devices("posenc::attend_terms", q, k, v, *others)
+def _results(given: TermsCall) -> tuple[Tensor, ...]:
+    check_devices("posenc::attend_terms", *given)
+    q, v = given.q, given.v
     wide = torch.promote_types(q.dtype, torch.float32)
     return q.new_empty((*q.shape[:3], v.shape[3])), q.new_empty(q.shape[:3], dtype=wide)
 
 
-def _backward(g: Tensor, g_lse: Tensor | None, out: Tensor, lse: Tensor, *arguments: Any) -> Any:
-    who, (tensors, call) = "posenc::attend_terms_backward", _split(arguments)
-    call = _check(who, tensors, call)
-    check_results(who, tensors[0], tensors[2], g, g_lse, out, lse)
-    kernel = _kernel(tensors, call.zero)
-    if kernel is None:
-        refuse(who, "there must be a kernel for the device, the dtype and the width of q", g)
-    grads = kernel(call).backward(g, g_lse, out.contiguous(), lse.contiguous())
-    if tensors[8] is None:
-        grads = *grads, None
+def _check_backward(given: TermsBackwardCall) -> Call:
+    who = "posenc::attend_terms_backward"
+    call = _check(who, given)
+    check_results(who, given.q, given.v, given.g, given.g_lse, given.out, given.lse)
+    return call
+
+
+def _run_backward(given: TermsBackwardCall) -> tuple[Tensor, ...]:
+    _check_backward(given)
+    who = "posenc::attend_terms_backward"
+    refuse(who, "there must be a kernel for the device, the dtype and the width of q", given.g)
+
+
+def _plan_backward(given: TermsBackwardCall, plan: Plan, target: Target) -> None:
+    call = _check_backward(given)
+    if given.levels is not None:
+        from posenc.kernels.triton import cope
+
+        cope.plan_backward(given, call, plan)
     else:
-        dq, dk, dv, to_levels = grads
-        grads = dq, dk, dv, *[None] * 5, to_levels
-    # An op cannot return None in place of a tensor.
-    return tuple(g.new_empty(0) if x is None else x for x in grads)
+        from posenc.kernels.triton import terms
+
+        terms.plan_backward(given, call, plan)
 
 
-def _fake_backward(g: Tensor, g_lse: Tensor | None, out: Tensor, lse: Tensor, *others: Any) -> Any:
-    check_devices("posenc::attend_terms_backward", g, g_lse, out, lse, *others)
-    return tuple(g.new_empty(0) if x is None else x.new_empty(x.shape) for x in others[:9])
+def _results_backward(given: TermsBackwardCall) -> tuple[Tensor, ...]:
+    """The gradients of :func:`inputs_of`; an op cannot return None in place of a tensor."""
+    check_devices("posenc::attend_terms_backward", *given)
+    inputs = inputs_of(given)
+    return tuple([given.g.new_empty(0) if x is None else x.new_empty(x.shape) for x in inputs])
 
 
-def _save(ctx: Any, inputs: Any, output: Any) -> None:
-    ctx.save_for_backward(*output, *inputs[:12])
-    ctx.numbers = inputs[12:]
+def _save(ctx: Any, given: TermsCall, results: tuple[Tensor, ...]) -> None:
+    places = given.starts, given.first, given.last
+    ctx.save_for_backward(*results, *inputs_of(given), *places)
+    ctx.others = replaced(given, dict.fromkeys((*INPUTS, "starts", "first", "last")))
     ctx.set_materialize_grads(False)
 
 
-def _gradients(ctx: Any, g: Tensor | None, g_lse: Tensor | None) -> tuple[Any, ...]:
-    out, lse, *given = ctx.saved_tensors
-    tensors, others = given[:9], (*given[9:], *ctx.numbers)
-    _, call = _split((*tensors, *others))
-    if torch.is_grad_enabled() or _kernel(tensors, call.zero) is None:
+def _gradients(ctx: Any, g: Tensor | None, g_lse: Tensor | None) -> dict[str, Tensor | None]:
+    out, lse, *inputs, starts, first, last = ctx.saved_tensors
+    places = {"starts": starts, "first": first, "last": last}
+    given = replaced(ctx.others, {**dict(zip(INPUTS, inputs, strict=True)), **places})
+    if torch.is_grad_enabled() or not _has_plan(given):
         # A gradient that is differentiated again consists of torch operations.
-        grads = differentiate(lambda *x: _operations(*x, *others), tensors, (g, g_lse))
+        def run(*inputs: Tensor) -> tuple[Tensor, ...]:
+            return _operations(replaced(given, dict(zip(INPUTS, inputs, strict=True))))
+
+        grads: Any = differentiate(run, inputs, (g, g_lse))
     else:
         g = torch.zeros_like(out) if g is None else g
-        grads = terms_backward_op(g, g_lse, out, lse, *tensors, *others)
-    pairs = zip(grads, tensors, strict=True)
-    return *[None if x is None else grad for grad, x in pairs], *[None] * 9
+        grads = terms_backward_op(g, g_lse, out, lse, *given)
+    return {
+        name: grad for name, grad, x in zip(INPUTS, grads, inputs, strict=True) if x is not None
+    }
 
 
-def _rehearse(*arguments: Any) -> None:
-    """Launch what the gradient of a call launches."""
-    out, lse = _fake(*arguments)
-    _backward(torch.empty_like(out), None, out, lse, *arguments)
+def _backward_call(given: TermsCall, results: tuple[Tensor, ...]) -> tuple[Op, tuple[Any, ...]]:
+    """The call of the gradients, if the output alone has one."""
+    out, lse = results
+    return terms_backward_op, (torch.empty_like(out), None, out, lse, *given)
 
 
-_CALL = (
-    "Tensor q, Tensor k, Tensor v, Tensor? p, Tensor? m, Tensor? for_queries, Tensor? for_keys, "
-    "Tensor? network, Tensor? levels, Tensor? starts, Tensor? first, Tensor? last, int how, "
-    "SymInt zero, SymInt start, float scale, SymInt left, SymInt right"
-)
+def _has_plan(given: TermsCall | TermsBackwardCall) -> bool:
+    return op.has_kernel(given.q, given.v)
+
+
 terms_op = Op(
     "attend_terms",
-    f"({_CALL}) -> (Tensor, Tensor)",
-    _forward,
+    TermsCall,
+    _results,
+    2,
+    _run,
     _operations,
-    _fake,
+    plan=_plan,
+    has_plan=_has_plan,
     save=_save,
     backward=_gradients,
-    native=("cuda",),
-    repeats=True,
-    rehearse=_rehearse,
+    backward_call=_backward_call,
+    has_cpu=False,
 )
 terms_backward_op = Op(
     "attend_terms_backward",
-    f"(Tensor g, Tensor? g_lse, Tensor out, Tensor lse, {_CALL}) -> ({', '.join(['Tensor'] * 9)})",
-    _backward,
-    _backward,
-    _fake_backward,
-    native=("cuda",),
-    repeats=True,
+    TermsBackwardCall,
+    _results_backward,
+    len(INPUTS),
+    _run_backward,
+    _run_backward,
+    plan=_plan_backward,
+    has_plan=_has_plan,
+    has_cpu=False,
 )

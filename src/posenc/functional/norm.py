@@ -71,7 +71,7 @@ def qk_norm_rope(
     given = offset, position_ids, seq_dim, interleaved, interleaved_out, last
     if (layout := layout_of(q, *given)) >= 0 and is_norm(eps, zero_centered):
         how = position_ids, offset, layout, eps, 1.0 if zero_centered else 0.0
-        rotated = norm_rotate_qk_op.at_once(q, k, q_weight, k_weight, cos, sin, *how)
+        rotated = norm_rotate_qk_op.try_native(q, k, q_weight, k_weight, cos, sin, *how)
         if rotated is not None:
             return rotated  # type: ignore[no-any-return]
     who = "qk_norm_rope"

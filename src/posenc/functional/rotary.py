@@ -112,7 +112,7 @@ def rotate(
     """
     how = offset, position_ids, seq_dim, interleaved, interleaved_out, last
     if (layout := layout_of(x, *how)) >= 0:
-        rotated = rotate_op.at_once(x, cos, sin, position_ids, offset, layout)
+        rotated = rotate_op.try_native(x, cos, sin, position_ids, offset, layout)
         if rotated is not None:
             return rotated  # type: ignore[no-any-return]
     return _rotate("rotate", "x", [x], cos, sin, *how)[0]
@@ -141,7 +141,7 @@ def rotate_qk(
     """
     how = offset, position_ids, seq_dim, interleaved, interleaved_out, last
     if (layout := layout_of(q, *how)) >= 0:
-        rotated = rotate_qk_op.at_once(q, k, cos, sin, position_ids, offset, layout)
+        rotated = rotate_qk_op.try_native(q, k, cos, sin, position_ids, offset, layout)
         if rotated is not None:
             return rotated  # type: ignore[no-any-return]
     a, b = _rotate("rotate_qk", "qk", [q, k], cos, sin, *how)
@@ -173,7 +173,7 @@ def rotate_(
     """
     how = offset, position_ids, seq_dim, interleaved, interleaved_out, last
     layout = layout_of(x, *how)
-    if layout < 0 or not rotate_in_place_op.at_once(x, cos, sin, position_ids, offset, layout):
+    if layout < 0 or not rotate_in_place_op.try_native(x, cos, sin, position_ids, offset, layout):
         _rotate("rotate_", "x", [x], cos, sin, *how, in_place=True)
     return x
 
@@ -202,7 +202,7 @@ def rotate_qk_(
     how = offset, position_ids, seq_dim, interleaved, interleaved_out, last
     given = q, k, cos, sin, position_ids, offset
     layout = layout_of(q, *how)
-    if layout < 0 or not rotate_qk_in_place_op.at_once(*given, layout):
+    if layout < 0 or not rotate_qk_in_place_op.try_native(*given, layout):
         _rotate("rotate_qk_", "qk", [q, k], cos, sin, *how, in_place=True)
     return q, k
 

@@ -137,7 +137,7 @@ def rotate_and_cache(
     who, caches = "rotate_and_cache", (k_cache, v_cache)
     layout = layout_of(q, offset, position_ids, seq_dim, interleaved, interleaved_out, last)
     where = slot_mapping, position_ids, offset, layout
-    rotated = cache_at_once((q, k, v), (cos, sin), caches, *where, options)
+    rotated = try_native_cache((q, k, v), (cos, sin), caches, *where, options)
     if rotated is not None:
         return rotated
     (q, k, v), seq_dim, as_tokens = as_batch(who, q, k, v, seq_dim)
@@ -149,7 +149,7 @@ def rotate_and_cache(
     return as_given(rotated, seq_dim, as_tokens)
 
 
-def cache_at_once(
+def try_native_cache(
     qkv: tuple[Any, Any, Any],
     tables: tuple[Any, Any],
     caches: tuple[Any, Any],
@@ -179,7 +179,7 @@ def cache_at_once(
     read = slots, q_weight, k_weight, k_scale, v_scale
     how = position_ids, offset, layout, eps, 1.0 if zero_centered else 0.0
     written = *caches, k_scale_cache, v_scale_cache
-    result: Tensor | None = rotate_and_cache_op.at_once(*qkv, *written, *read, *tables, *how)
+    result: Tensor | None = rotate_and_cache_op.try_native(*qkv, *written, *read, *tables, *how)
     return result
 
 

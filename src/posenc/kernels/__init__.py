@@ -1,6 +1,5 @@
 """Kernels for users' tensors, in their dtype and on their device; no scaling rule is known here."""
 
-from posenc.kernels import native
 from posenc.kernels.backends import Backend, backends
 from posenc.kernels.cache import rotate_and_cache
 from posenc.kernels.polar import polar
@@ -36,5 +35,3 @@ __all__ = [
     "rotate_",
     "rotate_and_cache",
 ]
-
-native.register()

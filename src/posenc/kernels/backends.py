@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from torch import Tensor
-
-from posenc.kernels import native, reference, triton
+from posenc.kernels import native, triton
 
 
 class Backend(NamedTuple):
@@ -36,8 +34,3 @@ def backends() -> list[Backend]:
         Backend("triton", "cuda", runs, f"{why}, {native.launching()}" if runs else why),
         Backend("reference", "every device", True, "plain torch operations"),
     ]
-
-
-def kernel_for(x: Tensor) -> Any:
-    """The module that an op calls from Python: `triton` for CUDA, `reference` for other devices."""
-    return triton if x.is_cuda and triton.installed else reference

@@ -3,28 +3,38 @@
 from __future__ import annotations
 
 from types import EllipsisType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import increment_version
 
 from posenc._contract.overlap import check_no_internal_overlap
 from posenc._contract.tracing import device_assert, is_readable
-from posenc.kernels import reference, rotation
-from posenc.kernels.backends import kernel_for
-from posenc.kernels.op import Op
-from posenc.kernels.rotation import check_rotation, check_weight, refuse, with_dense_rows
+from posenc.kernels import reference
+from posenc.kernels.op import MaybeWritten, Op, Start, Written, replaced
+from posenc.kernels.plan import Plan, Target
+from posenc.kernels.rotation import (
+    check_devices,
+    check_here,
+    check_rotation,
+    check_weight,
+    refuse,
+    strided_like,
+    turn,
+)
 from posenc.kernels.spec import (
     LARGEST,
+    PAGES_OF_TOKENS,
+    TOKENS_FIRST,
     Norm,
     Rows,
     SlotOutOfRange,
     Spec,
     Store,
+    Turn,
     Write,
     flatten,
-    unflatten,
+    heads_first,
 )
 
 _WHO = "posenc::rotate_and_cache"
@@ -102,49 +112,121 @@ def encode(x: Tensor, dtype: torch.dtype) -> Tensor:
     return (x.nan_to_num(0.0).round() if dtype == torch.int8 else x).to(dtype)
 
 
-def _write_of(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Any, ...]:
-    """The arguments of the op as those of :func:`by_operations`."""
-    k_cache, v_cache, k_scales, v_scales, slots, q_weight, k_weight, k_scale, v_scale, *how = (
-        arguments
-    )
-    k_store, v_store = Store(k_cache, k_scale, k_scales), Store(v_cache, v_scale, v_scales)
-    _, _, cos, sin, rows, spec = unflatten((q, k, *how[:5]))
-    write = Write(q, k, v, slots, k_store, v_store, q_weight, k_weight, Norm(*how[5:]))
-    return write, cos, sin, rows, spec
+class CacheCall(NamedTuple):
+    """Rotate queries, and write rotated keys, and values, to caches."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    k_cache: Written
+    v_cache: Written
+    k_scales: MaybeWritten
+    v_scales: MaybeWritten
+    slots: Tensor
+    q_weight: Tensor | None
+    k_weight: Tensor | None
+    k_scale: Tensor | None
+    v_scale: Tensor | None
+    cos: Tensor
+    sin: Tensor
+    positions: Tensor | None
+    start: Start
+    layout: int
+    eps: float
+    shift: float
+
+    @property
+    def xs(self) -> list[Tensor]:
+        """The tensors that are rotated."""
+        return [self.q, self.k]
 
 
-def _run(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> Tensor:
-    """The op in Python; it refuses what a kernel would access out of bounds."""
-    check_rotation((q, k, *arguments[9:14]), v, *arguments[:9])
-    write, *how = _write_of(q, k, v, *arguments)
-    for x, weight in ((q, write.q_weight), (k, write.k_weight)):
+def _in_usual_form(call: CacheCall) -> CacheCall:
+    """A call of (B, H, T, D), (pages, H, page, D) and scales of three axes."""
+    q, k, v, slots, layout = call.q, call.k, call.v, call.slots, call.layout
+    if q.dim() == k.dim() == v.dim() == 3 and slots.dim() == 1:
+        # Tokens (T, H, D).
+        q, k, v, slots, layout = q[None], k[None], v[None], slots[None], layout | TOKENS_FIRST
+    if q.dim() == k.dim() == v.dim() == 4:
+        q, k, v = (heads_first(x, layout) for x in (q, k, v))
+    caches = [call.k_cache, call.v_cache, call.k_scales, call.v_scales]
+    if layout & PAGES_OF_TOKENS:
+        caches = [x if x is None or x.dim() < 3 else x.transpose(1, 2) for x in caches]
+    k_cache, v_cache, k_scales, v_scales = caches
+    forms: dict[str, Any] = {
+        "q": q,
+        "k": k,
+        "v": v,
+        "slots": slots,
+        "k_cache": k_cache,
+        "v_cache": v_cache,
+    }
+    forms |= {"k_scales": k_scales, "v_scales": v_scales}
+    forms |= {"k_scale": _of_all(call.k_scale, k), "v_scale": _of_all(call.v_scale, v)}
+    forms |= {"layout": layout & ~(TOKENS_FIRST | PAGES_OF_TOKENS)}
+    return replaced(call, forms)
+
+
+def _of_all(scale: Tensor | None, x: Tensor) -> Tensor | None:
+    """A scale () or (H,) as (B, H, T), with strides of zero."""
+    if scale is None or scale.dim() > 1 or x.dim() != 4:
+        return scale
+    if scale.dim() == 1 and scale.shape[0] not in (1, x.shape[1]):
+        return scale
+    return scale.reshape(1, -1, 1).expand(x.shape[:3])
+
+
+def _write_of(call: CacheCall) -> tuple[Any, ...]:
+    """A call in the usual form as the arguments of :func:`by_operations`."""
+    k_store = Store(call.k_cache, call.k_scale, call.k_scales)
+    v_store = Store(call.v_cache, call.v_scale, call.v_scales)
+    norm = Norm(call.eps, call.shift)
+    weights = call.q_weight, call.k_weight
+    write = Write(call.q, call.k, call.v, call.slots, k_store, v_store, *weights, norm)
+    return write, *turn(call)
+
+
+def _check(call: CacheCall) -> Turn:
+    """Refuse a call in the usual form with which a kernel would access memory out of bounds."""
+    written = call.k_cache, call.v_cache, call.k_scales, call.v_scales
+    read = call.slots, call.q_weight, call.k_weight, call.k_scale, call.v_scale
+    given = *written, *read
+    found = check_rotation(call, call.v, *given)
+    for x, weight in ((call.q, call.q_weight), (call.k, call.k_weight)):
         if weight is not None:
             check_weight(weight, x)
-    if not _is_in_bounds(write):
-        refuse(_WHO, "v, slots, caches and scales must fit q and k", q, k, v, *arguments[:9])
-    for cache in (write.k_store.cache, write.v_store.cache):
+    if not _is_in_bounds(call):
+        refuse(_WHO, "v, slots, caches and scales must fit q and k", call.q, call.k, call.v, *given)
+    for cache in (call.k_cache, call.v_cache):
         check_no_internal_overlap(_WHO, cache)
-    kernel = kernel_for(q)
-    if kernel is reference:
-        return rotation.strided_like(by_operations(write, *how), q)
-    dense = write._replace(k=with_dense_rows(k), v=with_dense_rows(v))
-    increment_version([t for t in arguments[:4] if t is not None])
-    return rotation.on_dense_rows(q, lambda q, y: kernel.cache_into(dense._replace(q=q), y, *how))[
-        0
-    ]
+    return found
 
 
-def _is_in_bounds(write: Write) -> bool:
+def _run(call: CacheCall) -> tuple[Tensor, ...]:
+    usual = _in_usual_form(call)
+    _check(usual)
+    check_here(usual)
+    y = by_operations(*_write_of(usual))
+    return (strided_like(_back(y, call), call.q),)
+
+
+def _back(y: Any, call: CacheCall) -> Any:
+    """Rotated queries in the form of those of the call."""
+    return y.transpose(1, 2)[0] if call.q.dim() == 3 else heads_first(y, call.layout)
+
+
+def _is_in_bounds(call: CacheCall) -> bool:
     """Whether a kernel stays inside values, slots and caches; queries and keys were checked."""
-    q, k, v, slots, k_store, v_store, *_ = write
+    q, k, v, slots = call.q, call.k, call.v, call.slots
+    k_cache, v_cache = call.k_cache, call.v_cache
     return (
         v.dim() == 4
         and (v.shape[0], v.shape[2]) == slots.shape == (q.shape[0], q.shape[2])
         and slots.dtype in (torch.int64, torch.int32)
         and q.dtype == k.dtype == v.dtype
-        and _holds(k_store, k)
-        and _holds(v_store, v)
-        and k_store.slots() == v_store.slots()
+        and _holds(Store(k_cache, call.k_scale, call.k_scales), k)
+        and _holds(Store(v_cache, call.v_scale, call.v_scales), v)
+        and k_cache.shape[0] * k_cache.shape[2] == v_cache.shape[0] * v_cache.shape[2]
     )
 
 
@@ -153,7 +235,7 @@ def _holds(store: Store, x: Tensor) -> bool:
     cache, scale, scales = store
     if cache.dim() != 4 or (cache.shape[1], cache.shape[3]) != (x.shape[1], x.shape[3]):
         return False
-    if cache.stride(3) != 1 or cache.dtype not in (x.dtype, *LARGEST):
+    if (cache.shape[3] > 1 and cache.stride(3) != 1) or cache.dtype not in (x.dtype, *LARGEST):
         return False
     if scale is not None and scales is not None:
         return False
@@ -163,14 +245,27 @@ def _holds(store: Store, x: Tensor) -> bool:
     )
 
 
-rotate_and_cache_op = Op(
-    "rotate_and_cache",
-    "(Tensor q, Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, "
-    "Tensor(c!)? k_scales, Tensor(d!)? v_scales, Tensor slots, Tensor? q_weight, "
-    "Tensor? k_weight, Tensor? k_scale, Tensor? v_scale, "
-    f"{rotation.HOW}, float eps, float shift) -> Tensor",
-    _run,
-    lambda *arguments: by_operations(*_write_of(*arguments)),
-    rotation.fake_like(1),
-    writes=(3, 4, 5, 6),
-)
+def _plan(call: CacheCall, plan: Plan, target: Target) -> None:
+    from posenc.kernels.triton import cache as kernels
+
+    _check(_in_usual_form(call))
+    (result,) = plan.results
+    rows = {name: plan.with_dense_rows(getattr(call, name)) for name in ("q", "k", "v")}
+    written = result if result.has_dense_rows() else plan.empty(result.shape, result.dtype)
+    dense = _in_usual_form(replaced(call, rows))
+    y: Any = _in_usual_form(replaced(call, {**rows, "q": written})).q
+    kernels.plan_cache(dense, y, plan, target)
+    if written is not result:
+        plan.copy(result, written)
+
+
+def _results(call: CacheCall) -> tuple[Tensor, ...]:
+    check_devices(_WHO, *call)
+    return (torch.empty_like(call.q),)
+
+
+def _operations(call: CacheCall) -> tuple[Tensor, ...]:
+    return (_back(by_operations(*_write_of(_in_usual_form(call))), call),)
+
+
+rotate_and_cache_op = Op("rotate_and_cache", CacheCall, _results, 1, _run, _operations, plan=_plan)

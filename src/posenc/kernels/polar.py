@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -11,18 +11,11 @@ from torch import Tensor
 from posenc._contract import checks
 from posenc._contract.sharding import is_sharded, replicate_like
 from posenc._contract.tracing import is_recorded
-from posenc.kernels import reference
-from posenc.kernels.backends import kernel_for
-from posenc.kernels.op import Op
+from posenc.kernels.op import Op, Start
+from posenc.kernels.plan import Plan, Target
 from posenc.kernels.reference import take, wider_dtype
-from posenc.kernels.rotation import (
-    check_devices,
-    check_rows,
-    on_dense_rows,
-    refuse,
-    with_dense_rows,
-)
-from posenc.kernels.spec import Rows, shardable, unflatten_rows
+from posenc.kernels.rotation import check_devices, check_rows, check_start, refuse, strided_like
+from posenc.kernels.spec import Rows, rows_of, shardable
 
 _WHO = "posenc::polar"
 # From here on softplus(x) is x, in float64 too; torch's own threshold, 20, is off by 2e-9.
@@ -86,106 +79,138 @@ def _turned(
     return c * pc - s * ps, s * pc + c * ps
 
 
-def _kernel_for(x: Tensor) -> Any:
-    # Triton's softplus is not exact enough for float64.
-    return reference if x.dtype is torch.float64 or x.numel() == 0 else kernel_for(x)
+class PolarCall(NamedTuple):
+    """PoPE of one tensor."""
+
+    x: Tensor
+    delta: Tensor | None
+    cos: Tensor
+    sin: Tensor
+    positions: Tensor | None
+    start: Start
 
 
-def _phases(kernel: Any, delta: Tensor | None, x: Tensor) -> Any:
-    return None if delta is None else kernel.phases_of(delta.detach().resolve_neg(), x)
+class PolarBackwardCall(NamedTuple):
+    """The gradients of :class:`PolarCall` for its tensor and its phases."""
+
+    g: Tensor
+    x: Tensor
+    delta: Tensor | None
+    cos: Tensor
+    sin: Tensor
+    positions: Tensor | None
+    start: Start
 
 
-def _checked(x: Tensor, delta: Tensor | None, *how: Any) -> tuple[Any, ...]:
-    """Refuse arguments with which a kernel would access memory out of bounds."""
-    cos, sin, positions, start = how
-    check_devices(_WHO, x, delta, cos, sin, positions)
+def _check(call: PolarCall | PolarBackwardCall) -> None:
+    """Refuse a call with which a kernel would access memory out of bounds, but for its start."""
+    x, delta, cos, sin = call.x, call.delta, call.cos, call.sin
+    check_devices(_WHO, *call)
     if x.dim() != 4 or x.dtype not in checks.FLOAT_DTYPES:
         refuse(_WHO, "x must be floating, (B, H, T, D)", x)
     _, heads, _, width = x.shape
-    check_rows(x, cos, sin, positions, start)
+    check_rows(x, cos, sin, call.positions)
     if cos.shape[-1] != width:
         refuse(_WHO, f"cos and sin must have {width} columns", cos, sin)
     if delta is not None and (
         delta.shape != (heads, width) or delta.dtype not in checks.FLOAT_DTYPES
     ):
         refuse(_WHO, f"delta must be floating, ({heads}, {width})", delta)
-    return unflatten_rows((x, delta, *how))
+    if isinstance(call, PolarBackwardCall):
+        g = call.g
+        if g.shape != (*x.shape[:3], 2 * width) or g.dtype != x.dtype:
+            refuse(_WHO, "the gradient must be that of the result", g, x)
 
 
-def _run(*arguments: Any) -> Tensor:
-    x, delta, cos, sin, rows = _checked(*arguments)
-    kernel = _kernel_for(x)
-    if kernel is reference:
-        return by_operations(x, delta, cos, sin, rows)
-    y = torch.empty((*x.shape[:3], 2 * x.shape[3]), dtype=x.dtype, device=x.device)
-    x = with_dense_rows(x)
-    kernel.polar_into(x, y, _phases(kernel, delta, x), cos, sin, rows)
-    return y
+def _check_here(call: PolarCall | PolarBackwardCall) -> None:
+    _check(call)
+    check_start(call.start, call.cos.shape[-2], call.x.shape[2], call.positions)
 
 
-def _run_backward(g: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
-    x, delta, cos, sin, rows = _checked(*arguments)
-    if g.shape != (*x.shape[:3], 2 * x.shape[3]) or g.dtype != x.dtype or g.device != x.device:
-        refuse(_WHO, "the gradient must be that of the result", g, x)
-    kernel = _kernel_for(x)
-    if kernel is reference:
-        return backward_by_operations(g, x, delta, cos, sin, rows)
-    g, phases = with_dense_rows(g), _phases(kernel, delta, x)
-
-    def run(x: Tensor, dx: Tensor) -> Any:
-        return kernel.polar_backward_into(g, x, dx, phases, cos, sin, rows)
-
-    dx, to_delta = on_dense_rows(x, run)
-    return dx, x.new_empty(0) if delta is None else to_delta.to(delta.dtype)
+def _operations(call: PolarCall) -> tuple[Tensor, ...]:
+    rows = rows_of(call.cos, call.sin, call.positions, call.start)
+    return (by_operations(call.x, call.delta, *rows),)
 
 
-def _fake(x: Tensor, *arguments: Any) -> Tensor:
-    check_devices(_WHO, x, *arguments)
-    return x.new_empty((*x.shape[:3], 2 * x.shape[3]))
+def _backward_operations(call: PolarBackwardCall) -> tuple[Tensor, ...]:
+    rows = rows_of(call.cos, call.sin, call.positions, call.start)
+    return backward_by_operations(call.g, call.x, call.delta, *rows)
 
 
-def _fake_backward(g: Tensor, x: Tensor, delta: Tensor | None, *how: Any) -> tuple[Tensor, Tensor]:
+def _run(call: PolarCall) -> tuple[Tensor, ...]:
+    _check_here(call)
+    return _operations(call)
+
+
+def _run_backward(call: PolarBackwardCall) -> tuple[Tensor, ...]:
+    _check_here(call)
+    to_x, to_delta = _backward_operations(call)
+    return strided_like(to_x, call.x), to_delta
+
+
+def _plan(call: PolarCall, plan: Plan, target: Target) -> None:
+    from posenc.kernels.triton import polar as kernels
+
+    _check(call)
+    kernels.plan_polar(call, plan, target)
+
+
+def _plan_backward(call: PolarBackwardCall, plan: Plan, target: Target) -> None:
+    from posenc.kernels.triton import polar as kernels
+
+    _check(call)
+    kernels.plan_polar_backward(call, plan, target)
+
+
+def _results(call: PolarCall) -> tuple[Tensor, ...]:
+    check_devices(_WHO, *call)
+    return (call.x.new_empty((*call.x.shape[:3], 2 * call.x.shape[3])),)
+
+
+def _results_backward(call: PolarBackwardCall) -> tuple[Tensor, ...]:
+    x, delta = call.x, call.delta
     to_delta = x.new_empty(0) if delta is None else delta.new_empty(delta.shape)
     return torch.empty_like(x), to_delta
 
 
-def _operations(*arguments: Any) -> Tensor:
-    return by_operations(*unflatten_rows(arguments))
+def _save(ctx: Any, call: PolarCall, results: tuple[Tensor, ...]) -> None:
+    ctx.start = call.start
+    ctx.save_for_backward(call.x, call.delta, call.cos, call.sin, call.positions)
 
 
-def _backward_operations(*arguments: Any) -> Any:
-    return backward_by_operations(*unflatten_rows(arguments))
-
-
-def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    *tensors, ctx.start = inputs
-    ctx.save_for_backward(*tensors)
-
-
-def _backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
-    _, delta, *_ = tensors = ctx.saved_tensors
+def _backward(ctx: Any, g: Tensor) -> dict[str, Tensor | None]:
+    x, delta, cos, sin, positions = ctx.saved_tensors
+    call = PolarBackwardCall(g, x, delta, cos, sin, positions, ctx.start)
     # A gradient that is differentiated again consists of torch operations.
-    op = _backward_operations if torch.is_grad_enabled() else polar_backward_op
-    to_x, to_delta = op(g, *tensors, ctx.start)
-    return to_x, None if delta is None else to_delta, None, None, None, None
+    again = torch.is_grad_enabled()
+    to_x, to_delta = _backward_operations(call) if again else polar_backward_op(*call)
+    return {"x": to_x, "delta": None if delta is None else to_delta}
 
 
-_HOW = "Tensor x, Tensor? delta, Tensor cos, Tensor sin, Tensor? positions, SymInt start"
+def _has_kernel(call: PolarCall | PolarBackwardCall) -> bool:
+    # Triton's softplus is not exact enough for float64.
+    return call.x.dtype is not torch.float64
+
+
 polar_op = Op(
     "polar",
-    f"({_HOW}) -> Tensor",
+    PolarCall,
+    _results,
+    1,
     _run,
     _operations,
-    _fake,
+    plan=_plan,
+    has_plan=_has_kernel,
     save=_save,
     backward=_backward,
-    repeats=True,
 )
 polar_backward_op = Op(
     "polar_backward",
-    f"(Tensor g, {_HOW}) -> (Tensor, Tensor)",
+    PolarBackwardCall,
+    _results_backward,
+    2,
     _run_backward,
     _backward_operations,
-    _fake_backward,
-    repeats=True,
+    plan=_plan_backward,
+    has_plan=_has_kernel,
 )

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 import torch
 from torch import Tensor
@@ -20,18 +20,24 @@ from posenc._contract.tracing import (
     is_readable,
     is_recorded,
 )
-from posenc.kernels import reference, triton
-from posenc.kernels.backends import kernel_for
-from posenc.kernels.op import Op
+from posenc.kernels import reference
+from posenc.kernels.op import Op, Start, Written
+from posenc.kernels.plan import Plan, Target
 from posenc.kernels.spec import (
+    TOKENS_FIRST,
     TWINS,
+    WIDTH,
     Norm,
-    RowOutOfRange,
     Rows,
     Spec,
+    Turn,
     flatten,
+    heads_first,
+    last_start,
     shardable,
-    unflatten,
+    turn_of,
+    turned_back,
+    wrong_start,
 )
 
 Rotation = Callable[[Tensor, Tensor, Tensor, Rows, Spec], Tensor]
@@ -150,48 +156,254 @@ def exported_as(rotation: Rotation) -> Iterator[None]:
 
 def refuse(who: str, rule: str, *tensors: Any) -> NoReturn:
     """Raise an error that shows ``tensors``."""
-    shown = [f"{t.dtype} {tuple(t.shape)} on {t.device}" for t in tensors if isinstance(t, Tensor)]
+    shown = [f"{t.dtype} {tuple(t.shape)} on {t.device}" for t in tensors if hasattr(t, "dtype")]
     hint = "Call the functions of posenc.functional, which explain their arguments."
     checks.fail(who, rule, " and ".join(shown), hint)
 
 
-def check_rotation(arguments: tuple[Any, ...], *others: Any) -> tuple[Any, ...]:
-    """Unflatten the arguments; refuse those with which a kernel would access memory out of bounds.
+class Rotating(Protocol):
+    """What the calls that rotate have in common."""
 
-    The kernels check the values of positions. ``others`` are tensors for the same device.
+    @property
+    def xs(self) -> list[Tensor]:
+        """The tensors that are rotated."""
+
+    @property
+    def cos(self) -> Tensor:
+        """A table, [R, P], [B, R, P], or with each number twice."""
+
+    @property
+    def sin(self) -> Tensor:
+        """A table of the same shape."""
+
+    @property
+    def positions(self) -> Tensor | None:
+        """The row of each token, or of the first token, less the start."""
+
+    @property
+    def start(self) -> int:
+        """The first row."""
+
+    @property
+    def layout(self) -> int:
+        """Bits of `spec`."""
+
+
+class Norming(Rotating, Protocol):
+    """What the calls with a norm have in common."""
+
+    @property
+    def weights(self) -> list[Tensor]:
+        """The weights of the norms."""
+
+    @property
+    def eps(self) -> float:
+        """Added to the mean of the squares."""
+
+    @property
+    def shift(self) -> float:
+        """Added to the weights."""
+
+
+class RotateCall(NamedTuple):
+    """Rotate one tensor."""
+
+    x: Tensor
+    cos: Tensor
+    sin: Tensor
+    positions: Tensor | None
+    start: Start
+    layout: int
+
+    @property
+    def xs(self) -> list[Tensor]:
+        """The tensors that are rotated."""
+        return [self.x]
+
+
+class RotateQKCall(NamedTuple):
+    """Rotate queries and keys."""
+
+    q: Tensor
+    k: Tensor
+    cos: Tensor
+    sin: Tensor
+    positions: Tensor | None
+    start: Start
+    layout: int
+
+    @property
+    def xs(self) -> list[Tensor]:
+        """The tensors that are rotated."""
+        return [self.q, self.k]
+
+
+class RotateInPlaceCall(NamedTuple):
+    """Rotate one tensor in place."""
+
+    x: Written
+    cos: Tensor
+    sin: Tensor
+    positions: Tensor | None
+    start: Start
+    layout: int
+
+    @property
+    def xs(self) -> list[Tensor]:
+        """The tensors that are rotated."""
+        return [self.x]
+
+
+class RotateQKInPlaceCall(NamedTuple):
+    """Rotate queries and keys in place."""
+
+    q: Written
+    k: Written
+    cos: Tensor
+    sin: Tensor
+    positions: Tensor | None
+    start: Start
+    layout: int
+
+    @property
+    def xs(self) -> list[Tensor]:
+        """The tensors that are rotated."""
+        return [self.q, self.k]
+
+
+class NormRotateCall(NamedTuple):
+    """RMSNorm of one tensor, and its rotation."""
+
+    x: Tensor
+    weight: Tensor
+    cos: Tensor
+    sin: Tensor
+    positions: Tensor | None
+    start: Start
+    layout: int
+    eps: float
+    shift: float
+
+    @property
+    def xs(self) -> list[Tensor]:
+        """The tensors that are rotated."""
+        return [self.x]
+
+    @property
+    def weights(self) -> list[Tensor]:
+        """The weights of their norms."""
+        return [self.weight]
+
+
+class NormRotateQKCall(NamedTuple):
+    """RMSNorm of queries and keys, and their rotation."""
+
+    q: Tensor
+    k: Tensor
+    q_weight: Tensor
+    k_weight: Tensor
+    cos: Tensor
+    sin: Tensor
+    positions: Tensor | None
+    start: Start
+    layout: int
+    eps: float
+    shift: float
+
+    @property
+    def xs(self) -> list[Tensor]:
+        """The tensors that are rotated."""
+        return [self.q, self.k]
+
+    @property
+    def weights(self) -> list[Tensor]:
+        """The weights of their norms."""
+        return [self.q_weight, self.k_weight]
+
+
+class NormRotateBackwardCall(NamedTuple):
+    """The gradients of :class:`NormRotateCall` for its tensor and its weight."""
+
+    g: Tensor
+    x: Tensor
+    weight: Tensor
+    cos: Tensor
+    sin: Tensor
+    positions: Tensor | None
+    start: Start
+    layout: int
+    eps: float
+    shift: float
+
+    @property
+    def xs(self) -> list[Tensor]:
+        """The tensors that are rotated."""
+        return [self.x]
+
+    @property
+    def weights(self) -> list[Tensor]:
+        """The weights of their norms."""
+        return [self.weight]
+
+
+def turn(call: Rotating) -> Turn:
+    """The rotation of a call, in one form."""
+    where = call.cos, call.sin, call.positions, call.start
+    return turn_of(*where, call.layout, call.xs[0].shape[-1])
+
+
+def with_heads_first(call: Rotating) -> list[Tensor]:
+    """The tensors of a call as (B, H, T, D)."""
+    return [heads_first(x, call.layout) for x in call.xs]
+
+
+def check_rotation(call: Rotating, *others: Tensor | None) -> Turn:
+    """Refuse a call with which a kernel would access memory out of bounds; its rotation.
+
+    The kernels check the values of positions. ``others`` are tensors for the same device. The
+    start is checked by :func:`check_start`.
     """
-    *xs, cos, sin, positions, start, layout = arguments
-    x = xs[0]
-    check_devices(_WHO, *xs, cos, sin, positions, *others)
+    cos, sin, layout = call.cos, call.sin, call.layout
+    check_devices(_WHO, *call.xs, cos, sin, call.positions, *others)
+    if any(x.dim() != 4 for x in call.xs):
+        refuse(_WHO, "tensors must be floating, (B, H, T, D), and differ only in H", *call.xs)
+    x, *_ = xs = with_heads_first(call)
     for t in xs:
-        agrees = t.dim() == 4 and (t.shape[0], *t.shape[2:]) == (x.shape[0], *x.shape[2:])
+        agrees = (t.shape[0], *t.shape[2:]) == (x.shape[0], *x.shape[2:])
         if not agrees or t.dtype not in checks.FLOAT_DTYPES:
             refuse(_WHO, "tensors must be floating, (B, H, T, D), and differ only in H", *xs)
-    check_rows(x, cos, sin, positions, start)
-    *xs, cos, sin, rows, spec = unflatten(arguments)
-    pairs, width = cos.shape[-1], x.shape[3]
-    if not 2 <= 2 * pairs <= width:
+    check_rows(x, cos, sin, call.positions)
+    found = turn(call)
+    pairs, width, columns = found.cos.shape[-1], x.shape[3], cos.shape[-1]
+    if not 2 <= 2 * pairs <= width or layout // WIDTH not in (0, width):
         refuse(_WHO, f"cos must have 1 to {width // 2} columns, or each of them twice", cos, x)
-    tables = arguments[-5:-3]
-    columns = tables[0].shape[-1]
-    if not 0 <= layout < 2 * TWINS or (layout & TWINS and columns % 2):
+    known = layout >= 0 and layout % WIDTH < 2 * TOKENS_FIRST
+    if not known or (layout & TWINS and columns % 2):
         refuse(_WHO, f"layout must be of known bits, not {layout}", cos, x)
-    if not layout & TWINS and pairs < columns:
-        _check_twins(kernel_for(x), tables, spec.interleaved)
-    return xs, cos, sin, rows, spec
+    return found
 
 
-def _check_twins(kernel: Any, tables: tuple[Tensor, ...], interleaved: bool) -> None:
-    """Refuse tables that do not have each number twice; on CUDA, that stops the device."""
-    if kernel is triton:
-        triton.check_twins(*tables, interleaved)
-    for table in tables:
-        if is_readable(table) and not torch.equal(*reference.pairs(table, interleaved)):
-            refuse(_WHO, "both numbers of a pair must be the same in cos and sin", *tables)
+def are_twins_unchecked(call: Rotating, found: Turn) -> bool:
+    """Whether tables have each number twice, which nobody has checked."""
+    return not call.layout & TWINS and found.cos.shape[-1] < call.cos.shape[-1]
 
 
-def check_rows(x: Tensor, cos: Tensor, sin: Tensor, positions: Any, start: int) -> None:
-    """Refuse tables and rows that do not fit ``x``; kernels check the values of positions."""
+def check_here(call: Rotating, *others: Tensor | None) -> Turn:
+    """:func:`check_rotation`, the start, and tables whose values can be read."""
+    found = check_rotation(call, *others)
+    length = heads_first(call.xs[0], call.layout).shape[2]
+    check_start(call.start, call.cos.shape[-2], length, call.positions)
+    if are_twins_unchecked(call, found):
+        for table in (call.cos, call.sin):
+            halves = reference.pairs(table, found.spec.interleaved)
+            if is_readable(table) and not torch.equal(*halves):
+                rule = "both numbers of a pair must be the same in cos and sin"
+                refuse(_WHO, rule, call.cos, call.sin)
+    return found
+
+
+def check_rows(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None) -> None:
+    """Refuse tables and positions that do not fit ``x``; kernels check the positions' values."""
     batch, _, length, _ = x.shape
     if (
         cos.shape != sin.shape
@@ -201,13 +413,15 @@ def check_rows(x: Tensor, cos: Tensor, sin: Tensor, positions: Any, start: int) 
     ):
         rule = f"cos and sin must be floating, (R, P) or (1 or {batch}, R, P)"
         refuse(_WHO, rule, cos, sin, x)
-    count = cos.shape[-2]
-    end = start + length if positions is None else start
-    if start < 0 or end > count:
-        raise RowOutOfRange(start if start < 0 else max(start, end - 1), count)
     if positions is not None and not _are_positions(positions, batch, length):
         rule = f"positions must be int64 or int32, ({length},) or (1 or {batch}, 1 or {length})"
         refuse(_WHO, rule, positions, x)
+
+
+def check_start(start: int, rows: int, length: int, positions: Tensor | None) -> None:
+    """Refuse a start with which a token has no row."""
+    if not 0 <= start <= last_start(rows, length, positions):
+        raise wrong_start(start, rows, length, positions)
 
 
 def _are_positions(at: Tensor, batch: int, length: int) -> bool:
@@ -220,7 +434,7 @@ def _are_positions(at: Tensor, batch: int, length: int) -> bool:
 
 def check_devices(who: str, *tensors: Any) -> None:
     """Refuse tensors on several devices; if one is meta, the result would stay unwritten."""
-    if len({t.device for t in tensors if isinstance(t, Tensor)}) > 1:
+    if len({t.device for t in tensors if hasattr(t, "device")}) > 1:
         refuse(who, "tensors must be on one device", *tensors)
 
 
@@ -232,148 +446,97 @@ def check_weight(weight: Tensor, x: Tensor) -> None:
         refuse(_WHO, f"weight must be floating, ({each},) or ({every},)", weight, x)
 
 
-def run(xs: Sequence[Tensor], cos: Tensor, sin: Tensor, rows: Rows, spec: Spec) -> list[Tensor]:
-    """Run a kernel from Python; results have the strides of `torch.empty_like`."""
-    kernel = kernel_for(xs[0])
-    if kernel is reference:
-        return [strided_like(reference.rotate(x, cos, sin, rows, spec), x) for x in xs]
-    ys = [torch.empty_like(x) for x in xs]
-    rotate_into(kernel, xs, ys, cos, sin, rows, spec)
-    return ys
-
-
-def rotate_into(
-    kernel: Any, xs: Sequence[Tensor], ys: Sequence[Tensor], cos: Tensor, sin: Tensor, *how: Any
-) -> None:
-    """Run ``kernel`` from ``xs`` to ``ys``, which may be ``xs``; on copies if it returns False."""
-    if kernel.rotate_into(xs, ys, cos, sin, *how):
-        return
-    cos, sin = dense(cos), dense(sin)
-    for x, y in zip(xs, ys, strict=True):
-        if x.numel() and not kernel.rotate_into([x], [y], cos, sin, *how):
-            x = dense(x)
-            dense_y = torch.empty_like(x)
-            kernel.rotate_into([x], [dense_y], cos, sin, *how)
-            y.copy_(dense_y)
-
-
-def run_norm(kernel: Any, x: Tensor, weight: Tensor, *how: Any) -> Tensor:
-    """Run ``kernel`` of :func:`norm_rotate`."""
-    if kernel is reference:
-        return strided_like(reference.norm_rotate(x, weight, *how), x)
-    return on_dense_rows(x, lambda x, y: kernel.norm_into(x, y, weight, *how))[0]
-
-
-def run_norm_backward(
-    kernel: Any, g: Tensor, x: Tensor, weight: Tensor, *how: Any
-) -> tuple[Tensor, Tensor]:
-    """Gradients of :func:`norm_rotate` with respect to ``x`` and the weight; ``g`` is incoming."""
-    if kernel is reference:
-        to_x, to_weight = reference.norm_rotate_backward(g, x, weight, *how)
-        return strided_like(to_x, x), to_weight
-    g = with_dense_rows(g)
-    return on_dense_rows(x, lambda x, dx: kernel.norm_backward_into(g, x, dx, weight, *how))
-
-
 def strided_like(y: Tensor, x: Tensor) -> Tensor:
     """``y`` with the strides of `torch.empty_like(x)`, which are those of fake results."""
     like = torch.empty_like(x)
     return y if y.stride() == like.stride() else like.copy_(y)
 
 
-def on_dense_rows(x: Tensor, run: Callable[[Tensor, Tensor], Any]) -> tuple[Tensor, Any]:
-    """Call ``run(x, y)`` with a new ``y``, on copies if need be; return ``y`` and the result."""
-    y = torch.empty_like(x)
-    if has_dense_rows(x, y):
-        return y, run(x, y)
-    x = dense(x)
-    dense_y = torch.empty_like(x)
-    returned = run(x, dense_y)
-    return y.copy_(dense_y), returned
+def _in_their_form(ys: list[Tensor], call: Rotating) -> tuple[Tensor, ...]:
+    """Results (B, H, T, D) in the form of the call's tensors, with the strides of fake ones."""
+    both = zip(ys, call.xs, strict=True)
+    return tuple([strided_like(heads_first(y, call.layout), x) for y, x in both])
 
 
-def has_dense_rows(*tensors: Tensor) -> bool:
-    """Whether a kernel can use ``tensors`` without a copy; some gradients have no storage."""
-    return all(t.stride(-1) == 1 and not t.is_neg() and t.data_ptr() for t in tensors)
+def like_tensors(call: Any) -> tuple[Tensor, ...]:
+    """Empty results like the tensors that are rotated."""
+    check_devices(_WHO, *call)
+    return tuple([torch.empty_like(x) for x in call.xs])
 
 
-def with_dense_rows(x: Tensor) -> Tensor:
-    """``x``, or a copy of it that a kernel can use."""
-    return x if has_dense_rows(x) else dense(x)
+def no_results(call: Any) -> tuple[Tensor, ...]:
+    """The results of an op in place."""
+    check_devices(_WHO, *call)
+    return ()
 
 
-def dense(x: Tensor) -> Tensor:
-    """A contiguous copy of ``x``."""
-    # contiguous() keeps odd strides of axes of size 1, and clone() keeps the negative bit.
-    return x.resolve_neg().clone(memory_format=torch.contiguous_format)
+def _run(call: RotateCall | RotateQKCall) -> tuple[Tensor, ...]:
+    found = check_here(call)
+    return _in_their_form([reference.rotate(x, *found) for x in with_heads_first(call)], call)
 
 
-def _run(*arguments: Any) -> Any:
-    """The op in Python, of one tensor or of two."""
-    return _one_or_two(run(*check_rotation(arguments)))
-
-
-def _one_or_two(ys: list[Tensor]) -> Any:
-    """The results of an op: a tensor, or a tuple of two."""
-    return ys[0] if len(ys) == 1 else tuple(ys)
-
-
-def _run_in_place(*arguments: Any) -> None:
-    xs, cos, sin, rows, spec = check_rotation(arguments)
-    for x in xs:
+def _run_in_place(call: RotateInPlaceCall | RotateQKInPlaceCall) -> tuple[Tensor, ...]:
+    found = check_here(call)
+    for x in call.xs:
         check_no_internal_overlap(_WHO, x)
-    kernel = kernel_for(xs[0])
-    # Between two layouts, a kernel would overwrite channels before it reads them.
-    if kernel is reference or spec.interleaved != spec.interleaved_out:
-        for x, y in zip(xs, run(xs, cos, sin, rows, spec), strict=True):
-            x.copy_(y)
-    else:
-        rotate_into(kernel, xs, xs, cos, sin, rows, spec)
-        torch.autograd.graph.increment_version(xs)
+    xs = with_heads_first(call)
+    for x, y in zip(xs, [reference.rotate(x, *found) for x in xs], strict=True):
+        x.copy_(y)
+    return ()
 
 
-def _by_operations(*arguments: Any) -> Any:
+def _by_operations(call: RotateCall | RotateQKCall) -> tuple[Tensor, ...]:
     """The rotation of one tensor, or of two, as operations of torch, or of an exporter."""
-    *xs, cos, sin, rows, spec = unflatten(arguments)
     by = _exported.rotation if is_exporting() else reference.rotate
-    return _one_or_two([by(x, cos, sin, rows, spec) for x in xs])
+    found = turn(call)
+    ys = [by(x, *found) for x in with_heads_first(call)]
+    return tuple([heads_first(y, call.layout) for y in ys])
 
 
-def fake_like(count: int) -> Callable[..., Any]:
-    """The fake implementation of an op whose results are like its first ``count`` arguments."""
+def _plan(call: Rotating, plan: Plan, target: Target) -> None:
+    from posenc.kernels.triton import rotate
 
-    def fake(*arguments: Any) -> Any:
-        check_devices(_WHO, *arguments)
-        results = tuple([torch.empty_like(x) for x in arguments[:count]])
-        return results[0] if count == 1 else results or None
+    check_rotation(call)
+    if isinstance(call, RotateInPlaceCall | RotateQKInPlaceCall):
+        for x in call.xs:
+            check_no_internal_overlap(_WHO, x)
+    rotate.plan_rotation(call, plan, target)
 
-    return fake
 
-
-def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+def _save(ctx: Any, call: RotateCall | RotateQKCall, results: tuple[Tensor, ...]) -> None:
     """Save what the gradient needs."""
-    *xs, cos, sin, (ctx.start, positions), ctx.spec = unflatten(tuple(inputs))
-    count, needs = len(xs), ctx.needs_input_grad
-    ctx.for_tables = needs[count] or needs[count + 1]
-    ctx.table_shape = inputs[count].shape
-    if count == 2 and not ctx.for_tables and needs[0] != needs[1]:
+    needs = dict(zip(call._fields, ctx.needs_input_grad, strict=False))
+    ctx.for_tables, wanted = (
+        needs["cos"] or needs["sin"],
+        [needs[n] for n in call._fields[: len(call.xs)]],
+    )
+    if len(wanted) == 2 and not ctx.for_tables and wanted[0] != wanted[1]:
         # A cache that k is written to would otherwise keep the graph of q alive.
-        ctx.mark_non_differentiable(output[1 if needs[0] else 0])
-    ctx.save_for_backward(cos, sin, positions, *(xs if ctx.for_tables else ()))
+        ctx.mark_non_differentiable(results[1 if wanted[0] else 0])
+    ctx.start, ctx.layout = call.start, call.layout
+    ctx.save_for_backward(call.cos, call.sin, call.positions, *(call.xs if ctx.for_tables else ()))
 
 
-def _backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+def _backward(ctx: Any, *gradients: Tensor) -> dict[str, Tensor | None]:
     """The gradient with respect to the tensors is the transposed rotation."""
     cos, sin, positions, *xs = ctx.saved_tensors
-    rows, spec = Rows(ctx.start, positions), ctx.spec
-    to_xs = rotate(list(gradients), cos, sin, rows, spec.transpose())
-    to_tables: Sequence[Any] = (None, None)
+    how = cos, sin, positions, ctx.start, turned_back(ctx.layout)
+    if len(gradients) == 1:
+        found: dict[str, Tensor | None] = {"x": rotate_op(*gradients, *how)}
+    else:
+        found = dict(zip(("q", "k"), rotate_qk_op(*gradients, *how), strict=True))
     if ctx.for_tables:
-        both = zip(xs, gradients, strict=True)
-        terms = [reference.table_gradients(x, g, cos, sin, rows, spec) for x, g in both]
-        to_tables = [sum(term) for term in zip(*terms, strict=True)]
-        to_tables = [_like_table(g, ctx.table_shape, spec) for g in to_tables]
-    return (*to_xs, *to_tables, None, None, None)
+        layout, width = ctx.layout, gradients[0].shape[-1]
+        used = turn_of(cos, sin, positions, ctx.start, layout, width)
+        both = [
+            (heads_first(x, layout), heads_first(g, layout))
+            for x, g in zip(xs, gradients, strict=True)
+        ]
+        terms = [reference.table_gradients(x, g, *used) for x, g in both]
+        to_cos, to_sin = (sum(term) for term in zip(*terms, strict=True))
+        found["cos"] = _like_table(to_cos, cos.shape, used.spec)
+        found["sin"] = _like_table(to_sin, sin.shape, used.spec)
+    return found
 
 
 def _like_table(gradient: Any, shape: torch.Size, spec: Spec) -> Tensor:
@@ -384,156 +547,157 @@ def _like_table(gradient: Any, shape: torch.Size, spec: Spec) -> Tensor:
     return gradient.reshape(shape)  # type: ignore[no-any-return]
 
 
-def _vmap(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> Any:
-    """Fold the samples into the batch."""
-    count = len(arguments) - 5
-    samples, x_dims = info.batch_size, in_dims[:count]
-    first = arguments[0] if x_dims[0] is None else arguments[0].select(x_dims[0], 0)
-    batch = first.shape[0]
+def _vmap(of: type[RotateCall] | type[RotateQKCall]) -> Callable[..., Any]:
+    """The rule that folds samples into the batch."""
 
-    def fold(t: Tensor, dim: int | None, rank: int) -> Tensor:
-        t = t.unsqueeze(0) if dim is None else t.movedim(dim, 0)
-        t = t.unsqueeze(1) if t.dim() == rank else t
-        return t.expand(samples, batch, *t.shape[2:]).flatten(0, 1)
+    def rule(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> Any:
+        call: Any = of(*arguments)
+        dims: Any = of(*in_dims)
+        samples, first = info.batch_size, call.xs[0]
+        batch = (first if dims.xs[0] is None else first.select(dims.xs[0], 0)).shape[0]
 
-    xs = [fold(x, dim, 4) for x, dim in zip(arguments[:count], x_dims, strict=True)]
-    (cos, sin, positions), (cos_dim, sin_dim, ids_dim) = (
-        part[count : count + 3] for part in (arguments, in_dims)
-    )
-    if cos.dim() > 2 or (cos_dim, sin_dim) != (None, None):
-        cos, sin = fold(cos, cos_dim, 3), fold(sin, sin_dim, 3)
-    if ids_dim is not None or (positions is not None and positions.dim() == 2):
-        positions = fold(positions, ids_dim, 2)
-    op = rotate_op if count == 1 else rotate_qk_op
-    ys = op(*xs, cos, sin, positions, *arguments[count + 3 :])
-    if count == 1:
-        return ys.unflatten(0, (samples, batch)), 0
-    return tuple([y.unflatten(0, (samples, batch)) for y in ys]), (0, 0)
+        def fold(t: Tensor, dim: Any, rank: int) -> Tensor:
+            t = t.unsqueeze(0) if dim is None else t.movedim(dim, 0)
+            t = t.unsqueeze(1) if t.dim() == rank else t
+            return t.expand(samples, batch, *t.shape[2:]).flatten(0, 1)
+
+        xs = [fold(x, dim, 4) for x, dim in zip(call.xs, dims.xs, strict=True)]
+        cos, sin, positions = call.cos, call.sin, call.positions
+        if cos.dim() > 2 or (dims.cos, dims.sin) != (None, None):
+            cos, sin = fold(cos, dims.cos, 3), fold(sin, dims.sin, 3)
+        if dims.positions is not None or (positions is not None and positions.dim() == 2):
+            assert positions is not None
+            positions = fold(positions, dims.positions, 2)
+        op = rotate_op if len(xs) == 1 else rotate_qk_op
+        ys = op(*xs, cos, sin, positions, call.start, call.layout)
+        if len(xs) == 1:
+            return ys.unflatten(0, (samples, batch)), 0
+        return tuple([y.unflatten(0, (samples, batch)) for y in ys]), (0, 0)
+
+    return rule
 
 
-HOW = "Tensor cos, Tensor sin, Tensor? positions, SymInt start, int layout"
-_RULES: dict[str, Any] = {"save": _save, "backward": _backward, "vmap": _vmap}
+_RULES: Any = {"plan": _plan, "save": _save, "backward": _backward}
 rotate_op = Op(
-    "rotate",
-    f"(Tensor x, {HOW}) -> Tensor",
-    _run,
-    _by_operations,
-    fake_like(1),
-    **_RULES,
+    "rotate", RotateCall, like_tensors, 1, _run, _by_operations, vmap=_vmap(RotateCall), **_RULES
 )
 rotate_qk_op = Op(
     "rotate_qk",
-    f"(Tensor q, Tensor k, {HOW}) -> (Tensor, Tensor)",
+    RotateQKCall,
+    like_tensors,
+    2,
     _run,
     _by_operations,
-    fake_like(2),
+    vmap=_vmap(RotateQKCall),
     **_RULES,
 )
 rotate_in_place_op = Op(
-    "rotate_",
-    f"(Tensor(a!) x, {HOW}) -> ()",
-    _run_in_place,
-    _run_in_place,
-    fake_like(0),
-    writes=(0,),
+    "rotate_", RotateInPlaceCall, no_results, 0, _run_in_place, _run_in_place, plan=_plan
 )
 rotate_qk_in_place_op = Op(
-    "rotate_qk_",
-    f"(Tensor(a!) q, Tensor(b!) k, {HOW}) -> ()",
-    _run_in_place,
-    _run_in_place,
-    fake_like(0),
-    writes=(0, 1),
+    "rotate_qk_", RotateQKInPlaceCall, no_results, 0, _run_in_place, _run_in_place, plan=_plan
 )
 
 
-def _check_norm(xs: Sequence[Tensor], weights: Sequence[Tensor], how: Any, *others: Any) -> Any:
-    _, cos, sin, rows, spec = check_rotation((*xs, *how[:5]), *weights, *others)
-    for x, weight in zip(xs, weights, strict=True):
+def check_norm(call: Norming, *others: Tensor | None) -> Turn:
+    """:func:`check_rotation` of a norm and a rotation, and the weights."""
+    found = check_rotation(call, *call.weights, *others)
+    for x, weight in zip(with_heads_first(call), call.weights, strict=True):
         check_weight(weight, x)
-    return cos, sin, rows, spec, Norm(*how[5:])
+    return found
 
 
-def _unflatten_norm(xs: Sequence[Tensor], how: Any) -> Any:
-    *_, cos, sin, rows, spec = unflatten((*xs, *how[:5]))
-    return cos, sin, rows, spec, Norm(*how[5:])
+def check_gradient(call: NormRotateBackwardCall) -> None:
+    """Refuse a gradient that is not that of the result."""
+    if call.g.shape != call.x.shape or call.g.dtype != call.x.dtype:
+        refuse(_WHO, "a gradient must be of its tensor's shape and dtype", call.g, call.x)
 
 
-def _norm_arguments(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Tensors, weights, and the other seven arguments of an op of one tensor, or of two."""
-    count = (len(arguments) - 7) // 2
-    return arguments[:count], arguments[count : 2 * count], arguments[2 * count :]
+def _run_norm(call: NormRotateCall | NormRotateQKCall) -> tuple[Tensor, ...]:
+    check_norm(call)
+    check_here(call)
+    return _in_their_form([*_normed(call)], call)
 
 
-def _run_norm(*arguments: Any) -> Any:
-    xs, weights, how = _norm_arguments(arguments)
-    rotation = _check_norm(xs, weights, how)
-    kernel = kernel_for(xs[0])
-    if len(xs) == 2 and kernel is not reference and has_dense_rows(*xs):
-        ys = [torch.empty_like(x) for x in xs]
-        if has_dense_rows(*ys):
-            kernel.norm_qk_into(xs, ys, weights, *rotation)
-            return tuple(ys)
-    both = zip(xs, weights, strict=True)
-    return _one_or_two([run_norm(kernel, x, weight, *rotation) for x, weight in both])
+def _normed(call: NormRotateCall | NormRotateQKCall) -> Iterator[Tensor]:
+    found, norm = turn(call), Norm(call.eps, call.shift)
+    for x, weight in zip(with_heads_first(call), call.weights, strict=True):
+        yield reference.norm_rotate(x, weight, *found, norm)
 
 
-def _run_norm_backward(g: Tensor, x: Tensor, weight: Tensor, *how: Any) -> tuple[Tensor, Tensor]:
-    rotation = _check_norm([x], [weight], how, g)
-    if g.shape != x.shape or g.dtype != x.dtype:
-        refuse(_WHO, "a gradient must be of its tensor's shape and dtype", g, x)
-    return run_norm_backward(kernel_for(x), g, x, weight, *rotation)
+def _norm_operations(call: NormRotateCall | NormRotateQKCall) -> tuple[Tensor, ...]:
+    return tuple([heads_first(y, call.layout) for y in _normed(call)])
 
 
-def _norm_operations(*arguments: Any) -> Any:
-    xs, weights, how = _norm_arguments(arguments)
-    rotation, both = _unflatten_norm(xs, how), zip(xs, weights, strict=True)
-    return _one_or_two([reference.norm_rotate(x, weight, *rotation) for x, weight in both])
+def _plan_norm(call: NormRotateCall | NormRotateQKCall, plan: Plan, target: Target) -> None:
+    from posenc.kernels.triton import norm
+
+    check_norm(call)
+    norm.plan_norm(call, plan, target)
 
 
-def _norm_backward_operations(g: Tensor, x: Tensor, weight: Tensor, *how: Any) -> Any:
-    return reference.norm_rotate_backward(g, x, weight, *_unflatten_norm([x], how))
+def _run_norm_backward(call: NormRotateBackwardCall) -> tuple[Tensor, ...]:
+    check_norm(call, call.g)
+    check_here(call)
+    check_gradient(call)
+    to_x, to_weight = _norm_backward_operations(call)
+    return strided_like(to_x, call.x), to_weight
 
 
-def _save_norm(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    *tensors, start, layout, eps, shift = inputs
-    ctx.save_for_backward(*tensors)
-    ctx.others = start, layout, eps, shift
+def _norm_backward_operations(call: NormRotateBackwardCall) -> tuple[Tensor, ...]:
+    g, (x,) = heads_first(call.g, call.layout), with_heads_first(call)
+    norm = Norm(call.eps, call.shift)
+    to_x, to_weight = reference.norm_rotate_backward(g, x, call.weight, *turn(call), norm)
+    return heads_first(to_x, call.layout), to_weight
 
 
-def _norm_gradients(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
-    xs, weights, how = _norm_arguments((*ctx.saved_tensors, *ctx.others))
-    # A gradient that is differentiated again consists of torch operations.
-    op = _norm_backward_operations if torch.is_grad_enabled() else norm_rotate_backward_op
-    both = [op(g, x, w, *how) for g, x, w in zip(gradients, xs, weights, strict=True)]
-    to_xs, to_weights = zip(*both, strict=True)
-    return (*to_xs, *to_weights, *[None] * 7)
+def _plan_norm_backward(call: NormRotateBackwardCall, plan: Plan, target: Target) -> None:
+    from posenc.kernels.triton import norm
+
+    check_norm(call, call.g)
+    check_gradient(call)
+    norm.plan_norm_backward(call, plan, target)
 
 
-_NORM = f"{HOW}, float eps, float shift"
+def _save_norm(ctx: Any, call: NormRotateCall | NormRotateQKCall, results: Any) -> None:
+    ctx.save_for_backward(*call.xs, *call.weights, call.cos, call.sin, call.positions)
+    ctx.others = call.start, call.layout, call.eps, call.shift
+
+
+def _norm_gradients(ctx: Any, *gradients: Tensor) -> dict[str, Tensor | None]:
+    *tensors, cos, sin, positions = ctx.saved_tensors
+    half = len(tensors) // 2
+    names = [("x", "weight")] if half == 1 else [("q", "q_weight"), ("k", "k_weight")]
+    found: dict[str, Tensor | None] = {}
+    for i, (x_name, weight_name) in enumerate(names):
+        call = gradients[i], tensors[i], tensors[half + i], cos, sin, positions, *ctx.others
+        if torch.is_grad_enabled():
+            # A gradient that is differentiated again consists of torch operations.
+            both: Any = _norm_backward_operations(NormRotateBackwardCall(*call))
+        else:
+            both = norm_rotate_backward_op(*call)
+        found[x_name], found[weight_name] = both
+    return found
+
+
+def _like_x_and_weight(call: NormRotateBackwardCall) -> tuple[Tensor, ...]:
+    check_devices(_WHO, *call)
+    return torch.empty_like(call.x), call.weight.new_empty(call.weight.shape)
+
+
+_NORM_RULES: Any = {"plan": _plan_norm, "save": _save_norm, "backward": _norm_gradients}
 norm_rotate_op = Op(
-    "norm_rotate",
-    f"(Tensor x, Tensor weight, {_NORM}) -> Tensor",
-    _run_norm,
-    _norm_operations,
-    fake_like(1),
-    save=_save_norm,
-    backward=_norm_gradients,
+    "norm_rotate", NormRotateCall, like_tensors, 1, _run_norm, _norm_operations, **_NORM_RULES
 )
 norm_rotate_qk_op = Op(
-    "norm_rotate_qk",
-    f"(Tensor q, Tensor k, Tensor q_weight, Tensor k_weight, {_NORM}) -> (Tensor, Tensor)",
-    _run_norm,
-    _norm_operations,
-    fake_like(2),
-    save=_save_norm,
-    backward=_norm_gradients,
+    "norm_rotate_qk", NormRotateQKCall, like_tensors, 2, _run_norm, _norm_operations, **_NORM_RULES
 )
 norm_rotate_backward_op = Op(
     "norm_rotate_backward",
-    f"(Tensor g, Tensor x, Tensor weight, {_NORM}) -> (Tensor, Tensor)",
+    NormRotateBackwardCall,
+    _like_x_and_weight,
+    2,
     _run_norm_backward,
     _norm_backward_operations,
-    lambda g, *arguments: fake_like(2)(*arguments),
-    native=("cpu",),
+    plan=_plan_norm_backward,
 )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -38,10 +37,9 @@ class Rows(NamedTuple):
 # The bits of a layout, which is an argument of an op: those of a `Spec`, and TWINS, if tables are
 # known to have each number twice.
 INTERLEAVED, INTERLEAVED_OUT, LAST, TRANSPOSED, TWINS = 1, 2, 4, 8, 16
-# For native code only: tensors of (B, T, H, D), caches of (pages, page, H, D), and times WIDTH the
-# channels that a head must have.
+# Tensors of (B, T, H, D), caches of (pages, page, H, D), and times WIDTH the channels that a head
+# must have.
 TOKENS_FIRST, PAGES_OF_TOKENS, WIDTH = 32, 64, 2**16
-USUAL_BITS = TOKENS_FIRST - 1
 
 
 class Spec(NamedTuple):
@@ -71,33 +69,49 @@ def flatten(rows: Rows, spec: Spec) -> tuple[Any, ...]:
     return rows.positions, rows.start, spec.bits()
 
 
-def unflatten(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Arguments of an op as ``*xs, cos, sin, rows, spec``; tables have one number for each pair.
+class Turn(NamedTuple):
+    """What a rotation needs besides its tensors; tables have a number for each pair."""
+
+    cos: Any  # [R, P] or [B, R, P], a tensor or an `Operand`
+    sin: Any
+    rows: Rows
+    spec: Spec
+
+
+def turn_of(cos: Any, sin: Any, positions: Any, start: Any, layout: int, width: int) -> Turn:
+    """The rotation of heads of ``width`` channels by these arguments of an op.
 
     An op also takes positions ``[T]``, one table for all sequences as ``[1, R, P]``, and tables
     that have each number twice.
     """
-    *xs, layout = arguments
-    *xs, cos, sin, rows = unflatten_rows(xs)
-    interleaved = bool(layout & INTERLEAVED)
-    width = xs[0].shape[-1]
-    columns = cos.shape[-1]
+    cos, sin, rows = rows_of(cos, sin, positions, start)
+    interleaved, columns = bool(layout & INTERLEAVED), cos.shape[-1]
     if layout & TWINS or (width < 2 * columns <= 2 * width and columns % 2 == 0):
         cos, sin = first_of_twins(cos, interleaved), first_of_twins(sin, interleaved)
     first_channel = width - 2 * cos.shape[-1] if layout & LAST else 0
     out, transposed = bool(layout & INTERLEAVED_OUT), bool(layout & TRANSPOSED)
-    spec = Spec(interleaved, out, first_channel, transposed)
-    return *xs, cos, sin, rows, spec
+    return Turn(cos, sin, rows, Spec(interleaved, out, first_channel, transposed))
 
 
-def unflatten_rows(arguments: Sequence[Any]) -> tuple[Any, ...]:
-    """The arguments without the layout as ``*xs, cos, sin, rows``."""
-    *xs, cos, sin, positions, start = arguments
+def rows_of(cos: Any, sin: Any, positions: Any, start: Any) -> tuple[Any, Any, Rows]:
+    """Tables and rows in one form."""
     if positions is not None and positions.dim() == 1:
         positions = positions[None]
     if cos.dim() == 3 and cos.shape[0] == 1:
         cos, sin = cos[0], sin[0]
-    return *xs, cos, sin, Rows(start, positions)
+    return cos, sin, Rows(start, positions)
+
+
+def turned_back(layout: int) -> int:
+    """The layout of the rotation of a gradient, from that of the output to that of the input."""
+    kept = layout & ~(INTERLEAVED | INTERLEAVED_OUT)
+    kept |= INTERLEAVED_OUT * bool(layout & INTERLEAVED)
+    return (kept | INTERLEAVED * bool(layout & INTERLEAVED_OUT)) ^ TRANSPOSED
+
+
+def heads_first(x: Any, layout: int) -> Any:
+    """``x`` as (B, H, T, D), from the form that the layout names; and back to that form."""
+    return x.transpose(1, 2) if layout & TOKENS_FIRST else x
 
 
 def first_of_twins(table: Tensor, interleaved: bool) -> Tensor:
@@ -165,6 +179,17 @@ class RowOutOfRange(ValueError):
         self.row = row
 
 
+def last_start(rows: int, length: int, positions: Any) -> int:
+    """The greatest start with which tokens have rows, as far as their positions tell."""
+    return rows - length if positions is None else rows
+
+
+def wrong_start(start: int, rows: int, length: int, positions: Any) -> RowOutOfRange:
+    """The error of a start with which a token has no row."""
+    end = start + length if positions is None else start
+    return RowOutOfRange(start if start < 0 else max(start, end - 1), rows)
+
+
 class SlotOutOfRange(ValueError):
     """A slot is outside the cache."""
 
@@ -174,9 +199,9 @@ class SlotOutOfRange(ValueError):
         self.slot = slot
 
 
-def is_of_all_heads(weight: Tensor, x: Tensor) -> bool:
+def is_of_all_heads(weight: Any, x: Any) -> bool:
     """Whether the weight of a norm is ``[H * D]``."""
-    return weight.shape[0] != x.shape[3]
+    return bool(weight.shape[0] != x.shape[3])
 
 
 def shardable(x: Tensor, cos: Tensor, sin: Tensor, rows: Rows) -> tuple[Tensor, Tensor, Rows]:

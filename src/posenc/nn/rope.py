@@ -18,9 +18,9 @@ from posenc.functional.serving import (
     CacheOptions,
     as_batch,
     as_given,
-    cache_at_once,
     cache_rows,
     check_write,
+    try_native_cache,
 )
 from posenc.kernels import Rows, Spec
 from posenc.kernels.rotation import rotate_qk_in_place_op, rotate_qk_op
@@ -202,7 +202,7 @@ class RoPE(RotatedKeys):
                 offset = offset_by_position(type(self).__name__, given, offset, q, self.seq_dim)
         tables = None if seq_len is not None else self._tables_for(q, offset, position_ids)
         if tables is not None:
-            rotated = rotate_qk_op.at_once(q, k, *tables, position_ids, offset, self._layout)
+            rotated = rotate_qk_op.try_native(q, k, *tables, position_ids, offset, self._layout)
             if rotated is not None:
                 return rotated  # type: ignore[no-any-return]
         who = type(self).__name__
@@ -231,7 +231,7 @@ class RoPE(RotatedKeys):
         tables = None if seq_len is not None else self._tables_for(q, offset, position_ids)
         if tables is not None:
             arguments = q, k, *tables, position_ids, offset, self._layout
-            if rotate_qk_in_place_op.at_once(*arguments):
+            if rotate_qk_in_place_op.try_native(*arguments):
                 return q, k
         where = offset, position_ids, seq_len
         self._rotate(f"{type(self).__name__}.forward_", "qk", [q, k], *where, in_place=True)
@@ -331,7 +331,7 @@ class RoPE(RotatedKeys):
         # Tokens of several sequences need positions.
         if tables is not None and (position_ids is not None or q.dim() == 4):
             where = slot_mapping, position_ids, offset, self._layout
-            rotated = cache_at_once((q, k, v), tables, caches, *where, options)
+            rotated = try_native_cache((q, k, v), tables, caches, *where, options)
             if rotated is not None:
                 return rotated
         (q, k, v), seq_dim, as_tokens = as_batch(who, q, k, v, self.seq_dim)

@@ -112,7 +112,7 @@ def _function(
 
     def rotated(*args: Any, **kwargs: Any) -> Any:
         if layout >= 0 and len(args) == 4 and not kwargs:
-            result = rotation.rotate_at_once(*args, layout)
+            result = rotation.try_native_rotation(*args, layout)
             if result is not None:
                 return result
         given = {**dict(zip(names, args, strict=False)), **kwargs}

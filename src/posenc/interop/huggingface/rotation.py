@@ -97,7 +97,7 @@ def apply_rotary_pos_emb(
         checks.float_tensor(who, name, x)
     if q.shape[-1:] == cos.shape[-1:]:
         layout = 0 if unsqueeze_dim == 1 else TOKENS_FIRST
-        rotated = rotate_qk_op.at_once(q, k, cos, sin, None, 0, layout)
+        rotated = rotate_qk_op.try_native(q, k, cos, sin, None, 0, layout)
         if rotated is not None:
             return rotated  # type: ignore[no-any-return]
     for name, x in (("q", q), ("k", k)):
@@ -122,7 +122,9 @@ def apply_rotary_pos_emb(
     return a, b
 
 
-def rotate_at_once(q: Any, k: Any, cos: Any, sin: Any, layout: int) -> tuple[Tensor, Tensor] | None:
+def try_native_rotation(
+    q: Any, k: Any, cos: Any, sin: Any, layout: int
+) -> tuple[Tensor, Tensor] | None:
     """Rotate queries and keys by native code, together with their norms; None if it cannot."""
     rotated: tuple[Tensor, Tensor] | None
     if type(q) is Pending:
@@ -133,11 +135,11 @@ def rotate_at_once(q: Any, k: Any, cos: Any, sin: Any, layout: int) -> tuple[Ten
             return None
         weights = norm.weight, of_k.weight
         how = None, 0, layout, norm.eps, norm.shift
-        rotated = norm_rotate_qk_op.at_once(q.x, k.x, *weights, cos, sin, *how)
+        rotated = norm_rotate_qk_op.try_native(q.x, k.x, *weights, cos, sin, *how)
     elif type(k) is Pending:
         return None
     else:
-        rotated = rotate_qk_op.at_once(q, k, cos, sin, None, 0, layout)
+        rotated = rotate_qk_op.try_native(q, k, cos, sin, None, 0, layout)
     return rotated
 
 

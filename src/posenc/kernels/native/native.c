@@ -19,7 +19,7 @@
 #include "polar.h"
 #include "arguments.h"
 #include "ops.h"
-#include "launches.h"
+#include "plans.h"
 
 /* register(path of libtorch_cpu) implements the ops, which Python has defined, for tensors on the CPU. It
  * returns None, or the name of what this torch does not have. */
@@ -55,11 +55,10 @@ static PyObject *py_set_isa(PyObject *self, PyObject *name)
 static PyMethodDef methods[] = {
     {"register", py_register, METH_O, NULL},
 #if HAS_CUDA_OPS
-    {"register_cuda", py_register_cuda, METH_O, NULL},
-    {"missed", py_missed, METH_NOARGS, NULL},
+    {"find_cuda", py_find_cuda, METH_O, NULL},
+    {"define_cuda", py_define_cuda, METH_VARARGS, NULL},
+    {"pop_missed", py_pop_missed, METH_NOARGS, NULL},
     {"install", py_install, METH_VARARGS, NULL},
-    {"prepare", py_prepare, METH_VARARGS, NULL},
-    {"launch", (PyCFunction)(void (*)(void))py_launch, METH_FASTCALL, NULL},
 #endif
     {"isa", py_isa, METH_NOARGS, NULL},
     {"set_isa", py_set_isa, METH_O, NULL},

@@ -135,9 +135,10 @@ static const char *norm_backward_op(Call *c)
 {
     Rotation r = {0};
     View x, from, to, results[2];
-    const View g = tensor_argument(c);
+    View g = tensor_argument(c);
     read_rotation(c, &r, 1, 1);
     TRY(wrong_rotation(c, &r));
+    if (r.tokens_first && g.dim == 4) swap_axes(&g);
     if (!is_like(&g, r.x)) return "the gradient does not fit its tensor";
     Job j = job_of(&r);
     TRY(wrong_values(&j, &r.positions));

@@ -498,3 +498,29 @@ def fold_table(
         if HAS_LAST:
             made += tl.where(column == width - 1, beyond, 0.0)
         tl.store(to + h * width + column, made, mask=column < width)
+
+
+@triton.jit
+def fold_sums(
+    by_key, by_row, starts, to, start, starts_b, heads, keys, queries, columns, together,
+    HAS_STARTS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The gradient of running sums: of each query's own, less that of each key.
+
+    ``together`` sequences share their sums.
+    """
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    h = tl.program_id(1).to(tl.int64)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for n in range(together):
+        b = tl.program_id(2).to(tl.int64) * together + n
+        own = start
+        if HAS_STARTS:
+            own = tl.load(starts + b * starts_b).to(tl.int32)
+        head = b * heads + h
+        total -= tl.load(by_key + head * keys + at, mask=at < keys, other=0.0)
+        row = at - own
+        here = (row >= 0) & (row < queries)
+        total += tl.load(by_row + head * queries + row, mask=here, other=0.0)
+    out = (tl.program_id(2).to(tl.int64) * heads + h) * columns + at
+    tl.store(to + out, total.to(to.dtype.element_ty), mask=at < columns)

@@ -331,3 +331,14 @@ def longest_keys(
     longest = tl.max(tl.where(squares == squares, squares, float("inf")))
     to = norms + tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
     tl.store(to, tl.sqrt(longest))
+
+
+@triton.jit
+def least_sums(sums, lows, sums_b, sums_h, keys, CHUNK: tl.constexpr):
+    """The least of ``CHUNK`` running sums; minus infinity for NaN, which must prune nothing."""
+    at = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
+    h, b = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    found = tl.load(sums + b * sums_b + h * sums_h + at, mask=at < keys, other=float("inf"))
+    least = tl.min(tl.where(found == found, found, float("-inf")))
+    to = (b * tl.num_programs(1) + h) * tl.num_programs(0) + tl.program_id(0)
+    tl.store(lows + to, least)

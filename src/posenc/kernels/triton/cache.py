@@ -2,104 +2,96 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from posenc.kernels.spec import FORMATS, Norm, Rows, Spec, Store, Write
-from posenc.kernels.triton.launch import Launch, launch_for
+from posenc.kernels.plan import START, Operand, Plan, Target, strides
+from posenc.kernels.spec import FORMATS
 from posenc.kernels.triton.norm import load_channels, norm_factors, sum_products
 from posenc.kernels.triton.pairs import (
     index,
     load_tables,
     rotated,
-    same_strides,
     shared_constants,
     store_pairs,
     table_numbers,
+    turn_in,
 )
-from posenc.kernels.triton.rotate import has_capability, overlaps_the_launch
+from posenc.kernels.triton.rotate import overlaps_the_launch
 
 # Norms: 0 for none, 1 of each head, 2 over all heads. Scales: 0 for none, 1 given, 2 worked out.
 # Formats: see `FORMATS` in spec.py.
 
 
-def cache_into(write: Write, y: Tensor, cos: Tensor, sin: Tensor, rows: Rows, spec: Spec) -> None:
-    """Rotate ``q`` into ``y``, write ``k`` and ``v``; see `kernels/cache.py`."""
-    q, k, v, slots, k_store, v_store, q_weight, k_weight, norm = write
+def plan_cache(call: Any, y: Operand, plan: Plan, target: Target) -> None:
+    """Rotate queries into ``y``, and write keys and values; see `kernels/cache.py`.
+
+    The call is in the usual form: (B, H, T, D), (pages, H, page, D) and scales of three axes.
+    """
+    q, k, v = call.q, call.k, call.v
     if q.shape[0] * q.shape[2] == 0:
         return
-    cos, sin = same_strides(cos, sin)
-    positions = rows.positions
-    weights = _dense(q_weight), _dense(k_weight)
-    k_cache, k_scale, k_kind = _target(k_store)
-    v_cache, v_scale, v_kind = _target(v_store)
-    others = positions, *weights, k_scale, v_scale
-    present = (q, k, v, y, k_cache, v_cache, slots, cos, sin, *[t for t in others if t is not None])
-    # The kernel reads nothing of the tensor that stands for an absent one.
-    tensors = (*present[:9], *[q if t is None else t for t in others])
-    absent = tuple(t is None for t in others)
-    described = ("cache", k_kind, v_kind, absent, spec, norm)
-    prepare = partial(_launch, tensors, weights, (k_kind, v_kind), rows, spec, norm)
-    launch_for(described, present, prepare)(tensors, rows.start)
-
-
-def _dense(weight: Tensor | None) -> Tensor | None:
-    return None if weight is None else weight.resolve_neg().contiguous()
-
-
-def _target(store: Store) -> tuple[Tensor, Tensor | None, tuple[int, int]]:
-    """The cache, its scale or scales, its format, and where the scale comes from."""
-    cache, scale, scales = store
-    code = FORMATS.get(cache.dtype, 0)
-    origin = 1 if scale is not None else 2 if scales is not None else 0
-    return (
-        cache.view(torch.uint8) if code else cache,
-        scales if origin == 2 else scale,
-        (code, origin),
-    )
-
-
-def _launch(
-    tensors: tuple[Tensor, ...], weights: Any, kinds: Any, rows: Rows, spec: Spec, norm: Norm
-) -> Launch:
-    q, k, v, y, k_cache, v_cache, slots, cos, _, _, _, _, k_scale, v_scale = tensors
+    cos, sin, rows, spec = turn_in(plan, call, *q.shape[2:])
+    weights = [
+        w if w is None or w.is_contiguous() else plan.contiguous(w)
+        for w in (call.q_weight, call.k_weight)
+    ]
+    k_cache, k_scale, (k_format, k_origin) = _target(call.k_cache, call.k_scale, call.k_scales)
+    v_cache, v_scale, (v_format, v_origin) = _target(call.v_cache, call.v_scale, call.v_scales)
+    others = rows.positions, *weights, k_scale, v_scale
     (batch, heads, length, width), values = q.shape, v.shape[3]
     norms = [0 if w is None else 1 if w.shape[0] == width else 2 for w in weights]
-    (k_format, k_origin), (v_format, v_origin) = kinds
     numbers = (
-        *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *y.stride()[:3],
-        *k_cache.stride()[:3], k_cache.shape[2], *v_cache.stride()[:3], v_cache.shape[2],
-        *(k_scale.stride() if k_origin else (0, 0, 0)),
-        *(v_scale.stride() if v_origin else (0, 0, 0)),
-        *slots.stride(), k_cache.shape[0] * k_cache.shape[2], *table_numbers(cos, rows), length,
+        *strides(q, k, v, y),
+        *strides(k_cache), k_cache.shape[2], *strides(v_cache), v_cache.shape[2],
+        *_steps(k_scale), *_steps(v_scale),
+        *call.slots.stride(), k_cache.shape[0] * k_cache.shape[2], *table_numbers(cos, rows),
+        length,
     )  # fmt: skip
     channels, warps = tile(batch * length)
     sizes = (q, norms[0]), (k, norms[1]), (v, 0)
     blocks = [_heads(x, kind, channels) for x, kind in sizes]
-    early = overlaps_the_launch(q)
+    early = overlaps_the_launch(q, target)
     constants = {
         # As arguments these would be float32.
-        "EPS": norm.eps, "SHIFT": norm.shift, "ONE_SEQUENCE": batch == 1,
+        "EPS": call.eps, "SHIFT": call.shift, "ONE_SEQUENCE": batch == 1,
         "Q_HEADS": heads, "K_HEADS": k.shape[1], "V_HEADS": v.shape[1],
         "WIDTH": width, "V_WIDTH": values,
         **shared_constants(q, cos, rows, spec),
         "Q_NORM": norms[0], "K_NORM": norms[1],
         "K_FORMAT": k_format, "V_FORMAT": v_format, "K_SCALING": k_origin, "V_SCALING": v_origin,
         # Instructions for float8 round float32, not float64.
-        "NATIVE": q.element_size() == 2 and has_capability(q, 9, 0),
+        "NATIVE": q.element_size() == 2 and target.has(9),
         "INDEX": index(q, k, v, y, cos), "EARLY": early,
         "BLOCK_V": triton.next_power_of_2(values),
         "Q_BLOCK": blocks[0], "K_BLOCK": blocks[1], "V_BLOCK": blocks[2],
     }  # fmt: skip
+    # The kernel reads nothing of the tensor that stands for an absent one.
+    given = [q if x is None else x for x in others]
+    arguments = q, k, v, y, k_cache, v_cache, call.slots, cos, sin, *given, START, *numbers
     count = sum(triton.cdiv(x.shape[1], n) for x, n in zip((q, k, v), blocks, strict=True))
-    grid, options = (batch * length, count, 1), {"launch_pdl": True} if early else {}
-    return Launch(write_cache, grid, numbers, constants, num_warps=warps, **options)
+    options = {"launch_pdl": True} if early else {}
+    plan.launch(
+        write_cache, (batch * length, count), arguments, constants, num_warps=warps, **options
+    )
+
+
+def _target(
+    cache: Operand, scale: Operand | None, scales: Operand | None
+) -> tuple[Operand, Operand | None, tuple[int, int]]:
+    """The cache, its scale or scales, its format, and where the scale comes from."""
+    code = FORMATS.get(cache.dtype, 0)
+    origin = 1 if scale is not None else 2 if scales is not None else 0
+    seen = cache.view(torch.uint8) if code else cache
+    return seen, scales if origin == 2 else scale, (code, origin)
+
+
+def _steps(scale: Operand | None) -> Any:
+    return (0, 0, 0) if scale is None else scale.stride()
 
 
 def tile(tokens: int) -> tuple[int, int]:
@@ -110,7 +102,7 @@ def tile(tokens: int) -> tuple[int, int]:
     return 1024, 1
 
 
-def _heads(x: Tensor, norm: int, channels: int) -> int:
+def _heads(x: Operand, norm: int, channels: int) -> int:
     """Heads of one program: all for a norm over all heads, else as many as ``channels`` hold."""
     most = int(triton.next_power_of_2(max(x.shape[1], 1)))
     if norm == 2:
@@ -122,10 +114,9 @@ def _heads(x: Tensor, norm: int, channels: int) -> int:
 def rotated_block(
     x, weight, block, table, b, t, at, other,
     EPS: tl.constexpr, SHIFT: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr,
-    PAIRS: tl.constexpr, FIRST: tl.constexpr, REST: tl.constexpr, HAS_POSITIONS: tl.constexpr,
-    ADVANCES: tl.constexpr, IN: tl.constexpr, TRANSPOSED: tl.constexpr, WIDE: tl.constexpr,
-    NORM: tl.constexpr,
-    BLOCK_H: tl.constexpr,
+    PAIRS: tl.constexpr, FIRST: tl.constexpr, REST: tl.constexpr, COLUMN: tl.constexpr,
+    HAS_POSITIONS: tl.constexpr, ADVANCES: tl.constexpr, IN: tl.constexpr,
+    TRANSPOSED: tl.constexpr, WIDE: tl.constexpr, NORM: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     """Norm and rotation of a block of heads; ``x`` is a pointer and its strides."""
     source, x_b, x_h, x_t = x
@@ -137,7 +128,7 @@ def rotated_block(
         source + x_at, present, at, other, keep, PAIRS, FIRST, REST, IN, WIDE
     )
     c, s, inside = load_tables(
-        table, b, t, t >= 0, at, at < PAIRS, HAS_POSITIONS, ADVANCES, TRANSPOSED, WIDE, True
+        table, b, t, t >= 0, at, at < PAIRS, COLUMN, HAS_POSITIONS, ADVANCES, TRANSPOSED, WIDE, True
     )
     if NORM > 0:
         count: tl.constexpr = WIDTH * HEADS if NORM == 2 else WIDTH
@@ -263,7 +254,7 @@ def store_values(
     tl.store(target + where + channel, value, mask=mask & kept[:, None, None])
 
 
-@triton.jit(do_not_specialize=["start", "count"])
+@triton.jit
 def write_cache(
     q, k, v, y, k_cache, v_cache, slots, cos, sin, positions, q_weight, k_weight, k_scale, v_scale,
     start, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, y_b, y_h, y_t,
@@ -274,7 +265,8 @@ def write_cache(
     Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, V_HEADS: tl.constexpr,
     WIDTH: tl.constexpr, V_WIDTH: tl.constexpr,
     PAIRS: tl.constexpr, FIRST: tl.constexpr, REST: tl.constexpr,
-    HAS_POSITIONS: tl.constexpr, ADVANCES: tl.constexpr, IN: tl.constexpr, OUT: tl.constexpr,
+    COLUMN: tl.constexpr, HAS_POSITIONS: tl.constexpr, ADVANCES: tl.constexpr,
+    IN: tl.constexpr, OUT: tl.constexpr,
     TRANSPOSED: tl.constexpr, WIDE: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_REST: tl.constexpr,
     Q_NORM: tl.constexpr, K_NORM: tl.constexpr,
     K_FORMAT: tl.constexpr, V_FORMAT: tl.constexpr, K_SCALING: tl.constexpr,
@@ -302,7 +294,7 @@ def write_cache(
     if block < q_blocks:
         p, r, rest, h, present, keep, inside = rotated_block(
             (q, q_b, q_h, q_t), q_weight, block, table, b, t, at, other,
-            EPS, SHIFT, Q_HEADS, WIDTH, PAIRS, FIRST, REST, HAS_POSITIONS, ADVANCES, IN,
+            EPS, SHIFT, Q_HEADS, WIDTH, PAIRS, FIRST, REST, COLUMN, HAS_POSITIONS, ADVANCES, IN,
             TRANSPOSED, WIDE, Q_NORM, Q_BLOCK,
         )  # fmt: skip
         y_at = (b * y_b + t[:, None] * y_t + h[None, :] * y_h)[:, :, None]
@@ -314,7 +306,7 @@ def write_cache(
         page, place, kept, fits = place_of(slots, b, t, slots_b, slots_t, count, k_page)
         p, r, rest, h, present, keep, inside = rotated_block(
             (k, k_b, k_h, k_t), k_weight, block - q_blocks, table, b, t, at, other,
-            EPS, SHIFT, K_HEADS, WIDTH, PAIRS, FIRST, REST, HAS_POSITIONS, ADVANCES, IN,
+            EPS, SHIFT, K_HEADS, WIDTH, PAIRS, FIRST, REST, COLUMN, HAS_POSITIONS, ADVANCES, IN,
             TRANSPOSED, WIDE, K_NORM, K_BLOCK,
         )  # fmt: skip
         store_keys(

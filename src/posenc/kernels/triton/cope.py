@@ -15,15 +15,15 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
+from posenc.kernels.plan import Operand, Plan, strides
 from posenc.kernels.triton.attention import (
     OPTIONS,
-    as_dense,
+    STARTS,
     constants_of,
-    key_of,
     places_of,
-    strides_of,
+    whole,
+    with_whole_places,
 )
 from posenc.kernels.triton.attention_parts import (
     LN2,
@@ -40,7 +40,6 @@ from posenc.kernels.triton.attention_parts import (
     store_rows,
     visible_rows,
 )
-from posenc.kernels.triton.launch import Launch, find_launch, signature
 
 # Lengths, offsets and windows, which would compile a kernel again.
 UNSPECIALIZED = ["start", "left", "right", "keys", "queries"]
@@ -317,61 +316,58 @@ def to_keys(
     store_rows(dv + b * dv_b + kv * dv_h, to_value, at, present, dv_t, v_width)
 
 
-class CountedLaunches:
-    """Attention with counted positions: its tensors, and the launches that they need.
+class Prepared:
+    """A call with counted positions: its tensors as kernels read them.
 
     ``levels`` are products of the queries with the embedding of each position, ``[B, H, Q, P]``.
     """
 
-    def __init__(self, q: Tensor, k: Tensor, v: Tensor, levels: Tensor, call: Any) -> None:
-        self.q, self.k, self.v, self.levels = map(as_dense, (q, k, v, levels))
-        self.call = call
-        self.places = [self.q if x is None else x for x in (call.starts, call.first, call.last)]
-        wide = max(q.shape[3], v.shape[3], levels.shape[3])
-        self.kind = (wide > 64) + (wide > 128) + (3 if q.dtype == torch.float32 else 0)
+    def __init__(self, given: Any, call: Any, plan: Plan) -> None:
+        tensors = given.q, given.k, given.v, given.levels
+        self.q, self.k, self.v, self.levels = map(plan.with_dense_rows, tensors)
+        self.plan, self.call = plan, with_whole_places(plan, call)
+        places = self.call.starts, self.call.first, self.call.last
+        self.places = [self.q if x is None else x for x in places]
+        wide = max(self.q.shape[3], self.v.shape[3], self.levels.shape[3])
+        self.kind = (wide > 64) + (wide > 128) + (3 if self.q.dtype == torch.float32 else 0)
         self.block = TILES[self.kind]
 
-    def _run(self, kernel: Any, strided: Any, tokens: Tensor, tensors: Any, **how: Any) -> None:
+    def launch(self, kernel: Any, strided: Any, tokens: Operand, tensors: Any, **how: Any) -> None:
+        """Launch a kernel, whose programs have a block of ``tokens`` each."""
         call, q, k = self.call, self.q, self.k
-        key = (f"cope {kernel.__name__}", *key_of(call), *how.values())
-        key = (*key, *signature((*tensors, *strided)))
+        steps = strides(q, k, self.v, self.levels, *strided)
+        numbers = (call.scale, *steps, *places_of(call), q.shape[2], k.shape[2])
+        count = self.levels.shape[3]
+        constants = constants_of(q, k, self.v, call) | {"BLOCK": self.block, **how}
+        constants |= {"LAST": count - 1, "BLOCK_P": max(16, triton.next_power_of_2(count))}
+        batch, heads, length, _ = tokens.shape
+        grid = (triton.cdiv(length, self.block) * batch * heads,)
+        warps, stages = WARPS[kernel.__name__][self.kind]
+        options = {**OPTIONS, "num_warps": warps, "num_stages": stages}
+        self.plan.launch(kernel, grid, (*tensors, call.start, *numbers), constants, **options)
 
-        def prepare() -> Launch:
-            strides = strides_of(q, k, self.v, self.levels, *strided)
-            numbers = (call.scale, *strides, *places_of(call), q.shape[2], k.shape[2])
-            count = self.levels.shape[3]
-            constants = constants_of(q, k, self.v, call) | {"BLOCK": self.block, **how}
-            constants |= {"LAST": count - 1, "BLOCK_P": max(16, triton.next_power_of_2(count))}
-            batch, heads, length, _ = tokens.shape
-            grid = (triton.cdiv(length, self.block) * batch * heads, 1, 1)
-            warps, stages = WARPS[kernel.__name__][self.kind]
-            options = {**OPTIONS, "num_warps": warps, "num_stages": stages}
-            return Launch(kernel, grid, numbers, constants, **options)
 
-        find_launch(key, prepare)(tensors, call.start)
+def plan_forward(given: Any, call: Any, plan: Plan) -> None:
+    """Make the output and the log-sum-exp."""
+    plan.least, plan.most = STARTS
+    out, lse = plan.results
+    made = Prepared(given, call, plan)
+    q, k, v, levels = made.q, made.k, made.v, made.levels
+    made.launch(forward, (out,), q, (q, k, v, levels, out, lse, *made.places))
 
-    def forward(self) -> tuple[Tensor, Tensor]:
-        """The output and the log-sum-exp."""
-        q, k, v = self.q, self.k, self.v
-        out = q.new_empty((*q.shape[:3], v.shape[3]))
-        lse = q.new_empty(q.shape[:3], dtype=torch.float32)
-        self._run(forward, (out,), q, (q, k, v, self.levels, out, lse, *self.places))
-        return out, lse
 
-    def backward(
-        self, g: Tensor, g_lse: Tensor | None, out: Tensor, lse: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """The gradients of q, k, v and the levels."""
-        q, k, v, levels, g = self.q, self.k, self.v, self.levels, as_dense(g)
-        g_lse = None if g_lse is None else g_lse.float().contiguous()
-        dq, dk, dv = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
-        dl = levels.new_empty(levels.shape)
-        delta, passed_all = lse.new_empty(lse.shape), lse.new_empty(lse.shape)
-        tiles = triton.cdiv(k.shape[2], self.block)
-        counted, passed = (lse.new_empty((*lse.shape, tiles)) for _ in range(2))
-        of_lse, by_tile = lse if g_lse is None else g_lse, (counted, passed, passed_all)
-        tensors = (q, k, v, levels, g, out, lse, of_lse, *self.places, dq, dl, delta, *by_tile)
-        self._run(to_queries, (g, out, dq, dl), q, tensors, LSE_TOO=g_lse is not None)
-        tensors = (q, k, v, levels, g, lse, *self.places, delta, *by_tile, dk, dv)
-        self._run(to_keys, (g, dk, dv), k, tensors)
-        return dq, dk, dv, dl
+def plan_backward(given: Any, call: Any, plan: Plan) -> None:
+    """Make the gradients of q, k, v and the levels."""
+    dq, dk, dv, dl = (plan.results[i] for i in (0, 1, 2, 8))
+    made, g = Prepared(given, call, plan), plan.with_dense_rows(given.g)
+    q, k, v, levels = made.q, made.k, made.v, made.levels
+    out, lse = whole(plan, given.out), whole(plan, given.lse)
+    of_lse = lse if given.g_lse is None else whole(plan, given.g_lse)
+    delta, passed_all = (plan.empty(lse.shape, lse.dtype) for _ in range(2))
+    tiles = triton.cdiv(k.shape[2], made.block)
+    counted, passed = (plan.empty((*lse.shape, tiles), lse.dtype) for _ in range(2))
+    by_tile = counted, passed, passed_all
+    tensors = (q, k, v, levels, g, out, lse, of_lse, *made.places, dq, dl, delta, *by_tile)
+    made.launch(to_queries, (g, out, dq, dl), q, tensors, LSE_TOO=given.g_lse is not None)
+    tensors = (q, k, v, levels, g, lse, *made.places, delta, *by_tile, dk, dv)
+    made.launch(to_keys, (g, dk, dv), k, tensors)

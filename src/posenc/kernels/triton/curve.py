@@ -11,15 +11,13 @@ and at 1, before ReLU; and the output of each head with no unit, and with each u
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
+from posenc.kernels.plan import Operand, Plan
 from posenc.kernels.triton.attention_parts import LN2, LOG2E
-from posenc.kernels.triton.launch import OPTIONS, Launch, find_launch, signature
+from posenc.kernels.triton.execute import OPTIONS
 
 # A curve as the kernels read it: c and L, then slope and height at x = 0 of the line of each
 # segment, the knots, and the slope's change at each of them; slopes and heights in units of log2.
@@ -258,37 +256,20 @@ def to_network(
 class Curve:
     """The curve of a network: its lines, ``[H, n]``, and the logarithms of ``reach`` distances."""
 
-    def __init__(self, network: Tensor, heads: int, reach: int) -> None:
-        self.network, self.heads = network.contiguous(), heads
-        self.units = units_of(network, heads)
+    def __init__(self, network: Operand, heads: int, reach: int, plan: Plan) -> None:
+        self.network = network if network.is_contiguous() else plan.contiguous(network)
+        self.plan, self.units = plan, (network.shape[0] - 2 - heads) // (2 + heads)
         self.block = max(triton.next_power_of_2(self.units), 16)
-        self.lines = network.new_empty((heads, 4 + 4 * self.units), dtype=torch.float32)
-        self.logs = network.new_empty((2, reach), dtype=torch.float32)
-        sizes: dict[str, Any] = {"HEADS": heads, "UNITS": self.units, "BLOCK_U": self.block}
-        self.sizes = sizes
-        self._run(lines_of, (heads, 1, 1), (self.lines,), (), sizes)
-        self._run(
-            logs_of, (triton.cdiv(reach, 1024), 1, 1), (self.logs,), (reach,), {"BLOCK": 1024}
-        )
+        self.lines = plan.empty((heads, 4 + 4 * self.units), torch.float32)
+        self.logs = plan.empty((2, reach), torch.float32)
+        self.sizes = {"HEADS": heads, "UNITS": self.units, "BLOCK_U": self.block}
+        plan.launch(lines_of, (heads,), (self.network, self.lines, 0), self.sizes, **OPTIONS)
+        arguments = self.network, self.logs, 0, reach
+        grid = (triton.cdiv(reach, 1024),)
+        plan.launch(logs_of, grid, arguments, {"BLOCK": 1024}, **OPTIONS)
 
-    def _run(self, kernel: Any, grid: Any, to: Any, numbers: Any, constants: Any) -> None:
-        tensors = (self.network, *to)
-
-        def prepare() -> Launch:
-            return Launch(kernel, grid, numbers, constants, **OPTIONS)
-
-        key = (kernel.__name__, self.heads, *numbers, *signature(tensors))
-        find_launch(key, prepare)(tensors, 0)
-
-    def gradient(self, sums: Tensor, batch: int) -> Tensor:
-        """The gradient of the network, from sums of blocks, ``[B H, blocks, 3, U]``."""
-        to = self.network.new_empty(self.network.shape)
+    def plan_gradient(self, sums: Operand, batch: int, to: Operand) -> None:
+        """Make the gradient of the network, from sums of blocks, ``[B H, blocks, 3, U]``."""
         constants = {**self.sizes, "BLOCK": 32}
-        numbers = batch, sums.shape[1]
-        self._run(to_network, (1, 1, 1), (sums, to), numbers, constants)
-        return to
-
-
-def units_of(network: Tensor, heads: int) -> int:
-    """The number of hidden units of a network."""
-    return (network.shape[0] - 2 - heads) // (2 + heads)
+        arguments = self.network, sums, to, 0, batch, sums.shape[1]
+        self.plan.launch(to_network, (1,), arguments, constants, **OPTIONS)

@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from posenc.kernels.spec import Norm, Rows, Spec, is_of_all_heads
-from posenc.kernels.triton.launch import Launch, launch_for
+from posenc.kernels.plan import START, Operand, Plan, Target, strides
+from posenc.kernels.spec import Turn, heads_first, is_of_all_heads
 from posenc.kernels.triton.pairs import (
     load_pairs,
     load_tables,
     negative,
     rotated,
-    same_strides,
     shared_constants,
     store_pairs,
     table_numbers,
+    turn_in,
 )
 from posenc.kernels.triton.rotate import SHORT
 
@@ -28,115 +26,132 @@ from posenc.kernels.triton.rotate import SHORT
 _SHARES = 1056
 
 
-def norm_into(x: Tensor, y: Tensor, weight: Tensor, *how: Any) -> None:
-    """Normalise and rotate ``x`` into ``y``; both have dense rows."""
-    if y.numel():
-        _run_forward([x], [y], [weight], *how)
-
-
-def norm_qk_into(
-    xs: Sequence[Tensor], ys: Sequence[Tensor], weights: Sequence[Tensor], *how: Any
-) -> None:
-    """:func:`norm_into` of queries and keys: one launch if that takes longer than the kernel."""
-    q, k = xs
-    together = q.dtype == k.dtype and q.numel() and k.numel()
-    if together and q.shape[0] * q.shape[2] <= SHORT:
-        _run_forward(xs, ys, weights, *how)
+def plan_norm(call: Any, plan: Plan, target: Target) -> None:
+    """Normalise and rotate the tensors of a call into the results."""
+    batch, _, length, width = heads_first(call.xs[0], call.layout).shape
+    turn = turn_in(plan, call, length, width)
+    items, copied = [], []
+    for x, weight, result in zip(call.xs, call.weights, plan.results, strict=True):
+        read = heads_first(plan.with_dense_rows(x), call.layout)
+        written = result if result.has_dense_rows() else plan.empty(x.shape, x.dtype)
+        if written is not result:
+            copied.append((result, written))
+        if x.numel():
+            items.append((read, _whole(plan, weight), heads_first(written, call.layout)))
+    # One launch for both, if that takes longer than the kernel.
+    together = len(items) == 2 and items[0][0].dtype == items[1][0].dtype
+    if together and batch * length <= SHORT:
+        _launch(plan, items, turn, call)
     else:
-        for x, y, weight in zip(xs, ys, weights, strict=True):
-            norm_into(x, y, weight, *how)
+        for item in items:
+            _launch(plan, [item], turn, call)
+    for result, written in copied:
+        plan.copy(result, written)
 
 
-def _run_forward(
-    xs: Sequence[Tensor],
-    ys: Sequence[Tensor],
-    weights: Sequence[Tensor],
-    cos: Tensor,
-    sin: Tensor,
-    rows: Rows,
-    spec: Spec,
-    norm: Norm,
+def _whole(plan: Plan, weight: Operand) -> Operand:
+    """The weight, or a copy without gaps."""
+    return weight if weight.is_contiguous() else plan.contiguous(weight)
+
+
+def _launch(
+    plan: Plan, items: list[tuple[Operand, Operand, Operand]], turn: Turn, call: Any
 ) -> None:
     """Launch the kernel on one tensor, or on queries and keys."""
-    q, k, positions = xs[0], xs[-1], rows.positions
-    cos, sin = same_strides(cos, sin)
-    weights = [weight.resolve_neg().contiguous() for weight in weights]
+    (q, q_weight, q_out), (k, k_weight, k_out) = items[0], items[-1]
+    cos, sin, rows, spec = turn
+    batch, _, length, width = q.shape
+    blocks = [_heads(x, weight) for x, weight, _ in items]
     # Of one tensor, the last is the first.
-    tensors = (q, k, ys[0], ys[-1], weights[0], weights[-1])
-    given = (*tensors, cos, sin, q if positions is None else positions)
-
-    def prepare() -> Launch:
-        batch, _, length, width = q.shape
-        blocks = [_heads(x, weight) for x, weight in zip(xs, weights, strict=True)]
-        steps = [step for t in (q, k, ys[0], ys[-1]) for step in t.stride()[:3]]
-        numbers = *steps, *table_numbers(cos, rows), batch, length
-        constants = {
-            # As arguments these would be float32.
-            "EPS": norm.eps,
-            "SHIFT": norm.shift,
-            "Q_HEADS": q.shape[1],
-            "K_HEADS": k.shape[1],
-            "WIDTH": width,
-            **shared_constants(q, cos, rows, spec),
-            "Q_ALL": is_of_all_heads(weights[0], q),
-            "K_ALL": is_of_all_heads(weights[-1], k),
-            "Q_BLOCK": blocks[0],
-            "K_BLOCK": blocks[-1],
-        }
-        # One program takes all heads of a token. Measured on an H200: benchmarks/README.md.
-        warps = min(max(blocks[0] * width // 1024, 2), 8)
-        grid = (batch * length, len(xs), 1)
-        return Launch(_forward, grid, numbers, constants, num_warps=warps)
-
-    described = ("norm", len(xs), positions is None, spec, norm.eps, norm.shift)
-    launch_for(described, given, prepare)(given, rows.start)
+    positions = q if rows.positions is None else rows.positions
+    arguments = (
+        q, k, q_out, k_out, q_weight, k_weight, cos, sin, positions, START,
+        *strides(q, k, q_out, k_out), *table_numbers(cos, rows), batch, length,
+    )  # fmt: skip
+    constants = {
+        # As arguments these would be float32.
+        "EPS": call.eps,
+        "SHIFT": call.shift,
+        "Q_HEADS": q.shape[1],
+        "K_HEADS": k.shape[1],
+        "WIDTH": width,
+        **shared_constants(q, cos, rows, spec),
+        "Q_ALL": is_of_all_heads(q_weight, q),
+        "K_ALL": is_of_all_heads(k_weight, k),
+        "Q_BLOCK": blocks[0],
+        "K_BLOCK": blocks[-1],
+    }
+    # One program takes all heads of a token. Measured on an H200: benchmarks/README.md.
+    warps = min(max(blocks[0] * width // 1024, 2), 8)
+    plan.launch(_forward, (batch * length, len(items)), arguments, constants, num_warps=warps)
 
 
-def norm_backward_into(
-    g: Tensor,
-    x: Tensor,
-    dx: Tensor,
-    weight: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    rows: Rows,
-    spec: Spec,
-    norm: Norm,
-) -> Tensor:
-    """Write the gradient of ``x`` into ``dx`` and return that of ``weight``; ``g`` is incoming."""
-    if x.numel() == 0:
-        return torch.zeros_like(weight)
+def plan_norm_backward(call: Any, plan: Plan, target: Target) -> None:
+    """Make the gradients of the tensor and of the weight of a call."""
+    to_x, to_weight = plan.results
+    if call.x.numel() == 0:
+        plan.fill_with_zeros(to_weight)
+        return
+    whole = heads_first(call.x, call.layout)
+    cos, sin, rows, spec = turn_in(plan, call, *whole.shape[2:])
+    weight = _whole(plan, call.weight)
+    written = to_x if to_x.has_dense_rows() else plan.empty(to_x.shape, to_x.dtype)
+    g, x, dx = (
+        heads_first(t, call.layout)
+        for t in (plan.with_dense_rows(call.g), plan.with_dense_rows(call.x), written)
+    )
     (batch, heads, length, width), block = x.shape, _heads(x, weight)
     blocks = triton.cdiv(heads, block)
     stride = min(batch * length, max(1, _SHARES // blocks))
     share_type = torch.promote_types(weight.dtype, torch.float32)
-    shares = torch.empty((stride * blocks, weight.shape[0]), device=x.device, dtype=share_type)
-    cos, sin = same_strides(cos, sin)
+    count = weight.shape[0]
+    shares = plan.empty((stride * blocks, count), share_type)
     positions = g if rows.positions is None else rows.positions
-    given = (g, x, dx, shares, weight.resolve_neg().contiguous(), cos, sin, positions)
-
-    def prepare() -> Launch:
-        steps = *g.stride()[:3], *x.stride()[:3], *dx.stride()[:3], stride
-        numbers = *steps, *table_numbers(cos, rows), batch, length
-        constants = {
-            # As arguments these would be float32.
-            "EPS": norm.eps,
-            "SHIFT": norm.shift,
-            "HEADS": heads,
-            "WIDTH": width,
-            **shared_constants(x, cos, rows, spec),
-            "ALL_HEADS": is_of_all_heads(weight, x),
-            "BLOCK_H": block,
-        }
-        warps = 8 if block * width >= 4096 else 4
-        return Launch(_backward, (stride * blocks, 1, 1), numbers, constants, num_warps=warps)
-
-    described = ("norm_backward", rows.positions is None, spec, norm)
-    launch_for(described, given, prepare)(given, rows.start)
-    return shares.sum(0).to(weight.dtype).view_as(weight)
+    arguments = (
+        g, x, dx, shares, weight, cos, sin, positions, START,
+        *strides(g, x, dx), stride, *table_numbers(cos, rows), batch, length,
+    )  # fmt: skip
+    constants = {
+        # As arguments these would be float32.
+        "EPS": call.eps,
+        "SHIFT": call.shift,
+        "HEADS": heads,
+        "WIDTH": width,
+        **shared_constants(x, cos, rows, spec),
+        "ALL_HEADS": is_of_all_heads(weight, x),
+        "BLOCK_H": block,
+    }
+    warps = 8 if block * width >= 4096 else 4
+    plan.launch(_backward, (stride * blocks,), arguments, constants, num_warps=warps)
+    plan_sum(plan, shares, to_weight)
+    if written is not to_x:
+        plan.copy(to_x, written)
 
 
-def _heads(x: Tensor, weight: Tensor) -> int:
+def plan_sum(plan: Plan, shares: Operand, to: Operand) -> None:
+    """Sum the rows of ``shares`` ``[n, ...]`` into ``to``, in order."""
+    count = to.numel()
+    grid = (triton.cdiv(count, 64),)
+    numbers = shares.shape[0], count
+    constants = {"BLOCK_N": 64, "BLOCK": 64}
+    plan.launch(sum_rows, grid, (shares, to, *numbers), constants, num_warps=4)
+
+
+@triton.jit
+def sum_rows(shares, to, rows, count, BLOCK_N: tl.constexpr, BLOCK: tl.constexpr):
+    """The sums of columns, of blocks of rows one after the other."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros((BLOCK_N, BLOCK), shares.dtype.element_ty)
+    for first in range(0, rows, BLOCK_N):
+        row = first + tl.arange(0, BLOCK_N)
+        mask = (row < rows)[:, None] & (at < count)[None, :]
+        total += tl.load(
+            shares + row.to(tl.int64)[:, None] * count + at[None, :], mask=mask, other=0.0
+        )
+    tl.store(to + at, tl.sum(total, 0).to(to.dtype.element_ty), mask=at < count)
+
+
+def _heads(x: Operand, weight: Operand) -> int:
     """Heads of one block: all for a norm over all heads, else as many as 1024 channels hold."""
     heads = int(triton.next_power_of_2(x.shape[1]))
     if is_of_all_heads(weight, x):
@@ -194,7 +209,8 @@ def _normalise(
     x, y, weight, table, b, t, length,
     EPS: tl.constexpr, SHIFT: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr,
     PAIRS: tl.constexpr, FIRST: tl.constexpr, REST: tl.constexpr,
-    HAS_POSITIONS: tl.constexpr, ADVANCES: tl.constexpr, IN: tl.constexpr, OUT: tl.constexpr,
+    COLUMN: tl.constexpr, HAS_POSITIONS: tl.constexpr, ADVANCES: tl.constexpr,
+    IN: tl.constexpr, OUT: tl.constexpr,
     TRANSPOSED: tl.constexpr, WIDE: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_REST: tl.constexpr,
     ALL_HEADS: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
@@ -205,7 +221,7 @@ def _normalise(
     other = (2 * PAIRS if FIRST == 0 else 0) + tl.arange(0, BLOCK_REST)[None, None, :]
     count: tl.constexpr = WIDTH * HEADS if ALL_HEADS else WIDTH
     c, s, _ = load_tables(
-        table, b, t, t < length, at, at < PAIRS, HAS_POSITIONS, ADVANCES, TRANSPOSED, WIDE
+        table, b, t, t < length, at, at < PAIRS, COLUMN, HAS_POSITIONS, ADVANCES, TRANSPOSED, WIDE
     )
     # A norm over all heads needs them in one block. Otherwise blocks share the token's tables.
     wp, wq, wr = norm_factors(
@@ -228,7 +244,7 @@ def _normalise(
             tl.store(y_at + other, (rest * scale * wr).to(target.dtype.element_ty), mask=keep)
 
 
-@triton.jit(do_not_specialize=["start"])
+@triton.jit
 def _forward(
     q, k, q_out, k_out, q_weight, k_weight, cos, sin, positions, start,
     q_b, q_h, q_t, k_b, k_h, k_t, qo_b, qo_h, qo_t, ko_b, ko_h, ko_t,
@@ -236,7 +252,8 @@ def _forward(
     EPS: tl.constexpr, SHIFT: tl.constexpr,
     Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, WIDTH: tl.constexpr,
     PAIRS: tl.constexpr, FIRST: tl.constexpr, REST: tl.constexpr,
-    HAS_POSITIONS: tl.constexpr, ADVANCES: tl.constexpr, IN: tl.constexpr, OUT: tl.constexpr,
+    COLUMN: tl.constexpr, HAS_POSITIONS: tl.constexpr, ADVANCES: tl.constexpr,
+    IN: tl.constexpr, OUT: tl.constexpr,
     TRANSPOSED: tl.constexpr, WIDE: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_REST: tl.constexpr,
     Q_ALL: tl.constexpr, K_ALL: tl.constexpr, Q_BLOCK: tl.constexpr, K_BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -248,25 +265,26 @@ def _forward(
     if tl.program_id(1) == 0:
         _normalise(
             (q, q_b, q_h, q_t), (q_out, qo_b, qo_h, qo_t), q_weight, table, b, t, length,
-            EPS, SHIFT, Q_HEADS, WIDTH, PAIRS, FIRST, REST, HAS_POSITIONS, ADVANCES, IN, OUT,
-            TRANSPOSED, WIDE, BLOCK_P, BLOCK_REST, Q_ALL, Q_BLOCK,
+            EPS, SHIFT, Q_HEADS, WIDTH, PAIRS, FIRST, REST, COLUMN, HAS_POSITIONS, ADVANCES,
+            IN, OUT, TRANSPOSED, WIDE, BLOCK_P, BLOCK_REST, Q_ALL, Q_BLOCK,
         )  # fmt: skip
     else:
         _normalise(
             (k, k_b, k_h, k_t), (k_out, ko_b, ko_h, ko_t), k_weight, table, b, t, length,
-            EPS, SHIFT, K_HEADS, WIDTH, PAIRS, FIRST, REST, HAS_POSITIONS, ADVANCES, IN, OUT,
-            TRANSPOSED, WIDE, BLOCK_P, BLOCK_REST, K_ALL, K_BLOCK,
+            EPS, SHIFT, K_HEADS, WIDTH, PAIRS, FIRST, REST, COLUMN, HAS_POSITIONS, ADVANCES,
+            IN, OUT, TRANSPOSED, WIDE, BLOCK_P, BLOCK_REST, K_ALL, K_BLOCK,
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["start"])
+@triton.jit
 def _backward(
     g, x, dx, partial, weight, cos, sin, positions, start,
     g_b, g_h, g_t, x_b, x_h, x_t, dx_b, dx_h, dx_t, shares,
     rows, table_b, table_t, positions_b, positions_t, batch, length,
     EPS: tl.constexpr, SHIFT: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr,
     PAIRS: tl.constexpr, FIRST: tl.constexpr, REST: tl.constexpr,
-    HAS_POSITIONS: tl.constexpr, ADVANCES: tl.constexpr, IN: tl.constexpr, OUT: tl.constexpr,
+    COLUMN: tl.constexpr, HAS_POSITIONS: tl.constexpr, ADVANCES: tl.constexpr,
+    IN: tl.constexpr, OUT: tl.constexpr,
     TRANSPOSED: tl.constexpr, WIDE: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_REST: tl.constexpr,
     ALL_HEADS: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
@@ -290,7 +308,17 @@ def _backward(
         b = (token % batch).to(tl.int64)
         t = (token // batch).to(tl.int64) + tl.arange(0, 1)
         c, s, _ = load_tables(
-            table, b, t, t < length, at, at < PAIRS, HAS_POSITIONS, ADVANCES, TRANSPOSED, WIDE
+            table,
+            b,
+            t,
+            t < length,
+            at,
+            at < PAIRS,
+            COLUMN,
+            HAS_POSITIONS,
+            ADVANCES,
+            TRANSPOSED,
+            WIDE,
         )
         x_at = (b * x_b + t[:, None] * x_t + h[None, :] * x_h)[:, :, None]
         p, q, rest = load_channels(x + x_at, present, at, other, keep, PAIRS, FIRST, REST, IN, WIDE)

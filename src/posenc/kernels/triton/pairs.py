@@ -7,13 +7,12 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from posenc.kernels.spec import Rows, Spec
-from posenc.kernels.triton.launch import Launch, launch_for
+from posenc.kernels.plan import START, Operand, Plan, Step
+from posenc.kernels.spec import TWINS, Rows, Spec, Turn, last_start, turn_of, wrong_start
 
 
-def index(*tensors: Tensor) -> Any:
+def index(*tensors: Operand) -> Any:
     """The dtype of offsets: int32, or the slower int64 if one may reach 2^31 elements."""
     last = max(
         sum((n - 1) * step for n, step in zip(t.shape, t.stride(), strict=True)) for t in tensors
@@ -21,32 +20,46 @@ def index(*tensors: Tensor) -> Any:
     return tl.int32 if last < 2**31 else tl.int64
 
 
-def same_strides(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """Tables that are dense along their rows, at the same places in memory: copies if need be."""
-    if cos.stride(-1) == 1 and cos.stride() == sin.stride():
+def tables_in(plan: Plan, call: Any, length: int) -> tuple[Operand, Operand]:
+    """Tables that lie at the same places of their memory; the plan is for starts within them."""
+    cos, sin = call.cos, call.sin
+    rows = cos.shape[-2]
+    plan.most = last_start(rows, length, call.positions)
+    plan.wrong_start = lambda start: wrong_start(start, rows, length, call.positions)
+    if cos.has_dense_rows() and cos.stride() == sin.stride():
         return cos, sin
-    return cos.contiguous(), sin.contiguous()
+    return plan.contiguous(cos), plan.contiguous(sin)
 
 
-def check_twins(cos: Tensor, sin: Tensor, interleaved: bool) -> None:
+def turn_in(plan: Plan, call: Any, length: int, width: int) -> Turn:
+    """The rotation of a call by such tables.
+
+    If they have each number twice, and nobody has checked that, a kernel does.
+    """
+    cos, sin = tables_in(plan, call, length)
+    found = turn_of(cos, sin, call.positions, START, call.layout, width)
+    if found.cos.shape[-1] < cos.shape[-1] and not call.layout & TWINS:
+        _check_twins(plan, cos, sin, found.spec.interleaved)
+    return found
+
+
+def _check_twins(plan: Plan, cos: Operand, sin: Operand, interleaved: bool) -> None:
     """Stop the device if tables ``[..., R, 2 P]`` do not have each number twice."""
-
-    def prepare() -> Launch:
-        pairs, rows = cos.shape[-1] // 2, cos.shape[-2]
-        strides = [(t.stride(0) if t.dim() == 3 else 0, *t.stride()[-2:]) for t in (cos, sin)]
-        step, twin = (2, 1) if interleaved else (1, pairs)
-        numbers = (*strides[0], *strides[1], pairs, step, twin)
-        grid = (rows, cos.shape[0] if cos.dim() == 3 else 1, 1)
-        return Launch(_check_twins, grid, numbers, {"BLOCK": triton.next_power_of_2(pairs)})
-
-    launch_for(("twins", interleaved), (cos, sin), prepare)((cos, sin), 0)
+    pairs, rows = cos.shape[-1] // 2, cos.shape[-2]
+    steps = [(t.stride(0) if t.dim() == 3 else 0, *t.stride()[-2:]) for t in (cos, sin)]
+    step, twin = (2, 1) if interleaved else (1, pairs)
+    numbers = (*steps[0], *steps[1], pairs, step, twin)
+    grid = rows, cos.shape[0] if cos.dim() == 3 else 1
+    constants = {"BLOCK": triton.next_power_of_2(pairs)}
+    plan.launch(check_twins, grid, (cos, sin, *numbers), constants)
 
 
-@triton.jit(do_not_specialize=["start"])
-def _check_twins(
-    cos, sin, start, cos_b, cos_t, cos_d, sin_b, sin_t, sin_d, pairs, step, twin,
+@triton.jit
+def check_twins(
+    cos, sin, cos_b, cos_t, cos_d, sin_b, sin_t, sin_d, pairs, step, twin,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """Compare a row of each table with its own other numbers."""
     row, b = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     at, mask = tl.arange(0, BLOCK) * step, tl.arange(0, BLOCK) < pairs
     cos += b * cos_b + row * cos_t
@@ -56,22 +69,24 @@ def _check_twins(
     tl.device_assert(same | (mask == 0), "both numbers of a pair must be the same in cos and sin")
 
 
-def table_numbers(cos: Tensor, rows: Rows) -> tuple[int, ...]:
+def table_numbers(cos: Operand, rows: Rows) -> tuple[int | Step, ...]:
     """Rows of a table, its batch and row strides, and batch and token strides of the positions."""
-    table = cos.shape[-2], cos.stride(0) if cos.dim() == 3 else 0, cos.stride(-2)
+    whole = cos.is_aligned and all(step % 16 == 0 for step in cos.stride()[:-1])
+    by_sequence = cos.stride(0) if cos.dim() == 3 else 0
+    table = cos.shape[-2], Step(by_sequence, whole), Step(cos.stride(-2), whole)
     if rows.positions is None:
         return *table, 0, 0
-    (batch, token), (by_sequence, by_token) = rows.positions.shape, rows.positions.stride()
-    return *table, by_sequence if batch > 1 else 0, by_token if token > 1 else 0
+    return *table, *rows.positions.stride()
 
 
-def shared_constants(x: Tensor, cos: Tensor, rows: Rows, spec: Spec) -> dict[str, Any]:
+def shared_constants(x: Operand, cos: Operand, rows: Rows, spec: Spec) -> dict[str, Any]:
     """The constexpr parameters that all kernels share, in their order."""
     pairs, rest = cos.shape[-1], x.shape[-1] - 2 * cos.shape[-1]
     return {
         "PAIRS": pairs,
         "FIRST": spec.first_channel,
         "REST": rest,
+        "COLUMN": max(cos.stride(-1), 1),
         "HAS_POSITIONS": rows.positions is not None,
         "ADVANCES": rows.is_sequential(),
         "IN": spec.interleaved,
@@ -133,8 +148,8 @@ def rotated(p, q, c, s):
 @triton.jit
 def load_tables(
     table, b, t, alive, at, in_pairs,
-    HAS_POSITIONS: tl.constexpr, ADVANCES: tl.constexpr, TRANSPOSED: tl.constexpr,
-    WIDE: tl.constexpr, LATE: tl.constexpr = False,
+    COLUMN: tl.constexpr, HAS_POSITIONS: tl.constexpr, ADVANCES: tl.constexpr,
+    TRANSPOSED: tl.constexpr, WIDE: tl.constexpr, LATE: tl.constexpr = False,
 ):  # fmt: skip
     """Cosine and sine ``[T, 1, P]`` of tokens ``t`` of sequence ``b``, and which have a row.
 
@@ -152,7 +167,7 @@ def load_tables(
         alive &= inside
     else:
         tl.device_assert(inside, "position outside the table")
-    where = b * table_b + row[:, None, None] * table_t + at
+    where = b * table_b + row[:, None, None] * table_t + at * COLUMN
     mask = alive[:, None, None] & in_pairs
     c = tl.load(cos + where, mask=mask, other=0).to(WIDE)
     s = tl.load(sin + where, mask=mask, other=0).to(WIDE)

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from posenc.kernels.spec import Rows
-from posenc.kernels.triton.launch import Launch, launch_for
-from posenc.kernels.triton.pairs import index, load_tables, negative, same_strides, table_numbers
+from posenc.kernels.plan import START, Operand, Plan, Target, strides
+from posenc.kernels.spec import rows_of
+from posenc.kernels.triton.norm import plan_sum
+from posenc.kernels.triton.pairs import index, load_tables, negative, table_numbers, tables_in
 
 # The most programs of the backward pass, as in norm.py.
 _SHARES = 1056
@@ -34,55 +33,43 @@ _LOG_32 = tl.constexpr((
 ))  # fmt: skip
 
 
-def phases_of(delta: Tensor, x: Tensor) -> Tensor:
+def plan_polar(call: Any, plan: Plan, target: Target) -> None:
+    """Make PoPE of the tensor of a call. Not for float64."""
+    (y,) = plan.results
+    if y.numel():
+        _launch(plan, _forward, (plan.with_dense_rows(call.x), y), call)
+
+
+def plan_polar_backward(call: Any, plan: Plan, target: Target) -> None:
+    """Make the gradients of the tensor and of the phases of a call. Not for float64."""
+    to_x, to_delta = plan.results
+    if not call.x.numel():
+        plan.fill_with_zeros(to_delta)
+        return
+    g, x = plan.with_dense_rows(call.g), plan.with_dense_rows(call.x)
+    written = to_x if to_x.has_dense_rows() else plan.empty(to_x.shape, to_x.dtype)
+    batch, heads, length, width = x.shape
+    blocks = triton.cdiv(heads, _tile(x, call.delta is not None, backward=True)[0])
+    programs = min(batch * length, max(1, _SHARES // blocks))
+    shares = plan.empty((programs, heads, width), torch.float64)
+    _launch(plan, _backward, (g, x, written, shares), call)
+    if call.delta is not None:
+        plan_sum(plan, shares, to_delta)
+    if written is not to_x:
+        plan.copy(to_x, written)
+
+
+def _phases_in(plan: Plan, delta: Operand, x: Operand) -> Operand:
     """Cosines and sines of ``delta``, ``[2, H, D]``, in the dtype in which ``x`` is computed."""
     dtype = torch.float32 if x.element_size() == 2 else torch.float64
-    phases = torch.empty((2, *delta.shape), device=x.device, dtype=dtype)
-
-    def prepare() -> Launch:
-        numbers = (*delta.stride(), delta.shape[1], delta.numel())
-        grid = (triton.cdiv(delta.numel(), 256), 1, 1)
-        return Launch(_phases, grid, numbers, {"BLOCK": 256})
-
-    launch_for(("phases",), (delta, phases), prepare)((delta, phases), 0)
+    phases = plan.empty((2, *delta.shape), dtype)
+    numbers = *delta.stride(), delta.shape[1], delta.numel()
+    grid = (triton.cdiv(delta.numel(), 256),)
+    plan.launch(_phases, grid, (delta, phases, *numbers), {"BLOCK": 256})
     return phases
 
 
-def polar_into(x: Tensor, y: Tensor, phases: Tensor | None, *how: Any) -> None:
-    """Write PoPE of ``x`` into ``y``, with the phases of :func:`phases_of`. Not for float64."""
-    _run(_forward, (x, y), phases, *how)
-
-
-def polar_backward_into(
-    g: Tensor, x: Tensor, dx: Tensor, phases: Tensor | None, *how: Any
-) -> Tensor | None:
-    """Write the gradient of ``x`` into ``dx`` and return that of the phases."""
-    batch, heads, length, width = x.shape
-    blocks = triton.cdiv(heads, _tile(x, phases is not None, backward=True)[0])
-    programs = min(batch * length, max(1, _SHARES // blocks))
-    shares = torch.empty((programs, heads, width), device=x.device, dtype=torch.float64)
-    _run(_backward, (g, x, dx, shares), phases, *how)
-    return None if phases is None else shares.sum(0)
-
-
-def _run(
-    kernel: Any,
-    tensors: tuple[Tensor, ...],
-    phases: Tensor | None,
-    cos: Tensor,
-    sin: Tensor,
-    rows: Rows,
-) -> None:
-    cos, sin = same_strides(cos, sin)
-    positions, turned = rows.positions, phases is not None
-    given = (*tensors, cos if phases is None else phases, cos, sin)
-    given = (*given, tensors[0] if positions is None else positions)
-    described = ("polar", kernel.__name__, turned, positions is None)
-    prepare = partial(_launch, kernel, tensors, turned, cos, rows)
-    launch_for(described, given, prepare)(given, rows.start)
-
-
-def _tile(x: Tensor, turned: bool, backward: bool) -> tuple[int, int]:
+def _tile(x: Operand, turned: bool, backward: bool) -> tuple[int, int]:
     """Heads of a block, which share a row of the tables, and warps; measured on an H200."""
     channels, warps = (1024, 4) if backward else (1024, 2)
     if turned and not backward:
@@ -91,16 +78,17 @@ def _tile(x: Tensor, turned: bool, backward: bool) -> tuple[int, int]:
     return min(most, int(triton.next_power_of_2(x.shape[1]))), warps
 
 
-def _launch(
-    kernel: Any, tensors: tuple[Tensor, ...], turned: bool, cos: Tensor, rows: Rows
-) -> Launch:
+def _launch(plan: Plan, kernel: Any, tensors: tuple[Operand, ...], call: Any) -> None:
     backward = kernel is _backward
-    x = tensors[1 if backward else 0]
+    x, strided = tensors[1 if backward else 0], tensors[: 3 if backward else 2]
     batch, heads, length, width = x.shape
+    cos, sin, rows = rows_of(*tables_in(plan, call, length), call.positions, START)
+    phases = None if call.delta is None else _phases_in(plan, call.delta, x)
+    turned = phases is not None
     block, warps = _tile(x, turned, backward)
-    strides = [stride for t in tensors[: 3 if backward else 2] for stride in t.stride()[:3]]
-    numbers = (*strides, *table_numbers(cos, rows), batch, length)
-    used = [*tensors, cos] if rows.positions is None else [*tensors, cos, rows.positions]
+    given = cos if phases is None else phases, cos, sin
+    places: Any = tensors[0] if rows.positions is None else rows.positions
+    numbers = *strides(*strided), *table_numbers(cos, rows), batch, length
     constants = {
         "HEADS": heads,
         "WIDTH": width,
@@ -108,17 +96,18 @@ def _launch(
         "ADVANCES": rows.is_sequential(),
         "TURNED": turned,
         "WIDE": tl.float64 if x.dtype == torch.float32 else tl.float32,
-        "INDEX": index(*used),
+        "INDEX": index(*tensors, cos, places),
         "BLOCK_H": block,
         "BLOCK_D": triton.next_power_of_2(width),
     }
     programs = tensors[3].shape[0] if backward else batch * length
-    grid = (programs, triton.cdiv(heads, block), 1)
-    return Launch(kernel, grid, numbers, constants, num_warps=warps)
+    grid = programs, triton.cdiv(heads, block)
+    arguments = *tensors, *given, places, START, *numbers
+    plan.launch(kernel, grid, arguments, constants, num_warps=warps)
 
 
-@triton.jit(do_not_specialize=["start"])
-def _phases(delta, phases, start, delta_h, delta_d, width, count, BLOCK: tl.constexpr):
+@triton.jit
+def _phases(delta, phases, delta_h, delta_d, width, count, BLOCK: tl.constexpr):
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     present = i < count
     at = delta + i // width * delta_h + i % width * delta_d
@@ -190,7 +179,7 @@ def softplus_slope(x, decay):
     return tl.where(x < 0, decay, tl.where(x >= 0, one, x.to(decay.dtype))) / (one + decay)
 
 
-@triton.jit(do_not_specialize=["start"])
+@triton.jit
 def _forward(
     x, y, phases, cos, sin, positions, start,
     x_b, x_h, x_t, y_b, y_h, y_t,
@@ -210,7 +199,7 @@ def _forward(
     v = tl.load(x + x_at + at, mask=present, other=0).to(tl.float32)
     table = cos, sin, rows, table_b, table_t, positions, positions_b, positions_t, start
     c, s, _ = load_tables(
-        table, b, t, t < length, at, at < WIDTH, HAS_POSITIONS, ADVANCES, False, WIDE
+        table, b, t, t < length, at, at < WIDTH, 1, HAS_POSITIONS, ADVANCES, False, WIDE
     )
     c, s = _turned(c, s, phases, h, at, present, HEADS, WIDTH, TURNED, WIDE)
     size = softplus(v, decay_of(v, WIDE))
@@ -220,7 +209,7 @@ def _forward(
     tl.store(to + WIDTH, (size * s).to(element), mask=present)
 
 
-@triton.jit(do_not_specialize=["start"])
+@triton.jit
 def _backward(
     g, x, dx, shares, phases, cos, sin, positions, start,
     g_b, g_h, g_t, x_b, x_h, x_t, dx_b, dx_h, dx_t,
@@ -240,7 +229,7 @@ def _backward(
         b = (token % batch).to(INDEX)
         t = (token // batch).to(INDEX) + tl.arange(0, 1)
         c, s, _ = load_tables(
-            table, b, t, t < length, at, at < WIDTH, HAS_POSITIONS, ADVANCES, False, WIDE
+            table, b, t, t < length, at, at < WIDTH, 1, HAS_POSITIONS, ADVANCES, False, WIDE
         )
         c, s = _turned(c, s, phases, h, at, present, HEADS, WIDTH, TURNED, WIDE)
         x_at = (b * x_b + t[:, None] * x_t + h[None, :] * x_h)[:, :, None]

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import partial
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from posenc.kernels.spec import Rows, Spec
-from posenc.kernels.triton.launch import Launch, launch_for
+from posenc.kernels.plan import START, Operand, Plan, Target, strides
+from posenc.kernels.spec import Turn, heads_first
 from posenc.kernels.triton.pairs import (
     index,
     load_pairs,
@@ -21,6 +19,7 @@ from posenc.kernels.triton.pairs import (
     shared_constants,
     store_pairs,
     table_numbers,
+    turn_in,
 )
 
 # A call of at most this many tokens takes no longer than its launch, so the launch overlaps
@@ -28,47 +27,53 @@ from posenc.kernels.triton.pairs import (
 SHORT = 1024
 
 
-def rotate_into(
-    xs: Sequence[Tensor], ys: Sequence[Tensor], cos: Tensor, sin: Tensor, rows: Rows, spec: Spec
-) -> bool:
-    """Rotate each of ``xs`` into the tensor of ``ys`` at the same index, which may be itself.
+def plan_rotation(call: Any, plan: Plan, target: Target) -> None:
+    """Rotate the tensors of a call into the results, or in place if there are none."""
+    first = heads_first(call.xs[0], call.layout)
+    turn = turn_in(plan, call, *first.shape[2:])
+    apart = turn.spec.interleaved != turn.spec.interleaved_out
+    xs, ys, copied = [], [], []
+    for i, x in enumerate(call.xs):
+        result = plan.results[i] if plan.results else x
+        read = plan.with_dense_rows(x)
+        # Between two layouts, a kernel in place would overwrite channels before it reads them.
+        is_fit = result.has_dense_rows() and not (result is x and apart)
+        written = read if result is x and not apart else result if is_fit else None
+        if written is None:
+            written = plan.empty(x.shape, x.dtype)
+        if written is not result:
+            copied.append((result, written))
+        if x.numel():
+            xs.append(heads_first(read, call.layout))
+            ys.append(heads_first(written, call.layout))
+    if len(xs) == 2 and xs[0].dtype == xs[1].dtype:
+        _launch(plan, target, xs, ys, turn)
+    else:
+        for x, y in zip(xs, ys, strict=True):
+            _launch(plan, target, [x], [y], turn)
+    for result, written in copied:
+        plan.copy(result, written)
 
-    Returns:
-        False, and nothing is written, if one launch cannot take the tensors as they are.
-    """
-    q, k, positions = xs[0], xs[-1], rows.positions
-    tensors = (q, k, ys[0], ys[-1], cos, sin, q if positions is None else positions)
-    described = ("rotate", len(xs), q is ys[0], spec, positions is None, q.is_neg(), k.is_neg())
-    launch = launch_for(described, tensors, partial(_launch, xs, ys, cos, sin, rows, spec))
-    if launch is None:
-        return False
-    launch(tensors, rows.start)
-    return True
 
-
-def _launch(
-    xs: Sequence[Tensor], ys: Sequence[Tensor], cos: Tensor, sin: Tensor, rows: Rows, spec: Spec
-) -> Launch | None:
+def _launch(plan: Plan, target: Target, xs: list[Operand], ys: list[Operand], turn: Turn) -> None:
     q, k, q_out, k_out = xs[0], xs[-1], ys[0], ys[-1]
-    if q.dtype != k.dtype or any(x.is_neg() or x.numel() == 0 for x in xs):
-        return None
-    if any(t.stride(-1) != 1 for t in (*xs, *ys, cos)) or cos.stride() != sin.stride():
-        return None
+    cos, sin, rows, spec = turn
     batch, q_heads, length, _ = q.shape
     k_heads = k.shape[1] if len(xs) == 2 else 0
     rounded = cos.dtype == torch.float32
     heads, tokens, warps, split = tile(q, k_heads, cos.shape[-1], spec.interleaved, rounded)
-    short, early = batch * length <= SHORT, overlaps_the_launch(q)
+    short, early = batch * length <= SHORT, overlaps_the_launch(q, target)
     blocks = triton.cdiv(q_heads, heads) + triton.cdiv(k_heads, heads)
-    numbers = (
-        *q.stride()[:3], *k.stride()[:3], *q_out.stride()[:3], *k_out.stride()[:3],
-        *table_numbers(cos, rows), batch, length,
+    positions: Any = q if rows.positions is None else rows.positions
+    arguments = (
+        q, k, q_out, k_out, cos, sin, positions, START,
+        *strides(q, k, q_out, k_out), *table_numbers(cos, rows), batch, length,
     )  # fmt: skip
     constants = {
         "Q_HEADS": q_heads,
         "K_HEADS": k_heads,
         **shared_constants(q, cos, rows, spec),
-        "INDEX": index(*xs, *ys, cos, *([] if rows.positions is None else [rows.positions])),
+        "INDEX": index(*xs, *ys, cos, positions),
         "BATCH_FIRST": batch > 4,
         "SPLIT": split,
         "EARLY": early,
@@ -76,27 +81,20 @@ def _launch(
         "BLOCK_H": heads,
         "BLOCK_T": tokens,
     }
-    if q is q_out:
+    if q.place == q_out.place:
         constants["REST"] = 0
-    grid = (triton.cdiv(length, tokens) * batch, blocks if split else min(blocks, 1), 1)
+    grid = triton.cdiv(length, tokens) * batch, blocks if split else min(blocks, 1)
     options = {"launch_pdl": True} if early else {}
-    return Launch(_rotate, grid, numbers, constants, num_warps=warps, **options)
+    plan.launch(_rotate, grid, arguments, constants, num_warps=warps, **options)
 
 
-def overlaps_the_launch(q: Tensor) -> bool:
+def overlaps_the_launch(q: Operand, target: Target) -> bool:
     """Whether the launch overlaps the previous kernel: for short calls, on Hopper or later."""
-    return q.shape[0] * q.shape[2] <= SHORT and has_capability(q, 9, 0)
-
-
-def has_capability(x: Tensor, major: int, minor: int) -> bool:
-    """Whether ``x`` is on a GPU of NVIDIA of this compute capability, or a later one."""
-    if not x.is_cuda or torch.version.cuda is None:
-        return False
-    return torch.cuda.get_device_capability(x.device) >= (major, minor)
+    return q.shape[0] * q.shape[2] <= SHORT and target.has(9)
 
 
 def tile(
-    q: Tensor, k_heads: int, pairs: int, interleaved: bool, rounded: bool
+    q: Operand, k_heads: int, pairs: int, interleaved: bool, rounded: bool
 ) -> tuple[int, int, int, bool]:
     """Heads and tokens of one step, warps, and whether head blocks get programs of their own.
 
@@ -105,7 +103,7 @@ def tile(
     batch, q_heads, length, _ = q.shape
     width = int(triton.next_power_of_2(pairs))
     most = int(triton.next_power_of_2(max(q_heads, k_heads)))
-    if length > 1 and q.stride(1) > q.stride(2):
+    if length > 1 and (q_heads == 1 or q.stride(1) > q.stride(2)):
         # The tokens of a head are neighbours in memory: one step takes many tokens, and few heads.
         tokens = min(int(triton.next_power_of_2(length)), 16, max(1, 1024 // width))
         return max(1, 512 // width // tokens), tokens, 4, True
@@ -164,14 +162,15 @@ def _store_block(
 def _rotate_block(
     x, y, block, table, b, t, alive, at,
     HEADS: tl.constexpr, PAIRS: tl.constexpr, FIRST: tl.constexpr, REST: tl.constexpr,
-    HAS_POSITIONS: tl.constexpr, ADVANCES: tl.constexpr, IN: tl.constexpr, OUT: tl.constexpr,
+    COLUMN: tl.constexpr, HAS_POSITIONS: tl.constexpr, ADVANCES: tl.constexpr,
+    IN: tl.constexpr, OUT: tl.constexpr,
     TRANSPOSED: tl.constexpr, WIDE: tl.constexpr, LATE: tl.constexpr,
     BLOCK_REST: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     """Rotate one block of heads, whose loads are issued before those of the tables."""
     p, q = _load_block(x, block, b, t, alive, at, HEADS, PAIRS, FIRST, IN, WIDE, BLOCK_H)
     c, s, inside = load_tables(
-        table, b, t, alive, at, at < PAIRS, HAS_POSITIONS, ADVANCES, TRANSPOSED, WIDE, LATE
+        table, b, t, alive, at, at < PAIRS, COLUMN, HAS_POSITIONS, ADVANCES, TRANSPOSED, WIDE, LATE
     )
     _store_block(
         p, q, c, s, x, y, block, b, t, alive, at,
@@ -197,14 +196,14 @@ def _rotate_heads(
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["start"])
+@triton.jit
 def _rotate(
     q, k, q_out, k_out, cos, sin, positions, start,
     q_b, q_h, q_t, k_b, k_h, k_t, qo_b, qo_h, qo_t, ko_b, ko_h, ko_t,
     rows, table_b, table_t, positions_b, positions_t, batch, length,
     Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr,
     PAIRS: tl.constexpr, FIRST: tl.constexpr, REST: tl.constexpr,
-    HAS_POSITIONS: tl.constexpr, ADVANCES: tl.constexpr,
+    COLUMN: tl.constexpr, HAS_POSITIONS: tl.constexpr, ADVANCES: tl.constexpr,
     IN: tl.constexpr, OUT: tl.constexpr, TRANSPOSED: tl.constexpr, WIDE: tl.constexpr,
     BLOCK_P: tl.constexpr, BLOCK_REST: tl.constexpr, INDEX: tl.constexpr,
     BATCH_FIRST: tl.constexpr, SPLIT: tl.constexpr, EARLY: tl.constexpr, LATE: tl.constexpr,
@@ -236,16 +235,18 @@ def _rotate(
         if block < q_blocks:
             _rotate_block(
                 q_in, q_to, block, table, b, t, alive, at, Q_HEADS, PAIRS, FIRST, REST,
-                HAS_POSITIONS, ADVANCES, IN, OUT, TRANSPOSED, WIDE, LATE, BLOCK_REST, BLOCK_H,
+                COLUMN, HAS_POSITIONS, ADVANCES, IN, OUT, TRANSPOSED, WIDE, LATE,
+                BLOCK_REST, BLOCK_H,
             )  # fmt: skip
         else:
             _rotate_block(
                 k_in, k_to, block - q_blocks, table, b, t, alive, at, K_HEADS, PAIRS, FIRST, REST,
-                HAS_POSITIONS, ADVANCES, IN, OUT, TRANSPOSED, WIDE, LATE, BLOCK_REST, BLOCK_H,
+                COLUMN, HAS_POSITIONS, ADVANCES, IN, OUT, TRANSPOSED, WIDE, LATE,
+                BLOCK_REST, BLOCK_H,
             )  # fmt: skip
     else:
         c, s, _ = load_tables(
-            table, b, t, alive, at, at < PAIRS, HAS_POSITIONS, ADVANCES, TRANSPOSED, WIDE
+            table, b, t, alive, at, at < PAIRS, COLUMN, HAS_POSITIONS, ADVANCES, TRANSPOSED, WIDE
         )
         _rotate_heads(
             q_in, q_to, c, s, b, t, alive, at,

@@ -18,17 +18,17 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
+from posenc.kernels.plan import Operand, Plan, strides
 from posenc.kernels.triton.attention import (
     LOG2E,
     OPTIONS,
-    as_dense,
+    STARTS,
     block_of,
     constants_of,
-    key_of,
     places_of,
-    strides_of,
+    whole,
+    with_whole_places,
 )
 from posenc.kernels.triton.attention_parts import (
     LN2,
@@ -53,7 +53,6 @@ from posenc.kernels.triton.curve import (
     rates_of,
     store_sums,
 )
-from posenc.kernels.triton.launch import Launch, find_launch, signature
 
 # Lengths, offsets, windows and rows, which would compile a kernel again.
 UNSPECIALIZED = ["start", "left", "right", "keys", "queries", "rows", "zero", "reach"]
@@ -796,56 +795,53 @@ TILES = {
 }
 
 
-class TermLaunches:
-    """Attention with terms: its tensors, and the launches that they need.
+class Prepared:
+    """A call with terms: its tensors as kernels read them, and the launches that they need.
 
     ``for_queries`` are vectors ``[R, 1 or H, D]`` for ``p``, which has the shape of ``q``;
     ``for_keys`` are for ``m``, which has that of ``k``. If they are None, ``p`` is ``q`` and ``m``
-    is ``k``. Row ``zero`` is for distance zero. A network is that of `curve`.
+    is ``k``. A network is that of `curve`.
     """
 
-    def __init__(self, q: Tensor, k: Tensor, v: Tensor, given: Any, zero: int, call: Any) -> None:
-        self.q, self.k, self.v = as_dense(q), as_dense(k), as_dense(v)
-        p, m, for_queries, for_keys, network = given
+    def __init__(self, given: Any, call: Any, plan: Plan) -> None:
+        self.plan, self.call = plan, with_whole_places(plan, call)
+        self.q, self.k, self.v = (plan.with_dense_rows(x) for x in (given.q, given.k, given.v))
+        for_queries, for_keys = given.for_queries, given.for_keys
         self.has = for_queries is not None, for_keys is not None
-        rows = next((len(x) for x in (for_queries, for_keys) if x is not None), 1)
+        self.rows = next((len(x) for x in (for_queries, for_keys) if x is not None), 1)
         # Distances that there can be.
-        self.reach = q.shape[2] + k.shape[2]
-        self.curve = None if network is None else Curve(network, q.shape[1], self.reach)
-        self.own = p is None, m is None
-        self.p, self.m = self._or_q(p), self.k if m is None else as_dense(m)
-        self.e, self.f = self._or_q(for_queries), self._or_q(for_keys)
-        self.rows, self.zero, self.call = rows, zero, call
-        self.places = [self.q if x is None else x for x in (call.starts, call.first, call.last)]
-        ends = [self._at_ends(x, of) if has else self.q for x, of, has in self._pairs()]
+        self.reach = self.q.shape[2] + self.k.shape[2]
+        self.curve = None
+        if given.network is not None:
+            self.curve = Curve(given.network, self.q.shape[1], self.reach, plan)
+        self.own = given.p is None, given.m is None
+        self.p = self.q if given.p is None else plan.with_dense_rows(given.p)
+        self.m = self.k if given.m is None else plan.with_dense_rows(given.m)
+        self.e, self.f = (
+            self.q if x is None else plan.with_dense_rows(x) for x in (for_queries, for_keys)
+        )
+        places = self.call.starts, self.call.first, self.call.last
+        self.places = [self.q if x is None else x for x in places]
+        pairs = (self.p, self.e, self.has[0]), (self.m, self.f, self.has[1])
+        ends = [self._at_ends(x, of) if has else self.q for x, of, has in pairs]
         self.given = (self.q, self.k, self.v, self.p, self.m)
         curve = (self.q, self.q) if self.curve is None else (self.curve.lines, self.curve.logs)
         self.inputs = (*self.given, self.e, self.f, *ends, *curve)
 
-    def _or_q(self, x: Tensor | None) -> Tensor:
-        return self.q if x is None else as_dense(x)
-
-    def _pairs(self) -> tuple[tuple[Tensor, Tensor, bool], ...]:
-        return (self.p, self.e, self.has[0]), (self.m, self.f, self.has[1])
-
-    def _at_ends(self, x: Tensor, vectors: Tensor) -> Tensor:
+    def _at_ends(self, x: Operand, vectors: Operand) -> Operand:
         batch, heads, count = x.shape[0], self.q.shape[1], x.shape[2]
-        to = x.new_empty((2, batch, heads, count), dtype=torch.float32)
-
-        def prepare() -> Launch:
-            of_vectors = vectors.stride(0), vectors.stride(1) if vectors.shape[1] > 1 else 0
-            numbers = (*strides_of(x), *of_vectors, count, len(vectors))
-            width = block_of(x)
-            constants = {"HEADS": heads, "GROUP": heads // x.shape[1], "D": x.shape[3]}
-            constants |= {"BLOCK_D": width, "BLOCK": max(4096 // width, 16)}
-            grid = (triton.cdiv(count, constants["BLOCK"]) * batch * heads, 1, 1)
-            return Launch(at_ends, grid, numbers, constants, **OPTIONS, num_warps=4)
-
-        launch = find_launch(("at_ends", heads, *signature((x, vectors))), prepare)
-        launch((x, vectors, to), 0)
+        to = self.plan.empty((2, batch, heads, count), torch.float32)
+        width = block_of(x)
+        constants = {"HEADS": heads, "GROUP": heads // x.shape[1], "D": x.shape[3]}
+        constants |= {"BLOCK_D": width, "BLOCK": max(4096 // width, 16)}
+        grid = (triton.cdiv(count, constants["BLOCK"]) * batch * heads,)
+        steps = strides(vectors)[:2]
+        arguments = x, vectors, to, 0, *strides(x), *steps, count, len(vectors)
+        self.plan.launch(at_ends, grid, arguments, constants, **OPTIONS, num_warps=4)
         return to
 
-    def _block(self, kernel: Any) -> int:
+    def block(self, kernel: Any) -> int:
+        """Queries and keys of a tile."""
         return self._tile(kernel)[0]
 
     def _tile(self, kernel: Any) -> tuple[int, int, int]:
@@ -853,14 +849,14 @@ class TermLaunches:
         at = (wide > 64) + (wide > 128) + (3 if self.q.dtype == torch.float32 else 0)
         return TILES[kernel.__name__][at if at < 2 and all(self.has) else 2 + at]
 
-    def _strides(self, *others: Tensor) -> list[int]:
-        found = strides_of(*self.given)
+    def _strides(self, *others: Operand) -> list[Any]:
+        found: list[Any] = [*strides(*self.given)]
         for x, has in zip((self.e, self.f), self.has, strict=True):
-            found += (x.stride(0), x.stride(1) if x.shape[1] > 1 else 0) if has else (0, 0)
+            found += strides(x)[:2] if has else (0, 0)
         found.append(0 if self.curve is None else self.curve.lines.stride(0))
-        return found + strides_of(*others)
+        return [*found, *strides(*others)]
 
-    def _run(
+    def launch(
         self,
         kernel: Any,
         scales: Any,
@@ -870,112 +866,99 @@ class TermLaunches:
         more: Any = (),
         **how: Any,
     ) -> None:
+        """Launch a kernel on the tensors of the call and others."""
         call, q, k = self.call, self.q, self.k
-        key = (f"terms {kernel.__name__}", self.zero, *key_of(call), *how.values(), *more)
-        key = (*key, *self.has, *self.own, *signature((*tensors, *strided)))
+        sizes = (q.shape[2], k.shape[2], self.rows, call.zero, self.reach, *more)
+        block, warps, stages = self._tile(kernel)
+        units, block_u = (0, 1) if self.curve is None else (self.curve.units, self.curve.block)
+        constants = constants_of(q, k, self.v, call) | {"CAUSAL": call.causal, "BLOCK": block}
+        constants |= {"HAS_QUERIES": self.has[0], "HAS_KEYS": self.has[1], **how}
+        constants |= {"P_IS_Q": self.own[0], "M_IS_K": self.own[1]}
+        constants |= {"UNITS": units, "BLOCK_U": block_u}
+        options = {**OPTIONS, "num_warps": warps, "num_stages": stages}
+        numbers = *scales, *self._strides(*strided), *places_of(call), *sizes
+        self.plan.launch(kernel, grid, (*tensors, call.start, *numbers), constants, **options)
 
-        def prepare() -> Launch:
-            sizes = (q.shape[2], k.shape[2], self.rows, self.zero, self.reach, *more)
-            block, warps, stages = self._tile(kernel)
-            numbers = (*scales, *self._strides(*strided), *places_of(call), *sizes)
-            units, block_u = (0, 1) if self.curve is None else (self.curve.units, self.curve.block)
-            constants = constants_of(q, k, self.v, call) | {"CAUSAL": call.causal, "BLOCK": block}
-            constants |= {"HAS_QUERIES": self.has[0], "HAS_KEYS": self.has[1], **how}
-            constants |= {"P_IS_Q": self.own[0], "M_IS_K": self.own[1]}
-            constants |= {"UNITS": units, "BLOCK_U": block_u}
-            options = {**OPTIONS, "num_warps": warps, "num_stages": stages}
-            return Launch(kernel, grid, numbers, constants, **options)
 
-        find_launch(key, prepare)(tensors, call.start)
+def plan_forward(given: Any, call: Any, plan: Plan) -> None:
+    """Make the output and the log-sum-exp."""
+    plan.least, plan.most = STARTS
+    out, lse = plan.results
+    made = Prepared(given, call, plan)
+    batch, heads, queries, _ = made.q.shape
+    grid = (triton.cdiv(queries, made.block(forward)) * batch * heads,)
+    scales = (call.scale * LOG2E,)
+    made.launch(forward, scales, (out,), grid, (*made.inputs, out, lse, *made.places))
 
-    def forward(self) -> tuple[Tensor, Tensor]:
-        """The output and the log-sum-exp."""
-        q, v = self.q, self.v
-        out = q.new_empty((*q.shape[:3], v.shape[3]))
-        lse = q.new_empty(q.shape[:3], dtype=torch.float32)
-        grid = (triton.cdiv(q.shape[2], self._block(forward)) * q.shape[0] * q.shape[1], 1, 1)
-        scales = (self.call.scale * LOG2E,)
-        self._run(forward, scales, (out,), grid, (*self.inputs, out, lse, *self.places))
-        return out, lse
 
-    def backward(
-        self, g: Tensor, g_lse: Tensor | None, out: Tensor, lse: Tensor
-    ) -> list[Tensor | None]:
-        """The gradients of q, k, v, p, m, ``for_queries``, ``for_keys`` and the network."""
-        q, k, v, g = self.q, self.k, self.v, as_dense(g)
-        (batch, heads, queries, width), keys = q.shape, k.shape[2]
-        g_lse = None if g_lse is None else g_lse.float().contiguous()
-        dq, dk, dv = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
-        dp, dm = (
-            None if own else x.new_empty(x.shape) for own, x in zip(self.own, (q, k), strict=True)
-        )
-        delta = lse.new_empty(lse.shape)
-        scales = self.call.scale * LOG2E, self.call.scale
-        places, of_lse = self.places, lse if g_lse is None else g_lse
-        blocks = triton.cdiv(queries, self._block(to_queries))
-        by_row = lse.new_empty((2, batch * heads, blocks, width)) if self.has[0] else lse
-        to_curve = lse
-        if self.curve is not None:
-            to_curve = lse.new_empty((batch * heads, blocks, 3, self.curve.block))
-        to = dq, q if dp is None else dp
-        tensors = (*self.inputs, g, out, lse, of_lse, *places, *to, delta, by_row, to_curve)
-        grid = (blocks * batch * heads, 1, 1)
-        how = {"LSE_TOO": g_lse is not None}
-        self._run(to_queries, scales, (g, out, *to), grid, tensors, **how)
-        tiles = triton.cdiv(keys, self._block(to_keys))
-        by_key = lse.new_empty((2, batch * heads, tiles, width)) if self.has[1] else lse
-        to_k = dk, dv, k if dm is None else dm
-        tensors = (*self.inputs, g, lse, delta, *places, *to_k, by_key)
-        self._run(to_keys, scales, (g, *to_k), (tiles * batch * k.shape[1], 1, 1), tensors)
-        de = df = None
-        if any(self.has):
-            de, df = self._to_vectors(g, lse, delta, by_row, by_key)
-        found = [dq, dk, dv, dp, dm, de, df]
-        return [*found, None if self.curve is None else self.curve.gradient(to_curve, batch)]
+def plan_backward(given: Any, call: Any, plan: Plan) -> None:
+    """Make the gradients of q, k, v, p, m, ``for_queries``, ``for_keys`` and the network."""
+    dq, dk, dv, dp, dm, de, df, to_network, _ = plan.results
+    made, g = Prepared(given, call, plan), plan.with_dense_rows(given.g)
+    out, lse = whole(plan, given.out), whole(plan, given.lse)
+    of_lse = lse if given.g_lse is None else whole(plan, given.g_lse)
+    q, k = made.q, made.k
+    (batch, heads, queries, width), keys = q.shape, k.shape[2]
+    delta = plan.empty(lse.shape, lse.dtype)
+    scales = call.scale * LOG2E, call.scale
+    blocks = triton.cdiv(queries, made.block(to_queries))
+    by_row, to_curve = lse, lse
+    if made.has[0]:
+        by_row = plan.empty((2, batch * heads, blocks, width), lse.dtype)
+    if made.curve is not None:
+        to_curve = plan.empty((batch * heads, blocks, 3, made.curve.block), lse.dtype)
+    to = dq, q if made.own[0] else dp
+    tensors = (*made.inputs, g, out, lse, of_lse, *made.places, *to, delta, by_row, to_curve)
+    grid = (blocks * batch * heads,)
+    how = {"LSE_TOO": given.g_lse is not None}
+    made.launch(to_queries, scales, (g, out, *to), grid, tensors, **how)
+    tiles = triton.cdiv(keys, made.block(to_keys))
+    by_key = plan.empty((2, batch * heads, tiles, width), lse.dtype) if made.has[1] else lse
+    to_k = dk, dv, k if made.own[1] else dm
+    tensors = (*made.inputs, g, lse, delta, *made.places, *to_k, by_key)
+    made.launch(to_keys, scales, (g, *to_k), (tiles * batch * k.shape[1],), tensors)
+    if any(made.has):
+        _plan_vectors(made, (g, lse, delta), (by_row, by_key), (de, df))
+    if made.curve is not None:
+        made.curve.plan_gradient(to_curve, batch, to_network)
 
-    def _to_vectors(
-        self, g: Tensor, lse: Tensor, delta: Tensor, by_row: Tensor, by_key: Tensor
-    ) -> list[Tensor | None]:
-        q, k, call = self.q, self.k, self.call
-        # Distances that are seen, and have a row between the first and the last.
-        low = max(1 - self.zero, 0 if call.causal else -q.shape[2] - k.shape[2])
-        high = min(self.rows - 2 - self.zero, q.shape[2] + k.shape[2])
-        if call.starts is None:
-            high = min(high, call.start + q.shape[2] - 1)
-            low = max(low, call.start - k.shape[2] + 1)
-        if call.window is not None:
-            low, high = max(low, -call.window[1]), min(high, call.window[0])
-        block = self._block(to_vectors)
-        count = 0 if high < low else -(-(high - low) // block) + 1
-        # Short diagonals have parts, so that all processors have work.
-        parts = min(256 // max(count * q.shape[1], 1), q.shape[2] // (4 * block))
-        parts = max(parts, 1)
-        shape = (parts * q.shape[1], count, 2 * block, q.shape[3])
-        made = [lse.new_empty(shape if has else (0,)) for has in self.has]
-        if count:
-            tensors = (*self.inputs, g, lse, delta, *self.places, *made)
-            grid = (count, q.shape[1], parts)
-            scales = (call.scale * LOG2E,)
-            self._run(to_vectors, scales, (g,), grid, tensors, (low, q.shape[0]))
-        of_ends, vectors = (by_row, by_key), (self.e, self.f)
-        return [
-            self._fold(sums, ends, like, low, high) if has else None
-            for has, sums, ends, like in zip(self.has, made, of_ends, vectors, strict=True)
-        ]
 
-    def _fold(self, sums: Tensor, ends: Tensor, vectors: Tensor, low: int, high: int) -> Tensor:
-        """The gradient of vectors from those of diagonals, and from the sums at the ends."""
-        to, tensors = vectors.new_empty(vectors.shape), (sums, ends)
-        (batch, heads), (_, count, size, width) = self.q.shape[:2], sums.shape
-        parts = len(sums) // heads
+def _plan_vectors(made: Prepared, above: Any, ends: Any, results: Any) -> None:
+    """Make the gradients of the vectors."""
+    plan, call, q, k = made.plan, made.call, made.q, made.k
+    # Distances that are seen, and have a row between the first and the last.
+    low = max(1 - call.zero, 0 if call.causal else -q.shape[2] - k.shape[2])
+    high = min(made.rows - 2 - call.zero, q.shape[2] + k.shape[2])
+    if call.starts is None:
+        high = min(high, call.start + q.shape[2] - 1)
+        low = max(low, call.start - k.shape[2] + 1)
+    if call.window is not None:
+        low, high = max(low, -call.window[1]), min(high, call.window[0])
+    block = made.block(to_vectors)
+    count = 0 if high < low else -(-(high - low) // block) + 1
+    # Short diagonals have parts, so that all processors have work.
+    parts = min(256 // max(count * q.shape[1], 1), q.shape[2] // (4 * block))
+    parts = max(parts, 1)
+    shape = (parts * q.shape[1], count, 2 * block, q.shape[3])
+    sums = [plan.empty(shape if has else (0,), torch.float32) for has in made.has]
+    tensors = (*made.inputs, *above, *made.places, *sums)
+    scales = (call.scale * LOG2E,)
+    grid = count, q.shape[1], parts
+    made.launch(to_vectors, scales, above[:1], grid, tensors, (low, q.shape[0]))
+    for has, total, of_ends, to in zip(made.has, sums, ends, results, strict=True):
+        if has:
+            _plan_fold(made, total, of_ends, to, low, high)
 
-        def prepare() -> Launch:
-            numbers = (self.call.scale, self.rows, self.zero, low, high, count, parts)
-            constants = {"HEADS": heads, "TOGETHER": heads // vectors.shape[1], "D": width}
-            constants |= {"BLOCK_D": triton.next_power_of_2(width), "SIZE": size // 2, "BLOCK": 16}
-            grid = (triton.cdiv(self.rows, 16), vectors.shape[1], 1)
-            return Launch(fold, grid, (*numbers, ends.shape[2], batch), constants)
 
-        key = ("fold", self.call.scale, batch, heads, self.zero, low, high, vectors.shape, to.dtype)
-        find_launch((*key, *signature(tensors)), prepare)((*tensors, to), 0)
-        return to
+def _plan_fold(
+    made: Prepared, sums: Operand, ends: Operand, to: Operand, low: int, high: int
+) -> None:
+    """Make the gradient of vectors from those of diagonals, and from the sums at the ends."""
+    (batch, heads), (_, count, size, width) = made.q.shape[:2], sums.shape
+    parts = len(sums) // heads
+    numbers = (made.call.scale, made.rows, made.call.zero, low, high, count, parts)
+    constants = {"HEADS": heads, "TOGETHER": heads // to.shape[1], "D": width}
+    constants |= {"BLOCK_D": triton.next_power_of_2(width), "SIZE": size // 2, "BLOCK": 16}
+    grid = triton.cdiv(made.rows, 16), to.shape[1]
+    arguments = sums, ends, to, 0, *numbers, ends.shape[2], batch
+    made.plan.launch(fold, grid, arguments, constants)
