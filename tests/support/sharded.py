@@ -117,14 +117,14 @@ def biased_attention(mesh, ways):
     got = attend_last(*spread, sums, **how).full_tensor()
     assert_close(got, attend_last(q, k, v, sums, **how), rtol=1e-12, atol=1e-12)
     with pytest.raises(TypeError, match="k must be a DTensor, as q is, got Tensor"):
-        run(spread[0], k, v)
-    with pytest.raises(TypeError, match="None where q is a DTensor, got RowBias"):
-        run(*spread, attention.RowBias(lambda own, index: own))
+        run(spread[0], k, v, causal=True)
+    with pytest.raises(TypeError, match="None where q is a DTensor, got a RowBias"):
+        run(*spread, attention.RowBias(lambda own, index: own), causal=True)
     # These multiply queries by their parameters, or have a network.
     for module, name in (
         (posenc.CoPE(8, max_pos=3), "CoPE"),
         (posenc.RelativeKeys(8, max_distance=3), "RelativeKeys"),
-        (posenc.FIRE(8, threshold=2.0), "FireNetwork"),
+        (posenc.FIRE(8, threshold=2.0), "the bias of FIRE"),
     ):
         who = type(module).__name__
         with pytest.raises(TypeError, match=rf"{who}: bias must .* DTensor, got {name}\.\n  Call"):

@@ -73,7 +73,7 @@ def offsets(who: str, value: Any, x: Tensor, name: str = "offset", *more: tuple[
     shapes = ((x.shape[0] if x.dim() > 2 else 1,), *more)
     kind, hint = "an int, or an integer tensor", "Pass one for each sequence."
     if name == "offset":
-        hint = "Pass one for each sequence; positions of tokens are position_ids=."
+        hint = "Pass one for each sequence, or the positions of tokens as position_ids=."
     return index_tensor(who, name, value, shapes, x.device, kind=kind, hint=hint)
 
 
