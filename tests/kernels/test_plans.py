@@ -11,15 +11,24 @@ import pytest
 import torch
 from torch import Tensor
 
+from oracles import tables
 from posenc.attention.biases import Call
 from posenc.attention.op import attend_backward_op, attend_op
 from posenc.attention.terms import terms_op
+from posenc.kernels import reference
 from posenc.kernels.cache import rotate_and_cache_op
 from posenc.kernels.op import MaybeWritten, Size, Start, Written, fields_of, schema_of
 from posenc.kernels.plan import START, Launch, Operand, Step, plan_of
 from posenc.kernels.polar import polar_op
-from posenc.kernels.rotation import norm_rotate_backward_op, norm_rotate_qk_op, rotate_qk_op
-from support.plans import H200, plan_for
+from posenc.kernels.rotation import (
+    norm_rotate_backward_op,
+    norm_rotate_qk_op,
+    rotate_in_place_op,
+    rotate_qk_op,
+)
+from posenc.kernels.spec import Rows, Spec
+from support.plans import H200, plan_for, planned
+from support.rotations import GPU
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
 
@@ -295,3 +304,13 @@ def test_plans_that_python_keeps_are_bounded(monkeypatch):
         assert execute.find_plan(rotate_qk_op, call, H200) is plan
         assert execute.find_plan(rotate_qk_op, calls[0], H200) is first
         assert len(execute._plans) <= 4
+
+
+def test_what_is_written_to_a_copy_is_written_back():
+    """A tensor with a negative bit has the negatives of its numbers in memory."""
+    x = torch.complex(*torch.randn(2, 1, 2, 3, 8, device=GPU)).conj().imag
+    assert x.is_neg()
+    cos, sin = (t.float().to(GPU) for t in tables(3, 4))
+    wanted = reference.rotate(x.resolve_neg(), cos, sin, Rows(), Spec())
+    planned(rotate_in_place_op, x, cos, sin, None, 0, Spec().bits())
+    torch.testing.assert_close(x.resolve_neg(), wanted)

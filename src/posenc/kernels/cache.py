@@ -15,8 +15,8 @@ from posenc.kernels.op import MaybeWritten, Op, Start, Written, replaced
 from posenc.kernels.plan import Plan, Target
 from posenc.kernels.rotation import (
     check_devices,
-    check_here,
     check_rotation,
+    check_values,
     check_weight,
     refuse,
     strided_like,
@@ -204,8 +204,7 @@ def _check(call: CacheCall) -> Turn:
 
 def _run(call: CacheCall) -> tuple[Tensor, ...]:
     usual = _in_usual_form(call)
-    _check(usual)
-    check_here(usual)
+    check_values(usual, _check(usual))
     y = by_operations(*_write_of(usual))
     return (strided_like(_back(y, call), call.q),)
 

@@ -145,7 +145,6 @@ class Op:
         self.fields = fields_of(call)
         self.writes = [i for i, field in enumerate(self.fields) if field.is_written]
         self.tensors = [i for i, field in enumerate(self.fields) if field.is_tensor]
-        self.last_tensor = self.tensors[-1] + 1
         schema = schema_of(self.fields, count)
         _LIBRARY.define(name + schema)
         _LIBRARY.impl(name, self.run_now, "CompositeExplicitAutograd")

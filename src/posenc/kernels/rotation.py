@@ -388,9 +388,8 @@ def are_twins_unchecked(call: Rotating, found: Turn) -> bool:
     return not call.layout & TWINS and found.cos.shape[-1] < call.cos.shape[-1]
 
 
-def check_here(call: Rotating, *others: Tensor | None) -> Turn:
-    """:func:`check_rotation`, the start, and tables whose values can be read."""
-    found = check_rotation(call, *others)
+def check_values(call: Rotating, found: Turn) -> Turn:
+    """Refuse a start without rows, and tables that can be read and differ in a pair."""
     length = heads_first(call.xs[0], call.layout).shape[2]
     check_start(call.start, call.cos.shape[-2], length, call.positions)
     if are_twins_unchecked(call, found):
@@ -471,12 +470,12 @@ def no_results(call: Any) -> tuple[Tensor, ...]:
 
 
 def _run(call: RotateCall | RotateQKCall) -> tuple[Tensor, ...]:
-    found = check_here(call)
+    found = check_values(call, check_rotation(call))
     return _in_their_form([reference.rotate(x, *found) for x in with_heads_first(call)], call)
 
 
 def _run_in_place(call: RotateInPlaceCall | RotateQKInPlaceCall) -> tuple[Tensor, ...]:
-    found = check_here(call)
+    found = check_values(call, check_rotation(call))
     for x in call.xs:
         check_no_internal_overlap(_WHO, x)
     xs = with_heads_first(call)
@@ -614,8 +613,7 @@ def check_gradient(call: NormRotateBackwardCall) -> None:
 
 
 def _run_norm(call: NormRotateCall | NormRotateQKCall) -> tuple[Tensor, ...]:
-    check_norm(call)
-    check_here(call)
+    check_values(call, check_norm(call))
     return _in_their_form([*_normed(call)], call)
 
 
@@ -637,8 +635,7 @@ def _plan_norm(call: NormRotateCall | NormRotateQKCall, plan: Plan, target: Targ
 
 
 def _run_norm_backward(call: NormRotateBackwardCall) -> tuple[Tensor, ...]:
-    check_norm(call, call.g)
-    check_here(call)
+    check_values(call, check_norm(call, call.g))
     check_gradient(call)
     to_x, to_weight = _norm_backward_operations(call)
     return strided_like(to_x, call.x), to_weight

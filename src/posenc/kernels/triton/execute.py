@@ -256,12 +256,18 @@ def run(op: Any, call: Any, key: bytes | None) -> tuple[Tensor, ...]:
             numbers = numbers_of(plan, call[0].device)
         if numbers is not None and native.install(key, numbers):
             result = op.run_native(call)
-            return (result,) if isinstance(result, Tensor) else tuple(result or ())
+            results = [result] if isinstance(result, Tensor) else list(result or ())
+            return _written_back(op, given, call, results)
     results = execute(plan, [call[i] for i in op.tensors], start)
+    op.count_writes(call)
+    return _written_back(op, given, call, results)
+
+
+def _written_back(op: Any, given: Any, call: Any, results: list[Tensor]) -> tuple[Tensor, ...]:
+    """The results, after what was written to copies of :func:`_plain` is where it belongs."""
     for i in op.writes:
         if given[i] is not call[i]:
             given[i].copy_(call[i])
-    op.count_writes(given)
     return tuple(results)
 
 
