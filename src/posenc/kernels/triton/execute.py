@@ -245,7 +245,8 @@ def run(op: Any, call: Any, key: bytes | None) -> tuple[Tensor, ...]:
     given, call = call, op.call(*[_plain(x) for x in call])
     target = target_of(call[0].device)
     plan = find_plan(op, call, target) if key is None else plan_of(op, call, target)
-    start = getattr(call, "start", 0)
+    starts = [x for field, x in zip(op.fields, call, strict=True) if field.letter == "s"]
+    start = starts[0] if starts else 0
     if not plan.least <= start <= plan.most:
         raise plan.wrong_start(start)
     if op.backward_call is not None and any(_is_recorded(x) for x in call):
