@@ -1,7 +1,10 @@
+import atexit
 import contextlib
 import os
 import re
+import shutil
 import sys
+import tempfile
 from importlib import metadata
 from pathlib import Path
 
@@ -13,6 +16,12 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 # Read when transformers is first imported: with the kernels package it wraps functions in modules.
 os.environ.setdefault("USE_HUB_KERNELS", "NO")
+
+# Read when torch first compiles. It finds graphs that it compiled before by the names of their
+# ops, so those of another version of posenc would answer for this one.
+if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(prefix="posenc-compiled-")
+    atexit.register(shutil.rmtree, os.environ["TORCHINDUCTOR_CACHE_DIR"], ignore_errors=True)
 
 import torch
 from hypothesis import settings

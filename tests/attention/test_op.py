@@ -67,27 +67,27 @@ def gradient(
 ):  # fmt: skip
     q, k, v, *call = arguments(**others, to_values=True)
     given = *map(filled, (g, g_lse)), q, k, v, *map(filled, (out, lse)), ranges
-    return torch.ops.posenc.attend_backward(*given, *call)
+    return torch.ops.posenc.attend_by_distance_backward(*given, *call)
 
 
 def test_arguments_that_fit_are_taken():
     """So that a refusal below is of what differs from them."""
-    out, _, _ = torch.ops.posenc.attend(*arguments())
+    out, _, _ = torch.ops.posenc.attend_by_distance(*arguments())
     assert torch.allclose(out, torch.ones(B, H, Q, DV))
     assert [x.shape[2] for x in gradient()[:3]] == [Q, K, K]
 
 
 @pytest.mark.parametrize("change", MISFITS.values(), ids=MISFITS)
 def test_the_ops_refuse_what_does_not_fit(change):
-    with pytest.raises(ValueError, match="posenc::attend: "):
-        torch.ops.posenc.attend(*arguments(**change))
-    with pytest.raises(ValueError, match="posenc::attend_backward: "):
+    with pytest.raises(ValueError, match="posenc::attend_by_distance: "):
+        torch.ops.posenc.attend_by_distance(*arguments(**change))
+    with pytest.raises(ValueError, match="posenc::attend_by_distance_backward: "):
         gradient(**change)
 
 
 @pytest.mark.parametrize("change", GRADIENTS.values(), ids=GRADIENTS)
 def test_gradients_that_do_not_fit_are_refused(change):
-    with pytest.raises(ValueError, match="posenc::attend_backward: "):
+    with pytest.raises(ValueError, match="posenc::attend_by_distance_backward: "):
         gradient(**change)
 
 

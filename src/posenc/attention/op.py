@@ -172,7 +172,7 @@ def with_whole_places(call: Call) -> Call:
 
 def _run(given: AttendCall) -> tuple[Tensor, ...]:
     q, k, v, call = given.q, given.k, given.v, call_of(given, given.values)
-    check_call("posenc::attend", q, k, v, call)
+    check_call("posenc::attend_by_distance", q, k, v, call)
     out, lse = chunked.forward(q, k, v, with_whole_places(call))
     return out, lse, q.new_zeros(_ranges_shape(q, call), dtype=torch.int32)
 
@@ -181,7 +181,7 @@ def _plan(given: AttendCall, plan: Plan, target: Target) -> None:
     from posenc.kernels.triton import attention
 
     call = call_of(given, given.values)
-    check_call("posenc::attend", given.q, given.k, given.v, call)
+    check_call("posenc::attend_by_distance", given.q, given.k, given.v, call)
     attention.plan_forward(given, call, plan, target)
 
 
@@ -195,7 +195,7 @@ def _ranges_shape(q: Tensor, call: Call) -> tuple[int, ...]:
 
 
 def _results(given: AttendCall) -> tuple[Tensor, ...]:
-    check_devices("posenc::attend", *given)
+    check_devices("posenc::attend_by_distance", *given)
     q, v = given.q, given.v
     lse = q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
     ranges = _ranges_shape(q, call_of(given, given.values))
@@ -203,13 +203,13 @@ def _results(given: AttendCall) -> tuple[Tensor, ...]:
 
 
 def _check_backward(given: AttendBackwardCall) -> Call:
-    who = "posenc::attend_backward"
+    who = "posenc::attend_by_distance_backward"
     q, k, v, ranges, call = given.q, given.k, given.v, given.ranges, call_of(given, given.values)
     check_call(who, q, k, v, call)
     check_results(who, q, v, given.g, given.g_lse, given.out, given.lse)
     shape = _ranges_shape(q, call)
     if ranges.shape != shape or ranges.dtype != torch.int32:
-        refuse(who, f"ranges must be those of posenc::attend, {shape}", ranges)
+        refuse(who, f"ranges must be those of posenc::attend_by_distance, {shape}", ranges)
     check_devices(who, q, ranges)
     return call
 
@@ -229,7 +229,7 @@ def _plan_backward(given: AttendBackwardCall, plan: Plan, target: Target) -> Non
 
 
 def _results_backward(given: AttendBackwardCall) -> tuple[Tensor, ...]:
-    check_devices("posenc::attend_backward", *given)
+    check_devices("posenc::attend_by_distance_backward", *given)
     q, k, v, values = given.q, given.k, given.v, given.values
     to = q.new_empty(0)
     if call_of(given, values).to_values and values is not None:
@@ -283,7 +283,7 @@ def _has_plan(given: AttendCall | AttendBackwardCall) -> bool:
 
 
 attend_op = Op(
-    "attend",
+    "attend_by_distance",
     AttendCall,
     _results,
     3,
@@ -297,7 +297,7 @@ attend_op = Op(
     has_cpu=False,
 )
 attend_backward_op = Op(
-    "attend_backward",
+    "attend_by_distance_backward",
     AttendBackwardCall,
     _results_backward,
     4,

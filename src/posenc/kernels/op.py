@@ -101,7 +101,8 @@ class Op:
     """``posenc::name``; its functions take a call, and return a tuple of tensors.
 
     Args:
-        name: Its name.
+        name: Its name, and another one when its fields or the shapes of its results change: torch
+            finds graphs that it compiled earlier, on disk, by the names of their ops.
         call: The class of its calls. The first field is a tensor.
         results: New empty results of a call, from the shapes of its tensors alone. The plan makes
             them, and so does a compiler.
